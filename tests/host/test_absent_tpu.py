@@ -1,8 +1,10 @@
-"""A newcomer's first page: nothing from the TPU's library where there is no TPU, and a TPU that may be there is looked for."""
+"""libtpu prints nothing on a machine without a TPU, and a TPU is still found."""
 
 import os
 import subprocess
 import sys
+import types
+from pathlib import PurePath
 
 import pytest
 
@@ -11,118 +13,135 @@ from tests.conftest import ROOT
 
 
 @pytest.fixture
-def machine(monkeypatch):
-  """A machine with libtpu and nothing else; `machine(devices=["/dev/accel0"], plugins=["xla_cuda13"])` has these too."""
+def make_machine(monkeypatch):
+  """Returns a function that replaces this machine by another one.
+
+  By default, it has libtpu and no accelerator. Example:
+    make_machine(devices=["/dev/nvidia0"], plugins=["xla_cuda13"])
+  """
   monkeypatch.delenv("JAX_PLATFORMS", raising=False)
   monkeypatch.delitem(sys.modules, "jax")
-  for name in [name for name in os.environ if "TPU" in name]:
-    monkeypatch.delenv(name)
+  for name in list(os.environ):
+    if "TPU" in name:
+      monkeypatch.delenv(name)
 
   def make(devices=(), plugins=(), vendors=(), libtpu=True):
-    there = [
-      *devices,
-      *(
-        f"/sys/bus/pci/devices/{index}/vendor" for index in range(len(vendors))
-      ),
-    ]
+    paths = list(devices)
+    for index in range(len(vendors)):
+      paths.append(f"/sys/bus/pci/devices/{index}/vendor")
+
+    def glob(pattern):
+      return [path for path in paths if PurePath(path).match(pattern)]
+
+    def pci_vendor(path):
+      index = int(path.split("/")[-2])
+      return vendors[index]
+
+    def find_spec(name):
+      if name == "libtpu" and libtpu:
+        return object()
+      return None
+
+    def entry_points(group):
+      return [types.SimpleNamespace(name=name) for name in plugins]
+
+    monkeypatch.setattr(absent_tpu.glob, "glob", glob)
+    monkeypatch.setattr(absent_tpu.os.path, "exists", paths.__contains__)
+    monkeypatch.setattr(absent_tpu, "_pci_vendor", pci_vendor)
+    monkeypatch.setattr(absent_tpu.importlib.util, "find_spec", find_spec)
     monkeypatch.setattr(
-      absent_tpu.glob,
-      "glob",
-      lambda pattern: [
-        path
-        for path in there
-        if absent_tpu.pathlib.PurePath(path).match(pattern)
-      ],
-    )
-    monkeypatch.setattr(
-      absent_tpu.os.path, "exists", lambda path: path in there
-    )
-    monkeypatch.setattr(
-      absent_tpu, "_pci_vendor", lambda path: vendors[int(path.split("/")[-2])]
-    )
-    monkeypatch.setattr(
-      absent_tpu.importlib.util,
-      "find_spec",
-      lambda name: object() if name == "libtpu" and libtpu else None,
-    )
-    points = [type("Point", (), {"name": name})() for name in plugins]
-    monkeypatch.setattr(
-      absent_tpu.importlib.metadata, "entry_points", lambda group: points
+      absent_tpu.importlib.metadata, "entry_points", entry_points
     )
 
   return make
 
 
 @pytest.mark.parametrize(
-  "there, skipped",
-  [
-    ({}, True),
-    (dict(vendors=["0x8086"]), True),
-    (dict(plugins=["xla_cuda13"]), True),
-    (dict(libtpu=False), False),
-    (dict(devices=["/dev/accel0"]), False),
-    (dict(devices=["/dev/vfio/0"]), False),
-    (dict(vendors=["0x8086", "0x1ae0"]), False),
-    (dict(plugins=["xla_cuda13"], devices=["/dev/nvidia0"]), False),
-    (dict(plugins=["xla_cuda12"], devices=["/dev/dxg"]), False),
-    (dict(plugins=["another"]), False),
-  ],
+  "machine",
+  [{}, {"vendors": ["0x8086"]}, {"plugins": ["xla_cuda13"]}],
+  ids=str,
 )
-def test_only_a_machine_without_accelerators_computes_on_its_cpu_at_once(
-  machine, there, skipped
-):
-  machine(**there)
+def test_a_machine_without_accelerators_uses_its_cpu(make_machine, machine):
+  make_machine(**machine)
   absent_tpu.skip()
-  assert os.environ.get("JAX_PLATFORMS") == ("cpu" if skipped else None)
+  assert os.environ["JAX_PLATFORMS"] == "cpu"
 
 
 @pytest.mark.parametrize(
-  "name",
-  ["TPU_WORKER_ID", "LIBTPU_INIT_ARGS", "JAX_FORCE_TPU_INIT", "JAX_PLATFORMS"],
+  "machine",
+  [
+    {"libtpu": False},
+    {"devices": ["/dev/accel0"]},
+    {"devices": ["/dev/vfio/0"]},
+    {"vendors": ["0x8086", "0x1ae0"]},
+    {"plugins": ["xla_cuda13"], "devices": ["/dev/nvidia0"]},
+    {"plugins": ["xla_cuda12"], "devices": ["/dev/dxg"]},
+    {"plugins": ["another"]},
+  ],
+  ids=str,
 )
-def test_who_asks_for_a_tpu_gets_jaxs_own_search(machine, monkeypatch, name):
-  machine()
+def test_a_machine_that_may_have_an_accelerator_is_left_alone(
+  make_machine, machine
+):
+  make_machine(**machine)
+  absent_tpu.skip()
+  assert "JAX_PLATFORMS" not in os.environ
+
+
+@pytest.mark.parametrize(
+  "name", ["TPU_WORKER_ID", "LIBTPU_INIT_ARGS", "JAX_FORCE_TPU_INIT"]
+)
+def test_a_variable_that_asks_for_a_tpu(make_machine, monkeypatch, name):
+  make_machine()
   monkeypatch.setenv(name, "tpu")
   absent_tpu.skip()
-  assert os.environ.get("JAX_PLATFORMS") == (
-    "tpu" if name == "JAX_PLATFORMS" else None
-  )
+  assert "JAX_PLATFORMS" not in os.environ
 
 
-def test_variables_that_only_sound_like_it_do_not_ask(machine, monkeypatch):
-  machine()
-  monkeypatch.setenv("OUTPUT_DIR", "x")
-  monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")  # of JAX
-  monkeypatch.setenv("TPU_LIBRARY_PATH", "x")  # of libtpu
+def test_chosen_platforms_are_kept(make_machine, monkeypatch):
+  make_machine()
+  monkeypatch.setenv("JAX_PLATFORMS", "tpu")
+  absent_tpu.skip()
+  assert os.environ["JAX_PLATFORMS"] == "tpu"
+
+
+@pytest.mark.parametrize(
+  # JAX and libtpu set the last two.
+  "name",
+  ["OUTPUT_DIR", "TPU_SKIP_MDS_QUERY", "TPU_LIBRARY_PATH"],
+)
+def test_variables_that_do_not_ask_for_a_tpu(make_machine, monkeypatch, name):
+  make_machine()
+  monkeypatch.setenv(name, "1")
   absent_tpu.skip()
   assert os.environ["JAX_PLATFORMS"] == "cpu"
+
+
+def run_without_platforms(code):
+  """Runs Python code, and returns its output and errors."""
+  environment = dict(os.environ)
+  environment.pop("JAX_PLATFORMS", None)
+  # Another process may have loaded libtpu.
+  environment["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
+  result = subprocess.run(
+    [sys.executable, "-c", code],
+    cwd=ROOT,
+    env=environment,
+    capture_output=True,
+    text=True,
+  )
+  return result.stdout, result.stderr
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("first", ["", "import jax; "])
 def test_nothing_is_printed_of_a_tpu(first):
-  """Also in a notebook that has imported JAX, where JAX by itself prints what the library says."""
-  environment = {
-    name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"
-  }
-  environment["ALLOW_MULTIPLE_LIBTPU_LOAD"] = (
-    "1"  # another process may have loaded it
-  )
-
-  def run(code):
-    code = f"{code}import jax; print(jax.devices()[0].platform)"
-    result = subprocess.run(
-      [sys.executable, "-c", code],
-      cwd=ROOT,
-      env=environment,
-      capture_output=True,
-      text=True,
-    )
-    return result.stdout, result.stderr
-
-  if "TPU" not in run("")[1]:
-    pytest.skip("JAX says nothing about TPUs here")
-  out, errors = run(
-    f"{first}from diffjax.host import absent_tpu; absent_tpu.skip(); "
-  )
-  assert out == "cpu\n" and "TPU" not in errors
+  """This holds even if JAX was imported before, as in a notebook."""
+  print_platform = "import jax; print(jax.devices()[0].platform)"
+  _, errors = run_without_platforms(print_platform)
+  if "TPU" not in errors:
+    pytest.skip("JAX prints nothing about TPUs on this machine")
+  skip = "from diffjax.host import absent_tpu; absent_tpu.skip(); "
+  out, errors = run_without_platforms(first + skip + print_platform)
+  assert out == "cpu\n"
+  assert "TPU" not in errors

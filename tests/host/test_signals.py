@@ -1,8 +1,7 @@
-"""Ctrl-C ends every command at once, and a dead reader or terminal keeps none from ending."""
+"""Signals end a process at once, and output that cannot be written does not."""
 
 import multiprocessing
 import os
-import pathlib
 import signal
 import subprocess
 import sys
@@ -18,67 +17,82 @@ COMMANDS = [
   "train",
   *full(["aot", "checkpoints", "convert", "evaluate", "generate", "prepare"]),
 ]
-READY = "from diffjax.host import signals; signals.end_at_ctrl_c(); print('ready', flush=True); "
+READY = (
+  "from diffjax.host import signals; signals.end_at_ctrl_c();"
+  " print('ready', flush=True); "
+)
 
 
 @pytest.fixture
-def started():
-  """started("-c", "…"): a Python process, which is gone after the test."""
+def start():
+  """Returns a function that starts Python. The processes end after the test.
+
+  Example:
+    process = start("-c", "print(1)")
+  """
   processes = []
 
-  def start(*arguments):
-    environment = os.environ | {"PYTHONUNBUFFERED": ""}  # as users have it
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    processes.append(
-      subprocess.Popen(
-        [sys.executable, *arguments], cwd=ROOT, env=environment, **pipes
-      )
+  def start_python(*arguments):
+    process = subprocess.Popen(
+      [sys.executable, *arguments],
+      cwd=ROOT,
+      # Users have buffered output.
+      env=os.environ | {"PYTHONUNBUFFERED": ""},
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      text=True,
     )
-    return processes[-1]
+    processes.append(process)
+    return process
 
-  yield start
+  yield start_python
   for process in processes:
     process.kill()
     process.wait()
 
 
+def assert_result(process, *, out="", errors="", code=0):
+  """Waits for a process, and compares its output and exit code."""
+  actual_out, actual_errors = process.communicate(timeout=60)
+  assert (actual_out, actual_errors) == (out, errors)
+  assert process.returncode == code
+
+
 @pytest.mark.parametrize("name", COMMANDS)
-def test_ctrl_c_while_a_command_imports(started, name):
-  """From its first line on; the second thread is the one that hears it."""
-  process = started("-m", f"diffjax.{name}", "--help")
-  while (
-    len(os.listdir(f"/proc/{process.pid}/task")) < 2 and process.poll() is None
-  ):
+def test_ctrl_c_while_a_command_imports(start, name):
+  """Ctrl-C works from the moment when the thread for signals exists."""
+  process = start("-m", f"diffjax.{name}", "--help")
+  tasks = f"/proc/{process.pid}/task"
+  while len(os.listdir(tasks)) < 2 and process.poll() is None:
     time.sleep(0.001)
   process.send_signal(signal.SIGINT)
   _, errors = process.communicate(timeout=60)
-  assert (process.returncode, errors) == (130, "error: interrupted\n")
+  assert errors == "error: interrupted\n"
+  assert process.returncode == 130
 
 
-def test_importing_the_package_leaves_ctrl_c_alone(started):
+def test_importing_the_package_leaves_ctrl_c_alone(start):
   code = """if True:
     import signal, threading
     before = signal.getsignal(signal.SIGINT)
     import diffjax
     print(signal.getsignal(signal.SIGINT) == before, threading.active_count())"""
-  process = started("-c", code)
-  assert (*process.communicate(timeout=60), process.returncode) == (
-    "True 1\n",
-    "",
-    0,
-  )
+  assert_result(start("-c", code), out="True 1\n")
 
 
-@pytest.mark.parametrize(
-  "work",
-  [
-    "import hashlib; hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)",  # no Python runs
-    "import gc; gc.callbacks.append(lambda *_: None); exec('while True: gc.collect()')",  # where KeyboardInterrupt is swallowed
-    "print('x' * 10**6, flush=True)",  # nobody reads
-  ],
+NO_PYTHON = "import hashlib; hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)"
+# A KeyboardInterrupt in such a callback is swallowed.
+CALLBACK_OF_C = (
+  "import gc; gc.callbacks.append(lambda *_: None);"
+  " exec('while True: gc.collect()')"
 )
-def test_ctrl_c_whatever_the_main_thread_does(started, work):
-  process = started("-c", READY + work)
+# The test does not read it.
+FULL_PIPE = "print('x' * 10**6, flush=True)"
+
+
+@pytest.mark.parametrize("work", [NO_PYTHON, CALLBACK_OF_C, FULL_PIPE])
+def test_ctrl_c_whatever_the_main_thread_does(start, work):
+  process = start("-c", READY + work)
   assert process.stdout.readline() == "ready\n"
   time.sleep(0.2)
   process.send_signal(signal.SIGINT)
@@ -86,8 +100,8 @@ def test_ctrl_c_whatever_the_main_thread_does(started, work):
   assert process.stderr.read() == "error: interrupted\n"
 
 
-def test_the_end_needs_no_terminal(started):
-  process = started("-c", READY + "import time; time.sleep(100)")
+def test_the_end_needs_no_terminal(start):
+  process = start("-c", READY + "import time; time.sleep(100)")
   process.stdout.readline()
   process.stdout.close()
   process.stderr.close()
@@ -114,67 +128,75 @@ print("stops" if interrupted() else "goes on")
 """
 
 
+def saving(name):
+  """Returns the line about a signal after which a run saves."""
+  return (
+    f"diffjax: {name}: saving after this step (once more to stop at once)\n"
+  )
+
+
 @pytest.mark.parametrize(
   "arguments, code, out, errors",
   [
-    (
-      "SIGINT command",
-      130,
-      "",
-      "error: interrupted\n",
-    ),  # there is nothing to save
+    # There is nothing to save.
+    ("SIGINT command", 130, "", "error: interrupted\n"),
     ("SIGHUP command", 129, "", "error: ended by SIGHUP\n"),
-    (
-      "SIGHUP command started",
-      0,
-      "stops\n",
-      "diffjax: SIGHUP: saving after this step (once more to stop at once)\n",
-    ),
-    (
-      "SIGINT notebook",
-      0,
-      "stops\n",
-      "diffjax: SIGINT: saving after this step (once more to stop at once)\n",
-    ),
+    ("SIGHUP command started", 0, "stops\n", saving("SIGHUP")),
+    ("SIGINT notebook", 0, "stops\n", saving("SIGINT")),
   ],
 )
-def test_a_run_saves_what_there_is_to_save(
-  started, arguments, code, out, errors
-):
-  process = started("-c", RUN, *arguments.split())
-  assert (*process.communicate(timeout=60), process.returncode) == (
-    out,
-    errors,
-    code,
-  )
+def test_a_run_saves_if_it_has_started(start, arguments, code, out, errors):
+  process = start("-c", RUN, *arguments.split())
+  assert_result(process, out=out, errors=errors, code=code)
 
 
-def test_nohup_is_respected(started):
-  process = started("-c", RUN, "SIGHUP", "started", "nohup")
-  assert (*process.communicate(timeout=60), process.returncode) == (
-    "goes on\n",
-    "",
-    0,
-  )
+def test_nohup_is_respected(start):
+  process = start("-c", RUN, "SIGHUP", "started", "nohup")
+  assert_result(process, out="goes on\n")
 
 
-def mask(queue):
+WATCHES = """
+import os, signal, time
+from diffjax.host.signals import Watch
+received = []
+def wait_for(expected):
+  deadline = time.monotonic() + 30
+  while received != expected:
+    assert time.monotonic() < deadline, received
+    time.sleep(0.01)
+before = signal.getsignal(signal.SIGTERM), len(os.listdir("/proc/self/fd"))
+with Watch([signal.SIGTERM], lambda number: received.append("outer")):
+  with Watch([signal.SIGTERM], lambda number: received.append("inner")) as inner:
+    os.kill(os.getpid(), signal.SIGTERM)
+    wait_for(["inner"])
+    inner.outer(signal.SIGTERM)
+    wait_for(["inner", "outer"])
+  os.kill(os.getpid(), signal.SIGTERM)
+  wait_for(["inner", "outer", "outer"])
+after = signal.getsignal(signal.SIGTERM), len(os.listdir("/proc/self/fd"))
+print(after == before)
+"""
+
+
+def test_a_watch_inside_another(start):
+  """The inner one reacts, and everything is as before after its end."""
+  assert_result(start("-c", WATCHES), out="True\n")
+
+
+def put_signal_mask(queue):
+  """Sends the signals that the main thread of this process blocks."""
   queue.put(signal.pthread_sigmask(signal.SIG_BLOCK, []))
 
 
-def test_workers_are_born_deaf_to_ctrl_c():
-  context, before = (
-    multiprocessing.get_context("spawn"),
-    signal.pthread_sigmask(signal.SIG_BLOCK, []),
-  )
+def test_workers_ignore_ctrl_c_from_their_start():
+  context = multiprocessing.get_context("spawn")
+  mask_before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
   with starting_workers():
     queue = context.SimpleQueue()
-    worker = context.Process(target=mask, args=(queue,))
+    worker = context.Process(target=put_signal_mask, args=(queue,))
     worker.start()
-  assert (
-    signal.SIGINT in queue.get()
-    and signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
-  )
+  assert signal.SIGINT in queue.get()
+  assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == mask_before
   worker.join()
 
 
@@ -195,25 +217,21 @@ pathlib.Path(sys.argv[2]).touch()
 @pytest.mark.parametrize(
   "closed", [("stdout",), ("stderr",), ("stdout", "stderr")], ids=str
 )
-def test_a_closed_pipe_ends_nothing(started, tmp_path, closed):
-  process = started("-c", OUTPUT, tmp_path / "closed", tmp_path / "ended")
+def test_a_closed_pipe_ends_nothing(start, tmp_path, closed):
+  process = start("-c", OUTPUT, tmp_path / "closed", tmp_path / "ended")
   process.stdout.readline()
   for name in closed:
     getattr(process, name).close()
   (tmp_path / "closed").touch()
-  assert process.wait(timeout=60) == 0 and (tmp_path / "ended").exists()
+  assert process.wait(timeout=60) == 0
+  assert (tmp_path / "ended").exists()
+  message = "cannot write to {} (Broken pipe); training goes on"
   if closed == ("stdout",):
-    lines = process.stderr.read().splitlines()
-    assert (
-      "cannot write to standard output (Broken pipe); training goes on"
-      in lines[0]
-      and lines[1:] == [f"warning {n}" for n in range(3)]
-    )
+    first_line, *lines = process.stderr.read().splitlines()
+    assert message.format("standard output") in first_line
+    assert lines == ["warning 0", "warning 1", "warning 2"]
   if closed == ("stderr",):
-    assert (
-      "cannot write to standard error (Broken pipe); training goes on"
-      in process.stdout.read()
-    )
+    assert message.format("standard error") in process.stdout.read()
 
 
 def test_a_full_disk_under_the_output_ends_nothing(tmp_path):
@@ -226,8 +244,6 @@ def test_a_full_disk_under_the_output_ends_nothing(tmp_path):
       stderr=subprocess.PIPE,
       text=True,
     )
-  assert (
-    process.returncode == 0
-    and pathlib.Path(tmp_path / "ended").exists()
-    and "No space left on device" in process.stderr
-  )
+  assert process.returncode == 0
+  assert (tmp_path / "ended").exists()
+  assert "No space left on device" in process.stderr
