@@ -33,7 +33,8 @@ def published(request, tmp_path):
 )
 def test_spelled_control_tokens_are_text(published, text):
   if "[UNK]" in published.tokenizer_json() and "<0x" in text:
-    text = text.replace("><", "> <")  # It has no bytes, and splits at spaces.
+    # This vocabulary has no bytes and splits at spaces.
+    text = text.replace("><", "> <")
   ids = published.encode(text)
   assert not published._control_ids.intersection(ids)
   assert published.decode(ids) == text
@@ -41,30 +42,31 @@ def test_spelled_control_tokens_are_text(published, text):
 
 
 def test_bytes_of_a_text(published):
-  """Each text is a document of its own, after a control token."""
+  """Each text is a document, after a control token."""
   start = published.separator
+  total = 0
   texts = [SENTENCE, "hello world", "the", "fox , an hello"]
   for text in texts:
     ids = np.array([start, *published.encode(text), start])
     num_bytes = published.target_bytes(ids[:-1], ids[1:])
-    assert num_bytes.sum() == len(published.decode(ids).encode())
+    expected = len(published.decode(ids).encode())
+    assert num_bytes.sum() == expected
     assert num_bytes[-1] == 0
+    total += expected
   assert len(published.decode(published.encode(SENTENCE))) == len(SENTENCE)
-  # The same in one row, and for a batch of rows.
+  # The texts in one row, and a batch of such rows.
   row = []
   for text in texts:
     row += [start, *published.encode(text)]
   rows = np.array([row, row])
-  expected = sum(
-    len(published.decode(published.encode(text)).encode()) for text in texts
-  )
   num_bytes = published.target_bytes(rows[:, :-1], rows[:, 1:])
-  assert num_bytes.sum(axis=1).tolist() == [expected, expected]
+  assert num_bytes.sum(axis=1).tolist() == [total, total]
 
 
 def test_a_continuation_keeps_its_space(published):
   prompt = published.encode_prompt("hello")
-  word = published.encode("hello world")[len(published.encode("hello")) :]
+  num_prompt_ids = len(published.encode("hello"))
+  word = published.encode("hello world")[num_prompt_ids:]
   assert published.decode_after(prompt, word) == " world"
   # One token at a time, as it is printed while it is generated.
   for end in range(len(word) + 1):

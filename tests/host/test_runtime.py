@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import pathlib
 import subprocess
 import sys
 
@@ -129,114 +128,157 @@ def test_the_loop_compiles_nothing_after_the_second_step(monkeypatch, tmp_path):
 
 
 def run_in(cache, code):
+  """Runs Python with a cache directory, and returns its output."""
   environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
   environment.pop("JAX_COMPILATION_CACHE_DIR", None)
-  return subprocess.run(
+  result = subprocess.run(
     [sys.executable, "-c", code],
     env=environment,
     capture_output=True,
     text=True,
     check=True,
-  ).stdout
+  )
+  return result.stdout
+
+
+# Prints "cache_hits" or "cache_misses" for each program, and a result.
+COMPILE = """
+import jax, jax.monitoring
+from diffjax.host import runtime
+
+def print_cache_event(name, **_):
+  if "cache_" in name:
+    print(name)
+
+runtime.keep_compiled_programs()
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.monitoring.register_event_listener(print_cache_event)
+print(jax.jit(lambda x: x * 3)(jax.numpy.arange(4.0)))
+"""
+
+
+def truncate(content):
+  return content[:-9]
+
+
+def flip_bit(content):
+  return content[:40] + bytes([content[40] ^ 4]) + content[41:]
+
+
+def replace(content):
+  return b"\xff"
 
 
 def test_compiled_programs_are_kept_and_damaged_ones_are_not_run(tmp_path):
-  program = (
-    "import jax, jax.monitoring; from diffjax.host import runtime; runtime.keep_compiled_programs();"
-    "jax.config.update('jax_persistent_cache_min_compile_time_secs', 0);"
-    "jax.monitoring.register_event_listener(lambda name, **_: print(name) if 'cache_' in name else None);"
-    "print(jax.jit(lambda x: x * 3)(jax.numpy.arange(4.0)))"
-  )
-  assert "cache_misses" in run_in(tmp_path, program)
-  assert "cache_hits" in run_in(tmp_path, program)
-  kept = [
-    path
-    for path in pathlib.Path(tmp_path, "diffjax", "compiled").iterdir()
-    if path.name.endswith("-cache")
-  ]
-  assert kept
-  seals = [path.with_name(f"{path.name}.sha256") for path in kept]
-  truncated, flipped = (
-    (lambda data: data[:-9]),
-    (lambda data: data[:40] + bytes([data[40] ^ 4]) + data[41:]),
-  )
-  for files, damage in (
-    (kept, truncated),
-    (kept, flipped),
-    (seals, lambda data: b"\xff"),
+  assert "cache_misses" in run_in(tmp_path, COMPILE)
+  assert "cache_hits" in run_in(tmp_path, COMPILE)
+  kept_dir = tmp_path / "diffjax" / "compiled"
+  programs = list(kept_dir.glob("*-cache"))
+  seals = list(kept_dir.glob("*-cache.sha256"))
+  assert programs
+  assert len(seals) == len(programs)
+  for paths, damage in (
+    (programs, truncate),
+    (programs, flip_bit),
+    (seals, replace),
   ):
-    for path in files:
+    for path in paths:
       path.write_bytes(damage(path.read_bytes()))
-    again = run_in(tmp_path, program)
-    assert "cache_hits" not in again and "[0. 3. 6. 9.]" in again
-  assert "cache_hits" in run_in(tmp_path, program)
+    output = run_in(tmp_path, COMPILE)
+    assert "cache_hits" not in output
+    assert "[0. 3. 6. 9.]" in output
+  assert "cache_hits" in run_in(tmp_path, COMPILE)
+
+
+START = (
+  "import jax, os, pathlib, signal, subprocess, sys;"
+  " from diffjax.host import runtime; runtime.keep_compiled_programs();"
+  " program = pathlib.Path(jax.config.jax_compilation_cache_dir, 'NAME-cache');"
+)
+WRITE = "program.write_bytes(b'half');"
+
+
+def test_a_half_written_program_of_a_killed_process_is_deleted(tmp_path):
+  """Even if a process that lived at that time ends later."""
+  kill = "os.kill(os.getpid(), signal.SIGKILL)"
+  child = START + WRITE + kill
+  run_in(tmp_path, f"{START} subprocess.run([sys.executable, '-c', {child!r}])")
+  kept_dir = tmp_path / "diffjax" / "compiled"
+  assert not list(kept_dir.glob("NAME*"))
+  # The next process deletes the directory of the killed one.
+  run_in(tmp_path, START)
+  assert not list(kept_dir.iterdir())
 
 
 def test_a_program_is_sealed_by_the_process_that_wrote_it(tmp_path):
-  """One that a killed process has half written is never kept, whoever lived at that time and ends later; and nothing of it stays."""
-  begin = "import jax, os, pathlib, signal, subprocess, sys; from diffjax.host import runtime; runtime.keep_compiled_programs();"
-  write = "pathlib.Path(jax.config.jax_compilation_cache_dir, 'NAME-cache').write_bytes(b'half');"
-  killed = begin + write + "os.kill(os.getpid(), signal.SIGKILL)"
-  run_in(
-    tmp_path, f"{begin} subprocess.run([sys.executable, '-c', {killed!r}])"
-  )
-  kept = pathlib.Path(tmp_path, "diffjax", "compiled")
-  assert not list(kept.glob("NAME*"))
+  child = START + WRITE
   run_in(
     tmp_path,
-    f"{begin} subprocess.run([sys.executable, '-c', {begin + write!r}], check=True)",
+    f"{START} subprocess.run([sys.executable, '-c', {child!r}], check=True)",
   )
-  assert sorted(path.name for path in kept.iterdir()) == [
-    "NAME-cache",
-    "NAME-cache.sha256",
-  ]
-  assert "True" in run_in(
-    tmp_path,
-    begin
-    + "print(pathlib.Path(jax.config.jax_compilation_cache_dir, 'NAME-cache').exists())",
-  )
+  kept_dir = tmp_path / "diffjax" / "compiled"
+  assert sorted(os.listdir(kept_dir)) == ["NAME-cache", "NAME-cache.sha256"]
+  assert run_in(tmp_path, f"{START} print(program.exists())") == "True\n"
 
 
 def test_programs_are_compiled_where_none_can_be_kept(tmp_path):
+  # A directory cannot be created in a file.
   (tmp_path / "diffjax").write_text("")
-  code = "import jax; from diffjax.host import runtime; runtime.keep_compiled_programs(); print(jax.jit(lambda x: x * 3)(2))"
+  code = (
+    "import jax; from diffjax.host import runtime;"
+    " runtime.keep_compiled_programs(); print(jax.jit(lambda x: x * 3)(2))"
+  )
   assert run_in(tmp_path, code).strip() == "6"
 
 
 def test_the_users_own_compilation_cache_is_left_alone(tmp_path):
   code = (
     "import jax; jax.config.update('jax_compilation_cache_dir', '/elsewhere');"
-    "from diffjax.host import runtime; runtime.keep_compiled_programs(); print(jax.config.jax_compilation_cache_dir)"
+    " from diffjax.host import runtime; runtime.keep_compiled_programs();"
+    " print(jax.config.jax_compilation_cache_dir)"
   )
   assert run_in(tmp_path, code).strip() == "/elsewhere"
 
 
-@pytest.mark.skipif(
-  not sys.platform.startswith("linux"),
-  reason="reads Linux's page fault counter",
+linux_only = pytest.mark.skipif(
+  not sys.platform.startswith("linux"), reason="reads counters of Linux"
 )
+
+
+@linux_only
 def test_freed_pages_are_kept(tmp_path):
-  """A program with 64 MB of temporaries faults them in at some calls, until they have their places, and not at every one."""
+  """A program with 64 MB of temporaries needs no new pages at every call.
+
+  At some calls, the temporaries may move.
+  """
   code = """
 import resource, jax, jax.numpy as jnp
 from diffjax.host import runtime
 runtime.keep_freed_memory()
+
+def num_page_faults():
+  return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
 f = jax.jit(lambda x: jnp.outer(x, x) @ x)
-x, faults = jnp.ones(4096), []
+x = jnp.ones(4096)
+faults = []
 for _ in range(40):
-  before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+  before = num_page_faults()
   f(x).block_until_ready()
-  faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+  faults.append(num_page_faults() - before)
 print(min(faults))
 """
-  assert int(run_in(tmp_path, code)) < 1000  # 64 MB are 16,384 pages
+  # 64 MB are 16,384 pages.
+  assert int(run_in(tmp_path, code)) < 1000
 
 
-@pytest.mark.skipif(
-  not sys.platform.startswith("linux"), reason="reads Linux's /proc"
-)
+@linux_only
 def test_other_threads_leave_the_main_threads_heap_alone(tmp_path):
-  """More threads than glibc has arenas by itself (8 a core), all alive: none takes its blocks from where the temporaries lie."""
+  """No thread allocates where the temporaries are.
+
+  By default, glibc has 8 arenas per core. There are more threads than that, and
+  all exist at the same time.
+  """
   code = """
 import os
 os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
@@ -244,53 +286,68 @@ import threading, numpy as np
 from diffjax.host import runtime
 runtime.keep_freed_memory()
 
-def heap():
-  places = [line.split()[0].split("-") for line in open("/proc/self/maps") if "[heap]" in line]
-  return sum(int(last, 16) - int(first, 16) for first, last in places)
+def heap_size():
+  size = 0
+  for line in open("/proc/self/maps"):
+    if "[heap]" in line:
+      first, last = line.split()[0].split("-")
+      size += int(last, 16) - int(first, 16)
+  return size
 
-barrier, before = threading.Barrier(40), heap()
+barrier = threading.Barrier(40)
+before = heap_size()
+
 def allocate():
   block = np.ones(1 << 20)
   barrier.wait()
+
 threads = [threading.Thread(target=allocate) for _ in range(40)]
 for thread in threads: thread.start()
 for thread in threads: thread.join()
-print(heap() - before)
+print(heap_size() - before)
 """
-  assert int(run_in(tmp_path, code)) < 2**20  # a block is 8 MiB
+  # A block has 8 MiB.
+  assert int(run_in(tmp_path, code)) < 2**20
 
 
-@pytest.mark.skipif(
-  not sys.platform.startswith("linux"), reason="reads Linux's /proc"
-)
+@linux_only
 def test_freed_pages_can_be_given_back(tmp_path):
   code = """
 import resource, threading, numpy as np
 from diffjax.host import runtime
 runtime.keep_freed_memory()
 
-def resident():
-  [line] = [line for line in open("/proc/self/status") if line.startswith("VmRSS")]
-  return int(line.split()[1]) // 1024
+def resident_mib():
+  for line in open("/proc/self/status"):
+    if line.startswith("VmRSS"):
+      return int(line.split()[1]) // 1024
 
-def allocate():
-  blocks = [np.ones(1 << 18) for _ in range(64)]  # 128 MiB
+def num_page_faults():
+  return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
-before = resident()
+def allocate():  # 128 MiB in 32,768 pages, which are freed again
+  blocks = [np.ones(1 << 18) for _ in range(64)]
+
+before = resident_mib()
 with runtime.release_freed_memory():
   allocate()
   thread = threading.Thread(target=allocate)
   thread.start()
   thread.join()
-print(resident() - before)
+print("released", resident_mib() - before)
 allocate()
-print(resident() - before)
-faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+print("kept", resident_mib() - before)
+faults = num_page_faults()
 allocate()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults)
+print("faults", num_page_faults() - faults)
 runtime.trim_freed_memory()
-print(resident() - before)
+print("trimmed", resident_mib() - before)
 """
-  meanwhile, kept, faults, left = map(int, run_in(tmp_path, code).split())
-  assert meanwhile < 16 and left < 16  # MiB, of 128
-  assert kept > 120 and faults < 1000  # of 32,768 pages
+  values = {}
+  for line in run_in(tmp_path, code).splitlines():
+    name, value = line.split()
+    values[name] = int(value)
+  assert values["released"] < 16
+  assert values["kept"] > 120
+  assert values["faults"] < 1000
+  assert values["trimmed"] < 16
