@@ -175,7 +175,7 @@ def test_generated_text_is_that_of_the_definition(
   )
   with own_variants.kept_registry():
     model = load(folder, trained)
-    row = list(model.tokenizer.encode_prompt("def "))
+    row = model.tokenizer.encode_prompt("def ")
     first = len(row)
     stop_ids = model.tokenizer.document_tokens.stop
     apply = jax.jit(model.model.apply)

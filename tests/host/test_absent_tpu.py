@@ -1,4 +1,4 @@
-"""libtpu prints nothing on a machine without a TPU, and a TPU is still found."""
+"""libtpu prints nothing on a machine without a TPU; a TPU is still found."""
 
 import os
 import subprocess

@@ -27,9 +27,12 @@ from diffjax.host.lock import lock
 
 if __name__ == "__main__":
   with lock(sys.argv[1]):
-    spawned = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
+    context = multiprocessing.get_context("spawn")
+    spawned = context.Process(target=time.sleep, args=(60,))
     spawned.start()
-    executed = subprocess.Popen(["sleep", "60"], close_fds=False, stdout=subprocess.DEVNULL)
+    executed = subprocess.Popen(
+      ["sleep", "60"], close_fds=False, stdout=subprocess.DEVNULL
+    )
     forked = os.fork()
     if not forked:
       os.close(1)

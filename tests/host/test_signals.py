@@ -113,7 +113,9 @@ RUN = """
 import os, signal, sys, time
 from diffjax.host import signals
 from diffjax.host.interruption import Interruption
-signal.signal(signal.SIGHUP, signal.SIG_IGN if "nohup" in sys.argv else signal.SIG_DFL)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+if "nohup" in sys.argv:
+  signal.signal(signal.SIGHUP, signal.SIG_IGN)
 if "command" in sys.argv:
   signals.end_at_ctrl_c()
 with Interruption() as interrupted:
@@ -165,8 +167,12 @@ def wait_for(expected):
     assert time.monotonic() < deadline, received
     time.sleep(0.01)
 before = signal.getsignal(signal.SIGTERM), len(os.listdir("/proc/self/fd"))
-with Watch([signal.SIGTERM], lambda number: received.append("outer")):
-  with Watch([signal.SIGTERM], lambda number: received.append("inner")) as inner:
+def react_outside(number):
+  received.append("outer")
+def react_inside(number):
+  received.append("inner")
+with Watch([signal.SIGTERM], react_outside):
+  with Watch([signal.SIGTERM], react_inside) as inner:
     os.kill(os.getpid(), signal.SIGTERM)
     wait_for(["inner"])
     inner.outer(signal.SIGTERM)
