@@ -65,6 +65,7 @@ def main(config: Config) -> None:
   import jax
 
   from diffjax.host import output, runtime
+  from diffjax.inference.finish import finish
   from diffjax.parallel.processes import connected
   from diffjax.training import loop
 
@@ -78,7 +79,8 @@ def main(config: Config) -> None:
     timeout=_CONNECT_TIMEOUT.value,
   ):
     _check_workdir_of(jax.process_count())
-    loop.train(config, workdir)
+    result = loop.train(config, workdir)
+    finish(result)
 
 
 def _default_workdir() -> str:

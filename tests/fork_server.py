@@ -20,6 +20,7 @@ import tensorflow_datasets  # noqa: F401
 
 import diffjax.cli.command
 import diffjax.evals.validation
+import diffjax.inference.finish  # noqa: F401
 import diffjax.interop.workdir
 import diffjax.training.loop  # noqa: F401
 

@@ -1,49 +1,80 @@
-"""The end of a run: the plot of its losses and a sample of text, for its user to look at first."""
+"""The end of a run: a plot of its losses, and a sample of text."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import contextlib
 
 import jax
 from absl import logging
 from etils import epath
 
-from diffjax.config import Config
-from diffjax.data.tokenizer import Tokenizer
+from diffjax.host.lock import lock
 from diffjax.inference.sampler import Sampler
-from diffjax.model.decoder import Decoder
 from diffjax.model.variant_styles import style
+from diffjax.training import memory
 from diffjax.training.metrics import read_log
+from diffjax.training.result import TrainResult
+
+_TEMPERATURE = 0.8
 
 
-def finish(
-  config: Config,
-  workdir: str,
-  model: Decoder,
-  params: Any,
-  tokenizer: Tokenizer,
-  check_lock: Callable[[], None],
-) -> None:
+def finish(result: TrainResult) -> None:
   """Writes loss.png and sample.txt, and prints the sample and all file names.
 
-  All processes call it.
+  Does nothing if the run is not finished. All processes must call this, because
+  they share the parameters.
 
   Args:
-    config: The run's config.
-    workdir: The run's directory, local or gs://.
-    model: The decoder.
-    params: Its parameters.
-    tokenizer: The run's.
-    check_lock: Raises LostWorkdir if the run may not write in the workdir.
+    result: the result of `training.loop.train`.
+
+  Raises:
+    LostWorkdir: if the workdir is not the directory that the run has locked.
+      Nothing is written then.
+    UserError: if another run uses the workdir, or if the memory does not
+      suffice.
   """
-  path = epath.Path(workdir)
-  text = _sample(
-    config, model, params, tokenizer
-  )  # by all processes, since they share the parameters
-  check_lock()
-  if jax.process_index() != 0:
+  if not result.is_finished:
     return
+  with contextlib.ExitStack() as stack:
+    stack.enter_context(memory.explained(result.config, result.mesh.shape))
+    # Training has released the lock. `lock` would make a deleted workdir again,
+    # and would lock a directory that has replaced it.
+    result.check_lock()
+    if jax.process_index() == 0:
+      stack.enter_context(lock(result.workdir))
+    text = _sample(result)
+    result.check_lock()
+    if jax.process_index() == 0:
+      _write(result, text)
+    # The files may have been deleted with the workdir.
+    result.check_lock()
+
+
+def _sample(result: TrainResult) -> str:
+  """Returns the config's prompt and the model's continuation.
+
+  Returns "" if the config asks for no sample, or if the prompt leaves no room.
+  """
+  config = result.config
+  prompt = result.tokenizer.encode_prompt(config.train.sample_prompt)
+  num_tokens = min(
+    config.train.sample_tokens, config.model.max_length - len(prompt)
+  )
+  if num_tokens < 1:
+    return ""
+  sampler = Sampler(
+    result.model, result.params, capacity=len(prompt) + num_tokens
+  )
+  [answer] = sampler.generate([prompt], num_tokens, temperature=_TEMPERATURE)
+  return config.train.sample_prompt + result.tokenizer.decode_after(
+    prompt, answer
+  )
+
+
+def _write(result: TrainResult, text: str) -> None:
+  """Prints the sample, writes the plot and the sample, and prints all files."""
+  config = result.config
+  workdir = epath.Path(result.workdir)
   files = "checkpoints, config.toml, metrics.jsonl, tensorboard, loss.png"
   if text:
     prompt = config.train.sample_prompt
@@ -51,43 +82,29 @@ def finish(
     files += ", sample.txt"
   try:
     plot_losses(
-      path / "metrics.jsonl", path / "loss.png", config.model.attention
+      workdir / "metrics.jsonl", workdir / "loss.png", config.model.attention
     )
     if text:
-      (path / "sample.txt").write_text(text, encoding="utf-8")
+      (workdir / "sample.txt").write_text(text, encoding="utf-8")
   except OSError as error:
     logging.warning(
-      "cannot write the plot and the sample in %s: %s", path, error
+      "cannot write the plot and the sample in %s: %s", workdir, error
     )
     return
-  print(f"written to {path}:\n  {files}")
-
-
-def _sample(
-  config: Config, model: Decoder, params: Any, tokenizer: Tokenizer
-) -> str:
-  """The config's prompt and how the model continues it; "" if the config asks for no sample, or the prompt leaves no room for one."""
-  prompt = tokenizer.encode_prompt(config.train.sample_prompt)
-  count = min(config.train.sample_tokens, config.model.max_length - len(prompt))
-  if count < 1:
-    return ""
-  [ids] = Sampler(model, params, capacity=len(prompt) + count).generate(
-    [prompt], count, temperature=0.8
-  )
-  return config.train.sample_prompt + tokenizer.decode_after(prompt, ids)
+  print(f"written to {workdir}:\n  {files}")
 
 
 def plot_losses(
   jsonl: epath.PathLike, png: epath.PathLike, attention: str
 ) -> None:
-  """Draws training and validation loss against steps.
+  """Plots the training and validation losses by step.
 
   Args:
-    jsonl: A run's metrics.jsonl.
-    png: Where to write the picture.
-    attention: The run's config.model.attention.
+    jsonl: the metrics.jsonl of a run.
+    png: the picture to write.
+    attention: `config.model.attention` of the run.
   """
-  # Imported here: it takes a second, and only the end of a run needs it.
+  # Imported here because it takes a second, and only the end of a run needs it.
   from diffjax.plots.curves import loss_curves
 
   figure = loss_curves([(style(attention), read_log(jsonl))])

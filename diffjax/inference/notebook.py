@@ -10,6 +10,7 @@ from etils import epath
 
 from diffjax.config import Config, check, from_config_dict
 from diffjax.host import absent_tpu
+from diffjax.inference.finish import finish
 from diffjax.inference.sampler import Sampler, row_capacity
 from diffjax.inference.token_ids import is_integer
 from diffjax.inference.trained import Trained, load
@@ -47,7 +48,7 @@ def fit(
     check(config)
   else:
     config = from_config_dict(config)
-  loop.train(config, str(workdir))
+  finish(loop.train(config, str(workdir)))
   return load(workdir)
 
 

@@ -1,71 +1,89 @@
-"""THE loop. It reads top to bottom, and its order is a contract: restore → (evaluate → save → step → log)*."""
+"""The training loop: restore → (evaluate → save → step → log)*.
+
+It reads from top to bottom. Resuming is exact because of this order.
+"""
 
 from __future__ import annotations
 
 from diffjax.config import Config
 from diffjax.data.reader import Interrupted
 from diffjax.training.profiler import step_annotation
+from diffjax.training.result import TrainResult
 from diffjax.training.session import Session
 
 
-def train(config: Config, workdir: str) -> None:
-  """Trains to `config.train.steps`, from the newest checkpoint in `workdir` if there is one.
+def train(config: Config, workdir: str) -> TrainResult:
+  """Trains to `config.train.steps`.
 
-  SIGTERM, Ctrl-C and SIGHUP end it after the step or evaluation in hand, or while it waits for data, with a checkpoint; a second one at
-  once. Before the first step there is nothing to save, and the first one ends the command at once.
-  Several processes make the same calls in the same order; a signal to one of them ends all after the same step.
+  Starts from the newest checkpoint in `workdir`, if there is one.
+
+  SIGTERM, Ctrl-C and SIGHUP end the run after the current step or evaluation,
+  or while it waits for data, with a checkpoint. A second signal ends the
+  process at once. Before the first step there is nothing to save, and the first
+  signal ends the command at once.
+
+  Several processes make the same calls in the same order. A signal to one of
+  them ends all of them after the same step.
 
   Args:
-    config: the run's config, checked.
-    workdir: directory of checkpoints, metrics, plot and sample; local or gs://.
+    config: the run's config, which has been checked.
+    workdir: directory of checkpoints and metrics, local or gs://.
+
+  Returns:
+    The trained parameters. `inference.finish.finish` writes the plot and the
+    sample of a finished run.
 
   Raises:
-    UserError: for whatever the user can fix: a config that does not fit the devices, the data or the checkpoint; or
-      `train.max_skipped_in_a_row` steps in a row whose loss or gradient was not finite or spiked.
+    UserError: if the user can fix the problem. Examples are a config that does
+      not fit the devices, the data or the checkpoint, and too many skipped
+      steps in a row (`config.train.max_skipped_in_a_row`).
   """
-  steps, eval_interval, checkpoint_interval = (
-    config.train.steps,
-    config.eval.interval,
-    config.train.checkpoint_interval,
-  )
+  num_steps = config.train.steps
+  eval_interval = config.eval.interval
+  checkpoint_interval = config.train.checkpoint_interval
   with Session(config, workdir) as session:
     # Restore.
-    state = session.restore()
-    step = first = int(state.step)
-    with session.stoppable() as stopping:
-      while True:
-        done = step >= steps
-        ending = done or stopping()
-        fresh = step > first  # A restored step has been saved.
-        due = eval_interval > 0 and (done or step % eval_interval == 0)
-        evaluating = due and (fresh or session.lacks_scores)
-        saving = fresh and (ending or step % checkpoint_interval == 0)
-        session.profile(step, ending)
-        if evaluating or saving:
-          session.log_last()
+    state = session.take_initial_state()
+    step = session.first_step
+    while True:
+      is_done = step >= num_steps
+      is_last = is_done or session.should_stop()
+      # A restored step has already been saved.
+      is_new = step > session.first_step
+      is_due = eval_interval > 0 and (is_done or step % eval_interval == 0)
+      should_evaluate = is_due and (is_new or session.lacks_scores)
+      should_save = is_new and (is_last or step % checkpoint_interval == 0)
+      session.profile(step, is_last)
+      if should_evaluate or should_save:
+        session.log_last()
 
-        # Evaluate.
-        with session.saving(step, state, {}):
-          scores = session.evaluate(step, state) if evaluating else {}
+      # Evaluate.
+      scores: dict[str, float] = {}
+      if should_evaluate:
+        with session.save_on_error(step, state, scores):
+          scores = session.evaluate(step, state)
 
-        # Save.
-        if saving:
-          session.save(step, state, scores)
-        elif evaluating and not fresh:
-          session.add_scores(step, scores)
-        if ending:
-          break
+      # Save.
+      if should_save:
+        session.save(step, state, scores)
+      elif should_evaluate and not is_new:
+        session.add_scores(step, scores)
+      if is_last:
+        break
 
-        # Step.
-        try:
-          with session.saving(step, state, scores):
-            batch = session.next_batch()
-        except Interrupted:  # no batch has come yet, and the run shall stop
-          break
-        with step_annotation(step + 1):
-          state, measured = session.train_step(state, batch)
-        step += 1
+      # Step.
+      try:
+        with session.save_on_error(step, state, scores):
+          batch = session.next_batch()
+      except Interrupted:
+        # A signal arrived before the batch, and the step has been saved.
+        break
+      session.start_vote_on_stopping()
+      with step_annotation(step + 1):
+        state, metrics = session.train_step(state, batch)
+      step += 1
 
-        # Log: the metrics of the step before, so that the device has its next step already.
-        session.log(step, measured)
-    session.end(step, state)
+      # Log the metrics of the previous step. The device already has this one,
+      # so it never waits for the host.
+      session.log(step, metrics)
+    return session.end(step, state)

@@ -9,27 +9,50 @@ from diffjax.config import Config
 
 
 def step_annotation(step: int) -> jax.profiler.StepTraceAnnotation:
-  """Marks a step in profiles, by the number that the log has for it. Outside a profile it costs nothing."""
+  """Returns a context that marks a step in profiles.
+
+  Outside a profile it costs nothing.
+
+  Args:
+    step: the step's number in the log.
+  """
   return jax.profiler.StepTraceAnnotation("train", step_num=step)
 
 
 class Profiler:
-  """Traces the steps of the config's window into workdir/profile."""
+  """Traces the steps that the config names into workdir/profile."""
 
   def __init__(self, config: Config, workdir: str):
-    first, count = config.train.profile_step, config.train.profile_steps
-    self._window = range(first, first + count) if first >= 0 else range(0)
-    self._directory, self._running = str(epath.Path(workdir) / "profile"), False
+    """Computes the traced steps. Nothing is traced if profile_step is negative.
 
-  def __call__(self, step: int, ending: bool) -> None:
-    """Starts or stops the trace. Call it between steps, with the number of steps done, and whether the run ends here."""
-    wanted = step in self._window and not ending
-    if wanted and not self._running:
+    Args:
+      config: the run's config.
+      workdir: the run's directory, local or gs://.
+    """
+    first = config.train.profile_step
+    num_steps = config.train.profile_steps
+    self._traced_steps = range(0)
+    if first >= 0:
+      self._traced_steps = range(first, first + num_steps)
+    self._directory = str(epath.Path(workdir) / "profile")
+    self._is_running = False
+
+  def update(self, step: int, is_last: bool) -> None:
+    """Starts or stops the trace. Must be called between steps.
+
+    Args:
+      step: the number of steps done.
+      is_last: whether the run ends after this step.
+    """
+    should_run = step in self._traced_steps and not is_last
+    if should_run and not self._is_running:
       jax.profiler.start_trace(self._directory)
-    elif self._running and not wanted:
+    elif self._is_running and not should_run:
       jax.profiler.stop_trace()
-    self._running = wanted
+    self._is_running = should_run
 
   def close(self) -> None:
-    """Ends a trace that an error has left open."""
-    self(-1, True)
+    """Stops a trace that an error has left running."""
+    if self._is_running:
+      jax.profiler.stop_trace()
+      self._is_running = False

@@ -1,6 +1,7 @@
-"""The program of a run on a mesh: its model, first state, training step and evaluation, each made once.
+"""The compiled functions of a run: initial state, training step, evaluation.
 
-The loop, ahead-of-time compilation, experiments and benchmarks take the same `Program`, so that what is planned or timed is what trains.
+The loop, ahead-of-time compilation, experiments and benchmarks use the same
+`Program`. So the step that is planned or timed is the step that trains.
 """
 
 from __future__ import annotations
@@ -8,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -22,11 +24,7 @@ from diffjax.model.decoder import Decoder
 from diffjax.model.shapes import parameter_shapes
 from diffjax.model.stacks import check_support
 from diffjax.parallel import rules
-from diffjax.parallel.mesh import (
-  put_batch,
-  sharded_attention,
-  sharded_cross_entropy,
-)
+from diffjax.parallel.mesh import sharded_attention, sharded_cross_entropy
 from diffjax.parallel.product import uses_exchange, uses_sparse_cores
 from diffjax.training.optimizer import make_optimizer, make_schedule
 from diffjax.training.step import (
@@ -39,157 +37,202 @@ from diffjax.training.step import (
 )
 from diffjax.training.validation import row_losses
 
+# Operations that the sparse cores of a TPU can do.
+_SPARSE_CORE_COLLECTIVES = (
+  "all_gather",
+  "2d_all_gather",
+  "3d_all_gather",
+  "reduce_scatter",
+  "nd_reduce_scatter",
+  "all_reduce",
+)
+
+# VMEM of a TPU v6e that a product may use for its tiles, in KiB. The chip has
+# 128 MiB, and the compiler's default is less than this.
+_V6E_SCOPED_VMEM_KIB = 96 * 1024
+
+# A threshold in MiB that no array reaches.
+_NEVER_MIB = 1_000_000
+
+
+class JittedFunctions(NamedTuple):
+  """The jitted functions of a program, to be called in its mesh's context.
+
+  Attributes:
+    init: () → state.
+    train_step: (state, batch) → (state, metrics).
+    eval_step: (params, batch) → sums.
+  """
+
+  init: Any
+  train_step: Any
+  eval_step: Any
+
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-  """The computations of a run on a mesh. `build` makes it; each part is compiled when it is first called.
+  """The computations of a run on a mesh. `build` returns one.
+
+  Each function is compiled when it is first called.
 
   Attributes:
     config: the run's config.
-    mesh: of the state and the batches; its devices need not be there, as long as nothing is called.
-    model: the decoder in the compute dtype of the mesh's platform, its attention wrapped for the mesh.
+    mesh: the devices of the state and the batches. They need not exist as long
+      as nothing is called.
+    model: the decoder in the compute dtype of the mesh's platform. Its
+      attention is wrapped for the mesh.
     abstract_state: shapes and shardings of the state.
-    jitted_init: () → state, inside the mesh's context.
-    jitted_train_step: (state, batch) → (state, metrics), likewise.
-    jitted_eval_step: (params, batch on the devices) → sums, likewise.
   """
 
   config: Config
   mesh: Mesh
   model: Decoder
   abstract_state: TrainState
-  jitted_init: Any
-  jitted_train_step: Any
-  jitted_eval_step: Any
+  _jitted: JittedFunctions
 
   def init(self) -> TrainState:
-    """Makes the first state on the mesh; no device ever holds it whole."""
+    """Returns the initial state, sharded over the mesh.
+
+    No device ever holds the whole state.
+    """
     with _context(self.mesh):
-      return self.jitted_init()
+      return self._jitted.init()
 
   def train_step(
     self, state: TrainState, batch: Batch
   ) -> tuple[TrainState, Metrics]:
-    """Takes a step. It donates the state that it is given.
+    """Takes a training step. Donates the state.
 
-    The loss is Σ loss / Σ tokens over the whole batch, whatever the number of micro-batches and devices.
+    The loss is Σ loss / Σ tokens over the whole batch. It does not depend on
+    the number of micro-batches and devices.
 
     Args:
       state: the state before the step.
-      batch: tokens, targets, segment_ids, positions and weights [B, T], on the mesh (`parallel.mesh.put_batch`).
+      batch: tokens, targets, segment_ids, positions and weights [B, T] on the
+        mesh, from `parallel.mesh.put_batch`.
 
     Returns:
-      The state after it, and its metrics: float32 scalars (nats per token where a loss), and `lambda` [L].
+      The state after the step, and the step's metrics. These are float32
+      scalars, and one value per layer [L] for metrics such as "lambda". Losses
+      are in nats per token.
     """
     with _context(self.mesh):
-      return self.jitted_train_step(state, batch)
+      return self._jitted.train_step(state, batch)
 
-  def eval_step(self, params: Any, batch: dict[str, Any]) -> Metrics:
-    """Adds up `validation.row_losses` over a batch.
+  def eval_step(self, params: Any, batch: Batch) -> Metrics:
+    """Returns the sums of `validation.row_losses` over a batch.
 
     Args:
       params: the model's parameters.
-      batch: this process's rows, on the host, with the bytes of their targets and their AR hits.
+      batch: a batch of `validation.with_hits` on the mesh, from
+        `parallel.mesh.put_batch`.
     """
     with _context(self.mesh):
-      return self.jitted_eval_step(params, put_batch(batch, self.mesh))
+      return self._jitted.eval_step(params, batch)
 
   def lower_train_step(self) -> jax.stages.Lowered:
-    """The training step, lowered for the mesh's devices, which need not be there."""
+    """Returns the training step, lowered for the mesh's devices.
+
+    The devices need not exist.
+    """
     with _context(self.mesh):
       return self.trace_train_step().lower()
 
   def trace_train_step(self) -> jax.stages.Traced:
-    """Traces the training step.
+    """Returns the traced training step.
 
     Raises:
       ValueError: if the implementation of attention cannot run on the mesh.
     """
-    shape, sharding = (
-      (self.config.train.batch_size, self.config.data.length),
-      NamedSharding(self.mesh, P(rules.BATCH, rules.LENGTH)),
-    )
+    shape = (self.config.train.batch_size, self.config.data.length)
+    sharding = NamedSharding(self.mesh, P(rules.BATCH, rules.LENGTH))
+    integers = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
+    weights = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
     batch = {
-      name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
-      for name in ("tokens", "targets", "segment_ids", "positions")
+      "tokens": integers,
+      "targets": integers,
+      "segment_ids": integers,
+      "positions": integers,
+      "weights": weights,
     }
-    batch["weights"] = jax.ShapeDtypeStruct(
-      shape, jnp.float32, sharding=sharding
-    )
     with _context(self.mesh):
-      return self.jitted_train_step.trace(self.abstract_state, batch)
+      return self._jitted.train_step.trace(self.abstract_state, batch)
 
 
 def build(config: Config, mesh: Mesh) -> Program:
-  """Makes a run's program. Nothing is compiled, and no array is made.
+  """Returns the program of a run. Compiles nothing and makes no array.
 
   Args:
     config: the run's config.
-    mesh: of `parallel.mesh.make_mesh`; its devices need not be there.
+    mesh: a mesh from `parallel.mesh.make_mesh`. Its devices need not exist.
 
   Raises:
-    UserError: if the model, the batch or the rows cannot be split over the mesh, or the model is not causal; if the attention variant does
-      not support the mesh, or has parameters that it does not declare.
+    UserError: if the model, the batch or the rows cannot be split over the
+      mesh, if the model is not causal, or if the attention variant does not
+      support the mesh or has parameters that it does not declare.
   """
-  if not config.model.causal:
-    raise UserError(
-      "config.model.causal = False: every token would see the next one, which training predicts"
-    )
-  if mesh.shape["context"] > 1:
-    check_support(
-      config.model,
-      CONTEXT_PARALLELISM,
-      f"config.mesh.context = {mesh.shape['context']}",
-    )
-  attention = sharded_attention(mesh, config.model.attention_implementation)
+  _check_model(config, mesh)
   model = Decoder(
     config.model,
     dtype=compute_dtype(config.model.dtype, mesh.devices.flat[0].platform),
-    attention_fn=attention,
+    attention_fn=sharded_attention(mesh, config.model.attention_implementation),
   )
   schedule = make_schedule(config.optimizer, config.train.steps)
   optimizer = make_optimizer(config.optimizer, schedule)
-  init = make_init(
-    config, model, optimizer, (_batch_parts(mesh), mesh.shape["context"])
-  )
-  shapes = jax.eval_shape(init)
-  _check_parameters(config.model, shapes.params)
-  shardings = rules.shardings(shapes, mesh)
-  abstract = jax.tree.map(
-    lambda leaf, sharding: jax.ShapeDtypeStruct(
-      leaf.shape, leaf.dtype, sharding=sharding
-    ),
-    shapes,
-    shardings,
-  )
-  _check_parts(config, mesh)
-  step = make_step(
-    config,
-    make_loss(config, model, sharded_cross_entropy(mesh)),
-    optimizer,
-    schedule,
-  )
+
+  # The smallest batch that the mesh can split.
+  init_shape = (_num_batch_parts(mesh), mesh.shape["context"])
+  init = make_init(config, model, optimizer, init_shape)
+  state_shapes = jax.eval_shape(init)
+  _check_parameters(config.model, state_shapes.params)
+  state_shardings = rules.shardings(state_shapes, mesh)
+  abstract_state = jax.tree.map(_with_sharding, state_shapes, state_shardings)
+  _check_split(config, mesh)
+
+  loss = make_loss(config, model, sharded_cross_entropy(mesh))
+  step = make_step(config, loss, optimizer, schedule)
+
+  def evaluate(params: Any, batch: Batch) -> Metrics:
+    return jax.tree.map(jnp.sum, row_losses(model, params, batch))
+
   with _context(mesh):
-    jitted_init = jax.jit(init, out_shardings=shardings)
-  # The state comes out as it went in: left to the compiler, another layout would compile the second step anew.
-  outs = shardings, NamedSharding(mesh, P())
+    jitted_init = jax.jit(init, out_shardings=state_shardings)
+  replicated = NamedSharding(mesh, P())
   jitted_step = jax.jit(
     step,
     donate_argnums=0,
-    out_shardings=outs,
+    # The new state must have the layout of the old one. With another layout,
+    # the second step would be compiled again.
+    out_shardings=(state_shardings, replicated),
     compiler_options=compiler_options(mesh),
   )
+  jitted = JittedFunctions(jitted_init, jitted_step, jax.jit(evaluate))
+  return Program(config, mesh, model, abstract_state, jitted)
 
-  def evaluate(params, batch):
-    return jax.tree.map(jnp.sum, row_losses(model, params, batch))
 
-  return Program(
-    config, mesh, model, abstract, jitted_init, jitted_step, jax.jit(evaluate)
-  )
+def _with_sharding(
+  leaf: jax.ShapeDtypeStruct, sharding: NamedSharding
+) -> jax.ShapeDtypeStruct:
+  """Returns a shape with a sharding."""
+  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _check_model(config: Config, mesh: Mesh) -> None:
+  """Raises UserError if the model cannot be trained on the mesh."""
+  if not config.model.causal:
+    raise UserError(
+      "config.model.causal = False: every token would see the next one, which"
+      " training predicts; set it to True"
+    )
+  context = mesh.shape["context"]
+  if context > 1:
+    check_support(
+      config.model, CONTEXT_PARALLELISM, f"config.mesh.context = {context}"
+    )
 
 
 def _check_parameters(config: ModelConfig, params: Any) -> None:
-  """Checks that a decoder has the parameters that the table says.
+  """Checks that a decoder has the parameters that the table declares.
 
   Sharding, weight decay, FLOPs and conversions follow from the table. The
   layers make the parameters, so an attention variant could contradict it.
@@ -222,8 +265,8 @@ def _check_parameters(config: ModelConfig, params: Any) -> None:
       )
     if name not in made:
       raise UserError(
-        f"parameter {name!r} is in extra_parameters, but the layer does not make"
-        " it"
+        f"parameter {name!r} is in extra_parameters, but the layer does not"
+        " make it"
       )
     if declared[name] != made[name]:
       raise UserError(
@@ -233,75 +276,77 @@ def _check_parameters(config: ModelConfig, params: Any) -> None:
       )
 
 
+def _check_split(config: Config, mesh: Mesh) -> None:
+  """Raises UserError if the mesh cannot split a micro-batch or a row."""
+  batch_size = config.train.batch_size
+  accumulation = config.train.accumulation
+  num_parts = _num_batch_parts(mesh)
+  num_rows = batch_size // accumulation
+  if num_rows % num_parts != 0:
+    raise UserError(
+      f"config.train.batch_size = {batch_size} over config.train.accumulation ="
+      f" {accumulation} gives {num_rows} rows, which the {num_parts} parts of"
+      " the batch (data × fsdp) cannot share evenly; choose a multiple of"
+      f" {accumulation * num_parts}"
+    )
+
+  # Each context shard has two pieces of a row, an early one and a late one. The
+  # loss also splits a shard over the tensor axis.
+  context = mesh.shape["context"]
+  tensor = mesh.shape["tensor"]
+  pieces_per_shard = 2 if context > 1 else 1
+  divisor = math.lcm(pieces_per_shard, tensor) * context
+  if config.data.length % divisor != 0:
+    raise UserError(
+      f"config.data.length = {config.data.length} must be a multiple of"
+      f" {divisor} with config.mesh.context = {context} and"
+      f" config.mesh.tensor = {tensor}: a row is cut into two pieces a context"
+      " shard, and its loss over tensor shards too"
+    )
+
+
+def _num_batch_parts(mesh: Mesh) -> int:
+  """Returns the number of parts into which the mesh splits a batch."""
+  return mesh.shape["data"] * mesh.shape["fsdp"]
+
+
 def compute_dtype(name: str, platform: str) -> Any:
-  """The dtype that config.model.dtype means on a platform."""
-  return {
-    "auto": jnp.float32 if platform == "cpu" else jnp.bfloat16,
-    "float32": jnp.float32,
-    "bfloat16": jnp.bfloat16,
-  }[name]
+  """Returns the dtype that `config.model.dtype` means on a platform."""
+  if name == "auto":
+    return jnp.float32 if platform == "cpu" else jnp.bfloat16
+  return {"float32": jnp.float32, "bfloat16": jnp.bfloat16}[name]
 
 
 def compiler_options(mesh: Mesh) -> dict[str, str] | None:
-  """The training step's own compiler options; None where the compiler's defaults serve, as on CPU and GPU.
+  """Returns compiler options for the training step on TPU, else None.
 
-  On TPU no product may become a loop over a parameter's or a gradient's shards (a windowed einsum, for operands of at least so many MiB),
-  and gradients travel while the chip computes (parallel/product.py). On v5p and v6e the sparse cores gather parameters and sum gradients
-  meanwhile, along one, two or three dimensions of the torus; v5e has none, and overlaps gathers by itself. On v6e a product may take 96 of
-  the 128 MiB of VMEM for its tiles, more than by default.
+  No product becomes a loop over the shards of a parameter or a gradient (a
+  windowed einsum). Gradients are sent while the chip computes (see
+  parallel/product.py). On v5p and v6e, the sparse cores gather parameters and
+  sum gradients during the computation, along one, two or three dimensions of
+  the torus. v5e has no sparse cores, and its compiler overlaps gathers without
+  an option.
 
-  xla_tpu_enable_async_collective_fusion stays off: newer compilers accept it on v5e alone, and say that elsewhere results may be wrong.
+  xla_tpu_enable_async_collective_fusion stays off. Newer compilers accept it
+  only on v5e, and say that results may be wrong elsewhere.
   """
   device = mesh.devices.flat[0]
   if device.platform != "tpu":
     return None
-  options = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
+  options = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": str(_NEVER_MIB)}
   if uses_exchange(mesh):
     options["xla_tpu_enable_async_all_to_all"] = "true"
   if uses_sparse_cores(mesh):
-    offloaded = (
-      "all_gather",
-      "2d_all_gather",
-      "3d_all_gather",
-      "reduce_scatter",
-      "nd_reduce_scatter",
-      "all_reduce",
-    )
-    options |= {
-      f"xla_tpu_enable_sparse_core_collective_offload_{collective}": "true"
-      for collective in offloaded
-    }
+    for collective in _SPARSE_CORE_COLLECTIVES:
+      prefix = "xla_tpu_enable_sparse_core_collective_offload"
+      options[f"{prefix}_{collective}"] = "true"
   if device.device_kind == "TPU v6 lite":
-    options["xla_tpu_scoped_vmem_limit_kib"] = str(96 * 1024)
+    options["xla_tpu_scoped_vmem_limit_kib"] = str(_V6E_SCOPED_VMEM_KIB)
   return options
 
 
-def _check_parts(config: Config, mesh: Mesh) -> None:
-  """Raises UserError if the mesh cannot share a micro-batch or cut a row."""
-  parts, accumulation = _batch_parts(mesh), config.train.accumulation
-  if (rows := config.train.batch_size // accumulation) % parts:
-    raise UserError(
-      f"config.train.batch_size = {config.train.batch_size} over config.train.accumulation = {accumulation} gives {rows} rows, which "
-      f"the {parts} parts of the batch (data × fsdp) cannot share evenly; choose a multiple of {accumulation * parts}"
-    )
-  pieces = (
-    math.lcm(2 if mesh.shape["context"] > 1 else 1, mesh.shape["tensor"])
-    * mesh.shape["context"]
-  )
-  if config.data.length % pieces:
-    raise UserError(
-      f"config.data.length = {config.data.length} must be a multiple of {pieces} with config.mesh.context = {mesh.shape['context']} and "
-      f"config.mesh.tensor = {mesh.shape['tensor']}: a row is cut into two pieces a context shard, and its loss over tensor shards too"
-    )
-
-
-def _batch_parts(mesh: Mesh) -> int:
-  """The number of parts that the mesh splits a batch into."""
-  return mesh.shape["data"] * mesh.shape["fsdp"]
-
-
 @contextlib.contextmanager
-def _context(mesh: Mesh):
-  """The mesh and the model's activation names, for tracing."""
+def _context(mesh: Mesh) -> Iterator[None]:
+  """Sets the mesh and the names of the model's activations, for tracing."""
   with jax.set_mesh(mesh), nn.logical_axis_rules(rules.ACTIVATIONS):
     yield

@@ -1,4 +1,4 @@
-"""The log of a run: metrics to files, its progress to the terminal, and skipped steps to its user."""
+"""The log of a run: metrics in files, and progress on the terminal."""
 
 from __future__ import annotations
 
@@ -20,32 +20,38 @@ from diffjax.training.status_line import Moment, StatusLine
 
 
 def note(message: str) -> None:
-  """A line for the user, from the first of several processes alone."""
+  """Prints a line for the user. Only process 0 prints."""
   if jax.process_index() == 0:
     say(message)
 
 
 @dataclasses.dataclass
-class _Pending:
-  """A step that has been dispatched, and is not logged yet.
+class _PendingStep:
+  """A step that has been dispatched, but not logged yet.
 
   Attributes:
     step: its number.
-    results: its metrics, which may not have been computed yet.
-    end: the moment when it ended; None if it was not seen to end.
+    metrics: its metrics, which may not have been computed yet.
+    end: when it ended. None if that is not known.
   """
 
   step: int
-  results: dict[str, jax.Array]
+  metrics: dict[str, jax.Array]
   end: Moment | None = None
 
   def is_over(self) -> bool:
     """Returns True if the step has ended, without waiting for it."""
-    return self.results["skipped_in_a_row"].is_ready()  # type: ignore[attr-defined]
+    # JAX's type stubs lack `is_ready`.
+    metric: Any = self.metrics["skipped_in_a_row"]
+    return metric.is_ready()
 
 
 class RunLog:
-  """The log of a run. A step's metrics are fetched once the next step has been dispatched, so that the device never waits for the host."""
+  """The log of a run.
+
+  The metrics of a step are fetched after the next step has been dispatched, so
+  the device never waits for the host.
+  """
 
   def __init__(
     self,
@@ -56,166 +62,181 @@ class RunLog:
     *,
     first_step: int,
   ):
-    """Opens the files and the terminal's line.
+    """Opens the files and starts the status line.
+
+    Drops the lines of steps after `first_step` from the files.
 
     Args:
-      config: The run's config.
-      workdir: The run's directory, local or gs://.
-      mesh: The devices that share a step.
-      checkpoints: The run's, which name the last good one if too many steps are skipped.
-      first_step: Steps done before this process began; what the files hold of later ones is dropped.
+      config: the run's config.
+      workdir: the run's directory, local or gs://.
+      mesh: the devices that share a step.
+      checkpoints: the run's checkpoints. If too many steps are skipped, the
+        error names the last good one.
+      first_step: the number of steps done before this process started.
     """
-    self._config, self._workdir, self._checkpoints = (
-      config,
-      workdir,
-      checkpoints,
-    )
-    self._metrics = MetricWriter(
+    self._config = config
+    self._workdir = workdir
+    self._checkpoints = checkpoints
+    self._first_step = first_step
+    self._metric_writer = MetricWriter(
       workdir,
       config.to_dict(),
       resume_step=first_step,
       wandb_project=config.train.wandb_project,
       is_writer=jax.process_index() == 0,
     )
-    self._status = StatusLine(
+    self._status_line = StatusLine(
       config,
       first_step=first_step,
       num_devices=mesh.size,
       device_kind=mesh.devices.flat[0].device_kind,
     )
-    self._first_step = first_step
-    self._pending: _Pending | None = None
+    self._pending: _PendingStep | None = None
+    # Seconds that the next step has waited for its batch.
+    self._seconds_waited = 0.0
 
-  def batch_ready(self, waited: float) -> None:
-    """Notes whether the last step has ended. Call it before the next dispatch.
+  def batch_ready(self, seconds_waited: float) -> None:
+    """Checks whether the previous step has ended.
+
+    Must be called when the batch of a step is ready, before its dispatch.
 
     Args:
-      waited: Seconds that the next step waited for its batch.
+      seconds_waited: how long the step has waited for its batch.
     """
+    self._seconds_waited = seconds_waited
     pending = self._pending
     if pending is None or pending.end is not None or not pending.is_over():
       return
-    # It was not seen to end. It is taken to have ended before the wait, which
-    # `stepped` will add to the status line.
-    pending.end = self._status.moment(ago=waited)
+    # It is not known when the step ended during the wait. The log assumes that
+    # it ended at the start of the wait.
+    pending.end = self._status_line.moment(seconds_ago=seconds_waited)
     if pending.step == self._first_step + 1:
-      # Neither its beginning, after compiling, nor its end was seen exactly.
-      self._status.measure_from(pending.step, pending.end)
+      # The start of the first step, after compilation, is not known either. So
+      # the first step does not count.
+      self._status_line.measure_from(pending.step, pending.end)
 
-  def stepped(
-    self, step: int, measured: dict[str, jax.Array], waited: float
-  ) -> None:
-    """Takes the metrics of a step that has been dispatched, and logs those of the step before.
+  def stepped(self, step: int, metrics: dict[str, jax.Array]) -> None:
+    """Logs the metrics of the previous step, and keeps those of this step.
 
     Args:
-      step: Steps dispatched so far.
-      measured: The step's metrics, which may not have been computed yet.
-      waited: Seconds that the step waited for its batch.
+      step: the number of the step that has just been dispatched.
+      metrics: its metrics, which may not have been computed yet.
 
     Raises:
       UserError: as `flush`.
     """
-    dispatched = _Pending(step, measured)
-    # A dispatch may return when the step is over, as on CPU.
+    dispatched = _PendingStep(step, metrics)
+    # On CPU, a dispatch may return only when the step is over.
     is_over = dispatched.is_over()
-    self._status.stepped(step, waited, is_over=is_over)
+    self._status_line.stepped(step, self._seconds_waited, is_over=is_over)
     if is_over:
-      dispatched.end = self._status.moment()
+      dispatched.end = self._status_line.moment()
     self.flush()
     self._pending = dispatched
 
   def flush(self) -> None:
-    """Logs the metrics of the last step.
+    """Logs the metrics of the last step, and reports it if it was skipped.
 
     Raises:
-      UserError: if `train.max_skipped_in_a_row` steps in a row have been skipped.
+      UserError: if `train.max_skipped_in_a_row` consecutive steps were skipped.
     """
     if self._pending is None:
       return
-    pending, self._pending = self._pending, None
-    step, results = pending.step, pending.results
+    pending = self._pending
+    self._pending = None
+    step = pending.step
+    # Fetching one number waits for the step.
+    num_in_a_row = int(jax.device_get(pending.metrics["skipped_in_a_row"]))
+
     train = self._config.train
-    in_a_row = int(jax.device_get(results["skipped_in_a_row"]))
-    reporting = step % train.log_interval == 0 or step == train.steps
-    if in_a_row or reporting or step == 1:  # a plot begins where training does
-      measured = jax.device_get(results)
-      values = _by_layer(measured)
-      self._metrics.write(
-        step,
-        self._status.report(step, values, pending.end) if reporting else values,
-      )
-    if not in_a_row:
-      return
-    reason = skip_reason(measured)
-    if 0 < train.max_skipped_in_a_row <= in_a_row:
-      raise UserError(self._too_many_skipped(step, in_a_row, reason))
-    count = f"{int(measured['skipped_steps'])} so far"
-    if in_a_row > 1:
-      count += f", {in_a_row} in a row"
+    should_report = step % train.log_interval == 0 or step == train.steps
+    # The first step is written as the first point of the plot of the loss.
+    if should_report or num_in_a_row > 0 or step == 1:
+      metrics = jax.device_get(pending.metrics)
+      values = _named_values(metrics)
+      if should_report:
+        values = self._status_line.report(step, values, pending.end)
+      self._metric_writer.write(step, values)
+      if num_in_a_row > 0:
+        self._report_skipped(step, metrics, num_in_a_row)
+
+  def _report_skipped(
+    self, step: int, metrics: dict[str, Any], num_in_a_row: int
+  ) -> None:
+    """Prints that a step was skipped. Raises UserError if there are too many."""
+    reason = skip_reason(metrics)
+    max_in_a_row = self._config.train.max_skipped_in_a_row
+    if max_in_a_row > 0 and num_in_a_row >= max_in_a_row:
+      raise UserError(self._too_many_skipped(step, num_in_a_row, reason))
+    count = f"{int(metrics['skipped_steps'])} so far"
+    if num_in_a_row > 1:
+      count += f", {num_in_a_row} in a row"
     note(f"step {step}: update skipped ({reason}); {count}, training continues")
 
+  def _too_many_skipped(self, step: int, num_in_a_row: int, reason: str) -> str:
+    """Returns the message of the error that ends the run."""
+    first_skipped = step - num_in_a_row + 1
+    good_step = self._checkpoints.newest(before=first_skipped)
+    if good_step is None:
+      # A checkpoint of a skipped step is also good: a skipped step changes no
+      # parameter.
+      good_step = self._checkpoints.newest()
+
+    checkpoint = "there is no checkpoint"
+    flags = "--workdir=NEW"
+    if good_step is not None:
+      path = epath.Path(self._workdir) / "checkpoints" / str(good_step)
+      checkpoint = f"the last good checkpoint is {path}"
+      flags += f" --config.train.init_from={self._workdir}"
+    return (
+      f"stopped at step {step}: {num_in_a_row} steps in a row were skipped"
+      " (config.train.max_skipped_in_a_row), the last one has"
+      f" {reason}; {checkpoint}."
+      " Lower config.optimizer.learning_rate or change config.data.seed, with"
+      f" {flags}. If the loss or the norm has only moved to another level,"
+      " continue with a higher config.optimizer.spike_sigmas, or 0"
+    )
+
   def evaluated(self, step: int, scores: dict[str, float], rows: int) -> None:
-    """Logs the losses of an evaluation and excludes its time from the speeds.
+    """Logs the losses of an evaluation. Speeds do not include its time.
 
     Args:
-      step: Steps done so far.
-      scores: The losses by the names that they are logged under.
-      rows: Number of validation rows that were measured.
+      step: the number of steps done.
+      scores: the losses by the names under which they are logged.
+      rows: the number of validation rows that were measured.
     """
-    self._metrics.write(step, scores)
+    self._metric_writer.write(step, scores)
     is_last = step >= self._config.train.steps
     if scores and is_last:
-      self._status.note(step, validation.explained(scores, rows))
+      self._status_line.note(step, validation.explained(scores, rows))
     elif scores:
-      self._status.note(step, validation.one_line(scores, rows))
-    self._status.restart_window(step)
+      self._status_line.note(step, validation.one_line(scores, rows))
+    self._status_line.restart_window(step)
 
   def saved(self, step: int) -> None:
     """Excludes the time of a save from the speeds."""
-    self._status.restart_window(step)
+    self._status_line.restart_window(step)
 
   def end_line(self) -> None:
-    """Ends the terminal's live line."""
-    self._status.close()
+    """Ends the status line on the terminal."""
+    self._status_line.close()
 
   def close(self) -> None:
-    """Ends the line and closes the files."""
-    self._status.close()
-    self._metrics.close()
-
-  def _too_many_skipped(self, step: int, in_a_row: int, reason: str) -> str:
-    good = self._checkpoints.newest(before=step - in_a_row + 1)
-    if (
-      good is None
-    ):  # one saved among the skipped steps is as good: they change no parameter
-      good = self._checkpoints.newest()
-    checkpoint = (
-      f"the last good checkpoint is {epath.Path(self._workdir) / 'checkpoints' / str(good)}"
-      if good is not None
-      else "there is no checkpoint"
-    )
-    return (
-      f"stopped at step {step}: {in_a_row} steps in a row were skipped (config.train.max_skipped_in_a_row), the last one has "
-      f"{reason}; {checkpoint}. Lower config.optimizer.learning_rate or change config.data.seed, "
-      + (
-        f"with --workdir=NEW --config.train.init_from={self._workdir}; "
-        if good is not None
-        else "with --workdir=NEW; "
-      )
-      + "if the loss or the norm has only moved to another level, go on with config.optimizer.spike_sigmas raised, or 0"
-    )
+    """Ends the status line and closes the files."""
+    self._status_line.close()
+    self._metric_writer.close()
 
 
-def _by_layer(measured: dict[str, Any]) -> dict[str, float]:
+def _named_values(metrics: dict[str, Any]) -> dict[str, float]:
   """Returns a step's metrics by the names under which they are logged.
 
-  The metrics of layers [L], such as λ, have a name for each layer.
+  A metric of the layers [L], such as λ, has a name for each layer.
 
   Example: {"loss": 2.5, "lambda": [0.2, 0.4]} → {"train/loss": 2.5,
   "lambda/layer_00": 0.2, "lambda/layer_01": 0.4}
   """
   values: dict[str, float] = {}
-  for name, value in measured.items():
+  for name, value in metrics.items():
     if np.ndim(value) == 0:
       values[f"train/{name}"] = float(value)
       continue

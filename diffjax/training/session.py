@@ -1,4 +1,14 @@
-"""Everything that a run opens, in the order that its safety needs, and what the loop asks of it."""
+"""A training run: what it opens, and the operations that the loop calls.
+
+A run that is refused must not change the workdir of an earlier run. Therefore
+everything that may refuse a run comes before the first write:
+
+  1. `Session.__init__` checks the config. Nothing is opened.
+  2. `Session.__enter__` opens the data, locks the workdir and restores the
+     state.
+  3. When all processes have passed their checks, `Session.__enter__` opens the
+     checkpoints, the log and the profiler, which write in the workdir.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +25,8 @@ from diffjax.cli import config_file
 from diffjax.config import Config, UserError, from_config_dict
 from diffjax.data import plan
 from diffjax.data.pipeline import (
+  TrainingBatches,
+  ValidationBatches,
   check_prepared,
   check_vocabulary,
   training_batches,
@@ -24,9 +36,8 @@ from diffjax.data.reader import Interrupted
 from diffjax.data.tokenizer import load_once, load_tokenizer
 from diffjax.host import runtime
 from diffjax.host.interruption import Interruption
-from diffjax.host.lock import LostWorkdir, WorkdirLock, lock
+from diffjax.host.lock import LostWorkdir, lock
 from diffjax.host.progress import short_number
-from diffjax.inference.finish import finish
 from diffjax.ops.diff_attention.choice import Choice, reported_to
 from diffjax.parallel.mesh import batch_share, make_mesh, put_batch
 from diffjax.parallel.processes import (
@@ -35,7 +46,7 @@ from diffjax.parallel.processes import (
   check_same_data,
   gather_objects,
 )
-from diffjax.training import cpu_time, manifest, memory, trigram, validation
+from diffjax.training import cpu_time, manifest, memory, validation
 from diffjax.training.checkpoint import (
   Checkpoint,
   Checkpoints,
@@ -46,6 +57,7 @@ from diffjax.training.checkpoint import (
 from diffjax.training.metrics import check_wandb
 from diffjax.training.profiler import Profiler
 from diffjax.training.program import build
+from diffjax.training.result import TrainResult
 from diffjax.training.resume import check_checkpoint, new_schedule, other_model
 from diffjax.training.run_log import RunLog, note
 from diffjax.training.step import Batch, Metrics, TrainState
@@ -55,16 +67,64 @@ from diffjax.training.workdir_tokenizer import (
 )
 
 
-class Session:
-  """A run's data, program, checkpoints and logs, open for as long as the context. Several processes make the same calls in the same order.
+@dataclasses.dataclass(frozen=True)
+class _Start:
+  """Where a run starts.
 
   Attributes:
-    program: what the run computes.
-    lacks_scores: Whether the restored checkpoint has no validation losses.
+    state: the state of the newest complete checkpoint, or a new one.
+    checkpoint: the checkpoint. None for a new run.
+    lacks_scores: True if the checkpoint has no validation losses.
   """
 
+  state: TrainState
+  checkpoint: Checkpoint | None
+  lacks_scores: bool
+
+
+@dataclasses.dataclass
+class _Resources:
+  """What a session opens. The session closes it when the context ends.
+
+  Attributes:
+    training_batches: this process's share of the training data.
+    validation_batches: this process's share of the validation data.
+    checkpoints: writes the checkpoints.
+    log: writes the metrics, and prints progress.
+    profiler: writes the profile that the config asks for.
+    interruption: tells whether this process has received a signal.
+    stopping: the decision to stop, the same in every process.
+    first_step: the number of steps done before the session.
+    lacks_scores: True if the restored checkpoint has no validation losses.
+    initial_state: the state to start from. None once the loop has taken it.
+  """
+
+  training_batches: TrainingBatches
+  validation_batches: ValidationBatches
+  checkpoints: Checkpoints
+  log: RunLog
+  profiler: Profiler
+  interruption: Interruption
+  stopping: Agreement
+  first_step: int
+  lacks_scores: bool
+  initial_state: TrainState | None
+
+
+class Session:
+  """A run's data, program, checkpoints and logs, open inside the context.
+
+  All processes of a run make the same calls in the same order.
+
+  Attributes:
+    program: the computations of the run.
+  """
+
+  # Set by `__enter__`.
+  _resources: _Resources
+
   def __init__(self, config: Config, workdir: str):
-    """Refuses what it can before anything is opened or written.
+    """Checks the config. Opens and writes nothing.
 
     Args:
       config: the run's config.
@@ -93,24 +153,28 @@ class Session:
       check_checkpoint(checkpoint, workdir, config)
     if jax.process_index() == 0:
       check_wandb(config.train.wandb_project)
-    self._config, self._workdir = config, workdir
+
     mesh = make_mesh(config.mesh)
-    self._share, self._shares = batch_share(mesh)
-    # Its file may have changed since an earlier run of this process.
+    # The tokenizer's file may have changed since an earlier run of this
+    # process.
     load_once.cache_clear()
-    self._tokenizer = load_tokenizer(config.data.tokenizer)
-    check_vocabulary(config, self._tokenizer)
-    self.program = build(config, mesh)
-    self._check_implementation()
-    self.lacks_scores = False
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    check_vocabulary(config, tokenizer)
+    program = build(config, mesh)
+
+    self.program = program
+    self._config = config
+    self._workdir = workdir
+    self._tokenizer = tokenizer
+    # This process reads share number `_share` of `_num_shares` of each batch.
+    self._share, self._num_shares = batch_share(mesh)
     self._printed_choices: set[Choice] = set()
+    self._stack = contextlib.ExitStack()
+
+    self._check_implementation()
     warning = cpu_time.warning(config, mesh.devices.flat[0].platform)
     if warning is not None:
       note(warning)
-    self._held = contextlib.ExitStack()
-    # Held by process 0 inside the context.
-    self._lock: WorkdirLock | None = None
-    self._waited = 0.0
 
   def _check_implementation(self) -> None:
     """Raises UserError if the config names an attention that cannot run here.
@@ -128,75 +192,129 @@ class Session:
       ) from error
 
   def __enter__(self) -> Session:
-    """Opens the data and locks the workdir. Changes no other file there."""
-    with contextlib.ExitStack() as held:
-      held.enter_context(
-        memory.explained(self._config, self.program.mesh.shape)
-      )
-      self._open_data(held)
+    """Opens everything, and restores or makes the state to start from.
+
+    Raises:
+      UserError: if the data cannot be opened, if another run uses the workdir,
+        or if the run cannot continue from the checkpoint or start from the
+        parameters of config.train.init_from. The workdir's files are then as
+        they were.
+    """
+    config = self._config
+    mesh = self.program.mesh
+    with contextlib.ExitStack() as stack:
+      stack.enter_context(memory.explained(config, mesh.shape))
+      batches, validation_data = self._open_data(stack)
+      workdir_lock = None
       if jax.process_index() == 0:
-        self._lock = held.enter_context(lock(self._workdir))
-      self._held = held.pop_all()
+        workdir_lock = stack.enter_context(lock(self._workdir))
+      start = self._restore(batches)
+      first_step = int(start.state.step)
+
+      # Process 0 must not write before the others have passed their checks.
+      gather_objects(None)
+      checkpoints = Checkpoints(
+        self._workdir,
+        keep=config.train.keep_checkpoints,
+        restored=start.checkpoint,
+        lock=workdir_lock,
+      )
+      # Closed before the lock is released.
+      stack.enter_context(checkpoints)
+      # Drops the lines of later steps from the log's files.
+      log = RunLog(
+        config, self._workdir, mesh, checkpoints, first_step=first_step
+      )
+      stack.callback(log.close)
+      profiler = Profiler(config, self._workdir)
+      stack.callback(profiler.close)
+      if jax.process_index() == 0:
+        keep_tokenizer(self._workdir, self._tokenizer)
+        # Written at each start, because some fields may change.
+        config_path = epath.Path(self._workdir) / config_file.NAME
+        config_file.write(config_path, config)
+      self._print_steps(start.state, first_step)
+
+      # From here on, a signal ends the run after the current step.
+      interruption = stack.enter_context(Interruption())
+      if jax.process_count() == 1:
+        # One of several processes cannot stop waiting for data alone. The
+        # others may be in the next step already and wait for it there.
+        batches.interrupted = interruption
+      self._resources = _Resources(
+        training_batches=batches,
+        validation_batches=validation_data,
+        checkpoints=checkpoints,
+        log=log,
+        profiler=profiler,
+        interruption=interruption,
+        stopping=Agreement(mesh, interruption),
+        first_step=first_step,
+        lacks_scores=start.lacks_scores,
+        initial_state=start.state,
+      )
+      self._stack = stack.pop_all()
     return self
 
   def __exit__(self, *exception: Any) -> None:
-    self._held.__exit__(*exception)
+    self._stack.__exit__(*exception)
 
-  def _open_data(self, held: contextlib.ExitStack) -> None:
-    config, share = (
-      self._config,
-      dict(process_index=self._share, process_count=self._shares),
-    )
+  def _open_data(
+    self, stack: contextlib.ExitStack
+  ) -> tuple[TrainingBatches, ValidationBatches]:
+    """Returns this process's training and validation batches."""
+    config = self._config
     if jax.process_count() > 1 and config.data.mode == "prepared":
-      check_prepared(config.data)  # also if all of them feed the same rows
-    with runtime.release_freed_memory():  # or decompressors, freed a minute later, would leave a hole where temporaries lie
-      self._batches = training_batches(config, **share)
-      held.callback(self._batches.close)
-      self._validation_batches = validation_batches(
-        config, config.train.batch_size // config.train.accumulation, **share
+      # The pipeline does not check this if all processes read the same rows.
+      check_prepared(config.data)
+    micro_batch_size = config.train.batch_size // config.train.accumulation
+    # Opening data uses decompressors that are freed only a minute later. The
+    # hole that they would leave in memory is where temporaries belong.
+    with runtime.release_freed_memory():
+      batches = training_batches(
+        config, process_index=self._share, process_count=self._num_shares
+      )
+      stack.callback(batches.close)
+      validation_data = validation_batches(
+        config,
+        micro_batch_size,
+        process_index=self._share,
+        process_count=self._num_shares,
       )
     if jax.process_count() > 1:
-      check_same_data(
-        self._batches.data_identity() | self._validation_batches.data_identity()
-      )
+      identity = batches.data_identity() | validation_data.data_identity()
+      check_same_data(identity)
+    return batches, validation_data
 
-  def restore(self) -> TrainState:
-    """Returns the state to start from, and opens the workdir for writing.
+  def _restore(self, batches: TrainingBatches) -> _Start:
+    """Returns the state to start from, and sets the batches to its position."""
+    checkpoint = find_checkpoint(self._workdir)
+    if checkpoint is None:
+      return _Start(self._new_state(), None, lacks_scores=False)
 
-    The state is that of the newest complete checkpoint, or a new one. The
-    workdir changes only after everything that refuses a run: a refused run
-    leaves the files of an earlier one as they were.
-
-    Raises:
-      UserError: if the run cannot go on from the checkpoint, or start from the
-        parameters of config.train.init_from.
-    """
-    restored = find_checkpoint(self._workdir)
-    if restored is not None:
-      state = self._restored_state(restored)
-    else:
-      state = self._new_state()
-    self._first = int(state.step)
-    # Process 0 must not write before the others have passed their checks.
-    gather_objects(None)
-    self._open_workdir(restored)
-    self._describe_steps(state)
-    return state
-
-  def _restored_state(self, checkpoint: Checkpoint) -> TrainState:
-    """Returns a checkpoint's state, and sets the data to its place."""
-    # Another run may have written it after the check in the constructor.
+    # Another run may have written it after the check in `__init__`.
     check_checkpoint(checkpoint, self._workdir, self._config)
     state = checkpoint.state(self.program.abstract_state)
-    self._batches.set_state(self._own(checkpoint.data_state))
-    is_scored = manifest.BEST_METRIC in checkpoint.metrics
-    # The same in all processes, since all take part in an evaluation.
-    self.lacks_scores = not gather_objects(is_scored)[0]
+    batches.set_state(self._data_state_of_share(checkpoint.data_state))
+    has_scores = manifest.BEST_METRIC in checkpoint.metrics
+    # All processes take part in an evaluation, so process 0 decides.
+    has_scores = gather_objects(has_scores)[0]
     note(f"resuming from step {checkpoint.step} of {self._workdir}")
     change = new_schedule(checkpoint.config, self._config, checkpoint.step)
     if change:
       note(change)
-    return state
+    return _Start(state, checkpoint, lacks_scores=not has_scores)
+
+  def _data_state_of_share(self, data_state: dict[str, Any]) -> dict[str, Any]:
+    """Returns the part of a checkpoint's data state for this process's share.
+
+    If the checkpoint has fewer shares, the last one is used. The data pipeline
+    raises an error if the number of shares matters.
+    """
+    # Older checkpoints have one state for all shares.
+    shares = data_state.get("shares", [data_state])
+    index = min(self._share, len(shares) - 1)
+    return shares[index]
 
   def _new_state(self) -> TrainState:
     """Returns the state of step 0, with the parameters of init_from if set."""
@@ -204,9 +322,8 @@ class Session:
     if not source:
       return self.program.init()
     start = open_checkpoint(source)
-    check_start_tokenizer(
-      source, from_config_dict(start.config), self._tokenizer
-    )
+    start_config = from_config_dict(start.config)
+    check_start_tokenizer(source, start_config, self._tokenizer)
     state = self.program.init()
     params = start.params(self.program.abstract_state.params)
     note(f"starting from the parameters of {source}")
@@ -215,101 +332,81 @@ class Session:
       note(change)
     return dataclasses.replace(state, params=params)
 
-  def _open_workdir(self, restored: Checkpoint | None) -> None:
-    """Opens checkpoints and log, and writes the tokenizer and the config.
+  def _print_steps(self, state: TrainState, first_step: int) -> None:
+    """Prints which steps the run will take."""
+    config = self._config
+    num_steps = config.train.steps
+    warmup_steps = config.optimizer.warmup_steps
+    if warmup_steps > num_steps > 0:
+      note(
+        f"config.optimizer.warmup_steps = {warmup_steps} is cut to"
+        f" config.train.steps = {num_steps}"
+      )
+    if first_step >= num_steps:
+      return
+    num_parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    tokens_per_step = config.train.batch_size * config.data.length
+    note(
+      f"training {short_number(num_parameters)} parameters: steps"
+      f" {first_step + 1:,} to {num_steps:,} of {tokens_per_step:,} tokens;"
+      " compiling …"
+    )
 
-    The log drops its lines of steps after the restored one.
+  @property
+  def first_step(self) -> int:
+    """The number of steps done before this session."""
+    return self._resources.first_step
+
+  @property
+  def lacks_scores(self) -> bool:
+    """True if the restored checkpoint has no validation losses."""
+    return self._resources.lacks_scores
+
+  def take_initial_state(self) -> TrainState:
+    """Returns the state to start from. May be called once.
+
+    The session does not keep the state, because the first step donates it.
+    """
+    state = self._resources.initial_state
+    assert state is not None, "the state has been taken"
+    self._resources.initial_state = None
+    return state
+
+  def should_stop(self) -> bool:
+    """Returns True if the last vote was to stop, the same in all processes.
+
+    A single process decides without a vote.
+    """
+    return self._resources.stopping()
+
+  def start_vote_on_stopping(self) -> None:
+    """Starts to collect the votes of all processes, without waiting for them.
+
+    A process votes to stop if it has received a signal. The loop must call this
+    before every step.
+    """
+    self._resources.stopping.start_vote()
+
+  def profile(self, step: int, is_last: bool) -> None:
+    """Starts or stops the profile that the config asks for.
 
     Args:
-      restored: The checkpoint that the run goes on from, if there is one.
+      step: the number of steps done.
+      is_last: whether the run ends after this step.
     """
-    config = self._config
-    checkpoints = Checkpoints(
-      self._workdir,
-      keep=config.train.keep_checkpoints,
-      restored=restored,
-      lock=self._lock,
-    )
-    # Closed before the lock is released, however the run ends.
-    self._checkpoints = self._held.enter_context(checkpoints)
-    self._log = RunLog(
-      config,
-      self._workdir,
-      self.program.mesh,
-      self._checkpoints,
-      first_step=self._first,
-    )
-    self._held.callback(self._log.close)
-    self._profiler = Profiler(config, self._workdir)
-    self._held.callback(self._profiler.close)
-    if jax.process_index() == 0:
-      keep_tokenizer(self._workdir, self._tokenizer)
-      # At each start, since some fields may change.
-      config_file.write(epath.Path(self._workdir) / config_file.NAME, config)
-
-  def _describe_steps(self, state: TrainState) -> None:
-    """Prints which steps the run takes."""
-    config = self._config
-    steps = config.train.steps
-    warmup = config.optimizer.warmup_steps
-    if warmup > steps > 0:
-      note(
-        f"config.optimizer.warmup_steps = {warmup} is cut to"
-        f" config.train.steps = {steps}"
-      )
-    if self._first < steps:
-      num_parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
-      tokens_per_step = config.train.batch_size * config.data.length
-      note(
-        f"training {short_number(num_parameters)} parameters: steps {self._first + 1:,}"
-        f" to {steps:,} of {tokens_per_step:,} tokens; compiling …"
-      )
-
-  def _own(self, data_state: dict[str, Any]) -> dict[str, Any]:
-    """The state of the data for this process's share of the batch. Of a checkpoint with fewer shares it takes any: where shares matter, the
-    data refuse it."""
-    shares = data_state.get(
-      "shares", [data_state]
-    )  # an older checkpoint has one for all
-    return shares[min(self._share, len(shares) - 1)]
-
-  @contextlib.contextmanager
-  def stoppable(self) -> Iterator[Agreement]:
-    """The steps of the run, which a signal ends. At the end of the context the data are closed, and the last save is complete.
-
-    Yields:
-      Called, it says whether to stop, the same in every process.
-    """
-    with Interruption() as interrupted:
-      self._interrupted, self._stopping = (
-        interrupted,
-        Agreement(self.program.mesh, interrupted),
-      )
-      if (
-        jax.process_count() == 1
-      ):  # one of several alone cannot call off a wait: the others may be in the next step, waiting for it
-        self._batches.interrupted = interrupted
-      yield self._stopping
-      self._batches.close()
-      self._checkpoints.wait()
-    self._log.end_line()
-
-  def profile(self, step: int, ending: bool) -> None:
-    """Starts or stops the profile that the config asks for."""
-    self._profiler(step, ending)
+    self._resources.profiler.update(step, is_last)
 
   def next_batch(self) -> Batch:
-    """The next global batch, on the devices.
+    """Returns the next global batch, on the devices.
 
     Raises:
-      Interrupted: if a signal comes while it is waited for.
+      Interrupted: if a signal arrives while waiting for the batch.
       UserError: as `TrainingBatches.__next__`.
     """
-    asked = time.perf_counter()
-    batch = put_batch(next(self._batches), self.program.mesh)
-    self._waited = time.perf_counter() - asked
-    self._log.batch_ready(self._waited)
-    self._stopping.start_vote()
+    start = time.perf_counter()
+    host_batch = next(self._resources.training_batches)
+    batch = put_batch(host_batch, self.program.mesh)
+    self._resources.log.batch_ready(time.perf_counter() - start)
     return batch
 
   def train_step(
@@ -317,8 +414,8 @@ class Session:
   ) -> tuple[TrainState, Metrics]:
     """Takes a step of the program, and prints which attention it uses.
 
-    The attention reports its choice while the step is traced. So there is one
-    line, before the first step is compiled, unless layers differ.
+    The attention reports its choice while the step is traced, before the first
+    step is compiled. There is one line, unless layers differ.
     """
     implementation = self._config.model.attention_implementation
     if implementation != "auto":
@@ -328,115 +425,137 @@ class Session:
       return self.program.train_step(state, batch)
 
   def _print_choice(self, choice: Choice) -> None:
+    """Prints a choice of attention, unless it has been printed before."""
     if choice not in self._printed_choices:
       self._printed_choices.add(choice)
       note(str(choice))
 
+  def log(self, step: int, metrics: Metrics) -> None:
+    """Logs the metrics of the previous step, and keeps those of this step.
+
+    Args:
+      step: the number of the step that has just been dispatched.
+      metrics: its metrics, which may not have been computed yet.
+
+    Raises:
+      UserError: as `log_last`.
+    """
+    # From now on, there are steps to save.
+    self._resources.interruption.started = True
+    self._resources.log.stepped(step, metrics)
+
+  def log_last(self) -> None:
+    """Logs the metrics of the last step.
+
+    Must be called before a save. Then the log has every step that a checkpoint
+    includes.
+
+    Raises:
+      UserError: if too many steps in a row have been skipped.
+    """
+    self._resources.log.flush()
+
+  def evaluate(self, step: int, state: TrainState) -> dict[str, float]:
+    """Measures the validation losses, and logs them.
+
+    Returns:
+      The losses by the names under which they are logged.
+    """
+    batches = self._resources.validation_batches
+    losses = validation.losses(
+      self.program.eval_step,
+      state.params,
+      batches,
+      mesh=self.program.mesh,
+      tokenizer=self._tokenizer,
+      ngram=self._config.eval.ngram,
+    )
+    scores = {f"validation/{name}": value for name, value in losses}
+    self._resources.log.evaluated(step, scores, batches.rows)
+    return scores
+
+  def save(
+    self, step: int, state: TrainState, scores: dict[str, float]
+  ) -> None:
+    """Starts to save a checkpoint.
+
+    Does nothing if this step was the last one to be saved or restored.
+
+    Args:
+      step: the number of steps done.
+      state: the state after them.
+      scores: the validation losses of this step. Empty if not measured.
+    """
+    # In streamed data, each process has its own position.
+    data_state = self._resources.training_batches.get_state()
+    states = dict(gather_objects([self._share, data_state]))
+    states_by_share = [states[share] for share in sorted(states)]
+    self._resources.checkpoints.save(
+      step,
+      state,
+      data_state={"shares": states_by_share},
+      config=self._config.to_dict(),
+      metrics=scores,
+    )
+    self._resources.log.saved(step)
+
   @contextlib.contextmanager
-  def saving(
+  def save_on_error(
     self, step: int, state: TrainState, scores: dict[str, float]
   ) -> Iterator[None]:
-    """Saves if what is done inside fails or is interrupted, so that no step is lost: between two steps the state is whole.
+    """Saves a checkpoint if the body raises, so that no step is lost.
 
-    One of several processes cannot save alone, and the others may be in the next step already.
+    Between two steps the state is consistent. Several processes do not save:
+    one process cannot save alone, and the others may be in the next step.
+
+    Args:
+      step: the number of steps done.
+      state: the state after them.
+      scores: the validation losses of this step. Empty if not measured.
     """
     try:
       yield
-    except Exception as error:  # whatever it is, it goes on its way
-      if step > self._first and jax.process_count() == 1:
+    except Exception as error:
+      if step > self.first_step and jax.process_count() == 1:
         if not isinstance(error, Interrupted):
           note(f"saving step {step}, before the run ends with an error")
         self.log_last()
         try:
           self.save(step, state, scores)
         except LostWorkdir as lost:
+          # The original error is more important than this one.
           note(str(lost))
       raise
 
-  def log(self, step: int, measured: Metrics) -> None:
-    """Takes the metrics of the step that was just dispatched, and logs those of the step before.
-
-    Raises:
-      UserError: as `log_last`.
-    """
-    self._interrupted.started = True
-    self._log.stepped(step, measured, self._waited)
-
-  def log_last(self) -> None:
-    """Logs the metrics of the last step. It comes before a save, so that no line of a step that a checkpoint holds can be lost.
-
-    Raises:
-      UserError: if too many steps in a row have been skipped.
-    """
-    self._log.flush()
-
-  def evaluate(self, step: int, state: TrainState) -> dict[str, float]:
-    """Measures the validation losses, and logs them.
-
-    Returns:
-      The losses by the names that they are logged under.
-    """
-    config = self._config
-    losses = validation.losses(
-      self.program.eval_step,
-      state.params,
-      self._validation_batches,
-      tokenizer=self._tokenizer,
-      ngram=config.eval.ngram,
-    )
-    scores = {f"validation/{name}": value for name, value in losses}
-    has_baseline = (
-      config.data.mode == "prepared"
-      and config.data.tokenizer == "bytes"
-      and jax.process_count() == 1
-    )
-    if (
-      has_baseline
-      and step >= config.train.steps
-      and "validation/bits_per_byte" in scores
-    ):
-      scores["validation/trigram_bits_per_byte"] = trigram.baseline(
-        config, self._validation_batches, self._tokenizer.token_bytes()
-      )
-    self._log.evaluated(step, scores, self._validation_batches.rows)
-    return scores
-
-  def save(
-    self, step: int, state: TrainState, scores: dict[str, float]
-  ) -> None:
-    """Starts to save a checkpoint, unless the step was saved or restored last."""
-    places = dict(
-      gather_objects([self._share, self._batches.get_state()])
-    )  # in a stream every process has a place of its own
-    data_state = {"shares": [places[share] for share in sorted(places)]}
-    self._checkpoints.save(
-      step,
-      state,
-      data_state=data_state,
-      config=self._config.to_dict(),
-      metrics=scores,
-    )
-    self._log.saved(step)
-
   def add_scores(self, step: int, scores: dict[str, float]) -> None:
     """Adds validation losses to the checkpoint that was restored."""
-    self._checkpoints.add_metrics(step, scores)
+    self._resources.checkpoints.add_metrics(step, scores)
 
-  def end(self, step: int, state: TrainState) -> None:
-    """Prints that the run has stopped, or writes the plot and the sample."""
-    if step < self._config.train.steps:
-      saved = ", saved" * (step > self._first)
-      note(
-        f"stopped at step {step} of {self._config.train.steps}{saved}; run the same command to go on"
-      )
-    else:
-      finish(
-        self._config,
-        self._workdir,
-        self.program.model,
-        state.params,
-        self._tokenizer,
-        self._checkpoints.check_lock,
-      )
-      # Files that were just written may be gone.
-      self._checkpoints.check_lock()
+  def end(self, step: int, state: TrainState) -> TrainResult:
+    """Closes the data, waits for the last save and returns the result.
+
+    Prints that the run has stopped if it is not finished.
+
+    Args:
+      step: the number of steps done.
+      state: the state after them.
+    """
+    self._resources.training_batches.close()
+    self._resources.checkpoints.wait()
+    self._resources.log.end_line()
+    result = TrainResult(
+      config=self._config,
+      workdir=self._workdir,
+      mesh=self.program.mesh,
+      model=self.program.model,
+      params=state.params,
+      tokenizer=self._tokenizer,
+      step=step,
+      check_lock=self._resources.checkpoints.check_lock,
+    )
+    if not result.is_finished:
+      message = f"stopped at step {step} of {self._config.train.steps}"
+      if step > self.first_step:
+        message += ", saved"
+      note(f"{message}; run the same command to continue")
+    return result

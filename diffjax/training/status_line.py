@@ -123,9 +123,9 @@ class StatusLine:
     if self._bar is not None:
       self._bar.update(self._task, completed=step)
 
-  def moment(self, ago: float = 0.0) -> Moment:
+  def moment(self, seconds_ago: float = 0.0) -> Moment:
     """Returns the moment some seconds ago."""
-    return Moment(time.perf_counter() - ago, self._waited)
+    return Moment(time.perf_counter() - seconds_ago, self._waited)
 
   def measure_from(self, step: int, end: Moment) -> None:
     """Excludes the time before the end of a step from the speeds."""

@@ -1,6 +1,8 @@
-"""Validation losses: nats per token, perplexity, bits per byte, and AR-Hit / Others (paper.md, §4: ablations; §5).
+"""Validation losses (paper.md, §4: ablations; §5).
 
-The training loop measures them as it goes. The suite of diffjax/evals/validation.py measures a checkpoint, with intervals.
+They are nats per token, perplexity, bits per byte, and the losses of AR-Hit and
+Others. The training loop measures them during training. The suite of
+diffjax/evals/validation.py measures a checkpoint, with intervals.
 """
 
 from __future__ import annotations
@@ -12,60 +14,69 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from diffjax.data.ar_hit import ar_hit_mask
 from diffjax.data.tokenizer import Tokenizer
 from diffjax.model.decoder import Decoder, output_embedding
 from diffjax.ops.cross_entropy import per_token_cross_entropy
+from diffjax.parallel.mesh import put_batch
 
-# The sums that all losses follow from, in the order in which `from_sums` takes them.
+# The sums from which all losses follow, in the order of `from_sums`' arguments.
 SUMS = ("nll", "weight", "bytes", "hit_nll", "hit_weight")
 
 # Losses are logged under "validation/loss" and so on.
 _PREFIX = "validation/"
 
-# What the losses mean, for the terminal.
+# The meanings of the losses, for the terminal.
 MEANINGS = {
   "loss": "nats per token",
   "perplexity": "e to the power of the loss",
   "bits_per_byte": "the loss in bits per byte of text",
   "ar_hit": "loss on tokens that end an n-gram seen before",
   "others": "loss on all other tokens",
-  "trigram_bits_per_byte": "bits_per_byte of a trigram model, a baseline",
 }
+
+# exp of a larger loss overflows float64.
+_MAX_LOSS_OF_PERPLEXITY = 700.0
 
 
 def losses(
-  eval_step: Callable[[Any, dict[str, Any]], dict[str, Any]],
+  eval_step: Callable[[Any, dict[str, jax.Array]], dict[str, Any]],
   params: Any,
   batches: Iterable[dict[str, Any]],
   *,
+  mesh: Mesh,
   tokenizer: Tokenizer,
   ngram: int,
 ) -> Iterator[tuple[str, float]]:
-  """Losses over the targets that carry weight.
+  """Measures the losses over the targets with weight.
 
   Args:
-    eval_step: adds up `row_losses` over a batch: `training.program.Program.eval_step`.
+    eval_step: `training.program.Program.eval_step`, which sums `row_losses`
+      over a batch.
     params: the model's parameters.
-    batches: host batches of tokens, targets, segment_ids, positions, weights [B, T].
-    tokenizer: the run's; it counts the bytes of the targets.
-    ngram: length of the n-grams of AR-Hit.
+    batches: this process's rows of each batch, on the host: tokens, targets,
+      segment_ids, positions and weights [B, T].
+    mesh: the devices of the program.
+    tokenizer: the run's tokenizer, which counts the bytes of the targets.
+    ngram: the length of the n-grams of AR-Hit.
 
   Yields:
-    The name and value of each loss, as `from_sums` yields them.
+    The name and value of each loss, as `from_sums`.
   """
   totals: dict[str, float] = {}
-  pending = []
-  for batch in batches:
-    pending.append(eval_step(params, with_hits(batch, tokenizer, ngram)))
-    if (
-      len(pending) > 1
-    ):  # fetch one batch behind, so that the device never waits for the host
-      _add(totals, pending.pop(0))
-  for sums in pending:
-    _add(totals, sums)
+  pending: dict[str, Any] | None = None
+  for host_batch in batches:
+    host_batch = with_hits(host_batch, tokenizer, ngram)
+    sums = eval_step(params, put_batch(host_batch, mesh))
+    # Fetches the previous batch, so the device never waits for the host.
+    if pending is not None:
+      _add(totals, pending)
+    pending = sums
+  if pending is not None:
+    _add(totals, pending)
   if totals:
     yield from from_sums(*(totals[name] for name in SUMS))
 
@@ -73,7 +84,11 @@ def losses(
 def with_hits(
   batch: dict[str, Any], tokenizer: Tokenizer, ngram: int
 ) -> dict[str, Any]:
-  """A host batch as `row_losses` takes it: with its AR hits and the bytes of its targets, float32 [B, T]."""
+  """Returns a host batch with "hits" and "bytes", float32 [B, T].
+
+  "hits" is 1 for targets that are AR hits, else 0. "bytes" is the number of
+  bytes of each target.
+  """
   hits = ar_hit_mask(
     batch["tokens"], batch["targets"], batch["segment_ids"], ngram
   )
@@ -87,57 +102,72 @@ def with_hits(
 def row_losses(
   model: Decoder, params: Any, batch: dict[str, jax.Array]
 ) -> dict[str, Float[Array, "B"]]:
-  """The sums over each row that the validation losses follow from: nll (nats), weight, bytes, and nll and weight over the AR hits.
+  """Returns the sums over each row from which the validation losses follow.
 
   Args:
     model: the decoder.
     params: its parameters.
     batch: a batch of `with_hits`.
+
+  Returns:
+    "nll" (nats), "weight" and "bytes" of the targets with weight, and
+    "hit_nll" and "hit_weight" of the AR hits among them.
   """
   weight = batch["weights"]
-  nll = jnp.where(weight > 0, token_losses(model, params, batch) * weight, 0.0)
+  has_weight = weight > 0
+  nll = jnp.where(has_weight, token_losses(model, params, batch) * weight, 0.0)
   terms = {
     "nll": nll,
     "weight": weight,
-    "bytes": batch["bytes"] * (weight > 0),
+    "bytes": batch["bytes"] * has_weight,
     "hit_nll": nll * batch["hits"],
     "hit_weight": weight * batch["hits"],
   }
-  return jax.tree.map(lambda term: jnp.sum(term, axis=1), terms)
+  return jax.tree.map(_sum_of_row, terms)
+
+
+def _sum_of_row(term: Float[Array, "B T"]) -> Float[Array, "B"]:
+  return jnp.sum(term, axis=1)
 
 
 def token_losses(
   model: Decoder, params: Any, batch: dict[str, jax.Array]
 ) -> Float[Array, "B T"]:
-  """Cross-entropy of every target, nats; that of a target of weight 0 has no meaning."""
+  """Returns the cross-entropy of each target, in nats.
+
+  It has no meaning for targets without weight.
+  """
   hidden: Any = model.apply(
     {"params": params},
     batch["tokens"],
     batch["segment_ids"],
     batch["positions"],
   )
-  return per_token_cross_entropy(
-    hidden, output_embedding(params).astype(hidden.dtype), batch["targets"]
-  )
+  embedding = output_embedding(params).astype(hidden.dtype)
+  return per_token_cross_entropy(hidden, embedding, batch["targets"])
 
 
 def from_sums(
   nll: float, weight: float, num_bytes: float, hit_nll: float, hit_weight: float
 ) -> Iterator[tuple[str, float]]:
-  """The validation losses that follow from the sums over all rows.
+  """Computes the validation losses from the sums over all rows.
 
   Yields:
-    loss (nats per token), perplexity, bits_per_byte, and, where there are such targets, ar_hit and others: the loss on targets that
-    end an n-gram seen earlier in their document, and on the rest (paper.md, §5). Nothing if no target has weight.
+    Name and value of each loss: "loss" (nats per token), "perplexity",
+    "bits_per_byte", "ar_hit" and "others". "ar_hit" is the loss on targets that
+    end an n-gram seen earlier in their document, and "others" on all other
+    targets (paper.md, §5). Each is left out if there are no such targets.
+    Yields nothing if no target has weight.
   """
-  if not weight:
+  if weight == 0:
     return
   loss = nll / weight
   yield "loss", loss
-  yield "perplexity", math.exp(min(loss, 700.0))
-  if num_bytes:
-    yield "bits_per_byte", nll / math.log(2) / num_bytes
-  if hit_weight:
+  yield "perplexity", math.exp(min(loss, _MAX_LOSS_OF_PERPLEXITY))
+  if num_bytes > 0:
+    bits = nll / math.log(2)
+    yield "bits_per_byte", bits / num_bytes
+  if hit_weight > 0:
     yield "ar_hit", hit_nll / hit_weight
   if weight > hit_weight:
     yield "others", (nll - hit_nll) / (weight - hit_weight)
@@ -147,8 +177,8 @@ def one_line(scores: Mapping[str, float], rows: int) -> str:
   """Returns the main validation losses as one line of text.
 
   Args:
-    scores: Losses by the names that they are logged under.
-    rows: Number of validation rows that were measured.
+    scores: losses by the names under which they are logged.
+    rows: the number of validation rows that were measured.
   """
   loss = scores[_PREFIX + "loss"]
   values = [f"loss {loss:.4f}"]
@@ -162,8 +192,8 @@ def explained(scores: Mapping[str, float], rows: int) -> str:
   """Returns all validation losses as lines of text, each with its meaning.
 
   Args:
-    scores: Losses by the names that they are logged under.
-    rows: Number of validation rows that were measured.
+    scores: losses by the names under which they are logged.
+    rows: the number of validation rows that were measured.
   """
   lines = [f"validation on {rows:,} rows:"]
   width = max(map(len, scores)) - len(_PREFIX)
@@ -174,5 +204,6 @@ def explained(scores: Mapping[str, float], rows: int) -> str:
 
 
 def _add(totals: dict[str, float], sums: dict[str, Any]) -> None:
+  """Adds the sums of a batch to the totals."""
   for name, value in sums.items():
     totals[name] = totals.get(name, 0.0) + float(value)

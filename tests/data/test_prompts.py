@@ -384,7 +384,9 @@ def test_answers_alone_are_learned(make_example_config, examples, mode):
   config = make_example_config(mode=mode, validation_fraction=0.0, batch_size=1)
   if mode == "prepared":
     prepared.prepare(config.data, 1)
-    batches = list(pipeline.training_rows(config))
+    (target,) = prepared.targets(config.data)
+    rows = prepared.PreparedRows(target, "train")
+    batches = [make_batch(list(rows), config.data.length)]
   else:
     batches = list(pipeline.streamed_dataset(config, repeat=False))
   learned = learned_answers(batches)

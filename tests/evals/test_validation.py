@@ -44,13 +44,15 @@ def test_the_suite_equals_what_the_loop_logs_whatever_the_batch(make_trained):
   config = dataclasses.replace(
     trained.config, eval=dataclasses.replace(trained.config.eval, rows=13)
   )
-  step = build(config, make_mesh(config.mesh, jax.devices()[:1])).eval_step
+  mesh = make_mesh(config.mesh, jax.devices()[:1])
+  step = build(config, mesh).eval_step
   rows = validation_rows("validation", trained, 13, batch_size=4)
   logged = dict(
     losses(
       step,
       trained.params,
       rows,
+      mesh=mesh,
       tokenizer=trained.tokenizer,
       ngram=3,
     )

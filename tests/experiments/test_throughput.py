@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from diffjax.config import MeshConfig, UserError, from_config_dict
-from diffjax.parallel.mesh import make_mesh
+from diffjax.parallel.mesh import make_mesh, put_batch
 from diffjax.training.flops import parameter_count
 from diffjax.training.program import build
 from experiments import grid, plots, results
@@ -65,9 +65,7 @@ def test_the_loss_is_that_of_training(small, mesh):
     bytes=np.float32(ones),
     hits=0.0 * ones,
   )
-  found = build(config, mesh).eval_step(
-    params, {name: jax.device_put(row) for name, row in rows.items()}
-  )
+  found = build(config, mesh).eval_step(params, put_batch(rows, mesh))
   loss = float(programs.forward(params, tokens, targets))
   assert loss == pytest.approx(
     float(np.sum(found["nll"]) / np.sum(found["weight"])), rel=1e-5

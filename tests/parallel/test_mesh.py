@@ -235,9 +235,9 @@ def test_evaluation_adds_up_over_the_mesh():
   sums = []
   for devices in (jax.devices()[:1], jax.devices()):
     program = build(config, make_mesh(config.mesh, devices))
-    sums.append(
-      jax.tree.map(float, program.eval_step(program.init().params, batch))
-    )
+    params = program.init().params
+    found = program.eval_step(params, put_batch(batch, program.mesh))
+    sums.append(jax.tree.map(float, found))
   chex.assert_trees_all_close(*sums, rtol=1e-5)
   assert sums[0]["weight"] == batch["weights"].sum()
   assert 3 < sums[0]["nll"] / sums[0]["weight"] < 6  # near log 64

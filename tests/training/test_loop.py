@@ -155,7 +155,7 @@ def printed_run(config, tmp_path_factory, timed_steps):
     contextlib.redirect_stdout(io.StringIO()) as printed,
   ):
     patch.setattr(session.Session, "train_step", timed)
-    loop.train(change(config, train__sample_tokens=5), str(workdir))
+    train_and_finish(change(config, train__sample_tokens=5), workdir)
   return workdir, printed.getvalue()
 
 
@@ -164,6 +164,11 @@ def whole(printed_run):
   """An uninterrupted run."""
   workdir, _ = printed_run
   return workdir
+
+
+def train_and_finish(config, workdir):
+  """What the command does."""
+  finish.finish(loop.train(config, str(workdir)))
 
 
 def config_of(workdir):
@@ -188,9 +193,6 @@ def test_what_a_run_leaves_behind(config, whole):
   assert (
     evaluations[1]["validation/loss"] < evaluations[0]["validation/loss"] < 6
   )
-  assert (
-    "validation/trigram_bits_per_byte" in evaluations[1]
-  )  # in the last evaluation, before the last save: a kill cannot lose it
   assert {
     "train/grad_norm",
     "train/learning_rate",
@@ -793,7 +795,7 @@ def test_a_refused_resume_changes_nothing(config, tmp_path, monkeypatch, mode):
     patch.setattr(session, "find_checkpoint", lambda *_, **__: None)
     other = session.Session(change(longer, data__seed=1), str(workdir))
   with pytest.raises(UserError, match="data.seed was 0 and is 1"), other:
-    other.restore()
+    pass
   assert contents(workdir) == whole
 
   arrays = max(
@@ -875,7 +877,7 @@ def test_a_workdir_that_is_replaced_ends_the_run(
   else:
     at_batch(monkeypatch, 6, replace)
   with pytest.raises(LostWorkdir, match=f"{workdir} is no longer"):
-    loop.train(config, str(workdir))
+    train_and_finish(config, workdir)
   assert contents(workdir) == contents(whole)
   steps = manifest.steps(manifest.checkpoint_directory(old))
   assert steps == ([6] if moment == "sample" else [])
@@ -1065,7 +1067,7 @@ def test_one_line_says_which_attention_is_used(
   """Neither the evaluation nor the sample adds another one."""
   choice._reported.clear()
   with caplog.at_level("INFO", logger=choice.__name__):
-    loop.train(change(config, train__sample_tokens=5), str(tmp_path))
+    train_and_finish(change(config, train__sample_tokens=5), tmp_path)
   assert attention_lines(capsys.readouterr().err) == [
     "diffjax: attention: chunked (XLA), because this is a CPU"
   ]

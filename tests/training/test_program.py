@@ -76,7 +76,7 @@ def test_the_step_that_is_lowered_is_the_step_that_trains(program):
     weights=ints.astype(np.float32),
   )
   with jax.set_mesh(program.mesh), nn.logical_axis_rules(rules.ACTIVATIONS):
-    running = program.jitted_train_step.lower(
+    running = program._jitted.train_step.lower(
       program.init(), put_batch(batch, program.mesh)
     ).as_text()
   assert program.lower_train_step().as_text() == running

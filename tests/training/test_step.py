@@ -251,4 +251,4 @@ def test_compiled_once():
   state = built.init()
   for _ in range(3):
     state, _ = built.train_step(state, put_batch(make_batch(), built.mesh))
-  assert built.jitted_train_step._cache_size() == 1
+  assert built._jitted.train_step._cache_size() == 1

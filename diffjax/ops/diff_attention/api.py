@@ -18,7 +18,6 @@ from jaxtyping import Array, Float, Int
 from diffjax.ops.diff_attention import arguments, implementations
 from diffjax.ops.diff_attention.choice import choose
 from diffjax.ops.diff_attention.mask import PER_ROW, Mask
-from diffjax.ops.diff_attention.ring import ring
 from diffjax.ops.diff_attention.sharded import (
   TOKEN_ORDERS,
   AxisSharding,
@@ -259,6 +258,9 @@ def _attention_on_shard(
     and mask.q_length == mask.kv_length  # a shard's queries and keys coincide
   )
   if can_use_ring:
+    # Imported here because most runs do not share a sequence between devices.
+    from diffjax.ops.diff_attention.ring import ring
+
     ring_implementation = ring(implementation, tokens)
     return run_implementation(ring_implementation, arrays, mask, scale)
   return gathered_attention(implementation, arrays, mask, scale, tokens)
