@@ -1,4 +1,7 @@
-"""One training step: loss → gradients → update. These are functions to be traced; program.py compiles them for a mesh."""
+"""One training step: loss → gradients → update.
+
+The functions here are traced. program.py compiles them for a mesh.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import Array, Int, Shaped
 
 from diffjax.config import Config
 from diffjax.model.decoder import Decoder, output_embedding
@@ -25,9 +29,16 @@ Loss = Callable[[Any, Batch, jax.Array], tuple[jax.Array, Metrics]]
 
 @flax.struct.dataclass
 class TrainState:
-  """All that a step changes. `rng` draws nothing in today's model; it stays since every checkpoint holds it."""
+  """Everything that a step changes.
 
-  step: jax.Array
+  Attributes:
+    step: the number of steps done.
+    params: the model's parameters.
+    opt_state: the state of the optimizer.
+    rng: unused. It is kept so that existing checkpoints load.
+  """
+
+  step: Int[Array, ""]
   params: Any
   opt_state: Any
   rng: jax.Array
@@ -36,17 +47,20 @@ class TrainState:
 def init_params(
   model: Decoder, key: jax.Array, shape: tuple[int, int] = (1, 1)
 ) -> Any:
-  """The first parameters. They depend on no activation, so that neither the tokens nor the implementation of attention matter.
+  """Returns the initial parameters.
+
+  They do not depend on activations. Therefore the tokens are zeros, and the
+  implementation of attention is the reference.
 
   Args:
     model: the decoder.
-    key: of the draws.
+    key: the key of the random numbers.
     shape: rows and tokens of a batch that the mesh can split.
   """
-  model = model.clone(
-    attention_fn=functools.partial(diff_attention, implementation="reference")
-  )
-  return model.init(key, jnp.zeros(shape, jnp.int32))["params"]
+  reference = functools.partial(diff_attention, implementation="reference")
+  model = model.clone(attention_fn=reference)
+  tokens = jnp.zeros(shape, jnp.int32)
+  return model.init(key, tokens)["params"]
 
 
 def make_init(
@@ -55,16 +69,24 @@ def make_init(
   optimizer: optax.GradientTransformationExtraArgs,
   shape: tuple[int, int],
 ) -> Callable[[], TrainState]:
-  """The function that makes the first state; `shape` is as in `init_params`."""
+  """Returns the function () → initial state.
+
+  Args:
+    config: the run's config.
+    model: the decoder.
+    optimizer: an optimizer from `make_optimizer`.
+    shape: as in `init_params`.
+  """
 
   def init() -> TrainState:
     init_rng, rng = jax.random.split(jax.random.key(config.train.seed))
     params = init_params(model, init_rng, shape)
+    trained = trained_part(config.optimizer, params)
     return TrainState(
-      jnp.zeros((), jnp.int32),
-      params,
-      optimizer.init(trained_part(config.optimizer, params)),
-      rng,
+      step=jnp.zeros((), jnp.int32),
+      params=params,
+      opt_state=optimizer.init(trained),
+      rng=rng,
     )
 
   return init
@@ -75,30 +97,38 @@ def make_loss(
   model: Decoder,
   cross_entropy: Callable[..., tuple[jax.Array, jax.Array]],
 ) -> Loss:
-  """The loss of a batch or of a micro-batch, divided by the tokens of the whole batch.
+  """Returns the loss function of a batch or a micro-batch.
+
+  The loss is divided by the number of tokens of the whole batch. So the losses
+  of the micro-batches sum to the loss of the batch.
 
   Args:
     config: the run's config.
     model: the decoder.
-    cross_entropy: `parallel.mesh.sharded_cross_entropy` of the mesh.
+    cross_entropy: a function from `parallel.mesh.sharded_cross_entropy`. It
+      returns the objective, which includes the z-loss, and the z-loss.
   """
-  z_loss, chunk = config.train.z_loss, config.train.loss_chunk or None
+  z_loss = config.train.z_loss
+  # 0 means that the logits of all tokens are computed together.
+  chunk = config.train.loss_chunk or None
 
-  def loss(params, batch, total_weight):
-    hidden, variables = model.apply(
+  def loss(
+    params: Any, batch: Batch, total_weight: jax.Array
+  ) -> tuple[jax.Array, Metrics]:
+    outputs: Any = model.apply(
       {"params": params},
       batch["tokens"],
       batch["segment_ids"],
       batch["positions"],
       mutable=["metrics"],
     )
+    hidden, variables = outputs
     with jax.named_scope("loss"):
-      targets, weights = batch["targets"], batch["weights"]
       objective, z_term = cross_entropy(
         hidden,
         output_embedding(params),
-        targets,
-        weights,
+        batch["targets"],
+        batch["weights"],
         z_loss=z_loss,
         chunk=chunk,
       )
@@ -117,38 +147,45 @@ def make_step(
   optimizer: optax.GradientTransformationExtraArgs,
   schedule: optax.Schedule,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-  """The function (state, batch) → (state, metrics).
+  """Returns the function (state, batch) → (state, metrics).
 
   Args:
     config: the run's config.
-    loss: of `make_loss`.
-    optimizer: of `training.optimizer`.
-    schedule: the optimizer's learning rate by step.
+    loss: a loss from `make_loss`.
+    optimizer: an optimizer from `make_optimizer`.
+    schedule: the learning rate by step.
   """
 
   def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    # At least 1, because a batch of padding has no weight.
     total_weight = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
     trained = trained_part(config.optimizer, state.params)
-    of_trained = lambda part, *rest: loss(
-      with_frozen(part, state.params), *rest
-    )
-    grads, metrics = _gradient(
-      of_trained, trained, batch, total_weight, config.train.accumulation
+
+    def loss_of_trained(
+      trained: Any, batch: Batch, total_weight: jax.Array
+    ) -> tuple[jax.Array, Metrics]:
+      return loss(with_frozen(trained, state.params), batch, total_weight)
+
+    grads, loss_metrics = _gradient(
+      loss_of_trained, trained, batch, total_weight, config.train.accumulation
     )
     with jax.named_scope("optimizer"):
       updates, opt_state = optimizer.update(
-        grads, state.opt_state, trained, value=metrics["loss"]
+        grads, state.opt_state, trained, value=loss_metrics["loss"]
       )
-      params = with_frozen(optax.apply_updates(trained, updates), state.params)
+      trained = optax.apply_updates(trained, updates)
+      params = with_frozen(trained, state.params)
+
     step_metrics = {
       "grad_norm": optax.tree.norm(grads),
       "learning_rate": schedule(state.step),
       "tokens": jnp.sum(batch["weights"]),
       **skip_metrics(state.opt_state, opt_state, config.optimizer.spike_sigmas),
     }
-    return dataclasses.replace(
+    new_state = dataclasses.replace(
       state, step=state.step + 1, params=params, opt_state=opt_state
-    ), _merge_metrics(metrics, step_metrics)
+    )
+    return new_state, _merge_metrics(loss_metrics, step_metrics)
 
   return step
 
@@ -160,33 +197,57 @@ def _gradient(
   total_weight: jax.Array,
   accumulation: int,
 ) -> tuple[Any, Metrics]:
-  """The gradient of Σ loss / Σ tokens over the whole batch, whatever the number of micro-batches, and the loss's metrics."""
+  """Returns the gradient of the loss of a batch, and the loss's metrics.
+
+  The loss is Σ loss / Σ tokens over the whole batch. It does not depend on the
+  number of micro-batches.
+
+  Args:
+    loss: the loss of a micro-batch, divided by `total_weight`.
+    params: the parameters by which it is differentiated.
+    batch: the whole batch.
+    total_weight: the sum of its weights.
+    accumulation: the number of micro-batches.
+  """
   gradient = jax.grad(loss, has_aux=True)
   if accumulation == 1:
     return gradient(params, batch, total_weight)
 
-  def micro_step(carry, micro_batch):
-    return jax.tree.map(
-      jnp.add, carry, gradient(params, micro_batch, total_weight)
-    ), None
+  micro_batches: Batch = {}
+  first_micro_batch: Batch = {}
+  for name, array in batch.items():
+    micro_batches[name] = _split_rows(array, accumulation)
+    first_micro_batch[name] = micro_batches[name][0]
 
-  micro_batches = jax.tree.map(lambda x: _split(x, accumulation), batch)
-  zeros = jax.tree.map(
-    lambda leaf: jnp.zeros(leaf.shape, leaf.dtype),
-    jax.eval_shape(
-      gradient,
-      params,
-      jax.tree.map(lambda x: x[0], micro_batches),
-      total_weight,
-    ),
-  )
-  (grads, metrics), _ = jax.lax.scan(micro_step, zeros, micro_batches)
+  def add_micro_batch(sums: Any, micro_batch: Batch) -> tuple[Any, None]:
+    terms = gradient(params, micro_batch, total_weight)
+    return jax.tree.map(jnp.add, sums, terms), None
+
+  shapes = jax.eval_shape(gradient, params, first_micro_batch, total_weight)
+  zeros = jax.tree.map(_zeros_of_shape, shapes)
+  (grads, metrics), _ = jax.lax.scan(add_micro_batch, zeros, micro_batches)
   for name, value in metrics.items():
     # The loss is divided by the tokens of the whole batch. The layers' metrics
     # are means over a micro-batch.
     if value.ndim > 0:
       metrics[name] = value / accumulation
   return grads, metrics
+
+
+def _zeros_of_shape(shape: jax.ShapeDtypeStruct) -> jax.Array:
+  return jnp.zeros(shape.shape, shape.dtype)
+
+
+def _split_rows(
+  array: Shaped[Array, "B ..."], num_parts: int
+) -> Shaped[Array, "P R ..."]:
+  """Returns the rows in P parts of R rows. B = R·P.
+
+  Part p has rows p, p + P, p + 2P and so on. So each device keeps its rows.
+  """
+  num_rows = array.shape[0] // num_parts
+  grouped = array.reshape(num_rows, num_parts, *array.shape[1:])
+  return jnp.moveaxis(grouped, 1, 0)
 
 
 def _merge_metrics(metrics: Metrics, more: Metrics) -> Metrics:
@@ -203,11 +264,6 @@ def _merge_metrics(metrics: Metrics, more: Metrics) -> Metrics:
         " metric of this name; choose another name"
       )
   return {**metrics, **more}
-
-
-def _split(x: jax.Array, parts: int) -> jax.Array:
-  """[B, …] → [parts, B/parts, …]; strided, so that every device keeps its own rows."""
-  return jnp.moveaxis(x.reshape(x.shape[0] // parts, parts, *x.shape[1:]), 1, 0)
 
 
 def layer_metrics(variables: dict[str, Any]) -> Metrics:
