@@ -1,14 +1,17 @@
-"""Trains a model, or goes on with one that was stopped.
+"""Trains a model, or continues a run that was stopped.
 
     python -m diffjax.train --config=tiny
     python -m diffjax.train --config=tiny:transformer --workdir=runs/twin
 
-Any field of the config can be overridden (--config.train.steps=100). Run again with the same command, it goes on from the last checkpoint.
-It ends with a checkpoint, a plot of the loss (loss.png) and a sample of text (sample.txt) in the workdir, which also holds the run's config
-(config.toml).
+Any field of the config can be overridden, for example --config.train.steps=100.
+The same command continues a stopped run from its last checkpoint. A finished
+run has a checkpoint, a plot of the loss (loss.png), a sample of text
+(sample.txt) and its config (config.toml) in the workdir.
 
-Several processes, each started with the same command, train one model on all their devices. On Cloud TPU, under Slurm and in Kubernetes
-they find each other by themselves; elsewhere each is told how: --coordinator=HOST:PORT --num_processes=N --process_id=I
+Several processes that are started with the same command train one model on all
+their devices. On Cloud TPU, under Slurm and in Kubernetes they find each other.
+Elsewhere, each one needs flags:
+--coordinator=HOST:PORT --num_processes=N --process_id=I
 """
 
 from __future__ import annotations
@@ -37,16 +40,16 @@ _WORKDIR = flags.DEFINE_string(
 _COORDINATOR = flags.DEFINE_string(
   "coordinator",
   "",
-  "HOST:PORT of process 0, where the processes are not found by themselves.",
+  "HOST:PORT of process 0, if the processes do not find each other.",
 )
 _NUM_PROCESSES = flags.DEFINE_integer(
   "num_processes",
   0,
-  "Processes that train together; 1 to be alone wherever this is.",
+  "Processes that train together; 1 for a single process on a cluster.",
   lower_bound=0,
 )
 _PROCESS_ID = flags.DEFINE_integer(
-  "process_id", -1, "Which of them this is, from 0."
+  "process_id", -1, "The number of this process, from 0."
 )
 _CONNECT_TIMEOUT = flags.DEFINE_integer(
   "connect_timeout",
@@ -57,11 +60,11 @@ _CONNECT_TIMEOUT = flags.DEFINE_integer(
 
 
 def main(config: Config) -> None:
-  """Trains in --workdir, or in the config's own directory."""
+  """Trains in --workdir, or in the default directory of the config."""
   workdir = _WORKDIR.value or _default_workdir()
   _check_workdir_of(_NUM_PROCESSES.value)
 
-  # Here, so that an error in the flags does not wait for these imports.
+  # Imported here so that an error in the flags does not wait for them.
   import jax
 
   from diffjax.host import output, runtime

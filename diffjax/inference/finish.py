@@ -30,8 +30,8 @@ def finish(result: TrainResult) -> None:
   Raises:
     LostWorkdir: if the workdir is not the directory that the run has locked.
       Nothing is written then.
-    UserError: if another run uses the workdir, or if the memory does not
-      suffice.
+    UserError: if another run uses the workdir, or if there is not enough
+      memory.
   """
   if not result.is_finished:
     return

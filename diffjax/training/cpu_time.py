@@ -12,10 +12,12 @@ from diffjax.config import Config
 from diffjax.training.flops import parameter_count, step_flops
 from diffjax.training.optimizer import frozen_names
 
-# More parameters than this deserve a warning on a CPU.
+# A model with more parameters than this causes a warning on a CPU.
 _LARGE_MODEL = 100_000_000
-# Rows and columns of the timed matrices.
+# The number of rows, and of columns, of the timed matrices.
 _SIZE = 1024
+# The number of timed products.
+_NUM_TIMINGS = 2
 _SECONDS_PER_DAY = 24 * 60 * 60
 
 
@@ -53,16 +55,16 @@ def run_flops(config: Config) -> int:
 
 
 def product_flops_per_second() -> float:
-  """Returns the speed of a float32 matrix product, timed twice.
+  """Returns the speed of a float32 matrix product, the best of two timings.
 
-  The faster one counts. It uses all cores, as training does. With compilation
-  it takes about 0.2 s.
+  The product uses all cores, as training does. The measurement takes about
+  0.2 s, including compilation.
   """
   matrix = jnp.ones((_SIZE, _SIZE), jnp.float32)
   multiply = jax.jit(jnp.dot)
   jax.block_until_ready(multiply(matrix, matrix))
   best = math.inf
-  for _ in range(2):
+  for _ in range(_NUM_TIMINGS):
     start = time.perf_counter()
     jax.block_until_ready(multiply(matrix, matrix))
     best = min(best, time.perf_counter() - start)
@@ -70,7 +72,10 @@ def product_flops_per_second() -> float:
 
 
 def one_figure(value: float) -> str:
-  """Returns a number rounded down to one significant figure, as "3,000"."""
+  """Returns a number rounded down to one significant figure, as text.
+
+  Example: 3456 → "3,000"
+  """
   if value <= 0:
     return "0"
   scale = 10.0 ** math.floor(math.log10(value))

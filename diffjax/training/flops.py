@@ -1,4 +1,7 @@
-"""The number of a model's parameters and FLOPs, and the peak FLOP/s of devices."""
+"""A model's parameters and FLOPs, and the peak FLOP/s of devices.
+
+FLOPs are nominal: they follow from the config, not from the implementation.
+"""
 
 from __future__ import annotations
 
@@ -13,43 +16,48 @@ from diffjax.model.shapes import axis_sizes, parameter_shapes
 from diffjax.model.stacks import stacks
 from diffjax.parameters import PARAMETERS, is_matrix
 
-# Peak dense bfloat16 FLOP/s of one JAX device, by the start of its `device_kind`; the first that fits counts.
-# TPUs: cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}. A TPU7x chip (2307e12) is two JAX devices.
-# NVIDIA: the data sheets (without sparsity) of A100, H100 (SXM; PCIe and NVL stand apart), H200 and HGX B200.
-_PEAK_FLOPS = (
-  ("TPU v4", 275e12),
-  ("TPU v5 lite", 197e12),
-  ("TPU v5e", 197e12),
-  ("TPU v5", 459e12),
-  ("TPU v6", 918e12),
-  ("TPU7x", 1153.5e12),
-  ("NVIDIA A100", 312e12),
-  ("NVIDIA H100 PCIe", 756e12),
-  ("NVIDIA H100 NVL", 835e12),
-  ("NVIDIA H100", 989.4e12),
-  ("NVIDIA H200", 989.4e12),
-  ("NVIDIA B200", 2250e12),
-)
+# Peak dense bfloat16 FLOP/s of one JAX device, by the start of its
+# `device_kind`. The first start that matches counts.
+#
+# TPUs: cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}. A TPU7x chip has
+# 2307e12 and is two JAX devices.
+# NVIDIA: the data sheets, without sparsity. H100 without PCIe or NVL is SXM, and
+# B200 is HGX.
+_PEAK_FLOPS = {
+  "TPU v4": 275e12,
+  "TPU v5 lite": 197e12,
+  "TPU v5e": 197e12,
+  "TPU v5": 459e12,
+  "TPU v6": 918e12,
+  "TPU7x": 1153.5e12,
+  "NVIDIA A100": 312e12,
+  "NVIDIA H100 PCIe": 756e12,
+  "NVIDIA H100 NVL": 835e12,
+  "NVIDIA H100": 989.4e12,
+  "NVIDIA H200": 989.4e12,
+  "NVIDIA B200": 2250e12,
+}
+
+# A chip for inference, which starts like "TPU v4".
+_UNKNOWN_KIND = "TPU v4 lite"
 
 
 def peak_flops(device_kind: str) -> float | None:
-  """Peak bfloat16 FLOP/s of a device, or None if this file does not know it.
+  """Returns the peak bfloat16 FLOP/s of a device, or None if it is unknown.
 
   Args:
-    device_kind: `jax.Device.device_kind`, such as "TPU v5 lite" or "NVIDIA H200".
+    device_kind: `jax.Device.device_kind`, such as "TPU v5 lite".
   """
-  return next(
-    (
-      flops
-      for start, flops in _PEAK_FLOPS
-      if device_kind.startswith(start) and device_kind != "TPU v4 lite"
-    ),
-    None,
-  )
+  if device_kind == _UNKNOWN_KIND:
+    return None
+  for start, flops in _PEAK_FLOPS.items():
+    if device_kind.startswith(start):
+      return flops
+  return None
 
 
 class StepFlops(NamedTuple):
-  """FLOPs (a multiply-add is two) of the model's matrix products."""
+  """FLOPs of the model's matrix products. A multiply-add is two FLOPs."""
 
   forward: int
   training: int
@@ -58,41 +66,59 @@ class StepFlops(NamedTuple):
 def step_flops(
   model: ModelConfig, length: int, tokens: int, frozen: Collection[str] = ()
 ) -> StepFlops:
-  """Nominal model FLOPs: every matrix product once forward, and twice its forward backward, once with a frozen matrix; nothing for
-  rematerialisation.
+  """Returns the nominal FLOPs of a number of tokens.
 
-  Counted: the projections (DIFF V2's λ̂ too), QKᵀ and AV of every map (AV is V = 2D wide in DIFF V1) over the pairs of a token and one that
-  it sees, T(T+1)/2 of a causal row without a window; the SwiGLU and the vocabulary projection. Not counted: the embedding's lookup, norms,
-  RoPE, softmax, and what packed documents save by not attending to each other.
+  The backward pass takes two products for each product of the forward pass, one
+  for the gradient of each operand. A frozen matrix has no gradient, so it takes
+  one. Rematerialisation is not counted.
+
+  Counted are the projections (with DIFF V2's λ̂), the SwiGLU, the vocabulary
+  projection, and QKᵀ and AV of every map. In DIFF V1, V is 2D wide. QKᵀ and AV
+  count pairs of a token and a token that it sees: T(T+1)/2 in a causal row
+  without a window.
+
+  Not counted are the embedding's lookup, norms, RoPE and softmax. Packed
+  documents count as one document.
 
   Args:
-    model: The model's config.
-    length: T, tokens a row.
-    tokens: Tokens counted; B·T for a step, T for one row.
-    frozen: Names of parameters that are not trained (`optimizer.frozen_names`).
+    model: the model's config.
+    length: T, the tokens of a row.
+    tokens: the number of tokens: B·T for a step, T for a row.
+    frozen: names of parameters that are not trained, from
+      `optimizer.frozen_names`.
 
   Returns:
-    FLOPs of the forward pass over those tokens, and of a training step on them.
+    FLOPs of the forward pass, and of a training step.
   """
-  output = "embedding" if model.tie_embeddings else "unembedding"
-  matrices = {
-    output: model.vocab_size * model.embed_dim
-  }  # multiply-adds of a token, by name
-  upper = axis_sizes(model)
-  for path, shape in parameter_shapes(model).items():
-    name = path.rpartition("/")[2]
-    if is_matrix(name):
-      matrices[name] = matrices.get(name, 0) + math.prod(shape) * math.prod(
-        upper[axis] for axis in PARAMETERS[name].shared
-      )
-  row = length * sum(matrices.values())
+  matrix_sizes = _multiply_adds_per_token(model)
+  row = length * sum(matrix_sizes.values())
   for stack in stacks(model).values():
-    row += _attention_size(stack) * _pairs(stack, length)
+    row += _attention_size(stack) * _num_pairs(stack, length)
   forward = 2 * row * tokens // length
-  return StepFlops(
-    forward,
-    3 * forward - 2 * tokens * sum(matrices.get(name, 0) for name in frozen),
-  )
+  frozen_size = sum(matrix_sizes.get(name, 0) for name in frozen)
+  training = 3 * forward - 2 * tokens * frozen_size
+  return StepFlops(forward, training)
+
+
+def _multiply_adds_per_token(model: ModelConfig) -> dict[str, int]:
+  """Returns the multiply-adds of each matrix per token, by its name.
+
+  The matrices of all layers have one name. Attention's maps are not included.
+  """
+  # The vocabulary projection, which may use the embedding.
+  output = "embedding" if model.tie_embeddings else "unembedding"
+  matrix_sizes = {output: model.vocab_size * model.embed_dim}
+  sizes = axis_sizes(model)
+  for path, shape in parameter_shapes(model).items():
+    # The parameters of plain layers are named "plain_layers/query" and so on.
+    name = path.rpartition("/")[2]
+    if not is_matrix(name):
+      continue
+    # A matrix that heads share is multiplied once for each of them.
+    num_uses = math.prod(sizes[axis] for axis in PARAMETERS[name].shared)
+    size = math.prod(shape) * num_uses
+    matrix_sizes[name] = matrix_sizes.get(name, 0) + size
+  return matrix_sizes
 
 
 def _attention_size(stack: ModelConfig) -> int:
@@ -109,18 +135,30 @@ def _attention_size(stack: ModelConfig) -> int:
   return num_maps * sizes["D"] + num_products * sizes["V"]
 
 
-def parameter_count(model: ModelConfig) -> int:
-  """Number of parameters, in closed form (paper.md §3 with one vocabulary matrix: tie_embeddings)."""
-  return sum(map(math.prod, parameter_shapes(model).values()))
+def _num_pairs(model: ModelConfig, length: int) -> int:
+  """Returns the pairs of a query and a key that it sees in a row.
 
-
-def _pairs(model: ModelConfig, length: int) -> int:
-  """Pairs of a query and a key that it sees, in one row, summed over layers."""
+  The pairs of all layers are summed.
+  """
   total = 0
   for layer_window in layer_windows(model):
-    window = min(layer_window or length, length)
-    before = (
-      window * (window + 1) // 2 + (length - window) * window
-    )  # with the token itself
-    total += before if model.causal else 2 * before - length
+    window = length
+    if layer_window is not None:
+      window = min(layer_window, length)
+    # The first queries see 1, 2, …, window keys, and the rest see `window`.
+    num_rest = length - window
+    causal_pairs = window * (window + 1) // 2 + num_rest * window
+    if model.causal:
+      total += causal_pairs
+    else:
+      # Each pair in both orders. A query and its own key are one pair.
+      total += 2 * causal_pairs - length
   return total
+
+
+def parameter_count(model: ModelConfig) -> int:
+  """Returns the number of parameters, in closed form (paper.md §3).
+
+  With tie_embeddings, there is one vocabulary matrix.
+  """
+  return sum(math.prod(shape) for shape in parameter_shapes(model).values())

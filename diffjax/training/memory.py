@@ -1,4 +1,4 @@
-"""What to change in a config whose step does not fit the memory."""
+"""How to change a config whose training step does not fit in memory."""
 
 from __future__ import annotations
 
@@ -14,53 +14,71 @@ SMALLER = "fewer layers, a smaller width or shorter rows"
 
 
 def for_activations(config: Config, devices: int) -> list[str]:
-  """Flags with which a step keeps fewer activations at a time. The losses stay the same but for rounding."""
-  found = []
+  """Returns flags that reduce the memory of activations.
+
+  They do not change the losses, except for rounding.
+
+  Args:
+    config: the run's config.
+    devices: the number of devices that share a step.
+  """
+  flags = []
   if config.model.remat != "full":
-    found.append("--config.model.remat=full (activations computed again)")
-  if (parts := config.train.batch_size // devices) > config.train.accumulation:
-    found.append(
-      f"--config.train.accumulation={parts} (one row a device at a time)"
+    flags.append("--config.model.remat=full (activations computed again)")
+  rows_per_device = config.train.batch_size // devices
+  if rows_per_device > config.train.accumulation:
+    flags.append(
+      f"--config.train.accumulation={rows_per_device}"
+      " (one row a device at a time)"
     )
   if not config.train.loss_chunk:
-    found.append(
+    flags.append(
       "--config.train.loss_chunk=512 (logits of fewer tokens at a time)"
     )
-  return found
+  return flags
 
 
 def for_state(
   config: Config, mesh: Mapping[str, int], slices: int = 1
 ) -> list[str]:
-  """Flags with which a device holds less of the parameters and the optimizer."""
-  in_slice = math.prod(mesh.values()) // slices
-  if mesh["fsdp"] < in_slice and config.model.embed_dim % in_slice == 0:
-    return [
-      f"--config.mesh.data={slices} --config.mesh.fsdp={in_slice} (parameters and optimizer over all chips of a slice)"
-    ]
-  return []
+  """Returns flags that shard parameters and optimizer over more devices.
+
+  Args:
+    config: the run's config.
+    mesh: the number of devices along each axis.
+    slices: the number of TPU slices.
+  """
+  devices_per_slice = math.prod(mesh.values()) // slices
+  is_sharded_fully = mesh["fsdp"] >= devices_per_slice
+  is_divisible = config.model.embed_dim % devices_per_slice == 0
+  if is_sharded_fully or not is_divisible:
+    return []
+  return [
+    f"--config.mesh.data={slices} --config.mesh.fsdp={devices_per_slice}"
+    " (parameters and optimizer over all chips of a slice)"
+  ]
 
 
 @contextlib.contextmanager
 def explained(config: Config, mesh: Mapping[str, int]) -> Iterator[None]:
-  """Turns XLA's error for memory that is lacking into one that says what takes less.
+  """Explains XLA's error if the body runs out of memory.
 
   Args:
     config: the run's config.
-    mesh: devices along each axis.
+    mesh: the number of devices along each axis.
 
   Raises:
-    UserError: in its place.
+    UserError: instead of XLA's error. Names flags that reduce the memory.
   """
   try:
     yield
   except jax.errors.JaxRuntimeError as error:
     if "RESOURCE_EXHAUSTED" not in str(error):
       raise
-    changes = for_activations(config, math.prod(mesh.values())) + for_state(
-      config, mesh
-    )
-    remedy = f"what takes less: {', '.join(changes) or SMALLER}"
+    num_devices = math.prod(mesh.values())
+    flags = for_activations(config, num_devices) + for_state(config, mesh)
+    remedy = ", ".join(flags) if flags else SMALLER
+    first_line = str(error).strip().splitlines()[0]
     raise UserError(
-      f"the memory does not suffice ({str(error).strip().splitlines()[0]}); {remedy}"
+      f"out of memory ({first_line}). To reduce memory: {remedy}"
     ) from error

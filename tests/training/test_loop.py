@@ -515,7 +515,7 @@ def test_what_does_not_fit_the_memory_names_what_takes_less(
   )
   last = result.stderr.splitlines()[-1]
   assert result.returncode == 1 and last.startswith(
-    "error: the memory does not suffice (RESOURCE_EXHAUSTED: "
+    "error: out of memory (RESOURCE_EXHAUSTED: "
   ), result.stderr
   assert (
     "--config.model.remat=full" in last
