@@ -19,7 +19,9 @@ from diffjax.training.result import TrainResult
 
 LOG = [
   '{"step": 1, "train/loss": 5.0}',
-  '{"step": 2, "train/loss": null, "validation/loss": 1.9}',
+  # Written by an earlier version, which measured a trigram model too.
+  '{"step": 2, "train/loss": null, "validation/loss": 1.9,'
+  ' "validation/trigram_bits_per_byte": 2.57}',
   '{"step": 10, "train/loss": 1.0}',
   '{"step": 11, "tra',
 ]
