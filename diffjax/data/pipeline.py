@@ -19,7 +19,6 @@ fixed order, and `training/validation.py` computes the losses.
 """
 
 import math
-from collections.abc import Iterator
 
 import grain
 
@@ -31,7 +30,7 @@ from diffjax.data.prepared_batches import (
   open_or_prepare_rows,
 )
 from diffjax.data.reader import prefetch
-from diffjax.data.row import Batch, make_batch
+from diffjax.data.row import Batch
 from diffjax.data.streamed_batches import (
   StreamedBatches,
   open_sources,
@@ -51,7 +50,6 @@ __all__ = [
   "check_vocabulary",
   "streamed_dataset",
   "training_batches",
-  "training_rows",
   "validation_batches",
 ]
 
@@ -160,24 +158,6 @@ def streamed_dataset(
   share = ProcessShare(process_index, process_count)
   batches = stream_batches(mixture, config, share, repeat)
   return prefetch(batches, config.data.num_workers)
-
-
-def training_rows(config: Config, batch_size: int = 1024) -> Iterator[Batch]:
-  """Yields every prepared training row once, in batches and in stored order.
-
-  Rows that are missing are prepared first.
-
-  Args:
-    config: The run's config, in prepared mode.
-    batch_size: Number of rows of a batch. The last batch of a source may have
-      fewer.
-  """
-  mixture = open_or_prepare_rows(config.data, "train", process_count=1)
-  for component in mixture.components:
-    for start in range(0, len(component), batch_size):
-      stop = min(start + batch_size, len(component))
-      rows = component.__getitems__(range(start, stop))
-      yield make_batch(rows, config.data.length)
 
 
 def check_vocabulary(config: Config, tokenizer: Tokenizer) -> None:

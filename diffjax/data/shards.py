@@ -30,7 +30,7 @@ from diffjax.data.document import Document, Part, Source, reason
 from diffjax.data.row import encode_row
 from diffjax.data.tokenizer import load_once
 from diffjax.host import address_space
-from diffjax.host.files import replaced_at_the_end
+from diffjax.host.files import replaced_at_the_end, write_atomically
 from diffjax.host.progress import Progress, say
 from diffjax.host.workers import end_with_parent, starting_workers
 
@@ -295,7 +295,7 @@ def _write_shard(
   )
   counts = packing.ExampleCounts(config.length)
   rows = packing.make_rows(documents, config, counts)
-  with replaced_at_the_end(shard.path, temporary_name(shard.path)) as temporary:
+  with replaced_at_the_end(shard.path, temporary_suffix()) as temporary:
     written = _write_rows(os.fspath(temporary), rows, config, counter)
     totals: dict[str, Any] = {
       "documents": reader.num_documents,
@@ -433,13 +433,13 @@ def _write_shard_in_worker(shard: Shard, config: DataConfig) -> None:
   _write_shard(shard, source, config, _worker_state.counter)
 
 
-def temporary_name(path: str) -> str:
-  """Returns the path of a file until it is complete.
+def temporary_suffix() -> str:
+  """Returns what is added to the name of a file until it is complete.
 
   It contains the process and the host, because several may prepare the same
   rows at the same time.
   """
-  return f"{path}.{os.getpid()}.{_host()}.tmp"
+  return f".{os.getpid()}.{_host()}.tmp"
 
 
 def _host() -> str:
@@ -464,5 +464,5 @@ def remove_leftovers(directory: str) -> None:
 
 def write_json(path: str, value: Any) -> None:
   """Writes a JSON file. Several processes may write it at the same time."""
-  with replaced_at_the_end(path, temporary_name(path)) as temporary:
-    temporary.write_bytes(json.dumps(value, indent=2).encode("utf-8"))
+  text = json.dumps(value, indent=2)
+  write_atomically(path, text, temporary_suffix=temporary_suffix())

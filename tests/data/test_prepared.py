@@ -223,7 +223,7 @@ def test_what_others_are_writing_stays(tmp_path, monkeypatch):
   ):
     monkeypatch.setattr(shards.socket, "gethostname", lambda host=host: host)
     monkeypatch.setattr(prepared.os, "getpid", lambda pid=pid: pid)
-    files[host, pid] = shards.temporary_name(str(tmp_path / "meta.json"))
+    files[host, pid] = f"{tmp_path}/meta.json{shards.temporary_suffix()}"
     open(files[host, pid], "w").close()
   monkeypatch.setattr(shards.socket, "gethostname", lambda: "here")
   shards.remove_leftovers(str(tmp_path))

@@ -64,9 +64,9 @@ def test_an_object_is_written_at_once(monkeypatch):
 def test_two_writers_with_temporary_files_of_their_own(tmp_path):
   """The file is always that of one writer, whole."""
   path = tmp_path / "file"
-  with files.replaced_at_the_end(path, f"{path}.1.tmp") as first:
+  with files.replaced_at_the_end(path, ".1.tmp") as first:
     first.write_text("first")
-    with files.replaced_at_the_end(path, f"{path}.2.tmp") as second:
+    with files.replaced_at_the_end(path, ".2.tmp") as second:
       second.write_text("second")
       first.write_text("first, continued")
     assert path.read_text() == "second"
