@@ -1,4 +1,7 @@
-"""Every config and variant, by shape alone: sizes as in the paper, twins of equal size."""
+"""The shapes of all configs and variants.
+
+Sizes are the paper's, and twins have equal sizes.
+"""
 
 import ast
 import dataclasses
@@ -22,8 +25,9 @@ from diffjax.parameters import Parameter
 from diffjax.training.flops import parameter_count
 from tests.conftest import ROOT
 
-# Models that others trained, and that have no twins; in billions where the size is published.
+# Adapted models of others, which have no twins.
 ADAPTED = ["llama_1b_dex", "llama_1b_gda"]
+# Published models, which have no twins, and billions of parameters.
 PUBLISHED = {"motif_2_6b": 2.597, "motif_2_12b": 12.704}
 FILES = {path.stem: path for path in (ROOT / "configs").glob("[!_]*.py")}
 NAMES = sorted(FILES.keys() - {*ADAPTED, *PUBLISHED})
@@ -32,7 +36,8 @@ VARIANTS = ("diff", "transformer", "diff_v2")
 # All others, without "softmax", another name of "transformer".
 OTHERS = [name for name in ATTENTION if name not in (*VARIANTS, "softmax")]
 
-# Billions with one vocabulary matrix (paper, tables 2 and 8, from shapes; see each config).
+# Billions of parameters with one vocabulary matrix. From the shapes in tables 2
+# and 8 of the paper; see each config.
 PAPER = {
   "diff_830m": 0.834,
   "diff_1b": 1.410,
@@ -46,19 +51,17 @@ PAPER = {
 
 
 def load(name, *variant):
-  return from_config_dict(
-    importlib.import_module(f"diffjax.configs.{name}").get_config(*variant)
+  module = importlib.import_module(f"diffjax.configs.{name}")
+  return from_config_dict(module.get_config(*variant))
+
+
+def initialized_size(config):
+  """Returns the number of parameters that the decoder initializes."""
+  tokens = jnp.zeros((1, 1), jnp.int32)
+  variables = jax.eval_shape(
+    Decoder(config.model).init, jax.random.key(0), tokens
   )
-
-
-def shapes(config):
-  return jax.eval_shape(
-    Decoder(config.model).init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32)
-  )["params"]
-
-
-def count(tree):
-  return sum(leaf.size for leaf in jax.tree.leaves(tree))
+  return sum(leaf.size for leaf in jax.tree.leaves(variables["params"]))
 
 
 def test_all_are_here():
@@ -69,17 +72,17 @@ def test_all_are_here():
 @pytest.mark.parametrize("name", NAMES)
 def test_shapes(name, variant):
   config = load(name, variant)
-  size = count(shapes(config))
+  size = initialized_size(config)
   assert size == parameter_count(config.model)
-  twin_size = count(shapes(load(name, "transformer")))
-  # DIFF V1 adds λ vectors and gains; DIFF V2's feed-forward width is rounded to a shardable one. Rounding is coarse at tiny's width.
-  assert size == pytest.approx(
-    twin_size, rel=0.02 if config.model.embed_dim < 512 else 1e-3
-  )
+  # DIFF V1 adds λ vectors and gains. The feed-forward width of DIFF V2 is
+  # rounded to a multiple of 16, which is coarse for tiny.
+  tolerance = 0.02 if config.model.embed_dim < 512 else 1e-3
+  twin_size = initialized_size(load(name, "transformer"))
+  assert size == pytest.approx(twin_size, rel=tolerance)
   if name in PAPER and variant == "diff":
-    assert size / 1e9 == pytest.approx(
-      PAPER[name], abs=5e-4 * max(1.0, PAPER[name])
-    )
+    billions = PAPER[name]
+    tolerance = 5e-4 * max(1.0, billions)
+    assert size / 1e9 == pytest.approx(billions, abs=tolerance)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -198,51 +201,53 @@ def test_what_has_no_twin(restored_registry):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_model_is_tuned_from_its_weights(name):
-  config = from_config_dict(
-    importlib.import_module(f"diffjax.configs.{name}").get_config()
-  )
-  assert count(shapes(config)) == parameter_count(config.model)
-  assert parameter_count(config.model) / 1e9 == pytest.approx(
-    PUBLISHED[name], abs=5e-4
-  )
-  assert (
-    config.data.tokenizer == f"{config.train.init_from}/tokenizer.json"
-    and config.train.init_from == f"runs/{name}"
-  )
+  config = load(name)
+  size = parameter_count(config.model)
+  assert initialized_size(config) == size
+  assert size / 1e9 == pytest.approx(PUBLISHED[name], abs=5e-4)
+  assert config.train.init_from == f"runs/{name}"
+  assert config.data.tokenizer == f"runs/{name}/tokenizer.json"
 
 
 @pytest.mark.parametrize("name", PAPER)
 def test_paper_shapes(name):
   """E = 2·d·h in DIFF; the twin has twice the heads of the same d."""
-  model, twin, v2 = (load(name, variant).model for variant in VARIANTS)
-  assert model.embed_dim == 2 * model.head_dim * model.num_heads
-  assert twin.num_heads == v2.num_heads == 2 * model.num_heads
-  assert twin.head_dim == v2.head_dim == model.head_dim
-  assert (twin.attention, v2.attention) == ("softmax", "diff_v2")
-  assert model.head_norm and not twin.head_norm and not v2.head_norm
+  diff = load(name).model
+  transformer = load(name, "transformer").model
+  v2 = load(name, "diff_v2").model
+  assert diff.embed_dim == 2 * diff.head_dim * diff.num_heads
+  assert diff.head_norm
+  for twin, attention in ((transformer, "softmax"), (v2, "diff_v2")):
+    assert twin.attention == attention
+    assert twin.num_heads == 2 * diff.num_heads
+    assert twin.head_dim == diff.head_dim
+    assert not twin.head_norm
+
+
+# How many parameters are added to the Llama, with 16 layers, 32 heads of width
+# 64 and E = 2048.
+ADDED_PARAMETERS = {
+  "llama_1b_dex": 16 * (64 * 64 + 32),
+  "llama_1b_gda": 16 * 2048 * (8 * 64 + 32),
+}
 
 
 @pytest.mark.parametrize("name", ADAPTED)
 def test_adapted_models(name):
-  """A Llama of 1.236 B parameters and what is new; the names of what is trained are the model's."""
+  """A Llama with 1.236 B parameters, and the added parameters.
+
+  `optimizer.trained` has names of the model's parameters.
+  """
   config = load(name)
-  sizes, trained = (
-    parameter_shapes(config.model),
-    config.optimizer.trained.split(","),
-  )
-  new = {
-    "llama_1b_dex": 16 * (64 * 64 + 32),
-    "llama_1b_gda": 16 * 2048 * (8 * 64 + 32),
-  }[name]
-  assert (
-    parameter_count(config.model) - new == 1_235_814_400
-    and {*trained} < sizes.keys()
-  )
-  assert (
-    not config.optimizer.frozen and config.train.init_from == f"runs/{name}"
-  )
+  size = parameter_count(config.model)
+  assert size - ADDED_PARAMETERS[name] == 1_235_814_400
+  trained = set(config.optimizer.trained.split(","))
+  assert trained < parameter_shapes(config.model).keys()
+  assert not config.optimizer.frozen
+  assert config.train.init_from == f"runs/{name}"
 
 
+# Tokens of a batch.
 PAPER_BATCHES = {
   "diff_830m": 0.25e6,
   "diff_1b": 0.25e6,
@@ -256,43 +261,42 @@ PAPER_BATCHES = {
 @pytest.mark.parametrize("name", PAPER_BATCHES)
 def test_paper_batches(name):
   config = load(name)
-  assert config.train.batch_size * config.data.length == pytest.approx(
-    PAPER_BATCHES[name], rel=0.05
-  )
+  tokens = config.train.batch_size * config.data.length
+  assert tokens == pytest.approx(PAPER_BATCHES[name], rel=0.05)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_mathematics(variant):
-  """Each stage can load the one before: the models differ only in lengths. Tokens and learning rates are the paper's."""
-  before, first, second = (
-    load(name, variant)
-    for name in ("diff_3b_64k", "math_stage1", "math_stage2")
-  )
-  for name, tokens, learning_rate in [
-    ("math_stage1", 20e9, 8e-5),
-    ("math_stage2", 2e9, 1e-5),
-  ]:
-    config = load(name, variant)
-    assert (
-      config.train.steps * config.train.batch_size * config.data.length
-      == pytest.approx(tokens, rel=0.01)
-    )
-    assert (
-      config.optimizer.learning_rate == learning_rate
-      and config.train.init_from == ""
-    )
-    assert dataclasses.replace(config.model, remat="") == dataclasses.replace(
-      before.model, remat=""
-    )
-  assert not first.data.prompt_field and second.data.prompt_field == "problem"
-  assert (
-    second.data.length == 16_384
-    and second.model.max_length > second.data.length
-  ), "a prompt stands before an answer of 16K"
-  head, tail = second.data.prompt_template.split("{prompt}")
-  assert second.train.sample_prompt.startswith(
-    head
-  ) and second.train.sample_prompt.endswith(tail)
+@pytest.mark.parametrize(
+  "name, tokens, learning_rate",
+  [("math_stage1", 20e9, 8e-5), ("math_stage2", 2e9, 1e-5)],
+)
+def test_stages_of_mathematics(name, tokens, learning_rate, variant):
+  """Tokens and learning rates are the paper's.
+
+  Each stage can load the one before: only the lengths of the models differ.
+  """
+  config = load(name, variant)
+  batch_tokens = config.train.batch_size * config.data.length
+  assert config.train.steps * batch_tokens == pytest.approx(tokens, rel=0.01)
+  assert config.optimizer.learning_rate == learning_rate
+  assert config.train.init_from == ""
+
+  pretrained = load("diff_3b_64k", variant).model
+  same_remat = dataclasses.replace(config.model, remat=pretrained.remat)
+  assert same_remat == pretrained
+
+
+def test_prompts_of_mathematics():
+  """Only the second stage has them."""
+  assert not load("math_stage1").data.prompt_field
+  config = load("math_stage2")
+  assert config.data.prompt_field == "problem"
+  # A prompt and an answer of 16K must fit the model.
+  assert config.data.length == 16_384
+  assert config.model.max_length > config.data.length
+  head, tail = config.data.prompt_template.split("{prompt}")
+  assert config.train.sample_prompt.startswith(head)
+  assert config.train.sample_prompt.endswith(tail)
 
 
 @pytest.mark.parametrize(
@@ -429,39 +433,48 @@ FINEWEB_EDU = {
 )
 def test_a_run_of_the_paper_reads_enough_tokens_once(name):
   config = load(name)
-  dataset, _, files = config.data.source.partition("@")
+  dataset, _, revision_and_files = config.data.source.partition("@")
   assert dataset == "parquet:hf://datasets/HuggingFaceFW/fineweb-edu"
-  _, _, pattern = files.partition("/")
+  _, _, pattern = revision_and_files.partition("/")
   train = config.train
   tokens = train.steps * train.batch_size * config.data.length
-  enough = [
-    pattern
-    for pattern, billions in FINEWEB_EDU.items()
-    if tokens <= billions * 1e9
-  ]
-  assert pattern == enough[0]
+  enough_files = []
+  for files, billions in FINEWEB_EDU.items():
+    if tokens <= billions * 1e9:
+      enough_files.append(files)
+  # The patterns go from the fewest files to all.
+  assert pattern == enough_files[0]
 
 
 @pytest.mark.parametrize("name", ["tiny", "diff_1b", "diff_3b"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_heads(name, variant):
-  """Another number of heads has the same matrices: sizes differ by λ, gains and V2's gates alone."""
+  """Only λ, gains and V2's gates depend on the number of heads."""
   config = load(name, variant)
+  size = parameter_count(config.model)
+  tolerance = 3e-2 if name == "tiny" else 1e-3
   for heads in (config.model.num_heads * 2, config.model.num_heads // 2):
-    changed = load(name, f"{variant},heads={heads}")
-    assert changed.model.num_heads == changed.model.num_kv_heads == heads
-    assert dataclasses.replace(
-      changed.model, num_heads=0, num_kv_heads=0, head_dim=0
-    ) == dataclasses.replace(
-      config.model, num_heads=0, num_kv_heads=0, head_dim=0
+    model = load(name, f"{variant},heads={heads}").model
+    assert model.num_heads == heads
+    assert model.num_kv_heads == heads
+    assert parameter_count(model) == pytest.approx(size, rel=tolerance)
+    same_heads = dataclasses.replace(
+      model,
+      num_heads=config.model.num_heads,
+      num_kv_heads=config.model.num_kv_heads,
+      head_dim=config.model.head_dim,
     )
-    assert parameter_count(changed.model) == pytest.approx(
-      parameter_count(config.model), rel=3e-2 if name == "tiny" else 1e-3
-    )
-  with pytest.raises(
-    UserError,
-    match="variant with heads=7: a width of .* cannot be divided among 7 heads of an even width",
-  ):
+    assert same_heads == config.model
+
+
+@pytest.mark.parametrize("name", ["tiny", "diff_1b", "diff_3b"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_width_that_cannot_be_divided_among_the_heads(name, variant):
+  message = (
+    r"variant with heads=7: a width of \d+ cannot be divided among 7 heads of an"
+    " even width"
+  )
+  with pytest.raises(UserError, match=message):
     load(name, f"{variant},heads=7")
 
 
