@@ -1,4 +1,4 @@
-"""Any input of a user works or gets one clear line: no traceback from inside a library."""
+"""Any input of a user works or gets one clear line, without a traceback."""
 
 import contextlib
 import dataclasses
@@ -21,31 +21,30 @@ from hypothesis import strategies as st
 
 from diffjax.cli import command
 from diffjax.config import (
+  FIELDS,
   Config,
   DataConfig,
   TrainConfig,
   UserError,
-  field_info,
   from_config_dict,
 )
 from diffjax.data.pipeline import training_batches
 from diffjax.training import loop
 
-NAMED = [
-  (section, field)
-  for section in dataclasses.fields(Config)
-  for field in dataclasses.fields(section.default)
-]
-FIELDS = {
-  f"{section.name}.{field.name}": typing.get_type_hints(type(section.default))[
-    field.name
-  ]
-  for section, field in NAMED
-}
-BOUNDS = {
-  f"{section.name}.{field.name}": field_info(field).bound
-  for section, field in NAMED
-}
+
+def allowed_types():
+  """Returns the types that each field may have, by its dotted name."""
+  types_by_field = {}
+  for section in dataclasses.fields(Config):
+    hints = typing.get_type_hints(type(section.default))
+    for name, hint in hints.items():
+      alternatives = typing.get_args(hint) or (hint,)
+      types_by_field[f"{section.name}.{name}"] = alternatives
+  return types_by_field
+
+
+TYPES = allowed_types()
+# Texts that a user could write by mistake.
 ODD = [
   "",
   " ",
@@ -98,35 +97,38 @@ values = st.one_of(
   st.floats(),
   st.text(max_size=8),
 )
-things = st.one_of(
+nested_values = st.one_of(
   values,
   st.lists(values, max_size=2),
   st.dictionaries(st.text(max_size=4), values, max_size=2),
   st.binary(max_size=3),
 )
-fast = settings(derandomize=True, deadline=None, max_examples=300)
+many_examples = settings(derandomize=True, deadline=None, max_examples=300)
 
 
-def checked(get):
-  """Reading gives a valid config, or one line."""
+def read_or_one_line(values):
+  """Checks that values are a valid config, or that the error is one line."""
   try:
-    config = get()
+    config = from_config_dict(values)
   except UserError as error:
-    assert str(error).startswith("config") and "\n" not in str(error)
+    assert str(error).startswith("config")
+    assert "\n" not in str(error)
     return
-  for field, kind in FIELDS.items():
+  for field, types in TYPES.items():
     section, name = field.split(".")
     value = getattr(getattr(config, section), name)
-    assert isinstance(value, typing.get_args(kind) or (kind,)), field
-    assert not isinstance(value, float) or math.isfinite(value), field
-    assert BOUNDS[field] is None or BOUNDS[field].holds(value), field
+    assert isinstance(value, types), field
+    if isinstance(value, float):
+      assert math.isfinite(value), field
+    bound = FIELDS[field].bound
+    assert bound is None or bound.holds(value), field
 
 
-@fast
+@many_examples
 @given(
   st.dictionaries(
     st.sampled_from([*FIELDS, "model.x", "x.steps", "train.", "."]),
-    things,
+    nested_values,
     min_size=1,
     max_size=3,
   )
@@ -136,37 +138,67 @@ def test_config_values(changes):
   for field, value in changes.items():
     section, name = field.split(".")
     nested.setdefault(section, {})[name] = value
-  checked(lambda: from_config_dict(nested))
+  read_or_one_line(nested)
 
 
-@fast
+@many_examples
 @given(
   st.one_of(
-    things,
+    nested_values,
     st.dictionaries(
-      st.sampled_from(["model", "data", "train", "x", ""]), things, max_size=3
+      st.sampled_from(["model", "data", "train", "x", ""]),
+      nested_values,
+      max_size=3,
     ),
   )
 )
 def test_whole_configs(nested):
-  checked(lambda: from_config_dict(nested))
+  read_or_one_line(nested)
+
+
+class Result(typing.NamedTuple):
+  """What a command did.
+
+  Attributes:
+    config: the config that `main` was called with, or None.
+    code: the exit code.
+    errors: what was printed to standard error.
+  """
+
+  config: Config | None
+  code: int
+  errors: str
 
 
 def run(arguments):
-  """`command.run` in this process: the config that it passes on (or None), the exit code, and standard error."""
-  configs, err = [], io.StringIO()
+  """Runs a command with a config in this process. Returns its Result."""
+  configs = []
+  errors = io.StringIO()
+  code = None
   saved = flagsaver.save_flag_values()
   try:
     with (
       mock.patch.object(sys, "argv", ["train", *arguments]),
-      contextlib.redirect_stderr(err),
+      contextlib.redirect_stderr(errors),
     ):
       command.run(configs.append)
-  except SystemExit as exit:
-    code = exit.code or 0
+  except SystemExit as end:
+    code = end.code or 0
   finally:
     flagsaver.restore_flag_values(saved)
-  return (configs or [None])[0], code, err.getvalue()
+  config = configs[0] if configs else None
+  return Result(config, code, errors.getvalue())
+
+
+def check_result(result):
+  """Checks that a command got a config, or printed one line."""
+  if result.code == 0:
+    assert isinstance(result.config, Config)
+    return
+  assert result.config is None
+  assert result.code in (1, 2)
+  [line] = result.errors.splitlines()
+  assert line.startswith("error: ")
 
 
 def as_argument(field, value):
@@ -210,20 +242,10 @@ arguments = st.one_of(
 )
 
 
-@fast
+@many_examples
 @given(st.lists(arguments, min_size=1, max_size=3))
 def test_command_lines(rest):
-  config, code, err = run(["--config=configs/tiny.py", *rest])
-  if code == 0:
-    assert isinstance(config, Config)
-  else:
-    lines = err.splitlines()
-    assert (
-      config is None
-      and code in (1, 2)
-      and len(lines) == 1
-      and lines[0].startswith("error: ")
-    ), (code, err)
+  check_result(run(["--config=configs/tiny.py", *rest]))
 
 
 variants = st.lists(
@@ -243,20 +265,10 @@ variants = st.lists(
 ).map(",".join)
 
 
-@fast
+@many_examples
 @given(variants)
 def test_variants(variant):
-  config, code, err = run([f"--config=configs/tiny.py:{variant}"])
-  if code == 0:
-    assert isinstance(config, Config)
-  else:
-    lines = err.splitlines()
-    assert (
-      config is None
-      and code in (1, 2)
-      and len(lines) == 1
-      and lines[0].startswith("error: ")
-    ), (code, err)
+  check_result(run([f"--config=configs/tiny.py:{variant}"]))
 
 
 @pytest.fixture(scope="module")
@@ -264,19 +276,24 @@ def corpus(tmp_path_factory):
   """Texts of several lengths, some empty."""
   path = tmp_path_factory.mktemp("text")
   for index in range(40):
-    (path / f"{index}.txt").write_text(
-      "".join(f"text {index}, line {line}\n" for line in range(index % 7 * 3))
-    )
+    num_lines = index % 7 * 3
+    lines = [f"text {index}, line {line}\n" for line in range(num_lines)]
+    (path / f"{index}.txt").write_text("".join(lines))
   return path
 
 
-# Values that fit each other, and values that mostly do not. A field with choices takes each of them.
+def choices_of_fields():
+  """Returns the choices of each field that has them."""
+  choices = {}
+  for field, info in FIELDS.items():
+    if info.bound is not None and info.bound.choices:
+      choices[field] = list(info.bound.choices)
+  return choices
+
+
+# Values that fit each other, and values that mostly do not.
 FITTING: dict[str, list] = {
-  **{
-    field: list(bound.choices)
-    for field, bound in BOUNDS.items()
-    if bound and bound.choices
-  },
+  **choices_of_fields(),
   "model.vocab_size": [256, 257, 511],
   "model.num_layers": [1, 2],
   "model.embed_dim": [8, 16, 24],
@@ -342,20 +359,26 @@ UNFITTING = {
   "mesh.data": [1, 2, 3, 8],
   "mesh.fsdp": [-1, 3],
 }
-unfitting = [
-  {field: value} for field, choices in UNFITTING.items() for value in choices
-]
-runs = st.builds(
-  lambda fitting, other: fitting | other,
-  st.fixed_dictionaries(
-    {field: st.sampled_from(choices) for field, choices in FITTING.items()}
-  ),
-  st.sampled_from([{}] * len(unfitting) + unfitting),
-)
+# Single values that mostly do not fit.
+UNFITTING_CHANGES = []
+for field, unfitting_values in UNFITTING.items():
+  for value in unfitting_values:
+    UNFITTING_CHANGES.append({field: value})
+
+
+@st.composite
+def run_fields(draw):
+  """Returns fitting values of fields. One in two has a value that may not fit."""
+  fields = {}
+  for field, fitting_values in FITTING.items():
+    fields[field] = draw(st.sampled_from(fitting_values))
+  if draw(st.booleans()):
+    fields |= draw(st.sampled_from(UNFITTING_CHANGES))
+  return fields
 
 
 def train(changes, workdir):
-  """Training ends, or gives one line."""
+  """Trains to the end, or until an error, which is one line."""
   nested = Config().to_dict()
   for field, value in changes.items():
     section, name = field.split(".")
@@ -365,76 +388,79 @@ def train(changes, workdir):
     loop.train(config, str(workdir))
   except UserError as error:
     assert "\n" not in str(error)
-    return str(error)
-  assert (
-    workdir / "checkpoints" / str(config.train.steps)
-  ).exists() or not config.train.steps
+    return
+  if config.train.steps > 0:
+    assert (workdir / f"checkpoints/{config.train.steps}").exists()
 
 
 @pytest.mark.full
 @settings(derandomize=True, deadline=None, max_examples=12)
-@given(runs)
+@given(run_fields())
 def test_small_runs(corpus, tmp_path_factory, changes):
-  """Every combination of fields that the check lets pass trains a step, or is refused in one line."""
-  train(
-    {**changes, "data.source": f"text:{corpus}/*.txt"},
-    tmp_path_factory.mktemp("run"),
+  """Fields that pass the checks train a step, or are refused in one line."""
+  changes["data.source"] = f"text:{corpus}/*.txt"
+  train(changes, tmp_path_factory.mktemp("run"))
+
+
+def parquet_file(column):
+  """Returns the bytes of a Parquet file with a column of texts."""
+  buffer = io.BytesIO()
+  table = pyarrow.table({"text": column})
+  pyarrow.parquet.write_table(table, buffer)
+  return buffer.getvalue()
+
+
+def json_bytes(value):
+  return json.dumps(value).encode()
+
+
+def nest(inner):
+  """Returns a strategy for JSON values that hold others."""
+  return st.one_of(
+    st.lists(inner, max_size=2), st.dictionaries(st.just("text"), inner)
   )
 
 
-def parquet(column):
-  sink = io.BytesIO()
-  pyarrow.parquet.write_table(pyarrow.table({"text": column}), sink)
-  return sink.getvalue()
+# A line is noise, any JSON, or a record with a text.
+noise = st.binary(max_size=20)
+json_values = st.recursive(values, nest).map(json_bytes)
+records = st.fixed_dictionaries({"text": st.text(min_size=1, max_size=9)})
+jsonl_lines = st.one_of(noise, json_values, records.map(json_bytes))
+jsonl_files = st.lists(jsonl_lines, max_size=4).map(b"\n".join)
 
+valid_texts = st.text(max_size=9, alphabet=st.characters(codec="utf-8"))
+text_columns = st.lists(st.one_of(st.none(), valid_texts))
+integer_columns = st.lists(st.integers(0, 9), min_size=1)
+columns = st.one_of(text_columns, integer_columns)
 
-lines = st.lists(
-  st.one_of(
-    st.binary(max_size=20),
-    st.recursive(
-      values,
-      lambda inner: (
-        st.lists(inner, max_size=2) | st.dictionaries(st.just("text"), inner)
-      ),
-    ).map(lambda value: json.dumps(value).encode()),
-    st.text(min_size=1, max_size=9).map(
-      lambda text: json.dumps({"text": text}).encode()
-    ),
-  ),
-  max_size=4,
-).map(b"\n".join)
+zstd_compress = functools.partial(pyarrow.compress, codec="zstd", asbytes=True)
+
+# Contents of files, by the source that reads them.
 CONTENTS = {
   "text:{}.txt": st.binary(max_size=40),
-  "jsonl:{}.jsonl": lines,
-  "jsonl:{}.jsonl.gz": lines.map(gzip.compress),
-  "jsonl:{}.jsonl.zst": lines.map(
-    functools.partial(pyarrow.compress, codec="zstd", asbytes=True)
-  ),
-  "parquet:{}.parquet": st.lists(
-    st.one_of(
-      st.none(), st.text(max_size=9, alphabet=st.characters(codec="utf-8"))
-    )
-  ).map(parquet)
-  | st.lists(st.integers(0, 9), min_size=1).map(parquet),
+  "jsonl:{}.jsonl": jsonl_files,
+  "jsonl:{}.jsonl.gz": jsonl_files.map(gzip.compress),
+  "jsonl:{}.jsonl.zst": jsonl_files.map(zstd_compress),
+  "parquet:{}.parquet": columns.map(parquet_file),
 }
 
 
 @st.composite
 def files(draw):
-  """A source and the content of its file: sound, cut off, or with a few bytes of noise."""
-  spec = draw(st.sampled_from(list(CONTENTS)))
-  content = bytearray(draw(CONTENTS[spec]))
+  """Returns a source and the content of its file, sound or damaged."""
+  source = draw(st.sampled_from(list(CONTENTS)))
+  content = bytearray(draw(CONTENTS[source]))
   damage = draw(st.sampled_from(["none", "cut", "noise", "all"]))
   if damage == "cut":
-    content = content[: draw(st.integers(0, len(content)))]
+    size = draw(st.integers(0, len(content)))
+    content = content[:size]
   elif damage == "noise" and content:
-    for position in draw(
-      st.lists(st.integers(0, len(content) - 1), max_size=3)
-    ):
-      content[position] = draw(st.integers(0, 255))
+    offsets = st.integers(0, len(content) - 1)
+    for offset in draw(st.lists(offsets, max_size=3)):
+      content[offset] = draw(st.integers(0, 255))
   elif damage == "all":
     content = draw(st.binary(max_size=40))
-  return spec, bytes(content)
+  return source, bytes(content)
 
 
 @settings(derandomize=True, deadline=None, max_examples=60)
@@ -442,16 +468,21 @@ def files(draw):
 def test_input_files(corpus, tmp_path_factory, file, mode):
   """Random bytes give a batch, or one line that names the file."""
   path = tmp_path_factory.mktemp("input") / "input"
-  spec, content = file[0].format(path), file[1]
-  pathlib.Path(spec.partition(":")[2]).write_bytes(content)
+  source_pattern, content = file
+  source = source_pattern.format(path)
+  _, _, file_name = source.partition(":")
+  pathlib.Path(file_name).write_bytes(content)
   data = DataConfig(
-    source=spec, validation_source=f"text:{corpus}/*.txt", mode=mode, length=8
+    source=source,
+    validation_source=f"text:{corpus}/*.txt",
+    mode=mode,
+    length=8,
   )
+  config = Config(data=data, train=TrainConfig(batch_size=2))
   try:
-    batches = training_batches(
-      Config(data=data, train=TrainConfig(batch_size=2))
-    )
+    batches = training_batches(config)
     assert next(batches)["tokens"].shape == (2, 8)
     batches.close()
   except UserError as error:
-    assert str(path) in str(error) and "\n" not in str(error)
+    assert str(path) in str(error)
+    assert "\n" not in str(error)
