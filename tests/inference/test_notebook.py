@@ -1,4 +1,4 @@
-"""diffjax from a notebook: the names that the package shows, training, loading and generating; and the project's own notebook."""
+"""diffjax in a notebook: the package's names, and the project's notebook."""
 
 import json
 import re
@@ -8,12 +8,14 @@ import sys
 import textwrap
 import threading
 import tomllib
+import typing
 
 import jax
+import numpy as np
 import pytest
 
 import diffjax
-from diffjax.config import Config, UserError, from_config_dict
+from diffjax.config import Config, TrainConfig, UserError, from_config_dict
 from diffjax.configs import tiny
 from diffjax.host.lock import lock
 from experiments import plots
@@ -53,73 +55,97 @@ def config(tmp_path_factory):
 def workdir(config, tmp_path_factory):
   workdir = tmp_path_factory.mktemp("run")
   trained = diffjax.fit(config, workdir)
-  assert (
-    trained.name == f"{workdir} at step 2" and trained.config.train.steps == 2
-  )
+  assert trained.name == f"{workdir} at step 2"
+  assert trained.config.train.steps == 2
   return workdir
 
 
-def same(a, b):
-  return all(
-    (x == y).all()
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+def assert_same_parameters(trained, workdir):
+  jax.tree.map(
+    np.testing.assert_array_equal, trained.params, diffjax.load(workdir).params
   )
 
 
 def test_load_and_sample(workdir):
+  """Texts and token ids have the same continuations."""
   trained = diffjax.load(workdir)
   [text] = diffjax.Sampler(trained).generate(["def "], 20)
-  assert isinstance(text, str)
-  prompt = [
-    trained.tokenizer.separator,
-    *trained.tokenizer.encode("def "),
-  ]
-  [ids] = diffjax.Sampler(trained.model, trained.params).generate(
-    [prompt], 20, stop_ids=[trained.tokenizer.separator]
-  )
-  assert text == trained.tokenizer.decode(ids)
-  with pytest.raises(
-    ValueError, match="only a sampler made from a trained model"
-  ):
-    diffjax.Sampler(trained.model, trained.params).generate(["def "], 20)
+  tokenizer = trained.tokenizer
+  prompt_ids = [tokenizer.separator, *tokenizer.encode("def ")]
+  sampler = diffjax.Sampler(trained.model, trained.params)
+  [ids] = sampler.generate([prompt_ids], 20, stop_ids=[tokenizer.separator])
+  assert text == tokenizer.decode(ids)
+
+
+def test_a_sampler_without_a_tokenizer_takes_no_texts(workdir):
+  trained = diffjax.load(workdir)
+  sampler = diffjax.Sampler(trained.model, trained.params)
+  message = "only a sampler made from a trained model"
+  with pytest.raises(ValueError, match=message):
+    sampler.generate(["def "], 20)
+
+
+def test_a_step_without_a_checkpoint(workdir):
   with pytest.raises(UserError, match="no complete checkpoint of step 1"):
     diffjax.load(workdir, 1)
 
 
 def test_complete_is_the_samplers(workdir):
-  """Texts in, their continuations out; one text counts as a list of one, and each text is continued as it is alone."""
+  """Texts in, their continuations out."""
   trained = diffjax.load(workdir)
   prompts = ["def ", "document 1\ndocument", ""]
   options = dict(temperature=1.0, top_k=20, top_p=0.9, seed=3)
   texts = diffjax.complete(trained, prompts, 20, **options)
-  assert texts == diffjax.Sampler(trained, batch_size=3).generate(
-    prompts, 20, **options
-  )
-  assert diffjax.complete(trained, "def ", 20, **options) == texts[:1]
-  one = diffjax.Sampler(trained).generate("def ", 20, **options)
-  assert one == texts[:1]
+  sampler = diffjax.Sampler(trained, batch_size=3)
+  assert texts == sampler.generate(prompts, 20, **options)
   assert diffjax.complete(trained, []) == []
-  many = [f"document {number}\n" for number in range(20)]  # more than one batch
-  assert diffjax.complete(trained, many, 4, temperature=0) == diffjax.Sampler(
-    trained, batch_size=20
-  ).generate(many, 4)
-  with pytest.raises(
-    UserError, match="a prompt of 5 tokens and 60 new ones are more than the 64"
-  ):
-    diffjax.complete(trained, ["def "], 60)
-  with pytest.raises(
-    UserError, match="top_p must be above 0 and at most 1; got 2"
-  ):
-    diffjax.complete(trained, ["def "], 20, top_p=2)
 
 
-def test_a_second_call_goes_on_and_nothing_is_left_behind(
+def test_one_text_counts_as_a_list_of_one(workdir):
+  trained = diffjax.load(workdir)
+  options = dict(temperature=1.0, seed=3)
+  texts = diffjax.complete(trained, ["def "], 20, **options)
+  assert diffjax.complete(trained, "def ", 20, **options) == texts
+  assert diffjax.Sampler(trained).generate("def ", 20, **options) == texts
+
+
+def test_prompts_do_not_affect_each_other(workdir):
+  trained = diffjax.load(workdir)
+  options = dict(temperature=1.0, top_k=20, top_p=0.9, seed=3)
+  texts = diffjax.complete(trained, ["def ", "document"], 20, **options)
+  assert diffjax.complete(trained, "def ", 20, **options) == texts[:1]
+
+
+def test_more_prompts_than_a_batch(workdir):
+  trained = diffjax.load(workdir)
+  prompts = [f"document {number}\n" for number in range(20)]
+  sampler = diffjax.Sampler(trained, batch_size=20)
+  texts = diffjax.complete(trained, prompts, 4, temperature=0)
+  assert texts == sampler.generate(prompts, 4)
+
+
+@pytest.mark.parametrize(
+  "max_new_tokens, options, message",
+  [
+    (60, {}, "a prompt of 5 tokens and 60 new ones are more than the 64"),
+    (20, {"top_p": 2}, "top_p must be above 0 and at most 1; got 2"),
+  ],
+)
+def test_options_out_of_range(workdir, max_new_tokens, options, message):
+  trained = diffjax.load(workdir)
+  with pytest.raises(UserError, match=message):
+    diffjax.complete(trained, ["def "], max_new_tokens, **options)
+
+
+def signal_handlers():
+  return [signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)]
+
+
+def test_a_second_call_resumes_and_nothing_is_left_behind(
   config, workdir, tmp_path
 ):
-  """Neither signal handlers nor the workdir's lock, after success and after a refusal."""
-  handlers = [
-    signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)
-  ]
+  """Neither signal handlers nor the workdir's lock, also after an error."""
+  handlers = signal_handlers()
   trained = diffjax.fit(config, tmp_path)
   longer = config.copy_and_resolve_references()
   longer.train.steps = 3
@@ -127,45 +153,48 @@ def test_a_second_call_goes_on_and_nothing_is_left_behind(
   longer.model.ffn_dim = 48
   with pytest.raises(UserError, match="model.ffn_dim was 32 and is 48"):
     diffjax.fit(longer, tmp_path)
-  assert [
-    signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)
-  ] == handlers
+
+  assert signal_handlers() == handlers
   assert signal.set_wakeup_fd(-1) == -1
-  check = "import sys; from diffjax.host.lock import lock\nwith lock(sys.argv[1]): pass"
-  subprocess.run([sys.executable, "-c", check, tmp_path], check=True)
-  assert same(trained.params, diffjax.load(workdir).params), (
-    "the same run again"
-  )
+  # Another process can lock the workdir.
+  run_code(f"""
+    from diffjax.host.lock import lock
+    with lock({str(tmp_path)!r}):
+      pass
+  """)
+  # It was the same run as the fixture's.
+  assert_same_parameters(trained, workdir)
 
 
 def test_in_another_thread(config, workdir, tmp_path):
-  found, handlers = (
-    [],
-    [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)],
-  )
+  """The same run, without signal handlers."""
+  results = []
 
   def work():
-    found.append(diffjax.fit(from_config_dict(config), str(tmp_path)))
-    found.append(
-      [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-    )
+    results.append(diffjax.fit(from_config_dict(config), str(tmp_path)))
+    results.append(signal_handlers())
 
+  handlers = signal_handlers()
   thread = threading.Thread(target=work)
   thread.start()
   thread.join()
-  trained, seen = found
-  assert same(trained.params, diffjax.load(workdir).params) and seen == handlers
+  trained, handlers_after_training = results
+  assert_same_parameters(trained, workdir)
+  assert handlers_after_training == handlers
 
 
-def test_configs_are_checked(config, tmp_path):
-  with pytest.raises(
-    UserError, match="config.train.batch_size = 0: must be at least 1"
-  ):
-    diffjax.fit(Config(train=Config().train.__class__(batch_size=0)), tmp_path)
-  with pytest.raises(
-    UserError, match="config.modle is not a config field: did you mean model"
-  ):
-    diffjax.fit(config.to_dict() | {"modle": {}}, tmp_path)
+def test_a_config_is_checked(tmp_path):
+  message = "config.train.batch_size = 0: must be at least 1"
+  with pytest.raises(UserError, match=message):
+    diffjax.fit(Config(train=TrainConfig(batch_size=0)), tmp_path)
+  assert not list(tmp_path.iterdir())
+
+
+def test_values_of_a_config_are_checked(config, tmp_path):
+  values = config.to_dict() | {"modle": {}}
+  message = "config.modle is not a config field: did you mean model"
+  with pytest.raises(UserError, match=message):
+    diffjax.fit(values, tmp_path)
   assert not list(tmp_path.iterdir())
 
 
@@ -182,38 +211,36 @@ def test_the_package_shows_what_a_notebook_needs():
     "register",
     "__version__",
   }
-  assert {*diffjax.__all__} <= {*dir(diffjax)}
-  for name in diffjax.__all__:
-    assert getattr(diffjax, name).__doc__, name
-    assert f"`{name}`" in diffjax.__doc__ or name == "__version__", name
-  with pytest.raises(
-    AttributeError, match="module 'diffjax' has no attribute 'trian'"
-  ):
+  assert set(diffjax.__all__) <= set(dir(diffjax))
+
+
+@pytest.mark.parametrize("name", diffjax.__all__)
+def test_a_name_of_the_package_is_documented(name):
+  assert getattr(diffjax, name).__doc__
+  if name != "__version__":
+    assert f"`{name}`" in diffjax.__doc__
+
+
+def test_an_unknown_name_of_the_package():
+  message = "module 'diffjax' has no attribute 'trian'"
+  with pytest.raises(AttributeError, match=message):
     _ = diffjax.trian
 
 
 def test_one_version():
-  """The package's own is what pyproject.toml, CITATION.cff and CHANGELOG.md give."""
-  project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-  assert (
-    project["project"]["dynamic"] == ["version"]
-    and "version" not in project["project"]
-  )
-  assert project["tool"]["setuptools"]["dynamic"]["version"] == {
-    "attr": "diffjax.__version__"
-  }
-  assert (
-    re.search(
-      r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE
-    )[1]
-    == diffjax.__version__
-  )
-  assert (
-    re.search(
-      r"^## \[(\d.*?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
-    )[1]
-    == diffjax.__version__
-  )
+  """pyproject.toml, CITATION.cff and CHANGELOG.md give the package's own."""
+  settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+  assert settings["project"]["dynamic"] == ["version"]
+  assert "version" not in settings["project"]
+  dynamic = settings["tool"]["setuptools"]["dynamic"]
+  assert dynamic["version"] == {"attr": "diffjax.__version__"}
+
+  citation = (ROOT / "CITATION.cff").read_text()
+  [cited] = re.findall(r"^version: (.*)$", citation, re.MULTILINE)
+  assert cited == diffjax.__version__
+  changelog = (ROOT / "CHANGELOG.md").read_text()
+  newest, *_ = re.findall(r"^## \[(\d.*?)\]", changelog, re.MULTILINE)
+  assert newest == diffjax.__version__
 
 
 def run_code(code):
@@ -264,8 +291,11 @@ def test_importing_starts_no_thread_and_does_not_read_the_command_line():
   assert printed == "['MainThread']\n"
 
 
-def test_a_lock_held_elsewhere_is_respected(config, tmp_path):
-  code = "import sys; from diffjax.host.lock import lock\nwith lock(sys.argv[1]): print(flush=True); input()"
+def test_a_lock_of_another_process_is_respected(config, tmp_path):
+  code = (
+    "import sys; from diffjax.host.lock import lock\n"
+    "with lock(sys.argv[1]): print(flush=True); input()"
+  )
   holder = subprocess.Popen(
     [sys.executable, "-c", code, tmp_path],
     stdin=subprocess.PIPE,
@@ -280,63 +310,75 @@ def test_a_lock_held_elsewhere_is_respected(config, tmp_path):
     pass
 
 
-def shown(cell):
-  """How many pictures a cell's output has, and what it prints."""
-  outputs = cell.get("outputs", [])
-  printed = "".join(
-    "".join(output["text"])
-    for output in outputs
-    if output.get("name") == "stdout"
-  )
-  return sum(
-    "image/png" in output.get("data", {}) for output in outputs
-  ), printed
+class CellOutput(typing.NamedTuple):
+  """What a cell shows."""
+
+  num_pictures: int
+  printed: str
+
+
+def cell_output(cell):
+  num_pictures = 0
+  printed = ""
+  for output in cell.get("outputs", []):
+    if "image/png" in output.get("data", {}):
+      num_pictures += 1
+    if output.get("name") == "stdout":
+      printed += "".join(output["text"])
+  return CellOutput(num_pictures, printed)
 
 
 def check_outputs(cells):
-  """Cells ran in order and without an error; and what the notebook says of its maps holds."""
-  code = [cell for cell in cells if cell["cell_type"] == "code"]
-  assert [cell["execution_count"] for cell in code] == [
-    *range(1, len(code) + 1)
-  ]
-  assert not [
-    output
-    for cell in code
-    for output in cell["outputs"]
-    if output["output_type"] == "error"
-  ]
-  [printed] = [
-    text for cell in code if "% of the weight" in (text := shown(cell)[1])
-  ]
-  map_1, map_2, difference = map(
-    float, re.findall(r"([\d.]+)% of the weight", printed)
-  )
+  """Checks that cells ran in order, without errors, and show what is claimed.
+
+  The difference of the two maps has the most weight on the answer.
+  """
+  code_cells = [cell for cell in cells if cell["cell_type"] == "code"]
+  printed = ""
+  for number, cell in enumerate(code_cells, 1):
+    assert cell["execution_count"] == number
+    for output in cell["outputs"]:
+      assert output["output_type"] != "error"
+    printed += cell_output(cell).printed
+  weights = re.findall(r"([\d.]+)% of the weight", printed)
+  map_1, map_2, difference = map(float, weights)
   assert difference > map_1 > map_2
 
 
-def test_the_committed_notebook_was_executed_and_names_no_machine():
+def shown_texts(cells):
+  """Returns sources and outputs, without pictures."""
+  texts = []
+  for cell in cells:
+    texts.append(cell["source"])
+    for output in cell.get("outputs", []):
+      texts.append(output.get("text", ""))
+      for kind, data in output.get("data", {}).items():
+        if kind != "image/png":
+          texts.append(data)
+  return json.dumps(texts)
+
+
+def test_the_committed_notebook_was_executed():
   text = NOTEBOOK.read_text()
   assert len(text) < 300_000
-  cells = json.loads(text)["cells"]
-  check_outputs(cells)
-  texts = [cell["source"] for cell in cells]
-  for output in (
-    output for cell in cells for output in cell.get("outputs", [])
-  ):
-    texts += [
-      output.get("text", ""),
-      *(
-        value
-        for kind, value in output.get("data", {}).items()
-        if kind != "image/png"
-      ),
-    ]
-  found = re.search(
-    r"/(home|root|tmp|work|Users|usr|opt)/|\\\\Users|preparing",
-    json.dumps(texts),
-  )
-  assert not found, f"execute it where the rows are prepared: it says {found}"
+  check_outputs(json.loads(text)["cells"])
   assert plots.style("diff").color in text
+
+
+def test_the_committed_notebook_names_no_machine():
+  """It was executed where the rows were prepared already."""
+  cells = json.loads(NOTEBOOK.read_text())["cells"]
+  path = r"/(home|root|tmp|work|Users|usr|opt)/|\\\\Users|preparing"
+  assert not re.search(path, shown_texts(cells))
+
+
+def output_kinds(cells):
+  """Returns how many pictures each cell shows, and whether it prints."""
+  kinds = []
+  for cell in cells:
+    output = cell_output(cell)
+    kinds.append((output.num_pictures, bool(output.printed)))
+  return kinds
 
 
 @pytest.mark.full
@@ -346,19 +388,14 @@ def test_the_notebook_runs_from_nothing(optimised, tmp_path):
   import nbformat
 
   notebook = nbformat.read(NOTEBOOK, as_version=4)
-  before = [
-    (pictures, bool(printed))
-    for pictures, printed in map(shown, notebook.cells)
-  ]
-  nbclient.NotebookClient(
+  committed_kinds = output_kinds(notebook.cells)
+  client = nbclient.NotebookClient(
     notebook,
     timeout=600,
     startup_timeout=300,
     resources={"metadata": {"path": str(tmp_path)}},
-  ).execute()
+  )
+  client.execute()
   check_outputs(notebook.cells)
-  assert [
-    (pictures, bool(printed))
-    for pictures, printed in map(shown, notebook.cells)
-  ] == before
+  assert output_kinds(notebook.cells) == committed_kinds
   assert (tmp_path / "runs/notebook/loss.png").exists()
