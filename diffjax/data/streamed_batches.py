@@ -95,14 +95,9 @@ def stream_rows(
     _check_num_parts(mixture.sources, share.count, config.num_workers)
   streams = []
   for index, source in enumerate(mixture.sources):
-    parts = grain.MapDataset.source(source.parts)
-    if repeat:
-      # All processes shuffle the parts in the same order, so that their shares
-      # do not overlap. Sources have different seeds, as in `mix`.
-      parts = parts.seed(config.seed + index).shuffle()
-    parts = parts[share.index :: share.count]
-    if repeat:
-      parts = parts.repeat(None)
+    # Equal sources are shuffled differently, as in `mix`.
+    seed = config.seed + index
+    parts = _select_parts(source, seed, share, repeat)
     documents = packing.Documents(
       read_sequentially(parts), source.read, len(source.parts), source.spec
     )
@@ -111,6 +106,18 @@ def stream_rows(
   if len(streams) == 1:
     return streams[0]
   return grain.IterDataset.mix(streams, mixture.weights)
+
+
+def _select_parts(
+  source: Source, seed: int, share: ProcessShare, repeat: bool
+) -> grain.MapDataset[tuple]:
+  """Returns this process's parts of a source: every `share.count`-th one."""
+  parts = grain.MapDataset.source(source.parts)
+  if not repeat:
+    return parts[share.index :: share.count]
+  # All processes shuffle in the same order, so their shares do not overlap.
+  shuffled = parts.seed(seed).shuffle()
+  return shuffled[share.index :: share.count].repeat(None)
 
 
 def _check_num_parts(
