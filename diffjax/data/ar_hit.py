@@ -2,8 +2,8 @@
 
 A target is a hit if it ends an n-gram that has occurred in the context before.
 Arora et al. 2023 ("Zoology", arXiv:2312.04927) introduced the measure. They use
-bigrams and leave out frequent ones. Here all n-grams count. The paper splits its
-loss by such n-grams (paper.md, §5) and does not specify n.
+bigrams and leave out frequent ones. Here all n-grams count. The paper splits
+its loss by such n-grams (paper.md, §5) and does not specify n.
 """
 
 from __future__ import annotations

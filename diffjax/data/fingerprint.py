@@ -104,8 +104,8 @@ def _sample(file: File) -> bytes:
     raise UserError(f"{file.path}: cannot be read ({reason(error)})") from error
 
 
-# A run opens its sources several times. The key has the size and the time of the
-# file, so a rewrite within a second is seen by the next process only.
+# A run opens its sources several times. The key contains the size and the time
+# of the file. A rewrite within a second is noticed only by the next process.
 _remote_sample = functools.lru_cache(maxsize=1024)(_sample)
 
 
