@@ -147,31 +147,31 @@ class Session:
       note(f"workdir {workdir}: a new run")
     else:
       note(f"workdir {workdir}: resuming from its newest checkpoint")
+
+    # Decides what the config leaves open, such as data.mode = "auto".
     config = plan.resolve(config, jax.process_count(), note)
     check_same({"config": config.to_dict()})
     if checkpoint is not None:
       check_checkpoint(checkpoint, workdir, config)
     if jax.process_index() == 0:
       check_wandb(config.train.wandb_project)
+    self._config = config
+    self._workdir = workdir
 
     mesh = make_mesh(config.mesh)
+    # This process reads share number `_share` of `_num_shares` of each batch.
+    self._share, self._num_shares = batch_share(mesh)
     # The tokenizer's file may have changed since an earlier run of this
     # process.
     load_once.cache_clear()
-    tokenizer = load_tokenizer(config.data.tokenizer)
-    check_vocabulary(config, tokenizer)
-    program = build(config, mesh)
-
-    self.program = program
-    self._config = config
-    self._workdir = workdir
-    self._tokenizer = tokenizer
-    # This process reads share number `_share` of `_num_shares` of each batch.
-    self._share, self._num_shares = batch_share(mesh)
-    self._printed_choices: set[Choice] = set()
-    self._stack = contextlib.ExitStack()
-
+    self._tokenizer = load_tokenizer(config.data.tokenizer)
+    check_vocabulary(config, self._tokenizer)
+    self.program = build(config, mesh)
     self._check_implementation()
+    self._printed_choices: set[Choice] = set()
+
+    # Closes what `__enter__` opens.
+    self._stack = contextlib.ExitStack()
     warning = cpu_time.warning(config, mesh.devices.flat[0].platform)
     if warning is not None:
       note(warning)
@@ -268,8 +268,8 @@ class Session:
       # The pipeline does not check this if all processes read the same rows.
       check_prepared(config.data)
     micro_batch_size = config.train.batch_size // config.train.accumulation
-    # Opening data uses decompressors that are freed only a minute later. The
-    # hole that they would leave in memory is where temporaries belong.
+    # Opening data allocates decompressors. If they were freed only later, they
+    # would leave a hole in the memory between arrays that stay.
     with runtime.release_freed_memory():
       batches = training_batches(
         config, process_index=self._share, process_count=self._num_shares
