@@ -8,9 +8,10 @@ import json
 import subprocess
 import sys
 
-# A run of configs/tiny.py's kind on one CPU loads 93 modules. There is room for
-# a few files that are split.
-MAX_MODULES = 97
+# This run loads 102 modules, packages included: 32 of data, 21 of operations, 19
+# of training, 10 of the host, 7 of the model and 13 others. There is room for a
+# few files that are split.
+MAX_MODULES = 106
 
 # What training must not load. The kernels of other platforms, decoding, and
 # attention of sequences that devices share are for other runs.
