@@ -1,6 +1,7 @@
 """Logs survive restarts."""
 
 import errno
+import io
 import json
 import math
 import os
@@ -107,23 +108,30 @@ def test_remote_workdir_is_written_at_intervals(tmp_path, monkeypatch):
   assert list((tmp_path / "tensorboard").glob("events*"))
 
 
-def test_tensorboard_holds_the_numbers_and_the_purge(tmp_path):
+def read_events(workdir):
+  """Returns the events of all TensorBoard files, in the order of their names."""
   from tensorboardX.proto import event_pb2
 
+  events = []
+  for file in sorted((workdir / "tensorboard").glob("events*")):
+    data = file.read_bytes()
+    start = 0
+    while start < len(data):
+      # A TFRecord: length, its checksum, the record, its checksum.
+      size = int.from_bytes(data[start : start + 8], "little")
+      record = data[start + 12 : start + 12 + size]
+      events.append(event_pb2.Event.FromString(record))
+      start += size + 16
+  return events
+
+
+def test_tensorboard_holds_the_numbers_and_the_purge(tmp_path):
   for resume_step, step in ((0, 3), (2, 5)):
     writer = open_metrics(tmp_path, resume_step=resume_step)
     writer.write(step, {"train/loss": 0.5})
     writer.close()
 
-  events = []
-  for file in sorted((tmp_path / "tensorboard").glob("events*")):
-    data, at = file.read_bytes(), 0
-    while at < len(
-      data
-    ):  # a TFRecord: length, its checksum, the record, its checksum
-      size = int.from_bytes(data[at : at + 8], "little")
-      events.append(event_pb2.Event.FromString(data[at + 12 : at + 12 + size]))
-      at += size + 16
+  events = read_events(tmp_path)
   scalars = [
     (event.step, value.simple_value)
     for event in events
@@ -137,6 +145,45 @@ def test_tensorboard_holds_the_numbers_and_the_purge(tmp_path):
   assert starts == [1, 3], (
     "TensorBoard hides what came from step 3 on before the restart"
   )
+
+
+class FileOnFullDisk(io.FileIO):
+  """A file on a disk that has room for some bytes."""
+
+  room = 1 << 30
+
+  def write(self, data):
+    if FileOnFullDisk.room == 0:
+      raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    written = super().write(data[: FileOnFullDisk.room])
+    FileOnFullDisk.room -= written
+    return written
+
+
+@pytest.mark.parametrize("room", [0, 10, 100])
+def test_a_full_disk_tears_no_line_and_no_event(tmp_path, monkeypatch, room):
+  opened = []
+
+  def open_file(path, mode, buffering):
+    assert buffering == 0
+    opened.append(path)
+    return FileOnFullDisk(path, mode)
+
+  monkeypatch.setattr(metrics, "open", open_file, raising=False)
+  writer = open_metrics(tmp_path)
+  assert len(opened) == 2
+  writer.write(1, {"train/loss": 1.0})
+  with monkeypatch.context() as patch:
+    patch.setattr(FileOnFullDisk, "room", room)
+    # More than the buffers of Python.
+    for step in range(2, 300):
+      writer.write(step, {"train/loss": 1.0, "train/grad_norm": 1.0})
+  writer.write(300, {"train/loss": 1.0})
+  writer.close()
+  steps = list(range(1, 301))
+  assert [line["step"] for line in read(tmp_path / "metrics.jsonl")] == steps
+  summaries = [event for event in read_events(tmp_path) if event.summary.value]
+  assert [event.step for event in summaries] == [0, *steps], "0: the config"
 
 
 def test_other_processes_write_nothing(tmp_path):
