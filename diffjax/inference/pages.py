@@ -24,8 +24,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from diffjax.config import UserError
 
-PAGE = 128  # tokens of a page
-_LANES = 128  # the last axis of a TPU's tile
+# The number of tokens of a page.
+PAGE = 128
+# The size of the last axis of a TPU's tile.
+_LANES = 128
 _MAX_INT8 = 127
 
 

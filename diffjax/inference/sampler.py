@@ -204,7 +204,8 @@ class Sampler:
     token_prompts = self._validated(prompts)
     cache = self._make_cache()
     if self._num_pages is not None:
-      needed = [0] * self.batch_size  # no pages for rows without a prompt
+      # Rows without a prompt get no pages.
+      needed = [0] * self.batch_size
       for row, prompt in enumerate(token_prompts):
         needed[row] = self._needed_tokens(prompt, max_new_tokens)
       pages_per_row = cache.tables.shape[1]
@@ -724,12 +725,19 @@ def _warn_of_recomputation(config: ModelConfig) -> None:
 
 
 class _Programs(NamedTuple):
-  """The compiled functions of a sampler."""
+  """The compiled functions of a sampler.
 
-  make_cache: Any  # returns an empty cache
-  prefill: Any  # `_read_prompts`
-  step: Any  # `_read_token`
-  draw: Any  # `_draw_tokens`
+  Attributes:
+    make_cache: returns an empty cache.
+    prefill: `_read_prompts`.
+    step: `_read_token`.
+    draw: `_draw_tokens`.
+  """
+
+  make_cache: Any
+  prefill: Any
+  step: Any
+  draw: Any
 
 
 def _programs(
@@ -831,11 +839,17 @@ def _extend(
 
 
 class _PromptLoop(NamedTuple):
-  """The state of the loop in `_read_prompts`."""
+  """The state of the loop in `_read_prompts`.
 
-  chunk_index: Int[Array, ""] | int  # of the next chunk
+  Attributes:
+    chunk_index: the index of the next chunk.
+    cache: the tokens of the chunks before.
+    last_hidden: the hidden state of each row's last token so far.
+  """
+
+  chunk_index: Int[Array, ""] | int
   cache: Cache | TokenHistory
-  last_hidden: Float[Array, "B E"]  # of each row's last token so far
+  last_hidden: Float[Array, "B E"]
 
 
 def _read_prompts(
@@ -914,11 +928,18 @@ def _read_token(
 
 
 class _DrawLoop(NamedTuple):
-  """The state of the loop in `_draw_tokens`."""
+  """The state of the loop in `_draw_tokens`.
 
-  num_drawn: Int[Array, ""] | int  # tokens drawn in each row
-  state: SamplerState  # after reading these tokens
-  drawn: Int[Array, "B burst"]  # these tokens, then zeros
+  Attributes:
+    num_drawn: the number of tokens drawn in each row.
+    state: the state after reading these tokens.
+    drawn: these tokens, and then zeros.
+    has_ended: whether each row has ended.
+  """
+
+  num_drawn: Int[Array, ""] | int
+  state: SamplerState
+  drawn: Int[Array, "B burst"]
   has_ended: Bool[Array, "B"]
 
 

@@ -99,7 +99,7 @@ class Checkpoints:
     self._damaged_steps: set[int] = set()
     if restored is not None:
       self._last_saved_step = restored.step
-      self._damaged_steps = set(restored.passed_over)
+      self._damaged_steps = set(restored.damaged_steps)
     # Orbax raises its errors. It also logs each one with a traceback per
     # thread.
     logging.get_absl_logger().addFilter(_is_not_from_orbax)
@@ -408,12 +408,12 @@ class Checkpoint:
   Attributes:
     path: Its directory.
     step: The number of updates before it was saved.
-    passed_over: Newer steps that are damaged. Empty in all processes but 0.
+    damaged_steps: Newer steps that are damaged. Empty in all processes but 0.
   """
 
   path: epath.Path
   step: int
-  passed_over: frozenset[int] = frozenset()
+  damaged_steps: frozenset[int] = frozenset()
 
   @functools.cached_property
   def _metadata(self) -> dict[str, Any]:
