@@ -8,7 +8,7 @@ import json
 import re
 import secrets
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int, Int32
@@ -16,6 +16,9 @@ from jaxtyping import Bool, Int, Int32
 from diffjax.config import UserError
 from diffjax.data.abstract_tokenizer import SEPARATOR, Tokenizer
 from diffjax.data.document_tokens import DocumentTokens, separated_by
+
+if TYPE_CHECKING:
+  import tokenizers
 
 # Names of the token between documents in published tokenizer.json files, the
 # most likely first.
@@ -37,12 +40,12 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 _SPACE_MARK = "▁"
 
 
-class _Anchor(NamedTuple):
-  """A token that stands for the text before a continuation.
+class _Word(NamedTuple):
+  """A token that is decoded to one ASCII word, whatever token follows it.
 
   Attributes:
     token: Its id.
-    text: Its text, at the beginning of a text.
+    text: The word.
   """
 
   token: int
@@ -55,13 +58,13 @@ class _ByteLengths(NamedTuple):
   Attributes:
     after_text: Bytes of the token after other text.
     at_start: Bytes of the token at the beginning of a text.
-    ends_word: Whether the decoder puts a space between the token and the next
-      one.
+    adds_space: Whether the decoder puts a space between the token and the next
+      one. This space is not included in the token's bytes.
   """
 
   after_text: Int32[np.ndarray, "N"]
   at_start: Int32[np.ndarray, "N"]
-  ends_word: Bool[np.ndarray, "N"]
+  adds_space: Bool[np.ndarray, "N"]
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -99,10 +102,7 @@ class HuggingFaceTokenizer(Tokenizer):
     # get_vocab_size() does not count gaps in the ids.
     self.vocab_size = max(vocabulary.values()) + 1
 
-    separator_tokens = None
-    separator = find_separator(vocabulary)
-    if separator is not None:
-      separator_tokens = separated_by(separator)
+    separator_tokens = _find_separator_tokens(vocabulary)
     if document_tokens is None:
       document_tokens = separator_tokens
     if document_tokens is None:
@@ -128,35 +128,40 @@ class HuggingFaceTokenizer(Tokenizer):
     return self.encode_batch([text])[0]
 
   def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-    # The fast method gives no offsets. Only names of bytes need offsets.
+    # The fast method gives no offsets. Only `_encode_with_byte_names` needs
+    # them.
     encodings = self._encoder.encode_batch_fast(
       list(texts), add_special_tokens=False
     )
     ids = [encoding.ids for encoding in encodings]
-    if self._matches_byte_names:
+    if self._is_unigram:
       for index, text in enumerate(texts):
-        if self._may_spell_byte(text):
+        if self._has_byte_name(text):
           ids[index] = self._encode_with_byte_names(text)
     return ids
 
   @functools.cached_property
-  def _matches_byte_names(self) -> bool:
-    """Whether "<0x41>" in a text would give the token of the byte 0x41."""
-    # A Unigram takes such a name for a piece. Other models look up single bytes
-    # only. Only the vocabulary of a Unigram is a list.
+  def _is_unigram(self) -> bool:
+    """Whether the model is a Unigram.
+
+    A Unigram encodes the text "<0x41>" as the token of the byte 0x41, which is
+    decoded to "A". Other models encode its characters.
+    """
+    # Only the vocabulary of a Unigram is a list.
     return isinstance(self._description["model"]["vocab"], list)
 
-  def _may_spell_byte(self, text: str) -> bool:
-    """Returns True if the text has the name of a byte token."""
+  def _has_byte_name(self, text: str) -> bool:
+    """Returns True if the text has the name of a byte token, as "<0x41>"."""
     # A normalizer may turn non-ASCII characters into a name.
     if not text.isascii() and self._encoder.normalizer is not None:
       text = self._encoder.normalizer.normalize_str(text)
     return _BYTE_TOKEN.search(text) is not None
 
   def _encode_with_byte_names(self, text: str) -> list[int]:
-    """Returns the ids of a text that spells out names of byte tokens.
+    """Returns the ids of a text that has names of byte tokens, as "<0x41>".
 
-    The characters of such a name are encoded one by one.
+    The characters of such a name are encoded one by one, so that the name is
+    not taken for the byte.
     """
     encoding = self._encoder.encode(text, add_special_tokens=False)
     ids: list[int] = []
@@ -164,8 +169,8 @@ class HuggingFaceTokenizer(Tokenizer):
       encoding.ids, encoding.tokens, encoding.offsets, strict=True
     ):
       is_byte_token = _BYTE_TOKEN.fullmatch(name) is not None
-      # A byte token that stands for a byte spans one character. A byte token
-      # that is spelled out spans its name.
+      # A byte token covers one character if the text has this byte, and six if
+      # the text has the token's name.
       if is_byte_token and stop - start == len(name):
         for character in name:
           pieces = self._encoder.model.tokenize(character)
@@ -178,19 +183,24 @@ class HuggingFaceTokenizer(Tokenizer):
     return self._tokenizer.decode(self._text_ids(ids), skip_special_tokens=True)
 
   def decode_after(self, context: Sequence[int], ids: Iterable[int]) -> str:
+    """Returns the text that ids add to the text of a context.
+
+    Some decoders drop the space before the first word of a text. So the ids are
+    decoded after a word, whose text is then removed.
+    """
     text_ids = self._text_ids(ids)
     last_token = self._last_text_id(context)
     if last_token is None:
       return self.decode(text_ids)
-    # Decoding the whole context would take long. The last token, or any other
-    # word, has the same effect on the first word of the continuation.
-    anchor = self._make_anchor(last_token)
-    if anchor is None:
-      anchor = self._anchor
-    if anchor is None:
+    # Decoding the whole context would take long. One word has the same effect
+    # on the first space of the added text.
+    word = self._as_word(last_token)
+    if word is None:
+      word = self._any_word
+    if word is None:
       return self.decode(text_ids)
-    text = self.decode([anchor.token, *text_ids])
-    return text[len(anchor.text) :]
+    text = self.decode([word.token, *text_ids])
+    return text[len(word.text) :]
 
   def has_text(self, ids: Iterable[int]) -> bool:
     return any(self._is_text(token) for token in ids)
@@ -204,47 +214,47 @@ class HuggingFaceTokenizer(Tokenizer):
     return [int(token) for token in ids if self._is_text(token)]
 
   def _last_text_id(self, ids: Sequence[int]) -> int | None:
-    """Returns the last id that stands for text, or None. Searches backward."""
+    """Returns the last id that stands for text, or None."""
     for token in reversed(ids):
       if self._is_text(token):
         return token
     return None
 
   @functools.cached_property
-  def _anchor(self) -> _Anchor | None:
-    """An anchor for any context. None if no token is one.
+  def _any_word(self) -> _Word | None:
+    """A word of the vocabulary, or None if it has no word.
 
-    If possible, it does not end a word: some decoders put a space after words.
+    Other tokens are decoded after this word to get their text in the middle of
+    a text. Words to which the decoder adds no space are preferred.
     """
-    word_end = None
+    word_with_space = None
     vocabulary = self._tokenizer.get_vocab(with_added_tokens=False)
     for name, token in sorted(vocabulary.items()):
       if token in self._control_ids:
         continue
-      anchor = self._make_anchor(token)
-      if anchor is None:
+      word = self._as_word(token)
+      if word is None:
         continue
-      if not self._ends_word(name):
-        return anchor
-      if word_end is None:
-        word_end = anchor
-    return word_end
+      if not self._adds_space(name):
+        return word
+      if word_with_space is None:
+        word_with_space = word
+    return word_with_space
 
-  def _make_anchor(self, token: int) -> _Anchor | None:
-    """Returns the token as an anchor if its text does not depend on the next.
-
-    Its text must consist of ASCII letters or digits.
-    """
+  def _as_word(self, token: int) -> _Word | None:
+    """Returns a token and its text, or None if the token is not a word."""
     text = self.decode([token])
-    is_word = text.isalnum() and text.isascii()
-    if is_word and self.decode([token, token]).startswith(text):
-      return _Anchor(token, text)
-    return None
+    if not (text.isascii() and text.isalnum()):
+      return None
+    # In some decoders, the next token changes the text of a token.
+    if not self.decode([token, token]).startswith(text):
+      return None
+    return _Word(token, text)
 
-  def _ends_word(self, name: str) -> bool:
-    """Returns True if the decoder puts a space after a token.
+  def _adds_space(self, name: str) -> bool:
+    """Returns True if the decoder puts a space after the token of this name.
 
-    Such a token ends in a mark, as in "fox</w>".
+    The names of such tokens end in a suffix, as in "fox</w>".
     """
     decoder = self._description.get("decoder") or {}
     suffix = decoder.get("suffix") or ""
@@ -258,33 +268,39 @@ class HuggingFaceTokenizer(Tokenizer):
   def target_bytes(
     self, tokens: Int[np.ndarray, "*B T"], targets: Int[np.ndarray, "*B T"]
   ) -> Int32[np.ndarray, "*B T"]:
+    """Returns the number of UTF-8 bytes of text that each target adds.
+
+    Args:
+      tokens: The token before each target.
+      targets: The ids to count.
+    """
     lengths = self._byte_lengths
-    document_ids = list(self.document_tokens.control_ids())
-    begins_text = np.isin(tokens, document_ids)
+    document_token_ids = list(self.document_tokens.control_ids())
+    begins_text = np.isin(tokens, document_token_ids)
     num_bytes = np.where(
       begins_text, lengths.at_start[targets], lengths.after_text[targets]
     )
-    # The space after a word is counted with the next token.
+    # The space after a token is counted with the next token.
     has_text = lengths.after_text[targets] > 0
-    num_bytes += lengths.ends_word[tokens] & has_text
-    if not self._space_bytes:
-      return num_bytes
+    num_bytes += lengths.adds_space[tokens] & has_text
 
-    # A space that is spelled as three byte tokens is counted with the first
-    # one. It has no bytes if the decoder strips it at the start of a text.
-    is_space = _run_starts(targets, self._space_bytes)
-    num_bytes[is_space] = 1
-    num_bytes[is_space & begins_text] = len(self.decode(self._space_bytes))
-    for offset in range(1, len(self._space_bytes)):
-      num_bytes[_shift(is_space, offset)] = 0
+    space_bytes = self._space_bytes
+    if space_bytes:
+      # The first of these byte tokens is counted as the space, the others as
+      # nothing. The decoder may strip a space at the beginning of a text.
+      is_space = _run_starts(targets, space_bytes)
+      num_bytes[is_space] = 1
+      num_bytes[is_space & begins_text] = len(self.decode(space_bytes))
+      for offset in range(1, len(space_bytes)):
+        num_bytes[_shift(is_space, offset)] = 0
     return num_bytes
 
   @functools.cached_property
   def _space_bytes(self) -> list[int]:
-    """The byte tokens that spell "▁", if the decoder makes them a space.
+    """The ids of the byte tokens that are decoded to one space, or [].
 
-    A vocabulary without "▁" spells it in bytes. Empty if the decoder does not
-    turn them into a space.
+    SentencePiece replaces a space by "▁". If the vocabulary lacks "▁", its
+    three UTF-8 bytes become byte tokens, which some decoders turn into a space.
     """
     ids = []
     for byte in _SPACE_MARK.encode():
@@ -292,49 +308,63 @@ class HuggingFaceTokenizer(Tokenizer):
       if token is None:
         return []
       ids.append(token)
-    if self._anchor is None:
-      return []
-    if self.decode_after([self._anchor.token], ids) != " ":
+    word = self._any_word
+    if word is None or self.decode_after([word.token], ids) != " ":
       return []
     return ids
 
   @functools.cached_property
   def _byte_lengths(self) -> _ByteLengths:
-    """The number of bytes of each token, from its name or the decoder."""
+    """The number of bytes of each token. Control tokens have 0 bytes."""
     vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-    added = self._tokenizer.get_added_tokens_decoder()
-    decoder = json.dumps(self._description.get("decoder"))
-    is_byte_level = '"ByteLevel"' in decoder
+    added_tokens = self._tokenizer.get_added_tokens_decoder()
     after_text = np.zeros(self.vocab_size, np.int32)
     at_start = np.zeros(self.vocab_size, np.int32)
-    ends_word = np.zeros(self.vocab_size, bool)
-    # The tokens whose length depends on the decoder.
+    adds_space = np.zeros(self.vocab_size, bool)
+    # The tokens that must be decoded, because their names do not give their
+    # lengths.
     decoded = []
     for name, token in vocabulary.items():
       if token in self._control_ids:
         continue
-      ends_word[token] = self._ends_word(name)
-      if is_byte_level and token in added:
-        num_bytes = len(name.encode())
-      elif is_byte_level:
-        # Each character of the name stands for one byte.
-        num_bytes = len(name)
-      elif _BYTE_TOKEN.fullmatch(name):
-        num_bytes = 1
-      else:
+      adds_space[token] = self._adds_space(name)
+      num_bytes = self._length_from_name(name, is_added=token in added_tokens)
+      if num_bytes is None:
         decoded.append(token)
-        continue
-      after_text[token] = num_bytes
-      at_start[token] = num_bytes
+      else:
+        after_text[token] = num_bytes
+        at_start[token] = num_bytes
 
     at_start[decoded] = self._decoded_lengths([[token] for token in decoded])
-    if self._anchor is None:
+    word = self._any_word
+    if word is None:
       after_text[decoded] = at_start[decoded]
     else:
-      anchor = self._anchor
-      pairs = [[anchor.token, token] for token in decoded]
-      after_text[decoded] = self._decoded_lengths(pairs) - len(anchor.text)
-    return _ByteLengths(after_text, at_start, ends_word)
+      pairs = [[word.token, token] for token in decoded]
+      after_text[decoded] = self._decoded_lengths(pairs) - len(word.text)
+    return _ByteLengths(after_text, at_start, adds_space)
+
+  def _length_from_name(self, name: str, is_added: bool) -> int | None:
+    """Returns a token's number of bytes, or None if its name does not give it.
+
+    Args:
+      name: The token's name in the vocabulary.
+      is_added: Whether it is an added token, whose name is its text.
+    """
+    if self._is_byte_level:
+      if is_added:
+        return len(name.encode())
+      # Each character of the name stands for one byte.
+      return len(name)
+    if _BYTE_TOKEN.fullmatch(name):
+      return 1
+    return None
+
+  @functools.cached_property
+  def _is_byte_level(self) -> bool:
+    """Whether the decoder, or a part of it, is ByteLevel."""
+    decoder = json.dumps(self._description.get("decoder"))
+    return '"ByteLevel"' in decoder
 
   def _decoded_lengths(
     self, sequences: list[list[int]]
@@ -359,6 +389,14 @@ def find_separator(vocabulary: dict[str, int]) -> int | None:
   return None
 
 
+def _find_separator_tokens(vocabulary: dict[str, int]) -> DocumentTokens | None:
+  """Returns document tokens that consist of the separator, or None."""
+  separator = find_separator(vocabulary)
+  if separator is None:
+    return None
+  return separated_by(separator)
+
+
 def _check_document_tokens(
   spec: str, document_tokens: DocumentTokens, vocab_size: int
 ) -> None:
@@ -373,9 +411,13 @@ def _check_document_tokens(
 
 
 def _find_control_ids(
-  tokenizer: Any, document_tokens: DocumentTokens
+  tokenizer: tokenizers.Tokenizer, document_tokens: DocumentTokens
 ) -> set[int]:
-  """Returns the ids that never stand for text."""
+  """Returns the ids that never stand for text.
+
+  These are document tokens, special tokens, and the added tokens at which
+  generation ends.
+  """
   control_ids = document_tokens.control_ids()
   for token, added in tokenizer.get_added_tokens_decoder().items():
     if added.special or token in document_tokens.stop:
@@ -384,15 +426,18 @@ def _find_control_ids(
 
 
 def _make_encoder(
-  tokenizer: Any, description: dict[str, Any], control_ids: set[int]
-) -> Any:
-  """Returns a tokenizer with the same ids that never gives control tokens.
+  tokenizer: tokenizers.Tokenizer,
+  description: dict[str, Any],
+  control_ids: set[int],
+) -> tokenizers.Tokenizer:
+  """Returns a tokenizer that encodes the names of control tokens as text.
 
-  If a text has "</s>", a model whose vocabulary has that token would give it.
-  In the encoder, such tokens have names that no text contains.
+  For example, "</s>" in a text becomes the ids of "<", "/", "s" and ">", not
+  the id that ends a document. All other ids stay the same.
 
   Args:
-    tokenizer: A tokenizers.Tokenizer. It may be changed.
+    tokenizer: The tokenizer. It is changed and returned if its options are
+      enough. Its decoding stays the same.
     description: Its tokenizer.json.
     control_ids: The ids of the control tokens.
   """
@@ -403,51 +448,63 @@ def _make_encoder(
   for name, token in vocabulary.items():
     if token in control_ids:
       control_names.add(name)
-  # `encode_special_tokens` hides only tokens that were added as special ones.
-  matched_names = set(tokenizer.get_vocab(with_added_tokens=False))
-  for added in tokenizer.get_added_tokens_decoder().values():
-    if not added.special:
-      matched_names.add(added.content)
 
-  encoder = tokenizer
-  if not control_names.isdisjoint(matched_names):
-    description = _with_hidden_names(description, control_names)
-    encoder = tokenizers.Tokenizer.from_str(json.dumps(description))
+  if _can_match_text(control_names, tokenizer):
+    hidden_description = _hide_from_texts(description, control_names)
+    encoder = tokenizers.Tokenizer.from_str(json.dumps(hidden_description))
+  else:
+    encoder = tokenizer
   encoder.encode_special_tokens = True
+  # The file may limit the length of texts.
   encoder.no_truncation()
   encoder.no_padding()
   return encoder
 
 
-def _with_hidden_names(
+def _can_match_text(names: set[str], tokenizer: tokenizers.Tokenizer) -> bool:
+  """Returns True if a text that has one of the names may become its token.
+
+  The option `encode_special_tokens` prevents this for added special tokens. It
+  does not for other added tokens, and tokens in the model's own vocabulary.
+  """
+  model_vocabulary = tokenizer.get_vocab(with_added_tokens=False)
+  if not names.isdisjoint(model_vocabulary):
+    return True
+  for added in tokenizer.get_added_tokens_decoder().values():
+    if added.content in names and not added.special:
+      return True
+  return False
+
+
+def _hide_from_texts(
   description: dict[str, Any], names: set[str]
 ) -> dict[str, Any]:
-  """Returns a tokenizer.json in which some tokens cannot be matched by a text.
+  """Returns a tokenizer.json with new names of tokens, which no text contains.
 
   Args:
     description: The tokenizer.json.
-    names: The tokens. They keep their ids and get names that no text contains.
+    names: The tokens to rename. They keep their ids.
   """
   prefix = secrets.token_hex(16)
-  hidden_names = {name: prefix + name for name in names}
+  new_names = {name: prefix + name for name in names}
 
   model = dict(description["model"])
-  model["vocab"] = _rename_vocabulary(model["vocab"], hidden_names)
+  model["vocab"] = _rename_vocabulary(model["vocab"], new_names)
   unknown = model.get("unk_token")
   if unknown is not None:
-    model["unk_token"] = hidden_names.get(unknown, unknown)
+    model["unk_token"] = new_names.get(unknown, unknown)
   if "merges" in model:
     model["merges"] = _merges_without(model["merges"], names)
 
   added_tokens = []
   for added in description.get("added_tokens") or []:
     name = added["content"]
-    added_tokens.append({**added, "content": hidden_names.get(name, name)})
+    added_tokens.append({**added, "content": new_names.get(name, name)})
   return {
     **description,
     "model": model,
     "added_tokens": added_tokens,
-    # It may add control tokens by name.
+    # It may refer to control tokens by their old names.
     "post_processor": None,
   }
 
@@ -467,18 +524,22 @@ def _rename_vocabulary(vocabulary: Any, new_names: dict[str, str]) -> Any:
   return [[new_names.get(name, name), score] for name, score in vocabulary]
 
 
-def _merges_without(merges: list[Any], names: set[str]) -> list[Any]:
-  """Returns the merges of a BPE that neither need nor make one of the tokens.
+def _merges_without(
+  merges: list[str | list[str]], names: set[str]
+) -> list[str | list[str]]:
+  """Returns the merges of a BPE in which none of the tokens takes part.
 
   Args:
-    merges: Pairs of names. Older files write a pair as one string, "a b".
-    names: The tokens.
+    merges: Pairs of names, which are merged to one token. Older files write a
+      pair as one string, "a b".
+    names: The tokens that are neither merged nor formed by a merge.
   """
   allowed = []
   for merge in merges:
-    pair = merge
     if isinstance(merge, str):
       pair = merge.split(" ")
+    else:
+      pair = merge
     merged = "".join(pair)
     if names.isdisjoint([*pair, merged]):
       allowed.append(merge)
@@ -488,7 +549,11 @@ def _merges_without(merges: list[Any], names: set[str]) -> list[Any]:
 def _run_starts(
   targets: Int[np.ndarray, "*B T"], run: list[int]
 ) -> Bool[np.ndarray, "*B T"]:
-  """Returns where a run of ids begins. The run is not empty."""
+  """Returns a mask of the positions where a sequence of ids begins.
+
+  Example: for the targets 7, 1, 2, 5 and the run 1, 2, only the position of 1
+  is True.
+  """
   begins = np.ones(targets.shape, bool)
   for offset, token in enumerate(run):
     begins &= _shift(targets == token, -offset)
