@@ -15,7 +15,7 @@ SEPARATOR = "<|endoftext|>"
 
 
 class Tokenizer(abc.ABC):
-  """A tokenizer.
+  """Converts text to token ids and back, and counts the bytes of tokens.
 
   Attributes:
     spec: The value of config.data.tokenizer that it was loaded from.
@@ -50,10 +50,10 @@ class Tokenizer(abc.ABC):
     """Returns the ids of several texts, in parallel if the library can."""
 
   def encode_prompt(self, text: str) -> list[int]:
-    """Returns the ids of a text that begins a document.
+    """Returns the ids of a prompt: the start of a document and the text.
 
-    If this text is empty and documents have no start token, returns the token
-    that stands for no context, so that there is at least one id.
+    There is at least one id. If both are empty, this is
+    `document_tokens.no_context`.
     """
     ids = [*self.document_tokens.start, *self.encode(text)]
     if not ids:
@@ -76,8 +76,8 @@ class Tokenizer(abc.ABC):
   def decode_after(self, context: Sequence[int], ids: Iterable[int]) -> str:
     """Returns the text that ids add to the text of a context.
 
-    Some decoders drop the space before the first word of a text. The text of a
-    continuation keeps this space, unless the context has no text.
+    Some decoders drop the space before the first word of a text. The added
+    text keeps this space, unless the context has no text.
 
     Args:
       context: The preceding ids, such as a prompt.
@@ -99,8 +99,8 @@ class Tokenizer(abc.ABC):
   ) -> Int32[np.ndarray, "*B T"]:
     """Returns the number of UTF-8 bytes of text that each target adds.
 
-    The sum over a text is its number of bytes. Bits per byte are computed from
-    it.
+    The sum over the tokens of a text is its number of bytes, by which bits per
+    byte are computed.
 
     Args:
       tokens: The token before each target.

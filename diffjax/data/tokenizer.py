@@ -126,6 +126,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
   if spec.endswith(".json"):
     return _load_tokenizer_json(spec, content)
   if hashlib.sha256(content).hexdigest() == _CL100K_SHA256:
+    # This file needs another pattern, and has more control tokens.
     return _make_cl100k(spec, content)
   return _TiktokenTokenizer(spec, content, PATTERN)
 
@@ -150,9 +151,9 @@ def read_tokenizer_file(spec: str) -> bytes:
 
 @functools.lru_cache(maxsize=4)
 def load_once(spec: str) -> Tokenizer:
-  """Loads a tokenizer once per process.
+  """Returns `load_tokenizer(spec)`, loaded once per process.
 
-  Worker processes are sent a spec, and load the vocabulary with this function.
+  Worker processes are sent only the spec, and load the tokenizer themselves.
   """
   return load_tokenizer(spec)
 
@@ -186,7 +187,10 @@ class _ByteTokenizer(Tokenizer):
 
 
 class _TiktokenTokenizer(Tokenizer):
-  """A byte-level BPE from a *.tiktoken file, run by tiktoken."""
+  """A byte-level BPE from a *.tiktoken file, run by tiktoken.
+
+  Such a file holds the ranks of the tokens: their ids, in the order of merging.
+  """
 
   def __init__(
     self,
@@ -239,12 +243,14 @@ class _TiktokenTokenizer(Tokenizer):
     )
 
   def decode(self, ids: Iterable[int]) -> str:
+    # The ids from `num_ranks` on are control tokens.
     num_ranks = len(self._ranks)
     text_ids = [int(token) for token in ids if 0 <= token < num_ranks]
     content = self._encoding.decode_bytes(text_ids)
     return content.decode("utf-8", errors="replace")
 
   def token_bytes(self) -> Int32[np.ndarray, "N"]:
+    # Control tokens have 0 bytes.
     num_bytes = np.zeros(self.vocab_size, np.int32)
     for token, rank in self._ranks.items():
       num_bytes[rank] = len(token)
@@ -253,6 +259,7 @@ class _TiktokenTokenizer(Tokenizer):
   def tokenizer_json(self) -> str:
     pattern = self._pattern
     if pattern == _CL100K_PATTERN:
+      # Hugging Face needs another form of this pattern.
       pattern = _CL100K_JSON_PATTERN
     return tokenizer_json(self._ranks, pattern, self._special_tokens)
 
@@ -261,17 +268,20 @@ def _parse_ranks(spec: str, content: bytes) -> dict[bytes, int]:
   """Returns the tokens of a tiktoken file and their ids.
 
   A line is a token in base64 and its rank, such as b"aGVsbG8= 15339".
+
+  Args:
+    spec: Where the file was read, for the message of the error.
+    content: The file.
+
+  Raises:
+    UserError: if the file is damaged or incomplete.
   """
   ranks = {}
   try:
     for line in content.splitlines():
       token, rank = line.split()
       ranks[base64.b64decode(token, validate=True)] = int(rank)
-    if sorted(ranks.values()) != list(range(len(ranks))):
-      raise ValueError("its ranks have gaps")
-    for byte in range(256):
-      if bytes([byte]) not in ranks:
-        raise ValueError(f"it lacks the byte {byte}")
+    _check_ranks(ranks)
   except ValueError as error:
     raise UserError(
       f"config.data.tokenizer = {spec!r}: not a complete tiktoken file, lines"
@@ -280,11 +290,25 @@ def _parse_ranks(spec: str, content: bytes) -> dict[bytes, int]:
   return ranks
 
 
+def _check_ranks(ranks: Mapping[bytes, int]) -> None:
+  """Raises ValueError unless the ranks are 0, 1, … and include all bytes."""
+  if sorted(ranks.values()) != list(range(len(ranks))):
+    raise ValueError("its ranks have gaps")
+  for byte in range(256):
+    if bytes([byte]) not in ranks:
+      raise ValueError(f"it lacks the byte {byte}")
+
+
 def _load_tokenizer_json(spec: str, content: bytes) -> Tokenizer:
-  """Parses a tokenizer.json, and reads the document tokens beside it."""
-  tokens = None
-  # `diffjax.convert` writes document tokens, but never to the Hub.
-  if not is_on_hub(spec):
+  """Returns the tokenizer of a tokenizer.json.
+
+  The tokens around a document are those in ``document_tokens.json`` beside it.
+  Without that file, they are the separator of the tokenizer.json.
+  """
+  if is_on_hub(spec):
+    # Only `diffjax.convert` writes document tokens, and never to the Hub.
+    tokens = None
+  else:
     tokens = document_tokens.read(epath.Path(spec).expanduser().parent)
   return HuggingFaceTokenizer(spec, content, tokens)
 
@@ -295,7 +319,7 @@ def _make_cl100k(spec: str, content: bytes) -> Tokenizer:
 
 
 def _load_cl100k() -> Tokenizer:
-  """Loads cl100k_base. tiktoken downloads, caches and verifies its file."""
+  """Returns cl100k_base, whose file tiktoken downloads, caches and verifies."""
   import tiktoken.load
 
   try:
@@ -314,7 +338,11 @@ def _load_cl100k() -> Tokenizer:
 
 
 def _cl100k_cache_path() -> str:
-  """Returns where tiktoken caches the file. Its name is a hash of the URL."""
+  """Returns the path at which tiktoken caches the file of cl100k_base.
+
+  The rule is tiktoken's: the first of two variables that is set gives the
+  directory, and the name is a hash of the URL.
+  """
   directory = os.environ.get("TIKTOKEN_CACHE_DIR")
   if not directory:
     directory = os.environ.get("DATA_GYM_CACHE_DIR")
@@ -324,9 +352,10 @@ def _cl100k_cache_path() -> str:
 
 
 def _root_cause(error: BaseException) -> BaseException:
-  """Returns the first error of a chain.
+  """Returns the first error of a chain, which caused the others.
 
-  The errors of requests repeat its message at length.
+  Network errors of `requests` are chains of errors. Their later messages
+  contain the first one, among much else.
   """
   while error.__context__ is not None:
     error = error.__context__
