@@ -16,7 +16,7 @@ from typing import Any
 def tokenizer_json(
   ranks: Mapping[bytes, int], pattern: str, special_tokens: Mapping[str, int]
 ) -> str:
-  """Returns the text of a tokenizer.json.
+  """Returns a byte-level BPE as the text of a tokenizer.json.
 
   Args:
     ranks: Tokens and their ids. If two pairs could be merged, the pair that
@@ -29,27 +29,26 @@ def tokenizer_json(
   from tokenizers import decoders, models, pre_tokenizers
 
   byte_characters = _byte_characters()
-  vocabulary = {}
-  for token, rank in ranks.items():
-    vocabulary[_spell(token, byte_characters)] = rank
-  # Special tokens get the next free ids when they are added. Other ids must be
-  # in the vocabulary.
+  names = {token: _spell(token, byte_characters) for token in ranks}
+  vocabulary = {names[token]: rank for token, rank in ranks.items()}
+  # Special tokens get the next free ids when they are added. If their ids have
+  # gaps, they must be in the vocabulary before.
   next_ids = range(len(ranks), len(ranks) + len(special_tokens))
   if sorted(special_tokens.values()) != list(next_ids):
     vocabulary.update(special_tokens)
   merges = []
-  for left, right in _merges(ranks):
-    merges.append(
-      (_spell(left, byte_characters), _spell(right, byte_characters))
-    )
+  for left, right in _find_merges(ranks):
+    merges.append((names[left], names[right]))
 
   tokenizer: Any = tokenizers.Tokenizer(
     models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True)
   )
+  # A text is split by the pattern, and each byte becomes a character.
   split = pre_tokenizers.Split(tokenizers.Regex(pattern), behavior="isolated")
   to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
   tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
   tokenizer.decoder = decoders.ByteLevel()
+
   added_tokens = []
   for name in sorted(special_tokens, key=special_tokens.__getitem__):
     added_tokens.append(
@@ -59,14 +58,18 @@ def tokenizer_json(
   return tokenizer.to_str(pretty=True)
 
 
-def _merges(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
+def _find_merges(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
   """Returns all pairs of tokens that form a token, in the order of merging.
 
-  Pairs are sorted by the rank of the token that they form, then by their own
-  ranks.
+  Pairs are sorted by the rank of the token that they form. Pairs that form the
+  same token are sorted by their own ranks.
+
+  Args:
+    ranks: Tokens and their ids.
   """
   merges = []
   for token in sorted(ranks, key=ranks.__getitem__):
+    # The ways to split the token into two tokens.
     pairs = []
     for cut in range(1, len(token)):
       left, right = token[:cut], token[cut:]
@@ -78,16 +81,16 @@ def _merges(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
 
 
 def _spell(token: bytes, byte_characters: list[str]) -> str:
-  """Returns a token with one printable character for each byte."""
+  """Returns the name of a token: one printable character for each byte."""
   return "".join(byte_characters[byte] for byte in token)
 
 
 def _byte_characters() -> list[str]:
-  """Returns the printable characters for the 256 bytes.
+  """Returns the printable characters that stand for the 256 bytes.
 
-  GPT-2 and Hugging Face's ByteLevel use them. A byte that is a printable
-  Latin-1 character stands for itself. The other bytes get the characters from
-  U+0100 on.
+  They are those of GPT-2 and of Hugging Face's ByteLevel. A byte that is a
+  printable Latin-1 character stands for this character. The other bytes get the
+  characters from U+0100 on.
   """
   printable = {
     *range(ord("!"), ord("~") + 1),
