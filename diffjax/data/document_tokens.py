@@ -44,9 +44,12 @@ class DocumentTokens(NamedTuple):
 
 
 def separated_by(separator: int) -> DocumentTokens:
-  """Returns the tokens of documents with a separator before and after.
+  """Returns document tokens for one separator before and after a document.
 
-  Models that are trained here have such documents.
+  Models that are trained here use such tokens.
+
+  Args:
+    separator: The id of the separator.
   """
   return DocumentTokens(
     start=(separator,),
@@ -57,7 +60,13 @@ def separated_by(separator: int) -> DocumentTokens:
 
 
 def read(directory: epath.PathLike) -> DocumentTokens | None:
-  """Returns the tokens that are stored in a directory, or None.
+  """Returns the document tokens that are stored in a directory.
+
+  Args:
+    directory: The directory of a tokenizer.
+
+  Returns:
+    The tokens. None if none are stored.
 
   Raises:
     UserError: if the file cannot be read or is damaged.
@@ -73,12 +82,7 @@ def read(directory: epath.PathLike) -> DocumentTokens | None:
       stop=tuple(fields["stop"]),
       no_context=fields["no_context"],
     )
-    ids = tokens.control_ids().union(tokens.stop)
-    # bool is a subclass of int.
-    if any(type(token) is not int for token in ids):
-      raise ValueError("its values must be token ids")
-    if not tokens.end or tokens.end[-1] not in tokens.stop:
-      raise ValueError("stop must include the last token of end")
+    _check(tokens)
   except (ValueError, TypeError, KeyError) as error:
     raise UserError(
       f"{path} is damaged ({error!r}): write it again with"
@@ -87,6 +91,16 @@ def read(directory: epath.PathLike) -> DocumentTokens | None:
   return tokens
 
 
+def _check(tokens: DocumentTokens) -> None:
+  """Raises ValueError if tokens that were read from a file are not valid."""
+  for token in tokens.control_ids().union(tokens.stop):
+    # isinstance would accept a bool.
+    if type(token) is not int:
+      raise ValueError("its values must be token ids")
+  if not tokens.end or tokens.end[-1] not in tokens.stop:
+    raise ValueError("stop must include the last token of end")
+
+
 def write(directory: epath.PathLike, tokens: DocumentTokens) -> None:
-  """Stores the tokens in a directory."""
+  """Stores document tokens in a directory, where `read` finds them."""
   write_json(epath.Path(directory) / FILE_NAME, tokens._asdict())

@@ -11,6 +11,9 @@ from etils import epath
 from diffjax.config import UserError
 from diffjax.host.files import write_atomically
 
+# How much of a wrong content a message shows.
+_MAX_SHOWN_CHARACTERS = 40
+
 
 def read_json(path: epath.Path) -> dict[str, Any]:
   """Returns the JSON object in a file.
@@ -25,7 +28,8 @@ def read_json(path: epath.Path) -> dict[str, Any]:
   except (ValueError, RecursionError) as error:
     raise UserError(f"{path} is not JSON: {error}") from error
   if not isinstance(content, dict):
-    raise UserError(f"{path} must hold a JSON object; got {str(content)[:40]}")
+    shown = str(content)[:_MAX_SHOWN_CHARACTERS]
+    raise UserError(f"{path} must hold a JSON object; got {shown}")
   return content
 
 

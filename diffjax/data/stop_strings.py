@@ -8,7 +8,12 @@ from diffjax.data.abstract_tokenizer import Tokenizer
 
 
 def first_stop(text: str, stops: Sequence[str]) -> int | None:
-  """Returns the index of the first stop string in a text, or None."""
+  """Returns where the first stop string in a text begins, or None.
+
+  Args:
+    text: The text.
+    stops: The stop strings.
+  """
   first = None
   for stop in stops:
     index = text.find(stop)
@@ -18,7 +23,10 @@ def first_stop(text: str, stops: Sequence[str]) -> int | None:
 
 
 def cut_at_stop(text: str, stops: Sequence[str]) -> str:
-  """Returns the text before the first stop string."""
+  """Returns the text before the first stop string.
+
+  Returns the whole text if it has no stop string.
+  """
   end = first_stop(text, stops)
   if end is None:
     return text
@@ -26,12 +34,18 @@ def cut_at_stop(text: str, stops: Sequence[str]) -> str:
 
 
 class StopStrings:
-  """Tells whether an answer has a stop string, for any of several prompts.
+  """A condition that ends an answer: its text has a stop string.
 
-  The sampler does not say which prompt an answer belongs to. The text of an
-  answer depends on its prompt: after a prompt without text, the first word may
-  lack the space that it has after other prompts. If there are prompts with and
+  The same condition is used for the answers to several prompts, because the
+  sampler does not say which prompt an answer belongs to. The text of an answer
+  depends on its prompt: after a prompt without text, the first word may lack
+  the space that it has after other prompts. If there are prompts with and
   without text, the stop string must be in both texts.
+
+  Example:
+    has_stop = StopStrings(tokenizer, prompts, ["\nQuestion:"])
+    if has_stop(answer):
+      ...
   """
 
   def __init__(
@@ -49,10 +63,15 @@ class StopStrings:
     """
     self._tokenizer = tokenizer
     self._stops = stops
-    with_text = [ids for ids in prompts if tokenizer.has_text(ids)]
-    without_text = [ids for ids in prompts if not tokenizer.has_text(ids)]
-    # One prompt of each kind is enough.
-    self._prompts = with_text[:1] + without_text[:1]
+    prompts_with_text = []
+    prompts_without_text = []
+    for prompt in prompts:
+      if tokenizer.has_text(prompt):
+        prompts_with_text.append(prompt)
+      else:
+        prompts_without_text.append(prompt)
+    # Prompts of the same kind have the same effect on the text of an answer.
+    self._prompts = prompts_with_text[:1] + prompts_without_text[:1]
 
   def __call__(self, answer: list[int]) -> bool:
     """Returns True if the answer has a stop string after each prompt."""

@@ -17,7 +17,7 @@ _MIN_VOCAB_SIZE = 258
 def train_tokenizer(
   documents: Iterable[str], vocab_size: int, directory: str | os.PathLike[str]
 ) -> epath.Path:
-  """Trains a BPE and writes ``tokenizer.tiktoken`` and ``tokenizer.json``.
+  """Trains a BPE and writes it as tokenizer.tiktoken and tokenizer.json.
 
   Args:
     documents: Texts to train on.
@@ -38,6 +38,7 @@ def train_tokenizer(
       f"--vocab_size = {vocab_size}: must be at least {_MIN_VOCAB_SIZE}:"
       " 256 bytes, a merge and the separator"
     )
+  # The separator has no rank.
   num_ranks = vocab_size - 1
   trainer = rustbpe.Tokenizer()
   trainer.train_from_iterator(
