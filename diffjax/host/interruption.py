@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from typing import Any
 
 from diffjax.host.progress import say
@@ -14,9 +15,9 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class Interruption:
   """A context in which a signal asks the run to stop after its step.
 
-  A second signal ends the process at once. In a command, the first one does too
-  as long as there is nothing to save: a compilation would continue for minutes.
-  A notebook keeps its process.
+  In a command, a signal ends the process at once as long as there is nothing to
+  save, because a compilation would continue for minutes. In a notebook, the
+  first signal never ends the process. A second signal always does.
 
   Example:
     with Interruption() as interrupted:
@@ -29,9 +30,10 @@ class Interruption:
 
   def __init__(self) -> None:
     self.started = False
-    self._is_received = False
-    self._is_announced = False
-    self._watch = Watch(_SIGNALS, self._react, self._receive)
+    self._is_stop_requested = False
+    # Set in the thread that reads signals, after it has handled a first one.
+    self._is_stop_announced = False
+    self._watch = Watch(_SIGNALS, self._react, self._request_stop)
 
   def __enter__(self) -> Interruption:
     self._watch.__enter__()
@@ -42,32 +44,43 @@ class Interruption:
 
   def __call__(self) -> bool:
     """Returns True if a signal has asked the run to stop."""
-    return self._is_received
+    return self._is_stop_requested
 
-  def _receive(self, *arguments: Any) -> None:
-    """Notes a signal. Python calls this in the main thread.
+  def _request_stop(self, *arguments: Any) -> None:
+    """Asks the run to stop. Python calls this in the main thread at a signal.
 
-    So the run sees the signal at its next check, even if the thread that calls
-    `_react` has not run yet.
+    `_react` does the same in another thread, which may run later than the next
+    check of the main thread.
     """
-    if self._should_save():
-      self._is_received = True
+    if self._find_command_end() is None:
+      self._is_stop_requested = True
 
   def _react(self, number: int) -> None:
-    """Reacts to a signal. Called in the thread of the watch."""
-    if self._is_announced:
-      end_at_once(number)
-    if not self._should_save() and self._watch.outer is not None:
-      self._watch.outer(number)
-      return
-    self._is_received = True
-    self._is_announced = True
-    name = signal.Signals(number).name
-    say(f"{name}: saving after this step (once more to stop at once)")
+    """Ends the process, or asks the run to stop and says so.
 
-  def _should_save(self) -> bool:
-    """Returns whether a first signal stops the run after its step.
+    Called in the thread that reads signals.
 
-    Without a watch around this one, this is not a command but a notebook.
+    Args:
+      number: The signal.
     """
-    return self.started or self._watch.outer is None
+    if self._is_stop_announced:
+      # This is the second signal.
+      end_at_once(number)
+    end_command = self._find_command_end()
+    if end_command is not None:
+      end_command(number)
+      return
+    self._is_stop_requested = True
+    self._is_stop_announced = True
+    name = signal.Signals(number).name
+    say(f"{name}: saving after this step (send it again to stop at once)")
+
+  def _find_command_end(self) -> Callable[[int], None] | None:
+    """Returns what ends the command at the first signal.
+
+    Returns None if the run may finish its step: if it has something to save, or
+    if it runs in a notebook, which has no watch around this one.
+    """
+    if self.started:
+      return None
+    return self._watch.outer

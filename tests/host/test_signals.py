@@ -133,7 +133,7 @@ print("stops" if interrupted() else "goes on")
 def saving(name):
   """Returns the line about a signal after which a run saves."""
   return (
-    f"diffjax: {name}: saving after this step (once more to stop at once)\n"
+    f"diffjax: {name}: saving after this step (send it again to stop at once)\n"
   )
 
 
