@@ -25,7 +25,7 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 # How long a process that ends waits until its output is written.
 _OUTPUT_TIMEOUT_SECONDS = 0.5
 
-# Ends the thread that reads signals. No signal has this number.
+# Ends the thread that reads signals from the pipe. No signal has this number.
 _STOP = 0
 
 # A process that a signal ends has this exit code plus the signal's number, as
@@ -40,20 +40,20 @@ _STDERR = 2
 
 
 class _Installed(NamedTuple):
-  """The state of a `Watch` between enter and exit.
+  """What a `Watch` has installed, and what it must restore at its exit.
 
   Attributes:
     outer: The watch around this one, if there is one.
-    handlers: The previous handler of each signal.
-    wakeup_fd: The previous file to which Python writes signals.
+    previous_handlers: The handler of each signal before.
+    previous_wakeup_fd: The file to which Python wrote signals before.
     read_end: The end of the pipe that the thread reads signals from.
     write_end: The end of the pipe that Python writes signals to.
     thread: Reads the signals.
   """
 
   outer: Watch | None
-  handlers: dict[int, Any]
-  wakeup_fd: int
+  previous_handlers: dict[int, Any]
+  previous_wakeup_fd: int
   read_end: int
   write_end: int
   thread: threading.Thread
@@ -67,8 +67,9 @@ class Watch:
   """A context that calls a function for each signal of some kinds, in a thread.
 
   Python runs a signal handler only between two Python instructions, and merges
-  equal signals that arrive during a long call. Its C code writes every signal
-  to a pipe at once. The thread reads this pipe.
+  equal signals that arrive during a long call. With `signal.set_wakeup_fd`, its
+  C code also writes every signal to a file at once. This file is a pipe, which
+  the thread reads.
 
   Contexts can be nested. The innermost one reacts. Outside the main thread,
   Python allows no handlers, and the context does nothing. SIGHUP stays ignored
@@ -92,8 +93,8 @@ class Watch:
     Args:
       numbers: The signals.
       react: Called in the thread, with a signal's number.
-      handler: A Python signal handler. It is called too, in the main thread, as
-        soon as this runs Python code.
+      handler: A Python signal handler. It is also called, in the main thread,
+        as soon as that thread runs Python code.
     """
     self._numbers = tuple(numbers)
     self._react = react
@@ -103,7 +104,7 @@ class Watch:
 
   @property
   def outer(self) -> Callable[[int], None] | None:
-    """The function that the watch around this one calls; None without one."""
+    """The `react` of the watch around this one. None without such a watch."""
     if self._installed is None or self._installed.outer is None:
       return None
     return self._installed.outer._react
@@ -117,10 +118,12 @@ class Watch:
     installed = self._installed
     if installed is None:
       return
-    for number, handler in installed.handlers.items():
+    # No more signals are written to the pipe.
+    for number, handler in installed.previous_handlers.items():
       signal.signal(number, handler)
-    signal.set_wakeup_fd(installed.wakeup_fd)
+    signal.set_wakeup_fd(installed.previous_wakeup_fd)
     Watch._innermost = installed.outer
+    # The thread handles the signals that are in the pipe, and ends.
     os.write(installed.write_end, bytes([_STOP]))
     installed.thread.join()
     os.close(installed.read_end)
@@ -128,40 +131,53 @@ class Watch:
     self._installed = None
 
   def _install(self) -> None:
-    """Redirects the signals to the thread, and starts it."""
+    """Makes Python write signals to a pipe, and starts a thread that reads it.
+
+    Stores the previous state, for `__exit__`.
+    """
     read_end, write_end = os.pipe()
+    # Python's signal handler must not wait if the pipe is full.
     os.set_blocking(write_end, False)
     thread = threading.Thread(
       target=self._read_signals, args=(read_end,), name="signals", daemon=True
     )
-    wakeup_fd = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-    handlers = {}
+    previous_wakeup_fd = signal.set_wakeup_fd(
+      write_end, warn_on_full_buffer=False
+    )
+    previous_handlers = {}
     for number in self._numbers:
       handler = signal.getsignal(number)
       if number == signal.SIGHUP and handler == signal.SIG_IGN:
         continue
-      handlers[number] = handler
+      previous_handlers[number] = handler
     self._installed = _Installed(
       outer=Watch._innermost,
-      handlers=handlers,
-      wakeup_fd=wakeup_fd,
+      previous_handlers=previous_handlers,
+      previous_wakeup_fd=previous_wakeup_fd,
       read_end=read_end,
       write_end=write_end,
       thread=thread,
     )
     Watch._innermost = self
-    for number in handlers:
+    # `_react` may use `_installed`, so this comes last. The pipe holds signals
+    # until the thread starts.
+    for number in previous_handlers:
       signal.signal(number, self._handler)
-    # The pipe holds the signals that arrived before the thread starts.
     thread.start()
 
   def _read_signals(self, read_end: int) -> None:
-    """Calls `react` for each signal, until _STOP is read."""
+    """Calls `react` for each signal in the pipe, until _STOP is read.
+
+    Args:
+      read_end: The end of the pipe to read from.
+    """
     while True:
+      # Each signal is one byte, its number.
       number = os.read(read_end, 1)[0]
       if number == _STOP:
         return
-      # Python writes every signal that has a Python handler.
+      # Python writes every signal that has a Python handler, not only those
+      # of this watch.
       if number in self._numbers:
         self._react(number)
 
@@ -186,8 +202,8 @@ def reason(number: int) -> str:
 def end(message: str, code: int) -> NoReturn:
   """Ends this process, without shutting the interpreter down.
 
-  May be called in any thread. Output that cannot be written within a second is
-  lost.
+  May be called in any thread. Output that cannot be written within a second in
+  total is lost.
 
   Args:
     message: Printed to stderr, as an error.
@@ -199,9 +215,9 @@ def end(message: str, code: int) -> NoReturn:
 
 
 def _run_briefly(function: Callable[..., None], *arguments: Any) -> None:
-  """Calls a function that writes, and stops waiting for it after a moment.
+  """Calls a function that writes, and waits for at most half a second.
 
-  A write blocks if nobody reads the other end of a pipe.
+  A write to a full pipe that nobody reads would never return.
   """
   thread = threading.Thread(target=function, args=arguments, daemon=True)
   thread.start()
@@ -209,7 +225,7 @@ def _run_briefly(function: Callable[..., None], *arguments: Any) -> None:
 
 
 def _flush() -> None:
-  """Writes what has been printed."""
+  """Flushes stdout and stderr. Errors are ignored."""
   for stream in (sys.stdout, sys.stderr):
     # A stream that was closed before Python started is None.
     if stream is None:
@@ -219,7 +235,10 @@ def _flush() -> None:
 
 
 def _write_error(message: str) -> None:
-  """Writes an error to stderr, if this still exists."""
+  """Shows the terminal's cursor again, and writes an error to stderr.
+
+  A stream that does not exist anymore is ignored.
+  """
   with contextlib.suppress(OSError):
     if os.isatty(_STDOUT):
       os.write(_STDOUT, _SHOW_CURSOR)
