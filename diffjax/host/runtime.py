@@ -28,8 +28,14 @@ _M_MMAP_THRESHOLD = -3
 _M_MMAP_MAX = -4
 _M_ARENA_MAX = -8
 
-# glibc's default of M_MMAP_MAX.
+# glibc's default of M_MMAP_MAX, the maximum number of blocks that are mapped.
 _DEFAULT_MMAP_MAX = 2**16
+
+# Blocks of this size or more are mapped, unless M_MMAP_MAX is 0.
+_MMAP_THRESHOLD_BYTES = 2**20
+
+# Outside of steps, free memory beyond this size is returned.
+_TRIM_THRESHOLD_BYTES = 2**20
 
 # More than there are threads, so that each thread has its own arena.
 _MAX_ARENAS = 4096
@@ -38,7 +44,8 @@ _MAX_ARENAS = 4096
 # "process-HOST-PID".
 _PROCESS_PREFIX = "process-"
 
-# Set by `keep_freed_memory`.
+# The C library, whose functions change glibc's allocator. None until
+# `keep_freed_memory` is called.
 _libc: ctypes.CDLL | None = None
 
 
@@ -47,11 +54,11 @@ def keep_compiled_programs() -> None:
 
   Does nothing if the user has set a cache.
 
-  JAX runs the programs in its cache unchecked, and never replaces a program
-  that a killed process has written in part. So each process gives JAX its own
-  directory. It begins with links to the kept programs whose sha256 equals their
-  seal (a file beside the program). When the process ends, it seals the programs
-  that it has compiled, and moves them to the kept ones.
+  A killed process may leave half a program in JAX's cache. JAX would run it
+  unchecked, and never replace it. So each process gives JAX a directory of its
+  own, with links to the intact programs of earlier processes. When the process
+  ends, it moves the programs that it has compiled to the kept ones. Beside each
+  is a seal, a file with its sha256, which shows whether it is intact.
   """
   jax_config: Any = jax.config
   if jax_config.jax_compilation_cache_dir is not None:
@@ -59,7 +66,7 @@ def keep_compiled_programs() -> None:
   kept_dir = pathlib.Path(cache_directory("compiled"))
   process_dir = kept_dir / f"{_host_prefix()}{os.getpid()}"
   try:
-    # A killed process with the same number may have left this directory.
+    # A killed process with the same PID may have left this directory.
     shutil.rmtree(process_dir, ignore_errors=True)
     process_dir.mkdir(parents=True)
   except OSError:
@@ -98,7 +105,7 @@ def keep_freed_memory() -> None:
     return
   _libc = ctypes.CDLL(None)
   _libc.mallopt(_M_ARENA_MAX, _MAX_ARENAS)
-  _libc.mallopt(_M_MMAP_THRESHOLD, 2**20)
+  _libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
   _never_return_memory(_libc)
 
 
@@ -106,15 +113,15 @@ def keep_freed_memory() -> None:
 def release_freed_memory() -> Iterator[None]:
   """Returns freed memory to the operating system inside the context.
 
-  For work that a run does rarely. For example, the threads that write a
-  checkpoint would keep the pages of their buffers, each time in other arenas.
-  Does nothing without `keep_freed_memory`.
+  Use it for rare work. For example, the threads that write a checkpoint would
+  otherwise keep the pages of their buffers, each time in other arenas. Does
+  nothing if `keep_freed_memory` was not called.
   """
   if _libc is None:
     yield
     return
   _libc.mallopt(_M_MMAP_MAX, _DEFAULT_MMAP_MAX)
-  _libc.mallopt(_M_TRIM_THRESHOLD, 2**20)
+  _libc.mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD_BYTES)
   try:
     yield
   finally:
@@ -124,8 +131,8 @@ def release_freed_memory() -> Iterator[None]:
 def trim_freed_memory() -> None:
   """Returns the memory that was freed so far to the operating system.
 
-  Most of it was used by compilation, and no step needs it. The next step takes
-  new pages. Does nothing without `keep_freed_memory`.
+  Call it after compilation, which uses much memory that no step needs. Does
+  nothing if `keep_freed_memory` was not called.
   """
   if _libc is not None:
     _libc.malloc_trim(0)
@@ -145,7 +152,14 @@ def _host_prefix() -> str:
 def _link_kept_programs(
   kept_dir: pathlib.Path, process_dir: pathlib.Path
 ) -> None:
-  """Links the kept programs into a process directory; deletes damaged ones."""
+  """Links intact programs into the directory of a process.
+
+  Deletes damaged programs.
+
+  Args:
+    kept_dir: The directory of the programs of earlier processes.
+    process_dir: The directory of this process.
+  """
   for program in kept_dir.glob("*-cache"):
     # Another run that starts now may have deleted the program.
     with contextlib.suppress(OSError):
@@ -165,37 +179,47 @@ def _delete_dirs_of_dead_processes(kept_dir: pathlib.Path) -> None:
   """Deletes the directories of this host's processes that were killed."""
   prefix = _host_prefix()
   for process_dir in kept_dir.glob(f"{glob.escape(prefix)}*"):
-    if not _is_alive(process_dir.name.rpartition("-")[2]):
+    pid = process_dir.name.rpartition("-")[2]
+    if not _is_alive(pid):
       shutil.rmtree(process_dir, ignore_errors=True)
 
 
 def _keep_new_programs(
   process_dir: pathlib.Path, kept_dir: pathlib.Path, pid: int
 ) -> None:
-  """Seals the programs that a process has compiled, and keeps them.
+  """Moves the programs that a process has compiled to the kept ones.
+
+  Called when the process ends. Deletes the directory of the process.
 
   Args:
     process_dir: The directory of the process.
     kept_dir: The directory of the kept programs.
-    pid: The number of the process. A forked child calls this function too.
+    pid: The PID of the process.
   """
   if os.getpid() != pid:
+    # This is a forked child, which inherits the functions of atexit.
     return
   for program in process_dir.glob("*-cache"):
     if program.is_symlink():
+      # An earlier process has compiled it.
       continue
-    # A full disk may refuse the seal. The seal is written first, because a
-    # program without one would be deleted.
+    # A full disk may refuse the seal.
     with contextlib.suppress(OSError):
       kept_program = kept_dir / program.name
+      # The seal comes first, because a program without one would be deleted.
       _seal_path(kept_program).write_bytes(_sha256(program))
       program.replace(kept_program)
   shutil.rmtree(process_dir, ignore_errors=True)
 
 
 def _is_alive(pid: str) -> bool:
-  """Returns whether a process of this host exists."""
+  """Returns whether a process of this host exists.
+
+  Args:
+    pid: Its PID, from the name of a directory. It may not be a number.
+  """
   try:
+    # Signal 0 is never delivered. It only tests whether the process exists.
     os.kill(int(pid), 0)
   except (ProcessLookupError, ValueError):
     return False
