@@ -1,6 +1,6 @@
-"""A machine that has libtpu but no TPU.
+"""Machines that have libtpu but no TPU.
 
-The extra 'dev' installs libtpu for its compiler.
+The extra 'dev' installs libtpu, because its compiler works without a TPU.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import pathlib
 import pkgutil
 import re
 import sys
+from typing import Any
 
 # JAX and libtpu set these on machines without a TPU.
 _VARIABLES_WITHOUT_TPU = ("TPU_SKIP_MDS_QUERY", "TPU_LIBRARY_PATH")
@@ -30,10 +31,7 @@ def skip() -> None:
   Call this before JAX creates its backends; later it has no effect.
   """
   jax = sys.modules.get("jax")
-  platforms = os.environ.get("JAX_PLATFORMS")
-  if not platforms and jax is not None:
-    platforms = jax.config.jax_platforms
-  if platforms:
+  if _is_platform_chosen(jax):
     return
   if importlib.util.find_spec("libtpu") is None:
     return
@@ -45,13 +43,25 @@ def skip() -> None:
     jax.config.update("jax_platforms", "cpu")
 
 
+def _is_platform_chosen(jax: Any) -> bool:
+  """Returns True if the user has chosen the devices that JAX uses.
+
+  Args:
+    jax: The module, or None if it has not been imported.
+  """
+  if os.environ.get("JAX_PLATFORMS"):
+    return True
+  return jax is not None and bool(jax.config.jax_platforms)
+
+
 def _may_have_tpu() -> bool:
-  """Returns True if there is a TPU, or the environment asks for one."""
+  """Returns True if there may be a TPU, or the environment asks for one."""
   for name in os.environ:
     if name in _VARIABLES_WITHOUT_TPU:
       continue
     if _TPU_VARIABLE.search(name):
       return True
+  # The drivers of TPUs create these files.
   if glob.glob("/dev/accel*") or glob.glob("/dev/vfio/*"):
     return True
   for path in glob.glob("/sys/bus/pci/devices/*/vendor"):
@@ -73,18 +83,21 @@ def _may_have_another_accelerator() -> bool:
 
   NVIDIA's plugin does not count on a machine without a GPU.
   """
-  plugins = _jax_plugins()
+  plugins = _find_jax_plugins()
   nvidia_plugins = {name for name in plugins if name.startswith("xla_cuda")}
   if plugins - nvidia_plugins:
     return True
   if not nvidia_plugins:
     return False
-  # Windows' Linux has GPUs at /dev/dxg.
+  # Linux on Windows (WSL) has GPUs at /dev/dxg.
   return bool(glob.glob("/dev/nvidia*")) or os.path.exists("/dev/dxg")
 
 
-def _jax_plugins() -> set[str]:
-  """Returns the names of JAX's plugins, which can be installed in two ways."""
+def _find_jax_plugins() -> set[str]:
+  """Returns the names of the installed plugins of JAX.
+
+  A plugin is a module in the namespace `jax_plugins`, or an entry point.
+  """
   plugins = set()
   namespace = importlib.util.find_spec("jax_plugins")
   if namespace is not None:
