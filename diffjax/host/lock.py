@@ -30,8 +30,8 @@ class _LockedFile(NamedTuple):
   file_id: _FileId
 
 
-# The lock files that this process has locked. The kernel refuses a lock to
-# other processes only, not to other threads.
+# The lock files that this process has locked. They are refused to its other
+# threads here, because the kernel refuses a lock to other processes only.
 _locked_files: set[_FileId] = set()
 _locked_files_guard = threading.Lock()
 
@@ -54,7 +54,11 @@ class WorkdirLock:
     self._file_id = file_id
 
   def check(self) -> None:
-    """Raises LostWorkdir if the path does not lead to the locked file."""
+    """Checks that the path still leads to the locked file.
+
+    Raises:
+      LostWorkdir: if the workdir or its lock file was moved or replaced.
+    """
     if self._path is None:
       return
     try:
@@ -112,6 +116,9 @@ def lock(workdir: epath.PathLike) -> Iterator[WorkdirLock]:
 def _acquire(path: epath.Path) -> _LockedFile:
   """Opens and locks a lock file.
 
+  Args:
+    path: The lock file. It is created if it does not exist.
+
   Raises:
     OSError: if it cannot be opened.
     UserError: if it is locked, by this process or another one.
@@ -128,17 +135,22 @@ def _acquire(path: epath.Path) -> _LockedFile:
       fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
       with file:
-        file.seek(0)
-        holder = file.read().strip()
-      raise _in_use(path, holder or "another process") from error
+        holder = _read_holder(file)
+      raise _in_use(path, holder) from error
     file_id = _to_file_id(os.fstat(file.fileno()))
     _locked_files.add(file_id)
     return _LockedFile(file, file_id)
 
 
+def _read_holder(file: TextIO) -> str:
+  """Returns the process that `_write_holder` has written to a lock file."""
+  file.seek(0)
+  return file.read().strip() or "another process"
+
+
 def _write_holder(file: TextIO) -> None:
-  """Writes into the lock file who holds it, for the message of `_in_use`."""
-  # A full disk may refuse this.
+  """Writes this process into the lock file, for the messages of others."""
+  # A full disk may refuse this. The lock holds all the same.
   with contextlib.suppress(OSError):
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}")
@@ -153,7 +165,12 @@ def _release(locked: _LockedFile) -> None:
 
 
 def _in_use(path: epath.Path, holder: str) -> UserError:
-  """Returns the error for a lock that another run holds."""
+  """Returns the error for a lock that another run holds.
+
+  Args:
+    path: The lock file.
+    holder: The process of the other run.
+  """
   return UserError(
     f"{path.parent} is in use by {holder}: wait until it ends, stop it, or use"
     " another --workdir"
