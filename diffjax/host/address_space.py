@@ -19,7 +19,7 @@ _START_TIMEOUT_SECONDS = 20.0
 
 
 def limit() -> str:
-  """Returns a description of the limit, for the end of a message.
+  """Returns a sentence about the limit of the address space, for a message.
 
   Returns "" if the address space is not limited.
   """
@@ -34,16 +34,17 @@ def limit() -> str:
 
 @contextlib.contextmanager
 def explained(doing: str, remedy: str) -> Iterator[None]:
-  """Turns an error for lack of memory inside the context into a UserError.
+  """Turns an out-of-memory error inside the context into a UserError.
 
-  Lack of addresses for a thread counts as lack of memory.
+  An error because no thread could start counts too: a thread needs addresses
+  for its stack.
 
   Args:
-    doing: What the context does, for the message.
+    doing: What the context does, for the message. Example: "reading a file".
     remedy: What the user can do if the address space is not limited.
 
   Raises:
-    UserError: if memory is lacking.
+    UserError: if there is not enough memory.
   """
   try:
     yield
@@ -56,7 +57,12 @@ def explained(doing: str, remedy: str) -> Iterator[None]:
 
 
 def _out_of_memory(doing: str, remedy: str) -> UserError:
-  """Returns the error of `explained`."""
+  """Returns the error that says what ran out of memory, and what helps.
+
+  Args:
+    doing: What ran out of memory.
+    remedy: What helps if the address space is not limited.
+  """
   advice = limit()
   if not advice:
     advice = remedy
@@ -77,6 +83,7 @@ def check_array_record(path: str) -> None:
   if not limit():
     return
   opened = threading.Event()
+  # This thread waits endlessly if ArrayRecord does.
   threading.Thread(target=_open, args=(path, opened), daemon=True).start()
   if not opened.wait(_START_TIMEOUT_SECONDS):
     raise UserError(
@@ -85,7 +92,7 @@ def check_array_record(path: str) -> None:
 
 
 def _open(path: str, opened: threading.Event) -> None:
-  """Opens and closes a file, and sets the event when this has ended."""
+  """Opens and closes an ArrayRecord file, and then sets an event."""
   from array_record.python import array_record_module
 
   # A missing or damaged file raises many kinds of errors. They are reported

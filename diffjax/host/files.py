@@ -22,9 +22,9 @@ def write_atomically(
   *,
   temporary_suffix: str = _TEMPORARY_SUFFIX,
 ) -> None:
-  """Writes a file such that readers see the old content or the new one.
+  """Writes a file so that readers see the old content or the new one.
 
-  This holds also after a kill, a full disk or an error.
+  This is also true after a kill, a full disk or an error.
 
   Args:
     path: The file; local or gs://. Its directory exists.
@@ -48,9 +48,10 @@ def write_atomically(
 def replaced_at_the_end(
   path: epath.PathLike, temporary_suffix: str = _TEMPORARY_SUFFIX
 ) -> Iterator[epath.Path]:
-  """Replaces a local file by one that the body writes.
+  """Replaces a local file by one that the body of the context writes.
 
-  If the body raises, the old file is unchanged and the new one is deleted.
+  The body writes a temporary file, which is renamed at the end. If the body
+  raises, the old file is unchanged and the temporary one is deleted.
 
   Args:
     path: The file.
@@ -63,7 +64,7 @@ def replaced_at_the_end(
       figure.savefig(temporary)
 
   Yields:
-    The path that the body writes to, in the same directory.
+    The path of the temporary file, in the same directory.
   """
   target = epath.Path(path)
   temporary = target.parent / f"{target.name}{temporary_suffix}"

@@ -19,25 +19,31 @@ _OTHER_STREAM = {_STDOUT: _STDERR, _STDERR: _STDOUT}
 
 
 def outlive() -> None:
-  """Makes this process drop output that cannot be written.
+  """Makes this process drop output that cannot be written, without an error.
 
-  A run is worth more than its output, and metrics.jsonl has the same figures.
-  If one of stdout and stderr fails, the other one says so once.
+  So a run continues. Its figures are also in metrics.jsonl. If stdout or stderr
+  fails, one line about this is written to the other one.
   """
   sys.stdout = _lasting_stream(sys.stdout, _STDOUT)
   sys.stderr = _lasting_stream(sys.stderr, _STDERR)
 
 
 def _lasting_stream(stream: Any, descriptor: int) -> Any:
-  """Returns a text stream like the given one that drops output on errors."""
+  """Returns a text stream that drops what cannot be written.
+
+  Args:
+    stream: stdout or stderr, whose settings are copied.
+    descriptor: The number of its file.
+  """
   # Python sets a stream that was closed from the start to None, and then drops
   # what is printed.
   if stream is None:
     return None
   with contextlib.suppress(OSError):
     stream.flush()
+  file = io.BufferedWriter(_LastingFile(descriptor))
   return io.TextIOWrapper(
-    io.BufferedWriter(_LastingFile(descriptor)),
+    file,
     stream.encoding,
     stream.errors,
     line_buffering=stream.line_buffering,
@@ -56,13 +62,19 @@ class _LastingFile(io.FileIO):
     try:
       return super().write(data)
     except OSError as error:
+      # Only the first error is reported.
       if not self._has_failed:
         self._has_failed = True
         self._report(error)
+      # The caller takes the data for written.
       return len(data)
 
   def _report(self, error: OSError) -> None:
-    """Writes a line about an error to the other stream."""
+    """Writes a line about an error to stderr if stdout failed, or vice versa.
+
+    Args:
+      error: The error.
+    """
     descriptor = self.fileno()
     line = (
       f"diffjax: cannot write to {_NAMES[descriptor]} ({error.strerror});"

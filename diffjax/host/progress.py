@@ -38,8 +38,8 @@ class Progress:
       label: What is being done.
       total: Number of parts.
       first: Seconds until the first line.
-      interval: Seconds between lines. They are printed even if there is no
-        update, for example during a single long document.
+      interval: Seconds between lines. A line is printed even if there was no
+        update since the last one.
     """
     self._label = label
     self._total = max(total, 1)
@@ -81,9 +81,10 @@ class Progress:
       self._bar.update(parts, self._speed())
 
   def line(self) -> str:
-    """Returns the progress as text, without the values not known yet.
+    """Returns the progress as text.
 
     Example: "preparing c4: 25.0%, 2M tokens, 98.1K tokens/s, 0:01:02 left".
+    Before the first update, the time so far replaces the time left.
     """
     elapsed = time.monotonic() - self._start
     share = self._parts / self._total
@@ -105,17 +106,24 @@ class Progress:
     return f"{short_number(self._tokens / elapsed)} tokens/s"
 
   def _print_lines(self) -> None:
-    """Prints lines until the context ends."""
+    """Prints the progress at intervals, until the context ends."""
     timeout = self._first
+    # `wait` returns False at the timeout, and True if the context has ended.
     while not self._ended.wait(timeout):
       timeout = self._interval
       say(self.line())
 
 
 class _Bar:
-  """A live progress bar on stderr, which is a terminal."""
+  """A live progress bar on stderr, which must be a terminal."""
 
   def __init__(self, label: str, total: int):
+    """Initializes the bar. It is shown from `start` to `stop`.
+
+    Args:
+      label: The text before the bar.
+      total: Number of parts.
+    """
     from rich import console, progress
 
     self._progress: Any = progress.Progress(
@@ -140,11 +148,11 @@ class _Bar:
 
 
 def short_number(number: float) -> str:
-  """Returns a number with three digits and a unit, such as "12.5K"."""
-  for unit in ("", "K", "M", "G"):
+  """Returns a number with three digits and a suffix, such as "12.5K"."""
+  for suffix in ("", "K", "M", "G"):
     # 999.5 and above would be rounded to 1e+03.
     if number < 999.5:
-      return f"{number:.3g}{unit}"
+      return f"{number:.3g}{suffix}"
     number /= 1000
   return f"{number:.3g}T"
 

@@ -11,8 +11,8 @@ import threading
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
 
-# A warning filter for the process that removes locks. Without it, this process
-# warns if the parent has ended without shutting down.
+# Without this filter, multiprocessing's resource tracker (a process that cleans
+# up locks) warns if the parent process has ended without shutting down.
 _TRACKER_FILTER = "ignore::UserWarning:multiprocessing.resource_tracker"
 
 
@@ -20,17 +20,19 @@ _TRACKER_FILTER = "ignore::UserWarning:multiprocessing.resource_tracker"
 def starting_workers() -> Iterator[None]:
   """Makes all processes that this thread starts in the context ignore Ctrl-C.
 
-  A terminal sends Ctrl-C to all processes, but the parent process handles it. A
-  worker would print a traceback while it imports modules. The locks of the
-  workers must be created inside the context too.
+  A terminal sends Ctrl-C to all processes, but only the parent process should
+  handle it. A worker would print a traceback while it imports modules. The
+  locks of the workers must be created inside the context too.
   """
-  # multiprocessing starts the tracker with the first lock or process, and then
-  # unblocks Ctrl-C. So the tracker must run before Ctrl-C is blocked.
+  # The first lock or process starts the resource tracker, after which
+  # multiprocessing unblocks Ctrl-C. So the tracker must run before Ctrl-C is
+  # blocked.
   sys.warnoptions.append(_TRACKER_FILTER)
   try:
     resource_tracker.ensure_running()
   finally:
     sys.warnoptions.remove(_TRACKER_FILTER)
+  # Processes inherit the mask of blocked signals.
   previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
   try:
     yield
