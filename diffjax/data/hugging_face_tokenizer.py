@@ -186,21 +186,28 @@ class HuggingFaceTokenizer(Tokenizer):
     """Returns the text that ids add to the text of a context.
 
     Some decoders drop the space before the first word of a text. So the ids are
-    decoded after a word, whose text is then removed.
+    decoded together with a word before them, whose text is then removed.
     """
     text_ids = self._text_ids(ids)
-    last_token = self._last_text_id(context)
-    if last_token is None:
-      return self.decode(text_ids)
-    # Decoding the whole context would take long. One word has the same effect
-    # on the first space of the added text.
-    word = self._as_word(last_token)
-    if word is None:
-      word = self._any_word
+    word = self._find_word_for(context)
     if word is None:
       return self.decode(text_ids)
     text = self.decode([word.token, *text_ids])
     return text[len(word.text) :]
+
+  def _find_word_for(self, context: Sequence[int]) -> _Word | None:
+    """Returns a word that has the same effect on the next token as a context.
+
+    Decoding the whole context would take long. Returns None if the context has
+    no text, or if the vocabulary has no word.
+    """
+    last_token = self._last_text_id(context)
+    if last_token is None:
+      return None
+    word = self._as_word(last_token)
+    if word is not None:
+      return word
+    return self._any_word
 
   def has_text(self, ids: Iterable[int]) -> bool:
     return any(self._is_text(token) for token in ids)
@@ -225,7 +232,7 @@ class HuggingFaceTokenizer(Tokenizer):
     """A word of the vocabulary, or None if it has no word.
 
     Other tokens are decoded after this word to get their text in the middle of
-    a text. Words to which the decoder adds no space are preferred.
+    a text. If possible, the decoder adds no space to the word.
     """
     word_with_space = None
     vocabulary = self._tokenizer.get_vocab(with_added_tokens=False)
@@ -277,6 +284,7 @@ class HuggingFaceTokenizer(Tokenizer):
     lengths = self._byte_lengths
     document_token_ids = list(self.document_tokens.control_ids())
     begins_text = np.isin(tokens, document_token_ids)
+
     num_bytes = np.where(
       begins_text, lengths.at_start[targets], lengths.after_text[targets]
     )
@@ -284,19 +292,19 @@ class HuggingFaceTokenizer(Tokenizer):
     has_text = lengths.after_text[targets] > 0
     num_bytes += lengths.adds_space[tokens] & has_text
 
-    space_bytes = self._space_bytes
-    if space_bytes:
-      # The first of these byte tokens is counted as the space, the others as
-      # nothing. The decoder may strip a space at the beginning of a text.
-      is_space = _run_starts(targets, space_bytes)
+    space_ids = self._space_ids
+    if space_ids:
+      # A space that consists of several byte tokens is counted with the first
+      # one. The decoder may strip a space at the beginning of a text.
+      is_space = _run_starts(targets, space_ids)
       num_bytes[is_space] = 1
-      num_bytes[is_space & begins_text] = len(self.decode(space_bytes))
-      for offset in range(1, len(space_bytes)):
+      num_bytes[is_space & begins_text] = len(self.decode(space_ids))
+      for offset in range(1, len(space_ids)):
         num_bytes[_shift(is_space, offset)] = 0
     return num_bytes
 
   @functools.cached_property
-  def _space_bytes(self) -> list[int]:
+  def _space_ids(self) -> list[int]:
     """The ids of the byte tokens that are decoded to one space, or [].
 
     SentencePiece replaces a space by "▁". If the vocabulary lacks "▁", its
@@ -321,27 +329,28 @@ class HuggingFaceTokenizer(Tokenizer):
     after_text = np.zeros(self.vocab_size, np.int32)
     at_start = np.zeros(self.vocab_size, np.int32)
     adds_space = np.zeros(self.vocab_size, bool)
-    # The tokens that must be decoded, because their names do not give their
-    # lengths.
-    decoded = []
+    # Tokens whose names do not give their lengths.
+    to_decode = []
     for name, token in vocabulary.items():
       if token in self._control_ids:
         continue
       adds_space[token] = self._adds_space(name)
       num_bytes = self._length_from_name(name, is_added=token in added_tokens)
       if num_bytes is None:
-        decoded.append(token)
+        to_decode.append(token)
       else:
         after_text[token] = num_bytes
         at_start[token] = num_bytes
 
-    at_start[decoded] = self._decoded_lengths([[token] for token in decoded])
+    at_start[to_decode] = self._decoded_lengths(
+      [[token] for token in to_decode]
+    )
     word = self._any_word
     if word is None:
-      after_text[decoded] = at_start[decoded]
+      after_text[to_decode] = at_start[to_decode]
     else:
-      pairs = [[word.token, token] for token in decoded]
-      after_text[decoded] = self._decoded_lengths(pairs) - len(word.text)
+      pairs = [[word.token, token] for token in to_decode]
+      after_text[to_decode] = self._decoded_lengths(pairs) - len(word.text)
     return _ByteLengths(after_text, at_start, adds_space)
 
   def _length_from_name(self, name: str, is_added: bool) -> int | None:
@@ -450,10 +459,12 @@ def _make_encoder(
       control_names.add(name)
 
   if _can_match_text(control_names, tokenizer):
+    # The tokens get names that no text contains.
     hidden_description = _hide_from_texts(description, control_names)
     encoder = tokenizers.Tokenizer.from_str(json.dumps(hidden_description))
   else:
     encoder = tokenizer
+  # Special tokens in a text are encoded as text.
   encoder.encode_special_tokens = True
   # The file may limit the length of texts.
   encoder.no_truncation()
@@ -462,10 +473,10 @@ def _make_encoder(
 
 
 def _can_match_text(names: set[str], tokenizer: tokenizers.Tokenizer) -> bool:
-  """Returns True if a text that has one of the names may become its token.
+  """Returns True if a name in a text may be encoded as the token of this name.
 
-  The option `encode_special_tokens` prevents this for added special tokens. It
-  does not for other added tokens, and tokens in the model's own vocabulary.
+  The option `encode_special_tokens` prevents this for special tokens that were
+  added, but not for other added tokens and those of the model's vocabulary.
   """
   model_vocabulary = tokenizer.get_vocab(with_added_tokens=False)
   if not names.isdisjoint(model_vocabulary):
@@ -479,12 +490,13 @@ def _can_match_text(names: set[str], tokenizer: tokenizers.Tokenizer) -> bool:
 def _hide_from_texts(
   description: dict[str, Any], names: set[str]
 ) -> dict[str, Any]:
-  """Returns a tokenizer.json with new names of tokens, which no text contains.
+  """Returns a tokenizer.json in which tokens have names that no text contains.
 
   Args:
     description: The tokenizer.json.
     names: The tokens to rename. They keep their ids.
   """
+  # No text contains this random prefix.
   prefix = secrets.token_hex(16)
   new_names = {name: prefix + name for name in names}
 
@@ -565,7 +577,7 @@ def _shift(
 ) -> Bool[np.ndarray, "*B T"]:
   """Returns a mask moved to the right, or to the left by a negative offset.
 
-  Positions that enter are False.
+  Positions without an old value are False.
   """
   shifted = np.roll(mask, offset, axis=-1)
   if offset > 0:
