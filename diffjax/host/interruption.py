@@ -52,7 +52,7 @@ class Interruption:
     `_react` does the same in another thread, which may run later than the next
     check of the main thread.
     """
-    if self._find_command_end() is None:
+    if self._find_immediate_end() is None:
       self._is_stop_requested = True
 
   def _react(self, number: int) -> None:
@@ -66,17 +66,17 @@ class Interruption:
     if self._is_stop_announced:
       # This is the second signal.
       end_at_once(number)
-    end_command = self._find_command_end()
-    if end_command is not None:
-      end_command(number)
+    end_process = self._find_immediate_end()
+    if end_process is not None:
+      end_process(number)
       return
     self._is_stop_requested = True
     self._is_stop_announced = True
     name = signal.Signals(number).name
     say(f"{name}: saving after this step (send it again to stop at once)")
 
-  def _find_command_end(self) -> Callable[[int], None] | None:
-    """Returns what ends the command at the first signal.
+  def _find_immediate_end(self) -> Callable[[int], None] | None:
+    """Returns the function that ends the process at the first signal.
 
     Returns None if the run may finish its step: if it has something to save, or
     if it runs in a notebook, which has no watch around this one.

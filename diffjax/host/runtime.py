@@ -88,23 +88,21 @@ def keep_freed_memory() -> None:
 
   XLA allocates the temporaries of a program at every call. By default, glibc
   maps and unmaps them, and the kernel clears new pages at every step. This took
-  a third of the time of configs/tiny.py. Three settings avoid it:
+  a third of the time of configs/tiny.py.
 
-  * glibc never returns memory.
-  * Programs run in the thread that calls them, because glibc keeps large blocks
-    only in the arena of the main thread.
-  * Every other thread has its own arena. A thread in the main thread's arena
-    would fragment it, and the temporaries would move to other pages.
-
-  On accelerators, only host memory is affected. Without glibc, only the second
-  setting is made.
+  On accelerators, only host memory is affected.
   """
   global _libc
+  # glibc keeps large blocks only in the arena of the main thread. So programs
+  # run in the thread that calls them.
   jax.config.update("jax_cpu_enable_async_dispatch", False)
   if platform.libc_ver()[0] != "glibc":
     return
   _libc = ctypes.CDLL(None)
+  # Every other thread gets its own arena. It would fragment the main thread's
+  # arena, and the temporaries would move to other pages.
   _libc.mallopt(_M_ARENA_MAX, _MAX_ARENAS)
+  # By default, glibc changes this threshold while it runs.
   _libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
   _never_return_memory(_libc)
 

@@ -148,6 +148,7 @@ class Watch:
     for number in self._numbers:
       handler = signal.getsignal(number)
       if number == signal.SIGHUP and handler == signal.SIG_IGN:
+        # The command was started with nohup.
         continue
       previous_handlers[number] = handler
     self._installed = _Installed(
