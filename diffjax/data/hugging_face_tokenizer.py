@@ -41,7 +41,7 @@ _SPACE_MARK = "▁"
 
 
 class _Word(NamedTuple):
-  """A token that is decoded to one ASCII word, whatever token follows it.
+  """A token that is decoded to one ASCII word, before any other token.
 
   Attributes:
     token: Its id.
@@ -342,9 +342,8 @@ class HuggingFaceTokenizer(Tokenizer):
         after_text[token] = num_bytes
         at_start[token] = num_bytes
 
-    at_start[to_decode] = self._decoded_lengths(
-      [[token] for token in to_decode]
-    )
+    single_tokens = [[token] for token in to_decode]
+    at_start[to_decode] = self._decoded_lengths(single_tokens)
     word = self._any_word
     if word is None:
       after_text[to_decode] = at_start[to_decode]
@@ -476,7 +475,7 @@ def _can_match_text(names: set[str], tokenizer: tokenizers.Tokenizer) -> bool:
   """Returns True if a name in a text may be encoded as the token of this name.
 
   The option `encode_special_tokens` prevents this for special tokens that were
-  added, but not for other added tokens and those of the model's vocabulary.
+  added, but not for other added tokens or for the model's own vocabulary.
   """
   model_vocabulary = tokenizer.get_vocab(with_added_tokens=False)
   if not names.isdisjoint(model_vocabulary):

@@ -224,7 +224,9 @@ class _TiktokenTokenizer(Tokenizer):
       mergeable_ranks=self._ranks,
       special_tokens=self._special_tokens,
     )
+
     self.spec = spec
+    # The ids of special tokens may have gaps.
     self.vocab_size = max(special_tokens.values()) + 1
     self.document_tokens = separated_by(special_tokens[SEPARATOR])
     special_tokens_json = json.dumps(self._special_tokens, sort_keys=True)

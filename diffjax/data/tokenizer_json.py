@@ -1,6 +1,6 @@
 """Writes a byte-level BPE as a Hugging Face tokenizer.json.
 
-The ids equal those of tiktoken. The libraries differ in two points:
+The ids are the same as with tiktoken. The libraries differ in two points:
 
 * tiktoken merges any two neighbors that form a token, the lowest id first.
   Hugging Face merges only listed pairs, in the order of the list. So the list
@@ -88,8 +88,8 @@ def _spell(token: bytes, byte_characters: list[str]) -> str:
 def _byte_characters() -> list[str]:
   """Returns the printable characters that stand for the 256 bytes.
 
-  They are those of GPT-2 and of Hugging Face's ByteLevel. A byte that is a
-  printable Latin-1 character stands for this character. The other bytes get the
+  GPT-2 and Hugging Face's ByteLevel use the same ones. For a byte that is a
+  printable Latin-1 character, it is this character. The other bytes get the
   characters from U+0100 on.
   """
   printable = {
