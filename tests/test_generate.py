@@ -27,6 +27,7 @@ from diffjax.ops.diff_attention import diff_attention
 from diffjax.parallel.mesh import make_mesh
 from diffjax.training.checkpoint import Checkpoints
 from diffjax.training.program import build
+from diffjax.training.result import TrainResult
 from diffjax.training.step import init_params
 from tests import in_process, tokenizer_files
 
@@ -230,14 +231,24 @@ def test_the_space_after_a_prompt_is_printed(
   config = dataclasses.replace(MODEL, vocab_size=tokenizer.vocab_size)
   model = Decoder(config)
   params = init_params(model, jax.random.key(0))
-  monkeypatch.setattr(Sampler, "stream", lambda *args, **options: [[answer]])
+  monkeypatch.setattr(Sampler, "_stream", lambda *args: [[answer]])
   trained = Trained("run", Config(model=config), model, params, tokenizer)
   assert Sampler(trained).generate(["hello"], 9) == [" world"]
   run_config = Config(
     model=config,
     train=TrainConfig(sample_prompt="hello", sample_tokens=9),
   )
-  assert finish._sample(run_config, model, params, tokenizer) == "hello world"
+  result = TrainResult(
+    config=run_config,
+    workdir=str(tmp_path),
+    mesh=None,
+    model=model,
+    params=params,
+    tokenizer=tokenizer,
+    step=0,
+    check_lock=lambda: None,
+  )
+  assert finish._sample(result) == "hello world"
 
 
 def test_bad_input_is_one_line(workdir, tmp_path):
