@@ -36,7 +36,9 @@ def finish(result: TrainResult) -> None:
   if not result.is_finished:
     return
   with contextlib.ExitStack() as stack:
-    stack.enter_context(memory.explained(result.config, result.mesh.shape))
+    stack.enter_context(
+      memory.explain_out_of_memory(result.config, result.mesh.shape)
+    )
     # Training has released the lock. `lock` would make a deleted workdir again,
     # and would lock a directory that has replaced it.
     result.check_lock()

@@ -1,6 +1,7 @@
 """The training loop: restore → (evaluate → save → step → log)*.
 
-It reads from top to bottom. Resuming is exact because of this order.
+A resumed run enters the loop with the step that was saved last. From there on
+it takes the same steps as a run that was never stopped.
 """
 
 from __future__ import annotations
@@ -46,16 +47,19 @@ def train(config: Config, workdir: str) -> TrainResult:
     state = session.take_initial_state()
     step = session.first_step
     while True:
+      # `step` is the number of steps done. Decide what to do after them.
       is_done = step >= num_steps
       is_last = is_done or session.should_stop()
-      # A restored step has already been saved.
-      is_new = step > session.first_step
+      # The step that the session starts from needs no save. It needs an
+      # evaluation only if its checkpoint has no losses.
+      is_start = step == session.first_step
       is_due = eval_interval > 0 and (is_done or step % eval_interval == 0)
-      should_evaluate = is_due and (is_new or session.lacks_scores)
-      should_save = is_new and (is_last or step % checkpoint_interval == 0)
-      session.profile(step, is_last)
+      should_evaluate = is_due and (not is_start or session.lacks_scores)
+      is_interval_over = step % checkpoint_interval == 0
+      should_save = not is_start and (is_last or is_interval_over)
+      session.update_profile(step, is_last)
       if should_evaluate or should_save:
-        session.log_last()
+        session.flush_log()
 
       # Evaluate.
       scores: dict[str, float] = {}
@@ -66,7 +70,8 @@ def train(config: Config, workdir: str) -> TrainResult:
       # Save.
       if should_save:
         session.save(step, state, scores)
-      elif should_evaluate and not is_new:
+      elif should_evaluate and is_start:
+        # The restored checkpoint has no losses.
         session.add_scores(step, scores)
       if is_last:
         break
@@ -76,7 +81,7 @@ def train(config: Config, workdir: str) -> TrainResult:
         with session.save_on_error(step, state, scores):
           batch = session.next_batch()
       except Interrupted:
-        # A signal arrived before the batch, and the step has been saved.
+        # A signal arrived before the batch, and `save_on_error` has saved.
         break
       session.start_vote_on_stopping()
       with step_annotation(step + 1):
@@ -85,5 +90,5 @@ def train(config: Config, workdir: str) -> TrainResult:
 
       # Log the metrics of the previous step. The device already has this one,
       # so it never waits for the host.
-      session.log(step, metrics)
+      session.log_step(step, metrics)
     return session.end(step, state)

@@ -10,13 +10,15 @@ import jax
 
 from diffjax.config import Config, UserError
 
+# The advice if no flag reduces the memory.
 SMALLER = "fewer layers, a smaller width or shorter rows"
 
 
 def for_activations(config: Config, devices: int) -> list[str]:
-  """Returns flags that reduce the memory of activations.
+  """Returns command-line flags that reduce the memory of activations.
 
-  They do not change the losses, except for rounding.
+  They do not change the losses, except for rounding. The list is empty if the
+  config has all of them.
 
   Args:
     config: the run's config.
@@ -41,7 +43,10 @@ def for_activations(config: Config, devices: int) -> list[str]:
 def for_state(
   config: Config, mesh: Mapping[str, int], slices: int = 1
 ) -> list[str]:
-  """Returns flags that shard parameters and optimizer over more devices.
+  """Returns command-line flags that reduce the memory of the training state.
+
+  They shard parameters and optimizer state over all devices of a slice. The
+  list is empty if that is already so, or not possible.
 
   Args:
     config: the run's config.
@@ -60,15 +65,20 @@ def for_state(
 
 
 @contextlib.contextmanager
-def explained(config: Config, mesh: Mapping[str, int]) -> Iterator[None]:
-  """Explains XLA's error if the body runs out of memory.
+def explain_out_of_memory(
+  config: Config, mesh: Mapping[str, int]
+) -> Iterator[None]:
+  """Turns XLA's error for lack of memory into a UserError with advice.
+
+  Other errors in the context are not changed.
 
   Args:
     config: the run's config.
     mesh: the number of devices along each axis.
 
   Raises:
-    UserError: instead of XLA's error. Names flags that reduce the memory.
+    UserError: if the body runs out of memory. It names flags that reduce the
+      memory.
   """
   try:
     yield

@@ -30,9 +30,9 @@ class _PendingStep:
   """A step that has been dispatched, but not logged yet.
 
   Attributes:
-    step: its number.
+    step: the number of the step.
     metrics: its metrics, which may not have been computed yet.
-    end: when it ended. None if that is not known.
+    end: when it ended. None as long as that is not known.
   """
 
   step: int
@@ -41,16 +41,18 @@ class _PendingStep:
 
   def is_over(self) -> bool:
     """Returns True if the step has ended, without waiting for it."""
-    # JAX's type stubs lack `is_ready`.
+    # All metrics become ready when the step ends. JAX's type stubs lack
+    # `is_ready`, so the type is Any.
     metric: Any = self.metrics["skipped_in_a_row"]
     return metric.is_ready()
 
 
 class RunLog:
-  """The log of a run.
+  """Logs a run: writes metrics to files, and prints progress.
 
-  The metrics of a step are fetched after the next step has been dispatched, so
-  the device never waits for the host.
+  Calls to JAX return before the device has computed. So the log keeps the
+  metrics of each step, and fetches them after the next step has been
+  dispatched. The device then never waits for the host.
   """
 
   def __init__(
@@ -62,9 +64,10 @@ class RunLog:
     *,
     first_step: int,
   ):
-    """Opens the files and starts the status line.
+    """Opens the files, and shows the status line.
 
-    Drops the lines of steps after `first_step` from the files.
+    Removes the entries of steps after `first_step` from the files, because the
+    run takes these steps again.
 
     Args:
       config: the run's config.
@@ -92,30 +95,25 @@ class RunLog:
       device_kind=mesh.devices.flat[0].device_kind,
     )
     self._pending: _PendingStep | None = None
-    # Seconds that the next step has waited for its batch.
-    self._seconds_waited = 0.0
 
-  def batch_ready(self, seconds_waited: float) -> None:
-    """Checks whether the previous step has ended.
+  def add_wait(self, seconds: float) -> None:
+    """Adds the time that a step has waited for its batch.
 
-    Must be called when the batch of a step is ready, before its dispatch.
-
-    Args:
-      seconds_waited: how long the step has waited for its batch.
+    Must be called when the batch is ready, before the step is dispatched. Also
+    notes when the previous step ended, if it has.
     """
-    self._seconds_waited = seconds_waited
     pending = self._pending
-    if pending is None or pending.end is not None or not pending.is_over():
-      return
-    # It is not known when the step ended during the wait. The log assumes that
-    # it ended at the start of the wait.
-    pending.end = self._status_line.moment(seconds_ago=seconds_waited)
-    if pending.step == self._first_step + 1:
-      # The start of the first step, after compilation, is not known either. So
-      # the first step does not count.
-      self._status_line.measure_from(pending.step, pending.end)
+    if pending is not None and pending.end is None and pending.is_over():
+      # It is not known when the step ended during the wait. The log assumes that
+      # it ended at the start of the wait.
+      pending.end = self._status_line.moment(seconds_ago=seconds)
+      if pending.step == self._first_step + 1:
+        # The start of the first step, after compilation, is not known either.
+        # So the first step does not count.
+        self._status_line.start_window(pending.step, pending.end)
+    self._status_line.add_wait(seconds)
 
-  def stepped(self, step: int, metrics: dict[str, jax.Array]) -> None:
+  def add_step(self, step: int, metrics: dict[str, jax.Array]) -> None:
     """Logs the metrics of the previous step, and keeps those of this step.
 
     Args:
@@ -128,64 +126,91 @@ class RunLog:
     dispatched = _PendingStep(step, metrics)
     # On CPU, a dispatch may return only when the step is over.
     is_over = dispatched.is_over()
-    self._status_line.stepped(step, self._seconds_waited, is_over=is_over)
+    self._status_line.add_step(step, is_over=is_over)
     if is_over:
       dispatched.end = self._status_line.moment()
+    # Log the previous step.
     self.flush()
     self._pending = dispatched
 
   def flush(self) -> None:
-    """Logs the metrics of the last step, and reports it if it was skipped.
+    """Waits for the last step, and logs its metrics if they are due.
+
+    They are due every `train.log_interval` steps, in the first and the last
+    step, and if the optimizer has skipped the step. Does nothing if the last
+    step has been logged.
 
     Raises:
       UserError: if `train.max_skipped_in_a_row` consecutive steps were skipped.
     """
-    if self._pending is None:
-      return
     pending = self._pending
+    if pending is None:
+      return
     self._pending = None
     step = pending.step
-    # Fetching one number waits for the step.
+    # Fetching one number waits for the step. The others are fetched if needed.
     num_in_a_row = int(jax.device_get(pending.metrics["skipped_in_a_row"]))
-
+    is_skipped = num_in_a_row > 0
     train = self._config.train
-    should_report = step % train.log_interval == 0 or step == train.steps
-    # The first step is written as the first point of the plot of the loss.
-    if should_report or num_in_a_row > 0 or step == 1:
-      metrics = jax.device_get(pending.metrics)
-      values = _named_values(metrics)
-      if should_report:
-        values = self._status_line.report(step, values, pending.end)
-      self._metric_writer.write(step, values)
-      if num_in_a_row > 0:
-        self._report_skipped(step, metrics, num_in_a_row)
+    should_print = step % train.log_interval == 0 or step == train.steps
+    # The first step is the first point in the plot of the loss.
+    should_write = should_print or is_skipped or step == 1
+    if not should_write:
+      return
+
+    metrics = jax.device_get(pending.metrics)
+    values = _named_values(metrics)
+    if should_print:
+      # Adds the speeds to the values.
+      values = self._status_line.report(step, values, pending.end)
+    self._metric_writer.write(step, values)
+    if is_skipped:
+      self._report_skipped(step, metrics, num_in_a_row)
 
   def _report_skipped(
     self, step: int, metrics: dict[str, Any], num_in_a_row: int
   ) -> None:
-    """Prints that a step was skipped. Raises UserError if there are too many."""
+    """Prints that a step was skipped, or ends the run after too many.
+
+    Args:
+      step: the number of the step.
+      metrics: its metrics, on the host.
+      num_in_a_row: the number of consecutive skipped steps up to this one.
+
+    Raises:
+      UserError: if that number has reached `train.max_skipped_in_a_row`.
+    """
     reason = skip_reason(metrics)
     max_in_a_row = self._config.train.max_skipped_in_a_row
     if max_in_a_row > 0 and num_in_a_row >= max_in_a_row:
-      raise UserError(self._too_many_skipped(step, num_in_a_row, reason))
+      message = self._too_many_skipped_message(step, num_in_a_row, reason)
+      raise UserError(message)
     count = f"{int(metrics['skipped_steps'])} so far"
     if num_in_a_row > 1:
       count += f", {num_in_a_row} in a row"
     note(f"step {step}: update skipped ({reason}); {count}, training continues")
 
-  def _too_many_skipped(self, step: int, num_in_a_row: int, reason: str) -> str:
-    """Returns the message of the error that ends the run."""
+  def _too_many_skipped_message(
+    self, step: int, num_in_a_row: int, reason: str
+  ) -> str:
+    """Returns an error message that names the last good checkpoint.
+
+    Args:
+      step: the last step that was skipped.
+      num_in_a_row: the number of consecutive skipped steps up to it.
+      reason: why it was skipped, from `skip_reason`.
+    """
     first_skipped = step - num_in_a_row + 1
-    good_step = self._checkpoints.newest(before=first_skipped)
-    if good_step is None:
+    checkpoint_step = self._checkpoints.newest(before=first_skipped)
+    if checkpoint_step is None:
       # A checkpoint of a skipped step is also good: a skipped step changes no
       # parameter.
-      good_step = self._checkpoints.newest()
+      checkpoint_step = self._checkpoints.newest()
 
     checkpoint = "there is no checkpoint"
     flags = "--workdir=NEW"
-    if good_step is not None:
-      path = epath.Path(self._workdir) / "checkpoints" / str(good_step)
+    if checkpoint_step is not None:
+      path = epath.Path(self._workdir) / "checkpoints" / str(checkpoint_step)
       checkpoint = f"the last good checkpoint is {path}"
       flags += f" --config.train.init_from={self._workdir}"
     return (
@@ -197,32 +222,37 @@ class RunLog:
       " continue with a higher config.optimizer.spike_sigmas, or 0"
     )
 
-  def evaluated(self, step: int, scores: dict[str, float], rows: int) -> None:
-    """Logs the losses of an evaluation. Speeds do not include its time.
+  def add_evaluation(
+    self, step: int, scores: dict[str, float], num_rows: int
+  ) -> None:
+    """Logs the losses of an evaluation. Its time does not count in speeds.
+
+    Prints one line, or after the last step a table that explains the losses.
 
     Args:
       step: the number of steps done.
       scores: the losses by the names under which they are logged.
-      rows: the number of validation rows that were measured.
+      num_rows: the number of validation rows that were measured.
     """
     self._metric_writer.write(step, scores)
-    is_last = step >= self._config.train.steps
-    if scores and is_last:
-      self._status_line.note(step, validation.explained(scores, rows))
-    elif scores:
-      self._status_line.note(step, validation.one_line(scores, rows))
+    # There are no losses if no validation token has weight.
+    if scores:
+      text = validation.format_line(scores, num_rows)
+      if step >= self._config.train.steps:
+        text = validation.format_table(scores, num_rows)
+      self._status_line.note(step, text)
     self._status_line.restart_window(step)
 
-  def saved(self, step: int) -> None:
-    """Excludes the time of a save from the speeds."""
+  def add_save(self, step: int) -> None:
+    """Notes a save. The time before this call does not count in speeds."""
     self._status_line.restart_window(step)
 
-  def end_line(self) -> None:
-    """Ends the status line on the terminal."""
+  def end_status_line(self) -> None:
+    """Stops updating the status line, before other output follows."""
     self._status_line.close()
 
   def close(self) -> None:
-    """Ends the status line and closes the files."""
+    """Stops updating the status line, and closes the files."""
     self._status_line.close()
     self._metric_writer.close()
 
@@ -237,9 +267,10 @@ def _named_values(metrics: dict[str, Any]) -> dict[str, float]:
   """
   values: dict[str, float] = {}
   for name, value in metrics.items():
-    if np.ndim(value) == 0:
+    is_layer_metric = np.ndim(value) == 1
+    if is_layer_metric:
+      for layer, number in enumerate(value):
+        values[f"{name}/layer_{layer:02d}"] = float(number)
+    else:
       values[f"train/{name}"] = float(value)
-      continue
-    for layer, number in enumerate(value):
-      values[f"{name}/layer_{layer:02d}"] = float(number)
   return values

@@ -74,7 +74,8 @@ class _Start:
   Attributes:
     state: the state of the newest complete checkpoint, or a new one.
     checkpoint: the checkpoint. None for a new run.
-    lacks_scores: True if the checkpoint has no validation losses.
+    lacks_scores: True if the checkpoint has no validation losses, because its
+      step was not evaluated.
   """
 
   state: TrainState
@@ -84,7 +85,7 @@ class _Start:
 
 @dataclasses.dataclass
 class _Resources:
-  """What a session opens. The session closes it when the context ends.
+  """The objects of a session that exist only inside its context.
 
   Attributes:
     training_batches: this process's share of the training data.
@@ -134,6 +135,7 @@ class Session:
       UserError: if the config does not fit the devices, the tokenizer or the
         checkpoint in the workdir, or if all checkpoints there are damaged.
     """
+    # All processes must have been started with the same arguments.
     check_same(
       {
         "config": config.to_dict(),
@@ -141,37 +143,40 @@ class Session:
         "JAX's version": jax.__version__,
       }
     )
+
+    # Check the config against the checkpoint.
     check_path(workdir)
     checkpoint = find_checkpoint(workdir, config_only=True)
     if checkpoint is None:
       note(f"workdir {workdir}: a new run")
     else:
       note(f"workdir {workdir}: resuming from its newest checkpoint")
-
-    # Decides what the config leaves open, such as data.mode = "auto".
+    # If the config leaves the data mode or the number of files open, they are
+    # chosen here. The processes must have chosen the same.
     config = plan.resolve(config, jax.process_count(), note)
     check_same({"config": config.to_dict()})
     if checkpoint is not None:
       check_checkpoint(checkpoint, workdir, config)
     if jax.process_index() == 0:
       check_wandb(config.train.wandb_project)
+
+    # Check the config against the tokenizer and the devices. The tokenizer's file
+    # may have changed since an earlier run of this process.
+    mesh = make_mesh(config.mesh)
+    load_once.cache_clear()
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    check_vocabulary(config, tokenizer)
+
+    self.program = build(config, mesh)
     self._config = config
     self._workdir = workdir
-
-    mesh = make_mesh(config.mesh)
+    self._tokenizer = tokenizer
     # This process reads share number `_share` of `_num_shares` of each batch.
     self._share, self._num_shares = batch_share(mesh)
-    # The tokenizer's file may have changed since an earlier run of this
-    # process.
-    load_once.cache_clear()
-    self._tokenizer = load_tokenizer(config.data.tokenizer)
-    check_vocabulary(config, self._tokenizer)
-    self.program = build(config, mesh)
-    self._check_implementation()
     self._printed_choices: set[Choice] = set()
-
-    # Closes what `__enter__` opens.
+    # `__enter__` fills the stack, and `__exit__` closes it.
     self._stack = contextlib.ExitStack()
+    self._check_implementation()
     warning = cpu_time.warning(config, mesh.devices.flat[0].platform)
     if warning is not None:
       note(warning)
@@ -179,7 +184,8 @@ class Session:
   def _check_implementation(self) -> None:
     """Raises UserError if the config names an attention that cannot run here.
 
-    Otherwise the first step would raise it, after the workdir has changed.
+    Tracing the training step shows it. Without this check the first step would
+    fail, after the workdir has changed.
     """
     name = self._config.model.attention_implementation
     if name == "auto":
@@ -202,8 +208,9 @@ class Session:
     """
     config = self._config
     mesh = self.program.mesh
+    # If anything here raises, `stack` closes what has been opened before.
     with contextlib.ExitStack() as stack:
-      stack.enter_context(memory.explained(config, mesh.shape))
+      stack.enter_context(memory.explain_out_of_memory(config, mesh.shape))
       batches, validation_data = self._open_data(stack)
       workdir_lock = None
       if jax.process_index() == 0:
@@ -211,7 +218,8 @@ class Session:
       start = self._restore(batches)
       first_step = int(start.state.step)
 
-      # Process 0 must not write before the others have passed their checks.
+      # Wait until all processes have passed their checks. Everything below
+      # writes in the workdir.
       gather_objects(None)
       checkpoints = Checkpoints(
         self._workdir,
@@ -219,9 +227,8 @@ class Session:
         restored=start.checkpoint,
         lock=workdir_lock,
       )
-      # Closed before the lock is released.
+      # Entered after the lock, so that it is closed before the lock is released.
       stack.enter_context(checkpoints)
-      # Drops the lines of later steps from the log's files.
       log = RunLog(
         config, self._workdir, mesh, checkpoints, first_step=first_step
       )
@@ -229,17 +236,14 @@ class Session:
       profiler = Profiler(config, self._workdir)
       stack.callback(profiler.close)
       if jax.process_index() == 0:
-        keep_tokenizer(self._workdir, self._tokenizer)
-        # Written at each start, because some fields may change.
-        config_path = epath.Path(self._workdir) / config_file.NAME
-        config_file.write(config_path, config)
+        self._write_config()
       self._print_steps(start.state, first_step)
 
       # From here on, a signal ends the run after the current step.
       interruption = stack.enter_context(Interruption())
       if jax.process_count() == 1:
-        # One of several processes cannot stop waiting for data alone. The
-        # others may be in the next step already and wait for it there.
+        # A signal also ends the wait for a batch. Not with several processes:
+        # the others may be in the next step already, and wait for this one.
         batches.interrupted = interruption
       self._resources = _Resources(
         training_batches=batches,
@@ -253,6 +257,7 @@ class Session:
         lacks_scores=start.lacks_scores,
         initial_state=start.state,
       )
+      # Nothing has failed, so everything stays open until `__exit__`.
       self._stack = stack.pop_all()
     return self
 
@@ -262,14 +267,19 @@ class Session:
   def _open_data(
     self, stack: contextlib.ExitStack
   ) -> tuple[TrainingBatches, ValidationBatches]:
-    """Returns this process's training and validation batches."""
+    """Returns this process's training and validation batches.
+
+    Args:
+      stack: closes the training batches.
+    """
     config = self._config
     if jax.process_count() > 1 and config.data.mode == "prepared":
       # The pipeline does not check this if all processes read the same rows.
       check_prepared(config.data)
     micro_batch_size = config.train.batch_size // config.train.accumulation
-    # Opening data allocates decompressors. If they were freed only later, they
-    # would leave a hole in the memory between arrays that stay.
+    # Opening data uses decompressors that are freed only a minute later. If
+    # their memory were kept, it would fragment the heap where the temporaries
+    # of steps belong.
     with runtime.release_freed_memory():
       batches = training_batches(
         config, process_index=self._share, process_count=self._num_shares
@@ -287,17 +297,22 @@ class Session:
     return batches, validation_data
 
   def _restore(self, batches: TrainingBatches) -> _Start:
-    """Returns the state to start from, and sets the batches to its position."""
+    """Returns the state to start from, and moves the batches to its position.
+
+    Args:
+      batches: the training batches, which are at their beginning.
+    """
     checkpoint = find_checkpoint(self._workdir)
     if checkpoint is None:
       return _Start(self._new_state(), None, lacks_scores=False)
 
-    # Another run may have written it after the check in `__init__`.
+    # Another run may have written this checkpoint since the check in `__init__`.
     check_checkpoint(checkpoint, self._workdir, self._config)
     state = checkpoint.state(self.program.abstract_state)
     batches.set_state(self._data_state_of_share(checkpoint.data_state))
     has_scores = manifest.BEST_METRIC in checkpoint.metrics
-    # All processes take part in an evaluation, so process 0 decides.
+    # Without them, the loop evaluates this step. All processes take part in an
+    # evaluation, so they must agree, and process 0 decides.
     has_scores = gather_objects(has_scores)[0]
     note(f"resuming from step {checkpoint.step} of {self._workdir}")
     change = new_schedule(checkpoint.config, self._config, checkpoint.step)
@@ -310,6 +325,9 @@ class Session:
 
     If the checkpoint has fewer shares, the last one is used. The data pipeline
     raises an error if the number of shares matters.
+
+    Args:
+      data_state: {"shares": [one state of the batches for each share]}.
     """
     # Older checkpoints have one state for all shares.
     shares = data_state.get("shares", [data_state])
@@ -317,23 +335,42 @@ class Session:
     return shares[index]
 
   def _new_state(self) -> TrainState:
-    """Returns the state of step 0, with the parameters of init_from if set."""
+    """Returns the state of step 0.
+
+    Its parameters are those of the checkpoint `config.train.init_from`, if that
+    is set. Otherwise they are random.
+    """
     source = self._config.train.init_from
     if not source:
       return self.program.init()
-    start = open_checkpoint(source)
-    start_config = from_config_dict(start.config)
-    check_start_tokenizer(source, start_config, self._tokenizer)
+    checkpoint = open_checkpoint(source)
+    source_config = from_config_dict(checkpoint.config)
+    check_start_tokenizer(source, source_config, self._tokenizer)
     state = self.program.init()
-    params = start.params(self.program.abstract_state.params)
+    params = checkpoint.params(self.program.abstract_state.params)
     note(f"starting from the parameters of {source}")
-    change = other_model(start.config, self._config)
+    change = other_model(checkpoint.config, self._config)
     if change:
       note(change)
     return dataclasses.replace(state, params=params)
 
+  def _write_config(self) -> None:
+    """Writes the config and the tokenizer's files in the workdir.
+
+    They are written at each start, because a resumed run may change some
+    fields.
+    """
+    keep_tokenizer(self._workdir, self._tokenizer)
+    config_path = epath.Path(self._workdir) / config_file.NAME
+    config_file.write(config_path, self._config)
+
   def _print_steps(self, state: TrainState, first_step: int) -> None:
-    """Prints which steps the run will take."""
+    """Prints the number of parameters and the steps that the run will take.
+
+    Args:
+      state: the state to start from.
+      first_step: the number of steps done.
+    """
     config = self._config
     num_steps = config.train.steps
     warmup_steps = config.optimizer.warmup_steps
@@ -365,7 +402,7 @@ class Session:
   def take_initial_state(self) -> TrainState:
     """Returns the state to start from. May be called once.
 
-    The session does not keep the state, because the first step donates it.
+    The first step donates the state's memory, so the session must not keep it.
     """
     state = self._resources.initial_state
     assert state is not None, "the state has been taken"
@@ -387,8 +424,8 @@ class Session:
     """
     self._resources.stopping.start_vote()
 
-  def profile(self, step: int, is_last: bool) -> None:
-    """Starts or stops the profile that the config asks for.
+  def update_profile(self, step: int, is_last: bool) -> None:
+    """Starts or stops the profile, if the config asks for it at this step.
 
     Args:
       step: the number of steps done.
@@ -406,16 +443,16 @@ class Session:
     start = time.perf_counter()
     host_batch = next(self._resources.training_batches)
     batch = put_batch(host_batch, self.program.mesh)
-    self._resources.log.batch_ready(time.perf_counter() - start)
+    self._resources.log.add_wait(time.perf_counter() - start)
     return batch
 
   def train_step(
     self, state: TrainState, batch: Batch
   ) -> tuple[TrainState, Metrics]:
-    """Takes a step of the program, and prints which attention it uses.
+    """Takes a training step, and prints once which attention it uses.
 
-    The attention reports its choice while the step is traced, before the first
-    step is compiled. There is one line, unless layers differ.
+    With "auto", the attention chooses an implementation while the step is
+    traced, before the first step is compiled. Each different choice is printed.
     """
     implementation = self._config.model.attention_implementation
     if implementation != "auto":
@@ -430,7 +467,7 @@ class Session:
       self._printed_choices.add(choice)
       note(str(choice))
 
-  def log(self, step: int, metrics: Metrics) -> None:
+  def log_step(self, step: int, metrics: Metrics) -> None:
     """Logs the metrics of the previous step, and keeps those of this step.
 
     Args:
@@ -438,17 +475,18 @@ class Session:
       metrics: its metrics, which may not have been computed yet.
 
     Raises:
-      UserError: as `log_last`.
+      UserError: as `flush_log`.
     """
-    # From now on, there are steps to save.
+    # From now on there is a step to save, so a signal no longer ends the
+    # process at once.
     self._resources.interruption.started = True
-    self._resources.log.stepped(step, metrics)
+    self._resources.log.add_step(step, metrics)
 
-  def log_last(self) -> None:
-    """Logs the metrics of the last step.
+  def flush_log(self) -> None:
+    """Waits for the last step, and logs its metrics.
 
-    Must be called before a save. Then the log has every step that a checkpoint
-    includes.
+    Must be called before a save, so that the log has every step that the
+    checkpoint includes.
 
     Raises:
       UserError: if too many steps in a row have been skipped.
@@ -456,13 +494,18 @@ class Session:
     self._resources.log.flush()
 
   def evaluate(self, step: int, state: TrainState) -> dict[str, float]:
-    """Measures the validation losses, and logs them.
+    """Measures and logs the validation losses.
+
+    Args:
+      step: the number of steps done.
+      state: the state after them.
 
     Returns:
-      The losses by the names under which they are logged.
+      The losses by the names under which they are logged, such as
+      "validation/loss".
     """
     batches = self._resources.validation_batches
-    losses = validation.losses(
+    losses = validation.measure_losses(
       self.program.eval_step,
       state.params,
       batches,
@@ -470,8 +513,8 @@ class Session:
       tokenizer=self._tokenizer,
       ngram=self._config.eval.ngram,
     )
-    scores = {f"validation/{name}": value for name, value in losses}
-    self._resources.log.evaluated(step, scores, batches.rows)
+    scores = {f"validation/{name}": value for name, value in losses.items()}
+    self._resources.log.add_evaluation(step, scores, batches.rows)
     return scores
 
   def save(
@@ -486,7 +529,8 @@ class Session:
       state: the state after them.
       scores: the validation losses of this step. Empty if not measured.
     """
-    # In streamed data, each process has its own position.
+    # Each process reads its share of the data at its own position. Processes
+    # with the same share have the same position.
     data_state = self._resources.training_batches.get_state()
     states = dict(gather_objects([self._share, data_state]))
     states_by_share = [states[share] for share in sorted(states)]
@@ -497,7 +541,7 @@ class Session:
       config=self._config.to_dict(),
       metrics=scores,
     )
-    self._resources.log.saved(step)
+    self._resources.log.add_save(step)
 
   @contextlib.contextmanager
   def save_on_error(
@@ -505,8 +549,10 @@ class Session:
   ) -> Iterator[None]:
     """Saves a checkpoint if the body raises, so that no step is lost.
 
-    Between two steps the state is consistent. Several processes do not save:
-    one process cannot save alone, and the others may be in the next step.
+    The body must not take a step, because a step donates the state.
+
+    With several processes nothing is saved: one process cannot save alone, and
+    the others may be in the next step.
 
     Args:
       step: the number of steps done.
@@ -516,10 +562,12 @@ class Session:
     try:
       yield
     except Exception as error:
-      if step > self.first_step and jax.process_count() == 1:
+      has_new_steps = step > self.first_step
+      if has_new_steps and jax.process_count() == 1:
+        # `Interrupted` is not an error: a signal has ended the wait for data.
         if not isinstance(error, Interrupted):
           note(f"saving step {step}, before the run ends with an error")
-        self.log_last()
+        self.flush_log()
         try:
           self.save(step, state, scores)
         except LostWorkdir as lost:
@@ -528,13 +576,18 @@ class Session:
       raise
 
   def add_scores(self, step: int, scores: dict[str, float]) -> None:
-    """Adds validation losses to the checkpoint that was restored."""
+    """Adds validation losses to the checkpoint that was restored.
+
+    Args:
+      step: the checkpoint's step.
+      scores: the losses by the names under which they are logged.
+    """
     self._resources.checkpoints.add_metrics(step, scores)
 
   def end(self, step: int, state: TrainState) -> TrainResult:
     """Closes the data, waits for the last save and returns the result.
 
-    Prints that the run has stopped if it is not finished.
+    If a signal has stopped the run early, prints how to continue.
 
     Args:
       step: the number of steps done.
@@ -542,7 +595,7 @@ class Session:
     """
     self._resources.training_batches.close()
     self._resources.checkpoints.wait()
-    self._resources.log.end_line()
+    self._resources.log.end_status_line()
     result = TrainResult(
       config=self._config,
       workdir=self._workdir,

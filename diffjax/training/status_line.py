@@ -1,4 +1,4 @@
-"""The status line of a training run on the terminal, and its speed."""
+"""Progress of a training run on the terminal, and its speed."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ from diffjax.training.optimizer import frozen_names
 # line fits 80 columns. metrics.jsonl always has it.
 _MIN_PRINTED_WAIT_FRACTION = 0.01
 
-# The least time between two reports, in case that a clock does not advance.
+# The least duration of a measurement, because some clocks are coarse. It avoids
+# a division by zero.
 _MIN_SECONDS = 1e-9
 
 
 class Moment(NamedTuple):
-  """A time in a run.
+  """A point in time of a run, with the time waited for data before it.
 
   Attributes:
     seconds: the time of `time.perf_counter`.
-    waited: seconds spent waiting for batches since the run began.
+    waited: seconds that this process has waited for batches so far.
   """
 
   seconds: float
@@ -51,14 +52,14 @@ class _StepEnd(NamedTuple):
 
 
 class StatusLine:
-  """The step, loss and speed of a run.
+  """Prints the step, loss and speed of a training run, and measures the speed.
 
-  On a terminal it is a live line. Otherwise each report is one plain line. Only
-  process 0 prints.
+  On a terminal, this is one line that is updated in place. Otherwise each
+  report is a line of its own. Only process 0 prints.
 
-  Speeds are averages over the steps since the previous report. They are
-  measured from the end of one step to the end of another, and do not include
-  compilation, evaluation and saving.
+  Speeds are averages over a window: the steps since the previous report. A
+  window begins and ends at the end of a step. Compilation, evaluations and saves
+  are in no window.
   """
 
   def __init__(
@@ -70,7 +71,7 @@ class StatusLine:
     device_kind: str,
     file: TextIO | None = None,
   ):
-    """Starts the line.
+    """On a terminal, shows that the first step is being compiled.
 
     Args:
       config: the run's config.
@@ -87,10 +88,9 @@ class StatusLine:
     )
     # The speeds of the last report. Empty before the first measurement.
     self._rates: dict[str, float] = {}
-    # The step at whose end the window begins over which speeds are averaged.
-    # None before the first step.
+    # The window has the steps after this one. None before the first dispatch.
     self._window_start: _StepEnd | None = None
-    self._total_waited = 0.0
+    self._seconds_waited = 0.0
     self._console = rich.console.Console(
       file=file,
       quiet=jax.process_index() != 0,
@@ -98,12 +98,13 @@ class StatusLine:
       # Without this, rich breaks lines after 80 columns if stdout is a pipe.
       soft_wrap=True,
     )
+    # The line that is updated in place. None if stdout is not a terminal.
     self._bar: rich.progress.Progress | None = None
     if self._console.is_terminal and not self._console.quiet:
       self._start_bar(first_step)
 
   def _start_bar(self, first_step: int) -> None:
-    """Starts the live line."""
+    """Shows a line with steps, a bar and a status, which is updated in place."""
     self._bar = rich.progress.Progress(
       rich.progress.TextColumn("{task.completed}/{task.total}"),
       rich.progress.BarColumn(bar_width=10),
@@ -114,13 +115,14 @@ class StatusLine:
       "", total=self._num_steps, completed=first_step, status="compiling …"
     )
     self._bar.start()
-    # After an error, the terminal would otherwise have no cursor.
+    # The bar hides the terminal's cursor. `close` shows it again, also if the
+    # process ends with an error.
     atexit.register(self.close)
 
   def _update_bar(
     self, *, completed: int | None = None, status: str | None = None
   ) -> None:
-    """Changes what the live line shows, if there is one. None for no change."""
+    """Updates the bar's steps or status. Does nothing if there is no bar."""
     if self._bar is None:
       return
     [task] = self._bar.task_ids
@@ -129,47 +131,56 @@ class StatusLine:
     if status is not None:
       self._bar.update(task, status=status)
 
-  def stepped(
-    self, step: int, waited: float = 0.0, *, is_over: bool = False
-  ) -> None:
-    """Notes that a step has been dispatched.
+  def add_wait(self, seconds: float) -> None:
+    """Adds the time that a step has waited for its batch."""
+    self._seconds_waited += seconds
+
+  def add_step(self, step: int, *, is_over: bool = False) -> None:
+    """Shows a step that has been dispatched.
 
     Args:
       step: the number of the step.
-      waited: seconds that the step waited for its batch.
-      is_over: whether the step has also ended, as on devices where a dispatch
-        waits for the step.
+      is_over: whether the step has also ended. On some devices a dispatch
+        returns only then.
     """
-    self._total_waited += waited
     if self._window_start is None:
-      # The first step has been compiled. It has just ended or just started to
-      # run, which is the end of the step before.
-      last_ended = step if is_over else step - 1
-      self.measure_from(last_ended, self.moment())
+      # The first dispatch includes compilation, so the window begins after it.
+      # At this moment the step has either ended or just begun to run.
+      last_ended_step = step if is_over else step - 1
+      self.start_window(last_ended_step, self.moment())
       self._update_bar(status="training …")
     self._update_bar(completed=step)
 
   def moment(self, seconds_ago: float = 0.0) -> Moment:
-    """Returns the moment some seconds ago."""
-    return Moment(time.perf_counter() - seconds_ago, self._total_waited)
+    """Returns the present moment, or an earlier one.
 
-  def measure_from(self, step: int, end: Moment) -> None:
-    """Excludes the time before the end of a step from the speeds."""
+    Args:
+      seconds_ago: how long ago it was. Waits since then must not have been
+        added yet.
+    """
+    return Moment(time.perf_counter() - seconds_ago, self._seconds_waited)
+
+  def start_window(self, step: int, end: Moment) -> None:
+    """Measures speeds from the end of a step. Earlier time does not count."""
     self._window_start = _StepEnd(step, end)
 
   def restart_window(self, step: int) -> None:
-    """Excludes the time before this moment from the speeds.
+    """Measures speeds from now on, for example after an evaluation.
+
+    Does nothing before the first step.
 
     Args:
       step: the number of steps done, all of which have ended.
     """
     if self._window_start is not None:
-      self.measure_from(step, self.moment())
+      self.start_window(step, self.moment())
 
   def report(
     self, step: int, values: Mapping[str, float], end: Moment | None = None
   ) -> dict[str, float]:
-    """Prints a step's loss and the speeds since the previous report.
+    """Prints a step's loss and speeds, and starts a new window.
+
+    If no step has ended in the window, the speeds are those of the last report.
 
     Args:
       step: the number of the step, which has ended.
@@ -186,17 +197,22 @@ class StatusLine:
       end = self.moment()
     start = self._window_start
     if start is not None and step > start.step:
-      self._rates = self._measure_rates(start, _StepEnd(step, end))
-      self.measure_from(step, end)
-    status = self._status(step, values.get("train/loss", math.nan))
+      self._rates = self._compute_rates(start, _StepEnd(step, end))
+      self.start_window(step, end)
+    loss = values.get("train/loss", math.nan)
+    status = self._status_text(step, loss)
     if self._bar is not None:
       self._update_bar(status=status)
     else:
       self.note(step, status)
     return {**values, **self._rates}
 
-  def _measure_rates(self, start: _StepEnd, end: _StepEnd) -> dict[str, float]:
-    """Returns the speeds between the ends of two steps, by logged name."""
+  def _compute_rates(self, start: _StepEnd, end: _StepEnd) -> dict[str, float]:
+    """Returns the speeds between the ends of two steps, by logged name.
+
+    MFU (model FLOPs utilization) is the time of a step at the devices' peak
+    over its true time.
+    """
     window_seconds = end.moment.seconds - start.moment.seconds
     window_seconds = max(window_seconds, _MIN_SECONDS)
     step_seconds = window_seconds / (end.step - start.step)
@@ -211,18 +227,21 @@ class StatusLine:
     return rates
 
   def note(self, step: int, text: str) -> None:
-    """Prints text that stays, such as the losses of an evaluation."""
+    """Prints a line that stays, such as the losses of an evaluation."""
     self._console.print(f"step {step}/{self._num_steps}  {text}", markup=False)
 
   def close(self) -> None:
-    """Ends the live line."""
+    """Stops updating the line, if there is one. May be called repeatedly."""
     if self._bar is not None:
       self._bar.stop()
       self._bar = None
       atexit.unregister(self.close)
 
-  def _status(self, step: int, loss: float) -> str:
-    """Returns the loss, the speeds and the time left as text."""
+  def _status_text(self, step: int, loss: float) -> str:
+    """Returns the loss, the speeds and the time left.
+
+    Example: "loss 2.5312  92.2K tokens/s  MFU 41.3%  2:06:00 left"
+    """
     parts = [f"loss {loss:.4f}"]
     if not self._rates:
       return parts[0]
@@ -241,7 +260,7 @@ class StatusLine:
 def _step_seconds_at_peak(
   config: Config, num_devices: int, device_kind: str
 ) -> float | None:
-  """Returns how long a step would take at the peak FLOP/s of the devices.
+  """Returns the seconds of a training step at the devices' peak FLOP/s.
 
   Returns None if the peak of the device kind is not known.
   """

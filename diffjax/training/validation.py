@@ -1,7 +1,10 @@
 """Validation losses (paper.md, §4: ablations; §5).
 
-They are nats per token, perplexity, bits per byte, and the losses of AR-Hit and
-Others. The training loop measures them during training. The suite of
+They are the loss in nats per token, perplexity, bits per byte, and the losses
+of AR-Hit and Others. An AR hit (associative recall) is a token that ends an
+n-gram seen earlier in its document. Others are all other tokens.
+
+The training loop measures them during training. The suite of
 diffjax/evals/validation.py measures a checkpoint, with intervals.
 """
 
@@ -23,7 +26,8 @@ from diffjax.model.decoder import Decoder, output_embedding
 from diffjax.ops.cross_entropy import per_token_cross_entropy
 from diffjax.parallel.mesh import put_batch
 
-# The sums from which all losses follow, in the order of `from_sums`' arguments.
+# The sums from which `from_sums` computes the losses, in the order of its
+# arguments.
 SUMS = ("nll", "weight", "bytes", "hit_nll", "hit_weight")
 
 # Losses are logged under "validation/loss" and so on.
@@ -42,16 +46,16 @@ MEANINGS = {
 _MAX_LOSS_OF_PERPLEXITY = 700.0
 
 
-def losses(
-  eval_step: Callable[[Any, dict[str, jax.Array]], dict[str, Any]],
+def measure_losses(
+  eval_step: Callable[[Any, dict[str, jax.Array]], dict[str, jax.Array]],
   params: Any,
-  batches: Iterable[dict[str, Any]],
+  batches: Iterable[dict[str, np.ndarray]],
   *,
   mesh: Mesh,
   tokenizer: Tokenizer,
   ngram: int,
-) -> Iterator[tuple[str, float]]:
-  """Measures the losses over the targets with weight.
+) -> dict[str, float]:
+  """Returns a model's validation losses, by the names of `from_sums`.
 
   Args:
     eval_step: `training.program.Program.eval_step`, which sums `row_losses`
@@ -62,38 +66,55 @@ def losses(
     mesh: the devices of the program.
     tokenizer: the run's tokenizer, which counts the bytes of the targets.
     ngram: the length of the n-grams of AR-Hit.
-
-  Yields:
-    The name and value of each loss, as `from_sums`.
   """
-  totals: dict[str, float] = {}
-  pending: dict[str, Any] | None = None
+  totals = dict.fromkeys(SUMS, 0.0)
+  # The sums of the last batch, which the device may still be computing. They
+  # are fetched after the next batch has been dispatched, so that the device
+  # never waits for the host.
+  pending: dict[str, jax.Array] | None = None
   for host_batch in batches:
     host_batch = with_hits(host_batch, tokenizer, ngram)
     sums = eval_step(params, put_batch(host_batch, mesh))
-    # Fetches the previous batch, so the device never waits for the host.
     if pending is not None:
-      _add(totals, pending)
+      _add_sums(totals, pending)
     pending = sums
   if pending is not None:
-    _add(totals, pending)
-  if totals:
-    yield from from_sums(*(totals[name] for name in SUMS))
+    _add_sums(totals, pending)
+  losses = from_sums(
+    nll=totals["nll"],
+    weight=totals["weight"],
+    num_bytes=totals["bytes"],
+    hit_nll=totals["hit_nll"],
+    hit_weight=totals["hit_weight"],
+  )
+  return dict(losses)
+
+
+def _add_sums(totals: dict[str, float], sums: dict[str, jax.Array]) -> None:
+  """Adds the sums of a batch to the totals. Waits for the device."""
+  for name, value in sums.items():
+    totals[name] += float(value)
 
 
 def with_hits(
-  batch: dict[str, Any], tokenizer: Tokenizer, ngram: int
-) -> dict[str, Any]:
-  """Returns a host batch with "hits" and "bytes", float32 [B, T].
+  batch: dict[str, np.ndarray], tokenizer: Tokenizer, ngram: int
+) -> dict[str, np.ndarray]:
+  """Returns a batch on the host with two more arrays, float32 [B, T].
 
   "hits" is 1 for targets that are AR hits, else 0. "bytes" is the number of
-  bytes of each target.
+  bytes of each target. `row_losses` needs both.
+
+  Args:
+    batch: tokens, targets and segment_ids [B, T], and any other arrays.
+    tokenizer: the tokenizer of the tokens.
+    ngram: the length of the n-grams of AR-Hit.
   """
   hits = ar_hit_mask(
     batch["tokens"], batch["targets"], batch["segment_ids"], ngram
   )
   num_bytes = tokenizer.target_bytes(batch["tokens"], batch["targets"])
-  return batch | {
+  return {
+    **batch,
     "hits": hits.astype(np.float32),
     "bytes": num_bytes.astype(np.float32),
   }
@@ -102,7 +123,9 @@ def with_hits(
 def row_losses(
   model: Decoder, params: Any, batch: dict[str, jax.Array]
 ) -> dict[str, Float[Array, "B"]]:
-  """Returns the sums over each row from which the validation losses follow.
+  """Returns sums over each row, from which `from_sums` computes the losses.
+
+  A target counts by its weight. Padding has weight 0.
 
   Args:
     model: the decoder.
@@ -115,6 +138,7 @@ def row_losses(
   """
   weight = batch["weights"]
   has_weight = weight > 0
+  # A loss without weight may be infinite or NaN, and 0 times it would be NaN.
   nll = jnp.where(has_weight, token_losses(model, params, batch) * weight, 0.0)
   terms = {
     "nll": nll,
@@ -150,14 +174,20 @@ def token_losses(
 def from_sums(
   nll: float, weight: float, num_bytes: float, hit_nll: float, hit_weight: float
 ) -> Iterator[tuple[str, float]]:
-  """Computes the validation losses from the sums over all rows.
+  """Yields the name and value of each validation loss.
 
-  Yields:
-    Name and value of each loss: "loss" (nats per token), "perplexity",
-    "bits_per_byte", "ar_hit" and "others". "ar_hit" is the loss on targets that
-    end an n-gram seen earlier in their document, and "others" on all other
-    targets (paper.md, §5). Each is left out if there are no such targets.
-    Yields nothing if no target has weight.
+  The losses are "loss" (nats per token), "perplexity", "bits_per_byte",
+  "ar_hit" and "others". "ar_hit" is the loss on targets that end an n-gram seen
+  earlier in their document, and "others" on all other targets (paper.md, §5).
+  A loss is left out if it has no targets. So there are none if no target has
+  weight.
+
+  Args:
+    nll: the sum of the targets' losses in nats, times their weights.
+    weight: the sum of the targets' weights.
+    num_bytes: the bytes of the targets with weight.
+    hit_nll: as `nll`, for AR hits.
+    hit_weight: as `weight`, for AR hits.
   """
   if weight == 0:
     return
@@ -173,37 +203,33 @@ def from_sums(
     yield "others", (nll - hit_nll) / (weight - hit_weight)
 
 
-def one_line(scores: Mapping[str, float], rows: int) -> str:
+def format_line(scores: Mapping[str, float], num_rows: int) -> str:
   """Returns the main validation losses as one line of text.
+
+  Example: "validation on 1,000 rows: loss 2.5312, 1.0210 bits per byte"
 
   Args:
     scores: losses by the names under which they are logged.
-    rows: the number of validation rows that were measured.
+    num_rows: the number of validation rows that were measured.
   """
   loss = scores[_PREFIX + "loss"]
   values = [f"loss {loss:.4f}"]
   bits_per_byte = scores.get(_PREFIX + "bits_per_byte")
   if bits_per_byte is not None:
     values.append(f"{bits_per_byte:.4f} bits per byte")
-  return f"validation on {rows:,} rows: {', '.join(values)}"
+  return f"validation on {num_rows:,} rows: {', '.join(values)}"
 
 
-def explained(scores: Mapping[str, float], rows: int) -> str:
+def format_table(scores: Mapping[str, float], num_rows: int) -> str:
   """Returns all validation losses as lines of text, each with its meaning.
 
   Args:
     scores: losses by the names under which they are logged.
-    rows: the number of validation rows that were measured.
+    num_rows: the number of validation rows that were measured.
   """
-  lines = [f"validation on {rows:,} rows:"]
-  width = max(map(len, scores)) - len(_PREFIX)
+  lines = [f"validation on {num_rows:,} rows:"]
+  width = max(len(logged_name) for logged_name in scores) - len(_PREFIX)
   for logged_name, value in scores.items():
     name = logged_name.removeprefix(_PREFIX)
     lines.append(f"  {name:{width}}  {value:8.4f}  {MEANINGS[name]}")
   return "\n".join(lines)
-
-
-def _add(totals: dict[str, float], sums: dict[str, Any]) -> None:
-  """Adds the sums of a batch to the totals."""
-  for name, value in sums.items():
-    totals[name] = totals.get(name, 0.0) + float(value)

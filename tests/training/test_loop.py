@@ -433,7 +433,7 @@ def test_an_evaluation_that_fails_loses_no_steps(config, tmp_path, monkeypatch):
   def fail(*_, **__):
     raise RuntimeError("a bug")
 
-  monkeypatch.setattr(session.validation, "losses", fail)
+  monkeypatch.setattr(session.validation, "measure_losses", fail)
   with pytest.raises(RuntimeError, match="^a bug$"):
     loop.train(change(config, train__checkpoint_interval=100), str(tmp_path))
   assert manifest.steps(manifest.checkpoint_directory(tmp_path)) == [3]
@@ -478,13 +478,12 @@ def test_an_evaluation_that_is_switched_on_measures_the_restored_step(
   config = change(config, train__steps=2, eval__interval=0)
   loop.train(config, str(tmp_path))
   config = change(config, eval__interval=5)
-  measured = session.validation.losses
+  measured = session.validation.measure_losses
 
   def not_finite(*arguments, **options):
-    for name, _ in measured(*arguments, **options):
-      yield name, float("nan")
+    return dict.fromkeys(measured(*arguments, **options), float("nan"))
 
-  monkeypatch.setattr(session.validation, "losses", not_finite)
+  monkeypatch.setattr(session.validation, "measure_losses", not_finite)
   for _ in range(2):
     loop.train(config, str(tmp_path))
     lines = [line for line in log(tmp_path) if "validation/loss" in line]
@@ -524,12 +523,12 @@ def test_what_does_not_fit_the_memory_names_what_takes_less(
   )
   with (
     pytest.raises(UserError, match=r"--config\.mesh\.fsdp=8"),
-    memory.explained(config, make_mesh(config.mesh).shape),
+    memory.explain_out_of_memory(config, make_mesh(config.mesh).shape),
   ):
     raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
   with (
     pytest.raises(jax.errors.JaxRuntimeError, match="^INTERNAL$"),
-    memory.explained(config, make_mesh(config.mesh).shape),
+    memory.explain_out_of_memory(config, make_mesh(config.mesh).shape),
   ):
     raise jax.errors.JaxRuntimeError("INTERNAL")
 
@@ -1080,14 +1079,14 @@ def test_the_line_comes_before_the_first_step(
 ):
   """Compiling it may take minutes."""
   seen = []
-  log = session.Session.log
+  log_step = session.Session.log_step
 
   def logged(self, step, measured):
     if step == 1:
       seen.extend(attention_lines(capsys.readouterr().err))
-    log(self, step, measured)
+    log_step(self, step, measured)
 
-  monkeypatch.setattr(session.Session, "log", logged)
+  monkeypatch.setattr(session.Session, "log_step", logged)
   loop.train(change(config, train__steps=2), str(tmp_path))
   assert len(seen) == 1
 

@@ -80,7 +80,7 @@ def train(machine, log_interval, workdir, monkeypatch):
   ends, start, true_seconds = {}, (0, 0.0), {}
   for step in range(1, STEPS + 1):
     clock.now += machine.wait
-    log.batch_ready(machine.wait)
+    log.add_wait(machine.wait)
     if step == 1:
       clock.now += COMPILING
     begin = max(clock.now, device_free)
@@ -94,15 +94,15 @@ def train(machine, log_interval, workdir, monkeypatch):
         start = (1, device_free)
     result = Result(clock, device_free)
     results = {"skipped_in_a_row": result, "loss": result}
-    log.stepped(step, results)
+    log.add_step(step, results)
     is_logged = step % log_interval == 0 or step == STEPS
     if is_logged and step > start[0]:
       taken = step - start[0]
       true_seconds[step] = (ends[step] - start[1]) / taken
       start = (step, ends[step])
     for interval, seconds, done in (
-      (5, EVALUATION, lambda step: log.evaluated(step, {}, 0)),
-      (8, SAVE, log.saved),
+      (5, EVALUATION, lambda step: log.add_evaluation(step, {}, 0)),
+      (8, SAVE, log.add_save),
     ):
       if step % interval == 0:
         log.flush()

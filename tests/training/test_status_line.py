@@ -26,7 +26,8 @@ def test_plain_lines_and_speeds(monkeypatch):
   )
   clock(monkeypatch, [100.0, 105.0, 200.0, 202.0])
   for step in range(21, 32):
-    progress.stepped(step, waited=0.1)
+    progress.add_wait(0.1)
+    progress.add_step(step)
   values = progress.report(30, {"train/loss": 1.25})
   # Ten steps in five seconds, 32 tokens each; the wait before the first step is compilation's.
   assert (
@@ -55,7 +56,7 @@ def test_no_mfu_on_an_unknown_chip():
   progress = StatusLine(
     CONFIG, first_step=0, num_devices=1, device_kind="cpu", file=io.StringIO()
   )
-  progress.stepped(1)
+  progress.add_step(1)
   assert "train/mfu" not in progress.report(1, {"train/loss": 1.0})
 
 
@@ -81,8 +82,10 @@ def test_a_long_line_of_a_fast_run_fits_80_columns(monkeypatch):
     config, first_step=0, num_devices=1, device_kind="NVIDIA H200", file=file
   )
   clock(monkeypatch, [0.0, 40.0])
-  progress.stepped(1, waited=1.0)
-  progress.stepped(100, waited=0.1)
+  progress.add_wait(1.0)
+  progress.add_step(1)
+  progress.add_wait(0.1)
+  progress.add_step(100)
   progress.report(100, {"train/loss": 10.123456})
   # The first step waited for compilation, and 0.1 s of 40 s are negligible.
   assert re.fullmatch(
@@ -96,7 +99,7 @@ def test_live_line_on_a_terminal(terminal):
   progress = StatusLine(
     CONFIG, first_step=0, num_devices=1, device_kind="cpu", file=terminal
   )
-  progress.stepped(1)
+  progress.add_step(1)
   progress.report(1, {"train/loss": 3.5})
   progress.close()
   assert "1/100" in terminal.getvalue() and "loss 3.5000" in terminal.getvalue()
@@ -112,7 +115,7 @@ def test_compiling_ends_with_the_first_step(terminal):
   progress = StatusLine(
     CONFIG, first_step=0, num_devices=1, device_kind="cpu", file=terminal
   )
-  progress.stepped(1)
+  progress.add_step(1)
   progress.close()
   *_, last = terminal.getvalue().rpartition("1/100")
   assert (
