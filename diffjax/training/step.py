@@ -23,7 +23,8 @@ from diffjax.training.optimizer import skip_metrics, trained_part, with_frozen
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
-# (parameters, batch, sum of the whole batch's weights) → objective, metrics.
+# (parameters, micro-batch, sum of the whole batch's weights) → (objective,
+# metrics). Gradients are of the objective: the loss, plus the z-loss if used.
 Loss = Callable[[Any, Batch, jax.Array], tuple[jax.Array, Metrics]]
 
 
@@ -47,15 +48,16 @@ class TrainState:
 def init_params(
   model: Decoder, key: jax.Array, shape: tuple[int, int] = (1, 1)
 ) -> Any:
-  """Returns the initial parameters.
+  """Returns random initial parameters.
 
-  They do not depend on activations. Therefore the tokens are zeros, and the
-  implementation of attention is the reference.
+  Flax makes them while it runs the model on a batch. They depend on neither the
+  batch nor the activations. So the tokens are zeros, and attention is computed
+  by the reference implementation.
 
   Args:
     model: the decoder.
     key: the key of the random numbers.
-    shape: rows and tokens of a batch that the mesh can split.
+    shape: rows and tokens of the batch. The mesh must be able to split it.
   """
   reference = functools.partial(diff_attention, implementation="reference")
   model = model.clone(attention_fn=reference)
@@ -69,16 +71,18 @@ def make_init(
   optimizer: optax.GradientTransformationExtraArgs,
   shape: tuple[int, int],
 ) -> Callable[[], TrainState]:
-  """Returns the function () → initial state.
+  """Returns a function without arguments that makes the state of step 0.
 
   Args:
     config: the run's config.
     model: the decoder.
     optimizer: an optimizer from `make_optimizer`.
-    shape: as in `init_params`.
+    shape: rows and tokens of a batch that the mesh can split.
   """
 
   def init() -> TrainState:
+    # `rng` is unused, but without the split a seed would give other parameters
+    # than in earlier versions.
     init_rng, rng = jax.random.split(jax.random.key(config.train.seed))
     params = init_params(model, init_rng, shape)
     trained = trained_part(config.optimizer, params)
@@ -97,16 +101,16 @@ def make_loss(
   model: Decoder,
   cross_entropy: Callable[..., tuple[jax.Array, jax.Array]],
 ) -> Loss:
-  """Returns the loss function of a batch or a micro-batch.
+  """Returns the function that computes the loss of a batch or a micro-batch.
 
-  The loss is divided by the number of tokens of the whole batch. So the losses
-  of the micro-batches sum to the loss of the batch.
+  It divides by the number of tokens of the whole batch. So the losses of the
+  micro-batches sum to the loss of the batch.
 
   Args:
     config: the run's config.
     model: the decoder.
     cross_entropy: a function from `parallel.mesh.sharded_cross_entropy`. It
-      returns the objective, which includes the z-loss, and the z-loss.
+      returns two sums over tokens: cross-entropy + z-loss, and the z-loss.
   """
   z_loss = config.train.z_loss
   # 0 means that the logits of all tokens are computed together.
@@ -147,7 +151,7 @@ def make_step(
   optimizer: optax.GradientTransformationExtraArgs,
   schedule: optax.Schedule,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-  """Returns the function (state, batch) → (state, metrics).
+  """Returns the training step, a function (state, batch) → (state, metrics).
 
   Args:
     config: the run's config.
@@ -157,14 +161,17 @@ def make_step(
   """
 
   def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-    # At least 1, because a batch of padding has no weight.
-    total_weight = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
+    num_tokens = jnp.sum(batch["weights"])
+    # A batch that consists of padding has no tokens.
+    total_weight = jnp.maximum(num_tokens, 1.0)
+    # Gradients and optimizer do not have the frozen parameters.
     trained = trained_part(config.optimizer, state.params)
 
     def loss_of_trained(
       trained: Any, batch: Batch, total_weight: jax.Array
     ) -> tuple[jax.Array, Metrics]:
-      return loss(with_frozen(trained, state.params), batch, total_weight)
+      params = with_frozen(trained, state.params)
+      return loss(params, batch, total_weight)
 
     grads, loss_metrics = _gradient(
       loss_of_trained, trained, batch, total_weight, config.train.accumulation
@@ -179,7 +186,7 @@ def make_step(
     step_metrics = {
       "grad_norm": optax.tree.norm(grads),
       "learning_rate": schedule(state.step),
-      "tokens": jnp.sum(batch["weights"]),
+      "tokens": num_tokens,
       **skip_metrics(state.opt_state, opt_state, config.optimizer.spike_sigmas),
     }
     new_state = dataclasses.replace(
@@ -197,16 +204,16 @@ def _gradient(
   total_weight: jax.Array,
   accumulation: int,
 ) -> tuple[Any, Metrics]:
-  """Returns the gradient of the loss of a batch, and the loss's metrics.
+  """Returns the gradient of a batch's loss, and the loss's metrics.
 
-  The loss is Σ loss / Σ tokens over the whole batch. It does not depend on the
-  number of micro-batches.
+  To save memory, the batch can be split into micro-batches, which are computed
+  one after the other. The result is the same, except for rounding.
 
   Args:
     loss: the loss of a micro-batch, divided by `total_weight`.
-    params: the parameters by which it is differentiated.
+    params: the parameters with respect to which it is differentiated.
     batch: the whole batch.
-    total_weight: the sum of its weights.
+    total_weight: the sum of the batch's weights.
     accumulation: the number of micro-batches.
   """
   gradient = jax.grad(loss, has_aux=True)
@@ -219,6 +226,7 @@ def _gradient(
     micro_batches[name] = _split_rows(array, accumulation)
     first_micro_batch[name] = micro_batches[name][0]
 
+  # Sum gradients and metrics over the micro-batches.
   def add_micro_batch(sums: Any, micro_batch: Batch) -> tuple[Any, None]:
     terms = gradient(params, micro_batch, total_weight)
     return jax.tree.map(jnp.add, sums, terms), None
@@ -226,12 +234,18 @@ def _gradient(
   shapes = jax.eval_shape(gradient, params, first_micro_batch, total_weight)
   zeros = jax.tree.map(_zeros_of_shape, shapes)
   (grads, metrics), _ = jax.lax.scan(add_micro_batch, zeros, micro_batches)
+
+  # The loss has been divided by the tokens of the whole batch, so its sum is
+  # right. The layers' metrics are means over a micro-batch.
   for name, value in metrics.items():
-    # The loss is divided by the tokens of the whole batch. The layers' metrics
-    # are means over a micro-batch.
-    if value.ndim > 0:
+    if _is_layer_metric(value):
       metrics[name] = value / accumulation
   return grads, metrics
+
+
+def _is_layer_metric(value: jax.Array) -> bool:
+  """Returns True if a metric has a value per layer [L]. Others are scalars."""
+  return value.ndim == 1
 
 
 def _zeros_of_shape(shape: jax.ShapeDtypeStruct) -> jax.Array:
@@ -243,34 +257,36 @@ def _split_rows(
 ) -> Shaped[Array, "P R ..."]:
   """Returns the rows in P parts of R rows. B = R·P.
 
-  Part p has rows p, p + P, p + 2P and so on. So each device keeps its rows.
+  Part p has the rows p, p + P, p + 2P and so on. A device has consecutive rows.
+  So it has rows of every part, and no row moves to another device.
   """
   num_rows = array.shape[0] // num_parts
   grouped = array.reshape(num_rows, num_parts, *array.shape[1:])
   return jnp.moveaxis(grouped, 1, 0)
 
 
-def _merge_metrics(metrics: Metrics, more: Metrics) -> Metrics:
+def _merge_metrics(metrics: Metrics, new_metrics: Metrics) -> Metrics:
   """Returns the metrics of both dicts.
 
   Raises:
-    ValueError: if a name is in both. Authors of attention variants choose the
-      names of their metrics.
+    ValueError: if a name is in both. Then an attention variant has given a
+      metric the name of a metric of the step.
   """
-  for name in more:
+  for name in new_metrics:
     if name in metrics:
       raise ValueError(
         f"a layer sowed {name!r} under metrics, but the training step has a"
         " metric of this name; choose another name"
       )
-  return {**metrics, **more}
+  return {**metrics, **new_metrics}
 
 
 def layer_metrics(variables: dict[str, Any]) -> Metrics:
-  """Returns the values that the layers sowed under "metrics", by name.
+  """Returns the metrics that the layers record, by name.
 
-  Each metric has one value per layer [L]. A value of several numbers is
-  averaged. The values of `plain_layers` are left out.
+  A layer records one with `self.sow("metrics", name, value)`. Each metric has
+  one value per layer [L]. If a layer records an array, it is averaged. The
+  metrics of `plain_layers` are left out.
 
   Example: `Attention` records λ as "lambda". In DIFF V2 it is averaged over
   tokens and heads.
@@ -279,20 +295,22 @@ def layer_metrics(variables: dict[str, Any]) -> Metrics:
     variables: the second result of `Decoder.apply(…, mutable=["metrics"])`.
 
   Raises:
-    ValueError: if two values have one name.
+    ValueError: if two metrics have the same name.
   """
   sown = variables.get("metrics", {}).get("layers", {})
   metrics: Metrics = {}
   for path, value in jax.tree_util.tree_leaves_with_path(sown):
-    # ("attention", "lambda", 0): `sow` makes a tuple of the values of a name.
+    # The path ends with the name and an index, such as ("lambda", 0), because
+    # `sow` collects the values of a name in a tuple.
     name = path[-2].key
     if name in metrics:
       raise ValueError(
         f"a layer sowed two metrics named {name!r}; choose another name"
         " (`Attention` records 'lambda')"
       )
-    if value.ndim > 1:
-      axes_after_layers = tuple(range(1, value.ndim))
+    # The decoder's scan puts the axis of layers first.
+    axes_after_layers = tuple(range(1, value.ndim))
+    if axes_after_layers:
       value = jnp.mean(value, axis=axes_after_layers)
     metrics[name] = value
   return metrics
