@@ -1,7 +1,7 @@
 """The compiled functions of a run: initial state, training step, evaluation.
 
 The loop, ahead-of-time compilation, experiments and benchmarks use the same
-`Program`. So the step that is planned or timed is the step that trains.
+`Program`. So a plan or a benchmark is about the step that trains.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _SPARSE_CORE_COLLECTIVES = (
 # 128 MiB, and the compiler's default is less than this.
 _V6E_SCOPED_VMEM_KIB = 96 * 1024
 
-# A threshold in MiB that no array reaches.
+# More MiB than any array has: a threshold that turns an option off.
 _NEVER_MIB = 1_000_000
 
 
@@ -64,9 +64,9 @@ class JittedFunctions(NamedTuple):
     eval_step: (params, batch) → sums.
   """
 
-  init: Any
-  train_step: Any
-  eval_step: Any
+  init: jax.stages.Wrapped
+  train_step: jax.stages.Wrapped
+  eval_step: jax.stages.Wrapped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,8 +77,8 @@ class Program:
 
   Attributes:
     config: the run's config.
-    mesh: the devices of the state and the batches. They need not exist as long
-      as nothing is called.
+    mesh: the devices of the state and the batches. They need not exist if the
+      program is only traced or lowered.
     model: the decoder in the compute dtype of the mesh's platform. Its
       attention is wrapped for the mesh.
     abstract_state: shapes and shardings of the state.
@@ -101,7 +101,7 @@ class Program:
   def train_step(
     self, state: TrainState, batch: Batch
   ) -> tuple[TrainState, Metrics]:
-    """Takes a training step. Donates the state.
+    """Takes a training step. The state is donated, so it cannot be used again.
 
     The loss is Σ loss / Σ tokens over the whole batch. It does not depend on
     the number of micro-batches and devices.
@@ -133,13 +133,13 @@ class Program:
   def lower_train_step(self) -> jax.stages.Lowered:
     """Returns the training step, lowered for the mesh's devices.
 
-    The devices need not exist.
+    The devices need not exist, so that a step can be compiled ahead of time.
     """
     with _context(self.mesh):
       return self.trace_train_step().lower()
 
   def trace_train_step(self) -> jax.stages.Traced:
-    """Returns the traced training step.
+    """Returns the training step as a jaxpr, traced without arrays.
 
     Raises:
       ValueError: if the implementation of attention cannot run on the mesh.
@@ -160,7 +160,9 @@ class Program:
 
 
 def build(config: Config, mesh: Mesh) -> Program:
-  """Returns the program of a run. Compiles nothing and makes no array.
+  """Checks that a config fits a mesh, and returns the run's program.
+
+  Compiles nothing and makes no arrays.
 
   Args:
     config: the run's config.
@@ -180,23 +182,21 @@ def build(config: Config, mesh: Mesh) -> Program:
   schedule = make_schedule(config.optimizer, config.train.steps)
   optimizer = make_optimizer(config.optimizer, schedule)
 
-  # The smallest batch that the mesh can split.
+  # The initial state. Parameters do not depend on the batch, so it is made with
+  # the smallest batch that the mesh can split.
   init_shape = (_num_batch_parts(mesh), mesh.shape["context"])
   init = make_init(config, model, optimizer, init_shape)
   state_shapes = jax.eval_shape(init)
   _check_parameters(config.model, state_shapes.params)
   state_shardings = rules.shardings(state_shapes, mesh)
   abstract_state = jax.tree.map(_with_sharding, state_shapes, state_shardings)
-  _check_split(config, mesh)
-
-  loss = make_loss(config, model, sharded_cross_entropy(mesh))
-  step = make_step(config, loss, optimizer, schedule)
-
-  def evaluate(params: Any, batch: Batch) -> Metrics:
-    return jax.tree.map(jnp.sum, row_losses(model, params, batch))
-
   with _context(mesh):
     jitted_init = jax.jit(init, out_shardings=state_shardings)
+
+  # The training step.
+  _check_split(config, mesh)
+  loss = make_loss(config, model, sharded_cross_entropy(mesh))
+  step = make_step(config, loss, optimizer, schedule)
   replicated = NamedSharding(mesh, P())
   jitted_step = jax.jit(
     step,
@@ -206,6 +206,11 @@ def build(config: Config, mesh: Mesh) -> Program:
     out_shardings=(state_shardings, replicated),
     compiler_options=compiler_options(mesh),
   )
+
+  # The evaluation.
+  def evaluate(params: Any, batch: Batch) -> Metrics:
+    return jax.tree.map(jnp.sum, row_losses(model, params, batch))
+
   jitted = JittedFunctions(jitted_init, jitted_step, jax.jit(evaluate))
   return Program(config, mesh, model, abstract_state, jitted)
 
@@ -232,10 +237,10 @@ def _check_model(config: Config, mesh: Mesh) -> None:
 
 
 def _check_parameters(config: ModelConfig, params: Any) -> None:
-  """Checks that a decoder has the parameters that the table declares.
+  """Checks that a decoder has the parameters of the table in parameters.py.
 
-  Sharding, weight decay, FLOPs and conversions follow from the table. The
-  layers make the parameters, so an attention variant could contradict it.
+  Sharding, weight decay, FLOPs and conversions rely on the table. The layers
+  make the parameters, so the code of an attention variant could contradict it.
 
   Args:
     config: the decoder's config.
@@ -245,35 +250,51 @@ def _check_parameters(config: ModelConfig, params: Any) -> None:
     UserError: if a parameter is missing, undeclared or of another shape.
   """
   declared = parameter_shapes(config)
-  made = {}
-  for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-    name = path[-1].key
-    stack = path[0].key
-    if len(path) > 1 and stack != "layers":
-      name = f"{stack}/{name}"
-    if name in made:
-      raise UserError(
-        f"two parameters are named {name!r}; give them different names"
-      )
-    made[name] = leaf.shape
-  for name in sorted(declared.keys() | made.keys()):
+  actual = _shapes_by_name(params)
+  for name in sorted(declared.keys() | actual.keys()):
     if name not in declared:
       raise UserError(
         f"parameter {name!r} is made but not declared: add it to the"
         " extra_parameters of the attention variant. They must also have the"
         " parameters of its parent class"
       )
-    if name not in made:
+    if name not in actual:
       raise UserError(
         f"parameter {name!r} is in extra_parameters, but the layer does not"
         " make it"
       )
-    if declared[name] != made[name]:
+    if declared[name] != actual[name]:
       raise UserError(
-        f"parameter {name!r} has the shape {made[name]}, but its axes in"
+        f"parameter {name!r} has the shape {actual[name]}, but its axes in"
         f" extra_parameters give {declared[name]}. The first axis is L, the"
         " layers"
       )
+
+
+def _shapes_by_name(params: Any) -> dict[str, tuple[int, ...]]:
+  """Returns the shapes of a decoder's parameters, named as in the table.
+
+  A parameter has the last key of its path as its name. In a stack other than
+  "layers", the name of the stack comes first.
+
+  Example: params["plain_layers"]["attention"]["query"] → "plain_layers/query"
+
+  Raises:
+    UserError: if two parameters have the same name.
+  """
+  shapes = {}
+  for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    name = path[-1].key
+    stack = path[0].key
+    is_in_stack = len(path) > 1
+    if is_in_stack and stack != "layers":
+      name = f"{stack}/{name}"
+    if name in shapes:
+      raise UserError(
+        f"two parameters are named {name!r}; give them different names"
+      )
+    shapes[name] = leaf.shape
+  return shapes
 
 
 def _check_split(config: Config, mesh: Mesh) -> None:
@@ -281,17 +302,18 @@ def _check_split(config: Config, mesh: Mesh) -> None:
   batch_size = config.train.batch_size
   accumulation = config.train.accumulation
   num_parts = _num_batch_parts(mesh)
-  num_rows = batch_size // accumulation
-  if num_rows % num_parts != 0:
+  micro_batch_size = batch_size // accumulation
+  if micro_batch_size % num_parts != 0:
     raise UserError(
       f"config.train.batch_size = {batch_size} over config.train.accumulation ="
-      f" {accumulation} gives {num_rows} rows, which the {num_parts} parts of"
-      " the batch (data × fsdp) cannot share evenly; choose a multiple of"
-      f" {accumulation * num_parts}"
+      f" {accumulation} gives {micro_batch_size} rows, which the {num_parts}"
+      " parts of the batch (data × fsdp) cannot share evenly; choose a multiple"
+      f" of {accumulation * num_parts}"
     )
 
-  # Each context shard has two pieces of a row, an early one and a late one. The
-  # loss also splits a shard over the tensor axis.
+  # Late queries of a causal row see more keys than early ones. So each device
+  # along the context axis gets an early and a late piece of the row. The loss
+  # also splits these tokens over the tensor axis.
   context = mesh.shape["context"]
   tensor = mesh.shape["tensor"]
   pieces_per_shard = 2 if context > 1 else 1
@@ -311,42 +333,54 @@ def _num_batch_parts(mesh: Mesh) -> int:
 
 
 def compute_dtype(name: str, platform: str) -> Any:
-  """Returns the dtype that `config.model.dtype` means on a platform."""
+  """Returns the dtype of activations.
+
+  Args:
+    name: `config.model.dtype`: "float32", "bfloat16", or "auto", which is
+      float32 on CPU and bfloat16 on accelerators.
+    platform: the platform of the devices, such as "tpu".
+  """
   if name == "auto":
     return jnp.float32 if platform == "cpu" else jnp.bfloat16
   return {"float32": jnp.float32, "bfloat16": jnp.bfloat16}[name]
 
 
 def compiler_options(mesh: Mesh) -> dict[str, str] | None:
-  """Returns compiler options for the training step on TPU, else None.
+  """Returns XLA's options for the training step on TPU, or None elsewhere.
 
-  No product becomes a loop over the shards of a parameter or a gradient (a
-  windowed einsum). Gradients are sent while the chip computes (see
-  parallel/product.py). On v5p and v6e, the sparse cores gather parameters and
-  sum gradients during the computation, along one, two or three dimensions of
-  the torus. v5e has no sparse cores, and its compiler overlaps gathers without
-  an option.
-
-  xla_tpu_enable_async_collective_fusion stays off. Newer compilers accept it
-  only on v5e, and say that results may be wrong elsewhere.
+  With them, a TPU communicates while it computes. parallel/product.py describes
+  how parameters are gathered and gradients are summed.
   """
   device = mesh.devices.flat[0]
   if device.platform != "tpu":
     return None
+
+  # XLA must not turn a matrix product into a loop over the shards of a
+  # parameter or a gradient (a windowed einsum), which takes longer.
   options = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": str(_NEVER_MIB)}
+
+  # Gradients that are summed by an all-to-all are sent during computation.
   if uses_exchange(mesh):
     options["xla_tpu_enable_async_all_to_all"] = "true"
+
+  # On v5p and v6e, the sparse cores gather parameters and sum gradients during
+  # computation, along one, two or three dimensions of the torus. v5e has no
+  # sparse cores, and its compiler overlaps gathers without an option.
   if uses_sparse_cores(mesh):
     for collective in _SPARSE_CORE_COLLECTIVES:
       prefix = "xla_tpu_enable_sparse_core_collective_offload"
       options[f"{prefix}_{collective}"] = "true"
+
   if device.device_kind == "TPU v6 lite":
     options["xla_tpu_scoped_vmem_limit_kib"] = str(_V6E_SCOPED_VMEM_KIB)
+
+  # xla_tpu_enable_async_collective_fusion stays off. Newer compilers accept it
+  # only on v5e, and say that results may be wrong elsewhere.
   return options
 
 
 @contextlib.contextmanager
 def _context(mesh: Mesh) -> Iterator[None]:
-  """Sets the mesh and the names of the model's activations, for tracing."""
+  """Sets the mesh, and how it splits activations, while the model is traced."""
   with jax.set_mesh(mesh), nn.logical_axis_rules(rules.ACTIVATIONS):
     yield
