@@ -60,11 +60,16 @@ _CONNECT_TIMEOUT = flags.DEFINE_integer(
 
 
 def main(config: Config) -> None:
-  """Trains in --workdir, or in the default directory of the config."""
-  workdir = _WORKDIR.value or _default_workdir()
-  _check_workdir_of(_NUM_PROCESSES.value)
+  """Trains in --workdir, or in the default directory of the config.
 
-  # Imported here so that an error in the flags does not wait for them.
+  Raises:
+    UserError: if the user can fix the problem.
+  """
+  workdir = _WORKDIR.value or _default_workdir()
+  _check_workdir_flag(_NUM_PROCESSES.value)
+
+  # These imports take seconds. They come after the checks, so that an error in
+  # the flags is printed at once.
   import jax
 
   from diffjax.host import output, runtime
@@ -81,13 +86,16 @@ def main(config: Config) -> None:
     _PROCESS_ID.value,
     timeout=_CONNECT_TIMEOUT.value,
   ):
-    _check_workdir_of(jax.process_count())
+    # In a cluster, the number of processes is known only now.
+    _check_workdir_flag(jax.process_count())
     result = loop.train(config, workdir)
     finish(result)
 
 
 def _default_workdir() -> str:
-  """Returns the directory that is named after the config.
+  """Returns the directory that is named after --config.
+
+  Example: --config=tiny:transformer → "runs/tiny_transformer"
 
   Raises:
     app.UsageError: if the config is a TOML file, which has no such name.
@@ -101,11 +109,11 @@ def _default_workdir() -> str:
   return os.path.join("runs", name)
 
 
-def _check_workdir_of(num_processes: int) -> None:
-  """Raises UserError if several processes have no --workdir.
+def _check_workdir_flag(num_processes: int) -> None:
+  """Raises UserError if there are several processes, but no --workdir.
 
-  A default is relative to the directory of each process, and on several hosts
-  these are different directories.
+  The default directory is relative. Processes on several hosts would each use
+  their own.
   """
   if num_processes > 1 and not _WORKDIR.value:
     raise UserError(

@@ -19,10 +19,12 @@ _TEMPERATURE = 0.8
 
 
 def finish(result: TrainResult) -> None:
-  """Writes loss.png and sample.txt, and prints the sample and all file names.
+  """Ends a finished run with a plot of its losses and a sample of text.
 
-  Does nothing if the run is not finished. All processes must call this, because
-  they share the parameters.
+  Writes loss.png and sample.txt in the workdir, and prints the sample and the
+  names of all files. Does nothing if a signal has stopped the run early.
+
+  All processes must call this, because they share the parameters.
 
   Args:
     result: the result of `training.loop.train`.
@@ -39,42 +41,48 @@ def finish(result: TrainResult) -> None:
     stack.enter_context(
       memory.explain_out_of_memory(result.config, result.mesh.shape)
     )
-    # Training has released the lock. `lock` would make a deleted workdir again,
-    # and would lock a directory that has replaced it.
+    # Training has released the lock. If the workdir has been deleted or
+    # replaced since, raise, because `lock` would make or lock another directory.
     result.check_lock()
     if jax.process_index() == 0:
       stack.enter_context(lock(result.workdir))
-    text = _sample(result)
+    text = _generate_sample(result)
     result.check_lock()
     if jax.process_index() == 0:
-      _write(result, text)
-    # The files may have been deleted with the workdir.
+      _write_files(result, text)
+    # If the workdir was deleted meanwhile, so were the files.
     result.check_lock()
 
 
-def _sample(result: TrainResult) -> str:
-  """Returns the config's prompt and the model's continuation.
+def _generate_sample(result: TrainResult) -> str:
+  """Returns the config's prompt with the model's continuation.
 
-  Returns "" if the config asks for no sample, or if the prompt leaves no room.
+  Returns "" if the config asks for no sample, or if the prompt is as long as
+  the model's context.
   """
   config = result.config
   prompt = result.tokenizer.encode_prompt(config.train.sample_prompt)
-  num_tokens = min(
-    config.train.sample_tokens, config.model.max_length - len(prompt)
-  )
+  max_tokens = config.model.max_length - len(prompt)
+  num_tokens = min(config.train.sample_tokens, max_tokens)
   if num_tokens < 1:
     return ""
-  sampler = Sampler(
-    result.model, result.params, capacity=len(prompt) + num_tokens
-  )
+  capacity = len(prompt) + num_tokens
+  sampler = Sampler(result.model, result.params, capacity=capacity)
   [answer] = sampler.generate([prompt], num_tokens, temperature=_TEMPERATURE)
-  return config.train.sample_prompt + result.tokenizer.decode_after(
-    prompt, answer
-  )
+  continuation = result.tokenizer.decode_after(prompt, answer)
+  return config.train.sample_prompt + continuation
 
 
-def _write(result: TrainResult, text: str) -> None:
-  """Prints the sample, writes the plot and the sample, and prints all files."""
+def _write_files(result: TrainResult, text: str) -> None:
+  """Writes loss.png and sample.txt, and prints the sample and all file names.
+
+  If a file cannot be written, it prints a warning: the trained parameters are
+  saved already.
+
+  Args:
+    result: the result of a finished run.
+    text: the sample. "" for no sample.
+  """
   config = result.config
   workdir = epath.Path(result.workdir)
   files = "checkpoints, config.toml, metrics.jsonl, tensorboard, loss.png"
@@ -99,7 +107,7 @@ def _write(result: TrainResult, text: str) -> None:
 def plot_losses(
   jsonl: epath.PathLike, png: epath.PathLike, attention: str
 ) -> None:
-  """Plots the training and validation losses by step.
+  """Writes a picture of a run's training and validation losses by step.
 
   Args:
     jsonl: the metrics.jsonl of a run.

@@ -18,19 +18,22 @@ from diffjax.plots.styles import Style
 # The style of a run, and the entries of its log.
 Log = tuple[Style, Sequence[Mapping[str, Any]]]
 
-# A log axis over fewer decades has ticks at 1, 2 and 5 times a power of ten.
-_MAX_RATIO_WITH_MINOR_TICKS = 500
+# If the last step is at most this many times the first, a log axis has ticks at
+# 1, 2 and 5 times a power of ten. Otherwise these ticks would be too close.
+_MAX_RATIO_WITH_MORE_TICKS = 500
 
 
 def series(
   lines: Sequence[Mapping[str, Any]], metric: str
 ) -> tuple[list[int], list[float]]:
-  """Returns the steps and the values of a metric.
+  """Returns the steps and the values of a metric in a log.
+
+  Entries without the metric are left out, and so are values that were not
+  finite, which a log has as None.
 
   Args:
-    lines: The entries of a log.
-    metric: The name of the metric. Entries without it, and values that were not
-      finite, are left out.
+    lines: The entries of a log. Each has "step" and metrics by name.
+    metric: The name of the metric, such as "train/loss".
   """
   steps = []
   values = []
@@ -57,22 +60,24 @@ def loss_curves(logs: Sequence[Log]) -> matplotlib.figure.Figure:
   first_step = min(steps, default=1)
   last_step = max(steps, default=0)
   for style, lines in logs:
-    _plot_losses(left, style, lines)
     second_half = [line for line in lines if line["step"] >= last_step / 2]
+    _plot_losses(left, style, lines)
     _plot_losses(right, style, second_half)
 
   left.set(title="the whole run, steps on a log axis")
   right.set(title="its second half")
+  # This resets the formatters, so it comes before them.
   left.set_xscale("log")
   for axes in (left, right):
     axes.set(xlabel="step", ylabel="loss (nats per token)")
     axes.xaxis.set_major_formatter(
       matplotlib.ticker.StrMethodFormatter("{x:,.0f}")
     )
-  ticks: tuple[int, ...] = (1,)
-  if last_step < _MAX_RATIO_WITH_MINOR_TICKS * first_step:
-    ticks = (1, 2, 5)
-  left.xaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=ticks))
+  # The multiples of powers of ten that have a tick.
+  multiples: tuple[int, ...] = (1,)
+  if last_step < _MAX_RATIO_WITH_MORE_TICKS * first_step:
+    multiples = (1, 2, 5)
+  left.xaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=multiples))
   left.xaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
   if left.lines:
     left.legend(fontsize=9)
@@ -83,7 +88,13 @@ def loss_curves(logs: Sequence[Log]) -> matplotlib.figure.Figure:
 def _plot_losses(
   axes: Axes, style: Style, lines: Sequence[Mapping[str, Any]]
 ) -> None:
-  """Draws the training and validation losses of a run."""
+  """Draws a run's training losses as a line, validation losses as a dashed one.
+
+  Args:
+    axes: the plot.
+    style: the name, colour and marker of the run.
+    lines: the entries of its log. Losses that are not in it are not drawn.
+  """
   steps, losses = series(lines, "train/loss")
   if steps:
     axes.plot(

@@ -10,7 +10,13 @@ from typing import Any, NamedTuple
 
 
 class Style(NamedTuple):
-  """A name in words, and a colour and a marker of matplotlib."""
+  """How figures show a model.
+
+  Attributes:
+    name: its name in legends.
+    color: a colour of matplotlib, such as "#0072b2".
+    marker: a marker of matplotlib, such as "o".
+  """
 
   name: str
   color: str
@@ -31,7 +37,7 @@ BROWN = "#7f4f24"
 
 
 def tidy(figure: Any) -> None:
-  """Gives the axes of a figure light lines behind the data, and no frame.
+  """Draws a light grid behind the data, and removes the top and right frame.
 
   Axes with images and colour bars are not changed.
 

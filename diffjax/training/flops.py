@@ -16,13 +16,13 @@ from diffjax.model.shapes import axis_sizes, parameter_shapes
 from diffjax.model.stacks import stacks
 from diffjax.parameters import PARAMETERS, is_matrix
 
-# Peak dense bfloat16 FLOP/s of one JAX device, by the start of its
-# `device_kind`. The first start that matches counts.
+# Peak dense bfloat16 FLOP/s of one JAX device, by a prefix of `device_kind`. The
+# first prefix that matches counts.
 #
 # TPUs: cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}. A TPU7x chip has
 # 2307e12 and is two JAX devices.
-# NVIDIA: the data sheets, without sparsity. H100 without PCIe or NVL is SXM, and
-# B200 is HGX.
+# NVIDIA: the data sheets, without sparsity. H100 without PCIe or NVL is SXM,
+# and B200 is HGX.
 _PEAK_FLOPS = {
   "TPU v4": 275e12,
   "TPU v5 lite": 197e12,
@@ -38,7 +38,7 @@ _PEAK_FLOPS = {
   "NVIDIA B200": 2250e12,
 }
 
-# A chip for inference, which starts like "TPU v4".
+# A chip for inference. It is not in the table, but "TPU v4" is its prefix.
 _UNKNOWN_KIND = "TPU v4 lite"
 
 
@@ -50,8 +50,8 @@ def peak_flops(device_kind: str) -> float | None:
   """
   if device_kind == _UNKNOWN_KIND:
     return None
-  for start, flops in _PEAK_FLOPS.items():
-    if device_kind.startswith(start):
+  for prefix, flops in _PEAK_FLOPS.items():
+    if device_kind.startswith(prefix):
       return flops
   return None
 
@@ -68,17 +68,13 @@ def step_flops(
 ) -> StepFlops:
   """Returns the nominal FLOPs of a number of tokens.
 
-  The backward pass takes two products for each product of the forward pass, one
-  for the gradient of each operand. A frozen matrix has no gradient, so it takes
-  one. Rematerialisation is not counted.
-
   Counted are the projections (with DIFF V2's λ̂), the SwiGLU, the vocabulary
   projection, and QKᵀ and AV of every map. In DIFF V1, V is 2D wide. QKᵀ and AV
   count pairs of a token and a token that it sees: T(T+1)/2 in a causal row
   without a window.
 
-  Not counted are the embedding's lookup, norms, RoPE and softmax. Packed
-  documents count as one document.
+  Not counted are the embedding's lookup, norms, RoPE, softmax and
+  rematerialisation. Packed documents count as one document.
 
   Args:
     model: the model's config.
@@ -91,21 +87,24 @@ def step_flops(
     FLOPs of the forward pass, and of a training step.
   """
   matrix_sizes = _multiply_adds_per_token(model)
-  row = length * sum(matrix_sizes.values())
+  row_multiply_adds = length * sum(matrix_sizes.values())
   for stack in stacks(model).values():
-    row += _attention_size(stack) * _num_pairs(stack, length)
-  forward = 2 * row * tokens // length
+    row_multiply_adds += _attention_size(stack) * _num_pairs(stack, length)
+  # A multiply-add is two FLOPs.
+  forward = 2 * row_multiply_adds * tokens // length
+  # The backward pass takes two products for each product of the forward pass,
+  # one for the gradient of each operand. A frozen matrix has no gradient.
   frozen_size = sum(matrix_sizes.get(name, 0) for name in frozen)
   training = 3 * forward - 2 * tokens * frozen_size
   return StepFlops(forward, training)
 
 
 def _multiply_adds_per_token(model: ModelConfig) -> dict[str, int]:
-  """Returns the multiply-adds of each matrix per token, by its name.
+  """Returns the multiply-adds per token of each matrix, by its name.
 
-  The matrices of all layers have one name. Attention's maps are not included.
+  A name stands for the matrices of all layers. QKᵀ and AV are not included.
   """
-  # The vocabulary projection, which may use the embedding.
+  # The embedding may also be the matrix of the vocabulary projection.
   output = "embedding" if model.tie_embeddings else "unembedding"
   matrix_sizes = {output: model.vocab_size * model.embed_dim}
   sizes = axis_sizes(model)
@@ -114,7 +113,7 @@ def _multiply_adds_per_token(model: ModelConfig) -> dict[str, int]:
     name = path.rpartition("/")[2]
     if not is_matrix(name):
       continue
-    # A matrix that heads share is multiplied once for each of them.
+    # A matrix that all heads share is multiplied once for each head.
     num_uses = math.prod(sizes[axis] for axis in PARAMETERS[name].shared)
     size = math.prod(shape) * num_uses
     matrix_sizes[name] = matrix_sizes.get(name, 0) + size
@@ -124,40 +123,44 @@ def _multiply_adds_per_token(model: ModelConfig) -> dict[str, int]:
 def _attention_size(stack: ModelConfig) -> int:
   """Returns the multiply-adds of a layer's attention per query and key.
 
-  Every map costs D for its logit. A fused variant multiplies every map with the
-  values. Other variants multiply the weights of a head with them.
+  QKᵀ costs D (the width of keys) for each map, and AV costs V (the width of
+  values) for each product with the values. A fused variant multiplies every map
+  with the values. Other variants first combine the maps of a head.
   """
   sizes = axis_sizes(stack)
+  # Q groups of G maps each.
   num_maps = sizes["Q"] * sizes["G"]
   num_products = num_maps
   if not attention_class(stack).fused:
-    num_products = sizes["H"]
+    num_heads = sizes["H"]
+    num_products = num_heads
   return num_maps * sizes["D"] + num_products * sizes["V"]
 
 
-def _num_pairs(model: ModelConfig, length: int) -> int:
-  """Returns the pairs of a query and a key that it sees in a row.
+def _num_pairs(stack: ModelConfig, length: int) -> int:
+  """Returns the number of pairs of a query and a key that it sees.
 
-  The pairs of all layers are summed.
+  It is the number in one row, summed over the layers of a stack.
   """
   total = 0
-  for layer_window in layer_windows(model):
+  for layer_window in layer_windows(stack):
     window = length
     if layer_window is not None:
       window = min(layer_window, length)
     # The first queries see 1, 2, …, window keys, and the rest see `window`.
-    num_rest = length - window
-    causal_pairs = window * (window + 1) // 2 + num_rest * window
-    if model.causal:
+    num_other_queries = length - window
+    causal_pairs = window * (window + 1) // 2 + num_other_queries * window
+    if stack.causal:
       total += causal_pairs
     else:
-      # Each pair in both orders. A query and its own key are one pair.
+      # A token also sees the tokens that see it. Only the pairs of a token with
+      # itself do not count twice.
       total += 2 * causal_pairs - length
   return total
 
 
 def parameter_count(model: ModelConfig) -> int:
-  """Returns the number of parameters, in closed form (paper.md §3).
+  """Returns a model's number of parameters, without making them (paper.md §3).
 
   With tie_embeddings, there is one vocabulary matrix.
   """

@@ -9,9 +9,9 @@ from diffjax.config import Config
 
 
 def step_annotation(step: int) -> jax.profiler.StepTraceAnnotation:
-  """Returns a context that marks a step in profiles.
+  """Returns a context that marks a training step in a profile.
 
-  Outside a profile it costs nothing.
+  If no profile is being recorded, it costs nothing.
 
   Args:
     step: the step's number in the log.
@@ -20,31 +20,36 @@ def step_annotation(step: int) -> jax.profiler.StepTraceAnnotation:
 
 
 class Profiler:
-  """Traces the steps that the config names into workdir/profile."""
+  """Records a profile of some steps in workdir/profile.
+
+  These are `config.train.profile_steps` steps after step
+  `config.train.profile_step`. If that is negative, nothing is recorded.
+  """
 
   def __init__(self, config: Config, workdir: str):
-    """Computes the traced steps. Nothing is traced if profile_step is negative.
+    """Starts nothing yet.
 
     Args:
       config: the run's config.
       workdir: the run's directory, local or gs://.
     """
-    first = config.train.profile_step
-    num_steps = config.train.profile_steps
-    self._traced_steps = range(0)
-    if first >= 0:
-      self._traced_steps = range(first, first + num_steps)
+    first_step = config.train.profile_step
+    # The profile runs while the number of steps done is in this range.
+    self._profiled_steps = range(0)
+    if first_step >= 0:
+      end_step = first_step + config.train.profile_steps
+      self._profiled_steps = range(first_step, end_step)
     self._directory = str(epath.Path(workdir) / "profile")
     self._is_running = False
 
   def update(self, step: int, is_last: bool) -> None:
-    """Starts or stops the trace. Must be called between steps.
+    """Starts or stops the profile. Must be called between steps.
 
     Args:
       step: the number of steps done.
       is_last: whether the run ends after this step.
     """
-    should_run = step in self._traced_steps and not is_last
+    should_run = step in self._profiled_steps and not is_last
     if should_run and not self._is_running:
       jax.profiler.start_trace(self._directory)
     elif self._is_running and not should_run:
@@ -52,7 +57,7 @@ class Profiler:
     self._is_running = should_run
 
   def close(self) -> None:
-    """Stops a trace that an error has left running."""
+    """Stops the profile if it is running, for example after an error."""
     if self._is_running:
       jax.profiler.stop_trace()
       self._is_running = False

@@ -26,7 +26,8 @@ class TrainResult:
     tokenizer: the run's tokenizer.
     step: the number of steps done.
     check_lock: raises LostWorkdir, in all processes, if the workdir is not the
-      directory that the run locked. All processes must call it together.
+      directory that the run has locked, because it was deleted or replaced. All
+      processes must call it together.
   """
 
   config: Config

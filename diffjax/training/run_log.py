@@ -104,8 +104,8 @@ class RunLog:
     """
     pending = self._pending
     if pending is not None and pending.end is None and pending.is_over():
-      # It is not known when the step ended during the wait. The log assumes that
-      # it ended at the start of the wait.
+      # It is not known when the step ended during the wait. The log assumes
+      # that it ended at the start of the wait.
       pending.end = self._status_line.moment(seconds_ago=seconds)
       if pending.step == self._first_step + 1:
         # The start of the first step, after compilation, is not known either.

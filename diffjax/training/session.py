@@ -160,8 +160,8 @@ class Session:
     if jax.process_index() == 0:
       check_wandb(config.train.wandb_project)
 
-    # Check the config against the tokenizer and the devices. The tokenizer's file
-    # may have changed since an earlier run of this process.
+    # Check the config against the tokenizer and the devices. The file of the
+    # tokenizer may have changed since an earlier run of this process.
     mesh = make_mesh(config.mesh)
     load_once.cache_clear()
     tokenizer = load_tokenizer(config.data.tokenizer)
@@ -227,7 +227,7 @@ class Session:
         restored=start.checkpoint,
         lock=workdir_lock,
       )
-      # Entered after the lock, so that it is closed before the lock is released.
+      # Entered after the lock, and therefore closed before its release.
       stack.enter_context(checkpoints)
       log = RunLog(
         config, self._workdir, mesh, checkpoints, first_step=first_step
@@ -306,7 +306,7 @@ class Session:
     if checkpoint is None:
       return _Start(self._new_state(), None, lacks_scores=False)
 
-    # Another run may have written this checkpoint since the check in `__init__`.
+    # Another run may have written it since the check in `__init__`.
     check_checkpoint(checkpoint, self._workdir, self._config)
     state = checkpoint.state(self.program.abstract_state)
     batches.set_state(self._data_state_of_share(checkpoint.data_state))

@@ -58,8 +58,8 @@ class StatusLine:
   report is a line of its own. Only process 0 prints.
 
   Speeds are averages over a window: the steps since the previous report. A
-  window begins and ends at the end of a step. Compilation, evaluations and saves
-  are in no window.
+  window begins and ends at the end of a step. It does not include compilation,
+  evaluations and saves.
   """
 
   def __init__(
@@ -104,7 +104,7 @@ class StatusLine:
       self._start_bar(first_step)
 
   def _start_bar(self, first_step: int) -> None:
-    """Shows a line with steps, a bar and a status, which is updated in place."""
+    """Shows a line with steps, a bar and a status, to be updated in place."""
     self._bar = rich.progress.Progress(
       rich.progress.TextColumn("{task.completed}/{task.total}"),
       rich.progress.BarColumn(bar_width=10),
