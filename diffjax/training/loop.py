@@ -39,24 +39,15 @@ def train(config: Config, workdir: str) -> TrainResult:
       not fit the devices, the data or the checkpoint, and too many skipped
       steps in a row (`config.train.max_skipped_in_a_row`).
   """
-  num_steps = config.train.steps
-  eval_interval = config.eval.interval
-  checkpoint_interval = config.train.checkpoint_interval
   with Session(config, workdir) as session:
     # Restore.
     state = session.take_initial_state()
     step = session.first_step
     while True:
-      # `step` is the number of steps done. Decide what to do after them.
-      is_done = step >= num_steps
-      is_last = is_done or session.should_stop()
-      # The step that the session starts from needs no save. It needs an
-      # evaluation only if its checkpoint has no losses.
-      is_start = step == session.first_step
-      is_due = eval_interval > 0 and (is_done or step % eval_interval == 0)
-      should_evaluate = is_due and (not is_start or session.lacks_scores)
-      is_interval_over = step % checkpoint_interval == 0
-      should_save = not is_start and (is_last or is_interval_over)
+      # Decide what to do after `step` steps.
+      is_last = step >= config.train.steps or session.should_stop()
+      should_evaluate = _should_evaluate(config, session, step)
+      should_save = _should_save(config, session, step, is_last)
       session.update_profile(step, is_last)
       if should_evaluate or should_save:
         session.flush_log()
@@ -70,7 +61,7 @@ def train(config: Config, workdir: str) -> TrainResult:
       # Save.
       if should_save:
         session.save(step, state, scores)
-      elif should_evaluate and is_start:
+      elif should_evaluate and step == session.first_step:
         # The restored checkpoint has no losses.
         session.add_scores(step, scores)
       if is_last:
@@ -92,3 +83,30 @@ def train(config: Config, workdir: str) -> TrainResult:
       # so it never waits for the host.
       session.log_step(step, metrics)
     return session.end(step, state)
+
+
+def _should_evaluate(config: Config, session: Session, step: int) -> bool:
+  """Returns True if the loop must measure the validation losses after a step.
+
+  That is every `eval.interval` steps, and after the last step. A restored step
+  has been evaluated, unless its checkpoint has no losses.
+  """
+  interval = config.eval.interval
+  if interval == 0:
+    return False
+  if step == session.first_step and not session.lacks_scores:
+    return False
+  return step >= config.train.steps or step % interval == 0
+
+
+def _should_save(
+  config: Config, session: Session, step: int, is_last: bool
+) -> bool:
+  """Returns True if the loop must save a checkpoint after a step.
+
+  That is every `train.checkpoint_interval` steps, and before the run ends or is
+  stopped. The step that the session starts from is not saved again.
+  """
+  if step == session.first_step:
+    return False
+  return is_last or step % config.train.checkpoint_interval == 0

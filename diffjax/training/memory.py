@@ -54,6 +54,7 @@ def for_state(
     slices: the number of TPU slices.
   """
   devices_per_slice = math.prod(mesh.values()) // slices
+  # The fsdp axis splits the model's width.
   is_sharded_fully = mesh["fsdp"] >= devices_per_slice
   is_divisible = config.model.embed_dim % devices_per_slice == 0
   if is_sharded_fully or not is_divisible:

@@ -189,6 +189,7 @@ class Session:
     """
     name = self._config.model.attention_implementation
     if name == "auto":
+      # An implementation that can run is chosen.
       return
     try:
       self.program.trace_train_step()
@@ -211,6 +212,7 @@ class Session:
     # If anything here raises, `stack` closes what has been opened before.
     with contextlib.ExitStack() as stack:
       stack.enter_context(memory.explain_out_of_memory(config, mesh.shape))
+      # This part may refuse the run. It writes nothing but the lock.
       batches, validation_data = self._open_data(stack)
       workdir_lock = None
       if jax.process_index() == 0:
@@ -532,6 +534,7 @@ class Session:
     # Each process reads its share of the data at its own position. Processes
     # with the same share have the same position.
     data_state = self._resources.training_batches.get_state()
+    # All processes' pairs, as a dict from share to state.
     states = dict(gather_objects([self._share, data_state]))
     states_by_share = [states[share] for share in sorted(states)]
     self._resources.checkpoints.save(
