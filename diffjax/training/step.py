@@ -85,11 +85,11 @@ def make_init(
     # than in earlier versions.
     init_rng, rng = jax.random.split(jax.random.key(config.train.seed))
     params = init_params(model, init_rng, shape)
-    trained = trained_part(config.optimizer, params)
+    trained_params = trained_part(config.optimizer, params)
     return TrainState(
       step=jnp.zeros((), jnp.int32),
       params=params,
-      opt_state=optimizer.init(trained),
+      opt_state=optimizer.init(trained_params),
       rng=rng,
     )
 
@@ -136,6 +136,7 @@ def make_loss(
         z_loss=z_loss,
         chunk=chunk,
       )
+    # The gradient includes the z-loss, but the logged loss does not.
     metrics = {"loss": (objective - z_term) / total_weight}
     if z_loss:
       metrics["z_loss"] = z_term / total_weight
@@ -164,24 +165,29 @@ def make_step(
     num_tokens = jnp.sum(batch["weights"])
     # A batch that consists of padding has no tokens.
     total_weight = jnp.maximum(num_tokens, 1.0)
-    # Gradients and optimizer do not have the frozen parameters.
-    trained = trained_part(config.optimizer, state.params)
+    # Frozen parameters have no gradient and are not in the optimizer's state.
+    trained_params = trained_part(config.optimizer, state.params)
 
     def loss_of_trained(
-      trained: Any, batch: Batch, total_weight: jax.Array
+      trained_params: Any, batch: Batch, total_weight: jax.Array
     ) -> tuple[jax.Array, Metrics]:
-      params = with_frozen(trained, state.params)
+      params = with_frozen(trained_params, state.params)
       return loss(params, batch, total_weight)
 
     grads, loss_metrics = _gradient(
-      loss_of_trained, trained, batch, total_weight, config.train.accumulation
+      loss_of_trained,
+      trained_params,
+      batch,
+      total_weight,
+      config.train.accumulation,
     )
     with jax.named_scope("optimizer"):
+      # The optimizer skips steps whose loss or gradient norm is a spike.
       updates, opt_state = optimizer.update(
-        grads, state.opt_state, trained, value=loss_metrics["loss"]
+        grads, state.opt_state, trained_params, value=loss_metrics["loss"]
       )
-      trained = optax.apply_updates(trained, updates)
-      params = with_frozen(trained, state.params)
+      trained_params = optax.apply_updates(trained_params, updates)
+      params = with_frozen(trained_params, state.params)
 
     step_metrics = {
       "grad_norm": optax.tree.norm(grads),
