@@ -241,14 +241,14 @@ def test_the_space_after_a_prompt_is_printed(
   result = TrainResult(
     config=run_config,
     workdir=str(tmp_path),
-    mesh=None,
+    mesh=make_mesh(run_config.mesh),
     model=model,
     params=params,
     tokenizer=tokenizer,
     step=0,
     check_lock=lambda: None,
   )
-  assert finish._sample(result) == "hello world"
+  assert finish._generate_sample(result) == "hello world"
 
 
 def test_bad_input_is_one_line(workdir, tmp_path):

@@ -41,8 +41,8 @@ def finish(result: TrainResult) -> None:
     stack.enter_context(
       memory.explain_out_of_memory(result.config, result.mesh.shape)
     )
-    # Training has released the lock. If the workdir has been deleted or
-    # replaced since, raise, because `lock` would make or lock another directory.
+    # Training has released the lock. Raise if the workdir has been deleted or
+    # replaced since. `lock` would make or lock another directory.
     result.check_lock()
     if jax.process_index() == 0:
       stack.enter_context(lock(result.workdir))

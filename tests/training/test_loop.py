@@ -866,13 +866,13 @@ def test_a_workdir_that_is_replaced_ends_the_run(
     shutil.copytree(whole, workdir)
 
   if moment == "sample":
-    generate = finish._sample
+    generate = finish._generate_sample
 
     def sample(*arguments):
       replace()
       return generate(*arguments)
 
-    monkeypatch.setattr(finish, "_sample", sample)
+    monkeypatch.setattr(finish, "_generate_sample", sample)
   else:
     at_batch(monkeypatch, 6, replace)
   with pytest.raises(LostWorkdir, match=f"{workdir} is no longer"):
