@@ -77,7 +77,9 @@ def main(config: Config) -> None:
   from diffjax.parallel.processes import connected
   from diffjax.training import loop
 
+  # Training continues if its output can no longer be written.
   output.outlive()
+  # The rest must be called before JAX computes.
   runtime.keep_compiled_programs()
   runtime.keep_freed_memory()
   with connected(

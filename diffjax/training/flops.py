@@ -16,8 +16,8 @@ from diffjax.model.shapes import axis_sizes, parameter_shapes
 from diffjax.model.stacks import stacks
 from diffjax.parameters import PARAMETERS, is_matrix
 
-# Peak dense bfloat16 FLOP/s of one JAX device, by a prefix of `device_kind`. The
-# first prefix that matches counts.
+# Peak dense bfloat16 FLOP/s of one JAX device, by a prefix of `device_kind`.
+# The first prefix that matches counts.
 #
 # TPUs: cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}. A TPU7x chip has
 # 2307e12 and is two JAX devices.
@@ -93,7 +93,8 @@ def step_flops(
   # A multiply-add is two FLOPs.
   forward = 2 * row_multiply_adds * tokens // length
   # The backward pass takes two products for each product of the forward pass,
-  # one for the gradient of each operand. A frozen matrix has no gradient.
+  # one for the gradient of each operand. A frozen matrix has no gradient, so it
+  # takes one product less.
   frozen_size = sum(matrix_sizes.get(name, 0) for name in frozen)
   training = 3 * forward - 2 * tokens * frozen_size
   return StepFlops(forward, training)
@@ -108,9 +109,9 @@ def _multiply_adds_per_token(model: ModelConfig) -> dict[str, int]:
   output = "embedding" if model.tie_embeddings else "unembedding"
   matrix_sizes = {output: model.vocab_size * model.embed_dim}
   sizes = axis_sizes(model)
-  for path, shape in parameter_shapes(model).items():
+  for full_name, shape in parameter_shapes(model).items():
     # The parameters of plain layers are named "plain_layers/query" and so on.
-    name = path.rpartition("/")[2]
+    name = full_name.rpartition("/")[2]
     if not is_matrix(name):
       continue
     # A matrix that all heads share is multiplied once for each head.
@@ -153,8 +154,7 @@ def _num_pairs(stack: ModelConfig, length: int) -> int:
     if stack.causal:
       total += causal_pairs
     else:
-      # A token also sees the tokens that see it. Only the pairs of a token with
-      # itself do not count twice.
+      # Each pair counts in both orders, except that of a token with itself.
       total += 2 * causal_pairs - length
   return total
 

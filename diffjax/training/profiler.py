@@ -27,7 +27,7 @@ class Profiler:
   """
 
   def __init__(self, config: Config, workdir: str):
-    """Starts nothing yet.
+    """Prepares the profile. `update` starts it.
 
     Args:
       config: the run's config.

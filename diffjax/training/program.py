@@ -51,7 +51,7 @@ _SPARSE_CORE_COLLECTIVES = (
 # 128 MiB, and the compiler's default is less than this.
 _V6E_SCOPED_VMEM_KIB = 96 * 1024
 
-# More MiB than any array has: a threshold that turns an option off.
+# A threshold for sizes of arrays, in MiB, which no array reaches.
 _NEVER_MIB = 1_000_000
 
 
@@ -299,6 +299,7 @@ def _shapes_by_name(params: Any) -> dict[str, tuple[int, ...]]:
 
 def _check_split(config: Config, mesh: Mesh) -> None:
   """Raises UserError if the mesh cannot split a micro-batch or a row."""
+  # The data and fsdp axes split the rows of a micro-batch.
   batch_size = config.train.batch_size
   accumulation = config.train.accumulation
   num_parts = _num_batch_parts(mesh)
@@ -355,8 +356,8 @@ def compiler_options(mesh: Mesh) -> dict[str, str] | None:
   if device.platform != "tpu":
     return None
 
-  # XLA must not turn a matrix product into a loop over the shards of a
-  # parameter or a gradient (a windowed einsum), which takes longer.
+  # XLA turns products with arrays above this size into loops over the shards of
+  # a parameter or a gradient (windowed einsums). No product should become one.
   options = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": str(_NEVER_MIB)}
 
   # Gradients that are summed by an all-to-all are sent during computation.
@@ -371,6 +372,7 @@ def compiler_options(mesh: Mesh) -> dict[str, str] | None:
       prefix = "xla_tpu_enable_sparse_core_collective_offload"
       options[f"{prefix}_{collective}"] = "true"
 
+  # On v6e, a product may use more VMEM for its tiles than by default.
   if device.device_kind == "TPU v6 lite":
     options["xla_tpu_scoped_vmem_limit_kib"] = str(_V6E_SCOPED_VMEM_KIB)
 

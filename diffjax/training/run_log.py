@@ -108,8 +108,8 @@ class RunLog:
       # that it ended at the start of the wait.
       pending.end = self._status_line.moment(seconds_ago=seconds)
       if pending.step == self._first_step + 1:
-        # The start of the first step, after compilation, is not known either.
-        # So the first step does not count.
+        # It is not known when compilation ended and the first step began. So
+        # speeds are measured from the end of this step.
         self._status_line.start_window(pending.step, pending.end)
     self._status_line.add_wait(seconds)
 
@@ -137,8 +137,8 @@ class RunLog:
     """Waits for the last step, and logs its metrics if they are due.
 
     They are due every `train.log_interval` steps, in the first and the last
-    step, and if the optimizer has skipped the step. Does nothing if the last
-    step has been logged.
+    step, and if the optimizer has skipped the step because of a spike or NaN.
+    Does nothing if this method has already been called for the last step.
 
     Raises:
       UserError: if `train.max_skipped_in_a_row` consecutive steps were skipped.
@@ -193,7 +193,10 @@ class RunLog:
   def _too_many_skipped_message(
     self, step: int, num_in_a_row: int, reason: str
   ) -> str:
-    """Returns an error message that names the last good checkpoint.
+    """Returns the error message for too many skipped steps in a row.
+
+    It names the last checkpoint before the skipped steps, and how to continue
+    from it.
 
     Args:
       step: the last step that was skipped.
@@ -235,11 +238,13 @@ class RunLog:
       num_rows: the number of validation rows that were measured.
     """
     self._metric_writer.write(step, scores)
+    is_last = step >= self._config.train.steps
     # There are no losses if no validation token has weight.
-    if scores:
+    if scores and is_last:
+      text = validation.format_table(scores, num_rows)
+      self._status_line.note(step, text)
+    elif scores:
       text = validation.format_line(scores, num_rows)
-      if step >= self._config.train.steps:
-        text = validation.format_table(scores, num_rows)
       self._status_line.note(step, text)
     self._status_line.restart_window(step)
 

@@ -71,7 +71,7 @@ class StatusLine:
     device_kind: str,
     file: TextIO | None = None,
   ):
-    """On a terminal, shows that the first step is being compiled.
+    """Shows the status line, if the output is a terminal.
 
     Args:
       config: the run's config.
@@ -87,8 +87,9 @@ class StatusLine:
       config, num_devices, device_kind
     )
     # The speeds of the last report. Empty before the first measurement.
-    self._rates: dict[str, float] = {}
-    # The window has the steps after this one. None before the first dispatch.
+    self._speeds: dict[str, float] = {}
+    # Speeds are averages over the steps after this one. None before the first
+    # step.
     self._window_start: _StepEnd | None = None
     self._seconds_waited = 0.0
     self._console = rich.console.Console(
@@ -136,7 +137,9 @@ class StatusLine:
     self._seconds_waited += seconds
 
   def add_step(self, step: int, *, is_over: bool = False) -> None:
-    """Shows a step that has been dispatched.
+    """Shows that a step has been dispatched to the devices.
+
+    The first call starts the measurement of speeds.
 
     Args:
       step: the number of the step.
@@ -165,9 +168,9 @@ class StatusLine:
     self._window_start = _StepEnd(step, end)
 
   def restart_window(self, step: int) -> None:
-    """Measures speeds from now on, for example after an evaluation.
+    """Excludes the time until now from the speeds, for example an evaluation.
 
-    Does nothing before the first step.
+    Does nothing if speeds are not measured yet.
 
     Args:
       step: the number of steps done, all of which have ended.
@@ -197,7 +200,7 @@ class StatusLine:
       end = self.moment()
     start = self._window_start
     if start is not None and step > start.step:
-      self._rates = self._compute_rates(start, _StepEnd(step, end))
+      self._speeds = self._compute_speeds(start, _StepEnd(step, end))
       self.start_window(step, end)
     loss = values.get("train/loss", math.nan)
     status = self._status_text(step, loss)
@@ -205,9 +208,9 @@ class StatusLine:
       self._update_bar(status=status)
     else:
       self.note(step, status)
-    return {**values, **self._rates}
+    return {**values, **self._speeds}
 
-  def _compute_rates(self, start: _StepEnd, end: _StepEnd) -> dict[str, float]:
+  def _compute_speeds(self, start: _StepEnd, end: _StepEnd) -> dict[str, float]:
     """Returns the speeds between the ends of two steps, by logged name.
 
     MFU (model FLOPs utilization) is the time of a step at the devices' peak
@@ -217,14 +220,14 @@ class StatusLine:
     window_seconds = max(window_seconds, _MIN_SECONDS)
     step_seconds = window_seconds / (end.step - start.step)
     waited = end.moment.waited - start.moment.waited
-    rates = {
+    speeds = {
       "train/tokens_per_second": self._tokens_per_step / step_seconds,
       "train/step_seconds": step_seconds,
       "train/wait_fraction": min(waited / window_seconds, 1.0),
     }
     if self._seconds_at_peak is not None:
-      rates["train/mfu"] = self._seconds_at_peak / step_seconds
-    return rates
+      speeds["train/mfu"] = self._seconds_at_peak / step_seconds
+    return speeds
 
   def note(self, step: int, text: str) -> None:
     """Prints a line that stays, such as the losses of an evaluation."""
@@ -243,16 +246,16 @@ class StatusLine:
     Example: "loss 2.5312  92.2K tokens/s  MFU 41.3%  2:06:00 left"
     """
     parts = [f"loss {loss:.4f}"]
-    if not self._rates:
+    if not self._speeds:
       return parts[0]
-    tokens_per_second = short_number(self._rates["train/tokens_per_second"])
+    tokens_per_second = short_number(self._speeds["train/tokens_per_second"])
     parts.append(f"{tokens_per_second} tokens/s")
-    if "train/mfu" in self._rates:
-      parts.append(f"MFU {self._rates['train/mfu']:.1%}")
-    wait_fraction = self._rates["train/wait_fraction"]
+    if "train/mfu" in self._speeds:
+      parts.append(f"MFU {self._speeds['train/mfu']:.1%}")
+    wait_fraction = self._speeds["train/wait_fraction"]
     if wait_fraction >= _MIN_PRINTED_WAIT_FRACTION:
       parts.append(f"waited for data {wait_fraction:.0%}")
-    seconds_left = self._rates["train/step_seconds"] * (self._num_steps - step)
+    seconds_left = self._speeds["train/step_seconds"] * (self._num_steps - step)
     parts.append(f"{datetime.timedelta(seconds=round(seconds_left))} left")
     return "  ".join(parts)
 

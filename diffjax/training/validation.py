@@ -101,8 +101,9 @@ def with_hits(
 ) -> dict[str, np.ndarray]:
   """Returns a batch on the host with two more arrays, float32 [B, T].
 
-  "hits" is 1 for targets that are AR hits, else 0. "bytes" is the number of
-  bytes of each target. `row_losses` needs both.
+  "hits" is 1 for AR hits, which are targets that end an n-gram seen earlier in
+  their document, and 0 for others. "bytes" is the number of bytes of each
+  target. `row_losses` needs both.
 
   Args:
     batch: tokens, targets and segment_ids [B, T], and any other arrays.
@@ -159,7 +160,7 @@ def token_losses(
 ) -> Float[Array, "B T"]:
   """Returns the cross-entropy of each target, in nats.
 
-  It has no meaning for targets without weight.
+  It has no meaning for targets without weight, such as padding.
   """
   hidden: Any = model.apply(
     {"params": params},
@@ -174,7 +175,7 @@ def token_losses(
 def from_sums(
   nll: float, weight: float, num_bytes: float, hit_nll: float, hit_weight: float
 ) -> Iterator[tuple[str, float]]:
-  """Yields the name and value of each validation loss.
+  """Computes the validation losses, and yields the name and value of each.
 
   The losses are "loss" (nats per token), "perplexity", "bits_per_byte",
   "ar_hit" and "others". "ar_hit" is the loss on targets that end an n-gram seen
