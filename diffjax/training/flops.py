@@ -154,7 +154,7 @@ def _num_pairs(stack: ModelConfig, length: int) -> int:
     if stack.causal:
       total += causal_pairs
     else:
-      # Each pair counts in both orders, except that of a token with itself.
+      # A pair counts in both orders, but a token with itself counts once.
       total += 2 * causal_pairs - length
   return total
 

@@ -14,7 +14,7 @@ from diffjax.config import Config, UserError
 SMALLER = "fewer layers, a smaller width or shorter rows"
 
 
-def for_activations(config: Config, devices: int) -> list[str]:
+def for_activations(config: Config, num_devices: int) -> list[str]:
   """Returns command-line flags that reduce the memory of activations.
 
   They do not change the losses, except for rounding. The list is empty if the
@@ -22,12 +22,13 @@ def for_activations(config: Config, devices: int) -> list[str]:
 
   Args:
     config: the run's config.
-    devices: the number of devices that share a step.
+    num_devices: the number of devices that share a step.
   """
   flags = []
   if config.model.remat != "full":
     flags.append("--config.model.remat=full (activations computed again)")
-  rows_per_device = config.train.batch_size // devices
+  # With this many micro-batches, a device computes one row at a time.
+  rows_per_device = config.train.batch_size // num_devices
   if rows_per_device > config.train.accumulation:
     flags.append(
       f"--config.train.accumulation={rows_per_device}"
@@ -41,7 +42,7 @@ def for_activations(config: Config, devices: int) -> list[str]:
 
 
 def for_state(
-  config: Config, mesh: Mapping[str, int], slices: int = 1
+  config: Config, mesh_shape: Mapping[str, int], num_slices: int = 1
 ) -> list[str]:
   """Returns command-line flags that reduce the memory of the training state.
 
@@ -50,24 +51,24 @@ def for_state(
 
   Args:
     config: the run's config.
-    mesh: the number of devices along each axis.
-    slices: the number of TPU slices.
+    mesh_shape: the number of devices along each axis.
+    num_slices: the number of TPU slices.
   """
-  devices_per_slice = math.prod(mesh.values()) // slices
+  devices_per_slice = math.prod(mesh_shape.values()) // num_slices
   # The fsdp axis splits the model's width.
-  is_sharded_fully = mesh["fsdp"] >= devices_per_slice
+  is_sharded_fully = mesh_shape["fsdp"] >= devices_per_slice
   is_divisible = config.model.embed_dim % devices_per_slice == 0
   if is_sharded_fully or not is_divisible:
     return []
   return [
-    f"--config.mesh.data={slices} --config.mesh.fsdp={devices_per_slice}"
+    f"--config.mesh.data={num_slices} --config.mesh.fsdp={devices_per_slice}"
     " (parameters and optimizer over all chips of a slice)"
   ]
 
 
 @contextlib.contextmanager
 def explain_out_of_memory(
-  config: Config, mesh: Mapping[str, int]
+  config: Config, mesh_shape: Mapping[str, int]
 ) -> Iterator[None]:
   """Turns XLA's error for lack of memory into a UserError with advice.
 
@@ -75,7 +76,7 @@ def explain_out_of_memory(
 
   Args:
     config: the run's config.
-    mesh: the number of devices along each axis.
+    mesh_shape: the number of devices along each axis.
 
   Raises:
     UserError: if the body runs out of memory. It names flags that reduce the
@@ -86,8 +87,9 @@ def explain_out_of_memory(
   except jax.errors.JaxRuntimeError as error:
     if "RESOURCE_EXHAUSTED" not in str(error):
       raise
-    num_devices = math.prod(mesh.values())
-    flags = for_activations(config, num_devices) + for_state(config, mesh)
+    num_devices = math.prod(mesh_shape.values())
+    flags = for_activations(config, num_devices)
+    flags += for_state(config, mesh_shape)
     remedy = ", ".join(flags) if flags else SMALLER
     first_line = str(error).strip().splitlines()[0]
     raise UserError(

@@ -94,6 +94,7 @@ class RunLog:
       num_devices=mesh.size,
       device_kind=mesh.devices.flat[0].device_kind,
     )
+    # The last step that has been dispatched. None once it has been logged.
     self._pending: _PendingStep | None = None
 
   def add_wait(self, seconds: float) -> None:

@@ -94,7 +94,7 @@ class _Resources:
     log: writes the metrics, and prints progress.
     profiler: writes the profile that the config asks for.
     interruption: tells whether this process has received a signal.
-    stopping: the decision to stop, the same in every process.
+    stop_agreement: decides whether to stop, alike in all processes.
     first_step: the number of steps done before the session.
     lacks_scores: True if the restored checkpoint has no validation losses.
     initial_state: the state to start from. None once the loop has taken it.
@@ -106,7 +106,7 @@ class _Resources:
   log: RunLog
   profiler: Profiler
   interruption: Interruption
-  stopping: Agreement
+  stop_agreement: Agreement
   first_step: int
   lacks_scores: bool
   initial_state: TrainState | None
@@ -254,7 +254,7 @@ class Session:
         log=log,
         profiler=profiler,
         interruption=interruption,
-        stopping=Agreement(mesh, interruption),
+        stop_agreement=Agreement(mesh, interruption),
         first_step=first_step,
         lacks_scores=start.lacks_scores,
         initial_state=start.state,
@@ -339,8 +339,8 @@ class Session:
   def _new_state(self) -> TrainState:
     """Returns the state of step 0.
 
-    Its parameters are those of the checkpoint `config.train.init_from`, if that
-    is set. Otherwise they are random.
+    Its parameters come from the checkpoint `config.train.init_from`. If none is
+    set, they are random.
     """
     source = self._config.train.init_from
     if not source:
@@ -416,7 +416,7 @@ class Session:
 
     A single process decides without a vote.
     """
-    return self._resources.stopping()
+    return self._resources.stop_agreement()
 
   def start_vote_on_stopping(self) -> None:
     """Starts to collect the votes of all processes, without waiting for them.
@@ -424,7 +424,7 @@ class Session:
     A process votes to stop if it has received a signal. The loop must call this
     before every step.
     """
-    self._resources.stopping.start_vote()
+    self._resources.stop_agreement.start_vote()
 
   def update_profile(self, step: int, is_last: bool) -> None:
     """Starts or stops the profile, if the config asks for it at this step.

@@ -173,7 +173,7 @@ class StatusLine:
     Does nothing if speeds are not measured yet.
 
     Args:
-      step: the number of steps done, all of which have ended.
+      step: the number of steps done. All of them have ended.
     """
     if self._window_start is not None:
       self.start_window(step, self.moment())
@@ -183,7 +183,7 @@ class StatusLine:
   ) -> dict[str, float]:
     """Prints a step's loss and speeds, and starts a new window.
 
-    If no step has ended in the window, the speeds are those of the last report.
+    If no step has ended in the window, the last speeds are printed again.
 
     Args:
       step: the number of the step, which has ended.
