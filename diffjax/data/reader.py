@@ -18,6 +18,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple, NoReturn
 
 import grain
@@ -31,14 +32,14 @@ from diffjax.host.workers import end_with_parent, starting_workers
 _BATCHES_AHEAD = 4
 _BATCHES_AHEAD_PER_WORKER = 2
 
-# Seconds between two looks at the workers while waiting.
+# Seconds between two checks of the workers during a wait.
 _POLL_SECONDS = 1.0
 # Seconds to receive the batches that a dead worker has sent, and seconds for
 # workers to end without being killed.
 _GRACE_SECONDS = 3.0
 # The wait for a first batch is limited to this many times the time limit.
 _MAX_TIMEOUTS_AT_START = 10
-# CPU seconds between two looks from which a starting process counts as busy.
+# A starting process that uses more CPU seconds between two checks is busy.
 _BUSY_CPU_SECONDS = 0.02
 
 # Grain gives its workers names that begin with this.
@@ -46,14 +47,14 @@ _WORKER_NAME = "grain-process-prefetch"
 
 
 class Interrupted(Exception):
-  """The wait for a batch was ended. The next call waits for the same batch."""
+  """The caller ended the wait for a batch. The next call continues it."""
 
 
 def read_sequentially(dataset: grain.MapDataset) -> grain.IterDataset:
-  """Returns the elements in order, read one by one without Grain's threads.
+  """Returns a dataset that reads the elements one by one, in order.
 
-  Grain's thread pool would keep the process from ending if a read hangs.
-  `prefetch` and `Reader` use daemon threads.
+  It does not use Grain's thread pool, because a read that hangs in the pool
+  would keep the process from ending.
   """
   return dataset.to_iter_dataset(grain.ReadOptions(num_threads=0))
 
@@ -63,7 +64,8 @@ def prefetch(batches: grain.IterDataset, num_workers: int) -> grain.IterDataset:
 
   Args:
     batches: The batches.
-    num_workers: Number of worker processes; 0 for a daemon thread.
+    num_workers: Number of worker processes that read. 0 to read in a daemon
+      thread of this process.
   """
   if num_workers == 0:
     return grain.experimental.ThreadPrefetchIterDataset(
@@ -79,16 +81,16 @@ def prefetch(batches: grain.IterDataset, num_workers: int) -> grain.IterDataset:
 def let_grain_read_flags() -> None:
   """Marks absl's flags as parsed, with their defaults, if they are not.
 
-  Grain reads a flag (--grain_enable_multiprocess_worker_profiling) when it
-  creates workers, in threads of its own. absl raises an error if flags are not
-  parsed. Only commands parse them: notebooks and scripts do not.
+  Grain reads the flag --grain_enable_multiprocess_worker_profiling when it
+  starts workers, and absl raises an error if flags are not parsed yet. Commands
+  parse them, but notebooks and scripts do not.
   """
   if not flags.FLAGS.is_parsed():
     flags.FLAGS.mark_as_parsed()
 
 
 def start_worker(worker_index: int, num_workers: int) -> None:
-  """Sets up a worker process. Grain calls it in the worker.
+  """Makes a worker process end with its parent. Grain calls it in the worker.
 
   Without it, a worker could outlive the process that it reads for.
   """
@@ -97,7 +99,7 @@ def start_worker(worker_index: int, num_workers: int) -> None:
 
 
 class _Reply(NamedTuple):
-  """The answer of the reading thread to one request.
+  """The reading thread's answer to one request for an element.
 
   Attributes:
     element: The next element of the iterator. None after an error.
@@ -120,6 +122,51 @@ class _Channel(NamedTuple):
 
   requests: queue.SimpleQueue[bool]
   replies: queue.SimpleQueue[_Reply | None]
+
+
+class _Deadline:
+  """The time at which the wait for one element counts as a hang.
+
+  It is `timeout` seconds after the start of the wait, unless it is moved:
+
+  * `shorten` brings it forward, because a worker has died.
+  * `restart_if_busy` postpones it, because workers that start take longer.
+  """
+
+  def __init__(self, timeout: float):
+    self._timeout = timeout
+    self._start = time.monotonic()
+    self._time = self._start + timeout
+    self._latest_time = self._start + _MAX_TIMEOUTS_AT_START * timeout
+    # CPU time of the reading processes at the last check.
+    self._cpu_seconds = 0.0
+
+  def shorten(self) -> None:
+    """Leaves at most the grace period until the deadline."""
+    grace_end = time.monotonic() + _GRACE_SECONDS
+    self._time = min(self._time, grace_end)
+
+  def restart_if_busy(self, pids: Sequence[int]) -> None:
+    """Starts the timeout anew if processes used the CPU since the last check.
+
+    The wait still ends after `_MAX_TIMEOUTS_AT_START` timeouts.
+
+    Args:
+      pids: The processes that read.
+    """
+    cpu_seconds = _cpu_seconds(pids)
+    is_busy = cpu_seconds - self._cpu_seconds > _BUSY_CPU_SECONDS
+    self._cpu_seconds = cpu_seconds
+    restarted_time = time.monotonic() + self._timeout
+    if is_busy and restarted_time < self._latest_time:
+      self._time = restarted_time
+
+  def has_passed(self) -> bool:
+    return time.monotonic() >= self._time
+
+  def elapsed_seconds(self) -> float:
+    """Returns the time since the start of the wait."""
+    return time.monotonic() - self._start
 
 
 class Reader:
@@ -154,7 +201,7 @@ class Reader:
     self._num_workers = num_workers
     self._timeout = timeout
     self._interrupted = interrupted
-    # Elements to wait for until each worker has sent one.
+    # Elements to read until each worker has sent one.
     self._num_first_elements = max(1, num_workers)
     # Grain's state after the last element, None before the first one.
     self._state: Any = None
@@ -162,8 +209,8 @@ class Reader:
     self._has_request = False
     # The worker processes that have been found. They start with the first
     # request. Child processes that were there before are not workers.
-    self._workers: list[Any] = []
-    self._other_children: set[Any] = set()
+    self._workers: list[BaseProcess] = []
+    self._other_children: set[BaseProcess] = set()
     self._has_started = False
     self._channel = _Channel(queue.SimpleQueue(), queue.SimpleQueue())
     threading.Thread(
@@ -172,7 +219,8 @@ class Reader:
       name="diffjax-data",
       daemon=True,
     ).start()
-    # Also runs when this object is deleted, and when the interpreter ends.
+    # `close` calls this. Otherwise, it is called when this object is deleted or
+    # the interpreter ends.
     self._finalizer = weakref.finalize(
       self, _close, self._channel, self._workers
     )
@@ -198,62 +246,69 @@ class Reader:
       Interrupted: if `interrupted` ended the wait.
     """
     assert self._iterator is not None, "closed"
-    if not self._has_started:
-      self._other_children = set(multiprocessing.active_children())
-      self._has_started = True
     # After an interrupted wait, the reply to its request is still to come.
     if not self._has_request:
-      self._channel.requests.put(True)
-      self._has_request = True
-    reply = self._wait()
+      self._request_element()
+    reply = self._wait_for_reply()
     self._has_request = False
     if reply.error is not None:
-      self._raise(reply.error)
+      self._raise_read_error(reply.error)
     self._state = reply.state
-    if self._num_first_elements > 0:
+    if self._is_starting():
       self._find_workers()
       self._num_first_elements -= 1
     return reply.element
 
-  def _wait(self) -> _Reply:
-    """Waits for the reply of the thread, and watches the workers."""
-    start = time.monotonic()
-    deadline = start + self._timeout
-    last_deadline = start + _MAX_TIMEOUTS_AT_START * self._timeout
-    poll_seconds = min(_POLL_SECONDS, self._timeout / 4)
-    cpu_seconds = 0.0
-    while True:
-      try:
-        reply = self._channel.replies.get(timeout=poll_seconds)
-      except queue.Empty:
-        pass
-      else:
-        assert reply is not None, "the thread has ended"
-        return reply
+  def _request_element(self) -> None:
+    """Asks the thread for an element. The first request starts the workers."""
+    if not self._has_started:
+      self._other_children = set(multiprocessing.active_children())
+      self._has_started = True
+    self._channel.requests.put(True)
+    self._has_request = True
 
-      now = time.monotonic()
+  def _wait_for_reply(self) -> _Reply:
+    """Returns the thread's reply. Raises an error if none arrives in time."""
+    deadline = _Deadline(self._timeout)
+    poll_seconds = min(_POLL_SECONDS, self._timeout / 4)
+    while True:
+      reply = self._poll_reply(poll_seconds)
+      if reply is not None:
+        return reply
       if self._is_interrupted():
         raise Interrupted
+
       self._find_workers()
       if self._dead_workers():
         # Elements that a worker has sent before its death may still arrive.
-        deadline = min(deadline, now + _GRACE_SECONDS)
-      elif self._num_first_elements > 0:
+        deadline.shorten()
+      elif self._is_starting():
         # A busy process does not hang. It may still import modules.
-        previous_cpu_seconds = cpu_seconds
-        cpu_seconds = self._cpu_seconds()
-        is_busy = cpu_seconds - previous_cpu_seconds > _BUSY_CPU_SECONDS
-        new_deadline = now + self._timeout
-        if is_busy and new_deadline < last_deadline:
-          deadline = new_deadline
-      if now >= deadline:
-        raise self._end_after_timeout(now - start)
+        deadline.restart_if_busy(self._reading_pids())
+      if deadline.has_passed():
+        self._raise_timeout_error(deadline.elapsed_seconds())
+
+  def _poll_reply(self, seconds: float) -> _Reply | None:
+    """Returns the thread's reply, or None if it takes longer than `seconds`."""
+    try:
+      reply = self._channel.replies.get(timeout=seconds)
+    except queue.Empty:
+      return None
+    assert reply is not None, "the thread has ended"
+    return reply
 
   def _is_interrupted(self) -> bool:
     return self._interrupted is not None and self._interrupted()
 
+  def _is_starting(self) -> bool:
+    """Returns whether some worker may not have sent an element yet."""
+    return self._num_first_elements > 0
+
   def _find_workers(self) -> None:
-    """Looks for new worker processes. Grain starts them late, and unlisted."""
+    """Adds new worker processes to `self._workers`.
+
+    Grain starts them some time after the first request, and does not list them.
+    """
     if len(self._workers) == self._num_workers:
       return
     known = self._other_children.union(self._workers)
@@ -261,19 +316,22 @@ class Reader:
       if child not in known and child.name.startswith(_WORKER_NAME):
         self._workers.append(child)
 
-  def _dead_workers(self) -> list[Any]:
+  def _dead_workers(self) -> list[BaseProcess]:
     """Returns the workers that have ended."""
     return [worker for worker in self._workers if worker.exitcode is not None]
 
-  def _cpu_seconds(self) -> float:
-    """Returns the CPU time of the workers, or of this process without any."""
-    pids = [worker.pid for worker in self._workers]
-    if not pids:
-      pids = [os.getpid()]
-    return _cpu_seconds(pids)
+  def _reading_pids(self) -> list[int]:
+    """Returns the workers' process ids, or this process's without workers."""
+    if not self._workers:
+      return [os.getpid()]
+    return [worker.pid for worker in self._workers if worker.pid is not None]
 
-  def _raise(self, error: Exception) -> NoReturn:
-    """Closes the reader, and raises the error that the thread has caught."""
+  def _raise_read_error(self, error: Exception) -> NoReturn:
+    """Closes the reader, and raises an error that the thread has caught.
+
+    If workers have died, raises a UserError that says so instead. If the caller
+    interrupted the wait, raises `Interrupted` and leaves the reader open.
+    """
     if self._is_interrupted():
       raise Interrupted from error
     self._find_workers()
@@ -286,8 +344,8 @@ class Reader:
     ):
       raise error
 
-  def _end_after_timeout(self, seconds: float) -> UserError:
-    """Closes the reader, and returns the error to raise.
+  def _raise_timeout_error(self, seconds: float) -> NoReturn:
+    """Closes the reader, and raises the error for a wait that took too long.
 
     Args:
       seconds: The time without an element.
@@ -295,7 +353,7 @@ class Reader:
     dead_workers = self._dead_workers()
     if dead_workers:
       self.close()
-      return self._dead_worker_error(dead_workers)
+      raise self._dead_worker_error(dead_workers)
     error = self._hang_error(seconds)
     if self._workers:
       _kill(self._workers)
@@ -304,21 +362,29 @@ class Reader:
       # interpreter ends would take long. As a daemon, it ends with the process.
       self._finalizer.detach()
     self.close()
-    return error
+    raise error
 
-  def _dead_worker_error(self, dead_workers: Sequence[Any]) -> UserError:
+  def _dead_worker_error(
+    self, dead_workers: Sequence[BaseProcess]
+  ) -> UserError:
     """Returns the error for workers that have ended."""
-    ends = []
+    descriptions = []
     for worker in dead_workers:
-      ends.append(f"{worker.pid} ({_describe_exit(worker.exitcode)})")
+      assert worker.exitcode is not None, "the worker is alive"
+      description = f"{worker.pid} ({_describe_exit(worker.exitcode)})"
+      descriptions.append(description)
     return UserError(
-      f"data worker {' and '.join(ends)} died while reading {self._source};"
-      " run the same command again to continue from the last checkpoint;"
-      " config.data.num_workers sets the number of workers"
+      f"data worker {' and '.join(descriptions)} died while reading"
+      f" {self._source}; run the same command again to continue from the last"
+      " checkpoint; config.data.num_workers sets the number of workers"
     )
 
   def _hang_error(self, seconds: float) -> UserError:
-    """Returns the error for a read without an end."""
+    """Returns the error for a read that does not end.
+
+    Args:
+      seconds: The time without an element.
+    """
     readers = "in the training process"
     if self._workers:
       pids = ", ".join(str(worker.pid) for worker in self._workers)
@@ -328,9 +394,10 @@ class Reader:
       " to continue from the last checkpoint; if it is only slow, raise"
       f" config.data.timeout = {self._timeout:g} (seconds)"
     )
-    limit = address_space.limit()
-    if limit:
-      advice = f"{limit}; or {advice}"
+    # A limited address space can cause the hang, so it is named first.
+    address_space_limit = address_space.limit()
+    if address_space_limit:
+      advice = f"{address_space_limit}; or {advice}"
     return UserError(
       f"no batch for {seconds:.0f} s from {self._source}, read {readers}:"
       f" reading hangs; {advice}"
@@ -340,48 +407,57 @@ class Reader:
 def _serve(
   iterator: grain.DatasetIterator, has_workers: bool, channel: _Channel
 ) -> None:
-  """Answers the requests for elements. Runs in the reader's thread."""
+  """Runs in the reader's thread: reads one element for each request.
+
+  Args:
+    iterator: The iterator to read.
+    has_workers: Whether the iterator starts worker processes.
+    channel: The requests and the replies.
+  """
   # Workers start with the first element.
   context: Callable[[], contextlib.AbstractContextManager[None]]
   context = starting_workers if has_workers else contextlib.nullcontext
   while channel.requests.get():
     try:
       with context():
-        reply = _Reply(next(iterator), iterator.get_state(), None)
+        element = next(iterator)
+        reply = _Reply(element, iterator.get_state(), error=None)
     except Exception as error:
       # The waiting thread raises it.
       reply = _Reply(None, None, error)
     channel.replies.put(reply)
   iterator.close()
+  # Tells that the iterator is closed.
   channel.replies.put(None)
 
 
-def _close(channel: _Channel, workers: Sequence[Any]) -> None:
+def _close(channel: _Channel, workers: Sequence[BaseProcess]) -> None:
   """Ends the thread and Grain's workers.
 
   Workers that do not end are killed. A thread that hangs is left.
   """
   channel.requests.put(False)
-  for _ in range(2):
-    if _has_ended(channel):
-      return
+  if not _wait_for_end(channel):
+    # The thread waits for a worker that is stopped or blocked.
     _kill(workers)
+    _wait_for_end(channel)
 
 
-def _has_ended(channel: _Channel) -> bool:
-  """Returns whether the thread ends within the grace period."""
+def _wait_for_end(channel: _Channel) -> bool:
+  """Waits for the end of the thread, and returns whether it ends in time."""
   deadline = time.monotonic() + _GRACE_SECONDS
   while True:
-    remaining = max(0.0, deadline - time.monotonic())
+    remaining_seconds = max(0.0, deadline - time.monotonic())
     try:
-      reply = channel.replies.get(timeout=remaining)
+      reply = channel.replies.get(timeout=remaining_seconds)
     except queue.Empty:
       return False
+    # Replies with elements that nobody waited for come first.
     if reply is None:
       return True
 
 
-def _kill(workers: Sequence[Any]) -> None:
+def _kill(workers: Sequence[BaseProcess]) -> None:
   """Kills the workers that are alive, even if they are stopped."""
   for worker in workers:
     if worker.is_alive():
@@ -389,21 +465,27 @@ def _kill(workers: Sequence[Any]) -> None:
 
 
 def _describe_exit(exit_code: int) -> str:
-  """Returns how a process ended, for example "exit code 1" or "SIGTERM"."""
+  """Returns how a process ended, for example "exit code 1" or "SIGTERM".
+
+  Args:
+    exit_code: As in `multiprocessing`: −N if signal N ended the process.
+  """
   if exit_code >= 0:
     return f"exit code {exit_code}"
-  number = -exit_code
-  if number not in list(signal.Signals):
-    return f"signal {number}"
-  if number == signal.SIGKILL:
+  signal_number = -exit_code
+  if signal_number == signal.SIGKILL:
     return "SIGKILL: out of memory?"
-  return signal.Signals(number).name
+  try:
+    return signal.Signals(signal_number).name
+  except ValueError:
+    # Most real-time signals have no name.
+    return f"signal {signal_number}"
 
 
 def _cpu_seconds(pids: Sequence[int]) -> float:
-  """Returns the CPU time that processes have used.
+  """Returns the CPU time that processes have used, in total.
 
-  Without /proc, the result is the time of a clock, as if the processes were
+  Without /proc, returns the time of a clock, so that the processes seem to be
   always busy.
   """
   ticks = 0
@@ -412,9 +494,11 @@ def _cpu_seconds(pids: Sequence[int]) -> float:
       stat = pathlib.Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except OSError:
       return time.monotonic()
-    # The second field, the name in parentheses, may contain spaces. The fields
-    # after it start with number 3. Numbers 14 and 15 are utime and stime.
+    # The format is "PID (NAME) STATE …", and NAME may contain spaces and
+    # parentheses. The man page proc(5) numbers the fields from 1, so the fields
+    # after the name start with number 3.
     fields = stat.rpartition(")")[2].split()
-    utime, stime = fields[14 - 3], fields[15 - 3]
-    ticks += int(utime) + int(stime)
+    user_ticks = int(fields[14 - 3])
+    system_ticks = int(fields[15 - 3])
+    ticks += user_ticks + system_ticks
   return ticks / os.sysconf("SC_CLK_TCK")
