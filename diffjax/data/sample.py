@@ -18,9 +18,9 @@ from diffjax.data.reader import read_sequentially
 from diffjax.data.row import Row, encode_row
 from diffjax.data.tokenizer import load_once
 
-# Limits of a sample: about two row groups of FineWeb-Edu, and a few seconds of
-# work.
-_MAX_CHARACTERS = 8 << 20
+# A sample ends at the first of these limits. They hold about two row groups of
+# FineWeb-Edu, which take a few seconds.
+_MAX_CHARACTERS = 8 * 1024**2
 _MAX_DOCUMENTS = 20_000
 
 
@@ -40,6 +40,32 @@ class Sample(NamedTuple):
   seconds: float
 
 
+class _FirstDocuments(NamedTuple):
+  """The first documents of a source.
+
+  Attributes:
+    documents: The documents.
+    stored_bytes: Bytes of the source's files that hold them.
+  """
+
+  documents: list[Document]
+  stored_bytes: float
+
+
+class _PartProgress:
+  """Keeps the progress that `Source.read` reports while it reads a part.
+
+  Attributes:
+    fraction: The fraction of the part that has been read.
+  """
+
+  def __init__(self) -> None:
+    self.fraction = 0.0
+
+  def update(self, fraction: float) -> None:
+    self.fraction = fraction
+
+
 def take_sample(source: Source, config: DataConfig) -> Sample:
   """Prepares the first documents of a source in a temporary directory.
 
@@ -56,10 +82,10 @@ def take_sample(source: Source, config: DataConfig) -> Sample:
   Raises:
     UserError: if a document cannot be read.
   """
-  # Not part of the measured time.
+  # Loads the tokenizer into its cache, so that this time is not measured.
   load_once(config.tokenizer)
   start = time.monotonic()
-  documents, stored_bytes = _first_documents(source)
+  documents, stored_bytes = _read_first_documents(source)
   if not documents:
     return Sample(stored_bytes, 0, 0, time.monotonic() - start)
 
@@ -68,39 +94,45 @@ def take_sample(source: Source, config: DataConfig) -> Sample:
   rows = packing.make_rows(dataset, config, counts)
   with tempfile.TemporaryDirectory() as directory:
     path = os.path.join(directory, "sample.array_record")
-    tokens = _write_rows(rows, path, config)
+    num_tokens = _write_rows(rows, path, config)
     row_bytes = os.path.getsize(path)
-  return Sample(stored_bytes, tokens, row_bytes, time.monotonic() - start)
+  seconds = time.monotonic() - start
+  return Sample(stored_bytes, num_tokens, row_bytes, seconds)
+
+
+def _read_first_documents(source: Source) -> _FirstDocuments:
+  """Reads documents from the beginning of a source, up to the sample limits."""
+  documents: list[Document] = []
+  num_characters = 0
+  # Bytes of the parts that have been read completely.
+  stored_bytes = 0.0
+  for part in source.iter_parts():
+    part_bytes = source.part_size(part)
+    progress = _PartProgress()
+    for document in source.read(part, progress.update):
+      documents.append(document)
+      num_characters += len(document.text)
+      if len(documents) >= _MAX_DOCUMENTS or num_characters >= _MAX_CHARACTERS:
+        stored_bytes += progress.fraction * part_bytes
+        return _FirstDocuments(documents, stored_bytes)
+    stored_bytes += part_bytes
+  return _FirstDocuments(documents, stored_bytes)
 
 
 def _write_rows(rows: Iterable[Row], path: str, config: DataConfig) -> int:
-  """Writes rows as they are prepared, and returns the number of tokens."""
+  """Writes rows to an ArrayRecord file, in the format of prepared rows.
+
+  Returns:
+    The number of tokens in the rows.
+  """
   vocab_size = load_once(config.tokenizer).vocab_size
-  with_prompts = bool(config.prompt_field)
-  tokens = 0
+  with_prompts = config.prompt_field != ""
+  num_tokens = 0
   writer = array_record_module.ArrayRecordWriter(path, "group_size:1")
   try:
     for row in rows:
-      tokens += len(row.tokens)
+      num_tokens += len(row.tokens)
       writer.write(encode_row(row, vocab_size, with_prompts))
   finally:
     writer.close()
-  return tokens
-
-
-def _first_documents(source: Source) -> tuple[list[Document], float]:
-  """Returns the first documents and the bytes of the files that held them."""
-  documents: list[Document] = []
-  characters = 0
-  stored_bytes = 0.0
-  for part in source.iter_parts():
-    size = source.part_size(part)
-    # The source appends the share of the part that it has read.
-    shares_read: list[float] = []
-    for document in source.read(part, shares_read.append):
-      documents.append(document)
-      characters += len(document.text)
-      if len(documents) >= _MAX_DOCUMENTS or characters >= _MAX_CHARACTERS:
-        return documents, stored_bytes + size * shares_read[-1]
-    stored_bytes += size
-  return documents, stored_bytes
+  return num_tokens
