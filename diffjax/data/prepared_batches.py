@@ -1,14 +1,12 @@
 """Training batches of prepared rows.
 
 The rows of each source are shuffled and repeated, with a new order in each
-epoch, and mixed by weight. Global batch n consists of the mixed rows
-n·B … n·B + B − 1. Each process reads its contiguous slice of every batch. So a
-batch depends only on the rows, the seed and n. The numbers of workers and
-processes do not matter, and n is the whole state.
+epoch, and mixed by weight. Global batch n consists of the B mixed rows from
+index n·B on. Each process reads its contiguous slice of every batch. So a batch
+depends only on the rows, the seed and n, not on the numbers of workers and
+processes. To resume, n suffices.
 """
 
-import hashlib
-import json
 import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -18,6 +16,7 @@ import grain
 from diffjax.config import Config, DataConfig, UserError
 from diffjax.data import prepared
 from diffjax.data.batches import ProcessShare, TrainingBatches, check_state
+from diffjax.data.fingerprint import digest
 from diffjax.data.reader import read_sequentially
 from diffjax.data.row import Batch, Row, make_batch
 from diffjax.host.progress import say
@@ -37,11 +36,15 @@ class RowMixture(NamedTuple):
   weights: list[float]
 
   def data_identity(self) -> dict[str, int | str]:
-    """Returns values that all processes must share, by name for messages."""
-    kind = "training" if self.split == "train" else "validation"
+    """Returns the numbers and the fingerprints of the rows.
+
+    The values must agree in all processes of a run. The keys describe them in
+    messages.
+    """
+    split_name = "training" if self.split == "train" else "validation"
     data_identity: dict[str, int | str] = {}
     for rows in self.components:
-      name = f"{kind} rows of {rows.spec!r}"
+      name = f"{split_name} rows of {rows.spec!r}"
       data_identity[f"the number of {name}"] = len(rows)
       data_identity[f"the fingerprint of the {name}"] = rows.fingerprint
     return data_identity
@@ -50,8 +53,8 @@ class RowMixture(NamedTuple):
 def check_prepared(config: DataConfig) -> None:
   """Checks that all rows are prepared.
 
-  Several processes call it, because they would otherwise prepare the same rows
-  at the same time.
+  Runs of several processes call it and prepare no rows, because all processes
+  would write the same files.
 
   Raises:
     UserError: if some rows are missing. The message names the directory, and
@@ -75,9 +78,9 @@ def _check_targets(targets: Sequence[prepared.Target]) -> None:
 def open_or_prepare_rows(
   config: DataConfig, split: str, process_count: int
 ) -> RowMixture:
-  """Opens the rows of a split, and prepares missing rows first.
+  """Opens the rows of a split. A single process first prepares missing rows.
 
-  Rows are prepared only by a single process. Preparing writes to disk.
+  Preparing writes the rows of all splits to disk.
 
   Args:
     config: The data fields.
@@ -103,10 +106,11 @@ def open_or_prepare_rows(
 def open_rows(
   targets: Sequence[prepared.Target], split: str, config: DataConfig
 ) -> RowMixture:
-  """Opens the rows of a split. Writes nothing.
+  """Opens prepared rows of a split. Writes nothing.
 
   Args:
-    targets: All targets of the config. Their rows are prepared.
+    targets: The targets of the config, one for each source. A target describes
+      the rows of a source and has their directory.
     split: "train" or "validation".
     config: The data fields.
 
@@ -119,6 +123,8 @@ def open_rows(
     if split not in target.splits:
       continue
     rows = prepared.PreparedRows(target, split)
+    # The name of a cache directory contains a digest of the files. A directory
+    # that the user chose may hold rows of files that have changed since.
     if config.prepared_dir:
       prepared.report_other_files(target, config)
     if len(rows) == 0:
@@ -161,7 +167,10 @@ def mix(
 
 
 class GlobalBatches:
-  """This process's rows of every global batch, as a random-access source."""
+  """A random-access source for Grain: this process's part of each batch.
+
+  Element n holds this process's rows of global batch n.
+  """
 
   def __init__(
     self,
@@ -170,7 +179,7 @@ class GlobalBatches:
     batch_size: int,
     share: ProcessShare,
   ):
-    """Initializes the source.
+    """Initializes the source. Reads nothing yet.
 
     Args:
       rows: An endless dataset of rows.
@@ -184,7 +193,8 @@ class GlobalBatches:
     self._share = share
 
   def __len__(self) -> int:
-    # The largest number for which all row indices fit a machine integer.
+    # The rows are endless, but Grain needs a length. This is the largest number
+    # for which all row indices fit a machine integer.
     return sys.maxsize // self._batch_size
 
   def __getitem__(self, index: int) -> Batch:
@@ -227,7 +237,9 @@ class PreparedBatches(TrainingBatches):
     self._batches = batches
     # The index of the batch that `__next__` returns next.
     self._next_index = 0
+    # Descriptions of the rows of each source, to explain differences.
     self._origins = [component.origin for component in mixture.components]
+    # The part of the state that does not change during the run.
     self._identity = {
       "kind": "prepared",
       "dataset": _fingerprint(mixture),
@@ -236,8 +248,8 @@ class PreparedBatches(TrainingBatches):
     }
 
   def __next__(self) -> Batch:
-    # The batch counts after it has arrived, because an interrupted wait is
-    # continued with the same batch.
+    # The index is advanced only after the batch has arrived. If the wait is
+    # interrupted, the next call waits for the same batch.
     batch = self._wait_for_batch()
     self._next_index += 1
     return batch
@@ -266,8 +278,8 @@ class PreparedBatches(TrainingBatches):
 
   def _explain_other_rows(self, state: dict[str, Any]) -> str:
     """Returns why the rows of a saved state differ, and what to do."""
+    # States of earlier versions do not describe their rows.
     if "rows" not in state:
-      # The checkpoint is older and does not describe its rows.
       return (
         "config.data.source, tokenizer, length or packing, or the text itself,"
         " has changed; set it back, or use another --workdir"
@@ -280,5 +292,4 @@ class PreparedBatches(TrainingBatches):
 def _fingerprint(mixture: RowMixture) -> str:
   """Returns a sha256 (hex) of the rows and their weights."""
   fingerprints = [rows.fingerprint for rows in mixture.components]
-  content = json.dumps([fingerprints, mixture.weights])
-  return hashlib.sha256(content.encode()).hexdigest()
+  return digest([fingerprints, mixture.weights])

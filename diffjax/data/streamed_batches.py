@@ -7,7 +7,7 @@ only with the same numbers, the same version of Grain and unchanged files, as
 far as that can be seen without reading the files (see `fingerprint.py`).
 """
 
-import hashlib
+import functools
 import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -17,8 +17,8 @@ import grain
 from diffjax.config import Config, DataConfig, UserError
 from diffjax.data import packing, sources
 from diffjax.data.batches import ProcessShare, TrainingBatches, check_state
-from diffjax.data.document import Source
-from diffjax.data.fingerprint import check_unchanged
+from diffjax.data.document import Part, Source
+from diffjax.data.fingerprint import check_unchanged, digest
 from diffjax.data.reader import read_sequentially
 from diffjax.data.row import Batch, Row, make_batch
 from diffjax.data.tokenizer import load_once
@@ -38,11 +38,14 @@ class SourceMixture(NamedTuple):
   tokenizer: str
 
   def data_identity(self) -> dict[str, int | str]:
-    """Returns values that all processes must share, by name for messages."""
-    tokenizer_name = f"the fingerprint of the tokenizer {self.tokenizer!r}"
-    data_identity: dict[str, int | str] = {
-      tokenizer_name: load_once(self.tokenizer).fingerprint
-    }
+    """Returns what identifies the documents and the tokenizer.
+
+    The values must agree in all processes of a run. The keys describe them in
+    messages.
+    """
+    description = f"the fingerprint of the tokenizer {self.tokenizer!r}"
+    data_identity: dict[str, int | str] = {}
+    data_identity[description] = load_once(self.tokenizer).fingerprint
     for source in self.sources:
       data_identity.update(source.data_identity())
     return data_identity
@@ -110,8 +113,11 @@ def stream_rows(
 
 def _select_parts(
   source: Source, seed: int, share: ProcessShare, repeat: bool
-) -> grain.MapDataset[tuple]:
-  """Returns this process's parts of a source: every `share.count`-th one."""
+) -> grain.MapDataset[Part]:
+  """Returns this process's parts of a source: every `share.count`-th one.
+
+  With `repeat`, they come endlessly, shuffled anew in each epoch.
+  """
   parts = grain.MapDataset.source(source.parts)
   if not repeat:
     return parts[share.index :: share.count]
@@ -123,20 +129,24 @@ def _select_parts(
 def _check_num_parts(
   opened: Sequence[Source], process_count: int, num_workers: int
 ) -> None:
-  """Raises UserError if a process or a worker would have no part of its own.
+  """Raises UserError if a source has fewer parts than there are readers.
 
-  Grain gives a worker without a part of this epoch one of the next epoch, so it
-  would read the same documents as another worker at the same time. A process or
-  worker reads parts of every source of a mixture, so the source with the fewest
-  parts decides.
+  Every worker of every process reads parts of every source. If a worker has no
+  part in an epoch, Grain gives it a part of the next epoch. So it would read
+  the same documents as another worker at the same time.
+
+  Args:
+    opened: The sources. The one with the fewest parts decides.
+    process_count: Number of processes.
+    num_workers: Number of workers of each process. 0 reads in the process.
   """
-  source = opened[0]
-  for other in opened[1:]:
-    if len(other.parts) < len(source.parts):
-      source = other
-  num_parts = len(source.parts)
+  smallest = opened[0]
+  for source in opened[1:]:
+    if len(source.parts) < len(smallest.parts):
+      smallest = source
+  num_parts = len(smallest.parts)
   problem = (
-    f"config.data.source: {source.spec!r} has {num_parts} parts to stream"
+    f"config.data.source: {smallest.spec!r} has {num_parts} parts to stream"
     " (files, row groups or runs of records)"
   )
   if num_parts < process_count:
@@ -144,7 +154,7 @@ def _check_num_parts(
       f"{problem}, fewer than the {process_count} processes;"
       " split its files, or set config.data.mode to 'prepared'"
     )
-  # The process with the fewest parts has this number.
+  # The process with the fewest parts has this number, one for each worker.
   max_workers = num_parts // process_count
   if num_workers > max_workers:
     raise UserError(
@@ -159,8 +169,8 @@ def stream_batches(
 ) -> grain.IterDataset[Batch]:
   """Returns this process's rows in batches. Drops rows that fill no batch.
 
-  Workers read, pack and batch their own parts, so only whole batches travel
-  between processes.
+  Workers read, pack and batch their own parts, and send whole batches to this
+  process.
 
   Args:
     mixture: The sources.
@@ -172,18 +182,9 @@ def stream_batches(
   return rows.batch(
     config.train.batch_size // share.count,
     drop_remainder=True,
-    batch_fn=_MakeBatch(config.data.length),
+    # A partial function can be sent to workers, unlike a nested function.
+    batch_fn=functools.partial(make_batch, length=config.data.length),
   )
-
-
-class _MakeBatch:
-  """Makes a batch of rows, as Grain's `batch_fn`. Can be sent to workers."""
-
-  def __init__(self, length: int):
-    self._length = length
-
-  def __call__(self, rows: Sequence[Row]) -> Batch:
-    return make_batch(list(rows), self._length)
 
 
 class StreamedBatches(TrainingBatches):
@@ -217,6 +218,7 @@ class StreamedBatches(TrainingBatches):
     self._files = {}
     for source in mixture.sources:
       self._files[source.spec] = source.fingerprint()
+    # The part of the state that does not change during the run.
     self._identity = {
       "kind": "streamed",
       "num_workers": config.data.num_workers,
@@ -232,7 +234,8 @@ class StreamedBatches(TrainingBatches):
     return self._mixture.data_identity()
 
   def get_state(self) -> dict[str, Any]:
-    # Through JSON, because Grain's state shares its lists with the iterator.
+    # A deep copy through JSON, because Grain's state shares its lists with the
+    # iterator.
     grain_state = json.loads(json.dumps(self._reader.get_state()))
     return {
       **self._identity,
@@ -249,7 +252,7 @@ class StreamedBatches(TrainingBatches):
 
 
 def _fingerprint(config: Config) -> str:
-  """Returns a sha256 (hex) of the fields that determine the streamed rows."""
+  """Returns a sha256 (hex) of the config fields that determine the batches."""
   data = config.data
   fields = [
     data.source,
@@ -268,14 +271,16 @@ def _fingerprint(config: Config) -> str:
     fields += [data.prompt_field, data.prompt_template]
   if data.files:
     fields += ["files", data.files]
-  return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
+  return digest(fields)
 
 
 def _restore_tuples(state: Any) -> Any:
   """Returns a Grain state with the tuples that JSON turned into lists.
 
-  Only ConcatThenSplit has tuples. It compares its "remainder_slices" with
-  tuples.
+  The only tuples are in the state of Grain's ConcatThenSplit, which is nested
+  somewhere in `state`:
+
+    {"remainder_slices": {"tokens": (start, stop)}, …}
   """
   if isinstance(state, list):
     return [_restore_tuples(item) for item in state]
