@@ -55,14 +55,14 @@ __all__ = [
 
 # Embeddings of a multiple of this many tokens shard evenly.
 _SHARDING_MULTIPLE = 128
-# A model may have fewer unused tokens than this.
-_MAX_UNUSED_TOKENS = 256
+# A model may have this many tokens that the tokenizer does not have.
+_MAX_UNUSED_TOKENS = 255
 
 
 def training_batches(
   config: Config, *, process_index: int = 0, process_count: int = 1
 ) -> TrainingBatches:
-  """Opens the training data.
+  """Returns the training batches of a run, and starts to read them.
 
   Args:
     config: The run's config. In prepared mode, a single process first prepares
@@ -98,10 +98,11 @@ def validation_batches(
   process_index: int = 0,
   process_count: int = 1,
 ) -> ValidationBatches:
-  """Opens the validation data: the first config.eval.rows rows, or all for −1.
+  """Returns the validation batches of a run.
 
-  Prepared rows are shuffled once, with the same seed in all runs. Streamed rows
-  come in the order of their documents.
+  They consist of the first config.eval.rows validation rows, or of all rows if
+  it is −1. Prepared rows are shuffled, with the same seed in all runs. Streamed
+  rows come in the order of their documents.
 
   Args:
     config: The run's config. In prepared mode, a single process first prepares
@@ -132,7 +133,7 @@ def validation_batches(
 
 
 def _is_streamed(config: Config) -> bool:
-  """Returns True if rows are streamed, False if they are prepared."""
+  """Returns whether rows are made during training, not prepared before."""
   mode = config.data.mode
   assert mode != "auto", "call plan.resolve first"
   return mode == "streamed"
@@ -144,14 +145,17 @@ def streamed_dataset(
   process_count: int = 1,
   repeat: bool = True,
 ) -> grain.IterDataset[Batch]:
-  """Returns the Grain dataset behind streamed training batches.
+  """Returns streamed training batches as a Grain dataset.
+
+  `training_batches` reads this dataset with a time limit for each batch, and
+  can save its state.
 
   Args:
     config: The run's config.
     process_index: The index of this process in the run.
     process_count: Number of processes.
-    repeat: Whether to repeat the rows endlessly, shuffled. Otherwise, it is one
-      pass in order, over this process's share of the parts. Rows that do not
+    repeat: Whether to repeat this process's share of the data endlessly,
+      shuffled. Otherwise, it is read once and in order, and rows that do not
       fill a batch are left out.
   """
   mixture = open_sources(config.data, "train")
@@ -170,17 +174,17 @@ def check_vocabulary(config: Config, tokenizer: Tokenizer) -> None:
   """
   vocab_size = config.model.vocab_size
   smallest = tokenizer.vocab_size
-  limit = smallest + _MAX_UNUSED_TOKENS
-  if smallest <= vocab_size < limit:
+  largest = smallest + _MAX_UNUSED_TOKENS
+  if smallest <= vocab_size <= largest:
     return
-  choice = f"{smallest}"
-  # The next multiple, or the size itself if it is one.
-  padded = math.ceil(smallest / _SHARDING_MULTIPLE) * _SHARDING_MULTIPLE
-  if padded != smallest:
-    choice += f", or {padded}, which shards evenly"
+
+  advice = f"set it to {smallest}"
+  # The tokenizer's size, rounded up to a multiple.
+  padded_size = math.ceil(smallest / _SHARDING_MULTIPLE) * _SHARDING_MULTIPLE
+  if padded_size != smallest:
+    advice += f", or {padded_size}, which shards evenly"
   raise UserError(
     f"config.model.vocab_size = {vocab_size}:"
     f" config.data.tokenizer = {tokenizer.spec!r} has {smallest} tokens,"
-    f" so it must be at least that and less than {limit};"
-    f" set it to {choice}"
+    f" so it must be at least that and less than {largest + 1}; {advice}"
   )

@@ -14,11 +14,11 @@ from diffjax.data.streamed_batches import SourceMixture, stream_rows
 
 
 def shuffle_rows(mixture: RowMixture) -> grain.MapDataset[Row]:
-  """Returns prepared validation rows in their order.
+  """Returns the prepared validation rows in a random, but fixed order.
 
-  The rows are shuffled once, so that the first ones are a fair sample of all
-  documents. The seed is the same for all runs. The rows of several sources
-  come in proportion to their weights, until the shortest one ends.
+  They are shuffled so that the first ones are a fair sample of all documents.
+  All runs use the same seed. The rows of several sources come in proportion to
+  their weights, until the rows of one source have been used up.
   """
   return mix(mixture.components, mixture.weights, seed=0, repeat=False)
 
@@ -37,11 +37,8 @@ def read_rows(
     UserError: if there are no validation documents.
   """
   stream = stream_rows(mixture, config, ProcessShare(), repeat=False)
-  rows: list[Row]
-  if max_rows < 0:
-    rows = list(stream)
-  else:
-    rows = list(itertools.islice(stream, max_rows))
+  limit = None if max_rows < 0 else max_rows
+  rows = list(itertools.islice(stream, limit))
   if not rows:
     raise UserError(
       "config.data.source: holds no validation documents:"
@@ -54,8 +51,8 @@ def read_rows(
 class ValidationBatches:
   """Batches of the first config.eval.rows validation rows, or of all.
 
-  All processes have equally many batches. Empty rows fill up the last batch.
-  Their targets have weight 0.
+  All processes have equally many batches. The last batch is filled up with
+  empty rows, whose targets have weight 0.
   """
 
   def __init__(
@@ -69,7 +66,7 @@ class ValidationBatches:
     """Initializes the batches. Reads nothing yet.
 
     Args:
-      mixture: The data that the rows belong to.
+      mixture: The data that the rows belong to, for `data_identity`.
       rows: The rows in their order.
       config: The run's config.
       batch_size: Number of rows of a global batch.
@@ -86,11 +83,15 @@ class ValidationBatches:
 
   @property
   def rows(self) -> int:
-    """Number of rows over all processes, without empty ones."""
+    """Number of rows of all processes together, without empty ones."""
     return self._num_rows
 
   def data_identity(self) -> dict[str, int | str]:
-    """Returns values that all processes must share, by name for messages."""
+    """Returns what identifies the data.
+
+    The values must agree in all processes of a run. The keys describe them in
+    messages.
+    """
     return self._mixture.data_identity()
 
   def __len__(self) -> int:
