@@ -39,7 +39,7 @@ from jaxtyping import Int
 
 from diffjax.config import DataConfig, UserError
 from diffjax.data.abstract_tokenizer import Tokenizer
-from diffjax.data.document import Document
+from diffjax.data.document import Document, Part
 from diffjax.data.row import Row
 from diffjax.data.tokenizer import load_once
 from diffjax.host.progress import say
@@ -125,28 +125,31 @@ class ExampleCounts:
     self._length = length
     self._report_first = report_first
 
-  def skip(self, prompt_length: int) -> None:
+  def add_skipped(self, prompt_length: int) -> None:
     """Counts an example that is dropped.
+
+    Args:
+      prompt_length: Its number of prompt tokens, for messages.
 
     Raises:
       UserError: if thousands of consecutive examples were dropped.
     """
     self.skipped += 1
     self._skipped_in_a_row += 1
-    message = (
+    problem = (
       f"a prompt of {prompt_length:,} tokens fills a row"
       f" (config.data.length = {self._length}), which leaves nothing to learn"
     )
     if self._skipped_in_a_row > self._MAX_SKIPPED_IN_A_ROW:
       raise UserError(
-        f"config.data.source: {message}. The {self._MAX_SKIPPED_IN_A_ROW:,}"
+        f"config.data.source: {problem}. The {self._MAX_SKIPPED_IN_A_ROW:,}"
         " prompts before it also fill a row; raise config.data.length"
       )
     if self._report_first and self.skipped == 1:
-      say(f"{message}: such examples are left out")
+      say(f"{problem}: such examples are left out")
 
-  def take(self, is_cut: bool) -> None:
-    """Counts an example that is packed."""
+  def add_packed(self, is_cut: bool) -> None:
+    """Counts an example that is packed, whole or cut into pieces."""
     self._skipped_in_a_row = 0
     if is_cut:
       self.cut += 1
@@ -182,7 +185,7 @@ def pack(
 def _pack_concat(
   examples: grain.IterDataset[Example], length: int
 ) -> grain.IterDataset[Row]:
-  """Concatenates all examples and cuts them every T + 1 tokens."""
+  """Concatenates all examples, and cuts the tokens into rows of T + 1."""
   packed = grain.experimental.ConcatThenSplitIterDataset(
     examples.map(_concat_element), length_struct={"tokens": length + 1}
   )
@@ -196,7 +199,7 @@ def _concat_element(example: Example) -> dict[str, Int[np.ndarray, "n"]]:
 
 def _concat_row(element: dict[str, Any]) -> Row:
   """Converts an element from the packer to a row with one segment."""
-  # Padding has the segment id 0.
+  # Padding comes last and has the segment id 0.
   num_tokens = np.count_nonzero(element["tokens_segment_ids"])
   return Row(
     tokens=element["tokens"][:num_tokens],
@@ -210,24 +213,31 @@ def _pack_documents(
 ) -> grain.IterDataset[Row]:
   """Packs whole examples, or pieces of long ones, by best fit."""
   row_size = length + 1
+  pieces = grain.experimental.FlatMapIterDataset(
+    examples, _Cut(row_size, counts)
+  )
   num_rows = _PACKER_TOKENS // row_size
-  num_rows = min(max(num_rows, _MIN_PACKER_ROWS), _MAX_PACKER_ROWS)
+  num_rows = max(num_rows, _MIN_PACKER_ROWS)
+  num_rows = min(num_rows, _MAX_PACKER_ROWS)
   packed = grain.experimental.BestFitPackIterDataset(
-    grain.experimental.FlatMapIterDataset(examples, _Cut(row_size, counts)),
+    pieces,
     length_struct={"tokens": row_size},
     num_packing_bins=num_rows,
     shuffle_bins=False,
-    # Without segment ids and positions. The two lengths become lists with one
-    # entry for each piece in the row.
+    # Grain does not add segment ids and positions for these features. The two
+    # lengths become lists with one entry for each piece in the row.
     meta_features=("tokens", "segment_length", "prompt_length"),
   )
   return packed.map(_documents_row)
 
 
 class _Cut(grain.experimental.FlatMapTransform):
-  """Cuts an example into pieces that fit a row."""
+  """Cuts an example into pieces that fit a row.
 
-  # Grain raises an error if an example has more pieces. No example does.
+  Drops an example whose prompt fills a row.
+  """
+
+  # Grain's limit of the number of pieces. No example has so many.
   max_fan_out = 1 << 30
 
   def __init__(self, row_size: int, counts: ExampleCounts):
@@ -237,19 +247,18 @@ class _Cut(grain.experimental.FlatMapTransform):
   def flat_map(self, example: Example) -> list[dict[str, Any]]:
     """Returns the pieces of an example, as elements for the packer."""
     if example.prompt_length >= self._row_size:
-      self._counts.skip(example.prompt_length)
+      self._counts.add_skipped(example.prompt_length)
       return []
 
-    # Pieces start before this position. With a prompt, no piece starts at the
-    # last token: a piece of a single token has no target.
-    end = len(example.tokens)
-    if example.prompt_length > 0:
-      end -= 1
-
-    pieces = []
+    has_prompt = example.prompt_length > 0
     prompt_length = example.prompt_length
-    for start in range(0, end, self._row_size):
+    pieces = []
+    for start in range(0, len(example.tokens), self._row_size):
       tokens = example.tokens[start : start + self._row_size]
+      # Plain text is never dropped. Otherwise, a last piece of a single token
+      # is dropped, because it has no target.
+      if has_prompt and len(tokens) == 1:
+        break
       pieces.append(
         {
           "tokens": tokens,
@@ -260,12 +269,16 @@ class _Cut(grain.experimental.FlatMapTransform):
       # Only the first piece contains the prompt.
       prompt_length = 0
 
-    self._counts.take(is_cut=len(pieces) > 1)
+    self._counts.add_packed(is_cut=len(pieces) > 1)
     return pieces
 
 
 def _documents_row(element: dict[str, Any]) -> Row:
-  """Converts an element from the packer to a row without padding."""
+  """Converts an element from the packer to a row without padding.
+
+  The element has the tokens of the pieces and then padding, and the lists
+  "segment_length" and "prompt_length" with one entry for each piece.
+  """
   segment_lengths = np.array(element["segment_length"], np.int32)
   prompt_lengths = np.array(element["prompt_length"], np.int32)
   num_tokens = segment_lengths.sum()
@@ -277,23 +290,20 @@ def make_rows(
   config: DataConfig,
   counts: ExampleCounts,
 ) -> grain.IterDataset[Row]:
-  """Tokenizes and packs documents, according to the config.
+  """Returns a dataset of rows: tokenizes and packs documents.
 
   Args:
     documents: The documents. All have a prompt if `config.prompt_field` is set.
       Otherwise, none has a prompt.
-    config: `config.data` of the run.
+    config: The data fields.
     counts: Counts the examples that do not fit a row.
-
-  Returns:
-    A dataset of rows.
   """
   examples = documents.map(Tokenize(config.tokenizer))
   return pack(examples, config.length, config.packing, counts)
 
 
-class Documents(grain.IterDataset):
-  """Dataset of the documents of a source.
+class Documents(grain.IterDataset[Document]):
+  """Dataset of the documents of a source, read part by part.
 
   The state of an iterator consists of the state of the parts' iterator and the
   number of documents that were taken from the current part.
@@ -301,41 +311,43 @@ class Documents(grain.IterDataset):
   Args:
     parts: Dataset of the source's parts. It may repeat endlessly.
     read: Returns an iterator over the documents of a part.
-    patience: The maximum number of consecutive parts without documents. Without
-      it, an empty source that repeats would be read endlessly.
+    max_empty_parts: Maximum number of consecutive parts without documents.
+      Without this limit, an empty source that repeats would be read endlessly.
     spec: The source, for messages.
   """
 
   def __init__(
     self,
-    parts: grain.IterDataset,
-    read: Callable[[Any], Iterator[Document]],
-    patience: int,
+    parts: grain.IterDataset[Part],
+    read: Callable[[Part], Iterator[Document]],
+    max_empty_parts: int,
     spec: str,
   ):
     super().__init__(parts)
     self._read = read
-    self._patience = patience
+    self._max_empty_parts = max_empty_parts
     self._spec = spec
 
-  def __iter__(self) -> grain.DatasetIterator:
+  def __iter__(self) -> grain.DatasetIterator[Document]:
     parts = self._parent.__iter__()
-    return _DocumentIterator(parts, self._read, self._patience, self._spec)
+    return _DocumentIterator(
+      parts, self._read, self._max_empty_parts, self._spec
+    )
 
 
-class _DocumentIterator(grain.DatasetIterator):
+class _DocumentIterator(grain.DatasetIterator[Document]):
   """Iterator of `Documents`."""
 
   def __init__(
     self,
-    parts: grain.DatasetIterator,
-    read: Callable[[Any], Iterator[Document]],
-    patience: int,
+    parts: grain.DatasetIterator[Part],
+    read: Callable[[Part], Iterator[Document]],
+    max_empty_parts: int,
     spec: str,
   ):
     super().__init__(parts)
     self._read = read
-    self._patience = patience
+    self._max_empty_parts = max_empty_parts
     self._spec = spec
     # The documents that remain in the current part. No part is open yet.
     self._documents: Iterator[Document] = iter(())
@@ -345,20 +357,26 @@ class _DocumentIterator(grain.DatasetIterator):
     self._num_taken = 0
 
   def __next__(self) -> Document:
-    num_opened = 0
+    """Returns the next document, from the current or a later part.
+
+    Raises:
+      StopIteration: after the last document.
+      UserError: if there are too many parts without documents.
+    """
+    num_opened_parts = 0
     while True:
       document = next(self._documents, None)
       if document is not None:
         self._num_taken += 1
         return document
-      if num_opened > self._patience:
+      if num_opened_parts > self._max_empty_parts:
         raise UserError(
           f"config.data.source {self._spec!r}: empty: no document to train on"
           " (documents without text, and documents held out by"
           " config.data.validation_fraction, are not counted)"
         )
       self._open_next_part()
-      num_opened += 1
+      num_opened_parts += 1
 
   def _open_next_part(self) -> None:
     """Starts to read the next part. Raises StopIteration after the last one."""
@@ -372,10 +390,14 @@ class _DocumentIterator(grain.DatasetIterator):
     return {"part": self._part_state, "taken": self._num_taken}
 
   def set_state(self, state: dict[str, Any]) -> None:
+    """Continues after the last document that was taken before `get_state`.
+
+    Reads the current part again, because a part can only be read from its
+    beginning.
+    """
     self._parent.set_state(state["part"])
     self._part_state = state["part"]
     self._documents = iter(())
     self._num_taken = 0
-    # A part can only be read from its beginning.
     for _ in range(state["taken"]):
       next(self)
