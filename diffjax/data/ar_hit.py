@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from jaxtyping import Bool, Int
 
-# Codes of n-grams must be smaller, to fit int64.
+# Number of different codes of n-grams that int64 can hold.
 _MAX_CODES = 2**63
 
 
@@ -50,7 +50,8 @@ def ar_hit_mask(
 
   is_start = np.ones((num_rows, length), bool)
   is_start[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]
-  codes = _ngram_codes(tokens, targets, is_start, n)
+  ngram_tokens = _ngram_tokens(tokens, targets, n)
+  codes = _ngram_codes(ngram_tokens, is_start)
 
   # All inputs of an n-gram must be in one segment, so the first n − 2 targets
   # of a segment end no n-gram.
@@ -60,45 +61,58 @@ def ar_hit_mask(
   return hits
 
 
+def _ngram_tokens(
+  tokens: Int[np.ndarray, "B T"], targets: Int[np.ndarray, "B T"], n: int
+) -> list[Int[np.ndarray, "B T"]]:
+  """Returns n arrays: the first, second, …, last token of each target's n-gram.
+
+  The n-grams of the first targets of a row would begin before the row. Their
+  missing tokens are 0.
+
+  Args:
+    tokens: The inputs.
+    targets: The token after each input.
+    n: Length of the n-grams.
+  """
+  length = tokens.shape[1]
+  ngram_tokens = []
+  # The input at the target's own column is the token before the target. Earlier
+  # tokens of the n-gram are up to n − 2 columns to the left.
+  for distance in range(n - 2, -1, -1):
+    shifted = np.zeros_like(tokens)
+    shifted[:, distance:] = tokens[:, : length - distance]
+    ngram_tokens.append(shifted)
+  ngram_tokens.append(targets)
+  return ngram_tokens
+
+
 def _ngram_codes(
-  tokens: Int[np.ndarray, "B T"],
-  targets: Int[np.ndarray, "B T"],
+  ngram_tokens: list[Int[np.ndarray, "B T"]],
   is_start: Bool[np.ndarray, "B T"],
-  n: int,
 ) -> Int[np.ndarray, "B T"]:
   """Returns a number for each target that identifies segment and n-gram.
 
   A code is segment · N^n + token_1 · N^(n−1) + … + token_n with N tokens in the
   vocabulary. Segments are numbered over the whole batch, so that all rows can
-  be sorted together. Before the codes exceed int64, they are renumbered.
+  be sorted together.
 
   Args:
-    tokens: The inputs.
-    targets: The token after each input.
+    ngram_tokens: The tokens of each target's n-gram, from first to last.
     is_start: Whether an input is the first of its segment.
-    n: Length of the n-grams.
   """
-  num_rows, length = tokens.shape
-  largest_token = max(tokens.max(initial=0), targets.max(initial=0))
+  largest_token = max(tokens.max(initial=0) for tokens in ngram_tokens)
   vocab_size = int(largest_token) + 1
-
-  # The inputs of an n-gram, the first one first, and then its target.
-  columns = []
-  for distance in range(n - 2, -1, -1):
-    shifted = np.zeros_like(tokens)
-    shifted[:, distance:] = tokens[:, : length - distance]
-    columns.append(shifted)
-  columns.append(targets)
-
-  codes = np.cumsum(is_start).reshape(num_rows, length)
+  codes = np.cumsum(is_start).reshape(is_start.shape)
   # All codes are smaller than this.
   num_codes = codes.size + 1
-  for column in columns:
+  for tokens in ngram_tokens:
     if num_codes * vocab_size >= _MAX_CODES:
+      # The next codes would not fit int64. Equal codes get equal numbers from 0
+      # to the number of different codes.
       _, codes = np.unique(codes, return_inverse=True)
-      codes = codes.reshape(num_rows, length)
+      codes = codes.reshape(is_start.shape)
       num_codes = codes.size
-    codes = codes * vocab_size + column
+    codes = codes * vocab_size + tokens
     num_codes *= vocab_size
   return codes
 
