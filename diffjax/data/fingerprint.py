@@ -47,14 +47,14 @@ _SAMPLE_BYTES = 4096
 
 
 def fingerprint(files: Sequence[File]) -> dict[str, str]:
-  """Returns digests (hex) of what identifies files.
+  """Returns digests (hex) by which changed files are detected.
 
   Args:
     files: The files of a source.
 
   Returns:
-    A dict of four digests: "names and sizes", "text" (of samples), "times" (in
-    whole seconds) and "nanoseconds" (the same times).
+    A dict of four digests: "names and sizes", "text" (of samples), "times" (of
+    modification, in whole seconds) and "nanoseconds" (the same times).
 
   Raises:
     UserError: if a file cannot be read.
@@ -75,7 +75,10 @@ def fingerprint(files: Sequence[File]) -> dict[str, str]:
 
 
 def text_digest(files: Sequence[File]) -> str:
-  """Returns a digest of samples of the files; on the Hub, of their contents.
+  """Returns a digest of the text of files, without reading it whole.
+
+  Some of the files are sampled: their first and last bytes are read. If all
+  files have a content id, as on the Hub, the digest of these ids is returned.
 
   Raises:
     UserError: if a file cannot be read.
@@ -110,9 +113,10 @@ _remote_sample = functools.lru_cache(maxsize=1024)(_sample)
 
 
 def sampled(count: int) -> list[int]:
-  """Returns the indices that are compared, evenly spaced or all.
+  """Returns the indices of the files or records to compare.
 
-  The first and the last index are always among them.
+  They are evenly spaced and include the first and the last index. If there are
+  few files or records, all indices are returned.
 
   Args:
     count: Number of files or records.
@@ -132,13 +136,13 @@ def check_unchanged(
   saved: Mapping[str, Mapping[str, str]] | None,
   current: Mapping[str, Mapping[str, str]],
 ) -> None:
-  """Checks that the files of a checkpoint are unchanged.
+  """Checks that a streamed run resumes with the files of its checkpoint.
 
-  Prints a line if the files cannot be compared, or have other times.
+  Only prints a line if the files cannot be compared, or have other times.
 
   Args:
     saved: The fingerprints in the checkpoint, by source. None if it has none.
-    current: The fingerprints of this run, of the same sources.
+    current: The fingerprints of the same sources in this run.
 
   Raises:
     UserError: if the files of a source have changed. The message names the
@@ -150,14 +154,20 @@ def check_unchanged(
       " it read; the files are not checked for changes"
     )
     return
-  for spec in current:
-    _check_source_unchanged(spec, saved[spec], current[spec])
+  for spec, current_digests in current.items():
+    _check_source_unchanged(spec, saved[spec], current_digests)
 
 
 def _check_source_unchanged(
   spec: str, saved: Mapping[str, str], current: Mapping[str, str]
 ) -> None:
-  """Raises UserError if the files of one source have changed."""
+  """Raises UserError if the files of one source have changed.
+
+  Args:
+    spec: The source, for messages.
+    saved: Its fingerprint in the checkpoint.
+    current: Its fingerprint in this run.
+  """
   for aspect in ("names and sizes", "text"):
     if saved[aspect] != current[aspect]:
       raise UserError(
@@ -167,7 +177,8 @@ def _check_source_unchanged(
         " with another --workdir (--config.train.init_from keeps the"
         " parameters)"
       )
-  # Older checkpoints have only whole seconds.
+  # Copies of the files have other times, so this is not an error. Checkpoints of
+  # earlier versions have only whole seconds.
   times = "nanoseconds" if "nanoseconds" in saved else "times"
   if saved[times] != current[times]:
     say(

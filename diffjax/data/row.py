@@ -66,7 +66,7 @@ def make_batch(rows: Sequence[Row], length: int) -> Batch:
       "weights": 1 if the target belongs to the input's segment and is learned,
         otherwise 0.
   """
-  # One column more than T: the last target.
+  # The inputs are the first T columns. The targets are the last T columns.
   shape = (len(rows), length + 1)
   tokens = np.zeros(shape, np.int32)
   segment_ids = np.zeros(shape, np.int32)
@@ -80,14 +80,15 @@ def make_batch(rows: Sequence[Row], length: int) -> Batch:
     if row.prompt_lengths.any():
       is_learned[index, :num_tokens] = _is_answer(row)
 
-  input_ids = segment_ids[:, :-1]
-  is_same_segment = segment_ids[:, 1:] == input_ids
-  is_padding = input_ids == 0
+  input_segment_ids = segment_ids[:, :-1]
+  target_segment_ids = segment_ids[:, 1:]
+  is_same_segment = target_segment_ids == input_segment_ids
+  is_padding = input_segment_ids == 0
   weights = is_same_segment & ~is_padding & is_learned[:, 1:]
   return {
     "tokens": np.ascontiguousarray(tokens[:, :-1]),
     "targets": np.ascontiguousarray(tokens[:, 1:]),
-    "segment_ids": np.ascontiguousarray(input_ids),
+    "segment_ids": np.ascontiguousarray(input_segment_ids),
     "positions": np.ascontiguousarray(positions[:, :-1]),
     "weights": weights.astype(np.float32),
   }
@@ -119,14 +120,14 @@ def _is_answer(row: Row) -> Bool[np.ndarray, "n"]:
 
 
 def encode_row(row: Row, vocab_size: int, with_prompts: bool) -> bytes:
-  """Returns a row as it is stored.
+  """Returns the record in which a row is stored on disk.
 
-  A record consists of these numbers, without padding between them:
+  The record consists of these little-endian numbers:
 
-    The number of segments (int32). With prompts, the number is negated.
-    The length of each segment (int32).
-    With prompts, the length of the prompt of each segment (int32).
-    The tokens (uint16, or uint32 if vocab_size is larger than 2^16).
+  1. The number of segments (int32). With prompts, the number is negated.
+  2. The length of each segment (int32).
+  3. With prompts, the length of the prompt of each segment (int32).
+  4. The tokens (uint16, or uint32 if vocab_size is larger than 2^16).
 
   Args:
     row: The row.
@@ -147,9 +148,10 @@ def encode_row(row: Row, vocab_size: int, with_prompts: bool) -> bytes:
 
 
 def decode_row(record: bytes) -> Row:
-  """Returns the row that `encode_row` stored.
+  """Returns the row of a record that `encode_row` made.
 
-  The width of a token follows from the size of the record.
+  The record does not say whether its tokens are uint16 or uint32. This follows
+  from its size and the lengths of its segments.
 
   Raises:
     ValueError: if the size of the record does not match its segments.
@@ -158,7 +160,7 @@ def decode_row(record: bytes) -> Row:
   has_prompts = first_number < 0
   num_segments = abs(first_number)
 
-  # Byte offset in the record.
+  # The offset in bytes of the next numbers in the record.
   offset = _INT32.itemsize
   lengths_bytes = num_segments * _INT32.itemsize
   segment_lengths = np.frombuffer(record, _INT32, num_segments, offset)
