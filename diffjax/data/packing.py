@@ -69,12 +69,18 @@ class Example(NamedTuple):
 
 
 class Tokenize:
-  """Converts a Document to an Example."""
+  """Converts a Document to an Example. Can be sent to workers."""
 
   def __init__(self, tokenizer: str):
+    """Initializes the conversion.
+
+    Args:
+      tokenizer: As in config.data.tokenizer. Each worker loads it.
+    """
     self._tokenizer_spec = tokenizer
 
   def __call__(self, document: Document) -> Example:
+    """Returns the tokens ``start + prompt + text + end`` of a document."""
     tokenizer = load_once(self._tokenizer_spec)
     document_tokens = tokenizer.document_tokens
     before_text = np.asarray(document_tokens.start, np.int32)

@@ -62,7 +62,7 @@ _MAX_UNUSED_TOKENS = 255
 def training_batches(
   config: Config, *, process_index: int = 0, process_count: int = 1
 ) -> TrainingBatches:
-  """Returns the training batches of a run, and starts to read them.
+  """Returns the training batches of a run.
 
   Args:
     config: The run's config. In prepared mode, a single process first prepares
@@ -71,7 +71,8 @@ def training_batches(
     process_count: Number of processes. It must divide config.train.batch_size.
 
   Returns:
-    An endless iterator over this process's rows of the global batches.
+    An endless iterator over this process's rows of the global batches. It
+    starts to read with the first batch that is taken.
 
   Raises:
     UserError: if a source cannot be read, if rows are not prepared and there

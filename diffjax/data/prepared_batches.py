@@ -218,7 +218,7 @@ class PreparedBatches(TrainingBatches):
   }
 
   def __init__(self, mixture: RowMixture, config: Config, share: ProcessShare):
-    """Starts to read the first batch.
+    """Initializes the batches. Reads none yet.
 
     Args:
       mixture: The training rows.

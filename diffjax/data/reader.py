@@ -129,11 +129,16 @@ class _Deadline:
 
   It is `timeout` seconds after the start of the wait, unless it is moved:
 
-  * `shorten` brings it forward, because a worker has died.
+  * `end_after_grace_period` brings it forward, because a worker has died.
   * `restart_if_busy` postpones it, because workers that start take longer.
   """
 
   def __init__(self, timeout: float):
+    """Starts the wait.
+
+    Args:
+      timeout: Seconds.
+    """
     self._timeout = timeout
     self._start = time.monotonic()
     self._time = self._start + timeout
@@ -141,15 +146,16 @@ class _Deadline:
     # CPU time of the reading processes at the last check.
     self._cpu_seconds = 0.0
 
-  def shorten(self) -> None:
-    """Leaves at most the grace period until the deadline."""
+  def end_after_grace_period(self) -> None:
+    """Moves the deadline to the end of a grace period, if that is earlier."""
     grace_end = time.monotonic() + _GRACE_SECONDS
     self._time = min(self._time, grace_end)
 
   def restart_if_busy(self, pids: Sequence[int]) -> None:
     """Starts the timeout anew if processes used the CPU since the last check.
 
-    The wait still ends after `_MAX_TIMEOUTS_AT_START` timeouts.
+    But never moves the deadline beyond `_MAX_TIMEOUTS_AT_START` timeouts after
+    the start of the wait.
 
     Args:
       pids: The processes that read.
@@ -268,8 +274,17 @@ class Reader:
     self._has_request = True
 
   def _wait_for_reply(self) -> _Reply:
-    """Returns the thread's reply. Raises an error if none arrives in time."""
+    """Waits until the thread has replied to a request for an element.
+
+    Returns:
+      The reply. It may hold an error that reading raised.
+
+    Raises:
+      UserError: if no reply arrives in time.
+      Interrupted: if the caller ended the wait.
+    """
     deadline = _Deadline(self._timeout)
+    # Between two polls, the workers and the caller's interruption are checked.
     poll_seconds = min(_POLL_SECONDS, self._timeout / 4)
     while True:
       reply = self._poll_reply(poll_seconds)
@@ -281,7 +296,7 @@ class Reader:
       self._find_workers()
       if self._dead_workers():
         # Elements that a worker has sent before its death may still arrive.
-        deadline.shorten()
+        deadline.end_after_grace_period()
       elif self._is_starting():
         # A busy process does not hang. It may still import modules.
         deadline.restart_if_busy(self._reading_pids())
@@ -334,6 +349,7 @@ class Reader:
     """
     if self._is_interrupted():
       raise Interrupted from error
+    # `close` ends all workers, so the dead ones are collected before it.
     self._find_workers()
     dead_workers = self._dead_workers()
     self.close()
@@ -358,8 +374,9 @@ class Reader:
     if self._workers:
       _kill(self._workers)
     else:
-      # The thread hangs and cannot be ended. Waiting for it when the
-      # interpreter ends would take long. As a daemon, it ends with the process.
+      # The thread hangs and cannot be ended. As a daemon, it ends with the
+      # process. Without the finalizer, neither `close` nor the end of the
+      # interpreter waits for the thread.
       self._finalizer.detach()
     self.close()
     raise error

@@ -138,7 +138,8 @@ def _check_num_parts(
   Args:
     opened: The sources. The one with the fewest parts decides.
     process_count: Number of processes.
-    num_workers: Number of workers of each process. 0 reads in the process.
+    num_workers: Number of workers of each process. With 0, the process reads
+      all its parts itself.
   """
   smallest = opened[0]
   for source in opened[1:]:
@@ -154,7 +155,7 @@ def _check_num_parts(
       f"{problem}, fewer than the {process_count} processes;"
       " split its files, or set config.data.mode to 'prepared'"
     )
-  # The process with the fewest parts has this number, one for each worker.
+  # Each process has at least this many parts.
   max_workers = num_parts // process_count
   if num_workers > max_workers:
     raise UserError(
@@ -202,7 +203,7 @@ class StreamedBatches(TrainingBatches):
   def __init__(
     self, mixture: SourceMixture, config: Config, share: ProcessShare
   ):
-    """Starts to read the first batch.
+    """Initializes the batches. Reads none yet, but samples of the files.
 
     Args:
       mixture: The sources of the training data.
@@ -277,8 +278,8 @@ def _fingerprint(config: Config) -> str:
 def _restore_tuples(state: Any) -> Any:
   """Returns a Grain state with the tuples that JSON turned into lists.
 
-  The only tuples are in the state of Grain's ConcatThenSplit, which is nested
-  somewhere in `state`:
+  Only Grain's ConcatThenSplit has tuples, and compares them with others. Its
+  state is nested somewhere in `state`:
 
     {"remainder_slices": {"tokens": (start, stop)}, …}
   """
