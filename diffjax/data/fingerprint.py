@@ -177,8 +177,8 @@ def _check_source_unchanged(
         " with another --workdir (--config.train.init_from keeps the"
         " parameters)"
       )
-  # Copies of the files have other times, so this is not an error. Checkpoints of
-  # earlier versions have only whole seconds.
+  # Copies of the files have other times, so this is not an error. Checkpoints
+  # of earlier versions have only whole seconds.
   times = "nanoseconds" if "nanoseconds" in saved else "times"
   if saved[times] != current[times]:
     say(

@@ -42,7 +42,9 @@ def resolve(
 
   The mode is "prepared" for one process and "streamed" for several. The number
   of files is computed if there is an hf:// source. Otherwise it remains 0, for
-  all files. The result depends only on the arguments and the files, so all processes and
+  all files.
+
+  The result depends only on the arguments and the files, so all processes and
   later runs of the same command get the same one.
 
   Args:

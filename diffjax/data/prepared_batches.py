@@ -266,6 +266,7 @@ class PreparedBatches(TrainingBatches):
 
   def set_state(self, state: dict[str, Any]) -> None:
     check_state(state, self._identity, self._FIELD_NAMES)
+    # Other rows are not in `_FIELD_NAMES`, because they have many causes.
     if state["dataset"] != self._identity["dataset"]:
       raise UserError(
         "cannot continue in the data from this checkpoint:"

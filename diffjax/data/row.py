@@ -77,6 +77,7 @@ def make_batch(rows: Sequence[Row], length: int) -> Batch:
     tokens[index, :num_tokens] = row.tokens
     segment_ids[index, :num_tokens] = _segment_ids(row)
     positions[index, :num_tokens] = _positions(row)
+    # Without prompts, all tokens are learned.
     if row.prompt_lengths.any():
       is_learned[index, :num_tokens] = _is_answer(row)
 

@@ -87,7 +87,8 @@ def take_sample(source: Source, config: DataConfig) -> Sample:
   start = time.monotonic()
   documents, stored_bytes = _read_first_documents(source)
   if not documents:
-    return Sample(stored_bytes, 0, 0, time.monotonic() - start)
+    seconds = time.monotonic() - start
+    return Sample(stored_bytes, tokens=0, row_bytes=0, seconds=seconds)
 
   dataset = read_sequentially(grain.MapDataset.source(documents))
   counts = packing.ExampleCounts(config.length)

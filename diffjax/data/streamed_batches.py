@@ -83,10 +83,13 @@ def stream_rows(
 ) -> grain.IterDataset[Row]:
   """Returns this process's rows, tokenized and packed while they are read.
 
+  A source is divided into parts, such as ranges of files. Each process reads
+  other parts.
+
   Args:
     mixture: The sources.
     config: The data fields.
-    share: The share of this process. Each process reads parts of its own.
+    share: The share of this process.
     repeat: Whether to repeat the parts endlessly, shuffled anew in each epoch.
       Otherwise, the parts are read once and in order.
 
@@ -102,7 +105,10 @@ def stream_rows(
     seed = config.seed + index
     parts = _select_parts(source, seed, share, repeat)
     documents = packing.Documents(
-      read_sequentially(parts), source.read, len(source.parts), source.spec
+      read_sequentially(parts),
+      source.read,
+      max_empty_parts=len(source.parts),
+      spec=source.spec,
     )
     counts = packing.ExampleCounts(config.length, report_first=True)
     streams.append(packing.make_rows(documents, config, counts))
