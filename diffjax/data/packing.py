@@ -243,7 +243,7 @@ class _Cut(grain.experimental.FlatMapTransform):
   Drops an example whose prompt fills a row.
   """
 
-  # Grain's limit of the number of pieces. No example has so many.
+  # The number of pieces at which Grain raises an error. No example reaches it.
   max_fan_out = 1 << 30
 
   def __init__(self, row_size: int, counts: ExampleCounts):
