@@ -95,9 +95,9 @@ def empty_cache(
     batch_size: B, the number of rows.
     capacity: the most tokens of a row.
     num_pages: P, the number of pages that all rows share. No row has a page
-      until `tables` is replaced (see `pages.allocate`). None for rows that
-      share no memory. The compiler for v7x then copies keys or values for every
-      token if a head has fewer than 128 numbers.
+      until `tables` is replaced (see `pages.allocate`). None if each row has
+      its own memory. On TPU v7x this is slow for keys or values of fewer than
+      128 numbers per head, because XLA then copies them for every token.
     page: the number of tokens of a page, if there are pages. The TPU kernel
       needs a multiple of 128.
     dtype: the dtype of keys and values. None for the model's compute dtype.
@@ -120,7 +120,7 @@ def empty_cache(
   _check_dtype(dtype, model, has_pages=num_pages is not None)
 
   if num_pages is None:
-    # Each row is stored in one page, which is as long as the row.
+    # Row b is stored in page b, which is as long as the row.
     pool_size = batch_size
     page_size = capacity
     tables = None
@@ -128,7 +128,7 @@ def empty_cache(
     pool_size = num_pages
     page_size = page
     pages_per_row = -(-capacity // page)  # rounded up
-    # The pages are 0 … num_pages − 1, so num_pages stands for no page.
+    # The pages are 0 … num_pages − 1. The number num_pages means "no page".
     tables = jnp.full((batch_size, pages_per_row), num_pages, jnp.int32)
 
   keys: list[Pool] = []
@@ -152,10 +152,9 @@ def empty_cache(
 
 
 def _check_dtype(dtype: jnp.dtype, model: Decoder, *, has_pages: bool) -> None:
-  """Checks that a cache of this model can have a dtype.
+  """Raises UserError if a cache of this model cannot have a dtype.
 
-  Raises:
-    UserError: unless it is the model's dtype, or int8 in a cache with pages.
+  It can have the model's dtype, or int8 if it has pages.
   """
   if dtype == model.dtype:
     return
@@ -170,8 +169,9 @@ def _check_dtype(dtype: jnp.dtype, model: Decoder, *, has_pages: bool) -> None:
 def unstack(model: Decoder, params: dict[str, Any]) -> dict[str, Any]:
   """Returns a decoder's parameters with a separate tree for each layer.
 
-  Matrices are cast to the compute dtype here, once, and not for every token.
-  Quantized matrices stay in int8, and gains, biases and λ vectors in float32.
+  `extend` needs them in this form. Matrices are cast to the compute dtype here,
+  so that they are not cast again for every token. Quantized matrices stay in
+  int8, and gains, biases and λ vectors in float32.
 
   Args:
     model: the decoder.
@@ -179,26 +179,23 @@ def unstack(model: Decoder, params: dict[str, Any]) -> dict[str, Any]:
       have a leading axis L.
 
   Returns:
-    The parameters for `extend`: those outside the layers under their names, and
-    a tuple under "layers" with the parameters of every layer, the lowest first.
+    The arrays outside the layers under their names, and under "layers" a tuple
+    with the parameters of each layer, the lowest first.
   """
   layer_stacks = stacks(model.config)
+  cast_matrix = functools.partial(_cast_matrix, model.dtype)
   unstacked: dict[str, Any] = {}
   for name, leaf in params.items():
     if name not in layer_stacks:
-      unstacked[name] = _cast_matrix(model.dtype, leaf)
+      unstacked[name] = cast_matrix(leaf)
 
   layers = []
   for name, stack in layer_stacks.items():
     for layer in range(stack.num_layers):
-      # Indexes each array [L, …] of the stack.
+      # Takes entry `layer` of each array [L, …] of the stack.
       layer_params = jax.tree.map(operator.itemgetter(layer), params[name])
       layers.append(
-        jax.tree.map(
-          functools.partial(_cast_matrix, model.dtype),
-          layer_params,
-          is_leaf=is_quantised,
-        )
+        jax.tree.map(cast_matrix, layer_params, is_leaf=is_quantised)
       )
   unstacked["layers"] = tuple(layers)
   return unstacked
@@ -219,20 +216,23 @@ def extend(
   counts: Int[Array, "B"] | None = None,
   sharding: NamedSharding | None = None,
 ) -> tuple[Float[Array, "B T E"], Cache]:
-  """Reads T more tokens in every row, and adds them to the cache.
+  """Runs the decoder over T new tokens per row, and adds them to the cache.
+
+  The new tokens attend to the tokens in the cache and to each other.
 
   Args:
-    model: the decoder. If its `attention_fn` is not `diff_attention`, or has an
-      option that changes the result, such as a scale, or an implementation that
-      is not built in, then it must accept `q_offset`, and the cache is copied
-      for it.
+    model: the decoder. Its `attention_fn` is replaced by `decode_attention`,
+      which reads the cache in place. If this would change the result (see
+      `_can_be_replaced`), `attention_fn` is called with a copy of the cache,
+      and must accept `q_offset`.
     params: the parameters from `unstack`.
     tokens: the new tokens. The first one of row b has position
       cache.lengths[b]. Tokens for which the cache has no room are dropped.
     cache: the cache of the tokens before. Donate it, so that it is updated in
       place.
     counts: the number of valid tokens of each row. The first counts[b] tokens
-      of row b are valid, and later tokens never see the other ones. None for T.
+      of row b are valid. The other ones are padding, which is not stored. None
+      for T.
     sharding: the sharding of the cache's pages and heads on a mesh (see
       `parallel.rules.heads_sharding`). None on one device.
 
@@ -264,26 +264,9 @@ def extend(
       counts=counts,
       sharding=sharding,
     )
-    block = Block(
-      layer.config,
-      model.dtype,
-      attention_fn=attention,
-      logits_transform=model.logits_transform,
-    )
-    x, _ = block.apply(
-      {"params": params["layers"][index]},
-      x,
-      layer.lambda_init,
-      window_index=0,
-      segment_ids=None,
-      positions=positions,
-    )
-    if attention.num_calls != 1:
-      raise ValueError(
-        f"a layer of {config.attention!r} called its attention_fn"
-        f" {attention.num_calls} times: it must call it once, through"
-        " `Attention.attend`, to be decoded from a cache"
-      )
+    layer_params = params["layers"][index]
+    x = _apply_layer(model, layer, layer_params, x, positions, attention)
+    # The layer has added the new tokens to these.
     keys.append(attention.keys)
     values.append(attention.values)
 
@@ -294,6 +277,50 @@ def extend(
     lengths=cache.lengths + counts,
   )
   return apply_norm(params, "final_norm", x, config), extended_cache
+
+
+def _apply_layer(
+  model: Decoder,
+  layer: _Layer,
+  params: Any,
+  x: Float[Array, "B T E"],
+  positions: Int[Array, "B T"],
+  attention: _CachedAttention,
+) -> Float[Array, "B T E"]:
+  """Returns the residual stream after a layer that attends to its cache.
+
+  Args:
+    model: the decoder.
+    layer: the layer of the decoder.
+    params: the layer's parameters.
+    x: the residual stream before the layer.
+    positions: the position of each token in its row.
+    attention: attends to the cache, and adds the new tokens to it.
+
+  Raises:
+    ValueError: if the layer does not call its `attention_fn` once.
+  """
+  block = Block(
+    layer.config,
+    model.dtype,
+    attention_fn=attention,
+    logits_transform=model.logits_transform,
+  )
+  x, _ = block.apply(
+    {"params": params},
+    x,
+    layer.lambda_init,
+    window_index=0,
+    segment_ids=None,
+    positions=positions,
+  )
+  if attention.num_calls != 1:
+    raise ValueError(
+      f"a layer of {layer.config.attention!r} called its attention_fn"
+      f" {attention.num_calls} times: it must call it once, through"
+      " `Attention.attend`, to be decoded from a cache"
+    )
+  return x
 
 
 class _Layer(NamedTuple):
@@ -309,11 +336,16 @@ class _Layer(NamedTuple):
 
 
 def _layers(config: ModelConfig) -> list[_Layer]:
-  """Returns the layers of all stacks, the lowest first."""
+  """Returns the layers of all stacks, the lowest first.
+
+  A stack is a sequence of layers with equal shapes. Its layers may differ in
+  window and λ_init.
+  """
   layers = []
   for stack in stacks(config).values():
     windows = layer_windows(stack)
     for lambda_init, window in zip(lambda_inits(stack), windows, strict=True):
+      # With a window of its own, a layer needs no pattern.
       layer_config = dataclasses.replace(
         stack, window=window, window_pattern=""
       )
@@ -323,20 +355,21 @@ def _layers(config: ModelConfig) -> list[_Layer]:
 
 @dataclasses.dataclass(eq=False)
 class _CachedAttention:
-  """An `attention_fn` for a layer that attends to the layer's cache.
+  """An `attention_fn` that attends to the cached keys and values of a layer.
 
   A call first adds the new keys and values to the cache, because new tokens
-  also see each other. It updates the attributes `keys` and `values`.
+  also see each other. To do so, it replaces the attributes `keys` and `values`.
 
   Attributes:
-    attention_fn: the model's own `attention_fn`.
+    attention_fn: the `attention_fn` that the model has without a cache.
     keys: the stored keys of this layer.
     values: the stored values of this layer.
     tables: the pages of each row. None if row b has only page b.
     old_lengths: the number of tokens in each row before the new ones.
     counts: the number of valid new tokens of each row.
     sharding: the sharding of pages and heads. None on one device.
-    num_calls: how often it was called.
+    num_calls: how often the layer called this function, or the one that
+      `by_definition` returned.
   """
 
   attention_fn: Callable[..., jax.Array]
@@ -362,7 +395,7 @@ class _CachedAttention:
     causal: bool = True,
     window: int | None = None,
   ) -> Float[Array, "B T H V"]:
-    """Adds new keys and values to the cache, and attends to all of them.
+    """Adds new keys and values to the cache, and attends to all stored ones.
 
     Args:
       q: queries of the new tokens.
@@ -380,7 +413,6 @@ class _CachedAttention:
     _check_mask(q_segment_ids, kv_segment_ids, causal)
     self._add(k, v)
     if not _can_be_replaced(self.attention_fn):
-      # `decode_attention` would not be what the user asked for.
       return self._attend_to_copy(
         self.attention_fn, q, lam, num_key_maps=k.shape[3], window=window
       )
@@ -402,14 +434,20 @@ class _CachedAttention:
   def by_definition(
     self, weights_fn: WeightsFn, supports: Set[str]
   ) -> Callable[..., jax.Array]:
-    """Returns an `attention_fn` for a variant that is computed by its weights.
+    """Returns an `attention_fn` that multiplies attention weights and values.
 
-    It has the same arguments as `__call__`. The keys and values are copied out
-    of the cache.
+    An attention variant without a kernel defines only a function that returns
+    its attention weights. A layer of such a variant calls the result of this
+    method in place of `__call__`.
 
     Args:
-      weights_fn: the variant's definition (see definition.py).
-      supports: what the variant supports.
+      weights_fn: returns the attention weights [B, H, T, S] of queries and keys
+        (see `Attention.weights`).
+      supports: the features that the variant supports.
+
+    Raises:
+      ValueError: if the model has its own `attention_fn`, which this would
+        ignore.
     """
     assert CACHED_DECODING in supports  # `extend` checks it.
     if not is_diff_attention(self.attention_fn):
@@ -417,41 +455,48 @@ class _CachedAttention:
         f"attention_fn = {self.attention_fn!r}: must be diff_attention for a"
         " variant that is computed from its weights"
       )
+    return functools.partial(self._attend_with_weights, weights_fn)
 
-    def attend(
-      q: Float[Array, "B T Q G D"],
-      k: Float[Array, "B T K M D"],
-      v: Float[Array, "B T K V"],
-      lam: Lambda,
-      *,
-      q_segment_ids: Int[Array, "B T"] | None,
-      kv_segment_ids: Int[Array, "B T"] | None,
-      causal: bool,
-      window: int | None,
-    ) -> Float[Array, "B T H V"]:
-      _check_mask(q_segment_ids, kv_segment_ids, causal)
-      self._add(k, v)
-      return self._attend_to_copy(
-        functools.partial(attention_from_weights, weights_fn),
-        q,
-        lam,
-        num_key_maps=k.shape[3],
-        window=window,
-      )
+  def _attend_with_weights(
+    self,
+    weights_fn: WeightsFn,
+    q: Float[Array, "B T Q G D"],
+    k: Float[Array, "B T K M D"],
+    v: Float[Array, "B T K V"],
+    lam: Lambda,
+    *,
+    q_segment_ids: Int[Array, "B T"] | None,
+    kv_segment_ids: Int[Array, "B T"] | None,
+    causal: bool,
+    window: int | None,
+  ) -> Float[Array, "B T H V"]:
+    """Adds new keys and values, and returns attention weights times values.
 
-    return attend
+    Args:
+      weights_fn: returns the attention weights [B, H, T, S].
+      q: queries of the new tokens. `__call__` explains the other arguments.
+    """
+    _check_mask(q_segment_ids, kv_segment_ids, causal)
+    self._add(k, v)
+    return self._attend_to_copy(
+      functools.partial(attention_from_weights, weights_fn),
+      q,
+      lam,
+      num_key_maps=k.shape[3],
+      window=window,
+    )
 
   def _add(
     self, k: Float[Array, "B T K M D"], v: Float[Array, "B T K V"]
   ) -> None:
-    """Adds the keys and values of the new tokens to the cache."""
+    """Adds the keys and values of the new tokens to the layer's cache."""
     self.num_calls += 1
     flat_k = k.reshape(*k.shape[:3], -1)  # [B, T, K, M·D]
     self.keys = self._write(self.keys, flat_k)
     self.values = self._write(self.values, v)
 
   def _write(self, pool: Pool, new: Float[Array, "B T K W"]) -> Pool:
-    """Returns a pool of keys or values that contains the new tokens too."""
+    """Returns the pool of keys or values, with the new ones in it."""
     write = write_tokens
     if self.sharding is not None:
       write = _sharded_write(self.sharding)
@@ -466,11 +511,10 @@ class _CachedAttention:
     num_key_maps: int,
     window: int | None,
   ) -> Float[Array, "B T H V"]:
-    """Returns the result of an `attention_fn` that cannot read the cache.
+    """Calls an `attention_fn` with a copy of the cached keys and values.
 
-    `decode_attention` reads the cache where it is stored. Other functions take
-    keys and values as arrays, so they are copied out of the cache, in the order
-    of each row's tokens. This is slow.
+    This is slow. It is for functions that, unlike `decode_attention`, cannot
+    read the pages of the cache.
 
     Args:
       attention_fn: must accept `q_offset`.
@@ -486,10 +530,11 @@ class _CachedAttention:
 
 
 def _can_be_replaced(attention_fn: Callable[..., jax.Array]) -> bool:
-  """Returns whether `decode_attention` may compute a model's attention.
+  """Returns whether `decode_attention` may replace a model's `attention_fn`.
 
-  It computes the same as `diff_attention`, whose built-in implementations are
-  for whole sequences. An implementation that a user registered is called.
+  It may replace `diff_attention` with any built-in implementation, because both
+  compute the same. It may not replace a function of the user, an implementation
+  that the user registered, or an option that changes the result.
   """
   if not is_diff_attention(attention_fn):
     return False
@@ -500,7 +545,7 @@ def _can_be_replaced(attention_fn: Callable[..., jax.Array]) -> bool:
 
 
 def _check_mask(q_segment_ids: Any, kv_segment_ids: Any, causal: bool) -> None:
-  """Raises ValueError if a layer's mask is one that a cache does not have."""
+  """Raises ValueError if a layer asks for a mask that a cache cannot have."""
   if not causal:
     raise ValueError("causal = False: a cache has no later tokens to attend to")
   if q_segment_ids is not None or kv_segment_ids is not None:
@@ -508,16 +553,17 @@ def _check_mask(q_segment_ids: Any, kv_segment_ids: Any, causal: bool) -> None:
 
 
 def _sharded_write(sharding: NamedSharding) -> Callable[..., Pool]:
-  """Returns `write_tokens` for pools whose heads a mesh splits.
+  """Returns `write_tokens` for pools whose heads are sharded over a mesh.
 
-  Each device writes its own heads. Without `shard_map`, XLA would send the new
-  tokens of all heads to every device.
+  With `shard_map`, each device writes its own heads. Without it, XLA would send
+  the new tokens of all heads to every device.
 
   Args:
     sharding: the sharding of a pool's axes [P, K, …].
   """
   pool_spec = sharding.spec
-  new_spec = P(None, *sharding.spec)  # [B, T, K, W]: heads are one axis later
+  # Heads are axis 1 of a pool, and axis 2 of new tokens [B, T, K, W].
+  new_spec = P(None, *sharding.spec)
   replicated = P()
   return jax.shard_map(
     write_tokens,
