@@ -43,12 +43,15 @@ _BROKEN_PIPE = 128 + signal.SIGPIPE
 
 
 class _ValuesFlag(NamedTuple):
-  """The flag --config or --set, whose value has fields that flags override.
+  """The flag of a command's config or of its settings.
+
+  Its value is a ConfigDict. Other flags override single fields of it, for
+  example --config.train.steps=100.
 
   Attributes:
     name: "config" or "set".
-    fields: the dataclass of the fields.
-    holder: holds the value, a ConfigDict, after flags were parsed.
+    fields: the dataclass of sections that declares the fields.
+    holder: absl's reference to the value. It has one after flags are parsed.
   """
 
   name: str
@@ -57,9 +60,10 @@ class _ValuesFlag(NamedTuple):
 
 
 class ConfigFile(flags.ArgumentParser):
-  """Reads the value of --config.
+  """Reads the config file that --config names.
 
-  The parser of ml_collections prints a traceback if the file has an error.
+  It replaces the parser of ml_collections, which prints a traceback if the file
+  has an error.
   """
 
   def parse(self, spec: str) -> ml_collections.ConfigDict:
@@ -72,12 +76,11 @@ class ConfigFile(flags.ArgumentParser):
 def run(
   main: Callable[..., None], *, with_config: bool = True, settings: Any = None
 ) -> None:
-  """Runs a command.
+  """Reads the flags of a command and calls its `main`, or prints its help.
 
-  Reads `--config=NAME[:VARIANT]` and overrides such as
-  `--config.train.steps=100`, checks them, and calls `main`. `--import=MODULE`
-  imports a module that registers attention variants, before the config is read.
-  `--help` prints the module's docstring and the flags that it has defined.
+  Flags of all commands are `--help` and `--import=MODULE`, which imports a
+  module that registers attention variants. A command with a config has
+  `--config=NAME[:VARIANT]` and overrides such as `--config.train.steps=100`.
 
   Exits with 2 for flags that cannot be read, and with 1 for other errors of the
   user. Both print one line to standard error.
@@ -89,16 +92,16 @@ def run(
       sections at their defaults. Flags such as `--set.validation.rows=100`
       override them.
   """
-  # Standard error escapes what its encoding cannot show. So does standard
-  # output from here on.
+  # Standard output now escapes characters that its encoding does not have, as
+  # standard error does. Otherwise, printing them would raise an error.
   if isinstance(sys.stdout, io.TextIOWrapper):
     sys.stdout.reconfigure(errors="backslashreplace")
   with _quiet_if_nobody_reads():
     if help_page.is_asked(sys.argv[1:]):
-      page = help_page.page(
+      help_text = help_page.page(
         with_config=with_config, with_settings=settings is not None
       )
-      print(page, flush=True)
+      print(help_text, flush=True)
       sys.exit()
     absent_tpu.skip()
     values_flag = _define_flags(with_config, settings)
@@ -109,7 +112,7 @@ def run(
 
 
 def _define_flags(with_config: bool, settings: Any) -> _ValuesFlag | None:
-  """Defines the flags that commands share.
+  """Defines the flags that all commands with a config or with settings share.
 
   Returns:
     The flag of the config or the settings. None for a command without either.
@@ -124,7 +127,8 @@ def _define_flags(with_config: bool, settings: Any) -> _ValuesFlag | None:
     return _ValuesFlag("config", Config, holder)
   if settings is None:
     return None
-  # Defining the flag already reads the overrides.
+  # ml_collections reads the overrides when the flag is defined. It reports
+  # unknown fields badly, so they are checked before.
   try:
     _check_overrides(sys.argv[1:], "set", type(settings))
   except UserError as error:
@@ -140,23 +144,13 @@ def _define_flags(with_config: bool, settings: Any) -> _ValuesFlag | None:
 def _parse_flags(
   values_flag: _ValuesFlag | None, argv: Sequence[str]
 ) -> ml_collections.ConfigDict | None:
-  """Reads all flags and returns the config or the settings.
+  """Returns the config or the settings of a command line.
 
-  Returns None for a command without either. Ends the process if the flags
-  cannot be read.
+  Returns None for a command without either. If the command line is wrong,
+  prints the reason and ends the process.
   """
-  values = None
   try:
-    _check_encoding(argv)
-    _import_modules(argv)
-    if values_flag is not None:
-      _check_overrides(argv, values_flag.name, values_flag.fields)
-    arguments = flags.FLAGS(argv)
-    if flags.FLAGS["verbosity"].using_default_value:
-      # The libraries report every file they write; --verbosity=0 shows that.
-      flags.FLAGS.verbosity = logging.WARNING  # type: ignore[assignment]
-    if values_flag is not None:
-      values = values_flag.holder.value
+    return _read_flags(values_flag, argv)
   except UserError as error:
     _fail(str(error), _USAGE_ERROR)
   except (
@@ -166,19 +160,41 @@ def _parse_flags(
     TypeError,
     ValueError,
   ) as error:
+    # absl and ml_collections raise these for values that they cannot read.
     first_line, *_ = str(error).strip().splitlines()
     _fail(first_line.strip(), _USAGE_ERROR)
-  # The first argument is the name of the program.
-  if len(arguments) > 1:
-    _fail(
-      f"unexpected argument {arguments[1]!r}: flags are written --name=value",
-      _USAGE_ERROR,
+
+
+def _read_flags(
+  values_flag: _ValuesFlag | None, argv: Sequence[str]
+) -> ml_collections.ConfigDict | None:
+  """Returns the config or the settings of a command line.
+
+  Raises:
+    UserError: if the command line is wrong. absl and ml_collections also raise
+      their own errors.
+  """
+  _check_encoding(argv)
+  # A config file may use what the modules register.
+  _import_modules(argv)
+  if values_flag is not None:
+    _check_overrides(argv, values_flag.name, values_flag.fields)
+  # What remains is the name of the program, and arguments that are no flags.
+  _, *unexpected = flags.FLAGS(argv)
+  if flags.FLAGS["verbosity"].using_default_value:
+    # Libraries log every file that they write. --verbosity=0 shows these lines.
+    flags.FLAGS.verbosity = logging.WARNING  # type: ignore[assignment]
+  if unexpected:
+    raise UserError(
+      f"unexpected argument {unexpected[0]!r}: flags are written --name=value"
     )
-  if values_flag is not None and values is None:
-    _fail(
+  if values_flag is None:
+    return None
+  values = values_flag.holder.value
+  if values is None:
+    raise UserError(
       "pass --config=NAME or --config=FILE, for example --config=tiny;"
-      f" {config_file.available()}",
-      _USAGE_ERROR,
+      f" {config_file.available()}"
     )
   return values
 
@@ -188,7 +204,10 @@ def _call_main(
   values_flag: _ValuesFlag | None,
   values: ml_collections.ConfigDict | None,
 ) -> None:
-  """Calls `main` with the checked values, and prints errors in one line."""
+  """Checks the config or the settings, and calls `main` with them.
+
+  Prints errors of the user in one line, and ends the process then.
+  """
   try:
     if values_flag is None or values is None:
       main()
@@ -198,12 +217,13 @@ def _call_main(
       print(config_file.to_toml(from_config_dict(values)), end="")
     else:
       main(from_config_dict(values))
-    # Flushes here, where a closed pipe ends the process quietly.
+    # If a pipe is closed, flushing raises BrokenPipeError. That must happen
+    # here, where `_quiet_if_nobody_reads` handles it.
     print(end="", flush=True)
   except app.UsageError as error:
     _fail(str(error), _USAGE_ERROR)
   except UserError as error:
-    # A function that prints may also write files and explain its errors.
+    # `main` may have turned an error of a closed pipe into a UserError.
     if isinstance(error.__cause__, BrokenPipeError) and _closed_outputs():
       raise error.__cause__ from None
     _fail(str(error), _USER_ERROR)
@@ -213,18 +233,20 @@ def _call_main(
 
 @contextlib.contextmanager
 def _quiet_if_nobody_reads() -> Iterator[None]:
-  """Ends the process quietly if nobody reads its output any more (`… | head`).
+  """Ends the process without an error message if its output pipe is closed.
 
-  SIGPIPE would do so too. But it would also end a process whose connection to a
-  bucket breaks.
+  Example: in `diffjax checkpoints | head -1`, head closes the pipe. The default
+  action of SIGPIPE would be simpler, but would also end a process that loses a
+  network connection.
   """
   try:
     yield
   except BrokenPipeError:
     closed_outputs = _closed_outputs()
+    # Without closed outputs, another pipe is broken.
     if not closed_outputs:
       raise
-    # Python flushes the outputs when it ends, which must not fail.
+    # Python flushes both outputs at exit. Writing to the null device succeeds.
     for output in closed_outputs:
       null_device = os.open(os.devnull, os.O_WRONLY)
       os.dup2(null_device, output.fileno())
@@ -232,7 +254,7 @@ def _quiet_if_nobody_reads() -> Iterator[None]:
 
 
 def _closed_outputs() -> list[typing.TextIO]:
-  """Returns standard output and error, if their other ends are closed."""
+  """Returns those of standard output and error whose reading end is closed."""
   closed_outputs = []
   for output in (sys.stdout, sys.stderr):
     # A process may have been started without them.
@@ -244,18 +266,16 @@ def _closed_outputs() -> list[typing.TextIO]:
       # Tests replace the outputs by objects without a descriptor.
       continue
     poll = select.poll()
+    # Errors and hang-ups are reported even if no event is asked for (0).
     poll.register(descriptor, 0)
-    for _, event in poll.poll(0):
+    for _, event in poll.poll(0):  # returns at once
       if event & (select.POLLERR | select.POLLHUP):
         closed_outputs.append(output)
   return closed_outputs
 
 
 def _import_modules(argv: Sequence[str]) -> None:
-  """Imports the modules of --import, and of --import=A,B with commas between.
-
-  This is before the other flags are read, because a config file may use what
-  the modules register.
+  """Imports the modules that a command line names with --import.
 
   Raises:
     UserError: if a module cannot be imported, or the flag has no value.
@@ -263,7 +283,7 @@ def _import_modules(argv: Sequence[str]) -> None:
   modules = imported_modules(argv)
   if not modules:
     return
-  # Here, because commands without this flag may not need JAX.
+  # Imported here, because it imports JAX, which takes seconds.
   from diffjax.model.registry import import_modules
 
   import_modules(modules)
@@ -271,6 +291,9 @@ def _import_modules(argv: Sequence[str]) -> None:
 
 def imported_modules(argv: Sequence[str]) -> list[str]:
   """Returns the modules that a command line names with --import.
+
+  The flag may be repeated, and a value may be several modules with commas
+  between them.
 
   Example: ["train", "--import=my.dint", "--import", "a,b"] →
   ["my.dint", "a", "b"]
@@ -286,6 +309,7 @@ def imported_modules(argv: Sequence[str]) -> list[str]:
     name, equals, value = argument.partition("=")
     if name not in ("--import", "-import"):
       continue
+    # Without "=", the next argument is the value.
     if not equals:
       value = next(arguments, "")
     if not value:
@@ -297,17 +321,19 @@ def imported_modules(argv: Sequence[str]) -> list[str]:
 
 
 def _check_encoding(argv: Sequence[str]) -> None:
-  """Checks that text and paths are ASCII, or that the locale is UTF-8.
+  """Checks that arguments and paths have the same bytes in UTF-8.
 
-  Libraries in C++ take every path as UTF-8. ASCII is the same in all encodings.
+  Libraries in C++ read every path as UTF-8. In another encoding, only ASCII has
+  the same bytes.
 
   Raises:
-    UserError: with the first text or path that is not ASCII.
+    UserError: if the encoding of the file system is not UTF-8, and an argument,
+      the current directory or the cache directory is not ASCII.
   """
   encoding = sys.getfilesystemencoding()
   if codecs.lookup(encoding).name == "utf-8":
     return
-  # Here, so that an error in the flags does not wait for this import.
+  # Imported here, so that an error in the flags does not wait for this import.
   from diffjax.host.user_cache import cache_directory
 
   for value in (*argv[1:], os.getcwd(), os.fspath(cache_directory())):
@@ -321,14 +347,14 @@ def _check_encoding(argv: Sequence[str]) -> None:
 
 
 def _check_overrides(argv: Sequence[str], root: str, fields: type) -> None:
-  """Checks that the fields of all flags `--ROOT.FIELD` exist.
+  """Checks that every override, such as --config.train.steps, names a field.
 
-  The error of ml_collections does not have the full name of a field.
+  ml_collections checks this too, but its error lacks the field's full name.
 
   Args:
     argv: the command line.
-    root: "config" or "set".
-    fields: the dataclass of the fields.
+    root: the flag that is overridden: "config" or "set".
+    fields: the dataclass that declares the fields.
 
   Raises:
     UserError: with the full name of the first field that does not exist.
@@ -337,23 +363,36 @@ def _check_overrides(argv: Sequence[str], root: str, fields: type) -> None:
     if not argument.startswith("-"):
       continue
     flag_name, _, _ = argument.lstrip("-").partition("=")
-    first_name, *names = flag_name.split(".")
+    first_name, *field_path = flag_name.split(".")
     if first_name == root:
-      _check_field_exists(names, root, fields)
+      _check_field_exists(field_path, fields, f"{root}.")
 
 
-def _check_field_exists(names: Sequence[str], root: str, fields: type) -> None:
-  """Raises UserError if ["train", "steps"] is not a field below the root."""
-  field_type: Any = fields
-  prefix = f"{root}."
-  for name in names:
-    types_by_name = {}
-    if dataclasses.is_dataclass(field_type):
-      types_by_name = typing.get_type_hints(field_type)
-    if name not in types_by_name:
-      raise unknown_field(prefix, name, types_by_name)
-    field_type = types_by_name[name]
-    prefix = f"{prefix}{name}."
+def _check_field_exists(
+  field_path: Sequence[str], declared_type: Any, prefix: str
+) -> None:
+  """Checks that a path of names leads to a field of a dataclass.
+
+  Example: ["train", "steps"] leads to the field `steps` of the section `train`.
+
+  Args:
+    field_path: the name of a section, then names of fields in it. An empty path
+      is the dataclass itself.
+    declared_type: the dataclass, or another type, which has no fields.
+    prefix: the name of the dataclass in error messages, such as "config.".
+
+  Raises:
+    UserError: with the first name that is not a field.
+  """
+  if not field_path:
+    return
+  name, *remaining_path = field_path
+  types_by_name = {}
+  if dataclasses.is_dataclass(declared_type):
+    types_by_name = typing.get_type_hints(declared_type)
+  if name not in types_by_name:
+    raise unknown_field(prefix, name, types_by_name)
+  _check_field_exists(remaining_path, types_by_name[name], f"{prefix}{name}.")
 
 
 def _fail(message: str, code: int) -> typing.NoReturn:

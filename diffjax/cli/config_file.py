@@ -59,8 +59,8 @@ _LIBRARIES = (
 
 # Columns of the comments in a TOML file.
 _COMMENT_WIDTH = 100
-# The file may hold paths with bytes that are not UTF-8. Python keeps these as
-# surrogates.
+# The file may hold paths with bytes that are not UTF-8. Python represents these
+# as surrogates.
 _ENCODING = "utf-8"
 _ENCODING_ERRORS = "surrogateescape"
 
@@ -83,23 +83,34 @@ def read(spec: str) -> ml_collections.ConfigDict:
       f"--config={_shown(spec)}: a TOML file has no variants;"
       f" pass --config={_shown(name)}"
     )
+  arguments = [variant] if colon else []
+  return _read_python(name, arguments)
+
+
+def _read_python(name: str, arguments: list[str]) -> ml_collections.ConfigDict:
+  """Returns the config of a Python file, or of a config of the package.
+
+  Args:
+    name: the path of the file, or the name of a config of the package.
+    arguments: the arguments of the file's `get_config`: a variant, or nothing.
+
+  Raises:
+    UserError: in one line, whatever goes wrong in the file.
+  """
   path = pathlib.Path(name)
   if name in names():
     path = _CONFIGS / f"{name}.py"
   _check_is_file(path, name)
-  arguments = [variant] if colon else []
   try:
     return _call_get_config(path, name, arguments)
   except UserError:
     raise
-  except OSError as error:
-    if error.filename != str(path):
-      raise _user_code_error(name, error) from error
-    raise UserError(
-      f"--config={_shown(name)}: cannot be read ({error.strerror})"
-    ) from error
   except Exception as error:
     # The file is the user's own code, which may raise anything.
+    if isinstance(error, OSError) and error.filename == str(path):
+      raise UserError(
+        f"--config={_shown(name)}: cannot be read ({error.strerror})"
+      ) from error
     raise _user_code_error(name, error) from error
 
 
@@ -114,11 +125,15 @@ def available() -> str:
 
 
 def run_name(spec: str) -> str | None:
-  """Returns a name for the run of a config, or None for a TOML file.
+  """Returns a name for the run of a config: its file's name and its variant.
 
-  For "configs/diff_1b.py:transformer" it is "diff_1b_transformer", and for
-  "experiments/scaling/config.py" it is "scaling". A TOML file is the config of a
-  run, and all of them have the same name.
+  A file that is called config.py has the name of its directory. A TOML file has
+  None, because the config files of all runs have the same name.
+
+  Examples:
+    "configs/diff_1b.py:transformer" → "diff_1b_transformer"
+    "experiments/scaling/config.py" → "scaling"
+    "runs/tiny/config.toml" → None
 
   Args:
     spec: the value of --config.
@@ -128,18 +143,20 @@ def run_name(spec: str) -> str | None:
   file, _, variant = spec.partition(":")
   path = pathlib.Path(file)
   name = path.stem
-  # The configs of the experiments are all called config.py.
+  # Each experiment has a file of this name.
   if name == "config" and path.parent.name not in ("", ".."):
     name = path.parent.name
   if not variant:
     return name
-  return f"{name}_{re.sub('[^A-Za-z0-9._-]', '_', variant)}"
+  # Characters that a file name should not have are replaced.
+  variant = re.sub("[^A-Za-z0-9._-]", "_", variant)
+  return f"{name}_{variant}"
 
 
 def to_toml(config: Config, *, comments: bool = True) -> str:
-  """Returns the config as a TOML file with all fields. `read` can read it.
+  """Returns the text of a TOML file with all fields. `read` can read it.
 
-  TOML has no None. The line of such a field is a comment.
+  TOML has no None, so a field that is None becomes a comment.
 
   Args:
     config: the config.
@@ -181,12 +198,16 @@ def write(path: epath.Path, config: Config) -> None:
 
 
 def _is_toml(spec: str) -> bool:
-  """Returns True for a TOML file. Only TOML files can be remote."""
+  """Returns True if --config names a TOML file. A remote file must be one."""
   return is_remote(spec) or spec.endswith(".toml")
 
 
 def _read_toml(path: str) -> ml_collections.ConfigDict:
-  """Returns the config of a TOML file, local or gs://."""
+  """Returns the config of a TOML file, local or gs://.
+
+  Raises:
+    UserError: if it cannot be read, is not TOML, or has a wrong field.
+  """
   try:
     content = epath.Path(path).expanduser().read_bytes()
   except FileNotFoundError as error:
@@ -194,7 +215,7 @@ def _read_toml(path: str) -> ml_collections.ConfigDict:
       f"--config={_shown(path)}: no such config or file; {available()}"
     ) from error
   except (OSError, ImportError, ValueError) as error:
-    # ImportError is gs:// without its library.
+    # An ImportError means that the library for gs:// is not installed.
     raise UserError(
       f"--config={_shown(path)}: cannot be read ({error})"
     ) from error
@@ -211,7 +232,12 @@ def _read_toml(path: str) -> ml_collections.ConfigDict:
 
 
 def _check_is_file(path: pathlib.Path, name: str) -> None:
-  """Raises UserError if --config=NAME is no file."""
+  """Raises UserError if a config file does not exist or is a directory.
+
+  Args:
+    path: the file.
+    name: the value of --config, without a variant.
+  """
   try:
     is_directory = path.is_dir()
     exists = path.exists()
@@ -220,7 +246,7 @@ def _check_is_file(path: pathlib.Path, name: str) -> None:
     raise UserError(
       f"--config={_shown(name)}: cannot be read ({error})"
     ) from error
-  # An empty name is the current directory for pathlib.
+  # pathlib takes an empty name as the current directory, which exists.
   if not name or not exists:
     raise UserError(
       f"--config={_shown(name)}: no such config or file; {available()}"
@@ -242,8 +268,12 @@ def _call_get_config(
 
   Args:
     path: the file.
-    name: what --config calls it.
-    arguments: the variant, if --config has one.
+    name: the value of --config, without a variant, for error messages.
+    arguments: the arguments of `get_config`: a variant, or nothing.
+
+  Raises:
+    UserError: if `get_config` is missing, takes other arguments, or does not
+      return a ConfigDict. Errors in the file's code are raised as they are.
   """
   # Imported here, so that an error in the flags does not wait for it.
   import ml_collections
@@ -277,7 +307,10 @@ def _call_get_config(
 
 
 def _import_file(path: pathlib.Path) -> types.ModuleType:
-  """Returns the module of a Python file, which may have any name."""
+  """Runs a Python file and returns its module.
+
+  The file's name need not end in .py.
+  """
   loader = importlib.machinery.SourceFileLoader("config_file", str(path))
   spec = importlib.util.spec_from_loader(loader.name, loader)
   assert spec is not None
@@ -288,19 +321,23 @@ def _import_file(path: pathlib.Path) -> types.ModuleType:
 
 
 def _user_code_error(name: str, error: Exception) -> UserError:
-  """Returns an error with the user's line that caused it, and its message.
+  """Returns the UserError for an exception that a config file raised.
+
+  Its message names the line of the user's code that caused the exception.
 
   Example: "mine.py:4: KeyError: x"
 
   Args:
-    name: stands for the line if the user's code has no line in the traceback.
-    error: what the user's code raised.
+    name: the value of --config. It is named if the traceback has no line of the
+      user's code.
+    error: the exception.
   """
   location = name
   if isinstance(error, SyntaxError) and error.filename:
     location = f"{error.filename}:{error.lineno}"
   else:
-    # The innermost of the user's own lines is the last one.
+    # The traceback ends with the innermost call. The last line that is the
+    # user's own is the cause.
     for frame in traceback.extract_tb(error.__traceback__):
       if not _is_library(frame.filename):
         location = f"{frame.filename}:{frame.lineno}"
@@ -311,13 +348,16 @@ def _user_code_error(name: str, error: Exception) -> UserError:
 
 
 def _is_library(filename: str) -> bool:
-  """Returns True for code whose errors are the fault of its caller."""
+  """Returns True for files that the user did not write, except configs.
+
+  An error in such a file is the fault of the line that called it.
+  """
   is_config = filename.startswith(str(_CONFIGS))
   return filename.startswith(_LIBRARIES) and not is_config
 
 
 def _message_line(error: BaseException) -> str:
-  """Returns the message of an error in one line."""
+  """Returns the message of an error, without its location, in one line."""
   message: object = error
   if isinstance(error, SyntaxError):
     # str(error) also has the file and the line.
@@ -329,7 +369,7 @@ def _message_line(error: BaseException) -> str:
 
 
 def _shown(name: str) -> str:
-  """Returns a name in a form that fits one line."""
+  """Returns a name for an error message, with line breaks escaped."""
   return name if name.isprintable() else repr(name)
 
 
@@ -351,7 +391,7 @@ def _names_choices(comment: str, choices: tuple[str, ...]) -> bool:
 
 
 def _toml_line(name: str, value: Any) -> str:
-  """Returns the line of a field."""
+  """Returns the line of a field in a TOML file."""
   if value is None:
     return f"# {name} = None"
   if isinstance(value, bool):

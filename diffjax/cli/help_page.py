@@ -1,4 +1,4 @@
-"""The page that `--help` prints: a command's docstring and its flags."""
+"""The text that `--help` prints: a command's docstring and its flags."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ _SETTINGS = {
   )
 }
 
-# Columns of the page.
+# Columns of the text.
 _WIDTH = 100
 # The column in which explanations of flags start.
 _EXPLANATION_COLUMN = 28
 
 
 def is_asked(arguments: Sequence[str]) -> bool:
-  """Returns True if the arguments of a command ask for help."""
+  """Returns True if a command line has one of the flags that ask for help."""
   for argument in arguments:
-    # All later arguments are no flags.
+    # No argument after "--" is a flag.
     if argument == "--":
       return False
     if argument in ("-h", "-help", "--help"):
@@ -65,22 +65,27 @@ def is_asked(arguments: Sequence[str]) -> bool:
 
 
 def page(*, with_config: bool, with_settings: bool) -> str:
-  """Returns the page of the module that runs as a command.
+  """Returns the help text of the running command, as `--help` prints it.
+
+  It is the docstring of the command's module, followed by a list of flags:
+  those that the module defines, then those that it shares with other commands.
 
   Args:
-    with_config: whether the command has a config.
-    with_settings: whether the command has settings.
+    with_config: whether the command has the flags of a config.
+    with_settings: whether the command has the flags of settings.
   """
-  module = sys.modules["__main__"]
+  # The command was started as a script, so its module has the name __main__.
+  command_docstring = sys.modules["__main__"].__doc__ or ""
   explanations = {}
-  for flag in flags.FLAGS.flags_by_module_dict().get(sys.argv[0], []):
+  for flag in flags.FLAGS.get_flags_for_module("__main__"):
     explanations[_usage(flag)] = _explanation(flag)
   if with_config:
     explanations |= CONFIG
   if with_settings:
     explanations |= _SETTINGS
   explanations |= IMPORT
-  lines = [*_wrap_docstring(module.__doc__ or ""), ""]
+
+  lines = [*_wrap_docstring(command_docstring), ""]
   lines += _wrap_explanations(explanations)
   return "\n".join(lines)
 
@@ -98,9 +103,10 @@ def _usage(flag: flags.Flag) -> str:
 
 
 def _explanation(flag: flags.Flag) -> str:
-  """Returns what a flag does, and its default if it has one."""
+  """Returns what a flag does, and its default in brackets if it has one."""
   text = str(flag.help)
-  # absl adds its own words: choices before the text, and a hint after it.
+  # absl has added a hint after the text of a flag that may be repeated, and
+  # choices, as in "<a|b>: ", before the text of a flag that has them.
   text, _, _ = text.partition(";\n    repeat this option")
   if isinstance(flag.parser, flags.EnumParser):
     _, _, text = text.partition(">: ")
@@ -112,7 +118,10 @@ def _explanation(flag: flags.Flag) -> str:
 
 
 def _wrap_docstring(docstring: str) -> Iterable[str]:
-  """Yields lines: paragraphs are filled, and indented ones stay as they are."""
+  """Yields the paragraphs of a docstring, with empty lines between them.
+
+  Paragraphs are wrapped. Indented ones, such as examples, are not.
+  """
   for number, paragraph in enumerate(docstring.strip().split("\n\n")):
     if number > 0:
       yield ""
@@ -122,7 +131,7 @@ def _wrap_docstring(docstring: str) -> Iterable[str]:
 
 
 def _wrap_explanations(explanations: Mapping[str, str]) -> Iterable[str]:
-  """Yields lines: flags, and what they do in a second column."""
+  """Yields the text of each flag: its usage, then what it does, wrapped."""
   indent = " " * _EXPLANATION_COLUMN
   for usage, explanation in explanations.items():
     first_column = f"  {usage}  ".ljust(_EXPLANATION_COLUMN)
