@@ -20,12 +20,12 @@ from diffjax.model.decoder import Decoder
 
 @flax.struct.dataclass
 class TokenHistory:
-  """The tokens that were read so far, in rows of a batch.
+  """The tokens that the model has read, in rows of a batch.
 
   Attributes:
     tokens: the tokens of each row, then zeros.
-    lengths: the number of tokens that each row has read. If it is above S,
-      tokens were dropped.
+    lengths: the number of tokens that each row has read. If it is above S, the
+      last ones were dropped.
   """
 
   tokens: Int[Array, "B S"]
@@ -63,9 +63,10 @@ def extend_history(
   history: TokenHistory,
   counts: Int[Array, "B"] | None = None,
 ) -> tuple[Float[Array, "B T E"], TokenHistory]:
-  """Reads T more tokens in every row, and computes all tokens again.
+  """Appends T tokens to every row, and runs the decoder over the whole rows.
 
-  It returns the same hidden states as `extend` of a key/value cache.
+  The hidden states are the same as from `cache.extend`, without a cache of keys
+  and values.
 
   Args:
     model: the decoder.
@@ -93,11 +94,14 @@ def extend_history(
   all_tokens = history.tokens.at[rows, columns].set(tokens, mode="drop")
   lengths = history.lengths + counts
 
-  # The unused part of a row is a document of its own, with the id 0. No variant
-  # sees it, not even one that counts the tokens of a document.
+  # The unused part of a row is another document, with the id 0. So tokens do
+  # not attend to it, and variants that count a document's tokens exclude it.
   is_used = jnp.arange(capacity) < lengths[:, None]
   segment_ids = is_used.astype(jnp.int32)
   hidden: Any = model.apply({"params": params}, all_tokens, segment_ids)
-  index = jnp.minimum(positions, capacity - 1)
-  new_hidden = jnp.take_along_axis(hidden, index[..., None], axis=1)
+  # Dropped tokens get the hidden state of the last position.
+  readable_positions = jnp.minimum(positions, capacity - 1)
+  new_hidden = jnp.take_along_axis(
+    hidden, readable_positions[..., None], axis=1
+  )
   return new_hidden, TokenHistory(all_tokens, lengths)

@@ -28,8 +28,9 @@ def fit(
   """Trains to `config.train.steps` and returns the trained model.
 
   Continues from the newest checkpoint in `workdir` if there is one. Can be
-  called repeatedly and in any thread. In the main thread, Ctrl-C ends training
-  after the current step, with a checkpoint. A second Ctrl-C ends the process.
+  called repeatedly and in any thread. In the main thread, Ctrl-C saves a
+  checkpoint after the current step and ends training. A second Ctrl-C ends the
+  process.
 
   Args:
     config: the run's config, or the ConfigDict of a config file
@@ -64,15 +65,15 @@ def complete(
 ) -> list[str]:
   """Continues texts. Each is the beginning of a document.
 
-  Every call compiles for seconds. For many calls, make one `diffjax.Sampler`: it
-  compiles once, and also takes token ids.
+  Every call compiles for seconds. For many calls, make one `diffjax.Sampler`.
+  It compiles once, and also takes token ids.
 
   Args:
     trained: the model, as `diffjax.fit` and `diffjax.load` return it.
     prompts: texts of any lengths; "" for a new document. One text counts as a
       list of one.
-    max_new_tokens: how many tokens to add to each text at most. A prompt and its
-      new tokens must fit `trained.config.model.max_length`.
+    max_new_tokens: the most tokens to add to each text. A prompt and its new
+      tokens must fit `trained.config.model.max_length`.
     temperature: divides the logits. 0 takes the likeliest token.
     top_k: draws among the k likeliest tokens. 0 for all.
     top_p: draws among the likeliest tokens that together have this probability,
@@ -93,7 +94,7 @@ def complete(
   texts = list(prompts)
   token_prompts = [trained.tokenizer.encode_prompt(text) for text in texts]
   capacity = None
-  # The sampler rejects other values.
+  # If it is no integer, the sampler raises an error below.
   if is_integer(max_new_tokens):
     capacity = row_capacity(trained.config.model, token_prompts, max_new_tokens)
   batch_size = max(1, min(len(texts), _BATCH_SIZE))

@@ -1,15 +1,14 @@
-"""Keys or values of one layer, stored in pages that all rows share.
+"""A paged memory for the keys or the values of one layer.
 
-A pool [P, K, S, W] has P pages of S tokens. A table lists the pages of each
-row. A page holds all heads of its tokens, so that a kernel reads it in one
-piece. The last two axes fill a TPU's tiles if S is a multiple of 128. A cache
-without a table is a pool with one page per row.
+The memory is a pool [P, K, S, W] of P pages. A page holds S tokens of one row,
+with all K heads, so that a kernel reads it in one piece. A table lists the
+pages of each row. Without a table, row b has only page b. The last two axes
+fill a TPU's tiles if S is a multiple of 128.
 
 An int8 pool has a scale for each page and head: the largest |x| that the page
-has held since its first token, divided by 127. A larger token raises the scale,
-and the page's other tokens are rounded again. So an entry is off by at most
-half a step of each scale that it was stored with. The last scale is the
-largest one.
+has held since its first token, divided by 127. If a token is larger, the scale
+grows, and the page's other tokens are rounded again. Each rounding has an error
+of at most half the scale at that time.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ class Pool:
   Attributes:
     tokens: P pages of S tokens, with a vector of width W for each of K heads.
       Floating point or int8.
-    scale: in int8, the factor by which the tokens of a page and head are
-      multiplied. None in floating point.
+    scale: for int8, the factor that turns the tokens of a page and head into
+      floating point. None for floating point.
   """
 
   tokens: Float[Array, "P K S W"] | Int[Array, "P K S W"]
@@ -49,7 +48,7 @@ class Pool:
 def empty_pool(
   num_pages: int, num_heads: int, page_size: int, width: int, dtype: Any
 ) -> Pool:
-  """Returns a pool of zeros, in which no token is stored.
+  """Returns a pool without tokens, which is zero everywhere.
 
   Args:
     num_pages: P.
@@ -68,11 +67,11 @@ def empty_pool(
 def allocate(
   needed: Sequence[int], num_pages: int, pages_per_row: int, size: int = PAGE
 ) -> Int[np.ndarray, "B N"]:
-  """Returns tables that give each row the pages that it needs.
+  """Returns tables that assign to each row the pages that its tokens need.
 
   Example:
     allocate([5, 2], num_pages=3, pages_per_row=2, size=4) → [[0, 1], [2, 3]]
-    Row 0 has pages 0 and 1, and row 1 has page 2. The 3 is no page.
+    Row 0 has pages 0 and 1, and row 1 has page 2. The 3 means "no page".
 
   Args:
     needed: the number of tokens of each row.
@@ -81,7 +80,7 @@ def allocate(
     size: S, the number of tokens of a page.
 
   Returns:
-    The pages of each row. Unused entries are P, which is no page.
+    The pages of each row. The number P in unused entries means "no page".
 
   Raises:
     UserError: if the rows need more pages than there are.
@@ -116,20 +115,20 @@ def write_tokens(
 
   Args:
     pool: the keys or values of the tokens before.
-    tables: the pages of each row. None if page b is row b.
+    tables: the pages of each row. None if row b has only page b.
     new: the keys or values of T new tokens per row. The first counts[b] tokens
-      of row b are valid.
+      of row b are valid. The other ones are not stored.
     starts: the position of the first new token of each row.
     counts: the number of valid tokens of each row.
   """
   batch = new.shape[0]
   width = new.shape[-1]
-  # Writing single tokens is slow if their width is not a multiple of 128, the
-  # lanes of a TPU register. Some TPUs then store pages transposed, and would
-  # copy the pool.
+  # If the width is not a multiple of 128, the lanes of a TPU register, some
+  # TPUs store pages transposed. Writing single tokens would copy the pool.
   has_narrow_pages = tables is not None and width % _LANES != 0
   if tables is None:
     tables = jnp.arange(batch)[:, None]
+  # In int8, a new token can change the scale of all tokens of its page.
   if pool.scale is not None or has_narrow_pages:
     return _rewrite_pages(pool, tables, new, starts, counts)
   return _write_slots(pool, tables, new, starts, counts)
@@ -142,9 +141,10 @@ def _write_slots(
   starts: Int[Array, "B"],
   counts: Int[Array, "B"],
 ) -> Pool:
-  """Returns a floating-point pool with new tokens, written one by one.
+  """Returns a floating-point pool in which single tokens are replaced.
 
-  A slot is a token's index in its page. `write_tokens` has the same arguments.
+  A slot is the place of one token in a page. `write_tokens` explains the
+  arguments.
   """
   num_pages, num_heads, page_size, _ = pool.tokens.shape
   num_tokens = new.shape[1]
@@ -157,8 +157,8 @@ def _write_slots(
   heads = jnp.arange(num_heads)
   index = (pages[..., None], heads, slots[..., None])  # broadcast to [B, T, K]
   new = new.astype(pool.tokens.dtype)
-  # Tokens without a page have the page index P, which is out of range. The mode
-  # "drop" skips them.
+  # Invalid tokens and tokens without a page have the page index P, which is out
+  # of range. The mode "drop" skips them.
   return Pool(pool.tokens.at[index].set(new, mode="drop"))
 
 
@@ -169,52 +169,55 @@ def _rewrite_pages(
   starts: Int[Array, "B"],
   counts: Int[Array, "B"],
 ) -> Pool:
-  """Returns a pool with new tokens, in which whole pages are replaced.
+  """Returns a pool in which all pages with new tokens are replaced.
 
-  Reads the pages to which new tokens belong, changes them and writes them back.
-  `write_tokens` has the same arguments. C is the number of pages that the new
-  tokens of one row can belong to.
+  Reads the old pages, adds the new tokens and writes the pages back. C is the
+  largest number of pages that the new tokens of one row can lie in.
+  `write_tokens` explains the arguments.
   """
   slots = _changed_slots(pool, tables, new.shape[1], starts, counts)
-  arriving = _arrange(new, slots)  # [B, C, K, S, W]
-  # P, which is no page, is replaced by the last page. It is not written below.
-  num_pages = len(pool.tokens)
-  readable_pages = jnp.minimum(slots.pages, num_pages - 1)
-  stored = pool.tokens[readable_pages]  # [B, C, K, S, W]
-  # [B, C, 1, S, 1]
-  is_new = slots.is_new(counts)[:, :, None, :, None]
-  is_old = slots.is_old()[:, :, None, :, None]
+  new_pages = _arrange(new, slots)  # [B, C, K, S, W]
+  # The index P, which means "no page", reads the last page. The mode "drop"
+  # below does not write it back.
+  last_page = len(pool.tokens) - 1
+  readable_pages = jnp.minimum(slots.pages, last_page)
+  old_pages = pool.tokens[readable_pages]  # [B, C, K, S, W]
+  is_new = slots.is_new(counts)[:, :, None, :, None]  # [B, C, 1, S, 1]
   if pool.scale is None:
-    tokens = jnp.where(is_new, arriving.astype(stored.dtype), stored)
-    return Pool(pool.tokens.at[slots.pages].set(tokens, mode="drop"))
+    pages = jnp.where(is_new, new_pages.astype(old_pages.dtype), old_pages)
+    return Pool(pool.tokens.at[slots.pages].set(pages, mode="drop"))
 
-  # A page's scale never decreases while it has old tokens. Without old tokens
-  # it starts from 0, because the page may have belonged to another row.
-  arriving = jnp.where(is_new, arriving, 0).astype(jnp.float32)
-  has_old_tokens = slots.page_starts < starts[:, None]
+  # A page without old tokens may have belonged to another row before, so its
+  # old scale does not count.
+  has_old_tokens = slots.page_starts < starts[:, None]  # [B, C]
   old_scale = pool.scale[readable_pages]
   old_scale = jnp.where(has_old_tokens[..., None], old_scale, 0)  # [B, C, K]
-  new_scale = jnp.max(jnp.abs(arriving), axis=(3, 4)) / _MAX_INT8
+  new_pages = jnp.where(is_new, new_pages, 0).astype(jnp.float32)
+  new_scale = jnp.max(jnp.abs(new_pages), axis=(3, 4)) / _MAX_INT8
+  # A page's scale never decreases while it has old tokens.
   scale = jnp.maximum(old_scale, new_scale)
-  # Never 0.
+
+  # Old tokens are rounded again, with the new scale. A scale of 0 belongs to a
+  # page of zeros.
   divisor = jnp.where(scale > 0, scale, 1)[..., None, None]
-  rescaled = stored * (old_scale[..., None, None] / divisor)
-  tokens = jnp.where(is_old, rescaled, arriving / divisor)
-  tokens = jnp.round(tokens).astype(jnp.int8)
+  rescaled_pages = old_pages * (old_scale[..., None, None] / divisor)
+  is_old = slots.is_old()[:, :, None, :, None]  # [B, C, 1, S, 1]
+  pages = jnp.where(is_old, rescaled_pages, new_pages / divisor)
+  pages = jnp.round(pages).astype(jnp.int8)
   return Pool(
-    pool.tokens.at[slots.pages].set(tokens, mode="drop"),
+    pool.tokens.at[slots.pages].set(pages, mode="drop"),
     pool.scale.at[slots.pages].set(scale, mode="drop"),
   )
 
 
 class _ChangedSlots(NamedTuple):
-  """The slots of the pages to which new tokens belong.
+  """The slots of the pages in which new tokens lie.
 
   Attributes:
-    pages: the C changed pages of each row, or P, which is no page.
-    page_starts: the position of the first slot of each changed page.
-    new_index: the index of each slot's token among the new tokens of its row.
-      It is negative for the tokens before.
+    pages: the C changed pages of each row. The number P means "no page".
+    page_starts: the position of the first token of each changed page.
+    new_index: which of the row's new tokens belongs into each slot. It is
+      negative for tokens before the new ones, and at least T after them.
   """
 
   pages: Int[Array, "B C"]
@@ -222,7 +225,7 @@ class _ChangedSlots(NamedTuple):
   new_index: Int[Array, "B C S"]
 
   def is_old(self) -> Bool[Array, "B C S"]:
-    """Returns whether each slot has a token from before."""
+    """Returns whether each slot has a token that was stored before."""
     return self.new_index < 0
 
   def is_new(self, counts: Int[Array, "B"]) -> Bool[Array, "B C S"]:
@@ -237,10 +240,18 @@ def _changed_slots(
   starts: Int[Array, "B"],
   counts: Int[Array, "B"],
 ) -> _ChangedSlots:
-  """Returns the slots of all pages to which T new tokens per row belong."""
+  """Returns the slots of the pages in which T new tokens per row lie.
+
+  Args:
+    pool: the pool with the pages.
+    tables: the pages of each row.
+    num_tokens: T.
+    starts: the position of the first new token of each row.
+    counts: the number of valid new tokens of each row.
+  """
   num_pages, _, page_size, _ = pool.tokens.shape
-  # The first new token may have the last slot of its page. The other T − 1
-  # tokens then need ⌈(T − 1) / S⌉ more pages.
+  # There are most pages if the first new token has the last slot of its page.
+  # The other T − 1 tokens then need ⌈(T − 1) / S⌉ more pages.
   max_changed_pages = -(-(num_tokens - 1) // page_size) + 1
   page_offsets = page_size * jnp.arange(max_changed_pages)  # [C]
   first_page_start = starts // page_size * page_size  # [B]
@@ -258,16 +269,16 @@ def _changed_slots(
 def _arrange(
   new: Float[Array, "B T K W"], slots: _ChangedSlots
 ) -> Float[Array, "B C K S W"]:
-  """Arranges new tokens like the slots of pages.
+  """Returns the changed pages of each row, with the new tokens in their slots.
 
-  Slots without a new token get any token.
+  Slots without a new token have an arbitrary one, which the caller ignores.
   """
   batch, num_tokens, num_heads, width = new.shape
-  source = jnp.clip(slots.new_index, 0, num_tokens - 1)
-  source = source.reshape(batch, -1, 1, 1)  # [B, C·S, 1, 1]
-  arranged = jnp.take_along_axis(new, source, axis=1)  # [B, C·S, K, W]
-  arranged = arranged.reshape(*slots.new_index.shape, num_heads, width)
-  return jnp.moveaxis(arranged, 3, 2)
+  index = jnp.clip(slots.new_index, 0, num_tokens - 1)  # [B, C, S]
+  index = index.reshape(batch, -1, 1, 1)  # [B, C·S, 1, 1]
+  tokens = jnp.take_along_axis(new, index, axis=1)  # [B, C·S, K, W]
+  pages = tokens.reshape(*slots.new_index.shape, num_heads, width)
+  return jnp.moveaxis(pages, 3, 2)  # [B, C, S, K, W] → [B, C, K, S, W]
 
 
 def _page_of(
@@ -277,9 +288,10 @@ def _page_of(
   page_size: int,
   num_pages: int,
 ) -> Int[Array, "B X"]:
-  """Returns the page of each position, or P, which is no page.
+  """Returns the page of each position, or the number P for "no page".
 
-  It is P if the position is invalid, or if the row has no page for it.
+  There is no page for invalid positions, and for positions after the row's last
+  page.
 
   Args:
     tables: the pages of each row. Unused entries are P.
@@ -290,25 +302,24 @@ def _page_of(
   """
   pages_per_row = tables.shape[1]
   index = positions // page_size  # into the row's pages
-  pages = jnp.take_along_axis(
-    tables, jnp.minimum(index, pages_per_row - 1), axis=1
-  )
+  readable_index = jnp.minimum(index, pages_per_row - 1)
+  pages = jnp.take_along_axis(tables, readable_index, axis=1)
   return jnp.where(is_valid & (index < pages_per_row), pages, num_pages)
 
 
 def read_rows(
   pool: Pool, tables: Int[Array, "B N"] | None, dtype: Any
 ) -> Float[Array, "B S K W"]:
-  """Returns a copy of the keys or values of all rows, without pages.
+  """Returns a copy of the keys or values of all rows, as one array.
 
-  The pages of a row are joined, in the order of its tokens.
+  The pages of a row are concatenated in the order of its tokens.
 
   Example: with pages of 128 tokens, tables [[3, 0], [1, 2]] → rows of 256
   tokens. Row 0 has the tokens of pages 3 and 0.
 
   Args:
     pool: keys or values in pages. int8 tokens are multiplied by their scales.
-    tables: the pages of each row. None if page b is row b.
+    tables: the pages of each row. None if row b has only page b.
     dtype: the dtype of the result.
   """
   tokens = pool.tokens.astype(dtype)  # [pages, K, page_size, W]

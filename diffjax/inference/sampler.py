@@ -1,8 +1,9 @@
-"""Generation.
+"""Generation: draws tokens that continue prompts.
 
-Prompts are read into a cache in chunks. Then tokens are drawn one at a time. If
-the model's attention does not support cached decoding, the tokens themselves
-are stored in place of a cache (history.py).
+The model first reads the prompts into a key/value cache, in chunks of tokens.
+Then tokens are drawn one at a time. If the model's attention does not support
+cached decoding, the tokens themselves are stored in place of keys and values
+(history.py).
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ from diffjax.parallel.rules import heads_sharding
 
 # Tokens of a prompt that are read at once.
 _CHUNK = 128
-# Tokens that are drawn between two transfers to the host. Few tokens keep a
-# terminal live, many keep the device from waiting.
+# Tokens that are drawn between two transfers to the host. With fewer, the
+# device waits for the host more often. With more, text appears less often.
 _BURST = 8
-# Fills the stop ids of a program that has none. It is no token.
+# Stands for the stop ids if there are none. It is not the id of a token.
 _NO_TOKEN = -1
 
 # `row_capacity` is a multiple of this number of tokens, so that a program that
@@ -52,10 +53,11 @@ _warned_of: set[str] = set()
 
 @flax.struct.dataclass
 class SamplerState:
-  """The state of a batch of rows: what was read, and what may come next.
+  """The state of generation, for a batch of rows.
 
   Attributes:
-    cache: the keys and values of the tokens read so far, or these tokens.
+    cache: the keys and values of the tokens that the model has read. The tokens
+      themselves if the model has no cache.
     logits: the logits of the next token of each row.
   """
 
@@ -71,8 +73,8 @@ class DrawSettings(NamedTuple):
     top_k: draws among the k most likely tokens. 0 for all.
     top_p: draws among the most likely tokens with this total probability.
     seed: the seed of the draws.
-    row_numbers: the number of each row. Its draws depend on it.
-    stop_ids: tokens that end a row.
+    row_numbers: a number of each row, which determines its random key.
+    stop_ids: tokens that end a row. At least one.
   """
 
   temperature: Float[Array, ""] | np.float32
@@ -86,9 +88,10 @@ class DrawSettings(NamedTuple):
 def row_capacity(
   config: ModelConfig, prompts: Sequence[Sequence[int]], max_new_tokens: int
 ) -> int:
-  """Returns a `capacity` of `Sampler` that suffices for some prompts.
+  """Returns a `capacity` for a `Sampler` that will continue these prompts.
 
-  It is at most the model's max_length. The sampler refuses longer rows.
+  It is a multiple of 256, but at most the model's max_length. A sampler rejects
+  longer rows.
 
   Args:
     config: the decoder's config.
@@ -121,6 +124,9 @@ class Sampler:
   ):
     """Prepares the parameters for decoding, which makes a second copy of them.
 
+    If the model's attention does not support cached decoding, every new token
+    is computed from all tokens of its row. A warning is printed once.
+
     Args:
       model: the decoder, or a trained model from `diffjax.load`, which has
         `model`, `params` and `tokenizer`.
@@ -134,9 +140,6 @@ class Sampler:
         without pages unless cache_dtype is given.
       cache_dtype: "int8" for keys and values in 8 bits, with a scale for each
         page and head. None for the compute dtype.
-
-    If the model's attention does not support cached decoding, every token is
-    computed from all tokens of its row. Prints a warning then, once.
 
     Raises:
       UserError: if the capacity is larger than the model's max_length, or if
@@ -188,14 +191,15 @@ class Sampler:
     prompts: Sequence[Sequence[int] | Int[np.ndarray, "T"]],
     max_new_tokens: int | None = None,
   ) -> SamplerState:
-    """Returns the state after reading up to B prompts into an empty cache.
+    """Returns the state after the model has read up to B prompts.
 
-    Rows without a prompt hold nothing meaningful.
+    Rows without a prompt have a meaningless state.
 
     Args:
       prompts: token ids, 1 to `capacity` of each prompt.
-      max_new_tokens: the most tokens that will follow each prompt. A cache in
-        pages keeps room for them. None for all that the capacity allows.
+      max_new_tokens: the most tokens that will follow each prompt. They
+        determine how many pages a row gets, if the cache has pages. None for as
+        many as the capacity allows.
 
     Raises:
       UserError: if a prompt is empty or longer than the capacity, or has an id
@@ -204,22 +208,23 @@ class Sampler:
     token_prompts = self._validated(prompts)
     cache = self._make_cache()
     if self._num_pages is not None:
-      # Rows without a prompt get no pages.
-      needed = [0] * self.batch_size
+      # Rows without a prompt need no pages.
+      needed_tokens = [0] * self.batch_size
       for row, prompt in enumerate(token_prompts):
-        needed[row] = self._needed_tokens(prompt, max_new_tokens)
+        needed_tokens[row] = self._needed_tokens(prompt, max_new_tokens)
       pages_per_row = cache.tables.shape[1]
-      tables = allocate(needed, self._num_pages, pages_per_row)
+      tables = allocate(needed_tokens, self._num_pages, pages_per_row)
       cache = cache.replace(tables=jnp.asarray(tables))
     return self._read(cache, token_prompts)
 
   def _needed_tokens(
     self, prompt: Int[np.ndarray, "T"], max_new_tokens: int | None
   ) -> int:
-    """Returns the number of tokens that a prompt's row must have room for.
+    """Returns how many tokens a prompt and its continuation have at most.
 
-    These are the prompt and up to max_new_tokens more, or as many as fit into
-    the capacity if max_new_tokens is None.
+    Args:
+      prompt: token ids.
+      max_new_tokens: None for a continuation up to the capacity.
     """
     if max_new_tokens is None:
       return self.capacity
@@ -228,32 +233,32 @@ class Sampler:
   def read(
     self, state: SamplerState, more: Sequence[Sequence[int]]
   ) -> SamplerState:
-    """Returns the state after reading more tokens in up to B rows.
+    """Returns the state after the model has read more tokens in up to B rows.
 
     The old state stays valid. So several prompts can share a prefix that is
     read once.
 
     Args:
       state: the state after the tokens before.
-      more: token ids, at least one for each row. Rows beyond them read one
-        token, and hold nothing meaningful afterwards.
+      more: token ids for the first rows, at least one each. The other rows have
+        a meaningless state afterwards.
 
     Raises:
       UserError: if a row gets no token or one outside the vocabulary, or grows
         longer than the capacity.
     """
     token_rows = self._validated(more)
-    # `_read` donates its cache, so it gets a copy.
+    # `_read` donates its cache. The copy keeps the old state valid.
     cache = jax.tree.map(jnp.copy, state.cache)
     return self._read(cache, token_rows)
 
   def _validated(
     self, prompts: Sequence[Sequence[int] | Int[np.ndarray, "T"]]
   ) -> list[Int[np.ndarray, "T"]]:
-    """Returns prompts as int32 arrays whose ids are all in the vocabulary.
+    """Returns prompts as int32 arrays, after checking all token ids.
 
     Raises:
-      UserError: if an id is not, naming the prompt.
+      UserError: if an id is not in the vocabulary.
     """
     validated = []
     for number, prompt in enumerate(prompts):
@@ -264,21 +269,20 @@ class Sampler:
   def _read(
     self, cache: Cache | TokenHistory, prompts: Sequence[Int[np.ndarray, "T"]]
   ) -> SamplerState:
-    """Returns the state after reading tokens after the ones in the cache.
+    """Returns the state after the model has read prompts in the first rows.
 
     Args:
-      cache: the tokens read before. It is donated.
-      prompts: the tokens to read in the first rows.
+      cache: the tokens before the prompts, often none. It is donated.
+      prompts: the token ids of each prompt.
 
     Raises:
-      UserError: if a row has no room for its tokens, or gets no tokens.
+      UserError: if a prompt is empty, or its row has no room for it.
     """
     if len(prompts) > self.batch_size:
       raise ValueError(
         f"{len(prompts)} prompts for a batch of {self.batch_size}"
       )
-    old_lengths = np.asarray(cache.lengths)
-    free_tokens = self._max_lengths(cache) - old_lengths
+    self._check_room(cache, prompts)
 
     # All prompts are padded to the capacity, rounded up to chunks. So the
     # program is compiled once. It stops after the longest prompt's last chunk.
@@ -287,33 +291,47 @@ class Sampler:
     # A row without a prompt reads one token, because logits need a token.
     lengths = np.ones(self.batch_size, np.int32)
     for row, prompt in enumerate(prompts):
-      if not 1 <= len(prompt) <= free_tokens[row]:
-        prefix = ""
-        if old_lengths[row] > 0:
-          prefix = f" behind {old_lengths[row]} others"
-        raise UserError(
-          f"a prompt of {len(prompt)} tokens{prefix}: it must have 1 to"
-          f" {free_tokens[row]}"
-        )
       tokens[row, : len(prompt)] = prompt
       lengths[row] = len(prompt)
     return self._prefill(self._params, cache, tokens, lengths)
 
+  def _check_room(
+    self, cache: Cache | TokenHistory, prompts: Sequence[Int[np.ndarray, "T"]]
+  ) -> None:
+    """Raises UserError if a prompt is empty, or its row has no room for it."""
+    old_lengths = np.asarray(cache.lengths)
+    free_tokens = self._max_lengths(cache) - old_lengths
+    for row, prompt in enumerate(prompts):
+      if 1 <= len(prompt) <= free_tokens[row]:
+        continue
+      prefix = ""
+      if old_lengths[row] > 0:
+        prefix = f" behind {old_lengths[row]} others"
+      raise UserError(
+        f"a prompt of {len(prompt)} tokens{prefix}: it must have 1 to"
+        f" {free_tokens[row]}"
+      )
+
   def _max_lengths(self, cache: Cache | TokenHistory) -> Int[np.ndarray, "B"]:
-    """Returns the most tokens that each row can have."""
+    """Returns the most tokens that each row can have: its pages, if any."""
     max_lengths = np.full(self.batch_size, self.capacity)
     if isinstance(cache, TokenHistory) or cache.tables is None:
       return max_lengths
-    # Unused entries of a row's table are num_pages, which is no page.
+    # In unused entries of a table, the number num_pages means "no page".
     is_page = np.asarray(cache.tables) < self._num_pages
-    return np.minimum(max_lengths, PAGE * np.sum(is_page, axis=1))
+    num_pages = np.sum(is_page, axis=1)  # [B]
+    return np.minimum(max_lengths, PAGE * num_pages)
 
   def step(
     self, state: SamplerState, tokens: Int[np.ndarray, "B"]
   ) -> SamplerState:
-    """Returns the state after reading one more token in every row.
+    """Returns the state after the model has read one more token in every row.
 
     The old state is donated. No row may grow longer than the capacity.
+
+    Args:
+      state: the state after the tokens before.
+      tokens: the token id of each row.
 
     Raises:
       UserError: if there are not B tokens, or one is outside the vocabulary.
@@ -357,7 +375,7 @@ class Sampler:
     if isinstance(prompts, str):
       prompts = [prompts]
     prompt_list: list[Any] = list(prompts)
-    are_texts = [isinstance(prompt, str) for prompt in prompt_list]
+    is_text = [isinstance(prompt, str) for prompt in prompt_list]
     options = _StreamOptions(
       max_new_tokens=max_new_tokens,
       temperature=temperature,
@@ -368,11 +386,11 @@ class Sampler:
       stop_ids=stop_ids,
       stop=stop,
     )
-    if not any(are_texts):
+    if not any(is_text):
       return self._generate_tokens(prompt_list, options)
-    if not all(are_texts):
+    if not all(is_text):
       raise UserError(
-        f"prompt {are_texts.index(False)} is no text, but others are: pass"
+        f"prompt {is_text.index(False)} is no text, but others are: pass"
         " texts alone, or token ids alone"
       )
     return self._generate_texts(prompt_list, options)
@@ -382,7 +400,7 @@ class Sampler:
   ) -> list[str]:
     """Returns the text that continues each prompt.
 
-    It ends at the latest where the model ends the document.
+    It ends where the model ends the document, if not before.
     """
     tokenizer = self._tokenizer
     if tokenizer is None:
@@ -393,7 +411,8 @@ class Sampler:
     token_prompts = [tokenizer.encode_prompt(text) for text in prompts]
     # The model ends a document with one of these tokens.
     document_ends = tokenizer.document_tokens.stop
-    options = options._replace(stop_ids=[*options.stop_ids, *document_ends])
+    stop_ids = [*options.stop_ids, *document_ends]
+    options = options._replace(stop_ids=stop_ids)
     answers = self._generate_tokens(token_prompts, options)
     texts = []
     for prompt, answer in zip(token_prompts, answers, strict=True):
@@ -410,52 +429,49 @@ class Sampler:
       options: the options of `stream`.
     """
     token_prompts = self._validated(prompts)
-    answers: list[list[int]] = [[] for _ in token_prompts]
-    for first_prompt, batch in self._batches(
-      token_prompts, options.max_new_tokens
-    ):
+    answers: list[list[int]] = []
+    first_prompt = 0
+    while first_prompt < len(token_prompts):
+      next_prompts = token_prompts[
+        first_prompt : first_prompt + self.batch_size
+      ]
+      batch = self._fit_to_pages(next_prompts, options.max_new_tokens)
       # Row 0 of this batch is prompt `first_prompt`. The draws of a prompt
       # depend on its number, so that they do not depend on the batch size.
       batch_options = options._replace(first_row=first_prompt)
-      stream = self._stream(batch, batch_options)
-      for new_tokens in stream:
-        for row, tokens in enumerate(new_tokens):
-          answers[first_prompt + row] += tokens
+      answers += self._generate_batch(batch, batch_options)
+      first_prompt += len(batch)
     return answers
 
-  def _batches(
-    self, prompts: Sequence[Any], max_new_tokens: int
-  ) -> Iterator[tuple[int, Sequence[Any]]]:
-    """Yields the prompts in batches that fit the cache's rows and pages.
-
-    Yields:
-      The number of a batch's first prompt, and its prompts, at least one.
-    """
-    first_prompt = 0
-    while first_prompt < len(prompts):
-      batch = prompts[first_prompt : first_prompt + self.batch_size]
-      if self._num_pages is not None:
-        batch = self._fit_to_pages(batch, max_new_tokens, self._num_pages)
-      yield first_prompt, batch
-      first_prompt += len(batch)
+  def _generate_batch(
+    self, prompts: Sequence[Int[np.ndarray, "T"]], options: _StreamOptions
+  ) -> list[list[int]]:
+    """Returns the new tokens of each of up to B prompts."""
+    answers: list[list[int]] = [[] for _ in prompts]
+    for new_tokens in self._stream(prompts, options):
+      for answer, tokens in zip(answers, new_tokens, strict=True):
+        answer += tokens
+    return answers
 
   def _fit_to_pages(
-    self, prompts: Sequence[Any], max_new_tokens: int, num_pages: int
-  ) -> Sequence[Any]:
-    """Returns the first prompts whose rows together fit into the pages.
+    self, prompts: Sequence[Int[np.ndarray, "T"]], max_new_tokens: int
+  ) -> Sequence[Int[np.ndarray, "T"]]:
+    """Returns the first prompts that fit together into the cache's pages.
 
-    Returns at least one prompt. If it does not fit, `stream` raises an error.
+    Without pages, these are all prompts. Returns at least one prompt. If even
+    that does not fit, `prefill` will raise an error.
 
     Args:
-      prompts: at most as many as the batch has rows.
+      prompts: at most B prompts.
       max_new_tokens: the most tokens that follow each prompt.
-      num_pages: the number of pages that the rows share.
     """
+    if self._num_pages is None:
+      return prompts
     used_pages = 0
     for num_fitting, prompt in enumerate(prompts):
       needed_tokens = self._needed_tokens(prompt, max_new_tokens)
       used_pages += _num_pages(needed_tokens)
-      if used_pages > num_pages:
+      if used_pages > self._num_pages:
         return prompts[: max(1, num_fitting)]
     return prompts
 
@@ -484,14 +500,15 @@ class Sampler:
       top_p: draws among the most likely tokens that together have this
         probability, after temperature and top_k.
       seed: the seed of the draws.
-      first_row: the number of the first prompt. The draws depend on it.
+      first_row: the number of the first prompt. The draws of a row depend on
+        the seed and the row's number.
       stop_ids: tokens that end a row. They are not part of the result.
       stop: is called after every token with all new tokens of a row. The row
         ends with the token for which it returns True.
 
     Yields:
-      The next tokens of each row, at most 8. An empty list for a row that has
-      ended.
+      For each prompt, a list of its next tokens, at most 8. It is empty if the
+      row has ended.
 
     Raises:
       UserError: if a prompt and max_new_tokens do not fit the capacity, if all
@@ -515,7 +532,7 @@ class Sampler:
     prompts: Sequence[Sequence[int] | Int[np.ndarray, "T"]],
     options: _StreamOptions,
   ) -> Iterator[list[list[int]]]:
-    """Yields the next tokens of each row. See `stream`."""
+    """Yields the next tokens of each prompt, as `stream` does."""
     _check_options(options)
     stop_ids = validated_token_ids(
       options.stop_ids, self._vocab_size, "stop_ids"
@@ -533,9 +550,9 @@ class Sampler:
     settings = _draw_settings(options, self.batch_size, stop_ids)
     method = _draw_method(options)
     rows = _AnswerRows(len(prompts), self.batch_size, stop_ids, options.stop)
-    for start in range(0, max_new_tokens, _BURST):
-      count = min(_BURST, max_new_tokens - start)
-      state, drawn, _ = self._draw(
+    for num_drawn in range(0, max_new_tokens, _BURST):
+      count = min(_BURST, max_new_tokens - num_drawn)
+      state, drawn = self._draw(
         self._params,
         state,
         settings,
@@ -552,8 +569,8 @@ class _AnswerRows:
   """The answers to a batch of prompts, which grow until each row ends.
 
   Attributes:
-    has_ended: whether each of the B rows has ended. Each call of `append`
-      replaces the array, because JAX may still use the old one.
+    has_ended: whether each of the B rows has ended. `append` replaces the array
+      and does not change the old one, because JAX may still read it.
   """
 
   def __init__(
@@ -563,13 +580,13 @@ class _AnswerRows:
     stop_ids: Sequence[int],
     stop: Callable[[list[int]], bool] | None,
   ):
-    """Initializes the rows.
+    """Starts an empty answer for each prompt.
 
     Args:
-      num_prompts: the number of rows with a prompt. Others have ended.
+      num_prompts: the number of rows with a prompt. The others count as ended.
       batch_size: B.
       stop_ids: tokens that end a row.
-      stop: is called with a row's answer, and ends it if it returns True.
+      stop: returns True if an answer is complete. None if it is never asked.
     """
     self.has_ended: Bool[np.ndarray, "B"] = np.arange(batch_size) >= num_prompts
     self._answers: list[list[int]] = [[] for _ in range(num_prompts)]
@@ -601,13 +618,16 @@ def _append_until_stop(
   stop_ids: Sequence[int],
   stop: Callable[[list[int]], bool] | None,
 ) -> bool:
-  """Appends drawn tokens to a row's answer. Returns whether the row has ended.
+  """Appends drawn tokens to an answer until it is complete.
 
   Args:
-    answer: the new tokens of the row so far. It is changed.
+    answer: the tokens of the answer so far. It is changed.
     drawn_tokens: the tokens that were drawn after them.
-    stop_ids: tokens that end the row. They are not appended.
-    stop: ends the row if it returns True for the answer with one more token.
+    stop_ids: tokens that end the answer. They are not appended.
+    stop: returns True if an answer is complete. Is called after each token.
+
+  Returns:
+    Whether the answer is complete.
   """
   for token in drawn_tokens:
     if token in stop_ids:
@@ -619,7 +639,7 @@ def _append_until_stop(
 
 
 class _StreamOptions(NamedTuple):
-  """The options of `Sampler.stream`."""
+  """The arguments of `Sampler.stream`, except the prompts."""
 
   max_new_tokens: int
   temperature: float
@@ -634,7 +654,7 @@ class _StreamOptions(NamedTuple):
 def _draw_settings(
   options: _StreamOptions, batch_size: int, stop_ids: Sequence[int]
 ) -> DrawSettings:
-  """Returns the options that the compiled program takes."""
+  """Returns the options of a draw as arrays, for the compiled program."""
   # The program needs at least one stop id.
   stop_array = np.asarray(stop_ids or [_NO_TOKEN], np.int32)
   return DrawSettings(
@@ -648,7 +668,7 @@ def _draw_settings(
 
 
 def _draw_method(options: _StreamOptions) -> str:
-  """Returns the cheapest method of `_choose_tokens` for these options."""
+  """Returns the cheapest `method` of `_choose_tokens` for these options."""
   if options.temperature == 0:
     return "greedy"
   if options.top_k == 0 and options.top_p == 1:
@@ -705,7 +725,7 @@ def _check_sizes(
 
 
 def _check_no_cache_options(cache_tokens: int | None, cache_dtype: Any) -> None:
-  """Raises UserError if a sampler without a cache has an option of it."""
+  """Raises UserError if an option of the cache is set. There is no cache."""
   if cache_tokens is not None or cache_dtype is not None:
     raise UserError(
       f"cache_tokens = {cache_tokens}, cache_dtype = {cache_dtype!r}: must be"
@@ -714,7 +734,7 @@ def _check_no_cache_options(cache_tokens: int | None, cache_dtype: Any) -> None:
 
 
 def _warn_of_recomputation(config: ModelConfig) -> None:
-  """Prints once that a model generates without a cache."""
+  """Warns that generation has no cache. Prints once per attention variant."""
   if config.attention in _warned_of:
     return
   _warned_of.add(config.attention)
@@ -729,15 +749,15 @@ class _Programs(NamedTuple):
 
   Attributes:
     make_cache: returns an empty cache.
-    prefill: `_read_prompts`.
-    step: `_read_token`.
-    draw: `_draw_tokens`.
+    prefill: `_read_prompts` without its first three arguments.
+    step: `_read_token` without its first two arguments.
+    draw: `_draw_tokens` without its first two arguments.
   """
 
-  make_cache: Any
-  prefill: Any
-  step: Any
-  draw: Any
+  make_cache: Callable[..., Any]
+  prefill: Callable[..., SamplerState]
+  step: Callable[..., SamplerState]
+  draw: Callable[..., tuple[SamplerState, Array]]
 
 
 def _programs(
@@ -750,7 +770,7 @@ def _programs(
   head_sharding: NamedSharding | None,
   has_cache: bool,
 ) -> _Programs:
-  """Returns the functions of a sampler, which compile when they are called.
+  """Returns the functions of a sampler, which are compiled at their first call.
 
   They update the cache in place, because its old arrays are donated.
 
@@ -761,14 +781,14 @@ def _programs(
     num_pages: the number of pages that all rows share. None without pages.
     cache_dtype: the dtype of keys and values. None for the compute dtype.
     head_sharding: how a mesh splits the heads of the cache. None on one device.
-    has_cache: False if rows are computed again from their tokens.
+    has_cache: False if a `TokenHistory` takes the place of the cache.
   """
   replicated: Any = None
   if head_sharding is not None:
     replicated = NamedSharding(head_sharding.mesh, P())
 
-  # `cache_shardings` and `state_shardings` are trees like a cache and a state,
-  # with a sharding in place of each array.
+  # `cache_shardings` is a cache with a sharding in place of each array, and
+  # `state_shardings` is such a state. A mesh splits only keys and values.
   heads: Any = head_sharding
   cache_shardings: Any
   if has_cache:
@@ -776,7 +796,7 @@ def _programs(
       empty_cache,
       model,
       batch_size,
-      # Rows have only full pages.
+      # The capacity is rounded up to full pages.
       PAGE * _num_pages(capacity),
       num_pages=num_pages,
       dtype=cache_dtype,
@@ -810,7 +830,7 @@ def _programs(
       draw_tokens,
       donate_argnames="state",
       static_argnames="method",
-      out_shardings=(state_shardings, replicated, replicated),
+      out_shardings=(state_shardings, replicated),
     ),
   )
 
@@ -823,15 +843,19 @@ def _extend(
   counts: Int[Array, "B"] | None,
   head_sharding: NamedSharding | None,
 ) -> tuple[Float[Array, "B T E"], Cache | TokenHistory]:
-  """Returns the hidden states of new tokens, and the cache that has them.
+  """Runs the decoder over new tokens, with either kind of cache.
 
   Args:
     model: the decoder.
-    params: from `unstack` with a cache, or the model's with a history.
+    params: the result of `unstack` for a key/value cache, or the decoder's own
+      parameters for a history.
     tokens: the new tokens.
     cache: the tokens before.
     counts: the number of valid tokens of each row. None for T.
     head_sharding: how a mesh splits the heads of the cache. None on one device.
+
+  Returns:
+    The hidden states of the new tokens, and the cache with the new tokens.
   """
   if isinstance(cache, TokenHistory):
     return extend_history(model, params, tokens, cache, counts)
@@ -843,8 +867,8 @@ class _PromptLoop(NamedTuple):
 
   Attributes:
     chunk_index: the index of the next chunk.
-    cache: the tokens of the chunks before.
-    last_hidden: the hidden state of each row's last token so far.
+    cache: the cache of the tokens read so far.
+    last_hidden: the hidden state of the last token that each row has read.
   """
 
   chunk_index: Int[Array, ""] | int
@@ -861,7 +885,7 @@ def _read_prompts(
   tokens: Int[Array, "B P"],
   lengths: Int[Array, "B"],
 ) -> SamplerState:
-  """Returns the state after reading prompts, in chunks of tokens.
+  """Returns the state after the model has read prompts, in chunks of tokens.
 
   All rows read the same number of chunks, until the longest prompt ends.
 
@@ -869,7 +893,7 @@ def _read_prompts(
     model: the decoder.
     head_sharding: how a mesh splits the heads of the cache. None on one device.
     chunk: the number of tokens of a chunk.
-    params: the parameters from `unstack`.
+    params: the parameters, as `_extend` takes them.
     cache: the cache of the tokens before.
     tokens: the prompts, padded to P tokens, a multiple of the chunk.
     lengths: the number of tokens of each prompt.
@@ -912,13 +936,13 @@ def _read_token(
   state: SamplerState,
   tokens: Int[Array, "B"],
 ) -> SamplerState:
-  """Returns the state after reading one more token in every row.
+  """Returns the state after the model has read one more token in every row.
 
   Args:
     model: the decoder.
     head_sharding: how a mesh splits the heads of the cache. None on one device.
-    params: the parameters from `unstack`.
-    state: the tokens read so far.
+    params: the parameters, as `_extend` takes them.
+    state: the state after the tokens before.
     tokens: the next token of each row.
   """
   hidden, cache = _extend(
@@ -931,9 +955,9 @@ class _DrawLoop(NamedTuple):
   """The state of the loop in `_draw_tokens`.
 
   Attributes:
-    num_drawn: the number of tokens drawn in each row.
-    state: the state after reading these tokens.
-    drawn: these tokens, and then zeros.
+    num_drawn: the number of tokens that were drawn in each row.
+    state: the state after the model has read these tokens.
+    drawn: these tokens, then zeros.
     has_ended: whether each row has ended.
   """
 
@@ -953,37 +977,37 @@ def _draw_tokens(
   count: Int[Array, ""],
   *,
   method: str,
-) -> tuple[SamplerState, Int[Array, "B burst"], Bool[Array, "B"]]:
-  """Draws and reads `count` tokens in every row, or until all rows have ended.
+) -> tuple[SamplerState, Int[Array, "B burst"]]:
+  """Draws `count` tokens in every row, and reads each of them.
 
-  A row that has ended goes on with the others. The caller ignores its tokens.
+  Stops earlier if all rows have ended. A row that has ended goes on as long as
+  another row does. The caller ignores its tokens.
 
   Args:
     model: the decoder.
     head_sharding: how a mesh splits the heads of the cache. None on one device.
-    params: the parameters from `unstack`.
-    state: the tokens read so far.
+    params: the parameters, as `_extend` takes them.
+    state: the state after the tokens before.
     settings: the options of the draws.
     has_ended: whether each row has ended before.
     count: the number of tokens to draw, at most `_BURST`.
     method: see `_choose_tokens`.
 
   Returns:
-    The new state, the drawn tokens, and whether each row has ended.
+    The new state, and the drawn tokens, followed by zeros.
   """
   # The generator is fixed, because users may make "rbg" JAX's default. With
   # that one, the random numbers of a row would depend on the other rows.
   key = jax.random.key(settings.seed, impl="threefry2x32")
-  # Each row has its own key, and below, each of its positions.
-  row_keys = jax.vmap(functools.partial(jax.random.fold_in, key))(
-    settings.row_numbers
-  )
+  # Each row has its own key. Below, each position in it gets one, too.
+  fold_in_each = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
+  row_keys = fold_in_each(key, settings.row_numbers)
 
   def has_tokens_left(loop):
     return (loop.num_drawn < count) & ~jnp.all(loop.has_ended)
 
   def draw_token(loop):
-    # The cache's length is the position of the token that is drawn.
+    # The length of a row is the position of its next token.
     keys = jax.vmap(jax.random.fold_in)(row_keys, loop.state.cache.lengths)
     tokens = _choose_tokens(loop.state.logits, keys, settings, method)  # [B]
     return _DrawLoop(
@@ -1002,7 +1026,7 @@ def _draw_tokens(
     has_ended=has_ended,
   )
   last = jax.lax.while_loop(has_tokens_left, draw_token, first)
-  return last.state, last.drawn, last.has_ended
+  return last.state, last.drawn
 
 
 def _choose_tokens(
@@ -1011,7 +1035,7 @@ def _choose_tokens(
   settings: DrawSettings,
   method: str,
 ) -> Int[Array, "B"]:
-  """Returns the next token of each row.
+  """Returns the next token of each row, drawn at random or the most likely one.
 
   Args:
     logits: the logits of the next tokens.
@@ -1044,8 +1068,8 @@ def _draw_filtered(
     keys: a random key for each row [B].
     settings: top_k and top_p.
   """
-  order = jnp.argsort(-logits, axis=-1)  # tokens, the most likely first
-  ranked = jnp.take_along_axis(logits, order, axis=-1)
+  order = jnp.argsort(-logits, axis=-1)  # token ids, the most likely first
+  ranked = jnp.take_along_axis(logits, order, axis=-1)  # logits in that order
   rank = jnp.arange(ranked.shape[-1])
   is_in_top_k = (rank < settings.top_k) | (settings.top_k == 0)
   ranked = jnp.where(is_in_top_k, ranked, -jnp.inf)

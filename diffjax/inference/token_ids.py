@@ -17,10 +17,10 @@ from diffjax.config import UserError
 def validated_token_ids(
   ids: Sequence[int] | np.ndarray | jax.Array, vocab_size: int, name: str
 ) -> Int[np.ndarray, "T"]:
-  """Returns token ids as int32, after checking each of them.
+  """Returns token ids as an int32 array, after checking each of them.
 
-  A compiled program cannot check them. It would read other rows of the
-  embedding, or NaN.
+  Compiled programs do not check them. For an invalid id, JAX reads another row
+  of the embedding, or NaN.
 
   Args:
     ids: a sequence, or an array with one axis and any integer dtype.
@@ -39,9 +39,10 @@ def validated_token_ids(
       )
     if jnp.issubdtype(ids.dtype, jnp.integer):
       return _validated_array(ids, vocab_size, name)
-    # The loop below finds the first element that is no integer.
   elif not isinstance(ids, Sequence) or isinstance(ids, bytes | bytearray):
     raise UserError(f"{name} is {ids!r}: pass a sequence of token ids")
+  # An array of another dtype, such as float, is checked like a sequence. So the
+  # error names its first element that is no integer.
   for position, token in enumerate(ids):
     if not is_integer(token) or not 0 <= token < vocab_size:
       raise _invalid_id(token, position, vocab_size, name)
@@ -51,7 +52,7 @@ def validated_token_ids(
 def is_integer(value: Any) -> bool:
   """Returns True for integers of Python, NumPy and JAX, but not for bools.
 
-  Arrays without axes count, if their dtype is an integer.
+  An array without axes counts as a number of its dtype.
   """
   if type(value) is int:  # Fast path for most values.
     return True
@@ -72,12 +73,12 @@ def _validated_array(
   """Returns an array of integers as int32, after checking each of them."""
   if len(ids) == 0:
     return ids.astype(np.int32)
-  # Python integers are compared, because a large vocabulary size does not fit
-  # into small integer dtypes.
+  # Compares Python integers, because the vocabulary size may be too large for
+  # the dtype of the array, such as uint8.
   smallest = int(ids.min())
   largest = int(ids.max())
   if smallest < 0 or largest >= vocab_size:
-    # The error names the first invalid id.
+    # Finds the first invalid id, which the error names.
     for position, token in enumerate(ids.tolist()):
       if not 0 <= token < vocab_size:
         raise _invalid_id(token, position, vocab_size, name)
@@ -88,6 +89,7 @@ def _invalid_id(
   token: Any, position: int, vocab_size: int, name: str
 ) -> UserError:
   """Returns the error for an id that the model does not have."""
+  # The error shows a Python number, and not a NumPy scalar or an array.
   if isinstance(token, np.generic | jax.Array):
     token = token.tolist()
   return UserError(
