@@ -63,21 +63,23 @@ __all__ = [
   "register",
 ]
 
-# Functions that had the names of commands' modules, and their names today. The
-# old names work for one version.
+# Functions that were renamed, because the modules of two commands have their
+# old names. The old names work for one version.
 _RENAMED = {"train": "fit", "generate": "complete"}
 
 
 def __getattr__(name: str) -> Any:
+  """Imports a public name at its first use."""
   if name in _RENAMED:
-    # Reached while the command's module is not imported. Importing it here
-    # would define its flags.
+    # Python calls this only if the command's module is not imported. Importing
+    # it here would define the command's flags, so an empty module replaces it.
     return _CallableModule(f"{__name__}.{name}", _CallableModule.__doc__)
   if name not in _MODULES:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
   import importlib
 
-  return getattr(importlib.import_module(_MODULES[name]), name)
+  module = importlib.import_module(_MODULES[name])
+  return getattr(module, name)
 
 
 def __dir__() -> list[str]:
@@ -85,10 +87,13 @@ def __dir__() -> list[str]:
 
 
 class _CallableModule(types.ModuleType):
-  """A command's module that can be called like the function it replaces.
+  """A command's module that can also be called, like a function of that name.
 
-  Deprecated: `diffjax.train(config, workdir)` is `diffjax.fit`, and
-  `diffjax.generate(trained, prompts)` is `diffjax.complete`.
+  The module diffjax.train is imported as `diffjax.train`, which was the name of
+  a function before. Calling the module calls the function by its new name.
+
+  Deprecated: call `diffjax.fit` in place of `diffjax.train`, and
+  `diffjax.complete` in place of `diffjax.generate`.
   """
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -107,7 +112,7 @@ class _CallableModule(types.ModuleType):
 def allow_deprecated_call(module_name: str) -> None:
   """Makes the module diffjax.train or diffjax.generate callable.
 
-  Does nothing if the module runs as a command.
+  Does nothing if the module runs as a command, with the name "__main__".
 
   Args:
     module_name: the module's `__name__`.

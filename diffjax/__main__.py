@@ -27,21 +27,21 @@ def main() -> None:
   end_at_ctrl_c()
   arguments = sys.argv[1:]
   if not arguments or arguments[0] in ("-h", "-help", "--help"):
-    # `diffjax --help | head` ends without an error.
+    # `diffjax --help | head` must end without an error message.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     print(_help())
     return
   name, *rest = arguments
   if name not in COMMANDS:
     _fail(f"{name!r} is no command; the commands are {', '.join(COMMANDS)}")
-  # This process becomes `python -m diffjax.NAME`. So both behave the same, also
-  # in how they handle Ctrl-C, search modules and start worker processes.
+  # Replaces this process by `python -m diffjax.NAME`. So both forms of a
+  # command behave the same, for example at Ctrl-C or with worker processes.
   program = [sys.executable, "-m", f"diffjax.{name}", *rest]
   os.execv(sys.executable, program)
 
 
 def _help() -> str:
-  """Returns the list of all commands, with what each of them does."""
+  """Returns the text of `diffjax --help`: all commands and what they do."""
   width = max(map(len, COMMANDS))
   lines = ["diffjax COMMAND --help explains a command. The commands:", ""]
   for name in COMMANDS:
@@ -58,7 +58,7 @@ def _summary(name: str) -> str:
 
 
 def _fail(message: str) -> NoReturn:
-  """Ends the process because of an error in the arguments."""
+  """Prints an error in the arguments and ends the process with code 2."""
   print(f"error: {message}", file=sys.stderr)
   sys.exit(2)
 

@@ -119,7 +119,10 @@ def _check_flags() -> None:
 def _stream(
   model: Trained, prompts: list[list[int]]
 ) -> Iterator[list[list[int]]]:
-  """Yields the next tokens of each answer, until all answers are complete."""
+  """Generates answers to prompts with the options of the flags.
+
+  Yields the next tokens of each answer, until all answers are complete.
+  """
   from diffjax.inference.sampler import Sampler, row_capacity
 
   tokenizer = model.tokenizer
@@ -169,7 +172,10 @@ def _print_answers(model: Trained, prompts: list[list[int]]) -> None:
 
 
 def longest_partial_stop(text: str, stops: Sequence[str]) -> int:
-  """Returns the length of the longest suffix that begins a stop string."""
+  """Returns the length of the longest suffix that could become a stop string.
+
+  Example: "see </" with the stop string "</s>" → 2, the length of "</"
+  """
   longest = 0
   for stop in stops:
     for length in range(1, len(stop)):
@@ -179,10 +185,10 @@ def longest_partial_stop(text: str, stops: Sequence[str]) -> int:
 
 
 class StreamPrinter:
-  """Prints a prompt and its answer while it grows.
+  """Prints a prompt and its answer while the answer grows.
 
-  Held back until more tokens arrive: an incomplete UTF-8 character at the end,
-  and text that could be the beginning of a stop string. The prompt is printed
+  Text at the end that may still change is printed later: an incomplete UTF-8
+  character, and the possible beginning of a stop string. The prompt is printed
   with the first tokens, so that nothing is printed if the model fails.
   """
 
@@ -200,7 +206,11 @@ class StreamPrinter:
     self._num_printed = 0
 
   def update(self, answer: list[int]) -> None:
-    """Prints what is new and certain."""
+    """Prints text that is new and can no longer change.
+
+    Args:
+      answer: all token ids of the answer so far.
+    """
     text = self._tokenizer.decode_after(self._prompt_ids, answer)
     end = first_stop(text, self._stops)
     if end is None:
@@ -209,16 +219,22 @@ class StreamPrinter:
     self._print(text[:end])
 
   def finish(self, answer: list[int]) -> None:
-    """Prints the rest and a line break: no more tokens will come."""
+    """Prints the rest of the complete answer, and a line break.
+
+    Args:
+      answer: all token ids of the answer.
+    """
     text = self._tokenizer.decode_after(self._prompt_ids, answer)
     self._print(cut_at_stop(text, self._stops))
     print(flush=True)
 
   def _print(self, answer_text: str) -> None:
-    certain = self._prompt_text + answer_text
-    sys.stdout.write(certain[self._num_printed :])
+    """Prints the part of the prompt and the answer that is not printed yet."""
+    text = self._prompt_text + answer_text
+    sys.stdout.write(text[self._num_printed :])
     sys.stdout.flush()
-    self._num_printed = max(self._num_printed, len(certain))
+    # Printed text stays printed, even if the answer's text becomes shorter.
+    self._num_printed = max(self._num_printed, len(text))
 
 
 # diffjax.generate() was the function that is diffjax.complete() today.

@@ -28,11 +28,11 @@ _NOT_ROUNDED = ("lambda_hat", "dex_matrix")
 
 
 def quantise(params: dict[str, Any]) -> dict[str, Any]:
-  """Returns the parameters with the layers' matrices in int8.
+  """Returns the parameters of a decoder with the layers' matrices in int8.
 
   Args:
-    params: The parameters of a decoder. The matrices are donated, one after the
-      other, so that the memory does not have to hold both versions.
+    params: The parameters in float32. The matrices are donated, one after the
+      other, so that the memory never holds both versions of the model.
 
   Raises:
     UserError: if qwix is not installed.
@@ -45,6 +45,7 @@ def quantise(params: dict[str, Any]) -> dict[str, Any]:
     ) from error
 
   def round_matrix(path: Any, leaf: jax.Array) -> Any:
+    # The last key of the path is the parameter's name, such as "query".
     name = path[-1].key
     if not is_matrix(name) or name in _NOT_ROUNDED:
       return leaf
@@ -57,7 +58,12 @@ def quantise(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def _output_axes(name: str) -> list[int]:
-  """Returns the axes of a matrix over which its products do not sum."""
+  """Returns the axes of a matrix that index its outputs.
+
+  They are all axes over which its products do not sum, with the layers' axis.
+
+  Example: the query matrix [L, E, Q, G, D] sums over E → [0, 2, 3, 4]
+  """
   parameter = PARAMETERS[name]
   output_axes = []
   for axis, letter in enumerate(parameter.axes):
@@ -67,15 +73,18 @@ def _output_axes(name: str) -> list[int]:
 
 
 def is_quantised(leaf: Any) -> bool:
-  """Returns whether a leaf is an int8 matrix.
+  """Returns whether a parameter is an int8 matrix.
 
-  Such a matrix is a pytree of the int8 numbers and their scales in float32.
+  Such a matrix is qwix's pytree of int8 numbers and their scales in float32.
   """
   return hasattr(leaf, "qvalue")
 
 
 def dequantised(matrix: Any) -> jax.Array:
-  """Returns an int8 matrix in its scales' dtype. Others are unchanged."""
+  """Returns an int8 matrix in the dtype of its scales.
+
+  Other matrices are returned unchanged.
+  """
   if not is_quantised(matrix):
     return matrix
   import qwix

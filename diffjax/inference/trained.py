@@ -70,7 +70,7 @@ class Trained:
 
 
 class StoredModel(NamedTuple):
-  """A model whose parameters are NumPy arrays.
+  """A trained model that is not on a device: its parameters are NumPy arrays.
 
   Attributes:
     config: The config of the run that trained it.
@@ -153,14 +153,14 @@ def load_piecewise(
   workdir: epath.PathLike,
   make_array: Callable[[tuple[int, ...]], np.ndarray],
 ) -> StoredModel:
-  """Loads the newest complete checkpoint into new arrays, piece by piece.
+  """Loads a model from the newest checkpoint of a run, into NumPy arrays.
 
-  The parameters may be larger than the memory, if `make_array` returns
-  memory-mapped files.
+  The parameters are copied in small pieces. So they may be larger than the
+  memory, if `make_array` returns memory-mapped files.
 
   Args:
     workdir: The run's directory, local or gs://.
-    make_array: Returns a new array of a shape.
+    make_array: Returns a new array of a given shape.
 
   Raises:
     UserError: if there is no complete checkpoint, if it has parameters that are
@@ -177,7 +177,10 @@ def load_piecewise(
 
 
 def _abstract_params(config: ModelConfig, mesh: Mesh | None) -> Any:
-  """Returns the shapes of a model's parameters, with shardings on a mesh."""
+  """Returns shapes and dtypes of a model's parameters, without their values.
+
+  On a mesh, they also have the sharding of each parameter.
+  """
   model = Decoder(config)
   shapes = jax.eval_shape(
     functools.partial(init_params, model), _abstract_key()
@@ -202,7 +205,12 @@ def _with_sharding(
 def _attention_fn(
   implementation: str, mesh: Mesh | None
 ) -> Callable[..., jax.Array]:
-  """Returns attention by an implementation, inside a shard_map on a mesh."""
+  """Returns an `attention_fn` that uses one implementation of `diff_attention`.
+
+  Args:
+    implementation: the implementation's name, or "auto".
+    mesh: the devices that share the model. None for one device.
+  """
   if mesh is not None:
     return sharded_attention(mesh, implementation)
   if implementation == "auto":
@@ -211,10 +219,10 @@ def _attention_fn(
 
 
 def _choose_implementation(workdir: epath.PathLike, config: Config) -> str:
-  """Returns the implementation of attention that the config names.
+  """Returns the implementation of attention for a model in this process.
 
-  If it cannot run on the devices of this process, prints the reason and returns
-  "auto".
+  It is the one that the config names. If that one cannot run on the devices of
+  this process, prints the reason and returns "auto".
   """
   name = config.model.attention_implementation
   if name == "auto":
@@ -230,7 +238,10 @@ def _choose_implementation(workdir: epath.PathLike, config: Config) -> str:
 
 
 def _implementation_problem(config: Config, name: str) -> str | None:
-  """Returns why an implementation of attention cannot run the model here."""
+  """Returns why an implementation of attention cannot run here.
+
+  Returns None if it can run the model of the config.
+  """
   if name not in implementations.names():
     return (
       "no implementation of that name is registered; --import=MODULE imports"
@@ -243,7 +254,8 @@ def _implementation_problem(config: Config, name: str) -> str | None:
   )
   tokens = jax.ShapeDtypeStruct((1, config.data.length), jnp.int32)
   try:
-    # Tracing raises an error if the implementation cannot take the arrays.
+    # Traces the model without computing anything. The implementation raises an
+    # error if it does not support these shapes, dtypes or devices.
     jax.eval_shape(model.init, _abstract_key(), tokens)
   except ValueError as error:
     return str(error)
@@ -258,29 +270,34 @@ def _local_dtype(config: ModelConfig) -> Any:
 def _tensor_mesh(config: ModelConfig, tensor: int) -> Mesh:
   """Returns a mesh of devices that share a model.
 
-  Raises UserError if this number of devices cannot share heads, feed-forward
-  columns and vocabulary.
+  Args:
+    config: the decoder's config.
+    tensor: the number of devices.
+
+  Raises:
+    UserError: if there are fewer devices, or if the number does not divide the
+      sizes of the model that are split.
   """
   devices = jax.local_devices()
   sizes = {name: getattr(config, name) for name in _SHARED_SIZES}
   common_divisor = math.gcd(*sizes.values())
-  possible = []
+  possible_counts = []
   for count in range(1, len(devices) + 1):
     if common_divisor % count == 0:
-      possible.append(count)
-  if tensor not in possible:
+      possible_counts.append(count)
+  if tensor not in possible_counts:
     model_sizes = ", ".join(f"{name} = {size}" for name, size in sizes.items())
     raise UserError(
       f"tensor = {tensor}: must be at most the {len(devices)} devices here and"
       f" divide the model's {model_sizes};"
-      f" it can be {', '.join(str(count) for count in possible)}"
+      f" it can be {', '.join(str(count) for count in possible_counts)}"
     )
   return make_mesh(MeshConfig(data=1, tensor=tensor), devices[:tensor])
 
 
 @jax.jit
 def _are_finite(params: Any) -> Any:
-  """Returns for each parameter whether all of its numbers are finite."""
+  """Returns a tree of bools: whether all numbers of a parameter are finite."""
   return jax.tree.map(_is_finite, params)
 
 
@@ -290,12 +307,15 @@ def _is_finite(array: jax.Array) -> jax.Array:
 
 
 def _is_finite_by_rows(array: np.ndarray) -> bool:
-  """Returns whether an array is finite. Reads one row at a time."""
+  """Returns whether all numbers of an array are finite.
+
+  Reads one row at a time, because the array may be larger than the memory.
+  """
   return all(np.isfinite(row).all() for row in array)
 
 
 def _check_finite(name: str, are_finite: Any) -> None:
-  """Raises UserError if a parameter is not finite.
+  """Raises UserError if a model has parameters that are not finite.
 
   Such a model generates zero bytes, and its measurements have no meaning.
 
@@ -303,14 +323,14 @@ def _check_finite(name: str, are_finite: Any) -> None:
     name: The name of the model.
     are_finite: The tree of parameters, with a bool in place of each one.
   """
-  wrong_names = []
+  bad_names = []
   for path, is_finite in jax.tree.leaves_with_path(are_finite):
     if not is_finite:
-      wrong_names.append(jax.tree_util.keystr(path, simple=True, separator="/"))
-  if not wrong_names:
+      bad_names.append(jax.tree_util.keystr(path, simple=True, separator="/"))
+  if not bad_names:
     return
-  listed = ", ".join(wrong_names[:_MAX_NAMED])
-  num_unlisted = len(wrong_names) - _MAX_NAMED
+  listed = ", ".join(bad_names[:_MAX_NAMED])
+  num_unlisted = len(bad_names) - _MAX_NAMED
   if num_unlisted > 0:
     listed = f"{listed} and {num_unlisted} more"
   raise UserError(
