@@ -1,8 +1,8 @@
 """The config of a run: its fields, how it is read, and how it is checked.
 
 Each field is declared once, with its default, its documentation and the values
-that it may take. `FieldInfo` lists what else a declaration can say. Help pages,
-config.toml, checks, resume and experiments read it from there.
+that it may take. `FieldInfo` lists what else a declaration can say. Help texts,
+config.toml, checks, resume and experiments use these declarations.
 
 A config file (`configs/*.py`) returns the fields as an
 `ml_collections.ConfigDict`. `from_config_dict` turns that into the frozen,
@@ -40,7 +40,7 @@ class Bound:
     choices: the strings. Empty for a range.
     low: the lowest number.
     high: the highest number.
-    above_low: whether `low` itself is excluded.
+    above_low: whether numbers must be above `low`, which excludes `low`.
   """
 
   choices: tuple[str, ...] = ()
@@ -49,7 +49,7 @@ class Bound:
   above_low: bool = False
 
   def holds(self, value: Any) -> bool:
-    """Returns True if a field may have the value."""
+    """Returns True if the value is one of the choices, or in the range."""
     if self.choices:
       return value in self.choices
     if self.above_low and value == self.low:
@@ -63,6 +63,7 @@ class Bound:
     if self.high < math.inf:
       return f"must lie between {self.low} and {self.high}"
     if self.above_low:
+      # POSITIVE is the only such range.
       return "must be positive"
     return f"must be at least {self.low}"
 
@@ -93,10 +94,10 @@ class FieldInfo:
     bound: the values that the field may take. None for all of its type.
     may_change: whether a run can resume with another value.
     affects_results: False if runs with different values are comparable.
-    belongs_to_run: True for a field of the model that each run chooses, such as
-      its dtype. It is not a property of the model.
-    changes_function: False for a field of the model that does not change what
-      the model computes from its parameters.
+    belongs_to_run: True for a field of `ModelConfig` that says how a run
+      computes the model, such as its dtype, and not what the model is.
+    changes_function: False for a field of `ModelConfig` that does not change
+      what the model computes from its parameters.
   """
 
   documentation: str
@@ -117,9 +118,10 @@ def field(
   belongs_to_run: bool = False,
   changes_function: bool = True,
 ) -> Any:
-  """Declares a config field. `FieldInfo` explains the arguments.
+  """Declares a field of a config dataclass, or a section with many fields.
 
-  `may_change` and `affects_results` of a section apply to all of its fields.
+  `FieldInfo` explains the arguments. `may_change = True` and
+  `affects_results = False` of a section apply to all of its fields.
   """
   info = FieldInfo(
     documentation,
@@ -133,12 +135,13 @@ def field(
 
 
 def field_info(declared: dataclasses.Field) -> FieldInfo:
-  """Returns what the declaration of a field or of a section says."""
+  """Returns the `FieldInfo` of a field or of a section."""
   return declared.metadata["info"]
 
 
-# A number of the optimizer must be 0 or have such a magnitude. Smaller and
-# larger ones, or their products, underflow or overflow in float32.
+# The smallest and largest magnitude of a number of the optimizer that is not 0.
+# Smaller and larger ones, or their products, would underflow or overflow in
+# float32.
 SMALLEST_MAGNITUDE, LARGEST_MAGNITUDE = 1e-30, 1e30
 
 # Values of `ModelConfig.remat`, from the most memory to the least.
@@ -676,7 +679,10 @@ class Config:
 
 
 def _collect_fields() -> dict[str, FieldInfo]:
-  """Returns what is declared about each field and its section."""
+  """Returns the `FieldInfo` of every field, by its dotted name.
+
+  A field also has what its section declares about all of its fields.
+  """
   fields = {}
   config = Config()
   for section in dataclasses.fields(config):
@@ -691,10 +697,10 @@ def _collect_fields() -> dict[str, FieldInfo]:
   return fields
 
 
-# What is declared about each field, by its dotted name: "train.steps".
+# The `FieldInfo` of every field, by its dotted name, such as "train.steps".
 FIELDS = _collect_fields()
 
-# Fields of `ModelConfig` that each run chooses.
+# Names of the fields of `ModelConfig` that belong to a run (see `FieldInfo`).
 OF_THE_RUN = tuple(
   name.removeprefix("model.")
   for name, info in FIELDS.items()
@@ -703,7 +709,7 @@ OF_THE_RUN = tuple(
 
 
 def check(config: Config) -> None:
-  """Checks all fields of a config, alone and together.
+  """Checks that each field of a config is valid, and that they fit together.
 
   Raises:
     UserError: for the first field that is wrong. The message has its value and
@@ -721,12 +727,18 @@ def check(config: Config) -> None:
 
 
 def _error(name: str, value: Any, rule: str) -> UserError:
-  """Returns the error for a field, such as "train.steps", and its value."""
+  """Returns the error for the value of a field.
+
+  Args:
+    name: the field's dotted name, such as "train.steps".
+    value: the wrong value.
+    rule: what the value must be.
+  """
   return UserError(f"config.{name} = {value!r}: {rule}")
 
 
 def _check_bounds(config: Config) -> None:
-  """Checks each field against its bound. Numbers must be finite."""
+  """Checks that each value is within its field's bound, and finite."""
   for section in dataclasses.fields(config):
     values = getattr(config, section.name)
     for declared in dataclasses.fields(values):
@@ -747,34 +759,36 @@ def _check_heads(model: ModelConfig) -> None:
       model.plain_layers,
       f"must be less than num_layers = {model.num_layers}",
     )
-  num_groups = model.num_heads
-  groups_field = "num_heads"
-  if model.num_noise_heads is not None:
-    num_groups = model.num_noise_heads
-    groups_field = "num_noise_heads"
-    if num_groups < 1 or model.num_heads % num_groups != 0:
-      raise _error(
-        "model.num_noise_heads",
-        num_groups,
-        f"must divide model.num_heads = {model.num_heads}, or be None for one"
-        " per head",
-      )
-  if num_groups % model.num_kv_heads != 0:
+  if model.num_noise_heads is None:
+    # Each head has its own noise map.
+    num_noise_heads = model.num_heads
+    noise_field = "num_heads"
+  else:
+    num_noise_heads = model.num_noise_heads
+    noise_field = "num_noise_heads"
+  if num_noise_heads < 1 or model.num_heads % num_noise_heads != 0:
+    raise _error(
+      "model.num_noise_heads",
+      num_noise_heads,
+      f"must divide model.num_heads = {model.num_heads}, or be None for one"
+      " per head",
+    )
+  if num_noise_heads % model.num_kv_heads != 0:
     raise _error(
       "model.num_kv_heads",
       model.num_kv_heads,
-      f"must divide model.{groups_field} = {num_groups}",
+      f"must divide model.{noise_field} = {num_noise_heads}",
     )
 
 
 def _check_rope(model: ModelConfig) -> None:
-  """Checks the width of heads, and the fields of RoPE."""
+  """Checks the fields of RoPE, and the width of the heads that it rotates."""
   if model.head_dim % 2 != 0:
     raise _error(
       "model.head_dim", model.head_dim, "must be even: RoPE rotates pairs"
     )
-  rope_dims = range(2, model.head_dim + 1, 2)
-  if model.rope_dim is not None and model.rope_dim not in rope_dims:
+  valid_rope_dims = range(2, model.head_dim + 1, 2)
+  if model.rope_dim is not None and model.rope_dim not in valid_rope_dims:
     raise _error(
       "model.rope_dim",
       model.rope_dim,
@@ -783,15 +797,15 @@ def _check_rope(model: ModelConfig) -> None:
     )
   if model.rope_scaling == "none":
     return
-  rule = f"must be above 1 with model.rope_scaling = {model.rope_scaling!r}"
+  above_1 = f"must be above 1 with model.rope_scaling = {model.rope_scaling!r}"
   if model.rope_factor <= 1:
-    raise _error("model.rope_factor", model.rope_factor, rule)
+    raise _error("model.rope_factor", model.rope_factor, above_1)
   if model.rope_scaling == "yarn" and model.rope_base <= 1:
-    raise _error("model.rope_base", model.rope_base, rule)
+    raise _error("model.rope_base", model.rope_base, above_1)
 
 
 def _check_optional_sizes(model: ModelConfig) -> None:
-  """Checks numbers that may be None, which have no bounds."""
+  """Checks numbers that may also be None. A `Bound` cannot express that."""
   if model.head_norm_eps is not None and model.head_norm_eps <= 0:
     raise _error(
       "model.head_norm_eps", model.head_norm_eps, "must be positive, or None"
@@ -803,8 +817,8 @@ def _check_optional_sizes(model: ModelConfig) -> None:
 
 
 def _check_window(model: ModelConfig) -> None:
-  """Checks the sliding window and its pattern."""
-  if not set(model.window_pattern) <= set("wf"):
+  """Checks the sliding window, and the pattern of layers that have it."""
+  if not set(model.window_pattern) <= {"w", "f"}:
     raise _error(
       "model.window_pattern",
       model.window_pattern,
@@ -835,7 +849,7 @@ def _check_window(model: ModelConfig) -> None:
 
 
 def _check_data(data: DataConfig, model: ModelConfig) -> None:
-  """Checks prompts and the length of rows."""
+  """Checks the fields of prompts and answers, and the length of rows."""
   if data.prompt_template.count("{prompt}") != 1:
     raise _error(
       "data.prompt_template",
@@ -864,7 +878,7 @@ def _check_data(data: DataConfig, model: ModelConfig) -> None:
 
 
 def _check_optimizer(optimizer: OptimizerConfig) -> None:
-  """Checks that float32 can hold the numbers, and what is trained."""
+  """Checks that all numbers fit float32, and which parameters are trained."""
   for declared in dataclasses.fields(optimizer):
     value = getattr(optimizer, declared.name)
     if not isinstance(value, float) or value == 0:
@@ -885,7 +899,7 @@ def _check_optimizer(optimizer: OptimizerConfig) -> None:
 
 
 def _check_batch(train: TrainConfig) -> None:
-  """Checks that micro-batches have equal sizes."""
+  """Checks that a batch can be split into micro-batches of equal size."""
   if train.batch_size % train.accumulation != 0:
     raise _error(
       "train.accumulation",
@@ -895,7 +909,7 @@ def _check_batch(train: TrainConfig) -> None:
 
 
 def _check_mesh(mesh: MeshConfig) -> None:
-  """Checks the sizes of the mesh's axes."""
+  """Checks the sizes of the mesh's axes, of which one may be unknown (−1)."""
   sizes = (mesh.data, mesh.fsdp, mesh.context, mesh.tensor)
   known_sizes = [size for size in sizes if size != -1]
   num_unknown = len(sizes) - len(known_sizes)
@@ -909,12 +923,12 @@ def _check_mesh(mesh: MeshConfig) -> None:
 
 
 def to_config_dict(config: Any = None) -> ml_collections.ConfigDict:
-  """Returns a ConfigDict, for config files to edit and flags to override.
+  """Returns a config as a ConfigDict, which files and flags can change.
 
   Args:
     config: a dataclass of fields and sections. None for `Config()`.
   """
-  # Imported here, so that reading fields needs only the standard library.
+  # Imported here, so that this module needs only the standard library.
   import ml_collections
   from ml_collections import config_dict
 
@@ -928,7 +942,8 @@ def to_config_dict(config: Any = None) -> ml_collections.ConfigDict:
     if dataclasses.is_dataclass(value):
       result[name] = to_config_dict(value)
       continue
-    # A field of `float | None` can hold a float later, although it is None now.
+    # A ConfigDict takes only values of the first value's type. For a field of
+    # type `float | None`, a placeholder accepts a float in place of None.
     if isinstance(types_by_name[name], types.UnionType):
       value_type, *_ = typing.get_args(types_by_name[name])
       result[name] = config_dict.placeholder(value_type)
@@ -939,9 +954,13 @@ def to_config_dict(config: Any = None) -> ml_collections.ConfigDict:
 def from_config_dict(
   values: ml_collections.ConfigDict | dict[str, Any],
 ) -> Config:
-  """Returns the checked config of nested values.
+  """Returns the config with the given values, after checking them.
 
   Checks the names, types and bounds of all fields, and that they fit together.
+
+  Args:
+    values: the fields by section and name, as in {"train": {"steps": 100}}. A
+      field that is left out keeps its default.
 
   Raises:
     UserError: for the first field that is wrong. The message has its value and
@@ -957,14 +976,16 @@ def to_dataclass(
   cls: type[Section],
   root: str,
 ) -> Section:
-  """Returns a dataclass of plain fields, tuples and sections.
+  """Returns an object of a dataclass with the given values.
 
-  Checks names and types.
+  Checks the names and types of all fields. A field is a plain value, a tuple,
+  or a section, which is a dataclass itself.
 
   Args:
-    values: the fields by name. A field that is left out keeps its default.
+    values: the fields by name, and those of sections as nested dicts. A field
+      that is left out keeps its default.
     cls: the dataclass.
-    root: the name of the whole in error messages, such as "config".
+    root: the name of the object in error messages, such as "config".
 
   Raises:
     UserError: for the first field that is wrong.
@@ -975,9 +996,14 @@ def to_dataclass(
 
 
 def _to_section(values: Any, cls: type[Section], prefix: str) -> Section:
-  """Returns a section. `prefix` starts the names of its fields."""
+  """Returns an object of a dataclass with the given values.
+
+  Args:
+    values: should be a dict, but may be anything that a config file contains.
+    cls: the dataclass.
+    prefix: the start of its fields' names in error messages: "config.train.".
+  """
   types_by_name = typing.get_type_hints(cls)
-  # A config file may return anything.
   if not isinstance(values, dict):
     raise UserError(
       f"{prefix.rstrip('.')} must be a section with the fields"
@@ -992,7 +1018,13 @@ def _to_section(values: Any, cls: type[Section], prefix: str) -> Section:
 
 
 def _to_field(value: Any, field_type: Any, name: str) -> Any:
-  """Returns the value of a field: a section, a tuple or a plain value."""
+  """Returns a value in a field's type, after checking it.
+
+  Args:
+    value: the value.
+    field_type: a dataclass, a tuple type, or one or several plain types.
+    name: the field's full name, for error messages.
+  """
   if dataclasses.is_dataclass(field_type):
     return _to_section(value, typing.cast(type, field_type), f"{name}.")
   if typing.get_origin(field_type) is tuple:
@@ -1002,11 +1034,18 @@ def _to_field(value: Any, field_type: Any, name: str) -> Any:
       )
     item_type, *_ = typing.get_args(field_type)
     return tuple(_to_field(item, item_type, name) for item in value)
-  return _to_plain(value, typing.get_args(field_type) or (field_type,), name)
+  # A single type, such as int, has no arguments. `int | None` has two.
+  plain_types = typing.get_args(field_type) or (field_type,)
+  return _to_plain(value, plain_types, name)
 
 
 def _to_plain(value: Any, allowed: tuple[type, ...], name: str) -> Any:
-  """Returns a value of one of the allowed types. An int can become a float."""
+  """Returns a plain value, after checking that its type is allowed.
+
+  An int becomes a float if floats are allowed. Numbers must be finite, and ints
+  below 2³¹.
+  """
+  # bool is a subclass of int, but no number.
   is_bool = isinstance(value, bool)
   is_int = isinstance(value, int) and not is_bool
   if is_int and abs(value) >= 2**31:
@@ -1015,8 +1054,10 @@ def _to_plain(value: Any, allowed: tuple[type, ...], name: str) -> Any:
     )
   if is_int and float in allowed:
     value = float(value)
-  # bool is a subclass of int.
-  if not isinstance(value, allowed) or (is_bool and bool not in allowed):
+  is_allowed = isinstance(value, allowed)
+  if is_bool:
+    is_allowed = bool in allowed
+  if not is_allowed:
     names = " or ".join(allowed_type.__name__ for allowed_type in allowed)
     raise UserError(f"{name} must be {names}; got {value!r}")
   if isinstance(value, float) and not math.isfinite(value):
@@ -1027,10 +1068,12 @@ def _to_plain(value: Any, allowed: tuple[type, ...], name: str) -> Any:
 def unknown_field(prefix: str, name: Any, names: Iterable[str]) -> UserError:
   """Returns the error for a field that does not exist.
 
+  Its message suggests the field with the most similar name, or lists all.
+
   Args:
-    prefix: starts the full name: "config.train." for a field of train.
-    name: the name that was given.
-    names: the section's fields. The message has the most similar one, or all.
+    prefix: the start of the section's full names, such as "config.train.".
+    name: the name that is not a field.
+    names: the names of the section's fields.
   """
   root, _, section = prefix.partition(".")
   kind = "config field" if root == "config" else "setting"
