@@ -87,15 +87,15 @@ DECAY_RATE = Bound(low=0, high=0.9999999)
 
 @dataclasses.dataclass(frozen=True)
 class FieldInfo:
-  """What a declaration says about a config field, besides type and default.
+  """The properties of a config field, besides its type and default.
 
   Attributes:
     documentation: what the field means, with its unit.
     bound: the values that the field may take. None for all of its type.
     may_change: whether a run can resume with another value.
     affects_results: False if runs with different values are comparable.
-    belongs_to_run: True for a field of `ModelConfig` that says how a run
-      computes the model, such as its dtype, and not what the model is.
+    belongs_to_run: True for a field of `ModelConfig` that is a property of the
+      run and not of the model, such as the compute dtype.
     changes_function: False for a field of `ModelConfig` that does not change
       what the model computes from its parameters.
   """
@@ -909,7 +909,7 @@ def _check_batch(train: TrainConfig) -> None:
 
 
 def _check_mesh(mesh: MeshConfig) -> None:
-  """Checks the sizes of the mesh's axes, of which one may be unknown (−1)."""
+  """Checks the sizes of the mesh's axes. One of them may be unknown (−1)."""
   sizes = (mesh.data, mesh.fsdp, mesh.context, mesh.tensor)
   known_sizes = [size for size in sizes if size != -1]
   num_unknown = len(sizes) - len(known_sizes)
@@ -982,8 +982,8 @@ def to_dataclass(
   or a section, which is a dataclass itself.
 
   Args:
-    values: the fields by name, and those of sections as nested dicts. A field
-      that is left out keeps its default.
+    values: the fields by name. A section is a nested dict. A field that is left
+      out keeps its default.
     cls: the dataclass.
     root: the name of the object in error messages, such as "config".
 

@@ -97,14 +97,16 @@ def run(
   if isinstance(sys.stdout, io.TextIOWrapper):
     sys.stdout.reconfigure(errors="backslashreplace")
   with _quiet_if_nobody_reads():
-    if help_page.is_asked(sys.argv[1:]):
-      help_text = help_page.page(
+    if help_page.is_requested(sys.argv[1:]):
+      help_text = help_page.help_text(
         with_config=with_config, with_settings=settings is not None
       )
       print(help_text, flush=True)
       sys.exit()
+    # Must be called before JAX looks for devices.
     absent_tpu.skip()
     values_flag = _define_flags(with_config, settings)
+    # absl calls `_parse_flags`, and then `_call_main` with its result.
     app.run(
       functools.partial(_call_main, main, values_flag),
       flags_parser=functools.partial(_parse_flags, values_flag),
@@ -254,7 +256,7 @@ def _quiet_if_nobody_reads() -> Iterator[None]:
 
 
 def _closed_outputs() -> list[typing.TextIO]:
-  """Returns those of standard output and error whose reading end is closed."""
+  """Returns standard output and error, if their reading ends are closed."""
   closed_outputs = []
   for output in (sys.stdout, sys.stderr):
     # A process may have been started without them.

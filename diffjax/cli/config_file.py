@@ -95,7 +95,7 @@ def _read_python(name: str, arguments: list[str]) -> ml_collections.ConfigDict:
     arguments: the arguments of the file's `get_config`: a variant, or nothing.
 
   Raises:
-    UserError: in one line, whatever goes wrong in the file.
+    UserError: for every exception, in one line.
   """
   path = pathlib.Path(name)
   if name in names():

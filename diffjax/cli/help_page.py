@@ -53,8 +53,8 @@ _WIDTH = 100
 _EXPLANATION_COLUMN = 28
 
 
-def is_asked(arguments: Sequence[str]) -> bool:
-  """Returns True if a command line has one of the flags that ask for help."""
+def is_requested(arguments: Sequence[str]) -> bool:
+  """Returns True if the arguments of a command have a flag for help."""
   for argument in arguments:
     # No argument after "--" is a flag.
     if argument == "--":
@@ -64,11 +64,11 @@ def is_asked(arguments: Sequence[str]) -> bool:
   return False
 
 
-def page(*, with_config: bool, with_settings: bool) -> str:
+def help_text(*, with_config: bool, with_settings: bool) -> str:
   """Returns the help text of the running command, as `--help` prints it.
 
-  It is the docstring of the command's module, followed by a list of flags:
-  those that the module defines, then those that it shares with other commands.
+  It is the docstring of the command's module, followed by a list of flags: the
+  module's own flags, then the flags that several commands have.
 
   Args:
     with_config: whether the command has the flags of a config.

@@ -368,8 +368,8 @@ class _CachedAttention:
     old_lengths: the number of tokens in each row before the new ones.
     counts: the number of valid new tokens of each row.
     sharding: the sharding of pages and heads. None on one device.
-    num_calls: how often the layer called this function, or the one that
-      `by_definition` returned.
+    num_calls: the number of calls so far, including calls of the function from
+      `by_definition`.
   """
 
   attention_fn: Callable[..., jax.Array]

@@ -221,8 +221,8 @@ def _attention_fn(
 def _choose_implementation(workdir: epath.PathLike, config: Config) -> str:
   """Returns the implementation of attention for a model in this process.
 
-  It is the one that the config names. If that one cannot run on the devices of
-  this process, prints the reason and returns "auto".
+  The config names an implementation. If it cannot run on the devices of this
+  process, prints the reason and returns "auto".
   """
   name = config.model.attention_implementation
   if name == "auto":
