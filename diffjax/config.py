@@ -1075,8 +1075,10 @@ def unknown_field(prefix: str, name: Any, names: Iterable[str]) -> UserError:
     name: the name that is not a field.
     names: the names of the section's fields.
   """
+  # The first part of a full name is "config", or "set" for settings.
   root, _, section = prefix.partition(".")
   kind = "config field" if root == "config" else "setting"
+  # `repr` escapes line breaks.
   shown_name = name if str(name).isprintable() else repr(name)
   similar = difflib.get_close_matches(str(name), names, n=1)
   if similar:

@@ -214,6 +214,7 @@ class StreamPrinter:
     text = self._tokenizer.decode_after(self._prompt_ids, answer)
     end = first_stop(text, self._stops)
     if end is None:
+      # An incomplete UTF-8 character is decoded as replacement characters.
       text = text.rstrip(_REPLACEMENT_CHARACTER)
       end = len(text) - longest_partial_stop(text, self._stops)
     self._print(text[:end])

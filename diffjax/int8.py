@@ -52,6 +52,7 @@ def quantise(params: dict[str, Any]) -> dict[str, Any]:
     quantise_matrix = functools.partial(
       qwix.quantize, qtype=jnp.int8, channelwise_axes=_output_axes(name)
     )
+    # jit is used because it can donate the float32 matrix.
     return jax.jit(quantise_matrix, donate_argnums=0)(leaf)
 
   return jax.tree_util.tree_map_with_path(round_matrix, params)
@@ -60,9 +61,10 @@ def quantise(params: dict[str, Any]) -> dict[str, Any]:
 def _output_axes(name: str) -> list[int]:
   """Returns the axes of a matrix that index its outputs.
 
-  They are all axes over which its products do not sum, with the layers' axis.
+  A product with the matrix sums over all other axes. The layers' axis L counts
+  as an output.
 
-  Example: the query matrix [L, E, Q, G, D] sums over E → [0, 2, 3, 4]
+  Example: "query" is [L, E, Q, G, D] with the input E → [0, 2, 3, 4]
   """
   parameter = PARAMETERS[name]
   output_axes = []

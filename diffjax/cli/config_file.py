@@ -104,6 +104,7 @@ def _read_python(name: str, arguments: list[str]) -> ml_collections.ConfigDict:
   try:
     return _call_get_config(path, name, arguments)
   except UserError:
+    # This error already has a message of one line.
     raise
   except Exception as error:
     # The file is the user's own code, which may raise anything.
@@ -183,10 +184,10 @@ def to_toml(config: Config, *, comments: bool = True) -> str:
 
 
 def write(path: epath.Path, config: Config) -> None:
-  """Writes the config as TOML, completely or not at all.
+  """Writes the config as a TOML file, completely or not at all.
 
   Raises:
-    UserError: if that fails.
+    UserError: if the file cannot be written.
   """
   content = to_toml(config).encode(_ENCODING, _ENCODING_ERRORS)
   try:

@@ -434,11 +434,12 @@ class _CachedAttention:
   def by_definition(
     self, weights_fn: WeightsFn, supports: Set[str]
   ) -> Callable[..., jax.Array]:
-    """Returns an `attention_fn` that multiplies attention weights and values.
+    """Returns an `attention_fn` that computes all attention weights.
 
-    An attention variant without a kernel defines only a function that returns
-    its attention weights. A layer of such a variant calls the result of this
-    method in place of `__call__`.
+    It is for attention variants without a kernel, which define only a function
+    that returns their attention weights. A layer of such a variant calls the
+    result of this method in place of `__call__`. The result, too, adds keys and
+    values to the cache, and attends to all stored ones.
 
     Args:
       weights_fn: returns the attention weights [B, H, T, S] of queries and keys
@@ -532,9 +533,9 @@ class _CachedAttention:
 def _can_be_replaced(attention_fn: Callable[..., jax.Array]) -> bool:
   """Returns whether `decode_attention` may replace a model's `attention_fn`.
 
-  It may replace `diff_attention` with any built-in implementation, because both
-  compute the same. It may not replace a function of the user, an implementation
-  that the user registered, or an option that changes the result.
+  It may replace `diff_attention` with any built-in implementation, because they
+  compute the same function. It may not replace a function of the user, an
+  implementation that the user registered, or an option that changes the result.
   """
   if not is_diff_attention(attention_fn):
     return False

@@ -192,22 +192,38 @@ def _rewrite_pages(
   has_old_tokens = slots.page_starts < starts[:, None]  # [B, C]
   old_scale = pool.scale[readable_pages]
   old_scale = jnp.where(has_old_tokens[..., None], old_scale, 0)  # [B, C, K]
-  new_pages = jnp.where(is_new, new_pages, 0).astype(jnp.float32)
-  new_scale = jnp.max(jnp.abs(new_pages), axis=(3, 4)) / _MAX_INT8
-  # A page's scale never decreases while it has old tokens.
-  scale = jnp.maximum(old_scale, new_scale)
-
-  # Old tokens are rounded again, with the new scale. A scale of 0 belongs to a
-  # page of zeros.
-  divisor = jnp.where(scale > 0, scale, 1)[..., None, None]
-  rescaled_pages = old_pages * (old_scale[..., None, None] / divisor)
   is_old = slots.is_old()[:, :, None, :, None]  # [B, C, 1, S, 1]
-  pages = jnp.where(is_old, rescaled_pages, new_pages / divisor)
-  pages = jnp.round(pages).astype(jnp.int8)
+  new_pages = jnp.where(is_new, new_pages, 0).astype(jnp.float32)
+  pages, scale = _quantise_pages(old_pages, old_scale, is_old, new_pages)
   return Pool(
     pool.tokens.at[slots.pages].set(pages, mode="drop"),
     pool.scale.at[slots.pages].set(scale, mode="drop"),
   )
+
+
+def _quantise_pages(
+  old_pages: Int[Array, "B C K S W"],
+  old_scale: Float[Array, "B C K"],
+  is_old: Bool[Array, "B C 1 S 1"],
+  new_pages: Float[Array, "B C K S W"],
+) -> tuple[Int[Array, "B C K S W"], Float[Array, "B C K"]]:
+  """Returns int8 pages that hold both old and new tokens, and their scales.
+
+  Args:
+    old_pages: the old tokens in int8.
+    old_scale: their scale, or 0 for pages without old tokens.
+    is_old: which slots have old tokens.
+    new_pages: the new tokens, and 0 in all other slots.
+  """
+  new_scale = jnp.max(jnp.abs(new_pages), axis=(3, 4)) / _MAX_INT8
+  # A page's scale never decreases while it has old tokens.
+  scale = jnp.maximum(old_scale, new_scale)
+  # A scale of 0 belongs to a page of zeros.
+  divisor = jnp.where(scale > 0, scale, 1)[..., None, None]
+  # Old tokens are rounded again, with the new scale.
+  rescaled_pages = old_pages * (old_scale[..., None, None] / divisor)
+  pages = jnp.where(is_old, rescaled_pages, new_pages / divisor)
+  return jnp.round(pages).astype(jnp.int8), scale
 
 
 class _ChangedSlots(NamedTuple):
@@ -240,7 +256,7 @@ def _changed_slots(
   starts: Int[Array, "B"],
   counts: Int[Array, "B"],
 ) -> _ChangedSlots:
-  """Returns the slots of the pages in which T new tokens per row lie.
+  """Returns the pages in which T new tokens per row lie, and their slots.
 
   Args:
     pool: the pool with the pages.

@@ -99,6 +99,7 @@ def row_capacity(
     max_new_tokens: the most tokens that will follow each prompt.
   """
   lengths = [len(prompt) for prompt in prompts]
+  # A negative max_new_tokens is rejected later, by the sampler.
   needed = max(lengths, default=1) + max(max_new_tokens, 0)
   rounded_up = -(-needed // _CAPACITY_STEP) * _CAPACITY_STEP
   return min(config.max_length, rounded_up)
@@ -165,9 +166,9 @@ class Sampler:
     # The number of pages that all rows share. None for a cache without pages.
     self._num_pages: int | None = None
     if cache_tokens is not None:
-      self._num_pages = _num_pages(cache_tokens)
+      self._num_pages = _pages_for(cache_tokens)
     elif cache_dtype is not None:
-      self._num_pages = batch_size * _num_pages(capacity)
+      self._num_pages = batch_size * _pages_for(capacity)
 
     self._params = params
     if self._has_cache:
@@ -375,6 +376,7 @@ class Sampler:
     if isinstance(prompts, str):
       prompts = [prompts]
     prompt_list: list[Any] = list(prompts)
+    # For each prompt, whether it is a text.
     is_text = [isinstance(prompt, str) for prompt in prompt_list]
     options = _StreamOptions(
       max_new_tokens=max_new_tokens,
@@ -432,10 +434,10 @@ class Sampler:
     answers: list[list[int]] = []
     first_prompt = 0
     while first_prompt < len(token_prompts):
-      next_prompts = token_prompts[
-        first_prompt : first_prompt + self.batch_size
-      ]
-      batch = self._fit_to_pages(next_prompts, options.max_new_tokens)
+      end = first_prompt + self.batch_size
+      batch = self._fit_to_pages(
+        token_prompts[first_prompt:end], options.max_new_tokens
+      )
       # Row 0 of this batch is prompt `first_prompt`. The draws of a prompt
       # depend on its number, so that they do not depend on the batch size.
       batch_options = options._replace(first_row=first_prompt)
@@ -470,7 +472,7 @@ class Sampler:
     used_pages = 0
     for num_fitting, prompt in enumerate(prompts):
       needed_tokens = self._needed_tokens(prompt, max_new_tokens)
-      used_pages += _num_pages(needed_tokens)
+      used_pages += _pages_for(needed_tokens)
       if used_pages > self._num_pages:
         return prompts[: max(1, num_fitting)]
     return prompts
@@ -560,6 +562,7 @@ class Sampler:
         np.int32(count),
         method=method,
       )
+      # `drawn` has room for _BURST tokens per row. The first `count` are drawn.
       yield rows.append(np.asarray(drawn)[:, :count])
       if rows.has_ended.all():
         return
@@ -600,13 +603,15 @@ class _AnswerRows:
       For each prompt, the tokens that became part of its answer.
     """
     has_ended = self.has_ended.copy()
-    new_tokens = []
+    new_tokens: list[list[int]] = []
     for row, answer in enumerate(self._answers):
+      if has_ended[row]:
+        new_tokens.append([])
+        continue
       old_length = len(answer)
-      if not has_ended[row]:
-        has_ended[row] = _append_until_stop(
-          answer, drawn[row].tolist(), self._stop_ids, self._stop
-        )
+      has_ended[row] = _append_until_stop(
+        answer, drawn[row].tolist(), self._stop_ids, self._stop
+      )
       new_tokens.append(answer[old_length:])
     self.has_ended = has_ended
     return new_tokens
@@ -677,7 +682,7 @@ def _draw_method(options: _StreamOptions) -> str:
   return "filtered"
 
 
-def _num_pages(num_tokens: int) -> int:
+def _pages_for(num_tokens: int) -> int:
   """Returns the number of pages that hold a number of tokens, rounded up."""
   return -(-num_tokens // PAGE)
 
@@ -797,7 +802,7 @@ def _programs(
       model,
       batch_size,
       # The capacity is rounded up to full pages.
-      PAGE * _num_pages(capacity),
+      PAGE * _pages_for(capacity),
       num_pages=num_pages,
       dtype=cache_dtype,
     )
@@ -899,10 +904,10 @@ def _read_prompts(
     lengths: the number of tokens of each prompt.
   """
 
-  def has_chunks_left(loop):
+  def has_chunks_left(loop: _PromptLoop) -> Bool[Array, ""]:
     return loop.chunk_index * chunk < jnp.max(lengths)
 
-  def read_chunk(loop):
+  def read_chunk(loop: _PromptLoop) -> _PromptLoop:
     start = loop.chunk_index * chunk
     # How many tokens of each prompt are in this chunk.
     counts = jnp.clip(lengths - start, 0, chunk)
@@ -1003,21 +1008,19 @@ def _draw_tokens(
   fold_in_each = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
   row_keys = fold_in_each(key, settings.row_numbers)
 
-  def has_tokens_left(loop):
+  def has_tokens_left(loop: _DrawLoop) -> Bool[Array, ""]:
     return (loop.num_drawn < count) & ~jnp.all(loop.has_ended)
 
-  def draw_token(loop):
+  def draw_token(loop: _DrawLoop) -> _DrawLoop:
     # The length of a row is the position of its next token.
     keys = jax.vmap(jax.random.fold_in)(row_keys, loop.state.cache.lengths)
     tokens = _choose_tokens(loop.state.logits, keys, settings, method)  # [B]
-    return _DrawLoop(
-      num_drawn=loop.num_drawn + 1,
-      state=_read_token(model, head_sharding, params, loop.state, tokens),
-      drawn=jax.lax.dynamic_update_slice_in_dim(
-        loop.drawn, tokens[:, None], loop.num_drawn, axis=1
-      ),
-      has_ended=loop.has_ended | jnp.isin(tokens, settings.stop_ids),
+    state = _read_token(model, head_sharding, params, loop.state, tokens)
+    drawn = jax.lax.dynamic_update_slice_in_dim(
+      loop.drawn, tokens[:, None], loop.num_drawn, axis=1
     )
+    has_ended = loop.has_ended | jnp.isin(tokens, settings.stop_ids)
+    return _DrawLoop(loop.num_drawn + 1, state, drawn, has_ended)
 
   first = _DrawLoop(
     num_drawn=0,
