@@ -306,6 +306,8 @@ def _apply_layer(
     attention_fn=attention,
     logits_transform=model.logits_transform,
   )
+  # The layer's config has one window, with the index 0. Each row of the cache is
+  # one document, so there are no segments.
   x, _ = block.apply(
     {"params": params},
     x,
@@ -314,6 +316,7 @@ def _apply_layer(
     segment_ids=None,
     positions=positions,
   )
+  # Otherwise the cache would lack the new tokens, or have them twice.
   if attention.num_calls != 1:
     raise ValueError(
       f"a layer of {layer.config.attention!r} called its attention_fn"

@@ -182,6 +182,7 @@ class Sampler:
       head_sharding=heads_sharding(params),
       has_cache=self._has_cache,
     )
+    # Compiled functions (see `_Programs`).
     self._make_cache = programs.make_cache
     self._prefill = programs.prefill
     self._step = programs.step
