@@ -306,8 +306,8 @@ def _apply_layer(
     attention_fn=attention,
     logits_transform=model.logits_transform,
   )
-  # The layer's config has one window, with the index 0. Each row of the cache is
-  # one document, so there are no segments.
+  # The layer's config has one window, with the index 0. Each row of the cache
+  # is one document, so there are no segments.
   x, _ = block.apply(
     {"params": params},
     x,
