@@ -54,44 +54,49 @@ def announce(works: Sequence[Work], config: DataConfig, workers: int) -> None:
   Raises:
     UserError: if a disk has less free space than its rows need.
   """
-  needed_bytes: dict[int, float] = collections.defaultdict(float)
+  # Several sources may be written to the same disk.
+  bytes_by_disk: dict[int, float] = collections.defaultdict(float)
   for work in works:
     if _is_small(work):
       continue
     needs = estimate(work, config)
-    existing = _nearest_existing(work.directory)
-    free_bytes = shutil.disk_usage(existing).free
-    disk = os.stat(existing).st_dev
-    needed_bytes[disk] += needs.row_bytes
+    existing_directory = _nearest_existing(work.directory)
+    free_bytes = shutil.disk_usage(existing_directory).free
     num_workers = worker_count(workers, len(work.missing))
-    _print(work, needs, free_bytes, num_workers)
-    if needed_bytes[disk] > free_bytes:
-      raise _disk_too_small(work, needed_bytes[disk], free_bytes)
+    _print_needs(work, needs, free_bytes, num_workers)
+
+    disk = os.stat(existing_directory).st_dev
+    bytes_by_disk[disk] += needs.row_bytes
+    if bytes_by_disk[disk] > free_bytes:
+      raise _disk_too_small(work, bytes_by_disk[disk], free_bytes)
 
 
 def estimate(work: Work, config: DataConfig) -> Needs:
-  """Returns what the missing shards of a source need, from a sample."""
+  """Returns what the missing shards of a source need.
+
+  Prepares a sample of the source, and multiplies its numbers.
+  """
   missing = work.missing
   # The first split is "train" if there is one. It has more documents than
   # validation has.
-  sampled = next(iter(work.opened.values()))
-  sample = take_sample(sampled, config)
+  sampled_source = next(iter(work.source_by_split.values()))
+  sample = take_sample(sampled_source, config)
   if sample.tokens == 0:
     return Needs(0, 0.0, 0.0, 0.0, 0.0)
 
   num_files = 0
   read_bytes = 0.0
-  # How many times the work on the sample is done.
+  # The missing shards as a multiple of the sample.
   num_samples = 0.0
-  for split, source in work.opened.items():
+  for split, source in work.source_by_split.items():
     num_parts = _count_parts(missing, split)
     if num_parts > 0:
       num_files = max(num_files, source.num_files)
     split_bytes = source.size * num_parts / len(source.parts)
     read_bytes += split_bytes
-    # The same bytes hold more or fewer documents of this split than of the
-    # sampled one.
-    documents_ratio = source.split_share / sampled.split_share
+    # Both splits may read the same files, of which each takes only its share of
+    # the documents.
+    documents_ratio = source.split_share / sampled_source.split_share
     num_samples += split_bytes / sample.stored_bytes * documents_ratio
   padding_bytes = _FILE_PADDING_BYTES * len(missing)
   return Needs(
@@ -116,7 +121,8 @@ def _is_small(work: Work) -> bool:
   """Returns whether a source is local and small."""
   if sources.is_on_hub(work.spec):
     return False
-  return max(source.size for source in work.opened.values()) < _SMALL_BYTES
+  largest_split = max(source.size for source in work.source_by_split.values())
+  return largest_split < _SMALL_BYTES
 
 
 def _nearest_existing(path: str) -> str:
@@ -127,7 +133,7 @@ def _nearest_existing(path: str) -> str:
   return path
 
 
-def _print(
+def _print_needs(
   work: Work, needs: Needs, free_bytes: float, num_workers: int
 ) -> None:
   """Prints what preparing a source needs."""
@@ -148,8 +154,15 @@ def _print(
 def _disk_too_small(
   work: Work, needed_bytes: float, free_bytes: float
 ) -> UserError:
-  """Returns the error for a disk without space for the rows."""
-  num_files = max(source.num_files for source in work.opened.values())
+  """Returns the error for a disk without space for the rows.
+
+  Args:
+    work: The source whose rows do not fit.
+    needed_bytes: The estimated size of its rows, and of the rows of earlier
+      sources on the same disk.
+    free_bytes: The free space of the disk.
+  """
+  num_files = max(source.num_files for source in work.source_by_split.values())
   return UserError(
     f"{work.directory}: the disk has {short_number(free_bytes)}B free, and the"
     f" rows need about {short_number(needed_bytes)}B. Prepare on another disk"

@@ -1,9 +1,9 @@
 """Prepared rows: tokenized, packed and written to disk once.
 
-The sources of a mixture are prepared separately and mixed when they are read,
-so weights can change without preparing again. A directory holds the rows of one
-source: ArrayRecord files ("shards"), the totals of each shard in a JSON file,
-and a meta.json with these fields:
+A row has up to data.length + 1 tokens. The sources of a mixture are prepared
+separately and mixed when they are read, so weights can change without preparing
+again. A directory holds the rows of one source: ArrayRecord files ("shards"),
+the totals of each shard in a JSON file, and a meta.json with these fields:
 
   complete: whether all rows are written.
   description: what the rows depend on, except the contents of the files.
@@ -19,12 +19,13 @@ import bisect
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import grain
 
@@ -55,8 +56,8 @@ _FORMAT = 1
 # validation split, which is small, has few.
 _MAX_SHARDS = {"train": 1024, "validation": 16}
 
-# The config fields that the fields of a description come from, for messages.
-_CONFIG_FIELDS = {
+# The config field from which each field of a description comes, for messages.
+CONFIG_FIELDS = {
   "source": "data.source",
   "text_field": "data.text_field",
   "prompt_field": "data.prompt_field",
@@ -76,13 +77,13 @@ _MAX_NAME_LENGTH = 40
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-  """The rows of one source.
+  """What is prepared from one source, and the directory for it.
 
   Attributes:
     spec: The source, as in config.data.source.
     weight: Its share of a mixture.
-    splits: The splits that are prepared.
-    directory: The directory of the rows.
+    splits: The splits that are prepared: "train", "validation" or both.
+    directory: The directory of the rows, which may not exist yet.
     description: What the rows depend on, except the contents of the files. It
       is stored in meta.json.
   """
@@ -94,6 +95,20 @@ class Target:
   description: dict[str, Any]
 
 
+class RowsOrigin(TypedDict):
+  """Where training rows come from. Checkpoints store it as JSON.
+
+  Attributes:
+    directory: The directory of the rows.
+    fingerprint: sha256 (hex) of the rows.
+    description: The target's description.
+  """
+
+  directory: str
+  fingerprint: str
+  description: dict[str, Any]
+
+
 class _Request(NamedTuple):
   """A source of a config, and the splits that are read from it."""
 
@@ -102,7 +117,7 @@ class _Request(NamedTuple):
 
 
 def targets(config: DataConfig) -> list[Target]:
-  """Returns the rows that a config needs, one target for each source.
+  """Returns what a config needs prepared, one target for each source.
 
   Raises:
     UserError: if a source is invalid, or prepared_dir is not local.
@@ -115,27 +130,29 @@ def targets(config: DataConfig) -> list[Target]:
     )
   requests = _requests(config)
   tokenizer_fingerprint = load_tokenizer(config.tokenizer).fingerprint
+  prepared_dir = os.path.expanduser(config.prepared_dir)
   result = []
   for component, splits in requests:
     spec = component.spec
     description = _describe(spec, splits, config, tokenizer_fingerprint)
-    if not config.prepared_dir:
+    if not prepared_dir:
       directory = _cache_directory(spec, splits, config, description)
+    elif len(requests) == 1:
+      directory = prepared_dir
     else:
-      directory = os.path.expanduser(config.prepared_dir)
-      if len(requests) > 1:
-        name = f"{_short_name(spec)}-{_digest([spec, splits])[:8]}"
-        directory = os.path.join(directory, name)
-    result.append(
-      Target(spec, component.weight, splits, directory, description)
-    )
+      name = f"{_short_name(spec)}-{_digest([spec, splits])[:8]}"
+      directory = os.path.join(prepared_dir, name)
+    target = Target(spec, component.weight, splits, directory, description)
+    result.append(target)
   return result
 
 
 def _requests(config: DataConfig) -> list[_Request]:
-  """Returns the sources of a config and their splits."""
+  """Returns the sources of a config, and which splits are read from each."""
+  splits: tuple[str, ...] = ("train", "validation")
+  if config.validation_source:
+    splits = ("train",)
   requests = []
-  splits = ("train",) if config.validation_source else ("train", "validation")
   for component in sources.parse_mixture(config.source):
     requests.append(_Request(component, splits))
   if config.validation_source:
@@ -152,11 +169,11 @@ def _describe(
   config: DataConfig,
   tokenizer_fingerprint: str,
 ) -> dict[str, Any]:
-  """Returns the description of a source's rows.
+  """Returns what a source's rows depend on, except the contents of its files.
 
-  The names of directories and the fingerprints of rows depend on it. A field
-  that an earlier version did not have is left out if it has no effect, so that
-  the rows of that version keep their names.
+  The names of directories and the fingerprints of rows contain a digest of this
+  description. A field that an earlier version did not have is left out if it
+  has no effect, so that the digests of that version stay valid.
   """
   description = {
     "format": _FORMAT,
@@ -186,19 +203,27 @@ def _cache_directory(
 ) -> str:
   """Returns the directory of a source's rows in the user's cache.
 
-  The directory's name has a digest of the description and the files' identity.
-  Rows that an earlier version prepared stay in the directory of that version.
+  Its name has a digest of the description and of the files' identity. If an
+  earlier version has prepared the rows, this is the directory of that version.
   """
-  opened = _open(spec, splits, config)
-  directories = []
-  for identity in (_identity(opened), _earlier_identity(opened)):
-    digest = _digest({**description, "identity": identity})
-    name = f"{_short_name(spec)}-{digest[:16]}"
-    directory = os.fspath(cache_directory("prepared", name))
-    if os.path.exists(_meta_path(directory)):
-      return directory
-    directories.append(directory)
-  return directories[0]
+  source_by_split = open_source(spec, splits, config)
+  current = _cache_path(spec, description, _identity(source_by_split))
+  if os.path.exists(meta_path(current)):
+    return current
+  earlier_identity = _earlier_identity(source_by_split)
+  earlier = _cache_path(spec, description, earlier_identity)
+  if os.path.exists(meta_path(earlier)):
+    return earlier
+  return current
+
+
+def _cache_path(
+  spec: str, description: dict[str, Any], identity: dict[str, Any]
+) -> str:
+  """Returns the path in the user's cache for rows of these files."""
+  digest = _digest({**description, "identity": identity})
+  name = f"{_short_name(spec)}-{digest[:16]}"
+  return os.fspath(cache_directory("prepared", name))
 
 
 def _short_name(spec: str) -> str:
@@ -213,74 +238,52 @@ def _digest(value: Any) -> str:
   return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _open(
+def open_source(
   spec: str, splits: Sequence[str], config: DataConfig
 ) -> dict[str, Source]:
-  """Returns a source, opened for each split."""
+  """Returns a source, opened for each split.
+
+  Raises:
+    UserError: if the source does not exist, or is invalid.
+  """
   return {split: sources.documents(spec, split, config) for split in splits}
 
 
-def _identity(opened: Mapping[str, Source]) -> dict[str, Any]:
-  """Returns the identity of the files of an opened source, by split."""
-  return {split: source.identity for split, source in opened.items()}
+def _identity(source_by_split: Mapping[str, Source]) -> dict[str, Any]:
+  """Returns the identity of the files of a source, by split."""
+  return {split: source.identity for split, source in source_by_split.items()}
 
 
-def _earlier_identity(opened: Mapping[str, Source]) -> dict[str, Any]:
-  """Returns the identity that earlier versions stored for the same files."""
-  return {split: source.earlier_identity for split, source in opened.items()}
+def _earlier_identity(source_by_split: Mapping[str, Source]) -> dict[str, Any]:
+  """Returns the identity that earlier versions stored, by split."""
+  identities = {}
+  for split, source in source_by_split.items():
+    identities[split] = source.earlier_identity
+  return identities
 
 
-def _fingerprints(
-  opened: Mapping[str, Source],
+def file_fingerprints(
+  source_by_split: Mapping[str, Source],
 ) -> dict[str, dict[str, str]]:
-  """Returns the fingerprint of the files of an opened source, by split."""
-  return {split: source.fingerprint() for split, source in opened.items()}
+  """Returns the fingerprint of the files of a source, by split."""
+  return {
+    split: source.fingerprint() for split, source in source_by_split.items()
+  }
 
 
-def report_other_files(target: Target, config: DataConfig) -> None:
-  """Prints a warning if a target's files have changed since it was prepared.
-
-  This is not an error: a run that was started with the old text continues with
-  its rows. Compares names, sizes and samples of the text. Does not compare
-  times, since rows may be used with copies of the files, or without them. Does
-  nothing for sources on the Hub, where the revision selects the files, and for
-  rows of earlier versions, which have no fingerprints of files.
-
-  Args:
-    target: A target whose rows are prepared.
-    config: The data fields.
-  """
-  meta = _read_meta(target)
-  if meta is None or "files" not in meta or "hf://" in target.spec:
-    return
-  try:
-    current = _fingerprints(_open(target.spec, target.splits, config))
-  except UserError:
-    # The files are not on this machine.
-    return
-  for split in target.splits:
-    for aspect in ("names and sizes", "text"):
-      if meta["files"][split][aspect] != current[split][aspect]:
-        say(
-          f"warning: the rows in {target.directory} are used, which were"
-          f" prepared before the {aspect} of the files of {target.spec!r}"
-          " changed; for the new text delete that directory, or set"
-          " config.data.prepared_dir to another one"
-        )
-        return
-
-
-def _meta_path(directory: str) -> str:
+def meta_path(directory: str) -> str:
+  """Returns the path of the meta.json in a directory of rows."""
   return os.path.join(directory, "meta.json")
 
 
-def _read_meta(target: Target) -> dict[str, Any] | None:
+def read_meta(target: Target) -> dict[str, Any] | None:
   """Returns the meta.json of a target. None if the file does not exist.
 
   Raises:
-    UserError: if it cannot be read, or the directory holds other rows.
+    UserError: if the file cannot be read, or the directory holds rows with
+      another description.
   """
-  path = _meta_path(target.directory)
+  path = meta_path(target.directory)
   try:
     with open(path, encoding="utf-8") as file:
       meta = json.load(file)
@@ -292,26 +295,12 @@ def _read_meta(target: Target) -> dict[str, Any] | None:
       f"{path}: cannot be read ({error}); delete {target.directory} and prepare"
       " again"
     ) from error
-
-  differences = []
-  for key, field in _CONFIG_FIELDS.items():
-    stored = meta["description"].get(key)
-    requested = target.description.get(key)
-    if stored != requested:
-      differences.append(
-        f"config.{field} (there {stored!r}, asked for {requested!r})"
-      )
-  if differences:
-    raise UserError(
-      f"config.data.prepared_dir: {target.directory} holds other rows:"
-      f" {'; '.join(differences)}; set config.data.prepared_dir to another"
-      " directory, or the fields to what is there"
-    )
+  _check_description(target, meta["description"])
   return meta
 
 
 def _check_meta(meta: Any, splits: Sequence[str]) -> None:
-  """Checks that a meta.json has its fields.
+  """Checks that the content of a meta.json has the fields that are read.
 
   Raises:
     ValueError, KeyError, TypeError: if it does not.
@@ -329,13 +318,33 @@ def _check_meta(meta: Any, splits: Sequence[str]) -> None:
       raise ValueError(f"its counts of {split} rows do not agree")
 
 
+def _check_description(
+  target: Target, stored_description: dict[str, Any]
+) -> None:
+  """Raises UserError if the rows in a target's directory are different ones."""
+  differences = []
+  for key, field in CONFIG_FIELDS.items():
+    stored = stored_description.get(key)
+    requested = target.description.get(key)
+    if stored != requested:
+      differences.append(
+        f"config.{field} (there {stored!r}, asked for {requested!r})"
+      )
+  if differences:
+    raise UserError(
+      f"config.data.prepared_dir: {target.directory} holds other rows:"
+      f" {'; '.join(differences)}; set config.data.prepared_dir to another"
+      " directory, or the fields to what is there"
+    )
+
+
 def is_prepared(target: Target) -> bool:
   """Returns whether all rows of a target are written.
 
   Raises:
-    UserError: if its directory holds other rows.
+    UserError: if its directory holds rows with another description.
   """
-  meta = _read_meta(target)
+  meta = read_meta(target)
   return meta is not None and meta["complete"]
 
 
@@ -352,7 +361,7 @@ def prepare(config: DataConfig, workers: int = 0) -> list[Target]:
 
   Raises:
     UserError: if a source, a document or the tokenizer is invalid, or if a
-      directory holds other rows.
+      directory holds rows with another description or of other files.
   """
   all_targets = targets(config)
   incomplete: list[tuple[Target, Work]] = []
@@ -370,7 +379,7 @@ def prepare(config: DataConfig, workers: int = 0) -> list[Target]:
 
 @contextlib.contextmanager
 def _explain_errors(target: Target) -> Iterator[None]:
-  """Converts errors of the machine to a UserError that names the target."""
+  """Converts errors of the disk or memory to a UserError for this target."""
   try:
     with address_space.explained(
       f"preparing {target.spec}",
@@ -385,11 +394,21 @@ def _explain_errors(target: Target) -> Iterator[None]:
 
 
 def _open_work(target: Target, config: DataConfig) -> Work | None:
-  """Returns the shards of a target. None if all of them are written."""
-  meta = _read_meta(target)
-  opened = _open(target.spec, target.splits, config)
+  """Opens the source of a target, and divides it into shards.
+
+  Returns:
+    The shards, of which some may be written. None if the target is prepared.
+
+  Raises:
+    UserError: if the directory holds rows of other files.
+  """
+  meta = read_meta(target)
+  source_by_split = open_source(target.spec, target.splits, config)
   if meta is not None:
-    identities = [_identity(opened), _earlier_identity(opened)]
+    identities = [
+      _identity(source_by_split),
+      _earlier_identity(source_by_split),
+    ]
     if meta["identity"] not in identities:
       raise UserError(
         f"{target.directory}: was prepared when {target.spec!r} held other"
@@ -400,9 +419,9 @@ def _open_work(target: Target, config: DataConfig) -> Work | None:
       say(f"{target.spec}: already prepared: {target.directory}")
       return None
   shards = []
-  for split, source in opened.items():
+  for split, source in source_by_split.items():
     shards += _divide(target, split, len(source.parts))
-  return Work(target.spec, target.directory, opened, shards)
+  return Work(target.spec, target.directory, source_by_split, shards)
 
 
 def _divide(target: Target, split: str, num_parts: int) -> list[Shard]:
@@ -428,48 +447,65 @@ def _write(
 ) -> None:
   """Writes the missing rows of a target, and completes its meta.json."""
   os.makedirs(target.directory, exist_ok=True)
-  meta_path = _meta_path(target.directory)
-  meta = _read_meta(target)
-  if meta is None:
-    meta = {
-      "complete": False,
-      "description": target.description,
-      "identity": _identity(work.opened),
-      "files": _fingerprints(work.opened),
-      "tokenizer_spec": config.tokenizer,
-    }
-    write_json(meta_path, meta)
+  meta = _read_or_create_meta(target, work, config)
 
   start = time.monotonic()
   write_missing(work, config, workers)
-  meta["splits"] = _split_totals(target, work.shards)
-  train = meta["splits"].get("train")
-  if train is not None and train["rows"] == 0:
+  splits = _split_records(target, work.shards)
+  if "train" in splits and splits["train"]["rows"] == 0:
     raise _no_documents(target, config)
+  meta["splits"] = splits
   meta["complete"] = True
-  write_json(meta_path, meta)
+  write_json(meta_path(target.directory), meta)
   remove_leftovers(target.directory)
 
-  num_tokens = 0
-  for split, totals in meta["splits"].items():
-    _report(f"{target.spec}, {split}", totals, config.length)
-    num_tokens += totals["tokens"]
+  for split, totals in splits.items():
+    _print_totals(f"{target.spec}, {split}", totals, config.length)
   seconds = time.monotonic() - start
+  num_tokens = sum(totals["tokens"] for totals in splits.values())
   speed = num_tokens / seconds / 1e6
   say(f"{target.spec}: prepared in {seconds:.1f} s ({speed:.2f} M tokens/s)")
 
 
-def _split_totals(
+def _read_or_create_meta(
+  target: Target, work: Work, config: DataConfig
+) -> dict[str, Any]:
+  """Returns the meta.json of a target. Writes an incomplete one if missing.
+
+  A preparation that is continued later is compared with it.
+  """
+  meta = read_meta(target)
+  if meta is not None:
+    return meta
+  meta = {
+    "complete": False,
+    "description": target.description,
+    "identity": _identity(work.source_by_split),
+    "files": file_fingerprints(work.source_by_split),
+    "tokenizer_spec": config.tokenizer,
+  }
+  write_json(meta_path(target.directory), meta)
+  return meta
+
+
+def _split_records(
   target: Target, shards: Sequence[Shard]
 ) -> dict[str, dict[str, Any]]:
-  """Returns the totals of the written shards, and a fingerprint, by split."""
-  totals_by_split = {}
+  """Returns the field "splits" of meta.json for shards that are written.
+
+  For each split, these are the sums of the shards' totals, the number of rows
+  of each shard, and a fingerprint of all rows.
+  """
+  records = {}
   for split in target.splits:
     totals = add_totals([shard for shard in shards if shard.split == split])
-    shard_digests = totals.pop("digests")
-    totals["fingerprint"] = _digest([target.description, split, shard_digests])
-    totals_by_split[split] = totals
-  return totals_by_split
+    fingerprint = _digest([target.description, split, totals.shard_digests])
+    records[split] = {
+      **totals.sums,
+      "shard_rows": totals.shard_rows,
+      "fingerprint": fingerprint,
+    }
+  return records
 
 
 def _no_documents(target: Target, config: DataConfig) -> UserError:
@@ -490,10 +526,17 @@ def _no_documents(target: Target, config: DataConfig) -> UserError:
   )
 
 
-def _report(name: str, totals: dict[str, Any], length: int) -> None:
-  """Prints what a split holds, and what was left out."""
+def _print_totals(name: str, totals: dict[str, Any], length: int) -> None:
+  """Prints what a split holds, and what was replaced or left out.
+
+  Args:
+    name: The source and the split.
+    totals: The record of the split in meta.json.
+    length: config.data.length.
+  """
   num_rows = totals["rows"]
-  fill = totals["tokens"] / max(1, num_rows * (length + 1))
+  max_tokens = num_rows * (length + 1)
+  fill = totals["tokens"] / max(1, max_tokens)
   say(
     f"{name}: {totals['documents']:,} documents ({totals['bytes']:,} bytes),"
     f" {totals['tokens']:,} tokens, {num_rows:,} rows of {length}"
@@ -504,6 +547,7 @@ def _report(name: str, totals: dict[str, Any], length: int) -> None:
       f"{name}: {totals['replaced']:,} documents were not UTF-8; what could not"
       " be read became U+FFFD"
     )
+  # The next two counts exist only for sources with prompts.
   if totals.get("skipped"):
     say(
       f"{name}: {totals['skipped']:,} documents are left out: their prompts"
@@ -517,6 +561,13 @@ def _report(name: str, totals: dict[str, Any], length: int) -> None:
     )
 
 
+class _RowFile(NamedTuple):
+  """A file that has rows, and their number."""
+
+  path: str
+  num_rows: int
+
+
 class PreparedRows:
   """The rows of one split of a target: a random-access source for Grain.
 
@@ -524,8 +575,7 @@ class PreparedRows:
     spec: The source.
     directory: The directory of the rows.
     fingerprint: sha256 (hex) of the rows.
-    origin: Where the rows come from, which a checkpoint stores as JSON: the
-      directory, the fingerprint and the target's description.
+    origin: Where the rows come from, for checkpoints.
   """
 
   def __init__(self, target: Target, split: str):
@@ -534,7 +584,7 @@ class PreparedRows:
     Raises:
       UserError: if they are not all prepared.
     """
-    meta = _read_meta(target)
+    meta = read_meta(target)
     if meta is None or not meta["complete"]:
       raise UserError(
         f"{target.directory}: rows of {target.spec!r} are not prepared (or not"
@@ -544,46 +594,33 @@ class PreparedRows:
     self.spec = target.spec
     self.directory = target.directory
     self.fingerprint = totals["fingerprint"]
-    self.origin = {
-      "directory": self.directory,
-      "fingerprint": self.fingerprint,
-      "description": target.description,
-    }
-
-    # The files that have rows, and the index after the last row of each.
-    self._paths: list[str] = []
-    self._ends: list[int] = []
-    # A path with the range of its rows, so that Grain need not open the file to
-    # count them.
-    paths_with_ranges = []
-    self._num_rows = 0
-    num_shards = len(totals["shard_rows"])
-    for index, num_rows in enumerate(totals["shard_rows"]):
-      if num_rows == 0:
-        continue
-      path = shard_path(target.directory, split, index, num_shards)
-      self._num_rows += num_rows
-      self._paths.append(path)
-      self._ends.append(self._num_rows)
-      paths_with_ranges.append(f"{path}[0:{num_rows}]")
-
+    self.origin = RowsOrigin(
+      directory=self.directory,
+      fingerprint=self.fingerprint,
+      description=target.description,
+    )
+    self._files = _row_files(target.directory, split, totals["shard_rows"])
+    # The index after the last row of each file.
+    num_rows = [file.num_rows for file in self._files]
+    self._ends = list(itertools.accumulate(num_rows))
     self._records: Any = None
-    if self._paths:
+    if self._files:
       with address_space.explained(
         f"opening {self.directory}", "fewer other programs leave more"
       ):
-        address_space.check_array_record(self._paths[0])
-        self._records = grain.sources.ArrayRecordDataSource(paths_with_ranges)
+        self._records = _open_records(self._files)
 
   def __len__(self) -> int:
-    return self._num_rows
+    if not self._ends:
+      return 0
+    return self._ends[-1]
 
   def __getitem__(self, index: int) -> Row:
     try:
       return decode_row(self._records[index])
     except Exception as error:
       # ArrayRecord raises many kinds of exceptions.
-      raise self._unreadable(index, error) from error
+      raise self._read_error(index, error) from error
 
   def __getitems__(self, indices: Sequence[int]) -> list[Row]:
     """Returns several rows. Neighboring rows are read four times as fast."""
@@ -594,141 +631,41 @@ class PreparedRows:
       # Reads one by one, so that the error names the row.
       return [self[index] for index in indices]
 
-  def _unreadable(self, index: int, error: Exception) -> UserError:
+  def _read_error(self, index: int, cause: Exception) -> UserError:
     """Returns the error for a row that cannot be read."""
-    shard = bisect.bisect_right(self._ends, index)
-    first = self._ends[shard - 1] if shard > 0 else 0
+    file_index = bisect.bisect_right(self._ends, index)
+    file = self._files[file_index]
+    first_row = self._ends[file_index] - file.num_rows
     return UserError(
-      f"{self._paths[shard]}: row {index - first} cannot be read"
-      f" ({reason(error)}); delete this file and its directory's meta.json, and"
+      f"{file.path}: row {index - first_row} cannot be read"
+      f" ({reason(cause)}); delete this file and its directory's meta.json, and"
       f" run {COMMAND}"
     )
 
 
-def explain_other_rows(
-  saved: Sequence[dict[str, Any]],
-  current: Sequence[dict[str, Any]],
-  config: DataConfig,
-) -> str:
-  """Returns why a checkpoint has other training rows, and what to do.
+def _row_files(
+  directory: str, split: str, shard_rows: Sequence[int]
+) -> list[_RowFile]:
+  """Returns the shards of a split that have rows.
 
   Args:
-    saved: `PreparedRows.origin` of each source of the checkpoint.
-    current: The same for the run. The number of sources may differ.
-    config: The run's data fields.
+    directory: The directory of the rows.
+    split: "train" or "validation".
+    shard_rows: The number of rows of each shard of the split.
   """
-  changed_fields = _changed_fields(saved, current)
-  if changed_fields:
-    return (
-      f"{'; '.join(changed_fields)}; set the fields back, or use another"
-      " --workdir"
-    )
-  if len(saved) != len(current):
-    return (
-      "config.data.source has changed; set the fields back, or use another"
-      " --workdir"
-    )
-  changed = []
-  new_directories = []
-  for saved_origin, origin in zip(saved, current, strict=True):
-    if saved_origin["fingerprint"] != origin["fingerprint"]:
-      changed.append(saved_origin)
-      new_directories.append(origin["directory"])
-  if not changed:
-    return (
-      "the weights in config.data.source have changed; set them back, or use"
-      " another --workdir"
-    )
-  specs = [repr(origin["description"]["source"]) for origin in changed]
-  return (
-    f"no field has changed, but the text of {' and '.join(specs)} has, and its"
-    f" rows were prepared anew in {new_directories[0]};"
-    f" {_remedy_for_other_text(saved, changed, config)}"
-  )
+  files = []
+  for index, num_rows in enumerate(shard_rows):
+    if num_rows > 0:
+      path = shard_path(directory, split, index, len(shard_rows))
+      files.append(_RowFile(path, num_rows))
+  return files
 
 
-def _changed_fields(
-  saved: Sequence[dict[str, Any]], current: Sequence[dict[str, Any]]
-) -> list[str]:
-  """Returns the config fields in which descriptions differ, for messages."""
-  changes = set()
-  for saved_origin, origin in zip(saved, current, strict=False):
-    for key, field in _CONFIG_FIELDS.items():
-      before = saved_origin["description"].get(key)
-      now = origin["description"].get(key)
-      if before != now:
-        changes.add(f"config.{field} was {before!r} and is {now!r}")
-  return sorted(changes)
-
-
-def _remedy_for_other_text(
-  saved: Sequence[dict[str, Any]],
-  changed: Sequence[dict[str, Any]],
-  config: DataConfig,
-) -> str:
-  """Returns what to do if the text of sources has changed since a checkpoint.
-
-  Args:
-    saved: The origins of all rows of the checkpoint.
-    changed: Those whose text has changed.
-    config: The run's data fields.
-  """
-  start_over = (
-    "start over with another --workdir to train on the new text"
-    " (--config.train.init_from keeps the parameters)"
-  )
-  missing = []
-  for origin in changed:
-    if not _has_rows(origin):
-      missing.append(origin["directory"])
-  if missing:
-    return (
-      f"the old rows are no longer in {' and '.join(missing)}: put the old text"
-      f" back and prepare it again, or {start_over}"
-    )
-  if len(targets(config)) == 1:
-    directory = saved[0]["directory"]
-    return (
-      f"the old rows lie in {directory}: go on with them by"
-      f" --config.data.prepared_dir={directory}, or {start_over}"
-    )
-  return (
-    "go on with the old rows by --config.data.prepared_dir=DIR, a new directory"
-    f" in which {_link_commands(saved, config)}; or {start_over}"
-  )
-
-
-def _link_commands(saved: Sequence[dict[str, Any]], config: DataConfig) -> str:
-  """Returns the commands that link a checkpoint's rows into a directory DIR.
-
-  With config.data.prepared_dir=DIR, a run of a mixture then uses these rows.
-  """
-  saved_directories = {}
-  for origin in saved:
-    spec = origin["description"]["source"]
-    saved_directories[spec] = origin["directory"]
-  linked_config = dataclasses.replace(config, prepared_dir="DIR")
-  commands = []
-  for target, link in zip(targets(config), targets(linked_config), strict=True):
-    directory = target.directory
-    if "train" in target.splits:
-      directory = saved_directories.get(target.spec, directory)
-    commands.append(f"ln -s {directory} {link.directory}")
-  return " && ".join(commands)
-
-
-def _has_rows(origin: dict[str, Any]) -> bool:
-  """Returns whether the rows of a checkpoint are still in their directory."""
-  path = _meta_path(origin["directory"])
-  try:
-    with open(path, encoding="utf-8") as file:
-      meta = json.load(file)
-    if not meta["complete"]:
-      return False
-    for totals in meta["splits"].values():
-      if totals["fingerprint"] == origin["fingerprint"]:
-        return True
-  except (OSError, ValueError, KeyError, TypeError):
-    # There are no valid rows.
-    pass
-  return False
+def _open_records(
+  files: Sequence[_RowFile],
+) -> grain.sources.ArrayRecordDataSource:
+  """Returns the records of all files as one sequence."""
+  address_space.check_array_record(files[0].path)
+  # Grain opens each file to count its records, if the path has no range.
+  paths = [f"{file.path}[0:{file.num_rows}]" for file in files]
+  return grain.sources.ArrayRecordDataSource(paths)

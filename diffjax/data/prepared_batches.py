@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import grain
 
 from diffjax.config import Config, DataConfig, UserError
-from diffjax.data import prepared
+from diffjax.data import changed_rows, prepared
 from diffjax.data.batches import ProcessShare, TrainingBatches, check_state
 from diffjax.data.fingerprint import digest
 from diffjax.data.reader import read_sequentially
@@ -126,7 +126,7 @@ def open_rows(
     # The name of a cache directory contains a digest of the files. A directory
     # that the user chose may hold rows of files that have changed since.
     if config.prepared_dir:
-      prepared.report_other_files(target, config)
+      changed_rows.warn_of_changed_files(target, config)
     if len(rows) == 0:
       raise UserError(
         f"config.data.source: {target.spec!r} has no {split} rows"
@@ -285,7 +285,7 @@ class PreparedBatches(TrainingBatches):
         "config.data.source, tokenizer, length or packing, or the text itself,"
         " has changed; set it back, or use another --workdir"
       )
-    return prepared.explain_other_rows(
+    return changed_rows.explain_changed_rows(
       state["rows"], self._origins, self._config
     )
 

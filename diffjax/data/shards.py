@@ -1,7 +1,8 @@
 """Shards of prepared rows, written by this process or by workers.
 
-A shard is a range of a source's parts. Its rows depend only on those parts and
-the config, so any process can write it. A file gets its name when it is
+A source is a list of parts, such as ranges of bytes of its files. A shard is a
+file with the rows of consecutive parts. The rows depend only on those parts and
+the config, so any process can write a shard. A file gets its name when it is
 complete, so an interrupted preparation can be continued.
 """
 
@@ -19,7 +20,7 @@ import socket
 import sys
 import threading
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableSequence, Sequence
 from typing import Any, NamedTuple
 
 import grain
@@ -27,6 +28,7 @@ import grain
 from diffjax.config import DataConfig, UserError
 from diffjax.data import packing
 from diffjax.data.document import Document, Part, Source, reason
+from diffjax.data.reader import read_sequentially
 from diffjax.data.row import encode_row
 from diffjax.data.tokenizer import load_once
 from diffjax.host import address_space
@@ -48,16 +50,16 @@ _UPDATE_SECONDS = 0.5
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-  """A range of a source's parts, and the file of its rows.
+  """A file of prepared rows, and the range of the source's parts in it.
 
   Attributes:
     directory: The directory of the source's rows.
-    spec: The source.
+    spec: The source, as in config.data.source.
     split: "train" or "validation".
     index: The index of the shard in its split, from 0.
     num_shards: Number of shards of the split.
-    start: The first part.
-    stop: The part after the last one.
+    start: The index of the first part.
+    stop: The index after the last part.
   """
 
   directory: str
@@ -83,11 +85,11 @@ class Shard:
     return os.path.exists(self.path) and os.path.exists(self.totals_path)
 
   def totals(self) -> dict[str, Any]:
-    """Returns the totals of a complete shard.
+    """Returns the totals of a complete shard, from their file.
 
     Returns:
-      The numbers of documents, bytes, tokens and rows, and the sha256 of the
-      rows.
+      The numbers of documents, bytes, tokens and rows, by name, and the sha256
+      of the rows.
 
     Raises:
       UserError: if they cannot be read.
@@ -108,21 +110,34 @@ def shard_path(directory: str, split: str, index: int, num_shards: int) -> str:
   return os.path.join(directory, name)
 
 
-def add_totals(shards: Sequence[Shard]) -> dict[str, Any]:
-  """Returns the sums of the totals of complete shards.
+class SplitTotals(NamedTuple):
+  """The totals of all shards of a split.
 
-  Returns:
-    The sums, by name. Also "shard_rows" and "digests", the number of rows and
-    the sha256 of each shard.
+  Attributes:
+    sums: The sums of the shards' counts, by name: "documents", "bytes", "rows"
+      and so on.
+    shard_rows: The number of rows of each shard.
+    shard_digests: The sha256 (hex) of the rows of each shard.
   """
-  shard_totals = [shard.totals() for shard in shards]
-  sums: dict[str, Any] = {}
-  for name in shard_totals[0]:
-    if name != "sha256":
-      sums[name] = sum(totals[name] for totals in shard_totals)
-  sums["shard_rows"] = [totals["rows"] for totals in shard_totals]
-  sums["digests"] = [totals["sha256"] for totals in shard_totals]
-  return sums
+
+  sums: dict[str, int]
+  shard_rows: list[int]
+  shard_digests: list[str]
+
+
+def add_totals(shards: Sequence[Shard]) -> SplitTotals:
+  """Returns the totals of the complete shards of a split."""
+  sums: dict[str, int] = {}
+  shard_rows = []
+  shard_digests = []
+  for shard in shards:
+    totals = shard.totals()
+    shard_rows.append(totals["rows"])
+    shard_digests.append(totals["sha256"])
+    for name, value in totals.items():
+      if name != "sha256":
+        sums[name] = sums.get(name, 0) + value
+  return SplitTotals(sums, shard_rows, shard_digests)
 
 
 def worker_count(requested: int, num_shards: int) -> int:
@@ -142,18 +157,18 @@ def worker_count(requested: int, num_shards: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-  """The shards of the rows of one source.
+  """The preparation of one source: what is read, and which shards are written.
 
   Attributes:
-    spec: The source.
+    spec: The source, as in config.data.source.
     directory: The directory of the rows.
-    opened: The opened source, by split.
-    shards: All shards of all splits.
+    source_by_split: The source, opened for each split.
+    shards: All shards of all splits, complete or not.
   """
 
   spec: str
   directory: str
-  opened: Mapping[str, Source]
+  source_by_split: Mapping[str, Source]
   shards: Sequence[Shard]
 
   @property
@@ -184,28 +199,29 @@ def write_missing(work: Work, config: DataConfig, workers: int) -> None:
   )
   with Progress(f"preparing {work.spec}", num_parts) as progress:
     if num_workers > 1:
-      _write_in_processes(missing, work.opened, config, num_workers, progress)
-      return
-    counter = _Counter([0.0, 0.0], threading.Lock(), progress)
-    for shard in missing:
-      _write_shard(shard, work.opened[shard.split], config, counter)
+      _write_in_processes(missing, work, config, num_workers, progress)
+    else:
+      counter = _Counter([0.0, 0.0], threading.Lock(), progress)
+      for shard in missing:
+        source = work.source_by_split[shard.split]
+        _write_shard(shard, source, config, counter)
 
 
+@dataclasses.dataclass(frozen=True)
 class _Counter:
-  """Counts the parts that are read and the tokens, over all workers."""
+  """Counts the parts and tokens that are done, over all worker processes.
 
-  def __init__(self, counts: Any, lock: Any, progress: Progress | None = None):
-    """Initializes the counter.
+  Attributes:
+    counts: The number of parts and the number of tokens. A list, or an array in
+      shared memory.
+    lock: Protects `counts`.
+    progress: Displays the counts after each change. None in worker processes,
+      because only their parent displays them.
+  """
 
-    Args:
-      counts: The number of parts and the number of tokens, a list or an array
-        that processes share.
-      lock: The lock of the counts.
-      progress: Where this process displays the counts, if it does.
-    """
-    self._counts = counts
-    self._lock = lock
-    self._progress = progress
+  counts: MutableSequence[float]
+  lock: contextlib.AbstractContextManager[Any]
+  progress: Progress | None = None
 
   def add_parts(self, num_parts: float) -> None:
     self._add(num_parts, 0)
@@ -214,20 +230,21 @@ class _Counter:
     self._add(0.0, num_tokens)
 
   def _add(self, num_parts: float, num_tokens: int) -> None:
-    with self._lock:
-      self._counts[0] += num_parts
-      self._counts[1] += num_tokens
-    if self._progress is not None:
-      self._progress.update(self._counts[0], self._counts[1])
+    with self.lock:
+      self.counts[0] += num_parts
+      self.counts[1] += num_tokens
+    if self.progress is not None:
+      self.progress.update(self.counts[0], self.counts[1])
 
 
 class _ShardReader:
   """Reads the documents of a shard, counts them and reports the progress.
 
   Attributes:
-    num_documents: Documents of the split.
+    num_documents: Number of documents that were read.
     num_bytes: Bytes of their texts and prompts as UTF-8.
-    num_replaced: Documents in which bytes that are not UTF-8 were replaced.
+    num_replaced: Number of documents in which bytes that are not UTF-8 were
+      replaced.
   """
 
   def __init__(self, source: Source, counter: _Counter):
@@ -236,12 +253,12 @@ class _ShardReader:
     self.num_replaced = 0
     self._source = source
     self._counter = counter
-    # The fraction of the current part that has been reported.
-    self._reported = 0.0
+    # The fraction of the current part that the counter has got.
+    self._fraction_reported = 0.0
 
   def read(self, part: Part) -> Iterator[Document]:
-    """Yields the documents of a part."""
-    self._reported = 0.0
+    """Yields the documents of a part, and counts them."""
+    self._fraction_reported = 0.0
     for document in self._source.read(part, self._report):
       self.num_documents += 1
       self.num_bytes += _utf8_size(document.text)
@@ -253,11 +270,14 @@ class _ShardReader:
     self._report(1.0)
 
   def _report(self, fraction: float) -> None:
-    """Reports that a fraction of the current part has been read."""
-    progress = fraction - self._reported
-    if fraction == 1 or progress > _REPORTED_FRACTION:
-      self._counter.add_parts(progress)
-      self._reported = fraction
+    """Reports to the counter that a fraction of the part has been read.
+
+    The counter has a lock, so small steps are left for the next report.
+    """
+    step = fraction - self._fraction_reported
+    if fraction == 1 or step > _REPORTED_FRACTION:
+      self._counter.add_parts(step)
+      self._fraction_reported = fraction
 
 
 def _utf8_size(text: str) -> int:
@@ -268,7 +288,7 @@ def _utf8_size(text: str) -> int:
 
 
 class _WrittenRows(NamedTuple):
-  """What a file of rows holds.
+  """The counts and the digest of the rows of a file.
 
   Attributes:
     num_tokens: Number of tokens.
@@ -285,16 +305,21 @@ def _write_shard(
   shard: Shard, source: Source, config: DataConfig, counter: _Counter
 ) -> None:
   """Writes the rows and the totals of a shard."""
-  parts = grain.MapDataset.source(source.parts[shard.start : shard.stop])
+  # The dataset reads a document when its row is packed.
+  parts = source.parts[shard.start : shard.stop]
+  part_dataset = read_sequentially(grain.MapDataset.source(parts))
   reader = _ShardReader(source, counter)
   documents = packing.Documents(
-    parts.to_iter_dataset(grain.ReadOptions(num_threads=0)),
-    reader.read,
-    len(source.parts),
-    shard.spec,
+    part_dataset,
+    read=reader.read,
+    max_empty_parts=len(source.parts),
+    spec=shard.spec,
   )
   counts = packing.ExampleCounts(config.length)
   rows = packing.make_rows(documents, config, counts)
+
+  # A shard is complete if both files exist. The file of the rows gets its name
+  # at the end of the context, after the totals are written.
   with replaced_at_the_end(shard.path, temporary_suffix()) as temporary:
     written = _write_rows(os.fspath(temporary), rows, config, counter)
     totals: dict[str, Any] = {
@@ -317,7 +342,7 @@ def _write_rows(
   config: DataConfig,
   counter: _Counter,
 ) -> _WrittenRows:
-  """Writes rows to an ArrayRecord file."""
+  """Writes rows to an ArrayRecord file, and reports their tokens."""
   from array_record.python import array_record_module
 
   vocab_size = load_once(config.tokenizer).vocab_size
@@ -347,7 +372,7 @@ class _WorkerState(NamedTuple):
   """What a worker process needs for all shards."""
 
   counter: _Counter
-  opened: Mapping[str, Source]
+  source_by_split: Mapping[str, Source]
 
 
 # Set in worker processes only.
@@ -356,12 +381,12 @@ _worker_state: _WorkerState | None = None
 
 def _write_in_processes(
   shards: Sequence[Shard],
-  opened: Mapping[str, Source],
+  work: Work,
   config: DataConfig,
   num_workers: int,
   progress: Progress,
 ) -> None:
-  """Writes shards in worker processes.
+  """Writes some shards of a preparation in worker processes.
 
   Raises:
     UserError: if a document cannot be read, or a worker died.
@@ -370,12 +395,16 @@ def _write_in_processes(
   context = multiprocessing.get_context("spawn")
   # The first calls of `submit` start all processes.
   with _no_main_module(), starting_workers():
+    # The numbers of parts and of tokens, in shared memory.
     counts = context.Array("d", 2, lock=False)
     lock = context.Lock()
     # The sources are sent to the workers. If each worker opened them, it would
     # list the files and read the footers of all Parquet files.
     pool = concurrent.futures.ProcessPoolExecutor(
-      num_workers, context, _start_worker, (counts, lock, opened)
+      num_workers,
+      context,
+      initializer=_start_worker,
+      initargs=(counts, lock, work.source_by_split),
     )
     pending = set()
     for shard in shards:
@@ -392,23 +421,28 @@ def _write_in_processes(
         future.result()
       progress.update(counts[0], counts[1])
   except concurrent.futures.process.BrokenProcessPool as error:
-    cause = "out of memory?"
-    limit = address_space.limit()
-    if limit:
-      cause += f"; {limit}"
-    raise UserError(
-      f"a worker died while preparing ({cause}); to continue, run the same"
-      " command again with fewer --workers"
-    ) from error
+    raise _worker_died() from error
   finally:
     pool.shutdown(wait=True, cancel_futures=True)
 
 
+def _worker_died() -> UserError:
+  """Returns the error for a worker process that ended unexpectedly."""
+  cause = "out of memory?"
+  limit = address_space.limit()
+  if limit:
+    cause += f"; {limit}"
+  return UserError(
+    f"a worker died while preparing ({cause}); to continue, run the same"
+    " command again with fewer --workers"
+  )
+
+
 @contextlib.contextmanager
 def _no_main_module() -> Iterator[None]:
-  """Hides the main module from processes that are started in the body.
+  """A context whose spawned processes do not import the main module.
 
-  A spawned process imports the main module, which would run a user's script
+  multiprocessing imports it in each process, which would run a user's script
   again. Workers do not need it.
   """
   main = sys.modules["__main__"]
@@ -419,25 +453,29 @@ def _no_main_module() -> Iterator[None]:
     sys.modules["__main__"] = main
 
 
-def _start_worker(counts: Any, lock: Any, opened: Mapping[str, Source]) -> None:
-  """Initializes a worker process."""
+def _start_worker(
+  counts: MutableSequence[float],
+  lock: contextlib.AbstractContextManager[Any],
+  source_by_split: Mapping[str, Source],
+) -> None:
+  """Initializes a worker process. Its shards share the arguments."""
   global _worker_state
-  _worker_state = _WorkerState(_Counter(counts, lock), opened)
+  _worker_state = _WorkerState(_Counter(counts, lock), source_by_split)
   end_with_parent()
 
 
 def _write_shard_in_worker(shard: Shard, config: DataConfig) -> None:
   """Writes a shard in a worker process."""
   assert _worker_state is not None, "_start_worker comes first"
-  source = _worker_state.opened[shard.split]
+  source = _worker_state.source_by_split[shard.split]
   _write_shard(shard, source, config, _worker_state.counter)
 
 
 def temporary_suffix() -> str:
-  """Returns what is added to the name of a file until it is complete.
+  """Returns the suffix of a file's name until the file is complete.
 
-  It contains the process and the host, because several may prepare the same
-  rows at the same time.
+  It is ".PID.HOST.tmp", because several processes and hosts may prepare the
+  same rows at the same time.
   """
   return f".{os.getpid()}.{_host()}.tmp"
 
@@ -452,6 +490,7 @@ def remove_leftovers(directory: str) -> None:
   pattern = f"*.{glob.escape(_host())}.tmp"
   for path in glob.glob(os.path.join(glob.escape(directory), pattern)):
     try:
+      # The path ends with ".PID.HOST.tmp", and the host has no dots.
       pid = int(path.split(".")[-3])
       # Signal 0 only checks whether the process exists.
       os.kill(pid, 0)
