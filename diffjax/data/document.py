@@ -19,7 +19,8 @@ WITHOUT_NETWORK = (
   "network"
 )
 
-# The result of `lookup` if a record has no such field. None is a value.
+# The result of `lookup` if a record has no such field. None would be the value
+# null.
 MISSING: Any = object()
 
 # An index of a list in the path of a field.
@@ -72,7 +73,8 @@ class Source(abc.ABC):
       config: The data fields.
     """
     self.spec = spec
-    # Where a record holds its texts: paths (see `lookup`), by config field.
+    # The paths of the text and the prompt in a record (see `lookup`), by the
+    # name of the config field that sets them.
     self._field_paths = {"text_field": config.text_field}
     if config.prompt_field:
       self._field_paths["prompt_field"] = config.prompt_field
@@ -121,8 +123,8 @@ class Source(abc.ABC):
 
     Args:
       part: One of `parts`.
-      report: Called for each document of the part, also for documents of the
-        other split, with the fraction of the part that has been read.
+      report: Called with the fraction of the part that has been read, for each
+        document of the part. These include documents of the other split.
 
     Raises:
       UserError: if a document cannot be read. The message has its file and its
@@ -155,40 +157,47 @@ class Source(abc.ABC):
 
   @abc.abstractmethod
   def data_identity(self) -> dict[str, int | str]:
-    """Returns values that all processes must share, by name for messages.
+    """Returns values that must be equal in all processes of a run.
 
-    Reads samples of the documents' files.
+    They detect processes that read different files. Their names are for
+    messages. Reads samples of the documents' files.
     """
 
   @abc.abstractmethod
   def _read(self, part: Part) -> Iterator[tuple[float, Document]]:
-    """Yields all documents of a part, of both splits, and empty ones.
+    """Yields all documents of a part, with those that `read` leaves out.
 
     Yields:
-      The fraction of the part that has been read, and the document.
+      (fraction, document): the fraction of the part that has been read, and the
+      document.
     """
 
   def _make_document(self, values: list[Any]) -> Document:
     """Returns the document of a record.
 
     Args:
-      values: The values of the record at `self._field_paths`, in order.
+      values: The text of the record and, if config.data.prompt_field is set,
+        the prompt. They are the values of `self._field_paths`.
     """
-    answer = decode(values[0])
+    text = decode(values[0])
     if len(values) == 1:
-      return Document(answer.text, answer.replaced)
+      return Document(text.text, text.replaced)
     prompt = decode(values[1])
     return Document(
-      text=answer.text,
-      replaced=answer.replaced or prompt.replaced,
+      text=text.text,
+      replaced=text.replaced or prompt.replaced,
       prompt=self._prompt_template.replace("{prompt}", prompt.text),
     )
 
-  def _is_in_split(self, text: str) -> bool:
-    """Returns whether a document with this text or prompt is in the split."""
+  def _is_in_split(self, split_key: str) -> bool:
+    """Returns whether a document belongs to this source's split.
+
+    Args:
+      split_key: The prompt of the document or, if it has none, its text.
+    """
     if self._validation_fraction is None:
       return True
-    digest = hashlib.sha256(text.encode("utf-8")).digest()
+    digest = hashlib.sha256(split_key.encode("utf-8")).digest()
     is_held_out = is_validation(digest, self._validation_fraction)
     return is_held_out == (self._split == "validation")
 
@@ -218,11 +227,11 @@ class DecodedText(NamedTuple):
 
 
 def decode(raw: bytes | str | None) -> DecodedText:
-  """Returns text that can be encoded as UTF-8.
+  """Returns text that can be encoded as UTF-8. Replaces the rest by U+FFFD.
 
   Args:
     raw: Bytes, or the value of a JSON string, which may contain half a
-      surrogate pair. What is not UTF-8 is replaced. None is an empty text.
+      surrogate pair. None for an empty text.
   """
   if raw is None:
     return DecodedText("", replaced=False)
@@ -244,11 +253,13 @@ def reason(error: BaseException) -> str:
 def lookup(record: Any, path: str) -> Any:
   """Returns the value of a field of a record.
 
+  Example:
+    lookup(record, "turns.-1.value") is record["turns"][-1]["value"].
+
   Args:
     record: Nested dicts and lists.
-    path: The name of the field, or names and list indices, joined by dots. For
-      example, "turns.-1.value" is record["turns"][-1]["value"]. A field whose
-      name is the whole path comes first.
+    path: The names of fields and the indices of lists, joined by dots. If the
+      record has a field whose name is the whole path, this field is returned.
 
   Returns:
     The value. MISSING if there is no such field.
@@ -267,7 +278,7 @@ def lookup(record: Any, path: str) -> Any:
 
 
 def _list_item(items: list[Any], index_text: str) -> Any:
-  """Returns items[int(index_text)]. MISSING if there is no such item."""
+  """Returns items[int(index_text)]. MISSING if this is not a valid index."""
   if not _LIST_INDEX.fullmatch(index_text):
     return MISSING
   index = int(index_text)
@@ -277,12 +288,14 @@ def _list_item(items: list[Any], index_text: str) -> Any:
 
 
 def is_text(field: str, value: Any) -> bool:
-  """Returns whether a field of a record can be read as text.
+  """Returns whether a value can be the text or the prompt of a document.
+
+  The text may also be null, and then the document is skipped. The prompt may
+  not.
 
   Args:
     field: "text_field" or "prompt_field".
-    value: The value in the record. The text may be null, and then the document
-      is skipped. The prompt may not.
+    value: The value in the record, or MISSING.
   """
   if value is None:
     return field == "text_field"

@@ -26,7 +26,9 @@ _Item = TypeVar("_Item")
 
 
 class FileSource(Source):
-  """Files that match a glob, sorted by name.
+  """The documents of files that match a glob, sorted by name.
+
+  Subclasses read one format of files.
 
   Attributes:
     matched_sizes: Bytes of all files that match, also of those that are not
@@ -34,7 +36,7 @@ class FileSource(Source):
   """
 
   def __init__(self, spec: str, pattern: str, split: str, config: DataConfig):
-    """Lists the files.
+    """Lists the files, and selects those that are read.
 
     Args:
       spec: The source.
@@ -67,25 +69,28 @@ class FileSource(Source):
     self.num_files = len(listed)
     self.size = sum(self._size_by_path.values())
 
-    # The training split of an hf:// source reads all its files. If validation
-    # did too, they would be downloaded twice.
+    # The fraction of the parts that this split reads.
     self._fraction_read = 1.0
     is_held_out = split == "validation" and not self._is_validation_source
     if is_held_out and files.is_on_hub(pattern):
+      # The training split of an hf:// source reads all its files. If validation
+      # did too, they would be downloaded twice.
       bytes_to_read = min(self.size, _MAX_HUB_VALIDATION_BYTES)
       self._fraction_read = bytes_to_read / self.size
       self.size = bytes_to_read
 
   @functools.cached_property
   def parts(self) -> list[Part]:
+    """The parts that are read, evenly spaced if they are not all parts."""
     all_parts = list(self.iter_parts())
     num_parts = math.ceil(len(all_parts) * self._fraction_read)
     return spread(all_parts, num_parts)
 
   @functools.cached_property
   def identity(self) -> dict[str, Any]:
-    # The Hub has a hash of each file, so no samples are needed.
+    """Digests of the files' names, sizes and times, and of samples of text."""
     if all(file.content_id for file in self._listed):
+      # The Hub has a hash of each file, so no samples are needed.
       return self.earlier_identity
     versions = []
     for file in self._listed:
@@ -99,6 +104,7 @@ class FileSource(Source):
 
   @functools.cached_property
   def earlier_identity(self) -> dict[str, Any]:
+    """The identity of earlier versions: times in seconds, and no samples."""
     versions = []
     for file in self._listed:
       version = file.content_id or file.time
@@ -109,6 +115,10 @@ class FileSource(Source):
     return fingerprint(self._listed)
 
   def data_identity(self) -> dict[str, int | str]:
+    """Returns values that all processes must share, by name for messages.
+
+    They are the number and the sizes of the files, and a digest of samples.
+    """
     data_identity: dict[str, int | str] = {
       f"the number of files of {self.spec!r}": len(self._listed)
     }
@@ -119,14 +129,10 @@ class FileSource(Source):
 
 
 def spread(items: Sequence[_Item], count: int) -> list[_Item]:
-  """Returns some items of a sequence, evenly spaced, or all.
+  """Returns `count` items of a sequence, evenly spaced, or all if it has fewer.
 
   The files of a web corpus are often in the order of their crawls. The first
   ones alone would be text of a few months.
-
-  Args:
-    items: The sequence.
-    count: Number of items to return.
   """
   count = min(count, len(items))
   return [items[index * len(items) // count] for index in range(count)]
@@ -139,10 +145,12 @@ class TextSource(FileSource):
   """
 
   def iter_parts(self) -> Iterator[tuple[str, ...]]:
+    """Yields groups of consecutive files, each at most 1 MiB or one file."""
     paths: list[str] = []
     part_bytes = 0
     for path, size in self._size_by_path.items():
-      if paths and part_bytes + size > _TEXT_PART_BYTES:
+      is_full = part_bytes + size > _TEXT_PART_BYTES
+      if paths and is_full:
         yield tuple(paths)
         paths = []
         part_bytes = 0
@@ -154,6 +162,11 @@ class TextSource(FileSource):
     return sum(self._size_by_path[path] for path in part)
 
   def _read(self, part: tuple[str, ...]) -> Iterator[tuple[float, Document]]:
+    """Yields the document of each file, and the fraction of files read by then.
+
+    Raises:
+      UserError: if a file cannot be read.
+    """
     for index, path in enumerate(part):
       try:
         content = files.read_bytes(path)

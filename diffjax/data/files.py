@@ -37,7 +37,7 @@ class File(NamedTuple):
 
 
 def is_on_hub(path: str) -> bool:
-  """Returns whether a path is one of the Hugging Face Hub."""
+  """Returns whether a path is on the Hugging Face Hub."""
   return path.startswith(_HUB)
 
 
@@ -94,14 +94,18 @@ def match_paths(pattern: str) -> list[str]:
 
 
 def _match_in_bucket(pattern: str) -> list[str]:
-  """Returns the paths of files in a bucket that match a glob, sorted."""
+  """Returns the paths of files in a bucket that match a glob, sorted.
+
+  Only the directory before the first wildcard is searched.
+  """
   parts = pattern.split("/")
-  # The directories before the first wildcard, or all.
-  num_fixed = 0
-  while num_fixed < len(parts) - 1 and not glob.has_magic(parts[num_fixed]):
-    num_fixed += 1
-  root = epath.Path("/".join(parts[:num_fixed]))
-  matching = root.glob("/".join(parts[num_fixed:]))
+  num_directories = len(parts) - 1
+  for index, part in enumerate(parts):
+    if glob.has_magic(part):
+      num_directories = index
+      break
+  root = epath.Path("/".join(parts[:num_directories]))
+  matching = root.glob("/".join(parts[num_directories:]))
   return sorted(os.fspath(path) for path in matching if path.is_file())
 
 
@@ -110,8 +114,8 @@ def open_file(path: str, read_ahead: bool = True) -> BinaryIO:
 
   Args:
     path: The path of a `File`.
-    read_ahead: Whether to fetch more than is asked for from the Hub, for
-      readers that go through a file in small steps.
+    read_ahead: Whether to fetch large blocks from the Hub, for readers that go
+      through a file in small steps.
 
   Raises:
     OSError: if the file cannot be opened.
@@ -139,15 +143,17 @@ def read_bytes(path: str) -> bytes:
 
 
 def version(path: str) -> tuple[int, int]:
-  """Returns (size, time of the last change in nanoseconds) of a file.
+  """Returns the size and the time of a file, a key for caches of its content.
 
-  A key for caches of its content. Times in buckets are whole seconds. On the
-  Hub, the result is (0, 0), since the path contains the commit.
+  Returns:
+    Its bytes, and the time of its last change in nanoseconds. Times in buckets
+    are whole seconds.
 
   Raises:
     OSError: if there is no such file.
   """
   if is_on_hub(path):
+    # The path contains the commit, so its content never changes.
     return 0, 0
   if is_remote(path):
     remote_status = epath.Path(path).stat()

@@ -38,11 +38,11 @@ _Result = TypeVar("_Result")
 
 _READ_AHEAD_BYTES = 4 << 20
 
-# How often a range of bytes is requested if the answer has another length.
+# How often a range of bytes is requested if the answer is too short.
 _RANGE_TRIES = 3
 
-# The statuses with which the Hub refuses a request for now, and the seconds
-# before each further try.
+# The statuses with which the Hub refuses a request only temporarily, and the
+# seconds before each further try.
 _TEMPORARY_STATUSES = (408, 429, 500, 502, 503, 504)
 _WAITS = (1.0, 2.0, 4.0, 8.0, 8.0)
 
@@ -140,31 +140,18 @@ def list_files(
   filesystem = _filesystem(_endpoint())
   with _explain_errors(pattern, location, alternatives):
     commit = _resolve(location, filesystem)
-    commit_root = f"{location.repo}@{commit}/"
-    path = commit_root + location.path
+    # The file system's paths have the form REPO@COMMIT/PATH.
+    path = f"{location.repo}@{commit}/{location.path}"
     if glob.has_magic(location.path):
       matching: Any = filesystem.glob(path, detail=True)
       infos = list(matching.values())
     else:
       infos = [filesystem.info(path)]
 
-  name_root = f"{location.repo}/"
-  if location.revision:
-    name_root = f"{location.repo}@{location.revision}/"
   files = []
   for info in infos:
-    if info["type"] != "file":
-      continue
-    path_in_repo = info["name"].removeprefix(commit_root)
-    file = HubFile(
-      path=f"hf://{commit_root}{path_in_repo}",
-      name=f"hf://{name_root}{path_in_repo}",
-      size=info["size"],
-      # For a large file, this is the hash of its Git LFS pointer, which
-      # contains the file's sha256.
-      content_id=info["blob_id"],
-    )
-    files.append(file)
+    if info["type"] == "file":
+      files.append(_make_file(info, location, commit))
   if not files:
     raise UserError(
       f"{pattern}: no file of {location.repo} matches {location.path!r} at"
@@ -174,12 +161,38 @@ def list_files(
   return sorted(files, key=lambda file: file.name)
 
 
+def _make_file(
+  info: dict[str, Any], location: _Location, commit: str
+) -> HubFile:
+  """Returns a file of a listing.
+
+  Args:
+    info: The description of the file by `HfFileSystem`.
+    location: The pattern that was listed.
+    commit: The commit of its revision.
+  """
+  commit_root = f"{location.repo}@{commit}/"
+  name_root = f"{location.repo}/"
+  if location.revision:
+    name_root = f"{location.repo}@{location.revision}/"
+  path_in_repo = info["name"].removeprefix(commit_root)
+  return HubFile(
+    path=f"hf://{commit_root}{path_in_repo}",
+    name=f"hf://{name_root}{path_in_repo}",
+    size=info["size"],
+    # For a large file, this is the hash of its Git LFS pointer, which contains
+    # the file's sha256.
+    content_id=info["blob_id"],
+  )
+
+
 def open_file(path: str, read_ahead: bool) -> BinaryIO:
   """Opens a file for random access.
 
   Args:
     path: The path of a listed file.
-    read_ahead: Whether to fetch 4 MiB at a time instead of what is asked for.
+    read_ahead: Whether each request fetches 4 MiB, for readers of small pieces.
+      Otherwise, each read is a request for exactly its bytes.
 
   Returns:
     The file. Reading raises UserError if the Hub cannot be read.
@@ -208,7 +221,7 @@ def read_tokenizer(path: str) -> bytes:
 
 @functools.lru_cache(maxsize=2)
 def _read_once(path: str) -> bytes:
-  """Returns the content of a file of a commit. A run loads it repeatedly."""
+  """Returns the content of a file of a commit, and caches it for the run."""
   with open_file(path, read_ahead=False) as file:
     return file.read()
 
@@ -217,6 +230,11 @@ class _HubFile(io.RawIOBase):
   """A file on the Hub. Each read is one request for a range of bytes."""
 
   def __init__(self, path: str):
+    """Opens the file.
+
+    Raises:
+      UserError: if the Hub cannot be reached or refuses, or has no such file.
+    """
     self._path = path
     self._location = _parse(path)
     self._position = 0
@@ -245,6 +263,7 @@ class _HubFile(io.RawIOBase):
     return self._position
 
   def readinto(self, buffer: Any) -> int:
+    """Fills the buffer as far as the file reaches. Returns the bytes read."""
     view = memoryview(buffer).cast("B")
     content = self._fetch(len(view))
     view[: len(content)] = content
@@ -254,10 +273,13 @@ class _HubFile(io.RawIOBase):
     return self._fetch(self._size)
 
   def _fetch(self, count: int) -> bytes:
-    """Returns the next bytes: as many as asked for, or up to the file's end.
+    """Returns the next `count` bytes, or all bytes up to the end of the file.
+
+    The Hub's answer may be shorter than the range that was requested. Then the
+    range is requested again, and incomplete bytes are never returned.
 
     Raises:
-      UserError: if they cannot be fetched. Never returns a part of them.
+      UserError: if the bytes cannot be fetched.
     """
     count = min(count, self._size - self._position)
     if count <= 0:
@@ -280,17 +302,20 @@ class _HubFile(io.RawIOBase):
 
 
 def _endpoint() -> str:
-  """Returns the Hub's address. huggingface_hub reads HF_ENDPOINT only once."""
+  """Returns the URL of the Hub.
+
+  huggingface_hub reads HF_ENDPOINT only when it is imported.
+  """
   endpoint = os.environ.get("HF_ENDPOINT") or huggingface_hub.constants.ENDPOINT
   return endpoint.rstrip("/")
 
 
 @functools.lru_cache(maxsize=4)
 def _filesystem(endpoint: str) -> huggingface_hub.HfFileSystem:
-  """Returns the file system of this process.
+  """Returns huggingface_hub's file system, one for all threads.
 
-  It caches listings, which never change at a commit. By default
-  huggingface_hub makes one instance per thread.
+  All threads share its cache of listings. By default, each thread would have an
+  instance of its own.
   """
   return huggingface_hub.HfFileSystem(
     endpoint=endpoint, skip_instance_cache=True
@@ -300,7 +325,11 @@ def _filesystem(endpoint: str) -> huggingface_hub.HfFileSystem:
 def _resolve(
   location: _Location, filesystem: huggingface_hub.HfFileSystem
 ) -> str:
-  """Returns the commit of a revision, after checking that it exists."""
+  """Returns the commit of a location's revision.
+
+  Raises:
+    HfHubHTTPError, FileNotFoundError: if there is no such revision or commit.
+  """
   revision = urllib.parse.unquote(location.revision)
   if _COMMIT.fullmatch(revision):
     commit = revision
@@ -323,38 +352,63 @@ def _resolve(
 def _retry(
   function: Callable[..., _Result], *args: Any, **kwargs: Any
 ) -> _Result:
-  """Calls a function of huggingface_hub that has no retries of its own."""
-  for wait in _WAITS:
+  """Returns function(*args, **kwargs). Retries while the Hub is unavailable.
+
+  For functions of huggingface_hub that have no retries of their own.
+  """
+  for default_wait in _WAITS:
     try:
       return function(*args, **kwargs)
     except errors.HfHubHTTPError as error:
       status = error.response.status_code
       if status not in _TEMPORARY_STATUSES:
         raise
-      retry_after = error.response.headers.get("Retry-After", "")
-      if retry_after.isdigit():
-        wait = min(float(retry_after), _MAX_WAIT)
+      wait = _requested_wait(error, default_wait)
     say(f"{_endpoint()} answers {status}; trying again in {wait:g} s")
     time.sleep(wait)
+  # The last try. The caller handles its errors.
   return function(*args, **kwargs)
+
+
+def _requested_wait(error: errors.HfHubHTTPError, default: float) -> float:
+  """Returns the seconds that the Hub asks to wait before the next request."""
+  retry_after = error.response.headers.get("Retry-After", "")
+  if not retry_after.isdigit():
+    return default
+  return min(float(retry_after), _MAX_WAIT)
 
 
 @contextlib.contextmanager
 def _explain_errors(
   path: str, location: _Location, alternatives: str
 ) -> Iterator[None]:
-  """Converts the errors of huggingface_hub to a UserError of one line."""
+  """Converts errors of huggingface_hub in the body to a UserError.
+
+  Args:
+    path: The path or pattern that is read, for the message.
+    location: The same, parsed.
+    alternatives: What the user can do without network.
+  """
   try:
     yield
   except (errors.HTTPError, OSError, ValueError) as error:
-    message = _message(error, location, alternatives)
+    message = _error_message(error, location, alternatives)
     raise UserError(f"{path}: {message}") from error
 
 
-def _message(error: Exception, location: _Location, alternatives: str) -> str:
-  """Returns what is wrong, and what the user can do."""
-  # The file system turns some errors into FileNotFoundError.
+def _error_message(
+  error: Exception, location: _Location, alternatives: str
+) -> str:
+  """Returns what an error of huggingface_hub means, and what the user can do.
+
+  Args:
+    error: An `HTTPError`, `OSError` or `ValueError`.
+    location: What was read.
+    alternatives: What the user can do without network.
+  """
   if isinstance(error, FileNotFoundError):
+    # The file system converts some refusals of the Hub to FileNotFoundError.
+    # The original error says more.
     if not isinstance(error.__cause__, errors.HfHubHTTPError):
       return _missing_file_message(location)
     error = error.__cause__
@@ -378,10 +432,11 @@ def _missing_file_message(location: _Location) -> str:
 
 
 def _refusal_message(error: errors.HfHubHTTPError, location: _Location) -> str:
-  """Returns what the status of the Hub's answer means."""
+  """Returns why the Hub refuses a request, and what the user can do."""
   status = error.response.status_code
   page = f"{_endpoint()}/{location.repo}"
   is_gated = isinstance(error, errors.GatedRepoError)
+  # The error for a gated repository is a subclass of the one for a missing one.
   is_missing = isinstance(error, errors.RepositoryNotFoundError)
   if is_missing and not is_gated:
     return (

@@ -26,12 +26,12 @@ _LOST_AND_FOUND = "lost+found"
 
 
 def match(pattern: str) -> list[str]:
-  """Returns the files that match a glob, sorted, each path once.
+  """Returns the regular files that match a glob, sorted, each path once.
 
   Args:
     pattern: A path with wildcards as in `glob.glob`. "**" crosses directories.
-      Names that begin with "." match only patterns that do. lost+found is
-      skipped.
+      Wildcards skip lost+found. They also skip names that begin with ".",
+      unless the pattern of the name does.
 
   Raises:
     UserError: if a link on the way leads nowhere, or if a directory or a
@@ -39,12 +39,14 @@ def match(pattern: str) -> list[str]:
   """
   parent, name = os.path.split(pattern)
   if name == "**":
+    # "**" at the end stands for "**/*", all files in all directories.
     parent, name = pattern, "*"
   paths = set()
   for directory in _match_directories(parent):
     for path in _match_names(directory, name):
       status = _status(path)
-      if status is None or not stat.S_ISREG(status.st_mode):
+      is_file = status is not None and stat.S_ISREG(status.st_mode)
+      if not is_file:
         continue
       if not os.access(path, os.R_OK):
         raise UserError(
@@ -56,7 +58,10 @@ def match(pattern: str) -> list[str]:
 
 
 def _match_directories(pattern: str) -> list[str]:
-  """Returns the directories that match a glob; "" is the current one."""
+  """Returns the directories that match a glob; "" is the current one.
+
+  Matches one part of the path after the other, from left to right.
+  """
   if not glob.has_magic(pattern):
     if _is_directory(pattern or os.curdir):
       return [pattern]
@@ -64,7 +69,7 @@ def _match_directories(pattern: str) -> list[str]:
   parent, name = os.path.split(pattern)
   parents = _match_directories(parent)
   if name == "**":
-    return _search(parents)
+    return _match_double_star(parents)
   directories = []
   for directory in parents:
     for path in _match_names(directory, name):
@@ -74,7 +79,10 @@ def _match_directories(pattern: str) -> list[str]:
 
 
 def _match_names(directory: str, pattern: str) -> list[str]:
-  """Returns the paths in a directory whose last part matches a wildcard."""
+  """Returns the paths of a directory's entries whose names match a pattern.
+
+  A pattern without wildcards is returned whether or not it exists.
+  """
   if not glob.has_magic(pattern):
     return [os.path.join(directory, pattern)]
   names = [entry.name for entry in _scan(directory)]
@@ -84,16 +92,19 @@ def _match_names(directory: str, pattern: str) -> list[str]:
   return [os.path.join(directory, name) for name in matching]
 
 
-def _search(roots: list[str]) -> list[str]:
-  """Returns directories and all directories below them, each once.
+def _match_double_star(roots: list[str]) -> list[str]:
+  """Returns the directories that "**" matches, each once.
 
-  Links are followed last. So a directory that a link leads to has its own name
-  if it is below the roots, and otherwise the name of the link.
+  These are the roots and all directories below them. Links are followed last. So
+  a directory that can be reached directly is returned by its direct path, not
+  by the path of a link to it.
   """
   directories = []
   visited = set()
+  # Links to directories are appended, so they are followed after all roots.
   pending_roots = collections.deque(sorted(roots, key=os.path.islink))
   while pending_roots:
+    # A depth-first search of one tree.
     pending = [pending_roots.popleft()]
     while pending:
       directory = pending.pop()
@@ -103,27 +114,30 @@ def _search(roots: list[str]) -> list[str]:
       visited.add(real_path)
       directories.append(directory)
       for entry in _scan(directory):
-        path = os.path.join(directory, entry.name)
         if _is_hidden(entry.name):
           continue
-        if entry.is_symlink():
-          if _is_directory(path):
-            pending_roots.append(path)
-        elif entry.is_dir():
-          pending.append(path)
+        path = os.path.join(directory, entry.name)
+        if not entry.is_symlink():
+          if entry.is_dir():
+            pending.append(path)
+        elif _is_directory(path):
+          pending_roots.append(path)
   return directories
 
 
 def _is_hidden(name: str) -> bool:
-  """Returns whether wildcards do not match a name."""
+  """Returns whether wildcards skip a name."""
   return name.startswith(".") or name == _LOST_AND_FOUND
 
 
 def _scan(directory: str) -> list[os.DirEntry[str]]:
   """Returns the entries of a directory, sorted by name. "" is the current one.
 
-  The order matters: if several links lead to a directory, all machines must
-  choose the same link.
+  Without the order, machines could choose different links to the same
+  directory.
+
+  Raises:
+    UserError: if the directory cannot be read.
   """
   directory = directory or os.curdir
   try:

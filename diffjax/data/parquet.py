@@ -69,7 +69,7 @@ def read_metadata(path: str) -> Any:
     return _cached_metadata(path, files.version(path))
 
 
-def row_groups(path: str) -> tuple[int, ...]:
+def nonempty_row_groups(path: str) -> tuple[int, ...]:
   """Returns the indices of the row groups of a file that have rows.
 
   Args:
@@ -102,8 +102,11 @@ def row_group_sizes(path: str) -> list[int]:
   return sizes
 
 
-def read_footers(paths: Sequence[str]) -> None:
-  """Reads the footers of remote files ahead, several at a time.
+def cache_remote_footers(paths: Sequence[str]) -> None:
+  """Fills this process's caches with the footers of remote files, in parallel.
+
+  Each footer takes a request or two. The other functions of this module would
+  request them one after the other.
 
   Args:
     paths: The paths of files. Local ones are not read.
@@ -111,20 +114,26 @@ def read_footers(paths: Sequence[str]) -> None:
   Raises:
     UserError: if a file cannot be read or is not a Parquet file.
   """
-  remote = [path for path in paths if is_remote(path)]
-  if len(remote) < 2:
+  remote_paths = [path for path in paths if is_remote(path)]
+  if len(remote_paths) < 2:
+    # A single footer is read when it is needed, without threads.
     return
-  pool = concurrent.futures.ThreadPoolExecutor(min(_NUM_THREADS, len(remote)))
+  num_threads = min(_NUM_THREADS, len(remote_paths))
+  pool = concurrent.futures.ThreadPoolExecutor(num_threads)
   try:
-    for _ in pool.map(row_groups, remote):
-      pass
+    # Its result is not needed here, but stays in the caches.
+    calls = [pool.submit(nonempty_row_groups, path) for path in remote_paths]
+    for call in calls:
+      # Raises the error of the call, if there was one.
+      call.result()
   finally:
+    # After an error, the calls that have not started yet are dropped.
     pool.shutdown(cancel_futures=True)
 
 
 @contextlib.contextmanager
 def _explain_errors(path: str) -> Iterator[None]:
-  """Converts errors of pyarrow to a UserError that names the file."""
+  """Converts errors of pyarrow in the body to a UserError with the path."""
   import pyarrow
 
   try:
@@ -135,13 +144,13 @@ def _explain_errors(path: str) -> Iterator[None]:
     ) from error
 
 
-# The caches have the version of a file in their keys, so that a file that is
-# written again is read again.
+# The keys of the caches contain the version of a file, which is its size and
+# time. So a file that is written again is read again.
 
 
 @functools.lru_cache(maxsize=_MAX_FOOTERS)
 def _cached_row_groups(path: str, version: tuple[int, int]) -> tuple[int, ...]:
-  """Returns the row groups with rows of a version of a file."""
+  """Returns the indices of the row groups that have rows."""
   metadata = _cached_metadata(path, version)
   indices = []
   for index in range(metadata.num_row_groups):
@@ -152,7 +161,7 @@ def _cached_row_groups(path: str, version: tuple[int, int]) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=_MAX_PARSED_FOOTERS)
 def _cached_metadata(path: str, version: tuple[int, int]) -> Any:
-  """Returns the metadata of a version of a file."""
+  """Returns the metadata of a file, parsed from its cached footer."""
   import pyarrow.parquet
 
   footer = zlib.decompress(_cached_footer(path, version))
@@ -161,9 +170,10 @@ def _cached_metadata(path: str, version: tuple[int, int]) -> Any:
 
 @functools.lru_cache(maxsize=_MAX_FOOTERS)
 def _cached_footer(path: str, version: tuple[int, int]) -> bytes:
-  """Returns a compressed file that has only the footer of a file."""
+  """Returns a file's footer, as a Parquet file without data, compressed."""
   import pyarrow.parquet
 
+  # Only a part of the cache's key.
   del version
   with files.open_file(path, read_ahead=False) as file:
     metadata = pyarrow.parquet.read_metadata(file)

@@ -31,26 +31,33 @@ class ParquetSource(FileSource):
 
   @functools.cached_property
   def parts(self) -> list[Part]:
-    parquet.read_footers(list(self._size_by_path))
+    # All footers are needed. `iter_parts` alone would read one after the other.
+    parquet.cache_remote_footers(list(self._size_by_path))
     return super().parts
 
   def iter_parts(self) -> Iterator[RowGroup]:
-    is_empty = True
+    """Yields the row groups that have rows, file by file."""
+    num_row_groups = 0
     for path in self._size_by_path:
-      for number in parquet.row_groups(path):
-        is_empty = False
+      for number in parquet.nonempty_row_groups(path):
+        num_row_groups += 1
         yield RowGroup(path, number)
-    if is_empty:
+    if num_row_groups == 0:
       raise UserError(
         f"config.data.source {self.spec!r}: empty: its files hold no rows"
       )
 
   def part_size(self, part: RowGroup) -> float:
+    """Returns the bytes of a row group, with its share of the footer."""
     # Row groups share the size of the footer, in proportion to their own sizes.
     sizes = parquet.row_group_sizes(part.path)
     return self._size_by_path[part.path] * sizes[part.number] / sum(sizes)
 
   def _read(self, part: RowGroup) -> Iterator[tuple[float, Document]]:
+    """Yields the document of each row, and the fraction of rows read by then.
+
+    Reads the rows in batches, so that a large row group takes little memory.
+    """
     import pyarrow
 
     file = parquet.open_parquet(part.path)
@@ -58,11 +65,12 @@ class ParquetSource(FileSource):
     num_rows = file.metadata.row_group(part.number).num_rows
     row = 0
     try:
-      for batch in file.iter_batches(
+      batches = file.iter_batches(
         batch_size=_BATCH_ROWS,
         row_groups=[part.number],
         columns=_without_repeats(columns),
-      ):
+      )
+      for batch in batches:
         for values in self._texts_of_rows(batch, columns):
           self._check_texts(values, part, row, file.schema_arrow)
           row += 1
@@ -74,39 +82,56 @@ class ParquetSource(FileSource):
       ) from error
 
   def _find_columns(self, path: str, names: list[str]) -> list[str]:
-    """Returns the column of each of `self._field_paths`.
+    """Returns the names of the columns that hold the text and the prompt.
 
-    A column is named by the whole path or by its beginning, as "record" is in
-    "record.text".
+    config.data.text_field is a column or, for a field of a column of records,
+    a path that begins with the column, such as "record.text". The same holds
+    for prompt_field.
+
+    Args:
+      path: The file, for messages.
+      names: The names of its columns.
     """
     columns = []
     for field, field_path in self._field_paths.items():
-      column = field_path
-      if column not in names:
-        column = field_path.partition(".")[0]
-      if column not in names:
+      first_name, _, _ = field_path.partition(".")
+      if field_path in names:
+        columns.append(field_path)
+      elif first_name in names:
+        columns.append(first_name)
+      else:
         raise UserError(
           f"{path}: has no column config.data.{field} = {field_path!r}; its"
           f" columns are {', '.join(names)}"
         )
-      columns.append(column)
     return columns
 
   def _texts_of_rows(
     self, batch: Any, columns: list[str]
   ) -> Iterator[list[Any]]:
-    """Yields the values of `self._field_paths` in each row of a batch."""
-    values_by_path = []
+    """Yields the text, and the prompt if there are prompts, of each row.
+
+    Args:
+      batch: A `pyarrow.RecordBatch`.
+      columns: The result of `_find_columns`.
+    """
+    values_by_field = []
     for path, column in zip(self._field_paths.values(), columns, strict=True):
       cells = _to_python(batch.column(column))
-      values_by_path.append([lookup({column: cell}, path) for cell in cells])
-    for values in zip(*values_by_path, strict=True):
-      yield list(values)
+      # The path begins with the column's name, so it is looked up in a record
+      # that has only this column.
+      values = [lookup({column: cell}, path) for cell in cells]
+      values_by_field.append(values)
+    for values_of_row in zip(*values_by_field, strict=True):
+      yield list(values_of_row)
 
   def _check_texts(
     self, values: list[Any], part: RowGroup, row: int, schema: Any
   ) -> None:
-    """Raises UserError if a value of a row is not text."""
+    """Raises UserError if the text or the prompt of a row is not text.
+
+    The `pyarrow.Schema` of the file is used for the message.
+    """
     for (field, path), value in zip(
       self._field_paths.items(), values, strict=True
     ):

@@ -34,8 +34,8 @@ _SOURCES: dict[str, type[TfdsSource] | type[FileSource]] = {
   "parquet": ParquetSource,
 }
 
-# Sources that have text only, without other fields.
-_WITHOUT_FIELDS = ("stdlib", "text")
+# Kinds of sources that have text only, without other fields.
+_KINDS_WITHOUT_FIELDS = ("stdlib", "text")
 
 
 class Component(NamedTuple):
@@ -43,7 +43,7 @@ class Component(NamedTuple):
 
   Attributes:
     spec: The source.
-    weight: Its share of the rows. The weights of a mixture sum to 1.
+    weight: Its share of the rows.
   """
 
   spec: str
@@ -54,50 +54,56 @@ def parse_mixture(spec: str, field: str = "data.source") -> list[Component]:
   """Returns the sources of a mixture, such as "A=0.7,B=0.3", or of just "A".
 
   Args:
-    spec: The value of the field.
-    field: Its name, for messages.
+    spec: The value of config.data.source or config.data.validation_source.
+    field: The name of this field, for messages.
 
   Returns:
     The components, with weights that sum to 1.
 
   Raises:
-    UserError: if a source is of an unknown kind or is named twice, or if a
+    UserError: if a source is of an unknown kind or is listed twice, or if a
       weight is missing or not positive.
   """
-  items = spec.split(",")
+  prefix = f"config.{field} = {spec!r}"
+  items = [item.strip() for item in spec.split(",")]
   components = []
   for item in items:
-    component = _parse_component(item.strip(), is_alone=len(items) == 1)
+    component = _parse_component(item, is_single=len(items) == 1)
     if component is None:
       raise UserError(
-        f"config.{field} = {spec!r}: every source of a mixture needs a weight,"
-        f" as in 'A=0.7,B=0.3'; {item.strip()!r} has none"
+        f"{prefix}: every source of a mixture needs a weight, as in"
+        f" 'A=0.7,B=0.3'; {item!r} has none"
       )
     if not 0 < component.weight < math.inf:
       raise UserError(
-        f"config.{field} = {spec!r}: the weight of {component.spec!r} must be a"
-        f" positive number; got {component.weight:g}"
+        f"{prefix}: the weight of {component.spec!r} must be a positive number;"
+        f" got {component.weight:g}"
       )
     if not _is_source(component.spec):
       raise UserError(
-        f"config.{field} = {spec!r}: {component.spec!r} is not a source; the"
-        f" kinds are {KINDS}"
+        f"{prefix}: {component.spec!r} is not a source; the kinds are {KINDS}"
       )
     components.append(component)
 
   specs = [component.spec for component in components]
-  for name in specs:
-    if specs.count(name) > 1:
+  for component_spec in specs:
+    if specs.count(component_spec) > 1:
       raise UserError(
-        f"config.{field} = {spec!r}: {name!r} is listed twice; add up its"
-        " weights"
+        f"{prefix}: {component_spec!r} is listed twice; add up its weights"
       )
   total = sum(component.weight for component in components)
-  return [Component(name, weight / total) for name, weight in components]
+  normalized = []
+  for component in components:
+    normalized.append(Component(component.spec, component.weight / total))
+  return normalized
 
 
-def _parse_component(item: str, is_alone: bool) -> Component | None:
-  """Parses "SOURCE=WEIGHT", or "SOURCE" if it is the only one.
+def _parse_component(item: str, is_single: bool) -> Component | None:
+  """Parses "SOURCE=WEIGHT", or "SOURCE".
+
+  Args:
+    item: The text.
+    is_single: Whether there are no other sources, so the weight may be missing.
 
   Returns:
     The source and its weight as written. None if the weight is missing.
@@ -107,9 +113,9 @@ def _parse_component(item: str, is_alone: bool) -> Component | None:
     try:
       return Component(source, float(weight))
     except ValueError:
-      # The sign belongs to the path, as in "text:/a=b/c.txt".
+      # The equals sign belongs to the path, as in "text:/a=b/c.txt".
       pass
-  if is_alone:
+  if is_single:
     return Component(item, 1.0)
   return None
 
@@ -123,7 +129,10 @@ def _is_source(spec: str) -> bool:
 
 
 def has_files(spec: str) -> bool:
-  """Returns whether a source is a list of files, which data.files limits."""
+  """Returns whether config.data.files limits the number of a source's files.
+
+  It does not limit TFDS datasets.
+  """
   kind, _, _ = spec.partition(":")
   return issubclass(_SOURCES[kind], FileSource)
 
@@ -135,7 +144,7 @@ def is_on_hub(spec: str) -> bool:
 
 
 def documents(spec: str, split: str, config: DataConfig) -> Source:
-  """Opens one source.
+  """Opens a source, to read the documents of one split.
 
   Without config.validation_source, the validation split is the source's own
   validation split. If it has none, validation takes the fraction
@@ -158,7 +167,7 @@ def documents(spec: str, split: str, config: DataConfig) -> Source:
       if it is plain text and config.prompt_field is set.
   """
   kind, _, argument = spec.partition(":")
-  if config.prompt_field and kind in _WITHOUT_FIELDS:
+  if config.prompt_field and kind in _KINDS_WITHOUT_FIELDS:
     raise UserError(
       f"config.data.prompt_field = {config.prompt_field!r}: {spec!r} is plain"
       " text without fields; set it to '', or read prompts and answers from a"

@@ -40,7 +40,7 @@ _PACKAGE_DIRECTORIES = {"site-packages", "dist-packages"}
 
 
 class _SourceFile(NamedTuple):
-  """A file of the standard library.
+  """A file of source text of the standard library.
 
   Attributes:
     name: Its path in the library, with slashes.
@@ -51,16 +51,16 @@ class _SourceFile(NamedTuple):
   content: bytes
 
 
-# Files by the sha256 of their content, each content once.
+# Files by the sha256 of their content. Files with equal content occur once.
 _SourceFiles = Mapping[bytes, _SourceFile]
 
 
 @functools.cache
 def corpus_directory(root: str = "") -> epath.Path:
-  """Returns the directory of the corpus. Builds it if it does not exist.
+  """Returns the directory of the embedded corpus. Builds it if it is missing.
 
   If several processes build it at the same time, each one builds all of it. The
-  first to finish moves it into place, the others discard theirs.
+  first to finish moves it into place, and the others discard theirs.
 
   Args:
     root: The directory of the corpora. "" for the user's cache.
@@ -93,21 +93,24 @@ def _read_files() -> _SourceFiles:
   """Returns the .py files of the standard library.
 
   They include the library's tests if the distribution has them (about 30 MB
-  with tests, 12 MB without). Installed packages and the few files that are not
-  UTF-8 are left out.
+  with tests, 12 MB without). Installed packages, empty files and the few files
+  that are not UTF-8 are left out.
+
+  Raises:
+    UserError: if there are no files.
   """
   root = pathlib.Path(sysconfig.get_path("stdlib"))
   files: dict[bytes, _SourceFile] = {}
   for path in sorted(root.rglob("*.py")):
-    name = path.relative_to(root)
-    if not _PACKAGE_DIRECTORIES.isdisjoint(name.parts):
+    relative_path = path.relative_to(root)
+    if not _PACKAGE_DIRECTORIES.isdisjoint(relative_path.parts):
       continue
     content = path.read_bytes()
     if not content.strip() or not _is_utf8(content):
       continue
     digest = hashlib.sha256(content).digest()
     if digest not in files:
-      files[digest] = _SourceFile(name.as_posix(), content)
+      files[digest] = _SourceFile(relative_path.as_posix(), content)
   if not files:
     raise UserError(
       f"config.data.source = 'stdlib': {root} holds no .py files (a frozen or"
@@ -125,7 +128,7 @@ def _is_utf8(content: bytes) -> bool:
 
 
 def _hash(files: _SourceFiles) -> str:
-  """Returns a hash of all that the documents of the corpus depend on."""
+  """Returns a hash of all files and of how they are divided into splits."""
   digests = b"".join(sorted(files))
   fraction = str(VALIDATION_FRACTION).encode()
   return hashlib.sha256(digests + fraction).hexdigest()[:16]
@@ -134,20 +137,28 @@ def _hash(files: _SourceFiles) -> str:
 def _build_and_move(
   files: _SourceFiles, home: epath.Path, target: epath.Path
 ) -> None:
-  """Builds the corpus in a temporary directory, and moves it to `target`."""
+  """Builds the corpus in a temporary directory, and moves it to `target`.
+
+  So `target` is never incomplete.
+
+  Args:
+    files: The files of the corpus.
+    home: The parent of the temporary directory, on the same disk as `target`.
+    target: The directory of the corpus.
+  """
   with tempfile.TemporaryDirectory(dir=home, prefix=".building-") as temporary:
     directory = os.path.join(temporary, "corpus")
     _build(directory, files)
     try:
       os.rename(directory, target)
     except OSError:
-      # Another process may have been first.
+      # If another process was first, its corpus is used.
       if not target.exists():
         raise
 
 
 def _build(directory: str, files: _SourceFiles) -> None:
-  """Writes the files as a TFDS dataset."""
+  """Writes the files as a TFDS dataset, divided into its splits."""
   documents: dict[str, list[dict[str, str]]] = {"train": [], "validation": []}
   for digest, file in files.items():
     split = "train"
@@ -167,7 +178,12 @@ def _build(directory: str, files: _SourceFiles) -> None:
 def _make_builder(
   directory: str, documents: Mapping[str, list[dict[str, str]]]
 ) -> Any:
-  """Returns a TFDS builder that writes documents, given by split."""
+  """Returns a TFDS builder that writes documents to a directory.
+
+  Args:
+    directory: The directory.
+    documents: By split, the documents. Each has the fields "name" and "text".
+  """
   import tensorflow_datasets as tfds
 
   class Stdlib(  # type: ignore[call-arg]
@@ -177,8 +193,8 @@ def _make_builder(
 
     name = "stdlib"
     VERSION = tfds.core.Version(_VERSION)
-    # There are no downloads, so no checksums. TFDS would need
-    # importlib_resources to look for them.
+    # Without the path of its code, TFDS does not look for checksums of
+    # downloads, for which it would need importlib_resources.
     code_path = None
 
     def _info(self):

@@ -40,7 +40,7 @@ class TfdsSource(Source):
   """A TFDS dataset. Each record is a document. A part is a RecordRange."""
 
   def __init__(self, spec: str, name: str, split: str, config: DataConfig):
-    """Opens a dataset.
+    """Opens a dataset, and selects which of its splits is read.
 
     Args:
       spec: The source. "stdlib" is the embedded corpus.
@@ -67,31 +67,28 @@ class TfdsSource(Source):
     self._stored_split = self._choose_stored_split(num_records)
     self._num_records = num_records.get(self._stored_split, 0)
     if self._num_records == 0:
-      counts = [f"{key} ({count})" for key, count in num_records.items()]
-      raise UserError(
-        f"config.data.source {spec!r}: no documents in split"
-        f" {self._stored_split!r} of {self._directory}; its splits are"
-        f" {', '.join(counts) or 'none'}"
-      )
+      raise self._empty_split_error(num_records)
 
-    stored = info.splits[self._stored_split]
-    self._shards = []
-    for filename, count in zip(
-      stored.filenames, stored.shard_lengths, strict=True
-    ):
-      self._shards.append(ShardFile(filename, int(count)))
+    split_info = info.splits[self._stored_split]
+    self._shards = _shard_files(split_info)
     self.num_files = len(self._shards)
-    self.size = int(stored.num_bytes)
+    self.size = int(split_info.num_bytes)
+
+    # Parts of the dataset's identity.
     self._name = info.full_name
     self._shard_lengths = {}
     for key, value in info.splits.items():
-      self._shard_lengths[key] = [int(count) for count in value.shard_lengths]
+      self._shard_lengths[key] = [int(length) for length in value.shard_lengths]
     # A dataset that was built again has the same directory, but its files have
-    # another version.
+    # another size or time.
     self._version = _file_version(self._directory, self._shards[0].name)
 
   def _read_info(self) -> tuple[Any, dict[str, int]]:
-    """Returns the dataset's DatasetInfo and the records of each split."""
+    """Returns the dataset's DatasetInfo, and the number of records by split.
+
+    Raises:
+      UserError: if the directory is not a complete dataset.
+    """
     import tensorflow_datasets as tfds
 
     try:
@@ -108,7 +105,10 @@ class TfdsSource(Source):
     return info, num_records
 
   def _choose_stored_split(self, num_records: dict[str, int]) -> str:
-    """Returns the split of the dataset that holds the documents.
+    """Returns the name of the dataset's split that is read.
+
+    If the dataset has no validation split, both splits are taken from "train",
+    except that config.data.validation_source reads "test" if there is one.
 
     Args:
       num_records: The number of records of each split of the dataset.
@@ -119,17 +119,35 @@ class TfdsSource(Source):
       return "test"
     return "train"
 
+  def _empty_split_error(self, num_records: dict[str, int]) -> UserError:
+    """Returns the error for a dataset whose split has no records."""
+    counts = [f"{split} ({count})" for split, count in num_records.items()]
+    return UserError(
+      f"config.data.source {self.spec!r}: no documents in split"
+      f" {self._stored_split!r} of {self._directory}; its splits are"
+      f" {', '.join(counts) or 'none'}"
+    )
+
   def _check_features(self, features: Any) -> None:
-    """Raises UserError if the dataset's features lack one of the texts."""
+    """Checks that config.data.text_field and prompt_field are text features.
+
+    Args:
+      features: The features of the dataset, usually a `FeaturesDict`.
+
+    Raises:
+      UserError: if one of them is missing or of another type.
+    """
     features_by_name = {}
+    # A dataset whose records are not dicts has a single, nameless feature.
     if hasattr(features, "items"):
       features_by_name = dict(features.items())
     for field, name in self._field_paths.items():
       if _is_text_feature(features_by_name.get(name)):
         continue
       kinds = []
-      for key, value in features_by_name.items():
-        kinds.append(f"{key} ({type(value).__name__})")
+      # Their order differs from process to process.
+      for key in sorted(features_by_name):
+        kinds.append(f"{key} ({type(features_by_name[key]).__name__})")
       raise UserError(
         f"config.data.source {self.spec!r}: config.data.{field} = {name!r} is"
         f" not text in this dataset; its features are {', '.join(kinds)}"
@@ -137,6 +155,7 @@ class TfdsSource(Source):
 
   @functools.cached_property
   def identity(self) -> dict[str, Any]:
+    """The dataset's name, place and sizes, and a digest of some documents."""
     return {
       **self.earlier_identity,
       "bytes": self.size,
@@ -145,6 +164,7 @@ class TfdsSource(Source):
 
   @functools.cached_property
   def earlier_identity(self) -> dict[str, Any]:
+    """The identity of earlier versions, which had no digest of documents."""
     return {
       "dataset": self._name,
       "directory": self._directory,
@@ -160,6 +180,11 @@ class TfdsSource(Source):
     return self.size * (part.stop - part.start) / self._num_records
 
   def _read(self, part: RecordRange) -> Iterator[tuple[float, Document]]:
+    """Yields the fraction of the records that is read, and their documents.
+
+    Raises:
+      UserError: if a record cannot be read.
+    """
     records = _open_records(
       self._directory, self._stored_split, self._shards[0].name, self._version
     )
@@ -172,13 +197,17 @@ class TfdsSource(Source):
         # For damaged files, ArrayRecord and TFDS raise many kinds of
         # exceptions.
         raise UserError(
-          f"{self._record_place(index)} cannot be read ({reason(error)}); if"
+          f"{self._locate_record(index)} cannot be read ({reason(error)}); if"
           " the file is missing or damaged, build the dataset again"
         ) from error
       fraction = (index - part.start + 1) / num_records
       yield fraction, self._make_document(values)
 
   def fingerprint(self) -> dict[str, str]:
+    """Returns the digests that `fingerprint.fingerprint` has for files.
+
+    Times are not compared, so they are empty.
+    """
     return {
       "names and sizes": digest([self._name, self._shards]),
       "text": self._sampled_text,
@@ -197,8 +226,8 @@ class TfdsSource(Source):
   def _sampled_text(self) -> str:
     """A digest of some documents.
 
-    A dataset that was built again has the same documents in files of other
-    bytes and times.
+    The bytes of the files are not sampled. If a dataset is built again, they
+    may differ although the documents are the same.
     """
     documents = []
     for index in sampled(self._num_records):
@@ -206,14 +235,25 @@ class TfdsSource(Source):
         documents.append(document)
     return digest(documents)
 
-  def _record_place(self, index: int) -> str:
-    """Returns the file of a record and its number there, for messages."""
-    number = index
+  def _locate_record(self, index: int) -> str:
+    """Returns "FILE: record NUMBER" for a record of the split, for messages."""
+    index_in_shard = index
     for shard in self._shards:
-      if number < shard.num_records:
+      if index_in_shard < shard.num_records:
         break
-      number -= shard.num_records
-    return f"{os.path.join(self._directory, shard.name)}: record {number}"
+      index_in_shard -= shard.num_records
+    path = os.path.join(self._directory, shard.name)
+    return f"{path}: record {index_in_shard}"
+
+
+def _shard_files(split_info: Any) -> list[ShardFile]:
+  """Returns the files of a split, given by its `tfds.core.SplitInfo`."""
+  shards = []
+  for name, num_records in zip(
+    split_info.filenames, split_info.shard_lengths, strict=True
+  ):
+    shards.append(ShardFile(name, int(num_records)))
+  return shards
 
 
 def _file_version(directory: str, name: str) -> tuple[int, int]:
@@ -225,9 +265,14 @@ def _file_version(directory: str, name: str) -> tuple[int, int]:
 
 
 def _is_text_feature(feature: Any) -> bool:
-  """Returns whether a feature of a dataset is a single text. It may be None."""
+  """Returns whether a feature of a dataset is a single text.
+
+  Args:
+    feature: A `tfds.features.FeatureConnector`. None for a missing feature.
+  """
   if feature is None or feature.shape:
     return False
+  # NumPy holds texts as objects.
   return np.dtype(feature.np_dtype).kind == "O"
 
 
@@ -235,14 +280,15 @@ def _is_text_feature(feature: Any) -> bool:
 def _open_records(
   directory: str, split: str, shard: str, version: tuple[int, int]
 ) -> Any:
-  """Returns the records of a split, opened once per process for all parts.
+  """Returns the records of a split as a sequence. A process opens them once.
 
   Args:
     directory: The directory of the dataset.
     split: The name of the split.
     shard: The name of one of its files, which is opened to check that
       ArrayRecord works here.
-    version: Size and time of that file. Only a key of the cache.
+    version: Size and time of that file. They are only a part of the cache's
+      key, so that a dataset that is built again is opened again.
   """
   import tensorflow_datasets as tfds
 
@@ -265,11 +311,13 @@ def _find_dataset(spec: str, name: str, data_dir: str) -> str:
   Args:
     spec: The source, for messages.
     name: NAME for the newest version, or NAME:VERSION, such as "c4/en:3.1.0".
-    data_dir: config.data.data_dir.
+    data_dir: config.data.data_dir. "" for TFDS's own default.
+
+  Raises:
+    UserError: if there is no such dataset or version.
   """
-  root = epath.Path(
-    data_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
-  ).expanduser()
+  default_root = os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
+  root = epath.Path(data_dir or default_root).expanduser()
   name, _, version = name.partition(":")
   available = _find_versions(root / name)
   matching = available
@@ -291,11 +339,11 @@ def _find_dataset(spec: str, name: str, data_dir: str) -> str:
 
 
 def _find_versions(dataset: epath.Path) -> list[epath.Path]:
-  """Returns the directories of the versions of a dataset."""
+  """Returns the directories DATASET/VERSION that hold a complete dataset."""
   versions = []
-  directory = glob.escape(os.fspath(dataset))
-  for info in files.match_paths(f"{directory}/*/dataset_info.json"):
-    version = epath.Path(info).parent
+  escaped = glob.escape(os.fspath(dataset))
+  for info_path in files.match_paths(f"{escaped}/*/dataset_info.json"):
+    version = epath.Path(info_path).parent
     if _VERSION.fullmatch(version.name):
       versions.append(version)
   return versions
@@ -310,8 +358,8 @@ def _find_datasets(root: str) -> list[str]:
   """Returns the names of the local datasets in a directory, sorted."""
   names = set()
   for pattern in ("*/*/dataset_info.json", "*/*/*/dataset_info.json"):
-    for info in glob.iglob(f"{root}/{pattern}"):
+    for info_path in glob.iglob(f"{root}/{pattern}"):
       # The file is in NAME/VERSION or NAME/CONFIG/VERSION.
-      dataset = os.path.dirname(os.path.dirname(info))
+      dataset = os.path.dirname(os.path.dirname(info_path))
       names.add(os.path.relpath(dataset, root))
   return sorted(names)
