@@ -47,7 +47,8 @@ _VOCAB_SIZE = flags.DEFINE_integer(
 
 
 def main(config: Config) -> None:
-  """Prepares rows, or trains a tokenizer."""
+  """Prepares the rows of a config, or trains a tokenizer on its source."""
+  # Selects the same files of a large hf:// source as a run does.
   config = plan.resolve(config, process_count=1)
   if _TRAIN_TOKENIZER.value:
     _train_tokenizer(config.data, _TRAIN_TOKENIZER.value, _VOCAB_SIZE.value)
@@ -58,7 +59,13 @@ def main(config: Config) -> None:
 def _train_tokenizer(
   config: DataConfig, directory: str, vocab_size: int
 ) -> None:
-  """Trains a tokenizer on the training documents, and prints how to use it."""
+  """Trains a tokenizer on the training documents, and prints how to use it.
+
+  Args:
+    config: The data fields.
+    directory: Where the tokenizer is written.
+    vocab_size: Number of its tokens, including the separator.
+  """
   texts = _training_texts(config)
   path = tokenizer_training.train_tokenizer(texts, vocab_size, directory)
   say(

@@ -1,8 +1,8 @@
 """Messages about prepared rows whose source or config has changed.
 
-Rows are used as they were prepared. If the files of their source have changed,
-a warning says so. A checkpoint whose rows differ from those of the run cannot
-be continued, and the error says what has changed and how to go on.
+Rows are used as they were prepared. If the files of their source have changed
+since, a warning is printed. A run cannot continue a checkpoint that was trained
+on different rows. The error says what has changed, and how to continue.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _remedy_for_changed_text(
 
   Args:
     saved: The origins of all rows of the checkpoint.
-    changed: Those of the sources whose text has changed.
+    changed: The origins of the sources whose text has changed.
     config: The run's data fields.
   """
   start_over = (
@@ -178,7 +178,7 @@ def _link_commands(saved: Sequence[RowsOrigin], config: DataConfig) -> str:
   """Returns shell commands that link a checkpoint's rows into a directory DIR.
 
   With config.data.prepared_dir=DIR, a run finds the rows of each of its sources
-  by the names of the links. Validation rows are those of the run.
+  by the name of a link. The validation rows remain unchanged.
   """
   saved_directories = {}
   for origin in saved:

@@ -165,7 +165,7 @@ class Source(abc.ABC):
 
   @abc.abstractmethod
   def _read(self, part: Part) -> Iterator[tuple[float, Document]]:
-    """Yields all documents of a part, with those that `read` leaves out.
+    """Yields all documents of a part, including empty ones and both splits.
 
     Yields:
       (fraction, document): the fraction of the part that has been read, and the

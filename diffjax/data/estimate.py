@@ -94,8 +94,8 @@ def estimate(work: Work, config: DataConfig) -> Needs:
       num_files = max(num_files, source.num_files)
     split_bytes = source.size * num_parts / len(source.parts)
     read_bytes += split_bytes
-    # Both splits may read the same files, of which each takes only its share of
-    # the documents.
+    # The splits may read the same files. Then each split takes its share of the
+    # documents.
     documents_ratio = source.split_share / sampled_source.split_share
     num_samples += split_bytes / sample.stored_bytes * documents_ratio
   padding_bytes = _FILE_PADDING_BYTES * len(missing)

@@ -31,12 +31,12 @@ class FileSource(Source):
   Subclasses read one format of files.
 
   Attributes:
-    matched_sizes: Bytes of all files that match, also of those that are not
-      read.
+    matched_sizes: Bytes of all files that match, including the files that are
+      not read.
   """
 
   def __init__(self, spec: str, pattern: str, split: str, config: DataConfig):
-    """Lists the files, and selects those that are read.
+    """Lists the files, and selects which files are read.
 
     Args:
       spec: The source.

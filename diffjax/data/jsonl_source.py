@@ -152,8 +152,8 @@ def _read_lines(byte_range: ByteRange) -> Iterator[_Line]:
     if start > 0:
       position += f" after byte {start}"
     raise UserError(
-      f"{path}: cannot be read beyond {position} ({reason(error)}); the file may"
-      " be damaged or cut short"
+      f"{path}: cannot be read beyond {position} ({reason(error)}); the file"
+      " may be damaged or cut short"
     ) from error
 
 
@@ -161,9 +161,9 @@ def _line_too_long(byte_range: ByteRange, line_number: int) -> UserError:
   """Returns the error for a line that would fill the memory."""
   location = _line_location(byte_range, line_number)
   return UserError(
-    f"{location}: the line is longer than {_MAX_LINE_BYTES / 2**20:.3g} MiB, and"
-    " a document of that size would fill the memory: split it, or write it to a"
-    " file of its own and read that with text:GLOB"
+    f"{location}: the line is longer than {_MAX_LINE_BYTES / 2**20:.3g} MiB,"
+    " and a document of that size would fill the memory: split it, or write it"
+    " to a file of its own and read that with text:GLOB"
   )
 
 

@@ -95,9 +95,9 @@ def _match_names(directory: str, pattern: str) -> list[str]:
 def _match_double_star(roots: list[str]) -> list[str]:
   """Returns the directories that "**" matches, each once.
 
-  These are the roots and all directories below them. Links are followed last. So
-  a directory that can be reached directly is returned by its direct path, not
-  by the path of a link to it.
+  These are the roots and all directories below them. Links are followed last,
+  so a directory that can be reached directly is returned by its direct path,
+  not by the path of a link to it.
   """
   directories = []
   visited = set()

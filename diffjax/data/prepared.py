@@ -117,7 +117,7 @@ class _Request(NamedTuple):
 
 
 def targets(config: DataConfig) -> list[Target]:
-  """Returns what a config needs prepared, one target for each source.
+  """Returns the rows that a config needs, as one target for each source.
 
   Raises:
     UserError: if a source is invalid, or prepared_dir is not local.
@@ -140,6 +140,7 @@ def targets(config: DataConfig) -> list[Target]:
     elif len(requests) == 1:
       directory = prepared_dir
     else:
+      # Each source has a directory in prepared_dir.
       name = f"{_short_name(spec)}-{_digest([spec, splits])[:8]}"
       directory = os.path.join(prepared_dir, name)
     target = Target(spec, component.weight, splits, directory, description)
@@ -250,12 +251,12 @@ def open_source(
 
 
 def _identity(source_by_split: Mapping[str, Source]) -> dict[str, Any]:
-  """Returns the identity of the files of a source, by split."""
+  """Returns what identifies the files of a source (JSON), by split."""
   return {split: source.identity for split, source in source_by_split.items()}
 
 
 def _earlier_identity(source_by_split: Mapping[str, Source]) -> dict[str, Any]:
-  """Returns the identity that earlier versions stored, by split."""
+  """Returns what identified the same files in earlier versions, by split."""
   identities = {}
   for split, source in source_by_split.items():
     identities[split] = source.earlier_identity
@@ -265,7 +266,7 @@ def _earlier_identity(source_by_split: Mapping[str, Source]) -> dict[str, Any]:
 def file_fingerprints(
   source_by_split: Mapping[str, Source],
 ) -> dict[str, dict[str, str]]:
-  """Returns the fingerprint of the files of a source, by split."""
+  """Returns digests of the files of a source, by split."""
   return {
     split: source.fingerprint() for split, source in source_by_split.items()
   }
@@ -277,7 +278,7 @@ def meta_path(directory: str) -> str:
 
 
 def read_meta(target: Target) -> dict[str, Any] | None:
-  """Returns the meta.json of a target. None if the file does not exist.
+  """Returns the content of a target's meta.json. None if it does not exist.
 
   Raises:
     UserError: if the file cannot be read, or the directory holds rows with
@@ -310,6 +311,7 @@ def _check_meta(meta: Any, splits: Sequence[str]) -> None:
   if "identity" not in meta:
     raise KeyError("identity")
   if not meta["complete"]:
+    # The field "splits" is added when all rows are written.
     return
   for split in splits:
     totals = meta["splits"][split]
@@ -321,7 +323,12 @@ def _check_meta(meta: Any, splits: Sequence[str]) -> None:
 def _check_description(
   target: Target, stored_description: dict[str, Any]
 ) -> None:
-  """Raises UserError if the rows in a target's directory are different ones."""
+  """Raises UserError if a directory holds rows of a different config.
+
+  Args:
+    target: The target that has this directory.
+    stored_description: The description in the directory's meta.json.
+  """
   differences = []
   for key, field in CONFIG_FIELDS.items():
     stored = stored_description.get(key)
@@ -363,6 +370,8 @@ def prepare(config: DataConfig, workers: int = 0) -> list[Target]:
     UserError: if a source, a document or the tokenizer is invalid, or if a
       directory holds rows with another description or of other files.
   """
+  # All sources are checked, and their needs are estimated, before the rows of
+  # the first one are written.
   all_targets = targets(config)
   incomplete: list[tuple[Target, Work]] = []
   for target in all_targets:
@@ -379,11 +388,11 @@ def prepare(config: DataConfig, workers: int = 0) -> list[Target]:
 
 @contextlib.contextmanager
 def _explain_errors(target: Target) -> Iterator[None]:
-  """Converts errors of the disk or memory to a UserError for this target."""
+  """Converts errors of the disk or of memory in the body to a UserError."""
   try:
     with address_space.explained(
       f"preparing {target.spec}",
-      "run the same command again with fewer --workers to continue",
+      remedy="run the same command again with fewer --workers to continue",
     ):
       yield
   except OSError as error:
@@ -397,7 +406,8 @@ def _open_work(target: Target, config: DataConfig) -> Work | None:
   """Opens the source of a target, and divides it into shards.
 
   Returns:
-    The shards, of which some may be written. None if the target is prepared.
+    The source and all shards, including those that are already written. None if
+    the target is prepared.
 
   Raises:
     UserError: if the directory holds rows of other files.
@@ -405,6 +415,7 @@ def _open_work(target: Target, config: DataConfig) -> Work | None:
   meta = read_meta(target)
   source_by_split = open_source(target.spec, target.splits, config)
   if meta is not None:
+    # The rows may have been prepared by an earlier version.
     identities = [
       _identity(source_by_split),
       _earlier_identity(source_by_split),
@@ -425,7 +436,7 @@ def _open_work(target: Target, config: DataConfig) -> Work | None:
 
 
 def _divide(target: Target, split: str, num_parts: int) -> list[Shard]:
-  """Divides the parts of a split into shards of consecutive parts."""
+  """Divides the parts of a split evenly into shards of consecutive parts."""
   num_shards = min(num_parts, _MAX_SHARDS[split])
   shards = []
   for index in range(num_shards):
@@ -445,7 +456,17 @@ def _divide(target: Target, split: str, num_parts: int) -> list[Shard]:
 def _write(
   target: Target, work: Work, config: DataConfig, workers: int
 ) -> None:
-  """Writes the missing rows of a target, and completes its meta.json."""
+  """Writes the missing rows of a target, and then marks them as complete.
+
+  Args:
+    target: The target.
+    work: Its source and shards.
+    config: The data fields.
+    workers: Number of processes. 0 for one for each CPU.
+
+  Raises:
+    UserError: if a document cannot be read, or no document is for training.
+  """
   os.makedirs(target.directory, exist_ok=True)
   meta = _read_or_create_meta(target, work, config)
 
@@ -470,9 +491,10 @@ def _write(
 def _read_or_create_meta(
   target: Target, work: Work, config: DataConfig
 ) -> dict[str, Any]:
-  """Returns the meta.json of a target. Writes an incomplete one if missing.
+  """Returns the content of a target's meta.json. Writes it if it is missing.
 
-  A preparation that is continued later is compared with it.
+  It exists before the rows, so that an interrupted preparation is continued
+  only with the same config and files.
   """
   meta = read_meta(target)
   if meta is not None:
@@ -491,10 +513,10 @@ def _read_or_create_meta(
 def _split_records(
   target: Target, shards: Sequence[Shard]
 ) -> dict[str, dict[str, Any]]:
-  """Returns the field "splits" of meta.json for shards that are written.
+  """Returns the field "splits" of meta.json, after all shards are written.
 
-  For each split, these are the sums of the shards' totals, the number of rows
-  of each shard, and a fingerprint of all rows.
+  For each split, it has the sums of the shards' totals, the number of rows of
+  each shard, and a fingerprint of all rows.
   """
   records = {}
   for split in target.splits:
@@ -516,9 +538,9 @@ def _no_documents(target: Target, config: DataConfig) -> UserError:
       "nor do those whose prompts fill a row of config.data.length ="
       f" {config.length}"
     )
+  held_out = config.validation_fraction
   reasons.append(
-    f"and config.data.validation_fraction = {config.validation_fraction} are"
-    " held out"
+    f"and config.data.validation_fraction = {held_out} are held out"
   )
   return UserError(
     f"config.data.source {target.spec!r}: empty: no document to train on"
@@ -601,12 +623,13 @@ class PreparedRows:
     )
     self._files = _row_files(target.directory, split, totals["shard_rows"])
     # The index after the last row of each file.
-    num_rows = [file.num_rows for file in self._files]
-    self._ends = list(itertools.accumulate(num_rows))
+    file_rows = [file.num_rows for file in self._files]
+    self._ends = list(itertools.accumulate(file_rows))
     self._records: Any = None
     if self._files:
       with address_space.explained(
-        f"opening {self.directory}", "fewer other programs leave more"
+        f"opening {self.directory}",
+        remedy="fewer other programs leave more",
       ):
         self._records = _open_records(self._files)
 
@@ -623,12 +646,15 @@ class PreparedRows:
       raise self._read_error(index, error) from error
 
   def __getitems__(self, indices: Sequence[int]) -> list[Row]:
-    """Returns several rows. Neighboring rows are read four times as fast."""
+    """Returns several rows.
+
+    Reads neighboring rows four times as fast as `__getitem__` does.
+    """
     try:
       records = self._records.__getitems__(indices)
       return [decode_row(record) for record in records]
     except Exception:
-      # Reads one by one, so that the error names the row.
+      # The error does not say which row is damaged. Reading one by one does.
       return [self[index] for index in indices]
 
   def _read_error(self, index: int, cause: Exception) -> UserError:

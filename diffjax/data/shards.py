@@ -305,7 +305,8 @@ def _write_shard(
   shard: Shard, source: Source, config: DataConfig, counter: _Counter
 ) -> None:
   """Writes the rows and the totals of a shard."""
-  # The dataset reads a document when its row is packed.
+  # Documents are read and packed while the rows are written below. `reader` and
+  # `example_counts` count them meanwhile.
   parts = source.parts[shard.start : shard.stop]
   part_dataset = read_sequentially(grain.MapDataset.source(parts))
   reader = _ShardReader(source, counter)
@@ -315,8 +316,8 @@ def _write_shard(
     max_empty_parts=len(source.parts),
     spec=shard.spec,
   )
-  counts = packing.ExampleCounts(config.length)
-  rows = packing.make_rows(documents, config, counts)
+  example_counts = packing.ExampleCounts(config.length)
+  rows = packing.make_rows(documents, config, example_counts)
 
   # A shard is complete if both files exist. The file of the rows gets its name
   # at the end of the context, after the totals are written.
@@ -330,8 +331,8 @@ def _write_shard(
       "rows": written.num_rows,
     }
     if config.prompt_field:
-      totals["skipped"] = counts.skipped
-      totals["cut"] = counts.cut
+      totals["skipped"] = example_counts.skipped
+      totals["cut"] = example_counts.cut
     totals["sha256"] = written.sha256
     write_json(shard.totals_path, totals)
 
@@ -342,7 +343,14 @@ def _write_rows(
   config: DataConfig,
   counter: _Counter,
 ) -> _WrittenRows:
-  """Writes rows to an ArrayRecord file, and reports their tokens."""
+  """Writes rows to an ArrayRecord file, and adds their tokens to a counter.
+
+  Args:
+    path: The file.
+    rows: The rows.
+    config: The data fields.
+    counter: The counter, for the display of the progress.
+  """
   from array_record.python import array_record_module
 
   vocab_size = load_once(config.tokenizer).vocab_size
@@ -359,6 +367,7 @@ def _write_rows(
       digest.update(record)
       num_rows += 1
       num_tokens += len(row.tokens)
+      # The counter has a lock, so it is not called for each row.
       if num_tokens - num_reported > _REPORTED_TOKENS:
         counter.add_tokens(num_tokens - num_reported)
         num_reported = num_tokens
@@ -369,13 +378,18 @@ def _write_rows(
 
 
 class _WorkerState(NamedTuple):
-  """What a worker process needs for all shards."""
+  """What a worker process needs for all shards.
+
+  The sources are sent to the workers. If each worker opened them, it would list
+  the files and read the footers of all Parquet files.
+  """
 
   counter: _Counter
   source_by_split: Mapping[str, Source]
 
 
-# Set in worker processes only.
+# The state of this process, if it is a worker. It is sent once, when the worker
+# starts, because it is much larger than a task.
 _worker_state: _WorkerState | None = None
 
 
@@ -397,19 +411,18 @@ def _write_in_processes(
   with _no_main_module(), starting_workers():
     # The numbers of parts and of tokens, in shared memory.
     counts = context.Array("d", 2, lock=False)
-    lock = context.Lock()
-    # The sources are sent to the workers. If each worker opened them, it would
-    # list the files and read the footers of all Parquet files.
+    counter = _Counter(counts, context.Lock())
     pool = concurrent.futures.ProcessPoolExecutor(
       num_workers,
       context,
       initializer=_start_worker,
-      initargs=(counts, lock, work.source_by_split),
+      initargs=(_WorkerState(counter, work.source_by_split),),
     )
     pending = set()
     for shard in shards:
       pending.add(pool.submit(_write_shard_in_worker, shard, config))
   try:
+    # Displays the workers' counts until all shards are written.
     while pending:
       done, pending = concurrent.futures.wait(
         pending,
@@ -453,14 +466,10 @@ def _no_main_module() -> Iterator[None]:
     sys.modules["__main__"] = main
 
 
-def _start_worker(
-  counts: MutableSequence[float],
-  lock: contextlib.AbstractContextManager[Any],
-  source_by_split: Mapping[str, Source],
-) -> None:
-  """Initializes a worker process. Its shards share the arguments."""
+def _start_worker(state: _WorkerState) -> None:
+  """Initializes a worker process with the state for all its shards."""
   global _worker_state
-  _worker_state = _WorkerState(_Counter(counts, lock), source_by_split)
+  _worker_state = state
   end_with_parent()
 
 
