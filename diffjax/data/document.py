@@ -26,7 +26,7 @@ MISSING: Any = object()
 # An index of a list in the path of a field.
 _LIST_INDEX = re.compile(r"-?[0-9]{1,9}")
 
-# The number of different values of the first 8 bytes of a hash.
+# The number of values that the first 8 bytes of a hash can have.
 _NUM_HASHES = 2**64
 
 
@@ -130,7 +130,7 @@ class Source(abc.ABC):
       UserError: if a document cannot be read. The message has its file and its
         position.
     """
-    for fraction, document in self._read(part):
+    for fraction, document in self._read_all(part):
       if report is not None:
         report(fraction)
       if not document.text:
@@ -164,8 +164,8 @@ class Source(abc.ABC):
     """
 
   @abc.abstractmethod
-  def _read(self, part: Part) -> Iterator[tuple[float, Document]]:
-    """Yields all documents of a part, including empty ones and both splits.
+  def _read_all(self, part: Part) -> Iterator[tuple[float, Document]]:
+    """Yields all documents of a part: those of both splits, and empty ones.
 
     Yields:
       (fraction, document): the fraction of the part that has been read, and the
@@ -211,7 +211,9 @@ def is_validation(digest: bytes, fraction: float) -> bool:
     digest: The sha256 of the document, 32 bytes.
     fraction: The fraction of all documents that are for validation, 0 to 1.
   """
-  return int.from_bytes(digest[:8], "big") < fraction * _NUM_HASHES
+  # The bytes of a hash are a random number from 0 to _NUM_HASHES - 1.
+  number = int.from_bytes(digest[:8], "big")
+  return number < fraction * _NUM_HASHES
 
 
 class DecodedText(NamedTuple):

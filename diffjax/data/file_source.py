@@ -161,8 +161,10 @@ class TextSource(FileSource):
   def part_size(self, part: tuple[str, ...]) -> float:
     return sum(self._size_by_path[path] for path in part)
 
-  def _read(self, part: tuple[str, ...]) -> Iterator[tuple[float, Document]]:
-    """Yields the document of each file, and the fraction of files read by then.
+  def _read_all(
+    self, part: tuple[str, ...]
+  ) -> Iterator[tuple[float, Document]]:
+    """Yields the fraction of the files that is read, and a file's document.
 
     Raises:
       UserError: if a file cannot be read.

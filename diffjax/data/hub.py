@@ -100,8 +100,10 @@ class _Location(NamedTuple):
   def repo_type(self) -> str:
     """The kind of repository: "model", "dataset" or "space"."""
     if self.repo.count("/") == 1:
+      # ORG/NAME
       return "model"
-    return self.repo.partition("/")[0].removesuffix("s")
+    kind_in_plural, _, _ = self.repo.partition("/")
+    return kind_in_plural.removesuffix("s")
 
   @property
   def repo_id(self) -> str:
@@ -110,7 +112,11 @@ class _Location(NamedTuple):
 
 
 def _parse(path: str) -> _Location:
-  """Parses an hf:// path."""
+  """Returns the parts of an hf:// path.
+
+  Raises:
+    UserError: if the path has another form.
+  """
   parsed = _PATH.fullmatch(path)
   if parsed is None:
     raise UserError(

@@ -59,7 +59,7 @@ class JsonlSource(FileSource):
   def part_size(self, part: ByteRange) -> float:
     return part.stop - part.start
 
-  def _read(self, part: ByteRange) -> Iterator[tuple[float, Document]]:
+  def _read_all(self, part: ByteRange) -> Iterator[tuple[float, Document]]:
     """Yields the fraction of the part that is read, and a line's document."""
     for line in _read_lines(part):
       # Files that were joined have byte order marks in the middle too.

@@ -53,8 +53,8 @@ class ParquetSource(FileSource):
     sizes = parquet.row_group_sizes(part.path)
     return self._size_by_path[part.path] * sizes[part.number] / sum(sizes)
 
-  def _read(self, part: RowGroup) -> Iterator[tuple[float, Document]]:
-    """Yields the document of each row, and the fraction of rows read by then.
+  def _read_all(self, part: RowGroup) -> Iterator[tuple[float, Document]]:
+    """Yields the fraction of the rows that is read, and a row's document.
 
     Reads the rows in batches, so that a large row group takes little memory.
     """

@@ -179,8 +179,8 @@ class TfdsSource(Source):
   def part_size(self, part: RecordRange) -> float:
     return self.size * (part.stop - part.start) / self._num_records
 
-  def _read(self, part: RecordRange) -> Iterator[tuple[float, Document]]:
-    """Yields the fraction of the records that is read, and their documents.
+  def _read_all(self, part: RecordRange) -> Iterator[tuple[float, Document]]:
+    """Yields the fraction of the records that is read, and a record's document.
 
     Raises:
       UserError: if a record cannot be read.
@@ -231,7 +231,7 @@ class TfdsSource(Source):
     """
     documents = []
     for index in sampled(self._num_records):
-      for _, document in self._read(RecordRange(index, index + 1)):
+      for _, document in self._read_all(RecordRange(index, index + 1)):
         documents.append(document)
     return digest(documents)
 
