@@ -86,7 +86,7 @@ def estimate(work: Work, config: DataConfig) -> Needs:
 
   num_files = 0
   read_bytes = 0.0
-  # The missing shards as a multiple of the sample.
+  # The work on the missing shards, as a multiple of the work on the sample.
   num_samples = 0.0
   for split, source in work.source_by_split.items():
     num_parts = _count_parts(missing, split)

@@ -140,7 +140,8 @@ def targets(config: DataConfig) -> list[Target]:
     elif len(requests) == 1:
       directory = prepared_dir
     else:
-      # Each source has a directory in prepared_dir.
+      # Each source has its own directory in prepared_dir. The name contains a
+      # digest, because short names may be equal.
       name = f"{_short_name(spec)}-{_digest([spec, splits])[:8]}"
       directory = os.path.join(prepared_dir, name)
     target = Target(spec, component.weight, splits, directory, description)
@@ -441,11 +442,11 @@ def _divide(target: Target, split: str, num_parts: int) -> list[Shard]:
   shards = []
   for index in range(num_shards):
     shard = Shard(
-      target.directory,
-      target.spec,
-      split,
-      index,
-      num_shards,
+      directory=target.directory,
+      spec=target.spec,
+      split=split,
+      index=index,
+      num_shards=num_shards,
       start=num_parts * index // num_shards,
       stop=num_parts * (index + 1) // num_shards,
     )
