@@ -21,7 +21,7 @@ import os
 import shutil
 import time
 import urllib.parse
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -46,9 +46,9 @@ _CHUNK_BYTES = 1 << 26
 _CLEANUP_SECONDS = 5.0
 _CLEANUP_INTERVAL_SECONDS = 0.1
 
-# TensorStore reports a full disk as a ValueError. Orbax raises a KeyError if it
-# finds no handler for what it is asked to read.
-_FAILURES = (OSError, ValueError, RuntimeError, KeyError)
+# The errors of failed reads and writes. TensorStore reports a full disk as a
+# ValueError. Orbax raises a KeyError for a directory that it cannot interpret.
+_STORAGE_ERRORS = (OSError, ValueError, RuntimeError, KeyError)
 
 
 class _OrbaxSave(Protocol):
@@ -91,33 +91,39 @@ class Checkpoints:
     self._workdir = workdir
     self._directory = manifest.checkpoint_directory(workdir)
     self._keep = keep
-    # The manifest and the pruning of the last save.
+    # The last save, until `wait` is called.
     self._pending: concurrent.futures.Future[None] | None = None
+    # The last step that was saved or restored.
     self._last_saved_step: int | None = None
-    # Steps with intact manifests and damaged files. Verifying them again would
-    # take as long as reading all files.
+    # Steps with damaged files, which are remembered because finding them again
+    # would need a reading of all files.
     self._damaged_steps: set[int] = set()
     if restored is not None:
       self._last_saved_step = restored.step
       self._damaged_steps = set(restored.damaged_steps)
-    # Orbax raises its errors. It also logs each one with a traceback per
-    # thread.
+    # Orbax raises its errors, and also logs a traceback per thread. The logs
+    # are hidden.
     logging.get_absl_logger().addFilter(_is_not_from_orbax)
     # A single worker, so that saves are completed in their order.
     self._worker = concurrent.futures.ThreadPoolExecutor(
       max_workers=1, thread_name_prefix="checkpoint"
     )
     if jax.process_index() == 0:
-      with _user_errors(self._directory):
-        self._directory.mkdir(parents=True, exist_ok=True)
-        for path in manifest.unfinished_saves(self._directory):
-          logging.warning("removing %s: a save that was interrupted", path)
-          manifest.delete(path)
+      self._prepare_directory()
+
+  def _prepare_directory(self) -> None:
+    """Creates the directory, and deletes the files of interrupted saves."""
+    with _user_errors(self._directory):
+      self._directory.mkdir(parents=True, exist_ok=True)
+      for path in manifest.unfinished_saves(self._directory):
+        logging.warning("removing %s: a save that was interrupted", path)
+        manifest.delete(path)
 
   def check_lock(self) -> None:
-    """Raises LostWorkdir if the workdir is not the locked one any more.
+    """Raises LostWorkdir if the workdir was moved or replaced.
 
-    All processes call it together, and all of them raise.
+    All processes must call this together. Process 0, which holds the lock,
+    tells the others, so that all of them raise.
     """
     problem = ""
     try:
@@ -129,7 +135,7 @@ class Checkpoints:
       raise LostWorkdir(problem)
 
   def _check_lock_here(self) -> None:
-    """Raises LostWorkdir in the process that holds the lock."""
+    """Raises LostWorkdir in process 0 only, without communication."""
     if self._lock is not None:
       self._lock.check()
 
@@ -143,15 +149,15 @@ class Checkpoints:
     metrics: Mapping[str, float] | None = None,
     in_pieces: bool = False,
   ) -> bool:
-    """Starts a save. When it returns, the caller may donate `state`.
+    """Starts a save, which writes the files in the background.
 
-    The files are written in the background. If the previous save is still
-    running, this waits for it first.
+    When this returns, the caller may donate the arrays of `state`. If the
+    previous save is still running, this waits for it first.
 
-    A failed save prints a warning, and its files are deleted. Older checkpoints
-    are unchanged, and the run can continue. Only `wait` raises the error. If
-    one of several processes fails, the others fail when Orbax's barriers time
-    out, after at most 5 minutes.
+    A failed save prints a warning and deletes its files. Older checkpoints are
+    unchanged, and the run can continue. Only `wait` raises the error. If one of
+    several processes fails, the others fail when Orbax's barriers time out,
+    after at most 5 minutes.
 
     Args:
       step: The number of updates before this state.
@@ -162,16 +168,16 @@ class Checkpoints:
       config: The run's config as nested dicts.
       metrics: Values measured at this step, by name. "validation/loss"
         determines the best checkpoint.
-      in_pieces: Set it if `state` has NumPy arrays that may not fit into
-        memory, such as memory-mapped files, and that do not change until `wait`
-        returns. Each array is then read and written in chunks.
+      in_pieces: Whether each array is read and written in chunks. For NumPy
+        arrays that may not fit into memory, such as memory-mapped files. They
+        must not change until `wait` returns.
 
     Returns:
       Whether a save was started. False if this step was the last one that was
       saved or restored.
 
     Raises:
-      LostWorkdir: if the workdir is not the locked one any more.
+      LostWorkdir: if the workdir was moved or replaced.
     """
     # A failure of the previous save was already printed.
     with contextlib.suppress(UserError):
@@ -198,7 +204,10 @@ class Checkpoints:
     config: dict[str, Any],
     in_pieces: bool,
   ) -> _OrbaxSave:
-    """Returns a running save, or one whose result is the error."""
+    """Starts Orbax's save. An error is raised later, by the save's `result`.
+
+    Errors at the start are thereby handled like those in the background.
+    """
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     context = _chunked_saving() if in_pieces else contextlib.nullcontext()
     try:
@@ -211,7 +220,7 @@ class Checkpoints:
           overwrite=True,
           custom_metadata={"data_state": data_state, "config": config},
         )
-    except _FAILURES as error:
+    except _STORAGE_ERRORS as error:
       failed: concurrent.futures.Future[None] = concurrent.futures.Future()
       failed.set_exception(error)
       return failed
@@ -249,7 +258,7 @@ class Checkpoints:
     return None if checkpoint is None else checkpoint.step
 
   def wait(self) -> None:
-    """Waits until the last save is complete, including its manifest.
+    """Waits until the last save is complete, or has failed.
 
     Raises:
       UserError: if the save failed. A second call does not raise it again.
@@ -269,39 +278,42 @@ class Checkpoints:
   def __exit__(
     self, exception_type: type[BaseException] | None, *_: Any
   ) -> None:
-    is_unexpected = exception_type is not None and not issubclass(
+    is_expected = exception_type is None or issubclass(
       exception_type, UserError
     )
-    if is_unexpected and jax.process_count() > 1:
-      # Another process may be dead. Orbax would wait for its part of the save.
-      self._worker.shutdown(wait=False)
-    else:
+    if is_expected or jax.process_count() == 1:
       self.close()
+    else:
+      # Another process may be dead, and its part of the save would never come.
+      self._worker.shutdown(wait=False)
 
   def _check_space(self, step: int, num_bytes: int) -> None:
-    """Raises OSError in all processes if the step cannot be written.
+    """Raises OSError if the directory is not writable or the disk is full.
 
-    Without this check, Orbax's threads wait for minutes if the directory is
-    missing, and print tracebacks if the disk is full. All processes must raise
-    together: otherwise one of them would run its next step while the others
-    save.
+    Without this check, Orbax's threads would wait for minutes, or print
+    tracebacks. Process 0 tells the others, so that all of them raise.
+    Otherwise, one of them would run its next step while the others save.
     """
     problem = ""
     if jax.process_index() == 0:
       try:
-        problem = self._space_problem(step, num_bytes)
+        problem = self._find_space_problem(step, num_bytes)
       except OSError as error:
         problem = str(error)
     problem = gather_objects(problem)[0]
     if problem:
       raise OSError(problem)
 
-  def _space_problem(self, step: int, num_bytes: int) -> str:
-    """Returns why the step cannot be written, or "". May raise OSError."""
+  def _find_space_problem(self, step: int, num_bytes: int) -> str:
+    """Returns an error message if the disk is full, or "".
+
+    Raises OSError if the directory is not writable.
+    """
     path = self._directory / str(step)
     if not path.is_dir():
-      # There may be a file or a broken link.
+      # There may be a file or a broken link in place of the step's directory.
       manifest.delete(path)
+    # Tests whether a directory can be created.
     probe = manifest.probe_path(path)
     probe.mkdir(parents=True, exist_ok=True)
     manifest.delete(probe)
@@ -321,18 +333,14 @@ class Checkpoints:
   def _complete(
     self, orbax_save: _OrbaxSave, step: int, metrics: dict[str, float]
   ) -> None:
-    """Completes a save, in the worker.
+    """Finishes a save and deletes old checkpoints, in the background thread.
 
-    First the files are written, then the manifest, then old checkpoints are
-    deleted. A kill at any moment leaves a complete checkpoint.
+    The manifest is written after Orbax's files, and makes the checkpoint
+    complete. Old checkpoints are deleted last. If the process is killed, at
+    least one checkpoint is complete.
     """
-    path = self._directory / str(step)
     try:
-      with _user_errors(path):
-        orbax_save.result()
-        self._check_lock_here()
-        if jax.process_index() == 0:
-          manifest.write(path, step, metrics)
+      self._write_manifest(orbax_save, step, metrics)
     except LostWorkdir:
       raise
     except UserError as error:
@@ -342,7 +350,7 @@ class Checkpoints:
       # The step may be saved again.
       self._last_saved_step = None
       if jax.process_index() == 0:
-        self._delete_failed(path, step)
+        self._delete_failed(step)
       raise
 
     if jax.process_index() == 0:
@@ -353,28 +361,49 @@ class Checkpoints:
       except (OSError, UserError) as error:
         logging.warning("cannot delete old checkpoints: %s", error)
 
-  def _delete_failed(self, path: epath.Path, step: int) -> None:
-    """Deletes the files of a failed save, which may fill the disk.
+  def _write_manifest(
+    self, orbax_save: _OrbaxSave, step: int, metrics: dict[str, float]
+  ) -> None:
+    """Waits for Orbax's files, then writes the manifest with their hashes."""
+    path = self._directory / str(step)
+    with _user_errors(path):
+      orbax_save.result()
+      self._check_lock_here()
+      if jax.process_index() == 0:
+        manifest.write(path, step, metrics)
 
-    Orbax's threads may still write, so this tries several times.
+  def _delete_failed(self, step: int) -> None:
+    """Deletes the files of a failed save, since they may fill the disk.
+
+    Orbax's threads may still write files. This repeats until there are none, or
+    for at most _CLEANUP_SECONDS.
     """
     deadline = time.monotonic() + _CLEANUP_SECONDS
     while time.monotonic() < deadline:
       # Another run may have locked this path. Its files must not be deleted.
       self._check_lock_here()
       with contextlib.suppress(OSError, UserError):
-        for unfinished in manifest.unfinished_saves(self._directory):
-          manifest.delete(unfinished)
-        try:
-          manifest.read(path, step)
-        except manifest.Damage:
-          manifest.delete(path)
+        self._delete_incomplete(step)
         time.sleep(_CLEANUP_INTERVAL_SECONDS)
         if not manifest.unfinished_saves(self._directory):
           return
 
+  def _delete_incomplete(self, step: int) -> None:
+    """Deletes unfinished saves, and a step if it has no intact manifest."""
+    for unfinished in manifest.unfinished_saves(self._directory):
+      manifest.delete(unfinished)
+    path = self._directory / str(step)
+    try:
+      manifest.read(path, step)
+    except manifest.Damage:
+      manifest.delete(path)
+
   def _prune(self, newest: int) -> None:
-    """Deletes old and damaged checkpoints up to the newest step."""
+    """Deletes damaged checkpoints and superseded ones, up to the newest step.
+
+    The newest `keep` complete checkpoints and the best one stay. A higher step
+    is a damaged one that the run will reach and write again.
+    """
     steps = manifest.steps(self._directory)
     candidates = [step for step in steps if step <= newest]
     manifests = {}
@@ -489,15 +518,18 @@ class Checkpoint:
       UserError: if the checkpoint's parameters have other names or shapes.
     """
 
-    def copy(path: Any, leaf: Any) -> np.ndarray:
-      key = jax.tree_util.keystr(path, simple=True, separator=".")
-      array = make_array(leaf.shape)
-      _copy_chunks(_open_stored(self.path / "state", f"params.{key}"), array)
+    def copy_param(
+      key_path: tuple[Any, ...], abstract_param: jax.ShapeDtypeStruct
+    ) -> np.ndarray:
+      name = jax.tree_util.keystr(key_path, simple=True, separator=".")
+      stored = _open_stored(self.path / "state", f"params.{name}")
+      array = make_array(abstract_param.shape)
+      _copy_chunks(stored, array)
       return array
 
     with _user_errors(self.path):
       self._check_params(abstract_params)
-      return jax.tree_util.tree_map_with_path(copy, abstract_params)
+      return jax.tree_util.tree_map_with_path(copy_param, abstract_params)
 
   def _saved_metadata(self) -> Any:
     """Returns the tree of the saved train state, with shapes and dtypes."""
@@ -518,7 +550,10 @@ def _with_sharding(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def _open_stored(directory: epath.Path, name: str) -> tensorstore.TensorStore:
-  """Opens an array that Orbax has written, in either of its two formats."""
+  """Opens an array that Orbax has written.
+
+  Each array has its own directory, or all arrays are in one OCDBT database.
+  """
   url = _url(directory)
   store: Any = f"{url}/{name}/"
   if (directory / "manifest.ocdbt").exists():
@@ -529,26 +564,30 @@ def _open_stored(directory: epath.Path, name: str) -> tensorstore.TensorStore:
 def _copy_chunks(stored: tensorstore.TensorStore, target: np.ndarray) -> None:
   """Copies a stored array into an array of its shape, one chunk at a time."""
   chunk_shape: Any = stored.chunk_layout.read_chunk.shape
-  starts_by_axis = []
-  for length, chunk_length in zip(target.shape, chunk_shape, strict=True):
-    starts_by_axis.append(range(0, length, chunk_length))
-  for starts in itertools.product(*starts_by_axis):
+  for slices in _chunk_slices(target.shape, chunk_shape):
+    target[slices] = stored[slices].read().result()
+
+
+def _chunk_slices(
+  shape: Sequence[int], chunk_shape: Sequence[int]
+) -> Iterator[tuple[slice, ...]]:
+  """Returns the position of each chunk of an array, as a slice per axis."""
+  slices_by_axis = []
+  for length, chunk_length in zip(shape, chunk_shape, strict=True):
     slices = []
-    for start, chunk_length, length in zip(
-      starts, chunk_shape, target.shape, strict=True
-    ):
+    for start in range(0, length, chunk_length):
+      # The last chunk may be shorter.
       end = min(start + chunk_length, length)
       slices.append(slice(start, end))
-    chunk = tuple(slices)
-    target[chunk] = stored[chunk].read().result()
+    slices_by_axis.append(slices)
+  return itertools.product(*slices_by_axis)
 
 
 def check_path(workdir: epath.PathLike) -> None:
-  """Raises UserError if Orbax would write checkpoints that cannot be read.
+  """Raises UserError if the path has a wildcard in brackets, such as "a[b]".
 
-  Orbax looks for its own files by a glob of the whole path. If a directory's
-  name is a pattern that does not match itself, such as "a[b]", it finds none
-  and saves no arrays.
+  Orbax uses the path as a glob pattern to find its own files. If a directory's
+  name does not match itself as a pattern, Orbax saves no arrays.
   """
   for name in manifest.checkpoint_directory(workdir).parts:
     if not fnmatch.fnmatchcase(name, name):
@@ -607,7 +646,8 @@ def find_checkpoint(
 ) -> Checkpoint | None:
   """Returns the newest complete checkpoint, or None if the run has none.
 
-  Process 0 searches, and the others receive its result.
+  A checkpoint is complete if its files have the hashes in its manifest. Process
+  0 searches and sends the result to the others.
 
   Args:
     workdir: The run's directory, local or gs://.
@@ -620,9 +660,10 @@ def find_checkpoint(
       from step 0 without an error would lose the run.
   """
   directory = manifest.checkpoint_directory(workdir)
-  search = _Search(None, {}, "")
+  search = _SearchResult(None, {}, "")
   if jax.process_index() == 0:
-    search = _search(directory, before, config_only)
+    search = _search_newest(directory, before, config_only)
+  # Only the first process has searched.
   step, problem = gather_objects((search.step, search.problem))[0]
   if problem and before is None:
     raise UserError(problem)
@@ -631,11 +672,11 @@ def find_checkpoint(
   return Checkpoint(directory / str(step), step, frozenset(search.damages))
 
 
-class _Search(NamedTuple):
+class _SearchResult(NamedTuple):
   """The result of a search for the newest complete checkpoint.
 
   Attributes:
-    step: Its step, or None.
+    step: Its step, or None if there is none.
     damages: What is wrong with each newer step.
     problem: An error message if the run has only damaged checkpoints, or "".
   """
@@ -645,45 +686,61 @@ class _Search(NamedTuple):
   problem: str
 
 
-def _search(
+def _search_newest(
   directory: epath.Path, before: int | None, config_only: bool
-) -> _Search:
-  """Searches for the newest complete checkpoint, in this process."""
+) -> _SearchResult:
+  """Searches for the newest complete checkpoint, from the highest step on.
+
+  Args:
+    directory: The directory of the checkpoints.
+    before: Only lower steps count. None for all steps.
+    config_only: Whether only the file with the config is verified.
+  """
+  only_file = manifest.METADATA if config_only else None
   damages: dict[int, str] = {}
   for step in reversed(manifest.steps(directory)):
     if before is not None and step >= before:
       continue
     path = directory / str(step)
     try:
-      manifest.verify(
-        path, step, only=manifest.METADATA if config_only else None
-      )
-      return _Search(step, damages, "")
+      manifest.verify(path, step, only=only_file)
+      return _SearchResult(step, damages, "")
     except manifest.Damage as damage:
       damages[step] = str(damage)
       if not config_only:
         logging.warning("passing over checkpoint %s: %s", path, damage)
+  return _SearchResult(None, damages, _all_damaged_message(directory, damages))
 
-  # A single step without a manifest is the interrupted first save of a run.
-  has_manifest = any(
-    manifest.has_manifest(directory / str(step)) for step in damages
-  )
-  if len(damages) <= 1 and not has_manifest:
-    return _Search(None, damages, "")
+
+def _all_damaged_message(directory: epath.Path, damages: dict[int, str]) -> str:
+  """Returns an error message if a run has lost all its checkpoints, or "".
+
+  Args:
+    directory: The directory of the checkpoints.
+    damages: What is wrong with each step in it.
+  """
+  if not damages:
+    return ""
   newest = max(damages)
-  return _Search(
-    None,
-    damages,
+  if len(damages) == 1 and not manifest.has_manifest(directory / str(newest)):
+    # The first save of the run was interrupted, so nothing is lost.
+    return ""
+  return (
     f"every checkpoint in {directory} is damaged ({newest}: {damages[newest]}):"
     " put an intact copy of one there, or start from the beginning with another"
-    " --workdir",
+    " --workdir"
   )
 
 
 def _check_shapes(saved: Any, wanted: Any, path: epath.Path) -> None:
-  """Raises UserError for the first array that differs between two trees.
+  """Raises UserError if two trees differ in the names or shapes of arrays.
 
-  Orbax's own errors do not name the array.
+  The error names the first one that differs, unlike Orbax's errors.
+
+  Args:
+    saved: The tree in the checkpoint.
+    wanted: The tree to load.
+    path: The checkpoint, for the message.
   """
   saved_shapes = _shapes(saved)
   wanted_shapes = _shapes(wanted)
@@ -692,21 +749,27 @@ def _check_shapes(saved: Any, wanted: Any, path: epath.Path) -> None:
     wanted_shape = wanted_shapes.get(name)
     if saved_shape == wanted_shape:
       continue
-    if saved_shape is None:
-      difference = f"it has no {name}, which is {wanted_shape} here"
-    elif wanted_shape is None:
-      difference = f"it has {name} {saved_shape}, which is not there here"
-    else:
-      difference = f"{name} is {saved_shape} there and {wanted_shape} here"
-    advice = ""
-    if name.startswith("opt_state"):
-      advice = (
+    difference = _describe_difference(name, saved_shape, wanted_shape)
+    message = (
+      f"checkpoint {path} is of another model or optimizer: {difference}"
+    )
+    is_of_optimizer = name.startswith("opt_state")
+    if is_of_optimizer:
+      message += (
         "; config.train.init_from starts another --workdir from its parameters"
       )
-    raise UserError(
-      f"checkpoint {path} is of another model or optimizer: {difference}"
-      f"{advice}"
-    )
+    raise UserError(message)
+
+
+def _describe_difference(
+  name: str, saved_shape: list[int] | None, wanted_shape: list[int] | None
+) -> str:
+  """Returns how an array differs. A shape is None if there is no such array."""
+  if saved_shape is None:
+    return f"it has no {name}, which is {wanted_shape} here"
+  if wanted_shape is None:
+    return f"it has {name} {saved_shape}, which is not there here"
+  return f"{name} is {saved_shape} there and {wanted_shape} here"
 
 
 def _shapes(tree: Any) -> dict[str, list[int]]:
@@ -738,11 +801,12 @@ def _format_bytes(num_bytes: float) -> str:
 
 @contextlib.contextmanager
 def _user_errors(path: epath.Path) -> Iterator[None]:
-  """Raises a UserError of one line in place of file errors and damage."""
+  """Turns storage errors and damage into a UserError of one line."""
   try:
     yield
-  except (*_FAILURES, manifest.Damage) as error:
-    lines = (str(error).strip() or type(error).__name__).splitlines()
+  except (*_STORAGE_ERRORS, manifest.Damage) as error:
+    message = str(error).strip() or type(error).__name__
+    first_line = message.splitlines()[0]
     raise UserError(
-      f"cannot read or write the checkpoint {path}: {lines[0]}"
+      f"cannot read or write the checkpoint {path}: {first_line}"
     ) from error
