@@ -92,7 +92,8 @@ def unfinished_saves(directory: epath.Path) -> list[epath.Path]:
 def probe_path(path: epath.Path) -> epath.Path:
   """Returns a path for testing whether a step can be written.
 
-  `unfinished_saves` includes it, so it is deleted if the process is killed.
+  `unfinished_saves` includes it, so the next run deletes it if this process is
+  killed.
   """
   return path.parent / f"{path.name}{_UNFINISHED}-probe"
 
@@ -115,7 +116,7 @@ def has_manifest(path: epath.Path) -> bool:
 
 
 def read(path: epath.Path, step: int) -> dict[str, Any]:
-  """Returns the manifest of a step.
+  """Reads a step's manifest, which lists its files and their hashes.
 
   Args:
     path: The step's directory.
@@ -148,6 +149,7 @@ def read(path: epath.Path, step: int) -> dict[str, Any]:
   try:
     body = json.loads(text)
     body.pop("sha256")
+    # The text includes a checksum, which is computed again.
     is_intact = text == _render(body)
   except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
     # Not JSON, or JSON of another form.
@@ -175,7 +177,7 @@ def metadata(path: epath.Path) -> dict[str, Any]:
 def verify(
   path: epath.Path, step: int, *, only: str | None = None, contents: bool = True
 ) -> dict[str, Any]:
-  """Compares the files of a step with its manifest.
+  """Checks the files of a step against the hashes in its manifest.
 
   Args:
     path: The step's directory.
@@ -196,10 +198,12 @@ def verify(
   if only is not None:
     names = [name for name in names if name == only]
 
-  check = functools.partial(_check_file, path, files, contents)
+  def check(name: str) -> None:
+    _check_file(path, name, files[name], contents=contents)
+
   with concurrent.futures.ThreadPoolExecutor(_NUM_READERS) as pool:
+    # The loop waits for the checks and raises the first error.
     for _ in pool.map(check, names):
-      # The iteration raises the error of a check.
       pass
 
   if only is None:
@@ -208,13 +212,16 @@ def verify(
 
 
 def _check_file(
-  path: epath.Path,
-  files: Mapping[str, Mapping[str, Any]],
-  contents: bool,
-  name: str,
+  path: epath.Path, name: str, expected: Mapping[str, Any], *, contents: bool
 ) -> None:
-  """Raises Damage if a file differs from the manifest."""
-  expected = files[name]
+  """Raises Damage if a file differs from its entry in the manifest.
+
+  Args:
+    path: The step's directory.
+    name: The file's name in the directory.
+    expected: Its "size" and "sha256" in the manifest.
+    contents: Whether to read the file. If False, only its size is compared.
+  """
   try:
     size = _size(path / name)
     if size is None:
@@ -264,6 +271,7 @@ def write(path: epath.Path, step: int, metrics: Mapping[str, float]) -> None:
     metrics: Values measured at this step, by name.
   """
   names = list(_file_names(path))
+  # Hashing takes most of the time, so several files are hashed at once.
   fingerprint = functools.partial(_fingerprint, path)
   with concurrent.futures.ThreadPoolExecutor(_NUM_HASHERS) as pool:
     fingerprints = list(pool.map(fingerprint, names))
@@ -279,7 +287,9 @@ def write(path: epath.Path, step: int, metrics: Mapping[str, float]) -> None:
 def add_metrics(
   path: epath.Path, step: int, metrics: Mapping[str, float]
 ) -> None:
-  """Adds metrics to a complete step. The step is complete at every moment.
+  """Adds metrics to the manifest of a complete step.
+
+  The manifest is replaced atomically, so the step stays complete.
 
   Args:
     path: The step's directory.
@@ -313,16 +323,20 @@ def _file_names(path: epath.Path, prefix: str = "") -> Iterator[str]:
   """Yields the names of a step's files, such as "state/d/0123", sorted.
 
   The manifest and its temporary files are left out.
+
+  Args:
+    path: The step's directory, or a directory in it.
+    prefix: What precedes the names, such as "state/d/". "" for the step's
+      directory.
   """
-  for child in sorted(path.iterdir(), key=_name):
+  for name in sorted(child.name for child in path.iterdir()):
+    child = path / name
     if child.is_dir():
-      yield from _file_names(child, f"{prefix}{child.name}/")
-    elif prefix or not child.name.startswith(_MANIFEST):
-      yield prefix + child.name
-
-
-def _name(path: epath.Path) -> str:
-  return path.name
+      yield from _file_names(child, f"{prefix}{name}/")
+      continue
+    is_manifest = prefix == "" and name.startswith(_MANIFEST)
+    if not is_manifest:
+      yield prefix + name
 
 
 def _fingerprint(path: epath.Path, name: str) -> dict[str, Any]:
@@ -340,10 +354,10 @@ def best(manifests: Mapping[int, Mapping[str, Any]]) -> int | None:
   """Returns the step with the lowest validation loss.
 
   Args:
-    manifests: The manifests by step.
+    manifests: The manifests by step. They contain the metrics.
 
   Returns:
-    The first of several equally good steps. None if no step has a loss.
+    The lowest of several equally good steps. None if no step has a loss.
   """
   best_step = None
   best_loss = None
@@ -371,21 +385,23 @@ def steps_to_prune(
     keep: How many of the newest complete steps are kept. The best step is kept
       too.
   """
-  kept = {*sorted(manifests)[-keep:], best(manifests)}
-  return [step for step in candidates if step not in kept]
+  newest_steps = sorted(manifests)[-keep:]
+  kept_steps = {*newest_steps, best(manifests)}
+  return [step for step in candidates if step not in kept_steps]
 
 
 def delete(path: epath.Path) -> None:
-  """Deletes a step, a temporary directory, or a file or link in its place.
+  """Deletes the directory of a step or of an unfinished save.
 
-  The target of a link is kept.
+  If there is a file or a link in its place, deletes that. The target of a link
+  is kept.
   """
   is_link = not is_remote(path) and os.path.islink(path)
   if is_link or not path.is_dir():
     path.unlink(missing_ok=True)
     return
-  # The manifest is deleted first. If the deletion is interrupted, the rest is a
-  # step without a manifest, not a damaged one.
+  # The manifest is deleted first. If the deletion is interrupted, the step then
+  # counts as an interrupted save, not as a damaged checkpoint.
   with contextlib.suppress(OSError):
     (path / _MANIFEST).unlink()
   path.rmtree(missing_ok=True)
