@@ -59,14 +59,8 @@ def make_optimizer(
   Bad steps are skipped. A step is bad if its loss or gradient norm is not
   finite, or is a spike: more than `config.spike_sigmas` standard deviations
   above the running mean. A skipped step changes neither parameters nor moments.
-  It is counted; see `skip_metrics`.
-
-  A spike enters the running averages with the value of the limit. A single
-  spike therefore changes them little. After a lasting change of the loss or of
-  the gradient norm, the averages adapt and the run stops skipping.
-
-  The schedule also counts skipped steps. The learning rate of step n is
-  `schedule(n)` in every run.
+  `skip_metrics` returns how many steps were skipped. The schedule counts
+  skipped steps too, so the learning rate of step n is always `schedule(n)`.
 
   Example:
 
@@ -138,6 +132,7 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
   remaining_steps = max(steps - warmup_steps, 1)
 
   phases: list[optax.Schedule] = []
+  # The first step of each phase but the first.
   boundaries: list[int] = []
   if warmup_steps:
     phases.append(optax.linear_schedule(0.0, peak, warmup_steps))
@@ -166,7 +161,7 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def trained_part(config: OptimizerConfig, params: Any) -> Any:
-  """Returns the parameters with an empty node in place of each frozen one.
+  """Returns the parameters without the frozen ones, for the optimizer.
 
   Frozen parameters have no gradient and no moments. They do not contribute to
   the gradient norm and do not decay.
@@ -176,22 +171,14 @@ def trained_part(config: OptimizerConfig, params: Any) -> Any:
     params: The tree of all parameters.
 
   Returns:
-    A tree with the same keys. Frozen parameters are `optax.MaskedNode()`.
+    A tree with the same keys. In place of each frozen parameter is an empty
+    node, `optax.MaskedNode()`.
 
   Raises:
     UserError: if `config.frozen` or `config.trained` contains a name that is
       not in the table of parameters, or that the model does not have.
   """
-  leaves = jax.tree_util.tree_leaves_with_path(params)
-  model_names = {_parameter_name(path) for path, _ in leaves}
-  for field in ("frozen", "trained"):
-    missing = _names_in_field(config, field) - model_names
-    if missing:
-      raise UserError(
-        f"config.optimizer.{field}: this model has no {min(missing)!r};"
-        f" it has {', '.join(sorted(model_names))}"
-      )
-
+  _check_names_in_model(config, params)
   frozen = frozen_names(config)
   if not frozen:
     return params
@@ -222,11 +209,13 @@ def frozen_names(config: OptimizerConfig) -> frozenset[str]:
 
 
 def with_frozen(part: Any, params: Any) -> Any:
-  """Returns the tree of all parameters: the inverse of `trained_part`.
+  """Returns the trained parameters together with the frozen ones.
+
+  This is the inverse of `trained_part`.
 
   Args:
     part: The trained parameters, a tree from `trained_part`.
-    params: The tree from which the frozen parameters are taken.
+    params: The tree of all parameters. The frozen ones are taken from it.
   """
 
   def is_masked(node: Any) -> bool:
@@ -277,6 +266,7 @@ def skip_metrics(before: Any, after: Any, sigmas: float) -> dict[str, Array]:
     "skipped_in_a_row": state_after.in_a_row,
   }
   if not sigmas:
+    # Spikes are not detected.
     return metrics
 
   limits = _spike_limits(state_before, sigmas)
@@ -297,7 +287,8 @@ def skip_reason(metrics: Mapping[str, float]) -> str:
     if not math.isfinite(value):
       return f"{label} {value}"
 
-  # Both metrics are finite, so at least one of them is above its limit.
+  # Both metrics are finite, so one of them is above its limit, or both. The one
+  # that is further above is the reason.
   loss_excess = metrics["loss"] / metrics["loss_limit"]
   norm_excess = metrics["grad_norm"] / metrics["grad_norm_limit"]
   name = "loss" if loss_excess >= norm_excess else "grad_norm"
@@ -335,7 +326,12 @@ def _skip_bad_steps(
   """Wraps an optimizer so that bad steps do not change parameters or moments.
 
   In a bad step, the updates are zero and the state of `inner` stays the same.
-  `make_optimizer` describes which steps are bad.
+  `make_optimizer` describes which steps are bad. `sigmas` is
+  `config.spike_sigmas`. If it is 0, spikes are not detected.
+
+  A spike enters the running averages with the value of the limit. A single
+  spike therefore changes them little. After a lasting change of the loss or of
+  the gradient norm, the averages adapt and the run stops skipping.
 
   `optax.apply_if_finite` is not used, because it applies an update after a
   number of non-finite ones, and because it does not monitor the loss.
@@ -360,6 +356,7 @@ def _skip_bad_steps(
     **extra_args: Any,
   ) -> tuple[Any, SkipState]:
     del extra_args
+    # Optax calls the loss `value`.
     loss = jnp.asarray(value, jnp.float32)
     # The norm is finite only if every element is. XLA computes it once for this
     # check and for clipping. If only the norm overflows, the step is also bad:
@@ -378,6 +375,7 @@ def _skip_bad_steps(
     updates = optax.tree.where(is_good, updates, optax.tree.zeros_like(updates))
     inner_state = optax.tree.where(is_good, inner_state, state.inner)
 
+    # Limits the influence of a spike on the averages.
     clipped = jnp.minimum(measured, limits)
     mean, variance = _updated_averages(state, clipped)
     return updates, SkipState(
@@ -415,7 +413,7 @@ def _updated_averages(
   zeros in the initial state do not bias them.
   """
   num_steps = state.seen + 1
-  # 1 − (1 − w)^n, without cancellation.
+  # 1 − (1 − w)^n. The naive formula loses digits to cancellation.
   normalizer = -jnp.expm1(num_steps * math.log1p(-_EMA_WEIGHT))
   # The share of the newest step. It is 1 in the first step, except for
   # rounding.
@@ -441,8 +439,24 @@ def _find_skip_state(opt_state: Any) -> SkipState:
   raise ValueError("the state is not from an optimizer of `make_optimizer`")
 
 
+def _check_names_in_model(config: OptimizerConfig, params: Any) -> None:
+  """Raises UserError if the config freezes or trains what the model lacks."""
+  leaves = jax.tree_util.tree_leaves_with_path(params)
+  model_names = {_parameter_name(path) for path, _ in leaves}
+  for field in ("frozen", "trained"):
+    missing = _names_in_field(config, field) - model_names
+    if missing:
+      raise UserError(
+        f"config.optimizer.{field}: this model has no {min(missing)!r};"
+        f" it has {', '.join(sorted(model_names))}"
+      )
+
+
 def _names_in_field(config: OptimizerConfig, field: str) -> frozenset[str]:
-  """Returns the parameter names in a comma-separated field of the config."""
+  """Returns the parameter names in a comma-separated field of the config.
+
+  Raises UserError if a name is not in the table of parameters.
+  """
   entries = getattr(config, field).split(",")
   stripped = [entry.strip() for entry in entries]
   names = frozenset(name for name in stripped if name)
@@ -489,6 +503,7 @@ def _partition_labels(params: Any) -> Any:
 def _scale_by_muon(config: OptimizerConfig) -> optax.GradientTransformation:
   """Returns Muon, with updates that have the RMS of AdamW's updates."""
 
+  # `optax.stateless` requires the second argument.
   def rescale(updates: Any, params: Any) -> Any:
     del params
     dimension_numbers = _muon_dimension_numbers(updates)
@@ -511,8 +526,8 @@ def _muon_dimension_numbers(updates: Any) -> Any:
 def _matrix_dimension_numbers(name: str) -> MuonDimensionNumbers:
   """Returns the axes of a parameter's inputs and outputs.
 
-  The remaining axis 0 is the layer. Each layer has one matrix, which includes
-  all heads.
+  Muon orthogonalizes the matrix from inputs to outputs. The heads of a layer
+  form one matrix. The remaining axis 0 is the layer.
   """
   parameter = PARAMETERS[name]
   axes = parameter.axes
@@ -525,7 +540,7 @@ def _matrix_dimension_numbers(name: str) -> MuonDimensionNumbers:
 def _to_adam_rms(
   update: Float[Array, "L ..."], dimension_numbers: MuonDimensionNumbers
 ) -> Float[Array, "L ..."]:
-  """Scales orthogonal matrices to the RMS of an AdamW update."""
+  """Scales the orthogonal matrices of all layers to the RMS of AdamW."""
   reduction_axes, output_axes = dimension_numbers
   fan_in = math.prod(update.shape[axis] for axis in reduction_axes)
   fan_out = math.prod(update.shape[axis] for axis in output_axes)
