@@ -26,26 +26,29 @@ from diffjax.host.files import is_remote, write_atomically
 # How often files in an object store are written.
 _UPLOAD_INTERVAL_SECONDS = 60.0
 
-# tensorboardX opens paths with this prefix by `_FileFactory`.
+# tensorboardX opens a path such as "diffjax:/a/b" with our `_FileFactory`.
 _FACTORY_PREFIX = "diffjax"
 
 
 def read_log(path: epath.PathLike) -> list[dict[str, Any]]:
   """Returns the entries of a metrics.jsonl file.
 
-  Incomplete lines are left out. A killed run or a full disk may leave some.
-
   Args:
     path: The file, local or gs://.
 
+  Returns:
+    Dicts with "step", "time" and metrics by name. Incomplete lines, which a
+    killed run or a full disk may leave, are left out.
+
   Raises:
-    OSError: if it cannot be read.
+    OSError: if the file cannot be read.
   """
   entries = []
   for line in epath.Path(path).read_bytes().splitlines():
     try:
       entry = json.loads(line)
     except ValueError:
+      # An incomplete line.
       continue
     if isinstance(entry, dict) and "step" in entry:
       entries.append(entry)
@@ -59,8 +62,8 @@ class MetricWriter:
   and the metrics. Values that are not finite are null, because JSON has no
   number for them. TensorBoard's files are in `workdir/tensorboard`.
 
-  A failing write, for example to a full disk, prints a warning and is repeated
-  with the next write. The run continues.
+  If a write fails, for example because the disk is full, a warning is printed
+  and the run continues. The next write tries again.
   """
 
   def __init__(
@@ -74,7 +77,7 @@ class MetricWriter:
   ):
     """Opens the files, and deletes the metrics of steps after `resume_step`.
 
-    The run takes those steps again.
+    The run will measure those steps again.
 
     Args:
       workdir: The run's directory, local or gs://.
@@ -94,17 +97,9 @@ class MetricWriter:
     if not is_writer:
       return
     try:
-      self._workdir.mkdir(parents=True, exist_ok=True)
-      # First, so that the files are unchanged if it fails.
-      wandb_run = None
-      if wandb_project:
-        wandb_run = _open_wandb(wandb_project, self._workdir, config)
-      self._destinations.append(_JsonLines(self._workdir, resume_step))
-      self._destinations.append(
-        _TensorBoard(self._workdir, config, resume_step)
+      self._destinations = _open_destinations(
+        self._workdir, config, resume_step, wandb_project
       )
-      if wandb_run is not None:
-        self._destinations.append(wandb_run)
     except OSError as error:
       raise UserError(f"cannot write metrics in {workdir}: {error}") from error
 
@@ -131,17 +126,18 @@ class MetricWriter:
 
   @contextlib.contextmanager
   def _warn_on_error(self) -> Iterator[None]:
-    """Prints a warning in place of the first OSError, and ignores others."""
+    """Catches OSErrors of the body. Only the first one prints a warning."""
     try:
       yield
     except OSError as error:
-      if not self._has_warned:
-        logging.warning(
-          "cannot write metrics in %s: %s; the run goes on, and tries again",
-          self._workdir,
-          error,
-        )
+      if self._has_warned:
+        return
       self._has_warned = True
+      logging.warning(
+        "cannot write metrics in %s: %s; the run goes on, and tries again",
+        self._workdir,
+        error,
+      )
 
 
 class _Destination(Protocol):
@@ -152,10 +148,32 @@ class _Destination(Protocol):
   def close(self) -> None: ...
 
 
+def _open_destinations(
+  workdir: epath.Path,
+  config: Mapping[str, Any],
+  resume_step: int,
+  wandb_project: str,
+) -> list[_Destination]:
+  """Opens metrics.jsonl, TensorBoard's file and, if there is a project, W&B."""
+  workdir.mkdir(parents=True, exist_ok=True)
+  wandb_run = None
+  if wandb_project:
+    # W&B is opened first: if it fails, the files are still unchanged.
+    wandb_run = _open_wandb(wandb_project, workdir, config)
+  destinations: list[_Destination] = [
+    _JsonLines(workdir, resume_step),
+    _TensorBoard(workdir, config, resume_step),
+  ]
+  if wandb_run is not None:
+    destinations.append(wandb_run)
+  return destinations
+
+
 class _JsonLines:
   """The file metrics.jsonl."""
 
   def __init__(self, workdir: epath.Path, resume_step: int):
+    """Deletes the lines of later steps, and opens the file."""
     path = workdir / "metrics.jsonl"
     content = _lines_until(path, resume_step)
     write_atomically(path, content)
@@ -174,7 +192,10 @@ class _JsonLines:
 
 
 def _lines_until(path: epath.Path, resume_step: int) -> bytes:
-  """Returns the complete lines of a log up to a step, or b"" without a log."""
+  """Returns the complete lines of a log up to a step.
+
+  Returns b"" if the file does not exist.
+  """
   if not path.exists():
     return b""
   lines = []
@@ -189,16 +210,17 @@ def _lines_until(path: epath.Path, resume_step: int) -> bytes:
 
 
 class _TensorBoard:
-  """TensorBoard's files in `workdir/tensorboard`.
+  """A file in `workdir/tensorboard` that TensorBoard can read.
 
-  This uses tensorboardX's EventsWriter, which encodes events and names the
-  file. tensorboardX.SummaryWriter writes in a thread: if that thread fails, for
-  example because the disk is full, the run waits for it endlessly.
+  tensorboardX's EventsWriter names the file and encodes the events. Its
+  SummaryWriter is not used, because it writes in a thread: if that thread
+  fails, for example because the disk is full, the run waits for it endlessly.
   """
 
   def __init__(
     self, workdir: epath.Path, config: Mapping[str, Any], resume_step: int
   ):
+    """Creates the file, with the config as text at the step of the resume."""
     directory = workdir / "tensorboard"
     directory.mkdir(parents=True, exist_ok=True)
     # tensorboardX begins the name with the time in seconds. A run may restart
@@ -208,7 +230,8 @@ class _TensorBoard:
       f"{_FACTORY_PREFIX}:{os.fspath(directory)}/events",
       filename_suffix=f".{resume_step:08d}-{unique}",
     )
-    # From this step on, TensorBoard hides the events of earlier files.
+    # TensorBoard hides the events of earlier files from this step on, since the
+    # run will measure those steps again.
     start = SessionLog(status=SessionLog.START)
     self._write(resume_step + 1, session_log=start)
     config_json = json.dumps(config, indent=2, ensure_ascii=False)
@@ -255,11 +278,10 @@ def _open_file(path: epath.Path, content: bytes = b"") -> _File:
 
 
 class _LocalFile:
-  """A local file that is written without a buffer.
+  """A local file that loses no data if the disk is full for some time.
 
-  Data that could not be written are kept and written first next time. Nothing
-  is lost or torn if the disk is full for some time. A file of Python or
-  tensorboardX would lose a part of a record.
+  Data that could not be written are kept, and written first by the next
+  `flush`. A buffered file of Python would lose a part of a line.
   """
 
   def __init__(self, path: epath.Path):
@@ -271,10 +293,12 @@ class _LocalFile:
 
   def flush(self) -> None:
     while self._unwritten:
+      # An unbuffered write may write only a part of the data.
       num_bytes = self._file.write(self._unwritten)
       self._unwritten = self._unwritten[num_bytes:]
 
   def close(self) -> None:
+    # The file is closed also if the last write fails.
     with self._file:
       self.flush()
 
@@ -306,10 +330,10 @@ class _RemoteFile:
 
 
 class _FileFactory:
-  """Opens files for tensorboardX."""
+  """Opens tensorboardX's files, so that it writes into a `_File`."""
 
   def open(self, path: str) -> _File:
-    """Opens a path with the prefix of this factory, such as diffjax:/a/b."""
+    """Opens a path with this factory's prefix, such as "diffjax:/a/b"."""
     return _open_file(epath.Path(path.removeprefix(f"{_FACTORY_PREFIX}:")))
 
 
@@ -345,7 +369,10 @@ def check_wandb(project: str) -> None:
 def _open_wandb(
   project: str, workdir: epath.Path, config: Mapping[str, Any]
 ) -> _WandbRun:
-  """Starts the W&B run of a workdir, or continues it after a restart."""
+  """Starts the W&B run of a workdir, or continues it after a restart.
+
+  The id of the W&B run is stored in the workdir.
+  """
   check_wandb(project)
   import wandb
 
