@@ -18,17 +18,18 @@ from diffjax.training.optimizer import make_schedule
 def check_checkpoint(
   checkpoint: Checkpoint, workdir: epath.PathLike, config: Config
 ) -> None:
-  """Checks that a run can continue from a checkpoint.
+  """Checks that a run can resume from a checkpoint of its workdir.
 
-  Reads only the checkpoint's config.
+  Reads only the checkpoint's metadata, no arrays.
 
   Args:
-    checkpoint: the newest checkpoint of the workdir.
-    workdir: the run's directory, for the message.
-    config: the run's config.
+    checkpoint: The newest checkpoint of the workdir.
+    workdir: The run's directory, for the message.
+    config: The run's config.
 
   Raises:
-    UserError: if it cannot.
+    UserError: if the checkpoint has only parameters, or was written with
+      another config.
   """
   if not checkpoint.data_state:
     raise UserError(
@@ -40,72 +41,83 @@ def check_checkpoint(
 
 
 def check_resume(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-  """Checks that only fields that may change have changed.
+  """Checks that a run may resume with the differences between two configs.
 
-  The model, tokenizer, optimizer, data and batch must be the same. `train.steps`
-  may change: the schedule of the learning rate then ends at the new last step.
+  The model, tokenizer, optimizer, data and batch must be the same. The
+  number of steps may differ: the learning rate's schedule then ends at the new last step.
   A field that an older checkpoint lacks counts as its default.
 
   Args:
-    saved: the checkpoint's config as nested dicts.
-    current: the run's.
+    saved: The checkpoint's config as nested dicts.
+    current: The run's config as nested dicts.
 
   Raises:
-    UserError: with all fields that differ and may not.
+    UserError: if other fields differ. The message names all of them.
   """
   old_values = _with_defaults(saved)
   new_values = _with_defaults(current)
-  changes = {}
+  changed_fields = []
   for field in sorted(old_values.keys() | new_values.keys()):
+    is_same = old_values.get(field) == new_values.get(field)
+    if not is_same and not _may_change(field, old_values, new_values):
+      changed_fields.append(field)
+  if not changed_fields:
+    return
+
+  if changed_fields == ["data.files"]:
+    raise _other_files_error(old_values["data.files"], new_values["data.files"])
+  changes = []
+  for field in changed_fields:
     old_value = old_values.get(field)
     new_value = new_values.get(field)
-    if old_value == new_value or _may_change(field, old_values, new_values):
-      continue
-    changes[field] = f"{field} was {old_value!r} and is {new_value!r}"
-  if list(changes) == ["data.files"]:
-    raise _other_files(old_values["data.files"], new_values["data.files"])
-  if changes:
-    raise UserError(
-      "the checkpoint in this workdir is of another run:"
-      f" {'; '.join(changes.values())}; use another --workdir or set them back"
-    )
+    changes.append(f"{field} was {old_value!r} and is {new_value!r}")
+  raise UserError(
+    "the checkpoint in this workdir is of another run:"
+    f" {'; '.join(changes)}; use another --workdir or set them back"
+  )
 
 
 def _may_change(
   field: str, old_values: Mapping[str, Any], new_values: Mapping[str, Any]
 ) -> bool:
-  """Returns True if a run can resume with another value of a field."""
+  """Returns whether a run can resume with another value of a field.
+
+  Args:
+    field: The dotted name of the field.
+    old_values: The checkpoint's config by dotted name.
+    new_values: The run's config by dotted name.
+  """
   if field == "data.num_workers":
-    # A prepared batch is a function of seed and step. The order of a stream
-    # depends on its workers.
+    # The number of workers changes the order of streamed data. The batches of
+    # prepared data depend only on the seed and the step.
     return old_values["data.mode"] == new_values["data.mode"] == "prepared"
   return field in FIELDS and FIELDS[field].may_change
 
 
-def _other_files(before: int, after: int) -> UserError:
+def _other_files_error(old_files: int, new_files: int) -> UserError:
   """Returns the error for a run that would read another number of files.
 
-  The number follows from train.steps if the config leaves it at 0, so the user
-  may not have set it.
+  The user may not have set the number: by default, it follows from train.steps.
   """
   return UserError(
-    f"config.data.files was {before} when the checkpoint in this workdir was"
-    f" saved, and is {after}: the run would read other files. To continue on the"
-    f" same files, pass --config.data.files={before}; to read {after}, use"
-    " another --workdir"
+    f"config.data.files was {old_files} when the checkpoint in this workdir was"
+    f" saved, and is {new_files}: the run would read other files. To continue"
+    f" on the same files, pass --config.data.files={old_files}; to read"
+    f" {new_files}, use another --workdir"
   )
 
 
 def new_schedule(saved: Mapping[str, Any], config: Config, step: int) -> str:
-  """Returns a sentence on how the schedule changes with `train.steps`.
+  """Returns a message about a learning rate schedule with a new last step.
 
   Args:
-    saved: the checkpoint's config as nested dicts.
-    config: the run's.
-    step: the checkpoint's step.
+    saved: The checkpoint's config as nested dicts.
+    config: The run's config.
+    step: The checkpoint's step.
 
   Returns:
-    The sentence, or "" if `train.steps` is unchanged.
+    A sentence with the learning rates of both schedules at the step. "" if
+    `train.steps` is unchanged.
   """
   old_steps = saved["train"]["steps"]
   new_steps = config.train.steps
@@ -114,22 +126,22 @@ def new_schedule(saved: Mapping[str, Any], config: Config, step: int) -> str:
   old_rate = float(make_schedule(config.optimizer, old_steps)(step))
   new_rate = float(make_schedule(config.optimizer, new_steps)(step))
   return (
-    f"config.train.steps was {old_steps} and is {new_steps}: the learning rate's"
-    f" schedule now ends there, and goes on at {new_rate:.3g}, not at"
+    f"config.train.steps was {old_steps} and is {new_steps}: the learning"
+    f" rate's schedule now ends there, and goes on at {new_rate:.3g}, not at"
     f" {old_rate:.3g}"
   )
 
 
 def other_model(saved: Mapping[str, Any], config: Config) -> str:
-  """Returns a clause on how the model differs from the one it starts from.
+  """Returns how a model differs from the one that its parameters are from.
 
   Args:
-    saved: the config that the parameters were saved with, as nested dicts.
-    config: the run's.
+    saved: The config that the parameters were saved with, as nested dicts.
+    config: The config of the run that starts from these parameters.
 
   Returns:
-    All fields that differ and change what the model computes from its
-    parameters. "" if there are none.
+    Clauses about the fields of `config.model` that differ, if they change what
+    the model computes from the same parameters. "" if there are none.
   """
   old_values = _with_defaults(saved)
   new_values = _with_defaults(config.to_dict())
@@ -147,7 +159,7 @@ def other_model(saved: Mapping[str, Any], config: Config) -> str:
 
 
 def _with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns values by dotted name. Missing fields have their defaults."""
+  """Returns all values by dotted name. Missing fields get their defaults."""
   return _by_dotted_name(Config().to_dict()) | _by_dotted_name(config)
 
 

@@ -31,7 +31,7 @@ def load_workdir_tokenizer(
     config: The run's config.
 
   Raises:
-    UserError: if it is missing, or if it has more tokens than the model.
+    UserError: if the tokenizer is missing, or has more tokens than the model.
   """
   tokenizer = load_tokenizer(_tokenizer_spec(workdir, config.data.tokenizer))
   model_vocab_size = config.model.vocab_size
@@ -45,9 +45,10 @@ def load_workdir_tokenizer(
 
 
 def is_same_tokenizer(first: Tokenizer, second: Tokenizer) -> bool:
-  """Returns True if two tokenizers are the same, also in different files.
+  """Returns whether two tokenizers encode texts and documents in the same way.
 
-  A *.tiktoken file and a tokenizer.json may hold the same tokenizer.
+  They may be read from files of different formats, such as a *.tiktoken file
+  and a tokenizer.json.
   """
   if first.fingerprint == second.fingerprint:
     return True
@@ -60,15 +61,15 @@ def is_same_tokenizer(first: Tokenizer, second: Tokenizer) -> bool:
 def check_start_tokenizer(
   workdir: epath.PathLike, start_config: Config, tokenizer: Tokenizer
 ) -> None:
-  """Checks that a run has the tokenizer of the model that it starts from.
+  """Checks that a run and the model that it starts from share a tokenizer.
 
   Args:
-    workdir: The workdir in config.train.init_from.
-    start_config: The config that its model was trained with.
+    workdir: The workdir of that model, from config.train.init_from.
+    start_config: The config that the model was trained with.
     tokenizer: The tokenizer of the run.
 
   Raises:
-    UserError: if the run has another tokenizer.
+    UserError: if the tokenizers differ.
   """
   start_tokenizer = load_workdir_tokenizer(workdir, start_config)
   if is_same_tokenizer(tokenizer, start_tokenizer):
@@ -82,21 +83,24 @@ def check_start_tokenizer(
 
 
 def keep_tokenizer(workdir: epath.PathLike, tokenizer: Tokenizer) -> str:
-  """Copies a tokenizer's file into the workdir, where `load` finds it.
+  """Copies a tokenizer's file into a workdir.
 
-  Document tokens that are not the separator are written next to it. Built-in
-  tokenizers need no file.
+  `load_workdir_tokenizer` then loads the copy, even if the original file is
+  changed or moved. Built-in tokenizers need no file. The tokens that begin and
+  end a document are written to a second file if they differ from the separator
+  in the tokenizer's file.
 
   Args:
     workdir: The run's directory, local or gs://.
     tokenizer: The tokenizer of the run.
 
   Returns:
-    The spec of the copy.
+    The path of the copy. For a built-in tokenizer, its name.
   """
   path = _copy_path(workdir, tokenizer.spec)
   if path is None:
     return tokenizer.spec
+  # An unchanged copy is not written again.
   content = read_tokenizer_file(tokenizer.spec)
   if not path.exists() or path.read_bytes() != content:
     write_atomically(path, content)
@@ -106,7 +110,7 @@ def keep_tokenizer(workdir: epath.PathLike, tokenizer: Tokenizer) -> str:
 
 
 def _copy_path(workdir: epath.PathLike, spec: str) -> epath.Path | None:
-  """Returns the path of the copy, or None for a built-in tokenizer."""
+  """Returns where a tokenizer's file is copied. None for a built-in one."""
   suffix = epath.Path(spec).suffix
   if suffix not in _FILE_SUFFIXES:
     return None
@@ -114,13 +118,23 @@ def _copy_path(workdir: epath.PathLike, spec: str) -> epath.Path | None:
 
 
 def _tokenizer_spec(workdir: epath.PathLike, spec: str) -> str:
-  """Returns the path of the copy. Without a copy, returns the config's spec."""
+  """Returns the path or the name of a run's tokenizer.
+
+  Prefers the copy in the workdir over the file in the config.
+
+  Args:
+    workdir: The run's directory.
+    spec: `config.data.tokenizer`, a file or the name of a built-in tokenizer.
+
+  Raises:
+    UserError: if the file is missing.
+  """
   path = _copy_path(workdir, spec)
   if path is None:
     return spec
   if path.exists():
     return str(path)
-  # Old versions did not copy the file. They read no tokenizers from the Hub.
+  # Old versions did not copy the file. They did not support files on the Hub.
   if not is_on_hub(spec) and epath.Path(spec).expanduser().exists():
     return spec
   raise UserError(
