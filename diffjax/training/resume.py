@@ -44,8 +44,8 @@ def check_resume(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
   """Checks that a run may resume with the differences between two configs.
 
   The model, tokenizer, optimizer, data and batch must be the same. The
-  number of steps may differ: the learning rate's schedule then ends at the new last step.
-  A field that an older checkpoint lacks counts as its default.
+  number of steps may differ: the learning rate's schedule then ends at the new
+  last step. A field that an older checkpoint lacks counts as its default.
 
   Args:
     saved: The checkpoint's config as nested dicts.
