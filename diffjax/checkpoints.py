@@ -49,12 +49,13 @@ _KEEP = flags.DEFINE_integer(
 _MIB = 2**20
 
 
-class _Checkpoints(NamedTuple):
-  """The checkpoints in a directory.
+class _VerifiedSteps(NamedTuple):
+  """The checkpoints of a run, by step.
 
   Attributes:
-    manifests: The manifests of the complete steps.
-    damages: Why the other steps are incomplete.
+    manifests: The manifest of each complete checkpoint: its metrics, and the
+      sizes and hashes of its files.
+    damages: What is wrong with each incomplete checkpoint.
   """
 
   manifests: dict[int, dict[str, Any]]
@@ -72,13 +73,18 @@ def main() -> None:
     )
   if _PRUNE.value:
     with lock(_WORKDIR.value):
-      _prune(directory)
+      _prune(directory, keep=_KEEP.value)
   else:
-    _list(directory)
+    _print_list(directory, verify=_VERIFY.value)
 
 
-def _inspect(directory: epath.Path, *, contents: bool) -> _Checkpoints:
-  """Returns the complete and the incomplete steps in a directory."""
+def _verify_steps(directory: epath.Path, *, contents: bool) -> _VerifiedSteps:
+  """Checks which checkpoints are complete.
+
+  Args:
+    directory: The directory of the checkpoints.
+    contents: Whether to read the files. If False, only their sizes are checked.
+  """
   manifests = {}
   damages = {}
   for step in manifest.steps(directory):
@@ -87,12 +93,18 @@ def _inspect(directory: epath.Path, *, contents: bool) -> _Checkpoints:
       manifests[step] = manifest.verify(path, step, contents=contents)
     except manifest.Damage as damage:
       damages[step] = str(damage)
-  return _Checkpoints(manifests, damages)
+  return _VerifiedSteps(manifests, damages)
 
 
-def _list(directory: epath.Path) -> None:
-  """Prints a table of the checkpoints, and names unfinished saves."""
-  manifests, damages = _inspect(directory, contents=_VERIFY.value)
+def _print_list(directory: epath.Path, *, verify: bool) -> None:
+  """Prints a table of the checkpoints, and the names of unfinished saves.
+
+  Args:
+    directory: The directory of the checkpoints.
+    verify: Whether to read all files, and to raise UserError if a checkpoint is
+      not complete.
+  """
+  manifests, damages = _verify_steps(directory, contents=verify)
   unfinished_saves = manifest.unfinished_saves(directory)
   if not (manifests or damages or unfinished_saves):
     raise UserError(f"there are no checkpoints in {directory}")
@@ -109,24 +121,32 @@ def _list(directory: epath.Path) -> None:
       state += ", newest"
     if step == best:
       state += ", best"
-    _print_complete(step, manifests[step], state)
+    _print_complete_row(step, manifests[step], state)
   for path in unfinished_saves:
     print(f"{path.name}: a save that is under way, or was interrupted")
 
-  if _VERIFY.value and damages:
+  if verify and damages:
     incomplete_steps = ", ".join(str(step) for step in damages)
     raise UserError(f"not complete: {incomplete_steps}")
 
 
-def _print_complete(step: int, body: Mapping[str, Any], state: str) -> None:
-  """Prints the row of a complete checkpoint from its manifest."""
+def _print_complete_row(
+  step: int, content: Mapping[str, Any], state: str
+) -> None:
+  """Prints the table's row of a complete checkpoint.
+
+  Args:
+    step: The checkpoint's step.
+    content: Its manifest.
+    state: The last column, such as "complete, newest".
+  """
   saved = ""
   # Manifests of older versions have no time.
-  if "time" in body:
-    local_time = time.localtime(body["time"])
+  if "time" in content:
+    local_time = time.localtime(content["time"])
     saved = time.strftime("%Y-%m-%d %H:%M", local_time)
-  num_bytes = sum(file["size"] for file in body["files"].values())
-  loss = body["metrics"].get(manifest.BEST_METRIC)
+  num_bytes = sum(file["size"] for file in content["files"].values())
+  loss = content["metrics"].get(manifest.BEST_METRIC)
   loss_text = "" if loss is None else f"{loss:.4f}"
   _print_row(str(step), saved, f"{num_bytes / _MIB:.1f}", loss_text, state)
 
@@ -138,21 +158,29 @@ def _print_row(
   print(f"{step:>10}  {saved:<16}  {mebibytes:>10}  {loss:<15}  {state}")
 
 
-def _prune(directory: epath.Path) -> None:
-  """Deletes incomplete and superseded checkpoints, and names each one."""
-  manifests, damages = _inspect(directory, contents=True)
+def _prune(directory: epath.Path, *, keep: int) -> None:
+  """Deletes unfinished saves, and incomplete and old checkpoints.
+
+  Prints the path of each one, and why it is deleted.
+
+  Args:
+    directory: The directory of the checkpoints.
+    keep: How many of the newest complete checkpoints to keep. The best one is
+      kept too.
+  """
+  manifests, damages = _verify_steps(directory, contents=True)
   if not manifests:
     raise UserError(
       f"no checkpoint in {directory} is complete: nothing is deleted, since one"
       " may be worth repairing"
     )
-  candidates = [*manifests, *damages]
-  steps = manifest.steps_to_prune(manifests, candidates, keep=_KEEP.value)
+  all_steps = [*manifests, *damages]
+  steps_to_delete = manifest.steps_to_prune(manifests, all_steps, keep=keep)
   try:
     for path in manifest.unfinished_saves(directory):
       print(f"deleting {path}: a save that was interrupted")
       manifest.delete(path)
-    for step in steps:
+    for step in steps_to_delete:
       path = directory / str(step)
       reason = damages.get(step, "neither the best nor among the newest")
       print(f"deleting {path}: {reason}", flush=True)
