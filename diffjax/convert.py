@@ -97,7 +97,7 @@ class _Location(NamedTuple):
 
 
 def main() -> None:
-  """Reads the model of --from and writes it to --to."""
+  """Reads the model of --from, converts it, and writes it to --to."""
   source = _parse("from", _FROM.value)
   target = _parse("to", _TO.value)
   _check_flags(target)
@@ -105,19 +105,8 @@ def main() -> None:
   _use_cpu()
 
   model = _module(source.layout).read(source.path)
-  attention = _ATTENTION.value
-  if attention is None and source.layout == "llama":
-    attention = "diff_v2"
-  if attention is not None:
-    adapt = importlib.import_module("diffjax.interop.adapt")
-    model = adapt.adapted(model, attention, _NUM_NOISE_HEADS.value)
-
-  start_flags = ""
-  if target.layout == "diffjax":
-    config = _module("diffjax").write(target.path, model)
-    start_flags = _start_flags(config)
-  else:
-    _module(target.layout).write(target.path, model, _DTYPE.value)
+  model = _adapt_attention(model, source.layout)
+  start_flags = _write_model(target, model)
   card.write(
     target.path,
     target.layout,
@@ -136,8 +125,45 @@ def main() -> None:
     )
 
 
+def _adapt_attention(model: Model, source_layout: str) -> Model:
+  """Returns the model with the attention of --attention.
+
+  Without the flag, a model of the layout llama gets diff_v2, and others stay as
+  they are.
+  """
+  attention = _ATTENTION.value
+  if attention is None and source_layout == "llama":
+    attention = "diff_v2"
+  if attention is None:
+    return model
+  adapt = importlib.import_module("diffjax.interop.adapt")
+  return adapt.adapted(model, attention, _NUM_NOISE_HEADS.value)
+
+
+def _write_model(target: _Location, model: Model) -> str:
+  """Writes a model in the layout of --to.
+
+  Returns:
+    Flags of diffjax.train for training that starts from the written model. ""
+    for layouts other than diffjax, from which training cannot start.
+  """
+  if target.layout == "diffjax":
+    config = _module("diffjax").write(target.path, model)
+    return _start_flags(config)
+  _module(target.layout).write(target.path, model, _DTYPE.value)
+  return ""
+
+
 def _parse(flag: str, value: str | None) -> _Location:
-  """Parses LAYOUT:PATH. Raises app.UsageError if the value is wrong."""
+  """Parses the value of --from or --to, such as "llama:models/a".
+
+  Args:
+    flag: The name of the flag, for messages.
+    value: LAYOUT:PATH, or None if the flag was not passed.
+
+  Raises:
+    app.UsageError: if the value is missing or wrong.
+  """
   layout, _, path = (value or "").partition(":")
   if layout not in _MODULES or not path:
     message = f"pass --{flag}=LAYOUT:PATH, LAYOUT one of {', '.join(_MODULES)}"
@@ -170,7 +196,7 @@ def _check_flags(target: _Location) -> None:
 
 
 def _check_empty(path: str) -> None:
-  """Raises UserError unless a directory is empty or does not exist."""
+  """Raises UserError if --to exists and is not an empty directory."""
   target = manifest.checkpoint_directory(path).parent
   try:
     if not target.exists():
@@ -188,9 +214,9 @@ def _check_empty(path: str) -> None:
 
 
 def _use_cpu() -> None:
-  """Makes JAX use the CPU only.
+  """Makes JAX use only the CPU.
 
-  Nothing is computed, and another process may use the accelerator.
+  A conversion needs no accelerator, and another process may be using it.
   """
   os.environ["JAX_PLATFORMS"] = "cpu"
   # A module of --import may have imported JAX already.
@@ -224,10 +250,11 @@ def _print_summary(path: str, model: Model) -> None:
 
 
 def _start_flags(config: Config) -> str:
-  """Returns flags of diffjax.train that start from a written workdir.
+  """Returns flags of diffjax.train for the model and tokenizer of a config.
 
-  They describe its model and tokenizer. A config file, a workdir and
-  `config.train.init_from` are still needed.
+  The user adds the flags of the run: a config file, a workdir and
+  `config.train.init_from`. Modules with the user's own attention variants are
+  imported with --import.
   """
   start_flags = []
   for module in imported_modules():
