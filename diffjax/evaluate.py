@@ -107,14 +107,14 @@ class _Model:
 
 @dataclasses.dataclass(frozen=True)
 class _Suite:
-  """A suite that is ready to be measured.
+  """A suite of measurements that is ready to run.
 
   Attributes:
     name: The name in --suite.
     module: The module in diffjax/evals.
     settings: The module's Settings.
-    measurements: For each model, the figures. They are computed during the
-      iteration.
+    measurements: For each model, an iterator over its figures. The model is
+      measured during the iteration.
   """
 
   name: str
@@ -124,13 +124,14 @@ class _Suite:
 
 
 def main(settings: Any) -> None:
-  """Runs the suites in --suite.
+  """Measures the model with the suites in --suite, and writes the results.
 
   Args:
-    settings: A dataclass with the Settings of each suite, or an empty one for
-      the defaults.
+    settings: A dataclass with the Settings of each suite, by the suite's name.
+      Empty for the defaults.
   """
-  names = _check_flags()
+  _check_flags()
+  names = _suite_names()
   from etils import epath
 
   from diffjax.evals.report import results
@@ -143,47 +144,45 @@ def main(settings: Any) -> None:
   models = _load_models()
   results.check_writable(out)
 
-  # Errors in settings and data are raised before the first measurement.
+  # Errors in settings and data are raised before the first measurement, which
+  # may take hours.
   suites = []
   for name in names:
-    if name != REPORT:
-      suites.append(_prepare_suite(name, models, _settings_of(name, settings)))
-  if REPORT in names:
-    report_settings = _settings_of(REPORT, settings)
-    trained_models = [model.trained for model in models]
-    _module(REPORT).check(trained_models, report_settings)
+    if name == REPORT:
+      _check_report(models, settings)
+    else:
+      suites.append(_prepare_suite(name, models, settings))
 
   for suite in suites:
-    _measure(suite, models, out)
+    _run_suite(suite, models, out)
   if REPORT in names:
-    described_models = [(model.trained, model.description) for model in models]
-    page = _module(REPORT).write(
-      described_models, report_settings, out, list(SUITES)
-    )
-    print(page, flush=True)
+    _write_report(models, settings, out)
 
 
-def _check_flags() -> list[str]:
-  """Returns the names in --suite without duplicates, the report last.
-
-  Raises app.UsageError if the flags are wrong.
-  """
-  names = list(dict.fromkeys(_SUITE.value))
+def _check_flags() -> None:
+  """Raises app.UsageError if the flags are wrong."""
   all_names = ", ".join(_MODULES)
-  if not names:
+  if not _SUITE.value:
     raise app.UsageError(f"pass --suite=NAME[,NAME]: there are {all_names}")
-  for name in names:
+  for name in _SUITE.value:
     if name not in _MODULES:
       raise app.UsageError(
         f"--suite={name}: there is no such suite; there are {all_names}"
       )
-  if _TASKS.value and "harness" not in names:
+  if _TASKS.value and "harness" not in _SUITE.value:
     raise app.UsageError("--tasks is for --suite=harness; pass that too")
   if not _WORKDIR.value:
     raise app.UsageError("pass --workdir=DIR: the directory of a run")
   if _AGAINST_STEP.value is not None and not _AGAINST.value:
     raise app.UsageError("--against_step is for --against=DIR; pass that too")
 
+
+def _suite_names() -> list[str]:
+  """Returns the names in --suite without duplicates, "report" last.
+
+  The report also shows the results of the other suites.
+  """
+  names = list(dict.fromkeys(_SUITE.value))
   if REPORT in names:
     names.remove(REPORT)
     names.append(REPORT)
@@ -196,13 +195,14 @@ def _module(name: str) -> types.ModuleType:
 
 
 def _load_models() -> list[_Model]:
-  """Returns the model, and the one of --against with the first one's data.
+  """Loads the model of --workdir and, if there is one, that of --against.
+
+  The second model gets the data settings and the tokenizer of the first, so
+  that both are measured on the same samples.
 
   Raises UserError if a checkpoint cannot be loaded, or if the models have
   different tokenizers.
   """
-  from diffjax.training import workdir_tokenizer
-
   # Checked by `_check_flags`.
   assert _WORKDIR.value is not None
   first = _load(_WORKDIR.value, _STEP.value)
@@ -211,14 +211,7 @@ def _load_models() -> list[_Model]:
     return models
 
   second = _load(_AGAINST.value, _AGAINST_STEP.value)
-  if not workdir_tokenizer.is_same_tokenizer(first.tokenizer, second.tokenizer):
-    raise UserError(
-      f"--against={_AGAINST.value} has another vocabulary:"
-      f" {second.tokenizer.spec!r} of {second.tokenizer.vocab_size} tokens, not"
-      f" {first.tokenizer.spec!r} of {first.tokenizer.vocab_size}; only models"
-      " of the same tokens can be compared"
-    )
-  # Both models are measured on the same samples.
+  _check_same_tokenizer(first, second)
   config = dataclasses.replace(
     second.config, data=first.config.data, eval=first.config.eval
   )
@@ -227,8 +220,27 @@ def _load_models() -> list[_Model]:
   return models
 
 
+def _check_same_tokenizer(first: Trained, second: Trained) -> None:
+  """Raises UserError if the model of --against has another tokenizer."""
+  from diffjax.training import workdir_tokenizer
+
+  if workdir_tokenizer.is_same_tokenizer(first.tokenizer, second.tokenizer):
+    return
+  raise UserError(
+    f"--against={_AGAINST.value} has another vocabulary:"
+    f" {second.tokenizer.spec!r} of {second.tokenizer.vocab_size} tokens, not"
+    f" {first.tokenizer.spec!r} of {first.tokenizer.vocab_size}; only models"
+    " of the same tokens can be compared"
+  )
+
+
 def _load(workdir: str, step: int | None) -> Trained:
-  """Loads a model according to the flags."""
+  """Loads a model as --tensor and --weight_dtype say.
+
+  Args:
+    workdir: The run's directory.
+    step: The checkpoint's step. None for the newest complete one.
+  """
   from diffjax.host.progress import say
   from diffjax.inference import trained
 
@@ -239,7 +251,7 @@ def _load(workdir: str, step: int | None) -> Trained:
 
 
 def _describe(trained: Trained, workdir: str) -> _Model:
-  """Returns a model with its description for the results."""
+  """Returns a model with the description that its results contain."""
   from diffjax.model.shapes import parameter_shapes
 
   config = trained.config.model
@@ -254,7 +266,12 @@ def _describe(trained: Trained, workdir: str) -> _Model:
 
 
 def _settings_of(name: str, settings: Any) -> Any:
-  """Returns the settings of a suite, with the tasks in --tasks."""
+  """Returns the Settings of one suite. --tasks replaces the harness's tasks.
+
+  Args:
+    name: The suite.
+    settings: The argument of `main`.
+  """
   suite_settings = getattr(settings, name, None)
   if suite_settings is None:
     suite_settings = _module(name).Settings()
@@ -265,35 +282,79 @@ def _settings_of(name: str, settings: Any) -> Any:
 
 
 def _prepare_suite(name: str, models: list[_Model], settings: Any) -> _Suite:
-  """Returns a suite. Raises UserError if settings or data are wrong."""
+  """Checks a suite's settings and data. Measures nothing yet.
+
+  Args:
+    name: The suite.
+    models: The models to measure.
+    settings: The argument of `main`.
+
+  Raises:
+    UserError: if settings or data are wrong.
+  """
   module = _module(name)
+  suite_settings = _settings_of(name, settings)
   measurements = []
   for model in models:
-    measurements.append(module.evaluate(model.trained, settings))
-  return _Suite(name, module, settings, measurements)
+    # Returns an iterator.
+    measurements.append(module.evaluate(model.trained, suite_settings))
+  return _Suite(name, module, suite_settings, measurements)
 
 
-def _measure(suite: _Suite, models: list[_Model], out: epath.Path) -> None:
-  """Measures a suite, and prints and writes its results."""
+def _check_report(models: list[_Model], settings: Any) -> None:
+  """Raises UserError if the report cannot be made of these models."""
+  trained_models = [model.trained for model in models]
+  _module(REPORT).check(trained_models, _settings_of(REPORT, settings))
+
+
+def _write_report(models: list[_Model], settings: Any, out: epath.Path) -> None:
+  """Writes a page with all results in a directory, and prints its path."""
+  described_models = [(model.trained, model.description) for model in models]
+  report_settings = _settings_of(REPORT, settings)
+  page = _module(REPORT).write(
+    described_models, report_settings, out, list(SUITES)
+  )
+  print(page, flush=True)
+
+
+def _run_suite(suite: _Suite, models: list[_Model], out: epath.Path) -> None:
+  """Measures all models with a suite, and writes and prints the results."""
   from diffjax.evals.report import figures, results
 
   figures_of_models = []
   descriptions = []
   for model, measurement in zip(models, suite.measurements, strict=True):
     start = time.monotonic()
+    # The iteration measures the model.
     figures_of_models.append(list(measurement))
     seconds = round(time.monotonic() - start, 1)
     descriptions.append({**model.description, "seconds": seconds})
 
-  rows = list(figures.compare(*figures_of_models))
+  figure_rows = list(figures.compare(*figures_of_models))
   suite_results = results.finite(
     {
       "suite": suite.name,
       "settings": dataclasses.asdict(suite.settings),
       "models": descriptions,
-      "figures": rows,
+      "figures": figure_rows,
     }
   )
+  _write_results(suite, suite_results, out)
+
+
+def _write_results(
+  suite: _Suite, suite_results: dict[str, Any], out: epath.Path
+) -> None:
+  """Writes a suite's JSON, table and plot, and prints a summary and the paths.
+
+  Args:
+    suite: The suite.
+    suite_results: The content of the JSON file.
+    out: The directory of the results.
+  """
+  from diffjax.evals.report import results
+
+  num_figures = len(suite_results["figures"])
   json_path = out / f"{suite.name}.json"
   table_path = out / f"{suite.name}.md"
   plot_path = out / f"{suite.name}.png"
@@ -301,7 +362,7 @@ def _measure(suite: _Suite, models: list[_Model], out: epath.Path) -> None:
   results.write_table(table_path, suite_results, suite.module.TABLE)
   _print_summary(suite, suite_results)
   print(json_path)
-  print(f"{table_path} (the whole table, {len(rows)} figures)")
+  print(f"{table_path} (the whole table, {num_figures} figures)")
   if hasattr(suite.module, "plot"):
     suite.module.plot(suite_results, plot_path)
     print(plot_path)
@@ -309,32 +370,35 @@ def _measure(suite: _Suite, models: list[_Model], out: epath.Path) -> None:
 
 
 def _print_summary(suite: _Suite, suite_results: dict[str, Any]) -> None:
-  """Prints the main figures of a suite."""
+  """Prints a table of a suite's main figures."""
   import rich.console
 
   from diffjax.evals.report import results
 
   console = rich.console.Console(highlight=False)
   if not console.is_terminal:
+    # Output in files and pipes does not depend on the terminal's width.
     console = rich.console.Console(highlight=False, width=80)
-  # If the output is a closed pipe, rich would end the process itself. `print`
-  # raises an error.
+  # rich would end the process if the output is a closed pipe. `print` raises an
+  # error.
   with console.capture() as capture:
     results.print_summary(console, suite_results, suite.module.TABLE)
   print(capture.get(), end="")
 
 
 def _default_settings() -> Any:
-  """Returns a dataclass with the default Settings of every suite.
+  """Returns a dataclass with the default Settings of each suite.
 
-  It is empty if the command line sets none, so that no suite is imported.
+  Its fields become flags, such as --set.needle.samples. It is empty if the
+  command line has no such flag, so that no suite is imported.
   """
-  fields: list[Any] = []
   arguments = [argument.lstrip("-") for argument in sys.argv[1:]]
-  if any(argument.startswith("set.") for argument in arguments):
+  has_settings = any(argument.startswith("set.") for argument in arguments)
+  fields: list[Any] = []
+  if has_settings:
     for name in _MODULES:
-      settings = _module(name).Settings
-      fields.append((name, settings, settings()))
+      settings_class = _module(name).Settings
+      fields.append((name, settings_class, settings_class()))
   return dataclasses.make_dataclass("Settings", fields)()
 
 
