@@ -26,7 +26,7 @@ from typing import NamedTuple
 from absl import app, flags
 
 from diffjax.cli import command
-from diffjax.compiled.plan import compile_apart
+from diffjax.compiled.plan import Plan, compile_apart
 from diffjax.compiled.report import changes, print_plan
 from diffjax.config import REMAT, Config, UserError
 
@@ -53,9 +53,11 @@ _GIB = 2**30
 class _FittingPolicy(NamedTuple):
   """A value of config.model.remat with which the step fits.
 
+  The quickest one is the minimum.
+
   Attributes:
     seconds: The compiler's estimate of the step's time. Without an estimate,
-      the number of the policy: later policies recompute more.
+      the position of the policy: later policies recompute more.
     name: The value.
   """
 
@@ -64,7 +66,7 @@ class _FittingPolicy(NamedTuple):
 
 
 def main(config: Config) -> None:
-  """Prints the plan for --topology."""
+  """Prints the memory and time of a training step on --topology."""
   topology = _TOPOLOGY.value
   num_slices = _SLICES.value
   if not topology:
@@ -88,41 +90,55 @@ def main(config: Config) -> None:
 
 
 def _compare_remat(config: Config, topology: str, num_slices: int) -> None:
-  """Prints a table of all policies, and the quickest that fits.
+  """Prints a table of all remat policies, and names the quickest that fits.
 
-  The first row takes the most memory. Raises UserError if no policy fits.
+  A policy determines which activations are recomputed in the backward pass. The
+  first one recomputes the least and takes the most memory.
+
+  Args:
+    config: The run's config. Its own policy is ignored.
+    topology: The value of --topology.
+    num_slices: The value of --slices.
+
+  Raises:
+    UserError: if the step fits with no policy.
   """
   print(
     f"{'remat':<12}{'GiB a chip':>16}{'seconds a step':>18}{'bound on MFU':>15}"
     "  by the compiler's estimate"
   )
-  fitting = []
-  for order, policy in enumerate(REMAT):
+  fitting_policies = []
+  for position, policy in enumerate(REMAT):
     model = dataclasses.replace(config.model, remat=policy)
     policy_config = dataclasses.replace(config, model=model)
     plan = compile_apart(policy_config, topology, num_slices)
-
-    memory = f"{plan.total / _GIB:.2f} of {plan.available / _GIB:.2f}"
-    seconds = "none"
-    mfu_bound = "none"
-    if plan.estimate:
-      seconds = f"{plan.estimate.seconds:.4f}"
-      mfu_bound = f"{plan.mfu_bound:.1%}"
-    remark = "" if plan.fits else "  does not fit"
-    print(
-      f"{policy:<12}{memory:>16}{seconds:>18}{mfu_bound:>15}{remark}",
-      flush=True,
-    )
+    _print_row(policy, plan)
     if plan.fits:
-      estimate = plan.estimate.seconds if plan.estimate else float(order)
-      fitting.append(_FittingPolicy(estimate, policy))
+      seconds = plan.estimate.seconds if plan.estimate else float(position)
+      fitting_policies.append(_FittingPolicy(seconds, policy))
 
-  if not fitting:
+  if not fitting_policies:
     raise UserError(
       "no policy fits; without --remat the command says what else would take"
       " less"
     )
-  print(f"quickest that fits: --config.model.remat={min(fitting).name}")
+  quickest = min(fitting_policies)
+  print(f"quickest that fits: --config.model.remat={quickest.name}")
+
+
+def _print_row(policy: str, plan: Plan) -> None:
+  """Prints the table's row of a policy: its memory, time and MFU."""
+  memory = f"{plan.total / _GIB:.2f} of {plan.available / _GIB:.2f}"
+  seconds = "none"
+  mfu_bound = "none"
+  if plan.estimate:
+    seconds = f"{plan.estimate.seconds:.4f}"
+    mfu_bound = f"{plan.mfu_bound:.1%}"
+  remark = "" if plan.fits else "  does not fit"
+  print(
+    f"{policy:<12}{memory:>16}{seconds:>18}{mfu_bound:>15}{remark}",
+    flush=True,
+  )
 
 
 if __name__ == "__main__":
