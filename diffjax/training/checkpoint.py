@@ -80,8 +80,8 @@ class Checkpoints:
         the lowest "validation/loss" is kept too.
       restored: The checkpoint from `find_checkpoint` that the run resumes from.
         `save` does not save its step again.
-      lock: The workdir's lock, in process 0. Each write checks first that the
-        workdir is still the locked one.
+      lock: The workdir's lock, in process 0. Before each write, it is checked
+        that the workdir was not moved or replaced.
 
     Raises:
       UserError: if the directory cannot be written.
@@ -91,12 +91,12 @@ class Checkpoints:
     self._workdir = workdir
     self._directory = manifest.checkpoint_directory(workdir)
     self._keep = keep
-    # The last save, until `wait` is called.
-    self._pending: concurrent.futures.Future[None] | None = None
-    # The last step that was saved or restored.
+    # The last save. None if `wait` was called since.
+    self._running_save: concurrent.futures.Future[None] | None = None
+    # The last step that was saved or restored. None if its save failed.
     self._last_saved_step: int | None = None
-    # Steps with damaged files, which are remembered because finding them again
-    # would need a reading of all files.
+    # Steps with damaged files. They are stored, because all files would have to
+    # be read to find them again.
     self._damaged_steps: set[int] = set()
     if restored is not None:
       self._last_saved_step = restored.step
@@ -135,7 +135,11 @@ class Checkpoints:
       raise LostWorkdir(problem)
 
   def _check_lock_here(self) -> None:
-    """Raises LostWorkdir in process 0 only, without communication."""
+    """Raises LostWorkdir, in process 0 only.
+
+    Unlike `check_lock`, this may be called in a thread, since it does not
+    communicate with other processes.
+    """
     if self._lock is not None:
       self._lock.check()
 
@@ -179,7 +183,7 @@ class Checkpoints:
     Raises:
       LostWorkdir: if the workdir was moved or replaced.
     """
-    # A failure of the previous save was already printed.
+    # If the previous save failed, the worker has already printed a warning.
     with contextlib.suppress(UserError):
       self.wait()
     self.check_lock()
@@ -189,10 +193,10 @@ class Checkpoints:
     self._damaged_steps.discard(step)
 
     orbax_save = self._start_save(step, state, data_state, config, in_pieces)
-    self._pending = self._worker.submit(
+    self._running_save = self._worker.submit(
       self._complete, orbax_save, step, dict(metrics or {})
     )
-    # Orbax's copies of the arrays are free after the save.
+    # After that, Orbax has freed its copies of the arrays.
     self._worker.submit(runtime.trim_freed_memory)
     return True
 
@@ -204,9 +208,10 @@ class Checkpoints:
     config: dict[str, Any],
     in_pieces: bool,
   ) -> _OrbaxSave:
-    """Starts Orbax's save. An error is raised later, by the save's `result`.
+    """Starts Orbax's save of the arrays and the JSON.
 
-    Errors at the start are thereby handled like those in the background.
+    Does not raise storage errors. The `result` of the returned save does, so
+    that errors at the start are handled like those in the background.
     """
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     context = _chunked_saving() if in_pieces else contextlib.nullcontext()
@@ -263,10 +268,11 @@ class Checkpoints:
     Raises:
       UserError: if the save failed. A second call does not raise it again.
     """
-    pending = self._pending
-    self._pending = None
-    if pending is not None:
-      pending.result()
+    save = self._running_save
+    # Forgotten first, so that an error is raised only once.
+    self._running_save = None
+    if save is not None:
+      save.result()
 
   def close(self) -> None:
     """Waits for the last save and ends the worker. Ignores its error."""
@@ -278,13 +284,14 @@ class Checkpoints:
   def __exit__(
     self, exception_type: type[BaseException] | None, *_: Any
   ) -> None:
+    """Waits for the last save, unless another process may have died."""
     is_expected = exception_type is None or issubclass(
       exception_type, UserError
     )
     if is_expected or jax.process_count() == 1:
       self.close()
     else:
-      # Another process may be dead, and its part of the save would never come.
+      # The save might wait endlessly for the files of a dead process.
       self._worker.shutdown(wait=False)
 
   def _check_space(self, step: int, num_bytes: int) -> None:
@@ -342,6 +349,7 @@ class Checkpoints:
     try:
       self._write_manifest(orbax_save, step, metrics)
     except LostWorkdir:
+      # The path may belong to another run now, so nothing is deleted.
       raise
     except UserError as error:
       logging.warning(
@@ -406,6 +414,7 @@ class Checkpoints:
     """
     steps = manifest.steps(self._directory)
     candidates = [step for step in steps if step <= newest]
+    # Steps without a manifest in this dict are deleted.
     manifests = {}
     for step in candidates:
       if step in self._damaged_steps:
@@ -418,13 +427,12 @@ class Checkpoints:
 
 
 def _chunked_saving() -> ocp.Context:
-  """Returns Orbax's options for arrays that may not fit into memory.
-
-  Orbax's default format, OCDBT, would hold all arrays in compressed form until
-  the end of the save.
-  """
+  """Returns Orbax's options for arrays that may not fit into memory."""
   context = ocp.Context()
+  # NumPy arrays are read during the save, not copied before it.
   context.memory.deepcopy_host_arrays = False
+  # The default format, OCDBT, would hold all arrays in compressed form until
+  # the end of the save.
   context.array.saving.use_ocdbt = False
   context.array.saving.storage_options.chunk_byte_size = _CHUNK_BYTES
   return context
@@ -469,8 +477,8 @@ class Checkpoint:
     """Loads the train state.
 
     Args:
-      abstract_state: The structure of the state: jax.ShapeDtypeStruct with the
-        shardings of the loaded arrays.
+      abstract_state: The tree of the state, with a jax.ShapeDtypeStruct for
+        each array. The arrays are loaded with its sharding.
 
     Raises:
       UserError: if the checkpoint has other parameters, or the state of another
@@ -485,8 +493,8 @@ class Checkpoint:
     """Loads only the parameters.
 
     Args:
-      abstract_params: The parameters' structure: jax.ShapeDtypeStruct. Those
-        without a sharding are loaded to the first device.
+      abstract_params: The tree of the parameters, with a jax.ShapeDtypeStruct
+        for each one. Those without a sharding are loaded to the first device.
 
     Raises:
       UserError: if the checkpoint's parameters have other names or shapes.
@@ -511,7 +519,8 @@ class Checkpoint:
     memory-mapped files.
 
     Args:
-      abstract_params: The parameters' structure: jax.ShapeDtypeStruct.
+      abstract_params: The tree of the parameters, with a jax.ShapeDtypeStruct
+        for each one.
       make_array: Returns a new array of a shape.
 
     Raises:
@@ -550,15 +559,21 @@ def _with_sharding(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def _open_stored(directory: epath.Path, name: str) -> tensorstore.TensorStore:
-  """Opens an array that Orbax has written.
+  """Opens an array that Orbax has written, without reading its values.
 
-  Each array has its own directory, or all arrays are in one OCDBT database.
+  Args:
+    directory: The directory of the saved train state.
+    name: The array's name, such as "params.embedding".
   """
   url = _url(directory)
-  store: Any = f"{url}/{name}/"
+  kvstore: Any
   if (directory / "manifest.ocdbt").exists():
-    store = {"driver": "ocdbt", "base": f"{url}/", "path": f"{name}/"}
-  return tensorstore.open({"driver": "auto", "kvstore": store}).result()
+    # All arrays are in one OCDBT database.
+    kvstore = {"driver": "ocdbt", "base": f"{url}/", "path": f"{name}/"}
+  else:
+    # Each array has its own directory.
+    kvstore = f"{url}/{name}/"
+  return tensorstore.open({"driver": "auto", "kvstore": kvstore}).result()
 
 
 def _copy_chunks(stored: tensorstore.TensorStore, target: np.ndarray) -> None:
