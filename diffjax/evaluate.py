@@ -132,6 +132,7 @@ def main(settings: Any) -> None:
   """
   _check_flags()
   names = _suite_names()
+  # These imports take seconds, so they follow the checks.
   from etils import epath
 
   from diffjax.evals.report import results
@@ -206,7 +207,7 @@ def _load_models() -> list[_Model]:
   # Checked by `_check_flags`.
   assert _WORKDIR.value is not None
   first = _load(_WORKDIR.value, _STEP.value)
-  models = [_describe(first, _WORKDIR.value)]
+  models = [_with_description(first, _WORKDIR.value)]
   if not _AGAINST.value:
     return models
 
@@ -216,7 +217,7 @@ def _load_models() -> list[_Model]:
     second.config, data=first.config.data, eval=first.config.eval
   )
   second = dataclasses.replace(second, config=config, tokenizer=first.tokenizer)
-  models.append(_describe(second, _AGAINST.value))
+  models.append(_with_description(second, _AGAINST.value))
   return models
 
 
@@ -250,8 +251,8 @@ def _load(workdir: str, step: int | None) -> Trained:
   )
 
 
-def _describe(trained: Trained, workdir: str) -> _Model:
-  """Returns a model with the description that its results contain."""
+def _with_description(trained: Trained, workdir: str) -> _Model:
+  """Returns a model with its description for the results."""
   from diffjax.model.shapes import parameter_shapes
 
   config = trained.config.model
@@ -296,7 +297,7 @@ def _prepare_suite(name: str, models: list[_Model], settings: Any) -> _Suite:
   suite_settings = _settings_of(name, settings)
   measurements = []
   for model in models:
-    # Returns an iterator.
+    # `evaluate` checks its arguments and returns an iterator.
     measurements.append(module.evaluate(model.trained, suite_settings))
   return _Suite(name, module, suite_settings, measurements)
 

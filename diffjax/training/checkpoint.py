@@ -678,7 +678,7 @@ def find_checkpoint(
   search = _SearchResult(None, {}, "")
   if jax.process_index() == 0:
     search = _search_newest(directory, before, config_only)
-  # Only the first process has searched.
+  # The result of process 0.
   step, problem = gather_objects((search.step, search.problem))[0]
   if problem and before is None:
     raise UserError(problem)
