@@ -237,7 +237,10 @@ def _check_file(
 
 
 def _check_no_other_files(path: epath.Path, files: Mapping[str, Any]) -> None:
-  """Raises Damage if a subdirectory has a file that is not in the manifest."""
+  """Raises Damage if a subdirectory has a file that is not in the manifest.
+
+  Orbax might read it as a part of the checkpoint.
+  """
   try:
     for name in _file_names(path):
       is_in_subdirectory = "/" in name

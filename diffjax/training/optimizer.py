@@ -106,7 +106,7 @@ def make_optimizer(
 
 
 def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-  """Returns the learning rate by step.
+  """Returns the schedule of the learning rate.
 
   The learning rate rises linearly from 0 to its peak at step `warmup_steps`.
   It then falls to `final_fraction` of the peak at step `steps`. The last step
@@ -118,12 +118,13 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     the run.
 
   Args:
-    config: `config.optimizer` of the run. Warmup ends with the run if
-      `warmup_steps` is larger than `steps`.
+    config: `config.optimizer` of the run. If `warmup_steps` is larger than
+      `steps`, the warmup takes the whole run and reaches the peak at its end.
     steps: The total number of updates.
 
   Returns:
-    A function of the step, the number of updates before it. It can be traced.
+    A function from the number of updates so far to the learning rate of the
+    next one. It can be traced.
   """
   peak = config.learning_rate
   floor = config.learning_rate * config.final_fraction
@@ -132,7 +133,7 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
   remaining_steps = max(steps - warmup_steps, 1)
 
   phases: list[optax.Schedule] = []
-  # The first step of each phase but the first.
+  # The steps at which the second phase and later ones begin.
   boundaries: list[int] = []
   if warmup_steps:
     phases.append(optax.linear_schedule(0.0, peak, warmup_steps))
@@ -149,8 +150,9 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
   elif config.schedule == "wsd":
     decay_steps = round(steps * config.decay_fraction)
     decay_steps = min(max(decay_steps, 1), remaining_steps)
+    decay_start = warmup_steps + remaining_steps - decay_steps
     phases.append(optax.constant_schedule(peak))
-    boundaries.append(warmup_steps + remaining_steps - decay_steps)
+    boundaries.append(decay_start)
     phases.append(optax.linear_schedule(peak, floor, decay_steps))
   else:
     raise ValueError(
