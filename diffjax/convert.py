@@ -98,8 +98,8 @@ class _Location(NamedTuple):
 
 def main() -> None:
   """Reads the model of --from, converts it, and writes it to --to."""
-  source = _parse("from", _FROM.value)
-  target = _parse("to", _TO.value)
+  source = _parse_location("from", _FROM.value)
+  target = _parse_location("to", _TO.value)
   _check_flags(target)
   _check_empty(target.path)
   _use_cpu()
@@ -107,6 +107,7 @@ def main() -> None:
   model = _module(source.layout).read(source.path)
   model = _adapt_attention(model, source.layout)
   start_flags = _write_model(target, model)
+  # The card is a README.md with the model's config, data and measurements.
   card.write(
     target.path,
     target.layout,
@@ -154,7 +155,7 @@ def _write_model(target: _Location, model: Model) -> str:
   return ""
 
 
-def _parse(flag: str, value: str | None) -> _Location:
+def _parse_location(flag: str, value: str | None) -> _Location:
   """Parses the value of --from or --to, such as "llama:models/a".
 
   Args:

@@ -196,7 +196,7 @@ def _module(name: str) -> types.ModuleType:
 
 
 def _load_models() -> list[_Model]:
-  """Loads the model of --workdir and, if there is one, that of --against.
+  """Loads the models of --workdir and, if it is passed, of --against.
 
   The second model gets the data settings and the tokenizer of the first, so
   that both are measured on the same samples.

@@ -691,7 +691,7 @@ class _SearchResult(NamedTuple):
   """The result of a search for the newest complete checkpoint.
 
   Attributes:
-    step: Its step, or None if there is none.
+    step: Its step. None if there is no complete checkpoint.
     damages: What is wrong with each newer step.
     problem: An error message if the run has only damaged checkpoints, or "".
   """

@@ -257,8 +257,7 @@ def _size(file: epath.Path) -> int | None:
   """
   if is_remote(file):
     return file.stat().length
-  # epath's `stat` looks up the owner's name, and fails if there is none, as in
-  # containers.
+  # epath's `stat` fails if the owner has no name, which happens in containers.
   status = os.stat(file)
   if not stat.S_ISREG(status.st_mode):
     return None

@@ -1,4 +1,4 @@
-"""Compares a run's config with that of the checkpoint that it starts from.
+"""Compares the config of a run with the config of its checkpoint.
 
 `diffjax/config.py` declares which fields may differ.
 """
@@ -133,7 +133,7 @@ def new_schedule(saved: Mapping[str, Any], config: Config, step: int) -> str:
 
 
 def other_model(saved: Mapping[str, Any], config: Config) -> str:
-  """Returns how a model differs from the one that its parameters are from.
+  """Returns how a model differs from the model that had its parameters.
 
   Args:
     saved: The config that the parameters were saved with, as nested dicts.
