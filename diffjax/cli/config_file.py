@@ -24,8 +24,6 @@ import types
 import typing
 from typing import Any
 
-from etils import epath
-
 from diffjax.config import (
   Config,
   FieldInfo,
@@ -38,6 +36,7 @@ from diffjax.host.files import is_remote, write_atomically
 
 if typing.TYPE_CHECKING:
   import ml_collections
+  from etils import epath
 
 # The run's config in its workdir.
 NAME = "config.toml"
@@ -209,6 +208,9 @@ def _read_toml(path: str) -> ml_collections.ConfigDict:
   Raises:
     UserError: if it cannot be read, is not TOML, or has a wrong field.
   """
+  # Imported here, so that an error in the flags does not wait for it.
+  from etils import epath
+
   try:
     content = epath.Path(path).expanduser().read_bytes()
   except FileNotFoundError as error:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from etils import epath
+# etils takes a while to import, and commands import this module before they read
+# their flags.
+if TYPE_CHECKING:
+  from etils import epath
 
 _TEMPORARY_SUFFIX = ".tmp"
 
@@ -34,6 +38,8 @@ def write_atomically(
   Raises:
     OSError: if the file cannot be written. The old content is unchanged.
   """
+  from etils import epath
+
   if isinstance(content, str):
     content = content.encode("utf-8")
   if is_remote(path):
@@ -66,6 +72,8 @@ def replaced_at_the_end(
   Yields:
     The path of the temporary file, in the same directory.
   """
+  from etils import epath
+
   target = epath.Path(path)
   temporary = target.parent / f"{target.name}{temporary_suffix}"
   try:

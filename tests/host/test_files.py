@@ -3,6 +3,7 @@
 import os
 
 import pytest
+from etils import epath
 
 from diffjax.host import files
 
@@ -54,9 +55,8 @@ def test_an_object_is_written_at_once(monkeypatch):
   def write_bytes(path, content):
     written[os.fspath(path)] = content
 
-  monkeypatch.setattr(
-    files.epath.Path("gs://a").__class__, "write_bytes", write_bytes
-  )
+  remote_class = type(epath.Path("gs://a"))
+  monkeypatch.setattr(remote_class, "write_bytes", write_bytes)
   files.write_atomically("gs://bucket/file", "new")
   assert written == {"gs://bucket/file": b"new"}
 
