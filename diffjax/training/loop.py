@@ -70,13 +70,14 @@ def train(config: Config, workdir: str) -> TrainResult:
       # Step.
       try:
         with session.save_on_error(step, state, scores):
-          batch = session.next_batch()
+          host_batch = session.next_batch()
       except Interrupted:
-        # A signal arrived before the batch, and `save_on_error` has saved.
+        # A signal arrived before the batch. `save_on_error` has saved the steps
+        # of this session. Only a single process is interrupted here.
         break
       session.start_vote_on_stopping()
       with step_annotation(step + 1):
-        state, metrics = session.train_step(state, batch)
+        state, metrics = session.train_step(state, host_batch)
       step += 1
 
       # Log the metrics of the previous step. The device already has this one,

@@ -33,10 +33,11 @@ from diffjax.data.pipeline import (
   validation_batches,
 )
 from diffjax.data.reader import Interrupted
+from diffjax.data.row import Batch as HostBatch
 from diffjax.data.tokenizer import load_once, load_tokenizer
 from diffjax.host import runtime
 from diffjax.host.interruption import Interruption
-from diffjax.host.lock import LostWorkdir, lock
+from diffjax.host.lock import lock
 from diffjax.host.progress import short_number
 from diffjax.ops.diff_attention.choice import Choice, reported_to
 from diffjax.parallel.mesh import batch_share, make_mesh, put_batch
@@ -60,7 +61,7 @@ from diffjax.training.program import build
 from diffjax.training.result import TrainResult
 from diffjax.training.resume import check_checkpoint, new_schedule, other_model
 from diffjax.training.run_log import RunLog, note
-from diffjax.training.step import Batch, Metrics, TrainState
+from diffjax.training.step import Metrics, TrainState
 from diffjax.training.workdir_tokenizer import (
   check_start_tokenizer,
   keep_tokenizer,
@@ -435,27 +436,35 @@ class Session:
     """
     self._resources.profiler.update(step, is_last)
 
-  def next_batch(self) -> Batch:
-    """Returns the next global batch, on the devices.
+  def next_batch(self) -> HostBatch:
+    """Returns this process's share of the next batch, on the host.
+
+    Moves the position in the data past the batch, unless it raises.
 
     Raises:
       Interrupted: if a signal arrives while waiting for the batch.
       UserError: as `TrainingBatches.__next__`.
     """
     start = time.perf_counter()
-    host_batch = next(self._resources.training_batches)
-    batch = put_batch(host_batch, self.program.mesh)
+    batch = next(self._resources.training_batches)
     self._resources.log.add_wait(time.perf_counter() - start)
     return batch
 
   def train_step(
-    self, state: TrainState, batch: Batch
+    self, state: TrainState, host_batch: HostBatch
   ) -> tuple[TrainState, Metrics]:
     """Takes a training step, and prints once which attention it uses.
 
     With "auto", the attention chooses an implementation while the step is
     traced, before the first step is compiled. Each different choice is printed.
+
+    Args:
+      state: the state before the step. It cannot be used again.
+      host_batch: this process's share of the batch, from `next_batch`.
     """
+    # Not in `next_batch`: if this fails, the batch has been read but not used.
+    # A checkpoint of this moment would lose it.
+    batch = put_batch(host_batch, self.program.mesh)
     implementation = self._config.model.attention_implementation
     if implementation != "auto":
       field = "config.model.attention_implementation"
@@ -552,10 +561,12 @@ class Session:
   ) -> Iterator[None]:
     """Saves a checkpoint if the body raises, so that no step is lost.
 
-    The body must not take a step, because a step donates the state.
+    The body must not take a step, because a step donates the state. If it
+    raises, it must not have read a batch: the checkpoint would skip that batch.
 
-    With several processes nothing is saved: one process cannot save alone, and
-    the others may be in the next step.
+    Nothing is saved if the session has not taken a step. With several processes
+    nothing is saved either: one process cannot save alone, and the others may
+    be in the next step.
 
     Args:
       step: the number of steps done.
@@ -567,15 +578,17 @@ class Session:
     except Exception as error:
       has_new_steps = step > self.first_step
       if has_new_steps and jax.process_count() == 1:
-        # `Interrupted` is not an error: a signal has ended the wait for data.
-        if not isinstance(error, Interrupted):
-          note(f"saving step {step}, before the run ends with an error")
-        self.flush_log()
-        try:
+        if isinstance(error, Interrupted):
+          # This is not an error: a signal has ended the wait for data. So an
+          # error here, such as too many skipped steps, ends the run.
+          self.flush_log()
           self.save(step, state, scores)
-        except LostWorkdir as lost:
-          # The original error is more important than this one.
-          note(str(lost))
+        else:
+          note(f"saving step {step}, before the run ends with an error")
+          with _note_error():
+            self.flush_log()
+          with _note_error():
+            self.save(step, state, scores)
       raise
 
   def add_scores(self, step: int, scores: dict[str, float]) -> None:
@@ -615,3 +628,12 @@ class Session:
         message += ", saved"
       note(f"{message}; run the same command to continue")
     return result
+
+
+@contextlib.contextmanager
+def _note_error() -> Iterator[None]:
+  """Prints a UserError of the body, so that it does not replace another."""
+  try:
+    yield
+  except UserError as error:
+    note(str(error))

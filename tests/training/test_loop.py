@@ -143,10 +143,10 @@ def printed_run(config, tmp_path_factory, timed_steps):
   workdir = tmp_path_factory.mktemp("whole")
   train_step = session.Session.train_step
 
-  def timed(self, state, batch):
+  def timed(self, state, host_batch):
     begin = time.perf_counter()
     time.sleep(0.02)
-    result = jax.block_until_ready(train_step(self, state, batch))
+    result = jax.block_until_ready(train_step(self, state, host_batch))
     timed_steps.append((begin, time.perf_counter()))
     return result
 
@@ -425,6 +425,48 @@ def test_a_damaged_row_loses_no_steps(
     for workdir in (tmp_path / "run", whole)
   ]
   assert trained[0] == trained[1]
+
+
+def test_a_batch_that_does_not_reach_the_devices_is_not_lost(
+  config, whole, tmp_path, monkeypatch
+):
+  """The fifth batch has been read, and nothing has been saved since step 3. A run that goes on repeats and skips no batch."""
+  original, numbers = session.put_batch, itertools.count(1)
+
+  def put_batch(batch, mesh):
+    if next(numbers) == 5:
+      raise RuntimeError("no memory on the device")
+    return original(batch, mesh)
+
+  config = change(config, train__checkpoint_interval=3)
+  with monkeypatch.context() as patch:
+    patch.setattr(session, "put_batch", put_batch)
+    with pytest.raises(RuntimeError, match="no memory on the device"):
+      loop.train(config, str(tmp_path))
+  loop.train(config, str(tmp_path))
+  assert log(tmp_path) == log(whole)
+
+
+def test_an_error_is_not_hidden_by_skipped_steps(config, tmp_path, monkeypatch):
+  """The fifth batch cannot be read, and the fourth step is one too many that is skipped."""
+  spoil(monkeypatch, {4: np.nan})
+  next_batch, numbers = session.Session.next_batch, itertools.count(1)
+
+  def damaged(self):
+    if next(numbers) == 5:
+      raise UserError("row 7 is damaged")
+    return next_batch(self)
+
+  monkeypatch.setattr(session.Session, "next_batch", damaged)
+  config = change(
+    config,
+    train__checkpoint_interval=100,
+    train__max_skipped_in_a_row=1,
+    eval__interval=0,
+  )
+  with pytest.raises(UserError, match="row 7 is damaged"):
+    loop.train(config, str(tmp_path))
+  assert manifest.steps(manifest.checkpoint_directory(tmp_path)) == [4]
 
 
 def test_an_evaluation_that_fails_loses_no_steps(config, tmp_path, monkeypatch):
@@ -822,15 +864,15 @@ def test_a_refused_start_leaves_no_files(config, whole, tmp_path):
 
 
 def at_batch(monkeypatch, number, act):
-  """Calls `act` before a batch goes to the device."""
-  original, numbers = session.put_batch, itertools.count(1)
+  """Calls `act` before the loop gets a batch."""
+  next_batch, numbers = session.Session.next_batch, itertools.count(1)
 
-  def put_batch(batch, mesh):
+  def act_and_get(self):
     if next(numbers) == number:
       act()
-    return original(batch, mesh)
+    return next_batch(self)
 
-  monkeypatch.setattr(session, "put_batch", put_batch)
+  monkeypatch.setattr(session.Session, "next_batch", act_and_get)
 
 
 def test_a_second_run_of_the_process_is_refused(
