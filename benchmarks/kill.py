@@ -103,10 +103,10 @@ def run_child(
   log = os.open(f"{workdir}.batches", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
   step, put_batch, make_writer = 0, session.put_batch, run_log.MetricWriter
 
-  def metrics(*args, resume_step, **options):
+  def metrics(*args, start_step, **options):
     nonlocal step
-    step = resume_step
-    return make_writer(*args, resume_step=resume_step, **options)
+    step = start_step
+    return make_writer(*args, start_step=start_step, **options)
 
   def record(batch, mesh):
     nonlocal step

@@ -42,7 +42,7 @@ def train(config: Config, workdir: str) -> TrainResult:
   with Session(config, workdir) as session:
     # Restore.
     state = session.take_initial_state()
-    step = session.first_step
+    step = session.start_step
     while True:
       # Decide what to do after `step` steps.
       is_last = step >= config.train.steps or session.should_stop()
@@ -61,7 +61,7 @@ def train(config: Config, workdir: str) -> TrainResult:
       # Save.
       if should_save:
         session.save(step, state, scores)
-      elif should_evaluate and step == session.first_step:
+      elif should_evaluate and step == session.start_step:
         # The restored checkpoint has no losses.
         session.add_scores(step, scores)
       if is_last:
@@ -95,7 +95,7 @@ def _should_evaluate(config: Config, session: Session, step: int) -> bool:
   interval = config.eval.interval
   if interval == 0:
     return False
-  if step == session.first_step and not session.lacks_scores:
+  if step == session.start_step and not session.lacks_scores:
     return False
   return step >= config.train.steps or step % interval == 0
 
@@ -108,6 +108,6 @@ def _should_save(
   That is every `train.checkpoint_interval` steps, and before the run ends or is
   stopped. The step that the session starts from is not saved again.
   """
-  if step == session.first_step:
+  if step == session.start_step:
     return False
   return is_last or step % config.train.checkpoint_interval == 0

@@ -71,19 +71,19 @@ class MetricWriter:
     workdir: epath.PathLike,
     config: Mapping[str, Any],
     *,
-    resume_step: int,
+    start_step: int,
     wandb_project: str = "",
     is_writer: bool = True,
   ):
-    """Opens the files, and deletes the metrics of steps after `resume_step`.
+    """Opens the files, and deletes the metrics of steps after `start_step`.
 
     The run will measure those steps again.
 
     Args:
       workdir: The run's directory, local or gs://.
       config: The run's config as nested dicts, for TensorBoard and W&B.
-      resume_step: The step of the checkpoint that the run resumes from. 0 for a
-        new run.
+      start_step: The number of steps done before this process started: the
+        step of the restored checkpoint, or 0.
       wandb_project: The W&B project, or "".
       is_writer: Whether this process writes. If False, all methods do nothing.
 
@@ -98,7 +98,7 @@ class MetricWriter:
       return
     try:
       self._destinations = _open_destinations(
-        self._workdir, config, resume_step, wandb_project
+        self._workdir, config, start_step, wandb_project
       )
     except OSError as error:
       raise UserError(f"cannot write metrics in {workdir}: {error}") from error
@@ -151,7 +151,7 @@ class _Destination(Protocol):
 def _open_destinations(
   workdir: epath.Path,
   config: Mapping[str, Any],
-  resume_step: int,
+  start_step: int,
   wandb_project: str,
 ) -> list[_Destination]:
   """Opens metrics.jsonl, TensorBoard's file and, if there is a project, W&B."""
@@ -161,8 +161,8 @@ def _open_destinations(
     # W&B is opened first: if it fails, the files are still unchanged.
     wandb_run = _open_wandb(wandb_project, workdir, config)
   destinations: list[_Destination] = [
-    _JsonLines(workdir, resume_step),
-    _TensorBoard(workdir, config, resume_step),
+    _JsonLines(workdir, start_step),
+    _TensorBoard(workdir, config, start_step),
   ]
   if wandb_run is not None:
     destinations.append(wandb_run)
@@ -172,10 +172,10 @@ def _open_destinations(
 class _JsonLines:
   """The file metrics.jsonl."""
 
-  def __init__(self, workdir: epath.Path, resume_step: int):
+  def __init__(self, workdir: epath.Path, start_step: int):
     """Deletes the lines of later steps, and opens the file."""
     path = workdir / "metrics.jsonl"
-    content = _lines_until(path, resume_step)
+    content = _lines_until(path, start_step)
     write_atomically(path, content)
     self._file = _open_file(path, content)
 
@@ -191,7 +191,7 @@ class _JsonLines:
     self._file.close()
 
 
-def _lines_until(path: epath.Path, resume_step: int) -> bytes:
+def _lines_until(path: epath.Path, start_step: int) -> bytes:
   """Returns the complete lines of a log up to a step.
 
   Returns b"" if the file does not exist.
@@ -201,7 +201,7 @@ def _lines_until(path: epath.Path, resume_step: int) -> bytes:
   lines = []
   for line in path.read_bytes().splitlines():
     try:
-      if json.loads(line)["step"] <= resume_step:
+      if json.loads(line)["step"] <= start_step:
         lines.append(line + b"\n")
     except (ValueError, KeyError, TypeError):
       # The run was killed while it wrote this line.
@@ -218,7 +218,7 @@ class _TensorBoard:
   """
 
   def __init__(
-    self, workdir: epath.Path, config: Mapping[str, Any], resume_step: int
+    self, workdir: epath.Path, config: Mapping[str, Any], start_step: int
   ):
     """Creates the file, with the config as text at the step of the resume."""
     directory = workdir / "tensorboard"
@@ -228,15 +228,15 @@ class _TensorBoard:
     unique = uuid.uuid4().hex[:8]
     self._events = EventsWriter(
       f"{_FACTORY_PREFIX}:{os.fspath(directory)}/events",
-      filename_suffix=f".{resume_step:08d}-{unique}",
+      filename_suffix=f".{start_step:08d}-{unique}",
     )
     # TensorBoard hides the events of earlier files from this step on, since the
     # run will measure those steps again.
     start = SessionLog(status=SessionLog.START)
-    self._write(resume_step + 1, session_log=start)
+    self._write(start_step + 1, session_log=start)
     config_json = json.dumps(config, indent=2, ensure_ascii=False)
     text = summary.text("config", f"```json\n{config_json}\n```")
-    self._write(resume_step, summary=text)
+    self._write(start_step, summary=text)
 
   def write(self, step: int, numbers: Mapping[str, float]) -> None:
     values = []

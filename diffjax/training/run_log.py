@@ -62,11 +62,11 @@ class RunLog:
     mesh: Mesh,
     checkpoints: Checkpoints,
     *,
-    first_step: int,
+    start_step: int,
   ):
     """Opens the files, and shows the status line.
 
-    Removes the entries of steps after `first_step` from the files, because the
+    Removes the entries of steps after `start_step` from the files, because the
     run takes these steps again.
 
     Args:
@@ -75,22 +75,23 @@ class RunLog:
       mesh: the devices that share a step.
       checkpoints: the run's checkpoints. If too many steps are skipped, the
         error names the last good one.
-      first_step: the number of steps done before this process started.
+      start_step: the number of steps done before this process started: the
+        step of the restored checkpoint, or 0.
     """
     self._config = config
     self._workdir = workdir
     self._checkpoints = checkpoints
-    self._first_step = first_step
+    self._start_step = start_step
     self._metric_writer = MetricWriter(
       workdir,
       config.to_dict(),
-      resume_step=first_step,
+      start_step=start_step,
       wandb_project=config.train.wandb_project,
       is_writer=jax.process_index() == 0,
     )
     self._status_line = StatusLine(
       config,
-      first_step=first_step,
+      start_step=start_step,
       num_devices=mesh.size,
       device_kind=mesh.devices.flat[0].device_kind,
     )
@@ -108,7 +109,7 @@ class RunLog:
       # It is not known when the step ended during the wait. The log assumes
       # that it ended at the start of the wait.
       pending.end = self._status_line.moment(seconds_ago=seconds)
-      if pending.step == self._first_step + 1:
+      if pending.step == self._start_step + 1:
         # It is not known when compilation ended and the first step began. So
         # speeds are measured from the end of this step.
         self._status_line.start_window(pending.step, pending.end)

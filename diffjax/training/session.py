@@ -96,7 +96,8 @@ class _Resources:
     profiler: writes the profile that the config asks for.
     interruption: tells whether this process has received a signal.
     stop_agreement: decides whether to stop, alike in all processes.
-    first_step: the number of steps done before the session.
+    start_step: the number of steps done before the session. Its first step
+      is start_step + 1.
     lacks_scores: True if the restored checkpoint has no validation losses.
     initial_state: the state to start from. None once the loop has taken it.
   """
@@ -108,7 +109,7 @@ class _Resources:
   profiler: Profiler
   interruption: Interruption
   stop_agreement: Agreement
-  first_step: int
+  start_step: int
   lacks_scores: bool
   initial_state: TrainState | None
 
@@ -219,7 +220,7 @@ class Session:
       if jax.process_index() == 0:
         workdir_lock = stack.enter_context(lock(self._workdir))
       start = self._restore(batches)
-      first_step = int(start.state.step)
+      start_step = int(start.state.step)
 
       # Wait until all processes have passed their checks. Everything below
       # writes in the workdir.
@@ -233,14 +234,14 @@ class Session:
       # Entered after the lock, and therefore closed before its release.
       stack.enter_context(checkpoints)
       log = RunLog(
-        config, self._workdir, mesh, checkpoints, first_step=first_step
+        config, self._workdir, mesh, checkpoints, start_step=start_step
       )
       stack.callback(log.close)
       profiler = Profiler(config, self._workdir)
       stack.callback(profiler.close)
       if jax.process_index() == 0:
         self._write_config()
-      self._print_steps(start.state, first_step)
+      self._print_steps(start.state, start_step)
 
       # From here on, a signal ends the run after the current step.
       interruption = stack.enter_context(Interruption())
@@ -256,7 +257,7 @@ class Session:
         profiler=profiler,
         interruption=interruption,
         stop_agreement=Agreement(mesh, interruption),
-        first_step=first_step,
+        start_step=start_step,
         lacks_scores=start.lacks_scores,
         initial_state=start.state,
       )
@@ -367,12 +368,12 @@ class Session:
     config_path = epath.Path(self._workdir) / config_file.NAME
     config_file.write(config_path, self._config)
 
-  def _print_steps(self, state: TrainState, first_step: int) -> None:
+  def _print_steps(self, state: TrainState, start_step: int) -> None:
     """Prints the number of parameters and the steps that the run will take.
 
     Args:
       state: the state to start from.
-      first_step: the number of steps done.
+      start_step: the number of steps done.
     """
     config = self._config
     num_steps = config.train.steps
@@ -382,20 +383,20 @@ class Session:
         f"config.optimizer.warmup_steps = {warmup_steps} is cut to"
         f" config.train.steps = {num_steps}"
       )
-    if first_step >= num_steps:
+    if start_step >= num_steps:
       return
     num_parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     tokens_per_step = config.train.batch_size * config.data.length
     note(
       f"training {short_number(num_parameters)} parameters: steps"
-      f" {first_step + 1:,} to {num_steps:,} of {tokens_per_step:,} tokens;"
+      f" {start_step + 1:,} to {num_steps:,} of {tokens_per_step:,} tokens;"
       " compiling …"
     )
 
   @property
-  def first_step(self) -> int:
-    """The number of steps done before this session."""
-    return self._resources.first_step
+  def start_step(self) -> int:
+    """The number of steps done before this session, 0 for a new run."""
+    return self._resources.start_step
 
   @property
   def lacks_scores(self) -> bool:
@@ -576,7 +577,7 @@ class Session:
     try:
       yield
     except Exception as error:
-      has_new_steps = step > self.first_step
+      has_new_steps = step > self.start_step
       if has_new_steps and jax.process_count() == 1:
         if isinstance(error, Interrupted):
           # This is not an error: a signal has ended the wait for data. So an
@@ -624,7 +625,7 @@ class Session:
     )
     if not result.is_finished:
       message = f"stopped at step {step} of {self._config.train.steps}"
-      if step > self.first_step:
+      if step > self.start_step:
         message += ", saved"
       note(f"{message}; run the same command to continue")
     return result

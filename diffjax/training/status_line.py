@@ -66,7 +66,7 @@ class StatusLine:
     self,
     config: Config,
     *,
-    first_step: int,
+    start_step: int,
     num_devices: int,
     device_kind: str,
     file: TextIO | None = None,
@@ -75,7 +75,7 @@ class StatusLine:
 
     Args:
       config: the run's config.
-      first_step: the number of steps done before this process started.
+      start_step: the number of steps done before this process started.
       num_devices: the number of devices that share a step.
       device_kind: their `jax.Device.device_kind`. MFU is reported if the peak
         of this kind is known.
@@ -102,9 +102,9 @@ class StatusLine:
     # The line that is updated in place. None if stdout is not a terminal.
     self._bar: rich.progress.Progress | None = None
     if self._console.is_terminal and not self._console.quiet:
-      self._start_bar(first_step)
+      self._start_bar(start_step)
 
-  def _start_bar(self, first_step: int) -> None:
+  def _start_bar(self, start_step: int) -> None:
     """Shows a line with steps, a bar and a status, to be updated in place."""
     self._bar = rich.progress.Progress(
       rich.progress.TextColumn("{task.completed}/{task.total}"),
@@ -113,7 +113,7 @@ class StatusLine:
       console=self._console,
     )
     self._bar.add_task(
-      "", total=self._num_steps, completed=first_step, status="compiling …"
+      "", total=self._num_steps, completed=start_step, status="compiling …"
     )
     self._bar.start()
     # The bar hides the terminal's cursor. `close` shows it again, also if the

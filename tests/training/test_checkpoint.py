@@ -503,7 +503,7 @@ from diffjax.training.metrics import MetricWriter
 workdir = pathlib.Path(sys.argv[1])
 state = {"params": {"weight": jnp.arange(4096.0)}, "step": jnp.int32(1)}
 checkpoints = Checkpoints(workdir, keep=1)
-metrics = MetricWriter(workdir, {}, resume_step=0)
+metrics = MetricWriter(workdir, {}, start_step=0)
 
 def save(step):
   checkpoints.save(step, state, data_state={}, config={})

@@ -19,9 +19,9 @@ def read(path):
   return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def open_metrics(workdir, resume_step=0, **kwargs):
+def open_metrics(workdir, start_step=0, **kwargs):
   return metrics.MetricWriter(
-    workdir, {"train": {"steps": 9}}, resume_step=resume_step, **kwargs
+    workdir, {"train": {"steps": 9}}, start_step=start_step, **kwargs
   )
 
 
@@ -40,7 +40,7 @@ def test_jsonl_drops_the_steps_that_are_taken_again(
   path.write_text(
     path.read_text() + '{"step": 31, "tra'
   )  # killed while it wrote
-  writer = open_metrics(tmp_path, resume_step=20)
+  writer = open_metrics(tmp_path, start_step=20)
   writer.write(25, {"train/loss": 7.0})
   writer.write(26, {})
   if not remote:
@@ -83,7 +83,7 @@ def test_a_resume_that_cannot_rewrite_the_log_leaves_it_whole(
   with pytest.raises(
     UserError, match="cannot write metrics in .*No space left"
   ):
-    open_metrics(tmp_path, resume_step=20)
+    open_metrics(tmp_path, start_step=20)
   assert path.read_text() == before
 
 
@@ -126,8 +126,8 @@ def read_events(workdir):
 
 
 def test_tensorboard_holds_the_numbers_and_the_purge(tmp_path):
-  for resume_step, step in ((0, 3), (2, 5)):
-    writer = open_metrics(tmp_path, resume_step=resume_step)
+  for start_step, step in ((0, 3), (2, 5)):
+    writer = open_metrics(tmp_path, start_step=start_step)
     writer.write(step, {"train/loss": 0.5})
     writer.close()
 
@@ -217,11 +217,9 @@ def test_wandb_run_goes_on_after_a_restart(tmp_path, monkeypatch):
       seen.append("finished")
 
   monkeypatch.setitem(sys.modules, "wandb", Wandb())
-  for resume_step in (0, 1):
-    writer = open_metrics(
-      tmp_path, wandb_project="mine", resume_step=resume_step
-    )
-    writer.write(resume_step + 1, {"train/loss": 2.0})
+  for start_step in (0, 1):
+    writer = open_metrics(tmp_path, wandb_project="mine", start_step=start_step)
+    writer.write(start_step + 1, {"train/loss": 2.0})
     writer.close()
   assert (
     seen[0] == seen[3]

@@ -75,7 +75,7 @@ def train(machine, log_interval, workdir, monkeypatch):
     train=TrainConfig(steps=STEPS, batch_size=2, log_interval=log_interval),
   )
   mesh = make_mesh(config.mesh, jax.devices()[:1])
-  log = RunLog(config, str(workdir), mesh, None, first_step=0)
+  log = RunLog(config, str(workdir), mesh, None, start_step=0)
   device_free = clock.now
   ends, start, true_seconds = {}, (0, 0.0), {}
   for step in range(1, STEPS + 1):

@@ -22,7 +22,7 @@ def clock(monkeypatch, times):
 def test_plain_lines_and_speeds(monkeypatch):
   file = io.StringIO()
   progress = StatusLine(
-    CONFIG, first_step=20, num_devices=2, device_kind="NVIDIA H200", file=file
+    CONFIG, start_step=20, num_devices=2, device_kind="NVIDIA H200", file=file
   )
   clock(monkeypatch, [100.0, 105.0, 200.0, 202.0])
   for step in range(21, 32):
@@ -54,7 +54,7 @@ def test_plain_lines_and_speeds(monkeypatch):
 
 def test_no_mfu_on_an_unknown_chip():
   progress = StatusLine(
-    CONFIG, first_step=0, num_devices=1, device_kind="cpu", file=io.StringIO()
+    CONFIG, start_step=0, num_devices=1, device_kind="cpu", file=io.StringIO()
   )
   progress.add_step(1)
   assert "train/mfu" not in progress.report(1, {"train/loss": 1.0})
@@ -79,7 +79,7 @@ def test_a_long_line_of_a_fast_run_fits_80_columns(monkeypatch):
     data=DataConfig(length=4096), train=TrainConfig(steps=19_000, batch_size=9)
   )
   progress = StatusLine(
-    config, first_step=0, num_devices=1, device_kind="NVIDIA H200", file=file
+    config, start_step=0, num_devices=1, device_kind="NVIDIA H200", file=file
   )
   clock(monkeypatch, [0.0, 40.0])
   progress.add_wait(1.0)
@@ -97,7 +97,7 @@ def test_a_long_line_of_a_fast_run_fits_80_columns(monkeypatch):
 
 def test_live_line_on_a_terminal(terminal):
   progress = StatusLine(
-    CONFIG, first_step=0, num_devices=1, device_kind="cpu", file=terminal
+    CONFIG, start_step=0, num_devices=1, device_kind="cpu", file=terminal
   )
   progress.add_step(1)
   progress.report(1, {"train/loss": 3.5})
@@ -113,7 +113,7 @@ def test_live_line_on_a_terminal(terminal):
 def test_compiling_ends_with_the_first_step(terminal):
   """The next report may be a hundred steps away."""
   progress = StatusLine(
-    CONFIG, first_step=0, num_devices=1, device_kind="cpu", file=terminal
+    CONFIG, start_step=0, num_devices=1, device_kind="cpu", file=terminal
   )
   progress.add_step(1)
   progress.close()
