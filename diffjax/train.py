@@ -78,7 +78,7 @@ def main(config: Config) -> None:
   from diffjax.training import loop
 
   # Training continues if its output can no longer be written.
-  output.outlive()
+  output.drop_unwritable_output()
   # The rest must be called before JAX computes.
   runtime.keep_compiled_programs()
   runtime.keep_freed_memory()
@@ -91,6 +91,7 @@ def main(config: Config) -> None:
     # In a cluster, the number of processes is known only now.
     _check_workdir_flag(jax.process_count())
     result = loop.train(config, workdir)
+    # Writes the plot and the sample, unless a signal has stopped the run early.
     finish(result)
 
 
@@ -124,7 +125,8 @@ def _check_workdir_flag(num_processes: int) -> None:
     )
 
 
-# diffjax.train() was the function that is diffjax.fit() today.
+# diffjax.train() was the function that is diffjax.fit() today. Once this module
+# is imported, `diffjax.train` is this module, so it must be callable.
 allow_deprecated_call(__name__)
 
 if __name__ == "__main__":

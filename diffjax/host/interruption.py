@@ -20,8 +20,8 @@ class Interruption:
   first signal never ends the process. A second signal always does.
 
   Example:
-    with Interruption() as interrupted:
-      while not interrupted():
+    with Interruption() as interruption:
+      while not interruption.is_stop_requested():
         ...
 
   Attributes:
@@ -42,7 +42,7 @@ class Interruption:
   def __exit__(self, *exception: Any) -> None:
     self._watch.__exit__(*exception)
 
-  def __call__(self) -> bool:
+  def is_stop_requested(self) -> bool:
     """Returns True if a signal has asked the run to stop."""
     return self._is_stop_requested
 

@@ -18,7 +18,7 @@ _NAMES = {_STDOUT: "standard output", _STDERR: "standard error"}
 _OTHER_STREAM = {_STDOUT: _STDERR, _STDERR: _STDOUT}
 
 
-def outlive() -> None:
+def drop_unwritable_output() -> None:
   """Makes this process drop output that cannot be written, without an error.
 
   So a run continues. Its figures are also in metrics.jsonl. If stdout or stderr

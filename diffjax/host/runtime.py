@@ -1,6 +1,10 @@
 """Settings of a command's process, made before JAX computes.
 
 They keep compiled programs between processes, and freed memory between steps.
+
+  keep_freed_memory     keeps freed memory from now on
+  release_freed_memory  returns it to the operating system inside a context
+  trim_freed_memory     returns once what has been kept until now
 """
 
 from __future__ import annotations

@@ -130,9 +130,8 @@ def batch_share(mesh: Mesh) -> tuple[int, int]:
 
   shares = {tuple(sorted(blocks)) for blocks in row_blocks_of_process.values()}
   share_sizes = [len(share) for share in shares]
-  num_row_blocks = mesh.shape["data"] * mesh.shape["fsdp"]
   # Shares contain every row block. If their sizes add up to more, they overlap.
-  is_disjoint = sum(share_sizes) == num_row_blocks
+  is_disjoint = sum(share_sizes) == num_row_blocks(mesh)
   is_equal = len(set(share_sizes)) == 1
   if not is_disjoint or not is_equal:
     raise UserError(
@@ -146,11 +145,19 @@ def batch_share(mesh: Mesh) -> tuple[int, int]:
   return sorted(shares).index(local_share), len(shares)
 
 
+def num_row_blocks(mesh: Mesh) -> int:
+  """Returns the number of row blocks into which the mesh splits a batch."""
+  return mesh.shape["data"] * mesh.shape["fsdp"]
+
+
 def put_batch(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
   """Returns a batch as global arrays, split over the mesh.
 
   Each process passes the rows that its devices need. A global array consists of
   the rows of all processes.
+
+  If the context axis splits rows, the tokens of each row are also permuted into
+  balanced order (see `_select_shards`). `sharded_attention` expects this order.
 
   Args:
     batch: the rows [rows, T] of this process's share, by name.
@@ -268,7 +275,9 @@ def _sharded_cross_entropy(
   z_loss: float = 0.0,
   chunk: int | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-  """Returns the loss and its z-loss, summed over the tokens of all devices.
+  """Returns two sums over the tokens of all devices: objective and z-loss.
+
+  The objective is the loss (the cross-entropy) plus the z-loss.
 
   Args:
     mesh: the devices.
@@ -305,11 +314,10 @@ def _summed_cross_entropy(
   z_loss: float,
   chunk: int | None,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-  """Returns the loss of this device's tokens, summed over all devices.
+  """Returns the sums of `_sharded_cross_entropy`, on each device.
 
   This runs inside `shard_map`: each device has some of the tokens and a part of
-  the embedding. Small letters are sizes on one device. The second sum is the
-  z-loss.
+  the embedding. Small letters are sizes on one device.
 
   Args:
     hidden: hidden states of this device's tokens.
@@ -320,7 +328,8 @@ def _summed_cross_entropy(
     chunk: see `fused_cross_entropy`.
   """
   # In the backward pass, each device computes a gradient from its own tokens.
-  # `vary_like` sums these gradients once, after the last chunk.
+  # The transpose of `vary_like` is a psum: it sums these gradients once, after
+  # the last chunk.
   embedding = vary_like(embedding, hidden)
   # Collect the embedding from the devices that store its parts.
   for array_axis, mesh_axis in enumerate(parameter_spec("embedding")):

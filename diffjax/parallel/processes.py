@@ -459,12 +459,18 @@ def _first_line(error: BaseException) -> str:
 class Agreement:
   """A decision, such as to stop, that is true if any process votes for it.
 
-  All processes learn the decision before the same step. `start_vote` starts an
-  all-reduce of one number per device, which runs before the next step. The loop
-  reads the decision one step later, when the previous step is over. It waits
-  for the metrics of that step in any case, so no device ever waits for a host.
+  All processes learn the decision between the same two steps. A single process
+  decides alone.
 
-  A single process decides alone.
+  The order in the training loop, around step n:
+
+    1. `start_vote` queues an all-reduce of the votes on the devices.
+    2. Step n is queued behind it.
+    3. The metrics of step n − 1 are fetched, which waits for that step.
+    4. `decision` waits for the all-reduce, while step n is running. If the
+       decision is to stop, step n is the last one.
+
+  So no device ever waits for a host.
   """
 
   def __init__(self, mesh: Mesh, vote: Callable[[], bool]):
@@ -499,7 +505,7 @@ class Agreement:
     )
     self._decision = self._reduce(votes)
 
-  def __call__(self) -> bool:
+  def decision(self) -> bool:
     """Returns the decision of the last vote, the same in every process."""
     if self._is_alone:
       return self._vote()

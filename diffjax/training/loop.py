@@ -80,9 +80,9 @@ def train(config: Config, workdir: str) -> TrainResult:
         state, metrics = session.train_step(state, host_batch)
       step += 1
 
-      # Log the metrics of the previous step. The device already has this one,
-      # so it never waits for the host.
-      session.log_step(step, metrics)
+      # This logs the metrics of the previous step. The device already has this
+      # step, so it never waits for the host.
+      session.record_dispatched_step(step, metrics)
     return session.end(step, state)
 
 

@@ -24,7 +24,11 @@ from diffjax.model.decoder import Decoder
 from diffjax.model.shapes import parameter_shapes
 from diffjax.model.stacks import check_support
 from diffjax.parallel import rules
-from diffjax.parallel.mesh import sharded_attention, sharded_cross_entropy
+from diffjax.parallel.mesh import (
+  num_row_blocks,
+  sharded_attention,
+  sharded_cross_entropy,
+)
 from diffjax.parallel.product import uses_exchange, uses_sparse_cores
 from diffjax.training.optimizer import make_optimizer, make_schedule
 from diffjax.training.step import (
@@ -184,7 +188,7 @@ def build(config: Config, mesh: Mesh) -> Program:
 
   # The initial state. Parameters do not depend on the batch, so it is made with
   # the smallest batch that the mesh can split.
-  init_shape = (_num_batch_parts(mesh), mesh.shape["context"])
+  init_shape = (num_row_blocks(mesh), mesh.shape["context"])
   init = make_init(config, model, optimizer, init_shape)
   state_shapes = jax.eval_shape(init)
   _check_parameters(config.model, state_shapes.params)
@@ -299,17 +303,17 @@ def _shapes_by_name(params: Any) -> dict[str, tuple[int, ...]]:
 
 def _check_split(config: Config, mesh: Mesh) -> None:
   """Raises UserError if the mesh cannot split a micro-batch or a row."""
-  # The data and fsdp axes split the rows of a micro-batch.
+  # The data and fsdp axes split the rows of a micro-batch into row blocks.
   batch_size = config.train.batch_size
   accumulation = config.train.accumulation
-  num_parts = _num_batch_parts(mesh)
+  num_blocks = num_row_blocks(mesh)
   micro_batch_size = batch_size // accumulation
-  if micro_batch_size % num_parts != 0:
+  if micro_batch_size % num_blocks != 0:
     raise UserError(
       f"config.train.batch_size = {batch_size} over config.train.accumulation ="
-      f" {accumulation} gives {micro_batch_size} rows, which the {num_parts}"
+      f" {accumulation} gives {micro_batch_size} rows, which the {num_blocks}"
       " parts of the batch (data × fsdp) cannot share evenly; choose a multiple"
-      f" of {accumulation * num_parts}"
+      f" of {accumulation * num_blocks}"
     )
 
   # Late queries of a causal row see more keys than early ones. So each device
@@ -326,11 +330,6 @@ def _check_split(config: Config, mesh: Mesh) -> None:
       f" config.mesh.tensor = {tensor}: a row is cut into two pieces a context"
       " shard, and its loss over tensor shards too"
     )
-
-
-def _num_batch_parts(mesh: Mesh) -> int:
-  """Returns the number of parts into which the mesh splits a batch."""
-  return mesh.shape["data"] * mesh.shape["fsdp"]
 
 
 def compute_dtype(name: str, platform: str) -> Any:

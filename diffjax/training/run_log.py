@@ -20,7 +20,7 @@ from diffjax.training.status_line import Moment, StatusLine
 
 
 def note(message: str) -> None:
-  """Prints a line for the user. Only process 0 prints."""
+  """Prints a line for the user in process 0 alone. `say` prints in each."""
   if jax.process_index() == 0:
     say(message)
 
@@ -115,8 +115,10 @@ class RunLog:
         self._status_line.start_window(pending.step, pending.end)
     self._status_line.add_wait(seconds)
 
-  def add_step(self, step: int, metrics: dict[str, jax.Array]) -> None:
-    """Logs the metrics of the previous step, and keeps those of this step.
+  def record_dispatched_step(
+    self, step: int, metrics: dict[str, jax.Array]
+  ) -> None:
+    """Keeps the metrics of a step, and logs those of the previous step.
 
     Args:
       step: the number of the step that has just been dispatched.

@@ -1,9 +1,10 @@
 """A training run: what it opens, and the operations that the loop calls.
 
 A run that is refused must not change the workdir of an earlier run. Therefore
-everything that may refuse a run comes before the first write:
+everything that may refuse a run comes before the first write, except for the
+file `lock`:
 
-  1. `Session.__init__` checks the config. Nothing is opened.
+  1. `Session.__init__` checks the config.
   2. `Session.__enter__` opens the data, locks the workdir and restores the
      state.
   3. When all processes have passed their checks, `Session.__enter__` opens the
@@ -34,7 +35,7 @@ from diffjax.data.pipeline import (
 )
 from diffjax.data.reader import Interrupted
 from diffjax.data.row import Batch as HostBatch
-from diffjax.data.tokenizer import load_once, load_tokenizer
+from diffjax.data.tokenizer import load_once
 from diffjax.host import runtime
 from diffjax.host.interruption import Interruption
 from diffjax.host.lock import lock
@@ -88,6 +89,9 @@ class _Start:
 class _Resources:
   """The objects of a session that exist only inside its context.
 
+  They are grouped, so that `__enter__` sets all of them at once or, if it
+  raises, none.
+
   Attributes:
     training_batches: this process's share of the training data.
     validation_batches: this process's share of the validation data.
@@ -127,7 +131,10 @@ class Session:
   _resources: _Resources
 
   def __init__(self, config: Config, workdir: str):
-    """Checks the config. Opens and writes nothing.
+    """Checks the config. Writes nothing in the workdir.
+
+    For hf:// sources without config.data.files, this downloads a sample to a
+    temporary file, to choose the number of files.
 
     Args:
       config: the run's config.
@@ -146,7 +153,8 @@ class Session:
       }
     )
 
-    # Check the config against the checkpoint.
+    # Check the config against the checkpoint. Only the file with its config is
+    # verified here. `_restore` verifies all files, before it reads the state.
     check_path(workdir)
     checkpoint = find_checkpoint(workdir, config_only=True)
     if checkpoint is None:
@@ -166,7 +174,7 @@ class Session:
     # tokenizer may have changed since an earlier run of this process.
     mesh = make_mesh(config.mesh)
     load_once.cache_clear()
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    tokenizer = load_once(config.data.tokenizer)
     check_vocabulary(config, tokenizer)
 
     self.program = build(config, mesh)
@@ -213,8 +221,10 @@ class Session:
     mesh = self.program.mesh
     # If anything here raises, `stack` closes what has been opened before.
     with contextlib.ExitStack() as stack:
+      # This context lasts as long as the session, so it also explains errors of
+      # steps and evaluations.
       stack.enter_context(memory.explain_out_of_memory(config, mesh.shape))
-      # This part may refuse the run. It writes nothing but the lock.
+      # This part may refuse the run. In the workdir it writes only the lock.
       batches, validation_data = self._open_data(stack)
       workdir_lock = None
       if jax.process_index() == 0:
@@ -248,7 +258,7 @@ class Session:
       if jax.process_count() == 1:
         # A signal also ends the wait for a batch. Not with several processes:
         # the others may be in the next step already, and wait for this one.
-        batches.interrupted = interruption
+        batches.interrupted = interruption.is_stop_requested
       self._resources = _Resources(
         training_batches=batches,
         validation_batches=validation_data,
@@ -256,7 +266,7 @@ class Session:
         log=log,
         profiler=profiler,
         interruption=interruption,
-        stop_agreement=Agreement(mesh, interruption),
+        stop_agreement=Agreement(mesh, interruption.is_stop_requested),
         start_step=start_step,
         lacks_scores=start.lacks_scores,
         initial_state=start.state,
@@ -273,6 +283,9 @@ class Session:
   ) -> tuple[TrainingBatches, ValidationBatches]:
     """Returns this process's training and validation batches.
 
+    In prepared mode, a single process first tokenizes and writes the rows that
+    config.data.prepared_dir lacks. This may take hours.
+
     Args:
       stack: closes the training batches.
     """
@@ -280,7 +293,9 @@ class Session:
     if jax.process_count() > 1 and config.data.mode == "prepared":
       # The pipeline does not check this if all processes read the same rows.
       check_prepared(config.data)
-    micro_batch_size = config.train.batch_size // config.train.accumulation
+    # An evaluation keeps no gradients, so a batch of this size fits if a
+    # training step fits.
+    validation_batch_size = config.train.batch_size // config.train.accumulation
     # Opening data uses decompressors that are freed only a minute later. If
     # their memory were kept, it would fragment the heap where the temporaries
     # of steps belong.
@@ -291,7 +306,7 @@ class Session:
       stack.callback(batches.close)
       validation_data = validation_batches(
         config,
-        micro_batch_size,
+        validation_batch_size,
         process_index=self._share,
         process_count=self._num_shares,
       )
@@ -310,7 +325,8 @@ class Session:
     if checkpoint is None:
       return _Start(self._new_state(), None, lacks_scores=False)
 
-    # Another run may have written it since the check in `__init__`.
+    # This may be another checkpoint than in `__init__`: an older one, because
+    # now all files are verified, or a newer one, which another run has written.
     check_checkpoint(checkpoint, self._workdir, self._config)
     state = checkpoint.state(self.program.abstract_state)
     batches.set_state(self._data_state_of_share(checkpoint.data_state))
@@ -418,7 +434,7 @@ class Session:
 
     A single process decides without a vote.
     """
-    return self._resources.stop_agreement()
+    return self._resources.stop_agreement.decision()
 
   def start_vote_on_stopping(self) -> None:
     """Starts to collect the votes of all processes, without waiting for them.
@@ -479,8 +495,8 @@ class Session:
       self._printed_choices.add(choice)
       note(str(choice))
 
-  def log_step(self, step: int, metrics: Metrics) -> None:
-    """Logs the metrics of the previous step, and keeps those of this step.
+  def record_dispatched_step(self, step: int, metrics: Metrics) -> None:
+    """Keeps the metrics of a step, and logs those of the previous step.
 
     Args:
       step: the number of the step that has just been dispatched.
@@ -492,13 +508,14 @@ class Session:
     # From now on there is a step to save, so a signal no longer ends the
     # process at once.
     self._resources.interruption.started = True
-    self._resources.log.add_step(step, metrics)
+    self._resources.log.record_dispatched_step(step, metrics)
 
   def flush_log(self) -> None:
     """Waits for the last step, and logs its metrics.
 
-    Must be called before a save, so that the log has every step that the
-    checkpoint includes.
+    Must be called before a save, so that the local log has every step that the
+    checkpoint includes. On gs://, the log is uploaded at most once a minute and
+    at the end. A killed run may lose the last entries there.
 
     Raises:
       UserError: if too many steps in a row have been skipped.
@@ -541,20 +558,22 @@ class Session:
       state: the state after them.
       scores: the validation losses of this step. Empty if not measured.
     """
+    # All processes take part, also if nothing will be saved.
     # Each process reads its share of the data at its own position. Processes
     # with the same share have the same position.
     data_state = self._resources.training_batches.get_state()
     # All processes' pairs, as a dict from share to state.
     states = dict(gather_objects([self._share, data_state]))
     states_by_share = [states[share] for share in sorted(states)]
-    self._resources.checkpoints.save(
+    has_started = self._resources.checkpoints.save(
       step,
       state,
       data_state={"shares": states_by_share},
       config=self._config.to_dict(),
       metrics=scores,
     )
-    self._resources.log.add_save(step)
+    if has_started:
+      self._resources.log.add_save(step)
 
   @contextlib.contextmanager
   def save_on_error(

@@ -24,7 +24,7 @@ from diffjax.training.optimizer import skip_metrics, trained_part, with_frozen
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
 # (parameters, micro-batch, sum of the whole batch's weights) → (objective,
-# metrics). Gradients are of the objective: the loss, plus the z-loss if used.
+# metrics). Gradients are of the objective: the loss plus the z-loss.
 Loss = Callable[[Any, Batch, jax.Array], tuple[jax.Array, Metrics]]
 
 
@@ -110,7 +110,7 @@ def make_loss(
     config: the run's config.
     model: the decoder.
     cross_entropy: a function from `parallel.mesh.sharded_cross_entropy`. It
-      returns two sums over tokens: cross-entropy + z-loss, and the z-loss.
+      returns two sums over tokens: the objective and the z-loss.
   """
   z_loss = config.train.z_loss
   # 0 means that the logits of all tokens are computed together.
@@ -128,7 +128,7 @@ def make_loss(
     )
     hidden, variables = outputs
     with jax.named_scope("loss"):
-      objective, z_term = cross_entropy(
+      objective_sum, z_loss_sum = cross_entropy(
         hidden,
         output_embedding(params),
         batch["targets"],
@@ -137,11 +137,11 @@ def make_loss(
         chunk=chunk,
       )
     # The gradient includes the z-loss, but the logged loss does not.
-    metrics = {"loss": (objective - z_term) / total_weight}
+    metrics = {"loss": (objective_sum - z_loss_sum) / total_weight}
     if z_loss:
-      metrics["z_loss"] = z_term / total_weight
+      metrics["z_loss"] = z_loss_sum / total_weight
     metrics = _merge_metrics(metrics, layer_metrics(variables))
-    return objective / total_weight, metrics
+    return objective_sum / total_weight, metrics
 
   return loss
 
@@ -165,7 +165,8 @@ def make_step(
     num_tokens = jnp.sum(batch["weights"])
     # A batch that consists of padding has no tokens.
     total_weight = jnp.maximum(num_tokens, 1.0)
-    # Frozen parameters have no gradient and are not in the optimizer's state.
+    # A tree without the frozen parameters, which have no gradient and are not in
+    # the optimizer's state. `with_frozen` puts them back.
     trained_params = trained_part(config.optimizer, state.params)
 
     def loss_of_trained(

@@ -118,15 +118,15 @@ if "nohup" in sys.argv:
   signal.signal(signal.SIGHUP, signal.SIG_IGN)
 if "command" in sys.argv:
   signals.end_at_ctrl_c()
-with Interruption() as interrupted:
-  interrupted.started = "started" in sys.argv
+with Interruption() as interruption:
+  interruption.started = "started" in sys.argv
   os.kill(os.getpid(), signal.Signals[sys.argv[1]])
   deadline = time.monotonic() + 30
-  while not interrupted() and "nohup" not in sys.argv:
+  while not interruption.is_stop_requested() and "nohup" not in sys.argv:
     assert time.monotonic() < deadline
     time.sleep(0.01)
   time.sleep(0.5)
-print("stops" if interrupted() else "goes on")
+print("stops" if interruption.is_stop_requested() else "goes on")
 """
 
 
@@ -209,7 +209,7 @@ def test_workers_ignore_ctrl_c_from_their_start():
 OUTPUT = """
 import pathlib, sys, time
 from diffjax.host import output
-output.outlive()
+output.drop_unwritable_output()
 print("begun", flush=True)
 while not pathlib.Path(sys.argv[1]).exists():
   time.sleep(0.01)

@@ -1121,14 +1121,14 @@ def test_the_line_comes_before_the_first_step(
 ):
   """Compiling it may take minutes."""
   seen = []
-  log_step = session.Session.log_step
+  record_dispatched_step = session.Session.record_dispatched_step
 
   def logged(self, step, measured):
     if step == 1:
       seen.extend(attention_lines(capsys.readouterr().err))
-    log_step(self, step, measured)
+    record_dispatched_step(self, step, measured)
 
-  monkeypatch.setattr(session.Session, "log_step", logged)
+  monkeypatch.setattr(session.Session, "record_dispatched_step", logged)
   loop.train(change(config, train__steps=2), str(tmp_path))
   assert len(seen) == 1
 

@@ -94,7 +94,7 @@ def train(machine, log_interval, workdir, monkeypatch):
         start = (1, device_free)
     result = Result(clock, device_free)
     results = {"skipped_in_a_row": result, "loss": result}
-    log.add_step(step, results)
+    log.record_dispatched_step(step, results)
     is_logged = step % log_interval == 0 or step == STEPS
     if is_logged and step > start[0]:
       taken = step - start[0]
