@@ -11,8 +11,9 @@ The path of a batch from a file to the loss:
 4. `row.make_batch` turns rows into arrays: tokens, targets, segment ids,
    positions and weights.
 5. `reader.py` reads batches ahead, and reports reads that hang.
-6. `training/session.py` puts a batch on the devices. `training/step.py`
-   computes the loss: the cross entropy of the targets, weighted by the weights.
+6. `parallel/mesh.put_batch` puts a batch on the devices. If the mesh splits
+   rows, it also permutes the tokens of each row. `training/step.py` computes
+   the loss: the cross entropy of the targets, weighted by the weights.
 
 Validation batches skip step 5. `validation_batches.py` reads their rows in a
 fixed order, and `training/validation.py` computes the losses.
