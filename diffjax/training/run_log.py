@@ -118,7 +118,7 @@ class RunLog:
   def record_dispatched_step(
     self, step: int, metrics: dict[str, jax.Array]
   ) -> None:
-    """Keeps the metrics of a step, and logs those of the previous step.
+    """Keeps a step's metrics, and logs the metrics of the previous step.
 
     Args:
       step: the number of the step that has just been dispatched.

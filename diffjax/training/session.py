@@ -100,9 +100,6 @@ class _Resources:
     profiler: writes the profile that the config asks for.
     interruption: tells whether this process has received a signal.
     stop_agreement: decides whether to stop, alike in all processes.
-    start_step: the number of steps done before the session. Its first step
-      is start_step + 1.
-    lacks_scores: True if the restored checkpoint has no validation losses.
     initial_state: the state to start from. None once the loop has taken it.
   """
 
@@ -113,8 +110,6 @@ class _Resources:
   profiler: Profiler
   interruption: Interruption
   stop_agreement: Agreement
-  start_step: int
-  lacks_scores: bool
   initial_state: TrainState | None
 
 
@@ -125,9 +120,14 @@ class Session:
 
   Attributes:
     program: the computations of the run.
+    start_step: the number of steps done before the session. Its first step is
+      start_step + 1.
+    lacks_scores: True if the restored checkpoint has no validation losses.
   """
 
   # Set by `__enter__`.
+  start_step: int
+  lacks_scores: bool
   _resources: _Resources
 
   def __init__(self, config: Config, workdir: str):
@@ -267,10 +267,10 @@ class Session:
         profiler=profiler,
         interruption=interruption,
         stop_agreement=Agreement(mesh, interruption.is_stop_requested),
-        start_step=start_step,
-        lacks_scores=start.lacks_scores,
         initial_state=start.state,
       )
+      self.start_step = start_step
+      self.lacks_scores = start.lacks_scores
       # Nothing has failed, so everything stays open until `__exit__`.
       self._stack = stack.pop_all()
     return self
@@ -409,16 +409,6 @@ class Session:
       " compiling …"
     )
 
-  @property
-  def start_step(self) -> int:
-    """The number of steps done before this session, 0 for a new run."""
-    return self._resources.start_step
-
-  @property
-  def lacks_scores(self) -> bool:
-    """True if the restored checkpoint has no validation losses."""
-    return self._resources.lacks_scores
-
   def take_initial_state(self) -> TrainState:
     """Returns the state to start from. May be called once.
 
@@ -496,7 +486,7 @@ class Session:
       note(str(choice))
 
   def record_dispatched_step(self, step: int, metrics: Metrics) -> None:
-    """Keeps the metrics of a step, and logs those of the previous step.
+    """Keeps a step's metrics, and logs the metrics of the previous step.
 
     Args:
       step: the number of the step that has just been dispatched.
@@ -558,9 +548,9 @@ class Session:
       state: the state after them.
       scores: the validation losses of this step. Empty if not measured.
     """
-    # All processes take part, also if nothing will be saved.
     # Each process reads its share of the data at its own position. Processes
-    # with the same share have the same position.
+    # with the same share have the same position. All take part, even if nothing
+    # will be saved.
     data_state = self._resources.training_batches.get_state()
     # All processes' pairs, as a dict from share to state.
     states = dict(gather_objects([self._share, data_state]))
