@@ -241,8 +241,9 @@ class StreamedBatches(TrainingBatches):
     return self._mixture.data_identity()
 
   def get_state(self) -> dict[str, Any]:
-    # A deep copy through JSON, because Grain's state shares its lists with the
-    # iterator.
+    # Grain copies the state with each batch that it reads ahead, so this is the
+    # state after the last batch that was returned. It is converted to what a
+    # resumed run reads from the checkpoint: JSON turns tuples into lists.
     grain_state = json.loads(json.dumps(self._reader.get_state()))
     return {
       **self._identity,

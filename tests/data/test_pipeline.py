@@ -28,6 +28,7 @@ from diffjax.data import (
   streamed_batches,
 )
 from diffjax.data.batches import ProcessShare
+from diffjax.data.reader import Reader, prefetch
 from tests.tiers import full
 
 
@@ -464,6 +465,35 @@ def test_streamed_restart(make_config, halves, packing, num_workers, steps):
     assert_same(take(other, 2), expected[step : step + 2])
   batches.close()
   other.close()
+
+
+@pytest.mark.parametrize(
+  "packing, num_workers",
+  [("documents", 0), *full([("concat", 0), ("concat", 2), ("documents", 2)])],
+)
+def test_reading_ahead_does_not_change_a_state(
+  make_config, halves, packing, num_workers
+):
+  """Not even one that has not been copied since Grain returned it."""
+  config = make_config(
+    mode="streamed", packing=packing, num_workers=num_workers, source=halves
+  )
+  mixture = streamed_batches.open_sources(config.data, "train")
+  dataset = streamed_batches.stream_batches(
+    mixture, config, ProcessShare(), repeat=True
+  )
+  iterator = iter(prefetch(dataset, num_workers))
+  batches = Reader(iterator, halves, num_workers, timeout=300)
+  states = []
+  written_states = []
+  for _ in range(30):
+    state = batches.get_state()
+    states.append(state)
+    written_states.append(json.dumps(state))
+    next(batches)
+  batches.close()
+  assert [json.dumps(state) for state in states] == written_states
+  assert len(set(written_states)) == 30
 
 
 @pytest.mark.parametrize("packing", ["documents", *full(["concat"])])
