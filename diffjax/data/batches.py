@@ -14,8 +14,15 @@ from diffjax.data.row import Batch
 
 
 @dataclasses.dataclass(frozen=True)
-class ProcessShare:
+class BatchShare:
   """The share of the data that a process reads.
+
+  Prepared rows and validation rows are shared by batch: a share is a block of
+  rows of each batch. Streamed documents are shared by part of a source.
+
+  There may be fewer shares than processes: processes whose devices differ only
+  along the context or tensor axis of the mesh read the same share (see
+  `diffjax.parallel.mesh.batch_share`).
 
   Attributes:
     index: Index of the share, from 0.
@@ -26,7 +33,7 @@ class ProcessShare:
   count: int = 1
 
   def batch_rows(self, batch_index: int, batch_size: int) -> range:
-    """Returns the indices of this process's rows of a global batch.
+    """Returns the indices of the share's rows of a global batch.
 
     Example: with batches of 8 rows and 2 shares, batch 3 consists of the rows
     24 to 31, and the share with index 1 of the rows 28 to 31.
@@ -38,6 +45,10 @@ class ProcessShare:
     num_rows = batch_size // self.count
     first = batch_index * batch_size + self.index * num_rows
     return range(first, first + num_rows)
+
+
+# The share of processes that all read the same rows.
+FULL_SHARE = BatchShare()
 
 
 class TrainingBatches(abc.ABC):
@@ -71,7 +82,7 @@ class TrainingBatches(abc.ABC):
 
   @abc.abstractmethod
   def __next__(self) -> Batch:
-    """Returns the next batch, arrays of [B / processes, T].
+    """Returns the next batch, arrays of [B / share.count, T].
 
     Raises:
       UserError: if the data is damaged, a worker died, or no batch arrived

@@ -24,12 +24,8 @@ import math
 import grain
 
 from diffjax.config import Config, UserError
-from diffjax.data.batches import ProcessShare, TrainingBatches
-from diffjax.data.prepared_batches import (
-  PreparedBatches,
-  check_prepared,
-  open_or_prepare_rows,
-)
+from diffjax.data.batches import FULL_SHARE, BatchShare, TrainingBatches
+from diffjax.data.prepared_batches import PreparedBatches, open_or_prepare_rows
 from diffjax.data.reader import prefetch
 from diffjax.data.row import Batch
 from diffjax.data.streamed_batches import (
@@ -45,9 +41,9 @@ from diffjax.data.validation_batches import (
 )
 
 __all__ = [
+  "BatchShare",
   "TrainingBatches",
   "ValidationBatches",
-  "check_prepared",
   "check_vocabulary",
   "streamed_dataset",
   "training_batches",
@@ -61,15 +57,16 @@ _MAX_UNUSED_TOKENS = 255
 
 
 def training_batches(
-  config: Config, *, process_index: int = 0, process_count: int = 1
+  config: Config, share: BatchShare = FULL_SHARE, *, num_processes: int = 1
 ) -> TrainingBatches:
   """Returns the training batches of a run.
 
   Args:
     config: The run's config. In prepared mode, a single process first prepares
       the rows that are missing.
-    process_index: The index of this process in the run.
-    process_count: Number of processes. It must divide config.train.batch_size.
+    share: The share of each batch that this process reads. By default, the
+      whole batch.
+    num_processes: Number of processes of the run, at least `share.count`.
 
   Returns:
     An endless iterator over this process's rows of the global batches. It
@@ -77,28 +74,25 @@ def training_batches(
 
   Raises:
     UserError: if a source cannot be read, if rows are not prepared and there
-      are several processes, or if they do not divide the batch size.
+      are several processes, or if the number of shares does not divide
+      config.train.batch_size.
   """
   batch_size = config.train.batch_size
-  if batch_size % process_count != 0:
-    raise UserError(
-      f"config.train.batch_size = {batch_size}: must be divisible by the number"
-      f" of processes, {process_count}"
-    )
-  share = ProcessShare(process_index, process_count)
+  name = f"config.train.batch_size = {batch_size}"
+  _check_share(name, batch_size, share, num_processes)
   if _is_streamed(config):
     mixture = open_sources(config.data, "train")
     return StreamedBatches(mixture, config, share)
-  rows = open_or_prepare_rows(config.data, "train", process_count)
+  rows = open_or_prepare_rows(config.data, "train", num_processes)
   return PreparedBatches(rows, config, share)
 
 
 def validation_batches(
   config: Config,
   batch_size: int,
+  share: BatchShare = FULL_SHARE,
   *,
-  process_index: int = 0,
-  process_count: int = 1,
+  num_processes: int = 1,
 ) -> ValidationBatches:
   """Returns the validation batches of a run.
 
@@ -110,8 +104,9 @@ def validation_batches(
     config: The run's config. In prepared mode, a single process first prepares
       the rows that are missing.
     batch_size: Number of rows of a global batch.
-    process_index: The index of this process in the run.
-    process_count: Number of processes. It must divide batch_size.
+    share: The share of each batch that this process reads. By default, the
+      whole batch.
+    num_processes: Number of processes of the run, at least `share.count`.
 
   Returns:
     The batches of this process. All processes have equally many.
@@ -119,19 +114,34 @@ def validation_batches(
   Raises:
     UserError: in the same cases as `training_batches`.
   """
-  if batch_size % process_count != 0:
-    raise UserError(
-      f"validation batch of {batch_size} rows: must be divisible by the number"
-      f" of processes, {process_count}"
-    )
-  share = ProcessShare(process_index, process_count)
+  name = f"validation batch of {batch_size} rows"
+  _check_share(name, batch_size, share, num_processes)
   if _is_streamed(config):
     sources = open_sources(config.data, "validation")
     rows = read_rows(sources, config.data, config.eval.rows)
     return ValidationBatches(sources, rows, config, batch_size, share)
-  mixture = open_or_prepare_rows(config.data, "validation", process_count)
+  mixture = open_or_prepare_rows(config.data, "validation", num_processes)
   shuffled = shuffle_rows(mixture)
   return ValidationBatches(mixture, shuffled, config, batch_size, share)
+
+
+def _check_share(
+  name: str, batch_size: int, share: BatchShare, num_processes: int
+) -> None:
+  """Raises UserError if a batch cannot be divided into equal shares.
+
+  Args:
+    name: The batch size, for the message.
+    batch_size: Number of rows of a global batch.
+    share: The share of this process.
+    num_processes: Number of processes of the run.
+  """
+  assert share.count <= num_processes, "every share needs a process"
+  if batch_size % share.count != 0:
+    raise UserError(
+      f"{name}: must be divisible by {share.count}, the number of shares that"
+      " the processes read"
+    )
 
 
 def _is_streamed(config: Config) -> bool:
@@ -143,8 +153,7 @@ def _is_streamed(config: Config) -> bool:
 
 def streamed_dataset(
   config: Config,
-  process_index: int = 0,
-  process_count: int = 1,
+  share: BatchShare = FULL_SHARE,
   repeat: bool = True,
 ) -> grain.IterDataset[Batch]:
   """Returns streamed training batches as a Grain dataset.
@@ -154,14 +163,11 @@ def streamed_dataset(
 
   Args:
     config: The run's config.
-    process_index: The index of this process in the run.
-    process_count: Number of processes.
-    repeat: Whether to repeat this process's share of the data endlessly,
-      shuffled. Otherwise, it is read once and in order, and rows that do not
-      fill a batch are left out.
+    share: The share of the data that this process reads.
+    repeat: Whether to repeat the share endlessly, shuffled. Otherwise, it is
+      read once and in order, and rows that do not fill a batch are left out.
   """
   mixture = open_sources(config.data, "train")
-  share = ProcessShare(process_index, process_count)
   batches = stream_batches(mixture, config, share, repeat)
   return prefetch(batches, config.data.num_workers)
 

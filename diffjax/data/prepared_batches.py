@@ -2,9 +2,9 @@
 
 The rows of each source are shuffled and repeated, with a new order in each
 epoch, and mixed by weight. Global batch n consists of the B mixed rows from
-index n·B on. Each process reads its contiguous slice of every batch. So a batch
-depends only on the rows, the seed and n, not on the numbers of workers and
-processes. To resume, n suffices.
+index n·B on. Each process reads its share, a block of consecutive rows of every
+batch. So a batch depends only on the rows, the seed and n, not on the numbers
+of workers and shares. To resume, n suffices.
 """
 
 import sys
@@ -15,7 +15,7 @@ import grain
 
 from diffjax.config import Config, DataConfig, UserError
 from diffjax.data import changed_rows, prepared
-from diffjax.data.batches import ProcessShare, TrainingBatches, check_state
+from diffjax.data.batches import BatchShare, TrainingBatches, check_state
 from diffjax.data.fingerprint import digest
 from diffjax.data.reader import read_sequentially
 from diffjax.data.row import Batch, Row, make_batch
@@ -50,21 +50,12 @@ class RowMixture(NamedTuple):
     return data_identity
 
 
-def check_prepared(config: DataConfig) -> None:
-  """Checks that all rows are prepared.
+def _check_prepared(targets: Sequence[prepared.Target]) -> None:
+  """Raises UserError if the rows of a target are not prepared.
 
-  Runs of several processes call it and prepare no rows, because all processes
-  would write the same files.
-
-  Raises:
-    UserError: if some rows are missing. The message names the directory, and
-      the command that prepares them.
+  Runs of several processes prepare no rows, because all processes would write
+  the same files.
   """
-  _check_targets(prepared.targets(config))
-
-
-def _check_targets(targets: Sequence[prepared.Target]) -> None:
-  """Raises UserError if the rows of a target are not prepared."""
   for target in targets:
     if not prepared.is_prepared(target):
       raise UserError(
@@ -76,7 +67,7 @@ def _check_targets(targets: Sequence[prepared.Target]) -> None:
 
 
 def open_or_prepare_rows(
-  config: DataConfig, split: str, process_count: int
+  config: DataConfig, split: str, num_processes: int
 ) -> RowMixture:
   """Opens the rows of a split. A single process first prepares missing rows.
 
@@ -85,15 +76,15 @@ def open_or_prepare_rows(
   Args:
     config: The data fields.
     split: "train" or "validation".
-    process_count: Number of processes of the run.
+    num_processes: Number of processes of the run.
 
   Raises:
     UserError: if a source cannot be read, if the split has no rows, or if rows
       are missing and there are several processes.
   """
   targets = prepared.targets(config)
-  if process_count > 1:
-    _check_targets(targets)
+  if num_processes > 1:
+    _check_prepared(targets)
   elif not all(prepared.is_prepared(target) for target in targets):
     say(
       "rows are not prepared yet; preparing them once"
@@ -177,7 +168,7 @@ class GlobalBatches:
     rows: grain.MapDataset[Row],
     length: int,
     batch_size: int,
-    share: ProcessShare,
+    share: BatchShare,
   ):
     """Initializes the source. Reads nothing yet.
 
@@ -217,7 +208,7 @@ class PreparedBatches(TrainingBatches):
     "batch_size": "config.train.batch_size",
   }
 
-  def __init__(self, mixture: RowMixture, config: Config, share: ProcessShare):
+  def __init__(self, mixture: RowMixture, config: Config, share: BatchShare):
     """Initializes the batches. Reads none yet.
 
     Args:

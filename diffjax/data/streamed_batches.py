@@ -1,10 +1,11 @@
 """Training batches of documents that are read, tokenized and packed on the fly.
 
 The order of the batches is deterministic. It depends on the numbers of workers
-and processes, because each of them reads and packs parts of its own. The saved
-state is the state of the Grain iterator: a place in the files. So a run resumes
-only with the same numbers, the same version of Grain and unchanged files, as
-far as that can be seen without reading the files (see `fingerprint.py`).
+and shares, because each worker of each share reads and packs other parts. The
+saved state is the state of the Grain iterator: a place in the files. So a run
+resumes only with the same numbers, the same version of Grain and unchanged
+files, as far as that can be seen without reading the files (see
+`fingerprint.py`).
 """
 
 import functools
@@ -16,7 +17,7 @@ import grain
 
 from diffjax.config import Config, DataConfig, UserError
 from diffjax.data import packing, sources
-from diffjax.data.batches import ProcessShare, TrainingBatches, check_state
+from diffjax.data.batches import BatchShare, TrainingBatches, check_state
 from diffjax.data.document import Part, Source
 from diffjax.data.fingerprint import check_unchanged, digest
 from diffjax.data.reader import read_sequentially
@@ -78,13 +79,13 @@ def open_sources(config: DataConfig, split: str) -> SourceMixture:
 def stream_rows(
   mixture: SourceMixture,
   config: DataConfig,
-  share: ProcessShare,
+  share: BatchShare,
   repeat: bool,
 ) -> grain.IterDataset[Row]:
   """Returns this process's rows, tokenized and packed while they are read.
 
-  A source is divided into parts, such as ranges of files. Each process reads
-  other parts.
+  A source is divided into parts, such as ranges of files. Each share consists
+  of other parts.
 
   Args:
     mixture: The sources.
@@ -94,7 +95,7 @@ def stream_rows(
       Otherwise, the parts are read once and in order.
 
   Raises:
-    UserError: if the parts are repeated, and too few for the processes and
+    UserError: if the parts are repeated, and too few for the shares and
       workers.
   """
   if repeat:
@@ -118,7 +119,7 @@ def stream_rows(
 
 
 def _select_parts(
-  source: Source, seed: int, share: ProcessShare, repeat: bool
+  source: Source, seed: int, share: BatchShare, repeat: bool
 ) -> grain.MapDataset[Part]:
   """Returns this process's parts of a source: every `share.count`-th one.
 
@@ -127,25 +128,25 @@ def _select_parts(
   parts = grain.MapDataset.source(source.parts)
   if not repeat:
     return parts[share.index :: share.count]
-  # All processes shuffle in the same order, so their shares do not overlap.
+  # All processes shuffle in the same order, so the shares do not overlap.
   shuffled = parts.seed(seed).shuffle()
   return shuffled[share.index :: share.count].repeat(None)
 
 
 def _check_num_parts(
-  opened: Sequence[Source], process_count: int, num_workers: int
+  opened: Sequence[Source], num_shares: int, num_workers: int
 ) -> None:
   """Raises UserError if a source has fewer parts than there are readers.
 
-  Every worker of every process reads parts of every source. If a worker has no
+  Every worker of every share reads parts of every source. If a worker has no
   part in an epoch, Grain gives it a part of the next epoch. So it would read
   the same documents as another worker at the same time.
 
   Args:
     opened: The sources. The one with the fewest parts decides.
-    process_count: Number of processes.
+    num_shares: Number of shares.
     num_workers: Number of workers of each process. With 0, the process reads
-      all its parts itself.
+      its share itself.
   """
   smallest = opened[0]
   for source in opened[1:]:
@@ -156,23 +157,24 @@ def _check_num_parts(
     f"config.data.source: {smallest.spec!r} has {num_parts} parts to stream"
     " (files, row groups or runs of records)"
   )
-  if num_parts < process_count:
+  if num_parts < num_shares:
     raise UserError(
-      f"{problem}, fewer than the {process_count} processes;"
+      f"{problem}, fewer than the {num_shares} shares that the processes read;"
       " split its files, or set config.data.mode to 'prepared'"
     )
-  # Each process has at least this many parts.
-  max_workers = num_parts // process_count
+  # Each share has at least this many parts.
+  max_workers = num_parts // num_shares
   if num_workers > max_workers:
     raise UserError(
-      f"{problem}, too few for {process_count} processes with"
-      f" {num_workers} workers each; set config.data.num_workers to at most"
-      f" {max_workers}, split its files, or set config.data.mode to 'prepared'"
+      f"{problem}, too few for the {num_shares} shares that the processes"
+      f" read with {num_workers} workers each; set config.data.num_workers to"
+      f" at most {max_workers}, split its files, or set config.data.mode to"
+      " 'prepared'"
     )
 
 
 def stream_batches(
-  mixture: SourceMixture, config: Config, share: ProcessShare, repeat: bool
+  mixture: SourceMixture, config: Config, share: BatchShare, repeat: bool
 ) -> grain.IterDataset[Batch]:
   """Returns this process's rows in batches. Drops rows that fill no batch.
 
@@ -201,14 +203,12 @@ class StreamedBatches(TrainingBatches):
   _FIELD_NAMES = {
     "kind": "config.data.mode",
     "num_workers": "config.data.num_workers",
-    "processes": "the number of processes",
+    "processes": "the number of shares that the processes read",
     "dataset": "the data (config.data or config.train.batch_size)",
     "grain": "the version of Grain",
   }
 
-  def __init__(
-    self, mixture: SourceMixture, config: Config, share: ProcessShare
-  ):
+  def __init__(self, mixture: SourceMixture, config: Config, share: BatchShare):
     """Initializes the batches. Reads none yet, but samples of the files.
 
     Args:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import grain
 
 from diffjax.config import Config, DataConfig, UserError
-from diffjax.data.batches import ProcessShare
+from diffjax.data.batches import FULL_SHARE, BatchShare
 from diffjax.data.prepared_batches import RowMixture, mix
 from diffjax.data.row import EMPTY_ROW, Batch, Row, make_batch
 from diffjax.data.streamed_batches import SourceMixture, stream_rows
@@ -36,7 +36,7 @@ def read_rows(
   Raises:
     UserError: if there are no validation documents.
   """
-  stream = stream_rows(mixture, config, ProcessShare(), repeat=False)
+  stream = stream_rows(mixture, config, FULL_SHARE, repeat=False)
   limit = None if max_rows < 0 else max_rows
   rows = list(itertools.islice(stream, limit))
   if not rows:
@@ -61,7 +61,7 @@ class ValidationBatches:
     rows: Sequence[Row] | grain.MapDataset[Row],
     config: Config,
     batch_size: int,
-    share: ProcessShare,
+    share: BatchShare,
   ):
     """Initializes the batches. Reads nothing yet.
 

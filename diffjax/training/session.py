@@ -26,9 +26,9 @@ from diffjax.cli import config_file
 from diffjax.config import Config, UserError, from_config_dict
 from diffjax.data import plan
 from diffjax.data.pipeline import (
+  BatchShare,
   TrainingBatches,
   ValidationBatches,
-  check_prepared,
   check_vocabulary,
   training_batches,
   validation_batches,
@@ -290,9 +290,8 @@ class Session:
       stack: closes the training batches.
     """
     config = self._config
-    if jax.process_count() > 1 and config.data.mode == "prepared":
-      # The pipeline does not check this if all processes read the same rows.
-      check_prepared(config.data)
+    share = BatchShare(self._share, self._num_shares)
+    num_processes = jax.process_count()
     # An evaluation keeps no gradients, so a batch of this size fits if a
     # training step fits.
     validation_batch_size = config.train.batch_size // config.train.accumulation
@@ -300,17 +299,12 @@ class Session:
     # their memory were kept, it would fragment the heap where the temporaries
     # of steps belong.
     with runtime.release_freed_memory():
-      batches = training_batches(
-        config, process_index=self._share, process_count=self._num_shares
-      )
+      batches = training_batches(config, share, num_processes=num_processes)
       stack.callback(batches.close)
       validation_data = validation_batches(
-        config,
-        validation_batch_size,
-        process_index=self._share,
-        process_count=self._num_shares,
+        config, validation_batch_size, share, num_processes=num_processes
       )
-    if jax.process_count() > 1:
+    if num_processes > 1:
       identity = batches.data_identity() | validation_data.data_identity()
       check_same_data(identity)
     return batches, validation_data

@@ -27,7 +27,7 @@ from diffjax.data import (
   sources,
   streamed_batches,
 )
-from diffjax.data.batches import ProcessShare
+from diffjax.data.batches import FULL_SHARE, BatchShare
 from diffjax.data.reader import Reader, prefetch
 from tests.tiers import full
 
@@ -95,7 +95,9 @@ def test_processes_change_nothing(make_config, process_count):
   expected = take(pipeline.training_batches(config), 10)
   shares = [
     pipeline.training_batches(
-      config, process_index=index, process_count=process_count
+      config,
+      share=BatchShare(index, process_count),
+      num_processes=process_count,
     )
     for index in range(process_count)
   ]
@@ -260,9 +262,11 @@ def test_changed_text_of_a_mixture(make_config, jsonl, tmp_path):
     ).set_state(state)
 
 
-def test_several_processes_do_not_prepare(make_config):
+# With context or tensor parallelism, processes may read the same rows.
+@pytest.mark.parametrize("share", [BatchShare(0, 2), FULL_SHARE])
+def test_several_processes_do_not_prepare(make_config, share):
   with pytest.raises(UserError, match="run python -m diffjax.prepare"):
-    pipeline.training_batches(make_config(), process_index=0, process_count=2)
+    pipeline.training_batches(make_config(), share, num_processes=2)
 
 
 def test_one_process_prepares_and_says_so(make_config, capsys):
@@ -366,7 +370,7 @@ def test_contents_tell_other_data(
 def test_processes_must_divide_the_batch(make_config, mode):
   with pytest.raises(UserError, match="config.train.batch_size = 8.*3"):
     pipeline.training_batches(
-      make_config(mode=mode), process_index=0, process_count=3
+      make_config(mode=mode), share=BatchShare(0, 3), num_processes=3
     )
 
 
@@ -480,7 +484,7 @@ def test_reading_ahead_does_not_change_a_state(
   )
   mixture = streamed_batches.open_sources(config.data, "train")
   dataset = streamed_batches.stream_batches(
-    mixture, config, ProcessShare(), repeat=True
+    mixture, config, BatchShare(), repeat=True
   )
   iterator = iter(prefetch(dataset, num_workers))
   batches = Reader(iterator, halves, num_workers, timeout=300)
@@ -550,7 +554,9 @@ def test_streamed_processes_read_different_documents(
   )
   shares = [
     take(
-      pipeline.training_batches(config, process_index=index, process_count=2),
+      pipeline.training_batches(
+        config, share=BatchShare(index, 2), num_processes=2
+      ),
       45,
     )
     for index in range(2)
@@ -593,7 +599,7 @@ def test_processes_and_workers_share_the_row_groups_of_one_file(row_groups):
   epochs = [[], []]
   for index in range(16):
     rows = streamed_batches.stream_rows(
-      opened, config, ProcessShare(index, 16), repeat=True
+      opened, config, BatchShare(index, 16), repeat=True
     )
     # Threads get their shares in the same way as worker processes.
     shared = grain.experimental.multithread_prefetch(
@@ -618,14 +624,14 @@ def test_more_workers_than_parts_are_refused(row_groups):
     train=TrainConfig(batch_size=16),
   )
   with pytest.raises(UserError) as caught:
-    pipeline.streamed_dataset(config, process_count=16)
+    pipeline.streamed_dataset(config, BatchShare(0, 16))
   message = str(caught.value)
   assert "727 parts" in message
-  assert "16 processes with 46 workers each" in message
+  assert "16 shares that the processes read with 46 workers each" in message
   assert "config.data.num_workers to at most 45" in message
   data = dataclasses.replace(config.data, num_workers=45)
   config = dataclasses.replace(config, data=data)
-  pipeline.streamed_dataset(config, process_count=16)
+  pipeline.streamed_dataset(config, BatchShare(0, 16))
 
 
 _EPOCH_DOCUMENTS = 2  # of each file
@@ -654,7 +660,7 @@ def documents_by_epoch(config, opened, num_processes, num_epochs):
   epochs = [collections.Counter() for _ in range(num_epochs)]
   for process in range(num_processes):
     rows = streamed_batches.stream_rows(
-      opened, config, ProcessShare(process, num_processes), repeat=True
+      opened, config, BatchShare(process, num_processes), repeat=True
     )
     # Threads get their shares in the same way as worker processes.
     shared = grain.experimental.multithread_prefetch(
@@ -706,7 +712,7 @@ def test_every_document_is_read_once_an_epoch(tmp_path):
       num_workers=num_workers,
     )
     opened = streamed_batches.open_sources(config, "train")
-    share = ProcessShare(0, num_processes)
+    share = BatchShare(0, num_processes)
     if num_processes * max(1, num_workers) > num_parts:
       with pytest.raises(UserError) as caught:
         streamed_batches.stream_rows(opened, config, share, repeat=True)
@@ -739,7 +745,9 @@ def test_processes_share_a_streamed_pass(make_config, halves, texts):
   )
   seen = []
   for index in range(2):
-    dataset = pipeline.streamed_dataset(config, index, 2, repeat=False)
+    dataset = pipeline.streamed_dataset(
+      config, BatchShare(index, 2), repeat=False
+    )
     stream = b"".join(
       np.append(batch["tokens"], batch["targets"][0, -1])
       .astype(np.uint8)
@@ -762,11 +770,13 @@ def test_streamed_resume_with_other_workers_or_processes_is_refused(
     pipeline.training_batches(
       make_config(mode="streamed", source=source, num_workers=2)
     ).set_state(state)
-  with pytest.raises(UserError, match="number of processes was 1 and is 2"):
+  with pytest.raises(
+    UserError, match="number of shares that the processes read was 1 and is 2"
+  ):
     pipeline.training_batches(
       make_config(mode="streamed", source=source),
-      process_index=0,
-      process_count=2,
+      share=BatchShare(0, 2),
+      num_processes=2,
     ).set_state(state)
   with pytest.raises(UserError, match="version of Grain"):
     pipeline.training_batches(
@@ -869,11 +879,9 @@ def test_a_fingerprint_reads_little(tmp_path, monkeypatch):
 
 
 def test_streamed_needs_a_part_a_process(make_config):
-  with pytest.raises(
-    UserError, match="has 1 parts.*fewer than the 2 processes"
-  ):
+  with pytest.raises(UserError, match="has 1 parts.*fewer than the 2 shares"):
     pipeline.training_batches(
-      make_config(mode="streamed"), process_index=0, process_count=2
+      make_config(mode="streamed"), share=BatchShare(0, 2), num_processes=2
     )
 
 
@@ -942,7 +950,7 @@ def test_validation(make_config, mode, eval_rows):
   shares = [
     list(
       pipeline.validation_batches(
-        config, 4, process_index=index, process_count=2
+        config, 4, share=BatchShare(index, 2), num_processes=2
       )
     )
     for index in range(2)
@@ -993,11 +1001,9 @@ def test_no_validation_documents(make_config, mode):
     pipeline.validation_batches(
       make_config(mode=mode, validation_fraction=0.0), 4
     )
-  with pytest.raises(
-    UserError, match="divisible by the number of processes, 3"
-  ):
+  with pytest.raises(UserError, match="divisible by 3, the number of shares"):
     pipeline.validation_batches(
-      make_config(mode=mode), 4, process_index=0, process_count=3
+      make_config(mode=mode), 4, share=BatchShare(0, 3), num_processes=3
     )
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from diffjax.config import DataConfig, UserError
 from diffjax.data import packing, pipeline, prepared, sources
+from diffjax.data.batches import BatchShare
 from diffjax.data.row import Row, decode_row, encode_row, make_batch
 from tests.tiers import full
 
@@ -444,8 +445,12 @@ def test_processes_change_nothing(make_example_config):
   config = make_example_config()
   prepared.prepare(config.data, 1)
   whole = pipeline.training_batches(config)
-  first = pipeline.training_batches(config, process_index=0, process_count=2)
-  second = pipeline.training_batches(config, process_index=1, process_count=2)
+  first = pipeline.training_batches(
+    config, share=BatchShare(0, 2), num_processes=2
+  )
+  second = pipeline.training_batches(
+    config, share=BatchShare(1, 2), num_processes=2
+  )
   for _ in range(5):
     batch = next(whole)
     first_part = next(first)
