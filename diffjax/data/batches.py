@@ -10,7 +10,7 @@ import numpy as np
 
 from diffjax.config import DataConfig, UserError
 from diffjax.data.reader import Reader, prefetch
-from diffjax.data.row import Batch
+from diffjax.data.row import HostBatch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ class TrainingBatches(abc.ABC):
     self,
     config: DataConfig,
     source: str,
-    batches: grain.IterDataset[Batch],
+    batches: grain.IterDataset[HostBatch],
   ):
     """Starts to read.
 
@@ -77,11 +77,11 @@ class TrainingBatches(abc.ABC):
     self._source = source
     self._reader = self._open_reader(batches)
 
-  def __iter__(self) -> Iterator[Batch]:
+  def __iter__(self) -> Iterator[HostBatch]:
     return self
 
   @abc.abstractmethod
-  def __next__(self) -> Batch:
+  def __next__(self) -> HostBatch:
     """Returns the next batch, arrays of [B / share.count, T].
 
     Raises:
@@ -115,7 +115,7 @@ class TrainingBatches(abc.ABC):
     """Stops to read, and ends the worker processes."""
     self._reader.close()
 
-  def _wait_for_batch(self) -> Batch:
+  def _wait_for_batch(self) -> HostBatch:
     """Returns the next batch of the reader, as ordinary arrays."""
     batch = next(self._reader)
     arrays = {}
@@ -129,7 +129,7 @@ class TrainingBatches(abc.ABC):
     return arrays
 
   def _open_reader(
-    self, batches: grain.IterDataset[Batch], grain_state: Any = None
+    self, batches: grain.IterDataset[HostBatch], grain_state: Any = None
   ) -> Reader:
     """Returns a reader of the batches, from the start or from a Grain state."""
     iterator = iter(prefetch(batches, self._config.num_workers))

@@ -27,7 +27,7 @@ from diffjax.config import Config, UserError
 from diffjax.data.batches import FULL_SHARE, BatchShare, TrainingBatches
 from diffjax.data.prepared_batches import PreparedBatches, open_or_prepare_rows
 from diffjax.data.reader import prefetch
-from diffjax.data.row import Batch
+from diffjax.data.row import HostBatch
 from diffjax.data.streamed_batches import (
   StreamedBatches,
   open_sources,
@@ -155,7 +155,7 @@ def streamed_dataset(
   config: Config,
   share: BatchShare = FULL_SHARE,
   repeat: bool = True,
-) -> grain.IterDataset[Batch]:
+) -> grain.IterDataset[HostBatch]:
   """Returns streamed training batches as a Grain dataset.
 
   `training_batches` reads this dataset with a time limit for each batch, and

@@ -18,7 +18,7 @@ from diffjax.data import changed_rows, prepared
 from diffjax.data.batches import BatchShare, TrainingBatches, check_state
 from diffjax.data.fingerprint import digest
 from diffjax.data.reader import read_sequentially
-from diffjax.data.row import Batch, Row, make_batch
+from diffjax.data.row import HostBatch, Row, make_batch
 from diffjax.host.progress import say
 
 
@@ -188,12 +188,12 @@ class GlobalBatches:
     # for which all row indices fit a machine integer.
     return sys.maxsize // self._batch_size
 
-  def __getitem__(self, index: int) -> Batch:
+  def __getitem__(self, index: int) -> HostBatch:
     row_indices = self._share.batch_rows(index, self._batch_size)
     rows = [self._rows[row_index] for row_index in row_indices]
     return make_batch(rows, self._length)
 
-  def starting_at(self, index: int) -> grain.IterDataset[Batch]:
+  def starting_at(self, index: int) -> grain.IterDataset[HostBatch]:
     """Returns a dataset of the batches from an index on."""
     return read_sequentially(grain.MapDataset.source(self)[index:])
 
@@ -238,7 +238,7 @@ class PreparedBatches(TrainingBatches):
       "batch_size": batch_size,
     }
 
-  def __next__(self) -> Batch:
+  def __next__(self) -> HostBatch:
     # The index is advanced only after the batch has arrived. If the wait is
     # interrupted, the next call waits for the same batch.
     batch = self._wait_for_batch()

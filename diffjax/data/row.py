@@ -8,7 +8,10 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int, Shaped
 
-Batch = dict[str, Shaped[np.ndarray, "b T"]]
+# The arrays of a batch by name, in the memory of the host. `put_batch` of
+# `diffjax.parallel.mesh` turns them into the arrays on the devices that a
+# training step takes (`diffjax.training.step.Batch`).
+HostBatch = dict[str, Shaped[np.ndarray, "b T"]]
 
 # Numbers on disk are little-endian.
 _INT32: np.dtype = np.dtype("<i4")
@@ -41,7 +44,7 @@ EMPTY_ROW = Row(
 )
 
 
-def make_batch(rows: Sequence[Row], length: int) -> Batch:
+def make_batch(rows: Sequence[Row], length: int) -> HostBatch:
   """Returns the arrays of a batch.
 
   Example: a row of the tokens 7, 8, 9, 5, 6 in segments of 3 and 2 tokens, with

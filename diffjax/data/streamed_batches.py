@@ -21,7 +21,7 @@ from diffjax.data.batches import BatchShare, TrainingBatches, check_state
 from diffjax.data.document import Part, Source
 from diffjax.data.fingerprint import check_unchanged, digest
 from diffjax.data.reader import read_sequentially
-from diffjax.data.row import Batch, Row, make_batch
+from diffjax.data.row import HostBatch, Row, make_batch
 from diffjax.data.tokenizer import load_once
 
 
@@ -175,7 +175,7 @@ def _check_num_parts(
 
 def stream_batches(
   mixture: SourceMixture, config: Config, share: BatchShare, repeat: bool
-) -> grain.IterDataset[Batch]:
+) -> grain.IterDataset[HostBatch]:
   """Returns this process's rows in batches. Drops rows that fill no batch.
 
   Workers read, pack and batch their own parts, and send whole batches to this
@@ -234,7 +234,7 @@ class StreamedBatches(TrainingBatches):
       "dataset": _fingerprint(config),
     }
 
-  def __next__(self) -> Batch:
+  def __next__(self) -> HostBatch:
     return self._wait_for_batch()
 
   def data_identity(self) -> dict[str, int | str]:

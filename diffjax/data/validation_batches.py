@@ -9,7 +9,7 @@ import grain
 from diffjax.config import Config, DataConfig, UserError
 from diffjax.data.batches import FULL_SHARE, BatchShare
 from diffjax.data.prepared_batches import RowMixture, mix
-from diffjax.data.row import EMPTY_ROW, Batch, Row, make_batch
+from diffjax.data.row import EMPTY_ROW, HostBatch, Row, make_batch
 from diffjax.data.streamed_batches import SourceMixture, stream_rows
 
 
@@ -97,7 +97,7 @@ class ValidationBatches:
   def __len__(self) -> int:
     return math.ceil(self._num_rows / self._batch_size)
 
-  def __iter__(self) -> Iterator[Batch]:
+  def __iter__(self) -> Iterator[HostBatch]:
     for batch_index in range(len(self)):
       rows = []
       for index in self._share.batch_rows(batch_index, self._batch_size):
