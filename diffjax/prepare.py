@@ -7,8 +7,9 @@ r"""Packs a dataset into rows of tokens, once, or trains a tokenizer on it.
 
 Rows are written to config.data.prepared_dir, or to the user's cache. If the
 command is stopped, the same command continues. A training run of one process
-prepares missing rows itself. Runs of several processes need this command first.
-For large datasets this command is faster, because it uses several processes.
+prepares missing rows itself, in the same way, before its first step. This
+command prepares them ahead of time, for example on a machine without
+accelerators. Runs of several processes need it first.
 """
 
 if __name__ == "__main__":

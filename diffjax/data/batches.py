@@ -56,7 +56,8 @@ class TrainingBatches(abc.ABC):
 
   Attributes:
     interrupted: A function that is called during the wait for a batch. If it
-      returns True, the wait ends.
+      returns True, the wait ends. By default, it never does. A run sets it once
+      it handles signals, which is after the batches have been opened.
   """
 
   def __init__(
@@ -65,7 +66,7 @@ class TrainingBatches(abc.ABC):
     source: str,
     batches: grain.IterDataset[HostBatch],
   ):
-    """Starts to read.
+    """Opens the batches. Reads none before the first one is taken.
 
     Args:
       config: The data fields.
@@ -158,6 +159,11 @@ def check_state(
   field_names: dict[str, str],
 ) -> None:
   """Raises UserError if a saved state belongs to other data.
+
+  A training run has compared the fields of its config with the checkpoint's
+  before (`diffjax.training.resume`). Then only the number of shares and the
+  version of Grain may still differ here. The other fields are checked for
+  callers that save and restore states themselves.
 
   Args:
     state: The saved state.

@@ -11,9 +11,10 @@ The path of a batch from a file to the loss:
 4. `row.make_batch` turns rows into arrays: tokens, targets, segment ids,
    positions and weights.
 5. `reader.py` reads batches ahead, and reports reads that hang.
-6. `parallel/mesh.put_batch` puts a batch on the devices. If the mesh splits
-   rows, it also permutes the tokens of each row. `training/step.py` computes
-   the loss: the cross entropy of the targets, weighted by the weights.
+6. `training/session.py` puts a batch on the devices, by `parallel/mesh.py`. If
+   the context axis of the mesh splits the rows, this also reorders the tokens
+   of each row, so that all devices have the same work. `training/step.py`
+   computes the loss: the cross entropy of the targets, weighted by the weights.
 
 Validation batches skip step 5. `validation_batches.py` reads their rows in a
 fixed order, and `training/validation.py` computes the losses.
@@ -158,8 +159,8 @@ def streamed_dataset(
 ) -> grain.IterDataset[HostBatch]:
   """Returns streamed training batches as a Grain dataset.
 
-  `training_batches` reads this dataset with a time limit for each batch, and
-  can save its state.
+  It is meant for other training loops. Runs of diffjax use `training_batches`,
+  which reads the same batches with a time limit, and can save its state.
 
   Args:
     config: The run's config.

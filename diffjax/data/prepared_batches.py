@@ -149,6 +149,7 @@ def mix(
   shuffled = []
   for index, rows in enumerate(components):
     dataset = grain.MapDataset.source(rows).seed(seed + index).shuffle()
+    # Grain shuffles each epoch in a new order.
     if repeat:
       dataset = dataset.repeat(None)
     shuffled.append(dataset)
@@ -269,7 +270,11 @@ class PreparedBatches(TrainingBatches):
     self._reader = self._open_reader(batches)
 
   def _explain_other_rows(self, state: dict[str, Any]) -> str:
-    """Returns why the rows of a saved state differ, and what to do."""
+    """Returns why the rows of a saved state differ, and what to do.
+
+    A training run has compared the config before. Then only the tokenizer's
+    files, the text or config.data.prepared_dir can have changed.
+    """
     # States of earlier versions do not describe their rows.
     if "rows" not in state:
       return (

@@ -62,6 +62,9 @@ def read_sequentially(dataset: grain.MapDataset) -> grain.IterDataset:
 def prefetch(batches: grain.IterDataset, num_workers: int) -> grain.IterDataset:
   """Returns a dataset that reads batches ahead.
 
+  Workers read different elements: Grain cuts the MapDataset at the beginning of
+  `batches`, and gives worker i of n its elements i, i + n, i + 2n, …
+
   Args:
     batches: The batches.
     num_workers: Number of worker processes that read. 0 to read in a daemon

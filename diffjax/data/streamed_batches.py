@@ -128,7 +128,9 @@ def _select_parts(
   parts = grain.MapDataset.source(source.parts)
   if not repeat:
     return parts[share.index :: share.count]
-  # All processes shuffle in the same order, so the shares do not overlap.
+  # All processes shuffle in the same order, so the shares do not overlap. Grain
+  # passes the epoch of an index through slices to `shuffle`, which has a new
+  # order for each epoch. So the shares also fit together in later epochs.
   shuffled = parts.seed(seed).shuffle()
   return shuffled[share.index :: share.count].repeat(None)
 
@@ -204,7 +206,6 @@ class StreamedBatches(TrainingBatches):
     "kind": "config.data.mode",
     "num_workers": "config.data.num_workers",
     "processes": "the number of shares that the processes read",
-    "dataset": "the data (config.data or config.train.batch_size)",
     "grain": "the version of Grain",
   }
 
@@ -253,6 +254,14 @@ class StreamedBatches(TrainingBatches):
 
   def set_state(self, state: dict[str, Any]) -> None:
     check_state(state, self._identity, self._FIELD_NAMES)
+    # A training run has compared the config before. Then this can only be other
+    # files of the tokenizer.
+    if state.get("dataset") != self._identity["dataset"]:
+      raise UserError(
+        "cannot continue in the data from this checkpoint: the tokenizer"
+        f" {self._config.tokenizer!r} itself, config.train.batch_size or another"
+        " field of config.data has changed; set it back, or start a new workdir"
+      )
     check_unchanged(state.get("files"), self._files)
     self.close()
     grain_state = _restore_tuples(state["grain_state"])

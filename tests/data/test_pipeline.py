@@ -782,7 +782,7 @@ def test_streamed_resume_with_other_workers_or_processes_is_refused(
     pipeline.training_batches(
       make_config(mode="streamed", source=source)
     ).set_state({**state, "grain": "0.0"})
-  with pytest.raises(UserError, match="the data"):
+  with pytest.raises(UserError, match="field of config.data has changed"):
     pipeline.training_batches(
       make_config(mode="streamed", source=source, seed=1)
     ).set_state(state)
