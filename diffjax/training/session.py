@@ -34,7 +34,7 @@ from diffjax.data.pipeline import (
   validation_batches,
 )
 from diffjax.data.reader import Interrupted
-from diffjax.data.row import Batch as HostBatch
+from diffjax.data.row import HostBatch
 from diffjax.data.tokenizer import load_once
 from diffjax.host import runtime
 from diffjax.host.interruption import Interruption
