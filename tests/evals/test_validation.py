@@ -14,7 +14,7 @@ from diffjax.evals.report.figures import interval
 from diffjax.evals.validation import Settings
 from diffjax.parallel.mesh import make_mesh
 from diffjax.training.program import build
-from diffjax.training.validation import losses
+from diffjax.training.validation import measure_losses
 
 
 def numbers(figures):
@@ -47,15 +47,13 @@ def test_the_suite_equals_what_the_loop_logs_whatever_the_batch(make_trained):
   mesh = make_mesh(config.mesh, jax.devices()[:1])
   step = build(config, mesh).eval_step
   rows = validation_rows("validation", trained, 13, batch_size=4)
-  logged = dict(
-    losses(
-      step,
-      trained.params,
-      rows,
-      mesh=mesh,
-      tokenizer=trained.tokenizer,
-      ngram=3,
-    )
+  logged = measure_losses(
+    step,
+    trained.params,
+    rows,
+    mesh=mesh,
+    tokenizer=trained.tokenizer,
+    ngram=3,
   )
   for batch_size in (1, 5):
     found = numbers(
