@@ -7,7 +7,8 @@ The path of a batch from a file to the loss:
 2. `packing.py` tokenizes each document and packs the tokens into rows.
 3. Prepared mode: `prepared.py` and `shards.py` do steps 1 and 2 once, and write
    the rows to disk. `prepared_batches.py` shuffles and mixes them.
-   Streamed mode: `streamed_batches.py` does steps 1 and 2 during training.
+   Streamed mode: `streamed_batches.py` does steps 1 and 2 during training. A
+   checkpoint has the place in the files (`document_dataset.py`).
 4. `row.make_batch` turns rows into arrays: tokens, targets, segment ids,
    positions and weights.
 5. `reader.py` reads batches ahead, and reports reads that hang.

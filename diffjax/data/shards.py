@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import grain
 
 from diffjax.config import DataConfig, UserError
-from diffjax.data import packing
+from diffjax.data import document_dataset, packing
 from diffjax.data.document import Document, Part, Source, reason
 from diffjax.data.reader import read_sequentially
 from diffjax.data.row import encode_row
@@ -310,7 +310,7 @@ def _write_shard(
   parts = source.parts[shard.start : shard.stop]
   part_dataset = read_sequentially(grain.MapDataset.source(parts))
   reader = _ShardReader(source, counter)
-  documents = packing.Documents(
+  documents = document_dataset.Documents(
     part_dataset,
     read=reader.read,
     max_empty_parts=len(source.parts),

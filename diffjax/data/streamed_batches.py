@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import grain
 
 from diffjax.config import Config, DataConfig, UserError
-from diffjax.data import packing, sources
+from diffjax.data import document_dataset, packing, sources
 from diffjax.data.batches import BatchShare, TrainingBatches, check_state
 from diffjax.data.document import Part, Source
 from diffjax.data.fingerprint import check_unchanged, digest
@@ -105,7 +105,7 @@ def stream_rows(
     # Equal sources are shuffled differently, as in `mix`.
     seed = config.seed + index
     parts = _select_parts(source, seed, share, repeat)
-    documents = packing.Documents(
+    documents = document_dataset.Documents(
       read_sequentially(parts),
       source.read,
       max_empty_parts=len(source.parts),
@@ -259,8 +259,9 @@ class StreamedBatches(TrainingBatches):
     if state.get("dataset") != self._identity["dataset"]:
       raise UserError(
         "cannot continue in the data from this checkpoint: the tokenizer"
-        f" {self._config.tokenizer!r} itself, config.train.batch_size or another"
-        " field of config.data has changed; set it back, or start a new workdir"
+        f" {self._config.tokenizer!r} itself, config.train.batch_size or"
+        " another field of config.data has changed; set it back, or start a new"
+        " workdir"
       )
     check_unchanged(state.get("files"), self._files)
     self.close()
