@@ -155,7 +155,7 @@ def _never() -> bool:
 
 def check_state(
   state: dict[str, Any],
-  identity: dict[str, Any],
+  current: dict[str, Any],
   field_names: dict[str, str],
 ) -> None:
   """Raises UserError if a saved state belongs to other data.
@@ -167,14 +167,14 @@ def check_state(
 
   Args:
     state: The saved state.
-    identity: The values that this run would save.
+    current: The values that this run would save.
     field_names: The fields to compare, and their names for the message.
   """
   differences = []
   for field, name in field_names.items():
     saved = state.get(field)
-    if saved != identity[field]:
-      differences.append(f"{name} was {saved!r} and is {identity[field]!r}")
+    if saved != current[field]:
+      differences.append(f"{name} was {saved!r} and is {current[field]!r}")
   if differences:
     raise UserError(
       "cannot continue in the data from this checkpoint:"

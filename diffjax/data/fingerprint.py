@@ -25,6 +25,18 @@ does not detect a change elsewhere in the text that keeps the size. The times
 could show it, but copies of the files have other times too, so other times only
 print a warning. On the Hub, each file has a hash of its whole content, which is
 compared instead.
+
+Terms, and who compares what:
+
+* digest: a sha256 in hex.
+* identity of a source: digests of its files, compared with meta.json before
+  prepared rows are used from the cache or completed.
+* fingerprint of a source: digests of its files, compared with the checkpoint
+  when a stream resumes. For rows in config.data.prepared_dir, only a warning.
+* fingerprint of rows or of a tokenizer: one digest of the whole content. A run
+  that resumes compares it with its checkpoint.
+* data_identity: values that the processes of a run compare when it starts.
+* origin of rows: stored in checkpoints, to explain other fingerprints of rows.
 """
 
 from __future__ import annotations

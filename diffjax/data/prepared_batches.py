@@ -232,9 +232,9 @@ class PreparedBatches(TrainingBatches):
     # Descriptions of the rows of each source, to explain differences.
     self._origins = [component.origin for component in mixture.components]
     # The part of the state that does not change during the run.
-    self._identity = {
+    self._fixed_state = {
       "kind": "prepared",
-      "dataset": _fingerprint(mixture),
+      "dataset": _rows_digest(mixture),
       "seed": seed,
       "batch_size": batch_size,
     }
@@ -252,14 +252,14 @@ class PreparedBatches(TrainingBatches):
   def get_state(self) -> dict[str, Any]:
     return {
       "batch": self._next_index,
-      **self._identity,
+      **self._fixed_state,
       "rows": self._origins,
     }
 
   def set_state(self, state: dict[str, Any]) -> None:
-    check_state(state, self._identity, self._FIELD_NAMES)
+    check_state(state, self._fixed_state, self._FIELD_NAMES)
     # Other rows are not in `_FIELD_NAMES`, because they have many causes.
-    if state["dataset"] != self._identity["dataset"]:
+    if state["dataset"] != self._fixed_state["dataset"]:
       raise UserError(
         "cannot continue in the data from this checkpoint:"
         f" {self._explain_other_rows(state)}"
@@ -286,7 +286,7 @@ class PreparedBatches(TrainingBatches):
     )
 
 
-def _fingerprint(mixture: RowMixture) -> str:
+def _rows_digest(mixture: RowMixture) -> str:
   """Returns a sha256 (hex) of the rows and their weights."""
   fingerprints = [rows.fingerprint for rows in mixture.components]
   return digest([fingerprints, mixture.weights])

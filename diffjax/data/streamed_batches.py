@@ -227,12 +227,12 @@ class StreamedBatches(TrainingBatches):
     for source in mixture.sources:
       self._files[source.spec] = source.fingerprint()
     # The part of the state that does not change during the run.
-    self._identity = {
+    self._fixed_state = {
       "kind": "streamed",
       "num_workers": config.data.num_workers,
       "processes": share.count,
       "grain": grain.__version__,
-      "dataset": _fingerprint(config),
+      "dataset": _config_digest(config),
     }
 
   def __next__(self) -> HostBatch:
@@ -247,16 +247,16 @@ class StreamedBatches(TrainingBatches):
     # resumed run reads from the checkpoint: JSON turns tuples into lists.
     grain_state = json.loads(json.dumps(self._reader.get_state()))
     return {
-      **self._identity,
+      **self._fixed_state,
       "files": self._files,
       "grain_state": grain_state,
     }
 
   def set_state(self, state: dict[str, Any]) -> None:
-    check_state(state, self._identity, self._FIELD_NAMES)
+    check_state(state, self._fixed_state, self._FIELD_NAMES)
     # A training run has compared the config before. Then this can only be other
     # files of the tokenizer.
-    if state.get("dataset") != self._identity["dataset"]:
+    if state.get("dataset") != self._fixed_state["dataset"]:
       raise UserError(
         "cannot continue in the data from this checkpoint: the tokenizer"
         f" {self._config.tokenizer!r} itself, config.train.batch_size or"
@@ -269,7 +269,7 @@ class StreamedBatches(TrainingBatches):
     self._reader = self._open_reader(self._batches, grain_state)
 
 
-def _fingerprint(config: Config) -> str:
+def _config_digest(config: Config) -> str:
   """Returns a sha256 (hex) of the config fields that determine the batches."""
   data = config.data
   fields = [
