@@ -284,24 +284,38 @@ class HuggingFaceTokenizer(Tokenizer):
     lengths = self._byte_lengths
     document_token_ids = list(self.document_tokens.control_ids())
     begins_text = np.isin(tokens, document_token_ids)
-
     num_bytes = np.where(
       begins_text, lengths.at_start[targets], lengths.after_text[targets]
     )
-    # The space after a token is counted with the next token.
-    has_text = lengths.after_text[targets] > 0
-    num_bytes += lengths.adds_space[tokens] & has_text
 
-    space_ids = self._space_ids
-    if space_ids:
-      # A space that consists of several byte tokens is counted with the first
-      # one. The decoder may strip a space at the beginning of a text.
-      is_space = _run_starts(targets, space_ids)
-      num_bytes[is_space] = 1
-      num_bytes[is_space & begins_text] = len(self.decode(space_ids))
-      for offset in range(1, len(space_ids)):
-        num_bytes[_shift(is_space, offset)] = 0
+    # The space that the decoder puts after a token is counted with the next
+    # token, if that one has text.
+    has_text = lengths.after_text[targets] > 0
+    follows_space = lengths.adds_space[tokens] & has_text
+    num_bytes = np.where(follows_space, num_bytes + 1, num_bytes)
+    if self._space_ids:
+      self._correct_split_spaces(num_bytes, targets, begins_text)
     return num_bytes
+
+  def _correct_split_spaces(
+    self,
+    num_bytes: Int32[np.ndarray, "*B T"],
+    targets: Int[np.ndarray, "*B T"],
+    begins_text: Bool[np.ndarray, "*B T"],
+  ) -> None:
+    """Counts each space that is split into byte tokens as one byte, in place.
+
+    The first of its tokens gets this byte, and the others get 0. The decoder
+    may strip a space at the beginning of a text, which then has 0 bytes.
+    """
+    space_ids = self._space_ids
+    is_space = find_sequence(targets, space_ids)
+    num_bytes[is_space] = 1
+    num_bytes[is_space & begins_text] = len(self.decode(space_ids))
+    for offset in range(1, len(space_ids)):
+      # The tokens that are `offset` positions after the beginning of a space.
+      is_later_token = is_space[..., :-offset]
+      num_bytes[..., offset:][is_later_token] = 0
 
   @functools.cached_property
   def _space_ids(self) -> list[int]:
@@ -557,30 +571,23 @@ def _merges_without(
   return allowed
 
 
-def _run_starts(
-  targets: Int[np.ndarray, "*B T"], run: list[int]
+def find_sequence(
+  targets: Int[np.ndarray, "*B T"], sequence: list[int]
 ) -> Bool[np.ndarray, "*B T"]:
   """Returns a mask of the positions where a sequence of ids begins.
 
-  Example: for the targets 7, 1, 2, 5 and the run 1, 2, only the position of 1
-  is True.
+  All positions are False if the sequence is empty or longer than T.
+
+  Example: for the targets 7, 1, 2, 5 and the sequence 1, 2, only the position
+  of 1 is True.
   """
-  begins = np.ones(targets.shape, bool)
-  for offset, token in enumerate(run):
-    begins &= _shift(targets == token, -offset)
+  begins = np.zeros(targets.shape, bool)
+  # Only the first positions have enough targets after them.
+  num_candidates = targets.shape[-1] - len(sequence) + 1
+  if not sequence or num_candidates < 1:
+    return begins
+  begins[..., :num_candidates] = True
+  for offset, token in enumerate(sequence):
+    matches = targets[..., offset : offset + num_candidates] == token
+    begins[..., :num_candidates] &= matches
   return begins
-
-
-def _shift(
-  mask: Bool[np.ndarray, "*B T"], offset: int
-) -> Bool[np.ndarray, "*B T"]:
-  """Returns a mask moved to the right, or to the left by a negative offset.
-
-  Positions without an old value are False.
-  """
-  shifted = np.roll(mask, offset, axis=-1)
-  if offset > 0:
-    shifted[..., :offset] = False
-  elif offset < 0:
-    shifted[..., offset:] = False
-  return shifted

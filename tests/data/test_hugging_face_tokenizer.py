@@ -7,6 +7,7 @@ import tokenizers
 from diffjax.config import UserError
 from diffjax.data import document_tokens
 from diffjax.data.document_tokens import DocumentTokens
+from diffjax.data.hugging_face_tokenizer import find_sequence
 from diffjax.data.tokenizer import load_tokenizer
 from tests import tokenizer_files
 
@@ -61,6 +62,26 @@ def test_bytes_of_a_text(published):
   rows = np.array([row, row])
   num_bytes = published.target_bytes(rows[:, :-1], rows[:, 1:])
   assert num_bytes.sum(axis=1).tolist() == [total, total]
+
+
+@pytest.mark.parametrize(
+  ("sequence", "positions"),
+  [
+    ([1, 2], [0, 4]),
+    ([2], [1, 3, 5]),
+    ([2, 3], []),
+    ([1, 2, 1, 2, 1, 2, 1], []),
+    ([], []),
+  ],
+)
+def test_find_sequence(sequence, positions):
+  targets = np.array([1, 2, 7, 2, 1, 2])
+  begins = find_sequence(targets, sequence)
+  assert np.flatnonzero(begins).tolist() == positions
+  rows = np.stack([targets, targets])
+  np.testing.assert_array_equal(
+    find_sequence(rows, sequence), np.stack([begins, begins])
+  )
 
 
 def test_a_continuation_keeps_its_space(published):
