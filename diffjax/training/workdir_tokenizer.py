@@ -39,7 +39,7 @@ def load_workdir_tokenizer(
     raise UserError(
       f"{workdir} was trained with {model_vocab_size} tokens, but its tokenizer"
       f" {tokenizer.spec!r} has {tokenizer.vocab_size}: it is another one; put"
-      " the tokenizer of the training there"
+      " the one used in training there"
     )
   return tokenizer
 
@@ -47,15 +47,16 @@ def load_workdir_tokenizer(
 def is_same_tokenizer(first: Tokenizer, second: Tokenizer) -> bool:
   """Returns whether two tokenizers encode texts and documents in the same way.
 
-  They may be read from files of different formats, such as a *.tiktoken file
-  and a tokenizer.json.
+  They can be the same even if their files have different formats, such as a
+  *.tiktoken file and a tokenizer.json.
   """
   if first.fingerprint == second.fingerprint:
     return True
   if first.document_tokens != second.document_tokens:
     return False
   first_description = json.loads(first.tokenizer_json())
-  return first_description == json.loads(second.tokenizer_json())
+  second_description = json.loads(second.tokenizer_json())
+  return first_description == second_description
 
 
 def check_start_tokenizer(
@@ -86,9 +87,8 @@ def keep_tokenizer(workdir: epath.PathLike, tokenizer: Tokenizer) -> str:
   """Copies a tokenizer's file into a workdir.
 
   `load_workdir_tokenizer` then loads the copy, even if the original file is
-  changed or moved. Built-in tokenizers need no file. The tokens that begin and
-  end a document are written to a second file if they differ from the separator
-  in the tokenizer's file.
+  changed or moved. Built-in tokenizers need no file. If the tokenizer has its
+  own document tokens, they are written to a second file beside the copy.
 
   Args:
     workdir: The run's directory, local or gs://.
@@ -118,26 +118,33 @@ def _copy_path(workdir: epath.PathLike, spec: str) -> epath.Path | None:
 
 
 def _tokenizer_spec(workdir: epath.PathLike, spec: str) -> str:
-  """Returns the path or the name of a run's tokenizer.
+  """Returns the path of a run's tokenizer, or the name of a built-in one.
 
-  Prefers the copy in the workdir over the file in the config.
+  The path is the copy in the workdir. If there is none, it is the file in the
+  config, which must exist and be local.
 
   Args:
     workdir: The run's directory.
     spec: `config.data.tokenizer`, a file or the name of a built-in tokenizer.
 
   Raises:
-    UserError: if the file is missing.
+    UserError: if there is neither a copy nor such a file.
   """
   path = _copy_path(workdir, spec)
   if path is None:
     return spec
   if path.exists():
     return str(path)
-  # Old versions did not copy the file. They did not support files on the Hub.
-  if not is_on_hub(spec) and epath.Path(spec).expanduser().exists():
+  # Old versions did not copy the file, so it may only be at its old path. It is
+  # not on the Hub, which these versions did not support.
+  if is_on_hub(spec):
+    raise UserError(
+      f"there is no tokenizer beside the checkpoint: {path} does not exist; put"
+      f" the tokenizer used in training, {spec}, there"
+    )
+  if epath.Path(spec).expanduser().exists():
     return spec
   raise UserError(
     f"there is no tokenizer beside the checkpoint: neither {path} nor the"
-    f" tokenizer of the training, {spec}, exists; put it at {path}"
+    f" tokenizer used in training, {spec}, exists; put it at {path}"
   )

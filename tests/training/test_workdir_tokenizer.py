@@ -1,0 +1,26 @@
+"""The tokenizer of a workdir."""
+
+import pytest
+
+from diffjax.config import Config, DataConfig, UserError
+from diffjax.training.workdir_tokenizer import load_workdir_tokenizer
+
+
+def test_a_missing_copy_of_a_tokenizer_from_the_hub(tmp_path):
+  """The error does not claim that the file on the Hub is missing."""
+  spec = "hf://owner/model/tokenizer.json"
+  config = Config(data=DataConfig(tokenizer=spec))
+  with pytest.raises(UserError) as error:
+    load_workdir_tokenizer(tmp_path, config)
+  assert str(error.value) == (
+    "there is no tokenizer beside the checkpoint:"
+    f" {tmp_path / 'tokenizer.json'} does not exist; put the tokenizer used in"
+    f" training, {spec}, there"
+  )
+
+
+def test_a_missing_copy_of_a_local_tokenizer(tmp_path):
+  spec = str(tmp_path / "original.json")
+  config = Config(data=DataConfig(tokenizer=spec))
+  with pytest.raises(UserError, match="neither .* nor .*, exists"):
+    load_workdir_tokenizer(tmp_path / "run", config)
