@@ -11,7 +11,7 @@ from typing import NamedTuple
 from diffjax.config import DataConfig, UserError
 from diffjax.data import sources
 from diffjax.data.sample import take_sample
-from diffjax.data.shards import Shard, Work, worker_count
+from diffjax.data.shards import Work, worker_count
 from diffjax.host.progress import say, short_number
 
 # Smaller local sources are prepared within seconds. No sample is taken of them,
@@ -42,7 +42,7 @@ class Needs(NamedTuple):
 
 
 def announce(works: Sequence[Work], config: DataConfig, workers: int) -> None:
-  """Prints what preparing needs, and checks that the disk is large enough.
+  """Prints what preparing each source needs, and checks the disk space.
 
   Reads a sample of each source. Small local sources are left out.
 
@@ -74,22 +74,27 @@ def announce(works: Sequence[Work], config: DataConfig, workers: int) -> None:
 def estimate(work: Work, config: DataConfig) -> Needs:
   """Returns what the missing shards of a source need.
 
-  Prepares a sample of the source, and multiplies its numbers.
+  Prepares a sample of the source, and multiplies its numbers by how many such
+  samples the missing shards hold.
   """
   missing = work.missing
-  # The first split is "train" if there is one. It has more documents than
-  # validation has.
-  sampled_source = next(iter(work.source_by_split.values()))
+  # "train" is the first split, if it is prepared. It has more documents than
+  # "validation".
+  first_split = next(iter(work.source_by_split))
+  sampled_source = work.source_by_split[first_split]
   sample = take_sample(sampled_source, config)
   if sample.tokens == 0:
-    return Needs(0, 0.0, 0.0, 0.0, 0.0)
+    return Needs(
+      num_files=0, read_bytes=0.0, tokens=0.0, row_bytes=0.0, seconds=0.0
+    )
 
   num_files = 0
   read_bytes = 0.0
-  # The work on the missing shards, as a multiple of the work on the sample.
+  # How often the work on the sample is done for the missing shards.
   num_samples = 0.0
   for split, source in work.source_by_split.items():
-    num_parts = _count_parts(missing, split)
+    shards = [shard for shard in missing if shard.split == split]
+    num_parts = sum(shard.stop - shard.start for shard in shards)
     if num_parts > 0:
       num_files = max(num_files, source.num_files)
     split_bytes = source.size * num_parts / len(source.parts)
@@ -106,15 +111,6 @@ def estimate(work: Work, config: DataConfig) -> Needs:
     row_bytes=sample.row_bytes * num_samples + padding_bytes,
     seconds=sample.seconds * num_samples,
   )
-
-
-def _count_parts(shards: Sequence[Shard], split: str) -> int:
-  """Returns the number of parts in the shards of a split."""
-  num_parts = 0
-  for shard in shards:
-    if shard.split == split:
-      num_parts += shard.stop - shard.start
-  return num_parts
 
 
 def _is_small(work: Work) -> bool:
@@ -136,17 +132,18 @@ def _nearest_existing(path: str) -> str:
 def _print_needs(
   work: Work, needs: Needs, free_bytes: float, num_workers: int
 ) -> None:
-  """Prints what preparing a source needs."""
+  """Prints the files, tokens, disk space and time that a source needs."""
   verb = "download" if sources.is_on_hub(work.spec) else "read"
-  read_bytes = short_number(needs.read_bytes)
-  tokens = short_number(needs.tokens)
-  row_bytes = short_number(needs.row_bytes)
+  read_size = short_number(needs.read_bytes)
+  num_tokens = short_number(needs.tokens)
+  rows_size = short_number(needs.row_bytes)
+  free_size = short_number(free_bytes)
   duration = _format_duration(needs.seconds / num_workers)
   plural = "s" if num_workers > 1 else ""
   say(
-    f"{work.spec}: {needs.num_files} files to {verb}, up to {read_bytes}B;"
-    f" about {tokens} tokens in {row_bytes}B of rows in {work.directory}"
-    f" ({short_number(free_bytes)}B free); about {duration} with {num_workers}"
+    f"{work.spec}: {needs.num_files} files to {verb}, up to {read_size}B;"
+    f" about {num_tokens} tokens in {rows_size}B of rows in {work.directory}"
+    f" ({free_size}B free); about {duration} with {num_workers}"
     f" worker{plural}"
   )
 
@@ -154,7 +151,7 @@ def _print_needs(
 def _disk_too_small(
   work: Work, needed_bytes: float, free_bytes: float
 ) -> UserError:
-  """Returns the error for a disk without space for the rows.
+  """Returns the error for a disk that has too little space for the rows.
 
   Args:
     work: The source whose rows do not fit.
