@@ -155,8 +155,9 @@ class Checkpoints:
   ) -> bool:
     """Starts a save, which writes the files in the background.
 
-    When this returns, the caller may donate the arrays of `state`. If the
-    previous save is still running, this waits for it first.
+    When this returns, the caller may donate the arrays of `state`, unless
+    `in_pieces` is set. If the previous save is still running, this waits for it
+    first.
 
     A failed save prints a warning and deletes its files. Older checkpoints are
     unchanged, and the run can continue. Only `wait` raises the error. If one of
@@ -164,7 +165,7 @@ class Checkpoints:
     after at most 5 minutes.
 
     Args:
-      step: The number of updates before this state.
+      step: The number of updates that led to this state.
       state: The train state: a pytree of JAX arrays, including PRNG keys, with
         the parameters under "params".
       data_state: The state of the data iterator as JSON, the same in all
@@ -172,9 +173,9 @@ class Checkpoints:
       config: The run's config as nested dicts.
       metrics: Values measured at this step, by name. "validation/loss"
         determines the best checkpoint.
-      in_pieces: Whether each array is read and written in chunks. For NumPy
-        arrays that may not fit into memory, such as memory-mapped files. They
-        must not change until `wait` returns.
+      in_pieces: Whether to read and write each array in chunks, for NumPy
+        arrays that may not fit into memory, such as memory-mapped files. The
+        arrays must not change until `wait` returns.
 
     Returns:
       Whether a save was started. False if this step was the last one that was
@@ -196,7 +197,7 @@ class Checkpoints:
     self._running_save = self._worker.submit(
       self._complete, orbax_save, step, dict(metrics or {})
     )
-    # After that, Orbax has freed its copies of the arrays.
+    # Orbax's copies of the arrays are free after the save.
     self._worker.submit(runtime.trim_freed_memory)
     return True
 
@@ -208,24 +209,26 @@ class Checkpoints:
     config: dict[str, Any],
     in_pieces: bool,
   ) -> _OrbaxSave:
-    """Starts Orbax's save of the arrays and the JSON.
+    """Starts Orbax's save of the arrays and the JSON, and returns it.
 
-    Does not raise storage errors. The `result` of the returned save does, so
-    that errors at the start are handled like those in the background.
+    If it cannot start, returns a failed save, whose `result` raises the error.
     """
-    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     context = _chunked_saving() if in_pieces else contextlib.nullcontext()
     try:
+      num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
       self._check_space(step, num_bytes)
       with context:
         return ocp.save_checkpointables_async(
           self._directory / str(step),
           {"state": state},
-          # The step may be there, but damaged.
+          # The step may exist: it is damaged, and the search for the newest
+          # checkpoint passed over it.
           overwrite=True,
           custom_metadata={"data_state": data_state, "config": config},
         )
     except _STORAGE_ERRORS as error:
+      # The error is raised by `result`, like an error in the background, so
+      # that `_complete` handles all failures.
       failed: concurrent.futures.Future[None] = concurrent.futures.Future()
       failed.set_exception(error)
       return failed
@@ -235,7 +238,8 @@ class Checkpoints:
 
     Args:
       step: The checkpoint's step.
-      metrics: Values measured at this step, by name.
+      metrics: Values measured at this step, by name. "validation/loss"
+        determines the best checkpoint.
 
     Raises:
       UserError: if the checkpoint is damaged or cannot be written.
@@ -444,7 +448,7 @@ class Checkpoint:
 
   Attributes:
     path: Its directory.
-    step: The number of updates before it was saved.
+    step: The number of updates that led to its state.
     damaged_steps: Newer steps that are damaged. Empty in all processes but 0.
   """
 
