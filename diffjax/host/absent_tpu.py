@@ -1,4 +1,4 @@
-"""Machines that have libtpu but no TPU.
+"""Makes JAX use the CPU on machines that have libtpu, but no TPU.
 
 The extra 'dev' installs libtpu, because its compiler works without a TPU.
 """
@@ -17,6 +17,8 @@ from typing import Any
 
 # JAX and libtpu set these on machines without a TPU.
 _VARIABLES_WITHOUT_TPU = ("TPU_SKIP_MDS_QUERY", "TPU_LIBRARY_PATH")
+# Other variables with such names ask for a TPU or configure one, for example
+# TPU_NAME, LIBTPU_INIT_ARGS and COLAB_TPU_ADDR.
 _TPU_VARIABLE = re.compile("^(LIB)?TPU_|_TPU_")
 
 # The PCI number of the vendor Google.
@@ -51,7 +53,9 @@ def _is_platform_chosen(jax: Any) -> bool:
   """
   if os.environ.get("JAX_PLATFORMS"):
     return True
-  return jax is not None and bool(jax.config.jax_platforms)
+  if jax is None:
+    return False
+  return bool(jax.config.jax_platforms)
 
 
 def _may_have_tpu() -> bool:
@@ -81,7 +85,7 @@ def _pci_vendor(path: str) -> str:
 def _may_have_another_accelerator() -> bool:
   """Returns True if JAX has a plugin for hardware that may be present.
 
-  NVIDIA's plugin does not count on a machine without a GPU.
+  NVIDIA's plugin is ignored on a machine without an NVIDIA GPU.
   """
   plugins = _find_jax_plugins()
   nvidia_plugins = {name for name in plugins if name.startswith("xla_cuda")}
@@ -96,13 +100,15 @@ def _may_have_another_accelerator() -> bool:
 def _find_jax_plugins() -> set[str]:
   """Returns the names of the installed plugins of JAX.
 
-  A plugin is a module in the namespace `jax_plugins`, or an entry point.
+  A plugin is a module in the namespace package `jax_plugins`, or an entry point
+  of the group "jax_plugins".
   """
-  plugins = set()
+  entry_points = importlib.metadata.entry_points(group="jax_plugins")
+  plugins = {entry_point.name for entry_point in entry_points}
   namespace = importlib.util.find_spec("jax_plugins")
-  if namespace is not None:
-    for module in pkgutil.iter_modules(namespace.submodule_search_locations):
-      plugins.add(module.name)
-  for entry_point in importlib.metadata.entry_points(group="jax_plugins"):
-    plugins.add(entry_point.name)
+  # The locations are None if `jax_plugins` is a module, not a package. Without
+  # this check, iter_modules(None) would return all modules.
+  if namespace is not None and namespace.submodule_search_locations is not None:
+    modules = pkgutil.iter_modules(namespace.submodule_search_locations)
+    plugins.update(module.name for module in modules)
   return plugins
