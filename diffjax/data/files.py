@@ -56,8 +56,14 @@ def match(pattern: str) -> list[File]:
   files = []
   for path in match_paths(os.path.expanduser(pattern)):
     size, time_ns = version(path)
-    seconds = time_ns // _NS_PER_SECOND
-    files.append(File(path, size, seconds, time_ns, name=path))
+    file = File(
+      path=path,
+      size=size,
+      time=time_ns // _NS_PER_SECOND,
+      time_ns=time_ns,
+      name=path,
+    )
+    files.append(file)
   return files
 
 
@@ -70,7 +76,8 @@ def _match_on_hub(pattern: str) -> list[File]:
     file = File(
       path=hub_file.path,
       size=hub_file.size,
-      # A float, because checkpoints of version 0.1.0 have a digest of 0.0.
+      # A float, because the digests in checkpoints of version 0.1.0 are of a
+      # text with "0.0". "0" would give another digest.
       time=0.0,
       time_ns=0,
       name=hub_file.name,

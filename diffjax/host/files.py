@@ -1,4 +1,4 @@
-"""Files that are written completely or not at all, local or in a bucket."""
+"""Writes files completely or not at all, local or in a bucket."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TEMPORARY_SUFFIX = ".tmp"
 
 
 def is_remote(path: epath.PathLike) -> bool:
-  """Returns whether a path is a URL, such as gs://bucket/file."""
+  """Returns True if a path is a URL, such as gs://bucket/file."""
   return "://" in os.fspath(path)
 
 
@@ -26,12 +26,13 @@ def write_atomically(
   *,
   temporary_suffix: str = _TEMPORARY_SUFFIX,
 ) -> None:
-  """Writes a file so that readers see the old content or the new one.
+  """Replaces the content of a file at once.
 
-  This is also true after a kill, a full disk or an error.
+  Readers see either all of the old content or all of the new, even if the disk
+  is full or the process is killed. A kill may leave the temporary file.
 
   Args:
-    path: The file; local or gs://. Its directory exists.
+    path: The file; local or gs://. Its directory must exist.
     content: Its bytes. Text is encoded as UTF-8.
     temporary_suffix: As for `replaced_at_the_end`.
 
@@ -57,13 +58,14 @@ def replaced_at_the_end(
   """Replaces a local file by one that the body of the context writes.
 
   The body writes a temporary file, which is renamed at the end. If the body
-  raises, the old file is unchanged and the temporary one is deleted.
+  raises, the old file is unchanged and the temporary one is deleted. A kill may
+  leave the temporary file.
 
   Args:
     path: The file.
-    temporary_suffix: Added to the name of the file until it is complete. Two
+    temporary_suffix: Added to the file's name for the temporary file. Two
       processes that may write the same file at the same time need different
-      ones.
+      suffixes.
 
   Example:
     with replaced_at_the_end("loss.png") as temporary:

@@ -172,7 +172,7 @@ def _link_kept_programs(
 
 
 def _is_intact(program: pathlib.Path) -> bool:
-  """Returns whether a program has a seal that equals its sha256."""
+  """Returns True if a program has a seal that equals its sha256."""
   seal = _seal_path(program)
   return seal.exists() and seal.read_bytes() == _sha256(program)
 
@@ -215,7 +215,7 @@ def _keep_new_programs(
 
 
 def _is_alive(pid: str) -> bool:
-  """Returns whether a process of this host exists.
+  """Returns True if a process of this host exists.
 
   Args:
     pid: Its PID, from the name of a directory. It may not be a number.
