@@ -6,13 +6,15 @@
 
 Without further flags, it lists the checkpoints and compares the sizes of their
 files. --verify reads the files. --prune deletes incomplete checkpoints, and all
-complete ones except the newest --keep and the best by validation loss.
+complete ones except the newest (--keep of them) and the best by validation
+loss.
 """
 
 from __future__ import annotations
 
 if __name__ == "__main__":
-  # Before the other imports, which take a while: Ctrl-C ends them too.
+  # This comes before the slow imports, so that Ctrl-C also ends the command
+  # during them.
   from diffjax.host.signals import end_at_ctrl_c
 
   end_at_ctrl_c()

@@ -17,7 +17,8 @@ Elsewhere, each one needs flags:
 from __future__ import annotations
 
 if __name__ == "__main__":
-  # Before the other imports, which take a while: Ctrl-C ends them too.
+  # This comes before the slow imports, so that Ctrl-C also ends the command
+  # during them.
   from diffjax.host.signals import end_at_ctrl_c
 
   end_at_ctrl_c()
