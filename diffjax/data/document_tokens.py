@@ -22,8 +22,8 @@ class DocumentTokens(NamedTuple):
   """Ids of the control tokens around a document.
 
   Attributes:
-    start: Tokens before a document. May be empty.
-    end: Tokens after a document. At least one.
+    start: Tokens before a document; may be empty.
+    end: Tokens after a document; at least one.
     stop: Tokens at which generation ends. They include the last token of `end`.
     no_context: The token that stands for an empty context. If `start` is not
       empty, this is its last token.

@@ -11,12 +11,15 @@ from etils import epath
 
 
 def cache_directory(*parts: str) -> epath.Path:
-  """Returns a path in the cache directory. Does not create it.
+  """Returns the path of a directory in the cache. Does not create it.
+
+  The cache is ``$XDG_CACHE_HOME/diffjax``, or ``~/.cache/diffjax`` if the
+  variable is unset or empty.
+
+  Example: ``cache_directory("rows", "0")`` → ``~/.cache/diffjax/rows/0``
 
   Args:
-    *parts: Names of directories: ("rows", "0") for
-      ``$XDG_CACHE_HOME/diffjax/rows/0``, or ``~/.cache/diffjax/rows/0`` if
-      the variable is not set or empty.
+    *parts: Names of nested directories, the outermost first.
   """
   root = os.environ.get("XDG_CACHE_HOME")
   if not root:

@@ -54,10 +54,10 @@ def run_flops(config: Config) -> int:
 
 
 def product_flops_per_second() -> float:
-  """Returns the speed of a float32 matrix product, the best of two timings.
+  """Returns the speed of a float32 matrix product.
 
-  The product uses all cores, as training does. The measurement takes about
-  0.2 s, including compilation.
+  It is the best of `_NUM_TIMINGS` timings. The product uses all cores, as
+  training does. The measurement takes about 0.2 s, including compilation.
   """
   matrix = jnp.ones((_MATRIX_SIZE, _MATRIX_SIZE), jnp.float32)
   multiply = jax.jit(jnp.dot)

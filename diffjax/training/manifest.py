@@ -162,14 +162,17 @@ def read(path: epath.Path, step: int) -> dict[str, Any]:
 
 
 def metadata(path: epath.Path) -> dict[str, Any]:
-  """Returns the JSON that was saved with a step: "data_state" and "config".
+  """Returns what was saved as JSON beside the state: "data_state" and "config".
+
+  Args:
+    path: The step's directory.
 
   Raises:
     Damage: if it cannot be read.
   """
   try:
-    content = json.loads((path / METADATA).read_text(encoding="utf-8"))
-    return content["custom_metadata"]
+    orbax_metadata = json.loads((path / METADATA).read_text(encoding="utf-8"))
+    return orbax_metadata["custom_metadata"]
   except (OSError, ValueError, KeyError, TypeError) as error:
     raise Damage(f"{METADATA} cannot be read: {error}") from error
 
