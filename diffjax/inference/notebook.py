@@ -94,7 +94,7 @@ def complete(
   texts = list(prompts)
   token_prompts = [trained.tokenizer.encode_prompt(text) for text in texts]
   capacity = None
-  # If it is no integer, the sampler raises an error below.
+  # If it is not an integer, `sampler.generate` raises the error below.
   if is_integer(max_new_tokens):
     capacity = row_capacity(trained.config.model, token_prompts, max_new_tokens)
   batch_size = max(1, min(len(texts), _BATCH_SIZE))

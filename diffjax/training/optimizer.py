@@ -331,9 +331,9 @@ def _skip_bad_steps(
   `make_optimizer` describes which steps are bad. `sigmas` is
   `config.spike_sigmas`. If it is 0, spikes are not detected.
 
-  A spike enters the running averages with the value of the limit. A single
-  spike therefore changes them little. After a lasting change of the loss or of
-  the gradient norm, the averages adapt and the run stops skipping.
+  The value of a spike is clipped to the limit before it enters the running
+  averages, so a single spike changes them little. After a lasting change of the
+  loss or of the gradient norm, the averages adapt and the run stops skipping.
 
   `optax.apply_if_finite` is not used, because it applies an update after a
   number of non-finite ones, and because it does not monitor the loss.
