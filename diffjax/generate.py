@@ -14,7 +14,8 @@ answer ends where the model ends its document, at --max_new_tokens, or before a
 from __future__ import annotations
 
 if __name__ == "__main__":
-  # Before the other imports, which take a while: Ctrl-C ends them too.
+  # This comes before the slow imports, so that Ctrl-C also ends the command
+  # during them.
   from diffjax.host.signals import end_at_ctrl_c
 
   end_at_ctrl_c()
@@ -153,8 +154,9 @@ def _print_stream(model: Trained, prompt: list[int]) -> None:
     _PROMPT.value[0], model.tokenizer, prompt, _STOP.value
   )
   answer: list[int] = []
-  for [new_tokens] in _stream(model, [prompt]):
-    answer += new_tokens
+  for new_tokens in _stream(model, [prompt]):
+    # There is one answer, since there is one prompt.
+    answer += new_tokens[0]
     printer.update(answer)
   printer.finish(answer)
 
@@ -165,10 +167,11 @@ def _print_answers(model: Trained, prompts: list[list[int]]) -> None:
   for new_tokens in _stream(model, prompts):
     for answer, tokens in zip(answers, new_tokens, strict=True):
       answer += tokens
-  for index, prompt_text in enumerate(_PROMPT.value):
-    text = model.tokenizer.decode_after(prompts[index], answers[index])
+  answered = zip(_PROMPT.value, prompts, answers, strict=True)
+  for number, (prompt_text, prompt, answer) in enumerate(answered, start=1):
+    text = model.tokenizer.decode_after(prompt, answer)
     text = cut_at_stop(text, _STOP.value)
-    print(f"--- {index + 1} ---\n{prompt_text}{text}")
+    print(f"--- {number} ---\n{prompt_text}{text}")
 
 
 def longest_partial_stop(text: str, stops: Sequence[str]) -> int:

@@ -8,12 +8,7 @@ from diffjax.data.abstract_tokenizer import Tokenizer
 
 
 def first_stop(text: str, stops: Sequence[str]) -> int | None:
-  """Returns where the first stop string in a text begins, or None.
-
-  Args:
-    text: The text.
-    stops: The stop strings.
-  """
+  """Returns where the first stop string in a text begins, or None."""
   first = None
   for stop in stops:
     index = text.find(stop)
@@ -23,10 +18,7 @@ def first_stop(text: str, stops: Sequence[str]) -> int | None:
 
 
 def cut_at_stop(text: str, stops: Sequence[str]) -> str:
-  """Returns the text before the first stop string.
-
-  Returns the whole text if it has no stop string.
-  """
+  """Returns the text before the first stop string, or the whole text."""
   end = first_stop(text, stops)
   if end is None:
     return text
@@ -38,9 +30,9 @@ class StopStrings:
 
   The same condition is used for the answers to several prompts, because the
   sampler does not say which prompt an answer belongs to. The text of an answer
-  depends on its prompt: after a prompt without text, the first word may lack
-  the space that it has after other prompts. If there are prompts with and
-  without text, the stop string must be in both texts.
+  depends only on whether its prompt has text: if it has none, the first word
+  may lack the space that it has otherwise. If there are prompts of both kinds,
+  both texts of the answer must have a stop string.
 
   Example:
     has_stop = StopStrings(tokenizer, prompts, ["\nQuestion:"])
@@ -54,11 +46,11 @@ class StopStrings:
     prompts: Sequence[list[int]],
     stops: Sequence[str],
   ):
-    """Initializes the condition.
+    """Keeps one prompt with text and one without, if there are such prompts.
 
     Args:
       tokenizer: Decodes the answers.
-      prompts: The ids of the prompts.
+      prompts: The token ids of each prompt.
       stops: The stop strings.
     """
     self._tokenizer = tokenizer
@@ -70,11 +62,15 @@ class StopStrings:
         prompts_with_text.append(prompt)
       else:
         prompts_without_text.append(prompt)
-    # Prompts of the same kind have the same effect on the text of an answer.
+    # The text of an answer depends only on whether its prompt has text, so one
+    # prompt of each kind is enough.
     self._prompts = prompts_with_text[:1] + prompts_without_text[:1]
 
   def __call__(self, answer: list[int]) -> bool:
-    """Returns True if the answer has a stop string after each prompt."""
+    """Returns True if the text of the answer has a stop string.
+
+    It must have one whichever prompt comes before the answer.
+    """
     for prompt in self._prompts:
       text = self._tokenizer.decode_after(prompt, answer)
       if first_stop(text, self._stops) is None:
