@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from diffjax.config import DataConfig, UserError
 from diffjax.data.prepared import (
@@ -36,29 +37,54 @@ def warn_of_changed_files(target: Target, config: DataConfig) -> None:
     target: A target whose rows are prepared.
     config: The data fields.
   """
+  aspect = _changed_aspect(target, config)
+  if aspect is None:
+    return
+  say(
+    f"warning: the rows in {target.directory} are used, which were prepared"
+    f" before the {aspect} of the files of {target.spec!r} changed; for the new"
+    " text delete that directory, or set config.data.prepared_dir to another"
+    " one"
+  )
+
+
+def _changed_aspect(target: Target, config: DataConfig) -> str | None:
+  """Returns which aspect of a target's files has changed since it was prepared.
+
+  Returns:
+    "names and sizes" or "text". None if neither has changed, or if the files
+    cannot be compared.
+  """
   if "hf://" in target.spec:
     # On the Hub, the revision selects the files.
-    return
+    return None
   meta = read_meta(target)
   if meta is None or "files" not in meta:
     # An earlier version prepared the rows and stored no fingerprints of files.
-    return
+    return None
   try:
     source_by_split = open_source(target.spec, target.splits, config)
     current = file_fingerprints(source_by_split)
   except UserError:
     # The files are not on this machine.
-    return
+    return None
   for split in target.splits:
     for aspect in ("names and sizes", "text"):
       if meta["files"][split][aspect] != current[split][aspect]:
-        say(
-          f"warning: the rows in {target.directory} are used, which were"
-          f" prepared before the {aspect} of the files of {target.spec!r}"
-          " changed; for the new text delete that directory, or set"
-          " config.data.prepared_dir to another one"
-        )
-        return
+        return aspect
+  return None
+
+
+class _ChangedSource(NamedTuple):
+  """A source whose text has changed since a checkpoint was written.
+
+  Attributes:
+    saved: The origin of the rows that the checkpoint was trained on.
+    current: The origin of the rows that were prepared from the new text.
+  """
+
+  saved: RowsOrigin
+  current: RowsOrigin
 
 
 def explain_changed_rows(
@@ -78,33 +104,23 @@ def explain_changed_rows(
   """
   changed_fields = _changed_fields(saved, current)
   if changed_fields:
-    return (
-      f"{'; '.join(changed_fields)}; set the fields back, or use another"
-      " --workdir"
-    )
+    changes = "; ".join(changed_fields)
+    return f"{changes}; set the fields back, or use another --workdir"
+
   if len(saved) != len(current):
     return (
       "config.data.source has changed; set the fields back, or use another"
       " --workdir"
     )
 
-  changed = []
-  new_directories = []
-  for saved_origin, origin in zip(saved, current, strict=True):
-    if saved_origin["fingerprint"] != origin["fingerprint"]:
-      changed.append(saved_origin)
-      new_directories.append(origin["directory"])
-  if not changed:
-    # The rows of each source are equal, so the mixture must differ.
-    return (
-      "the weights in config.data.source have changed; set them back, or use"
-      " another --workdir"
-    )
-  specs = [repr(origin["description"]["source"]) for origin in changed]
+  changed_sources = _changed_sources(saved, current)
+  if changed_sources:
+    return _explain_changed_text(saved, changed_sources, config)
+
+  # The rows of each source are equal, so the mixture must differ.
   return (
-    f"no field has changed, but the text of {' and '.join(specs)} has, and its"
-    f" rows were prepared anew in {new_directories[0]};"
-    f" {_remedy_for_changed_text(saved, changed, config)}"
+    "the weights in config.data.source have changed; set them back, or use"
+    " another --workdir"
   )
 
 
@@ -122,6 +138,39 @@ def _changed_fields(
   return sorted(changes)
 
 
+def _changed_sources(
+  saved: Sequence[RowsOrigin], current: Sequence[RowsOrigin]
+) -> list[_ChangedSource]:
+  """Returns the sources whose rows have another fingerprint than before."""
+  changed_sources = []
+  for saved_origin, origin in zip(saved, current, strict=True):
+    if saved_origin["fingerprint"] != origin["fingerprint"]:
+      changed_sources.append(_ChangedSource(saved_origin, origin))
+  return changed_sources
+
+
+def _explain_changed_text(
+  saved: Sequence[RowsOrigin],
+  changed_sources: Sequence[_ChangedSource],
+  config: DataConfig,
+) -> str:
+  """Returns which sources have a new text, and how to continue.
+
+  Args:
+    saved: The origins of all rows of the checkpoint.
+    changed_sources: The sources whose text has changed. At least one.
+    config: The run's data fields.
+  """
+  saved_origins = [source.saved for source in changed_sources]
+  specs = [repr(origin["description"]["source"]) for origin in saved_origins]
+  new_directory = changed_sources[0].current["directory"]
+  remedy = _remedy_for_changed_text(saved, saved_origins, config)
+  return (
+    f"no field has changed, but the text of {' and '.join(specs)} has, and its"
+    f" rows were prepared anew in {new_directory}; {remedy}"
+  )
+
+
 def _remedy_for_changed_text(
   saved: Sequence[RowsOrigin],
   changed: Sequence[RowsOrigin],
@@ -131,7 +180,7 @@ def _remedy_for_changed_text(
 
   Args:
     saved: The origins of all rows of the checkpoint.
-    changed: The origins of the sources whose text has changed.
+    changed: Those of the sources whose text has changed.
     config: The run's data fields.
   """
   start_over = (
