@@ -137,8 +137,8 @@ class Sampler:
         for the model's max_length.
       cache_tokens: the most tokens of all rows together, in pages of 128. A row
         takes the pages that its prompt and continuation need, so rows of
-        unequal length share the memory. None for `capacity` tokens in each row,
-        without pages unless cache_dtype is given.
+        unequal length share the memory. None reserves memory for `capacity`
+        tokens in each row. Such a cache has pages only with a cache_dtype.
       cache_dtype: "int8" for keys and values in 8 bits, with a scale for each
         page and head. None for the compute dtype.
 
@@ -173,7 +173,7 @@ class Sampler:
     self._params = params
     if self._has_cache:
       self._params = jax.jit(functools.partial(unstack, model))(params)
-    programs = _programs(
+    programs = _make_programs(
       model,
       batch_size,
       capacity,
@@ -754,19 +754,20 @@ class _Programs(NamedTuple):
   """The compiled functions of a sampler.
 
   Attributes:
-    make_cache: returns an empty cache.
-    prefill: `_read_prompts` without its first three arguments.
-    step: `_read_token` without its first two arguments.
-    draw: `_draw_tokens` without its first two arguments.
+    make_cache: `make_cache()` returns an empty cache.
+    prefill: `prefill(params, cache, tokens, lengths)`, see `_read_prompts`.
+    step: `step(params, state, tokens)`, see `_read_token`.
+    draw: `draw(params, state, settings, has_ended, count, method=…)`, see
+      `_draw_tokens`.
   """
 
-  make_cache: Callable[..., Any]
+  make_cache: Callable[[], Any]
   prefill: Callable[..., SamplerState]
   step: Callable[..., SamplerState]
   draw: Callable[..., tuple[SamplerState, Array]]
 
 
-def _programs(
+def _make_programs(
   model: Decoder,
   batch_size: int,
   capacity: int,
@@ -776,7 +777,7 @@ def _programs(
   head_sharding: NamedSharding | None,
   has_cache: bool,
 ) -> _Programs:
-  """Returns the functions of a sampler, which are compiled at their first call.
+  """Returns the jitted functions of a sampler, which compile when first called.
 
   They update the cache in place, because its old arrays are donated.
 
@@ -789,17 +790,16 @@ def _programs(
     head_sharding: how a mesh splits the heads of the cache. None on one device.
     has_cache: False if a `TokenHistory` takes the place of the cache.
   """
-  replicated: Any = None
-  if head_sharding is not None:
-    replicated = NamedSharding(head_sharding.mesh, P())
-
-  # `cache_shardings` is a cache with a sharding in place of each array, and
-  # `state_shardings` is such a state. A mesh splits only keys and values.
-  heads: Any = head_sharding
-  cache_shardings: Any
   if has_cache:
-    make_cache: Any = functools.partial(
-      empty_cache,
+    chunk = min(_CHUNK, capacity)
+  else:
+    # Every chunk computes the whole row again.
+    chunk = capacity
+
+  def make_cache() -> Cache | TokenHistory:
+    if not has_cache:
+      return empty_history(model, batch_size, capacity)
+    return empty_cache(
       model,
       batch_size,
       # The capacity is rounded up to full pages.
@@ -807,18 +807,25 @@ def _programs(
       num_pages=num_pages,
       dtype=cache_dtype,
     )
+
+  # `jax.jit` takes the shardings of a result as a tree of the same structure,
+  # with a sharding in place of each array or tuple of arrays. A mesh splits the
+  # heads of keys and values, and each device holds all of the other arrays. On
+  # one device, all shardings are None.
+  split_heads: Any = head_sharding
+  replicated: Any = None
+  if head_sharding is not None:
+    replicated = NamedSharding(head_sharding.mesh, P())
+  cache_shardings: Cache | TokenHistory
+  if has_cache:
     cache_shardings = Cache(
-      keys=heads,
-      values=heads,
+      keys=split_heads,
+      values=split_heads,
       tables=replicated,
       lengths=replicated,
     )
-    chunk = min(_CHUNK, capacity)
   else:
-    make_cache = functools.partial(empty_history, model, batch_size, capacity)
     cache_shardings = TokenHistory(tokens=replicated, lengths=replicated)
-    # Every chunk computes the whole row again.
-    chunk = capacity
   state_shardings = SamplerState(cache_shardings, logits=replicated)
 
   read_prompts = functools.partial(_read_prompts, model, head_sharding, chunk)
