@@ -30,7 +30,7 @@ import math
 import sys
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from absl import app, flags
@@ -128,8 +128,8 @@ def main(settings: Any) -> None:
   """Measures the model with the suites in --suite, and writes the results.
 
   Args:
-    settings: A dataclass with the Settings of each suite, by the suite's name.
-      Empty for the defaults.
+    settings: A dataclass with the Settings of each suite, by the suite's name
+      (see `_default_settings`). Without fields, each suite has its defaults.
   """
   _check_flags()
   names = _suite_names()
@@ -388,21 +388,31 @@ def _print_summary(suite: _Suite, suite_results: dict[str, Any]) -> None:
   print(capture.get(), end="")
 
 
-def _default_settings() -> Any:
-  """Returns a dataclass with the default Settings of each suite.
+def _default_settings(arguments: Sequence[str]) -> Any:
+  """Returns the default settings, which flags of the command line override.
 
-  Its fields become flags, such as --set.needle.samples. It is empty if the
-  command line has no such flag, so that no suite is imported.
+  They are a dataclass with one field for each suite, which holds the suite's
+  `Settings`. For example, --set.needle.samples overrides `needle.samples`. If
+  no argument is such a flag, the dataclass has no fields, because the suites
+  would have to be imported for them, which takes seconds.
+
+  Args:
+    arguments: The command line without the name of the program.
   """
-  arguments = [argument.lstrip("-") for argument in sys.argv[1:]]
-  has_settings = any(argument.startswith("set.") for argument in arguments)
   fields: list[Any] = []
-  if has_settings:
+  if _has_settings_flag(arguments):
     for name in _MODULES:
       settings_class = _module(name).Settings
       fields.append((name, settings_class, settings_class()))
-  return dataclasses.make_dataclass("Settings", fields)()
+  settings_type = dataclasses.make_dataclass("Settings", fields)
+  return settings_type()
+
+
+def _has_settings_flag(arguments: Sequence[str]) -> bool:
+  """Returns True if an argument is a flag such as --set.needle.samples=10."""
+  names = [argument.lstrip("-") for argument in arguments]
+  return any(name.startswith("set.") for name in names)
 
 
 if __name__ == "__main__":
-  command.run(main, with_config=False, settings=_default_settings())
+  command.run(main, with_config=False, settings=_default_settings(sys.argv[1:]))
