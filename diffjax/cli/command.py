@@ -225,9 +225,11 @@ def _call_main(
   except app.UsageError as error:
     _fail(str(error), _USAGE_ERROR)
   except UserError as error:
-    # `main` may have turned an error of a closed pipe into a UserError.
-    if isinstance(error.__cause__, BrokenPipeError) and _closed_outputs():
-      raise error.__cause__ from None
+    # `main` may have turned the error of a closed output into a UserError. The
+    # original error is raised, since `_quiet_if_nobody_reads` handles it.
+    cause = error.__cause__
+    if isinstance(cause, BrokenPipeError) and _closed_outputs():
+      raise cause from None
     _fail(str(error), _USER_ERROR)
   except KeyboardInterrupt:
     _fail("interrupted", _INTERRUPTED)
