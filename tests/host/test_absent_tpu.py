@@ -1,5 +1,6 @@
 """libtpu prints nothing on a machine without a TPU; a TPU is still found."""
 
+import importlib.machinery
 import os
 import subprocess
 import sys
@@ -113,6 +114,16 @@ def test_chosen_platforms_are_kept(make_machine, monkeypatch):
 def test_variables_that_do_not_ask_for_a_tpu(make_machine, monkeypatch, name):
   make_machine()
   monkeypatch.setenv(name, "1")
+  absent_tpu.skip()
+  assert os.environ["JAX_PLATFORMS"] == "cpu"
+
+
+def test_a_jax_plugins_that_is_not_a_package(make_machine, monkeypatch):
+  """Other installed modules are not taken for plugins."""
+  make_machine()
+  module = importlib.machinery.ModuleSpec("jax_plugins", loader=None)
+  specs = {"libtpu": object(), "jax_plugins": module}
+  monkeypatch.setattr(absent_tpu.importlib.util, "find_spec", specs.get)
   absent_tpu.skip()
   assert os.environ["JAX_PLATFORMS"] == "cpu"
 

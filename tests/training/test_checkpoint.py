@@ -270,6 +270,20 @@ def test_damaged_step_that_was_left_behind_is_pruned_first(two_steps, tmp_path):
   assert listing(workdir) == ["10", "25"]
 
 
+def test_a_save_whose_size_cannot_be_read_fails_later(tmp_path):
+  class Unreadable:
+    @property
+    def nbytes(self):
+      raise OSError("the file is gone")
+
+  with Checkpoints(tmp_path, keep=1) as checkpoints:
+    assert checkpoints.save(
+      1, {"params": Unreadable()}, data_state={}, config={}
+    )
+    with pytest.raises(UserError, match="the file is gone"):
+      checkpoints.wait()
+
+
 @pytest.mark.parametrize("error", [None, OSError("no space left")])
 def test_nothing_is_deleted_in_a_directory_that_is_not_the_locked_one(
   two_steps, tmp_path, monkeypatch, error
