@@ -119,8 +119,8 @@ def changes(
   """
   devices = math.prod(plan.mesh.values())
   state, activations = (
-    memory.for_state(config, plan.mesh, slices),
-    memory.for_activations(config, devices),
+    memory.flags_for_state(config, plan.mesh, slices),
+    memory.flags_for_activations(config, devices),
   )
   found = (
     state + activations
@@ -138,4 +138,6 @@ def changes(
     ):
       found.append(f"--topology={generation}:{larger}")
       break
-  return found or [f"the config: {memory.SMALLER}; or the generation of TPU"]
+  return found or [
+    f"the config: {memory.SMALLER_MODEL}; or the generation of TPU"
+  ]

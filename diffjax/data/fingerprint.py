@@ -71,18 +71,11 @@ def fingerprint(files: Sequence[File]) -> dict[str, str]:
   Raises:
     UserError: if a file cannot be read.
   """
-  names_and_sizes = []
-  times = []
-  times_ns = []
-  for file in files:
-    names_and_sizes.append((file.name, file.size))
-    times.append(file.time)
-    times_ns.append(file.time_ns)
   return {
-    "names and sizes": digest(names_and_sizes),
+    "names and sizes": digest([(file.name, file.size) for file in files]),
     "text": text_digest(files),
-    "times": digest(times),
-    "nanoseconds": digest(times_ns),
+    "times": digest([file.time for file in files]),
+    "nanoseconds": digest([file.time_ns for file in files]),
   }
 
 

@@ -1,4 +1,7 @@
-"""Trains a byte-level BPE and writes it in two formats, with the same ids."""
+"""Trains a byte-level BPE.
+
+It is written in the formats of tiktoken and of Hugging Face, with the same ids.
+"""
 
 import base64
 import os

@@ -11,10 +11,10 @@ import jax
 from diffjax.config import Config, UserError
 
 # The advice if no flag reduces the memory.
-SMALLER = "fewer layers, a smaller width or shorter rows"
+SMALLER_MODEL = "fewer layers, a smaller width or shorter rows"
 
 
-def for_activations(config: Config, num_devices: int) -> list[str]:
+def flags_for_activations(config: Config, num_devices: int) -> list[str]:
   """Returns command-line flags that reduce the memory of activations.
 
   They do not change the losses, except for rounding. The list is empty if the
@@ -41,7 +41,7 @@ def for_activations(config: Config, num_devices: int) -> list[str]:
   return flags
 
 
-def for_state(
+def flags_for_state(
   config: Config, mesh_shape: Mapping[str, int], num_slices: int = 1
 ) -> list[str]:
   """Returns command-line flags that reduce the memory of the training state.
@@ -88,9 +88,9 @@ def explain_out_of_memory(
     if "RESOURCE_EXHAUSTED" not in str(error):
       raise
     num_devices = math.prod(mesh_shape.values())
-    flags = for_activations(config, num_devices)
-    flags += for_state(config, mesh_shape)
-    remedy = ", ".join(flags) if flags else SMALLER
+    flags = flags_for_activations(config, num_devices)
+    flags += flags_for_state(config, mesh_shape)
+    remedy = ", ".join(flags) if flags else SMALLER_MODEL
     first_line = str(error).strip().splitlines()[0]
     raise UserError(
       f"out of memory ({first_line}). To reduce memory: {remedy}"

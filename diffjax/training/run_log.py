@@ -106,12 +106,12 @@ class RunLog:
     """
     pending = self._pending
     if pending is not None and pending.end is None and pending.is_over():
-      # It is not known when the step ended during the wait. The log assumes
-      # that it ended at the start of the wait.
+      # The step ended at some time before or during the wait. The log counts
+      # the wait to the next step.
       pending.end = self._status_line.moment(seconds_ago=seconds)
       if pending.step == self._start_step + 1:
-        # It is not known when compilation ended and the first step began. So
-        # speeds are measured from the end of this step.
+        # The first step includes the compilation. Speeds are measured from its
+        # end.
         self._status_line.start_window(pending.step, pending.end)
     self._status_line.add_wait(seconds)
 

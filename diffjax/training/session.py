@@ -463,8 +463,9 @@ class Session:
       state: the state before the step. It cannot be used again.
       host_batch: this process's share of the batch, from `next_batch`.
     """
-    # Not in `next_batch`: if this fails, the batch has been read but not used.
-    # A checkpoint of this moment would lose it.
+    # If this fails, for example because memory is full, no checkpoint may be
+    # saved: the batch has been read, so a resumed run would skip it. Therefore
+    # this is not in `next_batch`, which the loop calls in `save_on_error`.
     batch = put_batch(host_batch, self.program.mesh)
     implementation = self._config.model.attention_implementation
     if implementation != "auto":
@@ -583,8 +584,8 @@ class Session:
       has_new_steps = step > self.start_step
       if has_new_steps and jax.process_count() == 1:
         if isinstance(error, Interrupted):
-          # This is not an error: a signal has ended the wait for data. So an
-          # error here, such as too many skipped steps, ends the run.
+          # A signal has ended the wait for data. This is a normal end of the
+          # run, so an error of the log or of the save is raised.
           self.flush_log()
           self.save(step, state, scores)
         else:

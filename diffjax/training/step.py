@@ -251,8 +251,8 @@ def _gradient(
 
 
 def _is_layer_metric(value: jax.Array) -> bool:
-  """Returns True if a metric has a value per layer [L]. Others are scalars."""
-  return value.ndim == 1
+  """Returns True if a metric has values per layer. Others are scalars."""
+  return value.ndim > 0
 
 
 def _zeros_of_shape(shape: jax.ShapeDtypeStruct) -> jax.Array:
