@@ -79,7 +79,8 @@ class Checkpoints:
       keep: How many of the newest complete checkpoints to keep. The one with
         the lowest "validation/loss" is kept too.
       restored: The checkpoint from `find_checkpoint` that the run resumes from.
-        `save` does not save its step again.
+        `save` does not save its step again. None for a new run: steps without
+        a manifest are then deleted.
       lock: The workdir's lock, in process 0. Before each write, it is checked
         that the workdir was not moved or replaced.
 
@@ -109,13 +110,20 @@ class Checkpoints:
       max_workers=1, thread_name_prefix="checkpoint"
     )
     if jax.process_index() == 0:
-      self._prepare_directory()
+      self._prepare_directory(is_new_run=restored is None)
 
-  def _prepare_directory(self) -> None:
+  def _prepare_directory(self, is_new_run: bool) -> None:
     """Creates the directory, and deletes the files of interrupted saves."""
     with _user_errors(self._directory):
       self._directory.mkdir(parents=True, exist_ok=True)
-      for path in manifest.unfinished_saves(self._directory):
+      interrupted = manifest.unfinished_saves(self._directory)
+      if is_new_run:
+        # The first save may have been interrupted before its manifest. If it
+        # stayed, and the first save of this run were interrupted at another
+        # step, `find_checkpoint` would take both for a run that has lost all
+        # its manifests.
+        interrupted += manifest.steps_without_manifest(self._directory)
+      for path in interrupted:
         logging.warning("removing %s: a save that was interrupted", path)
         manifest.delete(path)
 
@@ -742,7 +750,9 @@ def _all_damaged_message(directory: epath.Path, damages: dict[int, str]) -> str:
     return ""
   newest = max(damages)
   if len(damages) == 1 and not manifest.has_manifest(directory / str(newest)):
-    # The first save of the run was interrupted, so nothing is lost.
+    # The first save of the run was interrupted, so nothing is lost. With
+    # several steps, manifests have been lost: a new run deletes the step of an
+    # interrupted first save before it saves another one.
     return ""
   return (
     f"every checkpoint in {directory} is damaged ({newest}: {damages[newest]}):"

@@ -89,6 +89,12 @@ def unfinished_saves(directory: epath.Path) -> list[epath.Path]:
   return [directory / name for name in sorted(names)]
 
 
+def steps_without_manifest(directory: epath.Path) -> list[epath.Path]:
+  """Returns the directories of steps that have no manifest."""
+  paths = [directory / str(step) for step in steps(directory)]
+  return [path for path in paths if not has_manifest(path)]
+
+
 def probe_path(path: epath.Path) -> epath.Path:
   """Returns a path for testing whether a step can be written.
 

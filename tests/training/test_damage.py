@@ -461,3 +461,18 @@ def test_first_save_interrupted_starts_from_the_beginning(workdir, caplog):
     newest_config(workdir) is None
     and "its save or its deletion was interrupted" in caplog.text
   )
+
+
+def test_first_saves_interrupted_at_two_steps_start_from_the_beginning(
+  tmp_path,
+):
+  """Each run is killed after Orbax's files, before the manifest."""
+  for step in (20, 10):
+    with Checkpoints(
+      tmp_path, keep=10, restored=find_checkpoint(tmp_path)
+    ) as checkpoints:
+      checkpoints.save(
+        step, make_state(step), data_state={}, config=make_config(step)
+      )
+    (tmp_path / "checkpoints" / str(step) / "manifest.json").unlink()
+  assert restore(tmp_path) is None
