@@ -191,7 +191,8 @@ def verify(
   Args:
     path: The step's directory.
     step: The step's number.
-    only: The name of the only file to compare. None for all files.
+    only: The name of the only file to compare, which the manifest must name.
+      None for all files.
     contents: Whether to compare the contents of files. If False, only their
       sizes are compared.
 
@@ -205,7 +206,9 @@ def verify(
   files = body["files"]
   names = list(files)
   if only is not None:
-    names = [name for name in names if name == only]
+    if only not in files:
+      raise Damage(f"{only} is not in its {_MANIFEST}")
+    names = [only]
 
   def check(name: str) -> None:
     _check_file(path, name, files[name], contents=contents)

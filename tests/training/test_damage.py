@@ -16,6 +16,7 @@ from absl.testing import flagsaver
 
 from diffjax import checkpoints as command
 from diffjax.config import Config, UserError
+from diffjax.training import manifest
 from diffjax.training.checkpoint import (
   Checkpoints,
   find_checkpoint,
@@ -476,3 +477,11 @@ def test_first_saves_interrupted_at_two_steps_start_from_the_beginning(
       )
     (tmp_path / "checkpoints" / str(step) / "manifest.json").unlink()
   assert restore(tmp_path) is None
+
+
+def test_a_file_that_the_manifest_does_not_name_is_not_verified(workdir):
+  step = workdir / "checkpoints" / "20"
+  (step / manifest.METADATA).unlink()
+  manifest.write(step, 20, {})
+  with pytest.raises(manifest.Damage, match="_CHECKPOINT_METADATA"):
+    manifest.verify(step, 20, only=manifest.METADATA)
