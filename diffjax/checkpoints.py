@@ -111,7 +111,7 @@ def _print_list(directory: epath.Path, *, verify: bool) -> None:
   if not (manifests or damages or unfinished_saves):
     raise UserError(f"there are no checkpoints in {directory}")
 
-  _print_row("step", "saved", "MiB", manifest.BEST_METRIC, "state")
+  _print_row("step", "saved", "MiB", manifest.BEST_SCORE, "state")
   newest = max(manifests, default=None)
   best = manifest.best(manifests)
   for step in sorted([*manifests, *damages]):
@@ -148,7 +148,7 @@ def _print_complete_row(
     local_time = time.localtime(content["time"])
     saved = time.strftime("%Y-%m-%d %H:%M", local_time)
   num_bytes = sum(file["size"] for file in content["files"].values())
-  loss = content["metrics"].get(manifest.BEST_METRIC)
+  loss = content["metrics"].get(manifest.BEST_SCORE)
   loss_text = "" if loss is None else f"{loss:.4f}"
   _print_row(str(step), saved, f"{num_bytes / _MIB:.1f}", loss_text, state)
 

@@ -75,7 +75,7 @@ def trained(
   for step in reversed(manifest.steps(directory)):
     try:
       manifest.verify(directory / str(step), step, contents=False)
-      stored = manifest.metadata(directory / str(step))["config"]
+      stored = manifest.read_json(directory / str(step))["config"]
     except manifest.Damage:
       continue
     if differing := _differing(

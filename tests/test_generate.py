@@ -51,7 +51,7 @@ def save(workdir, change=lambda params: None, **data):
   change(state.params)
   with Checkpoints(workdir, keep=1) as checkpoints:
     checkpoints.save(
-      0, state, data_state={}, config=config.to_dict(), metrics={}
+      0, state, data_state={}, config=config.to_dict(), scores={}
     )
     checkpoints.wait()
   return workdir
@@ -136,7 +136,7 @@ def test_a_loaded_model_has_the_attention_that_its_config_names(
       config = start.config.to_dict()
       config["model"]["attention_implementation"] = name
       state = {"params": start.params}
-      checkpoints.save(step, state, data_state={}, config=config, metrics={})
+      checkpoints.save(step, state, data_state={}, config=config, scores={})
   capsys.readouterr()
   for tensor in (1, 2):
     attention = load(tmp_path, 0, tensor=tensor).model.attention_fn

@@ -158,7 +158,7 @@ class Checkpoints:
     *,
     data_state: dict[str, Any],
     config: dict[str, Any],
-    metrics: Mapping[str, float] | None = None,
+    scores: Mapping[str, float] | None = None,
     in_pieces: bool = False,
   ) -> bool:
     """Starts a save, which writes the files in the background.
@@ -179,7 +179,7 @@ class Checkpoints:
       data_state: The state of the data iterator as JSON, the same in all
         processes. Empty if no run can resume from this checkpoint.
       config: The run's config as nested dicts.
-      metrics: Values measured at this step, by name. "validation/loss"
+      scores: Validation losses of this step, by name. "validation/loss"
         determines the best checkpoint.
       in_pieces: Whether to read and write each array in chunks, for NumPy
         arrays that may not fit into memory, such as memory-mapped files. The
@@ -203,7 +203,7 @@ class Checkpoints:
 
     orbax_save = self._start_save(step, state, data_state, config, in_pieces)
     self._running_save = self._worker.submit(
-      self._complete, orbax_save, step, dict(metrics or {})
+      self._complete, orbax_save, step, dict(scores or {})
     )
     # Orbax's copies of the arrays are free after the save.
     self._worker.submit(runtime.trim_freed_memory)
@@ -241,12 +241,12 @@ class Checkpoints:
       failed.set_exception(error)
       return failed
 
-  def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-    """Adds metrics to a complete checkpoint. All processes call it together.
+  def add_scores(self, step: int, scores: Mapping[str, float]) -> None:
+    """Adds scores to a complete checkpoint. All processes call it together.
 
     Args:
       step: The checkpoint's step.
-      metrics: Values measured at this step, by name. "validation/loss"
+      scores: Validation losses of this step, by name. "validation/loss"
         determines the best checkpoint.
 
     Raises:
@@ -257,7 +257,7 @@ class Checkpoints:
     path = self._directory / str(step)
     if jax.process_index() == 0:
       with _user_errors(path):
-        manifest.add_metrics(path, step, metrics)
+        manifest.add_scores(path, step, scores)
 
   def newest(self, before: int | None = None) -> int | None:
     """Returns the step of the newest complete checkpoint.
@@ -271,7 +271,7 @@ class Checkpoints:
       The step, or None if there is no complete checkpoint.
     """
     self.wait()
-    checkpoint = find_checkpoint(self._workdir, before=before, config_only=True)
+    checkpoint = find_checkpoint(self._workdir, before=before, json_only=True)
     return None if checkpoint is None else checkpoint.step
 
   def wait(self) -> None:
@@ -350,7 +350,7 @@ class Checkpoints:
 
   @runtime.release_freed_memory()
   def _complete(
-    self, orbax_save: _OrbaxSave, step: int, metrics: dict[str, float]
+    self, orbax_save: _OrbaxSave, step: int, scores: dict[str, float]
   ) -> None:
     """Finishes a save and deletes old checkpoints, in the background thread.
 
@@ -359,7 +359,7 @@ class Checkpoints:
     least one checkpoint is complete.
     """
     try:
-      self._write_manifest(orbax_save, step, metrics)
+      self._write_manifest(orbax_save, step, scores)
     except LostWorkdir:
       # The path may belong to another run now, so nothing is deleted.
       raise
@@ -382,7 +382,7 @@ class Checkpoints:
         logging.warning("cannot delete old checkpoints: %s", error)
 
   def _write_manifest(
-    self, orbax_save: _OrbaxSave, step: int, metrics: dict[str, float]
+    self, orbax_save: _OrbaxSave, step: int, scores: dict[str, float]
   ) -> None:
     """Waits for Orbax's files, then writes the manifest with their hashes."""
     path = self._directory / str(step)
@@ -390,7 +390,7 @@ class Checkpoints:
       orbax_save.result()
       self._check_lock_here()
       if jax.process_index() == 0:
-        manifest.write(path, step, metrics)
+        manifest.write(path, step, scores)
 
   def _delete_failed(self, step: int) -> None:
     """Deletes the files of a failed save, since they may fill the disk.
@@ -465,23 +465,23 @@ class Checkpoint:
   damaged_steps: frozenset[int] = frozenset()
 
   @functools.cached_property
-  def _metadata(self) -> dict[str, Any]:
+  def _json(self) -> dict[str, Any]:
     with _user_errors(self.path):
-      return manifest.metadata(self.path)
+      return manifest.read_json(self.path)
 
   @property
   def config(self) -> dict[str, Any]:
     """The config that it was trained with, as nested dicts."""
-    return self._metadata["config"]
+    return self._json["config"]
 
   @property
   def data_state(self) -> dict[str, Any]:
     """The state of the data iterator. Empty if no run can resume from it."""
-    return self._metadata["data_state"]
+    return self._json["data_state"]
 
   @property
-  def metrics(self) -> dict[str, float | None]:
-    """Values measured at its step. None for a value that was not finite."""
+  def scores(self) -> dict[str, float | None]:
+    """Validation losses of its step. None for a value that was not finite."""
     with _user_errors(self.path):
       return manifest.read(self.path, self.step)["metrics"]
 
@@ -497,7 +497,7 @@ class Checkpoint:
         optimizer.
     """
     with _user_errors(self.path):
-      _check_shapes(self._saved_metadata(), abstract_state, self.path)
+      _check_shapes(self._saved_abstract_state(), abstract_state, self.path)
       loaded = ocp.load_checkpointables(self.path, {"state": abstract_state})
     return loaded["state"]
 
@@ -552,13 +552,13 @@ class Checkpoint:
       self._check_params(abstract_params)
       return jax.tree_util.tree_map_with_path(copy_param, abstract_params)
 
-  def _saved_metadata(self) -> Any:
+  def _saved_abstract_state(self) -> Any:
     """Returns the tree of the saved train state, with shapes and dtypes."""
     return ocp.checkpointables_metadata(self.path).metadata["state"]
 
   def _check_params(self, abstract_params: Any) -> None:
     """Raises UserError if the saved parameters have other names or shapes."""
-    saved_params = self._saved_metadata().get("params", {})
+    saved_params = self._saved_abstract_state().get("params", {})
     _check_shapes(saved_params, abstract_params, self.path)
 
 
@@ -669,7 +669,7 @@ def find_checkpoint(
   workdir: epath.PathLike,
   *,
   before: int | None = None,
-  config_only: bool = False,
+  json_only: bool = False,
 ) -> Checkpoint | None:
   """Returns the newest complete checkpoint, or None if the run has none.
 
@@ -679,8 +679,8 @@ def find_checkpoint(
   Args:
     workdir: The run's directory, local or gs://.
     before: Only lower steps count. None for all steps.
-    config_only: Whether only the file with the config is verified. Damaged
-      checkpoints are then passed over without a warning.
+    json_only: Whether only the file with the config and the data state is
+      verified. Damaged checkpoints are then passed over without a warning.
 
   Raises:
     UserError: if all checkpoints are damaged and `before` is None. Starting
@@ -689,7 +689,7 @@ def find_checkpoint(
   directory = manifest.checkpoint_directory(workdir)
   search = _SearchResult(None, {}, "")
   if jax.process_index() == 0:
-    search = _search_newest(directory, before, config_only)
+    search = _search_newest(directory, before, json_only)
   # The result of process 0.
   step, problem = gather_objects((search.step, search.problem))[0]
   if problem and before is None:
@@ -714,16 +714,17 @@ class _SearchResult(NamedTuple):
 
 
 def _search_newest(
-  directory: epath.Path, before: int | None, config_only: bool
+  directory: epath.Path, before: int | None, json_only: bool
 ) -> _SearchResult:
   """Searches for the newest complete checkpoint, from the highest step on.
 
   Args:
     directory: The directory of the checkpoints.
     before: Only lower steps count. None for all steps.
-    config_only: Whether only the file with the config is verified.
+    json_only: Whether only the file with the config and the data state is
+      verified.
   """
-  only_file = manifest.METADATA if config_only else None
+  only_file = manifest.JSON_FILE if json_only else None
   damages: dict[int, str] = {}
   for step in reversed(manifest.steps(directory)):
     if before is not None and step >= before:
@@ -734,7 +735,7 @@ def _search_newest(
       return _SearchResult(step, damages, "")
     except manifest.Damage as damage:
       damages[step] = str(damage)
-      if not config_only:
+      if not json_only:
         logging.warning("passing over checkpoint %s: %s", path, damage)
   return _SearchResult(None, damages, _all_damaged_message(directory, damages))
 

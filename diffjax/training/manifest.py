@@ -32,10 +32,11 @@ from etils import epath
 from diffjax.config import UserError
 from diffjax.host.files import is_remote, write_atomically
 
-# The file in each step in which Orbax stores our JSON.
-METADATA = "_CHECKPOINT_METADATA"
-# The metric that determines the best checkpoint. The lowest value is the best.
-BEST_METRIC = "validation/loss"
+# The file in each step in which Orbax stores our JSON: the config and the state
+# of the data iterator.
+JSON_FILE = "_CHECKPOINT_METADATA"
+# The score that determines the best checkpoint. The lowest value is the best.
+BEST_SCORE = "validation/loss"
 
 _MANIFEST = "manifest.json"
 # Part of a directory's name until Orbax has finished the save.
@@ -133,7 +134,7 @@ def read(path: epath.Path, step: int) -> dict[str, Any]:
 
     - "step": The number.
     - "time": When it was saved, in seconds since 1970.
-    - "metrics": Values by name. None stands for a value that was not finite.
+    - "metrics": Scores by name. None stands for a value that was not finite.
     - "files": {"size": …, "sha256": …} by the name of the file.
 
   Raises:
@@ -167,8 +168,8 @@ def read(path: epath.Path, step: int) -> dict[str, Any]:
   return body
 
 
-def metadata(path: epath.Path) -> dict[str, Any]:
-  """Returns what was saved as JSON beside the state: "data_state" and "config".
+def read_json(path: epath.Path) -> dict[str, Any]:
+  """Returns the JSON saved beside the arrays, with "data_state" and "config".
 
   Args:
     path: The step's directory.
@@ -177,10 +178,10 @@ def metadata(path: epath.Path) -> dict[str, Any]:
     Damage: if it cannot be read.
   """
   try:
-    orbax_metadata = json.loads((path / METADATA).read_text(encoding="utf-8"))
+    orbax_metadata = json.loads((path / JSON_FILE).read_text(encoding="utf-8"))
     return orbax_metadata["custom_metadata"]
   except (OSError, ValueError, KeyError, TypeError) as error:
-    raise Damage(f"{METADATA} cannot be read: {error}") from error
+    raise Damage(f"{JSON_FILE} cannot be read: {error}") from error
 
 
 def verify(
@@ -276,13 +277,13 @@ def _size(file: epath.Path) -> int | None:
   return status.st_size
 
 
-def write(path: epath.Path, step: int, metrics: Mapping[str, float]) -> None:
+def write(path: epath.Path, step: int, scores: Mapping[str, float]) -> None:
   """Writes the manifest of a step atomically, which makes the step complete.
 
   Args:
     path: The step's directory, with all its files.
     step: The step's number.
-    metrics: Values measured at this step, by name.
+    scores: Validation losses of this step, by name.
   """
   names = list(_file_names(path))
   # Hashing takes most of the time, so several files are hashed at once.
@@ -292,38 +293,38 @@ def write(path: epath.Path, step: int, metrics: Mapping[str, float]) -> None:
   body = {
     "step": step,
     "time": round(time.time(), 3),
-    "metrics": _json_metrics(metrics),
+    "metrics": _json_scores(scores),
     "files": dict(zip(names, fingerprints, strict=True)),
   }
   write_atomically(path / _MANIFEST, _render(body))
 
 
-def add_metrics(
-  path: epath.Path, step: int, metrics: Mapping[str, float]
+def add_scores(
+  path: epath.Path, step: int, scores: Mapping[str, float]
 ) -> None:
-  """Adds metrics to the manifest of a complete step.
+  """Adds scores to the manifest of a complete step.
 
   The manifest is replaced atomically, so the step stays complete.
 
   Args:
     path: The step's directory.
     step: The step's number.
-    metrics: Values measured at this step, by name.
+    scores: Validation losses of this step, by name.
 
   Raises:
     Damage: if the manifest is damaged.
   """
   body = read(path, step)
-  body["metrics"] |= _json_metrics(metrics)
+  body["metrics"] |= _json_scores(scores)
   write_atomically(path / _MANIFEST, _render(body))
 
 
-def _json_metrics(metrics: Mapping[str, float]) -> dict[str, float | None]:
-  """Returns metrics for JSON, with None for values that are not finite."""
-  json_metrics: dict[str, float | None] = {}
-  for name, value in metrics.items():
-    json_metrics[name] = float(value) if math.isfinite(value) else None
-  return json_metrics
+def _json_scores(scores: Mapping[str, float]) -> dict[str, float | None]:
+  """Returns scores for JSON, with None for values that are not finite."""
+  json_scores: dict[str, float | None] = {}
+  for name, value in scores.items():
+    json_scores[name] = float(value) if math.isfinite(value) else None
+  return json_scores
 
 
 def _render(body: Mapping[str, Any]) -> str:
@@ -368,7 +369,7 @@ def best(manifests: Mapping[int, Mapping[str, Any]]) -> int | None:
   """Returns the step with the lowest validation loss.
 
   Args:
-    manifests: The manifests by step. They contain the metrics.
+    manifests: The manifests by step. They contain the scores.
 
   Returns:
     The lowest of several equally good steps. None if no step has a loss.
@@ -376,7 +377,7 @@ def best(manifests: Mapping[int, Mapping[str, Any]]) -> int | None:
   best_step = None
   best_loss = None
   for step in sorted(manifests):
-    loss = manifests[step]["metrics"].get(BEST_METRIC)
+    loss = manifests[step]["metrics"].get(BEST_SCORE)
     if loss is None:
       continue
     if best_loss is None or loss < best_loss:

@@ -20,7 +20,7 @@ def check_checkpoint(
 ) -> None:
   """Checks that a run can resume from a checkpoint of its workdir.
 
-  Reads only the checkpoint's metadata, no arrays.
+  Reads only the JSON of the checkpoint, no arrays.
 
   Args:
     checkpoint: The newest checkpoint of the workdir.

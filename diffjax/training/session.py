@@ -156,7 +156,7 @@ class Session:
     # Check the config against the checkpoint. Only the file with its config is
     # verified here. `_restore` verifies all files, before it reads the state.
     check_path(workdir)
-    checkpoint = find_checkpoint(workdir, config_only=True)
+    checkpoint = find_checkpoint(workdir, json_only=True)
     if checkpoint is None:
       note(f"workdir {workdir}: a new run")
     else:
@@ -324,7 +324,7 @@ class Session:
     check_checkpoint(checkpoint, self._workdir, self._config)
     state = checkpoint.state(self.program.abstract_state)
     batches.set_state(self._data_state_of_share(checkpoint.data_state))
-    has_scores = manifest.BEST_METRIC in checkpoint.metrics
+    has_scores = manifest.BEST_SCORE in checkpoint.scores
     # Without them, the loop evaluates this step. All processes take part in an
     # evaluation, so they must agree, and process 0 decides.
     has_scores = gather_objects(has_scores)[0]
@@ -555,7 +555,7 @@ class Session:
       state,
       data_state={"shares": states_by_share},
       config=self._config.to_dict(),
-      metrics=scores,
+      scores=scores,
     )
     if has_started:
       self._resources.log.add_save(step)
@@ -603,7 +603,7 @@ class Session:
       step: the checkpoint's step.
       scores: the losses by the names under which they are logged.
     """
-    self._resources.checkpoints.add_metrics(step, scores)
+    self._resources.checkpoints.add_scores(step, scores)
 
   def end(self, step: int, state: TrainState) -> TrainResult:
     """Closes the data, waits for the last save and returns the result.

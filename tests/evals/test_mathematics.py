@@ -331,7 +331,7 @@ def test_the_command(files, tmp_path):
   program = build(config, make_mesh(config.mesh, jax.devices()[:1]))
   with Checkpoints(tmp_path / "run", keep=1) as checkpoints:
     checkpoints.save(
-      0, program.init(), data_state={}, config=config.to_dict(), metrics={}
+      0, program.init(), data_state={}, config=config.to_dict(), scores={}
     )
     checkpoints.wait()
 

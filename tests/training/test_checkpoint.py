@@ -86,13 +86,13 @@ def assert_same(a, b):
     assert x.dtype == y.dtype and raw(x).tobytes() == raw(y).tobytes()
 
 
-def save(checkpoints, step, metrics=None, config=CONFIG, **kwargs):
+def save(checkpoints, step, scores=None, config=CONFIG, **kwargs):
   return checkpoints.save(
     step,
     make_state(step),
     data_state={"batch": step, "seed": [1, None]},
     config=config,
-    metrics=metrics,
+    scores=scores,
     **kwargs,
   )
 
@@ -120,7 +120,7 @@ def read(checkpoint):
 
 def newest_config(workdir):
   """Read as at the start of a run: without the arrays."""
-  found = find_checkpoint(workdir, config_only=True)
+  found = find_checkpoint(workdir, json_only=True)
   return None if found is None else found.config
 
 
@@ -189,12 +189,12 @@ def test_keeps_the_newest_and_the_best(tmp_path):
     save(
       checkpoints,
       step,
-      metrics=None if loss is None else {"validation/loss": loss},
+      scores=None if loss is None else {"validation/loss": loss},
     )
   checkpoints.close()
   assert listing(tmp_path) == ["2", "5", "6"]
   checkpoints = Checkpoints(tmp_path, keep=1)
-  save(checkpoints, 7, metrics={"validation/loss": 1.0})
+  save(checkpoints, 7, scores={"validation/loss": 1.0})
   checkpoints.close()
   assert listing(tmp_path) == ["7"]
 
@@ -294,8 +294,8 @@ def test_nothing_is_deleted_in_a_directory_that_is_not_the_locked_one(
   new_run.append("40.orbax-checkpoint-tmp/file")
   write = manifest.write
 
-  def move_and_write(path, step, metrics):
-    write(path, step, metrics)
+  def move_and_write(path, step, scores):
+    write(path, step, scores)
     workdir.rename(tmp_path / "old")
     for name in new_run:
       file = workdir / "checkpoints" / name

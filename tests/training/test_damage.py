@@ -252,7 +252,7 @@ def verify(workdir, capsys):
 
 def newest_config(workdir):
   """Read as at the start of a run: without the arrays."""
-  found = find_checkpoint(workdir, config_only=True)
+  found = find_checkpoint(workdir, json_only=True)
   return None if found is None else found.config
 
 
@@ -481,7 +481,7 @@ def test_first_saves_interrupted_at_two_steps_start_from_the_beginning(
 
 def test_a_file_that_the_manifest_does_not_name_is_not_verified(workdir):
   step = workdir / "checkpoints" / "20"
-  (step / manifest.METADATA).unlink()
+  (step / manifest.JSON_FILE).unlink()
   manifest.write(step, 20, {})
   with pytest.raises(manifest.Damage, match="_CHECKPOINT_METADATA"):
-    manifest.verify(step, 20, only=manifest.METADATA)
+    manifest.verify(step, 20, only=manifest.JSON_FILE)

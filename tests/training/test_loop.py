@@ -510,7 +510,7 @@ def test_an_evaluation_that_failed_is_repeated(
   assert metrics_of(tmp_path, 6) == metrics_of(whole, 6)
   # The file of the metrics is in order, as are all others.
   checkpoint = open_checkpoint(tmp_path, 3)
-  assert checkpoint.metrics["validation/loss"] > 0
+  assert checkpoint.scores["validation/loss"] > 0
 
 
 def test_an_evaluation_that_is_switched_on_measures_the_restored_step(

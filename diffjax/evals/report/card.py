@@ -136,7 +136,7 @@ def _parts(
     prompt = _PUBLISHED_PROMPT
   source_layout, _, source_path = source.partition(":")
   found = (
-    find_checkpoint(source_path, config_only=True)
+    find_checkpoint(source_path, json_only=True)
     if source_layout == "diffjax"
     else None
   )
