@@ -52,7 +52,11 @@ _STORAGE_ERRORS = (OSError, ValueError, RuntimeError, KeyError)
 
 
 class _OrbaxSave(Protocol):
-  """A save by Orbax that may still be running."""
+  """A save by Orbax that may still be running.
+
+  It is Orbax's own object. If the save could not start, it is a failed Future,
+  so that all failures are handled when the result is read.
+  """
 
   def result(self) -> Any:
     """Waits until the files are written. Raises the error of the save."""
@@ -235,8 +239,7 @@ class Checkpoints:
           custom_metadata={"data_state": data_state, "config": config},
         )
     except _STORAGE_ERRORS as error:
-      # The error is raised by `result`, like an error in the background, so
-      # that `_complete` handles all failures.
+      # `_complete` handles this error too, because `result` raises it.
       failed: concurrent.futures.Future[None] = concurrent.futures.Future()
       failed.set_exception(error)
       return failed
@@ -265,7 +268,8 @@ class Checkpoints:
     Its arrays are not verified.
 
     Args:
-      before: Only lower steps count. None for all steps.
+      before: Only lower steps count. None for all steps. `RunLog` passes the
+        first of too many skipped steps, to name the last good checkpoint.
 
     Returns:
       The step, or None if there is no complete checkpoint.
@@ -348,6 +352,7 @@ class Checkpoints:
       f" {_format_bytes(disk.free)} are free"
     )
 
+  # A context manager as a decorator is active during the whole method.
   @runtime.release_freed_memory()
   def _complete(
     self, orbax_save: _OrbaxSave, step: int, scores: dict[str, float]
@@ -457,7 +462,8 @@ class Checkpoint:
   Attributes:
     path: Its directory.
     step: The number of updates that led to its state.
-    damaged_steps: Newer steps that are damaged. Empty in all processes but 0.
+    damaged_steps: Newer steps that are not complete. Empty in all processes but
+      0, which searches for the checkpoint and deletes these steps.
   """
 
   path: epath.Path
@@ -678,7 +684,8 @@ def find_checkpoint(
 
   Args:
     workdir: The run's directory, local or gs://.
-    before: Only lower steps count. None for all steps.
+    before: Only lower steps count. None for all steps. See
+      `Checkpoints.newest`.
     json_only: Whether only the file with the config and the data state is
       verified. Damaged checkpoints are then passed over without a warning.
 
@@ -689,6 +696,8 @@ def find_checkpoint(
   directory = manifest.checkpoint_directory(workdir)
   search = _SearchResult(None, {}, "")
   if jax.process_index() == 0:
+    # This raises if the directory cannot be read. The others then wait in
+    # `gather_objects`, until `processes.connected` ends them with this error.
     search = _search_newest(directory, before, json_only)
   # The result of process 0.
   step, problem = gather_objects((search.step, search.problem))[0]

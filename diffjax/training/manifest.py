@@ -1,8 +1,18 @@
 """Manifests: which checkpoints are complete, and which ones are kept.
 
-The directory `workdir/checkpoints/STEP` is a complete checkpoint if it has a
-`manifest.json` and each file has the size and the SHA-256 that the manifest
-names. Orbax itself does not notice a flipped bit.
+A step is a number of updates, and its directory is `workdir/checkpoints/STEP`.
+It is in one of these states:
+
+- unfinished: Orbax is writing the files, or was interrupted. The directory has
+  a temporary name (`unfinished_saves`).
+- without a manifest: Orbax has finished, but `manifest.json` is not written
+  yet. The save was interrupted there, or the deletion of the step was.
+- complete: It has a manifest, and each file has the size and the SHA-256 that
+  the manifest names. Orbax itself does not notice a flipped bit.
+- damaged: The manifest cannot be read or is of another step, or a file differs.
+
+A step without a manifest or with damage is incomplete. `verify` then raises
+`Damage`.
 
 The manifest is inside the step's directory, so it is moved, copied and deleted
 together with the step. Additional files next to the manifest are allowed. In
