@@ -569,7 +569,7 @@ class TrainConfig:
   )
   profile_step: int = field(
     -1,
-    "First step that is profiled. −1 for no profile.",
+    "Number of steps done before the profile starts. −1 for no profile.",
     bound=at_least(-1),
     may_change=True,
     affects_results=False,

@@ -109,8 +109,9 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
   """Returns the schedule of the learning rate.
 
   The learning rate rises linearly from 0 to its peak at step `warmup_steps`.
-  It then falls to `final_fraction` of the peak at step `steps`. The last step
-  of the run is `steps - 1`. The fall is:
+  It then falls to `final_fraction` of the peak at step `steps`. Steps count
+  from 0 here: the last one is `steps - 1`, which the log calls `steps`. The
+  fall is:
 
   - "linear": linear.
   - "cosine": half a period of a cosine.

@@ -95,7 +95,9 @@ def keep_tokenizer(workdir: epath.PathLike, tokenizer: Tokenizer) -> str:
     tokenizer: The tokenizer of the run.
 
   Returns:
-    The path of the copy. For a built-in tokenizer, its name.
+    The path of the copy. For a built-in tokenizer, its name. `load_tokenizer`
+    takes either. A converted model has it as config.data.tokenizer. A run keeps
+    the config that the user gave.
   """
   path = _copy_path(workdir, tokenizer.spec)
   if path is None:
