@@ -62,6 +62,15 @@ class MetricWriter:
   and the metrics. Values that are not finite are null, because JSON has no
   number for them. TensorBoard's files are in `workdir/tensorboard`.
 
+  A resumed run measures the steps after its checkpoint again. The first
+  measurements of these steps are removed from metrics.jsonl when it is opened.
+  TensorBoard's files keep them, and TensorBoard hides them. W&B keeps them, and
+  ignores the second ones.
+
+  Local files have every step as soon as `write` returns. On gs://, they are
+  uploaded at most once a minute and by `close`, so a killed run may lose its
+  last entries.
+
   If a write fails, for example because the disk is full, a warning is printed
   and the run continues. The next write tries again.
   """
@@ -75,9 +84,7 @@ class MetricWriter:
     wandb_project: str = "",
     is_writer: bool = True,
   ):
-    """Opens the files, and deletes the metrics of steps after `start_step`.
-
-    The run will measure those steps again.
+    """Opens the files, and removes the lines of steps after `start_step`.
 
     Args:
       workdir: The run's directory, local or gs://.

@@ -66,8 +66,9 @@ class RunLog:
   ):
     """Opens the files, and shows the status line.
 
-    Removes the entries of steps after `start_step` from the files, because the
-    run takes these steps again.
+    Removes the lines of steps after `start_step` from metrics.jsonl, because
+    the run takes these steps again. `MetricWriter` says what TensorBoard and
+    W&B do with them.
 
     Args:
       config: the run's config.
