@@ -90,7 +90,8 @@ class FileSource(Source):
   def identity(self) -> dict[str, Any]:
     """Digests of the files' names, sizes and times, and of samples of text."""
     if all(file.content_id for file in self._listed):
-      # The Hub has a hash of each file, so no samples are needed.
+      # The Hub has a hash of each file, so no samples are needed. The earlier
+      # identity then consists of these hashes, not of times.
       return self.earlier_identity
     versions = []
     for file in self._listed:

@@ -21,7 +21,8 @@ class File(NamedTuple):
   Attributes:
     path: The path that is opened. On the Hub it contains the commit.
     size: Bytes.
-    time: Time of the last change in whole seconds. 0 on the Hub.
+    time: Time of the last change in whole seconds. 0 on the Hub. Only for
+      comparisons with the identities that earlier versions stored.
     time_ns: The same in nanoseconds. In a bucket it is a multiple of a second.
     name: The path as the user knows it. On the Hub it contains the revision
       of the source, if the source has one.
