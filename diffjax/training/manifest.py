@@ -45,8 +45,11 @@ from diffjax.host.files import is_remote, write_atomically
 # The file in each step in which Orbax stores our JSON: the config and the state
 # of the data iterator.
 JSON_FILE = "_CHECKPOINT_METADATA"
+# Scores are the validation losses. Their names in logs and manifests begin with
+# this.
+SCORE_PREFIX = "validation/"
 # The score that determines the best checkpoint. The lowest value is the best.
-BEST_SCORE = "validation/loss"
+BEST_SCORE = f"{SCORE_PREFIX}loss"
 
 _MANIFEST = "manifest.json"
 # Part of a directory's name until Orbax has finished the save.

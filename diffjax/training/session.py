@@ -527,7 +527,8 @@ class Session:
       tokenizer=self._tokenizer,
       ngram=self._config.eval.ngram,
     )
-    scores = {f"validation/{name}": value for name, value in losses.items()}
+    prefix = manifest.SCORE_PREFIX
+    scores = {prefix + name: value for name, value in losses.items()}
     self._resources.log.add_evaluation(step, scores, batches.rows)
     return scores
 

@@ -25,13 +25,11 @@ from diffjax.data.tokenizer import Tokenizer
 from diffjax.model.decoder import Decoder, output_embedding
 from diffjax.ops.cross_entropy import per_token_cross_entropy
 from diffjax.parallel.mesh import put_batch
+from diffjax.training.manifest import SCORE_PREFIX
 
 # The sums from which `from_sums` computes the losses, in the order of its
 # arguments.
 SUMS = ("nll", "weight", "bytes", "hit_nll", "hit_weight")
-
-# Losses are logged under "validation/loss" and so on.
-_PREFIX = "validation/"
 
 # The meanings of the losses, for the terminal.
 MEANINGS = {
@@ -213,9 +211,9 @@ def format_line(scores: Mapping[str, float], num_rows: int) -> str:
     scores: losses by the names under which they are logged.
     num_rows: the number of validation rows that were measured.
   """
-  loss = scores[_PREFIX + "loss"]
+  loss = scores[SCORE_PREFIX + "loss"]
   values = [f"loss {loss:.4f}"]
-  bits_per_byte = scores.get(_PREFIX + "bits_per_byte")
+  bits_per_byte = scores.get(SCORE_PREFIX + "bits_per_byte")
   if bits_per_byte is not None:
     values.append(f"{bits_per_byte:.4f} bits per byte")
   return f"validation on {num_rows:,} rows: {', '.join(values)}"
@@ -229,8 +227,8 @@ def format_table(scores: Mapping[str, float], num_rows: int) -> str:
     num_rows: the number of validation rows that were measured.
   """
   lines = [f"validation on {num_rows:,} rows:"]
-  width = max(len(logged_name) for logged_name in scores) - len(_PREFIX)
+  width = max(len(logged_name) for logged_name in scores) - len(SCORE_PREFIX)
   for logged_name, value in scores.items():
-    name = logged_name.removeprefix(_PREFIX)
+    name = logged_name.removeprefix(SCORE_PREFIX)
     lines.append(f"  {name:{width}}  {value:8.4f}  {MEANINGS[name]}")
   return "\n".join(lines)

@@ -16,6 +16,7 @@ from diffjax.evals import SUITES
 from diffjax.evals.report import results
 from diffjax.model.attention import attention_class
 from diffjax.training.checkpoint import find_checkpoint
+from diffjax.training.manifest import SCORE_PREFIX
 from diffjax.training.metrics import read_log
 
 _SIZES = (
@@ -239,10 +240,10 @@ def _losses(path: epath.Path, step: int) -> list[list[str]]:
       found |= {
         name: (value, values["step"])
         for name, value in values.items()
-        if name.startswith("validation/") and value is not None
+        if name.startswith(SCORE_PREFIX) and value is not None
       }
   return [
-    [name.removeprefix("validation/"), f"{value:.4g}", str(at)]
+    [name.removeprefix(SCORE_PREFIX), f"{value:.4g}", str(at)]
     for name, (value, at) in found.items()
   ]
 
