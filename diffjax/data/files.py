@@ -22,7 +22,7 @@ class File(NamedTuple):
     path: The path that is opened. On the Hub it contains the commit.
     size: Bytes.
     time: Time of the last change in whole seconds. 0 on the Hub. Only for
-      comparisons with the identities that earlier versions stored.
+      comparisons with values that earlier versions stored.
     time_ns: The same in nanoseconds. In a bucket it is a multiple of a second.
     name: The path as the user knows it. On the Hub it contains the revision
       of the source, if the source has one.
