@@ -113,7 +113,7 @@ class TrainingBatches(abc.ABC):
     """
 
   def close(self) -> None:
-    """Stops to read, and ends the worker processes."""
+    """Stops reading, and ends the worker processes."""
     self._reader.close()
 
   def _wait_for_batch(self) -> HostBatch:

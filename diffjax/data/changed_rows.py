@@ -180,7 +180,7 @@ def _remedy_for_changed_text(
 
   Args:
     saved: The origins of all rows of the checkpoint.
-    changed: Those of the sources whose text has changed.
+    changed: The sources whose text has changed.
     config: The run's data fields.
   """
   start_over = (

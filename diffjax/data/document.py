@@ -165,7 +165,7 @@ class Source(abc.ABC):
 
   @abc.abstractmethod
   def _read_all(self, part: Part) -> Iterator[tuple[float, Document]]:
-    """Yields all documents of a part: those of both splits, and empty ones.
+    """Yields all documents of a part, of both splits, including empty ones.
 
     Yields:
       (fraction, document): the fraction of the part that has been read, and the
