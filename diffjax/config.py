@@ -715,7 +715,7 @@ def check(config: Config) -> None:
     UserError: for the first field that is wrong. The message has its value and
       what is allowed.
   """
-  _check_bounds(config)
+  check_bounds(config, "config")
   _check_heads(config.model)
   _check_rope(config.model)
   _check_optional_sizes(config.model)
@@ -737,18 +737,32 @@ def _error(name: str, value: Any, rule: str) -> UserError:
   return UserError(f"config.{name} = {value!r}: {rule}")
 
 
-def _check_bounds(config: Config) -> None:
-  """Checks that each value is within its field's bound, and finite."""
-  for section in dataclasses.fields(config):
-    values = getattr(config, section.name)
-    for declared in dataclasses.fields(values):
-      name = f"{section.name}.{declared.name}"
-      value = getattr(values, declared.name)
-      bound = field_info(declared).bound
-      if bound is not None and not bound.holds(value):
-        raise _error(name, value, str(bound))
-      if isinstance(value, float) and not math.isfinite(value):
-        raise _error(name, value, "must be finite")
+def check_bounds(values: Any, name: str) -> None:
+  """Checks that each value of a dataclass is within its field's bound.
+
+  Numbers must also be finite. The fields must be declared with `field`. The
+  bound of a tuple holds for each of its items.
+
+  Args:
+    values: the dataclass. A field may be another dataclass, a section.
+    name: the name of the dataclass in error messages, such as "config".
+
+  Raises:
+    UserError: for the first value that is wrong.
+  """
+  for declared in dataclasses.fields(values):
+    value = getattr(values, declared.name)
+    value_name = f"{name}.{declared.name}"
+    if dataclasses.is_dataclass(value):
+      check_bounds(value, value_name)
+      continue
+    items = value if isinstance(value, tuple) else (value,)
+    bound = field_info(declared).bound
+    for item in items:
+      if bound is not None and not bound.holds(item):
+        raise UserError(f"{value_name} = {item!r}: {bound}")
+      if isinstance(item, float) and not math.isfinite(item):
+        raise UserError(f"{value_name} = {item!r}: must be finite")
 
 
 def _check_heads(model: ModelConfig) -> None:
@@ -935,7 +949,7 @@ def to_config_dict(config: Any = None) -> ml_collections.ConfigDict:
   if config is None:
     config = Config()
   result = ml_collections.ConfigDict()
-  types_by_name = typing.get_type_hints(type(config))
+  types_by_name = field_types(type(config))
   for declared in dataclasses.fields(config):
     name = declared.name
     value = getattr(config, name)
@@ -995,6 +1009,14 @@ def to_dataclass(
   return _to_section(values, cls, f"{root}.")
 
 
+def field_types(cls: type) -> dict[str, Any]:
+  """Returns the type of each field of a dataclass, by its name."""
+  hints = typing.get_type_hints(cls)
+  return {
+    declared.name: hints[declared.name] for declared in dataclasses.fields(cls)
+  }
+
+
 def _to_section(values: Any, cls: type[Section], prefix: str) -> Section:
   """Returns an object of a dataclass with the given values.
 
@@ -1003,7 +1025,7 @@ def _to_section(values: Any, cls: type[Section], prefix: str) -> Section:
     cls: the dataclass.
     prefix: the start of its fields' names in error messages: "config.train.".
   """
-  types_by_name = typing.get_type_hints(cls)
+  types_by_name = field_types(cls)
   if not isinstance(values, dict):
     raise UserError(
       f"{prefix.rstrip('.')} must be a section with the fields"

@@ -25,13 +25,10 @@ if __name__ == "__main__":
   end_at_ctrl_c()
 
 import dataclasses
-import importlib
 import math
 import sys
-import time
-import types
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from absl import app, flags
 
@@ -42,18 +39,13 @@ from diffjax.evals import SUITES
 # Other modules are imported when they are used, so that a mistyped flag is
 # reported at once.
 if TYPE_CHECKING:
-  from etils import epath
-
-  from diffjax.evals.report.figures import Figure
+  from diffjax.evals.suite import Model, Suite
   from diffjax.inference.trained import Trained
 
-# The page with training curves, attention maps and all measurements. It is
-# written after the measurements.
-REPORT = "report"
-_MODULES = {**SUITES, REPORT: "diffjax.evals.report.page"}
-
 _SUITE = flags.DEFINE_list(
-  "suite", [], f"Suites, with commas between: {', '.join(_MODULES)}."
+  "suite",
+  [],
+  f"Suites, with commas between: {', '.join(SUITES)}, and those of --import.",
 )
 _WORKDIR = flags.DEFINE_string(
   "workdir", None, "The run's directory; local or gs://."
@@ -92,48 +84,15 @@ _OUT = flags.DEFINE_string(
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Model:
-  """A model to measure.
-
-  Attributes:
-    trained: The model.
-    description: Its name, workdir, attention and number of parameters, for the
-      results.
-  """
-
-  trained: Trained
-  description: dict[str, Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Suite:
-  """A suite of measurements that is ready to run.
-
-  Attributes:
-    name: The name in --suite.
-    module: The module in diffjax/evals.
-    settings: The module's Settings.
-    measurements: For each model, an iterator over its figures. The model is
-      measured during the iteration.
-  """
-
-  name: str
-  module: types.ModuleType
-  settings: Any
-  measurements: list[Iterator[Figure]]
-
-
-def main(settings: Any) -> None:
-  """Measures the model with the suites in --suite, and writes the results.
+def main(settings: Mapping[str, Suite]) -> None:
+  """Measures the models with the suites in --suite, and writes the results.
 
   Args:
-    settings: A dataclass with the Settings of each suite, by the suite's name
-      (see `_default_settings`). Without fields, each suite has its defaults.
+    settings: The suites with the settings of the command line, by name. A suite
+      that is not among them has its default settings.
   """
   _check_flags()
-  names = _suite_names()
-  # These imports take seconds, so they follow the checks.
+  # These imports take seconds, so they follow the check.
   from etils import epath
 
   from diffjax.evals.report import results
@@ -143,31 +102,25 @@ def main(settings: Any) -> None:
   out = epath.Path(_WORKDIR.value) / "evals"
   if _OUT.value:
     out = epath.Path(_OUT.value)
+  suites = _selected_suites(settings)
   models = _load_models()
   results.check_writable(out)
 
-  # Errors in settings and data are raised before the first measurement, which
-  # may take hours.
-  suites = []
-  for name in names:
-    if name == REPORT:
-      _check_report(models, settings)
-    else:
-      suites.append(_prepare_suite(name, models, settings))
-
+  # All data is loaded before the first measurement, which may take hours.
+  data_of_suites = []
   for suite in suites:
-    _run_suite(suite, models, out)
-  if REPORT in names:
-    _write_report(models, settings, out)
+    data_of_suites.append([suite.load(model.trained) for model in models])
+  for suite, data in zip(suites, data_of_suites, strict=True):
+    suite.run(models, data, out)
 
 
 def _check_flags() -> None:
   """Raises app.UsageError if the flags are wrong."""
-  all_names = ", ".join(_MODULES)
+  all_names = ", ".join(SUITES)
   if not _SUITE.value:
     raise app.UsageError(f"pass --suite=NAME[,NAME]: there are {all_names}")
   for name in _SUITE.value:
-    if name not in _MODULES:
+    if name not in SUITES:
       raise app.UsageError(
         f"--suite={name}: there is no such suite; there are {all_names}"
       )
@@ -179,24 +132,26 @@ def _check_flags() -> None:
     raise app.UsageError("--against_step is for --against=DIR; pass that too")
 
 
-def _suite_names() -> list[str]:
-  """Returns the names in --suite without duplicates, "report" last.
+def _selected_suites(settings: Mapping[str, Suite]) -> list[Suite]:
+  """Returns the suites in --suite, in the order of `SUITES`.
 
-  The report also shows the results of the other suites.
+  Args:
+    settings: The argument of `main`.
   """
-  names = list(dict.fromkeys(_SUITE.value))
-  if REPORT in names:
-    names.remove(REPORT)
-    names.append(REPORT)
-  return names
+  from diffjax.evals.suite import suite_class
+
+  suites = []
+  for name in SUITES:
+    if name not in _SUITE.value:
+      continue
+    suite = settings.get(name) or suite_class(name)()
+    if name == "harness" and _TASKS.value:
+      suite = dataclasses.replace(suite, tasks=tuple(_TASKS.value))
+    suites.append(suite)
+  return suites
 
 
-def _module(name: str) -> types.ModuleType:
-  """Returns the module of a suite or of the report."""
-  return importlib.import_module(_MODULES[name])
-
-
-def _load_models() -> list[_Model]:
+def _load_models() -> list[Model]:
   """Loads the models of --workdir and, if it is passed, of --against.
 
   The second model gets the data settings and the tokenizer of the first, so
@@ -252,8 +207,9 @@ def _load(workdir: str, step: int | None) -> Trained:
   )
 
 
-def _with_description(trained: Trained, workdir: str) -> _Model:
+def _with_description(trained: Trained, workdir: str) -> Model:
   """Returns a model with its description for the results."""
+  from diffjax.evals.suite import Model
   from diffjax.model.shapes import parameter_shapes
 
   config = trained.config.model
@@ -264,155 +220,26 @@ def _with_description(trained: Trained, workdir: str) -> _Model:
     "attention": config.attention,
     "parameters": sum(math.prod(shape) for shape in shapes),
   }
-  return _Model(trained, description)
+  return Model(trained, description)
 
 
-def _settings_of(name: str, settings: Any) -> Any:
-  """Returns the Settings of one suite. --tasks replaces the harness's tasks.
+def _default_settings() -> dict[str, Suite]:
+  """Returns all suites at their defaults, which flags override.
 
-  Args:
-    name: The suite.
-    settings: The argument of `main`.
+  For example, --set.needle.samples overrides the field `samples` of "needle".
+  Without such a flag, the result is empty, because importing the suites takes
+  seconds.
   """
-  suite_settings = getattr(settings, name, None)
-  if suite_settings is None:
-    suite_settings = _module(name).Settings()
-  if name == "harness" and _TASKS.value:
-    tasks = tuple(_TASKS.value)
-    suite_settings = dataclasses.replace(suite_settings, tasks=tasks)
-  return suite_settings
-
-
-def _prepare_suite(name: str, models: list[_Model], settings: Any) -> _Suite:
-  """Checks a suite's settings and data. Measures nothing yet.
-
-  Args:
-    name: The suite.
-    models: The models to measure.
-    settings: The argument of `main`.
-
-  Raises:
-    UserError: if settings or data are wrong.
-  """
-  module = _module(name)
-  suite_settings = _settings_of(name, settings)
-  measurements = []
-  for model in models:
-    # `evaluate` checks its arguments and returns an iterator.
-    measurements.append(module.evaluate(model.trained, suite_settings))
-  return _Suite(name, module, suite_settings, measurements)
-
-
-def _check_report(models: list[_Model], settings: Any) -> None:
-  """Raises UserError if the report cannot be made of these models."""
-  trained_models = [model.trained for model in models]
-  _module(REPORT).check(trained_models, _settings_of(REPORT, settings))
-
-
-def _write_report(models: list[_Model], settings: Any, out: epath.Path) -> None:
-  """Writes a page with all results in a directory, and prints its path."""
-  described_models = [(model.trained, model.description) for model in models]
-  report_settings = _settings_of(REPORT, settings)
-  page = _module(REPORT).write(
-    described_models, report_settings, out, list(SUITES)
-  )
-  print(page, flush=True)
-
-
-def _run_suite(suite: _Suite, models: list[_Model], out: epath.Path) -> None:
-  """Measures all models with a suite, and writes and prints the results."""
-  from diffjax.evals.report import figures, results
-
-  figures_of_models = []
-  descriptions = []
-  for model, measurement in zip(models, suite.measurements, strict=True):
-    start = time.monotonic()
-    # The iteration measures the model.
-    figures_of_models.append(list(measurement))
-    seconds = round(time.monotonic() - start, 1)
-    descriptions.append({**model.description, "seconds": seconds})
-
-  figure_rows = list(figures.compare(*figures_of_models))
-  suite_results = results.finite(
-    {
-      "suite": suite.name,
-      "settings": dataclasses.asdict(suite.settings),
-      "models": descriptions,
-      "figures": figure_rows,
-    }
-  )
-  _write_results(suite, suite_results, out)
-
-
-def _write_results(
-  suite: _Suite, suite_results: dict[str, Any], out: epath.Path
-) -> None:
-  """Writes a suite's JSON, table and plot, and prints a summary and the paths.
-
-  Args:
-    suite: The suite.
-    suite_results: The content of the JSON file.
-    out: The directory of the results.
-  """
-  from diffjax.evals.report import results
-
-  num_figures = len(suite_results["figures"])
-  json_path = out / f"{suite.name}.json"
-  table_path = out / f"{suite.name}.md"
-  plot_path = out / f"{suite.name}.png"
-  results.write(json_path, suite_results)
-  results.write_table(table_path, suite_results, suite.module.TABLE)
-  _print_summary(suite, suite_results)
-  print(json_path)
-  print(f"{table_path} (the whole table, {num_figures} figures)")
-  if hasattr(suite.module, "plot"):
-    suite.module.plot(suite_results, plot_path)
-    print(plot_path)
-  print(flush=True)
-
-
-def _print_summary(suite: _Suite, suite_results: dict[str, Any]) -> None:
-  """Prints a table of a suite's main figures."""
-  import rich.console
-
-  from diffjax.evals.report import results
-
-  console = rich.console.Console(highlight=False)
-  if not console.is_terminal:
-    # Output in files and pipes does not depend on the terminal's width.
-    console = rich.console.Console(highlight=False, width=80)
-  # rich would end the process if the output is a closed pipe. `print` raises an
-  # error.
-  with console.capture() as capture:
-    results.print_summary(console, suite_results, suite.module.TABLE)
-  print(capture.get(), end="")
-
-
-def _default_settings(arguments: Sequence[str]) -> Any:
-  """Returns the default settings, which flags of the command line override.
-
-  They are a dataclass with one field for each suite, which holds the suite's
-  `Settings`. For example, --set.needle.samples overrides `needle.samples`. If
-  no argument is such a flag, the dataclass has no fields, because the suites
-  would have to be imported for them, which takes seconds.
-
-  Args:
-    arguments: The command line without the name of the program.
-  """
-  fields: list[Any] = []
-  if _has_settings_flag(arguments):
-    for name in _MODULES:
-      settings_class = _module(name).Settings
-      fields.append((name, settings_class, settings_class()))
-  settings_type = dataclasses.make_dataclass("Settings", fields)
-  return settings_type()
-
-
-def _has_settings_flag(arguments: Sequence[str]) -> bool:
-  """Returns True if an argument is a flag such as --set.needle.samples=10."""
+  arguments = sys.argv[1:]
   names = [argument.lstrip("-") for argument in arguments]
-  return any(name.startswith("set.") for name in names)
+  if not any(name.startswith("set.") for name in names):
+    return {}
+  # The modules may add suites.
+  command.import_modules(arguments)
+  from diffjax.evals.suite import suite_class
+
+  return {name: suite_class(name)() for name in SUITES}
 
 
 if __name__ == "__main__":
-  command.run(main, with_config=False, settings=_default_settings(sys.argv[1:]))
+  command.run(main, with_config=False, default_settings=_default_settings)

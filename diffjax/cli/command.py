@@ -16,7 +16,7 @@ import select
 import signal
 import sys
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import ml_collections
@@ -27,6 +27,7 @@ from diffjax.cli import config_file, help_page
 from diffjax.config import (
   Config,
   UserError,
+  field_types,
   from_config_dict,
   to_config_dict,
   to_dataclass,
@@ -50,12 +51,12 @@ class _ValuesFlag(NamedTuple):
 
   Attributes:
     name: "config" or "set".
-    fields: the dataclass of sections that declares the fields.
+    sections: the dataclass of each section, by the section's name.
     holder: absl's reference to the value. It has one after flags are parsed.
   """
 
   name: str
-  fields: type
+  sections: Mapping[str, type]
   holder: flags.FlagHolder
 
 
@@ -74,7 +75,10 @@ class ConfigFile(flags.ArgumentParser):
 
 
 def run(
-  main: Callable[..., None], *, with_config: bool = True, settings: Any = None
+  main: Callable[..., None],
+  *,
+  with_config: bool = True,
+  default_settings: Callable[[], Mapping[str, Any]] | None = None,
 ) -> None:
   """Reads the flags of a command and calls its `main`, or prints its help.
 
@@ -88,9 +92,10 @@ def run(
   Args:
     main: is called with the config, with the settings, or without arguments.
     with_config: whether the command has a config.
-    settings: the settings of a command without a config: a dataclass of
-      sections at their defaults. Flags such as `--set.validation.rows=100`
-      override them.
+    default_settings: returns the settings of a command without a config:
+      dataclasses at their defaults, by name. Flags such as
+      `--set.validation.rows=100` override them. `main` gets a dict of
+      dataclasses of the same types.
   """
   # Standard output now escapes characters that its encoding does not have, as
   # standard error does. Otherwise, printing them would raise an error.
@@ -99,13 +104,13 @@ def run(
   with _quiet_if_nobody_reads():
     if help_page.is_requested(sys.argv[1:]):
       help_text = help_page.help_text(
-        with_config=with_config, with_settings=settings is not None
+        with_config=with_config, with_settings=default_settings is not None
       )
       print(help_text, flush=True)
       sys.exit()
     # Must be called before JAX looks for devices.
     absent_tpu.skip()
-    values_flag = _define_flags(with_config, settings)
+    values_flag = _define_flags(with_config, default_settings)
     # absl calls `_parse_flags`, and then `_call_main` with its result.
     app.run(
       functools.partial(_call_main, main, values_flag),
@@ -113,8 +118,13 @@ def run(
     )
 
 
-def _define_flags(with_config: bool, settings: Any) -> _ValuesFlag | None:
+def _define_flags(
+  with_config: bool,
+  default_settings: Callable[[], Mapping[str, Any]] | None,
+) -> _ValuesFlag | None:
   """Defines the flags that all commands with a config or with settings share.
+
+  The arguments are those of `run`.
 
   Returns:
     The flag of the config or the settings. None for a command without either.
@@ -126,21 +136,24 @@ def _define_flags(with_config: bool, settings: Any) -> _ValuesFlag | None:
     )
     flags.FLAGS["config"].parser = ConfigFile()
     flags.DEFINE_bool("print_config", False, help_page.CONFIG["--print_config"])
-    return _ValuesFlag("config", Config, holder)
-  if settings is None:
+    return _ValuesFlag("config", field_types(Config), holder)
+  if default_settings is None:
     return None
   # ml_collections reads the overrides when the flag is defined. It reports
   # unknown fields badly, so they are checked before.
   try:
-    _check_overrides(sys.argv[1:], "set", type(settings))
+    settings = default_settings()
+    sections = {name: type(section) for name, section in settings.items()}
+    _check_overrides(sys.argv[1:], "set", sections)
   except UserError as error:
     _fail(str(error), _USAGE_ERROR)
+  values = ml_collections.ConfigDict()
+  for name, section in settings.items():
+    values[name] = to_config_dict(section)
   holder = config_flags.DEFINE_config_dict(
-    "set",
-    to_config_dict(settings),
-    help_string="Settings: --set.SECTION.FIELD=VALUE.",
+    "set", values, help_string="Settings: --set.SECTION.FIELD=VALUE."
   )
-  return _ValuesFlag("set", type(settings), holder)
+  return _ValuesFlag("set", sections, holder)
 
 
 def _parse_flags(
@@ -178,9 +191,9 @@ def _read_flags(
   """
   _check_encoding(argv)
   # A config file may use what the modules register.
-  _import_modules(argv)
+  import_modules(argv)
   if values_flag is not None:
-    _check_overrides(argv, values_flag.name, values_flag.fields)
+    _check_overrides(argv, values_flag.name, values_flag.sections)
   # What remains is the name of the program, and arguments that are no flags.
   _, *unexpected = flags.FLAGS(argv)
   if flags.FLAGS["verbosity"].using_default_value:
@@ -214,7 +227,7 @@ def _call_main(
     if values_flag is None or values is None:
       main()
     elif values_flag.name == "set":
-      main(to_dataclass(values, values_flag.fields, "set"))
+      main(_to_settings(values, values_flag.sections))
     elif flags.FLAGS.print_config:
       print(config_file.to_toml(from_config_dict(values)), end="")
     else:
@@ -233,6 +246,20 @@ def _call_main(
     _fail(str(error), _USER_ERROR)
   except KeyboardInterrupt:
     _fail("interrupted", _INTERRUPTED)
+
+
+def _to_settings(
+  values: ml_collections.ConfigDict, sections: Mapping[str, type]
+) -> dict[str, Any]:
+  """Returns the dataclass of each section with its values, after a check.
+
+  Raises:
+    UserError: for the first field that is wrong.
+  """
+  settings = {}
+  for name, section_type in sections.items():
+    settings[name] = to_dataclass(values[name], section_type, f"set.{name}")
+  return settings
 
 
 @contextlib.contextmanager
@@ -278,7 +305,7 @@ def _closed_outputs() -> list[typing.TextIO]:
   return closed_outputs
 
 
-def _import_modules(argv: Sequence[str]) -> None:
+def import_modules(argv: Sequence[str]) -> None:
   """Imports the modules that a command line names with --import.
 
   Raises:
@@ -288,9 +315,9 @@ def _import_modules(argv: Sequence[str]) -> None:
   if not modules:
     return
   # Imported here, because it imports JAX, which takes seconds.
-  from diffjax.model.registry import import_modules
+  from diffjax.model import registry
 
-  import_modules(modules)
+  registry.import_modules(modules)
 
 
 def imported_modules(argv: Sequence[str]) -> list[str]:
@@ -350,7 +377,9 @@ def _check_encoding(argv: Sequence[str]) -> None:
       )
 
 
-def _check_overrides(argv: Sequence[str], root: str, fields: type) -> None:
+def _check_overrides(
+  argv: Sequence[str], root: str, sections: Mapping[str, type]
+) -> None:
   """Checks that every override, such as --config.train.steps, names a field.
 
   ml_collections checks this too, but its error lacks the field's full name.
@@ -358,7 +387,7 @@ def _check_overrides(argv: Sequence[str], root: str, fields: type) -> None:
   Args:
     argv: the command line.
     root: the flag that is overridden: "config" or "set".
-    fields: the dataclass that declares the fields.
+    sections: the dataclass of each section, by the section's name.
 
   Raises:
     UserError: with the full name of the first field that does not exist.
@@ -369,21 +398,22 @@ def _check_overrides(argv: Sequence[str], root: str, fields: type) -> None:
     flag_name, _, _ = argument.lstrip("-").partition("=")
     first_name, *field_path = flag_name.split(".")
     if first_name == root:
-      _check_field_exists(field_path, fields, f"{root}.")
+      _check_field_exists(field_path, sections, f"{root}.")
 
 
 def _check_field_exists(
-  field_path: Sequence[str], declared_type: Any, prefix: str
+  field_path: Sequence[str], types_by_name: Mapping[str, Any], prefix: str
 ) -> None:
-  """Checks that a path of names leads to a field of a dataclass.
+  """Checks that a path of names leads to a field.
 
   Example: ["train", "steps"] leads to the field `steps` of the section `train`.
 
   Args:
     field_path: the name of a section, then names of fields in it. An empty path
-      is the dataclass itself.
-    declared_type: the dataclass, or another type, which has no fields.
-    prefix: the name of the dataclass in error messages, such as "config.".
+      is valid.
+    types_by_name: the type of each section or field that may come first. It is
+      a dataclass for a section.
+    prefix: the names before the path in error messages, such as "config.".
 
   Raises:
     UserError: with the first name that is not a field.
@@ -391,12 +421,12 @@ def _check_field_exists(
   if not field_path:
     return
   name, *remaining_path = field_path
-  types_by_name = {}
-  if dataclasses.is_dataclass(declared_type):
-    types_by_name = typing.get_type_hints(declared_type)
   if name not in types_by_name:
     raise unknown_field(prefix, name, types_by_name)
-  _check_field_exists(remaining_path, types_by_name[name], f"{prefix}{name}.")
+  inner_types = {}
+  if dataclasses.is_dataclass(types_by_name[name]):
+    inner_types = field_types(types_by_name[name])
+  _check_field_exists(remaining_path, inner_types, f"{prefix}{name}.")
 
 
 def _fail(message: str, code: int) -> typing.NoReturn:

@@ -43,7 +43,7 @@ IMPORT = {
 # Flags of commands with settings.
 _SETTINGS = {
   "--set.SUITE.FIELD=…": (
-    "A setting of a suite: a field of Settings in diffjax/evals/SUITE.py."
+    "A setting of a suite: a field of its class in diffjax/evals/SUITE.py."
   )
 }
 

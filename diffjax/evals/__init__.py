@@ -1,24 +1,26 @@
-"""Measurements of trained models: one module each, with `Settings`, `TABLE`,
-`evaluate(trained, settings)` and perhaps `plot(results, path)`.
+"""Measurements of trained models, called suites.
 
-`evaluate` refuses wrong settings and data when it is called, and measures when its figures are asked for: so that several measurements can
-be checked before the first begins.
-
-methods/ holds what measurements share, report/ what becomes of their results.
+- `suite.py` defines the interface of a suite. Each suite has one module here.
+- `measurement.py` defines what a suite yields.
+- `methods/` has what several suites share.
+- `report/` computes intervals, and writes tables, plots and the HTML page.
 """
 
-# The modules of the measurements, by name, in the report's order: losses, what the paper claims, the rest. They are imported when they are
-# needed, so that a mistyped flag is reported at once.
+# The class of each suite, by the name in --suite. `evaluate` runs suites in
+# this order: losses, what the paper claims, other measurements. The report is
+# last, because it shows the results of the others. The modules are imported when
+# they are used, so that a mistyped flag is reported at once.
 SUITES = {
-  "validation": "diffjax.evals.validation",
-  "position_nll": "diffjax.evals.position_nll",
-  "needle": "diffjax.evals.needle",
-  "attention": "diffjax.evals.attention",
-  "many_shot": "diffjax.evals.many_shot",
-  "hallucination": "diffjax.evals.hallucination",
-  "outliers": "diffjax.evals.outliers",
-  "quantised": "diffjax.evals.quantised",
-  "mathematics": "diffjax.evals.mathematics",
-  "harness": "diffjax.evals.harness",
-  "difference_map": "diffjax.evals.difference_map",
+  "validation": "diffjax.evals.validation.Validation",
+  "position_nll": "diffjax.evals.position_nll.PositionNLL",
+  "needle": "diffjax.evals.needle.Needle",
+  "attention": "diffjax.evals.attention.AttentionShares",
+  "many_shot": "diffjax.evals.many_shot.ManyShot",
+  "hallucination": "diffjax.evals.hallucination.Hallucination",
+  "outliers": "diffjax.evals.outliers.Outliers",
+  "quantised": "diffjax.evals.quantised.Quantised",
+  "mathematics": "diffjax.evals.mathematics.Mathematics",
+  "harness": "diffjax.evals.harness.Harness",
+  "difference_map": "diffjax.evals.difference_map.DifferenceMap",
+  "report": "diffjax.evals.report.page.Report",
 }

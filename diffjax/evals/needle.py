@@ -1,250 +1,390 @@
-"""Multi-needle retrieval: sentences that give cities magic numbers are hidden in a long text, and the model is asked for some of them.
+"""Multi-needle retrieval: finds numbers that are hidden in a long text.
 
-The paper's protocol (paper.md, §5): N needles, of which R are asked for; the first one asked for stands at a given depth, the others at
-random; 50 samples for each depth and length; greedy decoding of 20 tokens; a hit is a number found in the text that the model wrote. The
-paper leaves these choices open:
+A needle is a sentence that assigns a magic number to a city. The haystack is
+the text around the needles. The model is asked for some of the numbers.
 
-- One question asks for all R numbers, and its answer begins with their cities in order. A sample scores the share of the R numbers that the
-  model wrote. So R = 2 needs both from one generation, as "query cities" says, and costs one prompt.
-- Numbers are between 10,000 and 49,999: below 50,000 as in the public template, and none is part of another, so that a guess of five digits
-  hits once in 40,000 times.
-- A length counts all tokens: the prompt has the length minus the tokens to write, so that a model can be asked at its full length.
-- Prompts and haystacks are described in `methods/needle_prompts.py`.
+The protocol of the paper (paper.md, §5): The text contains N needles, and the
+question asks for R of them. The first needle in the question is placed at a
+given depth, the others at random. There are 50 samples for each depth and
+length. The model writes 20 tokens by greedy decoding. A number counts as
+retrieved if it occurs in the text that the model wrote.
 
-The table at 4K is the default. The heat map at 64K:
+The paper does not specify these choices:
 
-    --set.needle.pairs=8/1 --set.needle.lengths=8192,16384,24576,32768,40960,49152,57344,65536
+- One question asks for all R numbers. The prompt ends with the first words of
+  the answer, which list the R cities in order. The score of a sample is the
+  fraction of the R numbers that the model wrote. With R = 2, one generation
+  must contain both numbers, as the paper's "query cities" implies.
+- Numbers are between 10,000 and 49,999. The public template also stays below
+  50,000. No number is part of another one: a random guess of five digits is
+  correct once in 40,000 times.
+- A length includes the answer. The prompt has `length - new_tokens` tokens, so
+  a model can be measured at its maximum length.
+- `methods/needle_prompts.py` describes prompts and haystacks.
+
+The defaults measure the paper's table at 4K. For the heat map at 64K:
+
+    --set.needle.pairs=8/1
+    --set.needle.lengths=8192,16384,24576,32768,40960,49152,57344,65536
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import matplotlib.figure
 import numpy as np
-from etils import epath
+from jaxtyping import Bool, Float
+from matplotlib.axes import Axes
 
-from diffjax.config import UserError
+from diffjax.config import FRACTION, UserError, at_least, field
+from diffjax.evals.measurement import Measurement, proportion
 from diffjax.evals.methods.needle_prompts import (
   NeedlePrompt,
   find_haystack,
   make_prompts,
 )
-from diffjax.evals.report.figures import Figure, proportion
-from diffjax.evals.report.plots import WIDTH, save, styles_of
+from diffjax.evals.report.plots import WIDTH, styles_of
 from diffjax.evals.report.results import TableSpec, excludes_zero
+from diffjax.evals.suite import Suite
 from diffjax.inference.sampler import Sampler
 from diffjax.inference.trained import Trained
 
-TABLE = TableSpec(
-  unit="prompts",
-  summary={"depth": "mean"},
-  notes=("accuracy: share of the numbers asked for that the model wrote",),
-)
+# The length in tokens, if the settings have none and the model allows it.
+_DEFAULT_LENGTH = 4096
+
+# The size of the haystack relative to the longest length. Samples begin at
+# random positions, so a large haystack makes them different.
+_HAYSTACK_LENGTHS = 16
+
+# A number of typical size, for the number of tokens in an answer.
+_EXAMPLE_NUMBER = "40404"
+
+
+class _Pair(NamedTuple):
+  """The numbers of needles in a prompt.
+
+  Attributes:
+    num_needles: N, the number of needles in the text.
+    num_asked: R, the number of needles that the question asks for.
+  """
+
+  num_needles: int
+  num_asked: int
+
+
+class _PromptGroup(NamedTuple):
+  """The prompts of one pair, length and depth.
+
+  Attributes:
+    pair: The numbers of needles.
+    length: The number of tokens of a prompt and its answer.
+    depth: The position of the first needle asked for.
+  """
+
+  pair: _Pair
+  length: int
+  depth: float
+
+
+class _Column(NamedTuple):
+  """A column of heat maps in the plot.
+
+  Attributes:
+    title: The name of the model, or "difference".
+    key: The field of a figure's JSON that is shown: "value" is the first model,
+      "against" the second model, "difference" the first minus the second.
+    min_value: The lower end of the color scale. The upper end is 1.
+    colormap: The name of a matplotlib colormap.
+  """
+
+  title: str
+  key: str
+  min_value: float
+  colormap: str
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
-  """Settings of the suite."""
+class Needle(Suite[list[list[int]]]):
+  """Accuracy of retrieving numbers, by length and depth.
 
-  # N/R: needles in the text / needles asked for
-  pairs: tuple[str, ...] = ("1/1", "2/2", "4/2", "6/2")
-  # Tokens, the answer's included; () for 4096, or the model's config.model.max_length if that is less
-  lengths: tuple[int, ...] = ()
-  # Places of the first needle asked for: 0 is the beginning of the haystack, 1 its end
-  depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
-  # Prompts for each pair, length and depth
-  samples: int = 50
-  # Tokens that the model writes, at most
-  new_tokens: int = 20
-  # "validation" (held-out text of the model's training data) or "synthetic" (made-up sentences)
-  haystack: str = "validation"
-  # Seed of cities, numbers and places
-  seed: int = 0
-  # Tokens of a batch; at least one row
-  batch_tokens: int = 32_768
-
-
-def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
-  """Retrieval accuracy for each pair, length and depth, and the mean over depths.
-
-  Yields:
-    `accuracy`, the share of the numbers asked for that were written. Its units are prompts, with R numbers each: a model that finds one may
-    find the others, so the interval counts a prompt as one trial.
-
-  Raises:
-    UserError: for settings that this model does not allow.
+  The measurements are named "accuracy", the fraction of numbers asked for that
+  the model wrote. For each pair and length, the mean over depths follows the
+  measurements of the depths. The units are prompts: numbers in one answer are
+  not independent, so the interval counts a prompt with R numbers as one trial.
   """
-  limit = trained.config.model.max_length
-  pairs = [_pair(pair) for pair in settings.pairs]
-  lengths = settings.lengths or (min(4096, limit),)
-  _check(trained, settings, pairs, lengths)
-  # Sixteen times the longest length, so that samples differ
-  haystack = find_haystack(trained, settings.haystack, tokens=16 * max(lengths))
 
-  def prompts(
-    length: int, pair: tuple[int, int], depth: float, samples: int
+  name: ClassVar[str] = "needle"
+  table: ClassVar[TableSpec] = TableSpec(
+    unit="prompts",
+    summary={"depth": "mean"},
+    notes=("accuracy: share of the numbers asked for that the model wrote",),
+  )
+
+  pairs: tuple[str, ...] = field(
+    ("1/1", "2/2", "4/2", "6/2"),
+    "N/R: number of needles in the text / number of needles asked for.",
+  )
+  lengths: tuple[int, ...] = field(
+    (),
+    "Tokens of a prompt and its answer. Empty for 4096, or for the model's"
+    " config.model.max_length if that is less.",
+  )
+  depths: tuple[float, ...] = field(
+    (0.0, 0.25, 0.5, 0.75, 1.0),
+    "Positions of the first needle asked for: 0 is the beginning of the"
+    " haystack, 1 is its end.",
+    bound=FRACTION,
+  )
+  samples: int = field(
+    50, "Prompts for each pair, length and depth.", bound=at_least(1)
+  )
+  new_tokens: int = field(
+    20, "Tokens that the model writes, at most.", bound=at_least(1)
+  )
+  haystack: str = field(
+    "validation",
+    '"validation" (validation text of the model\'s training data) or'
+    ' "synthetic" (generated sentences).',
+  )
+  seed: int = field(0, "Seed of cities, numbers and positions.")
+  batch_tokens: int = field(
+    32_768, "Tokens of a batch, which has at least one prompt."
+  )
+
+  def load(self, trained: Trained) -> list[list[int]]:
+    """Returns the haystack: the token ids of pieces of text.
+
+    Raises:
+      UserError: if a prompt is impossible, or there is no validation text.
+    """
+    lengths = self._lengths(trained)
+    self._check_lengths(trained, lengths)
+    for text in self.pairs:
+      self._check_answer_length(trained, _parse_pair(text))
+    haystack = find_haystack(
+      trained, self.haystack, tokens=_HAYSTACK_LENGTHS * max(lengths)
+    )
+    # Raises errors about impossible prompts before the first measurement.
+    for group in self._prompt_groups(trained):
+      self._make_prompts(trained, haystack, group, samples=1)
+    return haystack
+
+  def measure(
+    self, trained: Trained, haystack: list[list[int]]
+  ) -> Iterator[Measurement]:
+    """Yields the accuracy for each length, pair and depth, and over depths."""
+    for length in self._lengths(trained):
+      max_rows = min(self.samples, self.batch_tokens // length)
+      sampler = Sampler(
+        trained.model,
+        trained.params,
+        batch_size=max(1, max_rows),
+        capacity=length,
+      )
+      for text in self.pairs:
+        pair = _parse_pair(text)
+        coordinates = {
+          "needles": pair.num_needles,
+          "asked": pair.num_asked,
+          "length": length,
+        }
+        all_scores: list[float] = []
+        for depth in self.depths:
+          group = _PromptGroup(pair, length, depth)
+          prompts = self._make_prompts(trained, haystack, group, self.samples)
+          scores = _score(trained, sampler, prompts, self.new_tokens)
+          yield proportion("accuracy", scores, **coordinates, depth=depth)
+          all_scores += scores
+        yield proportion("accuracy", all_scores, **coordinates, depth="mean")
+
+  def plot(self, results: Mapping[str, Any]) -> matplotlib.figure.Figure:
+    """Draws heat maps of the accuracy over length and depth.
+
+    The plot has a row for each pair of N and R. It has a column for each model.
+    With two models, a third column shows the difference. A difference is bold
+    if its interval excludes 0.
+    """
+    figures_by_pair: dict[_Pair, list[Mapping[str, Any]]] = {}
+    all_lengths = set()
+    all_depths = set()
+    for figure in results["figures"]:
+      position = figure["at"]
+      if position["depth"] == "mean":
+        continue
+      pair = _Pair(position["needles"], position["asked"])
+      figures_by_pair.setdefault(pair, []).append(figure)
+      all_lengths.add(position["length"])
+      all_depths.add(position["depth"])
+    lengths = sorted(all_lengths)
+    depths = sorted(all_depths)
+    columns = _make_columns(results["models"])
+
+    # In inches: space for the labels, plus 0.7 for a cell and 2.4 for a heat map.
+    width = max(WIDTH, 1.5 + len(columns) * 0.7 * len(lengths))
+    height = 0.6 + 2.4 * len(figures_by_pair)
+    canvas = matplotlib.figure.Figure((width, height), layout="constrained")
+    grid = canvas.subplots(len(figures_by_pair), len(columns), squeeze=False)
+    for (pair, figures), row in zip(figures_by_pair.items(), grid, strict=True):
+      for column, axes in zip(columns, row, strict=True):
+        _draw_heat_map(axes, column, figures, lengths, depths)
+        axes.set_title(
+          f"{column.title}: {pair.num_asked} of {pair.num_needles} needles",
+          fontsize=10,
+        )
+      row[0].set_ylabel("depth of the answer")
+    for axes in grid[-1]:
+      axes.set_xlabel("length (tokens)")
+    return canvas
+
+  def _lengths(self, trained: Trained) -> tuple[int, ...]:
+    """Returns the lengths to measure, in tokens."""
+    if self.lengths:
+      return self.lengths
+    return (min(_DEFAULT_LENGTH, trained.config.model.max_length),)
+
+  def _prompt_groups(self, trained: Trained) -> Iterator[_PromptGroup]:
+    """Yields every combination of length, pair and depth."""
+    pairs = [_parse_pair(text) for text in self.pairs]
+    for length, pair, depth in itertools.product(
+      self._lengths(trained), pairs, self.depths
+    ):
+      yield _PromptGroup(pair, length, depth)
+
+  def _make_prompts(
+    self,
+    trained: Trained,
+    haystack: Sequence[Sequence[int]],
+    group: _PromptGroup,
+    samples: int,
   ) -> list[NeedlePrompt]:
+    """Returns prompts whose answers end at the length of the group.
+
+    Raises:
+      UserError: if no such prompt exists.
+    """
     return make_prompts(
       trained.tokenizer,
-      length=length - settings.new_tokens,
-      num_needles=pair[0],
-      num_asked=pair[1],
-      depth=depth,
+      length=group.length - self.new_tokens,
+      num_needles=group.pair.num_needles,
+      num_asked=group.pair.num_asked,
+      depth=group.depth,
       samples=samples,
-      seed=settings.seed,
+      seed=self.seed,
       haystack=haystack,
     )
 
-  for length, pair, depth in itertools.product(lengths, pairs, settings.depths):
-    prompts(
-      length, pair, depth, samples=1
-    )  # refuses needles, depths and lengths that cannot be
-  return _measure(trained, settings, prompts, lengths, pairs)
-
-
-def _measure(
-  trained: Trained,
-  settings: Settings,
-  make: Callable[..., list[NeedlePrompt]],
-  lengths: Sequence[int],
-  pairs: Sequence[tuple[int, int]],
-) -> Iterator[Figure]:
-  for length in lengths:
-    sampler = Sampler(
-      trained.model,
-      trained.params,
-      batch_size=max(1, min(settings.samples, settings.batch_tokens // length)),
-      capacity=length,
-    )
-    for pair in pairs:
-      place: dict[str, Any] = {
-        "needles": pair[0],
-        "asked": pair[1],
-        "length": length,
-      }
-      every: list[float] = []
-      for depth in settings.depths:
-        prompts = make(length, pair, depth, settings.samples)
-        written = sampler.generate(
-          [prompt.ids for prompt in prompts],
-          settings.new_tokens,
-          stop_ids=trained.tokenizer.document_tokens.stop,
-        )
-        found = [
-          _share_found(trained.tokenizer.decode(ids), prompt.answers)
-          for ids, prompt in zip(written, prompts, strict=True)
-        ]
-        yield proportion("accuracy", found, **place, depth=depth)
-        every += found
-      yield proportion("accuracy", every, **place, depth="mean")
-
-
-def plot(results: dict[str, Any], path: epath.PathLike) -> None:
-  """Heat maps of accuracy over length and depth: a row for each pair of N and R, a column for each model and one for the difference.
-
-  A difference whose interval excludes 0 is bold."""
-  rows = [row for row in results["figures"] if row["at"]["depth"] != "mean"]
-  axis = lambda name: sorted({row["at"][name] for row in rows})
-  pairs = list(
-    dict.fromkeys((row["at"]["needles"], row["at"]["asked"]) for row in rows)
-  )
-  lengths, depths = axis("length"), axis("depth")
-  columns = [
-    (style.name, key)
-    for style, key in zip(
-      styles_of(results["models"]), ("value", "against"), strict=False
-    )
-  ]
-  columns += [("difference", "difference")] * (len(columns) > 1)
-  figure = matplotlib.figure.Figure(
-    (
-      max(WIDTH, 1.5 + len(columns) * 0.7 * len(lengths)),
-      0.6 + 2.4 * len(pairs),
-    ),
-    layout="constrained",
-  )
-  axes = figure.subplots(len(pairs), len(columns), squeeze=False)
-  for (needles, asked), line in zip(pairs, axes, strict=True):
-    for (title, key), place in zip(columns, line, strict=True):
-      cells, clear = (
-        np.full((len(depths), len(lengths)), np.nan),
-        np.zeros((len(depths), len(lengths)), bool),
+  def _check_lengths(self, trained: Trained, lengths: Sequence[int]) -> None:
+    """Raises UserError if a length does not fit the model or the answer."""
+    max_length = trained.config.model.max_length
+    longest = max(lengths)
+    if longest > max_length:
+      raise UserError(
+        f"set.needle.lengths = {longest}: the model takes at most {max_length}"
+        " tokens (its config.model.max_length)"
       )
-      for row in rows:
-        if (row["at"]["needles"], row["at"]["asked"]) == (needles, asked):
-          value = row[key] if key == "value" else row[key]["value"]
-          cell = (
-            depths.index(row["at"]["depth"]),
-            lengths.index(row["at"]["length"]),
-          )
-          cells[cell], clear[cell] = (
-            value,
-            key == "difference" and excludes_zero(row[key]),
-          )
-      low, colors = (-1, "RdBu") if key == "difference" else (0, "YlGn")
-      place.imshow(cells, vmin=low, vmax=1, cmap=colors, aspect="auto")
-      for (y, x), value in np.ndenumerate(cells):
-        look = {
-          "color": "white" if abs(value) > 0.6 else "black",
-          "fontweight": "bold" if clear[y, x] else "normal",
-        }
-        place.text(
-          x, y, f"{value:.2f}", ha="center", va="center", fontsize=9, **look
-        )
-      place.set_xticks(
-        range(len(lengths)), [f"{length / 1024:.4g}K" for length in lengths]
+    shortest = min(lengths)
+    if shortest <= self.new_tokens:
+      raise UserError(
+        f"set.needle.lengths = {shortest}: must be more than the"
+        f" {self.new_tokens} tokens of the answer (set.needle.new_tokens)"
       )
-      place.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
-      place.set_title(f"{title}: {asked} of {needles} needles", fontsize=10)
-    line[0].set_ylabel("depth of the answer")
-  for place in axes[-1]:
-    place.set_xlabel("length (tokens)")
-  save(figure, path)
+
+  def _check_answer_length(self, trained: Trained, pair: _Pair) -> None:
+    """Raises UserError if the numbers do not fit into `new_tokens` tokens."""
+    example_answer = " " + " and ".join([_EXAMPLE_NUMBER] * pair.num_asked)
+    num_tokens = len(trained.tokenizer.encode(example_answer))
+    if num_tokens > self.new_tokens:
+      raise UserError(
+        f"set.needle.new_tokens = {self.new_tokens}: {pair.num_asked} numbers"
+        f" take {num_tokens} tokens of {trained.tokenizer.spec!r}; raise it, or"
+        " ask for fewer"
+      )
 
 
-def _pair(text: str) -> tuple[int, int]:
+def _parse_pair(text: str) -> _Pair:
+  """Parses "N/R"."""
   try:
     num_needles, num_asked = map(int, text.split("/"))
   except ValueError:
     raise UserError(
-      f"set.needle.pairs = {text!r}: must be N/R, needles in the text and needles asked for, such as 4/2"
+      f"set.needle.pairs = {text!r}: must be N/R, needles in the text and"
+      " needles asked for, such as 4/2"
     ) from None
-  return num_needles, num_asked
+  return _Pair(num_needles, num_asked)
 
 
-def _check(
+def _score(
   trained: Trained,
-  settings: Settings,
-  pairs: Sequence[tuple[int, int]],
+  sampler: Sampler,
+  prompts: Sequence[NeedlePrompt],
+  new_tokens: int,
+) -> list[float]:
+  """Returns the fraction of answers that the model writes, for each prompt."""
+  tokenizer = trained.tokenizer
+  generated = sampler.generate(
+    [prompt.ids for prompt in prompts],
+    new_tokens,
+    stop_ids=tokenizer.document_tokens.stop,
+  )
+  scores = []
+  for ids, prompt in zip(generated, prompts, strict=True):
+    text = tokenizer.decode(ids)
+    retrieved = [answer for answer in prompt.answers if answer in text]
+    scores.append(len(retrieved) / len(prompt.answers))
+  return scores
+
+
+def _make_columns(models: Sequence[Mapping[str, Any]]) -> list[_Column]:
+  """Returns a column for each model and, with two models, the difference."""
+  styles = styles_of(models)
+  columns = [_Column(styles[0].name, "value", 0, "YlGn")]
+  if len(styles) > 1:
+    columns.append(_Column(styles[1].name, "against", 0, "YlGn"))
+    columns.append(_Column("difference", "difference", -1, "RdBu"))
+  return columns
+
+
+def _draw_heat_map(
+  axes: Axes,
+  column: _Column,
+  figures: Sequence[Mapping[str, Any]],
   lengths: Sequence[int],
+  depths: Sequence[float],
 ) -> None:
-  limit = trained.config.model.max_length
-  if (longest := max(lengths)) > limit:
-    raise UserError(
-      f"set.needle.lengths = {longest}: the model takes at most {limit} tokens (its config.model.max_length)"
-    )
-  if (shortest := min(lengths)) <= settings.new_tokens:
-    raise UserError(
-      f"set.needle.lengths = {shortest}: must be more than the {settings.new_tokens} tokens of the answer"
-    )
-  if settings.samples < 1:
-    raise UserError(
-      f"set.needle.samples = {settings.samples}: must be at least 1"
-    )
-  for _, num_asked in pairs:
-    needed = len(
-      trained.tokenizer.encode(" " + " and ".join(["40404"] * num_asked))
-    )
-    if needed > settings.new_tokens:
-      raise UserError(
-        f"set.needle.new_tokens = {settings.new_tokens}: {num_asked} numbers take {needed} tokens of {trained.tokenizer.spec!r}; "
-        "raise it, or ask for fewer"
-      )
+  """Draws the figures of one pair as a heat map, with the values as text."""
+  shape = (len(depths), len(lengths))
+  values: Float[np.ndarray, "depths lengths"] = np.full(shape, np.nan)
+  is_bold: Bool[np.ndarray, "depths lengths"] = np.zeros(shape, bool)
+  for figure in figures:
+    y = depths.index(figure["at"]["depth"])
+    x = lengths.index(figure["at"]["length"])
+    if column.key == "value":
+      values[y, x] = figure["value"]
+    else:
+      values[y, x] = figure[column.key]["value"]
+    if column.key == "difference":
+      is_bold[y, x] = excludes_zero(figure["difference"])
 
-
-def _share_found(text: str, answers: Sequence[str]) -> float:
-  return sum(answer in text for answer in answers) / len(answers)
+  axes.imshow(
+    values, vmin=column.min_value, vmax=1, cmap=column.colormap, aspect="auto"
+  )
+  for (y, x), value in np.ndenumerate(values):
+    axes.text(
+      x,
+      y,
+      f"{value:.2f}",
+      ha="center",
+      va="center",
+      fontsize=9,
+      # Both ends of the color scale are dark.
+      color="white" if abs(value) > 0.6 else "black",
+      fontweight="bold" if is_bold[y, x] else "normal",
+    )
+  axes.set_xticks(
+    range(len(lengths)), [f"{length / 1024:.4g}K" for length in lengths]
+  )
+  axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
