@@ -223,7 +223,7 @@ class Needle(Suite[list[list[int]]]):
     depths = sorted(all_depths)
     columns = _make_columns(results["models"])
 
-    # In inches: space for the labels, plus 0.7 for a cell and 2.4 for a heat map.
+    # In inches: space for labels, plus 0.7 for a cell and 2.4 for a heat map.
     width = max(WIDTH, 1.5 + len(columns) * 0.7 * len(lengths))
     height = 0.6 + 2.4 * len(figures_by_pair)
     canvas = matplotlib.figure.Figure((width, height), layout="constrained")

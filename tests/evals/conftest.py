@@ -10,7 +10,7 @@ import pytest
 
 from diffjax.config import Config, DataConfig, EvalConfig, ModelConfig
 from diffjax.data.tokenizer import load_tokenizer
-from diffjax.evals.report import figures
+from diffjax.evals.report import intervals
 from diffjax.inference.trained import Trained
 from diffjax.model.decoder import Decoder
 
@@ -90,5 +90,5 @@ def uniform():
 @pytest.fixture(autouse=True)
 def few_resamples(monkeypatch, request):
   """Makes intervals inaccurate but in their own tests: exact ones take longer than the measurements."""
-  if request.node.path.name != "test_figures.py":
-    monkeypatch.setattr(figures, "RESAMPLES", 99)
+  if request.node.path.name != "test_intervals.py":
+    monkeypatch.setattr(intervals, "RESAMPLES", 99)

@@ -14,38 +14,42 @@ from diffjax.model import variant_styles
 from diffjax.plots import styles
 from diffjax.plots.styles import Style
 
-WIDTH = 10  # inches of every figure, so that their text has one size on a page
+# The width of every plot in inches. With one width, text has one size on a page.
+WIDTH = 10
 
 
 def styles_of(models: Sequence[Mapping[str, Any]]) -> list[Style]:
-  """The styles of a result's models."""
-  names = [str(model["name"]) for model in models]
-  return variant_styles.together(
-    [
-      str(model.get("attention", name))
-      for model, name in zip(models, names, strict=True)
-    ],
-    names,
-  )
+  """Returns the styles of the models in a suite's results."""
+  names = []
+  variants = []
+  for model in models:
+    name = str(model["name"])
+    names.append(name)
+    # Results of other programs may lack the attention variant.
+    variants.append(str(model.get("attention", name)))
+  return variant_styles.together(variants, names)
 
 
 def by_model(
   results: Mapping[str, Any], name: str | None = None
 ) -> Iterator[tuple[Style, list[Mapping[str, Any]]]]:
-  """The style and the figures of each model.
+  """Yields the style and the figures of each model.
 
   Args:
     results: A suite's results.
-    name: Of the figures; None for all.
+    name: The name of the figures. None for all figures.
 
   Yields:
-    The model's style, and its figures: name, at, value, low, high.
+    The model's style, and its figures with name, at, value, low and high.
   """
-  first, *others = styles_of(results["models"])
-  rows = [row for row in results["figures"] if name in (None, row["name"])]
-  yield first, rows
-  for other in others:
-    yield other, [{**row, **row["against"]} for row in rows if "against" in row]
+  rows = []
+  for row in results["figures"]:
+    if name is None or row["name"] == name:
+      rows.append(row)
+  first_style, *other_styles = styles_of(results["models"])
+  yield first_style, rows
+  for style in other_styles:
+    yield style, [{**row, **row["against"]} for row in rows if "against" in row]
 
 
 def draw_line(
@@ -56,11 +60,19 @@ def draw_line(
   suffix: str = "",
   linestyle: str = "-",
 ) -> None:
-  """Draws a line of figures over x, with their intervals as a band. The suffix follows the model's name in the legend."""
-  value, low, high = _bounds(rows)
+  """Draws a line of figures over x, with their intervals as a band.
+
+  Args:
+    axes: Where to draw.
+    x: The x coordinate of each figure.
+    rows: The figures of one model, from `by_model`.
+    style: The model's style.
+    suffix: What follows the model's name in the legend.
+    linestyle: A line style of matplotlib.
+  """
   axes.plot(
     x,
-    value,
+    _column(rows, "value"),
     linestyle,
     color=style.color,
     marker=style.marker,
@@ -69,7 +81,12 @@ def draw_line(
     label=style.name + suffix,
   )
   axes.fill_between(
-    np.asarray(x, float), low, high, color=style.color, alpha=0.15, linewidth=0
+    np.asarray(x, float),
+    _column(rows, "low"),
+    _column(rows, "high"),
+    color=style.color,
+    alpha=0.15,
+    linewidth=0,
   )
 
 
@@ -80,12 +97,21 @@ def draw_points(
   style: Style,
   shift: float,
 ) -> None:
-  """Draws figures of categories, which have no order, as points with intervals, a little beside the categories' places."""
-  value, low, high = _bounds(rows)
+  """Draws the figures of unordered categories as points with intervals.
+
+  Args:
+    axes: Where to draw.
+    categories: The labels of the x axis.
+    rows: The figures of one model, one for each category.
+    style: The model's style.
+    shift: The distance of the points from the categories' x coordinates, so
+      that the points of several models do not overlap.
+  """
+  value = _column(rows, "value")
   axes.errorbar(
     np.arange(len(categories)) + shift,
     value,
-    yerr=[value - low, high - value],
+    yerr=[value - _column(rows, "low"), _column(rows, "high") - value],
     linestyle="none",
     color=style.color,
     marker=style.marker,
@@ -97,14 +123,9 @@ def draw_points(
   axes.set_xticks(range(len(categories)), categories)
 
 
-def _bounds(
-  rows: Sequence[Mapping[str, Any]],
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  value, low, high = (
-    np.array([row[key] for row in rows], float)
-    for key in ("value", "low", "high")
-  )
-  return value, low, high
+def _column(rows: Sequence[Mapping[str, Any]], key: str) -> np.ndarray:
+  """Returns one field of all figures. None becomes NaN."""
+  return np.array([row[key] for row in rows], float)
 
 
 def save(figure: Figure, path: epath.PathLike) -> None:

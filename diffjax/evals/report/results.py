@@ -17,35 +17,45 @@ from etils import epath
 from diffjax.config import UserError
 from diffjax.host.files import write_atomically
 
-# What the tables call the first and the second model: names are long.
+# What the tables call the first and the second model, because names are long.
 _ROLES = ("model", "against")
 
 # A width in characters that no table reaches.
 _UNLIMITED = 10_000
 
+# The width in characters of a summary that is not printed on a terminal.
+_WIDTH_OF_FILES = 80
+
 
 def check_writable(directory: epath.Path) -> None:
-  """Makes the directory and writes a file in it, before hours are spent on results that could not be kept.
+  """Checks that files can be written in a directory, which may be created.
+
+  Measurements can take hours, so this is checked before the first of them.
 
   Raises:
-    UserError: if that fails.
+    UserError: if no file can be written.
   """
   try:
     directory.mkdir(parents=True, exist_ok=True)
-    probe = directory / ".writable"
-    probe.write_text("", encoding="utf-8")
-    probe.unlink()
+    test_file = directory / ".writable"
+    test_file.write_text("", encoding="utf-8")
+    test_file.unlink()
   except OSError as error:
     raise UserError(
-      f"cannot write results in {directory}: {error.strerror or error}; choose another place with --out=DIR"
+      f"cannot write results in {directory}: {error.strerror or error};"
+      " choose another place with --out=DIR"
     ) from error
 
 
 def write(path: epath.Path, results: Mapping[str, Any]) -> None:
-  """Writes results, from `finite`, as JSON, completely or not at all.
+  """Writes results as JSON. An error leaves no part of a file.
+
+  Args:
+    path: The file.
+    results: The results, from `finite`.
 
   Raises:
-    UserError: if that fails.
+    UserError: if the file cannot be written.
   """
   text = json.dumps(results, indent=1, ensure_ascii=False, allow_nan=False)
   _write_text(path, text + "\n")
@@ -61,14 +71,18 @@ def _write_text(path: epath.Path, text: str) -> None:
 
 
 def finite(value: Any) -> Any:
-  """The value with None for numbers that are not finite, which JSON does not have."""
+  """Returns the value with None in place of NaN and infinity, for JSON.
+
+  Args:
+    value: A plain value, or nested mappings and sequences of them.
+  """
   if isinstance(value, Mapping):
     return {key: finite(item) for key, item in value.items()}
   if isinstance(value, list | tuple):
     return [finite(item) for item in value]
-  return (
-    None if isinstance(value, float) and not math.isfinite(value) else value
-  )
+  if isinstance(value, float) and not math.isfinite(value):
+    return None
+  return value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +104,20 @@ class TableSpec:
   notes: tuple[str, ...] = ()
 
 
-def print_summary(
+def print_summary(results: Mapping[str, Any], spec: TableSpec) -> None:
+  """Prints the main figures of a suite on standard output."""
+  console = rich.console.Console(highlight=False)
+  if not console.is_terminal:
+    # Output in files and pipes does not depend on the terminal's width.
+    console = rich.console.Console(highlight=False, width=_WIDTH_OF_FILES)
+  # rich would end the process if the output is a closed pipe. `print` raises an
+  # error.
+  with console.capture() as capture:
+    draw_summary(console, results, spec)
+  print(capture.get(), end="")
+
+
+def draw_summary(
   console: rich.console.Console, results: Mapping[str, Any], spec: TableSpec
 ) -> None:
   """Prints the main figures of a suite in a table that fits 80 columns.
@@ -101,7 +128,7 @@ def print_summary(
   Args:
     console: Where to print.
     results: A suite's results.
-    spec: The suite's `TABLE`.
+    spec: The suite's `table`.
   """
   figures = []
   for figure in results["figures"]:
@@ -117,8 +144,7 @@ def print_summary(
 
   is_pair = len(results["models"]) > 1
   header = [""]
-  for name in columns:
-    header.append(spec.headers.get(name, name))
+  header += [spec.headers.get(name, name) for name in columns]
   if is_pair:
     header += [*_ROLES, "difference [95% interval]"]
   else:
@@ -138,7 +164,7 @@ def _shared_and_columns(
 
   Args:
     figures: The figures of a table.
-    spec: The suite's `TABLE`.
+    spec: The suite's `table`.
 
   Returns:
     Texts such as "50 prompts" or "length 256", and the names of columns. Columns
@@ -225,7 +251,7 @@ def write_table(
   Args:
     path: The file to write.
     results: A suite's results.
-    spec: The suite's `TABLE`.
+    spec: The suite's `table`.
 
   Raises:
     UserError: If the file cannot be written.
@@ -267,6 +293,7 @@ def _setting_names(figures: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _print_line(console: rich.console.Console, line: str) -> None:
+  """Prints a line without wrapping it."""
   # A path must stay whole, so that it can be copied.
   console.print(rich.text.Text(line), soft_wrap=True)
 
@@ -276,30 +303,33 @@ def _markdown_row(cells: Sequence[str]) -> str:
 
 
 def _value(interval: Mapping[str, Any] | None) -> str:
+  """Returns the value of an interval as text, or a dash for a missing value."""
   if interval is None or not _is_number(interval["value"]):
     return "–"
   return f"{interval['value']:.4g}"
 
 
 def number(interval: Mapping[str, Any] | None) -> str:
-  """An interval as text: its value and bounds. A dash stands for a missing value."""
-  if interval is None or not _is_number(interval["value"]):
-    return "–"
-  if not (_is_number(interval["low"]) and _is_number(interval["high"])):
-    return f"{interval['value']:.4g}"
-  return (
-    f"{interval['value']:.4g} [{interval['low']:.4g}, {interval['high']:.4g}]"
-  )
+  """Returns an interval as text, such as "0.5 [0.4, 0.6]".
+
+  A dash stands for a missing value. Missing bounds are left out.
+  """
+  value = _value(interval)
+  if interval is None or not _has_bounds(interval):
+    return value
+  return f"{value} [{interval['low']:.4g}, {interval['high']:.4g}]"
 
 
 def excludes_zero(interval: Mapping[str, Any] | None) -> bool:
-  """True if an interval lies on one side of 0."""
-  return (
-    interval is not None
-    and _is_number(interval["low"])
-    and _is_number(interval["high"])
-    and (interval["low"] > 0 or interval["high"] < 0)
-  )
+  """Returns True if an interval lies on one side of 0."""
+  if interval is None or not _has_bounds(interval):
+    return False
+  return interval["low"] > 0 or interval["high"] < 0
+
+
+def _has_bounds(interval: Mapping[str, Any]) -> bool:
+  """Returns True if both bounds of an interval are known."""
+  return _is_number(interval["low"]) and _is_number(interval["high"])
 
 
 def _is_number(value: float | None) -> bool:

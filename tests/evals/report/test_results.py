@@ -12,8 +12,9 @@ from etils import epath
 
 import experiments.plots
 from diffjax.config import UserError
+from diffjax.evals.measurement import mean_of
 from diffjax.evals.report import plots, results
-from diffjax.evals.report.figures import compare, mean_of
+from diffjax.evals.report.intervals import compare
 from diffjax.model import variant_styles
 
 MODELS = [{"name": "[one]"}, {"name": "two"}]
@@ -58,7 +59,7 @@ def shown(found, spec=TABLE, width=80):
   console = rich.console.Console(
     width=width, record=True, file=open("/dev/null", "w")
   )
-  results.print_summary(console, found, spec)
+  results.draw_summary(console, found, spec)
   return console.export_text(styles=True)
 
 

@@ -6,19 +6,14 @@ import math
 import numpy as np
 import pytest
 
-from diffjax.evals.report import figures
-from diffjax.evals.report.figures import (
-  Figure,
-  compare,
-  interval,
-  mean_of,
-  proportion,
-)
+from diffjax.evals.measurement import Measurement, mean_of, proportion
+from diffjax.evals.report import intervals
+from diffjax.evals.report.intervals import compare, interval
 
 
 def test_intervals_cover_the_truth_as_often_as_they_say(monkeypatch):
   """Means of 60 draws from a skewed distribution whose mean is 1; a percentile bootstrap is known to fall a little short of 95%."""
-  monkeypatch.setattr(figures, "RESAMPLES", 400)
+  monkeypatch.setattr(intervals, "RESAMPLES", 400)
   rng = np.random.default_rng(0)
   found = [interval(mean_of("x", rng.exponential(size=60))) for _ in range(200)]
   covered = np.mean([one.low <= 1 <= one.high for one in found])
@@ -45,7 +40,8 @@ def test_a_paired_difference_is_tighter_than_its_parts():
 
 def test_a_ratio_counts_tokens_not_rows():
   assert (
-    interval(Figure("loss", np.array([[10.0, 1.0], [10.0, 9.0]]))).value == 2.0
+    interval(Measurement("loss", np.array([[10.0, 1.0], [10.0, 9.0]]))).value
+    == 2.0
   )
 
 
