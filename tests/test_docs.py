@@ -19,10 +19,9 @@ from diffjax.config import (
   Config,
   UserError,
   from_config_dict,
-  to_config_dict,
-  to_dataclass,
 )
 from diffjax.evals import SUITES
+from diffjax.evals.suite import suite_class
 from diffjax.model.attention import ATTENTION
 from diffjax.ops.diff_attention import implementations
 from diffjax.training.flops import parameter_count, step_flops
@@ -54,7 +53,6 @@ FOLDERS = (
 SECTIONS = Config().to_dict()
 # Commands that pass other flags on, and to whom.
 PASSED_ON = {"benchmarks.gpu_day": ["benchmarks.gpu"]}
-SUITE_MODULES = {**SUITES, "report": "diffjax.evals.report.page"}
 BY_PAGE = pytest.mark.parametrize(
   "page", PAGES, ids=lambda page: str(page.relative_to(ROOT))
 )
@@ -63,13 +61,7 @@ BY_PAGE = pytest.mark.parametrize(
 @functools.cache
 def settings():
   """The settings of all suites, as `diffjax.evaluate` reads them."""
-  classes = {
-    name: importlib.import_module(module).Settings
-    for name, module in SUITE_MODULES.items()
-  }
-  return dataclasses.make_dataclass(
-    "Settings", [(name, cls, cls()) for name, cls in classes.items()]
-  )()
+  return {name: suite_class(name)() for name in SUITES}
 
 
 @functools.cache
@@ -150,10 +142,14 @@ def wrong_values(module, arguments):
       from_config_dict(holder.value)
     elif module == "diffjax.evaluate":
       holder = config_flags.DEFINE_config_dict(
-        "set", to_config_dict(settings()), flag_values=values, sys_argv=own
+        "set",
+        command.settings_to_config_dict(settings()),
+        flag_values=values,
+        sys_argv=own,
       )
       values(own)
-      to_dataclass(holder.value, type(settings()), "set")
+      sections = {name: type(suite) for name, suite in settings().items()}
+      command.settings_from_config_dict(holder.value, sections)
   except (
     flags.Error,
     AttributeError,
@@ -193,7 +189,7 @@ def wrong_commands(text, page):
         for suite in argument.partition("=")[2].split(",")
       ]
       if module == "diffjax.evaluate" and (
-        unknown := set(suites) - set(SUITE_MODULES)
+        unknown := set(suites) - set(SUITES)
       ):
         yield f"{name}: no such suite: {', '.join(unknown)}"
 
@@ -207,7 +203,7 @@ def wrong_fields(text, page):
       if field[2] != "py" and field[2] not in SECTIONS[field[1]]:
         yield f"{code}: no such field"
     elif setting := re.match(r"--set\.(\w+)\.(\w+)", code):
-      if not hasattr(getattr(settings(), setting[1], None), setting[2]):
+      if not hasattr(settings().get(setting[1]), setting[2]):
         yield f"{code}: no such setting"
 
 
@@ -453,7 +449,7 @@ def test_tables_name_everything():
   assert {
     suite.strip("`")
     for suite, _ in table("docs/evaluation.md", "| suite | measures |")
-  } == set(SUITE_MODULES)
+  } == set(SUITES)
   named = table(
     "docs/attention.md", "| `implementation` | what it is | `auto` takes it |"
   )

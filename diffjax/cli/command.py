@@ -147,11 +147,10 @@ def _define_flags(
     _check_overrides(sys.argv[1:], "set", sections)
   except UserError as error:
     _fail(str(error), _USAGE_ERROR)
-  values = ml_collections.ConfigDict()
-  for name, section in settings.items():
-    values[name] = to_config_dict(section)
   holder = config_flags.DEFINE_config_dict(
-    "set", values, help_string="Settings: --set.SECTION.FIELD=VALUE."
+    "set",
+    settings_to_config_dict(settings),
+    help_string="Settings: --set.SECTION.FIELD=VALUE.",
   )
   return _ValuesFlag("set", sections, holder)
 
@@ -227,7 +226,7 @@ def _call_main(
     if values_flag is None or values is None:
       main()
     elif values_flag.name == "set":
-      main(_to_settings(values, values_flag.sections))
+      main(settings_from_config_dict(values, values_flag.sections))
     elif flags.FLAGS.print_config:
       print(config_file.to_toml(from_config_dict(values)), end="")
     else:
@@ -248,10 +247,28 @@ def _call_main(
     _fail("interrupted", _INTERRUPTED)
 
 
-def _to_settings(
+def settings_to_config_dict(
+  settings: Mapping[str, Any],
+) -> ml_collections.ConfigDict:
+  """Returns the settings of a command as a ConfigDict, which flags can change.
+
+  Args:
+    settings: the dataclass of each section, by the section's name.
+  """
+  values = ml_collections.ConfigDict()
+  for name, section in settings.items():
+    values[name] = to_config_dict(section)
+  return values
+
+
+def settings_from_config_dict(
   values: ml_collections.ConfigDict, sections: Mapping[str, type]
 ) -> dict[str, Any]:
-  """Returns the dataclass of each section with its values, after a check.
+  """Returns the dataclass of each section with its values.
+
+  Args:
+    values: the fields by section and name.
+    sections: the type of each section.
 
   Raises:
     UserError: for the first field that is wrong.

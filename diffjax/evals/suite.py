@@ -19,6 +19,7 @@ from diffjax.evals.report import intervals, plots, results
 from diffjax.inference.trained import Trained
 
 Data = TypeVar("Data")
+SuiteType = TypeVar("SuiteType", bound="Suite")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Suite(abc.ABC, Generic[Data]):
   Example: `measurements = list(Needle(samples=10).evaluate(trained))`
 
   Attributes:
-    name: The name in --suite and in `SUITES`.
+    name: The name in --suite, in `SUITES` and of the files.
     table: How the results are shown in tables.
   """
 
@@ -162,6 +163,25 @@ class Suite(abc.ABC, Generic[Data]):
       plots.save(figure, plot_path)
       print(plot_path)
     print(flush=True)
+
+
+def register(suite: type[SuiteType]) -> type[SuiteType]:
+  """Adds a suite to `SUITES`, so that --suite finds it by its name.
+
+  It is the class decorator of suites outside the package. The command imports
+  their modules with --import.
+
+  Raises:
+    ValueError: if there is another suite of this name.
+  """
+  location = f"{suite.__module__}.{suite.__qualname__}"
+  if SUITES.get(suite.name, location) != location:
+    raise ValueError(
+      f"there is a suite {suite.name!r} already: {SUITES[suite.name]}; choose"
+      " another name"
+    )
+  SUITES[suite.name] = location
+  return suite
 
 
 def suite_class(name: str) -> type[Suite]:
