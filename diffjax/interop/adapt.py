@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from diffjax.config import UserError
-from diffjax.interop.layout import Model, room
+from diffjax.interop.layout import Model, allocate
 from diffjax.model.shapes import parameter_shapes
 
 ATTENTIONS = ("softmax", "diff_v2", "dex")
@@ -98,7 +98,7 @@ def _by_layer(
   change: Callable[[np.ndarray], np.ndarray], stacked: Any
 ) -> np.ndarray:
   """A change of each layer's array: one layer in memory at a time."""
-  changed = room((len(stacked), *change(stacked[0]).shape))
+  changed = allocate((len(stacked), *change(stacked[0]).shape))
   for layer, array in enumerate(stacked):
     changed[layer] = change(array)
   return changed

@@ -75,7 +75,10 @@ def write(path: str, model: Model, dtype: str) -> None:
 def _layout(config: ModelConfig) -> Layout:
   entries = hugging_face.entries("map") + hugging_face.LAMBDAS
   return Layout(
-    entries, config, tied_by=hugging_face.TIED_BY, says=hugging_face.SAYS
+    entries,
+    config,
+    tied_by=hugging_face.TIED_BY,
+    supported=hugging_face.SUPPORTED,
   )
 
 

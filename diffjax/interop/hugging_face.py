@@ -17,7 +17,7 @@ PHI_FLASH = "phi4flash"  # a model_type of which no layout holds the whole model
 _SHOWN = 60  # characters of an unknown field's value, at most
 
 # What the layouts' config.json can say beyond the sizes.
-SAYS = {"rope_scaling": ...}
+SUPPORTED = {"rope_scaling": ...}
 
 
 def entries(heads: str) -> tuple[Entry, ...]:
@@ -125,7 +125,7 @@ _SCALINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def description(
+def read_config_json(
   directory: pathlib.Path, model_types: Sequence[Any], known: Iterable[str]
 ) -> dict[str, Any]:
   """The content of a config.json.
@@ -180,14 +180,18 @@ def description(
   return config
 
 
-def required(path: pathlib.Path, config: dict[str, Any], name: str) -> Any:
+def required_field(
+  path: pathlib.Path, config: dict[str, Any], name: str
+) -> Any:
   """A field of a config.json that must be there."""
   if (value := config.get(name)) is None:
     raise UserError(f"{path} has no {name}")
   return value
 
 
-def fixed(path: pathlib.Path, config: dict[str, Any], **wanted: Any) -> None:
+def check_values(
+  path: pathlib.Path, config: dict[str, Any], **wanted: Any
+) -> None:
   """Refuses fields, where they are there, that have another value than the only one that diffjax supports."""
   for name, value in wanted.items():
     if (got := config.get(name)) is not None and (
@@ -198,10 +202,10 @@ def fixed(path: pathlib.Path, config: dict[str, Any], **wanted: Any) -> None:
       )
 
 
-def sizes(path: pathlib.Path, config: dict[str, Any]) -> dict[str, Any]:
+def shared_fields(path: pathlib.Path, config: dict[str, Any]) -> dict[str, Any]:
   """The fields of our config that all models share, but for the numbers of heads."""
   fields = {
-    field: required(path, config, name) for field, name in _FIELDS.items()
+    field: required_field(path, config, name) for field, name in _FIELDS.items()
   }
   return (
     fields
@@ -224,22 +228,24 @@ def read_config(
     UserError: if a field is missing, or has a value that diffjax does not support.
   """
   path = directory / "config.json"
-  config = description(
+  config = read_config_json(
     directory, (model_type,), ("attention_bias", "mlp_bias", "lambda_std_dev")
   )
-  fixed(path, config, hidden_act="silu", attention_bias=False, mlp_bias=False)
-  num_heads = multiple(path, config, "num_attention_heads", maps)
+  check_values(
+    path, config, hidden_act="silu", attention_bias=False, mlp_bias=False
+  )
+  num_heads = divide_field(path, config, "num_attention_heads", maps)
   num_kv_heads = (
     num_heads
     if config.get("num_key_value_heads") is None
-    else multiple(path, config, "num_key_value_heads", maps)
+    else divide_field(path, config, "num_key_value_heads", maps)
   )
-  head_dim = config.get("head_dim") or multiple(
+  head_dim = config.get("head_dim") or divide_field(
     path, config, "hidden_size", 1
   ) // (num_heads * maps)
   return checked_config(
     path,
-    sizes(path, config)
+    shared_fields(path, config)
     | {
       "num_heads": num_heads,
       "num_kv_heads": num_kv_heads,
@@ -282,11 +288,11 @@ def make_config(config: ModelConfig, *, maps: int) -> dict[str, Any]:
   }
 
 
-def multiple(
+def divide_field(
   path: pathlib.Path, config: dict[str, Any], name: str, of: int
 ) -> int:
   """A field that is a positive multiple of a number, divided by it."""
-  got = required(path, config, name)
+  got = required_field(path, config, name)
   if not isinstance(got, int) or isinstance(got, bool) or got < of or got % of:
     raise UserError(
       f"{path} has {name} = {got!r}: it must be a positive multiple of {of}"

@@ -82,17 +82,17 @@ _PLAIN = {
 
 
 # Bytes from which on an array is a temporary file: a model larger than the memory is put together, and written, piece by piece.
-_IN_MEMORY = 1 << 26
+_MAX_BYTES_IN_MEMORY = 1 << 26
 _LARGE_FILES = "/var/tmp"  # /tmp may lie in the memory
 
 
-def room(shape: tuple[int, ...]) -> np.ndarray:
+def allocate(shape: tuple[int, ...]) -> np.ndarray:
   """A float32 array to be filled. A large one is a file in TMPDIR, by default /var/tmp, which vanishes with the array.
 
   Raises:
     UserError: if the disk is too full for it.
   """
-  if (size := 4 * math.prod(shape)) < _IN_MEMORY:
+  if (size := 4 * math.prod(shape)) < _MAX_BYTES_IN_MEMORY:
     return np.empty(shape, np.float32)
   directory = os.environ.get("TMPDIR") or (
     _LARGE_FILES if os.path.isdir(_LARGE_FILES) else tempfile.gettempdir()
@@ -121,7 +121,7 @@ class Layout:
     config: ModelConfig,
     *,
     tied_by: str,
-    says: Mapping[str, Any] = types.MappingProxyType({}),
+    supported: Mapping[str, Any] = types.MappingProxyType({}),
   ):
     """Fills in the sizes.
 
@@ -129,12 +129,12 @@ class Layout:
       entries: The table.
       config: The model's.
       tied_by: Field of the layout's config.json that says whether the embedding is the output projection too.
-      says: What it takes for granted otherwise than other layouts, by the config's fields; ... for a field that its config.json has.
+      supported: What it takes for granted otherwise than other layouts, by the config's fields; ... for a field that its config.json has.
 
     Raises:
       UserError: if the model has what the layout cannot say.
     """
-    for field, plain in {**says, **_PLAIN, **says}.items():
+    for field, plain in {**supported, **_PLAIN, **supported}.items():
       if plain is not ... and (value := getattr(config, field)) != plain:
         raise UserError(
           f"this layout can only say {field} {plain}: it cannot hold a model of {field} {value}"
@@ -196,7 +196,7 @@ class Layout:
     params: dict[str, Any] = {}
     for entry in self._entries:
       here, there = entry.axes.split(" = ")
-      stack = room((len(self._numbers(entry)), *self._shape(here)))
+      stack = allocate((len(self._numbers(entry)), *self._shape(here)))
       for index, layer in enumerate(self._numbers(entry)):
         stack[index] = self._rearrange(
           tensors.read(entry.tensor.format(layer)), there, here

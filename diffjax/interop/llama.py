@@ -28,7 +28,7 @@ def read(path: str) -> Model:
     hugging_face.entries("map"),
     config,
     tied_by=hugging_face.TIED_BY,
-    says=hugging_face.SAYS,
+    supported=hugging_face.SUPPORTED,
   )
   return Model(
     config, layout.params(SafetensorsDirectory(directory)), tokenizer

@@ -41,7 +41,7 @@ _ALWAYS = {
   "ffn_activation": "poly_norm",
 }
 _SAYS = (
-  hugging_face.SAYS
+  hugging_face.SUPPORTED
   | _ALWAYS
   | {"lambda_init": None, "num_noise_heads": ..., "head_norm_eps": ...}
 )
@@ -80,7 +80,7 @@ def read(path: str) -> Model:
 
 def _read_config(directory: pathlib.Path) -> ModelConfig:
   path = directory / "config.json"
-  config = hugging_face.description(directory, _MODEL_TYPES, _KNOWN)
+  config = hugging_face.read_config_json(directory, _MODEL_TYPES, _KNOWN)
   fixed = dict(
     hidden_act="poly_norm",
     use_bias=False,
@@ -89,33 +89,35 @@ def _read_config(directory: pathlib.Path) -> ModelConfig:
     is_causal=True,
     use_sliding_window=False,
   )
-  hugging_face.fixed(path, config, **fixed, k_ratio=1)
-  maps = hugging_face.multiple(path, config, "num_attention_heads", 1)
+  hugging_face.check_values(path, config, **fixed, k_ratio=1)
+  maps = hugging_face.divide_field(path, config, "num_attention_heads", 1)
   noise = config.get("num_noise_heads")
   if noise is None:
-    heads = hugging_face.multiple(path, config, "num_attention_heads", 2)
+    heads = hugging_face.divide_field(path, config, "num_attention_heads", 2)
   else:
-    noise = hugging_face.multiple(path, config, "num_noise_heads", 1)
+    noise = hugging_face.divide_field(path, config, "num_noise_heads", 1)
     if maps % noise or maps == noise:
       raise UserError(
         f"{path} has num_noise_heads = {noise}: it must divide num_attention_heads = {maps}, and be less"
       )
     heads = maps - noise
-    hugging_face.fixed(path, config, grouped_ratio=heads // noise)
+    hugging_face.check_values(path, config, grouped_ratio=heads // noise)
   fields = {
     "num_heads": heads,
     "num_noise_heads": None if noise == heads else noise,
-    "num_kv_heads": hugging_face.multiple(
+    "num_kv_heads": hugging_face.divide_field(
       path, config, "num_key_value_heads", 2
     )
     if config.get("num_key_value_heads")
     else heads,
     "head_dim": config.get("head_dim")
-    or hugging_face.multiple(path, config, "hidden_size", maps),
-    "head_norm_eps": hugging_face.required(path, config, "attn_rms_norm_eps"),
+    or hugging_face.divide_field(path, config, "hidden_size", maps),
+    "head_norm_eps": hugging_face.required_field(
+      path, config, "attn_rms_norm_eps"
+    ),
   }
   return checked_config(
-    path, hugging_face.sizes(path, config) | fields | _ALWAYS
+    path, hugging_face.shared_fields(path, config) | fields | _ALWAYS
   )
 
 
@@ -158,4 +160,4 @@ def write(path: str, model: Model, dtype: str) -> None:
 
 
 def _layout(config: ModelConfig) -> Layout:
-  return Layout(_ENTRIES, config, tied_by=hugging_face.TIED_BY, says=_SAYS)
+  return Layout(_ENTRIES, config, tied_by=hugging_face.TIED_BY, supported=_SAYS)

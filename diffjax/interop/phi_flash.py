@@ -54,25 +54,33 @@ def read_attention(
     UserError: if the layer has no attention, or the directory is damaged or of another model.
   """
   directory, file = pathlib.Path(path), pathlib.Path(path) / "config.json"
-  config = hugging_face.description(
+  config = hugging_face.read_config_json(
     directory, (hugging_face.PHI_FLASH,), _KNOWN
   )
-  hugging_face.fixed(file, config, mb_per_layer=2)
-  num_layers = hugging_face.multiple(file, config, "num_hidden_layers", 4) * 4
+  hugging_face.check_values(file, config, mb_per_layer=2)
+  num_layers = (
+    hugging_face.divide_field(file, config, "num_hidden_layers", 4) * 4
+  )
   if layer not in range(1, num_layers, 2):
     raise UserError(
       f"layer {layer} has no attention: in {file}, layers 1, 3, …, {num_layers - 1} have"
     )
-  num_kv_heads = hugging_face.multiple(file, config, "num_key_value_heads", 2)
+  num_kv_heads = hugging_face.divide_field(
+    file, config, "num_key_value_heads", 2
+  )
   num_heads = (
-    hugging_face.multiple(file, config, "num_attention_heads", 2 * num_kv_heads)
+    hugging_face.divide_field(
+      file, config, "num_attention_heads", 2 * num_kv_heads
+    )
     * num_kv_heads
   )
   attention = DiffAttention(
     num_heads=num_heads,
     num_kv_heads=num_kv_heads,
-    head_dim=hugging_face.multiple(file, config, "hidden_size", 2 * num_heads),
-    window=hugging_face.multiple(file, config, "sliding_window", 1)
+    head_dim=hugging_face.divide_field(
+      file, config, "hidden_size", 2 * num_heads
+    ),
+    window=hugging_face.divide_field(file, config, "sliding_window", 1)
     if layer < num_layers // 2
     else None,
     rope=False,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from diffjax.config import Config, DataConfig
 from diffjax.host.lock import lock
 from diffjax.inference.trained import load_piecewise
-from diffjax.interop.layout import Model, room
+from diffjax.interop.layout import Model, allocate
 from diffjax.training.checkpoint import Checkpoints
 from diffjax.training.workdir_tokenizer import keep_tokenizer
 
@@ -19,7 +19,7 @@ def read(path: str) -> Model:
   Raises:
     UserError: if there is none, its parameters are not finite, or its tokenizer is missing.
   """
-  config, params, tokenizer = load_piecewise(path, room)
+  config, params, tokenizer = load_piecewise(path, allocate)
   return Model(config.model, params, tokenizer)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from diffjax.config import UserError
 from diffjax.interop import diffllama, directory, unilm
-from diffjax.interop.layout import room
+from diffjax.interop.layout import allocate
 
 LAYOUTS = {
   "diffllama": ("diff", lambda config: diffllama._layout(config)),
@@ -60,7 +60,7 @@ def test_one_tensor_at_a_time(make_model, monkeypatch):
       read.append(weakref.ref(tensor))
       return tensor
 
-  monkeypatch.setattr("diffjax.interop.layout._IN_MEMORY", 1)
+  monkeypatch.setattr("diffjax.interop.layout._MAX_BYTES_IN_MEMORY", 1)
   params = layout.params(
     Fleeting(
       {name: layout.tensor(model.params, name) for name in layout.shapes()}
@@ -96,13 +96,13 @@ def test_a_full_disk_is_told(monkeypatch):
     UserError,
     match="cannot keep a parameter of 1.00 GiB in a file in .*: No space left on device; TMPDIR names another",
   ):
-    room((1 << 14, 1 << 14))
+    allocate((1 << 14, 1 << 14))
   monkeypatch.setenv("TMPDIR", "/nowhere")
   with pytest.raises(
     UserError,
     match="in a file in /nowhere: No such file or directory; TMPDIR names another directory",
   ):
-    room((1 << 14, 1 << 14))
+    allocate((1 << 14, 1 << 14))
 
 
 def test_a_config_of_endless_layers_costs_nothing(make_model):
