@@ -40,7 +40,7 @@ from absl import app, flags
 
 from diffjax.cli import command
 from diffjax.config import OF_THE_RUN, Config, UserError
-from diffjax.evals.report import card
+from diffjax.interop.card import write_card
 from diffjax.interop.layout import Model
 from diffjax.interop.tokenizer import token_names
 from diffjax.model.registry import imported_modules
@@ -109,14 +109,13 @@ def main() -> None:
   model = _adapt_attention(model, source.layout)
   start_flags = _write_model(target, model)
   # The card is a README.md with the model's config, data and measurements.
-  card.write(
+  write_card(
     target.path,
-    target.layout,
-    model.config,
-    model.params,
-    _DTYPE.value,
-    f"{source.layout}:{source.path}",
-    model.tokenizer,
+    model,
+    layout=target.layout,
+    dtype=_DTYPE.value,
+    source_layout=source.layout,
+    source_path=source.path,
   )
 
   _print_summary(target.path, model)

@@ -65,6 +65,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
   assert packed == expected
   assert "diffjax/configs/tiny.py" in packed
   assert "diffjax/evals/report/page.html" in packed
+  assert "diffjax/interop/card.md.j2" in packed
 
 
 def test_nothing_imports_a_top_level_configs():

@@ -35,7 +35,8 @@ TABLE = {
   "inference": _BELOW_TRAINING | {"training"},
   "compiled": _BELOW_TRAINING | {"training"},
   "evals": _BELOW_TRAINING | {"training", "inference"},
-  "interop": _BELOW_TRAINING | {"training", "inference"},
+  # interop.card writes the results of measurements into the model card.
+  "interop": _BELOW_TRAINING | {"training", "inference", "evals"},
 }
 TABLE["commands"] = set(TABLE) | {"moved"}
 TABLE["moved"] = {"plots"}
