@@ -230,17 +230,23 @@ def _suite_tables(run: _Run) -> list[_SuiteTable]:
   tables = []
   for suite in SUITES:
     content = _read_results(run.workdir / "evals" / f"{suite}.json")
-    if content is None:
-      continue
-    rows = []
-    for figure in content["figures"][:_MAX_FIGURES]:
-      settings = [f"{name} {value}" for name, value in figure["at"].items()]
-      rows.append([figure["name"], ", ".join(settings), results.number(figure)])
-    # A model is called "WORKDIR at step STEP".
-    model_name = str(content["models"][0]["name"])
-    checkpoint = model_name.rpartition(" at ")[2]
-    tables.append(_SuiteTable(suite, checkpoint, rows, len(content["figures"])))
+    if content is not None:
+      tables.append(_suite_table(suite, content))
   return tables
+
+
+def _suite_table(suite: str, content: Mapping[str, Any]) -> _SuiteTable:
+  """Returns the table of a suite's results."""
+  figures = content["figures"]
+  rows = []
+  for figure in figures[:_MAX_FIGURES]:
+    settings = [f"{name} {value}" for name, value in figure["at"].items()]
+    value = results.number(figure)
+    rows.append([figure["name"], ", ".join(settings), value])
+  # The name of a model is "WORKDIR at step STEP".
+  model = content["models"][0]
+  _, _, checkpoint = str(model["name"]).rpartition(" at ")
+  return _SuiteTable(suite, checkpoint, rows, num_figures=len(figures))
 
 
 def _read_results(path: epath.Path) -> Mapping[str, Any] | None:

@@ -1,86 +1,41 @@
-"""The common parts of Hugging Face's layouts: names of tensors, and config.json."""
+"""What the models in Hugging Face's format have in common.
+
+These are the names of the tensors, and the fields of config.json. llama.py,
+diffllama.py, motif.py and phi_flash.py add what is specific to a model.
+
+Weights of linear layers are [outputs, inputs]. RoPE rotates the pairs
+(j, j + D/2) of a head, as in diffjax, so the rows of the query and key
+projections are not permuted.
+
+Not supported: biases; activations other than SiLU and PolyNorm; and rotary
+angles that are scaled by other methods than "linear", "llama3" and "yarn", or
+in only a part of a head. Fields of config.json that are not known are errors.
+"""
 
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from diffjax.config import ModelConfig, UserError
 from diffjax.data.json_file import read_json
 from diffjax.interop.directory import checked_config
-from diffjax.interop.layout import Entry
+from diffjax.interop.layout import ANY, Entry
 
+# The field that says whether the embedding is also the output projection.
 TIED_BY = "tie_word_embeddings"
-PHI_FLASH = "phi4flash"  # a model_type of which no layout holds the whole model
 
-_SHOWN = 60  # characters of an unknown field's value, at most
+# The model_type of Phi-4-mini-flash. Only its attention is supported.
+PHI_FLASH = "phi4flash"
 
-# What the layouts' config.json can say beyond the sizes.
-SUPPORTED = {"rope_scaling": ...}
+# What these formats support beyond the defaults of `Layout`.
+SUPPORTED = {"rope_scaling": ANY}
 
+# The maximum number of characters of an unknown field's value in a message.
+_MAX_SHOWN_CHARACTERS = 60
 
-def entries(heads: str) -> tuple[Entry, ...]:
-  """The tensors that all models have. Linear weights are [out, in].
-
-  Args:
-    heads: The order of the sub-heads: "map", where those of a map are consecutive (sub-head i of map g has index i + g·H, and so have the
-      halves of values), or "head", where those of a head are.
-  """
-  query, key, value = {
-    "map": ("(G Q D)", "(M K D)", "E K (C D) = (C K D) E"),
-    "head": ("(Q G D)", "(K M D)", "E K V = (K V) E"),
-  }[heads]
-  return (
-    Entry("embedding", "model.embed_tokens.weight", "N E = N E"),
-    Entry(
-      "layers/attention_norm", "model.layers.{}.input_layernorm.weight", "E = E"
-    ),
-    Entry(
-      "layers/attention/query",
-      "model.layers.{}.self_attn.q_proj.weight",
-      f"E Q G D = {query} E",
-    ),
-    Entry(
-      "layers/attention/key",
-      "model.layers.{}.self_attn.k_proj.weight",
-      f"E K M D = {key} E",
-    ),
-    Entry(
-      "layers/attention/value", "model.layers.{}.self_attn.v_proj.weight", value
-    ),
-    Entry(
-      "layers/attention/out",
-      "model.layers.{}.self_attn.o_proj.weight",
-      "H V E = E (H V)",
-    ),
-    Entry(
-      "layers/ffn_norm",
-      "model.layers.{}.post_attention_layernorm.weight",
-      "E = E",
-    ),
-    Entry(
-      "layers/ffn/gate", "model.layers.{}.mlp.gate_proj.weight", "E F = F E"
-    ),
-    Entry("layers/ffn/up", "model.layers.{}.mlp.up_proj.weight", "E F = F E"),
-    Entry(
-      "layers/ffn/down", "model.layers.{}.mlp.down_proj.weight", "F E = E F"
-    ),
-    Entry("final_norm", "model.norm.weight", "E = E"),
-    Entry("unembedding", "lm_head.weight", "N E = N E"),
-  )
-
-
-LAMBDAS = tuple(
-  Entry(
-    f"layers/attention/lambda_{i}",
-    f"model.layers.{{}}.self_attn.lambda_{i}",
-    "D = D",
-  )
-  for i in ("q1", "k1", "q2", "k2")
-)
-
-# Our fields and theirs of the same meaning
+# The fields of config.model, and the fields of config.json that are equal.
 _FIELDS = {
   "vocab_size": "vocab_size",
   "num_layers": "num_hidden_layers",
@@ -90,8 +45,22 @@ _FIELDS = {
   "norm_eps": "rms_norm_eps",
 }
 
-# Fields that do not change what a model computes when it is read here: descriptions of the file, of training and of generation.
-_DESCRIPTIVE = {
+# Other fields that are read, or checked, for all models.
+_OTHER_FIELDS = {
+  TIED_BY,
+  "rope_theta",
+  "rope_scaling",
+  "rope_parameters",
+  "original_max_position_embeddings",
+  "num_attention_heads",
+  "num_key_value_heads",
+  "head_dim",
+  "hidden_act",
+}
+
+# Fields about the file, training and generation. They do not change what the
+# model computes.
+_IGNORED_FIELDS = {
   "_name_or_path",
   "architectures",
   "attention_dropout",
@@ -110,8 +79,12 @@ _DESCRIPTIVE = {
   "use_cache",
 }
 
-# The ways to stretch rotary angles: their further fields, with the values that ops/rope.py has.
-_SCALINGS: dict[str, dict[str, Any]] = {
+# An unknown field with one of these values is ignored: it switches nothing on.
+_EMPTY_VALUES = (None, False, 0, "", [], {})
+
+# The methods that scale rotary angles, with the other fields of each and the
+# values that ops/rope.py uses.
+_ROPE_SCALINGS: dict[str, dict[str, Any]] = {
   "linear": {},
   "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
   "yarn": {
@@ -124,108 +97,217 @@ _SCALINGS: dict[str, dict[str, Any]] = {
   },
 }
 
+# The base of the rotary angles if config.json has none.
+_DEFAULT_ROPE_BASE = 10_000.0
 
-def read_config_json(
-  directory: pathlib.Path, model_types: Sequence[Any], known: Iterable[str]
-) -> dict[str, Any]:
-  """The content of a config.json.
+
+def entries(order: str) -> tuple[Entry, ...]:
+  """Returns the entries of the tensors that all models have.
+
+  A head of differential attention has two maps. In these formats each map is a
+  head of its own, with half of the head's values.
 
   Args:
-    directory: Directory of the file.
-    model_types: The model_type that it may have.
-    known: The fields that the layout reads, or knows to be of no effect.
+    order: The order of the maps of H heads. "map": the first maps of all heads,
+      then their second maps. Map g of head i has the index i + g·H. "head": the
+      maps of the first head, then the maps of the next. Models with one map
+      per head have the same tensors in both.
+  """
+  if order == "map":
+    query_axes = "E Q G D = (G Q D) E"
+    key_axes = "E K M D = (M K D) E"
+    value_axes = "E K (C D) = (C K D) E"
+  else:
+    query_axes = "E Q G D = (Q G D) E"
+    key_axes = "E K M D = (K M D) E"
+    value_axes = "E K V = (K V) E"
+  attention = "model.layers.{}.self_attn"
+  ffn = "model.layers.{}.mlp"
+  return (
+    Entry("embedding", "model.embed_tokens.weight", "N E = N E"),
+    Entry(
+      "layers/attention_norm", "model.layers.{}.input_layernorm.weight", "E = E"
+    ),
+    Entry("layers/attention/query", f"{attention}.q_proj.weight", query_axes),
+    Entry("layers/attention/key", f"{attention}.k_proj.weight", key_axes),
+    Entry("layers/attention/value", f"{attention}.v_proj.weight", value_axes),
+    Entry(
+      "layers/attention/out", f"{attention}.o_proj.weight", "H V E = E (H V)"
+    ),
+    Entry(
+      "layers/ffn_norm",
+      "model.layers.{}.post_attention_layernorm.weight",
+      "E = E",
+    ),
+    Entry("layers/ffn/gate", f"{ffn}.gate_proj.weight", "E F = F E"),
+    Entry("layers/ffn/up", f"{ffn}.up_proj.weight", "E F = F E"),
+    Entry("layers/ffn/down", f"{ffn}.down_proj.weight", "F E = E F"),
+    Entry("final_norm", "model.norm.weight", "E = E"),
+    Entry("unembedding", "lm_head.weight", "N E = N E"),
+  )
+
+
+def _lambda_entry(name: str) -> Entry:
+  """Returns the entry of one of the vectors from which DIFF V1 computes λ."""
+  tensor = f"model.layers.{{}}.self_attn.{name}"
+  return Entry(f"layers/attention/{name}", tensor, "D = D")
+
+
+# The entries that DIFF V1 has in addition.
+LAMBDAS = (
+  _lambda_entry("lambda_q1"),
+  _lambda_entry("lambda_k1"),
+  _lambda_entry("lambda_q2"),
+  _lambda_entry("lambda_k2"),
+)
+
+
+def read_config_json(
+  directory: pathlib.Path,
+  model_types: Sequence[Any],
+  known_fields: Iterable[str],
+) -> dict[str, Any]:
+  """Returns the content of a model's config.json.
+
+  Args:
+    directory: The directory of the model.
+    model_types: The values of model_type that are supported.
+    known_fields: The fields that only this model has. The caller reads them, or
+      knows that they have no effect.
 
   Raises:
-    UserError: if the model is of another type, or has fields with an effect that is not known.
+    UserError: if the model has another type, or if config.json has unknown
+      fields, which may change what the model computes.
   """
   path = directory / "config.json"
   config = read_json(path)
-  if (got := config.get("model_type")) not in model_types:
-    partly = (
-      "; it is a Phi-4-mini-flash, whose layers of Mamba-1 and gated memory diffjax does not have: of its layers with attention, "
-      "diffjax.interop.phi_flash.read_attention reads each"
+  model_type = config.get("model_type")
+  if model_type not in model_types:
+    supported = " or ".join(repr(name) for name in model_types)
+    message = (
+      f"{path} has model_type = {model_type!r}: this layout is {supported}"
     )
-    hint = partly * (got == PHI_FLASH)
-    raise UserError(
-      f"{path} has model_type = {got!r}: this layout is {' or '.join(map(repr, model_types))}{hint}"
-    )
-  read = {
-    *_DESCRIPTIVE,
-    *_FIELDS.values(),
-    TIED_BY,
-    "rope_theta",
-    "rope_scaling",
-    "rope_parameters",
-    "original_max_position_embeddings",
-  }
-  read |= {
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "hidden_act",
-    *known,
-  }
-  if unknown := {
-    name: value
-    for name, value in config.items()
-    if name not in read and value not in (None, False, 0, "", [], {})
-  }:
-    said = ", ".join(
-      f"{name if name.isprintable() else repr(name)} = {repr(value)[:_SHOWN]}"
-      for name, value in sorted(unknown.items())
-    )
-    raise UserError(
-      f"{path} has fields that diffjax does not know: {said}; remove those that do not change what the model computes"
-    )
+    if model_type == PHI_FLASH:
+      message += (
+        "; it is a Phi-4-mini-flash, whose layers of Mamba-1 and gated memory"
+        " diffjax does not have; read its attention layers with"
+        " diffjax.interop.phi_flash.read_attention"
+      )
+    raise UserError(message)
+  _check_no_unknown_fields(path, config, known_fields)
   return config
 
 
+def _check_no_unknown_fields(
+  path: pathlib.Path, config: Mapping[str, Any], known_fields: Iterable[str]
+) -> None:
+  """Raises UserError if a config.json has unknown fields that are set."""
+  names = {*_FIELDS.values(), *_OTHER_FIELDS, *_IGNORED_FIELDS, *known_fields}
+  unknown = []
+  for name, value in sorted(config.items()):
+    if name not in names and value not in _EMPTY_VALUES:
+      unknown.append(_format_field(name, value))
+  if unknown:
+    raise UserError(
+      f"{path} has fields that diffjax does not know: {', '.join(unknown)};"
+      " remove the fields that do not change what the model computes"
+    )
+
+
+def _format_field(name: str, value: Any) -> str:
+  """Returns a field for a message, in one line and not too long."""
+  if not name.isprintable():
+    name = repr(name)
+  return f"{name} = {repr(value)[:_MAX_SHOWN_CHARACTERS]}"
+
+
 def required_field(
-  path: pathlib.Path, config: dict[str, Any], name: str
+  path: pathlib.Path, config: Mapping[str, Any], name: str
 ) -> Any:
-  """A field of a config.json that must be there."""
-  if (value := config.get(name)) is None:
+  """Returns a field of a config.json.
+
+  Args:
+    path: The file, for messages.
+    config: Its content.
+    name: The name of the field.
+
+  Raises:
+    UserError: if the field is missing or null.
+  """
+  value = config.get(name)
+  if value is None:
     raise UserError(f"{path} has no {name}")
   return value
 
 
+def divide_field(
+  path: pathlib.Path, config: Mapping[str, Any], name: str, divisor: int
+) -> int:
+  """Returns a field of a config.json, divided by a number.
+
+  Args:
+    path: The file, for messages.
+    config: Its content.
+    name: The name of the field.
+    divisor: The number. 1 only checks that the field is a positive integer.
+
+  Raises:
+    UserError: if the field is missing, or not a positive multiple of the
+      divisor.
+  """
+  value = required_field(path, config, name)
+  # type, because True is an int.
+  is_positive_integer = type(value) is int and value > 0
+  if not is_positive_integer or value % divisor != 0:
+    raise UserError(
+      f"{path} has {name} = {value!r}: it must be a positive multiple of"
+      f" {divisor}"
+    )
+  return value // divisor
+
+
 def check_values(
-  path: pathlib.Path, config: dict[str, Any], **wanted: Any
+  path: pathlib.Path, config: Mapping[str, Any], **supported: Any
 ) -> None:
-  """Refuses fields, where they are there, that have another value than the only one that diffjax supports."""
-  for name, value in wanted.items():
-    if (got := config.get(name)) is not None and (
-      got != value or type(got) is not type(value)
-    ):
+  """Checks fields for which diffjax supports only one value.
+
+  Args:
+    path: The file, for messages.
+    config: Its content. A field that is missing or null is not an error.
+    **supported: The supported value of each field.
+
+  Raises:
+    UserError: if a field has another value.
+  """
+  for name, supported_value in supported.items():
+    value = config.get(name)
+    if value is None:
+      continue
+    # True and 1 are equal, but not the same value in JSON.
+    has_same_type = type(value) is type(supported_value)
+    if value != supported_value or not has_same_type:
       raise UserError(
-        f"{path} has {name} = {got!r}: diffjax supports only {value!r}"
+        f"{path} has {name} = {value!r}: diffjax supports only"
+        f" {supported_value!r}"
       )
-
-
-def shared_fields(path: pathlib.Path, config: dict[str, Any]) -> dict[str, Any]:
-  """The fields of our config that all models share, but for the numbers of heads."""
-  fields = {
-    field: required_field(path, config, name) for field, name in _FIELDS.items()
-  }
-  return (
-    fields
-    | _rope(path, config)
-    | {"tie_embeddings": config.get(TIED_BY, False)}
-  )
 
 
 def read_config(
   directory: pathlib.Path, model_type: str, *, maps: int
 ) -> ModelConfig:
-  """Reads the config.json of a Llama or DiffLlama. Attention and head norm keep their defaults.
+  """Reads the config.json of a Llama or DiffLlama.
 
   Args:
-    directory: Directory of the file.
+    directory: The directory of the model.
     model_type: The model_type that it must have.
-    maps: Number of maps that it counts as heads. H and K are that many times fewer.
+    maps: The number of maps of a head. config.json counts each as a head.
+
+  Returns:
+    The config. `attention` and `head_norm` have their defaults.
 
   Raises:
-    UserError: if a field is missing, or has a value that diffjax does not support.
+    UserError: if a field is missing, or has a value that diffjax does not
+      support.
   """
   path = directory / "config.json"
   config = read_config_json(
@@ -235,113 +317,152 @@ def read_config(
     path, config, hidden_act="silu", attention_bias=False, mlp_bias=False
   )
   num_heads = divide_field(path, config, "num_attention_heads", maps)
-  num_kv_heads = (
-    num_heads
-    if config.get("num_key_value_heads") is None
-    else divide_field(path, config, "num_key_value_heads", maps)
-  )
-  head_dim = config.get("head_dim") or divide_field(
-    path, config, "hidden_size", 1
-  ) // (num_heads * maps)
-  return checked_config(
-    path,
-    shared_fields(path, config)
-    | {
-      "num_heads": num_heads,
-      "num_kv_heads": num_kv_heads,
-      "head_dim": head_dim,
-    },
-  )
+  num_kv_heads = num_heads
+  if config.get("num_key_value_heads") is not None:
+    num_kv_heads = divide_field(path, config, "num_key_value_heads", maps)
+  head_dim = config.get("head_dim")
+  if not head_dim:
+    embed_dim = divide_field(path, config, "hidden_size", 1)
+    head_dim = embed_dim // (num_heads * maps)
+  fields = shared_fields(path, config)
+  fields["num_heads"] = num_heads
+  fields["num_kv_heads"] = num_kv_heads
+  fields["head_dim"] = head_dim
+  return checked_config(path, fields)
 
 
-def make_config(config: ModelConfig, *, maps: int) -> dict[str, Any]:
-  """The config.json of a model, without its model_type.
+def shared_fields(
+  path: pathlib.Path, config: Mapping[str, Any]
+) -> dict[str, Any]:
+  """Returns the fields of config.model that all models read in the same way.
+
+  These are all fields except the number and width of heads, and fields that
+  only some models have.
 
   Args:
-    config: The model's.
-    maps: Number of maps that are counted as heads.
+    path: The config.json, for messages.
+    config: Its content.
+
+  Raises:
+    UserError: if a field is missing, or if the rotary angles are scaled in a
+      way that is not supported.
   """
-  rope: dict[str, Any] = {"rope_type": "default"}
-  if config.rope_scaling != "none":
-    rope = {"rope_type": config.rope_scaling, "factor": config.rope_factor}
-    rope |= {
-      name: value
-      for name, value in _SCALINGS[config.rope_scaling].items()
-      if value is not None
-    }
-    rope |= (
-      {}
-      if config.rope_scaling == "linear"
-      else {"original_max_position_embeddings": config.rope_original_length}
-    )
-  older = {} if config.rope_scaling == "none" else {"rope_scaling": rope}
-  return {name: getattr(config, field) for field, name in _FIELDS.items()} | {
-    "num_attention_heads": config.num_heads * maps,
-    "num_key_value_heads": config.num_kv_heads * maps,
-    "head_dim": config.head_dim,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "rope_parameters": rope | {"rope_theta": config.rope_base},
-    "rope_theta": config.rope_base,  # for transformers before version 5
-    **older,
-    TIED_BY: config.tie_embeddings,
-  }
+  fields = {}
+  for field, name in _FIELDS.items():
+    fields[field] = required_field(path, config, name)
+  fields.update(_read_rope(path, config))
+  fields["tie_embeddings"] = config.get(TIED_BY, False)
+  return fields
 
 
-def divide_field(
-  path: pathlib.Path, config: dict[str, Any], name: str, of: int
-) -> int:
-  """A field that is a positive multiple of a number, divided by it."""
-  got = required_field(path, config, name)
-  if not isinstance(got, int) or isinstance(got, bool) or got < of or got % of:
-    raise UserError(
-      f"{path} has {name} = {got!r}: it must be a positive multiple of {of}"
-    )
-  return got // of
+def _read_rope(path: pathlib.Path, config: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the fields of config.model about rotary angles."""
+  written = _written_rope(path, config)
+  # The fields that are not yet interpreted.
+  remaining = dict(written)
+  base = remaining.pop("rope_theta")
+  # transformers called the field "type" before it was "rope_type".
+  scaling = remaining.pop("type", "default")
+  scaling = remaining.pop("rope_type", scaling)
+  rotated_share = remaining.pop("partial_rotary_factor", 1.0)
+  fields: dict[str, Any] = {"rope_base": base}
+  if scaling == "default" and rotated_share == 1.0 and not remaining:
+    return fields
 
-
-def _rope(path: pathlib.Path, config: dict[str, Any]) -> dict[str, Any]:
-  """θ and what stretches the angles, from the fields of transformers 5 and of earlier versions."""
-  rope = {
-    "rope_theta": 10_000.0
-    if config.get("rope_theta") is None
-    else config["rope_theta"]
-  }
-  for section in ("rope_scaling", "rope_parameters"):
-    if not isinstance(fields := config.get(section) or {}, dict):
-      raise UserError(
-        f"{path} has {section} = {fields!r}: it must be an object"
-      )
-    rope |= fields
-  written, kind = dict(rope), rope.pop("rope_type", rope.pop("type", "default"))
-  base, partial = rope.pop("rope_theta"), rope.pop("partial_rotary_factor", 1.0)
-  if kind == "default" and partial == 1.0 and not rope:
-    return {"rope_base": base}
-  original = rope.pop(
+  factor = remaining.pop("factor", None)
+  original_length = remaining.pop(
     "original_max_position_embeddings",
     config.get("original_max_position_embeddings"),
   )
-  factor, rope = (
-    rope.pop("factor", None),
-    {name: value for name, value in rope.items() if value is not None},
-  )
-  plain = (
-    isinstance(kind, str)
-    and kind in _SCALINGS
-    and partial == 1.0
+  is_supported = (
+    _has_usual_values(scaling, remaining)
+    and rotated_share == 1.0
     and factor is not None
-    and rope.items() <= _SCALINGS[kind].items()
+    and (original_length is not None or scaling == "linear")
   )
-  if not plain or (original is None and kind != "linear"):
+  if not is_supported:
     raise UserError(
-      f"{path} scales its rotary angles as diffjax does not ({written}): it supports {', '.join(_SCALINGS)} with a factor and "
-      "original_max_position_embeddings, and their usual further fields"
+      f"{path} scales its rotary angles as diffjax does not ({written}): it"
+      f" supports {', '.join(_ROPE_SCALINGS)} with a factor,"
+      " original_max_position_embeddings and the usual values of other fields"
     )
   if factor == 1:
-    return dict(rope_base=base)
-  stretched = {"rope_base": base, "rope_scaling": kind, "rope_factor": factor}
-  return (
-    stretched
-    if original is None
-    else stretched | {"rope_original_length": original}
-  )
+    return fields
+  fields["rope_scaling"] = scaling
+  fields["rope_factor"] = factor
+  if original_length is not None:
+    fields["rope_original_length"] = original_length
+  return fields
+
+
+def _written_rope(
+  path: pathlib.Path, config: Mapping[str, Any]
+) -> dict[str, Any]:
+  """Returns the fields of a config.json about rotary angles.
+
+  transformers 5 has them all in rope_parameters. Earlier versions have
+  rope_theta and rope_scaling.
+  """
+  rope = {"rope_theta": config.get("rope_theta")}
+  if rope["rope_theta"] is None:
+    rope["rope_theta"] = _DEFAULT_ROPE_BASE
+  for section_name in ("rope_scaling", "rope_parameters"):
+    section = config.get(section_name) or {}
+    if not isinstance(section, dict):
+      raise UserError(
+        f"{path} has {section_name} = {section!r}: it must be an object"
+      )
+    rope.update(section)
+  return rope
+
+
+def _has_usual_values(scaling: Any, fields: Mapping[str, Any]) -> bool:
+  """Returns whether diffjax has a scaling, with these values of its fields."""
+  if not isinstance(scaling, str) or scaling not in _ROPE_SCALINGS:
+    return False
+  usual_values = _ROPE_SCALINGS[scaling]
+  for name, value in fields.items():
+    if value is None:
+      continue
+    if name not in usual_values or value != usual_values[name]:
+      return False
+  return True
+
+
+def make_config(config: ModelConfig, *, maps: int) -> dict[str, Any]:
+  """Returns the config.json of a model, without its model_type.
+
+  Args:
+    config: The config of the model.
+    maps: The number of maps of a head. config.json counts each as a head.
+  """
+  written = {name: getattr(config, field) for field, name in _FIELDS.items()}
+  written["num_attention_heads"] = config.num_heads * maps
+  written["num_key_value_heads"] = config.num_kv_heads * maps
+  written["head_dim"] = config.head_dim
+  written["hidden_act"] = "silu"
+  written["attention_bias"] = False
+  rope_scaling = _make_rope_scaling(config)
+  written["rope_parameters"] = rope_scaling | {"rope_theta": config.rope_base}
+  # transformers before version 5 reads these two fields.
+  written["rope_theta"] = config.rope_base
+  if config.rope_scaling != "none":
+    written["rope_scaling"] = rope_scaling
+  written[TIED_BY] = config.tie_embeddings
+  return written
+
+
+def _make_rope_scaling(config: ModelConfig) -> dict[str, Any]:
+  """Returns the fields of a config.json that scale rotary angles."""
+  if config.rope_scaling == "none":
+    return {"rope_type": "default"}
+  scaling: dict[str, Any] = {
+    "rope_type": config.rope_scaling,
+    "factor": config.rope_factor,
+  }
+  for name, value in _ROPE_SCALINGS[config.rope_scaling].items():
+    if value is not None:
+      scaling[name] = value
+  if config.rope_scaling != "linear":
+    scaling["original_max_position_embeddings"] = config.rope_original_length
+  return scaling

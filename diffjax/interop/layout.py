@@ -1,6 +1,13 @@
-"""Layouts of weights as tables: each entry names an array of diffjax and a tensor of the file, and the order of the axes in both.
+"""Tables that describe how another project stores a model's weights.
 
-Reading and writing use the same table, so that a round trip gives the same weights, bit for bit.
+Each entry of a table names a parameter of diffjax, a tensor of the file, and
+the order of the axes in both, in the notation of einops. Reading and writing
+use the same table, so a round trip gives the same weights, bit for bit.
+
+Some projects rotate the pairs (2j, 2j + 1) of a head, and diffjax rotates the
+pairs (j, j + D/2). The rows of the query and key projections are then permuted.
+A table writes D as two axes: P is the member of a pair, and J is the pair. So
+"(P J)" in diffjax is "(J P)" in such a file.
 """
 
 from __future__ import annotations
@@ -12,7 +19,7 @@ import os
 import re
 import tempfile
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import einops
@@ -22,48 +29,11 @@ from diffjax.config import ModelConfig, UserError
 from diffjax.data.tokenizer import Tokenizer
 from diffjax.model.shapes import axis_sizes
 
+# Stands for all values of a field, in `supported` of a Layout.
+ANY = ...
 
-@dataclasses.dataclass(frozen=True)
-class Model:
-  """A model, as it is read from any layout and written to any.
-
-  Attributes:
-    config: Its sizes and kind.
-    params: The parameter tree (see model/decoder.py), NumPy arrays in float32. Large ones are temporary files that look like arrays.
-    tokenizer: Its tokenizer.
-  """
-
-  config: ModelConfig
-  params: dict[str, Any]
-  tokenizer: Tokenizer
-
-
-@dataclasses.dataclass(frozen=True)
-class Entry:
-  """An array and its tensor, or its L tensors.
-
-  Attributes:
-    param: Path in the parameter tree. Under "layers/" an array has a leading axis L, and a tensor for each layer.
-    tensor: Name in the file, with {} for the layer's number.
-    axes: Both shapes, without L, in einops' notation: "E Q G D = (G Q D) E". Beside the project's letters, C is V / D, and D may be
-      written as P J: the two members of a rotated pair, and D/2 pairs.
-  """
-
-  param: str
-  tensor: str
-  axes: str
-
-
-class Tensors(Protocol):
-  """Named tensors of a file or directory."""
-
-  def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
-
-  def read(self, name: str) -> np.ndarray: ...
-
-
-# What a layout takes for granted, unless it says otherwise.
-_PLAIN = {
+# The values of the fields of config.model that a layout supports by default.
+_DEFAULT_SUPPORTED = {
   "causal": True,
   "window": None,
   "rope": True,
@@ -80,40 +50,123 @@ _PLAIN = {
   "norm": "rms",
 }
 
+# Arrays of this many bytes or more are temporary files, so that a model may be
+# larger than the memory.
+_MIN_FILE_BYTES = 1 << 26
+# /tmp may be in memory.
+_DEFAULT_FILE_DIRECTORY = "/var/tmp"
 
-# Bytes from which on an array is a temporary file: a model larger than the memory is put together, and written, piece by piece.
-_MAX_BYTES_IN_MEMORY = 1 << 26
-_LARGE_FILES = "/var/tmp"  # /tmp may lie in the memory
+_BYTES_PER_FLOAT32 = 4
+_BYTES_PER_GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+  """A model that can be written in any layout.
+
+  Attributes:
+    config: Its sizes and variant.
+    params: Its parameters, a tree of float32 NumPy arrays as in
+      model/decoder.py. Large arrays are memory-mapped temporary files.
+    tokenizer: Its tokenizer.
+  """
+
+  config: ModelConfig
+  params: dict[str, Any]
+  tokenizer: Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+  """A parameter of diffjax, and the tensors in which a file stores it.
+
+  Example: each layer has a matrix with a row for each output of the queries.
+
+    Entry(
+      "layers/attention/query",
+      "model.layers.{}.self_attn.q_proj.weight",
+      "E Q G D = (Q G D) E",
+    )
+
+  Attributes:
+    param: The path in the parameter tree. A path that begins with "layers/" is
+      an array with a leading axis L, and the file has a tensor for each layer.
+    tensor: The name in the file, with {} for the number of the layer.
+    axes: The axes of the parameter without L, " = ", and the axes of the
+      tensor. `diffjax/parameters.py` defines the letters.
+  """
+
+  param: str
+  tensor: str
+  axes: str
+
+  @property
+  def is_per_layer(self) -> bool:
+    """Whether the file has a tensor for each layer."""
+    return self.param.startswith("layers/")
+
+  @property
+  def param_axes(self) -> str:
+    """The axes of the parameter, such as "E Q G D"."""
+    return self.axes.split(" = ")[0]
+
+  @property
+  def tensor_axes(self) -> str:
+    """The axes of the tensor, such as "(Q G D) E"."""
+    return self.axes.split(" = ")[1]
+
+
+class Tensors(Protocol):
+  """The named tensors of a file or directory. `str` returns its path."""
+
+  def shapes(self) -> Mapping[str, tuple[int, ...]]:
+    """Returns the shapes of all tensors, by name."""
+
+  def read(self, name: str) -> np.ndarray:
+    """Returns a tensor in float32."""
 
 
 def allocate(shape: tuple[int, ...]) -> np.ndarray:
-  """A float32 array to be filled. A large one is a file in TMPDIR, by default /var/tmp, which vanishes with the array.
+  """Returns a float32 array whose values are not set.
+
+  A large array is a temporary file in TMPDIR, by default in /var/tmp. The file
+  is deleted when the array is no longer used.
 
   Raises:
-    UserError: if the disk is too full for it.
+    UserError: if the file cannot be created, or the disk is full.
   """
-  if (size := 4 * math.prod(shape)) < _MAX_BYTES_IN_MEMORY:
+  num_bytes = _BYTES_PER_FLOAT32 * math.prod(shape)
+  if num_bytes < _MIN_FILE_BYTES:
     return np.empty(shape, np.float32)
-  directory = os.environ.get("TMPDIR") or (
-    _LARGE_FILES if os.path.isdir(_LARGE_FILES) else tempfile.gettempdir()
-  )
+  directory = _temporary_directory()
   try:
     with tempfile.TemporaryFile(dir=directory) as file:
-      if hasattr(
-        os, "posix_fallocate"
-      ):  # else a write to a full disk would end the process by a signal
-        os.posix_fallocate(file.fileno(), 0, size)
-      file.truncate(size)
+      # Reserves the space. Otherwise, a write to the array would end the
+      # process with a signal if the disk is full.
+      if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file.fileno(), 0, num_bytes)
+      file.truncate(num_bytes)
       return np.memmap(file, np.float32, shape=shape)
   except OSError as error:
-    reason = f"{error.strerror or error}; TMPDIR names another directory"
     raise UserError(
-      f"cannot keep a parameter of {size / 2**30:.2f} GiB in a file in {directory}: {reason}"
+      f"cannot store a parameter of {num_bytes / _BYTES_PER_GIB:.2f} GiB in a"
+      f" file in {directory}: {error.strerror or error}; set TMPDIR to another"
+      " directory"
     ) from error
 
 
+def _temporary_directory() -> str:
+  """Returns the directory for large temporary files."""
+  directory = os.environ.get("TMPDIR")
+  if directory:
+    return directory
+  if os.path.isdir(_DEFAULT_FILE_DIRECTORY):
+    return _DEFAULT_FILE_DIRECTORY
+  return tempfile.gettempdir()
+
+
 class Layout:
-  """A table with the sizes of a model."""
+  """A table of entries together with the sizes of a model."""
 
   def __init__(
     self,
@@ -123,140 +176,210 @@ class Layout:
     tied_by: str,
     supported: Mapping[str, Any] = types.MappingProxyType({}),
   ):
-    """Fills in the sizes.
+    """Initializes the layout.
 
     Args:
       entries: The table.
-      config: The model's.
-      tied_by: Field of the layout's config.json that says whether the embedding is the output projection too.
-      supported: What it takes for granted otherwise than other layouts, by the config's fields; ... for a field that its config.json has.
+      config: The model's config.
+      tied_by: The field of the project's config.json that says whether the
+        embedding is also the output projection.
+      supported: The values of fields of config.model that this layout supports,
+        if they differ from the defaults above. ANY for a field whose value is
+        stored in config.json.
 
     Raises:
-      UserError: if the model has what the layout cannot say.
+      UserError: if this layout does not support the model.
     """
-    for field, plain in {**supported, **_PLAIN, **supported}.items():
-      if plain is not ... and (value := getattr(config, field)) != plain:
-        raise UserError(
-          f"this layout can only say {field} {plain}: it cannot hold a model of {field} {value}"
-        )
-    self._layers, self._tied, self._tied_by = (
-      config.num_layers,
-      config.tie_embeddings,
-      tied_by,
-    )
+    _check_supported(config, supported)
+    self._num_layers = config.num_layers
+    self._is_tied = config.tie_embeddings
+    self._tied_by = tied_by
     self._sizes = axis_sizes(config)
-    self._sizes |= dict(
-      P=2, J=config.head_dim // 2, C=self._sizes["V"] // config.head_dim
-    )
-    entries = list(entries)
-    self._embedding, self._unembedding = (
-      next(entry.tensor for entry in entries if entry.param == param)
-      for param in ("embedding", "unembedding")
-    )
-    self._entries = [
-      entry
-      for entry in entries
-      if not (self._tied and entry.param == "unembedding")
-    ]
+    self._sizes["P"] = 2
+    self._sizes["J"] = config.head_dim // 2
+    self._sizes["C"] = self._sizes["V"] // config.head_dim
 
-  @functools.cached_property
-  def _places(self) -> dict[str, tuple[Entry, int | None]]:
-    """The entry and layer of each tensor."""
-    return {
-      entry.tensor.format(layer): (entry, layer)
-      for entry in self._entries
-      for layer in self._numbers(entry)
-    }
+    entries_by_param = {entry.param: entry for entry in entries}
+    self._embedding = entries_by_param["embedding"].tensor
+    self._unembedding = entries_by_param["unembedding"].tensor
+    if self._is_tied:
+      del entries_by_param["unembedding"]
+    self._entries = list(entries_by_param.values())
 
   def shapes(self) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor."""
-    return {
-      name: self._shape(entry.axes.split(" = ")[1])
-      for name, (entry, _) in self._places.items()
-    }
+    """Returns the shapes of all tensors, by name."""
+    shapes = {}
+    for name, (entry, _) in self._tensor_sources.items():
+      shapes[name] = self._shape(entry.tensor_axes)
+    return shapes
 
   def tensor(self, params: dict[str, Any], name: str) -> np.ndarray:
-    """A tensor of the layout, made of a model's parameters."""
-    entry, layer = self._places[name]
-    array: Any = params
+    """Returns a tensor of this layout.
+
+    Args:
+      params: The parameters of the model.
+      name: The name of the tensor.
+    """
+    entry, layer = self._tensor_sources[name]
+    param: Any = params
     for key in entry.param.split("/"):
-      array = array[key]
-    here, there = entry.axes.split(" = ")
-    return self._rearrange(
-      array if layer is None else array[layer], here, there
-    )
+      param = param[key]
+    if layer is not None:
+      param = param[layer]
+    return self._rearrange(param, entry.param_axes, entry.tensor_axes)
 
   def params(self, tensors: Tensors) -> dict[str, Any]:
-    """The parameters of a model, made of the layout's tensors, in float32.
+    """Returns the parameters of a model in float32.
+
+    Args:
+      tensors: The tensors of this layout.
 
     Raises:
-      UserError: if a tensor is missing, has another shape, or is not in this layout.
+      UserError: if a tensor is missing, has another shape, or is not in this
+        layout.
     """
     self._check(tensors)
     params: dict[str, Any] = {}
     for entry in self._entries:
-      here, there = entry.axes.split(" = ")
-      stack = allocate((len(self._numbers(entry)), *self._shape(here)))
-      for index, layer in enumerate(self._numbers(entry)):
-        stack[index] = self._rearrange(
-          tensors.read(entry.tensor.format(layer)), there, here
-        )
       *sections, name = entry.param.split("/")
       section = params
       for key in sections:
         section = section.setdefault(key, {})
-      section[name] = stack if sections else stack[0]
+      section[name] = self._read_param(tensors, entry)
     return params
 
+  # Computed on first use: `_check` detects a wrong number of layers before it
+  # costs memory.
+  @functools.cached_property
+  def _tensor_sources(self) -> dict[str, tuple[Entry, int | None]]:
+    """The entry of each tensor, and its layer."""
+    sources = {}
+    for entry in self._entries:
+      for layer in self._layers(entry):
+        sources[entry.tensor.format(layer)] = (entry, layer)
+    return sources
+
+  def _layers(self, entry: Entry) -> Sequence[int | None]:
+    """Returns the layers of an entry; [None] if it is not of the layers."""
+    if entry.is_per_layer:
+      return range(self._num_layers)
+    return [None]
+
+  def _read_param(self, tensors: Tensors, entry: Entry) -> np.ndarray:
+    """Returns the parameter of an entry."""
+    layers = self._layers(entry)
+    stack = allocate((len(layers), *self._shape(entry.param_axes)))
+    for index, layer in enumerate(layers):
+      # The tensor gets no name here, so that it is freed before the next one is
+      # read.
+      stack[index] = self._read_layer(tensors, entry, layer)
+    return stack if entry.is_per_layer else stack[0]
+
+  def _read_layer(
+    self, tensors: Tensors, entry: Entry, layer: int | None
+  ) -> np.ndarray:
+    """Returns the parameter of one layer."""
+    tensor = tensors.read(entry.tensor.format(layer))
+    return self._rearrange(tensor, entry.tensor_axes, entry.param_axes)
+
   def _check(self, tensors: Tensors) -> None:
-    found = dict(tensors.shapes())
-    if self._layers > len(found):
+    """Raises UserError unless names and shapes agree with this layout."""
+    shapes = dict(tensors.shapes())
+    if self._num_layers > len(shapes):
       raise UserError(
-        f"{tensors} has {len(found)} tensors: its config.json is of another model, with {self._layers} layers"
+        f"{tensors} has {len(shapes)} tensors, but its config.json is of"
+        f" another model, with {self._num_layers} layers; replace it with the"
+        " model's own"
       )
-    wanted = self.shapes()
-    if self._tied and self._unembedding in found and self._embedding in found:
-      if not np.array_equal(
-        tensors.read(self._unembedding), tensors.read(self._embedding)
-      ):
+    has_both = self._unembedding in shapes and self._embedding in shapes
+    if self._is_tied and has_both:
+      self._check_tied(tensors)
+      del shapes[self._unembedding]
+
+    expected_shapes = self.shapes()
+    for name, expected_shape in expected_shapes.items():
+      if name not in shapes:
+        raise UserError(self._missing_message(tensors, name))
+      if shapes[name] != expected_shape:
         raise UserError(
-          f"{tensors} has a {self._unembedding} that differs from {self._embedding}, but its config.json says {self._tied_by}: true; "
-          "set that to false if the two are not tied"
+          f"{tensors} has {name} of shape {list(shapes[name])}, but its"
+          f" config.json requires {list(expected_shape)}"
         )
-      del found[self._unembedding]
-    for name in wanted:
-      if name not in found:
-        hint = (
-          f"; if it is {self._embedding} again, set {self._tied_by} to true in config.json"
-          * (name == self._unembedding)
-        )
-        raise UserError(
-          f"{tensors} has no tensor {name}, which this layout needs for its config.json{hint}"
-        )
-      if found[name] != wanted[name]:
-        raise UserError(
-          f"{tensors} has {name} of shape {list(found[name])}, but for its config.json it must be {list(wanted[name])}"
-        )
-    if extra := sorted(found.keys() - wanted.keys()):
-      hint = ": diffjax has no biases" * extra[0].endswith(".bias")
+    unknown_names = shapes.keys() - expected_shapes.keys()
+    if unknown_names:
+      name = min(unknown_names)
+      message = (
+        f"{tensors} has a tensor {name}, which is not in this layout for its"
+        " config.json"
+      )
+      if name.endswith(".bias"):
+        message += ": diffjax has no biases"
+      raise UserError(message)
+
+  def _check_tied(self, tensors: Tensors) -> None:
+    """Raises UserError if a tied embedding and unembedding differ."""
+    unembedding = tensors.read(self._unembedding)
+    embedding = tensors.read(self._embedding)
+    if not np.array_equal(unembedding, embedding):
       raise UserError(
-        f"{tensors} has a tensor {extra[0]}, which is not in this layout for its config.json{hint}"
+        f"{tensors} has a {self._unembedding} that differs from"
+        f" {self._embedding}, but its config.json says {self._tied_by}: true;"
+        " set that to false if the two are not tied"
       )
 
-  def _numbers(self, entry: Entry) -> range | list[None]:
-    return range(self._layers) if entry.param.startswith("layers/") else [None]
+  def _missing_message(self, tensors: Tensors, name: str) -> str:
+    """Returns the error message for a missing tensor."""
+    message = (
+      f"{tensors} has no tensor {name}, which this layout needs for its"
+      " config.json"
+    )
+    if name == self._unembedding:
+      message += (
+        f"; if it is equal to {self._embedding}, set {self._tied_by} to true in"
+        " config.json"
+      )
+    return message
 
   def _shape(self, axes: str) -> tuple[int, ...]:
-    return tuple(
-      math.prod(self._sizes[letter] for letter in group if letter.isalpha())
-      for group in re.findall(r"\([^)]*\)|\w", axes)
-    )
+    """Returns the shape of an array from its axes, such as "E (H V)"."""
+    shape = []
+    # An axis is a letter, a product of letters in parentheses, or the number 1.
+    for axis in re.findall(r"\([^)]*\)|\w", axes):
+      sizes = self._letter_sizes(axis)
+      shape.append(math.prod(sizes.values()))
+    return tuple(shape)
 
   def _rearrange(
-    self, array: np.ndarray, before: str, after: str
+    self, array: np.ndarray, axes: str, new_axes: str
   ) -> np.ndarray:
+    """Returns the array with its axes in another order or product."""
     return einops.rearrange(
-      np.asarray(array),
-      f"{before} -> {after}",
-      **{letter: self._sizes[letter] for letter in before if letter.isalpha()},
+      np.asarray(array), f"{axes} -> {new_axes}", **self._letter_sizes(axes)
     )
+
+  def _letter_sizes(self, axes: str) -> dict[str, int]:
+    """Returns the sizes of all letters in a text."""
+    return {letter: self._sizes[letter] for letter in axes if letter.isalpha()}
+
+
+def _check_supported(
+  config: ModelConfig, layout_supported: Mapping[str, Any]
+) -> None:
+  """Raises UserError if a layout does not support a model.
+
+  Args:
+    config: The model's config.
+    layout_supported: `supported` of the layout. These fields are checked first.
+  """
+  supported = dict(layout_supported)
+  for field, value in _DEFAULT_SUPPORTED.items():
+    supported.setdefault(field, value)
+  for field, value in supported.items():
+    if value is ANY:
+      continue
+    model_value = getattr(config, field)
+    if model_value != value:
+      raise UserError(
+        f"this format supports only {field} = {value!r}; the model has"
+        f" {model_value!r}"
+      )

@@ -114,10 +114,10 @@ def edit(path, change):
       dict(rope_scaling={"type": "linear", "factor": 0.5}),
       "rope_factor = 0.5: must be at least 1",
     ),
-    ({"a\nb": "c" * 99}, r"does not know: 'a\\nb' = 'c{59}; remove those"),
+    ({"a\nb": "c" * 99}, r"does not know: 'a\\nb' = 'c{59}; remove the fields"),
     (
       dict(sliding_window=9),
-      "has fields that diffjax does not know: sliding_window = 9; remove those that do not change",
+      "has fields that diffjax does not know: sliding_window = 9; remove the fields that do not change",
     ),
     (
       dict(
@@ -148,7 +148,7 @@ def edit(path, change):
     (dict(num_hidden_layers="2"), "num_layers must be int; got '2'"),
     (
       dict(num_hidden_layers=2_000_000_000),
-      "tensors: its config.json is of another model, with 2000000000 layers",
+      "tensors, but its config.json is of another model, with 2000000000 layers",
     ),
     (
       dict(num_hidden_layers=1),
@@ -162,7 +162,7 @@ def edit(path, change):
     (dict(num_key_value_heads=3), "num_kv_heads = 3: must divide"),
     (
       dict(num_key_value_heads=4),
-      r"k_proj.weight of shape \[16, 32\], but for its config.json it must be \[32, 32\]",
+      r"k_proj.weight of shape \[16, 32\], but its config.json requires \[32, 32\]",
     ),
     (dict(rms_norm_eps=0), "norm_eps = 0.0: must be positive"),
     (
@@ -371,25 +371,25 @@ def test_diffllama_configs(golden, refuses, change, message, tmp_path):
       "diffllama",
       "diff",
       dict(window=8),
-      "can only say window None: it cannot hold a model of window 8",
+      "supports only window = None; the model has 8",
     ),
     (
       "unilm",
       "diff_v2",
       dict(rope=False),
-      "can only say rope True: it cannot hold a model of rope False",
+      "supports only rope = True; the model has False",
     ),
     (
       "unilm",
       "diff",
       dict(projection_biases=True),
-      "can only say projection_biases False",
+      "supports only projection_biases = False",
     ),
     (
       "diffllama",
       "diff",
       dict(embed_scale=2.0),
-      "can only say embed_scale 1.0: it cannot hold a model of embed_scale 2.0",
+      "supports only embed_scale = 1.0; the model has 2.0",
     ),
     (
       "unilm",
@@ -422,7 +422,7 @@ def test_models_that_a_layout_cannot_hold(
     (dict(diff_version=3), "diff_version = 3: it must be 1 or 2"),
     (
       dict(diff_version=1),
-      r"has no tensor layers.0.self_attn.out_proj.weight|must be",
+      r"has no tensor layers.0.self_attn.out_proj.weight|requires",
     ),
     (dict(norm_eps=None), "norm_eps must be float; got None"),
     (

@@ -60,7 +60,7 @@ def test_one_tensor_at_a_time(make_model, monkeypatch):
       read.append(weakref.ref(tensor))
       return tensor
 
-  monkeypatch.setattr("diffjax.interop.layout._MAX_BYTES_IN_MEMORY", 1)
+  monkeypatch.setattr("diffjax.interop.layout._MIN_FILE_BYTES", 1)
   params = layout.params(
     Fleeting(
       {name: layout.tensor(model.params, name) for name in layout.shapes()}
@@ -94,13 +94,13 @@ def test_a_full_disk_is_told(monkeypatch):
   monkeypatch.setattr(os, "posix_fallocate", full)
   with pytest.raises(
     UserError,
-    match="cannot keep a parameter of 1.00 GiB in a file in .*: No space left on device; TMPDIR names another",
+    match="cannot store a parameter of 1.00 GiB in a file in .*: No space left on device; set TMPDIR to another",
   ):
     allocate((1 << 14, 1 << 14))
   monkeypatch.setenv("TMPDIR", "/nowhere")
   with pytest.raises(
     UserError,
-    match="in a file in /nowhere: No such file or directory; TMPDIR names another directory",
+    match="in a file in /nowhere: No such file or directory; set TMPDIR to another directory",
   ):
     allocate((1 << 14, 1 << 14))
 

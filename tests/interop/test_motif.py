@@ -274,7 +274,7 @@ def test_a_model_of_ours_is_written_as_the_formulas_read_it(
     ),
     (
       dict(kv_lora_rank=512, mhc_enabled=True),
-      "has fields that diffjax does not know: kv_lora_rank = 512, mhc_enabled = True; remove those",
+      "has fields that diffjax does not know: kv_lora_rank = 512, mhc_enabled = True; remove the fields",
     ),
     (
       dict(rope_scaling={"type": "dynamic", "factor": 2.0}),
@@ -286,7 +286,7 @@ def test_a_model_of_ours_is_written_as_the_formulas_read_it(
     ),
     (
       dict(head_dim=6),
-      r"has model.layers.0.self_attn.q_proj.weight of shape \[80, 24\], but for its config.json it must be \[60, 24\]",
+      r"has model.layers.0.self_attn.q_proj.weight of shape \[80, 24\], but its config.json requires \[60, 24\]",
     ),
     (
       dict(vocab_size=100),
@@ -392,22 +392,22 @@ def test_what_was_converted_is_served_by_several_devices(
   [
     (
       dict(lambda_init_offset=0),
-      "this layout can only say lambda_init_offset 1: it cannot hold a model of lambda_init_offset 0",
+      "this format supports only lambda_init_offset = 1; the model has 0",
     ),
     (
       dict(ffn_activation="silu"),
-      "this layout can only say ffn_activation poly_norm",
+      "this format supports only ffn_activation = 'poly_norm'",
     ),
     (
       dict(lambda_init=0.8),
-      "this layout can only say lambda_init None: it cannot hold a model of lambda_init 0.8",
+      "this format supports only lambda_init = None; the model has 0.8",
     ),
     (
       dict(attention="diff_v2", lambda_init_offset=0, head_norm=False),
-      "this layout can only say attention diff: it cannot hold a model of attention diff_v2",
+      "this format supports only attention = 'diff'; the model has 'diff_v2'",
     ),
-    (dict(plain_layers=1), "this layout can only say plain_layers 0"),
-    (dict(window=9), "this layout can only say window None"),
+    (dict(plain_layers=1), "this format supports only plain_layers = 0"),
+    (dict(window=9), "this format supports only window = None"),
   ],
 )
 def test_a_model_that_the_layout_cannot_say(

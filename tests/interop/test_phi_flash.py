@@ -261,7 +261,7 @@ def test_a_whole_model_is_refused_and_says_what_can_be_read(
   (line,) = result.stderr.splitlines()
   assert "model_type = 'phi4flash': this layout is" in line
   assert "it is a Phi-4-mini-flash" in line and line.endswith(
-    "diffjax.interop.phi_flash.read_attention reads each"
+    "with diffjax.interop.phi_flash.read_attention"
   )
 
 

@@ -86,7 +86,7 @@ def test_a_workdir_is_read_into_files_piece_by_piece(
   assert (
     tmp_path / "checkpoints/0/state/manifest.ocdbt"
   ).exists() is not in_pieces
-  monkeypatch.setattr("diffjax.interop.layout._MAX_BYTES_IN_MEMORY", 1)
+  monkeypatch.setattr("diffjax.interop.layout._MIN_FILE_BYTES", 1)
   read = workdir.read(str(tmp_path))
   assert read.config == model.config
   jax.tree.map(np.testing.assert_array_equal, read.params, model.params)
