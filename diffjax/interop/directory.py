@@ -1,6 +1,8 @@
-"""A model's directory in Hugging Face's layout: config.json, safetensors files with an index if there are several, tokenizer.json.
+"""A model's directory in Hugging Face's format.
 
-Nothing in it is unpickled or executed. Weights in pytorch_model.bin are pickles and are not read.
+It has config.json, tokenizer.json and the weights: one safetensors file, or
+several with an index. Nothing in it is unpickled or executed, so weights in
+pytorch_model.bin, which is a pickle, are not read.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ import contextlib
 import math
 import pathlib
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -22,77 +24,94 @@ from diffjax.data.json_file import read_json, write_json
 from diffjax.data.tokenizer import Tokenizer
 from diffjax.interop.tokenizer import write_tokenizer
 
+# The types of tensors that can be written.
 DTYPES = {
   "float32": np.dtype(np.float32),
   "bfloat16": np.dtype(ml_dtypes.bfloat16),
 }
 
-# The largest number of bytes of tensors in a file, unless a single tensor is larger. Hugging Face's hub prefers such files.
+# The maximum number of bytes of a file's tensors, unless a single tensor is
+# larger. The Hugging Face Hub prefers files of this size.
 SHARD_BYTES = 5 * 10**9
 
-_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_EXACT = ("F32", "F16", "BF16")  # types that float32 holds exactly
-_COMPUTED = "rotary_emb.inv_freq"  # angles in old Llama checkpoints, which follow from the config
+_WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+
+# The types whose values float32 represents exactly.
+_EXACT_DTYPES = ("F32", "F16", "BF16")
+
+# Old Llama checkpoints store the rotary angles, which follow from the config.
+_ROTARY_ANGLES = "rotary_emb.inv_freq"
 
 
 class SafetensorsDirectory:
-  """The tensors of a directory, read one at a time. Its text is its path."""
+  """The tensors of a directory. See `layout.Tensors`."""
 
   def __init__(self, directory: pathlib.Path):
-    """Opens the files.
+    """Opens the files, and reads their headers.
 
     Raises:
-      UserError: if there are none, a file is missing or truncated, or two have a tensor of the same name.
+      UserError: if a file is missing or truncated, or if two files have a
+        tensor of the same name.
     """
     self._directory = directory
+    # The open file of each tensor.
     self._files: dict[str, Any] = {}
-    for name in _file_names(directory):
-      path = directory / name
-      if not path.is_file():
+    for file_name in _weight_file_names(directory):
+      self._add_file(file_name)
+
+  def _add_file(self, file_name: str) -> None:
+    """Opens a file and adds its tensors."""
+    path = self._directory / file_name
+    if not path.is_file():
+      message = f"there is no {path}"
+      if file_name != _WEIGHTS:
+        message += f", which {_INDEX} names"
+      raise UserError(f"{message}; only safetensors are read, no pickles")
+    file = _open_safetensors(path)
+    for tensor in file.keys():
+      if tensor in self._files:
         raise UserError(
-          f"there is no {path}"
-          + f", which {_INDEX} names" * (name != _WEIGHTS)
-          + "; only safetensors are read, no pickles"
+          f"{self} has {tensor} in more than one file, {file_name} among them;"
+          " delete the files that are not part of the model"
         )
-      for tensor in (file := _opened(path)).keys():
-        if tensor in self._files:
-          raise UserError(
-            f"{directory} has {tensor} in more than one file, {name} among them: which one is meant is not known"
-          )
-        if not tensor.endswith(_COMPUTED):
-          self._files[tensor] = file
+      if not tensor.endswith(_ROTARY_ANGLES):
+        self._files[tensor] = file
 
   def __str__(self) -> str:
+    """Returns the path of the directory."""
     return str(self._directory)
 
   def shapes(self) -> dict[str, tuple[int, ...]]:
-    return {
-      name: tuple(file.get_slice(name).get_shape())
-      for name, file in self._files.items()
-    }
+    """Returns the shapes of all tensors, by name."""
+    shapes = {}
+    for name, file in self._files.items():
+      shapes[name] = tuple(file.get_slice(name).get_shape())
+    return shapes
 
   def read(self, name: str) -> np.ndarray:
-    """A tensor in float32, with its exact values.
+    """Returns a tensor in float32, with its exact values.
 
     Raises:
-      UserError: if float32 does not hold its type exactly.
+      UserError: if float32 does not represent its values exactly.
     """
     file = self._files[name]
-    with _explained(self._directory):
-      if (dtype := file.get_slice(name).get_dtype()) not in _EXACT:
+    with _user_errors(self._directory):
+      dtype = file.get_slice(name).get_dtype()
+      if dtype not in _EXACT_DTYPES:
         raise UserError(
-          f"{self} has {name} in {dtype}: only {', '.join(_EXACT)} are read"
+          f"{self} has {name} in {dtype}: only {', '.join(_EXACT_DTYPES)} are"
+          " read"
         )
       return file.get_tensor(name).astype(np.float32, copy=False)
 
 
-def _opened(path: pathlib.Path) -> Any:
-  """A file of tensors, of which only the header is read.
+def _open_safetensors(path: pathlib.Path) -> Any:
+  """Opens a file of tensors and reads its header.
 
-  Raises:
-    UserError: if it cannot be read, or is not whole.
+  Raises UserError if the file cannot be read, or is truncated.
   """
-  with _explained(path):
+  with _user_errors(path):
     try:
       return safetensors.safe_open(path, framework="numpy")
     except safetensors.SafetensorError as error:
@@ -101,30 +120,35 @@ def _opened(path: pathlib.Path) -> Any:
       ) from error
 
 
-def _file_names(directory: pathlib.Path) -> list[str]:
-  if (directory / _WEIGHTS).exists() or not (
-    directory / _INDEX
-  ).exists():  # like transformers, prefer the single file to the index
+def _weight_file_names(directory: pathlib.Path) -> list[str]:
+  """Returns the names of the files with weights."""
+  index = directory / _INDEX
+  # If both exist, the single file is read, as in transformers.
+  if (directory / _WEIGHTS).exists() or not index.exists():
     return [_WEIGHTS]
-  weight_map = read_json(directory / _INDEX).get("weight_map")
+  weight_map = read_json(index).get("weight_map")
   if not isinstance(weight_map, dict) or not weight_map:
     raise UserError(
-      f"{directory / _INDEX} has no weight_map: it is not the index of a checkpoint"
+      f"{index} has no weight_map: it is not the index of a checkpoint"
     )
   names = sorted({str(name) for name in weight_map.values()})
   for name in names:
     if pathlib.PurePath(name).name != name:
       raise UserError(
-        f"{directory / _INDEX} names a file {name!r}: it must be in the same directory"
+        f"{index} names a file {name!r}: it must be in the same directory"
       )
   return names
 
 
 def checked_config(path: pathlib.Path, fields: dict[str, Any]) -> ModelConfig:
-  """A model's config from fields of a file.
+  """Returns the config of a model from the fields in a file.
+
+  Args:
+    path: The file, for messages.
+    fields: The fields of config.model.
 
   Raises:
-    UserError: if a field is not valid. Names the file and the field.
+    UserError: if a field is not valid.
   """
   try:
     return from_config_dict({"model": fields, "data": {"length": 1}}).model
@@ -142,81 +166,105 @@ def write(
   tokenizer: Tokenizer,
   dtype: str,
 ) -> None:
-  """Writes a model's directory. config.json comes last, so that a directory without it is incomplete.
+  """Writes a model's directory.
+
+  config.json is written last, so a directory without it is incomplete.
 
   Args:
-    directory: Is made if it does not exist.
-    config: Content of config.json.
-    shapes: The shape of every tensor.
-    tensor: Gives a tensor by its name. Called once for each tensor, so that those of one file at most are in memory.
-    tokenizer: Written as tokenizer.json, tokenizer_config.json and document_tokens.json.
+    directory: The directory. It is created if it does not exist.
+    config: The content of config.json.
+    shapes: The shape of every tensor, by name.
+    tensor: Returns a tensor from its name. It is called once for each tensor.
+      Only the tensors of one file are in memory at the same time.
+    tokenizer: The tokenizer of the model.
     dtype: "float32" or "bfloat16".
 
   Raises:
     UserError: if the directory cannot be written.
   """
-  shards = _shards(
-    {
-      name: math.prod(shape) * DTYPES[dtype].itemsize
-      for name, shape in shapes.items()
-    }
-  )
-  with _explained(directory):
+  sizes = {}
+  for name, shape in shapes.items():
+    sizes[name] = math.prod(shape) * DTYPES[dtype].itemsize
+  files = _split_into_files(sizes)
+
+  with _user_errors(directory):
     directory.mkdir(parents=True, exist_ok=True)
     write_tokenizer(directory, tokenizer)
-    for file, names in shards.items():
-      # safetensors writes the memory of an array and ignores its strides. No name here, or they would live on beside the next file's
-      safetensors.numpy.save_file(
-        {
-          name: np.ascontiguousarray(
-            tensor(name).astype(DTYPES[dtype], copy=False)
-          )
-          for name in names
-        },
-        directory / file,
-        metadata={"format": "pt"},
-      )
-      shutil.copymode(
-        directory / "tokenizer.json", directory / file
-      )  # safetensors lets nobody else read it, whatever the umask
-    if len(shards) > 1:
-      size = (
-        sum(math.prod(shape) for shape in shapes.values())
-        * DTYPES[dtype].itemsize
-      )
-      weight_map = {
-        name: file for file, names in shards.items() for name in names
-      }
-      write_json(
-        directory / _INDEX,
-        {"metadata": {"total_size": size}, "weight_map": weight_map},
-      )
+    for file_name, names in files.items():
+      _write_tensors(directory / file_name, names, tensor, dtype)
+      # safetensors makes files that only their owner can read. The tokenizer's
+      # file has the permissions that the user has chosen with umask.
+      shutil.copymode(directory / "tokenizer.json", directory / file_name)
+    if len(files) > 1:
+      index = _make_index(files, total_size=sum(sizes.values()))
+      write_json(directory / _INDEX, index)
     write_json(directory / "config.json", config)
 
 
-def _shards(sizes: Mapping[str, int]) -> dict[str, list[str]]:
-  """The names of the tensors of each file, in order, from their sizes in bytes."""
+def _write_tensors(
+  path: pathlib.Path,
+  names: Sequence[str],
+  tensor: Callable[[str], np.ndarray],
+  dtype: str,
+) -> None:
+  """Writes a safetensors file. Frees its tensors."""
+  tensors = {}
+  for name in names:
+    tensors[name] = _to_contiguous(tensor(name), dtype)
+  safetensors.numpy.save_file(tensors, path, metadata={"format": "pt"})
+
+
+def _to_contiguous(array: np.ndarray, dtype: str) -> np.ndarray:
+  """Returns the array in another type, with its elements in C order."""
+  # safetensors writes the memory of an array and ignores its strides.
+  return np.ascontiguousarray(array.astype(DTYPES[dtype], copy=False))
+
+
+def _split_into_files(sizes: Mapping[str, int]) -> dict[str, list[str]]:
+  """Returns the names of the tensors of each file, by the name of the file.
+
+  Args:
+    sizes: The size of each tensor in bytes, in the order of the files.
+  """
   shards: list[list[str]] = []
-  room = 0
+  bytes_left = 0
   for name, size in sizes.items():
-    if not shards or size > room:
+    if not shards or size > bytes_left:
       shards.append([])
-      room = SHARD_BYTES
+      bytes_left = SHARD_BYTES
     shards[-1].append(name)
-    room -= size
+    bytes_left -= size
   if len(shards) == 1:
     return {_WEIGHTS: shards[0]}
-  return {
-    f"model-{number:05d}-of-{len(shards):05d}.safetensors": names
-    for number, names in enumerate(shards, 1)
-  }
+  files = {}
+  for number, names in enumerate(shards, start=1):
+    file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+    files[file_name] = names
+  return files
+
+
+def _make_index(
+  files: Mapping[str, Sequence[str]], total_size: int
+) -> dict[str, Any]:
+  """Returns the content of the index of several files.
+
+  Args:
+    files: The names of the tensors of each file.
+    total_size: The size of all tensors in bytes.
+  """
+  weight_map = {}
+  for file_name, names in files.items():
+    for name in names:
+      weight_map[name] = file_name
+  return {"metadata": {"total_size": total_size}, "weight_map": weight_map}
 
 
 @contextlib.contextmanager
-def _explained(path: pathlib.Path) -> Iterator[None]:
-  """Turns errors of the file system and of safetensors into a UserError of one line."""
+def _user_errors(path: pathlib.Path) -> Iterator[None]:
+  """Raises errors of the file system and of safetensors as UserError."""
   try:
     yield
   except (OSError, safetensors.SafetensorError) as error:
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    raise UserError(f"cannot read or write {path}: {reason}") from error
+    message = str(error).strip() or type(error).__name__
+    first_line = message.splitlines()[0]
+    raise UserError(f"cannot read or write {path}: {first_line}") from error

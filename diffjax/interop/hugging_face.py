@@ -80,7 +80,7 @@ _IGNORED_FIELDS = {
 }
 
 # An unknown field with one of these values is ignored: it switches nothing on.
-_EMPTY_VALUES = (None, False, 0, "", [], {})
+_EMPTY_VALUES: tuple[Any, ...] = (None, False, 0, "", [], {})
 
 # The methods that scale rotary angles, with the other fields of each and the
 # values that ops/rope.py uses.

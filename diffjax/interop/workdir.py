@@ -1,4 +1,7 @@
-"""diffjax's own layout: a workdir, of which the model's parameters, its config and its tokenizer are read and written."""
+"""diffjax's own layout: the workdir of a run.
+
+It has a checkpoint with the parameters and the config, and the tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -9,39 +12,49 @@ from diffjax.interop.layout import Model, allocate
 from diffjax.training.checkpoint import Checkpoints
 from diffjax.training.workdir_tokenizer import keep_tokenizer
 
-# The largest config.data.length of a written workdir. The length that the model was trained with elsewhere is not known.
-_LENGTH = 2048
+# The maximum config.data.length of a workdir that is written here. The length
+# with which the model was trained is not known.
+_MAX_LENGTH = 2048
 
 
 def read(path: str) -> Model:
-  """Reads the newest complete checkpoint.
+  """Reads the newest complete checkpoint of a workdir.
+
+  Args:
+    path: The workdir, local or gs://.
 
   Raises:
-    UserError: if there is none, its parameters are not finite, or its tokenizer is missing.
+    UserError: if there is no complete checkpoint, its parameters are not
+      finite, or its tokenizer is missing.
   """
   config, params, tokenizer = load_piecewise(path, allocate)
   return Model(config.model, params, tokenizer)
 
 
 def write(path: str, model: Model) -> Config:
-  """Writes a workdir with a checkpoint of step 0, without an optimizer: for `config.train.init_from`, not a run to resume.
+  """Writes a workdir with a checkpoint of step 0.
+
+  The checkpoint has parameters but no state of an optimizer. A run can start
+  from it (`config.train.init_from`), but not resume it.
+
+  Args:
+    path: The workdir, local or gs://.
+    model: The model.
 
   Returns:
     The config of the checkpoint.
 
   Raises:
-    UserError: if it cannot be written.
+    UserError: if the workdir cannot be written.
   """
   with (
-    lock(path) as held,
-    Checkpoints(path, keep=1, lock=held) as checkpoints,
+    lock(path) as workdir_lock,
+    Checkpoints(path, keep=1, lock=workdir_lock) as checkpoints,
   ):
     spec = keep_tokenizer(path, model.tokenizer)
+    length = min(_MAX_LENGTH, model.config.max_length)
     config = Config(
-      model=model.config,
-      data=DataConfig(
-        tokenizer=spec, length=min(_LENGTH, model.config.max_length)
-      ),
+      model=model.config, data=DataConfig(tokenizer=spec, length=length)
     )
     checkpoints.save(
       0,
