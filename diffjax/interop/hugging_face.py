@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from diffjax.config import ModelConfig, UserError
 from diffjax.data.json_file import read_json
@@ -101,17 +101,18 @@ _ROPE_SCALINGS: dict[str, dict[str, Any]] = {
 _DEFAULT_ROPE_BASE = 10_000.0
 
 
-def entries(order: str) -> tuple[Entry, ...]:
+def entries(order: Literal["map", "head"]) -> tuple[Entry, ...]:
   """Returns the entries of the tensors that all models have.
 
-  A head of differential attention has two maps. In these formats each map is a
-  head of its own, with half of the head's values.
+  A head of differential attention has two maps. These formats count each map
+  as a head, with half of the head's values.
 
   Args:
-    order: The order of the maps of H heads. "map": the first maps of all heads,
-      then their second maps. Map g of head i has the index i + g·H. "head": the
-      maps of the first head, then the maps of the next. Models with one map
-      per head have the same tensors in both.
+    order: The order of the maps. "map": the first maps of all H heads, then
+      their second maps. Map g of head i has the index i + g·H. "head": the maps
+      of the first head, then the maps of the next. If heads share a noise map,
+      this is the order of their groups. For models with one map per head, both
+      orders are the same.
   """
   if order == "map":
     query_axes = "E Q G D = (G Q D) E"

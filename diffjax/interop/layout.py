@@ -29,7 +29,7 @@ from diffjax.config import ModelConfig, UserError
 from diffjax.data.tokenizer import Tokenizer
 from diffjax.model.shapes import axis_sizes
 
-# Stands for all values of a field, in `supported` of a Layout.
+# In `supported` of a Layout: all values of a field are supported.
 ANY = ...
 
 # The values of the fields of config.model that a layout supports by default.
@@ -260,7 +260,7 @@ class Layout:
     return sources
 
   def _layers(self, entry: Entry) -> Sequence[int | None]:
-    """Returns the layers of an entry; [None] if it is not of the layers."""
+    """Returns the layers of an entry; [None] if it is not per layer."""
     if entry.is_per_layer:
       return range(self._num_layers)
     return [None]
