@@ -1,27 +1,67 @@
-"""The authors' layers (microsoft/unilm, Diff-Transformer and Diff-Transformer-V2), as parts of a whole model.
+"""The authors' layers, DIFF V1 and DIFF V2, as parts of a whole model.
 
-Their public code has the attention layers alone, so the rest is defined here, with the names of their decoder YOCO in the same repository.
-`model.safetensors` is a state dict:
+Source: microsoft/unilm has two attention layers and no whole model.
 
-    embed_tokens.weight                                   [N, E]; not multiplied by √E
-    layers.N.self_attn_layer_norm.weight                  before attention
-    layers.N.self_attn.{q,k,v}_proj.weight                as in their layers; RoPE rotates pairs (2j, 2j+1)
-    layers.N.self_attn.{out_proj,subln}.weight            V1
-    layers.N.self_attn.lambda_{q1,k1,q2,k2}               V1
-    layers.N.self_attn.{o_proj,lambda_proj}.weight        V2
-    layers.N.final_layer_norm.weight                      before the feed-forward part
-    layers.N.ffn.{fc1,gate,fc2}.weight                    fc2(silu(fc1(x)) · gate(x))
-    layer_norm.weight                                     after the last layer
-    output_projection.weight                              missing if config.json has share_input_output_embed: true
+  V1  MultiheadFlashDiff1 in Diff-Transformer/multihead_flashdiff_1.py
+  V2  MultiheadFlashDiffV2 in
+      Diff-Transformer/Diff-Transformer-V2/multihead_flashdiffv2.py
 
-`config.json` holds diff_version (1 or 2) and arguments of their classes: the V2 layer's d_model, num_heads (DIFF heads in both
-versions), num_kv_heads and head_dim, and YOCO's n_layers, hidden_dim, vocab_size, max_seq_len, rope_theta, norm_eps and
-share_input_output_embed. The directory also holds `tokenizer.json`.
+The rest of the model is defined here. Its names are from the same authors'
+decoders: self_attn_layer_norm from torchscale, the others from YOCO
+(YOCO/yoco/models/decoder/yoco.py in the same repository). Unlike in YOCO,
+embeddings are not multiplied by √E.
+
+Layout: a directory with config.json, model.safetensors and tokenizer.json. The
+tensors, with {} for the number of the layer, from 0:
+
+  embed_tokens.weight                         [N, E]
+  layers.{}.self_attn_layer_norm.weight       [E]      RMSNorm before attention
+  layers.{}.self_attn.q_proj.weight           [2HD, E]
+  layers.{}.self_attn.k_proj.weight       V1  [2KD, E]
+                                          V2  [KD, E]
+  layers.{}.self_attn.v_proj.weight       V1  [2KD, E]
+                                          V2  [KD, E]
+  layers.{}.self_attn.out_proj.weight     V1  [E, 2HD]
+  layers.{}.self_attn.subln.weight        V1  [2D]     gain of the head norm
+  layers.{}.self_attn.lambda_q1           V1  [D]
+  layers.{}.self_attn.lambda_k1           V1  [D]
+  layers.{}.self_attn.lambda_q2           V1  [D]
+  layers.{}.self_attn.lambda_k2           V1  [D]
+  layers.{}.self_attn.o_proj.weight       V2  [E, HD]
+  layers.{}.self_attn.lambda_proj.weight  V2  [H, E]
+  layers.{}.final_layer_norm.weight           [E]      RMSNorm before the FFN
+  layers.{}.ffn.fc1.weight                    [F, E]
+  layers.{}.ffn.gate.weight                   [F, E]
+  layers.{}.ffn.fc2.weight                    [E, F]   fc2(silu(fc1(x)) · gate(x))
+  layer_norm.weight                           [E]      RMSNorm after all layers
+  output_projection.weight                    [N, E]   only if not tied
+
+Sub-heads 2i and 2i + 1 of the queries are the signal and the noise of head i.
+In V1, sub-heads 2i and 2i + 1 of the keys belong to key/value head i.
+
+`config.json` holds diff_version (1 or 2) and the fields of `_FIELDS`, with the
+names of the V2 layer's and YOCO's arguments. num_heads counts DIFF heads, which
+have two sub-heads of queries each. The embedding is tied to the output
+projection if share_input_output_embed is true.
+
+Rotary rows: the authors rotate the rows 2j and 2j + 1 of each sub-head of W_Q
+and W_K by the angle position · rope_theta^(−2j/D). diffjax rotates the rows j
+and j + D/2. So the authors' rows 0, 1, 2, 3 are the rows 0, 2, 1, 3 of diffjax
+if D = 4.
+
+Not supported:
+- in V1: norm_eps ≠ 1e-5, because the authors' head norm has this ε; embed_dim ≠
+  2DH; λ_init other than the schedule's; a model without head norm.
+- in V2: a head norm.
+- in both: shared noise maps, windows, biases, scaled rotary angles and the
+  other options that `layout.py` excludes by default.
 """
 
 from __future__ import annotations
 
+import functools
 import pathlib
+from typing import Any, NamedTuple
 
 from diffjax.config import ModelConfig, UserError
 from diffjax.data.json_file import read_json
@@ -35,7 +75,7 @@ from diffjax.interop.tokenizer import read_tokenizer
 
 _TIED_BY = "share_input_output_embed"
 
-# Sub-heads 2i and 2i + 1 belong to head i. P and J are swapped in queries and keys: diffjax rotates the pairs (j, j + D/2).
+# (P J) is D in diffjax's order of rotary rows, (J P) in the authors' order.
 _ENTRIES = (
   Entry("embedding", "embed_tokens.weight", "N E = N E"),
   Entry(
@@ -72,14 +112,10 @@ _V1_ENTRIES = (
   Entry(
     "layers/attention/head_gain", "layers.{}.self_attn.subln.weight", "V = V"
   ),
-  *(
-    Entry(
-      f"layers/attention/lambda_{i}",
-      f"layers.{{}}.self_attn.lambda_{i}",
-      "D = D",
-    )
-    for i in ("q1", "k1", "q2", "k2")
-  ),
+  Entry("layers/attention/lambda_q1", "layers.{}.self_attn.lambda_q1", "D = D"),
+  Entry("layers/attention/lambda_k1", "layers.{}.self_attn.lambda_k1", "D = D"),
+  Entry("layers/attention/lambda_q2", "layers.{}.self_attn.lambda_q2", "D = D"),
+  Entry("layers/attention/lambda_k2", "layers.{}.self_attn.lambda_k2", "D = D"),
 )
 _V2_ENTRIES = (
   Entry(
@@ -94,6 +130,7 @@ _V2_ENTRIES = (
   ),
 )
 
+# The fields of config.model, and those of config.json with the same meaning.
 _FIELDS = {
   "vocab_size": "vocab_size",
   "num_layers": "n_layers",
@@ -108,90 +145,154 @@ _FIELDS = {
   "tie_embeddings": _TIED_BY,
 }
 
-# Version: attention, head norm, entries
-_VERSIONS = {1: ("diff", True, _V1_ENTRIES), 2: ("diff_v2", False, _V2_ENTRIES)}
-_SUBLN_EPS = 1e-5  # in the V1 layer's code
+# ε of the head norm, a constant in the code of the V1 layer.
+_V1_HEAD_NORM_EPS = 1e-5
+
+
+class _Version(NamedTuple):
+  """A version of the authors' layer.
+
+  Attributes:
+    attention: The value of config.model.attention.
+    has_head_norm: Whether the layer normalizes its heads.
+    entries: The tensors that only this version has.
+  """
+
+  attention: str
+  has_head_norm: bool
+  entries: tuple[Entry, ...]
+
+
+# By diff_version.
+_VERSIONS = {
+  1: _Version("diff", has_head_norm=True, entries=_V1_ENTRIES),
+  2: _Version("diff_v2", has_head_norm=False, entries=_V2_ENTRIES),
+}
 
 
 def read(path: str) -> Model:
-  """Reads a directory of this layout.
+  """Reads the model in a directory of this layout.
 
   Raises:
-    UserError: if it is damaged, or holds a model that diffjax does not support.
+    UserError: if the directory is damaged, or the model is not supported.
   """
   directory = pathlib.Path(path)
-  description = read_json(directory / "config.json")
-  version = description.pop("diff_version", None)
-  if version not in (1, 2):
-    raise UserError(
-      f"{directory / 'config.json'} has diff_version = {version!r}: it must be 1 or 2"
-    )
-  if missing := sorted(set(_FIELDS.values()) - description.keys()):
-    raise UserError(f"{directory / 'config.json'} has no {missing[0]}")
-  attention, head_norm, _ = _VERSIONS[version]
-  fields = {field: description[name] for field, name in _FIELDS.items()} | {
-    "attention": attention,
-    "head_norm": head_norm,
-  }
-  config = checked_config(directory / "config.json", fields)
+  config_path = directory / "config.json"
+  stored_config = read_json(config_path)
+  version = _read_version(config_path, stored_config)
+  config = _read_config(config_path, stored_config, version)
   layout = _layout(config, version)
   tokenizer = read_tokenizer(directory, config.vocab_size)
-  return Model(
-    config, layout.params(SafetensorsDirectory(directory)), tokenizer
-  )
+  params = layout.params(SafetensorsDirectory(directory))
+  return Model(config, params, tokenizer)
 
 
 def write(path: str, model: Model, dtype: str) -> None:
-  """Writes a directory of this layout.
+  """Writes a model to a directory of this layout.
+
+  Args:
+    path: The directory. It is made if it does not exist.
+    model: The model.
+    dtype: The type of the tensors, "float32" or "bfloat16".
 
   Raises:
-    UserError: if this layout cannot hold the model, or the directory cannot be written.
+    UserError: if this layout cannot hold the model, or the directory cannot be
+      written.
   """
   config = model.config
-  version = next(
-    (
-      number
-      for number, (attention, *_) in _VERSIONS.items()
-      if attention == config.attention
-    ),
-    None,
-  )
-  if version is None:
-    raise UserError(
-      f"the authors' layers are DIFF V1 and V2: they cannot hold a model of attention {config.attention!r}"
-    )
-  if config.head_norm != _VERSIONS[version][1]:
-    raise UserError(
-      f"the authors' V{version} layer has {'a' if version == 1 else 'no'} head norm: it cannot hold head_norm {config.head_norm}"
-    )
-  if config.lambda_init is not None:
-    raise UserError(
-      f"the authors' V1 layer has the schedule's λ_init: it cannot hold a model of lambda_init {config.lambda_init}"
-    )
+  version = _supported_version(config)
   layout = _layout(config, version)
-  description = {"diff_version": version} | {
-    name: getattr(config, field) for field, name in _FIELDS.items()
-  }
+  stored_config: dict[str, Any] = {"diff_version": version}
+  for field, stored_name in _FIELDS.items():
+    stored_config[stored_name] = getattr(config, field)
   write_directory(
     pathlib.Path(path),
-    description,
+    stored_config,
     layout.shapes(),
-    lambda name: layout.tensor(model.params, name),
+    functools.partial(layout.tensor, model.params),
     model.tokenizer,
     dtype,
   )
 
 
+def _read_version(
+  config_path: pathlib.Path, stored_config: dict[str, Any]
+) -> int:
+  """Returns the diff_version of a config.json."""
+  version = stored_config.get("diff_version")
+  # The value may be a list, which a dict cannot look up.
+  if version not in tuple(_VERSIONS):
+    raise UserError(
+      f"{config_path} has diff_version = {version!r}: it must be 1 or 2"
+    )
+  return version
+
+
+def _read_config(
+  config_path: pathlib.Path, stored_config: dict[str, Any], version: int
+) -> ModelConfig:
+  """Returns the config of the model that a config.json describes."""
+  missing = sorted(set(_FIELDS.values()) - stored_config.keys())
+  if missing:
+    raise UserError(f"{config_path} has no {missing[0]}")
+  fields: dict[str, Any] = {
+    "attention": _VERSIONS[version].attention,
+    "head_norm": _VERSIONS[version].has_head_norm,
+  }
+  for field, stored_name in _FIELDS.items():
+    fields[field] = stored_config[stored_name]
+  return checked_config(config_path, fields)
+
+
+def _supported_version(config: ModelConfig) -> int:
+  """Returns the version whose layers compute what the model's layers compute.
+
+  Raises:
+    UserError: if neither does.
+  """
+  versions = {
+    version.attention: number for number, version in _VERSIONS.items()
+  }
+  if config.attention not in versions:
+    raise UserError(
+      "the authors' layers are DIFF V1 and V2: they cannot hold a model of"
+      f" attention {config.attention!r}"
+    )
+  number = versions[config.attention]
+  has_head_norm = _VERSIONS[number].has_head_norm
+  if config.head_norm != has_head_norm:
+    article = "a" if has_head_norm else "no"
+    raise UserError(
+      f"the authors' V{number} layer has {article} head norm: it cannot hold"
+      f" head_norm {config.head_norm}"
+    )
+  if config.lambda_init is not None:
+    raise UserError(
+      "the authors' V1 layer has the schedule's λ_init: it cannot hold a model"
+      f" of lambda_init {config.lambda_init}"
+    )
+  return number
+
+
 def _layout(config: ModelConfig, version: int) -> Layout:
-  if version == 1 and config.norm_eps != _SUBLN_EPS:
+  """Returns the tensors of a model with the layers of a version."""
+  if version == 1:
+    _check_v1_sizes(config)
+  entries = _ENTRIES + _VERSIONS[version].entries
+  return Layout(entries, config, tied_by=_TIED_BY)
+
+
+def _check_v1_sizes(config: ModelConfig) -> None:
+  """Raises UserError if the V1 layer cannot have the model's ε and width."""
+  if config.norm_eps != _V1_HEAD_NORM_EPS:
     raise UserError(
-      f"the authors' V1 layer normalises heads with ε = {_SUBLN_EPS}: it cannot hold a model of norm_eps {config.norm_eps}"
+      "the authors' V1 layer normalizes heads with"
+      f" ε = {_V1_HEAD_NORM_EPS}: it cannot hold a model of norm_eps"
+      f" {config.norm_eps}"
     )
-  if (
-    version == 1 and config.embed_dim != 2 * config.head_dim * config.num_heads
-  ):
+  if config.embed_dim != 2 * config.head_dim * config.num_heads:
     raise UserError(
-      f"the heads of the authors' V1 layer make up the model's width: embed_dim {config.embed_dim} is not "
-      f"2 · {config.head_dim} · {config.num_heads}"
+      "the heads of the authors' V1 layer are together as wide as the model:"
+      f" embed_dim {config.embed_dim} is not"
+      f" 2 · {config.head_dim} · {config.num_heads}"
     )
-  return Layout(_ENTRIES + _VERSIONS[version][2], config, tied_by=_TIED_BY)
