@@ -1,13 +1,53 @@
-"""Motif-2.6B and Motif-2-12.7B, DIFF V1 whose heads may share noise maps (grouped differential attention, arXiv:2510.06949).
+"""Motif-2.6B and Motif-2-12.7B: DIFF V1 with PolyNorm, and shared noise maps.
 
-Their query heads are in groups, signal heads and then one noise head; the keys and values of two heads belong together, the keys of signal
-and noise, the halves of values. Without num_noise_heads, heads 2i and 2i + 1 are a group. A layer's λ_init is what the paper gives the
-layer before it. Written from the public code of vLLM (MotifTechnologies/vllm, models/motif.py) and of an MLX port, which agree.
+Sources: `MotifForCausalLM` in vllm/model_executor/models/motif.py of
+MotifTechnologies/vllm, and a public MLX port. They agree. The authors' own
+modeling_motif.py was not available. Shared noise maps are called grouped
+differential attention (arXiv:2510.06949).
+
+Layout: a directory with config.json, safetensors files and tokenizer.json. The
+tensors, with {} for the number of the layer, from 0. H counts signal heads, and
+Q noise heads:
+
+  model.embed_tokens.weight                          [N, E]
+  model.layers.{}.input_layernorm.weight             [E]
+  model.layers.{}.self_attn.q_proj.weight            [(H + Q)D, E]
+  model.layers.{}.self_attn.k_proj.weight            [2KD, E]
+  model.layers.{}.self_attn.v_proj.weight            [2KD, E]
+  model.layers.{}.self_attn.o_proj.weight            [E, 2HD]
+  model.layers.{}.self_attn.lambda_{q1,k1,q2,k2}     [D]
+  model.layers.{}.self_attn.subln.weight             [2D]    head norm
+  model.layers.{}.post_attention_layernorm.weight    [E]
+  model.layers.{}.mlp.{gate,up}_proj.weight          [F, E]
+  model.layers.{}.mlp.act_fn.{weight,bias}           [3], [1]
+  model.layers.{}.mlp.down_proj.weight               [E, F]
+  model.norm.weight                                  [E]
+  lm_head.weight                                     [N, E]  only if not tied
+
+- Query heads are in Q groups: the H/Q signal heads of a group, then its noise
+  head. Without num_noise_heads in config.json, heads 2i and 2i + 1 are a group.
+- Key heads 2i and 2i + 1 are the signal and noise keys of key/value head i.
+  Value heads 2i and 2i + 1 are the two halves of its values.
+- In config.json, num_attention_heads is H + Q and num_key_value_heads is 2K.
+- λ_init of layer l is 0.8 − 0.6·exp(−0.3·(l − 1)), from 0: the paper's value
+  for the layer before.
+
+Rotary rows: both projects rotate the rows j and j + D/2 of a head, so no row is
+moved.
+
+Not supported:
+- biases, windows, attention that is not causal, k_ratio ≠ 1, and activations
+  other than PolyNorm.
+- rotary angles scaled otherwise than by "linear", "llama3" or "yarn".
+- Motif-3, which has another architecture.
+- Written directories do not contain the authors' modeling code.
 """
 
 from __future__ import annotations
 
+import functools
 import pathlib
+from typing import Any, NamedTuple
 
 from diffjax.config import ModelConfig, UserError
 from diffjax.interop import hugging_face
@@ -33,131 +73,182 @@ _ENTRIES = (
   Entry("layers/ffn/poly_constant", "model.layers.{}.mlp.act_fn.bias", " = 1"),
 )
 
-# What is so in all of these models, by our config's fields.
+# The fields of config.model that have the same value in all of these models.
 _ALWAYS = {
   "attention": "diff",
   "head_norm": True,
   "lambda_init_offset": 1,
   "ffn_activation": "poly_norm",
 }
-_SAYS = (
+# The values that this layout supports; ... stands for any value.
+_SUPPORTED = (
   hugging_face.SUPPORTED
   | _ALWAYS
   | {"lambda_init": None, "num_noise_heads": ..., "head_norm_eps": ...}
 )
 _MODEL_TYPES = ("Motif", "motif")
 
-# Read here, or without effect: λ_init is the schedule's whatever lambda_init says, and use_sliding_window must be false.
-_KNOWN = (
+# Fields of config.json that may be missing, and their only supported values.
+_ONLY_VALUES = {
+  "hidden_act": "poly_norm",
+  "use_bias": False,
+  "attention_bias": False,
+  "qkv_bias": False,
+  "is_causal": True,
+  "use_sliding_window": False,
+  "k_ratio": 1,
+}
+# Fields of config.json without effect: λ_init follows from the number of the
+# layer, and there are no windows, because use_sliding_window is false.
+_WITHOUT_EFFECT = ("lambda_init", "sliding_window", "max_window_layers")
+_KNOWN_FIELDS = (
+  *_ONLY_VALUES,
+  *_WITHOUT_EFFECT,
   "num_noise_heads",
-  "k_ratio",
   "grouped_ratio",
   "attn_rms_norm_eps",
-  "use_bias",
-  "attention_bias",
-  "qkv_bias",
-  "is_causal",
-  "lambda_init",
-  "use_sliding_window",
-  "sliding_window",
-  "max_window_layers",
 )
 
 
+class _QueryHeads(NamedTuple):
+  """The numbers of query heads in a config.json.
+
+  Attributes:
+    num_signal: H.
+    num_noise: Q.
+  """
+
+  num_signal: int
+  num_noise: int
+
+
 def read(path: str) -> Model:
-  """Reads a directory as these models are published in.
+  """Reads the model in a directory of this layout.
 
   Raises:
-    UserError: if it is damaged, or holds a model that diffjax does not support.
+    UserError: if the directory is damaged, or the model is not supported.
   """
   directory = pathlib.Path(path)
   config = _read_config(directory)
   tokenizer = read_tokenizer(directory, config.vocab_size)
-  return Model(
-    config, _layout(config).params(SafetensorsDirectory(directory)), tokenizer
-  )
-
-
-def _read_config(directory: pathlib.Path) -> ModelConfig:
-  path = directory / "config.json"
-  config = hugging_face.read_config_json(directory, _MODEL_TYPES, _KNOWN)
-  fixed = dict(
-    hidden_act="poly_norm",
-    use_bias=False,
-    attention_bias=False,
-    qkv_bias=False,
-    is_causal=True,
-    use_sliding_window=False,
-  )
-  hugging_face.check_values(path, config, **fixed, k_ratio=1)
-  maps = hugging_face.divide_field(path, config, "num_attention_heads", 1)
-  noise = config.get("num_noise_heads")
-  if noise is None:
-    heads = hugging_face.divide_field(path, config, "num_attention_heads", 2)
-  else:
-    noise = hugging_face.divide_field(path, config, "num_noise_heads", 1)
-    if maps % noise or maps == noise:
-      raise UserError(
-        f"{path} has num_noise_heads = {noise}: it must divide num_attention_heads = {maps}, and be less"
-      )
-    heads = maps - noise
-    hugging_face.check_values(path, config, grouped_ratio=heads // noise)
-  fields = {
-    "num_heads": heads,
-    "num_noise_heads": None if noise == heads else noise,
-    "num_kv_heads": hugging_face.divide_field(
-      path, config, "num_key_value_heads", 2
-    )
-    if config.get("num_key_value_heads")
-    else heads,
-    "head_dim": config.get("head_dim")
-    or hugging_face.divide_field(path, config, "hidden_size", maps),
-    "head_norm_eps": hugging_face.required_field(
-      path, config, "attn_rms_norm_eps"
-    ),
-  }
-  return checked_config(
-    path, hugging_face.shared_fields(path, config) | fields | _ALWAYS
-  )
+  params = _layout(config).params(SafetensorsDirectory(directory))
+  return Model(config, params, tokenizer)
 
 
 def write(path: str, model: Model, dtype: str) -> None:
-  """Writes a directory as these models are published in, without their code.
+  """Writes a model to a directory of this layout.
+
+  Args:
+    path: The directory. It is made if it does not exist.
+    model: The model.
+    dtype: The type of the tensors, "float32" or "bfloat16".
 
   Raises:
-    UserError: if this layout cannot hold the model, or the directory cannot be written.
+    UserError: if this layout cannot hold the model, or the directory cannot be
+      written.
   """
-  config, layout = model.config, _layout(model.config)
-  noise = config.num_noise_heads
-  description = {
-    "architectures": ["MotifForCausalLM"],
-    "model_type": _MODEL_TYPES[0],
-    **hugging_face.make_config(config, maps=2),
-    "num_attention_heads": config.num_heads + (noise or config.num_heads),
-    **(
-      {}
-      if noise is None
-      else {
-        "num_noise_heads": noise,
-        "k_ratio": 1,
-        "grouped_ratio": config.num_heads // noise,
-      }
-    ),
-    "hidden_act": "poly_norm",
-    "attn_rms_norm_eps": config.head_norm_eps or config.norm_eps,
-    "use_bias": False,
-    **token_fields(model.tokenizer),
-    "torch_dtype": dtype,
-  }
+  layout = _layout(model.config)
   write_directory(
     pathlib.Path(path),
-    description,
+    _make_config(model, dtype),
     layout.shapes(),
-    lambda name: layout.tensor(model.params, name),
+    functools.partial(layout.tensor, model.params),
     model.tokenizer,
     dtype,
   )
 
 
+def _read_config(directory: pathlib.Path) -> ModelConfig:
+  """Returns the config of the model that a config.json describes."""
+  path = directory / "config.json"
+  stored_config = hugging_face.read_config_json(
+    directory, _MODEL_TYPES, _KNOWN_FIELDS
+  )
+  hugging_face.check_values(path, stored_config, **_ONLY_VALUES)
+  heads = _read_query_heads(path, stored_config)
+
+  fields: dict[str, Any] = {"num_heads": heads.num_signal}
+  if heads.num_noise != heads.num_signal:
+    fields["num_noise_heads"] = heads.num_noise
+  if stored_config.get("num_key_value_heads"):
+    fields["num_kv_heads"] = hugging_face.divide_field(
+      path, stored_config, "num_key_value_heads", 2
+    )
+  else:
+    fields["num_kv_heads"] = heads.num_signal
+  if stored_config.get("head_dim"):
+    fields["head_dim"] = stored_config["head_dim"]
+  else:
+    fields["head_dim"] = hugging_face.divide_field(
+      path, stored_config, "hidden_size", sum(heads)
+    )
+  fields["head_norm_eps"] = hugging_face.required_field(
+    path, stored_config, "attn_rms_norm_eps"
+  )
+  shared_fields = hugging_face.shared_fields(path, stored_config)
+  return checked_config(path, shared_fields | fields | _ALWAYS)
+
+
+def _read_query_heads(
+  path: pathlib.Path, stored_config: dict[str, Any]
+) -> _QueryHeads:
+  """Returns the numbers of query heads that a config.json gives."""
+  num_heads = hugging_face.divide_field(
+    path, stored_config, "num_attention_heads", 1
+  )
+  if stored_config.get("num_noise_heads") is None:
+    num_pairs = hugging_face.divide_field(
+      path, stored_config, "num_attention_heads", 2
+    )
+    return _QueryHeads(num_signal=num_pairs, num_noise=num_pairs)
+  num_noise = hugging_face.divide_field(
+    path, stored_config, "num_noise_heads", 1
+  )
+  if num_heads % num_noise != 0 or num_heads == num_noise:
+    raise UserError(
+      f"{path} has num_noise_heads = {num_noise}: it must divide"
+      f" num_attention_heads = {num_heads}, and be less"
+    )
+  num_signal = num_heads - num_noise
+  hugging_face.check_values(
+    path, stored_config, grouped_ratio=num_signal // num_noise
+  )
+  return _QueryHeads(num_signal, num_noise)
+
+
+def _make_config(model: Model, dtype: str) -> dict[str, Any]:
+  """Returns the content of the config.json of a model."""
+  config = model.config
+  num_noise = config.num_noise_heads
+  stored_config: dict[str, Any] = {
+    "architectures": ["MotifForCausalLM"],
+    "model_type": _MODEL_TYPES[0],
+    **hugging_face.make_config(config, maps=2),
+  }
+  if num_noise is not None:
+    stored_config["num_attention_heads"] = config.num_heads + num_noise
+    stored_config["num_noise_heads"] = num_noise
+    stored_config["k_ratio"] = 1
+    stored_config["grouped_ratio"] = config.num_heads // num_noise
+  head_norm_eps = config.head_norm_eps
+  if head_norm_eps is None:
+    head_norm_eps = config.norm_eps
+  return {
+    **stored_config,
+    "hidden_act": "poly_norm",
+    "attn_rms_norm_eps": head_norm_eps,
+    "use_bias": False,
+    **token_fields(model.tokenizer),
+    "torch_dtype": dtype,
+  }
+
+
 def _layout(config: ModelConfig) -> Layout:
-  return Layout(_ENTRIES, config, tied_by=hugging_face.TIED_BY, supported=_SAYS)
+  """Returns the tensors of a model.
+
+  Raises:
+    UserError: if this layout cannot hold the model.
+  """
+  return Layout(
+    _ENTRIES, config, tied_by=hugging_face.TIED_BY, supported=_SUPPORTED
+  )
