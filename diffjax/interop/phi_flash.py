@@ -1,29 +1,91 @@
-"""The attention layers of Phi-4-mini-flash-reasoning: DIFF V1 with projection biases, without RoPE.
+"""The attention layers of Phi-4-mini-flash-reasoning: DIFF V1 without RoPE.
 
-Every other layer has attention: with a window in the lower half of the model, then one layer without, and above it layers that read that
-layer's keys and values (`keys_values` of the layer's call). The layers between them, Mamba-1 and gated memory, are not in diffjax, so that
-this is no layout of `diffjax.convert`. Written from the public code of vLLM (vllm/model_executor/models/phi4flash.py).
+Sources: `FlashDiffAttention` in lit_gpt/diff_attn.py of microsoft/ArchScale for
+the computation, and `Phi4FlashForCausalLM` in
+vllm/model_executor/models/phi4flash.py of vLLM for the checkpoint.
+
+Layout: a directory with config.json and safetensors files. Of the model's L
+layers, those with an odd number have attention, counted from 0:
+
+  1, 3, …, L/2 − 1    a window of sliding_window keys
+  L/2 + 1             no window
+  L/2 + 3, …, L − 1   no keys and values; they read those of layer L/2 + 1
+
+The tensors of a layer, with {} for its number and E = 2HD:
+
+  model.layers.{}.attn.Wqkv.weight                        [R, E]
+  model.layers.{}.attn.Wqkv.bias                          [R]
+  model.layers.{}.attn.out_proj.weight                    [E, 2HD]
+  model.layers.{}.attn.out_proj.bias                      [E]
+  model.layers.{}.attn.inner_cross_attn.lambda_{q1,k1,q2,k2}  [D]
+  model.layers.{}.attn.inner_cross_attn.subln.weight      [2D]  head norm
+
+The R rows of Wqkv are 2HD rows for queries, 2KD for keys and 2KD for values, or
+only the 2HD rows for queries. Query heads 2i and 2i + 1 are the signal and the
+noise of head i. Key heads 2i and 2i + 1 belong to key/value head i, and value
+heads 2i and 2i + 1 are the halves of its values. In config.json,
+num_attention_heads is 2H and num_key_value_heads is 2K. λ_init is
+`lambda_init_schedule(layer)`, where layers without attention count too.
+
+Rotary rows: the layers have no RoPE, so no row is moved.
+
+Not supported:
+- whole models, because diffjax has neither Mamba-1 nor gated memory, the layers
+  with even numbers. So this is no layout of `diffjax.convert`.
+- mb_per_layer ≠ 2, which is another order of layers.
+- layer_types is not read: the number of a layer determines its window.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import pathlib
+import re
 from collections.abc import Mapping
+from typing import Any
 
+import einops
 import numpy as np
 
 from diffjax.config import UserError
 from diffjax.interop import hugging_face
 from diffjax.interop.directory import SafetensorsDirectory
+from diffjax.interop.layout import Entry
 from diffjax.model.attention import DiffAttention
 
-_LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
-_FUSED = ("query", "key", "value")  # the order of Wqkv's rows
+_QKV_WEIGHT = "model.layers.{}.attn.Wqkv.weight"
+_QKV_BIAS = "model.layers.{}.attn.Wqkv.bias"
 
-# Without effect on the attention, or read here.
-_KNOWN = (
+# The parameters that are the rows of Wqkv, in this order, and their axes after
+# E. The axes of rows and biases are the same.
+_QKV_AXES = {"query": "Q G D", "key": "K M D", "value": "K V"}
+
+_ENTRIES = (
+  Entry("out", "model.layers.{}.attn.out_proj.weight", "H V E = E (H V)"),
+  Entry("out_bias", "model.layers.{}.attn.out_proj.bias", "E = E"),
+  Entry(
+    "lambda_q1", "model.layers.{}.attn.inner_cross_attn.lambda_q1", "D = D"
+  ),
+  Entry(
+    "lambda_k1", "model.layers.{}.attn.inner_cross_attn.lambda_k1", "D = D"
+  ),
+  Entry(
+    "lambda_q2", "model.layers.{}.attn.inner_cross_attn.lambda_q2", "D = D"
+  ),
+  Entry(
+    "lambda_k2", "model.layers.{}.attn.inner_cross_attn.lambda_k2", "D = D"
+  ),
+  Entry(
+    "head_gain", "model.layers.{}.attn.inner_cross_attn.subln.weight", "V = V"
+  ),
+)
+
+# ε of the head norm, a constant in the authors' code. Other norms have the ε of
+# config.json, layer_norm_eps.
+_HEAD_NORM_EPS = 1e-5
+
+# Fields of config.json that are read here, or do not change the attention.
+_KNOWN_FIELDS = (
   "embd_pdrop",
   "layer_norm_eps",
   "layer_types",
@@ -44,132 +106,180 @@ _KNOWN = (
 def read_attention(
   path: str, layer: int
 ) -> tuple[DiffAttention, dict[str, np.ndarray]]:
-  """The attention of one layer of a checkpoint, and its parameters. Its λ_init is `lambda_init_schedule(layer)`.
+  """Returns the attention of one layer of a checkpoint, and its parameters.
+
+  Its λ_init is `lambda_init_schedule(layer)`.
 
   Args:
-    path: directory with config.json and safetensors files.
-    layer: number of the layer among all of the model, from 0.
+    path: The directory of the checkpoint.
+    layer: The number of the layer among all layers of the model, from 0.
+
+  Returns:
+    The module, and its parameters in float32. They have no keys and values if
+    the layer reads those of another layer: pass them as `keys_values`.
 
   Raises:
-    UserError: if the layer has no attention, or the directory is damaged or of another model.
+    UserError: if the layer has no attention, the directory is damaged, or it
+      holds another model.
   """
-  directory, file = pathlib.Path(path), pathlib.Path(path) / "config.json"
-  config = hugging_face.read_config_json(
-    directory, (hugging_face.PHI_FLASH,), _KNOWN
+  directory = pathlib.Path(path)
+  config_path = directory / "config.json"
+  stored_config = hugging_face.read_config_json(
+    directory, (hugging_face.PHI_FLASH,), _KNOWN_FIELDS
   )
-  hugging_face.check_values(file, config, mb_per_layer=2)
-  num_layers = (
-    hugging_face.divide_field(file, config, "num_hidden_layers", 4) * 4
+  hugging_face.check_values(config_path, stored_config, mb_per_layer=2)
+  num_layers = 4 * hugging_face.divide_field(
+    config_path, stored_config, "num_hidden_layers", 4
   )
   if layer not in range(1, num_layers, 2):
     raise UserError(
-      f"layer {layer} has no attention: in {file}, layers 1, 3, …, {num_layers - 1} have"
+      f"layer {layer} has no attention: in {config_path}, layers 1, 3, …,"
+      f" {num_layers - 1} have; pass one of them"
     )
-  num_kv_heads = hugging_face.divide_field(
-    file, config, "num_key_value_heads", 2
-  )
-  num_heads = (
-    hugging_face.divide_field(
-      file, config, "num_attention_heads", 2 * num_kv_heads
-    )
-    * num_kv_heads
-  )
-  attention = DiffAttention(
-    num_heads=num_heads,
-    num_kv_heads=num_kv_heads,
-    head_dim=hugging_face.divide_field(
-      file, config, "hidden_size", 2 * num_heads
-    ),
-    window=hugging_face.divide_field(file, config, "sliding_window", 1)
-    if layer < num_layers // 2
-    else None,
-    rope=False,
-    projection_biases=True,
-    norm_eps=1e-5,  # of the head norm; that of the others is layer_norm_eps
-  )
-  return attention, _params(
-    SafetensorsDirectory(directory),
-    layer,
-    attention,
-    reads_others=layer > num_layers // 2 + 1,
-  )
+  has_window = layer < num_layers // 2
+  has_keys_values = layer <= num_layers // 2 + 1
 
-
-def _params(
-  tensors: SafetensorsDirectory,
-  layer: int,
-  attention: DiffAttention,
-  *,
-  reads_others: bool,
-) -> dict[str, np.ndarray]:
-  H, K, D = (
-    attention.num_heads,
-    attention.num_kv_heads or attention.num_heads,
-    attention.head_dim,
-  )
-  E = 2 * H * D
-  heads = dict(zip(_FUSED, ((H, 2, D), (K, 2, D), (K, 2 * D)), strict=True))
-  if reads_others:
-    heads = {"query": heads["query"]}
-  found = tensors.shapes()
-
-  def read(name: str, *shape: int) -> np.ndarray:
-    name = _name(layer, name)
-    if found.get(name) != shape:
-      has = (
-        f"has {name} of shape {list(found[name])}"
-        if name in found
-        else f"has no tensor {name}"
-      )
-      raise UserError(
-        f"{tensors} {has}; for its config.json it must be {list(shape)}"
-      )
-    return tensors.read(name)
-
-  ends = [*itertools.accumulate(math.prod(shape) for shape in heads.values())]
-  weights, biases = (
-    np.split(array, ends[:-1])
-    for array in (read("Wqkv.weight", ends[-1], E), read("Wqkv.bias", ends[-1]))
-  )
-  params: dict[str, np.ndarray] = {}
-  for (name, shape), weight, bias in zip(
-    heads.items(), weights, biases, strict=True
-  ):
-    params |= {
-      name: weight.T.reshape(E, *shape),
-      f"{name}_bias": bias.reshape(shape),
-    }
-  params |= {
-    "out": read("out_proj.weight", E, E).T.reshape(H, 2 * D, E),
-    "out_bias": read("out_proj.bias", E),
-  }
-  params |= {name: read(f"inner_cross_attn.{name}", D) for name in _LAMBDAS}
-  return params | {"head_gain": read("inner_cross_attn.subln.weight", 2 * D)}
+  attention = _make_attention(config_path, stored_config, has_window)
+  tensors = SafetensorsDirectory(directory)
+  params = _read_params(tensors, layer, attention, has_keys_values)
+  return attention, params
 
 
 def tensors_of(
   params: Mapping[str, np.ndarray], layer: int
 ) -> dict[str, np.ndarray]:
-  """The tensors of a checkpoint that `read_attention` makes these parameters of, bit for bit, in float32."""
-  parts = [name for name in _FUSED if name in params]
-  E = params["out"].shape[-1]
+  """Returns the tensors that `read_attention` converts to these parameters.
+
+  Args:
+    params: The parameters of a layer, with or without keys and values.
+    layer: The number of the layer, for the names of the tensors.
+
+  Returns:
+    The tensors by name, with the exact numbers of the parameters.
+  """
+  qkv_weights = []
+  qkv_biases = []
+  for name, axes in _QKV_AXES.items():
+    if name in params:
+      rows = einops.rearrange(
+        np.asarray(params[name]), f"E {axes} -> ({axes}) E"
+      )
+      qkv_weights.append(rows)
+      qkv_biases.append(np.ravel(params[f"{name}_bias"]))
   tensors = {
-    "Wqkv.weight": np.concatenate(
-      [np.reshape(params[name], (E, -1)) for name in parts], axis=1
-    ).T,
-    "Wqkv.bias": np.concatenate(
-      [np.ravel(params[f"{name}_bias"]) for name in parts]
-    ),
-    "out_proj.weight": np.reshape(params["out"], (-1, E)).T,
-    "out_proj.bias": params["out_bias"],
-    **{f"inner_cross_attn.{name}": params[name] for name in _LAMBDAS},
-    "inner_cross_attn.subln.weight": params["head_gain"],
+    _QKV_WEIGHT: np.concatenate(qkv_weights),
+    _QKV_BIAS: np.concatenate(qkv_biases),
   }
-  return {
-    _name(layer, name): np.ascontiguousarray(tensor)
-    for name, tensor in tensors.items()
-  }
+  for entry in _ENTRIES:
+    param_axes, tensor_axes = entry.axes.split(" = ")
+    tensors[entry.tensor] = einops.rearrange(
+      np.asarray(params[entry.param]), f"{param_axes} -> {tensor_axes}"
+    )
+
+  layer_tensors = {}
+  for name, tensor in tensors.items():
+    layer_tensors[name.format(layer)] = np.ascontiguousarray(tensor)
+  return layer_tensors
 
 
-def _name(layer: int, name: str) -> str:
-  return f"model.layers.{layer}.attn.{name}"
+def _make_attention(
+  config_path: pathlib.Path, stored_config: dict[str, Any], has_window: bool
+) -> DiffAttention:
+  """Returns the module of a layer with or without a window."""
+  num_kv_heads = hugging_face.divide_field(
+    config_path, stored_config, "num_key_value_heads", 2
+  )
+  heads_per_kv_head = hugging_face.divide_field(
+    config_path, stored_config, "num_attention_heads", 2 * num_kv_heads
+  )
+  num_heads = heads_per_kv_head * num_kv_heads
+  head_dim = hugging_face.divide_field(
+    config_path, stored_config, "hidden_size", 2 * num_heads
+  )
+  window = None
+  if has_window:
+    window = hugging_face.divide_field(
+      config_path, stored_config, "sliding_window", 1
+    )
+  return DiffAttention(
+    num_heads=num_heads,
+    num_kv_heads=num_kv_heads,
+    head_dim=head_dim,
+    window=window,
+    rope=False,
+    projection_biases=True,
+    norm_eps=_HEAD_NORM_EPS,
+  )
+
+
+def _read_params(
+  tensors: SafetensorsDirectory,
+  layer: int,
+  attention: DiffAttention,
+  has_keys_values: bool,
+) -> dict[str, np.ndarray]:
+  """Returns the parameters of a layer, with or without keys and values."""
+  embed_dim = 2 * attention.num_heads * attention.head_dim
+  sizes = attention.axis_sizes(embed_dim)
+  qkv_axes = _QKV_AXES
+  if not has_keys_values:
+    qkv_axes = {"query": _QKV_AXES["query"]}
+  num_rows = {}
+  for name, axes in qkv_axes.items():
+    num_rows[name] = math.prod(sizes[letter] for letter in axes.split())
+  total_rows = sum(num_rows.values())
+  weight = _read_tensor(
+    tensors, _QKV_WEIGHT.format(layer), (total_rows, embed_dim)
+  )
+  bias = _read_tensor(tensors, _QKV_BIAS.format(layer), (total_rows,))
+
+  params = {}
+  start = 0
+  for name, axes in qkv_axes.items():
+    rows = slice(start, start + num_rows[name])
+    params[name] = _rearrange(weight[rows], f"({axes}) E", f"E {axes}", sizes)
+    params[f"{name}_bias"] = _rearrange(bias[rows], f"({axes})", axes, sizes)
+    start += num_rows[name]
+  for entry in _ENTRIES:
+    param_axes, tensor_axes = entry.axes.split(" = ")
+    tensor = _read_tensor(
+      tensors, entry.tensor.format(layer), _tensor_shape(tensor_axes, sizes)
+    )
+    params[entry.param] = _rearrange(tensor, tensor_axes, param_axes, sizes)
+  return params
+
+
+def _tensor_shape(axes: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
+  """Returns the shape of a tensor, such as (E, H·V) for "E (H V)"."""
+  shape = []
+  for group in re.findall(r"\([^)]*\)|\w", axes):
+    letters = group.strip("()").split()
+    shape.append(math.prod(sizes[letter] for letter in letters))
+  return tuple(shape)
+
+
+def _read_tensor(
+  tensors: SafetensorsDirectory, name: str, shape: tuple[int, ...]
+) -> np.ndarray:
+  """Returns a tensor, and raises UserError if it has another shape."""
+  stored_shapes = tensors.shapes()
+  if name not in stored_shapes:
+    raise UserError(
+      f"{tensors} has no tensor {name}; for its config.json it must be"
+      f" {list(shape)}"
+    )
+  if stored_shapes[name] != shape:
+    raise UserError(
+      f"{tensors} has {name} of shape {list(stored_shapes[name])}; for its"
+      f" config.json it must be {list(shape)}"
+    )
+  return tensors.read(name)
+
+
+def _rearrange(
+  array: np.ndarray, before: str, after: str, sizes: Mapping[str, int]
+) -> np.ndarray:
+  """Returns an array with its axes rearranged by einops."""
+  # einops accepts only the sizes of axes that the array has.
+  array_sizes = {axis: sizes[axis] for axis in before if axis.isalpha()}
+  return einops.rearrange(array, f"{before} -> {after}", **array_sizes)

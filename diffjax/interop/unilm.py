@@ -130,7 +130,7 @@ _V2_ENTRIES = (
   ),
 )
 
-# The fields of config.model, and those of config.json with the same meaning.
+# The fields of config.model, and the fields of config.json of equal meaning.
 _FIELDS = {
   "vocab_size": "vocab_size",
   "num_layers": "n_layers",
