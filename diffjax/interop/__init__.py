@@ -1,1 +1,13 @@
-"""Models in other layouts. Each module reads a layout into a `Model`, writes it, or both; phi_flash reads and writes single layers."""
+"""Models in the formats of other projects.
+
+The module of a format reads a directory into a `layout.Model`, writes one, or
+both. Its docstring describes the format.
+
+- diffllama: Hugging Face's DiffLlama, DIFF V1. Reads and writes.
+- llama: Hugging Face's Llama, a Transformer. Reads.
+- motif: Motif-2.6B and Motif-2-12.7B, DIFF V1. Reads and writes.
+- phi_flash: attention layers of Phi-4-mini-flash-reasoning, DIFF V1. Reads and
+  writes the tensors of single layers.
+- unilm: the authors' layers, DIFF V1 and DIFF V2. Reads and writes.
+- workdir: the workdirs of diffjax. Reads and writes.
+"""

@@ -1,11 +1,42 @@
-"""Hugging Face's DiffLlama, DIFF V1 in another layout (transformers, models/diffllama).
+"""Hugging Face's DiffLlama: DIFF V1 with another order of sub-heads.
 
-It counts sub-heads: head i is sub-heads i and i + H, and its values are v_i ⊕ v_{i+H}. Its head norm has no gain: writing multiplies the
-rows of W_O by the gain, and reading sets the gain to 1. λ_init is always the schedule's.
+Source: `DiffLlamaForCausalLM` in
+src/transformers/models/diffllama/modeling_diffllama.py of transformers.
+
+Layout: a directory with config.json, safetensors files and tokenizer.json. The
+tensors, with {} for the number of the layer, from 0:
+
+  model.embed_tokens.weight                          [N, E]
+  model.layers.{}.input_layernorm.weight             [E]
+  model.layers.{}.self_attn.q_proj.weight            [2HD, E]
+  model.layers.{}.self_attn.k_proj.weight            [2KD, E]
+  model.layers.{}.self_attn.v_proj.weight            [2KD, E]
+  model.layers.{}.self_attn.o_proj.weight            [E, 2HD]
+  model.layers.{}.self_attn.lambda_{q1,k1,q2,k2}     [D]
+  model.layers.{}.post_attention_layernorm.weight    [E]
+  model.layers.{}.mlp.{gate,up}_proj.weight          [F, E]
+  model.layers.{}.mlp.down_proj.weight               [E, F]
+  model.norm.weight                                  [E]
+  lm_head.weight                                     [N, E]  only if not tied
+
+- Query heads i and i + H are the signal and the noise of head i. Key heads i
+  and i + K belong to key/value head i, and value heads i and i + K are the
+  halves of its values.
+- In config.json, num_attention_heads is 2H and num_key_value_heads is 2K.
+- The head norm has no gain. Writing multiplies the rows of W_O by the gain of
+  diffjax, and reading sets the gain to 1.
+
+Rotary rows: both projects rotate the rows j and j + D/2 of a sub-head, so no
+row is moved.
+
+Not supported: λ_init other than the schedule's, a model without head norm,
+biases, windows, shared noise maps, RoPE of a part of each head, and rotary
+angles scaled otherwise than by "linear", "llama3" or "yarn".
 """
 
 from __future__ import annotations
 
+import functools
 import pathlib
 from typing import Any
 
@@ -18,12 +49,14 @@ from diffjax.interop.directory import write as write_directory
 from diffjax.interop.layout import Layout, Model
 from diffjax.interop.tokenizer import read_tokenizer, token_fields
 
+_ENTRIES = (*hugging_face.entries("map"), *hugging_face.LAMBDAS)
+
 
 def read(path: str) -> Model:
-  """Reads a directory that transformers wrote.
+  """Reads the model in a directory of this layout.
 
   Raises:
-    UserError: if it is damaged, or holds a model that diffjax does not support.
+    UserError: if the directory is damaged, or the model is not supported.
   """
   directory = pathlib.Path(path)
   config = hugging_face.read_config(directory, "diffllama", maps=2)
@@ -36,26 +69,22 @@ def read(path: str) -> Model:
 
 
 def write(path: str, model: Model, dtype: str) -> None:
-  """Writes a directory that transformers loads.
+  """Writes a model to a directory that transformers loads.
+
+  Args:
+    path: The directory. It is made if it does not exist.
+    model: The model.
+    dtype: The type of the tensors, "float32" or "bfloat16".
 
   Raises:
-    UserError: if this layout cannot hold the model, or the directory cannot be written.
+    UserError: if this layout cannot hold the model, or the directory cannot be
+      written.
   """
   config = model.config
-  if config.attention != "diff":
-    raise UserError(
-      f"DiffLlama is DIFF V1: it cannot hold a model of attention {config.attention!r}"
-    )
-  if not config.head_norm:
-    raise UserError(
-      "DiffLlama always has the head norm: it cannot hold a model of head_norm False"
-    )
-  if config.lambda_init is not None:
-    raise UserError(
-      f"DiffLlama's λ_init is the schedule's: it cannot hold a model of lambda_init {config.lambda_init}"
-    )
-  layout, params = _layout(config), _with_gain_in_out(model.params)
-  description = {
+  _check_attention(config)
+  layout = _layout(config)
+  params = _fold_head_gain(model.params)
+  stored_config = {
     "architectures": ["DiffLlamaForCausalLM"],
     "model_type": "diffllama",
     **hugging_face.make_config(config, maps=2),
@@ -64,27 +93,47 @@ def write(path: str, model: Model, dtype: str) -> None:
   }
   write_directory(
     pathlib.Path(path),
-    description,
+    stored_config,
     layout.shapes(),
-    lambda name: layout.tensor(params, name),
+    functools.partial(layout.tensor, params),
     model.tokenizer,
     dtype,
   )
 
 
+def _check_attention(config: ModelConfig) -> None:
+  """Raises UserError if DiffLlama has other attention than the model."""
+  if config.attention != "diff":
+    raise UserError(
+      "DiffLlama is DIFF V1: it cannot hold a model of attention"
+      f" {config.attention!r}"
+    )
+  if not config.head_norm:
+    raise UserError(
+      "DiffLlama always has the head norm: it cannot hold a model of head_norm"
+      " False"
+    )
+  if config.lambda_init is not None:
+    raise UserError(
+      "DiffLlama's λ_init is the schedule's: it cannot hold a model of"
+      f" lambda_init {config.lambda_init}"
+    )
+
+
 def _layout(config: ModelConfig) -> Layout:
-  entries = hugging_face.entries("map") + hugging_face.LAMBDAS
+  """Returns the tensors of a model."""
   return Layout(
-    entries,
+    _ENTRIES,
     config,
     tied_by=hugging_face.TIED_BY,
     supported=hugging_face.SUPPORTED,
   )
 
 
-def _with_gain_in_out(params: dict[str, Any]) -> dict[str, Any]:
+def _fold_head_gain(params: dict[str, Any]) -> dict[str, Any]:
+  """Returns the parameters with the gain of the head norm in W_O."""
   attention = dict(params["layers"]["attention"])
-  attention["out"] = (
-    attention["out"] * attention.pop("head_gain")[:, None, :, None]
-  )
-  return {**params, "layers": {**params["layers"], "attention": attention}}
+  gain = attention.pop("head_gain")  # [L, V]
+  attention["out"] = attention["out"] * gain[:, None, :, None]  # [L, H, V, E]
+  layers = {**params["layers"], "attention": attention}
+  return {**params, "layers": layers}

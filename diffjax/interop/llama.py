@@ -1,4 +1,30 @@
-"""Reads a Transformer in Hugging Face's Llama layout; `adapt` makes a model of differential attention of it."""
+"""Hugging Face's Llama: a Transformer. It is only read.
+
+`adapt.py` converts the model to one with differential attention.
+
+Source: `LlamaForCausalLM` in src/transformers/models/llama/modeling_llama.py of
+transformers.
+
+Layout: a directory with config.json, safetensors files and tokenizer.json. The
+tensors, with {} for the number of the layer, from 0:
+
+  model.embed_tokens.weight                          [N, E]
+  model.layers.{}.input_layernorm.weight             [E]
+  model.layers.{}.self_attn.q_proj.weight            [HD, E]
+  model.layers.{}.self_attn.{k,v}_proj.weight        [KD, E]
+  model.layers.{}.self_attn.o_proj.weight            [E, HD]
+  model.layers.{}.post_attention_layernorm.weight    [E]
+  model.layers.{}.mlp.{gate,up}_proj.weight          [F, E]
+  model.layers.{}.mlp.down_proj.weight               [E, F]
+  model.norm.weight                                  [E]
+  lm_head.weight                                     [N, E]  only if not tied
+
+Rotary rows: both projects rotate the rows j and j + D/2 of a head, so no row is
+moved.
+
+Not supported: biases, windows, RoPE of a part of each head, and rotary angles
+scaled otherwise than by "linear", "llama3" or "yarn".
+"""
 
 from __future__ import annotations
 
@@ -12,24 +38,21 @@ from diffjax.interop.tokenizer import read_tokenizer
 
 
 def read(path: str) -> Model:
-  """Reads a directory that transformers wrote.
+  """Reads the model in a directory of this layout.
 
   Raises:
-    UserError: if it is damaged, or holds a model that diffjax does not support.
+    UserError: if the directory is damaged, or the model is not supported.
   """
   directory = pathlib.Path(path)
-  config = dataclasses.replace(
-    hugging_face.read_config(directory, "llama", maps=1),
-    attention="softmax",
-    head_norm=False,
-  )
+  config = hugging_face.read_config(directory, "llama", maps=1)
+  config = dataclasses.replace(config, attention="softmax", head_norm=False)
   tokenizer = read_tokenizer(directory, config.vocab_size)
   layout = Layout(
+    # A Llama has one map, so both orders of sub-heads are the same.
     hugging_face.entries("map"),
     config,
     tied_by=hugging_face.TIED_BY,
     supported=hugging_face.SUPPORTED,
   )
-  return Model(
-    config, layout.params(SafetensorsDirectory(directory)), tokenizer
-  )
+  params = layout.params(SafetensorsDirectory(directory))
+  return Model(config, params, tokenizer)

@@ -38,7 +38,8 @@ moved.
 Not supported:
 - biases, windows, attention that is not causal, k_ratio ≠ 1, and activations
   other than PolyNorm.
-- rotary angles scaled otherwise than by "linear", "llama3" or "yarn".
+- RoPE of a part of each head, and rotary angles scaled otherwise than by
+  "linear", "llama3" or "yarn".
 - Motif-3, which has another architecture.
 - Written directories do not contain the authors' modeling code.
 """
