@@ -1,11 +1,25 @@
-"""Turns a Transformer into a model of differential attention that computes the same function, for further training.
+"""Converts a Transformer to differential attention without changing its logits.
 
-DIFF V2: every group of heads that shares a noise map gets its last head's query as the noise's. W_λ is 0, so λ = sigmoid(0) = ½ and a head
-gives A_h V − ½ A_b V, b being that last head. The heads of a group read the same V; what they lack, ½ A_b V times the sum of their W_O, the
-last head gives, whose own output is ½ A_b V: its W_O becomes 2 W_O + the sum of the others'. Without shared noise each head is a group, and
-its W_O is doubled. Training makes signal and noise differ, since the noise query's gradient is −½ of what the signals' are.
+The result is a starting point for further training.
 
-DEX: W_D and what is learnt of λ are 0.
+DIFF V2: the heads are in groups, and the heads of a group share a noise map.
+The noise query of a group is a copy of the query of the group's last head, b.
+W_λ is 0, so λ = sigmoid(0) = ½, and head h gives
+
+  O_h = A_h V − ½ A_b V
+
+All heads of a group read the same V. Without the noise, the group's output is
+Σ_h A_h V W_h, where W_h is the part of W_O that head h has. Two changes restore
+it, both in W_b: the last head gives only O_b = ½ A_b V, so W_b is doubled. The
+noise subtracts ½ A_b V Σ_{h≠b} W_h, so Σ_{h≠b} W_h is added to W_b:
+
+  W_b ← 2 W_b + Σ_{h≠b} W_h = W_b + Σ_h W_h
+
+If no heads share a noise map, each head is a group, and its W_h is doubled.
+Training makes the noise query differ from the signal queries, because its
+gradient is −½ times theirs.
+
+DEX: the matrix W_D and the learned part of λ are 0.
 """
 
 from __future__ import annotations
@@ -14,104 +28,152 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import einops
 import numpy as np
+from jaxtyping import Float
 
-from diffjax.config import UserError
+from diffjax.config import ModelConfig, UserError
 from diffjax.interop.layout import Model, allocate
 from diffjax.model.shapes import parameter_shapes
 
 ATTENTIONS = ("softmax", "diff_v2", "dex")
 
+# Parameters of the adapted variants that a Transformer lacks. They start at 0.
+_NEW_PARAMETERS = ("lambda_hat", "dex_matrix", "dex_lambda")
+
 
 def adapted(
   model: Model, attention: str, num_noise_heads: int | None = None
 ) -> Model:
-  """The model with another attention, and the same logits.
+  """Returns the model with another attention, and the same logits.
 
   Args:
     model: A Transformer, `attention` "softmax".
     attention: One of `ATTENTIONS`.
-    num_noise_heads: Of DIFF V2, how many noise maps its heads share; None for one a head.
+    num_noise_heads: The number of noise maps, for "diff_v2". The heads of a
+      group share one. None for one noise map per head.
 
   Raises:
-    UserError: if there is no way to that attention, the model is no Transformer, or its heads cannot share so many noise maps.
+    UserError: if the model is not a Transformer, or cannot be converted to this
+      attention.
   """
-  config = model.config
+  _check_attention(model.config, attention, num_noise_heads)
+  if attention == "softmax":
+    return model
+  if attention == "diff_v2":
+    _check_noise_heads(model.config, num_noise_heads)
+
+  num_heads = model.config.num_heads
+  shared_noise_heads = num_noise_heads
+  if num_noise_heads == num_heads:
+    # One noise map per head is the default.
+    shared_noise_heads = None
+  config = dataclasses.replace(
+    model.config, attention=attention, num_noise_heads=shared_noise_heads
+  )
+
+  attention_params = dict(model.params["layers"]["attention"])
+  if attention == "diff_v2":
+    num_groups = num_noise_heads or num_heads
+    _add_noise_maps(attention_params, num_groups)
+  shapes = parameter_shapes(config)
+  for name in _NEW_PARAMETERS:
+    if name in shapes:
+      attention_params[name] = np.zeros(shapes[name], np.float32)
+
+  layers = {**model.params["layers"], "attention": attention_params}
+  params = {**model.params, "layers": layers}
+  return dataclasses.replace(model, config=config, params=params)
+
+
+def _check_attention(
+  config: ModelConfig, attention: str, num_noise_heads: int | None
+) -> None:
+  """Raises UserError if the model cannot get this attention."""
   if attention not in ATTENTIONS:
     raise UserError(
-      f"--attention={attention}: a Transformer becomes one of {', '.join(ATTENTIONS)}"
+      f"--attention={attention}: a Transformer becomes one of"
+      f" {', '.join(ATTENTIONS)}"
     )
   if config.attention != "softmax":
     raise UserError(
-      f"--attention={attention}: only a Transformer, attention 'softmax', is adapted; this model has {config.attention!r}"
+      f"--attention={attention}: only a Transformer, attention 'softmax', is"
+      f" adapted; this model has {config.attention!r}"
     )
   if num_noise_heads is not None and attention != "diff_v2":
     raise UserError(
-      f"--num_noise_heads={num_noise_heads}: only --attention=diff_v2 has noise maps; leave it out for {attention}"
+      f"--num_noise_heads={num_noise_heads}: only --attention=diff_v2 has noise"
+      f" maps; leave it out for {attention}"
     )
-  if attention == "softmax":
-    return model
   if attention == "diff_v2" and config.head_norm:
     raise UserError(
-      "--attention=diff_v2: this model norms its heads, so that no DIFF V2 computes the same"
+      "--attention=diff_v2: this model norms its heads, so that no DIFF V2"
+      " computes the same"
     )
-  possible = [
-    count
-    for count in range(1, config.num_heads + 1)
-    if config.num_heads % count == count % config.num_kv_heads == 0
-  ]
-  if num_noise_heads is not None and num_noise_heads not in possible:
+
+
+def _check_noise_heads(
+  config: ModelConfig, num_noise_heads: int | None
+) -> None:
+  """Raises UserError if the heads cannot share this number of noise maps."""
+  if num_noise_heads is None:
+    return
+  possible = []
+  for count in range(1, config.num_heads + 1):
+    if config.num_heads % count == 0 and count % config.num_kv_heads == 0:
+      possible.append(count)
+  if num_noise_heads not in possible:
     raise UserError(
-      f"--num_noise_heads={num_noise_heads}: must divide the model's {config.num_heads} heads and be a multiple of its "
-      f"{config.num_kv_heads} key/value heads; it can be {', '.join(map(str, possible))}"
+      f"--num_noise_heads={num_noise_heads}: must divide the model's"
+      f" {config.num_heads} heads and be a multiple of its"
+      f" {config.num_kv_heads} key/value heads; it can be"
+      f" {', '.join(str(count) for count in possible)}"
     )
-  shared = None if num_noise_heads == config.num_heads else num_noise_heads
-  after = dataclasses.replace(
-    config, attention=attention, num_noise_heads=shared
-  )
-  layers = dict(model.params["layers"]["attention"])
-  if attention == "diff_v2":
-    groups = num_noise_heads or config.num_heads
-    for name in ("query", "query_bias"):
-      if name in layers:
-        layers[name] = _by_layer(
-          lambda array: _with_noise(array, groups), layers[name]
-        )
-    layers["out"] = _by_layer(
-      lambda array: _with_remainder(array, groups), layers["out"]
-    )
-  shapes = parameter_shapes(after)
-  layers |= {
-    name: np.zeros(shapes[name], np.float32)
-    for name in ("lambda_hat", "dex_matrix", "dex_lambda")
-    if name in shapes
-  }
-  return dataclasses.replace(
-    model,
-    config=after,
-    params=model.params
-    | {"layers": model.params["layers"] | {"attention": layers}},
+
+
+def _add_noise_maps(attention_params: dict[str, Any], num_groups: int) -> None:
+  """Adds the noise queries to the parameters, and changes W_O to fit them."""
+  for name in ("query", "query_bias"):
+    if name in attention_params:
+      attention_params[name] = _convert_layers(
+        _append_noise_query, attention_params[name], num_groups
+      )
+  attention_params["out"] = _convert_layers(
+    _compensate_noise, attention_params["out"], num_groups
   )
 
 
-def _by_layer(
-  change: Callable[[np.ndarray], np.ndarray], stacked: Any
+def _convert_layers(
+  convert: Callable[[np.ndarray, int], np.ndarray],
+  stacked: np.ndarray,
+  num_groups: int,
 ) -> np.ndarray:
-  """A change of each layer's array: one layer in memory at a time."""
-  changed = allocate((len(stacked), *change(stacked[0]).shape))
+  """Returns the converted arrays of all layers, with one at a time in memory.
+
+  Args:
+    convert: Converts the array of a layer, given the number of groups.
+    stacked: The arrays of all layers, with a leading axis L.
+    num_groups: The number of groups of heads.
+  """
+  layer_shape = convert(stacked[0], num_groups).shape
+  converted = allocate((len(stacked), *layer_shape))
   for layer, array in enumerate(stacked):
-    changed[layer] = change(array)
-  return changed
+    converted[layer] = convert(array, num_groups)
+  return converted
 
 
-def _with_noise(query: np.ndarray, groups: int) -> np.ndarray:
-  """[…, H, 1, D] to [… Q, H/Q + 1, D]."""
-  signals = query.reshape(*query.shape[:-3], groups, -1, query.shape[-1])
+def _append_noise_query(
+  query: Float[np.ndarray, "*E H 1 D"], num_groups: int
+) -> Float[np.ndarray, "*E Q G D"]:
+  """Appends to each group a copy of its last head's query, for the noise."""
+  signals = einops.rearrange(query, "... (Q S) 1 D -> ... Q S D", Q=num_groups)
   return np.concatenate([signals, signals[..., -1:, :]], axis=-2)
 
 
-def _with_remainder(out: np.ndarray, groups: int) -> np.ndarray:
-  """[H, V, E], where each group's last head makes up for the noise that the group's heads subtract."""
-  heads = out.reshape(groups, -1, *out.shape[1:]).copy()
+def _compensate_noise(
+  out: Float[np.ndarray, "H V E"], num_groups: int
+) -> Float[np.ndarray, "H V E"]:
+  """Adds to W_b of each group what the noise of the group's heads subtracts."""
+  heads = einops.rearrange(out, "(Q S) V E -> Q S V E", Q=num_groups).copy()
   heads[:, -1] += heads.sum(axis=1)
-  return heads.reshape(out.shape)
+  return einops.rearrange(heads, "Q S V E -> (Q S) V E")

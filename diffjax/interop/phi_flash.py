@@ -9,7 +9,7 @@ layers, those with an odd number have attention, counted from 0:
 
   1, 3, …, L/2 − 1    a window of sliding_window keys
   L/2 + 1             no window
-  L/2 + 3, …, L − 1   no keys and values; they read those of layer L/2 + 1
+  L/2 + 3, …, L − 1   no keys and values of its own; reads layer L/2 + 1's
 
 The tensors of a layer, with {} for its number and E = 2HD:
 
@@ -116,7 +116,7 @@ def read_attention(
 
   Returns:
     The module, and its parameters in float32. They have no keys and values if
-    the layer reads those of another layer: pass them as `keys_values`.
+    the layer has to be called with another layer's, as `keys_values`.
 
   Raises:
     UserError: if the layer has no attention, the directory is damaged, or it

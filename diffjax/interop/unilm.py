@@ -32,9 +32,11 @@ tensors, with {} for the number of the layer, from 0:
   layers.{}.final_layer_norm.weight           [E]      RMSNorm before the FFN
   layers.{}.ffn.fc1.weight                    [F, E]
   layers.{}.ffn.gate.weight                   [F, E]
-  layers.{}.ffn.fc2.weight                    [E, F]   fc2(silu(fc1(x)) · gate(x))
+  layers.{}.ffn.fc2.weight                    [E, F]
   layer_norm.weight                           [E]      RMSNorm after all layers
   output_projection.weight                    [N, E]   only if not tied
+
+The feed-forward layer is fc2(silu(fc1(x)) · gate(x)).
 
 Sub-heads 2i and 2i + 1 of the queries are the signal and the noise of head i.
 In V1, sub-heads 2i and 2i + 1 of the keys belong to key/value head i.
