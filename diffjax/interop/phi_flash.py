@@ -4,8 +4,8 @@ Sources: `FlashDiffAttention` in lit_gpt/diff_attn.py of microsoft/ArchScale for
 the computation, and `Phi4FlashForCausalLM` in
 vllm/model_executor/models/phi4flash.py of vLLM for the checkpoint.
 
-Layout: a directory with config.json and safetensors files. Of the model's L
-layers, those with an odd number have attention, counted from 0:
+Layout: a directory with config.json and safetensors files. Layers are counted
+from 0. Of the model's L layers, the odd ones have attention:
 
   1, 3, …, L/2 − 1    a window of sliding_window keys
   L/2 + 1             no window
@@ -115,8 +115,9 @@ def read_attention(
     layer: The number of the layer among all layers of the model, from 0.
 
   Returns:
-    The module, and its parameters in float32. They have no keys and values if
-    the layer has to be called with another layer's, as `keys_values`.
+    The module, and its parameters in float32. Above layer L/2 + 1, they include
+    no keys and values: call the module with the keys and values of layer
+    L/2 + 1 as `keys_values`.
 
   Raises:
     UserError: if the layer has no attention, the directory is damaged, or it
