@@ -6,11 +6,17 @@
     python -m diffjax.convert --from=llama:a --to=diffjax:b --attention=dex
     python -m diffjax.convert --from=motif:model --to=diffjax:runs/motif
 
-The layouts are diffjax (a workdir; its newest checkpoint is read), diffllama
-and llama (Hugging Face's; llama can only be read), unilm (the authors' layers,
-V1 and V2) and motif (Motif-2.6B and Motif-2-12.7B). diffjax/interop/ describes
-them. All but workdirs are directories with config.json, safetensors files and a
-tokenizer.json with the same ids as the model's tokenizer. A model that a layout
+The layouts are:
+
+    diffjax    a workdir; its newest checkpoint is read
+    diffllama  Hugging Face's DiffLlama
+    llama      Hugging Face's Llama; can only be read
+    unilm      the authors' layers, DIFF V1 and DIFF V2
+    motif      Motif-2.6B and Motif-2-12.7B
+
+diffjax/interop/ describes them. Workdirs have their own format. The other
+layouts are directories with config.json, safetensors files and a tokenizer.json
+with the same ids as the model's tokenizer. A model that the layout of --to
 cannot represent is an error.
 
 A llama becomes a DIFF V2 model with the same logits. With --attention, a
@@ -40,13 +46,14 @@ from absl import app, flags
 
 from diffjax.cli import command
 from diffjax.config import OF_THE_RUN, Config, UserError
+from diffjax.host.files import is_remote
 from diffjax.interop.card import write_card
 from diffjax.interop.layout import Model
 from diffjax.interop.tokenizer import token_names
 from diffjax.model.registry import imported_modules
 from diffjax.training import manifest
 
-# The modules of the layouts, in diffjax/interop.
+# The layouts, and their modules in diffjax/interop.
 _MODULES = {
   "diffjax": "workdir",
   "diffllama": "diffllama",
@@ -86,11 +93,11 @@ _DTYPE = flags.DEFINE_enum(
 
 
 class _Location(NamedTuple):
-  """A value of --from or --to.
+  """The value of --from or --to.
 
   Attributes:
-    layout: The name of the layout.
-    path: The directory.
+    layout: The name of the layout, a key of `_MODULES`.
+    path: The directory. A workdir may be gs://.
   """
 
   layout: str
@@ -145,8 +152,8 @@ def _write_model(target: _Location, model: Model) -> str:
   """Writes a model in the layout of --to.
 
   Returns:
-    Flags of diffjax.train for training that starts from the written model. ""
-    for layouts other than diffjax, from which training cannot start.
+    The flags with which diffjax.train starts from the written model. "" for
+    layouts other than diffjax: training cannot start from these.
   """
   if target.layout == "diffjax":
     config = _module("diffjax").write(target.path, model)
@@ -171,7 +178,7 @@ def _parse_location(flag: str, value: str | None) -> _Location:
     if value:
       message += f"; got {value!r}"
     raise app.UsageError(message)
-  if "://" in path and layout != "diffjax":
+  if is_remote(path) and layout != "diffjax":
     raise app.UsageError(
       f"--{flag}={value}: only workdirs may be gs://; copy the files to a local"
       " disk"
@@ -251,11 +258,14 @@ def _print_summary(path: str, model: Model) -> None:
 
 
 def _start_flags(config: Config) -> str:
-  """Returns flags of diffjax.train for the model and tokenizer of a config.
+  """Returns the flags of diffjax.train that give a model and its tokenizer.
 
   The user adds the flags of the run: a config file, a workdir and
-  `config.train.init_from`. Modules with the user's own attention variants are
-  imported with --import.
+  `config.train.init_from`. If --import named modules with attention variants,
+  the flags include them.
+
+  Example: "--config.data.tokenizer=runs/v2/tokenizer.json
+    --config.model.vocab_size=32000 …"
   """
   start_flags = []
   for module in imported_modules():

@@ -1,7 +1,7 @@
 """Models in the formats of other projects.
 
 The module of a format reads a directory into a `layout.Model`, writes one, or
-both. Its docstring describes the format.
+both. Its docstring describes the format. `diffjax.convert` is the command.
 
 - diffllama: Hugging Face's DiffLlama, DIFF V1. Reads and writes.
 - llama: Hugging Face's Llama, a Transformer. Reads.
