@@ -4,7 +4,8 @@ Source: `DiffLlamaForCausalLM` in
 src/transformers/models/diffllama/modeling_diffllama.py of transformers.
 
 Layout: a directory with config.json, safetensors files and tokenizer.json. The
-tensors, with {} for the number of the layer, from 0:
+tensors, with {} for the number of the layer, from 0, and the axes of
+diffjax/parameters.py:
 
   model.embed_tokens.weight                          [N, E]
   model.layers.{}.input_layernorm.weight             [E]

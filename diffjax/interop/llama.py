@@ -6,7 +6,8 @@ Source: `LlamaForCausalLM` in src/transformers/models/llama/modeling_llama.py of
 transformers.
 
 Layout: a directory with config.json, safetensors files and tokenizer.json. The
-tensors, with {} for the number of the layer, from 0:
+tensors, with {} for the number of the layer, from 0, and the axes of
+diffjax/parameters.py:
 
   model.embed_tokens.weight                          [N, E]
   model.layers.{}.input_layernorm.weight             [E]

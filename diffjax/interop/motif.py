@@ -6,8 +6,8 @@ modeling_motif.py was not available. Shared noise maps are called grouped
 differential attention (arXiv:2510.06949).
 
 Layout: a directory with config.json, safetensors files and tokenizer.json. The
-tensors, with {} for the number of the layer, from 0. H counts signal heads, and
-Q noise heads:
+tensors, with {} for the number of the layer, from 0, and the axes of
+diffjax/parameters.py: H counts signal heads, and Q noise heads.
 
   model.embed_tokens.weight                          [N, E]
   model.layers.{}.input_layernorm.weight             [E]
@@ -19,7 +19,8 @@ Q noise heads:
   model.layers.{}.self_attn.subln.weight             [2D]    head norm
   model.layers.{}.post_attention_layernorm.weight    [E]
   model.layers.{}.mlp.{gate,up}_proj.weight          [F, E]
-  model.layers.{}.mlp.act_fn.{weight,bias}           [3], [1]
+  model.layers.{}.mlp.act_fn.weight                  [3]     PolyNorm
+  model.layers.{}.mlp.act_fn.bias                    [1]     PolyNorm
   model.layers.{}.mlp.down_proj.weight               [E, F]
   model.norm.weight                                  [E]
   lm_head.weight                                     [N, E]  only if not tied

@@ -11,17 +11,18 @@ from 0. Of the model's L layers, the odd ones have attention:
   L/2 + 1             no window
   L/2 + 3, …, L − 1   no keys and values of its own; reads layer L/2 + 1's
 
-The tensors of a layer, with {} for its number and E = 2HD:
+The tensors of a layer, with {} for its number, and the axes of
+diffjax/parameters.py. E is 2HD:
 
   model.layers.{}.attn.Wqkv.weight                        [R, E]
   model.layers.{}.attn.Wqkv.bias                          [R]
   model.layers.{}.attn.out_proj.weight                    [E, 2HD]
   model.layers.{}.attn.out_proj.bias                      [E]
   model.layers.{}.attn.inner_cross_attn.lambda_{q1,k1,q2,k2}  [D]
-  model.layers.{}.attn.inner_cross_attn.subln.weight      [2D]  head norm
+  model.layers.{}.attn.inner_cross_attn.subln.weight      [2D]    head norm
 
-The R rows of Wqkv are 2HD rows for queries, 2KD for keys and 2KD for values, or
-only the 2HD rows for queries. Query heads 2i and 2i + 1 are the signal and the
+The R rows of Wqkv are 2HD rows for queries, 2KD for keys and 2KD for values.
+Above layer L/2 + 1, they are the 2HD rows for queries only. Query heads 2i and 2i + 1 are the signal and the
 noise of head i. Key heads 2i and 2i + 1 belong to key/value head i, and value
 heads 2i and 2i + 1 are the halves of its values. In config.json,
 num_attention_heads is 2H and num_key_value_heads is 2K. λ_init is

@@ -1,6 +1,6 @@
 """The authors' layers, DIFF V1 and DIFF V2, as parts of a whole model.
 
-Source: microsoft/unilm has two attention layers and no whole model.
+Source: microsoft/unilm has code for the attention layers, not for whole models.
 
   V1  MultiheadFlashDiff1 in Diff-Transformer/multihead_flashdiff_1.py
   V2  MultiheadFlashDiffV2 in
@@ -12,21 +12,19 @@ decoders: self_attn_layer_norm from torchscale, the others from YOCO
 embeddings are not multiplied by √E.
 
 Layout: a directory with config.json, model.safetensors and tokenizer.json. The
-tensors, with {} for the number of the layer, from 0:
+tensors, with {} for the number of the layer, from 0, and the axes of
+diffjax/parameters.py:
 
   embed_tokens.weight                         [N, E]
   layers.{}.self_attn_layer_norm.weight       [E]      RMSNorm before attention
   layers.{}.self_attn.q_proj.weight           [2HD, E]
   layers.{}.self_attn.k_proj.weight       V1  [2KD, E]
-                                          V2  [KD, E]
+  layers.{}.self_attn.k_proj.weight       V2  [KD, E]
   layers.{}.self_attn.v_proj.weight       V1  [2KD, E]
-                                          V2  [KD, E]
+  layers.{}.self_attn.v_proj.weight       V2  [KD, E]
   layers.{}.self_attn.out_proj.weight     V1  [E, 2HD]
   layers.{}.self_attn.subln.weight        V1  [2D]     gain of the head norm
-  layers.{}.self_attn.lambda_q1           V1  [D]
-  layers.{}.self_attn.lambda_k1           V1  [D]
-  layers.{}.self_attn.lambda_q2           V1  [D]
-  layers.{}.self_attn.lambda_k2           V1  [D]
+  layers.{}.self_attn.lambda_{q1,k1,q2,k2}  V1  [D]
   layers.{}.self_attn.o_proj.weight       V2  [E, HD]
   layers.{}.self_attn.lambda_proj.weight  V2  [H, E]
   layers.{}.final_layer_norm.weight           [E]      RMSNorm before the FFN
