@@ -58,7 +58,7 @@ from diffjax.interop.directory import (
   checked_config,
 )
 from diffjax.interop.directory import write as write_directory
-from diffjax.interop.layout import Entry, Layout, Model
+from diffjax.interop.layout import ANY, Entry, Layout, Model
 from diffjax.interop.tokenizer import read_tokenizer, token_fields
 
 _ENTRIES = (
@@ -82,12 +82,14 @@ _ALWAYS = {
   "lambda_init_offset": 1,
   "ffn_activation": "poly_norm",
 }
-# The values that this layout supports; ... stands for any value.
-_SUPPORTED = (
-  hugging_face.SUPPORTED
-  | _ALWAYS
-  | {"lambda_init": None, "num_noise_heads": ..., "head_norm_eps": ...}
-)
+# The values that this layout supports.
+_SUPPORTED = {
+  **hugging_face.SUPPORTED,
+  **_ALWAYS,
+  "lambda_init": None,
+  "num_noise_heads": ANY,
+  "head_norm_eps": ANY,
+}
 _MODEL_TYPES = ("Motif", "motif")
 
 # Fields of config.json that may be missing, and their only supported values.

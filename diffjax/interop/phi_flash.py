@@ -173,9 +173,9 @@ def tensors_of(
     _QKV_BIAS: np.concatenate(qkv_biases),
   }
   for entry in _ENTRIES:
-    param_axes, tensor_axes = entry.axes.split(" = ")
     tensors[entry.tensor] = einops.rearrange(
-      np.asarray(params[entry.param]), f"{param_axes} -> {tensor_axes}"
+      np.asarray(params[entry.param]),
+      f"{entry.param_axes} -> {entry.tensor_axes}",
     )
 
   layer_tensors = {}
@@ -243,11 +243,12 @@ def _read_params(
     params[f"{name}_bias"] = _rearrange(bias[rows], f"({axes})", axes, sizes)
     start += num_rows[name]
   for entry in _ENTRIES:
-    param_axes, tensor_axes = entry.axes.split(" = ")
-    tensor = _read_tensor(
-      tensors, entry.tensor.format(layer), _tensor_shape(tensor_axes, sizes)
+    name = entry.tensor.format(layer)
+    shape = _tensor_shape(entry.tensor_axes, sizes)
+    tensor = _read_tensor(tensors, name, shape)
+    params[entry.param] = _rearrange(
+      tensor, entry.tensor_axes, entry.param_axes, sizes
     )
-    params[entry.param] = _rearrange(tensor, tensor_axes, param_axes, sizes)
   return params
 
 
