@@ -21,12 +21,14 @@ diffjax/parameters.py. E is 2HD:
   model.layers.{}.attn.inner_cross_attn.lambda_{q1,k1,q2,k2}  [D]
   model.layers.{}.attn.inner_cross_attn.subln.weight      [2D]    head norm
 
-The R rows of Wqkv are 2HD rows for queries, 2KD for keys and 2KD for values.
-Above layer L/2 + 1, they are the 2HD rows for queries only. Query heads 2i and 2i + 1 are the signal and the
-noise of head i. Key heads 2i and 2i + 1 belong to key/value head i, and value
-heads 2i and 2i + 1 are the halves of its values. In config.json,
-num_attention_heads is 2H and num_key_value_heads is 2K. λ_init is
-`lambda_init_schedule(layer)`, where layers without attention count too.
+- The R rows of Wqkv are 2HD rows for queries, 2KD for keys and 2KD for values.
+  Above layer L/2 + 1, they are the 2HD rows for queries only.
+- Query heads 2i and 2i + 1 are the signal and the noise of head i. Key heads 2i
+  and 2i + 1 belong to key/value head i, and value heads 2i and 2i + 1 are the
+  halves of its values.
+- In config.json, num_attention_heads is 2H and num_key_value_heads is 2K.
+- λ_init is `lambda_init_schedule(layer)`, where layers without attention count
+  too.
 
 Rotary rows: the layers have no RoPE, so no row is moved.
 
