@@ -1,113 +1,214 @@
-"""95% intervals of proportions: of one model, and of the difference of two models on the same units. They hold at 0 and at 1, too.
+"""95% intervals of proportions, and of paired differences of proportions.
 
-A unit is one trial with an outcome from 0 to 1. If it is yes or no, these are the usual intervals. If it is the share of several answers
-that may depend on each other, they are conservative: x² ≤ x there, so the outcomes vary at most as those of yes/no trials of the same mean
-do, and |d|² ≤ |d| bounds the differences alike.
+A unit is one trial with an outcome from 0 to 1. The intervals are also valid if
+all outcomes are 0 or all are 1.
+
+The formulas are for outcomes of 0 and 1. An outcome may also be the share of
+several answers that depend on each other. The intervals are then conservative:
+x² ≤ x for x from 0 to 1, so shares vary at most as much as outcomes of 0 and 1
+with the same mean. For the difference d of two shares, |d|² ≤ |d| gives the
+same bound.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy import ndarray
+from jaxtyping import Float
 
 CONFIDENCE = 0.95
-_EDGE = 1e-9  # rounding of a sum of shares, and the distance to ±1 at which the search for a bound ends
 
-# Estimate, lower and upper bound
-Bounds = tuple[float, float, float]
+# A sum of shares is rounded to this many decimals, so that 1/3 + 1/3 + 1/3 is
+# a whole number.
+_TOTAL_DECIMALS = 9
+
+# The search for a bound of a difference ends at this distance from −1 and 1,
+# where the score statistic may be 0/0.
+_SEARCH_MARGIN = 1e-9
 
 
-def single(outcomes: ndarray) -> Bounds:
-  """Wilson's score interval of a proportion.
+class Bounds(NamedTuple):
+  """An estimate and its confidence interval."""
 
-  A total that is not whole, of shares, takes the lower bound of the whole number below it and the upper bound of the one above it.
+  estimate: float
+  low: float
+  high: float
+
+
+def single(outcomes: Float[np.ndarray, "U"]) -> Bounds:
+  """Returns Wilson's score interval of a proportion.
+
+  Shares may have a total that is not whole. The total is then rounded down for
+  the lower bound, and rounded up for the upper bound.
+
+  Source: Wilson, "Probable inference, the law of succession, and statistical
+  inference", JASA 22 (1927). SciPy implements it.
 
   Args:
-    outcomes: Of the units, from 0 to 1, [U].
-
-  Source: Wilson, "Probable inference, the law of succession, and statistical inference", JASA 22 (1927), by SciPy.
+    outcomes: the outcomes of the units, from 0 to 1.
   """
-  import scipy.stats  # here, since it takes a second to import
-
-  total, count = round(float(outcomes.sum()), 9), len(outcomes)
-  low, high = (
-    scipy.stats.binomtest(whole, count).proportion_ci(
-      CONFIDENCE, method="wilson"
-    )
-    for whole in (math.floor(total), math.ceil(total))
+  count = len(outcomes)
+  total = round(float(outcomes.sum()), _TOTAL_DECIMALS)
+  interval_below = _wilson(math.floor(total), count)
+  interval_above = _wilson(math.ceil(total), count)
+  return Bounds(
+    estimate=float(outcomes.mean()),
+    low=float(interval_below.low),
+    high=float(interval_above.high),
   )
-  return float(outcomes.mean()), float(low.low), float(high.high)
 
 
-def paired_difference(outcomes: ndarray, against: ndarray) -> Bounds:
-  """Tango's score interval of the difference of two proportions on the same units.
-
-  It holds the differences that McNemar's test, extended to differences other than 0, does not reject, as Wilson's interval does for one
-  proportion. So it excludes 0 exactly if McNemar's test is significant. Newcombe's hybrid score interval for paired proportions is too
-  narrow where the models nearly always agree (for 50 times both and 50 times neither it is ±0.019, though up to 3.7% may differ) and with
-  few units (one model right twice, the other never: 0.07 to 1).
-
-  Args:
-    outcomes: Of the units, from 0 to 1, [U].
-    against: The other model's on the same units, [U].
-
-  Source: Tango, "Equivalence test and confidence interval for the difference in proportions for the paired-sample design", Statistics in
-  Medicine 17 (1998), 891–908. SciPy does not have it.
-  """
-  import scipy.optimize
+def _wilson(successes: int, count: int) -> Any:
+  """Returns SciPy's ConfidenceInterval of a proportion."""
+  # SciPy's statistics take a second to import.
   import scipy.stats
 
-  each, count = outcomes - against, len(outcomes)
-  more, less = float(each.clip(0).sum()), float(-each.clip(None, 0).sum())
-  estimate, z = (
-    (more - less) / count,
-    float(scipy.stats.norm.ppf((1 + CONFIDENCE) / 2)),
+  test = scipy.stats.binomtest(successes, count)
+  return test.proportion_ci(CONFIDENCE, method="wilson")
+
+
+@dataclasses.dataclass(frozen=True)
+class _ScoreTest:
+  """The score test of a difference of two paired proportions.
+
+  The formulas and letters are Tango's. For outcomes of 0 and 1, b and c are the
+  numbers of discordant pairs.
+
+  Attributes:
+    b: the sum of outcome − other outcome over the units where it is positive.
+    c: the sum of other outcome − outcome over the units where it is positive.
+    n: the number of units.
+  """
+
+  b: float
+  c: float
+  n: int
+
+  def statistic(self, difference: float) -> float:
+    """Returns the score statistic of the hypothesis p₁ − p₂ = Δ.
+
+    (b − c − nΔ) / √(n (2q + Δ(1 − Δ)))
+
+    q is the probability that only the second outcome is 1. Its maximum
+    likelihood estimate under the hypothesis is the larger root of
+    A q² + B q + C = 0 with
+
+      A = 2n
+      B = (2n − b + c) Δ − b − c
+      C = −c Δ (1 − Δ)
+
+    Args:
+      difference: Δ.
+    """
+    residual = self.b - self.c - self.n * difference
+    # The standard error may be 0 too.
+    if residual == 0:
+      return 0.0
+    quadratic = 2 * self.n
+    linear = (2 * self.n - self.b + self.c) * difference - self.b - self.c
+    constant = -self.c * difference * (1 - difference)
+    # Rounding can make the discriminant negative.
+    discriminant = max(0.0, linear**2 - 4 * quadratic * constant)
+    q = (math.sqrt(discriminant) - linear) / (2 * quadratic)
+    variance = self.n * (2 * q + difference * (1 - difference))
+    return residual / math.sqrt(variance)
+
+
+def paired_difference(
+  outcomes: Float[np.ndarray, "U"], against: Float[np.ndarray, "U"]
+) -> Bounds:
+  """Returns Tango's score interval of the difference of two proportions.
+
+  Both proportions are of the same units. The interval contains the differences
+  that the score test does not reject. For the difference 0 this is McNemar's
+  test, so the interval excludes 0 exactly if McNemar's test is significant.
+
+  Newcombe's hybrid score interval for paired proportions is not used, because
+  it is too narrow in two cases:
+
+  - The models agree in nearly all units. If both are right in 50 units and both
+    are wrong in 50 units, it is ±0.019, but up to 3.7% of the units may differ.
+  - There are few units. If one model is right twice and the other one never, it
+    is 0.07 to 1.
+
+  Source: Tango, "Equivalence test and confidence interval for the difference in
+  proportions for the paired-sample design", Statistics in Medicine 17 (1998),
+  891–908. SciPy does not implement it.
+
+  Args:
+    outcomes: the outcomes of the units, from 0 to 1.
+    against: the outcomes of the other model for the same units.
+  """
+  import scipy.stats
+
+  differences = outcomes - against
+  test = _ScoreTest(
+    b=float(differences.clip(0).sum()),
+    c=float(-differences.clip(None, 0).sum()),
+    n=len(outcomes),
+  )
+  estimate = (test.b - test.c) / test.n
+  critical_value = float(scipy.stats.norm.ppf((1 + CONFIDENCE) / 2))
+  return Bounds(
+    estimate=estimate,
+    low=_score_bound(test, estimate, critical_value, sign=-1),
+    high=_score_bound(test, estimate, critical_value, sign=1),
   )
 
-  def excess(difference: float) -> float:
-    """The score statistic of a difference, in standard errors that it implies. The number of units that speak for the second model is
-    then the root of 2n x² + linear x + constant, by maximum likelihood."""
-    linear, constant = (
-      (2 * count - more + less) * difference - more - less,
-      -less * difference * (1 - difference),
-    )
-    likely = (
-      math.sqrt(max(0.0, linear**2 - 8 * count * constant)) - linear
-    ) / (4 * count)
-    gap = more - less - count * difference
-    return gap and gap / math.sqrt(
-      count * (2 * likely + difference * (1 - difference))
-    )
 
-  def bound(sign: int) -> float:
-    edge = sign * (1 - _EDGE)
-    if sign * estimate >= 1 - _EDGE or abs(excess(edge)) <= z:
-      return float(sign)
-    return float(
-      scipy.optimize.brentq(
-        lambda difference: excess(difference) + sign * z, estimate, edge
-      )
-    )
+def _score_bound(
+  test: _ScoreTest, estimate: float, critical_value: float, sign: int
+) -> float:
+  """Returns the bound of a score interval: the lower if `sign` is −1."""
+  import scipy.optimize
 
-  return estimate, bound(-1), bound(1)
+  edge = sign * (1 - _SEARCH_MARGIN)
+  if sign * estimate >= 1 - _SEARCH_MARGIN:
+    return float(sign)
+  # The test rejects no difference on this side.
+  if abs(test.statistic(edge)) <= critical_value:
+    return float(sign)
+
+  def distance_from_critical_value(difference: float) -> float:
+    return test.statistic(difference) + sign * critical_value
+
+  root = scipy.optimize.brentq(distance_from_critical_value, estimate, edge)
+  return float(root)
 
 
 def mean(groups: Sequence[Bounds]) -> Bounds:
-  """The interval of the mean of independent estimates, each weighted alike, from their intervals. Of one it is that one's.
+  """Returns the interval of the mean of independent estimates.
 
-  Source: the method of variance estimates recovery: Zou, Huang and Zhang, "A note on confidence interval estimation for a linear function
-  of binomial proportions", Computational Statistics & Data Analysis 53 (2009).
+  All estimates have the same weight. For one estimate, this is its interval.
+  The distance of the mean to its lower bound, for k estimates, is
+
+    √(Σᵢ (lowᵢ − estimateᵢ)²) / k
+
+  The upper bound has the same formula.
+
+  Source: the method of variance estimates recovery. Zou, Huang and Zhang, "A
+  note on confidence interval estimation for a linear function of binomial
+  proportions", Computational Statistics & Data Analysis 53 (2009).
+
+  Args:
+    groups: the interval of each estimate.
   """
-  estimates, low, high = np.asarray(groups).T
-  reach = [
-    float(np.sqrt(np.square(bounds - estimates).sum()) / len(estimates))
-    for bounds in (low, high)
-  ]
-  return (
-    float(estimates.mean()),
-    float(estimates.mean()) - reach[0],
-    float(estimates.mean()) + reach[1],
+  estimates, lows, highs = np.asarray(groups).T
+  mean_estimate = float(estimates.mean())
+  return Bounds(
+    estimate=mean_estimate,
+    low=mean_estimate - _mean_distance(lows, estimates),
+    high=mean_estimate + _mean_distance(highs, estimates),
   )
+
+
+def _mean_distance(
+  bounds: Float[np.ndarray, "k"], estimates: Float[np.ndarray, "k"]
+) -> float:
+  """Returns the distance of the mean of estimates to its bound."""
+  squared_distances = np.square(bounds - estimates)
+  return float(np.sqrt(squared_distances.sum()) / len(estimates))

@@ -1,57 +1,91 @@
-"""Labels of the tokens of a map: words, since single tokens, bytes for instance, have no room."""
+"""The labels of attention maps: words, because single tokens have no room."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
+# Decoders write this for the bytes of an incomplete character.
+_REPLACEMENT_CHARACTER = "\ufffd"
+
 
 class Word(NamedTuple):
-  """Tokens that make a word, a number or a sign.
+  """Consecutive tokens that form a word, a number or punctuation.
 
   Attributes:
-    start, end: its first token, and the one after its last.
-    text: what a label shows.
+    start: the index of the first token.
+    end: the index after the last token.
+    text: the text of the label.
   """
 
   start: int
   end: int
   text: str
 
+  @property
+  def middle(self) -> float:
+    """The middle of the word on an axis where token i is from i to i + 1."""
+    return (self.start + self.end) / 2
+
 
 def words_of(texts: Sequence[str]) -> list[Word]:
-  """Groups the texts of tokens: letters, digits and underscores that follow each other are one word, as are signs; blanks have no label."""
+  """Returns the words that consecutive tokens form.
+
+  Letters, digits and underscores form one word, and so do other characters. A
+  token that begins with a blank begins a word. Blank tokens have no label. For
+  example, the tokens "d", "e", "f", " a", "(", ")" form the words "def", "a"
+  and "()".
+
+  Args:
+    texts: the text of each token.
+  """
   words: list[Word] = []
-  for place, text in enumerate(texts):
-    shown = text.strip()
-    if not shown:
+  for index, text in enumerate(texts):
+    label = text.strip()
+    if not label:
       continue
-    joins = (
-      words
-      and words[-1].end == place
-      and text[0] == shown[0]
-      and _is_word(words[-1].text[-1]) == _is_word(shown[0])
-    )
-    if joins:
-      words[-1] = words[-1]._replace(end=place + 1, text=words[-1].text + shown)
+    if words and _continues(words[-1], index, text):
+      previous = words.pop()
+      words.append(Word(previous.start, index + 1, previous.text + label))
     else:
-      words.append(Word(place, place + 1, shown))
+      words.append(Word(index, index + 1, label))
   return words
 
 
 def readable(words: Sequence[Word], gap: float) -> list[Word]:
-  """Those of the words whose labels stand at least `gap` tokens apart. Words go before signs."""
+  """Returns the words whose labels do not overlap, in order.
+
+  If there is no room for all of them, words are preferred to punctuation.
+
+  Args:
+    words: the words of a text.
+    gap: the minimum distance between two labels, in tokens.
+  """
+  letters_first = [word for word in words if _is_letter(word.text[0])]
+  letters_first += [word for word in words if not _is_letter(word.text[0])]
   chosen: list[Word] = []
-  for word in sorted(words, key=lambda word: not _is_word(word.text[0])):
-    if all(
-      abs(word.start + word.end - other.start - other.end) / 2 >= gap
-      for other in chosen
-    ):
+  for word in letters_first:
+    distances = [abs(word.middle - previous.middle) for previous in chosen]
+    if min(distances, default=gap) >= gap:
       chosen.append(word)
   return sorted(chosen)
 
 
-def _is_word(character: str) -> bool:
-  return (
-    character.isalnum() or character in "_\ufffd"
-  )  # a byte of a letter that takes several
+def _continues(word: Word, index: int, text: str) -> bool:
+  """Returns True if a token continues the previous word.
+
+  Args:
+    word: the previous word.
+    index: the index of the token.
+    text: its text, which is not blank.
+  """
+  is_adjacent = word.end == index
+  begins_with_blank = text[0].isspace()
+  if not is_adjacent or begins_with_blank:
+    return False
+  return _is_letter(word.text[-1]) == _is_letter(text[0])
+
+
+def _is_letter(character: str) -> bool:
+  """Returns True for letters, digits, underscores and parts of a letter."""
+  return character.isalnum() or character in ("_", _REPLACEMENT_CHARACTER)
