@@ -64,7 +64,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
   packed = {name for name in names if ".dist-info/" not in name}
   assert packed == expected
   assert "diffjax/configs/tiny.py" in packed
-  assert "diffjax/evals/report/page.html" in packed
+  assert "diffjax/evals/report/page.html.j2" in packed
   assert "diffjax/interop/card.md.j2" in packed
 
 

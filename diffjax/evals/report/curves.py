@@ -51,7 +51,7 @@ def lambda_curves(logs: Sequence[Log]) -> matplotlib.figure.Figure | None:
 
 def _lambda_metrics(lines: Sequence[Mapping[str, Any]]) -> list[str]:
   """Returns the names of the metrics with λ in a log, by layer."""
-  metrics = set()
+  metrics: set[str] = set()
   for line in lines:
     metrics.update(name for name in line if name.startswith(_PREFIX))
   return sorted(metrics)

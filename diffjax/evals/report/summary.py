@@ -1,54 +1,79 @@
-"""The report's first screen: what was compared and what differs, in a sentence and a figure."""
+"""The report's first screen: the main figures of the suites, and which differ.
+
+For two models, a sentence says in which main figures they differ, and a table
+shows each difference with its interval as a bar. For one model, a table shows
+the main figures.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from diffjax.evals.report import results
-from diffjax.evals.report.elements import Html, element, escape, number, table
-from diffjax.plots.styles import Style
+
+# The bar of a difference is drawn from 8 to 192 in an SVG of width 200
+# (summary.html.j2). A difference of 0 is in the middle.
+_BAR_ZERO = 100
+_BAR_HALF_WIDTH = 92
+
+# If the models are equal, one in 20 intervals of 95% excludes 0.
+_INTERVALS_PER_FALSE_ALARM = 20
+
+# How many main figures the sentence names for each verdict.
+_NAMED_FIGURES = 2
 
 
-class _Kind(NamedTuple):
-  """A number that stands for its suite: the last of these figures whose place has these values.
+class _MainFigure(NamedTuple):
+  """A figure that stands for its suite on the first screen.
+
+  If several figures of the suite match, the last one is shown.
 
   Attributes:
-    words: what the first screen calls it.
-    figure: the figures' name, or its beginning.
-    better: "lower" or "higher"; empty if neither is better.
-    at: values of the figures' places.
+    title: what the first screen calls it.
+    name_prefix: the beginning of the figure's name.
+    better: "lower" or "higher". "" if neither is better.
+    settings: the settings that the figure's `at` contains.
   """
 
-  words: str
-  figure: str
+  title: str
+  name_prefix: str
   better: str
-  at: Mapping[str, Any] = {}
+  settings: Mapping[str, Any] = {}
+
+  def matches(self, figure: Mapping[str, Any]) -> bool:
+    """Returns True if a figure of the suite's results is this one."""
+    if not figure["name"].startswith(self.name_prefix):
+      return False
+    return self.settings.items() <= figure["at"].items()
 
 
-_KINDS = {
+_MAIN_FIGURES = {
   "validation": (
-    _Kind("loss", "loss", "lower"),
-    _Kind("loss on repeated n-grams (AR-Hit)", "AR-Hit", "lower"),
+    _MainFigure("loss", "loss", "lower"),
+    _MainFigure("loss on repeated n-grams (AR-Hit)", "AR-Hit", "lower"),
   ),
   "position_nll": (
-    _Kind("loss over the longest context", "cumulative NLL", "lower"),
+    _MainFigure("loss over the longest context", "cumulative NLL", "lower"),
   ),
-  "needle": (_Kind("needles found", "accuracy", "higher", {"depth": "mean"}),),
+  "needle": (
+    _MainFigure("needles found", "accuracy", "higher", {"depth": "mean"}),
+  ),
   "attention": (
-    _Kind(
+    _MainFigure(
       "signed attention to the answer",
       "answer",
       "higher",
       {"weights": "signed", "depth": "mean"},
     ),
-    _Kind(
+    _MainFigure(
       "signed attention noise",
       "noise",
       "lower",
       {"weights": "signed", "depth": "mean"},
     ),
-    _Kind(
+    _MainFigure(
       "absolute attention noise",
       "noise",
       "lower",
@@ -56,226 +81,274 @@ _KINDS = {
     ),
   ),
   "many_shot": (
-    _Kind("many-shot accuracy", "accuracy", "higher"),
-    _Kind("dependence on the order of examples", "best minus worst", "lower"),
+    _MainFigure("many-shot accuracy", "accuracy", "higher"),
+    _MainFigure(
+      "dependence on the order of examples", "best minus worst", "lower"
+    ),
   ),
   "hallucination": (
-    _Kind("answers free of hallucination", "free of hallucination", "higher"),
+    _MainFigure(
+      "answers free of hallucination", "free of hallucination", "higher"
+    ),
   ),
   "outliers": (
-    _Kind(
+    _MainFigure(
       "largest attention logit", "attention logits", "lower", {"value": "top-1"}
     ),
-    _Kind("largest hidden state", "hidden states", "lower", {"value": "top-1"}),
+    _MainFigure(
+      "largest hidden state", "hidden states", "lower", {"value": "top-1"}
+    ),
   ),
   "quantised": (
-    _Kind(
+    _MainFigure(
       "loss with the coarsest logits",
       "validation: loss",
       "lower",
       {"per": "tensor"},
     ),
   ),
-  "mathematics": (_Kind("mathematics solved", "accuracy", "higher"),),
+  "mathematics": (_MainFigure("mathematics solved", "accuracy", "higher"),),
   "harness": (
-    _Kind("mean accuracy of the harness", "mean accuracy", "higher"),
+    _MainFigure("mean accuracy of the harness", "mean accuracy", "higher"),
   ),
   "difference_map": (
-    _Kind(
+    _MainFigure(
       "sparsity of attention (Hoyer)", "Hoyer sparsity", "", {"layer": "all"}
     ),
   ),
 }
 
 
-class Headline(NamedTuple):
-  """A main figure of a suite.
+class Number(NamedTuple):
+  """A number of a table.
 
   Attributes:
-    suite: its suite.
-    words: what it is, in words.
-    better: "lower", "higher" or "".
-    row: the figure, of one model or of two.
+    value: the value. A dash stands for a missing value.
+    bounds: its interval, such as "[0.1, 0.2]", or "".
+    is_clear: whether it is a difference whose interval excludes 0.
+  """
+
+  value: str
+  bounds: str
+  is_clear: bool = False
+
+
+def number(interval: Mapping[str, Any] | None) -> Number:
+  """Returns the value and the bounds of an interval as text."""
+  value, _, bounds = results.number(interval).partition(" ")
+  return Number(value, bounds)
+
+
+def difference_number(interval: Mapping[str, Any] | None) -> Number:
+  """Returns a difference as text. It is clear if its interval excludes 0."""
+  is_clear = results.excludes_zero(interval)
+  return number(interval)._replace(is_clear=is_clear)
+
+
+class Bar(NamedTuple):
+  """A difference and its interval, drawn on a scale of its own.
+
+  Attributes:
+    low: the x coordinate of the lower bound.
+    high: the x coordinate of the upper bound.
+    value: the x coordinate of the difference.
+    is_clear: whether the interval excludes 0.
+    text: the difference and its interval as text.
+  """
+
+  low: str
+  high: str
+  value: str
+  is_clear: bool
+  text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Headline:
+  """A main figure of a suite, of one model or of two.
+
+  Attributes:
+    suite: the name of the suite.
+    title: the name of the figure on the first screen.
+    better: "lower" or "higher". "" if neither is better.
+    figure: the figure in the suite's results.
   """
 
   suite: str
-  words: str
+  title: str
   better: str
-  row: Mapping[str, Any]
+  figure: Mapping[str, Any]
+
+  @property
+  def number(self) -> Number:
+    """The figure of the first model."""
+    return number(self.figure)
+
+  @property
+  def against(self) -> Number:
+    """The figure of the second model."""
+    return number(self.figure.get("against"))
+
+  @property
+  def bar(self) -> Bar | None:
+    """The difference as a bar. None if there is no difference."""
+    return _bar(self.figure.get("difference"))
 
   @property
   def verdict(self) -> str:
-    """Of the first model: better, worse, lower or higher; or "" if the difference's interval holds 0."""
-    difference = self.row.get("difference")
+    """How the first model differs: "better", "worse", "lower" or "higher".
+
+    "" if the interval of the difference includes 0.
+    """
+    difference = self.figure.get("difference")
     if difference is None or not results.excludes_zero(difference):
       return ""
-    side = "lower" if difference["value"] < 0 else "higher"
-    return (
-      side if not self.better else "better" if side == self.better else "worse"
-    )
+    direction = "lower" if difference["value"] < 0 else "higher"
+    if not self.better:
+      return direction
+    return "better" if direction == self.better else "worse"
 
 
-def headlines(measured: Mapping[str, Mapping[str, Any]]) -> list[Headline]:
-  """The main figures of the suites that were measured, in the suites' order."""
-  found = []
-  for suite, result in measured.items():
-    for kind in _KINDS.get(suite, ()):
-      rows = [
-        row
-        for row in result["figures"]
-        if row["name"].startswith(kind.figure)
-        and kind.at.items() <= row["at"].items()
-      ]
-      if rows:
-        found.append(Headline(suite, kind.words, kind.better, rows[-1]))
-  return found
+@dataclasses.dataclass(frozen=True)
+class FirstScreen:
+  """The content of the first screen.
+
+  Attributes:
+    headlines: the main figures. Empty if no suite was measured.
+    sentence: how the first model differs from the second, as the rest of a
+      sentence that begins with its name. "" for one model.
+    note: how to read the differences. "" for one model.
+  """
+
+  headlines: list[Headline]
+  sentence: str = ""
+  note: str = ""
 
 
 def first_screen(
-  measured: Mapping[str, Mapping[str, Any]], styles: Sequence[Style]
-) -> Html:
-  """The sentence and the figure; of one model, which differs from none, the figure alone."""
-  found = headlines(measured)
-  if not found:
-    return element(
-      "p",
-      "No suite has been measured here: this page shows how the models were trained and where they look.",
-      class_="lead",
-    )
-  if len(styles) == 1:
-    return table(
-      [
-        ["main figures", styles[0].name],
-        *((_label(line), number(line.row)) for line in found),
-      ]
-    )
-  return Html(
-    _sentence(found, styles) + _figure(found, styles) + _note(measured)
+  results_by_suite: Mapping[str, Mapping[str, Any]], num_models: int
+) -> FirstScreen:
+  """Returns the content of the first screen.
+
+  Args:
+    results_by_suite: the results of the page's models.
+    num_models: 1 or 2.
+  """
+  main_figures = headlines(results_by_suite)
+  if num_models == 1 or not main_figures:
+    return FirstScreen(main_figures)
+  return FirstScreen(
+    main_figures,
+    sentence=_sentence(main_figures),
+    note=_note(results_by_suite),
   )
 
 
-def _sentence(found: Sequence[Headline], styles: Sequence[Style]) -> Html:
-  first, second = (element("strong", style.name) for style in styles)
+def headlines(
+  results_by_suite: Mapping[str, Mapping[str, Any]],
+) -> list[Headline]:
+  """Returns the main figures that were measured, in the order of the suites."""
+  measured = []
+  for suite, suite_results in results_by_suite.items():
+    figures = suite_results["figures"]
+    for main_figure in _MAIN_FIGURES.get(suite, ()):
+      matching = [figure for figure in figures if main_figure.matches(figure)]
+      if matching:
+        headline = Headline(
+          suite, main_figure.title, main_figure.better, matching[-1]
+        )
+        measured.append(headline)
+  return measured
+
+
+def _sentence(main_figures: Sequence[Headline]) -> str:
+  """Returns how the first model differs, for `FirstScreen.sentence`."""
   parts = []
-  for verdict, words in (
-    ("better", "better in"),
-    ("worse", "worse in"),
-    ("lower", "lower in"),
-    ("higher", "higher in"),
-  ):
-    chosen = [
-      f"{line.words} ({_short(line.row)} against {_short(line.row['against'])})"
-      for line in found
-      if line.verdict == verdict
-    ]
-    if chosen:
-      parts.append(f"{words} {_listed(chosen)}")
-  same = sum(not line.verdict for line in found)
-  said = f" is {'; '.join(parts)}." if parts else " does not differ clearly."
-  shows = "shows" if same == 1 else "show"
-  rest = (
-    f" {same} of {len(found)} main figures {shows} no clear difference."
-    if parts and same
-    else ""
-  )
-  return element(
-    "p",
-    Html(f"{first} against {second}: {first}{escape(said)}{escape(rest)}"),
-    class_="lead",
-  )
+  for verdict in ("better", "worse", "lower", "higher"):
+    texts = []
+    for headline in main_figures:
+      if headline.verdict == verdict:
+        texts.append(_with_values(headline))
+    if texts:
+      parts.append(f"{verdict} in {_shortened_list(texts)}")
+  if not parts:
+    return "does not differ clearly."
 
-
-def _figure(found: Sequence[Headline], styles: Sequence[Style]) -> Html:
-  """A line for each main figure: both models' numbers, and the difference with its interval as a bar beside 0."""
-  names = [
-    element("span", f"{style.name}", class_="key", style=f"--key:{style.color}")
-    for style in styles
-  ]
-  rows: list[list[str | tuple[str, str]]] = [
-    [
-      "main figures",
-      *names,
-      ("← lower · higher →", "bar"),
-      f"{styles[0].name} is",
-    ]
-  ]
-  for line in found:
-    numbers = [_short(line.row), _short(line.row.get("against"))]
-    difference = (_bar(line.row.get("difference")), "bar")
-    rows.append(
-      [
-        _label(line),
-        *numbers,
-        difference,
-        (line.verdict or "unclear", line.verdict or "hint"),
-      ]
+  sentence = f"is {'; '.join(parts)}."
+  num_unclear = sum(headline.verdict == "" for headline in main_figures)
+  if num_unclear > 0:
+    verb = "shows" if num_unclear == 1 else "show"
+    sentence += (
+      f" {num_unclear} of {len(main_figures)} main figures {verb} no clear"
+      " difference."
     )
-  return element("div", table(rows), class_="headlines")
+  return sentence
 
 
-def _bar(difference: Mapping[str, Any] | None) -> Html:
-  """A difference and its interval on a scale of its own, whose middle is 0."""
-  value, low, high = (
-    (difference or {}).get(key) for key in ("value", "low", "high")
-  )
-  if difference is None or value is None:
-    return Html("–")
+def _with_values(headline: Headline) -> str:
+  """Returns the title of a main figure with the values of both models."""
+  value = headline.number.value
+  return f"{headline.title} ({value} against {headline.against.value})"
+
+
+def _shortened_list(texts: Sequence[str]) -> str:
+  """Returns an enumeration of the first texts and the number of the others."""
+  items = list(texts[:_NAMED_FIGURES])
+  num_others = len(texts) - len(items)
+  if num_others > 0:
+    items.append(f"{num_others} more")
+  if len(items) == 1:
+    return items[0]
+  return f"{', '.join(items[:-1])} and {items[-1]}"
+
+
+def _bar(difference: Mapping[str, Any] | None) -> Bar | None:
+  """Returns the bar of a difference. None if the difference has no value.
+
+  A difference without bounds is drawn as a point.
+  """
+  if difference is None or difference.get("value") is None:
+    return None
+  value = difference["value"]
+  low = difference.get("low")
+  high = difference.get("high")
   if low is None or high is None:
-    low = high = value
-  scale = max(abs(low), abs(high), abs(value)) or 1.0
-  at = lambda number: f"{100 + 92 * number / scale:.1f}"
-  return element(
-    "svg",
-    element("line", x1="100", x2="100", y1="0", y2="24", class_="zero"),
-    element(
-      "line", x1=at(low), x2=at(high), y1="12", y2="12", class_="interval"
-    ),
-    element(
-      "circle",
-      cx=at(value),
-      cy="12",
-      r="5",
-      class_="clear" if results.excludes_zero(difference) else "unclear",
-    ),
-    element("title", f"difference {results.number(difference)}"),
-    viewBox="0 0 200 24",
-    role="img",
+    low = value
+    high = value
+  scale = max(abs(low), abs(high), abs(value))
+  if scale == 0:
+    scale = 1.0
+  return Bar(
+    low=_bar_coordinate(low, scale),
+    high=_bar_coordinate(high, scale),
+    value=_bar_coordinate(value, scale),
+    is_clear=results.excludes_zero(difference),
+    text=results.number(difference),
   )
 
 
-def _note(measured: Mapping[str, Mapping[str, Any]]) -> Html:
-  compared = [
-    row["difference"]
-    for result in measured.values()
-    for row in result["figures"]
-    if "difference" in row
-  ]
-  clear, chance = (
-    sum(map(results.excludes_zero, compared)),
-    round(len(compared) / 20),
+def _bar_coordinate(number: float, scale: float) -> str:
+  """Returns the x coordinate of a number from −scale to scale."""
+  return f"{_BAR_ZERO + _BAR_HALF_WIDTH * number / scale:.1f}"
+
+
+def _note(results_by_suite: Mapping[str, Mapping[str, Any]]) -> str:
+  """Returns how to read the bars, and how many differences are clear."""
+  num_differences = 0
+  num_clear = 0
+  for suite_results in results_by_suite.values():
+    for figure in suite_results["figures"]:
+      if "difference" not in figure:
+        continue
+      num_differences += 1
+      if results.excludes_zero(figure["difference"]):
+        num_clear += 1
+  num_by_chance = round(num_differences / _INTERVALS_PER_FALSE_ALARM)
+  return (
+    "Each line has its own scale, and its bar is the 95% interval of the paired"
+    " difference; a filled point excludes 0. Of all"
+    f" {num_differences} differences on this page {num_clear} exclude 0. If the"
+    f" models were equal, about {num_by_chance} would by chance. The intervals"
+    " say how far other rows, prompts or questions would move a number, and"
+    " nothing of another training run."
   )
-  return element(
-    "p",
-    "Each line has its own scale, and its bar is the 95% interval of the paired difference; a filled point excludes 0. Of all "
-    f"{len(compared)} differences on this page {clear} exclude 0. If the models were equal, about {chance} would by chance. "
-    "The intervals say how far other rows, prompts or questions would move a number, and nothing of another training run.",
-    class_="hint",
-  )
-
-
-def _label(line: Headline) -> Html:
-  better = f" {line.better} is better" if line.better else ""
-  return Html(
-    element("a", line.words, href=f"#{line.suite}")
-    + element("span", better, class_="hint")
-  )
-
-
-def _short(interval: Mapping[str, Any] | None) -> str:
-  return results.number(interval).partition(" ")[0]
-
-
-def _listed(words: Sequence[str]) -> str:
-  """The first two, and how many more there are: the figure below shows all."""
-  first = [*words[:2], *[f"{len(words) - 2} more"] * (len(words) > 2)]
-  return " and ".join(filter(None, [", ".join(first[:-1]), first[-1]]))

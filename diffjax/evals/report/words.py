@@ -61,10 +61,16 @@ def readable(words: Sequence[Word], gap: float) -> list[Word]:
     words: the words of a text.
     gap: the minimum distance between two labels, in tokens.
   """
-  letters_first = [word for word in words if _is_letter(word.text[0])]
-  letters_first += [word for word in words if not _is_letter(word.text[0])]
+  with_letters = []
+  punctuation = []
+  for word in words:
+    if _is_letter(word.text[0]):
+      with_letters.append(word)
+    else:
+      punctuation.append(word)
+
   chosen: list[Word] = []
-  for word in letters_first:
+  for word in with_letters + punctuation:
     distances = [abs(word.middle - previous.middle) for previous in chosen]
     if min(distances, default=gap) >= gap:
       chosen.append(word)

@@ -16,7 +16,7 @@ from etils import epath
 from matplotlib import image
 
 from diffjax.config import UserError
-from diffjax.evals.report import figures, maps, plots, results
+from diffjax.evals.report import figures, map_pictures, maps, plots, results
 from diffjax.evals.report.page import Settings, write
 from diffjax.evals.report.words import readable, words_of
 from diffjax.ops.diff_attention.reference import attention_maps
@@ -330,7 +330,7 @@ def test_the_picture_is_of_the_head_that_cancels_most(make_trained, tmp_path):
   titles = ("A₁", "λA₂", "A₁ − λA₂")
   model_maps = maps.Maps(make_trained(), tokens, titles, weights)
   assert maps.most_cancelled(model_maps) == (1, 2 - 1, 0.5)
-  figure, caption = maps.picture(model_maps)
+  figure, caption = map_pictures.head_picture(model_maps)
   assert caption.startswith("Layer 1 of 2, head 1 of 2,") and "50%" in caption
   fields = [axes for axes in figure.axes if axes.get_title()]
   assert [axes.get_title() for axes in fields] == ["A₁", "λA₂", "A₁ − λA₂"]

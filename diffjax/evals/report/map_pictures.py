@@ -1,0 +1,334 @@
+"""Pictures of attention maps: one head for a figure, and a panel of heads.
+
+All pictures of a head share one scale of colours. Red is a positive weight and
+blue is a negative one. The colour depends on the square root of the weight, so
+that small weights are visible.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import matplotlib
+import matplotlib.colors
+import matplotlib.figure
+import matplotlib.image
+import numpy as np
+from jaxtyping import Bool, Float
+from matplotlib.axes import Axes
+from matplotlib.colorbar import Colorbar
+
+from diffjax.evals.report import pictures
+from diffjax.evals.report.maps import (
+  NOISE_MAP,
+  SIGNAL_MAP,
+  Maps,
+  Settings,
+  most_cancelled,
+)
+from diffjax.evals.report.pictures import Picture
+from diffjax.evals.report.words import Word, readable, words_of
+
+# The quantile of the weights where the scale of colours ends. The first query
+# has a weight of 1, because it sees one key: a scale up to the maximum would
+# leave the other weights pale.
+_SCALE_QUANTILE = 0.99
+# The share of the weights beyond the scale, for the page's text.
+CLIPPED = "1%"
+
+_COLORMAP = matplotlib.colormaps["RdBu_r"]
+# The colour of the keys that a query does not see.
+_HIDDEN_COLOR = "#e9ebee"
+
+# The widths of a map, and of the labels and colours beside all maps, in inches.
+# A picture of three maps is 12 inches wide.
+_MAP_WIDTH = 10 / 3
+_SIDES_WIDTH = 2
+# The height without the labels of the keys, which are written upwards, and the
+# width of one of their letters, in inches.
+_MAP_HEIGHT = 3.9
+_LETTER_WIDTH = 0.09
+
+# The minimum distance between two labels, as a fraction of the map's width: in
+# the picture of a head, and in a panel.
+_PICTURE_LABEL_GAP = 1 / 32
+_PANEL_LABEL_GAP = 0.028
+
+
+def head_picture(maps: Maps) -> tuple[matplotlib.figure.Figure, str]:
+  """Returns a picture of the head of `most_cancelled`, and its caption.
+
+  The maps and the weights are side by side.
+
+  Args:
+    maps: the maps of a model with `has_noise_map`.
+  """
+  layer, head, share = most_cancelled(maps)
+  # The first map of a layer is the mean over its heads.
+  figure = _draw_head(maps, maps.weights[layer, 1 + head])
+
+  num_layers = maps.weights.shape[0]
+  num_heads = maps.weights.shape[1] - 1
+  caption = (
+    f"Layer {layer} of {num_layers}, head {head} of {num_heads}, both counted"
+    f" from 0: the head of this model in which {NOISE_MAP} takes away most of"
+    f" {SIGNAL_MAP}, {share:.0%} (Σ min({SIGNAL_MAP}, {NOISE_MAP}) /"
+    f" Σ {SIGNAL_MAP} over this text)."
+  )
+  return figure, caption
+
+
+def _draw_head(
+  maps: Maps, weights: Float[np.ndarray, "maps T T"]
+) -> matplotlib.figure.Figure:
+  """Draws the maps of one head side by side, with a bar of colours."""
+  num_tokens = len(maps.tokens)
+  words = readable(words_of(maps.tokens), num_tokens * _PICTURE_LABEL_GAP)
+  ticks = _ticks(words)
+  longest_label = max(ticks.labels, key=len, default="")
+  num_maps = len(maps.titles)
+  width = _SIDES_WIDTH + num_maps * _MAP_WIDTH
+  height = _MAP_HEIGHT + len(longest_label) * _LETTER_WIDTH
+  figure = matplotlib.figure.Figure(
+    (width, height), layout="constrained", facecolor="white"
+  )
+
+  largest = _largest_weight(weights)
+  norm = matplotlib.colors.FuncNorm(
+    (_signed_root, _signed_square), -largest, largest
+  )
+  row = figure.subplots(1, num_maps)
+  for axes, title, values in zip(row, maps.titles, weights, strict=True):
+    image = _draw_map(axes, values, norm)
+    axes.set_title(title, fontsize=16)
+    _label_keys(axes, ticks)
+  _label_queries(row[0], ticks)
+
+  bar = figure.colorbar(image, ax=list(row), shrink=0.75, pad=0.01)
+  _label_color_bar(bar, largest)
+  return figure
+
+
+def _draw_map(
+  axes: Axes,
+  values: Float[np.ndarray, "T T"],
+  norm: matplotlib.colors.Normalize,
+) -> matplotlib.image.AxesImage:
+  """Draws a map. Keys that a query does not see have a colour of their own."""
+  axes.set_facecolor(_HIDDEN_COLOR)
+  return axes.imshow(
+    np.ma.masked_array(values, ~_visible_keys(len(values))),
+    cmap=_COLORMAP,
+    norm=norm,
+    interpolation="nearest",
+  )
+
+
+class _Ticks(NamedTuple):
+  """Labels on an axis of an image. Token i is at position i."""
+
+  positions: list[float]
+  labels: list[str]
+
+
+def _ticks(words: Sequence[Word]) -> _Ticks:
+  """Returns a label for each word, in the middle of its tokens."""
+  ticks = _Ticks([], [])
+  for word in words:
+    ticks.positions.append(word.middle - 0.5)
+    ticks.labels.append(word.text)
+  return ticks
+
+
+def _label_keys(axes: Axes, ticks: _Ticks) -> None:
+  """Writes words below the columns of a map, and nothing beside its rows."""
+  axes.set_xticks(ticks.positions, ticks.labels, rotation=90, fontsize=9)
+  axes.set_yticks([])
+  axes.set_xlabel("key: the token looked at", fontsize=10)
+  axes.tick_params(length=0)
+  axes.spines[:].set_visible(False)
+
+
+def _label_queries(axes: Axes, ticks: _Ticks) -> None:
+  """Writes words beside the rows of a map."""
+  axes.set_yticks(ticks.positions, ticks.labels, fontsize=9)
+  axes.set_ylabel("query: the token that looks", fontsize=10)
+
+
+def _label_color_bar(bar: Colorbar, largest: float) -> None:
+  """Writes weights beside the scale of colours."""
+  ticks = [-largest, -largest / 4, 0, largest / 4, largest]
+  labels = [f"{tick:.2g}".replace("-", "−") for tick in ticks]
+  bar.set_ticks(ticks, labels=labels)
+  bar.set_label("weight (colours by its square root)", fontsize=10)
+  bar.outline.set_visible(False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Label:
+  """A word beside a map of a panel.
+
+  Attributes:
+    text: the word.
+    percent: its position, in percent of the map's size.
+  """
+
+  text: str
+  percent: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Panel:
+  """The maps of a model on the page, with a choice of layers and heads.
+
+  Attributes:
+    name: the model's name.
+    layers: the layers to choose from.
+    num_heads: how many heads there are to choose from. The first choice is the
+      mean over all heads.
+    scale: the weight with the last colour, for the first choice.
+    maps: the maps of the first choice. Their captions are their titles.
+    labels: the labels of queries and keys.
+    data: JSON for the page's script: the tokens, and the pictures of all
+      choices by layer and head.
+  """
+
+  name: str
+  layers: list[int]
+  num_heads: int
+  scale: str
+  maps: list[Picture]
+  labels: list[Label]
+  data: str
+
+
+def panel(maps: Maps, name: str, settings: Settings) -> Panel:
+  """Returns the panel of a model.
+
+  Args:
+    maps: the model's maps.
+    name: the model's name.
+    settings: which layers and heads can be chosen.
+  """
+  num_layers = maps.weights.shape[0]
+  num_heads = min(settings.heads, maps.weights.shape[1] - 1)
+  layers = _evenly_spaced(num_layers, settings.layers)
+  choices = []
+  for layer in layers:
+    mean_and_heads = maps.weights[layer, : 1 + num_heads]
+    choices.append([_color_head(weights) for weights in mean_and_heads])
+
+  first_choice = choices[0][0]
+  map_pictures = []
+  for title, png in zip(maps.titles, first_choice.pngs, strict=True):
+    address = pictures.png_address(png)
+    map_pictures.append(Picture(address, f"{title} of {name}", title))
+  return Panel(
+    name=name,
+    layers=layers,
+    num_heads=num_heads,
+    scale=first_choice.scale,
+    maps=map_pictures,
+    labels=_panel_labels(maps.tokens),
+    data=_panel_data(maps.tokens, choices),
+  )
+
+
+def _evenly_spaced(num_layers: int, count: int) -> list[int]:
+  """Returns at most `count` layers from the first to the last."""
+  last_layer = num_layers - 1
+  num_steps = max(count - 1, 1)
+  layers = {round(step * last_layer / num_steps) for step in range(count)}
+  return sorted(layers)
+
+
+def _panel_labels(tokens: Sequence[str]) -> list[Label]:
+  """Returns the words that have room beside a map of a panel."""
+  num_tokens = len(tokens)
+  labels = []
+  for word in readable(words_of(tokens), num_tokens * _PANEL_LABEL_GAP):
+    percent = 100 * word.middle / num_tokens
+    labels.append(Label(word.text, f"{percent:.2f}"))
+  return labels
+
+
+@dataclasses.dataclass(frozen=True)
+class _ColoredHead:
+  """The pictures of a head in a panel.
+
+  Attributes:
+    pngs: a PNG file for each map. It has one pixel for each query and key.
+    scale: the weight with the last colour.
+  """
+
+  pngs: list[bytes]
+  scale: str
+
+
+def _color_head(weights: Float[np.ndarray, "maps T T"]) -> _ColoredHead:
+  """Draws the maps of a head for a panel."""
+  largest = _largest_weight(weights)
+  is_hidden = ~_visible_keys(weights.shape[-1])
+  pngs = []
+  for values in weights:
+    relative = np.clip(values / largest, -1, 1)
+    # The colormap is from 0 to 1.
+    colors = _COLORMAP((_signed_root(relative) + 1) / 2)
+    colors[is_hidden] = matplotlib.colors.to_rgba(_HIDDEN_COLOR)
+    file = io.BytesIO()
+    matplotlib.image.imsave(file, colors, format="png")
+    pngs.append(file.getvalue())
+  return _ColoredHead(pngs, f"{largest:.2g}")
+
+
+def _panel_data(
+  tokens: Sequence[str], choices: Sequence[Sequence[_ColoredHead]]
+) -> str:
+  """Returns the JSON of a panel, which may stand in a script element.
+
+  Args:
+    tokens: the text of each token. The script shows it with quotes.
+    choices: the pictures by layer and head.
+  """
+  quoted_tokens = [json.dumps(token, ensure_ascii=False) for token in tokens]
+  data = {"tokens": quoted_tokens, "pictures": choices}
+  text = json.dumps(data, ensure_ascii=True, default=_head_data)
+  # "<" is written as an escape sequence, so that no token can end the script.
+  return text.replace("<", "\\u003c")
+
+
+def _head_data(head: _ColoredHead) -> dict[str, Any]:
+  """Returns the pictures of a head for JSON, with PNG files as base64."""
+  encoded_pngs = [pictures.encode(png) for png in head.pngs]
+  return {"png": encoded_pngs, "scale": head.scale}
+
+
+def _largest_weight(weights: Float[np.ndarray, "maps T T"]) -> float:
+  """Returns the absolute weight where the scale of colours ends."""
+  is_visible = _visible_keys(weights.shape[-1])
+  magnitudes = np.abs(weights[:, is_visible])
+  largest = float(np.quantile(magnitudes, _SCALE_QUANTILE))
+  if largest == 0:
+    largest = float(magnitudes.max())
+  if largest == 0:
+    return 1.0
+  return largest
+
+
+def _visible_keys(num_tokens: int) -> Bool[np.ndarray, "T T"]:
+  """Returns whether a query sees a key: its own token or an earlier one."""
+  return np.tri(num_tokens, dtype=bool)
+
+
+def _signed_root(x: Any) -> Any:
+  """Returns the square root of |x|, with the sign of x."""
+  return np.sign(x) * np.sqrt(np.abs(x))
+
+
+def _signed_square(x: Any) -> Any:
+  """Returns x², with the sign of x: the inverse of `_signed_root`."""
+  return np.sign(x) * np.square(x)
