@@ -1,4 +1,7 @@
-"""Intervals of proportions have published values, and agree with the tests that they invert."""
+"""Intervals of proportions have the values of publications.
+
+They also agree with the tests that they invert.
+"""
 
 import numpy as np
 import pytest
@@ -17,13 +20,37 @@ from diffjax.evals.report import proportions
   ],
 )
 def test_single_proportions_of_newcombe(yes, count, low, high):
-  """Table I of Newcombe, "Two-sided confidence intervals for the single proportion", Statistics in Medicine 17 (1998), its method 3."""
-  found = proportions.single(np.arange(count) < yes)
-  assert found == pytest.approx((yes / count, low, high), abs=6e-5)
+  """Newcombe, "Two-sided confidence intervals for the single proportion",
+  Statistics in Medicine 17 (1998), table I, method 3.
+  """
+  bounds = proportions.single(zeros_and_ones(yes, count))
+  assert bounds == pytest.approx((yes / count, low, high), abs=6e-5)
+
+
+def zeros_and_ones(yes, count):
+  """Returns `count` outcomes. The first `yes` of them are 1."""
+  outcomes = np.zeros(count)
+  outcomes[:yes] = 1
+  return outcomes
+
+
+def paired_outcomes(both_right, only_first, only_second, none_right):
+  """Returns the outcomes of two models.
+
+  Args:
+    both_right: the number of units where both models are right.
+    only_first: the number of units where only the first model is right.
+    only_second: the number of units where only the second model is right.
+    none_right: the number of units where no model is right.
+  """
+  counts = [both_right, only_first, only_second, none_right]
+  outcomes = np.repeat([1.0, 1.0, 0.0, 0.0], counts)
+  against = np.repeat([1.0, 0.0, 1.0, 0.0], counts)
+  return outcomes, against
 
 
 @pytest.mark.parametrize(
-  "both, first, second, neither, low, high",
+  "both_right, only_first, only_second, none_right, low, high",
   [
     (1, 1, 7, 12, -0.5172, -0.0260),
     (59, 6, 16, 80, -0.1240, -0.0054),
@@ -31,46 +58,47 @@ def test_single_proportions_of_newcombe(yes, count, low, high):
   ],
 )
 def test_paired_differences_of_fagerland(
-  both, first, second, neither, low, high
+  both_right, only_first, only_second, none_right, low, high
 ):
-  """Two examples of Fagerland, Lydersen and Laake, "Statistical Analysis of Contingency Tables" (2017), chapter 8: Tango's intervals of
-  the data of Bentur et al. (2009) and Cavo et al. (2012); without discordant units the bounds are ±z² / (n + z²)."""
-  outcomes = [
-    np.repeat(np.array(values, float), [both, first, second, neither])
-    for values in ([1, 1, 0, 0], [1, 0, 1, 0])
-  ]
-  found = proportions.paired_difference(*outcomes)
-  assert found == pytest.approx(
-    ((first - second) / len(outcomes[0]), low, high), abs=6e-5
+  """Fagerland, Lydersen and Laake, "Statistical Analysis of Contingency Tables"
+  (2017), chapter 8: Tango's intervals of the data of Bentur et al. (2009) and
+  Cavo et al. (2012). Without discordant units the bounds are ±z² / (n + z²).
+  """
+  outcomes, against = paired_outcomes(
+    both_right, only_first, only_second, none_right
   )
-  reversed_ = proportions.paired_difference(*outcomes[::-1])
-  assert reversed_ == pytest.approx((-found[0], -found[2], -found[1]))
+  bounds = proportions.paired_difference(outcomes, against)
+  difference = (only_first - only_second) / len(outcomes)
+  assert bounds == pytest.approx((difference, low, high), abs=6e-5)
+
+  swapped = proportions.paired_difference(against, outcomes)
+  assert swapped == pytest.approx((-bounds.estimate, -bounds.high, -bounds.low))
 
 
-def test_a_difference_excludes_0_exactly_if_mcnemars_test_is_significant():
-  z = scipy.stats.norm.ppf(0.975)
-  for count in (2, 9, 30):
-    for first in range(count + 1):
-      for second in range(count + 1 - first):
-        rest = count - first - second
-        one, other = (
-          np.repeat([1.0, 0.0, 1.0], [*sizes, rest])
-          for sizes in ((first, second), (0, first + second))
-        )
-        other[first : first + second] = 1
-        estimate, low, high = proportions.paired_difference(one, other)
-        assert -1 <= low <= estimate <= high <= 1
-        assert (low > 0 or high < 0) == (
-          abs(first - second) > z * np.sqrt(first + second)
-        )
+@pytest.mark.parametrize("count", [2, 9, 30])
+def test_excluding_0_means_that_mcnemars_test_is_significant(count):
+  critical_value = scipy.stats.norm.ppf(0.975)
+  for only_first in range(count + 1):
+    for only_second in range(count + 1 - only_first):
+      both_right = count - only_first - only_second
+      outcomes, against = paired_outcomes(
+        both_right, only_first, only_second, none_right=0
+      )
+      estimate, low, high = proportions.paired_difference(outcomes, against)
+      assert -1 <= low <= estimate <= high <= 1
+      excludes_zero = low > 0 or high < 0
+      standard_error = np.sqrt(only_first + only_second)
+      difference = abs(only_first - only_second)
+      is_significant = difference > critical_value * standard_error
+      assert excludes_zero == is_significant
 
 
 def test_shares_are_bounded_by_the_whole_numbers_around_their_total():
+  # Three thirds are one, although their sum is rounded.
   thirds = proportions.single(np.array([1 / 3, 1 / 3, 1 / 3, 0, 0]))
-  assert thirds == pytest.approx(
-    proportions.single(np.array([1.0, 0, 0, 0, 0]))
-  )
-  one, two = (proportions.single(np.arange(5) < yes) for yes in (1, 2))
-  assert proportions.single(np.array([0.5, 0.5, 0.5, 0, 0])) == pytest.approx(
-    (0.3, one[1], two[2])
-  )
+  assert thirds == pytest.approx(proportions.single(zeros_and_ones(1, 5)))
+
+  halves = proportions.single(np.array([0.5, 0.5, 0.5, 0, 0]))
+  below = proportions.single(zeros_and_ones(1, 5))
+  above = proportions.single(zeros_and_ones(2, 5))
+  assert halves == pytest.approx((0.3, below.low, above.high))
