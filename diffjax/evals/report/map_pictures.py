@@ -223,16 +223,16 @@ def panel(maps: Maps, name: str, settings: Settings) -> Panel:
     choices.append([_color_head(weights) for weights in mean_and_heads])
 
   first_choice = choices[0][0]
-  map_pictures = []
+  first_maps = []
   for title, png in zip(maps.titles, first_choice.pngs, strict=True):
     address = pictures.png_address(png)
-    map_pictures.append(Picture(address, f"{title} of {name}", title))
+    first_maps.append(Picture(address, f"{title} of {name}", title))
   return Panel(
     name=name,
     layers=layers,
     num_heads=num_heads,
     scale=first_choice.scale,
-    maps=map_pictures,
+    maps=first_maps,
     labels=_panel_labels(maps.tokens),
     data=_panel_data(maps.tokens, choices),
   )

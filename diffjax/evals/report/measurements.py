@@ -134,7 +134,7 @@ def model_names(suite_results: Mapping[str, Any]) -> list[str]:
 
 def section(
   suite_results: Mapping[str, Any],
-  names: Sequence[str],
+  names: list[str],
   directory: epath.Path,
 ) -> Section:
   """Returns the section of a suite.
@@ -197,10 +197,10 @@ def _is_pair(suite_results: Mapping[str, Any]) -> bool:
 def _split_figures(
   suite_results: Mapping[str, Any],
 ) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
-  """Splits the figures of a suite into those to show and those to fold.
+  """Returns the figures of a suite to show, and the figures to fold.
 
-  Shown are the figures of the first screen, clear differences, and without a
-  difference the numbers other than 0.
+  The shown figures are the main figures, clear differences, and numbers other
+  than 0 without a difference.
   """
   headlines = summary.headlines({suite_results["suite"]: suite_results})
   headline_figures = [headline.figure for headline in headlines]

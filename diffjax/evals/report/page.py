@@ -185,8 +185,11 @@ def write(
   prompt, model_maps = maps.compute(trained_models, settings)
   path = directory / "report.html"
   try:
-    attention_maps = _attention_maps(
-      page_models, prompt, model_maps, settings, directory / "maps.png"
+    attention_maps = _AttentionMaps(
+      head=_write_head(page_models, model_maps, directory / "maps.png"),
+      prompt=prompt,
+      clipped=map_pictures.CLIPPED,
+      panels=_panels(page_models, model_maps, settings),
     )
     page = _Page(
       models=page_models,
@@ -224,9 +227,10 @@ def _first_screen(
   models: Sequence[_Model], results_by_suite: Mapping[str, Mapping[str, Any]]
 ) -> FirstScreen:
   """Returns the first screen. It shows only results of the page's models."""
+  names = _names(models)
   results_of_models = {}
   for suite, suite_results in results_by_suite.items():
-    if measurements.model_names(suite_results) == _names(models):
+    if measurements.model_names(suite_results) == names:
       results_of_models[suite] = suite_results
   return summary.first_screen(results_of_models, len(models))
 
@@ -262,57 +266,61 @@ def _training(models: Sequence[_Model]) -> _Training:
     else:
       missing.append(f"{model.style.name}: no metrics.jsonl in {workdir}.")
 
-  curve_pictures = []
+  training = _Training(missing, curves=[])
   if logs:
-    curve_pictures.append(
-      Picture(
-        pictures.svg_address(loss_curves(logs), "loss"),
-        "loss curves",
-        "Training and validation loss.",
-      )
+    losses = Picture(
+      pictures.svg_address(loss_curves(logs), "loss"),
+      name="loss curves",
+      caption="Training and validation loss.",
     )
+    training.curves.append(losses)
   lambda_figure = curves.lambda_curves(logs)
   if lambda_figure is not None:
-    curve_pictures.append(
-      Picture(
-        pictures.svg_address(lambda_figure, "lambda"),
-        "lambda by layer",
-        "λ by layer over training (V2: the mean over tokens and heads).",
-      )
+    lambdas = Picture(
+      pictures.svg_address(lambda_figure, "lambda"),
+      name="lambda by layer",
+      caption="λ by layer over training (V2: the mean over tokens and heads).",
     )
-  return _Training(missing, curve_pictures)
+    training.curves.append(lambdas)
+  return training
 
 
-def _attention_maps(
-  models: Sequence[_Model],
-  prompt: str,
-  model_maps: Sequence[maps.Maps],
-  settings: Settings,
-  picture_path: epath.Path,
-) -> _AttentionMaps:
-  """Returns the section with attention maps, and writes maps.png.
+def _write_head(
+  models: Sequence[_Model], model_maps: Sequence[maps.Maps], path: epath.Path
+) -> Picture | None:
+  """Draws a head of the first model with a noise map, and writes it as a PNG.
 
   Args:
     models: the models.
-    prompt: the text of the maps.
     model_maps: the maps of each model.
-    settings: settings of the maps.
-    picture_path: the path of maps.png.
+    path: the path of the PNG file.
+
+  Returns:
+    The picture. None if no model has a noise map.
   """
-  head_picture = None
+  for model, maps_of_model in zip(models, model_maps, strict=True):
+    if not maps_of_model.has_noise_map:
+      continue
+    figure, caption = map_pictures.head_picture(maps_of_model)
+    plots.save(figure, path)
+    name = model.style.name
+    return Picture(
+      pictures.png_address(path.read_bytes()),
+      f"attention maps of {name}",
+      f"{name}. {caption}",
+    )
+  return None
+
+
+def _panels(
+  models: Sequence[_Model], model_maps: Sequence[maps.Maps], settings: Settings
+) -> list[Panel]:
+  """Returns the panel of each model."""
   panels = []
   for model, maps_of_model in zip(models, model_maps, strict=True):
-    name = model.style.name
-    panels.append(map_pictures.panel(maps_of_model, name, settings))
-    if head_picture is None and maps_of_model.has_noise_map:
-      figure, caption = map_pictures.head_picture(maps_of_model)
-      plots.save(figure, picture_path)
-      head_picture = Picture(
-        pictures.png_address(picture_path.read_bytes()),
-        f"attention maps of {name}",
-        f"{name}. {caption}",
-      )
-  return _AttentionMaps(head_picture, prompt, map_pictures.CLIPPED, panels)
+    panel = map_pictures.panel(maps_of_model, model.style.name, settings)
+    panels.append(panel)
+  return panels
 
 
 def _render(page: _Page) -> str:

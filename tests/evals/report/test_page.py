@@ -172,6 +172,8 @@ class Reader(html.parser.HTMLParser):
 
 def test_nothing_in_the_page_points_outside(report):
   text = report.page.read_text()
+  assert text.startswith("<!doctype html>\n<html")
+  assert text.endswith("</html>\n")
   reader = Reader()
   reader.feed(text)
   for address in reader.addresses:

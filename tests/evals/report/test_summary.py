@@ -1,0 +1,108 @@
+"""The first screen names the main figures that differ."""
+
+import pytest
+
+from diffjax.evals.report import summary
+
+
+def interval(value, low, high):
+  return {"value": value, "low": low, "high": high, "units": 20}
+
+
+def figure(name, difference, **settings):
+  """Returns a figure of two models, with a difference ± 1."""
+  return {
+    "name": name,
+    "at": settings,
+    **interval(difference, difference, difference),
+    "against": interval(0.0, 0.0, 0.0),
+    "difference": interval(difference, difference - 1, difference + 1),
+  }
+
+
+def results_of(suite, *figures):
+  return {suite: {"suite": suite, "figures": list(figures)}}
+
+
+@pytest.mark.parametrize(
+  "suite, name, settings, difference, verdict",
+  [
+    ("validation", "loss", {}, -2.0, "better"),
+    ("validation", "loss", {}, 2.0, "worse"),
+    ("validation", "loss", {}, 0.5, ""),
+    ("needle", "accuracy", {"depth": "mean"}, 2.0, "better"),
+    ("difference_map", "Hoyer sparsity", {"layer": "all"}, 2.0, "higher"),
+    ("difference_map", "Hoyer sparsity", {"layer": "all"}, -2.0, "lower"),
+  ],
+)
+def test_a_verdict_needs_an_interval_without_0(
+  suite, name, settings, difference, verdict
+):
+  results = results_of(suite, figure(name, difference, **settings))
+  (headline,) = summary.headlines(results)
+  assert headline.verdict == verdict
+
+
+def test_the_last_figure_with_the_settings_is_the_main_one():
+  results = results_of(
+    "needle",
+    figure("accuracy", 1.0, depth="mean", length=1),
+    figure("accuracy", 2.0, depth="mean", length=2),
+    figure("accuracy", 3.0, depth=0.5, length=2),
+  )
+  (headline,) = summary.headlines(results)
+  assert headline.number.value == "2"
+
+
+def test_the_sentence_names_two_figures_for_each_verdict():
+  settings = {"depth": "mean"}
+  results = {
+    **results_of("validation", figure("loss", -2.0), figure("AR-Hit", -3.0)),
+    **results_of("needle", figure("accuracy", 4.0, **settings)),
+    **results_of("many_shot", figure("accuracy", -5.0)),
+    **results_of("harness", figure("mean accuracy", 0.5)),
+  }
+  screen = summary.first_screen(results, num_models=2)
+  assert screen.sentence == (
+    "is better in loss (-2 against 0), loss on repeated n-grams (AR-Hit) (-3"
+    " against 0) and 1 more; worse in many-shot accuracy (-5 against 0). 1 of 5"
+    " main figures shows no clear difference."
+  )
+  assert "Of all 5 differences on this page 4 exclude 0." in screen.note
+
+
+def test_the_sentence_without_clear_differences():
+  results = results_of("validation", figure("loss", 0.5))
+  screen = summary.first_screen(results, num_models=2)
+  assert screen.sentence == "does not differ clearly."
+
+
+def test_one_model_differs_from_none():
+  screen = summary.first_screen(
+    results_of("validation", figure("loss", 2.0)), num_models=1
+  )
+  assert len(screen.headlines) == 1
+  assert not screen.sentence
+  assert not screen.note
+
+
+@pytest.mark.parametrize(
+  "difference, low, value, high",
+  [
+    (interval(1.0, -1.0, 2.0), "54.0", "146.0", "192.0"),
+    (interval(-1.0, None, None), "8.0", "8.0", "8.0"),
+    (interval(0.0, 0.0, 0.0), "100.0", "100.0", "100.0"),
+  ],
+)
+def test_the_largest_bound_ends_the_bar(difference, low, value, high):
+  """The bar is from 8 to 192, and 0 is at 100."""
+  row = {**figure("loss", 1.0), "difference": difference}
+  (headline,) = summary.headlines(results_of("validation", row))
+  bar = headline.bar
+  assert (bar.low, bar.value, bar.high) == (low, value, high)
+
+
+def test_a_difference_without_a_value_has_no_bar():
+  row = {**figure("loss", 1.0), "difference": interval(None, None, None)}
+  (headline,) = summary.headlines(results_of("validation", row))
+  assert headline.bar is None
