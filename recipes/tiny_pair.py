@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import functools
-import importlib
 import importlib.metadata
 import json
 import os
@@ -30,7 +29,6 @@ from absl import flags
 from diffjax.cli import command
 from diffjax.config import UserError, from_config_dict
 from diffjax.configs import tiny
-from diffjax.evals import SUITES
 from diffjax.host.progress import say
 from diffjax.training import manifest
 from experiments import results
@@ -172,9 +170,11 @@ class Measurement:
 
   def _measured(self) -> dict[str, Any]:
     """What its results depend on, as JSON has it."""
+    # The import takes seconds, so it comes after the check of the flags.
+    from diffjax.evals.suite import suite_class
+
     defaults = {
-      name: dataclasses.asdict(importlib.import_module(SUITES[name]).Settings())
-      for name in _QUICK
+      name: dataclasses.asdict(suite_class(name)()) for name in _QUICK
     }
     parameters = {run.variant: run.parameters() for run in self.pair}
     what = {

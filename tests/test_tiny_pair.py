@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from diffjax.config import UserError
+from diffjax.config import UserError, field
 from diffjax.evals import validation
 from diffjax.training import checkpoint
 from experiments import grid
@@ -158,13 +158,13 @@ def test_figures_of_other_parameters_or_settings_are_not_reused(
   assert commands == ["pair_0"]
   commands.clear()
   other = dataclasses.make_dataclass(
-    "Settings",
-    [("batch_size", int, 9)],
-    bases=(validation.Settings,),
+    "Validation",
+    [("batch_size", int, field(9, "Rows in a batch."))],
+    bases=(validation.Validation,),
     frozen=True,
   )
   monkeypatch.setattr(
-    validation, "Settings", other
+    validation, "Validation", other
   )  # a default in the suite's code
   call(tmp_path, 1)
   assert commands == ["pair_0"]

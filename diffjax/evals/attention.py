@@ -1,20 +1,37 @@
-"""Attention of the last query: the share of the answer's needle, and attention noise.
+"""Attention of a prompt's last token: to the answer, and to noise.
 
-The weights are those that multiply the values (`Attention.weights`), A₁ for the Transformer and A₁ − λA₂ for DIFF, of the prompt's last
-token, which the answer follows. They are averaged over heads and layers, divided by their sum, and added up over the parts of the prompt: BOS, the context before
-the answer, the answer (the whole sentence of its needle), the context after it, and the query. Noise is the context before and after.
+The weights are those that multiply the values (`Attention.weights`): A₁ for the
+Transformer and A₁ − λA₂ for DIFF. They belong to the last query of the prompt,
+after which the model writes the answer. They are averaged over heads and
+layers, divided by their sum, and summed over each part of the prompt:
 
-A row of A₁ − λA₂ sums to 1 − λ and has negative entries, and the paper does not say how it normalises them. There are two versions:
+- BOS, the start of the document.
+- The context before the answer.
+- The answer: the whole sentence of its needle.
+- The context after the answer.
+- The query.
 
-- "signed": the weights divided by their sum, so that the shares sum to 1, as the paper's do, with linear steps only. Context from which the
-  second map takes as much as the first gives counts as nothing: this is the noise that differential attention cancels in its output,
-  where similar values meet weights of both signs. A share can be negative or above 1. Where λ is near 1 the sum is near 0, and shares grow
-  without bound.
-- "absolute": the same of |weights| after the average. Weights do not cancel within a part, so this is the harder measure for DIFF, and is
-  bounded.
+Noise is the context before and after the answer.
 
-For the Transformer both are the same. The average comes before the normalisation, so that layers with a λ near 1, which write little, have
-little influence. Prompts are those of the needle suite, N needles and one of them asked for. The other needles are context.
+A row of A₁ − λA₂ sums to 1 − λ and has negative entries. The paper does not say
+how it normalizes such rows. So there are two versions:
+
+- "signed": the weights divided by their sum. The shares sum to 1, as the
+  paper's do, and all steps are linear. If the second map subtracts as much from
+  a part of the context as the first map gives it, the share of this part is 0.
+  This is the noise that differential attention cancels in its output, where
+  weights of both signs meet similar values. A share can be negative or above 1.
+  If λ is near 1, the sum is near 0, and shares grow without bound.
+- "absolute": the absolute values of the averaged weights, divided by their sum.
+  Weights within a part do not cancel. So this measure is harder for DIFF, and
+  it is bounded.
+
+For the Transformer, both versions are the same. The average comes before the
+normalization, so that layers with a λ near 1, which write little, have little
+influence.
+
+The prompts are those of the needle suite, with N needles, of which one is asked
+for. The other needles are context.
 """
 
 from __future__ import annotations
@@ -22,223 +39,330 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import matplotlib.figure
 import numpy as np
-from etils import epath
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
+from matplotlib.axes import Axes
 
-from diffjax.config import UserError
+from diffjax.config import FRACTION, UserError, at_least, field
+from diffjax.evals.measurement import Measurement, mean_of
 from diffjax.evals.methods import inside
 from diffjax.evals.methods.needle_prompts import (
   NeedlePrompt,
   find_haystack,
   make_prompts,
 )
-from diffjax.evals.report.figures import Figure, mean_of
-from diffjax.evals.report.plots import WIDTH, by_model, draw_line, save
+from diffjax.evals.report.plots import WIDTH, by_model, draw_line
 from diffjax.evals.report.results import TableSpec
+from diffjax.evals.suite import Suite
 from diffjax.host.progress import Progress
 from diffjax.inference.trained import Trained
 from diffjax.model.decoder import Decoder
 
+# The parts of a prompt, in order.
 PARTS = ("BOS", "context before", "answer", "context after", "query")
 OTHERS = tuple(part for part in PARTS if part != "answer")
 
+# The two versions of the weights.
+_VERSIONS = ("signed", "absolute")
 
-TABLE = TableSpec(
-  unit="prompts",
-  summary={"depth": "mean"},
-  notes=(
-    "Shares of the attention of a prompt's last token, over all depths.",
-    "answer: the sentence with the answer; noise: the context around it",
-    "signed: of the weights, A1 - λA2 for DIFF; absolute: of their absolute values",
-  ),
-)
+# The length in tokens, if the settings have none and the model allows it.
+_DEFAULT_LENGTH = 4096
+
+# The size of the haystack relative to the length of a prompt. Prompts begin at
+# random positions, so a large haystack makes them different.
+_HAYSTACK_LENGTHS = 16
+
+
+class Share(NamedTuple):
+  """Identifies a share of the attention.
+
+  Attributes:
+    part: One of `PARTS`, or "noise".
+    version: "signed" or "absolute".
+  """
+
+  part: str
+  version: str
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
-  """Settings of the suite."""
+class AttentionShares(Suite[list[list[int]]]):
+  """Shares of attention from a prompt's end to the answer, and to noise.
 
-  # Tokens of a prompt; 0 for 4096, or the model's config.model.max_length if that is less
-  length: int = 0
-  # Needles in it, one of them asked for
-  needles: int = 6
-  # Places of the answer's needle: 0 is the beginning of the haystack, 1 its end
-  depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
-  # Prompts for each depth
-  samples: int = 50
-  # "validation" (held-out text of the model's training data) or "synthetic" (made-up sentences)
-  haystack: str = "validation"
-  # Seed of cities, numbers and places
-  seed: int = 0
-  # Tokens of a batch; at least one prompt
-  batch_tokens: int = 16_384
-
-
-def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
-  """The answer's share and the noise, signed and absolute, for each depth and over all; the other parts' shares over all.
-
-  The units are prompts.
-
-  Raises:
-    UserError: for settings that this model does not allow.
+  The measurements are shares, which have no unit. They are named "answer" and
+  "noise", for each depth of the answer and over all depths, both signed and
+  absolute. The other parts of the prompt have only a signed share over all
+  depths. The units are prompts.
   """
-  limit = trained.config.model.max_length
-  length = settings.length or min(4096, limit)
-  if not 1 <= length <= limit:
-    raise UserError(
-      f"set.attention.length = {length}: {trained.name} takes 1 to {limit} tokens (config.model.max_length)"
-    )
-  for name in ("samples", "batch_tokens"):
-    if (value := getattr(settings, name)) < 1:
-      raise UserError(f"set.attention.{name} = {value}: must be at least 1")
-  if not settings.depths:
-    raise UserError(
-      "set.attention.depths = (): name at least one, between 0 and 1"
-    )
-  prompts = functools.partial(
-    make_prompts,
-    trained.tokenizer,
-    length=length,
-    num_needles=settings.needles,
-    num_asked=1,
-    seed=settings.seed,
-    haystack=find_haystack(trained, settings.haystack, tokens=16 * length),
+
+  name: ClassVar[str] = "attention"
+  table: ClassVar[TableSpec] = TableSpec(
+    unit="prompts",
+    summary={"depth": "mean"},
+    notes=(
+      "Shares of the attention of a prompt's last token, over all depths.",
+      "answer: the sentence with the answer; noise: the context around it",
+      "signed: of the weights, A1 - λA2 for DIFF; absolute: of their absolute"
+      " values",
+    ),
   )
-  for depth in settings.depths:
-    prompts(depth=depth, samples=1)  # refuses needles and depths that cannot be
-  return _measure(trained, settings, prompts, length)
 
-
-def _measure(
-  trained: Trained,
-  settings: Settings,
-  make: Callable[..., list[NeedlePrompt]],
-  length: int,
-) -> Iterator[Figure]:
-  weights = jax.jit(
-    lambda params, tokens: last_query(trained.model, params, tokens)
+  length: int = field(
+    0,
+    "Tokens of a prompt. 0 for 4096, or for the model's config.model.max_length"
+    " if that is less.",
+    bound=at_least(0),
   )
-  size = max(1, min(settings.samples, settings.batch_tokens // length))
-  found: dict[
-    tuple[str, str], list[list[float]]
-  ] = {}  # by part and sign, for each depth one share a prompt
-  with Progress(
-    f"attention of {trained.short_name}",
-    settings.samples * len(settings.depths),
-  ) as progress:
-    for index, depth in enumerate(settings.depths):
-      prompts = make(depth=depth, samples=settings.samples)
-      shares: dict[tuple[str, str], list[float]] = {}
-      for first in range(0, len(prompts), size):
-        batch = prompts[first : first + size]
-        rows = [prompt.ids for prompt in batch]
-        tokens = np.asarray(
-          rows + rows[:1] * (size - len(rows)), np.int32
-        )  # all batches have one shape
-        for prompt, row in zip(
-          batch,
-          np.asarray(weights(trained.params, tokens), np.float64),
-          strict=False,
-        ):
-          for key, share in shares_of(row, prompt).items():
-            shares.setdefault(key, []).append(share)
-        done = index * settings.samples + first + len(batch)
-        progress.update(done, done * length)
-      for key, values in shares.items():
-        found.setdefault(key, []).append(values)
-  wanted = [
-    (part, sign)
-    for sign in ("signed", "absolute")
-    for part in ("answer", "noise")
-  ] + [(part, "signed") for part in OTHERS]
-  for part, sign in wanted:
-    by_depth = found[part, sign]
-    if part not in OTHERS:
-      for depth, values in zip(settings.depths, by_depth, strict=True):
-        yield mean_of(part, values, weights=sign, depth=depth)
-    yield mean_of(part, np.concatenate(by_depth), weights=sign, depth="mean")
+  needles: int = field(
+    6, "Needles in a prompt. One of them is asked for.", bound=at_least(1)
+  )
+  depths: tuple[float, ...] = field(
+    (0.0, 0.25, 0.5, 0.75, 1.0),
+    "Positions of the answer's needle: 0 is the beginning of the haystack, 1 is"
+    " its end.",
+    bound=FRACTION,
+  )
+  samples: int = field(50, "Prompts for each depth.", bound=at_least(1))
+  haystack: str = field(
+    "validation",
+    '"validation" (validation text of the model\'s training data) or'
+    ' "synthetic" (generated sentences).',
+  )
+  seed: int = field(0, "Seed of cities, numbers and positions.")
+  batch_tokens: int = field(
+    16_384,
+    "Tokens of a batch, which has at least one prompt.",
+    bound=at_least(1),
+  )
+
+  def load(self, trained: Trained) -> list[list[int]]:
+    """Returns the haystack: the token ids of pieces of text.
+
+    Raises:
+      UserError: if a prompt is impossible, or there is no validation text.
+    """
+    length = self._length(trained)
+    max_length = trained.config.model.max_length
+    if length > max_length:
+      raise UserError(
+        f"set.attention.length = {length}: {trained.name} takes 1 to"
+        f" {max_length} tokens (config.model.max_length)"
+      )
+    if not self.depths:
+      raise UserError(
+        "set.attention.depths = (): pass at least one depth between 0 and 1"
+      )
+    haystack = find_haystack(
+      trained, self.haystack, tokens=_HAYSTACK_LENGTHS * length
+    )
+    # Raises errors about impossible prompts before the first measurement.
+    for depth in self.depths:
+      self._make_prompts(trained, haystack, depth, samples=1)
+    return haystack
+
+  def measure(
+    self, trained: Trained, haystack: list[list[int]]
+  ) -> Iterator[Measurement]:
+    """Yields the shares of the answer, of noise and of the other parts."""
+    length = self._length(trained)
+    batch_size = max(1, min(self.samples, self.batch_tokens // length))
+    compute_weights = jax.jit(functools.partial(last_query, trained.model))
+    shares_of_depths = []
+    num_done = 0
+    label = f"attention of {trained.short_name}"
+    with Progress(label, self.samples * len(self.depths)) as progress:
+      for depth in self.depths:
+        prompts = self._make_prompts(trained, haystack, depth, self.samples)
+        shares_of_prompts = []
+        for first in range(0, len(prompts), batch_size):
+          batch = prompts[first : first + batch_size]
+          tokens = _stack_tokens(batch, batch_size)
+          weights = compute_weights(trained.params, tokens)  # [B, S]
+          weights = np.asarray(weights, np.float64)[: len(batch)]
+          for row, prompt in zip(weights, batch, strict=True):
+            shares_of_prompts.append(shares_of(row, prompt))
+          num_done += len(batch)
+          progress.update(num_done, num_done * length)
+        shares_of_depths.append(shares_of_prompts)
+
+    for version in _VERSIONS:
+      for part in ("answer", "noise"):
+        share = Share(part, version)
+        yield from _measurements_by_depth(share, self.depths, shares_of_depths)
+    for part in OTHERS:
+      yield _mean_over_depths(Share(part, "signed"), shares_of_depths)
+
+  def plot(self, suite_results: Mapping[str, Any]) -> matplotlib.figure.Figure:
+    """Draws the answer and noise over the answer's depth, in both versions."""
+    figure = matplotlib.figure.Figure((WIDTH, 4), layout="constrained")
+    answer_axes, noise_axes = figure.subplots(1, 2)
+    _draw_part(answer_axes, suite_results, "answer")
+    _draw_part(noise_axes, suite_results, "noise")
+    handles, labels = noise_axes.get_legend_handles_labels()
+    figure.legend(
+      handles, labels, loc="outside lower center", ncols=4, fontsize=9
+    )
+    return figure
+
+  def _length(self, trained: Trained) -> int:
+    """Returns the number of tokens of a prompt."""
+    return self.length or min(_DEFAULT_LENGTH, trained.config.model.max_length)
+
+  def _make_prompts(
+    self,
+    trained: Trained,
+    haystack: Sequence[Sequence[int]],
+    depth: float,
+    samples: int,
+  ) -> list[NeedlePrompt]:
+    """Returns prompts with the answer at a depth.
+
+    Raises:
+      UserError: if no such prompt exists.
+    """
+    return make_prompts(
+      trained.tokenizer,
+      length=self._length(trained),
+      num_needles=self.needles,
+      num_asked=1,
+      depth=depth,
+      samples=samples,
+      seed=self.seed,
+      haystack=haystack,
+    )
 
 
-def last_query(model: Decoder, params: Any, tokens: Any) -> Float[Array, "B S"]:
+def last_query(
+  model: Decoder, params: Any, tokens: Int[Array, "B T"]
+) -> Float[Array, "B S"]:
   """Returns the weights of the last query, averaged over heads and layers.
 
   Args:
-    model: the decoder.
-    params: its parameters.
-    tokens: int32[B, T].
+    model: The decoder.
+    params: Its parameters.
+    tokens: The prompts.
   """
 
-  def layer_result(attended: inside.Attended) -> Float[Array, "B S"]:
+  def layer_weights(attended: inside.Attended) -> Float[Array, "B S"]:
     length = attended.q.shape[1]
-    count = 1
+    num_queries = 1
     if not attended.has_independent_queries:
-      count = length
-    queries = attended.queries(length - count, count)
+      num_queries = length
+    queries = attended.queries(length - num_queries, num_queries)
     last_weights = queries.weights()[:, :, -1]  # [B, H, S]
     return jnp.mean(last_weights, axis=1)
 
   results = inside.measure(
-    model, params, {"tokens": tokens}, attention=layer_result
+    model, params, {"tokens": tokens}, attention=layer_weights
   )
   return jnp.mean(results["attention"], axis=0)
 
 
 def shares_of(
   weights: Float[np.ndarray, "S"], prompt: NeedlePrompt
-) -> dict[tuple[str, str], float]:
-  """The shares of the parts of a prompt and of the noise, by (part, "signed" or "absolute")."""
-  bounds = [*prompt.bos_span, *prompt.answer_spans[0], *prompt.query_span]
-  out: dict[tuple[str, str], float] = {}
-  for sign, chosen in (("signed", weights), ("absolute", np.abs(weights))):
-    total = float(chosen.sum())
-    shares = {
-      part: float(chosen[start:end].sum()) / total if total else float("nan")
-      for part, (start, end) in zip(
-        PARTS, itertools.pairwise(bounds), strict=True
+) -> dict[Share, float]:
+  """Returns the shares of the parts of a prompt and of noise, in both versions.
+
+  A share is NaN if the weights sum to 0.
+
+  Args:
+    weights: The weights of the prompt's last query.
+    prompt: The prompt.
+  """
+  shares = {}
+  for version in _VERSIONS:
+    version_weights = weights
+    if version == "absolute":
+      version_weights = np.abs(weights)
+    part_shares = _part_shares(version_weights, prompt)
+    for part, share in part_shares.items():
+      shares[Share(part, version)] = share
+  return shares
+
+
+def _part_shares(
+  weights: Float[np.ndarray, "S"], prompt: NeedlePrompt
+) -> dict[str, float]:
+  """Returns the shares of the weights on each part of a prompt and on noise."""
+  # The parts before and after the answer fill the space between the spans.
+  boundaries = [
+    *prompt.bos_span,
+    *prompt.answer_spans[0],
+    *prompt.query_span,
+  ]
+  total = float(weights.sum())
+  shares = {}
+  for part, span in zip(PARTS, itertools.pairwise(boundaries), strict=True):
+    start, end = span
+    share = float("nan")
+    if total != 0:
+      share = float(weights[start:end].sum()) / total
+    shares[part] = share
+  shares["noise"] = shares["context before"] + shares["context after"]
+  return shares
+
+
+def _stack_tokens(
+  prompts: Sequence[NeedlePrompt], batch_size: int
+) -> Int[np.ndarray, "B T"]:
+  """Returns the tokens of prompts. Repeats the first one to fill up the batch.
+
+  All batches have the same shape, so that they run the same compiled program.
+  """
+  rows = [prompt.ids for prompt in prompts]
+  while len(rows) < batch_size:
+    rows.append(rows[0])
+  return np.asarray(rows, np.int32)
+
+
+def _measurements_by_depth(
+  share: Share,
+  depths: Sequence[float],
+  shares_of_depths: Sequence[Sequence[Mapping[Share, float]]],
+) -> Iterator[Measurement]:
+  """Yields the measurements of a share at each depth, and over all depths."""
+  for depth, shares_of_prompts in zip(depths, shares_of_depths, strict=True):
+    values = [shares[share] for shares in shares_of_prompts]
+    yield mean_of(share.part, values, weights=share.version, depth=depth)
+  yield _mean_over_depths(share, shares_of_depths)
+
+
+def _mean_over_depths(
+  share: Share, shares_of_depths: Sequence[Sequence[Mapping[Share, float]]]
+) -> Measurement:
+  """Returns the measurement of a share over the prompts of all depths."""
+  all_prompts = itertools.chain.from_iterable(shares_of_depths)
+  values = [shares[share] for shares in all_prompts]
+  return mean_of(share.part, values, weights=share.version, depth="mean")
+
+
+def _draw_part(axes: Axes, suite_results: Mapping[str, Any], part: str) -> None:
+  """Draws the shares of a part over depths, for each model and version."""
+  for model_style, figures in by_model(suite_results, part):
+    for version, linestyle in (("signed", "-"), ("absolute", ":")):
+      depths = []
+      figures_of_version = []
+      for figure in figures:
+        coordinates = figure["at"]
+        if coordinates["weights"] == version and coordinates["depth"] != "mean":
+          depths.append(coordinates["depth"])
+          figures_of_version.append(figure)
+      draw_line(
+        axes,
+        depths,
+        figures_of_version,
+        model_style,
+        f", {version}",
+        linestyle,
       )
-    }
-    shares["noise"] = shares["context before"] + shares["context after"]
-    out |= {(part, sign): share for part, share in shares.items()}
-  return out
-
-
-def plot(results: dict[str, Any], path: epath.PathLike) -> None:
-  """Plots answer and noise over the answer's depth, signed and absolute."""
-  figure = matplotlib.figure.Figure((WIDTH, 4), layout="constrained")
-  for axes, part in zip(
-    figure.subplots(1, 2), ("answer", "noise"), strict=True
-  ):
-    for model, rows in by_model(results, part):
-      for sign, style in (("signed", "-"), ("absolute", ":")):
-        chosen = [
-          row
-          for row in rows
-          if row["at"]["weights"] == sign and row["at"]["depth"] != "mean"
-        ]
-        draw_line(
-          axes,
-          [row["at"]["depth"] for row in chosen],
-          chosen,
-          model,
-          f", {sign}",
-          style,
-        )
-    axes.set(
-      title=f"attention: {part}",
-      xlabel="depth of the answer (share of the text before it)",
-      ylabel="share of attention",
-    )
-  figure.legend(
-    *axes.get_legend_handles_labels(),
-    loc="outside lower center",
-    ncols=4,
-    fontsize=9,
+  axes.set(
+    title=f"attention: {part}",
+    xlabel="depth of the answer (share of the text before it)",
+    ylabel="share of attention",
   )
-  save(figure, path)

@@ -1,166 +1,233 @@
-"""The attention weights that multiply the values, by layer: their negative share and their sparsity.
+"""Negative share and sparsity of attention weights, by layer.
 
-These are the weights of the variant (`Attention.weights`), A₁ − λA₂ for DIFF. The paper shows that DIFF's attention is sparse and does not measure it. All measures are of the weights w of one query over the n ≥ 2 keys
-that it sees, and are averaged over queries and heads, so that each layer has one number.
+The weights are those that multiply the values (`Attention.weights`): A₁ − λA₂
+for DIFF. The paper shows that DIFF's attention is sparse, but does not measure
+it. Each measure is of the weights w of one query over the n keys that it sees,
+with n ≥ 2. It is averaged over queries and heads, so that each layer has one
+number.
 
-- negative share: Σ max(−w, 0) / Σ |w|, the weight of negative entries, not their number, so that tiny entries do not count. 0 for the
+- negative share: Σ max(−w, 0) / Σ|w|. This is the weight of negative entries
+  and not their number, so that tiny entries do not count. It is 0 for the
   Transformer.
-- small share: the share of keys with |w| below a tenth of the mean |w| (a tenth of uniform, for a softmax). A count, which does not depend
-  on the scale of w, 1 − λ.
-- effective keys: (Σ|w|)² / (n Σ w²), the participation ratio as a share of n: 1 for uniform weights, 1/n for a single key. It depends on
-  the large entries, not on the many small ones.
-- Hoyer sparsity: (√n − Σ|w| / √Σw²) / (√n − 1) (Hoyer 2004), from 0 for uniform weights to 1 for a single key. It compares rows of
-  different n better than effective keys.
+- small share: the share of keys whose |w| is below a tenth of the mean |w|. For
+  a softmax, this is a tenth of the uniform weight. This measure counts keys, so
+  it does not depend on the scale of w, which is 1 − λ.
+- effective keys: (Σ|w|)² / (n Σw²), the participation ratio as a share of n. It
+  is 1 for uniform weights and 1/n for a single key. It depends on the large
+  entries, and not on the many small ones.
+- Hoyer sparsity: (√n − Σ|w| / √Σw²) / (√n − 1) (Hoyer 2004). It is 0 for
+  uniform weights and 1 for a single key. It compares rows of different n better
+  than effective keys.
 
-A row of weights that are all 0 counts as uniform.
+If all weights of a query are 0, they count as uniform.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import matplotlib.figure
 import numpy as np
-from etils import epath
 from jaxtyping import Array, Bool, Float
 
+from diffjax.config import at_least, field
 from diffjax.data.pipeline import ValidationBatches
+from diffjax.evals.measurement import Measurement
 from diffjax.evals.methods import inside
 from diffjax.evals.methods.validation_rows import validation_rows
-from diffjax.evals.report.figures import Figure
-from diffjax.evals.report.plots import WIDTH, by_model, draw_line, save
+from diffjax.evals.report.plots import WIDTH, by_model, draw_line
 from diffjax.evals.report.results import TableSpec
+from diffjax.evals.suite import Suite
 from diffjax.host.progress import Progress
 from diffjax.inference.trained import Trained
 from diffjax.model.decoder import Decoder
 
+# The names of the measurements, in the order of `row_sums`.
 MEASURES = ("negative share", "small share", "effective keys", "Hoyer sparsity")
 
-
-TABLE = TableSpec(
-  unit="rows",
-  summary={"layer": "all"},
-  notes=(
-    "Means over layers, heads and queries, of the weights on the values.",
-    "negative share: share of the weight that is negative",
-    "small share: share of the keys with less than a tenth of the mean",
-    "effective keys: 1 if all keys have the same weight",
-    "Hoyer sparsity: 0 if all keys have the same weight, 1 for a single key",
-  ),
-)
+# A weight is small if its absolute value is below this share of the mean.
+_SMALL = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
-  """Settings of the suite."""
+class DifferenceMap(Suite[ValidationBatches]):
+  """Negative share and sparsity of attention weights, by layer.
 
-  # Validation rows measured (fewer if there are fewer); -1 for all
-  rows: int = 64
-  # Tokens a row; 0 for the config.data.length that the model was trained with
-  length: int = 0
-  # Rows of a batch, which does not change the result
-  batch_size: int = 4
-  # Text, as config.data.source has it; "" for the run's validation text
-  source: str = ""
+  The measurements are named "negative share", "small share", "effective keys"
+  and "Hoyer sparsity". They lie between 0 and 1 and have no unit. Each is
+  measured for each layer, from 0, and over all layers. The units are rows.
+  """
 
-
-def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
-  """Each measure for each layer, from 0, and over all of them. The units are rows."""
-  batches = validation_rows(
-    "difference_map",
-    trained,
-    settings.rows,
-    length=settings.length,
-    batch_size=settings.batch_size,
-    source=settings.source,
+  name: ClassVar[str] = "difference_map"
+  table: ClassVar[TableSpec] = TableSpec(
+    unit="rows",
+    summary={"layer": "all"},
+    notes=(
+      "Means over layers, heads and queries, of the weights on the values.",
+      "negative share: share of the weight that is negative",
+      "small share: share of the keys with less than a tenth of the mean",
+      "effective keys: 1 if all keys have the same weight",
+      "Hoyer sparsity: 0 if all keys have the same weight, 1 for a single key",
+    ),
   )
-  return _measure(trained, batches)
 
+  rows: int = field(
+    64, "Validation rows to measure. Fewer if there are fewer. -1 for all."
+  )
+  length: int = field(
+    0,
+    "Tokens of a row. 0 for the config.data.length of the model's training.",
+    bound=at_least(0),
+  )
+  batch_size: int = field(
+    4,
+    "Rows in a batch. This affects memory, but not the result.",
+    bound=at_least(1),
+  )
+  source: str = field(
+    "",
+    'Text, as in config.data.source. "" for the run\'s validation text.',
+  )
 
-def _measure(trained: Trained, batches: ValidationBatches) -> Iterator[Figure]:
-  sums = jax.jit(functools.partial(layer_sums, trained.model))
-  found = []
-  with Progress(
-    f"difference_map of {trained.short_name}", len(batches)
-  ) as progress:
-    for index, batch in enumerate(batches):
-      found.append(
-        np.moveaxis(np.asarray(sums(trained.params, batch), np.float64), 1, 0)
+  def load(self, trained: Trained) -> ValidationBatches:
+    """Returns the validation rows.
+
+    Raises:
+      UserError: if rows are longer than the model takes, or there are none.
+    """
+    return validation_rows(
+      "difference_map",
+      trained,
+      self.rows,
+      length=self.length,
+      batch_size=self.batch_size,
+      source=self.source,
+    )
+
+  def measure(
+    self, trained: Trained, batches: ValidationBatches
+  ) -> Iterator[Measurement]:
+    """Yields each measure for each layer, and then over all layers."""
+    compute_sums = jax.jit(functools.partial(layer_sums, trained.model))
+    sums_of_batches = []
+    label = f"difference_map of {trained.short_name}"
+    with Progress(label, len(batches)) as progress:
+      for num_done, batch in enumerate(batches, start=1):
+        batch_sums = np.asarray(compute_sums(trained.params, batch), np.float64)
+        sums_of_batches.append(np.moveaxis(batch_sums, 1, 0))
+        progress.update(num_done, num_done * batch["tokens"].size)
+    # Empty rows fill up the last batch.
+    sums: Float[np.ndarray, "rows L sums"] = np.concatenate(sums_of_batches)
+    sums = sums[: batches.rows]
+
+    num_layers = sums.shape[1]
+    sums_of_all_layers = sums.sum(axis=1)
+    for index, measure in enumerate(MEASURES):
+      # The last column is the number of queries and heads in the sum.
+      columns = [index, -1]
+      for layer in range(num_layers):
+        layer_units = sums[:, layer, columns]
+        yield Measurement(measure, layer_units, {"layer": layer})
+      yield Measurement(
+        measure, sums_of_all_layers[:, columns], {"layer": "all"}
       )
-      progress.update(index + 1, (index + 1) * batch["tokens"].size)
-  whole = np.concatenate(found)[
-    : batches.rows
-  ]  # [U, L, measures and count]; the last batch is padded
-  for index, measure in enumerate(MEASURES):
-    for layer in range(whole.shape[1]):
-      yield Figure(measure, whole[:, layer][:, [index, -1]], {"layer": layer})
-    yield Figure(measure, whole.sum(axis=1)[:, [index, -1]], {"layer": "all"})
+
+  def plot(self, suite_results: Mapping[str, Any]) -> matplotlib.figure.Figure:
+    """Draws each measure over layers."""
+    figure = matplotlib.figure.Figure((WIDTH, 6), layout="constrained")
+    all_axes = figure.subplots(2, 2).flat
+    for axes, measure in zip(all_axes, MEASURES, strict=True):
+      for style, rows in by_model(suite_results, measure):
+        layer_rows = [row for row in rows if row["at"]["layer"] != "all"]
+        layers = [row["at"]["layer"] for row in layer_rows]
+        draw_line(axes, layers, layer_rows, style)
+      axes.set(title=measure, xlabel="layer", ylabel=f"{measure} (0 to 1)")
+      axes.set_ylim(bottom=0)
+      axes.xaxis.get_major_locator().set_params(integer=True)
+    # One legend is enough. It is in the last plot.
+    axes.legend(fontsize=9)
+    return figure
 
 
 def layer_sums(
   model: Decoder, params: Any, batch: dict[str, Any]
-) -> Float[Array, "L B measures"]:
-  """Returns the sums of `row_sums` of each layer and row of the batch.
+) -> Float[Array, "L B sums"]:
+  """Returns the result of `row_sums` for each layer and row of a batch.
 
   Args:
-    model: the decoder.
-    params: its parameters.
-    batch: as `inside.measure` takes it.
+    model: The decoder.
+    params: Its parameters.
+    batch: As `inside.measure` takes it.
   """
   batch_size = batch["tokens"].shape[0]
   zeros = jnp.zeros((batch_size, len(MEASURES) + 1))
 
-  def add_block(sums: jax.Array, queries: inside.Queries) -> jax.Array:
+  def add_queries(
+    sums: Float[Array, "B sums"], queries: inside.Queries
+  ) -> Float[Array, "B sums"]:
     return sums + row_sums(queries.weights(), queries.mask)
 
-  def layer_result(attended: inside.Attended) -> Float[Array, "B measures"]:
-    return inside.over_queries(add_block, zeros, attended)
+  def sums_of_layer(attended: inside.Attended) -> Float[Array, "B sums"]:
+    return inside.over_queries(add_queries, zeros, attended)
 
-  results = inside.measure(model, params, batch, attention=layer_result)
+  results = inside.measure(model, params, batch, attention=sums_of_layer)
   return results["attention"]
 
 
 def row_sums(
-  weights: Float[Array, "B H t S"], seen: Bool[Array, "B t S"]
-) -> Float[Array, "B measures"]:
-  """The sums of MEASURES over queries and heads, and the number of terms. Queries that see fewer than two keys do not count."""
-  seen = seen[:, None]
-  n = jnp.sum(seen, axis=-1).astype(jnp.float32)
-  size = jnp.where(seen, jnp.abs(weights), 0.0)
-  total, squares = jnp.sum(size, axis=-1), jnp.sum(jnp.square(size), axis=-1)
-  flat = total == 0
-  negative = jnp.sum(
-    jnp.where(seen & (weights < 0), size, 0.0), axis=-1
-  ) / jnp.where(flat, 1, total)
-  small = jnp.sum(
-    seen & (size < 0.1 * (total / jnp.maximum(n, 1))[..., None]), axis=-1
-  ) / jnp.maximum(n, 1)
-  ratio = jnp.where(
-    flat, jnp.sqrt(n), total / jnp.sqrt(jnp.where(flat, 1, squares))
-  )  # Σ|w| / √Σw², from 1 to √n
-  effective = jnp.square(ratio) / jnp.maximum(n, 1)
-  hoyer = (jnp.sqrt(n) - ratio) / (jnp.sqrt(jnp.maximum(n, 2)) - 1)
-  counted = jnp.broadcast_to(n >= 2, total.shape)
-  measures = jnp.stack(
-    [negative, small, effective, hoyer, jnp.ones_like(total)], axis=-1
-  )
-  return jnp.sum(jnp.where(counted[..., None], measures, 0.0), axis=(1, 2))
+  weights: Float[Array, "B H t S"], mask: Bool[Array, "B t S"]
+) -> Float[Array, "B sums"]:
+  """Returns the sum of each measure over queries and heads, and their number.
 
+  Queries that see fewer than two keys do not count.
 
-def plot(results: dict[str, Any], path: epath.PathLike) -> None:
-  """Plots each measure over layers."""
-  figure = matplotlib.figure.Figure((WIDTH, 6), layout="constrained")
-  for axes, measure in zip(figure.subplots(2, 2).flat, MEASURES, strict=True):
-    for style, rows in by_model(results, measure):
-      chosen = [row for row in rows if row["at"]["layer"] != "all"]
-      draw_line(axes, [row["at"]["layer"] for row in chosen], chosen, style)
-    axes.set(title=measure, xlabel="layer", ylabel=f"{measure} (0 to 1)")
-    axes.set_ylim(bottom=0)
-    axes.xaxis.get_major_locator().set_params(integer=True)
-  axes.legend(fontsize=9)
-  save(figure, path)
+  Args:
+    weights: The weights w of each query and head.
+    mask: Whether a query sees a key.
+
+  Returns:
+    For each row, the sums in the order of `MEASURES`, and then the number of
+    pairs of a query and a head that count.
+  """
+  is_visible = mask[:, None]  # [B, 1, t, S]
+  num_keys = jnp.sum(is_visible, axis=-1).astype(jnp.float32)  # n, [B, 1, t]
+  # Avoids divisions by zero for queries that do not count.
+  positive_num_keys = jnp.maximum(num_keys, 1)
+
+  magnitudes = jnp.where(is_visible, jnp.abs(weights), 0.0)
+  l1_norm = jnp.sum(magnitudes, axis=-1)  # Σ|w|, [B, H, t]
+  sum_of_squares = jnp.sum(jnp.square(magnitudes), axis=-1)  # Σw², [B, H, t]
+  is_zero = l1_norm == 0
+
+  is_negative = is_visible & (weights < 0)
+  negative_sum = jnp.sum(jnp.where(is_negative, magnitudes, 0.0), axis=-1)
+  negative_share = negative_sum / jnp.where(is_zero, 1, l1_norm)
+
+  mean = l1_norm / positive_num_keys
+  is_small = is_visible & (magnitudes < _SMALL * mean[..., None])
+  small_share = jnp.sum(is_small, axis=-1) / positive_num_keys
+
+  # Σ|w| / √Σw² is 1 for a single key and √n for uniform weights.
+  l2_norm = jnp.sqrt(jnp.where(is_zero, 1, sum_of_squares))
+  norm_ratio = jnp.where(is_zero, jnp.sqrt(num_keys), l1_norm / l2_norm)
+  effective_keys = jnp.square(norm_ratio) / positive_num_keys
+  largest_hoyer_difference = jnp.sqrt(jnp.maximum(num_keys, 2)) - 1
+  hoyer_sparsity = (jnp.sqrt(num_keys) - norm_ratio) / largest_hoyer_difference
+
+  terms = jnp.stack(
+    [
+      negative_share,
+      small_share,
+      effective_keys,
+      hoyer_sparsity,
+      jnp.ones_like(l1_norm),
+    ],
+    axis=-1,
+  )  # [B, H, t, sums]
+  has_two_keys = jnp.broadcast_to(num_keys >= 2, l1_norm.shape)
+  return jnp.sum(jnp.where(has_two_keys[..., None], terms, 0.0), axis=(1, 2))

@@ -1,13 +1,23 @@
-"""Cumulative NLL by position: how much a model gains from more context, up to 64K tokens.
+"""Cumulative NLL by position: how much a model gains from more context.
 
-At position p it is the mean loss of a row's first p targets, so it falls as long as context helps. The paper measures books. Here the text
-is the run's validation text or another one (`source`). Rows are concatenated documents (the default: any text has enough of it, and another
-document is of equally little use to every model) or the beginnings of documents that are longer than a row. A row that is not full
-is left out, so that all positions are measured on the same rows.
+At position p, it is the mean loss of the first p targets of a row. It falls as
+long as context helps. The paper measures books, up to 64K tokens (paper.md,
+§5). Here, the text is the run's validation text or another one (`source`).
 
-The 64K curve:
+There are two kinds of rows:
 
-    --set.position_nll.length=65536 --set.position_nll.rows=64 --set.position_nll.source=jsonl:books/*.jsonl --set.position_nll.rows_of=long
+- "concatenated": consecutive documents. This is the default, because any text
+  has enough of it. Other documents in the context help no model.
+- "long": the beginnings of documents that are longer than a row.
+
+A row that is not full is left out, so that all positions are measured on the
+same rows.
+
+For the 64K curve:
+
+    --set.position_nll.length=65536 --set.position_nll.rows=64
+    --set.position_nll.source=jsonl:books/*.jsonl
+    --set.position_nll.rows_of=long
 """
 
 from __future__ import annotations
@@ -15,196 +25,261 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
-from typing import Any
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 import jax
 import matplotlib.figure
 import matplotlib.ticker
 import numpy as np
-from etils import epath
+from jaxtyping import Float
+from numpy import ndarray
 
-from diffjax.config import UserError
+from diffjax.config import UserError, at_least, field, one_of
 from diffjax.data import sources
+from diffjax.data.document import Document, Source
 from diffjax.data.packing import Tokenize
 from diffjax.data.row import Row, make_batch
+from diffjax.evals.measurement import Measurement
 from diffjax.evals.methods.validation_rows import validation_rows
-from diffjax.evals.report.figures import Figure
-from diffjax.evals.report.plots import WIDTH, by_model, draw_line, save
+from diffjax.evals.report.plots import WIDTH, by_model, draw_line
 from diffjax.evals.report.results import TableSpec
+from diffjax.evals.suite import Suite
 from diffjax.host.progress import Progress
 from diffjax.inference.trained import Trained
 from diffjax.training.validation import token_losses
 
+# The length of the paper's curve. It is the default if the model allows it.
 LONGEST = 65_536
 
-
-TABLE = TableSpec(
-  unit="rows",
-  notes=("cumulative NLL: mean loss of a row's tokens up to the position",),
-)
+# A batch of one row, as `make_batch` returns it.
+Batch = dict[str, ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
-  """Settings of the suite."""
+class PositionNLL(Suite[Iterator[Batch]]):
+  """Mean loss of the first p tokens of a row, by p.
 
-  # Tokens a row; 0 for 64K, or the model's config.model.max_length if that is less
-  length: int = 0
-  # Rows measured (fewer if the text has fewer)
-  rows: int = 32
-  # "concatenated" documents, or "long" ones, at least a row each
-  rows_of: str = "concatenated"
-  # Text, as config.data.source has it ("jsonl:books/*.jsonl"); "" for the run's validation text
-  source: str = ""
-  # First position, tokens
-  first: int = 64
-  # Positions to an octave
-  per_octave: int = 2
-  # Whether rows may be longer than config.model.max_length
-  beyond_limit: bool = False
-
-
-def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
-  """Mean loss of the first p targets, at p spaced evenly on a log scale. The units are rows.
-
-  Raises:
-    UserError: if rows are longer than the model takes or the text holds.
+  The measurements are named "cumulative NLL (nats/token)". Their positions p
+  are spaced evenly on a log scale. The units are rows.
   """
-  if settings.rows_of not in ("concatenated", "long"):
-    raise UserError(
-      f"set.position_nll.rows_of = {settings.rows_of!r}: must be 'concatenated' or 'long'"
-    )
-  for name in ("rows", "first", "per_octave"):
-    if (value := getattr(settings, name)) < 1:
-      raise UserError(f"set.position_nll.{name} = {value}: must be at least 1")
-  limit = trained.config.model.max_length
-  length = settings.length or min(LONGEST, limit)
-  if not 1 <= length <= (length if settings.beyond_limit else limit):
-    raise UserError(
-      f"set.position_nll.length = {length}: {trained.name} takes 1 to {limit} tokens (config.model.max_length); "
-      "set.position_nll.beyond_limit=true measures longer rows all the same"
-    )
-  rows = (
-    _long_documents(trained, settings, length)
-    if settings.rows_of == "long"
-    else _concatenated(trained, settings, length)
-  )
-  return _measure(trained, settings, rows, length)
 
-
-def _measure(
-  trained: Trained,
-  settings: Settings,
-  rows: Iterator[dict[str, Any]],
-  length: int,
-) -> Iterator[Figure]:
-  limit = trained.config.model.max_length
-  model = trained.model.clone(
-    config=dataclasses.replace(
-      trained.model.config, max_length=max(length, limit)
-    )
+  name: ClassVar[str] = "position_nll"
+  table: ClassVar[TableSpec] = TableSpec(
+    unit="rows",
+    notes=("cumulative NLL: mean loss of a row's tokens up to the position",),
   )
-  losses = jax.jit(functools.partial(token_losses, model))
-  positions = spaced(settings.first, length, settings.per_octave)
-  sums = []
-  with Progress(
-    f"position_nll of {trained.short_name}", settings.rows
-  ) as progress:
-    for batch in itertools.islice(rows, settings.rows):
-      nll = np.asarray(losses(trained.params, batch), np.float64)[0]
-      sums.append(np.cumsum(nll)[np.asarray(positions) - 1])
-      progress.update(len(sums), len(sums) * length)
-  if not sums:
-    kind = "no document of" if settings.rows_of == "long" else "less than"
-    raise UserError(
-      f"set.position_nll.length = {length}: the text holds {kind} {length + 1} tokens; use a shorter length or another source"
+
+  length: int = field(
+    0,
+    "Tokens of a row. 0 for 64K, or for the model's config.model.max_length if"
+    " that is less.",
+    bound=at_least(0),
+  )
+  rows: int = field(
+    32, "Rows to measure. Fewer if the text has fewer.", bound=at_least(1)
+  )
+  rows_of: str = field(
+    "concatenated",
+    'Rows of "concatenated" documents, or the beginnings of "long" ones, which'
+    " have at least a row each.",
+    bound=one_of("concatenated", "long"),
+  )
+  source: str = field(
+    "",
+    'Text, as in config.data.source, such as "jsonl:books/*.jsonl". "" for the'
+    " run's validation text.",
+  )
+  first: int = field(64, "First position, in tokens.", bound=at_least(1))
+  per_octave: int = field(
+    2, "Positions between p and 2p, including 2p.", bound=at_least(1)
+  )
+  beyond_limit: bool = field(
+    False, "Whether rows may be longer than config.model.max_length."
+  )
+
+  def load(self, trained: Trained) -> Iterator[Batch]:
+    """Returns batches of one full row each. They are read when needed.
+
+    Raises:
+      UserError: if rows are longer than the model takes, or the text cannot be
+        read.
+    """
+    length = self._length(trained)
+    max_length = trained.config.model.max_length
+    if length > max_length and not self.beyond_limit:
+      raise UserError(
+        f"set.position_nll.length = {length}: {trained.name} takes 1 to"
+        f" {max_length} tokens (config.model.max_length); to measure longer"
+        " rows, set.position_nll.beyond_limit=true"
+      )
+    if self.rows_of == "long":
+      documents = _validation_documents(trained, self.source)
+      return _beginnings(documents, trained.tokenizer.spec, length)
+    batches = validation_rows(
+      "position_nll",
+      trained,
+      self.rows,
+      length=length,
+      source=self.source,
+      packing="concat",
+      beyond_limit=self.beyond_limit,
     )
-  for index, position in enumerate(positions):
-    total = np.array([row[index] for row in sums])
-    yield Figure(
-      "cumulative NLL (nats/token)",
-      np.stack([total, np.full_like(total, position)], axis=1),
-      {"position": position},
+    return _full_rows(batches)
+
+  def measure(
+    self, trained: Trained, batches: Iterator[Batch]
+  ) -> Iterator[Measurement]:
+    """Yields the cumulative NLL at each position.
+
+    Raises:
+      UserError: if there is no batch.
+    """
+    length = self._length(trained)
+    positions = spaced(self.first, length, self.per_octave)
+    losses_fn = _losses_fn(trained, length)
+    last_indices = np.asarray(positions) - 1
+    sums_of_rows = []
+    label = f"position_nll of {trained.short_name}"
+    with Progress(label, self.rows) as progress:
+      for batch in itertools.islice(batches, self.rows):
+        losses = losses_fn(trained.params, batch)  # [1, T]
+        cumulative = np.cumsum(np.asarray(losses, np.float64)[0])
+        sums_of_rows.append(cumulative[last_indices])
+        num_done = len(sums_of_rows)
+        progress.update(num_done, num_done * length)
+    if not sums_of_rows:
+      raise self._no_rows(length)
+
+    sums: Float[ndarray, "rows positions"] = np.stack(sums_of_rows)
+    for index, position in enumerate(positions):
+      row_sums = sums[:, index]
+      num_tokens = np.full_like(row_sums, position)
+      yield Measurement(
+        "cumulative NLL (nats/token)",
+        np.stack([row_sums, num_tokens], axis=1),
+        {"position": position},
+      )
+
+  def plot(self, suite_results: Mapping[str, Any]) -> matplotlib.figure.Figure:
+    """Draws the curves with their intervals over positions on a log scale."""
+    figure = matplotlib.figure.Figure((WIDTH, 4.5), layout="constrained")
+    axes = figure.add_subplot(
+      xlabel="position (tokens)", ylabel="cumulative NLL (nats per token)"
+    )
+    axes.set_xscale("log", base=2)
+    for style, rows in by_model(suite_results):
+      positions = [row["at"]["position"] for row in rows]
+      draw_line(axes, positions, rows, style)
+    axes.xaxis.set_major_formatter(
+      matplotlib.ticker.StrMethodFormatter("{x:,.0f}")
+    )
+    axes.legend(fontsize=9)
+    return figure
+
+  def _length(self, trained: Trained) -> int:
+    """Returns the number of tokens of a row."""
+    return self.length or min(LONGEST, trained.config.model.max_length)
+
+  def _no_rows(self, length: int) -> UserError:
+    """Returns the error for text without a full row."""
+    # A row of T tokens also needs the token after them, as the last target.
+    missing = f"less than {length + 1} tokens"
+    if self.rows_of == "long":
+      missing = f"no document of {length + 1} tokens"
+    return UserError(
+      f"set.position_nll.length = {length}: the text holds {missing}; use a"
+      " shorter length or another source"
     )
 
 
 def spaced(first: int, last: int, per_octave: int) -> list[int]:
-  """Positions from the first to the last, both included, `per_octave` to an octave; the last alone if it is before the first."""
-  count = int(np.floor(np.log2(max(last / first, 1)) * per_octave + 1e-9))
-  return sorted(
-    {
-      round(first * 2 ** (index / per_octave))
-      for index in range(count + 1)
-      if first <= last
-    }
-    | {last}
-  )
+  """Returns positions that are spaced evenly on a log scale.
+
+  Example: `spaced(64, 300, per_octave=2)` is [64, 91, 128, 181, 256, 300].
+
+  Args:
+    first: The first position.
+    last: The last position, which is always included. It is the only one if it
+      is before the first.
+    per_octave: The number of positions between p and 2p, including 2p.
+  """
+  if last < first:
+    return [last]
+  num_octaves = math.log2(last / first)
+  # The product may be slightly less than a whole number due to rounding.
+  num_steps = math.floor(num_octaves * per_octave + 1e-9)
+  positions = {last}
+  for step in range(num_steps + 1):
+    positions.add(round(first * 2 ** (step / per_octave)))
+  return sorted(positions)
 
 
-def _concatenated(
-  trained: Trained, settings: Settings, length: int
-) -> Iterator[dict[str, Any]]:
-  rows = validation_rows(
-    "position_nll",
-    trained,
-    settings.rows,
-    length=length,
-    source=settings.source,
-    packing="concat",
-    beyond_limit=settings.beyond_limit,
-  )
-  return (batch for batch in rows if batch["weights"].all())
+def _losses_fn(trained: Trained, length: int) -> Callable[..., jax.Array]:
+  """Returns the compiled `token_losses` of a model, for rows of this length."""
+  config = trained.model.config
+  max_length = max(length, trained.config.model.max_length)
+  longer_config = dataclasses.replace(config, max_length=max_length)
+  model = trained.model.clone(config=longer_config)
+  return jax.jit(functools.partial(token_losses, model))
 
 
-def _long_documents(
-  trained: Trained, settings: Settings, length: int
-) -> Iterator[dict[str, Any]]:
-  """The beginnings of validation documents that are longer than a row."""
+def _full_rows(batches: Iterable[Batch]) -> Iterator[Batch]:
+  """Yields the batches without padding."""
+  for batch in batches:
+    if batch["weights"].all():
+      yield batch
+
+
+def _validation_documents(trained: Trained, source: str) -> Iterator[Document]:
+  """Returns the validation documents of a model, or those of another source.
+
+  Raises:
+    UserError: if the source cannot be read.
+  """
   data = dataclasses.replace(
     trained.config.data,
     tokenizer=trained.tokenizer.spec,
-    validation_source=settings.source or trained.config.data.validation_source,
+    validation_source=source or trained.config.data.validation_source,
   )
-  field, spec = (
-    ("data.validation_source", data.validation_source)
-    if data.validation_source
-    else ("data.source", data.source)
-  )
-  texts = [
-    sources.documents(component.spec, "validation", data)
-    for component in sources.parse_mixture(spec, field)
-  ]
-  tokenize = Tokenize(data.tokenizer)
-  documents = (
-    document
-    for source in texts
-    for part in source.parts
-    for document in source.read(part)
-  )
-  beginnings = (
-    tokenize(document._replace(prompt=None)).tokens[: length + 1]
-    for document in documents
-  )
-  whole = np.array([length + 1])
-  return (
-    make_batch([Row(tokens, whole, np.array([0]))], length)
-    for tokens in beginnings
-    if len(tokens) == length + 1
-  )
+  spec = data.source
+  spec_field = "data.source"
+  if data.validation_source:
+    spec = data.validation_source
+    spec_field = "data.validation_source"
+  # All sources are opened before the first document is read, so that mistakes
+  # are reported at once.
+  opened_sources = []
+  for component in sources.parse_mixture(spec, spec_field):
+    opened_sources.append(sources.documents(component.spec, "validation", data))
+  return _read_all(opened_sources)
 
 
-def plot(results: dict[str, Any], path: epath.PathLike) -> None:
-  """Plots the curves with their intervals, position on a log scale."""
-  figure = matplotlib.figure.Figure((WIDTH, 4.5), layout="constrained")
-  axes = figure.add_subplot(
-    xlabel="position (tokens)", ylabel="cumulative NLL (nats per token)"
-  )
-  axes.set_xscale("log", base=2)
-  for style, rows in by_model(results):
-    draw_line(axes, [row["at"]["position"] for row in rows], rows, style)
-  axes.xaxis.set_major_formatter(
-    matplotlib.ticker.StrMethodFormatter("{x:,.0f}")
-  )
-  axes.legend(fontsize=9)
-  save(figure, path)
+def _read_all(opened_sources: Sequence[Source]) -> Iterator[Document]:
+  """Yields the documents of some sources, one source after the other."""
+  for source in opened_sources:
+    for part in source.parts:
+      yield from source.read(part)
+
+
+def _beginnings(
+  documents: Iterable[Document], tokenizer_spec: str, length: int
+) -> Iterator[Batch]:
+  """Yields the first tokens of each document that is longer than a row.
+
+  Prompts are left out.
+  """
+  tokenize = Tokenize(tokenizer_spec)
+  # A row of T tokens also needs the token after them, as the last target.
+  num_tokens = length + 1
+  for document in documents:
+    example = tokenize(document._replace(prompt=None))
+    if len(example.tokens) < num_tokens:
+      continue
+    row = Row(
+      example.tokens[:num_tokens],
+      segment_lengths=np.array([num_tokens]),
+      prompt_lengths=np.array([0]),
+    )
+    yield make_batch([row], length)

@@ -1,162 +1,202 @@
-"""Quantised attention logits: the effect of few bits on other measurements.
+"""Other measurements with attention logits of few bits.
 
-Dynamic post-training quantisation by absmax, simulated: with b bits, a logit becomes the nearest of 2ᵇ − 1 evenly spaced values between
-minus and plus the largest |logit|, and all else stays in full precision. The paper does not say over which logits the largest is taken:
+The quantization is simulated. It is dynamic, after training, and by absmax:
+with b bits, each logit is rounded to the nearest of 2ᵇ − 1 evenly spaced values
+between minus and plus the largest |logit|. Everything else stays in full
+precision. The paper does not say over which logits the largest one is taken. So
+there are three choices:
 
-- "tensor": all logits that an attention layer computes for a sequence, both maps. The largest outlier sets the step.
-- "head": each head's map by itself.
-- "row": each query of each map, as a kernel that sees one row of logits at a time could do.
+- "tensor": all logits of an attention layer for a sequence, of both maps. The
+  largest outlier determines the step.
+- "head": each map of each head.
+- "row": each query of each map. A kernel that sees one row of logits at a time
+  could do this.
 
-Each sequence has its own scales, so that results do not depend on the other sequences of a batch. Masked logits do not count. In
-generation the prompt is read in chunks: "tensor" and "head" then mean one chunk, and the tokens that fill up the last chunk count too.
+Each sequence has its own scales, so results do not depend on the other
+sequences of a batch. Masked logits do not count. In generation, the prompt is
+read in chunks. Then, "tensor" and "head" mean the logits of one chunk, and the
+tokens that fill up the last chunk count too.
 
-A quantised model (`quantise`) has the rounding as its `logits_transform`, so that any measurement can be made of it. The attention variant
-must support that (`Attention.supports`).
+A quantized model (`quantise`) has the rounding as its `logits_transform`, so it
+can be measured in any way. Its attention variant must support this
+(`Attention.supports`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import matplotlib.figure
-from etils import epath
 from jaxtyping import Array, Bool, Float
+from matplotlib.axes import Axes
 
-from diffjax.config import UserError
-from diffjax.evals import (
-  harness,
-  many_shot,
-  mathematics,
-  needle,
-  position_nll,
-  validation,
-)
-from diffjax.evals.report.figures import Figure
-from diffjax.evals.report.plots import WIDTH, by_model, draw_line, save
+from diffjax.config import Bound, field, one_of
+from diffjax.evals.harness import Harness
+from diffjax.evals.many_shot import ManyShot
+from diffjax.evals.mathematics import Mathematics
+from diffjax.evals.measurement import Measurement
+from diffjax.evals.needle import Needle
+from diffjax.evals.position_nll import PositionNLL
+from diffjax.evals.report.plots import WIDTH, by_model, draw_line
 from diffjax.evals.report.results import TableSpec
+from diffjax.evals.suite import Suite
+from diffjax.evals.validation import Validation
 from diffjax.inference.trained import Trained
 from diffjax.model.attention import QUANTIZED_LOGITS
 from diffjax.model.stacks import check_support
+from diffjax.plots.styles import Style
 
-# The axes of [B, Q, G, T, S] over which the largest logit is taken.
-_AXES = {"tensor": (1, 2, 3, 4), "head": (3, 4), "row": (4,)}
-# Measurements by name, and a test of which of their figures count.
-_MEASUREMENTS: dict[str, tuple[Any, Callable[[Figure], bool]]] = {
-  "validation": (validation, lambda figure: figure.name.startswith("loss")),
-  "needle": (needle, lambda figure: figure.at["depth"] == "mean"),
-  "position_nll": (position_nll, lambda figure: True),
-  "many_shot": (many_shot, lambda figure: True),
-  "harness": (harness, lambda figure: True),
-  "mathematics": (mathematics, lambda figure: figure.name == "accuracy"),
-}
-
-
-TABLE = TableSpec(
-  unit="samples",
-  notes=(
-    "bits: of an attention logit; all: not quantised",
-    "per: the logits that share a scale",
-  ),
+# The suites that can be measured. Each is a field of `Quantised`.
+_SUITES = (
+  "validation",
+  "needle",
+  "position_nll",
+  "many_shot",
+  "harness",
+  "mathematics",
 )
+
+# The axes of logits [B, Q, G, T, S] over which the largest one is taken.
+_AXES = {"tensor": (1, 2, 3, 4), "head": (3, 4), "row": (4,)}
+
+# Two bits give the levels −1, 0 and 1. float32 has 24 significant bits.
+_BITS = Bound(low=2, high=24)
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
-  """Settings of the suite and of its measurements, such as --set.quantised.needle.samples=50."""
+class Quantised(Suite[dict[str, Any]]):
+  """Other measurements with attention logits of few bits.
 
-  # Names of the measurements
-  measurements: tuple[str, ...] = ("validation", "needle")
-  # Bits of a logit. Logits of full precision are measured too
-  bits: tuple[int, ...] = (8, 6, 4)
-  # Sets of logits with a scale each: "tensor", "head", "row"
-  per: tuple[str, ...] = ("tensor", "head", "row")
-  validation: validation.Settings = validation.Settings(rows=128)
-  needle: needle.Settings = needle.Settings(pairs=("1/1",), samples=20)
-  position_nll: position_nll.Settings = position_nll.Settings(per_octave=1)
-  many_shot: many_shot.Settings = many_shot.Settings(orders=0)
-  harness: harness.Settings = harness.Settings(
-    tasks=("hellaswag",)
-  )  # the paper's
-  mathematics: mathematics.Settings = mathematics.Settings()
+  The measurements are those of other suites, with the same units and the
+  suite's name in front, such as "validation: loss (nats/token)". Each is
+  measured in full precision, and then with each number of bits and kind of
+  scale. Only the main measurements of a suite are included (`_is_included`).
 
-
-def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
-  """Measures without quantisation, and with each number of bits and scale.
-
-  Args:
-    trained: the model.
-    settings: settings of the suite and of its measurements.
-
-  Returns:
-    The figures of the measurements. Their units are those of the measurements.
-
-  Raises:
-    UserError: for unknown measurements or kinds of scale, for bits below 2 or
-      above 24, or if the attention variant does not support quantised logits.
+  The settings of the other suites are fields. On the command line, they are
+  flags such as --set.quantised.needle.samples=50.
   """
-  _check_names("measurements", settings.measurements, _MEASUREMENTS)
-  _check_names("per", settings.per, _AXES)
-  for bits in settings.bits:
-    if not 2 <= bits <= 24:
-      raise UserError(f"set.quantised.bits = {bits}: must be from 2 to 24")
-  check_support(trained.config.model, QUANTIZED_LOGITS, "--suite=quantised")
-  # The measurements check their settings here, before the first of them runs.
-  unquantised = {}
-  for name in settings.measurements:
-    measurement, _ = _MEASUREMENTS[name]
-    unquantised[name] = measurement.evaluate(trained, getattr(settings, name))
-  return _measure(trained, settings, unquantised)
 
+  name: ClassVar[str] = "quantised"
+  table: ClassVar[TableSpec] = TableSpec(
+    unit="samples",
+    notes=(
+      "bits: of an attention logit; all: not quantised",
+      "per: the logits that share a scale",
+    ),
+  )
 
-def _check_names(
-  field: str, names: Iterable[str], known_names: Iterable[str]
-) -> None:
-  """Raises UserError if a setting has an unknown name."""
-  for name in names:
-    if name not in known_names:
-      raise UserError(
-        f"set.quantised.{field} = {name!r}: there are {', '.join(known_names)}"
-      )
+  measurements: tuple[str, ...] = field(
+    ("validation", "needle"),
+    f"Suites to measure: {', '.join(_SUITES)}.",
+    bound=one_of(*_SUITES),
+  )
+  bits: tuple[int, ...] = field(
+    (8, 6, 4),
+    "Bits of a logit. Logits of full precision are measured too.",
+    bound=_BITS,
+  )
+  per: tuple[str, ...] = field(
+    ("tensor", "head", "row"),
+    f"Logits that share a scale: {', '.join(_AXES)}.",
+    bound=one_of(*_AXES),
+  )
+  validation: Validation = field(
+    Validation(rows=128), "Settings of the suite validation."
+  )
+  needle: Needle = field(
+    Needle(pairs=("1/1",), samples=20), "Settings of the suite needle."
+  )
+  position_nll: PositionNLL = field(
+    PositionNLL(per_octave=1), "Settings of the suite position_nll."
+  )
+  many_shot: ManyShot = field(
+    ManyShot(orders=0), "Settings of the suite many_shot."
+  )
+  harness: Harness = field(
+    Harness(tasks=("hellaswag",)),
+    "Settings of the suite harness. The paper measures hellaswag.",
+  )
+  mathematics: Mathematics = field(
+    Mathematics(), "Settings of the suite mathematics."
+  )
 
+  def load(self, trained: Trained) -> dict[str, Any]:
+    """Returns the data of the suites to measure, by name.
 
-def _measure(
-  trained: Trained,
-  settings: Settings,
-  unquantised: Mapping[str, Iterator[Figure]],
-) -> Iterator[Figure]:
-  """Of each measurement, first the figures of `unquantised`."""
-  for name, figures in unquantised.items():
-    module, counts = _MEASUREMENTS[name]
-    models: list[tuple[dict[str, Any], Trained]] = [
-      ({"bits": bits, "per": per}, quantise(trained, bits, per))
-      for per in settings.per
-      for bits in settings.bits
-    ]
-    quantised = (
-      (at, module.evaluate(model, getattr(settings, name)))
-      for at, model in models
-    )
-    for at, found in itertools.chain(
-      [({"bits": "all", "per": ""}, figures)], quantised
-    ):
-      for figure in found:
-        if counts(figure):
-          yield dataclasses.replace(
-            figure, name=f"{name}: {figure.name}", at={**at, **figure.at}
-          )
+    Raises:
+      UserError: if the attention variant does not support quantized logits, or
+        if a suite cannot load its data.
+    """
+    check_support(trained.config.model, QUANTIZED_LOGITS, "--suite=quantised")
+    data_of_suites = {}
+    for suite in self._suites():
+      data_of_suites[suite.name] = suite.load(trained)
+    return data_of_suites
+
+  def measure(
+    self, trained: Trained, data_of_suites: dict[str, Any]
+  ) -> Iterator[Measurement]:
+    """Yields the measurements in full precision, then the quantized ones.
+
+    This is the order for each suite.
+    """
+    for suite in self._suites():
+      measurements = suite.measure(trained, data_of_suites[suite.name])
+      yield from _labelled(suite, measurements, bits="all", per="")
+      for per in self.per:
+        for bits in self.bits:
+          # The suite loads its data again, since some can be read only once.
+          measurements = suite.evaluate(quantise(trained, bits, per))
+          yield from _labelled(suite, measurements, bits=bits, per=per)
+
+  def plot(
+    self, suite_results: Mapping[str, Any]
+  ) -> matplotlib.figure.Figure | None:
+    """Draws each measurement over bits, with a line for each model and scale."""
+    titles = []
+    all_bits = set()
+    for figure in suite_results["figures"]:
+      title = _panel_title(figure)
+      if title not in titles:
+        titles.append(title)
+      if figure["at"]["bits"] != "all":
+        all_bits.add(figure["at"]["bits"])
+    if not titles:
+      return None
+    bits = sorted(all_bits, reverse=True)
+
+    # In inches.
+    width = max(WIDTH, 5 * len(titles))
+    canvas = matplotlib.figure.Figure((width, 4), layout="constrained")
+    panels = canvas.subplots(1, len(titles), squeeze=False)[0]
+    for axes, title in zip(panels, titles, strict=True):
+      for style, figures in by_model(suite_results):
+        of_panel = [row for row in figures if _panel_title(row) == title]
+        _draw_lines(axes, style, of_panel, bits)
+      measurement, _, unit = title.partition(": ")
+      axes.set(title=measurement, xlabel="bits of a logit", ylabel=unit)
+      axes.set_xticks(range(len(bits) + 1), ["all", *map(str, bits)])
+    # The lines are the same in all panels.
+    panels[-1].legend(fontsize=9)
+    return canvas
+
+  def _suites(self) -> list[Suite]:
+    """Returns the suites to measure, with their settings."""
+    # A suite that is named twice is measured once.
+    names = dict.fromkeys(self.measurements)
+    return [getattr(self, name) for name in names]
 
 
 def quantise(trained: Trained, bits: int, per: str) -> Trained:
-  """Returns the same model with quantised attention logits.
+  """Returns the same model with quantized attention logits.
 
   Args:
-    trained: the model. Its attention variant must support quantised logits.
-    bits: the bits of a logit.
-    per: which logits share a scale: "tensor", "head" or "row".
+    trained: The model. Its attention variant must support quantized logits.
+    bits: The number of bits of a logit.
+    per: The logits that share a scale: "tensor", "head" or "row".
   """
   model = trained.model.clone(logits_transform=LogitsQuantisation(bits, per))
   return dataclasses.replace(
@@ -171,8 +211,8 @@ class LogitsQuantisation:
   """A `logits_transform` of `Attention` that rounds logits by `absmax`.
 
   Attributes:
-    bits: the bits of a logit.
-    per: which logits share a scale: "tensor", "head" or "row".
+    bits: The number of bits of a logit.
+    per: The logits that share a scale: "tensor", "head" or "row".
   """
 
   bits: int
@@ -181,64 +221,116 @@ class LogitsQuantisation:
   def __call__(
     self, logits: Float[Array, "B Q G T S"], mask: Bool[Array, "B T S"]
   ) -> Float[Array, "B Q G T S"]:
-    """Returns the rounded logits. Hidden logits do not set a scale."""
+    """Returns the rounded logits. Masked logits do not determine a scale."""
     is_visible = mask[:, None, None]  # [B, 1, 1, T, S]
     return absmax(logits, is_visible, self.bits, _AXES[self.per])
 
 
 def absmax(
   logits: Float[Array, "B Q G T S"],
-  seen: Bool[Array, "B 1 1 T S"],
+  is_visible: Bool[Array, "B 1 1 T S"],
   bits: int,
   axes: tuple[int, ...],
 ) -> Float[Array, "B Q G T S"]:
-  """Logits rounded to 2^bits − 1 levels between minus and plus the largest visible |logit| over some axes."""
-  largest = jnp.max(
-    jnp.where(seen, jnp.abs(logits), 0.0), axis=axes, keepdims=True
-  )
+  """Returns logits rounded to 2^bits − 1 evenly spaced levels.
+
+  The outer levels are minus and plus the largest visible |logit|. If that is 0,
+  the logits are unchanged.
+
+  Args:
+    logits: The logits.
+    is_visible: Whether a logit counts for the largest one.
+    bits: The number of bits of a logit.
+    axes: The axes of logits over which the largest one is taken.
+  """
+  magnitudes = jnp.where(is_visible, jnp.abs(logits), 0.0)
+  largest = jnp.max(magnitudes, axis=axes, keepdims=True)
   step = largest / (2 ** (bits - 1) - 1)
-  return jnp.where(
-    largest > 0,
-    jnp.round(logits / jnp.where(largest > 0, step, 1)) * step,
-    logits,
-  )
+  has_levels = largest > 0
+  # Avoids a division by zero.
+  divisor = jnp.where(has_levels, step, 1)
+  rounded = jnp.round(logits / divisor) * step
+  return jnp.where(has_levels, rounded, logits)
 
 
-def plot(results: dict[str, Any], path: epath.PathLike) -> None:
-  """Plots each measurement over bits, a line for each model and kind of scale."""
-  figures = [row for row in results["figures"] if row["at"]["bits"] != "all"]
-  kinds = list(dict.fromkeys(_kind(row) for row in results["figures"]))
-  bits = sorted({row["at"]["bits"] for row in figures}, reverse=True)
-  figure = matplotlib.figure.Figure(
-    (max(WIDTH, 5 * len(kinds)), 4), layout="constrained"
-  )
-  for axes, kind in zip(
-    figure.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True
-  ):
-    for model, rows in by_model(results):
-      rows = [row for row in rows if _kind(row) == kind]
-      for per, style in (("tensor", ":"), ("head", "--"), ("row", "-")):
-        chosen = [row for row in rows if row["at"]["per"] in ("", per)]
-        if len(chosen) > 1:
-          x = [
-            0
-            if row["at"]["bits"] == "all"
-            else 1 + bits.index(row["at"]["bits"])
-            for row in chosen
-          ]
-          draw_line(axes, x, chosen, model, f", scaled per {per}", style)
-    measurement, _, unit = kind.partition(": ")
-    axes.set(title=measurement, xlabel="bits of a logit", ylabel=unit)
-    axes.set_xticks(range(len(bits) + 1), ["all", *map(str, bits)])
-  if kinds:
-    axes.legend(fontsize=9)
-  save(figure, path)
+def _labelled(
+  suite: Suite,
+  measurements: Iterable[Measurement],
+  *,
+  bits: int | str,
+  per: str,
+) -> Iterator[Measurement]:
+  """Yields the included measurements of a suite, with its name and the scale.
+
+  Args:
+    suite: The suite.
+    measurements: All of its measurements.
+    bits: The number of bits of a logit, or "all".
+    per: The logits that share a scale. "" for logits of full precision.
+  """
+  for measurement in measurements:
+    if _is_included(suite, measurement):
+      yield dataclasses.replace(
+        measurement,
+        name=f"{suite.name}: {measurement.name}",
+        at={"bits": bits, "per": per, **measurement.at},
+      )
 
 
-def _kind(row: Mapping[str, Any]) -> str:
-  place = ", ".join(
-    f"{key} {value}"
-    for key, value in row["at"].items()
-    if key not in ("bits", "per", "depth")
-  )
-  return f"{row['name']} {place}".strip()
+def _is_included(suite: Suite, measurement: Measurement) -> bool:
+  """Returns whether a measurement is one of the main ones of its suite."""
+  if suite.name == "validation":
+    return measurement.name.startswith("loss")
+  if suite.name == "needle":
+    return measurement.at["depth"] == "mean"
+  if suite.name == "mathematics":
+    return measurement.name == "accuracy"
+  return True
+
+
+def _panel_title(figure: Mapping[str, Any]) -> str:
+  """Returns the title of the panel that shows a figure.
+
+  Figures that differ only in bits and scale are in the same panel.
+
+  Example: "needle: accuracy needles 1, asked 1, length 4096"
+  """
+  coordinates = []
+  for key, value in figure["at"].items():
+    if key not in ("bits", "per", "depth"):
+      coordinates.append(f"{key} {value}")
+  return f"{figure['name']} {', '.join(coordinates)}".strip()
+
+
+def _draw_lines(
+  axes: Axes,
+  style: Style,
+  figures: Sequence[Mapping[str, Any]],
+  bits: Sequence[int],
+) -> None:
+  """Draws a line over bits for each kind of scale.
+
+  Args:
+    axes: The panel.
+    style: The style of the model.
+    figures: The figures of the panel and the model.
+    bits: All numbers of bits, in the order of the x axis. Full precision is
+      before them.
+  """
+  for per, linestyle in (("tensor", ":"), ("head", "--"), ("row", "-")):
+    x = []
+    figures_of_line = []
+    for figure in figures:
+      coordinates = figure["at"]
+      if coordinates["bits"] == "all":
+        x.append(0)
+      elif coordinates["per"] == per:
+        x.append(1 + bits.index(coordinates["bits"]))
+      else:
+        continue
+      figures_of_line.append(figure)
+    # A single point is the one of full precision.
+    if len(figures_of_line) > 1:
+      draw_line(
+        axes, x, figures_of_line, style, f", scaled per {per}", linestyle
+      )

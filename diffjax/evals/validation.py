@@ -1,7 +1,7 @@
 """Validation losses of a checkpoint, with intervals.
 
-By default they are of the rows that training evaluates, so that the losses are
-the same as those in its log.
+By default, the rows are the ones that training evaluates, so the losses are the
+same as those in the training log.
 """
 
 from __future__ import annotations
@@ -10,17 +10,19 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator
+from typing import ClassVar
 
 import jax
 import numpy as np
 from jaxtyping import Float
 from numpy import ndarray
 
-from diffjax.config import UserError
+from diffjax.config import UserError, at_least, field
 from diffjax.data.pipeline import ValidationBatches
+from diffjax.evals.measurement import Measurement
 from diffjax.evals.methods.validation_rows import validation_rows
-from diffjax.evals.report.figures import Figure
 from diffjax.evals.report.results import TableSpec
+from diffjax.evals.suite import Suite
 from diffjax.host.progress import Progress
 from diffjax.inference.trained import Trained
 from diffjax.training.validation import (
@@ -31,8 +33,8 @@ from diffjax.training.validation import (
   with_hits,
 )
 
-# The suite's name of each loss, by the name that the loop logs it under.
-_FIGURES = {
+# The names of the measurements, by the names of `from_sums`.
+_MEASUREMENT_NAMES = {
   "loss": "loss (nats/token)",
   "perplexity": "perplexity",
   "bits_per_byte": "bits per byte",
@@ -40,76 +42,116 @@ _FIGURES = {
   "others": "Others (nats/token)",
 }
 
-TABLE = TableSpec(
-  unit="rows",
-  notes=(
-    f"AR-Hit: {MEANINGS['ar_hit']}",
-    f"Others: {MEANINGS['others']}",
-  ),
-)
+# The shortest n-gram whose last token can be recalled from the ones before it.
+_MIN_NGRAM = 2
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
-  """Of the suite."""
+class Validation(Suite[ValidationBatches]):
+  """Losses on validation text: of all tokens, of AR hits and of the others.
 
-  # Rows measured (fewer if the validation set has fewer); -1 for all; 0 for the run's own config.eval.rows
-  rows: int = 0
-  # Tokens a row; 0 for the config.data.length that the model was trained with
-  length: int = 0
-  # Rows at once: memory, not the result
-  batch_size: int = 8
-  # AR-Hit: length of the n-grams, tokens; 0 for the run's own config.eval.ngram
-  ngram: int = 0
-  # Text, as config.data.source has it ("jsonl:books/*.jsonl"); "" for the run's validation text
-  source: str = ""
+  The measurements are "loss (nats/token)", "perplexity", "bits per byte",
+  "AR-Hit (nats/token)" and "Others (nats/token)". The units are rows: documents
+  that are packed or cut as in training.
+  """
 
-
-def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
-  """Losses on validation rows. The units are rows: documents packed or cut, as in training."""
-  if settings.ngram and settings.ngram < 2:
-    raise UserError(
-      f"set.validation.ngram = {settings.ngram}: must be at least 2, or 0 for the run's own"
-    )
-  rows = settings.rows or trained.config.eval.rows
-  if rows == 0:
-    raise UserError(
-      "set.validation.rows: the run's own config.eval.rows is 0; pass"
-      " --set.validation.rows=NUMBER, or -1 for all"
-    )
-  batches = validation_rows(
-    "validation",
-    trained,
-    rows,
-    length=settings.length,
-    batch_size=settings.batch_size,
-    source=settings.source,
+  name: ClassVar[str] = "validation"
+  table: ClassVar[TableSpec] = TableSpec(
+    unit="rows",
+    notes=(
+      f"AR-Hit: {MEANINGS['ar_hit']}",
+      f"Others: {MEANINGS['others']}",
+    ),
   )
-  return _measure(trained, batches, settings.ngram or trained.config.eval.ngram)
 
+  rows: int = field(
+    0,
+    "Rows to measure. Fewer if the validation set has fewer. -1 for all, 0 for"
+    " the run's own config.eval.rows.",
+  )
+  length: int = field(
+    0,
+    "Tokens of a row. 0 for the config.data.length of the model's training.",
+    bound=at_least(0),
+  )
+  batch_size: int = field(
+    8,
+    "Rows in a batch. This affects memory, but not the result.",
+    bound=at_least(1),
+  )
+  ngram: int = field(
+    0,
+    "Tokens of the n-grams of AR-Hit. 0 for the run's own config.eval.ngram.",
+  )
+  source: str = field(
+    "",
+    'Text, as in config.data.source, such as "jsonl:books/*.jsonl". "" for the'
+    " run's validation text.",
+  )
 
-def _measure(
-  trained: Trained, batches: ValidationBatches, ngram: int
-) -> Iterator[Figure]:
-  step = jax.jit(functools.partial(row_losses, trained.model))
-  units = []
-  with Progress(
-    f"validation of {trained.short_name}", len(batches)
-  ) as progress:
-    for index, batch in enumerate(batches):
-      sums = jax.device_get(
-        step(trained.params, with_hits(batch, trained.tokenizer, ngram))
+  def load(self, trained: Trained) -> ValidationBatches:
+    """Returns the validation rows.
+
+    Raises:
+      UserError: if a setting does not suit the model, or there are no rows.
+    """
+    if self.ngram != 0 and self.ngram < _MIN_NGRAM:
+      raise UserError(
+        f"set.validation.ngram = {self.ngram}: must be at least {_MIN_NGRAM},"
+        " or 0 for the run's own"
       )
-      units.append(
-        np.stack([sums[name] for name in SUMS], axis=1).astype(np.float64)
+    num_rows = self.rows or trained.config.eval.rows
+    if num_rows == 0:
+      raise UserError(
+        "set.validation.rows: the run's own config.eval.rows is 0; pass"
+        " --set.validation.rows=NUMBER, or -1 for all"
       )
-      progress.update(index + 1, (index + 1) * batch["tokens"].size)
-  whole = np.concatenate(units)[: batches.rows]  # the last batch is padded
-  for name, _ in from_sums(*whole.sum(axis=0)):
-    yield Figure(
-      _FIGURES[name], whole, statistic=functools.partial(_statistic, name)
+    return validation_rows(
+      "validation",
+      trained,
+      num_rows,
+      length=self.length,
+      batch_size=self.batch_size,
+      source=self.source,
     )
 
+  def measure(
+    self, trained: Trained, batches: ValidationBatches
+  ) -> Iterator[Measurement]:
+    """Yields each loss. A loss without targets is left out."""
+    ngram = self.ngram or trained.config.eval.ngram
+    row_sums = _row_sums(trained, batches, ngram)
+    totals = row_sums.sum(axis=0)
+    for name, _ in from_sums(*totals):
+      statistic = functools.partial(_loss, name)
+      yield Measurement(_MEASUREMENT_NAMES[name], row_sums, statistic=statistic)
 
-def _statistic(name: str, units: Float[ndarray, "U 5"]) -> float:
-  return dict(from_sums(*units.sum(axis=0))).get(name, math.nan)
+
+def _row_sums(
+  trained: Trained, batches: ValidationBatches, ngram: int
+) -> Float[ndarray, "rows sums"]:
+  """Returns the sums over each row from which `from_sums` computes the losses."""
+  eval_step = jax.jit(functools.partial(row_losses, trained.model))
+  sums_of_batches = []
+  label = f"validation of {trained.short_name}"
+  with Progress(label, len(batches)) as progress:
+    for num_done, batch in enumerate(batches, start=1):
+      batch_with_hits = with_hits(batch, trained.tokenizer, ngram)
+      sums = jax.device_get(eval_step(trained.params, batch_with_hits))
+      columns = [sums[name] for name in SUMS]
+      sums_of_batches.append(np.stack(columns, axis=1).astype(np.float64))
+      progress.update(num_done, num_done * batch["tokens"].size)
+  # Empty rows fill up the last batch.
+  return np.concatenate(sums_of_batches)[: batches.rows]
+
+
+def _loss(name: str, row_sums: Float[ndarray, "rows sums"]) -> float:
+  """Returns a loss over rows. NaN if no target in the rows counts for it.
+
+  Args:
+    name: The name of the loss in `from_sums`.
+    row_sums: The result of `_row_sums`, or a resampling of its rows.
+  """
+  totals = row_sums.sum(axis=0)
+  losses = dict(from_sums(*totals))
+  return losses.get(name, math.nan)

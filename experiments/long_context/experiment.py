@@ -17,7 +17,7 @@ from experiments.grid import Experiment
 
 def measure(workdir: str, config: Config) -> dict[str, Any]:
   """Cumulative NLL (nats per token) by position, before and after the extension, on the same documents."""
-  from diffjax.evals import position_nll
+  from diffjax.evals.position_nll import PositionNLL
   from diffjax.inference.trained import load
 
   extended = load(workdir)
@@ -26,7 +26,7 @@ def measure(workdir: str, config: Config) -> dict[str, Any]:
   start = dataclasses.replace(
     start, config=dataclasses.replace(start.config, data=extended.config.data)
   )
-  settings = position_nll.Settings(
+  suite = PositionNLL(
     length=config.data.length,
     rows=config.eval.rows,
     rows_of="long",
@@ -38,7 +38,7 @@ def measure(workdir: str, config: Config) -> dict[str, Any]:
   for name, trained in (("before", start), ("after", extended)):
     curves[name] = {
       figure.at["position"]: figure.statistic(figure.units)
-      for figure in position_nll.evaluate(trained, settings)
+      for figure in suite.evaluate(trained)
     }
   before, after = curves["before"], curves["after"]
   return {

@@ -23,28 +23,27 @@ _PER = ("tensor", "row")
 
 def measure(workdir: str, config: Config) -> dict[str, Any]:
   """Magnitudes of attention logits and hidden states, the loss, and its rise with quantised logits (nats per token)."""
-  from diffjax.evals import outliers, quantised, validation
+  from diffjax.evals import outliers
+  from diffjax.evals.quantised import Quantised
+  from diffjax.evals.validation import Validation
   from diffjax.inference.trained import load
 
   trained = load(workdir)
   found: dict[str, float] = {}
-  settings = outliers.Settings(
+  suite = outliers.Outliers(
     tokens=min(_ROWS, config.eval.rows) * config.data.length
   )
-  for figure in outliers.evaluate(trained, settings):
+  for figure in suite.evaluate(trained):
     name = "logits" if figure.name == outliers.LOGITS else "hidden"
     found[f"{name}_{figure.at['value'].replace('-', '_')}"] = figure.statistic(
       figure.units
     )
   for name in ("logits", "hidden"):
     found[f"{name}_ratio"] = found[f"{name}_top_1"] / found[f"{name}_median"]
-  rows = validation.Settings(rows=min(_QUANTISED_ROWS, config.eval.rows))
-  for figure in quantised.evaluate(
-    trained,
-    quantised.Settings(
-      measurements=("validation",), bits=_BITS, per=_PER, validation=rows
-    ),
-  ):
+  rows = Validation(rows=min(_QUANTISED_ROWS, config.eval.rows))
+  for figure in Quantised(
+    measurements=("validation",), bits=_BITS, per=_PER, validation=rows
+  ).evaluate(trained):
     if figure.at["bits"] == "all":
       found["loss"] = figure.statistic(figure.units)
     else:

@@ -250,21 +250,18 @@ EXPERIMENT = Experiment(
 
 def measure_needles(workdir: str, config: Config) -> dict[str, Any]:
   """A language model's accuracy for each number of needles, and the last query's attention with six needles."""
-  from diffjax.evals import attention, needle
+  from diffjax.evals.attention import AttentionShares
+  from diffjax.evals.needle import Needle
   from diffjax.inference.trained import load
 
   trained = load(workdir)
   found = {}
-  for figure in needle.evaluate(
-    trained, needle.Settings(pairs=_PAIRS, samples=_PROMPTS)
-  ):
+  for figure in Needle(pairs=_PAIRS, samples=_PROMPTS).evaluate(trained):
     if figure.at["depth"] == "mean":
       found[f"accuracy_{figure.at['needles']}/{figure.at['asked']}"] = (
         figure.statistic(figure.units)
       )
-  for figure in attention.evaluate(
-    trained, attention.Settings(samples=_PROMPTS)
-  ):
+  for figure in AttentionShares(samples=_PROMPTS).evaluate(trained):
     if figure.at["depth"] == "mean" and figure.name in ("answer", "noise"):
       found[f"{figure.name}_{figure.at['weights']}"] = figure.statistic(
         figure.units

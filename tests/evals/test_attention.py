@@ -8,13 +8,13 @@ import pytest
 
 from diffjax.config import UserError
 from diffjax.evals import attention
-from diffjax.evals.attention import Settings
+from diffjax.evals.attention import AttentionShares
 from diffjax.evals.methods.needle_prompts import NeedlePrompt
-from diffjax.evals.report import figures, results
-from diffjax.evals.report.figures import interval
+from diffjax.evals.report import intervals, plots, results
+from diffjax.evals.report.intervals import interval
 from tests.tiers import full
 
-QUICK = Settings(
+QUICK = AttentionShares(
   length=512, needles=1, depths=(0.0, 0.5, 1.0), samples=3, haystack="synthetic"
 )
 DIGITS = list(b"0123456789")
@@ -57,12 +57,12 @@ def looking_at_digits(trained, maps):
   return dataclasses.replace(trained, params=params)
 
 
-def measured(trained, settings=QUICK):
+def measured(trained, suite=QUICK):
   return {
     (figure.name, figure.at["weights"], figure.at["depth"]): interval(
       figure
     ).value
-    for figure in attention.evaluate(trained, settings)
+    for figure in suite.evaluate(trained)
   }
 
 
@@ -187,19 +187,14 @@ def test_shares_by_hand():
 )
 def test_bad_settings(make_trained, settings, message):
   with pytest.raises(UserError, match=message):
-    list(
-      attention.evaluate(make_trained(), dataclasses.replace(QUICK, **settings))
-    )
+    list(dataclasses.replace(QUICK, **settings).evaluate(make_trained()))
 
 
 def test_plot(make_trained, tmp_path):
   trained = make_trained("softmax", num_layers=1)
-  settings = dataclasses.replace(QUICK, depths=(0.0, 1.0), samples=2)
+  suite = dataclasses.replace(QUICK, depths=(0.0, 1.0), samples=2)
   rows = list(
-    figures.compare(
-      attention.evaluate(trained, settings),
-      attention.evaluate(trained, settings),
-    )
+    intervals.compare(suite.evaluate(trained), suite.evaluate(trained))
   )
   found = results.finite(
     {
@@ -209,5 +204,5 @@ def test_plot(make_trained, tmp_path):
       "figures": rows,
     }
   )
-  attention.plot(found, tmp_path / "x.png")
+  plots.save(suite.plot(found), tmp_path / "x.png")
   assert (tmp_path / "x.png").stat().st_size > 1000

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from diffjax.evals import difference_map
-from diffjax.evals.difference_map import MEASURES, Settings
-from diffjax.evals.report.figures import interval
+from diffjax.evals.difference_map import MEASURES, DifferenceMap
+from diffjax.evals.report.intervals import interval
 
 
 def one_row(weights):
@@ -102,9 +102,7 @@ def flat(trained):
 @pytest.mark.parametrize("kind", ["softmax", "diff", "diff_v2"])
 def test_uniform_maps_are_not_sparse(make_trained, kind):
   found = list(
-    difference_map.evaluate(
-      flat(make_trained(kind)), Settings(rows=6, batch_size=4)
-    )
+    DifferenceMap(rows=6, batch_size=4).evaluate(flat(make_trained(kind)))
   )
   assert [figure.at["layer"] for figure in found] == [0, 1, "all"] * 4
   want = {
@@ -123,9 +121,7 @@ def test_only_a_difference_has_negative_weights(make_trained):
   for kind, negative in (("softmax", False), ("diff", True), ("diff_v2", True)):
     found = [
       figure
-      for figure in difference_map.evaluate(
-        make_trained(kind), Settings(rows=2)
-      )
+      for figure in DifferenceMap(rows=2).evaluate(make_trained(kind))
       if figure.name == "negative share"
     ]
     assert all((interval(figure).value > 0.01) == negative for figure in found)

@@ -10,8 +10,15 @@ from diffjax.config import UserError
 from diffjax.data.row import Row, make_batch
 from diffjax.evals import outliers
 from diffjax.evals.methods.validation_rows import validation_rows
-from diffjax.evals.outliers import RANKS, Settings, edges, largest, median
-from diffjax.evals.report.figures import interval
+from diffjax.evals.outliers import (
+  RANKS,
+  Outliers,
+  Summary,
+  edges,
+  largest,
+  median,
+)
+from diffjax.evals.report.intervals import interval
 
 
 def magnitudes(trained, batches):
@@ -72,8 +79,8 @@ def test_top_values_are_exact_and_medians_close(make_trained, kind):
   )
   # 5 rows, each of two blocks of queries, in batches of which the last is filled up
   found = list(
-    outliers.evaluate(
-      trained, Settings(tokens=750, length=160, batch_size=2, median_every=1)
+    Outliers(tokens=750, length=160, batch_size=2, median_every=1).evaluate(
+      trained
     )
   )
   assert len(found) == 12
@@ -121,9 +128,7 @@ def test_a_sample_of_queries_gives_nearly_the_same_median(make_trained):
     whole, sample = (
       [
         interval(figure).value
-        for figure in outliers.evaluate(
-          trained, Settings(tokens=800, median_every=n)
-        )
+        for figure in Outliers(tokens=800, median_every=n).evaluate(trained)
         if figure.at["value"] == "median"
       ]
       for n in (1, every)
@@ -132,14 +137,14 @@ def test_a_sample_of_queries_gives_nearly_the_same_median(make_trained):
 
 
 def test_an_outlier_is_found_wherever_it_is():
-  """_top sorts only the groups with the largest values: many large ones in one group, ties, and fewer values than are kept."""
+  """_top_values sorts only the groups with the largest values: many large ones in one group, ties, and fewer values than are kept."""
   rng = np.random.default_rng(0)
   values = rng.random((3, 500, 7)).astype(np.float32)
   values[0, 3] += 10
   values[1, ::2] = 0.5
   want = np.sort(values.reshape(3, -1), axis=1)[:, ::-1][:, :100]
-  np.testing.assert_array_equal(jax.jit(outliers._top)(values), want)
-  few = np.asarray(jax.jit(outliers._top)(values[:, :2]))
+  np.testing.assert_array_equal(jax.jit(outliers._top_values)(values), want)
+  few = np.asarray(jax.jit(outliers._top_values)(values[:, :2]))
   np.testing.assert_array_equal(
     few[:, :14], np.sort(values[:, :2].reshape(3, -1), axis=1)[:, ::-1]
   )
@@ -168,8 +173,8 @@ def test_bins_hold_every_size():
       ),
     ]
   )
-  add = jax.jit(functools.partial(outliers._add, every=1))
-  start = (
+  add = jax.jit(functools.partial(outliers._add_values, every=1))
+  start = Summary(
     np.full((len(values), 100), -1, np.float32),
     np.zeros((len(values), len(edges()) - 1), np.float32),
   )
@@ -192,4 +197,4 @@ def test_bins_hold_every_size():
 )
 def test_bad_settings(make_trained, settings, message):
   with pytest.raises(UserError, match=message):
-    list(outliers.evaluate(make_trained(), Settings(**settings)))
+    list(Outliers(**settings).evaluate(make_trained()))

@@ -8,18 +8,17 @@ import pytest
 from etils import epath
 
 from diffjax.config import UserError
-from diffjax.evals import (
-  attention,
-  difference_map,
-  needle,
-  outliers,
-  position_nll,
-  quantised,
-  validation,
-)
+from diffjax.evals import attention, difference_map
+from diffjax.evals.attention import AttentionShares
+from diffjax.evals.difference_map import DifferenceMap
 from diffjax.evals.methods.validation_rows import validation_rows
+from diffjax.evals.needle import Needle
+from diffjax.evals.outliers import Outliers
+from diffjax.evals.position_nll import PositionNLL
+from diffjax.evals.quantised import Quantised, quantise
 from diffjax.evals.report import maps, page
-from diffjax.evals.report.figures import interval
+from diffjax.evals.report.intervals import interval
+from diffjax.evals.validation import Validation
 from diffjax.model.attention import (
   CACHED_DECODING,
   QUANTIZED_LOGITS,
@@ -283,39 +282,32 @@ def test_the_page_shows_a_picture_of_variants_with_a_noise_map(own, tmp_path):
 
 
 # Suites that neither generate nor download, with little to measure.
-SUITES = {
-  "validation": (validation, validation.Settings(rows=3)),
-  "position_nll": (position_nll, position_nll.Settings(rows=2, length=100)),
-  "difference_map": (difference_map, difference_map.Settings(rows=3)),
-  "attention": (
-    attention,
-    attention.Settings(
-      length=400, needles=1, depths=(0.5,), samples=2, haystack="synthetic"
-    ),
+SUITES = [
+  Validation(rows=3),
+  PositionNLL(rows=2, length=100),
+  DifferenceMap(rows=3),
+  AttentionShares(
+    length=400, needles=1, depths=(0.5,), samples=2, haystack="synthetic"
   ),
-  "outliers": (outliers, outliers.Settings(tokens=150)),
-  "quantised": (
-    quantised,
-    quantised.Settings(
-      measurements=("validation",),
-      bits=(4,),
-      per=("row",),
-      validation=validation.Settings(rows=3),
-    ),
+  Outliers(tokens=150),
+  Quantised(
+    measurements=("validation",),
+    bits=(4,),
+    per=("row",),
+    validation=Validation(rows=3),
   ),
-}
+]
 
 
-@pytest.mark.parametrize("suite", SUITES)
+@pytest.mark.parametrize("suite", SUITES, ids=lambda suite: suite.name)
 def test_the_suite_runs(own, suite):
-  module, settings = SUITES[suite]
-  found = list(module.evaluate(own, settings))
+  found = list(suite.evaluate(own))
   assert found
   for figure in found:
     assert np.isfinite(interval(figure).value), figure
 
 
-NEEDLES = needle.Settings(
+NEEDLES = Needle(
   pairs=("1/1",),
   lengths=(450,),
   depths=(0.5,),
@@ -327,10 +319,10 @@ NEEDLES = needle.Settings(
 
 
 def test_needles_are_asked_with_and_without_quantisation(own):
-  settings = quantised.Settings(
+  suite = Quantised(
     measurements=("needle",), bits=(8,), per=("row",), needle=NEEDLES
   )
-  for figure in quantised.evaluate(own, settings):
+  for figure in suite.evaluate(own):
     assert 0 <= interval(figure).value <= 1
 
 
@@ -342,8 +334,8 @@ def test_quantised_logits_are_the_variants(own):
     static_argnums=0,
   )
   want = apply(own.model, own.params)
-  fine = quantised.quantise(own, 24, "row").model
-  coarse = quantised.quantise(own, 2, "tensor").model
+  fine = quantise(own, 24, "row").model
+  coarse = quantise(own, 2, "tensor").model
   np.testing.assert_allclose(apply(fine, own.params), want, atol=2e-5)
   assert np.abs(apply(coarse, own.params) - want).max() > 0.01
 
@@ -352,4 +344,4 @@ def test_a_variant_without_quantised_logits_is_refused(own, monkeypatch):
   layer_class = ATTENTION[own.config.model.attention]
   monkeypatch.setattr(layer_class, "supports", frozenset({WINDOWS}))
   with pytest.raises(UserError, match="does not declare that it supports"):
-    quantised.evaluate(own, quantised.Settings())
+    Quantised().evaluate(own)

@@ -8,18 +8,17 @@ import numpy as np
 import pytest
 
 from diffjax.config import UserError
-from diffjax.evals import position_nll
 from diffjax.evals.methods.validation_rows import validation_rows
-from diffjax.evals.position_nll import Settings, spaced
-from diffjax.evals.report import figures, results
-from diffjax.evals.report.figures import interval
+from diffjax.evals.position_nll import PositionNLL, spaced
+from diffjax.evals.report import intervals, plots, results
+from diffjax.evals.report.intervals import interval
 from diffjax.model.decoder import logits
 from tests.tiers import full
 
 
 def test_a_uniform_model_loses_log_n_at_every_position(make_trained, uniform):
   found = list(
-    position_nll.evaluate(uniform(make_trained()), Settings(rows=3, length=256))
+    PositionNLL(rows=3, length=256).evaluate(uniform(make_trained()))
   )
   assert [figure.at["position"] for figure in found] == [64, 91, 128, 181, 256]
   for figure in found:
@@ -32,9 +31,7 @@ def test_a_uniform_model_loses_log_n_at_every_position(make_trained, uniform):
 def test_it_is_the_mean_of_the_first_losses(make_trained, kind):
   trained = make_trained(kind)
   found = list(
-    position_nll.evaluate(
-      trained, Settings(rows=2, length=200, first=10, per_octave=1)
-    )
+    PositionNLL(rows=2, length=200, first=10, per_octave=1).evaluate(trained)
   )
   predict = jax.jit(
     lambda params, tokens: jax.nn.log_softmax(
@@ -60,7 +57,7 @@ def test_it_is_the_mean_of_the_first_losses(make_trained, kind):
 
 def test_long_documents_are_rows_of_their_own(make_trained, uniform):
   trained = uniform(make_trained())
-  rows = list(position_nll._long_documents(trained, Settings(), 300))
+  rows = list(PositionNLL(rows_of="long", length=300).load(trained))
   assert rows and all(
     bytes(row["tokens"][0, 1:10].tolist()) == b"document " for row in rows
   )
@@ -68,9 +65,7 @@ def test_long_documents_are_rows_of_their_own(make_trained, uniform):
     row["weights"].all() and row["segment_ids"].min() == 1 for row in rows
   )
   found = list(
-    position_nll.evaluate(
-      trained, Settings(length=300, rows_of="long", rows=1000)
-    )
+    PositionNLL(length=300, rows_of="long", rows=1000).evaluate(trained)
   )
   assert len(found[0].units) == len(rows)
 
@@ -81,17 +76,12 @@ def test_beyond_the_limit_only_if_asked(make_trained, uniform):
     UserError,
     match="length = 100: a diff model takes 1 to 64 tokens.*beyond_limit",
   ):
-    list(position_nll.evaluate(trained, Settings(length=100)))
+    list(PositionNLL(length=100).evaluate(trained))
   found = list(
-    position_nll.evaluate(
-      trained, Settings(length=100, rows=2, beyond_limit=True)
-    )
+    PositionNLL(length=100, rows=2, beyond_limit=True).evaluate(trained)
   )
   assert [figure.at["position"] for figure in found] == [64, 91, 100]
-  assert (
-    list(position_nll.evaluate(trained, Settings(rows=1)))[-1].at["position"]
-    == 64
-  )
+  assert list(PositionNLL(rows=1).evaluate(trained))[-1].at["position"] == 64
 
 
 @pytest.mark.parametrize(
@@ -99,7 +89,7 @@ def test_beyond_the_limit_only_if_asked(make_trained, uniform):
   [
     (dict(rows=0), "rows = 0"),
     (dict(first=0), "first = 0"),
-    (dict(rows_of="books"), "'books': must be 'concatenated' or 'long'"),
+    (dict(rows_of="books"), "'books': must be one of concatenated, long"),
     (dict(length=-1), "length = -1"),
     (
       dict(length=100_000, beyond_limit=True),
@@ -113,9 +103,7 @@ def test_beyond_the_limit_only_if_asked(make_trained, uniform):
 )
 def test_bad_settings(make_trained, settings, message):
   with pytest.raises(UserError, match=message):
-    list(
-      position_nll.evaluate(make_trained(num_layers=1), Settings(**settings))
-    )
+    list(PositionNLL(**settings).evaluate(make_trained(num_layers=1)))
 
 
 @pytest.mark.parametrize(
@@ -133,20 +121,17 @@ def test_spaced(first, last, per_octave, want):
 
 def test_plot(make_trained, uniform, tmp_path):
   trained = uniform(make_trained(num_layers=1))
-  settings = Settings(length=128, rows=1)
+  suite = PositionNLL(length=128, rows=1)
   rows = list(
-    figures.compare(
-      position_nll.evaluate(trained, settings),
-      position_nll.evaluate(trained, settings),
-    )
+    intervals.compare(suite.evaluate(trained), suite.evaluate(trained))
   )
   found = results.finite(
     {
       "suite": "position_nll",
-      "settings": dataclasses.asdict(settings),
+      "settings": dataclasses.asdict(suite),
       "models": [{"name": "a"}, {"name": "b"}],
       "figures": rows,
     }
   )
-  position_nll.plot(found, tmp_path / "x.png")
+  plots.save(suite.plot(found), tmp_path / "x.png")
   assert (tmp_path / "x.png").stat().st_size > 1000

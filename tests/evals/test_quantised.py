@@ -9,26 +9,29 @@ import numpy as np
 import pytest
 
 from diffjax.config import UserError
-from diffjax.evals import needle, quantised, validation
+from diffjax.evals import quantised
+from diffjax.evals.measurement import mean_of
 from diffjax.evals.methods.validation_rows import validation_rows
+from diffjax.evals.needle import Needle
 from diffjax.evals.quantised import (
   LogitsQuantisation,
-  Settings,
+  Quantised,
   absmax,
   quantise,
 )
-from diffjax.evals.report import figures, results
-from diffjax.evals.report.figures import interval
+from diffjax.evals.report import intervals, plots, results
+from diffjax.evals.report.intervals import interval
+from diffjax.evals.validation import Validation
 from diffjax.inference.cache import empty_cache, extend, unstack
 from diffjax.model.attention import DiffAttention, MaskArguments
 from diffjax.model.definition import broadcast_lambda, by_definition
 from diffjax.ops.diff_attention import diff_attention
 
-QUICK = Settings(
+QUICK = Quantised(
   measurements=("validation",),
   bits=(4,),
   per=("row",),
-  validation=validation.Settings(rows=4),
+  validation=Validation(rows=4),
 )
 
 
@@ -131,9 +134,7 @@ def test_padding_does_not_set_the_scale():
 def test_rows_beside_it_do_not_change_a_row(make_trained):
   trained = quantise(make_trained(), 4, "tensor")
   alone, together = (
-    list(
-      validation.evaluate(trained, validation.Settings(rows=7, batch_size=size))
-    )
+    list(Validation(rows=7, batch_size=size).evaluate(trained))
     for size in (1, 4)
   )
   for one, other in zip(alone, together, strict=True):
@@ -190,7 +191,7 @@ def test_a_variant_must_support_quantised_logits(make_trained, monkeypatch):
   """The error comes before anything is measured."""
   monkeypatch.setattr(DiffAttention, "supports", frozenset())
   with pytest.raises(UserError, match="--suite=quantised: .*quantized_logits"):
-    quantised.evaluate(make_trained(), QUICK)
+    QUICK.evaluate(make_trained())
 
 
 def test_the_suite_measures_without_and_with_quantisation(
@@ -199,19 +200,21 @@ def test_the_suite_measures_without_and_with_quantisation(
   trained = make_trained()
   asked = []
 
-  def accuracy(model, settings):  # needles take long
-    asked.append((model.name, settings.samples))
+  def accuracy(suite, model, data):  # needles take long
+    assert data == "a haystack"
+    asked.append((model.name, suite.samples))
     for depth in (0.5, "mean"):
-      yield figures.mean_of("accuracy", [1.0, 0.0], needles=1, depth=depth)
+      yield mean_of("accuracy", [1.0, 0.0], needles=1, depth=depth)
 
-  monkeypatch.setattr(needle, "evaluate", accuracy)
-  settings = dataclasses.replace(
+  monkeypatch.setattr(Needle, "load", lambda suite, model: "a haystack")
+  monkeypatch.setattr(Needle, "measure", accuracy)
+  suite = dataclasses.replace(
     QUICK,
     measurements=("validation", "needle"),
     bits=(8, 4),
-    needle=needle.Settings(samples=7),
+    needle=Needle(samples=7),
   )
-  found = list(quantised.evaluate(trained, settings))
+  found = list(suite.evaluate(trained))
   assert [
     (figure.name, figure.at["bits"], figure.at["per"]) for figure in found
   ] == [
@@ -237,31 +240,27 @@ def test_the_suite_measures_without_and_with_quantisation(
   [
     (
       dict(measurements=("attention",)),
-      "'attention': there are validation, needle, position_nll, many_shot, harness, mathematics",
+      "'attention': must be one of validation, needle, position_nll, many_shot, harness, mathematics",
     ),
-    (dict(per=("layer",)), "'layer': there are tensor, head, row"),
-    (dict(bits=(1,)), "bits = 1: must be from 2 to 24"),
+    (dict(per=("layer",)), "'layer': must be one of tensor, head, row"),
+    (dict(bits=(1,)), "bits = 1: must lie between 2 and 24"),
   ],
 )
 def test_bad_settings(make_trained, settings, message):
   with pytest.raises(UserError, match=message):
-    list(
-      quantised.evaluate(make_trained(), dataclasses.replace(QUICK, **settings))
-    )
+    list(dataclasses.replace(QUICK, **settings).evaluate(make_trained()))
 
 
 def test_plot(make_trained, tmp_path):
   trained = make_trained("softmax", num_layers=1)
-  rows = list(figures.compare(quantised.evaluate(trained, QUICK)))
-  quantised.plot(
-    results.finite(
-      {
-        "suite": "quantised",
-        "settings": {},
-        "models": [{"name": "a"}],
-        "figures": rows,
-      }
-    ),
-    tmp_path / "x.png",
+  rows = list(intervals.compare(QUICK.evaluate(trained)))
+  found = results.finite(
+    {
+      "suite": "quantised",
+      "settings": {},
+      "models": [{"name": "a"}],
+      "figures": rows,
+    }
   )
+  plots.save(QUICK.plot(found), tmp_path / "x.png")
   assert (tmp_path / "x.png").stat().st_size > 1000

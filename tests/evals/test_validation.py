@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from diffjax.config import UserError
-from diffjax.evals import validation
 from diffjax.evals.methods.validation_rows import validation_rows
-from diffjax.evals.report.figures import interval
-from diffjax.evals.validation import Settings
+from diffjax.evals.report.intervals import interval
+from diffjax.evals.validation import Validation
 from diffjax.parallel.mesh import make_mesh
 from diffjax.training.program import build
 from diffjax.training.validation import measure_losses
@@ -22,7 +21,7 @@ def numbers(figures):
 
 
 def test_a_uniform_model_loses_log_n(make_trained, uniform):
-  figures = list(validation.evaluate(uniform(make_trained()), Settings(rows=7)))
+  figures = list(Validation(rows=7).evaluate(uniform(make_trained())))
   found = numbers(figures)
   assert {figure.units.shape for figure in figures} == {
     (7, 5)
@@ -57,7 +56,7 @@ def test_the_suite_equals_what_the_loop_logs_whatever_the_batch(make_trained):
   )
   for batch_size in (1, 5):
     found = numbers(
-      validation.evaluate(trained, Settings(rows=13, batch_size=batch_size))
+      Validation(rows=13, batch_size=batch_size).evaluate(trained)
     )
     assert list(found.values()) == pytest.approx(
       list(logged.values()), rel=1e-5
@@ -94,7 +93,7 @@ def test_rows_of_another_text_or_length(make_trained, tmp_path):
 )
 def test_bad_settings(make_trained, settings, message):
   with pytest.raises(UserError, match=message):
-    list(validation.evaluate(make_trained(), Settings(**settings)))
+    list(Validation(**settings).evaluate(make_trained()))
 
 
 def test_a_run_without_validation_rows_is_named(make_trained):
@@ -104,4 +103,4 @@ def test_a_run_without_validation_rows_is_named(make_trained):
   config = dataclasses.replace(trained.config, eval=eval_config)
   trained = dataclasses.replace(trained, config=config)
   with pytest.raises(UserError, match="the run's own config.eval.rows is 0"):
-    list(validation.evaluate(trained, Settings()))
+    list(Validation().evaluate(trained))

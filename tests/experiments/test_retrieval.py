@@ -182,10 +182,9 @@ def test_larger_models_are_asked_for_needles(
   )
   monkeypatch.setattr(experiment, "_PAIRS", ("6/2",))
   monkeypatch.setattr(experiment, "_PROMPTS", 1)
-  for suite in (attention, needle):
-    monkeypatch.setattr(
-      suite, "Settings", functools.partial(suite.Settings, batch_tokens=1024)
-    )
+  for module, name in ((attention, "AttentionShares"), (needle, "Needle")):
+    small = functools.partial(getattr(module, name), batch_tokens=1024)
+    monkeypatch.setattr(module, name, small)
   found = experiment.measure_needles(workdir, config)
   assert found["accuracy_6/2"] == 0, "the parameters are random"
   assert 0 < found["answer_absolute"] < 0.2 < found["noise_absolute"] < 1
