@@ -1,9 +1,9 @@
 """Attention of a prompt's last token: to the answer, and to noise.
 
-The weights are those that multiply the values (`Attention.weights`): A₁ for the
-Transformer and A₁ − λA₂ for DIFF. They belong to the last query of the prompt,
-after which the model writes the answer. They are averaged over heads and
-layers, divided by their sum, and summed over each part of the prompt:
+Weights are the factors on the values (`Attention.weights`): A₁ for the
+Transformer and A₁ − λA₂ for DIFF. This suite measures the weights of a prompt's
+last query, after which the model writes the answer. They are averaged over
+heads and layers, divided by their sum, and summed over each part of the prompt:
 
 - BOS, the start of the document.
 - The context before the answer.
@@ -30,8 +30,8 @@ For the Transformer, both versions are the same. The average comes before the
 normalization, so that layers with a λ near 1, which write little, have little
 influence.
 
-The prompts are those of the needle suite, with N needles, of which one is asked
-for. The other needles are context.
+The prompts are made as in the needle suite, with N needles. One of them is
+asked for. The other needles are context.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ from diffjax.model.decoder import Decoder
 
 # The parts of a prompt, in order.
 PARTS = ("BOS", "context before", "answer", "context after", "query")
-OTHERS = tuple(part for part in PARTS if part != "answer")
+_OTHER_PARTS = tuple(part for part in PARTS if part != "answer")
 
 # The two versions of the weights.
 _VERSIONS = ("signed", "absolute")
@@ -91,9 +91,13 @@ class Share(NamedTuple):
   version: str
 
 
+# The shares of one prompt.
+Shares = dict[Share, float]
+
+
 @dataclasses.dataclass(frozen=True)
 class AttentionShares(Suite[list[list[int]]]):
-  """Shares of attention from a prompt's end to the answer, and to noise.
+  """Shares of a prompt's attention on the answer, and on the noise around it.
 
   The measurements are shares, which have no unit. They are named "answer" and
   "noise", for each depth of the answer and over all depths, both signed and
@@ -179,14 +183,12 @@ class AttentionShares(Suite[list[list[int]]]):
     with Progress(label, self.samples * len(self.depths)) as progress:
       for depth in self.depths:
         prompts = self._make_prompts(trained, haystack, depth, self.samples)
-        shares_of_prompts = []
+        shares_of_prompts: list[Shares] = []
         for first in range(0, len(prompts), batch_size):
           batch = prompts[first : first + batch_size]
           tokens = _stack_tokens(batch, batch_size)
-          weights = compute_weights(trained.params, tokens)  # [B, S]
-          weights = np.asarray(weights, np.float64)[: len(batch)]
-          for row, prompt in zip(weights, batch, strict=True):
-            shares_of_prompts.append(shares_of(row, prompt))
+          weights = compute_weights(trained.params, tokens)
+          shares_of_prompts += _shares_of_batch(weights, batch)
           num_done += len(batch)
           progress.update(num_done, num_done * length)
         shares_of_depths.append(shares_of_prompts)
@@ -195,7 +197,7 @@ class AttentionShares(Suite[list[list[int]]]):
       for part in ("answer", "noise"):
         share = Share(part, version)
         yield from _measurements_by_depth(share, self.depths, shares_of_depths)
-    for part in OTHERS:
+    for part in _OTHER_PARTS:
       yield _mean_over_depths(Share(part, "signed"), shares_of_depths)
 
   def plot(self, suite_results: Mapping[str, Any]) -> matplotlib.figure.Figure:
@@ -264,9 +266,7 @@ def last_query(
   return jnp.mean(results["attention"], axis=0)
 
 
-def shares_of(
-  weights: Float[np.ndarray, "S"], prompt: NeedlePrompt
-) -> dict[Share, float]:
+def shares_of(weights: Float[np.ndarray, "S"], prompt: NeedlePrompt) -> Shares:
   """Returns the shares of the parts of a prompt and of noise, in both versions.
 
   A share is NaN if the weights sum to 0.
@@ -283,6 +283,23 @@ def shares_of(
     part_shares = _part_shares(version_weights, prompt)
     for part, share in part_shares.items():
       shares[Share(part, version)] = share
+  return shares
+
+
+def _shares_of_batch(
+  weights: Float[Array, "B S"], prompts: Sequence[NeedlePrompt]
+) -> list[Shares]:
+  """Returns the shares of each prompt.
+
+  Args:
+    weights: The weights of the last queries. Rows after the last prompt only
+      fill up the batch.
+    prompts: The prompts.
+  """
+  rows = np.asarray(weights, np.float64)[: len(prompts)]
+  shares = []
+  for row, prompt in zip(rows, prompts, strict=True):
+    shares.append(shares_of(row, prompt))
   return shares
 
 
@@ -324,7 +341,7 @@ def _stack_tokens(
 def _measurements_by_depth(
   share: Share,
   depths: Sequence[float],
-  shares_of_depths: Sequence[Sequence[Mapping[Share, float]]],
+  shares_of_depths: Sequence[Sequence[Shares]],
 ) -> Iterator[Measurement]:
   """Yields the measurements of a share at each depth, and over all depths."""
   for depth, shares_of_prompts in zip(depths, shares_of_depths, strict=True):
@@ -334,7 +351,7 @@ def _measurements_by_depth(
 
 
 def _mean_over_depths(
-  share: Share, shares_of_depths: Sequence[Sequence[Mapping[Share, float]]]
+  share: Share, shares_of_depths: Sequence[Sequence[Shares]]
 ) -> Measurement:
   """Returns the measurement of a share over the prompts of all depths."""
   all_prompts = itertools.chain.from_iterable(shares_of_depths)

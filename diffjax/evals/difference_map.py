@@ -1,10 +1,9 @@
 """Negative share and sparsity of attention weights, by layer.
 
-The weights are those that multiply the values (`Attention.weights`): A₁ − λA₂
-for DIFF. The paper shows that DIFF's attention is sparse, but does not measure
-it. Each measure is of the weights w of one query over the n keys that it sees,
-with n ≥ 2. It is averaged over queries and heads, so that each layer has one
-number.
+Weights are the factors on the values (`Attention.weights`): A₁ − λA₂ for DIFF.
+The paper shows that DIFF's attention is sparse, but does not measure it. Each
+measure is of the weights w of one query over the n keys that it sees, with
+n ≥ 2. It is averaged over queries and heads, so that each layer has one number.
 
 - negative share: Σ max(−w, 0) / Σ|w|. This is the weight of negative entries
   and not their number, so that tiny entries do not count. It is 0 for the
@@ -131,8 +130,8 @@ class DifferenceMap(Suite[ValidationBatches]):
       # The last column is the number of queries and heads in the sum.
       columns = [index, -1]
       for layer in range(num_layers):
-        layer_units = sums[:, layer, columns]
-        yield Measurement(measure, layer_units, {"layer": layer})
+        sums_of_layer = sums[:, layer]
+        yield Measurement(measure, sums_of_layer[:, columns], {"layer": layer})
       yield Measurement(
         measure, sums_of_all_layers[:, columns], {"layer": "all"}
       )
@@ -149,7 +148,7 @@ class DifferenceMap(Suite[ValidationBatches]):
       axes.set(title=measure, xlabel="layer", ylabel=f"{measure} (0 to 1)")
       axes.set_ylim(bottom=0)
       axes.xaxis.get_major_locator().set_params(integer=True)
-    # One legend is enough. It is in the last plot.
+    # The lines are the same in all plots, so only the last one has a legend.
     axes.legend(fontsize=9)
     return figure
 
@@ -208,8 +207,8 @@ def row_sums(
   negative_sum = jnp.sum(jnp.where(is_negative, magnitudes, 0.0), axis=-1)
   negative_share = negative_sum / jnp.where(is_zero, 1, l1_norm)
 
-  mean = l1_norm / positive_num_keys
-  is_small = is_visible & (magnitudes < _SMALL * mean[..., None])
+  mean_magnitude = l1_norm / positive_num_keys
+  is_small = is_visible & (magnitudes < _SMALL * mean_magnitude[..., None])
   small_share = jnp.sum(is_small, axis=-1) / positive_num_keys
 
   # Σ|w| / √Σw² is 1 for a single key and √n for uniform weights.

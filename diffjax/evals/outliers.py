@@ -8,14 +8,14 @@ layer's output, after both residuals. Padding does not count.
 Top-k is the k-th largest value of all tokens. It is exact: the 100 largest
 values of each row are stored.
 
-The median is computed from a histogram of each row. The histogram counts every
-16th query's logits and every 16th token's states, each of which has thousands
-of values. There are 16 bins per octave, and values are assumed to be spread
-evenly within a bin.
+The median is computed from a histogram of each row. The histogram counts the
+logits of every 16th query and the states of every 16th token. Each query and
+each token has thousands of values. There are 16 bins per octave, and values are
+assumed to be spread evenly within a bin.
 
 So memory does not grow with the number of tokens, and rows can be resampled. A
 bootstrap interval of a maximum never lies above the observed one. It says how
-much the largest values depend on few rows, and is no bound for other text.
+much the largest values depend on few rows. It is not a bound for other text.
 """
 
 from __future__ import annotations
@@ -58,16 +58,19 @@ _NUM_TOP = max(RANKS)
 # Stands for a value that does not count. Magnitudes are never negative.
 _NO_VALUE = -1.0
 
-# The bins of a histogram, from 2⁻²⁴ to 2²⁰. An octave has bins of equal width.
-# The first and the last bin also count smaller and larger values.
-_LOWEST_EXPONENT = -24
-_HIGHEST_EXPONENT = 20
-_BINS_PER_OCTAVE = 16
-_NUM_BINS = (_HIGHEST_EXPONENT - _LOWEST_EXPONENT) * _BINS_PER_OCTAVE
-
 # The format of float32: a sign bit, the exponent plus the bias, the mantissa.
 _EXPONENT_BIAS = 127
 _MANTISSA_BITS = 23
+
+# The bins of a histogram, from 2⁻²⁴ to 2²⁰. The exponent of a value determines
+# its octave. The first bits of the mantissa determine its bin in the octave, so
+# the bins of an octave have equal widths. The first bin also counts smaller
+# values, and the last bin also counts larger ones.
+_LOWEST_EXPONENT = -24
+_HIGHEST_EXPONENT = 20
+_MANTISSA_BITS_OF_BIN = 4
+_BINS_PER_OCTAVE = 2**_MANTISSA_BITS_OF_BIN
+_NUM_BINS = (_HIGHEST_EXPONENT - _LOWEST_EXPONENT) * _BINS_PER_OCTAVE
 
 
 class Summary(NamedTuple):
@@ -144,7 +147,7 @@ class Outliers(Suite[ValidationBatches]):
   def measure(
     self, trained: Trained, batches: ValidationBatches
   ) -> Iterator[Measurement]:
-    """Yields top-k and median of the logits, then those of the hidden states."""
+    """Yields top-k and median, first of the logits, then of hidden states."""
     summarize = jax.jit(
       functools.partial(row_summaries, trained.model, every=self.median_every)
     )
@@ -315,16 +318,15 @@ def _histogram(values: Float[Array, "n"]) -> Int[Array, "bins"]:
 def _bin_indices(values: Float[Array, "n"]) -> Int[Array, "n"]:
   """Returns the bin of each float32 that is not negative.
 
-  The bits of a positive float32, read as an integer, are its exponent and then
-  its mantissa. The exponent and the first four bits of the mantissa number the
-  octaves and the 16 bins of an octave. So an integer division gives the bin.
+  A positive float32, read as an integer, is the biased exponent followed by the
+  mantissa. Without the last bits of the mantissa, this integer grows by 1 from
+  each bin to the next one.
   """
-  bits = jax.lax.bitcast_convert_type(values, jnp.int32)
-  mantissa_bits_of_bin = int(math.log2(_BINS_PER_OCTAVE))
-  # A shift to the right drops the rest of the mantissa.
-  bins_from_zero = bits >> (_MANTISSA_BITS - mantissa_bits_of_bin)
-  first_bin = (_LOWEST_EXPONENT + _EXPONENT_BIAS) * _BINS_PER_OCTAVE
-  return jnp.clip(bins_from_zero - first_bin, 0, _NUM_BINS - 1)
+  integers = jax.lax.bitcast_convert_type(values, jnp.int32)
+  bin_numbers = integers >> (_MANTISSA_BITS - _MANTISSA_BITS_OF_BIN)
+  lowest_biased_exponent = _LOWEST_EXPONENT + _EXPONENT_BIAS
+  lowest_number = lowest_biased_exponent * _BINS_PER_OCTAVE
+  return jnp.clip(bin_numbers - lowest_number, 0, _NUM_BINS - 1)
 
 
 def _top_values(values: Float[Array, "B *groups n"]) -> Float[Array, "B 100"]:
@@ -383,13 +385,14 @@ def edges() -> Float[np.ndarray, "bins_and_1"]:
 
 
 def median(
-  edges: Float[np.ndarray, "bins_and_1"], counts: Float[np.ndarray, "U bins"]
+  bin_edges: Float[np.ndarray, "bins_and_1"],
+  counts: Float[np.ndarray, "U bins"],
 ) -> float:
   """Returns the median of the values in the histograms. NaN without values.
 
   Args:
-    edges: The edges of the bins. Values are assumed to be spread evenly within
-      a bin.
+    bin_edges: The edges of the bins. Values are assumed to be spread evenly
+      within a bin.
     counts: The histogram of each row.
   """
   counts_of_bins = counts.sum(axis=0, dtype=np.float64)
@@ -398,4 +401,4 @@ def median(
   num_values = cumulative[-1]
   if num_values == 0:
     return math.nan
-  return float(np.interp(num_values / 2, cumulative, edges))
+  return float(np.interp(num_values / 2, cumulative, bin_edges))

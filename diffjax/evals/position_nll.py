@@ -51,7 +51,7 @@ from diffjax.inference.trained import Trained
 from diffjax.training.validation import token_losses
 
 # The length of the paper's curve. It is the default if the model allows it.
-LONGEST = 65_536
+_DEFAULT_LENGTH = 65_536
 
 # A batch of one row, as `make_batch` returns it.
 Batch = dict[str, ndarray]
@@ -59,10 +59,11 @@ Batch = dict[str, ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class PositionNLL(Suite[Iterator[Batch]]):
-  """Mean loss of the first p tokens of a row, by p.
+  """Loss of a text's first tokens: how much a model gains from more context.
 
-  The measurements are named "cumulative NLL (nats/token)". Their positions p
-  are spaced evenly on a log scale. The units are rows.
+  The measurements are named "cumulative NLL (nats/token)": the mean loss of the
+  first p tokens of a row. The positions p are spaced evenly on a log scale. The
+  units are rows.
   """
 
   name: ClassVar[str] = "position_nll"
@@ -100,19 +101,19 @@ class PositionNLL(Suite[Iterator[Batch]]):
   )
 
   def load(self, trained: Trained) -> Iterator[Batch]:
-    """Returns batches of one full row each. They are read when needed.
+    """Returns batches of one full row each, which can be read once.
 
     Raises:
       UserError: if rows are longer than the model takes, or the text cannot be
         read.
     """
-    length = self._length(trained)
+    length = self._row_length(trained)
     max_length = trained.config.model.max_length
     if length > max_length and not self.beyond_limit:
       raise UserError(
         f"set.position_nll.length = {length}: {trained.name} takes 1 to"
-        f" {max_length} tokens (config.model.max_length); to measure longer"
-        " rows, set.position_nll.beyond_limit=true"
+        f" {max_length} tokens (config.model.max_length); pass"
+        " --set.position_nll.beyond_limit=true to measure longer rows"
       )
     if self.rows_of == "long":
       documents = _validation_documents(trained, self.source)
@@ -136,15 +137,15 @@ class PositionNLL(Suite[Iterator[Batch]]):
     Raises:
       UserError: if there is no batch.
     """
-    length = self._length(trained)
+    length = self._row_length(trained)
     positions = spaced(self.first, length, self.per_octave)
-    losses_fn = _losses_fn(trained, length)
+    compute_losses = _compile_losses(trained, length)
     last_indices = np.asarray(positions) - 1
     sums_of_rows = []
     label = f"position_nll of {trained.short_name}"
     with Progress(label, self.rows) as progress:
       for batch in itertools.islice(batches, self.rows):
-        losses = losses_fn(trained.params, batch)  # [1, T]
+        losses = compute_losses(trained.params, batch)  # [1, T]
         cumulative = np.cumsum(np.asarray(losses, np.float64)[0])
         sums_of_rows.append(cumulative[last_indices])
         num_done = len(sums_of_rows)
@@ -178,9 +179,9 @@ class PositionNLL(Suite[Iterator[Batch]]):
     axes.legend(fontsize=9)
     return figure
 
-  def _length(self, trained: Trained) -> int:
+  def _row_length(self, trained: Trained) -> int:
     """Returns the number of tokens of a row."""
-    return self.length or min(LONGEST, trained.config.model.max_length)
+    return self.length or min(_DEFAULT_LENGTH, trained.config.model.max_length)
 
   def _no_rows(self, length: int) -> UserError:
     """Returns the error for text without a full row."""
@@ -216,12 +217,14 @@ def spaced(first: int, last: int, per_octave: int) -> list[int]:
   return sorted(positions)
 
 
-def _losses_fn(trained: Trained, length: int) -> Callable[..., jax.Array]:
+def _compile_losses(
+  trained: Trained, length: int
+) -> Callable[..., Float[jax.Array, "B T"]]:
   """Returns the compiled `token_losses` of a model, for rows of this length."""
-  config = trained.model.config
+  # The decoder rejects rows that are longer than its config allows.
   max_length = max(length, trained.config.model.max_length)
-  longer_config = dataclasses.replace(config, max_length=max_length)
-  model = trained.model.clone(config=longer_config)
+  config = dataclasses.replace(trained.model.config, max_length=max_length)
+  model = trained.model.clone(config=config)
   return jax.jit(functools.partial(token_losses, model))
 
 
@@ -233,7 +236,11 @@ def _full_rows(batches: Iterable[Batch]) -> Iterator[Batch]:
 
 
 def _validation_documents(trained: Trained, source: str) -> Iterator[Document]:
-  """Returns the validation documents of a model, or those of another source.
+  """Returns the validation documents of a model's data.
+
+  Args:
+    trained: The model.
+    source: Replaces the validation text, unless it is "".
 
   Raises:
     UserError: if the source cannot be read.

@@ -1,4 +1,4 @@
-"""Other measurements with attention logits of few bits.
+"""Measurements of other suites with attention logits of few bits.
 
 The quantization is simulated. It is dynamic, after training, and by absmax:
 with b bits, each logit is rounded to the nearest of 2ᵇ − 1 evenly spaced values
@@ -68,12 +68,12 @@ _BITS = Bound(low=2, high=24)
 
 @dataclasses.dataclass(frozen=True)
 class Quantised(Suite[dict[str, Any]]):
-  """Other measurements with attention logits of few bits.
+  """Loss and accuracy with attention logits of few bits.
 
-  The measurements are those of other suites, with the same units and the
-  suite's name in front, such as "validation: loss (nats/token)". Each is
-  measured in full precision, and then with each number of bits and kind of
-  scale. Only the main measurements of a suite are included (`_is_included`).
+  The measurements are the main ones of other suites (`_is_included`), with the
+  same units. Their names begin with the suite, such as "validation: loss
+  (nats/token)". Each is measured in full precision, and then with each number
+  of bits and kind of scale.
 
   The settings of the other suites are fields. On the command line, they are
   flags such as --set.quantised.needle.samples=50.
@@ -139,10 +139,7 @@ class Quantised(Suite[dict[str, Any]]):
   def measure(
     self, trained: Trained, data_of_suites: dict[str, Any]
   ) -> Iterator[Measurement]:
-    """Yields the measurements in full precision, then the quantized ones.
-
-    This is the order for each suite.
-    """
+    """Yields each suite's measurements in full precision, then quantized."""
     for suite in self._suites():
       measurements = suite.measure(trained, data_of_suites[suite.name])
       yield from _labelled(suite, measurements, bits="all", per="")
@@ -155,7 +152,7 @@ class Quantised(Suite[dict[str, Any]]):
   def plot(
     self, suite_results: Mapping[str, Any]
   ) -> matplotlib.figure.Figure | None:
-    """Draws each measurement over bits, with a line for each model and scale."""
+    """Draws each measurement over bits. Has a line per model and scale."""
     titles = []
     all_bits = set()
     for figure in suite_results["figures"]:
@@ -167,19 +164,22 @@ class Quantised(Suite[dict[str, Any]]):
     if not titles:
       return None
     bits = sorted(all_bits, reverse=True)
+    tick_labels = ["all", *[str(number) for number in bits]]
 
-    # In inches.
+    # In inches: 5 for each panel.
     width = max(WIDTH, 5 * len(titles))
     canvas = matplotlib.figure.Figure((width, 4), layout="constrained")
     panels = canvas.subplots(1, len(titles), squeeze=False)[0]
     for axes, title in zip(panels, titles, strict=True):
       for style, figures in by_model(suite_results):
-        of_panel = [row for row in figures if _panel_title(row) == title]
-        _draw_lines(axes, style, of_panel, bits)
+        panel_figures = [
+          figure for figure in figures if _panel_title(figure) == title
+        ]
+        _draw_lines(axes, style, panel_figures, bits)
       measurement, _, unit = title.partition(": ")
       axes.set(title=measurement, xlabel="bits of a logit", ylabel=unit)
-      axes.set_xticks(range(len(bits) + 1), ["all", *map(str, bits)])
-    # The lines are the same in all panels.
+      axes.set_xticks(range(len(tick_labels)), tick_labels)
+    # The lines are the same in all panels, so only the last one has a legend.
     panels[-1].legend(fontsize=9)
     return canvas
 

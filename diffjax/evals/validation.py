@@ -48,7 +48,7 @@ _MIN_NGRAM = 2
 
 @dataclasses.dataclass(frozen=True)
 class Validation(Suite[ValidationBatches]):
-  """Losses on validation text: of all tokens, of AR hits and of the others.
+  """Losses on validation text: all tokens, ends of repeated n-grams, others.
 
   The measurements are "loss (nats/token)", "perplexity", "bits per byte",
   "AR-Hit (nats/token)" and "Others (nats/token)". The units are rows: documents
@@ -130,7 +130,7 @@ class Validation(Suite[ValidationBatches]):
 def _row_sums(
   trained: Trained, batches: ValidationBatches, ngram: int
 ) -> Float[ndarray, "rows sums"]:
-  """Returns the sums over each row from which `from_sums` computes the losses."""
+  """Returns the sums over each row that `from_sums` computes losses from."""
   eval_step = jax.jit(functools.partial(row_losses, trained.model))
   sums_of_batches = []
   label = f"validation of {trained.short_name}"

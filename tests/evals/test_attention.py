@@ -180,6 +180,8 @@ def test_shares_by_hand():
     ),
     (dict(length=64), "tokens do not hold"),
     (dict(samples=0), "samples = 0"),
+    (dict(needles=0), "needles = 0"),
+    (dict(batch_tokens=0), "batch_tokens = 0"),
     (dict(depths=()), "depths"),
     (dict(depths=(2.0,)), "depth"),
     (dict(haystack="books"), "must be 'validation' or 'synthetic'"),

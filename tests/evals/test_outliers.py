@@ -193,7 +193,12 @@ def test_bins_hold_every_size():
 
 @pytest.mark.parametrize(
   "settings, message",
-  [(dict(tokens=0), "tokens = 0"), (dict(median_every=0), "median_every = 0")],
+  [
+    (dict(tokens=0), "tokens = 0"),
+    (dict(length=-1), "length = -1"),
+    (dict(batch_size=0), "batch_size = 0"),
+    (dict(median_every=0), "median_every = 0"),
+  ],
 )
 def test_bad_settings(make_trained, settings, message):
   with pytest.raises(UserError, match=message):

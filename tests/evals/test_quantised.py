@@ -251,6 +251,12 @@ def test_bad_settings(make_trained, settings, message):
     list(dataclasses.replace(QUICK, **settings).evaluate(make_trained()))
 
 
+def test_no_measurements_have_no_plot(make_trained):
+  suite = Quantised(measurements=())
+  assert list(suite.evaluate(make_trained())) == []
+  assert suite.plot({"models": [{"name": "a"}], "figures": []}) is None
+
+
 def test_plot(make_trained, tmp_path):
   trained = make_trained("softmax", num_layers=1)
   rows = list(intervals.compare(QUICK.evaluate(trained)))

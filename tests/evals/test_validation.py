@@ -86,6 +86,7 @@ def test_rows_of_another_text_or_length(make_trained, tmp_path):
       dict(rows=-2),
       "set.validation.rows = -2: must be at least 1, or -1 for all",
     ),
+    (dict(length=-1), "set.validation.length = -1"),
     (dict(batch_size=0), "set.validation.batch_size = 0"),
     (dict(ngram=1), "set.validation.ngram = 1"),
     (dict(source="text:/nowhere/*"), "/nowhere/"),
