@@ -55,6 +55,18 @@ def test_it_is_the_mean_of_the_first_losses(make_trained, kind):
     )
 
 
+def test_a_row_that_is_not_full_is_left_out(make_trained):
+  trained = make_trained()
+  rows = list(PositionNLL(length=300, rows=1000).load(trained))
+  assert rows
+  for row in rows:
+    assert row["weights"].all()
+  all_rows = validation_rows(
+    "position_nll", trained, 1000, length=300, packing="concat"
+  )
+  assert len(rows) == len(list(all_rows)) - 1
+
+
 def test_long_documents_are_rows_of_their_own(make_trained, uniform):
   trained = uniform(make_trained())
   rows = list(PositionNLL(rows_of="long", length=300).load(trained))
