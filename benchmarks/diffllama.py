@@ -31,8 +31,8 @@ from diffjax.config import (
   TrainConfig,
 )
 from diffjax.host.runtime import keep_freed_memory
+from diffjax.model.flops import parameter_count
 from diffjax.parallel.mesh import make_mesh, put_batch
-from diffjax.training.flops import parameter_count
 from diffjax.training.program import build
 
 MODEL = ModelConfig(

@@ -334,7 +334,7 @@ def read(result: dict, config, topology: str, chips: int) -> dict:
   from diffjax.compiled.estimate import CHIPS, Torus, estimate
   from diffjax.compiled.plan import kernel_cycles
   from diffjax.compiled.text import windowed_einsums
-  from diffjax.training.flops import peak_flops, step_flops
+  from diffjax.model.flops import peak_flops, step_flops
 
   text, chip = (
     pathlib.Path(result["hlo"]).read_text(encoding="utf-8"),

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 
 from diffjax.compiled.plan import MEMORY, TOPOLOGIES, compile_apart
 from diffjax.config import Config, UserError, from_config_dict
-from diffjax.training.flops import parameter_count
+from diffjax.model.flops import parameter_count
 
 RESULTS = pathlib.Path(__file__).with_suffix(".json")
 CONFIGS = (

@@ -19,8 +19,8 @@ import numpy as np
 
 from benchmarks import cpu_name
 from diffjax.host.runtime import keep_freed_memory
+from diffjax.model.flops import parameter_count, step_flops
 from diffjax.parallel.mesh import make_mesh, put_batch
-from diffjax.training.flops import parameter_count, step_flops
 from diffjax.training.program import build
 
 

@@ -12,8 +12,8 @@ from collections.abc import Hashable, Mapping, Sequence
 
 from diffjax.config import Config, UserError, from_config_dict
 from diffjax.host.progress import say
+from diffjax.model.flops import parameter_count, peak_flops
 from diffjax.model.registry import import_modules
-from diffjax.training.flops import parameter_count, peak_flops
 from experiments import imports, pace
 from experiments.grid import FOLDER, Experiment, Run
 from experiments.results import cell

@@ -11,7 +11,7 @@ import time
 from collections.abc import Hashable, Iterable, Sequence
 
 from diffjax.config import Config
-from diffjax.training.flops import step_flops
+from diffjax.model.flops import step_flops
 from experiments.grid import Run
 
 

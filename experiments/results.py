@@ -25,8 +25,8 @@ import scipy.stats
 
 from diffjax.config import Config, UserError
 from diffjax.host.files import write_atomically
+from diffjax.model.flops import parameter_count
 from diffjax.training import manifest
-from diffjax.training.flops import parameter_count
 from diffjax.training.metrics import read_log
 from experiments.grid import Experiment, Run, comparable
 from experiments.launch import Devices

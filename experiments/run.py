@@ -751,7 +751,7 @@ def _compile(experiment: Experiment, runs: list[Run], topology: str) -> None:
 def _plan(config: Config, topology: str) -> dict[str, str]:
   """The row of a config's training step: its memory, FLOPs and time of compilation."""
   from diffjax.compiled.plan import compile_apart
-  from diffjax.training.flops import step_flops
+  from diffjax.model.flops import step_flops
 
   plan = compile_apart(config, topology)
   flops = step_flops(

@@ -20,9 +20,9 @@ from diffjax.config import (
 from diffjax.configs import base
 from diffjax.model.attention import ATTENTION, Attention, register
 from diffjax.model.decoder import Decoder
+from diffjax.model.flops import parameter_count
 from diffjax.model.shapes import parameter_shapes
 from diffjax.parameters import Parameter
-from diffjax.training.flops import parameter_count
 from tests.conftest import ROOT
 
 # Adapted models of others, which have no twins.

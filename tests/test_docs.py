@@ -23,8 +23,8 @@ from diffjax.config import (
 from diffjax.evals import SUITES
 from diffjax.evals.suite import suite_class
 from diffjax.model.attention import ATTENTION
+from diffjax.model.flops import parameter_count, step_flops
 from diffjax.ops.diff_attention import implementations
-from diffjax.training.flops import parameter_count, step_flops
 from experiments import plots, results
 from tests import own_variants
 from tests.conftest import ROOT

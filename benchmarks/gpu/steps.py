@@ -15,7 +15,7 @@ import jax
 from benchmarks.gpu import clock
 from benchmarks.train_step import stepper
 from diffjax.config import Config, DataConfig, ModelConfig, TrainConfig
-from diffjax.training.flops import peak_flops, step_flops
+from diffjax.model.flops import peak_flops, step_flops
 
 REPETITIONS = 10
 KERNELS = 20  # the longest of a step, whose times are kept

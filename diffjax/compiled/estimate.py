@@ -41,7 +41,7 @@ SCOPES: tuple[tuple[str, str, str], ...] = (
 class Chip(NamedTuple):
   """A device's speed, as far as an estimate needs it.
 
-  Sources: peak FLOP/s as in training/flops.py over the FLOPs of a cycle (v4 and v5p: two cores of four 128 × 128 MXUs; v5e: one; v6e: two
+  Sources: peak FLOP/s as in model/flops.py over the FLOPs of a cycle (v4 and v5p: two cores of four 128 × 128 MXUs; v5e: one; v6e: two
   256 × 256); links one way, from "How to scale your model" (jax-ml.github.io/scaling-book/tpus).
   """
 

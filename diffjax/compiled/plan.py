@@ -22,8 +22,8 @@ from diffjax.compiled.estimate import CHIPS, Estimate, Torus, estimate
 from diffjax.compiled.text import windowed_einsums
 from diffjax.config import Config, UserError
 from diffjax.host.workers import end_with_parent, starting_workers
+from diffjax.model.flops import peak_flops, step_flops
 from diffjax.model.registry import import_modules, imported_modules
-from diffjax.training.flops import peak_flops, step_flops
 from diffjax.training.optimizer import frozen_names
 
 # Slices by generation, from small to large (cloud.google.com/tpu/docs).

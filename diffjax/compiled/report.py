@@ -7,8 +7,8 @@ import math
 
 from diffjax.compiled.plan import TOPOLOGIES, Plan
 from diffjax.config import Config
+from diffjax.model.flops import step_flops
 from diffjax.training import memory
-from diffjax.training.flops import step_flops
 from diffjax.training.optimizer import frozen_names
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from diffjax.config import Config
-from diffjax.training.flops import parameter_count, step_flops
+from diffjax.model.flops import parameter_count, step_flops
 from diffjax.training.optimizer import frozen_names
 
 # The warning is for models with more parameters than this.

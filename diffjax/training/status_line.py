@@ -15,7 +15,7 @@ import rich.progress
 
 from diffjax.config import Config
 from diffjax.host.progress import short_number
-from diffjax.training.flops import peak_flops, step_flops
+from diffjax.model.flops import peak_flops, step_flops
 from diffjax.training.optimizer import frozen_names
 
 # A smaller share of the time spent waiting for data is not printed, so that the

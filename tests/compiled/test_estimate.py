@@ -438,7 +438,7 @@ def _chain(devices, chips, available, with_copies):
   """Estimated and nominal seconds of a chain of products in a loop, and seconds by part; with a copy between each that moves everything."""
   from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-  from diffjax.training.flops import peak_flops
+  from diffjax.model.flops import peak_flops
 
   mesh = Mesh(devices[:1], ("data",))
   barrier = (

@@ -18,8 +18,8 @@ from diffjax.config import (
   UserError,
 )
 from diffjax.model.decoder import Decoder
+from diffjax.model.flops import parameter_count
 from diffjax.parallel.mesh import make_mesh, put_batch
-from diffjax.training.flops import parameter_count
 from diffjax.training.program import build
 from experiments import grid
 from tests.tiers import full

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from benchmarks import wheels
-from diffjax.training.flops import parameter_count
+from diffjax.model.flops import parameter_count
 from experiments import grid, results
 from experiments.one_gpu import on_gpu, pack
 from experiments.one_gpu.config import RATES, get_config

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from diffjax.config import UserError
-from diffjax.training.flops import parameter_count
+from diffjax.model.flops import parameter_count
 from experiments import grid, plots, results
 from experiments.scaling import experiment
 from experiments.scaling.config import (

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from diffjax.config import MeshConfig, UserError, from_config_dict
+from diffjax.model.flops import parameter_count
 from diffjax.parallel.mesh import make_mesh, put_batch
-from diffjax.training.flops import parameter_count
 from diffjax.training.program import build
 from experiments import grid, plots, results
 from experiments.throughput import experiment

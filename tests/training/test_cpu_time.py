@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from diffjax.config import Config, ModelConfig, TrainConfig
+from diffjax.model.flops import parameter_count
 from diffjax.training import cpu_time, session
-from diffjax.training.flops import parameter_count
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from diffjax.config import Config, DataConfig, TrainConfig
-from diffjax.training.flops import step_flops
+from diffjax.model.flops import step_flops
 from diffjax.training.status_line import StatusLine
 
 CONFIG = Config(

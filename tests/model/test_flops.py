@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from diffjax.config import ModelConfig
+from diffjax.model import flops
 from diffjax.model.attention import ATTENTION
-from diffjax.training import flops
 from tests.variants import VARIANTS
 
 SMALL = dict(
