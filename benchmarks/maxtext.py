@@ -310,7 +310,7 @@ def compile_ours(
   topology: str,
   folder: pathlib.Path,
 ) -> dict:
-  """Our step, in the process of libtpu (`diffjax.compiled.plan.apart`); returns what `compile_maxtext` does, as far as it is needed."""
+  """Our step, in the process of libtpu (`diffjax.compiled.plan.call_with_devices`); returns what `compile_maxtext` does, as far as it is needed."""
   from diffjax.parallel.mesh import make_mesh
   from diffjax.training.program import build
 
@@ -331,7 +331,8 @@ def compile_ours(
 
 def read(result: dict, config, topology: str, chips: int) -> dict:
   """A row of the table: seconds by part, the bound on MFU, temporaries and collectives of a compiled step of a config's shape."""
-  from diffjax.compiled.estimate import CHIPS, Torus, estimate
+  from diffjax.compiled.estimate import Scope, estimate
+  from diffjax.compiled.hardware import CHIPS, Torus
   from diffjax.compiled.plan import kernel_cycles
   from diffjax.compiled.text import windowed_einsums
   from diffjax.model.flops import peak_flops, step_flops
@@ -344,7 +345,7 @@ def read(result: dict, config, topology: str, chips: int) -> dict:
     config,
     {"data": 1, "fsdp": chips, "context": 1, "tensor": 1},
     topology.partition(":")[0],
-    chip.cores,
+    chip.num_cores,
   )
   ours = {
     "splash_mha_fwd": "diff_attention_forward_plain",
@@ -353,8 +354,9 @@ def read(result: dict, config, topology: str, chips: int) -> dict:
   kernels |= {
     theirs: kernels[name] for theirs, name in ours.items() if name in kernels
   }
+  scopes = [Scope(*entry) for entry in _SCOPES]
   found = estimate(
-    text, result["mesh"], chip, Torus.of(topology), kernels, _SCOPES
+    text, result["mesh"], chip, Torus.from_topology(topology), kernels, scopes
   )
   assert found is not None
   flops = step_flops(
@@ -391,7 +393,7 @@ def read(result: dict, config, topology: str, chips: int) -> dict:
 def compare(python: str, shape: str, folder: pathlib.Path, found: dict) -> None:
   """Adds the rows that `found` lacks of a shape, by program, and writes it after each: ours, DIFF and its Transformer twin, and MaxText's
   with and without the option, with what it keeps of a layer."""
-  from diffjax.compiled.plan import apart
+  from diffjax.compiled.plan import call_with_devices
   from diffjax.config import from_config_dict
 
   topology, name, overrides, policies = _OURS[shape]
@@ -427,7 +429,12 @@ def compare(python: str, shape: str, folder: pathlib.Path, found: dict) -> None:
     add(
       row,
       functools.partial(
-        apart, compile_ours, config, topology, folder, topology=topology
+        call_with_devices,
+        compile_ours,
+        config,
+        topology,
+        folder,
+        topology=topology,
       ),
       config,
     )

@@ -18,7 +18,8 @@ import math
 import pathlib
 from collections.abc import Iterator
 
-from diffjax.compiled.plan import MEMORY, TOPOLOGIES, compile_apart
+from diffjax.compiled.hardware import MEMORY_GIB, TOPOLOGIES
+from diffjax.compiled.plan import compile_plan
 from diffjax.config import Config, UserError, from_config_dict
 from diffjax.model.flops import parameter_count
 
@@ -79,7 +80,7 @@ class Compiled:
       return found
     if self.offline:
       raise NotCompiled(f"{name} {topology} {json.dumps(overrides)}")
-    plan = compile_apart(_config(name, overrides), topology)
+    plan = compile_plan(_config(name, overrides), topology)
     if plan.fits and not (plan.estimate and plan.estimate.has_kernels):
       raise UserError(
         f"the attention kernels of {name} have no estimate on {topology}: python -m benchmarks.tpu --shapes makes one"
@@ -190,7 +191,10 @@ def _slices(name: str, generation: str, compiled: Compiled) -> Iterator[dict]:
     if config.train.batch_size % chips:
       return
     # Parameters, Adam's two moments and the gradient, float32, must leave room.
-    if 16 * parameter_count(config.model) < chips * MEMORY[generation] * 2**30:
+    if (
+      16 * parameter_count(config.model)
+      < chips * MEMORY_GIB[generation] * 2**30
+    ):
       if row := _fewest_changes(
         name,
         f"{generation}:{shape}",

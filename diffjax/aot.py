@@ -27,7 +27,7 @@ from typing import NamedTuple
 from absl import app, flags
 
 from diffjax.cli import command
-from diffjax.compiled.plan import Plan, compile_apart
+from diffjax.compiled.plan import Plan, compile_plan
 from diffjax.compiled.report import changes, print_plan
 from diffjax.config import REMAT, Config, UserError
 
@@ -78,7 +78,7 @@ def main(config: Config) -> None:
     _compare_remat(config, topology, num_slices)
     return
 
-  plan = compile_apart(config, topology, num_slices)
+  plan = compile_plan(config, topology, num_slices)
   print_plan(config, plan)
   if not plan.fits:
     suggestions = changes(config, topology, num_slices, plan)
@@ -112,7 +112,7 @@ def _compare_remat(config: Config, topology: str, num_slices: int) -> None:
   for position, policy in enumerate(REMAT):
     model = dataclasses.replace(config.model, remat=policy)
     policy_config = dataclasses.replace(config, model=model)
-    plan = compile_apart(policy_config, topology, num_slices)
+    plan = compile_plan(policy_config, topology, num_slices)
     _print_row(policy, plan)
     if plan.fits:
       seconds = plan.estimate.seconds if plan.estimate else float(position)

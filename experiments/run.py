@@ -750,10 +750,10 @@ def _compile(experiment: Experiment, runs: list[Run], topology: str) -> None:
 
 def _plan(config: Config, topology: str) -> dict[str, str]:
   """The row of a config's training step: its memory, FLOPs and time of compilation."""
-  from diffjax.compiled.plan import compile_apart
+  from diffjax.compiled.plan import compile_plan
   from diffjax.model.flops import step_flops
 
-  plan = compile_apart(config, topology)
+  plan = compile_plan(config, topology)
   flops = step_flops(
     config.model,
     config.data.length,

@@ -25,7 +25,7 @@ from benchmarks import topologies
 from diffjax.compiled import plan as planning
 from diffjax.compiled import report
 from diffjax.compiled.collectives import Collective, collectives
-from diffjax.compiled.estimate import Estimate
+from diffjax.compiled.estimate import CollectiveSeconds, Estimate
 from diffjax.compiled.text import windowed_einsums
 from diffjax.config import REMAT, Config, MeshConfig, TrainConfig, UserError
 from diffjax.ops.platform import platform
@@ -409,7 +409,7 @@ def test_slices_are_searched_with_few_compilations(monkeypatch, tmp_path):
   monkeypatch.setattr(topologies, "RESULTS", tmp_path / "compiled.json")
   asked = []
 
-  def compile_apart(config, topology):
+  def compile_plan(config, topology):
     chips = math.prod(map(int, topology.partition(":")[2].split("x")))
     rows = config.train.batch_size / chips / config.train.accumulation
     asked.append((chips, rows, config.model.remat))
@@ -423,7 +423,7 @@ def test_slices_are_searched_with_few_compilations(monkeypatch, tmp_path):
       seconds=1,
     )
 
-  monkeypatch.setattr(topologies, "compile_apart", compile_apart)
+  monkeypatch.setattr(topologies, "compile_plan", compile_plan)
   compiled = topologies.Compiled()
   first = topologies.smallest(
     "diff_1b", "v5e", compiled
@@ -653,7 +653,12 @@ def test_the_estimate_is_told(capsys):
     "exposed collectives": 0.25,
   }
   found = Estimate(
-    parts, {"all-gather": (0.5, 0.125), "all-reduce": (0.125, 0.125)}, []
+    parts,
+    {
+      "all-gather": CollectiveSeconds(0.5, 0.125),
+      "all-reduce": CollectiveSeconds(0.125, 0.125),
+    },
+    [],
   )
   out = _report(capsys, estimate=found, peak_seconds=0.6, windowed=3)
   assert re.search(r"\n  feed-forward +0\.5000\n", out) and re.search(

@@ -1,76 +1,107 @@
-"""The time of a compiled TPU program by its compiler's own estimate: cycles of every instruction times how often it runs, by part.
+"""Estimates the time of a compiled TPU program from its text.
 
-It is an estimate that ranks programs, not a time. libtpu writes `estimated_cycles` beside fusions and copies, and none beside kernels and
-collectives. A kernel's cycles come from elsewhere (`kernel_cycles`). A collective takes the time of its bytes at the links' full speed, as
-far as no computation runs between its start and its end. Traffic between slices is not counted.
+The estimate adds up the cycles that the compiler writes into the program, with
+the iterations of loops, and collectives where no computation overlaps them. It
+ranks programs and is not a time. docs/estimates.md says what is included.
 """
 
 from __future__ import annotations
 
-import copy
+import dataclasses
 import math
+import operator
 import re
-from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from diffjax.compiled.collectives import Collective, of_line
-from diffjax.compiled.text import ProgramText
+from diffjax.compiled.collectives import CollectiveReader
+from diffjax.compiled.hardware import Chip, Torus
+from diffjax.compiled.text import ProgramText, instruction_name
 
-KERNELS, PRODUCTS, COPIES, EXPOSED, OTHER = (
-  "attention kernels",
-  "other products",
-  "copies",
-  "exposed collectives",
-  "other",
-)
-_FFN, _NORMS = "feed-forward", "norms, RoPE, residuals"
+# The parts of a step that do not depend on JAX's scopes.
+KERNELS = "attention kernels"
+PRODUCTS = "other products"
+COPIES = "copies"
+EXPOSED = "exposed collectives"
+OTHER = "other"
 
-# The part of an instruction: that of the first pattern that its name in the source (JAX's scopes) fits. The last column is for one that
-# holds a matrix product.
-SCOPES: tuple[tuple[str, str, str], ...] = (
-  (r"\bloss\b", "loss", "loss"),
-  (r"\boptimizer\b", "optimizer", "optimizer"),
-  (r"/(rope|rms_norm)/", _NORMS, _NORMS),
-  (r"/ffn/", _FFN, _FFN),
-  (r"/attention/", "attention, other", "projections"),
-  (r"/layers/", _NORMS, _NORMS),
-)
+_FEED_FORWARD = "feed-forward"
+_NORMS = "norms, RoPE, residuals"
+
+# backend_config={"window_config":{"estimated_cycles":"4120"}}
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+# metadata={op_name="jit(step)/jvp(Decoder)/layers/ffn/mul"}
+_SOURCE = re.compile(r'op_name="([^"]*)"')
+# %start = (…) all-gather-start(%x), or collective-permute-start, call-start
+_START = re.compile(r" [a-z-]+-start\(")
+# %done = bf16[8,16] all-gather-done(%start)
+_DONE = re.compile(r" [a-z-]+-done\([^%]*%([^\s,)]+)")
+# %product = bf16[8,16] convolution(%x, %y), dim_labels=bf_io->bf
+_PRODUCT = re.compile(r" (convolution|dot)\(")
+# The names of copies: %copy.7, %bitcast_dynamic-update-slice_fusion.9
+_COPY_NAME = re.compile(r"copy|dynamic-update-slice|dynamic-slice")
+
+# Number of instructions in `Estimate.longest`.
+_NUM_LONGEST = 20
 
 
-class Chip(NamedTuple):
-  """A device's speed, as far as an estimate needs it.
+class Scope(NamedTuple):
+  """The part of a step to which the instructions of a JAX scope belong.
 
-  Sources: peak FLOP/s as in model/flops.py over the FLOPs of a cycle (v4 and v5p: two cores of four 128 × 128 MXUs; v5e: one; v6e: two
-  256 × 256); links one way, from "How to scale your model" (jax-ml.github.io/scaling-book/tpus).
+  Attributes:
+    pattern: Matches the name of an instruction's source, as in `_SOURCE`.
+    part: The part.
+    product_part: The part of instructions that contain a matrix product.
   """
 
-  # Cycles a second
-  clock: float
-  # Bytes a second that a link brings, one way
-  link: float
-  # Cores that share a program's work
-  cores: int
-  # A dimension of the torus closes into a ring if it is a multiple of this
-  ring: int
+  pattern: str
+  part: str
+  product_part: str
 
 
-CHIPS = {
-  "v4": Chip(275e12 / 262_144, 45e9, 2, 4),
-  "v5e": Chip(197e12 / 131_072, 45e9, 1, 16),
-  "v5p": Chip(459e12 / 262_144, 90e9, 2, 4),
-  "v6e": Chip(918e12 / 524_288, 90e9, 1, 16),
-}
+# The first scope that matches counts.
+SCOPES = (
+  Scope(r"\bloss\b", "loss", "loss"),
+  Scope(r"\boptimizer\b", "optimizer", "optimizer"),
+  Scope(r"/(rope|rms_norm)/", _NORMS, _NORMS),
+  Scope(r"/ffn/", _FEED_FORWARD, _FEED_FORWARD),
+  Scope(r"/attention/", "attention, other", "projections"),
+  Scope(r"/layers/", _NORMS, _NORMS),
+)
+
+
+class CollectiveSeconds(NamedTuple):
+  """Seconds of the collectives of one kind.
+
+  Attributes:
+    total: Seconds of all of them.
+    exposed: Seconds in which no computation overlaps with them.
+  """
+
+  total: float
+  exposed: float
+
+
+class LongInstruction(NamedTuple):
+  """Seconds and name of an instruction. They sort by seconds."""
+
+  seconds: float
+  name: str
 
 
 class Estimate(NamedTuple):
-  """Seconds of one run of a program, by part."""
+  """Estimated time of one run of a program.
+
+  Attributes:
+    parts: Seconds of each part. Collectives are in `EXPOSED`, as far as no
+      computation overlaps them.
+    collectives: Seconds of collectives by kind.
+    longest: The instructions that take the most seconds.
+  """
 
   parts: dict[str, float]
-  # Seconds of collectives, all and those of them that no computation covers, by kind; the latter are in the parts too
-  collectives: dict[str, tuple[float, float]]
-  # Seconds and names of the instructions that take most
-  longest: list[tuple[float, str]]
+  collectives: dict[str, CollectiveSeconds]
+  longest: list[LongInstruction]
 
   @property
   def seconds(self) -> float:
@@ -79,55 +110,8 @@ class Estimate(NamedTuple):
 
   @property
   def has_kernels(self) -> bool:
-    """True if attention kernels are counted."""
+    """Whether attention kernels are included."""
     return KERNELS in self.parts
-
-
-class Torus(NamedTuple):
-  """The links between the chips of a slice."""
-
-  sizes: tuple[int, ...]
-  ring: int
-  link: float
-
-  @classmethod
-  def of(cls, topology: str) -> Torus:
-    """The torus of a slice, by generation and chips: "v5e:4x4"."""
-    generation, _, shape = topology.partition(":")
-    sizes = tuple(size for size in map(int, shape.split("x")) if size > 1)
-    closed = (
-      all(size % CHIPS[generation].ring == 0 for size in sizes)
-      or CHIPS[generation].ring > 4
-    )  # cubes close together or not at all
-    return cls(
-      sizes, CHIPS[generation].ring if closed else 0, CHIPS[generation].link
-    )
-
-  def _ways(self, size: int) -> int:
-    """Links along a dimension of the chip that has the fewest: two in a ring, one at the end of a line."""
-    return 2 if self.ring and size % self.ring == 0 else 1
-
-  def seconds(self, collective: Collective, devices: int) -> float:
-    """Lower bound on a collective between so many devices: the time of the bytes that a chip receives over its links; for a permute, which
-    comes from one neighbour, over one of them; for an all-to-all also of those that cross the middle of the longest dimension. It assumes
-    that the chips of a group lie together."""
-    if devices == 1 or not self.sizes:
-      return 0.0
-    if collective.kind == "collective-permute":
-      return collective.bytes / self.link
-    received = collective.bytes / (sum(map(self._ways, self.sizes)) * self.link)
-    if collective.kind != "all-to-all":
-      return received
-    size = max(self.sizes)
-    longest = min(size, devices)
-    share = collective.bytes / (devices - 1)
-    return max(
-      received,
-      devices
-      * longest
-      * share
-      / (4 * self._ways(size if longest == size else 1) * self.link),
-    )
 
 
 def estimate(
@@ -136,280 +120,360 @@ def estimate(
   chip: Chip,
   torus: Torus,
   kernel_cycles: Mapping[str, float],
-  scopes: tuple[tuple[str, str, str], ...] = SCOPES,
+  scopes: Sequence[Scope] = SCOPES,
 ) -> Estimate | None:
-  """Reads the compiler's estimates; None if the program has none, as of a generation for which the compiler makes none.
+  """Returns the estimated time of a program.
 
   Args:
-    text: the program, from `jax.stages.Compiled.as_text`.
-    mesh: devices along each axis of the mesh that it is compiled for, in order.
-    chip: the device.
-    torus: the slice, whose links all collectives share.
-    kernel_cycles: cycles of one call, by what a kernel's name contains; others count as nothing.
-    scopes: pattern of an instruction's name, part, part of a matrix product.
+    text: The program, from `jax.stages.Compiled.as_text`.
+    mesh: The number of devices along each axis of its mesh, in order.
+    chip: The chip.
+    torus: The slice. All collectives share its links.
+    kernel_cycles: Cycles of one call of a kernel, by a part of the kernel's
+      name. Other kernels take no time.
+    scopes: Assign instructions to parts of the step.
+
+  Returns:
+    The estimate. None if the compiler wrote no cycles into the program, because
+    it has no estimates for the generation.
 
   Raises:
-    ValueError: if the text cannot be read: devices of a collective, or iterations of a loop.
+    ValueError: if the text cannot be read: the devices of a collective, or the
+      iterations of a loop.
   """
   if "estimated_cycles" not in text:
     return None
-  reader = _Reader(ProgramText(text), mesh, chip, torus, kernel_cycles, scopes)
-  reader.run(reader.program.entry, 1)
-  collectives = {
-    kind: (whole, shown) for kind, (whole, shown) in reader.moved.items()
-  }
-  return Estimate(
-    dict(reader.parts), collectives, sorted(reader.taken, reverse=True)[:20]
+  program = ProgramText(text)
+  estimator = _Estimator(
+    program=program,
+    collectives=CollectiveReader(program, mesh),
+    mesh=mesh,
+    chip=chip,
+    torus=torus,
+    kernel_cycles=kernel_cycles,
+    scopes=scopes,
   )
+  return _sum_up(estimator.computation_cost(program.entry))
 
 
-class _Reader:
-  """Adds up what a program takes, computation by computation.
+class _Item(NamedTuple):
+  """The time of an instruction in one run of a computation.
 
   Attributes:
-    program: the program.
-    parts: seconds by part.
-    moved: seconds of collectives by kind, all and exposed.
-    taken: seconds and name of each instruction.
+    part: Part of the step.
+    name: Name of the instruction.
+    seconds: Seconds each time.
+    times: How often it runs.
+    collective_kind: Kind of the collective, if the part is `EXPOSED`.
   """
 
-  def __init__(
-    self,
-    program: ProgramText,
-    mesh: Mapping[str, int],
-    chip: Chip,
-    torus: Torus,
-    kernel_cycles: Mapping[str, float],
-    scopes: tuple[tuple[str, str, str], ...],
-  ):
-    self.program = program
-    self.parts: dict[str, float] = defaultdict(float)
-    self.moved: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    self.taken: list[tuple[float, str]] = []
-    self._mesh, self._chip, self._torus, self._kernel_cycles, self._scopes = (
-      mesh,
-      chip,
-      torus,
-      kernel_cycles,
-      scopes,
-    )
-    self._products = _with_products(program)
+  part: str
+  name: str
+  seconds: float
+  times: int = 1
+  collective_kind: str = ""
 
-  def run(self, name: str, times: int) -> float:
-    """Adds what `times` runs of a computation take, and returns the seconds of one. Its lines are in the order of the schedule."""
-    clock = _Clock(self, times)
-    for line in self.program.computations[name]:
+
+class _CollectiveTime(NamedTuple):
+  """The time of a collective, whether or not a computation overlaps it."""
+
+  kind: str
+  seconds: float
+  times: int = 1
+
+
+@dataclasses.dataclass
+class _Cost:
+  """The time of one run of a computation.
+
+  Attributes:
+    seconds: Seconds from its start to its end.
+    items: The instructions that these seconds consist of.
+    collectives: The collectives that start in the run.
+  """
+
+  seconds: float = 0.0
+  items: list[_Item] = dataclasses.field(default_factory=list)
+  collectives: list[_CollectiveTime] = dataclasses.field(default_factory=list)
+
+  def repeated(self, times: int) -> _Cost:
+    """Returns the time of a number of runs."""
+    return _Cost(
+      seconds=self.seconds * times,
+      items=[item._replace(times=item.times * times) for item in self.items],
+      collectives=[
+        collective._replace(times=collective.times * times)
+        for collective in self.collectives
+      ],
+    )
+
+
+def _sum_up(cost: _Cost) -> Estimate:
+  """Returns the estimate of a program from the cost of its entry."""
+  parts: dict[str, float] = {}
+  exposed_seconds: dict[str, float] = {}
+  instructions = []
+  for item in cost.items:
+    seconds = item.seconds * item.times
+    instructions.append(LongInstruction(seconds, item.name))
+    _add(parts, item.part, seconds)
+    if item.part == EXPOSED:
+      _add(exposed_seconds, item.collective_kind, seconds)
+
+  total_seconds: dict[str, float] = {}
+  for collective in cost.collectives:
+    seconds = collective.seconds * collective.times
+    _add(total_seconds, collective.kind, seconds)
+
+  collectives = {}
+  for kind, total in total_seconds.items():
+    exposed = exposed_seconds.get(kind, 0.0)
+    collectives[kind] = CollectiveSeconds(total, exposed)
+  longest = sorted(instructions, reverse=True)[:_NUM_LONGEST]
+  return Estimate(parts, collectives, longest)
+
+
+def _add(sums: dict[str, float], key: str, value: float) -> None:
+  """Adds a value to the sum of a key."""
+  sums[key] = sums.get(key, 0.0) + value
+
+
+@dataclasses.dataclass(frozen=True)
+class _Estimator:
+  """Estimates the time of a program's computations.
+
+  Attributes:
+    program: The program.
+    collectives: Reads the collectives of the program.
+    mesh, chip, torus, kernel_cycles, scopes: As in `estimate`.
+  """
+
+  program: ProgramText
+  collectives: CollectiveReader
+  mesh: Mapping[str, int]
+  chip: Chip
+  torus: Torus
+  kernel_cycles: Mapping[str, float]
+  scopes: Sequence[Scope]
+
+  def computation_cost(self, computation: str) -> _Cost:
+    """Returns the time of one run of a computation."""
+    timeline = _Timeline()
+    # The lines are in the order in which the instructions run.
+    for line in self.program.instructions(computation):
       if " while(" in line:
-        body = next(
-          callee for kind, callee in self.program.called(line) if kind == "body"
-        )
-        iterations = self.program.iterations(line)
-        clock.cover(self.run(body, times * iterations) * iterations)
+        timeline.compute(self._loop_cost(line))
       elif " call(" in line:
-        for _, callee in self.program.called(line):
-          clock.cover(self.run(callee, times))
+        for call in self.program.calls(line):
+          timeline.compute(self.computation_cost(call.computation))
       elif " conditional(" in line:
-        clock.cover(
-          self._longest(
-            [callee for _, callee in self.program.called(line)], times
-          )
-        )
+        timeline.compute(self._conditional_cost(line))
       else:
-        self._communicate(line, name, clock)
-        clock.cover(self._compute(line, times))
-    clock.wait_for_all()
-    return clock.seconds
+        self._communicate(line, computation, timeline)
+        timeline.compute(self._instruction_cost(line))
+    timeline.wait_for_all()
+    return timeline.cost
 
-  def _longest(self, branches: list[str], times: int) -> float:
-    """Adds what `times` runs of the branch take that takes most, and returns the seconds of one."""
-    readers = [copy.copy(self) for _ in branches]
-    for reader in readers:
-      reader.parts, reader.moved, reader.taken = (
-        defaultdict(float),
-        defaultdict(lambda: [0.0, 0.0]),
-        [],
-      )
-    seconds = [
-      reader.run(branch, times)
-      for reader, branch in zip(readers, branches, strict=True)
+  def _loop_cost(self, line: str) -> _Cost:
+    """Returns the time of a loop with all of its iterations."""
+    iterations = self.program.iterations(line)
+    for call in self.program.calls(line):
+      if call.kind == "body":
+        return self.computation_cost(call.computation).repeated(iterations)
+    raise ValueError(f"a loop without a body: {line}")
+
+  def _conditional_cost(self, line: str) -> _Cost:
+    """Returns the time of the branch that takes the longest."""
+    branch_costs = [
+      self.computation_cost(call.computation)
+      for call in self.program.calls(line)
     ]
-    longest = readers[seconds.index(max(seconds))]
-    for part, cost in longest.parts.items():
-      self.parts[part] += cost
-    for kind, (whole, shown) in longest.moved.items():
-      self.moved[kind] = [
-        self.moved[kind][0] + whole,
-        self.moved[kind][1] + shown,
-      ]
-    self.taken += longest.taken
-    return max(seconds)
+    return max(branch_costs, key=operator.attrgetter("seconds"))
 
-  def _communicate(self, line: str, computation: str, clock: _Clock) -> None:
-    """Starts the collectives that an instruction starts, and waits for those that it ends."""
-    if sent := of_line(self.program, line, computation, self._mesh):
-      chain, collective = sent[0]
-      key, phase = (
-        chain or _operand(line) or _label(line),
-        _phase(self.program, line),
-      )
-      if phase in ("start", "whole"):
-        seconds = sum(
-          self._torus.seconds(
-            each, math.prod(self._mesh[axis] for axis in each.axes)
-          )
-          for _, each in sent
-        )
-        clock.start(key, collective.kind, seconds)
-      if phase in ("end", "whole"):
-        clock.wait_for(key)
-    else:
-      clock.wait_for(_operand(line))
+  def _communicate(
+    self, line: str, computation: str, timeline: _Timeline
+  ) -> None:
+    """Starts or awaits the collectives of an instruction."""
+    parts = self.collectives.in_instruction(line, computation)
+    if not parts:
+      # %done = bf16[8,16] all-gather-done(%start)
+      timeline.wait_for(_awaited_start(line))
+      return
 
-  def _compute(self, line: str, times: int) -> float:
-    """Adds what an instruction takes by its own cycles, and returns the seconds of one run."""
-    label, part = (
-      _label(line),
-      _part(self.program, line, self._scopes, self._products),
-    )
-    cycles = (
-      float(match[1])
-      if (match := re.search(r'"estimated_cycles":"(\d+)"', line))
-      else 0.0
-    )
+    chain, collective = parts[0]
+    key = chain or _awaited_start(line) or instruction_name(line)
+    phase = _phase(self.program, line)
+    if phase in ("start", "whole"):
+      seconds = 0.0
+      for _, part in parts:
+        num_devices = math.prod(self.mesh[axis] for axis in part.axes)
+        seconds += self.torus.collective_seconds(part, num_devices)
+      timeline.start(key, collective.kind, seconds)
+    if phase in ("end", "whole"):
+      timeline.wait_for(key)
+
+  def _instruction_cost(self, line: str) -> _Cost:
+    """Returns the time of an instruction, without calls and collectives."""
+    name = instruction_name(line)
+    part = self._part(line, name)
     if part == KERNELS:
-      cycles = next(
-        (
-          cost
-          for kernel, cost in self._kernel_cycles.items()
-          if kernel in label
-        ),
-        0.0,
-      )
-    seconds = cycles / self._chip.clock
-    if cycles:
-      self.parts[part] += seconds * times
-      self.taken.append((seconds * times, f"{label}: {_source(line)}"))
-    return seconds
+      cycles = self._cycles_of_kernel(name)
+    else:
+      cycles = _cycles_in_text(line)
+    if not cycles:
+      return _Cost()
+    seconds = cycles / self.chip.cycles_per_second
+    return _Cost(seconds, [_Item(part, f"{name}: {_source(line)}", seconds)])
+
+  def _cycles_of_kernel(self, name: str) -> float:
+    """Returns the cycles of one call of a kernel; 0 if they are unknown."""
+    for kernel, cycles in self.kernel_cycles.items():
+      if kernel in name:
+        return cycles
+    return 0.0
+
+  def _part(self, line: str, name: str) -> str:
+    """Returns the part of the step to which an instruction belongs."""
+    if "tpu_custom_call" in line:
+      return KERNELS
+    is_product = _is_product(self.program, line)
+    # A product that writes its result into the stack of saved activations is
+    # also named like a copy.
+    if not is_product and _COPY_NAME.search(name):
+      return COPIES
+    source = _source(line)
+    for scope in self.scopes:
+      if re.search(scope.pattern, source):
+        return scope.product_part if is_product else scope.part
+    return PRODUCTS if is_product else OTHER
 
 
-class _Clock:
-  """The time of one run of a computation, and the collectives that are under way. A chip's links serve one after another."""
+@dataclasses.dataclass
+class _InFlight:
+  """A collective that has been started and not been awaited.
 
-  def __init__(self, reader: _Reader, times: int):
-    self.seconds = 0.0
-    self._reader, self._times = reader, times
-    self._under_way: dict[
-      str, float
-    ] = {}  # seconds left of each, in the order in which they started
-    self._kinds: dict[str, str] = {}
+  Attributes:
+    kind: Kind of the collective.
+    seconds_left: Seconds that no computation has overlapped yet.
+  """
+
+  kind: str
+  seconds_left: float
+
+
+class _Timeline:
+  """Adds up one run of a computation, in the order of its instructions.
+
+  Collectives share a chip's links, which serve one collective after another in
+  the order in which they started.
+
+  Attributes:
+    cost: The time until now.
+  """
+
+  def __init__(self) -> None:
+    self.cost = _Cost()
+    # In the order in which they started.
+    self._in_flight: dict[str, _InFlight] = {}
 
   def start(self, key: str, kind: str, seconds: float) -> None:
-    """Starts a collective."""
-    self._under_way[key], self._kinds[key] = seconds, kind
-    self._reader.moved[kind][0] += seconds * self._times
+    """Starts a collective that takes this many seconds."""
+    self._in_flight[key] = _InFlight(kind, seconds)
+    self.cost.collectives.append(_CollectiveTime(kind, seconds))
 
-  def cover(self, cost: float) -> None:
-    """Lets a computation run, which hides as much of what is under way."""
-    self.seconds += cost
-    for key, left in self._under_way.items():
-      hidden = min(left, cost)
-      self._under_way[key], cost = left - hidden, cost - hidden
+  def compute(self, cost: _Cost) -> None:
+    """Runs a computation, which overlaps with collectives in flight."""
+    self.cost.seconds += cost.seconds
+    self.cost.items += cost.items
+    self.cost.collectives += cost.collectives
+    available = cost.seconds
+    for collective in self._in_flight.values():
+      hidden = min(collective.seconds_left, available)
+      collective.seconds_left -= hidden
+      available -= hidden
 
   def wait_for(self, key: str) -> None:
-    """Waits for a collective and for those that started before it; not at all if it is not under way."""
-    while key in self._under_way:
-      first = next(iter(self._under_way))
-      exposed = self._under_way.pop(first)
-      self.seconds += exposed
-      self._reader.parts[EXPOSED] += exposed * self._times
-      self._reader.moved[self._kinds[first]][1] += exposed * self._times
-      self._reader.taken.append((exposed * self._times, f"{first}, exposed"))
+    """Waits for a collective and for all that started before it.
+
+    Does nothing if the collective is not in flight.
+    """
+    while key in self._in_flight:
+      first_key = next(iter(self._in_flight))
+      first = self._in_flight.pop(first_key)
+      self.cost.seconds += first.seconds_left
+      self.cost.items.append(
+        _Item(
+          EXPOSED,
+          f"{first_key}, exposed",
+          first.seconds_left,
+          collective_kind=first.kind,
+        )
+      )
 
   def wait_for_all(self) -> None:
-    """Waits for every collective."""
-    if self._under_way:
-      self.wait_for(next(reversed(self._under_way)))
+    """Waits for all collectives."""
+    for key in list(self._in_flight):
+      self.wait_for(key)
 
 
-def _label(line: str) -> str:
-  """An instruction's own name."""
-  return (
-    match[1] if (match := re.match(r"\s*(?:ROOT )?%(\S+) = ", line)) else ""
-  )
+def _cycles_in_text(line: str) -> float:
+  """Returns the cycles that the compiler estimates; 0 if it does not."""
+  cycles = _CYCLES.search(line)
+  if cycles is None:
+    return 0.0
+  return float(cycles[1])
 
 
 def _source(line: str) -> str:
-  """An instruction's origin, by JAX's scopes."""
-  return match[1] if (match := re.search(r'op_name="([^"]*)"', line)) else ""
+  """Returns the JAX scopes that an instruction comes from; "" without any."""
+  source = _SOURCE.search(line)
+  if source is None:
+    return ""
+  return source[1]
 
 
-def _operand(line: str) -> str:
-  """The name of the start that an instruction ends, such as `all-gather-done(%all-gather-start.1)`; "" for other instructions."""
-  return (
-    match[1]
-    if (match := re.search(r" [a-z-]+-done\([^%]*%([^\s,)]+)", line))
-    else ""
-  )
+def _awaited_start(line: str) -> str:
+  """Returns the name of the start in `all-gather-done(%start)`; else ""."""
+  done = _DONE.search(line)
+  if done is None:
+    return ""
+  return done[1]
 
 
 def _phase(program: ProgramText, line: str) -> str:
-  """The phase of an instruction that holds a collective: "whole", "start", "end", or "part", which lies between the two."""
-  if re.search(r" [a-z-]+-start\(", line):
+  """Returns what an instruction does with its collective.
+
+  "start", "end", "part" (between the start and the end), or "whole" if the
+  instruction is the whole collective.
+  """
+  if _START.search(line):
     return "start"
-  inside = [
-    inner
-    for kind, callee in program.called(line)
-    if kind == "calls"
-    for inner in program.computations[callee]
-  ]
-  if any('"AsyncCollectiveStart"' in inner for inner in inside):
+  fused = program.fused(line)
+  if _contains(fused, '"AsyncCollectiveStart"'):
     return "start"
-  if any('"AsyncCollectiveDone"' in inner for inner in inside):
+  if _contains(fused, '"AsyncCollectiveDone"'):
     return "end"
-  return "part" if any("chain_id=" in inner for inner in inside) else "whole"
+  if _contains(fused, "chain_id="):
+    return "part"
+  return "whole"
 
 
-def _part(
-  program: ProgramText,
-  line: str,
-  scopes: tuple[tuple[str, str, str], ...],
-  products: set[str],
-) -> str:
-  """The part that an instruction counts to."""
-  source = _source(line)
-  if "tpu_custom_call" in line:
-    return KERNELS
-  is_product = any(
-    kind == "calls" and callee in products
-    for kind, callee in program.called(line)
-  )
-  # A product that writes into the stack of saved activations is named after the writing; it still counts as a product.
-  if not is_product and re.match(
-    r"\s*(?:ROOT )?%\S*(copy|dynamic-update-slice|dynamic-slice)\S* = ", line
-  ):
-    return COPIES
-  for pattern, part, of_products in scopes:
-    if re.search(pattern, source):
-      return of_products if is_product else part
-  return PRODUCTS if is_product else OTHER
+def _contains(lines: Iterable[str], text: str) -> bool:
+  """Returns whether a line contains the text."""
+  return any(text in line for line in lines)
 
 
-def _with_products(program: ProgramText) -> set[str]:
-  """Computations that hold a matrix product, directly or in what they call."""
-  found: set[str] = set()
+def _has_product(program: ProgramText, computation: str) -> bool:
+  """Returns whether a computation or a fusion in it has a matrix product."""
+  for line in program.instructions(computation):
+    if _PRODUCT.search(line) or _is_product(program, line):
+      return True
+  return False
 
-  def holds(name: str) -> bool:
-    if name not in found and any(
-      re.search(r" (convolution|dot)\(", line)
-      or any(
-        kind == "calls" and holds(callee)
-        for kind, callee in program.called(line)
-      )
-      for line in program.computations[name]
-    ):
-      found.add(name)
-    return name in found
 
-  for name in list(program.computations):
-    holds(name)
-  return found
+def _is_product(program: ProgramText, line: str) -> bool:
+  """Returns whether an instruction is a fusion with a matrix product."""
+  for call in program.calls(line):
+    if call.kind == "calls" and _has_product(program, call.computation):
+      return True
+  return False

@@ -1,143 +1,191 @@
-"""A plan in words: memory, traffic, the estimate of a step's time, and what would take less."""
+"""Prints the plan of a training step, and suggests how to reduce its memory."""
 
 from __future__ import annotations
 
 import collections
 import math
+import operator
 
-from diffjax.compiled.plan import TOPOLOGIES, Plan
+from diffjax.compiled.estimate import EXPOSED, Estimate
+from diffjax.compiled.hardware import TOPOLOGIES, Topology
+from diffjax.compiled.plan import Plan, training_flops
 from diffjax.config import Config
-from diffjax.model.flops import step_flops
 from diffjax.training import memory
-from diffjax.training.optimizer import frozen_names
+
+_GIB = 2**30
 
 
 def print_plan(config: Config, plan: Plan) -> None:
-  """Prints what a config's training step takes."""
+  """Prints memory, FLOPs, estimated time and communication of a step.
+
+  Args:
+    config: The run's config.
+    plan: The plan of its training step.
+  """
   axes = " × ".join(f"{axis} {size}" for axis, size in plan.mesh.items())
   print(
-    f"{plan.chips} chips ({plan.device_kind}), mesh {axes}; compiled in {plan.seconds:.0f} s"
+    f"{plan.chips} chips ({plan.device_kind}), mesh {axes};"
+    f" compiled in {plan.seconds:.0f} s"
   )
-  print("memory, GiB a chip")
-  for name in (
-    "parameters",
-    "optimizer",
-    "batch",
-    "temporaries",
-    "program",
-    "total",
-  ):
-    print(
-      f"  {name:<12}{getattr(plan, name) / 2**30:>8.2f}{f' of {plan.available / 2**30:.2f}' if name == 'total' else ''}"
-    )
-  tokens = config.train.batch_size * config.data.length
-  flops = step_flops(
-    config.model, config.data.length, tokens, frozen_names(config.optimizer)
-  ).training
-  print(
-    f"FLOPs a step, nominal (without rematerialisation): {flops:.3g}, {flops / plan.chips:.3g} a chip",
-    end="",
-  )
-  print(
-    f"; {plan.peak_seconds:.3g} s at the chip's peak"
-    if plan.peak_seconds
-    else ""
-  )
+  _print_memory(plan)
+  _print_flops(config, plan)
+  # The compiler may have refused the step. There is no program then.
   if plan.program:
-    _report_estimate(plan)
-    if plan.windowed:
-      print(
-        f"windowed einsums: {plan.windowed}, products cut into loops over a parameter's shards; each is slow and rounds its partial sums"
-      )
-    kernels = [
-      f"{name}{f' × {count}' if count > 1 else ''}"
-      for name, count in collections.Counter(plan.kernels).items()
-    ]
-    print(f"attention kernels: {', '.join(kernels) or 'none'}")
-    print(
-      f"received in a step, GiB a chip{f': not counted, the program has {plan.unread}' if plan.unread else ''}"
-    )
-    for crossed in sorted({crossed for crossed, _ in plan.received}):
-      kinds = {
-        kind: size
-        for (axes_of_kind, kind), size in sorted(plan.received.items())
-        if axes_of_kind == crossed
-      }
-      parts = ", ".join(
-        f"{kind} {size / 2**30:.3f}" for kind, size in kinds.items()
-      )
-      print(
-        f"  {' and '.join(crossed):<16}{sum(kinds.values()) / 2**30:>8.3f}: {parts}"
-      )
+    _print_estimate(plan)
+    _print_program(plan)
+    _print_received(plan)
 
 
-def _report_estimate(plan: Plan) -> None:
-  if plan.estimate is None:
-    print(
-      "seconds a step, the compiler's estimate: none, since "
-      + (
-        f"the program has {plan.unread}"
-        if plan.unread
-        else "there is none for this generation"
-      )
-    )
-    return
-  print(
-    "seconds a step, the compiler's estimate (cycles × iterations, which rank programs; not a time)"
-  )
-  for part, seconds in sorted(
-    plan.estimate.parts.items(), key=lambda entry: -entry[1]
+def _print_memory(plan: Plan) -> None:
+  """Prints the table of the memory."""
+  print("memory, GiB a chip")
+  for name, size in (
+    ("parameters", plan.parameters),
+    ("optimizer", plan.optimizer),
+    ("batch", plan.batch),
+    ("temporaries", plan.temporaries),
+    ("program", plan.program),
   ):
-    note = ""
-    if part == "exposed collectives":
-      whole = sum(whole for whole, _ in plan.estimate.collectives.values())
-      shown = ", ".join(
-        f"{kind} {shown:.4f} of {whole:.4f}"
-        for kind, (whole, shown) in sorted(plan.estimate.collectives.items())
-      )
-      note = f": {seconds / whole:.0%} of all collectives; {shown}"
-    print(f"  {part:<24}{seconds:>8.4f}{note}")
-  without = (
-    " (without attention kernels, for whose shape there is no estimate)"
-    if plan.kernels and not plan.estimate.has_kernels
-    else ""
+    print(f"  {name:<12}{size / _GIB:>8.2f}")
+  print(
+    f"  {'total':<12}{plan.total / _GIB:>8.2f} of {plan.available / _GIB:.2f}"
   )
-  print(f"  {'total':<24}{plan.estimate.seconds:>8.4f}{without}")
-  print(f"bound on MFU, the compiler's estimate: {plan.mfu_bound:.1%}{without}")
+
+
+def _print_flops(config: Config, plan: Plan) -> None:
+  """Prints the step's nominal FLOPs, and their time at the chip's peak."""
+  flops = training_flops(config)
+  at_peak = ""
+  if plan.peak_seconds:
+    at_peak = f"; {plan.peak_seconds:.3g} s at the chip's peak"
+  print(
+    f"FLOPs a step, nominal (without rematerialisation): {flops:.3g},"
+    f" {flops / plan.chips:.3g} a chip{at_peak}"
+  )
+
+
+def _print_estimate(plan: Plan) -> None:
+  """Prints the table of the estimated time, and the bound on MFU."""
+  title = "seconds a step, the compiler's estimate"
+  if plan.estimate is None:
+    reason = "there is none for this generation"
+    if plan.unread:
+      reason = f"the program has {plan.unread}"
+    print(f"{title}: none, since {reason}")
+    return
+
+  print(f"{title} (cycles × iterations, which rank programs; not a time)")
+  parts = sorted(
+    plan.estimate.parts.items(), key=operator.itemgetter(1), reverse=True
+  )
+  for part, seconds in parts:
+    note = ""
+    if part == EXPOSED:
+      note = _describe_collectives(plan.estimate)
+    print(f"  {part:<24}{seconds:>8.4f}{note}")
+  without_kernels = ""
+  if plan.kernels and not plan.estimate.has_kernels:
+    without_kernels = (
+      " (without attention kernels, for whose shape there is no estimate)"
+    )
+  print(f"  {'total':<24}{plan.estimate.seconds:>8.4f}{without_kernels}")
+  print(
+    "bound on MFU, the compiler's estimate:"
+    f" {plan.mfu_bound:.1%}{without_kernels}"
+  )
+
+
+def _describe_collectives(estimate: Estimate) -> str:
+  """Returns how much of the collectives is exposed, in total and by kind.
+
+  Example:
+    ": 40% of all collectives; all-gather 0.1250 of 0.5000"
+  """
+  total = 0.0
+  kinds = []
+  for kind, seconds in sorted(estimate.collectives.items()):
+    total += seconds.total
+    kinds.append(f"{kind} {seconds.exposed:.4f} of {seconds.total:.4f}")
+  share = estimate.parts[EXPOSED] / total
+  return f": {share:.0%} of all collectives; {', '.join(kinds)}"
+
+
+def _print_program(plan: Plan) -> None:
+  """Prints the windowed einsums and the attention kernels."""
+  if plan.windowed:
+    print(
+      f"windowed einsums: {plan.windowed}, products cut into loops over a"
+      " parameter's shards; each is slow and rounds its partial sums"
+    )
+  kernels = []
+  for name, count in collections.Counter(plan.kernels).items():
+    kernels.append(name if count == 1 else f"{name} × {count}")
+  print(f"attention kernels: {', '.join(kernels) or 'none'}")
+
+
+def _print_received(plan: Plan) -> None:
+  """Prints the bytes received along each combination of mesh axes."""
+  reason = ""
+  if plan.unread:
+    reason = f": not counted, the program has {plan.unread}"
+  print(f"received in a step, GiB a chip{reason}")
+
+  sizes_by_axes: dict[tuple[str, ...], dict[str, float]] = {}
+  for (axes, kind), size in sorted(plan.received.items()):
+    sizes_by_axes.setdefault(axes, {})[kind] = size
+  for axes, sizes in sizes_by_axes.items():
+    total = sum(sizes.values())
+    kinds = [f"{kind} {size / _GIB:.3f}" for kind, size in sizes.items()]
+    print(f"  {' and '.join(axes):<16}{total / _GIB:>8.3f}: {', '.join(kinds)}")
 
 
 def changes(
   config: Config, topology: str, slices: int, plan: Plan
 ) -> list[str]:
-  """Changes of the config or the topology that would take less memory. Those of the kind that dominates come first.
+  """Returns changes of the config or the topology that reduce the memory.
+
+  If the training state is larger than the temporaries, changes that reduce it
+  come first.
 
   Args:
-    config: the run's config.
-    topology: generation and chips of a slice: "v5e:4x4".
-    slices: number of such slices.
-    plan: of the step there.
+    config: The run's config.
+    topology: Generation and chips of a slice, such as "v5e:4x4".
+    slices: Number of such slices.
+    plan: The plan of the step on these slices.
   """
-  devices = math.prod(plan.mesh.values())
-  state, activations = (
-    memory.flags_for_state(config, plan.mesh, slices),
-    memory.flags_for_activations(config, devices),
-  )
-  found = (
-    state + activations
-    if plan.parameters + plan.optimizer > plan.temporaries
-    else activations + state
-  )
+  num_devices = math.prod(plan.mesh.values())
+  for_state = memory.flags_for_state(config, plan.mesh, slices)
+  for_activations = memory.flags_for_activations(config, num_devices)
+  if plan.parameters + plan.optimizer > plan.temporaries:
+    suggestions = for_state + for_activations
+  else:
+    suggestions = for_activations + for_state
+  larger_topology = _larger_topology(config, topology, slices, plan)
+  if larger_topology is not None:
+    suggestions.append(f"--topology={larger_topology}")
+  if suggestions:
+    return suggestions
+  return [f"the config: {memory.SMALLER_MODEL}; or the generation of TPU"]
+
+
+def _larger_topology(
+  config: Config, topology: str, slices: int, plan: Plan
+) -> str | None:
+  """Returns the smallest larger topology with sufficient memory, if any.
+
+  It assumes that the memory per chip is inversely proportional to the number of
+  chips.
+  """
+  num_devices = math.prod(plan.mesh.values())
   generation, _, shape = topology.partition(":")
-  for larger in TOPOLOGIES[generation][
-    TOPOLOGIES[generation].index(shape) + 1 :
-  ]:
-    factor = math.prod(map(int, larger.split("x"))) * slices / plan.chips
-    if (
-      plan.total <= factor * plan.available
-      and config.train.batch_size % (devices * factor) == 0
-    ):
-      found.append(f"--topology={generation}:{larger}")
-      break
-  return found or [
-    f"the config: {memory.SMALLER_MODEL}; or the generation of TPU"
-  ]
+  shapes = TOPOLOGIES[generation]
+  for larger_shape in shapes[shapes.index(shape) + 1 :]:
+    larger_topology = f"{generation}:{larger_shape}"
+    num_chips = Topology.parse(larger_topology).num_chips * slices
+    factor = num_chips / plan.chips
+    has_memory = plan.total <= factor * plan.available
+    # Each device takes the same number of rows.
+    divides_batch = config.train.batch_size % (num_devices * factor) == 0
+    if has_memory and divides_batch:
+      return larger_topology
+  return None

@@ -1,109 +1,213 @@
-"""The text of a compiled program: its computations, what they call, and how often its loops run."""
+"""Reads the text of a compiled program: computations, calls and loops.
+
+The text is HLO, from `jax.stages.Compiled.as_text`. A program consists of
+computations, and a computation of instructions, one per line in the order in
+which they run:
+
+    %body (state: (s32[], f32[8])) -> (s32[], f32[8]) {
+      %next = s32[] add(%counter, %step)
+      ROOT %tuple = (s32[], f32[8]) tuple(%next, %sum)
+    }
+
+    ENTRY %main (x: f32[8]) -> f32[8] {
+      %loop = (s32[], f32[8]) while(%start), condition=%condition, body=%body
+    }
+"""
 
 from __future__ import annotations
 
+import math
 import re
-from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
 
+# ENTRY %main (x: f32[8]) -> f32[8] {
 _COMPUTATION = re.compile(r"^(ENTRY )?%(\S+) \(.*\{$")
-_DEFINITION = re.compile(r"\s*(?:ROOT )?%(\S+) = ")
-_CALLED = re.compile(
-  r"\b(body|calls|to_apply|branch_computations|true_computation|false_computation)=\{?(%[^\s,}]+(?:, %[^\s,}]+)*)"
+# ROOT %tuple = (s32[], f32[8]) tuple(%next, %sum)
+_INSTRUCTION = re.compile(r"\s*(?:ROOT )?%(\S+) = ")
+# calls=%fused, or branch_computations={%first, %second}
+_CALLS = re.compile(
+  r"\b(body|calls|to_apply|branch_computations|true_computation"
+  r"|false_computation)=\{?(%[^\s,}]+(?:, %[^\s,}]+)*)"
 )
+# The names in `%first, %second`
+_NAME = re.compile(r"%([^\s,]+)")
+# backend_config={"known_trip_count":{"n":"24"}}
+_TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+# %loop = (s32[]) while(%start), condition=%condition, body=%body
+_CONDITION = re.compile(r"\bcondition=%([^\s,]+)")
+_BODY = re.compile(r"\bbody=%([^\s,]+)")
+# %counter = s32[] get-tuple-element(%state), index=0
+_INDEX = re.compile(r"index=(\d+)")
+# %step = s32[] constant(2)
+_CONSTANT = re.compile(r" constant\((\d+)\)")
+# %loop = (…) while(…), body=%wide.windowed_dot_general_body_ag.1, metadata={}
+_WINDOWED_EINSUM = re.compile(r"body=%(\S*windowed_dot_general\S*?)[,\s]")
+
+# Characters of an instruction that an error message quotes.
+_QUOTED_LENGTH = 300
+
+
+class Call(NamedTuple):
+  """A computation that an instruction calls.
+
+  Attributes:
+    kind: How it is called: "body", "calls" (of a fusion), "to_apply", or a
+      branch of a conditional.
+    computation: Name of the computation.
+  """
+
+  kind: str
+  computation: str
 
 
 class ProgramText:
-  """A compiled program, read from its text.
+  """A compiled program.
 
   Attributes:
-    text: all of it.
-    computations: the lines of each computation, by its name, in the order in which they run.
-    entry: name of the computation that runs first.
+    text: The whole text.
+    computations: The instructions of each computation, by its name.
+    entry: Name of the computation that runs first.
   """
 
   def __init__(self, text: str):
     """Reads a text from `jax.stages.Compiled.as_text`."""
-    computations: dict[str, list[str]] = defaultdict(list)
-    self.text, self.entry, name = text, "", ""
+    self.text = text
+    self.entry = ""
+    self.computations: dict[str, list[str]] = {}
+    self._definitions: dict[str, str] = {}
+    computation = ""
     for line in text.splitlines():
-      if match := _COMPUTATION.match(line):
-        name = match[2]
-        self.entry = name if match[1] else self.entry
-      elif name:
-        computations[name].append(line)
-    self.computations = computations
-    self._definitions = {
-      match[1]: line
-      for lines in computations.values()
-      for line in lines
-      if (match := _DEFINITION.match(line))
-    }
+      header = _COMPUTATION.match(line)
+      if header:
+        is_entry, computation = header.groups()
+        if is_entry:
+          self.entry = computation
+      elif computation:
+        self.computations.setdefault(computation, []).append(line)
+        name = instruction_name(line)
+        if name:
+          self._definitions[name] = line
 
-  def called(self, line: str) -> list[tuple[str, str]]:
-    """The computations that an instruction calls: how it calls each (body, calls, to_apply or a condition's branches), and its name."""
-    return [
-      (kind, name)
-      for kind, names in _CALLED.findall(line)
-      for name in re.findall(r"%([^\s,]+)", names)
-    ]
+  def instructions(self, computation: str) -> Sequence[str]:
+    """Returns the lines of a computation; none if the text lacks it."""
+    return self.computations.get(computation, ())
+
+  def calls(self, line: str) -> list[Call]:
+    """Returns the computations that an instruction calls."""
+    calls = []
+    for kind, names in _CALLS.findall(line):
+      for name in _NAME.findall(names):
+        calls.append(Call(kind, name))
+    return calls
+
+  def fused(self, line: str) -> list[str]:
+    """Returns the instructions inside a fusion; none for other instructions."""
+    instructions: list[str] = []
+    for call in self.calls(line):
+      if call.kind == "calls":
+        instructions += self.instructions(call.computation)
+    return instructions
 
   def iterations(self, loop: str) -> int:
-    """The number of times that a loop's body runs: as the compiler wrote it down, or from the start, the step and the bound of its counter.
+    """Returns the number of times that the body of a loop runs.
 
     Args:
-      loop: the line of the loop.
+      loop: The line of the loop.
 
     Raises:
-      ValueError: if it cannot be read.
+      ValueError: if the number cannot be read.
     """
-    if match := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop):
-      return int(match[1])
-
-    def resolve(name: str) -> str:
-      line = self._definitions[name]
-      return resolve(_operands(line, "copy")[0]) if " copy(" in line else line
-
-    def constant(name: str) -> int:
-      return int(re.search(r" constant\((\d+)\)", resolve(name))[1])  # type: ignore[index]
-
+    trip_count = _TRIP_COUNT.search(loop)
+    if trip_count:
+      return int(trip_count[1])
     try:
-      condition, body = (
-        re.search(rf"\b{name}=%([^\s,]+)", loop)[1]  # type: ignore[index]
-        for name in ("condition", "body")
-      )
-      (compare,) = [
-        line
-        for line in self.computations[condition]
-        if " compare(" in line and "direction=LT" in line
-      ]
-      counter, bound = _operands(compare, "compare")
-      place = int(re.search(r"index=(\d+)", resolve(counter))[1])  # type: ignore[index]
-      start = constant(
-        _operands(resolve(_operands(loop, "while")[0]), "tuple")[place]
-      )
-      (root,) = [
-        line
-        for line in self.computations[body]
-        if line.lstrip().startswith("ROOT ")
-      ]
-      step = constant(
-        _operands(resolve(_operands(root, "tuple")[place]), "add")[1]
-      )
-      return -(-(constant(bound) - start) // step)
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+      return self._count_iterations(loop)
+    except (KeyError, IndexError, ValueError) as error:
       raise ValueError(
-        f"a loop whose iterations cannot be read: {loop.strip()[:300]}"
+        f"a loop whose iterations cannot be read: {quote(loop)}"
       ) from error
+
+  def _count_iterations(self, loop: str) -> int:
+    """Returns the iterations of `for (i = start; i < bound; i += step)`.
+
+    Raises:
+      KeyError, IndexError or ValueError: if the loop has another form.
+    """
+    # %less = pred[] compare(%counter, %bound), direction=LT
+    comparisons = []
+    for line in self.instructions(_first_group(_CONDITION, loop)):
+      if " compare(" in line and "direction=LT" in line:
+        comparisons.append(line)
+    (comparison,) = comparisons
+    counter, bound = _operands(comparison, "compare")
+
+    # The counter is one element of the tuple that the loop carries.
+    position = int(_first_group(_INDEX, self._resolve(counter)))
+    initial_state = self._resolve(_operands(loop, "while")[0])
+    start = _operands(initial_state, "tuple")[position]
+
+    # ROOT %tuple = (s32[], f32[8]) tuple(%next, %sum)
+    roots = []
+    for line in self.instructions(_first_group(_BODY, loop)):
+      if line.lstrip().startswith("ROOT "):
+        roots.append(line)
+    (next_state,) = roots
+    next_counter = self._resolve(_operands(next_state, "tuple")[position])
+    # %next = s32[] add(%counter, %step)
+    _, step = _operands(next_counter, "add")
+
+    distance = self._constant(bound) - self._constant(start)
+    # The last step may go past the bound.
+    return math.ceil(distance / self._constant(step))
+
+  def _resolve(self, name: str) -> str:
+    """Returns the line that computes a value, behind its copies."""
+    line = self._definitions[name]
+    while " copy(" in line:
+      line = self._definitions[_operands(line, "copy")[0]]
+    return line
+
+  def _constant(self, name: str) -> int:
+    """Returns the value of an integer constant."""
+    return int(_first_group(_CONSTANT, self._resolve(name)))
+
+
+def instruction_name(line: str) -> str:
+  """Returns the name of an instruction; "" for other lines."""
+  instruction = _INSTRUCTION.match(line)
+  if instruction is None:
+    return ""
+  return instruction[1]
+
+
+def quote(line: str) -> str:
+  """Returns the beginning of an instruction, for an error message."""
+  return line.strip()[:_QUOTED_LENGTH]
 
 
 def windowed_einsums(text: str) -> int:
-  """The number of a program's products that have become loops over the shards of an operand."""
-  return len(set(re.findall(r"body=%(\S*windowed_dot_general\S*?)[,\s]", text)))
+  """Returns the number of windowed einsums in a program.
+
+  A windowed einsum is a matrix product that the compiler has replaced by a loop
+  over the shards of an operand.
+  """
+  return len(set(_WINDOWED_EINSUM.findall(text)))
 
 
 def _operands(line: str, operation: str) -> list[str]:
-  """Names of the operands of an instruction."""
-  return re.findall(
-    r"%([^\s,]+)",
-    re.search(rf" {operation}\(([^)]*)\)", line)[1],  # type: ignore[index]
-  )
+  """Returns the operands' names, as in `add(%counter, %step)`."""
+  operands = re.compile(rf" {operation}\(([^)]*)\)")
+  return _NAME.findall(_first_group(operands, line))
+
+
+def _first_group(pattern: re.Pattern[str], line: str) -> str:
+  """Returns the first group of a pattern.
+
+  Raises:
+    ValueError: if the line does not have it.
+  """
+  match = pattern.search(line)
+  if match is None:
+    raise ValueError(f"no {pattern.pattern!r} in {line!r}")
+  return match[1]

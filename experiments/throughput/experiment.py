@@ -268,11 +268,11 @@ def plan(config: Config, topology: str) -> list[dict[str, str]]:
   """The programs that `measure` would compile, for one device of TPUs that are not there: a row an architecture.
 
   Raises:
-    UserError: if not even two layers fit; and what `diffjax.compiled.plan.apart` raises.
+    UserError: if not even two layers fit; and what `diffjax.compiled.plan.call_with_devices` raises.
   """
-  from diffjax.compiled.plan import apart
+  from diffjax.compiled.plan import call_with_devices
 
-  return apart(_plan, config, topology=topology)
+  return call_with_devices(_plan, config, topology=topology)
 
 
 def _plan(

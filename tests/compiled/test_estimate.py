@@ -11,17 +11,23 @@ import jax.numpy as jnp
 import pytest
 
 from diffjax.compiled.collectives import Collective
-from diffjax.compiled.estimate import CHIPS, Chip, Torus, estimate
-from diffjax.compiled.plan import apart, kernel_cycles
+from diffjax.compiled.estimate import estimate
+from diffjax.compiled.hardware import CHIPS, Chip, Torus
+from diffjax.compiled.plan import call_with_devices, kernel_cycles
 from diffjax.config import Config, DataConfig, ModelConfig, TrainConfig
 from diffjax.ops.diff_attention.tpu import cycles as tpu_cycles
 from diffjax.ops.diff_attention.tpu.cycles import cycles
 from tests.tiers import full
 
-CHIP = Chip(clock=1e3, link=100.0, cores=1, ring=16)  # a cycle is a millisecond
-TORUS = Torus(
-  sizes=(2, 2), ring=16, link=100.0
-)  # two links a chip, of 100 bytes a second
+# A cycle is a millisecond.
+CHIP = Chip(
+  cycles_per_second=1e3,
+  link_bytes_per_second=100.0,
+  num_cores=1,
+  ring_multiple=16,
+)
+# A chip has two links of 100 bytes per second.
+TORUS = Torus(sizes=(2, 2), ring_multiple=16, link_bytes_per_second=100.0)
 MESH = {"fsdp": 4}
 GROUPS = "replica_groups={{0,1,2,3}}"
 
@@ -330,14 +336,16 @@ def test_a_program_without_estimates():
 )
 def test_links(topology, gather, exchange):
   chips = math.prod(map(int, topology.partition(":")[2].split("x")))
-  seconds = lambda kind: Torus.of(topology).seconds(
+  seconds = lambda kind: Torus.from_topology(topology).collective_seconds(
     Collective(kind, ("fsdp",), 1e9, 1), chips
   )
   assert seconds("all-gather") == pytest.approx(gather) and seconds(
     "all-to-all"
   ) == pytest.approx(exchange)
   assert seconds("collective-permute") == pytest.approx(
-    1e9 / Torus.of(topology).link if chips > 1 else 0
+    1e9 / Torus.from_topology(topology).link_bytes_per_second
+    if chips > 1
+    else 0
   )
 
 
@@ -461,7 +469,9 @@ def _chain(devices, chips, available, with_copies):
   generation = {"TPU v5 lite": "v5e", "TPU v6 lite": "v6e", "TPU v5": "v5p"}[
     devices[0].device_kind
   ]
-  found = estimate(text, mesh.shape, CHIPS[generation], Torus.of("v5e:1x1"), {})
+  found = estimate(
+    text, mesh.shape, CHIPS[generation], Torus.from_topology("v5e:1x1"), {}
+  )
   return (
     found.seconds,
     TURNS * COUNT * 2 * ROWS * SIZE**2 / peak_flops(devices[0].device_kind),
@@ -479,12 +489,12 @@ def _chain(devices, chips, available, with_copies):
 )
 def test_a_chain_of_products_is_near_the_peak(topology, bandwidth):
   """And with a copy between each it takes longer, by what the copies cost: at least what the memory takes to read and write everything."""
-  alone, peak, parts = apart(_chain, False, topology=topology)
+  alone, peak, parts = call_with_devices(_chain, False, topology=topology)
   assert 0.85 * alone <= peak <= alone and set(parts) <= {
     "other products",
     "copies",
     "other",
   }
-  longer, _, parts = apart(_chain, True, topology=topology)
+  longer, _, parts = call_with_devices(_chain, True, topology=topology)
   moved = TURNS * COUNT * 2 * ROWS * SIZE * 2 / bandwidth
   assert moved <= longer - alone <= 4 * moved

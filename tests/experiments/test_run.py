@@ -455,7 +455,7 @@ def test_variants_are_compiled_for_tpus_that_are_not_there(run, monkeypatch):
       1.0,
     )
 
-  monkeypatch.setattr(plan, "compile_apart", too_large)
+  monkeypatch.setattr(plan, "compile_plan", too_large)
   out, errors = run(*flags, "--only=transformer", code=1)
   assert (
     compiled == [("softmax", "v5e:1x1")]

@@ -373,7 +373,7 @@ def _of_a_tpu(devices, chips, available):
 )
 def test_on_a_tpu_keys_travel_while_kernels_run():
   """As the compiler schedules it, in both loops every transfer starts before the step's kernels and ends after them."""
-  text = plan.apart(_of_a_tpu, topology="v5p:2x2x1")
+  text = plan.call_with_devices(_of_a_tpu, topology="v5p:2x2x1")
   assert "all-gather" not in text and "all-to-all" not in text
   found = []
   for body in ProgramText(text).computations.values():

@@ -13,8 +13,9 @@ import pytest
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from diffjax.compiled.estimate import CHIPS, Torus, estimate
-from diffjax.compiled.plan import apart
+from diffjax.compiled.estimate import estimate
+from diffjax.compiled.hardware import CHIPS, Torus
+from diffjax.compiled.plan import call_with_devices
 from diffjax.config import (
   REMAT,
   Config,
@@ -335,7 +336,7 @@ def _layers(devices, chips, available, topology):
     )
     text = gradients.lower(parameters, x).compile().as_text()
   return estimate(
-    text, mesh.shape, CHIPS[topology[:3]], Torus.of(topology), {}
+    text, mesh.shape, CHIPS[topology[:3]], Torus.from_topology(topology), {}
   ).collectives
 
 
@@ -350,7 +351,7 @@ def _layers(devices, chips, available, topology):
 def test_parameters_and_gradients_travel_while_chips_compute(topology):
   """A layer's first gather waits, since nothing of the layer runs before it; the second, of as many bytes, is covered. Gradients are: by an
   exchange on v5e, by the sparse cores' reduce-scatter elsewhere."""
-  seconds = apart(_layers, topology, topology=topology)
+  seconds = call_with_devices(_layers, topology, topology=topology)
   assert set(seconds) == {
     "all-gather",
     "all-to-all" if topology.startswith("v5e") else "reduce-scatter",

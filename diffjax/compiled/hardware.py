@@ -1,0 +1,214 @@
+"""The hardware model of the estimates: TPU chips, slices and their links."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from diffjax.compiled.collectives import Collective
+from diffjax.model.flops import peak_flops
+
+# Slices by generation, from small to large, as chips along each dimension
+# (cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}). v5e and v6e have two
+# dimensions, the others three.
+_PLANES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+_CUBES = (
+  "2x2x1",
+  "2x2x2",
+  "2x2x4",
+  "2x4x4",
+  "4x4x4",
+  "4x4x8",
+  "4x8x8",
+  "8x8x8",
+  "8x8x16",
+  "8x16x16",
+)
+TOPOLOGIES = {
+  "v4": _CUBES,
+  "v5e": _PLANES,
+  "v5p": (*_CUBES, "16x16x16", "16x16x24"),
+  "v6e": _PLANES,
+  "tpu7x": _CUBES,
+}
+
+# Memory of a chip that the compiler gives to a program, in GiB, as in its
+# messages about programs that are too large. For v7x it is the chip's memory.
+MEMORY_GIB = {
+  "v4": 30.75,
+  "v5e": 15.75,
+  "v5p": 95.74,
+  "v6e": 31.25,
+  "tpu7x": 192,
+}
+
+# FLOPs per cycle of a matrix unit: a multiply-add for each of its cells.
+_MXU_128_FLOPS = 2 * 128 * 128
+_MXU_256_FLOPS = 2 * 256 * 256
+
+
+class Chip(NamedTuple):
+  """The speed of a chip.
+
+  Attributes:
+    cycles_per_second: The clock rate.
+    link_bytes_per_second: Speed of one link to a neighbour, in one direction.
+    num_cores: Cores that share the work of a program.
+    ring_multiple: The chips along a dimension form a ring if their number is a
+      multiple of this. Otherwise, they form a line.
+    is_cube: Whether the dimensions of a slice form rings only together.
+  """
+
+  cycles_per_second: float
+  link_bytes_per_second: float
+  num_cores: int
+  ring_multiple: int
+  is_cube: bool = False
+
+
+def _clock_rate(device_kind: str, flops_per_cycle: int) -> float:
+  """Returns the cycles per second at which a chip reaches its peak FLOP/s."""
+  peak = peak_flops(device_kind)
+  assert peak is not None
+  return peak / flops_per_cycle
+
+
+# The speed of a link and the rings are from "How to scale your model"
+# (jax-ml.github.io/scaling-book/tpus). The compiler has no estimates for v7x.
+CHIPS = {
+  # Two cores with four matrix units each
+  "v4": Chip(
+    cycles_per_second=_clock_rate("TPU v4", 2 * 4 * _MXU_128_FLOPS),
+    link_bytes_per_second=45e9,
+    num_cores=2,
+    ring_multiple=4,
+    is_cube=True,
+  ),
+  "v5e": Chip(
+    cycles_per_second=_clock_rate("TPU v5e", 4 * _MXU_128_FLOPS),
+    link_bytes_per_second=45e9,
+    num_cores=1,
+    ring_multiple=16,
+  ),
+  "v5p": Chip(
+    cycles_per_second=_clock_rate("TPU v5", 2 * 4 * _MXU_128_FLOPS),
+    link_bytes_per_second=90e9,
+    num_cores=2,
+    ring_multiple=4,
+    is_cube=True,
+  ),
+  # By the compiler's estimates of large matrix products, as many FLOPs per cycle
+  # as four matrix units have. tests/compiled/test_estimate.py checks this.
+  "v6e": Chip(
+    cycles_per_second=_clock_rate("TPU v6", 4 * _MXU_256_FLOPS),
+    link_bytes_per_second=90e9,
+    num_cores=1,
+    ring_multiple=16,
+  ),
+}
+
+
+class Topology(NamedTuple):
+  """The chips of a TPU slice.
+
+  Attributes:
+    generation: Generation of the chips, such as "v5e".
+    sizes: Number of chips along each dimension.
+  """
+
+  generation: str
+  sizes: tuple[int, ...]
+
+  @classmethod
+  def parse(cls, text: str) -> Topology:
+    """Returns a topology from a text such as "v5e:4x4"."""
+    generation, _, shape = text.partition(":")
+    return cls(generation, tuple(int(size) for size in shape.split("x")))
+
+  @property
+  def num_chips(self) -> int:
+    """The number of chips."""
+    return math.prod(self.sizes)
+
+
+class Torus(NamedTuple):
+  """The links between the chips of a slice.
+
+  Attributes:
+    sizes: Number of chips along each dimension that has more than one.
+    ring_multiple: As in `Chip`; 0 if no dimension is a ring.
+    link_bytes_per_second: Speed of one link, in one direction.
+  """
+
+  sizes: tuple[int, ...]
+  ring_multiple: int
+  link_bytes_per_second: float
+
+  @classmethod
+  def from_topology(cls, text: str) -> Torus:
+    """Returns the torus of a slice such as "v5e:4x4"."""
+    topology = Topology.parse(text)
+    chip = CHIPS[topology.generation]
+    sizes = tuple(size for size in topology.sizes if size > 1)
+    ring_multiple = chip.ring_multiple
+    if chip.is_cube and any(size % ring_multiple != 0 for size in sizes):
+      ring_multiple = 0
+    return cls(sizes, ring_multiple, chip.link_bytes_per_second)
+
+  def collective_seconds(
+    self, collective: Collective, num_devices: int
+  ) -> float:
+    """Returns a lower bound on the seconds of a collective.
+
+    It is the time in which a chip receives its bytes over all of its links. It
+    assumes that the chips of a group are neighbours.
+
+    Args:
+      collective: The collective. It counts once.
+      num_devices: Number of devices that communicate with each other.
+    """
+    if num_devices == 1 or not self.sizes:
+      return 0.0
+    if collective.kind == "collective-permute":
+      # The bytes come from one neighbour, over one link.
+      return collective.bytes / self.link_bytes_per_second
+    num_links = sum(self._num_links(size) for size in self.sizes)
+    seconds = collective.bytes / (num_links * self.link_bytes_per_second)
+    if collective.kind == "all-to-all":
+      bisection_seconds = self._bisection_seconds(collective.bytes, num_devices)
+      seconds = max(seconds, bisection_seconds)
+    return seconds
+
+  def _num_links(self, size: int) -> int:
+    """Returns the links of a chip along a dimension with `size` chips.
+
+    A chip in a ring has two. A chip at the end of a line has one and limits the
+    others.
+    """
+    if self.ring_multiple and size % self.ring_multiple == 0:
+      return 2
+    return 1
+
+  def _bisection_seconds(
+    self, received_bytes: float, num_devices: int
+  ) -> float:
+    """Returns the seconds in which an all-to-all crosses a slice's middle.
+
+    Each of the n/2 devices in one half sends one share to each device in the
+    other half: n²/4 shares. The middle of the longest dimension, with L
+    devices, is crossed by n/L chips' links. Hence the time is
+    (n²/4 · share) / (n/L · links · speed) = n · L · share / (4 · links · speed)
+
+    Args:
+      received_bytes: Bytes that each device receives from all others.
+      num_devices: n.
+    """
+    size = max(self.sizes)
+    num_links = 1
+    if num_devices >= size:
+      num_links = self._num_links(size)
+    # L: the group may be shorter than the dimension, and is a line then.
+    length = min(size, num_devices)
+    share = received_bytes / (num_devices - 1)
+    crossing_bytes = num_devices * length * share
+    return crossing_bytes / (4 * num_links * self.link_bytes_per_second)
