@@ -1,7 +1,7 @@
 """Compiles a run's training step for TPUs, without any TPU.
 
 It prints the memory that the step needs, what limits its time, and whether it
-fits.
+fits. docs/estimates.md says what the memory and the time include.
 
     python -m diffjax.aot --config=configs/diff_1b.py --topology=v5e:4x4
     python -m diffjax.aot --config=configs/diff_13b.py --topology=v5p:4x4x4 \\
