@@ -159,6 +159,7 @@ def program(*lines, computations=""):
     ("replica_groups={{0,4},{1,5},{2,6},{3,7}}", ("data",)),
     ("replica_groups={{0,1,2,3},{4,5,6,7}}", ("fsdp",)),
     ("replica_groups=[2,4]<=[8]", ("fsdp",)),
+    ("replica_groups=[2,4]<=[2,4]", ("fsdp",)),
     ("replica_groups=[4,2]<=[2,4]T(1,0)", ("data",)),
     ("replica_groups=[1,8]<=[8]", ("data", "fsdp")),
     (

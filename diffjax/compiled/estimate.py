@@ -300,6 +300,8 @@ class _Estimator:
       timeline.wait_for(_awaited_start(line))
       return
 
+    # The parts of a collective share a chain. Otherwise, the instruction that
+    # ends the collective has the name of the one that starts it.
     chain, collective = parts[0]
     key = chain or _awaited_start(line) or instruction_name(line)
     phase = _phase(self.program, line)

@@ -32,8 +32,8 @@ TOPOLOGIES = {
   "tpu7x": _CUBES,
 }
 
-# Memory of a chip that the compiler gives to a program, in GiB, as in its
-# messages about programs that are too large. For v7x it is the chip's memory.
+# Memory of a chip that the compiler gives to a program, in GiB. For v7x it is the
+# chip's whole memory.
 MEMORY_GIB = {
   "v4": 30.75,
   "v5e": 15.75,
@@ -136,12 +136,14 @@ class Torus(NamedTuple):
 
   Attributes:
     sizes: Number of chips along each dimension that has more than one.
-    ring_multiple: As in `Chip`; 0 if no dimension is a ring.
+    num_links: Number of links of a chip along each of these dimensions. It is 2
+      if the chips form a ring. If they form a line, it is 1: the chips at its
+      ends limit the others.
     link_bytes_per_second: Speed of one link, in one direction.
   """
 
   sizes: tuple[int, ...]
-  ring_multiple: int
+  num_links: tuple[int, ...]
   link_bytes_per_second: float
 
   @classmethod
@@ -150,10 +152,14 @@ class Torus(NamedTuple):
     topology = Topology.parse(text)
     chip = CHIPS[topology.generation]
     sizes = tuple(size for size in topology.sizes if size > 1)
-    ring_multiple = chip.ring_multiple
-    if chip.is_cube and any(size % ring_multiple != 0 for size in sizes):
-      ring_multiple = 0
-    return cls(sizes, ring_multiple, chip.link_bytes_per_second)
+    num_links = []
+    for size in sizes:
+      is_ring = size % chip.ring_multiple == 0
+      num_links.append(2 if is_ring else 1)
+    if chip.is_cube and 1 in num_links:
+      # If one dimension is a line, all are.
+      num_links = [1] * len(sizes)
+    return cls(sizes, tuple(num_links), chip.link_bytes_per_second)
 
   def collective_seconds(
     self, collective: Collective, num_devices: int
@@ -172,43 +178,34 @@ class Torus(NamedTuple):
     if collective.kind == "collective-permute":
       # The bytes come from one neighbour, over one link.
       return collective.bytes / self.link_bytes_per_second
-    num_links = sum(self._num_links(size) for size in self.sizes)
-    seconds = collective.bytes / (num_links * self.link_bytes_per_second)
+    chip_bytes_per_second = sum(self.num_links) * self.link_bytes_per_second
+    seconds = collective.bytes / chip_bytes_per_second
     if collective.kind == "all-to-all":
       bisection_seconds = self._bisection_seconds(collective.bytes, num_devices)
       seconds = max(seconds, bisection_seconds)
     return seconds
-
-  def _num_links(self, size: int) -> int:
-    """Returns the links of a chip along a dimension with `size` chips.
-
-    A chip in a ring has two. A chip at the end of a line has one and limits the
-    others.
-    """
-    if self.ring_multiple and size % self.ring_multiple == 0:
-      return 2
-    return 1
 
   def _bisection_seconds(
     self, received_bytes: float, num_devices: int
   ) -> float:
     """Returns the seconds in which an all-to-all crosses a slice's middle.
 
-    Each of the n/2 devices in one half sends one share to each device in the
-    other half: n²/4 shares. The middle of the longest dimension, with L
-    devices, is crossed by n/L chips' links. Hence the time is
-    (n²/4 · share) / (n/L · links · speed) = n · L · share / (4 · links · speed)
+    Each of the n/2 devices in one half sends a share to each device in the other
+    half: n²/4 shares. The longest dimension has L devices, so the links of n/L
+    devices cross its middle. The time is
+    (n²/4 · share) / (n/L · links · speed) = n·L·share / (4 · links · speed).
 
     Args:
       received_bytes: Bytes that each device receives from all others.
       num_devices: n.
     """
     size = max(self.sizes)
-    num_links = 1
-    if num_devices >= size:
-      num_links = self._num_links(size)
-    # L: the group may be shorter than the dimension, and is a line then.
-    length = min(size, num_devices)
+    length = size
+    num_links = self.num_links[self.sizes.index(size)]
+    if num_devices < size:
+      # The group is a part of the dimension, which is a line.
+      length = num_devices
+      num_links = 1
     share = received_bytes / (num_devices - 1)
-    crossing_bytes = num_devices * length * share
-    return crossing_bytes / (4 * num_links * self.link_bytes_per_second)
+    bytes_per_second = num_links * self.link_bytes_per_second
+    return num_devices * length * share / (4 * bytes_per_second)

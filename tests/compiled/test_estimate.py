@@ -27,7 +27,7 @@ CHIP = Chip(
   ring_multiple=16,
 )
 # A chip has two links of 100 bytes per second.
-TORUS = Torus(sizes=(2, 2), ring_multiple=16, link_bytes_per_second=100.0)
+TORUS = Torus(sizes=(2, 2), num_links=(1, 1), link_bytes_per_second=100.0)
 MESH = {"fsdp": 4}
 GROUPS = "replica_groups={{0,1,2,3}}"
 
