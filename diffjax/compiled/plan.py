@@ -264,6 +264,7 @@ def _absent_devices(topology: str, slices: int) -> Sequence[jax.Device]:
     # Two cores are one device, as on the TPU itself.
     options["chip_config_name"] = "megacore"
   if topology.endswith(":1x1"):
+    # Without this, a host has more chips than the slice.
     options["chips_per_host_bounds"] = (1, 1, 1)
   return topologies.get_topology_desc(
     platform="tpu", topology_name=topology, **options

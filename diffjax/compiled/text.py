@@ -134,12 +134,7 @@ class ProgramText:
     Raises:
       KeyError, IndexError or ValueError: if the loop has another form.
     """
-    # %less = pred[] compare(%counter, %bound), direction=LT
-    comparisons = []
-    for line in self.instructions(_first_group(_CONDITION, loop)):
-      if " compare(" in line and "direction=LT" in line:
-        comparisons.append(line)
-    (comparison,) = comparisons
+    comparison = self._comparison(_first_group(_CONDITION, loop))
     counter, bound = _operands(comparison, "compare")
 
     # The counter is one element of the tuple that the loop carries.
@@ -147,22 +142,41 @@ class ProgramText:
     initial_state = self._resolve(_operands(loop, "while")[0])
     start = _operands(initial_state, "tuple")[position]
 
-    # ROOT %tuple = (s32[], f32[8]) tuple(%next, %sum)
-    roots = []
-    for line in self.instructions(_first_group(_BODY, loop)):
-      if line.lstrip().startswith("ROOT "):
-        roots.append(line)
-    (next_state,) = roots
+    # The body computes the next tuple: %next = s32[] add(%counter, %step)
+    next_state = self._root(_first_group(_BODY, loop))
     next_counter = self._resolve(_operands(next_state, "tuple")[position])
-    # %next = s32[] add(%counter, %step)
     _, step = _operands(next_counter, "add")
 
     distance = self._constant(bound) - self._constant(start)
     # The last step may go past the bound.
     return math.ceil(distance / self._constant(step))
 
+  def _comparison(self, condition: str) -> str:
+    """Returns the comparison of a loop's condition.
+
+    Example:
+      %less = pred[] compare(%counter, %bound), direction=LT
+
+    Raises:
+      ValueError: if the computation does not have exactly one.
+    """
+    comparisons = []
+    for line in self.instructions(condition):
+      if " compare(" in line and "direction=LT" in line:
+        comparisons.append(line)
+    if len(comparisons) != 1:
+      raise ValueError(f"{condition} has {len(comparisons)} comparisons")
+    return comparisons[0]
+
+  def _root(self, computation: str) -> str:
+    """Returns the instruction that has the result of a computation."""
+    for line in self.instructions(computation):
+      if line.lstrip().startswith("ROOT "):
+        return line
+    raise ValueError(f"{computation} has no result")
+
   def _resolve(self, name: str) -> str:
-    """Returns the line that computes a value, behind its copies."""
+    """Returns the instruction of a value, or of the value that it copies."""
     line = self._definitions[name]
     while " copy(" in line:
       line = self._definitions[_operands(line, "copy")[0]]
