@@ -81,7 +81,7 @@ class Collective(NamedTuple):
   times: int
 
 
-class CollectivePart(NamedTuple):
+class CollectiveInstruction(NamedTuple):
   """An instruction that is a collective, or a part of one.
 
   TPU compilers overlap a collective with computation by cutting it into a chain
@@ -94,6 +94,11 @@ class CollectivePart(NamedTuple):
 
   chain: str | None
   collective: Collective
+
+  def repeated(self, iterations: int) -> CollectiveInstruction:
+    """Returns the instruction in a loop."""
+    times = self.collective.times * iterations
+    return self._replace(collective=self.collective._replace(times=times))
 
 
 def collectives(text: str, mesh: Mapping[str, int]) -> list[Collective]:
@@ -110,11 +115,11 @@ def collectives(text: str, mesh: Mapping[str, int]) -> list[Collective]:
       iterations of a loop that contains one.
   """
   program = ProgramText(text)
-  parts = CollectiveReader(program, mesh).in_computation(program.entry)
+  reader = CollectiveReader(program, mesh)
 
   whole_collectives = []
   chains: dict[str, Collective] = {}
-  for chain, collective in parts:
+  for chain, collective in reader.in_computation(program.entry):
     if chain is None:
       whole_collectives.append(collective)
       continue
@@ -139,30 +144,31 @@ class CollectiveReader:
     self._mesh = mesh
     self._devices = _devices_by_slice(program, mesh)
 
-  def in_computation(self, computation: str) -> list[CollectivePart]:
+  def in_computation(self, computation: str) -> list[CollectiveInstruction]:
     """Returns the collectives of one run of a computation, with its calls.
 
     Raises:
       ValueError: if the text cannot be read, as for `collectives`.
     """
-    parts = []
+    instructions = []
     for line in self._program.instructions(computation):
-      part = self._read(line, computation)
-      if part is not None:
-        parts.append(part)
+      instruction = self._read(line, computation)
+      if instruction is not None:
+        instructions.append(instruction)
       for call in self._program.calls(line):
-        called_parts = self.in_computation(call.computation)
+        called = self.in_computation(call.computation)
         iterations = 1
         # The iterations of a loop without collectives do not matter. The text
         # may not show them.
-        if called_parts and call.kind == "body":
+        if called and call.kind == "body":
           iterations = self._program.iterations(line)
-        for chain, collective in called_parts:
-          times = collective.times * iterations
-          parts.append(CollectivePart(chain, collective._replace(times=times)))
-    return parts
+        for instruction in called:
+          instructions.append(instruction.repeated(iterations))
+    return instructions
 
-  def in_instruction(self, line: str, computation: str) -> list[CollectivePart]:
+  def in_instruction(
+    self, line: str, computation: str
+  ) -> list[CollectiveInstruction]:
     """Returns the collectives that an instruction starts, continues or ends.
 
     These are the instruction itself and those inside a fusion or inside the
@@ -175,29 +181,29 @@ class CollectiveReader:
     Raises:
       ValueError: if the devices of a collective cannot be read.
     """
-    parts = []
-    part = self._read(line, computation)
-    if part is not None:
-      parts.append(part)
+    instructions = []
+    instruction = self._read(line, computation)
+    if instruction is not None:
+      instructions.append(instruction)
     for call in self._program.calls(line):
       # A call-start runs a program on a sparse core.
       if call.kind == "calls" or " call-start(" in line:
         for called_line in self._program.instructions(call.computation):
-          parts += self.in_instruction(called_line, call.computation)
-    return parts
+          instructions += self.in_instruction(called_line, call.computation)
+    return instructions
 
-  def _read(self, line: str, computation: str) -> CollectivePart | None:
+  def _read(self, line: str, computation: str) -> CollectiveInstruction | None:
     """Returns the collective of an instruction, or None if it is not one."""
     match = _COLLECTIVE.search(line)
     if match:
       chain = _CHAIN.search(line)
-      return CollectivePart(
+      return CollectiveInstruction(
         chain=chain[1] if chain else None,
         collective=self._within_slice(match, line, computation),
       )
     match = _RECEIVE.search(line)
     if match:
-      return CollectivePart(None, self._between_slices(match))
+      return CollectiveInstruction(None, self._between_slices(match))
     return None
 
   def _within_slice(

@@ -294,23 +294,23 @@ class _Estimator:
     self, line: str, computation: str, timeline: _Timeline
   ) -> None:
     """Starts or awaits the collectives of an instruction."""
-    parts = self.collectives.in_instruction(line, computation)
-    if not parts:
+    instructions = self.collectives.in_instruction(line, computation)
+    if not instructions:
       # %done = bf16[8,16] all-gather-done(%start)
       timeline.wait_for(_awaited_start(line))
       return
 
-    # The parts of a collective share a chain. Otherwise, the instruction that
-    # ends the collective has the name of the one that starts it.
-    chain, collective = parts[0]
+    # The instructions of one collective share a chain. Without a chain, the
+    # operand of the end is the start.
+    chain, first_collective = instructions[0]
     key = chain or _awaited_start(line) or instruction_name(line)
     phase = _phase(self.program, line)
     if phase in ("start", "whole"):
       seconds = 0.0
-      for _, part in parts:
-        num_devices = math.prod(self.mesh[axis] for axis in part.axes)
-        seconds += self.torus.collective_seconds(part, num_devices)
-      timeline.start(key, collective.kind, seconds)
+      for _, collective in instructions:
+        num_devices = math.prod(self.mesh[axis] for axis in collective.axes)
+        seconds += self.torus.collective_seconds(collective, num_devices)
+      timeline.start(key, first_collective.kind, seconds)
     if phase in ("end", "whole"):
       timeline.wait_for(key)
 

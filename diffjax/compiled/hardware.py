@@ -32,8 +32,8 @@ TOPOLOGIES = {
   "tpu7x": _CUBES,
 }
 
-# Memory of a chip that the compiler gives to a program, in GiB. For v7x it is the
-# chip's whole memory.
+# Memory of a chip that the compiler gives to a program, in GiB. For v7x, it is
+# the chip's whole memory.
 MEMORY_GIB = {
   "v4": 30.75,
   "v5e": 15.75,
@@ -97,8 +97,8 @@ CHIPS = {
     ring_multiple=4,
     is_cube=True,
   ),
-  # By the compiler's estimates of large matrix products, as many FLOPs per cycle
-  # as four matrix units have. tests/compiled/test_estimate.py checks this.
+  # By the compiler's estimates of large matrix products, as many FLOPs per
+  # cycle as four matrix units have. tests/compiled/test_estimate.py checks it.
   "v6e": Chip(
     cycles_per_second=_clock_rate("TPU v6", 4 * _MXU_256_FLOPS),
     link_bytes_per_second=90e9,
@@ -190,8 +190,8 @@ class Torus(NamedTuple):
   ) -> float:
     """Returns the seconds in which an all-to-all crosses a slice's middle.
 
-    Each of the n/2 devices in one half sends a share to each device in the other
-    half: n²/4 shares. The longest dimension has L devices, so the links of n/L
+    Each of the n/2 devices in one half sends a share to each device in the
+    other half: n²/4 shares. The longest dimension has L devices, so the links of n/L
     devices cross its middle. The time is
     (n²/4 · share) / (n/L · links · speed) = n·L·share / (4 · links · speed).
 
