@@ -31,18 +31,19 @@ import os
 import re
 import string
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import numpy as np
 from absl import logging
 from etils import epath
 
-from diffjax.config import UserError
+from diffjax.config import UserError, at_least, field
+from diffjax.evals.measurement import Measurement, mean_of, proportion
 from diffjax.evals.methods import jsonl
-from diffjax.evals.report.figures import Figure, mean_of, proportion
 from diffjax.evals.report.results import TableSpec
+from diffjax.evals.suite import Suite
 from diffjax.host.files import write_atomically
 from diffjax.host.progress import say
 from diffjax.inference.sampler import Sampler
@@ -59,46 +60,6 @@ Source:
 {title}:
 {output}
 """
-
-
-TABLE = TableSpec(
-  unit="outputs",
-  notes=(
-    "ROUGE-L: overlap with the reference, from 0 to 1",
-    "free of hallucination: needs the verdicts of a judge",
-  ),
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-  """Settings of the suite."""
-
-  # Names of files in data_dir, without .jsonl
-  sets: tuple[str, ...] = (
-    "xsum",
-    "cnn_dm",
-    "multinews",
-    "qasper",
-    "hotpotqa",
-    "2wikimqa",
-  )
-  # Directory of the files
-  data_dir: str = ""
-  # Directory of generations, judge prompts and verdicts; "" for DATA_DIR/judged
-  judge_dir: str = ""
-  # Records of each set
-  samples: int = 100
-  # Seed of the choice of records
-  seed: int = 0
-  # Tokens of a prompt and its output, at most; 0 for the model's config.model.max_length
-  max_tokens: int = 0
-  # Tokens of a summary, at most
-  summary_tokens: int = 128
-  # Tokens of an answer, at most
-  answer_tokens: int = 32
-  # Tokens of a batch; at least one prompt
-  batch_tokens: int = 32_768
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,72 +101,115 @@ class Sample:
     )
 
 
-def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
-  """Writes, compares with the references, and reads the judge's verdicts if there are any.
+class _Data(NamedTuple):
+  """The samples of each set, and ROUGE-L of a reference and a text."""
 
-  Yields:
-    For each set `free of hallucination` (with verdicts), `ROUGE-L`, `exact match` (answers) and `empty outputs`, shares of 1. The units are
-    samples.
+  samples: dict[str, list[Sample]]
+  rouge_l: Callable[[str, str], float]
 
-  Raises:
-    UserError: for data or verdicts that cannot be used, or settings that this model does not allow.
+
+@dataclasses.dataclass(frozen=True)
+class Hallucination(Suite[_Data]):
+  """Quality of summaries and answers, and how many are free of hallucination.
+
+  All measurements are fractions, by set. "ROUGE-L" is the overlap with the
+  reference. "exact match" is the fraction of answers that equal a reference.
+  "empty outputs" is the fraction of outputs without text. "free of
+  hallucination" is the fraction of outputs that a judge finds supported by their
+  source. It needs the judge's verdicts. The units are outputs.
   """
-  rouge_l = _load_rouge()
-  samples = {name: _read(name, trained, settings) for name in settings.sets}
-  return _measure(trained, settings, samples, rouge_l)
 
-
-def _measure(
-  trained: Trained,
-  settings: Settings,
-  samples: Mapping[str, list[Sample]],
-  rouge_l: Callable[[str, str], float],
-) -> Iterator[Figure]:
-  everything = [sample for some in samples.values() for sample in some]
-  home = epath.Path(
-    settings.judge_dir or os.path.join(settings.data_dir, "judged")
-  ).expanduser() / _folder(trained.name)
-  outputs = _outputs(trained, settings, everything, home / "generations.jsonl")
-  prompts = {
-    sample.id: sample.judge_prompt(outputs[sample.id]) for sample in everything
-  }
-  path = home / "judge_prompts.jsonl"
-  _write(
-    path,
-    (
-      {"id": key, "sha256": _sha256(prompt), "prompt": prompt}
-      for key, prompt in prompts.items()
+  name: ClassVar[str] = "hallucination"
+  table: ClassVar[TableSpec] = TableSpec(
+    unit="outputs",
+    notes=(
+      "ROUGE-L: overlap with the reference, from 0 to 1",
+      "free of hallucination: needs the verdicts of a judge",
     ),
   )
-  verdicts = home / "verdicts.jsonl"
-  judged = read_verdicts(verdicts, prompts) if verdicts.exists() else {}
-  if not judged:
-    say(
-      f"{path}: send these prompts to a judge and write its replies to {verdicts} to have hallucinations counted"
+
+  sets: tuple[str, ...] = field(
+    ("xsum", "cnn_dm", "multinews", "qasper", "hotpotqa", "2wikimqa"),
+    "Names of files in data_dir, without .jsonl.",
+  )
+  data_dir: str = field("", "Directory of the files.")
+  judge_dir: str = field(
+    "",
+    "Directory of generations, judge prompts and verdicts. Empty for"
+    " DATA_DIR/judged.",
+  )
+  samples: int = field(100, "Records of each set.", bound=at_least(1))
+  seed: int = field(0, "Seed of the choice of records.")
+  max_tokens: int = field(
+    0,
+    "Tokens of a prompt and its output, at most. 0 for the model's"
+    " config.model.max_length.",
+  )
+  summary_tokens: int = field(
+    128, "Tokens of a summary, at most.", bound=at_least(1)
+  )
+  answer_tokens: int = field(
+    32, "Tokens of an answer, at most.", bound=at_least(1)
+  )
+  batch_tokens: int = field(
+    32_768, "Tokens of a batch, which has at least one prompt."
+  )
+
+  def load(self, trained: Trained) -> _Data:
+    """Returns the samples of each set."""
+    rouge_l = _load_rouge()
+    samples = {name: _read(name, trained, self) for name in self.sets}
+    return _Data(samples, rouge_l)
+
+  def measure(self, trained: Trained, data: _Data) -> Iterator[Measurement]:
+    """Yields measurements."""
+    samples, rouge_l = data
+    everything = [sample for some in samples.values() for sample in some]
+    home = epath.Path(
+      self.judge_dir or os.path.join(self.data_dir, "judged")
+    ).expanduser() / _folder(trained.name)
+    outputs = _outputs(trained, self, everything, home / "generations.jsonl")
+    prompts = {
+      sample.id: sample.judge_prompt(outputs[sample.id])
+      for sample in everything
+    }
+    path = home / "judge_prompts.jsonl"
+    _write(
+      path,
+      (
+        {"id": key, "sha256": _sha256(prompt), "prompt": prompt}
+        for key, prompt in prompts.items()
+      ),
     )
-  for name, some in samples.items():
-    texts = [outputs[sample.id] for sample in some]
-    if judged:
-      yield proportion(
-        "free of hallucination",
-        (not judged[sample.id] for sample in some),
-        set=name,
+    verdicts = home / "verdicts.jsonl"
+    judged = read_verdicts(verdicts, prompts) if verdicts.exists() else {}
+    if not judged:
+      say(
+        f"{path}: send these prompts to a judge and write its replies to {verdicts} to have hallucinations counted"
       )
-    best = [
-      max(rouge_l(reference, text) for reference in sample.references)
-      for sample, text in zip(some, texts, strict=True)
-    ]
-    yield mean_of("ROUGE-L", best, set=name)
-    if some[0].kind == "answer":
-      yield proportion(
-        "exact match",
-        (
-          is_match(text, sample.references)
-          for sample, text in zip(some, texts, strict=True)
-        ),
-        set=name,
-      )
-    yield proportion("empty outputs", (not text for text in texts), set=name)
+    for name, some in samples.items():
+      texts = [outputs[sample.id] for sample in some]
+      if judged:
+        yield proportion(
+          "free of hallucination",
+          (not judged[sample.id] for sample in some),
+          set=name,
+        )
+      best = [
+        max(rouge_l(reference, text) for reference in sample.references)
+        for sample, text in zip(some, texts, strict=True)
+      ]
+      yield mean_of("ROUGE-L", best, set=name)
+      if some[0].kind == "answer":
+        yield proportion(
+          "exact match",
+          (
+            is_match(text, sample.references)
+            for sample, text in zip(some, texts, strict=True)
+          ),
+          set=name,
+        )
+      yield proportion("empty outputs", (not text for text in texts), set=name)
 
 
 def read_verdicts(
@@ -320,7 +324,7 @@ def _load_rouge() -> Callable[[str, str], float]:
   )
 
 
-def _read(name: str, trained: Trained, settings: Settings) -> list[Sample]:
+def _read(name: str, trained: Trained, settings: Hallucination) -> list[Sample]:
   """The chosen records of a set, as prompts."""
   limit = trained.config.model.max_length
   capacity = settings.max_tokens or limit
@@ -332,11 +336,6 @@ def _read(name: str, trained: Trained, settings: Settings) -> list[Sample]:
     raise UserError(
       f"set.hallucination.max_tokens = {settings.max_tokens}: the model takes at most {limit} (its config.model.max_length)"
     )
-  for field in ("samples", "summary_tokens", "answer_tokens"):
-    if getattr(settings, field) < 1:
-      raise UserError(
-        f"set.hallucination.{field} = {getattr(settings, field)}: must be at least 1"
-      )
   path = os.path.join(settings.data_dir, f"{name}.jsonl")
   fields = _ANSWER if "question" in jsonl.read(path, {})[0].value else _SUMMARY
   records = jsonl.read(path, fields)
@@ -406,7 +405,7 @@ def _read(name: str, trained: Trained, settings: Settings) -> list[Sample]:
 
 def _outputs(
   trained: Trained,
-  settings: Settings,
+  settings: Hallucination,
   samples: Sequence[Sample],
   path: epath.Path,
 ) -> dict[str, str]:

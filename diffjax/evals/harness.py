@@ -31,16 +31,17 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from absl import logging
 
-from diffjax.config import UserError
+from diffjax.config import UserError, field
 from diffjax.data.document import reason
+from diffjax.evals.measurement import Measurement, mean_of, proportion
 from diffjax.evals.methods import jsonl, scoring
-from diffjax.evals.report.figures import Figure, mean_of, proportion
 from diffjax.evals.report.results import TableSpec
+from diffjax.evals.suite import Suite
 from diffjax.inference.trained import Trained
 
 PAPER = (
@@ -75,117 +76,126 @@ _FIELDS: dict[str, dict[str, type]] = {
 }
 
 
-TABLE = TableSpec(
-  unit="questions",
-  notes=(
-    "acc: share of the questions with the right answer",
-    "acc_norm: the same, with likelihoods per byte of an answer",
-  ),
-)
+class _Data(NamedTuple):
+  """lm-eval's tasks by name, and the directory of their files."""
+
+  tasks: dict[str, Any]
+  directory: tempfile.TemporaryDirectory
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
-  """Settings of the suite."""
+class Harness(Suite[_Data]):
+  """Zero-shot accuracy on tasks of the LM Evaluation Harness (lm-eval).
 
-  # Names of lm-eval's tasks; the paper's seven by default
-  tasks: tuple[str, ...] = PAPER
-  # Directory of local questions, DIR/TASK/test.jsonl and so on; "" for the Hugging Face hub
-  data_dir: str = ""
-  # Answered questions before each question; −1 for the task's own number, which is 0 for the paper's seven
-  num_fewshot: int = -1
-  # Questions of each task, the first ones; 0 for all
-  limit: int = 0
-  # Seed of the choice of few-shot examples
-  seed: int = 1234
-  # Tokens of a batch, padding included
-  batch_tokens: int = scoring.BATCH_TOKENS
-
-
-def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
-  """Runs the tasks.
-
-  Yields:
-    Every metric of every task, by lm-eval's name, and the mean over tasks if there are several. The units are questions.
-
-  Raises:
-    UserError: if lm-eval is not installed, a task is unknown, or its data cannot be read.
+  The measurements are all metrics of the tasks, under lm-eval's names. "acc" is
+  the fraction of questions with the right answer, "acc_norm" the same with
+  likelihoods per byte of an answer. With several tasks, "mean accuracy" is their
+  mean, as the paper's tables give it. The units are questions.
   """
-  if not settings.tasks:
-    raise UserError(
-      f"set.harness.tasks is empty; the paper's are {','.join(PAPER)}"
-    )
-  try:
-    import diffjax.evals.methods.lm_eval  # noqa: F401
-  except ImportError as error:
-    raise UserError(
-      f"the harness needs lm-eval, which cannot be imported ({error}); pip install 'diffjax[eval]'"
-    ) from error
-  files = tempfile.TemporaryDirectory()
-  tasks = _load(settings, files.name)
-  for name, task in tasks.items():
-    _separate_examples(name, task, settings)
-  return _measure(trained, settings, tasks, files)
 
+  name: ClassVar[str] = "harness"
+  table: ClassVar[TableSpec] = TableSpec(
+    unit="questions",
+    notes=(
+      "acc: share of the questions with the right answer",
+      "acc_norm: the same, with likelihoods per byte of an answer",
+    ),
+  )
 
-def _measure(
-  trained: Trained,
-  settings: Settings,
-  tasks: Mapping[str, Any],
-  files: tempfile.TemporaryDirectory,
-) -> Iterator[Figure]:
-  import lm_eval
-  from lm_eval.api.metrics import mean
+  tasks: tuple[str, ...] = field(
+    PAPER, "Names of lm-eval's tasks. The paper's seven by default."
+  )
+  data_dir: str = field(
+    "",
+    "Directory of local questions, DIR/TASK/test.jsonl and so on. Empty for the"
+    " Hugging Face hub.",
+  )
+  num_fewshot: int = field(
+    -1,
+    "Answered questions before each question. -1 for the task's own number,"
+    " which is 0 for the paper's seven.",
+  )
+  limit: int = field(0, "Questions of each task, the first ones. 0 for all.")
+  seed: int = field(1234, "Seed of the choice of few-shot examples.")
+  batch_tokens: int = field(
+    scoring.BATCH_TOKENS, "Tokens of a batch, including padding."
+  )
 
-  from diffjax.evals.methods.lm_eval import DiffjaxLM
-
-  with files:
-    result = lm_eval.simple_evaluate(
-      DiffjaxLM(trained, batch_tokens=settings.batch_tokens),
-      tasks=list(tasks.values()),
-      num_fewshot=None if settings.num_fewshot < 0 else settings.num_fewshot,
-      limit=settings.limit or None,
-      bootstrap_iters=0,  # intervals are made in report/figures.py
-      random_seed=None,  # keep the process's own random numbers
-      numpy_random_seed=None,
-      torch_random_seed=None,
-      fewshot_random_seed=settings.seed,
-      task_manager=_manager(),
-    )
-  headline: dict[str, list[float]] = {}
-  for name, task in tasks.items():
-    samples = result["samples"][name]
-    for metric, kind in dict.fromkeys(
-      (metric, sample["filter"])
-      for sample in samples
-      for metric in sample["metrics"]
-    ):
-      values = [
-        sample[metric] for sample in samples if sample["filter"] == kind
-      ]
-      place = (
-        {"task": name} if kind == "none" else {"task": name, "filter": kind}
+  def load(self, trained: Trained) -> _Data:
+    """Returns the tasks with their questions."""
+    if not self.tasks:
+      raise UserError(
+        f"set.harness.tasks is empty; the paper's are {','.join(PAPER)}"
       )
-      aggregation = task.aggregation()[metric]
-      if aggregation is mean:
-        right_or_wrong = all(value in (0, 1) for value in values)
-        yield (proportion if right_or_wrong else mean_of)(
-          metric, values, **place
+    try:
+      import diffjax.evals.methods.lm_eval  # noqa: F401
+    except ImportError as error:
+      raise UserError(
+        f"the harness needs lm-eval, which cannot be imported ({error}); pip install 'diffjax[eval]'"
+      ) from error
+    files = tempfile.TemporaryDirectory()
+    tasks = _load(self, files.name)
+    for name, task in tasks.items():
+      _separate_examples(name, task, self)
+    return _Data(tasks, files)
+
+  def measure(self, trained: Trained, data: _Data) -> Iterator[Measurement]:
+    """Yields metrics."""
+    tasks, files = data
+    import lm_eval
+    from lm_eval.api.metrics import mean
+
+    from diffjax.evals.methods.lm_eval import DiffjaxLM
+
+    with files:
+      result = lm_eval.simple_evaluate(
+        DiffjaxLM(trained, batch_tokens=self.batch_tokens),
+        tasks=list(tasks.values()),
+        num_fewshot=None if self.num_fewshot < 0 else self.num_fewshot,
+        limit=self.limit or None,
+        bootstrap_iters=0,  # intervals are made in report/figures.py
+        random_seed=None,  # keep the process's own random numbers
+        numpy_random_seed=None,
+        torch_random_seed=None,
+        fewshot_random_seed=self.seed,
+        task_manager=_manager(),
+      )
+    headline: dict[str, list[float]] = {}
+    for name, task in tasks.items():
+      samples = result["samples"][name]
+      for metric, kind in dict.fromkeys(
+        (metric, sample["filter"])
+        for sample in samples
+        for metric in sample["metrics"]
+      ):
+        values = [
+          sample[metric] for sample in samples if sample["filter"] == kind
+        ]
+        place = (
+          {"task": name} if kind == "none" else {"task": name, "filter": kind}
         )
-      else:  # such as a perplexity, of log-likelihoods and words: units are indices of the list of values
-        again = lambda units, values=values, aggregation=aggregation: float(
-          aggregation([values[int(index)] for index in units])
-        )
-        yield Figure(metric, np.arange(len(values)), place, again)
-      if metric == ("acc_norm" if name == "hellaswag" else "acc"):
-        headline[name] = values
-  if len(headline) > 1:
-    groups = [
-      index for index, values in enumerate(headline.values()) for _ in values
-    ]
-    yield proportion(
-      "mean accuracy", itertools.chain.from_iterable(headline.values()), groups
-    )
+        aggregation = task.aggregation()[metric]
+        if aggregation is mean:
+          right_or_wrong = all(value in (0, 1) for value in values)
+          yield (proportion if right_or_wrong else mean_of)(
+            metric, values, **place
+          )
+        else:  # such as a perplexity, of log-likelihoods and words: units are indices of the list of values
+          again = lambda units, values=values, aggregation=aggregation: float(
+            aggregation([values[int(index)] for index in units])
+          )
+          yield Measurement(metric, np.arange(len(values)), place, again)
+        if metric == ("acc_norm" if name == "hellaswag" else "acc"):
+          headline[name] = values
+    if len(headline) > 1:
+      groups = [
+        index for index, values in enumerate(headline.values()) for _ in values
+      ]
+      yield proportion(
+        "mean accuracy",
+        itertools.chain.from_iterable(headline.values()),
+        groups,
+      )
 
 
 @functools.cache
@@ -196,7 +206,7 @@ def _manager() -> Any:
   return TaskManager()
 
 
-def _load(settings: Settings, temporary: str) -> dict[str, Any]:
+def _load(settings: Harness, temporary: str) -> dict[str, Any]:
   """The tasks with their data, by name. A group of tasks gives several."""
   from lm_eval.tasks import TaskManager
 
@@ -270,7 +280,7 @@ def _build(manager: Any, name: str, remedy: str) -> dict[str, Any]:
     ) from error
 
 
-def _files(settings: Settings, name: str) -> dict[str, str]:
+def _files(settings: Harness, name: str) -> dict[str, str]:
   """The local files of a task, by split."""
   folder = os.path.join(
     os.path.abspath(os.path.expanduser(settings.data_dir)), name
@@ -294,7 +304,7 @@ def _files(settings: Settings, name: str) -> dict[str, str]:
   return files
 
 
-def _separate_examples(name: str, task: Any, settings: Settings) -> None:
+def _separate_examples(name: str, task: Any, settings: Harness) -> None:
   """Removes scored questions from the examples that a task draws from.
 
   Raises:
@@ -331,7 +341,7 @@ def _separate_examples(name: str, task: Any, settings: Settings) -> None:
     task.sampler.replace_df(examples)
 
 
-def _num_shots(task: Any, settings: Settings) -> int:
+def _num_shots(task: Any, settings: Harness) -> int:
   """Returns the number of examples that lm-eval shows before a question."""
   default = task.config.num_fewshot
   # lm-eval keeps the 0 of a task that is defined without examples.

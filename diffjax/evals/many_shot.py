@@ -28,22 +28,22 @@ import dataclasses
 import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import matplotlib.figure
 import matplotlib.ticker
 import numpy as np
 from absl import logging
-from etils import epath
 from numpy import ndarray
 
-from diffjax.config import UserError
+from diffjax.config import UserError, at_least, field
 from diffjax.data.tokenizer import Tokenizer
+from diffjax.evals.measurement import Measurement, proportion
 from diffjax.evals.methods import jsonl
 from diffjax.evals.methods.label_decoding import LabelTree, decode_labels
-from diffjax.evals.report.figures import Figure, proportion
-from diffjax.evals.report.plots import WIDTH, by_model, draw_line, save
+from diffjax.evals.report.plots import WIDTH, by_model, draw_line
 from diffjax.evals.report.results import TableSpec
+from diffjax.evals.suite import Suite
 from diffjax.inference.sampler import Sampler
 from diffjax.inference.trained import Trained
 
@@ -52,43 +52,6 @@ _FORMS = {
   "": ("utterance: {}\nintent:", " {}\n\n"),
 }
 _SYNTHETIC_TRAIN, _SYNTHETIC_TEST = 1000, 200  # of each class
-
-
-TABLE = TableSpec(
-  unit="queries",
-  headers={"demonstrations": "shots", "tokens": ""},
-  notes=(
-    "shots: demonstrations before a query",
-    "accuracy: share of the queries with the right label",
-    "best minus worst: spread of accuracy over orders of the demonstrations",
-  ),
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-  """Settings of the suite."""
-
-  # "synthetic", or names of folders in data_dir
-  datasets: tuple[str, ...] = ("synthetic",)
-  # Directory of the folders
-  data_dir: str = ""
-  # Tokens of a prompt, at most; 0 for the model's config.model.max_length
-  max_tokens: int = 0
-  # Queries, drawn from the test examples; fewer if there are fewer
-  samples: int = 100
-  # Draws of demonstrations to average over
-  sets: int = 3
-  # Orders of the same demonstrations, of each kind; 0 to leave out robustness to order
-  orders: int = 5
-  # Seed of all draws
-  seed: int = 0
-  # Classes of the synthetic data
-  synthetic_classes: int = 6
-  # Words of each synthetic class that no other class has
-  synthetic_words: int = 4
-  # Tokens of a batch; at least one query
-  batch_tokens: int = 32_768
 
 
 class Example(NamedTuple):
@@ -120,47 +83,127 @@ class Dataset:
     return sorted({example.label for example in self.train})
 
 
-def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
-  """Accuracy by number of demonstrations, and robustness to their order.
+@dataclasses.dataclass(frozen=True)
+class ManyShot(Suite[dict[str, Dataset]]):
+  """Accuracy of classification after demonstrations, and effect of their order.
 
-  Yields:
-    For each dataset `accuracy` by number (and tokens) of demonstrations, and `best minus worst` by kind of order. Units are queries.
-
-  Raises:
-    UserError: for data that cannot be read, or settings that this model does not allow.
+  For each dataset and number of demonstrations, "accuracy" is the fraction of
+  queries that get the right label. For each kind of order, "best minus worst" is
+  the difference of two accuracies: of the best and of the worst order of the
+  same demonstrations. The units are queries.
   """
-  limit = trained.config.model.max_length
-  capacity = settings.max_tokens or limit
-  if not 1 <= capacity <= limit:
-    raise UserError(
-      f"set.many_shot.max_tokens = {settings.max_tokens}: the model takes at most {limit} (its config.model.max_length)"
-    )
-  for field in ("samples", "sets", "synthetic_classes", "synthetic_words"):
-    if getattr(settings, field) < 1:
-      raise UserError(
-        f"set.many_shot.{field} = {getattr(settings, field)}: must be at least 1"
-      )
-  datasets = {name: load(name, settings) for name in settings.datasets}
-  return _measure(trained, settings, datasets, capacity)
 
-
-def _measure(
-  trained: Trained,
-  settings: Settings,
-  datasets: Mapping[str, Dataset],
-  capacity: int,
-) -> Iterator[Figure]:
-  sampler = Sampler(
-    trained.model,
-    trained.params,
-    batch_size=max(1, settings.batch_tokens // capacity),
-    capacity=capacity,
+  name: ClassVar[str] = "many_shot"
+  table: ClassVar[TableSpec] = TableSpec(
+    unit="queries",
+    headers={"demonstrations": "shots", "tokens": ""},
+    notes=(
+      "shots: demonstrations before a query",
+      "accuracy: share of the queries with the right label",
+      "best minus worst: spread of accuracy over orders of the demonstrations",
+    ),
   )
-  for name, dataset in datasets.items():
-    task = _Task(sampler, trained.tokenizer, name, dataset, settings)
-    yield from task.accuracies()
-    if settings.orders:
-      yield from task.robustness()
+
+  datasets: tuple[str, ...] = field(
+    ("synthetic",), '"synthetic", or names of folders in data_dir.'
+  )
+  data_dir: str = field("", "Directory of the folders.")
+  max_tokens: int = field(
+    0,
+    "Tokens of a prompt, at most. 0 for the model's config.model.max_length.",
+  )
+  samples: int = field(
+    100,
+    "Queries, drawn from the test examples. If there are fewer, all are used.",
+    bound=at_least(1),
+  )
+  sets: int = field(
+    3, "Draws of demonstrations to average over.", bound=at_least(1)
+  )
+  orders: int = field(
+    5,
+    "Orders of the same demonstrations, of each kind. 0 to measure no effect of"
+    " the order.",
+  )
+  seed: int = field(0, "Seed of all draws.")
+  synthetic_classes: int = field(
+    6, "Classes of the synthetic data.", bound=at_least(1)
+  )
+  synthetic_words: int = field(
+    4,
+    "Words of each synthetic class that no other class has.",
+    bound=at_least(1),
+  )
+  batch_tokens: int = field(
+    32_768, "Tokens of a batch, which has at least one query."
+  )
+
+  def load(self, trained: Trained) -> dict[str, Dataset]:
+    """Returns the datasets by name.
+
+    Raises:
+      UserError: if a dataset cannot be read, or max_tokens does not fit the
+        model.
+    """
+    self._capacity(trained)
+    return {name: load_dataset(name, self) for name in self.datasets}
+
+  def measure(
+    self, trained: Trained, datasets: dict[str, Dataset]
+  ) -> Iterator[Measurement]:
+    """Yields the accuracies of each dataset, and the effects of the order."""
+    capacity = self._capacity(trained)
+    sampler = Sampler(
+      trained.model,
+      trained.params,
+      batch_size=max(1, self.batch_tokens // capacity),
+      capacity=capacity,
+    )
+    for name, dataset in datasets.items():
+      task = _Task(sampler, trained.tokenizer, name, dataset, self)
+      yield from task.accuracies()
+      if self.orders:
+        yield from task.robustness()
+
+  def plot(self, results: Mapping[str, Any]) -> matplotlib.figure.Figure:
+    """Plots accuracy over tokens of demonstrations: a field for each dataset, a line for each model."""
+    models = list(by_model(results, "accuracy"))
+    datasets = list(
+      dict.fromkeys(row["at"]["dataset"] for _, rows in models for row in rows)
+    )
+    figure = matplotlib.figure.Figure(
+      (max(WIDTH, 4.5 * len(datasets)), 4), layout="constrained"
+    )
+    for dataset, axes in zip(
+      datasets, figure.subplots(1, len(datasets), squeeze=False)[0], strict=True
+    ):
+      for style, rows in models:
+        own = [row for row in rows if row["at"]["dataset"] == dataset]
+        draw_line(axes, [row["at"]["tokens"] for row in own], own, style)
+      axes.set(
+        title=dataset,
+        xscale="log",
+        ylim=(0, 1),
+        xlabel="tokens of demonstrations",
+        ylabel="accuracy",
+      )
+      axes.xaxis.set_major_formatter(
+        matplotlib.ticker.StrMethodFormatter("{x:,.0f}")
+      )
+      axes.legend(fontsize=9)
+    return figure
+
+  def _capacity(self, trained: Trained) -> int:
+    """Returns the number of tokens of a prompt and its label, at most."""
+    max_length = trained.config.model.max_length
+    if self.max_tokens == 0:
+      return max_length
+    if not 1 <= self.max_tokens <= max_length:
+      raise UserError(
+        f"set.many_shot.max_tokens = {self.max_tokens}: the model takes at most"
+        f" {max_length} (its config.model.max_length)"
+      )
+    return self.max_tokens
 
 
 class _Task:
@@ -172,7 +215,7 @@ class _Task:
     tokenizer: Tokenizer,
     name: str,
     dataset: Dataset,
-    settings: Settings,
+    settings: ManyShot,
   ):
     (
       self._sampler,
@@ -200,7 +243,7 @@ class _Task:
     self._most = min(map(len, self._sets))
     self._rng = rng
 
-  def accuracies(self) -> Iterator[Figure]:
+  def accuracies(self) -> Iterator[Measurement]:
     """Accuracy with one demonstration up to as many as fit."""
     counts = [
       *itertools.takewhile(
@@ -216,7 +259,7 @@ class _Task:
       )
       yield proportion("accuracy", correct.mean(1), **self._place(chosen))
 
-  def robustness(self) -> Iterator[Figure]:
+  def robustness(self) -> Iterator[Measurement]:
     """Best minus worst accuracy over orders of the first set of demonstrations, as many as fit."""
     demonstrations = self._sets[0][: self._most]
     for kind, order in (("random", shuffled), ("alternating", alternating)):
@@ -224,7 +267,7 @@ class _Task:
         self._correct(order(demonstrations, self._rng))
         for _ in range(self._settings.orders)
       ]
-      yield Figure(
+      yield Measurement(
         "best minus worst",
         np.stack(correct, axis=1),
         {**self._place([demonstrations]), "order": kind},
@@ -350,7 +393,7 @@ def _by_class(
   return [classes[label] for label in sorted(classes)]
 
 
-def load(name: str, settings: Settings) -> Dataset:
+def load_dataset(name: str, settings: ManyShot) -> Dataset:
   """Loads a dataset.
 
   Raises:
@@ -469,32 +512,3 @@ def _invented_words(rng: np.random.Generator) -> Iterator[str]:
       syllables[number // len(syllables) ** power % len(syllables)]
       for power in range(3)
     )
-
-
-def plot(results: dict[str, Any], path: epath.PathLike) -> None:
-  """Plots accuracy over tokens of demonstrations: a field for each dataset, a line for each model."""
-  models = list(by_model(results, "accuracy"))
-  datasets = list(
-    dict.fromkeys(row["at"]["dataset"] for _, rows in models for row in rows)
-  )
-  figure = matplotlib.figure.Figure(
-    (max(WIDTH, 4.5 * len(datasets)), 4), layout="constrained"
-  )
-  for dataset, axes in zip(
-    datasets, figure.subplots(1, len(datasets), squeeze=False)[0], strict=True
-  ):
-    for style, rows in models:
-      own = [row for row in rows if row["at"]["dataset"] == dataset]
-      draw_line(axes, [row["at"]["tokens"] for row in own], own, style)
-    axes.set(
-      title=dataset,
-      xscale="log",
-      ylim=(0, 1),
-      xlabel="tokens of demonstrations",
-      ylabel="accuracy",
-    )
-    axes.xaxis.set_major_formatter(
-      matplotlib.ticker.StrMethodFormatter("{x:,.0f}")
-    )
-    axes.legend(fontsize=9)
-  save(figure, path)

@@ -18,48 +18,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from etils import epath
 
-from diffjax.config import UserError
+from diffjax.config import UserError, at_least, field
 from diffjax.data.tokenizer import Tokenizer
+from diffjax.evals.measurement import Measurement, proportion
 from diffjax.evals.methods import equivalence, jsonl
 from diffjax.evals.methods.final_answer import extract, reference, same
-from diffjax.evals.report.figures import Figure, proportion
 from diffjax.evals.report.results import TableSpec
+from diffjax.evals.suite import Suite
 from diffjax.inference.sampler import Sampler
 from diffjax.inference.trained import Trained
 
 _TAIL = 64  # tokens looked at for the beginning of another question
-
-
-TABLE = TableSpec(
-  unit="questions",
-  notes=(
-    "accuracy: share of the questions with the right final answer",
-    "ended: share of the answers that needed no more than new_tokens",
-  ),
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-  """Settings of the suite."""
-
-  # JSONL files with commas between, each a benchmark, named by its file
-  files: str = ""
-  # Questions of each file, its first ones; 0 for all
-  questions: int = 0
-  # Demonstrations before every question
-  shots: int = 0
-  # JSONL file whose first records are the demonstrations
-  shots_file: str = ""
-  # Tokens that the model writes, at most
-  new_tokens: int = 512
-  # Tokens of a batch; at least one row
-  batch_tokens: int = 32_768
 
 
 class Question(NamedTuple):
@@ -78,90 +52,127 @@ class Question(NamedTuple):
   answer: str
 
 
-def evaluate(trained: Trained, settings: Settings) -> Iterator[Figure]:
-  """Accuracy and share of ended answers of each file, and the mean accuracy over files. The units are questions.
+class _Data(NamedTuple):
+  """Files and their prompts."""
 
-  Raises:
-    UserError: for files that cannot be read, records without a field, demonstrations that are scored questions, prompts that do not leave
-      room for an answer, or a missing math-verify.
+  files: list[tuple[str, list[Question]]]
+  prompts: list[list[list[int]]]
+  capacity: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Mathematics(Suite[_Data]):
+  """Accuracy of the final answers to mathematical questions.
+
+  For each file, "accuracy" is the fraction of questions whose final answer is
+  right, and "ended" is the fraction of answers that needed no more than
+  `new_tokens` tokens. With several files, the file "mean" is the mean accuracy
+  of the files. The units are questions.
   """
-  paths = [path.strip() for path in settings.files.split(",") if path.strip()]
-  _check(settings, paths)
-  equivalence.start()
-  template = trained.config.data.prompt_template
-  files = [
-    (epath.Path(name).stem, read(name)[: settings.questions or None])
-    for name in paths
-  ]
-  demonstrations: list[Question] = []
-  if settings.shots:
-    demonstrations = read(settings.shots_file)[: settings.shots]
-  _check_demonstrations(demonstrations, files)
-  shots = "".join(
-    f"{_ask(template, shot.text)}{shot.solution}\n\n" for shot in demonstrations
-  )
-  prompts = [
-    [
-      trained.tokenizer.encode_prompt(shots + _ask(template, question.text))
-      for question in questions
-    ]
-    for _, questions in files
-  ]
-  capacity = _capacity(trained, settings, files, prompts)
-  return _measure(trained, settings, files, prompts, capacity)
 
-
-def _measure(
-  trained: Trained,
-  settings: Settings,
-  files: Sequence[tuple[str, list[Question]]],
-  prompts: list[list[list[int]]],
-  capacity: int,
-) -> Iterator[Figure]:
-  sampler = Sampler(
-    trained.model,
-    trained.params,
-    batch_size=max(1, settings.batch_tokens // capacity),
-    capacity=capacity,
+  name: ClassVar[str] = "mathematics"
+  table: ClassVar[TableSpec] = TableSpec(
+    unit="questions",
+    notes=(
+      "accuracy: share of the questions with the right final answer",
+      "ended: share of the answers that needed no more than new_tokens",
+    ),
   )
-  another = _Another(trained.tokenizer, trained.config.data.prompt_template)
-  right: list[np.ndarray] = []
-  for (name, questions), ids in zip(files, prompts, strict=True):
-    written = sampler.generate(
-      ids,
-      settings.new_tokens,
-      stop_ids=trained.tokenizer.document_tokens.stop,
-      stop=another,
-    )
-    answers = [
-      extract(another.cut(trained.tokenizer.decode(tokens)))
-      for tokens in written
+
+  files: str = field(
+    "",
+    "JSONL files with commas between. Each is a benchmark, named by its file.",
+  )
+  questions: int = field(
+    0, "Questions of each file, its first ones. 0 for all.", bound=at_least(0)
+  )
+  shots: int = field(
+    0, "Demonstrations before every question.", bound=at_least(0)
+  )
+  shots_file: str = field(
+    "", "JSONL file whose first records are the demonstrations."
+  )
+  new_tokens: int = field(
+    512, "Tokens that the model writes, at most.", bound=at_least(1)
+  )
+  batch_tokens: int = field(
+    32_768, "Tokens of a batch, which has at least one row."
+  )
+
+  def load(self, trained: Trained) -> _Data:
+    """Reads the files and makes the prompts."""
+    paths = [path.strip() for path in self.files.split(",") if path.strip()]
+    _check(self, paths)
+    equivalence.start()
+    template = trained.config.data.prompt_template
+    files = [
+      (epath.Path(name).stem, read(name)[: self.questions or None])
+      for name in paths
     ]
-    right.append(
-      np.array(
-        [
-          answer is not None and same(answer, question.answer)
-          for answer, question in zip(answers, questions, strict=True)
-        ],
-        float,
-      )
+    demonstrations: list[Question] = []
+    if self.shots:
+      demonstrations = read(self.shots_file)[: self.shots]
+    _check_demonstrations(demonstrations, files)
+    shots = "".join(
+      f"{_ask(template, shot.text)}{shot.solution}\n\n"
+      for shot in demonstrations
     )
-    yield proportion("accuracy", right[-1], file=name)
-    yield proportion(
-      "ended",
+    prompts = [
       [
-        len(tokens) < settings.new_tokens or another(tokens)
+        trained.tokenizer.encode_prompt(shots + _ask(template, question.text))
+        for question in questions
+      ]
+      for _, questions in files
+    ]
+    capacity = _capacity(trained, self, files, prompts)
+    return _Data(files, prompts, capacity)
+
+  def measure(self, trained: Trained, data: _Data) -> Iterator[Measurement]:
+    """Yields accuracies."""
+    files, prompts, capacity = data
+    sampler = Sampler(
+      trained.model,
+      trained.params,
+      batch_size=max(1, self.batch_tokens // capacity),
+      capacity=capacity,
+    )
+    another = _Another(trained.tokenizer, trained.config.data.prompt_template)
+    right: list[np.ndarray] = []
+    for (name, questions), ids in zip(files, prompts, strict=True):
+      written = sampler.generate(
+        ids,
+        self.new_tokens,
+        stop_ids=trained.tokenizer.document_tokens.stop,
+        stop=another,
+      )
+      answers = [
+        extract(another.cut(trained.tokenizer.decode(tokens)))
         for tokens in written
-      ],
-      file=name,
-    )
-  if len(files) > 1:
-    yield proportion(
-      "accuracy",
-      np.concatenate(right),
-      np.repeat(np.arange(len(right)), list(map(len, right))),
-      file="mean",
-    )
+      ]
+      right.append(
+        np.array(
+          [
+            answer is not None and same(answer, question.answer)
+            for answer, question in zip(answers, questions, strict=True)
+          ],
+          float,
+        )
+      )
+      yield proportion("accuracy", right[-1], file=name)
+      yield proportion(
+        "ended",
+        [
+          len(tokens) < self.new_tokens or another(tokens) for tokens in written
+        ],
+        file=name,
+      )
+    if len(files) > 1:
+      yield proportion(
+        "accuracy",
+        np.concatenate(right),
+        np.repeat(np.arange(len(right)), list(map(len, right))),
+        file="mean",
+      )
 
 
 def read(path: epath.PathLike) -> list[Question]:
@@ -228,7 +239,7 @@ def _ask(template: str, question: str) -> str:
   return template.replace("{prompt}", question)
 
 
-def _check(settings: Settings, paths: Sequence[str]) -> None:
+def _check(settings: Mathematics, paths: Sequence[str]) -> None:
   if not paths:
     raise UserError(
       "set.mathematics.files names JSONL files of questions, with commas between: records with a question (or problem) and an answer "
@@ -239,11 +250,6 @@ def _check(settings: Settings, paths: Sequence[str]) -> None:
     raise UserError(
       f"set.mathematics.files = {settings.files}: two files have the same name, which names the figures; rename one"
     )
-  for name, low in (("questions", 0), ("shots", 0), ("new_tokens", 1)):
-    if getattr(settings, name) < low:
-      raise UserError(
-        f"set.mathematics.{name} = {getattr(settings, name)}: must be at least {low}"
-      )
   if settings.shots and not settings.shots_file:
     raise UserError(
       f"set.mathematics.shots = {settings.shots}: set.mathematics.shots_file must name a file of demonstrations"
@@ -278,7 +284,7 @@ def _check_demonstrations(
 
 def _capacity(
   trained: Trained,
-  settings: Settings,
+  settings: Mathematics,
   files: Sequence[tuple[str, list[Question]]],
   prompts: list[list[list[int]]],
 ) -> int:

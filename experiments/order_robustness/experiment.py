@@ -215,10 +215,8 @@ def measure_many_shot(workdir: str, config: Config) -> dict[str, Any]:
   from diffjax.inference.trained import load
 
   found: dict[str, Any] = {"counts": [], "curve": []}
-  for figure in many_shot.evaluate(
-    load(workdir),
-    many_shot.Settings(orders=_ORDERS_LARGE, samples=_QUERIES_LARGE),
-  ):
+  suite = many_shot.ManyShot(orders=_ORDERS_LARGE, samples=_QUERIES_LARGE)
+  for figure in suite.evaluate(load(workdir)):
     value = figure.statistic(figure.units)
     if figure.name == "accuracy":
       found["counts"].append(figure.at["demonstrations"])

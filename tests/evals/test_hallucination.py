@@ -11,8 +11,8 @@ import pytest
 from diffjax.config import Config, ModelConfig, UserError
 from diffjax.data.tokenizer import load_tokenizer
 from diffjax.evals import hallucination
-from diffjax.evals.hallucination import Settings
-from diffjax.evals.report import figures
+from diffjax.evals.hallucination import Hallucination
+from diffjax.evals.report import intervals
 from diffjax.inference.trained import Trained
 from diffjax.model.decoder import Decoder
 from tests.parameters import parameters
@@ -107,15 +107,12 @@ def use(monkeypatch, write):
 
 def run(data, trained=TRAINED, **settings):
   found = list(
-    hallucination.evaluate(
-      trained,
-      Settings(
-        **dict(sets=("xsum", "hotpotqa"), data_dir=str(data)) | settings
-      ),
-    )
+    Hallucination(
+      **dict(sets=("xsum", "hotpotqa"), data_dir=str(data)) | settings
+    ).evaluate(trained)
   )
   return {
-    (figure.name, figure.at["set"]): figures.interval(figure).value
+    (figure.name, figure.at["set"]): intervals.interval(figure).value
     for figure in found
   }
 
@@ -145,22 +142,22 @@ def test_shares_of_yes_are_proportions_and_rouge_is_not(data):
   run(data, sets=("hotpotqa",))
   judge(data)
   found = list(
-    hallucination.evaluate(
-      TRAINED, Settings(sets=("hotpotqa",), data_dir=str(data))
-    )
+    Hallucination(sets=("hotpotqa",), data_dir=str(data)).evaluate(TRAINED)
   )
-  intervals = {figure.name: figures.interval(figure) for figure in found}
-  assert set(intervals) == {
+  interval_of = {figure.name: intervals.interval(figure) for figure in found}
+  assert set(interval_of) == {
     "free of hallucination",
     "ROUGE-L",
     "exact match",
     "empty outputs",
   }
   assert (
-    intervals["free of hallucination"].low == intervals["exact match"].low < 0.5
+    interval_of["free of hallucination"].low
+    == interval_of["exact match"].low
+    < 0.5
   )
-  assert intervals["empty outputs"].high > 0.5 and np.isnan(
-    intervals["ROUGE-L"].high
+  assert interval_of["empty outputs"].high > 0.5 and np.isnan(
+    interval_of["ROUGE-L"].high
   )
 
 
@@ -468,7 +465,7 @@ def test_it_needs_rouge_score(monkeypatch):
     UserError,
     match=r"ROUGE-L needs rouge-score, .*pip install 'diffjax\[eval\]'",
   ):
-    list(hallucination.evaluate(TRAINED, Settings()))
+    list(Hallucination().evaluate(TRAINED))
 
 
 def test_a_real_model(data, monkeypatch):

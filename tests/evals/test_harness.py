@@ -15,7 +15,7 @@ from diffjax.data.tokenizer import load_tokenizer  # noqa: E402
 from diffjax.evals import harness  # noqa: E402
 from diffjax.evals.methods import lm_eval as adapter  # noqa: E402
 from diffjax.evals.methods.scoring import Score  # noqa: E402
-from diffjax.evals.report import figures  # noqa: E402
+from diffjax.evals.report import intervals  # noqa: E402
 from diffjax.inference.trained import Trained  # noqa: E402
 
 BYTES = load_tokenizer("bytes")
@@ -155,7 +155,7 @@ def write(directory, task, rows, split=None):
 
 
 def run(**settings):
-  found = list(harness.evaluate(TRAINED, harness.Settings(**settings)))
+  found = list(harness.Harness(**settings).evaluate(TRAINED))
   return {(figure.name, figure.at.get("task")): figure for figure in found}
 
 
@@ -171,21 +171,25 @@ def test_the_papers_tasks_on_local_questions(monkeypatch, data):
     "winogrande": 1.0,
   }
   for task, expected in accuracy.items():
-    assert figures.interval(found["acc", task]).value == pytest.approx(expected)
+    assert intervals.interval(found["acc", task]).value == pytest.approx(
+      expected
+    )
     assert len(found["acc", task].units) == len(QUESTIONS[task])
-  assert figures.interval(found["acc", "hellaswag"]).value == pytest.approx(
+  assert intervals.interval(found["acc", "hellaswag"]).value == pytest.approx(
     1 / 3
   )
-  assert figures.interval(
+  assert intervals.interval(
     found["acc_norm", "hellaswag"]
   ).value == pytest.approx(2 / 3)
-  certain = figures.interval(found["acc", "openbookqa"])
+  certain = intervals.interval(found["acc", "openbookqa"])
   assert certain.value == certain.high == 1 and certain.low < 0.6
-  assert figures.interval(found["mean accuracy", None]).value == pytest.approx(
-    np.mean([*accuracy.values(), 2 / 3])
-  )
+  assert intervals.interval(
+    found["mean accuracy", None]
+  ).value == pytest.approx(np.mean([*accuracy.values(), 2 / 3]))
   # Pairing: the same questions in the same order
-  rows = list(figures.compare(found.values(), run(data_dir=str(data)).values()))
+  rows = list(
+    intervals.compare(found.values(), run(data_dir=str(data)).values())
+  )
   assert all(
     row["difference"] == row["difference"] | {"value": 0, "units": row["units"]}
     for row in rows
@@ -349,13 +353,15 @@ def test_a_perplexity_and_a_task_beyond_the_papers(monkeypatch, tmp_path):
   )
   found = run(data_dir=str(tmp_path), tasks=("wikitext",))
   letters = len("four words are hereand two")
-  assert figures.interval(
+  assert intervals.interval(
     found["byte_perplexity", "wikitext"]
   ).value == pytest.approx(np.exp(2))
-  assert figures.interval(
+  assert intervals.interval(
     found["word_perplexity", "wikitext"]
   ).value == pytest.approx(np.exp(2 * letters / 6))
-  assert np.isfinite(figures.interval(found["word_perplexity", "wikitext"]).low)
+  assert np.isfinite(
+    intervals.interval(found["word_perplexity", "wikitext"]).low
+  )
 
 
 @pytest.mark.parametrize(
@@ -446,4 +452,4 @@ def test_it_needs_lm_eval(monkeypatch):
     match=r"the harness needs lm-eval, .*pip install 'diffjax\[eval\]'",
   ):
     run(tasks=("boolq",))
-  assert dataclasses.fields(harness.Settings)  # the settings do not
+  assert dataclasses.fields(harness.Harness)  # the settings do not

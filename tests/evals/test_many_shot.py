@@ -14,9 +14,9 @@ import pytest
 from diffjax.config import Config, ModelConfig, UserError
 from diffjax.data.tokenizer import load_tokenizer
 from diffjax.evals import many_shot
-from diffjax.evals.many_shot import Example, Settings
+from diffjax.evals.many_shot import Example, ManyShot
 from diffjax.evals.methods.label_decoding import LabelTree, decode_labels
-from diffjax.evals.report import figures
+from diffjax.evals.report import intervals, plots
 from diffjax.inference.sampler import Sampler
 from diffjax.inference.trained import Trained
 from diffjax.model.decoder import Decoder, logits
@@ -100,9 +100,7 @@ def run(monkeypatch, answer, **settings):
   sampler = FakeSampler(answer)
   monkeypatch.setattr(many_shot, "Sampler", sampler)
   return list(
-    many_shot.evaluate(
-      TRAINED, Settings(**dict(samples=20, sets=2, orders=3) | settings)
-    )
+    ManyShot(**dict(samples=20, sets=2, orders=3) | settings).evaluate(TRAINED)
   ), sampler
 
 
@@ -115,11 +113,11 @@ def test_an_oracle_that_reads_the_demonstrations_gets_every_query(monkeypatch):
     and counts[-2] < counts[-1] < 2 * counts[-2]
   )
   assert (
-    figures.interval(accuracy[0]).value < 0.5
-    and figures.interval(accuracy[-1]).value == 1.0
+    intervals.interval(accuracy[0]).value < 0.5
+    and intervals.interval(accuracy[-1]).value == 1.0
   )
   assert (
-    0.8 < figures.interval(accuracy[-1]).low < 0.9
+    0.8 < intervals.interval(accuracy[-1]).low < 0.9
   )  # 20 queries, however many draws of demonstrations
   assert all(len(figure.units) == 20 for figure in found)
   tokens = [figure.at["tokens"] for figure in accuracy]
@@ -131,8 +129,11 @@ def test_an_oracle_that_reads_the_demonstrations_gets_every_query(monkeypatch):
     "random",
     "alternating",
   ]
-  assert [figures.interval(figure).value for figure in robustness] == [0.0, 0.0]
-  assert all(np.isnan(figures.interval(figure).high) for figure in robustness)
+  assert [intervals.interval(figure).value for figure in robustness] == [
+    0.0,
+    0.0,
+  ]
+  assert all(np.isnan(intervals.interval(figure).high) for figure in robustness)
 
 
 def test_a_model_that_repeats_the_first_label_depends_on_the_order(monkeypatch):
@@ -143,7 +144,7 @@ def test_a_model_that_repeats_the_first_label_depends_on_the_order(monkeypatch):
     orders=6,
   )
   for figure in found:
-    value = figures.interval(figure).value
+    value = intervals.interval(figure).value
     if figure.name == "best minus worst":
       labels = figure.units.sum(0)  # queries that each order got
       assert (
@@ -199,7 +200,7 @@ def test_no_prompt_shows_a_query(monkeypatch, tmp_path):
     shown = {text for text, _ in demonstrations(prompt)[1]}
     assert not shown & asked
   # Synthetic texts repeat by chance, too rarely for one run to show it.
-  dataset = many_shot.load("synthetic", Settings())
+  dataset = many_shot.load_dataset("synthetic", ManyShot())
   assert not {shot.text for shot in dataset.train} & {
     query.text for query in dataset.test
   }
@@ -384,20 +385,17 @@ def test_whatever_the_logits_a_label_comes_out():
 
 def test_a_real_model(real):
   found = list(
-    many_shot.evaluate(
-      real,
-      Settings(
-        samples=4,
-        sets=1,
-        orders=2,
-        synthetic_classes=2,
-        synthetic_words=1,
-        batch_tokens=1024,
-      ),
-    )
+    ManyShot(
+      samples=4,
+      sets=1,
+      orders=2,
+      synthetic_classes=2,
+      synthetic_words=1,
+      batch_tokens=1024,
+    ).evaluate(real)
   )
   assert [figure.at["demonstrations"] for figure in found] == [1, 2, 3, 3, 3]
-  assert all(0 <= figures.interval(figure).value <= 1 for figure in found)
+  assert all(0 <= intervals.interval(figure).value <= 1 for figure in found)
 
 
 def write(directory, name, **splits):
@@ -431,7 +429,7 @@ def test_local_data(monkeypatch, tmp_path, name, form):
     {"dataset": name, "demonstrations": n, "tokens": found[0].at["tokens"] * n}
     for n in (1, 2, 3)
   ]
-  assert figures.interval(found[-1]).value == 1.0
+  assert intervals.interval(found[-1]).value == 1.0
   assert all(re.match(form, prompt) for prompt in sampler.prompts)
 
 
@@ -500,8 +498,8 @@ def test_plot(monkeypatch, tmp_path):
   for count in (1, 2):
     results = {
       "models": [{"name": "one"}, {"name": "other"}][:count],
-      "figures": list(figures.compare(*compared[:count])),
+      "figures": list(intervals.compare(*compared[:count])),
     }
-    many_shot.plot(results, tmp_path / "many_shot.png")
+    plots.save(ManyShot().plot(results), tmp_path / "many_shot.png")
     assert (tmp_path / "many_shot.png").read_bytes()[:4] == b"\x89PNG"
-  assert dataclasses.replace(Settings(), datasets=("synthetic",)) == Settings()
+  assert dataclasses.replace(ManyShot(), datasets=("synthetic",)) == ManyShot()

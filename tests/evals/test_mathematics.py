@@ -11,8 +11,8 @@ from diffjax.data.document import Document
 from diffjax.data.packing import Tokenize
 from diffjax.data.tokenizer import load_tokenizer
 from diffjax.evals import mathematics
-from diffjax.evals.mathematics import Settings
-from diffjax.evals.report import figures
+from diffjax.evals.mathematics import Mathematics
+from diffjax.evals.report import intervals
 from diffjax.inference.trained import Trained
 from diffjax.parallel.mesh import make_mesh
 from diffjax.training.checkpoint import Checkpoints
@@ -102,7 +102,7 @@ def play(monkeypatch):
     monkeypatch.setattr(mathematics, "Sampler", Sampler)
     found = {
       (row["name"], row["at"]["file"]): row
-      for row in figures.compare(mathematics.evaluate(trained, settings))
+      for row in intervals.compare(settings.evaluate(trained))
     }
     return found, asked
 
@@ -121,7 +121,7 @@ def oracle(prompt):
 
 def test_an_oracle_scores_1_and_its_opposite_0(play, trained, files):
   found, asked = play(
-    trained, Settings(files=",".join(files), new_tokens=100), oracle
+    trained, Mathematics(files=",".join(files), new_tokens=100), oracle
   )
   assert {key: row["value"] for key, row in found.items()} == {
     **{
@@ -139,7 +139,7 @@ def test_an_oracle_scores_1_and_its_opposite_0(play, trained, files):
   for wrong in ("The answer is 1000.", "", "nothing", r"\boxed{x}"):
     found, _ = play(
       trained,
-      Settings(files=",".join(files), new_tokens=100),
+      Mathematics(files=",".join(files), new_tokens=100),
       lambda prompt: wrong,  # noqa: B023
     )
     assert all(
@@ -152,7 +152,7 @@ def test_an_oracle_scores_1_and_its_opposite_0(play, trained, files):
 def test_the_mean_weights_files_alike(play, trained, files):
   found, _ = play(
     trained,
-    Settings(files=",".join(files[:2]), new_tokens=100),
+    Mathematics(files=",".join(files[:2]), new_tokens=100),
     lambda prompt: oracle(prompt) if "What" in prompt else "",
   )
   assert (
@@ -179,7 +179,7 @@ def test_what_follows_another_question_does_not_count(play, trained, files):
   )
   found, asked = play(
     dataclasses.replace(trained, config=config),
-    Settings(files=",".join(files), new_tokens=200),
+    Mathematics(files=",".join(files), new_tokens=200),
     own,
   )
   assert asked[0] == "Exercise 9: What is 3 + 3?\nA:" and all(
@@ -188,7 +188,7 @@ def test_what_follows_another_question_does_not_count(play, trained, files):
   bare = lambda prompt: f"{2 * int(prompt.split()[4])}\nExercise 9: What"
   found, _ = play(
     dataclasses.replace(trained, config=config),
-    Settings(files=files[0], new_tokens=200),
+    Mathematics(files=files[0], new_tokens=200),
     bare,
   )
   assert found["accuracy", "gsm8k"]["value"] == 1, "9 is of the template"
@@ -197,14 +197,14 @@ def test_what_follows_another_question_does_not_count(play, trained, files):
 def test_answers_that_do_not_end(play, trained, files):
   found, _ = play(
     trained,
-    Settings(files=files[0], new_tokens=50),
+    Mathematics(files=files[0], new_tokens=50),
     lambda prompt: "3" * 200 if "3 + 3" in prompt else "no",
   )
   assert found["ended", "gsm8k"]["value"] == pytest.approx(5 / 6)
 
 
 def test_demonstrations_stand_before_questions(play, trained, files):
-  settings = Settings(
+  settings = Mathematics(
     files=files[0], shots=2, shots_file=files[2], questions=3, new_tokens=100
   )
   found, asked = play(trained, settings, oracle)
@@ -216,7 +216,7 @@ def test_demonstrations_stand_before_questions(play, trained, files):
 
 
 def test_a_demonstration_may_not_be_a_scored_question(play, trained, files):
-  settings = Settings(
+  settings = Mathematics(
     files=",".join(files[:2]), shots=1, shots_file=files[2], new_tokens=100
   )
   with pytest.raises(
@@ -276,7 +276,7 @@ def test_prompts_are_those_of_fine_tuning(trained):
 def test_bad_records(tmp_path, trained, record, message):
   path = write(tmp_path / "a.jsonl", [GSM8K[0], record])
   with pytest.raises(UserError, match=message) as caught:
-    list(mathematics.evaluate(trained, Settings(files=path, new_tokens=50)))
+    list(Mathematics(files=path, new_tokens=50).evaluate(trained))
   assert "\n" not in str(caught.value)
 
 
@@ -309,9 +309,9 @@ def test_bad_settings(tmp_path, trained, files, change, message):
     change = {**change, "shots_file": str(tmp_path / change["shots_file"])}
   with pytest.raises(UserError, match=message):
     list(
-      mathematics.evaluate(
-        trained, dataclasses.replace(Settings(files=",".join(files)), **change)
-      )
+      dataclasses.replace(
+        Mathematics(files=",".join(files)), **change
+      ).evaluate(trained)
     )
 
 

@@ -12,7 +12,7 @@ import pytest
 from diffjax.config import Config, DataConfig, ModelConfig, UserError
 from diffjax.data.tokenizer import load_tokenizer
 from diffjax.evals import needle
-from diffjax.evals.report import figures
+from diffjax.evals.report import intervals, plots
 from diffjax.inference.trained import Trained
 from diffjax.model.decoder import Decoder
 from tests.parameters import parameters
@@ -71,7 +71,7 @@ def only_the_first(text):
   return copy(text).split(" and ")[0]
 
 
-SMALL = needle.Settings(
+SMALL = needle.Needle(
   pairs=("1/1", "4/2"), lengths=(1000, 2000), samples=10, haystack="synthetic"
 )
 
@@ -82,21 +82,19 @@ SMALL = needle.Settings(
 )
 def test_known_answers(monkeypatch, write, accuracy):
   monkeypatch.setattr(needle, "Sampler", Sampler(write))
-  found = list(needle.evaluate(trained(), SMALL))
+  found = list(SMALL.evaluate(trained()))
   assert len(found) == 2 * 2 * 6
   for figure in found:
-    assert figures.interval(figure).value == accuracy[figure.at["asked"]]
+    assert intervals.interval(figure).value == accuracy[figure.at["asked"]]
     assert len(figure.units) == (50 if figure.at["depth"] == "mean" else 10)
 
 
 def test_two_prompts_are_no_certainty(monkeypatch):
   monkeypatch.setattr(needle, "Sampler", Sampler(guess))
   found = list(
-    needle.evaluate(
-      trained(), dataclasses.replace(SMALL, samples=2, depths=(0.5,))
-    )
+    dataclasses.replace(SMALL, samples=2, depths=(0.5,)).evaluate(trained())
   )
-  for row in figures.compare(found, found):
+  for row in intervals.compare(found, found):
     assert row["value"] == 0 and row["low"] == 0 and row["high"] > 0.5
     assert row["difference"]["low"] < -0.5 and row["difference"]["high"] > 0.5
 
@@ -105,10 +103,7 @@ def test_a_model_that_guesses_gets_about_none(monkeypatch):
   monkeypatch.setattr(needle, "Sampler", Sampler(guess))
   assert (
     np.mean(
-      [
-        figures.interval(figure).value
-        for figure in needle.evaluate(trained(), SMALL)
-      ]
+      [intervals.interval(figure).value for figure in SMALL.evaluate(trained())]
     )
     < 0.01
   )
@@ -117,16 +112,16 @@ def test_a_model_that_guesses_gets_about_none(monkeypatch):
 def test_default_is_the_table_at_4k(monkeypatch):
   monkeypatch.setattr(needle, "Sampler", Sampler(copy))
   settings = dataclasses.replace(
-    needle.Settings(), samples=1, haystack="synthetic"
+    needle.Needle(), samples=1, haystack="synthetic"
   )
   found = {
     (figure.at["needles"], figure.at["asked"], figure.at["length"])
-    for figure in needle.evaluate(trained(max_length=65536), settings)
+    for figure in settings.evaluate(trained(max_length=65536))
   }
   assert found == {(1, 1, 4096), (2, 2, 4096), (4, 2, 4096), (6, 2, 4096)}
   assert {
     figure.at["length"]
-    for figure in needle.evaluate(trained(max_length=2048), settings)
+    for figure in settings.evaluate(trained(max_length=2048))
   } == {2048}
 
 
@@ -142,7 +137,7 @@ def test_a_real_model_and_sampler():
   )
   model = Decoder(config)
   params = parameters(model, jnp.zeros((1, 1), jnp.int32))
-  settings = needle.Settings(
+  settings = needle.Needle(
     pairs=("1/1",),
     depths=(0.5,),
     samples=3,
@@ -150,13 +145,12 @@ def test_a_real_model_and_sampler():
     batch_tokens=1024,
   )
   found = list(
-    needle.evaluate(
-      dataclasses.replace(trained(max_length=512), model=model, params=params),
-      settings,
+    settings.evaluate(
+      dataclasses.replace(trained(max_length=512), model=model, params=params)
     )
   )
   assert [
-    (figure.at["length"], figures.interval(figure).value) for figure in found
+    (figure.at["length"], intervals.interval(figure).value) for figure in found
   ] == [(512, 0.0), (512, 0.0)]
 
 
@@ -168,12 +162,12 @@ def test_plot(monkeypatch, tmp_path):
   results = []
   for write in (copy, only_the_first):
     monkeypatch.setattr(needle, "Sampler", Sampler(write))
-    results.append(list(needle.evaluate(trained(), SMALL)))
+    results.append(list(SMALL.evaluate(trained())))
   models = [{"name": "one"}, {"name": "other"}]
-  needle.plot(
-    {"models": models, "figures": list(figures.compare(*results))},
-    tmp_path / "needle.png",
+  figure = SMALL.plot(
+    {"models": models, "figures": list(intervals.compare(*results))}
   )
+  plots.save(figure, tmp_path / "needle.png")
   assert (tmp_path / "needle.png").read_bytes()[:4] == b"\x89PNG"
   assert [array.shape for array in cells] == [(5, 2)] * 6
   assert [set(array.flat) for array in cells] == [
@@ -184,9 +178,8 @@ def test_plot(monkeypatch, tmp_path):
     {0.5},
     {0.5},
   ]
-  needle.plot(
-    {"models": models[:1], "figures": list(figures.compare(results[0]))},
-    tmp_path / "needle.png",
+  SMALL.plot(
+    {"models": models[:1], "figures": list(intervals.compare(results[0]))}
   )
   assert len(cells) == 8
 
@@ -213,13 +206,13 @@ def test_plot(monkeypatch, tmp_path):
       dict(haystack="hay"),
       "haystack = 'hay': must be 'validation' or 'synthetic'",
     ),
-    (dict(depths=(2.0,)), "depth lies between 0"),
+    (dict(depths=(2.0,)), "set.needle.depths = 2.0: must lie between 0"),
   ],
 )
 def test_bad_settings(monkeypatch, changes, message):
   monkeypatch.setattr(needle, "Sampler", Sampler(copy))
   with pytest.raises(UserError, match=message):
-    list(needle.evaluate(trained(), dataclasses.replace(SMALL, **changes)))
+    list(dataclasses.replace(SMALL, **changes).evaluate(trained()))
 
 
 def test_validation_text_that_is_not_at_hand(monkeypatch, tmp_path):
@@ -231,6 +224,4 @@ def test_validation_text_that_is_not_at_hand(monkeypatch, tmp_path):
   with pytest.raises(
     UserError, match="gone.txt.*haystack = 'synthetic' needs no data"
   ):
-    list(
-      needle.evaluate(gone, dataclasses.replace(SMALL, haystack="validation"))
-    )
+    list(dataclasses.replace(SMALL, haystack="validation").evaluate(gone))

@@ -244,8 +244,8 @@ def test_larger_models_are_asked_about_words(
   )
   monkeypatch.setattr(
     many_shot,
-    "Settings",
-    functools.partial(many_shot.Settings, batch_tokens=1024),
+    "ManyShot",
+    functools.partial(many_shot.ManyShot, batch_tokens=1024),
   )
   monkeypatch.setattr(experiment, "_ORDERS_LARGE", 2)
   monkeypatch.setattr(experiment, "_QUERIES_LARGE", 4)
