@@ -1,86 +1,98 @@
-"""Many-shot in-context learning: accuracy of classifying after more and more demonstrations, and robustness to their order.
+"""Many-shot in-context learning: classification after many demonstrations.
 
-The paper's protocol (paper.md, §5): demonstrations from one up to 64K tokens, classes balanced, decoding constrained to the label set. The
-same demonstrations are read in other orders, random or alternating by class; the figure is the best minus the worst accuracy. The paper
-leaves these choices open:
+The protocol of the paper (paper.md, §5): The model reads demonstrations, from
+one up to 64K tokens, with balanced classes. Decoding is constrained to the
+labels. To measure robustness, the same demonstrations are read in other orders,
+which are random or alternate between the classes. The result is the best
+accuracy minus the worst.
 
-- Decoding is greedy over the tree of the labels' tokens. Scoring every label in full would cost as many passes as there are labels (150 in
-  Clinic-150), for the same answer where labels differ in their first token. Labels are tokenised apart from the text before them, in
-  demonstrations and in answers alike, and end with a blank line.
-- Demonstrations come in rounds of one from every class, the classes shuffled in each round, so that the first n of them are balanced to
-  within one. A class without further examples is left out of later rounds. The curve begins with one demonstration, each point has twice
-  as many as the one before, and the last as many as fit. A larger number continues the demonstrations of the smaller one.
-- Accuracy is the mean over `sets` draws of demonstrations. The units are queries, so intervals do not cover the draw of demonstrations; a
-  query counts as one trial, however many draws it is asked after. `best minus worst` is no proportion and has a bootstrap interval, or none
-  where every query is answered alike.
-- Orders are drawn `orders` times. Alternating: the classes in a random order, one example of each in turn, in random order within a class.
-- Demonstrations are read once for all queries. A demonstration that is also a query is left out.
+The paper does not specify these choices:
 
-Data is "synthetic", sentences of invented words whose classes have their own words, so that only the demonstrations tell the classes, or a
-folder DATA_DIR/NAME with train.jsonl (demonstrations) and test.jsonl (queries), one {"text": …, "label": …} a line. Names that begin with
-"trec" (TREC, TREC-fine) have the form "Question: …\nType: …", all others (Banking-77, Clinic-150) "utterance: …\nintent: …".
+- Decoding is greedy over the tree of the labels' tokens. To score each label
+  in full would take one pass per label (150 in Clinic-150), and would give the
+  same answer if the labels differ in their first token. A label is tokenized
+  separately from the text before it, in demonstrations and in answers. It ends
+  with a blank line.
+- Demonstrations come in rounds of one example per class, with the classes
+  shuffled in each round. So the counts of classes among the first n
+  demonstrations differ by one at most. A class without further examples is left
+  out of later rounds.
+- The curve begins with one demonstration. Each point has twice as many as the
+  point before it, and the last point has as many as fit. A larger number
+  continues the demonstrations of a smaller one.
+- Accuracy is the mean over `sets` draws of demonstrations. The units are
+  queries, so intervals do not include the variation between draws. A query
+  counts as one trial, although it is asked after each draw. "best minus worst"
+  is not a proportion, so its interval is a bootstrap. It has no interval if all
+  queries are answered alike.
+- There are `orders` random orders. There are also `orders` alternating orders:
+  one example of each class in turn, with the classes in random order and the
+  examples of a class in random order.
+- Demonstrations are read once for all queries. A demonstration that is also a
+  query is left out.
+
+The data is "synthetic" or a folder DATA_DIR/NAME. The synthetic texts consist
+of invented words, and each class has its own words. So only the demonstrations
+tell the classes apart. A folder has train.jsonl with demonstrations and
+test.jsonl with queries, one {"text": …, "label": …} per line. Datasets with a
+name that begins with "trec" (TREC, TREC-fine) are written as
+"Question: …\\nType: …", all others (Banking-77, Clinic-150) as
+"utterance: …\\nintent: …".
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import itertools
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import matplotlib.figure
 import matplotlib.ticker
 import numpy as np
-from absl import logging
+from jaxtyping import Float
 from numpy import ndarray
 
 from diffjax.config import UserError, at_least, field
 from diffjax.data.tokenizer import Tokenizer
 from diffjax.evals.measurement import Measurement, proportion
-from diffjax.evals.methods import jsonl
+from diffjax.evals.methods import labelled_texts
+from diffjax.evals.methods.demonstration_orders import (
+  alternating,
+  balanced,
+  shuffled,
+)
 from diffjax.evals.methods.label_decoding import LabelTree, decode_labels
+from diffjax.evals.methods.labelled_texts import Dataset, Example
 from diffjax.evals.report.plots import WIDTH, by_model, draw_line
 from diffjax.evals.report.results import TableSpec
 from diffjax.evals.suite import Suite
 from diffjax.inference.sampler import Sampler
 from diffjax.inference.trained import Trained
 
-_FORMS = {
-  "trec": ("Question: {}\nType:", " {}\n\n"),
-  "": ("utterance: {}\nintent:", " {}\n\n"),
+# The functions that reorder demonstrations, by the name of the kind of order.
+_ORDERS: Mapping[str, Callable[..., list[Example]]] = {
+  "random": shuffled,
+  "alternating": alternating,
 }
-_SYNTHETIC_TRAIN, _SYNTHETIC_TEST = 1000, 200  # of each class
+
+# Inches of a dataset in the plot.
+_DATASET_WIDTH = 4.5
 
 
-class Example(NamedTuple):
-  """A text and its class."""
+class _Template(NamedTuple):
+  """How an example is written in a prompt.
+
+  Attributes:
+    text: The format of the text. A query ends behind it.
+    label: The format of the label that follows the text.
+  """
 
   text: str
   label: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Dataset:
-  """A dataset.
-
-  Attributes:
-    train: Demonstrations.
-    test: Queries.
-    head: Template of an example up to its label.
-    tail: Template of the label and the text behind it.
-  """
-
-  train: list[Example]
-  test: list[Example]
-  head: str
-  tail: str
-
-  @property
-  def labels(self) -> list[str]:
-    """The labels of the demonstrations, sorted."""
-    return sorted({example.label for example in self.train})
+_QUESTION_TEMPLATE = _Template("Question: {}\nType:", " {}\n\n")
+_UTTERANCE_TEMPLATE = _Template("utterance: {}\nintent:", " {}\n\n")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,9 +100,9 @@ class ManyShot(Suite[dict[str, Dataset]]):
   """Accuracy of classification after demonstrations, and effect of their order.
 
   For each dataset and number of demonstrations, "accuracy" is the fraction of
-  queries that get the right label. For each kind of order, "best minus worst" is
-  the difference of two accuracies: of the best and of the worst order of the
-  same demonstrations. The units are queries.
+  queries that get the right label. For each kind of order, "best minus worst"
+  is the range of accuracies, when the same demonstrations are read in different
+  orders. Both lie between 0 and 1. The units are queries.
   """
 
   name: ClassVar[str] = "many_shot"
@@ -122,8 +134,9 @@ class ManyShot(Suite[dict[str, Dataset]]):
   )
   orders: int = field(
     5,
-    "Orders of the same demonstrations, of each kind. 0 to measure no effect of"
-    " the order.",
+    "Orders of the same demonstrations, for each kind of order. 0 to leave out"
+    " the effect of the order.",
+    bound=at_least(0),
   )
   seed: int = field(0, "Seed of all draws.")
   synthetic_classes: int = field(
@@ -142,11 +155,15 @@ class ManyShot(Suite[dict[str, Dataset]]):
     """Returns the datasets by name.
 
     Raises:
-      UserError: if a dataset cannot be read, or max_tokens does not fit the
-        model.
+      UserError: if a dataset cannot be read, or if the model does not take
+        `max_tokens` tokens.
     """
+    # Raises an error about max_tokens before the data is read.
     self._capacity(trained)
-    return {name: load_dataset(name, self) for name in self.datasets}
+    datasets = {}
+    for name in self.datasets:
+      datasets[name] = self._load_dataset(name)
+    return datasets
 
   def measure(
     self, trained: Trained, datasets: dict[str, Dataset]
@@ -160,26 +177,46 @@ class ManyShot(Suite[dict[str, Dataset]]):
       capacity=capacity,
     )
     for name, dataset in datasets.items():
-      task = _Task(sampler, trained.tokenizer, name, dataset, self)
-      yield from task.accuracies()
-      if self.orders:
-        yield from task.robustness()
+      rng = np.random.default_rng(self.seed)
+      queries = shuffled(dataset.test, rng)[: self.samples]
+      encoder = _Encoder(trained.tokenizer, _template_of(name), dataset.labels)
+      classifier = _Classifier(name, sampler, encoder, queries)
+      demonstration_sets = self._draw_demonstrations(dataset, classifier, rng)
+
+      num_demonstrations = len(demonstration_sets[0])
+      for count in _curve_counts(num_demonstrations):
+        first_demonstrations = [
+          demonstrations[:count] for demonstrations in demonstration_sets
+        ]
+        yield _accuracy(classifier, first_demonstrations)
+      if self.orders == 0:
+        continue
+      for order, reorder in _ORDERS.items():
+        orderings = []
+        for _ in range(self.orders):
+          orderings.append(reorder(demonstration_sets[0], rng))
+        yield _best_minus_worst(classifier, order, orderings)
 
   def plot(self, results: Mapping[str, Any]) -> matplotlib.figure.Figure:
-    """Plots accuracy over tokens of demonstrations: a field for each dataset, a line for each model."""
-    models = list(by_model(results, "accuracy"))
-    datasets = list(
-      dict.fromkeys(row["at"]["dataset"] for _, rows in models for row in rows)
-    )
-    figure = matplotlib.figure.Figure(
-      (max(WIDTH, 4.5 * len(datasets)), 4), layout="constrained"
-    )
-    for dataset, axes in zip(
-      datasets, figure.subplots(1, len(datasets), squeeze=False)[0], strict=True
-    ):
-      for style, rows in models:
-        own = [row for row in rows if row["at"]["dataset"] == dataset]
-        draw_line(axes, [row["at"]["tokens"] for row in own], own, style)
+    """Draws accuracy over tokens of demonstrations.
+
+    The plot has axes for each dataset, with a line for each model.
+    """
+    accuracies_by_model = list(by_model(results, "accuracy"))
+    datasets = []
+    for row in results["figures"]:
+      dataset = row["at"]["dataset"]
+      if dataset not in datasets:
+        datasets.append(dataset)
+
+    width = max(WIDTH, _DATASET_WIDTH * len(datasets))
+    figure = matplotlib.figure.Figure((width, 4), layout="constrained")
+    (all_axes,) = figure.subplots(1, len(datasets), squeeze=False)
+    for dataset, axes in zip(datasets, all_axes, strict=True):
+      for style, rows in accuracies_by_model:
+        dataset_rows = [row for row in rows if row["at"]["dataset"] == dataset]
+        x = [row["at"]["tokens"] for row in dataset_rows]
+        draw_line(axes, x, dataset_rows, style)
       axes.set(
         title=dataset,
         xscale="log",
@@ -193,8 +230,41 @@ class ManyShot(Suite[dict[str, Dataset]]):
       axes.legend(fontsize=9)
     return figure
 
+  def _load_dataset(self, name: str) -> Dataset:
+    """Makes the synthetic dataset, or reads one from its folder."""
+    if name == "synthetic":
+      return labelled_texts.synthetic_dataset(
+        self.synthetic_classes, self.synthetic_words, self.seed
+      )
+    if not self.data_dir:
+      raise UserError(
+        f"set.many_shot.datasets: {name!r} is not 'synthetic';"
+        " set.many_shot.data_dir must name the directory it is in"
+      )
+    return labelled_texts.read_dataset(self.data_dir, name)
+
+  def _draw_demonstrations(
+    self, dataset: Dataset, classifier: _Classifier, rng: np.random.Generator
+  ) -> list[list[Example]]:
+    """Returns equally many demonstrations for each set, as many as fit.
+
+    Raises UserError if none fits.
+    """
+    demonstration_sets = []
+    for _ in range(self.sets):
+      examples = balanced(dataset.train, rng)
+      demonstration_sets.append(classifier.longest_fit(examples))
+    num_demonstrations = min(map(len, demonstration_sets))
+    if num_demonstrations == 0:
+      raise UserError(
+        f"set.many_shot.datasets: {classifier.sampler.capacity} tokens do not"
+        f" hold the longest query of {classifier.dataset_name!r} and one"
+        " demonstration; raise set.many_shot.max_tokens if the model takes more"
+      )
+    return [examples[:num_demonstrations] for examples in demonstration_sets]
+
   def _capacity(self, trained: Trained) -> int:
-    """Returns the number of tokens of a prompt and its label, at most."""
+    """Returns the maximum number of tokens of a prompt with its label."""
     max_length = trained.config.model.max_length
     if self.max_tokens == 0:
       return max_length
@@ -206,309 +276,176 @@ class ManyShot(Suite[dict[str, Dataset]]):
     return self.max_tokens
 
 
-class _Task:
-  """The questions of one dataset to one model."""
+def _template_of(dataset_name: str) -> _Template:
+  """Returns how the examples of a dataset are written."""
+  if dataset_name.startswith("trec"):
+    return _QUESTION_TEMPLATE
+  return _UTTERANCE_TEMPLATE
+
+
+class _Encoder:
+  """Converts the examples of a dataset to token ids."""
+
+  def __init__(
+    self, tokenizer: Tokenizer, template: _Template, labels: Sequence[str]
+  ):
+    self._tokenizer = tokenizer
+    self._template = template
+    # The ids of each label and of the blank line behind it. Labels and texts
+    # are tokenized separately, so that a label always has the same ids.
+    self.label_ids: dict[str, list[int]] = {}
+    for label in labels:
+      self.label_ids[label] = tokenizer.encode(template.label.format(label))
+
+  def encode_query(self, query: Example) -> list[int]:
+    """Returns the ids of a text up to its label."""
+    return self._tokenizer.encode(self._template.text.format(query.text))
+
+  def encode_demonstration(self, example: Example) -> list[int]:
+    """Returns the ids of a text and its label."""
+    return self.encode_query(example) + self.label_ids[example.label]
+
+  def encode_demonstrations(self, examples: Sequence[Example]) -> list[int]:
+    """Returns the ids of the beginning of a prompt, up to the query."""
+    ids = list(self._tokenizer.document_tokens.start)
+    for example in examples:
+      ids += self.encode_demonstration(example)
+    return ids
+
+  def count_tokens(self, examples: Sequence[Example]) -> int:
+    """Returns the number of tokens of demonstrations, without the start."""
+    num_tokens = 0
+    for example in examples:
+      num_tokens += len(self.encode_demonstration(example))
+    return num_tokens
+
+
+class _Classifier:
+  """Classifies a dataset's queries with a model, after demonstrations.
+
+  Attributes:
+    dataset_name: The name of the dataset.
+    sampler: The sampler of the model.
+    encoder: The encoder of the dataset.
+  """
 
   def __init__(
     self,
+    dataset_name: str,
     sampler: Sampler,
-    tokenizer: Tokenizer,
-    name: str,
-    dataset: Dataset,
-    settings: ManyShot,
+    encoder: _Encoder,
+    queries: Sequence[Example],
   ):
-    (
-      self._sampler,
-      self._tokenizer,
-      self._name,
-      self._dataset,
-      self._settings,
-    ) = sampler, tokenizer, name, dataset, settings
-    self._endings = {
-      label: self._encode(dataset.tail.format(label))
-      for label in dataset.labels
-    }
-    self._tree = LabelTree.grow(list(self._endings.values()))
-    rng = np.random.default_rng(settings.seed)
-    self._queries = [
-      dataset.test[index]
-      for index in rng.permutation(len(dataset.test))[: settings.samples]
-    ]
-    self._heads = [
-      self._encode(dataset.head.format(query.text)) for query in self._queries
-    ]
-    self._sets = [
-      self._that_fit(balanced(dataset.train, rng)) for _ in range(settings.sets)
-    ]
-    self._most = min(map(len, self._sets))
-    self._rng = rng
+    self.dataset_name = dataset_name
+    self.sampler = sampler
+    self.encoder = encoder
+    self._queries = queries
+    self._query_ids = [encoder.encode_query(query) for query in queries]
+    self._labels = list(encoder.label_ids)
+    self._label_tree = LabelTree.grow(list(encoder.label_ids.values()))
 
-  def accuracies(self) -> Iterator[Measurement]:
-    """Accuracy with one demonstration up to as many as fit."""
-    counts = [
-      *itertools.takewhile(
-        lambda count: count < self._most,
-        (1 << power for power in itertools.count()),
-      ),
-      self._most,
-    ]
-    for count in counts:
-      chosen = [demonstrations[:count] for demonstrations in self._sets]
-      correct = np.stack(
-        [self._correct(demonstrations) for demonstrations in chosen], axis=1
-      )
-      yield proportion("accuracy", correct.mean(1), **self._place(chosen))
+  def longest_fit(self, examples: Sequence[Example]) -> list[Example]:
+    """Returns the first demonstrations, as many as fit before each query."""
+    num_start_tokens = len(self.encoder.encode_demonstrations([]))
+    longest_query = max(map(len, self._query_ids))
+    longest_label = max(map(len, self.encoder.label_ids.values()))
+    max_tokens = (
+      self.sampler.capacity - num_start_tokens - longest_query - longest_label
+    )
+    fitting: list[Example] = []
+    num_tokens = 0
+    for example in examples:
+      num_tokens += len(self.encoder.encode_demonstration(example))
+      if num_tokens > max_tokens:
+        break
+      fitting.append(example)
+    return fitting
 
-  def robustness(self) -> Iterator[Measurement]:
-    """Best minus worst accuracy over orders of the first set of demonstrations, as many as fit."""
-    demonstrations = self._sets[0][: self._most]
-    for kind, order in (("random", shuffled), ("alternating", alternating)):
-      correct = [
-        self._correct(order(demonstrations, self._rng))
-        for _ in range(self._settings.orders)
-      ]
-      yield Measurement(
-        "best minus worst",
-        np.stack(correct, axis=1),
-        {**self._place([demonstrations]), "order": kind},
-        _best_minus_worst,
+  def correct(
+    self, demonstrations: Sequence[Example]
+  ) -> Float[ndarray, "queries"]:
+    """Returns for each query 1 if the model gives the right label, else 0."""
+    sampler = self.sampler
+    # The demonstrations are read once. Each batch of queries continues them.
+    beginning = self.encoder.encode_demonstrations(demonstrations)
+    state = sampler.prefill([beginning] * sampler.batch_size)
+    label_indices: list[int] = []
+    for start in range(0, len(self._query_ids), sampler.batch_size):
+      batch = self._query_ids[start : start + sampler.batch_size]
+      query_state = sampler.read(state, batch)
+      label_indices += decode_labels(
+        sampler, query_state, len(batch), self._label_tree
       )
 
-  def _place(self, sets: Sequence[Sequence[Example]]) -> dict[str, Any]:
-    tokens = np.mean(
-      [
-        sum(len(self._demonstration(example)) for example in demonstrations)
-        for demonstrations in sets
-      ]
-    )
-    return {
-      "dataset": self._name,
-      "demonstrations": len(sets[0]),
-      "tokens": round(float(tokens)),
-    }
+    outcomes = []
+    for label_index, query in zip(label_indices, self._queries, strict=True):
+      outcomes.append(self._labels[label_index] == query.label)
+    return np.asarray(outcomes, np.float64)
 
-  def _correct(self, demonstrations: Sequence[Example]) -> ndarray:
-    """1 for each query whose label was right, else 0."""
-    sampler, labels = self._sampler, self._dataset.labels
-    beginning = [
-      *self._tokenizer.document_tokens.start,
-      *itertools.chain.from_iterable(map(self._demonstration, demonstrations)),
-    ]
-    shared, found = (
-      sampler.prefill([beginning] * sampler.batch_size),
-      list[int](),
-    )
-    for start in range(0, len(self._heads), sampler.batch_size):
-      heads = self._heads[start : start + sampler.batch_size]
-      found += decode_labels(
-        sampler, sampler.read(shared, heads), len(heads), self._tree
-      )
-    return np.asarray(
-      [
-        labels[label] == query.label
-        for label, query in zip(found, self._queries, strict=True)
-      ],
-      np.float64,
-    )
-
-  def _that_fit(self, demonstrations: Sequence[Example]) -> list[Example]:
-    """The first demonstrations, as many as leave room for start, query and label."""
-    room = (
-      self._sampler.capacity
-      - len(self._tokenizer.document_tokens.start)
-      - max(map(len, self._heads))
-      - max(map(len, self._endings.values()))
-    )
-    sizes = itertools.accumulate(
-      len(self._demonstration(example)) for example in demonstrations
-    )
-    fitting = sum(
-      1 for _ in itertools.takewhile(lambda size: size <= room, sizes)
-    )
-    if not fitting:
-      raise UserError(
-        f"set.many_shot.datasets: {self._sampler.capacity} tokens do not hold the longest query of {self._name!r} and one demonstration; "
-        "raise set.many_shot.max_tokens if the model takes more"
-      )
-    return list(demonstrations[:fitting])
-
-  def _demonstration(self, example: Example) -> list[int]:
-    return (
-      self._encode(self._dataset.head.format(example.text))
-      + self._endings[example.label]
-    )
-
-  def _encode(self, text: str) -> list[int]:
-    return self._tokenizer.encode(text)
+  def correct_after_each(
+    self, demonstration_lists: Sequence[Sequence[Example]]
+  ) -> Float[ndarray, "queries lists"]:
+    """Returns a column of `correct` for each list of demonstrations."""
+    columns = []
+    for demonstrations in demonstration_lists:
+      columns.append(self.correct(demonstrations))
+    return np.stack(columns, axis=1)
 
 
-def _best_minus_worst(correct: ndarray) -> float:
-  """Best minus worst accuracy of `correct`, [queries, orders]."""
-  accuracies = correct.mean(0)
-  return float(accuracies.max() - accuracies.min())
+def _curve_counts(largest: int) -> list[int]:
+  """Returns the powers of two below the largest count, and that count."""
+  counts = []
+  count = 1
+  while count < largest:
+    counts.append(count)
+    count *= 2
+  return [*counts, largest]
 
 
-def balanced(
-  examples: Sequence[Example], rng: np.random.Generator
-) -> list[Example]:
-  """All examples, in rounds of one from every class that has any left. Each round's classes and each class's examples are shuffled."""
-  rounds = itertools.zip_longest(*_by_class(examples, rng))
-  return [
-    example
-    for round_ in rounds
-    for example in shuffled(
-      [example for example in round_ if example is not None], rng
-    )
-  ]
+def _accuracy(
+  classifier: _Classifier, demonstration_sets: Sequence[Sequence[Example]]
+) -> Measurement:
+  """Measures the mean accuracy over sets of equally many demonstrations."""
+  correct = classifier.correct_after_each(demonstration_sets)
+  coordinates = _coordinates(classifier, demonstration_sets)
+  return proportion("accuracy", correct.mean(axis=1), **coordinates)
 
 
-def shuffled(
-  examples: Sequence[Example], rng: np.random.Generator
-) -> list[Example]:
-  """The examples in random order."""
-  return [examples[index] for index in rng.permutation(len(examples))]
-
-
-def alternating(
-  examples: Sequence[Example], rng: np.random.Generator
-) -> list[Example]:
-  """The examples, one of each class in turn. The order of the classes is random and the same in each turn. Empty classes are left out."""
-  classes = _by_class(examples, rng)
-  classes = [classes[index] for index in rng.permutation(len(classes))]
-  return [
-    example
-    for round_ in itertools.zip_longest(*classes)
-    for example in round_
-    if example is not None
-  ]
-
-
-def _by_class(
-  examples: Sequence[Example], rng: np.random.Generator
-) -> list[list[Example]]:
-  """The examples of each class, in random order."""
-  classes: dict[str, list[Example]] = collections.defaultdict(list)
-  for example in shuffled(examples, rng):
-    classes[example.label].append(example)
-  return [classes[label] for label in sorted(classes)]
-
-
-def load_dataset(name: str, settings: ManyShot) -> Dataset:
-  """Loads a dataset.
-
-  Raises:
-    UserError: for missing files, lines that lack a field, and queries whose label no demonstration has.
-  """
-  head, tail = next(
-    form for prefix, form in _FORMS.items() if name.startswith(prefix)
-  )
-  if name == "synthetic":
-    train, test = synthetic(
-      settings.synthetic_classes, settings.synthetic_words, settings.seed
-    )
-    return Dataset(without_queries(train, test), test, head, tail)
-  if not settings.data_dir:
-    raise UserError(
-      f"set.many_shot.datasets: {name!r} is not 'synthetic'; set.many_shot.data_dir must name the directory it is in"
-    )
-  files = {
-    split: os.path.join(settings.data_dir, name, f"{split}.jsonl")
-    for split in ("train", "test")
-  }
-  records = {
-    split: jsonl.read(path, {"text": str, "label": str})
-    for split, path in files.items()
-  }
-  examples: dict[str, list[Example]] = {}
-  for split, found in records.items():
-    examples[split] = [
-      Example(record.value["text"].strip(), record.value["label"].strip())
-      for record in found
-    ]
-    for record, example in zip(found, examples[split], strict=True):
-      if not example.label or "\n" in example.label:
-        raise UserError(
-          f"{record.place}: a label must be one line, and not empty; got {example.label!r}"
-        )
-  known = {example.label for example in examples["train"]}
-  for record, example in zip(records["test"], examples["test"], strict=True):
-    if example.label not in known:
-      raise UserError(
-        f"{record.place}: the label {example.label!r} is not one of the {len(known)} labels of {files['train']}"
-      )
-  train = without_queries(examples["train"], examples["test"])
-  shown = {example.label for example in train}
-  for record, example in zip(records["test"], examples["test"], strict=True):
-    if example.label not in shown:
-      raise UserError(
-        f"{record.place}: every demonstration of the label {example.label!r}"
-        f" is also a query; add other texts to {files['train']}"
-      )
-  num_removed = len(examples["train"]) - len(train)
-  if num_removed > 0:
-    logging.warning(
-      "%s: %d demonstrations are also queries and are not shown",
-      files["train"],
-      num_removed,
-    )
-  return Dataset(train, examples["test"], head, tail)
-
-
-def without_queries(
-  demonstrations: Sequence[Example], queries: Sequence[Example]
-) -> list[Example]:
-  """Returns the demonstrations whose texts are not queries."""
-  # Texts with other spaces are the same.
-  query_words = {tuple(query.text.split()) for query in queries}
-  others = []
-  for shot in demonstrations:
-    if tuple(shot.text.split()) not in query_words:
-      others.append(shot)
-  return others
-
-
-def synthetic(
-  num_classes: int, num_words: int, seed: int
-) -> tuple[list[Example], list[Example]]:
-  """Makes demonstrations and queries of invented words, the same number for every class.
-
-  A text has a word of its class and three words that all classes share, in random order. Only demonstrations tell the words and the names
-  of the classes.
+def _best_minus_worst(
+  classifier: _Classifier, order: str, orderings: Sequence[Sequence[Example]]
+) -> Measurement:
+  """Measures the range of accuracies over orders of the same demonstrations.
 
   Args:
-    num_classes: Number of classes.
-    num_words: Number of words of each class.
-    seed: Of words and texts.
+    classifier: The classifier of the queries.
+    order: The kind of order, a key of `_ORDERS`.
+    orderings: The demonstrations in different orders of this kind.
   """
-  rng = np.random.default_rng(seed)
-  words = _invented_words(rng)
-  labels = [next(words) for _ in range(num_classes)]
-  own = {label: [next(words) for _ in range(num_words)] for label in labels}
-  shared = [next(words) for _ in range(20)]
-
-  def example(label: str) -> Example:
-    return Example(
-      " ".join(
-        rng.permutation(
-          [rng.choice(own[label]), *rng.choice(shared, 3, replace=False)]
-        ).tolist()
-      ),
-      label,
-    )
-
-  make = lambda count: [
-    example(label) for _ in range(count) for label in labels
-  ]
-  return make(_SYNTHETIC_TRAIN), make(_SYNTHETIC_TEST)
+  correct = classifier.correct_after_each(orderings)
+  coordinates = _coordinates(classifier, orderings)
+  return Measurement(
+    "best minus worst",
+    correct,
+    {**coordinates, "order": order},
+    _accuracy_range,
+  )
 
 
-def _invented_words(rng: np.random.Generator) -> Iterator[str]:
-  """Different words of three syllables."""
-  syllables = [
-    consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou"
-  ]
-  for number in rng.permutation(len(syllables) ** 3):
-    yield "".join(
-      syllables[number // len(syllables) ** power % len(syllables)]
-      for power in range(3)
-    )
+def _coordinates(
+  classifier: _Classifier, demonstration_sets: Sequence[Sequence[Example]]
+) -> dict[str, Any]:
+  """Returns the coordinates of a measurement on sets of demonstrations."""
+  num_tokens = []
+  for demonstrations in demonstration_sets:
+    num_tokens.append(classifier.encoder.count_tokens(demonstrations))
+  return {
+    "dataset": classifier.dataset_name,
+    "demonstrations": len(demonstration_sets[0]),
+    "tokens": round(float(np.mean(num_tokens))),
+  }
+
+
+def _accuracy_range(correct: Float[ndarray, "queries orders"]) -> float:
+  """Returns the best order's accuracy minus the worst order's."""
+  accuracies = correct.mean(axis=0)
+  return float(accuracies.max() - accuracies.min())

@@ -11,7 +11,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from diffjax.config import Config
-from diffjax.evals.many_shot import Example, alternating, shuffled
+from diffjax.evals.methods.demonstration_orders import alternating, shuffled
+from diffjax.evals.methods.labelled_texts import Example
 from experiments import plots
 from experiments.ablations.experiment import twins
 from experiments.grid import Experiment, Grid

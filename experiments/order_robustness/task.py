@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from diffjax.evals.many_shot import Example, shuffled
+from diffjax.evals.methods.demonstration_orders import shuffled
+from diffjax.evals.methods.labelled_texts import Example
 from experiments import words
 
 WORDS, LABELS = 24, 8

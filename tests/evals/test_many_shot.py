@@ -14,8 +14,14 @@ import pytest
 from diffjax.config import Config, ModelConfig, UserError
 from diffjax.data.tokenizer import load_tokenizer
 from diffjax.evals import many_shot
-from diffjax.evals.many_shot import Example, ManyShot
+from diffjax.evals.many_shot import ManyShot
+from diffjax.evals.methods.demonstration_orders import (
+  alternating,
+  balanced,
+  shuffled,
+)
 from diffjax.evals.methods.label_decoding import LabelTree, decode_labels
+from diffjax.evals.methods.labelled_texts import Example, synthetic_dataset
 from diffjax.evals.report import intervals, plots
 from diffjax.inference.sampler import Sampler
 from diffjax.inference.trained import Trained
@@ -200,7 +206,7 @@ def test_no_prompt_shows_a_query(monkeypatch, tmp_path):
     shown = {text for text, _ in demonstrations(prompt)[1]}
     assert not shown & asked
   # Synthetic texts repeat by chance, too rarely for one run to show it.
-  dataset = many_shot.load_dataset("synthetic", ManyShot())
+  dataset = ManyShot().load(TRAINED)["synthetic"]
   assert not {shot.text for shot in dataset.train} & {
     query.text for query in dataset.test
   }
@@ -219,7 +225,7 @@ def test_rounds_are_balanced_until_a_class_has_no_more():
     for label, count in zip("abcd", (3, 50, 50, 50), strict=True)
     for number in range(count)
   ]
-  found = many_shot.balanced(examples, np.random.default_rng(0))
+  found = balanced(examples, np.random.default_rng(0))
   assert sorted(found) == sorted(examples)
   for stop in range(1, len(found)):
     counts = collections.Counter(example.label for example in found[:stop])
@@ -244,23 +250,21 @@ def test_orders_hold_the_same_demonstrations():
     Example(f"{label}{number}", label) for number in range(9) for label in "abc"
   ] + [Example("a9", "a")]
   rng = np.random.default_rng(0)
-  for order in (many_shot.shuffled, many_shot.alternating):
+  for order in (shuffled, alternating):
     first, second = order(examples, rng), order(examples, rng)
     assert (
       sorted(first) == sorted(second) == sorted(examples) and first != second
     )
   for _ in range(5):
-    labels = "".join(
-      example.label for example in many_shot.alternating(examples, rng)
-    )
+    labels = "".join(example.label for example in alternating(examples, rng))
     assert labels == labels[:3] * 9 + "a" and set(labels[:3]) == set("abc")
 
 
 def test_synthetic_classes_have_words_of_their_own():
-  train, test = many_shot.synthetic(5, 3, seed=1)
-  assert (train, test) == many_shot.synthetic(
-    5, 3, seed=1
-  ) and train != many_shot.synthetic(5, 3, seed=2)[0]
+  dataset = synthetic_dataset(5, 3, seed=1)
+  train, test = dataset.train, dataset.test
+  assert dataset == synthetic_dataset(5, 3, seed=1)
+  assert train != synthetic_dataset(5, 3, seed=2).train
   labels = {example.label for example in train}
   assert len(labels) == 5 and collections.Counter(
     e.label for e in test
