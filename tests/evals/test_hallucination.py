@@ -12,6 +12,7 @@ from diffjax.config import Config, ModelConfig, UserError
 from diffjax.data.tokenizer import load_tokenizer
 from diffjax.evals import hallucination
 from diffjax.evals.hallucination import Hallucination
+from diffjax.evals.methods import text_overlap
 from diffjax.evals.report import intervals
 from diffjax.inference.trained import Trained
 from diffjax.model.decoder import Decoder
@@ -94,7 +95,7 @@ def data(tmp_path, monkeypatch):
   use(monkeypatch, write_right)
   monkeypatch.setattr(
     hallucination,
-    "_load_rouge",
+    "load_rouge_l",
     lambda: lambda reference, text: float(reference == text),
   )
   return tmp_path
@@ -377,12 +378,12 @@ def test_bad_input(data, name, rows, settings, message):
 
 
 def test_exact_match():
-  assert hallucination.is_match(
+  assert text_overlap.is_match(
     "The  Eiffel-Tower!", ["x", "eiffeltower"]
-  ) and not hallucination.is_match("Eiffel", ["Eiffel Tower"])
-  assert hallucination.is_match(
-    "A dog", ["dog"]
-  ) and not hallucination.is_match("", ["dog"])
+  ) and not text_overlap.is_match("Eiffel", ["Eiffel Tower"])
+  assert text_overlap.is_match("A dog", ["dog"]) and not text_overlap.is_match(
+    "", ["dog"]
+  )
 
 
 def test_exact_match_ignores_the_punctuation_of_every_script():
@@ -394,15 +395,15 @@ def test_exact_match_ignores_the_punctuation_of_every_script():
     ("２０２４", "2024"),
     ("STRASSE", "Straße"),
   ):
-    assert hallucination.is_match(text, [reference])
+    assert text_overlap.is_match(text, [reference])
   for text, reference in (("Киев", "Минск"), ("", "Киев"), ("é", "e")):
-    assert not hallucination.is_match(text, [reference])
+    assert not text_overlap.is_match(text, [reference])
 
 
 def test_rouge_l_of_ascii_texts_is_that_of_rouge_score():
   rouge_scorer = pytest.importorskip("rouge_score.rouge_scorer")
   original = rouge_scorer.RougeScorer(["rougeL"], use_stemmer=True)
-  rouge_l = hallucination._load_rouge()
+  rouge_l = text_overlap.load_rouge_l()
   rng = np.random.default_rng(0)
   words = "Dogs running runner's U.S.A. 3.5% it_is DON'T a,b x2 ties _ -- 1st"
   characters = [chr(code) for code in range(128)]
@@ -439,14 +440,14 @@ def test_rouge_l_of_ascii_texts_is_that_of_rouge_score():
 )
 def test_rouge_l_of_other_scripts(reference, text, expected):
   pytest.importorskip("rouge_score")
-  rouge_l = hallucination._load_rouge()
+  rouge_l = text_overlap.load_rouge_l()
   assert rouge_l(reference, text) == pytest.approx(expected)
   assert rouge_l(text, reference) == pytest.approx(expected)
 
 
 def test_rouge_l_of_known_texts(monkeypatch):
   pytest.importorskip("rouge_score")
-  rouge_l = hallucination._load_rouge()
+  rouge_l = text_overlap.load_rouge_l()
   # The longest common subsequence of "police killed the gunman" and "police kill the gunman": 3 words of 4, and "killed" has the stem kill
   assert rouge_l("police killed the gunman", "police kill the gunman") == 1.0
   assert rouge_l(

@@ -1,0 +1,121 @@
+"""Prompts for a judge of hallucinations, and the judge's verdicts.
+
+The judge is another model, which is not called here. The user sends it the
+prompts and writes its replies to a file of verdicts. Each prompt and verdict
+has the SHA-256 of the prompt, so that a verdict on an older prompt is noticed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+from etils import epath
+
+from diffjax.config import UserError
+from diffjax.evals.methods import jsonl
+
+_VERDICT_FIELDS = {"id": str, "sha256": str, "verdict": str}
+
+_PROMPT = """Below are a source text and {description}. Does the {kind} say \
+anything that contradicts the source, or that the source does not support? \
+Reply with one word: yes if it does, no if it does not.
+
+Source:
+{source}
+{question}
+{title}:
+{output}
+"""
+
+
+def summary_prompt(source: str, summary: str) -> str:
+  """Returns the judge's prompt about a summary of a source."""
+  return _PROMPT.format(
+    description="a summary of it",
+    kind="summary",
+    source=source,
+    question="",
+    title="Summary",
+    output=summary,
+  )
+
+
+def answer_prompt(source: str, question: str, answer: str) -> str:
+  """Returns the judge's prompt about an answer to a question about a source."""
+  return _PROMPT.format(
+    description="an answer to a question about it",
+    kind="answer",
+    source=source,
+    question=f"\nQuestion: {question}\n",
+    title="Answer",
+    output=answer,
+  )
+
+
+def prompt_records(prompts: Mapping[str, str]) -> list[dict[str, str]]:
+  """Returns the lines of judge_prompts.jsonl.
+
+  Args:
+    prompts: The judge's prompts by the id of the output.
+  """
+  records = []
+  for output_id, prompt in prompts.items():
+    record = {"id": output_id, "sha256": sha256(prompt), "prompt": prompt}
+    records.append(record)
+  return records
+
+
+def read_verdicts(
+  path: epath.PathLike, prompts: Mapping[str, str]
+) -> dict[str, bool]:
+  """Reads whether each output has a hallucination.
+
+  Args:
+    path: The file, with one {"id", "sha256", "verdict"} per line.
+    prompts: The judge's prompts by the id of the output.
+
+  Returns:
+    True for a hallucination, by the id of the output.
+
+  Raises:
+    UserError: if a verdict is about another prompt, is neither yes nor no, or
+      is the second one about its prompt, or if a prompt has no verdict.
+  """
+  has_hallucination: dict[str, bool] = {}
+  for place, record in jsonl.read(path, _VERDICT_FIELDS):
+    output_id = record["id"]
+    if output_id not in prompts:
+      raise UserError(
+        f"{place}: a verdict on {output_id!r}, which is not one of the"
+        f" {len(prompts)} prompts of judge_prompts.jsonl beside it"
+      )
+    if record["sha256"] != sha256(prompts[output_id]):
+      raise UserError(
+        f"{place}: a verdict on an older prompt of {output_id!r} (its sha256"
+        " differs); judge judge_prompts.jsonl again"
+      )
+    verdict = record["verdict"].strip().strip(".").lower()
+    if verdict not in ("yes", "no"):
+      raise UserError(
+        f"{place}: the verdict must be yes (a hallucination) or no; got"
+        f" {record['verdict'][:40]!r}"
+      )
+    if output_id in has_hallucination:
+      raise UserError(f"{place}: a second verdict on {output_id!r}")
+    has_hallucination[output_id] = verdict == "yes"
+
+  for output_id in prompts:
+    if output_id not in has_hallucination:
+      raise UserError(
+        f"{path}: holds {len(has_hallucination)} verdicts on {len(prompts)}"
+        f" prompts; {output_id!r} is the first without one"
+      )
+  return has_hallucination
+
+
+def sha256(text: str) -> str:
+  """Returns the SHA-256 of a text in hexadecimal."""
+  # A model can write half of a surrogate pair, which UTF-8 does not allow.
+  content = text.encode("utf-8", errors="surrogatepass")
+  return hashlib.sha256(content).hexdigest()
