@@ -1,17 +1,32 @@
-"""Accuracy on questions with a final answer, in the form of GSM8K or MATH, from local JSONL files.
+"""Accuracy on questions with a final answer, such as GSM8K or MATH.
 
-A record has a "question" or "problem", and an "answer" or "solution" that holds the final answer: behind "####" (GSM8K), in \\boxed{…}
-(MATH), or alone (MATH-500, AIME). If it has both, the answer is compared and the solution is demonstrated. The model writes greedily.
-`methods/final_answer.py` extracts its final answer and compares it, with math-verify (the extra `eval`). The paper gives the mean of eight such benchmarks and not their
+The data are local JSONL files. A record has a "question" or "problem", and an
+"answer" or "solution" that contains the final answer. The final answer follows
+"####" (GSM8K), is in \\boxed{…} (MATH), or is the whole field (MATH-500, AIME).
+If a record has both fields, the answer is compared, and the solution is shown
+in demonstrations. Example:
+
+    {"question": "What is 3 + 3?", "answer": "3 + 3 = 6.\\n#### 6"}
+
+Decoding is greedy. `methods/final_answer.py` extracts the final answer of the
+model's text and compares it, with math-verify (the extra `eval`).
+
+The paper gives the mean of eight such benchmarks. It does not specify the
 prompts. The choices here:
 
-- A question stands in the template that the model was fine-tuned with (config.data.prompt_template), by default "Question: …\\nAnswer:\\n".
-  Two models that are compared are both asked in the first one's. The default is zero-shot, as for models of the paper's second stage. For
-  a model that was not fine-tuned, `shots` demonstrations of another file (the training split) stand before every question: solutions as
-  they are written there, with a blank line between them.
-- An answer ends where the model ends the document, at `new_tokens`, or where the model begins another question by itself.
-- The mean over files weights every file alike, as a mean of benchmarks does. `ended` is the share of answers that did not need more than
-  `new_tokens`; where it is low, raise `new_tokens` (the paper's second stage writes up to 16K).
+- A question is written in the template that the model was fine-tuned with
+  (config.data.prompt_template), by default "Question: …\\nAnswer:\\n". If two
+  models are compared, both get the template of the first. The default is
+  zero-shot, as for the models of the paper's second stage. For a model that was
+  not fine-tuned, `shots` demonstrations of another file (the training split)
+  come before every question. They show the solutions of that file, with a
+  blank line between demonstrations.
+- An answer ends where the model ends the document, after `new_tokens` tokens,
+  or where the model begins another question.
+- The mean over files gives each file the same weight, as a mean of benchmarks
+  does.
+- If the fraction of answers that ended is low, raise `new_tokens`. The paper's
+  second stage writes up to 16K tokens.
 """
 
 from __future__ import annotations
@@ -20,30 +35,29 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import ClassVar, NamedTuple
 
-import numpy as np
 from etils import epath
 
 from diffjax.config import UserError, at_least, field
 from diffjax.data.tokenizer import Tokenizer
 from diffjax.evals.measurement import Measurement, proportion
-from diffjax.evals.methods import equivalence, jsonl
-from diffjax.evals.methods.final_answer import extract, reference, same
+from diffjax.evals.methods import equivalence, final_answer, jsonl
 from diffjax.evals.report.results import TableSpec
 from diffjax.evals.suite import Suite
 from diffjax.inference.sampler import Sampler
 from diffjax.inference.trained import Trained
 
-_TAIL = 64  # tokens looked at for the beginning of another question
+# The number of last tokens in which the beginning of a question is looked for.
+_NUM_LAST_TOKENS = 64
 
 
 class Question(NamedTuple):
-  """A record.
+  """A record of a file.
 
   Attributes:
     place: "FILE:LINE".
     text: The question.
     solution: The solution.
-    answer: The final answer in it.
+    answer: The final answer.
   """
 
   place: str
@@ -52,22 +66,28 @@ class Question(NamedTuple):
   answer: str
 
 
-class _Data(NamedTuple):
-  """Files and their prompts."""
+class Benchmark(NamedTuple):
+  """A file of questions.
 
-  files: list[tuple[str, list[Question]]]
-  prompts: list[list[list[int]]]
-  capacity: int
+  Attributes:
+    name: The name of the file, without its ending.
+    questions: The questions to ask.
+    prompts: The token ids of the prompt of each question.
+  """
+
+  name: str
+  questions: list[Question]
+  prompts: list[list[int]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Mathematics(Suite[_Data]):
+class Mathematics(Suite[list[Benchmark]]):
   """Accuracy of the final answers to mathematical questions.
 
   For each file, "accuracy" is the fraction of questions whose final answer is
-  right, and "ended" is the fraction of answers that needed no more than
-  `new_tokens` tokens. With several files, the file "mean" is the mean accuracy
-  of the files. The units are questions.
+  right, and "ended" is the fraction of answers that ended within `new_tokens`
+  tokens. With several files, the accuracy of the file "mean" is the mean of the
+  files' accuracies. The units are questions.
   """
 
   name: ClassVar[str] = "mathematics"
@@ -99,115 +119,182 @@ class Mathematics(Suite[_Data]):
     32_768, "Tokens of a batch, which has at least one row."
   )
 
-  def load(self, trained: Trained) -> _Data:
-    """Reads the files and makes the prompts."""
-    paths = [path.strip() for path in self.files.split(",") if path.strip()]
-    _check(self, paths)
-    equivalence.start()
-    template = trained.config.data.prompt_template
-    files = [
-      (epath.Path(name).stem, read(name)[: self.questions or None])
-      for name in paths
-    ]
-    demonstrations: list[Question] = []
-    if self.shots:
-      demonstrations = read(self.shots_file)[: self.shots]
-    _check_demonstrations(demonstrations, files)
-    shots = "".join(
-      f"{_ask(template, shot.text)}{shot.solution}\n\n"
-      for shot in demonstrations
-    )
-    prompts = [
-      [
-        trained.tokenizer.encode_prompt(shots + _ask(template, question.text))
-        for question in questions
-      ]
-      for _, questions in files
-    ]
-    capacity = _capacity(trained, self, files, prompts)
-    return _Data(files, prompts, capacity)
+  def load(self, trained: Trained) -> list[Benchmark]:
+    """Returns the benchmarks with their prompts.
 
-  def measure(self, trained: Trained, data: _Data) -> Iterator[Measurement]:
-    """Yields accuracies."""
-    files, prompts, capacity = data
+    Raises:
+      UserError: if a file cannot be read, a record lacks a field, a
+        demonstration is a scored question, a prompt leaves no room for an
+        answer, or math-verify is missing.
+    """
+    paths = self._paths()
+    self._check_demonstration_count()
+    equivalence.start()
+    questions_by_name = {}
+    for path in paths:
+      questions = read(path)
+      if self.questions > 0:
+        questions = questions[: self.questions]
+      questions_by_name[epath.Path(path).stem] = questions
+
+    demonstrations: list[Question] = []
+    if self.shots > 0:
+      demonstrations = read(self.shots_file)[: self.shots]
+    all_questions = []
+    for questions in questions_by_name.values():
+      all_questions += questions
+    _check_not_scored(demonstrations, all_questions)
+
+    template = trained.config.data.prompt_template
+    demonstrations_text = _format_demonstrations(template, demonstrations)
+    benchmarks = []
+    for name, questions in questions_by_name.items():
+      prompts = []
+      for question in questions:
+        question_text = _format_question(template, question.text)
+        prompt = demonstrations_text + question_text
+        prompts.append(trained.tokenizer.encode_prompt(prompt))
+      benchmarks.append(Benchmark(name, questions, prompts))
+    for benchmark in benchmarks:
+      self._check_lengths(trained, benchmark)
+    return benchmarks
+
+  def measure(
+    self, trained: Trained, benchmarks: list[Benchmark]
+  ) -> Iterator[Measurement]:
+    """Yields the measurements of each benchmark, and their mean accuracy."""
+    longest_prompt = 0
+    for benchmark in benchmarks:
+      longest_prompt = max(longest_prompt, *map(len, benchmark.prompts))
+    capacity = longest_prompt + self.new_tokens
     sampler = Sampler(
       trained.model,
       trained.params,
       batch_size=max(1, self.batch_tokens // capacity),
       capacity=capacity,
     )
-    another = _Another(trained.tokenizer, trained.config.data.prompt_template)
-    right: list[np.ndarray] = []
-    for (name, questions), ids in zip(files, prompts, strict=True):
-      written = sampler.generate(
-        ids,
+    next_question = _NextQuestion(
+      trained.tokenizer, trained.config.data.prompt_template
+    )
+
+    all_outcomes: list[bool] = []
+    # The number of its benchmark, for each outcome.
+    groups: list[int] = []
+    for number, benchmark in enumerate(benchmarks):
+      generated = sampler.generate(
+        benchmark.prompts,
         self.new_tokens,
         stop_ids=trained.tokenizer.document_tokens.stop,
-        stop=another,
+        stop=next_question.has_begun,
       )
-      answers = [
-        extract(another.cut(trained.tokenizer.decode(tokens)))
-        for tokens in written
-      ]
-      right.append(
-        np.array(
-          [
-            answer is not None and same(answer, question.answer)
-            for answer, question in zip(answers, questions, strict=True)
-          ],
-          float,
+      outcomes = []
+      has_ended = []
+      for ids, question in zip(generated, benchmark.questions, strict=True):
+        text = next_question.cut(trained.tokenizer.decode(ids))
+        outcomes.append(_is_right(text, question))
+        is_short = len(ids) < self.new_tokens
+        has_ended.append(is_short or next_question.has_begun(ids))
+      yield proportion("accuracy", outcomes, file=benchmark.name)
+      yield proportion("ended", has_ended, file=benchmark.name)
+      all_outcomes += outcomes
+      groups += [number] * len(outcomes)
+    if len(benchmarks) > 1:
+      yield proportion("accuracy", all_outcomes, groups, file="mean")
+
+  def _paths(self) -> list[str]:
+    """Returns the paths of the files. Raises UserError for equal names."""
+    paths = []
+    for path in self.files.split(","):
+      if path.strip():
+        paths.append(path.strip())
+    if not paths:
+      raise UserError(
+        "set.mathematics.files names JSONL files of questions, with commas"
+        " between: records with a question (or problem) and an answer (or"
+        " solution)"
+      )
+    names = {epath.Path(path).stem for path in paths}
+    if len(names) < len(paths):
+      raise UserError(
+        f"set.mathematics.files = {self.files}: two files have the same name,"
+        " which names the figures; rename one"
+      )
+    return paths
+
+  def _check_demonstration_count(self) -> None:
+    """Raises UserError if there are fewer demonstrations than `shots`."""
+    if self.shots == 0:
+      return
+    if not self.shots_file:
+      raise UserError(
+        f"set.mathematics.shots = {self.shots}: set.mathematics.shots_file must"
+        " name a file of demonstrations"
+      )
+    num_records = len(read(self.shots_file))
+    if num_records < self.shots:
+      raise UserError(
+        f"set.mathematics.shots = {self.shots}: {self.shots_file} has"
+        f" {num_records} records"
+      )
+
+  def _check_lengths(self, trained: Trained, benchmark: Benchmark) -> None:
+    """Raises UserError if a prompt and its answer do not fit the model."""
+    max_length = trained.config.model.max_length
+    for question, prompt in zip(
+      benchmark.questions, benchmark.prompts, strict=True
+    ):
+      if len(prompt) + self.new_tokens > max_length:
+        raise UserError(
+          f"{question.place}: a prompt of {len(prompt)} tokens, demonstrations"
+          f" included, and set.mathematics.new_tokens = {self.new_tokens} are"
+          f" more than the model's {max_length} (its config.model.max_length)"
         )
-      )
-      yield proportion("accuracy", right[-1], file=name)
-      yield proportion(
-        "ended",
-        [
-          len(tokens) < self.new_tokens or another(tokens) for tokens in written
-        ],
-        file=name,
-      )
-    if len(files) > 1:
-      yield proportion(
-        "accuracy",
-        np.concatenate(right),
-        np.repeat(np.arange(len(right)), list(map(len, right))),
-        file="mean",
-      )
 
 
 def read(path: epath.PathLike) -> list[Question]:
   """Reads the questions of a file.
 
   Raises:
-    UserError: for a record that lacks a question or an answer, or whose answer holds no final answer. Names file and line.
+    UserError: if a record has no question, answer or final answer. The message
+      names the file and the line.
   """
   questions = []
-  for place, record in jsonl.read(path, {}):
-    answer = reference(answered := _field(place, record, "answer", "solution"))
+  for record in jsonl.read(path, {}):
+    text_with_answer = _text_of(record, ("answer", "solution"))
+    answer = final_answer.reference(text_with_answer)
     if not answer:
       raise UserError(
-        f"{place}: there is no final answer in {answered[:40]!r}; it must be behind ####, in \\boxed{{}} or alone"
+        f"{record.place}: there is no final answer in"
+        f" {text_with_answer[:40]!r}; it must be behind ####, in \\boxed{{}} or"
+        " alone"
       )
-    questions.append(
-      Question(
-        place,
-        _field(place, record, "question", "problem"),
-        _field(place, record, "solution", "answer"),
-        answer,
-      )
+    question = Question(
+      place=record.place,
+      text=_text_of(record, ("question", "problem")),
+      solution=_text_of(record, ("solution", "answer")),
+      answer=answer,
     )
+    questions.append(question)
   return questions
 
 
-def _field(place: str, record: dict[str, object], *names: str) -> str:
-  """The text of the first of the fields that the record has."""
-  name = next((name for name in names if record.get(name) is not None), None)
-  if name is None:
-    raise UserError(
-      f"{place}: the field {' or '.join(map(repr, names))} is missing; there are {', '.join(map(repr, record)) or 'none'}"
-    )
-  value = record[name]
-  if isinstance(value, int) and not isinstance(value, bool):  # AIME's answers
+def _text_of(record: jsonl.Record, names: Sequence[str]) -> str:
+  """Returns the text of the first of these fields that the record has."""
+  for name in names:
+    value = record.value.get(name)
+    if value is not None:
+      return _to_text(record.place, name, value)
+  wanted = " or ".join(map(repr, names))
+  present = ", ".join(map(repr, record.value)) or "none"
+  raise UserError(
+    f"{record.place}: the field {wanted} is missing; there are {present}"
+  )
+
+
+def _to_text(place: str, name: str, value: object) -> str:
+  """Returns the value of a field as a text."""
+  # The answers of AIME are integers. True and False are integers too.
+  if isinstance(value, int) and not isinstance(value, bool):
     return str(value)
   if not isinstance(value, str):
     raise UserError(
@@ -216,87 +303,68 @@ def _field(place: str, record: dict[str, object], *names: str) -> str:
   return value
 
 
-class _Another:
-  """The beginning of another question, which ends an answer. Called with an answer's tokens, it says whether there is one."""
-
-  def __init__(self, tokenizer: Tokenizer, template: str):
-    self._tokenizer, self._head = (
-      tokenizer,
-      template.partition("{prompt}")[0].strip(),
-    )
-
-  def __call__(self, tokens: list[int]) -> bool:
-    return bool(self._head) and f"\n{self._head}" in self._tokenizer.decode(
-      tokens[-_TAIL:]
-    )
-
-  def cut(self, text: str) -> str:
-    """The text before another question."""
-    return text.partition(f"\n{self._head}")[0] if self._head else text
-
-
-def _ask(template: str, question: str) -> str:
-  return template.replace("{prompt}", question)
-
-
-def _check(settings: Mathematics, paths: Sequence[str]) -> None:
-  if not paths:
-    raise UserError(
-      "set.mathematics.files names JSONL files of questions, with commas between: records with a question (or problem) and an answer "
-      "(or solution)"
-    )
-  names = [epath.Path(path).stem for path in paths]
-  if len(set(names)) < len(names):
-    raise UserError(
-      f"set.mathematics.files = {settings.files}: two files have the same name, which names the figures; rename one"
-    )
-  if settings.shots and not settings.shots_file:
-    raise UserError(
-      f"set.mathematics.shots = {settings.shots}: set.mathematics.shots_file must name a file of demonstrations"
-    )
-  if (
-    settings.shots
-    and (count := len(read(settings.shots_file))) < settings.shots
-  ):
-    raise UserError(
-      f"set.mathematics.shots = {settings.shots}: {settings.shots_file} has {count} records"
-    )
-
-
-def _check_demonstrations(
-  demonstrations: Sequence[Question],
-  files: Sequence[tuple[str, list[Question]]],
+def _check_not_scored(
+  demonstrations: Sequence[Question], questions: Sequence[Question]
 ) -> None:
   """Raises UserError if a demonstration is one of the scored questions."""
   scored_places: dict[str, str] = {}
-  for _, questions in files:
-    for question in questions:
-      scored_places[question.text.strip()] = question.place
-  for shot in demonstrations:
-    scored_place = scored_places.get(shot.text.strip())
+  for question in questions:
+    scored_places[question.text.strip()] = question.place
+  for demonstration in demonstrations:
+    scored_place = scored_places.get(demonstration.text.strip())
     if scored_place is not None:
       raise UserError(
-        f"{shot.place}: this demonstration is also a scored question"
+        f"{demonstration.place}: this demonstration is also a scored question"
         f" ({scored_place}); set.mathematics.shots_file must hold other"
         " questions, such as the training split"
       )
 
 
-def _capacity(
-  trained: Trained,
-  settings: Mathematics,
-  files: Sequence[tuple[str, list[Question]]],
-  prompts: list[list[list[int]]],
-) -> int:
-  """The number of tokens of the longest prompt and its answer."""
-  limit = trained.config.model.max_length
-  for (_, questions), ids in zip(files, prompts, strict=True):
-    for question, prompt in zip(questions, ids, strict=True):
-      if len(prompt) + settings.new_tokens > limit:
-        raise UserError(
-          f"{question.place}: a prompt of {len(prompt)} tokens, demonstrations included, and set.mathematics.new_tokens = "
-          f"{settings.new_tokens} are more than the model's {limit} (its config.model.max_length)"
-        )
-  return (
-    max(len(prompt) for ids in prompts for prompt in ids) + settings.new_tokens
-  )
+def _format_demonstrations(
+  template: str, demonstrations: Sequence[Question]
+) -> str:
+  """Returns the text of demonstrations, with a blank line behind each."""
+  text = ""
+  for demonstration in demonstrations:
+    text += _format_question(template, demonstration.text)
+    text += f"{demonstration.solution}\n\n"
+  return text
+
+
+def _format_question(template: str, question: str) -> str:
+  """Returns a question in the template, up to its answer."""
+  return template.replace("{prompt}", question)
+
+
+def _is_right(text: str, question: Question) -> bool:
+  """Returns whether the final answer of a text is the question's."""
+  answer = final_answer.extract(text)
+  return answer is not None and final_answer.same(answer, question.answer)
+
+
+class _NextQuestion:
+  """Recognizes the beginning of another question, which ends an answer.
+
+  A question begins with the text before "{prompt}" in the template, such as
+  "Question:", on a new line. If the template has no such text, no question is
+  recognized.
+  """
+
+  def __init__(self, tokenizer: Tokenizer, template: str):
+    self._tokenizer = tokenizer
+    self._beginning: str | None = None
+    text_before_prompt = template.partition("{prompt}")[0].strip()
+    if text_before_prompt:
+      self._beginning = f"\n{text_before_prompt}"
+
+  def has_begun(self, ids: list[int]) -> bool:
+    """Returns whether another question begins in the last tokens."""
+    if self._beginning is None:
+      return False
+    return self._beginning in self._tokenizer.decode(ids[-_NUM_LAST_TOKENS:])
+
+  def cut(self, text: str) -> str:
+    """Returns the text before another question."""
+    if self._beginning is None:
+      return text
+    return text.partition(self._beginning)[0]

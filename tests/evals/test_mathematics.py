@@ -236,7 +236,9 @@ def test_prompts_are_those_of_fine_tuning(trained):
   example = Tokenize("bytes")(
     Document("4", False, template.replace("{prompt}", "2 + 2?"))
   )
-  ids = TOKENIZER.encode_prompt(mathematics._ask(template, "2 + 2?"))
+  ids = TOKENIZER.encode_prompt(
+    mathematics._format_question(template, "2 + 2?")
+  )
   assert ids == example.tokens[: example.prompt_length].tolist()
 
 
