@@ -122,7 +122,7 @@ def few_tasks(monkeypatch):
       include_defaults=False,
     )
 
-  monkeypatch.setattr(harness, "_manager", manager)
+  monkeypatch.setattr(harness.harness_tasks, "task_manager", manager)
 
 
 def load(path):

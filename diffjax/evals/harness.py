@@ -1,45 +1,49 @@
-"""Zero-shot tasks of the LM Evaluation Harness (lm-eval, the extra `eval`), from its own task files.
+"""Zero-shot tasks of the LM Evaluation Harness (lm-eval, the extra `eval`).
 
-The paper's tables have ARC-C, ARC-E, BoolQ, HellaSwag, OBQA, PIQA and WinoGrande and do not say which accuracy they give. The row of
-OpenLLaMA-3B-v2 agrees with that model's published figures if it is `acc_norm` (normalised by the endings' bytes) for HellaSwag and `acc`
-for the other tasks. The mean here is of the same metrics. All metrics of a task are figures. They are shares of 1, per question.
+The paper's tables have ARC-C, ARC-E, BoolQ, HellaSwag, OBQA, PIQA and
+WinoGrande. They do not say which accuracy they give. The row of OpenLLaMA-3B-v2
+agrees with that model's published figures if HellaSwag is `acc_norm`
+(likelihoods are divided by the bytes of the endings) and the other tasks are
+`acc`. "mean accuracy" is the mean of these metrics. All metrics of a task are
+measured. Accuracies are fractions of the questions.
 
-lm-eval downloads questions from the Hugging Face hub. Without the hub, data_dir names a directory with one folder a task:
+lm-eval downloads questions from the Hugging Face hub. Without the hub, data_dir
+names a directory with one folder per task:
 
-    DIR/TASK/test.jsonl or DIR/TASK/validation.jsonl     the questions, one JSON object a line
-    DIR/TASK/train.jsonl                                 examples, only for tasks that show some
+    DIR/TASK/test.jsonl or DIR/TASK/validation.jsonl   the questions
+    DIR/TASK/train.jsonl                               examples, if a task shows
+                                                       some
 
-with the fields of the hub's datasets (`datasets.load_dataset(…)["test"].to_json(PATH)` writes such files):
+Each line is a JSON object with the fields of the hub's dataset. The method
+`datasets.load_dataset(…)["test"].to_json(PATH)` writes such files:
 
-    arc_challenge, arc_easy    question, choices {text: […], label: […]}, answerKey
-    boolq                      passage, question, label (0 no, 1 yes)
-    hellaswag                  activity_label, ctx_a, ctx_b, endings […], label
-    openbookqa                 question_stem, choices {text: […], label: […]}, answerKey
-    piqa                       goal, sol1, sol2, label (0 or 1)
-    winogrande                 sentence (with _ for the gap), option1, option2, answer ("1" or "2")
+    arc_challenge   question, choices {text: […], label: […]}, answerKey
+    arc_easy        question, choices {text: […], label: […]}, answerKey
+    boolq           passage, question, label (0 no, 1 yes)
+    hellaswag       activity_label, ctx_a, ctx_b, endings […], label
+    openbookqa      question_stem, choices {text: […], label: […]}, answerKey
+    piqa            goal, sol1, sol2, label (0 or 1)
+    winogrande      sentence (with _ for the gap), option1, option2,
+                    answer ("1" or "2")
 
-Any other task of lm-eval works too, if every line of its file has the same fields.
+Any other task of lm-eval works too, if all lines of its file have the same
+fields.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import functools
-import itertools
-import json
-import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
-from absl import logging
+from jaxtyping import Int
+from numpy import ndarray
 
 from diffjax.config import UserError, field
-from diffjax.data.document import reason
 from diffjax.evals.measurement import Measurement, mean_of, proportion
-from diffjax.evals.methods import jsonl, scoring
+from diffjax.evals.methods import harness_tasks, scoring
 from diffjax.evals.report.results import TableSpec
 from diffjax.evals.suite import Suite
 from diffjax.inference.trained import Trained
@@ -53,44 +57,43 @@ PAPER = (
   "piqa",
   "winogrande",
 )
-_CHOICES = {"choices.text": list, "choices.label": list, "answerKey": str}
-_FIELDS: dict[str, dict[str, type]] = {
-  "arc_challenge": {"question": str, **_CHOICES},
-  "arc_easy": {"question": str, **_CHOICES},
-  "boolq": {"passage": str, "question": str, "label": int},
-  "hellaswag": {
-    "activity_label": str,
-    "ctx_a": str,
-    "ctx_b": str,
-    "endings": list,
-    "label": object,
-  },
-  "openbookqa": {"question_stem": str, **_CHOICES},
-  "piqa": {"goal": str, "sol1": str, "sol2": str, "label": int},
-  "winogrande": {
-    "sentence": str,
-    "option1": str,
-    "option2": str,
-    "answer": str,
-  },
-}
+
+# lm-eval's record of one question: its metrics, their values, and so on.
+_Sample = Mapping[str, Any]
+
+
+class _Metric(NamedTuple):
+  """A metric of a task.
+
+  Attributes:
+    name: lm-eval's name of the metric, such as "acc".
+    filter: lm-eval's name of how an answer is read. "none" for all of it.
+  """
+
+  name: str
+  filter: str
 
 
 class _Data(NamedTuple):
-  """lm-eval's tasks by name, and the directory of their files."""
+  """What `measure` needs.
 
-  tasks: dict[str, Any]
-  directory: tempfile.TemporaryDirectory
+  Attributes:
+    tasks: lm-eval's tasks by name.
+    work_dir: A directory with files of the tasks. `measure` deletes it.
+  """
+
+  tasks: dict[str, harness_tasks.Task]
+  work_dir: tempfile.TemporaryDirectory
 
 
 @dataclasses.dataclass(frozen=True)
 class Harness(Suite[_Data]):
-  """Zero-shot accuracy on tasks of the LM Evaluation Harness (lm-eval).
+  """Accuracy on tasks of the LM Evaluation Harness (lm-eval).
 
   The measurements are all metrics of the tasks, under lm-eval's names. "acc" is
   the fraction of questions with the right answer, "acc_norm" the same with
-  likelihoods per byte of an answer. With several tasks, "mean accuracy" is their
-  mean, as the paper's tables give it. The units are questions.
+  likelihoods per byte of an answer. With several tasks, "mean accuracy" is
+  their mean, as in the paper's tables. The units are questions.
   """
 
   name: ClassVar[str] = "harness"
@@ -122,7 +125,12 @@ class Harness(Suite[_Data]):
   )
 
   def load(self, trained: Trained) -> _Data:
-    """Returns the tasks with their questions."""
+    """Returns the tasks with their questions.
+
+    Raises:
+      UserError: if lm-eval is not installed, a task is unknown, or its data
+        cannot be read.
+    """
     if not self.tasks:
       raise UserError(
         f"set.harness.tasks is empty; the paper's are {','.join(PAPER)}"
@@ -131,249 +139,139 @@ class Harness(Suite[_Data]):
       import diffjax.evals.methods.lm_eval  # noqa: F401
     except ImportError as error:
       raise UserError(
-        f"the harness needs lm-eval, which cannot be imported ({error}); pip install 'diffjax[eval]'"
+        f"the harness needs lm-eval, which cannot be imported ({error}); pip"
+        " install 'diffjax[eval]'"
       ) from error
-    files = tempfile.TemporaryDirectory()
-    tasks = _load(self, files.name)
+
+    work_dir = tempfile.TemporaryDirectory()
+    if self.data_dir:
+      tasks = harness_tasks.load_local(
+        self.tasks, self.data_dir, self.num_fewshot, work_dir.name
+      )
+    else:
+      tasks = harness_tasks.load_from_hub(self.tasks)
     for name, task in tasks.items():
-      _separate_examples(name, task, self)
-    return _Data(tasks, files)
+      harness_tasks.remove_scored_examples(
+        name, task, self.num_fewshot, self.data_dir
+      )
+    return _Data(tasks, work_dir)
 
   def measure(self, trained: Trained, data: _Data) -> Iterator[Measurement]:
-    """Yields metrics."""
-    tasks, files = data
+    """Yields all metrics of the tasks, and the mean accuracy of the tasks."""
+    with data.work_dir:
+      samples_by_task = self._ask(trained, data.tasks)
+
+    accuracies = {}
+    for task_name, task in data.tasks.items():
+      samples = samples_by_task[task_name]
+      for metric in _metrics_of(samples):
+        values = []
+        for sample in samples:
+          if sample["filter"] == metric.filter:
+            values.append(sample[metric.name])
+        yield _to_measurement(task_name, task, metric, values)
+        if metric.name == _paper_metric(task_name):
+          accuracies[task_name] = values
+    if len(accuracies) > 1:
+      yield _mean_accuracy(accuracies)
+
+  def _ask(
+    self, trained: Trained, tasks: Mapping[str, harness_tasks.Task]
+  ) -> dict[str, list[_Sample]]:
+    """Asks the model all questions. Returns lm-eval's records by task."""
     import lm_eval
-    from lm_eval.api.metrics import mean
 
     from diffjax.evals.methods.lm_eval import DiffjaxLM
 
-    with files:
-      result = lm_eval.simple_evaluate(
-        DiffjaxLM(trained, batch_tokens=self.batch_tokens),
-        tasks=list(tasks.values()),
-        num_fewshot=None if self.num_fewshot < 0 else self.num_fewshot,
-        limit=self.limit or None,
-        bootstrap_iters=0,  # intervals are made in report/figures.py
-        random_seed=None,  # keep the process's own random numbers
-        numpy_random_seed=None,
-        torch_random_seed=None,
-        fewshot_random_seed=self.seed,
-        task_manager=_manager(),
-      )
-    headline: dict[str, list[float]] = {}
-    for name, task in tasks.items():
-      samples = result["samples"][name]
-      for metric, kind in dict.fromkeys(
-        (metric, sample["filter"])
-        for sample in samples
-        for metric in sample["metrics"]
-      ):
-        values = [
-          sample[metric] for sample in samples if sample["filter"] == kind
-        ]
-        place = (
-          {"task": name} if kind == "none" else {"task": name, "filter": kind}
-        )
-        aggregation = task.aggregation()[metric]
-        if aggregation is mean:
-          right_or_wrong = all(value in (0, 1) for value in values)
-          yield (proportion if right_or_wrong else mean_of)(
-            metric, values, **place
-          )
-        else:  # such as a perplexity, of log-likelihoods and words: units are indices of the list of values
-          again = lambda units, values=values, aggregation=aggregation: float(
-            aggregation([values[int(index)] for index in units])
-          )
-          yield Measurement(metric, np.arange(len(values)), place, again)
-        if metric == ("acc_norm" if name == "hellaswag" else "acc"):
-          headline[name] = values
-    if len(headline) > 1:
-      groups = [
-        index for index, values in enumerate(headline.values()) for _ in values
-      ]
-      yield proportion(
-        "mean accuracy",
-        itertools.chain.from_iterable(headline.values()),
-        groups,
-      )
-
-
-@functools.cache
-def _manager() -> Any:
-  """lm-eval's own tasks, cached, since reading all their files takes seconds."""
-  from lm_eval.tasks import TaskManager
-
-  return TaskManager()
-
-
-def _load(settings: Harness, temporary: str) -> dict[str, Any]:
-  """The tasks with their data, by name. A group of tasks gives several."""
-  from lm_eval.tasks import TaskManager
-
-  manager = _manager()
-  for name in settings.tasks:
-    if name not in manager.all_tasks:
-      near = difflib.get_close_matches(name, manager.all_tasks, n=3)
-      raise UserError(
-        f"set.harness.tasks: lm-eval has no task {name!r}"
-        + (f"; similar ones are {', '.join(near)}" if near else "")
-      )
-  if not settings.data_dir:
-    remedy = (
-      "; without the hub, set.harness.data_dir names a directory of local files"
+    # For lm-eval, None is the task's own number, or all questions.
+    num_fewshot = self.num_fewshot if self.num_fewshot >= 0 else None
+    limit = self.limit if self.limit != 0 else None
+    results = lm_eval.simple_evaluate(
+      DiffjaxLM(trained, batch_tokens=self.batch_tokens),
+      tasks=list(tasks.values()),
+      num_fewshot=num_fewshot,
+      limit=limit,
+      # report/intervals.py computes the intervals.
+      bootstrap_iters=0,
+      # lm-eval must not change the random numbers of this process.
+      random_seed=None,
+      numpy_random_seed=None,
+      torch_random_seed=None,
+      fewshot_random_seed=self.seed,
+      task_manager=harness_tasks.task_manager(),
     )
-    return {
-      name: task
-      for chosen in settings.tasks
-      for name, task in _build(manager, chosen, remedy).items()
-    }
-  folder, questions = os.path.join(temporary, "tasks"), {}
-  os.makedirs(folder)
-  for name in settings.tasks:
-    if name not in manager.all_subtasks:
-      raise UserError(
-        f"set.harness.tasks: {name!r} is a group of tasks; with local files, name the tasks"
-      )
-    files = _files(settings, name)
-    fields = _FIELDS.get(name, {})
-    records = {split: jsonl.read(path, fields) for split, path in files.items()}
-    if not fields:  # lm-eval would read a missing field as an empty value
-      for split, path in files.items():
-        jsonl.read(path, dict.fromkeys(records[split][0].value, object))
-    questions[name] = next(
-      records[split] for split in ("test", "validation") if split in records
-    )
-    config = {
-      "include": str(manager.task_index[name].yaml_path),
-      "task": name,
-      "dataset_path": "json",
-      "dataset_name": None,
-      "dataset_kwargs": {
-        "data_files": files,
-        "cache_dir": os.path.join(temporary, "cache", name),
-      },
-      "training_split": "train" if "train" in files else None,
-      "validation_split": "validation" if "validation" in files else None,
-      "test_split": "test" if "test" in files else None,
-      "fewshot_split": None,
-    }
-    with open(
-      os.path.join(folder, f"{name}.yaml"), "w", encoding="utf-8"
-    ) as file:
-      json.dump(config, file)  # JSON is YAML
-  manager = TaskManager(include_path=folder, include_defaults=False)
-  tasks = {
-    name: _build(manager, name, f"; see {questions[name][0].place}")[name]
-    for name in settings.tasks
-  }
-  for name, task in tasks.items():
-    _check_questions(task, questions[name])
-  return tasks
+    return results["samples"]
 
 
-def _build(manager: Any, name: str, remedy: str) -> dict[str, Any]:
-  try:
-    return manager.load([name])["tasks"]
-  except Exception as error:  # lm-eval and the libraries that load its data raise exceptions of many kinds
-    raise UserError(
-      f"set.harness.tasks: {name!r} cannot be loaded ({reason(error)}){remedy}"
-    ) from error
+def _metrics_of(samples: Sequence[_Sample]) -> list[_Metric]:
+  """Returns the different metrics of a task, in the order of the samples."""
+  metrics = []
+  for sample in samples:
+    for name in sample["metrics"]:
+      metric = _Metric(name, sample["filter"])
+      if metric not in metrics:
+        metrics.append(metric)
+  return metrics
 
 
-def _files(settings: Harness, name: str) -> dict[str, str]:
-  """The local files of a task, by split."""
-  folder = os.path.join(
-    os.path.abspath(os.path.expanduser(settings.data_dir)), name
-  )
-  files = {
-    split: os.path.join(folder, f"{split}.jsonl")
-    for split in ("train", "validation", "test")
-  }
-  files = {split: path for split, path in files.items() if os.path.exists(path)}
-  if not {"validation", "test"} & set(files):
-    fields = (
-      f", with the fields {', '.join(_FIELDS[name])}" if name in _FIELDS else ""
-    )
-    raise UserError(
-      f"{folder} holds neither test.jsonl nor validation.jsonl: the task's questions, one JSON object a line{fields}"
-    )
-  if settings.num_fewshot > 0 and "train" not in files:
-    raise UserError(
-      f"set.harness.num_fewshot = {settings.num_fewshot}: {folder} holds no train.jsonl with examples"
-    )
-  return files
+def _paper_metric(task_name: str) -> str:
+  """Returns the metric of a task in the paper's tables."""
+  return "acc_norm" if task_name == "hellaswag" else "acc"
 
 
-def _separate_examples(name: str, task: Any, settings: Harness) -> None:
-  """Removes scored questions from the examples that a task draws from.
+def _to_measurement(
+  task_name: str,
+  task: harness_tasks.Task,
+  metric: _Metric,
+  values: Sequence[Any],
+) -> Measurement:
+  """Returns the measurement of a metric.
 
-  Raises:
-    UserError: if too few examples are left.
+  Args:
+    task_name: The name of the task.
+    task: The task.
+    metric: The metric.
+    values: The metric's value for each question.
   """
-  num_shots = _num_shots(task, settings)
-  if num_shots == 0:
-    return
-  scored_split = task.config.test_split or task.config.validation_split
-  examples: list[Mapping[str, Any]] = []
-  # A task can process its examples and its questions differently, so that no
-  # question of the same split is recognized.
-  if task.fewshot_cfg.split != scored_split:
-    scored = {_question(task, document) for document in task.eval_docs}
-    for document in task.sampler.df:
-      if _question(task, document) not in scored:
-        examples.append(document)
-  if len(examples) < num_shots:
-    message = (
-      f"set.harness.num_fewshot = {settings.num_fewshot}: {name} shows"
-      f" {num_shots} examples, and has {len(examples)} that are not scored"
-      " questions; set.harness.num_fewshot=0 asks without examples"
-    )
-    if settings.data_dir:
-      message += f", {settings.data_dir}/{name}/train.jsonl can hold more"
-    raise UserError(message)
-  num_removed = len(task.sampler.df) - len(examples)
-  if num_removed > 0:
-    logging.warning(
-      "%s: %d examples are scored questions and are not shown",
-      name,
-      num_removed,
-    )
-    task.sampler.replace_df(examples)
+  from lm_eval.api.metrics import mean
+
+  coordinates: dict[str, Any] = {"task": task_name}
+  if metric.filter != "none":
+    coordinates["filter"] = metric.filter
+  aggregation = task.aggregation()[metric.name]
+  if aggregation is not mean:
+    # For example a perplexity, whose values are log-likelihoods and numbers of
+    # words. The units are the positions of the values.
+    units = np.arange(len(values))
+    statistic = _statistic_of(aggregation, values)
+    return Measurement(metric.name, units, coordinates, statistic)
+  if all(value in (0, 1) for value in values):
+    return proportion(metric.name, values, **coordinates)
+  return mean_of(metric.name, values, **coordinates)
 
 
-def _num_shots(task: Any, settings: Harness) -> int:
-  """Returns the number of examples that lm-eval shows before a question."""
-  default = task.config.num_fewshot
-  # lm-eval keeps the 0 of a task that is defined without examples.
-  if default == 0 or settings.num_fewshot < 0:
-    return default or 0
-  return settings.num_fewshot
+def _statistic_of(
+  aggregation: Callable[[list[Any]], float], values: Sequence[Any]
+) -> Callable[[Int[ndarray, "units"]], float]:
+  """Returns a function that aggregates the values at given positions."""
+
+  def statistic(positions: Int[ndarray, "units"]) -> float:
+    resampled = [values[int(position)] for position in positions]
+    return float(aggregation(resampled))
+
+  return statistic
 
 
-def _question(task: Any, document: Mapping[str, Any]) -> str:
-  """Returns what tells a document from others: its question.
+def _mean_accuracy(accuracies: Mapping[str, Sequence[float]]) -> Measurement:
+  """Returns the mean of the tasks' accuracies.
 
-  The same question may have another wording of the answer, or another id. If
-  the task renders no text before the answer, all fields are compared.
+  Args:
+    accuracies: For each task, 1 or 0 for each question.
   """
-  try:
-    text = task.doc_to_text(document)
-  except Exception:  # Templates and functions of tasks raise many kinds.
-    text = None
-  if isinstance(text, str) and text.strip():
-    return " ".join(text.split())
-  return json.dumps(document, sort_keys=True, default=str)
-
-
-def _check_questions(task: Any, records: Sequence[jsonl.Record]) -> None:
-  """Renders every question, so that a question that the task cannot read is reported with its line."""
-  for record, question in zip(records, task.eval_docs, strict=True):
-    try:
-      task.doc_to_text(question)
-      task.doc_to_target(question)
-      if task.config.doc_to_choice is not None:
-        task.doc_to_choice(question)
-    except Exception as error:  # templates and functions of tasks raise exceptions of many kinds
-      raise UserError(
-        f"{record.place}: {task.task_name} cannot read this question ({reason(error)})"
-      ) from error
+  outcomes: list[float] = []
+  # The number of its task, for each outcome.
+  groups: list[int] = []
+  for number, task_outcomes in enumerate(accuracies.values()):
+    outcomes += task_outcomes
+    groups += [number] * len(task_outcomes)
+  return proportion("mean accuracy", outcomes, groups)

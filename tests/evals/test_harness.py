@@ -13,6 +13,7 @@ pytest.importorskip("lm_eval")
 from diffjax.config import Config, ModelConfig, UserError  # noqa: E402
 from diffjax.data.tokenizer import load_tokenizer  # noqa: E402
 from diffjax.evals import harness  # noqa: E402
+from diffjax.evals.methods import harness_tasks  # noqa: E402
 from diffjax.evals.methods import lm_eval as adapter  # noqa: E402
 from diffjax.evals.methods.scoring import Score  # noqa: E402
 from diffjax.evals.report import intervals  # noqa: E402
@@ -96,7 +97,7 @@ def score_twos(model, params, pairs, *, batch_tokens):
 
 
 ALL = (
-  harness._manager
+  harness_tasks.task_manager
 )  # of lm-eval's thousands of tasks: to read their files takes seconds
 
 
@@ -124,12 +125,12 @@ def few():
 
 @pytest.fixture(autouse=True)
 def few_tasks(monkeypatch):
-  monkeypatch.setattr(harness, "_manager", few)
+  monkeypatch.setattr(harness_tasks, "task_manager", few)
 
 
 @pytest.mark.full
 def test_the_papers_tasks_are_found_among_all(monkeypatch, data):
-  monkeypatch.setattr(harness, "_manager", ALL)
+  monkeypatch.setattr(harness_tasks, "task_manager", ALL)
   monkeypatch.setattr(adapter, "score", score_twos)
   assert {task for _, task in run(data_dir=str(data))} == {*QUESTIONS, None}
   for name in QUESTIONS:
@@ -327,7 +328,7 @@ def test_a_task_may_not_draw_examples_from_the_split_that_is_scored(
   manager = tasks.TaskManager(
     include_path=str(tmp_path), include_defaults=False
   )
-  monkeypatch.setattr(harness, "_manager", lambda: manager)
+  monkeypatch.setattr(harness_tasks, "task_manager", lambda: manager)
   for name in ("own_gsm8k", "own_group"):
     with pytest.raises(
       UserError, match="own_gsm8k shows 5 examples, and has 0"
