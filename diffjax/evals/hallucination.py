@@ -118,7 +118,7 @@ class _Request(NamedTuple):
   """A record of the data, as the parts of a prompt.
 
   Attributes:
-    place: "FILE:LINE" of the record.
+    location: "FILE:LINE" of the record, for messages.
     kind: "summary" or "answer".
     before_source: The beginning of the prompt.
     source: The text that the output must agree with.
@@ -127,7 +127,7 @@ class _Request(NamedTuple):
     references: Right outputs.
   """
 
-  place: str
+  location: str
   kind: str
   before_source: str
   source: str
@@ -309,7 +309,7 @@ class Hallucination(Suite[_Data]):
     max_source_tokens = capacity - num_other_tokens
     if max_source_tokens < 1:
       raise UserError(
-        f"{request.place}: the prompt without its source and the output take"
+        f"{request.location}: the prompt without its source and the output take"
         f" {num_other_tokens} tokens, and there is room for {capacity}"
       )
     source = request.source
@@ -317,7 +317,7 @@ class Hallucination(Suite[_Data]):
     if is_cut:
       source_ids = source_ids[:max_source_tokens]
       source = tokenizer.decode(source_ids)
-    line_number = request.place.rpartition(":")[2]
+    line_number = request.location.rpartition(":")[2]
     return Sample(
       id=f"{set_name}/{line_number}",
       kind=request.kind,
@@ -413,7 +413,7 @@ class Hallucination(Suite[_Data]):
 def _summary_request(record: jsonl.Record) -> _Request:
   """Returns the request for a summary."""
   return _Request(
-    place=record.place,
+    location=record.place,
     kind="summary",
     before_source="Document: ",
     source=record.value["document"],
@@ -434,7 +434,7 @@ def _answer_request(record: jsonl.Record) -> _Request:
       f" empty; got {str(references)[:40]!r}"
     )
   return _Request(
-    place=record.place,
+    location=record.place,
     kind="answer",
     before_source="",
     source=record.value["context"],

@@ -54,13 +54,13 @@ class Question(NamedTuple):
   """A record of a file.
 
   Attributes:
-    place: "FILE:LINE".
+    location: "FILE:LINE", for messages.
     text: The question.
     solution: The solution.
     answer: The final answer.
   """
 
-  place: str
+  location: str
   text: str
   solution: str
   answer: str
@@ -245,7 +245,7 @@ class Mathematics(Suite[list[Benchmark]]):
     ):
       if len(prompt) + self.new_tokens > max_length:
         raise UserError(
-          f"{question.place}: a prompt of {len(prompt)} tokens, demonstrations"
+          f"{question.location}: a prompt of {len(prompt)} tokens, demonstrations"
           f" included, and set.mathematics.new_tokens = {self.new_tokens} are"
           f" more than the model's {max_length} (its config.model.max_length)"
         )
@@ -269,7 +269,7 @@ def read(path: epath.PathLike) -> list[Question]:
         " alone"
       )
     question = Question(
-      place=record.place,
+      location=record.place,
       text=_text_of(record, ("question", "problem")),
       solution=_text_of(record, ("solution", "answer")),
       answer=answer,
@@ -291,14 +291,14 @@ def _text_of(record: jsonl.Record, names: Sequence[str]) -> str:
   )
 
 
-def _to_text(place: str, name: str, value: object) -> str:
+def _to_text(location: str, name: str, value: object) -> str:
   """Returns the value of a field as a text."""
   # The answers of AIME are integers. True and False are integers too.
   if isinstance(value, int) and not isinstance(value, bool):
     return str(value)
   if not isinstance(value, str):
     raise UserError(
-      f"{place}: the field {name!r} must be a string; got {str(value)[:40]!r}"
+      f"{location}: the field {name!r} must be a string; got {str(value)[:40]!r}"
     )
   return value
 
@@ -307,15 +307,15 @@ def _check_not_scored(
   demonstrations: Sequence[Question], questions: Sequence[Question]
 ) -> None:
   """Raises UserError if a demonstration is one of the scored questions."""
-  scored_places: dict[str, str] = {}
+  scored_locations: dict[str, str] = {}
   for question in questions:
-    scored_places[question.text.strip()] = question.place
+    scored_locations[question.text.strip()] = question.location
   for demonstration in demonstrations:
-    scored_place = scored_places.get(demonstration.text.strip())
-    if scored_place is not None:
+    scored_location = scored_locations.get(demonstration.text.strip())
+    if scored_location is not None:
       raise UserError(
-        f"{demonstration.place}: this demonstration is also a scored question"
-        f" ({scored_place}); set.mathematics.shots_file must hold other"
+        f"{demonstration.location}: this demonstration is also a scored question"
+        f" ({scored_location}); set.mathematics.shots_file must hold other"
         " questions, such as the training split"
       )
 

@@ -1,8 +1,8 @@
 """Tasks of the LM Evaluation Harness (lm-eval) from the hub or local files.
 
-lm-eval downloads questions from the Hugging Face hub. To read local questions, a
-task file is written that includes lm-eval's and replaces the source of its data.
-`harness.py` lists the local files and their fields.
+lm-eval downloads questions from the Hugging Face hub. For local questions, a
+task file is written that includes lm-eval's own file of the task, and replaces
+the source of the data. `harness.py` lists the local files and their fields.
 
 lm-eval is imported by the functions that use it, because it is optional and
 takes seconds.

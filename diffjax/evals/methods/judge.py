@@ -83,26 +83,26 @@ def read_verdicts(
       is the second one about its prompt, or if a prompt has no verdict.
   """
   has_hallucination: dict[str, bool] = {}
-  for place, record in jsonl.read(path, _VERDICT_FIELDS):
+  for location, record in jsonl.read(path, _VERDICT_FIELDS):
     output_id = record["id"]
     if output_id not in prompts:
       raise UserError(
-        f"{place}: a verdict on {output_id!r}, which is not one of the"
+        f"{location}: a verdict on {output_id!r}, which is not one of the"
         f" {len(prompts)} prompts of judge_prompts.jsonl beside it"
       )
     if record["sha256"] != sha256(prompts[output_id]):
       raise UserError(
-        f"{place}: a verdict on an older prompt of {output_id!r} (its sha256"
+        f"{location}: a verdict on an older prompt of {output_id!r} (its sha256"
         " differs); judge judge_prompts.jsonl again"
       )
     verdict = record["verdict"].strip().strip(".").lower()
     if verdict not in ("yes", "no"):
       raise UserError(
-        f"{place}: the verdict must be yes (a hallucination) or no; got"
+        f"{location}: the verdict must be yes (a hallucination) or no; got"
         f" {record['verdict'][:40]!r}"
       )
     if output_id in has_hallucination:
-      raise UserError(f"{place}: a second verdict on {output_id!r}")
+      raise UserError(f"{location}: a second verdict on {output_id!r}")
     has_hallucination[output_id] = verdict == "yes"
 
   for output_id in prompts:
