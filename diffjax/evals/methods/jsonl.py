@@ -1,4 +1,4 @@
-"""Reads records from JSON lines. Every error names its file and line."""
+"""Reads records from JSON lines. Every error names the file and the line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from etils import epath
 
 from diffjax.config import UserError
 
-_NAMES = {
+# The names of JSON's types in messages.
+_TYPE_NAMES = {
   str: "a string",
   int: "a whole number",
   list: "a list",
@@ -18,67 +19,95 @@ _NAMES = {
   bool: "true or false",
 }
 
+# Messages quote at most this many characters of a wrong value.
+_MAX_QUOTED = 40
+
 
 class Record(NamedTuple):
   """One object of a file.
 
   Attributes:
-    place: "FILE:LINE", for messages.
-    value: The object.
+    location: "FILE:LINE", for messages.
+    value: the object.
   """
 
-  place: str
+  location: str
   value: dict[str, Any]
 
 
 def read(path: epath.PathLike, fields: Mapping[str, type]) -> list[Record]:
-  """Reads a file of one JSON object a line. Blank lines are skipped.
+  """Returns the objects of a file with one JSON object per line.
+
+  Blank lines are skipped.
+
+      read("test.jsonl", {"question": str, "choices.text": list})
 
   Args:
-    path: The file; gs:// too.
-    fields: The fields that every object must have, and their types (`object` for any). "choices.text" is the field text of the field
-      choices.
+    path: the file, which may be remote (gs://).
+    fields: the fields that every object must have, and their types. The type
+      `object` accepts any value. "choices.text" is the field `text` of the
+      object in the field `choices`.
 
   Raises:
-    UserError: for a file that cannot be read or is empty, and for a line that is not an object or lacks a field.
+    UserError: if the file cannot be read or has no records, or if a line is not
+      an object with these fields.
   """
-  wanted = "it must hold one JSON object a line" + (
-    f", with the fields {', '.join(fields)}" if fields else ""
-  )
+  expected = "it must hold one JSON object a line"
+  if fields:
+    expected += f", with the fields {', '.join(fields)}"
   try:
     content = epath.Path(path).expanduser().read_bytes()
   except OSError as error:
-    raise UserError(
-      f"{path}: cannot be read ({error.strerror or error}); {wanted}"
-    ) from error
+    reason = error.strerror or error
+    raise UserError(f"{path}: cannot be read ({reason}); {expected}") from error
+
   records = []
   for number, line in enumerate(content.split(b"\n"), 1):
-    if not line.strip():
-      continue
-    place = f"{path}:{number}"
-    try:
-      value = json.loads(line.decode("utf-8"))
-    except ValueError as error:  # UnicodeDecodeError is a ValueError
-      raise UserError(f"{place}: not JSON ({error})") from error
-    if not isinstance(value, dict):
-      raise UserError(f"{place}: not a JSON object, but {str(value)[:40]!r}")
-    for field, kind in fields.items():
-      _check(place, value, field, kind)
-    records.append(Record(place, value))
+    if line.strip():
+      records.append(_parse_line(line, f"{path}:{number}", fields))
   if not records:
-    raise UserError(f"{path}: is empty; {wanted}")
+    raise UserError(f"{path}: is empty; {expected}")
   return records
 
 
-def _check(place: str, value: dict[str, Any], field: str, kind: type) -> None:
-  found: Any = value
+def _parse_line(
+  line: bytes, location: str, fields: Mapping[str, type]
+) -> Record:
+  """Returns the record of a line. Raises UserError if the line is wrong."""
+  try:
+    value = json.loads(line.decode("utf-8"))
+  # Includes UnicodeDecodeError.
+  except ValueError as error:
+    raise UserError(f"{location}: not JSON ({error})") from error
+  if not isinstance(value, dict):
+    raise UserError(f"{location}: not a JSON object, but {_quote(value)}")
+  record = Record(location, value)
+  for field, field_type in fields.items():
+    _check_field(record, field, field_type)
+  return record
+
+
+def _check_field(record: Record, field: str, field_type: type) -> None:
+  """Raises UserError if a field is missing or has another type."""
+  value: object = record.value
   for name in field.split("."):
-    if not isinstance(found, dict) or name not in found:
+    if not isinstance(value, dict) or name not in value:
+      names = ", ".join(map(repr, record.value))
       raise UserError(
-        f"{place}: the field {field!r} is missing; there are {', '.join(map(repr, value))}"
+        f"{record.location}: the field {field!r} is missing; there are {names}"
       )
-    found = found[name]
-  if not isinstance(found, kind) or (isinstance(found, bool) and kind is int):
+    value = value[name]
+
+  # In Python, a bool is an int.
+  is_bool_for_int = isinstance(value, bool) and field_type is int
+  if not isinstance(value, field_type) or is_bool_for_int:
+    type_name = _TYPE_NAMES.get(field_type, field_type.__name__)
     raise UserError(
-      f"{place}: the field {field!r} must be {_NAMES.get(kind, kind.__name__)}; got {str(found)[:40]!r}"
+      f"{record.location}: the field {field!r} must be {type_name};"
+      f" got {_quote(value)}"
     )
+
+
+def _quote(value: object) -> str:
+  """Returns the beginning of a value in quotes, for a message."""
+  return repr(str(value)[:_MAX_QUOTED])

@@ -14,7 +14,7 @@ GOOD = (
 def test_records_keep_their_lines(tmp_path):
   path = tmp_path / "some.jsonl"
   path.write_text(f"\n{GOOD}\r\n\n  \n{GOOD}", encoding="utf-8")
-  assert [record.place for record in jsonl.read(path, FIELDS)] == [
+  assert [record.location for record in jsonl.read(path, FIELDS)] == [
     f"{path}:2",
     f"{path}:5",
   ]
