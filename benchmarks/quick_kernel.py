@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from diffjax.evals.methods.inside import (
-  Attended,
+  AttentionInputs,
   Queries,
+  fold_query_blocks,
   measure,
-  over_queries,
 )
 from diffjax.evals.methods.validation_rows import validation_rows
 from diffjax.inference import trained
@@ -27,7 +27,7 @@ from diffjax.ops.diff_attention.tiles import LOG2E
 from diffjax.ops.diff_attention.tpu.forward import in_range
 
 
-def extremes(attended: Attended) -> tuple[jax.Array, jax.Array]:
+def extremes(attended: AttentionInputs) -> tuple[jax.Array, jax.Array]:
   """Returns the least and the largest log-sum-exp (base 2) of a layer's maps.
 
   Queries that are padding do not count.
@@ -46,7 +46,7 @@ def extremes(attended: Attended) -> tuple[jax.Array, jax.Array]:
     return least, largest
 
   start = jnp.float32(jnp.inf), jnp.float32(-jnp.inf)
-  return over_queries(add_block, start, attended)
+  return fold_query_blocks(add_block, start, attended)
 
 
 def main() -> None:
@@ -65,7 +65,7 @@ def main() -> None:
         " because it is computed from its weights"
       )
 
-  def layer(attended: Attended) -> tuple[jax.Array, ...]:
+  def layer(attended: AttentionInputs) -> tuple[jax.Array, ...]:
     least, most = extremes(attended)
     return in_range(jnp.stack([least, most]), attended.v), least, most
 

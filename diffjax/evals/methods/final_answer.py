@@ -118,7 +118,7 @@ class _Answer:
   parts: tuple[_Answer, ...] = ()
 
 
-def extract(solution: str) -> str | None:
+def extract_answer(solution: str) -> str | None:
   """The final answer of a solution, or None.
 
   It is the first of these that exists: the content of the last complete \\boxed{…}; the text behind the first "####"; the number or
@@ -143,10 +143,10 @@ def extract(solution: str) -> str | None:
   return numbers[-1].rstrip(",") if numbers else None
 
 
-def reference(solution: str) -> str:
+def reference_answer(solution: str) -> str:
   """The final answer of a reference solution, marked by a box or "####". A text without marks is an answer as a whole."""
   return (
-    extract(solution) or ""
+    extract_answer(solution) or ""
     if "####" in solution or last_boxed(solution) is not None
     else solution.strip()
   )
@@ -168,7 +168,7 @@ def last_boxed(text: str) -> str | None:
   return None
 
 
-def same(answer: str, wanted: str) -> bool:
+def is_same_answer(answer: str, wanted: str) -> bool:
   """Returns whether two answers are the same, by the module's rules.
 
   Raises:

@@ -65,7 +65,7 @@ class Queries:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Attended:
+class AttentionInputs:
   """The inputs of attention in one layer: the arguments of `Attention.attend`.
 
   Attributes:
@@ -101,7 +101,7 @@ class Attended:
 
     Args:
       first: the index of the first query.
-      count: the number of queries. The last one must exist: `over_queries` pads
+      count: the number of queries. The last one must exist: `fold_query_blocks` pads
         them.
     """
 
@@ -125,9 +125,9 @@ def measure(
   params: Any,
   batch: dict[str, Any],
   *,
-  attention: Callable[[Attended], Any] | None = None,
+  attention: Callable[[AttentionInputs], Any] | None = None,
   hidden: Callable[[Float[Array, "B T E"]], Any] | None = None,
-  plain: bool = True,
+  include_plain_layers: bool = True,
 ) -> dict[str, Any]:
   """Runs a model and measures its layers. The caller jits it.
 
@@ -138,7 +138,7 @@ def measure(
     attention: called in every attention layer. Returns a tree of arrays.
     hidden: called with the output of every layer, after both residuals. Returns
       a tree of arrays.
-    plain: whether the results include plain layers, which have other numbers of
+    include_plain_layers: whether the results include plain layers, which have other numbers of
       heads and maps.
 
   Returns:
@@ -174,7 +174,7 @@ def measure(
   attention_results = []
   hidden_results = []
   for name, stack_config in stacks(model.config).items():
-    if name == "plain_layers" and not plain:
+    if name == "plain_layers" and not include_plain_layers:
       continue
     sown = variables.get(_COLLECTION, {}).get(name, {})
     if attention is not None:
@@ -196,7 +196,7 @@ def _attended(
   v: Float[Array, "B S K V"],
   lam: Lambda,
   mask: MaskArguments,
-) -> Attended:
+) -> AttentionInputs:
   """Returns the arguments of `Attention.attend` as measurements take them."""
   lam = broadcast_lambda(lam, q, layer.num_heads)
   if mask.q_segment_ids is None:
@@ -209,7 +209,7 @@ def _attended(
   if isinstance(layer.attention_fn, WindowSwitch):
     window: Any = layer.attention_fn.traced_window()
     mask = mask._replace(window=window)
-  return Attended(layer, q, k, v, lam, mask)
+  return AttentionInputs(layer, q, k, v, lam, mask)
 
 
 def _attention_result(sown: dict[str, Any], config: ModelConfig) -> Any:
@@ -237,10 +237,10 @@ def _concatenate(results: list[Any]) -> Any:
   return jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *results)
 
 
-def over_queries(
+def fold_query_blocks(
   step: Callable[[Any, Queries], Any],
   start: Any,
-  attended: Attended,
+  attended: AttentionInputs,
   *,
   block_size: int = 128,
 ) -> Any:
@@ -273,7 +273,7 @@ def over_queries(
   return jax.lax.fori_loop(0, num_blocks, step_of_block, start)
 
 
-def _pad_queries(attended: Attended, length: int) -> Attended:
+def _pad_queries(attended: AttentionInputs, length: int) -> AttentionInputs:
   """Returns the inputs with more queries, which are padding (segment 0)."""
 
   def pad(x: jax.Array) -> jax.Array:

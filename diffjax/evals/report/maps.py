@@ -181,7 +181,7 @@ def maps_of(
     tokens: the rows. Each is one document.
   """
 
-  def layer_maps(attended: inside.Attended) -> LayerMaps:
+  def layer_maps(attended: inside.AttentionInputs) -> LayerMaps:
     length = attended.q.shape[1]
     queries = attended.queries(0, length)
     terms = queries.maps()
@@ -192,7 +192,11 @@ def maps_of(
     return LayerMaps(titles, jnp.concatenate([mean, first_row]))
 
   results = inside.measure(
-    model, params, {"tokens": tokens}, attention=layer_maps, plain=False
+    model,
+    params,
+    {"tokens": tokens},
+    attention=layer_maps,
+    include_plain_layers=False,
   )
   return results["attention"]
 

@@ -12,10 +12,10 @@ pytest.importorskip("math_verify")
 from diffjax.config import UserError
 from diffjax.evals.methods import equivalence
 from diffjax.evals.methods.final_answer import (
-  extract,
+  extract_answer,
+  is_same_answer,
   last_boxed,
-  reference,
-  same,
+  reference_answer,
 )
 
 
@@ -79,7 +79,7 @@ from diffjax.evals.methods.final_answer import (
   ],
 )
 def test_extraction(solution, answer):
-  assert extract(solution) == answer
+  assert extract_answer(solution) == answer
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_extraction(solution, answer):
   ],
 )
 def test_references(solution, answer):
-  assert reference(solution) == answer
+  assert reference_answer(solution) == answer
 
 
 SAME = [
@@ -180,13 +180,15 @@ EQUAL = [
 def test_the_same(group):
   for left in group:
     for right in group:
-      assert same(left, right), (left, right)
+      assert is_same_answer(left, right), (left, right)
 
 
 def test_different_groups_are_different():
   for index, group in enumerate(SAME):
     for other in SAME[index + 1 :]:
-      assert not any(same(left, right) for left in group for right in other), (
+      assert not any(
+        is_same_answer(left, right) for left in group for right in other
+      ), (
         group[0],
         other[0],
       )
@@ -243,7 +245,7 @@ def test_different_groups_are_different():
   ],
 )
 def test_not_the_same(left, right):
-  assert not same(left, right) and not same(right, left)
+  assert not is_same_answer(left, right) and not is_same_answer(right, left)
 
 
 PIECES = st.sampled_from(
@@ -260,11 +262,11 @@ PIECES = st.sampled_from(
 @given(st.lists(PIECES, max_size=30).map("".join))
 def test_anything_a_model_writes_is_taken(text):
   last_boxed(text)
-  found = extract(text)
+  found = extract_answer(text)
   assert (
-    same(text, text)
-    and (found is None or same(found, found))
-    and isinstance(reference(text), str)
+    is_same_answer(text, text)
+    and (found is None or is_same_answer(found, found))
+    and isinstance(reference_answer(text), str)
   )
 
 
@@ -281,7 +283,9 @@ def test_math_verify_ends_at_its_limit(monkeypatch, caplog):
 def test_math_verify_compares_in_any_thread():
   with concurrent.futures.ThreadPoolExecutor(4) as pool:
     numbers = [str(number) for number in range(20)]
-    found = pool.map(lambda number: same(f"x+{number}", f"{number}+x"), numbers)
+    found = pool.map(
+      lambda number: is_same_answer(f"x+{number}", f"{number}+x"), numbers
+    )
     assert all(found)
 
 
@@ -294,7 +298,7 @@ def test_math_verify_is_needed_and_named(monkeypatch, tmp_path):
   with pytest.raises(UserError, match=message):
     equivalence.start()
   # Numbers need no other library.
-  assert same("0.5", "1/2")
+  assert is_same_answer("0.5", "1/2")
 
 
 def test_long_texts_take_no_time():
@@ -311,8 +315,8 @@ def test_long_texts_take_no_time():
     "a " * 50_000,
     "-" * 50_000,
   ):
-    same(text, text)
-    same(text, "x")
-    same(text[:999], "x")
-    extract(text)
+    is_same_answer(text, text)
+    is_same_answer(text, "x")
+    is_same_answer(text[:999], "x")
+    extract_answer(text)
   assert time.monotonic() - start < 20

@@ -138,7 +138,7 @@ def test_blocks_of_queries_give_the_whole_map(length, block, window):
     squares += jnp.sum(weights**2, axis=(2, 3))
     return squares, num_visible + jnp.sum(queries.mask)
 
-  attended = inside.Attended(
+  attended = inside.AttentionInputs(
     DiffAttention(num_heads=4, head_dim=8, num_kv_heads=2),
     q,
     k,
@@ -146,7 +146,7 @@ def test_blocks_of_queries_give_the_whole_map(length, block, window):
     lam,
     MaskArguments(ids, ids, causal=True, window=window),
   )
-  squares, num_visible = inside.over_queries(
+  squares, num_visible = inside.fold_query_blocks(
     step, (jnp.zeros((2, 4)), 0), attended, block_size=block
   )
   np.testing.assert_allclose(
@@ -166,7 +166,7 @@ def test_a_layer_that_needs_all_queries_gets_one_block():
   q = jax.random.normal(jax.random.key(0), (2, 37, 2, 2, 8))
   k = jax.random.normal(jax.random.key(1), (2, 37, 2, 2, 8))
   ids = jnp.ones((2, 37), jnp.int32)
-  attended = inside.Attended(
+  attended = inside.AttentionInputs(
     NeedsAllQueries(num_heads=2, head_dim=8),
     q,
     k,
@@ -180,7 +180,9 @@ def test_a_layer_that_needs_all_queries_gets_one_block():
     sizes.append(queries.q.shape[1])
     return total + jnp.sum(queries.mask)
 
-  assert inside.over_queries(step, 0, attended, block_size=8) == 2 * 37 * 19
+  assert (
+    inside.fold_query_blocks(step, 0, attended, block_size=8) == 2 * 37 * 19
+  )
   assert set(sizes) == {37}
 
 
