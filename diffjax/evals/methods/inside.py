@@ -1,5 +1,28 @@
 """Measurements inside a model: functions that are called within its layers.
 
+A suite gives `measure` a function of a layer's attention (`AttentionInputs`) or
+of its hidden states. For example, the largest attention logit of each layer:
+
+    def add_block(largest, queries: Queries):
+      is_visible = queries.mask[:, None, None]  # [B, 1, 1, t, S]
+      logits = jnp.where(is_visible, queries.logits(), -jnp.inf)
+      return jnp.maximum(largest, jnp.max(logits))
+
+    def largest_logit(inputs: AttentionInputs):
+      return fold_query_blocks(add_block, jnp.float32(-jnp.inf), inputs)
+
+    results = measure(model, params, batch, attention=largest_logit)
+    results["attention"]  # [L]
+
+How it works: The model runs as usual, but `nn.intercept_methods` calls an
+interceptor in place of each method of its modules. Two calls are measured:
+
+* `Attention.attend`: its arguments are the queries, keys, values and λ.
+* `Block.__call__`: its output is the hidden state.
+
+The interceptor passes them to the suite's function and stores the result with
+`sow`. The decoder's scan over layers stacks the results along the axis L.
+
 Only the results of these functions leave the layers. So a measurement of all
 attention logits or hidden states needs the memory of one layer. No array
 [L, B, T, …] is stored.
@@ -8,13 +31,15 @@ attention logits or hidden states needs the memory of one layer. No array
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from diffjax.config import ModelConfig, UserError
 from diffjax.model.attention import (
@@ -27,9 +52,10 @@ from diffjax.model.decoder import MEASUREMENTS, Block, Decoder, WindowSwitch
 from diffjax.model.definition import broadcast_lambda, visible_keys
 from diffjax.model.stacks import stacks
 
-# Where the layers put results: the collection of variables, and the name.
-_COLLECTION = MEASUREMENTS
+# Layers store their results under this name in the collection MEASUREMENTS.
 _NAME = "measured"
+
+Carry = TypeVar("Carry")
 
 
 # Without __eq__ and __hash__, because the fields are traced arrays.
@@ -101,34 +127,39 @@ class AttentionInputs:
 
     Args:
       first: the index of the first query.
-      count: the number of queries. The last one must exist: `fold_query_blocks` pads
-        them.
+      count: the number of queries. The last one must exist:
+        `fold_query_blocks` pads them.
     """
 
-    def select(x: jax.Array) -> jax.Array:
+    def take_block(x: Array) -> Array:
       return jax.lax.dynamic_slice_in_dim(x, first, count, axis=1)
 
     q, lam, segment_ids = jax.tree.map(
-      select, (self.q, self.lam, self.mask.q_segment_ids)
+      take_block, (self.q, self.lam, self.mask.q_segment_ids)
     )
     mask = self.mask._replace(q_segment_ids=segment_ids)
+    batch_size, length = q.shape[:2]
     is_visible = visible_keys(
-      (*q.shape[:2], self.k.shape[1]), q_offset=first, **mask.keywords()
+      (batch_size, length, self.k.shape[1]), q_offset=first, **mask.keywords()
     )
     is_padding = segment_ids == 0
     is_visible &= ~is_padding[:, :, None]
     return Queries(self.layer, q, self.k, lam, is_visible)
 
 
+AttentionFunction = Callable[[AttentionInputs], PyTree]
+HiddenFunction = Callable[[Float[Array, "B T E"]], PyTree]
+
+
 def measure(
   model: Decoder,
-  params: Any,
-  batch: dict[str, Any],
+  params: PyTree,
+  batch: Mapping[str, ArrayLike],
   *,
-  attention: Callable[[AttentionInputs], Any] | None = None,
-  hidden: Callable[[Float[Array, "B T E"]], Any] | None = None,
+  attention: AttentionFunction | None = None,
+  hidden: HiddenFunction | None = None,
   include_plain_layers: bool = True,
-) -> dict[str, Any]:
+) -> dict[str, PyTree]:
   """Runs a model and measures its layers. The caller jits it.
 
   Args:
@@ -138,8 +169,8 @@ def measure(
     attention: called in every attention layer. Returns a tree of arrays.
     hidden: called with the output of every layer, after both residuals. Returns
       a tree of arrays.
-    include_plain_layers: whether the results include plain layers, which have other numbers of
-      heads and maps.
+    include_plain_layers: whether the results include plain layers, which have
+      other numbers of heads and maps.
 
   Returns:
     The results of the layers by name, "attention" and "hidden". Their arrays
@@ -148,48 +179,66 @@ def measure(
   Raises:
     UserError: if the layers of a variant do not call `Attention.attend`.
   """
-
-  def intercept(call, args, kwargs, context):
-    module = context.module
-    method = context.method_name
-    is_attention = isinstance(module, Attention) and method == "attend"
-    if attention is not None and is_attention:
-      attended = _attended(module, *args, **kwargs)
-      module.sow(_COLLECTION, _NAME, attention(attended))
-    out = call(*args, **kwargs)
-    is_block = isinstance(module, Block) and method == "__call__"
-    if hidden is not None and is_block:
-      module.sow(_COLLECTION, _NAME, hidden(out[0]))
-    return out
-
-  with nn.intercept_methods(intercept):
+  with nn.intercept_methods(_Interceptor(attention, hidden)):
     _, variables = model.apply(
       {"params": params},
       batch["tokens"],
       batch.get("segment_ids"),
       batch.get("positions"),
-      mutable=[_COLLECTION],
+      mutable=[MEASUREMENTS],
     )
+  measurements = variables.get(MEASUREMENTS, {})
 
-  attention_results = []
-  hidden_results = []
-  for name, stack_config in stacks(model.config).items():
-    if name == "plain_layers" and not include_plain_layers:
+  stack_results = []
+  for stack_name, stack_config in stacks(model.config).items():
+    if stack_name == "plain_layers" and not include_plain_layers:
       continue
-    sown = variables.get(_COLLECTION, {}).get(name, {})
+    stored = measurements.get(stack_name, {})
+    results = {}
     if attention is not None:
-      attention_results.append(_attention_result(sown, stack_config))
+      results["attention"] = _stored_attention(stored, stack_config)
     if hidden is not None:
-      hidden_results.append(sown[_NAME][0])
-  results = {}
-  if attention is not None:
-    results["attention"] = _concatenate(attention_results)
-  if hidden is not None:
-    results["hidden"] = _concatenate(hidden_results)
-  return results
+      results["hidden"] = _stored_result(stored)
+    stack_results.append(results)
+  return jax.tree.map(_concatenate_layers, *stack_results)
 
 
-def _attended(
+@dataclasses.dataclass(frozen=True)
+class _Interceptor:
+  """Runs the methods of modules, and measures attention and hidden states.
+
+  Attributes:
+    attention: as in `measure`.
+    hidden: as in `measure`.
+  """
+
+  attention: AttentionFunction | None
+  hidden: HiddenFunction | None
+
+  def __call__(
+    self,
+    run_method: Callable[..., PyTree],
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
+    context: nn.module.InterceptorContext,
+  ) -> PyTree:
+    """Returns the outputs of a method. Flax calls this in its place."""
+    module = context.module
+    if isinstance(module, Attention) and context.method_name == "attend":
+      if self.attention is not None:
+        inputs = _attention_inputs(module, *args, **kwargs)
+        module.sow(MEASUREMENTS, _NAME, self.attention(inputs))
+
+    outputs = run_method(*args, **kwargs)
+
+    if isinstance(module, Block) and context.method_name == "__call__":
+      if self.hidden is not None:
+        hidden_states = outputs[0]
+        module.sow(MEASUREMENTS, _NAME, self.hidden(hidden_states))
+    return outputs
+
+
+def _attention_inputs(
   layer: Attention,
   q: Float[Array, "B T Q G D"],
   k: Float[Array, "B S K M D"],
@@ -212,38 +261,49 @@ def _attended(
   return AttentionInputs(layer, q, k, v, lam, mask)
 
 
-def _attention_result(sown: dict[str, Any], config: ModelConfig) -> Any:
-  """Returns what the attention layers of a stack recorded.
+def _stored_attention(
+  stored: Mapping[str, PyTree], config: ModelConfig
+) -> PyTree:
+  """Returns the results that the attention layers of a stack stored.
 
   Args:
-    sown: all that the layers recorded.
+    stored: all results of the stack.
     config: the config of the stack.
 
   Raises:
-    UserError: if they did not record a measurement.
+    UserError: if the layers stored none.
   """
-  recorded = sown.get("attention", {})
-  if _NAME not in recorded:
+  stored_attention = stored.get("attention", {})
+  if _NAME not in stored_attention:
     raise UserError(
       f"config.model.attention = {config.attention!r}: its attention cannot be"
       " measured, because it does not call Attention.attend; let its"
       " compute_heads call it"
     )
-  return recorded[_NAME][0]
+  return _stored_result(stored_attention)
 
 
-def _concatenate(results: list[Any]) -> Any:
-  """Returns the results of all stacks as one, along the axis of the layers."""
-  return jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *results)
+def _stored_result(stored: Mapping[str, PyTree]) -> PyTree:
+  """Returns the result that a module stored with `sow`."""
+  # `sow` stores a tuple with the result of each call. There is one call.
+  (result,) = stored[_NAME]
+  return result
+
+
+def _concatenate_layers(
+  *arrays: Float[Array, "L ..."],
+) -> Float[Array, "L ..."]:
+  """Returns the arrays of all stacks as one, along the axis of the layers."""
+  return jnp.concatenate(arrays)
 
 
 def fold_query_blocks(
-  step: Callable[[Any, Queries], Any],
-  start: Any,
-  attended: AttentionInputs,
+  step: Callable[[Carry, Queries], Carry],
+  start: Carry,
+  inputs: AttentionInputs,
   *,
   block_size: int = 128,
-) -> Any:
+) -> Carry:
   """Folds a function over blocks of queries.
 
   The blocks keep the map of all queries out of memory. If the layer cannot
@@ -254,35 +314,36 @@ def fold_query_blocks(
     step: called with its last result and a block of queries. The last block is
       filled up with padding.
     start: the first argument of the first call.
-    attended: the inputs of a layer.
+    inputs: the inputs of attention in a layer.
     block_size: the number of queries in a block.
 
   Returns:
     The result of the last call.
   """
-  length = attended.q.shape[1]
-  if not attended.has_independent_queries:
+  length = inputs.q.shape[1]
+  if not inputs.has_independent_queries:
     block_size = length
   block_size = min(block_size, length)
-  num_blocks = -(-length // block_size)  # rounded up
-  padded = _pad_queries(attended, num_blocks * block_size)
+  num_blocks = math.ceil(length / block_size)
+  padded_inputs = _pad_queries(inputs, num_blocks * block_size)
 
-  def step_of_block(index: Int[Array, ""], carry: Any) -> Any:
-    return step(carry, padded.queries(index * block_size, block_size))
+  def add_block(index: Int[Array, ""], carry: Carry) -> Carry:
+    queries = padded_inputs.queries(index * block_size, block_size)
+    return step(carry, queries)
 
-  return jax.lax.fori_loop(0, num_blocks, step_of_block, start)
+  return jax.lax.fori_loop(0, num_blocks, add_block, start)
 
 
-def _pad_queries(attended: AttentionInputs, length: int) -> AttentionInputs:
+def _pad_queries(inputs: AttentionInputs, length: int) -> AttentionInputs:
   """Returns the inputs with more queries, which are padding (segment 0)."""
 
-  def pad(x: jax.Array) -> jax.Array:
+  def pad(x: Array) -> Array:
     widths = [(0, 0)] * x.ndim
     widths[1] = (0, length - x.shape[1])
     return jnp.pad(x, widths)
 
   q, lam, segment_ids = jax.tree.map(
-    pad, (attended.q, attended.lam, attended.mask.q_segment_ids)
+    pad, (inputs.q, inputs.lam, inputs.mask.q_segment_ids)
   )
-  mask = attended.mask._replace(q_segment_ids=segment_ids)
-  return dataclasses.replace(attended, q=q, lam=lam, mask=mask)
+  mask = inputs.mask._replace(q_segment_ids=segment_ids)
+  return dataclasses.replace(inputs, q=q, lam=lam, mask=mask)
