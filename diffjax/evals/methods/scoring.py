@@ -1,184 +1,301 @@
-"""Log-likelihoods of continuations after their contexts, and whether greedy decoding would give them."""
+"""Log-likelihoods of continuations after their contexts.
+
+A pair of a context and a continuation becomes a row of tokens. Rows of similar
+lengths share a batch (`_make_batches`), and one compiled program scores all
+batches of a length (`_score_rows`).
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from diffjax.config import UserError
 from diffjax.inference.token_ids import validated_token_ids
 from diffjax.model.decoder import Decoder, output_embedding
 
-_SHORTEST = 32  # tokens of the smallest bucket
-_CHUNK_LOGITS = 1 << 24  # logits in memory at once: 64 MiB of float32
-BATCH_TOKENS = 16_384  # tokens of a batch, padding included
+# The number of tokens in a batch, including padding.
+BATCH_TOKENS = 16_384
+
+# The length of the shortest rows.
+_MIN_ROW_LENGTH = 32
+
+# The number of logits that are in memory at once: 64 MiB of float32.
+_CHUNK_LOGITS = 1 << 24
 
 
 class Score(NamedTuple):
   """The score of a continuation.
 
   Attributes:
-    log_probability: Σ log P(token | all tokens before it), nats.
-    is_greedy: Whether each of its tokens is the likeliest one at its position.
+    log_probability: Σ log P(token | all tokens before it), in nats.
+    is_greedy: whether each token is the most likely one at its position, so
+      that greedy decoding would write the continuation.
   """
 
   log_probability: float
   is_greedy: bool
 
 
+class _Pair(NamedTuple):
+  """The ids of a context and a continuation."""
+
+  context: Int[np.ndarray, "n"]
+  continuation: Int[np.ndarray, "m"]
+
+  @property
+  def row_length(self) -> int:
+    """The number of tokens that the model reads: all except the last one."""
+    return len(self.context) + len(self.continuation) - 1
+
+
+class _Rows(NamedTuple):
+  """A batch of pairs, padded on the right, where causal attention ignores it.
+
+  Attributes:
+    tokens: the inputs of the model.
+    targets: the tokens that follow the inputs.
+    is_scored: whether a target belongs to a continuation.
+  """
+
+  tokens: Int[np.ndarray, "B T"]
+  targets: Int[np.ndarray, "B T"]
+  is_scored: Bool[np.ndarray, "B T"]
+
+
+class _Batch(NamedTuple):
+  """A batch of pairs.
+
+  Attributes:
+    indices: the index of the pair in each row. The other rows are padding.
+    rows: the arrays of the batch.
+  """
+
+  indices: Sequence[int]
+  rows: _Rows
+
+
+class _Results(NamedTuple):
+  """The scores of the rows of a batch, as `Score` has them."""
+
+  log_probability: Float[Array, "B"]
+  is_greedy: Bool[Array, "B"]
+
+
 def score(
   model: Decoder,
-  params: Any,
+  params: PyTree,
   pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
   *,
   batch_tokens: int = BATCH_TOKENS,
 ) -> list[Score]:
   """Scores continuations after contexts.
 
-  Rows are padded to lengths that are powers of two (or the model's longest), and a batch of a length has as many rows as batch_tokens
-  holds. So one program is compiled for each length that occurs, whatever the number of pairs.
+  Rows are padded to a power of two or the model's maximum length. All batches
+  of a length have the same number of rows. So one program is compiled for each
+  length that occurs.
 
   Args:
-    model: The decoder.
-    params: Its parameters.
-    pairs: (context, continuation) as ids, neither empty. The context of a document's first token is the separator.
-    batch_tokens: Number of tokens of a batch, padding included. A longer row is a batch of its own.
+    model: the decoder.
+    params: its parameters.
+    pairs: ids of (context, continuation), neither empty. The context of a
+      document's first token is the separator.
+    batch_tokens: the number of tokens in a batch, including padding. A longer
+      row is the only one of its batch.
 
   Returns:
-    A score for each pair, in the pairs' order.
+    A score for each pair, in the order of the pairs.
 
   Raises:
-    UserError: for a pair that is longer than the model's limit, its last token not counted, since the model does not read it; or that has
-      an id outside the vocabulary.
-    ValueError: for an empty context or continuation.
+    UserError: if a pair without its last token, which the model does not read,
+      is longer than the model's maximum length, or if an id is outside the
+      vocabulary.
+    ValueError: if a context or a continuation is empty.
   """
-  limit, vocab_size = model.config.max_length, model.config.vocab_size
+  checked_pairs = _check_ids(pairs, model.config.vocab_size)
+  max_length = model.config.max_length
+  _check_lengths(checked_pairs, max_length)
+
+  scores: dict[int, Score] = {}
+  pending: tuple[_Batch, _Results] | None = None
+  for batch in _make_batches(checked_pairs, max_length, batch_tokens):
+    results = _score_rows(model, params, *batch.rows)
+    # The results of a batch are fetched after the next batch is dispatched, so
+    # that the device does not wait for the host.
+    if pending is not None:
+      scores |= _fetch(*pending)
+    pending = batch, results
+  if pending is not None:
+    scores |= _fetch(*pending)
+  return [scores[index] for index in range(len(pairs))]
+
+
+def _check_ids(
+  pairs: Sequence[tuple[Sequence[int], Sequence[int]]], vocab_size: int
+) -> list[_Pair]:
+  """Returns the pairs as arrays. Raises UserError if an id is invalid."""
   checked = []
-  for index, pair in enumerate(pairs):
+  for index, (context, continuation) in enumerate(pairs):
     name = f"pair {index}: the"
-    context_ids = validated_token_ids(pair[0], vocab_size, f"{name} context")
+    context_ids = validated_token_ids(context, vocab_size, f"{name} context")
     continuation_ids = validated_token_ids(
-      pair[1], vocab_size, f"{name} continuation"
+      continuation, vocab_size, f"{name} continuation"
     )
-    checked.append((context_ids, continuation_ids))
-  buckets: dict[int, list[int]] = {}
-  for index, (context, continuation) in enumerate(checked):
-    if not len(context) or not len(continuation):
+    checked.append(_Pair(context_ids, continuation_ids))
+  return checked
+
+
+def _check_lengths(pairs: Sequence[_Pair], max_length: int) -> None:
+  """Raises an error if a part of a pair is empty, or a pair too long."""
+  for index, pair in enumerate(pairs):
+    context_length = len(pair.context)
+    continuation_length = len(pair.continuation)
+    if context_length == 0 or continuation_length == 0:
       raise ValueError(
-        f"pair {index} has {len(context)} tokens of context and {len(continuation)} of continuation; neither may be empty"
+        f"pair {index} has {context_length} tokens of context and"
+        f" {continuation_length} of continuation; neither may be empty"
       )
-    if (length := len(context) + len(continuation) - 1) > limit:
+    if pair.row_length > max_length:
       raise UserError(
-        f"a continuation of {len(continuation)} tokens after {len(context)} does not fit the model, whose config.model.max_length is "
-        f"{limit}; shorten the context"
+        f"a continuation of {continuation_length} tokens after"
+        f" {context_length} does not fit the model, whose"
+        f" config.model.max_length is {max_length}; shorten the context"
       )
-    buckets.setdefault(_bucket(length, limit), []).append(index)
-  scores: list[Score | None] = [None] * len(pairs)
-  for length, indices in sorted(
-    buckets.items(), reverse=True
-  ):  # the longest first, so that a lack of memory shows at once
-    rows = max(1, batch_tokens // length)
-    pending = []
-    for chosen in (
-      indices[start : start + rows] for start in range(0, len(indices), rows)
-    ):
-      pending.append(
-        (
-          chosen,
-          _score_rows(
-            model,
-            params,
-            *_rows([checked[index] for index in chosen], rows, length),
-          ),
-        )
-      )
-      if (
-        len(pending) > 1
-      ):  # fetch a batch after the next one is dispatched, so that the device never waits for the host
-        _fetch(scores, *pending.pop(0))
-    for chosen, results in pending:
-      _fetch(scores, chosen, results)
-  return scores  # type: ignore[return-value]
 
 
-def _bucket(length: int, limit: int) -> int:
-  return min(max(_SHORTEST, 1 << (length - 1).bit_length()), limit)
+def _make_batches(
+  pairs: Sequence[_Pair], max_length: int, batch_tokens: int
+) -> Iterator[_Batch]:
+  """Yields batches of rows, the longest rows first.
+
+  So a lack of memory shows in the first batch.
+  """
+  indices_by_length: dict[int, list[int]] = {}
+  for index, pair in enumerate(pairs):
+    length = _padded_length(pair.row_length, max_length)
+    indices_by_length.setdefault(length, []).append(index)
+
+  for length, indices in sorted(indices_by_length.items(), reverse=True):
+    num_rows = max(1, batch_tokens // length)
+    for start in range(0, len(indices), num_rows):
+      batch_indices = indices[start : start + num_rows]
+      batch_pairs = [pairs[index] for index in batch_indices]
+      yield _Batch(batch_indices, _make_rows(batch_pairs, num_rows, length))
 
 
-def _rows(
-  pairs: Sequence[tuple[np.ndarray, np.ndarray]], rows: int, length: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """Inputs, targets, and which targets are scored. Padding is on the right, where causal attention hides it."""
-  tokens, targets, counts = (
-    np.zeros((rows, length), np.int32),
-    np.zeros((rows, length), np.int32),
-    np.zeros((rows, length), bool),
-  )
-  for row, (context, continuation) in enumerate(pairs):
-    ids = np.concatenate([context, continuation])
-    tokens[row, : len(ids) - 1], targets[row, : len(ids) - 1] = (
-      ids[:-1],
-      ids[1:],
-    )
-    counts[row, len(context) - 1 : len(ids) - 1] = True
-  return tokens, targets, counts
+def _padded_length(length: int, max_length: int) -> int:
+  """Returns the next power of two, or the model's maximum length."""
+  power_of_two = 1 << (length - 1).bit_length()
+  return min(max(_MIN_ROW_LENGTH, power_of_two), max_length)
 
 
-def _fetch(
-  scores: list[Score | None],
-  chosen: Sequence[int],
-  results: tuple[jax.Array, jax.Array],
-) -> None:
-  for index, log_probability, is_greedy in zip(
-    chosen, *map(np.asarray, results), strict=False
-  ):  # rows beyond the chosen are padding
-    scores[index] = Score(float(log_probability), bool(is_greedy))
+def _make_rows(pairs: Sequence[_Pair], num_rows: int, length: int) -> _Rows:
+  """Returns the pairs as padded arrays."""
+  shape = (num_rows, length)
+  tokens = np.zeros(shape, np.int32)
+  targets = np.zeros(shape, np.int32)
+  is_scored = np.zeros(shape, bool)
+  for row, pair in enumerate(pairs):
+    ids = np.concatenate([pair.context, pair.continuation])
+    end = pair.row_length
+    tokens[row, :end] = ids[:-1]
+    targets[row, :end] = ids[1:]
+    # The last token of the context predicts the continuation's first token.
+    first_scored = len(pair.context) - 1
+    is_scored[row, first_scored:end] = True
+  return _Rows(tokens, targets, is_scored)
+
+
+def _fetch(batch: _Batch, results: _Results) -> dict[int, Score]:
+  """Returns the scores of a batch, by the index of the pair."""
+  log_probabilities = np.asarray(results.log_probability)
+  is_greedy = np.asarray(results.is_greedy)
+  scores = {}
+  for row, index in enumerate(batch.indices):
+    scores[index] = Score(float(log_probabilities[row]), bool(is_greedy[row]))
+  return scores
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _score_rows(
   model: Decoder,
-  params: Any,
+  params: PyTree,
   tokens: Int[Array, "B T"],
   targets: Int[Array, "B T"],
-  counts: Bool[Array, "B T"],
-) -> tuple[Float[Array, "B"], Bool[Array, "B"]]:
-  hidden: Any = model.apply({"params": params}, tokens)
-  matrix = output_embedding(params).astype(hidden.dtype)
-  rows, length = tokens.shape
-  size = min(length, max(1, _CHUNK_LOGITS // (rows * matrix.shape[0])))
-  padding = -length % size
-  # Chunks along T, [T/t, B, t, …]. Most hold no continuation, and their logits are not computed
+  is_scored: Bool[Array, "B T"],
+) -> _Results:
+  """Returns the scores of a batch of rows.
+
+  The logits of chunks of t positions are in memory at once. Most chunks have no
+  continuation, and their logits are not computed.
+  """
+  hidden = model.apply({"params": params}, tokens)
+  embedding = output_embedding(params).astype(hidden.dtype)
+  num_rows, length = tokens.shape
+  vocab_size = embedding.shape[0]
+  chunk_length = min(length, max(1, _CHUNK_LOGITS // (num_rows * vocab_size)))
   chunks = [
-    jnp.moveaxis(
-      jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2)).reshape(
-        rows, -1, size, *x.shape[2:]
-      ),
-      1,
-      0,
-    )
-    for x in (hidden, targets, counts)
+    _split_positions(x, chunk_length) for x in (hidden, targets, is_scored)
   ]
 
-  def measure(hidden, targets, counts):
-    logits = jnp.einsum(
-      "BTE,NE->BTN", hidden, matrix, preferred_element_type=jnp.float32
+  def score_chunk(
+    chunk: tuple[Float[Array, "B t E"], Int[Array, "B t"], Bool[Array, "B t"]],
+  ) -> _Results:
+    _, _, is_scored = chunk
+    return lax.cond(
+      jnp.any(is_scored),
+      functools.partial(_score_chunk, embedding),
+      _empty_results,
+      *chunk,
     )
-    chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-    log_probabilities = chosen - jax.nn.logsumexp(logits, axis=-1)
-    return jnp.where(counts, log_probabilities, 0).sum(1), (
-      (jnp.argmax(logits, axis=-1) == targets) | ~counts
-    ).all(1)
 
-  nothing = lambda *_: (jnp.zeros(rows, jnp.float32), jnp.ones(rows, bool))
-  sums, greedy = lax.map(
-    lambda chunk: lax.cond(jnp.any(chunk[2]), measure, nothing, *chunk), chunks
+  sums, greedy = lax.map(score_chunk, chunks)  # [T/t, B] each
+  return _Results(sums.sum(0), greedy.all(0))
+
+
+def _split_positions(
+  x: Float[Array, "B T ..."], chunk_length: int
+) -> Float[Array, "chunks B t ..."]:
+  """Returns chunks of positions. The last one is padded with zeros."""
+  num_rows, length, *rest_shape = x.shape
+  widths = [(0, 0)] * x.ndim
+  widths[1] = (0, -length % chunk_length)
+  padded = jnp.pad(x, widths)
+  chunks = padded.reshape(num_rows, -1, chunk_length, *rest_shape)
+  return jnp.moveaxis(chunks, 1, 0)
+
+
+def _score_chunk(
+  embedding: Float[Array, "N E"],
+  hidden: Float[Array, "B t E"],
+  targets: Int[Array, "B t"],
+  is_scored: Bool[Array, "B t"],
+) -> _Results:
+  """Returns the scores of the positions in a chunk."""
+  logits = jnp.einsum(
+    "BTE,NE->BTN", hidden, embedding, preferred_element_type=jnp.float32
   )
-  return sums.sum(0), greedy.all(0)
+  target_logits = jnp.take_along_axis(logits, targets[..., None], axis=-1)
+  target_logits = target_logits[..., 0]
+  log_probabilities = target_logits - jax.nn.logsumexp(logits, axis=-1)
+  log_probability = jnp.where(is_scored, log_probabilities, 0).sum(1)
+  is_greedy = jnp.argmax(logits, axis=-1) == targets
+  return _Results(log_probability, (is_greedy | ~is_scored).all(1))
+
+
+def _empty_results(
+  hidden: Float[Array, "B t E"],
+  targets: Int[Array, "B t"],
+  is_scored: Bool[Array, "B t"],
+) -> _Results:
+  """Returns the scores of a chunk without continuations."""
+  del targets, is_scored
+  num_rows = hidden.shape[0]
+  return _Results(jnp.zeros(num_rows, jnp.float32), jnp.ones(num_rows, bool))
