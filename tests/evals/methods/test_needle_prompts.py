@@ -83,7 +83,7 @@ def test_needles_stand_where_they_should(depth, num_needles, num_asked):
       - length(span for span in needles if span[0] < start - 1)
     )
     room = prompt.query_span[0] - 1 - begin - length(needles)
-    assert abs(before - depth * room) <= needle_prompts._PIECE / 2
+    assert abs(before - depth * room) <= needle_prompts._MAX_PIECE_TOKENS / 2
     assert (before == 0) == (depth == 0) and (before == room) == (depth == 1)
 
 
