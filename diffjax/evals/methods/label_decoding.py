@@ -1,4 +1,15 @@
-"""Decoding constrained to a set of labels, greedy over the tree of the labels' tokens."""
+"""Greedy decoding that can only write one of several labels.
+
+The tokens of the labels form a tree. A row starts at the root. At each step it
+goes to the child whose token is the most likely one, until the node has a single
+label. For the labels "red" (r, ed), "rose" (r, ose) and "blue" (bl, ue):
+
+    root ── r ─┬─ ed
+         │     └─ ose
+         └─ bl ── ue
+
+A row that chooses "bl" has the label "blue". It does not decode "ue".
+"""
 
 from __future__ import annotations
 
@@ -6,6 +17,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
+from jaxtyping import Float
 
 from diffjax.config import UserError
 from diffjax.inference.sampler import Sampler, SamplerState
@@ -13,11 +25,11 @@ from diffjax.inference.sampler import Sampler, SamplerState
 
 @dataclasses.dataclass
 class LabelTree:
-  """A node of the tree.
+  """A node of the tree of labels.
 
   Attributes:
-    labels: The labels below it.
-    children: The next nodes, by their tokens.
+    labels: the indices of the labels at or below the node.
+    children: the next nodes, by token.
   """
 
   labels: list[int] = dataclasses.field(default_factory=list)
@@ -25,66 +37,80 @@ class LabelTree:
 
   @classmethod
   def grow(cls, sequences: Sequence[Sequence[int]]) -> LabelTree:
-    """Makes the tree of labels.
+    """Returns the root of the tree of labels.
 
     Args:
-      sequences: The tokens of each label, the ones that end it included, so that no label is the beginning of another.
+      sequences: the tokens of each label. They include the tokens that end it,
+        so that no label is the beginning of another.
 
     Raises:
       UserError: if labels have the same tokens.
     """
     root = cls()
+    last_nodes = []
     for label, sequence in enumerate(sequences):
-      place = root
-      place.labels.append(label)
+      node = root
+      node.labels.append(label)
       for token in sequence:
-        place = place.children.setdefault(int(token), cls())
-        place.labels.append(label)
-    ends = [_follow(root, sequence) for sequence in sequences]
-    if any(len(end.labels) > 1 for end in ends):
-      same = max((end.labels for end in ends), key=len)
+        node = node.children.setdefault(int(token), cls())
+        node.labels.append(label)
+      last_nodes.append(node)
+
+    # A label's last node has other labels if they have the same tokens.
+    most_labels: list[int] = []
+    for node in last_nodes:
+      if len(node.labels) > len(most_labels):
+        most_labels = node.labels
+    if len(most_labels) > 1:
+      names = ", ".join(map(str, most_labels))
       raise UserError(
-        f"labels {', '.join(map(str, same))} (counted from 0) have the same tokens; rename all but one"
+        f"labels {names} (counted from 0) have the same tokens; rename all but"
+        " one"
       )
     return root
 
+  @property
+  def is_decided(self) -> bool:
+    """Whether a single label is left."""
+    return len(self.labels) == 1
 
-def _follow(place: LabelTree, sequence: Sequence[int]) -> LabelTree:
-  for token in sequence:
-    place = place.children[int(token)]
-  return place
+  def most_likely_token(self, logits: Float[np.ndarray, "N"]) -> int:
+    """Returns the token with the highest logit that leads to a label."""
+    tokens = list(self.children)
+    return tokens[int(np.argmax(logits[tokens]))]
 
 
 def decode_labels(
   sampler: Sampler, state: SamplerState, count: int, tree: LabelTree
 ) -> list[int]:
-  """Decodes a label for each row: at each step the likeliest of the tokens that lead to a label.
+  """Returns the label of each row, by greedy decoding among the labels.
 
-  A row is decoded up to the token that distinguishes its label from all others.
+  Decoding ends at the tokens that distinguish the labels of all rows.
 
   Args:
-    sampler: The sampler that has read the prompts.
-    state: Its state, which is used up.
-    count: Number of rows with a prompt, the first ones.
-    tree: A tree of at least one label.
+    sampler: the sampler, which has read the prompts.
+    state: the sampler's state. It is donated: it must not be used afterwards.
+    count: the number of rows with a prompt. They are the first rows.
+    tree: the root of a tree with at least one label.
 
   Returns:
-    The index of each row's label.
+    The index of the label of each row.
   """
-  places = [tree] * count
-  while True:
-    undecided = [
-      row for row, place in enumerate(places) if len(place.labels) > 1
-    ]
-    if not undecided:
-      return [place.labels[0] for place in places]
-    logits, tokens = (
-      np.asarray(state.logits),
-      np.zeros(sampler.batch_size, np.int32),
-    )
-    for row in undecided:
-      choices = list(places[row].children)
-      tokens[row] = choices[int(np.argmax(logits[row, choices]))]
-      places[row] = places[row].children[int(tokens[row])]
-    if any(len(place.labels) > 1 for place in places):
+  nodes = [tree] * count
+  while not _are_decided(nodes):
+    logits = np.asarray(state.logits)
+    # Rows that are decided get the token 0. Their logits are not used.
+    tokens = np.zeros(sampler.batch_size, np.int32)
+    for row, node in enumerate(nodes):
+      if not node.is_decided:
+        token = node.most_likely_token(logits[row])
+        tokens[row] = token
+        nodes[row] = node.children[token]
+    if not _are_decided(nodes):
       state = sampler.step(state, tokens)
+  return [node.labels[0] for node in nodes]
+
+
+def _are_decided(nodes: Sequence[LabelTree]) -> bool:
+  """Whether each row has a single label."""
+  return all(node.is_decided for node in nodes)

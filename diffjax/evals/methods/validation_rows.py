@@ -1,4 +1,7 @@
-"""The validation rows that measurements run over, the same for every model with the same data and tokenizer."""
+"""The validation rows that suites measure models on.
+
+They are the same for every model with the same data and tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,9 @@ import dataclasses
 from diffjax.config import UserError
 from diffjax.data.pipeline import ValidationBatches, validation_batches
 from diffjax.inference.trained import Trained
+
+# As `count`: all rows.
+_ALL_ROWS = -1
 
 
 def validation_rows(
@@ -20,50 +26,63 @@ def validation_rows(
   packing: str = "",
   beyond_limit: bool = False,
 ) -> ValidationBatches:
-  """The validation rows that a measurement of a model runs over, the same for every model with the same data and tokenizer.
+  """Returns the validation rows that a suite measures a model on.
 
   Args:
-    suite: whose settings they are, for messages.
+    suite: the name of the suite, for messages about its settings.
     trained: the model.
-    count: how many rows (fewer if there are fewer); −1 for all.
-    length: tokens a row; 0 for the length of its training rows.
-    batch_size: rows at once.
-    source: text in the place of the run's validation text.
-    packing: "documents" or "concat"; "" for that of training.
+    count: the maximum number of rows. -1 for all.
+    length: the number of tokens in a row. 0 for the length of training rows.
+    batch_size: the number of rows in a batch.
+    source: text, in place of the validation text of the run.
+    packing: "documents" or "concat". "" for the packing of training rows.
     beyond_limit: whether rows may be longer than config.model.max_length.
 
   Raises:
-    UserError: if rows are longer than the model takes, or there are none.
+    UserError: if a setting is invalid, if rows are longer than the model
+      accepts, or if there are no rows.
   """
   config = trained.config
-  length = length or config.data.length
-  for name, value in (
-    ("rows", count),
-    ("length", length),
-    ("batch_size", batch_size),
-  ):
-    if value < 1 and (name, value) != ("rows", -1):
-      raise UserError(
-        f"set.{suite}.{name} = {value}: must be at least 1{', or -1 for all' * (name == 'rows')}"
-      )
-  if length > config.model.max_length and not beyond_limit:
+  if length == 0:
+    length = config.data.length
+  _check_settings(suite, count, length, batch_size)
+  max_length = config.model.max_length
+  if length > max_length and not beyond_limit:
     raise UserError(
-      f"set.{suite}.length = {length}: {trained.name} takes at most {config.model.max_length} tokens (config.model.max_length)"
+      f"set.{suite}.length = {length}: {trained.name} takes at most"
+      f" {max_length} tokens (config.model.max_length)"
     )
-  own = not source and not packing and length == config.data.length
+
+  has_default_length = length == config.data.length
+  are_training_rows = not source and not packing and has_default_length
+  mode = config.data.mode
+  if not are_training_rows:
+    # Other rows are few. Other modes would prepare the whole training split.
+    mode = "streamed"
   data = dataclasses.replace(
     config.data,
     tokenizer=trained.tokenizer.spec,
     length=length,
     packing=packing or config.data.packing,
     validation_source=source or config.data.validation_source,
-    mode=config.data.mode
-    if own
-    else "streamed",  # other rows are few: nothing is prepared for them, least of all the training split
+    mode=mode,
   )
-  return validation_batches(
-    dataclasses.replace(
-      config, data=data, eval=dataclasses.replace(config.eval, rows=count)
-    ),
-    batch_size,
-  )
+  evaluation = dataclasses.replace(config.eval, rows=count)
+  rows_config = dataclasses.replace(config, data=data, eval=evaluation)
+  return validation_batches(rows_config, batch_size)
+
+
+def _check_settings(
+  suite: str, count: int, length: int, batch_size: int
+) -> None:
+  """Raises UserError if a number is less than 1."""
+  if count < 1 and count != _ALL_ROWS:
+    raise UserError(
+      f"set.{suite}.rows = {count}: must be at least 1, or {_ALL_ROWS} for all"
+    )
+  if length < 1:
+    raise UserError(f"set.{suite}.length = {length}: must be at least 1")
+  if batch_size < 1:
+    raise UserError(
+      f"set.{suite}.batch_size = {batch_size}: must be at least 1"
+    )
