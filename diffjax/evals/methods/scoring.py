@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -236,7 +236,8 @@ def _score_rows(
   The logits of chunks of t positions are in memory at once. Most chunks have no
   continuation, and their logits are not computed.
   """
-  hidden = model.apply({"params": params}, tokens)
+  # flax declares another type, because `apply` may also return variables.
+  hidden: Any = model.apply({"params": params}, tokens)
   embedding = output_embedding(params).astype(hidden.dtype)
   num_rows, length = tokens.shape
   vocab_size = embedding.shape[0]
