@@ -1,5 +1,8 @@
 """The final answer in a solution of GSM8K or MATH form, and its comparison.
 
+`extract_answer` finds the answer in a solution that a model wrote, and
+`is_same_answer` compares it with the reference.
+
 These answers are the same:
 
 - Numbers of exactly the same value: 1,200 and 1200.0, 9{,}500 and 9500, 0.5 and
@@ -11,15 +14,15 @@ These answers are the same:
 - Other expressions that math-verify finds equal: x + 1 and 1 + x, 2\\sqrt{3} and
   \\sqrt{12}, 3\\times10^4 and 30000.
 
-These are different: a number and its rounded decimal, and number words. Units
-are not compared. A list "1,234" is read as the number. A unit is set as text, or
-is a word of four or more letters, or a common short one: 4 xy is a product.
-Expressions of more than 200 characters and answers of more than 1,000 must be
-identical.
+These are different: a number and its rounded decimal, and a number and its name
+in words. Units are not compared. A list "1,234" is read as the number. A unit is
+set as text, or is a word of four or more letters, or a common short one: 4 xy is
+a product. Expressions of more than 200 characters and answers of more than 1,000
+must be identical.
 
 math-verify decides only about single expressions that this module cannot decide.
-Alone it takes (1,2) for \\{1,2\\}, 50% for 0.5, "east" for "seat", 12_3 for 12,
-"1 1/2" for 1, and, with its list of units, 3ab for 3.
+On its own, it treats as equal: (1,2) and \\{1,2\\}, 50% and 0.5, "east" and
+"seat", 12_3 and 12, "1 1/2" and 1, and, with its list of units, 3ab and 3.
 """
 
 from __future__ import annotations
@@ -29,9 +32,11 @@ import re
 import unicodedata
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import NamedTuple
 
 from diffjax.evals.methods import equivalence
 
+# Characters and the text that replaces them.
 _CHARACTERS = str.maketrans(
   {
     # Minus signs: figure dash, en dash, minus, small and fullwidth hyphen
@@ -50,66 +55,98 @@ _CHARACTERS = str.maketrans(
     "·": r"\cdot ",
   }
 )
-# What groups digits in threes, except a bare comma: 9{,}500, 9,\!500, 9\,500
-_DIGIT_GROUPS = re.compile(
+# Separators of groups of three digits, except a bare comma: 9{,}500, 9,\!500,
+# 9\,500
+_DIGIT_SEPARATORS = re.compile(
   r"(?<=\d)(?:\{,\}|,\\!|\\[,!;:]|[~\u00a0\u2009\u202f])(?=\d{3}(?!\d))"
 )
+
 _DECIMAL = r"(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+)?"
 _FRACTION = r"\d*\\[dt]?frac\{-?\d+\}\{-?\d+\}"
-# A minus sign belongs to the number where it cannot be of a difference or a range
+# A minus sign belongs to the number unless it follows something that it could
+# subtract from, or that it could separate from the number (a range).
 _NUMBER = re.compile(
   rf"(?<![\d)\w.}}])-?(?:{_FRACTION}|\$?{_DECIMAL})|{_FRACTION}|\$?{_DECIMAL}"
 )
 _FORMULA = re.compile(
   r"\$\$([^$]+)\$\$|\$([^$]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]"
 )
-# A formula without delimiters, up to a space outside of braces
+# A formula without delimiters, up to a space outside of braces.
 _BARE_FORMULA = re.compile(
-  r"-?\d*\\(?!boxed|fbox)[a-zA-Z]+(?:\{(?:[^{}]|\{[^{}]*\})*\}|\s*\d|[^\s.,;{}])*"
+  r"-?\d*\\(?!boxed|fbox)[a-zA-Z]+"
+  r"(?:\{(?:[^{}]|\{[^{}]*\})*\}|\s*\d|[^\s.,;{}])*"
 )
-# Characters. Longer texts would take long.
-_LONGEST_NUMBER = 200
-_LONGEST_EXPRESSION = 200
-_LONGEST_ANSWER = 1000
-_BOXES = 20  # the largest number of boxes, from the end, that are searched for one that is closed
-_BRACKETS = {"(": ")]", "[": ")]", r"\{": (r"\}",)}
+
+# Where an answer begins.
+_BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
+_MARKED_ANSWER = re.compile(r"####[ \t]*([^\n]+)")
+_STATEMENT = re.compile(r"[Aa]nswer is:?[ \t]*")
+
+# The number of boxes, from the end, that are searched for a closed one.
+_MAX_BOXES = 20
+
+# In characters. Longer texts would take too long.
+_MAX_NUMBER_LENGTH = 200
+_MAX_EXPRESSION_LENGTH = 200
+_MAX_ANSWER_LENGTH = 1000
+
+# The closing brackets that may follow an opening bracket.
+_BRACKETS = {"(": (")", "]"), "[": (")", "]"), r"\{": (r"\}",)}
+
+# The letter of a choice in brackets, as in (A).
+_CHOICE = re.compile(r"[(\[]([A-Za-z])[)\]]")
+
+# Commands whose argument is the answer or a part of it.
 _WRAPPERS = re.compile(
-  r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mathsf|mbox|hbox|boxed|fbox|bf|rm)\s*\{"
+  r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mathsf|mbox|hbox"
+  r"|boxed|fbox|bf|rm)\s*\{"
 )
-_DROPPED = re.compile(
-  r"(?<!\\)\\(?:left|right|displaystyle|quad|qquad|[,!;:> ])(?![a-zA-Z])|\\(?:left|right)(?=[a-zA-Z])|~|\s"
+# Spaces, and the commands for spaces and sizes.
+_SPACING = re.compile(
+  r"(?<!\\)\\(?:left|right|displaystyle|quad|qquad|[,!;:> ])(?![a-zA-Z])"
+  r"|\\(?:left|right)(?=[a-zA-Z])|~|\s"
 )
-# Stands for a space that `_DROPPED` must not match.
+# Stands for a space that `_SPACING` must not match.
 _KEPT_SPACE = "\0"
+
 _DEGREES = re.compile(r"\^\{?\\circ\}?|\\degrees?(?![a-zA-Z])|°")
 _SHORT_UNITS = (
   "cm|mm|km|mi|in|ft|yd|sq|mg|kg|oz|lbs?|ml|hrs?|yrs?|min|sec|days?|am|pm|AM|PM"
-  "|mph|rad|USD|pts?|cups?|eggs?|pies?|pens?|cats?|dogs?|cars?|bags?|box|men|kids?"
+  "|mph|rad|USD|pts?|cups?|eggs?|pies?|pens?|cats?|dogs?|cars?|bags?|box|men"
+  "|kids?"
 )
-# Words that name numbers or operations
+# Words of four or more letters that are not units: they name numbers or
+# operations.
 _NO_UNITS = (
   "alpha|beta|gamma|delta|epsilon|zeta|theta|iota|kappa|lambda|sigma|upsilon"
   "|omega|sqrt|infty|infinity|plus|minus|times|over"
 )
 _UNITS = re.compile(
   r"(?:(?<=[\d})])\s*\\(?:text|mathrm|mbox|hbox|rm)\s*\{[^{}]*\}"
-  rf"|(?<=\d)\s+(?!{_NO_UNITS})(?:{_SHORT_UNITS}|[a-zA-Z]{{4,}})(?![a-zA-Z])[a-zA-Z .]*)"
-  r"(?:\^\{?[23]\}?)?$"
+  rf"|(?<=\d)\s+(?!{_NO_UNITS})(?:{_SHORT_UNITS}|[a-zA-Z]{{4,}})(?![a-zA-Z])"
+  r"[a-zA-Z .]*)(?:\^\{?[23]\}?)?$"
 )
-# math-verify reads a word as a product and a ratio as a quotient, and ignores the
-# base of a number
+
+# Expressions that math-verify misreads: it reads a word as a product and a ratio
+# as a quotient, and ignores the base of a number.
 _VERBATIM = re.compile(r"[a-zA-Z]{3,}|.*\d_.*|.*\d:\d.*")
+
+_GROUPED_NUMBER = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
+_PLAIN_NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)")
+# Groups of both: sign, whole part of a mixed number, numerator, denominator.
+_LATEX_FRACTION = re.compile(r"([-+]?)(\d*)\\frac\{(-?\d+)\}\{(-?\d+)\}")
+_SLASH_FRACTION = re.compile(r"([-+]?)()(\d+)/(\d+)")
 
 
 @dataclasses.dataclass(frozen=True)
 class _Answer:
-  """An answer, taken apart.
+  """An answer and its structure.
 
   Attributes:
-    text: The answer without characters that only typeset it.
-    number: Its value, if it is a number.
-    kind: "set", or the brackets of a tuple or an interval; "" for others.
-    parts: The parts of a set, tuple or interval.
+    text: the answer without typesetting.
+    number: the value, if the answer is a number.
+    kind: "set", or the brackets of a tuple or an interval. "" for others.
+    parts: the parts of a set, tuple or interval.
   """
 
   text: str
@@ -119,90 +156,131 @@ class _Answer:
 
 
 def extract_answer(solution: str) -> str | None:
-  """The final answer of a solution, or None.
+  """Returns the final answer of a solution, or None.
 
-  It is the first of these that exists: the content of the last complete \\boxed{…}; the text behind the first "####"; the number or
-  formula behind the last "answer is" on its line; the last number. Digits, minus signs and the grouping of digits are normalised.
+  It is the first of these that exists:
+
+  1. the content of the last complete \\boxed{…},
+  2. the text after the first "####",
+  3. the number or formula after the last "answer is" on its line,
+  4. the last number.
+
+  Digits, minus signs and groups of digits are normalized.
   """
-  solution = _normalise(solution)
-  if (boxed := last_boxed(solution)) is not None:
+  solution = _normalize(solution)
+  boxed = last_boxed(solution)
+  if boxed is not None:
     return boxed
-  if (marked := re.search(r"####[ \t]*([^\n]+)", solution)) is not None:
+  marked = _MARKED_ANSWER.search(solution)
+  if marked is not None:
     return marked.group(1).strip()
-  for said in reversed(list(re.finditer(r"[Aa]nswer is:?[ \t]*", solution))):
-    sentence = solution[said.end() :].partition("\n")[0]
+  stated = _stated_answer(solution)
+  if stated is not None:
+    return stated
+  numbers = _NUMBER.findall(solution)
+  if not numbers:
+    return None
+  return numbers[-1].rstrip(",")
+
+
+def _stated_answer(solution: str) -> str | None:
+  """Returns the number or formula after the last "answer is" that has one."""
+  statements = list(_STATEMENT.finditer(solution))
+  for statement in reversed(statements):
+    sentence, _, _ = solution[statement.end() :].partition("\n")
     formula = _FORMULA.match(sentence)
     if formula is not None:
-      return formula.group(formula.lastindex or 0).strip()
+      # One of the four groups has matched.
+      assert formula.lastindex is not None
+      return formula.group(formula.lastindex).strip()
     bare_formula = _BARE_FORMULA.match(sentence)
     if bare_formula is not None:
       return bare_formula.group()
-    if (number := _NUMBER.search(sentence)) is not None:
+    number = _NUMBER.search(sentence)
+    if number is not None:
       return number.group().rstrip(",")
-  numbers = _NUMBER.findall(solution)
-  return numbers[-1].rstrip(",") if numbers else None
-
-
-def reference_answer(solution: str) -> str:
-  """The final answer of a reference solution, marked by a box or "####". A text without marks is an answer as a whole."""
-  return (
-    extract_answer(solution) or ""
-    if "####" in solution or last_boxed(solution) is not None
-    else solution.strip()
-  )
-
-
-def last_boxed(text: str) -> str | None:
-  """The content of the last \\boxed{…} or \\fbox{…} whose braces close, or the word behind one without braces; None if there is none."""
-  starts = [
-    match.end()
-    for match in re.finditer(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*", text)
-  ]
-  for start in reversed(starts[-_BOXES:]):
-    if not text.startswith("{", start):
-      bare = re.match(r"[^\s$.,]+", text[start:])
-      if bare:
-        return bare.group()
-    elif (end := _closing(text, start)) is not None:
-      return text[start + 1 : end].strip()
   return None
 
 
-def is_same_answer(answer: str, wanted: str) -> bool:
-  """Returns whether two answers are the same, by the module's rules.
+def reference_answer(solution: str) -> str:
+  """Returns the final answer of a reference solution.
+
+  It is marked by a box or "####". A text without marks is an answer as a whole.
+  """
+  is_marked = "####" in solution or last_boxed(solution) is not None
+  if not is_marked:
+    return solution.strip()
+  return extract_answer(solution) or ""
+
+
+def last_boxed(text: str) -> str | None:
+  """Returns the content of the last complete \\boxed{…} or \\fbox{…}.
+
+  Without braces, as in \\boxed 5, the content is the next word. Returns None if
+  the text has no complete box.
+  """
+  starts = [match.end() for match in _BOX.finditer(text)]
+  for start in reversed(starts[-_MAX_BOXES:]):
+    if text.startswith("{", start):
+      end = _closing_brace(text, start)
+      if end is not None:
+        return text[start + 1 : end].strip()
+    else:
+      word = re.match(r"[^\s$.,]+", text[start:])
+      if word is not None:
+        return word.group()
+  return None
+
+
+def is_same_answer(answer: str, reference: str) -> bool:
+  """Returns whether two answers are the same, by the rules of this module.
 
   Raises:
     UserError: if math-verify is needed and cannot be started.
   """
-  if max(len(answer), len(wanted)) > _LONGEST_ANSWER:
-    return answer.strip() == wanted.strip()
-  return _is_same(_read(_plain(answer)), _read(_plain(wanted)))
+  if max(len(answer), len(reference)) > _MAX_ANSWER_LENGTH:
+    return answer.strip() == reference.strip()
+  plain_answer = _remove_typesetting(answer)
+  plain_reference = _remove_typesetting(reference)
+  return _is_same(_parse(plain_answer), _parse(plain_reference))
 
 
-def _is_same(answer: _Answer, wanted: _Answer) -> bool:
-  if answer.text == wanted.text:
+def _is_same(answer: _Answer, reference: _Answer) -> bool:
+  """Returns whether two parsed answers are the same."""
+  if answer.text == reference.text:
     return True
-  if answer.number is not None and wanted.number is not None:
-    return answer.number == wanted.number
-  if answer.kind and wanted.kind:
-    if answer.kind != wanted.kind or len(answer.parts) != len(wanted.parts):
-      return False
-    if answer.kind == "set":
-      return _is_same_set(answer.parts, wanted.parts)
-    pairs = zip(answer.parts, wanted.parts, strict=True)
-    return all(_is_same(part, wanted_part) for part, wanted_part in pairs)
-  if not answer.text or not wanted.text:
+  if answer.number is not None and reference.number is not None:
+    return answer.number == reference.number
+  if answer.kind and reference.kind:
+    return _has_same_parts(answer, reference)
+  if not answer.text or not reference.text:
     return False
-  for text in (answer.text, wanted.text):
-    if len(text) > _LONGEST_EXPRESSION or _VERBATIM.fullmatch(text):
+  for text in (answer.text, reference.text):
+    if len(text) > _MAX_EXPRESSION_LENGTH or _VERBATIM.fullmatch(text):
       return False
-  return equivalence.is_equal(answer.text, wanted.text)
+  return equivalence.is_equal(answer.text, reference.text)
 
 
-def _is_same_set(answer: Sequence[_Answer], wanted: Sequence[_Answer]) -> bool:
-  """Returns whether each part of one has a part of its own in the other."""
-  unmatched = list(wanted)
-  for part in answer:
+def _has_same_parts(answer: _Answer, reference: _Answer) -> bool:
+  """Returns whether two sets, tuples or intervals are the same."""
+  if answer.kind != reference.kind:
+    return False
+  if len(answer.parts) != len(reference.parts):
+    return False
+  if answer.kind == "set":
+    return _is_same_set(answer.parts, reference.parts)
+  for part, reference_part in zip(answer.parts, reference.parts, strict=True):
+    if not _is_same(part, reference_part):
+      return False
+  return True
+
+
+def _is_same_set(
+  parts: Sequence[_Answer], reference_parts: Sequence[_Answer]
+) -> bool:
+  """Returns whether each part matches a different part of the reference."""
+  unmatched = list(reference_parts)
+  for part in parts:
     for candidate in unmatched:
       if _is_same(part, candidate):
         unmatched.remove(candidate)
@@ -212,26 +290,12 @@ def _is_same_set(answer: Sequence[_Answer], wanted: Sequence[_Answer]) -> bool:
   return True
 
 
-def _closing(text: str, start: int) -> int | None:
-  """The index of the brace that closes the one at start. Braces behind a backslash do not count."""
-  depth, index = 0, start
-  while index < len(text):
-    if text[index] == "\\":
-      index += 1
-    elif text[index] in "{}":
-      depth += 1 if text[index] == "{" else -1
-      if not depth:
-        return index
-    index += 1
-  return None
-
-
-def _normalise(text: str) -> str:
-  """Writes digits, minus signs and grouped digits in one way."""
+def _normalize(text: str) -> str:
+  """Returns a text with ASCII digits and minus signs, and without separators."""
   text = text.translate(_CHARACTERS)
   if not text.isascii():
     text = "".join(_ascii_digit(character) for character in text)
-  return _DIGIT_GROUPS.sub("", text)
+  return _DIGIT_SEPARATORS.sub("", text)
 
 
 def _ascii_digit(character: str) -> str:
@@ -239,81 +303,51 @@ def _ascii_digit(character: str) -> str:
   return str(unicodedata.decimal(character, character))
 
 
-def _read(text: str) -> _Answer:
-  """Takes an answer apart that has been through `_plain`."""
-  number = _number(text)
-  if number is not None:
-    return _Answer(text, number)
-  for opening, closings in _BRACKETS.items():
-    for closing in closings:
-      inside = text[len(opening) : -len(closing)]
-      if (
-        text.startswith(opening)
-        and text.endswith(closing)
-        and _is_whole(inside)
-      ):
-        listed = _parts(inside)
-        if opening == r"\{":
-          return _Answer(text, kind="set", parts=_read_all(listed))
-        if len(listed) > 1:
-          kind = opening + closing
-          return _Answer(text, kind=kind, parts=_read_all(listed))
-        if re.fullmatch(r"[A-Za-z]", inside):  # the letter of a choice
-          return _Answer(inside)
-  listed = _parts(text)
-  if len(listed) > 1:
-    return _Answer(text, kind="set", parts=_read_all(listed))
-  return _Answer(text)
-
-
-def _read_all(texts: Sequence[str]) -> tuple[_Answer, ...]:
-  return tuple(_read(text) for text in texts)
-
-
-def _plain(answer: str) -> str:
-  """Returns an answer without characters that only typeset it."""
-  text = _without_delimiters(_normalise(answer))
+def _remove_typesetting(answer: str) -> str:
+  """Returns an answer without units and without what only typesets it."""
+  text = _remove_delimiters(_normalize(answer))
   text = _DEGREES.sub("", text)
   text = _UNITS.sub("", text.rstrip("."))
-  text = _without_wrappers(text)
+  text = _unwrap(text)
   text = re.sub(r"\\?[$%]", "", text)
-  # A mixed number, before spaces are dropped
+  # A mixed number such as 1 1/2 is written with \frac before spaces are removed.
   text = re.sub(r"^(-?\d+)\s+(\d+)/(\d+)$", r"\1\\frac{\2}{\3}", text)
   text = re.sub(r"(?<![\\a-zA-Z])pi(?![a-zA-Z])", r"\\pi ", text)
-  text = _without_spaces(text).rstrip(".")
-  text = _with_braces(text)
-  # The name of a variable or a function before the value
+  text = _remove_spaces(text).rstrip(".")
+  text = _add_braces(text)
+  # The name of a variable or a function before the value, as in f(x) = 1.
   return re.sub(
     r"^[a-zA-Z](?:\([a-zA-Z]\))?(?:=|\\in(?![a-zA-Z]) ?)(?=.)", "", text
   )
 
 
-def _without_delimiters(text: str) -> str:
+def _remove_delimiters(text: str) -> str:
   """Returns a text without the delimiters of formulas."""
   text = text.strip().strip("$").strip()
   return re.sub(r"\\[()\[\]]", "", text)
 
 
-def _without_wrappers(text: str) -> str:
-  """Returns the content of commands such as \\text{…} in their place."""
+def _unwrap(text: str) -> str:
+  """Returns a text with the content of commands such as \\text{…}."""
   wrapper = _WRAPPERS.search(text)
   while wrapper is not None:
-    end = _closing(text, wrapper.end() - 1)
+    opening_brace = wrapper.end() - 1
+    end = _closing_brace(text, opening_brace)
     if end is None:
       break
-    content = text[wrapper.end() : end]
+    content = text[opening_brace + 1 : end]
     text = text[: wrapper.start()] + content + text[end + 1 :]
     wrapper = _WRAPPERS.search(text)
   return text
 
 
-def _without_spaces(text: str) -> str:
+def _remove_spaces(text: str) -> str:
   """Returns a text without spaces, except between a command and a letter."""
   text = re.sub(r"(\\[a-zA-Z]+)\s+(?=[a-zA-Z])", f"\\1{_KEPT_SPACE}", text)
-  return _DROPPED.sub("", text).replace(_KEPT_SPACE, " ")
+  return _SPACING.sub("", text).replace(_KEPT_SPACE, " ")
 
 
-def _with_braces(text: str) -> str:
+def _add_braces(text: str) -> str:
   """Writes fractions and roots with all their braces, as \\frac{1}{2}."""
   text = re.sub(r"\\[dtc]frac(?![a-zA-Z])", r"\\frac", text)
   text = re.sub(r"\\frac(\d)(\d)", r"\\frac{\1}{\2}", text)
@@ -323,39 +357,136 @@ def _with_braces(text: str) -> str:
   return re.sub(r"^(-?)\{?(-?\d+)\}?/\{?(\d+)\}?$", r"\1\2/\3", text)
 
 
-def _number(text: str) -> Fraction | None:
-  """The value of an integer, a decimal, a fraction or a mixed number."""
-  if len(text) > _LONGEST_NUMBER:
+class _Structure(NamedTuple):
+  """What a set, tuple or interval consists of.
+
+  Attributes:
+    kind: as in `_Answer`.
+    items: the texts of its parts.
+  """
+
+  kind: str
+  items: list[str]
+
+
+def _parse(text: str) -> _Answer:
+  """Returns the structure of an answer without typesetting."""
+  number = _parse_number(text)
+  if number is not None:
+    return _Answer(text, number)
+  choice = _CHOICE.fullmatch(text)
+  if choice is not None:
+    return _Answer(choice.group(1))
+  structure = _find_structure(text)
+  if structure is None:
+    return _Answer(text)
+  # A comprehension would take a second stack frame for each nested bracket, and
+  # an answer may have hundreds.
+  parts = []
+  for item in structure.items:
+    parts.append(_parse(item))
+  return _Answer(text, kind=structure.kind, parts=tuple(parts))
+
+
+def _find_structure(text: str) -> _Structure | None:
+  """Returns the parts of a set, tuple, interval or list, or None for others."""
+  for opening, closings in _BRACKETS.items():
+    for closing in closings:
+      if not text.startswith(opening) or not text.endswith(closing):
+        continue
+      content = text[len(opening) : -len(closing)]
+      if not _is_balanced(content):
+        continue
+      items = _split_list(content)
+      if opening == r"\{":
+        return _Structure("set", items)
+      if len(items) > 1:
+        kind = opening + closing
+        return _Structure(kind, items)
+  items = _split_list(text)
+  if len(items) > 1:
+    return _Structure("set", items)
+  return None
+
+
+def _parse_number(text: str) -> Fraction | None:
+  """Returns the value of an integer, a decimal, a fraction or a mixed number.
+
+  Returns None for other texts.
+  """
+  if len(text) > _MAX_NUMBER_LENGTH:
     return None
-  if re.fullmatch(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?", text):
+  if _GROUPED_NUMBER.fullmatch(text):
     text = text.replace(",", "")
-  if re.fullmatch(r"[-+]?(?:\d+\.?\d*|\.\d+)", text):
+  if _PLAIN_NUMBER.fullmatch(text):
     return Fraction(text)
-  parts = re.fullmatch(
-    r"([-+]?)(\d*)\\frac\{(-?\d+)\}\{(-?\d+)\}", text
-  ) or re.fullmatch(r"([-+]?)()(\d+)/(\d+)", text)
-  if parts is None or not int(parts[4]):
+
+  fraction = _LATEX_FRACTION.fullmatch(text)
+  if fraction is None:
+    fraction = _SLASH_FRACTION.fullmatch(text)
+  if fraction is None:
     return None
-  value = Fraction(int(parts[2] or 0)) + Fraction(int(parts[3]), int(parts[4]))
-  return -value if parts[1] == "-" else value
+  sign, whole_part, numerator, denominator = fraction.groups()
+  if int(denominator) == 0:
+    return None
+  value = Fraction(int(numerator), int(denominator))
+  if whole_part:
+    value += int(whole_part)
+  return -value if sign == "-" else value
 
 
-def _is_whole(inside: str) -> bool:
-  """True if its brackets match, so that brackets around it enclose all of it, unlike those of (1,2)(3,4)."""
+def _closing_brace(text: str, start: int) -> int | None:
+  """Returns the index of the brace that closes the brace at `start`, or None.
+
+  Braces after a backslash do not count.
+  """
   depth = 0
-  for sign in re.sub(r"\\([{}])", r"\1", inside):
-    depth += (sign in "([{") - (sign in ")]}")
+  index = start
+  while index < len(text):
+    character = text[index]
+    if character == "\\":
+      # Skips the next character.
+      index += 1
+    elif character == "{":
+      depth += 1
+    elif character == "}":
+      depth -= 1
+      if depth == 0:
+        return index
+    index += 1
+  return None
+
+
+def _is_balanced(content: str) -> bool:
+  """Returns whether the brackets of a content match.
+
+  Then the brackets around it enclose all of it. Those around (1,2)(3,4) do not.
+  """
+  depth = 0
+  for character in content:
+    depth += _depth_change(character)
     if depth < 0:
       return False
   return depth == 0
 
 
-def _parts(text: str) -> list[str]:
-  """The parts of a text between its commas outside of brackets."""
-  parts, depth, start = [], 0, 0
-  for index, sign in enumerate(text):
-    depth += (sign in "([{") - (sign in ")]}")
-    if sign == "," and depth <= 0:
+def _split_list(text: str) -> list[str]:
+  """Returns the parts of a text between its commas outside of brackets."""
+  parts = []
+  depth = 0
+  start = 0
+  for index, character in enumerate(text):
+    depth += _depth_change(character)
+    if character == "," and depth <= 0:
       parts.append(text[start:index])
       start = index + 1
   return [*parts, text[start:]]
+
+
+def _depth_change(character: str) -> int:
+  """Returns 1 for an opening bracket, -1 for a closing one, else 0."""
+  if character in "([{":
+    return 1
+  if character in ")]}":
+    return -1
+  return 0
