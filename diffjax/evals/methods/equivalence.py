@@ -2,8 +2,18 @@
 
 math-verify is in the extra `eval`. It compares expressions with sympy, which may
 need unlimited time or memory (9^{9^{9}}). So it runs in a process of its own
-with limits. A pair at which the process ends counts as different, and the next
-pair gets a new process.
+(`verify_worker.py`) with limits.
+
+The protocol: each request and each reply is a line of text.
+
+    request                  reply
+    (an empty line)          ready, or why math-verify cannot be imported
+    ["x + 1", "1 + x"]       true
+    ["9^{9^{9}}", "1"]       (none: the process reached a limit and ended)
+
+Requests after the first are a JSON list of an answer and its reference. A pair
+at which the process ends counts as different. The next pair starts a new
+process.
 """
 
 from __future__ import annotations
@@ -20,12 +30,17 @@ from absl import logging
 
 from diffjax.config import UserError
 
-_SECONDS = 5  # of one comparison
+# The time limit of one comparison, in seconds.
+_TIME_LIMIT = 5
+
 _PROGRAM = pathlib.Path(__file__).with_name("verify_worker.py")
+
+# Messages quote at most this many characters of an expression.
+_MAX_QUOTED = 40
 
 
 @functools.lru_cache(10_000)
-def is_equal(answer: str, wanted: str) -> bool:
+def is_equal(answer: str, reference: str) -> bool:
   """Returns whether two expressions in LaTeX are equal.
 
   If math-verify ends while it compares them, the result is False.
@@ -33,7 +48,7 @@ def is_equal(answer: str, wanted: str) -> bool:
   Raises:
     UserError: if math-verify cannot be imported.
   """
-  return _worker().compare(answer, wanted)
+  return _worker().compare(answer, reference)
 
 
 def start() -> None:
@@ -47,14 +62,16 @@ def start() -> None:
 
 @functools.cache
 def _worker() -> _Worker:
+  """Returns the worker that all comparisons of this process share."""
   return _Worker()
 
 
 class _Worker:
-  """The process of math-verify."""
+  """The process of math-verify. It starts at the first request."""
 
   def __init__(self) -> None:
     self._process: subprocess.Popen[str] | None = None
+    # A request and its reply belong together.
     self._lock = threading.Lock()
     atexit.register(self.close)
 
@@ -70,11 +87,11 @@ class _Worker:
       self._process.wait()
       self._process = None
 
-  def compare(self, answer: str, wanted: str) -> bool:
-    """Returns the process's verdict, or False if it reached a limit."""
+  def compare(self, answer: str, reference: str) -> bool:
+    """Returns the reply of the process, or False if it reached a limit."""
     with self._lock:
       process = self._ensure_started()
-      reply = _ask(process, json.dumps([answer, wanted]))
+      reply = _ask(process, json.dumps([answer, reference]))
       if reply:
         return json.loads(reply)
       process.wait()
@@ -82,39 +99,46 @@ class _Worker:
     logging.warning(
       "math-verify ended while it compared %r and %r (it takes too long or too"
       " much memory); they count as different",
-      answer[:40],
-      wanted[:40],
+      answer[:_MAX_QUOTED],
+      reference[:_MAX_QUOTED],
     )
     return False
 
   def _ensure_started(self) -> subprocess.Popen[str]:
+    """Returns the process, after starting it if necessary."""
     if self._process is None:
-      # -P: modules beside the program do not hide those of other packages.
-      process = subprocess.Popen(
-        [sys.executable, "-P", str(_PROGRAM), str(_SECONDS)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        encoding="utf-8",
-      )
-      greeting = _ask(process, "")
-      if greeting != "ready\n":
-        process.kill()
-        process.wait()
-        raise UserError(
-          "answers are compared by math-verify, which cannot be imported"
-          f" ({greeting.strip()}); pip install 'diffjax[eval]'"
-        )
-      self._process = process
+      self._process = _start_process()
     return self._process
 
 
-def _ask(process: subprocess.Popen[str], line: str) -> str:
-  """Sends a line and returns the reply, "" if the process has ended."""
+def _start_process() -> subprocess.Popen[str]:
+  """Returns a new process that is ready. Raises UserError if it fails."""
+  # -P: without the folder of the program in sys.path. Its modules would hide
+  # modules of other packages that have the same name.
+  process = subprocess.Popen(
+    [sys.executable, "-P", str(_PROGRAM), str(_TIME_LIMIT)],
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.DEVNULL,
+    text=True,
+    encoding="utf-8",
+  )
+  reply = _ask(process, "")
+  if reply != "ready\n":
+    process.kill()
+    process.wait()
+    raise UserError(
+      "answers are compared by math-verify, which cannot be imported"
+      f" ({reply.strip()}); pip install 'diffjax[eval]'"
+    )
+  return process
+
+
+def _ask(process: subprocess.Popen[str], request: str) -> str:
+  """Returns the reply to a request, or "" if the process has ended."""
   assert process.stdin is not None and process.stdout is not None
   try:
-    process.stdin.write(f"{line}\n")
+    process.stdin.write(f"{request}\n")
     process.stdin.flush()
   except BrokenPipeError:
     return ""

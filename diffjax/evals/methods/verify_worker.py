@@ -1,8 +1,7 @@
-"""Compares expressions with math-verify, as the process of equivalence.py.
+"""The process of equivalence.py: compares expressions with math-verify.
 
-The first reply is "ready", or why math-verify cannot be imported. Then each line
-of the input is a JSON list of an answer and the wanted answer, and each line of
-the output is true or false.
+equivalence.py explains the requests and replies. This file is run as a program,
+without the packages of diffjax, so that it starts quickly.
 """
 
 import contextlib
@@ -12,52 +11,60 @@ import resource
 import signal
 import sys
 
-_BYTES = 4 << 30  # of address space
+# The limit of the process's address space, in bytes.
+_MAX_ADDRESS_SPACE = 4 << 30
 
 
-def main(seconds: int) -> None:
-  """Answers requests until the input ends.
+def main(time_limit: int) -> None:
+  """Replies to requests until the input ends.
 
   Args:
-    seconds: Limit of one comparison, after which the process ends.
+    time_limit: the time limit of one comparison in seconds. The process ends
+      when a comparison reaches it.
   """
   replies = sys.stdout
-  sys.stdout = sys.stderr  # Libraries may print.
-  # An empty line of the parent, which reads "ready" or an error.
+  # Libraries may print, and stdout is for replies only.
+  sys.stdout = sys.stderr
+  # The first request is an empty line.
   sys.stdin.readline()
   try:
     import math_verify
   except ImportError as error:
-    print(" ".join(str(error).split()), file=replies, flush=True)
+    one_line = " ".join(str(error).split())
+    print(one_line, file=replies, flush=True)
     return
+
   logging.disable(logging.CRITICAL)
-  with contextlib.suppress(ValueError):  # macOS refuses.
-    resource.setrlimit(resource.RLIMIT_AS, (_BYTES, _BYTES))
+  # macOS does not support the limit and raises ValueError.
+  with contextlib.suppress(ValueError):
+    limits = (_MAX_ADDRESS_SPACE, _MAX_ADDRESS_SPACE)
+    resource.setrlimit(resource.RLIMIT_AS, limits)
   # final_answer.py has removed units. math-verify would also remove "ab" and
   # "s".
   normalization = math_verify.parser.NormalizationConfig(
     units=False, malformed_operators=True, nits=True, boxed="none"
   )
-  latex = math_verify.LatexExtractionConfig(
+  extraction = math_verify.LatexExtractionConfig(
     boxed_match_priority=-1, normalization_config=normalization
   )
+
   print("ready", file=replies, flush=True)
   for line in sys.stdin:
-    # The signal ends the process, also inside a long operation of C code.
-    signal.alarm(seconds)
-    expressions = [
-      math_verify.parse(
+    # The signal ends the process, also during a long operation of C code.
+    signal.alarm(time_limit)
+    expressions = []
+    for text in json.loads(line):
+      expression = math_verify.parse(
         f"${text}$",
-        [latex],
+        [extraction],
         fallback_mode="no_fallback",
         parsing_timeout=None,
       )
-      for text in json.loads(line)
-    ]
-    answer, wanted = expressions
-    # More digits than a float has: decimals are compared exactly.
+      expressions.append(expression)
+    answer, reference = expressions
+    # More digits than a float has, so that decimals are compared exactly.
     is_equal = math_verify.verify(
-      wanted,
+      reference,
       answer,
       float_rounding=17,
       numeric_precision=50,
