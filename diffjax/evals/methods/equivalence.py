@@ -1,8 +1,8 @@
 """Whether two mathematical expressions are equal, by math-verify.
 
-math-verify is in the extra `eval`. It compares expressions with sympy, which may
-need unlimited time or memory (9^{9^{9}}). So it runs in a process of its own
-(`verify_worker.py`) with limits.
+math-verify is in the extra `eval`. It compares expressions with sympy, which
+may need unlimited time or memory (9^{9^{9}}). So it runs in a process of its
+own (`verify_worker.py`) with limits.
 
 The protocol: each request and each reply is a line of text.
 

@@ -11,18 +11,18 @@ These answers are the same:
 - Tuples and intervals with the same parts in the same order, between the same
   brackets. Sets, and lists without brackets, with the same parts in any order.
 - Words that are spelled alike, case included.
-- Other expressions that math-verify finds equal: x + 1 and 1 + x, 2\\sqrt{3} and
-  \\sqrt{12}, 3\\times10^4 and 30000.
+- Other expressions that math-verify finds equal: x + 1 and 1 + x, 2\\sqrt{3}
+  and \\sqrt{12}, 3\\times10^4 and 30000.
 
 These are different: a number and its rounded decimal, and a number and its name
-in words. Units are not compared. A list "1,234" is read as the number. A unit is
-set as text, or is a word of four or more letters, or a common short one: 4 xy is
-a product. Expressions of more than 200 characters and answers of more than 1,000
-must be identical.
+in words. Units are not compared. A list "1,234" is read as the number. A unit
+is set as text, or is a word of four or more letters, or a common short one:
+4 xy is a product. Expressions of more than 200 characters and answers of more
+than 1,000 must be identical.
 
-math-verify decides only about single expressions that this module cannot decide.
-On its own, it treats as equal: (1,2) and \\{1,2\\}, 50% and 0.5, "east" and
-"seat", 12_3 and 12, "1 1/2" and 1, and, with its list of units, 3ab and 3.
+math-verify decides only about single expressions that this module cannot
+decide. On its own, it treats as equal: (1,2) and \\{1,2\\}, 50% and 0.5, "east"
+and "seat", 12_3 and 12, "1 1/2" and 1, and, with its list of units, 3ab and 3.
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ _UNITS = re.compile(
   r"[a-zA-Z .]*)(?:\^\{?[23]\}?)?$"
 )
 
-# Expressions that math-verify misreads: it reads a word as a product and a ratio
-# as a quotient, and ignores the base of a number.
+# Expressions that math-verify misreads: it reads a word as a product and a
+# ratio as a quotient, and ignores the base of a number.
 _VERBATIM = re.compile(r"[a-zA-Z]{3,}|.*\d_.*|.*\d:\d.*")
 
 _GROUPED_NUMBER = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
@@ -291,7 +291,7 @@ def _is_same_set(
 
 
 def _normalize(text: str) -> str:
-  """Returns a text with ASCII digits and minus signs, and without separators."""
+  """Returns a text with ASCII digits and minus signs, without separators."""
   text = text.translate(_CHARACTERS)
   if not text.isascii():
     text = "".join(_ascii_digit(character) for character in text)
@@ -310,7 +310,7 @@ def _remove_typesetting(answer: str) -> str:
   text = _UNITS.sub("", text.rstrip("."))
   text = _unwrap(text)
   text = re.sub(r"\\?[$%]", "", text)
-  # A mixed number such as 1 1/2 is written with \frac before spaces are removed.
+  # A mixed number such as 1 1/2 gets a \frac before spaces are removed.
   text = re.sub(r"^(-?\d+)\s+(\d+)/(\d+)$", r"\1\\frac{\2}{\3}", text)
   text = re.sub(r"(?<![\\a-zA-Z])pi(?![a-zA-Z])", r"\\pi ", text)
   text = _remove_spaces(text).rstrip(".")

@@ -307,8 +307,8 @@ def fold_query_blocks(
   """Folds a function over blocks of queries.
 
   The blocks keep the map of all queries out of memory. If the layer cannot
-  compute the weights of a block, there is one block of all queries. Such a layer
-  stores all weights in training, too.
+  compute the weights of a block, there is one block of all queries. Such a
+  layer stores all weights in training, too.
 
   Args:
     step: called with its last result and a block of queries. The last block is

@@ -1,8 +1,8 @@
 """Greedy decoding that can only write one of several labels.
 
 The tokens of the labels form a tree. A row starts at the root. At each step it
-goes to the child whose token is the most likely one, until the node has a single
-label. For the labels "red" (r, ed), "rose" (r, ose) and "blue" (bl, ue):
+goes to the child whose token is the most likely one, until the node has a
+single label. For the labels "red" (r, ed), "rose" (r, ose) and "blue" (bl, ue):
 
     root ── r ─┬─ ed
          │     └─ ose

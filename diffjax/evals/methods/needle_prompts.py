@@ -1,8 +1,8 @@
 """Prompts of the needle measurement: numbers that are hidden in a long text.
 
-A needle is a sentence that gives a city a magic number. A prompt has an opening,
-a long text (the haystack) with needles, and a question about some of the
-numbers:
+A needle is a sentence that gives a city a magic number. A prompt has an
+opening, a long text (the haystack) with needles, and a question about some of
+the numbers:
 
     Some cities have a special magic number, …
     The old river watches the quiet bridge behind the market.
@@ -11,14 +11,14 @@ numbers:
     What is the special magic Oslo number? The special magic Oslo number is:
 
 The prompt ends with the first words of the answer. They end with "is:" as the
-needle does, without a space: tokenizers differ in whether a space belongs to the
-number after it.
+needle does, without a space: tokenizers differ in whether a space belongs to
+the number after it.
 
 The haystack is the validation text of the model's own training data, or
-sentences of a small grammar. (The paper's essays are not available.) Each sample
-begins at a random piece of the haystack, and repeats the haystack if it is too
-short. Digits in the haystack do no harm, because the suites look for a number
-only in the text that the model writes.
+sentences of a small grammar. (The paper's essays are not available.) Each
+sample begins at a random piece of the haystack, and repeats the haystack if it
+is too short. Digits in the haystack do no harm, because the suites look for a
+number only in the text that the model writes.
 
 A piece has at most 32 tokens and is a line or a part of a line. Needles stand
 between pieces, at the boundary nearest to their depth.
@@ -358,7 +358,7 @@ def synthetic_haystack(
 
 
 def _random_sentence(rng: np.random.Generator) -> str:
-  """Returns a sentence such as "The old river watches the lamp near the road." """
+  """Returns a line such as "The old river finds the lamp near the road."."""
   subject, direct_object, location = rng.choice(_NOUNS, 3, replace=False)
   adjective = rng.choice(_ADJECTIVES)
   verb = rng.choice(_VERBS)
