@@ -14,11 +14,10 @@ GOOD = (
 def test_records_keep_their_lines(tmp_path):
   path = tmp_path / "some.jsonl"
   path.write_text(f"\n{GOOD}\r\n\n  \n{GOOD}", encoding="utf-8")
-  assert [record.location for record in jsonl.read(path, FIELDS)] == [
-    f"{path}:2",
-    f"{path}:5",
-  ]
-  assert jsonl.read(path, FIELDS)[0].value["choices"] == {"label": ["A"]}
+  first, second = jsonl.read(path, FIELDS)
+  assert first.location == f"{path}:2"
+  assert second.location == f"{path}:5"
+  assert first.value["choices"] == {"label": ["A"]}
 
 
 @pytest.mark.parametrize(
@@ -47,19 +46,22 @@ def test_records_keep_their_lines(tmp_path):
 )
 def test_bad_lines(tmp_path, line, message):
   path = tmp_path / "some.jsonl"
-  path.write_bytes(
-    GOOD.encode() + b"\n" + (line if isinstance(line, bytes) else line.encode())
-  )
+  if isinstance(line, str):
+    line = line.encode()
+  path.write_bytes(GOOD.encode() + b"\n" + line)
   with pytest.raises(UserError, match=message) as error:
     jsonl.read(path, FIELDS)
-  assert "\n" not in str(error.value) and str(error.value).startswith(str(path))
+  text = str(error.value)
+  assert "\n" not in text
+  assert text.startswith(str(path))
 
 
 def test_no_records(tmp_path):
   (tmp_path / "empty.jsonl").write_text("\n \n")
   with pytest.raises(
     UserError,
-    match="empty.jsonl: is empty; it must hold one JSON object a line, with the fields text",
+    match="empty.jsonl: is empty; it must hold one JSON object a line, with the"
+    " fields text",
   ):
     jsonl.read(tmp_path / "empty.jsonl", FIELDS)
   with pytest.raises(

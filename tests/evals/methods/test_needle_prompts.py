@@ -1,7 +1,8 @@
-"""Prompts with needles have the needles in their places and exact lengths."""
+"""Prompts with needles have the needles at their depths and exact lengths."""
 
 import dataclasses
 import re
+from typing import NamedTuple
 
 import pytest
 
@@ -12,6 +13,16 @@ from diffjax.evals.methods import needle_prompts
 
 BYTES = load_tokenizer("bytes")
 HAYSTACK = needle_prompts.synthetic_haystack(BYTES, tokens=20_000)
+NEEDLE = re.compile(r"\nThe special magic (\w+) number is: (\d{5})\n")
+
+
+class Needle(NamedTuple):
+  """A needle in a prompt, and its first and last position in `ids`."""
+
+  city: str
+  number: str
+  start: int
+  stop: int
 
 
 def make(**changes):
@@ -27,130 +38,125 @@ def make(**changes):
   return needle_prompts.make_prompts(BYTES, **arguments | changes)
 
 
+def find_needles(prompt):
+  """Returns the needles in a prompt, in the order of the text."""
+  needles = []
+  for match in NEEDLE.finditer(BYTES.decode(prompt.ids)):
+    # Decoding drops the separator, the first token.
+    start, stop = match.start() + 1, match.end() + 1
+    needles.append(Needle(match[1], match[2], start, stop))
+  return needles
+
+
 @pytest.mark.parametrize("depth", [0.0, 0.25, 0.5, 0.75, 1.0])
 @pytest.mark.parametrize("num_needles, num_asked", [(1, 1), (6, 2)])
-def test_needles_stand_where_they_should(depth, num_needles, num_asked):
-  for prompt in make(
+def test_needles_and_question_belong_together(depth, num_needles, num_asked):
+  prompts = make(
     depth=depth, num_needles=num_needles, num_asked=num_asked, samples=20
-  ):
-    text = BYTES.decode(prompt.ids)
-    assert (
-      len(prompt.ids) == 3000
-      and prompt.ids[0] == BYTES.separator
-      and prompt.query_span[1] == 3000
-    )
-    found = re.findall(r"\nThe special magic (\w+) number is: (\d{5})\n", text)
-    assert (
-      len(found) == num_needles
-      and len({city for city, _ in found})
-      == len({number for _, number in found})
-      == num_needles
-    )
+  )
+  for prompt in prompts:
+    assert len(prompt.ids) == 3000
+    assert prompt.ids[0] == BYTES.separator
+    assert prompt.query_span[1] == 3000
+
+    needles = find_needles(prompt)
+    assert len(needles) == num_needles
+    needles_by_city = {needle.city: needle for needle in needles}
+    needles_by_number = {needle.number: needle for needle in needles}
+    assert len(needles_by_city) == num_needles
+    assert len(needles_by_number) == num_needles
+
+    # The answers are needles, and the question names their cities in order.
+    answer_cities = []
+    for number, span in zip(prompt.answers, prompt.answer_spans, strict=True):
+      needle = needles_by_number[number]
+      assert span == (needle.start, needle.stop)
+      answer_cities.append(needle.city)
+    assert len(answer_cities) == num_asked
     question = BYTES.decode(prompt.ids[slice(*prompt.query_span)])
-    assert question.startswith("\nWhat ") and question.endswith(":")
-    cities = [
-      dict((number, city) for city, number in found)[answer]
-      for answer in prompt.answers
-    ]
-    assert [
-      city
-      for city in re.findall(r"\w+", question.split("?")[1])
-      if city in needle_prompts.CITIES
-    ] == cities
-    for (start, stop), answer, city in zip(
-      prompt.answer_spans, prompt.answers, cities, strict=True
-    ):
-      assert (
-        BYTES.decode(prompt.ids[start:stop])
-        == f"\nThe special magic {city} number is: {answer}\n"
-      )
-    # The haystack before the answer, without opening and other needles
-    start = prompt.answer_spans[0][0]
-    needles = [
-      match.span()
-      for match in re.finditer(
-        r"\nThe special magic \w+ number is: \d{5}\n", text
-      )
-    ]
-    length = lambda spans: sum(stop - start for start, stop in spans)
-    begin = len(
-      needle_prompts.OPENING
-    )  # decoding drops the separator, so text begins one byte earlier than ids
-    before = (
-      start
-      - 1
-      - begin
-      - length(span for span in needles if span[0] < start - 1)
-    )
-    room = prompt.query_span[0] - 1 - begin - length(needles)
-    assert abs(before - depth * room) <= needle_prompts._MAX_PIECE_TOKENS / 2
-    assert (before == 0) == (depth == 0) and (before == room) == (depth == 1)
+    assert question.startswith("\nWhat ")
+    assert question.endswith(":")
+    _, answer_words = question.split("?")
+    words = re.findall(r"\w+", answer_words)
+    asked_cities = [word for word in words if word in needle_prompts.CITIES]
+    assert asked_cities == answer_cities
+
+
+@pytest.mark.parametrize("depth", [0.0, 0.25, 0.5, 0.75, 1.0])
+@pytest.mark.parametrize("num_needles, num_asked", [(1, 1), (6, 2)])
+def test_the_first_answer_is_at_its_depth(depth, num_needles, num_asked):
+  prompts = make(
+    depth=depth, num_needles=num_needles, num_asked=num_asked, samples=20
+  )
+  for prompt in prompts:
+    haystack_start = 1 + len(needle_prompts.OPENING)
+    answer_start, _ = prompt.answer_spans[0]
+    # Numbers of tokens of the haystack, without needles.
+    before = answer_start - haystack_start
+    total = prompt.query_span[0] - haystack_start
+    for needle in find_needles(prompt):
+      needle_length = needle.stop - needle.start
+      total -= needle_length
+      if needle.start < answer_start:
+        before -= needle_length
+    half_piece = needle_prompts._MAX_PIECE_TOKENS / 2
+    assert abs(before - depth * total) <= half_piece
+    assert (before == 0) == (depth == 0)
+    assert (before == total) == (depth == 1)
 
 
 def test_other_needles_stand_at_random_and_samples_differ():
   prompts = make(depth=0.0, num_needles=2, num_asked=2, samples=200)
-  second = [prompt.answer_spans[1][0] / 3000 for prompt in prompts]
-  assert (
-    min(second) < 0.2 and max(second) > 0.8 and 0.4 < sum(second) / 200 < 0.65
-  )
+  second_depths = [prompt.answer_spans[1][0] / 3000 for prompt in prompts]
+  assert min(second_depths) < 0.2
+  assert max(second_depths) > 0.8
+  assert 0.4 < sum(second_depths) / 200 < 0.65
   assert len({tuple(prompt.ids) for prompt in prompts}) == 200
-  assert (
-    len(
-      {
-        tuple(
-          prompt.ids[
-            len(needle_prompts.OPENING) + 60 : len(needle_prompts.OPENING) + 90
-          ]
-        )
-        for prompt in prompts
-      }
-    )
-    > 50
-  )
+
+  # Samples begin at different pieces of the haystack. The first needle takes
+  # fewer than 60 tokens.
+  start = len(needle_prompts.OPENING) + 60
+  beginnings = {tuple(prompt.ids[start : start + 30]) for prompt in prompts}
+  assert len(beginnings) > 50
 
 
 @pytest.mark.parametrize("depth", [0.0, 1.0])
 def test_where_needles_meet_the_answer_is_the_first_or_the_last(depth):
   for prompt in make(length=600, num_needles=6, depth=depth, samples=20):
-    starts = [
-      match.start() + 1
-      for match in re.finditer(
-        r"\nThe special magic \w+ number is: \d{5}\n", BYTES.decode(prompt.ids)
-      )
-    ]
-    assert prompt.answer_spans[0][0] == (
-      min(starts) if depth == 0 else max(starts)
-    )
+    starts = [needle.start for needle in find_needles(prompt)]
+    expected = min(starts) if depth == 0 else max(starts)
+    assert prompt.answer_spans[0][0] == expected
 
 
 def test_no_city_is_part_of_another():
-  assert not [
-    (city, other)
-    for city in needle_prompts.CITIES
-    for other in needle_prompts.CITIES
-    if city != other and city in other
-  ]
+  for city in needle_prompts.CITIES:
+    for other_city in needle_prompts.CITIES:
+      assert city == other_city or city not in other_city
 
 
 def test_same_seed_same_prompts():
-  assert make() == make() and make() != make(seed=1)
-  assert needle_prompts.synthetic_haystack(
-    BYTES, tokens=5000
-  ) == needle_prompts.synthetic_haystack(BYTES, tokens=5000)
-  assert not {first.answers[0] for first in make()} & {
-    other.answers[0] for other in make(depth=0.25)
-  }
+  assert make() == make()
+  assert make() != make(seed=1)
+  first = needle_prompts.synthetic_haystack(BYTES, tokens=5000)
+  second = needle_prompts.synthetic_haystack(BYTES, tokens=5000)
+  assert first == second
+
+
+def test_other_depths_have_other_numbers():
+  middle_answers = {prompt.answers[0] for prompt in make(depth=0.5)}
+  early_answers = {prompt.answers[0] for prompt in make(depth=0.25)}
+  assert middle_answers.isdisjoint(early_answers)
 
 
 def test_length_is_exact_with_a_tokenizer_of_many_bytes_a_token(tmp_path):
-  text = needle_prompts.OPENING + "".join(
-    f"The special magic {city} number is: {12345 + 7 * index}\n"
-    for index, city in enumerate(needle_prompts.CITIES)
-  )
+  text = needle_prompts.OPENING
+  for index, city in enumerate(needle_prompts.CITIES):
+    number = 12345 + 7 * index
+    text += f"The special magic {city} number is: {number}\n"
   tokenizer = load_tokenizer(str(train_tokenizer([text] * 3, 400, tmp_path)))
   haystack = needle_prompts.synthetic_haystack(tokenizer, tokens=3000)
   for length in range(400, 430):
-    for prompt in needle_prompts.make_prompts(
+    prompts = needle_prompts.make_prompts(
       tokenizer,
       length=length,
       num_needles=2,
@@ -159,36 +165,30 @@ def test_length_is_exact_with_a_tokenizer_of_many_bytes_a_token(tmp_path):
       samples=2,
       seed=0,
       haystack=haystack,
-    ):
+    )
+    for prompt in prompts:
       assert len(prompt.ids) == length
-      assert prompt.answers[0] in tokenizer.decode(
-        prompt.ids[slice(*prompt.answer_spans[0])]
-      )
+      start, stop = prompt.answer_spans[0]
+      assert prompt.answers[0] in tokenizer.decode(prompt.ids[start:stop])
 
 
 def test_validation_haystack_is_the_held_out_text(tmp_path):
-  for name in ("train", "held"):
-    (tmp_path / f"{name}.txt").write_text(
-      "".join(f"{name} line {number}\n" for number in range(100))
-    )
+  held_lines = [f"held line {number}" for number in range(100)]
+  (tmp_path / "held.txt").write_text("\n".join(held_lines))
+  (tmp_path / "train.txt").write_text("train line\n" * 100)
   config = DataConfig(
     source=f"text:{tmp_path}/train.txt",
     validation_source=f"text:{tmp_path}/held.txt",
   )
-  text = BYTES.decode(
-    sum(needle_prompts.validation_haystack(BYTES, config, tokens=10**6), [])
+  pieces = needle_prompts.validation_haystack(BYTES, config, tokens=10**6)
+  text = BYTES.decode(sum(pieces, []))
+  assert text.splitlines() == held_lines
+
+  missing = dataclasses.replace(
+    config, validation_source=f"text:{tmp_path}/none.txt"
   )
-  assert [line for line in text.splitlines() if line] == [
-    f"held line {number}" for number in range(100)
-  ]
   with pytest.raises(UserError, match="none.txt"):
-    needle_prompts.validation_haystack(
-      BYTES,
-      dataclasses.replace(
-        config, validation_source=f"text:{tmp_path}/none.txt"
-      ),
-      tokens=10,
-    )
+    needle_prompts.validation_haystack(BYTES, missing, tokens=10)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,8 @@ def test_validation_haystack_is_the_held_out_text(tmp_path):
     (dict(depth=1.5), "between 0 .beginning. and 1"),
     (
       dict(length=200),
-      "200 tokens do not hold 4 needles with opening and question, which take 4",
+      "200 tokens do not hold 4 needles with opening and question, which take"
+      " 4",
     ),
   ],
 )

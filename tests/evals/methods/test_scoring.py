@@ -1,4 +1,7 @@
-"""Log-likelihoods equal a softmax over all logits for any batch, length and padding."""
+"""Log-likelihoods equal a softmax over all logits.
+
+This holds for any batch, length and padding.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -26,88 +29,84 @@ CONFIG = ModelConfig(
 def model_and_params():
   model = Decoder(CONFIG)
   params = parameters(model, jnp.zeros((1, 1), jnp.int32))
-  return model, jax.tree.map(lambda x: x * 3, params)  # far from uniform
+  # Three times as large, so that the probabilities are not nearly uniform.
+  return model, jax.tree.map(lambda x: x * 3, params)
 
 
 @pytest.fixture(scope="module")
-def direct(model_and_params):
-  """The score from log-softmax of the logits of the whole unpadded sequence, computed in full length rows."""
+def compute_logits(model_and_params):
+  """A function that returns the logits [T, N] of a row, without its padding."""
   model, params = model_and_params
-  forward = jax.jit(
-    lambda tokens: logits(params, model.apply({"params": params}, tokens))
-  )
 
-  def compute(context, continuation):
-    ids = [*context, *continuation]
+  @jax.jit
+  def forward(tokens):
+    return logits(params, model.apply({"params": params}, tokens))
+
+  def compute(ids):
     padded = np.zeros((1, CONFIG.max_length), np.int32)
-    padded[0, : len(ids) - 1] = ids[:-1]
-    every = np.asarray(forward(padded)[0], np.float64)
-    places = range(len(context) - 1, len(ids) - 1)
-    log_softmax = every - np.log(np.exp(every).sum(-1, keepdims=True))
-    return sum(log_softmax[place, ids[place + 1]] for place in places), all(
-      every[place].argmax() == ids[place + 1] for place in places
-    )
+    padded[0, : len(ids)] = ids
+    return np.asarray(forward(padded)[0, : len(ids)], np.float64)
 
   return compute
 
 
+def score_directly(compute_logits, context, continuation):
+  """Returns the score from the log-softmax of all logits in float64."""
+  ids = [*context, *continuation]
+  first_scored = len(context) - 1
+  scored_logits = compute_logits(ids[:-1])[first_scored:]
+  normalizer = np.log(np.exp(scored_logits).sum(-1, keepdims=True))
+  log_softmax = scored_logits - normalizer
+  target_values = log_softmax[np.arange(len(continuation)), continuation]
+  is_greedy = np.array_equal(scored_logits.argmax(axis=-1), continuation)
+  return scoring.Score(target_values.sum(), is_greedy)
+
+
 def test_scores_equal_a_direct_computation(
-  model_and_params, direct, monkeypatch
+  model_and_params, compute_logits, monkeypatch
 ):
-  monkeypatch.setattr(
-    scoring, "_CHUNK_LOGITS", 50 * 3 * 7
-  )  # chunks of a few tokens, the last one padded
+  # Chunks of a few tokens. The last one is padded.
+  monkeypatch.setattr(scoring, "_CHUNK_LOGITS", 50 * 3 * 7)
   rng = np.random.default_rng(0)
-  pairs = [
-    (rng.integers(50, size=a).tolist(), rng.integers(50, size=b).tolist())
-    for a, b in rng.integers(1, 50, (9, 2))
-  ]
-  pairs += [([3], [4]), ([3] * 100, [4]), ([3], [4] * 100), ([1, 2], [3, 4])]
-  # A greedy continuation, so that is_greedy is not always False; and one that is wrong only at its end
-  model, params = model_and_params
-  forward = jax.jit(
-    lambda tokens: logits(params, model.apply({"params": params}, tokens))
-  )
-  greedy = [5]
+  pairs = [([3], [4]), ([3] * 100, [4]), ([3], [4] * 100), ([1, 2], [3, 4])]
+  for context_length, continuation_length in rng.integers(1, 50, (9, 2)):
+    context = rng.integers(50, size=context_length).tolist()
+    continuation = rng.integers(50, size=continuation_length).tolist()
+    pairs.append((context, continuation))
+  # A continuation that is greedy, and one that is not at its last token.
+  greedy_ids = [5]
   for _ in range(6):
-    padded = np.zeros((1, 16), np.int32)
-    padded[0, : len(greedy)] = greedy
-    greedy.append(int(forward(padded)[0, len(greedy) - 1].argmax()))
-  pairs += [
-    (greedy[:2], greedy[2:]),
-    (greedy[:2], [*greedy[2:-1], (greedy[-1] + 1) % 50]),
-  ]
+    next_token = compute_logits(greedy_ids)[-1].argmax()
+    greedy_ids.append(int(next_token))
+  other_token = (greedy_ids[-1] + 1) % 50
+  pairs.append((greedy_ids[:2], greedy_ids[2:]))
+  pairs.append((greedy_ids[:2], [*greedy_ids[2:-1], other_token]))
+
+  model, params = model_and_params
   scores = scoring.score(model, params, pairs, batch_tokens=3 * 64)
-  expected = [direct(*pair) for pair in pairs]
-  np.testing.assert_allclose(
-    [score.log_probability for score in scores],
-    [value for value, _ in expected],
-    rtol=1e-5,
-    atol=1e-5,
-  )
-  assert [score.is_greedy for score in scores] == [
-    greedy for _, greedy in expected
-  ]
-  assert scores[-2].is_greedy and not scores[-1].is_greedy
+  for score, pair in zip(scores, pairs, strict=True):
+    expected = score_directly(compute_logits, *pair)
+    np.testing.assert_allclose(
+      score.log_probability, expected.log_probability, rtol=1e-5, atol=1e-5
+    )
+    assert score.is_greedy == expected.is_greedy
+  assert scores[-2].is_greedy
+  assert not scores[-1].is_greedy
 
 
 def test_a_bucket_compiles_once(model_and_params):
   model, params = model_and_params
   before = scoring._score_rows._cache_size()
   for count in (1, 2, 5, 9):
-    scoring.score(
-      model,
-      params,
-      [([1] * length, [2] * 3) for length in range(40, 40 + count)],
-      batch_tokens=256,
-    )
+    pairs = [([1] * length, [2] * 3) for length in range(40, 40 + count)]
+    scoring.score(model, params, pairs, batch_tokens=256)
   assert scoring._score_rows._cache_size() <= before + 1
 
 
 def test_uniform_model(model_and_params):
   model, params = model_and_params
-  nothing = jax.tree.map(jnp.zeros_like, params)
-  (score,) = scoring.score(model, nothing, [([1], [2, 3, 4])])
+  zero_params = jax.tree.map(jnp.zeros_like, params)
+  (score,) = scoring.score(model, zero_params, [([1], [2, 3, 4])])
   assert score.log_probability == pytest.approx(-3 * np.log(50), rel=1e-6)
 
 
@@ -115,7 +114,8 @@ def test_bad_pairs(model_and_params):
   model, params = model_and_params
   with pytest.raises(
     UserError,
-    match="a continuation of 2 tokens after 100 does not fit the model, whose config.model.max_length is 100",
+    match="a continuation of 2 tokens after 100 does not fit the model, whose"
+    " config.model.max_length is 100",
   ):
     scoring.score(model, params, [([1] * 100, [2, 3])])
   for pair in ([], [1]), ([1], []):
@@ -140,6 +140,6 @@ def test_ids_outside_the_vocabulary_are_refused(model_and_params, token):
 
 def test_arrays_are_scored_as_lists(model_and_params):
   model, params = model_and_params
-  wanted = scoring.score(model, params, [([1, 2], [3])])
+  expected = scoring.score(model, params, [([1, 2], [3])])
   arrays = [(np.array([1, 2], np.uint16), jnp.array([3], jnp.int8))]
-  assert scoring.score(model, params, arrays) == wanted
+  assert scoring.score(model, params, arrays) == expected
