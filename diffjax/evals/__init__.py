@@ -22,5 +22,5 @@ SUITES = {
   "mathematics": "diffjax.evals.mathematics.Mathematics",
   "harness": "diffjax.evals.harness.Harness",
   "difference_map": "diffjax.evals.difference_map.DifferenceMap",
-  "report": "diffjax.evals.report.page.Report",
+  "report": "diffjax.evals.report.suite.Report",
 }

@@ -58,7 +58,7 @@ from diffjax.evals.methods.needle_prompts import (
   make_prompts,
 )
 from diffjax.evals.report.plots import WIDTH, by_model, draw_line
-from diffjax.evals.report.results import TableSpec
+from diffjax.evals.report.results import MainFigure, TableSpec
 from diffjax.evals.suite import Suite
 from diffjax.host.progress import Progress
 from diffjax.inference.trained import Trained
@@ -114,6 +114,26 @@ class AttentionShares(Suite[list[list[int]]]):
       "answer: the sentence with the answer; noise: the context around it",
       "signed: of the weights, A1 - λA2 for DIFF; absolute: of their absolute"
       " values",
+    ),
+  )
+  main_figures: ClassVar[tuple[MainFigure, ...]] = (
+    MainFigure(
+      "signed attention to the answer",
+      "answer",
+      "higher",
+      {"weights": "signed", "depth": "mean"},
+    ),
+    MainFigure(
+      "signed attention noise",
+      "noise",
+      "lower",
+      {"weights": "signed", "depth": "mean"},
+    ),
+    MainFigure(
+      "absolute attention noise",
+      "noise",
+      "lower",
+      {"weights": "absolute", "depth": "mean"},
     ),
   )
 
@@ -251,7 +271,7 @@ def last_query(
     tokens: The prompts.
   """
 
-  def layer_weights(attended: inside.Attended) -> Float[Array, "B S"]:
+  def layer_weights(attended: inside.AttentionInputs) -> Float[Array, "B S"]:
     length = attended.q.shape[1]
     num_queries = 1
     if not attended.has_independent_queries:

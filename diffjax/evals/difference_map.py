@@ -40,7 +40,7 @@ from diffjax.evals.measurement import Measurement
 from diffjax.evals.methods import inside
 from diffjax.evals.methods.validation_rows import validation_rows
 from diffjax.evals.report.plots import WIDTH, by_model, draw_line
-from diffjax.evals.report.results import TableSpec
+from diffjax.evals.report.results import MainFigure, TableSpec
 from diffjax.evals.suite import Suite
 from diffjax.host.progress import Progress
 from diffjax.inference.trained import Trained
@@ -72,6 +72,11 @@ class DifferenceMap(Suite[ValidationBatches]):
       "small share: share of the keys with less than a tenth of the mean",
       "effective keys: 1 if all keys have the same weight",
       "Hoyer sparsity: 0 if all keys have the same weight, 1 for a single key",
+    ),
+  )
+  main_figures: ClassVar[tuple[MainFigure, ...]] = (
+    MainFigure(
+      "sparsity of attention (Hoyer)", "Hoyer sparsity", "", {"layer": "all"}
     ),
   )
 
@@ -171,8 +176,8 @@ def layer_sums(
   ) -> Float[Array, "B sums"]:
     return sums + row_sums(queries.weights(), queries.mask)
 
-  def sums_of_layer(attended: inside.Attended) -> Float[Array, "B sums"]:
-    return inside.over_queries(add_queries, zeros, attended)
+  def sums_of_layer(attended: inside.AttentionInputs) -> Float[Array, "B sums"]:
+    return inside.fold_query_blocks(add_queries, zeros, attended)
 
   results = inside.measure(model, params, batch, attention=sums_of_layer)
   return results["attention"]

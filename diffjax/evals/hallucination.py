@@ -53,7 +53,7 @@ from diffjax.config import UserError, at_least, field
 from diffjax.evals.measurement import Measurement, mean_of, proportion
 from diffjax.evals.methods import jsonl, judge
 from diffjax.evals.methods.text_overlap import RougeL, is_match, load_rouge_l
-from diffjax.evals.report.results import TableSpec
+from diffjax.evals.report.results import MainFigure, TableSpec
 from diffjax.evals.suite import Suite
 from diffjax.host.files import write_atomically
 from diffjax.host.progress import say
@@ -153,6 +153,11 @@ class Hallucination(Suite[_Data]):
     notes=(
       "ROUGE-L: overlap with the reference, from 0 to 1",
       "free of hallucination: needs the verdicts of a judge",
+    ),
+  )
+  main_figures: ClassVar[tuple[MainFigure, ...]] = (
+    MainFigure(
+      "answers free of hallucination", "free of hallucination", "higher"
     ),
   )
 
@@ -413,7 +418,7 @@ class Hallucination(Suite[_Data]):
 def _summary_request(record: jsonl.Record) -> _Request:
   """Returns the request for a summary."""
   return _Request(
-    location=record.place,
+    location=record.location,
     kind="summary",
     before_source="Document: ",
     source=record.value["document"],
@@ -430,11 +435,11 @@ def _answer_request(record: jsonl.Record) -> _Request:
   are_strings = all(isinstance(reference, str) for reference in references)
   if not references or not are_strings:
     raise UserError(
-      f"{record.place}: the field 'answers' must be a list of strings, and not"
+      f"{record.location}: the field 'answers' must be a list of strings, and not"
       f" empty; got {str(references)[:40]!r}"
     )
   return _Request(
-    location=record.place,
+    location=record.location,
     kind="answer",
     before_source="",
     source=record.value["context"],

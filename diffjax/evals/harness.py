@@ -44,7 +44,7 @@ from numpy import ndarray
 from diffjax.config import UserError, field
 from diffjax.evals.measurement import Measurement, mean_of, proportion
 from diffjax.evals.methods import harness_tasks, scoring
-from diffjax.evals.report.results import TableSpec
+from diffjax.evals.report.results import MainFigure, TableSpec
 from diffjax.evals.suite import Suite
 from diffjax.inference.trained import Trained
 
@@ -103,6 +103,9 @@ class Harness(Suite[_Data]):
       "acc: share of the questions with the right answer",
       "acc_norm: the same, with likelihoods per byte of an answer",
     ),
+  )
+  main_figures: ClassVar[tuple[MainFigure, ...]] = (
+    MainFigure("mean accuracy of the harness", "mean accuracy", "higher"),
   )
 
   tasks: tuple[str, ...] = field(

@@ -64,7 +64,7 @@ from diffjax.evals.methods.demonstration_orders import (
 from diffjax.evals.methods.label_decoding import LabelTree, decode_labels
 from diffjax.evals.methods.labelled_texts import Dataset, Example
 from diffjax.evals.report.plots import WIDTH, by_model, draw_line
-from diffjax.evals.report.results import TableSpec
+from diffjax.evals.report.results import MainFigure, TableSpec
 from diffjax.evals.suite import Suite
 from diffjax.inference.sampler import Sampler
 from diffjax.inference.trained import Trained
@@ -113,6 +113,12 @@ class ManyShot(Suite[dict[str, Dataset]]):
       "shots: demonstrations before a query",
       "accuracy: share of the queries with the right label",
       "best minus worst: spread of accuracy over orders of the demonstrations",
+    ),
+  )
+  main_figures: ClassVar[tuple[MainFigure, ...]] = (
+    MainFigure("many-shot accuracy", "accuracy", "higher"),
+    MainFigure(
+      "dependence on the order of examples", "best minus worst", "lower"
     ),
   )
 

@@ -41,7 +41,7 @@ from diffjax.config import UserError, at_least, field
 from diffjax.data.tokenizer import Tokenizer
 from diffjax.evals.measurement import Measurement, proportion
 from diffjax.evals.methods import equivalence, final_answer, jsonl
-from diffjax.evals.report.results import TableSpec
+from diffjax.evals.report.results import MainFigure, TableSpec
 from diffjax.evals.suite import Suite
 from diffjax.inference.sampler import Sampler
 from diffjax.inference.trained import Trained
@@ -97,6 +97,9 @@ class Mathematics(Suite[list[Benchmark]]):
       "accuracy: share of the questions with the right final answer",
       "ended: share of the answers that needed no more than new_tokens",
     ),
+  )
+  main_figures: ClassVar[tuple[MainFigure, ...]] = (
+    MainFigure("mathematics solved", "accuracy", "higher"),
   )
 
   files: str = field(
@@ -261,15 +264,15 @@ def read(path: epath.PathLike) -> list[Question]:
   questions = []
   for record in jsonl.read(path, {}):
     text_with_answer = _text_of(record, ("answer", "solution"))
-    answer = final_answer.reference(text_with_answer)
+    answer = final_answer.reference_answer(text_with_answer)
     if not answer:
       raise UserError(
-        f"{record.place}: there is no final answer in"
+        f"{record.location}: there is no final answer in"
         f" {text_with_answer[:40]!r}; it must be behind ####, in \\boxed{{}} or"
         " alone"
       )
     question = Question(
-      location=record.place,
+      location=record.location,
       text=_text_of(record, ("question", "problem")),
       solution=_text_of(record, ("solution", "answer")),
       answer=answer,
@@ -283,11 +286,11 @@ def _text_of(record: jsonl.Record, names: Sequence[str]) -> str:
   for name in names:
     value = record.value.get(name)
     if value is not None:
-      return _to_text(record.place, name, value)
+      return _to_text(record.location, name, value)
   wanted = " or ".join(map(repr, names))
   present = ", ".join(map(repr, record.value)) or "none"
   raise UserError(
-    f"{record.place}: the field {wanted} is missing; there are {present}"
+    f"{record.location}: the field {wanted} is missing; there are {present}"
   )
 
 
@@ -338,8 +341,10 @@ def _format_question(template: str, question: str) -> str:
 
 def _is_right(text: str, question: Question) -> bool:
   """Returns whether the final answer of a text is the question's."""
-  answer = final_answer.extract(text)
-  return answer is not None and final_answer.same(answer, question.answer)
+  answer = final_answer.extract_answer(text)
+  return answer is not None and final_answer.is_same_answer(
+    answer, question.answer
+  )
 
 
 class _NextQuestion:

@@ -48,7 +48,7 @@ from diffjax.evals.methods.needle_prompts import (
   make_prompts,
 )
 from diffjax.evals.report.plots import WIDTH, styles_of
-from diffjax.evals.report.results import TableSpec, excludes_zero
+from diffjax.evals.report.results import MainFigure, TableSpec, excludes_zero
 from diffjax.evals.suite import Suite
 from diffjax.inference.sampler import Sampler
 from diffjax.inference.trained import Trained
@@ -122,6 +122,9 @@ class Needle(Suite[list[list[int]]]):
     unit="prompts",
     summary={"depth": "mean"},
     notes=("accuracy: share of the numbers asked for that the model wrote",),
+  )
+  main_figures: ClassVar[tuple[MainFigure, ...]] = (
+    MainFigure("needles found", "accuracy", "higher", {"depth": "mean"}),
   )
 
   pairs: tuple[str, ...] = field(

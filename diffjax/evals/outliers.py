@@ -39,7 +39,7 @@ from diffjax.evals.measurement import Measurement
 from diffjax.evals.methods import inside
 from diffjax.evals.methods.validation_rows import validation_rows
 from diffjax.evals.report.plots import WIDTH, by_model, draw_points
-from diffjax.evals.report.results import TableSpec
+from diffjax.evals.report.results import MainFigure, TableSpec
 from diffjax.evals.suite import Suite
 from diffjax.host.progress import Progress
 from diffjax.inference.trained import Trained
@@ -100,6 +100,14 @@ class Outliers(Suite[ValidationBatches]):
   table: ClassVar[TableSpec] = TableSpec(
     unit="rows",
     notes=("top-k: the k-th largest absolute value",),
+  )
+  main_figures: ClassVar[tuple[MainFigure, ...]] = (
+    MainFigure(
+      "largest attention logit", "attention logits", "lower", {"value": "top-1"}
+    ),
+    MainFigure(
+      "largest hidden state", "hidden states", "lower", {"value": "top-1"}
+    ),
   )
 
   tokens: int = field(
@@ -246,8 +254,8 @@ def row_summaries(
   def add_queries(summary: Summary, queries: inside.Queries) -> Summary:
     return _add_values(summary, _logit_magnitudes(queries), every)
 
-  def summarize_logits(attended: inside.Attended) -> Summary:
-    return inside.over_queries(add_queries, empty, attended)
+  def summarize_logits(attended: inside.AttentionInputs) -> Summary:
+    return inside.fold_query_blocks(add_queries, empty, attended)
 
   def summarize_hidden(hidden: Float[Array, "B T E"]) -> Summary:
     is_token = (batch["segment_ids"] > 0)[:, :, None]  # [B, T, 1]

@@ -44,7 +44,7 @@ from diffjax.data.row import Row, make_batch
 from diffjax.evals.measurement import Measurement
 from diffjax.evals.methods.validation_rows import validation_rows
 from diffjax.evals.report.plots import WIDTH, by_model, draw_line
-from diffjax.evals.report.results import TableSpec
+from diffjax.evals.report.results import MainFigure, TableSpec
 from diffjax.evals.suite import Suite
 from diffjax.host.progress import Progress
 from diffjax.inference.trained import Trained
@@ -70,6 +70,9 @@ class PositionNLL(Suite[Iterator[Batch]]):
   table: ClassVar[TableSpec] = TableSpec(
     unit="rows",
     notes=("cumulative NLL: mean loss of a row's tokens up to the position",),
+  )
+  main_figures: ClassVar[tuple[MainFigure, ...]] = (
+    MainFigure("loss over the longest context", "cumulative NLL", "lower"),
   )
 
   length: int = field(

@@ -41,7 +41,7 @@ from diffjax.evals.measurement import Measurement
 from diffjax.evals.needle import Needle
 from diffjax.evals.position_nll import PositionNLL
 from diffjax.evals.report.plots import WIDTH, by_model, draw_line
-from diffjax.evals.report.results import TableSpec
+from diffjax.evals.report.results import MainFigure, TableSpec
 from diffjax.evals.suite import Suite
 from diffjax.evals.validation import Validation
 from diffjax.inference.trained import Trained
@@ -85,6 +85,14 @@ class Quantised(Suite[dict[str, Any]]):
     notes=(
       "bits: of an attention logit; all: not quantised",
       "per: the logits that share a scale",
+    ),
+  )
+  main_figures: ClassVar[tuple[MainFigure, ...]] = (
+    MainFigure(
+      "loss with the coarsest logits",
+      "validation: loss",
+      "lower",
+      {"per": "tensor"},
     ),
   )
 

@@ -58,10 +58,12 @@ class Suite(abc.ABC, Generic[Data]):
   Attributes:
     name: The name in --suite, in `SUITES` and of the files.
     table: How the results are shown in tables.
+    main_figures: The figures on the first screen of the report.
   """
 
   name: ClassVar[str]
   table: ClassVar[results.TableSpec]
+  main_figures: ClassVar[tuple[results.MainFigure, ...]] = ()
 
   def __post_init__(self) -> None:
     """Checks that each setting is within its bound.

@@ -21,7 +21,7 @@ from diffjax.config import UserError, at_least, field
 from diffjax.data.pipeline import ValidationBatches
 from diffjax.evals.measurement import Measurement
 from diffjax.evals.methods.validation_rows import validation_rows
-from diffjax.evals.report.results import TableSpec
+from diffjax.evals.report.results import MainFigure, TableSpec
 from diffjax.evals.suite import Suite
 from diffjax.host.progress import Progress
 from diffjax.inference.trained import Trained
@@ -62,6 +62,10 @@ class Validation(Suite[ValidationBatches]):
       f"AR-Hit: {MEANINGS['ar_hit']}",
       f"Others: {MEANINGS['others']}",
     ),
+  )
+  main_figures: ClassVar[tuple[MainFigure, ...]] = (
+    MainFigure("loss", "loss", "lower"),
+    MainFigure("loss on repeated n-grams (AR-Hit)", "AR-Hit", "lower"),
   )
 
   rows: int = field(

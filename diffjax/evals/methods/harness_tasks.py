@@ -132,7 +132,7 @@ def load_local(
   tasks = {}
   for name in names:
     first_question = questions_by_task[name][0]
-    built = _build(local_manager, name, f"; see {first_question.place}")
+    built = _build(local_manager, name, f"; see {first_question.location}")
     tasks[name] = built[name]
   for name, task in tasks.items():
     _check_questions(task, questions_by_task[name])
@@ -252,7 +252,7 @@ def _check_questions(task: Task, questions: Sequence[jsonl.Record]) -> None:
     # Templates and functions of tasks raise errors of many types.
     except Exception as error:
       raise UserError(
-        f"{record.place}: {task.task_name} cannot read this question"
+        f"{record.location}: {task.task_name} cannot read this question"
         f" ({reason(error)})"
       ) from error
 

@@ -84,7 +84,7 @@ def read_dataset(directory: str, name: str) -> Dataset:
   for record, query in zip(test_records, test, strict=True):
     if query.label not in labels:
       raise UserError(
-        f"{record.place}: the label {query.label!r} is not one of the"
+        f"{record.location}: the label {query.label!r} is not one of the"
         f" {len(labels)} labels of {train_path}"
       )
 
@@ -93,7 +93,7 @@ def read_dataset(directory: str, name: str) -> Dataset:
   for record, query in zip(test_records, test, strict=True):
     if query.label not in remaining_labels:
       raise UserError(
-        f"{record.place}: every demonstration of the label {query.label!r}"
+        f"{record.location}: every demonstration of the label {query.label!r}"
         f" is also a query; add other texts to {train_path}"
       )
   num_removed = len(train) - len(demonstrations)
@@ -114,7 +114,7 @@ def _to_examples(records: Sequence[jsonl.Record]) -> list[Example]:
     label = record.value["label"].strip()
     if not label or "\n" in label:
       raise UserError(
-        f"{record.place}: a label must be one line, and not empty; got"
+        f"{record.location}: a label must be one line, and not empty; got"
         f" {label!r}"
       )
     examples.append(Example(text, label))

@@ -27,7 +27,6 @@ from diffjax.evals.report.maps import (
   NOISE_MAP,
   SIGNAL_MAP,
   Maps,
-  Settings,
   most_cancelled,
 )
 from diffjax.evals.report.pictures import Picture
@@ -206,17 +205,18 @@ class Panel:
   data: str
 
 
-def panel(maps: Maps, name: str, settings: Settings) -> Panel:
+def panel(maps: Maps, name: str, max_layers: int, max_heads: int) -> Panel:
   """Returns the panel of a model.
 
   Args:
     maps: the model's maps.
     name: the model's name.
-    settings: which layers and heads can be chosen.
+    max_layers: the number of layers to choose from, at most.
+    max_heads: the number of heads to choose from, at most.
   """
   num_layers = maps.weights.shape[0]
-  num_heads = min(settings.heads, maps.weights.shape[1] - 1)
-  layers = _evenly_spaced(num_layers, settings.layers)
+  num_heads = min(max_heads, maps.weights.shape[1] - 1)
+  layers = _evenly_spaced(num_layers, max_layers)
   choices = []
   for layer in layers:
     mean_and_heads = maps.weights[layer, : 1 + num_heads]

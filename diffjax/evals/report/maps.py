@@ -7,7 +7,6 @@ them.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,9 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from diffjax.config import UserError, at_least
 from diffjax.evals.methods import inside
-from diffjax.evals.methods.validation_rows import validation_rows
 from diffjax.inference.trained import Trained
 from diffjax.model.decoder import Decoder
 
@@ -29,23 +26,6 @@ NOISE_MAP = "λA₂"
 
 # The label of a first token without text, such as a separator.
 _START_LABEL = "(start)"
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-  """Settings of the maps."""
-
-  # The text whose attention maps are shown. "" for the beginning of the
-  # validation text
-  prompt: str = ""
-  # Maximum number of tokens in a map
-  tokens: int = 96
-  # Maximum number of layers to choose from. They are evenly spaced from the
-  # first to the last
-  layers: int = 6
-  # Maximum number of heads to choose from: the first ones. The mean over all
-  # heads can be chosen too
-  heads: int = 4
 
 
 @flax.struct.dataclass
@@ -97,30 +77,13 @@ class Cancellation(NamedTuple):
   share: float
 
 
-def check(models: Sequence[Trained], settings: Settings) -> None:
-  """Raises the errors of `compute`, without computing maps.
-
-  Raises:
-    UserError: if a setting is out of range, or if the prompt is longer than a
-      model allows.
-  """
-  _prompt_ids(models, settings)
-
-
-def compute(
-  models: Sequence[Trained], settings: Settings
-) -> tuple[str, list[Maps]]:
-  """Returns the prompt as text, and each model's maps of it.
+def compute(models: Sequence[Trained], ids: Sequence[int]) -> list[Maps]:
+  """Returns each model's maps of a text.
 
   Args:
     models: the models, with one tokenizer.
-    settings: settings of the maps.
-
-  Raises:
-    UserError: if a setting is out of range, or if the prompt is longer than a
-      model allows.
+    ids: the token ids of the text.
   """
-  ids = _prompt_ids(models, settings)
   tokenizer = models[0].tokenizer
   tokens = []
   for index, token in enumerate(ids):
@@ -136,38 +99,7 @@ def compute(
     layers = compute_maps(model.model, model.params, batch)
     weights = np.asarray(layers.weights)
     maps.append(Maps(model, tokens, layers.titles, weights))
-  return tokenizer.decode(ids), maps
-
-
-def _prompt_ids(models: Sequence[Trained], settings: Settings) -> list[int]:
-  """Checks the settings, and returns the tokens of the prompt."""
-  bound = at_least(1)
-  for name in ("tokens", "layers", "heads"):
-    value = getattr(settings, name)
-    if not bound.holds(value):
-      raise UserError(f"set.report.{name} = {value}: {bound}")
-
-  max_length = min(model.config.model.max_length for model in models)
-  limit = min(settings.tokens, max_length)
-  if not settings.prompt:
-    return _validation_ids(models[0], limit)
-  ids = models[0].tokenizer.encode_prompt(settings.prompt)
-  if len(ids) > limit:
-    raise UserError(
-      f"set.report.prompt has {len(ids)} tokens, its start included:"
-      f" set.report.tokens = {settings.tokens} are drawn, and the model takes"
-      f" at most {max_length} (config.model.max_length)"
-    )
-  return ids
-
-
-def _validation_ids(trained: Trained, limit: int) -> list[int]:
-  """Returns the first tokens of the first validation document."""
-  batch = next(iter(validation_rows("report", trained, 1)))
-  segment_ids = batch["segment_ids"][0]
-  document_length = int((segment_ids == segment_ids[0]).sum())
-  num_tokens = min(document_length, limit)
-  return batch["tokens"][0, :num_tokens].tolist()
+  return maps
 
 
 def maps_of(

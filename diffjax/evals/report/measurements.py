@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,10 +10,10 @@ from typing import Any
 from etils import epath
 
 from diffjax.config import UserError
-from diffjax.evals import SUITES
 from diffjax.evals.report import pictures, plots, results, summary
 from diffjax.evals.report.pictures import Picture
 from diffjax.evals.report.summary import Number
+from diffjax.evals.suite import suite_class
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,8 +178,8 @@ def section(
 
 
 def _description(suite: str) -> str:
-  """Returns the first line of the docstring of a suite's module."""
-  docstring = importlib.import_module(SUITES[suite]).__doc__ or ""
+  """Returns the first line of the docstring of a suite's class."""
+  docstring = suite_class(suite).__doc__ or ""
   return docstring.partition("\n")[0]
 
 

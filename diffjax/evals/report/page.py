@@ -32,6 +32,7 @@ import markupsafe
 from etils import epath
 
 from diffjax.config import UserError
+from diffjax.evals import SUITES
 from diffjax.evals.report import (
   curves,
   map_pictures,
@@ -42,17 +43,15 @@ from diffjax.evals.report import (
   summary,
 )
 from diffjax.evals.report.map_pictures import Panel
-from diffjax.evals.report.maps import Settings, check
 from diffjax.evals.report.measurements import Section
 from diffjax.evals.report.pictures import Picture
 from diffjax.evals.report.summary import FirstScreen
+from diffjax.evals.suite import Model
 from diffjax.host.files import write_atomically
 from diffjax.inference.trained import Trained
 from diffjax.plots.curves import loss_curves
 from diffjax.plots.styles import Style
 from diffjax.training.metrics import read_log
-
-__all__ = ["Settings", "check", "write"]
 
 _TEMPLATES = pathlib.Path(__file__).parent
 
@@ -71,7 +70,7 @@ _SIZES = (
 
 
 @dataclasses.dataclass(frozen=True)
-class _Model:
+class _StyledModel:
   """A model of the page.
 
   Attributes:
@@ -142,7 +141,7 @@ class _Page:
     not_measured: the names of the other suites.
   """
 
-  models: list[_Model]
+  models: list[_StyledModel]
   first_screen: FirstScreen
   training: _Training
   attention_maps: _AttentionMaps
@@ -156,10 +155,12 @@ class _Page:
 
 
 def write(
-  models: Sequence[tuple[Trained, Mapping[str, Any]]],
-  settings: Settings,
+  models: Sequence[Model],
+  prompt_ids: Sequence[int],
   directory: epath.Path,
-  suites: Sequence[str],
+  *,
+  max_layers: int,
+  max_heads: int,
 ) -> epath.Path:
   """Writes the page, and maps.png with the attention maps of one head.
 
@@ -167,29 +168,30 @@ def write(
   there is no maps.png.
 
   Args:
-    models: one or two, each with its description as in the suites' results.
-    settings: settings of the attention maps.
+    models: one model, or two with one tokenizer.
+    prompt_ids: the token ids of the text whose attention maps are shown.
     directory: contains the results of the suites. The page is written there.
-    suites: the names of the suites, in the page's order.
+    max_layers: the number of layers whose maps can be chosen, at most.
+    max_heads: the number of heads whose maps can be chosen, at most.
 
   Returns:
     The path of the page, DIRECTORY/report.html.
 
   Raises:
-    UserError: if results cannot be read, a setting is out of range, or the page
-      cannot be written.
+    UserError: if results cannot be read, or the page cannot be written.
   """
+  suites = [name for name in SUITES if name != "report"]
   page_models = _with_styles(models)
   results_by_suite = measurements.read_results(directory, suites)
-  trained_models = [model.trained for model in page_models]
-  prompt, model_maps = maps.compute(trained_models, settings)
+  trained_models = [model.trained for model in models]
+  model_maps = maps.compute(trained_models, prompt_ids)
   path = directory / "report.html"
   try:
     attention_maps = _AttentionMaps(
       head=_write_head(page_models, model_maps, directory / "maps.png"),
-      prompt=prompt,
+      prompt=models[0].trained.tokenizer.decode(prompt_ids),
       clipped=map_pictures.CLIPPED,
-      panels=_panels(page_models, model_maps, settings),
+      panels=_panels(page_models, model_maps, max_layers, max_heads),
     )
     page = _Page(
       models=page_models,
@@ -207,24 +209,23 @@ def write(
   return path
 
 
-def _with_styles(
-  models: Sequence[tuple[Trained, Mapping[str, Any]]],
-) -> list[_Model]:
-  """Returns the models of the page, from the argument of `write`."""
-  styles = plots.styles_of([description for _, description in models])
-  page_models = []
-  for (trained, description), style in zip(models, styles, strict=True):
-    page_models.append(_Model(trained, description, style))
-  return page_models
+def _with_styles(models: Sequence[Model]) -> list[_StyledModel]:
+  """Returns the models with their names and colours on the page."""
+  styles = plots.styles_of([model.description for model in models])
+  styled_models = []
+  for model, style in zip(models, styles, strict=True):
+    styled_models.append(_StyledModel(model.trained, model.description, style))
+  return styled_models
 
 
-def _names(models: Sequence[_Model]) -> list[str]:
+def _names(models: Sequence[_StyledModel]) -> list[str]:
   """Returns the names of the models in the results of suites."""
   return [str(model.description["name"]) for model in models]
 
 
 def _first_screen(
-  models: Sequence[_Model], results_by_suite: Mapping[str, Mapping[str, Any]]
+  models: Sequence[_StyledModel],
+  results_by_suite: Mapping[str, Mapping[str, Any]],
 ) -> FirstScreen:
   """Returns the first screen. It shows only results of the page's models."""
   names = _names(models)
@@ -236,7 +237,7 @@ def _first_screen(
 
 
 def _sections(
-  models: Sequence[_Model],
+  models: Sequence[_StyledModel],
   results_by_suite: Mapping[str, Mapping[str, Any]],
   directory: epath.Path,
 ) -> list[Section]:
@@ -254,7 +255,7 @@ def _sections(
   return sections
 
 
-def _training(models: Sequence[_Model]) -> _Training:
+def _training(models: Sequence[_StyledModel]) -> _Training:
   """Returns the section about training, from the logs of the runs."""
   logs = []
   missing = []
@@ -286,7 +287,9 @@ def _training(models: Sequence[_Model]) -> _Training:
 
 
 def _write_head(
-  models: Sequence[_Model], model_maps: Sequence[maps.Maps], path: epath.Path
+  models: Sequence[_StyledModel],
+  model_maps: Sequence[maps.Maps],
+  path: epath.Path,
 ) -> Picture | None:
   """Draws a head of the first model with a noise map, and writes it as a PNG.
 
@@ -313,12 +316,17 @@ def _write_head(
 
 
 def _panels(
-  models: Sequence[_Model], model_maps: Sequence[maps.Maps], settings: Settings
+  models: Sequence[_StyledModel],
+  model_maps: Sequence[maps.Maps],
+  max_layers: int,
+  max_heads: int,
 ) -> list[Panel]:
   """Returns the panel of each model."""
   panels = []
   for model, maps_of_model in zip(models, model_maps, strict=True):
-    panel = map_pictures.panel(maps_of_model, model.style.name, settings)
+    panel = map_pictures.panel(
+      maps_of_model, model.style.name, max_layers, max_heads
+    )
     panels.append(panel)
   return panels
 

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import rich.box
 import rich.console
@@ -102,6 +102,30 @@ class TableSpec:
   summary: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
   notes: tuple[str, ...] = ()
+
+
+class MainFigure(NamedTuple):
+  """A figure that stands for its suite on the report's first screen.
+
+  If several figures of the suite match, the last one is shown.
+
+  Attributes:
+    title: what the first screen calls it.
+    name_prefix: the beginning of the figure's name.
+    better: "lower" or "higher". "" if neither is better.
+    settings: the settings that the figure's `at` contains.
+  """
+
+  title: str
+  name_prefix: str
+  better: str
+  settings: Mapping[str, Any] = {}
+
+  def matches(self, figure: Mapping[str, Any]) -> bool:
+    """Returns True if a figure of the suite's results is this one."""
+    if not figure["name"].startswith(self.name_prefix):
+      return False
+    return self.settings.items() <= figure["at"].items()
 
 
 def print_summary(results: Mapping[str, Any], spec: TableSpec) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from diffjax.evals.report import results
+from diffjax.evals.suite import suite_class
 
 # The bar of a difference is drawn from 8 to 192 in an SVG of width 200
 # (summary.html.j2). A difference of 0 is in the middle.
@@ -23,100 +24,6 @@ _INTERVALS_PER_FALSE_ALARM = 20
 
 # How many main figures the sentence names for each verdict.
 _NAMED_FIGURES = 2
-
-
-class _MainFigure(NamedTuple):
-  """A figure that stands for its suite on the first screen.
-
-  If several figures of the suite match, the last one is shown.
-
-  Attributes:
-    title: what the first screen calls it.
-    name_prefix: the beginning of the figure's name.
-    better: "lower" or "higher". "" if neither is better.
-    settings: the settings that the figure's `at` contains.
-  """
-
-  title: str
-  name_prefix: str
-  better: str
-  settings: Mapping[str, Any] = {}
-
-  def matches(self, figure: Mapping[str, Any]) -> bool:
-    """Returns True if a figure of the suite's results is this one."""
-    if not figure["name"].startswith(self.name_prefix):
-      return False
-    return self.settings.items() <= figure["at"].items()
-
-
-_MAIN_FIGURES = {
-  "validation": (
-    _MainFigure("loss", "loss", "lower"),
-    _MainFigure("loss on repeated n-grams (AR-Hit)", "AR-Hit", "lower"),
-  ),
-  "position_nll": (
-    _MainFigure("loss over the longest context", "cumulative NLL", "lower"),
-  ),
-  "needle": (
-    _MainFigure("needles found", "accuracy", "higher", {"depth": "mean"}),
-  ),
-  "attention": (
-    _MainFigure(
-      "signed attention to the answer",
-      "answer",
-      "higher",
-      {"weights": "signed", "depth": "mean"},
-    ),
-    _MainFigure(
-      "signed attention noise",
-      "noise",
-      "lower",
-      {"weights": "signed", "depth": "mean"},
-    ),
-    _MainFigure(
-      "absolute attention noise",
-      "noise",
-      "lower",
-      {"weights": "absolute", "depth": "mean"},
-    ),
-  ),
-  "many_shot": (
-    _MainFigure("many-shot accuracy", "accuracy", "higher"),
-    _MainFigure(
-      "dependence on the order of examples", "best minus worst", "lower"
-    ),
-  ),
-  "hallucination": (
-    _MainFigure(
-      "answers free of hallucination", "free of hallucination", "higher"
-    ),
-  ),
-  "outliers": (
-    _MainFigure(
-      "largest attention logit", "attention logits", "lower", {"value": "top-1"}
-    ),
-    _MainFigure(
-      "largest hidden state", "hidden states", "lower", {"value": "top-1"}
-    ),
-  ),
-  "quantised": (
-    _MainFigure(
-      "loss with the coarsest logits",
-      "validation: loss",
-      "lower",
-      {"per": "tensor"},
-    ),
-  ),
-  "mathematics": (_MainFigure("mathematics solved", "accuracy", "higher"),),
-  "harness": (
-    _MainFigure("mean accuracy of the harness", "mean accuracy", "higher"),
-  ),
-  "difference_map": (
-    _MainFigure(
-      "sparsity of attention (Hoyer)", "Hoyer sparsity", "", {"layer": "all"}
-    ),
-  ),
-}
 
 
 class Number(NamedTuple):
@@ -251,7 +158,7 @@ def headlines(
   measured = []
   for suite, suite_results in results_by_suite.items():
     figures = suite_results["figures"]
-    for main_figure in _MAIN_FIGURES.get(suite, ()):
+    for main_figure in suite_class(suite).main_figures:
       matching = [figure for figure in figures if main_figure.matches(figure)]
       if matching:
         headline = Headline(
