@@ -28,7 +28,7 @@ import dataclasses
 import math
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from absl import app, flags
 
@@ -144,7 +144,7 @@ def _selected_suites(settings: Mapping[str, Suite]) -> list[Suite]:
   for name in SUITES:
     if name not in _SUITE.value:
       continue
-    suite = settings.get(name) or suite_class(name)()
+    suite: Any = settings.get(name) or suite_class(name)()
     if name == "harness" and _TASKS.value:
       suite = dataclasses.replace(suite, tasks=tuple(_TASKS.value))
     suites.append(suite)

@@ -4,6 +4,7 @@ import contextlib
 import sys
 
 import diffjax.model.attention  # noqa: F401 (registers the package's variants)
+from diffjax.evals import SUITES
 from diffjax.model import registry, variant_styles
 from diffjax.parameters import PARAMETERS
 from tests.conftest import ROOT
@@ -77,6 +78,9 @@ PAGE = ROOT / "docs/variants.md"
 DINT_MODULE = "dint"
 SIGMOID_MODULE = "distance_sigmoid"
 MODULES = (MODULE, DINT_MODULE, SIGMOID_MODULE)
+# The suite of docs/evaluation.md.
+SUITE_PAGE = ROOT / "docs/evaluation.md"
+SUITE_MODULE = "confident"
 NAMES = ("strange", "strange_sum")
 # Fields of config.model for a small model of them.
 FIELDS = dict(num_heads=4, num_kv_heads=2, head_norm=False)
@@ -84,8 +88,13 @@ FIELDS = dict(num_heads=4, num_kv_heads=2, head_norm=False)
 
 @contextlib.contextmanager
 def kept_registry():
-  """Forgets the variants that are registered inside, and their modules."""
-  tables = (registry.ATTENTION, PARAMETERS, variant_styles._assigned_styles)
+  """Forgets the variants and suites that are registered inside."""
+  tables = (
+    registry.ATTENTION,
+    PARAMETERS,
+    variant_styles._assigned_styles,
+    SUITES,
+  )
   originals = [dict(table) for table in tables]
   try:
     yield
@@ -93,16 +102,18 @@ def kept_registry():
     for table, original in zip(tables, originals, strict=True):
       table.clear()
       table.update(original)
-    for module in MODULES:
+    for module in (*MODULES, SUITE_MODULE):
       sys.modules.pop(module, None)
 
 
 def write_modules(directory):
-  """Writes the modules of all variants into a directory."""
+  """Writes the modules of all variants and of a suite into a directory."""
   (directory / f"{MODULE}.py").write_text(SOURCE)
   dint, sigmoid, _ = python_blocks(PAGE.read_text())
   (directory / f"{DINT_MODULE}.py").write_text(dint)
   (directory / f"{SIGMOID_MODULE}.py").write_text(sigmoid)
+  (suite,) = python_blocks(SUITE_PAGE.read_text())
+  (directory / f"{SUITE_MODULE}.py").write_text(suite)
 
 
 @contextlib.contextmanager
@@ -112,7 +123,7 @@ def registered(directory):
   sys.path.insert(0, str(directory))
   try:
     with kept_registry():
-      registry.import_modules(MODULES)
+      registry.import_modules((*MODULES, SUITE_MODULE))
       yield
   finally:
     sys.path.remove(str(directory))

@@ -58,7 +58,6 @@ BY_PAGE = pytest.mark.parametrize(
 )
 
 
-@functools.cache
 def settings():
   """The settings of all suites, as `diffjax.evaluate` reads them."""
   return {name: suite_class(name)() for name in SUITES}
@@ -222,7 +221,7 @@ def test_links_commands_fields_and_files_are_there(page, monkeypatch, tmp_path):
   monkeypatch.chdir(ROOT)
   text = page.read_text()
   found = []
-  # docs/variants.md has commands with the variant that it defines.
+  # Pages have commands with the variants and suites that they define.
   with own_variants.registered(tmp_path):
     for check in (wrong_links, wrong_commands, wrong_fields, wrong_files):
       found += check(text, page)

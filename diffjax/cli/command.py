@@ -273,7 +273,7 @@ def settings_from_config_dict(
   Raises:
     UserError: for the first field that is wrong.
   """
-  settings = {}
+  settings: dict[str, Any] = {}
   for name, section_type in sections.items():
     settings[name] = to_dataclass(values[name], section_type, f"set.{name}")
   return settings

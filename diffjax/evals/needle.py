@@ -190,7 +190,7 @@ class Needle(Suite[list[list[int]]]):
       )
       for text in self.pairs:
         pair = _parse_pair(text)
-        coordinates = {
+        coordinates: dict[str, Any] = {
           "needles": pair.num_needles,
           "asked": pair.num_asked,
           "length": length,

@@ -16,8 +16,10 @@ from diffjax.evals.needle import Needle
 from diffjax.evals.outliers import Outliers
 from diffjax.evals.position_nll import PositionNLL
 from diffjax.evals.quantised import Quantised, quantise
-from diffjax.evals.report import maps, page
+from diffjax.evals.report import maps
 from diffjax.evals.report.intervals import interval
+from diffjax.evals.report.suite import Report
+from diffjax.evals.suite import Model
 from diffjax.evals.validation import Validation
 from diffjax.model.attention import (
   CACHED_DECODING,
@@ -269,10 +271,10 @@ def test_the_page_shows_a_picture_of_variants_with_a_noise_map(own, tmp_path):
     "attention": own.config.model.attention,
     "parameters": 1,
   }
-  path = page.write(
-    [(own, description)], page.Settings(tokens=30), epath.Path(tmp_path), []
-  )
-  text = path.read_text()
+  suite = Report(tokens=30)
+  prompt_ids = suite.load(own)
+  suite.run([Model(own, description)], [prompt_ids], epath.Path(tmp_path))
+  text = (tmp_path / "report.html").read_text()
   titles = OWN_VARIANTS[own.config.model.attention][2]
   for title in titles:
     assert f"<figcaption>{title}</figcaption>" in text

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import sys
 from typing import ClassVar
 
 import jax
@@ -17,8 +16,7 @@ from diffjax.evals.measurement import mean_of
 from diffjax.evals.report.results import TableSpec
 from diffjax.evals.suite import Model, Suite, register, suite_class
 from diffjax.training.validation import token_losses
-from tests.conftest import ROOT
-from tests.pages import python_blocks
+from tests import own_variants
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,23 +92,16 @@ def test_two_suites_cannot_have_one_name(suites):
     register(Other)
 
 
-def test_the_suite_of_the_documentation(
-  suites, make_trained, monkeypatch, tmp_path
-):
-  (source,) = python_blocks((ROOT / "docs/evaluation.md").read_text())
-  (tmp_path / "confident.py").write_text(source)
-  monkeypatch.syspath_prepend(tmp_path)
-  monkeypatch.delitem(sys.modules, "confident", raising=False)
-  import confident
-
+def test_the_suite_of_the_documentation(make_trained, tmp_path):
+  with own_variants.registered(tmp_path):
+    Confident = suite_class("confident")
   # Random parameters are never sure of a token. Large ones are, and are right
   # about once in 256 tokens.
   trained = make_trained()
   params = jax.tree.map(lambda leaf: 10 * leaf, trained.params)
   trained = dataclasses.replace(trained, params=params)
-  suite = confident.Confident(rows=30)
+  suite = Confident(rows=30)
   (measurement,) = suite.evaluate(trained)
-  assert suite_class("confident") is confident.Confident
   num_confident = 0
   num_tokens = 0
   for batch in suite.load(trained):

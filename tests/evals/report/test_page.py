@@ -22,18 +22,21 @@ from etils import epath
 from matplotlib import image
 
 from diffjax.config import UserError
-from diffjax.evals.report import figures, plots, results
-from diffjax.evals.report.page import Settings, write
+from diffjax.evals import SUITES
+from diffjax.evals.measurement import mean_of
+from diffjax.evals.report import intervals, plots, results
+from diffjax.evals.report.suite import Report
+from diffjax.evals.suite import Model
 from tests.evals.report.browser import EXECUTABLES, executable
 
-SUITES = ["validation", "needle", "outliers", "attention"]
-# The suites with results. "outliers" has results of the first model only.
-MEASURED = SUITES[:3]
+# The suites with results, in the page's order. "outliers" has results of the
+# first model only.
+MEASURED = ["validation", "needle", "outliers"]
 PROMPT = 'if a < b: print("</script><script>alert(1)</script>") & é'
 NASTY_NAME = '<b>DIFF</b> & twin\'s "run"'
 
 
-class Report(NamedTuple):
+class MadeReport(NamedTuple):
   """A page about two models, and what it was made from.
 
   Attributes:
@@ -59,20 +62,27 @@ def report(make_trained, tmp_path_factory):
   write_log(path / "softmax", has_lambda=False)
 
   first, second = random_figures()
-  pair_figures = list(figures.compare(first, second))
-  first.append(figures.mean_of("none", [0.0, 0.0]))
-  single_figures = list(figures.compare(first))
+  pair_figures = list(intervals.compare(first, second))
+  first.append(mean_of("none", [0.0, 0.0]))
+  single_figures = list(intervals.compare(first))
   write_results(directory, "validation", [diff, transformer], pair_figures)
   write_results(directory, "needle", [diff, transformer], pair_figures)
   write_results(directory, "outliers", [diff], single_figures)
   save_a_plot(directory / "needle.png")
 
   models = [
-    (with_tokenizer_name(make_trained("diff"), NASTY_NAME), diff),
-    (make_trained("softmax"), transformer),
+    Model(with_tokenizer_name(make_trained("diff"), NASTY_NAME), diff),
+    Model(make_trained("softmax"), transformer),
   ]
-  page = write(models, Settings(prompt=PROMPT, heads=2), directory, SUITES)
-  return Report(directory, page, results.finite(pair_figures))
+  page = make_page(Report(prompt=PROMPT, heads=2), models, directory)
+  return MadeReport(directory, page, results.finite(pair_figures))
+
+
+def make_page(suite, models, directory):
+  """Runs the suite, and returns the path of the page."""
+  prompt_ids = [suite.load(model.trained) for model in models]
+  suite.run(models, prompt_ids, directory)
+  return directory / "report.html"
 
 
 def describe(workdir, name, attention):
@@ -119,15 +129,15 @@ def random_figures():
   rng = np.random.default_rng(0)
   units = rng.random(20)
   first = [
-    figures.mean_of("accuracy <x>", units + 5, depth="mean"),
-    figures.mean_of("loss", units, depth=1),
-    figures.mean_of("single", [math.pi]),
-    figures.mean_of("alike", units, depth=2),
+    mean_of("accuracy <x>", units + 5, depth="mean"),
+    mean_of("loss", units, depth=1),
+    mean_of("single", [math.pi]),
+    mean_of("alike", units, depth=2),
   ]
   second = [
-    figures.mean_of("accuracy <x>", rng.random(20), depth="mean"),
-    figures.mean_of("loss", units[::-1], depth=1),
-    figures.mean_of("alike", units[::-1], depth=2),
+    mean_of("accuracy <x>", rng.random(20), depth="mean"),
+    mean_of("loss", units[::-1], depth=1),
+    mean_of("alike", units[::-1], depth=2),
   ]
   return first, second
 
@@ -370,13 +380,13 @@ def test_the_picture_beside_the_page_is_sharp_and_opaque(report):
 def test_one_model_without_logs_or_results(make_trained, tmp_path):
   trained = make_trained("diff_v2", num_layers=1)
   description = describe(tmp_path, "a model", "diff_v2")
-  settings = Settings(layers=9, heads=9)
-  directory = epath.Path(tmp_path)
-  page = write([(trained, description)], settings, directory, SUITES)
+  models = [Model(trained, description)]
+  page = make_page(Report(layers=9, heads=9), models, epath.Path(tmp_path))
   text = page.read_text()
   assert f"DIFF V2: no metrics.jsonl in {tmp_path}." in text
   assert "No suite has been measured here" in text
-  assert f"Not measured here: {', '.join(SUITES)}." in text
+  other_suites = [name for name in SUITES if name != "report"]
+  assert f"Not measured here: {', '.join(other_suites)}." in text
   num_layers = 1
   mean_and_heads = 1 + 4
   assert text.count("<option") == num_layers + mean_and_heads
@@ -410,6 +420,7 @@ def test_bad_input(make_trained, tmp_path, settings, content, message):
   """`content` is the content of needle.json. None for no such file."""
   if content is not None:
     (tmp_path / "needle.json").write_text(content)
-  model = (make_trained(num_layers=1), describe(tmp_path, "a model", "diff"))
+  description = describe(tmp_path, "a model", "diff")
+  model = Model(make_trained(num_layers=1), description)
   with pytest.raises(UserError, match=message):
-    write([model], Settings(**settings), epath.Path(tmp_path), SUITES)
+    make_page(Report(**settings), [model], epath.Path(tmp_path))
