@@ -367,7 +367,7 @@ class _Classifier:
       fitting.append(example)
     return fitting
 
-  def correct(
+  def outcomes(
     self, demonstrations: Sequence[Example]
   ) -> Float[ndarray, "queries"]:
     """Returns for each query 1 if the model gives the right label, else 0."""
@@ -385,16 +385,17 @@ class _Classifier:
 
     outcomes = []
     for label_index, query in zip(label_indices, self._queries, strict=True):
-      outcomes.append(self._labels[label_index] == query.label)
+      is_right = self._labels[label_index] == query.label
+      outcomes.append(is_right)
     return np.asarray(outcomes, np.float64)
 
-  def correct_after_each(
+  def outcome_columns(
     self, demonstration_lists: Sequence[Sequence[Example]]
   ) -> Float[ndarray, "queries lists"]:
-    """Returns a column of `correct` for each list of demonstrations."""
+    """Returns a column of `outcomes` for each list of demonstrations."""
     columns = []
     for demonstrations in demonstration_lists:
-      columns.append(self.correct(demonstrations))
+      columns.append(self.outcomes(demonstrations))
     return np.stack(columns, axis=1)
 
 
@@ -412,9 +413,9 @@ def _accuracy(
   classifier: _Classifier, demonstration_sets: Sequence[Sequence[Example]]
 ) -> Measurement:
   """Measures the mean accuracy over sets of equally many demonstrations."""
-  correct = classifier.correct_after_each(demonstration_sets)
+  outcomes = classifier.outcome_columns(demonstration_sets)
   coordinates = _coordinates(classifier, demonstration_sets)
-  return proportion("accuracy", correct.mean(axis=1), **coordinates)
+  return proportion("accuracy", outcomes.mean(axis=1), **coordinates)
 
 
 def _best_minus_worst(
@@ -427,11 +428,11 @@ def _best_minus_worst(
     order: The kind of order, a key of `_ORDERS`.
     orderings: The demonstrations in different orders of this kind.
   """
-  correct = classifier.correct_after_each(orderings)
+  outcomes = classifier.outcome_columns(orderings)
   coordinates = _coordinates(classifier, orderings)
   return Measurement(
     "best minus worst",
-    correct,
+    outcomes,
     {**coordinates, "order": order},
     _accuracy_range,
   )
@@ -451,7 +452,7 @@ def _coordinates(
   }
 
 
-def _accuracy_range(correct: Float[ndarray, "queries orders"]) -> float:
+def _accuracy_range(outcomes: Float[ndarray, "queries orders"]) -> float:
   """Returns the best order's accuracy minus the worst order's."""
-  accuracies = correct.mean(axis=0)
+  accuracies = outcomes.mean(axis=0)
   return float(accuracies.max() - accuracies.min())

@@ -248,8 +248,8 @@ class Mathematics(Suite[list[Benchmark]]):
     ):
       if len(prompt) + self.new_tokens > max_length:
         raise UserError(
-          f"{question.location}: a prompt of {len(prompt)} tokens, demonstrations"
-          f" included, and set.mathematics.new_tokens = {self.new_tokens} are"
+          f"{question.location}: a prompt of {len(prompt)} tokens,"
+          f" demonstrations included, and set.mathematics.new_tokens = {self.new_tokens} are"
           f" more than the model's {max_length} (its config.model.max_length)"
         )
 
@@ -301,7 +301,8 @@ def _to_text(location: str, name: str, value: object) -> str:
     return str(value)
   if not isinstance(value, str):
     raise UserError(
-      f"{location}: the field {name!r} must be a string; got {str(value)[:40]!r}"
+      f"{location}: the field {name!r} must be a string; got"
+      f" {str(value)[:40]!r}"
     )
   return value
 
@@ -317,8 +318,8 @@ def _check_not_scored(
     scored_location = scored_locations.get(demonstration.text.strip())
     if scored_location is not None:
       raise UserError(
-        f"{demonstration.location}: this demonstration is also a scored question"
-        f" ({scored_location}); set.mathematics.shots_file must hold other"
+        f"{demonstration.location}: this demonstration is also a scored"
+        f" question ({scored_location}); set.mathematics.shots_file must hold other"
         " questions, such as the training split"
       )
 
