@@ -1,6 +1,7 @@
-"""Answers are found in solutions, and are the same exactly where the module's rules say so."""
+"""Answers are found in solutions, and compared by the rules of the module."""
 
 import concurrent.futures
+import itertools
 import time
 
 import pytest
@@ -24,7 +25,8 @@ from diffjax.evals.methods.final_answer import (
   [
     # GSM8K
     (
-      "48/2 = <<48/2=24>>24 clips in May.\n48+24 = <<48+24=72>>72 altogether.\n#### 72",
+      "48/2 = <<48/2=24>>24 clips in May.\n"
+      "48+24 = <<48+24=72>>72 altogether.\n#### 72",
       "72",
     ),
     ("#### 1,234", "1,234"),
@@ -184,14 +186,9 @@ def test_the_same(group):
 
 
 def test_different_groups_are_different():
-  for index, group in enumerate(SAME):
-    for other in SAME[index + 1 :]:
-      assert not any(
-        is_same_answer(left, right) for left in group for right in other
-      ), (
-        group[0],
-        other[0],
-      )
+  for group, other_group in itertools.combinations(SAME, 2):
+    for left, right in itertools.product(group, other_group):
+      assert not is_same_answer(left, right), (left, right)
 
 
 @pytest.mark.parametrize(
@@ -262,12 +259,11 @@ PIECES = st.sampled_from(
 @given(st.lists(PIECES, max_size=30).map("".join))
 def test_anything_a_model_writes_is_taken(text):
   last_boxed(text)
-  found = extract_answer(text)
-  assert (
-    is_same_answer(text, text)
-    and (found is None or is_same_answer(found, found))
-    and isinstance(reference_answer(text), str)
-  )
+  assert isinstance(reference_answer(text), str)
+  assert is_same_answer(text, text)
+  answer = extract_answer(text)
+  if answer is not None:
+    assert is_same_answer(answer, answer)
 
 
 def test_math_verify_ends_at_its_limit(monkeypatch, caplog):
@@ -281,12 +277,11 @@ def test_math_verify_ends_at_its_limit(monkeypatch, caplog):
 
 
 def test_math_verify_compares_in_any_thread():
+  def is_commutative(number):
+    return is_same_answer(f"x+{number}", f"{number}+x")
+
   with concurrent.futures.ThreadPoolExecutor(4) as pool:
-    numbers = [str(number) for number in range(20)]
-    found = pool.map(
-      lambda number: is_same_answer(f"x+{number}", f"{number}+x"), numbers
-    )
-    assert all(found)
+    assert all(pool.map(is_commutative, range(20)))
 
 
 def test_math_verify_is_needed_and_named(monkeypatch, tmp_path):

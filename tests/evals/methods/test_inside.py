@@ -1,7 +1,5 @@
 """Measurements inside a model see the values that the model computes."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +13,20 @@ from diffjax.ops.diff_attention.reference import attention_weights
 from tests.tiers import full
 
 
+def identity(x):
+  return x
+
+
+def measure_jitted(trained, batch, **functions):
+  """Returns the results of `inside.measure`, compiled."""
+
+  @jax.jit
+  def measure(params):
+    return inside.measure(trained.model, params, batch, **functions)
+
+  return measure(trained.params)
+
+
 @pytest.mark.parametrize("kind", ["softmax", "diff", "diff_v2"])
 def test_queries_keys_and_hidden_states_are_those_that_the_model_captures(
   make_trained, kind
@@ -23,7 +35,7 @@ def test_queries_keys_and_hidden_states_are_those_that_the_model_captures(
   batch = next(iter(validation_rows("x", trained, 2, batch_size=2)))
 
   @jax.jit
-  def captured(params):
+  def capture(params):
     _, variables = trained.model.apply(
       {"params": params},
       batch["tokens"],
@@ -33,87 +45,100 @@ def test_queries_keys_and_hidden_states_are_those_that_the_model_captures(
     )
     return variables
 
-  @jax.jit
-  def measured(params):
-    def inputs(attended):
-      return {
-        "q": attended.q,
-        "k": attended.k,
-        "lam": attended.lam,
-        "ids": attended.mask.q_segment_ids,
-      }
+  def select_arrays(inputs):
+    return {
+      "q": inputs.q,
+      "k": inputs.k,
+      "lam": inputs.lam,
+      "ids": inputs.mask.q_segment_ids,
+    }
 
-    return inside.measure(
-      trained.model, params, batch, attention=inputs, hidden=lambda x: x
-    )
-
-  want, got = captured(trained.params), measured(trained.params)
-  layers = want["intermediates"]["layers"]
-  np.testing.assert_array_equal(
-    got["attention"]["q"], layers["attention"]["query"][0]
+  measured = measure_jitted(
+    trained, batch, attention=select_arrays, hidden=identity
   )
+  attention = measured["attention"]
+  captured = capture(trained.params)
+  layers = captured["intermediates"]["layers"]
+  np.testing.assert_array_equal(attention["q"], layers["attention"]["query"][0])
+  np.testing.assert_array_equal(attention["k"], layers["attention"]["key"][0])
+  np.testing.assert_array_equal(measured["hidden"], layers["hidden"][0])
+  num_layers = 2
   np.testing.assert_array_equal(
-    got["attention"]["k"], layers["attention"]["key"][0]
+    attention["ids"], np.stack([batch["segment_ids"]] * num_layers)
   )
-  np.testing.assert_array_equal(got["hidden"], layers["hidden"][0])
-  np.testing.assert_array_equal(
-    got["attention"]["ids"], np.stack([batch["segment_ids"]] * 2)
-  )
+  lam = attention["lam"]
   if kind == "softmax":
-    assert got["attention"]["lam"] is None
+    assert lam is None
   else:
-    lam = got["attention"]["lam"]
-    assert lam.shape == (2, 2, 64, trained.config.model.num_heads)
+    assert lam.shape == (num_layers, 2, 64, trained.config.model.num_heads)
+    mean_lambdas = captured["metrics"]["layers"]["attention"]["lambda"][0]
     np.testing.assert_allclose(
-      lam.mean(axis=(1, 2, 3)),
-      want["metrics"]["layers"]["attention"]["lambda"][0],
-      rtol=1e-5,
+      lam.mean(axis=(1, 2, 3)), mean_lambdas, rtol=1e-5
     )
 
 
 def test_it_measures_under_remat_and_leaves_the_model_as_it_was(make_trained):
   trained = make_trained(remat="full", num_layers=3)
   tokens = np.arange(32).reshape(2, 16)
-  apply = jax.jit(
-    lambda params: trained.model.apply({"params": params}, tokens)
-  )
-  before = apply(trained.params)
-  found = jax.jit(
-    functools.partial(
-      inside.measure,
-      trained.model,
-      batch={"tokens": tokens},
-      hidden=lambda x: x,
-    )
-  )(trained.params)
-  assert set(found) == {"hidden"} and found["hidden"].shape == (3, 2, 16, 16)
-  after = jax.jit(
-    lambda params: trained.model.apply({"params": params}, tokens)
-  )(trained.params)  # traced anew
-  np.testing.assert_array_equal(before, after)
+
+  def run_model():
+    # A new function, so that jit traces the model each time.
+    def apply(params):
+      return trained.model.apply({"params": params}, tokens)
+
+    return jax.jit(apply)(trained.params)
+
+  before = run_model()
+  measured = measure_jitted(trained, {"tokens": tokens}, hidden=identity)
+  assert set(measured) == {"hidden"}
+  assert measured["hidden"].shape == (3, 2, 16, 16)
+  np.testing.assert_array_equal(before, run_model())
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])  # unrolled, and scanned
+def test_the_example_in_the_docstring(make_trained):
+  """The largest logit of each layer equals one from all queries and keys."""
+
+  def add_block(largest, queries):
+    is_visible = queries.mask[:, None, None]
+    logits = jnp.where(is_visible, queries.logits(), -jnp.inf)
+    return jnp.maximum(largest, jnp.max(logits))
+
+  def largest_logits(inputs):
+    start = jnp.float32(-jnp.inf)
+    all_queries = inputs.queries(0, inputs.q.shape[1])
+    return {
+      "blocks": inside.fold_query_blocks(
+        add_block, start, inputs, block_size=24
+      ),
+      "all": add_block(start, all_queries),
+    }
+
+  trained = make_trained("diff")
+  batch = next(iter(validation_rows("x", trained, 2, batch_size=2)))
+  results = measure_jitted(trained, batch, attention=largest_logits)
+  results = results["attention"]
+  assert results["all"].shape == (2,)
+  np.testing.assert_allclose(results["blocks"], results["all"], rtol=1e-6)
+
+
+# Without remat, the layers are unrolled. With it, they are scanned.
+@pytest.mark.parametrize("remat", ["none", "full"])
 def test_every_layer_is_measured_with_its_own_window(make_trained, remat):
-  """A plain layer, then full and windowed ones: the weights of the last query lie on the keys that its layer sees."""
+  """The last query's weights lie on the keys that its layer sees.
+
+  The layers: a plain one, then full and windowed ones.
+  """
   trained = make_trained(
     num_layers=4, plain_layers=1, window=3, window_pattern="wf", remat=remat
   )
   tokens = np.arange(16).reshape(1, 16)
 
-  def count_keys(attended):
-    last_weights = attended.queries(15, 1).weights()  # [B, H, 1, S]
+  def count_keys(inputs):
+    last_weights = inputs.queries(15, 1).weights()  # [B, H, 1, S]
     return jnp.sum(last_weights[:, 0, 0] != 0, axis=-1)
 
-  found = jax.jit(
-    functools.partial(
-      inside.measure,
-      trained.model,
-      batch={"tokens": tokens},
-      attention=count_keys,
-    )
-  )(trained.params)
-  np.testing.assert_array_equal(found["attention"][:, 0], [3, 16, 3, 16])
+  results = measure_jitted(trained, {"tokens": tokens}, attention=count_keys)
+  np.testing.assert_array_equal(results["attention"][:, 0], [3, 16, 3, 16])
 
 
 @pytest.mark.parametrize(
@@ -126,19 +151,23 @@ def test_blocks_of_queries_give_the_whole_map(length, block, window):
   k = jax.random.normal(keys[1], (2, length, 2, 2, 8))
   v = jnp.zeros((2, length, 2, 16))
   lam = jax.random.uniform(keys[2], (2, length, 4))
-  sizes = [length // 2, length - length // 2 - 2, 2]  # The last is padding.
-  ids = jnp.asarray([np.repeat([1, 2, 0], sizes)] * 2)
-  whole = attention_weights(
+  # Two documents, then two tokens of padding.
+  num_padding = 2
+  first_size = length // 2
+  second_size = length - first_size - num_padding
+  row_ids = np.repeat([1, 2, 0], [first_size, second_size, num_padding])
+  ids = jnp.asarray([row_ids] * 2)
+  all_weights = attention_weights(
     q, k, lam, q_segment_ids=ids, kv_segment_ids=ids, window=window
   )
 
-  def step(total, queries):
+  def add_block(total, queries):
     squares, num_visible = total
     weights = jnp.where(queries.mask[:, None], queries.weights(), 0)
     squares += jnp.sum(weights**2, axis=(2, 3))
     return squares, num_visible + jnp.sum(queries.mask)
 
-  attended = inside.AttentionInputs(
+  inputs = inside.AttentionInputs(
     DiffAttention(num_heads=4, head_dim=8, num_kv_heads=2),
     q,
     k,
@@ -147,16 +176,17 @@ def test_blocks_of_queries_give_the_whole_map(length, block, window):
     MaskArguments(ids, ids, causal=True, window=window),
   )
   squares, num_visible = inside.fold_query_blocks(
-    step, (jnp.zeros((2, 4)), 0), attended, block_size=block
+    add_block, (jnp.zeros((2, 4)), 0), inputs, block_size=block
   )
-  np.testing.assert_allclose(
-    squares, jnp.sum(whole[:, :, : length - 2] ** 2, axis=(2, 3)), rtol=1e-5
-  )
-  want = 0
-  for size in sizes[:2]:
+  weights = all_weights[:, :, : length - num_padding]
+  expected = jnp.sum(weights**2, axis=(2, 3))
+  np.testing.assert_allclose(squares, expected, rtol=1e-5)
+  # Padding sees nothing.
+  num_keys_per_row = 0
+  for size in (first_size, second_size):
     for num_keys in range(1, size + 1):
-      want += min(num_keys, window or num_keys)
-  assert num_visible == 2 * want  # Padding sees nothing.
+      num_keys_per_row += min(num_keys, window or num_keys)
+  assert num_visible == 2 * num_keys_per_row
 
 
 def test_a_layer_that_needs_all_queries_gets_one_block():
@@ -166,7 +196,7 @@ def test_a_layer_that_needs_all_queries_gets_one_block():
   q = jax.random.normal(jax.random.key(0), (2, 37, 2, 2, 8))
   k = jax.random.normal(jax.random.key(1), (2, 37, 2, 2, 8))
   ids = jnp.ones((2, 37), jnp.int32)
-  attended = inside.AttentionInputs(
+  inputs = inside.AttentionInputs(
     NeedsAllQueries(num_heads=2, head_dim=8),
     q,
     k,
@@ -174,16 +204,15 @@ def test_a_layer_that_needs_all_queries_gets_one_block():
     jnp.full((2, 37, 2), 0.3),
     MaskArguments(ids, ids, causal=True, window=None),
   )
-  sizes = []
+  block_sizes = []
 
-  def step(total, queries):
-    sizes.append(queries.q.shape[1])
+  def count_keys(total, queries):
+    block_sizes.append(queries.q.shape[1])
     return total + jnp.sum(queries.mask)
 
-  assert (
-    inside.fold_query_blocks(step, 0, attended, block_size=8) == 2 * 37 * 19
-  )
-  assert set(sizes) == {37}
+  num_visible = inside.fold_query_blocks(count_keys, 0, inputs, block_size=8)
+  assert num_visible == 2 * 37 * 19
+  assert set(block_sizes) == {37}
 
 
 def test_a_layer_that_does_not_attend_cannot_be_measured(
@@ -199,5 +228,5 @@ def test_a_layer_that_does_not_attend_cannot_be_measured(
       trained.model,
       trained.params,
       {"tokens": np.arange(8)[None]},
-      attention=lambda attended: attended.q,
+      attention=lambda inputs: inputs.q,
     )
