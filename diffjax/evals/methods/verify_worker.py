@@ -1,7 +1,7 @@
 """The process of equivalence.py: compares expressions with math-verify.
 
-equivalence.py explains the requests and replies. This file is run as a program,
-without the packages of diffjax, so that it starts quickly.
+equivalence.py explains the requests and replies. This file is run as a program.
+It imports nothing from diffjax.
 """
 
 import contextlib
