@@ -1,9 +1,12 @@
-"""Methods that suites share, so that they measure and read data in one way.
+"""Methods of the suites: what several share, and parts that have one purpose.
 
 Data, the same for every model:
 
 - `validation_rows`: rows of validation text, for suites of losses and layers.
 - `needle_prompts`: prompts with hidden numbers, for needle and attention.
+- `labelled_texts`: texts with labels, and `demonstration_orders`: orders of
+  them, for many_shot.
+- `harness_tasks`: lm-eval's tasks with local files or the hub, for harness.
 - `jsonl`: records from files of JSON lines, with the line in every error, for
   suites with questions.
 
@@ -15,9 +18,12 @@ What a model does:
 - `lm_eval`: a model in the interface of lm-eval, for harness.
 - `label_decoding`: the most likely of several labels, for many_shot.
 
-Whether an answer is correct, for mathematics:
+Whether an answer is correct:
 
-- `final_answer`: the answer in a solution, and the rules of its comparison.
+- `text_overlap`: exact match and ROUGE-L, for hallucination.
+- `judge`: prompts for a judge and its verdicts, for hallucination.
+- `final_answer`: the answer in a solution, and the rules of its comparison, for
+  mathematics.
 - `equivalence`: math-verify in a process with limits. Its program is
   `verify_worker`.
 """

@@ -269,7 +269,7 @@ def test_a_browser_shows_all_sections(report, browser):
   assert sections == ["training", "attention-maps", *MEASURED, "models"]
   text = contents["text"]
   assert f"Measured of {NASTY_NAME}, not of this page's models." in text
-  assert "Not measured here: attention." in text
+  assert "Not measured here: position_nll, attention," in text
   assert PROMPT in text
 
 
