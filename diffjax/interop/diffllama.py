@@ -37,7 +37,6 @@ angles scaled otherwise than by "linear", "llama3" or "yarn".
 
 from __future__ import annotations
 
-import functools
 import pathlib
 from typing import Any
 
@@ -63,6 +62,7 @@ def read(path: str) -> Model:
   config = hugging_face.read_config(directory, "diffllama", maps=2)
   tokenizer = read_tokenizer(directory, config.vocab_size)
   params = _layout(config).params(SafetensorsDirectory(directory))
+  # DiffLlama's head norm has no gain.
   params["layers"]["attention"]["head_gain"] = np.ones(
     (config.num_layers, 2 * config.head_dim), np.float32
   )
@@ -95,15 +95,14 @@ def write(path: str, model: Model, dtype: str) -> None:
   write_directory(
     pathlib.Path(path),
     stored_config,
-    layout.shapes(),
-    functools.partial(layout.tensor, params),
+    layout.tensors(params),
     model.tokenizer,
     dtype,
   )
 
 
 def _check_attention(config: ModelConfig) -> None:
-  """Raises UserError if DiffLlama has other attention than the model."""
+  """Raises UserError if DiffLlama's attention is not the model's."""
   if config.attention != "diff":
     raise UserError(
       "DiffLlama is DIFF V1: it cannot hold a model of attention"
@@ -122,7 +121,11 @@ def _check_attention(config: ModelConfig) -> None:
 
 
 def _layout(config: ModelConfig) -> Layout:
-  """Returns the tensors of a model."""
+  """Returns the layout of a model.
+
+  Raises:
+    UserError: if this layout cannot hold the model.
+  """
   return Layout(
     _ENTRIES,
     config,
@@ -132,9 +135,15 @@ def _layout(config: ModelConfig) -> Layout:
 
 
 def _fold_head_gain(params: dict[str, Any]) -> dict[str, Any]:
-  """Returns the parameters with the gain of the head norm in W_O."""
+  """Returns the parameters with W_O multiplied by the gain of the head norm.
+
+  The head norm multiplies the outputs of each head by a gain, and W_O maps them
+  to the width of the model. So the gain can be moved into the rows of W_O.
+  """
   attention = dict(params["layers"]["attention"])
-  gain = attention.pop("head_gain")  # [L, V]
-  attention["out"] = attention["out"] * gain[:, None, :, None]  # [L, H, V, E]
+  # [layers, value width]
+  gain = attention.pop("head_gain")
+  # W_O is [layers, heads, value width, model width].
+  attention["out"] = attention["out"] * gain[:, None, :, None]
   layers = {**params["layers"], "attention": attention}
   return {**params, "layers": layers}

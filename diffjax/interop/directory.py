@@ -1,4 +1,4 @@
-"""A model's directory in Hugging Face's format.
+"""A model's directory, with the files that Hugging Face's libraries use.
 
 It has config.json, tokenizer.json and the weights: one safetensors file, or
 several with an index. Nothing in it is unpickled or executed, so weights in
@@ -11,7 +11,7 @@ import contextlib
 import math
 import pathlib
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -22,6 +22,7 @@ import safetensors.numpy
 from diffjax.config import ModelConfig, UserError, from_config_dict
 from diffjax.data.json_file import read_json, write_json
 from diffjax.data.tokenizer import Tokenizer
+from diffjax.interop.layout import Tensors
 from diffjax.interop.tokenizer import write_tokenizer
 
 # The types of tensors that can be written.
@@ -121,7 +122,7 @@ def _open_safetensors(path: pathlib.Path) -> Any:
 
 
 def _weight_file_names(directory: pathlib.Path) -> list[str]:
-  """Returns the names of the files with weights."""
+  """Returns the names of the safetensors files in a model's directory."""
   index = directory / _INDEX
   # If both exist, the single file is read, as in transformers.
   if (directory / _WEIGHTS).exists() or not index.exists():
@@ -161,29 +162,27 @@ def checked_config(path: pathlib.Path, fields: dict[str, Any]) -> ModelConfig:
 def write(
   directory: pathlib.Path,
   config: Mapping[str, Any],
-  shapes: Mapping[str, tuple[int, ...]],
-  tensor: Callable[[str], np.ndarray],
+  tensors: Tensors,
   tokenizer: Tokenizer,
   dtype: str,
 ) -> None:
   """Writes a model's directory.
 
-  config.json is written last, so a directory without it is incomplete.
+  config.json is written last, so a directory without it is incomplete. Only the
+  tensors of one file are in memory at the same time.
 
   Args:
     directory: The directory. It is created if it does not exist.
     config: The content of config.json.
-    shapes: The shape of every tensor, by name.
-    tensor: Returns a tensor from its name. It is called once for each tensor.
-      Only the tensors of one file are in memory at the same time.
+    tensors: The tensors. Each is read once.
     tokenizer: The tokenizer of the model.
-    dtype: "float32" or "bfloat16".
+    dtype: The type of the written tensors, "float32" or "bfloat16".
 
   Raises:
     UserError: if the directory cannot be written.
   """
   sizes = {}
-  for name, shape in shapes.items():
+  for name, shape in tensors.shapes().items():
     sizes[name] = math.prod(shape) * DTYPES[dtype].itemsize
   files = _split_into_files(sizes)
 
@@ -191,7 +190,7 @@ def write(
     directory.mkdir(parents=True, exist_ok=True)
     write_tokenizer(directory, tokenizer)
     for file_name, names in files.items():
-      _write_tensors(directory / file_name, names, tensor, dtype)
+      _write_tensors(directory / file_name, tensors, names, dtype)
       # safetensors makes files that only their owner can read. The tokenizer's
       # file has the permissions that the user has chosen with umask.
       shutil.copymode(directory / "tokenizer.json", directory / file_name)
@@ -202,16 +201,14 @@ def write(
 
 
 def _write_tensors(
-  path: pathlib.Path,
-  names: Sequence[str],
-  tensor: Callable[[str], np.ndarray],
-  dtype: str,
+  path: pathlib.Path, tensors: Tensors, names: Sequence[str], dtype: str
 ) -> None:
-  """Writes a safetensors file. Frees its tensors."""
-  tensors = {}
+  """Writes the tensors of these names to a safetensors file."""
+  arrays = {}
   for name in names:
-    tensors[name] = _to_contiguous(tensor(name), dtype)
-  safetensors.numpy.save_file(tensors, path, metadata={"format": "pt"})
+    arrays[name] = _to_contiguous(tensors.read(name), dtype)
+  # transformers loads only files that name the framework, PyTorch.
+  safetensors.numpy.save_file(arrays, path, metadata={"format": "pt"})
 
 
 def _to_contiguous(array: np.ndarray, dtype: str) -> np.ndarray:
@@ -221,10 +218,14 @@ def _to_contiguous(array: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def _split_into_files(sizes: Mapping[str, int]) -> dict[str, list[str]]:
-  """Returns the names of the tensors of each file, by the name of the file.
+  """Distributes tensors over files of at most `SHARD_BYTES`.
 
   Args:
     sizes: The size of each tensor in bytes, in the order of the files.
+
+  Returns:
+    The names of the tensors of each file, by the name of the file. If all
+    tensors fit into one file, it is model.safetensors.
   """
   shards: list[list[str]] = []
   bytes_left = 0

@@ -1,4 +1,4 @@
-"""What the models in Hugging Face's format have in common.
+"""What the layouts of Hugging Face's transformers have in common.
 
 These are the names of the tensors, and the fields of config.json. llama.py,
 diffllama.py, motif.py and phi_flash.py add what is specific to a model.
@@ -14,6 +14,7 @@ in only a part of a head. Fields of config.json that are not known are errors.
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
@@ -29,7 +30,7 @@ TIED_BY = "tie_word_embeddings"
 # The model_type of Phi-4-mini-flash. Only its attention is supported.
 PHI_FLASH = "phi4flash"
 
-# What these formats support beyond the defaults of `Layout`.
+# What these layouts support beyond the defaults of `Layout`.
 SUPPORTED = {"rope_scaling": ANY}
 
 # The maximum number of characters of an unknown field's value in a message.
@@ -104,15 +105,18 @@ _DEFAULT_ROPE_BASE = 10_000.0
 def entries(order: Literal["map", "head"]) -> tuple[Entry, ...]:
   """Returns the entries of the tensors that all models have.
 
-  A head of differential attention has two maps. These formats count each map
-  as a head, with half of the head's values.
+  A head of differential attention has two attention maps. In these layouts,
+  each map is a head of its own, with half of the values of the DIFF head.
+
+  Example: for "head", the axes of the queries are "E Q G D = (Q G D) E". See
+  `layout.Entry`.
 
   Args:
-    order: The order of the maps. "map": the first maps of all H heads, then
-      their second maps. Map g of head i has the index i + g·H. "head": the maps
-      of the first head, then the maps of the next. If heads share a noise map,
-      this is the order of their groups. For models with one map per head, both
-      orders are the same.
+    order: The order of the maps in the rows of the projections. "map": the
+      first maps of all heads, then their second maps. "head": both maps of the
+      first head, then both maps of the next; if heads share a noise map, all
+      maps of the first group of heads, then all maps of the next. A model with
+      one map per head is the same in both orders.
   """
   if order == "map":
     query_axes = "E Q G D = (G Q D) E"
@@ -163,26 +167,96 @@ LAMBDAS = (
 )
 
 
+@dataclasses.dataclass(frozen=True)
+class StoredConfig:
+  """The content of a config.json.
+
+  Attributes:
+    path: The path of the file, for messages.
+    fields: Its fields. null is None.
+  """
+
+  path: pathlib.Path
+  fields: Mapping[str, Any]
+
+  def get(self, name: str) -> Any:
+    """Returns a field, or None if it is missing or null."""
+    return self.fields.get(name)
+
+  def required(self, name: str) -> Any:
+    """Returns a field.
+
+    Raises:
+      UserError: if the field is missing or null.
+    """
+    value = self.get(name)
+    if value is None:
+      raise UserError(f"{self.path} has no {name}")
+    return value
+
+  def integer(self, name: str, *, multiple_of: int = 1) -> int:
+    """Returns a field that must be a positive integer.
+
+    Args:
+      name: The name of the field.
+      multiple_of: A number that must divide the integer.
+
+    Raises:
+      UserError: if the field is missing, is not a positive integer, or is not a
+        multiple of the number.
+    """
+    value = self.required(name)
+    # isinstance(True, int) is true.
+    is_positive_integer = type(value) is int and value > 0
+    if not is_positive_integer or value % multiple_of != 0:
+      raise UserError(
+        f"{self.path} has {name} = {value!r}: it must be a positive multiple of"
+        f" {multiple_of}"
+      )
+    return value
+
+  def check_values(self, supported: Mapping[str, Any]) -> None:
+    """Checks fields for which diffjax supports only one value.
+
+    Args:
+      supported: The supported value of each field, by the name of the field. A
+        field that is missing or null is not an error.
+
+    Raises:
+      UserError: if a field has another value.
+    """
+    for name, supported_value in supported.items():
+      value = self.get(name)
+      if value is None:
+        continue
+      # True and 1 are equal, but not the same value in JSON.
+      has_same_type = type(value) is type(supported_value)
+      if value != supported_value or not has_same_type:
+        raise UserError(
+          f"{self.path} has {name} = {value!r}: diffjax supports only"
+          f" {supported_value!r}"
+        )
+
+
 def read_config_json(
   directory: pathlib.Path,
-  model_types: Sequence[Any],
+  model_types: Sequence[str],
   known_fields: Iterable[str],
-) -> dict[str, Any]:
-  """Returns the content of a model's config.json.
+) -> StoredConfig:
+  """Reads the config.json of a model.
 
   Args:
     directory: The directory of the model.
     model_types: The values of model_type that are supported.
-    known_fields: The fields that only this model has. The caller reads them, or
-      knows that they have no effect.
+    known_fields: The names of the fields that only this layout has.
 
   Raises:
     UserError: if the model has another type, or if config.json has unknown
       fields, which may change what the model computes.
   """
   path = directory / "config.json"
-  config = read_json(path)
-  model_type = config.get("model_type")
+  stored_config = StoredConfig(path, read_json(path))
+  model_type = stored_config.get("model_type")
   if model_type not in model_types:
     supported = " or ".join(repr(name) for name in model_types)
     message = (
@@ -195,23 +269,24 @@ def read_config_json(
         " diffjax.interop.phi_flash.read_attention"
       )
     raise UserError(message)
-  _check_no_unknown_fields(path, config, known_fields)
-  return config
+  _check_no_unknown_fields(stored_config, known_fields)
+  return stored_config
 
 
 def _check_no_unknown_fields(
-  path: pathlib.Path, config: Mapping[str, Any], known_fields: Iterable[str]
+  stored_config: StoredConfig, known_fields: Iterable[str]
 ) -> None:
-  """Raises UserError if a config.json has unknown fields that are set."""
+  """Raises UserError if a config.json has unknown fields that are not empty."""
   names = {*_FIELDS.values(), *_OTHER_FIELDS, *_IGNORED_FIELDS, *known_fields}
   unknown = []
-  for name, value in sorted(config.items()):
+  for name, value in sorted(stored_config.fields.items()):
     if name not in names and value not in _EMPTY_VALUES:
       unknown.append(_format_field(name, value))
   if unknown:
     raise UserError(
-      f"{path} has fields that diffjax does not know: {', '.join(unknown)};"
-      " remove the fields that do not change what the model computes"
+      f"{stored_config.path} has fields that diffjax does not know:"
+      f" {', '.join(unknown)}; remove the fields that do not change what the"
+      " model computes"
     )
 
 
@@ -222,77 +297,6 @@ def _format_field(name: str, value: Any) -> str:
   return f"{name} = {repr(value)[:_MAX_SHOWN_CHARACTERS]}"
 
 
-def required_field(
-  path: pathlib.Path, config: Mapping[str, Any], name: str
-) -> Any:
-  """Returns a field of a config.json.
-
-  Args:
-    path: The file, for messages.
-    config: Its content.
-    name: The name of the field.
-
-  Raises:
-    UserError: if the field is missing or null.
-  """
-  value = config.get(name)
-  if value is None:
-    raise UserError(f"{path} has no {name}")
-  return value
-
-
-def divide_field(
-  path: pathlib.Path, config: Mapping[str, Any], name: str, divisor: int
-) -> int:
-  """Returns a field of a config.json, divided by a number.
-
-  Args:
-    path: The file, for messages.
-    config: Its content.
-    name: The name of the field.
-    divisor: The number. 1 only checks that the field is a positive integer.
-
-  Raises:
-    UserError: if the field is missing, or not a positive multiple of the
-      divisor.
-  """
-  value = required_field(path, config, name)
-  # type, because True is an int.
-  is_positive_integer = type(value) is int and value > 0
-  if not is_positive_integer or value % divisor != 0:
-    raise UserError(
-      f"{path} has {name} = {value!r}: it must be a positive multiple of"
-      f" {divisor}"
-    )
-  return value // divisor
-
-
-def check_values(
-  path: pathlib.Path, config: Mapping[str, Any], **supported: Any
-) -> None:
-  """Checks fields for which diffjax supports only one value.
-
-  Args:
-    path: The file, for messages.
-    config: Its content. A field that is missing or null is not an error.
-    **supported: The supported value of each field.
-
-  Raises:
-    UserError: if a field has another value.
-  """
-  for name, supported_value in supported.items():
-    value = config.get(name)
-    if value is None:
-      continue
-    # True and 1 are equal, but not the same value in JSON.
-    has_same_type = type(value) is type(supported_value)
-    if value != supported_value or not has_same_type:
-      raise UserError(
-        f"{path} has {name} = {value!r}: diffjax supports only"
-        f" {supported_value!r}"
-      )
-
-
 def read_config(
   directory: pathlib.Path, model_type: str, *, maps: int
 ) -> ModelConfig:
@@ -301,7 +305,8 @@ def read_config(
   Args:
     directory: The directory of the model.
     model_type: The model_type that it must have.
-    maps: The number of maps of a head. config.json counts each as a head.
+    maps: The number of attention maps of a head. config.json counts each map as
+      a head.
 
   Returns:
     The config. `attention` and `head_norm` have their defaults.
@@ -310,57 +315,51 @@ def read_config(
     UserError: if a field is missing, or has a value that diffjax does not
       support.
   """
-  path = directory / "config.json"
-  config = read_config_json(
+  stored_config = read_config_json(
     directory, (model_type,), ("attention_bias", "mlp_bias", "lambda_std_dev")
   )
-  check_values(
-    path, config, hidden_act="silu", attention_bias=False, mlp_bias=False
+  stored_config.check_values(
+    {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
   )
-  num_heads = divide_field(path, config, "num_attention_heads", maps)
-  num_kv_heads = num_heads
-  if config.get("num_key_value_heads") is not None:
-    num_kv_heads = divide_field(path, config, "num_key_value_heads", maps)
-  head_dim = config.get("head_dim")
+  stored_heads = stored_config.integer("num_attention_heads", multiple_of=maps)
+  stored_kv_heads = stored_heads
+  if stored_config.get("num_key_value_heads") is not None:
+    stored_kv_heads = stored_config.integer(
+      "num_key_value_heads", multiple_of=maps
+    )
+  head_dim = stored_config.get("head_dim")
   if not head_dim:
-    embed_dim = divide_field(path, config, "hidden_size", 1)
-    head_dim = embed_dim // (num_heads * maps)
-  fields = shared_fields(path, config)
-  fields["num_heads"] = num_heads
-  fields["num_kv_heads"] = num_kv_heads
+    head_dim = stored_config.integer("hidden_size") // stored_heads
+  fields = shared_fields(stored_config)
+  fields["num_heads"] = stored_heads // maps
+  fields["num_kv_heads"] = stored_kv_heads // maps
   fields["head_dim"] = head_dim
-  return checked_config(path, fields)
+  return checked_config(stored_config.path, fields)
 
 
-def shared_fields(
-  path: pathlib.Path, config: Mapping[str, Any]
-) -> dict[str, Any]:
+def shared_fields(stored_config: StoredConfig) -> dict[str, Any]:
   """Returns the fields of config.model that all models read in the same way.
 
   These are all fields except the number and width of heads, and fields that
   only some models have.
-
-  Args:
-    path: The config.json, for messages.
-    config: Its content.
 
   Raises:
     UserError: if a field is missing, or if the rotary angles are scaled in a
       way that is not supported.
   """
   fields = {}
-  for field, name in _FIELDS.items():
-    fields[field] = required_field(path, config, name)
-  fields.update(_read_rope(path, config))
-  fields["tie_embeddings"] = config.get(TIED_BY, False)
+  for field, stored_name in _FIELDS.items():
+    fields[field] = stored_config.required(stored_name)
+  fields.update(_read_rope(stored_config))
+  fields["tie_embeddings"] = stored_config.fields.get(TIED_BY, False)
   return fields
 
 
-def _read_rope(path: pathlib.Path, config: Mapping[str, Any]) -> dict[str, Any]:
+def _read_rope(stored_config: StoredConfig) -> dict[str, Any]:
   """Returns the fields of config.model about rotary angles."""
-  written = _written_rope(path, config)
-  # The fields that are not yet interpreted.
-  remaining = dict(written)
+  rope = _stored_rope(stored_config)
+  # What is left in `remaining` at the end are the fields of a scaling method.
+  remaining = dict(rope)
   base = remaining.pop("rope_theta")
   # transformers called the field "type" before it was "rope_type".
   scaling = remaining.pop("type", "default")
@@ -373,7 +372,7 @@ def _read_rope(path: pathlib.Path, config: Mapping[str, Any]) -> dict[str, Any]:
   factor = remaining.pop("factor", None)
   original_length = remaining.pop(
     "original_max_position_embeddings",
-    config.get("original_max_position_embeddings"),
+    stored_config.get("original_max_position_embeddings"),
   )
   is_supported = (
     _has_usual_values(scaling, remaining)
@@ -383,8 +382,8 @@ def _read_rope(path: pathlib.Path, config: Mapping[str, Any]) -> dict[str, Any]:
   )
   if not is_supported:
     raise UserError(
-      f"{path} scales its rotary angles as diffjax does not ({written}): it"
-      f" supports {', '.join(_ROPE_SCALINGS)} with a factor,"
+      f"{stored_config.path} scales its rotary angles as diffjax does not"
+      f" ({rope}): it supports {', '.join(_ROPE_SCALINGS)} with a factor,"
       " original_max_position_embeddings and the usual values of other fields"
     )
   if factor == 1:
@@ -396,29 +395,34 @@ def _read_rope(path: pathlib.Path, config: Mapping[str, Any]) -> dict[str, Any]:
   return fields
 
 
-def _written_rope(
-  path: pathlib.Path, config: Mapping[str, Any]
-) -> dict[str, Any]:
+def _stored_rope(stored_config: StoredConfig) -> dict[str, Any]:
   """Returns the fields of a config.json about rotary angles.
 
-  transformers 5 has them all in rope_parameters. Earlier versions have
-  rope_theta and rope_scaling.
+  transformers 5 writes all of them into the object rope_parameters. Earlier
+  versions write the field rope_theta and the object rope_scaling.
   """
-  rope = {"rope_theta": config.get("rope_theta")}
+  rope = {"rope_theta": stored_config.get("rope_theta")}
   if rope["rope_theta"] is None:
     rope["rope_theta"] = _DEFAULT_ROPE_BASE
   for section_name in ("rope_scaling", "rope_parameters"):
-    section = config.get(section_name) or {}
+    section = stored_config.get(section_name) or {}
     if not isinstance(section, dict):
       raise UserError(
-        f"{path} has {section_name} = {section!r}: it must be an object"
+        f"{stored_config.path} has {section_name} = {section!r}: it must be an"
+        " object"
       )
     rope.update(section)
   return rope
 
 
 def _has_usual_values(scaling: Any, fields: Mapping[str, Any]) -> bool:
-  """Returns whether diffjax has a scaling, with these values of its fields."""
+  """Returns whether diffjax computes a scaling of rotary angles.
+
+  Args:
+    scaling: The name of the method, such as "yarn".
+    fields: The other fields of the method. diffjax supports only the values of
+      `_ROPE_SCALINGS`. A field that is None is not an error.
+  """
   if not isinstance(scaling, str) or scaling not in _ROPE_SCALINGS:
     return False
   usual_values = _ROPE_SCALINGS[scaling]
@@ -431,26 +435,31 @@ def _has_usual_values(scaling: Any, fields: Mapping[str, Any]) -> bool:
 
 
 def make_config(config: ModelConfig, *, maps: int) -> dict[str, Any]:
-  """Returns the config.json of a model, without its model_type.
+  """Returns the fields of a model's config.json that all layouts have.
 
   Args:
     config: The config of the model.
-    maps: The number of maps of a head. config.json counts each as a head.
+    maps: The number of attention maps of a head. config.json counts each map as
+      a head.
   """
-  written = {name: getattr(config, field) for field, name in _FIELDS.items()}
-  written["num_attention_heads"] = config.num_heads * maps
-  written["num_key_value_heads"] = config.num_kv_heads * maps
-  written["head_dim"] = config.head_dim
-  written["hidden_act"] = "silu"
-  written["attention_bias"] = False
+  stored_config = {}
+  for field, stored_name in _FIELDS.items():
+    stored_config[stored_name] = getattr(config, field)
+  stored_config["num_attention_heads"] = config.num_heads * maps
+  stored_config["num_key_value_heads"] = config.num_kv_heads * maps
+  stored_config["head_dim"] = config.head_dim
+  stored_config["hidden_act"] = "silu"
+  stored_config["attention_bias"] = False
   rope_scaling = _make_rope_scaling(config)
-  written["rope_parameters"] = rope_scaling | {"rope_theta": config.rope_base}
+  stored_config["rope_parameters"] = rope_scaling | {
+    "rope_theta": config.rope_base
+  }
   # transformers before version 5 reads these two fields.
-  written["rope_theta"] = config.rope_base
+  stored_config["rope_theta"] = config.rope_base
   if config.rope_scaling != "none":
-    written["rope_scaling"] = rope_scaling
-  written[TIED_BY] = config.tie_embeddings
-  return written
+    stored_config["rope_scaling"] = rope_scaling
+  stored_config[TIED_BY] = config.tie_embeddings
+  return stored_config
 
 
 def _make_rope_scaling(config: ModelConfig) -> dict[str, Any]:

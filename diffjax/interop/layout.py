@@ -1,8 +1,8 @@
-"""Tables that describe how another project stores a model's weights.
+"""Layouts: how another project names and arranges a model's weights.
 
-Each entry of a table names a parameter of diffjax, a tensor of the file, and
-the order of the axes in both, in the notation of einops. Reading and writing
-use the same table, so a round trip gives the same weights, bit for bit.
+A layout is a table. Each entry names a parameter of diffjax, a tensor of the
+file, and the order of the axes in both, in the notation of einops. Reading and
+writing use the same table, so a round trip gives the same weights, bit for bit.
 
 Some projects rotate the pairs (2j, 2j + 1) of a head, and diffjax rotates the
 pairs (j, j + D/2). The rows of the query and key projections are then permuted.
@@ -117,7 +117,10 @@ class Entry:
 
 
 class Tensors(Protocol):
-  """The named tensors of a file or directory. `str` returns its path."""
+  """Named tensors that are read one by one.
+
+  If they are in a file or directory, `str` returns its path.
+  """
 
   def shapes(self) -> Mapping[str, tuple[int, ...]]:
     """Returns the shapes of all tensors, by name."""
@@ -166,7 +169,10 @@ def _temporary_directory() -> str:
 
 
 class Layout:
-  """A table of entries together with the sizes of a model."""
+  """The tensors of a model in another project's layout.
+
+  Converts the parameters of diffjax to these tensors, and back.
+  """
 
   def __init__(
     self,
@@ -210,11 +216,19 @@ class Layout:
     """Returns the shapes of all tensors, by name."""
     shapes = {}
     for name, (entry, _) in self._tensor_sources.items():
-      shapes[name] = self._shape(entry.tensor_axes)
+      shapes[name] = shape_of(entry.tensor_axes, self._sizes)
     return shapes
 
+  def tensors(self, params: dict[str, Any]) -> ConvertedTensors:
+    """Returns the tensors of a model. Each is converted when it is read.
+
+    Args:
+      params: The parameters of the model.
+    """
+    return ConvertedTensors(self, params)
+
   def tensor(self, params: dict[str, Any], name: str) -> np.ndarray:
-    """Returns a tensor of this layout.
+    """Returns a tensor of this layout, converted from a model's parameters.
 
     Args:
       params: The parameters of the model.
@@ -226,13 +240,13 @@ class Layout:
       param = param[key]
     if layer is not None:
       param = param[layer]
-    return self._rearrange(param, entry.param_axes, entry.tensor_axes)
+    return rearrange(param, entry.param_axes, entry.tensor_axes, self._sizes)
 
   def params(self, tensors: Tensors) -> dict[str, Any]:
-    """Returns the parameters of a model in float32.
+    """Returns the parameters of a model in float32, the inverse of `tensors`.
 
     Args:
-      tensors: The tensors of this layout.
+      tensors: The tensors of the model in this layout.
 
     Raises:
       UserError: if a tensor is missing, has another shape, or is not in this
@@ -260,30 +274,39 @@ class Layout:
     return sources
 
   def _layers(self, entry: Entry) -> Sequence[int | None]:
-    """Returns the layers of an entry; [None] if it is not per layer."""
+    """Returns the numbers of the layers of an entry.
+
+    Returns [None] if the entry has only one tensor for the whole model.
+    """
     if entry.is_per_layer:
       return range(self._num_layers)
     return [None]
 
   def _read_param(self, tensors: Tensors, entry: Entry) -> np.ndarray:
-    """Returns the parameter of an entry."""
+    """Returns the parameter of an entry, with its layers along axis 0.
+
+    A parameter that is not per layer has no such axis.
+    """
     layers = self._layers(entry)
-    stack = allocate((len(layers), *self._shape(entry.param_axes)))
+    layer_shape = shape_of(entry.param_axes, self._sizes)
+    stack = allocate((len(layers), *layer_shape))
     for index, layer in enumerate(layers):
-      # The tensor gets no name here, so that it is freed before the next one is
+      # The result gets no name, so that it is freed before the next tensor is
       # read.
       stack[index] = self._read_layer(tensors, entry, layer)
-    return stack if entry.is_per_layer else stack[0]
+    if entry.is_per_layer:
+      return stack
+    return stack[0]
 
   def _read_layer(
     self, tensors: Tensors, entry: Entry, layer: int | None
   ) -> np.ndarray:
     """Returns the parameter of one layer."""
     tensor = tensors.read(entry.tensor.format(layer))
-    return self._rearrange(tensor, entry.tensor_axes, entry.param_axes)
+    return rearrange(tensor, entry.tensor_axes, entry.param_axes, self._sizes)
 
   def _check(self, tensors: Tensors) -> None:
-    """Raises UserError unless names and shapes agree with this layout."""
+    """Raises UserError if a tensor's name or shape is not of this layout."""
     shapes = dict(tensors.shapes())
     if self._num_layers > len(shapes):
       raise UserError(
@@ -291,6 +314,7 @@ class Layout:
         f" another model, with {self._num_layers} layers; replace it with the"
         " model's own"
       )
+    # Some files have the matrix of a tied embedding twice.
     has_both = self._unembedding in shapes and self._embedding in shapes
     if self._is_tied and has_both:
       self._check_tied(tensors)
@@ -340,36 +364,78 @@ class Layout:
       )
     return message
 
-  def _shape(self, axes: str) -> tuple[int, ...]:
-    """Returns the shape of an array from its axes, such as "E (H V)"."""
-    shape = []
-    # An axis is a letter, a product of letters in parentheses, or the number 1.
-    for axis in re.findall(r"\([^)]*\)|\w", axes):
-      sizes = self._letter_sizes(axis)
-      shape.append(math.prod(sizes.values()))
-    return tuple(shape)
 
-  def _rearrange(
-    self, array: np.ndarray, axes: str, new_axes: str
-  ) -> np.ndarray:
-    """Returns the array with its axes in another order or product."""
-    return einops.rearrange(
-      np.asarray(array), f"{axes} -> {new_axes}", **self._letter_sizes(axes)
-    )
+@dataclasses.dataclass(frozen=True)
+class ConvertedTensors:
+  """The tensors of a model in a layout. See `Tensors`.
 
-  def _letter_sizes(self, axes: str) -> dict[str, int]:
-    """Returns the sizes of all letters in a text."""
-    return {letter: self._sizes[letter] for letter in axes if letter.isalpha()}
+  Attributes:
+    layout: The layout.
+    params: The parameters of the model.
+  """
+
+  layout: Layout
+  params: dict[str, Any]
+
+  def shapes(self) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of all tensors, by name."""
+    return self.layout.shapes()
+
+  def read(self, name: str) -> np.ndarray:
+    """Returns a tensor in float32."""
+    return self.layout.tensor(self.params, name)
+
+
+def shape_of(axes: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
+  """Returns the shape of an array.
+
+  Example: the axes "E (H V)" give (32, 64) if E = 32, H = 4 and V = 16.
+
+  Args:
+    axes: The axes of the array, in the notation of einops.
+    sizes: The size of each letter, and maybe of others.
+  """
+  shape = []
+  # An axis is a letter, a product of letters in parentheses, or the number 1.
+  for axis in re.findall(r"\([^)]*\)|\w", axes):
+    letter_sizes = _letter_sizes(axis, sizes)
+    shape.append(math.prod(letter_sizes.values()))
+  return tuple(shape)
+
+
+def rearrange(
+  array: np.ndarray, axes: str, new_axes: str, sizes: Mapping[str, int]
+) -> np.ndarray:
+  """Returns an array with its axes in another order, split or merged.
+
+  Example: with "E (H V)" and "H V E", einops gets "E (H V) -> H V E".
+
+  Args:
+    array: The array.
+    axes: Its axes, in the notation of einops.
+    new_axes: The axes of the result.
+    sizes: The size of each letter, and maybe of others.
+  """
+  # einops refuses the sizes of letters that are not in the pattern.
+  return einops.rearrange(
+    np.asarray(array), f"{axes} -> {new_axes}", **_letter_sizes(axes, sizes)
+  )
+
+
+def _letter_sizes(axes: str, sizes: Mapping[str, int]) -> dict[str, int]:
+  """Returns the sizes of the letters in a text such as "E (H V)"."""
+  return {letter: sizes[letter] for letter in axes if letter.isalpha()}
 
 
 def _check_supported(
   config: ModelConfig, layout_supported: Mapping[str, Any]
 ) -> None:
-  """Raises UserError if a layout does not support a model.
+  """Raises UserError if a layout does not support a model's config.
 
   Args:
     config: The model's config.
-    layout_supported: `supported` of the layout. These fields are checked first.
+    layout_supported: The values that the layout supports, where they differ
+      from the defaults. These fields are checked first.
   """
   supported = dict(layout_supported)
   for field, value in _DEFAULT_SUPPORTED.items():

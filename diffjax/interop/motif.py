@@ -47,7 +47,6 @@ Not supported:
 
 from __future__ import annotations
 
-import functools
 import pathlib
 from typing import Any, NamedTuple
 
@@ -76,7 +75,7 @@ _ENTRIES = (
 )
 
 # The fields of config.model that have the same value in all of these models.
-_ALWAYS = {
+_CONSTANT_FIELDS = {
   "attention": "diff",
   "head_norm": True,
   "lambda_init_offset": 1,
@@ -85,7 +84,7 @@ _ALWAYS = {
 # The values that this layout supports.
 _SUPPORTED = {
   **hugging_face.SUPPORTED,
-  **_ALWAYS,
+  **_CONSTANT_FIELDS,
   "lambda_init": None,
   "num_noise_heads": ANY,
   "head_norm_eps": ANY,
@@ -93,7 +92,7 @@ _SUPPORTED = {
 _MODEL_TYPES = ("Motif", "motif")
 
 # Fields of config.json that may be missing, and their only supported values.
-_ONLY_VALUES = {
+_SUPPORTED_VALUES = {
   "hidden_act": "poly_norm",
   "use_bias": False,
   "attention_bias": False,
@@ -106,7 +105,7 @@ _ONLY_VALUES = {
 # layer, and there are no windows, because use_sliding_window is false.
 _WITHOUT_EFFECT = ("lambda_init", "sliding_window", "max_window_layers")
 _KNOWN_FIELDS = (
-  *_ONLY_VALUES,
+  *_SUPPORTED_VALUES,
   *_WITHOUT_EFFECT,
   "num_noise_heads",
   "grouped_ratio",
@@ -118,8 +117,9 @@ class _QueryHeads(NamedTuple):
   """The numbers of query heads in a config.json.
 
   Attributes:
-    num_signal: H.
-    num_noise: Q.
+    num_signal: The number of heads that compute a signal map.
+    num_noise: The number of heads that compute a noise map. The signal heads of
+      a group share one.
   """
 
   num_signal: int
@@ -155,8 +155,7 @@ def write(path: str, model: Model, dtype: str) -> None:
   write_directory(
     pathlib.Path(path),
     _make_config(model, dtype),
-    layout.shapes(),
-    functools.partial(layout.tensor, model.params),
+    layout.tensors(model.params),
     model.tokenizer,
     dtype,
   )
@@ -164,71 +163,75 @@ def write(path: str, model: Model, dtype: str) -> None:
 
 def _read_config(directory: pathlib.Path) -> ModelConfig:
   """Returns the config of the model that a config.json describes."""
-  path = directory / "config.json"
   stored_config = hugging_face.read_config_json(
     directory, _MODEL_TYPES, _KNOWN_FIELDS
   )
-  hugging_face.check_values(path, stored_config, **_ONLY_VALUES)
-  heads = _read_query_heads(path, stored_config)
+  stored_config.check_values(_SUPPORTED_VALUES)
+  heads = _read_query_heads(stored_config)
 
-  fields: dict[str, Any] = {"num_heads": heads.num_signal}
+  fields = hugging_face.shared_fields(stored_config)
+  fields.update(_CONSTANT_FIELDS)
+  fields["num_heads"] = heads.num_signal
   if heads.num_noise != heads.num_signal:
     fields["num_noise_heads"] = heads.num_noise
+  fields["num_kv_heads"] = heads.num_signal
   if stored_config.get("num_key_value_heads"):
-    fields["num_kv_heads"] = hugging_face.divide_field(
-      path, stored_config, "num_key_value_heads", 2
+    # The file counts signal keys and noise keys.
+    stored_kv_heads = stored_config.integer(
+      "num_key_value_heads", multiple_of=2
     )
-  else:
-    fields["num_kv_heads"] = heads.num_signal
-  if stored_config.get("head_dim"):
-    fields["head_dim"] = stored_config["head_dim"]
-  else:
-    fields["head_dim"] = hugging_face.divide_field(
-      path, stored_config, "hidden_size", sum(heads)
-    )
-  fields["head_norm_eps"] = hugging_face.required_field(
-    path, stored_config, "attn_rms_norm_eps"
-  )
-  shared_fields = hugging_face.shared_fields(path, stored_config)
-  return checked_config(path, shared_fields | fields | _ALWAYS)
+    fields["num_kv_heads"] = stored_kv_heads // 2
+  fields["head_dim"] = stored_config.get("head_dim")
+  if not fields["head_dim"]:
+    num_heads = heads.num_signal + heads.num_noise
+    embed_dim = stored_config.integer("hidden_size", multiple_of=num_heads)
+    fields["head_dim"] = embed_dim // num_heads
+  fields["head_norm_eps"] = stored_config.required("attn_rms_norm_eps")
+  return checked_config(stored_config.path, fields)
 
 
-def _read_query_heads(
-  path: pathlib.Path, stored_config: dict[str, Any]
-) -> _QueryHeads:
-  """Returns the numbers of query heads that a config.json gives."""
-  num_heads = hugging_face.divide_field(
-    path, stored_config, "num_attention_heads", 1
-  )
+def _read_query_heads(stored_config: hugging_face.StoredConfig) -> _QueryHeads:
+  """Returns the numbers of signal and noise heads in a config.json.
+
+  num_attention_heads is their sum. If num_noise_heads is missing, each signal
+  head has a noise head of its own.
+
+  Raises:
+    UserError: if a number is not valid, or the signal heads cannot share the
+      noise heads evenly.
+  """
   if stored_config.get("num_noise_heads") is None:
-    num_pairs = hugging_face.divide_field(
-      path, stored_config, "num_attention_heads", 2
-    )
-    return _QueryHeads(num_signal=num_pairs, num_noise=num_pairs)
-  num_noise = hugging_face.divide_field(
-    path, stored_config, "num_noise_heads", 1
-  )
+    num_heads = stored_config.integer("num_attention_heads", multiple_of=2)
+    return _QueryHeads(num_signal=num_heads // 2, num_noise=num_heads // 2)
+
+  num_heads = stored_config.integer("num_attention_heads")
+  num_noise = stored_config.integer("num_noise_heads")
   if num_heads % num_noise != 0 or num_heads == num_noise:
     raise UserError(
-      f"{path} has num_noise_heads = {num_noise}: it must divide"
+      f"{stored_config.path} has num_noise_heads = {num_noise}: it must divide"
       f" num_attention_heads = {num_heads}, and be less"
     )
   num_signal = num_heads - num_noise
-  hugging_face.check_values(
-    path, stored_config, grouped_ratio=num_signal // num_noise
-  )
+  stored_config.check_values({"grouped_ratio": num_signal // num_noise})
   return _QueryHeads(num_signal, num_noise)
 
 
 def _make_config(model: Model, dtype: str) -> dict[str, Any]:
-  """Returns the content of the config.json of a model."""
+  """Returns the content of the config.json of a model.
+
+  Args:
+    model: The model.
+    dtype: The type of the written tensors.
+  """
   config = model.config
-  num_noise = config.num_noise_heads
   stored_config: dict[str, Any] = {
     "architectures": ["MotifForCausalLM"],
     "model_type": _MODEL_TYPES[0],
     **hugging_face.make_config(config, maps=2),
   }
+  num_noise = config.num_noise_heads
+  # Without shared noise maps, each head has a signal and a noise map, and
+  # num_attention_heads is already correct.
   if num_noise is not None:
     stored_config["num_attention_heads"] = config.num_heads + num_noise
     stored_config["num_noise_heads"] = num_noise
@@ -248,7 +251,7 @@ def _make_config(model: Model, dtype: str) -> dict[str, Any]:
 
 
 def _layout(config: ModelConfig) -> Layout:
-  """Returns the tensors of a model.
+  """Returns the layout of a model.
 
   Raises:
     UserError: if this layout cannot hold the model.

@@ -5,7 +5,7 @@ the computation, and `Phi4FlashForCausalLM` in
 vllm/model_executor/models/phi4flash.py of vLLM for the checkpoint.
 
 Layout: a directory with config.json and safetensors files. Layers are counted
-from 0. Of the model's L layers, the odd ones have attention:
+from 0. L is their number. The odd layers have attention:
 
   1, 3, …, L/2 − 1    a window of sliding_window keys
   L/2 + 1             no window
@@ -43,9 +43,7 @@ from __future__ import annotations
 
 import math
 import pathlib
-import re
 from collections.abc import Mapping
-from typing import Any
 
 import einops
 import numpy as np
@@ -53,14 +51,14 @@ import numpy as np
 from diffjax.config import UserError
 from diffjax.interop import hugging_face
 from diffjax.interop.directory import SafetensorsDirectory
-from diffjax.interop.layout import Entry
+from diffjax.interop.layout import Entry, rearrange, shape_of
 from diffjax.model.attention import DiffAttention
 
 _QKV_WEIGHT = "model.layers.{}.attn.Wqkv.weight"
 _QKV_BIAS = "model.layers.{}.attn.Wqkv.bias"
 
-# The parameters that are the rows of Wqkv, in this order, and their axes after
-# E. The axes of rows and biases are the same.
+# Wqkv has the rows of these parameters, in this order. Their axes are E, the
+# model width, and then these axes, which are also those of the biases.
 _QKV_AXES = {"query": "Q G D", "key": "K M D", "value": "K V"}
 
 _ENTRIES = (
@@ -118,97 +116,105 @@ def read_attention(
     layer: The number of the layer among all layers of the model, from 0.
 
   Returns:
-    The module, and its parameters in float32. Above layer L/2 + 1, they include
-    no keys and values: call the module with the keys and values of layer
-    L/2 + 1 as `keys_values`.
+    The module, and its parameters in float32. If layer > num_layers / 2 + 1,
+    these include no key and value projections: call the module with the keys
+    and values of layer num_layers / 2 + 1 as `keys_values`.
 
   Raises:
     UserError: if the layer has no attention, the directory is damaged, or it
       holds another model.
   """
   directory = pathlib.Path(path)
-  config_path = directory / "config.json"
   stored_config = hugging_face.read_config_json(
     directory, (hugging_face.PHI_FLASH,), _KNOWN_FIELDS
   )
-  hugging_face.check_values(config_path, stored_config, mb_per_layer=2)
-  num_layers = 4 * hugging_face.divide_field(
-    config_path, stored_config, "num_hidden_layers", 4
-  )
+  stored_config.check_values({"mb_per_layer": 2})
+  num_layers = stored_config.integer("num_hidden_layers", multiple_of=4)
   if layer not in range(1, num_layers, 2):
     raise UserError(
-      f"layer {layer} has no attention: in {config_path}, layers 1, 3, …,"
-      f" {num_layers - 1} have; pass one of them"
+      f"layer {layer} has no attention: in {stored_config.path}, layers 1, 3,"
+      f" …, {num_layers - 1} have; pass one of them"
     )
   has_window = layer < num_layers // 2
   has_keys_values = layer <= num_layers // 2 + 1
 
-  attention = _make_attention(config_path, stored_config, has_window)
+  attention = _make_attention(stored_config, has_window)
+  sizes = attention.axis_sizes(stored_config.integer("hidden_size"))
   tensors = SafetensorsDirectory(directory)
-  params = _read_params(tensors, layer, attention, has_keys_values)
+  params = _read_qkv(tensors, layer, sizes, has_keys_values)
+  for entry in _ENTRIES:
+    name = entry.tensor.format(layer)
+    shape = shape_of(entry.tensor_axes, sizes)
+    tensor = _read_tensor(tensors, name, shape)
+    params[entry.param] = rearrange(
+      tensor, entry.tensor_axes, entry.param_axes, sizes
+    )
   return attention, params
 
 
 def tensors_of(
   params: Mapping[str, np.ndarray], layer: int
 ) -> dict[str, np.ndarray]:
-  """Returns the tensors that `read_attention` converts to these parameters.
+  """Returns the tensors of a layer, given its parameters.
+
+  This is the inverse of `read_attention`. The values are the same, in another
+  order.
 
   Args:
     params: The parameters of a layer, with or without keys and values.
     layer: The number of the layer, for the names of the tensors.
 
   Returns:
-    The tensors by name, with the exact numbers of the parameters.
+    The tensors by name, such as "model.layers.1.attn.Wqkv.weight".
   """
   qkv_weights = []
   qkv_biases = []
-  for name, axes in _QKV_AXES.items():
-    if name in params:
-      rows = einops.rearrange(
-        np.asarray(params[name]), f"E {axes} -> ({axes}) E"
-      )
-      qkv_weights.append(rows)
-      qkv_biases.append(np.ravel(params[f"{name}_bias"]))
+  for name in _QKV_AXES:
+    if name not in params:
+      continue
+    # The first axis of a parameter is the model width.
+    weight = np.asarray(params[name])
+    embed_dim = weight.shape[0]
+    qkv_weights.append(weight.reshape(embed_dim, -1).T)
+    qkv_biases.append(np.ravel(params[f"{name}_bias"]))
   tensors = {
-    _QKV_WEIGHT: np.concatenate(qkv_weights),
-    _QKV_BIAS: np.concatenate(qkv_biases),
+    _QKV_WEIGHT.format(layer): np.concatenate(qkv_weights),
+    _QKV_BIAS.format(layer): np.concatenate(qkv_biases),
   }
   for entry in _ENTRIES:
-    tensors[entry.tensor] = einops.rearrange(
-      np.asarray(params[entry.param]),
-      f"{entry.param_axes} -> {entry.tensor_axes}",
-    )
+    # For example, "H V E -> E (H V)".
+    pattern = f"{entry.param_axes} -> {entry.tensor_axes}"
+    param = np.asarray(params[entry.param])
+    tensors[entry.tensor.format(layer)] = einops.rearrange(param, pattern)
 
-  layer_tensors = {}
+  # safetensors needs arrays in C order.
   for name, tensor in tensors.items():
-    layer_tensors[name.format(layer)] = np.ascontiguousarray(tensor)
-  return layer_tensors
+    tensors[name] = np.ascontiguousarray(tensor)
+  return tensors
 
 
 def _make_attention(
-  config_path: pathlib.Path, stored_config: dict[str, Any], has_window: bool
+  stored_config: hugging_face.StoredConfig, has_window: bool
 ) -> DiffAttention:
-  """Returns the module of a layer with or without a window."""
-  num_kv_heads = hugging_face.divide_field(
-    config_path, stored_config, "num_key_value_heads", 2
+  """Returns the attention module of a layer.
+
+  Args:
+    stored_config: The config.json. It counts the signal map and the noise map
+      of a head as two heads.
+    has_window: Whether the layer has a sliding window.
+  """
+  stored_kv_heads = stored_config.integer("num_key_value_heads", multiple_of=2)
+  stored_heads = stored_config.integer(
+    "num_attention_heads", multiple_of=stored_kv_heads
   )
-  heads_per_kv_head = hugging_face.divide_field(
-    config_path, stored_config, "num_attention_heads", 2 * num_kv_heads
-  )
-  num_heads = heads_per_kv_head * num_kv_heads
-  head_dim = hugging_face.divide_field(
-    config_path, stored_config, "hidden_size", 2 * num_heads
-  )
+  embed_dim = stored_config.integer("hidden_size", multiple_of=stored_heads)
   window = None
   if has_window:
-    window = hugging_face.divide_field(
-      config_path, stored_config, "sliding_window", 1
-    )
+    window = stored_config.integer("sliding_window")
   return DiffAttention(
-    num_heads=num_heads,
-    num_kv_heads=num_kv_heads,
-    head_dim=head_dim,
+    num_heads=stored_heads // 2,
+    num_kv_heads=stored_kv_heads // 2,
+    head_dim=embed_dim // stored_heads,
     window=window,
     rope=False,
     projection_biases=True,
@@ -216,57 +222,50 @@ def _make_attention(
   )
 
 
-def _read_params(
+def _read_qkv(
   tensors: SafetensorsDirectory,
   layer: int,
-  attention: DiffAttention,
+  sizes: Mapping[str, int],
   has_keys_values: bool,
 ) -> dict[str, np.ndarray]:
-  """Returns the parameters of a layer, with or without keys and values."""
-  embed_dim = 2 * attention.num_heads * attention.head_dim
-  sizes = attention.axis_sizes(embed_dim)
-  qkv_axes = _QKV_AXES
-  if not has_keys_values:
-    qkv_axes = {"query": _QKV_AXES["query"]}
-  num_rows = {}
-  for name, axes in qkv_axes.items():
-    num_rows[name] = math.prod(sizes[letter] for letter in axes.split())
-  total_rows = sum(num_rows.values())
+  """Returns the parameters that are stacked in a layer's Wqkv, and their biases.
+
+  Args:
+    tensors: The tensors of the checkpoint.
+    layer: The number of the layer.
+    sizes: The sizes of the axes by letter.
+    has_keys_values: Whether Wqkv has rows for keys and values.
+  """
+  embed_dim = sizes["E"]
+  # The shape of each parameter after its first axis, the model width.
+  shapes = {}
+  for name, axes in _QKV_AXES.items():
+    if name == "query" or has_keys_values:
+      shapes[name] = shape_of(axes, sizes)
+  num_rows = sum(math.prod(shape) for shape in shapes.values())
   weight = _read_tensor(
-    tensors, _QKV_WEIGHT.format(layer), (total_rows, embed_dim)
+    tensors, _QKV_WEIGHT.format(layer), (num_rows, embed_dim)
   )
-  bias = _read_tensor(tensors, _QKV_BIAS.format(layer), (total_rows,))
+  bias = _read_tensor(tensors, _QKV_BIAS.format(layer), (num_rows,))
 
   params = {}
   start = 0
-  for name, axes in qkv_axes.items():
-    rows = slice(start, start + num_rows[name])
-    params[name] = _rearrange(weight[rows], f"({axes}) E", f"E {axes}", sizes)
-    params[f"{name}_bias"] = _rearrange(bias[rows], f"({axes})", axes, sizes)
-    start += num_rows[name]
-  for entry in _ENTRIES:
-    name = entry.tensor.format(layer)
-    shape = _tensor_shape(entry.tensor_axes, sizes)
-    tensor = _read_tensor(tensors, name, shape)
-    params[entry.param] = _rearrange(
-      tensor, entry.tensor_axes, entry.param_axes, sizes
-    )
+  for name, shape in shapes.items():
+    end = start + math.prod(shape)
+    params[name] = weight[start:end].T.reshape(embed_dim, *shape)
+    params[f"{name}_bias"] = bias[start:end].reshape(shape)
+    start = end
   return params
-
-
-def _tensor_shape(axes: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
-  """Returns the shape of a tensor, such as (E, H·V) for "E (H V)"."""
-  shape = []
-  for group in re.findall(r"\([^)]*\)|\w", axes):
-    letters = group.strip("()").split()
-    shape.append(math.prod(sizes[letter] for letter in letters))
-  return tuple(shape)
 
 
 def _read_tensor(
   tensors: SafetensorsDirectory, name: str, shape: tuple[int, ...]
 ) -> np.ndarray:
-  """Returns a tensor, and raises UserError if it has another shape."""
+  """Reads a tensor.
+
+  Raises:
+    UserError: if the tensor is missing or has another shape.
+  """
   stored_shapes = tensors.shapes()
   if name not in stored_shapes:
     raise UserError(
@@ -279,12 +278,3 @@ def _read_tensor(
       f" config.json it must be {list(shape)}"
     )
   return tensors.read(name)
-
-
-def _rearrange(
-  array: np.ndarray, before: str, after: str, sizes: Mapping[str, int]
-) -> np.ndarray:
-  """Returns an array with its axes rearranged by einops."""
-  # einops accepts only the sizes of axes that the array has.
-  array_sizes = {axis: sizes[axis] for axis in before if axis.isalpha()}
-  return einops.rearrange(array, f"{before} -> {after}", **array_sizes)

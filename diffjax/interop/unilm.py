@@ -59,7 +59,6 @@ Not supported:
 
 from __future__ import annotations
 
-import functools
 import pathlib
 from typing import Any, NamedTuple
 
@@ -208,8 +207,7 @@ def write(path: str, model: Model, dtype: str) -> None:
   write_directory(
     pathlib.Path(path),
     stored_config,
-    layout.shapes(),
-    functools.partial(layout.tensor, model.params),
+    layout.tensors(model.params),
     model.tokenizer,
     dtype,
   )
