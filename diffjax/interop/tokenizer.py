@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from diffjax.config import UserError
 from diffjax.data import document_tokens
@@ -19,23 +19,33 @@ from diffjax.data.hugging_face_tokenizer import (
   find_separator,
 )
 from diffjax.data.json_file import read_json, write_json
-from diffjax.data.tokenizer import Tokenizer, load_tokenizer
+from diffjax.data.tokenizer import Tokenizer
 from diffjax.host.progress import say
+
+if TYPE_CHECKING:
+  import tokenizers
 
 _TOKENIZER = "tokenizer.json"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
-class _StoredIds(NamedTuple):
-  """Ids in the config.json and generation_config.json of a model.
+class _StoredTokens(NamedTuple):
+  """The tokens that the JSON files of a published model mention.
 
   Attributes:
-    bos: Ids of tokens that begin a document. May be empty.
-    stop: Ids of tokens at which generation ends. May be empty.
+    bos_name: The name of the token that begins a document, from
+      tokenizer_config.json. None if it has none.
+    eos_name: The name of the token that ends a document, from the same file.
+    bos_ids: The ids of tokens that begin a document, from config.json and
+      generation_config.json. May be empty.
+    stop_ids: The ids of tokens at which generation ends, from the same files.
+      May be empty.
   """
 
-  bos: list[int]
-  stop: list[int]
+  bos_name: str | None
+  eos_name: str | None
+  bos_ids: list[int]
+  stop_ids: list[int]
 
 
 def read_tokenizer(directory: pathlib.Path, vocab_size: int) -> Tokenizer:
@@ -46,8 +56,9 @@ def read_tokenizer(directory: pathlib.Path, vocab_size: int) -> Tokenizer:
     vocab_size: The number of tokens in the model's vocabulary.
 
   Returns:
-    The tokenizer. Its document tokens are read from document_tokens.json. If
-    this file does not exist, they are read from the files of a published model.
+    The tokenizer. Its document tokens are those in document_tokens.json. If
+    this file does not exist, they are found in the files of a published model.
+    If these have none, documents are separated as in training.
 
   Raises:
     UserError: if the directory has no tokenizer, the tokenizer has more tokens
@@ -62,12 +73,8 @@ def read_tokenizer(directory: pathlib.Path, vocab_size: int) -> Tokenizer:
     )
   tokens = document_tokens.read(directory)
   if tokens is None:
-    tokens = _published_tokens(directory)
-  tokenizer: Tokenizer
-  if tokens is None:
-    tokenizer = load_tokenizer(str(path))
-  else:
-    tokenizer = HuggingFaceTokenizer(str(path), path.read_bytes(), tokens)
+    tokens = _find_published_tokens(directory)
+  tokenizer = HuggingFaceTokenizer(str(path), path.read_bytes(), tokens)
   if tokenizer.vocab_size > vocab_size:
     raise UserError(
       f"{path} has {tokenizer.vocab_size} tokens, but the model has"
@@ -77,17 +84,25 @@ def read_tokenizer(directory: pathlib.Path, vocab_size: int) -> Tokenizer:
 
 
 def write_tokenizer(directory: pathlib.Path, tokenizer: Tokenizer) -> None:
-  """Writes a tokenizer, and the tokens around documents, for transformers."""
+  """Writes a tokenizer and its document tokens.
+
+  tokenizer.json and tokenizer_config.json are for transformers, and
+  document_tokens.json is for diffjax.
+  """
   text = tokenizer.tokenizer_json()
   (directory / _TOKENIZER).write_text(text, encoding="utf-8")
   tokens = tokenizer.document_tokens
   document_tokens.write(directory, tokens)
   bos, eos = token_names(tokenizer, [tokens.no_context, tokens.end[-1]])
-  write_json(directory / _TOKENIZER_CONFIG, _tokenizer_config(bos, eos))
+  write_json(directory / _TOKENIZER_CONFIG, _make_tokenizer_config(bos, eos))
 
 
 def token_fields(tokenizer: Tokenizer) -> dict[str, Any]:
-  """Returns the fields of a config.json that name the tokens."""
+  """Returns the fields of config.json with the ids of BOS and EOS.
+
+  Example: {"bos_token_id": 1, "eos_token_id": 2}, or a list of ids for EOS if
+  generation stops at several tokens.
+  """
   tokens = tokenizer.document_tokens
   eos: int | list[int] = list(tokens.stop)
   if len(tokens.stop) == 1:
@@ -112,8 +127,13 @@ def token_names(tokenizer: Tokenizer, ids: Iterable[int]) -> list[str]:
   return names
 
 
-def _tokenizer_config(bos: str, eos: str) -> dict[str, Any]:
-  """Returns the tokenizer_config.json of an exported model."""
+def _make_tokenizer_config(bos: str, eos: str) -> dict[str, Any]:
+  """Returns the tokenizer_config.json of an exported model.
+
+  Args:
+    bos: The name of the token that begins a document, such as "<s>".
+    eos: The name of the token that ends a document, such as "</s>".
+  """
   return {
     "tokenizer_class": "PreTrainedTokenizerFast",
     "bos_token": bos,
@@ -125,56 +145,88 @@ def _tokenizer_config(bos: str, eos: str) -> dict[str, Any]:
   }
 
 
-def _published_tokens(directory: pathlib.Path) -> DocumentTokens | None:
-  """Returns the document tokens that the files of a published model name.
+def _find_published_tokens(directory: pathlib.Path) -> DocumentTokens | None:
+  """Finds the tokens around documents in the files of a published model.
 
-  Returns None for an export of diffjax 0.1.0, whose documents have separators,
-  and if the files name no token that ends a document.
+  Args:
+    directory: The directory of the model. It has a tokenizer.json.
+
+  Returns:
+    The tokens. None if no token is known to end a document, or if diffjax 0.1.0
+    exported the model.
 
   Raises:
     UserError: if a file is damaged.
   """
-  import tokenizers
-
-  try:
-    backend = tokenizers.Tokenizer.from_file(str(directory / _TOKENIZER))
-  except Exception:  # tokenizers raises Exception itself
-    return None  # The caller raises the error.
+  backend = _load_backend(directory / _TOKENIZER)
   tokenizer_config = _read_optional(directory / _TOKENIZER_CONFIG)
-  bos_name = _name(tokenizer_config.get("bos_token"))
-  eos_name = _name(tokenizer_config.get("eos_token"))
-  # diffjax 0.1.0 exported models without document_tokens.json.
-  if bos_name is not None and bos_name == eos_name:
-    if tokenizer_config == _tokenizer_config(bos_name, bos_name):
-      return None
+  if _is_from_diffjax_0_1_0(tokenizer_config):
+    return None
+  stored = _read_stored_tokens(directory, tokenizer_config, backend)
 
-  stored_ids = _read_ids(directory, backend)
-  vocabulary = backend.get_vocab(with_added_tokens=True)
   start, end = _added_by_post_processor(backend)
   if not end:
-    eos_id = _find_eos(backend, vocabulary, eos_name, stored_ids.stop)
+    eos_id = _find_eos(stored, backend)
     if eos_id is None:
       return None
     end = (eos_id,)
 
-  bos_ids = list(stored_ids.bos)
-  if bos_name in vocabulary:
-    bos_ids.append(vocabulary[bos_name])
-  control_bos_ids = _control_ids(backend, bos_ids)
+  bos_id = _find_bos(stored, backend)
   if start:
     no_context = start[-1]
-  elif control_bos_ids:
-    no_context = control_bos_ids[0]
+  elif bos_id is not None:
+    no_context = bos_id
   else:
     no_context = end[-1]
 
   # A dict removes duplicates and keeps the order.
-  stop = dict.fromkeys([*stored_ids.stop, end[-1]])
+  stop = dict.fromkeys([*stored.stop_ids, end[-1]])
   return DocumentTokens(start, end, tuple(stop), no_context)
 
 
-def _read_ids(directory: pathlib.Path, backend: Any) -> _StoredIds:
-  """Reads the ids in the config.json and generation_config.json of a model.
+def _load_backend(path: pathlib.Path) -> tokenizers.Tokenizer:
+  """Loads a tokenizer.json with Hugging Face's library.
+
+  Raises:
+    UserError: if the file is damaged.
+  """
+  import tokenizers
+
+  try:
+    return tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+  # `tokenizers` raises plain Exceptions.
+  except Exception as error:
+    raise UserError(
+      f"config.data.tokenizer = {str(path)!r}: not a Hugging Face"
+      f" tokenizer.json ({error})"
+    ) from error
+
+
+def _is_from_diffjax_0_1_0(tokenizer_config: dict[str, Any]) -> bool:
+  """Returns whether diffjax 0.1.0 wrote a tokenizer_config.json.
+
+  That version had one token, the separator, for both BOS and EOS. It wrote no
+  document_tokens.json.
+  """
+  separator = _token_name(tokenizer_config, "bos_token")
+  if separator is None:
+    return False
+  return tokenizer_config == _make_tokenizer_config(
+    bos=separator, eos=separator
+  )
+
+
+def _read_stored_tokens(
+  directory: pathlib.Path,
+  tokenizer_config: dict[str, Any],
+  backend: tokenizers.Tokenizer,
+) -> _StoredTokens:
+  """Reads the tokens that the JSON files of a model mention.
+
+  Args:
+    directory: The directory of the model.
+    tokenizer_config: The content of its tokenizer_config.json.
+    backend: Its tokenizer.
 
   Raises:
     UserError: if a file is damaged.
@@ -186,45 +238,61 @@ def _read_ids(directory: pathlib.Path, backend: Any) -> _StoredIds:
     config = _read_optional(path)
     bos_ids += _token_ids(path, config, "bos_token_id", backend)
     stop_ids += _token_ids(path, config, "eos_token_id", backend)
-  return _StoredIds(bos=bos_ids, stop=stop_ids)
+  return _StoredTokens(
+    bos_name=_token_name(tokenizer_config, "bos_token"),
+    eos_name=_token_name(tokenizer_config, "eos_token"),
+    bos_ids=bos_ids,
+    stop_ids=stop_ids,
+  )
+
+
+def _find_bos(
+  stored: _StoredTokens, backend: tokenizers.Tokenizer
+) -> int | None:
+  """Returns the id of the token that begins a document, or None if unknown."""
+  bos_ids = list(stored.bos_ids)
+  if stored.bos_name is not None:
+    named_id = backend.token_to_id(stored.bos_name)
+    if named_id is not None:
+      bos_ids.append(named_id)
+  # LlamaConfig has the id 1 by default, which may be a token of the text.
+  control_ids = _control_ids(bos_ids, backend)
+  if control_ids:
+    return control_ids[0]
+  return None
 
 
 def _find_eos(
-  backend: Any,
-  vocabulary: dict[str, int],
-  eos_name: str | None,
-  stop_ids: Sequence[int],
+  stored: _StoredTokens, backend: tokenizers.Tokenizer
 ) -> int | None:
-  """Returns the id of the token that ends a document, or None if unknown.
-
-  Args:
-    backend: The tokenizer.
-    vocabulary: The ids of the tokenizer's tokens by name.
-    eos_name: The token's name in tokenizer_config.json.
-    stop_ids: The ids of the other files at which generation ends.
-  """
-  eos_id = None
-  if eos_name is not None:
-    eos_id = vocabulary.get(eos_name)
-  # LlamaConfig has ids 1 and 2 by default, which may be tokens of the text.
-  control_stop_ids = _control_ids(backend, stop_ids)
-  if control_stop_ids and eos_id not in control_stop_ids:
-    return control_stop_ids[0]
-  if eos_id is not None:
-    return eos_id
-  return find_separator(vocabulary)
+  """Returns the id of the token that ends a document, or None if unknown."""
+  named_id = None
+  if stored.eos_name is not None:
+    named_id = backend.token_to_id(stored.eos_name)
+  # LlamaConfig has the id 2 by default, which may be a token of the text.
+  control_ids = _control_ids(stored.stop_ids, backend)
+  if control_ids and named_id not in control_ids:
+    return control_ids[0]
+  if named_id is not None:
+    return named_id
+  return find_separator(backend.get_vocab(with_added_tokens=True))
 
 
-def _control_ids(backend: Any, ids: Sequence[int]) -> list[int]:
-  """Returns the ids of added tokens, which are not tokens of a text."""
-  control_ids = backend.get_added_tokens_decoder().keys()
-  return [token for token in ids if token in control_ids]
+def _control_ids(
+  ids: Sequence[int], backend: tokenizers.Tokenizer
+) -> list[int]:
+  """Returns those ids that are added tokens, which do not occur in a text."""
+  added_ids = backend.get_added_tokens_decoder().keys()
+  return [token for token in ids if token in added_ids]
 
 
 def _added_by_post_processor(
-  backend: Any,
+  backend: tokenizers.Tokenizer,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-  """Returns the ids that the post-processor adds before and after a text."""
+  """Returns the ids that the post-processor adds before and after a text.
+
+  Turns off the padding and truncation of the tokenizer.
+  """
   # Padding would be taken for tokens of the post-processor.
   backend.no_padding()
   backend.no_truncation()
@@ -245,11 +313,13 @@ def _read_optional(path: pathlib.Path) -> dict[str, Any]:
   return read_json(path)
 
 
-def _name(value: Any) -> str | None:
-  """Returns the name of a token, given its value in a tokenizer_config.json.
+def _token_name(tokenizer_config: dict[str, Any], field: str) -> str | None:
+  """Returns the name of a token in a tokenizer_config.json.
 
-  Example: "</s>" or {"content": "</s>", …} → "</s>"
+  Example: the field is "</s>" or {"content": "</s>", …}, and the name is
+  "</s>".
   """
+  value = tokenizer_config.get(field)
   if isinstance(value, dict):
     value = value.get("content")
   if not isinstance(value, str):
@@ -258,12 +328,21 @@ def _name(value: Any) -> str | None:
 
 
 def _token_ids(
-  path: pathlib.Path, config: dict[str, Any], field: str, backend: Any
+  path: pathlib.Path,
+  config: dict[str, Any],
+  field: str,
+  backend: tokenizers.Tokenizer,
 ) -> list[int]:
   """Returns the ids in a field of a JSON file, which holds one id or a list.
 
   Ids that the tokenizer does not have are ignored with a message, as in
   transformers.
+
+  Args:
+    path: The path of the file, for messages.
+    config: Its content.
+    field: The name of the field.
+    backend: The tokenizer.
 
   Raises:
     UserError: if the field holds something else.
