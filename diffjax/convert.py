@@ -14,10 +14,10 @@ The layouts are:
     unilm      the authors' layers, DIFF V1 and DIFF V2
     motif      Motif-2.6B and Motif-2-12.7B
 
-diffjax/interop/ describes them. Workdirs have their own format. The other
-layouts are directories with config.json, safetensors files and a tokenizer.json
-with the same ids as the model's tokenizer. A model that the layout of --to
-cannot represent is an error.
+The modules of diffjax/interop/ describe them. All but diffjax are directories
+with config.json, safetensors files and a tokenizer.json with the same ids as
+the model's tokenizer. A model that the layout of --to cannot represent is an
+error.
 
 A llama becomes a DIFF V2 model with the same logits. With --attention, a
 Transformer becomes a DIFF V2 or DEX model with the same logits (see
@@ -152,8 +152,8 @@ def _write_model(target: _Location, model: Model) -> str:
   """Writes a model in the layout of --to.
 
   Returns:
-    The flags with which diffjax.train starts from the written model. "" for
-    layouts other than diffjax: training cannot start from these.
+    The flags of diffjax.train for training that starts from the written model.
+    "" for layouts other than diffjax, from which training cannot start.
   """
   if target.layout == "diffjax":
     config = _module("diffjax").write(target.path, model)
@@ -233,7 +233,7 @@ def _use_cpu() -> None:
 
 
 def _module(layout: str) -> types.ModuleType:
-  """Returns the module of a layout."""
+  """Returns the module of diffjax.interop that reads and writes a layout."""
   return importlib.import_module(f"diffjax.interop.{_MODULES[layout]}")
 
 

@@ -1,7 +1,9 @@
-"""Models in the formats of other projects.
+"""Models in the layouts of other projects.
 
-The module of a format reads a directory into a `layout.Model`, writes one, or
-both. Its docstring describes the format. `diffjax.convert` is the command.
+A layout is the files of a model: the names and shapes of its tensors, and the
+fields of its config. The module of a layout reads a directory into a
+`layout.Model`, writes one, or both. Its docstring describes the layout.
+`diffjax.convert` is the command.
 
 - diffllama: Hugging Face's DiffLlama, DIFF V1. Reads and writes.
 - llama: Hugging Face's Llama, a Transformer. Reads.

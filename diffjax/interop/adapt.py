@@ -75,7 +75,7 @@ def adapted(
   attention_params = dict(model.params["layers"]["attention"])
   if attention == "diff_v2":
     num_groups = num_noise_heads or num_heads
-    _add_noise_maps(attention_params, num_groups)
+    attention_params = _add_noise_maps(attention_params, num_groups)
   shapes = parameter_shapes(config)
   for name in _NEW_PARAMETERS:
     if name in shapes:
@@ -131,16 +131,23 @@ def _check_noise_heads(
     )
 
 
-def _add_noise_maps(attention_params: dict[str, Any], num_groups: int) -> None:
-  """Adds the noise queries to the parameters, and changes W_O to fit them."""
+def _add_noise_maps(
+  attention_params: dict[str, Any], num_groups: int
+) -> dict[str, Any]:
+  """Returns parameters with noise queries, whose effect W_O undoes.
+
+  Args:
+    attention_params: The parameters of a Transformer's attention layers.
+    num_groups: The number of noise maps. The heads of a group share one.
+  """
+  params = dict(attention_params)
   for name in ("query", "query_bias"):
-    if name in attention_params:
-      attention_params[name] = _convert_layers(
-        _append_noise_query, attention_params[name], num_groups
+    if name in params:
+      params[name] = _convert_layers(
+        _append_noise_query, params[name], num_groups
       )
-  attention_params["out"] = _convert_layers(
-    _compensate_noise, attention_params["out"], num_groups
-  )
+  params["out"] = _convert_layers(_compensate_noise, params["out"], num_groups)
+  return params
 
 
 def _convert_layers(
@@ -148,11 +155,11 @@ def _convert_layers(
   stacked: np.ndarray,
   num_groups: int,
 ) -> np.ndarray:
-  """Returns the converted arrays of all layers, with one at a time in memory.
+  """Converts the arrays of all layers, with one at a time in memory.
 
   Args:
     convert: Converts the array of a layer, given the number of groups.
-    stacked: The arrays of all layers, with a leading axis L.
+    stacked: The arrays of all layers. Axis 0 is the layer.
     num_groups: The number of groups of heads.
   """
   layer_shape = convert(stacked[0], num_groups).shape
@@ -165,7 +172,10 @@ def _convert_layers(
 def _append_noise_query(
   query: Float[np.ndarray, "*E H 1 D"], num_groups: int
 ) -> Float[np.ndarray, "*E Q G D"]:
-  """Appends to each group a copy of its last head's query, for the noise."""
+  """Appends to each group of heads a copy of its last query, for the noise.
+
+  Q is the number of groups, S that of a group's heads, and G is S + 1.
+  """
   signals = einops.rearrange(query, "... (Q S) 1 D -> ... Q S D", Q=num_groups)
   return np.concatenate([signals, signals[..., -1:, :]], axis=-2)
 
@@ -173,7 +183,11 @@ def _append_noise_query(
 def _compensate_noise(
   out: Float[np.ndarray, "H V E"], num_groups: int
 ) -> Float[np.ndarray, "H V E"]:
-  """Adds to W_b of each group what the noise of the group's heads subtracts."""
+  """Returns W_O with the effect of the noise maps undone, if λ is ½.
+
+  W_b, the part of W_O of a group's last head, becomes W_b + Σ_h W_h. The
+  docstring of the file has the derivation.
+  """
   heads = einops.rearrange(out, "(Q S) V E -> Q S V E", Q=num_groups).copy()
   heads[:, -1] += heads.sum(axis=1)
   return einops.rearrange(heads, "Q S V E -> (Q S) V E")

@@ -104,26 +104,16 @@ def write_card(
   run = None
   if source_layout == "diffjax":
     run = _find_run(source_path)
-  layer_class = attention_class(model.config)
   values: dict[str, Any] = {
     "directory": epath.Path(path).name,
     "layout": layout,
     "source_layout": source_layout,
     "dtype": dtype,
-    "has_noise_map": layer_class.has_noise_map,
-    "model_name": layer_class.model_name or model.config.attention,
-    "num_parameters": sum(leaf.size for leaf in jax.tree.leaves(model.params)),
-    "max_length": model.config.max_length,
-    "size_rows": _size_rows(model.config, dtype),
-    # The tokenizer of a published model adds these tokens itself.
-    "tokenizer_adds_document_tokens": model.tokenizer.has_own_document_tokens,
     "run": run,
   }
+  values.update(_model_values(model, dtype))
   if run is not None:
-    values["training_rows"] = _training_rows(run)
-    values["config_toml"] = config_file.to_toml(run.config, comments=False)
-    values["loss_rows"] = _loss_rows(run)
-    values["suites"] = _suite_tables(run)
+    values.update(_run_values(run))
   text = _load_template().render(values)
 
   target = epath.Path(path) / "README.md"
@@ -145,6 +135,30 @@ def _find_run(workdir: str) -> _Run | None:
     return None
   config = from_config_dict(checkpoint.config)
   return _Run(epath.Path(workdir), checkpoint.step, config)
+
+
+def _model_values(model: Model, dtype: str) -> dict[str, Any]:
+  """Returns the values of the template that describe a model."""
+  layer_class = attention_class(model.config)
+  return {
+    "has_noise_map": layer_class.has_noise_map,
+    "model_name": layer_class.model_name or model.config.attention,
+    "num_parameters": sum(leaf.size for leaf in jax.tree.leaves(model.params)),
+    "max_length": model.config.max_length,
+    "size_rows": _size_rows(model.config, dtype),
+    # The tokenizer of a published model adds these tokens itself.
+    "tokenizer_adds_document_tokens": model.tokenizer.has_own_document_tokens,
+  }
+
+
+def _run_values(run: _Run) -> dict[str, Any]:
+  """Returns the values of the template that describe a run."""
+  return {
+    "training_rows": _training_rows(run),
+    "config_toml": config_file.to_toml(run.config, comments=False),
+    "loss_rows": _loss_rows(run),
+    "suites": _suite_tables(run),
+  }
 
 
 def _load_template() -> jinja2.Template:
@@ -172,7 +186,12 @@ def _format_thousands(number: int) -> str:
 
 
 def _size_rows(config: ModelConfig, dtype: str) -> list[_Row]:
-  """Returns the model's variant, sizes and type."""
+  """Returns the rows of the table of a model's variant and sizes.
+
+  Args:
+    config: The config of the model.
+    dtype: The type of its tensors.
+  """
   rows = [["attention", config.attention]]
   for field in _SIZE_FIELDS:
     rows.append([field, str(getattr(config, field))])
@@ -181,7 +200,7 @@ def _size_rows(config: ModelConfig, dtype: str) -> list[_Row]:
 
 
 def _training_rows(run: _Run) -> list[_Row]:
-  """Returns the main settings of a run."""
+  """Returns the rows of the table of a run's main settings."""
   data = run.config.data
   train = run.config.train
   optimizer = run.config.optimizer
@@ -209,7 +228,11 @@ def _training_rows(run: _Run) -> list[_Row]:
 
 
 def _loss_rows(run: _Run) -> list[_Row]:
-  """Returns the last value of each validation figure up to the run's step."""
+  """Returns the rows of the table of validation results.
+
+  A row has the name of a result, its last value up to the run's step, and the
+  step of that value.
+  """
   path = run.workdir / "metrics.jsonl"
   if not path.exists():
     return []
@@ -236,7 +259,12 @@ def _suite_tables(run: _Run) -> list[_SuiteTable]:
 
 
 def _suite_table(suite: str, content: Mapping[str, Any]) -> _SuiteTable:
-  """Returns the table of a suite's results."""
+  """Returns the table of a suite's results.
+
+  Args:
+    suite: The name of the suite.
+    content: The content of the file of its results.
+  """
   figures = content["figures"]
   rows = []
   for figure in figures[:_MAX_FIGURES]:
@@ -250,7 +278,11 @@ def _suite_table(suite: str, content: Mapping[str, Any]) -> _SuiteTable:
 
 
 def _read_results(path: epath.Path) -> Mapping[str, Any] | None:
-  """Returns a suite's results, or None if there is no file with results."""
+  """Reads the file of a suite's results.
+
+  Returns None if the file does not exist or does not have the fields that the
+  card needs.
+  """
   try:
     content = json.loads(path.read_bytes())
     if not content["models"][0]["name"]:

@@ -53,7 +53,7 @@ _ENTRIES = (*hugging_face.entries("map"), *hugging_face.LAMBDAS)
 
 
 def read(path: str) -> Model:
-  """Reads the model in a directory of this layout.
+  """Reads a DiffLlama from a directory.
 
   Raises:
     UserError: if the directory is damaged, or the model is not supported.
@@ -70,7 +70,7 @@ def read(path: str) -> Model:
 
 
 def write(path: str, model: Model, dtype: str) -> None:
-  """Writes a model to a directory that transformers loads.
+  """Writes a model as a DiffLlama, to a directory that transformers loads.
 
   Args:
     path: The directory. It is made if it does not exist.
@@ -78,8 +78,8 @@ def write(path: str, model: Model, dtype: str) -> None:
     dtype: The type of the tensors, "float32" or "bfloat16".
 
   Raises:
-    UserError: if this layout cannot hold the model, or the directory cannot be
-      written.
+    UserError: if DiffLlama cannot represent the model, or the directory cannot
+      be written.
   """
   config = model.config
   _check_attention(config)

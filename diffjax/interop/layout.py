@@ -185,13 +185,13 @@ class Layout:
     """Initializes the layout.
 
     Args:
-      entries: The table.
+      entries: The table of the layout.
       config: The model's config.
       tied_by: The field of the project's config.json that says whether the
         embedding is also the output projection.
-      supported: The values of fields of config.model that this layout supports,
-        if they differ from the defaults above. ANY for a field whose value is
-        stored in config.json.
+      supported: The value of each field of config.model that this layout
+        supports, if it is not that of `_DEFAULT_SUPPORTED`. ANY for a field
+        whose value is stored in config.json.
 
     Raises:
       UserError: if this layout does not support the model.
@@ -201,6 +201,8 @@ class Layout:
     self._is_tied = config.tie_embeddings
     self._tied_by = tied_by
     self._sizes = axis_sizes(config)
+    # Axes that only layouts have: the two numbers of a rotary pair, the pairs of
+    # a head, and the number of times that values are as wide as queries.
     self._sizes["P"] = 2
     self._sizes["J"] = config.head_dim // 2
     self._sizes["C"] = self._sizes["V"] // config.head_dim
@@ -266,7 +268,10 @@ class Layout:
   # costs memory.
   @functools.cached_property
   def _tensor_sources(self) -> dict[str, tuple[Entry, int | None]]:
-    """The entry of each tensor, and its layer."""
+    """The entry of each tensor and its layer, by the name of the tensor.
+
+    The layer is None if the entry is not per layer.
+    """
     sources = {}
     for entry in self._entries:
       for layer in self._layers(entry):

@@ -39,7 +39,7 @@ from diffjax.interop.tokenizer import read_tokenizer
 
 
 def read(path: str) -> Model:
-  """Reads the model in a directory of this layout.
+  """Reads a Llama from a directory.
 
   Raises:
     UserError: if the directory is damaged, or the model is not supported.
@@ -49,7 +49,7 @@ def read(path: str) -> Model:
   config = dataclasses.replace(config, attention="softmax", head_norm=False)
   tokenizer = read_tokenizer(directory, config.vocab_size)
   layout = Layout(
-    # A Llama has one map, so both orders of sub-heads are the same.
+    # A head of a Llama has one map, so the order of maps does not matter.
     hugging_face.entries("map"),
     config,
     tied_by=hugging_face.TIED_BY,

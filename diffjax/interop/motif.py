@@ -127,7 +127,7 @@ class _QueryHeads(NamedTuple):
 
 
 def read(path: str) -> Model:
-  """Reads the model in a directory of this layout.
+  """Reads a Motif model from a directory.
 
   Raises:
     UserError: if the directory is damaged, or the model is not supported.
@@ -140,7 +140,7 @@ def read(path: str) -> Model:
 
 
 def write(path: str, model: Model, dtype: str) -> None:
-  """Writes a model to a directory of this layout.
+  """Writes a model to a directory as a Motif model.
 
   Args:
     path: The directory. It is made if it does not exist.
@@ -148,7 +148,7 @@ def write(path: str, model: Model, dtype: str) -> None:
     dtype: The type of the tensors, "float32" or "bfloat16".
 
   Raises:
-    UserError: if this layout cannot hold the model, or the directory cannot be
+    UserError: if Motif cannot represent the model, or the directory cannot be
       written.
   """
   layout = _layout(model.config)

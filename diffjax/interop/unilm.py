@@ -170,7 +170,7 @@ _VERSIONS = {
 
 
 def read(path: str) -> Model:
-  """Reads the model in a directory of this layout.
+  """Reads a model with the authors' layers from a directory.
 
   Raises:
     UserError: if the directory is damaged, or the model is not supported.
@@ -187,7 +187,7 @@ def read(path: str) -> Model:
 
 
 def write(path: str, model: Model, dtype: str) -> None:
-  """Writes a model to a directory of this layout.
+  """Writes a model with the authors' layers to a directory.
 
   Args:
     path: The directory. It is made if it does not exist.
@@ -195,11 +195,11 @@ def write(path: str, model: Model, dtype: str) -> None:
     dtype: The type of the tensors, "float32" or "bfloat16".
 
   Raises:
-    UserError: if this layout cannot hold the model, or the directory cannot be
-      written.
+    UserError: if the authors' layers cannot compute the model's attention, or
+      the directory cannot be written.
   """
   config = model.config
-  version = _supported_version(config)
+  version = _find_version(config)
   layout = _layout(config, version)
   stored_config: dict[str, Any] = {"diff_version": version}
   for field, stored_name in _FIELDS.items():
@@ -216,7 +216,7 @@ def write(path: str, model: Model, dtype: str) -> None:
 def _read_version(
   config_path: pathlib.Path, stored_config: dict[str, Any]
 ) -> int:
-  """Returns the diff_version of a config.json."""
+  """Returns the diff_version of a config.json, which is 1 or 2."""
   version = stored_config.get("diff_version")
   # The value may be a list, which a dict cannot look up.
   if version not in tuple(_VERSIONS):
@@ -229,7 +229,13 @@ def _read_version(
 def _read_config(
   config_path: pathlib.Path, stored_config: dict[str, Any], version: int
 ) -> ModelConfig:
-  """Returns the config of the model that a config.json describes."""
+  """Returns the config of the model that a config.json describes.
+
+  Args:
+    config_path: The path of the file, for messages.
+    stored_config: Its content.
+    version: Its diff_version.
+  """
   missing = sorted(set(_FIELDS.values()) - stored_config.keys())
   if missing:
     raise UserError(f"{config_path} has no {missing[0]}")
@@ -242,29 +248,30 @@ def _read_config(
   return checked_config(config_path, fields)
 
 
-def _supported_version(config: ModelConfig) -> int:
-  """Returns the version whose layers compute what the model's layers compute.
+def _find_version(config: ModelConfig) -> int:
+  """Returns 1 if the authors' V1 layer computes a model's attention, 2 for V2.
 
   Raises:
-    UserError: if neither does.
+    UserError: if neither layer computes it.
   """
-  versions = {
-    version.attention: number for number, version in _VERSIONS.items()
-  }
-  if config.attention not in versions:
+  numbers = {}
+  for number, version in _VERSIONS.items():
+    numbers[version.attention] = number
+  if config.attention not in numbers:
     raise UserError(
       "the authors' layers are DIFF V1 and V2: they cannot hold a model of"
       f" attention {config.attention!r}"
     )
-  number = versions[config.attention]
+  number = numbers[config.attention]
   has_head_norm = _VERSIONS[number].has_head_norm
   if config.head_norm != has_head_norm:
-    article = "a" if has_head_norm else "no"
+    head_norm = "a head norm" if has_head_norm else "no head norm"
     raise UserError(
-      f"the authors' V{number} layer has {article} head norm: it cannot hold"
+      f"the authors' V{number} layer has {head_norm}: it cannot hold"
       f" head_norm {config.head_norm}"
     )
-  if config.lambda_init is not None:
+  # V2 has no λ_init.
+  if number == 1 and config.lambda_init is not None:
     raise UserError(
       "the authors' V1 layer has the schedule's λ_init: it cannot hold a model"
       f" of lambda_init {config.lambda_init}"
@@ -273,7 +280,15 @@ def _supported_version(config: ModelConfig) -> int:
 
 
 def _layout(config: ModelConfig, version: int) -> Layout:
-  """Returns the tensors of a model with the layers of a version."""
+  """Returns the layout of a model with the authors' V1 or V2 layers.
+
+  Args:
+    config: The config of the model.
+    version: 1 or 2.
+
+  Raises:
+    UserError: if these layers cannot compute the model's attention.
+  """
   if version == 1:
     _check_v1_sizes(config)
   entries = _ENTRIES + _VERSIONS[version].entries

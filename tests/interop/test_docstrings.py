@@ -1,4 +1,4 @@
-"""The docstring of a format names the tensors that its code reads and writes.
+"""The docstring of a layout names the tensors that its code reads and writes.
 
 A line of such a docstring has the name of a tensor, the version for which it
 exists if there are several, and its shape:
@@ -22,9 +22,9 @@ def documented_shapes(docstring, sizes, version=None):
   """Returns the shapes of the tensors of layer 0 and of those without layer.
 
   Args:
-    docstring: The docstring of a format.
+    docstring: The docstring of a layout.
     sizes: The sizes of the axes by letter.
-    version: "V1" or "V2", for formats that have both.
+    version: "V1" or "V2", for layouts that have both.
   """
   shapes = {}
   for line in docstring.splitlines():
