@@ -64,9 +64,9 @@ def adapted(
     _check_noise_heads(model.config, num_noise_heads)
 
   num_heads = model.config.num_heads
+  # In a config, None means that each head has its own noise map.
   shared_noise_heads = num_noise_heads
   if num_noise_heads == num_heads:
-    # One noise map per head is the default.
     shared_noise_heads = None
   config = dataclasses.replace(
     model.config, attention=attention, num_noise_heads=shared_noise_heads
@@ -76,6 +76,7 @@ def adapted(
   if attention == "diff_v2":
     num_groups = num_noise_heads or num_heads
     attention_params = _add_noise_maps(attention_params, num_groups)
+  # The other new parameters have no effect if they are 0.
   shapes = parameter_shapes(config)
   for name in _NEW_PARAMETERS:
     if name in shapes:

@@ -121,10 +121,10 @@ def _check_attention(config: ModelConfig) -> None:
 
 
 def _layout(config: ModelConfig) -> Layout:
-  """Returns the layout of a model.
+  """Returns the layout of a DiffLlama with a config.
 
   Raises:
-    UserError: if this layout cannot hold the model.
+    UserError: if DiffLlama cannot represent the model.
   """
   return Layout(
     _ENTRIES,

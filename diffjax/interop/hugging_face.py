@@ -358,12 +358,14 @@ def shared_fields(stored_config: StoredConfig) -> dict[str, Any]:
 def _read_rope(stored_config: StoredConfig) -> dict[str, Any]:
   """Returns the fields of config.model about rotary angles."""
   rope = _stored_rope(stored_config)
-  # What is left in `remaining` at the end are the fields of a scaling method.
+  # Every field that is read is removed from `remaining`. The last ones belong to
+  # a method that scales the angles.
   remaining = dict(rope)
   base = remaining.pop("rope_theta")
-  # transformers called the field "type" before it was "rope_type".
+  # The name of the method. Old versions of transformers call it "type".
   scaling = remaining.pop("type", "default")
   scaling = remaining.pop("rope_type", scaling)
+  # The part of a head's width that is rotated.
   rotated_share = remaining.pop("partial_rotary_factor", 1.0)
   fields: dict[str, Any] = {"rope_base": base}
   if scaling == "default" and rotated_share == 1.0 and not remaining:

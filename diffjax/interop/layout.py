@@ -257,6 +257,7 @@ class Layout:
     self._check(tensors)
     params: dict[str, Any] = {}
     for entry in self._entries:
+      # "layers/attention/query" is params["layers"]["attention"]["query"].
       *sections, name = entry.param.split("/")
       section = params
       for key in sections:
@@ -306,13 +307,14 @@ class Layout:
   def _read_layer(
     self, tensors: Tensors, entry: Entry, layer: int | None
   ) -> np.ndarray:
-    """Returns the parameter of one layer."""
+    """Returns the parameter of one layer, converted from its tensor."""
     tensor = tensors.read(entry.tensor.format(layer))
     return rearrange(tensor, entry.tensor_axes, entry.param_axes, self._sizes)
 
   def _check(self, tensors: Tensors) -> None:
     """Raises UserError if a tensor's name or shape is not of this layout."""
     shapes = dict(tensors.shapes())
+    # This comes first, because self.shapes() takes memory for each layer.
     if self._num_layers > len(shapes):
       raise UserError(
         f"{tensors} has {len(shapes)} tensors, but its config.json is of"
@@ -372,7 +374,7 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class ConvertedTensors:
-  """The tensors of a model in a layout. See `Tensors`.
+  """The tensors of a model in a layout, with the methods of `Tensors`.
 
   Attributes:
     layout: The layout.
@@ -387,7 +389,7 @@ class ConvertedTensors:
     return self.layout.shapes()
 
   def read(self, name: str) -> np.ndarray:
-    """Returns a tensor in float32."""
+    """Returns a tensor, converted from the parameters."""
     return self.layout.tensor(self.params, name)
 
 

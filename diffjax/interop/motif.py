@@ -81,7 +81,7 @@ _CONSTANT_FIELDS = {
   "lambda_init_offset": 1,
   "ffn_activation": "poly_norm",
 }
-# The values that this layout supports.
+# The fields of config.model that Motif can represent, and their values.
 _SUPPORTED = {
   **hugging_face.SUPPORTED,
   **_CONSTANT_FIELDS,
@@ -103,10 +103,10 @@ _SUPPORTED_VALUES = {
 }
 # Fields of config.json without effect: λ_init follows from the number of the
 # layer, and there are no windows, because use_sliding_window is false.
-_WITHOUT_EFFECT = ("lambda_init", "sliding_window", "max_window_layers")
+_IGNORED_FIELDS = ("lambda_init", "sliding_window", "max_window_layers")
 _KNOWN_FIELDS = (
   *_SUPPORTED_VALUES,
-  *_WITHOUT_EFFECT,
+  *_IGNORED_FIELDS,
   "num_noise_heads",
   "grouped_ratio",
   "attn_rms_norm_eps",
@@ -169,23 +169,26 @@ def _read_config(directory: pathlib.Path) -> ModelConfig:
   stored_config.check_values(_SUPPORTED_VALUES)
   heads = _read_query_heads(stored_config)
 
+  num_kv_heads = heads.num_signal
+  if stored_config.get("num_key_value_heads"):
+    # The file counts the signal key and the noise key of a head separately.
+    stored_kv_heads = stored_config.integer(
+      "num_key_value_heads", multiple_of=2
+    )
+    num_kv_heads = stored_kv_heads // 2
+  head_dim = stored_config.get("head_dim")
+  if not head_dim:
+    stored_heads = heads.num_signal + heads.num_noise
+    embed_dim = stored_config.integer("hidden_size", multiple_of=stored_heads)
+    head_dim = embed_dim // stored_heads
+
   fields = hugging_face.shared_fields(stored_config)
   fields.update(_CONSTANT_FIELDS)
   fields["num_heads"] = heads.num_signal
   if heads.num_noise != heads.num_signal:
     fields["num_noise_heads"] = heads.num_noise
-  fields["num_kv_heads"] = heads.num_signal
-  if stored_config.get("num_key_value_heads"):
-    # The file counts signal keys and noise keys.
-    stored_kv_heads = stored_config.integer(
-      "num_key_value_heads", multiple_of=2
-    )
-    fields["num_kv_heads"] = stored_kv_heads // 2
-  fields["head_dim"] = stored_config.get("head_dim")
-  if not fields["head_dim"]:
-    num_heads = heads.num_signal + heads.num_noise
-    embed_dim = stored_config.integer("hidden_size", multiple_of=num_heads)
-    fields["head_dim"] = embed_dim // num_heads
+  fields["num_kv_heads"] = num_kv_heads
+  fields["head_dim"] = head_dim
   fields["head_norm_eps"] = stored_config.required("attn_rms_norm_eps")
   return checked_config(stored_config.path, fields)
 
@@ -240,21 +243,19 @@ def _make_config(model: Model, dtype: str) -> dict[str, Any]:
   head_norm_eps = config.head_norm_eps
   if head_norm_eps is None:
     head_norm_eps = config.norm_eps
-  return {
-    **stored_config,
-    "hidden_act": "poly_norm",
-    "attn_rms_norm_eps": head_norm_eps,
-    "use_bias": False,
-    **token_fields(model.tokenizer),
-    "torch_dtype": dtype,
-  }
+  stored_config["hidden_act"] = "poly_norm"
+  stored_config["attn_rms_norm_eps"] = head_norm_eps
+  stored_config["use_bias"] = False
+  stored_config.update(token_fields(model.tokenizer))
+  stored_config["torch_dtype"] = dtype
+  return stored_config
 
 
 def _layout(config: ModelConfig) -> Layout:
-  """Returns the layout of a model.
+  """Returns the layout of a Motif model with a config.
 
   Raises:
-    UserError: if this layout cannot hold the model.
+    UserError: if Motif cannot represent the model.
   """
   return Layout(
     _ENTRIES, config, tied_by=hugging_face.TIED_BY, supported=_SUPPORTED

@@ -58,7 +58,8 @@ def read_tokenizer(directory: pathlib.Path, vocab_size: int) -> Tokenizer:
   Returns:
     The tokenizer. Its document tokens are those in document_tokens.json. If
     this file does not exist, they are found in the files of a published model.
-    If these have none, documents are separated as in training.
+    If these have none, the tokenizer's separator is before and after each
+    document.
 
   Raises:
     UserError: if the directory has no tokenizer, the tokenizer has more tokens
@@ -164,6 +165,7 @@ def _find_published_tokens(directory: pathlib.Path) -> DocumentTokens | None:
     return None
   stored = _read_stored_tokens(directory, tokenizer_config, backend)
 
+  # transformers adds the tokens of the post-processor to every prompt.
   start, end = _added_by_post_processor(backend)
   if not end:
     eos_id = _find_eos(stored, backend)
@@ -171,6 +173,7 @@ def _find_published_tokens(directory: pathlib.Path) -> DocumentTokens | None:
       return None
     end = (eos_id,)
 
+  # This token stands for an empty prompt.
   bos_id = _find_bos(stored, backend)
   if start:
     no_context = start[-1]
@@ -297,6 +300,7 @@ def _added_by_post_processor(
   backend.no_padding()
   backend.no_truncation()
   encoding = backend.encode("a", add_special_tokens=True)
+  # 1 for each token that the post-processor has added, 0 for the text.
   is_added = encoding.special_tokens_mask
   if 0 not in is_added:
     return (), ()
