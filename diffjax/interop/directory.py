@@ -133,6 +133,7 @@ def _weight_file_names(directory: pathlib.Path) -> list[str]:
       f"{index} has no weight_map: it is not the index of a checkpoint"
     )
   names = sorted({str(name) for name in weight_map.values()})
+  # The index must not lead to files elsewhere, such as "../a.safetensors".
   for name in names:
     if pathlib.PurePath(name).name != name:
       raise UserError(
@@ -151,8 +152,10 @@ def checked_config(path: pathlib.Path, fields: dict[str, Any]) -> ModelConfig:
   Raises:
     UserError: if a field is not valid.
   """
+  # A config must have a data section. Rows of one token fit every model.
+  config_dict = {"model": fields, "data": {"length": 1}}
   try:
-    return from_config_dict({"model": fields, "data": {"length": 1}}).model
+    return from_config_dict(config_dict).model
   except UserError as error:
     raise UserError(
       f"{path} is not of a model that diffjax supports: {error}"
@@ -262,7 +265,11 @@ def _make_index(
 
 @contextlib.contextmanager
 def _user_errors(path: pathlib.Path) -> Iterator[None]:
-  """Raises errors of the file system and of safetensors as UserError."""
+  """Turns errors of the file system and of safetensors into UserErrors.
+
+  Args:
+    path: The file or directory that the body reads or writes, for the message.
+  """
   try:
     yield
   except (OSError, safetensors.SafetensorError) as error:

@@ -130,11 +130,14 @@ def read_attention(
   )
   stored_config.check_values({"mb_per_layer": 2})
   num_layers = stored_config.integer("num_hidden_layers", multiple_of=4)
+  # Even layers are Mamba-1 or gated memory.
   if layer not in range(1, num_layers, 2):
     raise UserError(
       f"layer {layer} has no attention: in {stored_config.path}, layers 1, 3,"
       f" …, {num_layers - 1} have; pass one of them"
     )
+  # The layers of the lower half have a window. Layer num_layers / 2 + 1 is the
+  # last one with keys and values. All later layers read these.
   has_window = layer < num_layers // 2
   has_keys_values = layer <= num_layers // 2 + 1
 
@@ -167,18 +170,19 @@ def tensors_of(
   Returns:
     The tensors by name, such as "model.layers.1.attn.Wqkv.weight".
   """
-  qkv_weights = []
+  # Wqkv stacks the rows of the query, key and value projections.
+  qkv_rows = []
   qkv_biases = []
   for name in _QKV_AXES:
     if name not in params:
       continue
-    # The first axis of a parameter is the model width.
+    # [model width, heads, …] becomes [all head values, model width].
     weight = np.asarray(params[name])
     embed_dim = weight.shape[0]
-    qkv_weights.append(weight.reshape(embed_dim, -1).T)
+    qkv_rows.append(weight.reshape(embed_dim, -1).T)
     qkv_biases.append(np.ravel(params[f"{name}_bias"]))
   tensors = {
-    _QKV_WEIGHT.format(layer): np.concatenate(qkv_weights),
+    _QKV_WEIGHT.format(layer): np.concatenate(qkv_rows),
     _QKV_BIAS.format(layer): np.concatenate(qkv_biases),
   }
   for entry in _ENTRIES:
@@ -237,7 +241,7 @@ def _read_qkv(
     has_keys_values: Whether Wqkv has rows for keys and values.
   """
   embed_dim = sizes["E"]
-  # The shape of each parameter after its first axis, the model width.
+  # The shape of each parameter without its first axis, the model width.
   shapes = {}
   for name, axes in _QKV_AXES.items():
     if name == "query" or has_keys_values:
@@ -252,6 +256,7 @@ def _read_qkv(
   start = 0
   for name, shape in shapes.items():
     end = start + math.prod(shape)
+    # Wqkv is [rows, model width], and diffjax has the model width first.
     params[name] = weight[start:end].T.reshape(embed_dim, *shape)
     params[f"{name}_bias"] = bias[start:end].reshape(shape)
     start = end
