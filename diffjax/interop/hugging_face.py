@@ -358,8 +358,8 @@ def shared_fields(stored_config: StoredConfig) -> dict[str, Any]:
 def _read_rope(stored_config: StoredConfig) -> dict[str, Any]:
   """Returns the fields of config.model about rotary angles."""
   rope = _stored_rope(stored_config)
-  # Every field that is read is removed from `remaining`. The last ones belong to
-  # a method that scales the angles.
+  # Every field that is read is removed from `remaining`. The last ones are those
+  # of a method that scales the angles.
   remaining = dict(rope)
   base = remaining.pop("rope_theta")
   # The name of the method. Old versions of transformers call it "type".

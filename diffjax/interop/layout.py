@@ -201,8 +201,8 @@ class Layout:
     self._is_tied = config.tie_embeddings
     self._tied_by = tied_by
     self._sizes = axis_sizes(config)
-    # Axes that only layouts have: the two numbers of a rotary pair, the pairs of
-    # a head, and the number of times that values are as wide as queries.
+    # Axes that only layouts have: the two numbers of a rotary pair, the rotary
+    # pairs of a head, and the width of values divided by that of queries.
     self._sizes["P"] = 2
     self._sizes["J"] = config.head_dim // 2
     self._sizes["C"] = self._sizes["V"] // config.head_dim

@@ -232,7 +232,7 @@ def _read_qkv(
   sizes: Mapping[str, int],
   has_keys_values: bool,
 ) -> dict[str, np.ndarray]:
-  """Returns the parameters that are stacked in a layer's Wqkv, and their biases.
+  """Returns the projections that are stacked in Wqkv, and their biases.
 
   Args:
     tensors: The tensors of the checkpoint.
