@@ -114,7 +114,7 @@ def main() -> None:
 
   model = _module(source.layout).read(source.path)
   model = _adapt_attention(model, source.layout)
-  start_flags = _write_model(target, model)
+  run_config = _write_model(target, model)
   # The card is a README.md with the model's config, data and measurements.
   write_card(
     target.path,
@@ -126,10 +126,10 @@ def main() -> None:
   )
 
   _print_summary(target.path, model)
-  if start_flags:
+  if run_config is not None:
     print(
       "to continue training from it:"
-      f" --config.train.init_from={target.path} {start_flags}"
+      f" --config.train.init_from={target.path} {_start_flags(run_config)}"
     )
 
 
@@ -148,18 +148,17 @@ def _adapt_attention(model: Model, source_layout: str) -> Model:
   return adapt.adapted(model, attention, _NUM_NOISE_HEADS.value)
 
 
-def _write_model(target: _Location, model: Model) -> str:
+def _write_model(target: _Location, model: Model) -> Config | None:
   """Writes a model in the layout of --to.
 
   Returns:
-    The flags of diffjax.train for training that starts from the written model.
-    "" for layouts other than diffjax, from which training cannot start.
+    The config of the written workdir. None for other layouts, from which
+    training cannot start.
   """
   if target.layout == "diffjax":
-    config = _module("diffjax").write(target.path, model)
-    return _start_flags(config)
+    return _module("diffjax").write(target.path, model)
   _module(target.layout).write(target.path, model, _DTYPE.value)
-  return ""
+  return None
 
 
 def _parse_location(flag: str, value: str | None) -> _Location:
@@ -258,14 +257,15 @@ def _print_summary(path: str, model: Model) -> None:
 
 
 def _start_flags(config: Config) -> str:
-  """Returns the flags of diffjax.train that give a model and its tokenizer.
+  """Returns the flags of diffjax.train for the same model and tokenizer.
 
-  The user adds the flags of the run: a config file, a workdir and
-  `config.train.init_from`. If --import named modules with attention variants,
-  the flags include them.
+  They include --import if the user has passed it for an attention variant.
 
   Example: "--config.data.tokenizer=runs/v2/tokenizer.json
     --config.model.vocab_size=32000 …"
+
+  Args:
+    config: The config of the workdir that training starts from.
   """
   start_flags = []
   for module in imported_modules():
