@@ -183,7 +183,7 @@ class StoredConfig:
     """Returns a field, or None if it is missing or null."""
     return self.fields.get(name)
 
-  def required(self, name: str) -> Any:
+  def get_required(self, name: str) -> Any:
     """Returns a field.
 
     Raises:
@@ -194,7 +194,7 @@ class StoredConfig:
       raise UserError(f"{self.path} has no {name}")
     return value
 
-  def integer(self, name: str, *, multiple_of: int = 1) -> int:
+  def get_integer(self, name: str, *, multiple_of: int = 1) -> int:
     """Returns a field that must be a positive integer.
 
     Args:
@@ -205,7 +205,7 @@ class StoredConfig:
       UserError: if the field is missing, is not a positive integer, or is not a
         multiple of the number.
     """
-    value = self.required(name)
+    value = self.get_required(name)
     # isinstance(True, int) is true.
     is_positive_integer = type(value) is int and value > 0
     if not is_positive_integer or value % multiple_of != 0:
@@ -321,15 +321,17 @@ def read_config(
   stored_config.check_values(
     {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
   )
-  stored_heads = stored_config.integer("num_attention_heads", multiple_of=maps)
+  stored_heads = stored_config.get_integer(
+    "num_attention_heads", multiple_of=maps
+  )
   stored_kv_heads = stored_heads
   if stored_config.get("num_key_value_heads") is not None:
-    stored_kv_heads = stored_config.integer(
+    stored_kv_heads = stored_config.get_integer(
       "num_key_value_heads", multiple_of=maps
     )
   head_dim = stored_config.get("head_dim")
   if not head_dim:
-    head_dim = stored_config.integer("hidden_size") // stored_heads
+    head_dim = stored_config.get_integer("hidden_size") // stored_heads
   fields = shared_fields(stored_config)
   fields["num_heads"] = stored_heads // maps
   fields["num_kv_heads"] = stored_kv_heads // maps
@@ -349,7 +351,7 @@ def shared_fields(stored_config: StoredConfig) -> dict[str, Any]:
   """
   fields = {}
   for field, stored_name in _FIELDS.items():
-    fields[field] = stored_config.required(stored_name)
+    fields[field] = stored_config.get_required(stored_name)
   fields.update(_read_rope(stored_config))
   fields["tie_embeddings"] = stored_config.fields.get(TIED_BY, False)
   return fields

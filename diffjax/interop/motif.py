@@ -172,14 +172,16 @@ def _read_config(directory: pathlib.Path) -> ModelConfig:
   num_kv_heads = heads.num_signal
   if stored_config.get("num_key_value_heads"):
     # The file counts the signal key and the noise key of a head separately.
-    stored_kv_heads = stored_config.integer(
+    stored_kv_heads = stored_config.get_integer(
       "num_key_value_heads", multiple_of=2
     )
     num_kv_heads = stored_kv_heads // 2
   head_dim = stored_config.get("head_dim")
   if not head_dim:
     stored_heads = heads.num_signal + heads.num_noise
-    embed_dim = stored_config.integer("hidden_size", multiple_of=stored_heads)
+    embed_dim = stored_config.get_integer(
+      "hidden_size", multiple_of=stored_heads
+    )
     head_dim = embed_dim // stored_heads
 
   fields = hugging_face.shared_fields(stored_config)
@@ -189,7 +191,7 @@ def _read_config(directory: pathlib.Path) -> ModelConfig:
     fields["num_noise_heads"] = heads.num_noise
   fields["num_kv_heads"] = num_kv_heads
   fields["head_dim"] = head_dim
-  fields["head_norm_eps"] = stored_config.required("attn_rms_norm_eps")
+  fields["head_norm_eps"] = stored_config.get_required("attn_rms_norm_eps")
   return checked_config(stored_config.path, fields)
 
 
@@ -204,11 +206,11 @@ def _read_query_heads(stored_config: hugging_face.StoredConfig) -> _QueryHeads:
       noise heads evenly.
   """
   if stored_config.get("num_noise_heads") is None:
-    num_heads = stored_config.integer("num_attention_heads", multiple_of=2)
+    num_heads = stored_config.get_integer("num_attention_heads", multiple_of=2)
     return _QueryHeads(num_signal=num_heads // 2, num_noise=num_heads // 2)
 
-  num_heads = stored_config.integer("num_attention_heads")
-  num_noise = stored_config.integer("num_noise_heads")
+  num_heads = stored_config.get_integer("num_attention_heads")
+  num_noise = stored_config.get_integer("num_noise_heads")
   if num_heads % num_noise != 0 or num_heads == num_noise:
     raise UserError(
       f"{stored_config.path} has num_noise_heads = {num_noise}: it must divide"

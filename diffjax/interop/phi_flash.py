@@ -129,7 +129,7 @@ def read_attention(
     directory, (hugging_face.PHI_FLASH,), _KNOWN_FIELDS
   )
   stored_config.check_values({"mb_per_layer": 2})
-  num_layers = stored_config.integer("num_hidden_layers", multiple_of=4)
+  num_layers = stored_config.get_integer("num_hidden_layers", multiple_of=4)
   # Even layers are Mamba-1 or gated memory.
   if layer not in range(1, num_layers, 2):
     raise UserError(
@@ -142,7 +142,7 @@ def read_attention(
   has_keys_values = layer <= num_layers // 2 + 1
 
   attention = _make_attention(stored_config, has_window)
-  sizes = attention.axis_sizes(stored_config.integer("hidden_size"))
+  sizes = attention.axis_sizes(stored_config.get_integer("hidden_size"))
   tensors = SafetensorsDirectory(directory)
   params = _read_qkv(tensors, layer, sizes, has_keys_values)
   for entry in _ENTRIES:
@@ -207,14 +207,16 @@ def _make_attention(
       of a head as two heads.
     has_window: Whether the layer has a sliding window.
   """
-  stored_kv_heads = stored_config.integer("num_key_value_heads", multiple_of=2)
-  stored_heads = stored_config.integer(
+  stored_kv_heads = stored_config.get_integer(
+    "num_key_value_heads", multiple_of=2
+  )
+  stored_heads = stored_config.get_integer(
     "num_attention_heads", multiple_of=stored_kv_heads
   )
-  embed_dim = stored_config.integer("hidden_size", multiple_of=stored_heads)
+  embed_dim = stored_config.get_integer("hidden_size", multiple_of=stored_heads)
   window = None
   if has_window:
-    window = stored_config.integer("sliding_window")
+    window = stored_config.get_integer("sliding_window")
   return DiffAttention(
     num_heads=stored_heads // 2,
     num_kv_heads=stored_kv_heads // 2,
