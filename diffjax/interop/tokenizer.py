@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 _TOKENIZER = "tokenizer.json"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 
+# `tokenizers` has ids of 32 bits, and raises an OverflowError for others.
+_MAX_ID = 2**32 - 1
+
 
 class _StoredTokens(NamedTuple):
   """The tokens that the JSON files of a published model mention.
@@ -362,7 +365,7 @@ def _token_ids(
         f"{path} has {field} = {value!r}: it must be a token id, or a list of"
         " them; correct it"
       )
-    if token >= 0 and backend.id_to_token(token) is not None:
+    if _has_token(token, backend):
       ids.append(token)
     else:
       say(
@@ -370,3 +373,10 @@ def _token_ids(
         " which is ignored"
       )
   return ids
+
+
+def _has_token(token: int, backend: tokenizers.Tokenizer) -> bool:
+  """Returns whether a tokenizer has a token of this id."""
+  if not 0 <= token <= _MAX_ID:
+    return False
+  return backend.id_to_token(token) is not None

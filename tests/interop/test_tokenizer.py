@@ -105,7 +105,7 @@ def test_document_tokens_of_published_files(tmp_path, files, expected):
 
 
 def test_ids_that_the_tokenizer_lacks_are_ignored(tmp_path, capsys):
-  for unknown in (9999, -1):
+  for unknown in (9999, -1, 2**32 - 1, 2**70):
     write_files(tmp_path, config={"eos_token_id": [EOS, unknown]})
     tokens = read_tokenizer(tmp_path, 1000).document_tokens
     assert tokens.stop == (EOS,)
