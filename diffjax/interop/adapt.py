@@ -175,7 +175,7 @@ def _append_noise_query(
 ) -> Float[np.ndarray, "*E Q G D"]:
   """Appends to each group of heads a copy of its last query, for the noise.
 
-  Q is the number of groups, S that of a group's heads, and G is S + 1.
+  There are Q groups. A group has S heads and, with the copy, G = S + 1 queries.
   """
   signals = einops.rearrange(query, "... (Q S) 1 D -> ... Q S D", Q=num_groups)
   return np.concatenate([signals, signals[..., -1:, :]], axis=-2)

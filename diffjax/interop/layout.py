@@ -190,8 +190,8 @@ class Layout:
       tied_by: The field of the project's config.json that says whether the
         embedding is also the output projection.
       supported: The value of each field of config.model that this layout
-        supports, if it is not that of `_DEFAULT_SUPPORTED`. ANY for a field
-        whose value is stored in config.json.
+        supports, if `_DEFAULT_SUPPORTED` has another value or none. ANY for a
+        field whose value is stored in config.json.
 
     Raises:
       UserError: if this layout does not support the model.
@@ -202,7 +202,7 @@ class Layout:
     self._tied_by = tied_by
     self._sizes = axis_sizes(config)
     # Axes that only layouts have: the two numbers of a rotary pair, the rotary
-    # pairs of a head, and the width of values divided by that of queries.
+    # pairs of a head, and the width of values divided by D.
     self._sizes["P"] = 2
     self._sizes["J"] = config.head_dim // 2
     self._sizes["C"] = self._sizes["V"] // config.head_dim

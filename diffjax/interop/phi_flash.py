@@ -57,8 +57,8 @@ from diffjax.model.attention import DiffAttention
 _QKV_WEIGHT = "model.layers.{}.attn.Wqkv.weight"
 _QKV_BIAS = "model.layers.{}.attn.Wqkv.bias"
 
-# Wqkv has the rows of these parameters, in this order. Their axes are E, the
-# model width, and then these axes, which are also those of the biases.
+# Wqkv has the rows of these parameters, in this order. The axes of a parameter
+# are the model width E and then these. The axes of its bias are only these.
 _QKV_AXES = {"query": "Q G D", "key": "K M D", "value": "K V"}
 
 _ENTRIES = (
