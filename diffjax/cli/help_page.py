@@ -36,7 +36,7 @@ CONFIG = {
 # Flags of all commands.
 IMPORT = {
   "--import=MODULE": (
-    "A module that registers attention variants of your own, such as"
+    "A module that registers attention variants or suites of your own, such as"
     " my_package.dint; may be repeated."
   )
 }

@@ -97,7 +97,8 @@ def load(
 
   ```
   trained = load("runs/tiny")
-  logits = trained.model.apply({"params": trained.params}, tokens)
+  hidden = trained.model.apply({"params": trained.params}, tokens)
+  logits = diffjax.model.decoder.logits(trained.params, hidden)
   ```
 
   Args:
