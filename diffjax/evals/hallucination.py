@@ -53,6 +53,7 @@ from diffjax.config import UserError, at_least, field
 from diffjax.evals.measurement import Measurement, mean_of, proportion
 from diffjax.evals.methods import jsonl, judge
 from diffjax.evals.methods.text_overlap import RougeL, is_match, load_rouge_l
+from diffjax.evals.methods.token_limit import checked_token_limit
 from diffjax.evals.report.results import MainFigure, TableSpec
 from diffjax.evals.suite import Suite
 from diffjax.host.files import write_atomically
@@ -66,25 +67,26 @@ _ANSWER_FIELDS = {"context": str, "question": str, "answers": list}
 # The text that ends an output, by the kind of output.
 _OUTPUT_ENDS = {"summary": "\n\n", "answer": "\n"}
 
-# Tokens of the shortest prompt and output that a program is compiled for.
+# Programs are compiled for prompts and outputs of at least this many tokens.
 _MIN_CAPACITY = 64
 
-# How many values of each parameter tell models apart.
+# The number of values of each parameter that enter the fingerprint of a model.
 _NUM_FINGERPRINT_VALUES = 256
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-  """A summary or answer that the model is asked to write.
+  """A task for the model: to write a summary or an answer.
 
   Attributes:
-    id: SET/LINE.
+    id: SET/LINE, such as "xsum/3".
     kind: "summary" or "answer".
     prompt_ids: The token ids of the prompt.
-    source: The part of the source that is in the prompt.
+    source: The text to summarize or to find the answer in, as far as it is in
+      the prompt.
     question: The question. Empty for a summary.
     references: Right outputs.
-    is_cut: Whether the end of the source is not in the prompt.
+    is_cut: Whether the end of the source did not fit into the prompt.
   """
 
   id: str
@@ -96,7 +98,7 @@ class Sample:
   is_cut: bool
 
   def judge_prompt(self, output: str) -> str:
-    """Returns the judge's prompt about an output."""
+    """Returns the prompt that asks a judge about the model's output."""
     if self.kind == "summary":
       return judge.summary_prompt(self.source, output)
     return judge.answer_prompt(self.source, self.question, output)
@@ -115,13 +117,13 @@ class _Data(NamedTuple):
 
 
 class _Request(NamedTuple):
-  """A record of the data, as the parts of a prompt.
+  """A record of the data, as the three parts of a prompt.
 
   Attributes:
-    location: "FILE:LINE" of the record, for messages.
+    location: "FILE:LINE" of the record.
     kind: "summary" or "answer".
     before_source: The beginning of the prompt.
-    source: The text that the output must agree with.
+    source: The text to summarize or to find the answer in. It may be cut.
     after_source: The end of the prompt.
     question: The question. Empty for a summary.
     references: Right outputs.
@@ -201,7 +203,7 @@ class Hallucination(Suite[_Data]):
         "set.hallucination.data_dir must name the directory that holds"
         " SET.jsonl, such as xsum.jsonl, for every set"
       )
-    capacity = self._capacity(trained)
+    capacity = checked_token_limit(self.name, self.max_tokens, trained)
     samples_by_set = {}
     for name in self.sets:
       samples_by_set[name] = self._read_samples(name, trained, capacity)
@@ -217,15 +219,16 @@ class Hallucination(Suite[_Data]):
     for set_samples in data.samples_by_set.values():
       samples += set_samples
     directory = self._model_dir(trained)
-    outputs = self._outputs(trained, samples, directory / "generations.jsonl")
+    generations_path = directory / "generations.jsonl"
+    prompts_path = directory / "judge_prompts.jsonl"
+    verdicts_path = directory / "verdicts.jsonl"
 
+    outputs = self._reuse_or_generate(trained, samples, generations_path)
     judge_prompts = {}
     for sample in samples:
       judge_prompts[sample.id] = sample.judge_prompt(outputs[sample.id])
-    prompts_path = directory / "judge_prompts.jsonl"
-    _write(prompts_path, judge.prompt_records(judge_prompts))
+    _write_records(prompts_path, judge.prompt_records(judge_prompts))
 
-    verdicts_path = directory / "verdicts.jsonl"
     has_hallucination = None
     if verdicts_path.exists():
       has_hallucination = judge.read_verdicts(verdicts_path, judge_prompts)
@@ -238,19 +241,9 @@ class Hallucination(Suite[_Data]):
     for name, set_samples in data.samples_by_set.items():
       if has_hallucination is not None:
         yield _free_of_hallucination(name, set_samples, has_hallucination)
-      yield from _compare(name, set_samples, outputs, data.rouge_l)
-
-  def _capacity(self, trained: Trained) -> int:
-    """Returns the maximum number of tokens of a prompt and its output."""
-    max_length = trained.config.model.max_length
-    if self.max_tokens == 0:
-      return max_length
-    if not 1 <= self.max_tokens <= max_length:
-      raise UserError(
-        f"set.hallucination.max_tokens = {self.max_tokens}: the model takes at"
-        f" most {max_length} (its config.model.max_length)"
+      yield from _compare_with_references(
+        name, set_samples, outputs, data.rouge_l
       )
-    return self.max_tokens
 
   def _max_new_tokens(self, kind: str) -> int:
     """Returns the maximum number of tokens of an output."""
@@ -267,26 +260,21 @@ class Hallucination(Suite[_Data]):
   def _read_samples(
     self, name: str, trained: Trained, capacity: int
   ) -> list[Sample]:
-    """Returns the samples of a set. Warns if sources do not fit."""
-    path = os.path.join(self.data_dir, f"{name}.jsonl")
-    first_record = jsonl.read(path, {})[0]
-    if "question" in first_record.value:
-      records = jsonl.read(path, _ANSWER_FIELDS)
-      make_request = _answer_request
-    else:
-      records = jsonl.read(path, _SUMMARY_FIELDS)
-      make_request = _summary_request
-    rng = np.random.default_rng(self.seed)
-    chosen_indices = rng.permutation(len(records))[: self.samples]
+    """Reads a set and returns samples of randomly chosen records.
 
+    Warns if sources are cut, because they are too long for the model.
+
+    Args:
+      name: The name of the set, and of its file without .jsonl.
+      trained: The model.
+      capacity: The most tokens of a prompt and its output together.
+    """
+    path = os.path.join(self.data_dir, f"{name}.jsonl")
     samples = []
-    num_cut = 0
-    for index in sorted(chosen_indices):
-      request = make_request(records[index])
-      sample = self._make_sample(name, request, trained, capacity)
-      samples.append(sample)
-      if sample.is_cut:
-        num_cut += 1
+    for request in self._choose_requests(path):
+      samples.append(self._make_sample(name, request, trained, capacity))
+
+    num_cut = sum(sample.is_cut for sample in samples)
     if num_cut > 0:
       logging.warning(
         "%s: %d of %d sources do not fit into %d tokens and lost their end",
@@ -297,10 +285,35 @@ class Hallucination(Suite[_Data]):
       )
     return samples
 
+  def _choose_requests(self, path: str) -> list[_Request]:
+    """Returns the requests of randomly chosen records, in the file's order."""
+    # The first record tells whether the file asks for answers or summaries.
+    first_record = jsonl.read(path, {})[0]
+    if "question" in first_record.value:
+      records = jsonl.read(path, _ANSWER_FIELDS)
+      make_request = _answer_request
+    else:
+      records = jsonl.read(path, _SUMMARY_FIELDS)
+      make_request = _summary_request
+
+    rng = np.random.default_rng(self.seed)
+    chosen_indices = rng.permutation(len(records))[: self.samples]
+    return [make_request(records[index]) for index in sorted(chosen_indices)]
+
   def _make_sample(
     self, set_name: str, request: _Request, trained: Trained, capacity: int
   ) -> Sample:
-    """Returns the sample of a request, with as much of its source as fits."""
+    """Tokenizes the prompt of a request, with as much of its source as fits.
+
+    Args:
+      set_name: The name of the set, for the sample's id.
+      request: The request.
+      trained: The model.
+      capacity: The most tokens of a prompt and its output together.
+
+    Raises:
+      UserError: if no token of the source fits.
+    """
     tokenizer = trained.tokenizer
     start_ids = [
       *tokenizer.document_tokens.start,
@@ -321,6 +334,7 @@ class Hallucination(Suite[_Data]):
     is_cut = len(source_ids) > max_source_tokens
     if is_cut:
       source_ids = source_ids[:max_source_tokens]
+      # The judge gets the source as the model sees it.
       source = tokenizer.decode(source_ids)
     line_number = request.location.rpartition(":")[2]
     return Sample(
@@ -333,57 +347,70 @@ class Hallucination(Suite[_Data]):
       is_cut=is_cut,
     )
 
-  def _outputs(
+  def _reuse_or_generate(
     self, trained: Trained, samples: Sequence[Sample], path: epath.Path
   ) -> dict[str, str]:
     """Returns the model's output for each sample, by the sample's id.
 
-    Reuses the outputs of an earlier run if the model, the prompt and the limit
-    of tokens are the same. Writes all outputs.
+    Outputs of an earlier run are reused if the model, the prompt and the limit
+    of tokens are the same. All outputs are written to the file for later runs.
 
     Args:
       trained: The model.
       samples: The samples.
-      path: The file of outputs.
+      path: The file of outputs. It may be missing.
     """
-    keys = self._generation_keys(trained, samples)
-    outputs = _read_outputs(path, keys)
+    cache_keys = self._output_cache_keys(trained, samples)
+    outputs = _read_cached_outputs(path, cache_keys)
     for kind in _OUTPUT_ENDS:
-      missing = []
+      missing_samples = []
       for sample in samples:
         if sample.kind == kind and sample.id not in outputs:
-          missing.append(sample)
-      if missing:
-        outputs.update(self._generate(trained, missing, kind))
+          missing_samples.append(sample)
+      if missing_samples:
+        outputs.update(self._generate(trained, missing_samples, kind))
 
     records = []
     for sample in samples:
-      records.append({**keys[sample.id], "output": outputs[sample.id]})
-    _write(path, records)
+      records.append({**cache_keys[sample.id], "output": outputs[sample.id]})
+    _write_records(path, records)
     return outputs
 
-  def _generation_keys(
+  def _output_cache_keys(
     self, trained: Trained, samples: Sequence[Sample]
   ) -> dict[str, dict[str, Any]]:
-    """Returns what each output depends on, by the sample's id.
+    """Returns the cache key of each sample's output, by the sample's id.
 
-    A record of generations.jsonl consists of these fields and "output".
+    A cache key holds all that the output depends on. A stored output is reused
+    if its key is equal. A record of generations.jsonl is a key with the field
+    "output" added.
     """
-    model = _fingerprint(trained)
-    keys = {}
+    model_fingerprint = _fingerprint(trained)
+    cache_keys = {}
     for sample in samples:
-      keys[sample.id] = {
+      cache_keys[sample.id] = {
         "id": sample.id,
-        "model": model,
+        "model": model_fingerprint,
         "prompt_sha256": judge.sha256(json.dumps(sample.prompt_ids)),
         "max_new_tokens": self._max_new_tokens(sample.kind),
       }
-    return keys
+    return cache_keys
 
   def _generate(
     self, trained: Trained, samples: Sequence[Sample], kind: str
   ) -> dict[str, str]:
-    """Returns the model's outputs for samples of one kind, by their ids."""
+    """Generates the outputs for samples of one kind.
+
+    An output is cut at the text that ends its kind, such as a line break.
+
+    Args:
+      trained: The model.
+      samples: The samples. At least one.
+      kind: The kind of the samples, "summary" or "answer".
+
+    Returns:
+      The outputs by the samples' ids.
+    """
     prompts = [sample.prompt_ids for sample in samples]
     max_new_tokens = self._max_new_tokens(kind)
     num_tokens = max(map(len, prompts)) + max_new_tokens
@@ -397,10 +424,11 @@ class Hallucination(Suite[_Data]):
       capacity=capacity,
     )
     tokenizer = trained.tokenizer
-    end = _OUTPUT_ENDS[kind]
+    output_end = _OUTPUT_ENDS[kind]
 
     def has_ended(ids: list[int]) -> bool:
-      return end in tokenizer.decode(ids).lstrip()
+      # Line breaks before the output do not end it.
+      return output_end in tokenizer.decode(ids).lstrip()
 
     generated = sampler.generate(
       prompts,
@@ -411,12 +439,12 @@ class Hallucination(Suite[_Data]):
     outputs = {}
     for sample, ids in zip(samples, generated, strict=True):
       text = tokenizer.decode(ids).strip()
-      outputs[sample.id] = text.partition(end)[0].strip()
+      outputs[sample.id] = text.partition(output_end)[0].strip()
     return outputs
 
 
 def _summary_request(record: jsonl.Record) -> _Request:
-  """Returns the request for a summary."""
+  """Returns the request for a summary of a record's document."""
   return _Request(
     location=record.location,
     kind="summary",
@@ -429,7 +457,10 @@ def _summary_request(record: jsonl.Record) -> _Request:
 
 
 def _answer_request(record: jsonl.Record) -> _Request:
-  """Returns the request for an answer. Raises UserError for bad references."""
+  """Returns the request for an answer to a record's question.
+
+  Raises UserError if the right answers are not a list of strings.
+  """
   question = record.value["question"]
   references = record.value["answers"]
   are_strings = all(isinstance(reference, str) for reference in references)
@@ -459,13 +490,13 @@ def _free_of_hallucination(
   return proportion("free of hallucination", outcomes, set=set_name)
 
 
-def _compare(
+def _compare_with_references(
   set_name: str,
   samples: Sequence[Sample],
   outputs: Mapping[str, str],
   rouge_l: RougeL,
 ) -> Iterator[Measurement]:
-  """Yields how a set's outputs compare with their references.
+  """Yields ROUGE-L, exact match (of answers) and empty outputs of a set.
 
   Args:
     set_name: The name of the set.
@@ -482,7 +513,8 @@ def _compare(
     is_empty.append(output == "")
 
   yield mean_of("ROUGE-L", best_rouge_l, set=set_name)
-  # All samples of a set have the same kind.
+  # Summaries are not expected to equal a reference. All samples of a set have
+  # the same kind.
   if samples[0].kind == "answer":
     matches = []
     for sample in samples:
@@ -491,40 +523,49 @@ def _compare(
   yield proportion("empty outputs", is_empty, set=set_name)
 
 
-def _read_outputs(
-  path: epath.Path, keys: Mapping[str, Mapping[str, Any]]
+def _read_cached_outputs(
+  path: epath.Path, cache_keys: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, str]:
-  """Returns the outputs of an earlier run that have the same keys.
+  """Returns the outputs of an earlier run whose cache keys are unchanged.
 
   Args:
     path: The file of outputs. It may be missing.
-    keys: What each output depends on, by the sample's id.
+    cache_keys: The cache key of each output of this run, by the sample's id.
+
+  Returns:
+    The outputs by the samples' ids.
   """
   outputs: dict[str, str] = {}
   if not path.exists():
     return outputs
   for _, record in jsonl.read(path, {"id": str, "output": str}):
     output = record.pop("output")
-    if keys.get(record["id"]) == record:
-      outputs[record["id"]] = output
+    # The other fields of a record are the cache key.
+    stored_key = record
+    sample_id = stored_key["id"]
+    if stored_key == cache_keys.get(sample_id):
+      outputs[sample_id] = output
   return outputs
 
 
 def _fingerprint(trained: Trained) -> str:
-  """Returns a digest that differs between models and between their steps.
+  """Returns a digest that identifies a model at a step of its training.
 
-  It is computed from the name and the first values of each parameter.
+  It is computed from the model's name and the first values of each parameter.
   """
   digest = hashlib.sha256(trained.name.encode())
   for parameter in jax.tree.leaves(trained.params):
+    # The index 0 in all dimensions but the last.
     first_row = parameter[(0,) * (parameter.ndim - 1)]
     values = np.asarray(first_row[:_NUM_FINGERPRINT_VALUES])
     digest.update(values.tobytes())
   return digest.hexdigest()[:16]
 
 
-def _write(path: epath.Path, records: Sequence[Mapping[str, Any]]) -> None:
-  """Writes a file of JSON lines, completely or not at all."""
+def _write_records(
+  path: epath.Path, records: Sequence[Mapping[str, Any]]
+) -> None:
+  """Writes a file with a JSON object per line, completely or not at all."""
   lines = [json.dumps(record) + "\n" for record in records]
   try:
     path.parent.mkdir(parents=True, exist_ok=True)

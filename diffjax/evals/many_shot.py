@@ -63,19 +63,20 @@ from diffjax.evals.methods.demonstration_orders import (
 )
 from diffjax.evals.methods.label_decoding import LabelTree, decode_labels
 from diffjax.evals.methods.labelled_texts import Dataset, Example
+from diffjax.evals.methods.token_limit import checked_token_limit
 from diffjax.evals.report.plots import WIDTH, by_model, draw_line
 from diffjax.evals.report.results import MainFigure, TableSpec
 from diffjax.evals.suite import Suite
 from diffjax.inference.sampler import Sampler
 from diffjax.inference.trained import Trained
 
-# The functions that reorder demonstrations, by the name of the kind of order.
+# For each kind of order, the function that draws an order of this kind.
 _ORDERS: Mapping[str, Callable[..., list[Example]]] = {
   "random": shuffled,
   "alternating": alternating,
 }
 
-# Inches of a dataset in the plot.
+# Width of a dataset's axes in the plot, in inches.
 _DATASET_WIDTH = 4.5
 
 
@@ -83,8 +84,8 @@ class _Template(NamedTuple):
   """How an example is written in a prompt.
 
   Attributes:
-    text: The format of the text. A query ends behind it.
-    label: The format of the label that follows the text.
+    text: The format of the example's text. A query ends after it.
+    label: The format of the label, which follows the text.
   """
 
   text: str
@@ -164,8 +165,8 @@ class ManyShot(Suite[dict[str, Dataset]]):
       UserError: if a dataset cannot be read, or if the model does not take
         `max_tokens` tokens.
     """
-    # Raises an error about max_tokens before the data is read.
-    self._capacity(trained)
+    # Called for its error: a wrong max_tokens is reported before data is read.
+    checked_token_limit(self.name, self.max_tokens, trained)
     datasets = {}
     for name in self.datasets:
       datasets[name] = self._load_dataset(name)
@@ -174,8 +175,13 @@ class ManyShot(Suite[dict[str, Dataset]]):
   def measure(
     self, trained: Trained, datasets: dict[str, Dataset]
   ) -> Iterator[Measurement]:
-    """Yields the accuracies of each dataset, and the effects of the order."""
-    capacity = self._capacity(trained)
+    """Yields the accuracies of each dataset, and the effects of the order.
+
+    The accuracies are those after 1, 2, 4, … demonstrations. The effect of the
+    order is the best accuracy minus the worst, if the same demonstrations are
+    read in several orders.
+    """
+    capacity = checked_token_limit(self.name, self.max_tokens, trained)
     sampler = Sampler(
       trained.model,
       trained.params,
@@ -189,14 +195,14 @@ class ManyShot(Suite[dict[str, Dataset]]):
       classifier = _Classifier(name, sampler, encoder, queries)
       demonstration_sets = self._draw_demonstrations(dataset, classifier, rng)
 
-      num_demonstrations = len(demonstration_sets[0])
-      for count in _curve_counts(num_demonstrations):
-        first_demonstrations = [
-          demonstrations[:count] for demonstrations in demonstration_sets
-        ]
-        yield _accuracy(classifier, first_demonstrations)
+      max_demonstrations = len(demonstration_sets[0])
+      for count in _curve_counts(max_demonstrations):
+        shorter_sets = [examples[:count] for examples in demonstration_sets]
+        yield _accuracy(classifier, shorter_sets)
+
       if self.orders == 0:
         continue
+      # The effect of the order is measured on the demonstrations of one set.
       for order, reorder in _ORDERS.items():
         orderings = []
         for _ in range(self.orders):
@@ -204,9 +210,12 @@ class ManyShot(Suite[dict[str, Dataset]]):
         yield _best_minus_worst(classifier, order, orderings)
 
   def plot(self, results: Mapping[str, Any]) -> matplotlib.figure.Figure:
-    """Draws accuracy over tokens of demonstrations.
+    """Draws accuracy over the number of tokens of the demonstrations.
 
-    The plot has axes for each dataset, with a line for each model.
+    Each dataset has its own axes, with a line for each model.
+
+    Args:
+      results: The content of the suite's JSON file.
     """
     accuracies_by_model = list(by_model(results, "accuracy"))
     datasets = []
@@ -221,8 +230,8 @@ class ManyShot(Suite[dict[str, Dataset]]):
     for dataset, axes in zip(datasets, all_axes, strict=True):
       for style, rows in accuracies_by_model:
         dataset_rows = [row for row in rows if row["at"]["dataset"] == dataset]
-        x = [row["at"]["tokens"] for row in dataset_rows]
-        draw_line(axes, x, dataset_rows, style)
+        num_tokens = [row["at"]["tokens"] for row in dataset_rows]
+        draw_line(axes, num_tokens, dataset_rows, style)
       axes.set(
         title=dataset,
         xscale="log",
@@ -237,7 +246,7 @@ class ManyShot(Suite[dict[str, Dataset]]):
     return figure
 
   def _load_dataset(self, name: str) -> Dataset:
-    """Makes the synthetic dataset, or reads one from its folder."""
+    """Makes the dataset "synthetic", or reads any other from its folder."""
     if name == "synthetic":
       return labelled_texts.synthetic_dataset(
         self.synthetic_classes, self.synthetic_words, self.seed
@@ -252,9 +261,10 @@ class ManyShot(Suite[dict[str, Dataset]]):
   def _draw_demonstrations(
     self, dataset: Dataset, classifier: _Classifier, rng: np.random.Generator
   ) -> list[list[Example]]:
-    """Returns equally many demonstrations for each set, as many as fit.
+    """Draws `sets` lists of demonstrations, each with balanced classes.
 
-    Raises UserError if none fits.
+    The lists have the same length. It is the largest one with which all prompts
+    fit the model. Raises UserError if it is 0.
     """
     demonstration_sets = []
     for _ in range(self.sets):
@@ -268,18 +278,6 @@ class ManyShot(Suite[dict[str, Dataset]]):
         " demonstration; raise set.many_shot.max_tokens if the model takes more"
       )
     return [examples[:num_demonstrations] for examples in demonstration_sets]
-
-  def _capacity(self, trained: Trained) -> int:
-    """Returns the maximum number of tokens of a prompt with its label."""
-    max_length = trained.config.model.max_length
-    if self.max_tokens == 0:
-      return max_length
-    if not 1 <= self.max_tokens <= max_length:
-      raise UserError(
-        f"set.many_shot.max_tokens = {self.max_tokens}: the model takes at most"
-        f" {max_length} (its config.model.max_length)"
-      )
-    return self.max_tokens
 
 
 def _template_of(dataset_name: str) -> _Template:
@@ -297,8 +295,8 @@ class _Encoder:
   ):
     self._tokenizer = tokenizer
     self._template = template
-    # The ids of each label and of the blank line behind it. Labels and texts
-    # are tokenized separately, so that a label always has the same ids.
+    # The ids of each label and of the blank line after it. Labels and texts are
+    # tokenized separately, so that a label always has the same ids.
     self.label_ids: dict[str, list[int]] = {}
     for label in labels:
       self.label_ids[label] = tokenizer.encode(template.label.format(label))
@@ -312,14 +310,14 @@ class _Encoder:
     return self.encode_query(example) + self.label_ids[example.label]
 
   def encode_demonstrations(self, examples: Sequence[Example]) -> list[int]:
-    """Returns the ids of the beginning of a prompt, up to the query."""
+    """Returns the ids of the part of a prompt that comes before the query."""
     ids = list(self._tokenizer.document_tokens.start)
     for example in examples:
       ids += self.encode_demonstration(example)
     return ids
 
   def count_tokens(self, examples: Sequence[Example]) -> int:
-    """Returns the number of tokens of demonstrations, without the start."""
+    """Returns the number of tokens, without those that start a document."""
     num_tokens = 0
     for example in examples:
       num_tokens += len(self.encode_demonstration(example))
@@ -351,7 +349,10 @@ class _Classifier:
     self._label_tree = LabelTree.grow(list(encoder.label_ids.values()))
 
   def longest_fit(self, examples: Sequence[Example]) -> list[Example]:
-    """Returns the first demonstrations, as many as fit before each query."""
+    """Returns the first examples, as many as can be shown before any query.
+
+    The longest query and the longest label must fit after them.
+    """
     num_start_tokens = len(self.encoder.encode_demonstrations([]))
     longest_query = max(map(len, self._query_ids))
     longest_label = max(map(len, self.encoder.label_ids.values()))
@@ -370,29 +371,34 @@ class _Classifier:
   def outcomes(
     self, demonstrations: Sequence[Example]
   ) -> Float[ndarray, "queries"]:
-    """Returns for each query 1 if the model gives the right label, else 0."""
+    """Returns for each query 1 if the model gives the right label, else 0.
+
+    Args:
+      demonstrations: The examples that the model reads before each query.
+    """
     sampler = self.sampler
     # The demonstrations are read once. Each batch of queries continues them.
-    beginning = self.encoder.encode_demonstrations(demonstrations)
-    state = sampler.prefill([beginning] * sampler.batch_size)
+    shared_prefix = self.encoder.encode_demonstrations(demonstrations)
+    prefix_state = sampler.prefill([shared_prefix] * sampler.batch_size)
     label_indices: list[int] = []
     for start in range(0, len(self._query_ids), sampler.batch_size):
       batch = self._query_ids[start : start + sampler.batch_size]
-      query_state = sampler.read(state, batch)
+      query_state = sampler.read(prefix_state, batch)
       label_indices += decode_labels(
         sampler, query_state, len(batch), self._label_tree
       )
 
-    outcomes = []
-    for label_index, query in zip(label_indices, self._queries, strict=True):
-      is_right = self._labels[label_index] == query.label
-      outcomes.append(is_right)
-    return np.asarray(outcomes, np.float64)
+    outcomes = np.zeros(len(self._queries))
+    for row, query in enumerate(self._queries):
+      label = self._labels[label_indices[row]]
+      if label == query.label:
+        outcomes[row] = 1
+    return outcomes
 
   def outcome_columns(
     self, demonstration_lists: Sequence[Sequence[Example]]
   ) -> Float[ndarray, "queries lists"]:
-    """Returns a column of `outcomes` for each list of demonstrations."""
+    """Returns the outcomes after each of several lists of demonstrations."""
     columns = []
     for demonstrations in demonstration_lists:
       columns.append(self.outcomes(demonstrations))
@@ -400,7 +406,11 @@ class _Classifier:
 
 
 def _curve_counts(largest: int) -> list[int]:
-  """Returns the powers of two below the largest count, and that count."""
+  """Returns the numbers of demonstrations to measure the accuracy after.
+
+  They are the powers of two below the largest number, and that number. For
+  example, [1, 2, 4, 5] for 5.
+  """
   counts = []
   count = 1
   while count < largest:
@@ -428,20 +438,24 @@ def _best_minus_worst(
     order: The kind of order, a key of `_ORDERS`.
     orderings: The demonstrations in different orders of this kind.
   """
-  outcomes = classifier.outcome_columns(orderings)
   coordinates = _coordinates(classifier, orderings)
+  coordinates["order"] = order
   return Measurement(
-    "best minus worst",
-    outcomes,
-    {**coordinates, "order": order},
-    _accuracy_range,
+    name="best minus worst",
+    units=classifier.outcome_columns(orderings),
+    at=coordinates,
+    statistic=_accuracy_range,
   )
 
 
 def _coordinates(
   classifier: _Classifier, demonstration_sets: Sequence[Sequence[Example]]
 ) -> dict[str, Any]:
-  """Returns the coordinates of a measurement on sets of demonstrations."""
+  """Returns the coordinates of a measurement on sets of demonstrations.
+
+  The sets have equally many demonstrations. Their numbers of tokens can differ,
+  and the coordinate is the mean.
+  """
   num_tokens = []
   for demonstrations in demonstration_sets:
     num_tokens.append(classifier.encoder.count_tokens(demonstrations))

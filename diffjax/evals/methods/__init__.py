@@ -9,6 +9,8 @@ Data, the same for every model:
 - `harness_tasks`: lm-eval's tasks with local files or the hub, for harness.
 - `jsonl`: records from files of JSON lines, with the line in every error, for
   suites with questions.
+- `token_limit`: the limit of tokens of a prompt and its answer, for many_shot
+  and hallucination.
 
 What a model does:
 
