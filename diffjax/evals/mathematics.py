@@ -46,7 +46,7 @@ from diffjax.evals.suite import Suite
 from diffjax.inference.sampler import Sampler
 from diffjax.inference.trained import Trained
 
-# The number of last tokens in which the beginning of a question is looked for.
+# The beginning of another question is looked for in this many last tokens.
 _NUM_LAST_TOKENS = 64
 
 
@@ -56,8 +56,8 @@ class Question(NamedTuple):
   Attributes:
     location: "FILE:LINE", for messages.
     text: The question.
-    solution: The solution.
-    answer: The final answer.
+    solution: The text that demonstrations show after the question.
+    answer: The right final answer, such as "6".
   """
 
   location: str
@@ -78,6 +78,18 @@ class Benchmark(NamedTuple):
   name: str
   questions: list[Question]
   prompts: list[list[int]]
+
+
+class _Scores(NamedTuple):
+  """What is measured of the answers to a benchmark, for each question.
+
+  Attributes:
+    is_right: Whether the final answer is right.
+    has_ended: Whether the answer ended within `new_tokens` tokens.
+  """
+
+  is_right: list[bool]
+  has_ended: list[bool]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,20 +143,16 @@ class Mathematics(Suite[list[Benchmark]]):
         answer, or math-verify is missing.
     """
     paths = self._paths()
-    self._check_demonstration_count()
+    demonstrations = self._read_demonstrations()
+    # Raises an error if math-verify is missing.
     equivalence.start()
     questions_by_name = {}
+    all_questions = []
     for path in paths:
       questions = read(path)
       if self.questions > 0:
         questions = questions[: self.questions]
       questions_by_name[epath.Path(path).stem] = questions
-
-    demonstrations: list[Question] = []
-    if self.shots > 0:
-      demonstrations = read(self.shots_file)[: self.shots]
-    all_questions = []
-    for questions in questions_by_name.values():
       all_questions += questions
     _check_not_scored(demonstrations, all_questions)
 
@@ -176,36 +184,47 @@ class Mathematics(Suite[list[Benchmark]]):
       batch_size=max(1, self.batch_tokens // capacity),
       capacity=capacity,
     )
-    next_question = _NextQuestion(
-      trained.tokenizer, trained.config.data.prompt_template
-    )
 
     all_outcomes: list[bool] = []
-    # The number of its benchmark, for each outcome.
+    # For each outcome, the index of its benchmark.
     groups: list[int] = []
-    for number, benchmark in enumerate(benchmarks):
-      generated = sampler.generate(
-        benchmark.prompts,
-        self.new_tokens,
-        stop_ids=trained.tokenizer.document_tokens.stop,
-        stop=next_question.has_begun,
-      )
-      outcomes = []
-      has_ended = []
-      for ids, question in zip(generated, benchmark.questions, strict=True):
-        text = next_question.cut(trained.tokenizer.decode(ids))
-        outcomes.append(_is_right(text, question))
-        is_short = len(ids) < self.new_tokens
-        has_ended.append(is_short or next_question.has_begun(ids))
-      yield proportion("accuracy", outcomes, file=benchmark.name)
-      yield proportion("ended", has_ended, file=benchmark.name)
-      all_outcomes += outcomes
-      groups += [number] * len(outcomes)
+    for index, benchmark in enumerate(benchmarks):
+      scores = self._score_answers(trained, sampler, benchmark)
+      yield proportion("accuracy", scores.is_right, file=benchmark.name)
+      yield proportion("ended", scores.has_ended, file=benchmark.name)
+      all_outcomes += scores.is_right
+      groups += [index] * len(scores.is_right)
     if len(benchmarks) > 1:
       yield proportion("accuracy", all_outcomes, groups, file="mean")
 
+  def _score_answers(
+    self, trained: Trained, sampler: Sampler, benchmark: Benchmark
+  ) -> _Scores:
+    """Generates the answers to a benchmark's questions and scores them."""
+    tokenizer = trained.tokenizer
+    next_question = _NextQuestion(
+      tokenizer, trained.config.data.prompt_template
+    )
+    answers = sampler.generate(
+      benchmark.prompts,
+      self.new_tokens,
+      stop_ids=tokenizer.document_tokens.stop,
+      stop=next_question.has_begun,
+    )
+    is_right = []
+    has_ended = []
+    for answer_ids, question in zip(answers, benchmark.questions, strict=True):
+      answer_text = next_question.cut(tokenizer.decode(answer_ids))
+      is_right.append(_is_right(answer_text, question))
+      is_short = len(answer_ids) < self.new_tokens
+      has_ended.append(is_short or next_question.has_begun(answer_ids))
+    return _Scores(is_right, has_ended)
+
   def _paths(self) -> list[str]:
-    """Returns the paths of the files. Raises UserError for equal names."""
+    """Returns the paths of the question files, from the setting `files`.
+
+    Raises UserError if there are none, or if two files have the same name.
+    """
     paths = []
     for path in self.files.split(","):
       if path.strip():
@@ -224,21 +243,25 @@ class Mathematics(Suite[list[Benchmark]]):
       )
     return paths
 
-  def _check_demonstration_count(self) -> None:
-    """Raises UserError if there are fewer demonstrations than `shots`."""
+  def _read_demonstrations(self) -> list[Question]:
+    """Returns the first `shots` records of `shots_file`.
+
+    Raises UserError if there are fewer.
+    """
     if self.shots == 0:
-      return
+      return []
     if not self.shots_file:
       raise UserError(
         f"set.mathematics.shots = {self.shots}: set.mathematics.shots_file must"
         " name a file of demonstrations"
       )
-    num_records = len(read(self.shots_file))
-    if num_records < self.shots:
+    records = read(self.shots_file)
+    if len(records) < self.shots:
       raise UserError(
         f"set.mathematics.shots = {self.shots}: {self.shots_file} has"
-        f" {num_records} records"
+        f" {len(records)} records"
       )
+    return records[: self.shots]
 
   def _check_lengths(self, trained: Trained, benchmark: Benchmark) -> None:
     """Raises UserError if a prompt and its answer do not fit the model."""
@@ -249,13 +272,14 @@ class Mathematics(Suite[list[Benchmark]]):
       if len(prompt) + self.new_tokens > max_length:
         raise UserError(
           f"{question.location}: a prompt of {len(prompt)} tokens,"
-          f" demonstrations included, and set.mathematics.new_tokens = {self.new_tokens} are"
-          f" more than the model's {max_length} (its config.model.max_length)"
+          " demonstrations included, and set.mathematics.new_tokens ="
+          f" {self.new_tokens} are more than the model's {max_length} (its"
+          " config.model.max_length)"
         )
 
 
 def read(path: epath.PathLike) -> list[Question]:
-  """Reads the questions of a file.
+  """Reads the questions of a JSONL file, with their solutions and answers.
 
   Raises:
     UserError: if a record has no question, answer or final answer. The message
@@ -263,7 +287,7 @@ def read(path: epath.PathLike) -> list[Question]:
   """
   questions = []
   for record in jsonl.read(path, {}):
-    text_with_answer = _text_of(record, ("answer", "solution"))
+    text_with_answer = _read_text(record, ("answer", "solution"))
     answer = final_answer.reference_answer(text_with_answer)
     if not answer:
       raise UserError(
@@ -273,16 +297,25 @@ def read(path: epath.PathLike) -> list[Question]:
       )
     question = Question(
       location=record.location,
-      text=_text_of(record, ("question", "problem")),
-      solution=_text_of(record, ("solution", "answer")),
+      text=_read_text(record, ("question", "problem")),
+      solution=_read_text(record, ("solution", "answer")),
       answer=answer,
     )
     questions.append(question)
   return questions
 
 
-def _text_of(record: jsonl.Record, names: Sequence[str]) -> str:
-  """Returns the text of the first of these fields that the record has."""
+def _read_text(record: jsonl.Record, names: Sequence[str]) -> str:
+  """Returns the text in a field that can have one of several names.
+
+  Args:
+    record: The record.
+    names: The names, the preferred one first.
+
+  Raises:
+    UserError: if the record has none of these fields, or the field is neither a
+      string nor an integer.
+  """
   for name in names:
     value = record.value.get(name)
     if value is not None:
@@ -295,9 +328,11 @@ def _text_of(record: jsonl.Record, names: Sequence[str]) -> str:
 
 
 def _to_text(location: str, name: str, value: object) -> str:
-  """Returns the value of a field as a text."""
-  # The answers of AIME are integers. True and False are integers too.
-  if isinstance(value, int) and not isinstance(value, bool):
+  """Returns a field's string, or its integer as a string."""
+  # JSON's true and false are instances of int in Python.
+  is_integer = isinstance(value, int) and not isinstance(value, bool)
+  # In some data, such as AIME, the answers are integers.
+  if is_integer:
     return str(value)
   if not isinstance(value, str):
     raise UserError(
@@ -310,7 +345,10 @@ def _to_text(location: str, name: str, value: object) -> str:
 def _check_not_scored(
   demonstrations: Sequence[Question], questions: Sequence[Question]
 ) -> None:
-  """Raises UserError if a demonstration is one of the scored questions."""
+  """Raises UserError if a demonstration is one of the scored questions.
+
+  The model would read the right answer in its prompt.
+  """
   scored_locations: dict[str, str] = {}
   for question in questions:
     scored_locations[question.text.strip()] = question.location
@@ -319,15 +357,18 @@ def _check_not_scored(
     if scored_location is not None:
       raise UserError(
         f"{demonstration.location}: this demonstration is also a scored"
-        f" question ({scored_location}); set.mathematics.shots_file must hold other"
-        " questions, such as the training split"
+        f" question ({scored_location}); set.mathematics.shots_file must hold"
+        " other questions, such as the training split"
       )
 
 
 def _format_demonstrations(
   template: str, demonstrations: Sequence[Question]
 ) -> str:
-  """Returns the text of demonstrations, with a blank line behind each."""
+  """Returns the demonstrations' questions and solutions as one text.
+
+  A blank line follows each solution.
+  """
   text = ""
   for demonstration in demonstrations:
     text += _format_question(template, demonstration.text)
@@ -336,12 +377,12 @@ def _format_demonstrations(
 
 
 def _format_question(template: str, question: str) -> str:
-  """Returns a question in the template, up to its answer."""
+  """Returns the template with the question inserted, up to its answer."""
   return template.replace("{prompt}", question)
 
 
 def _is_right(text: str, question: Question) -> bool:
-  """Returns whether the final answer of a text is the question's."""
+  """Returns whether a text has a final answer that equals the right one."""
   answer = final_answer.extract_answer(text)
   return answer is not None and final_answer.is_same_answer(
     answer, question.answer
@@ -349,7 +390,7 @@ def _is_right(text: str, question: Question) -> bool:
 
 
 class _NextQuestion:
-  """Recognizes the beginning of another question, which ends an answer.
+  """Recognizes where a model goes on from its answer to another question.
 
   A question begins with the text before "{prompt}" in the template, such as
   "Question:", on a new line. If the template has no such text, no question is
@@ -367,10 +408,11 @@ class _NextQuestion:
     """Returns whether another question begins in the last tokens."""
     if self._beginning is None:
       return False
-    return self._beginning in self._tokenizer.decode(ids[-_NUM_LAST_TOKENS:])
+    last_text = self._tokenizer.decode(ids[-_NUM_LAST_TOKENS:])
+    return self._beginning in last_text
 
   def cut(self, text: str) -> str:
-    """Returns the text before another question."""
+    """Returns a generated text without what follows the answer."""
     if self._beginning is None:
       return text
     return text.partition(self._beginning)[0]
