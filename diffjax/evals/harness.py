@@ -58,7 +58,8 @@ PAPER = (
   "winogrande",
 )
 
-# lm-eval's record of one question: its metrics, their values, and so on.
+# lm-eval's record of one question that the model was asked. It has the fields
+# "filter", "metrics" (the names of metrics), and the value of each metric.
 _Sample = Mapping[str, Any]
 
 
@@ -67,7 +68,8 @@ class _Metric(NamedTuple):
 
   Attributes:
     name: lm-eval's name of the metric, such as "acc".
-    filter: lm-eval's name of how an answer is read. "none" for all of it.
+    filter: lm-eval's name of the filter that extracts the answer from the
+      model's text. "none" if the whole text is the answer.
   """
 
   name: str
@@ -138,6 +140,7 @@ class Harness(Suite[_Data]):
       raise UserError(
         f"set.harness.tasks is empty; the paper's are {','.join(PAPER)}"
       )
+    # `measure` imports the module. Here, a missing lm-eval is reported early.
     try:
       import diffjax.evals.methods.lm_eval  # noqa: F401
     except ImportError as error:
@@ -161,32 +164,41 @@ class Harness(Suite[_Data]):
 
   def measure(self, trained: Trained, data: _Data) -> Iterator[Measurement]:
     """Yields all metrics of the tasks, and the mean accuracy of the tasks."""
+    # Deletes the directory when all questions are asked.
     with data.work_dir:
-      samples_by_task = self._ask(trained, data.tasks)
+      samples_by_task = self._run_lm_eval(trained, data.tasks)
 
-    accuracies = {}
+    paper_outcomes = {}
     for task_name, task in data.tasks.items():
       samples = samples_by_task[task_name]
-      for metric in _metrics_of(samples):
+      for metric in _distinct_metrics(samples):
         values = []
         for sample in samples:
           if sample["filter"] == metric.filter:
             values.append(sample[metric.name])
         yield _to_measurement(task_name, task, metric, values)
         if metric.name == _paper_metric(task_name):
-          accuracies[task_name] = values
-    if len(accuracies) > 1:
-      yield _mean_accuracy(accuracies)
+          paper_outcomes[task_name] = values
+    if len(paper_outcomes) > 1:
+      yield _mean_accuracy(paper_outcomes)
 
-  def _ask(
+  def _run_lm_eval(
     self, trained: Trained, tasks: Mapping[str, harness_tasks.Task]
   ) -> dict[str, list[_Sample]]:
-    """Asks the model all questions. Returns lm-eval's records by task."""
+    """Runs lm-eval, which asks the model all questions.
+
+    Args:
+      trained: The model.
+      tasks: lm-eval's tasks by name.
+
+    Returns:
+      lm-eval's records of the questions, by task.
+    """
     import lm_eval
 
     from diffjax.evals.methods.lm_eval import DiffjaxLM
 
-    # For lm-eval, None is the task's own number, or all questions.
+    # To lm-eval, None means the task's own number of examples, and no limit.
     num_fewshot = self.num_fewshot if self.num_fewshot >= 0 else None
     limit = self.limit if self.limit != 0 else None
     results = lm_eval.simple_evaluate(
@@ -194,9 +206,9 @@ class Harness(Suite[_Data]):
       tasks=list(tasks.values()),
       num_fewshot=num_fewshot,
       limit=limit,
-      # report/intervals.py computes the intervals.
+      # diffjax computes the intervals (report/intervals.py).
       bootstrap_iters=0,
-      # lm-eval must not change the random numbers of this process.
+      # Without None, lm-eval would reseed the random generators of this process.
       random_seed=None,
       numpy_random_seed=None,
       torch_random_seed=None,
@@ -206,8 +218,13 @@ class Harness(Suite[_Data]):
     return results["samples"]
 
 
-def _metrics_of(samples: Sequence[_Sample]) -> list[_Metric]:
-  """Returns the different metrics of a task, in the order of the samples."""
+def _distinct_metrics(samples: Sequence[_Sample]) -> list[_Metric]:
+  """Returns each metric of a task once, in the order of the samples.
+
+  Args:
+    samples: lm-eval's records of a task. A question that is read with several
+      filters has several.
+  """
   metrics = []
   for sample in samples:
     for name in sample["metrics"]:
@@ -218,7 +235,7 @@ def _metrics_of(samples: Sequence[_Sample]) -> list[_Metric]:
 
 
 def _paper_metric(task_name: str) -> str:
-  """Returns the metric of a task in the paper's tables."""
+  """Returns the metric that the paper's tables give for a task."""
   return "acc_norm" if task_name == "hellaswag" else "acc"
 
 
@@ -228,13 +245,14 @@ def _to_measurement(
   metric: _Metric,
   values: Sequence[Any],
 ) -> Measurement:
-  """Returns the measurement of a metric.
+  """Converts a metric's values to a measurement whose units are the questions.
 
   Args:
     task_name: The name of the task.
-    task: The task.
+    task: lm-eval's task, which says how the values are aggregated.
     metric: The metric.
-    values: The metric's value for each question.
+    values: The metric's value for each question. For some metrics, such as a
+      perplexity, a value is a tuple.
   """
   from lm_eval.api.metrics import mean
 
@@ -243,38 +261,44 @@ def _to_measurement(
     coordinates["filter"] = metric.filter
   aggregation = task.aggregation()[metric.name]
   if aggregation is not mean:
-    # For example a perplexity, whose values are log-likelihoods and numbers of
-    # words. The units are the positions of the values.
-    units = np.arange(len(values))
-    statistic = _statistic_of(aggregation, values)
-    return Measurement(metric.name, units, coordinates, statistic)
-  if all(value in (0, 1) for value in values):
+    # The values may not be numbers. So the units are indices into them.
+    indices = np.arange(len(values))
+    statistic = _statistic_of_indices(aggregation, values)
+    return Measurement(metric.name, indices, coordinates, statistic)
+  is_yes_or_no = all(value in (0, 1) for value in values)
+  if is_yes_or_no:
     return proportion(metric.name, values, **coordinates)
   return mean_of(metric.name, values, **coordinates)
 
 
-def _statistic_of(
+def _statistic_of_indices(
   aggregation: Callable[[list[Any]], float], values: Sequence[Any]
 ) -> Callable[[Int[ndarray, "units"]], float]:
-  """Returns a function that aggregates the values at given positions."""
+  """Returns a function that aggregates the values at given indices.
 
-  def statistic(positions: Int[ndarray, "units"]) -> float:
-    resampled = [values[int(position)] for position in positions]
-    return float(aggregation(resampled))
+  It is the statistic of a measurement. A bootstrap calls it with resampled
+  indices.
+  """
+
+  def statistic(indices: Int[ndarray, "units"]) -> float:
+    values_at_indices = [values[int(index)] for index in indices]
+    return float(aggregation(values_at_indices))
 
   return statistic
 
 
-def _mean_accuracy(accuracies: Mapping[str, Sequence[float]]) -> Measurement:
-  """Returns the mean of the tasks' accuracies.
+def _mean_accuracy(
+  outcomes_by_task: Mapping[str, Sequence[float]],
+) -> Measurement:
+  """Returns the mean of the tasks' accuracies. Each task has equal weight.
 
   Args:
-    accuracies: For each task, 1 or 0 for each question.
+    outcomes_by_task: For each task, 1 (right) or 0 (wrong) for each question.
   """
-  outcomes: list[float] = []
-  # The number of its task, for each outcome.
+  all_outcomes: list[float] = []
+  # For each outcome, the index of its task.
   groups: list[int] = []
-  for number, task_outcomes in enumerate(accuracies.values()):
-    outcomes += task_outcomes
-    groups += [number] * len(task_outcomes)
-  return proportion("mean accuracy", outcomes, groups)
+  for index, outcomes in enumerate(outcomes_by_task.values()):
+    all_outcomes += outcomes
+    groups += [index] * len(outcomes)
+  return proportion("mean accuracy", all_outcomes, groups)

@@ -52,6 +52,7 @@ _FIELDS: Mapping[str, Mapping[str, type]] = {
   },
 }
 
+# The end of the message if a task cannot be loaded from the hub.
 _HUB_REMEDY = (
   "; without the hub, set.harness.data_dir names a directory of local files"
 )
@@ -59,9 +60,9 @@ _HUB_REMEDY = (
 
 @functools.cache
 def task_manager() -> TaskManager:
-  """Returns the tasks that lm-eval comes with.
+  """Returns lm-eval's manager of the tasks that it comes with.
 
-  They are cached, because lm-eval takes seconds to read their files.
+  It is cached, because lm-eval takes seconds to read the files of the tasks.
   """
   from lm_eval import tasks
 
@@ -71,7 +72,8 @@ def task_manager() -> TaskManager:
 def load_from_hub(names: Sequence[str]) -> dict[str, Task]:
   """Returns tasks with questions from the Hugging Face hub, by name.
 
-  A group of tasks gives several.
+  Args:
+    names: The names of tasks, or of groups of tasks. A group gives several.
 
   Raises:
     UserError: if a task is unknown or cannot be loaded.
@@ -89,12 +91,16 @@ def load_local(
 ) -> dict[str, Task]:
   """Returns tasks with questions from local files, by name.
 
+  For each task, writes a config that replaces the source of the data in
+  lm-eval's own config. lm-eval then loads the written configs.
+
   Args:
     names: The names of the tasks.
     data_dir: The directory with one folder of files per task.
     num_fewshot: The number of examples before a question. Negative for the
       task's own number.
-    work_dir: An empty directory for files that the tasks need.
+    work_dir: An empty directory for the configs and converted questions. It
+      must exist as long as the tasks are used.
 
   Raises:
     UserError: if a task is unknown, or its files are missing or have questions
@@ -114,7 +120,7 @@ def load_local(
         " name the tasks"
       )
     paths = _local_paths(name, data_dir, num_fewshot)
-    questions_by_task[name] = _read_questions(name, paths)
+    questions_by_task[name] = _read_scored_questions(name, paths)
     config = _local_config(
       name,
       paths,
@@ -132,15 +138,15 @@ def load_local(
   tasks = {}
   for name in names:
     first_question = questions_by_task[name][0]
-    built = _build(local_manager, name, f"; see {first_question.location}")
-    tasks[name] = built[name]
+    remedy = f"; see {first_question.location}"
+    tasks.update(_build(local_manager, name, remedy))
   for name, task in tasks.items():
     _check_questions(task, questions_by_task[name])
   return tasks
 
 
 def _check_names(names: Sequence[str], manager: TaskManager) -> None:
-  """Raises UserError if lm-eval lacks a task."""
+  """Raises UserError if lm-eval has no task or group of one of the names."""
   for name in names:
     if name in manager.all_tasks:
       continue
@@ -152,12 +158,15 @@ def _check_names(names: Sequence[str], manager: TaskManager) -> None:
 
 
 def _build(manager: TaskManager, name: str, remedy: str) -> dict[str, Task]:
-  """Returns the tasks of a name, with their questions.
+  """Loads a task or the tasks of a group, with their questions.
 
   Args:
-    manager: The tasks to choose from.
+    manager: lm-eval's manager, which knows the task or group.
     name: The name of a task or of a group of tasks.
-    remedy: The end of the error message.
+    remedy: The end of the error message, which says what the user can do.
+
+  Returns:
+    The tasks by name.
   """
   try:
     return manager.load([name])["tasks"]
@@ -169,7 +178,11 @@ def _build(manager: TaskManager, name: str, remedy: str) -> dict[str, Task]:
 
 
 def _local_paths(name: str, data_dir: str, num_fewshot: int) -> dict[str, str]:
-  """Returns the local files of a task that exist, by split."""
+  """Returns the paths of a task's local files, by split.
+
+  Files of splits may be missing. Raises UserError if there are no questions, or
+  no examples although `num_fewshot` asks for some.
+  """
   absolute_dir = os.path.abspath(os.path.expanduser(data_dir))
   folder = os.path.join(absolute_dir, name)
   paths = {}
@@ -194,10 +207,13 @@ def _local_paths(name: str, data_dir: str, num_fewshot: int) -> dict[str, str]:
   return paths
 
 
-def _read_questions(name: str, paths: Mapping[str, str]) -> list[jsonl.Record]:
-  """Checks the fields of all files of a task. Returns the scored questions.
+def _read_scored_questions(
+  name: str, paths: Mapping[str, str]
+) -> list[jsonl.Record]:
+  """Returns the records of the split whose questions are scored.
 
-  lm-eval would read a missing field as an empty value.
+  They are those of "test", or of "validation" without it. Raises UserError if a
+  record of any split lacks a field, because lm-eval would read an empty value.
 
   Args:
     name: The name of the task.
@@ -205,28 +221,35 @@ def _read_questions(name: str, paths: Mapping[str, str]) -> list[jsonl.Record]:
   """
   records_by_split = {}
   for split, path in paths.items():
-    records = jsonl.read(path, _FIELDS.get(name, {}))
-    records_by_split[split] = records
-  if name not in _FIELDS:
-    # Each line must have the fields of the first one.
-    for split, path in paths.items():
-      first_record = records_by_split[split][0]
-      jsonl.read(path, dict.fromkeys(first_record.value, object))
+    records_by_split[split] = jsonl.read(path, _required_fields(name, path))
   if "test" in records_by_split:
     return records_by_split["test"]
   return records_by_split["validation"]
 
 
+def _required_fields(name: str, path: str) -> Mapping[str, type]:
+  """Returns the fields that each record of a task's file must have.
+
+  For tasks that the paper does not use, they are the fields of the first record
+  and may have any type.
+  """
+  if name in _FIELDS:
+    return _FIELDS[name]
+  first_record = jsonl.read(path, {})[0]
+  return dict.fromkeys(first_record.value, object)
+
+
 def _local_config(
   name: str, paths: Mapping[str, str], *, original_path: str, cache_dir: str
 ) -> dict[str, Any]:
-  """Returns the config of a task that reads local files.
+  """Returns a config of lm-eval for a task that reads local files.
 
   Args:
     name: The name of the task.
     paths: The files by split.
-    original_path: lm-eval's config of the task.
-    cache_dir: A directory for the converted files.
+    original_path: The path of lm-eval's own config of the task. Its fields hold
+      if this config does not replace them.
+    cache_dir: A directory where lm-eval stores the converted files.
   """
   return {
     "include": original_path,
@@ -242,9 +265,15 @@ def _local_config(
 
 
 def _check_questions(task: Task, questions: Sequence[jsonl.Record]) -> None:
-  """Raises UserError with the line of a question that the task cannot read."""
+  """Raises UserError if a task cannot make a prompt and choices of a question.
+
+  Args:
+    task: lm-eval's task, which has loaded the questions.
+    questions: The records of the same questions, for the location in the error.
+  """
   for record, document in zip(questions, task.eval_docs, strict=True):
     try:
+      # The results do not matter here, only whether there is an error.
       task.doc_to_text(document)
       task.doc_to_target(document)
       if task.config.doc_to_choice is not None:
@@ -260,11 +289,13 @@ def _check_questions(task: Task, questions: Sequence[jsonl.Record]) -> None:
 def remove_scored_examples(
   name: str, task: Task, num_fewshot: int, data_dir: str
 ) -> None:
-  """Removes scored questions from the examples that a task draws from.
+  """Removes scored questions from the few-shot examples of a task.
+
+  Otherwise the model could read a question's answer in its prompt.
 
   Args:
     name: The name of the task.
-    task: The task.
+    task: The task. Its examples are changed.
     num_fewshot: The number of examples before a question. Negative for the
       task's own number.
     data_dir: The directory of local files, for the error. Empty for the hub.
@@ -297,36 +328,44 @@ def remove_scored_examples(
 
 
 def _num_shown_examples(task: Task, num_fewshot: int) -> int:
-  """Returns the number of examples that lm-eval shows before a question."""
+  """Returns the number of examples that lm-eval shows before a question.
+
+  Args:
+    task: The task.
+    num_fewshot: The number that the user wants. Negative for the task's own.
+  """
   own_number = task.config.num_fewshot
-  # lm-eval keeps the 0 of a task that is defined without examples.
+  # If a task is defined with 0 examples, lm-eval ignores the user's number.
   if own_number == 0:
     return 0
-  if num_fewshot < 0:
-    return own_number or 0
-  return num_fewshot
+  if num_fewshot >= 0:
+    return num_fewshot
+  if own_number is None:
+    return 0
+  return own_number
 
 
 def _examples_to_show(task: Task) -> list[Mapping[str, Any]]:
-  """Returns the task's examples that are not scored questions."""
+  """Returns the task's few-shot examples that are not scored questions."""
   scored_split = task.config.test_split or task.config.validation_split
-  # A task can process examples and questions differently. So a question of the
-  # same split would not be recognized.
+  # All examples are scored questions then. The comparison below could miss it,
+  # because a task can process examples and questions differently.
   if task.fewshot_cfg.split == scored_split:
     return []
-  scored = {_identify(task, document) for document in task.eval_docs}
+  scored_questions = {_question_text(task, doc) for doc in task.eval_docs}
   examples = []
   for document in task.sampler.df:
-    if _identify(task, document) not in scored:
+    if _question_text(task, document) not in scored_questions:
       examples.append(document)
   return examples
 
 
-def _identify(task: Task, document: Mapping[str, Any]) -> str:
-  """Returns the text that identifies a document: its question.
+def _question_text(task: Task, document: Mapping[str, Any]) -> str:
+  """Returns the question of a document, to recognize equal questions.
 
-  The same question may have another wording of the answer, or another id. If
-  the task renders no text before the answer, the text consists of all fields.
+  It does not include the answer and ids, which can differ between copies of a
+  question. It is the text that the task shows before the answer. If there is no
+  such text, all fields are used.
   """
   try:
     text = task.doc_to_text(document)
@@ -334,5 +373,6 @@ def _identify(task: Task, document: Mapping[str, Any]) -> str:
   except Exception:
     text = None
   if isinstance(text, str) and text.strip():
+    # Texts that differ only in spaces are the same.
     return " ".join(text.split())
   return json.dumps(document, sort_keys=True, default=str)
