@@ -20,14 +20,15 @@ def shuffled(items: Sequence[Item], rng: np.random.Generator) -> list[Item]:
 def balanced(
   examples: Sequence[Example], rng: np.random.Generator
 ) -> list[Example]:
-  """Returns all examples in rounds of one example per class.
+  """Returns the examples in an order whose beginnings have balanced classes.
 
-  A round has the classes in random order. A class without further examples is
-  left out of later rounds. For example, with classes a, b and c: b a c, a c b,
-  c b, b.
+  The order consists of rounds of one example per class. Each round has the
+  classes in random order. A class without further examples is left out of later
+  rounds. For example, examples of the classes a, b and c can have the order
+  b a c, a c b, c b, b.
   """
   ordered = []
-  for round_examples in _rounds(_by_class(examples, rng)):
+  for round_examples in _rounds(_shuffled_classes(examples, rng)):
     ordered += shuffled(round_examples, rng)
   return ordered
 
@@ -35,26 +36,31 @@ def balanced(
 def alternating(
   examples: Sequence[Example], rng: np.random.Generator
 ) -> list[Example]:
-  """Returns all examples in rounds that have the same order of classes.
+  """Returns the examples in an order that alternates between the classes.
 
-  That order is random. A class without further examples is left out of later
-  rounds. For example, with classes a, b and c: b a c, b a c, b c, b.
+  The order consists of rounds of one example per class. All rounds have the
+  same order of classes, which is random. A class without further examples is
+  left out of later rounds. For example, examples of the classes a, b and c can
+  have the order b a c, b a c, b c, b.
   """
-  classes = shuffled(_by_class(examples, rng), rng)
+  classes = shuffled(_shuffled_classes(examples, rng), rng)
   ordered = []
   for round_examples in _rounds(classes):
     ordered += round_examples
   return ordered
 
 
-def _by_class(
+def _shuffled_classes(
   examples: Sequence[Example], rng: np.random.Generator
 ) -> list[list[Example]]:
-  """Returns the examples of each class in random order, sorted by label."""
-  classes: dict[str, list[Example]] = {}
+  """Groups examples by class, and shuffles the examples of each class.
+
+  The classes are sorted by their labels.
+  """
+  examples_by_label: dict[str, list[Example]] = {}
   for example in shuffled(examples, rng):
-    classes.setdefault(example.label, []).append(example)
-  return [classes[label] for label in sorted(classes)]
+    examples_by_label.setdefault(example.label, []).append(example)
+  return [examples_by_label[label] for label in sorted(examples_by_label)]
 
 
 def _rounds(classes: Sequence[Sequence[Example]]) -> Iterator[list[Example]]:

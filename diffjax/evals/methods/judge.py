@@ -15,6 +15,7 @@ from etils import epath
 from diffjax.config import UserError
 from diffjax.evals.methods import jsonl
 
+# The fields of a line of verdicts.jsonl.
 _VERDICT_FIELDS = {"id": str, "sha256": str, "verdict": str}
 
 _PROMPT = """Below are a source text and {description}. Does the {kind} say \
@@ -54,7 +55,7 @@ def answer_prompt(source: str, question: str, answer: str) -> str:
 
 
 def prompt_records(prompts: Mapping[str, str]) -> list[dict[str, str]]:
-  """Returns the lines of judge_prompts.jsonl.
+  """Returns the records of judge_prompts.jsonl, which the judge is sent.
 
   Args:
     prompts: The judge's prompts by the id of the output.
@@ -69,10 +70,10 @@ def prompt_records(prompts: Mapping[str, str]) -> list[dict[str, str]]:
 def read_verdicts(
   path: epath.PathLike, prompts: Mapping[str, str]
 ) -> dict[str, bool]:
-  """Reads whether each output has a hallucination.
+  """Reads the judge's verdicts: whether each output has a hallucination.
 
   Args:
-    path: The file, with one {"id", "sha256", "verdict"} per line.
+    path: The file of verdicts, with {"id", "sha256", "verdict"} on each line.
     prompts: The judge's prompts by the id of the output.
 
   Returns:
@@ -83,27 +84,13 @@ def read_verdicts(
       is the second one about its prompt, or if a prompt has no verdict.
   """
   has_hallucination: dict[str, bool] = {}
-  for location, record in jsonl.read(path, _VERDICT_FIELDS):
-    output_id = record["id"]
-    if output_id not in prompts:
-      raise UserError(
-        f"{location}: a verdict on {output_id!r}, which is not one of the"
-        f" {len(prompts)} prompts of judge_prompts.jsonl beside it"
-      )
-    if record["sha256"] != sha256(prompts[output_id]):
-      raise UserError(
-        f"{location}: a verdict on an older prompt of {output_id!r} (its sha256"
-        " differs); judge judge_prompts.jsonl again"
-      )
-    verdict = record["verdict"].strip().strip(".").lower()
-    if verdict not in ("yes", "no"):
-      raise UserError(
-        f"{location}: the verdict must be yes (a hallucination) or no; got"
-        f" {record['verdict'][:40]!r}"
-      )
+  for record in jsonl.read(path, _VERDICT_FIELDS):
+    _check_prompt(record, prompts)
+    is_hallucination = _parse_verdict(record)
+    output_id = record.value["id"]
     if output_id in has_hallucination:
-      raise UserError(f"{location}: a second verdict on {output_id!r}")
-    has_hallucination[output_id] = verdict == "yes"
+      raise UserError(f"{record.location}: a second verdict on {output_id!r}")
+    has_hallucination[output_id] = is_hallucination
 
   for output_id in prompts:
     if output_id not in has_hallucination:
@@ -112,6 +99,37 @@ def read_verdicts(
         f" prompts; {output_id!r} is the first without one"
       )
   return has_hallucination
+
+
+def _check_prompt(record: jsonl.Record, prompts: Mapping[str, str]) -> None:
+  """Raises UserError if a verdict is not about one of the prompts."""
+  output_id = record.value["id"]
+  if output_id not in prompts:
+    raise UserError(
+      f"{record.location}: a verdict on {output_id!r}, which is not one of the"
+      f" {len(prompts)} prompts of judge_prompts.jsonl beside it"
+    )
+  if record.value["sha256"] != sha256(prompts[output_id]):
+    raise UserError(
+      f"{record.location}: a verdict on an older prompt of {output_id!r} (its"
+      " sha256 differs); judge judge_prompts.jsonl again"
+    )
+
+
+def _parse_verdict(record: jsonl.Record) -> bool:
+  """Returns True for "yes", a hallucination, and False for "no".
+
+  Ignores case, spaces and full stops around the word. Raises UserError for any
+  other text.
+  """
+  text = record.value["verdict"]
+  verdict = text.strip().strip(".").lower()
+  if verdict not in ("yes", "no"):
+    raise UserError(
+      f"{record.location}: the verdict must be yes (a hallucination) or no; got"
+      f" {text[:40]!r}"
+    )
+  return verdict == "yes"
 
 
 def sha256(text: str) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -88,6 +88,7 @@ def read_dataset(directory: str, name: str) -> Dataset:
         f" {len(labels)} labels of {train_path}"
       )
 
+  # A query must not be shown to the model with its label.
   demonstrations = _without_queries(train, test)
   remaining_labels = _distinct_labels(demonstrations)
   for record, query in zip(test_records, test, strict=True):
@@ -107,7 +108,10 @@ def read_dataset(directory: str, name: str) -> Dataset:
 
 
 def _to_examples(records: Sequence[jsonl.Record]) -> list[Example]:
-  """Converts the lines of a file. Raises UserError if a label is not a line."""
+  """Converts the records of a file to examples.
+
+  Raises UserError if a label is empty or has several lines.
+  """
   examples = []
   for record in records:
     text = record.value["text"].strip()
@@ -129,22 +133,29 @@ def _distinct_labels(examples: Sequence[Example]) -> set[str]:
 def _without_queries(
   demonstrations: Sequence[Example], queries: Sequence[Example]
 ) -> list[Example]:
-  """Returns the demonstrations whose texts are not queries."""
-  # Texts that differ only in spaces are the same.
-  query_words = {tuple(query.text.split()) for query in queries}
+  """Returns the demonstrations whose texts are not those of queries.
+
+  Texts that differ only in spaces are the same.
+  """
+  query_texts = {_normalize_spaces(query.text) for query in queries}
   remaining = []
   for demonstration in demonstrations:
-    if tuple(demonstration.text.split()) not in query_words:
+    if _normalize_spaces(demonstration.text) not in query_texts:
       remaining.append(demonstration)
   return remaining
 
 
-def synthetic_dataset(num_classes: int, num_words: int, seed: int) -> Dataset:
-  """Returns a dataset of invented words, with equally many texts per class.
+def _normalize_spaces(text: str) -> str:
+  """Returns the words of a text with one space between them."""
+  return " ".join(text.split())
 
-  A text has one word of its class and three words that all classes share, in
-  random order. Labels are invented words too. So only demonstrations tell which
-  words belong to which label. Example:
+
+def synthetic_dataset(num_classes: int, num_words: int, seed: int) -> Dataset:
+  """Generates a dataset that a model can only learn from its demonstrations.
+
+  A text consists of four invented words in random order: one that only its
+  class has, and three that all classes share. The label is an invented word
+  too. Each class has equally many texts. Example:
 
       text "midana kokati bugolu fezusi", label "tarive"
 
@@ -154,6 +165,7 @@ def synthetic_dataset(num_classes: int, num_words: int, seed: int) -> Dataset:
     seed: The seed of words and texts.
   """
   rng = np.random.default_rng(seed)
+  # Each slice continues where the one before ended. So no word occurs twice.
   words = _invented_words(rng)
   labels = list(itertools.islice(words, num_classes))
   words_by_label = {}
@@ -161,17 +173,35 @@ def synthetic_dataset(num_classes: int, num_words: int, seed: int) -> Dataset:
     words_by_label[label] = list(itertools.islice(words, num_words))
   shared_words = list(itertools.islice(words, _NUM_SHARED_WORDS))
 
-  def make_examples(num_per_class: int) -> list[Example]:
-    examples = []
-    for _ in range(num_per_class):
-      for label in labels:
-        text = _synthetic_text(words_by_label[label], shared_words, rng)
-        examples.append(Example(text, label))
-    return examples
-
-  demonstrations = make_examples(_NUM_SYNTHETIC_DEMONSTRATIONS)
-  queries = make_examples(_NUM_SYNTHETIC_QUERIES)
+  demonstrations = _synthetic_examples(
+    _NUM_SYNTHETIC_DEMONSTRATIONS, words_by_label, shared_words, rng
+  )
+  queries = _synthetic_examples(
+    _NUM_SYNTHETIC_QUERIES, words_by_label, shared_words, rng
+  )
   return Dataset(_without_queries(demonstrations, queries), queries)
+
+
+def _synthetic_examples(
+  num_per_class: int,
+  words_by_label: Mapping[str, Sequence[str]],
+  shared_words: Sequence[str],
+  rng: np.random.Generator,
+) -> list[Example]:
+  """Draws equally many examples of each class.
+
+  Args:
+    num_per_class: The number of examples of each class.
+    words_by_label: For each label, the words that only its class has.
+    shared_words: The words that all classes share.
+    rng: The random generator.
+  """
+  examples = []
+  for _ in range(num_per_class):
+    for label, class_words in words_by_label.items():
+      text = _synthetic_text(class_words, shared_words, rng)
+      examples.append(Example(text, label))
+  return examples
 
 
 def _synthetic_text(
@@ -179,7 +209,7 @@ def _synthetic_text(
   shared_words: Sequence[str],
   rng: np.random.Generator,
 ) -> str:
-  """Returns a text of one word of its class and some shared words."""
+  """Returns one word of a class and some shared words, in random order."""
   class_word = rng.choice(class_words)
   other_words = rng.choice(
     shared_words, _NUM_SHARED_WORDS_IN_TEXT, replace=False
@@ -189,13 +219,17 @@ def _synthetic_text(
 
 
 def _invented_words(rng: np.random.Generator) -> Iterator[str]:
-  """Yields all different words of three syllables, in random order."""
+  """Yields each word of three syllables once, in random order.
+
+  A syllable is a consonant and a vowel. A word is, for example, "midana".
+  """
   syllables = []
   for consonant in "bdfgklmnprstvz":
     for vowel in "aeiou":
       syllables.append(consonant + vowel)
   num_syllables = len(syllables)
-  # The digits of a number in base `num_syllables` are the syllables of a word.
+  # Each number stands for a word: its digits in base `num_syllables` are the
+  # indices of the word's syllables.
   for number in rng.permutation(num_syllables**_NUM_SYLLABLES_IN_WORD):
     word = ""
     quotient = number

@@ -22,7 +22,8 @@ _ARTICLES = ("a", "an", "the")
 # Shorter ASCII words are not stemmed, as in rouge-score.
 _MIN_STEMMED_LENGTH = 4
 
-# In the syntax of the package `regex`.
+# The patterns are in the syntax of the package `regex`. There, && is the
+# intersection of two sets of characters, and -- is their difference.
 _SCRIPTS_WITHOUT_SPACES = (
   r"\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"
 )
@@ -33,7 +34,10 @@ _WORD = rf"[\p{{L}}\p{{M}}\p{{N}}--[{_SCRIPTS_WITHOUT_SPACES}]]+"
 
 
 def is_match(text: str, references: Sequence[str]) -> bool:
-  """Returns whether a text is an exact match of one of the references."""
+  """Returns whether a text equals one of the references.
+
+  Case, punctuation, articles and spaces are ignored.
+  """
   words = _words_to_match(text)
   for reference in references:
     if words == _words_to_match(reference):
@@ -42,16 +46,16 @@ def is_match(text: str, references: Sequence[str]) -> bool:
 
 
 def _words_to_match(text: str) -> list[str]:
-  """Returns the words that an exact match compares."""
-  letters = ""
+  """Returns the words of a text, without case, punctuation and articles."""
+  kept_text = ""
   for character in _normalize(text):
     if not _is_punctuation(character):
-      letters += character
-  return [word for word in letters.split() if word not in _ARTICLES]
+      kept_text += character
+  return [word for word in kept_text.split() if word not in _ARTICLES]
 
 
 def _normalize(text: str) -> str:
-  """Returns a text without case, and with one form for equal characters."""
+  """Returns a text in Unicode's normal form NFKC, without case."""
   return unicodedata.normalize("NFKC", text).casefold()
 
 
@@ -71,6 +75,7 @@ def load_rouge_l() -> RougeL:
   try:
     from rouge_score import rouge_scorer
 
+    # The constructor can raise ImportError too.
     tokenizer = _WordTokenizer()
   except ImportError as error:
     raise UserError(
