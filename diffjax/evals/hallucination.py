@@ -336,6 +336,7 @@ class Hallucination(Suite[_Data]):
       source_ids = source_ids[:max_source_tokens]
       # The judge gets the source as the model sees it.
       source = tokenizer.decode(source_ids)
+    # The location is "FILE:LINE".
     line_number = request.location.rpartition(":")[2]
     return Sample(
       id=f"{set_name}/{line_number}",
@@ -362,6 +363,7 @@ class Hallucination(Suite[_Data]):
     """
     cache_keys = self._output_cache_keys(trained, samples)
     outputs = _read_cached_outputs(path, cache_keys)
+    # Each kind has its own limit of tokens, and its own end of an output.
     for kind in _OUTPUT_ENDS:
       missing_samples = []
       for sample in samples:
@@ -414,8 +416,9 @@ class Hallucination(Suite[_Data]):
     prompts = [sample.prompt_ids for sample in samples]
     max_new_tokens = self._max_new_tokens(kind)
     num_tokens = max(map(len, prompts)) + max_new_tokens
-    # Rounded up to a power of two, so that few programs are compiled.
-    capacity = max(_MIN_CAPACITY, 1 << (num_tokens - 1).bit_length())
+    # The sampler compiles for a capacity. With powers of two, there are few.
+    next_power_of_two = 1 << (num_tokens - 1).bit_length()
+    capacity = max(_MIN_CAPACITY, next_power_of_two)
     capacity = min(capacity, trained.config.model.max_length)
     sampler = Sampler(
       trained.model,
@@ -466,8 +469,8 @@ def _answer_request(record: jsonl.Record) -> _Request:
   are_strings = all(isinstance(reference, str) for reference in references)
   if not references or not are_strings:
     raise UserError(
-      f"{record.location}: the field 'answers' must be a list of strings, and not"
-      f" empty; got {str(references)[:40]!r}"
+      f"{record.location}: the field 'answers' must be a list of strings, and"
+      f" not empty; got {str(references)[:40]!r}"
     )
   return _Request(
     location=record.location,

@@ -208,7 +208,7 @@ class Harness(Suite[_Data]):
       limit=limit,
       # diffjax computes the intervals (report/intervals.py).
       bootstrap_iters=0,
-      # Without None, lm-eval would reseed the random generators of this process.
+      # With None, lm-eval does not reseed this process's random generators.
       random_seed=None,
       numpy_random_seed=None,
       torch_random_seed=None,

@@ -189,6 +189,7 @@ class ManyShot(Suite[dict[str, Dataset]]):
       capacity=capacity,
     )
     for name, dataset in datasets.items():
+      # The draws for a dataset do not depend on the datasets before it.
       rng = np.random.default_rng(self.seed)
       queries = shuffled(dataset.test, rng)[: self.samples]
       encoder = _Encoder(trained.tokenizer, _template_of(name), dataset.labels)
@@ -281,7 +282,7 @@ class ManyShot(Suite[dict[str, Dataset]]):
 
 
 def _template_of(dataset_name: str) -> _Template:
-  """Returns how the examples of a dataset are written."""
+  """Returns the template of a dataset. TREC's texts are questions."""
   if dataset_name.startswith("trec"):
     return _QUESTION_TEMPLATE
   return _UTTERANCE_TEMPLATE

@@ -156,28 +156,22 @@ class Mathematics(Suite[list[Benchmark]]):
       all_questions += questions
     _check_not_scored(demonstrations, all_questions)
 
-    template = trained.config.data.prompt_template
-    demonstrations_text = _format_demonstrations(template, demonstrations)
     benchmarks = []
     for name, questions in questions_by_name.items():
-      prompts = []
-      for question in questions:
-        question_text = _format_question(template, question.text)
-        prompt = demonstrations_text + question_text
-        prompts.append(trained.tokenizer.encode_prompt(prompt))
-      benchmarks.append(Benchmark(name, questions, prompts))
-    for benchmark in benchmarks:
+      prompts = _encode_prompts(trained, demonstrations, questions)
+      benchmark = Benchmark(name, questions, prompts)
       self._check_lengths(trained, benchmark)
+      benchmarks.append(benchmark)
     return benchmarks
 
   def measure(
     self, trained: Trained, benchmarks: list[Benchmark]
   ) -> Iterator[Measurement]:
     """Yields the measurements of each benchmark, and their mean accuracy."""
-    longest_prompt = 0
+    prompt_lengths: list[int] = []
     for benchmark in benchmarks:
-      longest_prompt = max(longest_prompt, *map(len, benchmark.prompts))
-    capacity = longest_prompt + self.new_tokens
+      prompt_lengths += map(len, benchmark.prompts)
+    capacity = max(prompt_lengths) + self.new_tokens
     sampler = Sampler(
       trained.model,
       trained.params,
@@ -194,6 +188,7 @@ class Mathematics(Suite[list[Benchmark]]):
       yield proportion("ended", scores.has_ended, file=benchmark.name)
       all_outcomes += scores.is_right
       groups += [index] * len(scores.is_right)
+    # Each benchmark has the same weight in the mean.
     if len(benchmarks) > 1:
       yield proportion("accuracy", all_outcomes, groups, file="mean")
 
@@ -216,6 +211,7 @@ class Mathematics(Suite[list[Benchmark]]):
     for answer_ids, question in zip(answers, benchmark.questions, strict=True):
       answer_text = next_question.cut(tokenizer.decode(answer_ids))
       is_right.append(_is_right(answer_text, question))
+      # An answer with the maximum number of tokens may end exactly there.
       is_short = len(answer_ids) < self.new_tokens
       has_ended.append(is_short or next_question.has_begun(answer_ids))
     return _Scores(is_right, has_ended)
@@ -360,6 +356,26 @@ def _check_not_scored(
         f" question ({scored_location}); set.mathematics.shots_file must hold"
         " other questions, such as the training split"
       )
+
+
+def _encode_prompts(
+  trained: Trained,
+  demonstrations: Sequence[Question],
+  questions: Sequence[Question],
+) -> list[list[int]]:
+  """Returns the token ids of each question's prompt.
+
+  A prompt consists of all demonstrations and the question, in the template that
+  the model was fine-tuned with.
+  """
+  template = trained.config.data.prompt_template
+  demonstrations_text = _format_demonstrations(template, demonstrations)
+  prompts = []
+  for question in questions:
+    question_text = _format_question(template, question.text)
+    prompt = demonstrations_text + question_text
+    prompts.append(trained.tokenizer.encode_prompt(prompt))
+  return prompts
 
 
 def _format_demonstrations(

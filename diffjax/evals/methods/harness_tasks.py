@@ -114,11 +114,7 @@ def load_local(
   os.makedirs(config_dir)
   questions_by_task = {}
   for name in names:
-    if name not in manager.all_subtasks:
-      raise UserError(
-        f"set.harness.tasks: {name!r} is a group of tasks; with local files,"
-        " name the tasks"
-      )
+    _check_is_no_group(name, manager)
     paths = _local_paths(name, data_dir, num_fewshot)
     questions_by_task[name] = _read_scored_questions(name, paths)
     config = _local_config(
@@ -129,9 +125,10 @@ def load_local(
     )
     config_path = os.path.join(config_dir, f"{name}.yaml")
     with open(config_path, "w", encoding="utf-8") as file:
-      # JSON is YAML.
+      # lm-eval expects YAML, which includes JSON.
       json.dump(config, file)
 
+  # It knows the tasks of the written configs only.
   local_manager = lm_eval_tasks.TaskManager(
     include_path=config_dir, include_defaults=False
   )
@@ -155,6 +152,15 @@ def _check_names(names: Sequence[str], manager: TaskManager) -> None:
     if similar:
       message += f"; similar ones are {', '.join(similar)}"
     raise UserError(message)
+
+
+def _check_is_no_group(name: str, manager: TaskManager) -> None:
+  """Raises UserError if a name is that of a group of tasks."""
+  if name not in manager.all_subtasks:
+    raise UserError(
+      f"set.harness.tasks: {name!r} is a group of tasks; with local files, name"
+      " the tasks"
+    )
 
 
 def _build(manager: TaskManager, name: str, remedy: str) -> dict[str, Task]:
@@ -212,8 +218,9 @@ def _read_scored_questions(
 ) -> list[jsonl.Record]:
   """Returns the records of the split whose questions are scored.
 
-  They are those of "test", or of "validation" without it. Raises UserError if a
-  record of any split lacks a field, because lm-eval would read an empty value.
+  That is "test" if its file exists, else "validation". The records of all
+  splits are checked. If one lacks a field, raises UserError, because lm-eval
+  would read an empty value.
 
   Args:
     name: The name of the task.

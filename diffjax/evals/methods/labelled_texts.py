@@ -133,7 +133,7 @@ def _distinct_labels(examples: Sequence[Example]) -> set[str]:
 def _without_queries(
   demonstrations: Sequence[Example], queries: Sequence[Example]
 ) -> list[Example]:
-  """Returns the demonstrations whose texts are not those of queries.
+  """Returns the demonstrations, without those that have a query's text.
 
   Texts that differ only in spaces are the same.
   """
