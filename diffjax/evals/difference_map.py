@@ -38,11 +38,11 @@ from diffjax.config import at_least, field
 from diffjax.data.pipeline import ValidationBatches
 from diffjax.evals.measurement import Measurement
 from diffjax.evals.methods import inside
+from diffjax.evals.methods.row_results import compute_for_rows
 from diffjax.evals.methods.validation_rows import validation_rows
 from diffjax.evals.report.plots import WIDTH, by_model, draw_line
 from diffjax.evals.report.results import MainFigure, TableSpec
 from diffjax.evals.suite import Suite
-from diffjax.host.progress import Progress
 from diffjax.inference.trained import Trained
 from diffjax.model.decoder import Decoder
 
@@ -118,38 +118,37 @@ class DifferenceMap(Suite[ValidationBatches]):
   ) -> Iterator[Measurement]:
     """Yields each measure for each layer, and then over all layers."""
     compute_sums = jax.jit(functools.partial(layer_sums, trained.model))
-    sums_of_batches = []
+
+    def sums_of_batch(batch: dict[str, np.ndarray]) -> Float[Array, "B L sums"]:
+      return jnp.swapaxes(compute_sums(trained.params, batch), 0, 1)
+
     label = f"difference_map of {trained.short_name}"
-    with Progress(label, len(batches)) as progress:
-      for num_done, batch in enumerate(batches, start=1):
-        batch_sums = np.asarray(compute_sums(trained.params, batch), np.float64)
-        sums_of_batches.append(np.moveaxis(batch_sums, 1, 0))
-        progress.update(num_done, num_done * batch["tokens"].size)
-    # Empty rows fill up the last batch.
-    sums: Float[np.ndarray, "rows L sums"] = np.concatenate(sums_of_batches)
-    sums = sums[: batches.rows]
+    sums: Float[np.ndarray, "rows L sums"]
+    sums = compute_for_rows(sums_of_batch, batches, label).astype(np.float64)
 
     num_layers = sums.shape[1]
     sums_of_all_layers = sums.sum(axis=1)
     for index, measure in enumerate(MEASURES):
-      # The last column is the number of queries and heads in the sum.
+      # A mean is a sum, divided by the number of terms in the last column.
       columns = [index, -1]
       for layer in range(num_layers):
         sums_of_layer = sums[:, layer]
-        yield Measurement(measure, sums_of_layer[:, columns], {"layer": layer})
-      yield Measurement(
-        measure, sums_of_all_layers[:, columns], {"layer": "all"}
-      )
+        units = sums_of_layer[:, columns]
+        yield Measurement(measure, units, {"layer": layer})
+      units = sums_of_all_layers[:, columns]
+      yield Measurement(measure, units, {"layer": "all"})
 
   def plot(self, suite_results: Mapping[str, Any]) -> matplotlib.figure.Figure:
-    """Draws each measure over layers."""
+    """Draws a panel for each measure, with a line per model over layers."""
     figure = matplotlib.figure.Figure((WIDTH, 6), layout="constrained")
     all_axes = figure.subplots(2, 2).flat
     for axes, measure in zip(all_axes, MEASURES, strict=True):
-      for style, rows in by_model(suite_results, measure):
-        layer_rows = [row for row in rows if row["at"]["layer"] != "all"]
-        layers = [row["at"]["layer"] for row in layer_rows]
-        draw_line(axes, layers, layer_rows, style)
+      for style, results in by_model(suite_results, measure):
+        results_of_layers = [
+          result for result in results if result["at"]["layer"] != "all"
+        ]
+        layers = [result["at"]["layer"] for result in results_of_layers]
+        draw_line(axes, layers, results_of_layers, style)
       axes.set(title=measure, xlabel="layer", ylabel=f"{measure} (0 to 1)")
       axes.set_ylim(bottom=0)
       axes.xaxis.get_major_locator().set_params(integer=True)
@@ -161,23 +160,30 @@ class DifferenceMap(Suite[ValidationBatches]):
 def layer_sums(
   model: Decoder, params: Any, batch: dict[str, Any]
 ) -> Float[Array, "L B sums"]:
-  """Returns the result of `row_sums` for each layer and row of a batch.
+  """Returns the sums of the measures for each layer and row of a batch.
+
+  The maps of all queries are never in memory at once: each layer adds up the
+  sums of blocks of queries.
 
   Args:
     model: The decoder.
     params: Its parameters.
-    batch: As `inside.measure` takes it.
+    batch: A batch of rows, as `inside.measure` takes it.
+
+  Returns:
+    The sums of each measure over queries and heads, and their number
+    (`row_sums`).
   """
   batch_size = batch["tokens"].shape[0]
   zeros = jnp.zeros((batch_size, len(MEASURES) + 1))
 
-  def add_queries(
+  def add_block(
     sums: Float[Array, "B sums"], queries: inside.Queries
   ) -> Float[Array, "B sums"]:
     return sums + row_sums(queries.weights(), queries.mask)
 
-  def sums_of_layer(attended: inside.AttentionInputs) -> Float[Array, "B sums"]:
-    return inside.fold_query_blocks(add_queries, zeros, attended)
+  def sums_of_layer(inputs: inside.AttentionInputs) -> Float[Array, "B sums"]:
+    return inside.fold_query_blocks(add_block, zeros, inputs)
 
   results = inside.measure(model, params, batch, attention=sums_of_layer)
   return results["attention"]
@@ -188,10 +194,11 @@ def row_sums(
 ) -> Float[Array, "B sums"]:
   """Returns the sum of each measure over queries and heads, and their number.
 
-  Queries that see fewer than two keys do not count.
+  The module docstring defines the measures. Queries that see fewer than two
+  keys do not count.
 
   Args:
-    weights: The weights w of each query and head.
+    weights: The attention weights w of each query and head.
     mask: Whether a query sees a key.
 
   Returns:
@@ -206,23 +213,29 @@ def row_sums(
   magnitudes = jnp.where(is_visible, jnp.abs(weights), 0.0)
   l1_norm = jnp.sum(magnitudes, axis=-1)  # Σ|w|, [B, H, t]
   sum_of_squares = jnp.sum(jnp.square(magnitudes), axis=-1)  # Σw², [B, H, t]
+  # Only if all weights of a query are 0.
   is_zero = l1_norm == 0
 
+  # Σ max(−w, 0) / Σ|w|
   is_negative = is_visible & (weights < 0)
   negative_sum = jnp.sum(jnp.where(is_negative, magnitudes, 0.0), axis=-1)
   negative_share = negative_sum / jnp.where(is_zero, 1, l1_norm)
 
+  # The share of keys whose |w| is below a tenth of the mean.
   mean_magnitude = l1_norm / positive_num_keys
   is_small = is_visible & (magnitudes < _SMALL * mean_magnitude[..., None])
   small_share = jnp.sum(is_small, axis=-1) / positive_num_keys
 
-  # Σ|w| / √Σw² is 1 for a single key and √n for uniform weights.
+  # Both kinds of sparsity depend on Σ|w| / √Σw². This ratio is 1 for a single
+  # key and √n for uniform weights. Zero weights count as uniform.
   l2_norm = jnp.sqrt(jnp.where(is_zero, 1, sum_of_squares))
   norm_ratio = jnp.where(is_zero, jnp.sqrt(num_keys), l1_norm / l2_norm)
   effective_keys = jnp.square(norm_ratio) / positive_num_keys
-  largest_hoyer_difference = jnp.sqrt(jnp.maximum(num_keys, 2)) - 1
-  hoyer_sparsity = (jnp.sqrt(num_keys) - norm_ratio) / largest_hoyer_difference
+  # √n − 1. It is positive also for queries that do not count.
+  hoyer_divisor = jnp.sqrt(jnp.maximum(num_keys, 2)) - 1
+  hoyer_sparsity = (jnp.sqrt(num_keys) - norm_ratio) / hoyer_divisor
 
+  # Each query and head adds its measures to the sums, and 1 to their number.
   terms = jnp.stack(
     [
       negative_share,
@@ -234,4 +247,5 @@ def row_sums(
     axis=-1,
   )  # [B, H, t, sums]
   has_two_keys = jnp.broadcast_to(num_keys >= 2, l1_norm.shape)
-  return jnp.sum(jnp.where(has_two_keys[..., None], terms, 0.0), axis=(1, 2))
+  counted_terms = jnp.where(has_two_keys[..., None], terms, 0.0)
+  return jnp.sum(counted_terms, axis=(1, 2))

@@ -41,6 +41,7 @@ from jaxtyping import Bool, Float
 from matplotlib.axes import Axes
 
 from diffjax.config import FRACTION, UserError, at_least, field
+from diffjax.data.tokenizer import Tokenizer
 from diffjax.evals.measurement import Measurement, proportion
 from diffjax.evals.methods.needle_prompts import (
   NeedlePrompt,
@@ -60,12 +61,12 @@ _DEFAULT_LENGTH = 4096
 # random positions, so a large haystack makes them different.
 _HAYSTACK_LENGTHS = 16
 
-# A number of typical size, for the number of tokens in an answer.
+# A number of five digits, to count the tokens that an answer needs.
 _EXAMPLE_NUMBER = "40404"
 
 
 class _Pair(NamedTuple):
-  """The numbers of needles in a prompt.
+  """The setting N/R: how many needles a text has, and how many are asked for.
 
   Attributes:
     num_needles: N, the number of needles in the text.
@@ -77,12 +78,12 @@ class _Pair(NamedTuple):
 
 
 class _PromptGroup(NamedTuple):
-  """The prompts of one pair, length and depth.
+  """A combination of settings that is measured with its own prompts.
 
   Attributes:
-    pair: The numbers of needles.
+    pair: The number of needles in the text, and of needles asked for.
     length: The number of tokens of a prompt and its answer.
-    depth: The position of the first needle asked for.
+    depth: The position of the first needle asked for, from 0 to 1.
   """
 
   pair: _Pair
@@ -95,7 +96,7 @@ class _Column(NamedTuple):
 
   Attributes:
     title: The name of the model, or "difference".
-    key: The field of a figure's JSON that is shown: "value" is the first model,
+    key: The field of a result that is shown: "value" is the first model,
       "against" the second model, "difference" the first minus the second.
     min_value: The lower end of the color scale. The upper end is 1.
     colormap: The name of a matplotlib colormap.
@@ -166,14 +167,12 @@ class Needle(Suite[list[list[int]]]):
     """
     lengths = self._lengths(trained)
     self._check_lengths(trained, lengths)
-    for text in self.pairs:
-      self._check_answer_length(trained, _parse_pair(text))
+    for pair in self._parsed_pairs():
+      self._check_answer_length(trained, pair)
     haystack = find_haystack(
       trained, self.haystack, tokens=_HAYSTACK_LENGTHS * max(lengths)
     )
-    # Raises errors about impossible prompts before the first measurement.
-    for group in self._prompt_groups(trained):
-      self._make_prompts(trained, haystack, group, samples=1)
+    self._check_prompts(trained, haystack)
     return haystack
 
   def measure(
@@ -181,28 +180,17 @@ class Needle(Suite[list[list[int]]]):
   ) -> Iterator[Measurement]:
     """Yields the accuracy for each length, pair and depth, and over depths."""
     for length in self._lengths(trained):
-      max_rows = min(self.samples, self.batch_tokens // length)
+      batch_size = min(self.samples, self.batch_tokens // length)
       sampler = Sampler(
         trained.model,
         trained.params,
-        batch_size=max(1, max_rows),
+        batch_size=max(1, batch_size),
         capacity=length,
       )
-      for text in self.pairs:
-        pair = _parse_pair(text)
-        coordinates: dict[str, Any] = {
-          "needles": pair.num_needles,
-          "asked": pair.num_asked,
-          "length": length,
-        }
-        all_scores: list[float] = []
-        for depth in self.depths:
-          group = _PromptGroup(pair, length, depth)
-          prompts = self._make_prompts(trained, haystack, group, self.samples)
-          scores = _score(trained, sampler, prompts, self.new_tokens)
-          yield proportion("accuracy", scores, **coordinates, depth=depth)
-          all_scores += scores
-        yield proportion("accuracy", all_scores, **coordinates, depth="mean")
+      for pair in self._parsed_pairs():
+        yield from self._measure_depths(
+          trained, sampler, haystack, pair, length
+        )
 
   def plot(self, results: Mapping[str, Any]) -> matplotlib.figure.Figure:
     """Draws heat maps of the accuracy over length and depth.
@@ -211,29 +199,29 @@ class Needle(Suite[list[list[int]]]):
     With two models, a third column shows the difference. A difference is bold
     if its interval excludes 0.
     """
-    figures_by_pair: dict[_Pair, list[Mapping[str, Any]]] = {}
+    results_by_pair: dict[_Pair, list[Mapping[str, Any]]] = {}
     all_lengths = set()
     all_depths = set()
-    for figure in results["figures"]:
-      position = figure["at"]
-      if position["depth"] == "mean":
+    for result in results["figures"]:
+      coordinates = result["at"]
+      if coordinates["depth"] == "mean":
         continue
-      pair = _Pair(position["needles"], position["asked"])
-      figures_by_pair.setdefault(pair, []).append(figure)
-      all_lengths.add(position["length"])
-      all_depths.add(position["depth"])
+      pair = _Pair(coordinates["needles"], coordinates["asked"])
+      results_by_pair.setdefault(pair, []).append(result)
+      all_lengths.add(coordinates["length"])
+      all_depths.add(coordinates["depth"])
     lengths = sorted(all_lengths)
     depths = sorted(all_depths)
     columns = _make_columns(results["models"])
 
     # In inches: space for labels, plus 0.7 for a cell and 2.4 for a heat map.
     width = max(WIDTH, 1.5 + len(columns) * 0.7 * len(lengths))
-    height = 0.6 + 2.4 * len(figures_by_pair)
-    canvas = matplotlib.figure.Figure((width, height), layout="constrained")
-    grid = canvas.subplots(len(figures_by_pair), len(columns), squeeze=False)
-    for (pair, figures), row in zip(figures_by_pair.items(), grid, strict=True):
+    height = 0.6 + 2.4 * len(results_by_pair)
+    figure = matplotlib.figure.Figure((width, height), layout="constrained")
+    grid = figure.subplots(len(results_by_pair), len(columns), squeeze=False)
+    for pair, row in zip(results_by_pair, grid, strict=True):
       for column, axes in zip(columns, row, strict=True):
-        _draw_heat_map(axes, column, figures, lengths, depths)
+        _draw_heat_map(axes, column, results_by_pair[pair], lengths, depths)
         axes.set_title(
           f"{column.title}: {pair.num_asked} of {pair.num_needles} needles",
           fontsize=10,
@@ -241,7 +229,7 @@ class Needle(Suite[list[list[int]]]):
       row[0].set_ylabel("depth of the answer")
     for axes in grid[-1]:
       axes.set_xlabel("length (tokens)")
-    return canvas
+    return figure
 
   def _lengths(self, trained: Trained) -> tuple[int, ...]:
     """Returns the lengths to measure, in tokens."""
@@ -249,13 +237,32 @@ class Needle(Suite[list[list[int]]]):
       return self.lengths
     return (min(_DEFAULT_LENGTH, trained.config.model.max_length),)
 
-  def _prompt_groups(self, trained: Trained) -> Iterator[_PromptGroup]:
-    """Yields every combination of length, pair and depth."""
-    pairs = [_parse_pair(text) for text in self.pairs]
-    for length, pair, depth in itertools.product(
-      self._lengths(trained), pairs, self.depths
-    ):
-      yield _PromptGroup(pair, length, depth)
+  def _parsed_pairs(self) -> list[_Pair]:
+    """Returns the setting `pairs` as numbers."""
+    return [_parse_pair(text) for text in self.pairs]
+
+  def _measure_depths(
+    self,
+    trained: Trained,
+    sampler: Sampler,
+    haystack: Sequence[Sequence[int]],
+    pair: _Pair,
+    length: int,
+  ) -> Iterator[Measurement]:
+    """Yields the accuracy at each depth, and then over all depths."""
+    coordinates: dict[str, Any] = {
+      "needles": pair.num_needles,
+      "asked": pair.num_asked,
+      "length": length,
+    }
+    all_scores: list[float] = []
+    for depth in self.depths:
+      group = _PromptGroup(pair, length, depth)
+      prompts = self._make_prompts(trained, haystack, group, self.samples)
+      scores = _score(trained.tokenizer, sampler, prompts, self.new_tokens)
+      yield proportion("accuracy", scores, **coordinates, depth=depth)
+      all_scores += scores
+    yield proportion("accuracy", all_scores, **coordinates, depth="mean")
 
   def _make_prompts(
     self,
@@ -264,7 +271,7 @@ class Needle(Suite[list[list[int]]]):
     group: _PromptGroup,
     samples: int,
   ) -> list[NeedlePrompt]:
-    """Returns prompts whose answers end at the length of the group.
+    """Returns prompts that leave `new_tokens` tokens of the length free.
 
     Raises:
       UserError: if no such prompt exists.
@@ -279,6 +286,20 @@ class Needle(Suite[list[list[int]]]):
       seed=self.seed,
       haystack=haystack,
     )
+
+  def _check_prompts(
+    self, trained: Trained, haystack: Sequence[Sequence[int]]
+  ) -> None:
+    """Raises UserError if a combination of the settings allows no prompt.
+
+    It makes one prompt of each combination, because `make_prompts` finds the
+    mistakes.
+    """
+    for length, pair, depth in itertools.product(
+      self._lengths(trained), self._parsed_pairs(), self.depths
+    ):
+      group = _PromptGroup(pair, length, depth)
+      self._make_prompts(trained, haystack, group, samples=1)
 
   def _check_lengths(self, trained: Trained, lengths: Sequence[int]) -> None:
     """Raises UserError if a length does not fit the model or the answer."""
@@ -309,7 +330,11 @@ class Needle(Suite[list[list[int]]]):
 
 
 def _parse_pair(text: str) -> _Pair:
-  """Parses "N/R"."""
+  """Returns the numbers N and R of the text "N/R".
+
+  Raises:
+    UserError: if the text has another form.
+  """
   try:
     num_needles, num_asked = map(int, text.split("/"))
   except ValueError:
@@ -321,13 +346,21 @@ def _parse_pair(text: str) -> _Pair:
 
 
 def _score(
-  trained: Trained,
+  tokenizer: Tokenizer,
   sampler: Sampler,
   prompts: Sequence[NeedlePrompt],
   new_tokens: int,
 ) -> list[float]:
-  """Returns the fraction of answers that the model writes, for each prompt."""
-  tokenizer = trained.tokenizer
+  """Returns, for each prompt, the fraction of its numbers that are retrieved.
+
+  A number is retrieved if it occurs in the text that the model writes.
+
+  Args:
+    tokenizer: The tokenizer of the model.
+    sampler: Generates with the model.
+    prompts: The prompts.
+    new_tokens: The maximum number of tokens to write.
+  """
   generated = sampler.generate(
     [prompt.ids for prompt in prompts],
     new_tokens,
@@ -354,23 +387,30 @@ def _make_columns(models: Sequence[Mapping[str, Any]]) -> list[_Column]:
 def _draw_heat_map(
   axes: Axes,
   column: _Column,
-  figures: Sequence[Mapping[str, Any]],
+  results: Sequence[Mapping[str, Any]],
   lengths: Sequence[int],
   depths: Sequence[float],
 ) -> None:
-  """Draws the figures of one pair as a heat map, with the values as text."""
+  """Draws a heat map of the results over length and depth.
+
+  Each cell contains its value as text.
+
+  Args:
+    axes: Where to draw.
+    column: What is shown of a result, and in which colors.
+    results: The results of one pair of N and R.
+    lengths: All lengths, in the order of the x axis.
+    depths: All depths, in the order of the y axis.
+  """
   shape = (len(depths), len(lengths))
   values: Float[np.ndarray, "depths lengths"] = np.full(shape, np.nan)
   is_bold: Bool[np.ndarray, "depths lengths"] = np.zeros(shape, bool)
-  for figure in figures:
-    y = depths.index(figure["at"]["depth"])
-    x = lengths.index(figure["at"]["length"])
-    if column.key == "value":
-      values[y, x] = figure["value"]
-    else:
-      values[y, x] = figure[column.key]["value"]
+  for result in results:
+    y = depths.index(result["at"]["depth"])
+    x = lengths.index(result["at"]["length"])
+    values[y, x] = _shown_value(result, column.key)
     if column.key == "difference":
-      is_bold[y, x] = excludes_zero(figure["difference"])
+      is_bold[y, x] = excludes_zero(result["difference"])
 
   axes.imshow(
     values, vmin=column.min_value, vmax=1, cmap=column.colormap, aspect="auto"
@@ -391,3 +431,11 @@ def _draw_heat_map(
     range(len(lengths)), [f"{length / 1024:.4g}K" for length in lengths]
   )
   axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
+
+
+def _shown_value(result: Mapping[str, Any], key: str) -> float:
+  """Returns the value of a result for a column with this key (`_Column`)."""
+  if key == "value":
+    return result["value"]
+  # The second model and the difference have an object with their own value.
+  return result[key]["value"]

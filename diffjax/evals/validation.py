@@ -20,10 +20,10 @@ from numpy import ndarray
 from diffjax.config import UserError, at_least, field
 from diffjax.data.pipeline import ValidationBatches
 from diffjax.evals.measurement import Measurement
+from diffjax.evals.methods.row_results import compute_for_rows
 from diffjax.evals.methods.validation_rows import validation_rows
 from diffjax.evals.report.results import MainFigure, TableSpec
 from diffjax.evals.suite import Suite
-from diffjax.host.progress import Progress
 from diffjax.inference.trained import Trained
 from diffjax.training.validation import (
   MEANINGS,
@@ -127,6 +127,7 @@ class Validation(Suite[ValidationBatches]):
     row_sums = _row_sums(trained, batches, ngram)
     totals = row_sums.sum(axis=0)
     for name, _ in from_sums(*totals):
+      # The intervals compute the same loss from resampled rows.
       statistic = functools.partial(_loss, name)
       yield Measurement(_MEASUREMENT_NAMES[name], row_sums, statistic=statistic)
 
@@ -134,26 +135,35 @@ class Validation(Suite[ValidationBatches]):
 def _row_sums(
   trained: Trained, batches: ValidationBatches, ngram: int
 ) -> Float[ndarray, "rows sums"]:
-  """Returns the sums over each row that `from_sums` computes losses from."""
-  eval_step = jax.jit(functools.partial(row_losses, trained.model))
-  sums_of_batches = []
-  label = f"validation of {trained.short_name}"
-  with Progress(label, len(batches)) as progress:
-    for num_done, batch in enumerate(batches, start=1):
-      batch_with_hits = with_hits(batch, trained.tokenizer, ngram)
-      sums = jax.device_get(eval_step(trained.params, batch_with_hits))
-      columns = [sums[name] for name in SUMS]
-      sums_of_batches.append(np.stack(columns, axis=1).astype(np.float64))
-      progress.update(num_done, num_done * batch["tokens"].size)
-  # Empty rows fill up the last batch.
-  return np.concatenate(sums_of_batches)[: batches.rows]
+  """Returns the sums over each row from which `from_sums` computes losses.
+
+  The columns are in the order of `SUMS`, which are the arguments of
+  `from_sums`.
+
+  Args:
+    trained: The model.
+    batches: The validation rows.
+    ngram: The length of the n-grams of AR-Hit. The tokens that end a repeated
+      n-gram have a loss of their own.
+  """
+  compute_sums = jax.jit(functools.partial(row_losses, trained.model))
+
+  def sums_of_batch(batch: dict[str, ndarray]) -> dict[str, jax.Array]:
+    batch_with_hits = with_hits(batch, trained.tokenizer, ngram)
+    return compute_sums(trained.params, batch_with_hits)
+
+  sums = compute_for_rows(
+    sums_of_batch, batches, f"validation of {trained.short_name}"
+  )
+  columns = [sums[name] for name in SUMS]
+  return np.stack(columns, axis=1).astype(np.float64)
 
 
 def _loss(name: str, row_sums: Float[ndarray, "rows sums"]) -> float:
-  """Returns a loss over rows. NaN if no target in the rows counts for it.
+  """Returns one of the losses over rows. NaN if it has no target in them.
 
   Args:
-    name: The name of the loss in `from_sums`.
+    name: The name of the loss in `from_sums`, such as "ar_hit".
     row_sums: The result of `_row_sums`, or a resampling of its rows.
   """
   totals = row_sums.sum(axis=0)

@@ -14,6 +14,8 @@ Data, the same for every model:
 
 What a model does:
 
+- `row_results`: the results of a function for each validation row, for
+  validation, outliers and difference_map.
 - `inside`: attention and hidden states of each layer while the model runs, for
   attention, outliers, difference_map and the figures of a report.
 - `scoring`: log-likelihoods of continuations, for harness.
