@@ -23,7 +23,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -37,11 +37,11 @@ from diffjax.config import at_least, field
 from diffjax.data.pipeline import ValidationBatches
 from diffjax.evals.measurement import Measurement
 from diffjax.evals.methods import inside
+from diffjax.evals.methods.row_results import compute_for_rows
 from diffjax.evals.methods.validation_rows import validation_rows
 from diffjax.evals.report.plots import WIDTH, by_model, draw_points
 from diffjax.evals.report.results import MainFigure, TableSpec
 from diffjax.evals.suite import Suite
-from diffjax.host.progress import Progress
 from diffjax.inference.trained import Trained
 from diffjax.model.decoder import Decoder
 
@@ -55,7 +55,7 @@ HIDDEN = "hidden states"
 # The number of values of each row that are stored.
 _NUM_TOP = max(RANKS)
 
-# Stands for a value that does not count. Magnitudes are never negative.
+# Replaces a value that does not count. Real values are never negative.
 _NO_VALUE = -1.0
 
 # The format of float32: a sign bit, the exponent plus the bias, the mantissa.
@@ -143,10 +143,11 @@ class Outliers(Suite[ValidationBatches]):
       UserError: if rows are longer than the model takes, or there are none.
     """
     length = self.length or trained.config.data.length
+    num_rows = math.ceil(self.tokens / length)
     return validation_rows(
       "outliers",
       trained,
-      math.ceil(self.tokens / length),
+      num_rows,
       length=self.length,
       batch_size=self.batch_size,
       source=self.source,
@@ -159,27 +160,32 @@ class Outliers(Suite[ValidationBatches]):
     summarize = jax.jit(
       functools.partial(row_summaries, trained.model, every=self.median_every)
     )
-    summaries: dict[str, list[Summary]] = {LOGITS: [], HIDDEN: []}
-    label = f"outliers of {trained.short_name}"
-    with Progress(label, len(batches)) as progress:
-      for num_done, batch in enumerate(batches, start=1):
-        batch_summaries = jax.device_get(summarize(trained.params, batch))
-        for name, summary in batch_summaries.items():
-          summaries[name].append(summary)
-        progress.update(num_done, num_done * batch["tokens"].size)
-    for name, summaries_of_batches in summaries.items():
-      yield from _measurements(name, summaries_of_batches, batches.rows)
+
+    def summarize_batch(batch: dict[str, np.ndarray]) -> dict[str, Summary]:
+      return summarize(trained.params, batch)
+
+    summaries = compute_for_rows(
+      summarize_batch, batches, f"outliers of {trained.short_name}"
+    )
+    for name in (LOGITS, HIDDEN):
+      summary = summaries[name]
+      yield from _top_measurements(name, summary.top)
+      yield _median_measurement(name, summary.counts)
 
   def plot(self, suite_results: Mapping[str, Any]) -> matplotlib.figure.Figure:
-    """Draws the values of each model with their intervals, on a log scale."""
+    """Draws the values of each model with their intervals, on a log scale.
+
+    The left panel shows the logits, and the right one the hidden states.
+    """
     figure = matplotlib.figure.Figure((WIDTH, 4), layout="constrained")
-    # The points of two models are drawn next to each other.
+    # The points of the second model are drawn to the right of the first one's.
     shifts = (-0.1, 0.1)
     for axes, name in zip(figure.subplots(1, 2), (LOGITS, HIDDEN), strict=True):
       models = by_model(suite_results, name)
-      for shift, (style, rows) in zip(shifts, models, strict=False):
-        categories = [row["at"]["value"] for row in rows]
-        draw_points(axes, categories, rows, style, shift)
+      # There may be only one model.
+      for shift, (style, results) in zip(shifts, models, strict=False):
+        categories = [result["at"]["value"] for result in results]
+        draw_points(axes, categories, results, style, shift)
       axes.set(
         title=f"absolute {name}",
         yscale="log",
@@ -195,19 +201,17 @@ class Outliers(Suite[ValidationBatches]):
     return figure
 
 
-def _measurements(
-  name: str, summaries: Sequence[Summary], num_rows: int
+def _top_measurements(
+  name: str, top: Float[np.ndarray, "U 100"]
 ) -> Iterator[Measurement]:
-  """Yields top-k and median of the logits or of the hidden states.
+  """Yields the k-th largest value for each k in `RANKS`.
 
   Args:
     name: `LOGITS` or `HIDDEN`.
-    summaries: The summary of each batch.
-    num_rows: The number of rows. Other rows only fill up the last batch.
+    top: The largest values of each row, in descending order.
   """
-  top = np.concatenate([summary.top for summary in summaries])[:num_rows]
-  counts = np.concatenate([summary.counts for summary in summaries])[:num_rows]
   for rank in RANKS:
+    # The k-th largest value of all rows is among the k largest of some row.
     yield Measurement(
       name,
       top[:, :rank],
@@ -215,6 +219,16 @@ def _measurements(
       functools.partial(largest, rank),
     )
 
+
+def _median_measurement(
+  name: str, counts: Float[np.ndarray, "U bins"]
+) -> Measurement:
+  """Returns the measurement of the median.
+
+  Args:
+    name: `LOGITS` or `HIDDEN`.
+    counts: The histogram of each row.
+  """
   # Empty bins at both ends are cut off, because resampling takes time for each.
   first_bin = 0
   last_bin = 0
@@ -222,8 +236,9 @@ def _measurements(
   if used_bins.size > 0:
     first_bin = used_bins[0]
     last_bin = used_bins[-1]
+  # Each bin has two edges.
   used_edges = edges()[first_bin : last_bin + 2]
-  yield Measurement(
+  return Measurement(
     name,
     counts[:, first_bin : last_bin + 1],
     {"value": "median"},
@@ -234,7 +249,7 @@ def _measurements(
 def row_summaries(
   model: Decoder, params: Any, batch: dict[str, Any], every: int
 ) -> dict[str, Summary]:
-  """Returns summaries of logits and of hidden states.
+  """Returns summaries of the logits and hidden states of each row of a batch.
 
   Args:
     model: The decoder.
@@ -251,11 +266,12 @@ def row_summaries(
     counts=jnp.zeros((num_rows, _NUM_BINS)),
   )
 
-  def add_queries(summary: Summary, queries: inside.Queries) -> Summary:
+  def add_block(summary: Summary, queries: inside.Queries) -> Summary:
     return _add_values(summary, _logit_magnitudes(queries), every)
 
-  def summarize_logits(attended: inside.AttentionInputs) -> Summary:
-    return inside.fold_query_blocks(add_queries, empty, attended)
+  def summarize_logits(inputs: inside.AttentionInputs) -> Summary:
+    # The logits of all queries of a layer would take too much memory.
+    return inside.fold_query_blocks(add_block, empty, inputs)
 
   def summarize_hidden(hidden: Float[Array, "B T E"]) -> Summary:
     is_token = (batch["segment_ids"] > 0)[:, :, None]  # [B, T, 1]
@@ -275,7 +291,11 @@ def row_summaries(
 def _logit_magnitudes(
   queries: inside.Queries,
 ) -> Float[Array, "B t Q G S"]:
-  """Returns the absolute logits, and `_NO_VALUE` for masked ones."""
+  """Returns the absolute logits, and `_NO_VALUE` for masked ones.
+
+  Q and G are the query groups and their maps. The axis of the queries, t, is
+  the second one, as `_add_values` expects it.
+  """
   is_visible = queries.mask[:, None, None]  # [B, 1, 1, t, S]
   magnitudes = jnp.abs(queries.logits())  # [B, Q, G, t, S]
   magnitudes = jnp.where(is_visible, magnitudes, _NO_VALUE)
@@ -283,7 +303,7 @@ def _logit_magnitudes(
 
 
 def _combine_layers(layers: Summary) -> Summary:
-  """Returns the summary of all layers.
+  """Returns one summary of the values of all layers.
 
   Args:
     layers: The summaries of the layers, with a leading axis L.
@@ -299,21 +319,22 @@ def _combine_layers(layers: Summary) -> Summary:
 def _add_values(
   summary: Summary, values: Float[Array, "B t *rest"], every: int
 ) -> Summary:
-  """Returns a summary with the values of more tokens.
+  """Returns the summary of the values so far and the values of more tokens.
 
   Args:
-    summary: The summary before.
-    values: The magnitudes. `_NO_VALUE` does not count.
-    every: The histogram gets every n-th token. If there are fewer than n
-      tokens, it gets the last one.
+    summary: The summary of the values so far.
+    values: The values of t tokens or queries. `_NO_VALUE` does not count.
+    every: The histogram counts every n-th token. If there are fewer than n
+      tokens, it counts the last one.
   """
   num_rows, num_tokens = values.shape[:2]
   candidates = jnp.concatenate([summary.top, _top_values(values)], axis=1)
+  top = _top_values(candidates)
 
   first_sampled = min(every, num_tokens) - 1
   sample = values[:, first_sampled::every].reshape(num_rows, -1)
-  counts = jax.vmap(_histogram)(sample)
-  return Summary(_top_values(candidates), summary.counts + counts)
+  counts = summary.counts + jax.vmap(_histogram)(sample)
+  return Summary(top, counts)
 
 
 def _histogram(values: Float[Array, "n"]) -> Int[Array, "bins"]:
@@ -326,26 +347,32 @@ def _histogram(values: Float[Array, "n"]) -> Int[Array, "bins"]:
 def _bin_indices(values: Float[Array, "n"]) -> Int[Array, "n"]:
   """Returns the bin of each float32 that is not negative.
 
-  A positive float32, read as an integer, is the biased exponent followed by the
-  mantissa. Without the last bits of the mantissa, this integer grows by 1 from
-  each bin to the next one.
+  The bits of such a float32 are 0, the biased exponent, and 23 bits of the
+  mantissa. A bin is determined by the exponent and the first 4 bits of the
+  mantissa. These bits, read as one integer, are the bin's number in an endless
+  histogram.
+
+  Example: 1.5 = 2⁰ · 1.1000…₂ has the biased exponent 127, and its mantissa
+  begins with 1000 (8). Its number is 127 · 16 + 8 = 2040. The first bin of our
+  histogram begins at 2⁻²⁴, so it has the number 103 · 16 = 1648. So 1.5 is in
+  bin 2040 − 1648 = 392.
   """
-  integers = jax.lax.bitcast_convert_type(values, jnp.int32)
-  bin_numbers = integers >> (_MANTISSA_BITS - _MANTISSA_BITS_OF_BIN)
-  lowest_biased_exponent = _LOWEST_EXPONENT + _EXPONENT_BIAS
-  lowest_number = lowest_biased_exponent * _BINS_PER_OCTAVE
-  return jnp.clip(bin_numbers - lowest_number, 0, _NUM_BINS - 1)
+  bits = jax.lax.bitcast_convert_type(values, jnp.int32)
+  num_dropped_bits = _MANTISSA_BITS - _MANTISSA_BITS_OF_BIN
+  bin_numbers = bits >> num_dropped_bits
+  first_number = (_LOWEST_EXPONENT + _EXPONENT_BIAS) * _BINS_PER_OCTAVE
+  return jnp.clip(bin_numbers - first_number, 0, _NUM_BINS - 1)
 
 
 def _top_values(values: Float[Array, "B *groups n"]) -> Float[Array, "B 100"]:
-  """Returns the largest values of each row, in descending order.
+  """Returns the 100 largest values of each row, in descending order.
 
   Sorting all values would take long. The 100 largest values are in the 100
-  groups with the largest maxima, so only these groups are sorted. If there are
-  fewer than 100 values, `_NO_VALUE` fills up the result.
+  groups with the largest maxima, so only these groups are sorted.
 
   Args:
-    values: The last axis is a group.
+    values: The last axis is a group. `_NO_VALUE` fills up the result if there
+      are fewer than 100 values.
   """
   num_rows = values.shape[0]
   group_size = values.shape[-1]
@@ -354,6 +381,7 @@ def _top_values(values: Float[Array, "B *groups n"]) -> Float[Array, "B 100"]:
     maxima = jnp.max(groups, axis=-1)
     _, best_groups = jax.lax.top_k(maxima, _NUM_TOP)
     groups = jnp.take_along_axis(groups, best_groups[:, :, None], axis=1)
+
   candidates = groups.reshape(num_rows, -1)
   num_missing = max(_NUM_TOP - candidates.shape[1], 0)
   candidates = jnp.pad(
@@ -364,17 +392,17 @@ def _top_values(values: Float[Array, "B *groups n"]) -> Float[Array, "B 100"]:
 
 
 def largest(rank: int, top: Float[np.ndarray, "U rank"]) -> float:
-  """Returns the rank-th largest value of all rows. NaN if there are fewer.
+  """Returns the k-th largest value of all rows. NaN if there are fewer values.
 
   Args:
-    rank: 1 for the largest value.
-    top: The `rank` largest values of each row.
+    rank: k. 1 for the largest value.
+    top: The k largest values of each row.
   """
   if top.size < rank:
     return math.nan
+  # A partition is faster than sorting all values.
   value = float(np.partition(top, -rank, axis=None)[-rank])
-  if value < 0:
-    # It is `_NO_VALUE`.
+  if value == _NO_VALUE:
     return math.nan
   return value
 
@@ -382,11 +410,12 @@ def largest(rank: int, top: Float[np.ndarray, "U rank"]) -> float:
 def edges() -> Float[np.ndarray, "bins_and_1"]:
   """Returns the lower edges of the bins, and the upper edge of the last bin.
 
-  The first bin begins at 0.
+  The edges are 2⁻²⁴, 2⁻²⁴ · 17/16, 2⁻²⁴ · 18/16, …, 2²⁰. But the first bin
+  begins at 0, because it also counts smaller values.
   """
   bins = np.arange(_NUM_BINS + 1)
-  octaves, bins_of_octave = np.divmod(bins, _BINS_PER_OCTAVE)
-  mantissas = 1 + bins_of_octave / _BINS_PER_OCTAVE
+  octaves, bins_in_octave = np.divmod(bins, _BINS_PER_OCTAVE)
+  mantissas = 1 + bins_in_octave / _BINS_PER_OCTAVE
   bin_edges = np.ldexp(mantissas, _LOWEST_EXPONENT + octaves)
   bin_edges[0] = 0.0
   return bin_edges
@@ -404,9 +433,9 @@ def median(
     counts: The histogram of each row.
   """
   counts_of_bins = counts.sum(axis=0, dtype=np.float64)
-  # The number of values below each edge.
-  cumulative = np.concatenate([[0.0], np.cumsum(counts_of_bins)])
-  num_values = cumulative[-1]
+  counts_below_edges = np.concatenate([[0.0], np.cumsum(counts_of_bins)])
+  num_values = counts_below_edges[-1]
   if num_values == 0:
     return math.nan
-  return float(np.interp(num_values / 2, cumulative, bin_edges))
+  # The median is where half of the values are below.
+  return float(np.interp(num_values / 2, counts_below_edges, bin_edges))
