@@ -39,7 +39,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -185,7 +185,8 @@ class AttentionShares(Suite[list[list[int]]]):
     haystack = find_haystack(
       trained, self.haystack, tokens=_HAYSTACK_LENGTHS * length
     )
-    # Raises errors about impossible prompts before the first measurement.
+    # Makes a prompt for each depth and drops it, because `make_prompts` raises
+    # the errors about impossible prompts.
     for depth in self.depths:
       self._make_prompts(trained, haystack, depth, samples=1)
     return haystack
@@ -194,6 +195,37 @@ class AttentionShares(Suite[list[list[int]]]):
     self, trained: Trained, haystack: list[list[int]]
   ) -> Iterator[Measurement]:
     """Yields the shares of the answer, of noise and of the other parts."""
+    shares_of_depths = self._compute_shares(trained, haystack)
+    for version in _VERSIONS:
+      for part in ("answer", "noise"):
+        share = Share(part, version)
+        yield from _measurements_by_depth(share, self.depths, shares_of_depths)
+    for part in _OTHER_PARTS:
+      yield _mean_over_depths(Share(part, "signed"), shares_of_depths)
+
+  def plot(self, suite_results: Mapping[str, Any]) -> matplotlib.figure.Figure:
+    """Draws the shares over the depth of the answer, in both versions.
+
+    The left panel shows the share of the answer, and the right one of noise.
+    """
+    figure = matplotlib.figure.Figure((WIDTH, 4), layout="constrained")
+    answer_axes, noise_axes = figure.subplots(1, 2)
+    _draw_part(answer_axes, suite_results, "answer")
+    _draw_part(noise_axes, suite_results, "noise")
+    handles, labels = noise_axes.get_legend_handles_labels()
+    figure.legend(
+      handles, labels, loc="outside lower center", ncols=4, fontsize=9
+    )
+    return figure
+
+  def _length(self, trained: Trained) -> int:
+    """Returns the number of tokens of a prompt."""
+    return self.length or min(_DEFAULT_LENGTH, trained.config.model.max_length)
+
+  def _compute_shares(
+    self, trained: Trained, haystack: Sequence[Sequence[int]]
+  ) -> list[list[Shares]]:
+    """Returns the shares of every prompt, in one list for each depth."""
     length = self._length(trained)
     batch_size = max(1, min(self.samples, self.batch_tokens // length))
     compute_weights = jax.jit(functools.partial(last_query, trained.model))
@@ -212,29 +244,7 @@ class AttentionShares(Suite[list[list[int]]]):
           num_done += len(batch)
           progress.update(num_done, num_done * length)
         shares_of_depths.append(shares_of_prompts)
-
-    for version in _VERSIONS:
-      for part in ("answer", "noise"):
-        share = Share(part, version)
-        yield from _measurements_by_depth(share, self.depths, shares_of_depths)
-    for part in _OTHER_PARTS:
-      yield _mean_over_depths(Share(part, "signed"), shares_of_depths)
-
-  def plot(self, suite_results: Mapping[str, Any]) -> matplotlib.figure.Figure:
-    """Draws the answer and noise over the answer's depth, in both versions."""
-    figure = matplotlib.figure.Figure((WIDTH, 4), layout="constrained")
-    answer_axes, noise_axes = figure.subplots(1, 2)
-    _draw_part(answer_axes, suite_results, "answer")
-    _draw_part(noise_axes, suite_results, "noise")
-    handles, labels = noise_axes.get_legend_handles_labels()
-    figure.legend(
-      handles, labels, loc="outside lower center", ncols=4, fontsize=9
-    )
-    return figure
-
-  def _length(self, trained: Trained) -> int:
-    """Returns the number of tokens of a prompt."""
-    return self.length or min(_DEFAULT_LENGTH, trained.config.model.max_length)
+    return shares_of_depths
 
   def _make_prompts(
     self,
@@ -263,33 +273,38 @@ class AttentionShares(Suite[list[list[int]]]):
 def last_query(
   model: Decoder, params: Any, tokens: Int[Array, "B T"]
 ) -> Float[Array, "B S"]:
-  """Returns the weights of the last query, averaged over heads and layers.
+  """Returns the attention weights of each prompt's last token on all its tokens.
+
+  They are averaged over heads and layers.
 
   Args:
     model: The decoder.
     params: Its parameters.
-    tokens: The prompts.
+    tokens: The prompts, which have the same length.
   """
 
-  def layer_weights(attended: inside.AttentionInputs) -> Float[Array, "B S"]:
-    length = attended.q.shape[1]
-    num_queries = 1
-    if not attended.has_independent_queries:
-      num_queries = length
-    queries = attended.queries(length - num_queries, num_queries)
+  def weights_of_layer(inputs: inside.AttentionInputs) -> Float[Array, "B S"]:
+    length = inputs.q.shape[1]
+    # Some attention variants need all queries to compute the weights of one.
+    num_queries = length
+    if inputs.has_independent_queries:
+      num_queries = 1
+    queries = inputs.queries(length - num_queries, num_queries)
     last_weights = queries.weights()[:, :, -1]  # [B, H, S]
     return jnp.mean(last_weights, axis=1)
 
   results = inside.measure(
-    model, params, {"tokens": tokens}, attention=layer_weights
+    model, params, {"tokens": tokens}, attention=weights_of_layer
   )
-  return jnp.mean(results["attention"], axis=0)
+  weights_of_layers = results["attention"]  # [L, B, S]
+  return jnp.mean(weights_of_layers, axis=0)
 
 
 def shares_of(weights: Float[np.ndarray, "S"], prompt: NeedlePrompt) -> Shares:
-  """Returns the shares of the parts of a prompt and of noise, in both versions.
+  """Returns the share of the attention that each part of a prompt receives.
 
-  A share is NaN if the weights sum to 0.
+  Noise has a share too. All shares have two versions: of the signed weights,
+  and of their absolute values. A share is NaN if the weights sum to 0.
 
   Args:
     weights: The weights of the prompt's last query.
@@ -327,16 +342,18 @@ def _part_shares(
   weights: Float[np.ndarray, "S"], prompt: NeedlePrompt
 ) -> dict[str, float]:
   """Returns the shares of the weights on each part of a prompt and on noise."""
-  # The parts before and after the answer fill the space between the spans.
+  # The spans of BOS, the answer and the query. The spaces between them are the
+  # context before and after the answer. So the boundaries of the spans divide
+  # the prompt into the five parts.
   boundaries = [
     *prompt.bos_span,
     *prompt.answer_spans[0],
     *prompt.query_span,
   ]
+  spans = itertools.pairwise(boundaries)
   total = float(weights.sum())
   shares = {}
-  for part, span in zip(PARTS, itertools.pairwise(boundaries), strict=True):
-    start, end = span
+  for part, (start, end) in zip(PARTS, spans, strict=True):
     share = float("nan")
     if total != 0:
       share = float(weights[start:end].sum()) / total
@@ -348,9 +365,10 @@ def _part_shares(
 def _stack_tokens(
   prompts: Sequence[NeedlePrompt], batch_size: int
 ) -> Int[np.ndarray, "B T"]:
-  """Returns the tokens of prompts. Repeats the first one to fill up the batch.
+  """Returns the tokens of a batch of prompts.
 
-  All batches have the same shape, so that they run the same compiled program.
+  The first prompt is repeated if there are fewer than `batch_size`. So all
+  batches have the same shape, and run the same compiled program.
   """
   rows = [prompt.ids for prompt in prompts]
   while len(rows) < batch_size:
@@ -380,26 +398,33 @@ def _mean_over_depths(
 
 
 def _draw_part(axes: Axes, suite_results: Mapping[str, Any], part: str) -> None:
-  """Draws the shares of a part over depths, for each model and version."""
-  for model_style, figures in by_model(suite_results, part):
+  """Draws the shares of a part over depths, for each model and version.
+
+  Args:
+    axes: Where to draw.
+    suite_results: The content of the suite's JSON file.
+    part: "answer" or "noise".
+  """
+  for model_style, part_results in by_model(suite_results, part):
     for version, linestyle in (("signed", "-"), ("absolute", ":")):
-      depths = []
-      figures_of_version = []
-      for figure in figures:
-        coordinates = figure["at"]
-        if coordinates["weights"] == version and coordinates["depth"] != "mean":
-          depths.append(coordinates["depth"])
-          figures_of_version.append(figure)
-      draw_line(
-        axes,
-        depths,
-        figures_of_version,
-        model_style,
-        f", {version}",
-        linestyle,
-      )
+      results = _results_by_depth(part_results, version)
+      depths = [result["at"]["depth"] for result in results]
+      suffix = f", {version}"
+      draw_line(axes, depths, results, model_style, suffix, linestyle)
   axes.set(
     title=f"attention: {part}",
     xlabel="depth of the answer (share of the text before it)",
     ylabel="share of attention",
   )
+
+
+def _results_by_depth(
+  results: Iterable[Mapping[str, Any]], version: str
+) -> list[Mapping[str, Any]]:
+  """Returns the results of one version, without the means over depths."""
+  selected = []
+  for result in results:
+    coordinates = result["at"]
+    if coordinates["weights"] == version and coordinates["depth"] != "mean":
+      selected.append(result)
+  return selected
