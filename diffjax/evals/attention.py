@@ -273,9 +273,9 @@ class AttentionShares(Suite[list[list[int]]]):
 def last_query(
   model: Decoder, params: Any, tokens: Int[Array, "B T"]
 ) -> Float[Array, "B S"]:
-  """Returns the attention weights of each prompt's last token on all its tokens.
+  """Returns the attention weights of each prompt's last token.
 
-  They are averaged over heads and layers.
+  They are its weights on all tokens, averaged over heads and layers.
 
   Args:
     model: The decoder.

@@ -142,6 +142,51 @@ class PositionNLL(Suite[Iterator[Batch]]):
     """
     length = self._row_length(trained)
     positions = spaced(self.first, length, self.per_octave)
+    sums = self._cumulative_losses(trained, batches, positions)
+    for index, position in enumerate(positions):
+      # The mean over all rows is the sum of losses / the number of tokens.
+      row_sums = sums[:, index]
+      num_tokens = np.full_like(row_sums, position)
+      yield Measurement(
+        "cumulative NLL (nats/token)",
+        np.stack([row_sums, num_tokens], axis=1),
+        {"position": position},
+      )
+
+  def plot(self, suite_results: Mapping[str, Any]) -> matplotlib.figure.Figure:
+    """Draws a curve for each model over positions, on a log scale."""
+    figure = matplotlib.figure.Figure((WIDTH, 4.5), layout="constrained")
+    axes = figure.add_subplot(
+      xlabel="position (tokens)", ylabel="cumulative NLL (nats per token)"
+    )
+    axes.set_xscale("log", base=2)
+    for style, results in by_model(suite_results):
+      positions = [result["at"]["position"] for result in results]
+      draw_line(axes, positions, results, style)
+    axes.xaxis.set_major_formatter(
+      matplotlib.ticker.StrMethodFormatter("{x:,.0f}")
+    )
+    axes.legend(fontsize=9)
+    return figure
+
+  def _row_length(self, trained: Trained) -> int:
+    """Returns the number of tokens of a row."""
+    return self.length or min(_DEFAULT_LENGTH, trained.config.model.max_length)
+
+  def _cumulative_losses(
+    self, trained: Trained, batches: Iterable[Batch], positions: Sequence[int]
+  ) -> Float[ndarray, "rows positions"]:
+    """Returns the summed loss of each row's first p tokens, per position p.
+
+    Args:
+      trained: The model.
+      batches: Full rows. Only the first `self.rows` are read.
+      positions: The positions. The last one is the length of a row.
+
+    Raises:
+      UserError: if there is no row.
+    """
+    length = positions[-1]
     compute_losses = _compile_losses(trained, length)
     last_indices = np.asarray(positions) - 1
     sums_of_rows = []
@@ -155,36 +200,7 @@ class PositionNLL(Suite[Iterator[Batch]]):
         progress.update(num_done, num_done * length)
     if not sums_of_rows:
       raise self._no_rows(length)
-
-    sums: Float[ndarray, "rows positions"] = np.stack(sums_of_rows)
-    for index, position in enumerate(positions):
-      row_sums = sums[:, index]
-      num_tokens = np.full_like(row_sums, position)
-      yield Measurement(
-        "cumulative NLL (nats/token)",
-        np.stack([row_sums, num_tokens], axis=1),
-        {"position": position},
-      )
-
-  def plot(self, suite_results: Mapping[str, Any]) -> matplotlib.figure.Figure:
-    """Draws the curves with their intervals over positions on a log scale."""
-    figure = matplotlib.figure.Figure((WIDTH, 4.5), layout="constrained")
-    axes = figure.add_subplot(
-      xlabel="position (tokens)", ylabel="cumulative NLL (nats per token)"
-    )
-    axes.set_xscale("log", base=2)
-    for style, rows in by_model(suite_results):
-      positions = [row["at"]["position"] for row in rows]
-      draw_line(axes, positions, rows, style)
-    axes.xaxis.set_major_formatter(
-      matplotlib.ticker.StrMethodFormatter("{x:,.0f}")
-    )
-    axes.legend(fontsize=9)
-    return figure
-
-  def _row_length(self, trained: Trained) -> int:
-    """Returns the number of tokens of a row."""
-    return self.length or min(_DEFAULT_LENGTH, trained.config.model.max_length)
+    return np.stack(sums_of_rows)
 
   def _no_rows(self, length: int) -> UserError:
     """Returns the error for text without a full row."""
@@ -199,7 +215,7 @@ class PositionNLL(Suite[Iterator[Batch]]):
 
 
 def spaced(first: int, last: int, per_octave: int) -> list[int]:
-  """Returns positions that are spaced evenly on a log scale.
+  """Returns whole positions, in ascending order, spaced evenly on a log scale.
 
   Example: `spaced(64, 300, per_octave=2)` is [64, 91, 128, 181, 256, 300].
 
@@ -223,8 +239,12 @@ def spaced(first: int, last: int, per_octave: int) -> list[int]:
 def _compile_losses(
   trained: Trained, length: int
 ) -> Callable[..., Float[jax.Array, "B T"]]:
-  """Returns the compiled `token_losses` of a model, for rows of this length."""
-  # The decoder rejects rows that are longer than its config allows.
+  """Returns the compiled `token_losses` of a model, for rows of this length.
+
+  The result takes the parameters and a batch.
+  """
+  # The decoder rejects rows that are longer than config.model.max_length. A
+  # copy of the model allows them, with the same parameters.
   max_length = max(length, trained.config.model.max_length)
   config = dataclasses.replace(trained.model.config, max_length=max_length)
   model = trained.model.clone(config=config)
@@ -232,18 +252,22 @@ def _compile_losses(
 
 
 def _full_rows(batches: Iterable[Batch]) -> Iterator[Batch]:
-  """Yields the batches without padding."""
+  """Yields the batches without padding, whose targets all have weight 1."""
   for batch in batches:
     if batch["weights"].all():
       yield batch
 
 
 def _validation_documents(trained: Trained, source: str) -> Iterator[Document]:
-  """Returns the validation documents of a model's data.
+  """Returns the validation documents of a model's data, or of another source.
+
+  All sources are opened at once, so that mistakes are reported before the first
+  document is read.
 
   Args:
     trained: The model.
-    source: Replaces the validation text, unless it is "".
+    source: Text, as in config.data.source. "" for the validation text of the
+      model's data.
 
   Raises:
     UserError: if the source cannot be read.
@@ -253,13 +277,12 @@ def _validation_documents(trained: Trained, source: str) -> Iterator[Document]:
     tokenizer=trained.tokenizer.spec,
     validation_source=source or trained.config.data.validation_source,
   )
+  # Without text for validation, it is a part of the training text.
   spec = data.source
   spec_field = "data.source"
   if data.validation_source:
     spec = data.validation_source
     spec_field = "data.validation_source"
-  # All sources are opened before the first document is read, so that mistakes
-  # are reported at once.
   opened_sources = []
   for component in sources.parse_mixture(spec, spec_field):
     opened_sources.append(sources.documents(component.spec, "validation", data))
@@ -278,7 +301,13 @@ def _beginnings(
 ) -> Iterator[Batch]:
   """Yields the first tokens of each document that is longer than a row.
 
-  Prompts are left out.
+  Args:
+    documents: The documents. Their prompts are left out.
+    tokenizer_spec: The tokenizer, as in config.data.tokenizer.
+    length: The number of tokens of a row.
+
+  Yields:
+    A batch of one row.
   """
   tokenize = Tokenize(tokenizer_spec)
   # A row of T tokens also needs the token after them, as the last target.

@@ -160,46 +160,42 @@ class Quantised(Suite[dict[str, Any]]):
   def plot(
     self, suite_results: Mapping[str, Any]
   ) -> matplotlib.figure.Figure | None:
-    """Draws each measurement over bits. Has a line per model and scale."""
-    titles = []
-    all_bits = set()
-    for figure in suite_results["figures"]:
-      title = _panel_title(figure)
-      if title not in titles:
-        titles.append(title)
-      if figure["at"]["bits"] != "all":
-        all_bits.add(figure["at"]["bits"])
+    """Draws a panel for each measurement, over the bits of a logit.
+
+    A panel has a line for each model and kind of scale.
+    """
+    titles = _panel_titles(suite_results["figures"])
     if not titles:
       return None
-    bits = sorted(all_bits, reverse=True)
+    bits = _quantized_bits(suite_results["figures"])
     tick_labels = ["all", *[str(number) for number in bits]]
 
     # In inches: 5 for each panel.
     width = max(WIDTH, 5 * len(titles))
-    canvas = matplotlib.figure.Figure((width, 4), layout="constrained")
-    panels = canvas.subplots(1, len(titles), squeeze=False)[0]
+    figure = matplotlib.figure.Figure((width, 4), layout="constrained")
+    panels = figure.subplots(1, len(titles), squeeze=False)[0]
     for axes, title in zip(panels, titles, strict=True):
-      for style, figures in by_model(suite_results):
-        panel_figures = [
-          figure for figure in figures if _panel_title(figure) == title
+      for style, results in by_model(suite_results):
+        panel_results = [
+          result for result in results if _panel_title(result) == title
         ]
-        _draw_lines(axes, style, panel_figures, bits)
+        _draw_lines(axes, style, panel_results, bits)
       measurement, _, unit = title.partition(": ")
       axes.set(title=measurement, xlabel="bits of a logit", ylabel=unit)
       axes.set_xticks(range(len(tick_labels)), tick_labels)
     # The lines are the same in all panels, so only the last one has a legend.
     panels[-1].legend(fontsize=9)
-    return canvas
+    return figure
 
   def _suites(self) -> list[Suite]:
-    """Returns the suites to measure, with their settings."""
+    """Returns the suites that `measurements` names, with their settings."""
     # A suite that is named twice is measured once.
     names = dict.fromkeys(self.measurements)
     return [getattr(self, name) for name in names]
 
 
 def quantise(trained: Trained, bits: int, per: str) -> Trained:
-  """Returns the same model with quantized attention logits.
+  """Returns a model with the same parameters and quantized attention logits.
 
   Args:
     trained: The model. Its attention variant must support quantized logits.
@@ -216,7 +212,7 @@ def quantise(trained: Trained, bits: int, per: str) -> Trained:
 
 @dataclasses.dataclass(frozen=True)
 class LogitsQuantisation:
-  """A `logits_transform` of `Attention` that rounds logits by `absmax`.
+  """Rounds attention logits. It is a `logits_transform` of `Attention`.
 
   Attributes:
     bits: The number of bits of a logit.
@@ -229,7 +225,12 @@ class LogitsQuantisation:
   def __call__(
     self, logits: Float[Array, "B Q G T S"], mask: Bool[Array, "B T S"]
   ) -> Float[Array, "B Q G T S"]:
-    """Returns the rounded logits. Masked logits do not determine a scale."""
+    """Returns the rounded logits.
+
+    Args:
+      logits: The logits of each map. Q and G are the query groups and maps.
+      mask: Whether a query sees a key. Masked logits do not determine a scale.
+    """
     is_visible = mask[:, None, None]  # [B, 1, 1, T, S]
     return absmax(logits, is_visible, self.bits, _AXES[self.per])
 
@@ -242,8 +243,8 @@ def absmax(
 ) -> Float[Array, "B Q G T S"]:
   """Returns logits rounded to 2^bits − 1 evenly spaced levels.
 
-  The outer levels are minus and plus the largest visible |logit|. If that is 0,
-  the logits are unchanged.
+  The outer levels are minus and plus the largest visible |logit|, and 0 is the
+  middle one. If the largest is 0, the logits are unchanged.
 
   Args:
     logits: The logits.
@@ -253,6 +254,7 @@ def absmax(
   """
   magnitudes = jnp.where(is_visible, jnp.abs(logits), 0.0)
   largest = jnp.max(magnitudes, axis=axes, keepdims=True)
+  # There are 2^(bits − 1) − 1 levels above 0, and as many below.
   step = largest / (2 ** (bits - 1) - 1)
   has_levels = largest > 0
   # Avoids a division by zero.
@@ -268,7 +270,10 @@ def _labelled(
   bits: int | str,
   per: str,
 ) -> Iterator[Measurement]:
-  """Yields the included measurements of a suite, with its name and the scale.
+  """Yields the main measurements of a suite, labelled with the quantization.
+
+  Example: "loss (nats/token)" becomes "validation: loss (nats/token)" with the
+  coordinates bits = 4 and per = "head".
 
   Args:
     suite: The suite.
@@ -296,49 +301,69 @@ def _is_included(suite: Suite, measurement: Measurement) -> bool:
   return True
 
 
-def _panel_title(figure: Mapping[str, Any]) -> str:
-  """Returns the title of the panel that shows a figure.
+def _panel_titles(results: Iterable[Mapping[str, Any]]) -> list[str]:
+  """Returns the titles of the plot's panels, in the order of the results."""
+  titles = []
+  for result in results:
+    title = _panel_title(result)
+    if title not in titles:
+      titles.append(title)
+  return titles
 
-  Figures that differ only in bits and scale are in the same panel.
+
+def _panel_title(result: Mapping[str, Any]) -> str:
+  """Returns the title of the panel that shows a result.
+
+  It consists of the name and the coordinates, without bits and scale. So
+  results that differ only in these two are in the same panel.
 
   Example: "needle: accuracy needles 1, asked 1, length 4096"
   """
   coordinates = []
-  for key, value in figure["at"].items():
+  for key, value in result["at"].items():
     if key not in ("bits", "per", "depth"):
       coordinates.append(f"{key} {value}")
-  return f"{figure['name']} {', '.join(coordinates)}".strip()
+  return f"{result['name']} {', '.join(coordinates)}".strip()
+
+
+def _quantized_bits(results: Iterable[Mapping[str, Any]]) -> list[int]:
+  """Returns all numbers of bits but full precision, in descending order."""
+  numbers_of_bits = set()
+  for result in results:
+    bits = result["at"]["bits"]
+    if bits != "all":
+      numbers_of_bits.add(bits)
+  return sorted(numbers_of_bits, reverse=True)
 
 
 def _draw_lines(
   axes: Axes,
   style: Style,
-  figures: Sequence[Mapping[str, Any]],
+  results: Sequence[Mapping[str, Any]],
   bits: Sequence[int],
 ) -> None:
   """Draws a line over bits for each kind of scale.
 
+  Each line begins with the result in full precision, at x = 0.
+
   Args:
     axes: The panel.
     style: The style of the model.
-    figures: The figures of the panel and the model.
-    bits: All numbers of bits, in the order of the x axis. Full precision is
-      before them.
+    results: The results of the panel and the model.
+    bits: The other numbers of bits, in the order of the x axis from x = 1.
   """
   for per, linestyle in (("tensor", ":"), ("head", "--"), ("row", "-")):
     x = []
-    figures_of_line = []
-    for figure in figures:
-      coordinates = figure["at"]
+    results_of_line = []
+    for result in results:
+      coordinates = result["at"]
       if coordinates["bits"] == "all":
         x.append(0)
+        results_of_line.append(result)
       elif coordinates["per"] == per:
         x.append(1 + bits.index(coordinates["bits"]))
-      else:
-        continue
-      figures_of_line.append(figure)
-    # A single point is the one of full precision.
-    if len(figures_of_line) > 1:
-      draw_line(
-        axes, x, figures_of_line, style, f", scaled per {per}", linestyle
-      )
+        results_of_line.append(result)
+    # A single point is the one of full precision. This scale was not measured.
+    if len(results_of_line) > 1:
+      suffix = f", scaled per {per}"
+      draw_line(axes, x, results_of_line, style, suffix, linestyle)
