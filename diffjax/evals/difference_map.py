@@ -123,8 +123,8 @@ class DifferenceMap(Suite[ValidationBatches]):
       return jnp.swapaxes(compute_sums(trained.params, batch), 0, 1)
 
     label = f"difference_map of {trained.short_name}"
-    sums: Float[np.ndarray, "rows L sums"]
-    sums = compute_for_rows(sums_of_batch, batches, label).astype(np.float64)
+    float32_sums = compute_for_rows(sums_of_batch, batches, label)
+    sums: Float[np.ndarray, "rows L sums"] = float32_sums.astype(np.float64)
 
     num_layers = sums.shape[1]
     sums_of_all_layers = sums.sum(axis=1)
@@ -162,8 +162,8 @@ def layer_sums(
 ) -> Float[Array, "L B sums"]:
   """Returns the sums of the measures for each layer and row of a batch.
 
-  The maps of all queries are never in memory at once: each layer adds up the
-  sums of blocks of queries.
+  A layer adds up the sums of blocks of queries, so that the weights of all
+  queries need not be in memory at once.
 
   Args:
     model: The decoder.
@@ -213,7 +213,7 @@ def row_sums(
   magnitudes = jnp.where(is_visible, jnp.abs(weights), 0.0)
   l1_norm = jnp.sum(magnitudes, axis=-1)  # Σ|w|, [B, H, t]
   sum_of_squares = jnp.sum(jnp.square(magnitudes), axis=-1)  # Σw², [B, H, t]
-  # Only if all weights of a query are 0.
+  # Whether all weights of a query are 0.
   is_zero = l1_norm == 0
 
   # Σ max(−w, 0) / Σ|w|

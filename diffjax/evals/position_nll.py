@@ -252,7 +252,7 @@ def _compile_losses(
 
 
 def _full_rows(batches: Iterable[Batch]) -> Iterator[Batch]:
-  """Yields the batches without padding, whose targets all have weight 1."""
+  """Yields the batches without padding. Padding has weight 0."""
   for batch in batches:
     if batch["weights"].all():
       yield batch

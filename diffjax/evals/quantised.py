@@ -291,7 +291,10 @@ def _labelled(
 
 
 def _is_included(suite: Suite, measurement: Measurement) -> bool:
-  """Returns whether a measurement is one of the main ones of its suite."""
+  """Returns whether a measurement is one of the main ones of its suite.
+
+  All measurements of a suite that is not mentioned here are included.
+  """
   if suite.name == "validation":
     return measurement.name.startswith("loss")
   if suite.name == "needle":
@@ -327,7 +330,7 @@ def _panel_title(result: Mapping[str, Any]) -> str:
 
 
 def _quantized_bits(results: Iterable[Mapping[str, Any]]) -> list[int]:
-  """Returns all numbers of bits but full precision, in descending order."""
+  """Returns the numbers of bits, without full precision, from high to low."""
   numbers_of_bits = set()
   for result in results:
     bits = result["at"]["bits"]

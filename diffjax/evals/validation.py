@@ -126,6 +126,7 @@ class Validation(Suite[ValidationBatches]):
     ngram = self.ngram or trained.config.eval.ngram
     row_sums = _row_sums(trained, batches, ngram)
     totals = row_sums.sum(axis=0)
+    # `from_sums` leaves out losses without targets.
     for name, _ in from_sums(*totals):
       # The intervals compute the same loss from resampled rows.
       statistic = functools.partial(_loss, name)
