@@ -96,7 +96,7 @@ class CollectiveInstruction(NamedTuple):
   collective: Collective
 
   def repeated(self, iterations: int) -> CollectiveInstruction:
-    """Returns the instruction in a loop."""
+    """Returns the instruction as it counts if a loop repeats it."""
     times = self.collective.times * iterations
     return self._replace(collective=self.collective._replace(times=times))
 
@@ -118,16 +118,18 @@ def collectives(text: str, mesh: Mapping[str, int]) -> list[Collective]:
   reader = CollectiveReader(program, mesh)
 
   whole_collectives = []
-  chains: dict[str, Collective] = {}
-  for chain, collective in reader.in_computation(program.entry):
+  chained_collectives: dict[str, Collective] = {}
+  for chain, collective in reader.read_computation(program.entry):
     if chain is None:
       whole_collectives.append(collective)
       continue
-    # Some parts may be in a loop that overlaps with the collective. The part
-    # that runs least often has the number of times.
-    if chain not in chains or collective.times < chains[chain].times:
-      chains[chain] = collective
-  return whole_collectives + list(chains.values())
+    # The parts of a chain are one collective. Parts in a loop that overlaps
+    # with it run more often than the collective itself, so the part that runs
+    # least often gives the number of times.
+    counted = chained_collectives.get(chain)
+    if counted is None or collective.times < counted.times:
+      chained_collectives[chain] = collective
+  return whole_collectives + list(chained_collectives.values())
 
 
 class CollectiveReader:
@@ -144,104 +146,133 @@ class CollectiveReader:
     self._mesh = mesh
     self._devices = _devices_by_slice(program, mesh)
 
-  def in_computation(self, computation: str) -> list[CollectiveInstruction]:
-    """Returns the collectives of one run of a computation, with its calls.
+  def read_computation(self, computation: str) -> list[CollectiveInstruction]:
+    """Returns the collectives of one run of a computation.
+
+    It follows all calls, and counts loops with their iterations.
 
     Raises:
       ValueError: if the text cannot be read, as for `collectives`.
     """
     instructions = []
     for line in self._program.instructions(computation):
-      instruction = self._read(line, computation)
+      instruction = self._read_line(line, computation)
       if instruction is not None:
         instructions.append(instruction)
       for call in self._program.calls(line):
-        called = self.in_computation(call.computation)
-        iterations = 1
-        # The iterations of a loop without collectives do not matter. The text
-        # may not show them.
+        called = self.read_computation(call.computation)
+        # The text may not show the iterations of a loop. They matter only if
+        # the loop contains collectives.
         if called and call.kind == "body":
           iterations = self._program.iterations(line)
-        for instruction in called:
-          instructions.append(instruction.repeated(iterations))
+          called = [collective.repeated(iterations) for collective in called]
+        instructions += called
     return instructions
 
-  def in_instruction(
+  def read_instruction(
     self, line: str, computation: str
   ) -> list[CollectiveInstruction]:
-    """Returns the collectives that an instruction starts, continues or ends.
+    """Returns the collectives that one instruction starts, continues or ends.
 
-    These are the instruction itself and those inside a fusion or inside the
-    program of a sparse core. Each counts once.
+    The instruction may be a collective or contain some, for example in a
+    fusion. It does not follow loops and other calls.
 
     Args:
       line: The instruction.
-      computation: The computation that contains it.
+      computation: Name of the computation that contains the instruction.
 
     Raises:
       ValueError: if the devices of a collective cannot be read.
     """
     instructions = []
-    instruction = self._read(line, computation)
+    instruction = self._read_line(line, computation)
     if instruction is not None:
       instructions.append(instruction)
-    for call in self._program.calls(line):
-      # A call-start runs a program on a sparse core.
-      if call.kind == "calls" or " call-start(" in line:
-        for called_line in self._program.instructions(call.computation):
-          instructions += self.in_instruction(called_line, call.computation)
+    for embedded in self._program.embedded_computations(line):
+      for embedded_line in self._program.instructions(embedded):
+        instructions += self.read_instruction(embedded_line, embedded)
     return instructions
 
-  def _read(self, line: str, computation: str) -> CollectiveInstruction | None:
-    """Returns the collective of an instruction, or None if it is not one."""
+  def _read_line(
+    self, line: str, computation: str
+  ) -> CollectiveInstruction | None:
+    """Returns the line's own collective, without those in what it calls."""
     match = _COLLECTIVE.search(line)
     if match:
+      collective = self._read_within_slice(match, line, computation)
       chain = _CHAIN.search(line)
-      return CollectiveInstruction(
-        chain=chain[1] if chain else None,
-        collective=self._within_slice(match, line, computation),
-      )
+      chain_id = chain[1] if chain else None
+      return CollectiveInstruction(chain_id, collective)
     match = _RECEIVE.search(line)
     if match:
-      return CollectiveInstruction(None, self._between_slices(match))
+      collective = self._read_between_slices(match)
+      return CollectiveInstruction(None, collective)
     return None
 
-  def _within_slice(
+  def _read_within_slice(
     self, match: re.Match[str], line: str, computation: str
   ) -> Collective:
-    """Returns the collective of a line that `_COLLECTIVE` matches."""
+    """Returns the collective of devices of one slice.
+
+    Args:
+      match: The match of `_COLLECTIVE` in the line.
+      line: The instruction.
+      computation: Name of the computation that contains the instruction.
+    """
     shape, kind, start = match.groups()
+    # The shape of a start lists operands and results. An all-reduce-start is an
+    # exception: its shape has only the results.
     if start and kind != "all-reduce":
       result_bytes = _started_result_bytes(shape)
     else:
       result_bytes = sum(_bytes_of_arrays(shape))
-    groups = _groups(line, self._devices[0])
-    group_size = groups.shape[1]
+    groups = _device_groups(line, self._devices[0])
+
     # TPU compilers write a reduce-scatter as an all-reduce and a slice, in a
-    # computation with this name.
-    if kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
-      kind = "reduce-scatter"
-      result_bytes //= group_size
+    # computation with this name. The slice keeps a device's part of the result.
+    in_reduce_scatter = computation.startswith("all-reduce-scatter")
+    if kind == "all-reduce" and in_reduce_scatter:
+      group_size = groups.shape[1]
+      part_bytes = result_bytes // group_size
+      return self._collective("reduce-scatter", part_bytes, groups)
+    return self._collective(kind, result_bytes, groups)
+
+  def _read_between_slices(self, match: re.Match[str]) -> Collective:
+    """Returns the collective of several slices, from a match of `_RECEIVE`."""
+    shape, transfer_type = match.groups()
+    # ALL_REDUCE is an all-reduce.
+    kind = transfer_type.lower().replace("_", "-")
+    # The shape lists the result, then semaphores.
+    result_bytes = _bytes_of_arrays(shape)[0]
+    # A device communicates with the devices at its position in other slices.
+    groups = self._devices.T
+    return self._collective(kind, result_bytes, groups)
+
+  def _collective(
+    self,
+    kind: str,
+    result_bytes: int,
+    groups: Int[np.ndarray, "groups members"],
+  ) -> Collective:
+    """Returns a collective that runs once.
+
+    Args:
+      kind: As in `Collective`.
+      result_bytes: Bytes of the result on one device.
+      groups: Positions in the mesh of the devices that communicate.
+    """
+    group_size = groups.shape[1]
     received_bytes = _received_bytes(kind, result_bytes, group_size)
     return Collective(kind, self._axes(groups), received_bytes, times=1)
 
-  def _between_slices(self, match: re.Match[str]) -> Collective:
-    """Returns the collective of a line that `_RECEIVE` matches."""
-    shape, transfer_type = match.groups()
-    kind = transfer_type.lower().replace("_", "-")
-    # The other entries of the shape are semaphores.
-    result_bytes = _bytes_of_arrays(shape)[0]
-    received_bytes = _received_bytes(kind, result_bytes, len(self._devices))
-    # A device communicates with the same device of the other slices.
-    axes = self._axes(self._devices.T)
-    return Collective(kind, axes, received_bytes, times=1)
-
   def _axes(self, groups: Int[np.ndarray, "groups members"]) -> tuple[str, ...]:
-    """Returns the axes along which the members of a group differ."""
+    """Returns the mesh axes along which the members of a group differ."""
     axes = []
-    coordinates = np.unravel_index(groups, tuple(self._mesh.values()))
-    for axis, positions in zip(self._mesh, coordinates, strict=True):
-      if np.any(positions != positions[:, :1]):
+    mesh_shape = tuple(self._mesh.values())
+    coordinates_by_axis = np.unravel_index(groups, mesh_shape)
+    for axis, coordinates in zip(self._mesh, coordinates_by_axis, strict=True):
+      first_members = coordinates[:, :1]
+      if np.any(coordinates != first_members):
         axes.append(axis)
     return tuple(axes)
 
@@ -251,8 +282,8 @@ def _devices_by_slice(
 ) -> Int[np.ndarray, "slices devices"]:
   """Returns the positions in the mesh of each slice's devices.
 
-  A program for several slices is the program of one slice. It numbers the
-  devices of this slice, which come first in the mesh.
+  The program runs on each slice, and `num_partitions` is the number of devices
+  of one slice. The mesh lists one slice after the other.
   """
   num_devices = math.prod(mesh.values())
   devices_per_slice = num_devices
@@ -264,6 +295,11 @@ def _devices_by_slice(
 
 def _received_bytes(kind: str, result_bytes: int, num_devices: int) -> float:
   """Returns the bytes that each device of a group receives, in a ring.
+
+  Args:
+    kind: As in `Collective`.
+    result_bytes: Bytes of the result on one device.
+    num_devices: Number of devices in the group.
 
   Raises:
     ValueError: if the kind is unknown.
@@ -279,7 +315,7 @@ def _received_bytes(kind: str, result_bytes: int, num_devices: int) -> float:
   # A device has one part of the array and receives the others.
   received_bytes = array_bytes * (num_devices - 1) / num_devices
   if kind == "all-reduce":
-    # A reduce-scatter and an all-gather
+    # In a ring, it is a reduce-scatter and then an all-gather.
     received_bytes = 2 * received_bytes
   return received_bytes
 
@@ -287,7 +323,8 @@ def _received_bytes(kind: str, result_bytes: int, num_devices: int) -> float:
 def _started_result_bytes(shape: str) -> int:
   """Returns the bytes of the results in the shape of a `-start` instruction.
 
-  The shape lists the operands, as many results, and perhaps semaphores:
+  The shape lists the operands, the same number of results, and perhaps
+  semaphores. Here, `bf16[8,16]` is the result:
   `(bf16[4,16]{1,0}, bf16[8,16]{1,0}, u32[], u32[])`.
   """
   array_bytes = []
@@ -309,20 +346,23 @@ def _bytes_of_arrays(shape: str) -> list[int]:
 
 def _array_bytes(dtype: str, dimensions: str) -> int:
   """Returns the bytes of an array, such as "bf16" and "8,16"."""
+  num_elements = 1
+  # The dimensions of a scalar are "".
+  if dimensions:
+    num_elements = math.prod(_integers(dimensions))
+  # A boolean, "pred", takes a byte.
   bits = 8
   if dtype != "pred":
     bits = int(_BITS.findall(dtype)[0])
-  if not dimensions:
-    return bits // 8
-  return math.prod(_integers(dimensions)) * bits // 8
+  return num_elements * bits // 8
 
 
-def _groups(
+def _device_groups(
   line: str, devices: Int[np.ndarray, "devices"]
 ) -> Int[np.ndarray, "groups members"]:
   """Returns the groups of devices that communicate with each other.
 
-  The pairs of source and target of a permutation count as groups.
+  Each pair of source and target of a permutation counts as a group.
 
   Args:
     line: A collective.
@@ -356,13 +396,15 @@ def _groups(
 def _groups_along_axes(
   match: re.Match[str], devices: Int[np.ndarray, "devices"]
 ) -> Int[np.ndarray, "groups members"] | None:
-  """Returns the groups along axes of the compiler's own mesh.
+  """Returns the groups of devices along axes of a mesh that HLO defines.
+
+  In `mesh['x'=2,'y'=3] {'y'}`, the devices are a grid of 2 × 3. The members of
+  a group differ along y, so the groups are [[0, 1, 2], [3, 4, 5]].
 
   Args:
-    match: A match of `_MESH_GROUPS`: the sizes of the axes, perhaps the devices
-      in the order of that mesh, and the axes along which the members of a group
-      differ.
-    devices: The devices, if the match has none.
+    match: A match of `_MESH_GROUPS`: the sizes of the mesh, the devices in its
+      order if they are listed, and the axes of a group.
+    devices: The devices in the order of the mesh, if they are not listed.
 
   Returns:
     The groups, or None if they are along a part of an axis: `'x':(1)2`.
@@ -371,16 +413,18 @@ def _groups_along_axes(
   sizes = {name: int(size) for name, size in _AXIS_SIZE.findall(axis_sizes)}
   member_axes = _WHOLE_AXIS.findall(group_axes)
   num_quoted_names = group_axes.count("'") // 2
-  if len(member_axes) != num_quoted_names or not set(member_axes) <= set(sizes):
+  has_partial_axis = len(member_axes) != num_quoted_names
+  if has_partial_axis or not set(member_axes) <= set(sizes):
     return None
 
   if device_ids is not None:
     devices = _iota(device_ids)
-  other_axes = [name for name in sizes if name not in member_axes]
+  grid = devices.reshape(tuple(sizes.values()))
+  # Move the axes of a group to the end, so that each group is a row.
   names = list(sizes)
+  other_axes = [name for name in names if name not in member_axes]
   order = [names.index(name) for name in other_axes + member_axes]
   group_size = math.prod(sizes[name] for name in member_axes)
-  grid = devices.reshape(tuple(sizes.values()))
   return grid.transpose(order).reshape(-1, group_size)
 
 

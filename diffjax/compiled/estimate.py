@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from diffjax.compiled.collectives import CollectiveReader
+from diffjax.compiled.collectives import Collective, CollectiveReader
 from diffjax.compiled.hardware import Chip, Torus
 from diffjax.compiled.text import ProgramText, instruction_name
 
@@ -50,8 +50,8 @@ class Scope(NamedTuple):
 
   Attributes:
     pattern: Matches the name of an instruction's source, as in `_SOURCE`.
-    part: The part.
-    product_part: The part of instructions that contain a matrix product.
+    part: The part to which instructions of the scope belong.
+    product_part: The part of those with a matrix product.
   """
 
   pattern: str
@@ -83,7 +83,7 @@ class CollectiveSeconds(NamedTuple):
 
 
 class LongInstruction(NamedTuple):
-  """Seconds and name of an instruction. They sort by seconds."""
+  """Seconds and name of an instruction. Sorting is by seconds."""
 
   seconds: float
   name: str
@@ -197,15 +197,14 @@ class _Cost:
   collectives: list[_CollectiveTime] = dataclasses.field(default_factory=list)
 
   def repeated(self, times: int) -> _Cost:
-    """Returns the time of a number of runs."""
-    return _Cost(
-      seconds=self.seconds * times,
-      items=[item._replace(times=item.times * times) for item in self.items],
-      collectives=[
-        collective._replace(times=collective.times * times)
-        for collective in self.collectives
-      ],
-    )
+    """Returns the time of this number of runs."""
+    repeated = _Cost(self.seconds * times)
+    for item in self.items:
+      repeated.items.append(item._replace(times=item.times * times))
+    for collective in self.collectives:
+      total_times = collective.times * times
+      repeated.collectives.append(collective._replace(times=total_times))
+    return repeated
 
 
 def _sum_up(cost: _Cost) -> Estimate:
@@ -257,7 +256,7 @@ class _Estimator:
   scopes: Sequence[Scope]
 
   def computation_cost(self, computation: str) -> _Cost:
-    """Returns the time of one run of a computation."""
+    """Returns the time of one run of a computation, with all that it calls."""
     timeline = _Timeline()
     # The lines are in the order in which the instructions run.
     for line in self.program.instructions(computation):
@@ -269,7 +268,7 @@ class _Estimator:
       elif " conditional(" in line:
         timeline.compute(self._conditional_cost(line))
       else:
-        self._communicate(line, computation, timeline)
+        self._run_collectives(line, computation, timeline)
         timeline.compute(self._instruction_cost(line))
     timeline.wait_for_all()
     return timeline.cost
@@ -290,42 +289,54 @@ class _Estimator:
     ]
     return max(branch_costs, key=operator.attrgetter("seconds"))
 
-  def _communicate(
+  def _run_collectives(
     self, line: str, computation: str, timeline: _Timeline
   ) -> None:
-    """Starts or awaits the collectives of an instruction."""
-    instructions = self.collectives.in_instruction(line, computation)
+    """Starts the collectives of an instruction, waits for them, or both.
+
+    Args:
+      line: The instruction.
+      computation: Name of the computation that contains the instruction.
+      timeline: The timeline of this computation, which is changed.
+    """
+    instructions = self.collectives.read_instruction(line, computation)
     if not instructions:
-      # %done = bf16[8,16] all-gather-done(%start)
+      # %done = bf16[8,16] all-gather-done(%start) only names the start.
       timeline.wait_for(_awaited_start(line))
       return
 
-    # The instructions of one collective share a chain. Without a chain, the
-    # operand of the end is the start.
-    chain, first_collective = instructions[0]
-    key = chain or _awaited_start(line) or instruction_name(line)
+    # The instructions of a collective have the same chain, if any. Otherwise,
+    # the instruction that starts the collective gives the key.
+    first = instructions[0]
+    key = first.chain or _awaited_start(line) or instruction_name(line)
     phase = _phase(self.program, line)
     if phase in ("start", "whole"):
       seconds = 0.0
-      for _, collective in instructions:
-        num_devices = math.prod(self.mesh[axis] for axis in collective.axes)
-        seconds += self.torus.collective_seconds(collective, num_devices)
-      timeline.start(key, first_collective.kind, seconds)
+      for instruction in instructions:
+        seconds += self._collective_seconds(instruction.collective)
+      timeline.start(key, first.collective.kind, seconds)
     if phase in ("end", "whole"):
       timeline.wait_for(key)
+
+  def _collective_seconds(self, collective: Collective) -> float:
+    """Returns the seconds of one run of a collective."""
+    num_devices = math.prod(self.mesh[axis] for axis in collective.axes)
+    return self.torus.collective_seconds(collective, num_devices)
 
   def _instruction_cost(self, line: str) -> _Cost:
     """Returns the time of an instruction, without calls and collectives."""
     name = instruction_name(line)
     part = self._part(line, name)
     if part == KERNELS:
+      # The compiler does not estimate the cycles of kernels.
       cycles = self._cycles_of_kernel(name)
     else:
       cycles = _cycles_in_text(line)
-    if not cycles:
+    if cycles == 0.0:
       return _Cost()
     seconds = cycles / self.chip.cycles_per_second
-    return _Cost(seconds, [_Item(part, f"{name}: {_source(line)}", seconds)])
+    item = _Item(part, f"{name}: {_source(line)}", seconds)
+    return _Cost(seconds, items=[item])
 
   def _cycles_of_kernel(self, name: str) -> float:
     """Returns the cycles of one call of a kernel; 0 if they are unknown."""
@@ -338,9 +349,9 @@ class _Estimator:
     """Returns the part of the step to which an instruction belongs."""
     if "tpu_custom_call" in line:
       return KERNELS
-    is_product = _is_product(self.program, line)
-    # A product that writes its result into the stack of saved activations is
-    # also named like a copy.
+    is_product = _is_fused_product(self.program, line)
+    # A product that saves its result for the backward pass updates a slice of a
+    # larger array. Its name looks like that of a copy, too.
     if not is_product and _COPY_NAME.search(name):
       return COPIES
     source = _source(line)
@@ -375,7 +386,7 @@ class _Timeline:
 
   def __init__(self) -> None:
     self.cost = _Cost()
-    # In the order in which they started.
+    # The collectives in the order in which they started.
     self._in_flight: dict[str, _InFlight] = {}
 
   def start(self, key: str, kind: str, seconds: float) -> None:
@@ -388,6 +399,7 @@ class _Timeline:
     self.cost.seconds += cost.seconds
     self.cost.items += cost.items
     self.cost.collectives += cost.collectives
+    # The links serve the collectives one by one during these seconds.
     available = cost.seconds
     for collective in self._in_flight.values():
       hidden = min(collective.seconds_left, available)
@@ -400,22 +412,25 @@ class _Timeline:
     Does nothing if the collective is not in flight.
     """
     while key in self._in_flight:
-      first_key = next(iter(self._in_flight))
-      first = self._in_flight.pop(first_key)
-      self.cost.seconds += first.seconds_left
-      self.cost.items.append(
-        _Item(
-          EXPOSED,
-          f"{first_key}, exposed",
-          first.seconds_left,
-          collective_kind=first.kind,
-        )
-      )
+      self._wait_for_first()
 
   def wait_for_all(self) -> None:
     """Waits for all collectives."""
-    for key in list(self._in_flight):
-      self.wait_for(key)
+    while self._in_flight:
+      self._wait_for_first()
+
+  def _wait_for_first(self) -> None:
+    """Waits for the collective in flight that started first."""
+    key = next(iter(self._in_flight))
+    collective = self._in_flight.pop(key)
+    self.cost.seconds += collective.seconds_left
+    item = _Item(
+      EXPOSED,
+      f"{key}, exposed",
+      collective.seconds_left,
+      collective_kind=collective.kind,
+    )
+    self.cost.items.append(item)
 
 
 def _cycles_in_text(line: str) -> float:
@@ -443,14 +458,15 @@ def _awaited_start(line: str) -> str:
 
 
 def _phase(program: ProgramText, line: str) -> str:
-  """Returns what an instruction does with its collective.
+  """Returns which part of its collective an instruction performs.
 
-  "start", "end", "part" (between the start and the end), or "whole" if the
-  instruction is the whole collective.
+  It is "start", "end", "part" (between start and end), or "whole" for a
+  collective that is one instruction.
   """
   if _START.search(line):
     return "start"
-  fused = program.fused(line)
+  # Fusions of computation with a collective mark the phase inside.
+  fused = program.fused_instructions(line)
   if _contains(fused, '"AsyncCollectiveStart"'):
     return "start"
   if _contains(fused, '"AsyncCollectiveDone"'):
@@ -465,17 +481,13 @@ def _contains(lines: Iterable[str], text: str) -> bool:
   return any(text in line for line in lines)
 
 
-def _has_product(program: ProgramText, computation: str) -> bool:
-  """Returns whether a computation or a fusion in it has a matrix product."""
-  for line in program.instructions(computation):
-    if _PRODUCT.search(line) or _is_product(program, line):
-      return True
-  return False
+def _is_fused_product(program: ProgramText, line: str) -> bool:
+  """Returns whether an instruction is a fusion that has a matrix product.
 
-
-def _is_product(program: ProgramText, line: str) -> bool:
-  """Returns whether an instruction is a fusion with a matrix product."""
-  for call in program.calls(line):
-    if call.kind == "calls" and _has_product(program, call.computation):
+  The product may be inside a fusion within the fusion.
+  """
+  for fused_line in program.fused_instructions(line):
+    is_product = _PRODUCT.search(fused_line) is not None
+    if is_product or _is_fused_product(program, fused_line):
       return True
   return False

@@ -52,13 +52,18 @@ class Call(NamedTuple):
   """A computation that an instruction calls.
 
   Attributes:
-    kind: How it is called: "body", "calls" (of a fusion), "to_apply", or a
-      branch of a conditional.
+    kind: HLO's name of the attribute: "body" (of a loop), "calls" (of a fusion),
+      "to_apply", or a branch of a conditional.
     computation: Name of the computation.
   """
 
   kind: str
   computation: str
+
+  @property
+  def is_fusion(self) -> bool:
+    """Whether the computation is the inside of a fusion."""
+    return self.kind == "calls"
 
 
 class ProgramText:
@@ -76,6 +81,7 @@ class ProgramText:
     self.entry = ""
     self.computations: dict[str, list[str]] = {}
     self._definitions: dict[str, str] = {}
+    # The name of the computation that the line belongs to.
     computation = ""
     for line in text.splitlines():
       header = _COMPUTATION.match(line)
@@ -101,16 +107,32 @@ class ProgramText:
         calls.append(Call(kind, name))
     return calls
 
-  def fused(self, line: str) -> list[str]:
+  def fused_instructions(self, line: str) -> list[str]:
     """Returns the instructions inside a fusion; none for other instructions."""
     instructions: list[str] = []
     for call in self.calls(line):
-      if call.kind == "calls":
+      if call.is_fusion:
         instructions += self.instructions(call.computation)
     return instructions
 
+  def embedded_computations(self, line: str) -> list[str]:
+    """Returns the names of the computations that run inside an instruction.
+
+    These are the computation of a fusion, and the program that a `call-start`
+    runs on a sparse core, a coprocessor of the chip.
+    """
+    starts_sparse_core = " call-start(" in line
+    computations = []
+    for call in self.calls(line):
+      if call.is_fusion or starts_sparse_core:
+        computations.append(call.computation)
+    return computations
+
   def iterations(self, loop: str) -> int:
     """Returns the number of times that the body of a loop runs.
+
+    The compiler writes the number into the line, or it follows from the values
+    of the loop's counter.
 
     Args:
       loop: The line of the loop.
@@ -129,7 +151,9 @@ class ProgramText:
       ) from error
 
   def _count_iterations(self, loop: str) -> int:
-    """Returns the iterations of `for (i = start; i < bound; i += step)`.
+    """Returns the iterations of a loop that counts in constant steps.
+
+    It is a loop like `for (counter = start; counter < bound; counter += step)`.
 
     Raises:
       KeyError, IndexError or ValueError: if the loop has another form.
@@ -137,7 +161,7 @@ class ProgramText:
     comparison = self._comparison(_first_group(_CONDITION, loop))
     counter, bound = _operands(comparison, "compare")
 
-    # The counter is one element of the tuple that the loop carries.
+    # The loop carries a tuple. The counter is the element at this position.
     position = int(_first_group(_INDEX, self._resolve(counter)))
     initial_state = self._resolve(_operands(loop, "while")[0])
     start = _operands(initial_state, "tuple")[position]
@@ -152,7 +176,7 @@ class ProgramText:
     return math.ceil(distance / self._constant(step))
 
   def _comparison(self, condition: str) -> str:
-    """Returns the comparison of a loop's condition.
+    """Returns the comparison of the counter in a loop's condition.
 
     Example:
       %less = pred[] compare(%counter, %bound), direction=LT
@@ -169,14 +193,14 @@ class ProgramText:
     return comparisons[0]
 
   def _root(self, computation: str) -> str:
-    """Returns the instruction that has the result of a computation."""
+    """Returns the instruction that computes a computation's result."""
     for line in self.instructions(computation):
       if line.lstrip().startswith("ROOT "):
         return line
     raise ValueError(f"{computation} has no result")
 
   def _resolve(self, name: str) -> str:
-    """Returns the instruction of a value, or of the value that it copies."""
+    """Returns the instruction that computes a value, skipping copies."""
     line = self._definitions[name]
     while " copy(" in line:
       line = self._definitions[_operands(line, "copy")[0]]
