@@ -54,16 +54,17 @@ class Chip(NamedTuple):
     cycles_per_second: The clock rate.
     link_bytes_per_second: Speed of one link to a neighbour, in one direction.
     num_cores: Cores that share the work of a program.
-    ring_multiple: The chips along a dimension form a ring if their number is a
-      multiple of this. Otherwise, they form a line.
-    is_cube: Whether the dimensions of a slice form rings only together.
+    ring_multiple: The chips along a dimension of a slice form a ring if their
+      number is a multiple of this. Otherwise, they form a line.
+    has_only_full_tori: Whether the dimensions of a slice are either all rings
+      or all lines.
   """
 
   cycles_per_second: float
   link_bytes_per_second: float
   num_cores: int
   ring_multiple: int
-  is_cube: bool = False
+  has_only_full_tori: bool = False
 
 
 def _clock_rate(device_kind: str, flops_per_cycle: int) -> float:
@@ -74,7 +75,9 @@ def _clock_rate(device_kind: str, flops_per_cycle: int) -> float:
 
 
 # The speed of a link and the rings are from "How to scale your model"
-# (jax-ml.github.io/scaling-book/tpus). The compiler has no estimates for v7x.
+# (jax-ml.github.io/scaling-book/tpus). v4 and v5p slices consist of cubes of
+# 4×4×4 chips, and slices smaller than a cube have no rings. The compiler has no
+# estimates for v7x.
 CHIPS = {
   # Two cores with four matrix units each
   "v4": Chip(
@@ -82,7 +85,7 @@ CHIPS = {
     link_bytes_per_second=45e9,
     num_cores=2,
     ring_multiple=4,
-    is_cube=True,
+    has_only_full_tori=True,
   ),
   "v5e": Chip(
     cycles_per_second=_clock_rate("TPU v5e", 4 * _MXU_128_FLOPS),
@@ -95,7 +98,7 @@ CHIPS = {
     link_bytes_per_second=90e9,
     num_cores=2,
     ring_multiple=4,
-    is_cube=True,
+    has_only_full_tori=True,
   ),
   # By the compiler's estimates of large matrix products, as many FLOPs per
   # cycle as four matrix units have. tests/compiled/test_estimate.py checks it.
@@ -132,7 +135,7 @@ class Topology(NamedTuple):
 
 
 class Torus(NamedTuple):
-  """The links between the chips of a slice.
+  """The links between the chips of a slice, a grid of two or three dimensions.
 
   Attributes:
     sizes: Number of chips along each dimension that has more than one.
@@ -148,32 +151,31 @@ class Torus(NamedTuple):
 
   @classmethod
   def from_topology(cls, text: str) -> Torus:
-    """Returns the torus of a slice such as "v5e:4x4"."""
+    """Returns the links of a slice such as "v5e:4x4"."""
     topology = Topology.parse(text)
     chip = CHIPS[topology.generation]
     sizes = tuple(size for size in topology.sizes if size > 1)
-    num_links = []
-    for size in sizes:
-      is_ring = size % chip.ring_multiple == 0
-      num_links.append(2 if is_ring else 1)
-    if chip.is_cube and 1 in num_links:
-      # If one dimension is a line, all are.
-      num_links = [1] * len(sizes)
-    return cls(sizes, tuple(num_links), chip.link_bytes_per_second)
+    are_rings = [size % chip.ring_multiple == 0 for size in sizes]
+    if chip.has_only_full_tori and not all(are_rings):
+      are_rings = [False] * len(sizes)
+    # In a ring, a chip has a link to the next chip and one to the previous one.
+    num_links = tuple(2 if is_ring else 1 for is_ring in are_rings)
+    return cls(sizes, num_links, chip.link_bytes_per_second)
 
   def collective_seconds(
     self, collective: Collective, num_devices: int
   ) -> float:
     """Returns a lower bound on the seconds of a collective.
 
-    It is the time in which a chip receives its bytes over all of its links. It
-    assumes that the chips of a group are neighbours.
+    It is the time in which a chip receives its bytes over all of its links, if
+    the chips that communicate are neighbours.
 
     Args:
-      collective: The collective. It counts once.
+      collective: The collective. Its seconds are for one time.
       num_devices: Number of devices that communicate with each other.
     """
-    if num_devices == 1 or not self.sizes:
+    has_one_chip = not self.sizes
+    if num_devices == 1 or has_one_chip:
       return 0.0
     if collective.kind == "collective-permute":
       # The bytes come from one neighbour, over one link.
@@ -190,20 +192,23 @@ class Torus(NamedTuple):
   ) -> float:
     """Returns the seconds in which an all-to-all crosses a slice's middle.
 
-    Each of the n/2 devices in one half sends a share to each device in the
-    other half: n²/4 shares. The longest dimension has L devices, so the links of n/L
-    devices cross its middle. The time is
-    (n²/4 · share) / (n/L · links · speed) = n·L·share / (4 · links · speed).
+    The middle divides the longest dimension. Of n devices, each of the n/2 in
+    one half sends a share to each device in the other half: n²/4 shares. If the
+    dimension has the length L, there are n/L rows along it. The links of each
+    row cross the middle, once if it is a line and twice if it is a ring:
+
+    seconds = (n²/4 · share) / (n/L · links · speed)
+            = n · L · share / (4 · links · speed)
 
     Args:
       received_bytes: Bytes that each device receives from all others.
       num_devices: n.
     """
-    size = max(self.sizes)
-    length = size
-    num_links = self.num_links[self.sizes.index(size)]
-    if num_devices < size:
-      # The group is a part of the dimension, which is a line.
+    longest = self.sizes.index(max(self.sizes))
+    length = self.sizes[longest]
+    num_links = self.num_links[longest]
+    if num_devices < length:
+      # The devices are a part of a row. A part of a ring is a line.
       length = num_devices
       num_links = 1
     share = received_bytes / (num_devices - 1)

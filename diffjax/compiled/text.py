@@ -52,7 +52,7 @@ class Call(NamedTuple):
   """A computation that an instruction calls.
 
   Attributes:
-    kind: HLO's name of the attribute: "body" (of a loop), "calls" (of a fusion),
+    kind: The attribute in the text: "body" (of a loop), "calls" (of a fusion),
       "to_apply", or a branch of a conditional.
     computation: Name of the computation.
   """
