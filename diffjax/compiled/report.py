@@ -65,7 +65,10 @@ def _print_flops(config: Config, plan: Plan) -> None:
 
 
 def _print_estimate(plan: Plan) -> None:
-  """Prints the table of the estimated time, and the bound on MFU."""
+  """Prints the table of the estimated time, and the bound on MFU.
+
+  Without an estimate, it prints the reason.
+  """
   title = "seconds a step, the compiler's estimate"
   if plan.estimate is None:
     reason = "there is none for this generation"
@@ -75,14 +78,7 @@ def _print_estimate(plan: Plan) -> None:
     return
 
   print(f"{title} (cycles × iterations, which rank programs; not a time)")
-  parts = sorted(
-    plan.estimate.parts.items(), key=operator.itemgetter(1), reverse=True
-  )
-  for part, seconds in parts:
-    note = ""
-    if part == EXPOSED:
-      note = _describe_collectives(plan.estimate)
-    print(f"  {part:<24}{seconds:>8.4f}{note}")
+  _print_parts(plan.estimate)
   without_kernels = ""
   if plan.kernels and not plan.estimate.has_kernels:
     without_kernels = (
@@ -93,6 +89,18 @@ def _print_estimate(plan: Plan) -> None:
     "bound on MFU, the compiler's estimate:"
     f" {plan.mfu_bound:.1%}{without_kernels}"
   )
+
+
+def _print_parts(estimate: Estimate) -> None:
+  """Prints the rows of the step's parts, those with most seconds first."""
+  parts = sorted(
+    estimate.parts.items(), key=operator.itemgetter(1), reverse=True
+  )
+  for part, seconds in parts:
+    note = ""
+    if part == EXPOSED:
+      note = _describe_collectives(estimate)
+    print(f"  {part:<24}{seconds:>8.4f}{note}")
 
 
 def _describe_collectives(estimate: Estimate) -> str:
@@ -111,7 +119,7 @@ def _describe_collectives(estimate: Estimate) -> str:
 
 
 def _print_program(plan: Plan) -> None:
-  """Prints the windowed einsums and the attention kernels."""
+  """Prints how many windowed einsums and attention kernels there are."""
   if plan.windowed:
     print(
       f"windowed einsums: {plan.windowed}, products cut into loops over a"
@@ -119,12 +127,17 @@ def _print_program(plan: Plan) -> None:
     )
   kernels = []
   for name, count in collections.Counter(plan.kernels).items():
-    kernels.append(name if count == 1 else f"{name} × {count}")
+    repetitions = "" if count == 1 else f" × {count}"
+    kernels.append(name + repetitions)
   print(f"attention kernels: {', '.join(kernels) or 'none'}")
 
 
 def _print_received(plan: Plan) -> None:
-  """Prints the bytes received along each combination of mesh axes."""
+  """Prints the bytes that collectives receive, a row per mesh axes.
+
+  Example of a row, for collectives along both axes together:
+    data and fsdp      0.750: all-gather 0.250, all-reduce 0.500
+  """
   reason = ""
   if plan.unread:
     reason = f": not counted, the program has {plan.unread}"
@@ -144,8 +157,9 @@ def changes(
 ) -> list[str]:
   """Returns changes of the config or the topology that reduce the memory.
 
-  If the training state is larger than the temporaries, changes that reduce it
-  come first.
+  If the training state (parameters and optimizer) is larger than the
+  temporaries, changes that reduce the state come first. Otherwise, those that
+  reduce activations do. A larger topology comes last.
 
   Args:
     config: The run's config.
@@ -156,7 +170,8 @@ def changes(
   num_devices = math.prod(plan.mesh.values())
   for_state = memory.flags_for_state(config, plan.mesh, slices)
   for_activations = memory.flags_for_activations(config, num_devices)
-  if plan.parameters + plan.optimizer > plan.temporaries:
+  state_bytes = plan.parameters + plan.optimizer
+  if state_bytes > plan.temporaries:
     suggestions = for_state + for_activations
   else:
     suggestions = for_activations + for_state
@@ -173,19 +188,20 @@ def _larger_topology(
 ) -> str | None:
   """Returns the smallest larger topology with sufficient memory, if any.
 
-  It assumes that the memory per chip is inversely proportional to the number of
-  chips.
+  It assumes that the memory of all chips together stays the same. Each device
+  must get the same number of the batch's rows.
   """
-  num_devices = math.prod(plan.mesh.values())
+  devices_per_chip = math.prod(plan.mesh.values()) // plan.chips
+  needed_bytes = plan.total * plan.chips
   generation, _, shape = topology.partition(":")
   shapes = TOPOLOGIES[generation]
-  for larger_shape in shapes[shapes.index(shape) + 1 :]:
+  # The shapes are sorted from small to large.
+  larger_shapes = shapes[shapes.index(shape) + 1 :]
+  for larger_shape in larger_shapes:
     larger_topology = f"{generation}:{larger_shape}"
     num_chips = Topology.parse(larger_topology).num_chips * slices
-    factor = num_chips / plan.chips
-    has_memory = plan.total <= factor * plan.available
-    # Each device takes the same number of rows.
-    divides_batch = config.train.batch_size % (num_devices * factor) == 0
-    if has_memory and divides_batch:
+    num_devices = num_chips * devices_per_chip
+    has_equal_rows = config.train.batch_size % num_devices == 0
+    if has_equal_rows and needed_bytes <= plan.available * num_chips:
       return larger_topology
   return None
