@@ -67,6 +67,9 @@ _KERNEL = re.compile(
   r"%(diff_attention_[a-z]+_[a-z0-9]+(?:_online)?)[.\d]* = .* custom-call\("
 )
 
+# The units of amounts
+_UNIT_BYTES = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
 _T = TypeVar("_T")
 
 
@@ -128,17 +131,18 @@ class Plan:
 
   @property
   def mfu_bound(self) -> float | None:
-    """The MFU if the step took as long as estimated; None without an estimate.
+    """Model FLOPs utilization, if the step took as long as estimated.
 
-    The unit is 1: 0.5 is half of the chip's peak.
+    It is the share of the chip's peak that the step reaches: 0.5 is half of it.
+    None if there is no estimate or if the peak is unknown.
     """
-    if not self.estimate or not self.peak_seconds:
+    if self.estimate is None or self.peak_seconds == 0.0:
       return None
     return self.peak_seconds / self.estimate.seconds
 
   @property
   def fits(self) -> bool:
-    """Whether the step fits.
+    """Whether the step fits into the available memory.
 
     The compiler refuses temporaries that are too large. It accepts parameters
     that are too large.
@@ -166,14 +170,14 @@ def compile_plan(config: Config, topology: str, slices: int = 1) -> Plan:
 def call_with_devices(
   function: Callable[..., _T], *args: Any, topology: str, slices: int = 1
 ) -> _T:
-  """Calls a function in another process, with devices of absent TPUs.
+  """Calls a function with devices of TPUs that are not there, to compile for.
 
-  It is another process because libtpu may end its process.
+  The function runs in another process, since libtpu may end its process.
 
   Args:
     function: Called as function(devices, chips, memory, *args), where chips is
-      the number of chips and memory the bytes of memory per chip. A function of
-      a module, so that it can be pickled.
+      the number of chips and memory the bytes of memory per chip. It can be
+      pickled, so it is a function of a module.
     args: Further arguments, which can be pickled.
     topology: Generation and chips of a slice, of `TOPOLOGIES`: "v5e:4x4".
     slices: Number of such slices.
@@ -211,15 +215,17 @@ def call_with_devices(
 
 
 def _check_topology(topology: str) -> None:
-  """Raises UserError if no such slice exists."""
+  """Raises UserError with the slices that exist, if `topology` is not one."""
   generation, _, shape = topology.partition(":")
   if shape in TOPOLOGIES.get(generation, ()):
     return
   slices = []
   if generation in TOPOLOGIES:
+    # List the slices of this generation.
     for known_shape in TOPOLOGIES[generation]:
       slices.append(f"{generation}:{known_shape}")
   else:
+    # List the smallest and the largest slice of each generation.
     for name, shapes in TOPOLOGIES.items():
       slices.append(f"{name}:{shapes[0]} to {name}:{shapes[-1]}")
   raise UserError(
@@ -235,9 +241,11 @@ def _call(
   slices: int,
   modules: list[str],
 ) -> _T:
-  """Calls the function of `call_with_devices`, in the compiler's process.
+  """Prepares the compiler's process and calls a function in it.
 
-  `modules` define attention variants.
+  Args:
+    function, args, topology, slices: As in `call_with_devices`.
+    modules: Modules to import, which define attention variants.
   """
   os.environ.update(ENVIRONMENT)
   # JAX was imported before the environment was set.
@@ -254,7 +262,7 @@ def _call(
 
 
 def _absent_devices(topology: str, slices: int) -> Sequence[jax.Device]:
-  """Returns the devices of slices that are not there, to compile for."""
+  """Returns the devices of slices, which are not there, to compile for."""
   from jax.experimental import topologies
 
   options: dict[str, Any] = {}
@@ -278,12 +286,11 @@ def _compile(
   config: Config,
   topology: str,
 ) -> Plan:
-  """Compiles a training step, in the compiler's process.
+  """Compiles a training step, and returns its memory and time.
 
   Args:
-    devices: All devices.
-    chips: Number of chips.
-    available: Bytes of memory per chip.
+    devices, chips, available: From `call_with_devices`: all devices, the number
+      of chips, and the bytes of memory per chip.
     config: The run's config.
     topology: Generation and chips of a slice: "v5e:4x4".
   """
@@ -295,6 +302,7 @@ def _compile(
   lowered = program.lower_train_step()
   devices_per_chip = len(devices) // chips
   state = program.abstract_state
+  # The zeros and empty values are filled in after the compilation.
   plan = Plan(
     chips=chips,
     device_kind=devices[0].device_kind,
@@ -315,16 +323,16 @@ def _compile(
   try:
     compiled = lowered.compile()
   except jax.errors.JaxRuntimeError as error:
-    plan = _add_refusal(plan, str(error), devices_per_chip)
+    plan = _with_refusal(plan, str(error), devices_per_chip)
   else:
-    plan = _add_memory(plan, compiled.memory_analysis(), devices_per_chip)
+    plan = _with_memory(plan, compiled.memory_analysis(), devices_per_chip)
     text = compiled.as_text() or ""
-    plan = _add_text(plan, text, config, topology, devices_per_chip)
+    plan = _with_text(plan, text, config, topology, devices_per_chip)
   return dataclasses.replace(plan, seconds=time.perf_counter() - start)
 
 
 def _peak_seconds(config: Config, devices: Sequence[jax.Device]) -> float:
-  """Returns the seconds of a step's nominal FLOPs at the devices' peak.
+  """Returns the seconds of a step's nominal FLOPs at the devices' peak FLOP/s.
 
   It is 0 if the peak is unknown.
   """
@@ -343,19 +351,24 @@ def training_flops(config: Config) -> int:
 
 
 def _shard_bytes(tree: Any) -> int:
-  """Returns the bytes of abstract arrays that one device holds."""
+  """Returns the bytes that one device holds of a tree of abstract arrays."""
   total = 0
-  for leaf in jax.tree.leaves(tree):
-    shard_shape = leaf.sharding.shard_shape(leaf.shape)
-    total += math.prod(shard_shape) * leaf.dtype.itemsize
+  for array in jax.tree.leaves(tree):
+    shard_shape = array.sharding.shard_shape(array.shape)
+    total += math.prod(shard_shape) * array.dtype.itemsize
   return total
 
 
-def _add_refusal(plan: Plan, message: str, devices_per_chip: int) -> Plan:
-  """Returns the plan of a step that the compiler refuses for its memory."""
+def _with_refusal(plan: Plan, message: str, devices_per_chip: int) -> Plan:
+  """Returns the plan of a step that the compiler refuses for its memory.
+
+  Raises:
+    UserError: if the message gives another reason.
+  """
   refusal = _out_of_memory(message)
   temporaries = refusal.needed * devices_per_chip
   if not refusal.is_temporaries:
+    # The message gives the total. All but the state counts as temporaries.
     temporaries -= plan.parameters + plan.optimizer
   return dataclasses.replace(
     plan,
@@ -364,11 +377,17 @@ def _add_refusal(plan: Plan, message: str, devices_per_chip: int) -> Plan:
   )
 
 
-def _add_memory(plan: Plan, memory: Any, devices_per_chip: int) -> Plan:
+def _with_memory(plan: Plan, memory: Any, devices_per_chip: int) -> Plan:
   """Returns the plan with the memory of a compiled step.
 
-  `memory` is from `jax.stages.Compiled.memory_analysis`.
+  Args:
+    plan: The plan, with the bytes of parameters and optimizer.
+    memory: The result of `jax.stages.Compiled.memory_analysis`: sizes in bytes
+      per device.
+    devices_per_chip: Number of devices that share a chip's memory.
   """
+  # The arguments of the step are the parameters, the optimizer's state and the
+  # batch.
   arguments = memory.argument_size_in_bytes * devices_per_chip
   return dataclasses.replace(
     plan,
@@ -378,16 +397,26 @@ def _add_memory(plan: Plan, memory: Any, devices_per_chip: int) -> Plan:
   )
 
 
-def _add_text(
+def _with_text(
   plan: Plan, text: str, config: Config, topology: str, devices_per_chip: int
 ) -> Plan:
-  """Returns the plan with what the text of a compiled step shows."""
+  """Returns the plan with the communication, time and kernels of a program.
+
+  If a part of the text cannot be read, the plan says so in `unread`.
+
+  Args:
+    plan: The plan, with the mesh.
+    text: The program, from `jax.stages.Compiled.as_text`.
+    config: The run's config.
+    topology: Generation and chips of a slice: "v5e:4x4".
+    devices_per_chip: Number of devices that share a chip's links.
+  """
   received: dict[tuple[tuple[str, ...], str], float] = {}
   step_estimate = None
   unread = ""
   try:
     received = _received_bytes(text, plan.mesh, devices_per_chip)
-    step_estimate = _estimate(text, plan.mesh, config, topology)
+    step_estimate = _estimate_step(text, plan.mesh, config, topology)
   except ValueError as error:
     unread = str(error)
   return dataclasses.replace(
@@ -403,7 +432,7 @@ def _add_text(
 def _received_bytes(
   text: str, mesh: Mapping[str, int], devices_per_chip: int
 ) -> dict[tuple[tuple[str, ...], str], float]:
-  """Returns the bytes that a chip receives, by mesh axes and kind."""
+  """Returns the bytes that a chip receives in a step, by mesh axes and kind."""
   received: dict[tuple[tuple[str, ...], str], float] = {}
   for collective in collectives(text, mesh):
     key = (collective.axes, collective.kind)
@@ -412,7 +441,7 @@ def _received_bytes(
   return received
 
 
-def _estimate(
+def _estimate_step(
   text: str, mesh: Mapping[str, int], config: Config, topology: str
 ) -> Estimate | None:
   """Returns the estimated time of a step; None for v7x, which has none."""
@@ -420,19 +449,18 @@ def _estimate(
   if generation not in CHIPS:
     return None
   chip = CHIPS[generation]
-  return estimate(
-    text,
-    mesh,
-    chip,
-    Torus.from_topology(topology),
-    kernel_cycles(config, mesh, generation, chip.num_cores),
-  )
+  torus = Torus.from_topology(topology)
+  cycles_by_kernel = kernel_cycles(config, mesh, generation, chip.num_cores)
+  return estimate(text, mesh, chip, torus, cycles_by_kernel)
 
 
 def kernel_cycles(
   config: Config, mesh: Mapping[str, int], generation: str, num_cores: int
 ) -> dict[str, float]:
   """Returns the cycles of one call of each attention kernel on a device.
+
+  A call computes all rows and query heads of the device. The kernel's table of
+  cycles, `cycles`, is for one row and one query head.
 
   Args:
     config: The run's config.
@@ -448,35 +476,42 @@ def kernel_cycles(
     return {}
   micro_batch_size = config.train.batch_size // config.train.accumulation
   rows = micro_batch_size // (mesh["data"] * mesh["fsdp"])
-  # If devices share rows, the order of the tokens is balanced: each step of the
-  # ring is as much work as the first one, which is causal.
+  # The devices along "context" share a row, in an order that gives each call as
+  # much work as causal attention over the device's own tokens.
   length = config.data.length // mesh["context"]
 
-  # The kernel with a running maximum runs only if the result of the other one
-  # cannot be used.
+  # A program also has a fallback kernel for overflow, which counts as no time.
+  # It comes first, since the first name that matches counts.
   cycles_by_name = {"_online": 0.0}
   for stack in stacks(config.model).values():
     sizes = axis_sizes(stack)
     G = sizes["G"]
     M = sizes["M"]
-    calls = rows * sizes["Q"] / mesh["tensor"] / num_cores
+    heads_per_core = rows * sizes["Q"] / mesh["tensor"] / num_cores
     for direction in ("forward", "backward"):
-      cycles_per_call = cycles(
-        generation, direction, length, stack.head_dim, sizes["V"], G, M
+      cycles_per_head = cycles(
+        generation,
+        direction,
+        length,
+        D=stack.head_dim,
+        V=sizes["V"],
+        G=G,
+        M=M,
       )
-      if cycles_per_call is not None:
+      if cycles_per_head is not None:
         name = f"diff_attention_{direction}_{variant_name(G, M)}"
-        cycles_by_name[name] = cycles_per_call * calls
+        cycles_by_name[name] = cycles_per_head * heads_per_core
   return cycles_by_name
 
 
 class _Refusal(NamedTuple):
-  """The compiler's message about a step that is too large.
+  """What the compiler says about a step that needs too much memory.
 
   Attributes:
     needed: Bytes that a device would need.
     available: Bytes that a device has.
-    is_temporaries: Whether `needed` is only for temporaries.
+    is_temporaries: Whether `needed` is for the temporaries only. Otherwise, it
+      is the total.
   """
 
   needed: int
@@ -485,23 +520,26 @@ class _Refusal(NamedTuple):
 
 
 def _out_of_memory(message: str) -> _Refusal:
-  """Reads the compiler's message about a step that is too large.
+  """Reads the compiler's message about a step that needs too much memory.
 
   Raises:
     UserError: if the compiler refuses the step for another reason.
   """
-  match = _TEMPORARIES_TOO_LARGE.search(message)
-  if match:
-    needed, available = match.groups()
-    return _Refusal(_amount_bytes(needed), _amount_bytes(available), True)
-  match = _TOTAL_TOO_LARGE.search(message)
-  if match:
-    needed, available = match.groups()
-    return _Refusal(_amount_bytes(needed), _amount_bytes(available), False)
-  raise UserError(f"the TPU's compiler refuses the step: {message}")
+  temporaries = _TEMPORARIES_TOO_LARGE.search(message)
+  total = _TOTAL_TOO_LARGE.search(message)
+  amounts = temporaries or total
+  if amounts is None:
+    raise UserError(f"the TPU's compiler refuses the step: {message}")
+  needed, available = amounts.groups()
+  return _Refusal(
+    needed=_amount_bytes(needed),
+    available=_amount_bytes(available),
+    is_temporaries=temporaries is not None,
+  )
 
 
 def _amount_bytes(amount: str) -> int:
   """Returns the bytes of an amount such as "15.75G"."""
-  exponent = 10 + 10 * "KMGT".index(amount[-1])
-  return round(float(amount[:-1]) * 2**exponent)
+  number = float(amount[:-1])
+  unit = amount[-1]
+  return round(number * _UNIT_BYTES[unit])
