@@ -196,13 +196,17 @@ class CollectiveReader:
   def _read_line(
     self, line: str, computation: str
   ) -> CollectiveInstruction | None:
-    """Returns the line's own collective, without those in what it calls."""
+    """Returns the collective that an instruction is itself, if it is one.
+
+    Collectives in computations that it calls are not included.
+    """
     match = _COLLECTIVE.search(line)
     if match:
       collective = self._read_within_slice(match, line, computation)
       chain = _CHAIN.search(line)
       chain_id = chain[1] if chain else None
       return CollectiveInstruction(chain_id, collective)
+    # Slices communicate by sends and receives.
     match = _RECEIVE.search(line)
     if match:
       collective = self._read_between_slices(match)
@@ -212,7 +216,9 @@ class CollectiveReader:
   def _read_within_slice(
     self, match: re.Match[str], line: str, computation: str
   ) -> Collective:
-    """Returns the collective of devices of one slice.
+    """Returns a collective that is one HLO operation, such as `all-gather`.
+
+    It communicates between devices of one TPU slice.
 
     Args:
       match: The match of `_COLLECTIVE` in the line.
@@ -228,17 +234,17 @@ class CollectiveReader:
       result_bytes = sum(_bytes_of_arrays(shape))
     groups = _device_groups(line, self._devices[0])
 
-    # TPU compilers write a reduce-scatter as an all-reduce and a slice, in a
-    # computation with this name. The slice keeps a device's part of the result.
+    # TPU compilers write a reduce-scatter as a computation with this name. In
+    # it, an all-reduce computes the whole array, and a device keeps its part.
     in_reduce_scatter = computation.startswith("all-reduce-scatter")
     if kind == "all-reduce" and in_reduce_scatter:
       group_size = groups.shape[1]
       part_bytes = result_bytes // group_size
-      return self._collective("reduce-scatter", part_bytes, groups)
-    return self._collective(kind, result_bytes, groups)
+      return self._make_collective("reduce-scatter", part_bytes, groups)
+    return self._make_collective(kind, result_bytes, groups)
 
   def _read_between_slices(self, match: re.Match[str]) -> Collective:
-    """Returns the collective of several slices, from a match of `_RECEIVE`."""
+    """Returns a collective of several TPU slices, from a match of `_RECEIVE`."""
     shape, transfer_type = match.groups()
     # ALL_REDUCE is an all-reduce.
     kind = transfer_type.lower().replace("_", "-")
@@ -246,9 +252,9 @@ class CollectiveReader:
     result_bytes = _bytes_of_arrays(shape)[0]
     # A device communicates with the devices at its position in other slices.
     groups = self._devices.T
-    return self._collective(kind, result_bytes, groups)
+    return self._make_collective(kind, result_bytes, groups)
 
-  def _collective(
+  def _make_collective(
     self,
     kind: str,
     result_bytes: int,
@@ -258,7 +264,7 @@ class CollectiveReader:
 
     Args:
       kind: As in `Collective`.
-      result_bytes: Bytes of the result on one device.
+      result_bytes: Bytes of its result on one device.
       groups: Positions in the mesh of the devices that communicate.
     """
     group_size = groups.shape[1]

@@ -175,7 +175,7 @@ class _Item(NamedTuple):
 
 
 class _CollectiveTime(NamedTuple):
-  """The time of a collective, whether or not a computation overlaps it."""
+  """The time of a collective, including what computation overlaps."""
 
   kind: str
   seconds: float
@@ -208,7 +208,7 @@ class _Cost:
 
 
 def _sum_up(cost: _Cost) -> Estimate:
-  """Returns the estimate of a program from the cost of its entry."""
+  """Returns the sums of a program's cost: by part, and by collective kind."""
   parts: dict[str, float] = {}
   exposed_seconds: dict[str, float] = {}
   instructions = []
@@ -305,10 +305,11 @@ class _Estimator:
       timeline.wait_for(_awaited_start(line))
       return
 
-    # The instructions of a collective have the same chain, if any. Otherwise,
-    # the instruction that starts the collective gives the key.
+    # The key identifies the collective from its start to its end. It is the
+    # chain of its instructions, if any, or the name of the one that starts it.
     first = instructions[0]
     key = first.chain or _awaited_start(line) or instruction_name(line)
+    # A "part", between the start and the end, changes nothing.
     phase = _phase(self.program, line)
     if phase in ("start", "whole"):
       seconds = 0.0
@@ -350,8 +351,8 @@ class _Estimator:
     if "tpu_custom_call" in line:
       return KERNELS
     is_product = _is_fused_product(self.program, line)
-    # A product that saves its result for the backward pass updates a slice of a
-    # larger array. Its name looks like that of a copy, too.
+    # A product that saves its result for the backward pass writes it into a
+    # slice of a larger array, and has the name of a copy.
     if not is_product and _COPY_NAME.search(name):
       return COPIES
     source = _source(line)

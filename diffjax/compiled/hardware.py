@@ -151,7 +151,11 @@ class Torus(NamedTuple):
 
   @classmethod
   def from_topology(cls, text: str) -> Torus:
-    """Returns the links of a slice such as "v5e:4x4"."""
+    """Returns the links of a slice such as "v5e:4x4".
+
+    A dimension is a ring if its size is a multiple of the chip's
+    `ring_multiple`. On v4 and v5p, all dimensions must fulfil this.
+    """
     topology = Topology.parse(text)
     chip = CHIPS[topology.generation]
     sizes = tuple(size for size in topology.sizes if size > 1)
@@ -208,7 +212,7 @@ class Torus(NamedTuple):
     length = self.sizes[longest]
     num_links = self.num_links[longest]
     if num_devices < length:
-      # The devices are a part of a row. A part of a ring is a line.
+      # The devices are a part of a row, and so form a line.
       length = num_devices
       num_links = 1
     share = received_bytes / (num_devices - 1)

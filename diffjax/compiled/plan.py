@@ -170,14 +170,14 @@ def compile_plan(config: Config, topology: str, slices: int = 1) -> Plan:
 def call_with_devices(
   function: Callable[..., _T], *args: Any, topology: str, slices: int = 1
 ) -> _T:
-  """Calls a function with devices of TPUs that are not there, to compile for.
+  """Calls a function that compiles for TPUs that need not exist.
 
   The function runs in another process, since libtpu may end its process.
 
   Args:
     function: Called as function(devices, chips, memory, *args), where chips is
-      the number of chips and memory the bytes of memory per chip. It can be
-      pickled, so it is a function of a module.
+      the number of chips and memory the bytes of memory per chip. It must be a
+      module-level function, so that it can be pickled.
     args: Further arguments, which can be pickled.
     topology: Generation and chips of a slice, of `TOPOLOGIES`: "v5e:4x4".
     slices: Number of such slices.
@@ -195,14 +195,16 @@ def call_with_devices(
       "the TPU's compiler is not installed: pip install -e '.[tpu]'"
       " (Linux on x86-64)"
     )
+  # The process leaves Ctrl-C to this one.
   with starting_workers():
     pool = concurrent.futures.ProcessPoolExecutor(
       max_workers=1,
       mp_context=multiprocessing.get_context("spawn"),
       initializer=end_with_parent,
     )
+    variant_modules = imported_modules()
     result = pool.submit(
-      _call, function, args, topology, slices, imported_modules()
+      _call, function, args, topology, slices, variant_modules
     )
   with pool:
     try:
@@ -239,30 +241,30 @@ def _call(
   args: tuple[Any, ...],
   topology: str,
   slices: int,
-  modules: list[str],
+  variant_modules: list[str],
 ) -> _T:
   """Prepares the compiler's process and calls a function in it.
 
   Args:
     function, args, topology, slices: As in `call_with_devices`.
-    modules: Modules to import, which define attention variants.
+    variant_modules: Modules to import, which define attention variants.
   """
   os.environ.update(ENVIRONMENT)
   # JAX was imported before the environment was set.
   jax.config.update("jax_platforms", "cpu")
-  import_modules(modules)
+  import_modules(variant_modules)
+  devices = _absent_devices(topology, slices)
   slice_topology = Topology.parse(topology)
+  num_chips = slices * slice_topology.num_chips
   memory_bytes = round(MEMORY_GIB[slice_topology.generation] * 2**30)
-  return function(
-    _absent_devices(topology, slices),
-    slices * slice_topology.num_chips,
-    memory_bytes,
-    *args,
-  )
+  return function(devices, num_chips, memory_bytes, *args)
 
 
 def _absent_devices(topology: str, slices: int) -> Sequence[jax.Device]:
-  """Returns the devices of slices, which are not there, to compile for."""
+  """Returns descriptions of a topology's devices, which JAX compiles for.
+
+  The devices need not exist.
+  """
   from jax.experimental import topologies
 
   options: dict[str, Any] = {}
@@ -319,6 +321,7 @@ def _compile(
     seconds=0.0,
     peak_seconds=_peak_seconds(config, devices),
   )
+
   start = time.perf_counter()
   try:
     compiled = lowered.compile()
