@@ -54,20 +54,23 @@ _GIB = 2**30
 class _FittingPolicy(NamedTuple):
   """A value of config.model.remat with which the step fits.
 
-  The quickest one is the minimum.
+  The minimum has the lowest cost.
 
   Attributes:
-    seconds: The compiler's estimate of the step's time. Without an estimate,
-      the position of the policy: later policies recompute more.
+    cost: Estimated seconds of the step. Without an estimate, it is the position
+      of the value in `REMAT`, since later values recompute more.
     name: The value.
   """
 
-  seconds: float
+  cost: float
   name: str
 
 
 def main(config: Config) -> None:
-  """Prints the memory and time of a training step on --topology."""
+  """Prints the memory and time of the config's training step on --topology.
+
+  With --remat, it compares the values of config.model.remat.
+  """
   topology = _TOPOLOGY.value
   num_slices = _SLICES.value
   if not topology:
@@ -91,10 +94,11 @@ def main(config: Config) -> None:
 
 
 def _compare_remat(config: Config, topology: str, num_slices: int) -> None:
-  """Prints a table of all remat policies, and names the quickest that fits.
+  """Compiles the step with each remat policy, and prints a table of them.
 
   A policy determines which activations are recomputed in the backward pass. The
-  first one recomputes the least and takes the most memory.
+  first one recomputes the least and takes the most memory. The last line names
+  the quickest policy with which the step fits.
 
   Args:
     config: The run's config. Its own policy is ignored.
@@ -115,8 +119,10 @@ def _compare_remat(config: Config, topology: str, num_slices: int) -> None:
     plan = compile_plan(policy_config, topology, num_slices)
     _print_row(policy, plan)
     if plan.fits:
-      seconds = plan.estimate.seconds if plan.estimate else float(position)
-      fitting_policies.append(_FittingPolicy(seconds, policy))
+      cost = float(position)
+      if plan.estimate is not None:
+        cost = plan.estimate.seconds
+      fitting_policies.append(_FittingPolicy(cost, policy))
 
   if not fitting_policies:
     raise UserError(
@@ -132,7 +138,7 @@ def _print_row(policy: str, plan: Plan) -> None:
   memory = f"{plan.total / _GIB:.2f} of {plan.available / _GIB:.2f}"
   seconds = "none"
   mfu_bound = "none"
-  if plan.estimate:
+  if plan.estimate is not None:
     seconds = f"{plan.estimate.seconds:.4f}"
     mfu_bound = f"{plan.mfu_bound:.1%}"
   remark = "" if plan.fits else "  does not fit"
