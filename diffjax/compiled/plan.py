@@ -348,9 +348,10 @@ def _peak_seconds(config: Config, devices: Sequence[jax.Device]) -> float:
 def training_flops(config: Config) -> int:
   """Returns the nominal FLOPs of a training step, without rematerialization."""
   length = config.data.length
-  tokens = config.train.batch_size * length
-  frozen = frozen_names(config.optimizer)
-  return step_flops(config.model, length, tokens, frozen).training
+  num_tokens = config.train.batch_size * length
+  frozen_parameters = frozen_names(config.optimizer)
+  flops = step_flops(config.model, length, num_tokens, frozen_parameters)
+  return flops.training
 
 
 def _shard_bytes(tree: Any) -> int:
@@ -405,7 +406,8 @@ def _with_text(
 ) -> Plan:
   """Returns the plan with the communication, time and kernels of a program.
 
-  If a part of the text cannot be read, the plan says so in `unread`.
+  If a part of the text cannot be read, `unread` says which. The received bytes
+  remain if only the estimate fails.
 
   Args:
     plan: The plan, with the mesh.
@@ -488,9 +490,11 @@ def kernel_cycles(
   cycles_by_name = {"_online": 0.0}
   for stack in stacks(config.model).values():
     sizes = axis_sizes(stack)
-    G = sizes["G"]
-    M = sizes["M"]
+    # Q is the number of query heads, and V the width of the values.
     heads_per_core = rows * sizes["Q"] / mesh["tensor"] / num_cores
+    maps_per_query_head = sizes["G"]
+    maps_per_key_head = sizes["M"]
+    variant = variant_name(maps_per_query_head, maps_per_key_head)
     for direction in ("forward", "backward"):
       cycles_per_head = cycles(
         generation,
@@ -498,11 +502,11 @@ def kernel_cycles(
         length,
         D=stack.head_dim,
         V=sizes["V"],
-        G=G,
-        M=M,
+        G=maps_per_query_head,
+        M=maps_per_key_head,
       )
       if cycles_per_head is not None:
-        name = f"diff_attention_{direction}_{variant_name(G, M)}"
+        name = f"diff_attention_{direction}_{variant}"
         cycles_by_name[name] = cycles_per_head * heads_per_core
   return cycles_by_name
 
@@ -542,7 +546,7 @@ def _out_of_memory(message: str) -> _Refusal:
 
 
 def _amount_bytes(amount: str) -> int:
-  """Returns the bytes of an amount such as "15.75G"."""
+  """Returns the bytes of an amount such as "15.75G", in GiB."""
   number = float(amount[:-1])
   unit = amount[-1]
   return round(number * _UNIT_BYTES[unit])

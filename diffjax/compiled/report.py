@@ -104,7 +104,9 @@ def _print_parts(estimate: Estimate) -> None:
 
 
 def _describe_collectives(estimate: Estimate) -> str:
-  """Returns how much of the collectives is exposed, in total and by kind.
+  """Returns which share of the collectives' time is exposed, and each kind's.
+
+  No computation overlaps with the exposed time.
 
   Example:
     ": 40% of all collectives; all-gather 0.1250 of 0.5000"
@@ -127,15 +129,17 @@ def _print_program(plan: Plan) -> None:
     )
   kernels = []
   for name, count in collections.Counter(plan.kernels).items():
-    repetitions = "" if count == 1 else f" × {count}"
-    kernels.append(name + repetitions)
+    if count > 1:
+      kernels.append(f"{name} × {count}")
+    else:
+      kernels.append(name)
   print(f"attention kernels: {', '.join(kernels) or 'none'}")
 
 
 def _print_received(plan: Plan) -> None:
-  """Prints the bytes that collectives receive, a row per mesh axes.
+  """Prints a table of received bytes, with a row for each set of mesh axes.
 
-  Example of a row, for collectives along both axes together:
+  Example of a row, for collectives along two axes together:
     data and fsdp      0.750: all-gather 0.250, all-reduce 0.500
   """
   reason = ""

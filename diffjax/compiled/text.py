@@ -119,7 +119,7 @@ class ProgramText:
     """Returns the names of the computations that run inside an instruction.
 
     These are the computation of a fusion, and the program that a `call-start`
-    runs on a sparse core, a coprocessor of the chip.
+    starts on a sparse core, a coprocessor of the chip.
     """
     starts_sparse_core = " call-start(" in line
     computations = []
@@ -153,21 +153,27 @@ class ProgramText:
   def _count_iterations(self, loop: str) -> int:
     """Returns the iterations of a loop that counts in constant steps.
 
-    It is a loop like `for (counter = start; counter < bound; counter += step)`.
+    It is a loop like `for (i = start; i < bound; i += step)`. The counter is an
+    element of the tuple that each iteration passes on to the next one:
+
+      while(%state), with %state = tuple(%start, …)
+      condition: compare(%counter, %bound), direction=LT
+      body: ROOT tuple(%next, …), with %next = add(%counter, %step)
 
     Raises:
       KeyError, IndexError or ValueError: if the loop has another form.
     """
-    comparison = self._comparison(_first_group(_CONDITION, loop))
+    condition = _first_group(_CONDITION, loop)
+    comparison = self._comparison(condition)
     counter, bound = _operands(comparison, "compare")
-
-    # The loop carries a tuple. The counter is the element at this position.
+    # %counter = s32[] get-tuple-element(%state), index=0
     position = int(_first_group(_INDEX, self._resolve(counter)))
+
     initial_state = self._resolve(_operands(loop, "while")[0])
     start = _operands(initial_state, "tuple")[position]
 
-    # The body computes the next tuple: %next = s32[] add(%counter, %step)
-    next_state = self._root(_first_group(_BODY, loop))
+    body = _first_group(_BODY, loop)
+    next_state = self._root(body)
     next_counter = self._resolve(_operands(next_state, "tuple")[position])
     _, step = _operands(next_counter, "add")
 
@@ -176,13 +182,13 @@ class ProgramText:
     return math.ceil(distance / self._constant(step))
 
   def _comparison(self, condition: str) -> str:
-    """Returns the comparison of the counter in a loop's condition.
+    """Returns the instruction that compares a loop's counter with its bound.
 
     Example:
       %less = pred[] compare(%counter, %bound), direction=LT
 
     Raises:
-      ValueError: if the computation does not have exactly one.
+      ValueError: if the condition does not have exactly one comparison.
     """
     comparisons = []
     for line in self.instructions(condition):
