@@ -546,7 +546,7 @@ def _out_of_memory(message: str) -> _Refusal:
 
 
 def _amount_bytes(amount: str) -> int:
-  """Returns the bytes of an amount such as "15.75G", in GiB."""
+  """Returns the bytes of an amount such as "15.75G" (15.75 GiB)."""
   number = float(amount[:-1])
   unit = amount[-1]
   return round(number * _UNIT_BYTES[unit])
