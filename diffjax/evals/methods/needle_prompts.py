@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import operator
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -103,23 +104,31 @@ class NeedlePrompt:
 
 
 class _Needle(NamedTuple):
-  """A needle: the city, its number and the ids of the sentence."""
+  """A needle: a sentence that gives a city a number.
+
+  Attributes:
+    city: the city. Each needle of a prompt has another one.
+    number: the number in digits.
+    ids: the token ids of the sentence.
+  """
 
   city: str
   number: str
   ids: list[int]
 
 
-class _Position(NamedTuple):
-  """Where a needle is in the haystack.
+class _Placement(NamedTuple):
+  """Where a needle is to be inserted into the haystack.
 
   Attributes:
-    num_pieces: the number of pieces before the needle.
-    rank: the order among needles with the same number of pieces before them.
+    needle: the needle.
+    depth: the position: 0 is the beginning of the haystack, 1 is its end.
+    order: the sort key of needles that are inserted at the same boundary.
   """
 
-  num_pieces: int
-  rank: float
+  needle: _Needle
+  depth: float
+  order: float
 
 
 def make_prompts(
@@ -150,9 +159,52 @@ def make_prompts(
 
   Raises:
     UserError: if there are fewer needles than the question asks for, or fewer
-      cities than needles, or if the length is too short for needles and
-      question.
+      cities than needles; if the depth is not between 0 and 1; or if the length
+      is too short for needles and question.
   """
+  _check_settings(num_needles, num_asked, depth)
+  rng = np.random.default_rng(
+    [seed, length, num_needles, num_asked, round(depth * 1_000_000)]
+  )
+  opening = tokenizer.encode_prompt(OPENING)
+  newline = tokenizer.encode("\n")
+  num_bos_tokens = len(tokenizer.document_tokens.start)
+  prompts = []
+  for _ in range(samples):
+    needles = _draw_needles(tokenizer, num_needles, rng)
+    asked_needles = needles[:num_asked]
+    query = tokenizer.encode(_question(asked_needles))
+
+    # The haystack fills the rest of the prompt.
+    num_needle_tokens = sum(len(needle.ids) for needle in needles)
+    num_other_tokens = len(opening) + num_needle_tokens + len(query)
+    if num_other_tokens > length:
+      raise UserError(
+        f"{length} tokens do not hold {num_needles} needles with opening and"
+        f" question, which take {num_other_tokens} of this tokenizer's; use a"
+        " longer length or fewer needles"
+      )
+    first_piece = int(rng.integers(len(haystack)))
+    pieces = _take_pieces(
+      haystack, first_piece, length - num_other_tokens, newline
+    )
+
+    needles_at = _place_needles(needles, pieces, depth, rng)
+    text = _insert_needles(opening, pieces, needles_at)
+    prompts.append(
+      NeedlePrompt(
+        ids=text.ids + query,
+        answers=[needle.number for needle in asked_needles],
+        answer_spans=[text.spans[needle.city] for needle in asked_needles],
+        query_span=(len(text.ids), length),
+        bos_span=(0, num_bos_tokens),
+      )
+    )
+  return prompts
+
+
+def _check_settings(num_needles: int, num_asked: int, depth: float) -> None:
+  """Raises UserError if no prompt has these needles at this depth."""
   if not 1 <= num_asked <= num_needles <= len(CITIES):
     raise UserError(
       f"{num_asked} of {num_needles} needles cannot be asked for: ask for at"
@@ -164,42 +216,6 @@ def make_prompts(
       "a needle's depth lies between 0 (beginning) and 1 (end of the haystack);"
       f" got {depth}"
     )
-
-  rng = np.random.default_rng(
-    [seed, length, num_needles, num_asked, round(depth * 1_000_000)]
-  )
-  opening = tokenizer.encode_prompt(OPENING)
-  newline = tokenizer.encode("\n")
-  bos_span = (0, len(tokenizer.document_tokens.start))
-  prompts = []
-  for _ in range(samples):
-    needles = _draw_needles(tokenizer, num_needles, rng)
-    query = tokenizer.encode(_question(needles[:num_asked]))
-    num_needle_tokens = sum(len(needle.ids) for needle in needles)
-    num_other_tokens = len(opening) + num_needle_tokens + len(query)
-    if num_other_tokens > length:
-      raise UserError(
-        f"{length} tokens do not hold {num_needles} needles with opening and"
-        f" question, which take {num_other_tokens} of this tokenizer's; use a"
-        " longer length or fewer needles"
-      )
-
-    first_piece = int(rng.integers(len(haystack)))
-    pieces = _take_pieces(
-      haystack, first_piece, length - num_other_tokens, newline
-    )
-    positions = _draw_positions(pieces, depth, num_needles, rng)
-    body, spans = _insert_needles(opening, pieces, needles, positions)
-    prompts.append(
-      NeedlePrompt(
-        ids=body + query,
-        answers=[needle.number for needle in needles[:num_asked]],
-        answer_spans=spans[:num_asked],
-        query_span=(len(body), length),
-        bos_span=bos_span,
-      )
-    )
-  return prompts
 
 
 def _draw_needles(
@@ -233,81 +249,119 @@ def _take_pieces(
   num_tokens: int,
   newline: list[int],
 ) -> list[list[int]]:
-  """Returns consecutive pieces with `num_tokens` tokens in total.
+  """Returns consecutive pieces of the haystack with `num_tokens` tokens.
 
-  The last piece is cut, and ends with a line break.
+  After its last piece, the haystack begins again. The last piece is cut to the
+  number of tokens, and ends with a line break.
+
+  Args:
+    haystack: ids of pieces.
+    first_piece: the index of the first piece.
+    num_tokens: the number of tokens in total.
+    newline: ids of a line break.
   """
   pieces: list[list[int]] = []
   index = first_piece
-  remaining = num_tokens
-  while remaining > 0:
+  num_remaining = num_tokens
+  while num_remaining > 0:
     piece = list(haystack[index % len(haystack)])
-    if len(piece) > remaining:
-      text_length = max(remaining - len(newline), 0)
-      piece = (piece[:text_length] + newline)[:remaining]
+    if len(piece) > num_remaining:
+      num_text_tokens = max(num_remaining - len(newline), 0)
+      piece = piece[:num_text_tokens] + newline
+      # There may be no room for all tokens of the line break.
+      piece = piece[:num_remaining]
     pieces.append(piece)
-    remaining -= len(piece)
+    num_remaining -= len(piece)
     index += 1
   return pieces
 
 
-def _draw_positions(
+def _place_needles(
+  needles: Sequence[_Needle],
   pieces: Sequence[list[int]],
   depth: float,
-  num_needles: int,
   rng: np.random.Generator,
-) -> list[_Position]:
-  """Returns the positions of needles: the first at `depth`, others at random.
+) -> list[list[_Needle]]:
+  """Returns the needles at each boundary between pieces, in their order.
 
-  The rank of the first needle is its depth. So among needles at the same
-  boundary, it is the first one at depth 0 and the last one at depth 1.
+  The first needle is placed at `depth`, and the others at random. Boundary i is
+  before piece i. The last boundary is after the last piece.
   """
-  boundaries = [0]
+  # The number of tokens before each boundary.
+  offsets = [0]
   for piece in pieces:
-    boundaries.append(boundaries[-1] + len(piece))
-  num_tokens = boundaries[-1]
+    offsets.append(offsets[-1] + len(piece))
+  num_tokens = offsets[-1]
 
-  positions = [_Position(_nearest(boundaries, depth * num_tokens), depth)]
-  for random_depth, rank in rng.random((num_needles - 1, 2)):
-    boundary = _nearest(boundaries, random_depth * num_tokens)
-    positions.append(_Position(boundary, rank))
-  return positions
+  # Needles at the same boundary are in random order, with one exception: at
+  # depth 0 the first needle precedes the others, and at depth 1 it follows
+  # them. Random numbers are between 0 and 1, so its depth is its sort key.
+  first_needle, *other_needles = needles
+  placements = [_Placement(first_needle, depth, order=depth)]
+  random_numbers = rng.random((len(other_needles), 2))
+  for needle, numbers in zip(other_needles, random_numbers, strict=True):
+    random_depth, random_order = numbers
+    placements.append(_Placement(needle, random_depth, random_order))
+
+  needles_at: list[list[_Needle]] = [[] for _ in offsets]
+  for placement in sorted(placements, key=operator.attrgetter("order")):
+    boundary = _nearest(offsets, placement.depth * num_tokens)
+    needles_at[boundary].append(placement.needle)
+  return needles_at
 
 
-def _nearest(boundaries: Sequence[int], offset: float) -> int:
-  """Returns the index of the boundary nearest to an offset."""
-  after = bisect.bisect_left(boundaries, offset)
-  after = min(after, len(boundaries) - 1)
+def _nearest(offsets: Sequence[int], target: float) -> int:
+  """Returns the index of the offset nearest to a target.
+
+  Args:
+    offsets: sorted numbers, of which the first is 0. If two are equally near,
+      the first of them is returned.
+    target: a number that is not negative.
+  """
+  after = bisect.bisect_left(offsets, target)
+  after = min(after, len(offsets) - 1)
   if after == 0:
     return 0
   before = after - 1
-  if offset - boundaries[before] <= boundaries[after] - offset:
+  if target - offsets[before] <= offsets[after] - target:
     return before
   return after
+
+
+class _TextWithNeedles(NamedTuple):
+  """The opening and the haystack with needles.
+
+  Attributes:
+    ids: the token ids.
+    spans: the half-open range of each needle's positions in `ids`, by city.
+  """
+
+  ids: list[int]
+  spans: dict[str, tuple[int, int]]
 
 
 def _insert_needles(
   opening: list[int],
   pieces: Sequence[list[int]],
-  needles: Sequence[_Needle],
-  positions: Sequence[_Position],
-) -> tuple[list[int], list[tuple[int, int]]]:
-  """Returns opening and pieces with needles, and the span of each needle."""
+  needles_at: Sequence[Sequence[_Needle]],
+) -> _TextWithNeedles:
+  """Returns the opening and the pieces, with needles between the pieces.
+
+  Args:
+    opening: ids of the text before the first piece.
+    pieces: ids of each piece of the haystack.
+    needles_at: the needles before each piece, then those after the last piece.
+  """
   ids = list(opening)
-  spans = [(0, 0)] * len(needles)
-  next_piece = 0
-  text_order = sorted(range(len(needles)), key=positions.__getitem__)
-  for index in text_order:
-    num_pieces = positions[index].num_pieces
-    for piece in pieces[next_piece:num_pieces]:
-      ids += piece
-    start = len(ids)
-    ids += needles[index].ids
-    spans[index] = (start, len(ids))
-    next_piece = num_pieces
-  for piece in pieces[next_piece:]:
-    ids += piece
-  return ids, spans
+  spans = {}
+  for index, needles in enumerate(needles_at):
+    for needle in needles:
+      start = len(ids)
+      ids += needle.ids
+      spans[needle.city] = (start, len(ids))
+    if index < len(pieces):
+      ids += pieces[index]
+  return _TextWithNeedles(ids, spans)
 
 
 def find_haystack(
@@ -338,7 +392,7 @@ def find_haystack(
 def synthetic_haystack(
   tokenizer: Tokenizer, *, tokens: int, seed: int = 0
 ) -> list[list[int]]:
-  """Returns pieces of sentences from a small grammar.
+  """Returns a haystack: pieces of random sentences from a small grammar.
 
   Each sentence is a line, without digits and without names of cities.
 
@@ -372,12 +426,12 @@ def _random_sentence(rng: np.random.Generator) -> str:
 def validation_haystack(
   tokenizer: Tokenizer, config: DataConfig, *, tokens: int
 ) -> list[list[int]]:
-  """Returns pieces of the validation documents of a run, in their order.
+  """Returns a haystack: pieces of a run's validation documents, in order.
 
   Args:
     tokenizer: the tokenizer of the model.
     config: `config.data` of the run.
-    tokens: the minimum number of tokens in total, if there are as many.
+    tokens: documents are read until the pieces have this many tokens.
 
   Raises:
     UserError: if the data cannot be read or have no validation documents.
@@ -408,7 +462,13 @@ def validation_haystack(
 def _validation_documents(
   spec: str, field: str, config: DataConfig
 ) -> Iterator[Document]:
-  """Yields the validation documents of each source in a mixture."""
+  """Yields the validation documents of each source in a mixture.
+
+  Args:
+    spec: the mixture, as in `config.data.source`.
+    field: the name of its field in the config, for messages.
+    config: `config.data` of the run.
+  """
   for component in sources.parse_mixture(spec, field):
     source = sources.documents(component.spec, "validation", config)
     for part in source.parts:
@@ -416,6 +476,6 @@ def _validation_documents(
 
 
 def _split_line(ids: list[int]) -> list[list[int]]:
-  """Returns the pieces of a line."""
+  """Returns the pieces of a line, with at most `_MAX_PIECE_TOKENS` each."""
   starts = range(0, len(ids), _MAX_PIECE_TOKENS)
   return [ids[start : start + _MAX_PIECE_TOKENS] for start in starts]
