@@ -63,11 +63,15 @@ Carry = TypeVar("Carry")
 class Queries:
   """Some queries of an attention layer, with all of the layer's keys.
 
+  Axes: B rows, t queries, S keys, D their width, Q query groups (heads that
+  share a noise map), G maps of a group, K key heads, M key maps of a key head,
+  H heads.
+
   Attributes:
     layer: the layer. It has its parameters.
     q: queries after RoPE.
     k: keys after RoPE.
-    lam: λ of the queries, as `Attention.weights` takes it.
+    lam: λ of each query and head. None if the layer has no λ.
     mask: whether a query sees a key. Queries that are padding see none.
   """
 
@@ -93,6 +97,8 @@ class Queries:
 @dataclasses.dataclass(frozen=True, eq=False)
 class AttentionInputs:
   """The inputs of attention in one layer: the arguments of `Attention.attend`.
+
+  Axes: as in `Queries`. T is all queries, and V the width of values.
 
   Attributes:
     layer: the layer. It has its parameters.
@@ -121,32 +127,35 @@ class AttentionInputs:
     return CACHED_DECODING in self.layer.supports
 
   def queries(self, first: int | Int[Array, ""], count: int) -> Queries:
-    """Returns consecutive queries, with all keys.
+    """Returns a block of consecutive queries, with all keys.
 
-    They must be all queries unless `has_independent_queries`.
+    Without `has_independent_queries`, the block must have all queries.
 
     Args:
       first: the index of the first query.
-      count: the number of queries. The last one must exist:
-        `fold_query_blocks` pads them.
+      count: the number of queries. `first + count` must not exceed T.
     """
 
     def take_block(x: Array) -> Array:
       return jax.lax.dynamic_slice_in_dim(x, first, count, axis=1)
 
+    # λ may be None, which `tree.map` keeps.
     q, lam, segment_ids = jax.tree.map(
       take_block, (self.q, self.lam, self.mask.q_segment_ids)
     )
-    mask = self.mask._replace(q_segment_ids=segment_ids)
-    batch_size, length = q.shape[:2]
+    block_mask = self.mask._replace(q_segment_ids=segment_ids)
+    batch_size, num_keys = self.k.shape[:2]
     is_visible = visible_keys(
-      (batch_size, length, self.k.shape[1]), q_offset=first, **mask.keywords()
+      (batch_size, count, num_keys), q_offset=first, **block_mask.keywords()
     )
+    # Padding has the segment id 0.
     is_padding = segment_ids == 0
     is_visible &= ~is_padding[:, :, None]
     return Queries(self.layer, q, self.k, lam, is_visible)
 
 
+# What a suite measures in each layer: from the attention's inputs, or from the
+# layer's output. Both return a tree of arrays.
 AttentionFunction = Callable[[AttentionInputs], PyTree]
 HiddenFunction = Callable[[Float[Array, "B T E"]], PyTree]
 
@@ -160,17 +169,21 @@ def measure(
   hidden: HiddenFunction | None = None,
   include_plain_layers: bool = True,
 ) -> dict[str, PyTree]:
-  """Runs a model and measures its layers. The caller jits it.
+  """Runs a model, and calls functions on values inside each of its layers.
+
+  The caller may jit it.
 
   Args:
     model: the decoder.
     params: its parameters.
     batch: tokens [B, T], and segment_ids and positions if there are any.
     attention: called in every attention layer. Returns a tree of arrays.
-    hidden: called with the output of every layer, after both residuals. Returns
-      a tree of arrays.
-    include_plain_layers: whether the results include plain layers, which have
-      other numbers of heads and maps.
+    hidden: called with the hidden states that every layer returns. Returns a
+      tree of arrays.
+    include_plain_layers: whether the results include the model's plain layers.
+      These lowest layers have softmax attention, with other numbers of heads
+      and maps. If they are included, the shapes of the results must not depend
+      on these numbers.
 
   Returns:
     The results of the layers by name, "attention" and "hidden". Their arrays
@@ -189,6 +202,7 @@ def measure(
     )
   measurements = variables.get(MEASUREMENTS, {})
 
+  # A stack is a scan over layers with equal configs.
   stack_results = []
   for stack_name, stack_config in stacks(model.config).items():
     if stack_name == "plain_layers" and not include_plain_layers:
@@ -205,7 +219,10 @@ def measure(
 
 @dataclasses.dataclass(frozen=True)
 class _Interceptor:
-  """Runs the methods of modules, and measures attention and hidden states.
+  """Measures attention and hidden states when Flax calls methods of modules.
+
+  `nn.intercept_methods` calls it in place of every method. It runs the method,
+  and stores measurements with `sow`.
 
   Attributes:
     attention: as in `measure`.
@@ -222,7 +239,17 @@ class _Interceptor:
     kwargs: dict[str, PyTree],
     context: nn.module.InterceptorContext,
   ) -> PyTree:
-    """Returns the outputs of a method. Flax calls this in its place."""
+    """Runs a method of a module, and measures it if it is one of the two.
+
+    Args:
+      run_method: the method.
+      args: the positional arguments of the call.
+      kwargs: the keyword arguments of the call.
+      context: the module and the name of the method.
+
+    Returns:
+      The outputs of the method, unchanged.
+    """
     module = context.module
     if isinstance(module, Attention) and context.method_name == "attend":
       if self.attention is not None:
@@ -246,32 +273,52 @@ def _attention_inputs(
   lam: Lambda,
   mask: MaskArguments,
 ) -> AttentionInputs:
-  """Returns the arguments of `Attention.attend` as measurements take them."""
-  lam = broadcast_lambda(lam, q, layer.num_heads)
-  if mask.q_segment_ids is None:
-    mask = mask._replace(
-      q_segment_ids=jnp.ones(q.shape[:2], jnp.int32),
-      kv_segment_ids=jnp.ones(k.shape[:2], jnp.int32),
-    )
+  """Returns the arguments of a call of `Attention.attend`, in full form.
+
+  A layer may pass one λ for all tokens, no segment ids, and a window that is
+  part of its `attention_fn`. Measurements get λ of each token and head, segment
+  ids and the window.
+
+  Args:
+    layer: the layer.
+    q: queries, by query group Q (heads that share a noise map) and map G.
+    k: keys, by key head K and key map M.
+    v: values, by key head K.
+    lam: λ: a scalar, [H], [B, T, H], or None.
+    mask: what determines the keys that a query sees.
+  """
+  token_lam = broadcast_lambda(lam, q, layer.num_heads)
+
+  q_segment_ids = mask.q_segment_ids
+  kv_segment_ids = mask.kv_segment_ids
+  if q_segment_ids is None:
+    # Each row is one document.
+    q_segment_ids = jnp.ones(q.shape[:2], jnp.int32)
+    kv_segment_ids = jnp.ones(k.shape[:2], jnp.int32)
+
   # The layers of a scan share one program. If they have different windows, a
-  # switch determines the window at run time.
+  # switch selects the window at run time, and the window is an array.
+  window: Any = mask.window
   if isinstance(layer.attention_fn, WindowSwitch):
-    window: Any = layer.attention_fn.traced_window()
-    mask = mask._replace(window=window)
-  return AttentionInputs(layer, q, k, v, lam, mask)
+    window = layer.attention_fn.traced_window()
+
+  full_mask = MaskArguments(
+    q_segment_ids, kv_segment_ids, causal=mask.causal, window=window
+  )
+  return AttentionInputs(layer, q, k, v, token_lam, full_mask)
 
 
 def _stored_attention(
   stored: Mapping[str, PyTree], config: ModelConfig
 ) -> PyTree:
-  """Returns the results that the attention layers of a stack stored.
+  """Returns the attention measurements of a stack of layers.
 
   Args:
-    stored: all results of the stack.
+    stored: what the layers stored with `sow`, by module.
     config: the config of the stack.
 
   Raises:
-    UserError: if the layers stored none.
+    UserError: if the layers stored no measurement of attention.
   """
   stored_attention = stored.get("attention", {})
   if _NAME not in stored_attention:
@@ -284,7 +331,7 @@ def _stored_attention(
 
 
 def _stored_result(stored: Mapping[str, PyTree]) -> PyTree:
-  """Returns the result that a module stored with `sow`."""
+  """Returns the measurement that a module stored with `sow`."""
   # `sow` stores a tuple with the result of each call. There is one call.
   (result,) = stored[_NAME]
   return result
@@ -306,13 +353,12 @@ def fold_query_blocks(
 ) -> Carry:
   """Folds a function over blocks of queries.
 
-  The blocks keep the map of all queries out of memory. If the layer cannot
-  compute the weights of a block, there is one block of all queries. Such a
-  layer stores all weights in training, too.
+  With two blocks, returns step(step(start, first_block), second_block). So the   attention weights of only one block are in memory at once. If a query's
+  weights depend on other queries, all queries are one block.
 
   Args:
-    step: called with its last result and a block of queries. The last block is
-      filled up with padding.
+    step: called with the last result and a block of queries. The last block
+      ends with padding if the blocks do not divide the queries.
     start: the first argument of the first call.
     inputs: the inputs of attention in a layer.
     block_size: the number of queries in a block.
@@ -320,11 +366,11 @@ def fold_query_blocks(
   Returns:
     The result of the last call.
   """
-  length = inputs.q.shape[1]
+  num_queries = inputs.q.shape[1]
   if not inputs.has_independent_queries:
-    block_size = length
-  block_size = min(block_size, length)
-  num_blocks = math.ceil(length / block_size)
+    block_size = num_queries
+  block_size = min(block_size, num_queries)
+  num_blocks = math.ceil(num_queries / block_size)
   padded_inputs = _pad_queries(inputs, num_blocks * block_size)
 
   def add_block(index: Int[Array, ""], carry: Carry) -> Carry:
@@ -335,13 +381,17 @@ def fold_query_blocks(
 
 
 def _pad_queries(inputs: AttentionInputs, length: int) -> AttentionInputs:
-  """Returns the inputs with more queries, which are padding (segment 0)."""
+  """Returns the inputs with `length` queries. New ones are padding (zeros).
+
+  Padding has the segment id 0, so it sees no keys.
+  """
 
   def pad(x: Array) -> Array:
     widths = [(0, 0)] * x.ndim
     widths[1] = (0, length - x.shape[1])
     return jnp.pad(x, widths)
 
+  # λ may be None, which `tree.map` keeps.
   q, lam, segment_ids = jax.tree.map(
     pad, (inputs.q, inputs.lam, inputs.mask.q_segment_ids)
   )

@@ -142,9 +142,10 @@ def make_prompts(
   seed: int,
   haystack: Sequence[Sequence[int]],
 ) -> list[NeedlePrompt]:
-  """Returns prompts of one length and depth.
+  """Returns prompts that ask for numbers hidden in a long text.
 
-  The same arguments give the same prompts.
+  Each number is in a needle, a sentence that gives a city its number. The same
+  arguments give the same prompts.
 
   Args:
     tokenizer: the tokenizer of the model.
@@ -233,7 +234,11 @@ def _draw_needles(
 
 
 def _question(needles: Sequence[_Needle]) -> str:
-  """Returns the question for some needles, with the answer's first words."""
+  """Returns the question for the numbers of some needles.
+
+  It ends with the first words of the answer, as in "What is the special magic
+  Oslo number? The special magic Oslo number is:".
+  """
   cities = [needle.city for needle in needles]
   if len(cities) == 1:
     subject = f"special magic {cities[0]} number"
@@ -367,11 +372,12 @@ def _insert_needles(
 def find_haystack(
   trained: Trained, kind: str, *, tokens: int
 ) -> list[list[int]]:
-  """Returns the haystack that a suite's setting `haystack` selects.
+  """Returns a haystack, the long text that hides needles, in pieces.
 
   Args:
     trained: the model.
-    kind: "validation" or "synthetic".
+    kind: the suite's setting `haystack`: "validation" for validation text of
+      the model's training data, or "synthetic" for random sentences.
     tokens: the minimum number of tokens. Validation text may have fewer.
 
   Raises:

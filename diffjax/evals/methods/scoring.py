@@ -3,6 +3,9 @@
 A pair of a context and a continuation becomes a row of tokens. Rows of similar
 lengths share a batch (`_make_batches`), and one compiled program scores all
 batches of a length (`_score_rows`).
+
+The logits of a batch may not fit into memory. So they are computed for chunks
+of positions, one after the other.
 """
 
 from __future__ import annotations
@@ -57,7 +60,9 @@ class _Pair(NamedTuple):
 
 
 class _Rows(NamedTuple):
-  """A batch of pairs, padded on the right, where causal attention ignores it.
+  """A batch of pairs as arrays.
+
+  Rows are padded on the right, where causal attention does not see the padding.
 
   Attributes:
     tokens: the inputs of the model.
@@ -71,10 +76,10 @@ class _Rows(NamedTuple):
 
 
 class _Batch(NamedTuple):
-  """A batch of pairs.
+  """A batch of pairs, with their places in the caller's list of pairs.
 
   Attributes:
-    indices: the index of the pair in each row. The other rows are padding.
+    indices: the index of the pair in each row. Rows without a pair follow.
     rows: the arrays of the batch.
   """
 
@@ -82,8 +87,22 @@ class _Batch(NamedTuple):
   rows: _Rows
 
 
+class _Chunk(NamedTuple):
+  """Consecutive positions of all rows of a batch.
+
+  Attributes:
+    hidden: the model's output, before the output embedding.
+    targets: the tokens that follow.
+    is_scored: whether a target belongs to a continuation.
+  """
+
+  hidden: Float[Array, "B t E"]
+  targets: Int[Array, "B t"]
+  is_scored: Bool[Array, "B t"]
+
+
 class _Results(NamedTuple):
-  """The scores of the rows of a batch, as `Score` has them."""
+  """The scores of the rows of a batch or chunk, as `Score` has them."""
 
   log_probability: Float[Array, "B"]
   is_greedy: Bool[Array, "B"]
@@ -96,7 +115,7 @@ def score(
   *,
   batch_tokens: int = BATCH_TOKENS,
 ) -> list[Score]:
-  """Scores continuations after contexts.
+  """Returns the log-likelihoods of continuations after contexts.
 
   Rows are padded to a power of two or the model's maximum length. All batches
   of a length have the same number of rows. So one program is compiled for each
@@ -105,8 +124,8 @@ def score(
   Args:
     model: the decoder.
     params: its parameters.
-    pairs: ids of (context, continuation), neither empty. The context of a
-      document's first token is the separator.
+    pairs: ids of (context, continuation), neither empty. If a continuation
+      begins a document, its context is the token that separates documents.
     batch_tokens: the number of tokens in a batch, including padding. A longer
       row is the only one of its batch.
 
@@ -114,9 +133,9 @@ def score(
     A score for each pair, in the order of the pairs.
 
   Raises:
-    UserError: if a pair without its last token, which the model does not read,
-      is longer than the model's maximum length, or if an id is outside the
-      vocabulary.
+    UserError: if an id is outside the vocabulary, or if a pair is longer than
+      the model's maximum length. Its last token does not count, because the
+      model does not read it.
     ValueError: if a context or a continuation is empty.
   """
   checked_pairs = _check_ids(pairs, model.config.vocab_size)
@@ -124,16 +143,16 @@ def score(
   _check_lengths(checked_pairs, max_length)
 
   scores: dict[int, Score] = {}
-  pending: tuple[_Batch, _Results] | None = None
+  # The results of a batch are fetched after the next batch is dispatched, so
+  # that the device does not wait for the host.
+  dispatched: tuple[_Batch, _Results] | None = None
   for batch in _make_batches(checked_pairs, max_length, batch_tokens):
-    results = _score_rows(model, params, *batch.rows)
-    # The results of a batch are fetched after the next batch is dispatched, so
-    # that the device does not wait for the host.
-    if pending is not None:
-      scores |= _fetch(*pending)
-    pending = batch, results
-  if pending is not None:
-    scores |= _fetch(*pending)
+    results = _score_rows(model, params, batch.rows)
+    if dispatched is not None:
+      scores |= _fetch(*dispatched)
+    dispatched = batch, results
+  if dispatched is not None:
+    scores |= _fetch(*dispatched)
   return [scores[index] for index in range(len(pairs))]
 
 
@@ -173,9 +192,14 @@ def _check_lengths(pairs: Sequence[_Pair], max_length: int) -> None:
 def _make_batches(
   pairs: Sequence[_Pair], max_length: int, batch_tokens: int
 ) -> Iterator[_Batch]:
-  """Yields batches of rows, the longest rows first.
+  """Yields batches of pairs whose rows have the same padded length.
 
-  So a lack of memory shows in the first batch.
+  Long rows come first, so that a lack of memory shows in the first batch.
+
+  Args:
+    pairs: all pairs.
+    max_length: the maximum length of a row.
+    batch_tokens: the number of tokens in a batch, including padding.
   """
   indices_by_length: dict[int, list[int]] = {}
   for index, pair in enumerate(pairs):
@@ -191,13 +215,26 @@ def _make_batches(
 
 
 def _padded_length(length: int, max_length: int) -> int:
-  """Returns the next power of two, or the model's maximum length."""
+  """Returns the length of the row for a pair with `length` tokens.
+
+  It is the next power of two, or `max_length` if that is less.
+  """
+  # For example, 33 − 1 has 6 binary digits, and 2^6 = 64.
   power_of_two = 1 << (length - 1).bit_length()
   return min(max(_MIN_ROW_LENGTH, power_of_two), max_length)
 
 
 def _make_rows(pairs: Sequence[_Pair], num_rows: int, length: int) -> _Rows:
-  """Returns the pairs as padded arrays."""
+  """Returns the pairs as padded arrays.
+
+  Example: the context [1, 2] and the continuation [3, 4] become
+  tokens [1, 2, 3], targets [2, 3, 4] and is_scored [False, True, True].
+
+  Args:
+    pairs: the pairs. There may be fewer than rows.
+    num_rows: the number of rows.
+    length: the length of the rows, including padding.
+  """
   shape = (num_rows, length)
   tokens = np.zeros(shape, np.int32)
   targets = np.zeros(shape, np.int32)
@@ -214,7 +251,7 @@ def _make_rows(pairs: Sequence[_Pair], num_rows: int, length: int) -> _Rows:
 
 
 def _fetch(batch: _Batch, results: _Results) -> dict[int, Score]:
-  """Returns the scores of a batch, by the index of the pair."""
+  """Waits for the scores of a batch, and returns them by the pair's index."""
   log_probabilities = np.asarray(results.log_probability)
   is_greedy = np.asarray(results.is_greedy)
   scores = {}
@@ -224,41 +261,37 @@ def _fetch(batch: _Batch, results: _Results) -> dict[int, Score]:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _score_rows(
-  model: Decoder,
-  params: PyTree,
-  tokens: Int[Array, "B T"],
-  targets: Int[Array, "B T"],
-  is_scored: Bool[Array, "B T"],
-) -> _Results:
+def _score_rows(model: Decoder, params: PyTree, rows: _Rows) -> _Results:
   """Returns the scores of a batch of rows.
 
-  The logits of chunks of t positions are in memory at once. Most chunks have no
-  continuation, and their logits are not computed.
+  The logits of one chunk of positions are in memory at once. Most chunks have
+  no token of a continuation, and their logits are not computed.
   """
   # flax declares another type, because `apply` may also return variables.
-  hidden: Any = model.apply({"params": params}, tokens)
+  hidden: Any = model.apply({"params": params}, rows.tokens)
   embedding = output_embedding(params).astype(hidden.dtype)
-  num_rows, length = tokens.shape
-  vocab_size = embedding.shape[0]
-  chunk_length = min(length, max(1, _CHUNK_LOGITS // (num_rows * vocab_size)))
-  chunks = [
-    _split_positions(x, chunk_length) for x in (hidden, targets, is_scored)
-  ]
 
-  def score_chunk(
-    chunk: tuple[Float[Array, "B t E"], Int[Array, "B t"], Bool[Array, "B t"]],
-  ) -> _Results:
-    _, _, is_scored = chunk
+  num_rows, length = rows.tokens.shape
+  vocab_size = embedding.shape[0]
+  chunk_length = max(1, _CHUNK_LOGITS // (num_rows * vocab_size))
+  chunk_length = min(length, chunk_length)
+  chunks = _Chunk(
+    hidden=_split_positions(hidden, chunk_length),
+    targets=_split_positions(rows.targets, chunk_length),
+    is_scored=_split_positions(rows.is_scored, chunk_length),
+  )
+
+  def score_chunk(chunk: _Chunk) -> _Results:
+    has_continuation = jnp.any(chunk.is_scored)
     return lax.cond(
-      jnp.any(is_scored),
-      functools.partial(_score_chunk, embedding),
-      _empty_results,
-      *chunk,
+      has_continuation, _score_chunk, _score_of_nothing, embedding, chunk
     )
 
-  sums, greedy = lax.map(score_chunk, chunks)  # [T/t, B] each
-  return _Results(sums.sum(0), greedy.all(0))
+  chunk_results = lax.map(score_chunk, chunks)  # [chunks, B]
+  return _Results(
+    log_probability=chunk_results.log_probability.sum(0),
+    is_greedy=chunk_results.is_greedy.all(0),
+  )
 
 
 def _split_positions(
@@ -266,37 +299,37 @@ def _split_positions(
 ) -> Float[Array, "chunks B t ..."]:
   """Returns chunks of positions. The last one is padded with zeros."""
   num_rows, length, *rest_shape = x.shape
+  num_padding = -length % chunk_length
   widths = [(0, 0)] * x.ndim
-  widths[1] = (0, -length % chunk_length)
+  widths[1] = (0, num_padding)
   padded = jnp.pad(x, widths)
   chunks = padded.reshape(num_rows, -1, chunk_length, *rest_shape)
   return jnp.moveaxis(chunks, 1, 0)
 
 
-def _score_chunk(
-  embedding: Float[Array, "N E"],
-  hidden: Float[Array, "B t E"],
-  targets: Int[Array, "B t"],
-  is_scored: Bool[Array, "B t"],
-) -> _Results:
+def _score_chunk(embedding: Float[Array, "N E"], chunk: _Chunk) -> _Results:
   """Returns the scores of the positions in a chunk."""
   logits = jnp.einsum(
-    "BTE,NE->BTN", hidden, embedding, preferred_element_type=jnp.float32
+    "BTE,NE->BTN", chunk.hidden, embedding, preferred_element_type=jnp.float32
   )
-  target_logits = jnp.take_along_axis(logits, targets[..., None], axis=-1)
+  target_logits = jnp.take_along_axis(logits, chunk.targets[..., None], axis=-1)
   target_logits = target_logits[..., 0]
   log_probabilities = target_logits - jax.nn.logsumexp(logits, axis=-1)
-  log_probability = jnp.where(is_scored, log_probabilities, 0).sum(1)
-  is_greedy = jnp.argmax(logits, axis=-1) == targets
-  return _Results(log_probability, (is_greedy | ~is_scored).all(1))
+  log_probabilities = jnp.where(chunk.is_scored, log_probabilities, 0)
+
+  is_most_likely = jnp.argmax(logits, axis=-1) == chunk.targets
+  # Positions that are not scored do not count.
+  is_greedy = is_most_likely | ~chunk.is_scored
+  return _Results(log_probabilities.sum(1), is_greedy.all(1))
 
 
-def _empty_results(
-  hidden: Float[Array, "B t E"],
-  targets: Int[Array, "B t"],
-  is_scored: Bool[Array, "B t"],
+def _score_of_nothing(
+  embedding: Float[Array, "N E"], chunk: _Chunk
 ) -> _Results:
-  """Returns the scores of a chunk without continuations."""
-  del targets, is_scored
-  num_rows = hidden.shape[0]
-  return _Results(jnp.zeros(num_rows, jnp.float32), jnp.ones(num_rows, bool))
+  """Returns the scores of a chunk without a token of a continuation."""
+  del embedding
+  num_rows = chunk.targets.shape[0]
+  return _Results(
+    log_probability=jnp.zeros(num_rows, jnp.float32),
+    is_greedy=jnp.ones(num_rows, bool),
+  )
