@@ -88,12 +88,18 @@ class _Worker:
       self._process = None
 
   def compare(self, answer: str, reference: str) -> bool:
-    """Returns the reply of the process, or False if it reached a limit."""
+    """Returns whether math-verify finds two expressions equal.
+
+    If it reaches its limit of time or memory, the result is False. The next
+    comparison starts a new process.
+    """
+    request = json.dumps([answer, reference])
     with self._lock:
       process = self._ensure_started()
-      reply = _ask(process, json.dumps([answer, reference]))
+      reply = _ask(process, request)
       if reply:
         return json.loads(reply)
+      # Without a reply, the process has ended.
       process.wait()
       self._process = None
     logging.warning(
@@ -112,9 +118,13 @@ class _Worker:
 
 
 def _start_process() -> subprocess.Popen[str]:
-  """Returns a new process that is ready. Raises UserError if it fails."""
+  """Starts verify_worker.py, and waits until it has imported math-verify.
+
+  Raises:
+    UserError: if math-verify cannot be imported.
+  """
   # -P: without the folder of the program in sys.path. Its modules would hide
-  # modules of other packages that have the same name.
+  # modules of other packages that have the same name, such as lm_eval.
   process = subprocess.Popen(
     [sys.executable, "-P", str(_PROGRAM), str(_TIME_LIMIT)],
     stdin=subprocess.PIPE,
@@ -135,7 +145,10 @@ def _start_process() -> subprocess.Popen[str]:
 
 
 def _ask(process: subprocess.Popen[str], request: str) -> str:
-  """Returns the reply to a request, or "" if the process has ended."""
+  """Sends a line to a process and returns the line that it replies.
+
+  The reply ends with a line break. It is "" if the process has ended.
+  """
   assert process.stdin is not None and process.stdout is not None
   try:
     process.stdin.write(f"{request}\n")

@@ -353,7 +353,9 @@ def fold_query_blocks(
 ) -> Carry:
   """Folds a function over blocks of queries.
 
-  With two blocks, returns step(step(start, first_block), second_block). So the   attention weights of only one block are in memory at once. If a query's
+  With two blocks, returns step(step(start, first_block), second_block).
+
+  So the attention weights of only one block are in memory at once. If a query's
   weights depend on other queries, all queries are one block.
 
   Args:

@@ -73,11 +73,20 @@ def read(path: epath.PathLike, fields: Mapping[str, type]) -> list[Record]:
 def _parse_line(
   line: bytes, location: str, fields: Mapping[str, type]
 ) -> Record:
-  """Returns the record of a line. Raises UserError if the line is wrong."""
+  """Returns the JSON object of a line.
+
+  Args:
+    line: the line in UTF-8.
+    location: "FILE:LINE", for messages.
+    fields: as in `read`.
+
+  Raises:
+    UserError: if the line is not a JSON object with these fields.
+  """
   try:
     value = json.loads(line.decode("utf-8"))
-  # Includes UnicodeDecodeError.
   except ValueError as error:
+    # Not JSON, or not UTF-8 (UnicodeDecodeError is a ValueError).
     raise UserError(f"{location}: not JSON ({error})") from error
   if not isinstance(value, dict):
     raise UserError(f"{location}: not a JSON object, but {_quote(value)}")
@@ -88,7 +97,14 @@ def _parse_line(
 
 
 def _check_field(record: Record, field: str, field_type: type) -> None:
-  """Raises UserError if a field is missing or has another type."""
+  """Raises UserError if a field is missing or has another type.
+
+  Args:
+    record: the record.
+    field: the name of the field. "choices.text" is the field `text` of the
+      object in the field `choices`.
+    field_type: the type that the value must have.
+  """
   value: object = record.value
   for name in field.split("."):
     if not isinstance(value, dict) or name not in value:
@@ -98,7 +114,7 @@ def _check_field(record: Record, field: str, field_type: type) -> None:
       )
     value = value[name]
 
-  # In Python, a bool is an int.
+  # In Python, True and False are ints.
   is_bool_for_int = isinstance(value, bool) and field_type is int
   if not isinstance(value, field_type) or is_bool_for_int:
     type_name = _TYPE_NAMES.get(field_type, field_type.__name__)

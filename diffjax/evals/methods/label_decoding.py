@@ -37,7 +37,7 @@ class LabelTree:
 
   @classmethod
   def grow(cls, sequences: Sequence[Sequence[int]]) -> LabelTree:
-    """Returns the root of the tree of labels.
+    """Builds the tree of labels, and returns its root.
 
     Args:
       sequences: the tokens of each label. They include the tokens that end it,
@@ -56,26 +56,27 @@ class LabelTree:
         node.labels.append(label)
       last_nodes.append(node)
 
-    # A label's last node has other labels if they have the same tokens.
-    most_labels: list[int] = []
-    for node in last_nodes:
-      if len(node.labels) > len(most_labels):
-        most_labels = node.labels
-    if len(most_labels) > 1:
-      names = ", ".join(map(str, most_labels))
+    # Labels that end at the same node have the same tokens.
+    largest_node = max(last_nodes, key=cls.num_labels, default=root)
+    if largest_node.num_labels() > 1:
+      names = ", ".join(map(str, largest_node.labels))
       raise UserError(
         f"labels {names} (counted from 0) have the same tokens; rename all but"
         " one"
       )
     return root
 
+  def num_labels(self) -> int:
+    """Returns the number of labels at or below the node."""
+    return len(self.labels)
+
   @property
   def is_decided(self) -> bool:
     """Whether a single label is left."""
-    return len(self.labels) == 1
+    return self.num_labels() == 1
 
   def most_likely_token(self, logits: Float[np.ndarray, "N"]) -> int:
-    """Returns the token with the highest logit that leads to a label."""
+    """Returns the token of the child with the highest logit."""
     tokens = list(self.children)
     return tokens[int(np.argmax(logits[tokens]))]
 
@@ -85,7 +86,8 @@ def decode_labels(
 ) -> list[int]:
   """Returns the label of each row, by greedy decoding among the labels.
 
-  Decoding ends at the tokens that distinguish the labels of all rows.
+  Each row follows the tree from its root to a node with a single label. At each
+  node it takes the most likely of the tokens that continue a label.
 
   Args:
     sampler: the sampler, which has read the prompts.
@@ -106,11 +108,12 @@ def decode_labels(
         token = node.most_likely_token(logits[row])
         tokens[row] = token
         nodes[row] = node.children[token]
+    # The model reads no tokens after the last decision.
     if not _are_decided(nodes):
       state = sampler.step(state, tokens)
   return [node.labels[0] for node in nodes]
 
 
 def _are_decided(nodes: Sequence[LabelTree]) -> bool:
-  """Whether each row has a single label."""
+  """Returns whether each row has a single label."""
   return all(node.is_decided for node in nodes)

@@ -26,7 +26,9 @@ def validation_rows(
   packing: str = "",
   beyond_limit: bool = False,
 ) -> ValidationBatches:
-  """Returns the validation rows that a suite measures a model on.
+  """Returns batches of validation rows, for a suite to measure a model on.
+
+  A row is a sequence of `length` tokens, as the data pipeline packs documents.
 
   Args:
     suite: the name of the suite, for messages about its settings.
@@ -53,11 +55,10 @@ def validation_rows(
       f" {max_length} tokens (config.model.max_length)"
     )
 
-  has_default_length = length == config.data.length
-  are_training_rows = not source and not packing and has_default_length
+  # Rows that differ from training's are prepared while they are read. The other
+  # modes of the pipeline would first prepare the whole training split.
   mode = config.data.mode
-  if not are_training_rows:
-    # Other rows are few. Other modes would prepare the whole training split.
+  if source or packing or length != config.data.length:
     mode = "streamed"
   data = dataclasses.replace(
     config.data,
@@ -75,7 +76,10 @@ def validation_rows(
 def _check_settings(
   suite: str, count: int, length: int, batch_size: int
 ) -> None:
-  """Raises UserError if a number is less than 1."""
+  """Raises UserError if a suite's setting is less than 1.
+
+  Only `count` may be -1, which selects all rows.
+  """
   if count < 1 and count != _ALL_ROWS:
     raise UserError(
       f"set.{suite}.rows = {count}: must be at least 1, or {_ALL_ROWS} for all"
