@@ -12,10 +12,9 @@ keeps half of the model's maximum length.
 
 from __future__ import annotations
 
-import collections
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from absl import logging
 from lm_eval.api.instance import Instance
@@ -34,6 +33,20 @@ _MIN_CAPACITY = 64
 
 # Messages quote at most this many characters of a text.
 _MAX_QUOTED = 40
+
+
+class _GenerationGroup(NamedTuple):
+  """Requests for generation that may share batches.
+
+  Attributes:
+    options: the options of all requests, after `normalize_gen_kwargs`.
+    num_new: the maximum number of tokens in an answer.
+    indices: the indices of the requests.
+  """
+
+  options: Mapping[str, Any]
+  num_new: int
+  indices: list[int]
 
 
 class DiffjaxLM(TemplateLM):
@@ -88,21 +101,27 @@ class DiffjaxLM(TemplateLM):
     requests: list[tuple[tuple[str, str], list[int], list[int]]],
     **kwargs: object,
   ) -> list[tuple[float, bool]]:
-    """Returns the log-likelihood of each continuation, and if it is greedy.
+    """Scores continuations after contexts.
 
     Args:
-      requests: the texts, which lm-eval uses as keys of its cache, and the ids
-        of context and continuation.
+      requests: for each request, the texts of context and continuation, then
+        the ids of both. (lm-eval uses the texts as keys of its cache.)
       **kwargs: options of lm-eval, which are ignored.
+
+    Returns:
+      For each request, the log-likelihood of the continuation, and whether
+      greedy decoding would write it.
 
     Raises:
       UserError: if a continuation is longer than the model accepts.
     """
     del kwargs
     contexts = []
-    pairs = []
+    cut_contexts = []
+    continuations = []
     for (_, text), context, continuation in requests:
-      # A tokenizer may join the continuation with the context's last token.
+      # lm-eval passes no ids if the tokenizer joins the continuation with the
+      # context's last token.
       if not continuation:
         continuation = self.tok_encode(text, add_special_tokens=False)
       if len(continuation) > self.max_length:
@@ -115,9 +134,12 @@ class DiffjaxLM(TemplateLM):
       room = self.max_length + 1 - len(continuation)
       cut_context = self._cut(context, room)
       contexts.append(context)
-      pairs.append((cut_context or [self.prefix_token_id], continuation))
-    self._report_cuts(contexts, [context for context, _ in pairs])
+      # An empty context becomes the token that stands for it.
+      cut_contexts.append(cut_context or [self.prefix_token_id])
+      continuations.append(continuation)
+    self._report_cuts(contexts, cut_contexts)
 
+    pairs = list(zip(cut_contexts, continuations, strict=True))
     results = []
     for pair_score in self._score(pairs):
       results.append((pair_score.log_probability, pair_score.is_greedy))
@@ -128,10 +150,12 @@ class DiffjaxLM(TemplateLM):
   ) -> list[float]:
     """Returns the log-likelihoods of whole texts.
 
-    A text is split into windows in which every token is scored once.
+    A long text is split into windows that the model can read. Each token is
+    scored in one of them.
     """
     del disable_tqdm
     pairs = []
+    # The index of the text of each pair.
     text_indices = []
     for index, request in enumerate(requests):
       ids = self.tok_encode(request.args[0], add_special_tokens=False)
@@ -145,38 +169,51 @@ class DiffjaxLM(TemplateLM):
         pairs.append(make_disjoint_window(window))
         text_indices.append(index)
 
-    sums = [0.0] * len(requests)
+    log_likelihoods = [0.0] * len(requests)
     scores = self._score(pairs)
     for index, window_score in zip(text_indices, scores, strict=True):
-      sums[index] += window_score.log_probability
-    return sums
+      log_likelihoods[index] += window_score.log_probability
+    return log_likelihoods
 
   def generate_until(
     self, requests: list[Instance], disable_tqdm: bool = False
   ) -> list[str]:
-    """Returns continuations of contexts, which end before a stop string."""
+    """Returns an answer to each request, which ends before a stop string.
+
+    Args:
+      requests: each has the text of a context and the options of generation.
+      disable_tqdm: ignored.
+    """
     del disable_tqdm
     tokenizer = self._trained.tokenizer
     contexts = [
       tokenizer.encode_prompt(request.args[0]) for request in requests
     ]
-    # Requests with equal options and lengths of answers share batches. Options
-    # are JSON texts here, because a dict cannot be a key.
-    groups = collections.defaultdict(list)
-    for index, request in enumerate(requests):
-      options = request.args[1]
-      num_requested = normalize_gen_kwargs(options)["max_gen_toks"]
-      num_new = self._num_new_tokens(len(contexts[index]), num_requested)
-      groups[json.dumps(options, sort_keys=True), num_new].append(index)
-
     texts = [""] * len(requests)
-    for (options_json, num_new), indices in groups.items():
-      group_contexts = [contexts[index] for index in indices]
-      options = normalize_gen_kwargs(json.loads(options_json))
-      answers = self._generate(group_contexts, num_new, options)
-      for index, answer in zip(indices, answers, strict=True):
+    for group in self._group_requests(requests, contexts):
+      group_contexts = [contexts[index] for index in group.indices]
+      answers = self._generate(group_contexts, group.num_new, group.options)
+      for index, answer in zip(group.indices, answers, strict=True):
         texts[index] = answer
     return texts
+
+  def _group_requests(
+    self, requests: Sequence[Instance], contexts: Sequence[list[int]]
+  ) -> list[_GenerationGroup]:
+    """Returns groups of requests with equal options and lengths of answers."""
+    groups: dict[tuple[str, int], _GenerationGroup] = {}
+    for index, request in enumerate(requests):
+      given_options = request.args[1]
+      options = normalize_gen_kwargs(given_options)
+      num_new = self._num_new_tokens(
+        len(contexts[index]), options["max_gen_toks"]
+      )
+      # A dict cannot be part of a key, but its JSON text can.
+      key = (json.dumps(given_options, sort_keys=True), num_new)
+      if key not in groups:
+        groups[key] = _GenerationGroup(options, num_new, [])
+      groups[key].indices.append(index)
+    return list(groups.values())
 
   def _generate(
     self,
@@ -184,7 +221,7 @@ class DiffjaxLM(TemplateLM):
     num_new: int,
     options: Mapping[str, Any],
   ) -> list[str]:
-    """Returns an answer to each context, with the same options.
+    """Returns generated answers to contexts, which share their options.
 
     Args:
       contexts: ids of the contexts.
@@ -199,19 +236,20 @@ class DiffjaxLM(TemplateLM):
         options["max_gen_toks"],
         self.max_length,
       )
-    prompts = [
-      self._cut(context, self.max_length - num_new) for context in contexts
-    ]
+    room = self.max_length - num_new
+    prompts = [self._cut(context, room) for context in contexts]
     self._report_cuts(contexts, prompts)
 
     tokenizer = self._trained.tokenizer
     stop_strings = [stop for stop in options["until"] if stop]
+    # Without a temperature, lm-eval's `do_sample` selects 1 or 0 (greedy).
+    default_temperature = float(options["do_sample"])
     longest_prompt = max(len(prompt) for prompt in prompts)
     sampler = self._make_sampler(longest_prompt + num_new)
     generated = sampler.generate(
       prompts,
       num_new,
-      temperature=options.get("temperature", float(options["do_sample"])),
+      temperature=options.get("temperature", default_temperature),
       top_k=options.get("top_k", 0),
       top_p=options.get("top_p", 1.0),
       stop_ids=tokenizer.document_tokens.stop,
@@ -250,12 +288,14 @@ class DiffjaxLM(TemplateLM):
   def _num_new_tokens(self, context_length: int, num_requested: int) -> int:
     """Returns the maximum number of tokens in an answer to a context.
 
-    This is the requested number, or less if the context would otherwise lose
-    tokens and have less than half of the model's maximum length.
+    This is the requested number if both fit into the model's maximum length.
+    Otherwise a long answer is shortened, so that at least half of the maximum
+    length is left for the context.
     """
     if context_length + num_requested <= self.max_length:
       return num_requested
     context_room = max(self.max_length - num_requested, self.max_length // 2)
+    # A token that begins the document, and a token of text.
     if context_room < 2:
       raise UserError(
         f"config.model.max_length = {self.max_length}: a context and an"
@@ -266,25 +306,30 @@ class DiffjaxLM(TemplateLM):
   def _cut(self, context: list[int], room: int) -> list[int]:
     """Returns a context with at most `room` tokens.
 
-    They are the tokens that begin the document, and the newest tokens.
+    A longer context keeps the tokens that begin the document and its last
+    tokens.
     """
     if len(context) <= room:
       return context
-    num_start = min(len(self._trained.tokenizer.document_tokens.start), room)
-    num_newest = room - num_start
-    return context[:num_start] + context[len(context) - num_newest :]
+    document_start = self._trained.tokenizer.document_tokens.start
+    num_first = min(len(document_start), room)
+    num_last = room - num_first
+    return context[:num_first] + context[len(context) - num_last :]
 
   def _report_cuts(
     self, contexts: Sequence[list[int]], cut_contexts: Sequence[list[int]]
   ) -> None:
-    """Logs how many contexts were cut, and how many were lost."""
+    """Logs how many contexts were cut, and how many lost all their text."""
     num_cut = 0
     num_lost = 0
     for context, cut_context in zip(contexts, cut_contexts, strict=True):
-      if len(cut_context) < len(context):
-        num_cut += 1
-        if len(cut_context) == 1:
-          num_lost += 1
+      is_cut = len(cut_context) < len(context)
+      if not is_cut:
+        continue
+      num_cut += 1
+      # The only token left is the one that begins the document.
+      if len(cut_context) == 1:
+        num_lost += 1
     if num_cut > 0:
       logging.warning(
         "%d of %d contexts are longer than the model takes (%d tokens) and were"
