@@ -127,6 +127,12 @@ _UNITS = re.compile(
   r"[a-zA-Z .]*)(?:\^\{?[23]\}?)?$"
 )
 
+# The name of a variable or a function before the value, as in f(x) = 1 and
+# x \in [0, 1]
+_ASSIGNED_NAME = re.compile(
+  r"^[a-zA-Z](?:\([a-zA-Z]\))?(?:=|\\in(?![a-zA-Z]) ?)(?=.)"
+)
+
 # Expressions that math-verify misreads: it reads a word as a product and a
 # ratio as a quotient, and ignores the base of a number.
 _VERBATIM = re.compile(r"[a-zA-Z]{3,}|.*\d_.*|.*\d:\d.*")
@@ -156,16 +162,17 @@ class _Answer:
 
 
 def extract_answer(solution: str) -> str | None:
-  """Returns the final answer of a solution, or None.
+  """Returns the final answer in the solution of a problem in mathematics.
 
   It is the first of these that exists:
 
   1. the content of the last complete \\boxed{…},
-  2. the text after the first "####",
+  2. the rest of the line after the first "####",
   3. the number or formula after the last "answer is" on its line,
   4. the last number.
 
-  Digits, minus signs and groups of digits are normalized.
+  Digits and minus signs become ASCII characters, and separators in numbers such
+  as 9{,}500 are removed. Returns None if there is no answer.
   """
   solution = _normalize(solution)
   boxed = last_boxed(solution)
@@ -190,7 +197,7 @@ def _stated_answer(solution: str) -> str | None:
     sentence, _, _ = solution[statement.end() :].partition("\n")
     formula = _FORMULA.match(sentence)
     if formula is not None:
-      # One of the four groups has matched.
+      # There is a group for each pair of delimiters. One of them has matched.
       assert formula.lastindex is not None
       return formula.group(formula.lastindex).strip()
     bare_formula = _BARE_FORMULA.match(sentence)
@@ -203,9 +210,9 @@ def _stated_answer(solution: str) -> str | None:
 
 
 def reference_answer(solution: str) -> str:
-  """Returns the final answer of a reference solution.
+  """Returns the final answer in a data set's solution of a problem.
 
-  It is marked by a box or "####". A text without marks is an answer as a whole.
+  A box or "####" marks it. A text without such a mark is the answer itself.
   """
   is_marked = "####" in solution or last_boxed(solution) is not None
   if not is_marked:
@@ -216,8 +223,8 @@ def reference_answer(solution: str) -> str:
 def last_boxed(text: str) -> str | None:
   """Returns the content of the last complete \\boxed{…} or \\fbox{…}.
 
-  Without braces, as in \\boxed 5, the content is the next word. Returns None if
-  the text has no complete box.
+  Without braces, as in \\boxed 5, the content is the next word. A box whose
+  brace is not closed is not complete. Returns None if there is no complete box.
   """
   starts = [match.end() for match in _BOX.finditer(text)]
   for start in reversed(starts[-_MAX_BOXES:]):
@@ -246,30 +253,40 @@ def is_same_answer(answer: str, reference: str) -> bool:
 
 
 def _is_same(answer: _Answer, reference: _Answer) -> bool:
-  """Returns whether two parsed answers are the same."""
+  """Returns whether two parsed answers are the same.
+
+  Numbers are compared by value, and sets, tuples and intervals by their parts.
+  math-verify compares other expressions.
+  """
   if answer.text == reference.text:
     return True
   if answer.number is not None and reference.number is not None:
     return answer.number == reference.number
   if answer.kind and reference.kind:
-    return _has_same_parts(answer, reference)
-  if not answer.text or not reference.text:
-    return False
-  for text in (answer.text, reference.text):
-    if len(text) > _MAX_EXPRESSION_LENGTH or _VERBATIM.fullmatch(text):
+    if answer.kind != reference.kind:
       return False
+    if len(answer.parts) != len(reference.parts):
+      return False
+    if answer.kind == "set":
+      return _is_same_set(answer.parts, reference.parts)
+    return _is_same_sequence(answer.parts, reference.parts)
+  if not _is_comparable(answer.text) or not _is_comparable(reference.text):
+    return False
   return equivalence.is_equal(answer.text, reference.text)
 
 
-def _has_same_parts(answer: _Answer, reference: _Answer) -> bool:
-  """Returns whether two sets, tuples or intervals are the same."""
-  if answer.kind != reference.kind:
+def _is_comparable(text: str) -> bool:
+  """Returns whether math-verify reads an expression rightly and quickly."""
+  if not text or len(text) > _MAX_EXPRESSION_LENGTH:
     return False
-  if len(answer.parts) != len(reference.parts):
-    return False
-  if answer.kind == "set":
-    return _is_same_set(answer.parts, reference.parts)
-  for part, reference_part in zip(answer.parts, reference.parts, strict=True):
+  return not _VERBATIM.fullmatch(text)
+
+
+def _is_same_sequence(
+  parts: Sequence[_Answer], reference_parts: Sequence[_Answer]
+) -> bool:
+  """Returns whether two tuples of as many parts have the same parts in order."""
+  for part, reference_part in zip(parts, reference_parts, strict=True):
     if not _is_same(part, reference_part):
       return False
   return True
@@ -278,20 +295,35 @@ def _has_same_parts(answer: _Answer, reference: _Answer) -> bool:
 def _is_same_set(
   parts: Sequence[_Answer], reference_parts: Sequence[_Answer]
 ) -> bool:
-  """Returns whether each part matches a different part of the reference."""
+  """Returns whether two sets of as many parts have the same parts.
+
+  Each part of the reference may match only one part of the answer.
+  """
   unmatched = list(reference_parts)
   for part in parts:
-    for candidate in unmatched:
-      if _is_same(part, candidate):
-        unmatched.remove(candidate)
-        break
-    else:
+    match = _find_same(part, unmatched)
+    if match is None:
       return False
+    unmatched.remove(match)
   return True
 
 
+def _find_same(
+  answer: _Answer, candidates: Sequence[_Answer]
+) -> _Answer | None:
+  """Returns the first candidate that is the same answer, or None."""
+  for candidate in candidates:
+    if _is_same(answer, candidate):
+      return candidate
+  return None
+
+
 def _normalize(text: str) -> str:
-  """Returns a text with ASCII digits and minus signs, without separators."""
+  """Returns a text with ASCII digits and minus signs.
+
+  Separators of groups of digits are removed, except bare commas: 9{,}500 is
+  9500.
+  """
   text = text.translate(_CHARACTERS)
   if not text.isascii():
     text = "".join(_ascii_digit(character) for character in text)
@@ -304,21 +336,23 @@ def _ascii_digit(character: str) -> str:
 
 
 def _remove_typesetting(answer: str) -> str:
-  """Returns an answer without units and without what only typesets it."""
+  """Returns an answer without units and in one form of typesetting.
+
+  Example: "x = \\dfrac12 \\text{ cm}" → "\\frac{1}{2}"
+  """
   text = _remove_delimiters(_normalize(answer))
   text = _DEGREES.sub("", text)
   text = _UNITS.sub("", text.rstrip("."))
   text = _unwrap(text)
+  # Dollar and percent signs, with or without a backslash.
   text = re.sub(r"\\?[$%]", "", text)
   # A mixed number such as 1 1/2 gets a \frac before spaces are removed.
   text = re.sub(r"^(-?\d+)\s+(\d+)/(\d+)$", r"\1\\frac{\2}{\3}", text)
+  # The word "pi" becomes the command.
   text = re.sub(r"(?<![\\a-zA-Z])pi(?![a-zA-Z])", r"\\pi ", text)
   text = _remove_spaces(text).rstrip(".")
   text = _add_braces(text)
-  # The name of a variable or a function before the value, as in f(x) = 1.
-  return re.sub(
-    r"^[a-zA-Z](?:\([a-zA-Z]\))?(?:=|\\in(?![a-zA-Z]) ?)(?=.)", "", text
-  )
+  return _ASSIGNED_NAME.sub("", text)
 
 
 def _remove_delimiters(text: str) -> str:
@@ -328,7 +362,7 @@ def _remove_delimiters(text: str) -> str:
 
 
 def _unwrap(text: str) -> str:
-  """Returns a text with the content of commands such as \\text{…}."""
+  """Returns a text in which the content replaces commands such as \\text{…}."""
   wrapper = _WRAPPERS.search(text)
   while wrapper is not None:
     opening_brace = wrapper.end() - 1
@@ -348,12 +382,18 @@ def _remove_spaces(text: str) -> str:
 
 
 def _add_braces(text: str) -> str:
-  """Writes fractions and roots with all their braces, as \\frac{1}{2}."""
+  """Returns a text whose fractions and roots have all braces: \\frac{1}{2}."""
+  # \dfrac, \tfrac and \cfrac
   text = re.sub(r"\\[dtc]frac(?![a-zA-Z])", r"\\frac", text)
+  # \frac12
   text = re.sub(r"\\frac(\d)(\d)", r"\\frac{\1}{\2}", text)
+  # \frac1{2}
   text = re.sub(r"\\frac(\d)\{", r"\\frac{\1}{", text)
+  # \frac{1}2
   text = re.sub(r"(\\frac\{[^{}]*\})(\d)", r"\1{\2}", text)
+  # \sqrt2
   text = re.sub(r"\\sqrt(\w)", r"\\sqrt{\1}", text)
+  # {1}/{2}, whose braces are removed
   return re.sub(r"^(-?)\{?(-?\d+)\}?/\{?(\d+)\}?$", r"\1\2/\3", text)
 
 
@@ -370,10 +410,15 @@ class _Structure(NamedTuple):
 
 
 def _parse(text: str) -> _Answer:
-  """Returns the structure of an answer without typesetting."""
+  """Returns the structure of an answer.
+
+  Args:
+    text: the answer, after `_remove_typesetting`.
+  """
   number = _parse_number(text)
   if number is not None:
     return _Answer(text, number)
+  # (A) and [A] are the letter of a choice, not brackets around a part.
   choice = _CHOICE.fullmatch(text)
   if choice is not None:
     return _Answer(choice.group(1))
@@ -389,17 +434,19 @@ def _parse(text: str) -> _Answer:
 
 
 def _find_structure(text: str) -> _Structure | None:
-  """Returns the parts of a set, tuple, interval or list, or None for others."""
+  """Returns the parts of a set, tuple, interval or list, or None for others.
+
+  A list without brackets, as in 1, 2, is a set.
+  """
   for opening, closings in _BRACKETS.items():
     for closing in closings:
-      if not text.startswith(opening) or not text.endswith(closing):
-        continue
-      content = text[len(opening) : -len(closing)]
-      if not _is_balanced(content):
+      content = _enclosed_content(text, opening, closing)
+      if content is None:
         continue
       items = _split_list(content)
       if opening == r"\{":
         return _Structure("set", items)
+      # Brackets around a single expression, as in (x + 1), are part of it.
       if len(items) > 1:
         kind = opening + closing
         return _Structure(kind, items)
@@ -407,6 +454,16 @@ def _find_structure(text: str) -> _Structure | None:
   if len(items) > 1:
     return _Structure("set", items)
   return None
+
+
+def _enclosed_content(text: str, opening: str, closing: str) -> str | None:
+  """Returns the text between two brackets that enclose all of it, or None."""
+  if not text.startswith(opening) or not text.endswith(closing):
+    return None
+  content = text[len(opening) : -len(closing)]
+  if not _is_balanced(content):
+    return None
+  return content
 
 
 def _parse_number(text: str) -> Fraction | None:
@@ -458,9 +515,9 @@ def _closing_brace(text: str, start: int) -> int | None:
 
 
 def _is_balanced(content: str) -> bool:
-  """Returns whether the brackets of a content match.
+  """Returns whether each bracket in a text has its counterpart in the text.
 
-  Then the brackets around it enclose all of it. Those around (1,2)(3,4) do not.
+  Between the outer brackets of (1,2)(3,4) is 1,2)(3,4, which is not balanced.
   """
   depth = 0
   for character in content:
