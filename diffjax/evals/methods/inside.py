@@ -106,8 +106,8 @@ class AttentionInputs:
     k: keys after RoPE.
     v: values.
     lam: λ of each token and head. None if the layer has no λ.
-    mask: the segment ids, which are arrays, and the layer's window. The window
-      is an array if the layers of the model have different ones.
+    mask: what determines the keys that a query sees. The segment ids are not
+      None. The window is an array if layers have different ones.
   """
 
   layer: Attention
@@ -169,9 +169,9 @@ def measure(
   hidden: HiddenFunction | None = None,
   include_plain_layers: bool = True,
 ) -> dict[str, PyTree]:
-  """Runs a model, and calls functions on values inside each of its layers.
+  """Runs a model, and applies functions to values inside each of its layers.
 
-  The caller may jit it.
+  Call it inside `jax.jit`.
 
   Args:
     model: the decoder.
@@ -186,8 +186,8 @@ def measure(
       on these numbers.
 
   Returns:
-    The results of the layers by name, "attention" and "hidden". Their arrays
-    have a leading axis L.
+    The results of the given functions by name, "attention" and "hidden". Their
+    arrays have a leading axis L, the layers.
 
   Raises:
     UserError: if the layers of a variant do not call `Attention.attend`.
@@ -239,7 +239,7 @@ class _Interceptor:
     kwargs: dict[str, PyTree],
     context: nn.module.InterceptorContext,
   ) -> PyTree:
-    """Runs a method of a module, and measures it if it is one of the two.
+    """Runs a method. Measures it if it is `attend` or the call of a block.
 
     Args:
       run_method: the method.

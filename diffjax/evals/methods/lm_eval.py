@@ -101,7 +101,7 @@ class DiffjaxLM(TemplateLM):
     requests: list[tuple[tuple[str, str], list[int], list[int]]],
     **kwargs: object,
   ) -> list[tuple[float, bool]]:
-    """Scores continuations after contexts.
+    """Scores continuations after contexts, as lm-eval requests them.
 
     Args:
       requests: for each request, the texts of context and continuation, then

@@ -190,8 +190,8 @@ def make_prompts(
       haystack, first_piece, length - num_other_tokens, newline
     )
 
-    needles_at = _place_needles(needles, pieces, depth, rng)
-    text = _insert_needles(opening, pieces, needles_at)
+    needles_by_boundary = _place_needles(needles, pieces, depth, rng)
+    text = _insert_needles(opening, pieces, needles_by_boundary)
     prompts.append(
       NeedlePrompt(
         ids=text.ids + query,
@@ -308,11 +308,11 @@ def _place_needles(
     random_depth, random_order = numbers
     placements.append(_Placement(needle, random_depth, random_order))
 
-  needles_at: list[list[_Needle]] = [[] for _ in offsets]
+  needles_by_boundary: list[list[_Needle]] = [[] for _ in offsets]
   for placement in sorted(placements, key=operator.attrgetter("order")):
     boundary = _nearest(offsets, placement.depth * num_tokens)
-    needles_at[boundary].append(placement.needle)
-  return needles_at
+    needles_by_boundary[boundary].append(placement.needle)
+  return needles_by_boundary
 
 
 def _nearest(offsets: Sequence[int], target: float) -> int:
@@ -348,18 +348,18 @@ class _TextWithNeedles(NamedTuple):
 def _insert_needles(
   opening: list[int],
   pieces: Sequence[list[int]],
-  needles_at: Sequence[Sequence[_Needle]],
+  needles_by_boundary: Sequence[Sequence[_Needle]],
 ) -> _TextWithNeedles:
   """Returns the opening and the pieces, with needles between the pieces.
 
   Args:
     opening: ids of the text before the first piece.
     pieces: ids of each piece of the haystack.
-    needles_at: the needles before each piece, then those after the last piece.
+    needles_by_boundary: the needles before each piece, then those after the last piece.
   """
   ids = list(opening)
   spans = {}
-  for index, needles in enumerate(needles_at):
+  for index, needles in enumerate(needles_by_boundary):
     for needle in needles:
       start = len(ids)
       ids += needle.ids

@@ -217,9 +217,9 @@ def _make_batches(
 def _padded_length(length: int, max_length: int) -> int:
   """Returns the length of the row for a pair with `length` tokens.
 
-  It is the next power of two, or `max_length` if that is less.
+  It is the next power of two from 32 on, or `max_length` if that is less.
   """
-  # For example, 33 − 1 has 6 binary digits, and 2^6 = 64.
+  # For example, 33 → 64: 33 − 1 has 6 binary digits, and 2^6 = 64.
   power_of_two = 1 << (length - 1).bit_length()
   return min(max(_MIN_ROW_LENGTH, power_of_two), max_length)
 
@@ -284,10 +284,11 @@ def _score_rows(model: Decoder, params: PyTree, rows: _Rows) -> _Results:
   def score_chunk(chunk: _Chunk) -> _Results:
     has_continuation = jnp.any(chunk.is_scored)
     return lax.cond(
-      has_continuation, _score_chunk, _score_of_nothing, embedding, chunk
+      has_continuation, _score_chunk, _skip_chunk, embedding, chunk
     )
 
   chunk_results = lax.map(score_chunk, chunks)  # [chunks, B]
+  # A continuation may lie in several chunks.
   return _Results(
     log_probability=chunk_results.log_probability.sum(0),
     is_greedy=chunk_results.is_greedy.all(0),
@@ -295,9 +296,9 @@ def _score_rows(model: Decoder, params: PyTree, rows: _Rows) -> _Results:
 
 
 def _split_positions(
-  x: Float[Array, "B T ..."], chunk_length: int
+  x: Float[Array | np.ndarray, "B T ..."], chunk_length: int
 ) -> Float[Array, "chunks B t ..."]:
-  """Returns chunks of positions. The last one is padded with zeros."""
+  """Splits the positions T into chunks of t. Zeros fill up the last one."""
   num_rows, length, *rest_shape = x.shape
   num_padding = -length % chunk_length
   widths = [(0, 0)] * x.ndim
@@ -323,10 +324,8 @@ def _score_chunk(embedding: Float[Array, "N E"], chunk: _Chunk) -> _Results:
   return _Results(log_probabilities.sum(1), is_greedy.all(1))
 
 
-def _score_of_nothing(
-  embedding: Float[Array, "N E"], chunk: _Chunk
-) -> _Results:
-  """Returns the scores of a chunk without a token of a continuation."""
+def _skip_chunk(embedding: Float[Array, "N E"], chunk: _Chunk) -> _Results:
+  """Returns the scores of a chunk that has no token of a continuation."""
   del embedding
   num_rows = chunk.targets.shape[0]
   return _Results(
