@@ -285,7 +285,7 @@ def _is_comparable(text: str) -> bool:
 def _is_same_sequence(
   parts: Sequence[_Answer], reference_parts: Sequence[_Answer]
 ) -> bool:
-  """Returns whether two tuples of as many parts have the same parts in order."""
+  """Returns whether two tuples of equal length have the same parts."""
   for part, reference_part in zip(parts, reference_parts, strict=True):
     if not _is_same(part, reference_part):
       return False
@@ -295,7 +295,7 @@ def _is_same_sequence(
 def _is_same_set(
   parts: Sequence[_Answer], reference_parts: Sequence[_Answer]
 ) -> bool:
-  """Returns whether two sets of as many parts have the same parts.
+  """Returns whether two sets of equal size have the same parts.
 
   Each part of the reference may match only one part of the answer.
   """

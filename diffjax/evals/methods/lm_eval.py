@@ -327,7 +327,7 @@ class DiffjaxLM(TemplateLM):
       if not is_cut:
         continue
       num_cut += 1
-      # The only token left is the one that begins the document.
+      # Only the token that begins the document is left.
       if len(cut_context) == 1:
         num_lost += 1
     if num_cut > 0:

@@ -289,8 +289,15 @@ def _place_needles(
 ) -> list[list[_Needle]]:
   """Returns the needles at each boundary between pieces, in their order.
 
-  The first needle is placed at `depth`, and the others at random. Boundary i is
-  before piece i. The last boundary is after the last piece.
+  Boundary i is before piece i. The last boundary is after the last piece. The
+  first needle is at the boundary nearest to `depth`, and the others are at
+  random boundaries.
+
+  Args:
+    needles: all needles of a prompt, those of the question first.
+    pieces: ids of each piece of the haystack.
+    depth: 0 for the beginning of the haystack, 1 for its end.
+    rng: draws the random boundaries.
   """
   # The number of tokens before each boundary.
   offsets = [0]
@@ -319,8 +326,8 @@ def _nearest(offsets: Sequence[int], target: float) -> int:
   """Returns the index of the offset nearest to a target.
 
   Args:
-    offsets: sorted numbers, of which the first is 0. If two are equally near,
-      the first of them is returned.
+    offsets: increasing numbers from 0 on. If two are equally near, the result
+      is the smaller one's index.
     target: a number that is not negative.
   """
   after = bisect.bisect_left(offsets, target)
@@ -355,7 +362,8 @@ def _insert_needles(
   Args:
     opening: ids of the text before the first piece.
     pieces: ids of each piece of the haystack.
-    needles_by_boundary: the needles before each piece, then those after the last piece.
+    needles_by_boundary: the needles before each piece, then those after the
+      last piece.
   """
   ids = list(opening)
   spans = {}
