@@ -240,7 +240,10 @@ def last_boxed(text: str) -> str | None:
 
 
 def is_same_answer(answer: str, reference: str) -> bool:
-  """Returns whether two answers are the same, by the rules of this module.
+  """Returns whether two final answers of a problem in mathematics are the same.
+
+  Typesetting and units do not count: 0.5 and \\frac12\\text{ m} are the same.
+  Answers of more than 1,000 characters must be identical.
 
   Raises:
     UserError: if math-verify is needed and cannot be started.
@@ -467,9 +470,10 @@ def _enclosed_content(text: str, opening: str, closing: str) -> str | None:
 
 
 def _parse_number(text: str) -> Fraction | None:
-  """Returns the value of an integer, a decimal, a fraction or a mixed number.
+  """Returns the exact value of a number, or None for other texts.
 
-  Returns None for other texts.
+  Integers, decimals, fractions and mixed numbers are read: 1,200, -0.5, 1/2 and
+  1\\frac{1}{2}.
   """
   if len(text) > _MAX_NUMBER_LENGTH:
     return None

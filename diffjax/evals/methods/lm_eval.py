@@ -50,7 +50,10 @@ class _GenerationGroup(NamedTuple):
 
 
 class DiffjaxLM(TemplateLM):
-  """Answers lm-eval's three kinds of requests on this process's device.
+  """A model of lm-eval that scores and generates text with a diffjax model.
+
+  lm-eval asks for the log-likelihoods of continuations and of whole texts, and
+  for generated answers. They are computed on this process's device.
 
   On several hosts, each process answers all requests. Each is rank 0 of world
   size 1, so lm-eval needs no torch.
