@@ -64,15 +64,18 @@ def interval(
   if num_units == 0:
     nan = float("nan")
     return Interval(nan, nan, nan, num_units)
-  if not measurement.is_proportion:
-    return _bootstrap(measurement, against)
-  if against is None:
+
+  if against is None and measurement.is_proportion:
     bounds = _proportion_bounds(measurement)
-    return Interval(*bounds, num_units)
-  if against.is_proportion:
+  elif against is not None and _are_proportions(measurement, against):
     bounds = _difference_bounds(measurement, against)
-    return Interval(*bounds, num_units)
-  return _bootstrap(measurement, against)
+  else:
+    return _bootstrap(measurement, against)
+  return Interval(bounds.estimate, bounds.low, bounds.high, num_units)
+
+
+def _are_proportions(first: Measurement, second: Measurement) -> bool:
+  return first.is_proportion and second.is_proportion
 
 
 def _check_pair(first: Measurement, second: Measurement) -> None:
@@ -87,19 +90,21 @@ def _check_pair(first: Measurement, second: Measurement) -> None:
 
 
 def _proportion_bounds(measurement: Measurement) -> proportions.Bounds:
-  """Returns Wilson's interval, for several groups of their mean."""
+  """Returns the interval of the mean of the groups' proportions."""
   outcomes, groups = measurement.units.T
-  bounds_of_groups = [
-    proportions.single(outcomes[groups == group]) for group in np.unique(groups)
-  ]
+  bounds_of_groups = []
+  for group in np.unique(groups):
+    group_outcomes = outcomes[groups == group]
+    bounds_of_groups.append(proportions.single(group_outcomes))
   return proportions.mean(bounds_of_groups)
 
 
 def _difference_bounds(
   measurement: Measurement, against: Measurement
 ) -> proportions.Bounds:
-  """Returns Tango's interval, for several groups of their mean difference."""
+  """Returns the interval of the mean of the groups' paired differences."""
   outcomes, groups = measurement.units.T
+  # Both models have the same units, so they have the same groups.
   other_outcomes, _ = against.units.T
   bounds_of_groups = []
   for group in np.unique(groups):
@@ -115,8 +120,12 @@ def _difference_bounds(
 def _bootstrap(
   measurement: Measurement, against: Measurement | None
 ) -> Interval:
-  """Returns the percentile bootstrap's interval."""
+  """Returns the percentile bootstrap's interval.
 
+  For two models, the interval is of the difference measurement − against.
+  """
+
+  # The bootstrap draws indices, so that both models get the same units.
   def statistic(unit_indices: ndarray) -> float:
     value = measurement.statistic(measurement.units[unit_indices])
     if against is None:
@@ -158,30 +167,39 @@ def compare(
   measurements: Iterable[Measurement],
   against: Iterable[Measurement] | None = None,
 ) -> Iterator[dict[str, Any]]:
-  """Yields measurements with their intervals, as the JSON files store them.
+  """Yields the intervals of a model's measurements, as JSON files store them.
+
+  For example, a measurement of one model gives
+
+    {"name": "accuracy", "at": {"depth": 0.5},
+     "value": 0.8, "low": 0.67, "high": 0.89, "units": 50}
+
+  If a second model has the same measurement, "against" is its interval and
+  "difference" is the interval of the paired difference. Both have the fields of
+  `Interval`.
 
   Args:
     measurements: The measurements of a model.
-    against: The measurements of another model.
-
-  Yields:
-    For each measurement its name, its coordinates "at" and the fields of its
-    `Interval`. If the other model has the same measurement, also "against" with
-    the other's interval and "difference" with that of the paired difference.
+    against: The measurements of a second model, if there is one.
   """
-  others = {}
-  if against is not None:
-    others = {_key(other): other for other in against}
-  for measurement in measurements:
-    own_interval = dataclasses.asdict(interval(measurement))
-    row = {"name": measurement.name, "at": measurement.at, **own_interval}
-    other = others.get(_key(measurement))
-    if other is not None:
-      row["against"] = dataclasses.asdict(interval(other))
-      row["difference"] = dataclasses.asdict(interval(measurement, other))
-    yield row
+  second_measurements: dict[tuple[Any, ...], Measurement] = {}
+  for second in against or ():
+    second_measurements[_name_and_coordinates(second)] = second
+
+  for first in measurements:
+    figure: dict[str, Any] = {
+      "name": first.name,
+      "at": first.at,
+      **dataclasses.asdict(interval(first)),
+    }
+    key = _name_and_coordinates(first)
+    if key in second_measurements:
+      second = second_measurements[key]
+      figure["against"] = dataclasses.asdict(interval(second))
+      figure["difference"] = dataclasses.asdict(interval(first, second))
+    yield figure
 
 
-def _key(measurement: Measurement) -> tuple[Any, ...]:
-  """Returns what two models' equal measurements share."""
+def _name_and_coordinates(measurement: Measurement) -> tuple[Any, ...]:
+  """Returns the key by which two models' measurements are paired."""
   return (measurement.name, *sorted(measurement.at.items()))

@@ -8,6 +8,14 @@ several answers that depend on each other. The intervals are then conservative:
 x² ≤ x for x from 0 to 1, so shares vary at most as much as outcomes of 0 and 1
 with the same mean. For the difference d of two shares, |d|² ≤ |d| gives the
 same bound.
+
+Newcombe's hybrid score interval for paired proportions is not used, because it
+is too narrow in two cases:
+
+- The models agree in nearly all units. If both are right in 50 units and both
+  are wrong in 50 units, it is ±0.019, but up to 3.7% of the units may differ.
+- There are few units. If one model is right twice and the other one never, it
+  is 0.07 to 1.
 """
 
 from __future__ import annotations
@@ -73,25 +81,31 @@ def _wilson(successes: int, count: int) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _ScoreTest:
-  """The score test of a difference of two paired proportions.
-
-  The formulas and letters are Tango's. For outcomes of 0 and 1, b and c are the
-  numbers of discordant pairs.
+  """Tango's score test of the difference of two paired proportions.
 
   Attributes:
-    b: the sum of outcome − other outcome over the units where it is positive.
-    c: the sum of other outcome − outcome over the units where it is positive.
-    n: the number of units.
+    only_first: the number of units where only the first model is right. For
+      outcomes that are shares, the sum of first − second where it is positive.
+    only_second: the same for the second model.
+    num_units: the number of units.
   """
 
-  b: float
-  c: float
-  n: int
+  only_first: float
+  only_second: float
+  num_units: int
+
+  @property
+  def estimate(self) -> float:
+    """The observed difference of the proportions, first − second."""
+    return (self.only_first - self.only_second) / self.num_units
 
   def statistic(self, difference: float) -> float:
     """Returns the score statistic of the hypothesis p₁ − p₂ = Δ.
 
-    (b − c − nΔ) / √(n (2q + Δ(1 − Δ)))
+    It is 0 at the estimate, and falls as Δ grows. With Tango's letters
+    b = `only_first`, c = `only_second` and n = `num_units`, it is
+
+      (b − c − nΔ) / √(n (2q + Δ(1 − Δ)))
 
     q is the probability that only the second outcome is 1. Its maximum
     likelihood estimate under the hypothesis is the larger root of
@@ -104,17 +118,20 @@ class _ScoreTest:
     Args:
       difference: Δ.
     """
-    residual = self.b - self.c - self.n * difference
-    # The standard error may be 0 too.
+    b = self.only_first
+    c = self.only_second
+    n = self.num_units
+    residual = b - c - n * difference
+    # The variance may be 0 too, and 0/0 has no value.
     if residual == 0:
       return 0.0
-    quadratic = 2 * self.n
-    linear = (2 * self.n - self.b + self.c) * difference - self.b - self.c
-    constant = -self.c * difference * (1 - difference)
+    quadratic = 2 * n
+    linear = (2 * n - b + c) * difference - b - c
+    constant = -c * difference * (1 - difference)
     # Rounding can make the discriminant negative.
     discriminant = max(0.0, linear**2 - 4 * quadratic * constant)
     q = (math.sqrt(discriminant) - linear) / (2 * quadratic)
-    variance = self.n * (2 * q + difference * (1 - difference))
+    variance = n * (2 * q + difference * (1 - difference))
     return residual / math.sqrt(variance)
 
 
@@ -127,14 +144,6 @@ def paired_difference(
   that the score test does not reject. For the difference 0 this is McNemar's
   test, so the interval excludes 0 exactly if McNemar's test is significant.
 
-  Newcombe's hybrid score interval for paired proportions is not used, because
-  it is too narrow in two cases:
-
-  - The models agree in nearly all units. If both are right in 50 units and both
-    are wrong in 50 units, it is ±0.019, but up to 3.7% of the units may differ.
-  - There are few units. If one model is right twice and the other one never, it
-    is 0.07 to 1.
-
   Source: Tango, "Equivalence test and confidence interval for the difference in
   proportions for the paired-sample design", Statistics in Medicine 17 (1998),
   891–908. SciPy does not implement it.
@@ -143,41 +152,47 @@ def paired_difference(
     outcomes: the outcomes of the units, from 0 to 1.
     against: the outcomes of the other model for the same units.
   """
+  # SciPy's statistics take a second to import.
   import scipy.stats
 
   differences = outcomes - against
   test = _ScoreTest(
-    b=float(differences.clip(0).sum()),
-    c=float(-differences.clip(None, 0).sum()),
-    n=len(outcomes),
+    only_first=float(differences.clip(min=0).sum()),
+    only_second=float((-differences).clip(min=0).sum()),
+    num_units=len(outcomes),
   )
-  estimate = (test.b - test.c) / test.n
+  # The statistic falls as the difference grows, so it is positive at the lower
+  # bound and negative at the upper bound.
   critical_value = float(scipy.stats.norm.ppf((1 + CONFIDENCE) / 2))
   return Bounds(
-    estimate=estimate,
-    low=_score_bound(test, estimate, critical_value, sign=-1),
-    high=_score_bound(test, estimate, critical_value, sign=1),
+    estimate=test.estimate,
+    low=_solve(test, statistic=critical_value, limit=-1.0),
+    high=_solve(test, statistic=-critical_value, limit=1.0),
   )
 
 
-def _score_bound(
-  test: _ScoreTest, estimate: float, critical_value: float, sign: int
-) -> float:
-  """Returns the bound of a score interval: the lower if `sign` is −1."""
+def _solve(test: _ScoreTest, statistic: float, limit: float) -> float:
+  """Returns the difference for which a score test has a given statistic.
+
+  Args:
+    test: the test.
+    statistic: the given statistic.
+    limit: the end of the search, which begins at the estimate: −1 or 1. It is
+      returned if the statistic is not reached.
+  """
   import scipy.optimize
 
-  edge = sign * (1 - _SEARCH_MARGIN)
-  if sign * estimate >= 1 - _SEARCH_MARGIN:
-    return float(sign)
-  # The test rejects no difference on this side.
-  if abs(test.statistic(edge)) <= critical_value:
-    return float(sign)
+  if abs(limit - test.estimate) <= _SEARCH_MARGIN:
+    return limit
+  search_end = limit * (1 - _SEARCH_MARGIN)
+  is_reached = abs(test.statistic(search_end)) > abs(statistic)
+  if not is_reached:
+    return limit
 
-  def distance_from_critical_value(difference: float) -> float:
-    return test.statistic(difference) + sign * critical_value
+  def error(difference: float) -> float:
+    return test.statistic(difference) - statistic
 
-  root = scipy.optimize.brentq(distance_from_critical_value, estimate, edge)
-  return float(root)
+  return float(scipy.optimize.brentq(error, test.estimate, search_end))
 
 
 def mean(groups: Sequence[Bounds]) -> Bounds:
