@@ -52,22 +52,28 @@ def style(attention: str) -> Style:
   return _assigned_styles[attention]
 
 
-def together(attentions: Sequence[str], names: Sequence[str]) -> list[Style]:
-  """Returns the styles of one model, or of two models in one figure.
+def distinct_styles(
+  attentions: Sequence[str], names: Sequence[str]
+) -> list[Style]:
+  """Returns styles that distinguish the models of a figure, one or two.
 
-  Two models of one style go by their own names. If their colours are equal, the
+  A model has the style of its attention variant. If two models have the same
+  style, their labels are the models' names. If they have the same colour, the
   second one is grey.
 
   Args:
-    attentions: the variant of each model.
+    attentions: the attention variant of each model.
     names: the name of each model.
   """
   styles = [style(attention) for attention in attentions]
-  if len(set(styles)) < len(styles):
+  has_equal_styles = len(set(styles)) < len(styles)
+  if has_equal_styles:
     for index, name in enumerate(names):
       styles[index] = styles[index]._replace(name=name)
-  colors = {each.color for each in styles}
-  if len(colors) < len(styles):
+
+  colors = {model_style.color for model_style in styles}
+  has_equal_colors = len(colors) < len(styles)
+  if has_equal_colors:
     for index in range(1, len(styles)):
       styles[index] = styles[index]._replace(color=GREY, marker="o")
   return styles

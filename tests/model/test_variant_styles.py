@@ -63,11 +63,13 @@ def test_a_style_of_its_own(restored_registry):
 
 
 def test_two_models_of_one_figure():
-  softmax, diff = variant_styles.together(["softmax", "diff"], ["a", "b"])
+  softmax, diff = variant_styles.distinct_styles(
+    ["softmax", "diff"], ["a", "b"]
+  )
   assert (softmax, diff) == (PUBLISHED["softmax"], PUBLISHED["diff"])
-  first, second = variant_styles.together(["diff", "diff"], ["a", "b"])
+  first, second = variant_styles.distinct_styles(["diff", "diff"], ["a", "b"])
   assert first == Style("a", RED, "s") and second == Style("b", GREY, "o")
-  first, second = variant_styles.together(
+  first, second = variant_styles.distinct_styles(
     ["diff", "diff_per_token"], ["a", "b"]
   )
   assert first == PUBLISHED["diff"]

@@ -19,21 +19,28 @@ WIDTH = 10
 
 
 def styles_of(models: Sequence[Mapping[str, Any]]) -> list[Style]:
-  """Returns the styles of the models in a suite's results."""
+  """Returns styles that distinguish the models of a suite's results.
+
+  Args:
+    models: The descriptions of one or two models, with "name" and "attention".
+  """
   names = []
-  variants = []
+  attention_variants = []
   for model in models:
     name = str(model["name"])
     names.append(name)
-    # Results of other programs may lack the attention variant.
-    variants.append(str(model.get("attention", name)))
-  return variant_styles.together(variants, names)
+    # Results that diffjax did not write may have no attention variant.
+    attention_variants.append(str(model.get("attention", name)))
+  return variant_styles.distinct_styles(attention_variants, names)
 
 
 def by_model(
   results: Mapping[str, Any], name: str | None = None
 ) -> Iterator[tuple[Style, list[Mapping[str, Any]]]]:
-  """Yields the style and the figures of each model.
+  """Yields the style and the figures of each model, of one or two.
+
+  In a suite's results, each figure has the first model's value and interval.
+  The field "against" has those of the second model, if it has the figure too.
 
   Args:
     results: A suite's results.
@@ -42,14 +49,20 @@ def by_model(
   Yields:
     The model's style, and its figures with name, at, value, low and high.
   """
-  rows = []
-  for row in results["figures"]:
-    if name is None or row["name"] == name:
-      rows.append(row)
-  first_style, *other_styles = styles_of(results["models"])
-  yield first_style, rows
-  for style in other_styles:
-    yield style, [{**row, **row["against"]} for row in rows if "against" in row]
+  styles_of_models = styles_of(results["models"])
+  figures = []
+  for figure in results["figures"]:
+    if name is None or figure["name"] == name:
+      figures.append(figure)
+  yield styles_of_models[0], figures
+  if len(styles_of_models) == 1:
+    return
+
+  figures_of_second = []
+  for figure in figures:
+    if "against" in figure:
+      figures_of_second.append({**figure, **figure["against"]})
+  yield styles_of_models[1], figures_of_second
 
 
 def draw_line(
@@ -102,16 +115,18 @@ def draw_points(
   Args:
     axes: Where to draw.
     categories: The labels of the x axis.
-    rows: The figures of one model, one for each category.
+    rows: The figures of one model, from `by_model`, one for each category.
     style: The model's style.
     shift: The distance of the points from the categories' x coordinates, so
       that the points of several models do not overlap.
   """
   value = _column(rows, "value")
+  length_below = value - _column(rows, "low")
+  length_above = _column(rows, "high") - value
   axes.errorbar(
     np.arange(len(categories)) + shift,
     value,
-    yerr=[value - _column(rows, "low"), _column(rows, "high") - value],
+    yerr=[length_below, length_above],
     linestyle="none",
     color=style.color,
     marker=style.marker,
