@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from etils import epath
 
@@ -96,16 +96,19 @@ def read_results(
 
 
 def _read_suite_results(path: epath.Path, suite: str) -> dict[str, Any]:
-  """Reads and checks the results of a suite."""
+  """Reads the results of a suite, and checks that they have all fields."""
   try:
     suite_results = json.loads(path.read_text(encoding="utf-8"))
-    is_of_suite = _are_results_of(suite_results, suite)
+    measured_suite = suite_results["suite"]
+    has_models = len(suite_results["models"]) > 0
+    for figure in suite_results["figures"]:
+      _check_figure(figure)
   except (OSError, ValueError, KeyError, TypeError) as error:
     raise UserError(
       f"{path} holds no results of a suite ({error}); measure again, or move it"
       " away"
     ) from error
-  if not is_of_suite:
+  if measured_suite != suite or not has_models:
     raise UserError(
       f"{path} holds no results of the suite {suite}; measure again, or move it"
       " away"
@@ -113,17 +116,11 @@ def _read_suite_results(path: epath.Path, suite: str) -> dict[str, Any]:
   return suite_results
 
 
-def _are_results_of(suite_results: Any, suite: str) -> bool:
-  """Returns True if a file's content has the form of a suite's results.
-
-  Raises KeyError or TypeError if it has another form.
-  """
-  if suite_results["suite"] != suite or not suite_results["models"]:
-    return False
-  for figure in suite_results["figures"]:
-    if "at" not in figure or "value" not in figure:
-      return False
-  return True
+def _check_figure(figure: Mapping[str, Any]) -> None:
+  """Raises ValueError if a figure has no settings or no value."""
+  for field in ("at", "value"):
+    if field not in figure:
+      raise ValueError(f"a figure has no {field!r}")
 
 
 def model_names(suite_results: Mapping[str, Any]) -> list[str]:
@@ -136,7 +133,7 @@ def section(
   names: list[str],
   directory: epath.Path,
 ) -> Section:
-  """Returns the section of a suite.
+  """Returns the section of the page that shows the results of a suite.
 
   Args:
     suite_results: the results of the suite.
@@ -147,34 +144,41 @@ def section(
     OSError: if the plot cannot be read.
   """
   suite = suite_results["suite"]
-  warning = ""
-  measured_names = model_names(suite_results)
-  if measured_names != names:
-    warning = (
-      f"Measured of {' and '.join(measured_names)}, not of this page's models."
-    )
-  plot = None
-  plot_path = directory / f"{suite}.png"
-  if plot_path.exists():
-    address = pictures.png_address(plot_path.read_bytes())
-    plot = Picture(address, f"plot of {suite}")
-
-  main_figures, folded_figures = _split_figures(suite_results)
   words = suite.replace("_", " ")
+  figures = _split_figures(suite_results)
+  settings = suite_results["settings"]
   return Section(
     suite=suite,
     link=_abbreviations_in_capitals(words),
     heading=_abbreviations_in_capitals(words.capitalize()),
     description=_description(suite),
-    warning=warning,
-    plot=plot,
-    main=_table(main_figures, suite_results),
-    folded=_table(folded_figures, suite_results),
-    folded_title=_folded_title(len(folded_figures), suite_results),
-    settings=json.dumps(
-      suite_results["settings"], indent=1, ensure_ascii=False
-    ),
+    warning=_other_models_warning(suite_results, names),
+    plot=_read_plot(directory / f"{suite}.png", suite),
+    main=_table(figures.shown, suite_results),
+    folded=_table(figures.folded, suite_results),
+    folded_title=_folded_title(len(figures.folded), suite_results),
+    settings=json.dumps(settings, indent=1, ensure_ascii=False),
   )
+
+
+def _other_models_warning(
+  suite_results: Mapping[str, Any], names: list[str]
+) -> str:
+  """Returns a warning if the results are not of the page's models, or ""."""
+  measured_names = model_names(suite_results)
+  if measured_names == names:
+    return ""
+  return (
+    f"Measured of {' and '.join(measured_names)}, not of this page's models."
+  )
+
+
+def _read_plot(path: epath.Path, suite: str) -> Picture | None:
+  """Returns the plot of a suite, or None if there is no such file."""
+  if not path.exists():
+    return None
+  address = pictures.png_address(path.read_bytes())
+  return Picture(address, f"plot of {suite}")
 
 
 def _description(suite: str) -> str:
@@ -184,43 +188,47 @@ def _description(suite: str) -> str:
 
 
 def _abbreviations_in_capitals(words: str) -> str:
-  """Returns the words of a suite's name with NLL in capitals."""
+  """Returns words with "NLL" in place of "nll"."""
   return words.replace("nll", "NLL")
 
 
-def _is_pair(suite_results: Mapping[str, Any]) -> bool:
-  """Returns True if the results compare two models."""
-  return len(suite_results["models"]) > 1
+class _SplitFigures(NamedTuple):
+  """The figures of a suite, as rows of its section's two tables.
+
+  Attributes:
+    shown: the rows of the table that is always visible.
+    folded: the rows of the table that is visible on demand.
+  """
+
+  shown: list[Mapping[str, Any]]
+  folded: list[Mapping[str, Any]]
 
 
-def _split_figures(
-  suite_results: Mapping[str, Any],
-) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
-  """Returns the figures of a suite to show, and the figures to fold.
+def _split_figures(suite_results: Mapping[str, Any]) -> _SplitFigures:
+  """Decides which figures of a suite are folded.
 
-  The shown figures are the main figures, clear differences, and numbers other
-  than 0 without a difference.
+  Figures without a clear difference are folded, and figures of one model whose
+  value is 0. The suite's main figures are never folded.
   """
   headlines = summary.headlines({suite_results["suite"]: suite_results})
-  headline_figures = [headline.figure for headline in headlines]
-  shown = []
-  folded = []
+  main_figures = [headline.figure for headline in headlines]
+  split = _SplitFigures(shown=[], folded=[])
   for figure in suite_results["figures"]:
     if "difference" in figure:
       is_informative = results.excludes_zero(figure["difference"])
     else:
       is_informative = figure["value"] != 0
-    if is_informative or figure in headline_figures:
-      shown.append(figure)
+    if is_informative or figure in main_figures:
+      split.shown.append(figure)
     else:
-      folded.append(figure)
-  return shown, folded
+      split.folded.append(figure)
+  return split
 
 
 def _folded_title(num_rows: int, suite_results: Mapping[str, Any]) -> str:
-  """Returns the line that unfolds the table of folded figures."""
+  """Returns the title of the folded table, on which readers click."""
   noun = "row" if num_rows == 1 else "rows"
-  if _is_pair(suite_results):
+  if results.is_comparison(suite_results):
     return f"{num_rows} {noun} without a clear difference"
   return f"{num_rows} {noun} of 0"
 
@@ -232,21 +240,19 @@ def _table(
 
   It has a column for each setting that any figure of the suite has.
   """
-  setting_names: dict[str, None] = {}
-  for figure in suite_results["figures"]:
-    setting_names |= dict.fromkeys(figure["at"])
+  setting_names = results.list_settings(suite_results["figures"])
   header = list(setting_names)
   for style in plots.styles_of(suite_results["models"]):
     header.append(style.name)
-  is_pair = _is_pair(suite_results)
-  if is_pair:
+  is_comparison = results.is_comparison(suite_results)
+  if is_comparison:
     header.append("difference")
 
   rows = []
   for figure in figures:
-    settings = [str(figure["at"].get(name, "")) for name in setting_names]
+    settings = [results.format_setting(figure, name) for name in setting_names]
     numbers = [summary.number(figure)]
-    if is_pair:
+    if is_comparison:
       numbers.append(summary.number(figure.get("against")))
       numbers.append(summary.difference_number(figure.get("difference")))
     rows.append(FigureRow(figure["name"], settings, numbers))

@@ -158,90 +158,110 @@ def draw_summary(
   for figure in results["figures"]:
     if spec.summary.items() <= figure["at"].items():
       figures.append(figure)
-  shared, columns = _shared_and_columns(figures, spec)
-  heading = results["suite"]
-  if shared:
-    heading += f": {', '.join(shared)}"
-  _print_line(console, heading)
-  for role, model in zip(_ROLES, results["models"], strict=False):
-    _print_line(console, f"{role}: {model['name']}")
+  settings = _split_settings(figures, spec)
 
-  is_pair = len(results["models"]) > 1
-  header = [""]
-  header += [spec.headers.get(name, name) for name in columns]
-  if is_pair:
-    header += [*_ROLES, "difference [95% interval]"]
-  else:
-    header.append("value [95% interval]")
-  rows = _summary_rows(figures, columns, spec.unit, is_pair)
-  _print_table(console, header, rows)
+  heading = results["suite"]
+  if settings.equal:
+    heading += f": {', '.join(settings.equal)}"
+  _print_line(console, heading)
+  for line in _model_lines(results):
+    _print_line(console, line)
+  _print_figures(console, figures, settings.varying, results, spec)
   for note in spec.notes:
     _print_line(console, note)
 
 
-def _shared_and_columns(
+class _Settings(NamedTuple):
+  """The settings of figures.
+
+  Attributes:
+    equal: the settings that are equal in all figures, such as "length 256". If
+      the number of units is equal, it is the first, such as "50 prompts".
+    varying: the names of the other settings.
+  """
+
+  equal: list[str]
+  varying: list[str]
+
+
+def _split_settings(
   figures: Sequence[Mapping[str, Any]], spec: TableSpec
-) -> tuple[list[str], list[str]]:
+) -> _Settings:
   """Splits the settings into those equal in all figures and those that vary.
 
-  Equal settings go into the heading, which keeps the table narrow.
-
-  Args:
-    figures: The figures of a table.
-    spec: The suite's `table`.
-
-  Returns:
-    Texts such as "50 prompts" or "length 256", and the names of columns. Columns
-    are settings. The unit is the last column if figures differ in their number
-    of samples.
+  The equal ones go into the heading, which keeps the table narrow. Settings
+  that the summary is restricted to, or that `spec` hides, are in neither.
   """
-  shared = []
-  columns = []
-  counts = {figure["units"] for figure in figures}
-  has_one_count = len(counts) == 1
-  if has_one_count:
-    shared.append(f"{counts.pop():,} {spec.unit}")
-  for name in _setting_names(figures):
-    if name in spec.summary or spec.headers.get(name) == "":
+  settings = _Settings(equal=[], varying=[])
+  if _has_equal_units(figures):
+    settings.equal.append(f"{figures[0]['units']:,} {spec.unit}")
+  for name in list_settings(figures):
+    is_hidden = spec.headers.get(name) == ""
+    if name in spec.summary or is_hidden:
       continue
     values = {figure["at"].get(name) for figure in figures}
     if len(values) == 1:
-      shared.append(f"{name} {values.pop()}")
+      settings.equal.append(f"{name} {values.pop()}")
     else:
-      columns.append(name)
-  if not has_one_count:
-    columns.append(spec.unit)
-  return shared, columns
+      settings.varying.append(name)
+  return settings
 
 
-def _summary_rows(
+def _has_equal_units(figures: Sequence[Mapping[str, Any]]) -> bool:
+  """Returns True if there are figures, and all have one number of units."""
+  return len({figure["units"] for figure in figures}) == 1
+
+
+def _print_figures(
+  console: rich.console.Console,
   figures: Sequence[Mapping[str, Any]],
-  columns: Sequence[str],
-  unit: str,
-  is_pair: bool,
-) -> list[list[rich.text.Text]]:
-  """Returns the cells of the terminal's table, a row for each figure."""
+  setting_names: Sequence[str],
+  results: Mapping[str, Any],
+  spec: TableSpec,
+) -> None:
+  """Prints a table with a row for each figure.
+
+  Args:
+    console: Where to print.
+    figures: The figures.
+    setting_names: The settings that have a column.
+    results: The suite's results, which contain the figures.
+    spec: The suite's `table`.
+  """
+  has_units_column = not _has_equal_units(figures)
+  header = [""]
+  for name in setting_names:
+    header.append(spec.headers.get(name, name))
+  if has_units_column:
+    header.append(spec.headers.get(spec.unit, spec.unit))
+  if is_comparison(results):
+    header += [*_ROLES, "difference [95% interval]"]
+  else:
+    header.append("value [95% interval]")
+
   rows = []
   previous_name = ""
   for figure in figures:
+    # Consecutive figures of one name show it once.
     is_repeated = figure["name"] == previous_name
     previous_name = figure["name"]
     cells = ["" if is_repeated else figure["name"]]
-    for column in columns:
-      if column == unit:
-        cells.append(f"{figure['units']:,}")
-      else:
-        cells.append(str(figure["at"].get(column, "")))
-    if is_pair:
-      cells += [_value(figure), _value(figure.get("against"))]
+    for name in setting_names:
+      cells.append(format_setting(figure, name))
+    if has_units_column:
+      cells.append(f"{figure['units']:,}")
+    if is_comparison(results):
+      cells.append(_value(figure))
+      cells.append(_value(figure.get("against")))
       cells.append(number(figure.get("difference")))
     else:
       cells.append(number(figure))
+    # rich would read brackets in a string as a style, but not in a Text.
     row = [rich.text.Text(cell) for cell in cells]
-    if is_pair and excludes_zero(figure.get("difference")):
+    if excludes_zero(figure.get("difference")):
       row[-1].stylize("bold")
     rows.append(row)
-  return rows
+  _print_table(console, header, rows)
 
 
 def _print_table(
@@ -280,40 +300,65 @@ def write_table(
   Raises:
     UserError: If the file cannot be written.
   """
-  figures = results["figures"]
-  is_pair = len(results["models"]) > 1
-  settings = _setting_names(figures)
-  header = ["figure", *settings, spec.unit]
-  if is_pair:
-    header += [*_ROLES, "difference"]
-  else:
-    header.append("value")
   lines = [f"# {results['suite']}", ""]
-  for role, model in zip(_ROLES, results["models"], strict=False):
-    lines.append(f"- {role}: {model['name']}")
+  for line in _model_lines(results):
+    lines.append(f"- {line}")
   lines += ["", "Values have 95% intervals.", ""]
-  lines.append(_markdown_row(header))
-  lines.append(_markdown_row(["---"] + ["---:"] * (len(header) - 1)))
-  for figure in figures:
-    cells = [figure["name"]]
-    cells += [str(figure["at"].get(name, "")) for name in settings]
-    cells += [str(figure["units"]), number(figure)]
-    if is_pair:
-      cells.append(number(figure.get("against")))
-      cells.append(number(figure.get("difference")))
-    lines.append(_markdown_row(cells))
+  lines += _markdown_table(results, spec.unit)
   lines.append("")
   for note in spec.notes:
     lines.append(f"- {note}")
   _write_text(path, "\n".join(lines) + "\n")
 
 
-def _setting_names(figures: Sequence[Mapping[str, Any]]) -> list[str]:
+def _markdown_table(results: Mapping[str, Any], unit: str) -> list[str]:
+  """Returns the lines of a table with a row for each figure."""
+  setting_names = list_settings(results["figures"])
+  header = ["figure", *setting_names, unit]
+  if is_comparison(results):
+    header += [*_ROLES, "difference"]
+  else:
+    header.append("value")
+  alignments = ["---"] + ["---:"] * (len(header) - 1)
+  lines = [_markdown_row(header), _markdown_row(alignments)]
+
+  for figure in results["figures"]:
+    cells = [figure["name"]]
+    for name in setting_names:
+      cells.append(format_setting(figure, name))
+    cells += [str(figure["units"]), number(figure)]
+    if is_comparison(results):
+      cells.append(number(figure.get("against")))
+      cells.append(number(figure.get("difference")))
+    lines.append(_markdown_row(cells))
+  return lines
+
+
+def list_settings(figures: Sequence[Mapping[str, Any]]) -> list[str]:
   """Returns the names of the settings in `figure["at"]`, in their order."""
   names: dict[str, None] = {}
   for figure in figures:
     names |= dict.fromkeys(figure["at"])
   return list(names)
+
+
+def format_setting(figure: Mapping[str, Any], name: str) -> str:
+  """Returns a setting of a figure as text, or "" if it has no such setting."""
+  return str(figure["at"].get(name, ""))
+
+
+def _model_lines(results: Mapping[str, Any]) -> list[str]:
+  """Returns a line with the name of each model, such as "model: diff"."""
+  lines = []
+  # If there is one model, the second role is unused.
+  for role, model in zip(_ROLES, results["models"], strict=False):
+    lines.append(f"{role}: {model['name']}")
+  return lines
+
+
+def is_comparison(results: Mapping[str, Any]) -> bool:
+  """Returns True if the results compare two models."""
+  return len(results["models"]) > 1
 
 
 def _print_line(console: rich.console.Console, line: str) -> None:
