@@ -34,7 +34,10 @@ def lambda_curves(logs: Sequence[Log]) -> matplotlib.figure.Figure | None:
   Args:
     logs: the style and the log entries of each run.
   """
-  logs_with_lambda = [log for log in logs if _lambda_metrics(log[1])]
+  logs_with_lambda = []
+  for style, lines in logs:
+    if _lambda_metrics(lines):
+      logs_with_lambda.append((style, lines))
   if not logs_with_lambda:
     return None
   num_runs = len(logs_with_lambda)
@@ -50,7 +53,11 @@ def lambda_curves(logs: Sequence[Log]) -> matplotlib.figure.Figure | None:
 
 
 def _lambda_metrics(lines: Sequence[Mapping[str, Any]]) -> list[str]:
-  """Returns the names of the metrics with λ in a log, by layer."""
+  """Returns the names of the metrics in a log that hold λ, one for each layer.
+
+  Args:
+    lines: the entries of the log, which are metrics by name.
+  """
   metrics: set[str] = set()
   for line in lines:
     metrics.update(name for name in line if name.startswith(_PREFIX))

@@ -59,15 +59,16 @@ _PANEL_LABEL_GAP = 0.028
 
 
 def head_picture(maps: Maps) -> tuple[matplotlib.figure.Figure, str]:
-  """Returns a picture of the head of `most_cancelled`, and its caption.
+  """Returns a picture of one attention head's maps, and its caption.
 
-  The maps and the weights are side by side.
+  It is the head in which λA₂ cancels the largest share of A₁. The maps A₁ and
+  λA₂ and the resulting weights are side by side.
 
   Args:
     maps: the maps of a model with `has_noise_map`.
   """
   layer, head, share = most_cancelled(maps)
-  # The first map of a layer is the mean over its heads.
+  # Index 0 is the mean over the heads, so the heads begin at index 1.
   figure = _draw_head(maps, maps.weights[layer, 1 + head])
 
   num_layers = maps.weights.shape[0]
@@ -84,32 +85,46 @@ def head_picture(maps: Maps) -> tuple[matplotlib.figure.Figure, str]:
 def _draw_head(
   maps: Maps, weights: Float[np.ndarray, "maps T T"]
 ) -> matplotlib.figure.Figure:
-  """Draws the maps of one head side by side, with a bar of colours."""
+  """Draws the maps of one head side by side, with a colour bar.
+
+  Args:
+    maps: the tokens and the titles of the maps.
+    weights: the maps of the head.
+  """
   num_tokens = len(maps.tokens)
   words = readable(words_of(maps.tokens), num_tokens * _PICTURE_LABEL_GAP)
   ticks = _ticks(words)
-  longest_label = max(ticks.labels, key=len, default="")
   num_maps = len(maps.titles)
-  width = _SIDES_WIDTH + num_maps * _MAP_WIDTH
-  height = _MAP_HEIGHT + len(longest_label) * _LETTER_WIDTH
   figure = matplotlib.figure.Figure(
-    (width, height), layout="constrained", facecolor="white"
+    _picture_size(num_maps, ticks), layout="constrained", facecolor="white"
   )
+  axes_of_maps = list(figure.subplots(1, num_maps))
 
+  # All maps have the same scale of colours.
   largest = _largest_weight(weights)
   norm = matplotlib.colors.FuncNorm(
     (_signed_root, _signed_square), -largest, largest
   )
-  row = figure.subplots(1, num_maps)
-  for axes, title, values in zip(row, maps.titles, weights, strict=True):
-    image = _draw_map(axes, values, norm)
+  images = []
+  for axes, title, values in zip(
+    axes_of_maps, maps.titles, weights, strict=True
+  ):
+    images.append(_draw_map(axes, values, norm))
     axes.set_title(title, fontsize=16)
     _label_keys(axes, ticks)
-  _label_queries(row[0], ticks)
+  _label_queries(axes_of_maps[0], ticks)
 
-  bar = figure.colorbar(image, ax=list(row), shrink=0.75, pad=0.01)
+  bar = figure.colorbar(images[-1], ax=axes_of_maps, shrink=0.75, pad=0.01)
   _label_color_bar(bar, largest)
   return figure
+
+
+def _picture_size(num_maps: int, ticks: _Ticks) -> tuple[float, float]:
+  """Returns the width and height of the picture of a head, in inches."""
+  longest_label = max(ticks.labels, key=len, default="")
+  width = _SIDES_WIDTH + num_maps * _MAP_WIDTH
+  height = _MAP_HEIGHT + len(longest_label) * _LETTER_WIDTH
+  return width, height
 
 
 def _draw_map(
@@ -206,7 +221,9 @@ class Panel:
 
 
 def panel(maps: Maps, name: str, max_layers: int, max_heads: int) -> Panel:
-  """Returns the panel of a model.
+  """Returns the interactive part of the page that shows a model's maps.
+
+  The reader chooses a layer, and one of its heads or their mean.
 
   Args:
     maps: the model's maps.
@@ -219,6 +236,7 @@ def panel(maps: Maps, name: str, max_layers: int, max_heads: int) -> Panel:
   layers = _evenly_spaced(num_layers, max_layers)
   choices = []
   for layer in layers:
+    # Index 0 is the mean over all heads, and then come the heads.
     mean_and_heads = maps.weights[layer, : 1 + num_heads]
     choices.append([_color_head(weights) for weights in mean_and_heads])
 
@@ -239,7 +257,7 @@ def panel(maps: Maps, name: str, max_layers: int, max_heads: int) -> Panel:
 
 
 def _evenly_spaced(num_layers: int, count: int) -> list[int]:
-  """Returns at most `count` layers from the first to the last."""
+  """Returns at most `count` layers, evenly from the first to the last."""
   last_layer = num_layers - 1
   num_steps = max(count - 1, 1)
   layers = {round(step * last_layer / num_steps) for step in range(count)}
@@ -270,13 +288,13 @@ class _ColoredHead:
 
 
 def _color_head(weights: Float[np.ndarray, "maps T T"]) -> _ColoredHead:
-  """Draws the maps of a head for a panel."""
+  """Returns the maps of a head as PNG files with one pixel per weight."""
   largest = _largest_weight(weights)
   is_hidden = ~_visible_keys(weights.shape[-1])
   pngs = []
   for values in weights:
     relative = np.clip(values / largest, -1, 1)
-    # The colormap is from 0 to 1.
+    # The colormap takes numbers from 0 to 1.
     colors = _COLORMAP((_signed_root(relative) + 1) / 2)
     colors[is_hidden] = matplotlib.colors.to_rgba(_HIDDEN_COLOR)
     file = io.BytesIO()
@@ -308,7 +326,11 @@ def _head_data(head: _ColoredHead) -> dict[str, Any]:
 
 
 def _largest_weight(weights: Float[np.ndarray, "maps T T"]) -> float:
-  """Returns the absolute weight where the scale of colours ends."""
+  """Returns the absolute weight where the scale of colours ends.
+
+  It is the quantile `_SCALE_QUANTILE` of the visible weights. If that is 0, it is
+  their maximum, and if all are 0, it is 1.
+  """
   is_visible = _visible_keys(weights.shape[-1])
   magnitudes = np.abs(weights[:, is_visible])
   largest = float(np.quantile(magnitudes, _SCALE_QUANTILE))

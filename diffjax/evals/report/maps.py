@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from diffjax.data.tokenizer import Tokenizer
 from diffjax.evals.methods import inside
 from diffjax.inference.trained import Trained
 from diffjax.model.decoder import Decoder
@@ -78,20 +79,13 @@ class Cancellation(NamedTuple):
 
 
 def compute(models: Sequence[Trained], ids: Sequence[int]) -> list[Maps]:
-  """Returns each model's maps of a text.
+  """Returns each model's attention maps of a text.
 
   Args:
     models: the models, with one tokenizer.
     ids: the token ids of the text.
   """
-  tokenizer = models[0].tokenizer
-  tokens = []
-  for index, token in enumerate(ids):
-    if index == 0 and not tokenizer.has_text([token]):
-      tokens.append(_START_LABEL)
-    else:
-      tokens.append(tokenizer.decode_after(ids[:index], [token]))
-
+  tokens = _token_texts(models[0].tokenizer, ids)
   compute_maps = jax.jit(maps_of, static_argnums=0)
   batch = np.asarray([ids], np.int32)
   maps = []
@@ -102,10 +96,24 @@ def compute(models: Sequence[Trained], ids: Sequence[int]) -> list[Maps]:
   return maps
 
 
+def _token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+  """Returns the text of each token, as labels of the maps."""
+  texts = []
+  for index, token in enumerate(ids):
+    if index == 0 and not tokenizer.has_text([token]):
+      texts.append(_START_LABEL)
+    else:
+      texts.append(tokenizer.decode_after(ids[:index], [token]))
+  return texts
+
+
 def maps_of(
   model: Decoder, params: Any, tokens: Int[Array, "B T"]
 ) -> LayerMaps:
-  """Returns the maps of the first row, without plain layers.
+  """Returns the attention maps of the first row of a batch, by layer.
+
+  Layers with softmax attention in a model of another variant (plain layers) are
+  left out, because they have other maps.
 
   Args:
     model: the decoder.
@@ -116,9 +124,10 @@ def maps_of(
   def layer_maps(attended: inside.AttentionInputs) -> LayerMaps:
     length = attended.q.shape[1]
     queries = attended.queries(0, length)
-    terms = queries.maps()
-    titles = (*terms, attended.layer.weights_formula)
-    maps = jnp.stack([*terms.values(), queries.weights()], axis=2)
+    # The variant's maps by title, such as A₁ and λA₂. Each is [B, H, T, T].
+    maps_by_title = queries.maps()
+    titles = (*maps_by_title, attended.layer.weights_formula)
+    maps = jnp.stack([*maps_by_title.values(), queries.weights()], axis=2)
     first_row = maps[0]  # [H, maps, T, T]
     mean = jnp.mean(first_row, axis=0, keepdims=True)
     return LayerMaps(titles, jnp.concatenate([mean, first_row]))
@@ -142,6 +151,7 @@ def most_cancelled(maps: Maps) -> Cancellation:
   Args:
     maps: the maps of a model with `has_noise_map`.
   """
+  # Without the mean over heads, and without the first query.
   heads = maps.weights[:, 1:, :, 1:]  # [L, H, maps, T − 1, T]
   signal = heads[:, :, maps.titles.index(SIGNAL_MAP)]
   noise = heads[:, :, maps.titles.index(NOISE_MAP)]
