@@ -22,13 +22,11 @@ first screen, of the tiny pair:
 from __future__ import annotations
 
 import dataclasses
-import html
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jinja2
-import markupsafe
 from etils import epath
 
 from diffjax.config import UserError
@@ -227,7 +225,7 @@ def _first_screen(
   models: Sequence[_StyledModel],
   results_by_suite: Mapping[str, Mapping[str, Any]],
 ) -> FirstScreen:
-  """Returns the first screen. It shows only results of the page's models."""
+  """Returns the first screen, without results of other models."""
   names = _names(models)
   results_of_models = {}
   for suite, suite_results in results_by_suite.items():
@@ -257,17 +255,18 @@ def _sections(
 
 def _training(models: Sequence[_StyledModel]) -> _Training:
   """Returns the section about training, from the logs of the runs."""
+  training = _Training(missing=[], curves=[])
   logs = []
-  missing = []
   for model in models:
     workdir = model.description["workdir"]
     path = epath.Path(workdir) / "metrics.jsonl"
     if path.exists():
       logs.append((model.style, read_log(path)))
     else:
-      missing.append(f"{model.style.name}: no metrics.jsonl in {workdir}.")
+      training.missing.append(
+        f"{model.style.name}: no metrics.jsonl in {workdir}."
+      )
 
-  training = _Training(missing, curves=[])
   if logs:
     losses = Picture(
       pictures.svg_address(loss_curves(logs), "loss"),
@@ -275,6 +274,7 @@ def _training(models: Sequence[_StyledModel]) -> _Training:
       caption="Training and validation loss.",
     )
     training.curves.append(losses)
+  # Transformers have no λ.
   lambda_figure = curves.lambda_curves(logs)
   if lambda_figure is not None:
     lambdas = Picture(
@@ -291,7 +291,9 @@ def _write_head(
   model_maps: Sequence[maps.Maps],
   path: epath.Path,
 ) -> Picture | None:
-  """Draws a head of the first model with a noise map, and writes it as a PNG.
+  """Draws one head's attention maps, and writes the picture as a PNG file.
+
+  The head is of the first model that has a noise map (λA₂).
 
   Args:
     models: the models.
@@ -321,7 +323,7 @@ def _panels(
   max_layers: int,
   max_heads: int,
 ) -> list[Panel]:
-  """Returns the panel of each model."""
+  """Returns the attention maps of each model, for its panel on the page."""
   panels = []
   for model, maps_of_model in zip(models, model_maps, strict=True):
     panel = map_pictures.panel(
@@ -336,21 +338,9 @@ def _render(page: _Page) -> str:
   environment = jinja2.Environment(
     loader=jinja2.FileSystemLoader(_TEMPLATES),
     autoescape=True,
-    finalize=_escape,
     undefined=jinja2.StrictUndefined,
     trim_blocks=True,
     lstrip_blocks=True,
     keep_trailing_newline=True,
   )
   return environment.get_template("page.html.j2").render(page=page)
-
-
-def _escape(value: Any) -> markupsafe.Markup:
-  """Escapes a value like `html.escape`. Leaves the HTML of macros unchanged.
-
-  Jinja2 itself would write quotes as numbers, such as &#34;. With this function
-  the same results give the same page as in earlier versions of diffjax.
-  """
-  if isinstance(value, markupsafe.Markup):
-    return value
-  return markupsafe.Markup(html.escape(str(value)))
