@@ -27,7 +27,7 @@ if __name__ == "__main__":
 import dataclasses
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from absl import app, flags
@@ -192,7 +192,7 @@ def _check_same_tokenizer(first: Trained, second: Trained) -> None:
 
 
 def _load(workdir: str, step: int | None) -> Trained:
-  """Loads a model as --tensor and --weight_dtype say.
+  """Loads a model, with the flags --tensor and --weight_dtype.
 
   Args:
     workdir: The run's directory.
@@ -224,21 +224,31 @@ def _with_description(trained: Trained, workdir: str) -> Model:
 
 
 def _default_settings() -> dict[str, Suite]:
-  """Returns all suites at their defaults, which flags override.
+  """Returns all suites with their default settings, which flags override.
 
   For example, --set.needle.samples overrides the field `samples` of "needle".
   Without such a flag, the result is empty, because importing the suites takes
   seconds.
+
+  Returns:
+    The suites by name.
   """
   arguments = sys.argv[1:]
-  names = [argument.lstrip("-") for argument in arguments]
-  if not any(name.startswith("set.") for name in names):
+  if not _has_settings(arguments):
     return {}
-  # The modules may add suites.
+  # The modules of --import may add suites.
   command.import_modules(arguments)
   from diffjax.evals.suite import suite_class
 
   return {name: suite_class(name)() for name in SUITES}
+
+
+def _has_settings(arguments: Sequence[str]) -> bool:
+  """Returns True if the command line has a flag --set.SUITE.FIELD."""
+  for argument in arguments:
+    if argument.lstrip("-").startswith("set."):
+      return True
+  return False
 
 
 if __name__ == "__main__":

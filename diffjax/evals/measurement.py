@@ -1,7 +1,7 @@
-"""Measurements: what a suite measures, with the units that the numbers are made of.
+"""Measurements of a suite, with the contribution of each unit.
 
-A measurement keeps its units, such as prompts, because a number alone has no
-interval and cannot be paired. `report/intervals.py` computes both.
+A unit is, for example, a prompt. The intervals and paired differences in
+`report/intervals.py` are computed from the units.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from numpy import ndarray
 def ratio(units: Float[ndarray, "U 2"]) -> float:
   """Returns the sum of the first column divided by the sum of the second.
 
-  If each unit is a sum and a count, it is the mean over all that was counted.
+  For example, if each unit is the summed loss of a row and its number of tokens,
+  the result is the mean loss per token.
   """
   total, count = units.sum(axis=0)
   return float(total / count)

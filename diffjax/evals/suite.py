@@ -170,14 +170,16 @@ class Suite(abc.ABC, Generic[Data]):
 def register(suite: type[SuiteType]) -> type[SuiteType]:
   """Adds a suite to `SUITES`, so that --suite finds it by its name.
 
-  It is the class decorator of suites outside the package. The command imports
-  their modules with --import.
+  This is a class decorator for suites outside of diffjax. The command imports
+  their modules with --import. A suite may be registered twice, because a module
+  can be imported twice.
 
   Raises:
     ValueError: if there is another suite of this name.
   """
   location = f"{suite.__module__}.{suite.__qualname__}"
-  if SUITES.get(suite.name, location) != location:
+  is_taken = SUITES.get(suite.name, location) != location
+  if is_taken:
     raise ValueError(
       f"there is a suite {suite.name!r} already: {SUITES[suite.name]}; choose"
       " another name"

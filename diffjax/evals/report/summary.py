@@ -154,28 +154,44 @@ def first_screen(
 def headlines(
   results_by_suite: Mapping[str, Mapping[str, Any]],
 ) -> list[Headline]:
-  """Returns the main figures that were measured, in the order of the suites."""
+  """Returns the main figures of the suites that were measured.
+
+  Each suite declares its main figures (`Suite.main_figures`), such as the share
+  of needles found. Those without a measurement are left out.
+
+  Args:
+    results_by_suite: the results of suites. Their order is kept.
+  """
   measured = []
   for suite, suite_results in results_by_suite.items():
     figures = suite_results["figures"]
     for main_figure in suite_class(suite).main_figures:
       matching = [figure for figure in figures if main_figure.matches(figure)]
-      if matching:
-        headline = Headline(
-          suite, main_figure.title, main_figure.better, matching[-1]
-        )
-        measured.append(headline)
+      if not matching:
+        continue
+      headline = Headline(
+        suite=suite,
+        title=main_figure.title,
+        better=main_figure.better,
+        # If several figures match, the last one stands for the suite.
+        figure=matching[-1],
+      )
+      measured.append(headline)
   return measured
 
 
 def _sentence(main_figures: Sequence[Headline]) -> str:
-  """Returns how the first model differs, for `FirstScreen.sentence`."""
+  """Returns the sentence that says how the first model differs.
+
+  For example, "is better in needles found (0.9 against 0.7). 1 of 2 main figures
+  shows no clear difference."
+  """
   parts = []
   for verdict in ("better", "worse", "lower", "higher"):
     texts = []
     for headline in main_figures:
       if headline.verdict == verdict:
-        texts.append(_with_values(headline))
+        texts.append(_title_and_values(headline))
     if texts:
       parts.append(f"{verdict} in {_shortened_list(texts)}")
   if not parts:
@@ -192,14 +208,14 @@ def _sentence(main_figures: Sequence[Headline]) -> str:
   return sentence
 
 
-def _with_values(headline: Headline) -> str:
+def _title_and_values(headline: Headline) -> str:
   """Returns the title of a main figure with the values of both models."""
   value = headline.number.value
   return f"{headline.title} ({value} against {headline.against.value})"
 
 
 def _shortened_list(texts: Sequence[str]) -> str:
-  """Returns an enumeration of the first texts and the number of the others."""
+  """Returns texts as a list in words, such as "a, b and 3 more"."""
   items = list(texts[:_NAMED_FIGURES])
   num_others = len(texts) - len(items)
   if num_others > 0:
@@ -210,7 +226,7 @@ def _shortened_list(texts: Sequence[str]) -> str:
 
 
 def _bar(difference: Mapping[str, Any] | None) -> Bar | None:
-  """Returns the bar of a difference. None if the difference has no value.
+  """Returns a difference and its interval as a bar, or None without a value.
 
   A difference without bounds is drawn as a point.
   """
@@ -222,6 +238,7 @@ def _bar(difference: Mapping[str, Any] | None) -> Bar | None:
   if low is None or high is None:
     low = value
     high = value
+  # The bar's longer side reaches the edge of the picture.
   scale = max(abs(low), abs(high), abs(value))
   if scale == 0:
     scale = 1.0
@@ -240,7 +257,7 @@ def _bar_coordinate(number: float, scale: float) -> str:
 
 
 def _note(results_by_suite: Mapping[str, Mapping[str, Any]]) -> str:
-  """Returns how to read the bars, and how many differences are clear."""
+  """Returns the text below the bars: how to read them, and how many are clear."""
   num_differences = 0
   num_clear = 0
   for suite_results in results_by_suite.values():
