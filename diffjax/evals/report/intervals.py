@@ -81,12 +81,11 @@ def _are_proportions(first: Measurement, second: Measurement) -> bool:
 def _check_pair(first: Measurement, second: Measurement) -> None:
   """Raises ValueError if two measurements cannot be paired."""
   is_same = first.name == second.name and first.at == second.at
-  if is_same and len(first.units) == len(second.units):
-    return
-  raise ValueError(
-    f"{first.name} {first.at} of {len(first.units)} units cannot be paired"
-    f" with {second.name} {second.at} of {len(second.units)}"
-  )
+  if not is_same or len(first.units) != len(second.units):
+    raise ValueError(
+      f"{first.name} {first.at} of {len(first.units)} units cannot be paired"
+      f" with {second.name} {second.at} of {len(second.units)}"
+    )
 
 
 def _proportion_bounds(measurement: Measurement) -> proportions.Bounds:
@@ -167,7 +166,7 @@ def compare(
   measurements: Iterable[Measurement],
   against: Iterable[Measurement] | None = None,
 ) -> Iterator[dict[str, Any]]:
-  """Yields the intervals of a model's measurements, as JSON files store them.
+  """Yields measurements with their intervals, in the form of the JSON files.
 
   For example, a measurement of one model gives
 

@@ -71,13 +71,11 @@ def head_picture(maps: Maps) -> tuple[matplotlib.figure.Figure, str]:
   # Index 0 is the mean over the heads, so the heads begin at index 1.
   figure = _draw_head(maps, maps.weights[layer, 1 + head])
 
-  num_layers = maps.weights.shape[0]
-  num_heads = maps.weights.shape[1] - 1
+  formula = f"Σ min({SIGNAL_MAP}, {NOISE_MAP}) / Σ {SIGNAL_MAP}"
   caption = (
-    f"Layer {layer} of {num_layers}, head {head} of {num_heads}, both counted"
-    f" from 0: the head of this model in which {NOISE_MAP} takes away most of"
-    f" {SIGNAL_MAP}, {share:.0%} (Σ min({SIGNAL_MAP}, {NOISE_MAP}) /"
-    f" Σ {SIGNAL_MAP} over this text)."
+    f"Layer {layer} of {maps.num_layers}, head {head} of {maps.num_heads}, both"
+    f" counted from 0: the head of this model in which {NOISE_MAP} takes away"
+    f" most of {SIGNAL_MAP}, {share:.0%} ({formula} over this text)."
   )
   return figure, caption
 
@@ -231,15 +229,15 @@ def panel(maps: Maps, name: str, max_layers: int, max_heads: int) -> Panel:
     max_layers: the number of layers to choose from, at most.
     max_heads: the number of heads to choose from, at most.
   """
-  num_layers = maps.weights.shape[0]
-  num_heads = min(max_heads, maps.weights.shape[1] - 1)
-  layers = _evenly_spaced(num_layers, max_layers)
+  num_heads = min(max_heads, maps.num_heads)
+  layers = _evenly_spaced(maps.num_layers, max_layers)
   choices = []
   for layer in layers:
     # Index 0 is the mean over all heads, and then come the heads.
     mean_and_heads = maps.weights[layer, : 1 + num_heads]
     choices.append([_color_head(weights) for weights in mean_and_heads])
 
+  # The page begins with the first choice. Its script shows the others.
   first_choice = choices[0][0]
   first_maps = []
   for title, png in zip(maps.titles, first_choice.pngs, strict=True):

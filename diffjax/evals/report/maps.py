@@ -59,6 +59,15 @@ class Maps(NamedTuple):
   weights: Float[np.ndarray, "L mean_and_heads maps T T"]
 
   @property
+  def num_layers(self) -> int:
+    return self.weights.shape[0]
+
+  @property
+  def num_heads(self) -> int:
+    """The number of heads of a layer, without the mean over heads."""
+    return self.weights.shape[1] - 1
+
+  @property
   def has_noise_map(self) -> bool:
     """Whether λA₂ is subtracted from A₁, as `most_cancelled` requires."""
     return SIGNAL_MAP in self.titles and NOISE_MAP in self.titles

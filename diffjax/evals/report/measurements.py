@@ -182,7 +182,7 @@ def _read_plot(path: epath.Path, suite: str) -> Picture | None:
 
 
 def _description(suite: str) -> str:
-  """Returns the first line of the docstring of a suite's class."""
+  """Returns what a suite measures: the first line of its class's docstring."""
   docstring = suite_class(suite).__doc__ or ""
   return docstring.partition("\n")[0]
 
@@ -236,9 +236,10 @@ def _folded_title(num_rows: int, suite_results: Mapping[str, Any]) -> str:
 def _table(
   figures: Sequence[Mapping[str, Any]], suite_results: Mapping[str, Any]
 ) -> FiguresTable:
-  """Returns a table of some figures.
+  """Returns a table of some figures of a suite.
 
-  It has a column for each setting that any figure of the suite has.
+  It has a column for each setting that any figure of the suite has, so that the
+  two tables of a suite have the same columns.
   """
   setting_names = results.list_settings(suite_results["figures"])
   header = list(setting_names)

@@ -54,7 +54,7 @@ from diffjax.training.metrics import read_log
 _TEMPLATES = pathlib.Path(__file__).parent
 
 # Fields of config.model in the table of models.
-_SIZES = (
+_MODEL_FIELDS = (
   "attention",
   "num_layers",
   "embed_dim",
@@ -90,7 +90,7 @@ class _StyledModel:
       "run": str(self.description["name"]),
       "parameters": f"{self.description['parameters']:,}",
     }
-    for field in _SIZES:
+    for field in _MODEL_FIELDS:
       properties[field.replace("_", " ")] = str(getattr(config, field))
     properties["tokenizer"] = self.trained.tokenizer.spec
     return properties
@@ -185,8 +185,9 @@ def write(
   model_maps = maps.compute(trained_models, prompt_ids)
   path = directory / "report.html"
   try:
+    head = _write_head(page_models, model_maps, directory / "maps.png")
     attention_maps = _AttentionMaps(
-      head=_write_head(page_models, model_maps, directory / "maps.png"),
+      head=head,
       prompt=models[0].trained.tokenizer.decode(prompt_ids),
       clipped=map_pictures.CLIPPED,
       panels=_panels(page_models, model_maps, max_layers, max_heads),

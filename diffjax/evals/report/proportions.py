@@ -23,7 +23,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float
@@ -50,8 +50,9 @@ class Bounds(NamedTuple):
 def single(outcomes: Float[np.ndarray, "U"]) -> Bounds:
   """Returns Wilson's score interval of a proportion.
 
-  Shares may have a total that is not whole. The total is then rounded down for
-  the lower bound, and rounded up for the upper bound.
+  Wilson's formula is for a whole number of successes. If outcomes are shares,
+  their sum may not be whole. It is rounded down for the lower bound, and up for
+  the upper bound, so the interval is not too narrow.
 
   Source: Wilson, "Probable inference, the law of succession, and statistical
   inference", JASA 22 (1927). SciPy implements it.
@@ -59,24 +60,29 @@ def single(outcomes: Float[np.ndarray, "U"]) -> Bounds:
   Args:
     outcomes: the outcomes of the units, from 0 to 1.
   """
-  count = len(outcomes)
-  total = round(float(outcomes.sum()), _TOTAL_DECIMALS)
-  interval_below = _wilson(math.floor(total), count)
-  interval_above = _wilson(math.ceil(total), count)
+  num_units = len(outcomes)
+  successes = round(float(outcomes.sum()), _TOTAL_DECIMALS)
+  fewer_successes = _wilson_interval(math.floor(successes), num_units)
+  more_successes = _wilson_interval(math.ceil(successes), num_units)
   return Bounds(
     estimate=float(outcomes.mean()),
-    low=float(interval_below.low),
-    high=float(interval_above.high),
+    low=fewer_successes.low,
+    high=more_successes.high,
   )
 
 
-def _wilson(successes: int, count: int) -> Any:
-  """Returns SciPy's ConfidenceInterval of a proportion."""
+def _wilson_interval(successes: int, num_units: int) -> Bounds:
+  """Returns Wilson's interval for a whole number of successes."""
   # SciPy's statistics take a second to import.
   import scipy.stats
 
-  test = scipy.stats.binomtest(successes, count)
-  return test.proportion_ci(CONFIDENCE, method="wilson")
+  test = scipy.stats.binomtest(successes, num_units)
+  interval = test.proportion_ci(CONFIDENCE, method="wilson")
+  return Bounds(
+    estimate=successes / num_units,
+    low=float(interval.low),
+    high=float(interval.high),
+  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,25 +172,27 @@ def paired_difference(
   critical_value = float(scipy.stats.norm.ppf((1 + CONFIDENCE) / 2))
   return Bounds(
     estimate=test.estimate,
-    low=_solve(test, statistic=critical_value, limit=-1.0),
-    high=_solve(test, statistic=-critical_value, limit=1.0),
+    low=_find_difference(test, statistic=critical_value, limit=-1.0),
+    high=_find_difference(test, statistic=-critical_value, limit=1.0),
   )
 
 
-def _solve(test: _ScoreTest, statistic: float, limit: float) -> float:
-  """Returns the difference for which a score test has a given statistic.
+def _find_difference(test: _ScoreTest, statistic: float, limit: float) -> float:
+  """Returns the difference at which a score test has the given statistic.
 
   Args:
     test: the test.
-    statistic: the given statistic.
-    limit: the end of the search, which begins at the estimate: −1 or 1. It is
-      returned if the statistic is not reached.
+    statistic: the statistic to reach: positive if `limit` is −1, and negative
+      if it is 1.
+    limit: the largest possible difference in the direction of the search, −1
+      or 1. It is returned if no difference has the statistic.
   """
   import scipy.optimize
 
   if abs(limit - test.estimate) <= _SEARCH_MARGIN:
     return limit
   search_end = limit * (1 - _SEARCH_MARGIN)
+  # The statistic is 0 at the estimate and largest in magnitude at the end.
   is_reached = abs(test.statistic(search_end)) > abs(statistic)
   if not is_reached:
     return limit

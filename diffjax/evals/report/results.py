@@ -18,7 +18,7 @@ from diffjax.config import UserError
 from diffjax.host.files import write_atomically
 
 # What the tables call the first and the second model, because names are long.
-_ROLES = ("model", "against")
+_MODEL_LABELS = ("model", "against")
 
 # A width in characters that no table reaches.
 _UNLIMITED = 10_000
@@ -219,13 +219,16 @@ def _print_figures(
   results: Mapping[str, Any],
   spec: TableSpec,
 ) -> None:
-  """Prints a table with a row for each figure.
+  """Prints some figures of a suite as a table, with a row for each.
+
+  The columns are the name, the settings, the number of units if it varies, and
+  the value. For two models they are both values and the difference.
 
   Args:
     console: Where to print.
     figures: The figures.
     setting_names: The settings that have a column.
-    results: The suite's results, which contain the figures.
+    results: The suite's results.
     spec: The suite's `table`.
   """
   has_units_column = not _has_equal_units(figures)
@@ -235,7 +238,7 @@ def _print_figures(
   if has_units_column:
     header.append(spec.headers.get(spec.unit, spec.unit))
   if is_comparison(results):
-    header += [*_ROLES, "difference [95% interval]"]
+    header += [*_MODEL_LABELS, "difference [95% interval]"]
   else:
     header.append("value [95% interval]")
 
@@ -251,9 +254,9 @@ def _print_figures(
     if has_units_column:
       cells.append(f"{figure['units']:,}")
     if is_comparison(results):
-      cells.append(_value(figure))
-      cells.append(_value(figure.get("against")))
-      cells.append(number(figure.get("difference")))
+      # The terminal has room for one interval, the one of the difference.
+      values = [_value(figure), _value(figure.get("against"))]
+      cells += [*values, number(figure.get("difference"))]
     else:
       cells.append(number(figure))
     # rich would read brackets in a string as a style, but not in a Text.
@@ -269,17 +272,22 @@ def _print_table(
   header: Sequence[str],
   rows: Sequence[Sequence[rich.text.Text]],
 ) -> None:
-  """Prints a table of which only the first column may be wrapped."""
+  """Prints a table in which no number is wrapped or cut.
+
+  If the terminal is too narrow, long names in the first column are wrapped. If
+  that is not enough, the table is wider than the terminal.
+  """
   table = rich.table.Table(
     box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False
   )
+  # All columns but the first are at least as wide as their longest cell.
   table.add_column(header[0])
   for index, name in enumerate(header[1:], start=1):
     longest = max((len(row[index]) for row in rows), default=0)
     table.add_column(name, justify="right", no_wrap=True, min_width=longest)
   for row in rows:
     table.add_row(*row)
-  # On a terminal narrower than the table, lines wrap instead of losing digits.
+  # rich cuts numbers if a table is narrower than its minimum width.
   unlimited = console.options.update(width=_UNLIMITED)
   least_width = console.measure(table, options=unlimited).minimum
   if least_width > console.width:
@@ -316,7 +324,7 @@ def _markdown_table(results: Mapping[str, Any], unit: str) -> list[str]:
   setting_names = list_settings(results["figures"])
   header = ["figure", *setting_names, unit]
   if is_comparison(results):
-    header += [*_ROLES, "difference"]
+    header += [*_MODEL_LABELS, "difference"]
   else:
     header.append("value")
   alignments = ["---"] + ["---:"] * (len(header) - 1)
@@ -335,7 +343,11 @@ def _markdown_table(results: Mapping[str, Any], unit: str) -> list[str]:
 
 
 def list_settings(figures: Sequence[Mapping[str, Any]]) -> list[str]:
-  """Returns the names of the settings in `figure["at"]`, in their order."""
+  """Returns the names of all settings of the figures, without repetition.
+
+  The settings of a figure are in `figure["at"]`, such as {"depth": 0.5}.
+  """
+  # A dict keeps the order of the names. A set would not.
   names: dict[str, None] = {}
   for figure in figures:
     names |= dict.fromkeys(figure["at"])
@@ -351,7 +363,7 @@ def _model_lines(results: Mapping[str, Any]) -> list[str]:
   """Returns a line with the name of each model, such as "model: diff"."""
   lines = []
   # If there is one model, the second role is unused.
-  for role, model in zip(_ROLES, results["models"], strict=False):
+  for role, model in zip(_MODEL_LABELS, results["models"], strict=False):
     lines.append(f"{role}: {model['name']}")
   return lines
 

@@ -53,9 +53,10 @@ def words_of(texts: Sequence[str]) -> list[Word]:
 
 
 def readable(words: Sequence[Word], gap: float) -> list[Word]:
-  """Returns the words whose labels do not overlap, in order.
+  """Returns words whose labels do not overlap, in the order of the text.
 
-  If there is no room for all of them, words are preferred to punctuation.
+  Words with letters or digits are chosen first, and then punctuation that still
+  has room.
 
   Args:
     words: the words of a text.
