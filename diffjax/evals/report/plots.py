@@ -39,8 +39,9 @@ def by_model(
 ) -> Iterator[tuple[Style, list[Mapping[str, Any]]]]:
   """Yields the style and the figures of each model, of one or two.
 
-  In a suite's results, each figure has the first model's value and interval.
-  The field "against" has those of the second model, if it has the figure too.
+  In a suite's results, each figure has the first model's value and interval. If
+  the second model has the figure too, its field "against" has the second model's
+  value and interval.
 
   Args:
     results: A suite's results.
@@ -58,7 +59,7 @@ def by_model(
   if len(styles_of_models) == 1:
     return
 
-  figures_of_second = []
+  figures_of_second: list[Mapping[str, Any]] = []
   for figure in figures:
     if "against" in figure:
       figures_of_second.append({**figure, **figure["against"]})
