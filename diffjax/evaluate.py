@@ -106,7 +106,8 @@ def main(settings: Mapping[str, Suite]) -> None:
   models = _load_models()
   results.check_writable(out)
 
-  # All data is loaded before the first measurement, which may take hours.
+  # Measurements may take hours, so all data is loaded before the first one:
+  # mistakes in the settings are reported at once.
   data_of_suites = []
   for suite in suites:
     data_of_suites.append([suite.load(model.trained) for model in models])
@@ -226,12 +227,12 @@ def _with_description(trained: Trained, workdir: str) -> Model:
 def _default_settings() -> dict[str, Suite]:
   """Returns all suites with their default settings, which flags override.
 
-  For example, --set.needle.samples overrides the field `samples` of "needle".
-  Without such a flag, the result is empty, because importing the suites takes
-  seconds.
+  For example, --set.needle.samples=10 overrides the field `samples` of the suite
+  "needle".
 
   Returns:
-    The suites by name.
+    The suites by name. Empty if the command line has no such flag, because
+    importing the suites takes seconds.
   """
   arguments = sys.argv[1:]
   if not _has_settings(arguments):

@@ -171,8 +171,8 @@ def register(suite: type[SuiteType]) -> type[SuiteType]:
   """Adds a suite to `SUITES`, so that --suite finds it by its name.
 
   This is a class decorator for suites outside of diffjax. The command imports
-  their modules with --import. A suite may be registered twice, because a module
-  can be imported twice.
+  their modules with --import. A class may be registered again, for example if
+  its module is reloaded.
 
   Raises:
     ValueError: if there is another suite of this name.

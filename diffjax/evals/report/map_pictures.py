@@ -195,7 +195,7 @@ class Label:
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-  """The maps of a model on the page, with a choice of layers and heads.
+  """The part of the page with a model's maps, by the chosen layer and head.
 
   Attributes:
     name: the model's name.

@@ -47,12 +47,12 @@ class FiguresTable:
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-  """The section of a suite.
+  """The section of the page that shows the results of a suite.
 
   Attributes:
     suite: the name of the suite, which is the section's id.
-    link: the title in links.
-    heading: the title above the section.
+    link: the title in the page's navigation, such as "position NLL".
+    heading: the title above the section, such as "Position NLL".
     description: what the suite measures.
     warning: a warning if the results are of other models, or "".
     plot: the suite's plot, if it has one.

@@ -185,7 +185,7 @@ def write(
   model_maps = maps.compute(trained_models, prompt_ids)
   path = directory / "report.html"
   try:
-    head = _write_head(page_models, model_maps, directory / "maps.png")
+    head = _write_head_picture(page_models, model_maps, directory / "maps.png")
     attention_maps = _AttentionMaps(
       head=head,
       prompt=models[0].trained.tokenizer.decode(prompt_ids),
@@ -195,7 +195,7 @@ def write(
     page = _Page(
       models=page_models,
       first_screen=_first_screen(page_models, results_by_suite),
-      training=_training(page_models),
+      training=_read_training(page_models),
       attention_maps=attention_maps,
       sections=_sections(page_models, results_by_suite, directory),
       not_measured=[name for name in suites if name not in results_by_suite],
@@ -254,7 +254,7 @@ def _sections(
   return sections
 
 
-def _training(models: Sequence[_StyledModel]) -> _Training:
+def _read_training(models: Sequence[_StyledModel]) -> _Training:
   """Returns the section about training, from the logs of the runs."""
   training = _Training(missing=[], curves=[])
   logs = []
@@ -268,14 +268,16 @@ def _training(models: Sequence[_StyledModel]) -> _Training:
         f"{model.style.name}: no metrics.jsonl in {workdir}."
       )
 
-  if logs:
-    losses = Picture(
-      pictures.svg_address(loss_curves(logs), "loss"),
-      name="loss curves",
-      caption="Training and validation loss.",
-    )
-    training.curves.append(losses)
-  # Transformers have no λ.
+  if not logs:
+    return training
+
+  losses = Picture(
+    pictures.svg_address(loss_curves(logs), "loss"),
+    name="loss curves",
+    caption="Training and validation loss.",
+  )
+  training.curves.append(losses)
+  # None if no run has λ, such as two Transformers.
   lambda_figure = curves.lambda_curves(logs)
   if lambda_figure is not None:
     lambdas = Picture(
@@ -287,7 +289,7 @@ def _training(models: Sequence[_StyledModel]) -> _Training:
   return training
 
 
-def _write_head(
+def _write_head_picture(
   models: Sequence[_StyledModel],
   model_maps: Sequence[maps.Maps],
   path: epath.Path,
@@ -307,6 +309,7 @@ def _write_head(
   for model, maps_of_model in zip(models, model_maps, strict=True):
     if not maps_of_model.has_noise_map:
       continue
+    # The first such model is the only one in the picture.
     figure, caption = map_pictures.head_picture(maps_of_model)
     plots.save(figure, path)
     name = model.style.name
