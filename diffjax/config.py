@@ -139,6 +139,11 @@ def field_info(declared: dataclasses.Field) -> FieldInfo:
   return declared.metadata["info"]
 
 
+def is_declared(dataclass_field: dataclasses.Field) -> bool:
+  """Returns True if a field of a dataclass was declared with `field`."""
+  return "info" in dataclass_field.metadata
+
+
 # The smallest and largest magnitude of a number of the optimizer that is not 0.
 # Smaller and larger ones, or their products, would underflow or overflow in
 # float32.

@@ -134,18 +134,24 @@ def _check_flags() -> None:
 
 
 def _selected_suites(settings: Mapping[str, Suite]) -> list[Suite]:
-  """Returns the suites in --suite, in the order of `SUITES`.
+  """Returns the suites in --suite, without duplicates, in their order.
+
+  The report is last, because it shows the results of the others.
 
   Args:
-    settings: The argument of `main`.
+    settings: The suites with the settings of the command line, by name.
   """
   from diffjax.evals.suite import suite_class
 
+  names = list(dict.fromkeys(_SUITE.value))
+  if "report" in names:
+    names.remove("report")
+    names.append("report")
   suites = []
-  for name in SUITES:
-    if name not in _SUITE.value:
-      continue
-    suite: Any = settings.get(name) or suite_class(name)()
+  for name in names:
+    suite: Any = settings.get(name)
+    if suite is None:
+      suite = suite_class(name)()
     if name == "harness" and _TASKS.value:
       suite = dataclasses.replace(suite, tasks=tuple(_TASKS.value))
     suites.append(suite)

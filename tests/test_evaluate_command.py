@@ -29,7 +29,7 @@ from diffjax.training import loop
 from diffjax.training.checkpoint import Checkpoints
 from diffjax.training.metrics import read_log
 from diffjax.training.program import build
-from tests import in_process
+from tests import in_process, own_variants
 from tests.tiers import full
 
 
@@ -572,3 +572,18 @@ def test_a_mistyped_flag_waits_for_no_imports():
     ).returncode
     == 0
   )
+
+
+def test_the_report_shows_a_suite_from_outside_the_package(runs, tmp_path):
+  """It runs after the other suites, whatever their order in --suite."""
+  with own_variants.registered(tmp_path):
+    result = run(
+      f"--import={own_variants.SUITE_MODULE}",
+      "--suite=report,confident",
+      f"--workdir={runs / 'diff'}",
+      f"--out={tmp_path}",
+      "--set.confident.rows=2",
+    )
+  assert result.returncode == 0, result.stderr
+  page = (tmp_path / "report.html").read_text()
+  assert '<section id="confident">' in page

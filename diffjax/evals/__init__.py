@@ -6,10 +6,9 @@
 - `report/` computes intervals, and writes tables, plots and the HTML page.
 """
 
-# The class of each suite, by the name in --suite. `evaluate` runs suites in
-# this order: losses, what the paper claims, other measurements. The report is
-# last, because it shows the results of the others. The modules are imported when
-# they are used, so that a mistyped flag is reported at once.
+# The class of each suite, by the name in --suite, in the order of the report:
+# losses, what the paper claims, other measurements. The modules are imported
+# when they are used, so that a mistyped flag is reported at once.
 SUITES = {
   "validation": "diffjax.evals.validation.Validation",
   "position_nll": "diffjax.evals.position_nll.PositionNLL",

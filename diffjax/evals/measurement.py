@@ -50,19 +50,24 @@ class Measurement:
       "loss (nats/token)".
     units: The contribution of each independent unit, [U, ...]. A unit is, for
       example, a row of text, a prompt or a question. Several answers to one
-      prompt depend on each other, so they belong into one unit.
+      prompt depend on each other, so they belong in one unit.
     at: The coordinates in the suite's grid, such as {"depth": 0.5}.
     statistic: Computes the number from units, or from a resampling of them.
-    is_proportion: True if each unit is an outcome from 0 to 1 and the number of
-      its group, and the statistic is `mean_over_groups`. `proportion` makes
-      such measurements.
   """
 
   name: str
   units: Float[ndarray, "U *parts"]
   at: dict[str, Any] = dataclasses.field(default_factory=dict)
   statistic: Callable[[ndarray], float] = ratio
-  is_proportion: bool = False
+
+  def __post_init__(self) -> None:
+    """Makes `units` an array."""
+    object.__setattr__(self, "units", np.asarray(self.units))
+
+  @property
+  def is_proportion(self) -> bool:
+    """True if the number is a proportion, as made by `proportion`."""
+    return self.statistic is mean_over_groups
 
 
 def mean_of(name: str, values: Iterable[float], **at: Any) -> Measurement:
@@ -108,4 +113,4 @@ def proportion(
   if groups is not None:
     group_column = np.asarray(list(groups), np.float64)
   units = np.stack([outcome_column, group_column], axis=1)
-  return Measurement(name, units, at, mean_over_groups, is_proportion=True)
+  return Measurement(name, units, at, mean_over_groups)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import matplotlib.figure
 from etils import epath
 
-from diffjax.config import check_bounds
+from diffjax.config import check_bounds, is_declared
 from diffjax.evals import SUITES
 from diffjax.evals.measurement import Measurement
 from diffjax.evals.report import intervals, plots, results
@@ -76,6 +76,9 @@ class Suite(abc.ABC, Generic[Data]):
   @abc.abstractmethod
   def load(self, trained: Trained) -> Data:
     """Returns the data to measure a model on. Measures nothing yet.
+
+    It is called once for each model. If two models are compared, the second one
+    has the data config and the tokenizer of the first.
 
     Raises:
       UserError: if the model does not allow these settings, or the data cannot
@@ -175,8 +178,10 @@ def register(suite: type[SuiteType]) -> type[SuiteType]:
   its module is reloaded.
 
   Raises:
+    TypeError: if a part of the class is missing.
     ValueError: if there is another suite of this name.
   """
+  _check_parts(suite)
   location = f"{suite.__module__}.{suite.__qualname__}"
   is_taken = SUITES.get(suite.name, location) != location
   if is_taken:
@@ -186,6 +191,27 @@ def register(suite: type[SuiteType]) -> type[SuiteType]:
     )
   SUITES[suite.name] = location
   return suite
+
+
+def _check_parts(suite: type[Suite]) -> None:
+  """Raises TypeError if the class of a suite lacks a part."""
+  class_name = suite.__name__
+  # A base class that is a dataclass does not make this class one.
+  if "__dataclass_fields__" not in vars(suite):
+    raise TypeError(
+      f"{class_name} is not a dataclass: decorate it with"
+      " @dataclasses.dataclass(frozen=True), below @register"
+    )
+  for attribute in ("name", "table"):
+    if not hasattr(suite, attribute):
+      raise TypeError(
+        f"{class_name} has no {attribute}: see diffjax.evals.suite.Suite"
+      )
+  for declared in dataclasses.fields(suite):
+    if not is_declared(declared):
+      raise TypeError(
+        f"declare {class_name}.{declared.name} with diffjax.config.field"
+      )
 
 
 def suite_class(name: str) -> type[Suite]:

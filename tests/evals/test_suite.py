@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 from typing import ClassVar
 
 import jax
@@ -12,7 +13,8 @@ from etils import epath
 
 from diffjax.config import UserError, at_least, field, one_of
 from diffjax.evals import SUITES
-from diffjax.evals.measurement import mean_of
+from diffjax.evals.measurement import Measurement, mean_of
+from diffjax.evals.report.intervals import interval
 from diffjax.evals.report.results import TableSpec
 from diffjax.evals.suite import Model, Suite, register, suite_class
 from diffjax.training.validation import token_losses
@@ -85,6 +87,7 @@ def test_a_registered_suite_is_found_by_its_name(suites):
 
 
 def test_two_suites_cannot_have_one_name(suites):
+  @dataclasses.dataclass(frozen=True)
   class Other(Counting):
     name = "needle"
 
@@ -112,3 +115,46 @@ def test_the_suite_of_the_documentation(make_trained, tmp_path):
   assert measurement.units.shape == (30, 2)
   assert measurement.units.sum(axis=0).tolist() == [num_confident, num_tokens]
   assert 0 < num_confident < num_tokens
+
+
+def make_class(**attributes):
+  """Returns a class as a user writes it, without some of its parts."""
+  annotations = {"rows": int}
+  attributes = {"__annotations__": annotations, **attributes}
+  return type("Mine", (Counting,), attributes)
+
+
+@pytest.mark.parametrize(
+  "suite, message",
+  [
+    (
+      make_class(name="mine", rows=field(1, "Rows.")),
+      "Mine is not a dataclass: decorate it with"
+      " @dataclasses.dataclass(frozen=True), below @register",
+    ),
+    (
+      dataclasses.dataclass(frozen=True)(make_class(name="mine", rows=1)),
+      "declare Mine.rows with diffjax.config.field",
+    ),
+    (
+      dataclasses.dataclass(frozen=True)(type("Mine", (Suite,), {})),
+      "Mine has no name",
+    ),
+    (
+      dataclasses.dataclass(frozen=True)(
+        type("Mine", (Suite,), {"name": "mine"})
+      ),
+      "Mine has no table",
+    ),
+  ],
+)
+def test_a_suite_without_a_part_is_refused_when_it_is_registered(
+  suites, suite, message
+):
+  with pytest.raises(TypeError, match=re.escape(message)):
+    register(suite)
+
+
+def test_units_can_be_a_list():
+  measurement = Measurement("x", [[1, 1], [2, 1], [6, 1]])
+  assert interval(measurement).value == 3
