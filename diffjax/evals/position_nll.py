@@ -37,11 +37,11 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from diffjax.config import UserError, at_least, field, one_of
-from diffjax.data import sources
-from diffjax.data.document import Document, Source
+from diffjax.data.document import Document
 from diffjax.data.packing import Tokenize
 from diffjax.data.row import Row, make_batch
 from diffjax.evals.measurement import Measurement
+from diffjax.evals.methods.validation_documents import validation_documents
 from diffjax.evals.methods.validation_rows import validation_rows
 from diffjax.evals.report.plots import WIDTH, by_model, draw_line
 from diffjax.evals.report.results import MainFigure, TableSpec
@@ -119,7 +119,7 @@ class PositionNLL(Suite[Iterator[Batch]]):
         " --set.position_nll.beyond_limit=true to measure longer rows"
       )
     if self.rows_of == "long":
-      documents = _validation_documents(trained, self.source)
+      documents = validation_documents(trained, self.source)
       return _beginnings(documents, trained.tokenizer.spec, length)
     batches = validation_rows(
       "position_nll",
@@ -256,44 +256,6 @@ def _full_rows(batches: Iterable[Batch]) -> Iterator[Batch]:
   for batch in batches:
     if batch["weights"].all():
       yield batch
-
-
-def _validation_documents(trained: Trained, source: str) -> Iterator[Document]:
-  """Returns the validation documents of a model's data, or of another source.
-
-  All sources are opened at once, so that mistakes are reported before the first
-  document is read.
-
-  Args:
-    trained: The model.
-    source: Text, as in config.data.source. "" for the validation text of the
-      model's data.
-
-  Raises:
-    UserError: if the source cannot be read.
-  """
-  data = dataclasses.replace(
-    trained.config.data,
-    tokenizer=trained.tokenizer.spec,
-    validation_source=source or trained.config.data.validation_source,
-  )
-  # Without text for validation, it is a part of the training text.
-  spec = data.source
-  spec_field = "data.source"
-  if data.validation_source:
-    spec = data.validation_source
-    spec_field = "data.validation_source"
-  opened_sources = []
-  for component in sources.parse_mixture(spec, spec_field):
-    opened_sources.append(sources.documents(component.spec, "validation", data))
-  return _read_all(opened_sources)
-
-
-def _read_all(opened_sources: Sequence[Source]) -> Iterator[Document]:
-  """Yields the documents of some sources, one source after the other."""
-  for source in opened_sources:
-    for part in source.parts:
-      yield from source.read(part)
 
 
 def _beginnings(

@@ -3,6 +3,8 @@
 Data, the same for every model:
 
 - `validation_rows`: rows of validation text, for suites of losses and layers.
+- `validation_documents`: whole documents of validation text, for position_nll
+  and needle_prompts.
 - `needle_prompts`: prompts with hidden numbers, for needle and attention.
 - `labelled_texts`: texts with labels, and `demonstration_orders`: orders of
   them, for many_shot.

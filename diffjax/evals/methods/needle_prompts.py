@@ -29,15 +29,14 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from diffjax.config import DataConfig, UserError
-from diffjax.data import sources
-from diffjax.data.document import Document
+from diffjax.config import UserError
 from diffjax.data.tokenizer import Tokenizer
+from diffjax.evals.methods.validation_documents import validation_documents
 from diffjax.inference.trained import Trained
 
 OPENING = (
@@ -396,9 +395,7 @@ def find_haystack(
   if kind != "validation":
     raise UserError(f"haystack = {kind!r}: must be 'validation' or 'synthetic'")
   try:
-    return validation_haystack(
-      trained.tokenizer, trained.config.data, tokens=tokens
-    )
+    return validation_haystack(trained, tokens=tokens)
   except UserError as error:
     raise UserError(f"{error}; haystack = 'synthetic' needs no data") from error
 
@@ -437,56 +434,31 @@ def _random_sentence(rng: np.random.Generator) -> str:
   )
 
 
-def validation_haystack(
-  tokenizer: Tokenizer, config: DataConfig, *, tokens: int
-) -> list[list[int]]:
-  """Returns a haystack: pieces of a run's validation documents, in order.
+def validation_haystack(trained: Trained, *, tokens: int) -> list[list[int]]:
+  """Returns a haystack: pieces of a model's validation documents, in order.
 
   Args:
-    tokenizer: the tokenizer of the model.
-    config: `config.data` of the run.
+    trained: the model.
     tokens: documents are read until the pieces have this many tokens.
 
   Raises:
     UserError: if the data cannot be read or have no validation documents.
   """
-  field = "data.source"
-  spec = config.source
-  if config.validation_source:
-    field = "data.validation_source"
-    spec = config.validation_source
-
   pieces: list[list[int]] = []
   num_tokens = 0
-  for document in _validation_documents(spec, field, config):
+  for document in validation_documents(trained):
     lines = (document.text + "\n").splitlines(keepends=True)
-    for ids in tokenizer.encode_batch(lines):
+    for ids in trained.tokenizer.encode_batch(lines):
       pieces += _split_line(ids)
       num_tokens += len(ids)
     if num_tokens >= tokens:
       return pieces
   if not pieces:
     raise UserError(
-      f"config.{field} has no validation documents to hide needles in; use the"
-      " synthetic haystack"
+      "config.data.validation_source, or else config.data.source, has no"
+      " validation documents to hide needles in; use the synthetic haystack"
     )
   return pieces
-
-
-def _validation_documents(
-  spec: str, field: str, config: DataConfig
-) -> Iterator[Document]:
-  """Yields the validation documents of each source in a mixture.
-
-  Args:
-    spec: the mixture, as in `config.data.source`.
-    field: the name of its field in the config, for messages.
-    config: `config.data` of the run.
-  """
-  for component in sources.parse_mixture(spec, field):
-    source = sources.documents(component.spec, "validation", config)
-    for part in source.parts:
-      yield from source.read(part)
 
 
 def _split_line(ids: list[int]) -> list[list[int]]:

@@ -29,6 +29,8 @@ def validation_rows(
   """Returns batches of validation rows, for a suite to measure a model on.
 
   A row is a sequence of `length` tokens, as the data pipeline packs documents.
+  A document that is longer than a row is cut into segments. Whole documents
+  come from `validation_documents`.
 
   Args:
     suite: the name of the suite, for messages about its settings.

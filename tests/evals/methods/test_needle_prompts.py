@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 
-from diffjax.config import DataConfig, UserError
+from diffjax.config import UserError
 from diffjax.data.tokenizer import load_tokenizer
 from diffjax.data.tokenizer_training import train_tokenizer
 from diffjax.evals.methods import needle_prompts
@@ -172,23 +172,23 @@ def test_length_is_exact_with_a_tokenizer_of_many_bytes_a_token(tmp_path):
       assert prompt.answers[0] in tokenizer.decode(prompt.ids[start:stop])
 
 
-def test_validation_haystack_is_the_held_out_text(tmp_path):
+def test_validation_haystack_is_the_held_out_text(make_trained, tmp_path):
   held_lines = [f"held line {number}" for number in range(100)]
   (tmp_path / "held.txt").write_text("\n".join(held_lines))
-  (tmp_path / "train.txt").write_text("train line\n" * 100)
-  config = DataConfig(
-    source=f"text:{tmp_path}/train.txt",
-    validation_source=f"text:{tmp_path}/held.txt",
-  )
-  pieces = needle_prompts.validation_haystack(BYTES, config, tokens=10**6)
+  trained = with_validation_source(make_trained(), f"text:{tmp_path}/held.txt")
+  pieces = needle_prompts.validation_haystack(trained, tokens=10**6)
   text = BYTES.decode(sum(pieces, []))
   assert text.splitlines() == held_lines
 
-  missing = dataclasses.replace(
-    config, validation_source=f"text:{tmp_path}/none.txt"
-  )
+  missing = with_validation_source(trained, f"text:{tmp_path}/none.txt")
   with pytest.raises(UserError, match="none.txt"):
-    needle_prompts.validation_haystack(BYTES, missing, tokens=10)
+    needle_prompts.validation_haystack(missing, tokens=10)
+
+
+def with_validation_source(trained, source):
+  data = dataclasses.replace(trained.config.data, validation_source=source)
+  config = dataclasses.replace(trained.config, data=data)
+  return dataclasses.replace(trained, config=config)
 
 
 @pytest.mark.parametrize(
