@@ -1,6 +1,6 @@
 """Attention of a prompt's last token: to the answer, and to noise.
 
-Weights are the factors on the values (`Attention.weights`): A₁ for the
+Attention weights multiply the values (`Attention.weights`). They are A₁ for the
 Transformer and A₁ − λA₂ for DIFF. This suite measures the weights of a prompt's
 last query, after which the model writes the answer. They are averaged over
 heads and layers, divided by their sum, and summed over each part of the prompt:
@@ -17,21 +17,21 @@ A row of A₁ − λA₂ sums to 1 − λ and has negative entries. The paper do
 how it normalizes such rows. So there are two versions:
 
 - "signed": the weights divided by their sum. The shares sum to 1, as the
-  paper's do, and all steps are linear. If the second map subtracts as much from
-  a part of the context as the first map gives it, the share of this part is 0.
-  This is the noise that differential attention cancels in its output, where
-  weights of both signs meet similar values. A share can be negative or above 1.
-  If λ is near 1, the sum is near 0, and shares grow without bound.
+  paper's do. No absolute values are taken, so weights of opposite sign cancel.
+  If both terms, A₁ and λA₂, give a part equal weight, its share is 0. This is
+  the noise that differential attention cancels in its output, where weights of
+  both signs meet similar values. A share can be negative or above 1. If λ is
+  near 1, the sum is near 0, and shares grow without bound.
 - "absolute": the absolute values of the averaged weights, divided by their sum.
   Weights within a part do not cancel. So this measure is harder for DIFF, and
   it is bounded.
 
 For the Transformer, both versions are the same. The average comes before the
-normalization, so that layers with a λ near 1, which write little, have little
-influence.
+normalization, so that layers with a λ near 1, whose output is small, have
+little influence.
 
-The prompts are made as in the needle suite, with N needles. One of them is
-asked for. The other needles are context.
+The prompts are made as in the needle suite, with several needles. One of them
+is asked for. The other needles are context.
 """
 
 from __future__ import annotations
@@ -64,11 +64,9 @@ from diffjax.host.progress import Progress
 from diffjax.inference.trained import Trained
 from diffjax.model.decoder import Decoder
 
-# The parts of a prompt, in order.
 PARTS = ("BOS", "context before", "answer", "context after", "query")
 _OTHER_PARTS = tuple(part for part in PARTS if part != "answer")
 
-# The two versions of the weights.
 _VERSIONS = ("signed", "absolute")
 
 # The length in tokens, if the settings have none and the model allows it.
@@ -76,10 +74,10 @@ _DEFAULT_LENGTH = 4096
 
 # The size of the haystack relative to the length of a prompt. Prompts begin at
 # random positions, so a large haystack makes them different.
-_HAYSTACK_LENGTHS = 16
+_HAYSTACK_SIZE_FACTOR = 16
 
 
-class Share(NamedTuple):
+class ShareKey(NamedTuple):
   """Identifies a share of the attention.
 
   Attributes:
@@ -92,7 +90,7 @@ class Share(NamedTuple):
 
 
 # The shares of one prompt.
-Shares = dict[Share, float]
+Shares = dict[ShareKey, float]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +181,7 @@ class AttentionShares(Suite[list[list[int]]]):
         "set.attention.depths = (): pass at least one depth between 0 and 1"
       )
     haystack = find_haystack(
-      trained, self.haystack, tokens=_HAYSTACK_LENGTHS * length
+      trained, self.haystack, tokens=_HAYSTACK_SIZE_FACTOR * length
     )
     # Makes a prompt for each depth and drops it, because `make_prompts` raises
     # the errors about impossible prompts.
@@ -198,10 +196,10 @@ class AttentionShares(Suite[list[list[int]]]):
     shares_of_depths = self._compute_shares(trained, haystack)
     for version in _VERSIONS:
       for part in ("answer", "noise"):
-        share = Share(part, version)
-        yield from _measurements_by_depth(share, self.depths, shares_of_depths)
+        key = ShareKey(part, version)
+        yield from _measurements_by_depth(key, self.depths, shares_of_depths)
     for part in _OTHER_PARTS:
-      yield _mean_over_depths(Share(part, "signed"), shares_of_depths)
+      yield _mean_over_depths(ShareKey(part, "signed"), shares_of_depths)
 
   def plot(self, suite_results: Mapping[str, Any]) -> matplotlib.figure.Figure:
     """Draws the shares over the depth of the answer, in both versions.
@@ -317,7 +315,7 @@ def shares_of(weights: Float[np.ndarray, "S"], prompt: NeedlePrompt) -> Shares:
       version_weights = np.abs(weights)
     part_shares = _part_shares(version_weights, prompt)
     for part, share in part_shares.items():
-      shares[Share(part, version)] = share
+      shares[ShareKey(part, version)] = share
   return shares
 
 
@@ -377,24 +375,24 @@ def _stack_tokens(
 
 
 def _measurements_by_depth(
-  share: Share,
+  key: ShareKey,
   depths: Sequence[float],
   shares_of_depths: Sequence[Sequence[Shares]],
 ) -> Iterator[Measurement]:
   """Yields the measurements of a share at each depth, and over all depths."""
   for depth, shares_of_prompts in zip(depths, shares_of_depths, strict=True):
-    values = [shares[share] for shares in shares_of_prompts]
-    yield mean_of(share.part, values, weights=share.version, depth=depth)
-  yield _mean_over_depths(share, shares_of_depths)
+    values = [shares[key] for shares in shares_of_prompts]
+    yield mean_of(key.part, values, weights=key.version, depth=depth)
+  yield _mean_over_depths(key, shares_of_depths)
 
 
 def _mean_over_depths(
-  share: Share, shares_of_depths: Sequence[Sequence[Shares]]
+  key: ShareKey, shares_of_depths: Sequence[Sequence[Shares]]
 ) -> Measurement:
   """Returns the measurement of a share over the prompts of all depths."""
   all_prompts = itertools.chain.from_iterable(shares_of_depths)
-  values = [shares[share] for shares in all_prompts]
-  return mean_of(share.part, values, weights=share.version, depth="mean")
+  values = [shares[key] for shares in all_prompts]
+  return mean_of(key.part, values, weights=key.version, depth="mean")
 
 
 def _draw_part(axes: Axes, suite_results: Mapping[str, Any], part: str) -> None:

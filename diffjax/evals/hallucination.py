@@ -229,9 +229,9 @@ class Hallucination(Suite[_Data]):
       judge_prompts[sample.id] = sample.judge_prompt(outputs[sample.id])
     _write_records(prompts_path, judge.prompt_records(judge_prompts))
 
-    has_hallucination = None
+    hallucination_by_id = None
     if verdicts_path.exists():
-      has_hallucination = judge.read_verdicts(verdicts_path, judge_prompts)
+      hallucination_by_id = judge.read_verdicts(verdicts_path, judge_prompts)
     else:
       say(
         f"{prompts_path}: send these prompts to a judge and write its replies"
@@ -239,8 +239,8 @@ class Hallucination(Suite[_Data]):
       )
 
     for name, set_samples in data.samples_by_set.items():
-      if has_hallucination is not None:
-        yield _free_of_hallucination(name, set_samples, has_hallucination)
+      if hallucination_by_id is not None:
+        yield _free_of_hallucination(name, set_samples, hallucination_by_id)
       yield from _compare_with_references(
         name, set_samples, outputs, data.rouge_l
       )
@@ -486,10 +486,10 @@ def _answer_request(record: jsonl.Record) -> _Request:
 def _free_of_hallucination(
   set_name: str,
   samples: Sequence[Sample],
-  has_hallucination: Mapping[str, bool],
+  hallucination_by_id: Mapping[str, bool],
 ) -> Measurement:
   """Measures the fraction of a set's outputs without hallucination."""
-  outcomes = [not has_hallucination[sample.id] for sample in samples]
+  outcomes = [not hallucination_by_id[sample.id] for sample in samples]
   return proportion("free of hallucination", outcomes, set=set_name)
 
 

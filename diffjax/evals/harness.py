@@ -2,8 +2,8 @@
 
 The paper's tables have ARC-C, ARC-E, BoolQ, HellaSwag, OBQA, PIQA and
 WinoGrande. They do not say which accuracy they give. The row of OpenLLaMA-3B-v2
-agrees with that model's published figures if HellaSwag is `acc_norm`
-(likelihoods are divided by the bytes of the endings) and the other tasks are
+agrees with that model's published figures if its HellaSwag column is `acc_norm`
+(log-likelihoods are divided by the endings' lengths in bytes) and the other tasks are
 `acc`. "mean accuracy" is the mean of these metrics. All metrics of a task are
 measured. Accuracies are fractions of the questions.
 
@@ -14,8 +14,8 @@ names a directory with one folder per task:
     DIR/TASK/train.jsonl                               examples, if a task shows
                                                        some
 
-Each line is a JSON object with the fields of the hub's dataset. The method
-`datasets.load_dataset(…)["test"].to_json(PATH)` writes such files:
+Each line is a JSON object with the fields of the hub's dataset. The expression
+`datasets.load_dataset(…)["test"].to_json(PATH)` writes such a file. The fields:
 
     arc_challenge   question, choices {text: […], label: […]}, answerKey
     arc_easy        question, choices {text: […], label: […]}, answerKey
@@ -94,7 +94,7 @@ class Harness(Suite[_Data]):
 
   The measurements are all metrics of the tasks, under lm-eval's names. "acc" is
   the fraction of questions with the right answer, "acc_norm" the same with
-  likelihoods per byte of an answer. With several tasks, "mean accuracy" is
+  log-likelihoods per byte of an answer. With several tasks, "mean accuracy" is
   their mean, as in the paper's tables. The units are questions.
   """
 

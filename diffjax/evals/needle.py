@@ -15,9 +15,9 @@ The paper does not specify these choices:
   the answer, which list the R cities in order. The score of a sample is the
   fraction of the R numbers that the model wrote. With R = 2, one generation
   must contain both numbers, as the paper's "query cities" implies.
-- Numbers are between 10,000 and 49,999. The public template also stays below
-  50,000. No number is part of another one: a random guess of five digits is
-  correct once in 40,000 times.
+- Numbers are between 10,000 and 49,999. (Public versions of this test also stay
+  below 50,000.) All have five digits, so none contains another. A random number
+  from the range is correct once in 40,000 times.
 - A length includes the answer. The prompt has `length - new_tokens` tokens, so
   a model can be measured at its maximum length.
 - `methods/needle_prompts.py` describes prompts and haystacks.
@@ -59,13 +59,13 @@ _DEFAULT_LENGTH = 4096
 
 # The size of the haystack relative to the longest length. Samples begin at
 # random positions, so a large haystack makes them different.
-_HAYSTACK_LENGTHS = 16
+_HAYSTACK_SIZE_FACTOR = 16
 
-# A number of five digits, to count the tokens that an answer needs.
+# Used to count the tokens of an answer.
 _EXAMPLE_NUMBER = "40404"
 
 
-class _Pair(NamedTuple):
+class _NeedleCounts(NamedTuple):
   """The setting N/R: how many needles a text has, and how many are asked for.
 
   Attributes:
@@ -86,7 +86,7 @@ class _PromptGroup(NamedTuple):
     depth: The position of the first needle asked for, from 0 to 1.
   """
 
-  pair: _Pair
+  pair: _NeedleCounts
   length: int
   depth: float
 
@@ -170,7 +170,7 @@ class Needle(Suite[list[list[int]]]):
     for pair in self._parsed_pairs():
       self._check_answer_length(trained, pair)
     haystack = find_haystack(
-      trained, self.haystack, tokens=_HAYSTACK_LENGTHS * max(lengths)
+      trained, self.haystack, tokens=_HAYSTACK_SIZE_FACTOR * max(lengths)
     )
     self._check_prompts(trained, haystack)
     return haystack
@@ -199,14 +199,14 @@ class Needle(Suite[list[list[int]]]):
     With two models, a third column shows the difference. A difference is bold
     if its interval excludes 0.
     """
-    results_by_pair: dict[_Pair, list[Mapping[str, Any]]] = {}
+    results_by_pair: dict[_NeedleCounts, list[Mapping[str, Any]]] = {}
     all_lengths = set()
     all_depths = set()
     for result in results["figures"]:
       coordinates = result["at"]
       if coordinates["depth"] == "mean":
         continue
-      pair = _Pair(coordinates["needles"], coordinates["asked"])
+      pair = _NeedleCounts(coordinates["needles"], coordinates["asked"])
       results_by_pair.setdefault(pair, []).append(result)
       all_lengths.add(coordinates["length"])
       all_depths.add(coordinates["depth"])
@@ -237,7 +237,7 @@ class Needle(Suite[list[list[int]]]):
       return self.lengths
     return (min(_DEFAULT_LENGTH, trained.config.model.max_length),)
 
-  def _parsed_pairs(self) -> list[_Pair]:
+  def _parsed_pairs(self) -> list[_NeedleCounts]:
     """Returns the setting `pairs` as numbers."""
     return [_parse_pair(text) for text in self.pairs]
 
@@ -246,7 +246,7 @@ class Needle(Suite[list[list[int]]]):
     trained: Trained,
     sampler: Sampler,
     haystack: Sequence[Sequence[int]],
-    pair: _Pair,
+    pair: _NeedleCounts,
     length: int,
   ) -> Iterator[Measurement]:
     """Yields the accuracy at each depth, and then over all depths."""
@@ -317,7 +317,7 @@ class Needle(Suite[list[list[int]]]):
         f" {self.new_tokens} tokens of the answer (set.needle.new_tokens)"
       )
 
-  def _check_answer_length(self, trained: Trained, pair: _Pair) -> None:
+  def _check_answer_length(self, trained: Trained, pair: _NeedleCounts) -> None:
     """Raises UserError if the numbers do not fit into `new_tokens` tokens."""
     example_answer = " " + " and ".join([_EXAMPLE_NUMBER] * pair.num_asked)
     num_tokens = len(trained.tokenizer.encode(example_answer))
@@ -329,7 +329,7 @@ class Needle(Suite[list[list[int]]]):
       )
 
 
-def _parse_pair(text: str) -> _Pair:
+def _parse_pair(text: str) -> _NeedleCounts:
   """Returns the numbers N and R of the text "N/R".
 
   Raises:
@@ -342,7 +342,7 @@ def _parse_pair(text: str) -> _Pair:
       f"set.needle.pairs = {text!r}: must be N/R, needles in the text and"
       " needles asked for, such as 4/2"
     ) from None
-  return _Pair(num_needles, num_asked)
+  return _NeedleCounts(num_needles, num_asked)
 
 
 def _score(

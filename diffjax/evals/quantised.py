@@ -1,6 +1,6 @@
 """Measurements of other suites with attention logits of few bits.
 
-The quantization is simulated. It is dynamic, after training, and by absmax:
+The quantization is simulated. It is dynamic post-training absmax quantization:
 with b bits, each logit is rounded to the nearest of 2ᵇ − 1 evenly spaced values
 between minus and plus the largest |logit|. Everything else stays in full
 precision. The paper does not say over which logits the largest one is taken. So
@@ -17,8 +17,8 @@ sequences of a batch. Masked logits do not count. In generation, the prompt is
 read in chunks. Then, "tensor" and "head" mean the logits of one chunk, and the
 tokens that fill up the last chunk count too.
 
-A quantized model (`quantise`) has the rounding as its `logits_transform`, so it
-can be measured in any way. Its attention variant must support this
+A quantized model (`quantise`) has the rounding as its `logits_transform`, so
+any suite can measure it. Its attention variant must support this
 (`Attention.supports`).
 """
 

@@ -256,7 +256,7 @@ def test_what_was_written_within_another_limit_is_written_anew(
     ),
     (
       lambda rows: rows[1].update(id="xsum/9"),
-      "verdicts.jsonl:2: a verdict on 'xsum/9', which is not one of the 8 prompts",
+      "verdicts.jsonl:2: unknown id 'xsum/9': it is not one of the 8 prompts",
     ),
     (
       lambda rows: rows[1].update(verdict="maybe"),

@@ -11,9 +11,8 @@ The protocol: each request and each reply is a line of text.
     ["x + 1", "1 + x"]       true
     ["9^{9^{9}}", "1"]       (none: the process reached a limit and ended)
 
-Requests after the first are a JSON list of an answer and its reference. A pair
-at which the process ends counts as different. The next pair starts a new
-process.
+Requests after the first are a JSON list of an answer and its reference. If the
+process ends, the pair counts as different. The next pair starts a new process.
 """
 
 from __future__ import annotations

@@ -63,8 +63,8 @@ _DIGIT_SEPARATORS = re.compile(
 
 _DECIMAL = r"(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+)?"
 _FRACTION = r"\d*\\[dt]?frac\{-?\d+\}\{-?\d+\}"
-# A minus sign belongs to the number unless it follows something that it could
-# subtract from, or that it could separate from the number (a range).
+# A minus after a digit, a letter, ")", "}" or "." is a difference or a range,
+# as in 5-3. It is no sign of the number.
 _NUMBER = re.compile(
   rf"(?<![\d)\w.}}])-?(?:{_FRACTION}|\$?{_DECIMAL})|{_FRACTION}|\$?{_DECIMAL}"
 )
@@ -85,7 +85,7 @@ _STATEMENT = re.compile(r"[Aa]nswer is:?[ \t]*")
 # The number of boxes, from the end, that are searched for a closed one.
 _MAX_BOXES = 20
 
-# In characters. Longer texts would take too long.
+# In characters. Longer texts are not parsed, to bound the time.
 _MAX_NUMBER_LENGTH = 200
 _MAX_EXPRESSION_LENGTH = 200
 _MAX_ANSWER_LENGTH = 1000
@@ -139,9 +139,14 @@ _VERBATIM = re.compile(r"[a-zA-Z]{3,}|.*\d_.*|.*\d:\d.*")
 
 _GROUPED_NUMBER = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 _PLAIN_NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)")
-# Groups of both: sign, whole part of a mixed number, numerator, denominator.
-_LATEX_FRACTION = re.compile(r"([-+]?)(\d*)\\frac\{(-?\d+)\}\{(-?\d+)\}")
-_SLASH_FRACTION = re.compile(r"([-+]?)()(\d+)/(\d+)")
+# "whole" is the whole part of a mixed number such as 1\frac{1}{2}.
+_LATEX_FRACTION = re.compile(
+  r"(?P<sign>[-+]?)(?P<whole>\d*)"
+  r"\\frac\{(?P<numerator>-?\d+)\}\{(?P<denominator>-?\d+)\}"
+)
+_SLASH_FRACTION = re.compile(
+  r"(?P<sign>[-+]?)(?P<numerator>\d+)/(?P<denominator>\d+)"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,10 +154,10 @@ class _Answer:
   """An answer and its structure.
 
   Attributes:
-    text: the answer without typesetting.
-    number: the value, if the answer is a number.
+    text: The answer without typesetting.
+    number: The value, if the answer is a number.
     kind: "set", or the brackets of a tuple or an interval. "" for others.
-    parts: the parts of a set, tuple or interval.
+    parts: The parts of a set, tuple or interval.
   """
 
   text: str
@@ -168,7 +173,8 @@ def extract_answer(solution: str) -> str | None:
 
   1. the content of the last complete \\boxed{…},
   2. the rest of the line after the first "####",
-  3. the number or formula after the last "answer is" on its line,
+  3. the number or formula on the same line after "answer is", of the last such
+     statement,
   4. the last number.
 
   Digits and minus signs become ASCII characters, and separators in numbers such
@@ -191,7 +197,10 @@ def extract_answer(solution: str) -> str | None:
 
 
 def _stated_answer(solution: str) -> str | None:
-  """Returns the number or formula after the last "answer is" that has one."""
+  """Returns the number or formula after "answer is", on the same line.
+
+  If several statements have one, it is that of the last statement.
+  """
   statements = list(_STATEMENT.finditer(solution))
   for statement in reversed(statements):
     sentence, _, _ = solution[statement.end() :].partition("\n")
@@ -404,8 +413,8 @@ class _Structure(NamedTuple):
   """What a set, tuple or interval consists of.
 
   Attributes:
-    kind: as in `_Answer`.
-    items: the texts of its parts.
+    kind: As in `_Answer`.
+    items: The texts of its parts.
   """
 
   kind: str
@@ -413,10 +422,10 @@ class _Structure(NamedTuple):
 
 
 def _parse(text: str) -> _Answer:
-  """Returns the structure of an answer.
+  """Parses an answer into a number or its parts. Else keeps its text.
 
   Args:
-    text: the answer, after `_remove_typesetting`.
+    text: The answer, after `_remove_typesetting`.
   """
   number = _parse_number(text)
   if number is not None:
@@ -428,8 +437,8 @@ def _parse(text: str) -> _Answer:
   structure = _find_structure(text)
   if structure is None:
     return _Answer(text)
-  # A comprehension would take a second stack frame for each nested bracket, and
-  # an answer may have hundreds.
+  # Deeply nested brackets reach Python's recursion limit. Until Python 3.11, a
+  # comprehension would add a frame for each level.
   parts = []
   for item in structure.items:
     parts.append(_parse(item))
@@ -439,7 +448,8 @@ def _parse(text: str) -> _Answer:
 def _find_structure(text: str) -> _Structure | None:
   """Returns the parts of a set, tuple, interval or list, or None for others.
 
-  A list without brackets, as in 1, 2, is a set.
+  A list without brackets, as in "1, 2", is a set: for a question with several
+  answers, their order does not matter.
   """
   for opening, closings in _BRACKETS.items():
     for closing in closings:
@@ -460,7 +470,11 @@ def _find_structure(text: str) -> _Structure | None:
 
 
 def _enclosed_content(text: str, opening: str, closing: str) -> str | None:
-  """Returns the text between two brackets that enclose all of it, or None."""
+  """Returns what a pair of brackets encloses, or None.
+
+  None means that the pair does not enclose the whole text. The first and the
+  last bracket of (1,2)(3,4) are no pair.
+  """
   if not text.startswith(opening) or not text.endswith(closing):
     return None
   content = text[len(opening) : -len(closing)]
@@ -487,13 +501,14 @@ def _parse_number(text: str) -> Fraction | None:
     fraction = _SLASH_FRACTION.fullmatch(text)
   if fraction is None:
     return None
-  sign, whole_part, numerator, denominator = fraction.groups()
-  if int(denominator) == 0:
+  denominator = int(fraction["denominator"])
+  if denominator == 0:
     return None
-  value = Fraction(int(numerator), int(denominator))
+  value = Fraction(int(fraction["numerator"]), denominator)
+  whole_part = fraction.groupdict().get("whole")
   if whole_part:
     value += int(whole_part)
-  return -value if sign == "-" else value
+  return -value if fraction["sign"] == "-" else value
 
 
 def _closing_brace(text: str, start: int) -> int | None:
@@ -519,10 +534,7 @@ def _closing_brace(text: str, start: int) -> int | None:
 
 
 def _is_balanced(content: str) -> bool:
-  """Returns whether each bracket in a text has its counterpart in the text.
-
-  Between the outer brackets of (1,2)(3,4) is 1,2)(3,4, which is not balanced.
-  """
+  """Returns whether the brackets in a text match. Those in 1,2)(3,4 do not."""
   depth = 0
   for character in content:
     depth += _depth_change(character)

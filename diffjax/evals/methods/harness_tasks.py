@@ -1,8 +1,8 @@
 """Tasks of the LM Evaluation Harness (lm-eval) from the hub or local files.
 
-lm-eval downloads questions from the Hugging Face hub. For local questions, a
-task file is written that includes lm-eval's own file of the task, and replaces
-the source of the data. `harness.py` lists the local files and their fields.
+lm-eval downloads questions itself. For local questions, this module writes a
+config of the task that includes lm-eval's config and replaces its data source.
+`harness.py` lists the local files and their fields.
 
 lm-eval is imported by the functions that use it, because it is optional and
 takes seconds.
@@ -28,12 +28,12 @@ Task = Any
 # An lm_eval.tasks.TaskManager.
 TaskManager = Any
 
-_CHOICES = {"choices.text": list, "choices.label": list, "answerKey": str}
+_CHOICE_FIELDS = {"choices.text": list, "choices.label": list, "answerKey": str}
 
 # The fields of the questions of the paper's tasks, and their types.
 _FIELDS: Mapping[str, Mapping[str, type]] = {
-  "arc_challenge": {"question": str, **_CHOICES},
-  "arc_easy": {"question": str, **_CHOICES},
+  "arc_challenge": {"question": str, **_CHOICE_FIELDS},
+  "arc_easy": {"question": str, **_CHOICE_FIELDS},
   "boolq": {"passage": str, "question": str, "label": int},
   "hellaswag": {
     "activity_label": str,
@@ -42,7 +42,7 @@ _FIELDS: Mapping[str, Mapping[str, type]] = {
     "endings": list,
     "label": object,
   },
-  "openbookqa": {"question_stem": str, **_CHOICES},
+  "openbookqa": {"question_stem": str, **_CHOICE_FIELDS},
   "piqa": {"goal": str, "sol1": str, "sol2": str, "label": int},
   "winogrande": {
     "sentence": str,
@@ -52,15 +52,15 @@ _FIELDS: Mapping[str, Mapping[str, type]] = {
   },
 }
 
-# The end of the message if a task cannot be loaded from the hub.
-_HUB_REMEDY = (
-  "; without the hub, set.harness.data_dir names a directory of local files"
+# The hint in the message if a task cannot be loaded from the hub.
+_HUB_HINT = (
+  "without the hub, set.harness.data_dir names a directory of local files"
 )
 
 
 @functools.cache
 def task_manager() -> TaskManager:
-  """Returns lm-eval's manager of the tasks that it comes with.
+  """Returns the manager of lm-eval's built-in tasks.
 
   It is cached, because lm-eval takes seconds to read the files of the tasks.
   """
@@ -73,7 +73,7 @@ def load_from_hub(names: Sequence[str]) -> dict[str, Task]:
   """Returns tasks with questions from the Hugging Face hub, by name.
 
   Args:
-    names: The names of tasks, or of groups of tasks. A group gives several.
+    names: The names of tasks, or of groups. A group is replaced by its tasks.
 
   Raises:
     UserError: if a task is unknown or cannot be loaded.
@@ -82,7 +82,7 @@ def load_from_hub(names: Sequence[str]) -> dict[str, Task]:
   _check_names(names, manager)
   tasks = {}
   for name in names:
-    tasks.update(_build(manager, name, _HUB_REMEDY))
+    tasks.update(_build(manager, name, _HUB_HINT))
   return tasks
 
 
@@ -91,8 +91,7 @@ def load_local(
 ) -> dict[str, Task]:
   """Returns tasks with questions from local files, by name.
 
-  For each task, writes a config that replaces the source of the data in
-  lm-eval's own config. lm-eval then loads the written configs.
+  Writes a config of each task, which lm-eval then loads.
 
   Args:
     names: The names of the tasks.
@@ -108,35 +107,28 @@ def load_local(
   """
   from lm_eval import tasks as lm_eval_tasks
 
-  manager = task_manager()
-  _check_names(names, manager)
+  builtin_manager = task_manager()
+  _check_names(names, builtin_manager)
   config_dir = os.path.join(work_dir, "tasks")
+  cache_dir = os.path.join(work_dir, "cache")
   os.makedirs(config_dir)
   questions_by_task = {}
   for name in names:
-    _check_is_no_group(name, manager)
+    _check_is_no_group(name, builtin_manager)
     paths = _local_paths(name, data_dir, num_fewshot)
     questions_by_task[name] = _read_scored_questions(name, paths)
-    config = _local_config(
-      name,
-      paths,
-      original_path=str(manager.task_index[name].yaml_path),
-      cache_dir=os.path.join(work_dir, "cache", name),
-    )
-    config_path = os.path.join(config_dir, f"{name}.yaml")
-    with open(config_path, "w", encoding="utf-8") as file:
-      # lm-eval expects YAML, which includes JSON.
-      json.dump(config, file)
+    builtin_path = builtin_manager.task_index[name].yaml_path
+    _write_config(name, paths, str(builtin_path), config_dir, cache_dir)
 
-  # It knows the tasks of the written configs only.
+  # This manager knows only the tasks of the written configs.
   local_manager = lm_eval_tasks.TaskManager(
     include_path=config_dir, include_defaults=False
   )
   tasks = {}
   for name in names:
     first_question = questions_by_task[name][0]
-    remedy = f"; see {first_question.location}"
-    tasks.update(_build(local_manager, name, remedy))
+    hint = f"see {first_question.location}"
+    tasks.update(_build(local_manager, name, hint))
   for name, task in tasks.items():
     _check_questions(task, questions_by_task[name])
   return tasks
@@ -163,13 +155,13 @@ def _check_is_no_group(name: str, manager: TaskManager) -> None:
     )
 
 
-def _build(manager: TaskManager, name: str, remedy: str) -> dict[str, Task]:
+def _build(manager: TaskManager, name: str, hint: str) -> dict[str, Task]:
   """Loads a task or the tasks of a group, with their questions.
 
   Args:
     manager: lm-eval's manager, which knows the task or group.
     name: The name of a task or of a group of tasks.
-    remedy: The end of the error message, which says what the user can do.
+    hint: The end of the error message, which says what the user can do.
 
   Returns:
     The tasks by name.
@@ -179,7 +171,7 @@ def _build(manager: TaskManager, name: str, remedy: str) -> dict[str, Task]:
   # lm-eval and the libraries that load its data raise errors of many types.
   except Exception as error:
     raise UserError(
-      f"set.harness.tasks: {name!r} cannot be loaded ({reason(error)}){remedy}"
+      f"set.harness.tasks: {name!r} cannot be loaded ({reason(error)}); {hint}"
     ) from error
 
 
@@ -246,29 +238,42 @@ def _required_fields(name: str, path: str) -> Mapping[str, type]:
   return dict.fromkeys(first_record.value, object)
 
 
-def _local_config(
-  name: str, paths: Mapping[str, str], *, original_path: str, cache_dir: str
-) -> dict[str, Any]:
-  """Returns a config of lm-eval for a task that reads local files.
+def _write_config(
+  name: str,
+  paths: Mapping[str, str],
+  builtin_path: str,
+  config_dir: str,
+  cache_dir: str,
+) -> None:
+  """Writes a config of lm-eval for a task that reads local files.
 
   Args:
     name: The name of the task.
     paths: The files by split.
-    original_path: The path of lm-eval's own config of the task. Its fields hold
-      if this config does not replace them.
-    cache_dir: A directory where lm-eval stores the converted files.
+    builtin_path: The path of lm-eval's config of the task. Its fields hold
+      unless the written config replaces them.
+    config_dir: The directory of the config.
+    cache_dir: The directory where lm-eval stores converted files of all tasks.
   """
-  return {
-    "include": original_path,
+  data_files = {
+    "data_files": dict(paths),
+    "cache_dir": os.path.join(cache_dir, name),
+  }
+  config = {
+    "include": builtin_path,
     "task": name,
     "dataset_path": "json",
     "dataset_name": None,
-    "dataset_kwargs": {"data_files": dict(paths), "cache_dir": cache_dir},
+    "dataset_kwargs": data_files,
     "training_split": "train" if "train" in paths else None,
     "validation_split": "validation" if "validation" in paths else None,
     "test_split": "test" if "test" in paths else None,
     "fewshot_split": None,
   }
+  config_path = os.path.join(config_dir, f"{name}.yaml")
+  with open(config_path, "w", encoding="utf-8") as file:
+    # lm-eval reads YAML, which includes JSON.
+    json.dump(config, file)
 
 
 def _check_questions(task: Task, questions: Sequence[jsonl.Record]) -> None:

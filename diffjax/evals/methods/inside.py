@@ -1,15 +1,16 @@
 """Measurements inside a model: functions that are called within its layers.
 
 A suite gives `measure` a function of a layer's attention (`AttentionInputs`) or
-of its hidden states. For example, the largest attention logit of each layer:
+of its hidden states. For example, the largest attention logit of each layer,
+from blocks of t queries with all S keys:
 
-    def add_block(largest, queries: Queries):
+    def update_max(running_max, queries: Queries):
       is_visible = queries.mask[:, None, None]  # [B, 1, 1, t, S]
       logits = jnp.where(is_visible, queries.logits(), -jnp.inf)
-      return jnp.maximum(largest, jnp.max(logits))
+      return jnp.maximum(running_max, jnp.max(logits))
 
     def largest_logit(inputs: AttentionInputs):
-      return fold_query_blocks(add_block, jnp.float32(-jnp.inf), inputs)
+      return fold_query_blocks(update_max, jnp.float32(-jnp.inf), inputs)
 
     results = measure(model, params, batch, attention=largest_logit)
     results["attention"]  # [L]
@@ -68,11 +69,11 @@ class Queries:
   H heads.
 
   Attributes:
-    layer: the layer. It has its parameters.
-    q: queries after RoPE.
-    k: keys after RoPE.
+    layer: The layer. It has its parameters.
+    q: Queries after RoPE.
+    k: Keys after RoPE.
     lam: λ of each query and head. None if the layer has no λ.
-    mask: whether a query sees a key. Queries that are padding see none.
+    mask: Whether a query sees a key. Queries that are padding see none.
   """
 
   layer: Attention
@@ -101,12 +102,12 @@ class AttentionInputs:
   Axes: as in `Queries`. T is all queries, and V the width of values.
 
   Attributes:
-    layer: the layer. It has its parameters.
-    q: queries after RoPE.
-    k: keys after RoPE.
-    v: values.
+    layer: The layer. It has its parameters.
+    q: Queries after RoPE.
+    k: Keys after RoPE.
+    v: Values.
     lam: λ of each token and head. None if the layer has no λ.
-    mask: what determines the keys that a query sees. The segment ids are not
+    mask: What determines the keys that a query sees. The segment ids are not
       None. The window is an array if layers have different ones.
   """
 
@@ -132,8 +133,8 @@ class AttentionInputs:
     Without `has_independent_queries`, the block must have all queries.
 
     Args:
-      first: the index of the first query.
-      count: the number of queries. `first + count` must not exceed T.
+      first: The index of the first query.
+      count: The number of queries. `first + count` must not exceed T.
     """
 
     def take_block(x: Array) -> Array:
@@ -174,13 +175,13 @@ def measure(
   Call it inside `jax.jit`.
 
   Args:
-    model: the decoder.
-    params: its parameters.
-    batch: tokens [B, T], and segment_ids and positions if there are any.
-    attention: called in every attention layer. Returns a tree of arrays.
-    hidden: called with the hidden states that every layer returns. Returns a
+    model: The decoder.
+    params: Its parameters.
+    batch: Tokens [B, T], and segment_ids and positions if there are any.
+    attention: Called in every attention layer. Returns a tree of arrays.
+    hidden: Called with the hidden states that every layer returns. Returns a
       tree of arrays.
-    include_plain_layers: whether the results include the model's plain layers.
+    include_plain_layers: Whether the results include the model's plain layers.
       These lowest layers have softmax attention, with other numbers of heads
       and maps. If they are included, the shapes of the results must not depend
       on these numbers.
@@ -225,8 +226,8 @@ class _Interceptor:
   and stores measurements with `sow`.
 
   Attributes:
-    attention: as in `measure`.
-    hidden: as in `measure`.
+    attention: As in `measure`.
+    hidden: As in `measure`.
   """
 
   attention: AttentionFunction | None
@@ -242,10 +243,10 @@ class _Interceptor:
     """Runs a method. Measures it if it is `attend` or the call of a block.
 
     Args:
-      run_method: the method.
-      args: the positional arguments of the call.
-      kwargs: the keyword arguments of the call.
-      context: the module and the name of the method.
+      run_method: The method.
+      args: The positional arguments of the call.
+      kwargs: The keyword arguments of the call.
+      context: The module and the name of the method.
 
     Returns:
       The outputs of the method, unchanged.
@@ -280,12 +281,12 @@ def _attention_inputs(
   ids and the window.
 
   Args:
-    layer: the layer.
-    q: queries, by query group Q (heads that share a noise map) and map G.
-    k: keys, by key head K and key map M.
-    v: values, by key head K.
+    layer: The layer.
+    q: Queries, by query group Q (heads that share a noise map) and map G.
+    k: Keys, by key head K and key map M.
+    v: Values, by key head K.
     lam: λ: a scalar, [H], [B, T, H], or None.
-    mask: what determines the keys that a query sees.
+    mask: What determines the keys that a query sees.
   """
   token_lam = broadcast_lambda(lam, q, layer.num_heads)
 
@@ -314,8 +315,8 @@ def _stored_attention(
   """Returns the attention measurements of a stack of layers.
 
   Args:
-    stored: what the layers stored with `sow`, by module.
-    config: the config of the stack.
+    stored: What the layers stored with `sow`, by module.
+    config: The config of the stack.
 
   Raises:
     UserError: if the layers stored no measurement of attention.
@@ -359,11 +360,11 @@ def fold_query_blocks(
   weights depend on other queries, all queries are one block.
 
   Args:
-    step: called with the last result and a block of queries. The last block
+    step: Called with the last result and a block of queries. The last block
       ends with padding if the blocks do not divide the queries.
-    start: the first argument of the first call.
-    inputs: the inputs of attention in a layer.
-    block_size: the number of queries in a block.
+    start: The first argument of the first call.
+    inputs: The inputs of attention in a layer.
+    block_size: The number of queries in a block.
 
   Returns:
     The result of the last call.

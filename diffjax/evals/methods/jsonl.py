@@ -28,7 +28,7 @@ class Record(NamedTuple):
 
   Attributes:
     location: "FILE:LINE", for messages.
-    value: the object.
+    value: The object.
   """
 
   location: str
@@ -43,8 +43,8 @@ def read(path: epath.PathLike, fields: Mapping[str, type]) -> list[Record]:
       read("test.jsonl", {"question": str, "choices.text": list})
 
   Args:
-    path: the file, which may be remote (gs://).
-    fields: the fields that every object must have, and their types. The type
+    path: The file, which may be remote (gs://).
+    fields: The fields that every object must have, and their types. The type
       `object` accepts any value. "choices.text" is the field `text` of the
       object in the field `choices`.
 
@@ -76,9 +76,9 @@ def _parse_line(
   """Returns the JSON object of a line.
 
   Args:
-    line: the line in UTF-8.
+    line: The line in UTF-8.
     location: "FILE:LINE", for messages.
-    fields: as in `read`.
+    fields: As in `read`.
 
   Raises:
     UserError: if the line is not a JSON object with these fields.
@@ -100,10 +100,10 @@ def _check_field(record: Record, field: str, field_type: type) -> None:
   """Raises UserError if a field is missing or has another type.
 
   Args:
-    record: the record.
-    field: the name of the field. "choices.text" is the field `text` of the
+    record: The record.
+    field: The name of the field. "choices.text" is the field `text` of the
       object in the field `choices`.
-    field_type: the type that the value must have.
+    field_type: The type that the value must have.
   """
   value: object = record.value
   for name in field.split("."):

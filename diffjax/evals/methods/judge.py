@@ -18,6 +18,9 @@ from diffjax.evals.methods import jsonl
 # The fields of a line of verdicts.jsonl.
 _VERDICT_FIELDS = {"id": str, "sha256": str, "verdict": str}
 
+# Messages quote at most this many characters of a wrong verdict.
+_MAX_QUOTED = 40
+
 _PROMPT = """Below are a source text and {description}. Does the {kind} say \
 anything that contradicts the source, or that the source does not support? \
 Reply with one word: yes if it does, no if it does not.
@@ -60,11 +63,10 @@ def prompt_records(prompts: Mapping[str, str]) -> list[dict[str, str]]:
   Args:
     prompts: The judge's prompts by the id of the output.
   """
-  records = []
-  for output_id, prompt in prompts.items():
-    record = {"id": output_id, "sha256": sha256(prompt), "prompt": prompt}
-    records.append(record)
-  return records
+  return [
+    {"id": output_id, "sha256": sha256(prompt), "prompt": prompt}
+    for output_id, prompt in prompts.items()
+  ]
 
 
 def read_verdicts(
@@ -83,22 +85,25 @@ def read_verdicts(
     UserError: if a verdict is about another prompt, is neither yes nor no, or
       is the second one about its prompt, or if a prompt has no verdict.
   """
-  has_hallucination: dict[str, bool] = {}
+  hallucination_by_id: dict[str, bool] = {}
   for record in jsonl.read(path, _VERDICT_FIELDS):
     _check_prompt(record, prompts)
     is_hallucination = _parse_verdict(record)
     output_id = record.value["id"]
-    if output_id in has_hallucination:
-      raise UserError(f"{record.location}: a second verdict on {output_id!r}")
-    has_hallucination[output_id] = is_hallucination
+    if output_id in hallucination_by_id:
+      raise UserError(
+        f"{record.location}: a second verdict on {output_id!r}; keep one of"
+        " them"
+      )
+    hallucination_by_id[output_id] = is_hallucination
 
   for output_id in prompts:
-    if output_id not in has_hallucination:
+    if output_id not in hallucination_by_id:
       raise UserError(
-        f"{path}: holds {len(has_hallucination)} verdicts on {len(prompts)}"
+        f"{path}: holds {len(hallucination_by_id)} verdicts on {len(prompts)}"
         f" prompts; {output_id!r} is the first without one"
       )
-  return has_hallucination
+  return hallucination_by_id
 
 
 def _check_prompt(record: jsonl.Record, prompts: Mapping[str, str]) -> None:
@@ -106,8 +111,8 @@ def _check_prompt(record: jsonl.Record, prompts: Mapping[str, str]) -> None:
   output_id = record.value["id"]
   if output_id not in prompts:
     raise UserError(
-      f"{record.location}: a verdict on {output_id!r}, which is not one of the"
-      f" {len(prompts)} prompts of judge_prompts.jsonl beside it"
+      f"{record.location}: unknown id {output_id!r}: it is not one of the"
+      f" {len(prompts)} prompts of judge_prompts.jsonl; remove the line"
     )
   if record.value["sha256"] != sha256(prompts[output_id]):
     raise UserError(
@@ -127,7 +132,7 @@ def _parse_verdict(record: jsonl.Record) -> bool:
   if verdict not in ("yes", "no"):
     raise UserError(
       f"{record.location}: the verdict must be yes (a hallucination) or no; got"
-      f" {text[:40]!r}"
+      f" {text[:_MAX_QUOTED]!r}"
     )
   return verdict == "yes"
 

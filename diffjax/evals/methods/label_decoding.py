@@ -28,8 +28,8 @@ class LabelTree:
   """A node of the tree of labels.
 
   Attributes:
-    labels: the indices of the labels at or below the node.
-    children: the next nodes, by token.
+    labels: The indices of the labels at or below the node.
+    children: The next nodes, by token.
   """
 
   labels: list[int] = dataclasses.field(default_factory=list)
@@ -40,7 +40,7 @@ class LabelTree:
     """Builds the tree of labels, and returns its root.
 
     Args:
-      sequences: the tokens of each label. They include the tokens that end it,
+      sequences: The tokens of each label. They include the tokens that end it,
         so that no label is the beginning of another.
 
     Raises:
@@ -90,10 +90,10 @@ def decode_labels(
   node it takes the most likely of the tokens that continue a label.
 
   Args:
-    sampler: the sampler, which has read the prompts.
-    state: the sampler's state. It is donated: it must not be used afterwards.
-    count: the number of rows with a prompt. They are the first rows.
-    tree: the root of a tree with at least one label.
+    sampler: The sampler, which has read the prompts.
+    state: The sampler's state. It is donated: it must not be used afterwards.
+    count: The number of rows with a prompt. They are the first rows.
+    tree: The root of a tree with at least one label.
 
   Returns:
     The index of the label of each row.

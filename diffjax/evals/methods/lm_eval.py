@@ -39,9 +39,9 @@ class _GenerationGroup(NamedTuple):
   """Requests for generation that may share batches.
 
   Attributes:
-    options: the options of all requests, after `normalize_gen_kwargs`.
-    num_new: the maximum number of tokens in an answer.
-    indices: the indices of the requests.
+    options: The options of all requests, after `normalize_gen_kwargs`.
+    num_new: The maximum number of tokens in an answer.
+    indices: The indices of the requests.
   """
 
   options: Mapping[str, Any]
@@ -60,11 +60,11 @@ class DiffjaxLM(TemplateLM):
   """
 
   def __init__(self, trained: Trained, *, batch_tokens: int):
-    """Initializes the interface.
+    """Wraps a model for lm-eval.
 
     Args:
-      trained: the model.
-      batch_tokens: the number of tokens in a batch, including padding.
+      trained: The model.
+      batch_tokens: The number of tokens in a batch, including padding.
     """
     super().__init__()
     self._trained = trained
@@ -82,7 +82,7 @@ class DiffjaxLM(TemplateLM):
 
   @property
   def max_length(self) -> int:
-    """The maximum number of tokens in a row."""
+    """The maximum number of tokens in one sequence."""
     return self._trained.config.model.max_length
 
   def tok_encode(
@@ -92,6 +92,7 @@ class DiffjaxLM(TemplateLM):
 
     If add_special_tokens is False, there are no control tokens.
     """
+    # lm-eval may pass more arguments.
     del kwargs
     tokenizer = self._trained.tokenizer
     ids = tokenizer.encode(string)
@@ -107,9 +108,9 @@ class DiffjaxLM(TemplateLM):
     """Scores continuations after contexts, as lm-eval requests them.
 
     Args:
-      requests: for each request, the texts of context and continuation, then
+      requests: For each request, the texts of context and continuation, then
         the ids of both. (lm-eval uses the texts as keys of its cache.)
-      **kwargs: options of lm-eval, which are ignored.
+      **kwargs: Options of lm-eval, which are ignored.
 
     Returns:
       For each request, the log-likelihood of the continuation, and whether
@@ -184,8 +185,8 @@ class DiffjaxLM(TemplateLM):
     """Returns an answer to each request, which ends before a stop string.
 
     Args:
-      requests: each has the text of a context and the options of generation.
-      disable_tqdm: ignored.
+      requests: Each has the text of a context and the options of generation.
+      disable_tqdm: Ignored.
     """
     del disable_tqdm
     tokenizer = self._trained.tokenizer
@@ -227,8 +228,8 @@ class DiffjaxLM(TemplateLM):
     """Returns generated answers to contexts, which share their options.
 
     Args:
-      contexts: ids of the contexts.
-      num_new: the maximum number of tokens in an answer.
+      contexts: Ids of the contexts.
+      num_new: The maximum number of tokens in an answer.
       options: lm-eval's options, after `normalize_gen_kwargs`.
     """
     if num_new < options["max_gen_toks"]:

@@ -10,14 +10,14 @@ the numbers:
     …
     What is the special magic Oslo number? The special magic Oslo number is:
 
-The prompt ends with the first words of the answer. They end with "is:" as the
-needle does, without a space: tokenizers differ in whether a space belongs to
-the number after it.
+The prompt ends with the first words of the answer. They end with "is:", the
+text before the number in the needle. No space follows, because tokenizers
+differ in whether a space belongs to the number after it.
 
 The haystack is the validation text of the model's own training data, or
 sentences of a small grammar. (The paper's essays are not available.) Each
-sample begins at a random piece of the haystack, and repeats the haystack if it
-is too short. Digits in the haystack do no harm, because the suites look for a
+sample begins at a random piece of the haystack. A short haystack is repeated.
+Digits in the haystack do no harm, because the suites look for a
 number only in the text that the model writes.
 
 A piece has at most 32 tokens and is a line or a part of a line. Needles stand
@@ -59,7 +59,7 @@ CITIES = (
   "Yangon Yerevan Zagreb Zurich"
 ).split()
 
-# Numbers are at least the first and less than the second.
+# Half-open range of the magic numbers.
 _NUMBER_RANGE = (10_000, 50_000)
 
 # The maximum number of tokens in a piece of the haystack.
@@ -85,14 +85,14 @@ class NeedlePrompt:
   """A prompt. Spans are half-open ranges of positions in `ids`.
 
   Attributes:
-    ids: the whole prompt: the tokens that begin a document, opening, haystack
+    ids: The whole prompt: the tokens that begin a document, opening, haystack
       with needles, and question.
-    answers: the numbers asked for, in the order of the question. The needle of
+    answers: The numbers asked for, in the order of the question. The needle of
       the first one is at the requested depth.
-    answer_spans: the needles of the answers, with their line breaks.
-    query_span: the question and the first words of the answer. It ends at the
+    answer_spans: The needles of the answers, with their line breaks.
+    query_span: The question and the first words of the answer. It ends at the
       end of the prompt.
-    bos_span: the tokens that begin a document.
+    bos_span: The tokens that begin a document.
   """
 
   ids: list[int]
@@ -106,9 +106,9 @@ class _Needle(NamedTuple):
   """A needle: a sentence that gives a city a number.
 
   Attributes:
-    city: the city. Each needle of a prompt has another one.
-    number: the number in digits.
-    ids: the token ids of the sentence.
+    city: The city. Each needle of a prompt has another one.
+    number: The number in digits.
+    ids: The token ids of the sentence.
   """
 
   city: str
@@ -120,9 +120,9 @@ class _Placement(NamedTuple):
   """Where a needle is to be inserted into the haystack.
 
   Attributes:
-    needle: the needle.
-    depth: the position: 0 is the beginning of the haystack, 1 is its end.
-    order: the sort key of needles that are inserted at the same boundary.
+    needle: The needle.
+    depth: The position: 0 is the beginning of the haystack, 1 is its end.
+    order: The sort key of needles that are inserted at the same boundary.
   """
 
   needle: _Needle
@@ -147,15 +147,15 @@ def make_prompts(
   arguments give the same prompts.
 
   Args:
-    tokenizer: the tokenizer of the model.
-    length: the exact number of tokens in each prompt.
+    tokenizer: The tokenizer of the model.
+    length: The exact number of tokens in each prompt.
     num_needles: N, the number of needles in each prompt.
     num_asked: R, the number of needles that the question asks for.
-    depth: the position of the first needle asked for: 0 is the beginning of the
+    depth: The position of the first needle asked for: 0 is the beginning of the
       haystack, 1 is its end. The others are at random positions.
-    samples: the number of prompts.
-    seed: the seed of cities, numbers, positions and beginnings of the haystack.
-    haystack: ids of pieces, from `synthetic_haystack` or `validation_haystack`.
+    samples: The number of prompts.
+    seed: The seed of cities, numbers, positions and beginnings of the haystack.
+    haystack: Ids of pieces, from `synthetic_haystack` or `validation_haystack`.
 
   Raises:
     UserError: if there are fewer needles than the question asks for, or fewer
@@ -259,10 +259,10 @@ def _take_pieces(
   number of tokens, and ends with a line break.
 
   Args:
-    haystack: ids of pieces.
-    first_piece: the index of the first piece.
-    num_tokens: the number of tokens in total.
-    newline: ids of a line break.
+    haystack: Ids of pieces.
+    first_piece: The index of the first piece.
+    num_tokens: The number of tokens in total.
+    newline: Ids of a line break.
   """
   pieces: list[list[int]] = []
   index = first_piece
@@ -293,10 +293,10 @@ def _place_needles(
   random boundaries.
 
   Args:
-    needles: all needles of a prompt, those of the question first.
-    pieces: ids of each piece of the haystack.
+    needles: All needles of a prompt, those of the question first.
+    pieces: Ids of each piece of the haystack.
     depth: 0 for the beginning of the haystack, 1 for its end.
-    rng: draws the random boundaries.
+    rng: Draws the random boundaries.
   """
   # The number of tokens before each boundary.
   offsets = [0]
@@ -325,9 +325,9 @@ def _nearest(offsets: Sequence[int], target: float) -> int:
   """Returns the index of the offset nearest to a target.
 
   Args:
-    offsets: increasing numbers from 0 on. If two are equally near, the result
+    offsets: Increasing numbers from 0 on. If two are equally near, the result
       is the smaller one's index.
-    target: a number that is not negative.
+    target: A number that is not negative.
   """
   after = bisect.bisect_left(offsets, target)
   after = min(after, len(offsets) - 1)
@@ -343,8 +343,8 @@ class _TextWithNeedles(NamedTuple):
   """The opening and the haystack with needles.
 
   Attributes:
-    ids: the token ids.
-    spans: the half-open range of each needle's positions in `ids`, by city.
+    ids: The token ids.
+    spans: The half-open range of each needle's positions in `ids`, by city.
   """
 
   ids: list[int]
@@ -359,9 +359,9 @@ def _insert_needles(
   """Returns the opening and the pieces, with needles between the pieces.
 
   Args:
-    opening: ids of the text before the first piece.
-    pieces: ids of each piece of the haystack.
-    needles_by_boundary: the needles before each piece, then those after the
+    opening: Ids of the text before the first piece.
+    pieces: Ids of each piece of the haystack.
+    needles_by_boundary: The needles before each piece, then those after the
       last piece.
   """
   ids = list(opening)
@@ -382,10 +382,10 @@ def find_haystack(
   """Returns a haystack, the long text that hides needles, in pieces.
 
   Args:
-    trained: the model.
-    kind: the suite's setting `haystack`: "validation" for validation text of
+    trained: The model.
+    kind: The suite's setting `haystack`: "validation" for validation text of
       the model's training data, or "synthetic" for random sentences.
-    tokens: the minimum number of tokens. Validation text may have fewer.
+    tokens: The minimum number of tokens. Validation text may have fewer.
 
   Raises:
     UserError: if the kind is unknown, or if the validation text cannot be read.
@@ -408,9 +408,9 @@ def synthetic_haystack(
   Each sentence is a line, without digits and without names of cities.
 
   Args:
-    tokenizer: the tokenizer of the model.
-    tokens: the minimum number of tokens in total.
-    seed: the seed of the sentences.
+    tokenizer: The tokenizer of the model.
+    tokens: The minimum number of tokens in total.
+    seed: The seed of the sentences.
   """
   rng = np.random.default_rng(seed)
   pieces: list[list[int]] = []
@@ -438,8 +438,8 @@ def validation_haystack(trained: Trained, *, tokens: int) -> list[list[int]]:
   """Returns a haystack: pieces of a model's validation documents, in order.
 
   Args:
-    trained: the model.
-    tokens: documents are read until the pieces have this many tokens.
+    trained: The model.
+    tokens: Documents are read until the pieces have this many tokens.
 
   Raises:
     UserError: if the data cannot be read or have no validation documents.

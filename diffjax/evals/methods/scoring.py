@@ -39,7 +39,7 @@ class Score(NamedTuple):
 
   Attributes:
     log_probability: Σ log P(token | all tokens before it), in nats.
-    is_greedy: whether each token is the most likely one at its position, so
+    is_greedy: Whether each token is the most likely one at its position, so
       that greedy decoding would write the continuation.
   """
 
@@ -65,9 +65,9 @@ class _Rows(NamedTuple):
   Rows are padded on the right, where causal attention does not see the padding.
 
   Attributes:
-    tokens: the inputs of the model.
-    targets: the tokens that follow the inputs.
-    is_scored: whether a target belongs to a continuation.
+    tokens: The inputs of the model.
+    targets: The tokens that follow the inputs.
+    is_scored: Whether a target belongs to a continuation.
   """
 
   tokens: Int[np.ndarray, "B T"]
@@ -79,8 +79,8 @@ class _Batch(NamedTuple):
   """A batch of pairs, with their places in the caller's list of pairs.
 
   Attributes:
-    indices: the index of the pair in each row. Rows without a pair follow.
-    rows: the arrays of the batch.
+    indices: The index of the pair in each row. Rows without a pair follow.
+    rows: The arrays of the batch.
   """
 
   indices: Sequence[int]
@@ -91,9 +91,9 @@ class _Chunk(NamedTuple):
   """Consecutive positions of all rows of a batch.
 
   Attributes:
-    hidden: the model's output, before the output embedding.
-    targets: the tokens that follow.
-    is_scored: whether a target belongs to a continuation.
+    hidden: The model's output, before the output embedding.
+    targets: The tokens that follow.
+    is_scored: Whether a target belongs to a continuation.
   """
 
   hidden: Float[Array, "B t E"]
@@ -122,11 +122,11 @@ def score(
   length that occurs.
 
   Args:
-    model: the decoder.
-    params: its parameters.
-    pairs: ids of (context, continuation), neither empty. If a continuation
+    model: The decoder.
+    params: Its parameters.
+    pairs: Ids of (context, continuation), neither empty. If a continuation
       begins a document, its context is the token that separates documents.
-    batch_tokens: the number of tokens in a batch, including padding. A longer
+    batch_tokens: The number of tokens in a batch, including padding. A longer
       row is the only one of its batch.
 
   Returns:
@@ -197,9 +197,9 @@ def _make_batches(
   Long rows come first, so that a lack of memory shows in the first batch.
 
   Args:
-    pairs: all pairs.
-    max_length: the maximum length of a row.
-    batch_tokens: the number of tokens in a batch, including padding.
+    pairs: All pairs.
+    max_length: The maximum length of a row.
+    batch_tokens: The number of tokens in a batch, including padding.
   """
   indices_by_length: dict[int, list[int]] = {}
   for index, pair in enumerate(pairs):
@@ -231,9 +231,9 @@ def _make_rows(pairs: Sequence[_Pair], num_rows: int, length: int) -> _Rows:
   tokens [1, 2, 3], targets [2, 3, 4] and is_scored [False, True, True].
 
   Args:
-    pairs: the pairs. There may be fewer than rows.
-    num_rows: the number of rows.
-    length: the length of the rows, including padding.
+    pairs: The pairs. There may be fewer than rows.
+    num_rows: The number of rows.
+    length: The length of the rows, including padding.
   """
   shape = (num_rows, length)
   tokens = np.zeros(shape, np.int32)

@@ -33,14 +33,14 @@ def validation_rows(
   come from `validation_documents`.
 
   Args:
-    suite: the name of the suite, for messages about its settings.
-    trained: the model.
-    count: the maximum number of rows. -1 for all.
-    length: the number of tokens in a row. 0 for the length of training rows.
-    batch_size: the number of rows in a batch.
-    source: text, in place of the validation text of the run.
+    suite: The name of the suite, for messages about its settings.
+    trained: The model.
+    count: The maximum number of rows. -1 for all.
+    length: The number of tokens in a row. 0 for the length of training rows.
+    batch_size: The number of rows in a batch.
+    source: Text, in place of the validation text of the run.
     packing: "documents" or "concat". "" for the packing of training rows.
-    beyond_limit: whether rows may be longer than config.model.max_length.
+    beyond_limit: Whether rows may be longer than config.model.max_length.
 
   Raises:
     UserError: if a setting is invalid, if rows are longer than the model
@@ -57,8 +57,8 @@ def validation_rows(
       f" {max_length} tokens (config.model.max_length)"
     )
 
-  # Rows that differ from training's are prepared while they are read. The other
-  # modes of the pipeline would first prepare the whole training split.
+  # Only rows in training's format are prepared in advance. For others, the mode
+  # is "streamed": any other mode would first prepare the whole training split.
   mode = config.data.mode
   if source or packing or length != config.data.length:
     mode = "streamed"
@@ -78,9 +78,9 @@ def validation_rows(
 def _check_settings(
   suite: str, count: int, length: int, batch_size: int
 ) -> None:
-  """Raises UserError if a suite's setting is less than 1.
+  """Raises UserError if a setting is out of range.
 
-  Only `count` may be -1, which selects all rows.
+  All must be at least 1. `count` may also be -1, which selects all rows.
   """
   if count < 1 and count != _ALL_ROWS:
     raise UserError(

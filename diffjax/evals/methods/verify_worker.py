@@ -19,7 +19,7 @@ def main(time_limit: int) -> None:
   """Compares the pair of expressions in each line of stdin, until it ends.
 
   Args:
-    time_limit: the time limit of one comparison in seconds. The process ends
+    time_limit: The time limit of one comparison in seconds. The process ends
       when a comparison reaches it.
   """
   replies = sys.stdout
