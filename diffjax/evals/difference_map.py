@@ -206,13 +206,33 @@ def row_sums(
     pairs of a query and a head that count.
   """
   is_visible = mask[:, None]  # [B, 1, t, S]
-  num_keys = jnp.sum(is_visible, axis=-1).astype(jnp.float32)  # n, [B, 1, t]
-  # Avoids divisions by zero for queries that do not count.
-  positive_num_keys = jnp.maximum(num_keys, 1)
+  measures = _measure_queries(weights, is_visible)  # [B, H, t, measures]
+  # Each query and head adds its measures to the sums, and 1 to their number.
+  ones = jnp.ones_like(measures[..., :1])
+  terms = jnp.concatenate([measures, ones], axis=-1)
+  has_two_keys = jnp.sum(is_visible, axis=-1) >= 2  # [B, 1, t]
+  counted_terms = jnp.where(has_two_keys[..., None], terms, 0.0)
+  return jnp.sum(counted_terms, axis=(1, 2))
 
+
+def _measure_queries(
+  weights: Float[Array, "B H t S"], is_visible: Bool[Array, "B 1 t S"]
+) -> Float[Array, "B H t measures"]:
+  """Returns the measures of each query and head, in the order of `MEASURES`.
+
+  The module docstring defines the measures. They have no meaning for queries
+  that see fewer than two keys.
+
+  Args:
+    weights: The attention weights w of each query and head.
+    is_visible: Whether a query sees a key.
+  """
+  # The number n of keys. At least 2, to avoid divisions by zero for queries
+  # with fewer keys.
+  num_keys = jnp.sum(is_visible, axis=-1).astype(jnp.float32)  # [B, 1, t]
+  num_keys = jnp.maximum(num_keys, 2)
   magnitudes = jnp.where(is_visible, jnp.abs(weights), 0.0)
   l1_norm = jnp.sum(magnitudes, axis=-1)  # Σ|w|, [B, H, t]
-  sum_of_squares = jnp.sum(jnp.square(magnitudes), axis=-1)  # Σw², [B, H, t]
   # Whether all weights of a query are 0.
   is_zero = l1_norm == 0
 
@@ -222,30 +242,19 @@ def row_sums(
   negative_share = negative_sum / jnp.where(is_zero, 1, l1_norm)
 
   # The share of keys whose |w| is below a tenth of the mean.
-  mean_magnitude = l1_norm / positive_num_keys
+  mean_magnitude = l1_norm / num_keys
   is_small = is_visible & (magnitudes < _SMALL * mean_magnitude[..., None])
-  small_share = jnp.sum(is_small, axis=-1) / positive_num_keys
+  small_share = jnp.sum(is_small, axis=-1) / num_keys
 
   # Both kinds of sparsity depend on Σ|w| / √Σw². This ratio is 1 for a single
   # key and √n for uniform weights. Zero weights count as uniform.
+  sum_of_squares = jnp.sum(jnp.square(magnitudes), axis=-1)  # Σw², [B, H, t]
   l2_norm = jnp.sqrt(jnp.where(is_zero, 1, sum_of_squares))
-  norm_ratio = jnp.where(is_zero, jnp.sqrt(num_keys), l1_norm / l2_norm)
-  effective_keys = jnp.square(norm_ratio) / positive_num_keys
-  # √n − 1. It is positive also for queries that do not count.
-  hoyer_divisor = jnp.sqrt(jnp.maximum(num_keys, 2)) - 1
-  hoyer_sparsity = (jnp.sqrt(num_keys) - norm_ratio) / hoyer_divisor
+  max_ratio = jnp.sqrt(num_keys)
+  norm_ratio = jnp.where(is_zero, max_ratio, l1_norm / l2_norm)
+  effective_keys = jnp.square(norm_ratio) / num_keys
+  hoyer_sparsity = (max_ratio - norm_ratio) / (max_ratio - 1)
 
-  # Each query and head adds its measures to the sums, and 1 to their number.
-  terms = jnp.stack(
-    [
-      negative_share,
-      small_share,
-      effective_keys,
-      hoyer_sparsity,
-      jnp.ones_like(l1_norm),
-    ],
-    axis=-1,
-  )  # [B, H, t, sums]
-  has_two_keys = jnp.broadcast_to(num_keys >= 2, l1_norm.shape)
-  counted_terms = jnp.where(has_two_keys[..., None], terms, 0.0)
-  return jnp.sum(counted_terms, axis=(1, 2))
+  return jnp.stack(
+    [negative_share, small_share, effective_keys, hoyer_sparsity], axis=-1
+  )

@@ -50,6 +50,7 @@ from absl import logging
 from etils import epath
 
 from diffjax.config import UserError, at_least, field
+from diffjax.data.tokenizer import Tokenizer
 from diffjax.evals.measurement import Measurement, mean_of, proportion
 from diffjax.evals.methods import jsonl, judge
 from diffjax.evals.methods.text_overlap import RougeL, is_match, load_rouge_l
@@ -136,6 +137,20 @@ class _Request(NamedTuple):
   after_source: str
   question: str
   references: list[str]
+
+
+class _Source(NamedTuple):
+  """A source as far as it fits into a prompt.
+
+  Attributes:
+    ids: The token ids.
+    text: The text, which the judge gets.
+    is_cut: Whether the end of the whole source is missing.
+  """
+
+  ids: list[int]
+  text: str
+  is_cut: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -319,7 +334,6 @@ class Hallucination(Suite[_Data]):
       *tokenizer.document_tokens.start,
       *tokenizer.encode(request.before_source),
     ]
-    source_ids = tokenizer.encode(request.source)
     end_ids = tokenizer.encode(request.after_source)
 
     max_new_tokens = self._max_new_tokens(request.kind)
@@ -330,22 +344,17 @@ class Hallucination(Suite[_Data]):
         f"{request.location}: the prompt without its source and the output take"
         f" {num_other_tokens} tokens, and there is room for {capacity}"
       )
-    source = request.source
-    is_cut = len(source_ids) > max_source_tokens
-    if is_cut:
-      source_ids = source_ids[:max_source_tokens]
-      # The judge gets the source as the model sees it.
-      source = tokenizer.decode(source_ids)
+    source = _cut_source(tokenizer, request.source, max_source_tokens)
     # The location is "FILE:LINE".
     line_number = request.location.rpartition(":")[2]
     return Sample(
       id=f"{set_name}/{line_number}",
       kind=request.kind,
-      prompt_ids=start_ids + source_ids + end_ids,
-      source=source,
+      prompt_ids=start_ids + source.ids + end_ids,
+      source=source.text,
       question=request.question,
       references=request.references,
-      is_cut=is_cut,
+      is_cut=source.is_cut,
     )
 
   def _reuse_or_generate(
@@ -415,17 +424,8 @@ class Hallucination(Suite[_Data]):
     """
     prompts = [sample.prompt_ids for sample in samples]
     max_new_tokens = self._max_new_tokens(kind)
-    num_tokens = max(map(len, prompts)) + max_new_tokens
-    # The sampler compiles for a capacity. With powers of two, there are few.
-    next_power_of_two = 1 << (num_tokens - 1).bit_length()
-    capacity = max(_MIN_CAPACITY, next_power_of_two)
-    capacity = min(capacity, trained.config.model.max_length)
-    sampler = Sampler(
-      trained.model,
-      trained.params,
-      batch_size=max(1, self.batch_tokens // capacity),
-      capacity=capacity,
-    )
+    longest_prompt = max(map(len, prompts))
+    sampler = self._make_sampler(trained, longest_prompt + max_new_tokens)
     tokenizer = trained.tokenizer
     output_end = _OUTPUT_ENDS[kind]
 
@@ -444,6 +444,22 @@ class Hallucination(Suite[_Data]):
       text = tokenizer.decode(ids).strip()
       outputs[sample.id] = text.partition(output_end)[0].strip()
     return outputs
+
+  def _make_sampler(self, trained: Trained, num_tokens: int) -> Sampler:
+    """Returns a sampler for rows of `num_tokens` tokens.
+
+    Its capacity is a power of two or the model's maximum length, so that few
+    programs are compiled.
+    """
+    next_power_of_two = 1 << (num_tokens - 1).bit_length()
+    capacity = max(_MIN_CAPACITY, next_power_of_two)
+    capacity = min(capacity, trained.config.model.max_length)
+    return Sampler(
+      trained.model,
+      trained.params,
+      batch_size=max(1, self.batch_tokens // capacity),
+      capacity=capacity,
+    )
 
 
 def _summary_request(record: jsonl.Record) -> _Request:
@@ -481,6 +497,15 @@ def _answer_request(record: jsonl.Record) -> _Request:
     question=question,
     references=references,
   )
+
+
+def _cut_source(tokenizer: Tokenizer, source: str, max_tokens: int) -> _Source:
+  """Returns the beginning of a source, with at most `max_tokens` tokens."""
+  ids = tokenizer.encode(source)
+  if len(ids) <= max_tokens:
+    return _Source(ids, source, is_cut=False)
+  cut_ids = ids[:max_tokens]
+  return _Source(cut_ids, tokenizer.decode(cut_ids), is_cut=True)
 
 
 def _free_of_hallucination(

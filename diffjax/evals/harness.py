@@ -259,16 +259,18 @@ def _to_measurement(
   coordinates: dict[str, Any] = {"task": task_name}
   if metric.filter != "none":
     coordinates["filter"] = metric.filter
+  # The function with which lm-eval computes one number from the values.
   aggregation = task.aggregation()[metric.name]
-  if aggregation is not mean:
-    # The values may not be numbers. So the units are indices into them.
-    indices = np.arange(len(values))
-    statistic = _statistic_of_indices(aggregation, values)
-    return Measurement(metric.name, indices, coordinates, statistic)
-  is_yes_or_no = all(value in (0, 1) for value in values)
-  if is_yes_or_no:
-    return proportion(metric.name, values, **coordinates)
-  return mean_of(metric.name, values, **coordinates)
+  if aggregation is mean:
+    is_yes_or_no = all(value in (0, 1) for value in values)
+    if is_yes_or_no:
+      return proportion(metric.name, values, **coordinates)
+    return mean_of(metric.name, values, **coordinates)
+  # Other functions can take values that are no numbers, and units must be an
+  # array. So the units are indices into the values.
+  indices = np.arange(len(values))
+  statistic = _statistic_of_indices(aggregation, values)
+  return Measurement(metric.name, indices, coordinates, statistic)
 
 
 def _statistic_of_indices(

@@ -50,6 +50,7 @@ import matplotlib.figure
 import matplotlib.ticker
 import numpy as np
 from jaxtyping import Float
+from matplotlib.axes import Axes
 from numpy import ndarray
 
 from diffjax.config import UserError, at_least, field
@@ -175,12 +176,7 @@ class ManyShot(Suite[dict[str, Dataset]]):
   def measure(
     self, trained: Trained, datasets: dict[str, Dataset]
   ) -> Iterator[Measurement]:
-    """Yields the accuracies of each dataset, and the effects of the order.
-
-    The accuracies are those after 1, 2, 4, … demonstrations. The effect of the
-    order is the best accuracy minus the worst, if the same demonstrations are
-    read in several orders.
-    """
+    """Yields the accuracies of each dataset, and the effects of the order."""
     capacity = checked_token_limit(self.name, self.max_tokens, trained)
     sampler = Sampler(
       trained.model,
@@ -195,55 +191,27 @@ class ManyShot(Suite[dict[str, Dataset]]):
       encoder = _Encoder(trained.tokenizer, _template_of(name), dataset.labels)
       classifier = _Classifier(name, sampler, encoder, queries)
       demonstration_sets = self._draw_demonstrations(dataset, classifier, rng)
-
-      max_demonstrations = len(demonstration_sets[0])
-      for count in _curve_counts(max_demonstrations):
-        shorter_sets = [examples[:count] for examples in demonstration_sets]
-        yield _accuracy(classifier, shorter_sets)
-
-      if self.orders == 0:
-        continue
+      yield from _accuracies(classifier, demonstration_sets)
       # The effect of the order is measured on the demonstrations of one set.
-      for order, reorder in _ORDERS.items():
-        orderings = []
-        for _ in range(self.orders):
-          orderings.append(reorder(demonstration_sets[0], rng))
-        yield _best_minus_worst(classifier, order, orderings)
+      if self.orders > 0:
+        yield from self._order_effects(classifier, demonstration_sets[0], rng)
 
-  def plot(self, results: Mapping[str, Any]) -> matplotlib.figure.Figure:
+  def plot(self, suite_results: Mapping[str, Any]) -> matplotlib.figure.Figure:
     """Draws accuracy over the number of tokens of the demonstrations.
 
-    Each dataset has its own axes, with a line for each model.
-
-    Args:
-      results: The content of the suite's JSON file.
+    Each dataset has its own panel, with a line for each model.
     """
-    accuracies_by_model = list(by_model(results, "accuracy"))
-    datasets = []
-    for row in results["figures"]:
-      dataset = row["at"]["dataset"]
-      if dataset not in datasets:
-        datasets.append(dataset)
-
+    # The names in the order of the results, each once.
+    datasets = list(
+      dict.fromkeys(
+        result["at"]["dataset"] for result in suite_results["figures"]
+      )
+    )
     width = max(WIDTH, _DATASET_WIDTH * len(datasets))
     figure = matplotlib.figure.Figure((width, 4), layout="constrained")
-    (all_axes,) = figure.subplots(1, len(datasets), squeeze=False)
-    for dataset, axes in zip(datasets, all_axes, strict=True):
-      for style, rows in accuracies_by_model:
-        dataset_rows = [row for row in rows if row["at"]["dataset"] == dataset]
-        num_tokens = [row["at"]["tokens"] for row in dataset_rows]
-        draw_line(axes, num_tokens, dataset_rows, style)
-      axes.set(
-        title=dataset,
-        xscale="log",
-        ylim=(0, 1),
-        xlabel="tokens of demonstrations",
-        ylabel="accuracy",
-      )
-      axes.xaxis.set_major_formatter(
-        matplotlib.ticker.StrMethodFormatter("{x:,.0f}")
-      )
-      axes.legend(fontsize=9)
+    panels = figure.subplots(1, len(datasets), squeeze=False)[0]
+    for axes, dataset in zip(panels, datasets, strict=True):
+      _draw_accuracies(axes, suite_results, dataset)
     return figure
 
   def _load_dataset(self, name: str) -> Dataset:
@@ -279,6 +247,22 @@ class ManyShot(Suite[dict[str, Dataset]]):
         " demonstration; raise set.many_shot.max_tokens if the model takes more"
       )
     return [examples[:num_demonstrations] for examples in demonstration_sets]
+
+  def _order_effects(
+    self,
+    classifier: _Classifier,
+    demonstrations: Sequence[Example],
+    rng: np.random.Generator,
+  ) -> Iterator[Measurement]:
+    """Yields the best accuracy minus the worst, for each kind of order.
+
+    Each accuracy is after the same demonstrations, in another order.
+    """
+    for order, reorder in _ORDERS.items():
+      orderings = []
+      for _ in range(self.orders):
+        orderings.append(reorder(demonstrations, rng))
+      yield _best_minus_worst(classifier, order, orderings)
 
 
 def _template_of(dataset_name: str) -> _Template:
@@ -420,6 +404,22 @@ def _curve_counts(largest: int) -> list[int]:
   return [*counts, largest]
 
 
+def _accuracies(
+  classifier: _Classifier, demonstration_sets: Sequence[Sequence[Example]]
+) -> Iterator[Measurement]:
+  """Yields the accuracies after 1, 2, 4, … demonstrations, and after all.
+
+  Args:
+    classifier: The classifier of the queries.
+    demonstration_sets: Sets of equally many demonstrations. Each accuracy is
+      the mean over the sets.
+  """
+  max_demonstrations = len(demonstration_sets[0])
+  for count in _curve_counts(max_demonstrations):
+    shorter_sets = [examples[:count] for examples in demonstration_sets]
+    yield _accuracy(classifier, shorter_sets)
+
+
 def _accuracy(
   classifier: _Classifier, demonstration_sets: Sequence[Sequence[Example]]
 ) -> Measurement:
@@ -471,3 +471,32 @@ def _accuracy_range(outcomes: Float[ndarray, "queries orders"]) -> float:
   """Returns the best order's accuracy minus the worst order's."""
   accuracies = outcomes.mean(axis=0)
   return float(accuracies.max() - accuracies.min())
+
+
+def _draw_accuracies(
+  axes: Axes, suite_results: Mapping[str, Any], dataset: str
+) -> None:
+  """Draws a line for each model over the tokens of demonstrations.
+
+  Args:
+    axes: Where to draw.
+    suite_results: The content of the suite's JSON file.
+    dataset: The name of the dataset whose accuracies are drawn.
+  """
+  for style, accuracies in by_model(suite_results, "accuracy"):
+    results = [
+      result for result in accuracies if result["at"]["dataset"] == dataset
+    ]
+    num_tokens = [result["at"]["tokens"] for result in results]
+    draw_line(axes, num_tokens, results, style)
+  axes.set(
+    title=dataset,
+    xscale="log",
+    ylim=(0, 1),
+    xlabel="tokens of demonstrations",
+    ylabel="accuracy",
+  )
+  axes.xaxis.set_major_formatter(
+    matplotlib.ticker.StrMethodFormatter("{x:,.0f}")
+  )
+  axes.legend(fontsize=9)

@@ -393,8 +393,6 @@ def _draw_heat_map(
 ) -> None:
   """Draws a heat map of the results over length and depth.
 
-  Each cell contains its value as text.
-
   Args:
     axes: Where to draw.
     column: What is shown of a result, and in which colors.
@@ -415,7 +413,22 @@ def _draw_heat_map(
   axes.imshow(
     values, vmin=column.min_value, vmax=1, cmap=column.colormap, aspect="auto"
   )
+  _write_values(axes, values, is_bold)
+  axes.set_xticks(
+    range(len(lengths)), [f"{length / 1024:.4g}K" for length in lengths]
+  )
+  axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
+
+
+def _write_values(
+  axes: Axes,
+  values: Float[np.ndarray, "depths lengths"],
+  is_bold: Bool[np.ndarray, "depths lengths"],
+) -> None:
+  """Writes the value of each cell of a heat map into the cell."""
   for (y, x), value in np.ndenumerate(values):
+    # Both ends of the color scale are dark.
+    is_dark = abs(value) > 0.6
     axes.text(
       x,
       y,
@@ -423,14 +436,9 @@ def _draw_heat_map(
       ha="center",
       va="center",
       fontsize=9,
-      # Both ends of the color scale are dark.
-      color="white" if abs(value) > 0.6 else "black",
+      color="white" if is_dark else "black",
       fontweight="bold" if is_bold[y, x] else "normal",
     )
-  axes.set_xticks(
-    range(len(lengths)), [f"{length / 1024:.4g}K" for length in lengths]
-  )
-  axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
 
 
 def _shown_value(result: Mapping[str, Any], key: str) -> float:

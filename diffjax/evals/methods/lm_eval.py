@@ -123,17 +123,8 @@ class DiffjaxLM(TemplateLM):
     contexts = []
     cut_contexts = []
     continuations = []
-    for (_, text), context, continuation in requests:
-      # lm-eval passes no ids if the tokenizer joins the continuation with the
-      # context's last token.
-      if not continuation:
-        continuation = self.tok_encode(text, add_special_tokens=False)
-      if len(continuation) > self.max_length:
-        raise UserError(
-          f"an answer of {len(continuation)} tokens ({text[:_MAX_QUOTED]!r}) is"
-          " longer than the model takes (config.model.max_length ="
-          f" {self.max_length})"
-        )
+    for (_, text), context, given_ids in requests:
+      continuation = self._continuation_ids(text, given_ids)
       # The model does not read the last token.
       room = self.max_length + 1 - len(continuation)
       cut_context = self._cut(context, room)
@@ -148,6 +139,26 @@ class DiffjaxLM(TemplateLM):
     for pair_score in self._score(pairs):
       results.append((pair_score.log_probability, pair_score.is_greedy))
     return results
+
+  def _continuation_ids(self, text: str, given_ids: list[int]) -> list[int]:
+    """Returns the ids of a continuation, from a request of lm-eval.
+
+    Args:
+      text: The continuation.
+      given_ids: The ids in the request. They are empty if the tokenizer joins
+        the continuation with the context's last token.
+
+    Raises:
+      UserError: if there are more tokens than the model accepts.
+    """
+    ids = given_ids or self.tok_encode(text, add_special_tokens=False)
+    if len(ids) > self.max_length:
+      raise UserError(
+        f"an answer of {len(ids)} tokens ({text[:_MAX_QUOTED]!r}) is longer"
+        " than the model takes (config.model.max_length ="
+        f" {self.max_length})"
+      )
+    return ids
 
   def loglikelihood_rolling(
     self, requests: list[Instance], disable_tqdm: bool = False

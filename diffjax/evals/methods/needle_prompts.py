@@ -176,19 +176,9 @@ def make_prompts(
     query = tokenizer.encode(_question(asked_needles))
 
     # The haystack fills the rest of the prompt.
-    num_needle_tokens = sum(len(needle.ids) for needle in needles)
-    num_other_tokens = len(opening) + num_needle_tokens + len(query)
-    if num_other_tokens > length:
-      raise UserError(
-        f"{length} tokens do not hold {num_needles} needles with opening and"
-        f" question, which take {num_other_tokens} of this tokenizer's; use a"
-        " longer length or fewer needles"
-      )
+    num_haystack_tokens = _room_for_haystack(length, opening, needles, query)
     first_piece = int(rng.integers(len(haystack)))
-    pieces = _take_pieces(
-      haystack, first_piece, length - num_other_tokens, newline
-    )
-
+    pieces = _take_pieces(haystack, first_piece, num_haystack_tokens, newline)
     needles_by_boundary = _place_needles(needles, pieces, depth, rng)
     text = _insert_needles(opening, pieces, needles_by_boundary)
     prompts.append(
@@ -245,6 +235,34 @@ def _question(needles: Sequence[_Needle]) -> str:
   names = f"{', '.join(cities[:-1])} and {cities[-1]}"
   subject = f"special magic {names} numbers"
   return f"\nWhat are the {subject}? The {subject} are:"
+
+
+def _room_for_haystack(
+  length: int,
+  opening: Sequence[int],
+  needles: Sequence[_Needle],
+  query: Sequence[int],
+) -> int:
+  """Returns the number of tokens that the other parts leave for the haystack.
+
+  Args:
+    length: The number of tokens in the prompt.
+    opening: Ids of the opening.
+    needles: All needles of the prompt.
+    query: Ids of the question.
+
+  Raises:
+    UserError: if the other parts take more than the whole prompt.
+  """
+  num_needle_tokens = sum(len(needle.ids) for needle in needles)
+  num_other_tokens = len(opening) + num_needle_tokens + len(query)
+  if num_other_tokens > length:
+    raise UserError(
+      f"{length} tokens do not hold {len(needles)} needles with opening and"
+      f" question, which take {num_other_tokens} of this tokenizer's; use a"
+      " longer length or fewer needles"
+    )
+  return length - num_other_tokens
 
 
 def _take_pieces(

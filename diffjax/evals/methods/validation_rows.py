@@ -59,9 +59,9 @@ def validation_rows(
 
   # Only rows in training's format are prepared in advance. For others, the mode
   # is "streamed": any other mode would first prepare the whole training split.
-  mode = config.data.mode
-  if source or packing or length != config.data.length:
-    mode = "streamed"
+  is_training_length = length == config.data.length
+  has_training_format = is_training_length and not source and not packing
+  mode = config.data.mode if has_training_format else "streamed"
   data = dataclasses.replace(
     config.data,
     tokenizer=trained.tokenizer.spec,
