@@ -172,10 +172,7 @@ class Harness(Suite[_Data]):
     for task_name, task in data.tasks.items():
       samples = samples_by_task[task_name]
       for metric in _distinct_metrics(samples):
-        values = []
-        for sample in samples:
-          if sample["filter"] == metric.filter:
-            values.append(sample[metric.name])
+        values = _values_of(samples, metric)
         yield _to_measurement(task_name, task, metric, values)
         if metric.name == _paper_metric(task_name):
           paper_outcomes[task_name] = values
@@ -232,6 +229,20 @@ def _distinct_metrics(samples: Sequence[_Sample]) -> list[_Metric]:
       if metric not in metrics:
         metrics.append(metric)
   return metrics
+
+
+def _values_of(samples: Sequence[_Sample], metric: _Metric) -> list[Any]:
+  """Returns the value of a metric for each question.
+
+  Args:
+    samples: lm-eval's records of a task.
+    metric: One of the task's metrics.
+  """
+  values = []
+  for sample in samples:
+    if sample["filter"] == metric.filter:
+      values.append(sample[metric.name])
+  return values
 
 
 def _paper_metric(task_name: str) -> str:

@@ -201,12 +201,9 @@ class ManyShot(Suite[dict[str, Dataset]]):
 
     Each dataset has its own panel, with a line for each model.
     """
-    # The names in the order of the results, each once.
-    datasets = list(
-      dict.fromkeys(
-        result["at"]["dataset"] for result in suite_results["figures"]
-      )
-    )
+    names = [result["at"]["dataset"] for result in suite_results["figures"]]
+    # Each once, in the order of the results.
+    datasets = list(dict.fromkeys(names))
     width = max(WIDTH, _DATASET_WIDTH * len(datasets))
     figure = matplotlib.figure.Figure((width, 4), layout="constrained")
     panels = figure.subplots(1, len(datasets), squeeze=False)[0]

@@ -192,27 +192,21 @@ class Needle(Suite[list[list[int]]]):
           trained, sampler, haystack, pair, length
         )
 
-  def plot(self, results: Mapping[str, Any]) -> matplotlib.figure.Figure:
+  def plot(self, suite_results: Mapping[str, Any]) -> matplotlib.figure.Figure:
     """Draws heat maps of the accuracy over length and depth.
 
     The plot has a row for each pair of N and R. It has a column for each model.
     With two models, a third column shows the difference. A difference is bold
     if its interval excludes 0.
     """
-    results_by_pair: dict[_NeedleCounts, list[Mapping[str, Any]]] = {}
-    all_lengths = set()
-    all_depths = set()
-    for result in results["figures"]:
-      coordinates = result["at"]
-      if coordinates["depth"] == "mean":
-        continue
-      pair = _NeedleCounts(coordinates["needles"], coordinates["asked"])
-      results_by_pair.setdefault(pair, []).append(result)
-      all_lengths.add(coordinates["length"])
-      all_depths.add(coordinates["depth"])
-    lengths = sorted(all_lengths)
-    depths = sorted(all_depths)
-    columns = _make_columns(results["models"])
+    results = []
+    for result in suite_results["figures"]:
+      if result["at"]["depth"] != "mean":
+        results.append(result)
+    lengths = sorted({result["at"]["length"] for result in results})
+    depths = sorted({result["at"]["depth"] for result in results})
+    results_by_pair = _group_by_pair(results)
+    columns = _make_columns(suite_results["models"])
 
     # In inches: space for labels, plus 0.7 for a cell and 2.4 for a heat map.
     width = max(WIDTH, 1.5 + len(columns) * 0.7 * len(lengths))
@@ -372,6 +366,18 @@ def _score(
     retrieved = [answer for answer in prompt.answers if answer in text]
     scores.append(len(retrieved) / len(prompt.answers))
   return scores
+
+
+def _group_by_pair(
+  results: Sequence[Mapping[str, Any]],
+) -> dict[_NeedleCounts, list[Mapping[str, Any]]]:
+  """Groups results by the numbers of needles in the text and asked for."""
+  results_by_pair: dict[_NeedleCounts, list[Mapping[str, Any]]] = {}
+  for result in results:
+    coordinates = result["at"]
+    pair = _NeedleCounts(coordinates["needles"], coordinates["asked"])
+    results_by_pair.setdefault(pair, []).append(result)
+  return results_by_pair
 
 
 def _make_columns(models: Sequence[Mapping[str, Any]]) -> list[_Column]:

@@ -204,18 +204,18 @@ def measure(
   measurements = variables.get(MEASUREMENTS, {})
 
   # A stack is a scan over layers with equal configs.
-  stack_results = []
+  results_of_stacks = []
   for stack_name, stack_config in stacks(model.config).items():
     if stack_name == "plain_layers" and not include_plain_layers:
       continue
     stored = measurements.get(stack_name, {})
-    results = {}
+    results_of_stack = {}
     if attention is not None:
-      results["attention"] = _stored_attention(stored, stack_config)
+      results_of_stack["attention"] = _stored_attention(stored, stack_config)
     if hidden is not None:
-      results["hidden"] = _stored_result(stored)
-    stack_results.append(results)
-  return jax.tree.map(_concatenate_layers, *stack_results)
+      results_of_stack["hidden"] = _stored_result(stored)
+    results_of_stacks.append(results_of_stack)
+  return jax.tree.map(_concatenate_layers, *results_of_stacks)
 
 
 @dataclasses.dataclass(frozen=True)

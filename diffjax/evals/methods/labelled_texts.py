@@ -80,6 +80,7 @@ def read_dataset(directory: str, name: str) -> Dataset:
   train = _to_examples(train_records)
   test = _to_examples(test_records)
 
+  # Labels without any demonstration are reported first, in all of the file.
   labels = _distinct_labels(train)
   for record, query in zip(test_records, test, strict=True):
     if query.label not in labels:
