@@ -235,7 +235,8 @@ def _values_of(samples: Sequence[_Sample], metric: _Metric) -> list[Any]:
   """Returns the value of a metric for each question.
 
   Args:
-    samples: lm-eval's records of a task.
+    samples: lm-eval's records of a task. There is a record for each question
+      and each filter.
     metric: One of the task's metrics.
   """
   values = []
