@@ -243,6 +243,7 @@ class DiffjaxLM(TemplateLM):
       num_new: The maximum number of tokens in an answer.
       options: lm-eval's options, after `normalize_gen_kwargs`.
     """
+    # `_num_new_tokens` allows fewer tokens than requested if there is no room.
     if num_new < options["max_gen_toks"]:
       logging.warning(
         "%d answers have at most %d of %d tokens, since the model takes %d",

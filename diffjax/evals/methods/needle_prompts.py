@@ -163,6 +163,7 @@ def make_prompts(
       is too short for needles and question.
   """
   _check_settings(num_needles, num_asked, depth)
+  # Each combination of arguments has its own random numbers.
   rng = np.random.default_rng(
     [seed, length, num_needles, num_asked, round(depth * 1_000_000)]
   )
@@ -179,6 +180,8 @@ def make_prompts(
     num_haystack_tokens = _room_for_haystack(length, opening, needles, query)
     first_piece = int(rng.integers(len(haystack)))
     pieces = _take_pieces(haystack, first_piece, num_haystack_tokens, newline)
+
+    # Needles stand at boundaries between pieces.
     needles_by_boundary = _place_needles(needles, pieces, depth, rng)
     text = _insert_needles(opening, pieces, needles_by_boundary)
     prompts.append(

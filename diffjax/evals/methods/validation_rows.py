@@ -57,8 +57,8 @@ def validation_rows(
       f" {max_length} tokens (config.model.max_length)"
     )
 
-  # Only rows in training's format are prepared in advance. For others, the mode
-  # is "streamed": any other mode would first prepare the whole training split.
+  # Modes other than "streamed" first prepare the whole training split. For rows
+  # that differ from training's, all that work would be for some validation rows.
   is_training_length = length == config.data.length
   has_training_format = is_training_length and not source and not packing
   mode = config.data.mode if has_training_format else "streamed"
