@@ -11,8 +11,8 @@ from diffjax.model.flops import peak_flops
 # Slices by generation, from small to large, as chips along each dimension
 # (cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}). v5e and v6e have two
 # dimensions, the others three.
-_PLANES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
-_CUBES = (
+_SLICES_2D = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+_SLICES_3D = (
   "2x2x1",
   "2x2x2",
   "2x2x4",
@@ -25,11 +25,11 @@ _CUBES = (
   "8x16x16",
 )
 TOPOLOGIES = {
-  "v4": _CUBES,
-  "v5e": _PLANES,
-  "v5p": (*_CUBES, "16x16x16", "16x16x24"),
-  "v6e": _PLANES,
-  "tpu7x": _CUBES,
+  "v4": _SLICES_3D,
+  "v5e": _SLICES_2D,
+  "v5p": (*_SLICES_3D, "16x16x16", "16x16x24"),
+  "v6e": _SLICES_2D,
+  "tpu7x": _SLICES_3D,
 }
 
 # Memory of a chip that the compiler gives to a program, in GiB. For v7x, it is
@@ -56,28 +56,33 @@ class Chip(NamedTuple):
     num_cores: Cores that share the work of a program.
     ring_multiple: The chips along a dimension of a slice form a ring if their
       number is a multiple of this. Otherwise, they form a line.
-    has_only_full_tori: Whether the dimensions of a slice are either all rings
-      or all lines.
+    needs_all_rings: Whether the chips form rings only if they can along all
+      dimensions of a slice. Otherwise, each dimension is a ring or a line.
   """
 
   cycles_per_second: float
   link_bytes_per_second: float
   num_cores: int
   ring_multiple: int
-  has_only_full_tori: bool = False
+  needs_all_rings: bool = False
 
 
 def _clock_rate(device_kind: str, flops_per_cycle: int) -> float:
-  """Returns the cycles per second at which a chip reaches its peak FLOP/s."""
+  """Returns the cycles per second at which a chip reaches its peak FLOP/s.
+
+  Raises:
+    ValueError: if the peak of the device is unknown.
+  """
   peak = peak_flops(device_kind)
-  assert peak is not None
+  if peak is None:
+    raise ValueError(f"the peak FLOP/s of {device_kind!r} are unknown")
   return peak / flops_per_cycle
 
 
 # The speed of a link and the rings are from "How to scale your model"
 # (jax-ml.github.io/scaling-book/tpus). v4 and v5p slices consist of cubes of
-# 4×4×4 chips, and slices smaller than a cube have no rings. The compiler has no
-# estimates for v7x.
+# 4×4×4 chips, and slices smaller than a cube have no rings. v7x is missing,
+# because the compiler has no estimates for it.
 CHIPS = {
   # Two cores with four matrix units each
   "v4": Chip(
@@ -85,7 +90,7 @@ CHIPS = {
     link_bytes_per_second=45e9,
     num_cores=2,
     ring_multiple=4,
-    has_only_full_tori=True,
+    needs_all_rings=True,
   ),
   "v5e": Chip(
     cycles_per_second=_clock_rate("TPU v5e", 4 * _MXU_128_FLOPS),
@@ -98,10 +103,10 @@ CHIPS = {
     link_bytes_per_second=90e9,
     num_cores=2,
     ring_multiple=4,
-    has_only_full_tori=True,
+    needs_all_rings=True,
   ),
-  # By the compiler's estimates of large matrix products, as many FLOPs per
-  # cycle as four matrix units have. tests/compiled/test_estimate.py checks it.
+  # The compiler's estimates of large matrix products imply the FLOPs per cycle
+  # of four matrix units. tests/compiled/test_estimate.py checks it.
   "v6e": Chip(
     cycles_per_second=_clock_rate("TPU v6", 4 * _MXU_256_FLOPS),
     link_bytes_per_second=90e9,
@@ -124,13 +129,13 @@ class Topology(NamedTuple):
 
   @classmethod
   def parse(cls, text: str) -> Topology:
-    """Returns a topology from a text such as "v5e:4x4"."""
+    """Returns the topology that a text such as "v5e:4x4" describes."""
     generation, _, shape = text.partition(":")
     return cls(generation, tuple(int(size) for size in shape.split("x")))
 
   @property
   def num_chips(self) -> int:
-    """The number of chips."""
+    """The product of the sizes."""
     return math.prod(self.sizes)
 
 
@@ -154,13 +159,13 @@ class Torus(NamedTuple):
     """Returns the links of a slice such as "v5e:4x4".
 
     A dimension is a ring if its size is a multiple of the chip's
-    `ring_multiple`. On v4 and v5p, all dimensions must fulfil this.
+    `ring_multiple`. On v4 and v5p, it is one only if all dimensions are.
     """
     topology = Topology.parse(text)
     chip = CHIPS[topology.generation]
     sizes = tuple(size for size in topology.sizes if size > 1)
     are_rings = [size % chip.ring_multiple == 0 for size in sizes]
-    if chip.has_only_full_tori and not all(are_rings):
+    if chip.needs_all_rings and not all(are_rings):
       are_rings = [False] * len(sizes)
     # In a ring, a chip has a link to the next chip and one to the previous one.
     num_links = tuple(2 if is_ring else 1 for is_ring in are_rings)
@@ -169,13 +174,13 @@ class Torus(NamedTuple):
   def collective_seconds(
     self, collective: Collective, num_devices: int
   ) -> float:
-    """Returns a lower bound on the seconds of a collective.
+    """Returns a lower bound on the seconds in which a collective runs once.
 
     It is the time in which a chip receives its bytes over all of its links, if
     the chips that communicate are neighbours.
 
     Args:
-      collective: The collective. Its seconds are for one time.
+      collective: The collective.
       num_devices: Number of devices that communicate with each other.
     """
     has_one_chip = not self.sizes
@@ -196,23 +201,23 @@ class Torus(NamedTuple):
   ) -> float:
     """Returns the seconds in which an all-to-all crosses a slice's middle.
 
-    The middle divides the longest dimension. Of n devices, each of the n/2 in
-    one half sends a share to each device in the other half: n²/4 shares. If the
-    dimension has the length L, there are n/L rows along it. The links of each
-    row cross the middle, once if it is a line and twice if it is a ring:
+    The middle divides the longest dimension, of length L. Each of the n/2
+    devices in one half sends a share of bytes to each of the n/2 devices in the
+    other half. So n²/4 shares cross the middle, over the links of n/L rows. A
+    row that is a line crosses it with one link, and a ring with two:
 
     seconds = (n²/4 · share) / (n/L · links · speed)
             = n · L · share / (4 · links · speed)
 
     Args:
-      received_bytes: Bytes that each device receives from all others.
+      received_bytes: Bytes that each device receives from all others together.
       num_devices: n.
     """
     longest = self.sizes.index(max(self.sizes))
     length = self.sizes[longest]
     num_links = self.num_links[longest]
     if num_devices < length:
-      # The devices are a part of a row, and so form a line.
+      # The devices are a part of one row, which has no link to close a ring.
       length = num_devices
       num_links = 1
     share = received_bytes / (num_devices - 1)
