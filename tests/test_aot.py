@@ -325,7 +325,7 @@ def test_attention_is_picked_for_the_devices_of_the_mesh():
   ],
 )
 def test_a_refusal_is_read(message, expected):
-  needed, available, of_temporaries = planning._out_of_memory(message)
+  needed, available, of_temporaries = planning._read_refusal(message)
   assert (needed / 2**30, available / 2**30, of_temporaries) == expected
 
 
@@ -333,7 +333,7 @@ def test_another_refusal_is_told():
   with pytest.raises(
     UserError, match="refuses the step: INTERNAL: Mosaic failed"
   ):
-    planning._out_of_memory("INTERNAL: Mosaic failed to compile TPU kernel")
+    planning._read_refusal("INTERNAL: Mosaic failed to compile TPU kernel")
 
 
 def test_changes_are_of_what_dominates():

@@ -1,7 +1,8 @@
-"""Compiles a run's training step for absent TPUs, and reads what it needs.
+"""Compiles a run's training step for TPUs that this machine does not have.
 
-It needs the TPU compiler, libtpu ('.[tpu]', Linux on x86-64), and no TPU.
-docs/estimates.md says what the memory and the time include.
+The result is a `Plan`: the step's memory and estimated time. This needs the TPU
+compiler, libtpu ('.[tpu]', Linux on x86-64). docs/estimates.md says what the
+memory and the time include.
 """
 
 from __future__ import annotations
@@ -73,6 +74,18 @@ _UNIT_BYTES = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _T = TypeVar("_T")
 
 
+class Traffic(NamedTuple):
+  """A kind of collective along certain mesh axes.
+
+  Attributes:
+    axes: Names of the mesh axes.
+    kind: The kind, such as "all-gather".
+  """
+
+  axes: tuple[str, ...]
+  kind: str
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
   """Memory and time of a compiled training step.
@@ -86,18 +99,20 @@ class Plan:
     mesh: Devices along each axis. A v7x chip has two devices.
     parameters: The parameters.
     optimizer: The optimizer's state.
-    batch: The batch, and the padding of all three in the compiler's layouts.
+    batch: The batch. It includes the compiler's padding of parameters,
+      optimizer and batch.
     temporaries: Values that exist only within the step: activations, gradients
       and gathered parameters.
     program: The machine code.
     available: The memory for all of these.
-    received: Bytes received in a step, by mesh axes and kind of collective.
+    received: Bytes that a chip receives in a step.
     unread: The part of the program that could not be read, so that there are no
       received bytes or no estimate. "" if all could be read.
     kernels: Names of diffjax's Pallas kernels, one for each call.
-    seconds: Seconds that compilation took.
+    seconds: Seconds of compiling the step and reading the program.
     estimate: Estimated time of a step; None without an estimate.
-    peak_seconds: Seconds of the step's nominal FLOPs at the chip's peak.
+    peak_seconds: Seconds of the step's nominal FLOPs at the chip's peak FLOP/s;
+      0 if the peak is unknown.
     windowed: Number of windowed einsums.
   """
 
@@ -110,7 +125,7 @@ class Plan:
   temporaries: int
   program: int
   available: int
-  received: dict[tuple[tuple[str, ...], str], float]
+  received: dict[Traffic, float]
   unread: str
   kernels: tuple[str, ...]
   seconds: float
@@ -133,8 +148,8 @@ class Plan:
   def mfu_bound(self) -> float | None:
     """Model FLOPs utilization, if the step took as long as estimated.
 
-    It is the share of the chip's peak that the step reaches: 0.5 is half of it.
-    None if there is no estimate or if the peak is unknown.
+    It is a fraction of the chip's peak FLOP/s, such as 0.5. None if there is no
+    estimate or if the peak is unknown.
     """
     if self.estimate is None or self.peak_seconds == 0.0:
       return None
@@ -144,18 +159,18 @@ class Plan:
   def fits(self) -> bool:
     """Whether the step fits into the available memory.
 
-    The compiler refuses temporaries that are too large. It accepts parameters
-    that are too large.
+    A step that compiles may still not fit: the compiler refuses temporaries
+    that are too large, but accepts parameters that are too large.
     """
     return self.total <= self.available
 
 
 def compile_plan(config: Config, topology: str, slices: int = 1) -> Plan:
-  """Returns the memory and time of the training step on absent TPUs.
+  """Compiles the training step for TPUs; returns its memory and time.
 
   Args:
     config: The run's config.
-    topology: Generation and chips of a slice, of `TOPOLOGIES`: "v5e:4x4".
+    topology: One of `TOPOLOGIES`, as generation:chips, such as "v5e:4x4".
     slices: Number of such slices.
 
   Raises:
@@ -170,16 +185,17 @@ def compile_plan(config: Config, topology: str, slices: int = 1) -> Plan:
 def call_with_devices(
   function: Callable[..., _T], *args: Any, topology: str, slices: int = 1
 ) -> _T:
-  """Calls a function that compiles for TPUs that need not exist.
+  """Calls a function that compiles for TPUs that this machine does not have.
 
   The function runs in another process, since libtpu may end its process.
 
   Args:
-    function: Called as function(devices, chips, memory, *args), where chips is
-      the number of chips and memory the bytes of memory per chip. It must be a
-      module-level function, so that it can be pickled.
+    function: Called as function(devices, chips, memory, *args), where devices
+      describe the TPUs, chips is the number of chips, and memory the bytes of
+      memory per chip. It must be a module-level function, so that it can be
+      pickled.
     args: Further arguments, which can be pickled.
-    topology: Generation and chips of a slice, of `TOPOLOGIES`: "v5e:4x4".
+    topology: One of `TOPOLOGIES`, as generation:chips, such as "v5e:4x4".
     slices: Number of such slices.
 
   Returns:
@@ -195,20 +211,21 @@ def call_with_devices(
       "the TPU's compiler is not installed: pip install -e '.[tpu]'"
       " (Linux on x86-64)"
     )
-  # The process leaves Ctrl-C to this one.
+  # The other process has to register the same attention variants.
+  variant_modules = imported_modules()
+  # Only this process handles Ctrl-C. `submit` starts the other process.
   with starting_workers():
     pool = concurrent.futures.ProcessPoolExecutor(
       max_workers=1,
       mp_context=multiprocessing.get_context("spawn"),
       initializer=end_with_parent,
     )
-    variant_modules = imported_modules()
-    result = pool.submit(
+    future = pool.submit(
       _call, function, args, topology, slices, variant_modules
     )
   with pool:
     try:
-      return result.result()
+      return future.result()
     except concurrent.futures.process.BrokenProcessPool as error:
       raise UserError(
         "the TPU's compiler ended its process, compiling for"
@@ -217,7 +234,10 @@ def call_with_devices(
 
 
 def _check_topology(topology: str) -> None:
-  """Raises UserError with the slices that exist, if `topology` is not one."""
+  """Raises UserError if a topology is not in `TOPOLOGIES`.
+
+  The message lists slices that exist.
+  """
   generation, _, shape = topology.partition(":")
   if shape in TOPOLOGIES.get(generation, ()):
     return
@@ -243,14 +263,14 @@ def _call(
   slices: int,
   variant_modules: list[str],
 ) -> _T:
-  """Prepares the compiler's process and calls a function in it.
+  """Sets up libtpu in this process, and calls a function with its devices.
 
   Args:
     function, args, topology, slices: As in `call_with_devices`.
     variant_modules: Modules to import, which define attention variants.
   """
   os.environ.update(ENVIRONMENT)
-  # JAX was imported before the environment was set.
+  # JAX was imported before the environment was set, and has not read it.
   jax.config.update("jax_platforms", "cpu")
   import_modules(variant_modules)
   devices = _absent_devices(topology, slices)
@@ -261,10 +281,7 @@ def _call(
 
 
 def _absent_devices(topology: str, slices: int) -> Sequence[jax.Device]:
-  """Returns descriptions of a topology's devices, which JAX compiles for.
-
-  The devices need not exist.
-  """
+  """Returns descriptions of TPUs, for which JAX can compile without them."""
   from jax.experimental import topologies
 
   options: dict[str, Any] = {}
@@ -294,7 +311,7 @@ def _compile(
     devices, chips, available: From `call_with_devices`: all devices, the number
       of chips, and the bytes of memory per chip.
     config: The run's config.
-    topology: Generation and chips of a slice: "v5e:4x4".
+    topology: As in `compile_plan`.
   """
   # Only this process needs these imports, which are slow.
   from diffjax.parallel.mesh import make_mesh
@@ -302,36 +319,48 @@ def _compile(
 
   program = build(config, make_mesh(config.mesh, devices))
   lowered = program.lower_train_step()
+  mesh_sizes = dict(program.mesh.shape)
   devices_per_chip = len(devices) // chips
   state = program.abstract_state
-  # The zeros and empty values are filled in after the compilation.
-  plan = Plan(
-    chips=chips,
-    device_kind=devices[0].device_kind,
-    mesh=dict(program.mesh.shape),
-    parameters=_shard_bytes(state.params) * devices_per_chip,
-    optimizer=_shard_bytes(state.opt_state) * devices_per_chip,
-    batch=0,
-    temporaries=0,
-    program=0,
-    available=available,
-    received={},
-    unread="",
-    kernels=(),
-    seconds=0.0,
-    peak_seconds=_peak_seconds(config, devices),
-  )
+  parameter_bytes = _shard_bytes(state.params) * devices_per_chip
+  optimizer_bytes = _shard_bytes(state.opt_state) * devices_per_chip
+  state_bytes = parameter_bytes + optimizer_bytes
 
   start = time.perf_counter()
   try:
     compiled = lowered.compile()
   except jax.errors.JaxRuntimeError as error:
-    plan = _with_refusal(plan, str(error), devices_per_chip)
+    refusal = _read_refusal(str(error))
+    memory = _refused_memory(refusal, state_bytes, devices_per_chip)
+    contents = _Contents()
   else:
-    plan = _with_memory(plan, compiled.memory_analysis(), devices_per_chip)
+    memory = _compiled_memory(
+      compiled.memory_analysis(), state_bytes, devices_per_chip, available
+    )
     text = compiled.as_text() or ""
-    plan = _with_text(plan, text, config, topology, devices_per_chip)
-  return dataclasses.replace(plan, seconds=time.perf_counter() - start)
+    contents = _read_contents(
+      text, mesh_sizes, config, topology, devices_per_chip
+    )
+  seconds = time.perf_counter() - start
+
+  return Plan(
+    chips=chips,
+    device_kind=devices[0].device_kind,
+    mesh=mesh_sizes,
+    parameters=parameter_bytes,
+    optimizer=optimizer_bytes,
+    batch=memory.batch,
+    temporaries=memory.temporaries,
+    program=memory.program,
+    available=memory.available,
+    received=contents.received,
+    unread=contents.unread,
+    kernels=contents.kernels,
+    seconds=seconds,
+    estimate=contents.estimate,
+    peak_seconds=_peak_seconds(config, devices),
+    windowed=contents.windowed,
+  )
 
 
 def _peak_seconds(config: Config, devices: Sequence[jax.Device]) -> float:
@@ -363,154 +392,6 @@ def _shard_bytes(tree: Any) -> int:
   return total
 
 
-def _with_refusal(plan: Plan, message: str, devices_per_chip: int) -> Plan:
-  """Returns the plan of a step that the compiler refuses for its memory.
-
-  Raises:
-    UserError: if the message gives another reason.
-  """
-  refusal = _out_of_memory(message)
-  temporaries = refusal.needed * devices_per_chip
-  if not refusal.is_temporaries:
-    # The message gives the total. All but the state counts as temporaries.
-    temporaries -= plan.parameters + plan.optimizer
-  return dataclasses.replace(
-    plan,
-    available=refusal.available * devices_per_chip,
-    temporaries=temporaries,
-  )
-
-
-def _with_memory(plan: Plan, memory: Any, devices_per_chip: int) -> Plan:
-  """Returns the plan with the memory of a compiled step.
-
-  Args:
-    plan: The plan, with the bytes of parameters and optimizer.
-    memory: The result of `jax.stages.Compiled.memory_analysis`: sizes in bytes
-      per device.
-    devices_per_chip: Number of devices that share a chip's memory.
-  """
-  # The arguments of the step are the parameters, the optimizer's state and the
-  # batch.
-  arguments = memory.argument_size_in_bytes * devices_per_chip
-  return dataclasses.replace(
-    plan,
-    batch=arguments - plan.parameters - plan.optimizer,
-    temporaries=memory.temp_size_in_bytes * devices_per_chip,
-    program=memory.generated_code_size_in_bytes * devices_per_chip,
-  )
-
-
-def _with_text(
-  plan: Plan, text: str, config: Config, topology: str, devices_per_chip: int
-) -> Plan:
-  """Returns the plan with the communication, time and kernels of a program.
-
-  If a part of the text cannot be read, `unread` says which. The received bytes
-  remain if only the estimate fails.
-
-  Args:
-    plan: The plan, with the mesh.
-    text: The program, from `jax.stages.Compiled.as_text`.
-    config: The run's config.
-    topology: Generation and chips of a slice: "v5e:4x4".
-    devices_per_chip: Number of devices that share a chip's links.
-  """
-  received: dict[tuple[tuple[str, ...], str], float] = {}
-  step_estimate = None
-  unread = ""
-  try:
-    received = _received_bytes(text, plan.mesh, devices_per_chip)
-    step_estimate = _estimate_step(text, plan.mesh, config, topology)
-  except ValueError as error:
-    unread = str(error)
-  return dataclasses.replace(
-    plan,
-    received=received,
-    unread=unread,
-    kernels=tuple(sorted(_KERNEL.findall(text))),
-    estimate=step_estimate,
-    windowed=windowed_einsums(text),
-  )
-
-
-def _received_bytes(
-  text: str, mesh: Mapping[str, int], devices_per_chip: int
-) -> dict[tuple[tuple[str, ...], str], float]:
-  """Returns the bytes that a chip receives in a step, by mesh axes and kind."""
-  received: dict[tuple[tuple[str, ...], str], float] = {}
-  for collective in collectives(text, mesh):
-    key = (collective.axes, collective.kind)
-    device_bytes = collective.bytes * collective.times
-    received[key] = received.get(key, 0.0) + device_bytes * devices_per_chip
-  return received
-
-
-def _estimate_step(
-  text: str, mesh: Mapping[str, int], config: Config, topology: str
-) -> Estimate | None:
-  """Returns the estimated time of a step; None for v7x, which has none."""
-  generation = Topology.parse(topology).generation
-  if generation not in CHIPS:
-    return None
-  chip = CHIPS[generation]
-  torus = Torus.from_topology(topology)
-  cycles_by_kernel = kernel_cycles(config, mesh, generation, chip.num_cores)
-  return estimate(text, mesh, chip, torus, cycles_by_kernel)
-
-
-def kernel_cycles(
-  config: Config, mesh: Mapping[str, int], generation: str, num_cores: int
-) -> dict[str, float]:
-  """Returns the cycles of one call of each attention kernel on a device.
-
-  A call computes all rows and query heads of the device. The kernel's table of
-  cycles, `cycles`, is for one row and one query head.
-
-  Args:
-    config: The run's config.
-    mesh: Devices along each axis.
-    generation: Generation of the TPU, such as "v5e".
-    num_cores: Cores that share a device's work.
-
-  Returns:
-    Cycles by a part of the kernel's name. Kernels without an estimate are
-    missing, such as kernels with a window.
-  """
-  if config.model.window is not None:
-    return {}
-  micro_batch_size = config.train.batch_size // config.train.accumulation
-  rows = micro_batch_size // (mesh["data"] * mesh["fsdp"])
-  # The devices along "context" share a row, in an order that gives each call as
-  # much work as causal attention over the device's own tokens.
-  length = config.data.length // mesh["context"]
-
-  # A program also has a fallback kernel for overflow, which counts as no time.
-  # It comes first, since the first name that matches counts.
-  cycles_by_name = {"_online": 0.0}
-  for stack in stacks(config.model).values():
-    sizes = axis_sizes(stack)
-    # Q is the number of query heads, and V the width of the values.
-    heads_per_core = rows * sizes["Q"] / mesh["tensor"] / num_cores
-    maps_per_query_head = sizes["G"]
-    maps_per_key_head = sizes["M"]
-    variant = variant_name(maps_per_query_head, maps_per_key_head)
-    for direction in ("forward", "backward"):
-      cycles_per_head = cycles(
-        generation,
-        direction,
-        length,
-        D=stack.head_dim,
-        V=sizes["V"],
-        G=maps_per_query_head,
-        M=maps_per_key_head,
-      )
-      if cycles_per_head is not None:
-        name = f"diff_attention_{direction}_{variant}"
-        cycles_by_name[name] = cycles_per_head * heads_per_core
-  return cycles_by_name
-
-
 class _Refusal(NamedTuple):
   """What the compiler says about a step that needs too much memory.
 
@@ -526,7 +407,7 @@ class _Refusal(NamedTuple):
   is_temporaries: bool
 
 
-def _out_of_memory(message: str) -> _Refusal:
+def _read_refusal(message: str) -> _Refusal:
   """Reads the compiler's message about a step that needs too much memory.
 
   Raises:
@@ -550,3 +431,192 @@ def _amount_bytes(amount: str) -> int:
   number = float(amount[:-1])
   unit = amount[-1]
   return round(number * _UNIT_BYTES[unit])
+
+
+class _Memory(NamedTuple):
+  """Bytes per chip; the attributes are those of `Plan`."""
+
+  batch: int
+  temporaries: int
+  program: int
+  available: int
+
+
+def _refused_memory(
+  refusal: _Refusal, state_bytes: int, devices_per_chip: int
+) -> _Memory:
+  """Returns the memory of a step that the compiler refuses to compile.
+
+  The sizes of the batch and of the program are unknown, and count as 0.
+
+  Args:
+    refusal: What the compiler says.
+    state_bytes: Bytes per chip of parameters and optimizer.
+    devices_per_chip: Number of devices that share a chip's memory.
+  """
+  temporaries = refusal.needed * devices_per_chip
+  if not refusal.is_temporaries:
+    # The refusal gives the total. All but the state counts as temporaries.
+    temporaries -= state_bytes
+  return _Memory(
+    batch=0,
+    temporaries=temporaries,
+    program=0,
+    available=refusal.available * devices_per_chip,
+  )
+
+
+def _compiled_memory(
+  analysis: Any, state_bytes: int, devices_per_chip: int, available: int
+) -> _Memory:
+  """Returns the memory of a compiled step.
+
+  Args:
+    analysis: The result of `jax.stages.Compiled.memory_analysis`: sizes in
+      bytes per device.
+    state_bytes: Bytes per chip of parameters and optimizer.
+    devices_per_chip: Number of devices that share a chip's memory.
+    available: Bytes of memory per chip.
+  """
+  # The step's arguments are the parameters, the optimizer's state and the
+  # batch.
+  argument_bytes = analysis.argument_size_in_bytes * devices_per_chip
+  return _Memory(
+    batch=argument_bytes - state_bytes,
+    temporaries=analysis.temp_size_in_bytes * devices_per_chip,
+    program=analysis.generated_code_size_in_bytes * devices_per_chip,
+    available=available,
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Contents:
+  """What the text of a compiled program says; the attributes are `Plan`'s.
+
+  By default, there is no program.
+  """
+
+  received: dict[Traffic, float] = dataclasses.field(default_factory=dict)
+  unread: str = ""
+  kernels: tuple[str, ...] = ()
+  estimate: Estimate | None = None
+  windowed: int = 0
+
+
+def _read_contents(
+  text: str,
+  mesh: Mapping[str, int],
+  config: Config,
+  topology: str,
+  devices_per_chip: int,
+) -> _Contents:
+  """Reads communication, time and kernels from the text of a program.
+
+  If a part of the text cannot be read, `unread` says which. The received bytes
+  remain if only the estimate fails.
+
+  Args:
+    text: The program, from `jax.stages.Compiled.as_text`.
+    mesh: Devices along each axis.
+    config: The run's config.
+    topology: As in `compile_plan`.
+    devices_per_chip: Number of devices that share a chip's links.
+  """
+  received: dict[Traffic, float] = {}
+  step_estimate = None
+  unread = ""
+  try:
+    received = _received_bytes(text, mesh, devices_per_chip)
+    step_estimate = _estimate_step(text, mesh, config, topology)
+  except ValueError as error:
+    unread = str(error)
+  return _Contents(
+    received=received,
+    unread=unread,
+    kernels=tuple(sorted(_KERNEL.findall(text))),
+    estimate=step_estimate,
+    windowed=windowed_einsums(text),
+  )
+
+
+def _received_bytes(
+  text: str, mesh: Mapping[str, int], devices_per_chip: int
+) -> dict[Traffic, float]:
+  """Returns the bytes that a chip receives in a step."""
+  received: dict[Traffic, float] = {}
+  for collective in collectives(text, mesh):
+    traffic = Traffic(collective.axes, collective.kind)
+    device_bytes = collective.bytes * collective.times
+    chip_bytes = device_bytes * devices_per_chip
+    received[traffic] = received.get(traffic, 0.0) + chip_bytes
+  return received
+
+
+def _estimate_step(
+  text: str, mesh: Mapping[str, int], config: Config, topology: str
+) -> Estimate | None:
+  """Returns the estimated time of a step.
+
+  It is None for v7x, for which the compiler has no estimates.
+  """
+  generation = Topology.parse(topology).generation
+  if generation not in CHIPS:
+    return None
+  chip = CHIPS[generation]
+  torus = Torus.from_topology(topology)
+  cycles_by_kernel = kernel_cycles(config, mesh, generation, chip.num_cores)
+  return estimate(text, mesh, chip, torus, cycles_by_kernel)
+
+
+def kernel_cycles(
+  config: Config, mesh: Mapping[str, int], generation: str, num_cores: int
+) -> dict[str, float]:
+  """Returns the cycles of one call of each attention kernel on a device.
+
+  A call computes all rows and query heads of the device. `cycles` looks up the
+  cycles of one query head in one row.
+
+  Args:
+    config: The run's config.
+    mesh: Devices along each axis.
+    generation: Generation of the TPU, such as "v5e".
+    num_cores: Cores that share a device's work.
+
+  Returns:
+    Cycles by a part of the kernel's name. Kernels without an estimate are
+    missing, such as kernels with a window.
+  """
+  if config.model.window is not None:
+    return {}
+  micro_batch_size = config.train.batch_size // config.train.accumulation
+  rows = micro_batch_size // (mesh["data"] * mesh["fsdp"])
+  # The devices along "context" share each row. They divide it so that a call
+  # has as much work as causal attention over the device's own tokens.
+  length = config.data.length // mesh["context"]
+
+  # A program also has a fallback kernel for overflow, which counts as no time.
+  # It comes first, since the first name that matches applies.
+  cycles_by_name = {"_online": 0.0}
+  for stack in stacks(config.model).values():
+    # diffjax/parameters.py explains these letters.
+    sizes = axis_sizes(stack)
+    num_query_heads = sizes["Q"]
+    maps_per_query_head = sizes["G"]
+    maps_per_key_head = sizes["M"]
+    # The heads of each row are divided over "tensor" and over the cores.
+    heads_per_core = rows * num_query_heads / mesh["tensor"] / num_cores
+    variant = variant_name(maps_per_query_head, maps_per_key_head)
+    for direction in ("forward", "backward"):
+      cycles_per_head = cycles(
+        generation,
+        direction,
+        length,
+        D=sizes["D"],
+        V=sizes["V"],
+        G=maps_per_query_head,
+        M=maps_per_key_head,
+      )
+      if cycles_per_head is not None:
+        name = f"diff_attention_{direction}_{variant}"
+        cycles_by_name[name] = cycles_per_head * heads_per_core
+  return cycles_by_name

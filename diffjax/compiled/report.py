@@ -104,9 +104,10 @@ def _print_parts(estimate: Estimate) -> None:
 
 
 def _describe_collectives(estimate: Estimate) -> str:
-  """Returns which share of the collectives' time is exposed, and each kind's.
+  """Returns a text with the share of the collectives' time that is exposed.
 
-  No computation overlaps with the exposed time.
+  Exposed is the time that no computation overlaps. The text also has the
+  exposed seconds and all seconds of each kind.
 
   Example:
     ": 40% of all collectives; all-gather 0.1250 of 0.5000"
@@ -148,8 +149,8 @@ def _print_received(plan: Plan) -> None:
   print(f"received in a step, GiB a chip{reason}")
 
   sizes_by_axes: dict[tuple[str, ...], dict[str, float]] = {}
-  for (axes, kind), size in sorted(plan.received.items()):
-    sizes_by_axes.setdefault(axes, {})[kind] = size
+  for traffic, size in sorted(plan.received.items()):
+    sizes_by_axes.setdefault(traffic.axes, {})[traffic.kind] = size
   for axes, sizes in sizes_by_axes.items():
     total = sum(sizes.values())
     kinds = [f"{kind} {size / _GIB:.3f}" for kind, size in sizes.items()]
