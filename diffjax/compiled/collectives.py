@@ -54,13 +54,16 @@ _IOTA_GROUPS = re.compile(
 # The shapes and the transposition in `[4,2]<=[2,4]T(1,0)`
 _IOTA = re.compile(r"(?:\[([\d,]+)\]<=)?\[([\d,]+)\](?:T\(([\d,]+)\))?")
 # replica_groups=mesh['x'=4,'y'=2], device_ids=([2,4]T(1,0)) {'x'}
+# A part of an axis, as in {'x':(1)2}, does not match.
 _MESH_GROUPS = re.compile(
-  r"replica_groups=mesh\[([^\]]+)\](?:, device_ids=\(([^{]+)\))? \{([^}]*)\}"
+  r"replica_groups=mesh\[(?P<axis_sizes>[^\]]+)\]"
+  r"(?:, device_ids=\((?P<device_ids>[^{]+)\))?"
+  r" \{(?P<group_axes>[^}:]*)\}"
 )
 # The names and sizes in `'x'=4,'y'=2`
 _AXIS_SIZE = re.compile(r"'([^']+)'=(\d+)")
-# The names in `'x','y'`. A part of an axis, `'x':(1)2`, does not match.
-_WHOLE_AXIS = re.compile(r"'([^']+)'(?!:)")
+# The names in `'x','y'`
+_AXIS = re.compile(r"'([^']+)'")
 
 
 class Collective(NamedTuple):
@@ -96,7 +99,7 @@ class CollectiveInstruction(NamedTuple):
   collective: Collective
 
   def repeated(self, iterations: int) -> CollectiveInstruction:
-    """Returns the instruction as it counts if a loop repeats it."""
+    """Returns the instruction with its `times` multiplied by iterations."""
     times = self.collective.times * iterations
     return self._replace(collective=self.collective._replace(times=times))
 
@@ -104,7 +107,7 @@ class CollectiveInstruction(NamedTuple):
 def collectives(text: str, mesh: Mapping[str, int]) -> list[Collective]:
   """Returns the collectives of a compiled program.
 
-  A collective in a loop counts with the iterations of the loop.
+  The `times` of a collective in a loop include the loop's iterations.
 
   Args:
     text: The program, from `jax.stages.Compiled.as_text`.
@@ -123,11 +126,11 @@ def collectives(text: str, mesh: Mapping[str, int]) -> list[Collective]:
     if chain is None:
       whole_collectives.append(collective)
       continue
-    # The parts of a chain are one collective. Parts in a loop that overlaps
-    # with it run more often than the collective itself, so the part that runs
-    # least often gives the number of times.
-    counted = chained_collectives.get(chain)
-    if counted is None or collective.times < counted.times:
+    # The parts of a chain are one collective. Its start and end run once for
+    # each time that it runs. Parts in a loop between them run more often. So
+    # the part that runs least often has the number of times.
+    least_often = chained_collectives.get(chain)
+    if least_often is None or collective.times < least_often.times:
       chained_collectives[chain] = collective
   return whole_collectives + list(chained_collectives.values())
 
@@ -149,7 +152,8 @@ class CollectiveReader:
   def read_computation(self, computation: str) -> list[CollectiveInstruction]:
     """Returns the collectives of one run of a computation.
 
-    It follows all calls, and counts loops with their iterations.
+    Those of the computations that it calls are included. In a loop, `times`
+    includes the iterations.
 
     Raises:
       ValueError: if the text cannot be read, as for `collectives`.
@@ -161,11 +165,11 @@ class CollectiveReader:
         instructions.append(instruction)
       for call in self._program.calls(line):
         called = self.read_computation(call.computation)
-        # The text may not show the iterations of a loop. They matter only if
-        # the loop contains collectives.
+        # Loops without collectives are skipped, since the text may not show
+        # their iterations.
         if called and call.kind == "body":
           iterations = self._program.iterations(line)
-          called = [collective.repeated(iterations) for collective in called]
+          called = [instruction.repeated(iterations) for instruction in called]
         instructions += called
     return instructions
 
@@ -175,7 +179,7 @@ class CollectiveReader:
     """Returns the collectives that one instruction starts, continues or ends.
 
     The instruction may be a collective or contain some, for example in a
-    fusion. It does not follow loops and other calls.
+    fusion. Collectives in loops and in other calls are not included.
 
     Args:
       line: The instruction.
@@ -205,12 +209,12 @@ class CollectiveReader:
       collective = self._read_within_slice(match, line, computation)
       chain = _CHAIN.search(line)
       chain_id = chain[1] if chain else None
-      return CollectiveInstruction(chain_id, collective)
-    # Slices communicate by sends and receives.
+      return CollectiveInstruction(chain=chain_id, collective=collective)
+    # Slices communicate by sends and receives. The receives are counted.
     match = _RECEIVE.search(line)
     if match:
       collective = self._read_between_slices(match)
-      return CollectiveInstruction(None, collective)
+      return CollectiveInstruction(chain=None, collective=collective)
     return None
 
   def _read_within_slice(
@@ -226,8 +230,8 @@ class CollectiveReader:
       computation: Name of the computation that contains the instruction.
     """
     shape, kind, start = match.groups()
-    # The shape of a start lists operands and results. An all-reduce-start is an
-    # exception: its shape has only the results.
+    # An all-gather-start and others have a shape with operands and results. The
+    # shape of an all-reduce-start has only the results.
     if start and kind != "all-reduce":
       result_bytes = _started_result_bytes(shape)
     else:
@@ -246,7 +250,7 @@ class CollectiveReader:
   def _read_between_slices(self, match: re.Match[str]) -> Collective:
     """Returns a collective of several TPU slices, from a match of `_RECEIVE`."""
     shape, transfer_type = match.groups()
-    # ALL_REDUCE is an all-reduce.
+    # "ALL_REDUCE" becomes "all-reduce".
     kind = transfer_type.lower().replace("_", "-")
     # The shape lists the result, then semaphores.
     result_bytes = _bytes_of_arrays(shape)[0]
@@ -390,9 +394,7 @@ def _device_groups(
     return _iota(iota_groups[1])
   mesh_groups = _MESH_GROUPS.search(line)
   if mesh_groups:
-    groups = _groups_along_axes(mesh_groups, devices)
-    if groups is not None:
-      return groups
+    return _groups_along_axes(mesh_groups, devices)
   if "replica_groups={}" in line:
     # All devices are one group.
     return devices[None]
@@ -401,37 +403,33 @@ def _device_groups(
 
 def _groups_along_axes(
   match: re.Match[str], devices: Int[np.ndarray, "devices"]
-) -> Int[np.ndarray, "groups members"] | None:
+) -> Int[np.ndarray, "groups members"]:
   """Returns the groups of devices along axes of a mesh that HLO defines.
 
   In `mesh['x'=2,'y'=3] {'y'}`, the devices are a grid of 2 × 3. The members of
   a group differ along y, so the groups are [[0, 1, 2], [3, 4, 5]].
 
   Args:
-    match: A match of `_MESH_GROUPS`: the sizes of the mesh, the devices in its
-      order if they are listed, and the axes of a group.
-    devices: The devices in the order of the mesh, if they are not listed.
+    match: A match of `_MESH_GROUPS`.
+    devices: The devices in the order of the mesh. They are not used if the
+      match lists `device_ids`.
 
-  Returns:
-    The groups, or None if they are along a part of an axis: `'x':(1)2`.
+  Raises:
+    ValueError: if a group's axis is not an axis of the mesh.
   """
-  axis_sizes, device_ids, group_axes = match.groups()
-  sizes = {name: int(size) for name, size in _AXIS_SIZE.findall(axis_sizes)}
-  member_axes = _WHOLE_AXIS.findall(group_axes)
-  num_quoted_names = group_axes.count("'") // 2
-  has_partial_axis = len(member_axes) != num_quoted_names
-  if has_partial_axis or not set(member_axes) <= set(sizes):
-    return None
+  sizes_by_axis = {}
+  for axis, size in _AXIS_SIZE.findall(match["axis_sizes"]):
+    sizes_by_axis[axis] = int(size)
+  if match["device_ids"] is not None:
+    devices = _iota(match["device_ids"])
+  grid = devices.reshape(list(sizes_by_axis.values()))
 
-  if device_ids is not None:
-    devices = _iota(device_ids)
-  grid = devices.reshape(tuple(sizes.values()))
   # Move the axes of a group to the end, so that each group is a row.
-  names = list(sizes)
-  other_axes = [name for name in names if name not in member_axes]
-  order = [names.index(name) for name in other_axes + member_axes]
-  group_size = math.prod(sizes[name] for name in member_axes)
-  return grid.transpose(order).reshape(-1, group_size)
+  axes = list(sizes_by_axis)
+  group_axes = [axes.index(axis) for axis in _AXIS.findall(match["group_axes"])]
+  group_size = math.prod(grid.shape[axis] for axis in group_axes)
+  last_axes = range(-len(group_axes), 0)
+  return np.moveaxis(grid, group_axes, last_axes).reshape(-1, group_size)
 
 
 def _iota(text: str) -> Int[np.ndarray, "..."]:

@@ -1,8 +1,9 @@
 """Estimates the time of a compiled TPU program from its text.
 
-The estimate adds up the cycles that the compiler writes into the program, with
-the iterations of loops, and collectives where no computation overlaps them. It
-ranks programs and is not a time. docs/estimates.md says what is included.
+The estimate sums the compiler's cycles of each instruction, times the
+iterations of loops, and adds the time of collectives that no computation
+overlaps. Use it to compare programs, not to predict their run time.
+docs/estimates.md says what is included.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ class Scope(NamedTuple):
 
   Attributes:
     pattern: Matches the name of an instruction's source, as in `_SOURCE`.
-    part: The part to which instructions of the scope belong.
-    product_part: The part of those with a matrix product.
+    part: The part of its instructions without a matrix product.
+    product_part: The part of its instructions with a matrix product.
   """
 
   pattern: str
@@ -59,7 +60,7 @@ class Scope(NamedTuple):
   product_part: str
 
 
-# The first scope that matches counts.
+# The first matching scope determines the part of an instruction.
 SCOPES = (
   Scope(r"\bloss\b", "loss", "loss"),
   Scope(r"\boptimizer\b", "optimizer", "optimizer"),
@@ -93,8 +94,8 @@ class Estimate(NamedTuple):
   """Estimated time of one run of a program.
 
   Attributes:
-    parts: Seconds of each part. Collectives are in `EXPOSED`, as far as no
-      computation overlaps them.
+    parts: Seconds of each part of a step. `EXPOSED` has the seconds of
+      collectives that no computation overlaps.
     collectives: Seconds of collectives by kind.
     longest: The instructions that take the most seconds.
   """
@@ -105,12 +106,12 @@ class Estimate(NamedTuple):
 
   @property
   def seconds(self) -> float:
-    """Seconds of all parts."""
+    """Estimated seconds of the whole run."""
     return sum(self.parts.values())
 
   @property
   def has_kernels(self) -> bool:
-    """Whether attention kernels are included."""
+    """Whether the time includes attention kernels."""
     return KERNELS in self.parts
 
 
@@ -130,12 +131,13 @@ def estimate(
     chip: The chip.
     torus: The slice. All collectives share its links.
     kernel_cycles: Cycles of one call of a kernel, by a part of the kernel's
-      name. Other kernels take no time.
-    scopes: Assign instructions to parts of the step.
+      name. The first matching name applies. Other kernels take no time.
+    scopes: Assign instructions to parts of the step. The first matching scope
+      applies.
 
   Returns:
-    The estimate. None if the compiler wrote no cycles into the program, because
-    it has no estimates for the generation.
+    The estimate. None if the compiler wrote no cycles into the program: it has
+    no estimates for v7x.
 
   Raises:
     ValueError: if the text cannot be read: the devices of a collective, or the
@@ -157,13 +159,13 @@ def estimate(
 
 
 class _Item(NamedTuple):
-  """The time of an instruction in one run of a computation.
+  """An instruction's contribution to the time of a computation.
 
   Attributes:
-    part: Part of the step.
-    name: Name of the instruction.
+    part: Part of the step, such as `PRODUCTS`.
+    name: Name of the instruction, with its source.
     seconds: Seconds each time.
-    times: How often it runs.
+    times: How often it runs in one run of the computation.
     collective_kind: Kind of the collective, if the part is `EXPOSED`.
   """
 
@@ -175,7 +177,7 @@ class _Item(NamedTuple):
 
 
 class _CollectiveTime(NamedTuple):
-  """The time of a collective, including what computation overlaps."""
+  """The time of a collective, including the time that computation overlaps."""
 
   kind: str
   seconds: float
@@ -197,7 +199,7 @@ class _Cost:
   collectives: list[_CollectiveTime] = dataclasses.field(default_factory=list)
 
   def repeated(self, times: int) -> _Cost:
-    """Returns the time of this number of runs."""
+    """Returns the cost of running the computation several times."""
     repeated = _Cost(self.seconds * times)
     for item in self.items:
       repeated.items.append(item._replace(times=item.times * times))
@@ -256,7 +258,7 @@ class _Estimator:
   scopes: Sequence[Scope]
 
   def computation_cost(self, computation: str) -> _Cost:
-    """Returns the time of one run of a computation, with all that it calls."""
+    """Returns the cost of one run of a computation, with all that it calls."""
     timeline = _Timeline()
     # The lines are in the order in which the instructions run.
     for line in self.program.instructions(computation):
@@ -274,7 +276,7 @@ class _Estimator:
     return timeline.cost
 
   def _loop_cost(self, line: str) -> _Cost:
-    """Returns the time of a loop with all of its iterations."""
+    """Returns the cost of a loop with all of its iterations."""
     iterations = self.program.iterations(line)
     for call in self.program.calls(line):
       if call.kind == "body":
@@ -282,7 +284,7 @@ class _Estimator:
     raise ValueError(f"a loop without a body: {line}")
 
   def _conditional_cost(self, line: str) -> _Cost:
-    """Returns the time of the branch that takes the longest."""
+    """Returns the cost of the conditional's slowest branch."""
     branch_costs = [
       self.computation_cost(call.computation)
       for call in self.program.calls(line)
@@ -292,7 +294,10 @@ class _Estimator:
   def _run_collectives(
     self, line: str, computation: str, timeline: _Timeline
   ) -> None:
-    """Starts the collectives of an instruction, waits for them, or both.
+    """Starts or ends collectives on the timeline, if an instruction does so.
+
+    The compiler cuts a collective into several instructions, to overlap it with
+    computation: one starts it and a later one waits for its end.
 
     Args:
       line: The instruction.
@@ -301,7 +306,9 @@ class _Estimator:
     """
     instructions = self.collectives.read_instruction(line, computation)
     if not instructions:
-      # %done = bf16[8,16] all-gather-done(%start) only names the start.
+      # %done = bf16[8,16] all-gather-done(%start) does not describe the
+      # collective. It only names the start. For other instructions, the name is
+      # "", which waits for nothing.
       timeline.wait_for(_awaited_start(line))
       return
 
@@ -309,7 +316,6 @@ class _Estimator:
     # chain of its instructions, if any, or the name of the one that starts it.
     first = instructions[0]
     key = first.chain or _awaited_start(line) or instruction_name(line)
-    # A "part", between the start and the end, changes nothing.
     phase = _phase(self.program, line)
     if phase in ("start", "whole"):
       seconds = 0.0
@@ -318,6 +324,7 @@ class _Estimator:
       timeline.start(key, first.collective.kind, seconds)
     if phase in ("end", "whole"):
       timeline.wait_for(key)
+    # A "part", between the start and the end, changes nothing.
 
   def _collective_seconds(self, collective: Collective) -> float:
     """Returns the seconds of one run of a collective."""
@@ -325,7 +332,7 @@ class _Estimator:
     return self.torus.collective_seconds(collective, num_devices)
 
   def _instruction_cost(self, line: str) -> _Cost:
-    """Returns the time of an instruction, without calls and collectives."""
+    """Returns the cost of an instruction without its collectives."""
     name = instruction_name(line)
     part = self._part(line, name)
     if part == KERNELS:
@@ -364,7 +371,7 @@ class _Estimator:
 
 @dataclasses.dataclass
 class _InFlight:
-  """A collective that has been started and not been awaited.
+  """A collective that has started, and whose end is still ahead.
 
   Attributes:
     kind: Kind of the collective.
@@ -376,10 +383,11 @@ class _InFlight:
 
 
 class _Timeline:
-  """Adds up one run of a computation, in the order of its instructions.
+  """Adds up the cost of a computation while its instructions run in order.
 
-  Collectives share a chip's links, which serve one collective after another in
-  the order in which they started.
+  A collective runs while instructions compute. Its exposed time is what remains
+  when an instruction waits for it. Collectives share a chip's links, which
+  serve one collective after another in the order in which they started.
 
   Attributes:
     cost: The time until now.
@@ -396,11 +404,11 @@ class _Timeline:
     self.cost.collectives.append(_CollectiveTime(kind, seconds))
 
   def compute(self, cost: _Cost) -> None:
-    """Runs a computation, which overlaps with collectives in flight."""
+    """Adds the cost of computation, which overlaps collectives in flight."""
     self.cost.seconds += cost.seconds
     self.cost.items += cost.items
     self.cost.collectives += cost.collectives
-    # The links serve the collectives one by one during these seconds.
+    # During these seconds, the links serve the collectives one by one.
     available = cost.seconds
     for collective in self._in_flight.values():
       hidden = min(collective.seconds_left, available)
@@ -459,14 +467,15 @@ def _awaited_start(line: str) -> str:
 
 
 def _phase(program: ProgramText, line: str) -> str:
-  """Returns which part of its collective an instruction performs.
+  """Returns which phase of a collective an instruction performs.
 
   It is "start", "end", "part" (between start and end), or "whole" for a
   collective that is one instruction.
   """
   if _START.search(line):
     return "start"
-  # Fusions of computation with a collective mark the phase inside.
+  # The compiler may fuse a phase with computation. A marker inside the fusion
+  # tells which phase it is.
   fused = program.fused_instructions(line)
   if _contains(fused, '"AsyncCollectiveStart"'):
     return "start"
@@ -483,9 +492,9 @@ def _contains(lines: Iterable[str], text: str) -> bool:
 
 
 def _is_fused_product(program: ProgramText, line: str) -> bool:
-  """Returns whether an instruction is a fusion that has a matrix product.
+  """Returns whether an instruction is a fusion with a matrix product inside.
 
-  The product may be inside a fusion within the fusion.
+  Fusions may be nested.
   """
   for fused_line in program.fused_instructions(line):
     is_product = _PRODUCT.search(fused_line) is not None
