@@ -22,7 +22,6 @@ if __name__ == "__main__":
   end_at_ctrl_c()
 
 import dataclasses
-from typing import NamedTuple
 
 from absl import app, flags
 
@@ -51,25 +50,13 @@ _REMAT = flags.DEFINE_bool(
 _GIB = 2**30
 
 
-class _FittingPolicy(NamedTuple):
-  """A value of config.model.remat with which the step fits.
-
-  The minimum has the lowest cost.
-
-  Attributes:
-    cost: Estimated seconds of the step. Without an estimate, it is the position
-      of the value in `REMAT`, since later values recompute more.
-    name: The value.
-  """
-
-  cost: float
-  name: str
-
-
 def main(config: Config) -> None:
   """Prints the memory and time of the config's training step on --topology.
 
-  With --remat, it compares the values of config.model.remat.
+  With --remat, it compares the values of config.model.remat instead.
+
+  Raises:
+    UserError: if the step does not fit.
   """
   topology = _TOPOLOGY.value
   num_slices = _SLICES.value
@@ -96,9 +83,8 @@ def main(config: Config) -> None:
 def _compare_remat(config: Config, topology: str, num_slices: int) -> None:
   """Compiles the step with each remat policy, and prints a table of them.
 
-  A policy determines which activations are recomputed in the backward pass. The
-  first one recomputes the least and takes the most memory. The last line names
-  the quickest policy with which the step fits.
+  A policy determines which activations are recomputed in the backward pass.
+  Below the table, the quickest policy is named with which the step fits.
 
   Args:
     config: The run's config. Its own policy is ignored.
@@ -112,25 +98,34 @@ def _compare_remat(config: Config, topology: str, num_slices: int) -> None:
     f"{'remat':<12}{'GiB a chip':>16}{'seconds a step':>18}{'bound on MFU':>15}"
     "  by the compiler's estimate"
   )
-  fitting_policies = []
-  for position, policy in enumerate(REMAT):
+  costs: dict[str, float] = {}
+  for policy in REMAT:
     model = dataclasses.replace(config.model, remat=policy)
     policy_config = dataclasses.replace(config, model=model)
     plan = compile_plan(policy_config, topology, num_slices)
     _print_row(policy, plan)
     if plan.fits:
-      cost = float(position)
-      if plan.estimate is not None:
-        cost = plan.estimate.seconds
-      fitting_policies.append(_FittingPolicy(cost, policy))
+      costs[policy] = _policy_cost(policy, plan)
 
-  if not fitting_policies:
+  if not costs:
     raise UserError(
       "no policy fits; without --remat the command says what else would take"
       " less"
     )
-  quickest = min(fitting_policies)
-  print(f"quickest that fits: --config.model.remat={quickest.name}")
+  # Of policies with equal costs, the first one by name is chosen.
+  quickest = min(sorted(costs), key=costs.__getitem__)
+  print(f"quickest that fits: --config.model.remat={quickest}")
+
+
+def _policy_cost(policy: str, plan: Plan) -> float:
+  """Returns the cost of a step with a remat policy, for comparisons.
+
+  It is the estimated time. Without an estimate, it is the position of the
+  policy in `REMAT`, since later policies recompute more.
+  """
+  if plan.estimate is None:
+    return float(REMAT.index(policy))
+  return plan.estimate.seconds
 
 
 def _print_row(policy: str, plan: Plan) -> None:
