@@ -17,7 +17,7 @@ from diffjax.model.stacks import stacks
 from diffjax.parameters import PARAMETERS, is_matrix
 
 # Peak dense bfloat16 FLOP/s of one JAX device, by a prefix of `device_kind`.
-# The first prefix that matches counts.
+# The first matching prefix applies.
 #
 # TPUs: cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}. A TPU7x chip has
 # 2307e12 and is two JAX devices.
@@ -38,8 +38,8 @@ _PEAK_FLOPS = {
   "NVIDIA B200": 2250e12,
 }
 
-# A chip for inference. It is not in the table, but "TPU v4" is its prefix.
-_UNKNOWN_KIND = "TPU v4 lite"
+# A chip for inference, whose peak is not in the table. It would match "TPU v4".
+_TPU_V4_LITE = "TPU v4 lite"
 
 
 def peak_flops(device_kind: str) -> float | None:
@@ -48,7 +48,7 @@ def peak_flops(device_kind: str) -> float | None:
   Args:
     device_kind: `jax.Device.device_kind`, such as "TPU v5 lite".
   """
-  if device_kind == _UNKNOWN_KIND:
+  if device_kind == _TPU_V4_LITE:
     return None
   for prefix, flops in _PEAK_FLOPS.items():
     if device_kind.startswith(prefix):
@@ -57,7 +57,12 @@ def peak_flops(device_kind: str) -> float | None:
 
 
 class StepFlops(NamedTuple):
-  """FLOPs of the model's matrix products. A multiply-add is two FLOPs."""
+  """FLOPs of the model's matrix products. A multiply-add is two FLOPs.
+
+  Attributes:
+    forward: FLOPs of the forward pass.
+    training: FLOPs of the forward and the backward pass.
+  """
 
   forward: int
   training: int
@@ -66,25 +71,22 @@ class StepFlops(NamedTuple):
 def step_flops(
   model: ModelConfig, length: int, tokens: int, frozen: Collection[str] = ()
 ) -> StepFlops:
-  """Returns the nominal FLOPs of a number of tokens.
+  """Returns the nominal FLOPs of the forward pass and of a training step.
 
   Counted are the projections (with DIFF V2's λ̂), the SwiGLU, the vocabulary
-  projection, and QKᵀ and AV of every map. In DIFF V1, V is 2D wide. QKᵀ and AV
-  count pairs of a token and a token that it sees: T(T+1)/2 in a causal row
-  without a window.
+  projection, and QKᵀ and AV of every map. In DIFF V1, values are twice as wide
+  as keys. QKᵀ and AV count only pairs of a query and a key that it sees:
+  T(T+1)/2 in a causal row without a window.
 
   Not counted are the embedding's lookup, norms, RoPE, softmax and
   rematerialisation. Packed documents count as one document.
 
   Args:
-    model: the model's config.
+    model: The model's config.
     length: T, the tokens of a row.
-    tokens: the number of tokens: B·T for a step, T for a row.
-    frozen: names of parameters that are not trained, from
+    tokens: The number of tokens: B·T for a step, T for a row.
+    frozen: Names of parameters that are not trained, from
       `optimizer.frozen_names`.
-
-  Returns:
-    FLOPs of the forward pass, and of a training step.
   """
   matrix_sizes = _multiply_adds_per_token(model)
   row_multiply_adds = length * sum(matrix_sizes.values())
@@ -93,17 +95,19 @@ def step_flops(
   # A multiply-add is two FLOPs.
   forward = 2 * row_multiply_adds * tokens // length
   # The backward pass takes two products for each product of the forward pass,
-  # one for the gradient of each operand. A frozen matrix has no gradient, so it
-  # takes one product less.
+  # one for the gradient of each operand. A frozen matrix has no gradient, which
+  # saves one product.
   frozen_size = sum(matrix_sizes.get(name, 0) for name in frozen)
-  training = 3 * forward - 2 * tokens * frozen_size
+  frozen_flops = 2 * tokens * frozen_size
+  training = 3 * forward - frozen_flops
   return StepFlops(forward, training)
 
 
 def _multiply_adds_per_token(model: ModelConfig) -> dict[str, int]:
-  """Returns the multiply-adds per token of each matrix, by its name.
+  """Returns the multiply-adds per token of each matrix, by parameter name.
 
-  A name stands for the matrices of all layers. QKᵀ and AV are not included.
+  The matrices of all layers with the same name are summed. QKᵀ and AV are not
+  included, since they have no parameters.
   """
   # The embedding may also be the matrix of the vocabulary projection.
   output = "embedding" if model.tie_embeddings else "unembedding"
@@ -126,22 +130,24 @@ def _attention_size(stack: ModelConfig) -> int:
 
   QKᵀ costs D (the width of keys) for each map, and AV costs V (the width of
   values) for each product with the values. A fused variant multiplies every map
-  with the values. Other variants first combine the maps of a head.
+  with the values. Other variants first combine the maps of a head into one.
   """
   sizes = axis_sizes(stack)
   # Q groups of G maps each.
   num_maps = sizes["Q"] * sizes["G"]
-  num_products = num_maps
-  if not attention_class(stack).fused:
+  if attention_class(stack).fused:
+    num_products = num_maps
+  else:
     num_heads = sizes["H"]
     num_products = num_heads
   return num_maps * sizes["D"] + num_products * sizes["V"]
 
 
 def _num_pairs(stack: ModelConfig, length: int) -> int:
-  """Returns the number of pairs of a query and a key that it sees.
+  """Returns the number of visible (query, key) pairs in a row.
 
-  It is the number in one row, summed over the layers of a stack.
+  They are summed over the layers of a stack. A pair is visible if the causal
+  mask and the layer's window allow it.
   """
   total = 0
   for layer_window in layer_windows(stack):
@@ -154,7 +160,8 @@ def _num_pairs(stack: ModelConfig, length: int) -> int:
     if stack.causal:
       total += causal_pairs
     else:
-      # A pair counts in both orders, but a token with itself counts once.
+      # Each pair of two tokens has the reverse pair too. Causal pairs include
+      # the `length` pairs of a token with itself, which count once.
       total += 2 * causal_pairs - length
   return total
 
