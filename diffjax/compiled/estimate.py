@@ -306,10 +306,11 @@ class _Estimator:
     """
     instructions = self.collectives.read_instruction(line, computation)
     if not instructions:
-      # %done = bf16[8,16] all-gather-done(%start) does not describe the
-      # collective. It only names the start. For other instructions, the name is
-      # "", which waits for nothing.
-      timeline.wait_for(_awaited_start(line))
+      # %done = bf16[8,16] all-gather-done(%start) is not read as a collective.
+      # It only names the start.
+      start = _awaited_start(line)
+      if start:
+        timeline.wait_for(start)
       return
 
     # The key identifies the collective from its start to its end. It is the

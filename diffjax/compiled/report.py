@@ -29,7 +29,7 @@ def print_plan(config: Config, plan: Plan) -> None:
   )
   _print_memory(plan)
   _print_flops(config, plan)
-  # The compiler may have refused the step. There is no program then.
+  # If the compiler refused the step, there is no program.
   if plan.program:
     _print_estimate(plan)
     _print_program(plan)
@@ -79,16 +79,11 @@ def _print_estimate(plan: Plan) -> None:
 
   print(f"{title} (cycles × iterations, which rank programs; not a time)")
   _print_parts(plan.estimate)
-  without_kernels = ""
+  note = ""
   if plan.kernels and not plan.estimate.has_kernels:
-    without_kernels = (
-      " (without attention kernels, for whose shape there is no estimate)"
-    )
-  print(f"  {'total':<24}{plan.estimate.seconds:>8.4f}{without_kernels}")
-  print(
-    "bound on MFU, the compiler's estimate:"
-    f" {plan.mfu_bound:.1%}{without_kernels}"
-  )
+    note = " (without attention kernels, for whose shape there is no estimate)"
+  print(f"  {'total':<24}{plan.estimate.seconds:>8.4f}{note}")
+  print(f"bound on MFU, the compiler's estimate: {plan.mfu_bound:.1%}{note}")
 
 
 def _print_parts(estimate: Estimate) -> None:
@@ -143,11 +138,12 @@ def _print_received(plan: Plan) -> None:
   Example of a row, for collectives along two axes together:
     data and fsdp      0.750: all-gather 0.250, all-reduce 0.500
   """
-  reason = ""
+  note = ""
   if plan.unread:
-    reason = f": not counted, the program has {plan.unread}"
-  print(f"received in a step, GiB a chip{reason}")
+    note = f": not counted, the program has {plan.unread}"
+  print(f"received in a step, GiB a chip{note}")
 
+  # The bytes by mesh axes, and then by kind of collective.
   sizes_by_axes: dict[tuple[str, ...], dict[str, float]] = {}
   for traffic, size in sorted(plan.received.items()):
     sizes_by_axes.setdefault(traffic.axes, {})[traffic.kind] = size
@@ -162,9 +158,8 @@ def changes(
 ) -> list[str]:
   """Returns changes of the config or the topology that reduce the memory.
 
-  If the training state (parameters and optimizer) is larger than the
-  temporaries, changes that reduce the state come first. Otherwise, those that
-  reduce activations do. A larger topology comes last.
+  Changes that reduce the larger part come first: the training state (parameters
+  and optimizer), or the temporaries. A larger topology comes last.
 
   Args:
     config: The run's config.
@@ -193,8 +188,11 @@ def _larger_topology(
 ) -> str | None:
   """Returns the smallest larger topology with sufficient memory, if any.
 
-  It assumes that the memory of all chips together stays the same. Each device
-  must get the same number of the batch's rows.
+  It assumes that the step needs the same memory on all chips together. Each
+  device must get an equal number of the batch's rows.
+
+  Args:
+    config, topology, slices, plan: As in `changes`.
   """
   devices_per_chip = math.prod(plan.mesh.values()) // plan.chips
   needed_bytes = plan.total * plan.chips

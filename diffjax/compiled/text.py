@@ -67,7 +67,7 @@ class Call(NamedTuple):
 
 
 class ProgramText:
-  """A compiled program.
+  """The text of a compiled program, by computations and instructions.
 
   Attributes:
     text: The whole text.
@@ -80,16 +80,19 @@ class ProgramText:
     self.text = text
     self.entry = ""
     self.computations: dict[str, list[str]] = {}
+    # The line of each instruction, by its name.
     self._definitions: dict[str, str] = {}
-    # The name of the computation that the line belongs to.
+
+    # The computation that the current line belongs to; "" before the first one.
     computation = ""
     for line in text.splitlines():
       header = _COMPUTATION.match(line)
       if header:
-        is_entry, computation = header.groups()
-        if is_entry:
+        entry_keyword, computation = header.groups()
+        if entry_keyword:
           self.entry = computation
-      elif computation:
+        continue
+      if computation:
         self.computations.setdefault(computation, []).append(line)
         name = instruction_name(line)
         if name:
@@ -131,8 +134,8 @@ class ProgramText:
   def iterations(self, loop: str) -> int:
     """Returns the number of times that the body of a loop runs.
 
-    The compiler writes the number into the line, or it follows from the values
-    of the loop's counter.
+    The compiler usually writes the number into the line. Otherwise, the start,
+    step and bound of the loop's counter determine it.
 
     Args:
       loop: The line of the loop.
