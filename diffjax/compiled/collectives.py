@@ -152,8 +152,8 @@ class CollectiveReader:
   def read_computation(self, computation: str) -> list[CollectiveInstruction]:
     """Returns the collectives of one run of a computation.
 
-    Those of the computations that it calls are included. In a loop, `times`
-    includes the iterations.
+    Collectives in the computations that it calls are included. In a loop,
+    `times` includes the iterations.
 
     Raises:
       ValueError: if the text cannot be read, as for `collectives`.
@@ -230,16 +230,16 @@ class CollectiveReader:
       computation: Name of the computation that contains the instruction.
     """
     shape, kind, start = match.groups()
-    # An all-gather-start and others have a shape with operands and results. The
-    # shape of an all-reduce-start has only the results.
+    # The shape of an all-reduce-start lists only the results. The shapes of
+    # other starts, such as all-gather-start, also list the operands.
     if start and kind != "all-reduce":
       result_bytes = _started_result_bytes(shape)
     else:
       result_bytes = sum(_bytes_of_arrays(shape))
     groups = _device_groups(line, self._devices[0])
 
-    # TPU compilers write a reduce-scatter as a computation with this name. In
-    # it, an all-reduce computes the whole array, and a device keeps its part.
+    # TPU compilers write a reduce-scatter as a computation of this name, with an
+    # all-reduce of the whole array, of which each device keeps a part.
     in_reduce_scatter = computation.startswith("all-reduce-scatter")
     if kind == "all-reduce" and in_reduce_scatter:
       group_size = groups.shape[1]
@@ -276,7 +276,11 @@ class CollectiveReader:
     return Collective(kind, self._axes(groups), received_bytes, times=1)
 
   def _axes(self, groups: Int[np.ndarray, "groups members"]) -> tuple[str, ...]:
-    """Returns the mesh axes along which the members of a group differ."""
+    """Returns the mesh axes along which the members of a group differ.
+
+    Args:
+      groups: Positions in the mesh of the devices of each group.
+    """
     axes = []
     mesh_shape = tuple(self._mesh.values())
     coordinates_by_axis = np.unravel_index(groups, mesh_shape)
@@ -334,8 +338,8 @@ def _started_result_bytes(shape: str) -> int:
   """Returns the bytes of the results in the shape of a `-start` instruction.
 
   The shape lists the operands, the same number of results, and perhaps
-  semaphores. Here, `bf16[8,16]` is the result:
-  `(bf16[4,16]{1,0}, bf16[8,16]{1,0}, u32[], u32[])`.
+  semaphores (`u32[]`). In `(bf16[4,16]{1,0}, bf16[8,16]{1,0}, u32[], u32[])`,
+  the result is `bf16[8,16]`.
   """
   array_bytes = []
   for dtype, dimensions in _ARRAY.findall(shape):
@@ -384,11 +388,13 @@ def _device_groups(
   Raises:
     ValueError: if the groups cannot be read.
   """
+  # HLO lists the groups, compresses the list, or names axes of a mesh.
   listed_groups = _LISTED_GROUPS.search(line)
   if listed_groups:
-    return np.array(
-      [_integers(members) for members in _GROUP.findall(listed_groups[1])]
-    )
+    groups = []
+    for members in _GROUP.findall(listed_groups[1]):
+      groups.append(_integers(members))
+    return np.array(groups)
   iota_groups = _IOTA_GROUPS.search(line)
   if iota_groups:
     return _iota(iota_groups[1])

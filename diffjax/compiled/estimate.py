@@ -155,7 +155,8 @@ def estimate(
     kernel_cycles=kernel_cycles,
     scopes=scopes,
   )
-  return _sum_up(estimator.computation_cost(program.entry))
+  cost = estimator.computation_cost(program.entry)
+  return _sum_up(cost)
 
 
 class _Item(NamedTuple):
@@ -285,10 +286,9 @@ class _Estimator:
 
   def _conditional_cost(self, line: str) -> _Cost:
     """Returns the cost of the conditional's slowest branch."""
-    branch_costs = [
-      self.computation_cost(call.computation)
-      for call in self.program.calls(line)
-    ]
+    branch_costs = []
+    for call in self.program.calls(line):
+      branch_costs.append(self.computation_cost(call.computation))
     return max(branch_costs, key=operator.attrgetter("seconds"))
 
   def _run_collectives(
@@ -314,7 +314,8 @@ class _Estimator:
       return
 
     # The key identifies the collective from its start to its end. It is the
-    # chain of its instructions, if any, or the name of the one that starts it.
+    # chain of its instructions. Without a chain, it is the name of the
+    # instruction that starts it.
     first = instructions[0]
     key = first.chain or _awaited_start(line) or instruction_name(line)
     phase = _phase(self.program, line)

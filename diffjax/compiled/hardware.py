@@ -155,15 +155,15 @@ class Torus(NamedTuple):
   link_bytes_per_second: float
 
   @classmethod
-  def from_topology(cls, text: str) -> Torus:
+  def from_topology(cls, topology: str) -> Torus:
     """Returns the links of a slice such as "v5e:4x4".
 
     A dimension is a ring if its size is a multiple of the chip's
     `ring_multiple`. On v4 and v5p, it is one only if all dimensions are.
     """
-    topology = Topology.parse(text)
-    chip = CHIPS[topology.generation]
-    sizes = tuple(size for size in topology.sizes if size > 1)
+    slice_topology = Topology.parse(topology)
+    chip = CHIPS[slice_topology.generation]
+    sizes = tuple(size for size in slice_topology.sizes if size > 1)
     are_rings = [size % chip.ring_multiple == 0 for size in sizes]
     if chip.needs_all_rings and not all(are_rings):
       are_rings = [False] * len(sizes)

@@ -393,7 +393,7 @@ def _shard_bytes(tree: Any) -> int:
 
 
 class _Refusal(NamedTuple):
-  """What the compiler says about a step that needs too much memory.
+  """The content of the compiler's message that a step needs too much memory.
 
   Attributes:
     needed: Bytes that a device would need.
@@ -408,7 +408,7 @@ class _Refusal(NamedTuple):
 
 
 def _read_refusal(message: str) -> _Refusal:
-  """Reads the compiler's message about a step that needs too much memory.
+  """Reads the compiler's message that a step needs too much memory.
 
   Raises:
     UserError: if the compiler refuses the step for another reason.
@@ -434,7 +434,7 @@ def _amount_bytes(amount: str) -> int:
 
 
 class _Memory(NamedTuple):
-  """Bytes per chip; the attributes are those of `Plan`."""
+  """The sizes of a `Plan` that depend on the compiler, in bytes per chip."""
 
   batch: int
   temporaries: int
@@ -450,7 +450,7 @@ def _refused_memory(
   The sizes of the batch and of the program are unknown, and count as 0.
 
   Args:
-    refusal: What the compiler says.
+    refusal: The content of the compiler's message.
     state_bytes: Bytes per chip of parameters and optimizer.
     devices_per_chip: Number of devices that share a chip's memory.
   """
@@ -491,9 +491,9 @@ def _compiled_memory(
 
 @dataclasses.dataclass(frozen=True)
 class _Contents:
-  """What the text of a compiled program says; the attributes are `Plan`'s.
+  """The attributes of a `Plan` that come from the program's text.
 
-  By default, there is no program.
+  The defaults are for a step that was not compiled, and so has no program.
   """
 
   received: dict[Traffic, float] = dataclasses.field(default_factory=dict)

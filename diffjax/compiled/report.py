@@ -55,12 +55,12 @@ def _print_memory(plan: Plan) -> None:
 def _print_flops(config: Config, plan: Plan) -> None:
   """Prints the step's nominal FLOPs, and their time at the chip's peak."""
   flops = training_flops(config)
-  at_peak = ""
+  note = ""
   if plan.peak_seconds:
-    at_peak = f"; {plan.peak_seconds:.3g} s at the chip's peak"
+    note = f"; {plan.peak_seconds:.3g} s at the chip's peak"
   print(
     f"FLOPs a step, nominal (without rematerialisation): {flops:.3g},"
-    f" {flops / plan.chips:.3g} a chip{at_peak}"
+    f" {flops / plan.chips:.3g} a chip{note}"
   )
 
 
@@ -168,13 +168,13 @@ def changes(
     plan: The plan of the step on these slices.
   """
   num_devices = math.prod(plan.mesh.values())
-  for_state = memory.flags_for_state(config, plan.mesh, slices)
-  for_activations = memory.flags_for_activations(config, num_devices)
+  state_changes = memory.flags_for_state(config, plan.mesh, slices)
+  activation_changes = memory.flags_for_activations(config, num_devices)
   state_bytes = plan.parameters + plan.optimizer
   if state_bytes > plan.temporaries:
-    suggestions = for_state + for_activations
+    suggestions = state_changes + activation_changes
   else:
-    suggestions = for_activations + for_state
+    suggestions = activation_changes + state_changes
   larger_topology = _larger_topology(config, topology, slices, plan)
   if larger_topology is not None:
     suggestions.append(f"--topology={larger_topology}")

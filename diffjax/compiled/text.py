@@ -134,8 +134,8 @@ class ProgramText:
   def iterations(self, loop: str) -> int:
     """Returns the number of times that the body of a loop runs.
 
-    The compiler usually writes the number into the line. Otherwise, the start,
-    step and bound of the loop's counter determine it.
+    If the compiler did not write the number into the line, it is computed from
+    the start, step and bound of the loop's counter.
 
     Args:
       loop: The line of the loop.
