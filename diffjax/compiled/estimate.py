@@ -8,6 +8,7 @@ docs/estimates.md says what is included.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 import operator
@@ -148,7 +149,7 @@ def estimate(
   program = ProgramText(text)
   estimator = _Estimator(
     program=program,
-    collectives=CollectiveReader(program, mesh),
+    collective_reader=CollectiveReader(program, mesh),
     mesh=mesh,
     chip=chip,
     torus=torus,
@@ -212,32 +213,27 @@ class _Cost:
 
 def _sum_up(cost: _Cost) -> Estimate:
   """Returns the sums of a program's cost: by part, and by collective kind."""
-  parts: dict[str, float] = {}
-  exposed_seconds: dict[str, float] = {}
+  parts: dict[str, float] = collections.defaultdict(float)
+  exposed_seconds: dict[str, float] = collections.defaultdict(float)
   instructions = []
   for item in cost.items:
     seconds = item.seconds * item.times
     instructions.append(LongInstruction(seconds, item.name))
-    _add(parts, item.part, seconds)
+    parts[item.part] += seconds
     if item.part == EXPOSED:
-      _add(exposed_seconds, item.collective_kind, seconds)
+      exposed_seconds[item.collective_kind] += seconds
 
-  total_seconds: dict[str, float] = {}
+  total_seconds: dict[str, float] = collections.defaultdict(float)
   for collective in cost.collectives:
     seconds = collective.seconds * collective.times
-    _add(total_seconds, collective.kind, seconds)
+    total_seconds[collective.kind] += seconds
 
-  collectives = {}
+  seconds_by_kind = {}
   for kind, total in total_seconds.items():
-    exposed = exposed_seconds.get(kind, 0.0)
-    collectives[kind] = CollectiveSeconds(total, exposed)
+    exposed = exposed_seconds[kind]
+    seconds_by_kind[kind] = CollectiveSeconds(total, exposed)
   longest = sorted(instructions, reverse=True)[:_NUM_LONGEST]
-  return Estimate(parts, collectives, longest)
-
-
-def _add(sums: dict[str, float], key: str, value: float) -> None:
-  """Adds a value to the sum of a key."""
-  sums[key] = sums.get(key, 0.0) + value
+  return Estimate(dict(parts), seconds_by_kind, longest)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,12 +242,12 @@ class _Estimator:
 
   Attributes:
     program: The program.
-    collectives: Reads the collectives of the program.
+    collective_reader: Reads the collectives of the program.
     mesh, chip, torus, kernel_cycles, scopes: As in `estimate`.
   """
 
   program: ProgramText
-  collectives: CollectiveReader
+  collective_reader: CollectiveReader
   mesh: Mapping[str, int]
   chip: Chip
   torus: Torus
@@ -304,7 +300,7 @@ class _Estimator:
       computation: Name of the computation that contains the instruction.
       timeline: The timeline of this computation, which is changed.
     """
-    instructions = self.collectives.read_instruction(line, computation)
+    instructions = self.collective_reader.read_instruction(line, computation)
     if not instructions:
       # %done = bf16[8,16] all-gather-done(%start) is not read as a collective.
       # It only names the start.
