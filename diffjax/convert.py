@@ -96,7 +96,7 @@ class _Location(NamedTuple):
   """The value of --from or --to.
 
   Attributes:
-    layout: The name of the layout, a key of `_MODULES`.
+    layout: The name of the layout, such as "llama".
     path: The directory. A workdir may be gs://.
   """
 
@@ -115,7 +115,6 @@ def main() -> None:
   model = _module(source.layout).read(source.path)
   model = _adapt_attention(model, source.layout)
   run_config = _write_model(target, model)
-  # The card is a README.md with the model's config, data and measurements.
   write_card(
     target.path,
     model,
@@ -189,7 +188,8 @@ def _check_flags(target: _Location) -> None:
   """Raises app.UsageError if the flags contradict each other."""
   if target.layout == "llama":
     raise app.UsageError(
-      "--to=llama: that layout is only read: it has no DIFF attention"
+      "--to=llama: this layout can only be read, because Llama has no DIFF"
+      " attention"
     )
   if target.layout == "diffjax" and _DTYPE.value != "float32":
     raise app.UsageError(
@@ -226,7 +226,7 @@ def _use_cpu() -> None:
   A conversion needs no accelerator, and another process may be using it.
   """
   os.environ["JAX_PLATFORMS"] = "cpu"
-  # A module of --import may have imported JAX already.
+  # The variable has no effect if a module of --import has imported JAX already.
   if "jax" in sys.modules:
     sys.modules["jax"].config.update("jax_platforms", "cpu")
 
@@ -259,7 +259,7 @@ def _print_summary(path: str, model: Model) -> None:
 def _start_flags(config: Config) -> str:
   """Returns the flags of diffjax.train for the same model and tokenizer.
 
-  They include --import if the user has passed it for an attention variant.
+  They include --import for attention variants outside diffjax.
 
   Example: "--config.data.tokenizer=runs/v2/tokenizer.json
     --config.model.vocab_size=32000 …"

@@ -27,12 +27,11 @@ diffjax/parameters.py:
 - The head norm has no gain. Writing multiplies the rows of W_O by the gain of
   diffjax, and reading sets the gain to 1.
 
-Rotary rows: both projects rotate the rows j and j + D/2 of a sub-head, so no
-row is moved.
+Rotary rows: both diffjax and transformers rotate the rows j and j + D/2 of a
+sub-head, so no row is moved.
 
 Not supported: λ_init other than the schedule's, a model without head norm,
-biases, windows, shared noise maps, RoPE of a part of each head, and rotary
-angles scaled otherwise than by "linear", "llama3" or "yarn".
+windows, shared noise maps, and what hugging_face.py excludes for all models.
 """
 
 from __future__ import annotations

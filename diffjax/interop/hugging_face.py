@@ -1,4 +1,4 @@
-"""What the layouts of Hugging Face's transformers have in common.
+"""The common parts of the layouts of Hugging Face's transformers.
 
 These are the names of the tensors, and the fields of config.json. llama.py,
 diffllama.py, motif.py and phi_flash.py add what is specific to a model.
@@ -7,9 +7,9 @@ Weights of linear layers are [outputs, inputs]. RoPE rotates the pairs
 (j, j + D/2) of a head, as in diffjax, so the rows of the query and key
 projections are not permuted.
 
-Not supported: biases; activations other than SiLU and PolyNorm; and rotary
-angles that are scaled by other methods than "linear", "llama3" and "yarn", or
-in only a part of a head. Fields of config.json that are not known are errors.
+Not supported: biases; activations other than SiLU and PolyNorm; RoPE of a part
+of each head; and rope_scaling other than "linear", "llama3" and "yarn". Unknown
+fields of config.json are errors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, Literal
 from diffjax.config import ModelConfig, UserError
 from diffjax.data.json_file import read_json
 from diffjax.interop.directory import checked_config
-from diffjax.interop.layout import ANY, Entry
+from diffjax.interop.layout import ANY_VALUE, Entry
 
 # The field that says whether the embedding is also the output projection.
 TIED_BY = "tie_word_embeddings"
@@ -31,12 +31,12 @@ TIED_BY = "tie_word_embeddings"
 PHI_FLASH = "phi4flash"
 
 # What these layouts support beyond the defaults of `Layout`.
-SUPPORTED = {"rope_scaling": ANY}
+SUPPORTED = {"rope_scaling": ANY_VALUE}
 
 # The maximum number of characters of an unknown field's value in a message.
 _MAX_SHOWN_CHARACTERS = 60
 
-# The fields of config.model, and the fields of config.json that are equal.
+# Maps fields of config.model to fields of config.json with the same value.
 _FIELDS = {
   "vocab_size": "vocab_size",
   "num_layers": "num_hidden_layers",
@@ -83,7 +83,7 @@ _IGNORED_FIELDS = {
 # An unknown field with one of these values is ignored: it switches nothing on.
 _EMPTY_VALUES: tuple[Any, ...] = (None, False, 0, "", [], {})
 
-# The methods that scale rotary angles, with the other fields of each and the
+# The methods that scale rotary angles. For each, its other fields, and the
 # values that ops/rope.py uses.
 _ROPE_SCALINGS: dict[str, dict[str, Any]] = {
   "linear": {},
@@ -98,6 +98,14 @@ _ROPE_SCALINGS: dict[str, dict[str, Any]] = {
   },
 }
 
+# Fields about rotary angles that every method may have.
+_COMMON_ROPE_FIELDS = (
+  "rope_theta",
+  "rope_type",
+  "type",
+  "partial_rotary_factor",
+)
+
 # The base of the rotary angles if config.json has none.
 _DEFAULT_ROPE_BASE = 10_000.0
 
@@ -108,9 +116,6 @@ def entries(order: Literal["map", "head"]) -> tuple[Entry, ...]:
   A head of differential attention has two attention maps. In these layouts,
   each map is a head of its own, with half of the values of the DIFF head.
 
-  Example: for "head", the axes of the queries are "E Q G D = (Q G D) E". See
-  `layout.Entry`.
-
   Args:
     order: The order of the maps in the rows of the projections. "map": the
       first maps of all heads, then their second maps. "head": both maps of the
@@ -118,14 +123,19 @@ def entries(order: Literal["map", "head"]) -> tuple[Entry, ...]:
       maps of the first group of heads, then all maps of the next. A model with
       one map per head is the same in both orders.
   """
+  # The axes of a parameter, and those of its tensor (see `layout.Entry`). Each
+  # of Q groups of heads has G query maps. Each of K key/value heads has M key
+  # maps, and values of width V, which are C parts of width D.
   if order == "map":
     query_axes = "E Q G D = (G Q D) E"
     key_axes = "E K M D = (M K D) E"
     value_axes = "E K (C D) = (C K D) E"
-  else:
+  elif order == "head":
     query_axes = "E Q G D = (Q G D) E"
     key_axes = "E K M D = (K M D) E"
     value_axes = "E K V = (K V) E"
+  else:
+    raise ValueError(f"order = {order!r}: must be 'map' or 'head'")
   attention = "model.layers.{}.self_attn"
   ffn = "model.layers.{}.mlp"
   return (
@@ -159,11 +169,9 @@ def _lambda_entry(name: str) -> Entry:
 
 
 # The entries that DIFF V1 has in addition.
-LAMBDAS = (
-  _lambda_entry("lambda_q1"),
-  _lambda_entry("lambda_k1"),
-  _lambda_entry("lambda_q2"),
-  _lambda_entry("lambda_k2"),
+LAMBDAS = tuple(
+  _lambda_entry(name)
+  for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 )
 
 
@@ -260,12 +268,13 @@ def read_config_json(
   if model_type not in model_types:
     supported = " or ".join(repr(name) for name in model_types)
     message = (
-      f"{path} has model_type = {model_type!r}: this layout is {supported}"
+      f"{path} has model_type = {model_type!r}: this layout supports only"
+      f" {supported}"
     )
     if model_type == PHI_FLASH:
       message += (
-        "; it is a Phi-4-mini-flash, whose layers of Mamba-1 and gated memory"
-        " diffjax does not have; read its attention layers with"
+        "; diffjax does not have the Mamba-1 and gated-memory layers of"
+        " Phi-4-mini-flash; read its attention layers with"
         " diffjax.interop.phi_flash.read_attention"
       )
     raise UserError(message)
@@ -316,11 +325,15 @@ def read_config(
       support.
   """
   stored_config = read_config_json(
-    directory, (model_type,), ("attention_bias", "mlp_bias", "lambda_std_dev")
+    directory,
+    model_types=(model_type,),
+    known_fields=("attention_bias", "mlp_bias", "lambda_std_dev"),
   )
   stored_config.check_values(
     {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
   )
+
+  # The numbers of heads in the file, where each map is a head.
   stored_heads = stored_config.get_integer(
     "num_attention_heads", multiple_of=maps
   )
@@ -332,6 +345,7 @@ def read_config(
   head_dim = stored_config.get("head_dim")
   if not head_dim:
     head_dim = stored_config.get_integer("hidden_size") // stored_heads
+
   fields = shared_fields(stored_config)
   fields["num_heads"] = stored_heads // maps
   fields["num_kv_heads"] = stored_kv_heads // maps
@@ -360,36 +374,40 @@ def shared_fields(stored_config: StoredConfig) -> dict[str, Any]:
 def _read_rope(stored_config: StoredConfig) -> dict[str, Any]:
   """Returns the fields of config.model about rotary angles."""
   rope = _stored_rope(stored_config)
-  # Every field that is read is removed from `remaining`. The last ones are those
-  # of a method that scales the angles.
-  remaining = dict(rope)
-  base = remaining.pop("rope_theta")
-  # The name of the method. Old versions of transformers call it "type".
-  scaling = remaining.pop("type", "default")
-  scaling = remaining.pop("rope_type", scaling)
+  base = rope["rope_theta"]
+  # The method that scales the angles. Old files have the name "type".
+  scaling = rope.get("rope_type", rope.get("type", "default"))
   # The part of a head's width that is rotated.
-  rotated_share = remaining.pop("partial_rotary_factor", 1.0)
+  rotated_share = rope.get("partial_rotary_factor", 1.0)
+  # The fields of the method.
+  scaling_fields = {}
+  for name, value in rope.items():
+    if name not in _COMMON_ROPE_FIELDS:
+      scaling_fields[name] = value
   fields: dict[str, Any] = {"rope_base": base}
-  if scaling == "default" and rotated_share == 1.0 and not remaining:
+  if scaling == "default" and rotated_share == 1.0 and not scaling_fields:
     return fields
 
-  factor = remaining.pop("factor", None)
-  original_length = remaining.pop(
+  factor = scaling_fields.pop("factor", None)
+  # Some files have this field outside the section of rotary angles.
+  original_length = scaling_fields.pop(
     "original_max_position_embeddings",
     stored_config.get("original_max_position_embeddings"),
   )
   is_supported = (
-    _has_usual_values(scaling, remaining)
-    and rotated_share == 1.0
+    rotated_share == 1.0
     and factor is not None
     and (original_length is not None or scaling == "linear")
+    and _has_supported_values(scaling, scaling_fields)
   )
   if not is_supported:
     raise UserError(
-      f"{stored_config.path} scales its rotary angles as diffjax does not"
-      f" ({rope}): it supports {', '.join(_ROPE_SCALINGS)} with a factor,"
-      " original_max_position_embeddings and the usual values of other fields"
+      f"{stored_config.path} scales its rotary angles in a way that diffjax"
+      f" does not support ({rope}); it supports {', '.join(_ROPE_SCALINGS)}"
+      " with a factor, original_max_position_embeddings and the usual values of"
+      " other fields"
     )
+  # A factor of 1 scales nothing.
   if factor == 1:
     return fields
   fields["rope_scaling"] = scaling
@@ -405,9 +423,10 @@ def _stored_rope(stored_config: StoredConfig) -> dict[str, Any]:
   transformers 5 writes all of them into the object rope_parameters. Earlier
   versions write the field rope_theta and the object rope_scaling.
   """
-  rope = {"rope_theta": stored_config.get("rope_theta")}
-  if rope["rope_theta"] is None:
-    rope["rope_theta"] = _DEFAULT_ROPE_BASE
+  base = stored_config.get("rope_theta")
+  if base is None:
+    base = _DEFAULT_ROPE_BASE
+  rope = {"rope_theta": base}
   for section_name in ("rope_scaling", "rope_parameters"):
     section = stored_config.get(section_name) or {}
     if not isinstance(section, dict):
@@ -419,13 +438,13 @@ def _stored_rope(stored_config: StoredConfig) -> dict[str, Any]:
   return rope
 
 
-def _has_usual_values(scaling: Any, fields: Mapping[str, Any]) -> bool:
-  """Returns whether diffjax computes a scaling of rotary angles.
+def _has_supported_values(scaling: Any, fields: Mapping[str, Any]) -> bool:
+  """Returns whether a scaling of rotary angles has only supported values.
 
   Args:
-    scaling: The name of the method, such as "yarn".
-    fields: The other fields of the method. diffjax supports only the values of
-      `_ROPE_SCALINGS`. A field that is None is not an error.
+    scaling: The method that scales the rotary angles, such as "yarn".
+    fields: The fields that only this method has. The values of
+      `_ROPE_SCALINGS` are supported. A field that is None is ignored.
   """
   if not isinstance(scaling, str) or scaling not in _ROPE_SCALINGS:
     return False
@@ -454,14 +473,17 @@ def make_config(config: ModelConfig, *, maps: int) -> dict[str, Any]:
   stored_config["head_dim"] = config.head_dim
   stored_config["hidden_act"] = "silu"
   stored_config["attention_bias"] = False
+
   rope_scaling = _make_rope_scaling(config)
-  stored_config["rope_parameters"] = rope_scaling | {
-    "rope_theta": config.rope_base
+  stored_config["rope_parameters"] = {
+    **rope_scaling,
+    "rope_theta": config.rope_base,
   }
   # transformers before version 5 reads these two fields.
   stored_config["rope_theta"] = config.rope_base
   if config.rope_scaling != "none":
     stored_config["rope_scaling"] = rope_scaling
+
   stored_config[TIED_BY] = config.tie_embeddings
   return stored_config
 

@@ -30,7 +30,7 @@ from diffjax.data.tokenizer import Tokenizer
 from diffjax.model.shapes import axis_sizes
 
 # In `supported` of a Layout: all values of a field are supported.
-ANY = ...
+ANY_VALUE = object()
 
 # The values of the fields of config.model that a layout supports by default.
 _DEFAULT_SUPPORTED = {
@@ -52,7 +52,7 @@ _DEFAULT_SUPPORTED = {
 
 # Arrays of this many bytes or more are temporary files, so that a model may be
 # larger than the memory.
-_MIN_FILE_BYTES = 1 << 26
+_MIN_FILE_BYTES = 64 * 2**20
 # /tmp may be in memory.
 _DEFAULT_FILE_DIRECTORY = "/var/tmp"
 
@@ -62,7 +62,7 @@ _BYTES_PER_GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-  """A model that can be written in any layout.
+  """A model, independent of the layout that it was read from.
 
   Attributes:
     config: Its sizes and variant.
@@ -119,7 +119,7 @@ class Entry:
 class Tensors(Protocol):
   """Named tensors that are read one by one.
 
-  If they are in a file or directory, `str` returns its path.
+  If they are in a file or directory, `str` returns its path, for messages.
   """
 
   def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -169,9 +169,9 @@ def _temporary_directory() -> str:
 
 
 class Layout:
-  """The tensors of a model in another project's layout.
+  """Converts a model's parameters to the tensors of another project, and back.
 
-  Converts the parameters of diffjax to these tensors, and back.
+  A layout is for one config, which determines the shapes.
   """
 
   def __init__(
@@ -190,8 +190,8 @@ class Layout:
       tied_by: The field of the project's config.json that says whether the
         embedding is also the output projection.
       supported: The value of each field of config.model that this layout
-        supports, if `_DEFAULT_SUPPORTED` has another value or none. ANY for a
-        field whose value is stored in config.json.
+        supports, if `_DEFAULT_SUPPORTED` has another value or none.
+        ANY_VALUE for a field whose value is stored in config.json.
 
     Raises:
       UserError: if this layout does not support the model.
@@ -208,8 +208,10 @@ class Layout:
     self._sizes["C"] = self._sizes["V"] // config.head_dim
 
     entries_by_param = {entry.param: entry for entry in entries}
+    # The names of these two tensors.
     self._embedding = entries_by_param["embedding"].tensor
     self._unembedding = entries_by_param["unembedding"].tensor
+    # If tied, the parameters have no unembedding.
     if self._is_tied:
       del entries_by_param["unembedding"]
     self._entries = list(entries_by_param.values())
@@ -265,11 +267,11 @@ class Layout:
       section[name] = self._read_param(tensors, entry)
     return params
 
-  # Computed on first use: `_check` detects a wrong number of layers before it
-  # costs memory.
+  # Computed on first use: `_check` detects a wrong number of layers before a
+  # table for them takes memory.
   @functools.cached_property
   def _tensor_sources(self) -> dict[str, tuple[Entry, int | None]]:
-    """The entry of each tensor and its layer, by the name of the tensor.
+    """The entry and the layer of each tensor, by the name of the tensor.
 
     The layer is None if the entry is not per layer.
     """
@@ -317,9 +319,9 @@ class Layout:
     # This comes first, because self.shapes() takes memory for each layer.
     if self._num_layers > len(shapes):
       raise UserError(
-        f"{tensors} has {len(shapes)} tensors, but its config.json is of"
-        f" another model, with {self._num_layers} layers; replace it with the"
-        " model's own"
+        f"{tensors} has only {len(shapes)} tensors, but its config.json says"
+        f" {self._num_layers} layers, so it is of another model; replace it"
+        " with the model's own"
       )
     # Some files have the matrix of a tied embedding twice.
     has_both = self._unembedding in shapes and self._embedding in shapes
@@ -338,14 +340,7 @@ class Layout:
         )
     unknown_names = shapes.keys() - expected_shapes.keys()
     if unknown_names:
-      name = min(unknown_names)
-      message = (
-        f"{tensors} has a tensor {name}, which is not in this layout for its"
-        " config.json"
-      )
-      if name.endswith(".bias"):
-        message += ": diffjax has no biases"
-      raise UserError(message)
+      raise UserError(_unknown_message(tensors, min(unknown_names)))
 
   def _check_tied(self, tensors: Tensors) -> None:
     """Raises UserError if a tied embedding and unembedding differ."""
@@ -391,6 +386,17 @@ class ConvertedTensors:
   def read(self, name: str) -> np.ndarray:
     """Returns a tensor, converted from the parameters."""
     return self.layout.tensor(self.params, name)
+
+
+def _unknown_message(tensors: Tensors, name: str) -> str:
+  """Returns the error message for a tensor that a layout does not have."""
+  message = (
+    f"{tensors} has a tensor {name}, which is not in this layout for its"
+    " config.json"
+  )
+  if name.endswith(".bias"):
+    message += ": biases are not supported"
+  return message
 
 
 def shape_of(axes: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
@@ -448,7 +454,7 @@ def _check_supported(
   for field, value in _DEFAULT_SUPPORTED.items():
     supported.setdefault(field, value)
   for field, value in supported.items():
-    if value is ANY:
+    if value is ANY_VALUE:
       continue
     model_value = getattr(config, field)
     if model_value != value:

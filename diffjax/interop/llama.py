@@ -20,11 +20,10 @@ diffjax/parameters.py:
   model.norm.weight                                  [E]
   lm_head.weight                                     [N, E]  only if not tied
 
-Rotary rows: both projects rotate the rows j and j + D/2 of a head, so no row is
-moved.
+Rotary rows: both diffjax and transformers rotate the rows j and j + D/2 of a
+head, so no row is moved.
 
-Not supported: biases, windows, RoPE of a part of each head, and rotary angles
-scaled otherwise than by "linear", "llama3" or "yarn".
+Not supported: windows, and what hugging_face.py excludes for all models.
 """
 
 from __future__ import annotations

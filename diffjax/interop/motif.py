@@ -30,19 +30,19 @@ diffjax/parameters.py: H counts signal heads, and Q noise heads.
 - Key heads 2i and 2i + 1 are the signal and noise keys of key/value head i.
   Value heads 2i and 2i + 1 are the two halves of its values.
 - In config.json, num_attention_heads is H + Q and num_key_value_heads is 2K.
-- λ_init of layer l is 0.8 − 0.6·exp(−0.3·(l − 1)), from 0: the paper's value
-  for the layer before.
+- Layers are counted from 0. λ_init of layer l is 0.8 − 0.6·exp(−0.3·(l − 1)),
+  the paper's value for layer l − 1.
 
-Rotary rows: both projects rotate the rows j and j + D/2 of a head, so no row is
-moved.
+Rotary rows: both diffjax and Motif rotate the rows j and j + D/2 of a head, so
+no row is moved.
 
 Not supported:
 - biases, windows, attention that is not causal, k_ratio ≠ 1, and activations
   other than PolyNorm.
-- RoPE of a part of each head, and rotary angles scaled otherwise than by
-  "linear", "llama3" or "yarn".
+- what hugging_face.py excludes for all models.
 - Motif-3, which has another architecture.
-- Written directories do not contain the authors' modeling code.
+
+Written directories do not contain the authors' modeling code.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from diffjax.interop.directory import (
   checked_config,
 )
 from diffjax.interop.directory import write as write_directory
-from diffjax.interop.layout import ANY, Entry, Layout, Model
+from diffjax.interop.layout import ANY_VALUE, Entry, Layout, Model
 from diffjax.interop.tokenizer import read_tokenizer, token_fields
 
 _ENTRIES = (
@@ -86,8 +86,8 @@ _SUPPORTED = {
   **hugging_face.SUPPORTED,
   **_CONSTANT_FIELDS,
   "lambda_init": None,
-  "num_noise_heads": ANY,
-  "head_norm_eps": ANY,
+  "num_noise_heads": ANY_VALUE,
+  "head_norm_eps": ANY_VALUE,
 }
 _MODEL_TYPES = ("Motif", "motif")
 

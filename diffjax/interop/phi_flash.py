@@ -33,10 +33,11 @@ diffjax/parameters.py. E is 2HD:
 Rotary rows: the layers have no RoPE, so no row is moved.
 
 Not supported:
-- whole models, because diffjax has neither Mamba-1 nor gated memory, the layers
-  with even numbers. So this is no layout of `diffjax.convert`.
+- whole models, because the even layers (Mamba-1 and gated memory) are not in
+  diffjax. So this is no layout of `diffjax.convert`.
 - mb_per_layer ≠ 2, which is another order of layers.
-- layer_types is not read: the number of a layer determines its window.
+
+layer_types is not read: the number of a layer determines its window.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ from diffjax.model.attention import DiffAttention
 _QKV_WEIGHT = "model.layers.{}.attn.Wqkv.weight"
 _QKV_BIAS = "model.layers.{}.attn.Wqkv.bias"
 
-# Wqkv has the rows of these parameters, in this order. The axes of a parameter
-# are the model width E and then these. The axes of its bias are only these.
+# The parameters whose rows are stacked in Wqkv, in this order, and their axes
+# after the first one, the model width E. A bias has only these axes.
 _QKV_AXES = {"query": "Q G D", "key": "K M D", "value": "K V"}
 
 _ENTRIES = (
@@ -109,16 +110,15 @@ def read_attention(
 ) -> tuple[DiffAttention, dict[str, np.ndarray]]:
   """Returns the attention of one layer of a checkpoint, and its parameters.
 
-  Its λ_init is `lambda_init_schedule(layer)`.
-
   Args:
     path: The directory of the checkpoint.
     layer: The number of the layer among all layers of the model, from 0.
 
   Returns:
-    The module, and its parameters in float32. If layer > num_layers / 2 + 1,
-    these include no key and value projections: call the module with the keys
-    and values of layer num_layers / 2 + 1 as `keys_values`.
+    The module, and its parameters in float32. Call it with
+    lambda_init_schedule(layer) as λ_init. A layer above num_layers / 2 + 1 has
+    no key and value projections: also pass the keys and values of layer
+    num_layers / 2 + 1 as `keys_values`.
 
   Raises:
     UserError: if the layer has no attention, the directory is damaged, or it
@@ -133,8 +133,8 @@ def read_attention(
   # Even layers are Mamba-1 or gated memory.
   if layer not in range(1, num_layers, 2):
     raise UserError(
-      f"layer {layer} has no attention: in {stored_config.path}, layers 1, 3,"
-      f" …, {num_layers - 1} have; pass one of them"
+      f"layer {layer} of {stored_config.path} has no attention; pass an odd"
+      f" number from 1 to {num_layers - 1}"
     )
   # The layers of the lower half have a window. Layer num_layers / 2 + 1 is the
   # last one with keys and values. All later layers read these.
@@ -144,14 +144,10 @@ def read_attention(
   attention = _make_attention(stored_config, has_window)
   sizes = attention.axis_sizes(stored_config.get_integer("hidden_size"))
   tensors = SafetensorsDirectory(directory)
-  params = _read_qkv(tensors, layer, sizes, has_keys_values)
-  for entry in _ENTRIES:
-    name = entry.tensor.format(layer)
-    shape = shape_of(entry.tensor_axes, sizes)
-    tensor = _read_tensor(tensors, name, shape)
-    params[entry.param] = rearrange(
-      tensor, entry.tensor_axes, entry.param_axes, sizes
-    )
+  params = {
+    **_read_qkv(tensors, layer, sizes, has_keys_values),
+    **_read_entries(tensors, layer, sizes),
+  }
   return attention, params
 
 
@@ -160,8 +156,7 @@ def tensors_of(
 ) -> dict[str, np.ndarray]:
   """Returns the tensors of a layer, given its parameters.
 
-  This is the inverse of `read_attention`. The values are the same, in another
-  order.
+  This is the inverse of `read_attention`. No value is changed.
 
   Args:
     params: The parameters of a layer, with or without keys and values.
@@ -170,21 +165,7 @@ def tensors_of(
   Returns:
     The tensors by name, such as "model.layers.1.attn.Wqkv.weight".
   """
-  # Wqkv stacks the rows of the query, key and value projections.
-  qkv_rows = []
-  qkv_biases = []
-  for name in _QKV_AXES:
-    if name not in params:
-      continue
-    # [model width, heads, …] becomes [all head values, model width].
-    weight = np.asarray(params[name])
-    embed_dim = weight.shape[0]
-    qkv_rows.append(weight.reshape(embed_dim, -1).T)
-    qkv_biases.append(np.ravel(params[f"{name}_bias"]))
-  tensors = {
-    _QKV_WEIGHT.format(layer): np.concatenate(qkv_rows),
-    _QKV_BIAS.format(layer): np.concatenate(qkv_biases),
-  }
+  tensors = _stack_qkv(params, layer)
   for entry in _ENTRIES:
     # For example, "H V E -> E (H V)".
     pattern = f"{entry.param_axes} -> {entry.tensor_axes}"
@@ -195,6 +176,27 @@ def tensors_of(
   for name, tensor in tensors.items():
     tensors[name] = np.ascontiguousarray(tensor)
   return tensors
+
+
+def _stack_qkv(
+  params: Mapping[str, np.ndarray], layer: int
+) -> dict[str, np.ndarray]:
+  """Returns Wqkv and its bias by name, the inverse of `_read_qkv`."""
+  weights = []
+  biases = []
+  for name in _QKV_AXES:
+    # Late layers have no keys and values.
+    if name not in params:
+      continue
+    # [model width, heads, …] becomes [all head values, model width].
+    weight = np.asarray(params[name])
+    embed_dim = weight.shape[0]
+    weights.append(weight.reshape(embed_dim, -1).T)
+    biases.append(np.ravel(params[f"{name}_bias"]))
+  return {
+    _QKV_WEIGHT.format(layer): np.concatenate(weights),
+    _QKV_BIAS.format(layer): np.concatenate(biases),
+  }
 
 
 def _make_attention(
@@ -265,10 +267,31 @@ def _read_qkv(
   return params
 
 
+def _read_entries(
+  tensors: SafetensorsDirectory, layer: int, sizes: Mapping[str, int]
+) -> dict[str, np.ndarray]:
+  """Returns the parameters of a layer that are not stacked in Wqkv.
+
+  Args:
+    tensors: The tensors of the checkpoint.
+    layer: The number of the layer.
+    sizes: The sizes of the axes by letter.
+  """
+  params = {}
+  for entry in _ENTRIES:
+    name = entry.tensor.format(layer)
+    shape = shape_of(entry.tensor_axes, sizes)
+    tensor = _read_tensor(tensors, name, shape)
+    params[entry.param] = rearrange(
+      tensor, entry.tensor_axes, entry.param_axes, sizes
+    )
+  return params
+
+
 def _read_tensor(
   tensors: SafetensorsDirectory, name: str, shape: tuple[int, ...]
 ) -> np.ndarray:
-  """Reads a tensor.
+  """Reads a tensor that must have this name and shape.
 
   Raises:
     UserError: if the tensor is missing or has another shape.

@@ -39,7 +39,7 @@ USAGE = r"pass --{}=LAYOUT:PATH, LAYOUT one of diffjax, diffllama, unilm, llama,
     ),
     (
       ["--from=diffjax:runs/tiny", "--to=llama:x"],
-      "--to=llama: that layout is only read",
+      "--to=llama: this layout can only be read",
     ),
     (
       ["--from=llama:x", "--to=diffjax:y", "--dtype=bfloat16"],
@@ -91,7 +91,7 @@ def edit(path, change):
   [
     (
       dict(model_type="mistral"),
-      "model_type = 'mistral': this layout is 'llama'",
+      "model_type = 'mistral': this layout supports only 'llama'",
     ),
     (
       dict(attention_bias=True),
@@ -148,7 +148,7 @@ def edit(path, change):
     (dict(num_hidden_layers="2"), "num_layers must be int; got '2'"),
     (
       dict(num_hidden_layers=2_000_000_000),
-      "tensors, but its config.json is of another model, with 2000000000 layers",
+      "tensors, but its config.json says 2000000000 layers",
     ),
     (
       dict(num_hidden_layers=1),
@@ -254,7 +254,7 @@ BIAS = "model.layers.0.self_attn.q_proj.bias"
       _rewritten(
         lambda tensors: tensors.update({BIAS: np.ones(32, np.float32)})
       ),
-      f"has a tensor {BIAS}.*: diffjax has no biases",
+      f"has a tensor {BIAS}.*: biases are not supported",
     ),
     (
       _rewritten(
@@ -335,7 +335,7 @@ def test_damaged_directories(write_llama, refuses, damage, message, tmp_path):
     ),
     (
       dict(model_type="llama"),
-      "model_type = 'llama': this layout is 'diffllama'",
+      "model_type = 'llama': this layout supports only 'diffllama'",
     ),
   ],
 )

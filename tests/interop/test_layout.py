@@ -115,7 +115,7 @@ def test_a_config_of_endless_layers_costs_nothing(make_model):
   tensors = Tensors(
     {name: layout.tensor(model.params, name) for name in layout.shapes()}
   )
-  with pytest.raises(UserError, match="with 2000000000 layers"):
+  with pytest.raises(UserError, match="says 2000000000 layers"):
     diffllama._layout(
       dataclasses.replace(model.config, num_layers=2_000_000_000)
     ).params(tensors)

@@ -200,14 +200,14 @@ def test_a_layer_of_ours_is_written_as_the_authors_read_it(
     (
       4,
       {},
-      r"layer 4 has no attention: in .*config.json, layers 1, 3, …, 7 have",
+      r"layer 4 of .*config.json has no attention; pass an odd number from 1 to 7",
     ),
-    (9, {}, "layer 9 has no attention"),
-    (-1, {}, "layer -1 has no attention"),
+    (9, {}, "layer 9 of .* has no attention"),
+    (-1, {}, "layer -1 of .* has no attention"),
     (
       1,
       dict(model_type="phi3"),
-      "model_type = 'phi3': this layout is 'phi4flash'",
+      "model_type = 'phi3': this layout supports only 'phi4flash'",
     ),
     (1, dict(mb_per_layer=3), "mb_per_layer = 3: diffjax supports only 2"),
     (
@@ -259,8 +259,8 @@ def test_a_whole_model_is_refused_and_says_what_can_be_read(
   )
   assert result.returncode == 1 and not (tmp_path / "out").exists()
   (line,) = result.stderr.splitlines()
-  assert "model_type = 'phi4flash': this layout is" in line
-  assert "it is a Phi-4-mini-flash" in line and line.endswith(
+  assert "model_type = 'phi4flash': this layout supports only" in line
+  assert "layers of Phi-4-mini-flash" in line and line.endswith(
     "with diffjax.interop.phi_flash.read_attention"
   )
 
