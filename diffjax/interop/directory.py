@@ -46,7 +46,10 @@ _ROTARY_ANGLES = "rotary_emb.inv_freq"
 
 
 class SafetensorsDirectory:
-  """The tensors of a directory. See `layout.Tensors`."""
+  """The tensors in the safetensors files of a directory. See `layout.Tensors`.
+
+  Files stay open, and a tensor is read from its file when it is requested.
+  """
 
   def __init__(self, directory: pathlib.Path):
     """Opens the files, and reads their headers.
@@ -97,7 +100,7 @@ class SafetensorsDirectory:
       UserError: if float32 does not represent its values exactly.
     """
     file = self._files[name]
-    with _user_errors(self._directory):
+    with _convert_errors(self._directory):
       dtype = file.get_slice(name).get_dtype()
       if dtype not in _EXACT_DTYPES:
         raise UserError(
@@ -112,7 +115,7 @@ def _open_safetensors(path: pathlib.Path) -> Any:
 
   Raises UserError if the file cannot be read, or is truncated.
   """
-  with _user_errors(path):
+  with _convert_errors(path):
     try:
       return safetensors.safe_open(path, framework="numpy")
     except safetensors.SafetensorError as error:
@@ -133,7 +136,8 @@ def _weight_file_names(directory: pathlib.Path) -> list[str]:
       f"{index} has no weight_map: it is not the index of a checkpoint"
     )
   names = sorted({str(name) for name in weight_map.values()})
-  # The index must not lead to files elsewhere, such as "../a.safetensors".
+  # A downloaded index must not lead to other files, such as
+  # "../a.safetensors".
   for name in names:
     if pathlib.PurePath(name).name != name:
       raise UserError(
@@ -184,12 +188,14 @@ def write(
   Raises:
     UserError: if the directory cannot be written.
   """
-  sizes = {}
-  for name, shape in tensors.shapes().items():
-    sizes[name] = math.prod(shape) * DTYPES[dtype].itemsize
+  itemsize = DTYPES[dtype].itemsize
+  sizes = {
+    name: math.prod(shape) * itemsize
+    for name, shape in tensors.shapes().items()
+  }
   files = _split_into_files(sizes)
 
-  with _user_errors(directory):
+  with _convert_errors(directory):
     directory.mkdir(parents=True, exist_ok=True)
     write_tokenizer(directory, tokenizer)
     for file_name, names in files.items():
@@ -207,17 +213,13 @@ def _write_tensors(
   path: pathlib.Path, tensors: Tensors, names: Sequence[str], dtype: str
 ) -> None:
   """Writes the tensors of these names to a safetensors file."""
+  # This is a function, so that the arrays are freed before the next file.
   arrays = {}
   for name in names:
-    arrays[name] = _to_contiguous(tensors.read(name), dtype)
+    # safetensors writes the memory of an array and ignores its strides.
+    arrays[name] = np.ascontiguousarray(tensors.read(name), DTYPES[dtype])
   # transformers loads only files that name the framework, PyTorch.
   safetensors.numpy.save_file(arrays, path, metadata={"format": "pt"})
-
-
-def _to_contiguous(array: np.ndarray, dtype: str) -> np.ndarray:
-  """Returns the array in another type, with its elements in C order."""
-  # safetensors writes the memory of an array and ignores its strides.
-  return np.ascontiguousarray(array.astype(DTYPES[dtype], copy=False))
 
 
 def _split_into_files(sizes: Mapping[str, int]) -> dict[str, list[str]]:
@@ -230,27 +232,29 @@ def _split_into_files(sizes: Mapping[str, int]) -> dict[str, list[str]]:
     The names of the tensors of each file, by the name of the file. If all
     tensors fit into one file, it is model.safetensors.
   """
-  shards: list[list[str]] = []
+  # The names of the tensors, grouped by file.
+  groups: list[list[str]] = []
   bytes_left = 0
   for name, size in sizes.items():
-    if not shards or size > bytes_left:
-      shards.append([])
+    if not groups or size > bytes_left:
+      groups.append([])
       bytes_left = SHARD_BYTES
-    shards[-1].append(name)
+    groups[-1].append(name)
     bytes_left -= size
-  if len(shards) == 1:
-    return {_WEIGHTS: shards[0]}
+
+  num_files = len(groups)
+  if num_files == 1:
+    return {_WEIGHTS: groups[0]}
   files = {}
-  for number, names in enumerate(shards, start=1):
-    file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-    files[file_name] = names
+  for number, names in enumerate(groups, start=1):
+    files[f"model-{number:05d}-of-{num_files:05d}.safetensors"] = names
   return files
 
 
 def _make_index(
   files: Mapping[str, Sequence[str]], total_size: int
 ) -> dict[str, Any]:
-  """Returns the content of the index of several files.
+  """Returns the content of model.safetensors.index.json.
 
   Args:
     files: The names of the tensors of each file.
@@ -264,8 +268,8 @@ def _make_index(
 
 
 @contextlib.contextmanager
-def _user_errors(path: pathlib.Path) -> Iterator[None]:
-  """Turns errors of the file system and of safetensors into UserErrors.
+def _convert_errors(path: pathlib.Path) -> Iterator[None]:
+  """Raises a UserError for an error of the file system or of safetensors.
 
   Args:
     path: The file or directory that the body reads or writes, for the message.
