@@ -41,8 +41,8 @@ class _StoredTokens(NamedTuple):
     eos_name: The name of the token that ends a document, from the same file.
     bos_ids: The ids of tokens that begin a document, from config.json and
       generation_config.json. May be empty.
-    stop_ids: The ids of tokens at which generation ends, from the same files.
-      May be empty.
+    stop_ids: The stop ids in the same files: the tokens at which generation
+      ends. May be empty.
   """
 
   bos_name: str | None
@@ -119,16 +119,15 @@ def token_names(tokenizer: Tokenizer, ids: Iterable[int]) -> list[str]:
 
   Args:
     tokenizer: The tokenizer.
-    ids: The ids of the tokens. The name of an unknown id is "token ID".
+    ids: The ids of the tokens.
+
+  Returns:
+    The name of each id, or "token ID" if the tokenizer does not have it.
   """
   import tokenizers
 
   backend = tokenizers.Tokenizer.from_str(tokenizer.tokenizer_json())
-  names = []
-  for token in ids:
-    name = backend.id_to_token(token)
-    names.append(name or f"token {token}")
-  return names
+  return [backend.id_to_token(token) or f"token {token}" for token in ids]
 
 
 def _make_tokenizer_config(bos: str, eos: str) -> dict[str, Any]:
@@ -176,8 +175,8 @@ def _find_published_tokens(directory: pathlib.Path) -> DocumentTokens | None:
       return None
     end = (eos_id,)
 
-  # This token stands for an empty prompt.
   bos_id = _find_bos(stored, backend)
+  # The token that stands for an empty prompt.
   if start:
     no_context = start[-1]
   elif bos_id is not None:
@@ -262,9 +261,9 @@ def _find_bos(
     if named_id is not None:
       bos_ids.append(named_id)
   # LlamaConfig has the id 1 by default, which may be a token of the text.
-  control_ids = _control_ids(bos_ids, backend)
-  if control_ids:
-    return control_ids[0]
+  added_ids = _select_added(bos_ids, backend)
+  if added_ids:
+    return added_ids[0]
   return None
 
 
@@ -276,18 +275,20 @@ def _find_eos(
   if stored.eos_name is not None:
     named_id = backend.token_to_id(stored.eos_name)
   # LlamaConfig has the id 2 by default, which may be a token of the text.
-  control_ids = _control_ids(stored.stop_ids, backend)
-  if control_ids and named_id not in control_ids:
-    return control_ids[0]
+  added_ids = _select_added(stored.stop_ids, backend)
+  # The name is used if it is one of the stop ids, or if there are none.
+  if added_ids and named_id not in added_ids:
+    return added_ids[0]
   if named_id is not None:
     return named_id
+  # The name is missing or unknown.
   return find_separator(backend.get_vocab(with_added_tokens=True))
 
 
-def _control_ids(
+def _select_added(
   ids: Sequence[int], backend: tokenizers.Tokenizer
 ) -> list[int]:
-  """Returns those ids that are added tokens, which do not occur in a text."""
+  """Returns those of `ids` that are added tokens, which no text contains."""
   added_ids = backend.get_added_tokens_decoder().keys()
   return [token for token in ids if token in added_ids]
 
@@ -360,6 +361,7 @@ def _token_ids(
   stored_ids = value if isinstance(value, list) else [value]
   ids = []
   for token in stored_ids:
+    # isinstance(True, int) is true.
     if type(token) is not int:
       raise UserError(
         f"{path} has {field} = {value!r}: it must be a token id, or a list of"
