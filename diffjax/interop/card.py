@@ -92,9 +92,9 @@ def write_card(
   Args:
     path: The directory of the exported model.
     model: The model.
-    layout: The layout of the exported model.
+    layout: The name of the layout of the exported model, such as "motif".
     dtype: The type of its tensors.
-    source_layout: The layout that the model was read from.
+    source_layout: The name of the layout that the model was read from.
     source_path: The directory that it was read from. If it is a run's workdir,
       the card has the run's config and measurements.
 
@@ -104,20 +104,21 @@ def write_card(
   run = None
   if source_layout == "diffjax":
     run = _find_run(source_path)
-  values: dict[str, Any] = {
+
+  values = {
     "directory": epath.Path(path).name,
     "layout": layout,
     "source_layout": source_layout,
     "dtype": dtype,
     "run": run,
+    **_model_values(model, dtype),
   }
-  values.update(_model_values(model, dtype))
   if run is not None:
     values.update(_run_values(run))
   text = _load_template().render(values)
 
   target = epath.Path(path) / "README.md"
-  # Paths may have bytes that are not UTF-8. They stay as they are.
+  # Paths may have bytes that are not UTF-8. Those bytes are written unchanged.
   content = text.encode("utf-8", "surrogateescape")
   try:
     write_atomically(target, content)
@@ -128,7 +129,10 @@ def write_card(
 
 
 def _find_run(workdir: str) -> _Run | None:
-  """Returns the run of a workdir, or None if no run has trained its model."""
+  """Returns the run that trained the model of a workdir.
+
+  Returns None if the model was not trained by diffjax.
+  """
   checkpoint = find_checkpoint(workdir, json_only=True)
   # The checkpoint of a converted model has no position in the training data.
   if checkpoint is None or not checkpoint.data_state:
@@ -140,10 +144,11 @@ def _find_run(workdir: str) -> _Run | None:
 def _model_values(model: Model, dtype: str) -> dict[str, Any]:
   """Returns the values of the template that describe a model."""
   layer_class = attention_class(model.config)
+  num_parameters = sum(leaf.size for leaf in jax.tree.leaves(model.params))
   return {
     "has_noise_map": layer_class.has_noise_map,
     "model_name": layer_class.model_name or model.config.attention,
-    "num_parameters": sum(leaf.size for leaf in jax.tree.leaves(model.params)),
+    "num_parameters": num_parameters,
     "max_length": model.config.max_length,
     "size_rows": _size_rows(model.config, dtype),
     # The tokenizer of a published model adds these tokens itself.
@@ -162,7 +167,7 @@ def _run_values(run: _Run) -> dict[str, Any]:
 
 
 def _load_template() -> jinja2.Template:
-  """Returns the template of a card."""
+  """Loads card.md.j2, with the filters that it uses."""
   environment = jinja2.Environment(
     # A line with only a statement leaves no line in the card.
     trim_blocks=True,
@@ -176,7 +181,7 @@ def _load_template() -> jinja2.Template:
 
 
 def _escape_cell(text: str) -> str:
-  """Returns text that does not end the cell of a Markdown table."""
+  """Replaces the characters that would end a cell of a Markdown table."""
   return text.replace("|", "\\|").replace("\n", " ")
 
 
@@ -230,8 +235,8 @@ def _training_rows(run: _Run) -> list[_Row]:
 def _loss_rows(run: _Run) -> list[_Row]:
   """Returns the rows of the table of validation results.
 
-  A row has the name of a result, its last value up to the run's step, and the
-  step of that value.
+  A row has the name of a result, its last value up to the exported step, and
+  the step of that value.
   """
   path = run.workdir / "metrics.jsonl"
   if not path.exists():
@@ -271,7 +276,7 @@ def _suite_table(suite: str, content: Mapping[str, Any]) -> _SuiteTable:
     settings = [f"{name} {value}" for name, value in figure["at"].items()]
     value = results.number(figure)
     rows.append([figure["name"], ", ".join(settings), value])
-  # The name of a model is "WORKDIR at step STEP".
+  # The name of a model is "WORKDIR at step STEP". The card has "step STEP".
   model = content["models"][0]
   _, _, checkpoint = str(model["name"]).rpartition(" at ")
   return _SuiteTable(suite, checkpoint, rows, num_figures=len(figures))
