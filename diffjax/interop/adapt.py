@@ -64,7 +64,7 @@ def adapted(
     _check_noise_heads(model.config, num_noise_heads)
 
   num_heads = model.config.num_heads
-  # In a config, None means that each head has its own noise map.
+  # The config has None if each head has its own noise map.
   shared_noise_heads = num_noise_heads
   if num_noise_heads == num_heads:
     shared_noise_heads = None
@@ -98,8 +98,8 @@ def _check_attention(
     )
   if config.attention != "softmax":
     raise UserError(
-      f"--attention={attention}: only a Transformer, attention 'softmax', is"
-      f" adapted; this model has {config.attention!r}"
+      f"--attention={attention}: only a Transformer, attention 'softmax', can"
+      f" be adapted; this model has {config.attention!r}"
     )
   if num_noise_heads is not None and attention != "diff_v2":
     raise UserError(
@@ -108,8 +108,8 @@ def _check_attention(
     )
   if attention == "diff_v2" and config.head_norm:
     raise UserError(
-      "--attention=diff_v2: this model norms its heads, so that no DIFF V2"
-      " computes the same"
+      "--attention=diff_v2: this model has a head norm, with which no DIFF V2"
+      " model has the same logits"
     )
 
 
@@ -135,7 +135,7 @@ def _check_noise_heads(
 def _add_noise_maps(
   attention_params: dict[str, Any], num_groups: int
 ) -> dict[str, Any]:
-  """Returns parameters with noise queries, whose effect W_O undoes.
+  """Adds noise queries, and changes W_O so that the outputs stay the same.
 
   Args:
     attention_params: The parameters of a Transformer's attention layers.
@@ -156,7 +156,7 @@ def _convert_layers(
   stacked: np.ndarray,
   num_groups: int,
 ) -> np.ndarray:
-  """Converts the arrays of all layers, with one at a time in memory.
+  """Converts the arrays of all layers, one layer at a time to save memory.
 
   Args:
     convert: Converts the array of a layer, given the number of groups.

@@ -111,7 +111,7 @@ def test_a_transformer_of_our_own_is_adapted(
     (
       "diff",
       ["--attention=dex"],
-      "--attention=dex: only a Transformer, attention 'softmax', is adapted; this model has 'diff'",
+      "--attention=dex: only a Transformer, attention 'softmax', can be adapted; this model has 'diff'",
     ),
     (
       "softmax",
@@ -131,7 +131,7 @@ def test_a_transformer_of_our_own_is_adapted(
     (
       "normed",
       ["--attention=diff_v2"],
-      "--attention=diff_v2: this model norms its heads",
+      "--attention=diff_v2: this model has a head norm",
     ),
   ],
 )
