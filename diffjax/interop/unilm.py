@@ -129,7 +129,7 @@ _V2_ENTRIES = (
   ),
 )
 
-# The fields of config.model, and the fields of config.json of equal meaning.
+# Maps fields of config.model to fields of config.json with the same value.
 _FIELDS = {
   "vocab_size": "vocab_size",
   "num_layers": "n_layers",
@@ -162,7 +162,7 @@ class _Version(NamedTuple):
   entries: tuple[Entry, ...]
 
 
-# By diff_version.
+# The versions, by the value of diff_version in config.json.
 _VERSIONS = {
   1: _Version("diff", has_head_norm=True, entries=_V1_ENTRIES),
   2: _Version("diff_v2", has_head_norm=False, entries=_V2_ENTRIES),
@@ -200,6 +200,7 @@ def write(path: str, model: Model, dtype: str) -> None:
   """
   config = model.config
   version = _find_version(config)
+  _check_attention(config, version)
   layout = _layout(config, version)
   stored_config: dict[str, Any] = {"diff_version": version}
   for field, stored_name in _FIELDS.items():
@@ -218,7 +219,7 @@ def _read_version(
 ) -> int:
   """Returns the diff_version of a config.json, which is 1 or 2."""
   version = stored_config.get("diff_version")
-  # The value may be a list, which a dict cannot look up.
+  # The value may be a list, which is not hashable. So this searches a tuple.
   if version not in tuple(_VERSIONS):
     raise UserError(
       f"{config_path} has diff_version = {version!r}: it must be 1 or 2"
@@ -249,34 +250,40 @@ def _read_config(
 
 
 def _find_version(config: ModelConfig) -> int:
-  """Returns 1 if the authors' V1 layer computes a model's attention, 2 for V2.
+  """Returns the version of the authors' layer with a model's attention.
 
   Raises:
-    UserError: if neither layer computes it.
+    UserError: if neither version has it.
   """
-  numbers = {}
   for number, version in _VERSIONS.items():
-    numbers[version.attention] = number
-  if config.attention not in numbers:
-    raise UserError(
-      "the authors' layers are DIFF V1 and V2: they cannot hold a model of"
-      f" attention {config.attention!r}"
-    )
-  number = numbers[config.attention]
-  has_head_norm = _VERSIONS[number].has_head_norm
+    if version.attention == config.attention:
+      return number
+  raise UserError(
+    "the authors' layers are DIFF V1 and V2: they cannot hold a model of"
+    f" attention {config.attention!r}"
+  )
+
+
+def _check_attention(config: ModelConfig, version: int) -> None:
+  """Raises UserError if the authors' layer differs from the model's.
+
+  Args:
+    config: The config of the model.
+    version: 1 or 2, the version of the layer.
+  """
+  has_head_norm = _VERSIONS[version].has_head_norm
   if config.head_norm != has_head_norm:
     head_norm = "a head norm" if has_head_norm else "no head norm"
     raise UserError(
-      f"the authors' V{number} layer has {head_norm}: it cannot hold"
+      f"the authors' V{version} layer has {head_norm}: it cannot hold"
       f" head_norm {config.head_norm}"
     )
   # V2 has no λ_init.
-  if number == 1 and config.lambda_init is not None:
+  if version == 1 and config.lambda_init is not None:
     raise UserError(
       "the authors' V1 layer has the schedule's λ_init: it cannot hold a model"
       f" of lambda_init {config.lambda_init}"
     )
-  return number
 
 
 def _layout(config: ModelConfig, version: int) -> Layout:
@@ -305,7 +312,7 @@ def _check_v1_sizes(config: ModelConfig) -> None:
     )
   if config.embed_dim != 2 * config.head_dim * config.num_heads:
     raise UserError(
-      "the heads of the authors' V1 layer are together as wide as the model:"
+      "the authors' V1 layer needs embed_dim = 2 · head_dim · num_heads:"
       f" embed_dim {config.embed_dim} is not"
       f" 2 · {config.head_dim} · {config.num_heads}"
     )
