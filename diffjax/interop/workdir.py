@@ -12,8 +12,8 @@ from diffjax.interop.layout import Model, allocate
 from diffjax.training.checkpoint import Checkpoints
 from diffjax.training.workdir_tokenizer import keep_tokenizer
 
-# The maximum config.data.length of a workdir that is written here. The length
-# with which the model was trained is not known.
+# The maximum config.data.length of a written workdir. The length of the rows
+# that the model was trained on is not known.
 _MAX_LENGTH = 2048
 
 
@@ -51,10 +51,11 @@ def write(path: str, model: Model) -> Config:
     lock(path) as workdir_lock,
     Checkpoints(path, keep=1, lock=workdir_lock) as checkpoints,
   ):
-    spec = keep_tokenizer(path, model.tokenizer)
+    tokenizer_spec = keep_tokenizer(path, model.tokenizer)
     length = min(_MAX_LENGTH, model.config.max_length)
     config = Config(
-      model=model.config, data=DataConfig(tokenizer=spec, length=length)
+      model=model.config,
+      data=DataConfig(tokenizer=tokenizer_spec, length=length),
     )
     checkpoints.save(
       0,
