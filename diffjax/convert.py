@@ -38,15 +38,16 @@ if __name__ == "__main__":
 import dataclasses
 import importlib
 import os
-import sys
 import types
 from typing import NamedTuple
 
+import jax
 from absl import app, flags
 
 from diffjax.cli import command
 from diffjax.config import OF_THE_RUN, Config, UserError
 from diffjax.host.files import is_remote
+from diffjax.interop.adapt import ATTENTIONS, adapted
 from diffjax.interop.card import write_card
 from diffjax.interop.layout import Model
 from diffjax.interop.tokenizer import token_names
@@ -74,7 +75,7 @@ _TO = flags.DEFINE_string(
 _ATTENTION = flags.DEFINE_enum(
   "attention",
   None,
-  ["softmax", "diff_v2", "dex"],
+  list(ATTENTIONS),
   "What a Transformer becomes; by default a llama becomes diff_v2, and other"
   " models stay as they are.",
 )
@@ -143,8 +144,7 @@ def _adapt_attention(model: Model, source_layout: str) -> Model:
     attention = "diff_v2"
   if attention is None:
     return model
-  adapt = importlib.import_module("diffjax.interop.adapt")
-  return adapt.adapted(model, attention, _NUM_NOISE_HEADS.value)
+  return adapted(model, attention, _NUM_NOISE_HEADS.value)
 
 
 def _write_model(target: _Location, model: Model) -> Config | None:
@@ -204,6 +204,7 @@ def _check_flags(target: _Location) -> None:
 
 def _check_empty(path: str) -> None:
   """Raises UserError if --to exists and is not an empty directory."""
+  # An absolute path, or gs://. Raises UserError if gs:// is not available.
   target = manifest.checkpoint_directory(path).parent
   try:
     if not target.exists():
@@ -226,9 +227,8 @@ def _use_cpu() -> None:
   A conversion needs no accelerator, and another process may be using it.
   """
   os.environ["JAX_PLATFORMS"] = "cpu"
-  # The variable has no effect if a module of --import has imported JAX already.
-  if "jax" in sys.modules:
-    sys.modules["jax"].config.update("jax_platforms", "cpu")
+  # JAX reads the variable only when it is imported, so before this.
+  jax.config.update("jax_platforms", "cpu")
 
 
 def _module(layout: str) -> types.ModuleType:

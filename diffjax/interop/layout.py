@@ -320,8 +320,7 @@ class Layout:
     if self._num_layers > len(shapes):
       raise UserError(
         f"{tensors} has only {len(shapes)} tensors, but its config.json says"
-        f" {self._num_layers} layers, so it is of another model; replace it"
-        " with the model's own"
+        f" {self._num_layers} layers; replace config.json with the model's own"
       )
     # Some files have the matrix of a tied embedding twice.
     has_both = self._unembedding in shapes and self._embedding in shapes

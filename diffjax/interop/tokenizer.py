@@ -306,6 +306,7 @@ def _added_by_post_processor(
   encoding = backend.encode("a", add_special_tokens=True)
   # 1 for each token that the post-processor has added, 0 for the text.
   is_added = encoding.special_tokens_mask
+  # Without a token of the text, "before" and "after" have no meaning.
   if 0 not in is_added:
     return (), ()
   num_before = is_added.index(0)
