@@ -104,18 +104,17 @@ def _check_attention(config: ModelConfig) -> None:
   """Raises UserError if DiffLlama's attention is not the model's."""
   if config.attention != "diff":
     raise UserError(
-      "DiffLlama is DIFF V1: it cannot hold a model of attention"
+      "DiffLlama supports only attention = 'diff'; the model has"
       f" {config.attention!r}"
     )
   if not config.head_norm:
     raise UserError(
-      "DiffLlama always has the head norm: it cannot hold a model of head_norm"
-      " False"
+      "DiffLlama supports only head_norm = True; the model has False"
     )
   if config.lambda_init is not None:
     raise UserError(
-      "DiffLlama's λ_init is the schedule's: it cannot hold a model of"
-      f" lambda_init {config.lambda_init}"
+      "DiffLlama supports only lambda_init = None, the schedule; the model has"
+      f" {config.lambda_init}"
     )
 
 

@@ -259,8 +259,8 @@ def _find_version(config: ModelConfig) -> int:
     if version.attention == config.attention:
       return number
   raise UserError(
-    "the authors' layers are DIFF V1 and V2: they cannot hold a model of"
-    f" attention {config.attention!r}"
+    "the authors' layers support only attention = 'diff' or 'diff_v2'; the"
+    f" model has {config.attention!r}"
   )
 
 
@@ -273,16 +273,15 @@ def _check_attention(config: ModelConfig, version: int) -> None:
   """
   has_head_norm = _VERSIONS[version].has_head_norm
   if config.head_norm != has_head_norm:
-    head_norm = "a head norm" if has_head_norm else "no head norm"
     raise UserError(
-      f"the authors' V{version} layer has {head_norm}: it cannot hold"
-      f" head_norm {config.head_norm}"
+      f"the authors' V{version} layer supports only head_norm ="
+      f" {has_head_norm}; the model has {config.head_norm}"
     )
   # V2 has no λ_init.
   if version == 1 and config.lambda_init is not None:
     raise UserError(
-      "the authors' V1 layer has the schedule's λ_init: it cannot hold a model"
-      f" of lambda_init {config.lambda_init}"
+      "the authors' V1 layer supports only lambda_init = None, the schedule;"
+      f" the model has {config.lambda_init}"
     )
 
 
@@ -306,13 +305,13 @@ def _check_v1_sizes(config: ModelConfig) -> None:
   """Raises UserError if the V1 layer cannot have the model's ε and width."""
   if config.norm_eps != _V1_HEAD_NORM_EPS:
     raise UserError(
-      "the authors' V1 layer normalizes heads with"
-      f" ε = {_V1_HEAD_NORM_EPS}: it cannot hold a model of norm_eps"
+      "the authors' V1 layer supports only norm_eps ="
+      f" {_V1_HEAD_NORM_EPS}, the ε of its head norm; the model has"
       f" {config.norm_eps}"
     )
   if config.embed_dim != 2 * config.head_dim * config.num_heads:
     raise UserError(
-      "the authors' V1 layer needs embed_dim = 2 · head_dim · num_heads:"
-      f" embed_dim {config.embed_dim} is not"
+      "the authors' V1 layer supports only embed_dim = 2 · head_dim ·"
+      f" num_heads; the model has {config.embed_dim}, which is not"
       f" 2 · {config.head_dim} · {config.num_heads}"
     )
