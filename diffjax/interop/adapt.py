@@ -36,6 +36,7 @@ from diffjax.config import ModelConfig, UserError
 from diffjax.interop.layout import Model, allocate
 from diffjax.model.shapes import parameter_shapes
 
+# What a Transformer can become: values of config.model.attention.
 ATTENTIONS = ("softmax", "diff_v2", "dex")
 
 # Parameters of the adapted variants that a Transformer lacks. They start at 0.
@@ -64,7 +65,7 @@ def adapted(
     _check_noise_heads(model.config, num_noise_heads)
 
   num_heads = model.config.num_heads
-  # The config has None if each head has its own noise map.
+  # A config has None if each head has its own noise map.
   shared_noise_heads = num_noise_heads
   if num_noise_heads == num_heads:
     shared_noise_heads = None
@@ -76,7 +77,7 @@ def adapted(
   if attention == "diff_v2":
     num_groups = num_noise_heads or num_heads
     attention_params = _add_noise_maps(attention_params, num_groups)
-  # The other new parameters have no effect if they are 0.
+  # These new parameters have no effect if they are 0.
   shapes = parameter_shapes(config)
   for name in _NEW_PARAMETERS:
     if name in shapes:
