@@ -4,7 +4,6 @@
     python -m diffjax.convert --from=diffllama:model --to=diffjax:runs/model
     python -m diffjax.convert --from=llama:model --to=diffjax:runs/v2
     python -m diffjax.convert --from=llama:a --to=diffjax:b --attention=dex
-    python -m diffjax.convert --from=motif:model --to=diffjax:runs/motif
 
 The layouts are:
 
@@ -15,15 +14,14 @@ The layouts are:
     motif      Motif-2.6B and Motif-2-12.7B
 
 The modules of diffjax/interop/ describe them. All but diffjax are directories
-with config.json, safetensors files and a tokenizer.json with the same ids as
-the model's tokenizer. A model that the layout of --to cannot represent is an
-error.
+with config.json, safetensors files and the model's tokenizer.json. A model that
+--to cannot represent is an error.
 
 A llama becomes a DIFF V2 model with the same logits. With --attention, a
 Transformer becomes a DIFF V2 or DEX model with the same logits (see
-interop/adapt.py). The tokens that begin and end a document are taken from the
-published model. They are printed, and stored next to the tokenizer. A README.md
-with the model's config, data and measurements is written next to the model.
+interop/adapt.py). Prints the tokens that begin and end a document, which the
+published model names. Writes a README.md with the model's config, data and
+measurements next to the model.
 """
 
 from __future__ import annotations
@@ -65,7 +63,7 @@ _MODULES = {
 _FROM = flags.DEFINE_string(
   "from",
   None,
-  f"LAYOUT:PATH of the model; a layout is one of {', '.join(_MODULES)}.",
+  "LAYOUT:PATH of the model.",
 )
 _TO = flags.DEFINE_string(
   "to",
@@ -76,14 +74,12 @@ _ATTENTION = flags.DEFINE_enum(
   "attention",
   None,
   list(ATTENTIONS),
-  "What a Transformer becomes; by default a llama becomes diff_v2, and other"
-  " models stay as they are.",
+  "What a Transformer becomes; for a llama, diff_v2 by default.",
 )
 _NUM_NOISE_HEADS = flags.DEFINE_integer(
   "num_noise_heads",
   None,
-  "With --attention=diff_v2: noise maps that its heads share; one for each head"
-  " by default.",
+  "With diff_v2, noise maps that heads share; one for each head by default.",
 )
 _DTYPE = flags.DEFINE_enum(
   "dtype",
