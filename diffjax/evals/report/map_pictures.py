@@ -37,7 +37,7 @@ from diffjax.evals.report.words import Word, readable, words_of
 # leave the other weights pale.
 _SCALE_QUANTILE = 0.99
 # The share of the weights beyond the scale, for the page's text.
-CLIPPED = "1%"
+CLIPPED_SHARE = "1%"
 
 _COLORMAP = matplotlib.colormaps["RdBu_r"]
 # The colour of the keys that a query does not see.

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from etils import epath
 
 from diffjax.config import UserError
+from diffjax.evals import SUITES
 from diffjax.evals.report import pictures, plots, results, summary
 from diffjax.evals.report.pictures import Picture
 from diffjax.evals.report.summary import Number
@@ -22,13 +23,14 @@ class FigureRow:
 
   Attributes:
     name: the name of the figure.
-    settings: its settings, in the order of the table's columns.
+    details: its settings, in the order of the table's columns. Then its number
+      of units, if the table has a column for it.
     numbers: its values: for one model the value, for two models both values and
       the difference.
   """
 
   name: str
-  settings: list[str]
+  details: list[str]
   numbers: list[Number]
 
 
@@ -55,11 +57,14 @@ class Section:
     heading: the title above the section, such as "Position NLL".
     description: what the suite measures.
     warning: a warning if the results are of other models, or "".
+    units: the number of units of all figures, such as "1,000 prompts". "" if
+      they differ, and the tables have a column for it.
     plot: the suite's plot, if it has one.
     main: the figures that are shown.
     folded: the figures that are shown on demand, because they do not differ
       clearly or are 0.
     folded_title: the number of folded figures and why they are folded.
+    notes: lines that explain the terms of the tables.
     settings: the settings of the suite, as JSON.
   """
 
@@ -68,10 +73,12 @@ class Section:
   heading: str
   description: str
   warning: str
+  units: str
   plot: Picture | None
   main: FiguresTable
   folded: FiguresTable
   folded_title: str
+  notes: tuple[str, ...]
   settings: str
 
 
@@ -93,6 +100,25 @@ def read_results(
     if path.exists():
       results_by_suite[suite] = _read_suite_results(path, suite)
   return results_by_suite
+
+
+def unknown_suites(directory: epath.Path) -> list[str]:
+  """Returns the suites with results in a directory that are not in `SUITES`.
+
+  They are suites from outside diffjax whose modules were not imported. JSON files
+  without results of a suite are left out.
+  """
+  names = []
+  for path in sorted(directory.glob("*.json")):
+    name = path.stem
+    if name in SUITES:
+      continue
+    try:
+      _read_suite_results(path, name)
+    except UserError:
+      continue
+    names.append(name)
+  return names
 
 
 def _read_suite_results(path: epath.Path, suite: str) -> dict[str, Any]:
@@ -117,8 +143,8 @@ def _read_suite_results(path: epath.Path, suite: str) -> dict[str, Any]:
 
 
 def _check_figure(figure: Mapping[str, Any]) -> None:
-  """Raises ValueError if a figure has no settings or no value."""
-  for field in ("at", "value"):
+  """Raises ValueError if a figure lacks a field that the page shows."""
+  for field in ("at", "value", "units"):
     if field not in figure:
       raise ValueError(f"a figure has no {field!r}")
 
@@ -144,6 +170,7 @@ def section(
     OSError: if the plot cannot be read.
   """
   suite = suite_results["suite"]
+  spec = suite_class(suite).table
   words = suite.replace("_", " ")
   figures = _split_figures(suite_results)
   settings = suite_results["settings"]
@@ -153,10 +180,12 @@ def section(
     heading=_abbreviations_in_capitals(words.capitalize()),
     description=_description(suite),
     warning=_other_models_warning(suite_results, names),
+    units=_equal_units(suite_results, spec.unit),
     plot=_read_plot(directory / f"{suite}.png", suite),
-    main=_table(figures.shown, suite_results),
-    folded=_table(figures.folded, suite_results),
+    main=_table(figures.shown, suite_results, spec.unit),
+    folded=_table(figures.folded, suite_results, spec.unit),
     folded_title=_folded_title(len(figures.folded), suite_results),
+    notes=spec.notes,
     settings=json.dumps(settings, indent=1, ensure_ascii=False),
   )
 
@@ -171,6 +200,14 @@ def _other_models_warning(
   return (
     f"Measured of {' and '.join(measured_names)}, not of this page's models."
   )
+
+
+def _equal_units(suite_results: Mapping[str, Any], unit: str) -> str:
+  """Returns the number of units, such as "1,000 prompts", or "" if it varies."""
+  figures = suite_results["figures"]
+  if not results.has_equal_units(figures):
+    return ""
+  return results.format_units(figures[0], unit)
 
 
 def _read_plot(path: epath.Path, suite: str) -> Picture | None:
@@ -234,15 +271,27 @@ def _folded_title(num_rows: int, suite_results: Mapping[str, Any]) -> str:
 
 
 def _table(
-  figures: Sequence[Mapping[str, Any]], suite_results: Mapping[str, Any]
+  figures: Sequence[Mapping[str, Any]],
+  suite_results: Mapping[str, Any],
+  unit: str,
 ) -> FiguresTable:
   """Returns a table of some figures of a suite.
 
-  It has a column for each setting that any figure of the suite has, so that the
-  two tables of a suite have the same columns.
+  The columns are chosen for all figures of the suite, so that its two tables
+  have the same ones: a column for each setting that any figure has, and one for
+  the number of units if it differs.
+
+  Args:
+    figures: the figures to show.
+    suite_results: the results of the suite.
+    unit: the name of the suite's units, such as "prompts".
   """
-  setting_names = results.list_settings(suite_results["figures"])
+  all_figures = suite_results["figures"]
+  setting_names = results.list_settings(all_figures)
+  has_units_column = not results.has_equal_units(all_figures)
   header = list(setting_names)
+  if has_units_column:
+    header.append(unit)
   for style in plots.styles_of(suite_results["models"]):
     header.append(style.name)
   is_comparison = results.is_comparison(suite_results)
@@ -251,10 +300,12 @@ def _table(
 
   rows = []
   for figure in figures:
-    settings = [results.format_setting(figure, name) for name in setting_names]
+    details = [results.format_setting(figure, name) for name in setting_names]
+    if has_units_column:
+      details.append(f"{figure['units']:,}")
     numbers = [summary.number(figure)]
     if is_comparison:
       numbers.append(summary.number(figure.get("against")))
       numbers.append(summary.difference_number(figure.get("difference")))
-    rows.append(FigureRow(figure["name"], settings, numbers))
+    rows.append(FigureRow(figure["name"], details, numbers))
   return FiguresTable(header, rows)

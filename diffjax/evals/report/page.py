@@ -1,16 +1,16 @@
 """The report: an HTML page about one model, or about two that are compared.
 
-The page shows what differs, how the models were trained, where they look and
-what the suites measured. It contains its scripts and pictures, and its security
-policy forbids requests, so it can be sent as a file. The results of the suites
-are read from the JSON files beside the page. The attention maps are computed
-when the page is made.
+The page shows what differs, how the models were trained, their attention maps
+and what the suites measured. It contains its scripts and pictures, and its
+security policy forbids requests, so it can be sent as a file. The results of
+the suites are read from the JSON files beside the page. The attention maps are
+computed when the page is made.
 
-Python prepares plain rows, and the templates (*.html.j2) turn them into HTML.
-Jinja2 escapes all text.
+This module prepares the content, and the templates (*.html.j2) turn it into
+HTML. They escape all text but the JSON of the attention maps.
 
-The pictures in docs/images are the maps.png that this writes and the page's
-first screen, of the tiny pair:
+docs/images shows maps.png and the page's first screen, for the tiny pair. To
+make them:
 
     python -m diffjax.evaluate --suite=report --workdir=runs/tiny \\
       --against=runs/tiny_transformer \\
@@ -51,7 +51,7 @@ from diffjax.plots.curves import loss_curves
 from diffjax.plots.styles import Style
 from diffjax.training.metrics import read_log
 
-_TEMPLATES = pathlib.Path(__file__).parent
+_TEMPLATE_DIR = pathlib.Path(__file__).parent
 
 # Fields of config.model in the table of models.
 _MODEL_FIELDS = (
@@ -73,9 +73,9 @@ class _StyledModel:
 
   Attributes:
     trained: the model.
-    description: its name, workdir, attention and number of parameters, as in
-      the results of the suites.
-    style: its name on the page, and its colour.
+    description: its name, workdir, attention variant and number of parameters,
+      as in the results of the suites.
+    style: its name on the page, such as "DIFF", and its colour.
   """
 
   trained: Trained
@@ -98,11 +98,11 @@ class _StyledModel:
 
 @dataclasses.dataclass(frozen=True)
 class _Training:
-  """The section about training.
+  """The section that shows how the models were trained.
 
   Attributes:
     missing: a sentence for each model without a log.
-    curves: the curves of the models with logs.
+    curves: plots of the losses, and of λ if a model has it.
   """
 
   missing: list[str]
@@ -114,15 +114,17 @@ class _AttentionMaps:
   """The section with attention maps.
 
   Attributes:
-    head: a head of the first model that has a noise map. None if no model has.
+    head_picture: the maps of one head of the first model that has a noise map
+      (λA₂). None if no model has one.
     prompt: the text of the maps.
-    clipped: the share of the weights beyond the scale of colours.
+    clipped_share: the share of the weights beyond the scale of colours, such as
+      "1%".
     panels: the maps of each model.
   """
 
-  head: Picture | None
+  head_picture: Picture | None
   prompt: str
-  clipped: str
+  clipped_share: str
   panels: list[Panel]
 
 
@@ -131,12 +133,14 @@ class _Page:
   """The content of page.html.j2.
 
   Attributes:
-    models: the models, one or two.
+    models: one model, or two that are compared.
     first_screen: the main figures of the suites.
-    training: the section about training.
-    attention_maps: the section with attention maps.
-    sections: the results of the suites that were measured.
+    training: how the models were trained.
+    attention_maps: the attention maps of a text.
+    sections: the results of each suite that was measured.
     not_measured: the names of the other suites.
+    unknown_suites: the names of suites that were measured, but whose modules
+      are not imported.
   """
 
   models: list[_StyledModel]
@@ -145,10 +149,11 @@ class _Page:
   attention_maps: _AttentionMaps
   sections: list[Section]
   not_measured: list[str]
+  unknown_suites: list[str]
 
   @property
   def title(self) -> str:
-    """The title of the page."""
+    """The names of the models, such as "DIFF and Transformer"."""
     return " and ".join([model.style.name for model in self.models])
 
 
@@ -160,52 +165,54 @@ def write(
   max_layers: int,
   max_heads: int,
 ) -> epath.Path:
-  """Writes the page, and maps.png with the attention maps of one head.
+  """Writes the report: DIRECTORY/report.html and DIRECTORY/maps.png.
 
-  The head is one of the first model that has a noise map. Without such a model,
-  there is no maps.png.
+  maps.png shows the attention maps of one head. It is written only if a model
+  has a noise map (λA₂).
 
   Args:
     models: one model, or two with one tokenizer.
     prompt_ids: the token ids of the text whose attention maps are shown.
     directory: contains the results of the suites. The page is written there.
-    max_layers: the number of layers whose maps can be chosen, at most.
-    max_heads: the number of heads whose maps can be chosen, at most.
+    max_layers: the maximum number of layers whose maps can be chosen.
+    max_heads: the maximum number of heads whose maps can be chosen.
 
   Returns:
-    The path of the page, DIRECTORY/report.html.
+    The path of the page.
 
   Raises:
     UserError: if results cannot be read, or the page cannot be written.
   """
+  styled_models = _with_styles(models)
   suites = [name for name in SUITES if name != "report"]
-  page_models = _with_styles(models)
   results_by_suite = measurements.read_results(directory, suites)
   trained_models = [model.trained for model in models]
   model_maps = maps.compute(trained_models, prompt_ids)
-  path = directory / "report.html"
+  page_path = directory / "report.html"
   try:
-    head = _write_head_picture(page_models, model_maps, directory / "maps.png")
-    attention_maps = _AttentionMaps(
-      head=head,
-      prompt=models[0].trained.tokenizer.decode(prompt_ids),
-      clipped=map_pictures.CLIPPED,
-      panels=_panels(page_models, model_maps, max_layers, max_heads),
+    head_picture = _write_head_picture(
+      styled_models, model_maps, directory / "maps.png"
     )
     page = _Page(
-      models=page_models,
-      first_screen=_first_screen(page_models, results_by_suite),
-      training=_read_training(page_models),
-      attention_maps=attention_maps,
-      sections=_sections(page_models, results_by_suite, directory),
+      models=styled_models,
+      first_screen=_first_screen(styled_models, results_by_suite),
+      training=_read_training(styled_models),
+      attention_maps=_AttentionMaps(
+        head_picture=head_picture,
+        prompt=models[0].trained.tokenizer.decode(prompt_ids),
+        clipped_share=map_pictures.CLIPPED_SHARE,
+        panels=_panels(styled_models, model_maps, max_layers, max_heads),
+      ),
+      sections=_sections(styled_models, results_by_suite, directory),
       not_measured=[name for name in suites if name not in results_by_suite],
+      unknown_suites=measurements.unknown_suites(directory),
     )
-    write_atomically(path, _render(page))
+    write_atomically(page_path, _render(page))
   except OSError as error:
     raise UserError(
-      f"cannot write {path}: {error.strerror or error}"
+      f"cannot write {page_path}: {error.strerror or error}"
     ) from error
-  return path
+  return page_path
 
 
 def _with_styles(models: Sequence[Model]) -> list[_StyledModel]:
@@ -218,7 +225,7 @@ def _with_styles(models: Sequence[Model]) -> list[_StyledModel]:
 
 
 def _names(models: Sequence[_StyledModel]) -> list[str]:
-  """Returns the names of the models in the results of suites."""
+  """Returns the names that the models have in the results of suites."""
   return [str(model.description["name"]) for model in models]
 
 
@@ -226,7 +233,10 @@ def _first_screen(
   models: Sequence[_StyledModel],
   results_by_suite: Mapping[str, Mapping[str, Any]],
 ) -> FirstScreen:
-  """Returns the first screen, without results of other models."""
+  """Returns the first screen: the main figures of the suites.
+
+  Results of other models than the page's are left out.
+  """
   names = _names(models)
   results_of_models = {}
   for suite, suite_results in results_by_suite.items():
@@ -255,7 +265,7 @@ def _sections(
 
 
 def _read_training(models: Sequence[_StyledModel]) -> _Training:
-  """Returns the section about training, from the logs of the runs."""
+  """Returns the section about training: curves from the logs of the runs."""
   training = _Training(missing=[], curves=[])
   logs = []
   for model in models:
@@ -296,7 +306,8 @@ def _write_head_picture(
 ) -> Picture | None:
   """Draws one head's attention maps, and writes the picture as a PNG file.
 
-  The head is of the first model that has a noise map (λA₂).
+  The model is the first one that has a noise map (λA₂), and the head is the one
+  in which that map cancels most.
 
   Args:
     models: the models.
@@ -309,7 +320,6 @@ def _write_head_picture(
   for model, maps_of_model in zip(models, model_maps, strict=True):
     if not maps_of_model.has_noise_map:
       continue
-    # The first such model is the only one in the picture.
     figure, caption = map_pictures.head_picture(maps_of_model)
     plots.save(figure, path)
     name = model.style.name
@@ -340,7 +350,7 @@ def _panels(
 def _render(page: _Page) -> str:
   """Returns the page as HTML."""
   environment = jinja2.Environment(
-    loader=jinja2.FileSystemLoader(_TEMPLATES),
+    loader=jinja2.FileSystemLoader(_TEMPLATE_DIR),
     autoescape=True,
     undefined=jinja2.StrictUndefined,
     trim_blocks=True,

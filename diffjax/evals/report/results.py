@@ -193,8 +193,8 @@ def _split_settings(
   that the summary is restricted to, or that `spec` hides, are in neither.
   """
   settings = _Settings(equal=[], varying=[])
-  if _has_equal_units(figures):
-    settings.equal.append(f"{figures[0]['units']:,} {spec.unit}")
+  if has_equal_units(figures):
+    settings.equal.append(format_units(figures[0], spec.unit))
   for name in list_settings(figures):
     is_hidden = spec.headers.get(name) == ""
     if name in spec.summary or is_hidden:
@@ -207,9 +207,14 @@ def _split_settings(
   return settings
 
 
-def _has_equal_units(figures: Sequence[Mapping[str, Any]]) -> bool:
+def has_equal_units(figures: Sequence[Mapping[str, Any]]) -> bool:
   """Returns True if there are figures, and all have one number of units."""
   return len({figure["units"] for figure in figures}) == 1
+
+
+def format_units(figure: Mapping[str, Any], unit: str) -> str:
+  """Returns the number of a figure's units, such as "1,000 prompts"."""
+  return f"{figure['units']:,} {unit}"
 
 
 def _print_figures(
@@ -231,7 +236,7 @@ def _print_figures(
     results: The suite's results.
     spec: The suite's `table`.
   """
-  has_units_column = not _has_equal_units(figures)
+  has_units_column = not has_equal_units(figures)
   header = [""]
   for name in setting_names:
     header.append(spec.headers.get(name, name))

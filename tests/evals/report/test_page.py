@@ -24,9 +24,9 @@ from matplotlib import image
 from diffjax.config import UserError
 from diffjax.evals import SUITES
 from diffjax.evals.measurement import mean_of
-from diffjax.evals.report import intervals, plots, results
+from diffjax.evals.report import intervals, measurements, plots, results
 from diffjax.evals.report.suite import Report
-from diffjax.evals.suite import Model
+from diffjax.evals.suite import Model, suite_class
 from tests.evals.report.browser import EXECUTABLES, executable
 
 # The suites with results, in the page's order. "outliers" has results of the
@@ -282,19 +282,21 @@ def test_a_browser_shows_the_tables(report, browser):
   assert ["parameters", "12,345", "12,345"] in tables["models"]
   assert ["tokenizer", NASTY_NAME, "bytes"] in tables["models"]
 
-  header = ["", "depth", "DIFF", "Transformer", "difference"]
+  # The figures differ in their number of prompts, so it has a column.
+  header = ["", "depth", "prompts", "DIFF", "Transformer", "difference"]
   accuracy = report.pair_figures[0]
   assert tables["needle"][0] == header
   assert tables["needle"][1] == [
     "accuracy <x>",
     "mean",
+    "20",
     results.number(accuracy),
     results.number(accuracy["against"]),
     results.number(accuracy["difference"]),
   ]
-  assert tables["needle"][2] == ["single", "", "3.142", "–", "–"]
+  assert tables["needle"][2] == ["single", "", "1", "3.142", "–", "–"]
   # Without a second model, there are no columns for it.
-  assert len(tables["outliers"][1]) == 3
+  assert tables["outliers"][0] == ["", "depth", "rows", "DIFF"]
 
 
 def test_the_first_screen_says_what_differs(report, browser):
@@ -375,6 +377,60 @@ def test_the_picture_beside_the_page_is_sharp_and_opaque(report):
   assert pixels.shape[1] == 2400
   alpha = pixels[..., 3]
   assert (alpha == 1).all()
+
+
+def test_a_section_has_the_number_of_units_and_the_notes(tmp_path):
+  """The number is a sentence if all figures share it, and else a column."""
+  model = describe(tmp_path, "a model", "diff")
+  figures = [
+    mean_of("accuracy", np.zeros(1000), depth=0.5),
+    mean_of("accuracy", np.ones(1000), depth="mean"),
+  ]
+
+  def section(*more_figures):
+    suite_results = {
+      "suite": "needle",
+      "settings": {},
+      "models": [model],
+      "figures": list(intervals.compare([*figures, *more_figures])),
+    }
+    directory = epath.Path(tmp_path)
+    return measurements.section(suite_results, ["a model"], directory)
+
+  with_equal_units = section()
+  assert with_equal_units.units == "1,000 prompts"
+  assert "prompts" not in with_equal_units.main.header
+  assert with_equal_units.notes == suite_class("needle").table.notes
+
+  with_other_units = section(mean_of("time", [1.0, 2.0]))
+  assert with_other_units.units == ""
+  for table in (with_other_units.main, with_other_units.folded):
+    assert table.header == ["depth", "prompts", "DIFF"]
+  details = [row.details for row in with_other_units.main.rows]
+  assert details == [["mean", "1,000"], ["", "2"]]
+
+
+def test_results_of_one_model(make_trained, tmp_path):
+  """The suite `needle` is known. `mine` is from a module not imported.
+
+  Other JSON files may lie in the directory.
+  """
+  directory = epath.Path(tmp_path)
+  model = describe(tmp_path, "a model", "softmax")
+  figures = list(intervals.compare([mean_of("accuracy", np.ones(1000))]))
+  write_results(directory, "needle", [model], figures)
+  write_results(directory, "mine", [model], figures)
+  (tmp_path / "settings.json").write_text('{"suite": "settings"}')
+  (tmp_path / "broken.json").write_text("{")
+  trained = make_trained("softmax", num_layers=1)
+  page = make_page(Report(tokens=8), [Model(trained, model)], directory)
+  text = page.read_text()
+  assert "Measured on 1,000 prompts." in text
+  for note in suite_class("needle").table.notes:
+    assert note in text
+  unknown = "was measured, but is not known here: pass --import=MODULE."
+  assert f"<p>mine {unknown}</p>" in text
+  assert text.count(unknown) == 1
 
 
 def test_one_model_without_logs_or_results(make_trained, tmp_path):
