@@ -1,14 +1,16 @@
 """95% intervals of measurements, and paired differences between two models.
 
 A proportion has Wilson's interval, and a difference of two proportions has
-Tango's (`proportions.py`). Other measurements have the interval of a percentile
-bootstrap, which resamples whole units. A bootstrap would give a proportion of
-0 of 2 the interval [0, 0].
+Tango's (`proportions.py`). If there are groups, such as tasks, the interval is
+that of the mean over them. Other measurements have the interval of a percentile
+bootstrap, which resamples whole units. A bootstrap has no useful interval for a
+proportion of 0 of 2, because resampled units do not vary.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -17,8 +19,9 @@ from numpy import ndarray
 
 from diffjax.evals.measurement import Measurement
 from diffjax.evals.report import proportions
-from diffjax.evals.report.proportions import CONFIDENCE
+from diffjax.evals.report.proportions import CONFIDENCE, Estimate
 
+# The number of resamplings of a bootstrap.
 RESAMPLES = 2000
 
 
@@ -26,8 +29,8 @@ RESAMPLES = 2000
 class Interval:
   """A number and its 95% interval.
 
-  The bounds are NaN without units. A bootstrap's bounds are also NaN if the
-  units show no spread, because there is only one or all are equal.
+  Without units, all three numbers are NaN. The bounds of a bootstrap are also
+  NaN if all units are equal, or if there is only one.
 
   Attributes:
     value: The number.
@@ -62,20 +65,18 @@ def interval(
     _check_pair(measurement, against)
   num_units = len(measurement.units)
   if num_units == 0:
-    nan = float("nan")
-    return Interval(nan, nan, nan, num_units)
+    return Interval(math.nan, math.nan, math.nan, num_units)
 
-  if against is None and measurement.is_proportion:
-    bounds = _proportion_bounds(measurement)
-  elif against is not None and _are_proportions(measurement, against):
-    bounds = _difference_bounds(measurement, against)
+  is_proportion = measurement.is_proportion
+  if against is not None:
+    is_proportion = is_proportion and against.is_proportion
+  if not is_proportion:
+    estimate = _bootstrap(measurement, against)
+  elif against is None:
+    estimate = _estimate_proportion(measurement)
   else:
-    return _bootstrap(measurement, against)
-  return Interval(bounds.estimate, bounds.low, bounds.high, num_units)
-
-
-def _are_proportions(first: Measurement, second: Measurement) -> bool:
-  return first.is_proportion and second.is_proportion
+    estimate = _estimate_difference(measurement, against)
+  return Interval(estimate.value, estimate.low, estimate.high, num_units)
 
 
 def _check_pair(first: Measurement, second: Measurement) -> None:
@@ -88,64 +89,64 @@ def _check_pair(first: Measurement, second: Measurement) -> None:
     )
 
 
-def _proportion_bounds(measurement: Measurement) -> proportions.Bounds:
-  """Returns the interval of the mean of the groups' proportions."""
+def _estimate_proportion(measurement: Measurement) -> Estimate:
+  """Returns the mean of the groups' proportions, with its interval."""
+  # The two columns of a proportion's units.
   outcomes, groups = measurement.units.T
-  bounds_of_groups = []
+  estimates = []
   for group in np.unique(groups):
     group_outcomes = outcomes[groups == group]
-    bounds_of_groups.append(proportions.single(group_outcomes))
-  return proportions.mean(bounds_of_groups)
+    estimates.append(proportions.single(group_outcomes))
+  return proportions.mean(estimates)
 
 
-def _difference_bounds(
+def _estimate_difference(
   measurement: Measurement, against: Measurement
-) -> proportions.Bounds:
-  """Returns the interval of the mean of the groups' paired differences."""
-  outcomes, groups = measurement.units.T
+) -> Estimate:
+  """Returns the mean of the groups' paired differences, with its interval."""
   # Both models have the same units, so they have the same groups.
+  outcomes, groups = measurement.units.T
   other_outcomes, _ = against.units.T
-  bounds_of_groups = []
+  estimates = []
   for group in np.unique(groups):
     is_member = groups == group
-    bounds_of_groups.append(
-      proportions.paired_difference(
-        outcomes[is_member], other_outcomes[is_member]
-      )
+    difference = proportions.paired_difference(
+      outcomes[is_member], other_outcomes[is_member]
     )
-  return proportions.mean(bounds_of_groups)
+    estimates.append(difference)
+  return proportions.mean(estimates)
 
 
 def _bootstrap(
   measurement: Measurement, against: Measurement | None
-) -> Interval:
-  """Returns the percentile bootstrap's interval.
+) -> Estimate:
+  """Returns a number with the interval of a percentile bootstrap.
 
-  For two models, the interval is of the difference measurement − against.
+  For two models, the number is the difference measurement − against.
   """
 
-  # The bootstrap draws indices, so that both models get the same units.
-  def statistic(unit_indices: ndarray) -> float:
-    value = measurement.statistic(measurement.units[unit_indices])
+  # The bootstrap resamples indices of units, so that both models get the same
+  # units.
+  def compute_number(unit_indices: ndarray) -> float:
+    number = measurement.statistic(measurement.units[unit_indices])
     if against is None:
-      return value
-    return value - against.statistic(against.units[unit_indices])
+      return number
+    return number - against.statistic(against.units[unit_indices])
 
-  num_units = len(measurement.units)
-  all_units = np.arange(num_units)
-  value = statistic(all_units)
+  unit_indices = np.arange(len(measurement.units))
+  number = compute_number(unit_indices)
   has_spread = _has_spread(measurement)
   if against is not None:
     has_spread = has_spread or _has_spread(against)
   if not has_spread:
-    return Interval(value, float("nan"), float("nan"), num_units)
+    return Estimate(number, math.nan, math.nan)
 
   # Imported here, because the import takes a second.
   import scipy.stats
 
   bootstrap = scipy.stats.bootstrap(
-    (all_units,),
-    statistic,
+    (unit_indices,),
+    compute_number,
     vectorized=False,
     n_resamples=RESAMPLES,
     confidence_level=CONFIDENCE,
@@ -153,7 +154,7 @@ def _bootstrap(
     rng=np.random.default_rng(0),
   )
   low, high = bootstrap.confidence_interval
-  return Interval(value, float(low), float(high), num_units)
+  return Estimate(number, float(low), float(high))
 
 
 def _has_spread(measurement: Measurement) -> bool:
@@ -173,17 +174,17 @@ def compare(
     {"name": "accuracy", "at": {"depth": 0.5},
      "value": 0.8, "low": 0.67, "high": 0.89, "units": 50}
 
-  If a second model has the same measurement, "against" is its interval and
-  "difference" is the interval of the paired difference. Both have the fields of
-  `Interval`.
+  If a second model has the same measurement, there are two more fields:
+  "against" is its interval, and "difference" is the interval of the paired
+  difference. Both have the fields of `Interval`.
 
   Args:
     measurements: The measurements of a model.
     against: The measurements of a second model, if there is one.
   """
-  second_measurements: dict[tuple[Any, ...], Measurement] = {}
+  second_by_key: dict[tuple[Any, ...], Measurement] = {}
   for second in against or ():
-    second_measurements[_name_and_coordinates(second)] = second
+    second_by_key[_name_and_coordinates(second)] = second
 
   for first in measurements:
     figure: dict[str, Any] = {
@@ -192,8 +193,8 @@ def compare(
       **dataclasses.asdict(interval(first)),
     }
     key = _name_and_coordinates(first)
-    if key in second_measurements:
-      second = second_measurements[key]
+    if key in second_by_key:
+      second = second_by_key[key]
       figure["against"] = dataclasses.asdict(interval(second))
       figure["difference"] = dataclasses.asdict(interval(first, second))
     yield figure

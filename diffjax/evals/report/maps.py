@@ -74,12 +74,12 @@ class Maps(NamedTuple):
 
 
 class Cancellation(NamedTuple):
-  """How much of a head's signal map its noise map removes.
+  """How much of a head's signal map A₁ its noise map λA₂ removes.
 
   Attributes:
-    layer: the layer of the head, from 0.
-    head: the head, from 0.
-    share: Σ min(A₁, λA₂) / Σ A₁.
+    layer: the index of the head's layer.
+    head: the index of the head.
+    share: Σ min(A₁, λA₂) / Σ A₁. The sums are over queries and keys.
   """
 
   layer: int
@@ -154,8 +154,8 @@ def maps_of(
 def most_cancelled(maps: Maps) -> Cancellation:
   """Returns the head in which λA₂ removes the largest share of A₁.
 
-  The share is Σ min(A₁, λA₂) / Σ A₁. The first query does not count, because it
-  sees one key.
+  The share is Σ min(A₁, λA₂) / Σ A₁, and the sums are over queries and keys. The
+  first query is left out, because it sees only one key.
 
   Args:
     maps: the maps of a model with `has_noise_map`.

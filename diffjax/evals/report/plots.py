@@ -14,7 +14,8 @@ from diffjax.model import variant_styles
 from diffjax.plots import styles
 from diffjax.plots.styles import Style
 
-# The width of every plot in inches. With one width, text has one size on a page.
+# The width of plots in inches. All suites share it, so that the text of their
+# plots has the same size on a page.
 WIDTH = 10
 
 
@@ -116,7 +117,8 @@ def draw_points(
   Args:
     axes: Where to draw.
     categories: The labels of the x axis.
-    rows: The figures of one model, from `by_model`, one for each category.
+    rows: The figures of one model, from `by_model`, one for each category and
+      in the same order.
     style: The model's style.
     shift: The distance of the points from the categories' x coordinates, so
       that the points of several models do not overlap.

@@ -4,10 +4,10 @@ A unit is one trial with an outcome from 0 to 1. The intervals are also valid if
 all outcomes are 0 or all are 1.
 
 The formulas are for outcomes of 0 and 1. An outcome may also be the share of
-several answers that depend on each other. The intervals are then conservative:
-x² ≤ x for x from 0 to 1, so shares vary at most as much as outcomes of 0 and 1
-with the same mean. For the difference d of two shares, |d|² ≤ |d| gives the
-same bound.
+yes among several answers that depend on each other. The intervals are then
+conservative: x² ≤ x for x from 0 to 1, so shares vary at most as much as
+outcomes of 0 and 1 with the same mean. For the difference d of two shares,
+|d|² ≤ |d| gives the same bound.
 
 Newcombe's hybrid score interval for paired proportions is not used, because it
 is too narrow in two cases:
@@ -35,19 +35,25 @@ CONFIDENCE = 0.95
 _TOTAL_DECIMALS = 9
 
 # The search for a bound of a difference ends at this distance from −1 and 1,
-# where the score statistic may be 0/0.
+# because the score statistic may be 0/0 there.
 _SEARCH_MARGIN = 1e-9
 
 
-class Bounds(NamedTuple):
-  """An estimate and its confidence interval."""
+class Estimate(NamedTuple):
+  """An estimate of a number, with its 95% interval.
 
-  estimate: float
+  Attributes:
+    value: the estimate.
+    low: the lower bound of the interval.
+    high: the upper bound.
+  """
+
+  value: float
   low: float
   high: float
 
 
-def single(outcomes: Float[np.ndarray, "U"]) -> Bounds:
+def single(outcomes: Float[np.ndarray, "U"]) -> Estimate:
   """Returns Wilson's score interval of a proportion.
 
   Wilson's formula is for a whole number of successes. If outcomes are shares,
@@ -64,22 +70,22 @@ def single(outcomes: Float[np.ndarray, "U"]) -> Bounds:
   successes = round(float(outcomes.sum()), _TOTAL_DECIMALS)
   fewer_successes = _wilson_interval(math.floor(successes), num_units)
   more_successes = _wilson_interval(math.ceil(successes), num_units)
-  return Bounds(
-    estimate=float(outcomes.mean()),
+  return Estimate(
+    value=float(outcomes.mean()),
     low=fewer_successes.low,
     high=more_successes.high,
   )
 
 
-def _wilson_interval(successes: int, num_units: int) -> Bounds:
+def _wilson_interval(successes: int, num_units: int) -> Estimate:
   """Returns Wilson's interval for a whole number of successes."""
   # SciPy's statistics take a second to import.
   import scipy.stats
 
   test = scipy.stats.binomtest(successes, num_units)
   interval = test.proportion_ci(CONFIDENCE, method="wilson")
-  return Bounds(
-    estimate=successes / num_units,
+  return Estimate(
+    value=successes / num_units,
     low=float(interval.low),
     high=float(interval.high),
   )
@@ -143,7 +149,7 @@ class _ScoreTest:
 
 def paired_difference(
   outcomes: Float[np.ndarray, "U"], against: Float[np.ndarray, "U"]
-) -> Bounds:
+) -> Estimate:
   """Returns Tango's score interval of the difference of two proportions.
 
   Both proportions are of the same units. The interval contains the differences
@@ -167,11 +173,12 @@ def paired_difference(
     only_second=float((-differences).clip(min=0).sum()),
     num_units=len(outcomes),
   )
-  # The statistic falls as the difference grows, so it is positive at the lower
-  # bound and negative at the upper bound.
+  # The test rejects if the statistic is beyond ± the critical value. The
+  # statistic falls as the difference grows, so it is positive at the lower bound
+  # and negative at the upper bound.
   critical_value = float(scipy.stats.norm.ppf((1 + CONFIDENCE) / 2))
-  return Bounds(
-    estimate=test.estimate,
+  return Estimate(
+    value=test.estimate,
     low=_find_difference(test, statistic=critical_value, limit=-1.0),
     high=_find_difference(test, statistic=-critical_value, limit=1.0),
   )
@@ -180,19 +187,22 @@ def paired_difference(
 def _find_difference(test: _ScoreTest, statistic: float, limit: float) -> float:
   """Returns the difference at which a score test has the given statistic.
 
+  The search is between the observed difference, where the statistic is 0, and
+  `limit`. Its magnitude grows on the way.
+
   Args:
     test: the test.
     statistic: the statistic to reach: positive if `limit` is −1, and negative
       if it is 1.
-    limit: the largest possible difference in the direction of the search, −1
-      or 1. It is returned if no difference has the statistic.
+    limit: the end of the possible differences, −1 or 1. It is returned if no
+      difference has the statistic.
   """
+  # SciPy's root finders take a while to import.
   import scipy.optimize
 
   if abs(limit - test.estimate) <= _SEARCH_MARGIN:
     return limit
   search_end = limit * (1 - _SEARCH_MARGIN)
-  # The statistic is 0 at the estimate and largest in magnitude at the end.
   is_reached = abs(test.statistic(search_end)) > abs(statistic)
   if not is_reached:
     return limit
@@ -200,38 +210,36 @@ def _find_difference(test: _ScoreTest, statistic: float, limit: float) -> float:
   def error(difference: float) -> float:
     return test.statistic(difference) - statistic
 
+  # The error changes its sign between the two ends.
   return float(scipy.optimize.brentq(error, test.estimate, search_end))
 
 
-def mean(groups: Sequence[Bounds]) -> Bounds:
-  """Returns the interval of the mean of independent estimates.
+def mean(estimates: Sequence[Estimate]) -> Estimate:
+  """Returns the mean of independent estimates, with its interval.
 
-  All estimates have the same weight. For one estimate, this is its interval.
-  The distance of the mean to its lower bound, for k estimates, is
+  All estimates have the same weight. For one estimate, this is the estimate
+  itself. The distance of the mean of k estimates to its lower bound is
 
-    √(Σᵢ (lowᵢ − estimateᵢ)²) / k
+    √(Σᵢ (lowᵢ − valueᵢ)²) / k
 
   The upper bound has the same formula.
 
   Source: the method of variance estimates recovery. Zou, Huang and Zhang, "A
   note on confidence interval estimation for a linear function of binomial
   proportions", Computational Statistics & Data Analysis 53 (2009).
-
-  Args:
-    groups: the interval of each estimate.
   """
-  estimates, lows, highs = np.asarray(groups).T
-  mean_estimate = float(estimates.mean())
-  return Bounds(
-    estimate=mean_estimate,
-    low=mean_estimate - _mean_distance(lows, estimates),
-    high=mean_estimate + _mean_distance(highs, estimates),
+  values, lows, highs = np.asarray(estimates).T
+  mean_value = float(values.mean())
+  return Estimate(
+    value=mean_value,
+    low=mean_value - _mean_distance(lows, values),
+    high=mean_value + _mean_distance(highs, values),
   )
 
 
 def _mean_distance(
-  bounds: Float[np.ndarray, "k"], estimates: Float[np.ndarray, "k"]
+  bounds: Float[np.ndarray, "k"], values: Float[np.ndarray, "k"]
 ) -> float:
-  """Returns the distance of the mean of estimates to its bound."""
-  squared_distances = np.square(bounds - estimates)
-  return float(np.sqrt(squared_distances.sum()) / len(estimates))
+  """Returns the distance of the mean of k estimates to its bound."""
+  squared_distances = np.square(bounds - values)
+  return float(np.sqrt(squared_distances.sum()) / len(values))

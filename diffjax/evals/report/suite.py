@@ -27,21 +27,26 @@ class Report(Suite[list[int]]):
     "Text whose attention maps are shown. Empty for the beginning of the"
     " validation text.",
   )
-  tokens: int = field(96, "Tokens of a map, at most.", bound=at_least(1))
+  tokens: int = field(
+    96, "Maximum number of tokens of a map.", bound=at_least(1)
+  )
   layers: int = field(
     6,
-    "Layers to choose from, at most, evenly spaced from the first to the last.",
+    "Maximum number of layers to choose from, evenly spaced from the first to"
+    " the last.",
     bound=at_least(1),
   )
   heads: int = field(
     4,
-    "Heads to choose from, at most: the first ones. The mean over all heads can"
-    " be chosen too.",
+    "Maximum number of heads to choose from: the first ones. The mean over all"
+    " heads can be chosen too.",
     bound=at_least(1),
   )
 
   def load(self, trained: Trained) -> list[int]:
     """Returns the token ids of the text whose attention maps are shown.
+
+    It is the prompt, or the beginning of the validation text.
 
     Raises:
       UserError: if the prompt is too long, or there is no validation text.
@@ -53,9 +58,9 @@ class Report(Suite[list[int]]):
     ids = trained.tokenizer.encode_prompt(self.prompt)
     if len(ids) > max_tokens:
       raise UserError(
-        f"set.report.prompt has {len(ids)} tokens, its start included:"
-        f" set.report.tokens = {self.tokens} are drawn, and the model takes at"
-        f" most {max_length} (config.model.max_length)"
+        f"set.report.prompt has {len(ids)} tokens with its start token, and at"
+        f" most {max_tokens} are allowed: set.report.tokens = {self.tokens} and"
+        f" config.model.max_length = {max_length}; shorten it"
       )
     return ids
 
@@ -68,19 +73,25 @@ class Report(Suite[list[int]]):
   def run(
     self,
     models: Sequence[Model],
-    prompt_ids: Sequence[list[int]],
+    prompts: Sequence[list[int]],
     out: epath.Path,
   ) -> None:
     """Writes the page, and prints its path.
 
+    Args:
+      models: One model, or two to compare.
+      prompts: For each model the token ids from `load`.
+      out: The directory of the results and of the page.
+
     Raises:
       UserError: if results cannot be read, or the page cannot be written.
     """
-    # Both models have the same text. It is as long as both allow.
-    shortest_ids = min(prompt_ids, key=len)
+    # Both models tokenize the same text. A model with a smaller maximum length
+    # has a shorter list, which is the beginning of the other one.
+    prompt_ids = min(prompts, key=len)
     path = page.write(
       models,
-      shortest_ids,
+      prompt_ids,
       out,
       max_layers=self.layers,
       max_heads=self.heads,
@@ -91,6 +102,7 @@ class Report(Suite[list[int]]):
 def _validation_ids(trained: Trained, max_tokens: int) -> list[int]:
   """Returns the first tokens of the first validation document."""
   batch = next(iter(validation_rows("report", trained, 1)))
+  # The row may hold several packed documents.
   segment_ids = batch["segment_ids"][0]
   document_length = int((segment_ids == segment_ids[0]).sum())
   num_tokens = min(document_length, max_tokens)

@@ -454,10 +454,14 @@ def test_one_model_without_logs_or_results(make_trained, tmp_path):
     (
       dict(prompt="x" * 200),
       None,
-      "set.report.prompt has 201 tokens, its start included:"
-      " set.report.tokens = 96",
+      "set.report.prompt has 201 tokens with its start token, and at most 96"
+      " are allowed: set.report.tokens = 96",
     ),
-    (dict(prompt="x" * 600, tokens=1000), None, "the model takes at most 512"),
+    (
+      dict(prompt="x" * 600, tokens=1000),
+      None,
+      "config.model.max_length = 512",
+    ),
     (dict(layers=0), None, "set.report.layers = 0"),
     ({}, "{", "needle.json holds no results"),
     (

@@ -23,8 +23,8 @@ def test_single_proportions_of_newcombe(yes, count, low, high):
   """Newcombe, "Two-sided confidence intervals for the single proportion",
   Statistics in Medicine 17 (1998), table I, method 3.
   """
-  bounds = proportions.single(zeros_and_ones(yes, count))
-  assert bounds == pytest.approx((yes / count, low, high), abs=6e-5)
+  estimate = proportions.single(zeros_and_ones(yes, count))
+  assert estimate == pytest.approx((yes / count, low, high), abs=6e-5)
 
 
 def zeros_and_ones(yes, count):
@@ -67,12 +67,14 @@ def test_paired_differences_of_fagerland(
   outcomes, against = paired_outcomes(
     both_right, only_first, only_second, none_right
   )
-  bounds = proportions.paired_difference(outcomes, against)
+  estimate = proportions.paired_difference(outcomes, against)
   difference = (only_first - only_second) / len(outcomes)
-  assert bounds == pytest.approx((difference, low, high), abs=6e-5)
+  assert estimate == pytest.approx((difference, low, high), abs=6e-5)
 
   swapped = proportions.paired_difference(against, outcomes)
-  assert swapped == pytest.approx((-bounds.estimate, -bounds.high, -bounds.low))
+  assert swapped == pytest.approx(
+    (-estimate.value, -estimate.high, -estimate.low)
+  )
 
 
 @pytest.mark.parametrize("count", [2, 9, 30])
@@ -84,8 +86,8 @@ def test_excluding_0_means_that_mcnemars_test_is_significant(count):
       outcomes, against = paired_outcomes(
         both_right, only_first, only_second, none_right=0
       )
-      estimate, low, high = proportions.paired_difference(outcomes, against)
-      assert -1 <= low <= estimate <= high <= 1
+      value, low, high = proportions.paired_difference(outcomes, against)
+      assert -1 <= low <= value <= high <= 1
       excludes_zero = low > 0 or high < 0
       standard_error = np.sqrt(only_first + only_second)
       difference = abs(only_first - only_second)
