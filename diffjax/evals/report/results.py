@@ -20,7 +20,7 @@ from diffjax.host.files import write_atomically
 # What the tables call the first and the second model, because names are long.
 _MODEL_LABELS = ("model", "against")
 
-# A width in characters that no table reaches.
+# A width in characters that is larger than that of any table.
 _UNLIMITED = 10_000
 
 # The width in characters of a summary that is not printed on a terminal.
@@ -28,9 +28,9 @@ _WIDTH_OF_FILES = 80
 
 
 def check_writable(directory: epath.Path) -> None:
-  """Checks that files can be written in a directory, which may be created.
+  """Checks that files can be written in a directory. Creates the directory.
 
-  Measurements can take hours, so this is checked before the first of them.
+  Measurements can take hours, so this is checked before the first one.
 
   Raises:
     UserError: if no file can be written.
@@ -71,7 +71,9 @@ def _write_text(path: epath.Path, text: str) -> None:
 
 
 def finite(value: Any) -> Any:
-  """Returns the value with None in place of NaN and infinity, for JSON.
+  """Returns the value with None in place of NaN and infinity.
+
+  JSON has no such numbers.
 
   Args:
     value: A plain value, or nested mappings and sequences of them.
@@ -105,15 +107,16 @@ class TableSpec:
 
 
 class MainFigure(NamedTuple):
-  """A figure that stands for its suite on the report's first screen.
+  """Selects a figure of a suite for the report's first screen.
 
   If several figures of the suite match, the last one is shown.
 
   Attributes:
-    title: what the first screen calls it.
-    name_prefix: the beginning of the figure's name.
+    title: What the first screen calls it.
+    name_prefix: The beginning of the figure's name.
     better: "lower" or "higher". "" if neither is better.
-    settings: the settings that the figure's `at` contains.
+    settings: Settings that the figure has (`figure["at"]`), such as
+      {"depth": "mean"}.
   """
 
   title: str
@@ -122,7 +125,7 @@ class MainFigure(NamedTuple):
   settings: Mapping[str, Any] = {}
 
   def matches(self, figure: Mapping[str, Any]) -> bool:
-    """Returns True if a figure of the suite's results is this one."""
+    """Returns True if this selects the figure of the suite's results."""
     if not figure["name"].startswith(self.name_prefix):
       return False
     return self.settings.items() <= figure["at"].items()
@@ -134,8 +137,8 @@ def print_summary(results: Mapping[str, Any], spec: TableSpec) -> None:
   if not console.is_terminal:
     # Output in files and pipes does not depend on the terminal's width.
     console = rich.console.Console(highlight=False, width=_WIDTH_OF_FILES)
-  # rich would end the process if the output is a closed pipe. `print` raises an
-  # error.
+  # If the output is a closed pipe, rich would end the process, while `print`
+  # raises an error.
   with console.capture() as capture:
     draw_summary(console, results, spec)
   print(capture.get(), end="")
@@ -159,6 +162,11 @@ def draw_summary(
     if spec.summary.items() <= figure["at"].items():
       figures.append(figure)
   settings = _split_settings(figures, spec)
+  columns = _Columns(
+    settings=settings.varying,
+    has_units=not has_equal_units(figures),
+    is_comparison=is_comparison(results),
+  )
 
   heading = results["suite"]
   if settings.equal:
@@ -166,7 +174,7 @@ def draw_summary(
   _print_line(console, heading)
   for line in _model_lines(results):
     _print_line(console, line)
-  _print_figures(console, figures, settings.varying, results, spec)
+  _print_figures(console, figures, columns, spec)
   for note in spec.notes:
     _print_line(console, note)
 
@@ -189,8 +197,8 @@ def _split_settings(
 ) -> _Settings:
   """Splits the settings into those equal in all figures and those that vary.
 
-  The equal ones go into the heading, which keeps the table narrow. Settings
-  that the summary is restricted to, or that `spec` hides, are in neither.
+  The equal ones are shown in the heading, so that the table is narrow. Settings
+  by which `spec` selects the figures, or that it hides, are not shown.
   """
   settings = _Settings(equal=[], varying=[])
   if has_equal_units(figures):
@@ -217,59 +225,72 @@ def format_units(figure: Mapping[str, Any], unit: str) -> str:
   return f"{figure['units']:,} {unit}"
 
 
+class _Columns(NamedTuple):
+  """The columns of the terminal's table that depend on the suite.
+
+  Attributes:
+    settings: The names of the settings that have a column.
+    has_units: Whether the number of units has a column.
+    is_comparison: Whether there are columns for two models.
+  """
+
+  settings: list[str]
+  has_units: bool
+  is_comparison: bool
+
+
 def _print_figures(
   console: rich.console.Console,
   figures: Sequence[Mapping[str, Any]],
-  setting_names: Sequence[str],
-  results: Mapping[str, Any],
+  columns: _Columns,
   spec: TableSpec,
 ) -> None:
-  """Prints some figures of a suite as a table, with a row for each.
-
-  The columns are the name, the settings, the number of units if it varies, and
-  the value. For two models they are both values and the difference.
-
-  Args:
-    console: Where to print.
-    figures: The figures.
-    setting_names: The settings that have a column.
-    results: The suite's results.
-    spec: The suite's `table`.
-  """
-  has_units_column = not has_equal_units(figures)
-  header = [""]
-  for name in setting_names:
-    header.append(spec.headers.get(name, name))
-  if has_units_column:
-    header.append(spec.headers.get(spec.unit, spec.unit))
-  if is_comparison(results):
-    header += [*_MODEL_LABELS, "difference [95% interval]"]
-  else:
-    header.append("value [95% interval]")
-
+  """Prints figures of a suite as a table, with a row for each."""
   rows = []
   previous_name = ""
   for figure in figures:
+    cells = _summary_cells(figure, columns)
     # Consecutive figures of one name show it once.
-    is_repeated = figure["name"] == previous_name
+    if figure["name"] == previous_name:
+      cells[0] = ""
     previous_name = figure["name"]
-    cells = ["" if is_repeated else figure["name"]]
-    for name in setting_names:
-      cells.append(format_setting(figure, name))
-    if has_units_column:
-      cells.append(f"{figure['units']:,}")
-    if is_comparison(results):
-      # The terminal has room for one interval, the one of the difference.
-      values = [_value(figure), _value(figure.get("against"))]
-      cells += [*values, number(figure.get("difference"))]
-    else:
-      cells.append(number(figure))
     # rich would read brackets in a string as a style, but not in a Text.
     row = [rich.text.Text(cell) for cell in cells]
     if excludes_zero(figure.get("difference")):
       row[-1].stylize("bold")
     rows.append(row)
-  _print_table(console, header, rows)
+  _print_table(console, _summary_header(columns, spec), rows)
+
+
+def _summary_header(columns: _Columns, spec: TableSpec) -> list[str]:
+  """Returns the titles of the columns. The column of names has no title."""
+  titles = [""]
+  for name in columns.settings:
+    titles.append(spec.headers.get(name, name))
+  if columns.has_units:
+    titles.append(spec.headers.get(spec.unit, spec.unit))
+  if columns.is_comparison:
+    titles += [*_MODEL_LABELS, "difference [95% interval]"]
+  else:
+    titles.append("value [95% interval]")
+  return titles
+
+
+def _summary_cells(figure: Mapping[str, Any], columns: _Columns) -> list[str]:
+  """Returns the cells of a figure's row: its name, settings and numbers."""
+  cells = [figure["name"]]
+  for name in columns.settings:
+    cells.append(format_setting(figure, name))
+  if columns.has_units:
+    cells.append(f"{figure['units']:,}")
+  if columns.is_comparison:
+    # The terminal has room for one interval: that of the difference.
+    cells.append(_value(figure))
+    cells.append(_value(figure.get("against")))
+    cells.append(number(figure.get("difference")))
+  else:
+    cells.append(number(figure))
+  return cells
 
 
 def _print_table(
@@ -285,18 +306,19 @@ def _print_table(
   table = rich.table.Table(
     box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False
   )
-  # All columns but the first are at least as wide as their longest cell.
   table.add_column(header[0])
-  for index, name in enumerate(header[1:], start=1):
-    longest = max((len(row[index]) for row in rows), default=0)
-    table.add_column(name, justify="right", no_wrap=True, min_width=longest)
+  for index, title in enumerate(header[1:], start=1):
+    # The longest cell decides the width, so that no number is wrapped.
+    width = max((len(row[index]) for row in rows), default=0)
+    table.add_column(title, justify="right", no_wrap=True, min_width=width)
   for row in rows:
     table.add_row(*row)
-  # rich cuts numbers if a table is narrower than its minimum width.
+
+  # rich cuts numbers to fit a table into the terminal, unless it has a width.
   unlimited = console.options.update(width=_UNLIMITED)
-  least_width = console.measure(table, options=unlimited).minimum
-  if least_width > console.width:
-    table.width = least_width
+  minimum_width = console.measure(table, options=unlimited).minimum
+  if minimum_width > console.width:
+    table.width = minimum_width
   console.print(table, crop=False)
 
 
@@ -311,7 +333,7 @@ def write_table(
     spec: The suite's `table`.
 
   Raises:
-    UserError: If the file cannot be written.
+    UserError: if the file cannot be written.
   """
   lines = [f"# {results['suite']}", ""]
   for line in _model_lines(results):
@@ -367,9 +389,9 @@ def format_setting(figure: Mapping[str, Any], name: str) -> str:
 def _model_lines(results: Mapping[str, Any]) -> list[str]:
   """Returns a line with the name of each model, such as "model: diff"."""
   lines = []
-  # If there is one model, the second role is unused.
-  for role, model in zip(_MODEL_LABELS, results["models"], strict=False):
-    lines.append(f"{role}: {model['name']}")
+  # If there is one model, the second label is unused.
+  for label, model in zip(_MODEL_LABELS, results["models"], strict=False):
+    lines.append(f"{label}: {model['name']}")
   return lines
 
 
@@ -379,8 +401,7 @@ def is_comparison(results: Mapping[str, Any]) -> bool:
 
 
 def _print_line(console: rich.console.Console, line: str) -> None:
-  """Prints a line without wrapping it."""
-  # A path must stay whole, so that it can be copied.
+  """Prints a line without wrapping it, so that paths can be copied."""
   console.print(rich.text.Text(line), soft_wrap=True)
 
 
