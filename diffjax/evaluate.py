@@ -45,7 +45,8 @@ if TYPE_CHECKING:
 _SUITE = flags.DEFINE_list(
   "suite",
   [],
-  f"Suites, with commas between: {', '.join(SUITES)}, and those of --import.",
+  f"Suites, with commas between: {', '.join(SUITES)}, and those of --import."
+  " They run in the order of the flag, and report runs last.",
 )
 _WORKDIR = flags.DEFINE_string(
   "workdir", None, "The run's directory; local or gs://."
@@ -88,8 +89,8 @@ def main(settings: Mapping[str, Suite]) -> None:
   """Measures the models with the suites in --suite, and writes the results.
 
   Args:
-    settings: The suites with the settings of the command line, by name. A suite
-      that is not among them has its default settings.
+    settings: The suites with the settings of the command line, by name. Other
+      suites have their default settings.
   """
   _check_flags()
   # These imports take seconds, so they follow the check.
@@ -134,9 +135,9 @@ def _check_flags() -> None:
 
 
 def _selected_suites(settings: Mapping[str, Suite]) -> list[Suite]:
-  """Returns the suites in --suite, without duplicates, in their order.
+  """Returns the suites in --suite, in their order and without duplicates.
 
-  The report is last, because it shows the results of the others.
+  The report is moved to the end, because it shows the results of the others.
 
   Args:
     settings: The suites with the settings of the command line, by name.

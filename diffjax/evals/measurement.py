@@ -1,7 +1,7 @@
 """Measurements of a suite, with the contribution of each unit.
 
-A unit is, for example, a prompt. The intervals and paired differences in
-`report/intervals.py` are computed from the units.
+A unit is an independent observation, such as a prompt. From the units,
+`report/intervals.py` computes confidence intervals and paired differences.
 """
 
 from __future__ import annotations
@@ -20,22 +20,24 @@ def ratio(units: Float[ndarray, "U 2"]) -> float:
 
   For example, if each unit is the summed loss of a row and its number of tokens,
   the result is the mean loss per token.
+
+  Args:
+    units: For each unit a sum and a count.
   """
   total, count = units.sum(axis=0)
   return float(total / count)
 
 
 def mean_over_groups(units: Float[ndarray, "U 2"]) -> float:
-  """Returns the mean of the groups' means.
+  """Returns the mean of the groups' means, so that groups have equal weight.
 
   Args:
     units: For each unit its outcome and the number of its group.
   """
   outcomes, group_numbers = units.T
-  group_means = [
-    outcomes[group_numbers == group].mean()
-    for group in np.unique(group_numbers)
-  ]
+  group_means = []
+  for group in np.unique(group_numbers):
+    group_means.append(outcomes[group_numbers == group].mean())
   return float(np.mean(group_means))
 
 
@@ -46,11 +48,11 @@ class Measurement:
   Example: `Measurement("accuracy", units, {"length": 4096, "depth": 0.5})`
 
   Attributes:
-    name: The name, with the number's unit if it has one, such as
+    name: The name, with the unit of measurement if there is one, such as
       "loss (nats/token)".
-    units: The contribution of each independent unit, [U, ...]. A unit is, for
-      example, a row of text, a prompt or a question. Several answers to one
-      prompt depend on each other, so they belong in one unit.
+    units: The contribution of each independent observation, [U, ...]. An
+      observation is, for example, a row of text, a prompt or a question. Several
+      answers to one prompt depend on each other, so they belong in one unit.
     at: The coordinates in the suite's grid, such as {"depth": 0.5}.
     statistic: Computes the number from units, or from a resampling of them.
   """
@@ -66,7 +68,7 @@ class Measurement:
 
   @property
   def is_proportion(self) -> bool:
-    """True if the number is a proportion, as made by `proportion`."""
+    """True if the function `proportion` made this measurement."""
     return self.statistic is mean_over_groups
 
 

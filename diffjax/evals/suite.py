@@ -89,8 +89,8 @@ class Suite(abc.ABC, Generic[Data]):
   def measure(self, trained: Trained, data: Data) -> Iterator[Measurement]:
     """Yields the measurements of a model.
 
-    Two models are compared by measurements with the same name and coordinates,
-    whose units are the same samples in the same order.
+    If two models are compared, measurements with the same name and coordinates
+    form a pair. Their units must be the same samples in the same order.
 
     Args:
       trained: The model.
@@ -100,7 +100,7 @@ class Suite(abc.ABC, Generic[Data]):
   def plot(
     self, suite_results: Mapping[str, Any]
   ) -> matplotlib.figure.Figure | None:
-    """Returns a figure of the results, or None if the suite has no plot.
+    """Returns a plot of the results, or None if the suite has no plot.
 
     Args:
       suite_results: The content of the suite's JSON file.
@@ -152,20 +152,20 @@ class Suite(abc.ABC, Generic[Data]):
   def _write_and_print(
     self, suite_results: Mapping[str, Any], out: epath.Path
   ) -> None:
-    """Writes the JSON, table and plot. Prints a summary and their paths."""
+    """Writes the JSON, the table and the plot. Prints a summary and the paths."""
     json_path = out / f"{self.name}.json"
     table_path = out / f"{self.name}.md"
     plot_path = out / f"{self.name}.png"
-    num_measurements = len(suite_results["figures"])
+    num_figures = len(suite_results["figures"])
 
     results.write(json_path, suite_results)
     results.write_table(table_path, suite_results, self.table)
     results.print_summary(suite_results, self.table)
     print(json_path)
-    print(f"{table_path} (the whole table, {num_measurements} figures)")
-    figure = self.plot(suite_results)
-    if figure is not None:
-      plots.save(figure, plot_path)
+    print(f"{table_path} (the whole table, {num_figures} figures)")
+    plot = self.plot(suite_results)
+    if plot is not None:
+      plots.save(plot, plot_path)
       print(plot_path)
     print(flush=True)
 
@@ -173,13 +173,13 @@ class Suite(abc.ABC, Generic[Data]):
 def register(suite: type[SuiteType]) -> type[SuiteType]:
   """Adds a suite to `SUITES`, so that --suite finds it by its name.
 
-  This is a class decorator for suites outside of diffjax. The command imports
-  their modules with --import. A class may be registered again, for example if
+  This is a class decorator for suites outside of diffjax, whose modules the
+  command imports with --import. A class may be registered again, for example if
   its module is reloaded.
 
   Raises:
     TypeError: if a part of the class is missing.
-    ValueError: if there is another suite of this name.
+    ValueError: if another suite has the name.
   """
   _check_parts(suite)
   location = f"{suite.__module__}.{suite.__qualname__}"

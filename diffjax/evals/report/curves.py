@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from diffjax.plots import styles
 from diffjax.plots.curves import Log, series
 
-# The metrics of a log that hold λ. The number of the layer follows.
+# The beginning of the metrics of λ in a log, such as "lambda/layer_03".
 _PREFIX = "lambda/layer_"
 
 # In inches.
@@ -32,7 +32,7 @@ def lambda_curves(logs: Sequence[Log]) -> matplotlib.figure.Figure | None:
   Each run with λ has its own axes.
 
   Args:
-    logs: the style and the log entries of each run.
+    logs: The style and the log entries of each run.
   """
   logs_with_lambda = []
   for style, lines in logs:
@@ -56,7 +56,7 @@ def _lambda_metrics(lines: Sequence[Mapping[str, Any]]) -> list[str]:
   """Returns the names of the metrics in a log that hold λ, one for each layer.
 
   Args:
-    lines: the entries of the log, which are metrics by name.
+    lines: The entries of the log, which are metrics by name.
   """
   metrics: set[str] = set()
   for line in lines:

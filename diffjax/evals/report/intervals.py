@@ -1,9 +1,9 @@
 """95% intervals of measurements, and paired differences between two models.
 
 A proportion has Wilson's interval, and a difference of two proportions has
-Tango's (`proportions.py`). If there are groups, such as tasks, the interval is
-that of the mean over them. Other measurements have the interval of a percentile
-bootstrap, which resamples whole units. A bootstrap has no useful interval for a
+Tango's (`proportions.py`). If there are groups, such as tasks, they have the
+interval of the mean over the groups. Other measurements have the interval of a
+percentile bootstrap, which resamples whole units. A bootstrap has no useful interval for a
 proportion of 0 of 2, because resampled units do not vary.
 """
 

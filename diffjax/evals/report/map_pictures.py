@@ -65,7 +65,7 @@ def head_picture(maps: Maps) -> tuple[matplotlib.figure.Figure, str]:
   λA₂ and the resulting weights are side by side.
 
   Args:
-    maps: the maps of a model with `has_noise_map`.
+    maps: The maps of a model with `has_noise_map`.
   """
   layer, head, share = most_cancelled(maps)
   # Index 0 is the mean over the heads, so the heads begin at index 1.
@@ -86,8 +86,8 @@ def _draw_head(
   """Draws the maps of one head side by side, with a colour bar.
 
   Args:
-    maps: the tokens and the titles of the maps.
-    weights: the maps of the head.
+    maps: The tokens and the titles of the maps.
+    weights: The maps of the head.
   """
   num_tokens = len(maps.tokens)
   words = readable(words_of(maps.tokens), num_tokens * _PICTURE_LABEL_GAP)
@@ -185,8 +185,8 @@ class Label:
   """A word beside a map of a panel.
 
   Attributes:
-    text: the word.
-    percent: its position, in percent of the map's size.
+    text: The word.
+    percent: Its position, in percent of the map's size.
   """
 
   text: str
@@ -198,13 +198,13 @@ class Panel:
   """The part of the page with a model's maps, by the chosen layer and head.
 
   Attributes:
-    name: the model's name.
-    layers: the layers to choose from.
-    num_heads: how many heads there are to choose from. The first choice is the
+    name: The model's name.
+    layers: The layers to choose from.
+    num_heads: How many heads there are to choose from. The first choice is the
       mean over all heads.
-    scale: the weight with the last colour, for the first choice.
-    maps: the maps of the first choice. Their captions are their titles.
-    labels: the labels of queries and keys.
+    scale: The weight with the last colour, for the first choice.
+    maps: The maps of the first choice. Their captions are their titles.
+    labels: The labels of queries and keys.
     data: JSON for the page's script: the tokens, and the pictures of all
       choices by layer and head.
   """
@@ -224,10 +224,10 @@ def panel(maps: Maps, name: str, max_layers: int, max_heads: int) -> Panel:
   The reader chooses a layer, and one of its heads or their mean.
 
   Args:
-    maps: the model's maps.
-    name: the model's name.
-    max_layers: the number of layers to choose from, at most.
-    max_heads: the number of heads to choose from, at most.
+    maps: The model's maps.
+    name: The model's name.
+    max_layers: The maximum number of layers to choose from.
+    max_heads: The maximum number of heads to choose from.
   """
   num_heads = min(max_heads, maps.num_heads)
   layers = _evenly_spaced(maps.num_layers, max_layers)
@@ -237,7 +237,7 @@ def panel(maps: Maps, name: str, max_layers: int, max_heads: int) -> Panel:
     mean_and_heads = maps.weights[layer, : 1 + num_heads]
     choices.append([_color_head(weights) for weights in mean_and_heads])
 
-  # The page begins with the first choice. Its script shows the others.
+  # The page shows the first choice until the reader makes another one.
   first_choice = choices[0][0]
   first_maps = []
   for title, png in zip(maps.titles, first_choice.pngs, strict=True):
@@ -277,8 +277,8 @@ class _ColoredHead:
   """The pictures of a head in a panel.
 
   Attributes:
-    pngs: a PNG file for each map. It has one pixel for each query and key.
-    scale: the weight with the last colour.
+    pngs: A PNG file for each map. It has one pixel for each query and key.
+    scale: The weight with the last colour.
   """
 
   pngs: list[bytes]
@@ -307,8 +307,8 @@ def _panel_data(
   """Returns the JSON of a panel, which may stand in a script element.
 
   Args:
-    tokens: the text of each token. The script shows it with quotes.
-    choices: the pictures by layer and head.
+    tokens: The text of each token. The script shows it with quotes.
+    choices: The pictures by layer and head.
   """
   quoted_tokens = [json.dumps(token, ensure_ascii=False) for token in tokens]
   data = {"tokens": quoted_tokens, "pictures": choices}

@@ -1,8 +1,8 @@
 """The attention maps that the report shows.
 
-A variant determines which maps it has (`Attention.maps`). The report shows
-these maps, and then the weights that they result in. `map_pictures.py` draws
-them.
+An attention variant defines its maps (`Attention.maps`), such as A₁ and λA₂. The
+report shows them, and then the attention weights that result from them, such as
+A₁ − λA₂. `map_pictures.py` draws them.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class LayerMaps:
   """The maps of layers, with their titles.
 
   Attributes:
-    titles: the titles of the variant's maps, and then of its weights.
-    weights: the maps in this order. First their mean over all heads, then the
-      maps of each head. Of several layers, with a leading axis L.
+    titles: The titles of the variant's maps. The last one is of its weights.
+    weights: The maps by query and key. Their mean over heads is first, followed
+      by each head. A single layer has no axis L.
   """
 
   titles: tuple[str, ...] = flax.struct.field(pytree_node=False)
@@ -47,10 +47,11 @@ class Maps(NamedTuple):
   """The maps of a model.
 
   Attributes:
-    trained: the model.
-    tokens: the text of each token.
-    titles: the titles of the maps. The last one is of the weights.
-    weights: the mean over heads, then every head, by query and key.
+    trained: The model.
+    tokens: The text of each token.
+    titles: The titles of the maps. The last one is of the weights.
+    weights: The maps by query and key. Their mean over heads is first, followed
+      by each head.
   """
 
   trained: Trained
@@ -77,8 +78,8 @@ class Cancellation(NamedTuple):
   """How much of a head's signal map A₁ its noise map λA₂ removes.
 
   Attributes:
-    layer: the index of the head's layer.
-    head: the index of the head.
+    layer: The index of the head's layer.
+    head: The index of the head.
     share: Σ min(A₁, λA₂) / Σ A₁. The sums are over queries and keys.
   """
 
@@ -91,8 +92,8 @@ def compute(models: Sequence[Trained], ids: Sequence[int]) -> list[Maps]:
   """Returns each model's attention maps of a text.
 
   Args:
-    models: the models, with one tokenizer.
-    ids: the token ids of the text.
+    models: The models, with one tokenizer.
+    ids: The token ids of the text.
   """
   tokens = _token_texts(models[0].tokenizer, ids)
   compute_maps = jax.jit(maps_of, static_argnums=0)
@@ -125,30 +126,31 @@ def maps_of(
   left out, because they have other maps.
 
   Args:
-    model: the decoder.
-    params: its parameters.
-    tokens: the rows. Each is one document.
+    model: The decoder.
+    params: Its parameters.
+    tokens: The rows. Each is one document.
   """
-
-  def layer_maps(attended: inside.AttentionInputs) -> LayerMaps:
-    length = attended.q.shape[1]
-    queries = attended.queries(0, length)
-    # The variant's maps by title, such as A₁ and λA₂. Each is [B, H, T, T].
-    maps_by_title = queries.maps()
-    titles = (*maps_by_title, attended.layer.weights_formula)
-    maps = jnp.stack([*maps_by_title.values(), queries.weights()], axis=2)
-    first_row = maps[0]  # [H, maps, T, T]
-    mean = jnp.mean(first_row, axis=0, keepdims=True)
-    return LayerMaps(titles, jnp.concatenate([mean, first_row]))
-
   results = inside.measure(
     model,
     params,
     {"tokens": tokens},
-    attention=layer_maps,
+    attention=_maps_of_layer,
     include_plain_layers=False,
   )
   return results["attention"]
+
+
+def _maps_of_layer(inputs: inside.AttentionInputs) -> LayerMaps:
+  """Returns the attention maps of the first row, from a layer's inputs."""
+  length = inputs.q.shape[1]
+  queries = inputs.queries(0, length)
+  # The variant's maps by title, such as A₁ and λA₂. Each is [B, H, T, T].
+  maps_by_title = queries.maps()
+  titles = (*maps_by_title, inputs.layer.weights_formula)
+  maps = jnp.stack([*maps_by_title.values(), queries.weights()], axis=2)
+  first_row = maps[0]  # [H, maps, T, T]
+  mean = jnp.mean(first_row, axis=0, keepdims=True)
+  return LayerMaps(titles, jnp.concatenate([mean, first_row]))
 
 
 def most_cancelled(maps: Maps) -> Cancellation:
@@ -158,7 +160,7 @@ def most_cancelled(maps: Maps) -> Cancellation:
   first query is left out, because it sees only one key.
 
   Args:
-    maps: the maps of a model with `has_noise_map`.
+    maps: The maps of a model with `has_noise_map`.
   """
   # Without the mean over heads, and without the first query.
   heads = maps.weights[:, 1:, :, 1:]  # [L, H, maps, T − 1, T]

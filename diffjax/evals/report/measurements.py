@@ -22,10 +22,10 @@ class FigureRow:
   """A row of a table of figures.
 
   Attributes:
-    name: the name of the figure.
-    details: its settings, in the order of the table's columns. Then its number
+    name: The name of the figure.
+    details: Its settings, in the order of the table's columns. Then its number
       of units, if the table has a column for it.
-    numbers: its values: for one model the value, for two models both values and
+    numbers: Its values: for one model the value, for two models both values and
       the difference.
   """
 
@@ -39,8 +39,8 @@ class FiguresTable:
   """A table of figures.
 
   Attributes:
-    header: the titles of the columns after the figure's name.
-    rows: the rows.
+    header: The titles of the columns after the figure's name.
+    rows: The rows.
   """
 
   header: list[str]
@@ -52,20 +52,20 @@ class Section:
   """The section of the page that shows the results of a suite.
 
   Attributes:
-    suite: the name of the suite, which is the section's id.
-    link: the title in the page's navigation, such as "position NLL".
-    heading: the title above the section, such as "Position NLL".
-    description: what the suite measures.
-    warning: a warning if the results are of other models, or "".
-    units: the number of units of all figures, such as "1,000 prompts". "" if
+    suite: The name of the suite, which is the section's id.
+    link: The title in the page's navigation, such as "position NLL".
+    heading: The title above the section, such as "Position NLL".
+    description: What the suite measures.
+    warning: A warning if the results are of other models, or "".
+    units: The number of units of all figures, such as "1,000 prompts". "" if
       they differ, and the tables have a column for it.
-    plot: the suite's plot, if it has one.
-    main: the figures that are shown.
-    folded: the figures that are shown on demand, because they do not differ
+    plot: The suite's plot, if it has one.
+    main: The figures that are shown.
+    folded: The figures that are shown on demand, because they do not differ
       clearly or are 0.
-    folded_title: the number of folded figures and why they are folded.
-    notes: lines that explain the terms of the tables.
-    settings: the settings of the suite, as JSON.
+    folded_title: The number of folded figures and why they are folded.
+    notes: Lines that explain the terms of the tables.
+    settings: The settings of the suite, as JSON.
   """
 
   suite: str
@@ -88,8 +88,8 @@ def read_results(
   """Returns the results of each suite that was measured, by suite.
 
   Args:
-    directory: contains SUITE.json for each suite that was measured.
-    suites: the names of the suites, in the order of the result.
+    directory: Contains SUITE.json for each suite that was measured.
+    suites: The names of the suites, in the order of the result.
 
   Raises:
     UserError: if a file does not contain the results of its suite.
@@ -162,9 +162,9 @@ def section(
   """Returns the section of the page that shows the results of a suite.
 
   Args:
-    suite_results: the results of the suite.
-    names: the names of the page's models.
-    directory: contains SUITE.png if the suite has a plot.
+    suite_results: The results of the suite.
+    names: The names of the page's models.
+    directory: Contains SUITE.png if the suite has a plot.
 
   Raises:
     OSError: if the plot cannot be read.
@@ -233,8 +233,8 @@ class _SplitFigures(NamedTuple):
   """The figures of a suite, as rows of its section's two tables.
 
   Attributes:
-    shown: the rows of the table that is always visible.
-    folded: the rows of the table that is visible on demand.
+    shown: The rows of the table that is always visible.
+    folded: The rows of the table that is visible on demand.
   """
 
   shown: list[Mapping[str, Any]]
@@ -282,9 +282,9 @@ def _table(
   the number of units if it differs.
 
   Args:
-    figures: the figures to show.
-    suite_results: the results of the suite.
-    unit: the name of the suite's units, such as "prompts".
+    figures: The figures to show.
+    suite_results: The results of the suite.
+    unit: The name of the suite's units, such as "prompts".
   """
   all_figures = suite_results["figures"]
   setting_names = results.list_settings(all_figures)

@@ -47,7 +47,7 @@ from diffjax.evals.report.summary import FirstScreen
 from diffjax.evals.suite import Model
 from diffjax.host.files import write_atomically
 from diffjax.inference.trained import Trained
-from diffjax.plots.curves import loss_curves
+from diffjax.plots.curves import Log, loss_curves
 from diffjax.plots.styles import Style
 from diffjax.training.metrics import read_log
 
@@ -72,10 +72,10 @@ class _StyledModel:
   """A model of the page.
 
   Attributes:
-    trained: the model.
-    description: its name, workdir, attention variant and number of parameters,
+    trained: The model.
+    description: Its name, workdir, attention variant and number of parameters,
       as in the results of the suites.
-    style: its name on the page, such as "DIFF", and its colour.
+    style: Its name on the page, such as "DIFF", and its colour.
   """
 
   trained: Trained
@@ -101,8 +101,8 @@ class _Training:
   """The section that shows how the models were trained.
 
   Attributes:
-    missing: a sentence for each model without a log.
-    curves: plots of the losses, and of λ if a model has it.
+    missing: A sentence for each model without a log.
+    curves: Plots of the losses, and of λ if a model has it.
   """
 
   missing: list[str]
@@ -114,12 +114,12 @@ class _AttentionMaps:
   """The section with attention maps.
 
   Attributes:
-    head_picture: the maps of one head of the first model that has a noise map
+    head_picture: The maps of one head of the first model that has a noise map
       (λA₂). None if no model has one.
-    prompt: the text of the maps.
-    clipped_share: the share of the weights beyond the scale of colours, such as
+    prompt: The text of the maps.
+    clipped_share: The share of the weights beyond the scale of colours, such as
       "1%".
-    panels: the maps of each model.
+    panels: The maps of each model.
   """
 
   head_picture: Picture | None
@@ -133,13 +133,13 @@ class _Page:
   """The content of page.html.j2.
 
   Attributes:
-    models: one model, or two that are compared.
-    first_screen: the main figures of the suites.
-    training: how the models were trained.
-    attention_maps: the attention maps of a text.
-    sections: the results of each suite that was measured.
-    not_measured: the names of the other suites.
-    unknown_suites: the names of suites that were measured, but whose modules
+    models: One model, or two that are compared.
+    first_screen: The main figures of the suites.
+    training: How the models were trained.
+    attention_maps: The attention maps of a text.
+    sections: The results of each suite that was measured.
+    not_measured: The names of the other suites.
+    unknown_suites: The names of suites that were measured, but whose modules
       are not imported.
   """
 
@@ -171,11 +171,11 @@ def write(
   has a noise map (λA₂).
 
   Args:
-    models: one model, or two with one tokenizer.
-    prompt_ids: the token ids of the text whose attention maps are shown.
-    directory: contains the results of the suites. The page is written there.
-    max_layers: the maximum number of layers whose maps can be chosen.
-    max_heads: the maximum number of heads whose maps can be chosen.
+    models: One model, or two with one tokenizer.
+    prompt_ids: The token ids of the text whose attention maps are shown.
+    directory: Contains the results of the suites. The page is written there.
+    max_layers: The maximum number of layers whose maps can be chosen.
+    max_heads: The maximum number of heads whose maps can be chosen.
 
   Returns:
     The path of the page.
@@ -253,9 +253,9 @@ def _sections(
   """Returns the sections of the suites that were measured.
 
   Args:
-    models: the models of the page.
-    results_by_suite: the results of these suites.
-    directory: contains the plots of the suites.
+    models: The models of the page.
+    results_by_suite: The results of these suites.
+    directory: Contains the plots of the suites.
   """
   names = _names(models)
   sections = []
@@ -265,38 +265,42 @@ def _sections(
 
 
 def _read_training(models: Sequence[_StyledModel]) -> _Training:
-  """Returns the section about training: curves from the logs of the runs."""
-  training = _Training(missing=[], curves=[])
+  """Returns the section about training, with curves from the runs' logs."""
   logs = []
+  missing = []
   for model in models:
     workdir = model.description["workdir"]
     path = epath.Path(workdir) / "metrics.jsonl"
     if path.exists():
       logs.append((model.style, read_log(path)))
     else:
-      training.missing.append(
-        f"{model.style.name}: no metrics.jsonl in {workdir}."
-      )
+      missing.append(f"{model.style.name}: no metrics.jsonl in {workdir}.")
+  return _Training(missing, _draw_curves(logs))
 
+
+def _draw_curves(logs: Sequence[Log]) -> list[Picture]:
+  """Returns plots of the losses and of λ over training.
+
+  Args:
+    logs: The style and the log entries of each run that has a log.
+  """
   if not logs:
-    return training
-
+    return []
   losses = Picture(
     pictures.svg_address(loss_curves(logs), "loss"),
     name="loss curves",
     caption="Training and validation loss.",
   )
-  training.curves.append(losses)
   # None if no run has λ, such as two Transformers.
   lambda_figure = curves.lambda_curves(logs)
-  if lambda_figure is not None:
-    lambdas = Picture(
-      pictures.svg_address(lambda_figure, "lambda"),
-      name="lambda by layer",
-      caption="λ by layer over training (V2: the mean over tokens and heads).",
-    )
-    training.curves.append(lambdas)
-  return training
+  if lambda_figure is None:
+    return [losses]
+  lambdas = Picture(
+    pictures.svg_address(lambda_figure, "lambda"),
+    name="lambda by layer",
+    caption="λ by layer over training (V2: the mean over tokens and heads).",
+  )
+  return [losses, lambdas]
 
 
 def _write_head_picture(
@@ -310,9 +314,9 @@ def _write_head_picture(
   in which that map cancels most.
 
   Args:
-    models: the models.
-    model_maps: the maps of each model.
-    path: the path of the PNG file.
+    models: The models.
+    model_maps: The maps of each model.
+    path: The path of the PNG file.
 
   Returns:
     The picture. None if no model has a noise map.

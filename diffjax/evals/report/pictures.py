@@ -15,9 +15,9 @@ class Picture:
   """A picture of the page.
 
   Attributes:
-    address: a data: address.
-    name: the text in place of the picture where pictures are not shown.
-    caption: the text below the picture. "" for no caption.
+    address: A data: address.
+    name: The text in place of the picture where pictures are not shown.
+    caption: The text below the picture. "" for no caption.
   """
 
   address: str
@@ -39,9 +39,9 @@ def svg_address(figure: matplotlib.figure.Figure, salt: str) -> str:
   """Returns the data: address of a figure as SVG.
 
   Args:
-    figure: the figure.
-    salt: matplotlib makes the ids in the SVG from it. The same figure and salt
-      give the same bytes.
+    figure: The figure.
+    salt: The text from which matplotlib derives the ids in the SVG. The same
+      figure and salt give the same bytes.
   """
   file = io.BytesIO()
   with matplotlib.rc_context({"svg.hashsalt": salt}):

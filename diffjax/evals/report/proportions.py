@@ -43,9 +43,9 @@ class Estimate(NamedTuple):
   """An estimate of a number, with its 95% interval.
 
   Attributes:
-    value: the estimate.
-    low: the lower bound of the interval.
-    high: the upper bound.
+    value: The estimate.
+    low: The lower bound of the interval.
+    high: The upper bound.
   """
 
   value: float
@@ -64,7 +64,7 @@ def single(outcomes: Float[np.ndarray, "U"]) -> Estimate:
   inference", JASA 22 (1927). SciPy implements it.
 
   Args:
-    outcomes: the outcomes of the units, from 0 to 1.
+    outcomes: The outcomes of the units, from 0 to 1.
   """
   num_units = len(outcomes)
   successes = round(float(outcomes.sum()), _TOTAL_DECIMALS)
@@ -96,10 +96,10 @@ class _ScoreTest:
   """Tango's score test of the difference of two paired proportions.
 
   Attributes:
-    only_first: the number of units where only the first model is right. For
+    only_first: The number of units where only the first model is right. For
       outcomes that are shares, the sum of first − second where it is positive.
-    only_second: the same for the second model.
-    num_units: the number of units.
+    only_second: The same for the second model.
+    num_units: The number of units.
   """
 
   only_first: float
@@ -161,8 +161,8 @@ def paired_difference(
   891–908. SciPy does not implement it.
 
   Args:
-    outcomes: the outcomes of the units, from 0 to 1.
-    against: the outcomes of the other model for the same units.
+    outcomes: The outcomes of the units, from 0 to 1.
+    against: The outcomes of the other model for the same units.
   """
   # SciPy's statistics take a second to import.
   import scipy.stats
@@ -191,10 +191,10 @@ def _find_difference(test: _ScoreTest, statistic: float, limit: float) -> float:
   `limit`. Its magnitude grows on the way.
 
   Args:
-    test: the test.
-    statistic: the statistic to reach: positive if `limit` is −1, and negative
+    test: The test.
+    statistic: The statistic to reach: positive if `limit` is −1, and negative
       if it is 1.
-    limit: the end of the possible differences, −1 or 1. It is returned if no
+    limit: The end of the possible differences, −1 or 1. It is returned if no
       difference has the statistic.
   """
   # SciPy's root finders take a while to import.

@@ -20,7 +20,7 @@ from diffjax.host.files import write_atomically
 # What the tables call the first and the second model, because names are long.
 _MODEL_LABELS = ("model", "against")
 
-# A width in characters that is larger than that of any table.
+# A width in characters that no table needs.
 _UNLIMITED = 10_000
 
 # The width in characters of a summary that is not printed on a terminal.
@@ -92,7 +92,8 @@ class TableSpec:
   """Describes the tables of a suite.
 
   Attributes:
-    unit: What the intervals are over, in the plural, such as "prompts".
+    unit: The units of the suite's measurements, in the plural, such as
+      "prompts".
     summary: The settings (`figure["at"]`) of the figures that the terminal
       shows, such as {"depth": "mean"}; {} for all figures.
     headers: Shorter names for columns of the terminal's table. "" hides the
@@ -183,9 +184,9 @@ class _Settings(NamedTuple):
   """The settings of figures.
 
   Attributes:
-    equal: the settings that are equal in all figures, such as "length 256". If
+    equal: The settings that are equal in all figures, such as "length 256". If
       the number of units is equal, it is the first, such as "50 prompts".
-    varying: the names of the other settings.
+    varying: The names of the other settings.
   """
 
   equal: list[str]
@@ -284,7 +285,7 @@ def _summary_cells(figure: Mapping[str, Any], columns: _Columns) -> list[str]:
   if columns.has_units:
     cells.append(f"{figure['units']:,}")
   if columns.is_comparison:
-    # The terminal has room for one interval: that of the difference.
+    # The terminal has room for one interval, the one of the difference.
     cells.append(_value(figure))
     cells.append(_value(figure.get("against")))
     cells.append(number(figure.get("difference")))

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from diffjax.evals.report import results
 from diffjax.evals.suite import suite_class
 
-# The bar of a difference is drawn from 8 to 192 in an SVG of width 200
-# (summary.html.j2). A difference of 0 is in the middle.
+# x coordinates in the SVG of a difference (summary.html.j2), which is 200 wide.
+# A difference of 0 is in the middle, and bars reach from 8 to 192.
 _BAR_ZERO = 100
 _BAR_HALF_WIDTH = 92
 
@@ -30,9 +30,9 @@ class Number(NamedTuple):
   """A number of a table.
 
   Attributes:
-    value: the value. A dash stands for a missing value.
-    bounds: its interval, such as "[0.1, 0.2]", or "".
-    is_clear: whether it is a difference whose interval excludes 0.
+    value: The value. A dash stands for a missing value.
+    bounds: Its interval, such as "[0.1, 0.2]", or "".
+    is_clear: Whether it is a difference whose interval excludes 0.
   """
 
   value: str
@@ -56,11 +56,11 @@ class Bar(NamedTuple):
   """A difference and its interval, drawn on a scale of its own.
 
   Attributes:
-    low: the x coordinate of the lower bound.
-    high: the x coordinate of the upper bound.
-    value: the x coordinate of the difference.
-    is_clear: whether the interval excludes 0.
-    text: the difference and its interval as text.
+    low: The x coordinate of the lower bound.
+    high: The x coordinate of the upper bound.
+    value: The x coordinate of the difference.
+    is_clear: Whether the interval excludes 0.
+    text: The difference and its interval as text.
   """
 
   low: str
@@ -75,10 +75,10 @@ class Headline:
   """A main figure of a suite, of one model or of two.
 
   Attributes:
-    suite: the name of the suite.
-    title: the name of the figure on the first screen.
+    suite: The name of the suite.
+    title: The name of the figure on the first screen.
     better: "lower" or "higher". "" if neither is better.
-    figure: the figure in the suite's results.
+    figure: The figure in the suite's results.
   """
 
   suite: str
@@ -121,10 +121,10 @@ class FirstScreen:
   """The content of the first screen.
 
   Attributes:
-    headlines: the main figures. Empty if no suite was measured.
-    sentence: how the first model differs from the second, as the rest of a
+    headlines: The main figures. Empty if no suite was measured.
+    sentence: How the first model differs from the second, as the rest of a
       sentence that begins with its name. "" for one model.
-    note: how to read the differences. "" for one model.
+    note: How to read the differences. "" for one model.
   """
 
   headlines: list[Headline]
@@ -138,7 +138,7 @@ def first_screen(
   """Returns the content of the first screen.
 
   Args:
-    results_by_suite: the results of the page's models.
+    results_by_suite: The results of the page's models.
     num_models: 1 or 2.
   """
   main_figures = headlines(results_by_suite)
@@ -160,7 +160,7 @@ def headlines(
   of needles found. Those without a measurement are left out.
 
   Args:
-    results_by_suite: the results of suites. Their order is kept.
+    results_by_suite: The results of suites. Their order is kept.
   """
   measured = []
   for suite, suite_results in results_by_suite.items():

@@ -13,9 +13,9 @@ class Word(NamedTuple):
   """Consecutive tokens that form a word, a number or punctuation.
 
   Attributes:
-    start: the index of the first token.
-    end: the index after the last token.
-    text: the text of the label.
+    start: The index of the first token.
+    end: The index after the last token.
+    text: The text of the label.
   """
 
   start: int
@@ -37,7 +37,7 @@ def words_of(texts: Sequence[str]) -> list[Word]:
   and "()".
 
   Args:
-    texts: the text of each token.
+    texts: The text of each token.
   """
   words: list[Word] = []
   for index, text in enumerate(texts):
@@ -59,8 +59,8 @@ def readable(words: Sequence[Word], gap: float) -> list[Word]:
   has room.
 
   Args:
-    words: the words of a text.
-    gap: the minimum distance between two labels, in tokens.
+    words: The words of a text.
+    gap: The minimum distance between two labels, in tokens.
   """
   with_letters = []
   punctuation = []
@@ -82,9 +82,9 @@ def _continues(word: Word, index: int, text: str) -> bool:
   """Returns True if a token continues the previous word.
 
   Args:
-    word: the previous word.
-    index: the index of the token.
-    text: its text, which is not blank.
+    word: The previous word.
+    index: The index of the token.
+    text: Its text, which is not blank.
   """
   is_adjacent = word.end == index
   begins_with_blank = text[0].isspace()
