@@ -11,6 +11,8 @@ from typing import Any
 
 # Names of version 0.1 that are with the variants now.
 _OF_VARIANTS = ("ARCHITECTURES", "style", "together")
+# Names that have changed since.
+_RENAMED = {"together": "distinct_styles"}
 
 
 def __getattr__(name: str) -> Any:
@@ -19,7 +21,8 @@ def __getattr__(name: str) -> Any:
   if name in _OF_VARIANTS:
     home = "diffjax.model.variant_styles"
   module = importlib.import_module(home)
-  if name != "ARCHITECTURES" and not hasattr(module, name):
+  new_name = _RENAMED.get(name, name)
+  if name != "ARCHITECTURES" and not hasattr(module, new_name):
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
   warnings.warn(
     f"diffjax.styles.{name} is deprecated: use {home}",
@@ -28,4 +31,4 @@ def __getattr__(name: str) -> Any:
   )
   if name == "ARCHITECTURES":
     return {each: module.style(each) for each in module.ATTENTION}
-  return getattr(module, name)
+  return getattr(module, new_name)
