@@ -296,8 +296,9 @@ def _devices_by_slice(
 ) -> Int[np.ndarray, "slices devices"]:
   """Returns the positions in the mesh of each slice's devices.
 
-  The program runs on each slice, and `num_partitions` is the number of devices
-  of one slice. The mesh lists one slice after the other.
+  Each slice runs the program, whose text states `num_partitions`, the number of
+  devices of one slice. If it does not, all devices are one slice. The mesh lists
+  one slice after the other.
   """
   num_devices = math.prod(mesh.values())
   devices_per_slice = num_devices

@@ -273,9 +273,12 @@ def _suite_table(suite: str, content: Mapping[str, Any]) -> _SuiteTable:
   figures = content["figures"]
   rows = []
   for figure in figures[:_MAX_FIGURES]:
-    settings = [f"{name} {value}" for name, value in figure["at"].items()]
-    value = results.number(figure)
-    rows.append([figure["name"], ", ".join(settings), value])
+    # The figure's coordinates, such as {"length": 512, "depth": 0.5}.
+    coordinates = []
+    for setting, coordinate in figure["at"].items():
+      coordinates.append(f"{setting} {coordinate}")
+    number = results.number(figure)
+    rows.append([figure["name"], ", ".join(coordinates), number])
   # The name of a model is "WORKDIR at step STEP". The card has "step STEP".
   model = content["models"][0]
   _, _, checkpoint = str(model["name"]).rpartition(" at ")

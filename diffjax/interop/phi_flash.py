@@ -114,11 +114,13 @@ def read_attention(
     path: The directory of the checkpoint.
     layer: The number of the layer among all layers of the model, from 0.
 
+  The layers in the upper half of the model share the keys and values of layer
+  num_layers / 2 + 1. The later ones have no projections of their own: call their
+  modules with these keys and values as `keys_values`.
+
   Returns:
-    The module, and its parameters in float32. Call it with
-    lambda_init_schedule(layer) as λ_init. A layer above num_layers / 2 + 1 has
-    no key and value projections: also pass the keys and values of layer
-    num_layers / 2 + 1 as `keys_values`.
+    The module, and its parameters in float32. Call the module with
+    lambda_init_schedule(layer) as λ_init.
 
   Raises:
     UserError: if the layer has no attention, the directory is damaged, or it

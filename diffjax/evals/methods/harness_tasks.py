@@ -360,8 +360,9 @@ def _num_shown_examples(task: Task, num_fewshot: int) -> int:
 def _examples_to_show(task: Task) -> list[Mapping[str, Any]]:
   """Returns the task's few-shot examples that are not scored questions."""
   scored_split = task.config.test_split or task.config.validation_split
-  # All examples are scored questions then. The comparison below could miss it,
-  # because a task can process examples and questions differently.
+  # If both come from one split, all examples are scored questions. Comparing
+  # their texts could miss this, because a task can process examples and
+  # questions differently.
   if task.fewshot_cfg.split == scored_split:
     return []
   scored_questions = {_question_text(task, doc) for doc in task.eval_docs}

@@ -140,10 +140,11 @@ class AttentionInputs:
     def take_block(x: Array) -> Array:
       return jax.lax.dynamic_slice_in_dim(x, first, count, axis=1)
 
-    # λ may be None, which `tree.map` keeps.
-    q, lam, segment_ids = jax.tree.map(
-      take_block, (self.q, self.lam, self.mask.q_segment_ids)
-    )
+    # A variant without λ has None.
+    lam = self.lam
+    if lam is not None:
+      lam = take_block(lam)
+    segment_ids = take_block(self.mask.q_segment_ids)
     block_mask = self.mask._replace(q_segment_ids=segment_ids)
     batch_size, num_keys = self.k.shape[:2]
     is_visible = visible_keys(
@@ -152,7 +153,7 @@ class AttentionInputs:
     # Padding has the segment id 0.
     is_padding = segment_ids == 0
     is_visible &= ~is_padding[:, :, None]
-    return Queries(self.layer, q, self.k, lam, is_visible)
+    return Queries(self.layer, take_block(self.q), self.k, lam, is_visible)
 
 
 # What a suite measures in each layer: from the attention's inputs, or from the

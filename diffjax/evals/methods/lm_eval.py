@@ -356,7 +356,7 @@ class DiffjaxLM(TemplateLM):
       )
     if num_lost > 0:
       logging.warning(
-        "%d of these contexts were lost: their answers are as long as the model"
-        " takes",
+        "%d of these contexts were cut completely: an answer alone has as many"
+        " tokens as the model takes",
         num_lost,
       )

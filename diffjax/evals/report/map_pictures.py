@@ -263,10 +263,11 @@ def _evenly_spaced(num_layers: int, count: int) -> list[int]:
 
 
 def _panel_labels(tokens: Sequence[str]) -> list[Label]:
-  """Returns the words that have room beside a map of a panel."""
+  """Returns the labels of a map's rows: the words that have room there."""
   num_tokens = len(tokens)
+  minimum_gap = num_tokens * _PANEL_LABEL_GAP
   labels = []
-  for word in readable(words_of(tokens), num_tokens * _PANEL_LABEL_GAP):
+  for word in readable(words_of(tokens), minimum_gap):
     percent = 100 * word.middle / num_tokens
     labels.append(Label(word.text, f"{percent:.2f}"))
   return labels

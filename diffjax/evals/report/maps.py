@@ -162,7 +162,8 @@ def most_cancelled(maps: Maps) -> Cancellation:
   Args:
     maps: The maps of a model with `has_noise_map`.
   """
-  # Without the mean over heads, and without the first query.
+  # Index 0 of the second axis is the mean over heads. Index 0 of the fourth axis
+  # is the first query.
   heads = maps.weights[:, 1:, :, 1:]  # [L, H, maps, T − 1, T]
   signal = heads[:, :, maps.titles.index(SIGNAL_MAP)]
   noise = heads[:, :, maps.titles.index(NOISE_MAP)]

@@ -205,6 +205,7 @@ def _split_settings(
   if has_equal_units(figures):
     settings.equal.append(format_units(figures[0], spec.unit))
   for name in list_settings(figures):
+    # An empty header hides a column (see `TableSpec`).
     is_hidden = spec.headers.get(name) == ""
     if name in spec.summary or is_hidden:
       continue

@@ -130,7 +130,7 @@ def test_a_context_that_is_lost_is_reported(model, pairs, caplog):
   text_pairs = [("x", "z" * 48), ("", "z" * 48), ("x" * 9, "z" * 47)]
   lm.loglikelihood([request("loglikelihood", *pair) for pair in text_pairs])
   assert pairs[2][0] == [255, *b"x"]
-  assert "1 of these contexts were lost" in caplog.text
+  assert "1 of these contexts were cut completely" in caplog.text
   message = "an answer of 49 tokens .'zzz.*max_length = 48"
   with pytest.raises(UserError, match=message):
     lm.loglikelihood([request("loglikelihood", "x", "z" * 49)])
