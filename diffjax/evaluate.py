@@ -46,7 +46,7 @@ _SUITE = flags.DEFINE_list(
   "suite",
   [],
   f"Suites, with commas between: {', '.join(SUITES)}, and those of --import."
-  " They run in the order of the flag, and report runs last.",
+  " The report runs last.",
 )
 _WORKDIR = flags.DEFINE_string(
   "workdir", None, "The run's directory; local or gs://."

@@ -36,8 +36,7 @@ CONFIG = {
 # Flags of all commands.
 IMPORT = {
   "--import=MODULE": (
-    "A module that registers attention variants or suites of your own, such as"
-    " my_package.dint; may be repeated."
+    "A module with attention variants or suites of your own; may be repeated."
   )
 }
 # Flags of commands with settings.
