@@ -126,9 +126,9 @@ def collectives(text: str, mesh: Mapping[str, int]) -> list[Collective]:
     if chain is None:
       whole_collectives.append(collective)
       continue
-    # The parts of a chain are one collective. Its start and end run once for
-    # each time that it runs. Parts in a loop between them run more often. So
-    # the part that runs least often has the number of times.
+    # The instructions of a chain are the parts of one collective. The parts
+    # that start and end it run once per run of the collective. Other parts may
+    # be in a loop and run more often. So the lowest count is the collective's.
     least_often = chained_collectives.get(chain)
     if least_often is None or collective.times < least_often.times:
       chained_collectives[chain] = collective

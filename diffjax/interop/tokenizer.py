@@ -260,7 +260,8 @@ def _find_bos(
     named_id = backend.token_to_id(stored.bos_name)
     if named_id is not None:
       bos_ids.append(named_id)
-  # LlamaConfig has the id 1 by default, which may be a token of the text.
+  # config.json may have LlamaConfig's default id 1, even if 1 is an ordinary
+  # token of the vocabulary. Tokens that begin a document are added tokens.
   added_ids = _select_added(bos_ids, backend)
   if added_ids:
     return added_ids[0]

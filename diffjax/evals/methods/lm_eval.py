@@ -258,7 +258,8 @@ class DiffjaxLM(TemplateLM):
 
     tokenizer = self._trained.tokenizer
     stop_strings = [stop for stop in options["until"] if stop]
-    # Without a temperature, lm-eval's `do_sample` selects 1 or 0 (greedy).
+    # If a task sets no temperature, it is 1 for sampling and 0, which is greedy,
+    # otherwise.
     default_temperature = float(options["do_sample"])
     longest_prompt = max(len(prompt) for prompt in prompts)
     sampler = self._make_sampler(longest_prompt + num_new)

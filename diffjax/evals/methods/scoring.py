@@ -133,9 +133,9 @@ def score(
     A score for each pair, in the order of the pairs.
 
   Raises:
-    UserError: if an id is outside the vocabulary, or if a pair is longer than
-      the model's maximum length. Its last token does not count, because the
-      model does not read it.
+    UserError: if an id is outside the vocabulary, or if a pair without its last
+      token is longer than the model's maximum length. The model does not read
+      the last token.
     ValueError: if a context or a continuation is empty.
   """
   checked_pairs = _check_ids(pairs, model.config.vocab_size)

@@ -30,7 +30,8 @@ def styles_of(models: Sequence[Mapping[str, Any]]) -> list[Style]:
   for model in models:
     name = str(model["name"])
     names.append(name)
-    # Results that diffjax did not write may have no attention variant.
+    # Results that diffjax did not write may have no attention variant. Then the
+    # name chooses the style.
     attention_variants.append(str(model.get("attention", name)))
   return variant_styles.distinct_styles(attention_variants, names)
 

@@ -187,8 +187,8 @@ def paired_difference(
 def _find_difference(test: _ScoreTest, statistic: float, limit: float) -> float:
   """Returns the difference at which a score test has the given statistic.
 
-  The search is between the observed difference, where the statistic is 0, and
-  `limit`. Its magnitude grows on the way.
+  The statistic is 0 at the observed difference, and its magnitude grows from
+  there to `limit`. The search is between these two differences.
 
   Args:
     test: The test.
