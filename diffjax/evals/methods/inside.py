@@ -144,6 +144,8 @@ class AttentionInputs:
     lam = self.lam
     if lam is not None:
       lam = take_block(lam)
+    # Measurements always have segment ids (`_attention_inputs`).
+    assert self.mask.q_segment_ids is not None
     segment_ids = take_block(self.mask.q_segment_ids)
     block_mask = self.mask._replace(q_segment_ids=segment_ids)
     batch_size, num_keys = self.k.shape[:2]
