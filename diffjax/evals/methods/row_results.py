@@ -17,7 +17,7 @@ def compute_for_rows(
   batches: ValidationBatches,
   label: str,
 ) -> PyTree:
-  """Returns a function's results for all rows. Shows the progress meanwhile.
+  """Returns a function's results for all rows, and shows the progress.
 
   Args:
     compute: Takes a batch, and returns a tree of arrays whose first axis is the

@@ -15,8 +15,8 @@ def validation_documents(
 ) -> Iterator[Document]:
   """Returns the validation documents of a model's data, or of another source.
 
-  The sources of a mixture are read one after the other, whatever their weights.
-  All are opened at once, so that mistakes are reported before the first
+  The sources of a mixture are read one after the other, and their weights are
+  ignored. All are opened at once, so that mistakes are reported before the first
   document is read. Rows of a fixed length come from `validation_rows`.
 
       for document in validation_documents(trained):

@@ -98,7 +98,8 @@ class TableSpec:
       shows, such as {"depth": "mean"}; {} for all figures.
     headers: Shorter names for columns of the terminal's table. "" hides the
       column.
-    notes: Lines below both tables that explain their terms.
+    notes: Lines that explain the terms of the tables. They stand below the
+      tables of the terminal, of SUITE.md and of the report.
   """
 
   unit: str
