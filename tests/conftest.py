@@ -26,7 +26,7 @@ elif jaxlib_version.startswith("0.12."):
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-from tests import deprecations  # noqa: E402
+from tests.harness import deprecations  # noqa: E402
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -106,7 +106,7 @@ def optimised():
 def restored_registry():
   """Forgets at the end which attention variants a test registers."""
   # Imported here, because that file imports this one.
-  from tests.own_variants import kept_registry
+  from tests.harness.own_variants import kept_registry
 
   with kept_registry():
     yield
@@ -125,7 +125,7 @@ def system_allocator(monkeypatch):
 def command(tmp_path_factory):
   """command("diffjax.convert", "--from=…"): what `python -m diffjax.convert --from=…` does, told as `subprocess.run` tells it.
 
-  The process is forked from one that has imported everything (tests/fork_server.py): imports take most of the time of a short command.
+  The process is forked from one that has imported everything (tests/harness/fork_server.py): imports take most of the time of a short command.
   """
   servers = {}  # by JAX's settings, which are read at the import that the forked processes share
   directory = tmp_path_factory.mktemp("command")
@@ -138,7 +138,7 @@ def command(tmp_path_factory):
     )
     if settings not in servers or servers[settings].poll() is not None:
       servers[settings] = subprocess.Popen(
-        [sys.executable, "-m", "tests.fork_server"],
+        [sys.executable, "-m", "tests.harness.fork_server"],
         cwd=ROOT,
         env=environment,
         stdin=subprocess.PIPE,

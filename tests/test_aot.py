@@ -29,7 +29,7 @@ from diffjax.compiled.estimate import CollectiveSeconds, Estimate
 from diffjax.compiled.text import windowed_einsums
 from diffjax.config import REMAT, Config, MeshConfig, TrainConfig, UserError
 from diffjax.ops.platform import platform
-from tests.tiers import full
+from tests.harness.tiers import full
 
 ROOT = pathlib.Path(__file__).parents[1]
 MESH = {"data": 2, "fsdp": 4}

@@ -10,7 +10,7 @@ import pytest
 from etils import epath
 
 from diffjax.training import manifest
-from tests import in_process
+from tests.harness import in_process
 
 
 def run(*args):

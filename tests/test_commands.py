@@ -12,9 +12,8 @@ import sys
 
 import pytest
 
-from tests import in_process
-from tests.conftest import ROOT
-from tests.pages import DOCUMENTATION, commands, python_blocks
+from tests.harness import ROOT, in_process
+from tests.harness.pages import DOCUMENTATION, commands, python_blocks
 
 TINY = "--config=configs/tiny.py"
 

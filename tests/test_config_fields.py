@@ -18,8 +18,7 @@ from diffjax.config import (
 )
 from diffjax.training import resume
 from experiments import grid
-from tests import in_process
-from tests.conftest import ROOT
+from tests.harness import ROOT, in_process
 
 # Fields with which runs in one table may differ, besides those of the mesh.
 WITHOUT_EFFECT = {

@@ -23,7 +23,7 @@ from diffjax.model.decoder import Decoder
 from diffjax.model.flops import parameter_count
 from diffjax.model.shapes import parameter_shapes
 from diffjax.parameters import Parameter
-from tests.conftest import ROOT
+from tests.harness import ROOT
 
 # Adapted models of others, which have no twins.
 ADAPTED = ["llama_1b_dex", "llama_1b_gda"]

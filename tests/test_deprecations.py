@@ -8,7 +8,7 @@ import types
 import pytest
 
 import diffjax
-from tests.in_process import own_flags
+from tests.harness.in_process import own_flags
 
 
 def library(stacklevel):

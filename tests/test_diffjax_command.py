@@ -11,8 +11,7 @@ import time
 import pytest
 
 from diffjax import __main__ as diffjax_command
-from tests import in_process
-from tests.conftest import ROOT
+from tests.harness import ROOT, in_process
 
 # What the console script of an installed package does.
 SCRIPT = "from diffjax.__main__ import main; main()"

@@ -26,16 +26,15 @@ from diffjax.model.attention import ATTENTION
 from diffjax.model.flops import parameter_count, step_flops
 from diffjax.ops.diff_attention import implementations
 from experiments import plots, results
-from tests import own_variants
-from tests.conftest import ROOT
-from tests.pages import (
+from tests.harness import ROOT, own_variants
+from tests.harness.pages import (
   DOCUMENTATION,
   commands,
   in_backticks,
   outside_code,
   python_blocks,
 )
-from tests.variants import EXPECTED
+from tests.harness.variants import EXPECTED
 
 PAGES = [*DOCUMENTATION, ROOT / "CONTRIBUTING.md"]
 PAGES += [

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.harness import ROOT
 
 
 def opened_as_text(call: ast.Call) -> bool:

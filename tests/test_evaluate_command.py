@@ -29,8 +29,8 @@ from diffjax.training import loop
 from diffjax.training.checkpoint import Checkpoints
 from diffjax.training.metrics import read_log
 from diffjax.training.program import build
-from tests import in_process, own_variants
-from tests.tiers import full
+from tests.harness import in_process, own_variants
+from tests.harness.tiers import full
 
 
 def run(*args):

@@ -29,7 +29,7 @@ from diffjax.training.checkpoint import Checkpoints
 from diffjax.training.program import build
 from diffjax.training.result import TrainResult
 from diffjax.training.step import init_params
-from tests import in_process, tokenizer_files
+from tests.harness import in_process, tokenizer_files
 
 MODEL = ModelConfig(
   num_layers=1,

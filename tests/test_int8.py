@@ -11,7 +11,7 @@ from diffjax.int8 import quantise
 from diffjax.model.decoder import Decoder, logits
 from diffjax.parallel.mesh import make_mesh, sharded_attention
 from diffjax.parallel.rules import shardings
-from tests.parameters import parameters
+from tests.harness.parameters import parameters
 
 qwix = pytest.importorskip("qwix")
 CONFIG = ModelConfig(

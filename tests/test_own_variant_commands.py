@@ -9,8 +9,7 @@ import pytest
 import diffjax
 from diffjax.config import UserError
 from diffjax.model import registry
-from tests import own_variants
-from tests.conftest import ROOT
+from tests.harness import ROOT, own_variants
 
 MODULES = {
   "dint": own_variants.DINT_MODULE,

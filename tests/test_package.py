@@ -10,7 +10,7 @@ import zipfile
 import pytest
 
 from benchmarks.faults import copy_to
-from tests.conftest import ROOT
+from tests.harness import ROOT
 
 BUILD = "from setuptools import build_meta; build_meta.build_wheel('dist')"
 # Of the package itself, and of those who use its configs.

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import tomllib
 
-from tests.conftest import ROOT
+from tests.harness import ROOT
 
 # Runs setup.py as if the interpreter had the version of the arguments. It has a
 # process of its own, since setuptools must be imported before distutils is.

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.harness import ROOT
 
 # Files of diffjax/ itself that all rooms except ops may import. They import only
 # each other. The other files there are commands.

@@ -16,8 +16,8 @@ from diffjax.config import UserError, field
 from diffjax.evals import validation
 from diffjax.training import checkpoint
 from experiments import grid
-from tests.conftest import ROOT
-from tests.in_process import own_flags
+from tests.harness import ROOT
+from tests.harness.in_process import own_flags
 
 with own_flags():
   from recipes import tiny_pair

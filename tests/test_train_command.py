@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.harness import ROOT
 
 SMALL = {
   "model.num_layers": 1,

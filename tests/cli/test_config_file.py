@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from diffjax.cli import config_file
 from diffjax.config import Config, UserError, field_info, from_config_dict
 from diffjax.configs import tiny
-from tests import in_process
-from tests.conftest import ROOT
+from tests.harness import ROOT, in_process
 
 # Which fields each section has.
 FIELDS = {

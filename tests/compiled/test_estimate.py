@@ -17,7 +17,7 @@ from diffjax.compiled.plan import call_with_devices, kernel_cycles
 from diffjax.config import Config, DataConfig, ModelConfig, TrainConfig
 from diffjax.ops.diff_attention.tpu import cycles as tpu_cycles
 from diffjax.ops.diff_attention.tpu.cycles import cycles
-from tests.tiers import full
+from tests.harness.tiers import full
 
 # A cycle is a millisecond.
 CHIP = Chip(

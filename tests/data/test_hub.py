@@ -22,8 +22,8 @@ from diffjax.data import (
   tokenizer,
   tokenizer_training,
 )
-from tests.conftest import ROOT
-from tests.hub_server import HubServer
+from tests.harness import ROOT
+from tests.harness.hub_server import HubServer
 
 ALL = DataConfig(validation_fraction=0.0)
 REPO = "datasets/org/name"

@@ -9,7 +9,7 @@ from diffjax.data import document_tokens
 from diffjax.data.document_tokens import DocumentTokens
 from diffjax.data.hugging_face_tokenizer import find_sequence
 from diffjax.data.tokenizer import load_tokenizer
-from tests import tokenizer_files
+from tests.harness import tokenizer_files
 
 SENTENCE = "The quick brown fox jumps over the lazy dog"
 

@@ -29,7 +29,7 @@ from diffjax.data import (
 )
 from diffjax.data.batches import FULL_SHARE, BatchShare
 from diffjax.data.reader import Reader, prefetch
-from tests.tiers import full
+from tests.harness.tiers import full
 
 
 def take(batches, count):

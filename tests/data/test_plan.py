@@ -21,7 +21,7 @@ from diffjax.data import (
   sources,
 )
 from diffjax.training.resume import check_resume
-from tests.hub_server import HubServer
+from tests.harness.hub_server import HubServer
 
 REPO = "datasets/org/name"
 NUM_FILES = 8

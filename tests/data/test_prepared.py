@@ -27,7 +27,7 @@ from diffjax.data import (
 )
 from diffjax.data.row import Row, decode_row, encode_row
 from diffjax.host import progress
-from tests.tiers import full
+from tests.harness.tiers import full
 
 
 def rows_of(config, split="train"):

@@ -14,7 +14,7 @@ from diffjax.config import DataConfig, UserError
 from diffjax.data import packing, pipeline, prepared, sources
 from diffjax.data.batches import BatchShare
 from diffjax.data.row import Row, decode_row, encode_row, make_batch
-from tests.tiers import full
+from tests.harness.tiers import full
 
 LENGTH = 16
 ALL = DataConfig(

@@ -14,7 +14,7 @@ import pytest
 from diffjax.config import UserError
 from diffjax.data import reader
 from diffjax.host import address_space
-from tests.tiers import full
+from tests.harness.tiers import full
 
 
 class Trouble:

@@ -16,7 +16,7 @@ import tokenizers
 from diffjax.config import Config, ModelConfig, UserError
 from diffjax.data import tokenizer, tokenizer_training
 from diffjax.data.pipeline import check_vocabulary
-from tests import hub_server
+from tests.harness import hub_server
 
 ODD = [
   "",

@@ -12,7 +12,7 @@ from diffjax.evals.attention import AttentionShares
 from diffjax.evals.methods.needle_prompts import NeedlePrompt
 from diffjax.evals.report import intervals, plots, results
 from diffjax.evals.report.intervals import interval
-from tests.tiers import full
+from tests.harness.tiers import full
 
 QUICK = AttentionShares(
   length=512, needles=1, depths=(0.0, 0.5, 1.0), samples=3, haystack="synthetic"

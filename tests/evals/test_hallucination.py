@@ -16,7 +16,7 @@ from diffjax.evals.methods import text_overlap
 from diffjax.evals.report import intervals
 from diffjax.inference.trained import Trained
 from diffjax.model.decoder import Decoder
-from tests.parameters import parameters
+from tests.harness.parameters import parameters
 
 BYTES = load_tokenizer("bytes")
 PARAMS = {"embedding": jnp.zeros((2, 2))}

@@ -26,7 +26,7 @@ from diffjax.evals.report import intervals, plots
 from diffjax.inference.sampler import Sampler
 from diffjax.inference.trained import Trained
 from diffjax.model.decoder import Decoder, logits
-from tests.parameters import parameters
+from tests.harness.parameters import parameters
 
 BYTES = load_tokenizer("bytes")
 TRAINED = Trained(

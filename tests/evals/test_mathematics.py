@@ -17,7 +17,7 @@ from diffjax.inference.trained import Trained
 from diffjax.parallel.mesh import make_mesh
 from diffjax.training.checkpoint import Checkpoints
 from diffjax.training.program import build
-from tests import in_process
+from tests.harness import in_process
 
 TOKENIZER = load_tokenizer("bytes")
 GSM8K = [

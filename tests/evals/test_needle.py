@@ -15,7 +15,7 @@ from diffjax.evals import needle
 from diffjax.evals.report import intervals, plots
 from diffjax.inference.trained import Trained
 from diffjax.model.decoder import Decoder
-from tests.parameters import parameters
+from tests.harness.parameters import parameters
 
 BYTES = load_tokenizer("bytes")
 

@@ -31,7 +31,7 @@ from diffjax.model.attention import (
 from diffjax.model.registry import ATTENTION, register
 from diffjax.ops.diff_attention.reference import masked_softmax
 from diffjax.parameters import Parameter
-from tests.own_variants import kept_registry
+from tests.harness.own_variants import kept_registry
 
 
 class SigmoidNoiseAttention(Attention):

@@ -13,7 +13,7 @@ from diffjax.evals.position_nll import PositionNLL, spaced
 from diffjax.evals.report import intervals, plots, results
 from diffjax.evals.report.intervals import interval
 from diffjax.model.decoder import logits
-from tests.tiers import full
+from tests.harness.tiers import full
 
 
 def test_a_uniform_model_loses_log_n_at_every_position(make_trained, uniform):

@@ -18,7 +18,7 @@ from diffjax.evals.report.intervals import interval
 from diffjax.evals.report.results import TableSpec
 from diffjax.evals.suite import Model, Suite, register, suite_class
 from diffjax.training.validation import token_losses
-from tests import own_variants
+from tests.harness import own_variants
 
 
 @dataclasses.dataclass(frozen=True)

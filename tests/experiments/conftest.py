@@ -11,7 +11,7 @@ from diffjax.config import from_config_dict
 from diffjax.model.decoder import Decoder
 from diffjax.training.checkpoint import Checkpoints
 from experiments import grid, launch, tuned
-from tests import in_process
+from tests.harness import in_process
 
 SMALL = dict(
   num_layers=2,
@@ -66,7 +66,7 @@ def make_workdir(tmp_path):
       values[section][key] = value
     config = from_config_dict(values)
     # test_outliers.py compares losses, which depend on the drawn values. So
-    # these are not the parameters of tests/parameters.py.
+    # these are not the parameters of tests/harness/parameters.py.
     initialise = jax.jit(Decoder(config.model).init)
     variables = initialise(jax.random.key(0), jnp.zeros((1, 4), jnp.int32))
     params = variables["params"]

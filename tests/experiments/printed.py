@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import diffjax.cli.command
-from tests import in_process
+from tests.harness import in_process
 
 
 def parsed(line):

@@ -12,8 +12,8 @@ from absl import flags
 
 from diffjax.config import UserError
 from experiments import folders, grid, imports, launch, results
-from tests import own_variants
-from tests.pages import python_blocks
+from tests.harness import own_variants
+from tests.harness.pages import python_blocks
 
 EXPERIMENT = """
 from experiments.grid import Experiment, Grid

@@ -22,7 +22,7 @@ from diffjax.model.flops import parameter_count
 from diffjax.parallel.mesh import make_mesh, put_batch
 from diffjax.training.program import build
 from experiments import grid
-from tests.tiers import full
+from tests.harness.tiers import full
 
 ABLATIONS = {
   name: grid.load("ablations").grids[name] for name in ("cpu", "gpu", "tpu")

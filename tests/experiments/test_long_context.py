@@ -9,7 +9,7 @@ from experiments import grid, plots, results
 from experiments.ablations.config import get_config as pretrained
 from experiments.long_context import experiment
 from experiments.long_context.config import get_config
-from tests.tiers import full
+from tests.harness.tiers import full
 
 
 @pytest.mark.parametrize("size", ["", ",size=125m", ",size=1b"])

@@ -13,7 +13,7 @@ from diffjax.ops.diff_attention import diff_attention
 from diffjax.ops.rms_norm import rms_norm
 from experiments.noisy_lookup import experiment, task
 from experiments.noisy_lookup.config import ROWS, get_config
-from tests.tiers import full
+from tests.harness.tiers import full
 
 SMALL = task.Task(
   pairs=40, multiples=(1, 2), contexts=3, followed=2, interval=2

@@ -10,7 +10,7 @@ import pytest
 from diffjax.inference.trained import load
 from experiments import grid, plots, results
 from experiments.outliers import experiment
-from tests.tiers import full
+from tests.harness.tiers import full
 
 
 @pytest.mark.parametrize("variant", ["diff", *full(["transformer", "diff_v2"])])

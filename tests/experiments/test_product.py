@@ -8,8 +8,8 @@ import pytest
 from diffjax.config import UserError
 from experiments import draw, folders, grid, product, product_plot
 from experiments.grid import Experiment, Grid
-from tests import in_process
 from tests.experiments.printed import parsed
+from tests.harness import in_process
 
 FACTORS = {
   "model.lambda_init": [0.8, 0.2, 0.5],

@@ -10,7 +10,7 @@ from pathlib import PurePath
 import pytest
 
 from diffjax.host import absent_tpu
-from tests.conftest import ROOT
+from tests.harness import ROOT
 
 
 @pytest.fixture

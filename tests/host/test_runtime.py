@@ -21,7 +21,7 @@ from diffjax.config import (
 from diffjax.parallel.mesh import make_mesh, put_batch
 from diffjax.training import loop, session
 from diffjax.training.program import build
-from tests.tiers import full
+from tests.harness.tiers import full
 
 pytestmark = pytest.mark.usefixtures("system_allocator")
 

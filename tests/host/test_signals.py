@@ -10,8 +10,8 @@ import time
 import pytest
 
 from diffjax.host.workers import starting_workers
-from tests.conftest import ROOT
-from tests.tiers import full
+from tests.harness import ROOT
+from tests.harness.tiers import full
 
 COMMANDS = [
   "train",

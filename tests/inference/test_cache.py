@@ -17,9 +17,9 @@ from diffjax.model.attention import ATTENTION, Attention
 from diffjax.model.decoder import Decoder
 from diffjax.ops.diff_attention import diff_attention
 from diffjax.ops.diff_attention.decode import xla as decode_xla
-from tests.parameters import parameters
-from tests.tiers import full
-from tests.variants import PUBLIC
+from tests.harness.parameters import parameters
+from tests.harness.tiers import full
+from tests.harness.variants import PUBLIC
 
 CONFIG = ModelConfig(
   vocab_size=64,

@@ -19,7 +19,7 @@ from diffjax.config import Config, TrainConfig, UserError, from_config_dict
 from diffjax.configs import tiny
 from diffjax.host.lock import lock
 from experiments import plots
-from tests.conftest import ROOT
+from tests.harness import ROOT
 
 NOTEBOOK = ROOT / "notebooks/diff_attention.ipynb"
 

@@ -12,8 +12,8 @@ from diffjax.inference.sampler import Sampler
 from diffjax.model.decoder import Decoder
 from diffjax.parallel.mesh import make_mesh, sharded_attention
 from diffjax.parallel.rules import shardings
-from tests.parameters import parameters
-from tests.tiers import full
+from tests.harness.parameters import parameters
+from tests.harness.tiers import full
 
 PROMPTS = [
   [5],

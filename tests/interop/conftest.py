@@ -16,7 +16,7 @@ from diffjax.config import ModelConfig
 from diffjax.data.tokenizer import load_tokenizer
 from diffjax.interop.layout import Model
 from diffjax.model import decoder
-from tests import in_process
+from tests.harness import in_process
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 SIZES = dict(

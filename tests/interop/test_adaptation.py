@@ -19,7 +19,7 @@ from diffjax.interop.layout import Model
 from diffjax.parallel.mesh import make_mesh
 from diffjax.training import loop
 from diffjax.training.program import build
-from tests.tiers import full
+from tests.harness.tiers import full
 
 
 def reference(parts, tensors, tokens, *, tie, base=500.0, eps=1e-6):

@@ -16,8 +16,8 @@ from diffjax.inference.sampler import Sampler
 from diffjax.interop import motif, workdir
 from diffjax.model.attention import DiffAttention
 from diffjax.model.decoder import lambda_inits
+from tests.harness.tiers import full
 from tests.interop import motif_reference
-from tests.tiers import full
 
 NAMES = ["motif_tiny", "motif_2_tiny", "motif_2_tiny_gqa"]
 

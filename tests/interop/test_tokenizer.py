@@ -14,7 +14,7 @@ from diffjax.data.tokenizer import load_tokenizer
 from diffjax.inference.trained import load
 from diffjax.interop import diffllama, workdir
 from diffjax.interop.tokenizer import read_tokenizer
-from tests import tokenizer_files
+from tests.harness import tokenizer_files
 
 # Ids of tokenizer_files.CONTROL.
 BOS, EOS, PAD = 1, 2, 3

@@ -13,7 +13,7 @@ from diffjax.inference.trained import load  # noqa: E402
 from diffjax.interop import diffllama, directory, llama, workdir  # noqa: E402
 from diffjax.model.decoder import Decoder  # noqa: E402
 from diffjax.ops.rope import Scaling  # noqa: E402
-from tests import tokenizer_files  # noqa: E402
+from tests.harness import tokenizer_files  # noqa: E402
 
 TOKENS = np.random.default_rng(0).integers(0, 128, (2, 24))
 

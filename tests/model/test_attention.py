@@ -23,9 +23,9 @@ from diffjax.model.definition import apply_weights, attention_from_weights
 from diffjax.ops.diff_attention import diff_attention
 from diffjax.ops.rope import rope
 from diffjax.parameters import BIASES
-from tests.parameters import parameters
-from tests.tiers import full
-from tests.variants import EXPECTED, VARIANTS, declared, supporting
+from tests.harness.parameters import parameters
+from tests.harness.tiers import full
+from tests.harness.variants import EXPECTED, VARIANTS, declared, supporting
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 

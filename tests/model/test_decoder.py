@@ -24,9 +24,9 @@ from diffjax.model.decoder import (
 )
 from diffjax.model.shapes import axis_sizes, parameter_shapes
 from diffjax.ops.diff_attention import diff_attention
-from tests.parameters import parameters
-from tests.tiers import full
-from tests.variants import EXPECTED, models
+from tests.harness.parameters import parameters
+from tests.harness.tiers import full
+from tests.harness.variants import EXPECTED, models
 
 CONFIG = ModelConfig(
   vocab_size=64,

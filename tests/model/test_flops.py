@@ -10,7 +10,7 @@ import pytest
 from diffjax.config import ModelConfig
 from diffjax.model import flops
 from diffjax.model.attention import ATTENTION
-from tests.variants import VARIANTS
+from tests.harness.variants import VARIANTS
 
 SMALL = dict(
   vocab_size=96,

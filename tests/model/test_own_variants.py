@@ -29,8 +29,8 @@ from diffjax.ops.diff_attention.reference import IMPLEMENTATION
 from diffjax.parallel.mesh import make_mesh, put_batch
 from diffjax.parameters import PARAMETERS, Parameter
 from diffjax.training.program import build
-from tests import own_variants
-from tests.parameters import parameters
+from tests.harness import own_variants
+from tests.harness.parameters import parameters
 
 CONFIG = ModelConfig(
   vocab_size=64,

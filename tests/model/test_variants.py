@@ -17,7 +17,7 @@ from diffjax.model.attention import (
 )
 from diffjax.model.registry import imported_modules
 from diffjax.parameters import PARAMETERS, Parameter
-from tests.parameters import parameters
+from tests.harness.parameters import parameters
 
 LAMBDA_INIT = 0.3
 # Fields of layers. All rows hold several documents.

@@ -13,7 +13,7 @@ import jaxlib
 import pytest
 
 from diffjax.ops.diff_attention.gpu import assembler
-from tests.conftest import ROOT
+from tests.harness import ROOT
 
 PACKAGED = "nvidia/cu13/bin"
 

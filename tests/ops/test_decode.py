@@ -20,7 +20,7 @@ from diffjax.ops.diff_attention.decode import gpu as gpu_decode
 from diffjax.ops.diff_attention.decode import tpu as tpu_decode
 from diffjax.ops.diff_attention.gpu import chip as gpu_chip
 from diffjax.ops.diff_attention.tpu import chip as tpu_chip
-from tests.tiers import full
+from tests.harness.tiers import full
 
 
 @dataclasses.dataclass(frozen=True)

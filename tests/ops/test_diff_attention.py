@@ -30,7 +30,7 @@ from diffjax.ops.diff_attention.gpu import chip as gpu_chip
 from diffjax.ops.diff_attention.mask import Mask
 from diffjax.ops.diff_attention.reference import attention_maps, reference
 from diffjax.ops.diff_attention.tpu import chip
-from tests.tiers import full
+from tests.harness.tiers import full
 
 
 @dataclasses.dataclass(frozen=True)

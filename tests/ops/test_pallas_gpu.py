@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from diffjax.ops.diff_attention import diff_attention
 from diffjax.ops.diff_attention.gpu import chip
-from tests.tiers import full
+from tests.harness.tiers import full
 
 pytestmark = pytest.mark.skipif(
   jax.__version_info__ < (0, 11, 2),

@@ -21,7 +21,7 @@ from diffjax.ops.diff_attention.tpu import (
   forward,
 )
 from diffjax.ops.diff_attention.tpu.block_sizes import Blocks
-from tests.tiers import full
+from tests.harness.tiers import full
 
 SQUARE, WIDE, FINE = (
   Blocks(128, 128, 128, 128, 1024, 2),

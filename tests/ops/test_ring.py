@@ -28,7 +28,7 @@ from diffjax.ops.diff_attention import (
 from diffjax.ops.diff_attention.mask import Mask
 from diffjax.ops.diff_attention.sharded import TokenSharding
 from diffjax.ops.diff_attention.tpu import block_sizes, chip
-from tests.tiers import full
+from tests.harness.tiers import full
 
 
 @pytest.fixture(autouse=True)

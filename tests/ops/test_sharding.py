@@ -22,7 +22,7 @@ from diffjax.ops.diff_attention import (
   diff_attention,
 )
 from diffjax.ops.diff_attention.tpu import chip
-from tests.tiers import full
+from tests.harness.tiers import full
 
 DATA = P("data")
 

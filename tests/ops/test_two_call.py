@@ -11,7 +11,7 @@ from diffjax.ops.diff_attention import (
   diff_attention,
   two_call,
 )
-from tests.tiers import full
+from tests.harness.tiers import full
 
 STOCK = jax.nn.dot_product_attention
 HAS_CUDNN = two_call._has_cudnn.__wrapped__

@@ -37,8 +37,8 @@ from diffjax.parallel.mesh import (
 )
 from diffjax.parameters import PARAMETERS
 from diffjax.training.program import build
-from tests.tiers import full
-from tests.variants import models
+from tests.harness.tiers import full
+from tests.harness.variants import models
 
 B, T = 16, 32
 DATA = MeshConfig(data=-1)

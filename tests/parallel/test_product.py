@@ -33,7 +33,7 @@ from diffjax.parallel.product import (
 )
 from diffjax.parallel.rules import parameter_spec
 from diffjax.training.program import build, compiler_options
-from tests.tiers import full
+from tests.harness.tiers import full
 
 pytestmark = pytest.mark.usefixtures("optimised")
 B, T, E, H, D, F = 8, 4, 32, 4, 8, 48

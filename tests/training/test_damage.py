@@ -22,7 +22,7 @@ from diffjax.training.checkpoint import (
   find_checkpoint,
   open_checkpoint,
 )
-from tests.tiers import full
+from tests.harness.tiers import full
 
 
 def make_state(seed=0):

@@ -49,8 +49,8 @@ from diffjax.parallel.mesh import make_mesh
 from diffjax.training import loop, manifest, memory, session
 from diffjax.training.checkpoint import open_checkpoint
 from diffjax.training.program import build
-from tests.hub_server import HubServer
-from tests.tiers import full
+from tests.harness.hub_server import HubServer
+from tests.harness.tiers import full
 
 # Fields that tell the time, not the run.
 CLOCK = {

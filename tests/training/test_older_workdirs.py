@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from diffjax.inference.trained import load
-from tests.tiers import full
+from tests.harness.tiers import full
 
 ROOT = pathlib.Path(__file__).parents[2]
 GOLDEN = pathlib.Path(__file__).parent / "golden"

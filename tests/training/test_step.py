@@ -20,7 +20,7 @@ from diffjax.data import row as rows
 from diffjax.model.decoder import Decoder, logits
 from diffjax.parallel.mesh import make_mesh, put_batch
 from diffjax.training.program import build
-from tests.tiers import full
+from tests.harness.tiers import full
 
 MODEL = ModelConfig(
   vocab_size=64,

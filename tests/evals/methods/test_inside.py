@@ -10,7 +10,7 @@ from diffjax.evals.methods import inside
 from diffjax.evals.methods.validation_rows import validation_rows
 from diffjax.model.attention import Attention, DiffAttention, MaskArguments
 from diffjax.ops.diff_attention.reference import attention_weights
-from tests.tiers import full
+from tests.harness.tiers import full
 
 
 def identity(x):

@@ -18,7 +18,7 @@ from diffjax.evals.methods.lm_eval import DiffjaxLM  # noqa: E402
 from diffjax.evals.methods.scoring import Score  # noqa: E402
 from diffjax.inference.trained import Trained  # noqa: E402
 from diffjax.model.decoder import Decoder, logits  # noqa: E402
-from tests.parameters import parameters  # noqa: E402
+from tests.harness.parameters import parameters  # noqa: E402
 
 BYTES = load_tokenizer("bytes")
 CONFIG = ModelConfig(

@@ -11,7 +11,7 @@ import pytest
 from diffjax.config import ModelConfig, UserError
 from diffjax.evals.methods import scoring
 from diffjax.model.decoder import Decoder, logits
-from tests.parameters import parameters
+from tests.harness.parameters import parameters
 
 CONFIG = ModelConfig(
   vocab_size=50,

@@ -6,7 +6,7 @@ import pytest
 
 from diffjax.evals.report import map_pictures, maps
 from diffjax.ops.diff_attention.reference import attention_maps
-from tests.tiers import full
+from tests.harness.tiers import full
 
 
 @pytest.mark.parametrize("kind", ["diff", *full(["softmax", "diff_v2"])])

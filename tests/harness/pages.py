@@ -3,7 +3,7 @@
 import re
 import shlex
 
-from tests.conftest import ROOT
+from tests.harness import ROOT
 
 DOCUMENTATION = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Of a shell's line, what belongs to one command: it ends at a comment, at what combines commands, and at the quote that it stands in.

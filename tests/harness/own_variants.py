@@ -7,8 +7,8 @@ import diffjax.model.attention  # noqa: F401 (registers the package's variants)
 from diffjax.evals import SUITES
 from diffjax.model import registry, variant_styles
 from diffjax.parameters import PARAMETERS
-from tests.conftest import ROOT
-from tests.pages import python_blocks
+from tests.harness import ROOT
+from tests.harness.pages import python_blocks
 
 # Two variants unlike those of the package: three maps of which none is a
 # softmax, a parameter with an axis of its own, and a metric. The weights of the

@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import pathlib
 import runpy
 import subprocess
 import sys
@@ -10,9 +9,7 @@ from unittest import mock
 
 from absl import flags, logging  # noqa: F401 (logging defines --verbosity)
 
-ROOT = str(
-  pathlib.Path(__file__).parents[1]
-)  # a command's flags are called after its file
+from tests.harness import ROOT
 
 
 def _ours():
@@ -22,7 +19,7 @@ def _ours():
     for module, defined in flags.FLAGS.flags_by_module_dict().items()
     for flag in defined
     if module.startswith(
-      ("diffjax.", "experiments.", "benchmarks.", "recipes.", ROOT)
+      ("diffjax.", "experiments.", "benchmarks.", "recipes.", str(ROOT))
     )
     or flag.name.partition(".")[0] in ("config", "set")
   ]

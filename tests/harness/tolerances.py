@@ -1,0 +1,35 @@
+"""The tolerances of the tests, as keyword arguments of chex's assertions.
+
+    chex.assert_trees_all_close(output, expected, **FLOAT32)
+
+Values count as equal if |actual − expected| ≤ atol + rtol · |expected|. The
+names say how the two values were computed, so a comparison uses the first name
+below whose sentence is true for it. Use `chex.assert_trees_all_equal` if both
+values come from the same operations in the same order.
+
+A tolerance is an upper bound of rounding errors. A mistake, for example a mask
+that is wrong by one key, changes values of order one by 1e-2 or more.
+"""
+
+from typing import TypedDict
+
+
+class Tolerance(TypedDict):
+  """Keyword arguments of `chex.assert_trees_all_close`."""
+
+  rtol: float
+  atol: float
+
+
+# Both in float64.
+FLOAT64: Tolerance = {"rtol": 1e-12, "atol": 1e-12}
+
+# One operation in float32, for example a norm, against the same in float64 or
+# in another order of its sums.
+FLOAT32: Tolerance = {"rtol": 1e-6, "atol": 1e-6}
+
+# A layer or a gradient in float32: a sequence of operations and long sums.
+FLOAT32_LAYER: Tolerance = {"rtol": 1e-5, "atol": 1e-5}
+
+# A whole model, or a few training steps, in float32.
+FLOAT32_MODEL: Tolerance = {"rtol": 1e-4, "atol": 1e-4}
