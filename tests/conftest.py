@@ -1,52 +1,54 @@
-"""Eight fake CPU devices for every test, no writes to the user's cache, and commands in processes that start at once."""
+"""Settings and fixtures of all tests. tests/harness/README.md describes them."""
 
 import gc
 import importlib.metadata
-import json
 import os
 import pathlib
-import signal
-import subprocess
-import sys
-import threading
+from collections.abc import Iterator
 
-# Eight devices share a few cores: on a busy machine one may wait long for the others, and XLA ends the process after 40 seconds of it.
-_USERS_FLAGS = f"--xla_cpu_collective_call_terminate_timeout_seconds=600 {os.environ.get('XLA_FLAGS', '')}"
-os.environ["XLA_FLAGS"] = (
-  f"{_USERS_FLAGS} --xla_cpu_parallel_codegen_split_count=1"
+# XLA reads its flags when JAX creates a backend.
+#
+# Eight devices share a few cores. On a busy machine one device can wait long for
+# the others. By default XLA ends the process after 40 seconds.
+_USERS_XLA_FLAGS = (
+  "--xla_cpu_collective_call_terminate_timeout_seconds=600"
+  f" {os.environ.get('XLA_FLAGS', '')}"
 )
+_TEST_XLA_FLAGS = f"{_USERS_XLA_FLAGS} --xla_cpu_parallel_codegen_split_count=1"
 # XLA's older emitters compile the tests' programs faster: in 40% of the time with
 # JAX 0.10, and in 89 to 96% with JAX 0.12.
-jaxlib_version = importlib.metadata.version("jaxlib")
-if jaxlib_version.startswith("0.10."):
-  os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
-elif jaxlib_version.startswith("0.12."):
-  os.environ["XLA_FLAGS"] += " --xla_cpu_use_new_xtile_lowering=false"
+_jaxlib_version = importlib.metadata.version("jaxlib")
+if _jaxlib_version.startswith("0.10."):
+  _TEST_XLA_FLAGS += " --xla_cpu_use_fusion_emitters=false"
+elif _jaxlib_version.startswith("0.12."):
+  _TEST_XLA_FLAGS += " --xla_cpu_use_new_xtile_lowering=false"
+os.environ["XLA_FLAGS"] = _TEST_XLA_FLAGS
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
 from tests.harness import deprecations  # noqa: E402
+from tests.harness.commands import Commands  # noqa: E402
 
-ROOT = pathlib.Path(__file__).parents[1]
+# JAX traces with millions of small objects, of which few are in cycles. With
+# Python's default thresholds, garbage collection took 6% of the time.
+gc.set_threshold(20_000, 20, 100)
 
-gc.set_threshold(
-  20_000, 20, 100
-)  # JAX traces with millions of small objects, few of them in cycles: looking for those took 6% of the time
 jax.config.update("jax_num_cpu_devices", 8)
-if (
-  "JAX_PLATFORMS" not in os.environ
-):  # libtpu is installed for its compiler: neither tests nor the commands that they start look for a TPU
+# libtpu is installed for its compiler. Neither the tests nor the commands that
+# they start should look for a TPU.
+if "JAX_PLATFORMS" not in os.environ:
   jax.config.update("jax_platforms", "cpu")
   os.environ["JAX_PLATFORMS"] = "cpu"
 
-# The tests' time is compilation, of thousands of small programs: their machine code is not optimised, here and in the commands that tests
-# start (a test of what optimisation does asks for `optimised`), and each is compiled once for all workers.
+# Compiling thousands of small programs takes most of the tests' time, so their
+# machine code is not optimized, here and in the commands that tests start. Tests
+# of the compiler's optimizations use the fixture `optimised`.
 jax.config.update("jax_disable_most_optimizations", True)
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
   """Starts the longest tests first.
 
   A long test that starts last runs for minutes while other workers are idle.
@@ -55,7 +57,7 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(autouse=True, scope="session")
-def cache_home(tmp_path_factory):
+def cache_home(tmp_path_factory: pytest.TempPathFactory) -> None:
   """Gives the tests a cache directory of their own instead of the user's.
 
   All workers share it, so the embedded corpus is prepared once. Two environment
@@ -82,39 +84,41 @@ def cache_home(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True, scope="session")
-def deprecated_calls():
-  """Makes the deprecated calls of this project errors."""
+def deprecated_calls() -> Iterator[None]:
+  """Makes this project's calls of deprecated functions errors."""
   with pytest.MonkeyPatch.context() as patch:
     deprecations.make_errors(patch)
     yield
 
 
 @pytest.fixture(scope="module")
-def optimised():
-  """Machine code as users get it, for tests of what the compiler makes."""
+def optimised() -> Iterator[None]:
+  """Compiles as for users, for tests of what the compiler makes.
+
+  XLA_FLAGS changes only for processes that the tests start, because this
+  process has read its own.
+  """
   jax.config.update("jax_disable_most_optimizations", False)
   with pytest.MonkeyPatch.context() as patch:
     patch.delenv("JAX_DISABLE_MOST_OPTIMIZATIONS")
-    patch.setenv(
-      "XLA_FLAGS", _USERS_FLAGS
-    )  # of processes that tests start: this one has read its own
+    patch.setenv("XLA_FLAGS", _USERS_XLA_FLAGS)
     yield
   jax.config.update("jax_disable_most_optimizations", True)
 
 
 @pytest.fixture
-def restored_registry():
-  """Forgets at the end which attention variants a test registers."""
-  # Imported here, because that file imports this one.
-  from tests.harness.own_variants import kept_registry
+def restored_registry() -> Iterator[None]:
+  """Removes the attention variants that a test registers, at its end."""
+  # This import registers the package's variants, which takes seconds.
+  from tests.harness.own_variants import restore_registry
 
-  with kept_registry():
+  with restore_registry():
     yield
 
 
 @pytest.fixture
-def system_allocator(monkeypatch):
-  """Processes that the test starts use the system's memory allocator.
+def system_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+  """Makes processes that the test starts use the system's memory allocator.
 
   CI preloads jemalloc to compile faster. Users do not.
   """
@@ -122,64 +126,12 @@ def system_allocator(monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def command(tmp_path_factory):
-  """command("diffjax.convert", "--from=…"): what `python -m diffjax.convert --from=…` does, told as `subprocess.run` tells it.
+def command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
+  """Runs commands in processes of their own, without the time of imports.
 
-  The process is forked from one that has imported everything (tests/harness/fork_server.py): imports take most of the time of a short command.
+  result = command("diffjax.convert", "--from=unilm", "--workdir=runs/a")
   """
-  servers = {}  # by JAX's settings, which are read at the import that the forked processes share
-  directory = tmp_path_factory.mktemp("command")
-
-  def server_of(environment):
-    settings = frozenset(
-      (name, value)
-      for name, value in environment.items()
-      if name.startswith("JAX_")
-    )
-    if settings not in servers or servers[settings].poll() is not None:
-      servers[settings] = subprocess.Popen(
-        [sys.executable, "-m", "tests.harness.fork_server"],
-        cwd=ROOT,
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-      )
-    return servers[settings]
-
-  def run(module, *arguments, cwd=ROOT, environment=(), timeout=300):
-    files = {name: directory / name for name in ("out", "errors")}
-    for file in files.values():
-      file.write_bytes(b"")
-    environment = {**os.environ, **dict(environment)}
-    task = {
-      "module": module,
-      "arguments": list(map(str, arguments)),
-      "directory": str(cwd),
-      "environment": environment,
-    }
-    task |= {name: str(file) for name, file in files.items()}
-    server = server_of(environment)
-    server.stdin.write(json.dumps(task) + "\n")
-    server.stdin.flush()
-    hanging = threading.Timer(timeout, os.killpg, (server.pid, signal.SIGKILL))
-    hanging.start()
-    answer = server.stdout.readline()
-    hanging.cancel()
-    if not answer:
-      server.wait()  # the next command gets another one
-      raise AssertionError(
-        f"{module} {arguments} has not ended within {timeout} s"
-      )
-    return subprocess.CompletedProcess(
-      [module, *arguments],
-      int(answer),
-      files["out"].read_text(),
-      files["errors"].read_text(),
-    )
-
-  yield run
-  for server in servers.values():
-    server.stdin.close()
-    server.wait()
+  directory: pathlib.Path = tmp_path_factory.mktemp("command")
+  commands = Commands(directory)
+  yield commands
+  commands.close()

@@ -351,7 +351,7 @@ def test_a_command_ends_where_the_shell_ends_it():
 def test_code_runs_as_it_stands_there(page):
   """One block after another, in one program. Those on a trained run are run by tests/test_commands.py."""
   names = {"__name__": "user"}
-  with own_variants.kept_registry():
+  with own_variants.restore_registry():
     for block in python_blocks(page.read_text()):
       if "runs/" not in block:
         exec(compile(block, str(page), "exec", dont_inherit=True), names)

@@ -172,7 +172,7 @@ def test_generated_text_is_that_of_the_definition(
     "--temperature=0",
     cwd=folder,
   )
-  with own_variants.kept_registry():
+  with own_variants.restore_registry():
     model = load(folder, trained)
     row = model.tokenizer.encode_prompt("def ")
     first = len(row)
@@ -268,6 +268,6 @@ def test_every_command_has_the_flag(command):
 def test_names_of_registered_modules(folder, monkeypatch):
   monkeypatch.syspath_prepend(str(folder))
   assert registry.imported_modules() == []
-  with own_variants.kept_registry():
+  with own_variants.restore_registry():
     registry.import_modules([own_variants.MODULE])
     assert registry.imported_modules() == [own_variants.MODULE]

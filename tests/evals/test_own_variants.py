@@ -31,7 +31,7 @@ from diffjax.model.attention import (
 from diffjax.model.registry import ATTENTION, register
 from diffjax.ops.diff_attention.reference import masked_softmax
 from diffjax.parameters import Parameter
-from tests.harness.own_variants import kept_registry
+from tests.harness.own_variants import restore_registry
 
 
 class SigmoidNoiseAttention(Attention):
@@ -165,7 +165,7 @@ def own(request, make_trained):
   Its first layer is a full one and its second one has a window of 9.
   """
   name = request.param
-  with kept_registry():
+  with restore_registry():
     register(name)(OWN_VARIANTS[name][0])
     yield make_trained(
       "softmax", attention=name, window=9, window_pattern="fw", max_length=640

@@ -464,7 +464,7 @@ def test_variants_of_equal_size_train(run, folder, tmp_path, monkeypatch):
     "train.batch_size": 4,
   }
   settings = [f"--set={field}={value}" for field, value in fields.items()]
-  with own_variants.kept_registry():
+  with own_variants.restore_registry():
     run(
       "lambda_study",
       "--steps=2",

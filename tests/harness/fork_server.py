@@ -1,7 +1,22 @@
-"""Runs commands in forked processes, each as `python -m MODULE` would, but with the slow imports done once.
+"""Runs commands in forked processes, so that slow imports happen only once.
 
-Reads one task a line on standard input (JSON: module, arguments, directory, environment, and files for the two outputs), and writes the
-exit code a line on standard output. No backend of JAX is made here, so that every command makes its own.
+    python -m tests.harness.fork_server
+
+This process imports everything that commands import, and then reads tasks from
+standard input. For each task it forks a child, which runs the command as
+`python -m MODULE` would. It writes the command's exit code to standard output.
+Tests use it through the fixture `command`.
+
+A task is one line of JSON:
+
+    module: the command, for example "diffjax.train".
+    arguments: its command-line arguments.
+    directory: its working directory.
+    environment: all of its environment variables.
+    output, errors: files that receive its standard output and standard error.
+
+This process never creates a JAX backend. Each command creates its own, because
+a backend does not survive a fork.
 """
 
 import gc
@@ -11,6 +26,7 @@ import runpy
 import sys
 import types
 import warnings
+from typing import Any
 
 # Commands import these slow modules only when they need them. They are imported
 # here so that each forked process has them.
@@ -24,36 +40,67 @@ import diffjax.inference.finish  # noqa: F401
 import diffjax.interop.workdir
 import diffjax.training.loop  # noqa: F401
 
-warnings.filterwarnings(
-  "ignore", message="os.fork"
-)  # JAX has threads only once it has a backend
-gc.freeze()  # what is imported is there to stay: no forked process looks through it for cycles
 
-while line := sys.stdin.readline():
-  task = json.loads(line)
+def main() -> None:
+  """Runs one task after the other until standard input ends."""
+  # JAX warns about forks because of its threads, which only a backend starts.
+  warnings.filterwarnings("ignore", message="os.fork")
+  # Imported objects live for ever. The garbage collectors of forked processes
+  # do not need to visit them.
+  gc.freeze()
+  for line in sys.stdin:
+    exit_code = _run_in_child(json.loads(line))
+    print(exit_code, flush=True)
+
+
+def _run_in_child(task: dict[str, Any]) -> int:
+  """Runs a task in a forked process and returns its exit code."""
   child = os.fork()
-  if not child:
-    break
+  if child == 0:
+    _run_command(task)
+    sys.exit()
   _, status = os.waitpid(child, 0)
-  print(os.waitstatus_to_exitcode(status), flush=True)
-else:
-  sys.exit()
+  return os.waitstatus_to_exitcode(status)
 
-# From here on this is a command's process.
-os.chdir(task["directory"])
-os.environ.clear()
-os.environ.update(task["environment"])
-for number, path, flags in (
-  (0, os.devnull, os.O_RDONLY),
-  (1, task["out"], os.O_WRONLY),
-  (2, task["errors"], os.O_WRONLY),
-):
-  os.dup2(os.open(path, flags), number)
-main = sys.modules["__mp_main__"] = types.ModuleType(
-  "__mp_main__"
-)  # multiprocessing's name for the command, which is not here yet
-main.__getattr__ = lambda name: getattr(sys.modules["__main__"], name)
-sys.argv, sys.path[0] = [task["module"], *task["arguments"]], task["directory"]
-python_path = task["environment"].get("PYTHONPATH", "").split(os.pathsep)
-sys.path[1:1] = [path for path in python_path if path not in ("", *sys.path)]
-runpy.run_module(task["module"], run_name="__main__", alter_sys=True)
+
+def _run_command(task: dict[str, Any]) -> None:
+  """Makes this process the process of a command, and runs the command."""
+  os.chdir(task["directory"])
+  os.environ.clear()
+  os.environ.update(task["environment"])
+  _redirect(sys.stdin.fileno(), os.devnull, os.O_RDONLY)
+  _redirect(sys.stdout.fileno(), task["output"], os.O_WRONLY)
+  _redirect(sys.stderr.fileno(), task["errors"], os.O_WRONLY)
+
+  # In a spawned child of a command, multiprocessing calls the command's module
+  # `__mp_main__`. Pickles that name it must find the command's objects.
+  spawned_main = types.ModuleType("__mp_main__")
+  spawned_main.__getattr__ = _attribute_of_main  # type: ignore[method-assign]
+  sys.modules["__mp_main__"] = spawned_main
+
+  sys.argv = [task["module"], *task["arguments"]]
+  sys.path[0] = task["directory"]
+  _insert_python_path(task["environment"].get("PYTHONPATH", ""))
+  runpy.run_module(task["module"], run_name="__main__", alter_sys=True)
+
+
+def _redirect(descriptor: int, path: str, mode: int) -> None:
+  """Makes a file descriptor refer to the file at a path."""
+  os.dup2(os.open(path, mode), descriptor)
+
+
+def _attribute_of_main(name: str) -> Any:
+  return getattr(sys.modules["__main__"], name)
+
+
+def _insert_python_path(python_path: str) -> None:
+  """Inserts PYTHONPATH after the first entry of sys.path, as Python does."""
+  directories = []
+  for directory in python_path.split(os.pathsep):
+    if directory and directory not in sys.path:
+      directories.append(directory)
+  sys.path[1:1] = directories
+
+
+if __name__ == "__main__":
+  main()

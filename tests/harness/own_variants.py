@@ -1,7 +1,13 @@
-"""Attention variants from outside the package, for tests of every place that could compute them as another variant."""
+"""Attention variants that are defined outside the package.
+
+Tests run every feature with them. A place that knows only the package's variants
+would compute them as another variant, or fail.
+"""
 
 import contextlib
+import pathlib
 import sys
+from collections.abc import Iterator
 
 import diffjax.model.attention  # noqa: F401 (registers the package's variants)
 from diffjax.evals import SUITES
@@ -10,9 +16,9 @@ from diffjax.parameters import PARAMETERS
 from tests.harness import ROOT
 from tests.harness.pages import python_blocks
 
-# Two variants unlike those of the package: three maps of which none is a
-# softmax, a parameter with an axis of its own, and a metric. The weights of the
-# second one depend on earlier queries.
+# Two variants that differ from those of the package as much as possible. They
+# have three maps, none of which is a softmax, a parameter with an axis of its
+# own, and a metric. The weights of the second one depend on earlier queries.
 SOURCE = '''
 """Two strange attention variants."""
 
@@ -73,7 +79,7 @@ class StrangeSumAttention(StrangeAttention):
     return weights + seen @ weights / 16
 '''
 MODULE = "strange_attention"
-# The examples of the documentation, as its readers copy them.
+# The examples of the documentation.
 PAGE = ROOT / "docs/variants.md"
 DINT_MODULE = "dint"
 SIGMOID_MODULE = "distance_sigmoid"
@@ -82,13 +88,13 @@ MODULES = (MODULE, DINT_MODULE, SIGMOID_MODULE)
 SUITE_PAGE = ROOT / "docs/evaluation.md"
 SUITE_MODULE = "confident"
 NAMES = ("strange", "strange_sum")
-# Fields of config.model for a small model of them.
+# Fields of config.model for a small model of these variants.
 FIELDS = dict(num_heads=4, num_kv_heads=2, head_norm=False)
 
 
 @contextlib.contextmanager
-def kept_registry():
-  """Forgets the variants and suites that are registered inside."""
+def restore_registry() -> Iterator[None]:
+  """Removes, at the end, variants and suites that were registered inside."""
   tables = (
     registry.ATTENTION,
     PARAMETERS,
@@ -106,8 +112,8 @@ def kept_registry():
       sys.modules.pop(module, None)
 
 
-def write_modules(directory):
-  """Writes the modules of all variants and of a suite into a directory."""
+def write_modules(directory: pathlib.Path) -> None:
+  """Writes the modules of all variants and of the suite to a directory."""
   (directory / f"{MODULE}.py").write_text(SOURCE)
   dint, sigmoid, _ = python_blocks(PAGE.read_text())
   (directory / f"{DINT_MODULE}.py").write_text(dint)
@@ -117,12 +123,15 @@ def write_modules(directory):
 
 
 @contextlib.contextmanager
-def registered(directory):
-  """Imports the variants from a directory, to which it writes their modules."""
+def registered(directory: pathlib.Path) -> Iterator[None]:
+  """Writes the modules to a directory and imports them from there.
+
+  The variants and the suite are removed at the end.
+  """
   write_modules(directory)
   sys.path.insert(0, str(directory))
   try:
-    with kept_registry():
+    with restore_registry():
       registry.import_modules((*MODULES, SUITE_MODULE))
       yield
   finally:

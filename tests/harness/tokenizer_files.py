@@ -19,24 +19,26 @@ _WORDS = ("hello", "world", "the", "fox", "an")
 
 
 def unigram(has_space_mark: bool = True) -> tokenizers.Tokenizer:
-  """Returns a Unigram with byte fallback, as SentencePiece trains it."""
+  """Returns a Unigram model with byte fallback, as SentencePiece trains it."""
   pieces = [(name, 0.0) for name in CONTROL]
   pieces += [(name, 0.0) for name in _BYTES]
   pieces += [(character, -5.0) for character in _LETTERS]
   pieces += [(word, -3.0) for word in _WORDS]
   if has_space_mark:
     pieces += [("▁", -4.0)] + [(f"▁{word}", -3.0) for word in _WORDS]
-  made = tokenizers.Tokenizer(models.Unigram(pieces, 0, byte_fallback=True))
-  made.pre_tokenizer = pre_tokenizers.Metaspace()
-  made.decoder = decoders.Sequence(
+  tokenizer = tokenizers.Tokenizer(
+    models.Unigram(pieces, 0, byte_fallback=True)
+  )
+  tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+  tokenizer.decoder = decoders.Sequence(
     [decoders.ByteFallback(), decoders.Metaspace()]
   )
-  made.add_special_tokens(list(CONTROL))
-  return made
+  tokenizer.add_special_tokens(list(CONTROL))
+  return tokenizer
 
 
 def llama_2() -> tokenizers.Tokenizer:
-  """Returns a BPE with byte fallback whose decoder strips the first space."""
+  """Returns a BPE with byte fallback. Its decoder strips the first space."""
   names = [*CONTROL, *_BYTES, "▁", *_LETTERS, "s>", "</"]
   merges = [("s", ">"), ("<", "/"), ("</", "s>"), ("<", "s>")]
   for word in ("world", "the"):
@@ -45,15 +47,15 @@ def llama_2() -> tokenizers.Tokenizer:
       merges.append((before, word[end - 1]))
       names.append(before + word[end - 1])
   vocabulary = {name: index for index, name in enumerate(names)}
-  made = tokenizers.Tokenizer(
+  tokenizer = tokenizers.Tokenizer(
     models.BPE(
       vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True
     )
   )
-  made.normalizer = normalizers.Sequence(
+  tokenizer.normalizer = normalizers.Sequence(
     [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
   )
-  made.decoder = decoders.Sequence(
+  tokenizer.decoder = decoders.Sequence(
     [
       decoders.Replace("▁", " "),
       decoders.ByteFallback(),
@@ -61,27 +63,34 @@ def llama_2() -> tokenizers.Tokenizer:
       decoders.Strip(" ", 1, 0),
     ]
   )
-  made.add_special_tokens(list(CONTROL))
-  return made
+  tokenizer.add_special_tokens(list(CONTROL))
+  return tokenizer
 
 
 def word_piece() -> tokenizers.Tokenizer:
-  """Returns a WordPiece, as BERT has it."""
+  """Returns a WordPiece model with the conventions of BERT."""
   names = ["[UNK]", "[CLS]", "[SEP]", "[PAD]"]
   for character in _LETTERS:
     names += [character, f"##{character}"]
   names += ["hello", "world", "the", "fox"]
   vocabulary = {name: index for index, name in enumerate(names)}
-  made = tokenizers.Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
-  made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-  made.decoder = decoders.WordPiece()
-  made.add_special_tokens(names[:4])
-  return made
+  tokenizer = tokenizers.Tokenizer(
+    models.WordPiece(vocabulary, unk_token="[UNK]")
+  )
+  tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+  tokenizer.decoder = decoders.WordPiece()
+  tokenizer.add_special_tokens(names[:4])
+  return tokenizer
+
+
+def unigram_without_space_mark() -> tokenizers.Tokenizer:
+  """Returns a Unigram whose vocabulary has no mark of a space."""
+  return unigram(has_space_mark=False)
 
 
 MAKERS = {
   "unigram": unigram,
-  "unigram_without_space_mark": lambda: unigram(has_space_mark=False),
+  "unigram_without_space_mark": unigram_without_space_mark,
   "llama_2": llama_2,
   "word_piece": word_piece,
 }
@@ -96,11 +105,11 @@ def save(directory: pathlib.Path, kind: str) -> str:
 
 
 def with_first_token(
-  made: tokenizers.Tokenizer, name: str
+  tokenizer: tokenizers.Tokenizer, name: str
 ) -> tokenizers.Tokenizer:
   """Returns the tokenizer with a post-processor that adds a first token."""
-  made.post_processor = processors.TemplateProcessing(
+  tokenizer.post_processor = processors.TemplateProcessing(
     single=f"{name} $A",
-    special_tokens=[(name, made.token_to_id(name))],
+    special_tokens=[(name, tokenizer.token_to_id(name))],
   )
-  return made
+  return tokenizer
