@@ -1,10 +1,11 @@
-"""Reading with a cache equals reading everything at once, for every attention, in pieces of any size."""
+"""Reading tokens in pieces with a cache equals reading them all at once."""
 
 import dataclasses
 import functools
 import math
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +20,7 @@ from diffjax.ops.diff_attention import diff_attention
 from diffjax.ops.diff_attention.decode import xla as decode_xla
 from tests.harness.parameters import parameters
 from tests.harness.tiers import full
+from tests.harness.tolerances import FLOAT32_LAYER
 from tests.harness.variants import PUBLIC
 
 CONFIG = ModelConfig(
@@ -31,20 +33,19 @@ CONFIG = ModelConfig(
   ffn_dim=48,
   max_length=32,
 )
-VARIANTS = {
+SOFTMAX = dataclasses.replace(CONFIG, attention="softmax", head_norm=False)
+DIFF_V2 = dataclasses.replace(CONFIG, attention="diff_v2", head_norm=False)
+DEX = dataclasses.replace(CONFIG, attention="dex", head_norm=False)
+
+CONFIGS = {
   "diff": CONFIG,
   "diff, grouped heads": dataclasses.replace(CONFIG, num_kv_heads=2),
-  "softmax": dataclasses.replace(CONFIG, attention="softmax", head_norm=False),
-  "softmax, grouped heads": dataclasses.replace(
-    CONFIG, attention="softmax", num_kv_heads=1, head_norm=False
-  ),
-  "diff_v2": dataclasses.replace(CONFIG, attention="diff_v2", head_norm=False),
+  "softmax": SOFTMAX,
+  "softmax, grouped heads": dataclasses.replace(SOFTMAX, num_kv_heads=1),
+  "softmax, window": dataclasses.replace(SOFTMAX, window=3),
+  "diff_v2": DIFF_V2,
   "diff_v2, grouped heads, untied": dataclasses.replace(
-    CONFIG,
-    attention="diff_v2",
-    num_kv_heads=2,
-    head_norm=False,
-    tie_embeddings=False,
+    DIFF_V2, num_kv_heads=2, tie_embeddings=False
   ),
   "diff, window, no RoPE, biases": dataclasses.replace(
     CONFIG, num_kv_heads=2, window=5, rope=False, projection_biases=True
@@ -53,192 +54,228 @@ VARIANTS = {
     CONFIG, num_noise_heads=2, num_kv_heads=1
   ),
   "diff_v2, grouped noise": dataclasses.replace(
-    CONFIG,
-    attention="diff_v2",
-    num_noise_heads=1,
-    num_kv_heads=1,
-    head_norm=False,
+    DIFF_V2, num_noise_heads=1, num_kv_heads=1
   ),
   "public": dataclasses.replace(
     CONFIG, num_noise_heads=2, num_kv_heads=1, **PUBLIC
   ),
   "diff, scaled embeddings": dataclasses.replace(CONFIG, embed_scale=32**0.5),
-  "dex": dataclasses.replace(
-    CONFIG, attention="dex", num_kv_heads=2, head_norm=False
-  ),
-  "softmax, window": dataclasses.replace(
-    CONFIG, attention="softmax", head_norm=False, window=3
-  ),
+  "dex": dataclasses.replace(DEX, num_kv_heads=2),
 }
-TOKENS = jax.random.randint(jax.random.key(1), (3, 24), 0, 64)
-
-
-def trained_like(params):
-  """Every parameter off its initial value, so that none is idle: gains are not 1, λ vectors not small."""
-  rng = np.random.default_rng(7)
-
-  def changed(leaf):
-    noise = 0.2 * np.std(leaf) * rng.standard_normal(leaf.shape) + 0.02
-    return jnp.asarray(leaf + noise.astype(leaf.dtype))
-
-  return jax.tree.map(changed, params)
-
-
-@functools.cache
-def model_and_params(variant):
-  model = Decoder(VARIANTS[variant])
-  return model, trained_like(parameters(model, TOKENS[:1, :1]))
-
-
-def cache_in_pages(model, rows, capacity, **options):
-  """Pages of 8 tokens, those of the last row first."""
-  pages = -(-capacity // 8)
-  cache = empty_cache(
-    model, rows, capacity, num_pages=rows * pages, page=8, **options
-  )
-  return cache.replace(
-    tables=jnp.asarray(
-      allocate([capacity] * rows, rows * pages, pages, 8)[::-1]
-    )
-  )
-
-
-HARDEST = [
+# The configs that together use most of the options.
+DEFAULT_TIER = (
   "diff, grouped heads",
   "diff_v2, grouped heads, untied",
   "diff, window, no RoPE, biases",
-]
+)
+FULL_TIER = sorted(CONFIGS.keys() - set(DEFAULT_TIER))
+
+NUM_ROWS = 3
+TOKENS = jax.random.randint(jax.random.key(1), (NUM_ROWS, 24), 0, 64)
+
+
+def perturbed(params):
+  """Returns parameters that all differ from their initial values.
+
+  Initially gains are 1 and λ vectors are small, so a mistake could be hidden.
+  """
+  rng = np.random.default_rng(7)
+
+  def perturb(leaf):
+    noise = 0.2 * np.std(leaf) * rng.standard_normal(leaf.shape) + 0.02
+    return jnp.asarray(leaf + noise.astype(leaf.dtype))
+
+  return jax.tree.map(perturb, params)
+
+
+@functools.cache
+def model_and_params(config_name):
+  model = Decoder(CONFIGS[config_name])
+  return model, perturbed(parameters(model, TOKENS[:1, :1]))
+
+
+def contiguous_cache(model, capacity):
+  """Returns an empty cache in which each row has one page."""
+  return empty_cache(model, NUM_ROWS, capacity)
+
+
+def paged_cache(model, capacity, **options):
+  """Returns an empty cache with pages of 8 tokens, in reversed order."""
+  pages_per_row = math.ceil(capacity / 8)
+  num_pages = NUM_ROWS * pages_per_row
+  cache = empty_cache(
+    model, NUM_ROWS, capacity, num_pages=num_pages, page=8, **options
+  )
+  tables = allocate([capacity] * NUM_ROWS, num_pages, pages_per_row, 8)
+  return cache.replace(tables=jnp.asarray(tables[::-1]))
+
+
+def read_in_pieces(model, params, cache, ends):
+  """Returns the hidden states of tokens that are read in several pieces.
+
+  Args:
+    model: a decoder.
+    params: its parameters.
+    cache: an empty cache.
+    ends: where each piece ends. The first one begins at 0.
+
+  Returns:
+    The hidden states, and the cache after the last piece.
+  """
+  weights = unstack(model, params)
+  extend_cache = jax.jit(functools.partial(extend, model))
+  pieces = []
+  start = 0
+  for end in ends:
+    hidden, cache = extend_cache(weights, TOKENS[:, start:end], cache)
+    pieces.append(hidden)
+    start = end
+  return jnp.concatenate(pieces, axis=1), cache
 
 
 @pytest.mark.parametrize(
-  ("variant", "make"),
+  ("config_name", "make_cache"),
   [
-    *((variant, empty_cache) for variant in HARDEST),
-    (HARDEST[2], cache_in_pages),
-    *full(
-      (variant, empty_cache) for variant in VARIANTS if variant not in HARDEST
-    ),
-    *full(
-      (variant, cache_in_pages) for variant in VARIANTS if variant != HARDEST[2]
-    ),
+    *[(name, contiguous_cache) for name in DEFAULT_TIER],
+    ("diff, window, no RoPE, biases", paged_cache),
+    *full([(name, contiguous_cache) for name in FULL_TIER]),
+    *full([(name, paged_cache) for name in FULL_TIER]),
   ],
 )
-def test_pieces_equal_the_whole(variant, make):
-  model, params = model_and_params(variant)
-  whole = jax.jit(model.apply)({"params": params}, TOKENS)
-  weights, cache = unstack(model, params), make(model, 3, 24)
-  read = jax.jit(functools.partial(extend, model))
-  pieces = []
-  for first, last in (
-    (0, 8),
-    (8, 9),
-    (9, 10),
-    (10, 11),
-    (11, 19),
-    (19, 20),
-  ):  # both what decodes and what reads prompts
-    hidden, cache = read(weights, TOKENS[:, first:last], cache)
-    pieces.append(hidden)
-  np.testing.assert_allclose(
-    jnp.concatenate(pieces, axis=1), whole[:, :20], rtol=2e-5, atol=2e-5
-  )
-  assert cache.lengths.tolist() == [20] * 3
+def test_pieces_give_the_hidden_states_of_the_whole(config_name, make_cache):
+  model, params = model_and_params(config_name)
+  expected = jax.jit(model.apply)({"params": params}, TOKENS)
+
+  # Pieces of one token are decoded. Longer ones are read like prompts.
+  ends = (8, 9, 10, 11, 19, 20)
+  cache = make_cache(model, capacity=24)
+  hidden, cache = read_in_pieces(model, params, cache, ends)
+
+  chex.assert_trees_all_close(hidden, expected[:, :20], **FLOAT32_LAYER)
+  assert cache.lengths.tolist() == [20] * NUM_ROWS
 
 
 @pytest.mark.parametrize(
-  "variant", [*full(["diff"]), "diff_v2, grouped heads, untied"]
+  "config_name", ["diff_v2, grouped heads, untied", *full(["diff"])]
 )
-def test_rows_of_unequal_lengths_do_not_see_what_does_not_count(variant):
-  """Rows of 2, 5 and 8 tokens are read in one piece, filled up with tokens that do not count; then each goes on for itself."""
-  model, params = model_and_params(variant)
-  lengths = np.array([2, 5, 8])
-  weights, cache = unstack(model, params), empty_cache(model, 3, 24)
-  read, apply = jax.jit(functools.partial(extend, model)), jax.jit(model.apply)
-  _, cache = read(weights, TOKENS[:, :8], cache, lengths)
-  assert cache.lengths.tolist() == lengths.tolist()
-  after = jax.random.randint(jax.random.key(2), (3, 3), 0, 64)
-  for step in range(3):
-    hidden, cache = read(weights, after[:, step : step + 1], cache)
-    for row, length in enumerate(lengths):
-      alone, last = (
-        np.zeros((1, 16), np.int32),
-        length + step,
-      )  # what follows changes nothing: the model is causal
-      alone[0, : last + 1] = [*TOKENS[row, :length], *after[row, : step + 1]]
-      np.testing.assert_allclose(
-        hidden[row, 0],
-        apply({"params": params}, alone)[0, last],
-        rtol=2e-5,
-        atol=2e-5,
-      )
+def test_padding_of_shorter_rows_is_invisible(config_name):
+  """Prompts of 2, 5 and 8 tokens are read in one piece, then each grows."""
+  model, params = model_and_params(config_name)
+  weights = unstack(model, params)
+  extend_cache = jax.jit(functools.partial(extend, model))
+  apply = jax.jit(model.apply)
+  prompt_lengths = np.array([2, 5, 8])
+  num_new_tokens = 3
+  new_tokens = jax.random.randint(
+    jax.random.key(2), (NUM_ROWS, num_new_tokens), 0, 64
+  )
+
+  cache = contiguous_cache(model, capacity=24)
+  _, cache = extend_cache(weights, TOKENS[:, :8], cache, prompt_lengths)
+  assert cache.lengths.tolist() == prompt_lengths.tolist()
+  decoded = []
+  for step in range(num_new_tokens):
+    hidden, cache = extend_cache(weights, new_tokens[:, [step]], cache)
+    decoded.append(hidden)
+  decoded = jnp.concatenate(decoded, axis=1)
+
+  for row, prompt_length in enumerate(prompt_lengths):
+    end = prompt_length + num_new_tokens
+    ids = np.zeros((1, 16), np.int32)
+    ids[0, :end] = [*TOKENS[row, :prompt_length], *new_tokens[row]]
+    expected = apply({"params": params}, ids)[0, prompt_length:end]
+    chex.assert_trees_all_close(decoded[row], expected, **FLOAT32_LAYER)
 
 
 @pytest.mark.parametrize(
-  "variant", ["diff, grouped heads", *full(["diff_v2", "softmax, window"])]
+  "config_name", ["diff, grouped heads", *full(["diff_v2", "softmax, window"])]
 )
-def test_int8_is_near_and_not_the_same(variant):
-  """Both what is written at once and what is appended to a page."""
-  model, params = model_and_params(variant)
-  read, weights = (
-    jax.jit(functools.partial(extend, model)),
-    unstack(model, params),
-  )
-  whole = jax.jit(model.apply)({"params": params}, TOKENS)[:, :15]
-  cache, pieces = cache_in_pages(model, 3, 24, dtype="int8"), []
-  for first, last in ((0, 13), (13, 14), (14, 15)):
-    hidden, cache = read(weights, TOKENS[:, first:last], cache)
-    pieces.append(hidden)
-  assert cache.keys[0].tokens.dtype == cache.values[1].tokens.dtype == jnp.int8
-  error = jnp.linalg.norm(
-    jnp.concatenate(pieces, axis=1) - whole, axis=-1
-  ) / jnp.linalg.norm(whole, axis=-1)
-  assert 1e-4 < error.max() < 0.05
+def test_an_int8_cache_approximates_the_hidden_states(config_name):
+  model, params = model_and_params(config_name)
+  expected = jax.jit(model.apply)({"params": params}, TOKENS)[:, :15]
+
+  # 13 tokens are written at once, then two are appended to a page.
+  cache = paged_cache(model, capacity=24, dtype="int8")
+  hidden, cache = read_in_pieces(model, params, cache, ends=(13, 14, 15))
+
+  assert cache.keys[0].tokens.dtype == jnp.int8
+  assert cache.values[1].tokens.dtype == jnp.int8
+  distance = jnp.linalg.norm(hidden - expected, axis=-1)
+  relative_error = distance / jnp.linalg.norm(expected, axis=-1)
+  # Without any error the cache would not be in int8.
+  assert 1e-4 < relative_error.max() < 0.05
 
 
-@pytest.mark.parametrize("make", [empty_cache, cache_in_pages])
-@pytest.mark.parametrize("length", [1, 8])
-def test_the_cache_is_read_and_written_where_it_lies(make, length, monkeypatch):
-  """Nothing of the size of a layer's keys or values is transposed, copied or gathered, be it one new token or a chunk of a prompt."""
+@pytest.mark.parametrize("make_cache", [contiguous_cache, paged_cache])
+@pytest.mark.parametrize("num_tokens", [1, 8], ids=["decoding", "prompt"])
+def test_the_cache_is_not_copied(make_cache, num_tokens, monkeypatch):
+  """The program moves no array of the size of a layer's keys or values."""
   monkeypatch.setattr(decode_xla, "_PIECE_LOGITS", 1 << 14)
   model, params = model_and_params("diff, grouped heads")
-  weights, cache = (
-    jax.eval_shape(lambda params: unstack(model, params), params),
-    jax.eval_shape(lambda: make(model, 3, 1 << 14)),
+  weights = jax.eval_shape(functools.partial(unstack, model), params)
+  cache = jax.eval_shape(functools.partial(make_cache, model, 1 << 14))
+  tokens = jax.ShapeDtypeStruct((NUM_ROWS, num_tokens), jnp.int32)
+
+  extend_cache = jax.jit(functools.partial(extend, model), donate_argnums=2)
+  hlo = extend_cache.lower(weights, tokens, cache).compile().as_text()
+
+  moved_shapes = re.findall(
+    r"= \w+\[([\d,]+)\]\S* (?:transpose|copy|gather|concatenate)\(", hlo
   )
-  tokens = jax.ShapeDtypeStruct((3, length), jnp.int32)
-  compiled = (
-    jax.jit(functools.partial(extend, model), donate_argnums=2)
-    .lower(weights, tokens, cache)
-    .compile()
-  )
-  moved = re.findall(
-    r"= \w+\[([\d,]*)\]\S* (?:transpose|copy|gather|concatenate)\(",
-    compiled.as_text(),
-  )
-  largest = max(
-    math.prod(map(int, shape.split(","))) for shape in moved if shape
-  )
-  assert (
-    largest < min(pool.tokens.size for pool in (*cache.keys, *cache.values)) / 4
-  )
+  moved_sizes = []
+  for shape in moved_shapes:
+    axes = [int(axis) for axis in shape.split(",")]
+    moved_sizes.append(math.prod(axes))
+  pool_sizes = [pool.tokens.size for pool in (*cache.keys, *cache.values)]
+  assert max(moved_sizes) < min(pool_sizes) / 4
 
 
 @pytest.mark.parametrize(
   "options",
   [{"dtype": jnp.int8}, {"dtype": jnp.int16, "num_pages": 3}],
-  ids=str,
+  ids=["int8 without pages", "int16"],
 )
-def test_a_dtype_that_a_cache_cannot_have_is_refused(options):
-  with pytest.raises(
-    UserError,
-    match=r"^dtype = int(8|16): must be None for the model's float32, or int8 together with num_pages",
-  ):
+def test_an_unsupported_dtype_is_rejected(options):
+  message = (
+    r"^dtype = int(8|16): must be None for the model's float32, or int8"
+    " together with num_pages"
+  )
+  with pytest.raises(UserError, match=message):
     empty_cache(Decoder(CONFIG), 1, 8, **options)
 
 
-def test_a_model_that_is_not_causal_has_no_cache():
+def test_weights_are_cast_once_and_vectors_stay_float32():
+  model, params = model_and_params("diff")
+
+  weights = unstack(model.clone(dtype=jnp.bfloat16), params)
+
+  layer = weights["layers"][1]
+  assert weights["embedding"].dtype == jnp.bfloat16
+  assert layer["attention"]["query"].dtype == jnp.bfloat16
+  assert layer["attention"]["lambda_q1"].dtype == jnp.float32
+  assert layer["ffn_norm"].dtype == jnp.float32
+  up = params["layers"]["ffn"]["up"][1]
+  chex.assert_trees_all_equal(layer["ffn"]["up"], up.astype(jnp.bfloat16))
+
+
+# Models that cannot be decoded.
+
+
+@pytest.fixture
+def encoder():
+  return Decoder(dataclasses.replace(CONFIG, causal=False))
+
+
+def test_a_model_that_is_not_causal_has_no_cache(encoder):
   with pytest.raises(UserError, match="config.model.causal = False"):
-    empty_cache(Decoder(dataclasses.replace(CONFIG, causal=False)), 1, 8)
+    empty_cache(encoder, 1, 8)
+
+
+def test_a_model_that_is_not_causal_is_not_decoded(encoder):
+  model, params = model_and_params("diff")
+  cache = contiguous_cache(model, capacity=8)
+  with pytest.raises(ValueError, match="causal = False"):
+    extend(encoder, unstack(model, params), TOKENS[:, :8], cache)
 
 
 class ScaledAttention(Attention):
@@ -250,53 +287,29 @@ class ScaledAttention(Attention):
     return self.attention_fn(q, k, v, None, scale=3.0)
 
 
-def read_all(model, params, length=8):
-  """Returns the hidden states of the first tokens, read with a cache."""
-  cache = empty_cache(model, 3, length)
-  hidden, _ = extend(model, unstack(model, params), TOKENS[:, :length], cache)
-  return hidden
-
-
-def test_an_argument_that_decoding_ignores_is_refused(monkeypatch):
-  """A new variant must not be decoded as if it did not pass it."""
+def test_a_variant_with_an_argument_that_decoding_lacks_is_rejected(
+  monkeypatch,
+):
+  """Otherwise the variant would be decoded as if it had the usual scale."""
   monkeypatch.setitem(ATTENTION, "scaled", ScaledAttention)
   config = dataclasses.replace(CONFIG, attention="scaled", head_norm=False)
   model = Decoder(config)
+  params = parameters(model, TOKENS[:1, :1])
+  cache = contiguous_cache(model, capacity=8)
+
   with pytest.raises(TypeError, match="'scale'"):
-    read_all(model, parameters(model, TOKENS[:1, :1]))
+    extend(model, unstack(model, params), TOKENS[:, :8], cache)
 
 
-def test_a_scale_bound_to_attention_applies_to_decoding():
+def test_decoding_uses_the_scale_of_the_models_attention_function():
   model, params = model_and_params("diff, grouped heads")
-  scaled = functools.partial(
+  scaled_attention = functools.partial(
     diff_attention, scale=1.0, implementation="reference"
   )
-  model = model.clone(attention_fn=scaled)
-  want = jax.jit(model.apply)({"params": params}, TOKENS[:, :8])
-  np.testing.assert_allclose(read_all(model, params), want, atol=2e-5)
+  model = model.clone(attention_fn=scaled_attention)
+  expected = jax.jit(model.apply)({"params": params}, TOKENS[:, :8])
 
+  cache = contiguous_cache(model, capacity=8)
+  hidden, _ = read_in_pieces(model, params, cache, ends=(8,))
 
-def test_a_model_that_is_not_causal_is_not_decoded():
-  model, params = model_and_params("diff")
-  cache = empty_cache(model, 3, 8)
-  encoder = Decoder(dataclasses.replace(CONFIG, causal=False))
-  with pytest.raises(ValueError, match="causal = False"):
-    extend(encoder, unstack(model, params), TOKENS[:, :8], cache)
-
-
-def test_weights_are_cast_once_and_vectors_stay_float32():
-  model, params = model_and_params("diff")
-  weights = unstack(model.clone(dtype=jnp.bfloat16), params)
-  layer = weights["layers"][1]
-  assert (
-    layer["attention"]["query"].dtype == jnp.bfloat16
-    and weights["embedding"].dtype == jnp.bfloat16
-  )
-  assert (
-    layer["attention"]["lambda_q1"].dtype
-    == layer["ffn_norm"].dtype
-    == jnp.float32
-  )
-  np.testing.assert_array_equal(
-    layer["ffn"]["up"], params["layers"]["ffn"]["up"][1].astype(jnp.bfloat16)
-  )
+  chex.assert_trees_all_close(hidden, expected, **FLOAT32_LAYER)

@@ -1,8 +1,9 @@
-"""What a finished run writes, when it may, and the plot of its losses."""
+"""What the end of a run writes: the plot of its losses, if it may write."""
 
 import dataclasses
 import struct
 
+import numpy as np
 import pytest
 from etils import epath
 
@@ -27,49 +28,79 @@ LOG = [
 ]
 
 
-def drawn(axes):
-  return {
-    line.get_label(): [list(line.get_xdata()), list(line.get_ydata())]
-    for line in axes.lines
-  }
-
-
-def test_the_whole_run_on_a_log_axis_and_its_second_half(tmp_path):
-  """The first steps, where the loss falls steeply, have as much room as the last; the cut line of a killed run is no matter."""
-  path = epath.Path(tmp_path) / "metrics.jsonl"
-  path.write_text("\n".join(LOG))
-  style = Style("DIFF", "#123456", "s")
-  whole, half = loss_curves([(style, read_log(path))]).axes
-  assert whole.get_xscale() == "log" and half.get_xscale() == "linear"
-  assert drawn(whole) == {
-    "DIFF, training": [[1, 10], [5.0, 1.0]],
-    "DIFF, validation": [[2], [1.9]],
-  }
-  assert drawn(half) == {"DIFF, training": [[10], [1.0]]}
-  assert {line.get_color() for line in whole.lines} == {"#123456"}
-  assert all(
-    axes.get_xlabel() == "step" and axes.get_ylabel() == "loss (nats per token)"
-    for axes in (whole, half)
-  )
-
-
-def test_the_picture_is_sharp_and_in_the_colour_of_the_architecture(tmp_path):
-  from matplotlib import image
-
-  jsonl, png = tmp_path / "metrics.jsonl", tmp_path / "loss.png"
-  jsonl.write_text("\n".join(LOG))
-  finish.plot_losses(jsonl, png, "diff_v2")
-  assert struct.unpack(">II", png.read_bytes()[16:24]) == (2000, 800)
-  hex_color = variant_styles.style("diff_v2").color
-  color = [int(hex_color[at : at + 2], 16) for at in (1, 3, 5)]
-  assert (
-    abs(image.imread(png)[..., :3] * 255 - color).max(axis=-1) < 2
-  ).sum() > 50
+def lines_of(axes):
+  """Returns the x and y values of each line in a plot, by its label."""
+  lines = {}
+  for line in axes.lines:
+    lines[line.get_label()] = [list(line.get_xdata()), list(line.get_ydata())]
+  return lines
 
 
 @pytest.fixture
-def finished(tmp_path):
-  """The result of a run that has taken all steps."""
+def loss_axes(tmp_path):
+  """The two plots of the losses in LOG."""
+  path = epath.Path(tmp_path) / "metrics.jsonl"
+  path.write_text("\n".join(LOG))
+  style = Style("DIFF", "#123456", "s")
+  return loss_curves([(style, read_log(path))]).axes
+
+
+def test_the_first_plot_shows_the_whole_run_on_a_log_axis(loss_axes):
+  """The last line of the log was cut when the run was killed; it is ignored."""
+  whole_run, _ = loss_axes
+
+  assert whole_run.get_xscale() == "log"
+  assert lines_of(whole_run) == {
+    "DIFF, training": [[1, 10], [5.0, 1.0]],
+    "DIFF, validation": [[2], [1.9]],
+  }
+
+
+def test_the_second_plot_shows_the_second_half(loss_axes):
+  _, second_half = loss_axes
+
+  assert second_half.get_xscale() == "linear"
+  assert lines_of(second_half) == {"DIFF, training": [[10], [1.0]]}
+
+
+def test_the_plots_have_labels_and_the_color_of_the_style(loss_axes):
+  for axes in loss_axes:
+    assert axes.get_xlabel() == "step"
+    assert axes.get_ylabel() == "loss (nats per token)"
+    for line in axes.lines:
+      assert line.get_color() == "#123456"
+
+
+@pytest.fixture
+def loss_png(tmp_path):
+  """The file that a finished run of DIFF V2 writes."""
+  log_path = tmp_path / "metrics.jsonl"
+  log_path.write_text("\n".join(LOG))
+  png_path = tmp_path / "loss.png"
+  finish.plot_losses(log_path, png_path, "diff_v2")
+  return png_path
+
+
+def test_the_picture_has_the_resolution_of_a_page(loss_png):
+  width_and_height = struct.unpack(">II", loss_png.read_bytes()[16:24])
+
+  assert width_and_height == (2000, 800)
+
+
+def test_the_picture_has_the_color_of_the_variant(loss_png):
+  from matplotlib import image
+
+  hex_color = variant_styles.style("diff_v2").color.removeprefix("#")
+  color = list(bytes.fromhex(hex_color))
+  pixels = image.imread(loss_png)[..., :3] * 255
+
+  difference = np.abs(pixels - color).max(axis=-1)
+  assert np.count_nonzero(difference < 2) > 50
+
+
+@pytest.fixture
+def finished_run(tmp_path):
+  """The result of a run that has taken all of its steps."""
   workdir = tmp_path / "run"
   with lock(workdir) as held:
     pass
@@ -87,40 +118,44 @@ def finished(tmp_path):
   )
 
 
-def files(result):
+def file_names(result):
   return sorted(path.name for path in epath.Path(result.workdir).iterdir())
 
 
-def test_a_finished_run_is_plotted_under_the_lock(finished, monkeypatch):
-  plotted = []
+def test_the_plot_is_written_while_the_workdir_is_locked(
+  finished_run, monkeypatch
+):
+  plotted_files = []
 
-  def plot(jsonl, png, attention):
+  def plot(log_path, png_path, attention):
     with pytest.raises(UserError, match="in use by another run"):
-      with lock(finished.workdir):
+      with lock(finished_run.workdir):
         pass
-    plotted.append(epath.Path(png).name)
+    plotted_files.append(epath.Path(png_path).name)
 
   monkeypatch.setattr(finish, "plot_losses", plot)
-  finish.finish(finished)
-  assert plotted == ["loss.png"]
-  with lock(finished.workdir):
+  finish.finish(finished_run)
+
+  assert plotted_files == ["loss.png"]
+  # The lock is free again.
+  with lock(finished_run.workdir):
     pass
 
 
-def test_a_stopped_run_writes_nothing(finished):
-  finish.finish(dataclasses.replace(finished, step=1))
-  assert files(finished) == ["lock", "metrics.jsonl"]
+def test_a_stopped_run_writes_nothing(finished_run):
+  finish.finish(dataclasses.replace(finished_run, step=1))
+  assert file_names(finished_run) == ["lock", "metrics.jsonl"]
 
 
-def test_nothing_is_written_while_another_run_has_the_workdir(finished):
-  with lock(finished.workdir):
+def test_nothing_is_written_while_another_run_has_the_lock(finished_run):
+  with lock(finished_run.workdir):
     with pytest.raises(UserError, match="in use by another run"):
-      finish.finish(finished)
-  assert files(finished) == ["lock", "metrics.jsonl"]
+      finish.finish(finished_run)
+  assert file_names(finished_run) == ["lock", "metrics.jsonl"]
 
 
-def test_a_workdir_that_was_deleted_is_not_made_again(finished):
-  epath.Path(finished.workdir).rmtree()
+def test_a_deleted_workdir_is_not_created_again(finished_run):
+  epath.Path(finished_run.workdir).rmtree()
   with pytest.raises(LostWorkdir):
-    finish.finish(finished)
-  assert not epath.Path(finished.workdir).exists()
+    finish.finish(finished_run)
+  assert not epath.Path(finished_run.workdir).exists()

@@ -1,4 +1,4 @@
-"""diffjax in a notebook: the package's names, and the project's notebook."""
+"""The functions of the package for notebooks, and the project's notebook."""
 
 import json
 import re
@@ -10,8 +10,7 @@ import threading
 import tomllib
 import typing
 
-import jax
-import numpy as np
+import chex
 import pytest
 
 import diffjax
@@ -60,14 +59,7 @@ def workdir(config, tmp_path_factory):
   return workdir
 
 
-def assert_same_parameters(trained, workdir):
-  jax.tree.map(
-    np.testing.assert_array_equal, trained.params, diffjax.load(workdir).params
-  )
-
-
-def test_load_and_sample(workdir):
-  """Texts and token ids have the same continuations."""
+def test_texts_and_token_ids_have_the_same_continuations(workdir):
   trained = diffjax.load(workdir)
   [text] = diffjax.Sampler(trained).generate(["def "], 20)
   tokenizer = trained.tokenizer
@@ -77,7 +69,7 @@ def test_load_and_sample(workdir):
   assert text == tokenizer.decode(ids)
 
 
-def test_a_sampler_without_a_tokenizer_takes_no_texts(workdir):
+def test_a_sampler_without_a_tokenizer_rejects_texts(workdir):
   trained = diffjax.load(workdir)
   sampler = diffjax.Sampler(trained.model, trained.params)
   message = "only a sampler made from a trained model"
@@ -85,13 +77,12 @@ def test_a_sampler_without_a_tokenizer_takes_no_texts(workdir):
     sampler.generate(["def "], 20)
 
 
-def test_a_step_without_a_checkpoint(workdir):
+def test_loading_a_step_without_a_checkpoint_is_an_error(workdir):
   with pytest.raises(UserError, match="no complete checkpoint of step 1"):
     diffjax.load(workdir, 1)
 
 
-def test_complete_is_the_samplers(workdir):
-  """Texts in, their continuations out."""
+def test_complete_returns_the_continuations_of_a_sampler(workdir):
   trained = diffjax.load(workdir)
   prompts = ["def ", "document 1\ndocument", ""]
   options = dict(temperature=1.0, top_k=20, top_p=0.9, seed=3)
@@ -116,7 +107,7 @@ def test_prompts_do_not_affect_each_other(workdir):
   assert diffjax.complete(trained, "def ", 20, **options) == texts[:1]
 
 
-def test_more_prompts_than_a_batch(workdir):
+def test_complete_accepts_more_prompts_than_a_batch(workdir):
   trained = diffjax.load(workdir)
   prompts = [f"document {number}\n" for number in range(20)]
   sampler = diffjax.Sampler(trained, batch_size=20)
@@ -131,7 +122,9 @@ def test_more_prompts_than_a_batch(workdir):
     (20, {"top_p": 2}, "top_p must be above 0 and at most 1; got 2"),
   ],
 )
-def test_options_out_of_range(workdir, max_new_tokens, options, message):
+def test_options_out_of_range_are_rejected(
+  workdir, max_new_tokens, options, message
+):
   trained = diffjax.load(workdir)
   with pytest.raises(UserError, match=message):
     diffjax.complete(trained, ["def "], max_new_tokens, **options)
@@ -141,18 +134,31 @@ def signal_handlers():
   return [signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)]
 
 
-def test_a_second_call_resumes_and_nothing_is_left_behind(
-  config, workdir, tmp_path
-):
-  """Neither signal handlers nor the workdir's lock, also after an error."""
-  handlers = signal_handlers()
+def test_a_second_call_resumes(config, tmp_path):
+  diffjax.fit(config, tmp_path)
+  longer_config = config.copy_and_resolve_references()
+  longer_config.train.steps = 3
+
+  trained = diffjax.fit(longer_config, tmp_path)
+
+  assert trained.name.endswith("at step 3")
+
+
+def test_the_same_config_gives_the_same_parameters(config, workdir, tmp_path):
   trained = diffjax.fit(config, tmp_path)
-  longer = config.copy_and_resolve_references()
-  longer.train.steps = 3
-  assert diffjax.fit(longer, tmp_path).name.endswith("at step 3")
-  longer.model.ffn_dim = 48
+
+  chex.assert_trees_all_equal(trained.params, diffjax.load(workdir).params)
+
+
+def test_fit_restores_signal_handlers_and_unlocks_after_an_error(
+  config, tmp_path
+):
+  handlers = signal_handlers()
+  diffjax.fit(config, tmp_path)
+  wrong_config = config.copy_and_resolve_references()
+  wrong_config.model.ffn_dim = 48
   with pytest.raises(UserError, match="model.ffn_dim was 32 and is 48"):
-    diffjax.fit(longer, tmp_path)
+    diffjax.fit(wrong_config, tmp_path)
 
   assert signal_handlers() == handlers
   assert signal.set_wakeup_fd(-1) == -1
@@ -162,12 +168,10 @@ def test_a_second_call_resumes_and_nothing_is_left_behind(
     with lock({str(tmp_path)!r}):
       pass
   """)
-  # It was the same run as the fixture's.
-  assert_same_parameters(trained, workdir)
 
 
-def test_in_another_thread(config, workdir, tmp_path):
-  """The same run, without signal handlers."""
+def test_fit_works_in_another_thread(config, workdir, tmp_path):
+  """Only the main thread may set signal handlers."""
   results = []
 
   def work():
@@ -179,18 +183,18 @@ def test_in_another_thread(config, workdir, tmp_path):
   thread.start()
   thread.join()
   trained, handlers_after_training = results
-  assert_same_parameters(trained, workdir)
+  chex.assert_trees_all_equal(trained.params, diffjax.load(workdir).params)
   assert handlers_after_training == handlers
 
 
-def test_a_config_is_checked(tmp_path):
+def test_an_invalid_config_is_rejected_before_anything_is_written(tmp_path):
   message = "config.train.batch_size = 0: must be at least 1"
   with pytest.raises(UserError, match=message):
     diffjax.fit(Config(train=TrainConfig(batch_size=0)), tmp_path)
   assert not list(tmp_path.iterdir())
 
 
-def test_values_of_a_config_are_checked(config, tmp_path):
+def test_unknown_fields_of_a_config_are_rejected(config, tmp_path):
   values = config.to_dict() | {"modle": {}}
   message = "config.modle is not a config field: did you mean model"
   with pytest.raises(UserError, match=message):
@@ -198,7 +202,7 @@ def test_values_of_a_config_are_checked(config, tmp_path):
   assert not list(tmp_path.iterdir())
 
 
-def test_the_package_shows_what_a_notebook_needs():
+def test_the_package_lists_its_public_names():
   assert set(diffjax.__all__) == {
     "Attention",
     "DiffAttention",
@@ -215,20 +219,20 @@ def test_the_package_shows_what_a_notebook_needs():
 
 
 @pytest.mark.parametrize("name", diffjax.__all__)
-def test_a_name_of_the_package_is_documented(name):
+def test_public_names_are_documented(name):
   assert getattr(diffjax, name).__doc__
   if name != "__version__":
     assert f"`{name}`" in diffjax.__doc__
 
 
-def test_an_unknown_name_of_the_package():
+def test_an_unknown_name_is_an_attribute_error():
   message = "module 'diffjax' has no attribute 'trian'"
   with pytest.raises(AttributeError, match=message):
     _ = diffjax.trian
 
 
-def test_one_version():
-  """pyproject.toml, CITATION.cff and CHANGELOG.md give the package's own."""
+def test_all_files_give_the_same_version():
+  """The files are pyproject.toml, CITATION.cff and CHANGELOG.md."""
   settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
   assert settings["project"]["dynamic"] == ["version"]
   assert "version" not in settings["project"]
@@ -255,7 +259,7 @@ def run_code(code):
   return result.stdout
 
 
-def test_importing_the_package_imports_nothing_else():
+def test_importing_the_package_imports_no_other_module():
   printed = run_code("""
     import json, sys, types, typing
     before = set(sys.modules)
@@ -266,7 +270,7 @@ def test_importing_the_package_imports_nothing_else():
 
 
 def test_importing_starts_no_thread_and_does_not_read_the_command_line():
-  """Neither the package nor what its names import, nor the commands do."""
+  """This holds for the package, its public names and the commands."""
   printed = run_code("""
     import pathlib, signal, sys, threading
     # Libraries read the command line when they are imported.
@@ -291,7 +295,7 @@ def test_importing_starts_no_thread_and_does_not_read_the_command_line():
   assert printed == "['MainThread']\n"
 
 
-def test_a_lock_of_another_process_is_respected(config, tmp_path):
+def test_fit_rejects_a_workdir_that_another_process_uses(config, tmp_path):
   code = (
     "import sys; from diffjax.host.lock import lock\n"
     "with lock(sys.argv[1]): print(flush=True); input()"
@@ -345,8 +349,8 @@ def check_outputs(cells):
   assert difference > map_1 > map_2
 
 
-def shown_texts(cells):
-  """Returns sources and outputs, without pictures."""
+def texts_of(cells):
+  """Returns the sources and outputs of cells, without pictures."""
   texts = []
   for cell in cells:
     texts.append(cell["source"])
@@ -365,11 +369,11 @@ def test_the_committed_notebook_was_executed():
   assert plots.style("diff").color in text
 
 
-def test_the_committed_notebook_names_no_machine():
-  """It was executed where the rows were prepared already."""
+def test_the_committed_notebook_has_no_paths_of_a_machine():
+  # "preparing" is printed where rows were not prepared before.
   cells = json.loads(NOTEBOOK.read_text())["cells"]
   path = r"/(home|root|tmp|work|Users|usr|opt)/|\\\\Users|preparing"
-  assert not re.search(path, shown_texts(cells))
+  assert not re.search(path, texts_of(cells))
 
 
 def output_kinds(cells):
@@ -382,8 +386,8 @@ def output_kinds(cells):
 
 
 @pytest.mark.full
-def test_the_notebook_runs_from_nothing(optimised, tmp_path):
-  """And shows what the committed one shows, cell by cell."""
+def test_the_notebook_runs_in_an_empty_directory(optimised, tmp_path):
+  """Each cell shows as much as the cell of the committed notebook."""
   import nbclient
   import nbformat
 

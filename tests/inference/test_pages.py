@@ -1,7 +1,8 @@
-"""A pool of pages: rows have as many as they need, what is written is where it belongs, and int8 is as near as its scales allow."""
+"""The cache's pages: each row has as many as it needs, and finds its tokens."""
 
-import functools
+from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,161 +16,209 @@ from diffjax.inference.pages import (
   read_rows,
   write_tokens,
 )
+from tests.harness.tolerances import FLOAT32
 
-SIZE, K, W = 4, 2, 3
+PAGE_SIZE = 4
+NUM_HEADS = 2
+HEAD_DIM = 3
+NUM_ROWS = 3
+NUM_PAGES = 9
+UNWRITTEN = 77.0
+# The first row has three pages, the second one and the third two. Entries of
+# NUM_PAGES are no pages.
+TABLES = np.array([[7, 1, 3], [0, 9, 9], [5, 8, 9]], np.int32)
+PAGES_PER_ROW = (3, 1, 2)
+UNUSED_PAGES = [2, 4, 6]
+
 write = jax.jit(write_tokens)
-TABLES = np.array(
-  [[7, 1, 3], [0, 9, 9], [5, 8, 9]], np.int32
-)  # of 9 pages: the second row has one, the third two
 
 
-def pieces(rng, width=W):
-  """Writes of unequal numbers of tokens a row: [(new, counts)]."""
-  for T, counts in (
-    (5, (5, 2, 3)),
-    (1, (1, 1, 1)),
-    (1, (1, 0, 1)),
-    (4, (3, 4, 4)),
-    (6, (2, 1, 6)),
-  ):
-    yield (
-      rng.normal(size=(3, T, K, width)).astype(np.float32)
-      * rng.uniform(0.2, 3),
-      np.array(counts, np.int32),
-    )
+class Piece(NamedTuple):
+  """Tokens that are written at once.
+
+  Attributes:
+    tokens: an array of shape [rows, tokens, heads, dim].
+    counts: how many of the tokens count, for each row.
+  """
+
+  tokens: np.ndarray
+  counts: np.ndarray
 
 
-def grown(pool, tables, spoil=np.nan):
-  """The pool after all writes, and what each row should hold, as far as its pages go."""
-  starts, rows = np.zeros(3, np.int32), [[], [], []]
-  for new, counts in pieces(np.random.default_rng(0), pool.tokens.shape[3]):
+def make_pieces(head_dim):
+  """Returns pieces with different numbers of tokens in each row.
+
+  Tokens that do not count are NaN, so that any use of them is seen.
+  """
+  rng = np.random.default_rng(0)
+  pieces = []
+  for counts in ((5, 2, 3), (1, 1, 1), (1, 0, 1), (3, 4, 4), (2, 1, 6)):
+    shape = (NUM_ROWS, max(counts), NUM_HEADS, head_dim)
+    tokens = rng.normal(size=shape).astype(np.float32) * rng.uniform(0.2, 3)
     for row, count in enumerate(counts):
-      rows[row] += list(new[row, :count])
-      new[row, count:] = spoil  # tokens that do not count leave no trace
-    pool, starts = write(pool, tables, new, starts, counts), starts + counts
-  return pool, [np.array(row) for row in rows]
+      tokens[row, count:] = np.nan
+    pieces.append(Piece(tokens, np.array(counts, np.int32)))
+  return pieces
 
 
-@pytest.mark.parametrize(
-  "tables, width",
-  [(TABLES, W), (TABLES, 128), (None, W)],
-  ids=["pages", "pages on lanes", "a page a row"],
-)
-def test_tokens_are_where_they_belong_and_nothing_else_is_touched(
-  tables, width
-):
-  pool = Pool(
-    jnp.full(
-      (9, K, SIZE, width) if tables is not None else (3, K, 3 * SIZE, width),
-      77.0,
-    )
+def write_pieces(pool, tables, pieces):
+  """Returns the pool after all pieces were written one after the other."""
+  lengths = np.zeros(NUM_ROWS, np.int32)
+  for tokens, counts in pieces:
+    pool = write(pool, tables, tokens, lengths, counts)
+    lengths += counts
+  return pool
+
+
+def tokens_of_row(pieces, row):
+  """Returns the tokens of a row that count, in the order of writing."""
+  return np.concatenate(
+    [tokens[row, : counts[row]] for tokens, counts in pieces]
   )
-  pool, rows = grown(pool, tables)
-  found = read_rows(pool, tables, jnp.float32)
-  for row, (wanted, pages) in enumerate(
-    zip(rows, (3, 1, 2) if tables is not None else (3, 3, 3), strict=True)
-  ):
-    kept = wanted[: pages * SIZE]
-    np.testing.assert_array_equal(found[row, : len(kept)], kept)
-    assert (found[row, len(kept) : pages * SIZE] == 77).all()
-  if tables is not None:
-    assert (np.asarray(pool.tokens)[[2, 4, 6]] == 77).all()
 
 
-def test_int8_is_off_by_half_a_step_of_each_scale_that_it_had():
-  """And by half a step alone where the largest of a page came first."""
-  pool, rows = grown(empty_pool(9, K, SIZE, W, jnp.int8), TABLES)
-  assert pool.tokens.dtype == jnp.int8 and pool.scale.dtype == jnp.float32
-  found = read_rows(pool, TABLES, jnp.float32)
-  for row, (wanted, pages) in enumerate(zip(rows, (3, 1, 2), strict=True)):
-    for page in range(pages):
-      kept = wanted[page * SIZE : (page + 1) * SIZE]
-      scale = np.asarray(pool.scale)[TABLES[row, page]]
-      np.testing.assert_allclose(
-        scale, np.abs(kept).max(axis=(0, 2)) / 127, rtol=1e-6
-      )
-      error = np.abs(
-        np.asarray(found[row, page * SIZE : page * SIZE + len(kept)]) - kept
-      ).max(axis=2)
-      peaks = (
-        np.maximum.accumulate(np.abs(kept).max(axis=2)) / 127
-      )  # the scale can have risen with each token
-      steps = [
-        np.unique(np.append(peaks[at:, head], scale[head]).astype(np.float32))
-        for at in range(len(kept))
-        for head in range(K)
-      ]
-      bound = np.array([step.sum() / 2 for step in steps]).reshape(len(kept), K)
-      assert (error <= bound * 1.001).all()
+@pytest.mark.parametrize("head_dim", [3, 128])
+def test_rows_find_their_tokens_in_their_pages(head_dim):
+  shape = (NUM_PAGES, NUM_HEADS, PAGE_SIZE, head_dim)
+  pieces = make_pieces(head_dim)
+
+  pool = write_pieces(Pool(jnp.full(shape, UNWRITTEN)), TABLES, pieces)
+
+  rows = read_rows(pool, TABLES, jnp.float32)
+  for row, num_pages in enumerate(PAGES_PER_ROW):
+    room = num_pages * PAGE_SIZE
+    expected = tokens_of_row(pieces, row)[:room]
+    num_tokens = len(expected)
+    chex.assert_trees_all_equal(np.asarray(rows[row, :num_tokens]), expected)
+    # The rest of the last page is not touched.
+    assert (rows[row, num_tokens:room] == UNWRITTEN).all()
+  assert (np.asarray(pool.tokens)[UNUSED_PAGES] == UNWRITTEN).all()
+
+
+def test_without_tables_each_row_is_a_page():
+  row_size = 3 * PAGE_SIZE
+  shape = (NUM_ROWS, NUM_HEADS, row_size, HEAD_DIM)
+  pieces = make_pieces(HEAD_DIM)
+
+  pool = write_pieces(Pool(jnp.full(shape, UNWRITTEN)), None, pieces)
+
+  rows = read_rows(pool, None, jnp.float32)
+  for row in range(NUM_ROWS):
+    expected = tokens_of_row(pieces, row)[:row_size]
+    num_tokens = len(expected)
+    chex.assert_trees_all_equal(np.asarray(rows[row, :num_tokens]), expected)
+    assert (rows[row, num_tokens:] == UNWRITTEN).all()
+
+
+def test_a_row_without_pages_writes_nothing():
+  shape = (2, NUM_HEADS, PAGE_SIZE, HEAD_DIM)
+  tables = np.full((1, 2), 2, np.int32)
+  tokens = np.ones((1, 5, NUM_HEADS, HEAD_DIM), np.float32)
+  float32_pool = Pool(jnp.full(shape, UNWRITTEN))
+  int8_pool = Pool(jnp.full(shape, 77, jnp.int8), jnp.ones((2, NUM_HEADS)))
+
+  for pool in (float32_pool, int8_pool):
+    after = write(pool, tables, tokens, np.array([2]), np.array([5]))
+    chex.assert_trees_all_equal(after, pool)
+
+
+# int8. Each page has a scale for each head: its largest value / 127.
+
+
+def max_rounding_error(tokens, final_scale):
+  """Returns how far an int8 token may be from the original, [tokens, heads].
+
+  A token is rounded when it is written, and again whenever a larger token
+  raises the scale of the page. Each rounding adds at most half of a step.
+
+  Args:
+    tokens: the tokens of a page, [tokens, heads, dim].
+    final_scale: the scale of the page, [heads].
+  """
+  largest_so_far = np.maximum.accumulate(np.abs(tokens).max(axis=2))
+  scales = largest_so_far / 127
+  bounds = np.zeros_like(scales)
+  for index in range(len(tokens)):
+    for head in range(NUM_HEADS):
+      later_scales = np.append(scales[index:, head], final_scale[head])
+      distinct_scales = np.unique(later_scales.astype(np.float32))
+      bounds[index, head] = distinct_scales.sum() / 2
+  return bounds
+
+
+def test_int8_tokens_are_rounded_to_the_scales_of_their_pages():
+  pieces = make_pieces(HEAD_DIM)
+  pool = empty_pool(NUM_PAGES, NUM_HEADS, PAGE_SIZE, HEAD_DIM, jnp.int8)
+
+  pool = write_pieces(pool, TABLES, pieces)
+
+  assert pool.tokens.dtype == jnp.int8
+  assert pool.scale.dtype == jnp.float32
+  rows = np.asarray(read_rows(pool, TABLES, jnp.float32))
+  for row, num_pages in enumerate(PAGES_PER_ROW):
+    for page in range(num_pages):
+      start = page * PAGE_SIZE
+      tokens = tokens_of_row(pieces, row)[start : start + PAGE_SIZE]
+      scale = np.asarray(pool.scale[TABLES[row, page]])
+      expected_scale = np.abs(tokens).max(axis=(0, 2)) / 127
+      chex.assert_trees_all_close(scale, expected_scale, **FLOAT32)
+
+      stored = rows[row, start : start + len(tokens)]
+      error = np.abs(stored - tokens).max(axis=2)
+      assert (error <= max_rounding_error(tokens, scale) * 1.001).all()
       assert error.max() > 0
 
 
-def test_int8_does_not_change_while_the_scale_stands():
-  rng, tables = np.random.default_rng(1), np.array([[0]], np.int32)
-  pool = empty_pool(1, K, SIZE, W, jnp.int8)
-  new = rng.uniform(-1, 1, (1, SIZE, K, W)).astype(np.float32)
-  new[0, 0, :, 0] = 1  # the largest comes first
-  stored = []
-  for at in range(SIZE):
-    pool = write(
-      pool,
-      tables,
-      new[:, at : at + 1],
-      np.array([at], np.int32),
-      np.array([1], np.int32),
-    )
-    stored.append(np.asarray(pool.tokens)[0, :, : at + 1])
-  for before, after in zip(stored, stored[1:], strict=False):
-    np.testing.assert_array_equal(before, after[:, : before.shape[1]])
-  np.testing.assert_array_equal(
-    stored[-1], np.round(new[0].swapaxes(0, 1) * 127).astype(np.int8)
+def test_int8_tokens_stay_the_same_while_the_scale_does():
+  rng = np.random.default_rng(1)
+  shape = (1, PAGE_SIZE, NUM_HEADS, HEAD_DIM)
+  tokens = rng.uniform(-1, 1, shape).astype(np.float32)
+  # The first token is the largest and determines the scale.
+  tokens[0, 0, :, 0] = 1
+  expected = np.round(tokens[0].swapaxes(0, 1) * 127).astype(np.int8)
+  pool = empty_pool(1, NUM_HEADS, PAGE_SIZE, HEAD_DIM, jnp.int8)
+  tables = np.array([[0]], np.int32)
+
+  for index in range(PAGE_SIZE):
+    token = tokens[:, [index]]
+    pool = write(pool, tables, token, np.array([index]), np.array([1]))
+    stored = np.asarray(pool.tokens)[0, :, : index + 1]
+    chex.assert_trees_all_equal(stored, expected[:, : index + 1])
+
+
+def test_a_reused_page_does_not_keep_its_old_scale():
+  used_pool = Pool(
+    jnp.full((1, NUM_HEADS, PAGE_SIZE, HEAD_DIM), 127, jnp.int8),
+    jnp.full((1, NUM_HEADS), 1e6),
   )
+  tables = np.array([[0]], np.int32)
+  token = np.full((1, 1, NUM_HEADS, HEAD_DIM), 0.5, np.float32)
+
+  pool = write(used_pool, tables, token, np.array([0]), np.array([1]))
+
+  stored = read_rows(pool, tables, jnp.float32)[0, 0]
+  chex.assert_trees_all_close(np.asarray(stored), token[0, 0], **FLOAT32)
 
 
-def test_a_page_that_is_used_again_has_no_scale_from_before():
-  pool = Pool(jnp.full((1, K, SIZE, W), 127, jnp.int8), jnp.full((1, K), 1e6))
-  new = np.full((1, 1, K, W), 0.5, np.float32)
-  pool = write(
-    pool,
-    np.array([[0]], np.int32),
-    new,
-    np.array([0], np.int32),
-    np.array([1], np.int32),
+# Allocation.
+
+
+def test_rows_get_only_the_pages_that_they_need():
+  tables = allocate([9, 0, 4, 1], num_pages=5, pages_per_row=4, size=PAGE_SIZE)
+
+  chex.assert_shape(tables, (4, 4))
+  assert tables.dtype == np.int32
+  is_page = tables < 5
+  assert is_page.sum(axis=1).tolist() == [3, 0, 1, 1]
+  # The pages of a row come first, and no two rows share one.
+  assert (np.sort(~is_page, axis=1) == ~is_page).all()
+  assert sorted(tables[is_page]) == [0, 1, 2, 3, 4]
+
+
+def test_too_few_pages_are_an_error():
+  message = (
+    "rows of 9, 9 tokens need 6 pages of 4 tokens, and the cache has 5:"
+    " give it more"
   )
-  np.testing.assert_allclose(
-    read_rows(pool, np.array([[0]]), jnp.float32)[0, 0], new[0, 0], rtol=1e-6
-  )
-
-
-def test_rows_get_the_pages_that_they_need_and_no_more():
-  tables = allocate([9, 0, 4, 1], num_pages=5, pages_per_row=4, size=SIZE)
-  assert tables.dtype == np.int32 and tables.shape == (4, 4)
-  assert [np.count_nonzero(row < 5) for row in tables] == [3, 0, 1, 1]
-  assert all((row[: np.count_nonzero(row < 5)] < 5).all() for row in tables)
-  assert sorted(tables[tables < 5]) == [0, 1, 2, 3, 4]
-  with pytest.raises(
-    UserError,
-    match="rows of 9, 9 tokens need 6 pages of 4 tokens, and the cache has 5: give it more",
-  ):
-    allocate([9, 9], num_pages=5, pages_per_row=4, size=SIZE)
-
-
-def test_nothing_is_written_by_a_row_without_pages():
-  pool = Pool(jnp.full((2, K, SIZE, W), 77.0))
-  tables = np.full((1, 2), 2, np.int32)
-  for dtype in (jnp.float32, jnp.int8):
-    before = (
-      pool
-      if dtype == jnp.float32
-      else Pool(pool.tokens.astype(jnp.int8), jnp.ones((2, K)))
-    )
-    after = write(
-      before,
-      tables,
-      np.ones((1, 5, K, W), np.float32),
-      np.array([2], np.int32),
-      np.array([5], np.int32),
-    )
-    jax.tree.map(
-      functools.partial(np.testing.assert_array_equal), after, before
-    )
+  with pytest.raises(UserError, match=message):
+    allocate([9, 9], num_pages=5, pages_per_row=4, size=PAGE_SIZE)

@@ -1,5 +1,6 @@
-"""Generation: as a loop over the whole model would do it, whatever stands beside a row, and compiled once."""
+"""The sampler generates what a loop over the whole model would generate."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from diffjax.config import ModelConfig, UserError
 from diffjax.inference.sampler import Sampler
 from diffjax.model.decoder import Decoder, logits
+from tests.harness.tolerances import FLOAT32_MODEL
 
 CONFIG = ModelConfig(
   vocab_size=64,
@@ -19,12 +21,9 @@ CONFIG = ModelConfig(
   ffn_dim=48,
   max_length=300,
 )
-PROMPTS = [
-  [5],
-  [7, 3, 9],
-  list(range(1, 60)),
-  [int(i) for i in np.random.default_rng(0).integers(0, 64, 140)],
-]
+CAPACITY = 200
+LONG_PROMPT = np.random.default_rng(0).integers(0, 64, 140).tolist()
+PROMPTS = [[5], [7, 3, 9], list(range(1, 60)), LONG_PROMPT]
 
 
 @pytest.fixture(scope="module")
@@ -34,179 +33,275 @@ def model():
 
 @pytest.fixture(scope="module")
 def params(model):
-  params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))[
-    "params"
-  ]
-  return params | {
-    "embedding": 3 * params["embedding"]
-  }  # logits far enough apart that rounding decides nothing
+  ids = jnp.zeros((1, 1), jnp.int32)
+  params = jax.jit(model.init)(jax.random.key(0), ids)["params"]
+  # Larger embeddings separate the logits, so that rounding errors do not change
+  # which token is the most likely one.
+  return params | {"embedding": 3 * params["embedding"]}
 
 
 @pytest.fixture(scope="module")
 def sampler(model, params):
-  return Sampler(model, params, batch_size=4, capacity=200)
+  return Sampler(model, params, batch_size=4, capacity=CAPACITY)
 
 
 @pytest.fixture(scope="module")
 def next_logits(model, params):
-  apply = jax.jit(
-    lambda window: logits(params, model.apply({"params": params}, window))
-  )
+  """Returns a function from token ids to the logits of the next token.
 
-  def function(ids):
-    window = (
-      jnp.zeros((1, 200), jnp.int32).at[0, : len(ids)].set(jnp.asarray(ids))
-    )
-    return np.asarray(apply(window)[0, len(ids) - 1])
+  It applies the whole model, without a cache.
+  """
 
-  return function
+  @jax.jit
+  def all_logits(window):
+    return logits(params, model.apply({"params": params}, window))
+
+  def last_logits(ids):
+    window = np.zeros((1, CAPACITY), np.int32)
+    window[0, : len(ids)] = ids
+    return np.asarray(all_logits(window)[0, len(ids) - 1])
+
+  return last_logits
 
 
-def greedily(next_logits, prompt, count):
+def generate_greedily(next_logits, prompt, num_tokens):
+  """Returns the tokens that a loop over the whole model generates."""
   ids = list(prompt)
-  for _ in range(count):
-    ids.append(int(np.argmax(next_logits(ids))))
+  for _ in range(num_tokens):
+    next_id = int(np.argmax(next_logits(ids)))
+    ids.append(next_id)
   return ids[len(prompt) :]
 
 
-def test_prefill_and_steps_give_the_models_logits(sampler, next_logits):
-  state, rows = sampler.prefill(PROMPTS), [list(prompt) for prompt in PROMPTS]
+# The model's outputs.
+
+
+def test_prefill_and_steps_give_the_logits_of_the_model(sampler, next_logits):
+  rows = [list(prompt) for prompt in PROMPTS]
+
+  state = sampler.prefill(PROMPTS)
+  expected = np.array([next_logits(row) for row in rows])
+  chex.assert_trees_all_close(state.logits, expected, **FLOAT32_MODEL)
+
   for tokens in ([1, 2, 3, 4], [9, 8, 7, 6]):
-    np.testing.assert_allclose(
-      state.logits, [next_logits(row) for row in rows], rtol=1e-4, atol=1e-4
-    )
-    rows = [[*row, token] for row, token in zip(rows, tokens, strict=True)]
     state = sampler.step(state, tokens)
-  np.testing.assert_allclose(
-    state.logits, [next_logits(row) for row in rows], rtol=1e-4, atol=1e-4
-  )
-
-
-def test_prompts_may_share_a_beginning_that_is_read_once(sampler, next_logits):
-  shared, rest = PROMPTS[3], [[5], [7, 3, 9], list(range(1, 60)), [4, 4]]
-  beginning, compiled = (
-    sampler.prefill([shared] * 4),
-    sampler._prefill._cache_size(),
-  )
-  for tails in (rest, rest[::-1], rest[:2]):
-    state = sampler.read(beginning, tails)
-    np.testing.assert_allclose(
-      state.logits[: len(tails)],
-      [next_logits([*shared, *tail]) for tail in tails],
-      rtol=1e-4,
-      atol=1e-4,
-    )
-  state = sampler.step(sampler.read(beginning, rest), [1, 2, 3, 4])
-  np.testing.assert_allclose(
-    state.logits[2], next_logits([*shared, *rest[2], 3]), rtol=1e-4, atol=1e-4
-  )
-  assert sampler._prefill._cache_size() == compiled
-  with pytest.raises(
-    UserError,
-    match="a prompt of 61 tokens behind 140 others: it must have 1 to 60",
-  ):
-    sampler.read(beginning, [list(range(61))])
-  with pytest.raises(UserError, match="a prompt of 0 tokens"):
-    sampler.read(beginning, [[1], []])
-
-
-def test_greedy_generation_is_the_loop_over_the_whole_model(
-  sampler, next_logits
-):
-  wanted = [
-    greedily(next_logits, prompt, 21) for prompt in PROMPTS
-  ]  # 21: two bursts and a part of a third
-  assert sampler.generate(PROMPTS, 21) == wanted
-  assert sampler.generate([*PROMPTS, *PROMPTS[:2]], 3) == [
-    row[:3] for row in [*wanted, *wanted[:2]]
-  ]  # more prompts than rows
-  assert sampler.generate(PROMPTS[2:3], 5) == [wanted[2][:5]]
-
-
-def test_a_stop_token_ends_its_row_alone(sampler, next_logits):
-  whole = sampler.generate(PROMPTS, 20)
-  stop = whole[1][5]
-  ended = [row[: row.index(stop)] if stop in row else row for row in whole]
-  assert sampler.generate(PROMPTS, 20, stop_ids=[stop]) == ended
-  assert len(ended[1]) < 20
-
-
-def test_a_predicate_ends_its_row_with_the_token_that_it_asks_about(sampler):
-  whole = sampler.generate(PROMPTS, 20)
-  assert sampler.generate(PROMPTS, 20, stop=lambda ids: len(ids) == 11) == [
-    row[:11] for row in whole
-  ]
-
-
-def test_draws_follow_the_models_probabilities(model, params, next_logits):
-  """One token, 4,000 draws: frequencies against temperature, top_k and top_p computed by hand."""
-  sampler, prompt = (
-    Sampler(model, params, batch_size=500, capacity=4),
-    PROMPTS[1],
-  )
-  scaled = np.float64(next_logits(prompt)) / 1.7
-  order = np.argsort(-scaled)
-
-  def expected(top_k, top_p):
-    probability = np.exp(scaled - scaled.max())
-    if top_k:
-      probability[order[top_k:]] = 0
-    probability /= probability.sum()
-    before = np.cumsum(probability[order]) - probability[order]
-    probability[order[before >= top_p]] = 0
-    return probability / probability.sum()
-
-  for top_k, top_p in ((0, 1.0), (5, 1.0), (0, 0.6), (8, 0.7)):
-    drawn = sampler.generate(
-      [prompt] * 4000, 1, temperature=1.7, top_k=top_k, top_p=top_p, seed=3
-    )
-    frequency = np.bincount(np.ravel(drawn), minlength=64) / 4000
-    wanted = expected(top_k, top_p)
-    assert not frequency[wanted == 0].any()
-    assert np.abs(frequency - wanted).max() < 5 * np.sqrt(wanted.max() / 4000)
-    assert np.count_nonzero(wanted) > 1
-
-
-def test_a_rows_draws_depend_on_seed_and_row_alone(model, params, sampler):
-  options = dict(temperature=4.0, seed=5)
-  together = sampler.generate(PROMPTS, 12, **options)
-  assert (
-    Sampler(model, params, batch_size=2, capacity=160).generate(
-      PROMPTS, 12, **options
-    )
-    == together
-  )
-  assert sampler.generate(PROMPTS, 12, temperature=4.0, seed=6) != together
-  assert (
-    sampler.generate([PROMPTS[0]] * 2, 12, **options)[0]
-    != sampler.generate([PROMPTS[0]] * 2, 12, **options)[1]
-  )
-  assert sampler.generate(
-    PROMPTS, 12, temperature=4.0, top_k=1, seed=5
-  ) == sampler.generate(PROMPTS, 12)
-
-
-def test_each_place_has_noise_of_its_own(sampler):
-  """So hot that every token is as likely: noise that came back would bring the same token back."""
-  (row,) = sampler.generate([PROMPTS[0]], 20, temperature=1e6, seed=5)
-  assert len(set(row)) > 10
-
-
-def test_nothing_compiles_twice(model, params):
-  """Whatever the lengths of prompts and answers and the settings of one way of drawing."""
-  sampler = Sampler(model, params, batch_size=2, capacity=64)
-  sampler.generate([[1], [2, 3]], 9, temperature=0.5, top_k=3)
-  functions = (sampler._prefill, sampler._draw)
-  before = [function._cache_size() for function in functions]
-  sampler.generate(
-    [[4, 5, 6, 7]], 30, temperature=0.9, top_k=7, top_p=0.3, seed=9
-  )
-  sampler.generate([list(range(50)), [1]], 3, temperature=2.0, top_p=0.9)
-  assert [function._cache_size() for function in functions] == before == [1, 1]
+    for row, token in zip(rows, tokens, strict=True):
+      row.append(token)
+    expected = np.array([next_logits(row) for row in rows])
+    chex.assert_trees_all_close(state.logits, expected, **FLOAT32_MODEL)
 
 
 @pytest.mark.parametrize(
-  ("prompts", "count", "options", "message"),
+  "tails",
+  [
+    pytest.param([[5], [7, 3, 9], list(range(1, 60)), [4, 4]], id="full batch"),
+    pytest.param([list(range(1, 60)), [4, 4]], id="half a batch"),
+  ],
+)
+def test_prompts_can_share_a_prefix_that_is_read_once(
+  sampler, next_logits, tails
+):
+  prefix = sampler.prefill([LONG_PROMPT] * 4)
+
+  state = sampler.read(prefix, tails)
+
+  expected = np.array([next_logits([*LONG_PROMPT, *tail]) for tail in tails])
+  chex.assert_trees_all_close(
+    state.logits[: len(tails)], expected, **FLOAT32_MODEL
+  )
+
+
+def test_generation_continues_after_a_shared_prefix(sampler, next_logits):
+  prefix = sampler.prefill([LONG_PROMPT] * 4)
+  state = sampler.read(prefix, [[5], [7], [8, 9], [4]])
+
+  state = sampler.step(state, [1, 2, 3, 4])
+
+  expected = next_logits([*LONG_PROMPT, 8, 9, 3])
+  chex.assert_trees_all_close(state.logits[2], expected, **FLOAT32_MODEL)
+
+
+@pytest.mark.parametrize(
+  ("tails", "message"),
+  [
+    (
+      [list(range(61))],
+      "a prompt of 61 tokens behind 140 others: it must have 1 to 60",
+    ),
+    ([[1], []], "a prompt of 0 tokens"),
+  ],
+  ids=["too long", "empty"],
+)
+def test_a_tail_must_fit_behind_its_prefix(sampler, tails, message):
+  prefix = sampler.prefill([LONG_PROMPT] * 4)
+  with pytest.raises(UserError, match=message):
+    sampler.read(prefix, tails)
+
+
+# Greedy generation.
+
+
+def test_greedy_generation_equals_a_loop_over_the_model(sampler, next_logits):
+  # 21 tokens are two bursts of the sampler and a part of a third.
+  expected = [generate_greedily(next_logits, prompt, 21) for prompt in PROMPTS]
+
+  assert sampler.generate(PROMPTS, 21) == expected
+
+
+@pytest.mark.parametrize(
+  "prompts",
+  [
+    pytest.param([*PROMPTS, *PROMPTS[:2]], id="more than a batch"),
+    pytest.param(PROMPTS[2:3], id="less than a batch"),
+  ],
+)
+def test_the_number_of_prompts_does_not_change_the_answers(sampler, prompts):
+  answers = sampler.generate(prompts, 5)
+
+  answers_alone = [sampler.generate([prompt], 5)[0] for prompt in prompts]
+  assert answers == answers_alone
+
+
+def test_a_stop_token_ends_only_its_own_row(sampler):
+  answers = sampler.generate(PROMPTS, 20)
+  stop_id = answers[1][5]
+  expected = []
+  for answer in answers:
+    if stop_id in answer:
+      answer = answer[: answer.index(stop_id)]
+    expected.append(answer)
+
+  assert sampler.generate(PROMPTS, 20, stop_ids=[stop_id]) == expected
+  assert len(expected[1]) < 20
+
+
+def test_a_stop_predicate_ends_a_row_after_the_token_it_accepts(sampler):
+  def has_eleven_tokens(ids):
+    return len(ids) == 11
+
+  answers = sampler.generate(PROMPTS, 20)
+  expected = [answer[:11] for answer in answers]
+
+  assert sampler.generate(PROMPTS, 20, stop=has_eleven_tokens) == expected
+
+
+# Random draws.
+
+
+def filtered_probabilities(scaled_logits, top_k, top_p):
+  """Returns the probabilities of the tokens that top-k and top-p keep."""
+  order = np.argsort(-scaled_logits)
+  probabilities = np.exp(scaled_logits - scaled_logits.max())
+  if top_k > 0:
+    probabilities[order[top_k:]] = 0
+  probabilities /= probabilities.sum()
+
+  # top-p drops a token if the more likely ones have this probability already.
+  sorted_probabilities = probabilities[order]
+  probability_before = np.cumsum(sorted_probabilities) - sorted_probabilities
+  probabilities[order[probability_before >= top_p]] = 0
+  return probabilities / probabilities.sum()
+
+
+@pytest.fixture(scope="module")
+def wide_sampler(model, params):
+  """A sampler that draws many answers at a time."""
+  return Sampler(model, params, batch_size=500, capacity=4)
+
+
+@pytest.mark.parametrize(
+  ("top_k", "top_p"), [(0, 1.0), (5, 1.0), (0, 0.6), (8, 0.7)]
+)
+def test_draws_follow_the_probabilities_of_the_model(
+  wide_sampler, next_logits, top_k, top_p
+):
+  prompt = PROMPTS[1]
+  temperature = 1.7
+  num_draws = 4000
+  scaled_logits = np.float64(next_logits(prompt)) / temperature
+  expected = filtered_probabilities(scaled_logits, top_k, top_p)
+
+  draws = wide_sampler.generate(
+    [prompt] * num_draws,
+    1,
+    temperature=temperature,
+    top_k=top_k,
+    top_p=top_p,
+    seed=3,
+  )
+
+  frequencies = np.bincount(np.ravel(draws), minlength=64) / num_draws
+  standard_error = np.sqrt(expected.max() / num_draws)
+  assert np.count_nonzero(expected) > 1
+  assert not frequencies[expected == 0].any()
+  assert np.abs(frequencies - expected).max() < 5 * standard_error
+
+
+def test_draws_do_not_depend_on_the_batch_size(model, params, sampler):
+  options = dict(temperature=4.0, seed=5)
+  narrow_sampler = Sampler(model, params, batch_size=2, capacity=160)
+
+  answers = narrow_sampler.generate(PROMPTS, 12, **options)
+
+  assert answers == sampler.generate(PROMPTS, 12, **options)
+
+
+def test_draws_depend_on_the_seed(sampler):
+  answers = sampler.generate(PROMPTS, 12, temperature=4.0, seed=5)
+
+  assert sampler.generate(PROMPTS, 12, temperature=4.0, seed=6) != answers
+
+
+def test_draws_depend_on_the_row(sampler):
+  first, second = sampler.generate([PROMPTS[0]] * 2, 12, temperature=4, seed=5)
+
+  assert first != second
+
+
+def test_draws_from_one_token_are_greedy(sampler):
+  answers = sampler.generate(PROMPTS, 12, temperature=4.0, top_k=1, seed=5)
+
+  assert answers == sampler.generate(PROMPTS, 12)
+
+
+def test_each_position_has_its_own_noise(sampler):
+  # At this temperature all tokens are equally likely. If all positions had the
+  # same noise, they would get the same token.
+  (answer,) = sampler.generate([PROMPTS[0]], 20, temperature=1e6, seed=5)
+
+  assert len(set(answer)) > 10
+
+
+def test_draws_do_not_depend_on_the_default_generator_of_jax(
+  model, params, sampler
+):
+  """With "rbg", the numbers of a row would depend on the other rows."""
+  options = dict(temperature=4.0, seed=5)
+  expected = sampler.generate(PROMPTS, 12, **options)
+
+  with jax.default_prng_impl("rbg"):
+    other_sampler = Sampler(model, params, batch_size=2, capacity=160)
+    assert other_sampler.generate(PROMPTS, 12, **options) == expected
+
+
+def test_lengths_and_settings_do_not_recompile(model, params):
+  sampler = Sampler(model, params, batch_size=2, capacity=64)
+
+  sampler.generate([[1], [2, 3]], 9, temperature=0.5, top_k=3)
+  sampler.generate([[4, 5]], 30, temperature=0.9, top_k=7, top_p=0.3, seed=9)
+  sampler.generate([list(range(50)), [1]], 3, temperature=2.0, top_p=0.9)
+  prefix = sampler.prefill([list(range(20))] * 2)
+  sampler.read(prefix, [[1], [2, 3]])
+
+  assert sampler._prefill._cache_size() == 1
+  assert sampler._draw._cache_size() == 1
+
+
+# Wrong arguments.
+
+
+@pytest.mark.parametrize(
+  ("prompts", "num_tokens", "options", "message"),
   [
     (
       [list(range(60)) * 4],
@@ -217,145 +312,173 @@ def test_nothing_compiles_twice(model, params):
     ([[1] * 150], 51, {}, "150 tokens and 51 new"),
     ([[]], 1, {}, "a prompt of 0 tokens"),
     ([[1]], 0, {}, "max_new_tokens must be at least 1; got 0"),
-    (
-      [[1]],
-      1,
-      {"temperature": -1.0},
-      "temperature must be at least 0; got -1.0",
-    ),
+    ([[1]], -2, {}, "max_new_tokens must be at least 1"),
+    ([[1]], 2.5, {}, "max_new_tokens .* integer .* got 2.5"),
+    ([[1]], True, {}, "max_new_tokens .* got True"),
+    ([[1]], 1, {"temperature": -1.0}, "temperature must be at least 0; got -1"),
     ([[1]], 1, {"temperature": float("nan")}, "temperature"),
     ([[1]], 1, {"top_p": 0.0}, "top_p must be above 0"),
     ([[1]], 1, {"top_k": -1}, "top_k must be at least 0"),
+    ([[1]], 1, {"top_k": 2.5}, "top_k must be an integer"),
+    ([[1]], 1, {"seed": 1.5}, "seed must be an integer"),
+    ([[1]], 1, {"seed": 2**31}, "seed must be an integer"),
+    ([1, 2], 2, {}, "prompt 0 is 1: pass a sequence"),
+    ([[1], "text"], 2, {}, "prompt 0 is no text, but others"),
+    (["text", [1]], 2, {}, "prompt 1 is no text, but others"),
   ],
 )
-def test_bad_input(sampler, prompts, count, options, message):
+def test_wrong_arguments_of_generate_are_rejected(
+  sampler, prompts, num_tokens, options, message
+):
   with pytest.raises(UserError, match=message):
-    sampler.generate(prompts, count, **options)
+    sampler.generate(prompts, num_tokens, **options)
 
 
-@pytest.mark.parametrize("token", [64, -1, 7.9, True, float("nan")], ids=repr)
-def test_ids_outside_the_vocabulary_are_refused(sampler, token):
-  """At every entry, and in a late batch before the first one is read."""
-  wrong = [[1], [2, token]]
+def test_prefill_rejects_texts(sampler):
+  with pytest.raises(UserError, match="^prompt 0 has 't' at position 0"):
+    sampler.prefill("text")
+
+
+def test_a_step_needs_a_token_for_each_row(sampler):
+  state = sampler.prefill([[1]])
+  with pytest.raises(UserError, match="^tokens has 1 token ids: .* 4"):
+    sampler.step(state, [1])
+
+
+# Not in the vocabulary of 64 tokens.
+@pytest.fixture(params=[64, -1, 7.9, True, float("nan")], ids=repr)
+def wrong_id(request):
+  return request.param
+
+
+def test_every_method_rejects_wrong_ids_in_prompts(sampler, wrong_id):
+  prompts = [[1], [2, wrong_id]]
   message = "^prompt 1 has .* at position 1: .* from 0 to 63,"
-  for call in (
-    lambda: sampler.prefill(wrong),
-    lambda: sampler.generate(wrong, 2),
-    lambda: next(sampler.stream(wrong, 2)),
-    lambda: sampler.read(sampler.prefill([[1], [1]]), wrong),
-  ):
-    with pytest.raises(UserError, match=message):
-      call()
-  asked = []
+  with pytest.raises(UserError, match=message):
+    sampler.prefill(prompts)
+  with pytest.raises(UserError, match=message):
+    sampler.generate(prompts, 2)
+  with pytest.raises(UserError, match=message):
+    next(sampler.stream(prompts, 2))
+  prefix = sampler.prefill([[1], [1]])
+  with pytest.raises(UserError, match=message):
+    sampler.read(prefix, prompts)
+
+
+def test_all_prompts_are_checked_before_the_first_is_read(sampler, wrong_id):
+  answers_seen = []
+  prompts = [[1]] * 9 + [[wrong_id]]
   with pytest.raises(UserError, match="^prompt 9 has "):
-    sampler.generate([*[[1]] * 9, [token]], 2, stop=asked.append)
-  assert not asked
+    sampler.generate(prompts, 2, stop=answers_seen.append)
+  assert not answers_seen
+
+
+def test_wrong_stop_ids_are_rejected(sampler, wrong_id):
   with pytest.raises(UserError, match="^stop_ids has .* at position 0"):
-    sampler.generate([[1]], 2, stop_ids=[token])
+    sampler.generate([[1]], 2, stop_ids=[wrong_id])
+
+
+def test_a_step_rejects_wrong_ids(sampler, wrong_id):
+  state = sampler.prefill([[1]])
   with pytest.raises(UserError, match="^tokens has .* at position 3"):
-    sampler.step(sampler.prefill([[1]]), [1, 2, 3, token])
-
-
-def test_arrays_are_prompts(sampler):
-  wanted = sampler.generate([[5, 6], [7, 8]], 3)
-  prompts = np.array([[5, 6], [7, 8]], np.uint8)
-  assert sampler.generate(prompts, 3) == wanted
-  assert sampler.generate(jnp.asarray(prompts), 3) == wanted
-  assert sampler.generate(list(map(tuple, prompts)), np.int64(3)) == wanted
+    sampler.step(state, [1, 2, 3, wrong_id])
 
 
 @pytest.mark.parametrize(
-  ("call", "message"),
+  "prompts",
   [
-    (lambda s: s.generate([1, 2], 2), "prompt 0 is 1: pass a sequence"),
-    (lambda s: s.generate([[1], "text"], 2), "prompt 0 is no text, but others"),
-    (lambda s: s.generate(["text", [1]], 2), "prompt 1 is no text, but others"),
-    (lambda s: s.prefill("text"), "prompt 0 has 't' at position 0"),
-    (lambda s: s.step(s.prefill([[1]]), [1]), "tokens has 1 token ids: .* 4"),
-    (lambda s: s.generate([[1]], 2.5), "max_new_tokens .* integer .* got 2.5"),
-    (lambda s: s.generate([[1]], -2), "max_new_tokens must be at least 1"),
-    (lambda s: s.generate([[1]], True), "max_new_tokens .* got True"),
-    (lambda s: s.generate([[1]], 2, top_k=2.5), "top_k must be an integer"),
-    (lambda s: s.generate([[1]], 2, seed=1.5), "seed must be an integer"),
-    (lambda s: s.generate([[1]], 2, seed=2**31), "seed must be an integer"),
+    pytest.param(np.array([[5, 6], [7, 8]], np.uint8), id="NumPy array"),
+    pytest.param(jnp.array([[5, 6], [7, 8]]), id="JAX array"),
+    pytest.param([(5, 6), (7, 8)], id="tuples"),
   ],
 )
-def test_wrong_calls(sampler, call, message):
-  with pytest.raises(UserError, match=f"^{message}"):
-    call(sampler)
+def test_prompts_can_be_arrays_and_tuples(sampler, prompts):
+  expected = sampler.generate([[5, 6], [7, 8]], 3)
+
+  assert sampler.generate(prompts, np.int64(3)) == expected
 
 
-def test_a_rows_draws_do_not_depend_on_jaxs_default_generator(
-  model, params, sampler
-):
-  """With "rbg" as the default, numbers in a row would depend on the others."""
+# Pages of the cache.
+
+
+def test_a_cache_with_few_pages_gives_the_same_answers(model, params, sampler):
+  # With 21 new tokens, the prompts of 1, 3, 59 and 140 tokens need 1, 1, 1 and
+  # 2 pages. The cache has 3 pages, so the sampler makes two batches.
+  small_cache = Sampler(
+    model, params, batch_size=4, capacity=CAPACITY, cache_tokens=3 * 128
+  )
+
+  expected = sampler.generate(PROMPTS, 21)
+  assert small_cache.generate(PROMPTS, 21) == expected
+
   options = dict(temperature=4.0, seed=5)
-  wanted = sampler.generate(PROMPTS, 12, **options)
-  with jax.default_prng_impl("rbg"):
-    other = Sampler(model, params, batch_size=2, capacity=160)
-    assert other.generate(PROMPTS, 12, **options) == wanted
+  prompts = [*PROMPTS, PROMPTS[0]]
+  expected = sampler.generate(prompts, 9, **options)
+  assert small_cache.generate(prompts, 9, **options) == expected
 
 
-def test_rows_share_pages_and_draw_what_they_would_without(
-  model, params, sampler
-):
-  """Prompts of 1, 3, 59 and 140 tokens and 21 new ones need 1, 1, 1 and 2 pages. In 3 pages they go in two batches."""
-  tight = Sampler(
-    model, params, batch_size=4, capacity=200, cache_tokens=3 * 128
-  )
-  assert tight.generate(PROMPTS, 21) == sampler.generate(PROMPTS, 21)
-  options = dict(temperature=4.0, seed=5)
-  assert tight.generate(
-    [*PROMPTS, PROMPTS[0]], 9, **options
-  ) == sampler.generate([*PROMPTS, PROMPTS[0]], 9, **options)
-  assert all(
-    pool.tokens.shape[0] == 3
-    for pool in tight.prefill(PROMPTS[:1], 9).cache.keys
-  )
-  with pytest.raises(
-    UserError,
-    match="rows of 21.* need 5 pages of 128 tokens, and the cache has 3: give it more .cache_tokens.",
-  ):
-    next(tight.stream(PROMPTS, 20))
-  with pytest.raises(UserError, match="rows of 200, 200 tokens need 4 pages"):
-    tight.prefill(
-      PROMPTS[:2]
-    )  # without a limit each has room for as many as the capacity allows
-
-
-def test_a_prefix_in_pages_has_room_for_what_it_was_given(model, params):
-  sampler = Sampler(model, params, batch_size=2, capacity=200, cache_tokens=200)
-  beginning = sampler.prefill([[5] * 100], 20)
-  assert (
-    sampler.step(sampler.read(beginning, [[1] * 28]), [3, 3]).cache.lengths[0]
-    == 129
-  )
-  with pytest.raises(
-    UserError,
-    match="a prompt of 29 tokens behind 100 others: it must have 1 to 28",
-  ):
-    sampler.read(beginning, [[1] * 29])
-
-
-def test_int8_is_near_the_models_logits(model, params, next_logits):
+def test_a_cache_has_as_many_pages_as_it_was_given(model, params):
   sampler = Sampler(
-    model, params, batch_size=4, capacity=200, cache_dtype="int8"
+    model, params, batch_size=4, capacity=CAPACITY, cache_tokens=3 * 128
   )
-  state = sampler.step(sampler.prefill(PROMPTS), [1, 2, 3, 4])
-  assert all(
-    pool.tokens.dtype == jnp.int8
-    for pool in (*state.cache.keys, *state.cache.values)
+
+  state = sampler.prefill(PROMPTS[:1], 9)
+
+  for pool in state.cache.keys:
+    assert pool.tokens.shape[0] == 3
+
+
+def test_too_few_pages_for_a_batch_are_an_error(model, params):
+  sampler = Sampler(
+    model, params, batch_size=4, capacity=CAPACITY, cache_tokens=3 * 128
   )
-  wanted = np.array(
-    [
-      next_logits([*prompt, token])
-      for prompt, token in zip(PROMPTS, [1, 2, 3, 4], strict=True)
-    ]
+  message = (
+    "rows of 21.* need 5 pages of 128 tokens, and the cache has 3:"
+    " give it more .cache_tokens."
   )
-  error = np.linalg.norm(state.logits - wanted, axis=1) / np.linalg.norm(
-    wanted, axis=1
+  with pytest.raises(UserError, match=message):
+    next(sampler.stream(PROMPTS, 20))
+
+
+def test_without_a_limit_a_row_gets_pages_for_the_whole_capacity(model, params):
+  sampler = Sampler(
+    model, params, batch_size=4, capacity=CAPACITY, cache_tokens=3 * 128
   )
-  assert 1e-4 < error.max() < 0.03
+  with pytest.raises(UserError, match="rows of 200, 200 tokens need 4 pages"):
+    sampler.prefill(PROMPTS[:2])
+
+
+def test_a_prefix_reserves_the_tokens_that_were_requested(model, params):
+  sampler = Sampler(
+    model, params, batch_size=2, capacity=CAPACITY, cache_tokens=200
+  )
+  prefix = sampler.prefill([[5] * 100], 20)
+
+  state = sampler.step(sampler.read(prefix, [[1] * 28]), [3, 3])
+
+  assert state.cache.lengths[0] == 129
+  message = "a prompt of 29 tokens behind 100 others: it must have 1 to 28"
+  with pytest.raises(UserError, match=message):
+    sampler.read(prefix, [[1] * 29])
+
+
+def test_an_int8_cache_approximates_the_logits(model, params, next_logits):
+  sampler = Sampler(
+    model, params, batch_size=4, capacity=CAPACITY, cache_dtype="int8"
+  )
+  tokens = [1, 2, 3, 4]
+
+  state = sampler.step(sampler.prefill(PROMPTS), tokens)
+
+  for pool in (*state.cache.keys, *state.cache.values):
+    assert pool.tokens.dtype == jnp.int8
+  expected = []
+  for prompt, token in zip(PROMPTS, tokens, strict=True):
+    expected.append(next_logits([*prompt, token]))
+  distance = np.linalg.norm(state.logits - np.array(expected), axis=1)
+  relative_error = distance / np.linalg.norm(expected, axis=1)
+  # Without any error the cache would not be in int8.
+  assert 1e-4 < relative_error.max() < 0.03
 
 
 @pytest.mark.parametrize(
@@ -369,13 +492,13 @@ def test_int8_is_near_the_models_logits(model, params, next_logits):
   ],
   ids=str,
 )
-def test_a_cache_that_cannot_be_is_refused(model, params, options, message):
+def test_an_impossible_cache_is_rejected(model, params, options, message):
+  sampler_options = dict(capacity=20, **options)
   with pytest.raises(UserError, match=message):
-    Sampler(model, params, capacity=20, **options).prefill([[1]])
+    Sampler(model, params, **sampler_options).prefill([[1]])
 
 
-def test_a_capacity_beyond_the_models_limit_is_refused(model, params):
-  with pytest.raises(
-    UserError, match=r"301 tokens a row: the model takes 1 to 300"
-  ):
+def test_a_capacity_beyond_the_limit_of_the_model_is_rejected(model, params):
+  message = "301 tokens a row: the model takes 1 to 300"
+  with pytest.raises(UserError, match=message):
     Sampler(model, params, capacity=301)

@@ -1,7 +1,12 @@
-"""Generation on several devices: the model and the cache are split over the tensor axis, and the answers are those of one device."""
+"""Generation on several devices gives the answers of one device.
+
+The model and the cache are split over the mesh axis "tensor".
+"""
 
 import re
+from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,18 +19,31 @@ from diffjax.parallel.mesh import make_mesh, sharded_attention
 from diffjax.parallel.rules import shardings
 from tests.harness.parameters import parameters
 from tests.harness.tiers import full
+from tests.harness.tolerances import FLOAT32_LAYER
 
-PROMPTS = [
-  [5],
-  [7, 3, 9],
-  [int(i) for i in np.random.default_rng(0).integers(0, 64, 140)],
-]
+LONG_PROMPT = np.random.default_rng(0).integers(0, 64, 140).tolist()
+PROMPTS = [[5], [7, 3, 9], LONG_PROMPT]
+TENSOR_4 = MeshConfig(data=1, tensor=4)
+# The mesh of a training run, which writes a sample at its end.
+TRAINING_MESH = MeshConfig(data=2, fsdp=2, tensor=2)
 PAGES = {"cache_tokens": 512}
 INT8 = {"cache_dtype": "int8"}
 
 
-def make(attention, mesh):
-  """A decoder on one device, and the same on a mesh."""
+class SmallModel(NamedTuple):
+  """A small decoder and its parameters."""
+
+  decoder: Decoder
+  params: dict
+
+  def sampler(self, **cache_options):
+    return Sampler(
+      self.decoder, self.params, batch_size=3, capacity=200, **cache_options
+    )
+
+
+def small_model(attention):
+  """Returns a decoder on one device."""
   config = ModelConfig(
     attention=attention,
     vocab_size=64,
@@ -37,84 +55,109 @@ def make(attention, mesh):
     ffn_dim=48,
     max_length=300,
   )
-  model = Decoder(config)
-  params = parameters(model, jnp.zeros((1, 1), jnp.int32))
-  params |= {
-    "embedding": 3 * params["embedding"]
-  }  # logits far enough apart that rounding decides nothing
-  mesh = make_mesh(mesh, jax.devices()[: 4 if mesh.data == 1 else 8])
-  split = model.clone(attention_fn=sharded_attention(mesh, "auto"))
-  return (model, params), (
-    split,
-    jax.device_put(params, shardings(params, mesh)),
-  )
+  decoder = Decoder(config)
+  params = parameters(decoder, jnp.zeros((1, 1), jnp.int32))
+  # Larger embeddings separate the logits, so that rounding errors do not change
+  # which token is the most likely one.
+  params["embedding"] = 3 * params["embedding"]
+  return SmallModel(decoder, params)
+
+
+def split_over(mesh_config, model):
+  """Returns the model with its parameters and attention split over a mesh."""
+  num_devices = mesh_config.data * mesh_config.fsdp * mesh_config.tensor
+  mesh = make_mesh(mesh_config, jax.devices()[:num_devices])
+  attention_fn = sharded_attention(mesh, "auto")
+  params = jax.device_put(model.params, shardings(model.params, mesh))
+  return SmallModel(model.decoder.clone(attention_fn=attention_fn), params)
 
 
 @pytest.mark.parametrize(
-  "attention, mesh, cache",
+  ("attention", "mesh", "cache"),
   [
-    ("diff", MeshConfig(data=1, tensor=4), {}),
-    ("diff_v2", MeshConfig(data=1, tensor=4), PAGES),
+    ("diff", TENSOR_4, {}),
+    ("diff_v2", TENSOR_4, PAGES),
     *full(
       [
-        ("diff", MeshConfig(data=1, tensor=4), INT8),
-        ("softmax", MeshConfig(data=1, tensor=4), {}),
-        (
-          "diff",
-          MeshConfig(data=2, fsdp=2, tensor=2),
-          {},
-        ),  # the mesh of a run, whose end writes a sample
+        ("diff", TENSOR_4, INT8),
+        ("softmax", TENSOR_4, {}),
+        ("diff", TRAINING_MESH, {}),
       ]
     ),
   ],
 )
-def test_several_devices_answer_as_one_does(attention, mesh, cache):
-  one, several = (
-    Sampler(*made, batch_size=3, capacity=200, **cache)
-    for made in make(attention, mesh)
-  )
-  there = several.prefill(PROMPTS, 20)
-  if cache is not INT8:  # whose rounding may go either way
-    here = one.prefill(PROMPTS, 20)
-    for tokens in ([1, 2, 3], [9, 8, 7]):
-      np.testing.assert_allclose(
-        there.logits, here.logits, rtol=1e-5, atol=1e-5
-      )
-      here, there = one.step(here, tokens), several.step(there, tokens)
-    np.testing.assert_allclose(there.logits, here.logits, rtol=1e-5, atol=1e-5)
-  for pool in jax.tree.leaves((there.cache.keys, there.cache.values)):
-    assert (
-      pool.addressable_shards[0].data.shape[1] == pool.shape[1] // mesh.tensor
-    )
-  for options in ({}, {"temperature": 1.3, "top_p": 0.8}):
-    assert several.generate(PROMPTS, 11, **options) == one.generate(
-      PROMPTS, 11, **options
-    )
+def test_several_devices_give_the_answers_of_one(attention, mesh, cache):
+  model = small_model(attention)
+  one_device = model.sampler(**cache)
+  several_devices = split_over(mesh, model).sampler(**cache)
+
+  expected = one_device.generate(PROMPTS, 11)
+  assert several_devices.generate(PROMPTS, 11) == expected
+
+  options = dict(temperature=1.3, top_p=0.8)
+  expected = one_device.generate(PROMPTS, 11, **options)
+  assert several_devices.generate(PROMPTS, 11, **options) == expected
 
 
-@pytest.mark.parametrize("cache", [{}, INT8])
-def test_no_device_has_more_than_its_share(cache):
-  """Of the cache and of the sampler's own copy of the matrices; and they exchange two sums a layer for a token."""
-  _, (model, params) = make("diff", MeshConfig(data=1, tensor=4))
-  sampler = Sampler(model, params, batch_size=3, capacity=200, **cache)
-  empty = sampler._make_cache()
-  for leaf in jax.tree.leaves((empty.keys, empty.values, sampler._params)):
-    assert (
-      leaf.ndim == 1 or leaf.addressable_shards[0].data.size == leaf.size // 4
-    )
-  text = (
-    sampler._step.lower(
-      sampler._params, sampler.prefill(PROMPTS), jnp.zeros(3, jnp.int32)
-    )
-    .compile()
-    .as_text()
+@pytest.mark.parametrize(
+  ("attention", "cache"), [("diff", {}), ("diff_v2", PAGES)]
+)
+def test_several_devices_give_the_logits_of_one(attention, cache):
+  model = small_model(attention)
+  one_device = model.sampler(**cache)
+  several_devices = split_over(TENSOR_4, model).sampler(**cache)
+
+  expected = one_device.prefill(PROMPTS, 20)
+  state = several_devices.prefill(PROMPTS, 20)
+  chex.assert_trees_all_close(state.logits, expected.logits, **FLOAT32_LAYER)
+
+  for tokens in ([1, 2, 3], [9, 8, 7]):
+    expected = one_device.step(expected, tokens)
+    state = several_devices.step(state, tokens)
+    chex.assert_trees_all_close(state.logits, expected.logits, **FLOAT32_LAYER)
+
+
+@pytest.fixture(scope="module", params=[{}, INT8], ids=["float32", "int8"])
+def split_sampler(request):
+  model = split_over(TENSOR_4, small_model("diff"))
+  return model.sampler(**request.param)
+
+
+def test_the_cache_is_split_over_its_heads(split_sampler):
+  state = split_sampler.prefill(PROMPTS, 20)
+
+  for pool in jax.tree.leaves((state.cache.keys, state.cache.values)):
+    shard = pool.addressable_shards[0].data
+    assert shard.shape[1] == pool.shape[1] // 4
+
+
+def test_each_device_has_a_quarter_of_the_cache_and_of_the_matrices(
+  split_sampler,
+):
+  cache = split_sampler._make_cache()
+
+  for leaf in jax.tree.leaves(
+    (cache.keys, cache.values, split_sampler._params)
+  ):
+    # Vectors are small. Each device has all of them.
+    if leaf.ndim > 1:
+      assert leaf.addressable_shards[0].data.size == leaf.size // 4
+
+
+def test_a_step_exchanges_two_sums_a_layer_and_the_logits(split_sampler):
+  tokens = jnp.zeros(3, jnp.int32)
+  state = split_sampler.prefill(PROMPTS)
+  lowered = split_sampler._step.lower(split_sampler._params, state, tokens)
+  hlo = lowered.compile().as_text()
+
+  collectives = re.findall(
+    r"= (.*) (?:all-gather|all-reduce|all-to-all|collective-permute)\(", hlo
   )
-  calls = re.findall(
-    r"= (.*) (?:all-gather|all-reduce|all-to-all|collective-permute)\(", text
-  )
-  exchanged = [
-    shape for call in calls for shape in re.findall(r"\w+\[([\d,]*)\]", call)
-  ]
-  assert sorted(exchanged) == ["3,1,32"] * 5 + [
-    "3,64"
-  ]  # sums for the embedding and two layers' outputs; and the logits
+  shapes = []
+  for result in collectives:
+    shapes.extend(re.findall(r"\w+\[([\d,]*)\]", result))
+
+  # The embedding, attention and feed-forward of both layers.
+  hidden_states = ["3,1,32"] * 5
+  logits = ["3,64"]
+  assert sorted(shapes) == hidden_states + logits

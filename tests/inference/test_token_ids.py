@@ -7,7 +7,7 @@ import pytest
 from diffjax.config import UserError
 from diffjax.inference.token_ids import is_integer, validated_token_ids
 
-N = 100
+VOCAB_SIZE = 100
 
 
 @pytest.mark.parametrize(
@@ -17,27 +17,42 @@ N = 100
     (0, 99),
     range(0, 100, 99),
     [np.uint8(0), jnp.int32(99)],
-    *(np.array([0, 99], dtype) for dtype in ("int8", "uint16", "uint64")),
-    *(jnp.array([0, 99], dtype) for dtype in ("int8", "int32", "uint32")),
+    np.array([0, 99], "int8"),
+    np.array([0, 99], "uint16"),
+    np.array([0, 99], "uint64"),
+    jnp.array([0, 99], "int8"),
+    jnp.array([0, 99], "int32"),
+    jnp.array([0, 99], "uint32"),
   ],
   ids=repr,
 )
-def test_integers_of_any_kind(ids):
-  checked = validated_token_ids(ids, N, "ids")
-  assert checked.dtype == np.int32
-  np.testing.assert_array_equal(checked, [0, 99])
+def test_integers_of_every_type_are_accepted(ids):
+  validated = validated_token_ids(ids, VOCAB_SIZE, "ids")
+
+  assert validated.dtype == np.int32
+  assert validated.tolist() == [0, 99]
 
 
-def test_no_ids():
-  for ids in ([], np.array([]), jnp.zeros(0, jnp.int8)):
-    assert validated_token_ids(ids, N, "ids").shape == (0,)
-  np.testing.assert_array_equal(
-    validated_token_ids(jnp.array([0, 7], jnp.int4), N, "ids"), [0, 7]
-  )
+def test_a_type_without_the_size_of_the_vocabulary_is_accepted():
+  ids = jnp.array([0, 7], jnp.int4)
+
+  assert validated_token_ids(ids, VOCAB_SIZE, "ids").tolist() == [0, 7]
 
 
 @pytest.mark.parametrize(
-  ("token", "shown"),
+  "ids",
+  [
+    pytest.param([], id="list"),
+    pytest.param(np.array([]), id="NumPy array"),
+    pytest.param(jnp.zeros(0, jnp.int8), id="JAX array"),
+  ],
+)
+def test_empty_sequences_are_accepted(ids):
+  assert validated_token_ids(ids, VOCAB_SIZE, "ids").shape == (0,)
+
+
+@pytest.mark.parametrize(
+  ("token", "text"),
   [
     (100, "100"),
     (-1, "-1"),
@@ -57,13 +72,13 @@ def test_no_ids():
   ],
   ids=repr,
 )
-def test_the_first_wrong_id_is_named(token, shown):
+def test_the_error_names_the_first_wrong_id(token, text):
   message = (
-    f"^prompt 3 has {shown} at position 2: token ids are integers from 0 to 99,"
+    f"^prompt 3 has {text} at position 2: token ids are integers from 0 to 99,"
     " since config.model.vocab_size = 100$"
   )
   with pytest.raises(UserError, match=message):
-    validated_token_ids([5, 6, token, -7], N, "prompt 3")
+    validated_token_ids([5, 6, token, -7], VOCAB_SIZE, "prompt 3")
 
 
 @pytest.mark.parametrize(
@@ -76,6 +91,17 @@ def test_the_first_wrong_id_is_named(token, shown):
     (np.array([5.0, 6.0]), "has 5.0 at position 0"),
     (jnp.array([5.5]), "has 5.5 at position 0"),
     (np.array([False, True]), "has False at position 0"),
+  ],
+  ids=repr,
+)
+def test_arrays_with_wrong_ids_are_rejected(ids, message):
+  with pytest.raises(UserError, match=f"^ids {message}"):
+    validated_token_ids(ids, VOCAB_SIZE, "ids")
+
+
+@pytest.mark.parametrize(
+  ("ids", "message"),
+  [
     (np.array([[5]]), r"is an array of shape \(1, 1\)"),
     (np.array(5), r"is an array of shape \(\)"),
     (5, "is 5: pass a sequence"),
@@ -84,21 +110,22 @@ def test_the_first_wrong_id_is_named(token, shown):
   ],
   ids=repr,
 )
-def test_wrong_arrays_and_no_sequences(ids, message):
+def test_other_values_than_sequences_of_ids_are_rejected(ids, message):
   with pytest.raises(UserError, match=f"^ids {message}"):
-    validated_token_ids(ids, N, "ids")
+    validated_token_ids(ids, VOCAB_SIZE, "ids")
 
 
-def test_integers():
-  for value in (0, -5, np.int8(3), np.uint64(3), jnp.int32(3)):
-    assert is_integer(value)
-  for value in (
-    True,
-    np.False_,
-    jnp.array(True),
-    2.0,
-    np.float32(2),
-    "2",
-    None,
-  ):
-    assert not is_integer(value)
+@pytest.mark.parametrize(
+  "value", [0, -5, np.int8(3), np.uint64(3), jnp.int32(3)], ids=repr
+)
+def test_is_integer_accepts_integers_of_every_library(value):
+  assert is_integer(value)
+
+
+@pytest.mark.parametrize(
+  "value",
+  [True, np.False_, jnp.array(True), 2.0, np.float32(2), "2", None],
+  ids=repr,
+)
+def test_is_integer_rejects_booleans_and_other_types(value):
+  assert not is_integer(value)
