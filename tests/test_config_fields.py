@@ -68,14 +68,6 @@ def test_every_field_is_listed():
 
 
 @every_field
-def test_a_field_has_documentation(name):
-  """Whole sentences on one line, without the bound, which is shown after it."""
-  text = FIELDS[name].documentation
-  assert text.endswith((".", "…")) and text == " ".join(text.split())
-  assert "must be" not in text
-
-
-@every_field
 def test_resume_follows_the_declaration(name):
   saved = Config().to_dict()
   # A prepared batch does not depend on the number of workers; a stream does.

@@ -3,7 +3,6 @@
 Sizes are the paper's, and twins have equal sizes.
 """
 
-import ast
 import dataclasses
 import importlib
 
@@ -359,65 +358,6 @@ def test_a_number_of_a_variant_is_positive_and_finite(times):
   usage = r"a\|b\[,size=1b\|2b\]\[,times=NUMBER\]\[,heads=NUMBER\]"
   with pytest.raises(UserError, match=f"not allowed; variants are {usage}"):
     read_variant(f"a,times={times}")
-
-
-# Fields that a reader of a config of the paper finds in its file.
-STATED = {
-  "model": {
-    "vocab_size",
-    "num_layers",
-    "embed_dim",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "ffn_dim",
-    "max_length",
-  },
-  "data": {"source", "tokenizer", "length"},
-  "optimizer": {
-    "learning_rate",
-    "schedule",
-    "warmup_steps",
-    "b1",
-    "b2",
-    "weight_decay",
-  },
-  "train": {"steps", "batch_size"},
-  "eval": {"interval", "rows"},
-  "mesh": {"data", "fsdp"},
-}
-
-
-def stated_fields(tree):
-  """Returns the fields that calls of `config.SECTION.update` set."""
-  stated = {section: set() for section in STATED}
-  for node in ast.walk(tree):
-    if not isinstance(node, ast.Call):
-      continue
-    section, _, method = ast.unparse(node.func).rpartition(".")
-    section = section.removeprefix("config.")
-    if method == "update" and section in stated:
-      stated[section] |= {keyword.arg for keyword in node.keywords}
-  return stated
-
-
-def imported_names(tree):
-  """Returns the names that a file imports from diffjax.configs."""
-  names = set()
-  for node in ast.walk(tree):
-    if isinstance(node, ast.ImportFrom) and node.module == "diffjax.configs":
-      names |= {alias.name for alias in node.names}
-  return names
-
-
-@pytest.mark.parametrize("name", sorted(FILES))
-def test_a_config_is_read_without_another(name):
-  tree = ast.parse(FILES[name].read_text())
-  assert imported_names(tree) <= {"base"}
-  if name in PAPER or name.startswith("diff_"):
-    stated = stated_fields(tree)
-    for section, fields in STATED.items():
-      assert fields <= stated[section], section
 
 
 # Billions of tokens in the files of FineWeb-Edu, less what is held out.

@@ -1,55 +1,91 @@
-"""Reads the README and the pages of docs/: their commands, their code, and what stands in backticks."""
+"""Reads the pages of the documentation: their commands and their code."""
 
 import re
 import shlex
+from typing import NamedTuple
 
 from tests.harness import ROOT
 
 DOCUMENTATION = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-# Of a shell's line, what belongs to one command: it ends at a comment, at what combines commands, and at the quote that it stands in.
-ARGUMENTS = r"""((?:[ ]+(?!\#)(?:'[^']*'|\\.|[^\s'"`|&;])+)*)"""
 
+_CODE_FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
+_INDENTED_LINE = re.compile(r"^    .*?$", re.MULTILINE)
+# Code in backticks that continues on the next line.
+_BROKEN_INLINE_CODE = re.compile(r"(`[^`\n]+)\n([^`\n]+`)")
 
-def outside_code(text):
-  """A page's text without what stands in fences and indented blocks, and with what stands in backticks on one line."""
-  return joined(
-    re.sub(r"^```.*?^```$|^    .*?$", "", text, flags=re.DOTALL | re.MULTILINE)
+# An argument of a command. The arguments end at a comment, at an operator of
+# the shell (| & ;), and at the quote or backtick that encloses the command.
+_ARGUMENT = r"""
+  [ ]+(?!\#)
+  (?: '[^']*' | \\. | [^\s'"`|&;] )+
+"""
+_COMMAND = re.compile(
+  rf"""
+  (?:
+    python3?[ ]-m[ ](?P<module>[\w.]+)
+    | \bdiffjax[ ](?P<name>\w+)(?=[ ]--)
   )
+  (?P<arguments>(?:{_ARGUMENT})*)
+  """,
+  re.VERBOSE,
+)
 
 
-def joined(text):
-  """The text with shell's lines, and what stands in backticks, on one line each."""
-  parts = re.split(
-    r"(^```.*?^```$)", text.replace("\\\n", " "), flags=re.DOTALL | re.MULTILINE
-  )
-  return "".join(
-    part
-    if part.startswith("```")
-    else re.sub(r"(`[^`\n]+)\n([^`\n]+`)", r"\1 \2", part)
-    for part in parts
-  )
+class Command(NamedTuple):
+  """A documented command: `python -m MODULE ARGUMENTS`."""
+
+  module: str
+  arguments: list[str]
 
 
-def in_backticks(text):
-  return re.findall(r"`([^`\n]+)`", outside_code(text))
-
-
-def python_blocks(text):
-  return re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-
-
-def commands(text):
+def commands(text: str) -> list[Command]:
   """Returns the commands of a page, in blocks and in backticks.
 
   `python -m MODULE ARGUMENTS` and `diffjax COMMAND --ARGUMENTS` are commands.
   The second form runs the module diffjax.COMMAND.
-
-  Returns:
-    (module, arguments) of each command, in the order of the page.
   """
-  found = []
-  command = rf"(?:python3? -m ([\w.]+)|\bdiffjax (\w+)(?= --)){ARGUMENTS}"
-  for match in re.finditer(command, joined(text)):
-    module, name, arguments = match.groups()
-    found.append((module or f"diffjax.{name}", shlex.split(arguments)))
-  return found
+  documented = []
+  for match in _COMMAND.finditer(_join_lines(text)):
+    module = match["module"] or f"diffjax.{match['name']}"
+    arguments = shlex.split(match["arguments"])
+    documented.append(Command(module, arguments))
+  return documented
+
+
+def python_blocks(text: str) -> list[str]:
+  """Returns the blocks of Python of a page."""
+  return re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+def prose(text: str) -> str:
+  """Returns a page without its code blocks.
+
+  Code in backticks stays, on one line.
+  """
+  without_fences = _CODE_FENCE.sub("", text)
+  return _join_lines(_INDENTED_LINE.sub("", without_fences))
+
+
+def inline_code(text: str) -> list[str]:
+  """Returns the code in backticks of a page."""
+  return re.findall(r"`([^`\n]+)`", prose(text))
+
+
+def headings(text: str) -> list[str]:
+  """Returns the headings of a page as they are written."""
+  without_fences = _CODE_FENCE.sub("", text)
+  return re.findall(r"^#+ (.*)$", without_fences, re.MULTILINE)
+
+
+def _join_lines(text: str) -> str:
+  """Returns the text with each command and inline code on one line."""
+  text = text.replace("\\\n", " ")
+  parts = []
+  end_of_fence = 0
+  for fence in _CODE_FENCE.finditer(text):
+    before_fence = text[end_of_fence : fence.start()]
+    parts.append(_BROKEN_INLINE_CODE.sub(r"\1 \2", before_fence))
+    parts.append(fence[0])
+    end_of_fence = fence.end()
+  parts.append(_BROKEN_INLINE_CODE.sub(r"\1 \2", text[end_of_fence:]))
+  return "".join(parts)

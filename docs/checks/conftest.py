@@ -1,0 +1,10 @@
+"""Checks of the documentation: `python -m pytest docs/checks`.
+
+They fail because of a page, a help page or a docstring, and not because of an
+error in the code. They are a step of linting, like ruff and mypy.
+"""
+
+import os
+
+# libtpu is installed for its compiler. Without this, JAX would look for a TPU.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")

@@ -1,0 +1,211 @@
+"""Tables of pages are complete, and their numbers are those of the code."""
+
+import dataclasses
+import importlib
+import json
+
+import pytest
+
+from benchmarks import topologies
+from diffjax.config import Config, ModelConfig, from_config_dict
+from diffjax.evals import SUITES
+from diffjax.model.attention import ATTENTION
+from diffjax.model.flops import parameter_count, step_flops
+from diffjax.ops.diff_attention import implementations
+from experiments import plots, results
+from recipes import tiny_pair
+from tests.harness import ROOT
+from tests.harness.variants import EXPECTED
+
+UNITS = {"K": 1e3, "M": 1e6, "B": 1e9}
+CONFIGS_HEADING = (
+  "| config | parameters | E | L | DIFF heads × d | F | tokens a step | for |"
+)
+VARIANTS_HEADING = (
+  "| `model.attention` | output of a head | parameters | FLOPs | from |"
+)
+ABLATIONS_HEADING = (
+  "| 0.84 M parameters, 2.5 M bytes | loss | − Transformer's"
+  " | AR-Hit | − Transformer's | Others | − Transformer's |"
+)
+
+
+def table(page: str, heading: str) -> list[list[str]]:
+  """Returns the cells of each row of a table.
+
+  Args:
+    page: A file of the repository.
+    heading: The first line of the table.
+  """
+  _, _, text = (ROOT / page).read_text().partition(f"\n{heading}\n")
+  _, *lines = text.splitlines()
+  rows = []
+  for line in lines:
+    if not line:
+      break
+    cells = line.strip("|").split("|")
+    rows.append([cell.strip() for cell in cells])
+  assert rows, f"{page} has no table with this heading: {heading}"
+  return rows
+
+
+def first_column(page: str, heading: str) -> set[str]:
+  """Returns the first cell of each row of a table, without backticks."""
+  return {row[0].strip("`") for row in table(page, heading)}
+
+
+def load_config(name: str) -> Config:
+  module = importlib.import_module(f"diffjax.configs.{name}")
+  return from_config_dict(module.get_config())
+
+
+def assert_rounded(cell: str, number: float) -> None:
+  """Checks that a cell such as "1.41 B" is a number, rounded."""
+  value, unit = cell.split()
+  _, _, decimals = value.partition(".")
+  half_of_last_digit = 0.51 * 10 ** -len(decimals)
+  expected = pytest.approx(number / UNITS[unit], abs=half_of_last_digit)
+  assert float(value) == expected
+
+
+CONFIG_ROWS = table("docs/training.md", CONFIGS_HEADING)
+
+
+@pytest.mark.parametrize("row", CONFIG_ROWS, ids=lambda row: row[0].strip("`"))
+def test_the_table_of_configs_has_their_sizes(row):
+  name, parameters, embed_dim, layers, heads, ffn_dim, tokens, _ = row
+  config = load_config(name.strip("`"))
+  model = config.model
+
+  assert embed_dim == str(model.embed_dim)
+  assert layers == str(model.num_layers)
+  assert heads == f"{model.num_heads} × {model.head_dim}"
+  assert ffn_dim == str(model.ffn_dim)
+  assert_rounded(parameters, parameter_count(model))
+  assert_rounded(tokens, config.train.batch_size * config.data.length)
+
+
+VARIANT_ROWS = table("docs/family.md", VARIANTS_HEADING)
+
+
+def test_the_table_of_variants_is_complete():
+  names = set()
+  for row in VARIANT_ROWS:
+    name, _, _ = row[0].partition(",")
+    names.add(name)
+  assert set(EXPECTED) <= names <= set(ATTENTION)
+
+
+def forward_flops(model: ModelConfig) -> float:
+  return step_flops(model, 4096, 4096).forward
+
+
+@pytest.mark.parametrize("row", VARIANT_ROWS, ids=lambda row: row[0])
+def test_the_table_of_variants_has_their_cost(row):
+  """Each number is a ratio to a Transformer with keys and values of equal size.
+
+  The widths are those of diff_3b.
+  """
+  name, _, parameters, flops, _ = row
+  attention, _, shared_noise_maps = name.partition(", ")
+  diff = load_config("diff_3b").model
+  # Number of the Transformer's heads that are as wide as one of the variant's.
+  value_dim_factor = ATTENTION[attention].value_dim_factor
+  num_heads = 2 * diff.num_heads // value_dim_factor
+  num_noise_heads = None
+  num_kv_heads = num_heads
+  if shared_noise_maps:
+    num_noise_heads = num_heads // 4
+    num_kv_heads = num_noise_heads
+  model = dataclasses.replace(
+    diff,
+    attention=attention,
+    num_heads=num_heads,
+    num_noise_heads=num_noise_heads,
+    num_kv_heads=num_kv_heads,
+    head_norm=diff.head_norm and value_dim_factor == 2,
+  )
+  transformer = dataclasses.replace(
+    diff,
+    attention="softmax",
+    num_heads=2 * diff.num_heads,
+    num_kv_heads=num_kv_heads * value_dim_factor,
+    head_norm=False,
+  )
+
+  parameters_ratio = parameter_count(model) / parameter_count(transformer)
+  flops_ratio = forward_flops(model) / forward_flops(transformer)
+  assert float(parameters) == pytest.approx(parameters_ratio, abs=5.1e-4)
+  assert float(flops) == pytest.approx(flops_ratio, abs=5.1e-4)
+
+
+def test_the_table_of_suites_is_complete():
+  names = first_column("docs/evaluation.md", "| suite | measures |")
+  assert names == set(SUITES)
+
+
+def test_the_table_of_implementations_is_complete():
+  heading = "| `implementation` | what it is | `auto` takes it |"
+  names = first_column("docs/attention.md", heading)
+  assert names == set(implementations.REGISTRY.built_in)
+
+
+def test_the_table_of_slices_has_the_compiled_results():
+  compiled = topologies.Compiled(offline=True)
+  expected, _ = topologies.table(compiled)
+  assert expected in (ROOT / "docs/slices.md").read_text()
+
+
+def test_the_table_of_the_tiny_pair_has_the_recorded_figures():
+  record = (ROOT / "recipes/tiny_pair.json").read_text()
+  figures = json.loads(record)["figures"]
+  page = (ROOT / "experiments/README.md").read_text()
+  assert list(figures) == list(tiny_pair.ROWS)
+  assert tiny_pair.table(figures) in page
+
+
+def committed_ablations():
+  """Returns the committed results of the ablations."""
+  file = ROOT / "experiments/ablations/results.json"
+  return json.loads(file.read_text(encoding="utf-8"))
+
+
+def variants_by_name(committed) -> dict[str, str]:
+  """Returns the variants of results, by the names that figures show."""
+  variants = {}
+  for run in committed["runs"]:
+    variant = run["variant"]
+    variants[plots.style(variant).name] = variant
+  return variants
+
+
+ABLATION_ROWS = table("experiments/ablations/README.md", ABLATIONS_HEADING)
+
+
+def test_the_table_of_ablations_is_complete():
+  names = [row[0] for row in ABLATION_ROWS]
+  assert sorted(names) == sorted(variants_by_name(committed_ablations()))
+
+
+@pytest.mark.parametrize("row", ABLATION_ROWS, ids=lambda row: row[0])
+def test_the_table_of_ablations_has_the_committed_results(row):
+  """It has means, and Welch's intervals of differences to the Transformer."""
+  name, *cells = row
+  committed = committed_ablations()
+  variant = variants_by_name(committed)[name]
+
+  expected = []
+  for metric in ("loss", "ar_hit", "others"):
+    key = f"validation/{metric}"
+    values = results.values(committed, variant, key)
+    mean, _, _ = results.mean_interval(list(values.values()))
+    expected.append(f"{mean:.3f}")
+    if variant == "transformer":
+      expected.append("")
+      continue
+    difference, low, high = results.difference(committed, variant, key)
+    interval = f"{difference:.3f} [{low:.3f}, {high:.3f}]"
+    expected.append(interval.replace("-", "−"))
+
+  # Bold marks a significance test, which is not checked here.
+  assert [cell.strip("*") for cell in cells] == expected
