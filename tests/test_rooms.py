@@ -1,4 +1,7 @@
-"""Who may import whom: the table of the rooms, and that neither rooms nor files import each other in circles."""
+"""Which folder of diffjax/ may import which one.
+
+Folders and files do not import each other in circles.
+"""
 
 import ast
 import graphlib
@@ -9,15 +12,25 @@ import pytest
 
 from tests.harness import ROOT
 
-# Files of diffjax/ itself that all rooms except ops may import. They import only
-# each other. The other files there are commands.
+# Files of diffjax/ itself that all folders except ops may import. They import
+# only each other. The other files are commands.
 BASE = {"config", "int8", "parameters"}
-# Modules that have moved, for one version.
+# Modules that have moved. They warn, and go with the next version.
 MOVED = {"styles"}
-_BELOW_TRAINING = {"base", "host", "cli", "plots"}
-_BELOW_TRAINING |= {"ops", "parallel", "model", "data"}
-# The rooms, and which others each may import.
-TABLE = {
+
+_BELOW_TRAINING = {
+  "base",
+  "host",
+  "cli",
+  "plots",
+  "ops",
+  "parallel",
+  "model",
+  "data",
+}
+# Which other folders each folder may import. "base", "commands" and "moved" are
+# files of diffjax/ itself.
+ALLOWED = {
   "base": set(),
   "host": {"base"},
   # cli.command imports the modules that --import names, through the registry.
@@ -25,7 +38,7 @@ TABLE = {
   "plots": {"base"},
   "ops": set(),
   "parallel": {"base", "host", "ops"},
-  # parallel.product multiplies by a parameter that a mesh may have split, and
+  # parallel.product multiplies by a parameter that a mesh may have split.
   # plots.styles is how plots show a variant.
   "model": {"base", "ops", "parallel", "plots"},
   # diffjax.model.attention turns a config into another variant.
@@ -37,115 +50,118 @@ TABLE = {
   "evals": _BELOW_TRAINING | {"training", "inference"},
   # interop.card writes the results of measurements into the model card.
   "interop": _BELOW_TRAINING | {"training", "inference", "evals"},
+  "moved": {"plots"},
 }
-TABLE["commands"] = set(TABLE) | {"moved"}
-TABLE["moved"] = {"plots"}
-# All that ops imports from outside the standard library.
+ALLOWED["commands"] = {*ALLOWED}
+
+# What ops imports from outside the standard library.
 OPS_LIBRARIES = {"jax", "jaxtyping", "numpy"}
 
 
-def name_of(path: pathlib.Path) -> str:
-  """diffjax/evals/needle.py is diffjax.evals.needle; an __init__.py is its package."""
+def module_name(path: pathlib.Path) -> str:
+  """Returns the name of a file's module, or of an __init__.py's package."""
   parts = path.relative_to(ROOT).with_suffix("").parts
-  return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+  if parts[-1] == "__init__":
+    parts = parts[:-1]
+  return ".".join(parts)
 
 
-# rglob does not follow the link diffjax/configs.
-FILES = {
-  name_of(path): path
-  for path in [
-    *sorted((ROOT / "diffjax").rglob("*.py")),
-    *sorted((ROOT / "diffjax/configs").glob("*.py")),
-  ]
-}
-PACKAGES = {name for name, path in FILES.items() if path.name == "__init__.py"}
+def package_files() -> dict[str, pathlib.Path]:
+  """Returns the files of the package by the names of their modules."""
+  paths = sorted((ROOT / "diffjax").rglob("*.py"))
+  # A link, which rglob does not follow.
+  paths += sorted((ROOT / "diffjax/configs").glob("*.py"))
+  return {module_name(path): path for path in paths}
 
 
-def imports(name: str) -> set[str]:
-  """All modules that a file imports, at its top, within functions and for type checkers.
+FILES = package_files()
 
-  A name from a package is the package's module of that name if there is one, else the package. The packages around a module do not count.
+
+def imported_modules(module: str) -> set[str]:
+  """Returns the modules that a file imports, anywhere in the file.
+
+  `from package import name` imports the module package.name if there is one,
+  and the package otherwise. The packages around a module do not count.
   """
-  found = set()
-  for node in ast.walk(ast.parse(FILES[name].read_text())):
+  imported = set()
+  for node in ast.walk(ast.parse(FILES[module].read_text())):
     if isinstance(node, ast.Import):
-      found |= {alias.name for alias in node.names}
+      imported |= {alias.name for alias in node.names}
     elif isinstance(node, ast.ImportFrom):
-      assert not node.level, f"{name}: imports are absolute"
-      found |= {
-        whole
-        if (whole := f"{node.module}.{alias.name}") in FILES
-        else node.module
-        for alias in node.names
-      }
-  return found
+      assert not node.level, f"{module}: imports are absolute"
+      for alias in node.names:
+        name = f"{node.module}.{alias.name}"
+        if name in FILES:
+          imported.add(name)
+        else:
+          imported.add(node.module)
+  return imported
 
 
-def room_of(name: str) -> str:
-  """The room of one of our modules. The package's own __init__.py offers what all rooms hold, as commands do."""
-  if name == "diffjax":
+IMPORTS = {module: imported_modules(module) for module in FILES}
+
+
+def folder_of(module: str) -> str:
+  """Returns the folder of a module of the package, as ALLOWED names it."""
+  # The package's own __init__.py offers what all folders hold, as commands do.
+  if module == "diffjax":
     return "commands"
-  first = name.split(".")[1]
-  if f"diffjax.{first}" in PACKAGES:
-    return first
-  if first in BASE:
+  name = module.split(".")[1]
+  if name in BASE:
     return "base"
-  if first in MOVED:
+  if name in MOVED:
     return "moved"
+  path = FILES.get(f"diffjax.{name}")
+  if path is not None and path.name == "__init__.py":
+    return name
   return "commands"
 
 
-IMPORTS = {name: imports(name) for name in FILES}
-OURS = {
-  name: {other for other in found if other in FILES}
-  for name, found in IMPORTS.items()
-}
+FOLDERS = sorted({folder_of(module) for module in FILES})
 
 
-@pytest.mark.parametrize("room", sorted({room_of(name) for name in FILES}))
-def test_a_room_imports_what_the_table_allows(room):
-  assert room in TABLE, (
-    f"diffjax/{room} is not in the table of {pathlib.Path(__file__).name}"
-  )
-  wrong = [
-    f"{name} imports {other}, of {room_of(other)}"
-    for name, found in OURS.items()
-    for other in sorted(found)
-    if room_of(name) == room and room_of(other) not in TABLE[room] | {room}
-  ]
-  assert not wrong, "\n".join(wrong)
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_folder_imports_only_allowed_folders(folder):
+  assert folder in ALLOWED, f"diffjax/{folder} is not in the table of this file"
+  allowed = ALLOWED[folder] | {folder}
+  for module, imported in IMPORTS.items():
+    if folder_of(module) != folder:
+      continue
+    for other in imported & FILES.keys():
+      assert folder_of(other) in allowed, f"{module} imports {other}"
 
 
-def test_the_table_has_no_circle():
-  list(graphlib.TopologicalSorter(TABLE).static_order())
+def test_folders_are_not_allowed_to_import_each_other_in_a_circle():
+  graphlib.TopologicalSorter(ALLOWED).prepare()
 
 
-def test_no_circle_between_files():
+def test_files_do_not_import_each_other_in_a_circle():
+  graph = {}
+  for module, imported in IMPORTS.items():
+    graph[module] = imported & FILES.keys()
   try:
-    list(graphlib.TopologicalSorter(OURS).static_order())
+    graphlib.TopologicalSorter(graph).prepare()
   except graphlib.CycleError as error:
-    pytest.fail(" is imported by ".join(error.args[1]))
+    _, circle = error.args
+    pytest.fail(" is imported by ".join(circle))
 
 
-def test_operations_need_no_other_library():
-  wrong = [
-    f"{name} imports {other}"
-    for name, found in IMPORTS.items()
-    for other in sorted(found)
-    if room_of(name) == "ops"
-    and other.split(".")[0]
-    not in OPS_LIBRARIES | {"diffjax"} | sys.stdlib_module_names
-  ]
-  assert not wrong, "\n".join(wrong)
+def test_ops_needs_few_libraries():
+  allowed = OPS_LIBRARIES | {"diffjax"} | sys.stdlib_module_names
+  for module, imported in IMPORTS.items():
+    if folder_of(module) != "ops":
+      continue
+    for other in imported:
+      library, _, _ = other.partition(".")
+      assert library in allowed, f"{module} imports {other}"
 
 
-def test_the_package_does_not_import_what_uses_it():
-  users = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"diffjax"}
-  assert {"experiments", "benchmarks", "tests"} <= users
-  wrong = [
-    f"{name} imports {other}"
-    for name, found in IMPORTS.items()
-    for other in sorted(found)
-    if other.split(".")[0] in users
-  ]
-  assert not wrong, "\n".join(wrong)
+def test_the_package_does_not_import_other_folders_of_the_repository():
+  folders = {path.name for path in ROOT.iterdir() if path.is_dir()}
+  folders.remove("diffjax")
+  assert {"experiments", "benchmarks", "tests"} <= folders
+
+  for module, imported in IMPORTS.items():
+    for other in imported:
+      package, _, _ = other.partition(".")
+      assert package not in folders, f"{module} imports {other}"
