@@ -13,98 +13,113 @@ import sys
 import pytest
 
 from tests.harness import ROOT, in_process
-from tests.harness.pages import DOCUMENTATION, commands, python_blocks
+from tests.harness.pages import (
+  DOCUMENTATION,
+  Command,
+  commands,
+  python_blocks,
+)
 
 TINY = "--config=configs/tiny.py"
+NO_SUCH_CONFIG = "no such config or file"
 
 
 @pytest.mark.parametrize(
-  "arguments, code, message",
+  ("arguments", "message"),
   [
-    (
+    pytest.param(
       [],
-      2,
       "error: pass --config=NAME or --config=FILE, for example --config=",
+      id="no config",
     ),
-    (
+    pytest.param(
       ["--config=configs/nope.py"],
-      2,
-      "error: --config=configs/nope.py: no such config or file; the configs are"
+      f"error: --config=configs/nope.py: {NO_SUCH_CONFIG}; the configs are"
       " base, diff_125m, ",
+      id="missing config",
     ),
-    (
+    pytest.param(
+      ["--config=runs/x/config.toml"],
+      f"error: --config=runs/x/config.toml: {NO_SUCH_CONFIG}",
+      id="missing TOML file",
+    ),
+    pytest.param(
       ["--config=configs/tiny.py:v9"],
-      2,
       "error: variant 'v9': 'v9' is not allowed; variants are"
       " diff|transformer|softmax|diff_v2|",
+      id="unknown variant",
     ),
-    (
+    pytest.param(
       ["--config=experiments/scaling/config.py:diff,size=9b"],
-      2,
       "error: variant 'diff,size=9b': 'size=9b' is not allowed; variants are"
       " transformer|diff|diff_v2[,size=0.1m|",
+      id="unknown size",
     ),
-    (
+    pytest.param(
       [TINY, "--config.train.stepz=3"],
-      2,
       "error: config.train.stepz is not a config field: did you mean"
       " train.steps?",
+      id="unknown field",
     ),
-    (
+    pytest.param(
       [TINY, "--config.train.steps=x"],
-      2,
       "error: flag --config.train.steps=x: invalid literal",
+      id="value of another type",
     ),
-    (
+    pytest.param(
       [TINY, "--workdirs=x"],
-      2,
       "error: Unknown command line flag 'workdirs'",
+      id="unknown flag",
     ),
-    ([TINY, "x"], 2, "error: unexpected argument 'x'"),
-    (
-      ["--config=runs/x/config.toml"],
-      2,
-      "error: --config=runs/x/config.toml: no such config or file",
-    ),
-    (
-      [
-        TINY,
-        "--config.model.num_kv_heads=3",
-        "--workdir=x",
-      ],
-      1,
-      "error: config.model.num_kv_heads = 3: must divide",
-    ),
-    (
-      [
-        TINY,
-        "--config.model.attention_implementation=x",
-        "--workdir=x",
-      ],
-      1,
-      "must be one of auto, reference, chunked",
-    ),
-    (
-      [
-        TINY,
-        "--config.data.source=text:/nowhere/*",
-        "--workdir=x",
-      ],
-      1,
-      "/nowhere/*",
+    pytest.param(
+      [TINY, "x"], "error: unexpected argument 'x'", id="unexpected argument"
     ),
   ],
 )
-def test_bad_input_is_one_line(command, arguments, code, message):
+def test_a_wrong_command_line_is_one_line_and_exit_code_2(
+  command, arguments, message
+):
   result = command("diffjax.train", *arguments)
-  lines = result.stderr.strip().splitlines()
-  assert result.returncode == code, result.stderr
-  assert message in lines[-1]
-  assert lines[-1].startswith("error: ")
+
+  assert result.returncode == 2, result.stderr
   assert "Traceback" not in result.stderr
+  last_line = result.stderr.strip().splitlines()[-1]
+  assert last_line.startswith(message)
 
 
-def test_without_network_the_command_names_what_works(command, tmp_path):
+@pytest.mark.parametrize(
+  ("override", "message"),
+  [
+    pytest.param(
+      "--config.model.num_kv_heads=3",
+      "config.model.num_kv_heads = 3: must divide",
+      id="heads",
+    ),
+    pytest.param(
+      "--config.model.attention_implementation=x",
+      "must be one of auto, reference, chunked",
+      id="implementation",
+    ),
+    pytest.param(
+      "--config.data.source=text:/nowhere/*", "/nowhere/*", id="data"
+    ),
+  ],
+)
+def test_a_config_that_cannot_be_trained_is_one_line_and_exit_code_1(
+  command, override, message
+):
+  result = command("diffjax.train", TINY, override, "--workdir=x")
+
+  assert result.returncode == 1, result.stderr
+  assert "Traceback" not in result.stderr
+  last_line = result.stderr.strip().splitlines()[-1]
+  assert last_line.startswith("error: ")
+  assert message in last_line
+
+
+def test_without_network_the_error_names_sources_that_need_none(
+  command, tmp_path
+):
   # Nothing listens on this port.
   environment = {
     "HTTPS_PROXY": "http://127.0.0.1:9",
@@ -112,17 +127,17 @@ def test_without_network_the_command_names_what_works(command, tmp_path):
     "HF_ENDPOINT": "http://127.0.0.1:9",
   }
   arguments = ["--config=configs/diff_1b.py", f"--workdir={tmp_path}/run"]
+
   result = command("diffjax.train", *arguments, environment=environment)
+
   assert result.returncode == 1, result.stderr
-  message = result.stderr.strip().splitlines()[-1]
   assert "Traceback" not in result.stderr
-  for part in (
-    "cannot reach http://127.0.0.1:9",
-    "--config.data.source='parquet:/data/*.parquet'",
-    "--config.data.source=tfds:NAME --config.data.data_dir=DIR",
-    "--config=configs/tiny.py",
-  ):
-    assert part in message
+  last_line = result.stderr.strip().splitlines()[-1]
+  assert "cannot reach http://127.0.0.1:9" in last_line
+  assert "--config.data.source='parquet:/data/*.parquet'" in last_line
+  data_dir = "--config.data.source=tfds:NAME --config.data.data_dir=DIR"
+  assert data_dir in last_line
+  assert TINY in last_line
 
 
 @pytest.mark.parametrize(
@@ -149,6 +164,7 @@ def test_the_short_flag_of_help_works_beside_other_flags(module):
 def test_a_closed_pipe_ends_a_command_quietly(arguments):
   reader, writer = os.pipe()
   os.close(reader)
+
   result = subprocess.run(
     [sys.executable, "-m", "diffjax.train", *arguments],
     cwd=ROOT,
@@ -157,6 +173,7 @@ def test_a_closed_pipe_ends_a_command_quietly(arguments):
     text=True,
   )
   os.close(writer)
+
   assert result.returncode == 128 + signal.SIGPIPE
   assert not result.stderr
 
@@ -198,108 +215,105 @@ def test_the_gpu_benchmark_needs_little():
   )
 
 
-def with_workdir(module, arguments):
-  """Returns the command with the workdir that it writes to by default."""
-  if (module, arguments) == ("diffjax.train", [TINY]):
-    return (module, TINY, "--workdir=runs/tiny")
-  return (module, *arguments)
+# The run of the README, smaller.
+SMALL_TINY = """
+from diffjax.configs import tiny
+
+def get_config():
+  config = tiny.get_config()
+  config.model.num_layers = 1
+  config.optimizer.warmup_steps = 20
+  config.train.update(steps=120, batch_size=4, checkpoint_interval=60)
+  config.eval.update(interval=60, rows=32)
+  return config
+"""
+# Bits per byte of its validation rows. Bytes without context take 4.6.
+MAX_BITS_PER_BYTE = 3.6
 
 
-def commands_on_tiny():
+def commands_on_tiny() -> list[Command]:
   """Returns the documented commands that use runs/tiny and no other run."""
-  documented = []
+  training = Command("diffjax.train", [TINY])
+  selected = []
   for page in DOCUMENTATION:
-    for module, arguments in commands(page.read_text()):
-      command = with_workdir(module, arguments)
-      workdirs = set(re.findall(r"runs/\w+", " ".join(command)))
-      if workdirs == {"runs/tiny"} and command not in documented:
-        documented.append(command)
-  return documented
+    for command in commands(page.read_text()):
+      workdirs = re.findall(r"runs/\w+", " ".join(command.arguments))
+      # Training writes to runs/tiny by default.
+      is_on_tiny = command == training or set(workdirs) == {"runs/tiny"}
+      if is_on_tiny and command not in selected:
+        selected.append(command)
+  return selected
 
 
-def code_on_tiny():
+def code_on_tiny() -> list[str]:
   """Returns the documented blocks of Python that use runs/tiny."""
-  blocks = []
+  selected = []
   for page in DOCUMENTATION:
     for block in python_blocks(page.read_text()):
       if "runs/tiny" in block:
-        blocks.append(block)
-  return blocks
+        selected.append(block)
+  return selected
 
 
-@pytest.fixture
-def run_in(tmp_path):
-  """run_in("-m", MODULE, …): Python, with its files in tmp_path.
+def run_in(directory, command, module, arguments=()):
+  """Returns what a command prints, which must succeed without a warning.
 
-  Returns what it prints. Fails if it does not succeed, or if it warns.
+  Training may warn, because its config is too small.
   """
-
-  def run(*arguments):
-    moved = []
-    for argument in arguments:
-      moved.append(
-        re.sub(r"runs/tiny|exported", rf"{tmp_path}/\g<0>", argument)
-      )
-    result = subprocess.run(
-      [sys.executable, *moved],
-      cwd=ROOT,
-      capture_output=True,
-      text=True,
-      timeout=1800,
-    )
-    assert result.returncode == 0, result.stderr
-    assert "Traceback" not in result.stderr, result.stderr
-    if "diffjax.train" not in arguments:
-      assert "warning" not in result.stderr.lower(), result.stderr
-    return result.stdout
-
-  return run
+  result = command(
+    module,
+    *arguments,
+    cwd=directory,
+    environment={"PYTHONPATH": str(ROOT)},
+  )
+  assert result.returncode == 0, result.stderr
+  assert "Traceback" not in result.stderr
+  if module != "diffjax.train":
+    assert "warning" not in result.stderr.lower(), result.stderr
+  return result.stdout
 
 
 @pytest.mark.longest
 @pytest.mark.full
-@pytest.mark.usefixtures("optimised", "system_allocator")
-def test_documented_commands_on_tiny(tmp_path, run_in):
+def test_documented_commands_on_tiny(command, tmp_path):
   """Runs the README's training command, and all that pages do with its run.
 
-  Only the workdir is another one, and a benchmark reads fewer rows. Each command
-  and each block of code runs in a process of its own, as a user starts it.
+  They run as they are written, in a directory with a smaller configs/tiny.py.
+  This is one test, so that the run is trained once.
   """
-  documented = commands_on_tiny()
-  assert documented[0][0] == "diffjax.train"
-  evaluation = ("diffjax.evaluate", "--suite=validation", "--workdir=runs/tiny")
+  (tmp_path / "configs").mkdir()
+  (tmp_path / "configs/__init__.py").touch()
+  (tmp_path / "configs/tiny.py").write_text(SMALL_TINY)
+  run = tmp_path / "runs/tiny"
+
+  # The first one trains.
   printed = {}
-  for module, *arguments in [*documented, evaluation]:
+  for module, arguments in commands_on_tiny():
     if module == "benchmarks.int8_cache":
-      # Of 256 rows, which would take minutes.
-      arguments.append("--rows=32")
-    printed[module] = run_in("-m", module, *arguments)
-  assert {
-    "diffjax.train",
-    "diffjax.checkpoints",
-    "diffjax.generate",
-    "diffjax.convert",
-    "diffjax.evaluate",
-  } <= printed.keys()
-  assert "600" in printed["diffjax.checkpoints"]
+      # Instead of 256 rows, which would take minutes.
+      arguments = [*arguments, "--rows=4", "--batch_size=4", "--length=128"]
+    printed[module] = run_in(tmp_path, command, module, arguments)
+  newest_values = {}
+  for line in (run / "metrics.jsonl").read_text().splitlines():
+    newest_values |= json.loads(line)
+  assert newest_values["validation/bits_per_byte"] < MAX_BITS_PER_BYTE
+  assert (run / "loss.png").exists()
+  assert (run / "sample.txt").exists()
+  assert (run / "checkpoints/120").exists()
+  assert "120" in printed["diffjax.checkpoints"]
   assert printed["diffjax.generate"].startswith("def main(")
+  assert (tmp_path / "exported/model.safetensors").exists()
+
+  evaluation = ["--suite=validation", "--workdir=runs/tiny"]
+  run_in(tmp_path, command, "diffjax.evaluate", evaluation)
+  assert (run / "evals/validation.json").exists()
 
   blocks = code_on_tiny()
   assert blocks
   for block in blocks:
-    text = run_in("-c", block)
-  assert text.count("def ") >= 1
-
-  run = tmp_path / "runs/tiny"
-  newest_values = {}
-  for line in (run / "metrics.jsonl").read_text().splitlines():
-    newest_values |= json.loads(line)
-  assert newest_values["validation/bits_per_byte"] < 2.2
-  assert (run / "loss.png").exists()
-  assert (run / "sample.txt").exists()
-  assert (run / "checkpoints/600").exists()
-  assert (run / "evals/validation.json").exists()
-  assert (tmp_path / "exported/model.safetensors").exists()
+    with_small_config = block.replace("from diffjax.configs", "from configs")
+    (tmp_path / "documented_code.py").write_text(with_small_config)
+    assert "def " in run_in(tmp_path, command, "documented_code")
 
 
 @pytest.mark.full
@@ -313,9 +327,9 @@ def test_documented_commands_on_tiny(tmp_path, run_in):
   ],
 )
 def test_sigkill_at_random_moments_changes_nothing(arguments):
-  """docs/reliability.md has the full measurements.
+  """Seed 142 kills a process once while it starts again.
 
-  Seed 142 kills it once while it starts again.
+  docs/reliability.md has the full measurements.
   """
   result = subprocess.run(
     [sys.executable, "-m", "benchmarks.kill", *arguments.split()],
@@ -344,26 +358,51 @@ def test_ctrl_c_at_random_moments_of_a_cold_start():
   assert result.returncode == 0, result.stdout + result.stderr
 
 
+# Trains a smaller tiny: few tokens a step, so that steps are fast.
+GROWTH = """
+import sys
+
+from benchmarks import growth
+from diffjax.configs import tiny
+
+files = sys.argv.pop(1)
+tiny_config = tiny.get_config
+
+def get_config():
+  config = tiny_config()
+  config.model.num_layers = 1
+  config.data.source = "text:" + files
+  config.data.update(length=32, validation_fraction=0.1)
+  config.eval.rows = 16
+  return config
+
+tiny.get_config = get_config
+growth.main()
+"""
+
+
 @pytest.mark.full
 @pytest.mark.usefixtures("optimised", "system_allocator")
-def test_memory_does_not_grow():
-  """With one layer of tiny. docs/reliability.md has the full measurements."""
-  code = """if True:
-    from benchmarks import growth
-    whole = growth.tiny.get_config
-    def one_layer():
-      config = whole()
-      config.model.num_layers = 1
-      return config
-    growth.tiny.get_config = one_layer
-    growth.main()"""
-  arguments = ["--batch_size=2", "--steps=1200"]
+def test_memory_does_not_grow(tmp_path):
+  """docs/reliability.md has the measurement with tiny itself."""
+  for index in range(40):
+    text = f"line {index} of a document\n" * 100
+    (tmp_path / f"{index}.txt").write_text(text)
+
   result = subprocess.run(
-    [sys.executable, "-c", code, *arguments],
+    [
+      sys.executable,
+      "-c",
+      GROWTH,
+      f"{tmp_path}/*.txt",
+      "--batch_size=2",
+      "--steps=1200",
+    ],
     cwd=ROOT,
     capture_output=True,
     text=True,
     timeout=1200,
   )
+
   assert result.returncode == 0, result.stdout + result.stderr
   assert "MiB until step 1200, ratio " in result.stdout

@@ -20,7 +20,7 @@ from diffjax.training import resume
 from experiments import grid
 from tests.harness import ROOT, in_process
 
-# Fields with which runs in one table may differ, besides those of the mesh.
+# Fields in which runs of one table may differ. So may the fields of the mesh.
 WITHOUT_EFFECT = {
   "data.num_workers",
   "data.prepared_dir",
@@ -87,14 +87,14 @@ def test_the_model_that_a_run_starts_from_follows_the_declaration(name):
 
 
 @every_field
-def test_experiments_follow_the_declaration(name):
+def test_experiments_compare_the_fields_that_affect_results(name):
   compared = grid.comparable(Config().to_dict(), places=())
   assert (name in compared) == FIELDS[name].affects_results
   has_effect = name not in WITHOUT_EFFECT and not name.startswith("mesh.")
   assert FIELDS[name].affects_results == has_effect
 
 
-def test_fields_that_each_run_chooses():
+def test_the_fields_that_each_run_chooses_do_not_change_the_function():
   assert OF_THE_RUN == ("dtype", "attention_implementation", "remat")
   for name in OF_THE_RUN:
     assert not FIELDS[f"model.{name}"].changes_function
@@ -131,147 +131,229 @@ def test_fields_need_only_the_standard_library():
 
 
 @pytest.mark.parametrize(
-  "field, value, message",
+  ("field", "value", "message"),
   [
-    (
+    pytest.param(
       "model.num_layer",
       3,
-      "config.model.num_layer is not a config field: did you mean model.num_layers",
+      "config.model.num_layer is not a config field: did you mean"
+      " model.num_layers",
+      id="model.num_layer = 3",
     ),
-    (
+    pytest.param(
       "model.banana",
       3,
       "config.model.banana is not a config field: there are attention, ",
+      id="model.banana = 3",
     ),
-    ("model.num_layers", "3", "config.model.num_layers must be int; got '3'"),
-    ("model.num_layers", 2.5, "config.model.num_layers must be int; got 2.5"),
-    ("model.num_layers", True, "config.model.num_layers must be int; got True"),
-    ("model.num_layers", 0, "config.model.num_layers = 0: must be at least 1"),
-    (
+    pytest.param(
+      "model.num_layers",
+      "3",
+      "config.model.num_layers must be int; got '3'",
+      id="model.num_layers = str",
+    ),
+    pytest.param(
+      "model.num_layers",
+      2.5,
+      "config.model.num_layers must be int; got 2.5",
+      id="model.num_layers = 2.5",
+    ),
+    pytest.param(
+      "model.num_layers",
+      True,
+      "config.model.num_layers must be int; got True",
+      id="model.num_layers = True",
+    ),
+    pytest.param(
+      "model.num_layers",
+      0,
+      "config.model.num_layers = 0: must be at least 1",
+      id="model.num_layers = 0",
+    ),
+    pytest.param(
       "model.num_kv_heads",
       3,
       "config.model.num_kv_heads = 3: must divide model.num_heads = 2",
+      id="model.num_kv_heads = 3",
     ),
-    (
+    pytest.param(
       "model.num_noise_heads",
       3,
-      "config.model.num_noise_heads = 3: must divide model.num_heads = 2, or be None",
+      "config.model.num_noise_heads = 3: must divide model.num_heads = 2,"
+      " or be None",
+      id="model.num_noise_heads = 3",
     ),
-    (
+    pytest.param(
       "model.num_noise_heads",
       1,
       "config.model.num_kv_heads = 2: must divide model.num_noise_heads = 1",
+      id="model.num_noise_heads = 1",
     ),
-    (
+    pytest.param(
       "model.plain_layers",
       4,
       "config.model.plain_layers = 4: must be less than num_layers = ",
+      id="model.plain_layers = 4",
     ),
-    (
+    pytest.param(
       "model.window_pattern",
       "wx",
       "config.model.window_pattern = 'wx': must be letters w",
+      id="model.window_pattern = wx",
     ),
-    (
+    pytest.param(
       "model.window_pattern",
       "wf",
-      "config.model.window = None: must be a number of keys with a window_pattern",
+      "config.model.window = None: must be a number of keys with a"
+      " window_pattern",
+      id="model.window_pattern = wf",
     ),
-    ("model.rope", 0, "config.model.rope must be bool; got 0"),
-    (
+    pytest.param(
+      "model.rope",
+      0,
+      "config.model.rope must be bool; got 0",
+      id="model.rope = 0",
+    ),
+    pytest.param(
       "model.projection_biases",
       "qkv",
       "config.model.projection_biases must be bool; got 'qkv'",
+      id="model.projection_biases = qkv",
     ),
-    (
+    pytest.param(
       "model.rope_dim",
       3,
       "config.model.rope_dim = 3: must be even and at most model.head_dim = ",
+      id="model.rope_dim = 3",
     ),
-    (
+    pytest.param(
       "model",
       {"rope_scaling": "linear"},
-      "config.model.rope_factor = 1.0: must be above 1 with model.rope_scaling = 'linear'",
+      "config.model.rope_factor = 1.0: must be above 1 with"
+      " model.rope_scaling = 'linear'",
+      id="model: rope_scaling",
     ),
-    (
+    pytest.param(
       "model",
       {"rope_scaling": "yarn", "rope_factor": 2.0, "rope_base": 1.0},
-      "config.model.rope_base = 1.0: must be above 1 with model.rope_scaling = 'yarn'",
+      "config.model.rope_base = 1.0: must be above 1 with"
+      " model.rope_scaling = 'yarn'",
+      id="model: rope_scaling, rope_factor, rope_base",
     ),
-    (
+    pytest.param(
       "model.value_dim",
       0,
       "config.model.value_dim = 0: must be at least 1, or None",
+      id="model.value_dim = 0",
     ),
-    (
+    pytest.param(
       "model.head_norm_eps",
       0.0,
       "config.model.head_norm_eps = 0.0: must be positive, or None",
+      id="model.head_norm_eps = 0.0",
     ),
-    ("model.head_dim", 33, "config.model.head_dim = 33: must be even"),
-    ("model.window", 0, "config.model.window = 0: must be at least 1"),
-    (
+    pytest.param(
+      "model.head_dim",
+      33,
+      "config.model.head_dim = 33: must be even",
+      id="model.head_dim = 33",
+    ),
+    pytest.param(
+      "model.window",
+      0,
+      "config.model.window = 0: must be at least 1",
+      id="model.window = 0",
+    ),
+    pytest.param(
       "model",
       {"window": 9, "attention_implementation": "two_call"},
       "config.model.window = 9: must be None with .*'two_call'.* 'chunked'",
+      id="model: window, attention_implementation",
     ),
-    (
+    pytest.param(
       "model.max_length",
       100,
       "config.data.length = 256: must be at most model.max_length = 100",
+      id="model.max_length = 100",
     ),
-    (
+    pytest.param(
       "optimizer.learning_rate",
       math.inf,
       "config.optimizer.learning_rate must be finite; got inf",
+      id="optimizer.learning_rate = math.inf",
     ),
-    (
+    pytest.param(
       "optimizer.learning_rate",
       math.nan,
       "config.optimizer.learning_rate must be finite; got nan",
+      id="optimizer.learning_rate = math.nan",
     ),
-    (
+    pytest.param(
       "data.validation_fraction",
       1.5,
       "config.data.validation_fraction = 1.5: must lie between 0 and 1",
+      id="data.validation_fraction = 1.5",
     ),
-    (
+    pytest.param(
       "data.prompt_template",
       "Question:",
       r"config.data.prompt_template = 'Question:': must hold \{prompt\} once",
+      id="data.prompt_template = Question:",
     ),
-    (
+    pytest.param(
       "data.prompt_field",
       "text",
-      "config.data.prompt_field = 'text': must be another field than data.text_field",
+      "config.data.prompt_field = 'text': must be another field than"
+      " data.text_field",
+      id="data.prompt_field = text",
     ),
-    (
+    pytest.param(
       "train.accumulation",
       3,
       "config.train.accumulation = 3: must divide train.batch_size = 16",
+      id="train.accumulation = 3",
     ),
-    (
+    pytest.param(
       "optimizer",
       {"frozen": "query", "trained": "key"},
-      "config.optimizer.trained = 'key': must be \"\" with config.optimizer.frozen",
+      "config.optimizer.trained = 'key': must be \"\" with"
+      " config.optimizer.frozen",
+      id="optimizer: frozen, trained",
     ),
-    (
+    pytest.param(
       "optimizer.name",
       "sgd",
       "config.optimizer.name = 'sgd': must be one of adamw, muon",
+      id="optimizer.name = sgd",
     ),
-    ("mesh.data", 0, "config.mesh = .*every axis must be positive"),
-    ("mesh.fsdp", -1, "config.mesh = .*on one axis at most"),
-    ("model", 3, "config.model must be a section"),
+    pytest.param(
+      "mesh.data",
+      0,
+      "config.mesh = .*every axis must be positive",
+      id="mesh.data = 0",
+    ),
+    pytest.param(
+      "mesh.fsdp",
+      -1,
+      "config.mesh = .*on one axis at most",
+      id="mesh.fsdp = -1",
+    ),
+    pytest.param(
+      "model",
+      3,
+      "config.model must be a section",
+      id="model = 3",
+    ),
   ],
 )
-def test_bad_fields(field, value, message):
+def test_a_wrong_field_is_an_error(field, value, message):
+  """`field` is "section.name", or a section that is replaced."""
   values = Config().to_dict()
-  *section, name = field.split(".")
-  target = values
-  for key in section:
-    target = target[key]
-  target[name] = value
+  section, _, name = field.partition(".")
+  if name:
+    values[section][name] = value
+  else:
+    values[section] = value
   with pytest.raises(UserError, match=message):
     from_config_dict(values)
 
@@ -279,7 +361,7 @@ def test_bad_fields(field, value, message):
 def refusal(name, value):
   """Returns the error for a value of one field, or None if it is allowed.
 
-  Errors of other fields, which the value does not go with, do not count.
+  Errors of other fields, which the value does not fit, do not count.
   """
   section, field = name.split(".")
   config = Config()
@@ -310,15 +392,21 @@ def values_around(bound):
 
 
 @pytest.mark.parametrize("name", BOUNDS)
-def test_bounds(name):
-  """The error for a value just outside of a bound says the bound."""
+def test_the_error_for_a_value_outside_of_a_bound_says_the_bound(name):
   bound = BOUNDS[name]
-  inside, outside = values_around(bound)
+  _, outside = values_around(bound)
   for value in outside:
     assert refusal(name, value) == f"config.{name} = {value!r}: {bound}"
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_a_value_inside_of_a_bound_is_allowed(name):
+  """It may still not fit the values of other fields."""
+  bound = BOUNDS[name]
+  inside, _ = values_around(bound)
   for value in inside:
-    # It may still not go with other fields.
-    assert str(bound) not in (refusal(name, value) or "")
+    error = refusal(name, value)
+    assert error is None or str(bound) not in error
 
 
 @pytest.mark.parametrize(
@@ -330,8 +418,8 @@ def test_bounds(name):
     ("data.mode", "must be one of prepared, streamed, auto"),
   ],
 )
-def test_the_rule_of_a_bound(name, rule):
-  """One bound of each kind: the declarations mean what they say."""
+def test_a_bound_is_shown_as_a_rule(name, rule):
+  """There is one case for each kind of bound."""
   assert str(BOUNDS[name]) == rule
 
 
@@ -345,7 +433,7 @@ def test_decay_rates_outside_their_bounds_are_refused(name, value):
 
 @every_field
 def test_numbers_that_are_not_finite_are_refused(name):
-  """Also in a Config made in Python, whose types are not checked."""
+  """A Config that is made in Python is checked too, but not its types."""
   if "float" not in TYPES[name]:
     return
   for value in (math.inf, -math.inf, math.nan):
@@ -354,7 +442,7 @@ def test_numbers_that_are_not_finite_are_refused(name):
 
 @every_field
 def test_numbers_that_the_optimizer_cannot_compute_with_are_refused(name):
-  """They are infinite or 0 in float32, and the first update would be NaN."""
+  """In float32 they are infinite or 0, and the first update would be NaN."""
   if not name.startswith("optimizer.") or TYPES[name] != "float":
     return
   for value in (1e39, 1e-300):
@@ -362,13 +450,13 @@ def test_numbers_that_the_optimizer_cannot_compute_with_are_refused(name):
 
 
 @every_field
-def test_every_number_is_bounded(name):
-  """Only the mesh's axes have a check of their own."""
+def test_a_number_has_a_bound(name):
+  """The axes of the mesh are checked elsewhere."""
   if TYPES[name] in ("int", "float") and not name.startswith("mesh."):
     assert FIELDS[name].bound is not None
 
 
-def test_prompts_are_packed_as_documents():
+def test_prompts_must_be_packed_as_documents():
   values = Config().to_dict()
   values["data"] |= {"prompt_field": "question", "packing": "concat"}
   rule = (

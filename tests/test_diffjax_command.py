@@ -1,4 +1,4 @@
-"""The `diffjax` command: its list, its errors, and that it is `python -m`."""
+"""`diffjax COMMAND` lists the commands and runs `python -m diffjax.COMMAND`."""
 
 import ast
 import os
@@ -19,7 +19,7 @@ SCRIPT = "from diffjax.__main__ import main; main()"
 
 @pytest.fixture
 def start():
-  """start("train", "--help"): the command in a process, ended after the test."""
+  """start("train", "--help") starts a process, which ends with the test."""
   processes = []
 
   def run(*arguments):
@@ -39,14 +39,12 @@ def start():
     process.wait()
 
 
-def is_a_command(path):
-  source = path.read_text()
-  return "command.run(" in source and "__main__" in source
-
-
 def test_every_command_is_listed():
-  files = (ROOT / "diffjax").glob("*.py")
-  names = {path.stem for path in files if is_a_command(path)}
+  names = set()
+  for path in (ROOT / "diffjax").glob("*.py"):
+    source = path.read_text()
+    if "command.run(" in source and "__main__" in source:
+      names.add(path.stem)
   assert set(diffjax_command.COMMANDS) == names
 
 
@@ -58,15 +56,16 @@ def test_help_says_what_each_command_does(start, arguments):
   assert max(map(len, lines)) <= 100
   for name in diffjax_command.COMMANDS:
     source = (ROOT / f"diffjax/{name}.py").read_text()
-    summary = ast.get_docstring(ast.parse(source)).splitlines()[0]
+    summary, *_ = ast.get_docstring(ast.parse(source)).splitlines()
     assert summary.endswith(".")
-    (line,) = [line for line in lines if line.startswith(f"  {name} ")]
+    [line] = [line for line in lines if line.startswith(f"  {name} ")]
     assert line.endswith(summary)
 
 
 def test_help_for_a_closed_pipe_ends_quietly():
   reader, writer = os.pipe()
   os.close(reader)
+
   result = subprocess.run(
     [sys.executable, "-c", SCRIPT],
     cwd=ROOT,
@@ -74,14 +73,16 @@ def test_help_for_a_closed_pipe_ends_quietly():
     stderr=subprocess.PIPE,
   )
   os.close(writer)
+
   assert result.returncode == -signal.SIGPIPE
   assert not result.stderr
 
 
-def test_an_unknown_command_is_answered_with_a_list(start):
+def test_the_error_for_an_unknown_command_lists_the_commands(start):
   process = start("trian")
   out, errors = process.communicate(timeout=60)
-  assert (process.returncode, out) == (2, "")
+  assert process.returncode == 2
+  assert not out
   assert errors == (
     "error: 'trian' is no command; the commands are train, generate, evaluate,"
     " convert, checkpoints, prepare, aot\n"
@@ -94,7 +95,7 @@ def test_a_command_has_its_own_help(start):
   assert out == in_process.call("diffjax.train", "--help").stdout
 
 
-def test_ctrl_c_ends_it_like_the_command(start):
+def test_ctrl_c_ends_the_command(start):
   process = start("train", "--help")
   directory = pathlib.Path(f"/proc/{process.pid}")
   # Wait for the command's process image, and there for the thread that
@@ -104,6 +105,9 @@ def test_ctrl_c_ends_it_like_the_command(start):
     if b"diffjax.train" in program and len(os.listdir(directory / "task")) > 1:
       break
     time.sleep(0.001)
+
   process.send_signal(signal.SIGINT)
   _, errors = process.communicate(timeout=60)
-  assert (process.returncode, errors) == (130, "error: interrupted\n")
+
+  assert process.returncode == 130
+  assert errors == "error: interrupted\n"

@@ -1,4 +1,4 @@
-"""The wheel: which files it holds, and that it works without a clone."""
+"""The wheel holds the package alone, and works without a clone."""
 
 import os
 import pathlib
@@ -13,7 +13,7 @@ from benchmarks.faults import copy_to
 from tests.harness import ROOT
 
 BUILD = "from setuptools import build_meta; build_meta.build_wheel('dist')"
-# Of the package itself, and of those who use its configs.
+# The folders with code that uses the configs.
 FOLDERS = (
   "benchmarks",
   "configs",
@@ -25,9 +25,9 @@ FOLDERS = (
 
 
 def run(*command, cwd, environment=None):
-  """Runs a command that must succeed, and returns what it prints."""
+  """Returns what a command prints, which must succeed."""
   result = subprocess.run(
-    [*map(str, command)],
+    [str(argument) for argument in command],
     cwd=cwd,
     env=environment,
     capture_output=True,
@@ -44,13 +44,15 @@ def wheel(tmp_path_factory):
   directory = tmp_path_factory.mktemp("wheel") / "diffjax"
   directory.mkdir()
   copy_to(directory, revision="")
+
   run(sys.executable, "-c", BUILD, cwd=directory)
+
   (path,) = (directory / "dist").glob("*.whl")
   return path
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(wheel):
-  """All files of diffjax/ and configs/, the latter as diffjax/configs/."""
+  """The files of configs/ are in diffjax/configs/."""
   # diffjax/configs is a symbolic link, which rglob does not follow.
   folders = [ROOT / "diffjax", ROOT / "diffjax/configs"]
   expected = set()
@@ -59,29 +61,28 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
       is_compiled = "__pycache__" in path.parts
       if path.is_file() and not is_compiled:
         expected.add(str(path.relative_to(ROOT)))
+
   with zipfile.ZipFile(wheel) as archive:
     names = set(archive.namelist())
-  packed = {name for name in names if ".dist-info/" not in name}
-  assert packed == expected
-  assert "diffjax/configs/tiny.py" in packed
-  assert "diffjax/evals/report/page.html.j2" in packed
-  assert "diffjax/interop/card.md.j2" in packed
+  packaged = {name for name in names if ".dist-info/" not in name}
+
+  assert packaged == expected
+  assert "diffjax/configs/tiny.py" in packaged
+  assert "diffjax/evals/report/page.html.j2" in packaged
+  assert "diffjax/interop/card.md.j2" in packaged
 
 
 def test_nothing_imports_a_top_level_configs():
   statement = re.compile(r"^ *(import|from) configs\b", re.MULTILINE)
-  wrong = []
   for folder in FOLDERS:
     for path in (ROOT / folder).rglob("*.py"):
-      if statement.search(path.read_text()):
-        wrong.append(str(path))
-  assert not wrong
+      assert not statement.search(path.read_text()), path
 
 
 @pytest.mark.longest
 @pytest.mark.full
 def test_an_installed_wheel_trains_and_generates(wheel, tmp_path):
-  """In an empty environment and an empty directory."""
+  """The environment has only the wheel and its dependencies."""
   run(sys.executable, "-m", "venv", tmp_path / "venv", cwd=tmp_path)
   programs = tmp_path / "venv/bin"
   python = programs / "python"
@@ -92,17 +93,15 @@ def test_an_installed_wheel_trains_and_generates(wheel, tmp_path):
   directory.mkdir()
   environment = dict(os.environ)
   environment.pop("PYTHONPATH", None)
-  small = [
-    "--config.model.num_layers=1",
-    "--config.train.steps=2",
-    "--config.train.sample_tokens=4",
-    "--config.eval.interval=0",
-  ]
+
   run(
     programs / "diffjax",
     "train",
     "--config=tiny",
-    *small,
+    "--config.model.num_layers=1",
+    "--config.train.steps=2",
+    "--config.train.sample_tokens=4",
+    "--config.eval.interval=0",
     cwd=directory,
     environment=environment,
   )
@@ -118,11 +117,13 @@ def test_an_installed_wheel_trains_and_generates(wheel, tmp_path):
   )
   assert text.startswith("def ")
 
-  find = (
+  print_locations = (
     "import importlib.util, diffjax;"
     "print(diffjax.__file__, importlib.util.find_spec('configs'))"
   )
-  found = run(python, "-c", find, cwd=directory, environment=environment)
-  package, configs = found.split()
+  printed = run(
+    python, "-c", print_locations, cwd=directory, environment=environment
+  )
+  package, configs = printed.split()
   assert pathlib.Path(package).is_relative_to(tmp_path / "venv")
   assert configs == "None"
