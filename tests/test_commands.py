@@ -5,10 +5,12 @@ The documented commands run as they are written on the pages.
 
 import json
 import os
+import pathlib
 import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -255,7 +257,12 @@ def code_on_tiny() -> list[str]:
   return selected
 
 
-def run_in(directory, command, module, arguments=()):
+def run_in(
+  directory: pathlib.Path,
+  command: Callable[..., subprocess.CompletedProcess[str]],
+  module: str,
+  arguments: Sequence[str] = (),
+) -> str:
   """Returns what a command prints, which must succeed without a warning.
 
   Training may warn, because its config is too small.

@@ -5,12 +5,14 @@ import dataclasses
 import math
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 from diffjax.config import (
   FIELDS,
   OF_THE_RUN,
+  Bound,
   Config,
   UserError,
   check,
@@ -50,7 +52,7 @@ TYPES = {
 every_field = pytest.mark.parametrize("name", FIELDS)
 
 
-def with_other_value(name):
+def with_other_value(name: str) -> dict[str, dict[str, Any]]:
   """Returns a config as nested dicts, in which one field differs."""
   values = copy.deepcopy(Config().to_dict())
   section, field = name.split(".")
@@ -358,7 +360,7 @@ def test_a_wrong_field_is_an_error(field, value, message):
     from_config_dict(values)
 
 
-def refusal(name, value):
+def refusal(name: str, value: Any) -> str | None:
   """Returns the error for a value of one field, or None if it is allowed.
 
   Errors of other fields, which the value does not fit, do not count.
@@ -374,8 +376,8 @@ def refusal(name, value):
   return None
 
 
-def values_around(bound):
-  """Returns values that a bound just allows, and values that it does not."""
+def values_around(bound: Bound) -> tuple[list[Any], list[Any]]:
+  """Returns values just inside of a bound, and values just outside."""
   if bound.choices:
     first = bound.choices[0]
     return list(bound.choices), ["", first + "x", first.upper()]

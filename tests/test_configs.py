@@ -122,7 +122,7 @@ def test_the_transformer_differs_only_in_its_heads(name, variant):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_diff_v2_takes_its_matrices_from_the_feed_forward_layer(name):
-  """The formula is that of diffjax/configs/base.py, written a second time."""
+  """The formula of `Attention.twin` is written a second time."""
   diff = load(name)
   model = diff.model
   # V2 adds an E × E matrix of queries and an E × 2h matrix of gates.
@@ -404,7 +404,8 @@ def test_the_error_names_the_unknown_part_of_a_variant(variant, part):
   )
 
 
-def read_variant(text):
+def read_variant(text: str) -> tuple:
+  """Reads a variant with two choices and two numbers."""
   return base.read_variant(
     text,
     row=("b", ("a", "b")),

@@ -4,6 +4,7 @@ import importlib
 import sys
 import textwrap
 import types
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ import diffjax
 from tests.harness.in_process import own_flags
 
 
-def library(stacklevel):
+def library(stacklevel: int) -> dict[str, Any]:
   """Returns the globals of a made-up library with a deprecated function."""
   code = f"""
     import warnings

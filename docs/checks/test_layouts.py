@@ -9,6 +9,7 @@ exists if there are several, and its shape:
 import json
 import pathlib
 import re
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -75,7 +76,7 @@ def expand(pattern: str) -> list[str]:
 
 
 def written_shapes(file: pathlib.Path) -> Shapes:
-  """Returns the shapes in a file, without those of layers above layer 0."""
+  """Returns the shapes in a file, except in layers above layer 0."""
   shapes = {}
   for name, tensor in safetensors.numpy.load_file(file).items():
     if "layers." not in name or "layers.0." in name:
@@ -96,7 +97,7 @@ def sizes_of(config: ModelConfig) -> dict[str, int]:
   }
 
 
-def make_model(**fields) -> Model:
+def make_model(**fields: Any) -> Model:
   """Returns a small model with the given fields of `config.model`."""
   tokenizer = load_tokenizer("bytes")
   sizes = {

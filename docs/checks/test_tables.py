@@ -1,8 +1,9 @@
-"""Tables of pages are complete, and their numbers are those of the code."""
+"""Tables of pages are complete, and have the numbers that the code computes."""
 
 import dataclasses
 import importlib
 import json
+from typing import Any
 
 import pytest
 
@@ -104,7 +105,7 @@ def forward_flops(model: ModelConfig) -> float:
 def test_the_table_of_variants_has_their_cost(row):
   """Each number is a ratio to a Transformer with keys and values of equal size.
 
-  The widths are those of diff_3b.
+  Both have the widths of diff_3b.
   """
   name, _, parameters, flops, _ = row
   attention, _, shared_noise_maps = name.partition(", ")
@@ -164,13 +165,13 @@ def test_the_table_of_the_tiny_pair_has_the_recorded_figures():
   assert tiny_pair.table(figures) in page
 
 
-def committed_ablations():
+def committed_ablations() -> dict[str, Any]:
   """Returns the committed results of the ablations."""
   file = ROOT / "experiments/ablations/results.json"
   return json.loads(file.read_text(encoding="utf-8"))
 
 
-def variants_by_name(committed) -> dict[str, str]:
+def variants_by_name(committed: dict[str, Any]) -> dict[str, str]:
   """Returns the variants of results, by the names that figures show."""
   variants = {}
   for run in committed["runs"]:

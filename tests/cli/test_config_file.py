@@ -1,6 +1,7 @@
 """Config files: errors of the user's Python in one line, and TOML."""
 
 import dataclasses
+import subprocess
 import typing
 
 import pytest
@@ -27,12 +28,12 @@ def get_config():
 """
 
 
-def train(*arguments):
+def train(*arguments: str) -> subprocess.CompletedProcess[str]:
   """Runs the training command, which must end before it trains."""
   return in_process.call("diffjax.train", *arguments)
 
 
-def error_line(*arguments):
+def error_line(*arguments: str) -> str:
   """Returns the only line that a command with wrong flags prints."""
   result = train(*arguments)
   assert result.returncode == 2
@@ -141,41 +142,63 @@ def test_an_error_in_an_imported_file_names_that_file(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-  "value, message",
+  ("value", "message"),
   [
-    (
+    pytest.param(
       "configs",
       "configs: that is a directory; name a file in it: configs/base.py, ",
+      id="the folder of configs",
     ),
-    (
+    pytest.param(
       "{folder}/run",
       "{folder}/run: that is a directory; name a file in it:"
       " {folder}/run/config.toml",
+      id="the workdir of a run",
     ),
-    (
+    pytest.param(
       "{folder}/empty",
       "{folder}/empty: that is a directory; name a file; the configs are base,"
       " ",
+      id="an empty directory",
     ),
-    (
+    pytest.param(
       "{folder}/none.toml",
       "{folder}/none.toml: no such config or file; the configs are base, ",
+      id="a missing TOML file",
     ),
-    ("{folder}/no.toml", "{folder}/no.toml: not TOML: "),
-    (
+    pytest.param(
+      "{folder}/no.toml", "{folder}/no.toml: not TOML: ", id="not TOML"
+    ),
+    pytest.param(
       "{folder}/wrong.toml",
       "{folder}/wrong.toml: config.train.stepz is not a config field:"
       " did you mean train.steps?",
+      id="TOML with an unknown field",
     ),
-    (
+    pytest.param(
       "{folder}/run/config.toml:diff",
       "{folder}/run/config.toml:diff: a TOML file has no variants;"
       " pass --config=",
+      id="TOML with a variant",
     ),
-    ("", ": no such config or file; the configs are base, "),
-    ("nope", "nope: no such config or file; the configs are base, diff_125m, "),
-    ("nope:diff", "nope: no such config or file; the configs are base, "),
-    ("tiny.py", "tiny.py: no such config or file; the configs are base, "),
+    pytest.param(
+      "", ": no such config or file; the configs are base, ", id="nothing"
+    ),
+    pytest.param(
+      "nope",
+      "nope: no such config or file; the configs are base, diff_125m, ",
+      id="an unknown name",
+    ),
+    pytest.param(
+      "nope:diff",
+      "nope: no such config or file; the configs are base, ",
+      id="an unknown name with a variant",
+    ),
+    pytest.param(
+      "tiny.py",
+      "tiny.py: no such config or file; the configs are base, ",
+      id="a file without its folder",
+    ),
   ],
 )
 def test_the_error_for_a_wrong_path_is_one_line(tmp_path, value, message):
@@ -345,7 +368,7 @@ def test_a_field_that_may_be_none_has_the_default_none():
         assert field.default is None, (section.name, field.name)
 
 
-def can_be_decoded(text):
+def can_be_decoded(text: str) -> bool:
   """Returns True if UTF-8 with surrogates for odd bytes can hold the text."""
   for character in text:
     if "\ud800" <= character < "\udc80" or "\udcff" < character <= "\udfff":
