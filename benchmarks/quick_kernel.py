@@ -1,7 +1,11 @@
-"""How often a trained model's attention takes the quick forward kernel on a TPU: python -m benchmarks.quick_kernel --workdir=runs/tiny
+"""Counts how often a trained model could use the quick forward kernel on a TPU.
 
-The kernel takes exponentials of the logits without a running maximum. Its log-sum-exps show whether float32 held them; if not, the online
-kernel runs after it. Here the log-sum-exps of validation rows are computed, on any backend. A call is a layer of a batch.
+    python -m benchmarks.quick_kernel --workdir=runs/tiny
+
+The quick kernel computes exponentials of the logits without their running
+maximum. Its log-sum-exps show whether float32 could hold them. If it could not,
+the online kernel runs after it. This computes the log-sum-exps of validation
+rows, on any backend. A call is one layer of one batch.
 """
 
 from __future__ import annotations
@@ -28,25 +32,32 @@ from diffjax.ops.diff_attention.tpu.forward import in_range
 
 
 def extremes(attended: AttentionInputs) -> tuple[jax.Array, jax.Array]:
-  """Returns the least and the largest log-sum-exp (base 2) of a layer's maps.
+  """Returns the smallest and the largest log-sum-exp of a layer's maps.
 
-  Queries that are padding do not count.
+  The base is 2. Queries that are padding do not count.
   """
 
   def add_block(
-    found: tuple[jax.Array, jax.Array], queries: Queries
+    bounds: tuple[jax.Array, jax.Array], queries: Queries
   ) -> tuple[jax.Array, jax.Array]:
-    least, largest = found
+    smallest, largest = bounds
     is_visible = queries.mask[:, None, None]  # [B, 1, 1, t, S]
     logits = apply_mask(is_visible, queries.logits())  # [B, Q, G, t, S]
     lse = jax.nn.logsumexp(logits, axis=-1) * LOG2E
     sees_keys = jnp.any(is_visible, axis=-1)
-    least = jnp.minimum(least, jnp.min(jnp.where(sees_keys, lse, jnp.inf)))
-    largest = jnp.maximum(largest, jnp.max(jnp.where(sees_keys, lse, -jnp.inf)))
-    return least, largest
+    block_min = jnp.min(jnp.where(sees_keys, lse, jnp.inf))
+    block_max = jnp.max(jnp.where(sees_keys, lse, -jnp.inf))
+    return jnp.minimum(smallest, block_min), jnp.maximum(largest, block_max)
 
-  start = jnp.float32(jnp.inf), jnp.float32(-jnp.inf)
-  return fold_query_blocks(add_block, start, attended)
+  empty = (jnp.float32(jnp.inf), jnp.float32(-jnp.inf))
+  return fold_query_blocks(add_block, empty, attended)
+
+
+def measure_layer(attended: AttentionInputs) -> tuple[jax.Array, ...]:
+  """Returns whether the quick kernel suffices, and the `extremes`."""
+  smallest, largest = extremes(attended)
+  is_quick = in_range(jnp.stack([smallest, largest]), attended.v)
+  return is_quick, smallest, largest
 
 
 def main() -> None:
@@ -65,28 +76,27 @@ def main() -> None:
         " because it is computed from its weights"
       )
 
-  def layer(attended: AttentionInputs) -> tuple[jax.Array, ...]:
-    least, most = extremes(attended)
-    return in_range(jnp.stack([least, most]), attended.v), least, most
+  @jax.jit
+  def measure_batch(batch: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+    measured = measure(
+      loaded.model, loaded.params, batch, attention=measure_layer
+    )
+    return measured["attention"]
 
-  read = jax.jit(
-    lambda batch: measure(loaded.model, loaded.params, batch, attention=layer)[
-      "attention"
-    ]
-  )
   batches = validation_rows(
     "quick_kernel", loaded, flags.rows, batch_size=flags.batch_size
   )
-  quick, least, most = (
-    np.concatenate(column)
-    for column in zip(
-      *(jax.device_get(read(batch)) for batch in batches), strict=True
-    )
+  by_batch = [jax.device_get(measure_batch(batch)) for batch in batches]
+  quick, smallest, largest = (
+    np.concatenate(values) for values in zip(*by_batch, strict=True)
   )
   print(
-    f"{loaded.name}: {np.sum(quick)} of {len(quick)} calls take the quick kernel ({np.mean(quick):.1%}); log-sum-exps, base 2, from"
+    f"{loaded.name}: {np.sum(quick)} of {len(quick)} calls take the quick"
+    f" kernel ({np.mean(quick):.1%}); log-sum-exps, base 2, from"
   )
-  print(f"  {np.min(least):.1f} to {np.max(most):.1f}; it takes −60 to 80")
+  print(
+    f"  {np.min(smallest):.1f} to {np.max(largest):.1f}; it takes −60 to 80"
+  )
 
 
 if __name__ == "__main__":

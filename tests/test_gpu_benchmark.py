@@ -1,884 +1,606 @@
-"""benchmarks/gpu and gpu_day: hangs and crashes cost one case, results survive being cut off, checks are neither blind nor wrong, and the
-day's calls run end to end on a CPU."""
+"""`python -m benchmarks.gpu`: checks, times, tables, and the command."""
 
-import concurrent.futures
+from __future__ import annotations
+
+import dataclasses
 import functools
 import importlib.util
 import json
-import lzma
-import os
-import pathlib
-import re
-import signal
-import subprocess
-import sys
+import math
 import time
-import types
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from benchmarks import gpu_day, train_step
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import (
-  attention,
-  cases,
-  checks,
-  clock,
-  inputs,
-  pool,
-  ptxas,
-  report,
-  results,
-  verdict,
+from benchmarks.gpu import checks, inputs, steps, tables, timing
+from diffjax.ops.diff_attention import (
+  decode_attention,
+  diff_attention,
+  implementations,
 )
-from diffjax.config import Config, DataConfig, ModelConfig, TrainConfig
-from diffjax.ops.diff_attention import api
 from diffjax.ops.diff_attention.gpu import measured
+from diffjax.ops.diff_attention.mask import Mask
+from tests.harness import ROOT
+from tests.harness.tolerances import FLOAT32_LAYER
 
-ROOT = pathlib.Path(__file__).parents[1]
-
-# A worker without JAX: a case's "act" says what becomes of it. "poison" is right, and makes what the process does next fail.
-WORKER = """
-import json, os, signal, sys, time
-from benchmarks.gpu import worker
-acts = json.loads(sys.argv[1]) if sys.argv[1:] else {}
-poisoned = False
-def prepare(case):
-  global poisoned
-  if poisoned:
-    raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")
-  act = case.get("act") or acts.get(str(case.get("D")), "right")
-  if act == "hang early":
-    time.sleep(600)
-  if act == "error":
-    raise ValueError("no such shape")
-  def run():
-    global poisoned
-    poisoned = act == "poison"
-    if act == "hang":
-      time.sleep(600)
-    if act == "crash":
-      print("a stack trace", file=sys.stderr, flush=True)
-      os.kill(os.getpid(), signal.SIGSEGV)
-    print("noise")
-    return {"right": act != "wrong", "errors": {}, "process": os.getpid(), "begun": time.monotonic(), "forward_ms": 1.0, "both_ms": 3.0}
-  return run
-worker.serve(prepare)
-"""
-
-
-def start():
-  return pool.Worker([sys.executable, "-c", WORKER])
-
-
-def run(acts, processes=1, limit=1.5, seconds=120.0, how=pool.run_beside):
-  """The results by case number."""
-  found = {}
-  record = lambda case, result: found.update({case["n"]: result})
-  those = [{"n": n, "act": act} for n, act in enumerate(acts)]
-  deadline = time.monotonic() + seconds
-  if how is pool.run_beside:
-    how(those, start, processes, (limit, limit), deadline, record)
-  else:
-    how(those, start, processes, (limit, limit), deadline, lambda: None, record)
-  return found
-
-
-def test_a_hang_or_a_crash_costs_one_case():
-  found = run(["right", "hang", "crash", "hang early", "error", "right"])
-  assert [row.get("lost", "").partition(",")[0] for row in found.values()] == [
-    "",
-    "hang",
-    "crash",
-    "not compiled",
-    "",
-    "",
-  ]
-  assert (
-    found[2]["lost"] == "crash, SIGSEGV"
-    and "a stack trace" in found[2]["stderr"]
-  )
-  assert found[4] == {"error": "ValueError: no such shape"}
-  assert (
-    found[0]["right"]
-    and found[5]["right"]
-    and found[0]["process"] != found[5]["process"]
-  )
-
-
-def test_a_process_goes_on_until_it_fails():
-  """An error that an earlier case left behind is not the later one's."""
-  found = run(["right", "right", "poison", "right"])
-  assert all(row["right"] for row in found.values())
-  assert (
-    found[0]["process"]
-    == found[1]["process"]
-    == found[2]["process"]
-    != found[3]["process"]
-  )
-
-
-def test_what_the_deadline_cuts_off_is_not_recorded():
-  begun = time.monotonic()
-  assert (
-    set(run(["right", "hang", "right"], limit=60, seconds=3)) == {0}
-    and time.monotonic() - begun < 20
-  )
-
-
-def test_timings_have_a_process_each_and_the_gpu_alone():
-  found = run(
-    ["right", "hang early", "right", "crash", "hang", "right"],
-    processes=3,
-    how=pool.run_in_turn,
-  )
-  assert [row.get("lost", "").partition(",")[0] for row in found.values()] == [
-    "",
-    "not compiled",
-    "",
-    "crash",
-    "hang",
-    "",
-  ]
-  good = [found[n] for n in (0, 2, 5)]
-  assert len({row["process"] for row in good}) == 3 and good == sorted(
-    good, key=lambda row: row["begun"]
-  )
-
-
-def test_processes_end_with_their_parent():
-  code = f"""if True:
-    import sys, time
-    from benchmarks.gpu import pool
-    worker = pool.Worker([sys.executable, "-c", {WORKER!r}])
-    assert worker.receive(60) == "started"
-    worker.send({{"act": "hang early"}})
-    print(worker._process.pid, flush=True)
-    time.sleep(600)"""
-  parent = subprocess.Popen(
-    [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True
-  )
-  child = int(parent.stdout.readline())
-  parent.kill()
-  parent.wait()
-  state = lambda: (
-    pathlib.Path(f"/proc/{child}/stat")
-    .read_text()
-    .rpartition(")")[2]
-    .split()[0]
-  )
-  deadline = time.monotonic() + 30
-  while pathlib.Path(f"/proc/{child}").exists() and state() != "Z":
-    assert time.monotonic() < deadline
-    time.sleep(0.1)
-
-
-def test_results_survive_sigkill_at_any_time(tmp_path):
-  code = f"""if True:
-    import pathlib
-    from benchmarks.gpu import results
-    store = results.Results(pathlib.Path({str(tmp_path)!r}) / "gpu.json", {{"device": "cpu", "mosaic": {{}}, "versions": {{}}}})
-    print(flush=True)
-    for n in range(10**9):
-      store.add({{"n": n % 200}}, {{"right": True, "text": "x" * 2000}})"""
-  for delay in (0.0, 0.05, 0.11, 0.23, 0.31):
-    process = subprocess.Popen(
-      [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE
-    )
-    process.stdout.readline()
-    time.sleep(delay)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    found = json.loads((tmp_path / "gpu.json").read_text())
-  assert (
-    len(found["calls"]) == 5
-    and len({row["case"]["n"] for row in found["rows"]})
-    == len(found["rows"])
-    > 0
-  )
-
-
-ENVIRONMENT = {
-  "backend": "cpu",
-  "device": "cpu",
-  "driver": "none",
-  "processors": 2,
-  "versions": {"jax": "1"},
-  "mosaic": {"path": "/cuda/ptxas", "version": "13.5"},
-}
-
-
-def test_what_was_found_elsewhere_does_not_hold_here(tmp_path, monkeypatch):
-  path, ours, theirs = (
-    tmp_path / "gpu.json",
-    {"name": "fused"},
-    {"name": "cudnn"},
-  )
-  for case in (ours, theirs):
-    results.Results(path, ENVIRONMENT).add(case, {"right": True})
-  there = lambda **changes: [
-    case
-    for case in (ours, theirs)
-    if results.Results(path, ENVIRONMENT | changes).find(case)
-  ]
-  assert there() == [ours, theirs]
-  assert (
-    there(device="another")
-    == there(mosaic={"version": "13.0"})
-    == there(versions={"jax": "2"})
-    == []
-  )
-  monkeypatch.setattr(results, "digest", lambda: "other code")
-  assert there() == [theirs]
-  results.Results(path, ENVIRONMENT | {"device": "another"}).add(
-    ours, {"right": False}
-  )
-  assert len(results.Results(path, ENVIRONMENT).rows) == 3, (
-    "one device's row does not replace another's"
-  )
-
-
-def test_the_digest_is_of_the_code(tmp_path):
-  (tmp_path / "kernel.py").write_text("a = 1")
-  before = results.digest(tmp_path)
-  (tmp_path / "table.json").write_text("{}")
-  assert results.digest(tmp_path) == before
-  (tmp_path / "kernel.py").write_text(
-    '"""A docstring."""\n\na = 1  # a comment'
-  )
-  assert results.digest(tmp_path) == before
-  (tmp_path / "kernel.py").write_text("a = 2")
-  assert results.digest(tmp_path) != before
-  (tmp_path / "kernel.py").write_text('def f():\n  """One."""\n  return "two"')
-  before = results.digest(tmp_path)
-  (tmp_path / "kernel.py").write_text(
-    'def f():\n  """Another."""\n  return "two"'
-  )
-  assert results.digest(tmp_path) == before
-  (tmp_path / "kernel.py").write_text('def f():\n  return "three"')
-  assert results.digest(tmp_path) != before
-
-
-@pytest.fixture
-def calls(tmp_path, monkeypatch, capsys):
-  """calls(…): exit code and output of the command with these flags, on a GPU of that environment, whose checks of D do as `acts` says."""
-  parts = {
-    "checks": [dict(do="check", kind="v1", D=D, T=70) for D in (64, 128)]
-  }
-  timed = dict(do="attention", kind="v1", D=64, B=1, T=64, H=1, packed=False)
-  parts["v1_64"] = [{**timed, "name": name} for name in ("fused", "two_call")]
-  monkeypatch.setattr(cases, "parts", lambda: parts)
-  monkeypatch.setattr(ptxas, "put_first", lambda path: None)
-
-  def call(*flags, acts=None, **environment):
-    monkeypatch.setattr(
-      ptxas,
-      "probe",
-      lambda: {
-        **ENVIRONMENT,
-        "backend": "gpu",
-        "fusions": {"unknown": ""},
-        **environment,
-      },
-    )
-    command_line = [sys.executable, "-c", WORKER, json.dumps(acts or {})]
-    monkeypatch.setattr(
-      pool, "start", lambda memory, rehearse: pool.Worker(command_line)
-    )
-    with pytest.raises(SystemExit) as exit:
-      command.main(["--out", str(tmp_path), "--processes=2", *flags])
-    return exit.value.code, capsys.readouterr().out
-
-  return call
-
-
-def test_a_second_call_goes_on(calls, tmp_path):
-  code, text = calls("--parts", "checks", acts={128: "wrong"})
-  assert code == 1 and "WRONG" in text and "1 of 2 checks right" in text
-  code, text = calls()
-  assert (
-    "checks, after" in text
-    and "0 to do, 2 are there" in text
-    and "v1_64" in text
-    and code == 1
-  )
-  assert (
-    "the kernel of v1, D 128, is out" in text
-    and "v1, D 64, T 64: auto takes two_call" in text
-  )
-  assert json.loads((tmp_path / "measured.json").read_text())["cpu"][0][
-    "ms"
-  ] == {"pallas_gpu": 3.0, "two_call": 3.0}
-  assert (tmp_path / "report.md").read_text().strip() in text
-  code, text = calls("--again=failed")
-  assert (
-    code == 0
-    and ": 1 to do, 1 are there" in text
-    and ": 0 to do, 2 are there" in text
-  )
-  code, text = calls("--again=all", "--parts", "v1_64")
-  assert re.search(r"v1_64, after \d+ s: 2 to do\n", text)
-
-
-def test_time_that_is_up_is_said(calls):
-  code, text = calls("--seconds=0")
-  missing = re.findall(r"^missing: (\d+) of (.*)$", text, re.M)
-  assert code == 1 and missing == [
-    ("1", "check v1 D 64"),
-    ("1", "check v1 D 128"),
-    ("2", "attention v1 D 64"),
-  ]
-  calls("--parts", "v1_64")
-  code, text = calls("--seconds=0")
-  assert "the kernel of v1, D 64, is out" in text, (
-    "it was timed, and not checked"
-  )
-
-
-def test_old_assemblers_are_refused(calls):
-  old = {"mosaic": {"version": "13.2.78", "path": "/cuda/bin/ptxas"}}
-  code, _ = calls(**old)
-  assert (
-    code.startswith(
-      "error: ptxas 13.2.78 (/cuda/bin/ptxas) assembles the kernels, and before 13.3 "
-    )
-    and "--any_ptxas" in code
-  )
-  assert calls(mosaic={"unknown": "it did not run"})[0].startswith(
-    "error: it is not known which ptxas"
-  )
-  assert calls("--any_ptxas", **old)[0] == 0
-  assert (
-    ptxas.refusal({"mosaic": {"version": "13.3"}})
-    is ptxas.refusal({"mosaic": {"version": "14.0.1"}})
-    is None
-  )
-
-
-def test_static_is_another_module(monkeypatch):
-  given = []
-  monkeypatch.setitem(
-    sys.modules, "benchmarks.gpu.static", type(sys)("benchmarks.gpu.static")
-  )
-  sys.modules["benchmarks.gpu.static"].main = given.append
-  command.main(["--static", "--more"])
-  assert given == [["--more"]]
-
-
-def fake_ptxas(folder, version):
-  folder.mkdir()
-  (folder / "ptxas").write_text(
-    f"#!/bin/sh\necho 'Cuda compilation tools, release {version[:4]}, V{version}'\n"
-  )
-  (folder / "ptxas").chmod(0o755)
-  return folder
-
-
-def test_the_newest_assembler_comes_first(tmp_path, monkeypatch):
-  older, newer = (
-    fake_ptxas(tmp_path / "older", "13.9.1"),
-    fake_ptxas(tmp_path / "newer", "13.10.2"),
-  )
-  monkeypatch.setattr(sys, "path", [])
-  monkeypatch.setenv("PATH", f"{older}:{os.environ['PATH']}")
-  assert ptxas.newest() == older / "ptxas" and ptxas.version(
-    ptxas.newest()
-  ) == (13, 9, 1)
-  packaged = tmp_path / "site/nvidia/cu13/bin"
-  packaged.parent.mkdir(parents=True)
-  newer.rename(packaged)
-  monkeypatch.setattr(sys, "path", [str(tmp_path / "site")])
-  assert (
-    ptxas.newest() == packaged / "ptxas"
-    and ptxas.newest(older) == older / "ptxas"
-  )
-  ptxas.put_first(ptxas.newest())
-  assert subprocess.run(
-    ["ptxas"], capture_output=True, text=True
-  ).stdout.endswith("V13.10.2\n")
-
-
-@pytest.mark.skipif(
-  jax.__version_info__ < (0, 11, 2)
-  or importlib.util.find_spec("jax_cuda13_plugin") is None,
-  reason="needs the compiler for Hopper",
+needs_new_jax = pytest.mark.skipif(
+  jax.__version_info__ < (0, 11, 2),
+  reason="the GPU kernels need JAX 0.11.2 or newer",
 )
-def test_the_probe_tells_which_assembler_mosaic_takes(tmp_path, monkeypatch):
-  """The first one on PATH, whatever is packaged; XLA's fusions take the packaged one."""
-  packaged = ptxas.newest()
-  told = fake_ptxas(tmp_path / "first", "13.0.88") / "ptxas"
-  told.write_text(
-    f'#!/bin/sh\n[ "$1" = --version ] && exec {packaged} --version | sed \'s/V1.*/V13.0.88/\'\nexec {packaged} "$@"\n'
-  )
-  monkeypatch.setenv("PATH", f"{told.parent}:{os.environ['PATH']}")
-  found = ptxas.probe()
-  assert found["mosaic"] == {
-    "path": str(told),
-    "version": "13.0.88",
-  } and "13.0.88" in ptxas.refusal(found)
-  assert found["fusions"]["path"] == str(packaged)
+
+SMALL = inputs.Case("v1", D=16, B=1, T=24, H=2)
+SMALL_DECODE = inputs.DecodeCase("v1", D=16, B=2, S=32, H=2)
 
 
-@functools.cache
-def gradients(kind, T, S, **options):
-  """Inputs in bfloat16, and reference's output and gradients in float32."""
-  case = dict(kind=kind, D=64, B=2, H=2, T=T, S=S)
-  (_, given), (theirs, exact) = checks.programs({**case, **options})
-  return given, jax.jit(theirs)(*exact)
+def correct(*arrays: jax.Array, **mask: Any) -> jax.Array:
+  """Attention in bfloat16 that is not the checks' own reference."""
+  return diff_attention(*arrays, **mask, implementation="chunked")
 
 
-def test_one_key_is_right_within_rounding_and_wrong_beyond():
-  """Where a query sees one key, dQ and dK cancel to nothing but rounding."""
-  for kind in inputs.MAPS:
-    (d_out, q, k, v, *lam), expected = gradients(
-      kind, 1, 1, H=64
-    )  # of few heads, chance could make the halves small
-    assert checks.norm(expected[1]) < 1e-3 * checks.norm(d_out)
-    floors = checks.floors(d_out, q, k, v)
-    # δ from an output in bfloat16, as a kernel has it: the halves of dS cancel to within 2⁻⁹
-    rounding = [
-      jnp.zeros_like(expected[0]),
-      *(2**-9 * _half(d_out, x, v) for x in (k, q)),
-    ]
-    rounded = [e + r for e, r in zip(expected, rounding, strict=False)]
-    assert (
-      max(checks.relative_errors(rounded, expected, floors))
-      < checks.TOLERANCE["bfloat16"]
-    )
-    wrong = [
-      expected[0],
-      *(
-        e + 0.1 * _half(d_out, x, v)
-        for e, x in zip(expected[1:3], (k, q), strict=True)
-      ),
-    ]
-    errors = checks.relative_errors(wrong, expected, floors)
-    assert min(errors[1:]) > 3 * checks.TOLERANCE["bfloat16"]
-
-
-def _half(d_out, x, v):
-  """A half of dS, dO·v, times a key or a query: of one key and query, heads apart."""
-  return (
-    jnp.einsum(
-      "bthv,bshv->bth", d_out.astype(jnp.float32), v.astype(jnp.float32)
-    )[:, :, :, None, None]
-    * x.astype(jnp.float32)
-    / 8
-  )
-
-
-@pytest.mark.parametrize("kind", inputs.MAPS)
-@pytest.mark.parametrize(
-  "options", [{}, {"causal": False}, {"window": 20, "segments": True}], ids=str
-)
-def test_the_floor_is_below_ordinary_gradients(kind, options):
-  """No tolerance is widened but where gradients cancel: a gradient that is 1.5% off fails."""
-  (d_out, q, k, v, *_), expected = gradients(kind, 128, 128, **options)
-  floors = checks.floors(d_out, q, k, v)
-  assert all(
-    floor < checks.norm(e) for floor, e in zip(floors, expected, strict=False)
-  )
-  errors = checks.relative_errors(
-    [1.015 * e for e in expected], expected, floors
-  )
-  assert min(errors) > checks.TOLERANCE["bfloat16"]
+# Checks
 
 
 @pytest.mark.parametrize(
-  "case", [dict(T=8), dict(S=8, decode=True)], ids=["attention", "decoding"]
-)
-def test_the_reference_is_exact_in_any_thread(case):
-  """All of its products are of full precision, those of the backward pass too, whichever thread traces it; and so is a product that does
-  not ask for that itself, as those of `reference` do."""
-  _, (theirs, exact) = checks.programs(dict(kind="v1", D=64, B=1, H=1, **case))
-  programs = [
-    (theirs, exact),
-    (checks.exactly(jnp.matmul), (jnp.ones((4, 4)), jnp.ones((4, 4)))),
-  ]
-  with concurrent.futures.ThreadPoolExecutor(1) as thread:
-    texts = [
-      thread.submit(lambda f=f, x=x: jax.jit(f).lower(*x).as_text()).result()
-      for f, x in programs
-    ]
-  for text in texts:
-    products = [line for line in text.splitlines() if "dot_general" in line]
-    assert products and all(
-      "precision = [HIGHEST, HIGHEST]" in line for line in products
-    )
-
-
-def timed(kind="v1", D=128, T=4096, packed=False, **ms):
-  return [
-    {
-      "case": dict(
-        do="attention", kind=kind, D=D, B=1, T=T, H=1, packed=packed, name=name
-      ),
-      "both_ms": taken,
-    }
-    for name, taken in ms.items()
-  ]
-
-
-def checked(kind="v1", D=128, **result):
-  return [
-    {
-      "case": dict(do="check", kind=kind, D=D, T=1),
-      **(result or {"right": True}),
-    }
-  ]
-
-
-@pytest.mark.parametrize(
-  ("rows", "expected"),
+  "case",
   [
-    (checked() + timed(fused=1.0, two_call=1.04), "pallas_gpu"),
-    (checked() + timed(fused=1.0, two_call=1.02), "two_call"),
-    (
-      checked() + timed(fused=1.0, two_call=1.5, cudnn=0.5, tokamax=0.5),
-      "pallas_gpu",
+    pytest.param(SMALL, id="v1"),
+    pytest.param(dataclasses.replace(SMALL, kind="v2"), id="v2"),
+    pytest.param(dataclasses.replace(SMALL, kind="plain"), id="plain"),
+    pytest.param(dataclasses.replace(SMALL, packed=True), id="packed"),
+    pytest.param(dataclasses.replace(SMALL, causal=False), id="not_causal"),
+    pytest.param(dataclasses.replace(SMALL, window=5), id="window"),
+    pytest.param(
+      dataclasses.replace(SMALL, B=2, S=40, q_offset=(16, 3)), id="offsets"
     ),
-    (checked() + timed(fused=1.0, chunked=1.2), "pallas_gpu"),
-    (checked() + timed(two_call=2.0, chunked=1.0), "chunked"),
-    (timed(fused=1.0, two_call=2.0, chunked=3.0), "two_call"),
-    (
-      checked() + checked(D=96, right=False) + timed(fused=1.0, two_call=2.0),
-      "two_call",
+    pytest.param(
+      dataclasses.replace(SMALL, heads_per_key_head=2), id="shared_keys"
     ),
-    (
-      checked() + checked(lost="hang") + timed(fused=1.0, two_call=2.0),
-      "two_call",
-    ),
-    (
-      checked() + checked(D=64, lost="hang") + timed(fused=1.0, two_call=2.0),
-      "pallas_gpu",
-    ),
-    (checked() + timed(fused=1.0), None),
+    pytest.param(dataclasses.replace(SMALL, dtype="float16"), id="float16"),
+    pytest.param(dataclasses.replace(SMALL, T=1, H=64), id="one_key"),
   ],
 )
-def test_the_verdict(rows, expected):
-  entries = verdict.table(rows)
-  assert [entry["implementation"] for entry in entries] == (
-    [expected] if expected else []
-  )
+def test_a_correct_kernel_is_right(case):
+  check = checks.check_attention(case, correct)
+
+  assert check.is_right
+  assert str(check).startswith("right (out ")
 
 
-def test_whole_steps_decide_where_attention_was_not_timed():
-  """Packed rows here; on rows of one document the times of attention alone count, whatever steps took."""
-  step = lambda name, taken, packed: {
-    "case": dict(
-      do="step",
-      attention="diff",
-      name=name,
-      packed=packed,
-      T=4096,
-      head_dim=128,
-    ),
-    "seconds_a_step": taken,
-  }
-  rows = timed(fused=2.0, two_call=1.0) + [
-    step(name, taken, p)
-    for p in (True, False)
-    for name, taken in (("pallas_gpu", 1), ("two_call", 2))
+def test_a_kernel_with_a_wrong_output_is_wrong():
+  def wrong(*arrays, **mask):
+    return 1.02 * correct(*arrays, **mask)
+
+  check = checks.check_attention(SMALL, wrong)
+
+  assert not check.is_right
+  assert str(check).startswith("WRONG (out 2.")
+
+
+def test_a_kernel_with_one_wrong_gradient_is_wrong():
+  def wrong(q, *arrays, **mask):
+    # The value of q, with twice its gradient.
+    doubled = 2 * q - jax.lax.stop_gradient(q)
+    return correct(doubled, *arrays, **mask)
+
+  check = checks.check_attention(SMALL, wrong)
+
+  wrong_arrays = [
+    name for name, error in check.errors.items() if error > check.tolerance
   ]
-  assert [
-    (x["packed"], x["implementation"]) for x in verdict.table(checked() + rows)
-  ] == [(False, "two_call"), (True, "pallas_gpu")]
-  assert (
-    "packed rows, by whole training steps: auto takes pallas_gpu"
-    in verdict.words(checked() + rows)[-1]
-  )
-  assert {x["implementation"] for x in verdict.table(rows)} == {
-    "two_call"
-  }  # a kernel that was not checked
+  assert wrong_arrays == ["d_q"]
+  assert str(check).startswith("WRONG")
 
 
-def test_the_file_names_no_place_of_the_machine(tmp_path):
-  places = {
-    "mosaic": {"path": "/home/me/ptxas", "version": "13.5.37"},
-    "cuda": "/home/me/cuda",
-  }
-  store = results.Results(tmp_path / "gpu.json", ENVIRONMENT | places)
-  assert (
-    "13.5.37" in store._path.read_text()
-    and "/home" not in store._path.read_text()
-  )
+def test_a_kernel_with_a_mask_that_is_wrong_by_one_key_is_wrong():
+  def wrong(*arrays, window, **mask):
+    return correct(*arrays, window=window - 1, **mask)
+
+  check = checks.check_attention(dataclasses.replace(SMALL, window=5), wrong)
+
+  assert not check.is_right
 
 
-def test_the_table_that_is_committed_is_the_verdict_of_the_rows_that_are():
-  found = json.loads((ROOT / "benchmarks/gpu/gpu.json").read_text())
-  now = found["calls"][-1]
-  rows = [
-    row
-    for row in found["rows"]
-    if found["calls"][row["call"]]["code"] == now["code"]
-  ]
-  there = [row["case"] for row in rows]
-  missing = [
-    {"case": case, "absent": "not done"}
-    for case in cases.parts()["checks"]
-    if case not in there
-  ]
-  device = now["environment"]["device"]
-  assert rows and json.loads(measured.TABLE.read_text())[
-    device
-  ] == verdict.table(rows + missing)
+def test_a_kernel_whose_output_is_nan_is_wrong():
+  def wrong(*arrays, **mask):
+    return math.nan * correct(*arrays, **mask)
+
+  check = checks.check_attention(SMALL, wrong)
+
+  assert str(check).startswith("WRONG (out nan")
 
 
-def test_auto_reads_the_verdict(tmp_path, monkeypatch):
-  rows = (
-    checked()
-    + timed(fused=1.0, two_call=2.0)
-    + timed(T=16384, fused=2.0, two_call=1.0)
-  )
-  monkeypatch.setattr(measured, "TABLE", tmp_path / "measured.json")
-  verdict.write(measured.TABLE, "a GPU", rows)
-  measured.table.cache_clear()
-  q, v = jnp.zeros((1, 2, 1, 2, 128)), jnp.zeros((1, 2, 1, 256))
-  assert [
-    measured.fastest("a GPU", q, q, v, api.Mask(T, T))
-    for T in (2048, 4096, 16384)
-  ] == [None, "pallas_gpu", "two_call"]
-  measured.table.cache_clear()
+def test_a_kernel_with_other_bits_in_its_second_run_is_not_deterministic():
+  num_runs = 0
+
+  def count_runs():
+    nonlocal num_runs
+    num_runs += 1
+    return np.float32(num_runs)
+
+  def race(*arrays, **mask):
+    scalar = jax.ShapeDtypeStruct((), jnp.float32)
+    # Half of the distance of two numbers in bfloat16.
+    change = 0.002 * jax.pure_callback(count_runs, scalar)
+    output = correct(*arrays, **mask)
+    return (output * (1 + change)).astype(output.dtype)
+
+  check = checks.check_attention(SMALL, race)
+
+  assert max(check.errors.values()) < check.tolerance
+  assert not check.is_right
+  assert str(check).startswith("NOT DETERMINISTIC")
 
 
-def test_clocks_are_read_where_they_can_be():
-  rows = "1980, 2619, 310.5, 44\\n1755, 2619, [N/A], 46\\n"
-  with clock.Gauge(["sh", "-c", f"printf '{rows}'; sleep 60"]) as gauge:
-    deadline, read = time.monotonic() + 30, []
-    while len(gauge._samples) < 2:
-      assert time.monotonic() < deadline
-      time.sleep(0.01)
-    read = gauge.take()
-  assert read == {
-    "sm_mhz": [1755, 1867.5, 1980],
-    "memory_mhz": [2619] * 3,
-    "watts": [310.5] * 3,
-    "celsius": [44, 45, 46],
-  }
-  with clock.Gauge([]) as gauge:
-    assert gauge.take() == {}
+def test_a_wrong_gradient_is_found_where_the_right_one_is_zero():
+  """A query that sees one key has no gradient."""
+  case = inputs.Case("v2", D=64, B=2, T=1, H=64)
+
+  def wrong(q, k, v, lam, **mask):
+    change = q - jax.lax.stop_gradient(q)
+    logits = jnp.einsum("bthgd,bshmd->bth", change, k) / math.sqrt(case.D)
+    return correct(q, k, v, lam, **mask) + 0.1 * logits[..., None] * v
+
+  check = checks.check_attention(case, wrong)
+
+  assert check.errors["d_q"] > 3 * check.tolerance
 
 
-def test_a_profile_is_summed_up_by_kernel():
-  event = lambda name, ms: types.SimpleNamespace(
-    name=name, duration_ns=ms * 1e6
-  )
-  line = lambda name, *events: types.SimpleNamespace(name=name, events=events)
-  gpu = [
-    line(
-      "Stream #7(Compute)",
-      event("gemm", 2),
-      event("void fusion", 1),
-      event("gemm", 2),
-    ),
-    line("Stream #9", event("d_q_mosaic_gpu", 3)),
-  ]
-  planes = [
-    ("/device:GPU:0", [*gpu, line("XLA Ops", event("gemm", 9))]),
-    ("/host:CPU", [line("Stream #1", event("gemm", 9))]),
-  ]
-  profile = types.SimpleNamespace(
-    planes=[
-      types.SimpleNamespace(name=name, lines=lines) for name, lines in planes
-    ]
-  )
-  assert list(clock.by_kernel(profile).items()) == [
-    ("gemm", 4),
-    ("d_q", 3),
-    ("fusion", 1),
-  ]
-  assert (
-    clock.kernels(lambda: jax.block_until_ready(jnp.ones(3) + 1)) == {}
-  )  # without a GPU
-
-
-@pytest.mark.skipif(
-  importlib.util.find_spec("tokamax") is not None, reason="it is installed here"
+@pytest.mark.parametrize(
+  "options",
+  [
+    pytest.param({"kind": "v1"}, id="v1"),
+    pytest.param({"kind": "v2", "causal": False}, id="v2_not_causal"),
+    pytest.param({"kind": "plain", "window": 20}, id="plain_window"),
+  ],
 )
-def test_tokamax_may_be_absent():
-  case = dict(
-    do="attention",
-    kind="v1",
-    D=64,
-    B=1,
-    T=64,
-    H=1,
-    packed=False,
-    name="tokamax",
-  )
-  result = attention.prepare(case)()
-  assert result == {
-    "absent": "not installed"
-  } and "not installed" in report.line(case, result)
+def test_ordinary_gradients_are_larger_than_the_smallest_divisor(options):
+  """So an error is relative to the gradient, except where terms cancel."""
+  case = inputs.Case(D=16, B=2, T=64, H=2, **options)
+  arrays = inputs.arguments(case)
+  gradient = inputs.output_gradient(arrays)
+  attend = functools.partial(correct, **inputs.options(case))
+
+  outputs = jax.jit(inputs.with_gradients(attend))(gradient, *arrays)
+
+  divisors = checks.min_norms(gradient, *arrays[:3])
+  for output, divisor in zip(outputs, divisors, strict=False):
+    assert checks.norm(output) > divisor
 
 
-@pytest.mark.parametrize("packed", [True, False])
-def test_steps_on_packed_rows_and_on_rows_of_one_document(packed, monkeypatch):
-  told = []
-  attend = api._attention_on_one_device
-  monkeypatch.setattr(
-    api,
-    "_attention_on_one_device",
-    lambda arrays, *options: (
-      told.append(arrays.q_ids) or attend(arrays, *options)
-    ),
-  )
-  model = ModelConfig(
-    vocab_size=64,
-    num_layers=1,
-    embed_dim=32,
-    num_heads=2,
-    num_kv_heads=2,
-    head_dim=8,
-    ffn_dim=32,
-    max_length=16,
-  )
-  train_step.stepper(
-    Config(
-      model=model, data=DataConfig(length=16), train=TrainConfig(batch_size=8)
-    ),
-    packed=packed,
-  )
-  in_the_step = told[-1]  # the first call makes the parameters
-  assert (in_the_step is not None) == packed
+def test_references_are_computed_in_float32_with_the_highest_precision():
+  seen = []
+
+  def multiply(a, b):
+    seen.append((a.dtype, jax.config.jax_default_matmul_precision))
+    return a @ b
+
+  x = jnp.ones((4, 4), jnp.bfloat16)
+  checks.run_in_float32(multiply, (x, x))
+
+  assert seen == [(jnp.float32, "highest")]
 
 
-def test_every_part_is_in_a_call():
-  whole = list(cases.parts())
-  assert whole[0] == "checks"
-  for name in gpu_day.CALLS:
-    assert sorted(gpu_day.parts(name, False)) == sorted(whole)
-    assert sorted(gpu_day.parts(name, True)) == sorted(cases.rehearsal())
-  assert gpu_day.parts("1", False)[:3] == ["checks", "v1_128", "steps"]
+def test_a_correct_decoding_kernel_is_right():
+  decode = functools.partial(decode_attention, implementation="xla")
+
+  assert checks.check_decoding(SMALL_DECODE, decode).is_right
 
 
-def test_small_checks_come_first():
-  sizes = [
-    case.get("T", 1) * case.get("S", case.get("T", 1))
-    for case in cases.parts()["checks"]
+def test_a_wrong_decoding_kernel_is_wrong():
+  def wrong(*arguments):
+    return 1.02 * decode_attention(*arguments, implementation="xla")
+
+  assert not checks.check_decoding(SMALL_DECODE, wrong).is_right
+
+
+def test_every_kind_and_width_is_checked_with_the_smallest_shape_first():
+  cases = inputs.check_cases()
+
+  checked = {(case.kind, case.D) for case in cases}
+  assert checked >= {
+    (kind, width) for kind in inputs.KINDS for width in (64, 128)
+  }
+  assert cases[0].T == 1
+
+
+# Times
+
+
+def test_programs_take_turns():
+  order = []
+
+  def sleep(name):
+    order.append(name)
+    time.sleep(timing.SAMPLE_SECONDS)
+
+  programs = {name: functools.partial(sleep, name) for name in ("a", "b")}
+  times = timing.median_milliseconds(programs, repetitions=2)
+
+  # The first two calls of each are a warm-up and an estimate.
+  assert order == ["a", "a", "b", "b", "a", "b", "a", "b"]
+  assert times["a"] >= 1e3 * timing.SAMPLE_SECONDS
+
+
+def test_the_time_of_a_short_program_is_that_of_one_call():
+  num_calls = 0
+
+  def sleep():
+    nonlocal num_calls
+    num_calls += 1
+    time.sleep(0.005)
+
+  times = timing.median_milliseconds({"short": sleep}, repetitions=1)
+
+  assert num_calls > 3
+  assert 5 <= times["short"] < 5 * num_calls
+
+
+@pytest.mark.parametrize("kind", inputs.KINDS)
+def test_all_implementations_compute_the_same(kind):
+  case = inputs.Case(kind, D=16, B=1, T=24, H=2, dtype="float32")
+  names = [
+    name
+    for name in timing.implementations(case)
+    if name not in ("fused", "tokamax")
   ]
-  assert sizes[0] == 1 and sizes == sorted(sizes) and len(sizes) > 30
+  reference = functools.partial(diff_attention, implementation="reference")
+  expected = jax.jit(reference)(*inputs.arguments(case))
+
+  for name in names:
+    attend, arrays = timing.attention_program(case, name)
+    actual = jax.jit(attend)(*arrays)
+    chex.assert_trees_all_close(actual, expected, **FLOAT32_LAYER)
+
+
+def test_an_implementation_that_cannot_run_has_the_reason_in_its_row():
+  rows = timing.time_attention(SMALL, repetitions=1)
+
+  by_name = {row["case"]["name"]: row for row in rows}
+  assert by_name["two_call"]["both_ms"] > 0
+  assert by_name["cudnn halved"]["forward_ms"] > 0
+  assert "pallas_gpu" in by_name["fused"]["error"]
+  if importlib.util.find_spec("tokamax") is None:
+    assert by_name["tokamax"]["error"] == "not installed"
+
+
+def test_decoding_is_timed_and_its_bytes_are_counted():
+  rows = timing.time_decoding(SMALL_DECODE, repetitions=1)
+
+  by_name = {row["case"]["name"]: row for row in rows}
+  assert by_name["xla"]["ms"] > 0
+  assert "gigabytes_per_second" in by_name["xla"]
+  assert "error" in by_name["pallas_gpu"]
+
+
+def read_h100_rows() -> tuple[str, list[tables.Row]]:
+  """Returns the device and the rows of the kernels' last version."""
+  content = json.loads((ROOT / "benchmarks/gpu/gpu.json").read_text())
+  calls = content["calls"]
+  rows = []
+  for row in content["rows"]:
+    if calls[row["call"]]["code"] == calls[-1]["code"]:
+      rows.append(row)
+  return calls[-1]["environment"]["device"], rows
+
+
+def test_committed_rates_follow_from_the_committed_times():
+  _, rows = read_h100_rows()
+  timed = [row for row in rows if "backward_tflops" in row]
+  assert timed
+
+  for row in timed:
+    fields = {
+      name: row["case"][name] for name in ("kind", "D", "B", "T", "H", "packed")
+    }
+    rates = timing.nominal_tflops(
+      inputs.Case(**fields), row["forward_ms"], row["both_ms"]
+    )
+    assert rates["forward_tflops"] == pytest.approx(
+      row["forward_tflops"], rel=1e-3
+    )
+    assert rates["backward_tflops"] == pytest.approx(
+      row["backward_tflops"], rel=1e-3
+    )
+
+
+# Training steps
+
+
+class TimedStep(NamedTuple):
+  """A training step, and whether its attention was given documents' ids."""
+
+  case: steps.StepCase
+  row: dict[str, Any]
+  has_documents: bool
+
+
+@pytest.fixture(
+  scope="module", params=[True, False], ids=["packed", "one_document"]
+)
+def timed_step(request) -> Iterator[TimedStep]:
+  """A tiny step, timed with an implementation that records its calls."""
+  has_documents = []
+  chunked = implementations.implementation_of("chunked")
+
+  def forward(arrays, mask, options):
+    has_documents.append(arrays.q_ids is not None)
+    return chunked.forward(arrays, mask, options)
+
+  registry = implementations.Registry(implementations.REGISTRY.built_in)
+  recorded = dataclasses.replace(chunked, forward=forward)
+  # The tests' eight devices share the rows of a batch.
+  case = dataclasses.replace(
+    steps.tiny_cases()[0], name="recorded", B=8, packed=request.param
+  )
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(implementations, "REGISTRY", registry)
+    implementations.register("recorded", recorded)
+    row = steps.time_step(case, repetitions=2)
+    # The first call creates the parameters. The last one is in the step.
+    yield TimedStep(case, row, has_documents[-1])
+
+
+def test_the_row_of_a_step_has_its_throughput(timed_step):
+  row = timed_step.row
+  num_tokens = timed_step.case.B * timed_step.case.T
+
+  assert row["case"]["attention"] == "diff"
+  assert row["seconds_a_step"] > 0
+  assert row["tokens_per_second"] == pytest.approx(
+    num_tokens / row["seconds_a_step"], rel=0.05
+  )
+
+
+def test_only_packed_rows_have_documents(timed_step):
+  assert timed_step.has_documents == timed_step.case.packed
+
+
+# Tables
+
+
+def timed_row(name: str, milliseconds: float, **case: Any) -> tables.Row:
+  """Returns the row of an implementation of V1 at D 128."""
+  fields = {"kind": "v1", "D": 128, "T": 4096, "packed": False, **case}
+  return {
+    "case": {"do": "attention", "name": name, **fields},
+    "forward_ms": milliseconds / 3,
+    "both_ms": milliseconds,
+  }
+
+
+def check_row(*, right: bool = True, D: int = 128) -> tables.Row:
+  """Returns the row of a check of V1."""
+  return {"case": {"do": "check", "kind": "v1", "D": D}, "right": right}
+
+
+def test_a_line_has_the_times_and_the_ratio():
+  fused = timed_row("fused", 2.0)
+  fused |= {"forward_tflops": 597.4, "backward_tflops": 422.1}
+  rows = [fused, timed_row("two_call", 4.5), timed_row("tokamax", 6.0)]
+
+  line = tables.line(rows)
+
+  assert line == (
+    "| v1 D 128 | 4096 | 0.667, 2 | 1.5, 4.5 | – | – | – | 2, 6 | 597, 422 |"
+    " 2.25 |"
+  )
+
+
+def test_the_header_has_as_many_columns_as_a_line():
+  line = tables.line([timed_row("fused", 1.0)])
+
+  for header_line in tables.header().splitlines():
+    assert header_line.count("|") == line.count("|")
+
+
+def test_without_the_fused_kernels_there_is_no_ratio():
+  assert tables.line([timed_row("two_call", 1.0)]).endswith("| – | – |")
+
+
+@pytest.mark.parametrize(
+  ("rows", "choice"),
+  [
+    pytest.param(
+      [check_row(), timed_row("fused", 1.0), timed_row("two_call", 1.04)],
+      "pallas_gpu",
+      id="fused_is_4_percent_faster",
+    ),
+    pytest.param(
+      [check_row(), timed_row("fused", 1.0), timed_row("two_call", 1.02)],
+      "two_call",
+      id="fused_is_2_percent_faster",
+    ),
+    pytest.param(
+      [
+        check_row(),
+        timed_row("fused", 1.0),
+        timed_row("two_call", 1.5),
+        timed_row("cudnn", 0.5),
+      ],
+      "pallas_gpu",
+      id="auto_cannot_take_cudnn",
+    ),
+    pytest.param(
+      [check_row(), timed_row("fused", 1.0), timed_row("chunked", 1.2)],
+      "pallas_gpu",
+      id="two_call_cannot_run",
+    ),
+    pytest.param(
+      [timed_row("two_call", 2.0), timed_row("chunked", 1.0)],
+      "chunked",
+      id="chunked_is_faster",
+    ),
+    pytest.param(
+      [timed_row("fused", 1.0), timed_row("two_call", 2.0)],
+      "two_call",
+      id="fused_is_not_checked",
+    ),
+    pytest.param(
+      [
+        check_row(),
+        check_row(right=False, D=96),
+        timed_row("fused", 1.0),
+        timed_row("two_call", 2.0),
+      ],
+      "two_call",
+      id="fused_is_wrong_at_a_width_that_is_padded_to_this_one",
+    ),
+    pytest.param(
+      [
+        check_row(),
+        check_row(right=False, D=64),
+        timed_row("fused", 1.0),
+        timed_row("two_call", 2.0),
+      ],
+      "pallas_gpu",
+      id="fused_is_wrong_at_another_width",
+    ),
+  ],
+)
+def test_auto_takes_the_fastest_right_implementation(rows, choice):
+  [entry] = tables.measured_entries(rows)
+
+  assert entry["implementation"] == choice
+
+
+def test_there_is_no_entry_without_the_time_of_a_default():
+  assert tables.measured_entries([check_row(), timed_row("fused", 1.0)]) == []
+
+
+def test_the_committed_table_follows_from_the_committed_rows():
+  device, rows = read_h100_rows()
+  committed = json.loads(measured.TABLE.read_text())[device]
+  # Attention on packed rows was not timed. These entries compare the times of
+  # whole training steps.
+  without_steps = [entry for entry in committed if "of" not in entry]
+
+  assert tables.measured_entries(rows) == without_steps
+
+
+def test_an_update_keeps_the_entries_of_other_devices(tmp_path):
+  path = tmp_path / "measured.json"
+  rows = [timed_row("two_call", 1.0)]
+
+  tables.update_measured(path, "one GPU", rows)
+  tables.update_measured(path, "another GPU", rows)
+
+  table = json.loads(path.read_text())
+  assert table == {
+    "one GPU": tables.measured_entries(rows),
+    "another GPU": tables.measured_entries(rows),
+  }
+
+
+def test_auto_reads_the_table(tmp_path, monkeypatch):
+  monkeypatch.setattr(measured, "TABLE", tmp_path / "measured.json")
+  measured.table.cache_clear()
+  rows = [
+    check_row(),
+    timed_row("fused", 1.0),
+    timed_row("two_call", 2.0),
+    timed_row("fused", 2.0, T=16384),
+    timed_row("two_call", 1.0, T=16384),
+  ]
+
+  tables.update_measured(measured.TABLE, "a GPU", rows)
+
+  q = jnp.zeros((1, 2, 1, 2, 128))
+  v = jnp.zeros((1, 2, 1, 256))
+  choices = [
+    measured.fastest("a GPU", q, q, v, Mask(length, length))
+    for length in (2048, 4096, 16384)
+  ]
+  measured.table.cache_clear()
+  assert choices == [None, "pallas_gpu", "two_call"]
+
+
+# The command
+
+
+def test_a_missing_gpu_is_one_sentence():
+  with pytest.raises(SystemExit) as exit_info:
+    command.main([])
+
+  assert exit_info.value.code == (
+    "error: this needs a GPU, and JAX's backend is 'cpu';"
+    " --interpret runs tiny shapes on a CPU"
+  )
+
+
+@pytest.mark.parametrize(
+  ("flags", "message"),
+  [
+    pytest.param(["--parts", "attention"], "add checks", id="no_checks"),
+    pytest.param(["--interpret"], "leave one of them out", id="interpreter"),
+  ],
+)
+def test_the_table_of_auto_needs_checks_and_a_gpu(
+  flags, message, tmp_path, capsys
+):
+  path = tmp_path / "measured.json"
+
+  with pytest.raises(SystemExit):
+    command.main([*flags, f"--measured={path}"])
+
+  assert message in " ".join(capsys.readouterr().err.split())
+  assert not path.exists()
 
 
 @pytest.fixture
-def place(tmp_path):
-  """A directory with a pack of no packages, whose ptxas says that it is 13.5."""
-  (tmp_path / "pack/wheels").mkdir(parents=True)
-  (tmp_path / "pack/ptxas.xz").write_bytes(
-    lzma.compress(b"#!/bin/sh\necho 'release 13.5, V13.5.37'\n")
-  )
-  return tmp_path
+def cpu_settings(monkeypatch):
+  """Restores the environment variables that --interpret sets."""
+  monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+  monkeypatch.setenv("NPROC", "8")
 
 
-def test_a_call_without_a_pack_is_one_line(tmp_path):
-  with pytest.raises(
-    SystemExit,
-    match=f"^error: {tmp_path}/pack/ptxas.xz is missing; python -m benchmarks.gpu_day pack",
-  ):
-    gpu_day.main(["1", str(tmp_path)])
-
-
-def test_a_call_unpacks_and_goes_on_from_what_is_there(place, monkeypatch):
-  """DIR/out is copied to $OUT, the packed ptxas named, and the benchmark's end is the call's."""
-  (place / "out").mkdir()
-  (place / "out/gpu.json").write_text("earlier")
-  (place / "OUT").mkdir()
-  stand_in = place / "stand_in/benchmarks/gpu"
-  stand_in.mkdir(parents=True)
-  code = "import os, subprocess, sys; print(sys.argv[1:]); sys.stderr.write('also this\\n'); sys.exit(3)"
-  for file, text in (
-    ("__init__.py", ""),
-    ("__main__.py", code),
-    ("../__init__.py", ""),
-  ):
-    (stand_in / file).write_text(text)
-  monkeypatch.setattr(gpu_day, "ROOT", place / "stand_in")
-  monkeypatch.setenv("OUT", str(place / "OUT"))
-  with pytest.raises(SystemExit) as exit:
-    gpu_day.main(["2", str(place), "--limit=100", "--again=failed"])
-  text = (place / "OUT/log_2.txt").read_text()
-  assert (
-    exit.value.code == 3
-    and "also this" in text
-    and "'--again=failed'" in text
-    and "'--seconds=8" in text
-  )
-  assert (place / "OUT/gpu.json").read_text() == "earlier" and ptxas.version(
-    place / "work/bin/ptxas"
-  ) == (13, 5, 37)
-
-
-@pytest.mark.full
 @pytest.mark.skipif(
-  jax.__version_info__ < (0, 11, 2),
-  reason="the kernels need JAX 0.11.2 or newer",
+  jax.__version_info__ >= (0, 11, 2), reason="this JAX has the interpreter"
 )
-def test_the_rehearsal(place):
-  """The day's calls: the first is killed while it times, the next one goes on and finishes all; then nothing is left to do."""
-  environment = {
-    **os.environ,
-    "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
-  }
-  environment.pop("XLA_FLAGS")
-  command = lambda number: [
-    sys.executable,
-    "-m",
-    "benchmarks.gpu_day",
-    number,
-    str(place),
-    "--rehearse",
-    "--limit=1500",
-    "--processes=2",
-  ]
-  first = subprocess.Popen(
-    command("1"),
-    cwd=ROOT,
-    env=environment,
-    stdout=subprocess.PIPE,
-    text=True,
-    start_new_session=True,
+def test_an_old_jax_without_the_interpreter_is_one_sentence(cpu_settings):
+  with pytest.raises(SystemExit, match="^error: pallas_gpu needs JAX 0.11.2"):
+    command.main(["--interpret"])
+
+
+@needs_new_jax
+def test_interpreted_kernels_are_right_and_timed(
+  cpu_settings, tmp_path, capsys
+):
+  path = tmp_path / "rows.json"
+  parts = ["--parts", "checks", "decode"]
+
+  command.main(
+    ["--interpret", "--kinds", "plain", "--repetitions=1", f"--json={path}"]
+    + parts
   )
-  for line in first.stdout:
-    if "two_call" in line:
-      os.killpg(first.pid, signal.SIGKILL)
-      break
-  first.wait()
-  found = json.loads((place / "out/gpu.json").read_text())["rows"]
-  assert len(
-    [row for row in found if row["case"]["do"] == "check" and row["right"]]
-  ) == len(cases.rehearsal()["checks"]), found
-  result = subprocess.run(
-    command("2"),
-    cwd=ROOT,
-    env=environment,
-    capture_output=True,
-    text=True,
-    timeout=1800,
-  )
-  assert result.returncode == 0, result.stdout + result.stderr
-  assert (
-    "6 of 6 checks right" in result.stdout
-    and "missing" not in result.stdout
-    and "LOST" not in result.stdout
-  )
-  assert re.search(r"checks, after \d+ s: 0 to do, 6 are there", result.stdout)
-  choices = {
-    entry["implementation"]
-    for entry in json.loads((place / "out/measured.json").read_text())["cpu"]
-  }
-  assert choices <= {"two_call", "chunked"}, "the interpreter is not fast"
-  result = subprocess.run(
-    command("3"),
-    cwd=ROOT,
-    env=environment,
-    capture_output=True,
-    text=True,
-    timeout=600,
-  )
-  assert result.returncode == 0 and all(
-    ": 0 to do" in line
-    for line in result.stdout.splitlines()
-    if ", after " in line
-  ), result.stdout
+
+  printed = capsys.readouterr().out
+  assert "plain D 64 B 1 T 70 H 1: right (out " in printed
+  assert "decoding plain D 64 B 1 S 64 H 1: right (out " in printed
+  assert "2 of 2 checks right" in printed
+  content = json.loads(path.read_text())
+  assert content["machine"]["device"] == "cpu"
+  kinds_of_rows = [row["case"]["do"] for row in content["rows"]]
+  assert kinds_of_rows == ["check", "check", "decode", "decode"]
+
+
+@needs_new_jax
+def test_a_wrong_kernel_is_printed_and_ends_with_status_1(
+  cpu_settings, monkeypatch, capsys
+):
+  def check_attention(case):
+    return checks.Check({"out": 0.5}, 1e-2, is_deterministic=True)
+
+  monkeypatch.setattr(checks, "check_attention", check_attention)
+  monkeypatch.setattr(inputs, "tiny_decode_cases", lambda: [])
+
+  with pytest.raises(SystemExit) as exit_info:
+    command.main(["--interpret", "--parts", "checks", "--kinds", "v1"])
+
+  assert exit_info.value.code == 1
+  assert "v1 D 64 B 1 T 70 H 1: WRONG (out 5.0e-01)" in capsys.readouterr().out

@@ -1,10 +1,13 @@
-"""The reader of GPU machine code that `python -m benchmarks.gpu --static` counts with."""
+"""The counts of `python -m benchmarks.gpu.static`, read from machine code."""
+
+import dataclasses
 
 import pytest
 
-from benchmarks.gpu import sass, static
+from benchmarks.gpu import static
 
-# A loop of steps within a loop of heads. A step waits for its block, makes logits, masks them or not, and adds up values meanwhile.
+# A loop over key blocks inside a loop over heads. A step waits for its block,
+# computes logits, masks them or not, and accumulates the values meanwhile.
 CODE = """
 //--------------------- .text.kernel --------------------------
 kernel:
@@ -33,62 +36,86 @@ kernel:
 """
 
 
-def test_a_step_is_the_shortest_way_around_the_innermost_loop():
-  [loop] = sass.inner_loops(CODE)
-  assert (
-    loop
-    == sass.Loop(
-      instructions=13,  # without the two of the mask, and with a wait that finds its block there
-      tensor_cycles=32 + 32 + 128,
-      exponentials=2,
-      beside=1,
-      global_loads=1,
-      spills=1,
-      serialized=False,
-      schedule="2 N64, N256, wait 1, exp, wait 0, exp",
-    )
+def test_a_step_is_the_shortest_path_around_the_innermost_loop():
+  [loop] = static.inner_loops(CODE)
+
+  # The two instructions of the mask are not on this path.
+  expected = static.Loop(
+    instructions=13,
+    tensor_cycles=32 + 32 + 128,
+    global_loads=1,
+    spills=1,
+    serialized=False,
+    schedule="2 N64, N256, wait 1, exp, wait 0, exp",
   )
+  assert loop == expected
 
 
-def test_products_that_wait_for_one_another_are_seen():
-  lines = CODE.splitlines()
-  wait = next(line for line in lines if "DEPBAR.LE gsb0, 0x0" in line)
-  waiting = "\n".join(
-    part
-    for line in lines
-    for part in ([line, wait] if "HGMMA" in line else [line])
-  )
-  [loop] = sass.inner_loops(waiting)
-  assert loop.serialized and loop.schedule.startswith(
-    "N64, wait 0, N64, wait 0, N256, wait 0"
-  )
+def test_products_that_wait_for_the_one_before_are_serialized():
+  lines = []
+  for line in CODE.splitlines():
+    lines.append(line)
+    if "HGMMA" in line:
+      lines.append("        /*0065*/  WARPGROUP.DEPBAR.LE gsb0, 0x0 ;")
+
+  [loop] = static.inner_loops("\n".join(lines))
+
+  assert loop.serialized
+  assert loop.schedule.startswith("N64, wait 0, N64, wait 0, N256, wait 0")
 
 
 def test_code_without_products_has_no_inner_loops():
-  assert (
-    sass.inner_loops(
-      "\n".join(line for line in CODE.splitlines() if "HGMMA" not in line)
-    )
-    == []
+  lines = [line for line in CODE.splitlines() if "HGMMA" not in line]
+
+  assert static.inner_loops("\n".join(lines)) == []
+
+
+def test_registers_and_spills_are_read_from_the_output_of_ptxas():
+  dump = (
+    "ptxas info    : Compiling entry function 'diff_attention_d_q_v1_mosaic_gpu'"
+    " for 'sm_90a'\n"
+    "    0 bytes stack frame, 20 bytes spill stores, 24 bytes spill loads\n"
+    "ptxas info    : Used 168 registers, used 3 barriers\n"
   )
+
+  [kernel] = static.parse_kernels(dump + CODE)
+
+  assert kernel.name == "d_q_v1"
+  assert kernel.registers == 168
+  assert kernel.spilled == 20 + 24
+  assert kernel.loops == tuple(static.inner_loops(CODE))
+  assert not kernel.serialized
+
+
+def test_a_warning_of_ptxas_marks_a_kernel_as_serialized():
+  function = "diff_attention_forward_v1_mosaic_gpu"
+  dump = (
+    f"ptxas info    : Compiling entry function '{function}' for 'sm_90a'\n"
+    "    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
+    "ptxas info    : Used 168 registers, used 3 barriers\n"
+    f"ptxas info    : Potential Performance Loss: wgmma serialized in {function}\n"
+  )
+
+  [kernel] = static.parse_kernels(dump)
+
+  assert kernel.serialized
 
 
 @pytest.mark.parametrize(
-  ("name", "D", "rate"), [("forward", 128, 712), ("d_kv", 128, 712)]
+  ("case", "kind"),
+  [
+    pytest.param({"D": 64}, "v1", id="v1"),
+    pytest.param({"D": 64, "M": 1}, "v2", id="v2"),
+    pytest.param({"D": 64, "M": 1, "G": 1}, "plain", id="plain"),
+  ],
 )
-def test_kernels_bound_by_the_tensor_cores_alone_reach_three_quarters_of_the_peak(
-  name, D, rate
-):
-  loop = sass.Loop(
-    instructions=10,
-    tensor_cycles=2 * D * 4,
-    exponentials=1,
-    beside=1,
-    global_loads=0,
-    spills=0,
-    serialized=False,
-    schedule="",
-  )
-  most, least = static._cycles(name, [loop, loop])
-  assert most == least == 2 * loop.tensor_cycles
-  assert round(static.rate(8, D, least)) == rate
+def test_the_kind_of_attention_follows_from_its_maps(case, kind):
+  assert static.kind_of(case) == kind
+
+
+def test_spills_of_a_kernel_are_those_of_all_its_loops():
+  [loop] = static.inner_loops(CODE)
+  two_loops = (loop, dataclasses.replace(loop, spills=3))
+  kernel = static.Kernel("d_q_v1", 168, 44, serialized=False, loops=two_loops)
+
+  assert kernel.spills == 1 + 3

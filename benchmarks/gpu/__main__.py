@@ -1,231 +1,289 @@
-"""Checks and times the Hopper kernels on a GPU: python -m benchmarks.gpu
+"""Checks and times the fused attention kernels on a GPU.
 
-Every kernel is checked against `reference` in float32 on the CPU, on fresh random inputs, each check in a process that a hang or a crash
-costs alone. Then attention forward and forward + backward, decoding, and whole training steps are timed beside what they stand against: two
-cuDNN calls, tokamax's Hopper attention where it is installed, `chunked`, and plain attention of the Transformer's shape.
+    python -m benchmarks.gpu
 
-Everything is in OUT/gpu.json as soon as it is measured. A second call goes on with what is missing there; it measures again what was found
-with other code of the operation, another ptxas, JAX or device. OUT/report.md holds the tables and the verdict, OUT/measured.json the table
-of the verdict, which `auto` reads once it is committed as diffjax/ops/diff_attention/gpu/measured.json.
+It needs JAX for CUDA, flax, optax, jaxtyping and etils. The parts are:
 
-It needs JAX, flax, optax, jaxtyping and etils. The newest ptxas is put first on PATH, and one before CUDA 13.3 is refused, since it can
-corrupt products with registers in silence (pip install 'nvidia-cuda-nvcc>=13.3').
+- checks: every kernel against `reference` in float32, output and gradients. A
+  second run must give the same bits.
+- attention: forward, and forward and backward, of the fused kernels, of two
+  cuDNN calls and of tokamax (if installed), in ms. The ratio is the time of the
+  best other implementation over that of the fused kernels.
+- packed: the same on rows with several documents.
+- decode: one new token per row, with the kernel and with XLA.
+- steps: whole training steps and their MFU.
 
-python -m benchmarks.gpu --static needs no GPU: it prints what the compiler makes of the kernels.
+The exit status is 1 if a check is not right. To make `auto` use the times on
+your kind of GPU:
+
+    python -m benchmarks.gpu --parts checks attention packed \\
+      --measured=diffjax/ops/diff_attention/gpu/measured.json
+
+--interpret needs no GPU. It runs tiny shapes on a CPU, with the kernels in
+Pallas's interpreter.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
-import itertools
+import contextlib
+import json
 import os
 import pathlib
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from benchmarks.gpu import cases, pool, ptxas, report, results, verdict
-from benchmarks.gpu.clock import Gauge
+import jax
 
-LIMITS = 120.0, 60.0  # seconds for compiling a case, and for running it
-TIMED_AT_ONCE = {
-  "steps": 3
-}  # models that are on the GPU together; arrays of attention are made when their turn comes
+from benchmarks.gpu import checks, inputs, steps, tables, timing
+from diffjax.ops.diff_attention.gpu import assembler, chip, measured
+
+PARTS = ("checks", "attention", "packed", "decode", "steps")
+
+# A warpgroup of an interpreted kernel blocks a thread of JAX. JAX starts as
+# many threads as this environment variable says; with two, it can hang.
+_INTERPRETER_THREADS = {"NPROC": "8"}
+
+Row = dict[str, Any]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-  arguments = sys.argv[1:] if arguments is None else arguments
-  if "--static" in arguments:
-    import importlib
+  flags = _parse_flags(arguments)
+  context: contextlib.AbstractContextManager[None]
+  if flags.interpret:
+    os.environ |= _INTERPRETER_THREADS
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    context = _interpreter()
+  else:
+    context = contextlib.nullcontext()
+    _require_gpu()
+    print(_describe_machine(), flush=True)
 
-    importlib.import_module("benchmarks.gpu.static").main(
-      [x for x in arguments if x != "--static"]
-    )
-    return
-  flags = _flags(arguments)
-  started = time.monotonic()
-  parts = cases.rehearsal() if flags.rehearse else cases.parts()
-  wanted = flags.parts or list(parts)
-  if unknown := [name for name in wanted if name not in parts]:
-    sys.exit(
-      f"error: --parts: there is no {', '.join(unknown)}; there are {', '.join(parts)}"
-    )
-  found = _environment(flags)
-  store = results.Results(flags.out / "gpu.json", found)
-  run = functools.partial(_run, store=store, flags=flags, started=started)
-  with Gauge() as gauge:
-    # Timings in a row are one list, so that as many as can be compile at once
-    for kind, group in itertools.groupby(
-      wanted, lambda name: name if name in ("checks", "steps") else "timings"
-    ):
-      names = list(group)
-      every = [case for name in names for case in parts[name]]
-      left = [case for case in every if not _is_there(store, case, flags.again)]
-      there = (
-        f", {len(every) - len(left)} are there"
-        if len(left) < len(every)
-        else ""
-      )
-      print(
-        f"{', '.join(names)}, after {time.monotonic() - started:.0f} s: {len(left)} to do{there}",
-        flush=True,
-      )
-      run(kind, left, gauge)
-  rows = list(store.here())
-  missing = [
-    case
-    for name in dict.fromkeys(["checks", *wanted])
-    for case in parts[name]
-    if not store.find(case)
-  ]
-  judged = [
-    *rows,
-    *({"case": case, "absent": "not done"} for case in missing),
-  ]  # a kernel that was not checked is not in the running
-  verdict.write(flags.out / "measured.json", found["device"], judged)
-  text = "\n".join(
-    [
-      report.report(rows),
-      *report.missing(missing),
-      "",
-      "VERDICT",
-      *verdict.words(judged),
-    ]
-  )
-  results.write(flags.out / "report.md", text + "\n")
-  print(text)
-  checks = [row for row in rows if row["case"]["do"] == "check"]
-  sys.exit(0 if checks and all(row.get("right") for row in checks) else 1)
+  rows = []
+  with context:
+    for row in _measure(flags):
+      rows.append(row)
+      # Written after each row, so that an interruption loses nothing.
+      if flags.json is not None:
+        _write_json(flags.json, rows)
+
+  if flags.measured is not None:
+    device_kind = jax.devices()[0].device_kind
+    tables.update_measured(flags.measured, device_kind, rows)
+  checked = [row for row in rows if row["case"]["do"] == "check"]
+  num_right = sum(row["right"] for row in checked)
+  if checked:
+    print(f"\n{num_right} of {len(checked)} checks right")
+  if num_right < len(checked):
+    sys.exit(1)
 
 
-def _flags(arguments: Sequence[str]) -> argparse.Namespace:
+def _parse_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
   parser = argparse.ArgumentParser(
     "python -m benchmarks.gpu",
     description=__doc__,
     formatter_class=argparse.RawDescriptionHelpFormatter,
   )
   parser.add_argument(
-    "--parts",
+    "--parts", nargs="+", choices=PARTS, default=PARTS, help="all by default"
+  )
+  parser.add_argument(
+    "--kinds",
     nargs="+",
-    metavar="PART",
-    help=f"in this order; all by default: {', '.join(cases.parts())}",
+    choices=tuple(inputs.KINDS),
+    default=tuple(inputs.KINDS),
+    help="kinds of attention",
   )
   parser.add_argument(
-    "--out",
-    type=pathlib.Path,
-    default=pathlib.Path(__file__).with_name("results"),
-    metavar="DIR",
-  )
-  parser.add_argument(
-    "--seconds",
-    type=float,
-    default=510,
-    help="it ends within these; what is missing then is for another call",
-  )
-  parser.add_argument(
-    "--again",
-    choices=("failed", "all"),
-    help="measure again what DIR has: what was not right there, or everything",
-  )
-  parser.add_argument(
-    "--processes",
+    "--head_dims",
+    nargs="+",
     type=int,
-    default=min(15, max(2, len(os.sched_getaffinity(0)) - 1)),
-    help="that compile at once",
+    choices=measured.BUCKETS,
+    default=measured.BUCKETS,
+    help="widths of queries and keys",
   )
   parser.add_argument(
-    "--ptxas",
+    "--lengths",
+    nargs="+",
+    type=int,
+    choices=inputs.LENGTHS,
+    default=inputs.LENGTHS,
+    help="lengths of timed rows",
+  )
+  parser.add_argument(
+    "--repetitions", type=int, default=10, help="samples for each median"
+  )
+  parser.add_argument(
+    "--json", type=pathlib.Path, metavar="FILE", help="write the rows to FILE"
+  )
+  parser.add_argument(
+    "--measured",
     type=pathlib.Path,
-    metavar="DIR",
-    help="whose ptxas comes first on PATH, instead of the newest installed",
+    metavar="FILE",
+    help="replace this kind of GPU's entries in a measured.json",
   )
   parser.add_argument(
-    "--any_ptxas",
-    action="store_true",
-    help="go on with a ptxas before 13.3, or one that is not known",
+    "--interpret", action="store_true", help="tiny shapes on a CPU"
   )
-  parser.add_argument(
-    "--rehearse",
-    action="store_true",
-    help="tiny sizes on the CPU, the kernels in their interpreter",
-  )
-  return parser.parse_args(arguments)
+  flags = parser.parse_args(arguments)
+  if flags.measured is not None and "checks" not in flags.parts:
+    parser.error(
+      "--measured needs the checks, because `auto` must not take a kernel that"
+      " is wrong; add checks to --parts"
+    )
+  if flags.measured is not None and flags.interpret:
+    parser.error(
+      "--measured needs times of a GPU, which --interpret does not measure;"
+      " leave one of them out"
+    )
+  return flags
 
 
-def _environment(flags: argparse.Namespace) -> dict[str, Any]:
-  """The environment, printed, with the newest ptxas first on PATH. Ends the program where there is no GPU or no safe ptxas."""
-  if flags.rehearse:
-    os.environ["JAX_PLATFORMS"] = "cpu"
-  if flags.ptxas and not (flags.ptxas / "ptxas").exists():
-    sys.exit(f"error: --ptxas: there is no {flags.ptxas / 'ptxas'}")
-  if path := ptxas.newest(flags.ptxas):
-    ptxas.put_first(path)
-  found = ptxas.probe()
-  if found["backend"] != "gpu" and not flags.rehearse:
+def _require_gpu() -> None:
+  """Ends the program if JAX has no GPU."""
+  backend = jax.default_backend()
+  if backend != "gpu":
     sys.exit(
-      f"error: this times a GPU, and the backend is {found['backend']!r}"
-    )
-  told = lambda x: (
-    f"ptxas {x['version']} ({x['path']})"
-    if "version" in x
-    else f"not known ({x['unknown']})"
-  )
-  print(
-    f"{found['device']}, driver {found['driver']}, {found['processors']} processors, {found['versions']}"
-  )
-  print(
-    f"Mosaic's kernels are assembled by {told(found['mosaic'])}\nXLA's fusions by {told(found['fusions'])}",
-    flush=True,
-  )
-  if (
-    (why := ptxas.refusal(found)) and not flags.any_ptxas and not flags.rehearse
-  ):
-    sys.exit(
-      f"error: {why}; install nvidia-cuda-nvcc>=13.3, name a folder by --ptxas, or pass --any_ptxas"
-    )
-  return found
-
-
-def _is_there(
-  store: results.Results, case: dict[str, Any], again: str | None
-) -> bool:
-  row = store.find(case)
-  if row is None or again == "all":
-    return False
-  failed = "lost" in row or "error" in row or not row.get("right", True)
-  return not (failed and again == "failed")
-
-
-def _run(
-  kind: str,
-  left: list[dict[str, Any]],
-  gauge: Gauge,
-  *,
-  store: results.Results,
-  flags: argparse.Namespace,
-  started: float,
-) -> None:
-  """Runs the cases that are left: checks beside each other, steps and other timings in turn."""
-  deadline = started + flags.seconds
-
-  def record(case: dict[str, Any], result: dict[str, Any]) -> None:
-    if case["do"] != "check" and (read := gauge.take()):
-      result = {**result, "gpu": read}
-    store.add(case, result)
-    print(
-      f"{time.monotonic() - started:4.0f} s{report.line(case, result)}",
-      flush=True,
+      f"error: this needs a GPU, and JAX's backend is {backend!r};"
+      " --interpret runs tiny shapes on a CPU"
     )
 
-  count = min(flags.processes, TIMED_AT_ONCE.get(kind, flags.processes))
-  if kind == "checks":
-    start = lambda: pool.start(0.9 / count, flags.rehearse)
-    pool.run_beside(left, start, count, LIMITS, deadline, record)
-  else:
-    start = lambda: pool.start(0.9, flags.rehearse)
-    pool.run_in_turn(left, start, count, LIMITS, deadline, gauge.take, record)
+
+def _interpreter() -> contextlib.AbstractContextManager[None]:
+  """Returns a context in which the kernels run on a CPU."""
+  if not hasattr(chip.plgpu, "InterpretGPUParams"):
+    sys.exit(f"error: pallas_gpu {chip.refusal()}")
+  return chip.interpreted()
+
+
+def _describe_machine() -> str:
+  """Returns a line with the GPU and the versions, and problems if any."""
+  device = jax.devices()[0]
+  problem = chip.refusal() or assembler.refusal()
+  text = f"{device.device_kind}, JAX {jax.__version__}"
+  if problem is not None:
+    return f"{text}\nwarning: pallas_gpu {problem}"
+  release = ".".join(map(str, assembler.release()))
+  return f"{text}, ptxas of CUDA {release}"
+
+
+def _measure(flags: argparse.Namespace) -> Iterator[Row]:
+  """Runs the chosen parts, prints their results and yields the rows."""
+  if "checks" in flags.parts:
+    yield from _run_checks(flags)
+  if "attention" in flags.parts:
+    yield from _time_attention(flags, packed=False)
+  if "packed" in flags.parts:
+    yield from _time_attention(flags, packed=True)
+  if "decode" in flags.parts:
+    yield from _time_decoding(flags)
+  if "steps" in flags.parts:
+    yield from _time_steps(flags)
+
+
+def _run_checks(flags: argparse.Namespace) -> Iterator[Row]:
+  cases: list[Any] = [*inputs.check_cases(), *inputs.decode_check_cases()]
+  if flags.interpret:
+    cases = [*inputs.tiny_cases(), *inputs.tiny_decode_cases()]
+  print("\nchecks: relative errors of the output and the gradients")
+  for case in cases:
+    if not _is_chosen(case, flags):
+      continue
+    description: Row = {"do": "check", **inputs.to_json(case)}
+    if isinstance(case, inputs.DecodeCase):
+      description["decode"] = True
+    try:
+      if isinstance(case, inputs.DecodeCase):
+        check = checks.check_decoding(case)
+      else:
+        check = checks.check_attention(case)
+    except Exception as error:  # Other kernels may still be right.
+      message = timing.first_line(error)
+      print(f"  {case}: FAILED ({message})", flush=True)
+      yield {"case": description, "right": False, "error": message}
+      continue
+    print(f"  {case}: {check}", flush=True)
+    yield {
+      "case": description,
+      "right": check.is_right,
+      "deterministic": check.is_deterministic,
+      "errors": check.errors,
+    }
+
+
+def _time_attention(
+  flags: argparse.Namespace, *, packed: bool
+) -> Iterator[Row]:
+  cases = inputs.timed_cases(packed=packed)
+  if flags.interpret:
+    cases = inputs.tiny_cases(packed=packed)
+  print("\nattention: ms of the forward pass, and of both passes")
+  print(tables.header())
+  errors = []
+  for case in cases:
+    is_chosen_length = flags.interpret or case.T in flags.lengths
+    if not is_chosen_length or not _is_chosen(case, flags):
+      continue
+    rows = timing.time_attention(case, flags.repetitions)
+    print(tables.line(rows), flush=True)
+    for row in rows:
+      if "error" in row:
+        errors.append(f"  {case}, {row['case']['name']}: {row['error']}")
+    yield from rows
+  if errors:
+    print("not timed:")
+    print("\n".join(errors), flush=True)
+
+
+def _time_decoding(flags: argparse.Namespace) -> Iterator[Row]:
+  cases = inputs.timed_decode_cases()
+  if flags.interpret:
+    cases = inputs.tiny_decode_cases()
+  print("\ndecoding")
+  for case in cases:
+    if not _is_chosen(case, flags):
+      continue
+    for row in timing.time_decoding(case, flags.repetitions):
+      result = row.get("error")
+      if result is None:
+        milliseconds = row["ms"]
+        result = f"{milliseconds:.3g} ms, {row['gigabytes_per_second']} GB/s"
+      print(f"  {case}, {row['case']['name']}: {result}", flush=True)
+      yield row
+
+
+def _time_steps(flags: argparse.Namespace) -> Iterator[Row]:
+  cases = steps.step_cases()
+  if flags.interpret:
+    cases = steps.tiny_cases()
+  print("\ntraining steps")
+  for case in cases:
+    row = steps.time_step(case, flags.repetitions)
+    text = f"{row['tokens_per_second']:,} tokens/s"
+    if "mfu" in row:
+      text += f", MFU {row['mfu']:.1%}"
+    print(f"  {case}: {text}", flush=True)
+    yield row
+
+
+def _is_chosen(case: Any, flags: argparse.Namespace) -> bool:
+  is_chosen_width = measured.bucket(case.D) in flags.head_dims
+  return case.kind in flags.kinds and is_chosen_width
+
+
+def _write_json(path: pathlib.Path, rows: Sequence[Row]) -> None:
+  """Writes the rows, one per line, with the device and JAX's version."""
+  lines = [f"  {json.dumps(row, ensure_ascii=False)}" for row in rows]
+  text = ",\n".join(lines)
+  machine = json.dumps(
+    {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
+  )
+  content = f'{{"machine": {machine}, "rows": [\n{text}\n]}}\n'
+  # A reader of the file sees the old content or the new one.
+  temporary = path.with_name(f"{path.name}.tmp")
+  temporary.write_text(content, encoding="utf-8")
+  temporary.replace(path)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,17 @@
-"""A kernel against `reference` in float32, on fresh random inputs: output and all gradients; or decoding.
+"""Compares a kernel with `reference` in float32, and with itself.
 
-An error is the norm of the difference over the norm of what is right. Where the right gradient cancels to nothing, as dQ and dK do for a
-query that sees one key, rounding of what cancels remains: the divisor is at least the size of what cancels.
+An error is the norm of the difference over the norm of the expected array. If a
+query sees one key, its gradients dQ and dK are 0: they are differences of two
+equal terms, and only the rounding of these terms remains. So the divisor is at
+least the norm of one of the terms.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,111 +19,170 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.gpu import inputs
-from diffjax.ops.diff_attention import diff_attention
+from diffjax.ops.diff_attention import decode_attention, diff_attention
 
-TOLERANCE = {
-  "bfloat16": 1e-2,
-  "float16": 2e-3,
-}  # bfloat16 weights and outputs are 2⁻⁹ apart
+# Numbers of bfloat16 differ by 2⁻⁸ of their size, and those of float16 by 2⁻¹¹.
+TOLERANCES = {"bfloat16": 1e-2, "float16": 2e-3}
 NAMES = ("out", "d_q", "d_k", "d_v", "d_lam")
-OPTIONS = ("causal", "window", "scale", "q_offset")
+# A lower bound on the norm of an output, d_v or d_lam.
+MIN_NORM = 1e-3
+
+fused = functools.partial(diff_attention, implementation="pallas_gpu")
+fused_decode = functools.partial(decode_attention, implementation="pallas_gpu")
 
 
-def prepare(case: dict[str, Any]) -> Callable[[], dict[str, Any]]:
-  """Compiles the kernel and the reference."""
-  (ours, given), (theirs, exact) = programs(case)
-  # On the CPU, because a GPU's compiler tries dozens of kernels for every product in float32: a minute a check, with 15 of them at once.
-  cpu = jax.devices("cpu")[0]
-  with jax.default_device(cpu):
-    exact = jax.device_put(exact, cpu)
-    theirs = jax.jit(theirs).lower(*exact).compile()
-  ours = jax.jit(ours).lower(*given).compile()
+@dataclasses.dataclass(frozen=True)
+class Check:
+  """The result of a check.
 
-  def run() -> dict[str, Any]:
-    made = lambda program, x: jax.device_get(
-      jax.tree.leaves(program(*x))
-    )  # waits, so that an error is the kernel's own
-    actual, again, expected = (
-      made(ours, given),
-      made(ours, given),
-      made(theirs, exact),
-    )
-    errors = relative_errors(
-      actual, expected, [0.0] if case.get("decode") else floors(*given[:4])
-    )
-    # The kernels add in a fixed order: an output that moves is a race
-    moves = not all(
-      a.tobytes() == b.tobytes() for a, b in zip(actual, again, strict=True)
-    )
-    return {
-      "right": not moves
-      and all(
-        error <= TOLERANCE[case.get("dtype", "bfloat16")] for error in errors
-      ),  # False where NaN
-      "errors": dict(
-        zip(NAMES, (float(f"{error:.2e}") for error in errors), strict=False)
-      ),
-      **({"moves": True} if moves else {}),
-    }
-
-  return run
-
-
-def programs(case: dict[str, Any]):
-  """The kernel's function and its arguments, and the reference's."""
-  if case.get("decode"):
-    given = inputs.decoding(case)
-    ours, theirs = inputs.decoder("pallas_gpu"), inputs.decoder("xla")
-    exact = (*(x.astype(jnp.float32) for x in given[:-1]), given[-1])
-  else:
-    arrays = inputs.attention(case)
-    options = {name: case[name] for name in OPTIONS if name in case}
-    if isinstance(options.get("q_offset"), list):
-      options["q_offset"] = jnp.asarray(options["q_offset"], jnp.int32)
-    if case.get("segments"):
-      options["q_segment_ids"] = inputs.segments(case)
-    of = lambda name: inputs.with_gradients(
-      lambda *a: diff_attention(*a, **options, implementation=name)
-    )
-    given = inputs.gradient(arrays), *arrays
-    ours, theirs = of("pallas_gpu"), of("reference")
-    exact = tuple(x.astype(jnp.float32) for x in given)
-  return (ours, given), (exactly(theirs), exact)
-
-
-def exactly(function):
-  """The function with products in float32, none in TF32. The setting belongs to a thread, so it is made where the function is traced."""
-
-  def traced(*arguments):
-    with jax.default_matmul_precision("highest"):
-      return function(*arguments)
-
-  return traced
-
-
-def floors(
-  d_out: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array
-) -> list[float]:
-  """The least divisor of each error, of the output and the gradients.
-
-  dQ is a sum over keys of weight·(dO·v − dO·out)·k·scale. With weights of 1/S its two halves have norms of about ‖dO‖·rms(v)·rms(k)/√S
-  each, and their difference is of that size too, unless it cancels. So for dK, with rms(q).
+  Attributes:
+    errors: the relative error of each array.
+    tolerance: the largest error of a correct kernel.
+    is_deterministic: whether a second run has given the same bits.
   """
-  size = lambda x: norm(x) / math.sqrt(x.size)
-  halves = norm(d_out) * size(v) / math.sqrt(k.shape[1])
-  return [1e-3, halves * size(k), halves * size(q), 1e-3, 1e-3]
+
+  errors: dict[str, float]
+  tolerance: float
+  is_deterministic: bool
+
+  @property
+  def is_right(self) -> bool:
+    """Whether all errors are small and the bits are the same."""
+    # This is False if an error is NaN.
+    is_close = all(error <= self.tolerance for error in self.errors.values())
+    return is_close and self.is_deterministic
+
+  def __str__(self) -> str:
+    errors = [f"{name} {error:.1e}" for name, error in self.errors.items()]
+    if not self.is_deterministic:
+      # The kernels add in a fixed order, so this is a race.
+      verdict = "NOT DETERMINISTIC"
+    elif not self.is_right:
+      verdict = "WRONG"
+    else:
+      verdict = "right"
+    return f"{verdict} ({', '.join(errors)})"
 
 
-def relative_errors(actual, expected, floors) -> list[float]:
-  """The norm of each difference over the norm of what is expected, or over the floor if that is more."""
-  difference = lambda a, e: norm(
-    np.asarray(a, np.float64) - np.asarray(e, np.float64)
+def check_attention(
+  case: inputs.Case, attend: Callable[..., jax.Array] = fused
+) -> Check:
+  """Checks the output and the gradients of a kernel.
+
+  Args:
+    case: the shape and the mask.
+    attend: the kernel, a function like `diff_attention`.
+  """
+  arrays = inputs.arguments(case)
+  gradient = inputs.output_gradient(arrays)
+  mask = inputs.options(case)
+  kernel = inputs.with_gradients(functools.partial(attend, **mask))
+  reference = inputs.with_gradients(
+    functools.partial(diff_attention, implementation="reference", **mask)
   )
-  return [
-    difference(a, e) / max(norm(e), floor, 1e-30)
-    for a, e, floor in zip(actual, expected, floors, strict=False)
-  ]
+  return _compare(
+    kernel,
+    reference,
+    (gradient, *arrays),
+    min_norms=min_norms(gradient, *arrays[:3]),
+    tolerance=TOLERANCES[case.dtype],
+  )
 
 
-def norm(x: jax.Array | np.ndarray) -> float:
-  return float(np.linalg.norm(np.ravel(np.asarray(x, np.float64))))
+def check_decoding(
+  case: inputs.DecodeCase, attend: Callable[..., jax.Array] = fused_decode
+) -> Check:
+  """Checks the output of a decoding kernel.
+
+  Args:
+    case: the shape.
+    attend: the kernel, a function like `decode_attention`.
+  """
+  return _compare(
+    attend,
+    functools.partial(decode_attention, implementation="xla"),
+    inputs.decode_arguments(case),
+    min_norms=[MIN_NORM],
+    tolerance=TOLERANCES["bfloat16"],
+  )
+
+
+def _compare(
+  kernel: Callable[..., Any],
+  reference: Callable[..., Any],
+  arguments: tuple[Any, ...],
+  *,
+  min_norms: Sequence[float],
+  tolerance: float,
+) -> Check:
+  """Runs the kernel twice and the reference once."""
+  compiled = jax.jit(kernel)
+  actual = jax.device_get(jax.tree.leaves(compiled(*arguments)))
+  repeated = jax.device_get(jax.tree.leaves(compiled(*arguments)))
+  is_deterministic = True
+  for first, second in zip(actual, repeated, strict=True):
+    if first.tobytes() != second.tobytes():
+      is_deterministic = False
+
+  errors = {}
+  expected = run_in_float32(reference, arguments)
+  for index, expected_array in enumerate(expected):
+    error = relative_error(actual[index], expected_array, min_norms[index])
+    errors[NAMES[index]] = float(f"{error:.2e}")
+  return Check(errors, tolerance, is_deterministic)
+
+
+def run_in_float32(
+  function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> list[np.ndarray]:
+  """Returns a function's outputs for the arguments, computed in float32.
+
+  Runs on the CPU, because a GPU's compiler spends a minute on the choice of
+  float32 kernels.
+  """
+
+  def to_float32(array: jax.Array) -> jax.Array:
+    if jnp.issubdtype(array.dtype, jnp.floating):
+      return array.astype(jnp.float32)
+    return array
+
+  cpu = jax.devices("cpu")[0]
+  with jax.default_device(cpu), jax.default_matmul_precision("highest"):
+    on_cpu = jax.device_put(arguments, cpu)
+    outputs = jax.jit(function)(*jax.tree.map(to_float32, on_cpu))
+  return jax.device_get(jax.tree.leaves(outputs))
+
+
+def min_norms(
+  gradient: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array
+) -> list[float]:
+  """Returns the smallest divisors of the errors of out, d_q, d_k, d_v, d_lam.
+
+  dQ is a sum over keys of weight · (dO·v − dO·out) · k · scale, and dK a sum
+  over queries with q instead of k. With equal weights 1/S, each of the two terms
+  has a norm of about ‖dO‖ · rms(v) · rms(k) / √S.
+  """
+  num_keys = k.shape[1]
+  term = norm(gradient) * _rms(v) / math.sqrt(num_keys)
+  return [MIN_NORM, term * _rms(k), term * _rms(q), MIN_NORM, MIN_NORM]
+
+
+def relative_error(actual: Any, expected: Any, min_norm: float) -> float:
+  """Returns the norm of the difference over the norm of `expected`.
+
+  Args:
+    actual: the array to check.
+    expected: the correct array.
+    min_norm: the smallest divisor.
+  """
+  difference = np.asarray(actual, np.float64) - np.asarray(expected, np.float64)
+  return norm(difference) / max(norm(expected), min_norm)
+
+
+def norm(array: Any) -> float:
+  """Returns the Euclidean norm of all elements."""
+  return float(np.linalg.norm(np.asarray(array, np.float64).ravel()))
+
+
+def _rms(array: jax.Array) -> float:
+  return norm(array) / math.sqrt(array.size)

@@ -1,25 +1,31 @@
-"""What the compiler makes of the Hopper kernels; no GPU is needed: python -m benchmarks.gpu --static
+"""Compiles the Hopper kernels without a GPU, and reads their machine code.
 
-Every kernel is compiled for sm_90a, and the inner loops of its SASS are read (benchmarks/gpu/sass.py). The table's columns:
+    python -m benchmarks.gpu.static
 
-- units: products of 64 × 64 × D that are executed for a tile of 64 queries and 64 keys, beside those that the kernel's task needs.
-- instructions, tensor cycles and schedule of a step, for each loop of the kernel. No mask cuts the step: one that a mask cuts takes more.
-- spills, global loads: instructions in all inner loops. After the slash, in loops of blocks that a causal mask cuts.
-- L2: bytes that a multiprocessor loads a cycle if the tensor cores never wait. All that this chip's best kernels load is about 32.
-- the estimated rates are no measurements. The higher one is that of two warpgroups that fill each other's gaps: two steps take the longest
-  of what both need of the tensor cores, what both issue, what their exponentials take (8 cycles each of a scheduler), and what either does
-  one after the other. The lower one is that of two that never do: a step takes its products and its instructions one after the other, but
-  for the share of instructions whose exponentials are made beside products. Both are in needed products on H100's 132 multiprocessors at
-  1.755 GHz, times 0.75, which is the part of such a bound that the best kernels of others reach. Neither knows of products that run one
-  after the other ("serialized"), which take longer.
+Prints a table of all kernels, compiled for sm_90a. The columns are:
 
-It needs the compiler's packages, without a GPU or a driver:
-  pip install --no-deps jax-cuda13-plugin==JAX jax-cuda13-pjrt==JAX nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-nvdisasm
+- registers: per thread, on average over the warpgroups.
+- spilled bytes: stores and loads of registers in the whole kernel.
+- spills in loops: the instructions among them in inner loops. The second number
+  is for blocks that a causal mask cuts.
+- instructions, tensor cycles, schedule: a step of each inner loop.
+- serialized: whether each product waits for the one before.
+
+An inner loop is an innermost loop with products of the tensor cores. Its step
+is the shortest path around the loop that contains all its products: the step
+that finds its barriers open.
+
+The compiler needs these packages, but neither a GPU nor a driver (JAX stands
+for the version of JAX):
+
+    pip install --no-deps jax-cuda13-plugin==JAX jax-cuda13-pjrt==JAX \\
+      nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-nvdisasm
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import json
 import os
@@ -28,360 +34,686 @@ import re
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from benchmarks.gpu import ptxas, sass
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-TABLE = [
-  dict(D=128),
-  dict(D=64),
-  dict(D=128, V=128, M=1),
-  dict(D=64, V=64, M=1),
-  dict(D=128, V=128, G=1, M=1),
-  dict(D=64, V=64, G=1, M=1),
+from diffjax.ops.diff_attention import (
+  RESIDUAL_NAMES,
+  decode_attention,
+  diff_attention,
+)
+from diffjax.ops.diff_attention.gpu import assembler, chip
+
+# The GPU that is compiled for, as XLA describes it.
+H100 = """
+gpu_device_info {
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: 233472
+  threads_per_core_limit: 2048
+  core_count: 132
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: 3352320000000
+  l2_cache_size: 52428800
+  clock_rate_ghz: 1.98
+  device_memory_size: 84978434048
+  shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 minor: 0 }
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 12 }
+runtime_version { major: 13 minor: 0 patch: 0 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+
+# The rows of the table, as arguments of `lower`.
+TABLE_CASES = [
+  {"D": 128},
+  {"D": 64},
+  {"D": 128, "V": 128, "M": 1},
+  {"D": 64, "V": 64, "M": 1},
+  {"D": 128, "V": 128, "G": 1, "M": 1},
+  {"D": 64, "V": 64, "G": 1, "M": 1},
 ]
-# In 64 × 64 × D, with V = 2D for V1 and D else: forward, dQ, dK with dV. Both kernels of the backward pass need the logits and dP: together
-# they need 14 units for V1, where one kernel would need 10.
-NEEDED = {"v1": (6, 6, 8), "v2": (4, 5, 6), "plain": (2, 3, 4)}
-KERNELS = ("forward", "d_q", "d_kv")
-_MULTIPROCESSORS, _GIGAHERTZ, _REACHED = 132, 1.755, 0.75
-_CYCLES_PER_UNIT = 2  # times D: 64·64·D products of 2048 a cycle
+COLUMNS = (
+  "kernel",
+  "registers",
+  "spilled bytes",
+  "spills in loops",
+  "instructions",
+  "tensor cycles",
+  "serialized",
+  "schedule",
+)
+
+# The multiply-adds per cycle of the tensor cores of a multiprocessor, with
+# operands of 16 bits.
+_PRODUCTS_PER_CYCLE = 2048
+# The rows of a product of a warpgroup.
+_PRODUCT_ROWS = 64
+
+_INSTRUCTION = re.compile(
+  r"/\*[0-9a-f]{4,}\*/\s+(?:@(!?U?P\d+)\s+)?([A-Z][\w.]*)\s*([^;]*)"
+)
+_LABEL = re.compile(r"^(\.L_x_\d+):")
+_JUMP_TARGET = re.compile(r"\((\.L_x_\d+)\)")
+_PRODUCT = re.compile(r"HGMMA\.64x(\d+)x(\d+)")
+_JUMPS = ("BRA", "WARPSYNC.COLLECTIVE", "CALL")
+_ENDS = ("BRA", "EXIT", "RET")
+_EXPONENTIAL = "MUFU.EX2"
+_WAIT = "WARPGROUP.DEPBAR"
+_GLOBAL_LOADS = ("LD.", "LDG")
+_SPILLS = ("STL", "LDL")
+
+
+def main(arguments: Sequence[str]) -> None:
+  """Prints the table, or compiles cases for `compiled` in its process."""
+  if arguments:
+    _compile_cases(json.loads(arguments[0]))
+    return
+  problem = missing()
+  if problem is not None:
+    sys.exit(f"error: {problem}")
+  print_table()
 
 
 def missing() -> str | None:
-  """What is needed and not installed, if anything."""
+  """Returns what has to be installed to compile the kernels, or None."""
   if importlib.util.find_spec("jax_cuda13_plugin") is None:
-    return "the compiler for Hopper is not installed: the packages are named at the top of benchmarks/gpu/static.py"
+    return (
+      "the compiler for Hopper is not installed;"
+      " benchmarks/gpu/static.py names the packages"
+    )
   return None
 
 
 def kind_of(case: dict[str, Any]) -> str:
-  return "plain" if case.get("G") == 1 else "v2" if case.get("M") == 1 else "v1"
+  """Returns the kind of attention of arguments of `lower`."""
+  if case.get("G") == 1:
+    return "plain"
+  if case.get("M") == 1:
+    return "v2"
+  return "v1"
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+  """A step of an inner loop.
+
+  Attributes:
+    instructions: the number of instructions of each warp.
+    tensor_cycles: the cycles that the tensor cores need for its products.
+    global_loads: the number of instructions that load from global memory.
+    spills: the number of instructions that store or load spilled registers.
+    serialized: whether each product waits for the one before.
+    schedule: its products, exponentials and waits, in order. "4 N64" is four
+      products with 64 columns, "exp" is an exponential, and "wait 1" waits
+      until only the last group of products is still running.
+  """
+
+  instructions: int
+  tensor_cycles: int
+  global_loads: int
+  spills: int
+  serialized: bool
+  schedule: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-  """What ptxas made of one kernel.
+  """A compiled kernel.
 
   Attributes:
     name: such as "d_q_v1".
-    registers: of a thread, on average over its warpgroups.
-    spilled: bytes that ptxas says it spills, loads and stores, wherever.
-    serialized: True if ptxas says that it had to run products one after the other.
-    loops: the inner ones.
+    registers: registers per thread, on average over its warpgroups.
+    spilled: the bytes of spilled registers that are stored or loaded.
+    serialized: whether ptxas reports that it has serialized products.
+    loops: the inner loops.
   """
 
   name: str
   registers: int
   spilled: int
   serialized: bool
-  loops: tuple[sass.Loop, ...]
+  loops: tuple[Loop, ...]
 
   @property
   def spills(self) -> int:
-    """Instructions in inner loops."""
+    """The number of instructions that spill in inner loops."""
     return sum(loop.spills for loop in self.loops)
+
+
+def print_table() -> None:
+  """Compiles all kernels and prints a line for each."""
+  print(f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|")
+  cases = []
+  for case in TABLE_CASES:
+    cases.append({**case, "causal": False})
+    cases.append({**case, "causal": True})
+  results = compiled(cases)
+  # Two results follow each other: without and with a causal mask.
+  for case, whole, _ in results:
+    _, masked, _ = next(results)
+    if isinstance(whole, str) or isinstance(masked, str):
+      message = whole if isinstance(whole, str) else masked
+      print(f"{case}: {message}", flush=True)
+      continue
+    for kernel, masked_kernel in zip(whole, masked, strict=True):
+      title = f"{kernel.name} D {case['D']}"
+      print(_line(title, kernel, masked_kernel), flush=True)
+
+
+def _line(title: str, kernel: Kernel, masked: Kernel) -> str:
+  """Returns a line of the table.
+
+  Args:
+    title: the first cell.
+    kernel: the kernel, compiled without a mask.
+    masked: the kernel, compiled with a causal mask.
+  """
+  instructions = [str(loop.instructions) for loop in kernel.loops]
+  tensor_cycles = [str(loop.tensor_cycles) for loop in kernel.loops]
+  schedules = [loop.schedule for loop in kernel.loops]
+  is_serialized = kernel.serialized or masked.serialized
+  cells = [
+    title,
+    str(masked.registers),
+    str(masked.spilled),
+    f"{kernel.spills} / {masked.spills}",
+    " + ".join(instructions),
+    " + ".join(tensor_cycles),
+    "yes" if is_serialized else "no",
+    "; ".join(schedules),
+  ]
+  return f"| {' | '.join(cells)} |"
 
 
 def compiled(
   cases: Sequence[dict[str, Any]],
 ) -> Iterator[tuple[dict[str, Any], list[Kernel] | str, int]]:
-  """Compiles in another process: each case, its kernels or what was wrong, and how often the forward kernel is called.
+  """Compiles cases in another process, and yields what became of each.
+
+  The other process has environment variables that make Mosaic print machine
+  code.
 
   Args:
-    cases: arguments of `_lower`.
+    cases: arguments of `lower`.
+
+  Yields:
+    The case, its kernels in the order of their names, or the error message, and
+    the number of calls of the forward kernel in the program.
   """
   environment = {
+    **os.environ,
     "JAX_PLATFORMS": "cpu",
     "MOSAIC_GPU_DUMP_PTXAS": "1",
     "MOSAIC_GPU_DUMP_SASS": "1",
   }
-  if (
-    assembler := ptxas.newest()
-  ) is not None:  # Mosaic takes the first one on PATH
-    environment["PATH"] = os.pathsep.join(
-      [str(assembler.parent), os.environ["PATH"]]
-    )
-  command = [sys.executable, "-m", "benchmarks.gpu.static", json.dumps(cases)]
-  folder = pathlib.Path(__file__).parents[2]
+  # Mosaic takes the first ptxas on PATH.
+  ptxas = assembler.packaged()
+  if ptxas is not None:
+    environment["PATH"] = f"{ptxas.parent}{os.pathsep}{os.environ['PATH']}"
   process = subprocess.Popen(
-    command,
-    cwd=folder,
-    env=os.environ | environment,
+    [sys.executable, "-m", "benchmarks.gpu.static", json.dumps(cases)],
+    cwd=pathlib.Path(__file__).parents[2],
+    env=environment,
     stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,
     text=True,
   )
   assert process.stdout is not None
   assert process.stderr is not None
-  done = 0
+  num_done = 0
   for line in process.stdout:
-    said = json.loads(line)
-    kernels = [
-      Kernel(**(k | {"loops": tuple(sass.Loop(**x) for x in k["loops"])}))
-      for k in said["kernels"]
-    ]
-    yield cases[done], said["error"] or kernels, said["forward_calls"]
-    done += 1
+    result = json.loads(line)
+    case = cases[num_done]
+    num_done += 1
+    if result["error"]:
+      yield case, result["error"], 0
+    else:
+      kernels = [_kernel_from_json(fields) for fields in result["kernels"]]
+      yield case, kernels, result["forward_calls"]
+
   errors = process.stderr.read()
-  if done < len(cases):
-    yield (
-      cases[done],
-      f"the compiler ended with {process.wait()}\n{errors[-2000:]}",
-      0,
-    )
+  exit_code = process.wait()
+  if num_done < len(cases):
+    message = f"the compiler ended with {exit_code}\n{errors[-2000:]}"
+    yield cases[num_done], message, 0
 
 
-def _lower(
-  mesh,
-  T=2048,
-  D=64,
-  V=None,
-  H=2,
-  K=1,
-  G=2,
-  M=2,
-  B=2,
-  dtype="bfloat16",
-  segments=False,
-  offsets=False,
-  window=None,
-  causal=True,
-  remat=False,
-  decode=False,
-):
-  """A gradient through `diff_attention`, or decoding, for the GPU that the mesh names."""
-  import jax
-  import jax.numpy as jnp
-  from jax.sharding import NamedSharding
-  from jax.sharding import PartitionSpec as P
-
-  from diffjax.ops.diff_attention import (
-    RESIDUAL_NAMES,
-    decode_attention,
-    diff_attention,
-  )
-
-  struct = lambda shape, dtype: jax.ShapeDtypeStruct(
-    shape, dtype, sharding=NamedSharding(mesh, P())
-  )
-  if decode:
-    cache = [struct((B, K, T, width), dtype) for width in (M * D, V or 2 * D)]
-    arrays = [
-      struct((B, H, G, D), dtype),
-      *cache,
-      struct((B, H), jnp.float32) if G == 2 else None,
-      struct((B,), jnp.int32),
-    ]
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-      return jax.jit(
-        lambda *a: decode_attention(
-          *a, window=window, implementation="pallas_gpu"
-        )
-      ).lower(*arrays)
-  arrays = [
-    struct((B, T, H, G, D), dtype),
-    struct((B, T, K, M, D), dtype),
-    struct((B, T, K, V or 2 * D), dtype),
-  ]
-  arrays += [struct((B, T, H), jnp.float32)] if G == 2 else []
-  extra = {}
-  if segments:
-    extra["q_segment_ids"] = struct((B, T), jnp.int32)
-  if offsets:
-    extra["q_offset"] = struct((B,), jnp.int32)
-  f = lambda arrays, extra: diff_attention(
-    *arrays, **extra, window=window, causal=causal, implementation="pallas_gpu"
-  )
-  loss = lambda arrays, extra: jnp.sum(
-    jnp.sin(f(arrays, extra).astype(jnp.float32))
-  )
-  if remat:
-    loss = jax.checkpoint(
-      loss,
-      policy=jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES),
-    )
-  with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-    return jax.jit(jax.grad(loss)).lower(arrays, extra)
+def _kernel_from_json(fields: dict[str, Any]) -> Kernel:
+  loops = tuple(Loop(**loop) for loop in fields["loops"])
+  return Kernel(**{**fields, "loops": loops})
 
 
-def _compile(cases: Sequence[dict[str, Any]]) -> None:
-  """The other process: prints one line of JSON a case."""
-  import warnings
-
-  from jax.experimental import topologies
-  from jax.sharding import Mesh
-
+def _compile_cases(cases: Sequence[dict[str, Any]]) -> None:
+  """Compiles cases and prints a line of JSON for each."""
   warnings.simplefilter("ignore")
-  mesh = Mesh(
-    [
-      topologies.get_topology_desc(
-        platform="cuda", topology="1x1x1", target_config=ptxas.H100
-      ).devices[0]
-    ],
-    ("data",),
-  )
+  mesh = h100_mesh()
   stdout = os.dup(1)
   for case in cases:
     result: dict[str, Any] = {"error": "", "kernels": [], "forward_calls": 0}
-    with tempfile.TemporaryFile("w+", encoding="utf-8") as said:
-      os.dup2(
-        said.fileno(), 1
-      )  # the compiler prints there what it was asked for
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as dump:
+      # The compiler prints the machine code to file descriptor 1.
+      os.dup2(dump.fileno(), 1)
       try:
-        program = _lower(mesh, **case).compile()
-      except (
-        Exception
-      ) as error:  # told by the caller, with the case that it belongs to
+        program = lower(mesh, **case).compile().as_text()
+      except Exception as error:  # The test reports it with the case.
         result["error"] = f"{type(error).__name__}: {error}"[:2000]
       else:
-        calls = [
-          line
-          for line in program.as_text().splitlines()
-          if "custom_call_target=" in line and "mosaic_gpu" in line
-        ]
-        result["forward_calls"] = sum(
-          "diff_attention_forward" in line for line in calls
-        )
+        result["forward_calls"] = _count_forward_calls(program)
       os.dup2(stdout, 1)
-      said.seek(0)
-      result["kernels"] = [
-        dataclasses.asdict(kernel) for kernel in _kernels(said.read())
-      ]
+      dump.seek(0)
+      kernels = parse_kernels(dump.read())
+    result["kernels"] = [dataclasses.asdict(kernel) for kernel in kernels]
     print(json.dumps(result), flush=True)
 
 
-def _kernels(said: str) -> Iterator[Kernel]:
-  """Those that ptxas and nvdisasm said something of, in the order of their names."""
+def _count_forward_calls(program: str) -> int:
+  """Returns the number of calls of the forward kernel in an HLO program."""
+  count = 0
+  for line in program.splitlines():
+    is_kernel = "custom_call_target=" in line and "mosaic_gpu" in line
+    if is_kernel and "diff_attention_forward" in line:
+      count += 1
+  return count
+
+
+def h100_mesh() -> Mesh:
+  """Returns a mesh with an H100 that programs can be compiled for."""
+  from jax.experimental import topologies
+
+  topology = topologies.get_topology_desc(
+    platform="cuda", topology="1x1x1", target_config=H100
+  )
+  return Mesh([topology.devices[0]], ("data",))
+
+
+def compile_small_kernel() -> None:
+  """Compiles a kernel with Mosaic for an H100, which runs the assembler."""
+
+  def double(x_ref: chip.Ref, out_ref: chip.Ref) -> None:
+    out_ref[...] = x_ref[...] * 2
+
+  mesh = h100_mesh()
+  shape = jax.ShapeDtypeStruct((128,), jnp.float32)
+  kernel = chip.plgpu.kernel(double, out_type=shape, kernel_name="double")
+  argument = _replicated(mesh, shape.shape, shape.dtype)
+  with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    jax.jit(kernel).lower(argument).compile()
+
+
+def lower(
+  mesh: Mesh,
+  *,
+  T: int = 2048,
+  D: int = 64,
+  V: int | None = None,
+  H: int = 2,
+  K: int = 1,
+  G: int = 2,
+  M: int = 2,
+  B: int = 2,
+  dtype: str = "bfloat16",
+  segments: bool = False,
+  offsets: bool = False,
+  window: int | None = None,
+  causal: bool = True,
+  remat: bool = False,
+  decode: bool = False,
+) -> jax.stages.Lowered:
+  """Lowers a gradient of `diff_attention`, or `decode_attention`.
+
+  diffjax/parameters.py explains the letters.
+
+  Args:
+    mesh: the GPU.
+    T: the number of tokens, or the capacity of the cache.
+    D: the width of queries and keys.
+    V: the width of values. None for 2·D.
+    H: the number of heads.
+    K: the number of key heads.
+    G: the number of maps of a head.
+    M: the number of maps with their own keys.
+    B: the number of rows.
+    dtype: the dtype of queries, keys and values.
+    segments: whether rows have several documents.
+    offsets: whether each row has a position of its first query.
+    window: the number of keys that a query sees. None for all.
+    causal: whether a query sees only keys up to its own position.
+    remat: whether only the named residuals are saved for the backward pass.
+    decode: whether to lower `decode_attention`.
+  """
+  value_dim = V or 2 * D
+  struct = functools.partial(_replicated, mesh)
+  lam = struct((B, T, H), jnp.float32) if G == 2 else None
+  if decode:
+    decode_lam = struct((B, H), jnp.float32) if G == 2 else None
+    attend_token = functools.partial(
+      decode_attention, window=window, implementation="pallas_gpu"
+    )
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+      return jax.jit(attend_token).lower(
+        struct((B, H, G, D), dtype),
+        struct((B, K, T, M * D), dtype),
+        struct((B, K, T, value_dim), dtype),
+        decode_lam,
+        struct((B,), jnp.int32),
+      )
+
+  arrays = {
+    "q": struct((B, T, H, G, D), dtype),
+    "k": struct((B, T, K, M, D), dtype),
+    "v": struct((B, T, K, value_dim), dtype),
+    "lam": lam,
+  }
+  mask = {}
+  if segments:
+    mask["q_segment_ids"] = struct((B, T), jnp.int32)
+  if offsets:
+    mask["q_offset"] = struct((B,), jnp.int32)
+
+  def loss(arrays: dict[str, Any], mask: dict[str, Any]) -> jax.Array:
+    output = diff_attention(
+      **arrays,
+      **mask,
+      window=window,
+      causal=causal,
+      implementation="pallas_gpu",
+    )
+    return jnp.sum(jnp.sin(output.astype(jnp.float32)))
+
+  differentiated = loss
+  if remat:
+    save = jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES)
+    differentiated = jax.checkpoint(loss, policy=save)
+  with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    return jax.jit(jax.grad(differentiated)).lower(arrays, mask)
+
+
+def _replicated(
+  mesh: Mesh, shape: tuple[int, ...], dtype: Any
+) -> jax.ShapeDtypeStruct:
+  sharding = NamedSharding(mesh, P())
+  return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+def parse_kernels(dump: str) -> list[Kernel]:
+  """Returns the kernels in the output of ptxas and nvdisasm, by name."""
+  # The text before the first kernel, then a name and a text for each kernel.
   parts = re.split(
-    r"^ptxas info.*Compiling entry function '(\w+)'.*$", said, flags=re.M
+    r"^ptxas info.*Compiling entry function '(\w+)'.*$", dump, flags=re.M
   )
-  for function, text in sorted(zip(parts[1::2], parts[2::2], strict=True)):
+  functions = parts[1::2]
+  texts = parts[2::2]
+  kernels = []
+  for function, text in sorted(zip(functions, texts, strict=True)):
     name = re.search(r"diff_attention_(\w+)_mosaic", function)
-    stored, loaded = re.findall(
+    registers = re.search(r"Used (\d+) registers", text)
+    spills = re.search(
       r"(\d+) bytes spill stores, (\d+) bytes spill loads", text
-    )[0]
-    yield Kernel(
-      name=name[1] if name else function,
-      registers=int(re.findall(r"Used (\d+) registers", text)[0]),
-      spilled=int(stored) + int(loaded),
-      serialized=re.search(f"serializ.*{function}", said) is not None,
-      loops=tuple(sass.inner_loops(text)),
     )
-
-
-def _cycles(name: str, loops: Sequence[sass.Loop]) -> tuple[float, float]:
-  """The most and the least that a tile takes of a multiprocessor; the docstring above has its assumptions."""
-  most = sum(
-    x.tensor_cycles + x.instructions * (1 - x.beside / max(x.exponentials, 1))
-    for x in loops
-  )
-  sums = [
-    sum(getattr(x, of) for x in loops)
-    for of in ("tensor_cycles", "instructions", "exponentials")
-  ]
-  tensor, issued, exponentials = sums[0], sums[1], 8 * sums[2]
-  if name == "d_kv":  # its two loops are two warpgroups' on one tile
-    least = max(
-      tensor,
-      issued,
-      exponentials,
-      *(x.tensor_cycles + x.instructions for x in loops),
+    assert registers is not None, text
+    assert spills is not None, text
+    is_serialized = re.search(f"serializ.*{function}", dump) is not None
+    kernel = Kernel(
+      name=function if name is None else name[1],
+      registers=int(registers[1]),
+      spilled=int(spills[1]) + int(spills[2]),
+      serialized=is_serialized,
+      loops=tuple(inner_loops(text)),
     )
-  else:  # each warpgroup has a tile of its own
-    least = max(tensor, issued, exponentials, (tensor + issued) / 2)
-  return max(most, least), least
+    kernels.append(kernel)
+  return kernels
 
 
-def rate(units: int, D: int, cycles: float) -> float:
-  """TFLOP/s of a chip whose multiprocessors each do so many units of 64 × 64 × D in so many cycles, as far as others' kernels get."""
-  return (
-    _MULTIPROCESSORS
-    * _GIGAHERTZ
-    * _REACHED
-    * units
-    * 2
-    * 64
-    * 64
-    * D
-    / cycles
-    / 1e3
-  )
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+  """An instruction of SASS, the machine code of NVIDIA's GPUs.
+
+  Attributes:
+    name: the name with its modifiers, such as "BRA.U".
+    operands: the text of its operands.
+    is_conditional: whether it has a predicate.
+  """
+
+  name: str
+  operands: str
+  is_conditional: bool
+
+  @property
+  def jump_target(self) -> str | None:
+    """The label that the instruction may jump to."""
+    if not self.name.startswith(_JUMPS):
+      return None
+    target = _JUMP_TARGET.search(self.operands)
+    return None if target is None else target[1]
+
+  @property
+  def never_continues(self) -> bool:
+    """Whether the next instruction is never executed after this one."""
+    return not self.is_conditional and self.name.split(".")[0] in _ENDS
+
+  @property
+  def tensor_cycles(self) -> int:
+    """The cycles of the tensor cores. 0 if it is not a product."""
+    product = _PRODUCT.match(self.name)
+    if product is None:
+      return 0
+    columns = int(product[1])
+    depth = int(product[2])
+    return _PRODUCT_ROWS * columns * depth // _PRODUCTS_PER_CYCLE
 
 
-def _bytes(name: str, case: dict[str, Any]) -> float:
-  """What is loaded from L2 for a tile."""
-  G, M, D = case.get("G", 2), case.get("M", 2), case["D"]
-  V = case.get("V", 2 * D)
-  if name == "d_kv":
-    return 2 * 64 * (G * D + V)
-  passes = 2 if name == "forward" and G == 2 and V > 128 else 1
-  return 2 * 64 * (M * D + passes * V) / 2  # for two tiles
+@dataclasses.dataclass
+class Block:
+  """A basic block: only its last instruction may jump.
+
+  Attributes:
+    instructions: its instructions.
+    successors: the numbers of the blocks that may follow.
+  """
+
+  instructions: list[Instruction]
+  successors: list[int]
+
+  @property
+  def has_product(self) -> bool:
+    return any(each.tensor_cycles > 0 for each in self.instructions)
 
 
-def table(say=print) -> None:
-  """Prints the table, row by row."""
-  columns = (
-    "kernel",
-    "units (needed)",
-    "instructions",
-    "tensor cycles",
-    "schedule",
-    "spills",
-    "global loads",
-    "serialized",
-    "L2",
-    "estimated TF/s",
-  )
-  say(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
-  cases = [
-    case | {"causal": causal} for case in TABLE for causal in (True, False)
-  ]
-  found = compiled(cases)
-  for (case, masked, _), (_, whole, _) in zip(found, found, strict=True):
-    if isinstance(masked, str) or isinstance(whole, str):
-      say(f"{case}: {masked if isinstance(masked, str) else whole}")
+def basic_blocks(sass: str) -> list[Block]:
+  """Returns the basic blocks of a kernel, in the order of its SASS."""
+  labels: dict[str, int] = {}
+  blocks = [Block([], [])]
+  for line in sass.splitlines():
+    label = _LABEL.match(line)
+    if label is not None:
+      if blocks[-1].instructions:
+        blocks.append(Block([], []))
+      labels[label[1]] = len(blocks) - 1
       continue
-    kind, D = kind_of(case), case["D"]
-    for name, needed in zip(KERNELS, NEEDED[kind], strict=True):
-      one, other = (
-        next(k for k in kernels if k.name == f"{name}_{kind}")
-        for kernels in (whole, masked)
-      )
-      tensor = sum(x.tensor_cycles for x in one.loops)
-      every = lambda attribute, one=one: " + ".join(
-        str(getattr(x, attribute)) for x in one.loops
-      )
-      both = lambda attribute, one=one, other=other: " / ".join(
-        str(sum(getattr(x, attribute) for x in k.loops)) for k in (one, other)
-      )
-      rates = (rate(needed, D, cycles) for cycles in _cycles(name, one.loops))
-      row = (
-        f"{name} {kind} D {D}",
-        f"{tensor / (_CYCLES_PER_UNIT * D):.0f} ({needed})",
-        every("instructions"),
-        every("tensor_cycles"),
-        "; ".join(x.schedule for x in one.loops),
-        both("spills"),
-        both("global_loads"),
-        "yes" if one.serialized or other.serialized else "no",
-        f"{_bytes(name, case) / tensor:.0f}",
-        " to ".join(f"{x:.0f}" for x in rates),
-      )
-      say(f"| {' | '.join(map(str, row))} |")
+    match = _INSTRUCTION.search(line)
+    if match is None:
+      continue
+    predicate, name, operands = match.groups()
+    instruction = Instruction(name, operands, predicate is not None)
+    blocks[-1].instructions.append(instruction)
+    if instruction.jump_target is not None or instruction.never_continues:
+      blocks.append(Block([], []))
+
+  for number, block in enumerate(blocks):
+    last = block.instructions[-1] if block.instructions else None
+    continues = last is None or not last.never_continues
+    if continues and number + 1 < len(blocks):
+      block.successors.append(number + 1)
+    if last is not None and last.jump_target in labels:
+      block.successors.append(labels[last.jump_target])
+  return blocks
 
 
-def main(arguments: Sequence[str]) -> None:
-  """Prints the table of the kernels as they are now."""
-  if arguments:
-    sys.exit(
-      f"error: --static takes no other arguments, got {' '.join(arguments)}"
-    )
-  if problem := missing():
-    sys.exit(f"error: {problem}")
-  table(lambda line: print(line, flush=True))
+def find_loops(blocks: Sequence[Block]) -> dict[int, set[int]]:
+  """Returns the blocks of each loop, by the number of its first block.
+
+  A loop has an edge back to a block that dominates the edge's start. It has all
+  blocks from which this start can be reached without its first block.
+  """
+  dominators = _dominators(blocks)
+  predecessors = _predecessors(blocks)
+  loops: dict[int, set[int]] = {}
+  for number, block in enumerate(blocks):
+    for header in block.successors:
+      if header not in dominators[number]:
+        continue
+      body = loops.setdefault(header, {header})
+      stack = [number]
+      while stack:
+        member = stack.pop()
+        if member not in body:
+          body.add(member)
+          stack += predecessors[member]
+  return loops
+
+
+def _dominators(blocks: Sequence[Block]) -> list[set[int]]:
+  """Returns for each block the blocks that are on every path to it."""
+  predecessors = _predecessors(blocks)
+  dominators = [set(range(len(blocks))) for _ in blocks]
+  dominators[0] = {0}
+  has_changed = True
+  while has_changed:
+    has_changed = False
+    for number in range(1, len(blocks)):
+      shared: set[int] = set()
+      if predecessors[number]:
+        before = [dominators[other] for other in predecessors[number]]
+        shared = set.intersection(*before)
+      updated = shared | {number}
+      if updated != dominators[number]:
+        dominators[number] = updated
+        has_changed = True
+  return dominators
+
+
+def _predecessors(blocks: Sequence[Block]) -> list[list[int]]:
+  predecessors: list[list[int]] = [[] for _ in blocks]
+  for number, block in enumerate(blocks):
+    for successor in block.successors:
+      predecessors[successor].append(number)
+  return predecessors
+
+
+def inner_loops(sass: str) -> list[Loop]:
+  """Returns the innermost loops with products, in the order of the SASS."""
+  blocks = basic_blocks(sass)
+  with_products: dict[int, set[int]] = {}
+  for header, body in find_loops(blocks).items():
+    if any(blocks[number].has_product for number in body):
+      with_products[header] = body
+
+  loops = []
+  for header, body in sorted(with_products.items()):
+    contains_loop = any(other < body for other in with_products.values())
+    if not contains_loop:
+      path = _shortest_step(blocks, header, body)
+      instructions = []
+      for number in path:
+        instructions += blocks[number].instructions
+      loops.append(measure_step(instructions))
+  return loops
+
+
+def _shortest_step(
+  blocks: Sequence[Block], header: int, body: set[int]
+) -> tuple[int, ...]:
+  """Returns the shortest path around a loop that has all its products.
+
+  Args:
+    blocks: all blocks of the kernel.
+    header: the first block of the loop.
+    body: the blocks of the loop.
+
+  Returns:
+    The numbers of the blocks on the path.
+  """
+  required = {number for number in body if blocks[number].has_product}
+
+  def length(path: tuple[int, ...]) -> int:
+    return sum(len(blocks[number].instructions) for number in path)
+
+  shortest: tuple[int, ...] | None = None
+  stack: list[tuple[int, ...]] = [(header,)]
+  while stack:
+    path = stack.pop()
+    if shortest is not None and length(path) >= length(shortest):
+      continue
+    for successor in blocks[path[-1]].successors:
+      if successor == header:
+        is_shorter = shortest is None or length(path) < length(shortest)
+        if required <= set(path) and is_shorter:
+          shortest = path
+      elif successor in body and successor not in path:
+        stack.append((*path, successor))
+  assert shortest is not None, "no path around the loop has all its products"
+  return shortest
+
+
+def measure_step(step: Sequence[Instruction]) -> Loop:
+  """Returns the counts and the schedule of a loop's step."""
+  # Equal events in a row, as [count, event].
+  runs: list[list[Any]] = []
+  for instruction in step:
+    event = _event(instruction)
+    if event is None:
+      continue
+    if runs and runs[-1][1] == event:
+      runs[-1][0] += 1
+    else:
+      runs.append([1, event])
+  parts = [event if count == 1 else f"{count} {event}" for count, event in runs]
+  schedule = ", ".join(parts)
+  serialized = re.search(
+    r"\bN\d+, wait 0, N\d+, wait 0, N\d+, wait 0", schedule
+  )
+  return Loop(
+    instructions=len(step),
+    tensor_cycles=sum(instruction.tensor_cycles for instruction in step),
+    global_loads=_count(step, _GLOBAL_LOADS),
+    spills=_count(step, _SPILLS),
+    serialized=serialized is not None,
+    schedule=schedule,
+  )
+
+
+def _event(instruction: Instruction) -> str | None:
+  """Returns the name of an instruction in a schedule, or None."""
+  product = _PRODUCT.match(instruction.name)
+  if product is not None:
+    return f"N{product[1]}"
+  if instruction.name.startswith(_EXPONENTIAL):
+    return "exp"
+  if instruction.name.startswith(_WAIT):
+    groups = int(instruction.operands.split(",")[-1], 16)
+    return f"wait {groups}"
+  return None
+
+
+def _count(step: Sequence[Instruction], prefixes: tuple[str, ...]) -> int:
+  matching = [each for each in step if each.name.startswith(prefixes)]
+  return len(matching)
 
 
 if __name__ == "__main__":
-  _compile(json.loads(sys.argv[1]))
+  main(sys.argv[1:])

@@ -1,80 +1,138 @@
-"""Times whole training steps of both models, by the clock, on packed rows and on rows of one document.
-
-The two are apart because packed rows make stock attention read a bias of B·T·S numbers: a ratio on packed rows flatters the fused kernel.
-"""
+"""Times training steps of DIFF and of the Transformer."""
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from benchmarks.gpu import clock
+from benchmarks.gpu import inputs
 from benchmarks.train_step import stepper
 from diffjax.config import Config, DataConfig, ModelConfig, TrainConfig
 from diffjax.model.flops import peak_flops, step_flops
 
-REPETITIONS = 10
-KERNELS = 20  # the longest of a step, whose times are kept
+
+@dataclasses.dataclass(frozen=True)
+class StepCase:
+  """A training step. The defaults are the widths of `diff_1b`.
+
+  Attributes:
+    attention: "diff" or "softmax". The Transformer has twice as many heads.
+    name: the implementation of attention.
+    packed: whether several documents are packed into a row. Stock attention
+      then reads a mask with T·S elements per row, so a ratio on packed rows
+      favours the fused kernels.
+    B: the number of rows.
+    T: the number of tokens of a row.
+    vocab_size, num_layers, embed_dim, head_dim, ffn_dim: as in ModelConfig.
+  """
+
+  attention: str
+  name: str
+  packed: bool
+  B: int = 4
+  T: int = 4096
+  vocab_size: int = 100_288
+  num_layers: int = 4
+  embed_dim: int = 2048
+  head_dim: int = 128
+  ffn_dim: int = 5440
+
+  def __str__(self) -> str:
+    rows = "packed rows" if self.packed else "one document per row"
+    return f"step {self.attention} {self.name} B {self.B} T {self.T}, {rows}"
 
 
-def prepare(case: dict[str, Any]) -> Callable[[], dict[str, Any]]:
-  """Makes a model of the case's widths, and takes its first step."""
-  differential, T, rows = case["attention"] == "diff", case["T"], case["B"]
-  heads = case["embed_dim"] // case["head_dim"] // (2 if differential else 1)
-  sizes = {
-    name: case[name]
-    for name in ("vocab_size", "num_layers", "embed_dim", "head_dim", "ffn_dim")
-  }
+def step_cases() -> list[StepCase]:
+  """Returns the steps that are timed."""
+  cases = []
+  for packed in (False, True):
+    for attention in ("diff", "softmax"):
+      for name in ("pallas_gpu", "two_call"):
+        cases.append(StepCase(attention, name, packed))
+  return cases
+
+
+def tiny_cases() -> list[StepCase]:
+  """Returns steps for a CPU.
+
+  They use `chunked`, because flax cannot scan over layers with interpreted
+  kernels.
+  """
+  return [
+    StepCase(
+      attention,
+      "chunked",
+      packed=True,
+      B=1,
+      T=64,
+      vocab_size=64,
+      num_layers=1,
+      embed_dim=128,
+      head_dim=64,
+      ffn_dim=64,
+    )
+    for attention in ("diff", "softmax")
+  ]
+
+
+def config(case: StepCase) -> Config:
+  """Returns the config of a run with this step."""
+  is_differential = case.attention == "diff"
+  num_heads = case.embed_dim // case.head_dim
+  if is_differential:
+    num_heads //= 2
   model = ModelConfig(
-    attention=case["attention"],
-    num_heads=heads,
-    num_kv_heads=heads,
-    head_norm=differential,
-    attention_implementation=case["name"],
-    max_length=T,
+    attention=case.attention,
+    attention_implementation=case.name,
+    num_heads=num_heads,
+    num_kv_heads=num_heads,
+    head_norm=is_differential,
+    max_length=case.T,
     dtype="bfloat16",
-    **sizes,
+    vocab_size=case.vocab_size,
+    num_layers=case.num_layers,
+    embed_dim=case.embed_dim,
+    head_dim=case.head_dim,
+    ffn_dim=case.ffn_dim,
   )
-  step = stepper(
-    Config(
-      model=model, data=DataConfig(length=T), train=TrainConfig(batch_size=rows)
-    ),
-    packed=case["packed"],
+  return Config(
+    model=model,
+    data=DataConfig(length=case.T),
+    train=TrainConfig(batch_size=case.B),
   )
 
-  def run() -> dict[str, Any]:
+
+def time_step(case: StepCase, repetitions: int) -> dict[str, Any]:
+  """Returns a row with the median time of a step and its throughput.
+
+  `mfu` is the model FLOP/s relative to the GPU's peak, if the peak is known.
+
+  Args:
+    case: the model and the batch.
+    repetitions: the number of steps that are timed.
+  """
+  run_config = config(case)
+  step = stepper(run_config, packed=case.packed)
+  step()
+  seconds = []
+  for _ in range(repetitions):
+    start = time.perf_counter()
     step()
-    taken = []
-    for _ in range(REPETITIONS):
-      start = time.perf_counter()
-      step()
-      taken.append(time.perf_counter() - start)
-    median, peak = (
-      statistics.median(taken),
-      peak_flops(jax.devices()[0].device_kind),
-    )
-    row: dict[str, Any] = {
-      "seconds_a_step": round(median, 5),
-      "fastest": round(min(taken), 5),
-      "tokens_per_second": round(rows * T / median),
-    }
-    try:
-      row["kernels_ms"] = dict(list(clock.kernels(step).items())[:KERNELS])
-    except Exception as error:  # the step's time is there without them
-      row["no_kernels"] = f"{type(error).__name__}: {error}"[:300]
-    return (
-      row
-      if not peak
-      else {
-        **row,
-        "mfu": round(
-          step_flops(model, T, rows * T).training / median / peak, 4
-        ),
-      }
-    )
+    seconds.append(time.perf_counter() - start)
 
-  return run
+  median = statistics.median(seconds)
+  num_tokens = case.B * case.T
+  row = {
+    "case": {"do": "step", **inputs.to_json(case)},
+    "seconds_a_step": round(median, 5),
+    "tokens_per_second": round(num_tokens / median),
+  }
+  peak = peak_flops(jax.devices()[0].device_kind)
+  if peak is not None:
+    flops = step_flops(run_config.model, case.T, num_tokens).training
+    row["mfu"] = round(flops / median / peak, 4)
+  return row

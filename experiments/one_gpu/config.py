@@ -1,8 +1,11 @@
-"""DIFF, the Transformer or DIFF V2 with 27M parameters. A variant is ARCHITECTURE for a run, or ARCHITECTURE,rate=RATE for a pilot.
+"""DIFF, the Transformer or DIFF V2 with 27M parameters, trained on 79M tokens.
 
-    python -m diffjax.train --config=experiments/one_gpu/config.py:diff,rate=0.002 --workdir=runs/pilot
+    python -m diffjax.train --config=experiments/one_gpu/config.py:diff \\
+      --workdir=runs/one_gpu_diff
 
-A run takes 79M tokens, a pilot a quarter of them at the learning rate RATE. README.md says where text, tokenizer and rows come from.
+A variant is an architecture, or ARCHITECTURE,rate=RATE for a run of the grid
+"tune", which takes a quarter of the tokens. README.md says how to train the
+tokenizer.
 """
 
 import ml_collections
@@ -10,48 +13,61 @@ import ml_collections
 from diffjax.configs import base
 
 ARCHITECTURES = ("transformer", "diff", "diff_v2")
-# Learning rates of the pilots, in their order. The first one is the default: it serves if no pilots could be made.
-RATES = (0.002, 0.001, 0.004)
+# The learning rates of the grid "tune".
+RATES = (0.001, 0.002, 0.004)
+# The learning rate of each architecture. The grid "tune" has not run yet. After
+# it has, each rate is the one with the lowest validation loss in
+# tune/results.json.
+LEARNING_RATES = {"transformer": 0.002, "diff": 0.002, "diff_v2": 0.002}
 
-
-def parts(variant: str) -> tuple[str, float | None]:
-  """The architecture, and the learning rate of a pilot (None for a run)."""
-  architecture, rate = base.read_variant(
-    variant, architecture=("diff", ARCHITECTURES), rate=(None, float)
-  )
-  return architecture, rate
+VOCAB_SIZE = 4096
+STEPS = 1200
+TUNE_STEPS = 300
 
 
 def get_config(variant: str = "diff") -> ml_collections.ConfigDict:
-  architecture, rate = parts(variant)
+  """Returns the config of a variant.
+
+  Args:
+    variant: a name of ARCHITECTURES, with ",rate=0.001" for a run of "tune".
+  """
+  architecture, rate = base.read_variant(
+    variant, architecture=("diff", ARCHITECTURES), rate=(None, float)
+  )
+  if rate is None:
+    rate = LEARNING_RATES[architecture]
+    steps = STEPS
+  else:
+    steps = TUNE_STEPS
+
   config = base.get_config()
   config.model.update(
-    vocab_size=4096,
+    vocab_size=VOCAB_SIZE,
     num_layers=8,
     embed_dim=512,
     num_heads=8,
     num_kv_heads=8,
     head_dim=32,
     ffn_dim=1360,
-  )
-  config.model.attention_implementation = (
-    "two_call"  # on GPUs through cuDNN, for every architecture alike
+    # Stock attention for all architectures, on GPUs through cuDNN.
+    attention_implementation="two_call",
   )
   config.data.update(
-    source="text:runs/one_gpu/work/text/*.py",
-    tokenizer="runs/one_gpu/pack/tokenizer/tokenizer.json",
+    source=base.fineweb_edu("sample/100BT/*.parquet"),
+    # A file has more tokens than a run takes, so no token is seen twice.
+    files=1,
+    tokenizer="runs/one_gpu/tokenizer/tokenizer.json",
     length=1024,
+    prepared_dir="runs/one_gpu/rows",
   )
-  config.data.update(
-    validation_fraction=0.02, prepared_dir="runs/one_gpu/work/rows"
-  )
-  steps = 1200 if rate is None else 300
-  config.optimizer.update(
-    learning_rate=rate or RATES[0], warmup_steps=steps // 20
-  )
+  config.optimizer.update(learning_rate=rate, warmup_steps=steps // 20)
   config.train.update(
-    steps=steps, batch_size=64, checkpoint_interval=steps, sample_tokens=0
+    steps=steps,
+    batch_size=64,
+    checkpoint_interval=steps,
+    sample_tokens=0,
+    # A run whose rate is too high ends with a high loss, not with an error.
+    max_skipped_in_a_row=0,
   )
-  config.train.max_skipped_in_a_row = 0  # a pilot whose rate is too high ends with a high loss, and the others go on
-  config.eval.update(interval=steps, rows=-1)
+  config.eval.update(interval=steps, rows=2048)
   return base.twin(config, architecture)

@@ -1,11 +1,14 @@
-"""The interpreters of Pallas, in half of their time."""
+"""Pallas's interpreters in half of their time."""
+
+from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.gpu import rehearsal
+from tests.harness.host_callbacks import host_callbacks
 
 
 @pytest.fixture(autouse=True, scope="session")
-def quick_interpreters():
-  with rehearsal.callbacks_on_the_host():
+def quick_interpreters() -> Iterator[None]:
+  """Keeps the arguments of the interpreters' callbacks on the host."""
+  with host_callbacks():
     yield

@@ -25,7 +25,7 @@ A single backward kernel would need 10 units of products where these two need
 blocks of 64 rows that moves as many bytes as the kernel loads: 50 per cycle and
 multiprocessor, and L2 provides about 30.
 
-`python -m benchmarks.gpu --static` shows what the compiler makes of the
+`python -m benchmarks.gpu.static` shows what the compiler makes of the
 kernels.
 """
 

@@ -9,7 +9,7 @@ Letters: T and S are the padded numbers of queries and keys, and R = H / K is
 the number of heads that share a key head. In loops, `g` is the index of a map,
 and `block` is the index of a block of queries.
 
-The order of statements matters to ptxas. `python -m benchmarks.gpu --static`
+The order of statements matters to ptxas. `python -m benchmarks.gpu.static`
 shows what it makes of the kernel.
 """
 

@@ -9,7 +9,7 @@ consumer's loop over the blocks is `_OverlappedDQLoop` for D up to 64, and
 Letters: T and S are the padded numbers of queries and keys. In loops, `g` is
 the index of a map, and `block` is the index of a block of keys.
 
-The order of statements matters to ptxas. `python -m benchmarks.gpu --static`
+The order of statements matters to ptxas. `python -m benchmarks.gpu.static`
 shows what it makes of the kernel.
 """
 

@@ -8,7 +8,7 @@ block of queries each. `_ForwardThreadBlock` has the roles of the warpgroups.
 Letters: T and S are the padded numbers of queries and keys. In loops, `g` is
 the index of a map, and `block` is the index of a block of keys.
 
-The order of statements matters to ptxas. `python -m benchmarks.gpu --static`
+The order of statements matters to ptxas. `python -m benchmarks.gpu.static`
 shows what it makes of the kernel.
 """
 
