@@ -27,6 +27,7 @@ from diffjax.ops.diff_attention import (
 from diffjax.ops.diff_attention.gpu import measured
 from diffjax.ops.diff_attention.mask import Mask
 from tests.harness import ROOT
+from tests.harness.host_callbacks import host_callbacks
 from tests.harness.tolerances import FLOAT32_LAYER
 
 needs_new_jax = pytest.mark.skipif(
@@ -174,16 +175,16 @@ def test_ordinary_gradients_are_larger_than_the_smallest_divisor(options):
 
 
 def test_references_are_computed_in_float32_with_the_highest_precision():
-  seen = []
+  traced = []
 
   def multiply(a, b):
-    seen.append((a.dtype, jax.config.jax_default_matmul_precision))
+    traced.append((a.dtype, jax.config.jax_default_matmul_precision))
     return a @ b
 
   x = jnp.ones((4, 4), jnp.bfloat16)
   checks.run_in_float32(multiply, (x, x))
 
-  assert seen == [(jnp.float32, "highest")]
+  assert traced == [(jnp.float32, "highest")]
 
 
 def test_a_correct_decoding_kernel_is_right():
@@ -203,9 +204,8 @@ def test_every_kind_and_width_is_checked_with_the_smallest_shape_first():
   cases = inputs.check_cases()
 
   checked = {(case.kind, case.D) for case in cases}
-  assert checked >= {
-    (kind, width) for kind in inputs.KINDS for width in (64, 128)
-  }
+  for kind in inputs.KINDS:
+    assert {(kind, 64), (kind, 128)} <= checked
   assert cases[0].T == 1
 
 
@@ -219,7 +219,10 @@ def test_programs_take_turns():
     order.append(name)
     time.sleep(timing.SAMPLE_SECONDS)
 
-  programs = {name: functools.partial(sleep, name) for name in ("a", "b")}
+  programs = {
+    "a": functools.partial(sleep, "a"),
+    "b": functools.partial(sleep, "b"),
+  }
   times = timing.median_milliseconds(programs, repetitions=2)
 
   # The first two calls of each are a warm-up and an estimate.
@@ -235,24 +238,25 @@ def test_the_time_of_a_short_program_is_that_of_one_call():
     num_calls += 1
     time.sleep(0.005)
 
+  start = time.perf_counter()
   times = timing.median_milliseconds({"short": sleep}, repetitions=1)
+  elapsed = 1e3 * (time.perf_counter() - start)
 
+  assert times["short"] >= 5
+  # The sample has all calls after the first two.
   assert num_calls > 3
-  assert 5 <= times["short"] < 5 * num_calls
+  assert times["short"] * (num_calls - 2) < elapsed
 
 
 @pytest.mark.parametrize("kind", inputs.KINDS)
 def test_all_implementations_compute_the_same(kind):
   case = inputs.Case(kind, D=16, B=1, T=24, H=2, dtype="float32")
-  names = [
-    name
-    for name in timing.implementations(case)
-    if name not in ("fused", "tokamax")
-  ]
   reference = functools.partial(diff_attention, implementation="reference")
   expected = jax.jit(reference)(*inputs.arguments(case))
 
-  for name in names:
+  for name in timing.implementations(case):
+    if name in ("fused", "tokamax"):
+      continue
     attend, arrays = timing.attention_program(case, name)
     actual = jax.jit(attend)(*arrays)
     chex.assert_trees_all_close(actual, expected, **FLOAT32_LAYER)
@@ -291,13 +295,12 @@ def read_h100_rows() -> tuple[str, list[tables.Row]]:
 
 def test_committed_rates_follow_from_the_committed_times():
   _, rows = read_h100_rows()
-  timed = [row for row in rows if "backward_tflops" in row]
-  assert timed
 
-  for row in timed:
-    fields = {
-      name: row["case"][name] for name in ("kind", "D", "B", "T", "H", "packed")
-    }
+  for row in rows:
+    if "backward_tflops" not in row:
+      continue
+    fields = dict(row["case"])
+    del fields["do"], fields["name"]
     rates = timing.nominal_tflops(
       inputs.Case(**fields), row["forward_ms"], row["both_ms"]
     )
@@ -512,12 +515,12 @@ def test_auto_reads_the_table(tmp_path, monkeypatch):
 
   q = jnp.zeros((1, 2, 1, 2, 128))
   v = jnp.zeros((1, 2, 1, 256))
-  choices = [
-    measured.fastest("a GPU", q, q, v, Mask(length, length))
-    for length in (2048, 4096, 16384)
-  ]
+  choices = {}
+  for length in (2048, 4096, 16384):
+    mask = Mask(length, length)
+    choices[length] = measured.fastest("a GPU", q, q, v, mask)
   measured.table.cache_clear()
-  assert choices == [None, "pallas_gpu", "two_call"]
+  assert choices == {2048: None, 4096: "pallas_gpu", 16384: "two_call"}
 
 
 # The command
@@ -568,25 +571,21 @@ def test_an_old_jax_without_the_interpreter_is_one_sentence(cpu_settings):
 
 
 @needs_new_jax
-def test_interpreted_kernels_are_right_and_timed(
-  cpu_settings, tmp_path, capsys
-):
+def test_interpreted_kernels_are_right(cpu_settings, tmp_path, capsys):
   path = tmp_path / "rows.json"
-  parts = ["--parts", "checks", "decode"]
 
-  command.main(
-    ["--interpret", "--kinds", "plain", "--repetitions=1", f"--json={path}"]
-    + parts
-  )
+  with host_callbacks():
+    command.main(
+      ["--interpret", "--parts", "checks", "--kinds", "plain", f"--json={path}"]
+    )
 
   printed = capsys.readouterr().out
-  assert "plain D 64 B 1 T 70 H 1: right (out " in printed
+  assert "plain D 64 B 1 T 40 H 1: right (out " in printed
   assert "decoding plain D 64 B 1 S 64 H 1: right (out " in printed
   assert "2 of 2 checks right" in printed
   content = json.loads(path.read_text())
   assert content["machine"]["device"] == "cpu"
-  kinds_of_rows = [row["case"]["do"] for row in content["rows"]]
-  assert kinds_of_rows == ["check", "check", "decode", "decode"]
+  assert [row["right"] for row in content["rows"]] == [True, True]
 
 
 @needs_new_jax
@@ -603,4 +602,4 @@ def test_a_wrong_kernel_is_printed_and_ends_with_status_1(
     command.main(["--interpret", "--parts", "checks", "--kinds", "v1"])
 
   assert exit_info.value.code == 1
-  assert "v1 D 64 B 1 T 70 H 1: WRONG (out 5.0e-01)" in capsys.readouterr().out
+  assert "v1 D 64 B 1 T 40 H 1: WRONG (out 5.0e-01)" in capsys.readouterr().out

@@ -11,28 +11,28 @@ from benchmarks.gpu import static
 CODE = """
 //--------------------- .text.kernel --------------------------
 kernel:
-        /*0000*/                   MOV R1, c[0x0][0x28] ;
+  /*0000*/ MOV R1, c[0x0][0x28] ;
 .L_x_0:
-        /*0010*/                   MOV R2, RZ ;
+  /*0010*/ MOV R2, RZ ;
 .L_x_1:
-        /*0020*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [UR4], R3 ;
-        /*0030*/              @!P1 BRA `(.L_x_1) ;
-        /*0040*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], RZ, !UPT ;
-        /*0050*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], R24, gsb0 ;
-        /*0060*/                   HGMMA.64x256x16.F32.BF16 R56, R200, gdesc[UR12], R56, gsb0 ;
-        /*0070*/                   WARPGROUP.DEPBAR.LE gsb0, 0x1 ;
-        /*0080*/               @P2 BRA `(.L_x_2) ;
-        /*0090*/                   FSEL R24, R24, R5, P3 ;
-        /*00a0*/                   FSEL R25, R25, R5, P3 ;
+  /*0020*/ SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [UR4], R3 ;
+  /*0030*/ @!P1 BRA `(.L_x_1) ;
+  /*0040*/ HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], RZ, !UPT ;
+  /*0050*/ HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], R24, gsb0 ;
+  /*0060*/ HGMMA.64x256x16.F32.BF16 R56, R200, gdesc[UR12], R56, gsb0 ;
+  /*0070*/ WARPGROUP.DEPBAR.LE gsb0, 0x1 ;
+  /*0080*/ @P2 BRA `(.L_x_2) ;
+  /*0090*/ FSEL R24, R24, R5, P3 ;
+  /*00a0*/ FSEL R25, R25, R5, P3 ;
 .L_x_2:
-        /*00b0*/                   MUFU.EX2 R24, R24 ;
-        /*00c0*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
-        /*00d0*/                   MUFU.EX2 R25, R25 ;
-        /*00e0*/                   LDL R7, [R1+0x8] ;
-        /*00f0*/                   LDG.E R8, [R10.64] ;
-        /*0100*/               @P4 BRA `(.L_x_1) ;
-        /*0110*/               @P5 BRA `(.L_x_0) ;
-        /*0120*/                   EXIT ;
+  /*00b0*/ MUFU.EX2 R24, R24 ;
+  /*00c0*/ WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+  /*00d0*/ MUFU.EX2 R25, R25 ;
+  /*00e0*/ LDL R7, [R1+0x8] ;
+  /*00f0*/ LDG.E R8, [R10.64] ;
+  /*0100*/ @P4 BRA `(.L_x_1) ;
+  /*0110*/ @P5 BRA `(.L_x_0) ;
+  /*0120*/ EXIT ;
 """
 
 
@@ -56,7 +56,7 @@ def test_products_that_wait_for_the_one_before_are_serialized():
   for line in CODE.splitlines():
     lines.append(line)
     if "HGMMA" in line:
-      lines.append("        /*0065*/  WARPGROUP.DEPBAR.LE gsb0, 0x0 ;")
+      lines.append("  /*0065*/ WARPGROUP.DEPBAR.LE gsb0, 0x0 ;")
 
   [loop] = static.inner_loops("\n".join(lines))
 
@@ -72,8 +72,8 @@ def test_code_without_products_has_no_inner_loops():
 
 def test_registers_and_spills_are_read_from_the_output_of_ptxas():
   dump = (
-    "ptxas info    : Compiling entry function 'diff_attention_d_q_v1_mosaic_gpu'"
-    " for 'sm_90a'\n"
+    "ptxas info    : Compiling entry function"
+    " 'diff_attention_d_q_v1_mosaic_gpu' for 'sm_90a'\n"
     "    0 bytes stack frame, 20 bytes spill stores, 24 bytes spill loads\n"
     "ptxas info    : Used 168 registers, used 3 barriers\n"
   )
@@ -93,7 +93,8 @@ def test_a_warning_of_ptxas_marks_a_kernel_as_serialized():
     f"ptxas info    : Compiling entry function '{function}' for 'sm_90a'\n"
     "    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
     "ptxas info    : Used 168 registers, used 3 barriers\n"
-    f"ptxas info    : Potential Performance Loss: wgmma serialized in {function}\n"
+    "ptxas info    : Potential Performance Loss: wgmma is serialized in"
+    f" {function}\n"
   )
 
   [kernel] = static.parse_kernels(dump)

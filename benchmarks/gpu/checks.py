@@ -21,7 +21,8 @@ import numpy as np
 from benchmarks.gpu import inputs
 from diffjax.ops.diff_attention import decode_attention, diff_attention
 
-# Numbers of bfloat16 differ by 2⁻⁸ of their size, and those of float16 by 2⁻¹¹.
+# Neighbouring numbers differ by 2⁻⁸ of their size in bfloat16, and by 2⁻¹¹ in
+# float16.
 TOLERANCES = {"bfloat16": 1e-2, "float16": 2e-3}
 NAMES = ("out", "d_q", "d_k", "d_v", "d_lam")
 # A lower bound on the norm of an output, d_v or d_lam.
@@ -158,9 +159,9 @@ def min_norms(
 ) -> list[float]:
   """Returns the smallest divisors of the errors of out, d_q, d_k, d_v, d_lam.
 
-  dQ is a sum over keys of weight · (dO·v − dO·out) · k · scale, and dK a sum
-  over queries with q instead of k. With equal weights 1/S, each of the two terms
-  has a norm of about ‖dO‖ · rms(v) · rms(k) / √S.
+  dQ is a sum over keys of weight · (dO·v − dO·out) · k · scale, and dK is a sum
+  over queries with q instead of k. If all weights are 1/S, each of the terms of
+  dQ has a norm of about ‖dO‖ · rms(v) · rms(k) / √S.
   """
   num_keys = k.shape[1]
   term = norm(gradient) * _rms(v) / math.sqrt(num_keys)
@@ -175,7 +176,7 @@ def relative_error(actual: Any, expected: Any, min_norm: float) -> float:
     expected: the correct array.
     min_norm: the smallest divisor.
   """
-  difference = np.asarray(actual, np.float64) - np.asarray(expected, np.float64)
+  difference = np.subtract(actual, expected, dtype=np.float64)
   return norm(difference) / max(norm(expected), min_norm)
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from diffjax.ops.diff_attention.gpu import measured
 
-# The width of the layer whose attention is timed, that of `diff_1b`.
+# The width of the layer whose attention is timed, as in `diff_1b`.
 EMBED_DIM = 2048
 # The number of tokens of a batch. A longer row is a batch of its own.
 BATCH_TOKENS = 16384
@@ -28,7 +28,7 @@ class Kind(NamedTuple):
   Attributes:
     num_maps: the number of attention maps of a head (G).
     num_key_maps: the number of maps that have their own keys (M).
-    value_ratio: the width of the values relative to that of the keys (V/D).
+    value_ratio: the width of the values relative to the keys' (V/D).
   """
 
   num_maps: int
@@ -181,7 +181,7 @@ def timed_decode_cases() -> list[DecodeCase]:
 
 def tiny_cases(*, packed: bool = False) -> list[Case]:
   """Returns calls that the interpreter of the kernels computes in seconds."""
-  return [Case(kind, D=64, B=1, T=70, H=1, packed=packed) for kind in KINDS]
+  return [Case(kind, D=64, B=1, T=40, H=1, packed=packed) for kind in KINDS]
 
 
 def tiny_decode_cases() -> list[DecodeCase]:

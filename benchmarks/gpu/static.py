@@ -223,9 +223,13 @@ def _line(title: str, kernel: Kernel, masked: Kernel) -> str:
     kernel: the kernel, compiled without a mask.
     masked: the kernel, compiled with a causal mask.
   """
-  instructions = [str(loop.instructions) for loop in kernel.loops]
-  tensor_cycles = [str(loop.tensor_cycles) for loop in kernel.loops]
-  schedules = [loop.schedule for loop in kernel.loops]
+  instructions = []
+  tensor_cycles = []
+  schedules = []
+  for loop in kernel.loops:
+    instructions.append(str(loop.instructions))
+    tensor_cycles.append(str(loop.tensor_cycles))
+    schedules.append(loop.schedule)
   is_serialized = kernel.serialized or masked.serialized
   cells = [
     title,
@@ -317,7 +321,8 @@ def _compile_cases(cases: Sequence[dict[str, Any]]) -> None:
       os.dup2(stdout, 1)
       dump.seek(0)
       kernels = parse_kernels(dump.read())
-    result["kernels"] = [dataclasses.asdict(kernel) for kernel in kernels]
+    for kernel in kernels:
+      result["kernels"].append(dataclasses.asdict(kernel))
     print(json.dumps(result), flush=True)
 
 
@@ -531,7 +536,10 @@ class Block:
 
   @property
   def has_product(self) -> bool:
-    return any(each.tensor_cycles > 0 for each in self.instructions)
+    for instruction in self.instructions:
+      if instruction.tensor_cycles > 0:
+        return True
+    return False
 
 
 def basic_blocks(sass: str) -> list[Block]:
@@ -590,16 +598,16 @@ def find_loops(blocks: Sequence[Block]) -> dict[int, set[int]]:
 def _dominators(blocks: Sequence[Block]) -> list[set[int]]:
   """Returns for each block the blocks that are on every path to it."""
   predecessors = _predecessors(blocks)
-  dominators = [set(range(len(blocks))) for _ in blocks]
-  dominators[0] = {0}
+  all_blocks = set(range(len(blocks)))
+  dominators = [{0}] + [all_blocks] * (len(blocks) - 1)
   has_changed = True
   while has_changed:
     has_changed = False
     for number in range(1, len(blocks)):
-      shared: set[int] = set()
-      if predecessors[number]:
-        before = [dominators[other] for other in predecessors[number]]
-        shared = set.intersection(*before)
+      # No path leads to a block without predecessors.
+      shared = all_blocks if predecessors[number] else set()
+      for predecessor in predecessors[number]:
+        shared = shared & dominators[predecessor]
       updated = shared | {number}
       if updated != dominators[number]:
         dominators[number] = updated
@@ -620,19 +628,27 @@ def inner_loops(sass: str) -> list[Loop]:
   blocks = basic_blocks(sass)
   with_products: dict[int, set[int]] = {}
   for header, body in find_loops(blocks).items():
-    if any(blocks[number].has_product for number in body):
+    if _product_blocks(blocks, body):
       with_products[header] = body
 
   loops = []
   for header, body in sorted(with_products.items()):
-    contains_loop = any(other < body for other in with_products.values())
-    if not contains_loop:
+    is_innermost = True
+    for nested_body in with_products.values():
+      if nested_body < body:
+        is_innermost = False
+    if is_innermost:
       path = _shortest_step(blocks, header, body)
       instructions = []
       for number in path:
         instructions += blocks[number].instructions
       loops.append(measure_step(instructions))
   return loops
+
+
+def _product_blocks(blocks: Sequence[Block], body: set[int]) -> set[int]:
+  """Returns the blocks of a loop that have products."""
+  return {number for number in body if blocks[number].has_product}
 
 
 def _shortest_step(
@@ -648,7 +664,7 @@ def _shortest_step(
   Returns:
     The numbers of the blocks on the path.
   """
-  required = {number for number in body if blocks[number].has_product}
+  required = _product_blocks(blocks, body)
 
   def length(path: tuple[int, ...]) -> int:
     return sum(len(blocks[number].instructions) for number in path)
@@ -682,7 +698,9 @@ def measure_step(step: Sequence[Instruction]) -> Loop:
       runs[-1][0] += 1
     else:
       runs.append([1, event])
-  parts = [event if count == 1 else f"{count} {event}" for count, event in runs]
+  parts = []
+  for count, event in runs:
+    parts.append(event if count == 1 else f"{count} {event}")
   schedule = ", ".join(parts)
   serialized = re.search(
     r"\bN\d+, wait 0, N\d+, wait 0, N\d+, wait 0", schedule
@@ -711,8 +729,12 @@ def _event(instruction: Instruction) -> str | None:
 
 
 def _count(step: Sequence[Instruction], prefixes: tuple[str, ...]) -> int:
-  matching = [each for each in step if each.name.startswith(prefixes)]
-  return len(matching)
+  """Returns the number of instructions whose names start with a prefix."""
+  count = 0
+  for instruction in step:
+    if instruction.name.startswith(prefixes):
+      count += 1
+  return count
 
 
 if __name__ == "__main__":

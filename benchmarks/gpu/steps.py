@@ -62,8 +62,9 @@ def tiny_cases() -> list[StepCase]:
   They use `chunked`, because flax cannot scan over layers with interpreted
   kernels.
   """
-  return [
-    StepCase(
+  cases = []
+  for attention in ("diff", "softmax"):
+    case = StepCase(
       attention,
       "chunked",
       packed=True,
@@ -75,8 +76,8 @@ def tiny_cases() -> list[StepCase]:
       head_dim=64,
       ffn_dim=64,
     )
-    for attention in ("diff", "softmax")
-  ]
+    cases.append(case)
+  return cases
 
 
 def config(case: StepCase) -> Config:

@@ -80,14 +80,14 @@ def speedup(by_name: Mapping[str, Row]) -> float | None:
   Args:
     by_name: the rows of a case by implementation.
   """
-  others = []
+  other_times = []
   for name, row in by_name.items():
     if name != "fused" and "both_ms" in row:
-      others.append(row["both_ms"])
+      other_times.append(row["both_ms"])
   fused_ms = by_name.get("fused", {}).get("both_ms")
-  if fused_ms is None or not others:
+  if fused_ms is None or not other_times:
     return None
-  return min(others) / fused_ms
+  return min(other_times) / fused_ms
 
 
 def measured_entries(rows: Iterable[Row]) -> list[dict[str, Any]]:

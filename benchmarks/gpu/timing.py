@@ -31,8 +31,8 @@ OURS = {"fused": "pallas_gpu", "two_call": "two_call", "chunked": "chunked"}
 STOCK = ("cudnn", "cudnn halved", "tokamax")
 IMPLEMENTATIONS = (*OURS, *STOCK)
 
-# A sample is so many calls in a row that it takes at least this time. The time
-# to start a program is then small, because calls are queued on the GPU.
+# The least time of a sample, which is a number of calls in a row. The time to
+# start a program does not matter then, because calls are queued on the GPU.
 SAMPLE_SECONDS = 0.05
 MAX_CALLS = 100
 
@@ -99,23 +99,25 @@ def time_attention(case: inputs.Case, repetitions: int) -> list[Row]:
   gradient = inputs.output_gradient(inputs.arguments(case))
   errors: dict[str, str] = {}
   forward: dict[str, Callable[[], Any]] = {}
-  both: dict[str, Callable[[], Any]] = {}
+  forward_backward: dict[str, Callable[[], Any]] = {}
   for name in implementations(case):
     try:
       attend, arrays = attention_program(case, name)
       backward = inputs.with_gradients(attend)
       forward_program = jax.jit(attend).lower(*arrays).compile()
-      both_program = jax.jit(backward).lower(gradient, *arrays).compile()
+      backward_program = jax.jit(backward).lower(gradient, *arrays).compile()
       # Some errors, such as a lack of memory, only appear in a run.
-      jax.block_until_ready(both_program(gradient, *arrays))
+      jax.block_until_ready(backward_program(gradient, *arrays))
     except Exception as error:  # Other implementations may still run.
       errors[name] = first_line(error)
       continue
     forward[name] = functools.partial(forward_program, *arrays)
-    both[name] = functools.partial(both_program, gradient, *arrays)
+    forward_backward[name] = functools.partial(
+      backward_program, gradient, *arrays
+    )
 
   forward_ms = median_milliseconds(forward, repetitions)
-  both_ms = median_milliseconds(both, repetitions)
+  both_ms = median_milliseconds(forward_backward, repetitions)
   rows = []
   for name in implementations(case):
     row: Row = {
