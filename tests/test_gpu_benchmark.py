@@ -50,20 +50,23 @@ def correct(*arrays: jax.Array, **mask: Any) -> jax.Array:
 @pytest.mark.parametrize(
   "case",
   [
-    pytest.param(SMALL, id="v1"),
-    pytest.param(dataclasses.replace(SMALL, kind="v2"), id="v2"),
-    pytest.param(dataclasses.replace(SMALL, kind="plain"), id="plain"),
-    pytest.param(dataclasses.replace(SMALL, packed=True), id="packed"),
-    pytest.param(dataclasses.replace(SMALL, causal=False), id="not_causal"),
-    pytest.param(dataclasses.replace(SMALL, window=5), id="window"),
     pytest.param(
-      dataclasses.replace(SMALL, B=2, S=40, q_offset=(16, 3)), id="offsets"
+      dataclasses.replace(SMALL, packed=True, heads_per_key_head=2),
+      id="v1_packed_rows_and_shared_keys",
     ),
     pytest.param(
-      dataclasses.replace(SMALL, heads_per_key_head=2), id="shared_keys"
+      dataclasses.replace(SMALL, kind="v2", causal=False), id="v2_not_causal"
     ),
-    pytest.param(dataclasses.replace(SMALL, dtype="float16"), id="float16"),
-    pytest.param(dataclasses.replace(SMALL, T=1, H=64), id="one_key"),
+    pytest.param(
+      dataclasses.replace(SMALL, kind="plain", window=5, dtype="float16"),
+      id="plain_window_in_float16",
+    ),
+    pytest.param(
+      dataclasses.replace(SMALL, B=2, S=40, q_offset=(16, 3)), id="v1_offsets"
+    ),
+    pytest.param(
+      dataclasses.replace(SMALL, kind="v2", T=1, H=64), id="v2_one_key"
+    ),
   ],
 )
 def test_a_correct_kernel_is_right(case):

@@ -199,10 +199,7 @@ def _run_checks(flags: argparse.Namespace) -> Iterator[Row]:
     if isinstance(case, inputs.DecodeCase):
       description["decode"] = True
     try:
-      if isinstance(case, inputs.DecodeCase):
-        check = checks.check_decoding(case)
-      else:
-        check = checks.check_attention(case)
+      check = _check(case)
     except Exception as error:  # Other kernels may still be right.
       message = timing.first_line(error)
       print(f"  {case}: FAILED ({message})", flush=True)
@@ -217,13 +214,22 @@ def _run_checks(flags: argparse.Namespace) -> Iterator[Row]:
     }
 
 
+def _check(case: inputs.Case | inputs.DecodeCase) -> checks.Check:
+  if isinstance(case, inputs.DecodeCase):
+    return checks.check_decoding(case)
+  return checks.check_attention(case)
+
+
 def _time_attention(
   flags: argparse.Namespace, *, packed: bool
 ) -> Iterator[Row]:
   cases = inputs.timed_cases(packed=packed)
   if flags.interpret:
     cases = inputs.tiny_cases(packed=packed)
-  print("\nattention: ms of the forward pass, and of both passes")
+  rows_text = "packed rows" if packed else "rows of one document"
+  print(
+    f"\nattention on {rows_text}: ms of the forward pass, and of both passes"
+  )
   print(tables.header())
   errors = []
   for case in cases:
