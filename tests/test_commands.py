@@ -195,7 +195,7 @@ NOT_ON_GPU_MACHINES = [
 ]
 
 
-def test_the_gpu_benchmark_needs_little():
+def test_the_gpu_benchmark_needs_few_packages():
   code = f"""if True:
     import sys
     sys.modules.update(dict.fromkeys({NOT_ON_GPU_MACHINES}))

@@ -20,8 +20,6 @@ from tests.harness.pages import commands
 
 # Packages of this repository. The flags of other packages are not checked.
 PACKAGES = ("diffjax", "benchmarks", "experiments", "recipes")
-# Commands that pass unknown flags on to another one.
-PASSES_FLAGS_TO = {"benchmarks.gpu_day": "benchmarks.gpu"}
 FLAG_DEFINITION = re.compile(r'(?:DEFINE_\w+\(\s*"|"--)(\w+)"')
 # Errors of reading a config or settings.
 CONFIG_ERRORS = (
@@ -70,8 +68,6 @@ def flags_of(module: str) -> set[str]:
     else:
       shared_names.discard("set")
     names |= shared_names
-  if module in PASSES_FLAGS_TO:
-    names |= flags_of(PASSES_FLAGS_TO[module])
   return names
 
 
