@@ -1,100 +1,141 @@
-"""The paper's ablation table and a few further rows (README.md)."""
+"""Ablations: which parts of DIFF matter for its loss?
+
+Trains the rows of the paper's ablation table, DIFF V2, and DIFF with other
+numbers of heads, and compares their validation losses. See README.md.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments import plots
-from experiments import results as found
+from experiments import plots, results
 from experiments.ablations.config import ROWS
 from experiments.grid import Experiment, Grid
 
-_LOSS = "validation/loss"
+LOSS = "validation/loss"
 
 
-def _variant(row: str, size: str) -> str:
-  return row if size == "tiny" else f"{row},size={size}"
+def twins(size: str, num_seeds: int = 1) -> Grid:
+  """Returns a grid of the Transformer, DIFF and DIFF V2 alone.
 
+  Experiments that measure the trained models of this one, or continue their
+  training, use it.
 
-def _grid(size: str, heads: tuple[int, ...], seeds: int) -> Grid:
-  """All rows, and DIFF with other numbers of heads."""
+  Args:
+    size: A key of `SIZES` in config.py.
+    num_seeds: The number of seeds, from 0.
+  """
+  transformer = _variant("transformer", size)
   diff = _variant("diff", size)
-  variants = [
-    *(_variant(row, size) for row in ROWS),
-    *(f"{diff},heads={number}" for number in heads),
-  ]
+  diff_v2 = _variant("diff_v2", size)
   return Grid(
-    tuple(variants), _variant("transformer", size), tuple(range(seeds))
+    variants=(transformer, diff, diff_v2),
+    baseline=transformer,
+    seeds=tuple(range(num_seeds)),
   )
 
 
-def twins(size: str, seeds: int = 1) -> Grid:
-  """The Transformer, DIFF and DIFF V2: for experiments that measure these runs or start from them."""
-  rows = ("transformer", "diff", "diff_v2")
-  return Grid(
-    tuple(_variant(row, size) for row in rows),
-    _variant("transformer", size),
-    tuple(range(seeds)),
-  )
+def plot_losses(grid_results: Mapping[str, Any]) -> Figure:
+  """Draws the loss of each row minus the mean loss of the baseline.
 
+  Dots are single runs. A marker is the mean over seeds, with Welch's 95%
+  interval. It is filled if Dunnett's test also finds the difference.
 
-def plot_losses(results: Mapping[str, Any]) -> Figure:
-  """Draws each row's loss minus the baseline's mean: single runs, and the difference with its interval."""
-  rows = {}
-  for variant, runs in plots.runs_by_variant(results).items():
-    rows[variant] = [run[_LOSS] for run in runs if run[_LOSS] is not None]
-  styles = plots.styles_of(rows)
-  baseline = rows.get(results["baseline"]) or [math.nan]
-  significant = found.significant(results, _LOSS)
-  figure = Figure((9, 1.4 + 0.35 * len(rows)), layout="constrained")
+  Args:
+    grid_results: The content of a results.json whose runs have the validation
+      loss.
+  """
+  losses = _losses_by_variant(grid_results)
+  styles = plots.styles_of(losses)
+  baseline = grid_results["baseline"]
+  baseline_losses = losses.get(baseline)
+  if not baseline_losses:
+    baseline_losses = [math.nan]
+  significant = results.significant(grid_results, LOSS)
+
+  figure = Figure((9, 1.4 + 0.35 * len(losses)), layout="constrained")
   axes = figure.subplots()
-  for place, (variant, losses) in enumerate(rows.items()):
+  for y, (variant, variant_losses) in enumerate(losses.items()):
     style = styles[variant]
+    differences = np.array(variant_losses) - np.mean(baseline_losses)
     axes.plot(
-      np.array(losses) - np.mean(baseline),
-      [place + 0.25] * len(losses),
+      differences,
+      [y + 0.25] * len(differences),
       ".",
       color=style.color,
       alpha=0.5,
       markersize=5,
     )
-    interval = found.difference(results, variant, _LOSS)
-    if interval is not None:
-      mean, low, high = interval
-      fill = style.color if variant in significant else "white"
-      axes.errorbar(
-        [mean],
-        [place],
-        xerr=[[mean - low], [high - mean]],
-        color=style.color,
-        marker=style.marker,
-        markerfacecolor=fill,
-        capsize=3,
-      )
+    interval = results.difference(grid_results, variant, LOSS)
+    if interval is None:
+      continue
+    mean, low, high = interval
+    fill = style.color if variant in significant else "white"
+    axes.errorbar(
+      [mean],
+      [y],
+      xerr=[[mean - low], [high - mean]],
+      color=style.color,
+      marker=style.marker,
+      markerfacecolor=fill,
+      capsize=3,
+    )
   axes.axvline(0, color="black", linewidth=0.8)
-  axes.set_yticks(range(len(rows)), [style.name for style in styles.values()])
+  names = [style.name for style in styles.values()]
+  axes.set_yticks(range(len(names)), names)
   axes.invert_yaxis()
   axes.set_xlabel(
-    f"validation loss minus that of the {plots.style(results['baseline']).name} (nats per token)\n"
-    "bars: Welch's 95% interval; filled: also Dunnett's p < 0.05; dots: single runs"
+    f"validation loss minus that of the {plots.style(baseline).name}"
+    " (nats per token)\n"
+    "bars: Welch's 95% interval; filled: also Dunnett's p < 0.05;"
+    " dots: single runs"
   )
   return figure
+
+
+def _losses_by_variant(
+  grid_results: Mapping[str, Any],
+) -> dict[str, list[float]]:
+  """Returns the losses of each variant's runs. Diverged runs have none."""
+  losses = {}
+  for variant, runs in plots.runs_by_variant(grid_results).items():
+    losses[variant] = [run[LOSS] for run in runs if run[LOSS] is not None]
+  return losses
+
+
+def _variant(row: str, size: str) -> str:
+  """Returns the variant of a row at a size. `tiny` is the default size."""
+  if size == "tiny":
+    return row
+  return f"{row},size={size}"
+
+
+def _all_rows(size: str, head_counts: Sequence[int], num_seeds: int) -> Grid:
+  """Returns the grid of all rows, and of DIFF with other numbers of heads."""
+  variants = [_variant(row, size) for row in ROWS]
+  for count in head_counts:
+    variants.append(f"{_variant('diff', size)},heads={count}")
+  return Grid(
+    variants=tuple(variants),
+    baseline=_variant("transformer", size),
+    seeds=tuple(range(num_seeds)),
+  )
 
 
 EXPERIMENT = Experiment(
   question="Which parts of DIFF make it better than the Transformer?",
   grids={
-    "cpu": _grid("tiny", (4, 8, 16), seeds=5),
-    "gpu": _grid("125m", (2, 4, 8, 16), seeds=1),
-    "tpu": _grid("1b", (2, 4, 16), seeds=1),
+    "cpu": _all_rows("tiny", head_counts=(4, 8, 16), num_seeds=5),
+    "gpu": _all_rows("125m", head_counts=(2, 4, 8, 16), num_seeds=1),
+    "tpu": _all_rows("1b", head_counts=(2, 4, 16), num_seeds=1),
   },
   metrics={
-    "loss": _LOSS,
+    "loss": LOSS,
     "AR-Hit": "validation/ar_hit",
     "Others": "validation/others",
   },

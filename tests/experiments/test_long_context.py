@@ -1,115 +1,133 @@
-"""Length extensions: only the length and the fields that follow from it change, and both curves are of the same documents."""
+"""Length extensions of ablations' runs, and the loss by position."""
 
 import dataclasses
 
 import numpy as np
 import pytest
 
-from experiments import grid, plots, results
-from experiments.ablations.config import get_config as pretrained
+from diffjax.config import from_config_dict
+from diffjax.configs import diff_3b, diff_3b_64k
+from experiments import grid
+from experiments.ablations import config as ablations
+from experiments.long_context import config as long_context
 from experiments.long_context import experiment
-from experiments.long_context.config import get_config
-from tests.harness.tiers import full
+
+SIZES = pytest.mark.parametrize("size", ["tiny", "125m", "1b"])
 
 
-@pytest.mark.parametrize("size", ["", ",size=125m", ",size=1b"])
-@pytest.mark.parametrize("row", ["transformer", "diff", "diff_v2"])
-def test_extensions(size, row):
-  short, long = (
-    grid._with_fields(get(row + size).to_dict(), {})
-    for get in (pretrained, get_config)
-  )
-  factor = long.data.length / short.data.length
-  assert factor in (8, 32) and long.model.max_length == long.data.length
-  assert long.model.rope_base == pytest.approx(
+def configs(row: str, size: str):
+  """Returns the config of a run, and the config of its extension."""
+  variant = f"{row},size={size}"
+  short = from_config_dict(ablations.get_config(variant).to_dict())
+  extended = from_config_dict(long_context.get_config(variant).to_dict())
+  return short, extended
+
+
+@SIZES
+def test_the_rope_base_grows_with_the_length(size):
+  short, extended = configs("diff", size)
+
+  factor = extended.data.length / short.data.length
+  assert factor in (8, 32)
+  assert extended.model.max_length == extended.data.length
+  assert extended.model.rope_base == pytest.approx(
     short.model.rope_base * factor**1.5
   )
-  assert long.optimizer.learning_rate == short.optimizer.learning_rate / 4
-  assert (
-    long.train.batch_size * long.data.length
-    == short.train.batch_size * short.data.length
-  )
-  same = dict(rope_base=0.0, max_length=0, remat="")  # the parameters fit
-  assert dataclasses.replace(long.model, **same) == dataclasses.replace(
-    short.model, **same
+
+
+@SIZES
+def test_an_extension_has_the_tokens_of_a_step_and_a_quarter_of_the_rate(size):
+  short, extended = configs("diff", size)
+
+  short_tokens = short.train.batch_size * short.data.length
+  assert extended.train.batch_size * extended.data.length == short_tokens
+  short_rate = short.optimizer.learning_rate
+  assert extended.optimizer.learning_rate == short_rate / 4
+
+
+@SIZES
+@pytest.mark.parametrize("row", ["transformer", "diff", "diff_v2"])
+def test_the_parameters_of_a_run_fit_its_extension(size, row):
+  short, extended = configs(row, size)
+
+  # The fields of the model that may differ.
+  fields = dict(rope_base=0.0, max_length=0, remat="")
+  assert dataclasses.replace(extended.model, **fields) == dataclasses.replace(
+    short.model, **fields
   )
 
 
-def test_the_base_grows_as_the_papers():
-  from diffjax.configs import diff_3b, diff_3b_64k
+def test_the_papers_extension_follows_the_same_rule():
+  short = diff_3b.get_config()
+  extended = diff_3b_64k.get_config()
 
-  short, long = diff_3b.get_config(), diff_3b_64k.get_config()
-  assert (
-    long.model.rope_base
-    == short.model.rope_base * (long.data.length / short.data.length) ** 1.5
-  )
-  assert long.optimizer.learning_rate == short.optimizer.learning_rate / 4
-
-
-@pytest.mark.parametrize("variant", ["diff", *full(["transformer", "diff_v2"])])
-def test_measure(make_workdir, variant):
-  """With the same parameters, the curves before and after differ by the RoPE base alone; with the same base they are equal."""
-  run = grid.expand("long_context", grid.Grid((variant,), variant), {})[0]
-  start, _ = make_workdir(
-    "start", run.pretrained.config, {"model.max_length": 64}
-  )
-  longer = {
-    "train.init_from": start,
-    "data.length": 256,
-    "model.max_length": 256,
-    "eval.rows": 3,
-  }
-  find = lambda name, fields: experiment.measure(
-    *make_workdir(name, run.config, {**longer, **fields})
-  )
-  base = run.pretrained.config.model.rope_base
-  same, other = find("same", {"model.rope_base": base}), find("other", {})
-  assert (
-    same["positions"] == [16, 23, 32, 45, 64, 91, 128, 181, 256]
-    and same["own_length"] == 64
-  )
-  assert (
-    same["curve_after"]
-    == same["curve_before"]
-    == other["curve_before"]
-    != other["curve_after"]
-  )
-  assert (
-    other["after"] == other["curve_after"][-1]
-    and other["after_short"] == other["curve_after"][4]
-  )
-  assert (
-    other["before"] == other["curve_before"][-1]
-    and other["before_short"] == other["curve_before"][4]
-  )
-  assert other["gain"] == other["after_short"] - other["after"]
-  assert set(experiment.EXPERIMENT.metrics.values()) <= other.keys()
+  factor = extended.data.length / short.data.length
+  assert extended.model.rope_base == short.model.rope_base * factor**1.5
+  short_rate = short.optimizer.learning_rate
+  assert extended.optimizer.learning_rate == short_rate / 4
 
 
-def test_the_plot_and_the_table(make_results, tmp_path):
-  rng = np.random.default_rng(0)
-  positions = np.array([64, 91, 128, 181, 256, 362, 512, 724, 1024, 1448, 2048])
+@pytest.fixture
+def measure(make_workdir):
+  """Measures an extension by its RoPE base, None for the config's own.
+
+  The run and its extension have the same parameters.
+  """
+  grid_of_one = grid.Grid(("diff",), "diff")
+  (run,) = grid.expand("long_context", grid_of_one, {})
+  short = run.pretrained.config
+  start, _ = make_workdir("start", short, {"model.max_length": 64})
+
+  def measure_extension(name, rope_base):
+    fields = {
+      "train.init_from": start,
+      "data.length": 256,
+      "model.max_length": 256,
+      "model.rope_base": rope_base,
+      "eval.rows": 3,
+    }
+    workdir, config = make_workdir(name, run.config, fields)
+    return experiment.measure(workdir, config)
+
+  return measure_extension
+
+
+def test_the_curves_differ_by_the_rope_base_alone(measure):
+  same = measure("same", 10_000.0)
+  larger = measure("larger", 80_000.0)
+
+  assert same["curve_before"] == same["curve_after"]
+  assert larger["curve_before"] == same["curve_before"]
+  assert larger["curve_after"] != same["curve_after"]
+
+  # The endpoints are values of the curves.
+  assert larger["positions"] == [16, 23, 32, 45, 64, 91, 128, 181, 256]
+  assert larger["own_length"] == 64
+  assert larger["before_short"] == larger["curve_before"][4]
+  assert larger["before"] == larger["curve_before"][-1]
+  assert larger["after_short"] == larger["curve_after"][4]
+  assert larger["after"] == larger["curve_after"][-1]
+  assert larger["gain"] == larger["after_short"] - larger["after"]
+  assert larger.keys() >= set(experiment.EXPERIMENT.metrics.values())
+
+
+def test_the_plot_has_the_curves_before_and_after(make_results):
+  positions = [64, 256, 1024, 2048]
 
   def measured(run):
-    level = 1.5 - 0.03 * (run.variant == "diff") + rng.normal(0, 0.01)
-    after = level - 0.02 * np.log2(positions / 64)
-    before = after + np.maximum(0, np.log2(positions / 256)) * 0.5
-    ends = {
-      "before": before[-1],
-      "before_short": before[4],
-      "after": after[-1],
-      "after_short": after[4],
-      "gain": after[4] - after[-1],
-    }
+    loss = 1.5 + 0.01 * run.seed
     return {
-      **ends,
       "own_length": 256,
       "positions": positions,
-      "curve_before": before,
-      "curve_after": after,
+      "curve_before": np.full(4, loss + 1),
+      "curve_after": np.full(4, loss),
     }
 
-  found = make_results("long_context", experiment.EXPERIMENT, measured)
-  plots.save(experiment.plot(found), tmp_path)
-  assert (tmp_path / "plot.png").stat().st_size > 20_000
-  assert results.table(experiment.EXPERIMENT, found).count("| diff |") == 2
+  grid_results = make_results("long_context", experiment.EXPERIMENT, measured)
+  left, right = experiment.plot(grid_results).axes
+
+  _, labels = left.get_legend_handles_labels()
+  assert "DIFF, before" in labels
+  assert "DIFF, after" in labels
+  _, labels = right.get_legend_handles_labels()
+  assert labels == ["Transformer", "DIFF", "DIFF V2"]
