@@ -1,104 +1,121 @@
-"""Where cancellation should matter: keys found among more and more noisy ones (README.md)."""
+"""Noisy lookup: does the second map find a noisy key among more pairs?
+
+The task is made for the paper's claim that the second map cancels attention to
+what is irrelevant. The grid "tune" chooses the learning rate of each row. The
+grid "cpu" compares the rows on fresh seeds. See README.md.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import matplotlib.figure
 import numpy as np
+from matplotlib.figure import Figure
 
 from diffjax.config import Config
-from experiments import plots
-from experiments import results as stored
+from experiments import plots, results, series
 from experiments.grid import Experiment, Grid
+from experiments.noisy_lookup import task
 from experiments.noisy_lookup.config import RATES, ROWS
-from experiments.noisy_lookup.task import Task
 
-_TASK = Task()
-_REACHED = 0.9
+TASK = task.Task()
+
+# The accuracy whose step is reported.
+TARGET_ACCURACY = 0.9
+
+# The comparisons that decide the claim (README.md).
+PAIRS = (("diff", "transformer_norm"), ("diff", "diff_lambda_zero"))
 
 
 def measure(workdir: str, config: Config) -> dict[str, Any]:
-  """Trains and asks a model; nothing of it is kept but the answers."""
-  from experiments.noisy_lookup import task
+  """Trains a model, and returns its answers. The model is not saved."""
+  del workdir
+  _, answers = task.train(config, TASK)
+  return summary(answers, TASK)
 
-  _, found = task.train(config, _TASK)
-  return summary(found, _TASK)
 
+def summary(answers: Mapping[str, Any], sizes: task.Task) -> dict[str, Any]:
+  """Returns the endpoints of a run, followed by all of its answers.
 
-def summary(found: Mapping[str, Any], task: Task) -> dict[str, Any]:
-  """The endpoints: accuracy and shares of attention at most pairs, mean over the σ; and the first step of followed accuracy 90%."""
-  most = task.pairs * max(task.multiples)
-  last = [row for row in found["grid"] if row["pairs"] == most]
-  mean = lambda rows, name: float(np.mean([row[name] for row in rows]))  # noqa: E731
-  return {
-    "accuracy": mean(last, "accuracy"),
-    "accuracy_n": mean(
-      [row for row in found["grid"] if row["pairs"] == task.pairs], "accuracy"
-    ),
-    **{f"accuracy_{row['noise']}": row["accuracy"] for row in last},
-    "steps_to_90": next(
-      (row["step"] for row in found["curve"] if row["accuracy"] >= _REACHED),
-      None,
-    ),
-    "signed": mean(last, "signed"),
-    "absolute": mean(last, "absolute"),
-    **found,
+  Args:
+    answers: "curve" and "grid" of `task.train`.
+    sizes: The sizes of the contexts.
+
+  Returns:
+    Means over the noise at most pairs ("accuracy", "signed", "absolute") and at
+    the pairs of training ("accuracy_n"), the accuracy at most pairs by noise
+    ("accuracy_0.5"), and the first step at which the accuracy in training
+    reaches TARGET_ACCURACY ("steps_to_90", None if it does not).
+  """
+  most_pairs = sizes.pairs * max(sizes.multiples)
+  at_most = series.select(answers["grid"], pairs=most_pairs)
+  at_training = series.select(answers["grid"], pairs=sizes.pairs)
+
+  endpoints: dict[str, Any] = {
+    "accuracy": _mean(at_most, "accuracy"),
+    "accuracy_n": _mean(at_training, "accuracy"),
   }
+  for record in at_most:
+    endpoints[f"accuracy_{record['noise']}"] = record["accuracy"]
+  endpoints["steps_to_90"] = None
+  for record in answers["curve"]:
+    if record["accuracy"] >= TARGET_ACCURACY:
+      endpoints["steps_to_90"] = record["step"]
+      break
+  endpoints["signed"] = _mean(at_most, "signed")
+  endpoints["absolute"] = _mean(at_most, "absolute")
+  return {**endpoints, **answers}
 
 
-def summarise(results: Mapping[str, Any]) -> list[dict[str, Any]]:
-  """The two differences that decide the claim. Empty for the grid of tuning, whose variants have other names."""
-  return stored.contrasts(
-    results,
-    "accuracy at 8 N",
-    "accuracy",
-    (("diff", "transformer_norm"), ("diff", "diff_lambda_zero")),
-  )
+def _mean(records: Sequence[Mapping[str, Any]], field: str) -> float:
+  return float(np.mean(series.column(records, field)))
 
 
-def plot(results: Mapping[str, Any]) -> matplotlib.figure.Figure:
-  """Draws the accuracy over training, and at the end over the number of pairs for each σ; for tuning the endpoint over rates."""
-  if results["grid"] == "tune":
-    return plots.over_rates(results, "accuracy", "share of values found at 8 N")
-  noises = list(
-    dict.fromkeys(row["noise"] for row in results["runs"][0]["results"]["grid"])
-  )
-  figure = matplotlib.figure.Figure(
-    (4 * (1 + len(noises)), 4), layout="constrained"
-  )
-  curve, *ends = figure.subplots(1, 1 + len(noises), sharey=True)
-  by_variant = plots.runs_by_variant(results)
-  first = next(iter(by_variant.values()))[0]
-  over_steps = {
-    variant: [[row["accuracy"] for row in run["curve"]] for run in runs]
-    for variant, runs in by_variant.items()
-  }
-  plots.over_seeds(curve, [row["step"] for row in first["curve"]], over_steps)
-  for axes, noise in zip(ends, noises, strict=True):
-    chosen = {
-      variant: [
-        [row["accuracy"] for row in run["grid"] if row["noise"] == noise]
-        for run in runs
-      ]
-      for variant, runs in by_variant.items()
-    }
-    pairs = [row["pairs"] for row in first["grid"] if row["noise"] == noise]
-    plots.over_seeds(axes, pairs, chosen)
+def summarise(grid_results: Mapping[str, Any]) -> list[dict[str, Any]]:
+  """Returns a table row for the difference in accuracy of each pair in PAIRS.
+
+  The grid "tune" has none: its variants have other names.
+  """
+  return results.contrasts(grid_results, "accuracy at 8 N", "accuracy", PAIRS)
+
+
+def plot(grid_results: Mapping[str, Any]) -> Figure:
+  """Draws the accuracy over training, and over the number of pairs by noise.
+
+  For "tune", draws the endpoint over the learning rates.
+  """
+  if grid_results["grid"] == "tune":
+    title = "share of values found at 8 N"
+    return plots.over_rates(grid_results, "accuracy", title)
+
+  first_run = series.first_run(grid_results)
+  noises = list(dict.fromkeys(series.column(first_run["grid"], "noise")))
+  num_panels = 1 + len(noises)
+  figure = Figure((4 * num_panels, 4), layout="constrained")
+  panels = figure.subplots(1, num_panels, sharey=True)
+
+  steps = series.column(first_run["curve"], "step")
+  curves = series.fields(grid_results, "curve", "accuracy")
+  plots.over_seeds(panels[0], steps, curves)
+  for axes, noise in zip(panels[1:], noises, strict=True):
+    records = series.select(first_run["grid"], noise=noise)
+    pairs = series.column(records, "pairs")
+    rows = series.fields(grid_results, "grid", "accuracy", noise=noise)
+    plots.over_seeds(axes, pairs, rows)
     axes.set_xscale("log", base=2)
     axes.set_xticks(pairs, [str(number) for number in pairs])
     axes.set(
       title=f"at the end, noise σ = {noise:g}", xlabel="pairs in the context"
     )
-  curve.set(
-    title=f"while training on {_TASK.pairs} pairs, mean over σ",
+  panels[0].set(
+    title=f"while training on {TASK.pairs} pairs, mean over σ",
     xlabel="step",
     ylabel="share of values found",
   )
   figure.legend(
-    *curve.get_legend_handles_labels(),
+    *panels[0].get_legend_handles_labels(),
     loc="outside lower center",
     ncols=4,
     fontsize=8,
@@ -106,25 +123,45 @@ def plot(results: Mapping[str, Any]) -> matplotlib.figure.Figure:
   return figure
 
 
-_TUNED = tuple(f"{row},rate={rate:g}" for row in ROWS for rate in RATES)
+def _tuning_variants() -> tuple[str, ...]:
+  """Returns every row at every learning rate."""
+  variants = []
+  for row in ROWS:
+    for rate in RATES:
+      variants.append(f"{row},rate={rate:g}")
+  return tuple(variants)
+
+
+def _table_columns() -> dict[str, str]:
+  """Returns the columns of the table: their titles and keys of the results."""
+  columns = {"accuracy at 8 N": "accuracy", "at N": "accuracy_n"}
+  for noise in TASK.noises:
+    columns[f"8 N, σ {noise:g}"] = f"accuracy_{noise}"
+  columns["steps to 90%"] = "steps_to_90"
+  columns["answer, signed"] = "signed"
+  columns["answer, absolute"] = "absolute"
+  return columns
+
 
 EXPERIMENT = Experiment(
-  question="Does the difference of two maps find a noisy key among more pairs than one map does?",
+  question=(
+    "Does the difference of two maps find a noisy key among more pairs"
+    " than one map does?"
+  ),
   grids={
-    "tune": Grid(_TUNED, "transformer,*", (100, 101)),
-    "cpu": Grid(tuple(ROWS), "transformer_norm", tuple(range(8))),
+    "tune": Grid(
+      variants=_tuning_variants(), baseline="transformer,*", seeds=(100, 101)
+    ),
+    "cpu": Grid(
+      variants=tuple(ROWS),
+      baseline="transformer_norm",
+      seeds=(0, 1, 2, 3, 4, 5, 6, 7),
+    ),
   },
-  metrics={
-    "accuracy at 8 N": "accuracy",
-    "at N": "accuracy_n",
-    **{f"8 N, σ {noise:g}": f"accuracy_{noise}" for noise in _TASK.noises},
-    "steps to 90%": "steps_to_90",
-    "answer, signed": "signed",
-    "answer, absolute": "absolute",
-  },
+  metrics=_table_columns(),
   trains=False,
   measure=measure,
-  task=dataclasses.asdict(_TASK),
+  task=dataclasses.asdict(TASK),
   summarise=summarise,
   plot=plot,
 )

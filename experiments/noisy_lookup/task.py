@@ -1,15 +1,24 @@
-"""Looking up a value by a noisy key: pairs of a key and a value in one position each, then questions for the values of some keys.
+"""The noisy lookup task: find the value of a key among noisy keys.
 
-A key is a random direction, fresh in every context, so there is no table to learn. The position of a pair holds its key, with noise, plus
-its value's embedding. The position of a question holds a pair's key without noise, plus the embedding of "?". One layer has to turn
-likeness of keys into attention: the width of a map and the noise bound how far the answer's logit can stand above the others', and the more
-pairs there are, the more of them come near it.
+A context is a sequence of pairs of a key and a value, followed by questions.
+Each pair and each question is one position:
+
+- A key is a random direction [E], new in every context. Nothing about keys can
+  be learned by heart.
+- A pair is its key, with noise, plus the embedding of its value.
+- A question is the key of a pair, without noise, plus the embedding of "?". The
+  answer is the value of that pair.
+
+A single layer has to turn the similarity of keys into attention. The width of
+an attention map and the noise limit how far the logit of the right pair stands
+above the others. With more pairs, more of them come close to it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -37,9 +46,21 @@ from diffjax.training.optimizer import (
   with_frozen,
 )
 
+# The number of different values.
 VALUES = 16
-QUESTION = VALUES  # the row of the embedding that marks a question
-ASKED = 32  # pairs of a context that are asked for
+
+# The row of the embedding that marks a question.
+QUESTION = VALUES
+
+# The number of questions in a context.
+ASKED = 32
+
+# Seeds the contexts of the evaluation. They are the same for all models, and
+# different from the contexts of the training.
+_EVALUATION_SEED = 1_000_000
+
+# The number of positions that the evaluation computes at once.
+_POSITIONS_AT_ONCE = 16 * 224
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,12 +68,15 @@ class Task:
   """Sizes of the contexts.
 
   Attributes:
-    pairs: N, pairs of a context in training.
-    noises: σ, the RMS of the noise on a pair's key, whose own RMS is 1. A context has one of these, each as often as the others.
-    multiples: of N, for the contexts at the end.
-    contexts: for each σ and length, at the end.
-    followed: contexts of N pairs for each σ, asked during training.
-    interval: steps between such questions.
+    pairs: N, the number of pairs in a context of the training.
+    noises: σ, the RMS of the noise on the keys of the pairs. The RMS of a key
+      is 1. Each context has one σ, drawn uniformly.
+    multiples: The numbers of pairs in the final evaluation, as multiples of N.
+    contexts: The number of contexts for each σ and number of pairs in the final
+      evaluation.
+    followed: The number of contexts for each σ in an evaluation during
+      training. They have N pairs.
+    interval: The number of steps between evaluations during training.
   """
 
   pairs: int = 192
@@ -64,7 +88,14 @@ class Task:
 
 
 class Batch(NamedTuple):
-  """Contexts: what stands beside the embeddings, the tokens' embeddings, the values asked for and their pairs' positions."""
+  """A batch of contexts. The pairs come first, then the questions.
+
+  Attributes:
+    keys: What is added to the embeddings of the tokens.
+    tokens: The values of the pairs, and QUESTION.
+    values: The answers to the questions.
+    places: The positions of the pairs that the questions are about.
+  """
 
   keys: Float[Array, "B T E"]
   tokens: Int[Array, "B T"]
@@ -75,70 +106,93 @@ class Batch(NamedTuple):
 def make_batch(
   key: jax.Array, noise: Float[Array, "B"], pairs: int, width: int
 ) -> Batch:
-  """Random contexts.
+  """Returns random contexts.
 
   Args:
-    key: of random numbers.
+    key: The random key.
     noise: σ of each context.
-    pairs: in each context.
+    pairs: The number of pairs in each context.
     width: E.
   """
-  of_keys, of_noise, of_values, of_questions = jax.random.split(key, 4)
-  count = len(noise)
-  keys = jax.random.normal(of_keys, (count, pairs, width))
-  noisy = keys + noise[:, None, None] * jax.random.normal(of_noise, keys.shape)
-  values = jax.random.randint(of_values, (count, pairs), 0, VALUES)
-  places = jax.lax.top_k(
-    jax.random.uniform(of_questions, (count, pairs)), ASKED
-  )[1]  # different pairs, in random order
-  asked = jnp.take_along_axis(keys, places[..., None], axis=1)
+  key_keys, key_noise, key_values, key_places = jax.random.split(key, 4)
+  num_contexts = len(noise)
+  keys = jax.random.normal(key_keys, (num_contexts, pairs, width))
+  unit_noise = jax.random.normal(key_noise, keys.shape)
+  noisy_keys = keys + noise[:, None, None] * unit_noise
+  values = jax.random.randint(key_values, (num_contexts, pairs), 0, VALUES)
+
+  # The largest of uniform scores are different pairs in random order.
+  scores = jax.random.uniform(key_places, (num_contexts, pairs))
+  _, places = jax.lax.top_k(scores, ASKED)
+  question_keys = jnp.take_along_axis(keys, places[..., None], axis=1)
+  questions = jnp.full((num_contexts, ASKED), QUESTION)
   return Batch(
-    jnp.concatenate([noisy, asked], axis=1),
-    jnp.concatenate([values, jnp.full((count, ASKED), QUESTION)], axis=1),
-    jnp.take_along_axis(values, places, axis=1),
-    places,
+    keys=jnp.concatenate([noisy_keys, question_keys], axis=1),
+    tokens=jnp.concatenate([values, questions], axis=1),
+    values=jnp.take_along_axis(values, places, axis=1),
+    places=places,
   )
 
 
 def init(config: Config) -> dict[str, Any]:
-  """The parameters of a decoder of the config. λ vectors that are frozen with λ_init = 0 start at 0, so that λ is 0 and stays so."""
-  params = jax.jit(Decoder(config.model).init)(
+  """Returns the initial parameters of a decoder.
+
+  If the λ vectors are frozen and λ_init is 0, the vectors are 0. Then λ is 0
+  and stays 0.
+
+  Args:
+    config: The config of the run.
+  """
+  initialise = jax.jit(Decoder(config.model).init)
+  variables = initialise(
     jax.random.key(config.train.seed), jnp.zeros((1, 1), jnp.int32)
-  )["params"]
+  )
+  params = variables["params"]
   if config.model.lambda_init == 0 and config.optimizer.frozen:
+    attention = params["layers"]["attention"]
     for name in config.optimizer.frozen.split(","):
-      params["layers"]["attention"][name] = jnp.zeros_like(
-        params["layers"]["attention"][name]
-      )
+      attention[name] = jnp.zeros_like(attention[name])
   return params
 
 
 def forward(
   model: ModelConfig, params: dict[str, Any], batch: Batch
 ) -> tuple[Float[Array, "B asked N"], Float[Array, "B H asked T"]]:
-  """The logits of the questions' values, and the weights with which the questions attend, in one layer of the decoder.
+  """Computes the answers to the questions in one layer of the decoder.
 
-  It is the decoder's layer, but only the questions attend and go through the feed-forward layer: nothing reads what becomes of the pairs.
+  Only the questions attend and go through the feed-forward layer. The outputs
+  at the pairs are not used.
+
+  Args:
+    model: The model's config. It has one layer.
+    params: The parameters from `init`.
+    batch: The contexts.
+
+  Returns:
+    The logits of the values at the questions, and the attention weights of the
+    questions.
   """
-  seen: list[jax.Array] = []
+  recorded_weights: list[jax.Array] = []
 
-  # Only the questions attend, so this replaces the layer's `attention_fn`. Such a
-  # function does not get the layer, so it cannot ask for its `weights`. All
-  # variants of the experiment have the weights of the reference: others would
-  # reject this function.
+  # Replaces the layer's `attention_fn`. Such a function gets no layer, so it
+  # cannot call its `weights`. All rows of the experiment have the weights of
+  # the reference implementation; other variants would reject this function.
   def attend(q, k, v, lam, *, q_segment_ids, kv_segment_ids, causal, window):
-    is_plain = q_segment_ids is None and kv_segment_ids is None
-    assert is_plain and causal and window is None
-    lam = lam[:, -ASKED:] if lam is not None and lam.ndim == 3 else lam
-    q, before = q[:, -ASKED:], q.shape[1] - ASKED
-    every = None if lam is None else jnp.broadcast_to(lam, q.shape[:3])
-    seen.append(attention_weights(q, k, every, q_offset=before))
-    return jnp.pad(
-      diff_attention(q, k, v, lam, q_offset=before),
-      ((0, 0), (before, 0), (0, 0), (0, 0)),
+    assert q_segment_ids is None and kv_segment_ids is None
+    assert causal and window is None
+    num_pairs = q.shape[1] - ASKED
+    q = q[:, num_pairs:]
+    if lam is not None and lam.ndim == 3:
+      lam = lam[:, num_pairs:]
+    lam_per_query = None
+    if lam is not None:
+      lam_per_query = jnp.broadcast_to(lam, q.shape[:3])
+    recorded_weights.append(
+      attention_weights(q, k, lam_per_query, q_offset=num_pairs)
     )
+    output = diff_attention(q, k, v, lam, q_offset=num_pairs)
+    return jnp.pad(output, ((0, 0), (num_pairs, 0), (0, 0), (0, 0)))
 
-  x = batch.keys + embed(params["embedding"], batch.tokens, model)
   layer = jax.tree.map(lambda leaf: leaf[0], params["layers"])
   attention = attention_class(model)(
     model.num_heads,
@@ -148,92 +202,101 @@ def forward(
     norm_eps=model.norm_eps,
     attention_fn=attend,
   )
+  x = batch.keys + embed(params["embedding"], batch.tokens, model)
   normed = rms_norm(x, layer["attention_norm"], model.norm_eps)
   attended: Any = attention.apply(
     {"params": layer["attention"]}, normed, lambda_inits(model)[0]
   )
   x = (x + attended)[:, -ASKED:]
-  widened: Any = FeedForward(model.ffn_dim).apply(
-    {"params": layer["ffn"]}, rms_norm(x, layer["ffn_norm"], model.norm_eps)
-  )
-  x = x + widened
-  return logits(
-    params, rms_norm(x, params["final_norm"], model.norm_eps)
-  ), seen[0]
+
+  feed_forward = FeedForward(model.ffn_dim)
+  normed = rms_norm(x, layer["ffn_norm"], model.norm_eps)
+  update: Any = feed_forward.apply({"params": layer["ffn"]}, normed)
+  x = x + update
+
+  final = rms_norm(x, params["final_norm"], model.norm_eps)
+  return logits(params, final), recorded_weights[0]
 
 
 def train(config: Config, task: Task) -> tuple[dict[str, Any], dict[str, Any]]:
-  """Trains a model and asks it.
+  """Trains a model and evaluates it.
+
+  Args:
+    config: The config of the run.
+    task: The sizes of the contexts.
 
   Returns:
-    The parameters, and what was found: "curve", step, accuracy and loss (nats) over the σ during training, on N pairs; and "grid", for each
-    σ and number of pairs the accuracy, the loss, and the share of attention on the answer, of the signed weights and of their absolute
-    values, over all heads.
+    The parameters, and the evaluations:
+
+    - "curve": During training, with N pairs. Each record has the step, and the
+      means over σ of the accuracy and of the loss in nats.
+    - "grid": At the end. Each record has σ, the number of pairs, and the
+      numbers of `ask`.
   """
-  optimizer = make_optimizer(
-    config.optimizer, make_schedule(config.optimizer, config.train.steps)
-  )
-  width, root = config.model.embed_dim, jax.random.key(config.data.seed)
-
-  def loss(params, batch):
-    found, _ = forward(config.model, params, batch)
-    return optax.softmax_cross_entropy_with_integer_labels(
-      found, batch.values
-    ).mean()
-
-  @jax.jit
-  def step(params, state, number):
-    of_batch, of_noise = jax.random.split(jax.random.fold_in(root, number))
-    noise = jax.random.choice(
-      of_noise, jnp.asarray(task.noises), (config.train.batch_size,)
-    )
-    batch, trained = (
-      make_batch(of_batch, noise, task.pairs, width),
-      trained_part(config.optimizer, params),
-    )
-    value, gradients = jax.value_and_grad(
-      lambda part: loss(with_frozen(part, params), batch)
-    )(trained)
-    updates, state = optimizer.update(gradients, state, trained, value=value)
-    return with_frozen(optax.apply_updates(trained, updates), params), state
-
+  schedule = make_schedule(config.optimizer, config.train.steps)
+  optimizer = make_optimizer(config.optimizer, schedule)
+  train_step = _make_train_step(config, task, optimizer)
   params = init(config)
-  state, curve = optimizer.init(trained_part(config.optimizer, params)), []
-  for number in range(config.train.steps):
-    params, state = step(params, state, number)
-    if (number + 1) % task.interval == 0 or number + 1 == config.train.steps:
-      found = [
-        ask(config, params, noise, task.pairs, task.followed)
-        for noise in task.noises
-      ]
-      curve.append(
-        {
-          "step": number + 1,
-          **{
-            name: float(np.mean([each[name] for each in found]))
-            for name in ("accuracy", "loss")
-          },
-        }
-      )
-  cells = [
-    (noise, multiple * task.pairs)
-    for noise in task.noises
-    for multiple in task.multiples
-  ]
-  grid = [
-    {
-      "noise": noise,
-      "pairs": pairs,
-      **ask(config, params, noise, pairs, task.contexts),
-    }
-    for noise, pairs in cells
-  ]
+  state = optimizer.init(trained_part(config.optimizer, params))
+
+  curve = []
+  for step in range(config.train.steps):
+    params, state = train_step(params, state, step)
+    steps_done = step + 1
+    is_last = steps_done == config.train.steps
+    if is_last or steps_done % task.interval == 0:
+      curve.append({"step": steps_done, **_follow(config, params, task)})
+
+  grid = []
+  for noise in task.noises:
+    for multiple in task.multiples:
+      pairs = multiple * task.pairs
+      answers = ask(config, params, noise, pairs, task.contexts)
+      grid.append({"noise": noise, "pairs": pairs, **answers})
   return params, {"curve": curve, "grid": grid}
 
 
-_ASKED_SEED = (
-  1_000_000  # contexts that no training sees, the same for all models
-)
+def _make_train_step(
+  config: Config, task: Task, optimizer: optax.GradientTransformationExtraArgs
+) -> Callable[..., tuple[Any, Any]]:
+  """Returns a jitted function that draws a batch and updates the parameters."""
+  data_key = jax.random.key(config.data.seed)
+
+  def loss(trained, params, batch):
+    all_params = with_frozen(trained, params)
+    answers, _ = forward(config.model, all_params, batch)
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+      answers, batch.values
+    )
+    return losses.mean()
+
+  @jax.jit
+  def train_step(params, state, step):
+    batch_key, noise_key = jax.random.split(jax.random.fold_in(data_key, step))
+    noise = jax.random.choice(
+      noise_key, jnp.asarray(task.noises), (config.train.batch_size,)
+    )
+    batch = make_batch(batch_key, noise, task.pairs, config.model.embed_dim)
+    trained = trained_part(config.optimizer, params)
+    value, gradients = jax.value_and_grad(loss)(trained, params, batch)
+    updates, state = optimizer.update(gradients, state, trained, value=value)
+    trained = optax.apply_updates(trained, updates)
+    return with_frozen(trained, params), state
+
+  return train_step
+
+
+def _follow(
+  config: Config, params: dict[str, Any], task: Task
+) -> dict[str, float]:
+  """Returns the accuracy and the loss with N pairs, means over σ."""
+  answers = []
+  for noise in task.noises:
+    answers.append(ask(config, params, noise, task.pairs, task.followed))
+  means = {}
+  for name in ("accuracy", "loss"):
+    means[name] = float(np.mean([answer[name] for answer in answers]))
+  return means
 
 
 def ask(
@@ -243,36 +306,50 @@ def ask(
   pairs: int,
   contexts: int,
 ) -> dict[str, float]:
-  """Accuracy, loss and shares of attention on contexts of one σ and number of pairs."""
-  at_once = max(1, 16 * 224 // (pairs + ASKED))
-  sums = [
-    _ask_sums(
+  """Evaluates a model on contexts of one σ and number of pairs.
+
+  Args:
+    config: The config of the run.
+    params: The parameters.
+    noise: σ.
+    pairs: The number of pairs in a context.
+    contexts: The number of contexts.
+
+  Returns:
+    "accuracy", "loss" in nats, and the share of the attention on the right
+    pair over all heads: of the signed weights ("signed"), and of their absolute
+    values ("absolute").
+  """
+  contexts_at_once = max(1, _POSITIONS_AT_ONCE // (pairs + ASKED))
+  evaluation_key = jax.random.key(_EVALUATION_SEED)
+  batch_sums = []
+  for first in range(0, contexts, contexts_at_once):
+    sums = _evaluation_sums(
       config.model,
       params,
-      jax.random.fold_in(jax.random.key(_ASKED_SEED), first),
+      jax.random.fold_in(evaluation_key, first),
       noise,
       pairs,
-      min(at_once, contexts - first),
+      min(contexts_at_once, contexts - first),
     )
-    for first in range(0, contexts, at_once)
-  ]
-  total = {
-    name: float(np.sum([each[name] for each in sums])) for name in sums[0]
-  }
+    batch_sums.append(sums)
+  total = {}
+  for name in batch_sums[0]:
+    total[name] = float(np.sum([sums[name] for sums in batch_sums]))
+
   questions = contexts * ASKED
   return {
     "accuracy": total["right"] / questions,
     "loss": total["loss"] / questions,
-    "signed": total["signed_answer"]
-    / total[
-      "signed"
-    ],  # sums first: the signed weights of one question can add up to nearly 0
+    # A ratio of sums, because the signed weights of a single question can add
+    # up to nearly 0.
+    "signed": total["signed_answer"] / total["signed"],
     "absolute": total["absolute_answer"] / total["absolute"],
   }
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4, 5))
-def _ask_sums(
+def _evaluation_sums(
   model: ModelConfig,
   params: dict[str, Any],
   key: jax.Array,
@@ -280,18 +357,21 @@ def _ask_sums(
   pairs: int,
   contexts: int,
 ) -> dict[str, Array]:
+  """Returns sums over the questions of random contexts."""
   batch = make_batch(key, jnp.full(contexts, noise), pairs, model.embed_dim)
-  found, weights = forward(model, params, batch)
-  answers = jnp.take_along_axis(
+  answers, weights = forward(model, params, batch)
+  is_right = jnp.argmax(answers, axis=-1) == batch.values
+  losses = optax.softmax_cross_entropy_with_integer_labels(
+    answers, batch.values
+  )
+  answer_weights = jnp.take_along_axis(
     weights, batch.places[:, None, :, None], axis=-1
   )
   return {
-    "right": jnp.sum(jnp.argmax(found, axis=-1) == batch.values),
-    "loss": jnp.sum(
-      optax.softmax_cross_entropy_with_integer_labels(found, batch.values)
-    ),
-    "signed_answer": jnp.sum(answers),
+    "right": jnp.sum(is_right),
+    "loss": jnp.sum(losses),
+    "signed_answer": jnp.sum(answer_weights),
     "signed": jnp.sum(weights),
-    "absolute_answer": jnp.sum(jnp.abs(answers)),
+    "absolute_answer": jnp.sum(jnp.abs(answer_weights)),
     "absolute": jnp.sum(jnp.abs(weights)),
   }
