@@ -1,166 +1,248 @@
-"""The dependence of a model's answers on the order of its demonstrations (README.md)."""
+"""Order robustness: do DIFF's answers depend less on the demonstrations' order?
+
+EXPERIMENT trains small models that classify by demonstrations, and evaluates
+them with the same demonstrations in many orders. LARGE asks ablations' larger
+models about classes of invented words. See README.md.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from jaxtyping import Bool, Float, Int
 from matplotlib.figure import Figure
 
 from diffjax.config import Config
 from diffjax.evals.methods.demonstration_orders import alternating, shuffled
 from diffjax.evals.methods.labelled_texts import Example
-from experiments import plots
+from experiments import plots, series
 from experiments.ablations.experiment import twins
 from experiments.grid import Experiment, Grid
 from experiments.order_robustness import task
 
-_ORDERS: dict[str, Callable] = {
+if TYPE_CHECKING:
+  from diffjax.inference.trained import Trained
+
+# Kinds of orders. Each function returns demonstrations in a random order.
+ORDERS: dict[str, Callable[..., list[Example]]] = {
   "random": shuffled,
   "alternating": alternating,
   "blocked": task.blocked,
 }
-_SETS = 16  # of demonstrations
-_DRAWS = 10  # orders of each kind
-_COUNTS = (6, 12, 24, 48, 72)  # demonstrations, for accuracy by their number
-_CURVE_DRAWS = 2  # random orders for that accuracy
-_SEED = 1_000
-# For larger models: orders of each kind, and queries
-_ORDERS_LARGE, _QUERIES_LARGE = 10, 100
+
+# The number of sets of demonstrations, and of orders of each kind.
+SETS = 16
+DRAWS = 10
+
+# The numbers of demonstrations at which the accuracy is measured, and the
+# number of random orders for that.
+COUNTS = (6, 12, 24, 48, 72)
+CURVE_DRAWS = 2
+
+# Seeds the sets and the orders of the evaluation.
+SEED = 1_000
+
+# For larger models: orders of each kind, and queries.
+LARGE_ORDERS = 10
+LARGE_QUERIES = 100
 
 
 def prepare(directory: pathlib.Path, config: Config) -> Mapping[str, str]:
-  """Writes as many episodes as training reads, one a row."""
-  return task.write(
-    directory,
-    max(512, config.train.steps * config.train.batch_size),
-    task.SIZES,
-  )
+  """Writes the training data: an episode for each row that training reads."""
+  num_rows = config.train.steps * config.train.batch_size
+  return task.write(directory, max(512, num_rows), task.SIZES)
 
 
 def measure(workdir: str, config: Config) -> dict[str, Any]:
-  """Accuracy for each kind of order, the best order's minus the worst's, and how often the answers to a query differ by order."""
-  import jax
-
-  from diffjax.inference.trained import load
-  from diffjax.model.decoder import logits
-
-  trained = load(workdir)
-
-  @jax.jit
-  def forward(params, tokens):
-    hidden: Any = trained.model.apply({"params": params}, tokens)
-    return logits(params, hidden[:, -1:])[:, 0]
-
-  rng = np.random.default_rng(_SEED)
-  sets = [task.balanced_episode(rng, task.SIZES) for _ in range(_SETS)]
-  encode = trained.tokenizer.encode
-  wanted = np.array(
-    [[encode(query.label)[0] for query in queries] for _, queries in sets]
-  )
-  possible = np.zeros((_SETS, 1, config.model.vocab_size), bool)
-  np.put_along_axis(possible, wanted[:, None], True, axis=2)
-
-  def answers(ordered: list[list[Example]]) -> np.ndarray:
-    """The likeliest label for every query after its set's demonstrations in the given order, [sets, queries]."""
-    rows = []
-    for demonstrations, (_, queries) in zip(ordered, sets, strict=True):
-      shown = [
-        *trained.tokenizer.document_tokens.start,
-        *encode(" ".join(example.text for example in demonstrations)),
-      ]
-      rows += [[*shown, *encode(query.text)] for query in queries]
-    scores = np.asarray(forward(trained.params, np.array(rows))).reshape(
-      _SETS, -1, config.model.vocab_size
-    )
-    return np.argmax(np.where(possible, scores, -np.inf), axis=2)
-
-  found: dict[str, Any] = {}
-  for kind, order in _ORDERS.items():
-    draws = [
-      [order(demonstrations, rng) for demonstrations, _ in sets]
-      for _ in range(_DRAWS)
-    ]
-    given = np.stack([answers(ordered) for ordered in draws], axis=1)
-    found |= {
-      f"{kind}_{name}": value for name, value in spread(given, wanted).items()
-    }
-    if kind == "random":
-      found["curve"] = [
-        float(
-          np.mean(
-            [
-              answers([each[:count] for each in ordered]) == wanted
-              for ordered in draws[:_CURVE_DRAWS]
-            ]
-          )
-        )
-        for count in _COUNTS
-      ]
-  return found
-
-
-def spread(answers: np.ndarray, wanted: np.ndarray) -> dict[str, float]:
-  """The spread of answers over orders.
+  """Evaluates a trained model with demonstrations in different orders.
 
   Args:
-    answers: by set of demonstrations, order and query, [S, O, Q].
-    wanted: the right answers, [S, Q].
+    workdir: The directory of the run.
+    config: The config of the run.
 
   Returns:
-    Mean accuracy; and, averaged over sets, the best order's accuracy minus the worst one's, and the share of pairs of orders after which a
-    query has different answers.
+    For each kind of order, the numbers of `spread` ("random_accuracy" and so
+    on), and the accuracies at COUNTS in random order ("curve").
   """
-  accuracy = (answers == wanted[:, None]).mean(axis=2)
-  first, second = np.triu_indices(answers.shape[1], 1)
+  # Listing experiments does not need JAX.
+  from diffjax.inference.trained import load
+
+  del config
+  rng = np.random.default_rng(SEED)
+  episodes = [task.balanced_episode(rng, task.SIZES) for _ in range(SETS)]
+  classifier = Classifier(load(workdir), episodes)
+
+  measured: dict[str, Any] = {}
+  for kind, order in ORDERS.items():
+    draws = []
+    for _ in range(DRAWS):
+      draws.append(_draw_orders(order, episodes, rng))
+    answers = [classifier.answers(ordered) for ordered in draws]
+    numbers = spread(np.stack(answers, axis=1), classifier.labels)
+    for name, number in numbers.items():
+      measured[f"{kind}_{name}"] = number
+    if kind == "random":
+      measured["curve"] = _accuracy_by_count(classifier, draws[:CURVE_DRAWS])
+  return measured
+
+
+def _draw_orders(
+  order: Callable[..., list[Example]],
+  episodes: Sequence[task.Episode],
+  rng: np.random.Generator,
+) -> list[list[Example]]:
+  """Returns the demonstrations of each episode in a random order."""
+  ordered = []
+  for episode in episodes:
+    ordered.append(order(episode.demonstrations, rng))
+  return ordered
+
+
+class Classifier:
+  """A trained model that answers the queries of some episodes.
+
+  Attributes:
+    labels: The token of the right label of each query.
+  """
+
+  labels: Int[np.ndarray, "sets queries"]
+
+  def __init__(self, trained: Trained, episodes: Sequence[task.Episode]):
+    self._trained = trained
+    self._episodes = episodes
+    labels = []
+    for episode in episodes:
+      labels.append([self._token(query.label) for query in episode.queries])
+    self.labels = np.array(labels)
+    self._is_possible = self._possible_labels()
+    self._forward = self._make_forward()
+
+  def answers(
+    self, ordered: Sequence[Sequence[Example]]
+  ) -> Int[np.ndarray, "sets queries"]:
+    """Returns the most likely label of each query.
+
+    Only the labels of the episode are candidates.
+
+    Args:
+      ordered: The demonstrations of each episode, in the order to show.
+    """
+    rows = []
+    for demonstrations, episode in zip(ordered, self._episodes, strict=True):
+      shown = self._context(demonstrations)
+      for query in episode.queries:
+        rows.append([*shown, *self._trained.tokenizer.encode(query.text)])
+    scores = self._forward(self._trained.params, np.array(rows))
+    num_sets, num_queries = self.labels.shape
+    scores = np.asarray(scores).reshape(num_sets, num_queries, -1)
+    return np.argmax(np.where(self._is_possible, scores, -np.inf), axis=2)
+
+  def _token(self, word: str) -> int:
+    return self._trained.tokenizer.encode(word)[0]
+
+  def _context(self, demonstrations: Sequence[Example]) -> list[int]:
+    """Returns the tokens of some demonstrations."""
+    tokenizer = self._trained.tokenizer
+    text = " ".join(example.text for example in demonstrations)
+    return [*tokenizer.document_tokens.start, *tokenizer.encode(text)]
+
+  def _possible_labels(self) -> Bool[np.ndarray, "sets 1 vocabulary"]:
+    """Marks the tokens of each episode's labels."""
+    vocab_size = self._trained.config.model.vocab_size
+    is_possible = np.zeros((len(self.labels), 1, vocab_size), bool)
+    np.put_along_axis(is_possible, self.labels[:, None], True, axis=2)
+    return is_possible
+
+  def _make_forward(self) -> Callable[..., Any]:
+    """Returns a jitted function that computes the logits of the last token."""
+    import jax
+
+    from diffjax.model.decoder import logits
+
+    model = self._trained.model
+
+    @jax.jit
+    def forward(params, tokens):
+      hidden: Any = model.apply({"params": params}, tokens)
+      return logits(params, hidden[:, -1:])[:, 0]
+
+    return forward
+
+
+def _accuracy_by_count(
+  classifier: Classifier, draws: Sequence[Sequence[Sequence[Example]]]
+) -> list[float]:
+  """Returns the accuracy with the first demonstrations alone, for COUNTS."""
+  accuracies = []
+  for count in COUNTS:
+    is_right = []
+    for ordered in draws:
+      first = [demonstrations[:count] for demonstrations in ordered]
+      is_right.append(classifier.answers(first) == classifier.labels)
+    accuracies.append(float(np.mean(is_right)))
+  return accuracies
+
+
+def spread(
+  answers: Int[np.ndarray, "S O Q"], labels: Int[np.ndarray, "S Q"]
+) -> dict[str, float]:
+  """Returns how much answers depend on the order of the demonstrations.
+
+  Args:
+    answers: The answers by set of demonstrations, order and query.
+    labels: The right answers by set and query.
+
+  Returns:
+    - "accuracy": The mean accuracy.
+    - "spread": The best accuracy of an order minus the worst, mean over sets.
+    - "changed": How often the answers to a query differ between two orders.
+  """
+  is_right = answers == labels[:, None]
+  accuracy: Float[np.ndarray, "S O"] = is_right.mean(axis=2)
+  best_minus_worst = accuracy.max(axis=1) - accuracy.min(axis=1)
+  num_orders = answers.shape[1]
+  first, second = np.triu_indices(num_orders, 1)
+  is_changed = answers[:, first] != answers[:, second]
   return {
     "accuracy": float(accuracy.mean()),
-    "spread": float((accuracy.max(axis=1) - accuracy.min(axis=1)).mean()),
-    "changed": float((answers[:, first] != answers[:, second]).mean()),
+    "spread": float(best_minus_worst.mean()),
+    "changed": float(is_changed.mean()),
   }
 
 
-def plot(results: Mapping[str, Any]) -> Figure:
-  """Draws accuracy by the number of demonstrations; and accuracy, best minus worst and changed answers by the kind of order."""
-  runs = plots.runs_by_variant(results)
+def plot(grid_results: Mapping[str, Any]) -> Figure:
+  """Draws the accuracy by count, and the numbers of `spread` by kind."""
   figure = Figure((14, 4.2), layout="constrained")
-  curve, *kinds = figure.subplots(1, 4)
-  plots.over_seeds(
-    curve,
-    _COUNTS,
-    {variant: [run["curve"] for run in own] for variant, own in runs.items()},
-  )
-  _by_count(curve, "Accuracy, random order", _COUNTS)
-  titles = {
-    "accuracy": "Accuracy",
-    "spread": "Accuracy of the best minus the worst order",
-    "changed": "Share of answers that change",
-  }
-  for axes, (name, title) in zip(kinds, titles.items(), strict=True):
-    _by_kind(
-      axes,
-      tuple(_ORDERS),
-      {
-        variant: [[run[f"{kind}_{name}"] for kind in _ORDERS] for run in own]
-        for variant, own in runs.items()
-      },
-    )
-    axes.set_title(title, fontsize=10)
-  for axes in kinds[1:]:
-    axes.set_ylim(bottom=0)
+  panels = figure.subplots(1, 4)
+  plots.over_seeds(panels[0], COUNTS, series.curves(grid_results, "curve"))
+  _label_counts(panels[0], "Accuracy, random order", COUNTS)
+
+  _draw_by_kind(panels[1], grid_results, ORDERS, "accuracy")
+  panels[1].set_title("Accuracy", fontsize=10)
+  _draw_by_kind(panels[2], grid_results, ORDERS, "spread")
+  panels[2].set_title("Accuracy of the best minus the worst order", fontsize=10)
+  panels[2].set_ylim(bottom=0)
+  _draw_by_kind(panels[3], grid_results, ORDERS, "changed")
+  panels[3].set_title("Share of answers that change", fontsize=10)
+  panels[3].set_ylim(bottom=0)
+
+  handles, labels = panels[0].get_legend_handles_labels()
   figure.legend(
-    *curve.get_legend_handles_labels(),
+    handles,
+    labels,
     loc="outside lower center",
-    ncols=len(runs),
+    ncols=len(labels),
     fontsize=8,
   )
   return figure
 
 
-def _by_count(axes: Any, title: str, counts: Sequence[int]) -> None:
+def _label_counts(axes: Any, title: str, counts: Sequence[int]) -> None:
+  """Labels a panel of the accuracy by the number of demonstrations."""
   axes.set(
     xlabel="number of demonstrations", ylabel="share of answers", ylim=(0, 1)
   )
@@ -170,7 +252,12 @@ def _by_count(axes: Any, title: str, counts: Sequence[int]) -> None:
   axes.set_xticks([], minor=True)
 
 
-def _by_kind(axes: Any, kinds: Sequence[str], rows: Mapping[str, Any]) -> None:
+def _draw_by_kind(
+  axes: Any, grid_results: Mapping[str, Any], kinds: Any, name: str
+) -> None:
+  """Draws one of the numbers of `spread` by the kind of order."""
+  kinds = tuple(kinds)
+  rows = series.metrics(grid_results, [f"{kind}_{name}" for kind in kinds])
   plots.over_seeds(axes, kinds, rows, "none")
   axes.set(xlabel="order of the demonstrations", ylabel="share of answers")
   axes.margins(x=0.2)
@@ -180,9 +267,9 @@ EXPERIMENT = Experiment(
   question="Do DIFF's answers depend less on the order of its demonstrations?",
   grids={
     "cpu": Grid(
-      ("transformer", "transformer_norm", "diff", "diff_v2"),
-      "transformer",
-      tuple(range(5)),
+      variants=("transformer", "transformer_norm", "diff", "diff_v2"),
+      baseline="transformer",
+      seeds=(0, 1, 2, 3, 4),
     )
   },
   metrics={
@@ -202,59 +289,71 @@ EXPERIMENT = Experiment(
     **dataclasses.asdict(task.SIZES),
     "words": task.WORDS,
     "labels": task.LABELS,
-    "sets": _SETS,
-    "orders": _DRAWS,
-    "counts": _COUNTS,
+    "sets": SETS,
+    "orders": DRAWS,
+    "counts": COUNTS,
   },
   plot=plot,
 )
 
 
-def measure_many_shot(workdir: str, config: Config) -> dict[str, Any]:
-  """A language model's accuracy on classes of invented words by the number of demonstrations, and best minus worst order of the most."""
+def measure_many_shot(
+  workdir: str,
+  config: Config,
+  num_orders: int = LARGE_ORDERS,
+  num_queries: int = LARGE_QUERIES,
+) -> dict[str, Any]:
+  """Evaluates a language model on classes of invented words.
+
+  Args:
+    workdir: The directory of a run of ablations.
+    config: The config of that run.
+    num_orders: The number of orders of each kind.
+    num_queries: The number of queries.
+
+  Returns:
+    The numbers of demonstrations ("counts"), the accuracy at each ("curve") and
+    at the most ("accuracy"); and for each kind of order, the best accuracy of
+    an order minus the worst ("random_spread").
+  """
+  # Listing experiments does not need JAX.
   from diffjax.evals import many_shot
   from diffjax.inference.trained import load
 
-  found: dict[str, Any] = {"counts": [], "curve": []}
-  suite = many_shot.ManyShot(orders=_ORDERS_LARGE, samples=_QUERIES_LARGE)
+  del config
+  counts: list[int] = []
+  curve: list[float] = []
+  spreads: dict[str, float] = {}
+  suite = many_shot.ManyShot(orders=num_orders, samples=num_queries)
   for figure in suite.evaluate(load(workdir)):
     value = figure.statistic(figure.units)
     if figure.name == "accuracy":
-      found["counts"].append(figure.at["demonstrations"])
-      found["curve"].append(value)
+      counts.append(figure.at["demonstrations"])
+      curve.append(value)
     else:
-      found[f"{figure.at['order']}_spread"] = value
-  return {**found, "accuracy": found["curve"][-1]}
+      spreads[f"{figure.at['order']}_spread"] = value
+  return {"counts": counts, "curve": curve, **spreads, "accuracy": curve[-1]}
 
 
-def plot_many_shot(results: Mapping[str, Any]) -> Figure:
-  """Draws accuracy by the number of demonstrations, and best minus worst by the kind of order."""
-  runs, kinds = plots.runs_by_variant(results), ("random", "alternating")
-  counts = results["runs"][0]["results"]["counts"]
+def plot_many_shot(grid_results: Mapping[str, Any]) -> Figure:
+  """Draws the accuracy by count, and the spread by the kind of order."""
+  counts = series.first_run(grid_results)["counts"]
   figure = Figure((9, 3.8), layout="constrained")
-  curve, spreads = figure.subplots(1, 2)
-  plots.over_seeds(
-    curve,
-    counts,
-    {variant: [run["curve"] for run in own] for variant, own in runs.items()},
-  )
-  _by_count(curve, "Accuracy", counts)
-  curve.legend(fontsize=8)
-  _by_kind(
-    spreads,
-    kinds,
-    {
-      variant: [[run[f"{kind}_spread"] for kind in kinds] for run in own]
-      for variant, own in runs.items()
-    },
-  )
-  spreads.set_title("Accuracy of the best minus the worst order", fontsize=10)
-  spreads.set_ylim(bottom=0)
+  left, right = figure.subplots(1, 2)
+  plots.over_seeds(left, counts, series.curves(grid_results, "curve"))
+  _label_counts(left, "Accuracy", counts)
+  left.legend(fontsize=8)
+
+  _draw_by_kind(right, grid_results, ("random", "alternating"), "spread")
+  right.set_title("Accuracy of the best minus the worst order", fontsize=10)
+  right.set_ylim(bottom=0)
   return figure
 
 
 LARGE = Experiment(
-  question="Do larger DIFFs' answers depend less on the order of their demonstrations?",
+  question=(
+    "Do larger DIFFs' answers depend less on the order of their demonstrations?"
+  ),
   grids={"gpu": twins("125m"), "tpu": twins("1b")},
   metrics={
     "best − worst, random": "random_spread",
@@ -264,6 +363,6 @@ LARGE = Experiment(
   trains=False,
   pretrained="ablations",
   measure=measure_many_shot,
-  task={"orders": _ORDERS_LARGE, "queries": _QUERIES_LARGE},
+  task={"orders": LARGE_ORDERS, "queries": LARGE_QUERIES},
   plot=plot_many_shot,
 )

@@ -1,11 +1,18 @@
-"""Classification from demonstrations. Every episode assigns words to classes anew, and only its demonstrations tell them.
+"""Classification from demonstrations: the words of each class are shown.
+
+Every episode assigns words to classes anew. Only its demonstrations tell which
+word belongs to which class:
 
     w7:y4 w20:y2 w7:y4 w3:y4 w7:y1 …  w20 y2 w7 y4 …
 
-A demonstration is one token for a word and the label shown with it, so that a query's word only has to find its own demonstrations among
-the others. Two layers learn this in a minute; with words and labels as separate tokens they did not in ten. One demonstration in three
-shows another class's label, so all demonstrations of a word have to be weighed alike. An answer that depends on where they stand depends
-on their order.
+A demonstration is a single token for a word and the label shown with it, so a
+query only has to find the demonstrations of its word. A model of two layers
+learns this in a minute. With separate tokens for words and labels, it had not
+learned it after ten minutes.
+
+A third of the demonstrations show the label of another class. A model therefore
+has to weigh all demonstrations of a word equally. If its answer depends on
+their positions, it depends on their order.
 """
 
 from __future__ import annotations
@@ -16,31 +23,51 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Int
 
 from diffjax.evals.methods.demonstration_orders import shuffled
 from diffjax.evals.methods.labelled_texts import Example
 from experiments import words
 
-WORDS, LABELS = 24, 8
-VOCABULARY = [
-  words.SEPARATOR,
-  *(f"w{word}:y{label}" for word in range(WORDS) for label in range(LABELS)),
-  *(f"w{word}" for word in range(WORDS)),
-  *(f"y{label}" for label in range(LABELS)),
-]
+WORDS = 24
+LABELS = 8
+
+# The number of episodes for the validation during training.
+_VALIDATION_EPISODES = 512
+
+
+def _vocabulary() -> list[str]:
+  """Returns all tokens: demonstrations, words and labels."""
+  vocabulary = [words.SEPARATOR]
+  for word in range(WORDS):
+    for label in range(LABELS):
+      vocabulary.append(f"w{word}:y{label}")
+  for word in range(WORDS):
+    vocabulary.append(f"w{word}")
+  for label in range(LABELS):
+    vocabulary.append(f"y{label}")
+  return vocabulary
+
+
+VOCABULARY = _vocabulary()
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-  """Sizes of an episode."""
+  """Sizes of an episode.
 
-  # Classes, with labels drawn from all LABELS; the words are divided among them evenly
+  Attributes:
+    classes: The number of classes. Their labels are drawn from all LABELS. The
+      words are divided evenly among the classes.
+    demonstrations: The number of demonstrations of each word. In training, the
+      mean number.
+    mislabelled: The share of demonstrations with the label of another class.
+    queries: The number of queries of an episode in training.
+  """
+
   classes: int = 4
-  # Demonstrations of each word; in training, on average
   demonstrations: int = 3
-  # Share of the demonstrations that show another class's label
   mislabelled: float = 1 / 3
-  # Queries of an episode in training
   queries: int = 16
 
 
@@ -48,101 +75,142 @@ SIZES = Sizes()
 
 
 class Episode(NamedTuple):
-  """Demonstrations ("w7:y4" and the label that it shows) and queries ("w7" and its class's label)."""
+  """Demonstrations and queries that have the same classes.
+
+  Attributes:
+    demonstrations: Texts like "w7:y4", with the label that they show.
+    queries: Texts like "w7", with the label of the word's class.
+  """
 
   demonstrations: list[Example]
   queries: list[Example]
 
 
 def training_episode(rng: np.random.Generator, sizes: Sizes) -> Episode:
-  """Random demonstrations and queries of two or more words. The logarithm of their number is uniform, so that some episodes are easy."""
-  classes, labels = _draw(rng, sizes)
-  used = rng.permutation(WORDS)[: round(2 * (WORDS / 2) ** rng.random())]
+  """Returns an episode of random demonstrations and queries.
+
+  It uses two words or more. The logarithm of their number is uniform, so some
+  episodes are easy.
+
+  Args:
+    rng: The random generator.
+    sizes: The sizes of the episode.
+  """
+  word_classes, class_labels = _draw_classes(rng, sizes)
+  # The data depend on the order of the draws.
+  permutation = rng.permutation(WORDS)
+  num_used = round(2 * (WORDS / 2) ** rng.random())
+  used_words = permutation[:num_used]
   count = WORDS * sizes.demonstrations
-  shown = rng.choice(used, count)
-  others = rng.integers(1, sizes.classes, count) * (
-    rng.random(count) < sizes.mislabelled
-  )
-  demonstrations = [
-    _shown(word, labels[label])
-    for word, label in zip(
-      shown, (classes[shown] + others) % sizes.classes, strict=True
-    )
-  ]
-  return Episode(
-    demonstrations,
-    [
-      Example(f"w{word}", f"y{labels[classes[word]]}")
-      for word in rng.choice(used, sizes.queries)
-    ],
-  )
+  shown_words = rng.choice(used_words, count)
+  # Adding 1 to classes − 1, modulo the number of classes, is another class.
+  wrong_shifts = rng.integers(1, sizes.classes, count)
+  is_wrong = rng.random(count) < sizes.mislabelled
+  shifts = np.where(is_wrong, wrong_shifts, 0)
+  shown_classes = (word_classes[shown_words] + shifts) % sizes.classes
+
+  demonstrations = []
+  for word, shown_class in zip(shown_words, shown_classes, strict=True):
+    demonstrations.append(_demonstration(word, class_labels[shown_class]))
+  queries = []
+  for word in rng.choice(used_words, sizes.queries):
+    label = class_labels[word_classes[word]]
+    queries.append(_query(word, label))
+  return Episode(demonstrations, queries)
 
 
 def balanced_episode(rng: np.random.Generator, sizes: Sizes) -> Episode:
-  """An episode that shows every word equally often, and every label, right or wrong, too; every word is a query."""
-  classes, labels = _draw(rng, sizes)
-  wrong = round(sizes.demonstrations * sizes.mislabelled)
-  demonstrations, seen = [], [0] * sizes.classes
-  for word, own in enumerate(classes):
-    others = [
-      (own + 1 + (seen[own] + number) % (sizes.classes - 1)) % sizes.classes
-      for number in range(wrong)
-    ]
-    seen[own] += wrong
-    demonstrations += [
-      _shown(word, labels[label])
-      for label in [own] * (sizes.demonstrations - wrong) + others
-    ]
-  return Episode(
-    shuffled(demonstrations, rng),
-    [
-      Example(f"w{word}", f"y{labels[own]}") for word, own in enumerate(classes)
-    ],
-  )
+  """Returns an episode for the evaluation, with balanced demonstrations.
+
+  Every word is shown equally often, and so is every label. The wrong labels are
+  balanced too. Every word is a query.
+
+  Args:
+    rng: The random generator.
+    sizes: The sizes of the episode.
+  """
+  word_classes, class_labels = _draw_classes(rng, sizes)
+  num_wrong = round(sizes.demonstrations * sizes.mislabelled)
+  num_right = sizes.demonstrations - num_wrong
+  # The number of wrong labels given so far to the words of each class. It
+  # selects the next wrong class in turn.
+  num_given = [0] * sizes.classes
+
+  demonstrations = []
+  queries = []
+  for word, right_class in enumerate(word_classes):
+    right_label = class_labels[right_class]
+    demonstrations += [_demonstration(word, right_label)] * num_right
+    for _ in range(num_wrong):
+      shift = 1 + num_given[right_class] % (sizes.classes - 1)
+      wrong_class = (right_class + shift) % sizes.classes
+      demonstrations.append(_demonstration(word, class_labels[wrong_class]))
+      num_given[right_class] += 1
+    queries.append(_query(word, right_label))
+  return Episode(shuffled(demonstrations, rng), queries)
 
 
 def blocked(examples: list[Example], rng: np.random.Generator) -> list[Example]:
-  """All demonstrations of one class, then all of the next; classes and demonstrations in random order. The opposite of `alternating`."""
-  labels = rng.permutation(
-    sorted({example.label for example in examples})
-  ).tolist()
-  return sorted(
-    shuffled(examples, rng), key=lambda example: labels.index(example.label)
-  )
+  """Returns the demonstrations class by class: the opposite of `alternating`.
+
+  The order of the classes, and the order within a class, are random.
+
+  Args:
+    examples: The demonstrations.
+    rng: The random generator.
+  """
+  labels = {example.label for example in examples}
+  label_order = rng.permutation(sorted(labels)).tolist()
+
+  def block(example: Example) -> int:
+    return label_order.index(example.label)
+
+  return sorted(shuffled(examples, rng), key=block)
 
 
-def _draw(
+def _draw_classes(
   rng: np.random.Generator, sizes: Sizes
-) -> tuple[np.ndarray, np.ndarray]:
-  """The class of every word, as a number, and the classes' labels."""
-  return rng.permutation(np.arange(WORDS) % sizes.classes), rng.permutation(
-    LABELS
-  )[: sizes.classes]
+) -> tuple[Int[np.ndarray, "words"], Int[np.ndarray, "classes"]]:
+  """Returns the class of every word, and the label of every class."""
+  word_classes = rng.permutation(np.arange(WORDS) % sizes.classes)
+  class_labels = rng.permutation(LABELS)[: sizes.classes]
+  return word_classes, class_labels
 
 
-def _shown(word: int, label: int) -> Example:
+def _demonstration(word: int, label: int) -> Example:
   return Example(f"w{word}:y{label}", f"y{label}")
 
 
+def _query(word: int, label: int) -> Example:
+  return Example(f"w{word}", f"y{label}")
+
+
 def write(directory: pathlib.Path, count: int, sizes: Sizes) -> dict[str, str]:
-  """Writes `count` training episodes, 512 for validation, and the tokenizer; returns the fields of a config that point to them."""
+  """Writes training and validation episodes and the tokenizer.
 
-  def records(seed: int, number: int) -> Iterator[dict[str, str]]:
-    rng = np.random.default_rng(seed)
-    for _ in range(number):
-      episode = training_episode(rng, sizes)
-      answer = " ".join(
-        f"{query.text} {query.label}" for query in episode.queries
-      )
-      yield {
-        "context": " ".join(example.text for example in episode.demonstrations),
-        "answer": answer,
-      }
+  Existing files are kept.
 
-  examples = {"train": records(0, count), "validation": records(1, 512)}
-  return words.write(
-    directory,
-    VOCABULARY,
-    examples,
-    [count, dataclasses.asdict(sizes), VOCABULARY],
-  )
+  Args:
+    directory: The directory to write to.
+    count: The number of training episodes.
+    sizes: The sizes of the episodes.
+
+  Returns:
+    The config fields that point to the files.
+  """
+  examples = {
+    "train": _records(0, count, sizes),
+    "validation": _records(1, _VALIDATION_EPISODES, sizes),
+  }
+  content = [count, dataclasses.asdict(sizes), VOCABULARY]
+  return words.write(directory, VOCABULARY, examples, content)
+
+
+def _records(seed: int, count: int, sizes: Sizes) -> Iterator[dict[str, str]]:
+  """Yields random training episodes, as records of a JSONL file."""
+  rng = np.random.default_rng(seed)
+  for _ in range(count):
+    episode = training_episode(rng, sizes)
+    context = [example.text for example in episode.demonstrations]
+    answer = [f"{query.text} {query.label}" for query in episode.queries]
+    yield {"context": " ".join(context), "answer": " ".join(answer)}

@@ -1,4 +1,4 @@
-"""Classification from demonstrations: they determine every answer, and an order changes only their places."""
+"""Classification from demonstrations: episodes, orders and what is measured."""
 
 import collections
 import functools
@@ -12,14 +12,14 @@ from diffjax.data import pipeline
 from diffjax.data.tokenizer import load_tokenizer
 from diffjax.evals import many_shot
 from diffjax.inference import trained
-from experiments import grid, plots, results
+from experiments import grid
 from experiments.order_robustness import experiment, task
 
 SIZES = task.SIZES
 
 
-def shown(demonstrations):
-  """The number of times that each word is shown with each label."""
+def label_counts(demonstrations):
+  """Returns how often each word is shown with each label."""
   counts = collections.defaultdict(collections.Counter)
   for example in demonstrations:
     word, label = example.text.split(":")
@@ -28,237 +28,290 @@ def shown(demonstrations):
   return counts
 
 
-def test_questions_are_balanced_and_have_one_answer():
-  for seed in range(20):
-    demonstrations, queries = task.balanced_episode(
-      np.random.default_rng(seed), SIZES
-    )
-    counts = collections.Counter(example.label for example in demonstrations)
-    assert (
-      set(counts.values()) == {len(demonstrations) // SIZES.classes}
-      and len(counts) == SIZES.classes
-    )
-    assert len({query.text for query in queries}) == len(queries) == task.WORDS
-    for query in queries:
-      (best, most), (_, second) = shown(demonstrations)[query.text].most_common(
-        2
-      )
-      assert best == query.label and most == 2 and second == 1
+@pytest.mark.parametrize("seed", range(5))
+def test_balanced_episodes_show_every_label_equally_often(seed):
+  rng = np.random.default_rng(seed)
+
+  demonstrations, _ = task.balanced_episode(rng, SIZES)
+
+  counts = collections.Counter(example.label for example in demonstrations)
+  assert len(counts) == SIZES.classes
+  assert set(counts.values()) == {len(demonstrations) // SIZES.classes}
 
 
-def test_training_episodes_are_mislabelled_as_often_as_said():
-  rng, right, total, used = np.random.default_rng(0), 0, 0, []
-  for _ in range(300):
-    episode = task.training_episode(rng, SIZES)
-    assert (
-      len(episode.demonstrations) == SIZES.demonstrations * task.WORDS
-      and len(episode.queries) == SIZES.queries
-    )
-    label = {query.text: query.label for query in episode.queries}
-    known = [
-      example.label == label[word]
-      for example in episode.demonstrations
-      if (word := example.text.split(":")[0]) in label
-    ]
-    right, total = right + sum(known), total + len(known)
-    used.append(len(shown(episode.demonstrations)))
-  assert right / total == pytest.approx(1 - SIZES.mislabelled, abs=0.01)
-  assert min(used) == 2 and max(used) > 20 and np.median(used) < task.WORDS / 2
+@pytest.mark.parametrize("seed", range(5))
+def test_balanced_episodes_have_one_answer_for_every_word(seed):
+  rng = np.random.default_rng(seed)
+
+  demonstrations, queries = task.balanced_episode(rng, SIZES)
+
+  words = {query.text for query in queries}
+  assert len(words) == len(queries) == task.WORDS
+  counts = label_counts(demonstrations)
+  for query in queries:
+    (label, most), (_, second) = counts[query.text].most_common(2)
+    assert label == query.label
+    assert most == 2
+    assert second == 1
 
 
-def test_orders():
-  demonstrations, _ = task.balanced_episode(np.random.default_rng(0), SIZES)
-  rng, size = np.random.default_rng(1), len(demonstrations) // SIZES.classes
-  labels = {}
-  for kind, order in experiment._ORDERS.items():
-    drawn = [order(demonstrations, rng) for _ in range(5)]
-    assert len({tuple(each) for each in drawn}) == 5 and all(
-      sorted(each) == sorted(demonstrations) for each in drawn
-    )
-    labels[kind] = [example.label for example in drawn[0]]
-  starts = range(0, len(demonstrations), SIZES.classes)
-  assert all(
-    len(set(labels["alternating"][start : start + SIZES.classes]))
-    == SIZES.classes
-    for start in starts
-  )
-  assert all(
-    len(set(labels["blocked"][start : start + size])) == 1
-    for start in range(0, len(demonstrations), size)
-  )
-  assert len(set(labels["random"][:size])) > 1
+def training_episodes(count):
+  """Returns random training episodes."""
+  rng = np.random.default_rng(0)
+  return [task.training_episode(rng, SIZES) for _ in range(count)]
 
 
-def test_spread():
-  wanted = np.array([[1, 2], [3, 4]])
+def test_training_episodes_have_the_share_of_wrong_labels():
+  num_right = 0
+  num_shown = 0
+  for episode in training_episodes(300):
+    right_labels = {query.text: query.label for query in episode.queries}
+    for example in episode.demonstrations:
+      word, label = example.text.split(":")
+      if word in right_labels:
+        num_shown += 1
+        num_right += label == right_labels[word]
+
+  share_right = num_right / num_shown
+  assert share_right == pytest.approx(1 - SIZES.mislabelled, abs=0.01)
+
+
+def test_training_episodes_often_use_few_words():
+  num_used = []
+  for episode in training_episodes(100):
+    assert len(episode.demonstrations) == SIZES.demonstrations * task.WORDS
+    assert len(episode.queries) == SIZES.queries
+    num_used.append(len(label_counts(episode.demonstrations)))
+
+  assert min(num_used) == 2
+  assert max(num_used) > 20
+  assert np.median(num_used) < task.WORDS / 2
+
+
+@pytest.fixture
+def demonstrations():
+  return task.balanced_episode(np.random.default_rng(0), SIZES).demonstrations
+
+
+@pytest.mark.parametrize("kind", experiment.ORDERS)
+def test_orders_are_random_and_keep_the_demonstrations(kind, demonstrations):
+  rng = np.random.default_rng(1)
+  order = experiment.ORDERS[kind]
+
+  draws = [order(demonstrations, rng) for _ in range(5)]
+
+  assert len({tuple(draw) for draw in draws}) == 5
+  for draw in draws:
+    assert sorted(draw) == sorted(demonstrations)
+
+
+def labels_in_blocks(kind, demonstrations, size):
+  """Returns the labels of an order, cut into blocks."""
+  rng = np.random.default_rng(1)
+  ordered = experiment.ORDERS[kind](demonstrations, rng)
+  labels = np.array([example.label for example in ordered])
+  return labels.reshape(-1, size)
+
+
+def test_alternating_orders_show_one_of_each_class_in_turn(demonstrations):
+  for block in labels_in_blocks("alternating", demonstrations, SIZES.classes):
+    assert len(set(block)) == SIZES.classes
+
+
+def test_blocked_orders_show_one_class_after_the_other(demonstrations):
+  size = len(demonstrations) // SIZES.classes
+
+  for block in labels_in_blocks("blocked", demonstrations, size):
+    assert len(set(block)) == 1
+
+  # A random order does not.
+  first, *_ = labels_in_blocks("random", demonstrations, size)
+  assert len(set(first)) > 1
+
+
+def test_spread_of_given_answers():
+  labels = np.array([[1, 2], [3, 4]])
+  # The first of three orders of the first set is better by half.
   answers = np.array(
-    [[[1, 2], [1, 1], [1, 1]], [[3, 4], [3, 4], [3, 4]]]
-  )  # the first set has one order that is better by half
-  found = experiment.spread(answers, wanted)
-  assert found == {
-    "accuracy": pytest.approx(10 / 12),
-    "spread": 0.25,
-    "changed": pytest.approx(2 / 12),
-  }
+    [
+      [[1, 2], [1, 1], [1, 1]],
+      [[3, 4], [3, 4], [3, 4]],
+    ]
+  )
+
+  numbers = experiment.spread(answers, labels)
+
+  assert numbers["accuracy"] == pytest.approx(10 / 12)
+  assert numbers["spread"] == 0.25
+  assert numbers["changed"] == pytest.approx(2 / 12)
 
 
-def test_training_learns_the_answers(tmp_path):
-  """Every row holds one whole episode, of which the queries and their labels are learnt."""
-  run = grid.expand(
-    "order_robustness",
-    grid.Grid(("diff",), "diff"),
-    {"train.batch_size": 4, "train.steps": 50},
-  )[0]
+def test_a_row_is_an_episode_and_its_answers_are_learned(tmp_path):
+  changes = {"train.batch_size": 4, "train.steps": 50}
+  one = grid.Grid(("diff",), "diff")
+  (run,) = grid.expand("order_robustness", one, changes)
   run = grid.with_fields(run, experiment.prepare(tmp_path, run.config))
   tokenizer = load_tokenizer(run.config.data.tokenizer)
-  assert (
-    run.config.model.vocab_size == tokenizer.vocab_size == len(task.VOCABULARY)
-  )
+  assert run.config.model.vocab_size == tokenizer.vocab_size
+  assert tokenizer.vocab_size == len(task.VOCABULARY)
+
   batch = next(pipeline.training_batches(run.config))
-  for tokens, targets, weights, segments in zip(
-    *(batch[key] for key in ("tokens", "targets", "weights", "segment_ids")),
-    strict=True,
-  ):
-    assert (segments == 1).all() and tokens[0] == targets[
-      -1
-    ] == tokenizer.separator
-    context, learnt = (
-      tokenizer.decode(tokens[1:][weights[1:] == 0]).split(),
-      tokenizer.decode(targets[:-1][weights[:-1] > 0]).split(),
-    )
-    assert len(learnt) == 2 * SIZES.queries and all(
-      ":" in word for word in context[:-1]
-    )
-    assert set(learnt[::2]) <= {
-      word.split(":")[0] for word in [*context, learnt[0]]
-    } and all(word[0] == "y" for word in learnt[1::2])
+
+  for row in range(4):
+    tokens = batch["tokens"][row]
+    targets = batch["targets"][row]
+    is_learned = batch["weights"][row] > 0
+    assert (batch["segment_ids"][row] == 1).all()
+    assert tokens[0] == targets[-1] == tokenizer.separator
+
+    context = tokenizer.decode(tokens[1:][~is_learned[1:]]).split()
+    learned = tokenizer.decode(targets[:-1][is_learned[:-1]]).split()
+    # The last word of the context is the first query.
+    *shown, _ = context
+    assert all(":" in word for word in shown)
+    queries = learned[::2]
+    labels = learned[1::2]
+    assert len(queries) == len(labels) == SIZES.queries
+    shown_words = {word.partition(":")[0] for word in shown}
+    assert set(queries) <= shown_words
+    assert all(label.startswith("y") for label in labels)
 
 
-@pytest.mark.parametrize("counts_all", [True, False])
-def test_measure(tmp_path, monkeypatch, counts_all):
-  """Measures a model that counts what is shown with the query's word, whatever the order, and of one that goes by the last time alone."""
+class CountingModel:
+  """A model that answers by the labels shown with the query's word.
 
-  parts = [name.split(":") for name in task.VOCABULARY]
-  word, label = (
-    jnp.array(
-      [
-        task.VOCABULARY.index(part[place]) if len(part) > 1 else 0
-        for part in parts
-      ]
-    )
-    for place in (0, 1)
-  )
+  It counts all demonstrations of the word, or only the last one.
+  """
 
-  class Model:
-    def apply(self, variables, tokens):
-      found = word[tokens[:, 1:-1]] == tokens[:, -1:]
-      number = jnp.arange(1, 1 + found.shape[1])
-      weight = found * (
-        1.0
-        if counts_all
-        else number == jnp.max(found * number, axis=1, keepdims=True)
-      )
-      counts = jnp.einsum(
-        "bn,bnv->bv",
-        weight,
-        jax.nn.one_hot(label[tokens[:, 1:-1]], len(task.VOCABULARY)),
-      )
-      return jnp.broadcast_to(
-        counts[:, None], (*tokens.shape, len(task.VOCABULARY))
-      )
+  def __init__(self, counts_all: bool):
+    self._counts_all = counts_all
+    words = np.zeros(len(task.VOCABULARY), int)
+    labels = np.zeros(len(task.VOCABULARY), int)
+    for index, name in enumerate(task.VOCABULARY):
+      word, colon, label = name.partition(":")
+      if colon:
+        words[index] = task.VOCABULARY.index(word)
+        labels[index] = task.VOCABULARY.index(label)
+    self._words = jnp.array(words)
+    self._labels = jnp.array(labels)
 
-  run = grid.expand("order_robustness", grid.Grid(("diff",), "diff"), {})[0]
+  def apply(self, variables, tokens):
+    """Returns one-hot sums of labels, for an identity output embedding."""
+    del variables
+    vocab_size = len(task.VOCABULARY)
+    shown = tokens[:, 1:-1]
+    query = tokens[:, -1:]
+    weight = (self._words[shown] == query).astype(jnp.float32)
+    if not self._counts_all:
+      number = jnp.arange(1, 1 + shown.shape[1])
+      last = jnp.max(weight * number, axis=1, keepdims=True)
+      weight = weight * (number == last)
+    one_hot = jax.nn.one_hot(self._labels[shown], vocab_size)
+    counts = jnp.einsum("bn,bnv->bv", weight, one_hot)
+    return jnp.broadcast_to(counts[:, None], (*tokens.shape, vocab_size))
+
+
+@pytest.fixture
+def measure(tmp_path, monkeypatch):
+  """Returns a function that measures a CountingModel."""
+  (run,) = grid.expand("order_robustness", grid.Grid(("diff",), "diff"), {})
   tokenizer = load_tokenizer(task.write(tmp_path, 4, SIZES)["data.tokenizer"])
   params = {"embedding": jnp.eye(len(task.VOCABULARY))}
-  monkeypatch.setattr(
-    trained,
-    "load",
-    lambda workdir: trained.Trained("", run.config, Model(), params, tokenizer),
-  )
-  found = experiment.measure("", run.config)
-  assert (
-    set(experiment.EXPERIMENT.metrics.values()) <= found.keys()
-    and found["curve"][0] < 0.5
-  )
-  for kind in experiment._ORDERS:
-    measured = [
-      found[f"{kind}_{name}"] for name in ("accuracy", "spread", "changed")
-    ]
-    if counts_all:
-      assert measured == [1, 0, 0] and found["curve"][-1] == 1
-    else:
-      assert 0.4 < measured[0] < 0.9 and measured[2] > 0.2
-      # Of blocks, a class comes after another as often as before it, and words and wrong labels are balanced: half of the answers are right
-      assert (
-        (measured[:2] == [0.5, 0]) if kind == "blocked" else measured[1] > 0.2
-      )
-  if not counts_all:
-    assert found["random_accuracy"] == pytest.approx(
-      1 - SIZES.mislabelled, abs=0.05
-    )
+  # Fewer orders are enough to see a difference.
+  monkeypatch.setattr(experiment, "DRAWS", 4)
+
+  def measure_model(counts_all):
+    model = CountingModel(counts_all)
+
+    def load(workdir):
+      return trained.Trained(workdir, run.config, model, params, tokenizer)
+
+    monkeypatch.setattr(trained, "load", load)
+    return experiment.measure("", run.config)
+
+  return measure_model
 
 
-def test_the_plot_and_the_table(make_results, tmp_path):
-  rng = np.random.default_rng(0)
+def test_a_model_that_counts_all_demonstrations_ignores_the_order(measure):
+  measured = measure(counts_all=True)
 
+  for kind in experiment.ORDERS:
+    assert measured[f"{kind}_accuracy"] == 1
+    assert measured[f"{kind}_spread"] == 0
+    assert measured[f"{kind}_changed"] == 0
+  # A few demonstrations do not show every word.
+  assert measured["curve"][0] < 0.5
+  assert measured["curve"][-1] == 1
+  assert measured.keys() >= set(experiment.EXPERIMENT.metrics.values())
+
+
+def test_a_model_that_counts_the_last_demonstration_depends_on_the_order(
+  measure,
+):
+  measured = measure(counts_all=False)
+
+  for kind in experiment.ORDERS:
+    assert 0.4 < measured[f"{kind}_accuracy"] < 0.9
+    assert measured[f"{kind}_changed"] > 0.2
+  assert measured["random_spread"] > 0.2
+  assert measured["alternating_spread"] > 0.2
+  random_accuracy = measured["random_accuracy"]
+  assert random_accuracy == pytest.approx(1 - SIZES.mislabelled, abs=0.05)
+  # A class comes after another as often as before it, and words and wrong
+  # labels are balanced. So half of the answers are right in every blocked
+  # order.
+  assert measured["blocked_accuracy"] == 0.5
+  assert measured["blocked_spread"] == 0
+
+
+def test_the_plot_has_every_row(make_results):
   def measured(run):
-    level = {
-      "transformer": 0.3,
-      "transformer_norm": 0.28,
-      "diff": 0.2,
-      "diff_v2": 0.22,
-    }[run.variant]
-    kinds = {"random": 1.0, "alternating": 0.8, "blocked": 1.7}
-    out = {
-      f"{kind}_spread": level * size + rng.normal(0, 0.02)
-      for kind, size in kinds.items()
-    }
-    out |= {f"{kind}_changed": level * size / 2 for kind, size in kinds.items()}
-    out |= {
-      f"{kind}_accuracy": 1 - level * size for kind, size in kinds.items()
-    }
-    return {
-      **out,
-      "curve": [0.25 + (0.7 - level) * place / 5 for place in range(5)],
-    }
+    numbers = dict.fromkeys(experiment.EXPERIMENT.metrics.values(), 0.3)
+    numbers["random_spread"] = 0.1 * run.seed
+    return numbers | {"curve": [0.2, 0.3, 0.4, 0.5, 0.6]}
 
-  found = make_results("order_robustness", experiment.EXPERIMENT, measured)
-  plots.save(experiment.plot(found), tmp_path)
-  assert (tmp_path / "plot.png").stat().st_size > 20_000
-  assert results.table(experiment.EXPERIMENT, found).count("| diff |") == 2
+  grid_results = make_results(
+    "order_robustness", experiment.EXPERIMENT, measured
+  )
+  figure = experiment.plot(grid_results)
+
+  for axes in figure.axes:
+    _, labels = axes.get_legend_handles_labels()
+    assert len(labels) == 4
+
+
+def test_larger_models_are_the_runs_of_ablations():
+  gpu_grid = grid.load("order_robustness", "gpu").grids["gpu"]
+  run, *_ = grid.expand("order_robustness", gpu_grid, {})
+
+  assert not experiment.LARGE.trains
+  assert run.pretrained.config == run.config
 
 
 @pytest.mark.full
-def test_larger_models_are_asked_about_words(
-  make_workdir, make_results, monkeypatch, tmp_path
+def test_many_shot_measurements_have_the_columns_of_table_and_plot(
+  make_workdir, make_results, monkeypatch
 ):
-  """Measured on ablations' runs, which are trained there: all numbers that table and plot want, from the suite's own figures."""
-  run = grid.expand(
-    "order_robustness", grid.load("order_robustness", "gpu").grids["gpu"], {}
-  )[0]
-  assert run.pretrained.config == run.config and not experiment.LARGE.trains
-  workdir, config = make_workdir(
-    "run",
-    grid.expand("ablations", grid.Grid(("diff",), "diff"), {})[0].config,
-    {"model.max_length": 512},
+  (run,) = grid.expand("ablations", grid.Grid(("diff",), "diff"), {})
+  workdir, config = make_workdir("run", run.config, {"model.max_length": 512})
+  small_suite = functools.partial(many_shot.ManyShot, batch_tokens=1024)
+  monkeypatch.setattr(many_shot, "ManyShot", small_suite)
+
+  measured = experiment.measure_many_shot(
+    workdir, config, num_orders=2, num_queries=4
   )
-  monkeypatch.setattr(
-    many_shot,
-    "ManyShot",
-    functools.partial(many_shot.ManyShot, batch_tokens=1024),
+
+  assert measured["counts"][:3] == [1, 2, 4]
+  assert len(measured["curve"]) == len(measured["counts"])
+  assert measured["accuracy"] == measured["curve"][-1]
+  assert measured.keys() >= set(experiment.LARGE.metrics.values())
+
+  def same_for_all(run):
+    return measured
+
+  grid_results = make_results(
+    "order_robustness", experiment.LARGE, same_for_all, "gpu"
   )
-  monkeypatch.setattr(experiment, "_ORDERS_LARGE", 2)
-  monkeypatch.setattr(experiment, "_QUERIES_LARGE", 4)
-  found = experiment.measure_many_shot(workdir, config)
-  assert (
-    found["counts"][:3] == [1, 2, 4]
-    and len(found["curve"]) == len(found["counts"])
-    and found["accuracy"] == found["curve"][-1]
-  )
-  assert set(experiment.LARGE.metrics.values()) <= found.keys()
-  made = make_results(
-    "order_robustness", experiment.LARGE, lambda run: found, "gpu"
-  )
-  plots.save(experiment.plot_many_shot(made), tmp_path)
-  assert (tmp_path / "plot.png").stat().st_size > 10_000
-  assert "| diff,size=125m | " in results.table(experiment.LARGE, made)
+  curve, spreads = experiment.plot_many_shot(grid_results).axes
+  _, labels = curve.get_legend_handles_labels()
+  assert len(labels) == 3
