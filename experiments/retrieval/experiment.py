@@ -1,35 +1,48 @@
-"""Recall of a value among distractors, and the attention on it (README.md)."""
+"""Retrieval: does DIFF find a value among distractors sooner?
+
+EXPERIMENT trains small models on associative recall. It measures the accuracy
+by the number of distractors, and the attention on the answer. LARGE asks
+ablations' larger models for needles in a text. See README.md.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Float, Int
 from matplotlib.figure import Figure
 
 from diffjax.config import Config
-from experiments import plots
+from experiments import plots, series
 from experiments.ablations.experiment import twins
 from experiments.grid import Experiment, Grid
 from experiments.retrieval import task
 
-_TRAINING = task.Training()
-# Words before the question, and distractors (pairs that are not asked for), where they fit
-_CELLS = [
-  (length, distractors)
-  for length in (24, 48, 96)
-  for distractors in (0, 5, 11, 23, 47, 95)
-  if 1 + distractors <= length
-]
-_SAMPLES = 200
-_REFERENCE = (96, 95)  # the hardest cell, followed over training
-_SEED = 1_000
-# The paper's needles: N of them in a text, R asked for; 50 prompts for each of five depths; at most 4K tokens
-_PAIRS = ("1/1", "2/2", "4/2", "6/2")
-_PROMPTS = 50
-_VARIANTS = (
+TRAINING = task.Training()
+
+# The number of questions in each cell.
+SAMPLES = 200
+
+# The hardest cell, which is also measured during training: words before the
+# question, and distractors.
+REFERENCE = (96, 95)
+
+# Seeds the questions.
+SEED = 1_000
+
+# Questions are evaluated in this number of batches.
+BATCHES = 4
+
+# For larger models, as in the paper: "4/2" is four needles in a text, two of
+# which are asked for. The number of prompts is for each of five depths.
+NEEDLES = ("1/1", "2/2", "4/2", "6/2")
+PROMPTS = 50
+
+VARIANTS = (
   "transformer",
   "transformer_wide",
   "transformer_norm",
@@ -39,193 +52,300 @@ _VARIANTS = (
 )
 
 
+def _cells() -> list[tuple[int, int]]:
+  """Returns the pairs of words before the question and distractors that fit."""
+  cells = []
+  for length in (24, 48, 96):
+    for distractors in (0, 5, 11, 23, 47, 95):
+      # One word is the pair that is asked for.
+      if 1 + distractors <= length:
+        cells.append((length, distractors))
+  return cells
+
+
+CELLS = _cells()
+
+
+class Questions(NamedTuple):
+  """Questions of a cell.
+
+  Attributes:
+    tokens: The prompts. Each is a separator, the context, "?" and a key.
+    values: The tokens of the right values.
+    places: The positions of the pairs that are asked for, in the prompts.
+  """
+
+  tokens: Int[np.ndarray, "U S"]
+  values: Int[np.ndarray, "U"]
+  places: Int[np.ndarray, "U"]
+
+
 def prepare(directory: pathlib.Path, config: Config) -> Mapping[str, str]:
-  """Writes as many examples as training can read once: every row holds at least one."""
-  return task.write(
-    directory,
-    max(512, 2 * config.train.steps * config.train.batch_size),
-    _TRAINING,
-  )
+  """Writes the training data.
+
+  There are more examples than training reads: a row holds at least one, and
+  usually not two.
+  """
+  num_rows = config.train.steps * config.train.batch_size
+  return task.write(directory, max(512, 2 * num_rows), TRAINING)
 
 
-def measure(workdir: str, config: Config) -> dict[str, Any]:
-  """Accuracy in every cell at the end; at every checkpoint, accuracy and the last query's attention in the reference cell."""
+def measure(
+  workdir: str,
+  config: Config,
+  cells: list[tuple[int, int]] = CELLS,
+  num_samples: int = SAMPLES,
+) -> dict[str, Any]:
+  """Measures the accuracy in every cell, and the attention during training.
+
+  Args:
+    workdir: The directory of the run.
+    config: The config of the run.
+    cells: The cells, with REFERENCE among them.
+    num_samples: The number of questions in each cell.
+
+  Returns:
+    The last accuracy and attention in the cell REFERENCE, the mean accuracy of
+    all cells, the first step with an accuracy of half ("steps_to_half", None if
+    there is none), and the records of all steps ("curve") and cells ("grid").
+  """
+  # Listing experiments does not need JAX.
   import jax
-  import jax.numpy as jnp
 
   from diffjax.evals.attention import last_query
   from diffjax.inference.trained import load
-  from diffjax.model.decoder import logits
 
   trained = load(workdir)
+  predict = _make_predict(trained.model)
 
   @jax.jit
-  def forward(params, tokens):
-    hidden: Any = trained.model.apply({"params": params}, tokens)
-    return jnp.argmax(logits(params, hidden[:, -1:])[:, 0], axis=-1)
+  def attention(params, tokens):
+    return last_query(trained.model, params, tokens)
 
-  looks = jax.jit(
-    lambda params, tokens: last_query(trained.model, params, tokens)
-  )
-  cells = {cell: _questions(trained.tokenizer, *cell) for cell in _CELLS}
-
-  def accuracy(params, cell):
-    tokens, wanted, _ = cells[cell]
-    return float(
-      np.mean(
-        np.concatenate(
-          [np.asarray(forward(params, part)) for part in np.split(tokens, 4)]
-        )
-        == wanted
-      )
-    )
+  questions = {}
+  for cell in cells:
+    questions[cell] = make_questions(trained.tokenizer, *cell, num_samples)
 
   curve = []
-  steps = {
-    *range(config.eval.interval, config.train.steps, config.eval.interval),
-    config.train.steps,
-  }
-  for step in sorted(
-    steps
-  ):  # not all there are: a run that was stopped saved one more
+  reference = questions[REFERENCE]
+  for step in _measured_steps(config):
     params = load(workdir, step).params
-    tokens, _, places = cells[_REFERENCE]
-    weights = np.concatenate(
-      [
-        np.asarray(looks(params, part), np.float64)
-        for part in np.split(tokens, 4)
-      ]
+    weights = _in_batches(attention, params, reference.tokens)
+    record = {"step": step, "accuracy": _accuracy(predict, params, reference)}
+    record |= shares(weights.astype(np.float64), reference.places)
+    curve.append(record)
+
+  grid = []
+  for length, distractors in cells:
+    cell_questions = questions[length, distractors]
+    accuracy = _accuracy(predict, trained.params, cell_questions)
+    grid.append(
+      {"length": length, "distractors": distractors, "accuracy": accuracy}
     )
-    curve.append(
-      {
-        "step": step,
-        "accuracy": accuracy(params, _REFERENCE),
-        **_shares(weights, places),
-      }
-    )
-  grid = [
-    {
-      "length": cell[0],
-      "distractors": cell[1],
-      "accuracy": accuracy(trained.params, cell),
-    }
-    for cell in _CELLS
-  ]
+
   last = curve[-1]
+  accuracies = series.column(grid, "accuracy")
   return {
     "accuracy": last["accuracy"],
-    "mean_accuracy": float(np.mean([row["accuracy"] for row in grid])),
+    "mean_accuracy": float(np.mean(accuracies)),
     "answer": last["answer_absolute"],
     "noise": last["noise_absolute"],
     "noise_signed": last["noise_signed"],
-    "steps_to_half": next(
-      (row["step"] for row in curve if row["accuracy"] >= 0.5), None
-    ),
+    "steps_to_half": _first_step(curve, accuracy=0.5),
     "curve": curve,
     "grid": grid,
   }
 
 
-def _questions(
-  tokenizer: Any, length: int, distractors: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """Prompts that end with the key asked for [U, S], the values [U], and the pair's positions in the prompts [U]."""
-  rng = np.random.default_rng([_SEED, length, distractors])
-  rows, wanted, places = [], [], []
-  for _ in range(_SAMPLES):
+def _measured_steps(config: Config) -> list[int]:
+  """Returns the steps of the regular checkpoints and the last step.
+
+  A run that was stopped has saved one checkpoint more, which is not measured.
+  """
+  interval = config.eval.interval
+  steps = list(range(interval, config.train.steps, interval))
+  return [*steps, config.train.steps]
+
+
+def _make_predict(model: Any) -> Callable[..., Any]:
+  """Returns a jitted function that computes the most likely next tokens."""
+  import jax
+  import jax.numpy as jnp
+
+  from diffjax.model.decoder import logits
+
+  @jax.jit
+  def predict(params, tokens):
+    hidden: Any = model.apply({"params": params}, tokens)
+    return jnp.argmax(logits(params, hidden[:, -1:])[:, 0], axis=-1)
+
+  return predict
+
+
+def _in_batches(
+  function: Callable[..., Any], params: Any, tokens: Int[np.ndarray, "U S"]
+) -> np.ndarray:
+  """Applies a function to the tokens in batches."""
+  outputs = []
+  for batch in np.split(tokens, BATCHES):
+    outputs.append(np.asarray(function(params, batch)))
+  return np.concatenate(outputs)
+
+
+def _accuracy(
+  predict: Callable[..., Any], params: Any, questions: Questions
+) -> float:
+  """Returns how often the most likely next token is the right value."""
+  predictions = _in_batches(predict, params, questions.tokens)
+  return float(np.mean(predictions == questions.values))
+
+
+def _first_step(curve: list[dict[str, Any]], accuracy: float) -> int | None:
+  """Returns the first step that reaches an accuracy, or None."""
+  for record in curve:
+    if record["accuracy"] >= accuracy:
+      return record["step"]
+  return None
+
+
+def make_questions(
+  tokenizer: Any, length: int, distractors: int, num_samples: int = SAMPLES
+) -> Questions:
+  """Returns the questions of a cell. They are the same for all models.
+
+  Args:
+    tokenizer: The tokenizer of `task.write`.
+    length: The number of words before the question.
+    distractors: The number of pairs that are not asked for.
+    num_samples: The number of questions.
+  """
+  rng = np.random.default_rng([SEED, length, distractors])
+  tokens = []
+  values = []
+  places = []
+  for _ in range(num_samples):
     example = task.make_example(
       rng, asked=1, distractors=distractors, fillers=length - 1 - distractors
     )
     key, value = tokenizer.encode(" ".join(example.answer))
-    rows.append([*tokenizer.encode_prompt(" ".join(example.context)), key])
-    wanted.append(value)
+    context = tokenizer.encode_prompt(" ".join(example.context))
+    tokens.append([*context, key])
+    values.append(value)
+    # The prompt begins with a separator.
     places.append(1 + example.places[0])
-  return np.asarray(rows, np.int32), np.asarray(wanted), np.asarray(places)
-
-
-def _shares(weights: np.ndarray, places: np.ndarray) -> dict[str, float]:
-  """The shares of attention on the pair asked for and on the rest of the context (see diffjax/evals/attention.py for the signs)."""
-  out = {}
-  for sign, chosen in (("signed", weights), ("absolute", np.abs(weights))):
-    answer = np.take_along_axis(chosen, places[:, None], axis=1)[:, 0]
-    context = chosen[:, 1:-2].sum(
-      axis=1
-    )  # but for the separator, "?" and the key
-    # Sums over prompts first: where λ is near 1, the signed weights of one prompt add up to nearly 0
-    out[f"answer_{sign}"] = float(answer.sum() / chosen.sum())
-    out[f"noise_{sign}"] = float((context - answer).sum() / chosen.sum())
-  return out
-
-
-def plot(results: Mapping[str, Any]) -> Figure:
-  """Draws accuracy, answer and noise in the hardest cell over training; and the last accuracy by distractors for each length."""
-  runs = plots.runs_by_variant(results)
-  lengths = sorted(
-    {row["length"] for row in results["runs"][0]["results"]["grid"]}
+  return Questions(
+    tokens=np.asarray(tokens, np.int32),
+    values=np.asarray(values),
+    places=np.asarray(places),
   )
+
+
+def shares(
+  weights: Float[np.ndarray, "U S"], places: Int[np.ndarray, "U"]
+) -> dict[str, float]:
+  """Returns the shares of attention on the answer and on the rest.
+
+  The rest of the context is called noise. diffjax/evals/attention.py explains
+  the signs of the weights.
+
+  Args:
+    weights: The weights of the last query of each prompt, means over heads and
+      layers.
+    places: The positions of the pairs that are asked for.
+
+  Returns:
+    "answer_signed" and "noise_signed", shares of the signed weights, and
+    "answer_absolute" and "noise_absolute", shares of their absolute values.
+  """
+  measured = {}
+  for sign, values in (("signed", weights), ("absolute", np.abs(weights))):
+    answer = np.take_along_axis(values, places[:, None], axis=1)[:, 0]
+    # The context is the prompt without the separator, "?" and the key.
+    context = values[:, 1:-2].sum(axis=1)
+    noise = context - answer
+    # A ratio of sums over prompts. If λ is near 1, the signed weights of a
+    # single prompt add up to nearly 0.
+    total = values.sum()
+    measured[f"answer_{sign}"] = float(answer.sum() / total)
+    measured[f"noise_{sign}"] = float(noise.sum() / total)
+  return measured
+
+
+def plot(grid_results: Mapping[str, Any]) -> Figure:
+  """Draws the hardest cell over training, and the final accuracy by cell.
+
+  The upper panels have the accuracy and the shares of attention over the steps.
+  The lower panels have the accuracy over the number of distractors, one panel
+  for each length.
+  """
+  grid = series.first_run(grid_results)["grid"]
+  lengths = sorted(set(series.column(grid, "length")))
+  num_columns = max(3, len(lengths))
   figure = Figure((13, 7), layout="constrained")
-  above, below = figure.subplots(2, max(3, len(lengths)))
-  shown = {
-    "accuracy": "Accuracy",
-    "answer_absolute": "Attention to the answer",
-    "noise_absolute": "Attention to the rest (noise)",
-  }
-  for axes, (name, title) in zip(above, shown.items(), strict=False):
-    steps = [row["step"] for row in results["runs"][0]["results"]["curve"]]
-    plots.over_seeds(
-      axes,
-      steps,
-      {
-        row: [[each[name] for each in run["curve"]] for run in own]
-        for row, own in runs.items()
-      },
-    )
-    axes.set(
-      xlabel="training step",
-      ylabel="share of answers" if name == "accuracy" else "share of attention",
-    )
-    axes.set_title(
-      f"{title}; {_REFERENCE[0]} words, {_REFERENCE[1]} distractors",
-      fontsize=10,
-    )
-  for axes, length in zip(below, lengths, strict=False):
-    chosen = {
-      row: [
-        [each for each in run["grid"] if each["length"] == length]
-        for run in own
-      ]
-      for row, own in runs.items()
-    }
-    distractors = [
-      each["distractors"] for each in next(iter(chosen.values()))[0]
-    ]
-    plots.over_seeds(
-      axes,
-      distractors,
-      {
-        row: [[each["accuracy"] for each in run] for run in own]
-        for row, own in chosen.items()
-      },
-    )
-    axes.set(xlabel="number of distractors", ylabel="share of answers")
-    axes.set_title(f"Accuracy after training; {length} words", fontsize=10)
-  lowest = min(axes.get_ylim()[0] for axes in below)
-  for axes in below:
-    axes.set_ylim(lowest, 1.02)
-  for axes in above[3:]:
+  upper, lower = figure.subplots(2, num_columns)
+
+  _draw_training(upper[0], grid_results, "accuracy", "Accuracy")
+  _draw_training(
+    upper[1], grid_results, "answer_absolute", "Attention to the answer"
+  )
+  _draw_training(
+    upper[2], grid_results, "noise_absolute", "Attention to the rest (noise)"
+  )
+  upper[0].set_ylabel("share of answers")
+  upper[1].set_ylabel("share of attention")
+  upper[2].set_ylabel("share of attention")
+  for axes in upper[3:]:
     axes.set_axis_off()
+
+  for axes, length in zip(lower, lengths, strict=False):
+    _draw_cells(axes, grid_results, length)
+  lowest = min(axes.get_ylim()[0] for axes in lower)
+  for axes in lower:
+    axes.set_ylim(lowest, 1.02)
+
+  handles, labels = upper[0].get_legend_handles_labels()
   figure.legend(
-    *above[0].get_legend_handles_labels(),
-    loc="outside lower center",
-    ncols=3,
-    fontsize=8,
+    handles, labels, loc="outside lower center", ncols=3, fontsize=8
   )
   return figure
 
 
+def _draw_training(
+  axes: Any, grid_results: Mapping[str, Any], name: str, title: str
+) -> None:
+  """Draws a number in the cell REFERENCE over the steps of training."""
+  length, distractors = REFERENCE
+  steps = series.column(series.first_run(grid_results)["curve"], "step")
+  plots.over_seeds(axes, steps, series.fields(grid_results, "curve", name))
+  axes.set_xlabel("training step")
+  axes.set_title(
+    f"{title}; {length} words, {distractors} distractors", fontsize=10
+  )
+
+
+def _draw_cells(
+  axes: Any, grid_results: Mapping[str, Any], length: int
+) -> None:
+  """Draws the final accuracy over the number of distractors at a length."""
+  grid = series.first_run(grid_results)["grid"]
+  records = series.select(grid, length=length)
+  distractors = series.column(records, "distractors")
+  rows = series.fields(grid_results, "grid", "accuracy", length=length)
+  plots.over_seeds(axes, distractors, rows)
+  axes.set(xlabel="number of distractors", ylabel="share of answers")
+  axes.set_title(f"Accuracy after training; {length} words", fontsize=10)
+
+
 EXPERIMENT = Experiment(
-  question="Does DIFF find what is asked for among distractors where the Transformer does not, and is it more than its head norm?",
-  grids={"cpu": Grid(_VARIANTS, "transformer", tuple(range(5)))},
+  question=(
+    "Does DIFF find what is asked for among distractors where the Transformer"
+    " does not, and is it more than its head norm?"
+  ),
+  grids={
+    "cpu": Grid(
+      variants=VARIANTS, baseline="transformer", seeds=(0, 1, 2, 3, 4)
+    )
+  },
   metrics={
     "accuracy": "accuracy",
     "mean over cells": "mean_accuracy",
@@ -237,10 +357,10 @@ EXPERIMENT = Experiment(
   prepare=prepare,
   measure=measure,
   task={
-    "training": _TRAINING.__dict__,
-    "cells": _CELLS,
-    "samples": _SAMPLES,
-    "reference": _REFERENCE,
+    "training": dataclasses.asdict(TRAINING),
+    "cells": CELLS,
+    "samples": SAMPLES,
+    "reference": REFERENCE,
     "asked": task.ASKED,
     "words": len(task.WORDS),
   },
@@ -248,71 +368,81 @@ EXPERIMENT = Experiment(
 )
 
 
-def measure_needles(workdir: str, config: Config) -> dict[str, Any]:
-  """A language model's accuracy for each number of needles, and the last query's attention with six needles."""
+def measure_needles(
+  workdir: str,
+  config: Config,
+  needles: tuple[str, ...] = NEEDLES,
+  num_prompts: int = PROMPTS,
+) -> dict[str, Any]:
+  """Evaluates a language model on needles in a text.
+
+  Args:
+    workdir: The directory of a run of ablations.
+    config: The config of that run.
+    needles: Numbers of needles in a text and asked for, such as "6/2".
+    num_prompts: The number of prompts for each depth.
+
+  Returns:
+    The accuracies ("accuracy_6/2" and so on), and with six needles the shares
+    of the last query's attention ("answer_signed" and so on).
+  """
+  # Listing experiments does not need JAX.
   from diffjax.evals.attention import AttentionShares
   from diffjax.evals.needle import Needle
   from diffjax.inference.trained import load
 
+  del config
   trained = load(workdir)
-  found = {}
-  for figure in Needle(pairs=_PAIRS, samples=_PROMPTS).evaluate(trained):
+  measured = {}
+  needle_suite = Needle(pairs=needles, samples=num_prompts)
+  for figure in needle_suite.evaluate(trained):
     if figure.at["depth"] == "mean":
-      found[f"accuracy_{figure.at['needles']}/{figure.at['asked']}"] = (
-        figure.statistic(figure.units)
-      )
-  for figure in AttentionShares(samples=_PROMPTS).evaluate(trained):
+      name = f"accuracy_{figure.at['needles']}/{figure.at['asked']}"
+      measured[name] = figure.statistic(figure.units)
+  attention_suite = AttentionShares(samples=num_prompts)
+  for figure in attention_suite.evaluate(trained):
     if figure.at["depth"] == "mean" and figure.name in ("answer", "noise"):
-      found[f"{figure.name}_{figure.at['weights']}"] = figure.statistic(
-        figure.units
-      )
-  return found
+      name = f"{figure.name}_{figure.at['weights']}"
+      measured[name] = figure.statistic(figure.units)
+  return measured
 
 
-def plot_needles(results: Mapping[str, Any]) -> Figure:
-  """Draws accuracy by needles, and the shares of attention."""
-  runs = plots.runs_by_variant(results)
-  parts = ("answer_signed", "noise_signed", "answer_absolute", "noise_absolute")
+def plot_needles(grid_results: Mapping[str, Any]) -> Figure:
+  """Draws the accuracy by number of needles, and the shares of attention."""
   figure = Figure((9, 3.8), layout="constrained")
-  accuracy, looks = figure.subplots(1, 2)
-  plots.over_seeds(
-    accuracy,
-    _PAIRS,
-    {
-      row: [[run[f"accuracy_{pair}"] for pair in _PAIRS] for run in own]
-      for row, own in runs.items()
-    },
-  )
-  words = [part.replace("_", ",\n") for part in parts]
-  plots.over_seeds(
-    looks,
-    words,
-    {
-      row: [[run[part] for part in parts] for run in own]
-      for row, own in runs.items()
-    },
-    "none",
-  )
-  accuracy.set(
+  left, right = figure.subplots(1, 2)
+  accuracies = [f"accuracy_{needles}" for needles in NEEDLES]
+  plots.over_seeds(left, NEEDLES, series.metrics(grid_results, accuracies))
+  left.set(
     title="Accuracy",
     xlabel="needles / asked for",
     ylabel="share of needles found",
     ylim=(-0.05, 1.05),
   )
-  looks.set(
+  left.legend(fontsize=8)
+
+  parts = ("answer_signed", "noise_signed", "answer_absolute", "noise_absolute")
+  labels = [part.replace("_", ",\n") for part in parts]
+  plots.over_seeds(right, labels, series.metrics(grid_results, parts), "none")
+  right.set(
     title="Shares of the last query's attention",
     xlabel="part of the text",
     ylabel="share of attention",
   )
-  accuracy.legend(fontsize=8)
   return figure
 
 
 LARGE = Experiment(
-  question="Do larger DIFFs find more needles in a text than the Transformer, and look at them more?",
+  question=(
+    "Do larger DIFFs find more needles in a text than the Transformer,"
+    " and look at them more?"
+  ),
   grids={"gpu": twins("125m"), "tpu": twins("1b")},
   metrics={
-    **{f"accuracy, {pair}": f"accuracy_{pair}" for pair in _PAIRS},
+    "accuracy, 1/1": "accuracy_1/1",
+    "accuracy, 2/2": "accuracy_2/2",
+    "accuracy, 4/2": "accuracy_4/2",
+    "accuracy, 6/2": "accuracy_6/2",
     "attention to the answer": "answer_signed",
     "noise": "noise_signed",
     "answer, absolute": "answer_absolute",
@@ -321,6 +451,6 @@ LARGE = Experiment(
   trains=False,
   pretrained="ablations",
   measure=measure_needles,
-  task={"pairs": _PAIRS, "prompts": _PROMPTS},
+  task={"pairs": NEEDLES, "prompts": PROMPTS},
   plot=plot_needles,
 )

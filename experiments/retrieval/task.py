@@ -1,11 +1,19 @@
-"""Associative recall with distractors: pairs of a key and a value among filler words, then questions for the values of some keys.
+"""Associative recall with distractors: find the value of a key in a context.
+
+A context has pairs of a key and a value among filler words. It ends with "?".
+Then keys of some pairs follow, each with its value:
 
     k17:v3 n5 k90:v2 n8 n8 k4:v3 … ?  k90 v2 k17 v3 …
 
-A pair is one token, so that the last key only has to find its own pair among the others. Two layers learn this in a minute; with keys and
-values as separate tokens they did not in 2,000 steps. The loss covers the words after "?" (config.data.prompt_field): the next key can only
-be guessed, at the same cost for every model; its value can be looked up. Keys of one context are all different. Distractors are pairs that
-are not asked for. Before the question nothing tells them from the others, so the model has to keep all pairs apart.
+A pair is a single token, so the last key only has to find its own pair. A model
+of two layers learns this in a minute. With separate tokens for keys and values,
+it had not learned it after 2,000 steps.
+
+The loss covers the words after "?" (`config.data.prompt_field`). The next key
+can only be guessed, at the same cost for every model. Its value can be looked
+up. The keys of a context are different. Distractors are pairs that are not
+asked for. Nothing before the question distinguishes them, so the model has to
+keep all pairs apart.
 """
 
 from __future__ import annotations
@@ -19,30 +27,55 @@ import numpy as np
 
 from experiments import words
 
-KEYS, VALUES, FILLERS = 96, 8, 32
-WORDS = [
-  words.SEPARATOR,
-  "?",
-  *(f"k{key}:v{value}" for key in range(KEYS) for value in range(VALUES)),
-  *(f"k{key}" for key in range(KEYS)),
-  *(f"v{value}" for value in range(VALUES)),
-  *(f"n{filler}" for filler in range(FILLERS)),
-]
-ASKED = 8  # pairs that are asked for, in training
+KEYS = 96
+VALUES = 8
+FILLERS = 32
+
+# The number of pairs that are asked for in a training context.
+ASKED = 8
+
+# The number of examples for the validation during training.
+_VALIDATION_EXAMPLES = 512
+
+
+def _vocabulary() -> list[str]:
+  """Returns all tokens: pairs, keys, values and fillers."""
+  vocabulary = [words.SEPARATOR, "?"]
+  for key in range(KEYS):
+    for value in range(VALUES):
+      vocabulary.append(f"k{key}:v{value}")
+  vocabulary += [f"k{key}" for key in range(KEYS)]
+  vocabulary += [f"v{value}" for value in range(VALUES)]
+  vocabulary += [f"n{filler}" for filler in range(FILLERS)]
+  return vocabulary
+
+
+WORDS = _vocabulary()
 
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-  """Limits of the training contexts."""
+  """Limits of the training contexts.
 
-  # Most distractors of a context. The logarithm of their number is uniform, so that some examples are easy
+  Attributes:
+    distractors: The largest number of distractors. The logarithm of the number
+      is uniform, so some examples are easy.
+    length: The largest number of words before the question. The words that are
+      not pairs are filler, up to a random number.
+  """
+
   distractors: int = 88
-  # Most words before the question. A random part of what the pairs leave is filler
   length: int = 96
 
 
 class Example(NamedTuple):
-  """Words of a context, ended by "?"; keys and values of the pairs asked for; the positions of these pairs in the context."""
+  """A context and the questions about it.
+
+  Attributes:
+    context: The words of the context. The last one is "?".
+    answer: The keys and values of the pairs that are asked for, in turn.
+    places: The positions of these pairs in the context.
+  """
 
   context: list[str]
   answer: list[str]
@@ -52,70 +85,77 @@ class Example(NamedTuple):
 def make_example(
   rng: np.random.Generator, *, asked: int, distractors: int, fillers: int
 ) -> Example:
-  """An example with these numbers of pairs and of filler words, in random order."""
+  """Returns an example with its words in random order.
+
+  Args:
+    rng: The random generator.
+    asked: The number of pairs that are asked for.
+    distractors: The number of further pairs.
+    fillers: The number of filler words.
+  """
   pairs = asked + distractors
-  keys, values = rng.permutation(KEYS)[:pairs], rng.integers(0, VALUES, pairs)
-  items = rng.permutation(
-    pairs + fillers
-  ).tolist()  # an item below `pairs` is a pair, the others are filler
-  context = [
-    f"k{keys[item]}:v{values[item]}"
-    if item < pairs
-    else f"n{rng.integers(FILLERS)}"
-    for item in items
-  ]
-  answer = [
-    word
-    for pair in range(asked)
-    for word in (f"k{keys[pair]}", f"v{values[pair]}")
-  ]
-  return Example(
-    [*context, "?"], answer, [items.index(pair) for pair in range(asked)]
-  )
+  keys = rng.permutation(KEYS)[:pairs]
+  values = rng.integers(0, VALUES, pairs)
+  # Items below `pairs` are pairs, and the first ones are asked for. The other
+  # items are filler.
+  items = rng.permutation(pairs + fillers).tolist()
+
+  context = []
+  for item in items:
+    if item < pairs:
+      context.append(f"k{keys[item]}:v{values[item]}")
+    else:
+      context.append(f"n{rng.integers(FILLERS)}")
+  context.append("?")
+
+  answer = []
+  for pair in range(asked):
+    answer += [f"k{keys[pair]}", f"v{values[pair]}"]
+  places = [items.index(pair) for pair in range(asked)]
+  return Example(context, answer, places)
 
 
 def training_examples(
   rng: np.random.Generator, count: int, training: Training
 ) -> Iterator[Example]:
-  """Random examples within the limits."""
+  """Yields random examples within the limits of the training."""
   for _ in range(count):
     distractors = int((training.distractors + 1) ** rng.random()) - 1
-    room = training.length - ASKED - distractors
+    max_fillers = training.length - ASKED - distractors
+    fillers = int(rng.integers(0, max_fillers + 1))
     yield make_example(
-      rng,
-      asked=ASKED,
-      distractors=distractors,
-      fillers=int(rng.integers(0, room + 1)),
+      rng, asked=ASKED, distractors=distractors, fillers=fillers
     )
 
 
 def write(
   directory: pathlib.Path, count: int, training: Training
 ) -> dict[str, str]:
-  """Writes training and validation examples and the tokenizer, unless they exist.
+  """Writes training and validation examples and the tokenizer.
+
+  Existing files are kept.
 
   Args:
-    directory: where to write.
-    count: training examples.
-    training: their limits.
+    directory: The directory to write to.
+    count: The number of training examples.
+    training: The limits of the examples.
 
   Returns:
-    The fields of a config that point to the files.
+    The config fields that point to the files.
   """
+  examples = {
+    "train": _records(0, count, training),
+    "validation": _records(1, _VALIDATION_EXAMPLES, training),
+  }
+  content = [count, dataclasses.asdict(training), WORDS, ASKED]
+  return words.write(directory, WORDS, examples, content)
 
-  def records(seed: int, number: int) -> Iterator[dict[str, str]]:
-    for example in training_examples(
-      np.random.default_rng(seed), number, training
-    ):
-      yield {
-        "context": " ".join(example.context),
-        "answer": " ".join(example.answer),
-      }
 
-  examples = {"train": records(0, count), "validation": records(1, 512)}
-  return words.write(
-    directory,
-    WORDS,
-    examples,
-    [count, dataclasses.asdict(training), WORDS, ASKED],
-  )
+def _records(
+  seed: int, count: int, training: Training
+) -> Iterator[dict[str, str]]:
+  """Yields random examples, as records of a JSONL file."""
+  rng = np.random.default_rng(seed)
+  for example in training_examples(rng, count, training):
+    context = " ".join(example.context)
+    yield {"context": context, "answer": " ".join(example.answer)}

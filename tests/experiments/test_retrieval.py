@@ -1,4 +1,4 @@
-"""Associative recall: the pair asked for stands once, where the example says, and questions look as in training."""
+"""Associative recall: the examples, the questions and what is measured."""
 
 import concurrent.futures
 import functools
@@ -13,187 +13,203 @@ from diffjax.data.tokenizer import load_tokenizer
 from diffjax.evals import attention, needle
 from diffjax.inference.trained import load
 from diffjax.training.checkpoint import Checkpoints
-from experiments import grid, plots, results
+from experiments import grid
 from experiments.retrieval import experiment, task
 
 
-def test_examples():
-  rng = np.random.default_rng(0)
-  for distractors, fillers in ((0, 0), (5, 3), (40, 10)):
-    example = task.make_example(
-      rng, asked=3, distractors=distractors, fillers=fillers
-    )
-    context = example.context
-    keys = [word.partition(":")[0] for word in context if word.startswith("k")]
-    assert context[-1] == "?" and len(context) == 3 + distractors + fillers + 1
-    assert (
-      len(set(keys)) == len(keys) == 3 + distractors
-      and sum(word.startswith("n") for word in context) == fillers
-    )
-    for number, place in enumerate(example.places):
-      assert context[place] == ":".join(
-        example.answer[2 * number : 2 * number + 2]
-      )
+def write_data(directory, count=40):
+  """Writes training data, and returns the config fields that point to it."""
+  return task.write(directory, count, task.Training())
 
 
-def test_questions_of_every_cell(tmp_path):
-  """Prompts have one length and end with a key; the position is that of its pair, the only one with that key."""
-  tokenizer = load_tokenizer(
-    task.write(tmp_path, 4, task.Training())["data.tokenizer"]
+@pytest.mark.parametrize(
+  "distractors, fillers",
+  [
+    pytest.param(0, 0, id="only the pairs that are asked for"),
+    pytest.param(5, 3, id="more distractors than fillers"),
+    pytest.param(40, 10, id="many distractors"),
+  ],
+)
+def test_an_example_has_the_pairs_and_fillers_asked_for(distractors, fillers):
+  example = task.make_example(
+    np.random.default_rng(0),
+    asked=3,
+    distractors=distractors,
+    fillers=fillers,
   )
-  for length, distractors in experiment._CELLS:
-    tokens, wanted, places = experiment._questions(
-      tokenizer, length, distractors
-    )
-    assert tokens.shape == (experiment._SAMPLES, length + 3)
-    for row, value, place in zip(tokens, wanted, places, strict=True):
-      context, key = (
-        [task.WORDS[token] for token in row[1:-2]],
-        task.WORDS[row[-1]],
-      )
-      assert task.WORDS[row[-2]] == "?" and [context[place - 1]] == [
-        word for word in context if word.startswith(f"{key}:")
-      ]
-      assert (
-        key not in context
-        and context[place - 1] == f"{key}:{task.WORDS[value]}"
-      )
-  assert experiment._REFERENCE in experiment._CELLS
+
+  *words, question = example.context
+  assert question == "?"
+  pairs = [word for word in words if word.startswith("k")]
+  keys = {pair.partition(":")[0] for pair in pairs}
+  assert len(keys) == len(pairs) == 3 + distractors
+  assert len(words) - len(pairs) == fillers
+
+  keys_asked = example.answer[::2]
+  values_asked = example.answer[1::2]
+  for key, value, place in zip(
+    keys_asked, values_asked, example.places, strict=True
+  ):
+    assert words[place] == f"{key}:{value}"
 
 
-def test_shares_of_a_known_attention():
-  weights = np.zeros((2, 8))
-  weights[0, [0, 2, 4, 6, 7]] = [
-    0.1,
-    0.5,
-    -0.1,
-    0.1,
-    0.2,
-  ]  # separator, the pair, another word, "?", the key
-  weights[1, [0, 3, 4, 7]] = [0.0, 0.7, -0.1, 0.2]
-  found = experiment._shares(weights, np.array([2, 3]))
-  assert found["answer_signed"] == pytest.approx(1.2 / 1.6) and found[
-    "noise_signed"
-  ] == pytest.approx(-0.2 / 1.6)
-  assert found["answer_absolute"] == pytest.approx(1.2 / 2.0) and found[
-    "noise_absolute"
-  ] == pytest.approx(0.2 / 2.0)
+@pytest.mark.parametrize("length, distractors", experiment.CELLS)
+def test_a_question_has_one_right_pair(tmp_path, length, distractors):
+  tokenizer = load_tokenizer(write_data(tmp_path, 4)["data.tokenizer"])
+
+  questions = experiment.make_questions(
+    tokenizer, length, distractors, num_samples=40
+  )
+
+  assert questions.tokens.shape == (40, length + 3)
+  for tokens, value, place in zip(*questions, strict=True):
+    words = [task.WORDS[token] for token in tokens]
+    *context, mark, key = words
+    assert mark == "?"
+    matches = [word for word in context if word.startswith(f"{key}:")]
+    assert matches == [words[place]]
+    assert words[place] == f"{key}:{task.WORDS[value]}"
+
+
+def test_the_cell_of_reference_is_measured():
+  assert experiment.REFERENCE in experiment.CELLS
+
+
+def test_shares_of_a_given_attention():
+  # By position: the separator, five words, "?" and the key.
+  weights = np.array(
+    [
+      [0.1, 0.0, 0.5, 0.0, -0.1, 0.0, 0.1, 0.2],
+      [0.0, 0.0, 0.0, 0.7, -0.1, 0.0, 0.0, 0.2],
+    ]
+  )
+
+  measured = experiment.shares(weights, places=np.array([2, 3]))
+
+  assert measured["answer_signed"] == pytest.approx(1.2 / 1.6)
+  assert measured["noise_signed"] == pytest.approx(-0.2 / 1.6)
+  assert measured["answer_absolute"] == pytest.approx(1.2 / 2.0)
+  assert measured["noise_absolute"] == pytest.approx(0.2 / 2.0)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("variant", ["transformer", "diff", "diff_v2"])
-def test_a_run_that_was_stopped_is_measured_as_others(
-  make_workdir, monkeypatch, tmp_path, variant
-):
-  """A resumed run has one more checkpoint, which does not count; a run that lacks a checkpoint is not measured."""
-  monkeypatch.setattr(experiment, "_CELLS", ((24, 5), experiment._REFERENCE))
-  monkeypatch.setattr(experiment, "_SAMPLES", 8)
-  run = grid.expand("retrieval", grid.Grid((variant,), variant), {})[0]
+def test_regular_checkpoints_are_measured(make_workdir, tmp_path):
+  """A resumed run has one checkpoint more, which is not measured."""
+  (run,) = grid.expand("retrieval", grid.Grid(("diff",), "diff"), {})
   fields = {
-    "data.tokenizer": task.write(tmp_path / "words", 4, task.Training())[
-      "data.tokenizer"
-    ]
+    "data.tokenizer": write_data(tmp_path / "words", 4)["data.tokenizer"],
+    "train.steps": 5,
+    "eval.interval": 2,
+    "optimizer.warmup_steps": 1,
   }
-  fields |= {"train.steps": 5, "eval.interval": 2, "optimizer.warmup_steps": 1}
   workdir, config = make_workdir("run", run.config, fields)
   params = load(workdir).params
-  with Checkpoints(workdir, keep=9) as checkpoints:
-    for step in (2, 3, 4, 5):
-      if step == 5:
+  cells = [(24, 5), experiment.REFERENCE]
+
+  def save(steps):
+    with Checkpoints(workdir, keep=9) as checkpoints:
+      for step in steps:
+        checkpoints.save(
+          step, {"params": params}, data_state={}, config=config.to_dict()
+        )
         checkpoints.wait()
-        with pytest.raises(UserError, match="no complete checkpoint of step 5"):
-          experiment.measure(workdir, config)
-      checkpoints.save(
-        step, {"params": params}, data_state={}, config=config.to_dict()
-      )
-      checkpoints.wait()
-  found = experiment.measure(workdir, config)
-  assert [row["step"] for row in found["curve"]] == [2, 4, 5]
-  assert [(row["length"], row["distractors"]) for row in found["grid"]] == [
-    (24, 5),
-    experiment._REFERENCE,
-  ]
+
+  # A run without a regular checkpoint is not measured.
+  save([2, 3, 4])
+  with pytest.raises(UserError, match="no complete checkpoint of step 5"):
+    experiment.measure(workdir, config, cells, num_samples=8)
+
+  save([5])
+  measured = experiment.measure(workdir, config, cells, num_samples=8)
+
+  assert [record["step"] for record in measured["curve"]] == [2, 4, 5]
+  measured_cells = []
+  for record in measured["grid"]:
+    measured_cells.append((record["length"], record["distractors"]))
+  assert measured_cells == cells
 
 
-def test_data_is_written_whole_by_whoever_is_first(tmp_path):
-  """Also beside the remains of a killed process, and with several processes at once."""
-  wanted = task.write(tmp_path / "alone", 40, task.Training())
-  (tmp_path / "several").mkdir()
+def test_several_processes_can_write_the_data_at_once(tmp_path):
+  alone = write_data(tmp_path / "alone")
+  together = tmp_path / "together"
+  together.mkdir()
+
   with concurrent.futures.ThreadPoolExecutor(4) as pool:
-    found = list(
-      pool.map(
-        lambda _: task.write(tmp_path / "several", 40, task.Training()),
-        range(4),
-      )
-    )
-  assert [path.name for path in (tmp_path / "several").iterdir()] == [
-    pathlib.Path(wanted["data.tokenizer"]).parent.name
-  ]
-  for field in wanted:
-    one, other = (
-      pathlib.Path(places[field].removeprefix("jsonl:"))
-      for places in (wanted, found[0])
-    )
-    assert one.read_bytes() == other.read_bytes() and all(
-      places == found[0] for places in found
-    )
+    futures = [pool.submit(write_data, together) for _ in range(4)]
+    written = [future.result() for future in futures]
+
+  assert all(fields == written[0] for fields in written)
+  data_name = pathlib.Path(alone["data.tokenizer"]).parent.name
+  assert [path.name for path in together.iterdir()] == [data_name]
+  for field, location in alone.items():
+    expected = pathlib.Path(location.removeprefix("jsonl:"))
+    actual = pathlib.Path(written[0][field].removeprefix("jsonl:"))
+    assert actual.read_bytes() == expected.read_bytes()
+
+
+def test_existing_data_is_used_again(tmp_path):
+  assert write_data(tmp_path) == write_data(tmp_path)
 
 
 def test_training_learns_the_words_after_the_question(tmp_path):
-  run = grid.expand(
-    "retrieval", grid.Grid(("diff",), "diff"), {"train.batch_size": 2}
-  )[0]
-  run = grid.with_fields(run, task.write(tmp_path, 40, task.Training()))
+  changes = {"train.batch_size": 2}
+  (run,) = grid.expand("retrieval", grid.Grid(("diff",), "diff"), changes)
+  run = grid.with_fields(run, write_data(tmp_path))
   tokenizer = load_tokenizer(run.config.data.tokenizer)
-  assert run.config.model.vocab_size >= tokenizer.vocab_size == len(task.WORDS)
+  assert run.config.model.vocab_size >= tokenizer.vocab_size
+  assert tokenizer.vocab_size == len(task.WORDS)
+  (question,) = tokenizer.encode("?")
+
   batch = next(pipeline.training_batches(run.config))
-  question = tokenizer.encode("?")[0]
-  for tokens, targets, segments, weights in zip(
-    *(batch[key] for key in ("tokens", "targets", "segment_ids", "weights")),
-    strict=True,
-  ):
+
+  for row in range(2):
+    segments = batch["segment_ids"][row]
     for segment in range(1, segments.max() + 1):
-      mine = segments == segment
-      learnt = tokenizer.decode(targets[mine & (weights > 0)])
-      (start,) = np.flatnonzero(mine & (tokens == question))
-      assert (
-        len(learnt.split()) == 2 * task.ASKED
-        and np.flatnonzero(mine & (weights > 0))[0] == start
-      )
-  assert task.write(tmp_path, 40, task.Training()) == {
-    field: getattr(run.config.data, field[5:])
-    for field in ("data.source", "data.validation_source", "data.tokenizer")
-  }
+      in_segment = segments == segment
+      is_learned = in_segment & (batch["weights"][row] > 0)
+      learned = tokenizer.decode(batch["targets"][row][is_learned])
+      assert len(learned.split()) == 2 * task.ASKED
+
+      is_question = in_segment & (batch["tokens"][row] == question)
+      (start,) = np.flatnonzero(is_question)
+      assert np.flatnonzero(is_learned)[0] == start
+
+
+def test_larger_models_are_the_runs_of_ablations():
+  gpu_grid = grid.load("retrieval", "gpu").grids["gpu"]
+  run, *_ = grid.expand("retrieval", gpu_grid, {})
+
+  assert not experiment.LARGE.trains
+  assert run.pretrained.config == run.config
 
 
 @pytest.mark.full
-def test_larger_models_are_asked_for_needles(
-  make_workdir, make_results, monkeypatch, tmp_path
-):
-  """Measured on ablations' runs, which are trained there: all numbers that table and plot want, from the suites' own figures."""
-  run = grid.expand(
-    "retrieval", grid.load("retrieval", "gpu").grids["gpu"], {}
-  )[0]
-  assert run.pretrained.config == run.config and not experiment.LARGE.trains
-  workdir, config = make_workdir(
-    "run",
-    grid.expand("ablations", grid.Grid(("diff",), "diff"), {})[0].config,
-    {"model.max_length": 1024},
-  )
-  monkeypatch.setattr(experiment, "_PAIRS", ("6/2",))
-  monkeypatch.setattr(experiment, "_PROMPTS", 1)
+def test_needles_of_a_model_with_random_parameters(make_workdir, monkeypatch):
+  (run,) = grid.expand("ablations", grid.Grid(("diff",), "diff"), {})
+  workdir, config = make_workdir("run", run.config, {"model.max_length": 1024})
   for module, name in ((attention, "AttentionShares"), (needle, "Needle")):
     small = functools.partial(getattr(module, name), batch_tokens=1024)
     monkeypatch.setattr(module, name, small)
-  found = experiment.measure_needles(workdir, config)
-  assert found["accuracy_6/2"] == 0, "the parameters are random"
-  assert 0 < found["answer_absolute"] < 0.2 < found["noise_absolute"] < 1
-  monkeypatch.undo()
-  every = lambda run: {
-    **found,
-    **{f"accuracy_{pair}": 0.5 for pair in experiment._PAIRS},
-  }
-  made = make_results("retrieval", experiment.LARGE, every, "gpu")
-  plots.save(experiment.plot_needles(made), tmp_path)
-  assert (tmp_path / "plot.png").stat().st_size > 10_000
-  assert "| diff,size=125m | " in results.table(experiment.LARGE, made)
+
+  measured = experiment.measure_needles(
+    workdir, config, needles=("6/2",), num_prompts=1
+  )
+
+  assert measured["accuracy_6/2"] == 0
+  assert 0 < measured["answer_absolute"] < 0.2
+  assert 0.2 < measured["noise_absolute"] < 1
+  # All columns of the table are there, but for other numbers of needles.
+  missing = set(experiment.LARGE.metrics.values()) - measured.keys()
+  assert missing == {"accuracy_1/1", "accuracy_2/2", "accuracy_4/2"}
+
+
+def test_the_plot_of_needles_has_every_row(make_results):
+  def measured(run):
+    numbers = dict.fromkeys(experiment.LARGE.metrics.values(), 0.5)
+    return numbers | {"accuracy_6/2": 0.1 * run.seed}
+
+  grid_results = make_results("retrieval", experiment.LARGE, measured, "gpu")
+  accuracy, _ = experiment.plot_needles(grid_results).axes
+
+  _, labels = accuracy.get_legend_handles_labels()
+  assert len(labels) == 3
