@@ -1,4 +1,8 @@
-"""Power laws of the loss, and the share of a size with which one architecture equals another."""
+"""Power laws of the loss, fitted to several architectures at once.
+
+From two curves follows the share: the size at which one architecture has the
+loss that another has at a larger size, relative to that size.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +12,28 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import scipy.optimize
 import scipy.stats
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from numpy import ndarray
+
+# Bounds of the exponent b.
+_MIN_EXPONENT = 1e-2
+_MAX_EXPONENT = 5.0
+
+# The fit starts from several values of c, as shares of the lowest loss, and
+# from exponents up to this bound.
+_START_SHARES = (0.1, 0.5, 0.9)
+_MAX_START_EXPONENT = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-  """L(x) = c + a·(x / at)^−b of several architectures.
+  """The curves L(x) = c + a · (x / at)^−b of several architectures.
 
   Attributes:
-    at: the size at which a is the loss above c.
-    c: nats, shared by all.
-    a: nats, by architecture.
-    b: by architecture.
+    at: The size at which `a` is the loss above c.
+    c: The loss that no size undercuts, in nats. All architectures share it.
+    a: In nats, by architecture.
+    b: The exponent, by architecture.
   """
 
   at: float
@@ -29,94 +42,158 @@ class Fit:
   b: Mapping[str, float]
 
   def loss(self, name: str, x: Float[ndarray, "X"]) -> Float[ndarray, "X"]:
+    """Returns the loss of an architecture at some sizes."""
     return self.c + self.a[name] * (x / self.at) ** -self.b[name]
 
-  def share(self, name: str, other: str) -> float:
-    """The x at which a curve has the loss that the other curve has at `at`, divided by `at`."""
-    return (self.a[name] / self.a[other]) ** (1 / self.b[name])
+  def share(self, name: str, reference: str) -> float:
+    """Returns the share of a size that an architecture needs.
+
+    It is x / at, for the size x at which the architecture has the loss that the
+    reference has at `at`.
+
+    Args:
+      name: The architecture.
+      reference: The architecture that it is compared with.
+    """
+    return (self.a[name] / self.a[reference]) ** (1 / self.b[name])
+
+
+class _Problem:
+  """The least-squares problem of `fit`.
+
+  The model is L = c + exp(log_a − b · t), where t is log(x) minus its mean. The
+  parameters are a vector: log_a by architecture, b by architecture, and c.
+
+  Attributes:
+    center: The mean of log(x).
+    lowest_loss: The lowest loss, an upper bound of c.
+  """
+
+  def __init__(
+    self, curves: Mapping[str, tuple[Sequence[float], Sequence[float]]]
+  ):
+    sizes = []
+    losses = []
+    architectures = []
+    for index, (curve_sizes, curve_losses) in enumerate(curves.values()):
+      sizes += list(curve_sizes)
+      losses += list(curve_losses)
+      architectures += [index] * len(curve_sizes)
+    log_sizes = np.log(np.asarray(sizes, np.float64))
+    self.center = log_sizes.mean()
+    self._t: Float[ndarray, "P"] = log_sizes - self.center
+    self._losses: Float[ndarray, "P"] = np.asarray(losses, np.float64)
+    self._architectures: Int[ndarray, "P"] = np.array(architectures)
+    self._count = len(curves)
+    self.lowest_loss = self._losses.min()
+
+  def unpack(
+    self, parameters: Float[ndarray, "V"]
+  ) -> tuple[Float[ndarray, "A"], Float[ndarray, "A"], float]:
+    """Returns log_a, b and c."""
+    log_a = parameters[: self._count]
+    b = parameters[self._count : -1]
+    return log_a, b, parameters[-1]
+
+  def residuals(self, parameters: Float[ndarray, "V"]) -> Float[ndarray, "P"]:
+    """Returns the model's losses minus the measured losses."""
+    _, _, c = self.unpack(parameters)
+    return c + self._above_c(parameters) - self._losses
+
+  def jacobian(self, parameters: Float[ndarray, "V"]) -> Float[ndarray, "P V"]:
+    """Returns the derivatives of the residuals."""
+    # A point depends on the parameters of its own architecture alone.
+    is_own = self._architectures[:, None] == np.arange(self._count)
+    by_log_a = self._above_c(parameters)[:, None] * is_own
+    by_b = -self._t[:, None] * by_log_a
+    by_c = np.ones((len(self._t), 1))
+    return np.concatenate([by_log_a, by_b, by_c], axis=1)
+
+  def bounds(self) -> tuple[list[float], list[float]]:
+    """Returns the lower and the upper bounds of the parameters."""
+    count = self._count
+    lower = [-np.inf] * count + [_MIN_EXPONENT] * count + [0.0]
+    upper = [np.inf] * count + [_MAX_EXPONENT] * count + [self.lowest_loss]
+    return lower, upper
+
+  def start(self, c: float) -> list[float]:
+    """Returns initial parameters for a value of c.
+
+    For a given c, a power law is a line of logarithms.
+    """
+    log_a = []
+    b = []
+    for index in range(self._count):
+      is_own = self._architectures == index
+      log_above_c = np.log(self._losses[is_own] - c)
+      slope, intercept = np.polyfit(self._t[is_own], log_above_c, 1)
+      log_a.append(intercept)
+      b.append(np.clip(-slope, _MIN_EXPONENT, _MAX_START_EXPONENT))
+    return [*log_a, *b, c]
+
+  def _above_c(self, parameters: Float[ndarray, "V"]) -> Float[ndarray, "P"]:
+    """Returns the model's losses minus c."""
+    log_a, b, _ = self.unpack(parameters)
+    architectures = self._architectures
+    return np.exp(log_a[architectures] - b[architectures] * self._t)
 
 
 def fit(
   curves: Mapping[str, tuple[Sequence[float], Sequence[float]]], at: float
 ) -> Fit:
-  """Least squares over all architectures together.
+  """Fits the curves of all architectures together, by least squares.
 
-  They share c, the loss that no size would undercut. It belongs to the text more than to the model, a handful of sizes does not determine
-  one for each architecture, and with a common c a share exists wherever the curves do.
+  They share c, for three reasons. The loss that no size would undercut belongs
+  to the text more than to the model. A handful of sizes does not determine one
+  c for each architecture. And with a common c, a share exists wherever the
+  curves do.
 
   Args:
-    curves: by architecture, sizes (three different ones at least) and losses in nats.
-    at: see `Fit`.
+    curves: The sizes and the losses in nats, by architecture. Each needs at
+      least three different sizes.
+    at: The size at which `a` is the loss above c.
   """
-  names, count = list(curves), len(curves)
-  which = np.repeat(np.arange(count), [len(x) for x, _ in curves.values()])
-  x, loss = (
-    np.concatenate(
-      [np.asarray(curve[part], np.float64) for curve in curves.values()]
+  problem = _Problem(curves)
+  solutions = []
+  for share in _START_SHARES:
+    solution = scipy.optimize.least_squares(
+      problem.residuals,
+      problem.start(share * problem.lowest_loss),
+      problem.jacobian,
+      bounds=problem.bounds(),
+      x_scale="jac",
     )
-    for part in (0, 1)
-  )
-  centre, lowest = np.log(x).mean(), loss.min()
-  t = np.log(x) - centre
+    solutions.append(solution)
+  best = min(solutions, key=_cost)
 
-  def residuals(values):
-    log_a, b, c = values[:count], values[count:-1], values[-1]
-    return c + np.exp(log_a[which] - b[which] * t) - loss
-
-  def jacobian(values):
-    log_a, b = values[:count], values[count:-1]
-    above = np.exp(log_a[which] - b[which] * t)[:, None] * (
-      which[:, None] == np.arange(count)
-    )  # of its own architecture alone
-    return np.concatenate(
-      [above, -t[:, None] * above, np.ones((len(t), 1))], axis=1
-    )
-
-  limits = (
-    [-np.inf] * count + [1e-2] * count + [0.0],
-    [np.inf] * count + [5.0] * count + [lowest],
+  log_a, b, c = problem.unpack(best.x)
+  a = np.exp(log_a - b * (np.log(at) - problem.center))
+  return Fit(
+    at=at,
+    c=float(c),
+    a=dict(zip(curves, a.tolist(), strict=True)),
+    b=dict(zip(curves, b.tolist(), strict=True)),
   )
-  found = []
-  for share in (
-    0.1,
-    0.5,
-    0.9,
-  ):  # starts: a power law alone is a line of logarithms
-    lines = [
-      np.polyfit(
-        t[which == index], np.log(loss[which == index] - share * lowest), 1
-      )
-      for index in range(count)
-    ]
-    start = [
-      *(line[1] for line in lines),
-      *(np.clip(-line[0], 1e-2, 4) for line in lines),
-      share * lowest,
-    ]
-    found.append(
-      scipy.optimize.least_squares(
-        residuals, start, jacobian, bounds=limits, x_scale="jac"
-      )
-    )
-  best = min(found, key=lambda result: result.cost).x
-  log_a, b = (
-    best[:count] - best[count:-1] * (np.log(at) - centre),
-    best[count:-1],
-  )
-  named = lambda values: dict(zip(names, map(float, values), strict=True))
-  return Fit(at, float(best[-1]), named(np.exp(log_a)), named(b))
+
+
+def _cost(solution: scipy.optimize.OptimizeResult) -> float:
+  return solution.cost
 
 
 def interval(
-  whole: float, left_out: Sequence[float] | Float[ndarray, "S"]
+  estimate: float, left_out: Sequence[float] | Float[ndarray, "S"]
 ) -> tuple[float, float]:
-  """The 95% interval of an estimate by the jackknife, with Student's t. Percentiles of a few resampled seeds would be too narrow.
+  """Returns the 95% interval of an estimate, by the jackknife.
+
+  It uses Student's t. The percentiles of a few resampled seeds would be too
+  narrow.
 
   Args:
-    whole: the estimate from all seeds.
-    left_out: for each seed, the estimate from all others.
+    estimate: The estimate from all seeds.
+    left_out: For each seed, the estimate from the remaining seeds.
   """
-  count = len(left_out)
-  error = np.sqrt((count - 1) * np.var(left_out))
-  reach = float(scipy.stats.t.ppf(0.975, count - 1) * error)
-  return whole - reach, whole + reach
+  num_seeds = len(left_out)
+  standard_error = np.sqrt((num_seeds - 1) * np.var(left_out))
+  quantile = scipy.stats.t.ppf(0.975, num_seeds - 1)
+  reach = float(quantile * standard_error)
+  return estimate - reach, estimate + reach

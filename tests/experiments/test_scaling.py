@@ -1,4 +1,4 @@
-"""Power laws: known ones are found, and the paper's own losses give about the share that the paper gives."""
+"""Scaling: the fits of power laws, the summary, and the sizes of the models."""
 
 import dataclasses
 import json
@@ -8,9 +8,9 @@ import re
 import numpy as np
 import pytest
 
-from diffjax.config import UserError
+from diffjax.config import UserError, from_config_dict
 from diffjax.model.flops import parameter_count
-from experiments import grid, plots, results
+from experiments import grid, results
 from experiments.scaling import experiment
 from experiments.scaling.config import (
   ARCHITECTURES,
@@ -22,285 +22,396 @@ from experiments.scaling.config import (
 from experiments.scaling.fit import fit, interval
 
 SIZES = np.array([0.12, 0.25, 0.47, 0.84, 1.6])
-TRUE = {
-  "transformer": 1.0,
-  "diff": 0.62,
-  "diff_v2": 0.7,
-}  # of the parameters, and of the tokens, for the same loss
+
+# Simulated shares: the size, relative to the Transformer's, for the same loss.
+SHARES = {"transformer": 1.0, "diff": 0.62, "diff_v2": 0.7}
 
 
-def law(x, share, c=1.1, b=0.3):
+def power_law(x, share, c=1.1, b=0.3):
+  """Returns the losses of an architecture that needs a share of the size."""
   return c + 0.4 * (x / share) ** -b
 
 
-def test_known_laws_are_found():
-  found = fit(
-    {name: (SIZES, law(SIZES, share)) for name, share in TRUE.items()},
-    at=SIZES[-1],
+def num_parameters(variant: str) -> int:
+  """Returns the number of parameters of a variant."""
+  config = from_config_dict(get_config(variant))
+  return parameter_count(config.model)
+
+
+def test_a_fit_finds_the_parameters_of_power_laws():
+  curves = {}
+  for name, share in SHARES.items():
+    curves[name] = (SIZES, power_law(SIZES, share))
+
+  fitted = fit(curves, at=SIZES[-1])
+
+  assert fitted.c == pytest.approx(1.1, abs=1e-4)
+  for b in fitted.b.values():
+    assert b == pytest.approx(0.3, abs=1e-4)
+  assert fitted.share("diff", "transformer") == pytest.approx(0.62, abs=1e-4)
+  share_of_diff = fitted.share("diff_v2", "diff")
+  assert share_of_diff == pytest.approx(0.7 / 0.62, abs=1e-4)
+  assert fitted.loss("diff", SIZES) == pytest.approx(
+    power_law(SIZES, 0.62), abs=1e-5
   )
-  assert found.c == pytest.approx(1.1, abs=1e-4) and all(
-    b == pytest.approx(0.3, abs=1e-4) for b in found.b.values()
-  )
-  assert found.share("diff", "transformer") == pytest.approx(
-    0.62, abs=1e-4
-  ) and found.share("diff_v2", "diff") == pytest.approx(0.7 / 0.62, abs=1e-4)
-  np.testing.assert_allclose(
-    found.loss("diff", SIZES), law(SIZES, 0.62), atol=1e-5
-  )
-  # other exponents: at the share, one curve has the loss that the other has at the whole size
+
+
+def test_the_share_is_where_curves_with_other_exponents_have_equal_losses():
   curves = {
-    "transformer": (SIZES, law(SIZES, 1.0)),
-    "diff": (SIZES, law(SIZES, 0.8, b=0.4)),
+    "transformer": (SIZES, power_law(SIZES, 1.0)),
+    "diff": (SIZES, power_law(SIZES, 0.8, b=0.4)),
   }
-  found = fit(curves, at=1.0)
-  assert law(found.share("diff", "transformer"), 0.8, b=0.4) == pytest.approx(
-    law(1.0, 1.0), abs=1e-4
-  )
+
+  share = fit(curves, at=1.0).share("diff", "transformer")
+
+  diff_loss = power_law(share, 0.8, b=0.4)
+  assert diff_loss == pytest.approx(power_law(1.0, 1.0), abs=1e-4)
 
 
-def test_the_papers_own_losses():
-  """Losses read off its figure to ±0.002. In the paper 6.8B of DIFF equal 11B of the Transformer (62%), and 7.8B equal 13.1B (59.5%)."""
+def test_a_fit_of_the_papers_losses_gives_about_its_shares():
+  """The losses are read off the paper's figure to ±0.002.
+
+  In the paper, 6.8B of DIFF equal 11B of the Transformer (62%), and 7.8B equal
+  13.1B (59.5%). The README has the numbers of this test.
+  """
   billions = [0.8335, 1.413, 2.794, 6.837, 13.123]
   curves = {
     "transformer": (billions, [3.170, 3.087, 3.003, 2.961, 2.899]),
     "diff": (billions, [3.138, 3.062, 2.977, 2.934, 2.872]),
   }
-  equal = 6.837 * fit(curves, at=6.837).share("transformer", "diff")
-  assert equal == pytest.approx(10.6, abs=0.05), "the README says so"
-  assert fit(curves, at=13.123).share("diff", "transformer") == pytest.approx(
-    0.632, abs=5e-4
-  )
+
+  equal_size = 6.837 * fit(curves, at=6.837).share("transformer", "diff")
+  share = fit(curves, at=13.123).share("diff", "transformer")
+
+  assert equal_size == pytest.approx(10.6, abs=0.05)
+  assert share == pytest.approx(0.632, abs=5e-4)
 
 
-def test_intervals_of_a_mean_are_students():
+def test_the_jackknife_interval_of_a_mean_is_students():
   values = np.random.default_rng(0).normal(size=5)
-  low, high = interval(
-    values.mean(), [np.delete(values, index).mean() for index in range(5)]
-  )
+  left_out = [np.delete(values, index).mean() for index in range(5)]
+
+  low, high = interval(values.mean(), left_out)
+
+  # The quantile of Student's t with four degrees of freedom.
   reach = 2.7764 * values.std(ddof=1) / 5**0.5
-  np.testing.assert_allclose(
-    [low, high], [values.mean() - reach, values.mean() + reach], rtol=1e-4
-  )
+  assert low == pytest.approx(values.mean() - reach, rel=1e-4)
+  assert high == pytest.approx(values.mean() + reach, rel=1e-4)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-  "axis, grids", [("parameters", 120), ("tokens", 240)]
-)  # a fit against parameters takes longer
-def test_intervals_hold_the_true_share(axis, grids):
-  """About 95% of the intervals do, in grids simulated from the committed curves with their runs' spread, as the README says."""
-  points = experiment._points(
-    json.loads(
-      pathlib.Path(experiment.__file__).with_name("results.json").read_text()
-    )
-  )[axis]
+  "axis, num_grids",
+  [
+    pytest.param("parameters", 60, id="parameters"),
+    pytest.param("tokens", 120, id="tokens"),
+  ],
+)
+def test_about_95_percent_of_intervals_contain_the_true_share(axis, num_grids):
+  """Simulates grids from the committed curves and the spread of their runs."""
+  path = pathlib.Path(experiment.__file__).with_name("results.json")
+  points = experiment.points_by_axis(json.loads(path.read_text()))[axis]
   seeds = set(range(5))
-  true = experiment._fit(points, seeds)
-  spread = np.sqrt(
-    np.mean(
-      [
-        np.var(list(losses.values()), ddof=1)
-        for curve in points.values()
-        for losses in curve.values()
-      ]
-    )
-  )
+  true_fit = experiment.fit_seeds(points, seeds)
+  variances = []
+  for curve in points.values():
+    for losses in curve.values():
+      variances.append(np.var(list(losses.values()), ddof=1))
+  spread = np.sqrt(np.mean(variances))
+
   rng = np.random.default_rng(0)
-  held = dict.fromkeys(("diff", "diff_v2"), 0)
-  for _ in range(grids):
-    simulated = {
-      name: {
-        x: {seed: true.loss(name, x) + rng.normal(0, spread) for seed in seeds}
-        for x in curve
-      }
-      for name, curve in points.items()
-    }
-    fits = [
-      experiment._fit(simulated, kept)
-      for kept in (seeds, *(seeds - {seed} for seed in seeds))
-    ]
-    for name in held:
-      whole, *left_out = np.log(
-        [found.share(name, "transformer") for found in fits]
+  num_hits = {"diff": 0, "diff_v2": 0}
+  for _ in range(num_grids):
+    simulated = simulate(points, true_fit, spread, rng)
+    whole = experiment.fit_seeds(simulated, seeds)
+    left_out = []
+    for seed in seeds:
+      left_out.append(experiment.fit_seeds(simulated, seeds - {seed}))
+    for name in num_hits:
+      low, high = interval(
+        np.log(whole.share(name, "transformer")),
+        np.log([fitted.share(name, "transformer") for fitted in left_out]),
       )
-      low, high = interval(whole, left_out)
-      held[name] += bool(low < np.log(true.share(name, "transformer")) < high)
-  assert all(0.9 < count / grids < 0.98 for count in held.values()), held
+      if low < np.log(true_fit.share(name, "transformer")) < high:
+        num_hits[name] += 1
+
+  for hits in num_hits.values():
+    assert 0.9 < hits / num_grids < 0.98
 
 
-def made_up(tmp_path, seeds, only=lambda run: True):
-  """Made-up results of the CPU grid: a law on each axis, an offset per seed, and a little noise."""
+def simulate(points, true_fit, spread, rng):
+  """Returns losses of five seeds, scattered about the fitted curves."""
+  simulated = {}
+  for name, curve in points.items():
+    simulated[name] = {}
+    for x in curve:
+      noise = rng.normal(0, spread, size=5)
+      losses = true_fit.loss(name, x) + noise
+      simulated[name][x] = dict(enumerate(losses))
+  return simulated
+
+
+def simulated_loss(run, rng) -> float:
+  """Returns a loss of a power law on each axis, with an offset per seed."""
+  architecture, size, times = parts(run.variant)
+  share = SHARES[architecture]
+  if size == "0.1m":
+    # This size is on both axes.
+    loss = 0.7 + power_law(times or 1.0, share, c=0.0)
+  else:
+    loss = power_law(parameter_count(run.config.model) / 1e6, share)
+  return loss + 0.05 * run.seed + rng.normal(0, 0.002)
+
+
+def simulated_results(seeds, only=None):
+  """Returns results of the CPU grid, as results.json holds them.
+
+  Args:
+    seeds: The seeds of the runs.
+    only: Returns whether a run has finished. All runs by default.
+  """
   rng = np.random.default_rng(1)
-  chosen = experiment.EXPERIMENT.grids["cpu"]
-  entries = []
+  cpu_grid = experiment.EXPERIMENT.grids["cpu"]
+  runs = []
   for run in grid.expand(
-    "scaling", dataclasses.replace(chosen, seeds=seeds), {}
+    "scaling", dataclasses.replace(cpu_grid, seeds=tuple(seeds)), {}
   ):
-    architecture, _, times = parts(run.variant)
-    if only(run):
-      share = TRUE[architecture]
-      loss = (
-        0.7 + law(times, share, 0.0)
-        if times
-        else law(parameter_count(run.config.model) / 1e6, share)
-      )
-      if times is None and "0.1m" in run.variant:
-        loss = 0.7 + law(1.0, share, 0.0)  # on both axes
-      loss += 0.05 * run.seed + rng.normal(0, 0.002)
-      results.write_run(
-        tmp_path / run.name,
-        run,
-        {},
-        {"validation/loss": loss},
-        1.0,
-        "a machine",
-      )
-      entries.append(results.read_run(tmp_path / run.name, run, {}, ()))
-  return results.write_folder(
-    tmp_path / "results.json",
-    "scaling",
-    "cpu",
-    chosen.baseline,
-    entries,
-    experiment.summarise,
-  )
+    if only is not None and not only(run):
+      continue
+    entry = {
+      "name": run.name,
+      "variant": run.variant,
+      "seed": run.seed,
+      "parameters": parameter_count(run.config.model),
+      "config": {
+        "train.steps": run.config.train.steps,
+        "train.batch_size": run.config.train.batch_size,
+        "data.length": run.config.data.length,
+      },
+      "results": {"validation/loss": simulated_loss(run, rng)},
+    }
+    runs.append(entry)
+  simulated = {"baseline": cpu_grid.baseline, "config": {}, "runs": runs}
+  simulated["summary"] = experiment.summarise(simulated)
+  return simulated
 
 
-def test_the_summary_holds_the_shares(tmp_path):
-  found = made_up(tmp_path, seeds=range(5))
-  rows = {
-    (row["against"], row["architecture"]): row for row in found["summary"]
-  }
-  assert list(rows) == [
-    (axis, name) for axis in ("parameters", "tokens") for name in ARCHITECTURES
+@pytest.fixture(scope="module")
+def complete_results():
+  """Simulated results of five seeds."""
+  return simulated_results(range(5))
+
+
+@pytest.fixture(scope="module")
+def summary(complete_results):
+  """The summary of complete results, by axis and architecture."""
+  rows = {}
+  for row in complete_results["summary"]:
+    rows[row["against"], row["architecture"]] = row
+  return rows
+
+
+def test_the_summary_has_a_row_for_each_axis_and_architecture(summary):
+  assert list(summary) == [
+    ("parameters", "transformer"),
+    ("parameters", "diff"),
+    ("parameters", "diff_v2"),
+    ("tokens", "transformer"),
+    ("tokens", "diff"),
+    ("tokens", "diff_v2"),
   ]
-  for name in ("diff", "diff_v2"):
-    value, low, high = rows["tokens", name]["share"]
-    assert (
-      low < TRUE[name] < high
-      and high / low < 1.3
-      and value == pytest.approx(TRUE[name], rel=0.1)
-    )
-  assert (
-    rows["parameters", "transformer"]["share"] is None
-    and rows["tokens", "diff"]["paper's share"] == "0.637"
-  )
-  assert rows["tokens", "diff"]["at (M)"] == pytest.approx(
-    4 * 480 * 4 * 256 / 1e6
-  )
-  assert rows["parameters", "diff"]["at (M)"] == pytest.approx(
-    parameter_count(
-      grid.from_config_dict(get_config("transformer,size=1.2m")).model
-    )
-    / 1e6
-  )
-  text = results.table(experiment.EXPERIMENT, found)
-  assert "| against | architecture |" in text and "loss − transformer's" in text
-  row = next(
-    line for line in text.splitlines() if line.startswith("| diff,size=1.2m |")
-  )
-  difference = [
-    run["results"]["validation/loss"]
-    for run in found["runs"]
-    if run["variant"] in ("diff,size=1.2m", "transformer,size=1.2m")
-  ]
-  assert (
-    f"{np.mean(difference[1::2]) - np.mean(difference[::2]):+.4f}" in row
-  ), "compared with the Transformer of its size"
-  plots.save(experiment.plot(found), tmp_path)
-  assert (tmp_path / "plot.png").stat().st_size > 20_000
 
 
-def test_parts_of_the_grid_have_the_summary_that_they_can_have(tmp_path):
-  """One seed has no interval. Two sizes, or no Transformer, have no fit. Seeds that some lack are left out."""
-  rows = made_up(tmp_path / "one", seeds=(0,))["summary"]
-  assert len(rows) == 6 and all(isinstance(row["b"], float) for row in rows)
-  two = made_up(
-    tmp_path / "two",
-    seeds=(0, 1),
-    only=lambda run: "0.1m" in run.variant or "0.2m" in run.variant,
-  )
-  assert {row["against"] for row in two["summary"]} == {"tokens"}
-  none = made_up(
-    tmp_path / "none",
-    seeds=(0, 1),
-    only=lambda run: run.variant.startswith("diff,"),
-  )
-  assert none["summary"] == []
-  less = made_up(
-    tmp_path / "less",
-    seeds=range(3),
-    only=lambda run: run.seed < 2 or run.variant == "diff,size=0.8m",
-  )["summary"]
-  assert (
-    less[0]["share"] is None
-    and less[1]["share"]
-    == made_up(tmp_path / "both", seeds=range(2))["summary"][1]["share"]
-  )
-  for name, found in (("two", two), ("none", none)):
-    assert plots.save(experiment.plot(found), tmp_path / name)
+@pytest.mark.parametrize("name", ["diff", "diff_v2"])
+def test_the_summary_has_the_shares_with_intervals(summary, name):
+  share, low, high = summary["tokens", name]["share"]
+
+  assert low < SHARES[name] < high
+  assert high / low < 1.3
+  assert share == pytest.approx(SHARES[name], rel=0.1)
 
 
-def test_sizes():
-  """Heads are equally wide at every size, and DIFF has two or more; the paper's sizes have its parameters, steps and learning rates."""
-  count = lambda variant: parameter_count(
-    grid.from_config_dict(get_config(variant)).model
-  )
-  for size, (E, L, F) in SMALL.items():
-    model = get_config(f"diff,size={size}").model
-    assert (
-      model.head_dim,
-      2 * model.num_heads * model.head_dim,
-      model.num_layers,
-      model.ffn_dim,
-    ) == (16, E, L, F) and model.num_heads >= 2
-    assert count(f"diff,size={size}") - 256 * E == pytest.approx(
-      1e6 * float(size[:-1]), rel=0.25
-    ), "without the vocabulary"
-    assert max(
-      count(f"{name},size={size}") for name in ARCHITECTURES
-    ) < 1.03 * min(count(f"{name},size={size}") for name in ARCHITECTURES)
-  for size, parameters in {
-    "830m": 0.8335e9,
-    "1.4b": 1.413e9,
-    "2.8b": 2.794e9,
-    "6.8b": 6.837e9,
-    "13.1b": 13.123e9,
-    "3b": 3.479e9,
-  }.items():
-    assert (
-      count(f"transformer,size={size}") == pytest.approx(parameters, rel=3e-3)
-      and size in PAPER
-    )
-    if size != "3b":
-      config = get_config(f"diff,size={size}")
-      tokens = config.train.steps * config.train.batch_size * config.data.length
-      assert config.optimizer.learning_rate == (
-        7.5e-5 if size in ("6.8b", "13.1b") else 1.5e-4
-      ) and tokens == pytest.approx(10e9, rel=0.06)
+def test_the_transformer_has_no_share(summary):
+  assert summary["parameters", "transformer"]["share"] is None
 
 
-def test_tokens():
-  steps = lambda variant: get_config(variant).train.steps
-  assert [
-    steps(f"diff,size=0.1m{times}")
-    for times in (",times=0.5", "", ",times=2", ",times=4")
-  ] == [240, 480, 960, 1920]
-  assert [
-    steps(f"diff_v2,size=3b,times={times}") for times in ("0.125", "1")
-  ] == [10_938, 87_500]
-  assert get_config("diff,size=0.1m,times=4").optimizer.warmup_steps == 192, (
-    "a schedule of its own"
-  )
-  sizes = "|".join([*SMALL, *PAPER])
-  for variant in (
+def test_the_summary_has_the_papers_shares(summary):
+  assert summary["tokens", "diff"]["paper's share"] == "0.637"
+
+
+def test_shares_are_relative_to_the_transformers_largest_size(summary):
+  # Four times 480 steps of 4 rows of 256 tokens.
+  max_tokens = 4 * 480 * 4 * 256 / 1e6
+  assert summary["tokens", "diff"]["at (M)"] == pytest.approx(max_tokens)
+  max_parameters = num_parameters("transformer,size=1.2m") / 1e6
+  actual = summary["parameters", "diff"]["at (M)"]
+  assert actual == pytest.approx(max_parameters)
+
+
+def test_the_table_compares_with_the_transformer_of_the_same_size(
+  complete_results,
+):
+  text = results.table(experiment.EXPERIMENT, complete_results)
+
+  losses = {}
+  for run in complete_results["runs"]:
+    loss = run["results"]["validation/loss"]
+    losses.setdefault(run["variant"], []).append(loss)
+  difference = np.mean(losses["diff,size=1.2m"])
+  difference -= np.mean(losses["transformer,size=1.2m"])
+  row, *_ = re.findall(r"^\| diff,size=1.2m .*$", text, re.MULTILINE)
+  assert f"{difference:+.4f}" in row
+
+
+def test_the_plot_has_a_curve_for_each_architecture(complete_results):
+  figure = experiment.plot(complete_results)
+
+  for axes in figure.axes:
+    _, labels = axes.get_legend_handles_labels()
+    assert labels == ["Transformer", "DIFF", "DIFF V2"]
+
+
+def test_one_seed_has_no_intervals():
+  rows = simulated_results([0])["summary"]
+
+  assert len(rows) == 6
+  for row in rows:
+    assert isinstance(row["b"], float)
+
+
+def test_two_sizes_have_no_fit():
+  def is_small(run):
+    _, size, _ = parts(run.variant)
+    return size in ("0.1m", "0.2m")
+
+  simulated = simulated_results([0, 1], only=is_small)
+
+  axes = {row["against"] for row in simulated["summary"]}
+  assert axes == {"tokens"}
+  assert experiment.plot(simulated)
+
+
+def test_without_the_transformer_there_is_no_fit():
+  def is_diff(run):
+    return run.variant.startswith("diff,")
+
+  simulated = simulated_results([0, 1], only=is_diff)
+
+  assert simulated["summary"] == []
+  assert experiment.plot(simulated)
+
+
+def test_a_seed_that_a_size_lacks_is_left_out():
+  # The draws of the third seed come last, so both have the same losses.
+  two_seeds = simulated_results([0, 1])
+
+  def is_finished(run):
+    return run.seed < 2 or run.variant == "diff,size=0.8m"
+
+  third_begun = simulated_results([0, 1, 2], only=is_finished)
+
+  assert third_begun["summary"] == two_seeds["summary"]
+
+
+@pytest.mark.parametrize("size", SMALL)
+def test_small_models_have_the_dimensions_of_their_size(size):
+  embed_dim, num_layers, ffn_dim = SMALL[size]
+
+  model = get_config(f"diff,size={size}").model
+
+  assert model.num_layers == num_layers
+  assert model.ffn_dim == ffn_dim
+  # Heads are equally wide at every size, and DIFF has two or more.
+  assert model.head_dim == 16
+  assert 2 * model.num_heads * model.head_dim == embed_dim
+  assert model.num_heads >= 2
+
+
+@pytest.mark.parametrize("size", SMALL)
+def test_small_models_have_the_parameters_of_their_size(size):
+  embed_dim, _, _ = SMALL[size]
+  counts = []
+  for name in ARCHITECTURES:
+    counts.append(num_parameters(f"{name},size={size}"))
+
+  assert max(counts) < 1.03 * min(counts)
+  # The name counts the parameters without the vocabulary.
+  without_vocabulary = num_parameters(f"diff,size={size}") - 256 * embed_dim
+  millions = float(size.removesuffix("m"))
+  assert without_vocabulary == pytest.approx(1e6 * millions, rel=0.25)
+
+
+PAPER_PARAMETERS = {
+  "830m": 0.8335e9,
+  "1.4b": 1.413e9,
+  "2.8b": 2.794e9,
+  "6.8b": 6.837e9,
+  "13.1b": 13.123e9,
+  "3b": 3.479e9,
+}
+
+
+@pytest.mark.parametrize("size", PAPER)
+def test_large_models_have_the_papers_parameters(size):
+  actual = num_parameters(f"transformer,size={size}")
+
+  assert actual == pytest.approx(PAPER_PARAMETERS[size], rel=3e-3)
+
+
+@pytest.mark.parametrize(
+  "size, learning_rate",
+  [
+    ("830m", 1.5e-4),
+    ("1.4b", 1.5e-4),
+    ("2.8b", 1.5e-4),
+    ("6.8b", 7.5e-5),
+    ("13.1b", 7.5e-5),
+  ],
+)
+def test_large_runs_have_the_papers_rate_and_tokens(size, learning_rate):
+  config = get_config(f"diff,size={size}")
+
+  assert config.optimizer.learning_rate == learning_rate
+  tokens_per_step = config.train.batch_size * config.data.length
+  tokens = config.train.steps * tokens_per_step
+  assert tokens == pytest.approx(10e9, rel=0.06)
+
+
+@pytest.mark.parametrize(
+  "variant, steps",
+  [
+    ("diff,size=0.1m,times=0.5", 240),
+    ("diff,size=0.1m", 480),
+    ("diff,size=0.1m,times=4", 1920),
+    ("diff_v2,size=3b,times=0.125", 10_938),
+    ("diff_v2,size=3b,times=1", 87_500),
+  ],
+)
+def test_times_multiplies_the_steps(variant, steps):
+  assert get_config(variant).train.steps == steps
+
+
+def test_the_warmup_is_a_tenth_of_the_multiplied_steps():
+  config = get_config("diff,size=0.1m,times=4")
+
+  assert config.optimizer.warmup_steps == 192
+
+
+@pytest.mark.parametrize(
+  "variant",
+  [
     "diff@0.1m",
     "diff,size=5b",
     "softmax,size=0.1m",
-    *(f"diff,size=0.1m,times={times}" for times in ("", "0", ".", "x", "-1")),
-  ):
-    with pytest.raises(
-      UserError,
-      match=rf"; variants are transformer\|diff\|diff_v2\[,size={re.escape(sizes)}\]\[,times=NUMBER\]$",
-    ):
-      get_config(variant)
+    "diff,size=0.1m,times=",
+    "diff,size=0.1m,times=0",
+    "diff,size=0.1m,times=x",
+    "diff,size=0.1m,times=-1",
+  ],
+)
+def test_the_error_for_an_unknown_variant_lists_the_variants(variant):
+  sizes = re.escape("|".join([*SMALL, *PAPER]))
+  variants = rf"transformer\|diff\|diff_v2\[,size={sizes}\]\[,times=NUMBER\]"
+
+  with pytest.raises(UserError, match=rf"; variants are {variants}$"):
+    get_config(variant)
