@@ -1,16 +1,20 @@
-"""The time of DIFF beside the Transformer's: the authors' Table 7 on the accelerator at hand (README.md)."""
+"""Throughput: how many tokens per second does DIFF process?
+
+Times the forward pass, and forward and backward, of DIFF, DIFF V2 and the
+Transformer on one device: the paper's Table 7 on this machine. See README.md.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 from matplotlib.figure import Figure
 
 from diffjax.config import (
@@ -26,15 +30,22 @@ from experiments.grid import Experiment, Grid
 
 if TYPE_CHECKING:
   from jax.sharding import Mesh
+  from jaxtyping import Array, Int
 
-_ARCHITECTURES = {
+# The architectures, in the order in which they take turns.
+NAMES = {
   "transformer": "Transformer",
   "diff": "DIFF",
   "diff_v2": "DIFF V2",
 }
-_PASSES = {"forward": "forward", "both": "forward + backward"}
-# DIFF's tokens/s over the Transformer's in the authors' Table 7 (an H100 of 80 GB), whose percentages are of DIFF's instead
-_PAPER = {
+BASELINE = "transformer"
+
+# The timed programs.
+PASSES = {"forward": "forward", "both": "forward + backward"}
+
+# DIFF's tokens/s over the Transformer's in the paper's Table 7, on an H100 of
+# 80 GB. The percentages in the paper are of DIFF's tokens/s instead.
+PAPER_RATIOS = {
   ("3b,length=2048", "both"): 6635 / 7247,
   ("3b,length=2048", "forward"): 46811 / 51228,
   ("3b,length=4096", "both"): 6718 / 7491,
@@ -42,119 +53,180 @@ _PAPER = {
   ("13b,length=2048", "both"): 942 / 998,
   ("13b,length=2048", "forward"): 13653 / 14346,
 }
-_USABLE = 0.9  # of the device's memory: the rest is lost between its arrays
+
+# The share of the device's memory that programs can use. Fragmentation takes
+# the rest.
+USABLE_MEMORY = 0.9
+
+# The fewest layers that are compiled to see how much memory a layer takes. One
+# layer is compiled without a loop, so it says nothing about further layers.
+MIN_LAYERS = 2
+
+# Returns the bytes that a pass takes: needed(config, mesh, name of the pass).
+NeededBytes = Callable[[Config, "Mesh", str], float]
+
+
+class Functions(NamedTuple):
+  """The functions of a model, before compilation.
+
+  Attributes:
+    make_params: Returns the initial parameters.
+    loss: The mean loss of (parameters, tokens, targets).
+    arguments: The shapes of the arguments of `loss`.
+  """
+
+  make_params: Callable[[], Any]
+  loss: Callable[..., Any]
+  arguments: tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
-  """Compiled for one device: parameters from nothing, the loss of a batch, and the loss with its gradient."""
+  """Programs of an architecture on one device.
 
-  make: Callable[[], Any]
-  forward: Callable[..., Any]
-  both: Callable[..., Any]
+  Attributes:
+    make_params: Returns the initial parameters.
+    passes: The compiled programs, by name in PASSES. "forward" returns the
+      loss of (parameters, tokens, targets), "both" the loss and its gradient.
+  """
+
+  make_params: Callable[[], Any]
+  passes: Mapping[str, Callable[..., Any]]
 
 
 def measure(workdir: str, config: Config) -> dict[str, Any]:
-  """Seconds of each architecture's calls, taken in turn, and tokens/s by their medians.
+  """Times all architectures on the first device of this process.
 
-  Each turn makes its parameters anew, so that only one architecture's are in memory.
+  Args:
+    workdir: Not used.
+    config: The config of the shape. `train.steps` is the number of repetitions.
+
+  Returns:
+    The number of layers that fit the device, all times in seconds, the tokens
+    per second by their medians, and the ratios to the Transformer's
+    ("diff_forward" and so on).
+
+  Raises:
+    UserError: if several runs share the cores of a CPU, or if not even two
+      layers fit the device.
   """
+  # Listing experiments does not need JAX.
   import jax
 
   from diffjax.host.runtime import keep_freed_memory
   from diffjax.parallel.mesh import make_mesh
 
+  del workdir
   if os.environ.get("NPROC"):
     raise UserError(
-      "--side_by_side: runs that share a CPU's cores cannot be timed; measure one at a time"
+      "--side_by_side: runs that share a CPU's cores cannot be timed;"
+      " measure one at a time"
     )
   keep_freed_memory()
   device = jax.local_devices()[0]
   mesh = make_mesh(MeshConfig(), [device])
-  layers = _layers(
-    config, mesh, (device.memory_stats() or {}).get("bytes_limit")
-  )
-  programs = {
-    name: compile_programs(_with_layers(twin, layers), mesh)
-    for name, twin in _twins(config).items()
-  }
-  tokens, targets = batch(config)
-  seconds: dict[str, dict[str, list[float]]] = {
-    name: {kind: [] for kind in _PASSES} for name in programs
-  }
-  for repetition in range(config.train.steps + 1):
-    for name, program in programs.items():
-      params = jax.block_until_ready(program.make())
-      for kind in _PASSES:
-        start = time.perf_counter()
-        jax.block_until_ready(getattr(program, kind)(params, tokens, targets))
-        if repetition:  # the first calls load what the others find loaded
-          seconds[name][kind].append(time.perf_counter() - start)
-      del params
-  speed = {
-    name: {
-      kind: tokens.size / statistics.median(taken)
-      for kind, taken in kinds.items()
-    }
-    for name, kinds in seconds.items()
-  }
-  ratios = {
-    f"{name}_{kind}": speed[name][kind] / speed["transformer"][kind]
-    for name in ("diff", "diff_v2")
-    for kind in _PASSES
-  }
-  return {
+  layers = layers_on_device(config, mesh, memory_limit(device))
+  programs = {}
+  for name, twin in _twins(config).items():
+    programs[name] = compile_programs(with_layers(twin, layers), mesh)
+  seconds = _time_in_turns(programs, config)
+
+  tokens_per_call = config.train.batch_size * config.data.length
+  speeds: dict[str, dict[str, float]] = {}
+  for name in NAMES:
+    speeds[name] = {}
+    for kind in PASSES:
+      median = statistics.median(seconds[name][kind])
+      speeds[name][kind] = tokens_per_call / median
+  measured: dict[str, Any] = {
     "layers": layers,
     "seconds": seconds,
-    "tokens_per_second": speed,
-    **ratios,
+    "tokens_per_second": speeds,
   }
+  for name in ("diff", "diff_v2"):
+    for kind in PASSES:
+      ratio = speeds[name][kind] / speeds[BASELINE][kind]
+      measured[f"{name}_{kind}"] = ratio
+  return measured
 
 
-def batch(config: Config) -> tuple[Any, Any]:
-  """Tokens and targets [B, T], drawn at random: one document a row."""
-  import jax
+def _time_in_turns(
+  programs: Mapping[str, Programs], config: Config
+) -> dict[str, dict[str, list[float]]]:
+  """Returns the seconds of every call, by architecture and pass.
 
-  shape = (2, config.train.batch_size, config.data.length)
-  return tuple(
-    jax.random.randint(
-      jax.random.key(config.data.seed), shape, 0, config.model.vocab_size
-    )
-  )
-
-
-def compile_programs(config: Config, mesh: Mesh) -> Programs:
-  """Compiles the programs, which compute as training does: parameters in float32, the config's compute dtype, remat and attention.
-
-  Args:
-    config: the run's.
-    mesh: of one device, which need not be there.
+  The architectures take turns, so that slow changes of the machine affect all.
+  Each turn makes new parameters, so that only one architecture's parameters are
+  in memory.
   """
   import jax
 
-  return Programs(
-    jax.jit(_parts(config, mesh)[0]),
-    *(_compile(config, mesh, kind) for kind in _PASSES),
-  )
+  tokens, targets = batch(config)
+  seconds: dict[str, dict[str, list[float]]] = {}
+  for name in programs:
+    seconds[name] = {kind: [] for kind in PASSES}
+  for repetition in range(config.train.steps + 1):
+    for name, program in programs.items():
+      params = jax.block_until_ready(program.make_params())
+      for kind, compiled in program.passes.items():
+        start = time.perf_counter()
+        jax.block_until_ready(compiled(params, tokens, targets))
+        duration = time.perf_counter() - start
+        # The first call also loads the program.
+        if repetition > 0:
+          seconds[name][kind].append(duration)
+      del params
+  return seconds
 
 
-def _compile(config: Config, mesh: Mesh, kind: str) -> Any:
-  """The program of a pass, one of _PASSES."""
+def batch(config: Config) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
+  """Returns random tokens and targets. Each row is one document."""
   import jax
 
-  _, loss, arguments = _parts(config, mesh)
+  shape = (2, config.train.batch_size, config.data.length)
+  key = jax.random.key(config.data.seed)
+  tokens, targets = jax.random.randint(key, shape, 0, config.model.vocab_size)
+  return tokens, targets
+
+
+def compile_programs(config: Config, mesh: Mesh) -> Programs:
+  """Compiles the programs of an architecture.
+
+  They compute as training does: with parameters in float32, and with the
+  config's compute dtype, rematerialization and attention implementation.
+
+  Args:
+    config: The config of the run.
+    mesh: A mesh of one device. The device need not be attached.
+  """
+  import jax
+
+  make_params = jax.jit(make_functions(config, mesh).make_params)
+  passes = {}
+  for kind in PASSES:
+    passes[kind] = _compile_pass(config, mesh, kind)
+  return Programs(make_params, passes)
+
+
+def _compile_pass(config: Config, mesh: Mesh, kind: str) -> Any:
+  """Compiles a pass, which is one of PASSES."""
+  import jax
+
+  functions = make_functions(config, mesh)
+  function = functions.loss
+  if kind == "both":
+    function = jax.value_and_grad(functions.loss)
   with jax.set_mesh(mesh):
-    return (
-      jax.jit(loss if kind == "forward" else jax.value_and_grad(loss))
-      .lower(*arguments)
-      .compile()
-    )
+    return jax.jit(function).lower(*functions.arguments).compile()
 
 
-def _parts(
-  config: Config, mesh: Mesh
-) -> tuple[Callable[[], Any], Callable[..., Any], tuple[Any, ...]]:
-  """The function that makes parameters, the loss of (parameters, tokens, targets), and the shapes of these."""
+def make_functions(config: Config, mesh: Mesh) -> Functions:
+  """Returns the functions of a model.
+
+  Args:
+    config: The config of the run.
+    mesh: A mesh of one device.
+  """
   import jax
   import jax.numpy as jnp
 
@@ -165,73 +237,68 @@ def _parts(
 
   model = build(config, mesh).model
 
-  def make():
+  def make_params():
     return init_params(model, jax.random.key(config.train.seed))
 
   def loss(params, tokens, targets):
     hidden = model.apply({"params": params}, tokens)
     embedding = output_embedding(params).astype(hidden.dtype)
-    return (
-      fused_cross_entropy(
-        hidden, embedding, targets, jnp.ones(targets.shape, jnp.float32)
-      )[0]
-      / targets.size
-    )
+    weights = jnp.ones(targets.shape, jnp.float32)
+    total, *_ = fused_cross_entropy(hidden, embedding, targets, weights)
+    return total / targets.size
 
-  place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-  shapes = (jax.eval_shape(make), *jax.eval_shape(lambda: batch(config)))
-  return (
-    make,
-    loss,
-    jax.tree.map(
-      lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-      shapes,
-    ),
-  )
+  replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+  def with_sharding(leaf):
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated)
+
+  params = jax.eval_shape(make_params)
+  tokens, targets = jax.eval_shape(lambda: batch(config))
+  arguments = jax.tree.map(with_sharding, (params, tokens, targets))
+  return Functions(make_params, loss, arguments)
 
 
 def _twins(config: Config) -> dict[str, Config]:
-  """Each architecture's config of this size."""
-  return {
-    name: from_config_dict(base.twin(to_config_dict(config), name))
-    for name in _ARCHITECTURES
-  }
+  """Returns the config of each architecture at the size of a config."""
+  twins = {}
+  for name in NAMES:
+    twin = base.twin(to_config_dict(config), name)
+    twins[name] = from_config_dict(twin)
+  return twins
 
 
-def _with_layers(config: Config, layers: int) -> Config:
-  return dataclasses.replace(
-    config, model=dataclasses.replace(config.model, num_layers=layers)
-  )
+def with_layers(config: Config, layers: int) -> Config:
+  """Returns a config with another number of layers."""
+  model = dataclasses.replace(config.model, num_layers=layers)
+  return dataclasses.replace(config, model=model)
 
 
-def _layers(config: Config, mesh: Mesh, memory: float | None) -> int:
-  """The number of layers that all three get on a device of so many bytes; all layers where the bytes are not known."""
-  layers = config.model.num_layers
-  if memory:
-    layers = min(
-      layers_that_fit(
-        layers, _USABLE * memory, functools.partial(_bytes, twin, mesh)
-      )
-      for twin in _twins(config).values()
-    )
-  return layers
+def memory_limit(device: Any) -> float | None:
+  """Returns the bytes that JAX can allocate on a device, None if unknown."""
+  stats = device.memory_stats() or {}
+  return stats.get("bytes_limit")
 
 
-def _bytes(config: Config, mesh: Mesh, layers: int) -> float:
-  """Bytes of the device's memory that forward + backward takes with so many layers; infinite where the compiler refuses."""
+def compiled_bytes(config: Config, mesh: Mesh, kind: str) -> float:
+  """Returns the memory of the device that a pass takes.
+
+  Args:
+    config: The config of the run.
+    mesh: A mesh of one device.
+    kind: The name of the pass in PASSES.
+
+  Returns:
+    Bytes by the compiler's plan. Infinite if the compiler needs more than the
+    device has.
+  """
   import jax
 
   try:
-    return _planned(_compile(_with_layers(config, layers), mesh, "both"))
+    plan = _compile_pass(config, mesh, kind).memory_analysis()
   except jax.errors.JaxRuntimeError as error:
     if "RESOURCE_EXHAUSTED" not in str(error):
       raise
     return math.inf
-
-
-def _planned(program: Any) -> float:
-  """Bytes that a program takes of the device's memory, by the compiler's plan."""
-  plan = program.memory_analysis()
   return (
     plan.argument_size_in_bytes
     + plan.output_size_in_bytes
@@ -240,167 +307,247 @@ def _planned(program: Any) -> float:
   )
 
 
+def layers_on_device(
+  config: Config,
+  mesh: Mesh,
+  memory: float | None,
+  needed_bytes: NeededBytes = compiled_bytes,
+) -> int:
+  """Returns the number of layers with which every architecture fits a device.
+
+  Args:
+    config: The config of the run.
+    mesh: A mesh of the device.
+    memory: The bytes of the device, or None if they are unknown. Then all
+      layers are used.
+    needed_bytes: Returns the bytes that a pass takes.
+
+  Raises:
+    UserError: if not even two layers fit.
+  """
+  layers = config.model.num_layers
+  if not memory:
+    return layers
+  for twin in _twins(config).values():
+
+    def needed(count: int, twin: Config = twin) -> float:
+      return needed_bytes(with_layers(twin, count), mesh, "both")
+
+    fitting = layers_that_fit(
+      config.model.num_layers, USABLE_MEMORY * memory, needed
+    )
+    layers = min(layers, fitting)
+  return layers
+
+
 def layers_that_fit(
   layers: int, limit: float, needed: Callable[[int], float]
 ) -> int:
-  """The largest number of a model's layers that fits. Each layer needs the same memory.
+  """Returns the largest number of layers that fits a memory limit.
+
+  Every layer needs the same memory.
 
   Args:
-    layers: the model's.
-    limit: bytes.
-    needed: bytes by layers, infinite where they are certainly too many.
+    layers: The number of layers of the model.
+    limit: The limit in bytes.
+    needed: Returns the bytes that a number of layers takes. Infinite if they
+      certainly do not fit.
 
   Raises:
-    UserError: if not even two do.
+    UserError: if not even two layers fit.
   """
-  few = 2  # one layer is compiled without a loop, otherwise than several
-  if layers <= few:
+  if layers <= MIN_LAYERS:
     return layers
-  least = needed(few)
+  least = needed(MIN_LAYERS)
   if least > limit:
     raise UserError(
-      f"{few} layers take more than the {limit / 2**30:.1f} GiB of the device that can be used; make train.batch_size smaller"
+      f"{MIN_LAYERS} layers take more than the {limit / 2**30:.1f} GiB of the"
+      " device that can be used; make train.batch_size smaller"
     )
-  return min(layers, few + int((limit - least) // (needed(few + 1) - least)))
+  per_layer = needed(MIN_LAYERS + 1) - least
+  further_layers = int((limit - least) // per_layer)
+  return min(layers, MIN_LAYERS + further_layers)
 
 
 def plan(config: Config, topology: str) -> list[dict[str, str]]:
-  """The programs that `measure` would compile, for one device of TPUs that are not there: a row an architecture.
+  """Compiles what `measure` would time, for a TPU that need not be attached.
+
+  Args:
+    config: The config of the shape.
+    topology: The TPU slice, such as "v5e:1x1". One device of it is used.
+
+  Returns:
+    A table row for each architecture, with the memory of each pass.
 
   Raises:
-    UserError: if not even two layers fit; and what `diffjax.compiled.plan.call_with_devices` raises.
+    UserError: if not even two layers fit, and for the reasons of
+      `diffjax.compiled.plan.call_with_devices`.
   """
   from diffjax.compiled.plan import call_with_devices
 
-  return call_with_devices(_plan, config, topology=topology)
+  return call_with_devices(_plan_first_device, config, topology=topology)
 
 
-def _plan(
+def _plan_first_device(
   devices: Sequence[Any], chips: int, memory: int, config: Config
 ) -> list[dict[str, str]]:
+  """Returns the rows of `plan`. `memory` is the bytes of a chip."""
   from diffjax.parallel.mesh import make_mesh
 
-  mesh, memory = (
-    make_mesh(MeshConfig(), devices[:1]),
-    memory * chips // len(devices),
-  )
-  layers, rows = _layers(config, mesh, memory), []
-  for name, twin in _twins(config).items():
-    start = time.perf_counter()
-    programs = compile_programs(_with_layers(twin, layers), mesh)
-    sizes = {
-      f"{words}, GiB": f"{_planned(getattr(programs, kind)) / 2**30:.2f}"
-      for kind, words in _PASSES.items()
-    }
-    seconds = f"{time.perf_counter() - start:.0f} s"
-    rows.append(
-      {
-        "architecture": name,
-        "layers": f"{layers} of {config.model.num_layers}",
-        **sizes,
-        "of": f"{memory / 2**30:.2f}",
-        "compiled in": seconds,
-      }
-    )
-  return rows
+  mesh = make_mesh(MeshConfig(), devices[:1])
+  # A chip can have two devices, each with half of the memory.
+  return plan_rows(config, mesh, memory * chips // len(devices))
 
 
-def summarise(results: Mapping[str, Any]) -> list[dict[str, Any]]:
-  """Tokens/s of every shape, forward and forward + backward, and how much less than the Transformer's they are."""
+def plan_rows(
+  config: Config,
+  mesh: Mesh,
+  memory: float,
+  needed_bytes: NeededBytes = compiled_bytes,
+) -> list[dict[str, str]]:
+  """Returns a table row for each architecture, with the memory of each pass.
+
+  Args:
+    config: The config of the shape.
+    mesh: A mesh of one device.
+    memory: The bytes of the device.
+    needed_bytes: Returns the bytes that a pass takes.
+
+  Raises:
+    UserError: if not even two layers fit.
+  """
+  layers = layers_on_device(config, mesh, memory, needed_bytes)
   rows = []
-  for run in results["runs"]:
-    found, variant = run["results"], run["variant"]
-    whole = {**results["config"], **run["config"]}["model.num_layers"]
-    for kind, words in _PASSES.items():
-      speeds = {
-        f"{label} (tokens/s)": found["tokens_per_second"][name][kind]
-        for name, label in _ARCHITECTURES.items()
-      }
-      paper = _PAPER.get((variant, kind))
-      rows.append(
-        {
-          "shape": variant,
-          "layers": f"{found['layers']} of {whole}",
-          "": words,
-          **speeds,
-          "DIFF − Transformer": _percent(found[f"diff_{kind}"]),
-          "paper's": paper and _percent(paper),
-          "V2 − Transformer": _percent(found[f"diff_v2_{kind}"]),
-        }
-      )
+  for name, twin in _twins(config).items():
+    row = {
+      "architecture": name,
+      "layers": f"{layers} of {config.model.num_layers}",
+    }
+    start = time.perf_counter()
+    for kind, title in PASSES.items():
+      needed = needed_bytes(with_layers(twin, layers), mesh, kind)
+      row[f"{title}, GiB"] = f"{needed / 2**30:.2f}"
+    seconds = time.perf_counter() - start
+    row["of"] = f"{memory / 2**30:.2f}"
+    row["compiled in"] = f"{seconds:.0f} s"
+    rows.append(row)
   return rows
 
 
-def plot(results: Mapping[str, Any]) -> Figure:
-  """Draws DIFF's and DIFF V2's tokens/s of every shape and pass as shares of the Transformer's: medians, single turns, and the authors'."""
-  found = {
-    (run["variant"], kind): run["results"]
-    for run in results["runs"]
-    for kind in _PASSES
-  }
-  figure = Figure((7, 1.4 + 0.35 * len(found)), layout="constrained")
+def summarise(grid_results: Mapping[str, Any]) -> list[dict[str, Any]]:
+  """Returns a table row for each shape and pass.
+
+  It has the tokens per second of every architecture, and their difference from
+  the Transformer's in percent, here and in the paper.
+  """
+  rows = []
+  for run in grid_results["runs"]:
+    measured = run["results"]
+    config = {**grid_results["config"], **run["config"]}
+    layers = f"{measured['layers']} of {config['model.num_layers']}"
+    for kind, title in PASSES.items():
+      row = {"shape": run["variant"], "layers": layers, "": title}
+      for name, label in NAMES.items():
+        speed = measured["tokens_per_second"][name][kind]
+        row[f"{label} (tokens/s)"] = speed
+      row["DIFF − Transformer"] = _percent(measured[f"diff_{kind}"])
+      paper_ratio = PAPER_RATIOS.get((run["variant"], kind))
+      row["paper's"] = None
+      if paper_ratio is not None:
+        row["paper's"] = _percent(paper_ratio)
+      row["V2 − Transformer"] = _percent(measured[f"diff_v2_{kind}"])
+      rows.append(row)
+  return rows
+
+
+def _percent(ratio: float) -> str:
+  """Returns the difference of a ratio from 1 in percent, as text."""
+  return f"{ratio - 1:+.0%}".replace("-", "−")
+
+
+def plot(grid_results: Mapping[str, Any]) -> Figure:
+  """Draws the tokens per second relative to the Transformer's.
+
+  Large markers are medians, dots are single turns, and crosses are the paper's
+  ratios.
+  """
+  # A row of the figure for each shape and pass.
+  rows = []
+  for run in grid_results["runs"]:
+    for kind in PASSES:
+      rows.append((run["variant"], kind, run["results"]))
+
+  figure = Figure((7, 1.4 + 0.35 * len(rows)), layout="constrained")
   axes = figure.subplots()
-  rows = range(len(found))
-  for name in (name for name in _ARCHITECTURES if name != "transformer"):
+  for name in ("diff", "diff_v2"):
     style = plots.style(name)
-    for row, ((_, kind), each) in zip(rows, found.items(), strict=True):
-      taken, of = (
-        each["seconds"][timed][kind] for timed in (name, "transformer")
-      )
-      axes.plot(
-        [theirs / ours for ours, theirs in zip(taken, of, strict=True)],
-        [row] * len(of),
-        ".",
-        color=style.color,
-        alpha=0.3,
-      )
-    medians = [each[f"{name}_{kind}"] for (_, kind), each in found.items()]
-    axes.plot(medians, rows, style.marker, color=style.color, label=style.name)
-  if found.keys() & _PAPER.keys():
+    medians = []
+    for y, (_, kind, measured) in enumerate(rows):
+      medians.append(measured[f"{name}_{kind}"])
+      ratios = _turn_ratios(measured["seconds"], name, kind)
+      heights = [y] * len(ratios)
+      axes.plot(ratios, heights, ".", color=style.color, alpha=0.3)
     axes.plot(
-      [_PAPER.get(key, float("nan")) for key in found],
-      rows,
-      "kx",
-      label="DIFF in the paper",
+      medians,
+      range(len(rows)),
+      style.marker,
+      color=style.color,
+      label=style.name,
     )
+
+  paper_ratios = []
+  labels = []
+  for variant, kind, _ in rows:
+    paper_ratios.append(PAPER_RATIOS.get((variant, kind), math.nan))
+    shape = variant.replace(",", ", ").replace("=", " ")
+    labels.append(f"{shape}, {PASSES[kind]}")
+  if not np.all(np.isnan(paper_ratios)):
+    axes.plot(paper_ratios, range(len(rows)), "kx", label="DIFF in the paper")
   axes.axvline(1, color="black", linewidth=0.8)
-  axes.set_yticks(
-    rows,
-    [
-      f"{variant.replace(',', ', ').replace('=', ' ')}, {_PASSES[kind]}"
-      for variant, kind in found
-    ],
-  )
+  axes.set_yticks(range(len(rows)), labels)
   axes.invert_yaxis()
   axes.set_xlabel("tokens/s over the Transformer's; dots: single turns")
   axes.legend(fontsize=8)
   return figure
 
 
-def _percent(ratio: float) -> str:
-  return f"{ratio - 1:+.0%}".replace("-", "−")
+def _turn_ratios(
+  seconds: Mapping[str, Mapping[str, Sequence[float]]], name: str, kind: str
+) -> list[float]:
+  """Returns the tokens per second relative to the Transformer's, by turn."""
+  ratios = []
+  for baseline_seconds, own_seconds in zip(
+    seconds[BASELINE][kind], seconds[name][kind], strict=True
+  ):
+    ratios.append(baseline_seconds / own_seconds)
+  return ratios
 
 
-_LARGE = Grid(
-  ("3b,length=2048", "3b,length=4096", "13b,length=2048"), "3b,length=2048"
+def _table_columns() -> dict[str, str]:
+  """Returns the columns of the table: their titles and keys of the results."""
+  columns = {}
+  for name in ("diff", "diff_v2"):
+    for kind, title in PASSES.items():
+      columns[f"{NAMES[name]} / Transformer, {title}"] = f"{name}_{kind}"
+  return columns
+
+
+LARGE_GRID = Grid(
+  variants=("3b,length=2048", "3b,length=4096", "13b,length=2048"),
+  baseline="3b,length=2048",
 )
 
 EXPERIMENT = Experiment(
   question="How many tokens a second does DIFF take beside the Transformer?",
   grids={
     "cpu": Grid(
-      ("tiny,length=256", "tiny,length=2048", "125m,length=1024"),
-      "tiny,length=256",
+      variants=("tiny,length=256", "tiny,length=2048", "125m,length=1024"),
+      baseline="tiny,length=256",
     ),
-    "gpu": _LARGE,
-    "tpu": _LARGE,
+    "gpu": LARGE_GRID,
+    "tpu": LARGE_GRID,
   },
-  metrics={
-    f"{label} / Transformer, {words}": f"{name}_{kind}"
-    for name, label in _ARCHITECTURES.items()
-    if name != "transformer"
-    for kind, words in _PASSES.items()
-  },
+  metrics=_table_columns(),
   trains=False,
   measure=measure,
   plan=plan,
