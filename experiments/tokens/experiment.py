@@ -1,4 +1,8 @@
-"""How the difference in loss moves with the number of tokens (README.md)."""
+"""Tokens: does DIFF's difference from the Transformer shrink with more tokens?
+
+Trains fairness's rows on four and twelve times the tokens. The endpoint is the
+slope of the difference in loss over the logarithm of the tokens. See README.md.
+"""
 
 from __future__ import annotations
 
@@ -11,159 +15,239 @@ import numpy as np
 import scipy.stats
 from matplotlib.figure import Figure
 
-from experiments import plots
-from experiments import results as found
+from experiments import plots, results
 from experiments.grid import FOLDER, Experiment, Grid
 from experiments.tokens.config import ROWS
 
-_LOSS = "validation/loss"
-_TIMES = (1, 4, 12)
-_MILLIONS = (
-  2.4576  # tokens of fairness, in millions: 600 steps of 16 rows of 256
+LOSS = "validation/loss"
+BASELINE = "transformer"
+
+# The number of tokens, as multiples of fairness's.
+TIMES = (1, 4, 12)
+
+# Fairness's tokens in millions: 600 steps of 16 rows of 256.
+MILLIONS = 2.4576
+
+# The rows whose difference in loss is fitted. The first pair is the endpoint.
+PAIRS = (
+  ("diff", BASELINE),
+  ("diff", "transformer_norm"),
+  ("diff_v2", BASELINE),
+  ("transformer_norm", BASELINE),
 )
-_BASELINE = "transformer"
+
+# The numbers of tokens in millions.
+TOKENS = [MILLIONS * times for times in TIMES]
+
+_NO_INTERVAL = (math.nan, math.nan, math.nan)
 
 
 def with_fairness(
-  results: Mapping[str, Any], fairness: Mapping[str, Any] | None
+  grid_results: Mapping[str, Any], fairness: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-  """The runs of this grid, and fairness's ten seeds of each row as times=1."""
-  runs = [
-    {**run, "variant": f"{run['variant']},times=1"}
-    for run in (fairness or {"runs": []})["runs"]
-    if run["variant"] in ROWS
-  ]
-  return {"baseline": f"{_BASELINE},*", "runs": [*runs, *results["runs"]]}
+  """Adds fairness's runs, as those with once the tokens.
 
+  Args:
+    grid_results: The results of this experiment's grid.
+    fairness: The results of fairness's grid, or None if there are none.
 
-def _everything(results: Mapping[str, Any]) -> dict[str, Any]:
-  return with_fairness(
-    results, found.read(FOLDER / "fairness/results.json", "runs")
-  )
+  Returns:
+    The baseline, and the runs of both. Fairness's runs are called
+    "ROW,times=1". They come first.
+  """
+  runs = []
+  if fairness is not None:
+    for run in fairness["runs"]:
+      if run["variant"] in ROWS:
+        runs.append({**run, "variant": f"{run['variant']},times=1"})
+  runs += grid_results["runs"]
+  return {"baseline": f"{BASELINE},*", "runs": runs}
 
 
 def slope(
-  results: Mapping[str, Any], row: str, against: str
+  all_results: Mapping[str, Any], row: str, baseline: str
 ) -> tuple[float, float, float] | None:
-  """The slope of a row's difference in loss over the logarithm of the tokens, in nats per factor e, with its 95% interval.
+  """Fits the slope of a difference in loss over the logarithm of the tokens.
 
-  Least squares on the means of the cells (a row at a number of tokens) is a weighted sum of these means. Its variance is the sum of their
-  variances, each estimated from its own cell's runs; the degrees of freedom are Satterthwaite's (1946), as in Welch's test.
+  The fit is least squares on the mean losses of the cells. A cell is a row at a
+  number of tokens. The slope is a weighted sum of these means. Its variance is
+  therefore a weighted sum of their variances. Each is estimated from the runs
+  of its cell. The degrees of freedom are Satterthwaite's (1946), as in
+  Welch's test.
 
   Args:
-    results: of `with_fairness`.
-    row: one of ROWS.
-    against: the row that is subtracted.
+    all_results: The runs from `with_fairness`.
+    row: One of ROWS.
+    baseline: The row that is subtracted.
 
   Returns:
-    None while a cell has fewer than two runs, and if a run lacks the loss.
+    The slope in nats per factor e, and the bounds of its 95% interval. None if
+    a cell has fewer than two runs, or a run without a loss.
   """
-  x = np.log(_TIMES) - np.mean(np.log(_TIMES))
-  weights = x / np.sum(x**2)
-  total, variances = 0.0, []
-  for sign, name in ((1, row), (-1, against)):
-    for weight, times in zip(weights, _TIMES, strict=True):
-      losses = found.sample(results, f"{name},times={times}", _LOSS)
+  log_times = np.log(TIMES)
+  centered = log_times - np.mean(log_times)
+  weights = centered / np.sum(centered**2)
+
+  total = 0.0
+  variances = []
+  degrees_of_freedom = []
+  for sign, name in ((1, row), (-1, baseline)):
+    for weight, times in zip(weights, TIMES, strict=True):
+      losses = results.sample(all_results, f"{name},times={times}", LOSS)
       if losses is None:
         return None
       total += sign * weight * statistics.mean(losses)
-      variances.append(
-        (weight**2 * statistics.variance(losses) / len(losses), len(losses) - 1)
-      )
-  variance = sum(part for part, _ in variances)
-  freedom = variance**2 / sum(part**2 / degrees for part, degrees in variances)
-  reach = float(scipy.stats.t.ppf(0.975, freedom)) * math.sqrt(variance)
+      variances.append(weight**2 * statistics.variance(losses) / len(losses))
+      degrees_of_freedom.append(len(losses) - 1)
+
+  variance = sum(variances)
+  # Satterthwaite: Var² / Σ (Varᵢ² / dfᵢ).
+  denominator = 0.0
+  for part, degrees in zip(variances, degrees_of_freedom, strict=True):
+    denominator += part**2 / degrees
+  quantile = float(scipy.stats.t.ppf(0.975, variance**2 / denominator))
+  reach = quantile * math.sqrt(variance)
   return total, total - reach, total + reach
 
 
-def summarise(results: Mapping[str, Any]) -> list[dict[str, Any]]:
-  """The slopes of differences between rows, and the differences at every number of tokens."""
-  everything, rows = _everything(results), []
-  for row, against in (
-    ("diff", _BASELINE),
-    ("diff", "transformer_norm"),
-    ("diff_v2", _BASELINE),
-    ("transformer_norm", _BASELINE),
-  ):
-    if (found_slope := slope(everything, row, against)) is not None:
-      at = lambda times: found.difference(
-        everything,
-        f"{row},times={times}",  # noqa: B023
-        _LOSS,
-        f"{against},times={times}",  # noqa: B023
+def summarise(grid_results: Mapping[str, Any]) -> list[dict[str, Any]]:
+  """Returns a table row for each pair in PAIRS.
+
+  It has the slope of the difference, and the difference at every number of
+  tokens. A pair has no row if its slope cannot be fitted yet.
+  """
+  all_results = _with_committed_fairness(grid_results)
+  rows = []
+  for row, baseline in PAIRS:
+    fitted = slope(all_results, row, baseline)
+    if fitted is None:
+      continue
+    cells: dict[str, Any] = {
+      "loss": f"{plots.style(row).name} − {plots.style(baseline).name}",
+      "slope, nats per factor e": fitted,
+    }
+    for times in TIMES:
+      cells[f"at {MILLIONS * times:.1f} M tokens"] = results.difference(
+        all_results, f"{row},times={times}", LOSS, f"{baseline},times={times}"
       )
-      differences = {
-        f"at {_MILLIONS * times:.1f} M tokens": at(times) for times in _TIMES
-      }
-      names = f"{plots.style(row).name} − {plots.style(against).name}"
-      rows.append(
-        {"loss": names, "slope, nats per factor e": found_slope, **differences}
-      )
+    rows.append(cells)
   return rows
 
 
-def _plot(results: Mapping[str, Any]) -> Figure:
-  """Draws the losses, and the differences from the Transformer with their intervals, over the tokens; what there is of both."""
-  everything = _everything(results)
+def _with_committed_fairness(
+  grid_results: Mapping[str, Any],
+) -> dict[str, Any]:
+  """Adds the runs in fairness's results.json, if it exists."""
+  fairness = results.read(FOLDER / "fairness/results.json", "runs")
+  return with_fairness(grid_results, fairness)
+
+
+def plot(grid_results: Mapping[str, Any]) -> Figure:
+  """Draws the losses and the differences from the Transformer over the tokens.
+
+  Cells without two runs are left out.
+  """
+  all_results = _with_committed_fairness(grid_results)
   figure = Figure((9, 4), layout="constrained")
-  losses, differences = figure.subplots(1, 2)
-  tokens = [_MILLIONS * times for times in _TIMES]
-  for place, row in enumerate(ROWS):
-    x = np.multiply(
-      tokens, 1.04 ** (place - (len(ROWS) - 1) / 2)
-    )  # side by side
-    style, cells = (
-      plots.style(row),
-      [
-        found.sample(everything, f"{row},times={times}", _LOSS)
-        for times in _TIMES
-      ],
-    )
-    drawn = dict(color=style.color, marker=style.marker, capsize=2)
-    mean, low, high = np.transpose(
-      [found.mean_interval(cell) if cell else (math.nan,) * 3 for cell in cells]
-    )
-    losses.errorbar(
-      x, mean, yerr=[mean - low, high - mean], label=style.name, **drawn
-    )
-    if row != _BASELINE:
-      gaps = [
-        found.difference(everything, f"{row},times={times}", _LOSS)
-        or (math.nan,) * 3
-        for times in _TIMES
-      ]
-      mean, low, high = np.transpose(gaps)
-      differences.errorbar(x, mean, yerr=[mean - low, high - mean], **drawn)
-  differences.axhline(0, color=plots.style(_BASELINE).color, linewidth=0.8)
-  for axes, title in (
-    (losses, "validation loss"),
-    (differences, "loss minus the Transformer's"),
-  ):
-    axes.set_xscale("log")
-    axes.set_xlim(
-      tokens[0] / 1.2, tokens[-1] * 1.2
-    )  # also while there is nothing to draw
-    axes.minorticks_off()  # their labels would run into these
-    axes.set_xticks(tokens, [f"{number:.3g}" for number in tokens])
-    axes.set(xlabel="tokens (millions)", ylabel=f"{title} (nats per token)")
-  losses.legend(fontsize=7)
+  left, right = figure.subplots(1, 2)
+  for index, row in enumerate(ROWS):
+    # Rows at the same number of tokens stand side by side.
+    shift = 1.04 ** (index - (len(ROWS) - 1) / 2)
+    name = plots.style(row).name
+    _draw_row(left, row, shift, _losses(all_results, row), name)
+    if row != BASELINE:
+      _draw_row(right, row, shift, _differences(all_results, row), None)
+  right.axhline(0, color=plots.style(BASELINE).color, linewidth=0.8)
+
+  left.set_ylabel("validation loss (nats per token)")
+  right.set_ylabel("loss minus the Transformer's (nats per token)")
+  for axes in (left, right):
+    _label_tokens(axes)
+  left.legend(fontsize=7)
   return figure
 
 
+def _losses(
+  all_results: Mapping[str, Any], row: str
+) -> list[tuple[float, float, float]]:
+  """Returns a row's mean loss and its interval, by number of tokens."""
+  intervals = []
+  for times in TIMES:
+    losses = results.sample(all_results, f"{row},times={times}", LOSS)
+    if losses:
+      intervals.append(results.mean_interval(losses))
+    else:
+      intervals.append(_NO_INTERVAL)
+  return intervals
+
+
+def _differences(
+  all_results: Mapping[str, Any], row: str
+) -> list[tuple[float, float, float]]:
+  """Returns a row's difference from the baseline, by number of tokens."""
+  intervals = []
+  for times in TIMES:
+    variant = f"{row},times={times}"
+    interval = results.difference(all_results, variant, LOSS)
+    intervals.append(interval or _NO_INTERVAL)
+  return intervals
+
+
+def _draw_row(
+  axes: Any,
+  row: str,
+  shift: float,
+  intervals: list[tuple[float, float, float]],
+  label: str | None,
+) -> None:
+  """Draws a row's means and intervals over the tokens."""
+  style = plots.style(row)
+  mean, low, high = np.transpose(intervals)
+  axes.errorbar(
+    np.multiply(TOKENS, shift),
+    mean,
+    yerr=[mean - low, high - mean],
+    label=label,
+    color=style.color,
+    marker=style.marker,
+    capsize=2,
+  )
+
+
+def _label_tokens(axes: Any) -> None:
+  """Labels the x-axis with the numbers of tokens that were trained on."""
+  axes.set_xscale("log")
+  # Without data, matplotlib would choose other limits.
+  axes.set_xlim(TOKENS[0] / 1.2, TOKENS[-1] * 1.2)
+  # Labels of minor ticks would overlap the labels of major ticks.
+  axes.minorticks_off()
+  axes.set_xticks(TOKENS, [f"{number:.3g}" for number in TOKENS])
+  axes.set_xlabel("tokens (millions)")
+
+
+def _variants() -> tuple[str, ...]:
+  """Returns every row at every number of tokens but fairness's."""
+  variants = []
+  for times in TIMES[1:]:
+    for row in ROWS:
+      variants.append(f"{row},times={times}")
+  return tuple(variants)
+
+
 EXPERIMENT = Experiment(
-  question="Does DIFF's difference from the Transformer shrink with more tokens?",
+  question=(
+    "Does DIFF's difference from the Transformer shrink with more tokens?"
+  ),
   grids={
     "cpu": Grid(
-      tuple(f"{row},times={times}" for times in _TIMES[1:] for row in ROWS),
-      f"{_BASELINE},*",
-      (30, 31, 32),
+      variants=_variants(), baseline=f"{BASELINE},*", seeds=(30, 31, 32)
     )
   },
   metrics={
-    "loss": _LOSS,
+    "loss": LOSS,
     "AR-Hit": "validation/ar_hit",
     "Others": "validation/others",
   },
   summarise=summarise,
-  plot=_plot,
+  plot=plot,
 )

@@ -1,4 +1,4 @@
-"""The slope of a difference over tokens, and its interval."""
+"""Tokens: the slope of a difference over the tokens, and its interval."""
 
 import math
 
@@ -8,63 +8,80 @@ import pytest
 from experiments.tokens import experiment
 
 
-def results_of(losses):
-  """results.json of losses by (row, times)."""
-  runs = [
-    {
-      "variant": f"{row},times={times}",
-      "seed": seed,
-      "results": {"validation/loss": loss},
-    }
-    for (row, times), each in losses.items()
-    for seed, loss in enumerate(each)
-  ]
+def make_results(losses: dict[tuple[str, int], list[float]]):
+  """Returns results with these losses by row and multiple of the tokens."""
+  runs = []
+  for (row, times), cell in losses.items():
+    for seed, loss in enumerate(cell):
+      run = {
+        "variant": f"{row},times={times}",
+        "seed": seed,
+        "results": {"validation/loss": loss},
+      }
+      runs.append(run)
   return {"baseline": "transformer,*", "runs": runs}
 
 
-def losses_of(rng, slope, spread, seeds=3):
-  """Curved losses of two rows, whose difference has that slope per factor e of the tokens."""
-  curve = lambda times: 2 - 0.3 * math.log(times) + 0.05 * math.log(times) ** 2  # noqa: E731
-  draw = lambda mean: list(mean + spread * rng.standard_normal(seeds))  # noqa: E731
-  return {
-    ("transformer", times): draw(curve(times)) for times in (1, 4, 12)
-  } | {
-    ("diff", times): draw(curve(times) + 0.05 + slope * math.log(times))
-    for times in (1, 4, 12)
-  }
+def simulated_losses(rng: np.random.Generator, slope: float, spread: float):
+  """Returns the losses of two rows, three seeds each.
+
+  Both curves are bent. Their difference has the slope per factor e.
+  """
+  losses = {}
+  for times in experiment.TIMES:
+    log_times = math.log(times)
+    transformer = 2 - 0.3 * log_times + 0.05 * log_times**2
+    diff = transformer + 0.05 + slope * log_times
+    for row, mean in (("transformer", transformer), ("diff", diff)):
+      noise = spread * rng.standard_normal(3)
+      losses[row, times] = list(mean + noise)
+  return losses
 
 
-def test_a_slope_is_found_whatever_the_curve():
-  losses = losses_of(np.random.default_rng(0), -0.02, 1e-9)
-  assert experiment.slope(
-    results_of(losses), "diff", "transformer"
-  ) == pytest.approx((-0.02,) * 3, abs=1e-6)
+def test_the_slope_does_not_depend_on_the_shape_of_the_curves():
+  rng = np.random.default_rng(0)
+  losses = simulated_losses(rng, slope=-0.02, spread=1e-9)
+
+  fitted = experiment.slope(make_results(losses), "diff", "transformer")
+
+  assert fitted == pytest.approx((-0.02, -0.02, -0.02), abs=1e-6)
+
+
+def test_there_is_no_slope_if_a_cell_is_missing():
+  losses = simulated_losses(np.random.default_rng(0), slope=0.0, spread=0.1)
   del losses["diff", 12]
-  assert experiment.slope(results_of(losses), "diff", "transformer") is None
+
+  assert experiment.slope(make_results(losses), "diff", "transformer") is None
 
 
-def test_the_interval_holds_the_slope_in_19_of_20():
-  rng, held = np.random.default_rng(1), 0
+def test_the_interval_contains_the_slope_in_95_percent_of_simulations():
+  rng = np.random.default_rng(1)
+  num_hits = 0
   for _ in range(400):
-    _, low, high = experiment.slope(
-      results_of(losses_of(rng, 0.01, 0.02)), "diff", "transformer"
-    )
-    held += low <= 0.01 <= high
-  assert 0.92 <= held / 400 <= 0.985
+    losses = simulated_losses(rng, slope=0.01, spread=0.02)
+    fitted = experiment.slope(make_results(losses), "diff", "transformer")
+    _, low, high = fitted
+    if low <= 0.01 <= high:
+      num_hits += 1
+
+  assert 0.92 <= num_hits / 400 <= 0.985
 
 
-def test_the_fewest_tokens_are_fairness_s():
-  longer = results_of({("diff", 4): [1.0, 2.0]})
-  fairness = {
-    "runs": [
-      {"variant": row, "seed": 10, "results": {"validation/loss": 3.0}}
-      for row in ("diff", "gated")
-    ]
-  }
-  found = experiment.with_fairness(longer, fairness)
-  assert [run["variant"] for run in found["runs"]] == [
-    "diff,times=1",
-    "diff,times=4",
-    "diff,times=4",
-  ]
+def test_fairness_has_the_runs_with_once_the_tokens():
+  longer = make_results({("diff", 4): [1.0, 2.0]})
+  fairness = {"runs": []}
+  for row in ("diff", "gated"):
+    run = {"variant": row, "seed": 10, "results": {"validation/loss": 3.0}}
+    fairness["runs"].append(run)
+
+  merged = experiment.with_fairness(longer, fairness)
+
+  # "gated" is not a row of this experiment.
+  variants = [run["variant"] for run in merged["runs"]]
+  assert variants == ["diff,times=1", "diff,times=4", "diff,times=4"]
+
+
+def test_fairness_may_have_no_results():
+  longer = make_results({("diff", 4): [1.0, 2.0]})
+
   assert experiment.with_fairness(longer, None)["runs"] == longer["runs"]
