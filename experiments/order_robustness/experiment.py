@@ -221,12 +221,13 @@ def plot(grid_results: Mapping[str, Any]) -> Figure:
   plots.over_seeds(panels[0], COUNTS, series.curves(grid_results, "curve"))
   _label_counts(panels[0], "Accuracy, random order", COUNTS)
 
-  _draw_by_kind(panels[1], grid_results, ORDERS, "accuracy")
+  kinds = list(ORDERS)
+  _draw_by_kind(panels[1], grid_results, kinds, "accuracy")
   panels[1].set_title("Accuracy", fontsize=10)
-  _draw_by_kind(panels[2], grid_results, ORDERS, "spread")
+  _draw_by_kind(panels[2], grid_results, kinds, "spread")
   panels[2].set_title("Accuracy of the best minus the worst order", fontsize=10)
   panels[2].set_ylim(bottom=0)
-  _draw_by_kind(panels[3], grid_results, ORDERS, "changed")
+  _draw_by_kind(panels[3], grid_results, kinds, "changed")
   panels[3].set_title("Share of answers that change", fontsize=10)
   panels[3].set_ylim(bottom=0)
 
@@ -253,11 +254,11 @@ def _label_counts(axes: Any, title: str, counts: Sequence[int]) -> None:
 
 
 def _draw_by_kind(
-  axes: Any, grid_results: Mapping[str, Any], kinds: Any, name: str
+  axes: Any, grid_results: Mapping[str, Any], kinds: Sequence[str], name: str
 ) -> None:
   """Draws one of the numbers of `spread` by the kind of order."""
-  kinds = tuple(kinds)
-  rows = series.metrics(grid_results, [f"{kind}_{name}" for kind in kinds])
+  names = [f"{kind}_{name}" for kind in kinds]
+  rows = series.metrics(grid_results, names)
   plots.over_seeds(axes, kinds, rows, "none")
   axes.set(xlabel="order of the demonstrations", ylabel="share of answers")
   axes.margins(x=0.2)

@@ -10,6 +10,7 @@ from diffjax.config import from_config_dict
 from diffjax.model.decoder import Block, embed, lambda_inits, logits
 from diffjax.ops.diff_attention import diff_attention
 from diffjax.ops.rms_norm import rms_norm
+from experiments import series
 from experiments.noisy_lookup import experiment, task
 from experiments.noisy_lookup.config import get_config
 from tests.harness.tiers import full
@@ -161,7 +162,7 @@ def test_training_lowers_the_loss_and_can_be_repeated(learning_run):
   _, answers = task.train(config, sizes)
   _, repeated = task.train(config, sizes)
 
-  assert [record["step"] for record in answers["curve"]] == [15, 30]
+  assert series.column(answers["curve"], "step") == [15, 30]
   assert answers["curve"][-1]["loss"] < untrained["loss"]
   assert repeated == answers
 

@@ -13,7 +13,7 @@ from diffjax.data.tokenizer import load_tokenizer
 from diffjax.evals import attention, needle
 from diffjax.inference.trained import load
 from diffjax.training.checkpoint import Checkpoints
-from experiments import grid
+from experiments import grid, series
 from experiments.retrieval import experiment, task
 
 
@@ -47,10 +47,10 @@ def test_an_example_has_the_pairs_and_fillers_asked_for(distractors, fillers):
 
   keys_asked = example.answer[::2]
   values_asked = example.answer[1::2]
-  for key, value, place in zip(
+  for key, value, position in zip(
     keys_asked, values_asked, example.places, strict=True
   ):
-    assert words[place] == f"{key}:{value}"
+    assert words[position] == f"{key}:{value}"
 
 
 @pytest.mark.parametrize("length, distractors", experiment.CELLS)
@@ -62,13 +62,13 @@ def test_a_question_has_one_right_pair(tmp_path, length, distractors):
   )
 
   assert questions.tokens.shape == (40, length + 3)
-  for tokens, value, place in zip(*questions, strict=True):
+  for tokens, value, position in zip(*questions, strict=True):
     words = [task.WORDS[token] for token in tokens]
     *context, mark, key = words
     assert mark == "?"
     matches = [word for word in context if word.startswith(f"{key}:")]
-    assert matches == [words[place]]
-    assert words[place] == f"{key}:{task.WORDS[value]}"
+    assert matches == [words[position]]
+    assert words[position] == f"{key}:{task.WORDS[value]}"
 
 
 def test_the_cell_of_reference_is_measured():
@@ -122,25 +122,24 @@ def test_regular_checkpoints_are_measured(make_workdir, tmp_path):
   save([5])
   measured = experiment.measure(workdir, config, cells, num_samples=8)
 
-  assert [record["step"] for record in measured["curve"]] == [2, 4, 5]
-  measured_cells = []
-  for record in measured["grid"]:
-    measured_cells.append((record["length"], record["distractors"]))
-  assert measured_cells == cells
+  assert series.column(measured["curve"], "step") == [2, 4, 5]
+  lengths = series.column(measured["grid"], "length")
+  distractors = series.column(measured["grid"], "distractors")
+  assert list(zip(lengths, distractors, strict=True)) == cells
 
 
 def test_several_processes_can_write_the_data_at_once(tmp_path):
   alone = write_data(tmp_path / "alone")
-  together = tmp_path / "together"
-  together.mkdir()
+  shared_dir = tmp_path / "shared"
+  shared_dir.mkdir()
 
   with concurrent.futures.ThreadPoolExecutor(4) as pool:
-    futures = [pool.submit(write_data, together) for _ in range(4)]
-    written = [future.result() for future in futures]
+    written = list(pool.map(write_data, [shared_dir] * 4))
 
-  assert all(fields == written[0] for fields in written)
+  for fields in written:
+    assert fields == written[0]
   data_name = pathlib.Path(alone["data.tokenizer"]).parent.name
-  assert [path.name for path in together.iterdir()] == [data_name]
+  assert [path.name for path in shared_dir.iterdir()] == [data_name]
   for field, location in alone.items():
     expected = pathlib.Path(location.removeprefix("jsonl:"))
     actual = pathlib.Path(written[0][field].removeprefix("jsonl:"))

@@ -10,7 +10,7 @@ import pytest
 
 from diffjax.config import UserError, from_config_dict
 from diffjax.model.flops import parameter_count
-from experiments import grid, results
+from experiments import grid, results, series
 from experiments.scaling import experiment
 from experiments.scaling.config import (
   ARCHITECTURES,
@@ -110,26 +110,28 @@ def test_the_jackknife_interval_of_a_mean_is_students():
 def test_about_95_percent_of_intervals_contain_the_true_share(axis, num_grids):
   """Simulates grids from the committed curves and the spread of their runs."""
   path = pathlib.Path(experiment.__file__).with_name("results.json")
-  points = experiment.points_by_axis(json.loads(path.read_text()))[axis]
+  committed = json.loads(path.read_text())
+  points = experiment.points_by_axis(committed)[axis]
   seeds = set(range(5))
   true_fit = experiment.fit_seeds(points, seeds)
   variances = []
   for curve in points.values():
     for losses in curve.values():
-      variances.append(np.var(list(losses.values()), ddof=1))
+      values = list(losses.values())
+      variances.append(np.var(values, ddof=1))
   spread = np.sqrt(np.mean(variances))
 
   rng = np.random.default_rng(0)
   num_hits = {"diff": 0, "diff_v2": 0}
   for _ in range(num_grids):
     simulated = simulate(points, true_fit, spread, rng)
-    whole = experiment.fit_seeds(simulated, seeds)
+    all_seeds = experiment.fit_seeds(simulated, seeds)
     left_out = []
     for seed in seeds:
       left_out.append(experiment.fit_seeds(simulated, seeds - {seed}))
     for name in num_hits:
       low, high = interval(
-        np.log(whole.share(name, "transformer")),
+        np.log(all_seeds.share(name, "transformer")),
         np.log([fitted.share(name, "transformer") for fitted in left_out]),
       )
       if low < np.log(true_fit.share(name, "transformer")) < high:
@@ -286,8 +288,8 @@ def test_two_sizes_have_no_fit():
 
   simulated = simulated_results([0, 1], only=is_small)
 
-  axes = {row["against"] for row in simulated["summary"]}
-  assert axes == {"tokens"}
+  axes = series.column(simulated["summary"], "against")
+  assert set(axes) == {"tokens"}
   assert experiment.plot(simulated)
 
 

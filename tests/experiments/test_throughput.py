@@ -15,7 +15,7 @@ from diffjax.configs import base
 from diffjax.model.flops import parameter_count
 from diffjax.parallel.mesh import make_mesh, put_batch
 from diffjax.training.program import build
-from experiments import grid, results
+from experiments import grid, results, series
 from experiments.throughput import experiment
 from experiments.throughput.config import get_config
 
@@ -144,16 +144,19 @@ def test_two_layers_fit_if_the_compiler_refuses_three():
 
 def test_an_error_is_raised_if_two_layers_do_not_fit():
   message = (
-    "2 layers take more than the 3.0 GiB .* make train.batch_size smaller"
+    "2 layers take more than the 0.0 GiB .* make train.batch_size smaller"
   )
 
   with pytest.raises(UserError, match=message):
-    experiment.layers_that_fit(4, 3 * GIB, lambda layers: 4.0 * GIB)
+    experiment.layers_that_fit(4, 99, needs_100_bytes_per_layer)
 
 
 def test_an_error_is_raised_if_the_compiler_refuses_two_layers():
+  def refused(layers):
+    return math.inf
+
   with pytest.raises(UserError, match="2 layers take more than the 3.0 GiB"):
-    experiment.layers_that_fit(4, 3 * GIB, lambda layers: math.inf)
+    experiment.layers_that_fit(4, 3 * GIB, refused)
 
 
 def simulated_bytes(config, mesh, kind):
@@ -234,7 +237,7 @@ def test_the_programs_compile_for_tpus_that_are_not_attached(small_config):
 
   rows = experiment.plan(config, "v5e:1x1")
 
-  names = [row["architecture"] for row in rows]
+  names = series.column(rows, "architecture")
   assert names == ["transformer", "diff", "diff_v2"]
   for row in rows:
     assert row["layers"] == "2 of 2"
@@ -353,7 +356,7 @@ def test_the_table_has_the_papers_ratios(gpu_results):
     "| 3b,length=2048 | 20 of 28 | forward | 50,000 | 46,000 | 50,000 | −8%"
     " | −9% | +0% |"
   ) in text
-  paper = [row["paper's"] for row in gpu_results["summary"]]
+  paper = series.column(gpu_results["summary"], "paper's")
   assert paper == ["−9%", "−8%", "−9%", "−10%", "−5%", "−6%"]
 
 

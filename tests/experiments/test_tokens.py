@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from experiments import series
 from experiments.tokens import experiment
 
 
@@ -77,7 +78,7 @@ def test_fairness_has_the_runs_with_once_the_tokens():
   merged = experiment.with_fairness(longer, fairness)
 
   # "gated" is not a row of this experiment.
-  variants = [run["variant"] for run in merged["runs"]]
+  variants = series.column(merged["runs"], "variant")
   assert variants == ["diff,times=1", "diff,times=4", "diff,times=4"]
 
 
