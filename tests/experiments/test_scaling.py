@@ -103,7 +103,7 @@ def test_the_jackknife_interval_of_a_mean_is_students():
 @pytest.mark.parametrize(
   "axis, num_grids",
   [
-    pytest.param("parameters", 60, id="parameters"),
+    pytest.param("parameters", 120, id="parameters"),
     pytest.param("tokens", 120, id="tokens"),
   ],
 )
