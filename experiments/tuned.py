@@ -1,63 +1,120 @@
-"""Settings that a grid named "tune" chose, on seeds of its own, which no result is taken from."""
+"""Prints the variants that the grid "tune" of an experiment chooses.
+
+    python -m experiments.tuned fairness validation/loss min
+    python -m experiments.tuned noisy_lookup accuracy max
+
+The arguments are the experiment, a number in the results of its runs, and
+whether it should be small (min) or large (max). The grid has its own seeds, and
+no result is taken from them. Write the settings that are printed into the
+config.py of the experiment, and of those that take over its settings.
+"""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable
+import sys
+from typing import Literal
 
 from diffjax.config import UserError
-from experiments.grid import FOLDER, load
+from experiments import grid as grids
+from experiments import results
+from experiments.grid import FOLDER
+
+
+def main(name: str, metric: str, better: str) -> None:
+  """Prints the best variant of each row.
+
+  Args:
+    name: The experiment's name.
+    metric: The name of a number in the results.
+    better: "min" or "max".
+
+  Raises:
+    UserError: as for `best`, and for another value of `better`.
+  """
+  if better not in ("min", "max"):
+    raise UserError(f"{better!r}: must be min or max")
+  variants = grids.load(name, "tune").grids["tune"].variants
+  rows = dict.fromkeys(_row(variant) for variant in variants)
+  for row in rows:
+    print(f"{row}: {best(name, row, metric, better)}")
 
 
 def best(
-  name: str, row: str, metric: str, better: Callable[[Iterable[float]], float]
+  name: str, row: str, metric: str, better: Literal["min", "max"]
 ) -> str:
-  """A row's best variant in an experiment's grid "tune".
+  """Returns the best variant of a row in an experiment's grid "tune".
 
   Args:
-    name: the experiment's.
-    row: what its variants begin with, before the first comma.
-    metric: name of a number in the results; its mean over the seeds decides. A variant is out if a run of it lacks it (it diverged).
-    better: `min` or `max`.
+    name: The experiment's name.
+    row: The part of the variants before the first comma.
+    metric: The name of a number in the results. Its mean over the seeds
+      decides. A variant is left out if one of its runs lacks the number,
+      because the run diverged.
+    better: "min" or "max".
 
   Returns:
     The variant, such as "diff,rate=0.004".
 
   Raises:
-    UserError: if runs of the row's variants are missing.
+    UserError: if runs of the row are missing, or if the number is not finite in
+      any variant.
   """
-  # Here, because SciPy takes a second to load and training does not need it.
-  from experiments import results
-
-  grid = load(name, "tune").grids["tune"]
-  wanted = {
-    f"{variant}/seed_{seed}"
-    for variant in grid.variants
-    if variant.partition(",")[0] == row
-    for seed in grid.seeds
-  }
   path = FOLDER / name / "tune" / "results.json"
-  runs = (results.read(path, "runs") or {"runs": []})["runs"]
-  found: dict[str, list[float]] = {}
-  for run in runs:
-    if run["name"] in wanted:
-      found.setdefault(run["variant"], []).append(run["results"].get(metric))
-  if not wanted or sum(map(len, found.values())) < len(wanted):
-    raise UserError(
-      f"{name}: {row} has not been tuned; run python -m experiments.run {name} --grid=tune"
-    )
-  finite = lambda each: all(
-    value is not None and math.isfinite(value) for value in each
-  )  # noqa: E731
-  means = {
-    variant: statistics.mean(each)
-    for variant, each in found.items()
-    if finite(each)
-  }
+  means = {}
+  for variant, values in _values(name, row, metric).items():
+    if all(value is not None and math.isfinite(value) for value in values):
+      means[variant] = statistics.mean(values)
   if not means:
     raise UserError(
-      f"{name}: no setting of {row} in {path} has a finite {metric}"
+      f"{name}: no setting of {row} in {path} has a finite {metric}; widen the"
+      ' grid "tune"'
     )
-  chosen = better(means.values())
-  return next(variant for variant, mean in means.items() if mean == chosen)
+  if better == "min":
+    return min(means, key=means.__getitem__)
+  return max(means, key=means.__getitem__)
+
+
+def _values(name: str, row: str, metric: str) -> dict[str, list[float | None]]:
+  """Returns the number of each seed's run, by variant of the row."""
+  tuning = grids.load(name, "tune").grids["tune"]
+  stored = results.read(FOLDER / name / "tune" / "results.json", "runs")
+  numbers = {}
+  if stored is not None:
+    for run in stored["runs"]:
+      numbers[run["name"]] = run["results"].get(metric)
+  values: dict[str, list[float | None]] = {}
+  for variant in tuning.variants:
+    if _row(variant) != row:
+      continue
+    values[variant] = []
+    for seed in tuning.seeds:
+      run_name = f"{variant}/seed_{seed}"
+      if run_name not in numbers:
+        raise _not_tuned(name, row)
+      values[variant].append(numbers[run_name])
+  if not values:
+    raise _not_tuned(name, row)
+  return values
+
+
+def _not_tuned(name: str, row: str) -> UserError:
+  return UserError(
+    f"{name}: {row} has not been tuned; run python -m experiments.run {name}"
+    " --grid=tune"
+  )
+
+
+def _row(variant: str) -> str:
+  row, _, _ = variant.partition(",")
+  return row
+
+
+if __name__ == "__main__":
+  if len(sys.argv) != 4:
+    sys.exit("usage: python -m experiments.tuned NAME METRIC min|max")
+  try:
+    main(*sys.argv[1:])
+  except UserError as error:
+    sys.exit(f"error: {error}")

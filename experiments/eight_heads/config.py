@@ -1,28 +1,41 @@
-"""4.9 M parameters, wide enough for eight heads of DIFF that are 16 wide. A variant is a row of ROWS, with what fairness chose for it.
+"""Models of 4.9 M parameters, with eight heads of width 16 in DIFF.
 
-python -m diffjax.train --config=experiments/eight_heads/config.py:diff --workdir=runs/diff_of_eight_heads
+A variant is one of `ROWS`:
+
+    python -m diffjax.train --config=experiments/eight_heads/config.py:diff \
+      --workdir=runs/diff_of_eight_heads
 """
 
 import ml_collections
 
 from diffjax.configs import base
-from experiments.ablations.config import ROWS as ABLATIONS
-from experiments.fairness.config import get_config as get_tuned
+from experiments import architectures
 
-ROWS = (
-  "transformer",
-  "transformer_wide",
-  "transformer_norm",
-  "diff",
-  "diff_v2",
-)
-# fairness has no row with wide heads alone. It chose the same rate and scale for the row without them and for the one with head norm, too
-_TUNED_AS = {"transformer_wide": "transformer_norm"}
+# Half of the rates that `python -m experiments.run fairness --grid=tune` chose.
+# The models here are twice as wide, and the best rate falls with the width
+# (scaling/README.md). The comments name the chosen variants of that grid. It
+# has no row transformer_wide. It chose the same settings for the row without
+# wide heads (transformer) and for the one with head norm (transformer_norm).
+LEARNING_RATES = {
+  # transformer,scale=1,rate=0.003
+  "transformer": 0.0015,
+  # transformer_norm,scale=1,rate=0.003
+  "transformer_wide": 0.0015,
+  # transformer_norm,scale=1,rate=0.003
+  "transformer_norm": 0.0015,
+  # diff,scale=1,rate=0.003
+  "diff": 0.0015,
+  # diff_v2,scale=root,rate=0.006
+  "diff_v2": 0.003,
+}
+# The rows for which that grid chose scale=root: model.embed_scale = √E.
+ROOT_SCALED = ("diff_v2",)
+ROWS = tuple(LEARNING_RATES)
 
 
 def get_config(variant: str = "diff") -> ml_collections.ConfigDict:
+  """Returns the config of a row."""
   (row,) = base.read_variant(variant, row=("diff", ROWS))
-  chosen = get_tuned(_TUNED_AS.get(row, row))
   config = base.get_config()
   config.model.update(
     num_layers=6,
@@ -36,15 +49,10 @@ def get_config(variant: str = "diff") -> ml_collections.ConfigDict:
     steps=2400, batch_size=16, checkpoint_interval=600, sample_tokens=0
   )
   config.eval.update(interval=2400, rows=2048, ngram=8)
-  config.optimizer.update(schedule="cosine", warmup_steps=240)
-  config = ABLATIONS[row](config)
-  # Twice the width, half the rate: the best rate falls with the width, as in scaling's README
-  config.optimizer.learning_rate = (
-    chosen.optimizer.learning_rate
-    * chosen.model.embed_dim
-    / config.model.embed_dim
+  config.optimizer.update(
+    learning_rate=LEARNING_RATES[row], schedule="cosine", warmup_steps=240
   )
-  config.model.embed_scale = (
-    1.0 if chosen.model.embed_scale == 1 else config.model.embed_dim**0.5
-  )
-  return config
+  config.model.embed_scale = 1.0
+  if row in ROOT_SCALED:
+    config.model.embed_scale = config.model.embed_dim**0.5
+  return architectures.set_row(config, row)

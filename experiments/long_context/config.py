@@ -1,26 +1,51 @@
-"""Length extensions of ablations' models, by the same variants: a few steps on longer rows, from a finished run's parameters.
+"""Length extensions of the models of the experiment ablations.
 
-    python -m diffjax.train --config=experiments/long_context/config.py:diff --workdir=runs/diff_2k --config.train.init_from=runs/diff
+A variant is called as in ablations. A few steps on longer rows start from the
+parameters of a finished run:
 
-As in the paper (4K to 64K, RoPE base 10,000 to 640,000, learning rate 3.2e-4 to 8e-5), the base grows with the length to the power 1.5, and
-the learning rate starts at a quarter of the run's own. A step has as many tokens as in the run.
+    python -m diffjax.train --config=experiments/long_context/config.py:diff \
+      --workdir=runs/diff_2k --config.train.init_from=runs/diff
+
+The paper extends 4K to 64K, with a RoPE base of 10,000 to 640,000 and learning
+rates of 3.2e-4 to 8e-5. As there, the base grows with the length to the power
+1.5, and the learning rate starts at a quarter of the first run's. A step has as
+many tokens as a step of the first run.
 """
+
+from typing import NamedTuple
 
 import ml_collections
 
-from experiments.ablations import config as ablations
+from experiments import architectures
 
-# By size: the new length, steps (0.25 M tokens, a tenth of the run's own; 0.1 B; the paper's 1.5 B), and micro-batches a step
+
+class Extension(NamedTuple):
+  """The extension of a model.
+
+  Attributes:
+    length: The new length of rows.
+    steps: The number of steps.
+    accumulation: The number of micro-batches of a step.
+  """
+
+  length: int
+  steps: int
+  accumulation: int
+
+
+# By size. The tokens are 0.25 M (a tenth of the first run's), 0.1 B and 1.5 B
+# (the paper's).
 EXTENSIONS = {
-  "tiny": (2048, 60, 1),
-  "125m": (16_384, 400, 16),
-  "1b": (65_536, 5_722, 1),
+  "tiny": Extension(length=2048, steps=60, accumulation=1),
+  "125m": Extension(length=16_384, steps=400, accumulation=16),
+  "1b": Extension(length=65_536, steps=5_722, accumulation=1),
 }
 
 
 def get_config(variant: str = "diff") -> ml_collections.ConfigDict:
-  _, size, _ = ablations.parts(variant)
-  config = ablations.get_config(variant)
+  """Returns the config of a variant."""
+  row, size, heads = architectures.read_variant(variant)
+  config = architectures.language_model(row, size, heads)
   length, steps, accumulation = EXTENSIONS[size]
   factor = length // config.data.length
   config.model.update(
@@ -36,7 +61,8 @@ def get_config(variant: str = "diff") -> ml_collections.ConfigDict:
     accumulation=accumulation,
   )
   config.eval.update(interval=steps, rows=64)
-  if size != "tiny":  # books: C4's documents are shorter than these rows
+  if size != "tiny":
+    # Books: the documents of C4 are shorter than these rows.
     config.data.update(source="tfds:pg19", text_field="book_text")
     config.model.remat = "full"
   return config

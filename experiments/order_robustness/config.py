@@ -1,15 +1,19 @@
-"""Small models that classify by demonstrations. A variant is a row of ablations.
+"""Small models that classify by demonstrations.
 
-The runner (`python -m experiments.run order_robustness`) writes the data and sets data.source, validation_source and tokenizer.
+A variant is one of `ROWS`. `python -m experiments.run order_robustness` writes
+the data and sets data.source, data.validation_source and data.tokenizer.
 """
 
 import ml_collections
 
 from diffjax.configs import base
-from experiments.ablations.config import ROWS
+from experiments import architectures
+
+ROWS = architectures.ROWS
 
 
 def get_config(variant: str = "diff") -> ml_collections.ConfigDict:
+  """Returns the config of a row."""
   (row,) = base.read_variant(variant, row=("diff", ROWS))
   config = base.get_config()
   config.model.update(
@@ -20,9 +24,8 @@ def get_config(variant: str = "diff") -> ml_collections.ConfigDict:
     ffn_dim=176,
     max_length=128,
   )
-  config.model.attention_implementation = (
-    "reference"  # the fastest one on a CPU for rows this short
-  )
+  # The fastest implementation on a CPU for rows this short.
+  config.model.attention_implementation = "reference"
   config.data.update(
     length=105,
     prompt_field="context",
@@ -41,4 +44,4 @@ def get_config(variant: str = "diff") -> ml_collections.ConfigDict:
     sample_tokens=0,
   )
   config.eval.update(interval=400, rows=64)
-  return ROWS[row](config)
+  return architectures.set_row(config, row)

@@ -1,15 +1,19 @@
-"""Small models for associative recall. A variant is a row of ablations.
+"""Small models for associative recall.
 
-The runner (`python -m experiments.run retrieval`) writes the data and sets data.source, validation_source and tokenizer.
+A variant is one of `ROWS`. `python -m experiments.run retrieval` writes the
+data and sets data.source, data.validation_source and data.tokenizer.
 """
 
 import ml_collections
 
 from diffjax.configs import base
-from experiments.ablations.config import ROWS
+from experiments import architectures
+
+ROWS = architectures.ROWS
 
 
 def get_config(variant: str = "diff") -> ml_collections.ConfigDict:
+  """Returns the config of a row."""
   (row,) = base.read_variant(variant, row=("diff", ROWS))
   config = base.get_config()
   config.model.update(
@@ -37,4 +41,4 @@ def get_config(variant: str = "diff") -> ml_collections.ConfigDict:
     sample_tokens=0,
   )
   config.eval.update(interval=100, rows=64)
-  return ROWS[row](config)
+  return architectures.set_row(config, row)

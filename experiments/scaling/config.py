@@ -1,26 +1,46 @@
-"""An architecture at a size, trained on a number of tokens: a variant is ARCHITECTURE, with size=SIZE and times=TIMES if wanted.
+"""An architecture at a size, trained on a number of tokens.
 
-    python -m diffjax.train --config=experiments/scaling/config.py:diff,size=0.4m --workdir=runs/diff_0.4m
-    python -m diffjax.train --config=experiments/scaling/config.py:diff,size=0.1m,times=4 --workdir=runs/diff_0.1m_4_times
+A variant is ARCHITECTURE, with size=SIZE and times=TIMES if wanted:
 
-ARCHITECTURE is transformer, diff or diff_v2. SIZE is a key of SMALL, 830m, 1.4b, 2.8b, 6.8b or 13.1b (the paper's scaling runs), or 3b (its
-main model). TIMES multiplies the tokens; the schedule is as long.
+    python -m diffjax.train \
+      --config=experiments/scaling/config.py:diff,size=0.4m \
+      --workdir=runs/diff_0.4m
+    python -m diffjax.train \
+      --config=experiments/scaling/config.py:diff,size=0.1m,times=4 \
+      --workdir=runs/diff_0.1m_4_times
+
+ARCHITECTURE is transformer, diff or diff_v2. SIZE is a key of `SMALL` or of
+`PAPER`. TIMES multiplies the number of tokens. The schedule is as long as the
+run.
 """
 
 import importlib
+from typing import NamedTuple
 
 import ml_collections
 
 from diffjax.configs import base
 
 ARCHITECTURES = ("transformer", "diff", "diff_v2")
+
+
+class Dimensions(NamedTuple):
+  """The sizes of a model: E, L and F."""
+
+  embed_dim: int
+  num_layers: int
+  ffn_dim: int
+
+
 SMALL = {
-  "0.1m": (64, 2, 176),
-  "0.2m": (96, 2, 256),
-  "0.4m": (96, 4, 256),
-  "0.8m": (128, 4, 352),
-  "1.2m": (160, 4, 432),
-}  # E, L, F
+  "0.1m": Dimensions(64, 2, 176),
+  "0.2m": Dimensions(96, 2, 256),
+  "0.4m": Dimensions(96, 4, 256),
+  "0.8m": Dimensions(128, 4, 352),
+  "1.2m": Dimensions(160, 4, 432),
+}
+# The configs of diffjax/configs for the paper's scaling runs, and for its main
+# model (3b). The 2.8b model has the training of the 830m one.
 PAPER = {
   "830m": "diff_830m",
   "1.4b": "diff_1b",
@@ -32,7 +52,10 @@ PAPER = {
 
 
 def parts(variant: str) -> tuple[str, str, float | None]:
-  """The architecture, the size and the multiple of the tokens (None where the variant names none)."""
+  """Returns the architecture, the size and the multiple of the tokens.
+
+  The multiple is None if the variant does not name it.
+  """
   sizes = (*SMALL, *PAPER)
   architecture, size, times = base.read_variant(
     variant,
@@ -44,12 +67,22 @@ def parts(variant: str) -> tuple[str, str, float | None]:
 
 
 def get_config(variant: str = "diff,size=0.4m") -> ml_collections.ConfigDict:
+  """Returns the config of a variant."""
   architecture, size, times = parts(variant)
-  config = (
-    _small(*SMALL[size])
-    if size in SMALL
-    else importlib.import_module(f"diffjax.configs.{PAPER[size]}").get_config()
-  )
+  config = _small(size) if size in SMALL else _of_paper(size)
+  if times is not None:
+    config.train.steps = round(config.train.steps * times)
+  if size in SMALL:
+    config.optimizer.warmup_steps = config.train.steps // 10
+    config.eval.interval = config.train.steps
+  config.train.sample_tokens = 0
+  return base.twin(config, architecture)
+
+
+def _of_paper(size: str) -> ml_collections.ConfigDict:
+  """Returns the config of one of the paper's models."""
+  module = importlib.import_module(f"diffjax.configs.{PAPER[size]}")
+  config = module.get_config()
   if size == "2.8b":
     config.model.update(
       num_layers=32,
@@ -59,28 +92,27 @@ def get_config(variant: str = "diff,size=0.4m") -> ml_collections.ConfigDict:
       head_dim=128,
       ffn_dim=6912,
     )
-  config.train.steps = round(config.train.steps * (times or 1))
-  if size in SMALL:
-    config.optimizer.warmup_steps = config.train.steps // 10
-    config.eval.interval = config.train.steps
-  config.train.sample_tokens = 0
-  return base.twin(config, architecture)
+  return config
 
 
-def _small(
-  embed_dim: int, num_layers: int, ffn_dim: int
-) -> ml_collections.ConfigDict:
-  """Heads of 16, so that the narrowest model has several; 0.49 M bytes of the standard library; a learning rate by width (README.md)."""
+def _small(size: str) -> ml_collections.ConfigDict:
+  """Returns the config of a small model.
+
+  It trains on 0.49 M bytes of the standard library.
+  """
+  embed_dim, num_layers, ffn_dim = SMALL[size]
   config = base.get_config()
-  heads = embed_dim // 32
+  # Heads of width 16, so that the narrowest model has several.
+  num_heads = embed_dim // 32
   config.model.update(
     embed_dim=embed_dim,
     num_layers=num_layers,
-    num_heads=heads,
-    num_kv_heads=heads,
+    num_heads=num_heads,
+    num_kv_heads=num_heads,
     head_dim=16,
     ffn_dim=ffn_dim,
   )
+  # The best learning rate falls with the width (README.md).
   config.optimizer.update(learning_rate=0.5 / embed_dim, schedule="cosine")
   config.train.update(steps=480, batch_size=4)
   config.eval.rows = 1024

@@ -1,8 +1,10 @@
 """Shapes whose speed is measured: SIZE,length=LENGTH.
 
-SIZE is tiny, 125m (its widths: two layers, 256 tokens in the vocabulary), 3b or 13b.
+SIZE is tiny, 125m, 3b or 13b. The size 125m has the widths of that model, but
+only two layers and a vocabulary of 256 tokens.
 
-train.steps are the repetitions, train.batch_size × data.length the tokens of a call.
+train.steps is the number of repetitions. A call takes train.batch_size ×
+data.length tokens.
 """
 
 import importlib
@@ -11,25 +13,28 @@ import ml_collections
 
 from diffjax.configs import base
 
+# The config of diffjax/configs and the number of tokens of a call, by size.
 SIZES = {
   "tiny": ("tiny", 4096),
   "125m": ("diff_125m", 1024),
   "3b": ("diff_3b", 8192),
   "13b": ("diff_13b", 8192),
-}  # and the tokens of a call
+}
 
 
 def get_config(variant: str = "tiny,length=256") -> ml_collections.ConfigDict:
+  """Returns the config of a variant."""
   size, length = base.read_variant(
     variant, size=("tiny", SIZES), length=(256, int)
   )
   name, tokens = SIZES[size]
   config = importlib.import_module(f"diffjax.configs.{name}").get_config()
-  if (
-    size == "125m"
-  ):  # what a CPU does in seconds, and not the vocabulary's time alone
+  if size == "125m":
+    # A CPU does this in seconds, and does not spend most of them on the
+    # vocabulary.
     config.model.update(num_layers=2, vocab_size=256)
-  config.model.max_length = config.data.length = length
+  config.model.max_length = length
+  config.data.length = length
   if size != "tiny":
     # The results were recorded with this source. Its text is never read.
     config.data.update(source="tfds:c4/en", mode="prepared")

@@ -1,4 +1,4 @@
-"""Workdirs with checkpoints of small models, made without training."""
+"""Fixtures: workdirs of small models, results of runs, and the command."""
 
 import sys
 import threading
@@ -10,7 +10,7 @@ import pytest
 from diffjax.config import from_config_dict
 from diffjax.model.decoder import Decoder
 from diffjax.training.checkpoint import Checkpoints
-from experiments import grid, launch, tuned
+from experiments import grid, launch
 from tests.harness import in_process
 
 SMALL = dict(
@@ -24,39 +24,22 @@ SMALL = dict(
 
 
 @pytest.fixture
-def choose():
-  """The choice of settings by a tuning's results."""
-  return tuned.best
-
-
-@pytest.fixture(autouse=True)
-def first_settings(monkeypatch, choose):
-  """Instead of tuning's choice, which may not have been made yet, each row has the first setting of the grid "tune"."""
-
-  def first(name, row, *_):
-    return next(
-      variant
-      for variant in grid.load(name, "tune").grids["tune"].variants
-      if variant.partition(",")[0] == row
-    )
-
-  monkeypatch.setattr(tuned, "best", first)
-
-
-@pytest.fixture
 def make_workdir(tmp_path):
-  """make_workdir("run", config, {"train.steps": 1}): the workdir of a small model with random parameters, and its config."""
-  (tmp_path / "text").mkdir()
+  """make_workdir("run", config, {"train.steps": 1}): a workdir and its config.
+
+  The workdir has a checkpoint of a small model with random parameters.
+  """
+  text_dir = tmp_path / "text"
+  text_dir.mkdir()
   for index in range(8):
-    (tmp_path / "text" / f"{index}.txt").write_text(
-      f"line {index} of a text that goes on and on\n" * 8
-    )
+    line = f"line {index} of a text that goes on and on\n"
+    (text_dir / f"{index}.txt").write_text(line * 8)
 
   def make(name, config, fields=None):
     values = config.to_dict()
     values["model"].update(SMALL)
     values["data"].update(
-      source=f"text:{tmp_path}/text/*.txt",
+      source=f"text:{text_dir}/*.txt",
       validation_fraction=0.7,
       mode="streamed",
       length=64,
@@ -69,43 +52,51 @@ def make_workdir(tmp_path):
     # these are not the parameters of tests/harness/parameters.py.
     initialise = jax.jit(Decoder(config.model).init)
     variables = initialise(jax.random.key(0), jnp.zeros((1, 4), jnp.int32))
-    params = variables["params"]
-    with Checkpoints(str(tmp_path / name), keep=1) as checkpoints:
+    workdir = str(tmp_path / name)
+    with Checkpoints(workdir, keep=1) as checkpoints:
       checkpoints.save(
-        0, {"params": params}, data_state={}, config=config.to_dict()
+        0,
+        {"params": variables["params"]},
+        data_state={},
+        config=config.to_dict(),
       )
       checkpoints.wait()
-    return str(tmp_path / name), config
+    return workdir, config
 
   return make
 
 
 @pytest.fixture
 def make_results():
-  """make_results(name, experiment, measured): results.json of all its runs, as if `measured(run)` had come of each."""
+  """make_results(name, experiment, measured, "cpu"): a results.json of a grid.
+
+  The results of each run are `measured(run)`.
+  """
 
   def make(name, experiment, measured, chosen="cpu"):
-    from experiments import grid
-
-    runs = grid.expand(name, experiment.grids[chosen], {})
-    found = [
-      {
-        "name": run.name,
-        "variant": run.variant,
-        "seed": run.seed,
-        "parameters": 838_000,
-        "results": measured(run),
-      }
-      for run in runs
-    ]
-    return {"baseline": experiment.grids[chosen].baseline, "runs": found}
+    entries = []
+    for run in grid.expand(name, experiment.grids[chosen], {}):
+      entries.append(
+        {
+          "name": run.name,
+          "variant": run.variant,
+          "seed": run.seed,
+          "parameters": 838_000,
+          "results": measured(run),
+        }
+      )
+    return {"baseline": experiment.grids[chosen].baseline, "runs": entries}
 
   return make
 
 
 @pytest.fixture
 def run(command, monkeypatch):
-  """run(…): the outputs of the command in this process. The commands that it starts are forked, and share compiled programs."""
+  """run("ablations", "--steps=2", code=0): the outputs of experiments.run.
+
+  It runs in this process. The commands that it starts are forked, one at a
+  time, and share compiled programs.
+  """
   one_at_a_time = threading.Lock()
   compiled = {
     "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
@@ -115,25 +106,25 @@ def run(command, monkeypatch):
   def call(self, line, env=None, log=None, *, tail=False):
     python, dash_m, module, *arguments = line
     assert (python, dash_m) == (sys.executable, "-m")
+    environment = {**compiled, **(env or {})}
     with one_at_a_time:
-      result = command(
-        module, *arguments, environment={**compiled, **(env or {})}
-      )
+      result = command(module, *arguments, environment=environment)
+    output = result.stdout + result.stderr
     if log:
-      log.write_text(result.stdout + result.stderr)
-    print(result.stdout + result.stderr, file=sys.stderr)
+      log.write_text(output)
+    print(output, file=sys.stderr)
     if result.returncode:
       raise launch._failure(line, result.returncode, result.stderr, log)
 
-  def run(*args, code=0):
+  def one_cpu():
+    return launch.Devices("cpu", "cpu", 1)
+
+  def run_command(*args, code=0):
     result = in_process.call("experiments.run", *args)
-    assert result.returncode == code and "Traceback" not in result.stderr, (
-      result.stderr
-    )
+    assert result.returncode == code, result.stderr
+    assert "Traceback" not in result.stderr, result.stderr
     return result.stdout, result.stderr
 
   monkeypatch.setattr(launch.Launcher, "call", call)
-  monkeypatch.setattr(
-    launch, "devices", lambda: launch.Devices("cpu", "cpu", 1)
-  )
-  return run
+  monkeypatch.setattr(launch, "devices", one_cpu)
+  return run_command

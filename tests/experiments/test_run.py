@@ -11,7 +11,7 @@ import time
 import pytest
 
 from diffjax.compiled import plan
-from experiments import cost, grid, launch, results, tuned
+from experiments import cost, grid, launch, results
 from tests.experiments.printed import parsed
 
 # Models small enough for the command's own start to take longest, and machine code without optimisation
@@ -486,11 +486,8 @@ TRAINED = {
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", TRAINED)
-def test_every_experiment_at_two_steps(
-  run, places, tmp_path, name, monkeypatch, choose
-):
+def test_every_experiment_at_two_steps(run, places, tmp_path, name):
   """From the data to the plot, with the grid's own sizes, except for the layers of the model with long rows."""
-  monkeypatch.setattr(tuned, "best", choose)  # as in the processes that train
   directory, flags = places
   flags = {
     "ablations": flags[2:],

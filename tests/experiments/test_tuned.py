@@ -1,4 +1,4 @@
-"""Tuning: the best setting of each row by its mean over the tuning seeds, from a whole grid alone."""
+"""Tuning: the choice of settings, and the configs that state them."""
 
 import json
 
@@ -6,79 +6,162 @@ import pytest
 
 from diffjax.config import UserError
 from experiments import grid, tuned
+from experiments.eight_heads import config as eight_heads
+from experiments.fairness import config as fairness
+from experiments.noisy_lookup import config as noisy_lookup
+from experiments.tokens import config as tokens
 
-RATES = (0.002, 0.004, 0.008, 0.016)
+# noisy_lookup tries these rates.
+EQUAL = {
+  0.002: (0.5, 0.5),
+  0.004: (0.5, 0.5),
+  0.008: (0.5, 0.5),
+  0.016: (0.5, 0.5),
+}
 
 
 @pytest.fixture
-def results(tmp_path, monkeypatch, choose):
-  """results(losses by rate): a results.json of the tuning of noisy_lookup's DIFF."""
+def best_of(tmp_path, monkeypatch):
+  """best_of({rate: (accuracy of each seed)}): the best variant of DIFF."""
   monkeypatch.setattr(tuned, "FOLDER", tmp_path)
+  folder = tmp_path / "noisy_lookup/tune"
+  folder.mkdir(parents=True)
 
-  def write(losses):
-    runs = [
-      {
-        "name": f"diff,rate={rate:g}/seed_{seed}",
-        "variant": f"diff,rate={rate:g}",
-        "results": {"accuracy": loss},
-      }
-      for rate, each in losses.items()
-      for seed, loss in zip((100, 101), each, strict=False)
-    ]
-    (tmp_path / "noisy_lookup/tune").mkdir(parents=True, exist_ok=True)
-    (tmp_path / "noisy_lookup/tune/results.json").write_text(
-      json.dumps({"runs": runs})
-    )
-    return choose("noisy_lookup", "diff", "accuracy", max)
+  def best(accuracies):
+    runs = []
+    for rate, values in accuracies.items():
+      variant = f"diff,rate={rate:g}"
+      for index, accuracy in enumerate(values):
+        runs.append(
+          {
+            "name": f"{variant}/seed_{100 + index}",
+            "variant": variant,
+            "results": {"accuracy": accuracy},
+          }
+        )
+    (folder / "results.json").write_text(json.dumps({"runs": runs}))
+    return tuned.best("noisy_lookup", "diff", "accuracy", "max")
 
-  return write
-
-
-def test_the_best_mean_decides(results):
-  losses = dict.fromkeys(RATES, (0.5, 0.5)) | {
-    0.004: (0.9, 0.1),
-    0.008: (0.55, 0.5),
-  }
-  assert results(losses) == "diff,rate=0.008"
-  assert results(losses | {0.016: (None, 0.9)}) == "diff,rate=0.008", (
-    "a run that diverged"
-  )
-  assert results(losses | {0.016: (float("nan"), 0.9)}) == "diff,rate=0.008"
+  return best
 
 
-def test_what_has_not_been_tuned_whole_is_refused(results, choose, tmp_path):
-  with pytest.raises(
-    UserError,
-    match="noisy_lookup: diff has not been tuned; run python -m experiments.run noisy_lookup --grid=tune",
-  ):
-    choose("noisy_lookup", "diff", "accuracy", max)
+def test_the_variant_with_the_best_mean_is_chosen(best_of):
+  accuracies = {**EQUAL, 0.004: (0.9, 0.1), 0.008: (0.55, 0.5)}
+
+  assert best_of(accuracies) == "diff,rate=0.008"
+
+
+@pytest.mark.parametrize("missing", [None, float("nan")])
+def test_a_variant_with_a_diverged_run_is_not_chosen(best_of, missing):
+  accuracies = {**EQUAL, 0.008: (0.55, 0.5), 0.016: (missing, 0.9)}
+
+  assert best_of(accuracies) == "diff,rate=0.008"
+
+
+def test_a_row_without_a_finite_number_is_an_error(best_of):
+  accuracies = dict.fromkeys(EQUAL, (None, 0.5))
+
+  with pytest.raises(UserError, match="no setting of diff .* finite accuracy"):
+    best_of(accuracies)
+
+
+def test_a_row_with_missing_runs_is_an_error(best_of):
+  one_seed = dict.fromkeys(EQUAL, (0.5,))
+
   with pytest.raises(UserError, match="diff has not been tuned"):
-    results(dict.fromkeys(RATES, (0.5,)))
-  with pytest.raises(
-    UserError, match="no setting of diff .* has a finite accuracy"
-  ):
-    results(dict.fromkeys(RATES, (None, 0.5)))
-  with pytest.raises(UserError, match="diffs has not been tuned"):
-    choose("noisy_lookup", "diffs", "accuracy", max)
+    best_of(one_seed)
 
 
-@pytest.mark.parametrize("name", ["fairness", "eight_heads", "tokens"])
-def test_runs_that_need_fairness_s_settings_do_not_begin_without_them(
-  name, tmp_path, monkeypatch, choose
-):
-  monkeypatch.setattr(tuned, "best", choose)
+def test_a_grid_without_results_is_an_error(tmp_path, monkeypatch):
   monkeypatch.setattr(tuned, "FOLDER", tmp_path)
+
   with pytest.raises(
     UserError,
-    match="fairness: transformer has not been tuned; run python -m experiments.run fairness --grid=tune",
+    match="noisy_lookup: diff has not been tuned; run python -m"
+    " experiments.run noisy_lookup --grid=tune",
   ):
-    grid.expand(name, grid.load(name).grids["cpu"], {})
+    tuned.best("noisy_lookup", "diff", "accuracy", "max")
+
+
+def test_an_unknown_row_is_an_error():
+  with pytest.raises(UserError, match="diffs has not been tuned"):
+    tuned.best("noisy_lookup", "diffs", "accuracy", "max")
+
+
+@pytest.mark.parametrize("row", fairness.ROWS)
+def test_fairness_states_the_tuned_settings(row):
+  variant = tuned.best("fairness", row, "validation/loss", "min")
+
+  stated = fairness.get_config(row)
+
+  assert stated == fairness.get_config(variant)
+  assert f"# {variant}\n" in source(fairness)
+
+
+@pytest.mark.parametrize("row", noisy_lookup.ROWS)
+def test_noisy_lookup_states_the_tuned_rate(row):
+  variant = tuned.best("noisy_lookup", row, "accuracy", "max")
+
+  stated = noisy_lookup.get_config(row)
+
+  assert stated == noisy_lookup.get_config(variant)
+  assert f"# {variant}\n" in source(noisy_lookup)
+
+
+@pytest.mark.parametrize("row", tokens.ROWS)
+def test_tokens_states_the_settings_tuned_for_fairness(row):
+  variant = tuned.best("fairness", row, "validation/loss", "min")
+
+  stated = tokens.get_config(row)
+
+  chosen = fairness.get_config(variant)
+  assert stated.optimizer.learning_rate == chosen.optimizer.learning_rate
+  assert stated.model.embed_scale == chosen.model.embed_scale
+  assert f"# {variant}\n" in source(tokens)
+
+
+@pytest.mark.parametrize("row", eight_heads.ROWS)
+def test_eight_heads_states_half_the_rate_tuned_for_half_the_width(row):
+  # fairness has no row with wide heads alone.
+  tuned_row = "transformer_norm" if row == "transformer_wide" else row
+  variant = tuned.best("fairness", tuned_row, "validation/loss", "min")
+
+  stated = eight_heads.get_config(row)
+
+  chosen = fairness.get_config(variant)
+  assert stated.model.embed_dim == 2 * chosen.model.embed_dim
+  assert stated.optimizer.learning_rate == chosen.optimizer.learning_rate / 2
+  if chosen.model.embed_scale == 1:
+    assert stated.model.embed_scale == 1
+  else:
+    assert stated.model.embed_scale == stated.model.embed_dim**0.5
+  assert f"# {variant}\n" in source(eight_heads)
+
+
+def source(module):
+  """Returns the text of a module."""
+  with open(module.__file__, encoding="utf-8") as file:
+    return file.read()
 
 
 @pytest.mark.parametrize("name", ["noisy_lookup", "fairness"])
-def test_no_seed_is_tuned_on_and_reported(name):
+def test_no_seed_is_both_tuned_on_and_reported(name):
   grids = grid.load(name).grids
-  assert not {*grids["tune"].seeds} & {*grids["cpu"].seeds}
-  assert {variant.partition(",")[0] for variant in grids["tune"].variants} == {
-    *grids["cpu"].variants
-  }
+
+  assert not set(grids["tune"].seeds) & set(grids["cpu"].seeds)
+
+
+@pytest.mark.parametrize("name", ["noisy_lookup", "fairness"])
+def test_every_reported_row_is_tuned(name):
+  grids = grid.load(name).grids
+  tuned_rows = {variant.split(",")[0] for variant in grids["tune"].variants}
+
+  assert tuned_rows == set(grids["cpu"].variants)
+
+
+def test_the_command_prints_the_best_variant_of_each_row(capsys):
+  tuned.main("fairness", "validation/loss", "min")
+
+  lines = capsys.readouterr().out.splitlines()
+  assert len(lines) == len(fairness.ROWS)
+  assert lines[0] == "transformer: transformer,scale=1,rate=0.003"
