@@ -1,4 +1,7 @@
-"""Runs commands side by side, each in a process of its own with its own share of this machine's devices."""
+"""Runs commands side by side.
+
+Each command has its own process and its own share of this machine's devices.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,9 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from diffjax.config import UserError
 from diffjax.host.progress import say
@@ -25,10 +29,23 @@ from experiments.grid import FOLDER
 _TAIL_CHARACTERS = 8000
 # A process that a command left behind may keep its standard error open.
 _TAIL_SECONDS = 5.0
+_PRINT_DEVICES = """
+import json
+import jax
+devices = jax.local_devices()
+found = [jax.default_backend(), devices[0].device_kind, len(devices)]
+print(json.dumps(found))
+"""
 
 
 class Devices(NamedTuple):
-  """The devices of this machine: JAX's backend, the kind of a device, and their number."""
+  """The devices of this machine.
+
+  Attributes:
+    backend: The backend of JAX: "cpu", "gpu" or "tpu".
+    kind: The kind of a device, such as "NVIDIA H100".
+    number: The number of devices.
+  """
 
   backend: str
   kind: str
@@ -36,55 +53,74 @@ class Devices(NamedTuple):
 
 
 def devices() -> Devices:
-  """This machine's devices. A process of its own asks JAX, since this one must not hold the devices."""
-  code = "import jax, json; d = jax.local_devices(); print(json.dumps([jax.default_backend(), d[0].device_kind, len(d)]))"
+  """Returns this machine's devices.
+
+  Asks JAX in another process, since this one must not hold the devices.
+
+  Raises:
+    UserError: if JAX does not start.
+  """
   result = subprocess.run(
-    [sys.executable, "-c", code], capture_output=True, text=True
+    [sys.executable, "-c", _PRINT_DEVICES], capture_output=True, text=True
   )
   if result.returncode:
-    raise UserError(
-      f"JAX does not start: {(result.stderr.strip().splitlines() or ['no message'])[-1]}"
-    )
-  return Devices(*json.loads(result.stdout.splitlines()[-1]))
+    lines = result.stderr.strip().splitlines()
+    reason = lines[-1] if lines else "no message"
+    raise UserError(f"JAX does not start: {reason}")
+  last_line = result.stdout.splitlines()[-1]
+  return Devices(*json.loads(last_line))
 
 
 def environment(found: Devices, slot: int, slots: int) -> dict[str, str]:
-  """The environment variables that show a slot's process only its own share of the devices.
+  """Returns the environment variables of the commands of a slot.
+
+  With them, a process sees only its slot's share of the devices.
+
+  Args:
+    found: The devices of this machine.
+    slot: The index of the slot.
+    slots: The number of slots.
 
   Raises:
-    UserError: if the devices cannot be divided among so many slots.
+    UserError: if the devices cannot be divided among the slots.
   """
   if slots == 1:
     return {}
-  if (
-    found.backend == "cpu"
-  ):  # XLA's number of threads: processes that each use all cores wait for one another
-    return {"NPROC": str(max(1, (os.cpu_count() or 1) // slots))}
-  if found.number % slots or (found.backend == "tpu" and found.number != slots):
-    fit = (
-      "1 or as many as there are"
-      if found.backend == "tpu"
-      else "a divisor of their number"
-    )
-    raise UserError(
-      f"--side_by_side={slots}: there are {found.number} devices ({found.kind}); choose {fit}"
-    )
-  name = (
-    "CUDA_VISIBLE_DEVICES" if found.backend == "gpu" else "TPU_VISIBLE_DEVICES"
-  )
-  visible = (
-    os.environ[name].split(",")
-    if os.environ.get(name)
-    else [str(index) for index in range(found.number)]
-  )
-  share = found.number // slots
-  chosen = {name: ",".join(visible[slot * share : (slot + 1) * share])}
+  if found.backend == "cpu":
+    # The number of XLA's threads. Processes that each use all cores wait for
+    # one another.
+    cores = os.cpu_count() or 1
+    return {"NPROC": str(max(1, cores // slots))}
+  _check_divisible(found, slots)
+  name = "CUDA_VISIBLE_DEVICES"
   if found.backend == "tpu":
-    chosen |= {
-      "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1",
-      "TPU_PROCESS_BOUNDS": "1,1,1",
-    }
-  return chosen
+    name = "TPU_VISIBLE_DEVICES"
+  # This process itself may see only a part of the machine's devices.
+  if os.environ.get(name):
+    visible = os.environ[name].split(",")
+  else:
+    visible = [str(index) for index in range(found.number)]
+  share = found.number // slots
+  start = slot * share
+  variables = {name: ",".join(visible[start : start + share])}
+  if found.backend == "tpu":
+    variables["TPU_CHIPS_PER_PROCESS_BOUNDS"] = "1,1,1"
+    variables["TPU_PROCESS_BOUNDS"] = "1,1,1"
+  return variables
+
+
+def _check_divisible(found: Devices, slots: int) -> None:
+  """Raises UserError if accelerators cannot be divided among the slots."""
+  advice = "a divisor of their number"
+  is_divisible = found.number % slots == 0
+  if found.backend == "tpu":
+    advice = "1 or as many as there are"
+    is_divisible = found.number == slots
+  if not is_divisible:
+    raise UserError(
+      f"--side_by_side={slots}: there are {found.number} devices"
+      f" ({found.kind}); choose {advice}"
+    )
 
 
 class Stopped(Exception):
@@ -104,32 +140,31 @@ class Failed(UserError):
 
 
 class Launcher:
-  """Starts processes that end with this one: at the end of the context, at SIGTERM, SIGHUP and Ctrl-C they get SIGTERM and are waited for.
+  """Starts processes that end together with this one.
 
-  Training saves a checkpoint at SIGTERM."""
+  At the end of the context, at SIGTERM, at SIGHUP and at Ctrl-C, the processes
+  get SIGTERM and are waited for. Training saves a checkpoint at SIGTERM.
+  """
 
   def __init__(self) -> None:
-    self._running: set[subprocess.Popen] = set()
+    self._running: set[subprocess.Popen[bytes]] = set()
     self._lock = threading.Lock()
-    self._stopped = False
+    self._is_stopped = False
+    self._previous_handlers: dict[int, Any] = {}
 
   def __enter__(self) -> Launcher:
-    def interrupt(*_):
+    def interrupt(number: int, frame: types.FrameType | None) -> None:
       raise KeyboardInterrupt
 
-    numbers = [
-      number
-      for number in (signal.SIGTERM, signal.SIGHUP)
-      if signal.getsignal(number) != signal.SIG_IGN
-    ]  # as under nohup
-    self._previous = {
-      number: signal.signal(number, interrupt) for number in numbers
-    }
+    for number in (signal.SIGTERM, signal.SIGHUP):
+      # `nohup` makes a process ignore SIGHUP.
+      if signal.getsignal(number) != signal.SIG_IGN:
+        self._previous_handlers[number] = signal.signal(number, interrupt)
     return self
 
   def __exit__(self, *_: object) -> None:
     self.stop()
-    for number, handler in self._previous.items():
+    for number, handler in self._previous_handlers.items():
       signal.signal(number, handler)
 
   def call(
@@ -144,18 +179,20 @@ class Launcher:
 
     Args:
       command: The command.
-      env: Environment variables that it gets beside this process's.
-      log: A file that its output is appended to, instead of the terminal.
-      tail: True to know the command's error also without a log. Its standard
-        error goes to the terminal through a pipe then, so that its progress
-        consists of lines instead of a bar.
+      env: Environment variables that are added to this process's.
+      log: A file to which its output is appended, instead of the terminal.
+      tail: Whether the command's error is needed although there is no log. Its
+        standard error then goes to the terminal through a pipe, so its progress
+        is shown as lines and not as a bar.
 
     Raises:
       Failed: if it fails.
-      Stopped: if this launcher has been stopped meanwhile.
+      Stopped: if this launcher is stopped before the command has ended.
     """
     with contextlib.ExitStack() as stack:
-      stdout, stderr, log_start = None, None, 0
+      stdout: IO[bytes] | None = None
+      stderr: int | None = None
+      log_start = 0
       if log:
         stdout = stack.enter_context(log.open("ab"))
         stderr = subprocess.STDOUT
@@ -176,7 +213,7 @@ class Launcher:
             self._running.discard(process)
         if echo is not None and process.returncode is not None:
           echo.join(_TAIL_SECONDS)
-    if self._stopped:
+    if self._is_stopped:
       raise Stopped
     if exit_code == 0:
       return
@@ -187,7 +224,7 @@ class Launcher:
         output = file.read().decode(errors="replace")
     elif echo is not None:
       output = echo.text
-    raise _failure(command, exit_code, output, log)
+    raise failure(command, exit_code, output, log)
 
   def _start(
     self,
@@ -198,7 +235,7 @@ class Launcher:
   ) -> subprocess.Popen[bytes]:
     """Starts a process, unless this launcher has been stopped."""
     with self._lock:
-      if self._stopped:
+      if self._is_stopped:
         raise Stopped
       process = subprocess.Popen(
         command,
@@ -214,7 +251,7 @@ class Launcher:
   def stop(self) -> None:
     """Ends all processes, and starts no more."""
     with self._lock:
-      self._stopped = True
+      self._is_stopped = True
       running = list(self._running)
     for process in running:
       process.terminate()
@@ -224,47 +261,58 @@ class Launcher:
   def side_by_side(
     self, jobs: Sequence[tuple[str, Callable[[int], str | None]]], slots: int
   ) -> None:
-    """Calls the jobs in order, each with the number of a free slot, at most `slots` at a time.
+    """Calls jobs in order, at most `slots` at a time.
 
     Args:
-      jobs: names, for progress lines, and what to call. The line that says how long a job took ends with the text that the job returned.
-      slots: jobs at a time.
+      jobs: The name of each job, for progress lines, and its function. The
+        function gets the index of a free slot. It may return a text, which is
+        printed after the time that the job took.
+      slots: The number of slots.
 
     Raises:
-      UserError: the first that a job raised. No further job starts then; running ones are waited for.
+      UserError: the first one that a job raised. No further job starts then.
+        Running jobs are waited for.
     """
-    free: queue.SimpleQueue[int] = queue.SimpleQueue()
+    free_slots: queue.SimpleQueue[int] = queue.SimpleQueue()
     for slot in range(slots):
-      free.put(slot)
-    failed = threading.Event()
+      free_slots.put(slot)
+    has_failed = threading.Event()
 
-    def work(number: int) -> None:
-      if failed.is_set():
+    def work(index: int) -> None:
+      if has_failed.is_set():
         return
-      name, job = jobs[number]
-      slot, start = free.get(), time.monotonic()
+      name, job = jobs[index]
+      slot = free_slots.get()
       try:
-        say(f"{number + 1} of {len(jobs)}: {name}")
-        text = job(slot)
-        say(
-          f"{number + 1} of {len(jobs)}: {name} took {time.monotonic() - start:.0f} s{f'; {text}' if text else ''}"
-        )
+        _call_job(f"{index + 1} of {len(jobs)}: {name}", job, slot)
       except BaseException:
-        failed.set()
+        has_failed.set()
         raise
       finally:
-        free.put(slot)
+        free_slots.put(slot)
 
     with concurrent.futures.ThreadPoolExecutor(slots) as pool:
+      futures = [pool.submit(work, index) for index in range(len(jobs))]
       try:
-        for future in [
-          pool.submit(work, number) for number in range(len(jobs))
-        ]:
+        for future in futures:
           future.result()
-      except KeyboardInterrupt:  # before the pool waits for its threads, which wait for their processes
-        failed.set()
+      except KeyboardInterrupt:
+        # The end of this context waits for the threads, and they wait for their
+        # processes. So the processes must end first.
+        has_failed.set()
         self.stop()
         raise
+
+
+def _call_job(label: str, job: Callable[[int], str | None], slot: int) -> None:
+  """Calls a job, and prints when it starts and how long it took."""
+  start = time.monotonic()
+  say(label)
+  text = job(slot)
+  line = f"{label} took {time.monotonic() - start:.0f} s"
+  if text:
+    line += f"; {text}"
+  say(line)
 
 
 class _Echo(threading.Thread):
@@ -282,8 +330,10 @@ class _Echo(threading.Thread):
 
   def run(self) -> None:
     with self._pipe:
-      while chunk := os.read(self._pipe.fileno(), 4096):
+      chunk = os.read(self._pipe.fileno(), 4096)
+      while chunk:
         self._copy(self._decoder.decode(chunk))
+        chunk = os.read(self._pipe.fileno(), 4096)
 
   def _copy(self, text: str) -> None:
     self.text = (self.text + text)[-_TAIL_CHARACTERS:]
@@ -293,10 +343,17 @@ class _Echo(threading.Thread):
       sys.stderr.flush()
 
 
-def _failure(
+def failure(
   command: Sequence[str], exit_code: int, output: str, log: pathlib.Path | None
 ) -> Failed:
-  """Returns the error for a command that failed, with its last error line."""
+  """Returns the error for a command that failed.
+
+  Args:
+    command: The command.
+    exit_code: Its exit code, or minus the number of the signal that ended it.
+    output: The end of its output, in which its last error line is searched.
+    log: The file that holds its output. None if the user has seen the output.
+  """
   lines = [line.strip() for line in output.splitlines() if line.strip()]
   errors = [line for line in lines if line.startswith("error: ")]
   reason = f"exit code {exit_code}"
@@ -306,10 +363,11 @@ def _failure(
     reason = f"ended by signal {-exit_code} ({signal.strsignal(-exit_code)})"
   elif lines:
     reason = lines[-1]
-  shown = ", as said above"
+  details = ", as said above"
   if log and lines:
     last_line = errors[-1] if errors else lines[-1]
-    shown = f": {last_line} (more in {log})"
+    details = f": {last_line} (more in {log})"
   return Failed(
-    f"{' '.join(command[1:])} failed with exit code {exit_code}{shown}", reason
+    f"{' '.join(command[1:])} failed with exit code {exit_code}{details}",
+    reason,
   )

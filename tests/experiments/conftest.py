@@ -114,7 +114,7 @@ def run(command, monkeypatch):
       log.write_text(output)
     print(output, file=sys.stderr)
     if result.returncode:
-      raise launch._failure(line, result.returncode, result.stderr, log)
+      raise launch.failure(line, result.returncode, result.stderr, log)
 
   def one_cpu():
     return launch.Devices("cpu", "cpu", 1)

@@ -8,33 +8,31 @@ import pytest
 import diffjax.cli.command
 from tests.harness import in_process
 
+_WORKDIR = "--workdir="
+
 
 def parsed(line):
-  """The workdir and the config that `diffjax.train` reads from a printed line."""
+  """Returns the workdir and the config of a printed `diffjax.train` command."""
   python, dash_m, module, *arguments = shlex.split(line)
   assert (python, dash_m, module) == (sys.executable, "-m", "diffjax.train")
-  (workdir,) = (
-    argument.removeprefix("--workdir=")
-    for argument in arguments
-    if argument.startswith("--workdir=")
-  )
+
+  workdirs = []
+  config_flags = []
+  for argument in arguments:
+    if argument.startswith(_WORKDIR):
+      workdirs.append(argument.removeprefix(_WORKDIR))
+    else:
+      config_flags.append(argument)
+  (workdir,) = workdirs
+  return workdir, _read_config(config_flags)
+
+
+def _read_config(config_flags):
+  """Returns the config that a command reads from its flags."""
   configs = []
-  with (
-    in_process.own_flags(),
-    pytest.MonkeyPatch.context() as patch,
-    pytest.raises(SystemExit),
-  ):
-    patch.setattr(
-      sys,
-      "argv",
-      [
-        "train",
-        *(
-          argument
-          for argument in arguments
-          if not argument.startswith("--workdir=")
-        ),
-      ],
-    )
-    diffjax.cli.command.run(configs.append)
-  return workdir, *configs
+  with in_process.own_flags(), pytest.MonkeyPatch.context() as patch:
+    patch.setattr(sys, "argv", ["train", *config_flags])
+    with pytest.raises(SystemExit):
+      diffjax.cli.command.run(configs.append)
+  (config,) = configs
+  return config
