@@ -1,8 +1,11 @@
-"""Writes the tables and figures of finished experiments anew from their results.json, and runs nothing.
+"""Writes the tables and figures of experiments again, and runs nothing.
 
-python -m experiments.draw                     # of all experiments
-python -m experiments.draw ablations scaling
-python -m experiments.draw /home/me/lambda_study
+They are drawn from results.json:
+
+    # All experiments.
+    python -m experiments.draw
+    python -m experiments.draw ablations scaling
+    python -m experiments.draw /home/me/lambda_study
 """
 
 from __future__ import annotations
@@ -15,24 +18,23 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from diffjax.config import UserError
-from experiments import grid as grids
-from experiments import plots, product_plot, results
+from experiments import grid, plots, product_plot, results
 from experiments.grid import Experiment
 
 
 def main(names: Sequence[str]) -> None:
-  """Draws all results in the folders of these experiments, of every grid.
+  """Draws the results of every grid of some experiments.
 
   Args:
-    names: Names of experiments, or paths of their folders; all experiments if
-      it is empty.
+    names: Names of experiments, or paths of their folders. Empty for all
+      experiments.
 
   Raises:
     UserError: for an unknown experiment.
   """
-  for argument in names or grids.names():
-    name = grids.resolve(argument)
-    for path in sorted((grids.FOLDER / name).rglob("results.json")):
+  for argument in names or grid.names():
+    name = grid.resolve(argument)
+    for path in sorted((grid.FOLDER / name).rglob("results.json")):
       stored = results.read(path, "experiment", "grid", "baseline", "runs")
       assert stored is not None
       written = redraw(path, stored, name)
@@ -40,16 +42,20 @@ def main(names: Sequence[str]) -> None:
 
 
 def redraw(path: pathlib.Path, stored: dict[str, Any], name: str) -> list[str]:
-  """Draws a results.json. Returns the names of the files that it wrote.
+  """Draws a results.json, with a new summary.
 
-  The file itself is written only if its summary's table changes, since the last digits of a fit differ between machines.
+  The file itself is written only if the table of its summary changes, since the
+  last digits of a fit differ between machines.
 
   Args:
     path: The file.
     stored: Its content.
     name: The experiment's name.
+
+  Returns:
+    The names of the files that were written.
   """
-  experiment = grids.load(name, stored["grid"])
+  experiment = grid.load(name, stored["grid"])
   renewed = stored
   rows = results.without_failed_rows(stored)
   if experiment.summarise and rows["runs"]:
@@ -64,7 +70,16 @@ def redraw(path: pathlib.Path, stored: dict[str, Any], name: str) -> list[str]:
 def draw(
   experiment: Experiment, stored: Mapping[str, Any], folder: pathlib.Path
 ) -> list[str]:
-  """Writes table.md and, if there is a plot, plot.png and plot.svg into a folder. Returns their names."""
+  """Writes the table and, if there is one, the plot of an experiment.
+
+  Args:
+    experiment: The experiment.
+    stored: The content of its results.json.
+    folder: The directory for table.md, plot.png and plot.svg.
+
+  Returns:
+    The names of the files that were written.
+  """
   table = results.table(experiment, stored)
   (folder / "table.md").write_text(table, encoding="utf-8")
   figure = _figure(experiment, stored)
@@ -74,10 +89,15 @@ def draw(
 
 
 def _figure(experiment: Experiment, stored: Mapping[str, Any]) -> Figure | None:
-  """Returns the experiment's plot, or that of a product; None if there is neither."""
+  """Returns the experiment's own plot, or the plot of its product.
+
+  None if it has neither, or if no row is complete.
+  """
   if experiment.plot:
     rows = results.without_failed_rows(stored)
-    return experiment.plot(rows) if rows["runs"] else None
+    if not rows["runs"]:
+      return None
+    return experiment.plot(rows)
   crossed = experiment.grids[stored["grid"]].crossed
   if crossed is None:
     return None

@@ -27,10 +27,12 @@ class Grid:
   """Runs of one size.
 
   Attributes:
-    variants: of the folder's config.py.
-    baseline: the variant that the others are compared with; in NAME,*, the star stands for what a variant has behind its first comma.
-    seeds: of initialisation and of the order of data. Each variant is trained with every seed.
-    crossed: the factors of `Grid.product`, whose rows are the variants.
+    variants: Variants of the folder's config.py.
+    baseline: The variant with which the others are compared. In "NAME,*", the
+      star stands for the part of a variant after its first comma.
+    seeds: The seeds of initialization and of the order of the data. Each
+      variant is trained with every seed.
+    crossed: The factors of `Grid.product`, whose rows are the variants.
   """
 
   variants: tuple[str, ...]
@@ -57,9 +59,9 @@ class Grid:
           seeds=range(2),
         )
 
-    has eight runs. The rows are called "lambda_init=0.2,head_norm=True", and so
-    on. The dotted name is used if two factors end alike. The default plot has
-    the first factor on its x-axis.
+    has eight runs. The names of the rows are "lambda_init=0.2,head_norm=True",
+    and so on. Dotted names are used if the last parts of two factors are equal.
+    The default plot has the first factor on its x-axis.
 
     The factor "variant" is what follows the colon of --config. For example,
     {"variant": ["diff", "transformer"]} compares models of equal size, which
@@ -79,8 +81,8 @@ class Grid:
       UserError: for a factor without values or with a value twice, and for an
         unknown baseline.
     """
-    crossed = products.make(base, factors)
-    rows = tuple(crossed.rows())
+    product = products.make(base, factors)
+    rows = tuple(product.rows())
     if baseline is None:
       baseline = rows[0]
     names_a_row = baseline in rows
@@ -92,32 +94,44 @@ class Grid:
         f"Grid.product: there is no row {baseline!r} for the baseline; there"
         f" are {', '.join(rows)}"
       )
-    return cls(rows, baseline, tuple(seeds), crossed)
+    return cls(rows, baseline, tuple(seeds), product)
 
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-  """An experiment. A folder's experiment.py defines EXPERIMENT, and LARGE too where its larger grids measure something else.
+  """An experiment.
+
+  A folder's experiment.py defines EXPERIMENT. It also defines LARGE if its
+  larger grids measure something else.
 
   Attributes:
-    question: what it asks, in one line.
-    grids: by name. The results of "cpu" lie in the folder itself.
-    metrics: the table's columns: from their titles to the names of numbers in a run's results. Without `measure`, the results are the last
-      numbers of these names in metrics.jsonl.
+    question: The question in one line.
+    grids: The grids by name. The results of "cpu" lie in the folder itself.
+    metrics: The columns of the table: their titles, and the names of numbers in
+      the results of a run. Without `measure`, the results are the last numbers
+      with these names in metrics.jsonl.
     trains: False if runs are only measured.
-    pretrained: another experiment. Its runs of the same grid, variants and seeds are trained first, in their own workdirs. Runs of this
-      experiment start from their parameters; if this experiment does not train, it measures those runs.
-    prepare: writes the data that a run reads into a directory, unless it exists, and returns the fields of a config that point to it.
-    measure: returns a finished run's results by name (JSON-able), from its workdir (the pretrained run's if this experiment does not train)
-      and its config.
-    plan: for an experiment that does not train: returns table rows on the memory that a config's programs take on TPUs of a topology, which
+    pretrained: The name of another experiment. Its runs of the same grid,
+      variants and seeds are trained first, in their own workdirs. Runs of this
+      experiment start from their parameters. If this experiment does not train,
+      it measures those runs.
+    prepare: Writes the data that a run reads into a directory, unless it
+      exists. Returns the fields of a config that point to the data.
+    measure: Returns the results of a finished run by name, from a workdir and
+      the run's config. The workdir is the pretrained run's if this experiment
+      does not train. The results can be written as JSON.
+    plan: For an experiment that does not train. Returns table rows on the
+      memory that the programs of a config take on TPUs of a topology. These
       need not be attached.
-    task: the constants of `prepare` and `measure` (JSON-able). Results of different tasks do not share a folder.
-    summarise: returns the rows of a second table, computed from results.json and stored there as `summary`. A cell is a text, a number, a
-      number with the bounds of its interval, or None.
-    plot: draws results.json. `Grid.product` has a plot of its own if this is None.
+    task: The constants of `prepare` and `measure`, which can be written as
+      JSON. Results of different tasks do not share a folder.
+    summarise: Returns the rows of a second table, computed from results.json
+      and stored there as `summary`. A cell is a text, a number, a number with
+      the bounds of its interval, or None.
+    plot: Draws results.json. If it is None, only `Grid.product` has a plot.
 
-  If a run of a row failed, `summarise` and `plot` get results without that row: its other runs are no fair sample.
+  If a run of a row failed, `summarise` and `plot` get results without that row,
+  because its other runs are not a fair sample.
   """
 
   question: str
@@ -138,14 +152,15 @@ class Run:
   """One training run.
 
   Attributes:
-    name: VARIANT/seed_SEED, also the path of its workdir.
-    variant: of the folder's config.py.
-    seed: of initialisation and data.
-    config: the whole config.
-    fields: the overrides that the command line needs beside the variant, by dotted name.
-    pretrained: the run that it starts from.
-    base: the value of --config that the fields override.
-    factors: the values of `Grid.product`, by dotted name.
+    name: VARIANT/seed_SEED, which is also the path of its workdir.
+    variant: A variant of the folder's config.py.
+    seed: The seed of initialization and of the data.
+    config: The whole config.
+    fields: The overrides that the command line needs in addition to the
+      variant, by dotted name.
+    pretrained: The run from which it starts.
+    base: The value of --config that the fields override.
+    factors: The values of `Grid.product`, by dotted name.
   """
 
   name: str
@@ -158,22 +173,28 @@ class Run:
   factors: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   def settings(self) -> dict[str, Any]:
-    """The config's sections, and the fields of the pretrained run as one more section."""
-    start = (
-      {"pretrained": comparable(self.pretrained.config.to_dict(), ())}
-      if self.pretrained
-      else {}
-    )
-    return {**self.config.to_dict(), **start}
+    """Returns the sections of the config.
+
+    The fields of the pretrained run are one more section, "pretrained".
+    """
+    sections = self.config.to_dict()
+    if self.pretrained:
+      pretrained_config = self.pretrained.config.to_dict()
+      sections["pretrained"] = comparable(pretrained_config, ())
+    return sections
 
 
 def names() -> list[str]:
-  """The names of all experiments."""
-  return sorted(path.parent.name for path in FOLDER.glob("*/experiment.py"))
+  """Returns the names of all experiments."""
+  paths = FOLDER.glob("*/experiment.py")
+  return sorted(path.parent.name for path in paths)
 
 
 def resolve(argument: str) -> str:
-  """Returns an experiment's name: that of a folder in this one, or the absolute path of a folder outside.
+  """Returns an experiment's name.
+
+  This is the name of a folder in this one, or the absolute path of a folder
+  outside.
 
   Args:
     argument: A name, or the path of a folder with an experiment.py.
@@ -238,7 +259,10 @@ def experiments_of(name: str) -> list[Experiment]:
 
 
 def expand(name: str, grid: Grid, changes: Mapping[str, Any]) -> list[Run]:
-  """Returns the runs of a grid, seed after seed, so that a grid that is stopped has complete comparisons.
+  """Returns the runs of a grid.
+
+  All variants of a seed come before the next seed, so that a grid that is
+  stopped has complete comparisons.
 
   Args:
     name: The experiment's name.
@@ -271,7 +295,8 @@ def expand(name: str, grid: Grid, changes: Mapping[str, Any]) -> list[Run]:
       fields = {"train.seed": seed, "data.seed": seed, **row.fields, **changed}
       try:
         config = _with_fields(copy.deepcopy(row.base_values), fields)
-        attention_class(config.model)  # checks the fields of the variant
+        # Checks the fields of the attention variant.
+        attention_class(config.model)
         fields = products.command_line_fields(fields, row.base_values)
       except UserError as error:
         if grid.crossed is None:
@@ -293,13 +318,13 @@ def expand(name: str, grid: Grid, changes: Mapping[str, Any]) -> list[Run]:
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-  """What the runs of a variant have in common.
+  """The settings that the runs of a variant share.
 
   Attributes:
-    base: the value of --config.
-    base_values: the sections of that config.
-    factors: the factors of `Grid.product` with the values of this row.
-    fields: the config fields among them.
+    base: The value of --config.
+    base_values: The sections of that config.
+    factors: The factors of `Grid.product` with the values of this row.
+    fields: The config fields among them.
   """
 
   base: str
@@ -329,7 +354,7 @@ def _rows(name: str, experiment: Experiment, grid: Grid) -> dict[str, _Row]:
 
 
 def _rows_of_product(
-  name: str, experiment: Experiment, crossed: Product
+  name: str, experiment: Experiment, product: Product
 ) -> dict[str, _Row]:
   if experiment.pretrained:
     raise UserError(
@@ -337,9 +362,9 @@ def _rows_of_product(
       f" {experiment.pretrained}; set train.init_from in its base instead"
     )
   rows = {}
-  for row_name, factors in crossed.rows().items():
+  for row_name, factors in product.rows().items():
     fields = dict(factors)
-    base = crossed.base_path(FOLDER / name)
+    base = product.base_path(FOLDER / name)
     if products.VARIANT in fields:
       base = f"{base}:{fields.pop(products.VARIANT)}"
     base_values = config_file.read(base).to_dict()
@@ -362,20 +387,24 @@ def _check_changes(grid: Grid, changes: Mapping[str, Any]) -> None:
     variant, _, field = change.rpartition(":")
     if variant and variant not in grid.variants:
       raise UserError(
-        f"--set={change}: the grid has no variant {variant!r}; there are {', '.join(grid.variants)}"
+        f"--set={change}: the grid has no variant {variant!r}; there are"
+        f" {', '.join(grid.variants)}"
       )
     if field in products.SEED_FIELDS:
+      seeds = ", ".join(str(seed) for seed in grid.seeds)
       raise UserError(
-        f"--set={field}: seeds are the grid's, {', '.join(map(str, grid.seeds))}; --only='*/seed_0' chooses one"
+        f"--set={field}: seeds are the grid's, {seeds}; --only='*/seed_0'"
+        " chooses one"
       )
     if grid.crossed is not None and field in grid.crossed.factors:
       raise UserError(
-        f"--set={field}: that is a factor of the grid; --only chooses rows of it"
+        f"--set={field}: that is a factor of the grid; --only chooses rows of"
+        " it"
       )
 
 
 def _changes_of(variant: str, changes: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the changes that concern a variant, by dotted name."""
+  """Returns the fields that are changed in the runs of a variant."""
   fields = {}
   for change, value in changes.items():
     chosen_variant, _, field = change.rpartition(":")
@@ -385,7 +414,15 @@ def _changes_of(variant: str, changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_fields(run: Run, fields: Mapping[str, Any]) -> Run:
-  """The run with further fields set."""
+  """Returns a run with further fields set.
+
+  Args:
+    run: The run.
+    fields: The values by dotted name.
+
+  Raises:
+    UserError: for an unknown field, and for a config that cannot work.
+  """
   return dataclasses.replace(
     run,
     config=_with_fields(run.config.to_dict(), fields),
@@ -394,18 +431,24 @@ def with_fields(run: Run, fields: Mapping[str, Any]) -> Run:
 
 
 def _with_fields(values: dict[str, Any], fields: Mapping[str, Any]) -> Config:
+  """Sets fields in the sections of a config, and returns the config."""
   for field, value in fields.items():
     section, _, name = field.partition(".")
     if not isinstance(values.get(section), dict):
       raise UserError(
-        f"config.{field} is not a config field: fields are SECTION.NAME, with the sections {', '.join(values)}"
+        f"config.{field} is not a config field: fields are SECTION.NAME, with"
+        f" the sections {', '.join(values)}"
       )
     values[section][name] = value
   return from_config_dict(values)
 
 
 def read_value(text: str) -> Any:
-  """The value of a field from a command line: a number, a truth value, or else the text."""
+  """Returns the value of a field that a command line names.
+
+  Returns a bool or a number if the text can be read as one. Otherwise, returns
+  the text.
+  """
   if text in ("True", "False"):
     return text == "True"
   for kind in (int, float):
@@ -417,47 +460,61 @@ def read_value(text: str) -> Any:
 
 
 def choose(runs: Sequence[Run], only: Iterable[str], slice_: str) -> list[Run]:
-  """The runs that match one of the patterns `only` ("diff*", "diff/seed_0"; all runs if empty), and of these the slice INDEX/COUNT.
+  """Returns a part of the runs.
+
+  Args:
+    runs: The runs of a grid.
+    only: Patterns of variants or of runs: "diff*" or "diff/seed_0". A run is
+      chosen if it matches one of them. Empty for all runs.
+    slice_: "INDEX/COUNT". Every COUNT-th of these runs is chosen, beginning
+      with the run INDEX.
 
   Raises:
-    UserError: for a pattern that matches nothing, or a malformed slice.
+    UserError: for a pattern that matches no run, and for a malformed slice.
   """
-  only = list(only)
-  for pattern in only:
-    if not any(_matches(run, pattern) for run in runs):
+  index, count = _read_slice(slice_)
+  patterns = list(only)
+  if not patterns:
+    return list(runs[index::count])
+  chosen_names = set()
+  for pattern in patterns:
+    matching = [run.name for run in runs if _matches(run, pattern)]
+    if not matching:
       variants = dict.fromkeys(run.variant for run in runs)
       raise UserError(
-        f"--only={pattern} matches no run; runs are VARIANT/seed_SEED, with the variants {', '.join(variants)}"
+        f"--only={pattern} matches no run; runs are VARIANT/seed_SEED, with the"
+        f" variants {', '.join(variants)}"
       )
-  chosen = [
-    run
-    for run in runs
-    if not only or any(_matches(run, pattern) for pattern in only)
-  ]
-  index, separator, count = slice_.partition("/")
-  if not (
-    separator
-    and index.isdigit()
-    and count.isdigit()
-    and int(index) < int(count)
-  ):
+    chosen_names.update(matching)
+  chosen = [run for run in runs if run.name in chosen_names]
+  return chosen[index::count]
+
+
+def _read_slice(text: str) -> tuple[int, int]:
+  """Returns INDEX and COUNT of a slice."""
+  index, _, count = text.partition("/")
+  is_valid = index.isdigit() and count.isdigit() and int(index) < int(count)
+  if not is_valid:
     raise UserError(
-      f"--slice={slice_}: must be INDEX/COUNT, from 0/COUNT to COUNT−1/COUNT, such as 0/4"
+      f"--slice={text}: must be INDEX/COUNT, from 0/COUNT to COUNT−1/COUNT,"
+      " such as 0/4"
     )
-  return chosen[int(index) :: int(count)]
+  return int(index), int(count)
 
 
 def _matches(run: Run, pattern: str) -> bool:
-  return fnmatch.fnmatchcase(run.name, pattern) or fnmatch.fnmatchcase(
-    run.variant, pattern
-  )
+  """Returns True if a pattern matches the run's name or its variant."""
+  if fnmatch.fnmatchcase(run.name, pattern):
+    return True
+  return fnmatch.fnmatchcase(run.variant, pattern)
 
 
 def decides(field: str) -> bool:
   """Returns True if results depend on a config's field.
 
   Args:
-    field: its dotted name. A field that does not exist any more counts too.
+    field: The dotted name of the field. A field that has been removed from the
+      config counts too.
   """
   return field not in FIELDS or FIELDS[field].affects_results
 
@@ -465,20 +522,17 @@ def decides(field: str) -> bool:
 def comparable(
   config: Mapping[str, Mapping[str, Any]], places: Iterable[str]
 ) -> dict[str, Any]:
-  """The fields of a config that affect results, by dotted name.
+  """Returns the fields of a config that affect results, by dotted name.
 
   Args:
-    config: as `Config.to_dict` returns it.
-    places: further fields to leave out: those that only say where data lies.
+    config: The sections of the config, as `Config.to_dict` returns them.
+    places: Fields that are left out, because they only say where data lies.
   """
-  fields = {
-    f"{section}.{name}": value
-    for section, values in config.items()
-    for name, value in values.items()
-  }
   left_out = set(places)
-  return {
-    field: value
-    for field, value in fields.items()
-    if decides(field) and field not in left_out
-  }
+  fields = {}
+  for section, values in config.items():
+    for name, value in values.items():
+      field = f"{section}.{name}"
+      if decides(field) and field not in left_out:
+        fields[field] = value
+  return fields

@@ -34,12 +34,15 @@ def arguments() -> list[str]:
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-  """Returns the modules of --import, and the other arguments."""
-  named = []
-  others = []
+  """Returns the modules of --import, and the other arguments.
+
+  Example: ["--import=a,b", "ablations"] → (["a", "b"], ["ablations"])
+  """
+  modules_to_import = []
+  other_arguments = []
   for argument in arguments:
     if argument.startswith(_PREFIX):
-      named += argument.removeprefix(_PREFIX).split(",")
+      modules_to_import += argument.removeprefix(_PREFIX).split(",")
     else:
-      others.append(argument)
-  return named, others
+      other_arguments.append(argument)
+  return modules_to_import, other_arguments

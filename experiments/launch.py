@@ -33,8 +33,8 @@ _PRINT_DEVICES = """
 import json
 import jax
 devices = jax.local_devices()
-found = [jax.default_backend(), devices[0].device_kind, len(devices)]
-print(json.dumps(found))
+values = [jax.default_backend(), devices[0].device_kind, len(devices)]
+print(json.dumps(values))
 """
 
 
@@ -71,13 +71,15 @@ def devices() -> Devices:
   return Devices(*json.loads(last_line))
 
 
-def environment(found: Devices, slot: int, slots: int) -> dict[str, str]:
+def environment(
+  local_devices: Devices, slot: int, slots: int
+) -> dict[str, str]:
   """Returns the environment variables of the commands of a slot.
 
   With them, a process sees only its slot's share of the devices.
 
   Args:
-    found: The devices of this machine.
+    local_devices: The devices of this machine.
     slot: The index of the slot.
     slots: The number of slots.
 
@@ -86,40 +88,40 @@ def environment(found: Devices, slot: int, slots: int) -> dict[str, str]:
   """
   if slots == 1:
     return {}
-  if found.backend == "cpu":
+  if local_devices.backend == "cpu":
     # The number of XLA's threads. Processes that each use all cores wait for
     # one another.
     cores = os.cpu_count() or 1
     return {"NPROC": str(max(1, cores // slots))}
-  _check_divisible(found, slots)
+  _check_divisible(local_devices, slots)
   name = "CUDA_VISIBLE_DEVICES"
-  if found.backend == "tpu":
+  if local_devices.backend == "tpu":
     name = "TPU_VISIBLE_DEVICES"
   # This process itself may see only a part of the machine's devices.
   if os.environ.get(name):
     visible = os.environ[name].split(",")
   else:
-    visible = [str(index) for index in range(found.number)]
-  share = found.number // slots
+    visible = [str(index) for index in range(local_devices.number)]
+  share = local_devices.number // slots
   start = slot * share
   variables = {name: ",".join(visible[start : start + share])}
-  if found.backend == "tpu":
+  if local_devices.backend == "tpu":
     variables["TPU_CHIPS_PER_PROCESS_BOUNDS"] = "1,1,1"
     variables["TPU_PROCESS_BOUNDS"] = "1,1,1"
   return variables
 
 
-def _check_divisible(found: Devices, slots: int) -> None:
+def _check_divisible(local_devices: Devices, slots: int) -> None:
   """Raises UserError if accelerators cannot be divided among the slots."""
   advice = "a divisor of their number"
-  is_divisible = found.number % slots == 0
-  if found.backend == "tpu":
+  is_divisible = local_devices.number % slots == 0
+  if local_devices.backend == "tpu":
     advice = "1 or as many as there are"
-    is_divisible = found.number == slots
+    is_divisible = local_devices.number == slots
   if not is_divisible:
     raise UserError(
-      f"--side_by_side={slots}: there are {found.number} devices"
-      f" ({found.kind}); choose {advice}"
+      f"--side_by_side={slots}: there are {local_devices.number} devices"
+      f" ({local_devices.kind}); choose {advice}"
     )
 
 

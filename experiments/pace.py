@@ -1,4 +1,4 @@
-"""How long the runs of a grid take, by those that have finished."""
+"""Estimates how long the rest of a grid takes, from the finished runs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import statistics
 import threading
 import time
 from collections.abc import Hashable, Iterable, Sequence
+from typing import NamedTuple
 
 from diffjax.config import Config
 from diffjax.model.flops import step_flops
@@ -16,36 +17,46 @@ from experiments.grid import Run
 
 
 def shape(config: Config) -> Hashable:
-  """What a step's time depends on: the model without its real numbers, such as λ_init, and the rows of a step."""
-  model = {
-    name: None if isinstance(value, float) else value
-    for name, value in dataclasses.asdict(config.model).items()
-  }
-  return (
-    *model.values(),
-    config.data.length,
-    config.train.batch_size,
-    config.train.accumulation,
-  )
+  """Returns what determines the time of a step.
+
+  These are the fields of the model without its real numbers, such as λ_init,
+  and the rows of a step.
+  """
+  fields: list[Hashable] = []
+  for value in dataclasses.asdict(config.model).values():
+    # None keeps the place of the field.
+    fields.append(None if isinstance(value, float) else value)
+  fields.append(config.data.length)
+  fields.append(config.train.batch_size)
+  fields.append(config.train.accumulation)
+  return tuple(fields)
 
 
 def training_flops(config: Config) -> float:
-  """FLOPs of all training steps."""
+  """Returns the FLOPs of all training steps."""
   tokens = config.train.steps * config.train.batch_size * config.data.length
   return step_flops(config.model, config.data.length, tokens).training
 
 
+class Expected(NamedTuple):
+  """The time that a run is expected to take.
+
+  Attributes:
+    seconds: The time.
+    num_runs: The number of finished runs of the same shape and steps. 0 if the
+      time is estimated from runs of other shapes.
+  """
+
+  seconds: float
+  num_runs: int
+
+
 class Pace:
-  """The time that the rest of a grid takes.
+  """Estimates the time that the rest of a grid takes.
 
-  A run is expected to take the median of the finished runs of its shape and steps. Where there are none, it is expected to take as many
-  seconds a FLOP as the finished runs of other shapes.
-
-  Args:
-    finished: runs that had finished before, and the seconds that each took.
-    runs: the runs to do, in order.
-    slots: runs at a time.
-    resumes: True if a run that is stopped goes on where it was; False if it starts again.
+  A run is expected to take the median time of the finished runs of its shape
+  and steps. If there are none, the seconds per FLOP of all finished runs are
+  used.
   """
 
   def __init__(
@@ -55,10 +66,21 @@ class Pace:
     slots: int,
     resumes: bool,
   ):
-    self._slots, self._resumes = slots, resumes
+    """Initializes the estimates.
+
+    Args:
+      finished: Runs that had finished before, and the seconds of each.
+      runs: The runs to do, in order.
+      slots: The number of runs at a time.
+      resumes: Whether a run that is stopped continues from where it was. Else
+        it starts again.
+    """
+    self._slots = slots
+    self._resumes = resumes
     self._seconds: dict[Hashable, list[float]] = {}
-    self._seconds_a_flop: list[float] = []
+    self._seconds_per_flop: list[float] = []
     self._waiting = {run.name: run for run in runs}
+    # The runs that have begun, with their start times.
     self._begun: dict[str, tuple[Run, float]] = {}
     self._lock = threading.Lock()
     for run, seconds in finished:
@@ -66,84 +88,113 @@ class Pace:
 
   def _count(self, run: Run, seconds: float) -> None:
     self._seconds.setdefault(_kind(run), []).append(seconds)
-    self._seconds_a_flop.append(seconds / _size(run))
+    self._seconds_per_flop.append(seconds / _size(run))
 
   def begin(self, run: Run) -> None:
-    """A run begins now."""
+    """Records that a run begins now."""
     with self._lock:
-      self._begun[run.name] = self._waiting.pop(run.name), time.monotonic()
+      waiting = self._waiting.pop(run.name)
+      self._begun[run.name] = (waiting, time.monotonic())
 
   def end(self, run: Run, seconds: float | None) -> str:
-    """A run has ended. Returns a text on the runs that are left, "" if there are none.
+    """Records that a run has ended.
 
     Args:
-      run: the run.
-      seconds: what it took over all its starts; None if that is not known, since another launcher trained it.
+      run: The run.
+      seconds: The seconds of all its starts. None if they are not known,
+        because another launcher trained it.
+
+    Returns:
+      A text on the runs that are left; "" if there are none.
     """
     with self._lock:
       _, start = self._begun.pop(run.name)
       if seconds is not None:
-        self._count(
-          run, max(seconds, time.monotonic() - start)
-        )  # the time of the run that it starts from is in the latter
-      number = len(self._waiting) + len(self._begun)
-      left = (
-        f"{number} {'run' if number == 1 else 'runs'} left" if number else ""
-      )
-      rest = self._rest()
-    if not left or rest is None:
-      return left
-    return f"{left}, about {in_words(rest)}, until {_time_after(rest)}"
+        # The time since the start includes the run from which it starts.
+        elapsed = time.monotonic() - start
+        self._count(run, max(seconds, elapsed))
+      num_left = len(self._waiting) + len(self._begun)
+      seconds_left = self._seconds_left(self._remaining_of_begun())
+    if num_left == 0:
+      return ""
+    text = f"{num_left} {'run' if num_left == 1 else 'runs'} left"
+    if seconds_left is None:
+      return text
+    end_time = _time_after(seconds_left)
+    return f"{text}, about {in_words(seconds_left)}, until {end_time}"
 
   def stopped(self, total: int) -> str:
-    """A text for a grid of so many runs that is stopped now."""
-    with self._lock:
-      rest = self._rest(self._resumes)
-      done = total - len(self._waiting) - len(self._begun)
-    at_this_pace = (
-      f"the rest would take about {in_words(rest)} at this pace; "
-      if rest is not None
-      else ""
-    )
-    return (
-      f"{done} of {total} runs are done; {at_this_pace}the same command goes on"
-    )
-
-  def expected(self, run: Run) -> tuple[float, int] | None:
-    """The seconds that a run is expected to take, and the number of finished runs of its shape and steps, which may be 0.
-
-    None if no run has finished."""
-    if taken := self._seconds.get(_kind(run)):
-      return statistics.median(taken), len(taken)
-    if self._seconds_a_flop:
-      return statistics.median(self._seconds_a_flop) * _size(run), 0
-    return None
-
-  def _rest(self, with_begun: bool = True) -> float | None:
-    """Seconds until the last run ends, if waiting runs start in order as slots get free; None if no run has finished.
+    """Returns a text for a grid that is stopped now.
 
     Args:
-      with_begun: True if what the runs that have begun have done so far counts.
+      total: The number of runs of the grid.
     """
-    if not self._seconds_a_flop:
-      return None
+    with self._lock:
+      if self._resumes:
+        remaining = self._remaining_of_begun()
+      else:
+        remaining = []
+        for run, _ in self._begun.values():
+          remaining.append(self._expected_seconds(run))
+      seconds_left = self._seconds_left(remaining)
+      num_done = total - len(self._waiting) - len(self._begun)
+    text = f"{num_done} of {total} runs are done; "
+    if seconds_left is not None:
+      text += (
+        f"the rest would take about {in_words(seconds_left)} at this pace; "
+      )
+    return f"{text}the same command goes on"
+
+  def expected(self, run: Run) -> Expected | None:
+    """Returns how long a run is expected to take; None if no run finished."""
+    seconds = self._seconds.get(_kind(run))
+    if seconds:
+      return Expected(statistics.median(seconds), len(seconds))
+    if self._seconds_per_flop:
+      per_flop = statistics.median(self._seconds_per_flop)
+      return Expected(per_flop * _size(run), 0)
+    return None
+
+  def _expected_seconds(self, run: Run) -> float:
+    """Returns the expected seconds of a run; 0 if no run has finished."""
+    expected = self.expected(run)
+    return 0.0 if expected is None else expected.seconds
+
+  def _remaining_of_begun(self) -> list[float]:
+    """Returns the expected remaining seconds of the runs that have begun."""
     now = time.monotonic()
-    seconds = lambda run: (self.expected(run) or (0.0, 0))[0]
-    ends = [
-      max(0.0, seconds(run) - (now - start) * with_begun)
-      for run, start in self._begun.values()
-    ]
-    ends += [0.0] * (self._slots - len(ends))
-    heapq.heapify(ends)
+    remaining = []
+    for run, start in self._begun.values():
+      remaining.append(max(0.0, self._expected_seconds(run) - (now - start)))
+    return remaining
+
+  def _seconds_left(self, remaining_of_begun: list[float]) -> float | None:
+    """Returns the seconds until the last run ends.
+
+    The waiting runs start in order, each in the first slot that gets free.
+
+    Args:
+      remaining_of_begun: The remaining seconds of the runs that have begun.
+
+    Returns:
+      The seconds. None if no run has finished.
+    """
+    if not self._seconds_per_flop:
+      return None
+    # When each slot gets free.
+    free_times = [*remaining_of_begun]
+    while len(free_times) < self._slots:
+      free_times.append(0.0)
+    heapq.heapify(free_times)
     for run in self._waiting.values():
-      heapq.heappush(ends, heapq.heappop(ends) + seconds(run))
-    return max(ends)
+      start = heapq.heappop(free_times)
+      heapq.heappush(free_times, start + self._expected_seconds(run))
+    return max(free_times)
 
 
 def _size(run: Run) -> float:
-  return (
-    training_flops(run.config) or 1.0
-  )  # a run without steps is as large as any other
+  """Returns the FLOPs of a run. All runs without steps are equally large."""
+  return training_flops(run.config) or 1.0
 
 
 def _kind(run: Run) -> Hashable:
@@ -151,24 +202,26 @@ def _kind(run: Run) -> Hashable:
 
 
 def _time_after(seconds: float) -> str:
-  """The local time so many seconds from now, with the day if that is not today."""
+  """Returns the local time after some seconds, with the day if not today."""
   now = datetime.datetime.now()
   then = now + datetime.timedelta(seconds=seconds)
-  return (
-    f"{then:%H:%M}" if then.date() == now.date() else f"{then:%a %d %b %H:%M}"
-  )
+  if then.date() == now.date():
+    return f"{then:%H:%M}"
+  return f"{then:%a %d %b %H:%M}"
 
 
 def in_words(seconds: float) -> str:
-  """A time in its two largest units, such as "45 s", "12 min", "3 h 20 min" or "2 days 5 h"."""
+  """Returns a time in its two largest units.
+
+  Examples: "45 s", "12 min", "3 h 20 min", "2 days 5 h".
+  """
   if seconds < 90:
     return f"{seconds:.0f} s"
   minutes = round(seconds / 60)
   if minutes < 60:
     return f"{minutes} min"
   hours, minutes = divmod(minutes, 60)
-  return (
-    f"{hours} h {minutes} min"
-    if hours < 48
-    else f"{hours // 24} days {hours % 24} h"
-  )
+  if hours < 48:
+    return f"{hours} h {minutes} min"
+  days, hours = divmod(hours, 24)
+  return f"{days} days {hours} h"

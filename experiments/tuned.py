@@ -5,8 +5,8 @@
 
 The arguments are the experiment, a number in the results of its runs, and
 whether it should be small (min) or large (max). The grid has its own seeds, and
-no result is taken from them. Write the settings that are printed into the
-config.py of the experiment, and of those that take over its settings.
+no result is taken from them. Write the printed settings into the config.py of
+the experiment and of every experiment that uses the same settings.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import statistics
 import sys
-from typing import Literal
 
 from diffjax.config import UserError
 from experiments import grid as grids
@@ -41,9 +40,7 @@ def main(name: str, metric: str, better: str) -> None:
     print(f"{row}: {best(name, row, metric, better)}")
 
 
-def best(
-  name: str, row: str, metric: str, better: Literal["min", "max"]
-) -> str:
+def best(name: str, row: str, metric: str, better: str) -> str:
   """Returns the best variant of a row in an experiment's grid "tune".
 
   Args:
@@ -64,8 +61,9 @@ def best(
   path = FOLDER / name / "tune" / "results.json"
   means = {}
   for variant, values in _values(name, row, metric).items():
-    if all(value is not None and math.isfinite(value) for value in values):
-      means[variant] = statistics.mean(values)
+    mean = _mean(values)
+    if mean is not None:
+      means[variant] = mean
   if not means:
     raise UserError(
       f"{name}: no setting of {row} in {path} has a finite {metric}; widen the"
@@ -97,6 +95,16 @@ def _values(name: str, row: str, metric: str) -> dict[str, list[float | None]]:
   if not values:
     raise _not_tuned(name, row)
   return values
+
+
+def _mean(values: list[float | None]) -> float | None:
+  """Returns the mean; None if a value is missing or not finite."""
+  finite = [
+    value for value in values if value is not None and math.isfinite(value)
+  ]
+  if len(finite) < len(values):
+    return None
+  return statistics.mean(finite)
 
 
 def _not_tuned(name: str, row: str) -> UserError:

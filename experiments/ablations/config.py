@@ -11,7 +11,7 @@ A variant is ROW, with size=SIZE and heads=NUMBER if wanted:
 
 ROW is one of `ROWS`. SIZE is tiny (the default), 125m or 1b (the paper's).
 heads=NUMBER divides the width among that number of heads: d = E / 2N for DIFF
-with N heads. The learning rates are those of diffjax/configs.
+with N heads. diffjax/configs has the learning rates.
 """
 
 import ml_collections

@@ -1,7 +1,7 @@
 """Models of one layer whose attention maps are 8 wide.
 
-A variant is ROW, with rate=LEARNING_RATE if wanted. ROW is one of `ROWS`. A row
-without a rate has the one that the grid "tune" chose:
+A variant is ROW, with rate=LEARNING_RATE if wanted. ROW is one of `ROWS`. The
+default rate was chosen by the grid "tune":
 
     python -m experiments.run noisy_lookup --grid=tune --side_by_side=2
 """
@@ -63,7 +63,7 @@ def get_config(variant: str = "diff") -> ml_collections.ConfigDict:
   config.train.update(steps=1000, batch_size=32)
   if row != "diff_lambda_zero":
     return architectures.set_row(config, row)
-  # DIFF without its second map: λ is 0 in every step. Head norm, wide values
-  # and maps of width 8 are those of DIFF.
+  # DIFF without its second map: λ is 0 in every step. Like DIFF, it has the head
+  # norm, wide values and maps of width 8.
   config.model.lambda_init = 0.0
   return architectures.set_row(config, "diff_frozen_lambda")

@@ -3,7 +3,8 @@
 A variant is ROW, with times=TIMES to multiply the number of tokens. The
 schedule is as long as the run:
 
-    python -m diffjax.train --config=experiments/tokens/config.py:diff,times=12 \
+    python -m diffjax.train \
+      --config=experiments/tokens/config.py:diff,times=12 \
       --workdir=runs/diff_12_times
 """
 

@@ -34,12 +34,12 @@ def timed(monkeypatch):
     asked.extend(shapes.values())
     return dict.fromkeys(shapes, 0.5)
 
-  monkeypatch.setattr(cost, "_time_steps", time_steps)
+  monkeypatch.setattr(cost, "time_steps", time_steps)
   return asked
 
 
 def here(experiment, chosen, finished, slots=1):
-  return cost.here(grid.load(experiment), chosen, finished, MACHINE, slots, {})
+  return cost.on_this_machine(grid.load(experiment), chosen, finished, MACHINE, slots, {})
 
 
 def test_finished_runs_say_it_or_else_steps(timed):
@@ -140,7 +140,7 @@ def test_steps_are_timed_in_another_process():
   large = dataclasses.replace(
     small, train=dataclasses.replace(small.train, batch_size=64)
   )
-  found = cost._time_steps(
+  found = cost.time_steps(
     {pace.shape(config): config for config in (small, large)}, {}
   )
   assert 0 < found[pace.shape(small)] < found[pace.shape(large)] < 60
@@ -148,4 +148,4 @@ def test_steps_are_timed_in_another_process():
     small, mesh=dataclasses.replace(small.mesh, data=7)
   )
   with pytest.raises(UserError, match="timing steps failed, as said above"):
-    cost._time_steps({pace.shape(wrong): wrong}, {})
+    cost.time_steps({pace.shape(wrong): wrong}, {})

@@ -201,10 +201,10 @@ def test_settings_of_a_row_with_a_dotted_name():
   """Its name begins like a setting of all rows."""
   row = "model.a=2,data.a=x"
   with in_process.own_flags():
-    from experiments.run import _split_setting
-  one_row = _split_setting(f"{row}:eval.rows=4", [row])
+    from experiments.run import split_setting
+  one_row = split_setting(f"{row}:eval.rows=4", [row])
   assert one_row == (f"{row}:eval.rows", "4")
-  all_rows = _split_setting("data.source=text:x", [row])
+  all_rows = split_setting("data.source=text:x", [row])
   assert all_rows == ("data.source", "text:x")
 
 
