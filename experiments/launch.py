@@ -27,8 +27,6 @@ from experiments.grid import FOLDER
 
 # The end of a command's standard error that is searched for its error.
 _TAIL_CHARACTERS = 8000
-# A process that a command left behind may keep its standard error open.
-_TAIL_SECONDS = 5.0
 _PRINT_DEVICES = """
 import json
 import jax
@@ -148,7 +146,15 @@ class Launcher:
   get SIGTERM and are waited for. Training saves a checkpoint at SIGTERM.
   """
 
-  def __init__(self) -> None:
+  def __init__(self, tail_seconds: float = 5.0) -> None:
+    """Initializes the launcher.
+
+    Args:
+      tail_seconds: How long to wait for the end of a command's standard error
+        after the command has ended. A process that it left behind may keep the
+        standard error open.
+    """
+    self._tail_seconds = tail_seconds
     self._running: set[subprocess.Popen[bytes]] = set()
     self._lock = threading.Lock()
     self._is_stopped = False
@@ -214,7 +220,7 @@ class Launcher:
           with self._lock:
             self._running.discard(process)
         if echo is not None and process.returncode is not None:
-          echo.join(_TAIL_SECONDS)
+          echo.join(self._tail_seconds)
     if self._is_stopped:
       raise Stopped
     if exit_code == 0:

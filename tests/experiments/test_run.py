@@ -25,17 +25,6 @@ SMALL = [
 ]
 
 
-@pytest.fixture
-def flags(tmp_path):
-  """Flags: a workdir, a directory of results, a small text and two steps."""
-  return [
-    f"--workdir={tmp_path}/runs",
-    f"--out={tmp_path}/out",
-    "--steps=2",
-    *text_flags(tmp_path),
-  ]
-
-
 def text_flags(directory):
   """Writes a small text, and returns the flags that make runs read it."""
   text_dir = directory / "text"
@@ -68,6 +57,26 @@ def fake_training(run, monkeypatch):
   return trained
 
 
+@pytest.fixture
+def finished_run(tmp_path):
+  """Writes results of diff/seed_0 in ablations, and returns them."""
+  options = study.Options(
+    steps=2, only=("diff/seed_0",), workdir=f"{tmp_path}/runs"
+  )
+  ablations = study.plan("ablations", options)
+  (run,) = ablations.chosen
+  workdir = ablations.workdir(run)
+  losses = {"validation/loss": 1.0}
+  results.write_run(workdir, run, {}, losses, 100.0, "a machine")
+  return results.read_run(workdir, run, {}, ())
+
+
+@pytest.fixture
+def flags(tmp_path):
+  """Flags with the workdir of `finished_run` and a directory of results."""
+  return [f"--workdir={tmp_path}/runs", f"--out={tmp_path}/out", "--steps=2"]
+
+
 def test_a_slice_does_not_collect(run, fake_training, flags, tmp_path):
   _, errors = run(
     "ablations",
@@ -82,78 +91,74 @@ def test_a_slice_does_not_collect(run, fake_training, flags, tmp_path):
   assert not (tmp_path / "out/results.json").exists()
 
 
-def test_finished_runs_are_not_repeated(run, fake_training, flags, tmp_path):
-  run("ablations", *flags, "--only=diff/seed_0")
-
+def test_finished_runs_are_not_repeated(
+  run, fake_training, finished_run, flags, tmp_path
+):
   out, errors = run("ablations", *flags, "--only=diff/seed_[01]")
 
   assert "1 of 2 runs to do" in errors
   assert "(2 of 65 runs)" in out
-  runs_dir = tmp_path / "runs/ablations/cpu"
-  assert fake_training == [
-    f"{runs_dir}/diff/seed_0",
-    f"{runs_dir}/diff/seed_1",
-  ]
+  assert fake_training == [f"{tmp_path}/runs/ablations/cpu/diff/seed_1"]
 
 
-def test_a_run_in_results_json_is_finished(run, fake_training, flags, tmp_path):
-  run("ablations", *flags, "--only=diff/seed_0")
+def write_results_json(path, entry):
+  """Writes a results.json of ablations with the results of one run."""
+  results.write_folder(path, "ablations", "cpu", "transformer", [entry])
+
+
+def test_a_run_in_results_json_is_finished(
+  run, fake_training, finished_run, flags, tmp_path
+):
+  write_results_json(tmp_path / "out/results.json", finished_run)
   (tmp_path / "runs/ablations/cpu/diff/seed_0/result.json").unlink()
 
-  _, errors = run("ablations", *flags, "--only=diff/seed_0")
+  _, errors = run("ablations", *flags, "--only=diff/seed_0", "--slice=0/2")
 
   assert "0 of 1 runs to do" in errors
+  assert not fake_training
 
 
 def test_runs_left_are_counted(run, fake_training, flags):
   _, errors = run(
-    "ablations", *flags, "--only=diff/seed_[01]", "--side_by_side=2"
+    "ablations",
+    *flags,
+    "--only=diff/seed_[0123]",
+    "--slice=0/2",
+    "--side_by_side=2",
   )
 
   assert "1 run left, about " in errors
 
 
-def test_a_results_json_of_another_config_is_refused(run, fake_training, flags):
-  run("ablations", *flags, "--only=diff/seed_0")
+def test_a_results_json_of_another_config_is_refused(
+  run, fake_training, finished_run, flags, tmp_path
+):
+  write_results_json(tmp_path / "out/results.json", finished_run)
 
-  _, errors = run(
-    "ablations",
-    *flags,
-    "--set=train.batch_size=4",
-    "--only=diff/seed_0",
-    code=1,
-  )
+  _, errors = run("ablations", *flags, "--set=train.batch_size=4", code=1)
 
   assert len(errors.splitlines()) == 1
-  assert "holds results of another config" in errors
+  assert "results.json holds results of another config" in errors
   assert "train.batch_size is 16 there and 4 now" in errors
 
 
 def test_results_that_cannot_be_collected_are_refused_before_training(
-  run, fake_training, flags, tmp_path
+  run, fake_training, finished_run, flags
 ):
-  run("ablations", *flags, "--only=transformer/seed_0")
-  (tmp_path / "out/results.json").unlink()
-  fake_training.clear()
-
   _, errors = run(
     "ablations",
     *flags,
     "--set=train.batch_size=4",
-    "--only=diff/seed_0",
+    "--only=transformer/seed_0",
     code=1,
   )
 
-  assert "holds results of another config (transformer/seed_0)" in errors
+  assert "result.json holds results of another config (diff/seed_0)" in errors
   assert not fake_training
 
 
-def test_a_workdir_of_another_config_is_refused(
-  run, flags, make_workdir, tmp_path
-):
+def test_a_workdir_of_another_config_is_refused(run, flags, make_workdir):
   (diff,) = grid.expand("ablations", grid.Grid(("diff",), "diff"), {})
-  text_dir = tmp_path / "text"
-  text_dir.rename(tmp_path / "other_text")
   make_workdir("runs/ablations/cpu/diff/seed_0", diff.config)
 
   _, errors = run("ablations", *flags, "--only=diff/seed_0", code=1)
@@ -212,6 +217,7 @@ def test_variants_and_seeds_train_side_by_side(run, flags, tmp_path):
   run(
     "ablations",
     *flags,
+    *text_flags(tmp_path),
     *SMALL,
     "--only=diff/seed_[01]",
     "--only=transformer/seed_0",
