@@ -1,4 +1,4 @@
-"""What a grid costs: hours of this machine by finished runs or by steps, and hours of chips."""
+"""The table of what a grid costs, on this machine and on chips."""
 
 import dataclasses
 
@@ -11,141 +11,192 @@ from experiments.launch import Devices
 MACHINE = results.machine(Devices("cpu", "cpu", 1), 1)
 
 
-def runs(
-  variants=("transformer", "diff"), seeds=(0, 1), name="ablations", **changes
-):
-  return grid.expand(name, grid.Grid(variants, variants[0], seeds), changes)
+def runs(name, variants, seeds=(0, 1), **changes):
+  """Returns the runs of some variants of an experiment."""
+  chosen = grid.Grid(variants, variants[0], seeds)
+  return grid.expand(name, chosen, changes)
 
 
-def rows(text):
-  return {
-    cells[0]: cells[1:]
-    for line in text.splitlines()
-    if (cells := [cell.strip() for cell in line.split("|")[1:-1]])
-  }
+def table_rows(text):
+  """Returns the cells of a table's rows by their first cell."""
+  cells_by_name = {}
+  for line in text.splitlines():
+    if line.startswith("|"):
+      name, *cells = [cell.strip() for cell in line.split("|")[1:-1]]
+      cells_by_name[name] = cells
+  return cells_by_name
 
 
 @pytest.fixture
 def timed(monkeypatch):
-  """Steps take half a second; `timed` holds the configs that were timed."""
-  asked = []
+  """Makes a step take half a second. Returns the configs that are timed."""
+  configs = []
 
-  def time_steps(shapes, env):
-    asked.extend(shapes.values())
-    return dict.fromkeys(shapes, 0.5)
+  def time_steps(config_by_shape, env):
+    configs.extend(config_by_shape.values())
+    return dict.fromkeys(config_by_shape, 0.5)
 
   monkeypatch.setattr(cost, "time_steps", time_steps)
-  return asked
+  return configs
 
 
-def here(experiment, chosen, finished, slots=1):
-  return cost.on_this_machine(grid.load(experiment), chosen, finished, MACHINE, slots, {})
+def estimate(name, chosen, finished, slots=1):
+  """Returns the table for this machine."""
+  experiment = grid.load(name)
+  return cost.on_this_machine(experiment, chosen, finished, MACHINE, slots, {})
 
 
-def test_finished_runs_say_it_or_else_steps(timed):
-  """A shape is timed once, and only if none of its runs has finished."""
-  chosen = runs(
-    ("transformer", "diff", "diff_lambda_0.8", "diff_v2"), (0, 1, 2)
-  )
-  finished = [
-    (run, seconds)
-    for run, seconds in zip(
-      (run for run in chosen if run.variant == "transformer"),
-      (300, 3000, 360),
-      strict=True,
-    )
-  ]
-  found = here("ablations", chosen, finished)
-  assert (
-    found.startswith(f"hours of {MACHINE}, 1 at a time\n")
-    and "as busy as it is now" in found
-  )
-  table = rows(found)
-  assert table["transformer"][:3] == ["3", "0.837 M", "2.46 M"] and table[
-    "transformer"
-  ][4:] == ["360", "0.3", "3 finished runs"]
-  assert (
-    table["diff"][4:]
-    == table["diff_lambda_0.8"][4:]
-    == ["300", "0.25", "steps of 0.5 s"]
-  )
-  assert float(table["diff"][3]) == pytest.approx(
-    3 * pace.training_flops(chosen[1].config), rel=0.01
-  )
-  assert table["all"][5] == "1.05" and [
-    config.model.attention for config in timed
-  ] == ["diff", "diff_v2"]
-  assert rows(here("ablations", chosen, finished, 2))["all"][5] == "0.525", (
-    "two at a time"
-  )
+VARIANTS = ("transformer", "diff", "diff_lambda_0.8", "diff_v2")
 
 
-def test_what_trains_nothing_says_what_it_can(timed):
-  """By its finished runs, those of other shapes too; nothing is timed."""
-  experiment, chosen = (
-    grid.load("throughput"),
-    grid.expand("throughput", grid.load("throughput").grids["cpu"], {}),
-  )
-  found = here("throughput", chosen, [])
-  assert (
-    rows(found)["tiny,length=256"][2:]
-    == rows(found)["tiny,length=2048"][2:]
-    == ["–"] * 5
-  )
-  assert found.endswith(
-    "No run has finished on this machine, and these runs take no training steps that could be timed."
-  )
-  table = rows(here("throughput", chosen, [(chosen[0], 36.0)]))
-  assert (
-    table["tiny,length=256"][4:] == ["36", "0.01", "1 finished run"]
-    and table["tiny,length=2048"][6] == "finished runs of other shapes"
-  )
-  assert float(table["tiny,length=2048"][4]) == pytest.approx(
-    36
-    * pace.training_flops(chosen[1].config)
-    / pace.training_flops(chosen[0].config),
-    rel=0.01,
-  )
-  assert "python -m experiments.run ablations --cost" in here(
-    "outliers", runs(name="outliers"), []
-  )
-  assert not timed and not experiment.trains
+@pytest.fixture
+def ablations():
+  """Three runs of each variant."""
+  return runs("ablations", VARIANTS, (0, 1, 2))
 
 
-def test_large_grids_are_counted_in_hours_of_chips():
-  assert cost.for_this_machine(runs()) and not cost.for_this_machine(
-    runs(("diff,size=125m",))
+@pytest.fixture
+def finished_transformers(ablations):
+  """The Transformer's runs and their seconds, of which the median is 360."""
+  transformers = [run for run in ablations if run.variant == "transformer"]
+  return list(zip(transformers, (300, 3000, 360), strict=True))
+
+
+def test_finished_runs_tell_the_time(timed, ablations, finished_transformers):
+  text = estimate("ablations", ablations, finished_transformers)
+
+  assert text.startswith(f"hours of {MACHINE}, 1 at a time\n")
+  cells = table_rows(text)["transformer"]
+  assert cells[:3] == ["3", "0.837 M", "2.46 M"]
+  assert cells[4:] == ["360", "0.3", "3 finished runs"]
+
+
+def test_steps_tell_the_time_of_other_shapes(
+  timed, ablations, finished_transformers
+):
+  text = estimate("ablations", ablations, finished_transformers)
+
+  rows = table_rows(text)
+  assert rows["diff"][4:] == ["300", "0.25", "steps of 0.5 s"]
+  assert rows["diff_lambda_0.8"][4:] == ["300", "0.25", "steps of 0.5 s"]
+  assert "as busy as it is now" in text
+
+
+def test_a_shape_is_timed_once(timed, ablations, finished_transformers):
+  """DIFF with another λ_init has the shape of DIFF."""
+  estimate("ablations", ablations, finished_transformers)
+
+  assert [config.model.attention for config in timed] == ["diff", "diff_v2"]
+
+
+def test_flops_are_those_of_all_runs_of_a_variant(timed, ablations):
+  text = estimate("ablations", ablations, [])
+
+  (diff, *_) = [run for run in ablations if run.variant == "diff"]
+  flops = float(table_rows(text)["diff"][3])
+  assert flops == pytest.approx(3 * pace.training_flops(diff.config), rel=0.01)
+
+
+@pytest.mark.parametrize("slots, hours", [(1, "1.05"), (2, "0.525")])
+def test_slots_divide_the_hours(
+  timed, ablations, finished_transformers, slots, hours
+):
+  text = estimate("ablations", ablations, finished_transformers, slots)
+
+  assert table_rows(text)["all"][5] == hours
+
+
+@pytest.fixture
+def throughput():
+  """Two runs of an experiment that trains nothing, of different shapes."""
+  return runs("throughput", ("tiny,length=256", "tiny,length=2048"), (0,))
+
+
+def test_runs_that_train_nothing_are_not_timed(timed, throughput):
+  text = estimate("throughput", throughput, [])
+
+  rows = table_rows(text)
+  assert rows["tiny,length=256"][2:] == ["–"] * 5
+  assert rows["tiny,length=2048"][2:] == ["–"] * 5
+  assert text.endswith(
+    "No run has finished on this machine, and these runs take no training steps"
+    " that could be timed."
   )
-  chosen = runs(("diff,size=125m", "transformer,size=125m"))
-  table = rows(cost.on_chips(chosen))
-  flops = sum(
-    pace.training_flops(run.config)
-    for run in chosen
-    if run.variant == "diff,size=125m"
-  )
-  assert float(table["diff,size=125m"][5]) == pytest.approx(
-    flops / (0.4 * 989.4e12) / 3600, rel=0.01
-  )
-  assert table["all"][0] == "4"
+  assert not timed
+
+
+def test_runs_that_train_nothing_are_estimated_from_other_shapes(
+  timed, throughput
+):
+  short, long = throughput
+
+  rows = table_rows(estimate("throughput", throughput, [(short, 36.0)]))
+
+  assert rows[short.variant][4:] == ["36", "0.01", "1 finished run"]
+  assert rows[long.variant][6] == "finished runs of other shapes"
+  factor = pace.training_flops(long.config) / pace.training_flops(short.config)
+  seconds = float(rows[long.variant][4])
+  assert seconds == pytest.approx(36 * factor, rel=0.01)
+
+
+def test_the_runs_that_others_start_from_are_named(timed):
+  outliers = runs("outliers", ("transformer", "diff"))
+
+  text = estimate("outliers", outliers, [])
+
+  assert "python -m experiments.run ablations --cost" in text
+
+
+def test_only_small_models_are_for_this_machine():
+  small = runs("ablations", ("transformer", "diff"))
+  large = runs("ablations", ("diff,size=125m",))
+
+  assert cost.for_this_machine(small)
+  assert not cost.for_this_machine(large)
+
+
+def test_chip_hours_follow_from_the_peak():
+  chosen = runs("ablations", ("diff,size=125m", "transformer,size=125m"))
+
+  rows = table_rows(cost.on_chips(chosen))
+
+  flops = 0.0
+  for run in chosen:
+    if run.variant == "diff,size=125m":
+      flops += pace.training_flops(run.config)
+  # 40% of the peak of an H100.
+  flops_per_second = 0.4 * 989.4e12
+  h100_hours = float(rows["diff,size=125m"][5])
+  assert h100_hours == pytest.approx(flops / flops_per_second / 3600, rel=0.01)
+  assert rows["all"][0] == "4"
+
+
+@pytest.fixture
+def small_config():
+  """The config of a model whose steps take milliseconds."""
+  changes = {
+    "model.num_layers": 1,
+    "train.batch_size": 1,
+    "data.length": 32,
+  }
+  (run,) = runs("ablations", ("diff",), (0,), **changes)
+  return run.config
 
 
 @pytest.mark.full
-def test_steps_are_timed_in_another_process():
-  """One time for each shape, longer for a larger one; a failure is said."""
-  small = runs(
-    ("diff",),
-    (0,),
-    **{"model.num_layers": 1, "train.batch_size": 1, "data.length": 32},
-  )[0].config
-  large = dataclasses.replace(
-    small, train=dataclasses.replace(small.train, batch_size=64)
-  )
-  found = cost.time_steps(
-    {pace.shape(config): config for config in (small, large)}, {}
-  )
-  assert 0 < found[pace.shape(small)] < found[pace.shape(large)] < 60
-  wrong = dataclasses.replace(
-    small, mesh=dataclasses.replace(small.mesh, data=7)
-  )
+def test_larger_steps_take_longer(small_config):
+  train = dataclasses.replace(small_config.train, batch_size=64)
+  large_config = dataclasses.replace(small_config, train=train)
+
+  seconds = cost.time_steps({"small": small_config, "large": large_config}, {})
+
+  assert 0 < seconds["small"] < seconds["large"] < 60
+
+
+@pytest.mark.full
+def test_steps_that_cannot_be_timed_are_an_error(small_config):
+  seven_devices = dataclasses.replace(small_config.mesh, data=7)
+  config = dataclasses.replace(small_config, mesh=seven_devices)
+
   with pytest.raises(UserError, match="timing steps failed, as said above"):
-    cost.time_steps({pace.shape(wrong): wrong}, {})
+    cost.time_steps({"seven devices": config}, {})

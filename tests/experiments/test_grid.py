@@ -1,7 +1,8 @@
-"""Grids: every run has a valid config, and each row differs from DIFF in what its name says."""
+"""Grids: their runs, the configs of their variants, and choices of runs."""
 
 import dataclasses
 import functools
+import importlib
 import re
 import shlex
 
@@ -16,6 +17,7 @@ from diffjax.config import (
   OptimizerConfig,
   TrainConfig,
   UserError,
+  from_config_dict,
 )
 from diffjax.model.decoder import Decoder
 from diffjax.model.flops import parameter_count
@@ -24,65 +26,75 @@ from diffjax.training.program import build
 from experiments import grid
 from tests.harness.tiers import full
 
-ABLATIONS = {
-  name: grid.load("ablations").grids[name] for name in ("cpu", "gpu", "tpu")
-}
+
+def config_of(name, variant):
+  """Returns the config of an experiment's variant."""
+  module = importlib.import_module(f"experiments.{name}.config")
+  return from_config_dict(module.get_config(variant).to_dict())
 
 
-def configs(name, size=""):
-  get_config = __import__(
-    f"experiments.{name}.config", fromlist=["get_config"]
-  ).get_config
-  return lambda variant: grid._with_fields(
-    get_config(variant + size).to_dict(), {}
-  )
+def all_grids(name):
+  """Returns the grids of an experiment by name."""
+  grids = {}
+  for experiment in grid.experiments_of(name):
+    grids.update(experiment.grids)
+  return grids
 
 
 @functools.cache
-def size(model):
-  """Parameters by shape alone; grids share models."""
-  shapes = jax.eval_shape(
-    Decoder(model).init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32)
-  )["params"]
-  return sum(leaf.size for leaf in jax.tree.leaves(shapes))
+def num_parameters(model):
+  """Counts the parameters of an initialized model. Grids share models."""
+  initialise = Decoder(model).init
+  tokens = jnp.zeros((1, 1), jnp.int32)
+  variables = jax.eval_shape(initialise, jax.random.key(0), tokens)
+  return sum(leaf.size for leaf in jax.tree.leaves(variables["params"]))
 
 
-@pytest.mark.parametrize(
-  "name",
-  ["order_robustness", *full(sorted({*grid.names()} - {"order_robustness"}))],
-)
+OTHER_NAMES = sorted(set(grid.names()) - {"order_robustness"})
+
+
+@pytest.mark.parametrize("name", ["order_robustness", *full(OTHER_NAMES)])
 def test_every_run_of_every_grid_has_a_model(name):
-  grids = [
-    chosen
-    for experiment in grid.experiments_of(name)
-    for chosen in experiment.grids.values()
-  ]
-  assert {"cpu", "gpu"} & {
-    key for experiment in grid.experiments_of(name) for key in experiment.grids
-  }
-  for chosen in grids:
-    runs = grid.expand(
-      name, dataclasses.replace(chosen, seeds=chosen.seeds[:1]), {}
-    )
-    variants = {run.variant for run in runs}
-    assert variants >= {
-      chosen.baseline.replace("*", variant.partition(",")[2])
-      for variant in variants
-    }
-    assert len(
-      {
-        (run.config.model, run.config.optimizer, run.config.train.steps)
-        for run in runs
-      }
-    ) == len(runs)
-    assert all(
-      size(run.config.model) == parameter_count(run.config.model)
-      for run in runs
-    )
+  for chosen in all_grids(name).values():
+    one_seed = dataclasses.replace(chosen, seeds=chosen.seeds[:1])
+
+    runs = grid.expand(name, one_seed, {})
+
+    for model in {run.config.model for run in runs}:
+      assert num_parameters(model) == parameter_count(model)
 
 
-def smaller(config):
-  """The config with small sizes and one step. Variants of one kind become equal, whatever their size and training."""
+@pytest.mark.parametrize("name", grid.names())
+def test_every_variant_has_its_own_settings(name):
+  for chosen in all_grids(name).values():
+    one_seed = dataclasses.replace(chosen, seeds=chosen.seeds[:1])
+
+    settings = set()
+    for run in grid.expand(name, one_seed, {}):
+      config = run.config
+      settings.add((config.model, config.optimizer, config.train.steps))
+
+    assert len(settings) == len(chosen.variants)
+
+
+@pytest.mark.parametrize("name", grid.names())
+def test_every_baseline_is_a_variant(name):
+  for chosen in all_grids(name).values():
+    for variant in chosen.variants:
+      _, _, settings = variant.partition(",")
+      assert chosen.baseline.replace("*", settings) in chosen.variants
+
+
+@pytest.mark.parametrize("name", grid.names())
+def test_every_experiment_has_a_grid_for_a_single_machine(name):
+  assert {"cpu", "gpu"} & set(all_grids(name))
+
+
+def with_small_sizes(config):
+  """Returns the config with small sizes and one step.
+
+  Variants that differ only in size or training become equal.
+  """
   model = dataclasses.replace(
     config.model,
     vocab_size=64,
@@ -102,108 +114,160 @@ def smaller(config):
 
 
 @pytest.mark.full
-def test_every_row_of_ablations_takes_a_step():
-  """The step moves every parameter that is not frozen. Other grids train no further kinds of models."""
-  runs = grid.expand("ablations", ABLATIONS["cpu"], {})
-  rng = np.random.default_rng(0)
-  tokens, positions = (
-    rng.integers(0, 64, (2, 33)),
-    np.broadcast_to(np.arange(32), (2, 32)),
-  )
-  batch = dict(
-    tokens=tokens[:, :-1],
-    targets=tokens[:, 1:],
-    segment_ids=np.ones((2, 32)),
-    positions=positions,
-  )
-  batch = {name: np.int32(values) for name, values in batch.items()} | {
-    "weights": np.ones((2, 32), np.float32)
+def test_a_step_of_every_ablation_moves_all_parameters_that_are_not_frozen():
+  """Other grids train no further kinds of models."""
+  runs = grid.expand("ablations", all_grids("ablations")["cpu"], {})
+  configs = dict.fromkeys(with_small_sizes(run.config) for run in runs)
+  tokens = np.random.default_rng(0).integers(0, 64, (2, 33), np.int32)
+  ones = np.ones((2, 32), np.int32)
+  batch = {
+    "tokens": tokens[:, :-1],
+    "targets": tokens[:, 1:],
+    "segment_ids": ones,
+    "positions": np.cumsum(ones, axis=1, dtype=np.int32) - 1,
+    "weights": np.ones((2, 32), np.float32),
   }
-  for config in dict.fromkeys(smaller(run.config) for run in runs):
+
+  for config in configs:
     program = build(config, make_mesh(config.mesh, jax.devices()[:1]))
     state = program.init()
     before = jax.tree.map(np.asarray, state.params)
     state, metrics = program.train_step(state, put_batch(batch, program.mesh))
+
     assert np.isfinite(metrics["loss"])
-    for path, moved in jax.tree_util.tree_leaves_with_path(
-      jax.tree.map(lambda a, b: (a != b).any(), before, state.params)
-    ):
-      assert moved != (path[-1].key in config.optimizer.frozen.split(",")), (
-        config.model,
-        path,
-      )
+    has_moved = jax.tree.map(np.not_equal, before, state.params)
+    frozen_names = config.optimizer.frozen.split(",")
+    for path, moved in jax.tree_util.tree_leaves_with_path(has_moved):
+      is_frozen = path[-1].key in frozen_names
+      assert np.any(moved) != is_frozen, (config.model, path)
 
 
-def test_seed_after_seed():
-  for name in {*grid.names()} - {"one_gpu"}:  # which has no grid for CPUs
-    experiment = grid.load(name)
-    runs = grid.expand(name, experiment.grids["cpu"], {})
-    seeds = [run.seed for run in runs]
-    assert seeds == sorted(seeds) and set(seeds) == set(
-      experiment.grids["cpu"].seeds
-    ), "whole comparisons first"
-    assert len(set(seeds)) >= 3 or name == "throughput"
-    assert all(
-      run.config.train.seed == run.config.data.seed == run.seed for run in runs
-    )
+# The runs of outliers are those of another experiment.
+@pytest.mark.parametrize("name", ["order_robustness", "outliers"])
+def test_all_variants_of_a_seed_come_before_the_next_seed(name):
+  """A grid that is stopped then has complete comparisons."""
+  chosen = grid.load(name).grids["cpu"]
+
+  seeds = [run.seed for run in grid.expand(name, chosen, {})]
+
+  assert seeds == sorted(seeds)
+  assert set(seeds) == set(chosen.seeds)
 
 
-@pytest.mark.parametrize("size", ["", ",size=125m", ",size=1b"])
-def test_ablation_rows_differ_in_what_they_are_called_after(size):
-  get = configs("ablations", size)
-  diff = get("diff")
-  changed = lambda variant: {
-    field: value
-    for field, value in grid.comparable(get(variant).to_dict(), ()).items()
-    if value != grid.comparable(diff.to_dict(), ())[field]
-  }
-  H, D, E = diff.model.num_heads, diff.model.head_dim, diff.model.embed_dim
-  assert changed("diff_without_norm") == {"model.head_norm": False}
-  assert changed("diff_lambda_0.8") == {"model.lambda_init": 0.8} and changed(
-    "diff_lambda_0.5"
-  ) == {"model.lambda_init": 0.5}
-  assert changed("diff_frozen_lambda") == {
-    "optimizer.frozen": "lambda_q1,lambda_k1,lambda_q2,lambda_k2"
-  }
-  assert changed("transformer_wide") == {
-    "model.attention": "softmax",
-    "model.head_dim": 2 * D,
+@pytest.mark.parametrize("name", ["order_robustness", "outliers"])
+def test_a_seed_sets_initialization_and_data(name):
+  for run in grid.expand(name, grid.load(name).grids["cpu"], {}):
+    assert run.config.train.seed == run.seed
+    assert run.config.data.seed == run.seed
+
+
+# one_gpu has no grid for CPUs, and the times of throughput need no seeds.
+SEEDED_NAMES = sorted(set(grid.names()) - {"one_gpu", "throughput"})
+
+
+@pytest.mark.parametrize("name", SEEDED_NAMES)
+def test_results_come_from_at_least_three_seeds(name):
+  assert len(grid.load(name).grids["cpu"].seeds) >= 3
+
+
+def changes_from_diff(row, size):
+  """Returns the fields in which a row of ablations differs from DIFF."""
+  diff = grid.comparable(config_of("ablations", f"diff{size}").to_dict(), ())
+  fields = grid.comparable(config_of("ablations", f"{row}{size}").to_dict(), ())
+  changes = {}
+  for field, value in fields.items():
+    if value != diff[field]:
+      changes[field] = value
+  return changes
+
+
+SIZES = pytest.mark.parametrize("size", ["", ",size=125m", ",size=1b"])
+
+
+@SIZES
+@pytest.mark.parametrize(
+  "row, changes",
+  [
+    ("diff_without_norm", {"model.head_norm": False}),
+    ("diff_lambda_0.8", {"model.lambda_init": 0.8}),
+    ("diff_lambda_0.5", {"model.lambda_init": 0.5}),
+    (
+      "diff_frozen_lambda",
+      {"optimizer.frozen": "lambda_q1,lambda_k1,lambda_q2,lambda_k2"},
+    ),
+  ],
+)
+def test_a_row_of_diff_differs_in_one_field(row, changes, size):
+  assert changes_from_diff(row, size) == changes
+
+
+@SIZES
+def test_rows_with_wide_heads_have_twice_the_width_of_diff(size):
+  head_dim = config_of("ablations", f"diff{size}").model.head_dim
+  wide = {"model.attention": "softmax", "model.head_dim": 2 * head_dim}
+
+  assert changes_from_diff("transformer_norm", size) == wide
+  assert changes_from_diff("transformer_wide", size) == {
+    **wide,
     "model.head_norm": False,
   }
-  assert changed("transformer_norm") == {
+
+
+@SIZES
+def test_the_transformer_has_twice_the_heads_of_diff(size):
+  num_heads = config_of("ablations", f"diff{size}").model.num_heads
+
+  assert changes_from_diff("transformer", size) == {
     "model.attention": "softmax",
-    "model.head_dim": 2 * D,
-  }
-  assert changed("transformer") == {
-    "model.attention": "softmax",
-    "model.num_heads": 2 * H,
-    "model.num_kv_heads": 2 * H,
+    "model.num_heads": 2 * num_heads,
+    "model.num_kv_heads": 2 * num_heads,
     "model.head_norm": False,
   }
-  v2, linear = changed("diff_v2"), changed("diff_v2_linear")
-  assert (
-    linear == {**v2, "model.attention": "diff_v2_linear"}
-    and v2["model.attention"] == "diff_v2"
-  )
-  for heads in (2, 4, 8, 16):
-    model = get(f"diff,heads={heads}").model
-    assert (
-      model.num_heads == model.num_kv_heads == heads
-      and 2 * heads * model.head_dim == E
-    )
-  # The same matrices: sizes differ by the λ vectors, the gains and the rounding of V2's feed-forward width alone
-  sizes = [
-    parameter_count(get(row).model)
-    for row in (
-      "transformer",
-      "transformer_wide",
-      "transformer_norm",
-      "diff",
-      "diff,heads=4",
-      "diff_v2",
-    )
-  ]
-  assert max(sizes) < min(sizes) * (1.001 if size else 1.02)
+
+
+@SIZES
+def test_linear_diff_v2_differs_from_diff_v2_in_its_attention(size):
+  diff_v2 = changes_from_diff("diff_v2", size)
+
+  assert diff_v2["model.attention"] == "diff_v2"
+  assert changes_from_diff("diff_v2_linear", size) == {
+    **diff_v2,
+    "model.attention": "diff_v2_linear",
+  }
+
+
+@SIZES
+@pytest.mark.parametrize("heads", [2, 4, 8, 16])
+def test_another_number_of_heads_keeps_the_width(heads, size):
+  model = config_of("ablations", f"diff,heads={heads}{size}").model
+
+  assert model.num_heads == heads
+  assert model.num_kv_heads == heads
+  assert 2 * heads * model.head_dim == model.embed_dim
+
+
+@pytest.mark.parametrize(
+  "size, tolerance",
+  [("", 0.02), (",size=125m", 0.001), (",size=1b", 0.001)],
+)
+def test_rows_have_almost_as_many_parameters(size, tolerance):
+  """They have the same matrices.
+
+  They differ in the λ vectors, the gains and the rounding of V2's feed-forward
+  width.
+  """
+  counts = []
+  for row in (
+    "transformer",
+    "transformer_wide",
+    "transformer_norm",
+    "diff",
+    "diff,heads=4",
+    "diff_v2",
+  ):
+    counts.append(parameter_count(config_of("ablations", row + size).model))
+
+  assert max(counts) < min(counts) * (1 + tolerance)
 
 
 @pytest.mark.parametrize(
@@ -220,54 +284,58 @@ def test_ablation_rows_differ_in_what_they_are_called_after(size):
   ],
 )
 @pytest.mark.parametrize("name", ["ablations", "long_context"])
-def test_unknown_variants_are_answered_with_what_there_is(name, variant):
+def test_the_error_of_an_unknown_variant_lists_the_known_ones(name, variant):
   with pytest.raises(
     UserError,
-    match=r"^variant .*; variants are transformer\|.*\|diff_v2_linear\[,size=tiny\|.*\]\[,heads=NUMBER\]$",
+    match=r"^variant .*; variants are transformer\|.*\|diff_v2_linear"
+    r"\[,size=tiny\|.*\]\[,heads=NUMBER\]$",
   ):
-    configs(name)(variant)
+    config_of(name, variant)
 
 
+@pytest.mark.parametrize("variant", ["nothing", "diff,size=1b", ""])
 @pytest.mark.parametrize("name", ["order_robustness", "retrieval"])
-def test_unknown_rows_are_answered_with_those_there_are(name):
-  for variant in ("nothing", "diff,size=1b", ""):
-    with pytest.raises(
-      UserError,
-      match=r"^variant .*; variants are transformer\|.*\|diff_v2_linear$",
-    ):
-      configs(name)(variant)
+def test_the_error_of_an_unknown_row_lists_the_known_ones(name, variant):
+  with pytest.raises(
+    UserError,
+    match=r"^variant .*; variants are transformer\|.*\|diff_v2_linear$",
+  ):
+    config_of(name, variant)
 
 
-def test_heads_that_do_not_divide_the_width():
+def test_heads_that_do_not_divide_the_width_are_an_error():
   with pytest.raises(
     UserError, match="heads=3: a width of 64 cannot be divided among 3 heads"
   ):
-    configs("ablations")("diff,heads=3")
+    config_of("ablations", "diff,heads=3")
 
 
 @pytest.mark.parametrize("name", grid.names())
-def test_runs_are_called_as_files_can_be(name):
-  """A run's name is the path of its workdir: the variant and the seed, in characters that no shell interprets."""
-  for experiment in grid.experiments_of(name):
-    for chosen in experiment.grids.values():
-      runs = [
-        f"{variant}/seed_{seed}"
-        for variant in chosen.variants
-        for seed in chosen.seeds
-      ]
-      assert len(set(runs)) == len(runs) and all(
-        re.fullmatch(r"[a-z0-9_.]+(,[a-z]+=[a-z0-9.]+)*/seed_[0-9]+", run)
-        for run in runs
-      )
-      assert all(shlex.quote(run) == run for run in runs)
+def test_the_names_of_runs_are_safe_in_files_and_shells(name):
+  for chosen in all_grids(name).values():
+    names = set()
+    for variant in chosen.variants:
+      for seed in chosen.seeds:
+        run_name = f"{variant}/seed_{seed}"
+        names.add(run_name)
+        assert re.fullmatch(
+          r"[a-z0-9_.]+(,[a-z]+=[a-z0-9.]+)*/seed_[0-9]+", run_name
+        )
+        assert shlex.quote(run_name) == run_name
+
+    assert len(names) == len(chosen.variants) * len(chosen.seeds)
 
 
-def test_unknown_experiments_are_answered_with_a_list():
+def test_the_error_of_an_unknown_experiment_lists_the_known_ones():
+  names = ", ".join(grid.names())
+
   with pytest.raises(
-    UserError,
-    match=f"there is no experiment 'nothing'; there are {', '.join(grid.names())}",
+    UserError, match=f"there is no experiment 'nothing'; there are {names}"
   ):
     grid.load("nothing")
+
+
+def test_the_error_of_an_unknown_grid_lists_the_known_ones():
   with pytest.raises(
     UserError,
     match="--grid=moon: retrieval has no such grid; there are cpu, gpu, tpu$",
@@ -275,94 +343,159 @@ def test_unknown_experiments_are_answered_with_a_list():
     grid.load("retrieval", "moon")
 
 
-def test_changes():
-  (run,) = grid.expand(
-    "ablations",
-    grid.Grid(("diff",), "diff"),
-    {"train.steps": 700, "optimizer.learning_rate": 1, "data.source": "text:a"},
-  )
-  assert (
-    run.config.train.steps == 700
-    and run.config.optimizer.learning_rate == 1.0
-    and run.config.data.source == "text:a"
-  )
-  assert run.fields == {
-    "train.seed": 0,
-    "data.seed": 0,
+DIFF = grid.Grid(("diff",), "diff")
+
+
+def test_changes_are_fields_of_the_config_and_of_the_command():
+  changes = {
     "train.steps": 700,
     "optimizer.learning_rate": 1,
     "data.source": "text:a",
   }
-  two = grid.expand(
-    "ablations",
-    grid.Grid(("transformer", "diff"), "diff"),
-    {"eval.rows": 4, "diff:eval.rows": 8},
+
+  (run,) = grid.expand("ablations", DIFF, changes)
+
+  assert run.config.train.steps == 700
+  assert run.config.optimizer.learning_rate == 1.0
+  assert run.config.data.source == "text:a"
+  assert run.fields == {"train.seed": 0, "data.seed": 0, **changes}
+
+
+def test_a_variant_has_changes_of_its_own():
+  rows = grid.Grid(("transformer", "diff"), "diff")
+
+  transformer, diff = grid.expand(
+    "ablations", rows, {"eval.rows": 4, "diff:eval.rows": 8}
   )
-  assert [run.config.eval.rows for run in two] == [4, 8] and two[1].fields[
-    "eval.rows"
-  ] == 8, "one variant's own"
-  assert [
-    grid.read_value(text) for text in ("3", "-1e-3", "True", "text:a", "")
-  ] == [3, -1e-3, True, "text:a", ""]
-  for field, message in (
+
+  assert transformer.config.eval.rows == 4
+  assert diff.config.eval.rows == 8
+  assert diff.fields["eval.rows"] == 8
+
+
+@pytest.mark.parametrize(
+  "field, message",
+  [
     ("steps", "config.steps is not a config field"),
     (
       "train.step",
       "train.step is not a config field: did you mean train.steps",
     ),
-    ("x.y", "config.x.y"),
+    ("x.y", "config.x.y is not a config field"),
     (
       "dif:eval.rows",
       "--set=dif:eval.rows: the grid has no variant 'dif'; there are diff",
     ),
     ("diff:data.seed", "--set=data.seed: seeds are the grid's"),
-  ):
-    with pytest.raises(UserError, match=message):
-      grid.expand("ablations", grid.Grid(("diff",), "diff"), {field: 1})
+  ],
+)
+def test_a_change_that_is_not_possible_is_an_error(field, message):
+  with pytest.raises(UserError, match=message):
+    grid.expand("ablations", DIFF, {field: 1})
 
 
-def test_choices():
-  runs = grid.expand("ablations", ABLATIONS["cpu"], {})
-  pick = lambda only, part="0/1": [
-    run.name for run in grid.choose(runs, only, part)
+@pytest.mark.parametrize(
+  "text, value",
+  [
+    ("3", 3),
+    ("-1e-3", -1e-3),
+    ("True", True),
+    ("text:a", "text:a"),
+    ("", ""),
+  ],
+)
+def test_a_value_is_a_number_or_bool_if_it_can_be_read_as_one(text, value):
+  read = grid.read_value(text)
+
+  assert read == value
+  assert type(read) is type(value)
+
+
+@pytest.fixture(scope="module")
+def ablations():
+  """The runs of the grid "cpu" of ablations, with five seeds."""
+  return grid.expand("ablations", all_grids("ablations")["cpu"], {})
+
+
+def names_of(runs):
+  return [run.name for run in runs]
+
+
+def test_all_runs_are_chosen_without_patterns(ablations):
+  assert grid.choose(ablations, [], "0/1") == ablations
+
+
+def test_a_variant_is_chosen_with_all_its_seeds(ablations):
+  chosen = grid.choose(ablations, ["diff"], "0/1")
+
+  assert names_of(chosen) == [
+    "diff/seed_0",
+    "diff/seed_1",
+    "diff/seed_2",
+    "diff/seed_3",
+    "diff/seed_4",
   ]
-  assert len(pick([])) == len(runs) == 5 * len(ABLATIONS["cpu"].variants)
-  assert pick(["diff"]) == [f"diff/seed_{seed}" for seed in range(5)]
-  assert pick(["diff_v2*/seed_1", "transformer/seed_0"]) == [
+
+
+def test_patterns_choose_runs_in_the_order_of_the_grid(ablations):
+  patterns = ["diff_v2*/seed_1", "transformer/seed_0"]
+
+  chosen = grid.choose(ablations, patterns, "0/1")
+
+  assert names_of(chosen) == [
     "transformer/seed_0",
     "diff_v2/seed_1",
     "diff_v2_linear/seed_1",
   ]
-  parts = [pick([], f"{index}/3") for index in range(3)]
-  assert (
-    sorted(sum(parts, [])) == sorted(pick([]))
-    and max(map(len, parts)) - min(map(len, parts)) <= 1
-  )
+
+
+def test_slices_divide_the_runs(ablations):
+  names = []
+  sizes = []
+  for index in range(3):
+    part = grid.choose(ablations, [], f"{index}/3")
+    names += names_of(part)
+    sizes.append(len(part))
+
+  assert sorted(names) == sorted(names_of(ablations))
+  assert max(sizes) - min(sizes) <= 1
+
+
+def test_a_pattern_that_matches_no_run_is_an_error(ablations):
   with pytest.raises(
     UserError,
-    match="--only=banana matches no run; .*variants transformer, transformer_wide",
+    match="--only=banana matches no run; .*variants transformer,"
+    " transformer_wide",
   ):
-    pick(["diff", "banana"])
-  for part in ("1", "3/3", "a/b", "1/0", "-1/2"):
-    with pytest.raises(UserError, match=f"--slice={part}: must be INDEX/COUNT"):
-      pick([], part)
+    grid.choose(ablations, ["diff", "banana"], "0/1")
 
 
-def test_circumstances_are_not_compared():
-  config = configs("ablations")("diff").to_dict()
+@pytest.mark.parametrize("text", ["1", "3/3", "a/b", "1/0", "-1/2"])
+def test_a_malformed_slice_is_an_error(ablations, text):
+  with pytest.raises(UserError, match=f"--slice={text}: must be INDEX/COUNT"):
+    grid.choose(ablations, [], text)
+
+
+def test_only_fields_that_affect_results_are_compared():
+  config = config_of("ablations", "diff").to_dict()
+
   fields = grid.comparable(config, ["data.source"])
-  assert (
-    "train.steps" in fields
-    and "eval.rows" in fields
-    and "model.dtype" in fields
+
+  assert {"train.steps", "eval.rows", "model.dtype"} <= fields.keys()
+  assert fields.keys().isdisjoint(
+    {
+      "data.source",
+      "mesh.data",
+      "data.prepared_dir",
+      "train.checkpoint_interval",
+      "train.max_skipped_in_a_row",
+    }
   )
-  assert not fields.keys() & {
-    "data.source",
-    "mesh.data",
-    "data.prepared_dir",
-    "train.checkpoint_interval",
-    "train.max_skipped_in_a_row",
-  }
-  # Results of earlier versions may have fields that were removed since.
+
+
+def test_a_field_that_was_removed_from_the_config_is_compared():
+  """Results of earlier versions may have such fields."""
+  config = config_of("ablations", "diff").to_dict()
   config["model"]["removed"] = 1
+
   assert "model.removed" in grid.comparable(config, [])

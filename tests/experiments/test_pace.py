@@ -1,4 +1,4 @@
-"""How long the rest of a grid takes: by the runs of the same shape, in slots, and said in words."""
+"""How long the rest of a grid is expected to take."""
 
 import datetime
 import re
@@ -8,7 +8,7 @@ import pytest
 from experiments import grid, pace
 from experiments.pace import Pace
 
-FIELDS = {
+SMALL = {
   "model.num_layers": 1,
   "model.embed_dim": 32,
   "model.head_dim": 8,
@@ -19,143 +19,224 @@ FIELDS = {
 
 @pytest.fixture
 def clock(monkeypatch):
-  """A clock that stands still; clock.now is its seconds."""
+  """A clock that stands still: `clock.now` is its time in seconds."""
 
   class Clock:
     now = 1000.0
 
-  monkeypatch.setattr(pace.time, "monotonic", lambda: Clock.now)
+  def monotonic():
+    return Clock.now
+
+  monkeypatch.setattr(pace.time, "monotonic", monotonic)
   return Clock
 
 
-def runs(variants, seeds=(0, 1, 2, 3), name="ablations", **fields):
-  changes = {
-    **FIELDS,
-    **{field.replace("__", "."): value for field, value in fields.items()},
-  }
+def runs(variant, seeds, **fields):
+  """Returns runs of a small model: train__steps=4 sets train.steps."""
+  changes = dict(SMALL)
+  for name, value in fields.items():
+    changes[name.replace("__", ".")] = value
   return grid.expand(
-    name, grid.Grid(tuple(variants), variants[0], tuple(seeds)), changes
+    "ablations", grid.Grid((variant,), variant, seeds), changes
   )
 
 
+def one_run(variant="diff", **fields):
+  """Returns the run of seed 0."""
+  (run,) = runs(variant, (0,), **fields)
+  return run
+
+
+@pytest.fixture
+def finished_pace():
+  """A pace after three runs of DIFF took 10, 20 and 50 seconds."""
+  finished = zip(runs("diff", (1, 2, 3)), (50.0, 10.0, 20.0), strict=True)
+  return Pace(finished, [], slots=1, resumes=True)
+
+
+def test_a_run_takes_the_median_of_its_shape(finished_pace):
+  assert finished_pace.expected(one_run()) == (20.0, 3)
+
+
+def test_learning_rates_and_lambda_init_do_not_change_the_shape(finished_pace):
+  run = one_run("diff_lambda_0.8", optimizer__learning_rate=0.1)
+
+  assert finished_pace.expected(run) == (20.0, 3)
+
+
+def test_a_run_with_twice_the_steps_takes_twice_as_long(finished_pace):
+  run = one_run(train__steps=1200)
+
+  assert finished_pace.expected(run) == (pytest.approx(40.0), 0)
+
+
+def test_a_run_of_another_shape_takes_its_share_of_flops(finished_pace):
+  wider = one_run(model__ffn_dim=64)
+
+  seconds, num_runs = finished_pace.expected(wider)
+
+  factor = pace.training_flops(wider.config) / pace.training_flops(
+    one_run().config
+  )
+  assert factor > 1
+  assert seconds == pytest.approx(20.0 * factor)
+  assert num_runs == 0
+
+
+def test_nothing_is_expected_before_a_run_has_finished():
+  run = one_run()
+
+  assert Pace([], [run], slots=1, resumes=True).expected(run) is None
+
+
+def test_runs_without_steps_take_equally_long():
+  transformer = one_run("transformer", train__steps=0)
+  finished = [(one_run(train__steps=0), 30.0)]
+
+  known = Pace(finished, [transformer], slots=1, resumes=False)
+
+  assert known.expected(transformer) == (30.0, 0)
+
+
 def seconds_left(text):
+  """Returns the seconds in a text such as "2 runs left, about 50 s"."""
   number, unit = re.search(r"about (\d+) (s|min)\b", text).groups()
   return int(number) * {"s": 1, "min": 60}[unit]
 
 
-def test_a_run_takes_the_median_of_its_shape():
-  """Learning rates, λ_init and seeds change nothing; the number of steps and the size of the model do."""
-  first, *others = runs(["diff"])
-  model = Pace(
-    [
-      (run, seconds)
-      for run, seconds in zip(others, (50.0, 10.0, 20.0), strict=True)
-    ],
-    [first],
-    1,
-    True,
-  )
-  (same,) = runs(["diff_lambda_0.8"], (7,), optimizer__learning_rate=0.1)
-  assert model.expected(first) == model.expected(same) == (20.0, 3)
-  (longer,) = runs(["diff"], (0,), train__steps=1200)
-  assert model.expected(longer) == (pytest.approx(40.0), 0), "by FLOPs"
-  (wider,) = runs(["diff"], (0,), model__ffn_dim=64)
-  assert model.expected(wider)[0] == pytest.approx(
-    20.0 * pace.training_flops(wider.config) / pace.training_flops(first.config)
-  )
-  assert Pace([], [first], 1, True).expected(first) is None
+@pytest.fixture
+def short_runs():
+  """Four runs that are expected to take 10 seconds."""
+  return runs("diff", (0, 1, 2, 3))
 
 
-def test_the_rest_is_that_of_the_slots(clock):
-  """Two at a time: a long run decides, and the others fit beside it."""
-  short, long = runs(["diff"]), runs(["diff"], (4,), train__steps=3000)
-  finished = [(run, 10.0) for run in runs(["diff"], (9,))] + [
-    (run, 60.0) for run in runs(["diff"], (9,), train__steps=3000)
-  ]
-  assert seconds_left(begun(finished, [*long, *short], 2, clock)) == 50
-  assert seconds_left(begun(finished, [*short, *long], 2, clock)) == 70, (
-    "it begins last"
-  )
-  assert seconds_left(begun(finished, [*long, *short], 1, clock)) == 40
+@pytest.fixture
+def long_run():
+  """A run that is expected to take 60 seconds."""
+  (run,) = runs("diff", (4,), train__steps=3000)
+  return run
 
 
-def begun(finished, todo, slots, clock):
-  """The text after the first run ended, `slots` having begun together. The first one takes what is expected or, beside others, 10 s."""
-  model = Pace(finished, todo, slots, True)
-  for run in todo[:slots]:
-    model.begin(run)
-  ended = (
-    todo[0]
-    if slots == 1
-    else next(run for run in todo[:slots] if run.config.train.steps == 600)
-  )
-  clock.now += 60.0 if slots == 1 else 10.0
-  return model.end(ended, 0.0)
+@pytest.fixture
+def finished():
+  """A short and a long run that have finished."""
+  (short,) = runs("diff", (9,))
+  (long,) = runs("diff", (9,), train__steps=3000)
+  return [(short, 10.0), (long, 60.0)]
 
 
-def test_what_is_said_after_a_run(clock, monkeypatch):
-  class Now(datetime.datetime):
+def test_short_runs_fit_beside_a_long_one(
+  clock, finished, short_runs, long_run
+):
+  todo = [long_run, *short_runs]
+  slots = Pace(finished, todo, slots=2, resumes=True)
+  slots.begin(long_run)
+  slots.begin(short_runs[0])
+  clock.now += 10
+
+  text = slots.end(short_runs[0], 0.0)
+
+  # The long run has 50 seconds left. The others take 30 seconds in its time.
+  assert seconds_left(text) == 50
+
+
+def test_a_long_run_that_starts_last_delays_the_end(
+  clock, finished, short_runs, long_run
+):
+  todo = [*short_runs, long_run]
+  slots = Pace(finished, todo, slots=2, resumes=True)
+  slots.begin(short_runs[0])
+  slots.begin(short_runs[1])
+  clock.now += 10
+
+  text = slots.end(short_runs[0], 0.0)
+
+  # Two short runs end after 10 seconds. Then the long one starts.
+  assert seconds_left(text) == 70
+
+
+def test_runs_in_one_slot_take_the_sum_of_their_times(
+  clock, finished, short_runs, long_run
+):
+  todo = [long_run, *short_runs]
+  slots = Pace(finished, todo, slots=1, resumes=True)
+  slots.begin(long_run)
+  clock.now += 60
+
+  text = slots.end(long_run, 0.0)
+
+  assert seconds_left(text) == 40
+
+
+def test_after_a_run_the_rest_and_its_end_are_told(clock, monkeypatch):
+  class Evening(datetime.datetime):
     @classmethod
     def now(cls):
       return cls(2026, 11, 25, 22, 0)
 
-  monkeypatch.setattr(pace.datetime, "datetime", Now)
-  todo = runs(["diff"])
-  model = Pace([], todo, 1, True)
-  said = []
-  for run in todo:
-    model.begin(run)
+  monkeypatch.setattr(pace.datetime, "datetime", Evening)
+  todo = runs("diff", (0, 1, 2, 3))
+  # The time of the first run is not known, since another launcher trained it.
+  # The second took 4,000 s with an earlier start, and the others 3,000 s.
+  seconds_of_runs = [None, 4000.0, 0.0, 0.0]
+  told = []
+  known = Pace([], todo, slots=1, resumes=True)
+
+  for run, seconds in zip(todo, seconds_of_runs, strict=True):
+    known.begin(run)
     clock.now += 3000
-    said.append(
-      model.end(
-        run, None if run.seed == 0 else 4000.0 if run.seed == 1 else 0.0
-      )
-    )
-  assert (
-    said
-    == [
-      "3 runs left",  # another launcher trained the first, and nobody knows how long
-      "2 runs left, about 2 h 13 min, until Thu 26 Nov 00:13",  # the second took 4,000 s with an earlier start
-      "1 run left, about 58 min, until 22:58",
-      "",
-    ]
-  )
+    told.append(known.end(run, seconds))
 
-
-@pytest.mark.parametrize("resumes, rest", [(True, "10 min"), (False, "15 min")])
-def test_what_is_said_when_a_grid_is_stopped(clock, resumes, rest):
-  """A run that goes on where it was has its first part behind it; one that starts again has not."""
-  todo = runs(["diff"])[:3]
-  model = Pace([], todo, 1, resumes)
-  assert model.stopped(8) == "5 of 8 runs are done; the same command goes on"
-  model.begin(todo[0])
-  clock.now += 450
-  model.end(todo[0], 450.0)
-  model.begin(todo[1])
-  clock.now += 300
-  assert (
-    model.stopped(8)
-    == f"6 of 8 runs are done; the rest would take about {rest} at this pace; the same command goes on"
-  )
-
-
-def test_words():
-  assert [
-    pace.in_words(seconds)
-    for seconds in (0.4, 89, 90, 3569, 3599, 7260, 2 * 86400, 200_000)
-  ] == [
-    "0 s",
-    "89 s",
-    "2 min",
-    "59 min",
-    "1 h 0 min",
-    "2 h 1 min",
-    "2 days 0 h",
-    "2 days 7 h",
+  assert told == [
+    "3 runs left",
+    "2 runs left, about 2 h 13 min, until Thu 26 Nov 00:13",
+    "1 run left, about 58 min, until 22:58",
+    "",
   ]
 
 
-def test_runs_without_steps():
-  """Of an experiment that trains by itself: they count as equally long."""
-  one, other = runs(["diff", "transformer"], (0,), train__steps=0)
-  assert Pace([(one, 30.0)], [other], 1, False).expected(other) == (30.0, 0)
+def test_a_grid_that_is_stopped_early_has_no_estimate():
+  todo = runs("diff", (0, 1, 2))
+  known = Pace([], todo, slots=1, resumes=True)
+
+  assert known.stopped(8) == ("5 of 8 runs are done; the same command goes on")
+
+
+@pytest.mark.parametrize(
+  "resumes, rest",
+  [
+    # 300 of 450 s of the second run are done.
+    pytest.param(True, "10 min", id="resumes"),
+    pytest.param(False, "15 min", id="starts again"),
+  ],
+)
+def test_a_stopped_grid_tells_the_rest(clock, resumes, rest):
+  todo = runs("diff", (0, 1, 2))
+  known = Pace([], todo, slots=1, resumes=resumes)
+  known.begin(todo[0])
+  clock.now += 450
+  known.end(todo[0], 450.0)
+  known.begin(todo[1])
+  clock.now += 300
+
+  assert known.stopped(8) == (
+    f"6 of 8 runs are done; the rest would take about {rest} at this pace;"
+    " the same command goes on"
+  )
+
+
+@pytest.mark.parametrize(
+  "seconds, words",
+  [
+    (0.4, "0 s"),
+    (89, "89 s"),
+    (90, "2 min"),
+    (3569, "59 min"),
+    (3599, "1 h 0 min"),
+    (7260, "2 h 1 min"),
+    (2 * 86_400, "2 days 0 h"),
+    (200_000, "2 days 7 h"),
+  ],
+)
+def test_times_are_told_in_two_units(seconds, words):
+  assert pace.in_words(seconds) == words
