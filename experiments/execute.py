@@ -38,24 +38,28 @@ class Slot:
     launcher: Starts the commands.
     environment: The environment variables of the commands.
     machine: The share in words.
-    writes_logs: Whether the commands write to output.txt in the workdir instead
-      of the terminal.
   """
 
   launcher: launch.Launcher
   environment: Mapping[str, str]
   machine: str
-  writes_logs: bool = False
 
-  def call(self, command: Sequence[str], workdir: pathlib.Path) -> None:
+  def call(
+    self,
+    command: Sequence[str],
+    workdir: pathlib.Path,
+    log: pathlib.Path | None = None,
+  ) -> None:
     """Runs a command, and adds its time to the time spent on a workdir.
+
+    Args:
+      command: The command.
+      workdir: The workdir of the training or of the measured run.
+      log: A file to which the output is appended, instead of the terminal.
 
     Raises:
       launch.Failed: if it fails.
     """
-    log = None
-    if self.writes_logs:
-      log = workdir / "output.txt"
     with _timed(workdir, self.machine):
       self.launcher.call(command, self.environment, log, tail=True)
 
@@ -76,7 +80,6 @@ def make_slots(study: Study, launcher: launch.Launcher) -> list[Slot]:
       launcher=launcher,
       environment={**paths, **share},
       machine=results.machine(local_devices, num_slots),
-      writes_logs=num_slots > 1,
     )
     slots.append(slot)
   return slots
@@ -136,8 +139,17 @@ def prepare_rows(
     launcher.call(command, environment)
 
 
-def train_and_measure(study: Study, run: Run, slot: Slot) -> float | None:
+def train_and_measure(
+  study: Study, run: Run, slot: Slot, log: pathlib.Path | None = None
+) -> float | None:
   """Trains and measures a run, and writes its result.json.
+
+  Args:
+    study: The study.
+    run: One of its runs.
+    slot: The devices to use.
+    log: A file to which the output of the commands is appended, instead of the
+      terminal.
 
   Returns:
     The seconds spent on it. None if another launcher trained it, because the
@@ -151,13 +163,13 @@ def train_and_measure(study: Study, run: Run, slot: Slot) -> float | None:
   trained_dir = workdir
   logged: dict[str, float] = {}
   for training in trainings(study, run):
-    logged = train(training, study.places, slot)
+    logged = train(training, study.places, slot, log)
     trained_dir = training.workdir
   # A training by a printed command leaves no record of its time.
   has_time = (workdir / _TIME_FILE).exists()
   is_trained_elsewhere = study.experiment.trains and not has_time
   if study.experiment.measure:
-    measured = measure(study, run, trained_dir, slot)
+    measured = measure(study, run, trained_dir, slot, log)
   else:
     measured = {}
     for metric in study.experiment.metrics.values():
@@ -174,7 +186,10 @@ def train_and_measure(study: Study, run: Run, slot: Slot) -> float | None:
 
 
 def train(
-  training: Training, places: Sequence[str], slot: Slot
+  training: Training,
+  places: Sequence[str],
+  slot: Slot,
+  log: pathlib.Path | None = None,
 ) -> dict[str, float]:
   """Trains, unless the workdir holds the finished training.
 
@@ -182,6 +197,7 @@ def train(
     training: One of a run's trainings.
     places: Config fields that only say where data lies.
     slot: The devices to use.
+    log: As for `train_and_measure`.
 
   Returns:
     The last number of every name in the log of the training.
@@ -194,7 +210,7 @@ def train(
   logged = results.trained(workdir, training.config, places)
   if logged is not None:
     return logged
-  slot.call(training.command, workdir)
+  slot.call(training.command, workdir, log)
   logged = results.trained(workdir, training.config, places)
   if logged is None:
     reason = "training ended before its last step, or could not save it"
@@ -203,7 +219,11 @@ def train(
 
 
 def measure(
-  study: Study, run: Run, trained_dir: pathlib.Path, slot: Slot
+  study: Study,
+  run: Run,
+  trained_dir: pathlib.Path,
+  slot: Slot,
+  log: pathlib.Path | None = None,
 ) -> dict[str, Any]:
   """Returns the results of the experiment's `measure`.
 
@@ -212,6 +232,7 @@ def measure(
     run: The run that is measured.
     trained_dir: The workdir of the trained model.
     slot: The devices to use.
+    log: As for `train_and_measure`.
 
   Raises:
     launch.Failed: if it fails.
@@ -229,7 +250,7 @@ def measure(
     str(workdir),
     str(trained_dir),
   ]
-  slot.call(command, workdir)
+  slot.call(command, workdir, log)
   content = (workdir / "measured.json").read_text(encoding="utf-8")
   return json.loads(content)
 
@@ -267,8 +288,13 @@ class _Runner:
     workdir = self._study.workdir(run)
     workdir.mkdir(parents=True, exist_ok=True)
     results.forget_failure(workdir)
+    # The output of several runs at a time would be mixed on the terminal.
+    log = None
+    if len(self._slots) > 1:
+      log = workdir / "output.txt"
+    slot = self._slots[slot_index]
     try:
-      seconds = train_and_measure(self._study, run, self._slots[slot_index])
+      seconds = train_and_measure(self._study, run, slot, log)
     except launch.Failed as error:
       results.write_failure(workdir, run, self._study.experiment, error.reason)
       self.failed.append(run.name)

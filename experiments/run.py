@@ -190,7 +190,7 @@ def answer(argument: str, request: Request) -> None:
   study = plan(argument, request.options)
   if request.prints_cost:
     print(cost.estimate(study))
-  elif request.aot_topology is not None:
+  elif request.aot_topology:
     aot.compile_variants(study, request.aot_topology)
   elif request.prints_commands:
     print_commands(prepare(study))

@@ -57,7 +57,7 @@ def ablations():
 
 @pytest.fixture
 def finished_transformers(ablations):
-  """The Transformer's runs and their seconds, of which the median is 360."""
+  """The Transformer's runs and their seconds. The median is 360."""
   transformers = [run for run in ablations if run.variant == "transformer"]
   return list(zip(transformers, (300, 3000, 360), strict=True))
 

@@ -142,7 +142,7 @@ def test_a_step_of_every_ablation_moves_all_parameters_that_are_not_frozen():
       assert np.any(moved) != is_frozen, (config.model, path)
 
 
-# The runs of outliers are those of another experiment.
+# outliers measures the runs of another experiment.
 @pytest.mark.parametrize("name", ["order_robustness", "outliers"])
 def test_all_variants_of_a_seed_come_before_the_next_seed(name):
   """A grid that is stopped then has complete comparisons."""

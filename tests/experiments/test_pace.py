@@ -93,9 +93,9 @@ def test_runs_without_steps_take_equally_long():
   transformer = one_run("transformer", train__steps=0)
   finished = [(one_run(train__steps=0), 30.0)]
 
-  known = Pace(finished, [transformer], slots=1, resumes=False)
+  estimates = Pace(finished, [transformer], slots=1, resumes=False)
 
-  assert known.expected(transformer) == (30.0, 0)
+  assert estimates.expected(transformer) == (30.0, 0)
 
 
 def seconds_left(text):
@@ -180,12 +180,12 @@ def test_after_a_run_the_rest_and_its_end_are_told(clock, monkeypatch):
   # The second took 4,000 s with an earlier start, and the others 3,000 s.
   seconds_of_runs = [None, 4000.0, 0.0, 0.0]
   told = []
-  known = Pace([], todo, slots=1, resumes=True)
+  estimates = Pace([], todo, slots=1, resumes=True)
 
   for run, seconds in zip(todo, seconds_of_runs, strict=True):
-    known.begin(run)
+    estimates.begin(run)
     clock.now += 3000
-    told.append(known.end(run, seconds))
+    told.append(estimates.end(run, seconds))
 
   assert told == [
     "3 runs left",
@@ -197,30 +197,32 @@ def test_after_a_run_the_rest_and_its_end_are_told(clock, monkeypatch):
 
 def test_a_grid_that_is_stopped_early_has_no_estimate():
   todo = runs("diff", (0, 1, 2))
-  known = Pace([], todo, slots=1, resumes=True)
+  estimates = Pace([], todo, slots=1, resumes=True)
 
-  assert known.stopped(8) == ("5 of 8 runs are done; the same command goes on")
+  assert estimates.stopped(8) == (
+    "5 of 8 runs are done; the same command goes on"
+  )
 
 
 @pytest.mark.parametrize(
-  "resumes, rest",
+  "resumes, time_left",
   [
     # 300 of 450 s of the second run are done.
     pytest.param(True, "10 min", id="resumes"),
     pytest.param(False, "15 min", id="starts again"),
   ],
 )
-def test_a_stopped_grid_tells_the_rest(clock, resumes, rest):
+def test_a_stopped_grid_tells_the_time_left(clock, resumes, time_left):
   todo = runs("diff", (0, 1, 2))
-  known = Pace([], todo, slots=1, resumes=resumes)
-  known.begin(todo[0])
+  estimates = Pace([], todo, slots=1, resumes=resumes)
+  estimates.begin(todo[0])
   clock.now += 450
-  known.end(todo[0], 450.0)
-  known.begin(todo[1])
+  estimates.end(todo[0], 450.0)
+  estimates.begin(todo[1])
   clock.now += 300
 
-  assert known.stopped(8) == (
-    f"6 of 8 runs are done; the rest would take about {rest} at this pace;"
+  assert estimates.stopped(8) == (
+    f"6 of 8 runs are done; the rest would take about {time_left} at this pace;"
     " the same command goes on"
   )
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import pathlib
 import re
 import signal
 import subprocess
@@ -99,6 +100,40 @@ def test_finished_runs_are_not_repeated(
   assert "1 of 2 runs to do" in errors
   assert "(2 of 65 runs)" in out
   assert fake_training == [f"{tmp_path}/runs/ablations/cpu/diff/seed_1"]
+
+
+def test_all_output_of_a_run_beside_others_is_in_its_workdir(
+  run, fake_training, monkeypatch, flags, tmp_path
+):
+  """A run of long_context starts from a run of ablations."""
+  logs = {}
+
+  def call(launcher, command, env=None, log=None, *, tail=False):
+    fake_call(launcher, command, env, log, tail=tail)
+    if "experiments.measure" in command:
+      workdir = pathlib.Path(command[-2])
+      (workdir / "measured.json").write_text("{}")
+    # Rows are prepared before the runs, without a log.
+    if log is not None:
+      logs.setdefault(log, []).append(command[2])
+
+  fake_call = launch.Launcher.call
+  monkeypatch.setattr(launch.Launcher, "call", call)
+
+  run(
+    "long_context",
+    *flags,
+    "--only=diff/seed_[012]",
+    "--slice=0/2",
+    "--side_by_side=2",
+  )
+
+  runs_dir = tmp_path / "runs/long_context/cpu/diff"
+  commands = ["diffjax.train", "diffjax.train", "experiments.measure"]
+  assert logs == {
+    runs_dir / "seed_0/output.txt": commands,
+    runs_dir / "seed_2/output.txt": commands,
+  }
 
 
 def write_results_json(path, entry):
@@ -440,7 +475,7 @@ def test_print_prints_the_commands_that_train(run):
 
 @pytest.fixture
 def finished_ablations(tmp_path):
-  """Flags for a grid of which four runs of DIFF have finished.
+  """Flags for a grid in which four runs of DIFF have finished.
 
   Two finished on this machine, in 100 and 200 seconds. One finished on another
   machine, and the time of the last one is not known.
@@ -535,20 +570,20 @@ def test_printed_commands_have_the_configs_of_the_grid(
   last_seed = experiment.grids[grid_name].seeds[-1]
   changes = {"train.steps": 6, "optimizer.warmup_steps": 1, "eval.interval": 2}
   expected = {}
-  for each in grid.expand(name, experiment.grids[grid_name], changes):
-    if each.seed != last_seed:
+  for candidate in grid.expand(name, experiment.grids[grid_name], changes):
+    if candidate.seed != last_seed:
       continue
     runs_dir = tmp_path / name / grid_name
     fields = {}
     if experiment.prepare:
-      fields |= experiment.prepare(runs_dir, each.config)
-    if each.pretrained:
-      pretrained_dir = str(tmp_path / "ablations" / grid_name / each.name)
-      expected[pretrained_dir] = each.pretrained.config
+      fields |= experiment.prepare(runs_dir, candidate.config)
+    if candidate.pretrained:
+      pretrained_dir = str(tmp_path / "ablations" / grid_name / candidate.name)
+      expected[pretrained_dir] = candidate.pretrained.config
       fields["train.init_from"] = pretrained_dir
     if experiment.trains:
-      config = grid.with_fields(each, fields).config
-      expected[str(runs_dir / each.name)] = config
+      config = grid.with_fields(candidate, fields).config
+      expected[str(runs_dir / candidate.name)] = config
 
   settings = [f"--set={field}={value}" for field, value in changes.items()]
   out, errors = run(
@@ -578,7 +613,7 @@ def test_printed_commands_have_the_configs_of_the_grid(
   reason="the TPU compiler, libtpu, is not installed",
 )
 def test_aot_compiles_each_variant_once(run):
-  """One run of the variant is compiled, whatever the number of its seeds."""
+  """The seeds of a variant have the same program."""
   out, _ = run(
     "ablations",
     "--aot=v5e:1x1",
