@@ -1,35 +1,15 @@
-"""Runs an experiment: trains and measures the runs of a grid.
+"""Runs an experiment: trains and measures a grid, and writes results and plots.
 
-Writes results.json, a table and a plot:
-
-    # The grid "cpu", one run after the other.
-    python -m experiments.run ablations
-    # A folder with an experiment.py.
-    python -m experiments.run /home/me/lambda_study
-    # A GPU for each run.
+    python -m experiments.run ablations  # the grid "cpu"
+    python -m experiments.run /home/me/lambda_study  # your own experiment.py
     python -m experiments.run retrieval --grid=gpu --side_by_side=8
-    # The FLOPs and hours of the runs.
-    python -m experiments.run ablations --grid=tpu --cost
+    python -m experiments.run ablations --grid=tpu --cost  # FLOPs and hours
 
-The same command continues a grid: each run has its own workdir, and finished
-runs are skipped. A run that fails is a row of the table and is tried again. A
-grid changed by --steps or --set has another WORKDIR. Hosts that share a WORKDIR
-can each take a --slice; the command without it collects the results. Runs on
-several hosts are started with --print's lines.
-
-This module only reads the flags. A notebook calls the same functions:
-
-    from experiments import collect, execute, study
-
-    options = study.Options(steps=20, only=("diff/seed_0",))
-    ablations = study.plan("ablations", options)
-    ablations = study.prepare(ablations)
-    missing = collect.missing_runs(ablations)
-    failed = execute.run_all(ablations, missing)
-    print(collect.write_results(ablations))
-
-`execute` has the parts of `run_all`: `train` and `measure` for one run, and
-`time_spent`. `cost.estimate` estimates the hours that a study takes.
+The same command continues a grid: each run has its own workdir, finished runs
+are skipped, and failed ones are tried again. A grid changed by --steps or --set
+has another WORKDIR. Hosts that share a WORKDIR can each take a --slice; the
+command without it collects the results. Runs on several hosts are started with
+--print's lines. experiments/study.py shows how a notebook runs a grid.
 """
 
 from __future__ import annotations

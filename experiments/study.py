@@ -1,7 +1,21 @@
 """A study: the runs of an experiment's grid, and where they lie.
 
-`plan` says which runs a grid has, and `prepare` writes their data. Both train
-nothing. experiments/run.py shows how to use a study in a notebook.
+The command `python -m experiments.run` only reads flags. A notebook calls the
+same functions:
+
+    from experiments import collect, execute, study
+
+    options = study.Options(steps=20, only=("diff/seed_0",))
+    ablations = study.plan("ablations", options)
+    ablations = study.prepare(ablations)
+    missing = collect.missing_runs(ablations)
+    failed = execute.run_all(ablations, missing)
+    print(collect.write_results(ablations))
+
+`plan` says which runs there are, and `prepare` writes their data. Both train
+nothing. `execute.run_all` trains and measures: `execute.train` and
+`execute.measure` do so for a single run, and `execute.time_spent` returns its
+time. `cost.estimate` estimates the hours of a study.
 """
 
 from __future__ import annotations

@@ -203,7 +203,7 @@ def test_a_workdir_of_another_config_is_refused(run, flags, make_workdir):
 
 
 def test_a_notebook_runs_and_collects_a_study(fake_training, tmp_path):
-  """These are the calls in the docstring of experiments/run.py."""
+  """These are the calls in the docstring of experiments/study.py."""
   options = study.Options(
     steps=20, only=("diff/seed_0",), workdir=f"{tmp_path}/runs"
   )
