@@ -176,6 +176,9 @@ def small_config():
   """The config of a model whose steps take milliseconds."""
   changes = {
     "model.num_layers": 1,
+    "model.embed_dim": 32,
+    "model.head_dim": 8,
+    "model.ffn_dim": 32,
     "train.batch_size": 1,
     "data.length": 32,
   }
