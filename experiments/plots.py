@@ -1,4 +1,8 @@
-"""What the experiments' figures share: each row's name and colour, means with intervals over seeds, and the files."""
+"""Functions that the experiments' figures share.
+
+They give each variant its name and colour, draw means over seeds with their
+intervals, and write the files.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +20,11 @@ from matplotlib.figure import Figure
 from diffjax.model import variant_styles
 from diffjax.plots import styles
 from diffjax.plots.styles import Style
-from experiments import results as found
+from experiments import comparison
 
-# From a variant's row to its style, the same in every figure: those of architectures, and of experiments' changes to them. Rows that have
-# DIFF's or V2's colour are variants of it that no figure shows with a legend.
+# The styles of architectures and of changes to them, the same in every figure.
+# The keys are names of variants without options. Some variants of DIFF and V2
+# share a colour with DIFF, V2 or each other. No figure has both in its legend.
 ROWS = {
   "transformer": variant_styles.style("softmax"),
   "transformer_wide": Style("Transformer with wide heads", styles.GREY, "o"),
@@ -36,7 +41,7 @@ ROWS = {
   "diff_v2_linear": variant_styles.style("diff_v2_linear"),
   "gated": variant_styles.style("gated"),
 }
-# The colours and markers of other rows, in the order in which they are given.
+# The colours and markers of other variants, in the order of their use.
 COLORS = (
   styles.BLUE,
   styles.RED,
@@ -49,74 +54,93 @@ COLORS = (
   styles.GREY,
 )
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+
 _LINE_STYLES = ("-", "--", ":", "-.")
-_DODGE = 2.0  # points between the rows that share an x
+# The distance between variants with the same x, in points.
+_OFFSET_POINTS = 2.0
+_POINTS_PER_INCH = 72
 
 
 def style(variant: str) -> Style:
-  """Returns the style of a variant's row; its name has the variant's options, as in "DIFF, 4 heads".
+  """Returns the style of a variant.
 
-  A figure of several rows whose names are not in ROWS needs `styles_of`.
+  Its name includes the variant's options, for example "DIFF, 4 heads". If a
+  figure has several variants that are not in ROWS, use `styles_of`.
   """
   return styles_of([variant])[variant]
 
 
 def styles_of(variants: Iterable[str]) -> dict[str, Style]:
-  """Returns the styles of a figure's rows, by variant.
+  """Returns the styles of a figure's variants.
 
-  A row that is not in ROWS gets the next colour and marker that the figure does not have. Further rows at the end do not change those
-  before them.
+  A variant that is not in ROWS gets the next colour and marker that the figure
+  does not have. Variants that are added at the end do not change the styles of
+  the others.
   """
   variants = list(dict.fromkeys(variants))
+  known_styles = {}
+  used_looks = set()
+  for variant in variants:
+    row_style = ROWS.get(_without_options(variant))
+    if row_style is not None:
+      name = _with_options(row_style.name, variant)
+      known_styles[variant] = row_style._replace(name=name)
+      used_looks.add((row_style.color, row_style.marker))
+
   styles_by_variant = {}
-  used = set()
   for variant in variants:
-    row = variant.partition(",")[0]
-    if row in ROWS:
-      name = _words(ROWS[row].name, variant)
-      styles_by_variant[variant] = ROWS[row]._replace(name=name)
-      used.add((ROWS[row].color, ROWS[row].marker))
-  for variant in variants:
-    if variant in styles_by_variant:
+    if variant in known_styles:
+      styles_by_variant[variant] = known_styles[variant]
       continue
-    color, marker = _free_look(used)
-    used.add((color, marker))
-    name = _words(legend_text(variant.partition(",")[0]), variant)
+    color, marker = _unused_look(used_looks)
+    used_looks.add((color, marker))
+    name = _with_options(legend_text(_without_options(variant)), variant)
     styles_by_variant[variant] = Style(name, color, marker)
-  return {variant: styles_by_variant[variant] for variant in variants}
+  return styles_by_variant
 
 
 def legend_text(name: str) -> str:
-  """Returns a name that matplotlib shows in a legend as it is.
+  """Returns a text that matplotlib's legend shows unchanged.
 
-  It takes $ for mathematics, and leaves out names that start with "_".
+  A legend interprets $ as mathematics, and leaves out names that begin with an
+  underscore.
   """
   text = name.replace("$", r"\$")
-  return f" {text}" if text.startswith("_") else text
+  if text.startswith("_"):
+    return f" {text}"
+  return text
 
 
-def _words(row: str, variant: str) -> str:
-  """Returns a row's name with the options of a variant in words."""
-  words = [row]
+def _without_options(variant: str) -> str:
+  return variant.partition(",")[0]
+
+
+def _with_options(name: str, variant: str) -> str:
+  """Returns a name followed by the variant's options in words."""
+  parts = [name]
   for option in variant.split(",")[1:]:
     key, equals, value = option.partition("=")
     if not equals:
-      words.append(legend_text(option))
+      parts.append(legend_text(option))
     elif key == "heads":
-      words.append(f"{legend_text(value)} heads")
+      parts.append(f"{legend_text(value)} heads")
     else:
-      words.append(legend_text(f"{key.replace('_', ' ')} {value}"))
-  return ", ".join(words)
+      parts.append(legend_text(f"{key.replace('_', ' ')} {value}"))
+  return ", ".join(parts)
 
 
-def _free_look(used: Collection[tuple[str, str]]) -> tuple[str, str]:
-  """Returns a colour and a marker that are not used, of a new colour if there is one."""
-  used_colors = {color for color, _ in used}
+def _unused_look(used_looks: Collection[tuple[str, str]]) -> tuple[str, str]:
+  """Returns a colour and a marker whose combination is unused.
+
+  The colour is unused too, as long as there is one. If all combinations are
+  used, returns the first one.
+  """
+  used_colors = {color for color, _ in used_looks}
   for color, marker in zip(COLORS, itertools.cycle(MARKERS), strict=False):
     if color not in used_colors:
       return color, marker
   for marker, color in itertools.product(MARKERS, COLORS):
-    if (color, marker) not in used:
+    if (color, marker) not in used_looks:
       return color, marker
   return COLORS[0], MARKERS[0]
 
@@ -124,14 +148,32 @@ def _free_look(used: Collection[tuple[str, str]]) -> tuple[str, str]:
 def runs_by_variant(
   results: Mapping[str, Any],
 ) -> dict[str, list[dict[str, Any]]]:
-  """The results of each variant's runs, in the order of results.json."""
-  variants = dict.fromkeys(run["variant"] for run in results["runs"])
-  return {
-    variant: [
-      run["results"] for run in results["runs"] if run["variant"] == variant
-    ]
-    for variant in variants
-  }
+  """Returns the results of each variant's runs, in the order of results.json.
+
+  Args:
+    results: The content of a results.json.
+  """
+  results_by_variant: dict[str, list[dict[str, Any]]] = {}
+  for run in results["runs"]:
+    results_by_variant.setdefault(run["variant"], []).append(run["results"])
+  return results_by_variant
+
+
+def horizontal_offset(
+  axes: Any, index: int, count: int, distance: float
+) -> matplotlib.transforms.Transform:
+  """Returns the transform that puts marks with the same x side by side.
+
+  Args:
+    axes: The axes.
+    index: The number of the mark, from 0.
+    count: How many marks have this x. Their centre stays at x.
+    distance: The distance between two marks, in points.
+  """
+  offset = (index - (count - 1) / 2) * distance
+  return axes.transData + matplotlib.transforms.ScaledTranslation(
+    offset / _POINTS_PER_INCH, 0, axes.figure.dpi_scale_trans
+  )
 
 
 def over_seeds(
@@ -141,35 +183,31 @@ def over_seeds(
   linestyle: str = "-",
   suffix: str = "",
 ) -> None:
-  """Draws the mean over seeds with its 95% interval (Student's t), side by side where rows share an x.
+  """Draws each variant's mean over seeds with its 95% interval (Student's t).
 
-  A mean is left out where a run lacks the number.
+  Variants are drawn side by side at each x. There is no mean where a run lacks
+  the number.
 
   Args:
-    axes: matplotlib's.
-    x: numbers, or texts for categories.
-    rows: by variant, numbers [seeds, x].
-    linestyle: of the lines between the means; "none" for no lines.
-    suffix: behind the names in the legend.
+    axes: The axes.
+    x: Numbers, or texts for categories.
+    rows: The numbers [seeds, x] of each variant.
+    linestyle: The line style between the means. "none" for no lines.
+    suffix: A text that follows the names in the legend.
   """
   styles_by_variant = styles_of(rows)
-  for place, (variant, numbers) in enumerate(rows.items()):
-    mean, low, high = np.transpose(
-      [found.mean_interval(column) for column in np.asarray(numbers, float).T]
-    )
-    shift = matplotlib.transforms.ScaledTranslation(
-      (place - (len(rows) - 1) / 2) * _DODGE / 72,
-      0,
-      axes.figure.dpi_scale_trans,
-    )
-    shown = styles_by_variant[variant]
-    drawn = axes.errorbar(
+  for index, (variant, numbers) in enumerate(rows.items()):
+    columns = np.asarray(numbers, float).T
+    intervals = [comparison.mean_interval(column) for column in columns]
+    mean, low, high = np.transpose(intervals)
+    variant_style = styles_by_variant[variant]
+    errorbar = axes.errorbar(
       x,
       mean,
       yerr=[mean - low, high - mean],
-      label=shown.name + suffix,
-      color=shown.color,
-      marker=shown.marker,
+      label=variant_style.name + suffix,
+      color=variant_style.color,
+      marker=variant_style.marker,
       markersize=4,
       linewidth=1.2,
       linestyle=linestyle,
@@ -177,74 +215,122 @@ def over_seeds(
       capsize=2,
       capthick=0.8,
     )
-    for part in drawn.get_children():  # not by the errorbar's own argument, with which the axes' limits would forget the data
-      part.set_transform(axes.transData + shift)
+    # If the transform is an argument of `errorbar`, the limits of the axes
+    # ignore the data.
+    transform = horizontal_offset(axes, index, len(rows), _OFFSET_POINTS)
+    for artist in errorbar.get_children():
+      artist.set_transform(transform)
   axes.tick_params(which="both", labelsize=8)
 
 
 def over_rates(results: Mapping[str, Any], metric: str, title: str) -> Figure:
-  """Draws a number over the learning rates that were tried, for each row and every other setting: the mean over seeds, and single runs.
+  """Draws a metric over the learning rates of a tuning run.
 
-  The learning rate is the option "rate" of a variant's name, or else that of its config. A mean is left out where a run lacks the number.
+  There is a line through the means over seeds, and a dot for each run. Variants
+  have different colours. Options other than the learning rate have different
+  line styles. There is no mean where a run lacks the metric.
+
+  The learning rate is the option "rate" of a variant's name. Without that
+  option, it is the learning rate of the run's config.
+
+  Args:
+    results: The content of a results.json.
+    metric: The name of a number in the runs' results.
+    title: The metric's name in the figure.
   """
+  lines = _values_by_rate(results, metric)
+  styles_by_row = styles_of(row for row, _ in lines)
+  line_styles: dict[str, str] = {}
+  for _, options in lines:
+    if options not in line_styles:
+      style_index = len(line_styles) % len(_LINE_STYLES)
+      line_styles[options] = _LINE_STYLES[style_index]
+
   figure = Figure((7, 4.5), layout="constrained")
   axes = figure.subplots()
-  lines: dict[tuple[str, str], dict[float, list[float]]] = {}
-  for run in results["runs"]:
-    row, rate, rest = _split_rate(results, run)
-    number = run["results"][metric]
-    numbers = lines.setdefault((row, rest), {}).setdefault(rate, [])
-    numbers.append(math.nan if number is None else number)
-  styles_by_row = styles_of(row for row, _ in lines)
-  settings = dict.fromkeys(rest for _, rest in lines)
-  line_styles = dict(zip(settings, itertools.cycle(_LINE_STYLES), strict=False))
-  for (row, rest), points in lines.items():
-    shown = styles_by_row[row]
-    rates = sorted(points)
-    means = [np.mean(points[rate]) for rate in rates]
-    axes.plot(
-      rates,
-      means,
-      line_styles[rest],
-      color=shown.color,
-      marker=shown.marker,
-      label=f"{shown.name}, {rest}" if rest else shown.name,
-    )
+  for (row, options), values_by_rate in lines.items():
+    row_style = styles_by_row[row]
+    label = row_style.name
+    if options:
+      label += f", {options}"
+    rates = sorted(values_by_rate)
+    means = []
     dots_x = []
     dots_y = []
     for rate in rates:
-      dots_x += [rate] * len(points[rate])
-      dots_y += points[rate]
-    axes.plot(dots_x, dots_y, ".", color=shown.color, alpha=0.5)
+      values = values_by_rate[rate]
+      means.append(np.mean(values))
+      dots_x += [rate] * len(values)
+      dots_y += values
+    axes.plot(
+      rates,
+      means,
+      line_styles[options],
+      color=row_style.color,
+      marker=row_style.marker,
+      label=label,
+    )
+    axes.plot(dots_x, dots_y, ".", color=row_style.color, alpha=0.5)
+
   axes.set_xscale("log", base=2)
-  ticks = sorted({rate for points in lines.values() for rate in points})
+  all_rates: set[float] = set()
+  for values_by_rate in lines.values():
+    all_rates.update(values_by_rate)
+  ticks = sorted(all_rates)
   axes.set_xticks(ticks, [f"{rate:g}" for rate in ticks])
   axes.set(xlabel="learning rate", ylabel=title)
-  axes.legend(fontsize=7, handlelength=4)  # dashes can be told from lines
+  # Long handles distinguish dashed lines from solid ones.
+  axes.legend(fontsize=7, handlelength=4)
   return figure
+
+
+def _values_by_rate(
+  results: Mapping[str, Any], metric: str
+) -> dict[tuple[str, str], dict[float, list[float]]]:
+  """Returns the values of each line by learning rate.
+
+  The key of a line is the variant without options, and its options other than
+  the rate. Missing values are NaN.
+  """
+  lines: dict[tuple[str, str], dict[float, list[float]]] = {}
+  for run in results["runs"]:
+    row, rate, options = _split_rate(results, run)
+    value = run["results"][metric]
+    if value is None:
+      value = math.nan
+    values_by_rate = lines.setdefault((row, options), {})
+    values_by_rate.setdefault(rate, []).append(value)
+  return lines
 
 
 def _split_rate(
   results: Mapping[str, Any], run: Mapping[str, Any]
 ) -> tuple[str, float, str]:
-  """Returns a run's row, its learning rate, and its other options in words."""
+  """Returns a run's variant, its learning rate, and its other options."""
   row, *options = run["variant"].split(",")
   rate = None
-  words = []
+  other_options = []
   for option in options:
     key, equals, value = option.partition("=")
     if key == "rate" and equals:
       rate = float(value)
     else:
-      words.append(f"{key} {value}".strip())
+      other_options.append(f"{key} {value}".strip())
   if rate is None:
     config = {**results["config"], **run["config"]}
     rate = config["optimizer.learning_rate"]
-  return row, rate, legend_text(", ".join(words))
+  return row, rate, legend_text(", ".join(other_options))
 
 
 def save(figure: Figure, folder: pathlib.Path) -> list[str]:
-  """Writes plot.png and plot.svg into a folder, and returns these names. The same figure gives the same bytes."""
+  """Writes plot.png and plot.svg, and returns these names.
+
+  The files contain no dates, so the same figure has the same bytes.
+
+  Args:
+    figure: The figure.
+    folder: The directory of the files.
+  """
   styles.tidy(figure)
   figure.savefig(folder / "plot.png", dpi=150, metadata={"Software": None})
   with matplotlib.rc_context({"svg.hashsalt": "diffjax"}):

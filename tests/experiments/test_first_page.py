@@ -1,107 +1,148 @@
-"""The first page's figure: its points are the results that exist, with their intervals, and other people's, with their sources."""
+"""The figure of experiments/README.md."""
 
-import copy
 import json
 import math
 
 import pytest
 from matplotlib.markers import CARETDOWNBASE, CARETUPBASE
 
-from experiments import first_page, grid, results
+from experiments import comparison, first_page, grid, results
 
 LOSS = "validation/loss"
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-  """A folder of experiments with the committed results of ablations alone."""
-  stored = json.loads((grid.FOLDER / "ablations/results.json").read_text())
-  results.write(tmp_path / "ablations/results.json", stored)
-  monkeypatch.setattr(first_page, "FOLDER", tmp_path)
-  return tmp_path
+@pytest.fixture(scope="module")
+def ablations():
+  """The committed results of ablations."""
+  return json.loads((grid.FOLDER / "ablations/results.json").read_text())
 
 
-def test_points_are_differences_with_intervals(folder):
-  stored = json.loads((folder / "ablations/results.json").read_text())
-  points = {point.row: point for point in first_page.ours()}
-  assert points["diff"][4:7] == results.difference(stored, "diff", LOSS), (
-    "not those of other numbers of heads"
-  )
-  assert (
-    points["diff"].tokens == 600 * 16 * 256
-    and points["diff"].against == "transformer"
-    and "transformer" not in points
-  )
+@pytest.fixture(scope="module")
+def panels():
+  """The axes of DIFF and of DIFF V2."""
+  return first_page.draw().axes
 
 
-def test_new_results_join(folder):
-  """A folder that has none yet is passed over; once it has, its points are there, compared with its own baseline."""
-  before = first_page.ours()
-  stored = json.loads((folder / "ablations/results.json").read_text())
-  later = copy.deepcopy({**stored, "baseline": "transformer_norm,*"})
-  later["runs"] = [
-    {**run, "variant": f"{run['variant']},times=4"}
-    for run in stored["runs"]
-    if "," not in run["variant"]
-  ]
-  results.write(folder / "tokens/results.json", later)
-  added = [point for point in first_page.ours() if point not in before]
-  assert {point.against for point in added} == {
-    "transformer_norm"
-  } and "diff" in {point.row for point in added}
+def test_points_are_differences_from_the_baseline(ablations, tmp_path):
+  results.write(tmp_path / "ablations/results.json", ablations)
+
+  points = first_page.project_points(tmp_path)
+
+  point_by_row = {point.row: point for point in points}
+  point = point_by_row["diff"]
+  assert point.against == "transformer"
+  assert point.estimate == comparison.difference(ablations, "diff", LOSS)
+  assert point.tokens == 600 * 16 * 256
+  assert "transformer" not in point_by_row
 
 
-def test_elsewhere_has_sources_and_intervals_only_where_there_are_runs():
-  stored = json.loads((grid.FOLDER / "elsewhere.json").read_text())
-  assert all(
-    source["link"].startswith("https://")
-    and source["note"]
-    and source["source"]
-    for source in stored
-  )
-  points = {
-    (point.source, point.row): point for point in first_page.elsewhere()
+def test_variants_with_other_numbers_of_heads_are_left_out(ablations, tmp_path):
+  results.write(tmp_path / "ablations/results.json", ablations)
+
+  points = first_page.project_points(tmp_path)
+
+  assert "diff,heads=4" in comparison.variant_names(ablations)
+  assert len([point for point in points if point.row == "diff"]) == 1
+
+
+def test_points_of_an_experiment_appear_with_its_results(ablations, tmp_path):
+  results.write(tmp_path / "ablations/results.json", ablations)
+  before = first_page.project_points(tmp_path)
+  renamed_runs = []
+  for run in ablations["runs"]:
+    if "," not in run["variant"]:
+      renamed_runs.append({**run, "variant": f"{run['variant']},times=4"})
+  tokens = {
+    **ablations,
+    "baseline": "transformer_norm,*",
+    "runs": renamed_runs,
   }
-  four, one = (
-    points["diff-mlx, four seeds", "diff"],
-    points["diff-mlx, one seed", "diff"],
-  )
-  assert four.low < four.difference < four.high and math.isnan(one.low)
-  assert one.difference == pytest.approx(
-    0.035, abs=5e-4
-  ) and four.difference == pytest.approx(-0.016, abs=5e-4)  # as they say
-  assert points["Multi-Token Attention", "diff"].difference == pytest.approx(
-    math.log(11.15 / 11.25), abs=1e-4
-  )
+
+  results.write(tmp_path / "tokens/results.json", tokens)
+
+  points = first_page.project_points(tmp_path)
+  added = [point for point in points if point not in before]
+  assert {point.against for point in added} == {"transformer_norm"}
+  assert "diff" in {point.row for point in added}
 
 
-def test_every_point_is_drawn():
-  """Both panels, each with its rows."""
-  upper, lower = first_page.draw().axes
-  shown = lambda axes: {
-    label.split(",")[0] for label in axes.get_legend_handles_labels()[1]
-  }
-  assert {"DIFF", "Transformer with wide heads and head norm"} <= shown(
-    upper
-  ) and "DIFF V2" in shown(lower)
-  texts = {text.get_text() for axes in (upper, lower) for text in axes.texts}
-  assert {point.source for point in first_page.elsewhere()} <= texts
+def test_published_losses_have_sources():
+  published = json.loads((grid.FOLDER / "elsewhere.json").read_text())
+
+  for source in published:
+    assert source["link"].startswith("https://")
+    assert source["note"]
+    assert source["source"]
 
 
-def test_every_point_lies_in_the_frame_and_what_leaves_it_has_an_arrow():
-  points, (low, high) = (
-    first_page.ours() + first_page.elsewhere(),
-    first_page._FRAME,
-  )
-  assert all(low < point.difference < high for point in points)
-  arrows = [
-    line
-    for axes in first_page.draw().axes
-    for line in axes.lines
-    if line.get_marker() in (CARETDOWNBASE, CARETUPBASE)
+@pytest.mark.parametrize(
+  "source, difference, tolerance",
+  [
+    pytest.param("diff-mlx, one seed", 0.035, 5e-4, id="one_run"),
+    pytest.param("diff-mlx, four seeds", -0.016, 5e-4, id="four_runs"),
+    pytest.param(
+      "Multi-Token Attention",
+      math.log(11.15 / 11.25),
+      1e-4,
+      id="from_perplexities",
+    ),
+  ],
+)
+def test_published_differences_are_those_of_their_source(
+  source, difference, tolerance
+):
+  (point,) = [
+    point
+    for point in first_page.published_points()
+    if point.source == source and point.row == "diff"
   ]
-  assert (
-    len(arrows)
-    == sum((point.low < low) + (point.high > high) for point in points)
-    > 0
-  )
+
+  assert point.estimate.value == pytest.approx(difference, abs=tolerance)
+
+
+def test_only_published_results_of_several_runs_have_intervals():
+  points = {point.source: point for point in first_page.published_points()}
+
+  value, low, high = points["diff-mlx, four seeds"].estimate
+  assert low < value < high
+  assert math.isnan(points["diff-mlx, one seed"].estimate.low)
+
+
+def test_each_panel_shows_its_architectures(panels):
+  diff_panel, v2_panel = panels
+
+  _, labels = diff_panel.get_legend_handles_labels()
+  names = {label.split(",")[0] for label in labels}
+  assert {"DIFF", "Transformer with wide heads and head norm"} <= names
+  _, labels = v2_panel.get_legend_handles_labels()
+  assert "DIFF V2" in {label.split(",")[0] for label in labels}
+
+
+def test_every_published_source_is_named(panels):
+  texts = set()
+  for axes in panels:
+    texts.update(text.get_text() for text in axes.texts)
+
+  assert {point.source for point in first_page.published_points()} <= texts
+
+
+def test_every_point_is_in_the_frame():
+  bottom, top = first_page.FRAME
+
+  for point in [*first_page.project_points(), *first_page.published_points()]:
+    assert bottom < point.estimate.value < top
+
+
+def test_every_interval_that_leaves_the_frame_has_an_arrow(panels):
+  bottom, top = first_page.FRAME
+  points = [*first_page.project_points(), *first_page.published_points()]
+  num_below = len([point for point in points if point.estimate.low < bottom])
+  num_above = len([point for point in points if point.estimate.high > top])
+
+  markers = []
+  for axes in panels:
+    markers += [line.get_marker() for line in axes.lines]
+
+  assert markers.count(CARETDOWNBASE) == num_below
+  assert markers.count(CARETUPBASE) == num_above
+  assert num_below + num_above > 0

@@ -1,0 +1,234 @@
+"""Statistics over seeds: Student's and Welch's intervals, Dunnett's test."""
+
+import chex
+import numpy as np
+import pytest
+import scipy.stats
+
+from experiments import comparison
+from tests.harness.tolerances import FLOAT64
+
+LOSS = "validation/loss"
+# Five losses around 0 with a standard deviation of 0.008.
+NOISE = np.array([-0.01, -0.005, 0.0, 0.005, 0.01])
+
+
+def make_results(losses, baseline="transformer"):
+  """Returns results with one run per loss, by variant."""
+  runs = []
+  for variant, variant_losses in losses.items():
+    for seed, loss in enumerate(variant_losses):
+      run = {"variant": variant, "seed": seed, "results": {LOSS: loss}}
+      runs.append(run)
+  return {"baseline": baseline, "runs": runs}
+
+
+def test_the_interval_of_a_mean_is_students():
+  values = np.random.default_rng(0).normal(size=5)
+
+  actual = comparison.mean_interval(values)
+
+  mean = values.mean()
+  standard_error = values.std(ddof=1) / 5**0.5
+  margin = scipy.stats.t.ppf(0.975, df=4) * standard_error
+  chex.assert_trees_all_close(
+    tuple(actual), (mean, mean - margin, mean + margin), **FLOAT64
+  )
+
+
+def test_a_single_value_has_no_interval():
+  mean, low, high = comparison.mean_interval([2.0])
+
+  assert mean == 2.0
+  assert np.isnan([low, high]).all()
+
+
+def test_equal_values_have_an_interval_of_no_width():
+  assert comparison.mean_interval([2.0, 2.0]) == (2.0, 2.0, 2.0)
+
+
+@pytest.mark.parametrize(
+  "variant, against",
+  [
+    pytest.param("diff", "transformer", id="five_and_seven_runs"),
+    pytest.param("diff_v2", "transformer", id="five_and_four_runs"),
+    pytest.param("diff", "diff_v2", id="not_the_baseline"),
+    pytest.param("transformer", "diff", id="baseline_minus_variant"),
+  ],
+)
+def test_the_interval_of_a_difference_is_welchs(variant, against):
+  rng = np.random.default_rng(0)
+  losses = {
+    "transformer": rng.normal(1, 0.3, 5),
+    "diff": rng.normal(2, 0.1, 7),
+    "diff_v2": rng.normal(3, 0.2, 4),
+  }
+
+  actual = comparison.difference(make_results(losses), variant, LOSS, against)
+
+  first = losses[variant]
+  second = losses[against]
+  first_error = first.var(ddof=1) / len(first)
+  second_error = second.var(ddof=1) / len(second)
+  degrees_of_freedom = (first_error + second_error) ** 2 / (
+    first_error**2 / (len(first) - 1) + second_error**2 / (len(second) - 1)
+  )
+  quantile = scipy.stats.t.ppf(0.975, degrees_of_freedom)
+  margin = quantile * (first_error + second_error) ** 0.5
+  mean = first.mean() - second.mean()
+  chex.assert_trees_all_close(
+    tuple(actual), (mean, mean - margin, mean + margin), **FLOAT64
+  )
+
+
+def test_a_difference_is_from_the_baseline_by_default():
+  results = make_results(
+    {"transformer": [1.0, 1.2], "diff": [2.0, 2.1], "gated": [3.0, 3.1]}
+  )
+
+  actual = comparison.difference(results, "diff", LOSS)
+
+  assert actual == comparison.difference(results, "diff", LOSS, "transformer")
+
+
+def test_seeds_are_not_paired():
+  transformer = [1.0, 1.1, 1.3]
+  diff = [2.0, 2.3, 2.4]
+  results = make_results({"transformer": transformer, "diff": diff})
+  reversed_results = make_results(
+    {"transformer": transformer, "diff": diff[::-1]}
+  )
+
+  actual = comparison.difference(reversed_results, "diff", LOSS)
+
+  expected = comparison.difference(results, "diff", LOSS)
+  chex.assert_trees_all_close(actual, expected, **FLOAT64)
+
+
+@pytest.mark.parametrize(
+  "variant, against",
+  [
+    pytest.param("transformer", None, id="baseline_with_itself"),
+    pytest.param("diff", "diff", id="variant_with_itself"),
+    pytest.param("diff_v2", None, id="single_run"),
+    pytest.param("gated", "diff_v2", id="against_a_single_run"),
+    pytest.param("gated_wide", None, id="run_without_the_metric"),
+  ],
+)
+def test_incomplete_samples_have_no_difference(variant, against):
+  results = make_results(
+    {
+      "transformer": [1.0, 1.0],
+      "diff": [2.0, 2.0],
+      "diff_v2": [3.0],
+      "gated": [1.0, 2.0],
+      "gated_wide": [1.0, None],
+    }
+  )
+
+  assert comparison.difference(results, variant, LOSS, against) is None
+
+
+def test_two_samples_of_equal_values_have_an_interval_of_no_width():
+  results = make_results({"transformer": [1.0, 1.0], "diff": [2.0, 2.0]})
+
+  assert comparison.difference(results, "diff", LOSS) == (1.0, 1.0, 1.0)
+
+
+def test_one_sample_of_equal_values_can_be_compared():
+  results = make_results({"transformer": [1.0, 1.0], "gated": [1.0, 2.0]})
+
+  estimate = comparison.difference(results, "gated", LOSS)
+
+  assert estimate.value == 0.5
+  assert estimate.low < 0
+  assert estimate.high > 1
+
+
+def test_a_star_in_a_name_is_not_the_baseline_of_each_option():
+  results = make_results(
+    {"wide*": [2.0, 2.1], "$x,y": [3.0, 3.1]}, baseline="wide*"
+  )
+
+  estimate = comparison.difference(results, "$x,y", LOSS)
+
+  assert estimate.value == pytest.approx(1.0)
+
+
+def make_results_of_two_sizes():
+  losses = {}
+  for size in (1, 2):
+    losses[f"transformer,size={size}"] = size + NOISE
+    losses[f"diff,size={size}"] = size + 0.1 + NOISE
+    losses[f"v2,size={size}"] = size + 0.2 + NOISE
+  return make_results(losses, baseline="transformer,*")
+
+
+def test_variants_are_compared_with_the_baseline_of_the_same_size():
+  results = make_results_of_two_sizes()
+
+  estimate = comparison.difference(results, "diff,size=2", LOSS)
+
+  assert estimate.value == pytest.approx(0.1)
+  baseline = comparison.difference(results, "transformer,size=2", LOSS)
+  assert baseline is None
+
+
+def test_dunnetts_test_corrects_for_the_variants_of_the_same_size():
+  results = make_results_of_two_sizes()
+  small_runs = []
+  for run in results["runs"]:
+    if run["variant"].endswith("size=1"):
+      small_runs.append(run)
+
+  p_values = comparison.dunnett_p_values(results, LOSS)
+  small_p_values = comparison.dunnett_p_values(
+    {**results, "runs": small_runs}, LOSS
+  )
+
+  assert set(p_values) - set(small_p_values) == {"diff,size=2", "v2,size=2"}
+  for variant, p_value in small_p_values.items():
+    assert p_values[variant] == p_value
+
+
+def test_dunnetts_test_needs_a_variance():
+  results = make_results({"transformer": [1.0, 1.0], "diff": [2.0, 2.0]})
+
+  assert comparison.dunnett_p_values(results, LOSS) == {}
+
+
+def test_a_small_difference_is_not_significant_among_many_variants():
+  """One of many variants differs by chance. A large difference stays."""
+  losses = {"transformer": 1.0 + NOISE, "diff": 1.014 + NOISE}
+  few = make_results(losses)
+  losses["diff_v2"] = 1.1 + NOISE
+  for number in range(10):
+    losses[f"row_{number}"] = 1.0 + NOISE
+  many = make_results(losses)
+
+  assert comparison.difference(many, "diff", LOSS).low > 0
+  assert comparison.significant_variants(few, LOSS) == {"diff"}
+  assert comparison.significant_variants(many, LOSS) == {"diff_v2"}
+
+
+def test_significance_requires_that_the_variants_own_interval_excludes_0():
+  """Dunnett's test pools the variances, and diff's is larger than the others."""
+  losses = {"transformer": 1.0 + NOISE, "diff": 1.05 + 6 * NOISE}
+  for number in range(4):
+    losses[f"row_{number}"] = 1.0 + NOISE
+  results = make_results(losses)
+
+  assert comparison.dunnett_p_values(results, LOSS)["diff"] < 0.05
+  assert comparison.significant_variants(results, LOSS) == set()
+
+
+def test_contrasts_leave_out_incomplete_pairs():
+  results = make_results(
+    {"transformer": [1.0, 1.1], "diff": [2.0, 2.1], "gated": [3.0]}
+  )
+  pairs = [("diff", "transformer"), ("gated", "diff")]
+
+  rows = comparison.contrasts(results, "loss", LOSS, pairs)
+
+  difference = comparison.difference(results, "diff", LOSS)
+  assert rows == [{"": "diff − transformer", "loss, difference": difference}]

@@ -1,0 +1,92 @@
+"""`python -m experiments.draw` draws committed results again."""
+
+import copy
+import json
+import pathlib
+import shutil
+
+import pytest
+
+from diffjax.config import UserError
+from experiments import draw, grid
+
+# The committed results, whose summary takes little time.
+SOURCE = pathlib.Path(draw.__file__).parent / "eight_heads"
+FILES = ("table.md", "plot.png", "plot.svg")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+  """A copy of an experiment's folder with results.json alone."""
+  folder = tmp_path / "eight_heads"
+  folder.mkdir()
+  shutil.copy(SOURCE / "results.json", folder)
+  monkeypatch.setattr(grid, "FOLDER", tmp_path)
+  monkeypatch.setattr(grid, "names", lambda: ["eight_heads"])
+  return folder
+
+
+def change_summary(path, change):
+  """Applies `change` to the summary of a results.json."""
+  stored = json.loads(path.read_text())
+  stored["summary"] = change(copy.deepcopy(stored["summary"]))
+  path.write_text(json.dumps(stored))
+
+
+def test_figures_are_the_same_each_time(folder):
+  draw.main(["eight_heads"])
+  first = [(folder / file).read_bytes() for file in FILES]
+  draw.main(["eight_heads"])
+  second = [(folder / file).read_bytes() for file in FILES]
+
+  assert first == second
+  assert b"<dc:date>" not in (folder / "plot.svg").read_bytes()
+
+
+def test_results_of_larger_grids_are_drawn(folder):
+  """They are in folders of their own inside the experiment's folder."""
+  (folder / "gpu").mkdir()
+  (folder / "results.json").rename(folder / "gpu/results.json")
+
+  draw.main([])
+
+  for file in FILES:
+    assert (folder / "gpu" / file).exists()
+
+
+def test_a_missing_summary_is_computed(folder):
+  path = folder / "results.json"
+  change_summary(path, lambda summary: [])
+
+  draw.main([])
+
+  expected = json.loads((SOURCE / "results.json").read_text())["summary"]
+  assert len(json.loads(path.read_text())["summary"]) == len(expected)
+  assert (folder / "table.md").read_text() == (SOURCE / "table.md").read_text()
+
+
+def test_results_are_unchanged_if_the_summary_differs_in_its_last_digits(
+  folder,
+):
+  """The last digits of a fit differ between machines."""
+  path = folder / "results.json"
+
+  def add_rounding_errors(summary):
+    for row in summary:
+      value, low, high = row["loss, difference"]
+      row["loss, difference"] = [value * (1 + 1e-9), low, high]
+    return summary
+
+  change_summary(path, add_rounding_errors)
+  before = path.read_bytes()
+
+  draw.main([])
+
+  assert path.read_bytes() == before
+
+
+def test_an_unknown_experiment_is_an_error(folder):
+  with pytest.raises(
+    UserError, match="there is no experiment 'nothing'; there are eight_heads,"
+  ):
+    draw.main(["nothing"])

@@ -1,0 +1,50 @@
+"""The description of the machine of a run."""
+
+import os
+import platform
+
+import pytest
+
+from experiments import machine
+from experiments.launch import Devices
+
+NUM_CORES = os.cpu_count() or 1
+
+
+def test_the_processor_is_named_in_cpuinfo(tmp_path):
+  cpu_info = tmp_path / "cpuinfo"
+  cpu_info.write_text(
+    "processor\t: 0\n"
+    "model\t\t: 106\n"
+    "model name\t: Intel(R) Xeon(R) CPU @ 2.60GHz\n"
+    "\n"
+    "processor\t: 1\n"
+  )
+
+  assert machine.processor(cpu_info) == "Intel(R) Xeon(R) CPU @ 2.60GHz"
+
+
+def test_the_processor_is_the_machine_type_without_cpuinfo(tmp_path):
+  assert machine.processor(tmp_path / "missing") == platform.machine()
+
+
+@pytest.mark.parametrize(
+  "devices, num_slots, expected",
+  [
+    pytest.param(Devices("gpu", "H100", 8), 1, "8 × H100 (gpu)", id="all_gpus"),
+    pytest.param(
+      Devices("gpu", "H100", 8), 8, "1 × H100 (gpu)", id="a_gpu_each"
+    ),
+    pytest.param(
+      Devices("cpu", "a CPU", 1), 2, "1 × a CPU (cpu)", id="shared_cpu"
+    ),
+  ],
+)
+def test_runs_side_by_side_share_devices_and_cores(
+  devices, num_slots, expected
+):
+  num_cores = max(1, NUM_CORES // num_slots)
+
+  description = machine.describe(devices, num_slots)
+
+  assert description == f"{expected}, {num_cores} × {machine.processor()}"
