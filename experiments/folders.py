@@ -1,9 +1,10 @@
 """Experiments in folders outside the repository.
 
-Such a folder has an experiment.py, which defines EXPERIMENT. It may have a
-config.py and further modules. The folder comes first on sys.path, so both files
-import those with `import task`. Relative imports do not work. One process should
-load one folder only: two folders with a task.py would share the first one.
+Such a folder has an experiment.py, which defines EXPERIMENT. It may also have a
+config.py and further modules. The folder is first on sys.path, so a module
+task.py is imported with `import task`. Relative imports do not work. A process
+should load only one folder: a second folder with a task.py would get the first
+folder's task.py.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ from diffjax.config import UserError
 
 
 def is_outside(name: str) -> bool:
-  """Returns True if an experiment's name is the path of a folder."""
+  """Returns True if an experiment's name is the path of an outside folder."""
   return os.path.isabs(name)
 
 
 def identifier(name: str) -> str:
-  """Returns a directory name for an experiment's runs.
+  """Returns the name of the directory for an experiment's runs.
 
-  Two folders of the same name have different identifiers.
+  It includes a hash of an outside folder's path, so that folders with the same
+  name have different directories.
   """
   if not is_outside(name):
     return name
@@ -44,8 +46,12 @@ def add_to_path(folder: pathlib.Path) -> None:
 def load(folder: pathlib.Path) -> types.ModuleType:
   """Returns the module of a folder's experiment.py.
 
+  Args:
+    folder: The folder of an experiment outside the repository.
+
   Raises:
-    UserError: in one line, with the file and the line, if the module raises.
+    UserError: if the module raises an error, with the file and the line, or if
+      it does not define EXPERIMENT.
   """
   module_name = f"experiment_{identifier(str(folder))}"
   if module_name in sys.modules:
@@ -62,19 +68,22 @@ def load(folder: pathlib.Path) -> types.ModuleType:
     del sys.modules[module_name]
     if isinstance(error, UserError):
       raise
-    raise _located(path, error) from error
+    raise _error_with_location(path, error) from error
   if not hasattr(module, "EXPERIMENT"):
     raise UserError(f"{path} does not define EXPERIMENT")
   return module
 
 
 def environment(name: str, modules: list[str]) -> dict[str, str]:
-  """Returns the environment of commands that run in another directory.
+  """Returns the environment variables of commands in another directory.
+
+  PYTHONPATH contains the experiment's folder if it is outside the repository,
+  the current directory if --import is used, and the absolute paths of this
+  process's PYTHONPATH.
 
   Args:
-    name: The experiment's name. The modules in an outside folder can be
-      imported there.
-    modules: The values of --import, which may lie in the current directory.
+    name: The experiment's name.
+    modules: The values of --import.
   """
   paths = []
   if is_outside(name):
@@ -89,13 +98,14 @@ def environment(name: str, modules: list[str]) -> dict[str, str]:
   return {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
 
 
-def _located(path: pathlib.Path, error: Exception) -> UserError:
-  """Returns an error that names the last line of the folder's own code."""
-  place = str(path)
+def _error_with_location(path: pathlib.Path, error: Exception) -> UserError:
+  """Returns an error in one line, with the file and the line in the folder."""
+  location = str(path)
   if isinstance(error, SyntaxError) and error.filename:
-    place = f"{error.filename}:{error.lineno}"
+    location = f"{error.filename}:{error.lineno}"
+  # The last of these frames is the innermost one.
   for frame in traceback.extract_tb(error.__traceback__):
     if frame.filename.startswith(str(path.parent)):
-      place = f"{frame.filename}:{frame.lineno}"
+      location = f"{frame.filename}:{frame.lineno}"
   message = " ".join(str(error).split())
-  return UserError(f"{place}: {type(error).__name__}: {message}")
+  return UserError(f"{location}: {type(error).__name__}: {message}")

@@ -1,4 +1,4 @@
-"""The factors of `Grid.product`: all combinations of some fields' values."""
+"""The factors of `Grid.product`, and the rows that they make."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from typing import Any
 from diffjax.cli import config_file
 from diffjax.config import UserError
 
-# A row's name is the name of a directory. File systems allow 255 bytes.
-_MAX_NAME = 200
-_MAX_VALUE = 40
-_UNSAFE = re.compile(r"[^A-Za-z0-9._+-]")
-# The factor that is no field: the variant of the base config, after its colon.
+# The factor that is not a config field. Its values follow the colon in
+# --config=CONFIG:VARIANT.
 VARIANT = "variant"
 # The fields that `Grid.seeds` sets.
 SEED_FIELDS = ("train.seed", "data.seed")
+
+# The maximum numbers of characters in a row's name and in a value's text. A
+# row's name is the name of a directory, which may have 255 bytes.
+_MAX_NAME_LENGTH = 200
+_MAX_VALUE_LENGTH = 40
+_UNSAFE_CHARACTER = re.compile(r"[^A-Za-z0-9._+-]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,38 +32,49 @@ class Product:
   """All combinations of the values of some config fields.
 
   Attributes:
-    base: The config that the fields are set in, as --config takes it: a config
-      of the package such as "tiny:transformer", or a file. A relative path
-      starts at the experiment's folder, or at the current directory.
+    base: The config in which the fields are set, in the form of --config: a
+      config of the package such as "tiny:transformer", or a file. A relative
+      path starts at the experiment's folder or at the current directory.
     factors: The values of each field, by the field's dotted name. The key
-      "variant" is no field, but the part of --config after the colon.
+      "variant" is not a field, but the part of --config after the colon.
   """
 
   base: str
   factors: Mapping[str, tuple[Any, ...]]
 
   def rows(self) -> dict[str, dict[str, Any]]:
-    """Returns the factors' values of each combination by the row's name.
+    """Returns the values of each combination of factors, by the row's name.
 
-    The last factor varies fastest. A name is readable and safe as the name of a
-    directory, such as "lambda_init=0.2,head_norm=True".
+    The last factor varies fastest. A row's name is readable and can be the name
+    of a directory, for example "lambda_init=0.2,head_norm=True".
     """
     names = short_names(self.factors)
-    parts = {}
+    # For each factor, its values with their parts of the row's name.
+    choices = []
     for field, values in self.factors.items():
       texts = _value_texts(values)
-      parts[field] = [f"{names[field]}={text}" for text in texts]
-    combinations = itertools.product(*self.factors.values())
-    names_of_rows = map(",".join, itertools.product(*parts.values()))
+      named_values = []
+      for value, text in zip(values, texts, strict=True):
+        named_values.append((field, value, f"{names[field]}={text}"))
+      choices.append(named_values)
+
     rows = {}
-    for name, values in zip(names_of_rows, combinations, strict=True):
-      rows[_shortened(name)] = dict(zip(self.factors, values, strict=True))
+    for combination in itertools.product(*choices):
+      row_values = {}
+      name_parts = []
+      for field, value, name_part in combination:
+        row_values[field] = value
+        name_parts.append(name_part)
+      rows[_shorten(",".join(name_parts))] = row_values
     return rows
 
   def base_path(self, folder: pathlib.Path) -> str:
-    """Returns `base` with an absolute path if it is a file.
+    """Returns `base`. If it is a file, its path is absolute.
 
-    Training runs in another directory.
+    The path must be absolute because training runs in another directory.
+
+    Args:
+      folder: The experiment's folder.
     """
     name, colon, variant = self.base.partition(":")
     if "://" in self.base or name in config_file.names():
@@ -73,11 +87,15 @@ class Product:
 
 
 def make(base: str, factors: Mapping[str, Iterable[Any]]) -> Product:
-  """Returns a product whose values are tuples of Python's own types.
+  """Returns a product of checked factors, with numbers of NumPy as Python's.
+
+  Args:
+    base: The config in which the fields are set, in the form of --config.
+    factors: The values of each field, by the field's dotted name.
 
   Raises:
-    UserError: if the base is not the value of --config, or if a factor is a
-      seed, or has no value, or the same value twice.
+    UserError: if the base is not a text, or if a factor is a seed, has no
+      values, or has the same value twice.
   """
   if not isinstance(base, str):
     raise UserError(
@@ -98,12 +116,18 @@ def make(base: str, factors: Mapping[str, Iterable[Any]]) -> Product:
 
 
 def short_names(fields: Iterable[str]) -> dict[str, str]:
-  """Returns the last part of each dotted name, or all of it if two agree."""
+  """Returns the last part of each dotted name.
+
+  Names with the same last part stay whole.
+  """
   last_parts = {field: field.rpartition(".")[2] for field in fields}
   counts = collections.Counter(last_parts.values())
   names = {}
   for field, last_part in last_parts.items():
-    names[field] = last_part if counts[last_part] == 1 else field
+    if counts[last_part] == 1:
+      names[field] = last_part
+    else:
+      names[field] = field
   return names
 
 
@@ -112,15 +136,15 @@ def command_line_fields(
 ) -> dict[str, Any]:
   """Returns the fields that the command line has to set.
 
-  The command line has no word for None, so a field can only be None if it is
-  None in the base.
+  The command line cannot express None. A field can therefore be None only if it
+  is None in the base, and is then left out.
 
   Args:
-    fields: One row's values by dotted name.
+    fields: The values of a row by dotted name.
     base: The sections of the base config.
 
   Raises:
-    UserError: if a field shall be None and is not None in the base.
+    UserError: if a field is None, but not in the base.
   """
   settable = {}
   for field, value in fields.items():
@@ -138,6 +162,7 @@ def command_line_fields(
 
 
 def _checked_values(field: str, values: Iterable[Any]) -> tuple[Any, ...]:
+  """Returns a factor's values. Raises UserError if they are wrong."""
   if field in SEED_FIELDS:
     raise UserError(
       f"Grid.product: {field} cannot be a factor; set seeds=range(2)"
@@ -148,9 +173,10 @@ def _checked_values(field: str, values: Iterable[Any]) -> tuple[Any, ...]:
     )
   checked: list[Any] = []
   for value in values:
-    if hasattr(value, "item"):  # a number of NumPy
+    # Numbers of NumPy have this method.
+    if hasattr(value, "item"):
       value = value.item()
-    # True == 1, and 1 == 1.0, but these are different values.
+    # True == 1 and 1 == 1.0, but they are different values of a factor.
     if any(type(old) is type(value) and old == value for old in checked):
       raise UserError(f"Grid.product: {field} has the value {value!r} twice")
     checked.append(value)
@@ -160,21 +186,22 @@ def _checked_values(field: str, values: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def _value_texts(values: Sequence[Any]) -> list[str]:
-  """Returns a distinct text for each value, without special characters."""
+  """Returns a different text for each value, without special characters."""
   texts: list[str] = []
   for value in values:
-    text = _UNSAFE.sub("_", str(value))[:_MAX_VALUE]
-    distinct = text
+    safe_text = _UNSAFE_CHARACTER.sub("_", str(value))[:_MAX_VALUE_LENGTH]
+    text = safe_text
     number = 2
-    while distinct in texts:
-      distinct = f"{text}_{number}"
+    while text in texts:
+      text = f"{safe_text}_{number}"
       number += 1
-    texts.append(distinct)
+    texts.append(text)
   return texts
 
 
-def _shortened(name: str) -> str:
-  if len(name) <= _MAX_NAME:
+def _shorten(name: str) -> str:
+  """Returns a name, cut and with a hash at its end if it is too long."""
+  if len(name) <= _MAX_NAME_LENGTH:
     return name
   digest = hashlib.sha256(name.encode()).hexdigest()[:8]
-  return f"{name[:_MAX_NAME]}_{digest}"
+  return f"{name[:_MAX_NAME_LENGTH]}_{digest}"

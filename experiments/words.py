@@ -1,4 +1,8 @@
-"""Data of made-up words: JSONL files of examples, and a tokenizer with one token a word."""
+"""Data sets of made-up words.
+
+A data set is a directory with JSONL files of examples, and a tokenizer that has
+one token per word.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+# The word between documents, with token id 0.
 SEPARATOR = "<|endoftext|>"
 
 
@@ -16,37 +21,33 @@ def write(
   directory: pathlib.Path,
   words: Sequence[str],
   examples: Mapping[str, Iterable[Mapping[str, str]]],
-  of: Any,
+  settings: Any,
 ) -> dict[str, str]:
-  """Writes training and validation examples and the tokenizer, unless they exist already.
+  """Writes a data set, unless it exists.
 
   Args:
-    directory: where to write.
-    words: the vocabulary, SEPARATOR first.
-    examples: "train" and "validation", each the records of a JSONL file; not read if the files exist.
-    of: everything that determines the examples (JSON-able); its hash is in the path.
+    directory: The parent of the data set's directory.
+    words: The vocabulary. The first word is SEPARATOR.
+    examples: The records of train.jsonl and validation.jsonl, by "train" and
+      "validation". They are not read if the data set exists.
+    settings: Everything that determines the examples, as a JSON value. Its hash
+      is in the name of the data set's directory.
 
   Returns:
-    The fields of a config that point to the files.
+    The config fields that select the data set.
   """
-  target = (
-    directory
-    / f"data-{hashlib.sha256(json.dumps(of).encode()).hexdigest()[:12]}"
-  )
+  digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:12]
+  target = directory / f"data-{digest}"
   if not target.exists():
     directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=directory) as building:
-      complete = pathlib.Path(building) / "complete"
+    with tempfile.TemporaryDirectory(dir=directory) as temporary_dir:
+      complete = pathlib.Path(temporary_dir) / "complete"
       complete.mkdir()
-      for name, records in examples.items():
-        with (complete / f"{name}.jsonl").open("w", encoding="utf-8") as file:
-          file.writelines(json.dumps(record) + "\n" for record in records)
-      (complete / "tokenizer.json").write_text(
-        json.dumps(_tokenizer(words)), encoding="utf-8"
-      )
+      _write_files(complete, words, examples)
       try:
         complete.rename(target)
-      except OSError:  # another process was first
+      except OSError:
+        # Another process may have written the same data set.
         if not target.exists():
           raise
   return {
@@ -56,9 +57,23 @@ def write(
   }
 
 
+def _write_files(
+  directory: pathlib.Path,
+  words: Sequence[str],
+  examples: Mapping[str, Iterable[Mapping[str, str]]],
+) -> None:
+  for name, records in examples.items():
+    path = directory / f"{name}.jsonl"
+    with path.open("w", encoding="utf-8") as file:
+      for record in records:
+        file.write(json.dumps(record) + "\n")
+  tokenizer = json.dumps(_tokenizer(words))
+  (directory / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
+
+
 def _tokenizer(words: Sequence[str]) -> dict[str, object]:
-  """A Hugging Face tokenizer with one token per word."""
-  special = {
+  """Returns the tokenizer.json of a Hugging Face tokenizer of whole words."""
+  separator_token = {
     "id": 0,
     "content": SEPARATOR,
     "single_word": False,
@@ -71,7 +86,7 @@ def _tokenizer(words: Sequence[str]) -> dict[str, object]:
     "version": "1.0",
     "truncation": None,
     "padding": None,
-    "added_tokens": [special],
+    "added_tokens": [separator_token],
     "normalizer": None,
     "pre_tokenizer": {"type": "WhitespaceSplit"},
     "post_processor": None,
