@@ -1,4 +1,4 @@
-"""Grid.product: rows, types, errors before training, and the default plot."""
+"""`Grid.product`: names of rows, values of factors, and early errors."""
 
 import re
 
@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from diffjax.config import UserError
-from experiments import draw, folders, grid, product, product_plot
-from experiments.grid import Experiment, Grid
+from experiments import folders, grid, product
+from experiments.grid import Grid
 from tests.experiments.printed import parsed
 from tests.harness import in_process
 
@@ -19,30 +19,35 @@ FACTORS = {
 
 @pytest.fixture
 def make_folder(tmp_path):
-  """make_folder(grid_code): the path of a folder whose experiment has it."""
+  """make_folder("Grid.product(…)"): the path of an experiment's folder.
 
-  def make(grid_code, name="study", **files):
-    folder = tmp_path / name
-    folder.mkdir(parents=True)
+  The folder may have a config, mine.py.
+  """
+
+  def make(grid_code, mine=None):
+    folder = tmp_path / "study"
+    folder.mkdir()
     (folder / "experiment.py").write_text(
       "from experiments.grid import Experiment, Grid\n"
       "EXPERIMENT = Experiment('?', {'cpu': "
       f"{grid_code}}}, {{'loss': 'validation/loss'}})\n"
     )
-    for file, content in files.items():
-      (folder / f"{file}.py").write_text(content)
+    if mine is not None:
+      (folder / "mine.py").write_text(mine)
     return str(folder)
 
   return make
 
 
 def expand(folder, changes=None):
+  """Returns the runs of a folder's grid."""
   return grid.expand(folder, grid.load(folder).grids["cpu"], changes or {})
 
 
 def test_rows_have_readable_names():
-  crossed = Grid.product("tiny", FACTORS, seeds=range(2)).crossed
-  assert list(crossed.rows()) == [
+  rows = product.make("tiny", FACTORS).rows()
+
+  assert list(rows) == [
     "lambda_init=0.8,head_norm=True",
     "lambda_init=0.8,head_norm=False",
     "lambda_init=0.2,head_norm=True",
@@ -52,8 +57,9 @@ def test_rows_have_readable_names():
   ]
 
 
-def test_factors_that_end_alike_have_dotted_names():
+def test_factors_with_the_same_last_part_have_dotted_names():
   names = product.short_names(["train.steps", "data.steps", "model.rope"])
+
   assert names == {
     "train.steps": "train.steps",
     "data.steps": "data.steps",
@@ -64,45 +70,61 @@ def test_factors_that_end_alike_have_dotted_names():
 def test_names_are_safe_and_distinct():
   values = ["text:/a/*", "text:/a/?", "a b", "x" * 300, "x" * 301, ""]
   crossed = product.make("tiny", {"data.source": values, "a.b": ["y" * 300]})
+
   names = list(crossed.rows())
+
   assert len(set(names)) == len(values)
   for name in names:
     assert re.fullmatch(r"[\w.,=+-]{1,250}", name, re.ASCII)
 
 
 def test_long_names_are_shortened_and_distinct():
-  values = {f"section.{'f' * 30}{index}": [True, False] for index in range(8)}
-  names = list(product.make("tiny", values).rows())
+  factors = {}
+  for index in range(8):
+    factors[f"section.{'f' * 30}{index}"] = [True, False]
+
+  names = list(product.make("tiny", factors).rows())
+
   assert len(set(names)) == 2**8
-  assert max(map(len, names)) < 250
+  for name in names:
+    assert len(name) < 250
 
 
-def test_factors_keep_their_types(make_folder):
-  factors = {
-    "model.lambda_init": [0.2],
-    "model.head_norm": [False],
-    "model.num_layers": [2],
-    "data.source": ["True"],
-  }
-  (run,) = expand(make_folder(f"Grid.product('tiny', {factors})"))
-  assert run.factors == {field: value[0] for field, value in factors.items()}
-  for field, (value,) in factors.items():
-    section, name = field.split(".")
-    stored = run.settings()[section][name]
-    assert type(stored) is type(value) and stored == value
+@pytest.mark.parametrize(
+  "field, value",
+  [
+    ("model.lambda_init", 0.2),
+    ("model.head_norm", False),
+    ("model.num_layers", 2),
+    ("data.source", "True"),
+  ],
+)
+def test_factors_keep_their_types(make_folder, field, value):
+  (run,) = expand(
+    make_folder(f"Grid.product('tiny', {{{field!r}: [{value!r}]}})")
+  )
+
+  section, name = field.split(".")
+  stored = run.settings()[section][name]
+  assert run.factors == {field: value}
+  assert stored == value
+  assert type(stored) is type(value)
 
 
 def test_numbers_of_numpy_become_pythons():
   crossed = product.make("tiny", {"model.lambda_init": np.linspace(0, 1, 3)})
-  assert crossed.factors["model.lambda_init"] == (0.0, 0.5, 1.0)
-  assert {type(v) for v in crossed.factors["model.lambda_init"]} == {float}
+
+  values = crossed.factors["model.lambda_init"]
+  assert values == (0.0, 0.5, 1.0)
+  for value in values:
+    assert type(value) is float
 
 
 @pytest.mark.parametrize("base", ["tiny", "tiny:transformer", "mine.py:4"])
-def test_printed_commands_train_what_the_grid_says(
+def test_printed_commands_train_the_runs_of_the_grid(
   run, make_folder, tmp_path, base
 ):
-  """Optimizer and data factors too. None leaves a field at the base's None."""
+  """Factors may be model, optimizer and data fields. None is the base's None."""
   factors = {
     "optimizer.learning_rate": [1e-05, 0.25],
     "data.source": ["True", "text:/x/*.txt"],
@@ -115,16 +137,20 @@ def test_printed_commands_train_what_the_grid_says(
     "  config.model.num_layers = int(layers)\n"
     "  return config\n"
   )
-  folder = make_folder(f"Grid.product({base!r}, {factors})", mine=mine)
+  folder = make_folder(f"Grid.product({base!r}, {factors})", mine)
+
   out, _ = run(folder, "--print", f"--workdir={tmp_path}/runs", "--steps=5")
-  printed = dict(map(parsed, out.splitlines()))
-  runs = expand(folder, {"train.steps": 5, "eval.interval": 5})
+
+  printed = dict(parsed(line) for line in out.splitlines())
   runs_dir = tmp_path / "runs" / folders.identifier(folder) / "cpu"
-  assert printed == {str(runs_dir / run.name): run.config for run in runs}
+  expected = {}
+  for each_run in expand(folder, {"train.steps": 5, "eval.interval": 5}):
+    expected[str(runs_dir / each_run.name)] = each_run.config
   assert len(printed) == 8
+  assert printed == expected
 
 
-def test_none_is_refused_where_the_command_line_cannot_set_it(make_folder):
+def test_none_is_refused_if_the_base_has_a_value(make_folder):
   mine = (
     "from diffjax.configs import tiny\n"
     "def get_config():\n"
@@ -132,8 +158,10 @@ def test_none_is_refused_where_the_command_line_cannot_set_it(make_folder):
     "  config.model.lambda_init = 0.5\n"
     "  return config\n"
   )
-  code = "Grid.product('mine.py', {'model.lambda_init': [0.2, None]})"
-  folder = make_folder(code, mine=mine)
+  folder = make_folder(
+    "Grid.product('mine.py', {'model.lambda_init': [0.2, None]})", mine
+  )
+
   with pytest.raises(
     UserError,
     match=r"^lambda_init=None/seed_0: model.lambda_init = None: .*0.5",
@@ -142,234 +170,158 @@ def test_none_is_refused_where_the_command_line_cannot_set_it(make_folder):
 
 
 @pytest.mark.parametrize(
-  "code, message",
+  "factors, message",
   [
-    (
-      "{'model.lamda_init': [0.2]}",
+    pytest.param(
+      {"model.lamda_init": [0.2]},
       "model.lamda_init is not a config field: did you mean model.lambda_init",
+      id="unknown_field",
     ),
-    (
-      "{'model.num_heads': [2, 4], 'model.num_kv_heads': [2, 3]}",
+    pytest.param(
+      {"model.num_heads": [2, 4], "model.num_kv_heads": [2, 3]},
       r"^num_heads=2,num_kv_heads=3/seed_0: config.model.num_kv_heads = 3",
+      id="impossible_combination",
     ),
-    ("{'model.head_norm': ['True']}", "head_norm must be bool; got 'True'"),
-    ("{'model.head_norm': 'True'}", "must have a list of values; got 'True'"),
-    ("{'model.lambda_init': [0.2, 0.2]}", "has the value 0.2 twice"),
-    ("{'model.lambda_init': []}", "has no values"),
-    ("{}", "there are no factors"),
-    ("{'train.seed': [1, 2]}", "train.seed cannot be a factor; set seeds="),
-    ("{'model.window': [1]}, baseline='x'", "there is no row 'x'"),
+    pytest.param(
+      {"model.attention": ["diff", "gated"], "model.lambda_init": [0.5]},
+      "attention=gated,.*/seed_0: .*has no λ_init",
+      id="field_that_a_variant_lacks",
+    ),
+    pytest.param(
+      {"model.head_norm": ["True"]},
+      "head_norm must be bool; got 'True'",
+      id="wrong_type",
+    ),
+    pytest.param(
+      {"model.head_norm": "True"},
+      "must have a list of values; got 'True'",
+      id="no_list",
+    ),
+    pytest.param(
+      {"model.lambda_init": [0.2, 0.2]},
+      "has the value 0.2 twice",
+      id="value_twice",
+    ),
+    pytest.param({"model.lambda_init": []}, "has no values", id="no_values"),
+    pytest.param({}, "there are no factors", id="no_factors"),
+    pytest.param(
+      {"train.seed": [1, 2]},
+      "train.seed cannot be a factor; set seeds=",
+      id="seed",
+    ),
   ],
 )
-def test_mistakes_are_reported_before_training(make_folder, code, message):
+def test_wrong_factors_are_reported_before_training(
+  make_folder, factors, message
+):
+  folder = make_folder(f"Grid.product('tiny', {factors})")
+
   with pytest.raises(UserError, match=message):
-    expand(make_folder(f"Grid.product('tiny', {code})"))
+    expand(folder)
+
+
+def test_an_unknown_baseline_is_an_error():
+  with pytest.raises(UserError, match="there is no row 'x'"):
+    Grid.product("tiny", {"model.window": [1]}, baseline="x")
 
 
 @pytest.mark.parametrize(
-  "flags, message",
+  "flag, message",
   [
-    (["--set=model.lambda_init=1"], "that is a factor of the grid"),
-    (["--steps=3"], "--steps=3: train.steps is a factor of the grid"),
-    (
-      ["--set=eval.interval=0"],
-      "lambda_init=0.2,steps=9/seed_0: config.eval.interval = 0",
+    pytest.param(
+      "--set=model.lambda_init=1", "that is a factor of the grid", id="factor"
     ),
-    (["--set=lambda_init=0.3:eval.rows=4"], "the grid has no variant"),
+    pytest.param(
+      "--steps=3", "--steps=3: train.steps is a factor of the grid", id="steps"
+    ),
+    pytest.param(
+      "--set=eval.interval=0",
+      "lambda_init=0.2,steps=9/seed_0: config.eval.interval = 0",
+      id="impossible_value",
+    ),
+    pytest.param(
+      "--set=lambda_init=0.3:eval.rows=4",
+      "the grid has no variant",
+      id="unknown_row",
+    ),
   ],
 )
-def test_flags_that_do_not_fit_the_factors(run, make_folder, flags, message):
+def test_flags_that_contradict_the_factors_are_refused(
+  run, make_folder, flag, message
+):
   factors = {"model.lambda_init": [0.2], "train.steps": [9]}
   folder = make_folder(f"Grid.product('tiny', {factors})")
-  _, errors = run(folder, *flags, code=1)
-  assert message in errors and len(errors.splitlines()) == 1
+
+  _, errors = run(folder, flag, code=1)
+
+  assert message in errors
+  assert len(errors.splitlines()) == 1
 
 
-def test_settings_of_one_row(run, make_folder):
-  code = (
-    "Grid.product('tiny', {'data.length': [64, 128],"
-    " 'model.max_length': [256]})"
-  )
-  folder = make_folder(code)
+def test_a_setting_can_be_for_one_row(run, make_folder):
+  factors = {"data.length": [64, 128], "model.max_length": [256]}
+  folder = make_folder(f"Grid.product('tiny', {factors})")
   row = "length=64,max_length=256"
+
   out, _ = run(folder, "--print", f"--set={row}:eval.rows=4")
-  lines = out.splitlines()
-  assert ["--config.eval.rows=4" in line for line in lines] == [True, False]
+
+  first_command, second_command = out.splitlines()
+  assert "--config.eval.rows=4" in first_command
+  assert "--config.eval.rows=4" not in second_command
 
 
-def test_settings_of_a_row_with_a_dotted_name():
+@pytest.mark.parametrize(
+  "setting, field, value",
+  [
+    pytest.param(
+      "model.a=2,data.a=x:eval.rows=4",
+      "model.a=2,data.a=x:eval.rows",
+      "4",
+      id="one_row",
+    ),
+    pytest.param("data.source=text:x", "data.source", "text:x", id="all_rows"),
+  ],
+)
+def test_a_row_with_a_dotted_name_is_recognised_in_a_setting(
+  setting, field, value
+):
   """Its name begins like a setting of all rows."""
-  row = "model.a=2,data.a=x"
   with in_process.own_flags():
     from experiments.run import split_setting
-  one_row = split_setting(f"{row}:eval.rows=4", [row])
-  assert one_row == (f"{row}:eval.rows", "4")
-  all_rows = split_setting("data.source=text:x", [row])
-  assert all_rows == ("data.source", "text:x")
+
+  assert split_setting(setting, ["model.a=2,data.a=x"]) == (field, value)
 
 
-def test_a_baseline_of_each_combination():
+def test_the_baseline_can_differ_in_the_first_factor_alone():
   made = Grid.product("tiny", FACTORS, baseline="lambda_init=0.2,*")
+
   assert made.baseline == "lambda_init=0.2,*"
-  first = Grid.product("tiny", FACTORS).baseline
-  assert first == "lambda_init=0.8,head_norm=True"
 
 
-def results_of(factors, number_of, seeds=(0, 1)):
-  """Results of all runs of a product: number_of(fields, seed), which may be None."""
-  made = Grid.product("tiny", factors, seeds=seeds)
-  runs = []
-  for seed in seeds:
-    for variant, fields in made.crossed.rows().items():
-      run = {
-        "name": f"{variant}/seed_{seed}",
-        "variant": variant,
-        "seed": seed,
-        "factors": fields,
-        "parameters": 1000,
-        "results": {"validation/loss": number_of(fields, seed)},
-      }
-      runs.append(run)
-  stored = {"grid": "cpu", "baseline": made.baseline, "runs": runs}
-  return made, stored
+def test_the_baseline_is_the_first_row_by_default():
+  made = Grid.product("tiny", FACTORS)
+
+  assert made.baseline == "lambda_init=0.8,head_norm=True"
 
 
-def loss(fields, seed):
-  return fields["model.lambda_init"] + fields["model.head_norm"] + 0.1 * seed
-
-
-def drawn(factors, stored):
-  figure = product_plot.plot(
-    stored, tuple(factors), "validation/loss", "the loss"
-  )
-  (axes,) = figure.axes
-  means, dots = [], []
-  for line in axes.lines:
-    if len(line.get_xdata()) == 0:
-      continue
-    is_dots = line.get_linestyle() == "None"
-    (dots if is_dots else means).append(
-      list(zip(line.get_xdata(), line.get_ydata(), strict=True))
-    )
-  return axes, means, dots
-
-
-def test_the_plot_has_a_dot_per_run_and_lines_through_means():
-  _, stored = results_of(FACTORS, loss)
-  axes, means, dots = drawn(FACTORS, stored)
-  np.testing.assert_allclose(
-    means,
-    [
-      [(0.2, 1.25), (0.5, 1.55), (0.8, 1.85)],
-      [(0.2, 0.25), (0.5, 0.55), (0.8, 0.85)],
-    ],
-  )
-  points = sorted(point for line in dots for point in line)
-  wanted = sorted(
-    (
-      run["factors"]["model.lambda_init"],
-      run["results"]["validation/loss"],
-    )
-    for run in stored["runs"]
-  )
-  np.testing.assert_allclose(points, wanted)
-  labels = [text.get_text() for text in axes.get_legend().get_texts()]
-  assert labels == ["head_norm = True", "head_norm = False"]
-  assert axes.get_xlabel() == "model.lambda_init"
-  assert axes.get_ylabel() == "the loss" and not axes.get_title()
-
-
-def test_the_plot_leaves_out_runs_without_a_number():
-  """They count in its title; a mean is that of the other runs."""
-
-  def number_of(fields, seed):
-    if fields["model.lambda_init"] == 0.5 and seed == 1:
-      return None if fields["model.head_norm"] else float("nan")
-    return loss(fields, seed)
-
-  _, stored = results_of(FACTORS, number_of)
-  axes, means, dots = drawn(FACTORS, stored)
-  np.testing.assert_allclose(means[0], [(0.2, 1.25), (0.5, 1.5), (0.8, 1.85)])
-  assert sum(map(len, dots)) == 10
-  assert axes.get_title() == "2 of 12 runs failed or have no number"
-
-
-def test_categories_are_evenly_spaced():
-  factors = {
-    "model.head_norm": [True, False],
-    "model.lambda_init": [0.2],
-    "data.source": ["$a$", "_b"],
-  }
-  _, stored = results_of(factors, loss)
-  axes, means, _ = drawn(factors, stored)
-  np.testing.assert_allclose(means, [[(0, 1.25), (1, 0.25)]] * 2)
-  assert [text.get_text() for text in axes.get_xticklabels()] == [
-    "True",
-    "False",
-  ]
-  labels = [text.get_text().strip() for text in axes.get_legend().get_texts()]
-  assert labels == [
-    r"lambda_init = 0.2, source = \$a\$",
-    "lambda_init = 0.2, source = _b",
-  ]
-
-
-def test_lines_of_three_factors_can_be_told_apart():
-  factors = {**FACTORS, "model.num_layers": [2, 4, 8]}
-  _, stored = results_of(factors, loss)
-  axes, _, _ = drawn(factors, stored)
-  legend_lines = axes.get_legend().get_lines()
-  looks = {(line.get_color(), line.get_linestyle()) for line in legend_lines}
-  assert len(looks) == 6 and len({color for color, _ in looks}) == 2
-
-
-def test_learning_rates_stand_on_a_logarithmic_axis():
-  rates = {"optimizer.learning_rate": [1e-2, 1e-4, 1e-3]}
-  _, stored = results_of(rates, lambda fields, seed: 1.0)
-  axes, _, _ = drawn(rates, stored)
-  assert axes.get_xscale() == "log"
-  assert axes.get_legend().get_texts()[0].get_text() == "mean over seeds"
-  _, stored = results_of(FACTORS, loss)
-  assert drawn(FACTORS, stored)[0].get_xscale() == "linear"
-
-
-def test_a_product_without_a_plot_is_drawn(tmp_path):
-  made, stored = results_of(FACTORS, loss)
-  experiment = Experiment("?", {"cpu": made}, {"loss": "validation/loss"})
-  assert draw.draw(experiment, stored, tmp_path) == [
-    "table.md",
-    "plot.png",
-    "plot.svg",
-  ]
-  plain = Grid(made.variants, made.baseline, made.seeds)
-  experiment = Experiment("?", {"cpu": plain}, {"loss": "validation/loss"})
-  assert draw.draw(experiment, stored, tmp_path) == ["table.md"]
-
-
-def test_variants_of_a_config_are_a_factor(make_folder):
-  """They have equal sizes, which values of model.attention do not."""
+def test_the_variants_of_a_config_are_a_factor(make_folder):
+  """They have equal sizes, unlike the values of model.attention."""
   folder = make_folder(
     "Grid.product('tiny', {'variant': ['diff', 'transformer'],"
     " 'model.rope': [True, False]})"
   )
+
   runs = {run.variant: run for run in expand(folder)}
-  plain = runs["variant=transformer,rope=False"]
-  assert plain.base == "tiny:transformer"
-  assert plain.config.model.attention == "softmax"
-  assert plain.config.model.num_heads == 4
-  assert plain.fields["model.rope"] is False
-  assert "variant" not in plain.fields
-  assert dict(plain.factors) == {"variant": "transformer", "model.rope": False}
+
+  run = runs["variant=transformer,rope=False"]
+  assert run.base == "tiny:transformer"
+  assert run.config.model.attention == "softmax"
+  assert run.config.model.num_heads == 4
+  assert run.fields["model.rope"] is False
+  assert "variant" not in run.fields
+  assert run.factors == {"variant": "transformer", "model.rope": False}
+
+
+def test_a_base_with_a_variant_cannot_have_the_factor_variant():
   with pytest.raises(UserError, match="leave one of them out"):
     Grid.product("tiny:diff", {"variant": ["diff"]})
-
-
-def test_what_a_variant_lacks_is_reported_before_training(make_folder):
-  folder = make_folder(
-    "Grid.product('tiny', {'model.attention': ['diff', 'gated'],"
-    " 'model.lambda_init': [0.5]})"
-  )
-  with pytest.raises(
-    UserError, match="attention=gated,.*/seed_0: .*has no λ_init"
-  ):
-    expand(folder)

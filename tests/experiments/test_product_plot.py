@@ -1,0 +1,201 @@
+"""The default figure of `Grid.product`."""
+
+import math
+
+import chex
+import numpy as np
+import pytest
+
+from experiments import draw, product_plot
+from experiments.grid import Experiment, Grid
+from tests.harness.tolerances import FLOAT64
+
+LOSS = "validation/loss"
+FACTORS = {
+  "model.lambda_init": [0.8, 0.2, 0.5],
+  "model.head_norm": [True, False],
+}
+
+
+def make_results(factors, loss_of):
+  """Returns results of two seeds: loss_of(values of the factors, seed)."""
+  made = Grid.product("tiny", factors, seeds=(0, 1))
+  runs = []
+  for seed in made.seeds:
+    for variant, values in made.crossed.rows().items():
+      run = {
+        "name": f"{variant}/seed_{seed}",
+        "variant": variant,
+        "seed": seed,
+        "factors": values,
+        "parameters": 1000,
+        "results": {LOSS: loss_of(values, seed)},
+      }
+      runs.append(run)
+  return {"grid": "cpu", "baseline": made.baseline, "runs": runs}
+
+
+def sum_of_factors(values, seed):
+  """Returns λ_init + 1 with the head norm + 0.1 with the second seed."""
+  return values["model.lambda_init"] + values["model.head_norm"] + 0.1 * seed
+
+
+def constant(values, seed):
+  return 1.0
+
+
+def draw_axes(factors, results):
+  """Returns the axes of the figure."""
+  figure = product_plot.plot(results, tuple(factors), LOSS, "the loss")
+  (axes,) = figure.axes
+  return axes
+
+
+def points_of_lines(axes):
+  """Returns the points [lines, x, 2] of the lines through the means."""
+  points = []
+  for line in axes.lines:
+    if line.get_linestyle() != "None" and len(line.get_xdata()):
+      points.append(line.get_xydata())
+  return np.array(points)
+
+
+def points_of_dots(axes):
+  """Returns the points [runs, 2] of single runs, in order."""
+  points = []
+  for line in axes.lines:
+    if line.get_linestyle() == "None":
+      points += line.get_xydata().tolist()
+  return np.array(sorted(points))
+
+
+def legend_texts(axes):
+  return [text.get_text() for text in axes.get_legend().get_texts()]
+
+
+def test_lines_connect_the_means_over_seeds():
+  axes = draw_axes(FACTORS, make_results(FACTORS, sum_of_factors))
+
+  with_norm = [(0.2, 1.25), (0.5, 1.55), (0.8, 1.85)]
+  without_norm = [(0.2, 0.25), (0.5, 0.55), (0.8, 0.85)]
+  expected = np.array([with_norm, without_norm])
+  chex.assert_trees_all_close(points_of_lines(axes), expected, **FLOAT64)
+
+
+def test_every_run_has_a_dot():
+  results = make_results(FACTORS, sum_of_factors)
+
+  axes = draw_axes(FACTORS, results)
+
+  expected = []
+  for run in results["runs"]:
+    lambda_init = run["factors"]["model.lambda_init"]
+    expected.append((lambda_init, run["results"][LOSS]))
+  chex.assert_trees_all_close(
+    points_of_dots(axes), np.array(sorted(expected)), **FLOAT64
+  )
+
+
+def test_axes_and_lines_are_named():
+  axes = draw_axes(FACTORS, make_results(FACTORS, sum_of_factors))
+
+  assert legend_texts(axes) == ["head_norm = True", "head_norm = False"]
+  assert axes.get_xlabel() == "model.lambda_init"
+  assert axes.get_ylabel() == "the loss"
+  assert not axes.get_title()
+
+
+def test_runs_without_a_number_are_left_out_and_counted():
+  def loss_of(values, seed):
+    if values["model.lambda_init"] == 0.5 and seed == 1:
+      return None if values["model.head_norm"] else math.nan
+    return sum_of_factors(values, seed)
+
+  axes = draw_axes(FACTORS, make_results(FACTORS, loss_of))
+
+  with_norm = np.array([(0.2, 1.25), (0.5, 1.5), (0.8, 1.85)])
+  chex.assert_trees_all_close(points_of_lines(axes)[0], with_norm, **FLOAT64)
+  assert len(points_of_dots(axes)) == 10
+  assert axes.get_title() == "2 of 12 runs failed or have no number"
+
+
+def test_categories_are_evenly_spaced():
+  factors = {"model.head_norm": [True, False], "model.lambda_init": [0.2]}
+
+  axes = draw_axes(factors, make_results(factors, sum_of_factors))
+
+  expected = np.array([[(0, 1.25), (1, 0.25)]])
+  chex.assert_trees_all_close(points_of_lines(axes), expected, **FLOAT64)
+  ticks = [text.get_text() for text in axes.get_xticklabels()]
+  assert ticks == ["True", "False"]
+
+
+def test_special_characters_are_shown_in_the_legend():
+  factors = {
+    "model.head_norm": [True],
+    "model.lambda_init": [0.2],
+    "data.source": ["$a$", "_b"],
+  }
+
+  axes = draw_axes(factors, make_results(factors, constant))
+
+  assert [text.strip() for text in legend_texts(axes)] == [
+    r"lambda_init = 0.2, source = \$a\$",
+    "lambda_init = 0.2, source = _b",
+  ]
+
+
+def test_lines_of_three_factors_have_different_looks():
+  factors = {**FACTORS, "model.num_layers": [2, 4, 8]}
+
+  axes = draw_axes(factors, make_results(factors, constant))
+
+  lines = axes.get_legend().get_lines()
+  looks = {(line.get_color(), line.get_linestyle()) for line in lines}
+  assert len(looks) == 6
+  assert len({color for color, _ in looks}) == 2
+
+
+@pytest.mark.parametrize(
+  "field, values, scale",
+  [
+    pytest.param(
+      "optimizer.learning_rate", [1e-2, 1e-4, 1e-3], "log", id="learning_rates"
+    ),
+    pytest.param("model.lambda_init", [0.8, 0.2, 0.5], "linear", id="lambdas"),
+  ],
+)
+def test_values_of_different_magnitudes_have_a_logarithmic_axis(
+  field, values, scale
+):
+  axes = draw_axes({field: values}, make_results({field: values}, constant))
+
+  assert axes.get_xscale() == scale
+
+
+def test_the_line_of_a_single_factor_is_named():
+  rates = {"optimizer.learning_rate": [1e-2, 1e-4]}
+
+  axes = draw_axes(rates, make_results(rates, constant))
+
+  assert legend_texts(axes) == ["mean over seeds"]
+
+
+def test_a_product_is_drawn_if_the_experiment_has_no_plot(tmp_path):
+  made = Grid.product("tiny", FACTORS, seeds=(0, 1))
+  experiment = Experiment("?", {"cpu": made}, {"loss": LOSS})
+  results = make_results(FACTORS, sum_of_factors)
+
+  files = draw.draw(experiment, results, tmp_path)
+
+  assert files == ["table.md", "plot.png", "plot.svg"]
+
+
+def test_other_grids_have_no_default_plot(tmp_path):
+  made = Grid.product("tiny", FACTORS, seeds=(0, 1))
+  plain = Grid(made.variants, made.baseline, made.seeds)
+  experiment = Experiment("?", {"cpu": plain}, {"loss": LOSS})
+
+  files = draw.draw(experiment, make_results(FACTORS, constant), tmp_path)
+
+  assert files == ["table.md"]
