@@ -104,8 +104,9 @@ def test_all_axes_have_labels(figures, folder):
   for axes in figures[folder].axes:
     if not axes.axison:
       continue
-    ticks = [label.get_text() for label in axes.get_yticklabels()]
-    has_words = any(text[:1].isalpha() for text in ticks)
+    has_words = False
+    for tick in axes.get_yticklabels():
+      has_words = has_words or tick.get_text()[:1].isalpha()
     is_shared = len(axes.get_shared_y_axes().get_siblings(axes)) > 1
 
     assert axes.get_xlabel()

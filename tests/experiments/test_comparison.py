@@ -212,7 +212,7 @@ def test_a_small_difference_is_not_significant_among_many_variants():
 
 
 def test_significance_requires_that_the_variants_own_interval_excludes_0():
-  """Dunnett's test pools the variances, and diff's is larger than the others."""
+  """Dunnett's test pools the variances. That of diff is the largest one."""
   losses = {"transformer": 1.0 + NOISE, "diff": 1.05 + 6 * NOISE}
   for number in range(4):
     losses[f"row_{number}"] = 1.0 + NOISE

@@ -1,8 +1,7 @@
-"""Experiments in folders outside the repository, and runs that end with an error."""
+"""Experiments in folders outside the repository, and runs that fail."""
 
 import json
 import os
-import pathlib
 import re
 import subprocess
 import sys
@@ -11,7 +10,7 @@ import pytest
 from absl import flags
 
 from diffjax.config import UserError
-from experiments import folders, grid, imports, launch, results
+from experiments import draw, folders, grid, imports, launch, results
 from tests.harness import own_variants
 from tests.harness.pages import python_blocks
 
@@ -30,261 +29,401 @@ EXPERIMENT = Experiment(
   metrics={"loss": "validation/loss", "AR-Hit": "validation/ar_hit"},
 )
 """
+# The same with an empty figure, which takes little time.
+EXPERIMENT_WITH_EMPTY_FIGURE = """
+from matplotlib.figure import Figure
+
+def plot(results):
+  return Figure((1, 1))
+""" + EXPERIMENT.replace("  question", "  plot=plot,\n  question")
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-  """A folder with only an experiment.py; the current directory is another."""
+  """A folder with an experiment.py, in the current directory."""
   path = tmp_path / "lambda_study"
   path.mkdir()
-  (path / "experiment.py").write_text(EXPERIMENT)
+  (path / "experiment.py").write_text(EXPERIMENT_WITH_EMPTY_FIGURE)
   monkeypatch.chdir(tmp_path)
   monkeypatch.setattr(sys, "path", [*sys.path])
   return path
 
 
+class FakeTraining:
+  """Trainings that take no time.
+
+  Attributes:
+    errors: The errors of runs, by name. A text is the last line of a command
+      that fails.
+    losses: The losses of runs, by name. By default 2 plus the seed.
+    started: The names of the runs that were started, in order.
+    commands: The commands and their environment variables, in order.
+  """
+
+  def __init__(self):
+    self.errors = {}
+    self.losses = {}
+    self.started = []
+    self.commands = []
+    self._finished = {}
+
+  def call(self, launcher, command, env=None, log=None, *, tail=False):
+    """Replaces `Launcher.call`."""
+    self.commands.append((command, env))
+    if "diffjax.train" not in command:
+      return
+    for argument in command:
+      if argument.startswith("--workdir="):
+        workdir = argument.removeprefix("--workdir=")
+    name = "/".join(workdir.split("/")[-2:])
+    self.started.append(name)
+    error = self.errors.get(name)
+    if isinstance(error, str):
+      raise launch.Failed(f"exit code 1: error: {error}", error)
+    if error is not None:
+      raise error
+    loss = self.losses.get(name, 2.0 + int(name[-1]))
+    self._finished[workdir] = {"validation/loss": loss}
+
+  def final_metrics(self, workdir, config, location_fields):
+    """Replaces `training_log.final_metrics`."""
+    return self._finished.get(str(workdir))
+
+
 @pytest.fixture
 def training(run, monkeypatch):
-  """training.errors["lambda_init=0.2,…/seed_0"] = "diverged": a training that takes no time, or fails. `training.begun` lists them."""
+  """Replaces trainings by ones that take no time."""
+  fake = FakeTraining()
 
-  class Training:
-    def __init__(self):
-      self.errors = {}
-      self.losses = {}
-      self.begun = []
-      self.commands = []
-      self._finished = {}
+  # A function, so that it becomes a method of the launcher.
+  def call(launcher, *args, **kwargs):
+    return fake.call(launcher, *args, **kwargs)
 
-    def call(self, launcher, command, env=None, log=None, *, tail=False):
-      self.commands.append((command, env))
-      if "diffjax.train" not in command:
-        return
-      (workdir,) = [
-        argument.removeprefix("--workdir=")
-        for argument in command
-        if argument.startswith("--workdir=")
-      ]
-      name = "/".join(workdir.split("/")[-2:])
-      self.begun.append(name)
-      error = self.errors.get(name)
-      if isinstance(error, str):
-        raise launch.Failed(f"exit code 1: error: {error}", error)
-      if error is not None:
-        raise error
-      loss = self.losses.get(name, 2.0 + int(name[-1]))
-      self._finished[workdir] = {"validation/loss": loss}
-
-    def trained(self, workdir, config, places):
-      return self._finished.get(str(workdir))
-
-  fake = Training()
-  monkeypatch.setattr(
-    launch.Launcher, "call", lambda *args, **kwargs: fake.call(*args, **kwargs)
-  )
-  monkeypatch.setattr(results, "trained", fake.trained)
+  monkeypatch.setattr(launch.Launcher, "call", call)
+  monkeypatch.setattr(results, "trained", fake.final_metrics)
   return fake
 
 
-def entries(folder):
+def read_entries(folder):
+  """Returns the runs of a folder's results.json, by name."""
   stored = json.loads((folder / "results.json").read_text())
   return {run["name"]: run for run in stored["runs"]}
 
 
 def test_one_file_makes_runs_a_table_and_a_plot(run, training, folder):
+  (folder / "experiment.py").write_text(EXPERIMENT)
+
   out, errors = run("lambda_study")
-  assert len(training.begun) == 12
+
+  assert len(training.started) == 12
   assert f"{folder}: results.json, table.md, plot.png, plot.svg" in out
-  assert "(12 of 12 runs)" in out and f"results in {folder}" in errors
-  stored = entries(folder)
-  assert stored["lambda_init=0.8,head_norm=False/seed_1"]["factors"] == {
+  assert "(12 of 12 runs)" in out
+  assert f"results in {folder}" in errors
+  table = (folder / "table.md").read_text()
+  assert "| lambda_init=0.2,head_norm=True | 0.838 M | 2 | 2.5000 ±" in table
+
+
+def test_results_have_the_values_of_the_factors(run, training, folder):
+  name = "lambda_init=0.8,head_norm=False/seed_1"
+
+  run("lambda_study", f"--only={name}")
+
+  assert read_entries(folder)[name]["factors"] == {
     "model.lambda_init": 0.8,
     "model.head_norm": False,
   }
-  table = (folder / "table.md").read_text()
-  assert "| lambda_init=0.2,head_norm=True | 0.838 M | 2 | 2.5000 ±" in table
-  _, errors = run(str(folder))
-  assert "0 of 12 runs to do" in errors
 
 
-def test_a_trial_leaves_the_folder_to_the_whole_grid(run, training, folder):
-  out, errors = run("lambda_study", "--steps=20")
-  assert "(12 of 12 runs)" in out
-  for name in ("results.json", "table.md", "plot.png"):
-    assert not (folder / name).exists()
+def test_finished_runs_are_not_repeated(run, training, folder):
   run("lambda_study")
-  assert len(training.begun) == 24
+
+  # The folder's path is another way to name it.
+  _, errors = run(str(folder))
+
+  assert "0 of 12 runs to do" in errors
+  assert len(training.started) == 12
+
+
+def test_a_trial_leaves_the_folder_unchanged(run, training, folder):
+  before = sorted(folder.glob("*.*"))
+
+  out, _ = run("lambda_study", "--steps=20")
+
+  assert "(12 of 12 runs)" in out
+  assert sorted(folder.glob("*.*")) == before
+
+
+def test_the_runs_of_a_trial_are_not_those_of_the_grid(run, training, folder):
+  only = "--only=lambda_init=0.2,head_norm=True/seed_0"
+  run("lambda_study", "--steps=20", only)
+
+  run("lambda_study", only)
+
+  assert len(training.started) == 2
   assert (folder / "results.json").exists()
 
 
-def test_a_run_that_failed_is_reported_and_tried_again(run, training, folder):
-  """The others go on, the means leave it out, and the exit status is 1."""
-  partly, wholly = (
-    "lambda_init=0.2,head_norm=False",
-    "lambda_init=0.5,head_norm=True",
-  )
-  training.errors = {
-    f"{partly}/seed_0": "diverged | at step 3",
-    f"{wholly}/seed_0": "out of memory",
-    f"{wholly}/seed_1": "out of memory",
-  }
+# A row with one failed run, and a row without any finished run.
+PARTLY_FAILED = "lambda_init=0.2,head_norm=False"
+FAILED = "lambda_init=0.5,head_norm=True"
+ERRORS = {
+  f"{PARTLY_FAILED}/seed_0": "diverged | at step 3",
+  f"{FAILED}/seed_0": "out of memory",
+  f"{FAILED}/seed_1": "out of memory",
+}
+
+
+def test_other_runs_go_on_after_a_failure(run, training, folder):
+  training.errors = ERRORS
+
   out, errors = run("lambda_study", code=1)
-  assert len(training.begun) == 12 and "(9 of 12 runs)" in out
+
+  assert len(training.started) == 12
+  assert "(9 of 12 runs)" in out
   assert errors.endswith(
-    f"error: 3 of 12 runs failed: {partly}/seed_0, {wholly}/seed_0,"
-    f" {wholly}/seed_1; the same command tries them again\n"
+    f"error: 3 of 12 runs failed: {', '.join(ERRORS)}; the same command tries"
+    " them again\n"
   )
-  table = (folder / "table.md").read_text()
-  assert f"| {partly} | 0.837 M | 1 of 2 | 3.0000 (1 of 2) | – |" in table
-  assert f"| {wholly} | 0.838 M | 0 of 2 | failed: out of memory | – |" in table
-  assert f"- {partly}/seed_0 failed: diverged | at step 3\n" in table
-  failed = entries(folder)[f"{partly}/seed_0"]
-  assert failed["failed"] == "diverged | at step 3"
-  assert failed["results"]["validation/loss"] is None
 
-  training.begun.clear()
-  training.errors = {f"{wholly}/seed_1": "out of memory"}
-  out, errors = run("lambda_study", f"--only={partly}")
-  assert training.begun == [f"{partly}/seed_0"]
-  assert "(10 of 12 runs)" in out and "; failed:" not in errors
-  assert "failed" not in entries(folder)[f"{partly}/seed_0"]
-  assert "failed" in entries(folder)[f"{wholly}/seed_0"], "not tried again"
 
-  training.begun.clear()
+def test_failed_runs_are_in_the_table(run, training, folder):
+  training.errors = ERRORS
+
   run("lambda_study", code=1)
-  assert training.begun == [f"{wholly}/seed_0", f"{wholly}/seed_1"]
+
+  lines = (folder / "table.md").read_text().splitlines()
+  mean_of_one = "| 0.837 M | 1 of 2 | 3.0000 (1 of 2) | – |"
+  assert f"| {PARTLY_FAILED} {mean_of_one}  |" in lines
+  no_mean = "| 0.838 M | 0 of 2 | failed: out of memory | – |"
+  assert f"| {FAILED} {no_mean}  |" in lines
+  assert f"- {PARTLY_FAILED}/seed_0 failed: diverged | at step 3" in lines
+
+
+def test_failed_runs_have_entries_without_results(run, training, folder):
+  training.errors = ERRORS
+
+  run("lambda_study", code=1)
+
+  entry = read_entries(folder)[f"{PARTLY_FAILED}/seed_0"]
+  assert entry["failed"] == "diverged | at step 3"
+  assert entry["results"]["validation/loss"] is None
+
+
+def test_only_the_chosen_failed_runs_are_tried_again(run, training, folder):
+  training.errors = ERRORS
+  run("lambda_study", code=1)
   training.errors = {}
+  training.started.clear()
+
+  out, errors = run("lambda_study", f"--only={PARTLY_FAILED}")
+
+  assert training.started == [f"{PARTLY_FAILED}/seed_0"]
+  assert "(10 of 12 runs)" in out
+  assert "; failed:" not in errors
+  entries = read_entries(folder)
+  assert "failed" not in entries[f"{PARTLY_FAILED}/seed_0"]
+  assert "failed" in entries[f"{FAILED}/seed_0"]
+
+
+def test_runs_that_fail_again_stay_failed(run, training, folder):
+  training.errors = ERRORS
+  run("lambda_study", code=1)
+  training.errors = {f"{FAILED}/seed_1": "out of memory"}
+  training.started.clear()
+
+  run("lambda_study", code=1)
+
+  assert training.started == list(ERRORS)
+  failed = []
+  for name, entry in read_entries(folder).items():
+    if "failed" in entry:
+      failed.append(name)
+  assert failed == [f"{FAILED}/seed_1"]
+
+
+def test_failures_are_forgotten_after_success(run, training, folder):
+  training.errors = ERRORS
+  run("lambda_study", code=1)
+  training.errors = {}
+
   run("lambda_study")
+
   assert not list(folder.parent.rglob("failed.json"))
-  assert not any("failed" in entry for entry in entries(folder).values())
+  assert "failed" not in (folder / "results.json").read_text()
   assert "failed" not in (folder / "table.md").read_text()
 
 
-def test_a_slice_with_a_run_that_failed(run, training, folder):
-  """Its exit status is 1, too, and the command that collects tries again."""
+def test_a_slice_reports_its_failed_runs(run, training, folder):
   name = "lambda_init=0.2,head_norm=True/seed_0"
   training.errors = {name: "diverged"}
+
   _, errors = run("lambda_study", "--slice=0/6", code=1)
-  assert (
-    "this slice is done" in errors and f"1 of 2 runs failed: {name}" in errors
-  )
+
+  assert "this slice is done" in errors
+  assert f"1 of 2 runs failed: {name}" in errors
+
+
+def test_collecting_tries_the_failed_runs_of_a_slice_again(
+  run, training, folder
+):
+  name = "lambda_init=0.2,head_norm=True/seed_0"
+  training.errors = {name: "diverged"}
+  run("lambda_study", "--slice=0/6", code=1)
   training.errors = {}
+
   out, _ = run("lambda_study")
-  assert "(12 of 12 runs)" in out and training.begun.count(name) == 2
+
+  assert "(12 of 12 runs)" in out
+  assert training.started.count(name) == 2
 
 
-def test_a_changed_config_may_be_the_remedy(run, training, folder):
-  """What failed with another config is neither reported nor refused."""
-  failed, other = [
-    f"lambda_init=0.2,head_norm=True/seed_{seed}" for seed in range(2)
-  ]
+def test_failures_of_another_config_are_ignored(run, training, folder):
+  """The changed setting may be the fix."""
+  failed = "lambda_init=0.2,head_norm=True/seed_0"
+  finished = "lambda_init=0.2,head_norm=True/seed_1"
   training.errors = {failed: "diverged"}
   run("lambda_study", f"--only={failed}", code=1)
-  flags = [
+  changed = [
     f"--workdir={folder.parent}/runs/experiments",
     f"--out={folder}",
     "--set=optimizer.learning_rate=1e-5",
   ]
-  out, _ = run("lambda_study", f"--only={other}", *flags)
-  assert "(1 of 12 runs)" in out and [*entries(folder)] == [other]
-  training.errors = {}
-  out, _ = run("lambda_study", f"--only={failed}", *flags)
-  assert [*entries(folder)] == [failed, other]
+
+  out, _ = run("lambda_study", f"--only={finished}", *changed)
+
+  assert "(1 of 12 runs)" in out
+  assert list(read_entries(folder)) == [finished]
 
 
-def test_an_interrupt_stops_everything(run, training, folder):
+def test_an_interrupt_stops_all_runs(run, training, folder):
   training.errors = {
     "lambda_init=0.2,head_norm=False/seed_0": KeyboardInterrupt()
   }
+
   _, errors = run("lambda_study", code=130)
-  assert len(training.begun) == 2 and "error: interrupted" in errors
+
+  assert len(training.started) == 2
+  assert "error: interrupted" in errors
   assert not (folder / "results.json").exists()
 
 
-def test_a_loss_that_is_no_number_is_in_the_table(run, training, folder):
-  names = [f"lambda_init=0.2,head_norm=True/seed_{seed}" for seed in range(2)]
-  training.losses = {names[0]: None}
-  run("lambda_study")
+def test_a_run_without_a_loss_has_finished(run, training, folder):
+  name = "lambda_init=0.2,head_norm=True/seed_0"
+  training.losses = {name: None}
+
+  run("lambda_study", "--only=lambda_init=0.2,head_norm=True")
+
+  assert "failed" not in read_entries(folder)[name]
   table = (folder / "table.md").read_text()
-  assert (
-    "| lambda_init=0.2,head_norm=True | 0.838 M | 2 | 3.0000 (1 of 2) | –"
-    in table
-  )
-  assert names[0] in entries(folder)
+  row = "| lambda_init=0.2,head_norm=True | 0.838 M | 2 | 3.0000 (1 of 2) | –"
+  assert row in table
 
 
-def test_an_experiments_own_plot_gets_no_row_of_which_a_run_failed(
-  run, training, folder
-):
-  own_plot = (
+@pytest.fixture
+def folder_with_plot(folder):
+  """A folder with a plot that writes its rows into the file `drawn`."""
+  plot = (
     "import pathlib\n"
     "from matplotlib.figure import Figure\n"
     "def plot(results):\n"
     "  names = sorted({run['variant'] for run in results['runs']})\n"
     f"  pathlib.Path({str(folder)!r}, 'drawn').write_text(' '.join(names))\n"
-    "  return Figure()\n"
+    "  return Figure((1, 1))\n"
   )
-  (folder / "experiment.py").write_text(
-    own_plot + EXPERIMENT.replace("  question", "  plot=plot,\n  question")
-  )
+  experiment = EXPERIMENT.replace("  question", "  plot=plot,\n  question")
+  (folder / "experiment.py").write_text(plot + experiment)
+  return folder
+
+
+def test_a_plot_gets_no_rows_with_a_failed_run(run, training, folder_with_plot):
   training.errors = {"lambda_init=0.2,head_norm=True/seed_1": "diverged"}
+
   run("lambda_study", "--only=lambda_init=0.2*", code=1)
-  assert (folder / "drawn").read_text() == "lambda_init=0.2,head_norm=False"
-  training.errors = {
-    f"lambda_init=0.5,head_norm=True/seed_{seed}": "diverged"
-    for seed in range(2)
-  }
-  (folder / "drawn").unlink()
-  only = "--only=lambda_init=0.5,head_norm=True"
-  run(
-    "lambda_study", only, f"--out={folder}/out", f"--workdir={folder}", code=1
-  )
-  assert not (folder / "drawn").exists(), "no row is left to draw"
-  assert "failed: diverged" in (folder / "out/table.md").read_text()
+
+  drawn = (folder_with_plot / "drawn").read_text()
+  assert drawn == "lambda_init=0.2,head_norm=False"
 
 
-def test_folders_of_the_same_name_have_their_own_runs(run, tmp_path):
-  workdirs = []
+def test_there_is_no_plot_if_all_rows_have_a_failed_run(
+  run, training, folder_with_plot
+):
+  training.errors = {f"{FAILED}/seed_0": "diverged"}
+
+  run("lambda_study", f"--only={FAILED}/seed_0", code=1)
+
+  assert not (folder_with_plot / "drawn").exists()
+  assert "failed: diverged" in (folder_with_plot / "table.md").read_text()
+
+
+def test_folders_of_the_same_name_have_different_workdirs(run, tmp_path):
+  names = []
   for parent in ("a", "b"):
     path = tmp_path / parent / "study"
     path.mkdir(parents=True)
     (path / "experiment.py").write_text(EXPERIMENT)
     out, _ = run(str(path), "--print", "--workdir=/runs")
-    workdirs.append(re.search(r"--workdir=/runs/(\S+)/cpu/", out)[1])
-  assert workdirs[0] != workdirs[1]
-  assert all(re.fullmatch(r"study_[0-9a-f]{8}", name) for name in workdirs)
+    names.append(re.search(r"--workdir=/runs/(\S+)/cpu/", out)[1])
+
+  first, second = names
+  assert first != second
+  for name in names:
+    assert re.fullmatch(r"study_[0-9a-f]{8}", name)
 
 
-def test_a_folder_of_the_repository_is_called_by_its_name():
-  assert grid.resolve(str(grid.FOLDER / "ablations")) == "ablations"
-  assert grid.resolve("ablations") == "ablations"
+@pytest.mark.parametrize(
+  "argument",
+  [
+    pytest.param("ablations", id="name"),
+    pytest.param(str(grid.FOLDER / "ablations"), id="path"),
+  ],
+)
+def test_a_folder_of_the_repository_has_a_name(argument):
+  assert grid.resolve(argument) == "ablations"
 
 
 @pytest.mark.parametrize(
   "content, message",
   [
-    (None, "has no experiment.py"),
-    ("x = 1\n", "experiment.py does not define EXPERIMENT"),
-    ("x = 1\ny = x.z\n", r"experiment.py:2: AttributeError: 'int' object"),
-    ("def f(:\n", r"experiment.py:1: SyntaxError: "),
-    ("import missing_module\n", "experiment.py:1: ModuleNotFoundError: No"),
+    pytest.param(None, "has no experiment.py", id="no_file"),
+    pytest.param(
+      "x = 1\n",
+      "experiment.py does not define EXPERIMENT",
+      id="no_experiment",
+    ),
+    pytest.param(
+      "x = 1\ny = x.z\n",
+      r"experiment.py:2: AttributeError: 'int' object",
+      id="attribute_error",
+    ),
+    pytest.param(
+      "def f(:\n", r"experiment.py:1: SyntaxError: ", id="syntax_error"
+    ),
+    pytest.param(
+      "import missing_module\n",
+      "experiment.py:1: ModuleNotFoundError: No",
+      id="missing_module",
+    ),
   ],
 )
-def test_mistakes_in_a_folder_are_one_line(run, tmp_path, content, message):
+def test_errors_in_a_folder_are_one_line(run, tmp_path, content, message):
   if content is not None:
     (tmp_path / "experiment.py").write_text(content)
+
   _, errors = run(str(tmp_path), code=1)
-  assert re.search(message, errors) and len(errors.splitlines()) == 1
+
+  assert re.search(message, errors)
+  assert len(errors.splitlines()) == 1
 
 
-def test_an_unknown_name_is_answered_with_the_path_of_a_folder():
+def test_the_error_of_an_unknown_name_mentions_paths():
   with pytest.raises(
     UserError, match="the path of a folder with an experiment"
   ):
     grid.load("nothing")
 
 
-def test_a_folder_with_a_config_and_modules_of_its_own(run, folder):
-  """Both files import a sibling. `measure` runs in a process of its own."""
+def test_a_folder_may_have_a_config_and_modules(run, folder):
+  """Both files import a module of the folder, also in `measure`'s process."""
   (folder / "lambda_study_task.py").write_text("LAYERS = 3\n")
   (folder / "config.py").write_text(
     "import lambda_study_task\n"
@@ -300,150 +439,218 @@ def test_a_folder_with_a_config_and_modules_of_its_own(run, folder):
     "def measure(workdir, config):\n"
     "  layers = config.model.num_layers\n"
     "  return {'layers': layers, 'same': layers == lambda_study_task.LAYERS}\n"
-    "EXPERIMENT = Experiment('?', {'cpu': Grid(('diff', 'diff_v2'), 'diff')},\n"
+    "EXPERIMENT = Experiment('?', {'cpu': Grid(('diff_v2',), 'diff_v2')},\n"
     "  {'layers': 'layers'}, trains=False, measure=measure)\n"
   )
-  out, _ = run("lambda_study")
-  assert "| diff_v2 | " in out
-  for entry in entries(folder).values():
-    assert entry["results"] == {"layers": 3, "same": True}
-  printed = grid.expand(str(folder), grid.load(str(folder)).grids["cpu"], {})
-  assert printed[1].base == f"{folder}/config.py:diff_v2"
+
+  run("lambda_study")
+
+  entry = read_entries(folder)["diff_v2/seed_0"]
+  assert entry["results"] == {"layers": 3, "same": True}
+  experiment = grid.load(str(folder))
+  (expanded,) = grid.expand(str(folder), experiment.grids["cpu"], {})
+  assert expanded.base == f"{folder}/config.py:diff_v2"
 
 
 def test_commands_find_the_modules_of_the_folder(monkeypatch, tmp_path):
-  """They run in the repository: relative paths would mean others there."""
+  """They run in the repository, so relative paths become absolute."""
   monkeypatch.chdir(tmp_path)
   monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["repo", "/absolute"]))
-  found = folders.environment("/me/study", ["my_module"])
-  assert found["PYTHONPATH"].split(os.pathsep) == [
+
+  environment = folders.environment("/me/study", ["my_module"])
+
+  assert environment["PYTHONPATH"].split(os.pathsep) == [
     "/me/study",
     str(tmp_path),
     str(tmp_path / "repo"),
     "/absolute",
   ]
-  monkeypatch.delenv("PYTHONPATH")
+
+
+def test_commands_of_the_repository_need_no_path(monkeypatch):
+  monkeypatch.delenv("PYTHONPATH", raising=False)
+
   assert folders.environment("ablations", []) == {}
 
 
-def test_drawing_a_folder_again(run, training, folder):
-  from experiments import draw
-
+def test_a_folder_can_be_drawn_again(run, training, folder):
   run("lambda_study")
   before = (folder / "plot.svg").read_bytes()
   (folder / "plot.svg").unlink()
+
   draw.main([str(folder)])
+
   assert (folder / "plot.svg").read_bytes() == before
 
 
-def test_imports_reach_every_command(run, training, folder, monkeypatch):
-  """And this one, before it reads a config."""
+@pytest.fixture
+def folder_with_module(folder, monkeypatch):
+  """A folder whose experiment.py requires that --import was read before it."""
   monkeypatch.syspath_prepend(str(folder))
   (folder / "my_attention_module.py").write_text("LOADED = True\n")
-  experiment = EXPERIMENT.replace(
-    "from experiments",
-    "import sys\nassert sys.modules['my_attention_module'].LOADED\nfrom experiments",
-    1,
-  )
+  check = "import sys\nassert sys.modules['my_attention_module'].LOADED\n"
+  experiment = check + EXPERIMENT_WITH_EMPTY_FIGURE
   (folder / "experiment.py").write_text(experiment)
-  flag = "--import=my_attention_module"
-  run("lambda_study", "--only=*0.2*/seed_0", flag)
+  return folder
+
+
+def test_all_commands_import_the_modules_of_import(
+  run, training, folder_with_module
+):
+  run("lambda_study", "--only=*0.2*/seed_0", "--import=my_attention_module")
+
   assert len(training.commands) > 2
   for command, environment in training.commands:
     assert "--import=my_attention_module" in command
-    assert str(folder) in environment["PYTHONPATH"].split(os.pathsep)
-  out, _ = run("lambda_study", "--print", "--only=*0.2*/seed_0", flag)
+    paths = environment["PYTHONPATH"].split(os.pathsep)
+    assert str(folder_with_module) in paths
+
+
+def test_printed_commands_import_the_modules_of_import(
+  run, training, folder_with_module
+):
+  out, _ = run(
+    "lambda_study",
+    "--print",
+    "--only=*0.2*/seed_0",
+    "--import=my_attention_module",
+  )
+
   assert out.count("-m diffjax.train --import=my_attention_module ") == 2
 
 
-def test_modules_of_import_are_read_and_loaded(monkeypatch, tmp_path):
+@pytest.fixture
+def import_flag(monkeypatch):
+  """A parser of --import. Returns a function that parses arguments."""
   values = flags.FlagValues()
   monkeypatch.setattr(flags, "FLAGS", values)
-  assert imports.modules() == [] == imports.arguments()
   flags.DEFINE_multi_string("import", [], "", flag_values=values)
-  values(["command", "--import=a", "--import=b.c"])
+
+  def parse(*arguments):
+    values(["command", *arguments])
+
+  return parse
+
+
+def test_a_command_without_import_passes_no_modules(monkeypatch):
+  monkeypatch.setattr(flags, "FLAGS", flags.FlagValues())
+
+  assert imports.modules() == []
+  assert imports.arguments() == []
+
+
+def test_the_flag_import_is_passed_on(import_flag):
+  import_flag("--import=a", "--import=b.c")
+
   assert imports.arguments() == ["--import=a", "--import=b.c"]
-  assert imports.split(["x", "--import=a", "y"]) == (["a"], ["x", "y"])
-  values(["command", "--import=a,d"])
+
+
+def test_modules_that_register_variants_are_passed_on(import_flag, tmp_path):
+  import_flag("--import=a,d")
+
   with own_variants.registered(tmp_path):
-    assert imports.modules() == [
-      "a",
-      "b.c",
-      "d",
-      *own_variants.MODULES,
-    ]
+    assert imports.modules() == ["a", "d", *own_variants.MODULES]
 
 
-def test_measuring_imports_modules(tmp_path):
+def test_the_flag_import_is_split_from_other_arguments():
+  modules, arguments = imports.split(["x", "--import=a", "y"])
+
+  assert modules == ["a"]
+  assert arguments == ["x", "y"]
+
+
+def test_measuring_imports_the_modules(tmp_path):
   command = [sys.executable, "-m", "experiments.measure", "--import=no_such"]
+
   result = subprocess.run(
     [*command, "ablations", "cpu", str(tmp_path), str(tmp_path)],
     cwd=grid.FOLDER.parent,
     capture_output=True,
     text=True,
   )
+
   assert result.returncode == 1
   assert result.stderr.startswith("error: cannot import 'no_such': ")
 
 
-@pytest.mark.full
-def test_two_real_runs(run, folder, tmp_path):
-  """A product is trained, collected and drawn. One run diverges."""
+def test_the_documented_ablation_runs(run, training, folder):
+  """The last example of docs/variants.md has 2 × 3 settings and two seeds."""
+  *_, ablation = python_blocks(own_variants.PAGE.read_text())
+  (folder / "experiment.py").write_text(ablation)
+
+  out, _ = run("lambda_study")
+
+  assert len(training.started) == 12
+  assert "(12 of 12 runs)" in out
+  table = (folder / "table.md").read_text()
+  for lambda_init in (0.2, 0.5, 0.8):
+    assert f"| lambda_init={lambda_init},head_norm=True |" in table
+    assert f"| lambda_init={lambda_init},head_norm=False |" in table
+  assert (folder / "plot.png").stat().st_size > 5000
+
+
+# Config fields of a small model.
+SMALL_FIELDS = {
+  "model.num_layers": 1,
+  "model.embed_dim": 32,
+  "model.head_dim": 8,
+  "model.ffn_dim": 32,
+  "data.length": 64,
+  "data.mode": "streamed",
+  "data.validation_fraction": 0.3,
+  "eval.rows": 8,
+  "train.batch_size": 4,
+  "train.max_skipped_in_a_row": 2,
+  "optimizer.warmup_steps": 1,
+}
+
+
+@pytest.fixture
+def small_run(run, folder, tmp_path):
+  """small_run(steps, code): trains small models on a text, for real."""
   (tmp_path / "text").mkdir()
   for index in range(30):
     text = f"line {index} of a text\n" * 60
     (tmp_path / "text" / f"{index}.txt").write_text(text)
-  rates = "{'optimizer.learning_rate': [1e-3, 1e9]}"
-  (folder / "experiment.py").write_text(
-    "from experiments.grid import Experiment, Grid\n"
-    "EXPERIMENT = Experiment('?', {'cpu': Grid.product('tiny', "
-    f"{rates})}}, {{'loss': 'validation/loss'}})\n"
-  )
-  fields = {
-    "model.num_layers": 1,
-    "model.embed_dim": 32,
-    "model.head_dim": 8,
-    "model.ffn_dim": 32,
-    "data.source": f"text:{tmp_path}/text/*.txt",
-    "data.validation_fraction": 0.3,
-    "eval.rows": 8,
-    "train.batch_size": 4,
-    "train.max_skipped_in_a_row": 2,
-    "optimizer.warmup_steps": 1,
-  }
+  fields = {**SMALL_FIELDS, "data.source": f"text:{tmp_path}/text/*.txt"}
   settings = [f"--set={field}={value}" for field, value in fields.items()]
-  out, errors = run(
-    "lambda_study",
-    "--steps=6",
-    f"--workdir={tmp_path}/runs",
-    f"--out={folder}",
-    *settings,
-    code=1,
-  )
-  assert "(1 of 2 runs)" in out and "error: 1 of 2 runs failed" in errors
-  good, bad = entries(folder).values()
-  assert good["factors"] == {"optimizer.learning_rate": 0.001}
-  assert good["results"]["validation/loss"] > 0 and good["seconds"] > 0
-  assert bad["failed"].startswith("stopped at step ")
-  assert pathlib.Path(folder, "plot.png").stat().st_size > 5000
 
+  def train(steps, code=0):
+    return run(
+      "lambda_study",
+      f"--steps={steps}",
+      f"--workdir={tmp_path}/runs",
+      f"--out={folder}",
+      *settings,
+      code=code,
+    )
 
-def test_the_documented_ablation(run, training, folder):
-  """docs/variants.md: 2 × 3 settings with two seeds."""
-  *_, ablation = python_blocks(own_variants.PAGE.read_text())
-  (folder / "experiment.py").write_text(ablation)
-  out, _ = run("lambda_study")
-  assert len(training.begun) == 12 and "(12 of 12 runs)" in out
-  table = (folder / "table.md").read_text()
-  for lambda_init in (0.2, 0.5, 0.8):
-    for head_norm in (True, False):
-      assert f"| lambda_init={lambda_init},head_norm={head_norm} |" in table
-  assert (folder / "plot.png").stat().st_size > 5000
+  return train
 
 
 @pytest.mark.full
-def test_variants_of_equal_size_train(run, folder, tmp_path, monkeypatch):
-  """The factor "variant" with one of a user's own, which experiment.py imports."""
+def test_a_training_that_diverges_is_reported(small_run, folder):
+  (folder / "experiment.py").write_text(
+    "from experiments.grid import Experiment, Grid\n"
+    "EXPERIMENT = Experiment('?', {'cpu': Grid.product('tiny', "
+    "{'optimizer.learning_rate': [1e9]})}, {'loss': 'validation/loss'})\n"
+  )
+
+  out, errors = small_run(steps=6, code=1)
+
+  assert "(0 of 1 runs)" in out
+  assert "error: 1 of 1 runs failed" in errors
+  (entry,) = read_entries(folder).values()
+  assert entry["factors"] == {"optimizer.learning_rate": 1e9}
+  assert entry["failed"].startswith("stopped at step ")
+
+
+@pytest.mark.full
+def test_a_product_is_trained_collected_and_drawn(small_run, folder):
+  """experiment.py imports the module that registers a variant of the user.
+
+  The factor "variant" gives both models the same size.
+  """
   own_variants.write_modules(folder)
   (folder / "experiment.py").write_text(
     "import dint\n"
@@ -451,31 +658,18 @@ def test_variants_of_equal_size_train(run, folder, tmp_path, monkeypatch):
     "EXPERIMENT = Experiment('?', {'cpu': Grid.product('tiny', "
     "{'variant': ['diff', 'dint']})}, {'loss': 'validation/loss'})\n"
   )
-  (tmp_path / "text").mkdir()
-  for index in range(20):
-    text = f"document {index}: " + "a few words " * 30
-    (tmp_path / "text" / f"{index}.txt").write_text(text)
-  fields = {
-    "model.num_layers": 1,
-    "data.source": f"text:{tmp_path}/text/*.txt",
-    "data.validation_fraction": 0.3,
-    "data.length": 64,
-    "eval.rows": 8,
-    "train.batch_size": 4,
-  }
-  settings = [f"--set={field}={value}" for field, value in fields.items()]
+
   with own_variants.restore_registry():
-    run(
-      "lambda_study",
-      "--steps=2",
-      f"--workdir={tmp_path}/runs",
-      f"--out={folder}",
-      *settings,
-    )
-  runs = entries(folder)
-  diff = runs["variant=diff/seed_0"]
-  dint = runs["variant=dint/seed_0"]
+    out, _ = small_run(steps=2)
+
+  assert "(2 of 2 runs)" in out
+  entries = read_entries(folder)
+  diff = entries["variant=diff/seed_0"]
+  dint = entries["variant=dint/seed_0"]
   assert diff["parameters"] == dint["parameters"]
-  assert (
-    diff["results"]["validation/loss"] != dint["results"]["validation/loss"]
-  )
+  diff_loss = diff["results"]["validation/loss"]
+  dint_loss = dint["results"]["validation/loss"]
+  assert diff_loss > 0
+  assert dint_loss not in (None, diff_loss)
+  assert diff["seconds"] > 0
+  assert (folder / "plot.png").stat().st_size > 5000

@@ -100,9 +100,9 @@ def test_long_names_are_shortened_and_distinct():
   ],
 )
 def test_factors_keep_their_types(make_folder, field, value):
-  (run,) = expand(
-    make_folder(f"Grid.product('tiny', {{{field!r}: [{value!r}]}})")
-  )
+  factors = {field: [value]}
+
+  (run,) = expand(make_folder(f"Grid.product('tiny', {factors})"))
 
   section, name = field.split(".")
   stored = run.settings()[section][name]
@@ -124,7 +124,7 @@ def test_numbers_of_numpy_become_pythons():
 def test_printed_commands_train_the_runs_of_the_grid(
   run, make_folder, tmp_path, base
 ):
-  """Factors may be model, optimizer and data fields. None is the base's None."""
+  """Factors may be of any section, and None if the base has None."""
   factors = {
     "optimizer.learning_rate": [1e-05, 0.25],
     "data.source": ["True", "text:/x/*.txt"],
