@@ -1,7 +1,8 @@
-"""Commands that print a ratio, a speed or a table of what was tried."""
+"""Commands that print a ratio, a speed or a count of failures."""
 
 import importlib.metadata
 import importlib.util
+import os
 import pathlib
 import platform
 import sys
@@ -10,25 +11,40 @@ from typing import Any
 
 
 def cpu_name() -> str:
-  """The CPU's name, family and model, as Linux tells them: in a virtual machine the name alone may not say which CPU it is."""
+  """Returns the CPU's name, family and model, as Linux reports them.
+
+  In a virtual machine the name alone may not identify the CPU.
+  """
   try:
-    first = (
-      pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0]
-    )
-    fields = {
-      name.strip(): value.strip()
-      for name, _, value in (line.partition(":") for line in first.splitlines())
-    }
-    return f"{fields['model name']} (family {fields['cpu family']}, model {fields['model']})"
-  except (OSError, KeyError):
+    text = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8")
+  except OSError:
+    return platform.processor()
+
+  first_cpu = text.partition("\n\n")[0]
+  fields = {}
+  for line in first_cpu.splitlines():
+    name, _, value = line.partition(":")
+    fields[name.strip()] = value.strip()
+  try:
+    family = f"family {fields['cpu family']}, model {fields['model']}"
+    return f"{fields['model name']} ({family})"
+  except KeyError:
     return platform.processor()
 
 
+def machine() -> str:
+  """Returns the CPU's name and the number of CPUs that may be used."""
+  return f"{cpu_name()}, {len(os.sched_getaffinity(0))} CPUs"
+
+
 def import_tokamax() -> str | None:
-  """Imports tokamax, which asks for a profiler of 30 MB that attention does not need.
+  """Imports tokamax without its profiler.
+
+  tokamax imports a profiler of 30 MB that attention does not need. If it is not
+  installed, an empty module takes its place.
 
   Returns:
-    The reason why it cannot be timed, if so.
+    The reason why tokamax cannot be used. None if it was imported.
   """
   try:
     importlib.metadata.version("tokamax")
@@ -37,11 +53,9 @@ def import_tokamax() -> str | None:
   if importlib.util.find_spec("xprof") is None:
     tools: Any = types.ModuleType("xprof.cli.tools")
     tools.get_kernel_stats_tool = None
-    sys.modules |= {
-      "xprof": types.ModuleType("xprof"),
-      "xprof.cli": types.ModuleType("xprof.cli"),
-      "xprof.cli.tools": tools,
-    }
+    sys.modules["xprof"] = types.ModuleType("xprof")
+    sys.modules["xprof.cli"] = types.ModuleType("xprof.cli")
+    sys.modules["xprof.cli.tools"] = tools
   try:
     import tokamax  # noqa: F401
   except ImportError as error:

@@ -1,78 +1,170 @@
-"""Speed and memory of differential attention's implementations on this machine.
+"""Speed and memory of differential attention's implementations.
 
-    python -m benchmarks.attention            # ratios: implementations, DIFF against its Transformer twin, cost per token by length
-    python -m benchmarks.attention --memory   # peak memory of a process that runs forward + backward at T = 16,384
+    python -m benchmarks.attention
+    python -m benchmarks.attention --only twins
+    python -m benchmarks.attention --memory
 
-Candidates that are compared run in turn, several times each; what is printed are medians. DIFF and its twin have equal projections: the
-twin has twice the heads, each with one map and values half as wide. Times are taken with training's allocator (runtime.keep_freed_memory).
+Prints three tables of times: the implementations, DIFF relative to a
+Transformer, and the time per token by length. The Transformer has equal
+projections: twice the heads, each with one map and values half as wide. Times
+are medians, measured with the memory allocator of training.
+
+`--memory` prints the peak memory of a process that runs forward and backward at
+T = 16,384.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import dataclasses
 import resource
-import statistics
 import subprocess
 import sys
-import time
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks import cpu_name
+from benchmarks import machine
+from benchmarks.timing import median_seconds
 from diffjax.host.runtime import keep_freed_memory
 from diffjax.ops.diff_attention import diff_attention
 
+IMPLEMENTATIONS = ("chunked", "two_call", "reference")
+TABLES = ("implementations", "twins", "curve")
+CURVE_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 
-def step(
-  implementation: str,
-  batch: int,
-  length: int,
-  heads: int,
-  maps: int,
-  width: int,
-  value_width: int,
-  packed: bool = False,
-):
-  """Forward and backward, compiled, and called once: a function of no arguments that waits for the result."""
-  keys = jax.random.split(jax.random.key(0), 4)
-  q, k = (
-    jax.random.normal(key, (batch, length, heads, maps, width))
-    for key in keys[:2]
-  )
-  v = jax.random.normal(keys[2], (batch, length, heads, value_width))
-  d_out = jax.random.normal(keys[3], v.shape)
-  lam = None if maps == 1 else jnp.full((batch, length, heads), 0.5)
-  ids = (
-    jnp.broadcast_to(jnp.arange(length) * 3 // length, (batch, length))
-    if packed
-    else None
-  )
-  attend = lambda *a: diff_attention(
-    *a, q_segment_ids=ids, implementation=implementation
-  )
-  # Two programs, as in training, where the layers' backward pass cannot reuse the forward pass's logits.
-  forward = jax.jit(lambda *a: jax.vjp(attend, *a))
-  backward = jax.jit(lambda pull, d_out: pull(d_out))
 
-  def run():
-    out, pull = forward(q, k, v, lam)
-    jax.block_until_ready((out, backward(pull, d_out)))
+@dataclasses.dataclass(frozen=True)
+class Shape:
+  """The shape of a call of attention, in the letters of parameters.py.
 
-  run()
+  Attributes:
+    is_packed: Whether each row has three documents.
+  """
+
+  B: int
+  T: int
+  H: int
+  G: int
+  D: int
+  V: int
+  is_packed: bool = False
+
+
+MEMORY_SHAPE = Shape(B=1, T=16384, H=8, G=2, D=64, V=128)
+
+
+def make_step(implementation: str, shape: Shape) -> Callable[[], None]:
+  """Returns a function that runs forward and backward once, and waits.
+
+  Args:
+    implementation: A name of an implementation of `diff_attention`.
+    shape: The shape of the random inputs.
+  """
+  q_key, k_key, v_key, d_out_key = jax.random.split(jax.random.key(0), 4)
+  maps_shape = (shape.B, shape.T, shape.H, shape.G, shape.D)
+  values_shape = (shape.B, shape.T, shape.H, shape.V)
+  q = jax.random.normal(q_key, maps_shape)
+  k = jax.random.normal(k_key, maps_shape)
+  v = jax.random.normal(v_key, values_shape)
+  d_out = jax.random.normal(d_out_key, values_shape)
+  lam = None
+  if shape.G > 1:
+    lam = jnp.full((shape.B, shape.T, shape.H), 0.5)
+  segment_ids = None
+  if shape.is_packed:
+    ids_of_row = jnp.arange(shape.T) * 3 // shape.T
+    segment_ids = jnp.broadcast_to(ids_of_row, (shape.B, shape.T))
+
+  def attend(q, k, v, lam):
+    return diff_attention(
+      q,
+      k,
+      v,
+      lam,
+      q_segment_ids=segment_ids,
+      implementation=implementation,
+    )
+
+  # Two programs, as in training, where the layers' backward pass cannot reuse
+  # the logits of the forward pass.
+  @jax.jit
+  def forward(q, k, v, lam):
+    return jax.vjp(attend, q, k, v, lam)
+
+  @jax.jit
+  def backward(pull_back, d_out):
+    return pull_back(d_out)
+
+  def run() -> None:
+    out, pull_back = forward(q, k, v, lam)
+    jax.block_until_ready((out, backward(pull_back, d_out)))
+
   return run
 
 
-def medians(candidates: dict, repetitions: int) -> dict[str, float]:
-  """Seconds of each candidate, taken in turn so that a busy machine slows all alike."""
-  seconds: dict[str, list[float]] = {name: [] for name in candidates}
-  for _ in range(repetitions):
-    for name, run in candidates.items():
-      start = time.perf_counter()
-      run()
-      seconds[name].append(time.perf_counter() - start)
-  return {name: statistics.median(times) for name, times in seconds.items()}
+def print_implementations() -> None:
+  """Prints the time of each implementation relative to `chunked`."""
+  shape = Shape(B=1, T=4096, H=8, G=2, D=64, V=128)
+  candidates = {name: make_step(name, shape) for name in IMPLEMENTATIONS}
+  seconds = median_seconds(candidates, repetitions=3)
+  print("B 1 × T 4096, H 8, D 64, V 128")
+  for name in IMPLEMENTATIONS:
+    milliseconds = seconds[name] * 1e3
+    ratio = seconds[name] / seconds["chunked"]
+    print(f"  {name:10} {milliseconds:8.0f} ms   {ratio:.2f}× chunked")
+
+
+def print_twins() -> None:
+  """Prints the time of DIFF relative to a Transformer of the same width."""
+  for B, T in ((16, 256), (4, 1024)):
+    for is_packed in (False, True):
+      diff = Shape(B, T, H=4, G=2, D=32, V=64, is_packed=is_packed)
+      twin = Shape(B, T, H=8, G=1, D=32, V=32, is_packed=is_packed)
+      candidates = {
+        "diff": make_step("chunked", diff),
+        "twin": make_step("chunked", twin),
+      }
+      seconds = median_seconds(candidates, repetitions=25)
+      packed = ", packed" if is_packed else ""
+      diff_milliseconds = seconds["diff"] * 1e3
+      twin_milliseconds = seconds["twin"] * 1e3
+      ratio = seconds["diff"] / seconds["twin"]
+      print(
+        f"B {B} × T {T}, D 32{packed}: DIFF {diff_milliseconds:.1f} ms,"
+        f" twin {twin_milliseconds:.1f} ms, DIFF/twin {ratio:.2f}"
+      )
+
+
+def print_curve() -> None:
+  """Prints the time per token by length."""
+  print("Cost per token, B 1, H 2, D 64, V 128")
+  for T in CURVE_LENGTHS:
+    step = make_step("chunked", Shape(B=1, T=T, H=2, G=2, D=64, V=128))
+    repetitions = 9 if T < 8192 else 3
+    seconds = median_seconds({"chunked": step}, repetitions)["chunked"]
+    per_token = seconds / T * 1e6
+    per_pair = seconds / T**2 * 1e9
+    print(
+      f"  T {T:6}: {per_token:7.1f} µs a token,"
+      f" {per_pair:5.1f} ns a token and key"
+    )
+
+
+def print_memory() -> None:
+  """Prints the peak memory of another process that runs one step."""
+  child = subprocess.run(
+    [sys.executable, "-m", "benchmarks.attention", "--child"],
+    capture_output=True,
+    text=True,
+    check=True,
+  )
+  peak_kib = int(child.stdout)
+  print(
+    "chunked, B 1 × T 16,384, H 8, D 64: peak memory of the process"
+    f" {peak_kib / 2**20:.2f} GiB"
+  )
 
 
 def main() -> None:
@@ -80,75 +172,30 @@ def main() -> None:
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   parser.add_argument(
-    "--memory",
-    action="store_true",
-    help="peak resident memory at T = 16,384 instead of times",
+    "--memory", action="store_true", help="peak memory instead of times"
   )
-  parser.add_argument(
-    "--only",
-    choices=("implementations", "twins", "curve"),
-    help="one of the three tables of times",
-  )
+  parser.add_argument("--only", choices=TABLES, help="one table of times")
   parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
   flags = parser.parse_args()
   if flags.child:
-    step("chunked", 1, 16384, 8, 2, 64, 128)
+    make_step("chunked", MEMORY_SHAPE)()
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
     return
+
   print(
-    f"JAX {jax.__version__}, {jax.default_backend()}, {cpu_name()}, {len(os.sched_getaffinity(0))} threads, float32, forward + backward"
+    f"JAX {jax.__version__}, {jax.default_backend()}, {machine()}, float32,"
+    " forward + backward"
   )
   if flags.memory:
-    child = subprocess.run(
-      [sys.executable, "-m", "benchmarks.attention", "--child"],
-      capture_output=True,
-      text=True,
-      check=True,
-    )
-    print(
-      f"chunked, B 1 × T 16,384, H 8, D 64: peak memory of the process {int(child.stdout) / 2**20:.2f} GiB"
-    )
+    print_memory()
     return
   keep_freed_memory()
   if flags.only in (None, "implementations"):
-    times = medians(
-      {
-        name: step(name, 1, 4096, 8, 2, 64, 128)
-        for name in ("chunked", "two_call", "reference")
-      },
-      3,
-    )
-    print("B 1 × T 4096, H 8, D 64, V 128")
-    for name, seconds in times.items():
-      print(
-        f"  {name:10} {seconds * 1e3:8.0f} ms   {seconds / times['chunked']:.2f}× chunked"
-      )
+    print_implementations()
   if flags.only in (None, "twins"):
-    for batch, length, packed in (
-      (16, 256, False),
-      (16, 256, True),
-      (4, 1024, False),
-      (4, 1024, True),
-    ):
-      candidates = {
-        "DIFF": step("chunked", batch, length, 4, 2, 32, 64, packed),
-        "twin": step("chunked", batch, length, 8, 1, 32, 32, packed),
-      }
-      diff, twin = medians(candidates, 25).values()
-      shape = f"B {batch} × T {length}, D 32{', packed' if packed else ''}"
-      print(
-        f"{shape}: DIFF {diff * 1e3:.1f} ms, twin {twin * 1e3:.1f} ms, DIFF/twin {diff / twin:.2f}"
-      )
+    print_twins()
   if flags.only in (None, "curve"):
-    print("Cost per token, B 1, H 2, D 64, V 128")
-    for length in (512, 1024, 2048, 4096, 8192, 16384, 32768):
-      seconds = medians(
-        {"chunked": step("chunked", 1, length, 2, 2, 64, 128)},
-        9 if length < 8192 else 3,
-      )["chunked"]
-      print(
-        f"  T {length:6}: {seconds / length * 1e6:7.1f} µs a token, {seconds / length**2 * 1e9:5.1f} ns a token and key"
-      )
+    print_curve()
 
 
 if __name__ == "__main__":

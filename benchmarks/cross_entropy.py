@@ -1,52 +1,143 @@
-"""The fused loss against the plain formula, and its memory: python -m benchmarks.cross_entropy
+"""Time and memory of the fused loss relative to the plain formula.
 
-Loss and gradients of hidden states and output matrix. Times are medians of runs in turn, at a size where the plain formula, which holds all
-logits, fits; temporaries are the compiled program's plan, at the size asked for, beside the peak of a process that runs it (`--peak`).
+    python -m benchmarks.cross_entropy
+    python -m benchmarks.cross_entropy --peak
+
+Both compute the loss and the gradients of the hidden states and of the output
+matrix. Times are medians, at sizes where the plain formula fits, which holds
+all logits. Temporaries are the plan of the compiled program for B 4 × T 4096.
+`--peak` also runs that program in another process and prints how much its
+resident memory grows, which takes minutes on a small CPU, and 3 GiB.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import pathlib
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks import cpu_name
-from benchmarks.attention import medians
+from benchmarks import machine
+from benchmarks.timing import median_seconds
 from diffjax.host.runtime import keep_freed_memory
 from diffjax.ops.cross_entropy import (
   fused_cross_entropy,
   reference_cross_entropy,
 )
 
-VOCABULARY, WIDTH = 100_288, 1024
+VOCABULARY = 100_288
+WIDTH = 1024
+# B and T
+MEMORY_SHAPE = (4, 4096)
+TIMED_SHAPES = ((1, 512), (1, 1024), (1, 2048))
 
 
-def gradient(function, batch: int, length: int):
-  """Loss and gradients, compiled, and its inputs."""
-  keys = jax.random.split(jax.random.key(0), 3)
-  hidden = jax.random.normal(keys[0], (batch, length, WIDTH))
-  embedding = jax.random.normal(keys[1], (VOCABULARY, WIDTH)) * WIDTH**-0.5
-  targets = jax.random.randint(keys[2], (batch, length), 0, VOCABULARY)
-  arrays = (hidden, embedding, targets, jnp.ones((batch, length)))
-  return jax.jit(
-    jax.value_and_grad(function, argnums=(0, 1), has_aux=True)
-  ).lower(*arrays).compile(), arrays
+def compile_loss(
+  cross_entropy: Callable, B: int, T: int
+) -> tuple[jax.stages.Compiled, tuple[jax.Array, ...]]:
+  """Compiles the loss and its gradients.
 
+  Args:
+    cross_entropy: The fused loss or the plain formula.
+    B: Number of rows.
+    T: Tokens of a row.
 
-def _resident_kib(field: str) -> int:
-  """This process's resident memory now (VmRSS) or at its peak (VmHWM), as Linux tells it."""
-  return int(
-    re.search(
-      rf"{field}:\s*(\d+)",
-      pathlib.Path("/proc/self/status").read_text(encoding="utf-8"),
-    )[1]
+  Returns:
+    The compiled program, and random arguments for it.
+  """
+  hidden_key, embedding_key, targets_key = jax.random.split(
+    jax.random.key(0), 3
   )
+  hidden = jax.random.normal(hidden_key, (B, T, WIDTH))
+  embedding = jax.random.normal(embedding_key, (VOCABULARY, WIDTH))
+  embedding = embedding * WIDTH**-0.5
+  targets = jax.random.randint(targets_key, (B, T), 0, VOCABULARY)
+  weights = jnp.ones((B, T))
+  arguments = (hidden, embedding, targets, weights)
+  gradient = jax.value_and_grad(cross_entropy, argnums=(0, 1), has_aux=True)
+  return jax.jit(gradient).lower(*arguments).compile(), arguments
+
+
+def make_step(cross_entropy: Callable, B: int, T: int) -> Callable[[], None]:
+  """Returns a function that computes the loss and gradients, and waits."""
+  program, arguments = compile_loss(cross_entropy, B, T)
+
+  def run() -> None:
+    jax.block_until_ready(program(*arguments))
+
+  return run
+
+
+def print_times(repetitions: int) -> None:
+  """Prints the time of the fused loss relative to the plain formula."""
+  for B, T in TIMED_SHAPES:
+    candidates = {
+      "plain": make_step(reference_cross_entropy, B, T),
+      "fused": make_step(fused_cross_entropy, B, T),
+    }
+    seconds = median_seconds(candidates, repetitions)
+    plain = seconds["plain"]
+    fused = seconds["fused"]
+    print(
+      f"B {B} × T {T}: plain {plain:.2f} s, fused {fused:.2f} s,"
+      f" fused/plain {fused / plain:.2f}"
+    )
+
+
+def print_memory(*, with_peak: bool) -> None:
+  """Prints the memory of the fused loss for B 4 × T 4096.
+
+  Args:
+    with_peak: Whether to run it in another process as well.
+  """
+  program, _ = compile_loss(fused_cross_entropy, *MEMORY_SHAPE)
+  plan = program.memory_analysis()
+  temporaries = plan.temp_size_in_bytes / 2**20
+  print(
+    f"B 4 × T 4096: {temporaries:.0f} MiB of temporaries in the compiled"
+    " program"
+  )
+  if not with_peak:
+    return
+  child = subprocess.run(
+    [sys.executable, "-m", "benchmarks.cross_entropy", "--child"],
+    capture_output=True,
+    text=True,
+    check=True,
+  )
+  growth = int(child.stdout) / 2**10
+  results = plan.output_size_in_bytes / 2**20
+  print(
+    f"B 4 × T 4096: resident memory grows by {growth:.0f} MiB while it runs,"
+    f" including {results:.0f} MiB of results"
+  )
+
+
+def peak_growth_kib() -> int:
+  """Returns how much this process's resident memory grows in one step."""
+  program, arguments = compile_loss(fused_cross_entropy, *MEMORY_SHAPE)
+  # Resets the peak, which compilation has raised.
+  pathlib.Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+  before = _memory_status_kib("VmRSS")
+  jax.block_until_ready(program(*arguments))
+  return _memory_status_kib("VmHWM") - before
+
+
+def _memory_status_kib(field: str) -> int:
+  """Returns a field of /proc/self/status.
+
+  Args:
+    field: "VmRSS" for the resident memory now, "VmHWM" for its peak.
+  """
+  status = pathlib.Path("/proc/self/status").read_text(encoding="utf-8")
+  match = re.search(rf"{field}:\s*(\d+)", status)
+  assert match is not None
+  return int(match[1])
 
 
 def main() -> None:
@@ -55,55 +146,20 @@ def main() -> None:
   )
   parser.add_argument("--repetitions", type=int, default=5)
   parser.add_argument(
-    "--peak",
-    action="store_true",
-    help="also run B 4 × T 4096 once: minutes on a small CPU, 3 GiB",
+    "--peak", action="store_true", help="also run B 4 × T 4096 once"
   )
   parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
   flags = parser.parse_args()
   if flags.child:
-    run, arrays = gradient(fused_cross_entropy, 4, 4096)
-    pathlib.Path("/proc/self/clear_refs").write_text(
-      "5", encoding="utf-8"
-    )  # the peak so far, of compiling, is forgotten
-    before = _resident_kib("VmRSS")
-    jax.block_until_ready(run(*arrays))
-    print(_resident_kib("VmHWM") - before)
+    print(peak_growth_kib())
     return
+
   print(
-    f"JAX {jax.__version__}, {cpu_name()}, {len(os.sched_getaffinity(0))} threads, float32, N {VOCABULARY:,}, E {WIDTH}"
+    f"JAX {jax.__version__}, {machine()}, float32, N {VOCABULARY:,}, E {WIDTH}"
   )
-  plan = gradient(fused_cross_entropy, 4, 4096)[0].memory_analysis()
-  print(
-    f"B 4 × T 4096: {plan.temp_size_in_bytes / 2**20:.0f} MiB of temporaries by the compiled plan"
-  )
-  if flags.peak:
-    child = subprocess.run(
-      [sys.executable, "-m", "benchmarks.cross_entropy", "--child"],
-      capture_output=True,
-      text=True,
-      check=True,
-    )
-    results = plan.output_size_in_bytes / 2**20
-    print(
-      f"B 4 × T 4096: {int(child.stdout) / 2**10:.0f} MiB more resident memory while it runs, {results:.0f} MiB of them its results"
-    )
+  print_memory(with_peak=flags.peak)
   keep_freed_memory()
-  for batch, length in ((1, 512), (1, 1024), (1, 2048)):
-    candidates = {}
-    for name, function in (
-      ("plain", reference_cross_entropy),
-      ("fused", fused_cross_entropy),
-    ):
-      run, arrays = gradient(function, batch, length)
-      candidates[name] = lambda run=run, arrays=arrays: jax.block_until_ready(
-        run(*arrays)
-      )
-      candidates[name]()
-    plain, fused = medians(candidates, flags.repetitions).values()
-    print(
-      f"B {batch} × T {length}: plain {plain:.2f} s, fused {fused:.2f} s, fused/plain {fused / plain:.2f}"
-    )
+  print_times(flags.repetitions)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
-"""Tokens a second from data to batches on the device, by a process that is pinned to one core.
+"""Tokens per second from data to batches on the device, on one core.
 
     python -m benchmarks.data
 
-The embedded corpus: prepared rows, and text tokenised on the way, as bytes and by a BPE of 32,768 tokens trained on it. Every token of a
-batch counts, padding (under 2%) too.
+The data are the embedded corpus: prepared rows, and text that is tokenized
+while it is read, as bytes and by a BPE of 32,768 tokens that is trained on it.
+Every token of a batch counts, including padding, which is less than 2%.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
-import itertools
 import json
 import os
 import platform
@@ -20,78 +20,125 @@ import time
 
 from benchmarks import cpu_name
 
-_SECONDS = 5.0  # of each measurement
-_SHAPES = ((16, 256), (16, 2048))
-_VOCABULARY = 32768
+# Duration of each measurement.
+MEASURED_SECONDS = 5.0
+WARMUP_BATCHES = 20
+# Batch size and length.
+SHAPES = ((16, 256), (16, 2048))
+VOCABULARY = 32768
+PACKAGES = ("jax", "grain", "array_record", "tiktoken")
 
 
-def measure(mode: str, tokenizer: str, batch_size: int, length: int) -> float:
-  """Tokens a second of one combination, in this process, on one core."""
+def tokens_per_second(
+  mode: str, tokenizer: str, batch_size: int, length: int
+) -> float:
+  """Measures this process, after it is pinned to one core.
+
+  Args:
+    mode: "prepared" or "streamed".
+    tokenizer: "bytes" or the path of a tokenizer.
+    batch_size: Rows of a batch.
+    length: Tokens of a row.
+  """
   os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-  import jax  # only now, so that its threads share the core too
+  # JAX is imported only now, so that its threads run on the same core.
+  import jax
 
   from diffjax.config import Config, DataConfig, MeshConfig, TrainConfig
   from diffjax.data.pipeline import training_batches
   from diffjax.parallel.mesh import make_mesh, put_batch
 
   mesh = make_mesh(MeshConfig())
-  data = DataConfig(mode=mode, tokenizer=tokenizer, length=length)
-  batches = training_batches(
-    Config(data=data, train=TrainConfig(batch_size=batch_size))
+  config = Config(
+    data=DataConfig(mode=mode, tokenizer=tokenizer, length=length),
+    train=TrainConfig(batch_size=batch_size),
   )
-  for _ in range(20):
+  batches = training_batches(config)
+  for _ in range(WARMUP_BATCHES):
     jax.block_until_ready(put_batch(next(batches), mesh))
-  tokens, start = 0, time.perf_counter()
-  while time.perf_counter() - start < _SECONDS:
+
+  num_tokens = 0
+  start = time.perf_counter()
+  while time.perf_counter() - start < MEASURED_SECONDS:
     jax.block_until_ready(put_batch(next(batches), mesh))
-    tokens += batch_size * length
-  return tokens / (time.perf_counter() - start)
+    num_tokens += batch_size * length
+  return num_tokens / (time.perf_counter() - start)
+
+
+def measure_in_child(
+  mode: str, tokenizer: str, batch_size: int, length: int
+) -> float:
+  """Returns `tokens_per_second` of another process."""
+  child = subprocess.run(
+    [
+      sys.executable,
+      "-m",
+      "benchmarks.data",
+      mode,
+      tokenizer,
+      str(batch_size),
+      str(length),
+    ],
+    check=True,
+    stdout=subprocess.PIPE,
+    text=True,
+  )
+  last_line = child.stdout.splitlines()[-1]
+  return json.loads(last_line)
+
+
+def train_bpe(directory: str) -> str:
+  """Trains a BPE on the embedded corpus, and returns its path."""
+  from diffjax.config import DataConfig
+  from diffjax.data import sources
+  from diffjax.data.tokenizer_training import train_tokenizer
+
+  source = sources.documents("stdlib", "train", DataConfig())
+
+  def texts():
+    for part in source.parts:
+      for document in source.read(part):
+        yield document.text
+
+  return str(train_tokenizer(texts(), VOCABULARY, directory))
 
 
 def main() -> None:
-  if len(sys.argv) > 1:  # a child
-    mode, tokenizer, *shape = sys.argv[1:]
-    print(json.dumps(measure(mode, tokenizer, *map(int, shape))))
+  if len(sys.argv) > 1:
+    # The process that measure_in_child has started.
+    mode, tokenizer, batch_size, length = sys.argv[1:]
+    rate = tokens_per_second(mode, tokenizer, int(batch_size), int(length))
+    print(json.dumps(rate))
     return
-  from diffjax.config import DataConfig
-  from diffjax.data import prepared, sources
-  from diffjax.data.tokenizer_training import train_tokenizer
 
-  versions = ", ".join(
-    f"{name} {importlib.metadata.version(name)}"
-    for name in ("jax", "grain", "array_record", "tiktoken")
-  )
-  cores = len(os.sched_getaffinity(0))
+  from diffjax.config import DataConfig
+  from diffjax.data import prepared
+
+  versions = []
+  for package in PACKAGES:
+    versions.append(f"{package} {importlib.metadata.version(package)}")
+  num_cores = len(os.sched_getaffinity(0))
   print(
-    f"{cpu_name()}, one of {cores} cores, Python {platform.python_version()}, {versions}"
+    f"{cpu_name()}, one of {num_cores} cores,"
+    f" Python {platform.python_version()}, {', '.join(versions)}"
   )
   with tempfile.TemporaryDirectory() as directory:
-    source = sources.documents("stdlib", "train", DataConfig())
-    texts = (
-      document.text for part in source.parts for document in source.read(part)
-    )
-    bpe = str(train_tokenizer(texts, _VOCABULARY, directory))
-    for _, length in _SHAPES:
+    bpe = train_bpe(directory)
+    for _, length in SHAPES:
       prepared.prepare(DataConfig(length=length))
-    for (mode, tokenizer), shape in itertools.product(
-      (("prepared", "bytes"), ("streamed", "bytes"), ("streamed", bpe)), _SHAPES
-    ):
-      command = [
-        sys.executable,
-        "-m",
-        "benchmarks.data",
-        mode,
-        tokenizer,
-        *map(str, shape),
-      ]
-      output = subprocess.run(
-        command, check=True, stdout=subprocess.PIPE, text=True
-      ).stdout
-      name = "bytes" if tokenizer == "bytes" else f"BPE of {_VOCABULARY:,}"
-      print(
-        f"{mode}, {name}, {shape[0]} × {shape[1]}: {json.loads(output.splitlines()[-1]) / 1e6:.2f} M tokens/s a core",
-        flush=True,
-      )
+    combinations = (
+      ("prepared", "bytes", "bytes"),
+      ("streamed", "bytes", "bytes"),
+      ("streamed", bpe, f"BPE of {VOCABULARY:,}"),
+    )
+    for mode, tokenizer, tokenizer_name in combinations:
+      for batch_size, length in SHAPES:
+        rate = measure_in_child(mode, tokenizer, batch_size, length)
+        print(
+          f"{mode}, {tokenizer_name}, {batch_size} × {length}:"
+          f" {rate / 1e6:.2f} M tokens/s a core",
+          flush=True,
+        )
 
 
 if __name__ == "__main__":

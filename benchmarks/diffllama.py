@@ -1,9 +1,16 @@
-"""Training steps of diffjax against Hugging Face's DiffLlama (PyTorch), same size: python -m benchmarks.diffllama
+"""Training steps of diffjax relative to Hugging Face's DiffLlama in PyTorch.
 
-Needs the extra `hf`. Both take the same tokens, in float32, and do all of a step: forward pass, loss, backward pass, AdamW. DiffLlama
-runs with sdpa attention and the fused AdamW, without clipping; diffjax takes the step that training takes, which also clips, masks packed
-documents and measures. Each has a process of its own, as in use; for both the C library keeps freed memory, which helps both. They take
-one step each in turn, so that a busy machine slows both alike: the ratio is the median of the pairs', with its quartiles.
+    python -m benchmarks.diffllama
+
+Needs the extra `hf`. Both models have the same size, and train on the same
+tokens in float32. A step is the forward pass, the loss, the backward pass and
+AdamW. DiffLlama runs with sdpa attention and the fused AdamW, without clipping.
+diffjax takes its normal training step, which also clips, masks packed documents
+and computes metrics.
+
+Each model has a process of its own, which keeps freed memory. The two take
+turns, so that other programs slow both alike. The ratio is the median over
+pairs of steps, with its quartiles.
 """
 
 from __future__ import annotations
@@ -12,17 +19,20 @@ import argparse
 import contextlib
 import dataclasses
 import multiprocessing
-import os
 import platform
 import statistics
 import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import NamedTuple
 
 import jax
 import numpy as np
 import torch
 import transformers
+from jaxtyping import Int
 
-from benchmarks import cpu_name
+from benchmarks import machine
 from diffjax.config import (
   Config,
   DataConfig,
@@ -45,11 +55,22 @@ MODEL = ModelConfig(
   ffn_dim=688,
 )
 OPTIMIZER = OptimizerConfig(warmup_steps=0)
+# Batch size and length.
 SHAPES = ((16, 256), (4, 1024))
+WARMUP_PAIRS = 2
 
 
-def diffjax_step(tokens: np.ndarray):
-  """A function of no arguments that takes one step and waits for its loss."""
+class PairSeconds(NamedTuple):
+  """Seconds of two steps, one after the other."""
+
+  diffjax: float
+  diffllama: float
+
+
+def make_diffjax_step(
+  tokens: Int[np.ndarray, "batch length"],
+) -> Callable[[], float]:
+  """Returns a function that takes one step and returns its loss."""
   batch_size, length = tokens.shape
   config = Config(
     model=MODEL,
@@ -59,16 +80,15 @@ def diffjax_step(tokens: np.ndarray):
   )
   mesh = make_mesh(config.mesh)
   program = build(config, mesh)
+  positions = np.arange(length, dtype=np.int32)
+  batch = {
+    "tokens": tokens,
+    "targets": np.roll(tokens, -1, axis=1),
+    "segment_ids": np.ones(tokens.shape, np.int32),
+    "positions": np.broadcast_to(positions, tokens.shape),
+    "weights": np.ones(tokens.shape, np.float32),
+  }
   state = program.init()
-  positions = np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape)
-  ones = np.ones(tokens.shape, np.int32)
-  batch = dict(
-    tokens=tokens,
-    targets=np.roll(tokens, -1, axis=1),
-    segment_ids=ones,
-    positions=positions,
-    weights=ones.astype(np.float32),
-  )
 
   def run() -> float:
     nonlocal state
@@ -78,13 +98,18 @@ def diffjax_step(tokens: np.ndarray):
   return run
 
 
-def diffllama(length: int) -> transformers.DiffLlamaForCausalLM:
-  """DiffLlama of the same size, for rows of at most so many tokens. It counts a head's two maps as two heads."""
+def make_diffllama(length: int) -> transformers.DiffLlamaForCausalLM:
+  """Returns a DiffLlama of the size of MODEL.
+
+  Args:
+    length: The longest row.
+  """
   config = transformers.DiffLlamaConfig(
     vocab_size=MODEL.vocab_size,
     hidden_size=MODEL.embed_dim,
     intermediate_size=MODEL.ffn_dim,
     num_hidden_layers=MODEL.num_layers,
+    # DiffLlama counts the two maps of a head as two heads.
     num_attention_heads=2 * MODEL.num_heads,
     num_key_value_heads=2 * MODEL.num_kv_heads,
     head_dim=MODEL.head_dim,
@@ -94,19 +119,20 @@ def diffllama(length: int) -> transformers.DiffLlamaForCausalLM:
   )
   model = transformers.DiffLlamaForCausalLM(config)
   assert model.config._attn_implementation == "sdpa"
-  expected, found = (
-    parameter_count(dataclasses.replace(MODEL, head_norm=False)),
-    sum(p.numel() for p in model.parameters()),
-  )
-  assert found == expected, (
-    f"DiffLlama has {found} parameters, expected {expected}"
-  )  # its head norm has no gain
+
+  # DiffLlama's head norm has no gain.
+  without_gain = dataclasses.replace(MODEL, head_norm=False)
+  expected = parameter_count(without_gain)
+  actual = sum(parameter.numel() for parameter in model.parameters())
+  assert actual == expected, f"{actual} parameters, expected {expected}"
   return model
 
 
-def diffllama_step(tokens: np.ndarray):
-  """The counterpart of `diffjax_step` for DiffLlama."""
-  model = diffllama(tokens.shape[1]).train()
+def make_diffllama_step(
+  tokens: Int[np.ndarray, "batch length"],
+) -> Callable[[], float]:
+  """Returns a function that takes one step and returns its loss."""
+  model = make_diffllama(tokens.shape[1]).train()
   optimizer = torch.optim.AdamW(
     model.parameters(),
     lr=OPTIMIZER.learning_rate,
@@ -126,50 +152,80 @@ def diffllama_step(tokens: np.ndarray):
   return run
 
 
-STEPS = {"diffjax": diffjax_step, "DiffLlama": diffllama_step}
+class StepProcess:
+  """Another process that takes a training step whenever it is asked to."""
+
+  def __init__(self, make_step: Callable, shape: tuple[int, int]):
+    spawn = multiprocessing.get_context("spawn")
+    self._connection, child_connection = spawn.Pipe()
+    process = spawn.Process(
+      target=_serve_steps,
+      args=(make_step, shape, child_connection),
+      daemon=True,
+    )
+    process.start()
+    # If the child dies, `recv` then raises EOFError instead of waiting.
+    child_connection.close()
+
+  def seconds_of_step(self) -> float:
+    """Lets the process take a step; returns the seconds that it took."""
+    self._connection.send(None)
+    return self._connection.recv()
 
 
-def steps_in_turn(
-  seconds: float, shape: tuple[int, int]
-) -> list[tuple[float, float]]:
-  """Seconds of a step of diffjax and of the step of DiffLlama after it, for so long; two pairs warm up first."""
-  spawn = multiprocessing.get_context("spawn")
-  pipes = []
-  for name in STEPS:
-    ours, theirs = spawn.Pipe()
-    spawn.Process(
-      target=_step_when_asked, args=(name, shape, theirs), daemon=True
-    ).start()
-    theirs.close()  # so that a child that dies is an EOFError here
-    pipes.append(ours)
+def _serve_steps(
+  make_step: Callable, shape: tuple[int, int], connection: Connection
+) -> None:
+  """Takes a step for each message, and answers with its seconds."""
+  keep_freed_memory()
+  rng = np.random.default_rng(0)
+  run = make_step(rng.integers(0, MODEL.vocab_size, shape, np.int32))
+  # The parent closes the connection when it ends.
+  with contextlib.suppress(EOFError):
+    while True:
+      connection.recv()
+      start = time.perf_counter()
+      run()
+      connection.send(time.perf_counter() - start)
 
-  def pair() -> tuple[float, ...]:
-    times = []
-    for pipe in pipes:
-      pipe.send(None)
-      times.append(pipe.recv())
-    return tuple(times)
 
-  for _ in range(2):
-    pair()
-  start, pairs = time.perf_counter(), []
+def measure(seconds: float, shape: tuple[int, int]) -> list[PairSeconds]:
+  """Measures pairs of steps after two pairs of warm-up.
+
+  Args:
+    seconds: How long to measure.
+    shape: Batch size and length.
+  """
+  ours = StepProcess(make_diffjax_step, shape)
+  theirs = StepProcess(make_diffllama_step, shape)
+
+  def measure_pair() -> PairSeconds:
+    return PairSeconds(ours.seconds_of_step(), theirs.seconds_of_step())
+
+  for _ in range(WARMUP_PAIRS):
+    measure_pair()
+  pairs = []
+  start = time.perf_counter()
   while time.perf_counter() - start < seconds:
-    pairs.append(pair())
+    pairs.append(measure_pair())
   return pairs
 
 
-def _step_when_asked(name: str, shape: tuple[int, int], pipe) -> None:
-  """A child's work: a step, and its seconds, for whatever comes through the pipe."""
-  keep_freed_memory()
-  run = STEPS[name](
-    np.random.default_rng(0).integers(0, MODEL.vocab_size, shape, np.int32)
+def print_result(shape: tuple[int, int], pairs: list[PairSeconds]) -> None:
+  """Prints the medians of both, and the ratio of their speeds."""
+  batch_size, length = shape
+  num_tokens = batch_size * length
+  diffjax_seconds = statistics.median(pair.diffjax for pair in pairs)
+  diffllama_seconds = statistics.median(pair.diffllama for pair in pairs)
+  ratios = [pair.diffllama / pair.diffjax for pair in pairs]
+  low, ratio, high = statistics.quantiles(ratios, n=4)
+  print(
+    f"{batch_size} × {length}, {len(pairs)} pairs of steps:"
+    f" diffjax {num_tokens / diffjax_seconds:,.0f} tokens/s,"
+    f" DiffLlama {num_tokens / diffllama_seconds:,.0f} tokens/s,"
+    f" ratio {ratio:.2f} (quartiles {low:.2f} and {high:.2f})",
+    flush=True,
   )
-  with contextlib.suppress(EOFError):  # the parent has what it wants
-    while True:
-      pipe.recv()
-      start = time.perf_counter()
-      run()
-      pipe.send(time.perf_counter() - start)
 
 
 def main() -> None:
@@ -181,24 +237,13 @@ def main() -> None:
   )
   flags = parser.parse_args()
   print(
-    f"{cpu_name()}, {len(os.sched_getaffinity(0))} CPUs, PyTorch uses {torch.get_num_threads()}; Python {platform.python_version()}, "
-    f"JAX {jax.__version__}, PyTorch {torch.__version__}, transformers {transformers.__version__}",
+    f"{machine()}, {torch.get_num_threads()} of them for PyTorch;"
+    f" Python {platform.python_version()}, JAX {jax.__version__},"
+    f" PyTorch {torch.__version__}, transformers {transformers.__version__}",
     flush=True,
   )
   for shape in SHAPES:
-    pairs = steps_in_turn(flags.seconds, shape)
-    ours, theirs = (
-      shape[0] * shape[1] / statistics.median(times)
-      for times in zip(*pairs, strict=True)
-    )
-    low, ratio, high = statistics.quantiles(
-      (theirs / ours for ours, theirs in pairs), n=4
-    )
-    print(
-      f"{shape[0]} × {shape[1]}, {len(pairs)} pairs of steps: diffjax {ours:,.0f} tokens/s, DiffLlama {theirs:,.0f} tokens/s, "
-      f"ratio {ratio:.2f} (quartiles {low:.2f} and {high:.2f})",
-      flush=True,
-    )
+    print_result(shape, measure(flags.seconds, shape))
 
 
 if __name__ == "__main__":

@@ -1,77 +1,110 @@
-"""Greedy generation with the cache against the whole forward pass for every token, and against DiffLlama's: python -m benchmarks.generate
+"""Speed of greedy generation with the cache, relative to two alternatives.
 
-Needs the extra `hf`. The model is that of benchmarks.diffllama, in float32. All three continue one prompt of 16 tokens by 512, in turn, in
-one process; what is printed are medians. The forward pass without a cache always has the final length, as one compiled program must.
+    python -m benchmarks.generate
+
+The alternatives are the whole forward pass for every token, and DiffLlama with
+its cache, which needs the extra `hf`. The model has the config of
+benchmarks/diffllama.py, in float32. All three continue one prompt of 16 tokens
+by 512 tokens and take turns in one process. Times are medians. The forward pass
+without a cache always has the final length, so that it is compiled once.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import statistics
-import time
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
 import transformers
+from jaxtyping import Array, Int
 
-from benchmarks import cpu_name
-from benchmarks.diffllama import MODEL, diffllama
+from benchmarks import machine
+from benchmarks.diffllama import MODEL, make_diffllama
+from benchmarks.timing import median_seconds
 from diffjax.inference.sampler import Sampler
 from diffjax.model.decoder import Decoder, logits
 
-PROMPT, NEW = 16, 512
+PROMPT_LENGTH = 16
+NUM_NEW_TOKENS = 512
+LENGTH = PROMPT_LENGTH + NUM_NEW_TOKENS
+
+# Returns the new tokens.
+Generate = Callable[[], list[int]]
 
 
-def generators(prompt: list[int]):
-  """Functions of no arguments that add NEW tokens to the prompt."""
-  model = Decoder(MODEL)
-  params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))[
-    "params"
-  ]
-  sampler = Sampler(model, params, capacity=PROMPT + NEW)
+def make_cached(model: Decoder, params: dict, prompt: list[int]) -> Generate:
+  """Returns a function that generates with diffjax's cache."""
+  sampler = Sampler(model, params, capacity=LENGTH)
+
+  def generate() -> list[int]:
+    (new_tokens,) = sampler.generate([prompt], NUM_NEW_TOKENS)
+    return new_tokens
+
+  return generate
+
+
+def make_uncached(model: Decoder, params: dict, prompt: list[int]) -> Generate:
+  """Returns a function that computes all positions again for every token."""
 
   @jax.jit
-  def again(params, window, filled):
-    hidden = model.apply({"params": params}, window)
-    return window.at[0, filled].set(
-      jnp.argmax(logits(params, hidden[:, filled - 1, None])[0, 0]).astype(
-        jnp.int32
-      )
-    )
+  def append_token(
+    params: dict, tokens: Int[Array, "1 length"], num_tokens: int
+  ) -> Int[Array, "1 length"]:
+    hidden = model.apply({"params": params}, tokens)
+    last_hidden = hidden[:, num_tokens - 1, None]
+    next_token = jnp.argmax(logits(params, last_hidden)[0, 0])
+    return tokens.at[0, num_tokens].set(next_token.astype(jnp.int32))
 
-  def without_cache() -> list[int]:
-    window = (
-      jnp.zeros((1, PROMPT + NEW), jnp.int32)
-      .at[0, :PROMPT]
-      .set(jnp.asarray(prompt))
-    )
-    for filled in range(PROMPT, PROMPT + NEW):
-      window = again(params, window, filled)
-    return np.asarray(window)[0, PROMPT:].tolist()
+  def generate() -> list[int]:
+    tokens = jnp.zeros((1, LENGTH), jnp.int32)
+    tokens = tokens.at[0, :PROMPT_LENGTH].set(jnp.asarray(prompt))
+    for num_tokens in range(PROMPT_LENGTH, LENGTH):
+      tokens = append_token(params, tokens, num_tokens)
+    return np.asarray(tokens)[0, PROMPT_LENGTH:].tolist()
 
-  torch_model, ids = diffllama(PROMPT + NEW).eval(), torch.tensor([prompt])
-  options = dict(
-    max_new_tokens=NEW,
-    min_new_tokens=NEW,
-    do_sample=False,
-    use_cache=True,
-    pad_token_id=0,
-  )
+  return generate
 
-  def theirs() -> list[int]:
+
+def make_diffllama_cached(prompt: list[int]) -> Generate:
+  """Returns a function that generates with DiffLlama's cache."""
+  model = make_diffllama(LENGTH).eval()
+  ids = torch.tensor([prompt])
+
+  def generate() -> list[int]:
     with torch.inference_mode():
-      return torch_model.generate(
-        ids, attention_mask=torch.ones_like(ids), **options
-      )[0, PROMPT:].tolist()
+      tokens = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=NUM_NEW_TOKENS,
+        min_new_tokens=NUM_NEW_TOKENS,
+        do_sample=False,
+        use_cache=True,
+        pad_token_id=0,
+      )
+    return tokens[0, PROMPT_LENGTH:].tolist()
 
-  return {
-    "with the cache": lambda: sampler.generate([prompt], NEW)[0],
-    "without": without_cache,
-    "DiffLlama with its cache": theirs,
+  return generate
+
+
+def make_candidates() -> dict[str, Generate]:
+  """Returns the functions that are compared, with one random prompt."""
+  rng = np.random.default_rng(0)
+  prompt = rng.integers(0, MODEL.vocab_size, PROMPT_LENGTH).tolist()
+  model = Decoder(MODEL)
+  example = jnp.zeros((1, 1), jnp.int32)
+  params = jax.jit(model.init)(jax.random.key(0), example)["params"]
+  candidates = {
+    "with the cache": make_cached(model, params, prompt),
+    "without": make_uncached(model, params, prompt),
+    "DiffLlama with its cache": make_diffllama_cached(prompt),
   }
+  for name, generate in candidates.items():
+    num_generated = len(generate())
+    assert num_generated == NUM_NEW_TOKENS, f"{name}: {num_generated} tokens"
+  return candidates
 
 
 def main() -> None:
@@ -81,23 +114,18 @@ def main() -> None:
   parser.add_argument("--repeats", type=int, default=5)
   flags = parser.parse_args()
   print(
-    f"JAX {jax.__version__}, PyTorch {torch.__version__}, transformers {transformers.__version__}; {cpu_name()}, "
-    f"{len(os.sched_getaffinity(0))} CPUs, PyTorch uses {torch.get_num_threads()} threads"
+    f"JAX {jax.__version__}, PyTorch {torch.__version__},"
+    f" transformers {transformers.__version__}; {machine()},"
+    f" {torch.get_num_threads()} of them for PyTorch"
   )
-  runs = generators(
-    np.random.default_rng(0).integers(0, MODEL.vocab_size, PROMPT).tolist()
-  )
-  seconds: dict[str, list[float]] = {name: [] for name in runs}
-  for repeat in range(flags.repeats + 1):
-    for name, run in runs.items():
-      start = time.perf_counter()
-      assert len(run()) == NEW
-      if repeat:  # the first one compiles and warms up
-        seconds[name].append(time.perf_counter() - start)
-  median = {name: statistics.median(times) for name, times in seconds.items()}
-  for name, value in median.items():
+  # The candidates have run once, so they are compiled.
+  seconds = median_seconds(make_candidates(), flags.repeats, warmups=0)
+  for name, median in seconds.items():
+    tokens_per_second = NUM_NEW_TOKENS / median
+    ratio = median / seconds["with the cache"]
     print(
-      f"{name}: {NEW / value:,.0f} tokens/s, {value / median['with the cache']:.2f}× the time with the cache"
+      f"{name}: {tokens_per_second:,.0f} tokens/s,"
+      f" {ratio:.2f}× the time with the cache"
     )
 
 
