@@ -1,15 +1,21 @@
-"""Does the suite see faults? Puts one after the other into a copy of the repository, and runs the tests until one fails.
+"""Checks that the tests find faults.
 
-    python -m benchmarks.faults                               # all that benchmarks/faults.json does not hold yet; hours
-    python -m benchmarks.faults --only 'ops/*' --again        # some of them, once more
-    python -m benchmarks.faults --revision=0b4565c            # against the tests and the package of another commit
+    python -m benchmarks.faults
+    python -m benchmarks.faults --only 'ops/*' --again
 
-The faults stand in benchmarks/faults.toml, of the kind that real changes make. A fault meets first the tests in the files that it names,
-those of the default tier and then those of the full one; and, where none of them sees it, all others in the same order, but not those of
-another commit, which may have no tiers and take hours.
-It ends at the first test that fails. At the end all tests that saw a fault are run without any: a test that fails then has seen nothing.
-One fault, in decode/gpu.py, shows under Python 3.12 or later alone: the JAX before runs none of its tests.
-The results go to benchmarks/faults.json, and as a table to benchmarks/faults.md; seconds are of one core, from the start of pytest.
+benchmarks/faults.toml lists faults of the kind that real changes make. Each is
+put into a copy of the repository, and tests run until the first failure: the
+files that the fault names, first their default tier and then their full tier,
+and after them all other tests in the same order. All faults together take
+hours.
+
+The results are the table in benchmarks/faults.md. Faults that it has are not
+tried again without `--again`. Seconds are of one core, from the start of
+pytest. At the end, all tests that found a fault run without one. If such a test
+fails, its results are dropped.
+
+One fault, in decode/gpu.py, is found only under Python 3.12 or later, because
+the JAX of earlier versions runs none of its tests.
 """
 
 from __future__ import annotations
@@ -18,7 +24,6 @@ import argparse
 import concurrent.futures
 import dataclasses
 import fnmatch
-import json
 import os
 import pathlib
 import queue
@@ -30,29 +35,47 @@ import sys
 import tempfile
 import time
 import tomllib
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).parents[1]
-FAULTS, RESULTS, TABLE = (
-  pathlib.Path(__file__).with_suffix(suffix)
-  for suffix in (".toml", ".json", ".md")
-)
-# What chooses a tier's tests. Before there were tiers, the tests of the full one were marked slow.
-_TIERS = {"default": [], "full": ["-m", "full or slow"]}
-# Seconds after which tests are stopped: tests that hang have seen the fault.
-_LIMIT = 3600.0
+FAULTS = pathlib.Path(__file__).with_suffix(".toml")
+TABLE = pathlib.Path(__file__).with_suffix(".md")
+
+# The options that select the tests of a tier.
+TIERS: dict[str, list[str]] = {"default": [], "full": ["-m", "full"]}
+# Tests are stopped after this time. Tests that hang have found the fault.
+MAX_SECONDS = 3600.0
+# Length of the output of pytest that is shown in messages.
+SHOWN_CHARACTERS = 3000
+
+# Exit codes of pytest.
+PASSED = 0
+FAILED = 1
+NO_TESTS = 5
+
+HEADER = """The last results of `python -m benchmarks.faults`: {summary}.
+
+For comparison, in commit 0b4565c the tests that a fault names found 86 of 120
+faults (72%), 85 of them in the default tier (71%).
+
+"""
+HEADINGS = "| fault | file | tier | found by | s |"
+# How the table marks a fault that no test has found.
+NOT_FOUND = "**none**"
 
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-  """An edit of one file, and where it should be seen.
+  """An edit of one file, which tests should find.
 
   Attributes:
-    name: ROOM/WORDS.
-    file: The file, from the repository's root.
-    old: What stands there, once.
-    new: What stands there then.
+    name: The folder and what is wrong, as FOLDER/WORDS.
+    file: The file, relative to the repository.
+    old: The text that is replaced. The file has it once.
+    new: The text in its place.
     why: Who is harmed, and how.
-    tests: Files or folders of tests that should see it; others are asked afterwards.
+    tests: Files or folders of tests that should find it. They run first.
   """
 
   name: str
@@ -64,187 +87,316 @@ class Fault:
 
 
 @dataclasses.dataclass(frozen=True)
-class Seen:
-  """The result for a fault: the tier and the test that saw it ("" if none), and the seconds from the start of the tests until then."""
+class Detection:
+  """How the tests found a fault.
+
+  Attributes:
+    tier: "default" or "full". Empty if no test found it.
+    test: The first test that failed. Empty if no test found it.
+    seconds: Seconds from the start of the tests.
+  """
 
   tier: str
   test: str
   seconds: float
 
 
-def load() -> list[Fault]:
-  """The faults of benchmarks/faults.toml."""
-  rooms = tomllib.loads(FAULTS.read_text(encoding="utf-8"))
-  return [
-    Fault(**{**fault, "name": f"{room}/{fault['name']}"})
-    for room, faults in rooms.items()
-    for fault in faults
-  ]
+class PytestResult(NamedTuple):
+  """The result of a run of pytest.
+
+  Attributes:
+    failure: The first test that failed, or how pytest ended if it named none.
+      Empty if all tests passed.
+    output: What pytest has printed.
+  """
+
+  failure: str
+  output: str
 
 
-def copy_to(directory: pathlib.Path, revision: str) -> None:
-  """The repository as it stands, or a commit of it, without what git ignores."""
-  if revision:
-    archive = subprocess.run(
-      ["git", "archive", revision], cwd=ROOT, check=True, capture_output=True
-    ).stdout
-    directory.mkdir()
-    subprocess.run(["tar", "-x"], cwd=directory, input=archive, check=True)
-    return
+class Copy(NamedTuple):
+  """A copy of the repository, into which faults are put.
+
+  Attributes:
+    directory: The copy.
+    cache: The directory of compiled programs, which tests of a copy share.
+  """
+
+  directory: pathlib.Path
+  cache: pathlib.Path
+
+
+def load_faults() -> list[Fault]:
+  """Returns the faults of benchmarks/faults.toml."""
+  tables = tomllib.loads(FAULTS.read_text(encoding="utf-8"))
+  faults = []
+  for folder, entries in tables.items():
+    for entry in entries:
+      name = f"{folder}/{entry['name']}"
+      faults.append(Fault(**(entry | {"name": name})))
+  return faults
+
+
+def copy_to(directory: pathlib.Path) -> None:
+  """Copies the repository with its changes, without files that git ignores."""
   listed = subprocess.run(
-    ["git", "ls-files", "-z", "-co", "--exclude-standard"],
+    ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
     cwd=ROOT,
     check=True,
     capture_output=True,
+    text=True,
   )
-  for name in filter(None, listed.stdout.decode().split("\0")):
-    if (ROOT / name).exists():
-      (directory / name).parent.mkdir(parents=True, exist_ok=True)
-      # diffjax/configs is a link to a folder, which copy2 would open.
-      shutil.copy2(ROOT / name, directory / name, follow_symlinks=False)
+  for name in listed.stdout.split("\0"):
+    source = ROOT / name
+    # The last name is empty, and git also lists deleted files.
+    if not name or not source.exists():
+      continue
+    target = directory / name
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # diffjax/configs is a link to a folder, and must stay one.
+    shutil.copy2(source, target, follow_symlinks=False)
 
 
-def pytest(
-  directory: pathlib.Path, arguments: list[str], cache: pathlib.Path
-) -> tuple[str, str]:
-  """Runs tests up to the first that fails.
+def run_pytest(copy: Copy, arguments: Sequence[str]) -> PytestResult:
+  """Runs tests until the first one fails.
 
-  Returns:
-    The name of that test, or "" if all passed, or how pytest itself ended where it could name none; and what it printed.
+  Args:
+    copy: The copy whose tests run.
+    arguments: Files of tests, and options.
+
+  Raises:
+    RuntimeError: if pytest ended without a result.
   """
-  command = [
-    sys.executable,
-    "-m",
-    "pytest",
-    "-x",
-    "-n0",
-    "--tb=line",
-    "-rfE",
-    *arguments,
-  ]
-  environment = {
-    **os.environ,
-    "PYTHONPATH": str(directory),
-    "DIFFJAX_TESTS_COMPILED": str(cache),
-    "XDG_CACHE_HOME": str(cache / "cache"),
+  environment = os.environ | {
+    "PYTHONPATH": str(copy.directory),
+    "DIFFJAX_TESTS_COMPILED": str(copy.cache),
+    "XDG_CACHE_HOME": str(copy.cache / "cache"),
   }
+  command = [sys.executable, "-m", "pytest", "-x", "-n0", "--tb=line", "-rfE"]
   with (
-    tempfile.TemporaryFile("w+", encoding="utf-8") as out,
+    tempfile.TemporaryFile("w+", encoding="utf-8") as output_file,
     tempfile.TemporaryDirectory() as scratch,
   ):
     process = subprocess.Popen(
-      [*command, f"--basetemp={scratch}/pytest"],
-      cwd=directory,
+      [*command, *arguments, f"--basetemp={scratch}/pytest"],
+      cwd=copy.directory,
       env=environment,
-      stdout=out,
+      stdout=output_file,
       stderr=subprocess.STDOUT,
       start_new_session=True,
     )
     try:
-      code = process.wait(_LIMIT)
+      exit_code = process.wait(MAX_SECONDS)
     except subprocess.TimeoutExpired:
-      code = -1
-    for number in (
-      signal.SIGTERM,
-      signal.SIGKILL,
-    ):  # and what the tests have left running
-      try:
-        os.killpg(process.pid, number)
-      except ProcessLookupError:
-        break
-      time.sleep(0.1)
-    process.wait()
-    out.seek(0)
-    text = out.read()
-  if code in (0, 5):  # all passed; nothing to run
-    return "", text
-  if code == -1:
-    return f"a test that does not end within {_LIMIT:.0f} s", text
-  if -code in (signal.SIGINT, signal.SIGKILL, signal.SIGTERM):
-    raise RuntimeError(
-      f"pytest was killed by {signal.Signals(-code).name}, which says nothing of the fault:\n{text[-3000:]}"
-    )
-  found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", text, re.MULTILINE)
-  ended = code == 1 and text.startswith(
-    "."
-  )  # tests passed and none failed: a library has ended the process
-  if code > 0 and not found and not ended:
-    raise RuntimeError(
-      f"pytest ends with {code} and names no test:\n{text[-3000:]}"
-    )
-  return found[1] if found else f"pytest ends with {code}", text
+      exit_code = None
+    _end_process_group(process)
+    output_file.seek(0)
+    output = output_file.read()
+  return PytestResult(_first_failure(exit_code, output), output)
 
 
-def look(
-  fault: Fault, directory: pathlib.Path, cache: pathlib.Path, named_alone: bool
-) -> Seen:
-  """Puts a fault into a copy, runs the tests, and takes it out again."""
-  path = directory / fault.file
-  sound = path.read_text(encoding="utf-8")
-  if sound.count(fault.old) != 1:
+def _end_process_group(process: subprocess.Popen) -> None:
+  """Ends pytest, and processes that its tests have left running."""
+  for number in (signal.SIGTERM, signal.SIGKILL):
+    try:
+      os.killpg(process.pid, number)
+    except ProcessLookupError:
+      break
+    time.sleep(0.1)
+  process.wait()
+
+
+def _first_failure(exit_code: int | None, output: str) -> str:
+  """Returns the first test that failed, or "" if all passed.
+
+  Args:
+    exit_code: The exit code of pytest. None if it was stopped.
+    output: What it has printed.
+
+  Raises:
+    RuntimeError: if pytest ended without a result.
+  """
+  if exit_code in (PASSED, NO_TESTS):
+    return ""
+  if exit_code is None:
+    return f"a test that does not end within {MAX_SECONDS:.0f} s"
+  tail = output[-SHOWN_CHARACTERS:]
+  if -exit_code in (signal.SIGINT, signal.SIGKILL, signal.SIGTERM):
+    name = signal.Signals(-exit_code).name
+    raise RuntimeError(
+      f"pytest was killed by {name}, so the fault has no result; run the"
+      f" command again:\n{tail}"
+    )
+  match = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", output, re.MULTILINE)
+  if match is not None:
+    return match[1]
+  # If tests passed and none failed, a library has ended the process.
+  is_ended_by_library = exit_code == FAILED and output.startswith(".")
+  if exit_code > 0 and not is_ended_by_library:
+    raise RuntimeError(
+      f"pytest ended with {exit_code} and names no test; correct this"
+      f" error:\n{tail}"
+    )
+  return f"pytest ends with {exit_code}"
+
+
+def detect(fault: Fault, copy: Copy) -> Detection:
+  """Puts a fault into a copy, runs the tests, and removes the fault again.
+
+  Raises:
+    ValueError: if the file does not have the fault's old text exactly once.
+  """
+  path = copy.directory / fault.file
+  original = path.read_text(encoding="utf-8")
+  num_places = original.count(fault.old)
+  if num_places != 1:
     raise ValueError(
-      f"{fault.name}: {fault.file} holds its old text {sound.count(fault.old)} times"
+      f"{fault.name}: {fault.file} has the old text {num_places} times;"
+      " correct benchmarks/faults.toml"
     )
-  path.write_text(sound.replace(fault.old, fault.new), encoding="utf-8")
-  started = time.monotonic()
+
+  named = [test for test in fault.tests if (copy.directory / test).exists()]
+  others = ["tests"]
+  for test in named:
+    others.append(f"--ignore={test}")
+  start = time.monotonic()
+  path.write_text(original.replace(fault.old, fault.new), encoding="utf-8")
   try:
-    named = [test for test in fault.tests if (directory / test).exists()]
-    others = ["tests", *(f"--ignore={test}" for test in named)]
-    for chosen in [named] if named_alone else [named, others]:
-      for tier, options in _TIERS.items():
-        test, _ = pytest(directory, [*options, *chosen], cache)
-        if test:
-          return Seen(tier, test, round(time.monotonic() - started, 1))
-    return Seen("", "", round(time.monotonic() - started, 1))
+    for tests in (named, others):
+      for tier, options in TIERS.items():
+        failure = run_pytest(copy, [*options, *tests]).failure
+        if failure:
+          return Detection(tier, failure, time.monotonic() - start)
   finally:
-    path.write_text(sound, encoding="utf-8")
+    path.write_text(original, encoding="utf-8")
+  return Detection("", "", time.monotonic() - start)
 
 
-def table(faults: list[Fault], found: dict[str, dict[str, dict]]) -> str:
-  """The results in Markdown: a row a fault, the suite as it is first and those of other commits after it."""
-  revisions = list(found)
-  heads = [
-    f"suite of {revision}" if revision != "now" else "default | full | by | s"
-    for revision in revisions
-  ]
-  lines = [f"| fault | file | {' | '.join(heads)} |"]
-  lines.append("|---" * lines[0].count(" | ") + "|---|")
+def failing_without_fault(copy: Copy, tests: Sequence[str]) -> list[str]:
+  """Returns the tests that fail in a copy without a fault."""
+  remaining = list(tests)
+  failing = []
+  while remaining:
+    result = run_pytest(copy, ["-m", "", *remaining])
+    if not result.failure:
+      break
+    tail = result.output[-SHOWN_CHARACTERS:]
+    print(f"{result.failure} fails without a fault:\n{tail}")
+    failing.append(result.failure)
+    if result.failure not in remaining:
+      break
+    remaining.remove(result.failure)
+  return failing
+
+
+def read_table(text: str) -> dict[str, Detection]:
+  """Returns the detections in a text that `format_table` wrote, by fault."""
+  _, _, body = text.partition(f"{HEADINGS}\n")
+  detections = {}
+  # The first line separates the headings from the rows.
+  for line in body.splitlines()[1:]:
+    name, _, tier, test, seconds = line.strip("| ").split(" | ")
+    if tier == NOT_FOUND:
+      tier = ""
+    test = test.strip("`").replace("\\|", "|")
+    detections[name] = Detection(tier, test, float(seconds))
+  return detections
+
+
+def format_table(
+  faults: Sequence[Fault], detections: Mapping[str, Detection]
+) -> str:
+  """Returns the results as a table in Markdown, in the order of the faults."""
+  lines = [HEADINGS, "|---|---|---|---|---|"]
   for fault in faults:
-    cells = []
-    for revision in revisions:
-      seen = found[revision].get(fault.name)
-      if revision != "now":
-        cells.append(
-          ""
-          if seen is None
-          else {"default": "default", "full": "slow", "": "by no named test"}[
-            seen["tier"]
-          ]
-        )
-      elif seen is None:
-        cells += [""] * 4
-      else:
-        cells += [
-          "yes" if seen["tier"] == "default" else "no",
-          "yes" if seen["tier"] else "**no**",
-        ]
-        cells += [
-          f"`{seen['test'].removeprefix('tests/')}`".replace("|", "\\|"),
-          f"{seen['seconds']:.0f}",
-        ]
-    lines.append(
-      f"| {fault.name} | `{fault.file.removeprefix('diffjax/')}` | {' | '.join(cells)} |"
-    )
-  return "\n".join(lines)
+    if fault.name not in detections:
+      continue
+    detection = detections[fault.name]
+    tier = detection.tier or NOT_FOUND
+    test = detection.test.replace("|", "\\|")
+    cells = [fault.name, f"`{fault.file}`", tier, f"`{test}`"]
+    cells.append(f"{detection.seconds:.0f}")
+    lines.append(f"| {' | '.join(cells)} |")
+  return "\n".join(lines) + "\n"
 
 
-def summary(found: dict[str, dict]) -> str:
-  """The number of faults that each tier saw, in a line."""
-  default, full = (
-    sum(seen["tier"] in tiers for seen in found.values())
-    for tiers in (("default",), ("default", "full"))
+def summary(detections: Mapping[str, Detection]) -> str:
+  """Returns how many faults each tier found."""
+  tiers = [detection.tier for detection in detections.values()]
+  num_default = tiers.count("default")
+  num_found = num_default + tiers.count("full")
+  num_faults = len(tiers)
+  return (
+    f"{num_faults} faults; the default tier finds {num_default}"
+    f" ({num_default / num_faults:.0%}) and the full tier {num_found}"
+    f" ({num_found / num_faults:.0%})"
   )
-  return f"{len(found)} faults: the default tier sees {default} ({default / len(found):.0%}), the full one {full} ({full / len(found):.0%})"
+
+
+def write_results(
+  faults: Sequence[Fault], detections: Mapping[str, Detection]
+) -> None:
+  """Writes benchmarks/faults.md."""
+  header = HEADER.format(summary=summary(detections))
+  TABLE.write_text(header + format_table(faults, detections), encoding="utf-8")
+
+
+def detect_all(
+  faults: Sequence[Fault],
+  selected: Sequence[Fault],
+  detections: dict[str, Detection],
+  jobs: int,
+) -> None:
+  """Tries faults, and writes each result as soon as it is known.
+
+  Args:
+    faults: All faults.
+    selected: The faults to try.
+    detections: The results by the names of the faults. They are updated.
+    jobs: Number of faults that are tried at the same time.
+  """
+  with (
+    tempfile.TemporaryDirectory() as scratch,
+    concurrent.futures.ThreadPoolExecutor(jobs) as pool,
+  ):
+    free_copies: queue.SimpleQueue[Copy] = queue.SimpleQueue()
+    for job in range(jobs):
+      copy = Copy(
+        pathlib.Path(scratch, f"copy{job}"),
+        pathlib.Path(scratch, f"compiled{job}"),
+      )
+      copy_to(copy.directory)
+      free_copies.put(copy)
+
+    def detect_in_free_copy(fault: Fault) -> Detection:
+      copy = free_copies.get()
+      try:
+        return detect(fault, copy)
+      finally:
+        free_copies.put(copy)
+
+    names = {}
+    for fault in selected:
+      names[pool.submit(detect_in_free_copy, fault)] = fault.name
+    for future in concurrent.futures.as_completed(names):
+      name = names[future]
+      detection = future.result()
+      detections[name] = detection
+      write_results(faults, detections)
+      print(
+        f"{name}: {detection.tier or 'MISSED'}, {detection.test},"
+        f" {detection.seconds:.0f} s",
+        flush=True,
+      )
+
+    # A failure of pytest itself has no "::".
+    tests = {detections[name].test for name in names.values()}
+    tests = sorted(test for test in tests if "::" in test)
+    failing = failing_without_fault(free_copies.get(), tests)
+  for name, detection in list(detections.items()):
+    if detection.test in failing:
+      del detections[name]
+  write_results(faults, detections)
 
 
 def main() -> None:
@@ -252,115 +404,27 @@ def main() -> None:
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   parser.add_argument(
-    "--only", default="*", help="faults by name; * stands for anything"
+    "--only", default="*", help="names of faults; * matches any text"
   )
   parser.add_argument(
     "--again",
     action="store_true",
-    help="also those that benchmarks/faults.json holds already",
-  )
-  parser.add_argument(
-    "--revision",
-    default="",
-    help="of the package and of the tests that a fault names; as they stand by default",
+    help="also try faults that benchmarks/faults.md has",
   )
   parser.add_argument("--jobs", type=int, default=2, help="faults at a time")
   flags = parser.parse_args()
-  faults, revision = load(), flags.revision or "now"
-  results = (
-    json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
-  )
-  found = results.setdefault(revision, {})
-  chosen = [
-    fault
-    for fault in faults
-    if fnmatch.fnmatch(fault.name, flags.only)
-    and (flags.again or fault.name not in found)
-  ]
 
-  def save() -> None:
-    ordered = {
-      fault.name: found[fault.name] for fault in faults if fault.name in found
-    }
-    results[revision] = ordered
-    RESULTS.write_text(
-      json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
-    )
-    suites = {
-      name: f"The suite of {name}, asked for no more tests than a fault names"
-      for name in results
-    } | {"now": "The suite as it is"}
-    lines = [
-      f"- {suites[name]}: {summary(seen)}." for name, seen in results.items()
-    ]
-    TABLE.write_text(
-      "\n".join(
-        [
-          "What `python -m benchmarks.faults` found last.",
-          "",
-          *lines,
-          "",
-          table(faults, results),
-          "",
-        ]
-      ),
-      encoding="utf-8",
-    )
-
-  with (
-    tempfile.TemporaryDirectory() as scratch,
-    concurrent.futures.ThreadPoolExecutor(flags.jobs) as pool,
-  ):
-    copies: queue.SimpleQueue[pathlib.Path] = queue.SimpleQueue()
-    for job in range(flags.jobs):
-      copy_to(pathlib.Path(scratch, f"copy{job}"), flags.revision)
-      copies.put(pathlib.Path(scratch, f"copy{job}"))
-
-    def do(fault: Fault) -> tuple[Fault, Seen]:
-      directory = copies.get()
-      try:
-        return fault, look(
-          fault,
-          directory,
-          pathlib.Path(scratch, f"compiled{directory.name[-1]}"),
-          bool(flags.revision),
-        )
-      finally:
-        copies.put(directory)
-
-    for future in concurrent.futures.as_completed(
-      [pool.submit(do, fault) for fault in chosen]
-    ):
-      fault, seen = future.result()
-      found[fault.name] = dataclasses.asdict(seen)
-      print(
-        f"{fault.name}: {seen.tier or 'MISSED'}, {seen.test}, {seen.seconds:.0f} s",
-        flush=True,
-      )
-      save()
-
-    tests = sorted(
-      {
-        found[fault.name]["test"]
-        for fault in chosen
-        if "::" in found[fault.name]["test"]
-      }
-    )
-    directory, wrong = copies.get(), True
-    while tests and wrong:  # one after the other: pytest stops at the first
-      wrong, text = pytest(
-        directory, ["-m", "", *tests], pathlib.Path(scratch, "compiled")
-      )
-      if wrong:
-        print(f"{wrong} fails without a fault:\n{text[-3000:]}")
-        tests = [test for test in tests if test != wrong]
-        for name in [
-          name for name, seen in found.items() if seen["test"] == wrong
-        ]:
-          del found[name]
-    save()
-  print(summary(found))
-  sys.exit(0 if all(seen["tier"] for seen in found.values()) else 1)
+  faults = load_faults()
+  detections = read_table(TABLE.read_text(encoding="utf-8"))
+  selected = []
+  for fault in faults:
+    is_named = fnmatch.fnmatch(fault.name, flags.only)
+    if is_named and (flags.again or fault.name not in detections):
+      selected.append(fault)
+  detect_all(faults, selected, detections, flags.jobs)
+  print(summary(detections))
+  is_any_missed = any(not found.tier for found in detections.values())
+  sys.exit(1 if is_any_missed else 0)
 
 
 if __name__ == "__main__":

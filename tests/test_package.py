@@ -43,7 +43,7 @@ def wheel(tmp_path_factory):
   """The wheel, built in a copy of the repository. Needs setuptools 77."""
   directory = tmp_path_factory.mktemp("wheel") / "diffjax"
   directory.mkdir()
-  copy_to(directory, revision="")
+  copy_to(directory)
 
   run(sys.executable, "-c", BUILD, cwd=directory)
 
