@@ -1,16 +1,24 @@
-"""Interrupts cold starts of training: python -m benchmarks.interrupt --times=50
+"""Interrupts training at random moments of a cold start.
 
-Each start of `python -m diffjax.train --config=configs/tiny.py` has an empty cache and rows to prepare, and gets one Ctrl-C, as a terminal
-sends it: to the command and its workers. The moment is random, the earlier the likelier, from the command's own first line until the first
-step is logged. (Before that Python itself starts, and its own KeyboardInterrupt ends it.) Each must end with 130 and `error: interrupted`
-as its only line of error; once a step has been taken, with 0 and a checkpoint. Prints a line a start and a tally; exits with 1 if one ends
-otherwise or takes longer than --limit seconds. Linux only.
+    python -m benchmarks.interrupt --times=50
+
+Each start of `python -m diffjax.train --config=configs/tiny.py` has an empty
+cache and must prepare its rows. It gets one Ctrl-C, as a terminal sends it: to
+the command and to its workers. The moment is random, and early ones are more
+likely. It is after the command's own first line, because until then Python's
+own KeyboardInterrupt ends the process, and before the first step is logged.
+
+A start must end with 130, and `error: interrupted` as its only error. If it has
+taken a step, it must end with 0 and a checkpoint. Prints a line for each start,
+and the counts. Exits with 1 if a start ends in another way, or if one takes
+longer than --limit seconds. Linux only.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import dataclasses
 import os
 import pathlib
 import random
@@ -19,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from typing import NamedTuple
 
 from benchmarks import kill
 from diffjax.training import manifest
@@ -28,76 +37,171 @@ FIELDS = {
   "data.validation_fraction": 0.1,
   "train.log_interval": 1,
 }
+# Seconds after which an interrupted start is killed.
+MAX_ENDING_SECONDS = 60.0
+# Time for workers that are still printing.
+OUTPUT_SECONDS = 0.2
+
+ENDED = "ended"
+SAVED = "saved"
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+  """The flags of the command.
+
+  Attributes:
+    times: Number of interrupted starts.
+    seed: Seed of the moments.
+    limit: Seconds in which a start that has not taken a step must end.
+  """
+
+  times: int
+  seed: int
+  limit: float
+
+
+class Interruption(NamedTuple):
+  """How a start ended.
+
+  Attributes:
+    seconds: Seconds from the signal to the end.
+    outcome: ENDED, SAVED, or a description of what is wrong.
+  """
+
+  seconds: float
+  outcome: str
 
 
 class Start:
-  """A cold start of training, with everything that it writes in a directory of its own."""
+  """A cold start of training, which writes only into its own directory."""
 
   def __init__(self, text: pathlib.Path, directory: pathlib.Path):
+    """Starts training, and waits until the command handles signals.
+
+    Args:
+      text: Directory of the training text.
+      directory: Directory for everything that the run writes. It is created.
+    """
     directory.mkdir()
-    self.workdir, self._log = directory / "run", directory / "log"
+    self._workdir = directory / "run"
+    self._log = directory / "log"
     fields = FIELDS | {
       "data.source": f"text:{text}/*.txt",
       "data.prepared_dir": directory / "rows",
     }
-    arguments = [
+    command = [
+      sys.executable,
+      "-m",
+      "diffjax.train",
       "--config=configs/tiny.py",
-      f"--workdir={self.workdir}",
-      *(f"--config.{name}={value}" for name, value in fields.items()),
+      f"--workdir={self._workdir}",
     ]
-    environment = os.environ | {"XDG_CACHE_HOME": str(directory / "cache")}
+    for name, value in fields.items():
+      command.append(f"--config.{name}={value}")
     with self._log.open("w", encoding="utf-8") as log:
       self._process = subprocess.Popen(
-        [sys.executable, "-m", "diffjax.train", *arguments],
-        env=environment,
+        command,
+        env=os.environ | {"XDG_CACHE_HOME": str(directory / "cache")},
         stdout=log,
         stderr=log,
         start_new_session=True,
       )
-    while (
-      len(os.listdir(f"/proc/{self._process.pid}/task")) < 2
-    ):  # the second thread hears signals
+    # The command's second thread handles signals.
+    threads = f"/proc/{self._process.pid}/task"
+    while len(os.listdir(threads)) < 2:
       time.sleep(0.001)
-    self.began = time.monotonic()
+    self._start_time = time.monotonic()
 
-  def text(self) -> str:
+  def output(self) -> str:
+    """Returns what training has printed."""
     return self._log.read_text(encoding="utf-8")
 
-  def reach_first_step(self) -> float:
-    """Waits for it. Returns the seconds since the start."""
-    while "\nstep 1/" not in self.text():
-      if self._process.poll() is not None:
+  def wait_for_first_step(self) -> float:
+    """Waits until the first step is logged; returns the seconds until then."""
+    while "\nstep 1/" not in self.output():
+      exit_code = self._process.poll()
+      if exit_code is not None:
         sys.exit(
-          f"training ends by itself with {self._process.returncode}:\n{self.text()}"
+          f"training ended with {exit_code} before it was interrupted:\n"
+          f"{self.output()}"
         )
       time.sleep(0.05)
-    return time.monotonic() - self.began
+    return time.monotonic() - self._start_time
 
-  def interrupt(self) -> tuple[float, str]:
-    """Seconds until it has ended, and how: "ended", "saved", or what is wrong."""
+  def interrupt(self) -> Interruption:
+    """Sends Ctrl-C to all processes, and waits for the end."""
     sent = time.monotonic()
     os.killpg(self._process.pid, signal.SIGINT)
     try:
-      code = self._process.wait(timeout=60)
+      exit_code = self._process.wait(timeout=MAX_ENDING_SECONDS)
     except subprocess.TimeoutExpired:
       os.killpg(self._process.pid, signal.SIGKILL)
-      return 60.0, "trained on"
+      return Interruption(MAX_ENDING_SECONDS, "trained on")
     seconds = time.monotonic() - sent
-    time.sleep(0.2)  # for what workers say
-    others = [
-      line
-      for line in self.text().splitlines()
-      if not line.startswith(("diffjax: ", "step "))
-    ]
-    if code == 130 and others == ["error: interrupted"]:
-      return seconds, "ended"
-    if (
-      code == 0
-      and not others
-      and manifest.steps(manifest.checkpoint_directory(self.workdir))
-    ):
-      return seconds, "saved"
-    return seconds, f"wrong: exit code {code}, {others}"
+    time.sleep(OUTPUT_SECONDS)
+    return Interruption(seconds, self._outcome(exit_code))
+
+  def _outcome(self, exit_code: int) -> str:
+    """Returns ENDED, SAVED, or a description of what is wrong."""
+    errors = []
+    for line in self.output().splitlines():
+      if not line.startswith(("diffjax: ", "step ")):
+        errors.append(line)
+    if exit_code == 130 and errors == ["error: interrupted"]:
+      return ENDED
+    checkpoints = manifest.checkpoint_directory(self._workdir)
+    if exit_code == 0 and not errors and manifest.steps(checkpoints):
+      return SAVED
+    return f"wrong: exit code {exit_code}, {errors}"
+
+
+def interrupt_starts(settings: Settings, directory: pathlib.Path) -> bool:
+  """Interrupts starts, and prints how they end.
+
+  Args:
+    settings: The flags.
+    directory: An empty directory.
+
+  Returns:
+    Whether all starts ended as they must.
+  """
+  rng = random.Random(settings.seed)
+  outcomes = collections.Counter[str]()
+  slowest = 0.0
+  kill.make_data(directory, "streamed")
+  text = directory / "text"
+
+  first_start = Start(text, directory / "first")
+  start_seconds = first_start.wait_for_first_step()
+  interruption = first_start.interrupt()
+  outcomes[interruption.outcome] += 1
+  print(
+    f"the first step is logged after {start_seconds:.1f} s; interrupted then:"
+    f" {interruption.outcome}",
+    flush=True,
+  )
+
+  for index in range(settings.times):
+    start = Start(text, directory / str(index))
+    # The square makes early moments more likely.
+    delay = start_seconds * rng.random() ** 2
+    time.sleep(delay)
+    interruption = start.interrupt()
+    outcomes[interruption.outcome] += 1
+    if interruption.outcome == ENDED:
+      slowest = max(slowest, interruption.seconds)
+    num_lines = len(start.output().splitlines())
+    print(
+      f"{index + 1}: after {delay:.2f} s, {num_lines} lines:"
+      f" {interruption.outcome} in {interruption.seconds:.2f} s",
+      flush=True,
+    )
+
+  print(
+    f"{dict(outcomes)}; starts without a step ended in at most {slowest:.2f} s"
+  )
+  return outcomes.keys() <= {ENDED, SAVED} and slowest <= settings.limit
 
 
 def main() -> None:
@@ -110,44 +214,12 @@ def main() -> None:
     "--limit",
     type=float,
     default=2.0,
-    help="seconds in which a start must end, but for those that save",
+    help="seconds in which a start without a step must end",
   )
-  flags = parser.parse_args()
-  rng, tally, slowest = (
-    random.Random(flags.seed),
-    collections.Counter[str](),
-    0.0,
-  )
+  settings = Settings(**vars(parser.parse_args()))
   with tempfile.TemporaryDirectory() as scratch:
-    directory = pathlib.Path(scratch)
-    kill.make_data(directory, "streamed")
-    first = Start(directory / "text", directory / "first")
-    whole = first.reach_first_step()
-    _, how = first.interrupt()
-    print(
-      f"the first step is logged after {whole:.1f} s; interrupted then: {how}",
-      flush=True,
-    )
-    tally[how] += 1
-    for index in range(flags.times):
-      start, delay = (
-        Start(directory / "text", directory / str(index)),
-        whole * rng.random() ** 2,
-      )
-      time.sleep(delay)
-      seconds, how = start.interrupt()
-      said = start.text().splitlines()
-      print(
-        f"{index + 1}: after {delay:.2f} s, {len(said)} lines: {how} in {seconds:.2f} s",
-        flush=True,
-      )
-      if how == "ended":
-        slowest = max(slowest, seconds)
-      tally[how] += 1
-  print(f"{dict(tally)}; those without a step ended in at most {slowest:.2f} s")
-  sys.exit(
-    0 if set(tally) <= {"ended", "saved"} and slowest <= flags.limit else 1
-  )
+    is_correct = interrupt_starts(settings, pathlib.Path(scratch))
+  sys.exit(0 if is_correct else 1)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,20 @@
-"""Kills training again and again, and compares what comes out with a run that was left alone: python -m benchmarks.kill --times=100
+"""Kills training at random moments, and compares it with an undisturbed run.
 
-Every life of the run is ended by SIGKILL at a random moment: while it starts, takes steps, evaluates or saves (it does so every few steps).
-Every life must begin at the newest complete checkpoint. Once a run has reached its last step, its losses and validation losses
-(metrics.jsonl), its batches (a sha256 each, by step, of all lives) and its final parameters must equal those of the uninterrupted run bit
-for bit. Prints a line a kill and a table; exits with 1 if anything differs. `--json=FILE` writes the table.
+    python -m benchmarks.kill --times=100
+    python -m benchmarks.kill --processes=2 --times=20 --steps=100
 
-With `--processes=N` a run is N processes, of which one is killed, any one, or all at once. Those left must end by themselves within a
-minute, with 1 and an error in one line.
+A run is started again after each SIGKILL, until it reaches its last step. The
+time between a start and its end is called a life here. It ends while the run
+starts, takes steps, evaluates or saves, which it does every few steps.
+
+Every life must begin at the newest complete checkpoint. Of a finished run, the
+losses and validation losses (metrics.jsonl), the batches (a SHA-256 for each,
+by step, of all lives) and the final parameters must be the same as in the
+undisturbed run, bit for bit. Prints a line for each kill, and the counts. Exits
+with 1 if anything differs.
+
+With `--processes=N` a run has N processes. A kill ends one of them, chosen at
+random, or all. The others must end within a minute, with 1 and an error.
 """
 
 from __future__ import annotations
@@ -28,6 +36,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -63,154 +73,238 @@ CONFIG = Config(
   ),
   eval=EvalConfig(interval=50, rows=16),
 )
-# Seconds that a life lasts, at most, from its second step on; and the share of lives that end before that, while starting or compiling.
-_LIFE, _STARTING = 4.0, 0.15
-# Of several processes: the share of kills that take all, and the seconds in which those that are left must end.
-_ALL, _ENDING = 0.2, 60.0
+# The training text.
+NUM_DOCUMENTS = 200
+LINES_PER_DOCUMENT = 60
+
+# The longest time between the second step of a life and its kill.
+MAX_LIFE_SECONDS = 4.0
+# The share of lives that do not wait for the second step. They are killed while
+# they start or compile.
+EARLY_SHARE = 0.15
+# The share of kills that end all processes.
+ALL_SHARE = 0.2
+# The time in which the processes that were not killed must end.
+MAX_ENDING_SECONDS = 60.0
+# The time in which a run must finish if it is not killed.
+MAX_RUN_SECONDS = 3600.0
+CONNECT_TIMEOUT_SECONDS = 20
 
 
-def make_config(steps: int) -> Config:
-  return dataclasses.replace(
-    CONFIG, train=dataclasses.replace(CONFIG.train, steps=steps)
-  )
+@dataclasses.dataclass(frozen=True)
+class Settings:
+  """The flags of the command.
+
+  Attributes:
+    times: Number of kills.
+    seed: Seed of the moments and of the processes that are killed.
+    mode: `config.data.mode`.
+    steps: Steps of a run.
+    processes: Processes of a run.
+  """
+
+  times: int
+  seed: int
+  mode: str
+  steps: int
+  processes: int
 
 
-def data_config(directory: pathlib.Path, mode: str) -> DataConfig:
-  text, rows = f"text:{directory}/text/*.txt", str(directory / "rows")
+class BatchRecord(NamedTuple):
+  """A batch that a process has taken."""
+
+  step: int
+  process: int
+  digest: str
+
+
+def make_data(directory: pathlib.Path, mode: str) -> None:
+  """Writes the text that the runs train on, and prepares its rows.
+
+  Args:
+    directory: Where the text goes, as text/*.txt.
+    mode: "prepared" or, to prepare no rows, "streamed".
+  """
+  text_directory = directory / "text"
+  text_directory.mkdir()
+  for index in range(NUM_DOCUMENTS):
+    lines = []
+    for line in range(LINES_PER_DOCUMENT):
+      lines.append(f"document {index}, line {line}: {line * index % 97}\n")
+    path = text_directory / f"{index}.txt"
+    path.write_text("".join(lines), encoding="utf-8")
+  if mode == "prepared":
+    prepared.prepare(make_data_config(directory, mode))
+
+
+def make_data_config(directory: pathlib.Path, mode: str) -> DataConfig:
+  """Returns the config of the data in a directory."""
   return DataConfig(
-    source=text,
+    source=f"text:{directory}/text/*.txt",
     validation_fraction=0.1,
     length=64,
-    prepared_dir=rows,
+    prepared_dir=str(directory / "rows"),
     mode=mode,
   )
 
 
-def run_child(
-  flags: argparse.Namespace,
+class BatchRecorder:
+  """Appends a line for each batch that training takes to WORKDIR.batches.
+
+  `record` and `make_writer` replace functions that training calls.
+  """
+
+  def __init__(
+    self,
+    workdir: str,
+    process: int,
+    put_batch: Callable,
+    make_writer: Callable,
+  ):
+    """Opens the file.
+
+    Args:
+      workdir: The run's directory.
+      process: Index of this process.
+      put_batch: The function that moves a batch to the devices.
+      make_writer: The function that opens the log of metrics.
+    """
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+    self._file = os.open(f"{workdir}.batches", flags)
+    self._process = process
+    self._put_batch = put_batch
+    self._make_writer = make_writer
+    self._step = 0
+
+  def make_writer(self, *args: Any, start_step: int, **options: Any) -> Any:
+    """Notes the step at which training starts."""
+    self._step = start_step
+    return self._make_writer(*args, start_step=start_step, **options)
+
+  def record(self, batch: dict[str, np.ndarray], mesh: Any) -> Any:
+    """Writes a line before the batch is used."""
+    self._step += 1
+    line = f"{self._step} {self._process} {_batch_digest(batch)}\n"
+    # A single call writes the whole line, even if the process is killed.
+    os.write(self._file, line.encode())
+    return self._put_batch(batch, mesh)
+
+
+def _batch_digest(batch: dict[str, np.ndarray]) -> str:
+  digest = hashlib.sha256()
+  for name in sorted(batch):
+    digest.update(np.ascontiguousarray(batch[name]).tobytes())
+  return digest.hexdigest()
+
+
+def train(
+  settings: Settings,
   directory: pathlib.Path,
   workdir: str,
   coordinator: str,
-  index: int,
+  process: int,
 ) -> None:
-  """Trains as the command does, and appends every batch that it takes to WORKDIR.batches."""
+  """Trains as the command does, and records the batches.
+
+  Args:
+    settings: The flags.
+    directory: The directory of the data.
+    workdir: The run's directory.
+    coordinator: Address of process 0.
+    process: Index of this process.
+  """
   from diffjax.host import runtime
   from diffjax.parallel.processes import connected
   from diffjax.training import loop, run_log, session
 
   runtime.keep_compiled_programs()
   runtime.keep_freed_memory()
-  log = os.open(f"{workdir}.batches", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-  step, put_batch, make_writer = 0, session.put_batch, run_log.MetricWriter
-
-  def metrics(*args, start_step, **options):
-    nonlocal step
-    step = start_step
-    return make_writer(*args, start_step=start_step, **options)
-
-  def record(batch, mesh):
-    nonlocal step
-    step += 1
-    digest = hashlib.sha256(
-      b"".join(
-        np.ascontiguousarray(batch[name]).tobytes() for name in sorted(batch)
-      )
-    ).hexdigest()
-    os.write(log, f"{step} {index} {digest}\n".encode())
-    return put_batch(batch, mesh)
-
-  session.put_batch, run_log.MetricWriter = record, metrics
-  with connected(
-    coordinator if flags.processes > 1 else "",
-    flags.processes,
-    index,
-    timeout=20,
-  ):
-    loop.train(
-      dataclasses.replace(
-        make_config(flags.steps), data=data_config(directory, flags.mode)
-      ),
-      workdir,
-    )
-
-
-def losses(workdir: pathlib.Path) -> list[tuple]:
-  """The log of every step without its times."""
-  names = ("step", "train/loss", "train/grad_norm", "validation/loss")
-  lines = [
-    json.loads(line)
-    for line in (workdir / "metrics.jsonl")
-    .read_text(encoding="utf-8")
-    .splitlines()
-  ]
-  return [tuple(line.get(name) for name in names) for line in lines]
-
-
-def taken(workdir: pathlib.Path) -> list[tuple[int, int, str]]:
-  """Step, process and digest of every batch, in the order they were taken."""
-  log = pathlib.Path(f"{workdir}.batches")
-  lines = (
-    [line.split() for line in log.read_text(encoding="utf-8").splitlines()]
-    if log.exists()
-    else []
+  recorder = BatchRecorder(
+    workdir, process, session.put_batch, run_log.MetricWriter
   )
-  return [(int(step), int(process), digest) for step, process, digest in lines]
+  session.put_batch = recorder.record
+  run_log.MetricWriter = recorder.make_writer
+
+  config = dataclasses.replace(
+    CONFIG,
+    train=dataclasses.replace(CONFIG.train, steps=settings.steps),
+    data=make_data_config(directory, settings.mode),
+  )
+  address = coordinator if settings.processes > 1 else ""
+  with connected(
+    address, settings.processes, process, timeout=CONNECT_TIMEOUT_SECONDS
+  ):
+    loop.train(config, workdir)
 
 
-def batches(workdir: pathlib.Path) -> dict[tuple[int, int], set[str]]:
-  """Digests of the batches that any life took for each step, in each process."""
-  seen = collections.defaultdict(set)
-  for step, process, digest in taken(workdir):
-    seen[step, process].add(digest)
-  return dict(seen)
+def read_losses(workdir: pathlib.Path) -> list[tuple]:
+  """Returns the log of every step without its times."""
+  names = ("step", "train/loss", "train/grad_norm", "validation/loss")
+  text = (workdir / "metrics.jsonl").read_text(encoding="utf-8")
+  rows = []
+  for line in text.splitlines():
+    metrics = json.loads(line)
+    rows.append(tuple(metrics.get(name) for name in names))
+  return rows
 
 
-def parameters(workdir: pathlib.Path) -> str:
-  """sha256 of the newest complete checkpoint's parameters."""
+def read_batch_records(workdir: pathlib.Path) -> list[BatchRecord]:
+  """Returns the batches of all lives, in the order they were taken."""
+  path = pathlib.Path(f"{workdir}.batches")
+  if not path.exists():
+    return []
+  records = []
+  for line in path.read_text(encoding="utf-8").splitlines():
+    step, process, digest = line.split()
+    records.append(BatchRecord(int(step), int(process), digest))
+  return records
+
+
+def read_batches(
+  workdir: pathlib.Path,
+) -> list[tuple[tuple[int, int], set[str]]]:
+  """Returns the digests that any life had for each step and process."""
+  digests = collections.defaultdict(set)
+  for record in read_batch_records(workdir):
+    digests[record.step, record.process].add(record.digest)
+  return sorted(digests.items())
+
+
+def read_parameters(workdir: pathlib.Path) -> list[str]:
+  """Returns the SHA-256 of the newest complete checkpoint's parameters."""
   from diffjax.parallel.mesh import make_mesh
   from diffjax.training.checkpoint import open_checkpoint
   from diffjax.training.program import build
 
-  abstract = build(CONFIG, make_mesh(CONFIG.mesh)).abstract_state.params
-  bare = jax.tree.map(
-    lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), abstract
-  )
-  leaves = jax.tree.leaves(open_checkpoint(workdir).params(bare))
-  return hashlib.sha256(
-    b"".join(np.asarray(leaf).tobytes() for leaf in leaves)
-  ).hexdigest()
+  def without_sharding(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+  program = build(CONFIG, make_mesh(CONFIG.mesh))
+  shapes = jax.tree.map(without_sharding, program.abstract_state.params)
+  digest = hashlib.sha256()
+  for leaf in jax.tree.leaves(open_checkpoint(workdir).params(shapes)):
+    digest.update(np.asarray(leaf).tobytes())
+  return [digest.hexdigest()]
 
 
-def _first_difference(found, expected) -> str:
-  """In words; of logs and batches, the first entry that only one side has."""
-  if isinstance(found, str):
-    return f"{found} instead of {expected}"
-  pairs = (
-    itertools.zip_longest(sorted(found.items()), sorted(expected.items()))
-    if isinstance(found, dict)
-    else itertools.zip_longest(found, expected)
-  )
-  return next(
-    f"{mine} instead of {theirs}" for mine, theirs in pairs if mine != theirs
-  )
+# What must be equal in a killed and in the undisturbed run.
+COMPARED: dict[str, Callable[[pathlib.Path], list]] = {
+  "losses": read_losses,
+  "batches": read_batches,
+  "final parameters": read_parameters,
+}
 
 
-def moment(workdir: pathlib.Path, taken: int) -> str:
-  """The occupation of a killed life, by the files that it left."""
-  checkpoints = workdir / "checkpoints"
-  steps = list(checkpoints.iterdir()) if checkpoints.exists() else []
-  if any("tmp" in path.name for path in steps):
-    return "writing a checkpoint"
-  if any(
-    path.name.isdecimal() and not (path / "manifest.json").exists()
-    for path in steps
-  ):
-    return "writing a manifest or pruning"
-  return "taking steps" if taken else "starting"
+def first_difference(actual: Sequence, expected: Sequence) -> str | None:
+  """Returns the first entries that differ, as text. None if all are equal."""
+  for ours, theirs in itertools.zip_longest(actual, expected):
+    if ours != theirs:
+      return f"{ours} instead of {theirs}"
+  return None
 
 
-def complete(workdir: pathlib.Path) -> int:
-  """The newest complete checkpoint's step, by its files; 0 if there is none."""
+def newest_complete_step(workdir: pathlib.Path) -> int:
+  """Returns the step of the newest complete checkpoint. 0 if it has none."""
   directory = manifest.checkpoint_directory(workdir)
   for step in reversed(manifest.steps(directory)):
     with contextlib.suppress(manifest.Damage):
@@ -218,126 +312,213 @@ def complete(workdir: pathlib.Path) -> int:
   return 0
 
 
+def activity_at_kill(workdir: pathlib.Path, num_batches: int) -> str:
+  """Returns what a life was doing when it was killed, judged by its files.
+
+  Args:
+    workdir: The run's directory.
+    num_batches: Number of batches that the life has taken.
+  """
+  directory = workdir / "checkpoints"
+  checkpoints = list(directory.iterdir()) if directory.exists() else []
+  for path in checkpoints:
+    if "tmp" in path.name:
+      return "writing a checkpoint"
+  for path in checkpoints:
+    has_manifest = (path / "manifest.json").exists()
+    if path.name.isdecimal() and not has_manifest:
+      return "writing a manifest or pruning"
+  if num_batches > 0:
+    return "taking steps"
+  return "starting"
+
+
 class Life:
-  """The processes of a run from one start to their end."""
+  """The processes of a run from one start to their end.
+
+  Attributes:
+    start_time: When the life began, in seconds since the epoch.
+    first_step: The first step that it should take.
+    processes: Its processes.
+  """
 
   def __init__(
-    self,
-    directory: pathlib.Path,
-    workdir: pathlib.Path,
-    flags: argparse.Namespace,
+    self, directory: pathlib.Path, workdir: pathlib.Path, settings: Settings
   ):
-    self._workdir, self._before, self._flags = (
-      workdir,
-      len(taken(workdir)),
-      flags,
-    )
-    self.newest, self.started = complete(workdir), time.time()
-    with socket.socket() as listener:
-      listener.bind(("localhost", 0))
-      coordinator = f"localhost:{listener.getsockname()[1]}"
-    self.processes, self._errors = [], []
-    for index in range(flags.processes):
+    """Starts the processes.
+
+    Args:
+      directory: The directory of the data.
+      workdir: The run's directory.
+      settings: The flags.
+    """
+    self._workdir = workdir
+    self._settings = settings
+    self._num_earlier_batches = len(read_batch_records(workdir))
+    self.first_step = newest_complete_step(workdir) + 1
+    self.start_time = time.time()
+    self.processes: list[subprocess.Popen] = []
+    self._error_files = []
+
+    environment = dict(os.environ)
+    if settings.processes > 1:
+      # Only process 0 uses the cache of compiled programs.
+      environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    coordinator = f"localhost:{_free_port()}"
+    for index in range(settings.processes):
       command = [
         sys.executable,
         "-m",
         "benchmarks.kill",
-        f"--mode={flags.mode}",
-        f"--processes={flags.processes}",
-        f"--steps={flags.steps}",
+        f"--mode={settings.mode}",
+        f"--processes={settings.processes}",
+        f"--steps={settings.steps}",
+        "--child",
+        str(directory),
+        str(workdir),
+        coordinator,
+        str(index),
       ]
-      environment = os.environ | (
-        {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"} if flags.processes > 1 else {}
-      )  # all but process 0 always compile
-      self._errors.append(tempfile.TemporaryFile("w+", encoding="utf-8"))
-      self.processes.append(
-        subprocess.Popen(
-          [
-            *command,
-            "--child",
-            str(directory),
-            str(workdir),
-            coordinator,
-            str(index),
-          ],
-          env=environment,
-          stdout=subprocess.DEVNULL,
-          stderr=self._errors[-1],
-        )
+      error_file = tempfile.TemporaryFile("w+", encoding="utf-8")
+      self._error_files.append(error_file)
+      process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.DEVNULL, stderr=error_file
       )
+      self.processes.append(process)
 
   def steps(self) -> list[int]:
-    """Those that its batches were taken for, by all processes."""
-    return [step for step, _, _ in taken(self._workdir)[self._before :]]
+    """Returns the steps of the batches that all its processes have taken."""
+    records = read_batch_records(self._workdir)
+    return [record.step for record in records[self._num_earlier_batches :]]
 
-  def runs(self) -> bool:
+  def is_running(self) -> bool:
+    """Returns whether no process has ended."""
     return all(process.poll() is None for process in self.processes)
 
-  def wait(self, expected: int, timeout: float | None = None) -> None:
-    """Ends this program if any but the killed processes end with another code, or without a line that says why, or not in time."""
-    deadline = time.time() + (timeout or 3600.0)
-    for process, errors in zip(self.processes, self._errors, strict=True):
+  def wait_until(self, seconds: float, *, after_second_step: bool) -> None:
+    """Waits for a moment of the life, or for the end of a process.
+
+    Args:
+      seconds: How long to wait.
+      after_second_step: Whether the time counts from the second step.
+    """
+    if after_second_step:
+      num_processes = len(self.processes)
+      while self.is_running() and len(self.steps()) <= num_processes:
+        time.sleep(0.01)
+    deadline = time.time() + seconds
+    while self.is_running() and time.time() < deadline:
+      time.sleep(0.001)
+
+  def finish(self) -> None:
+    """Waits for processes that were not killed, and must end with 0."""
+    self._wait(MAX_RUN_SECONDS, must_fail=False)
+
+  def finish_after_kill(self) -> None:
+    """Waits for the processes that are left, which must report an error."""
+    self._wait(MAX_ENDING_SECONDS, must_fail=True)
+
+  def _wait(self, timeout: float, *, must_fail: bool) -> None:
+    """Waits for all processes. Exits if one ends in another way."""
+    deadline = time.time() + timeout
+    pairs = zip(self.processes, self._error_files, strict=True)
+    for process, error_file in pairs:
+      exit_code: int | None
       try:
-        code: int | str = process.wait(max(0.0, deadline - time.time()))
+        exit_code = process.wait(max(0.0, deadline - time.time()))
       except subprocess.TimeoutExpired:
-        code = "nothing: it hangs"
-      errors.seek(0)
-      text = errors.read()
-      through = (
-        code == 0 and complete(self._workdir) == self._flags.steps
-      )  # killed when the rest was done
-      if (
-        code != -signal.SIGKILL
-        and not through
-        and (code != expected or (expected and "\nerror: " not in f"\n{text}"))
-      ):
+        exit_code = None
+      error_file.seek(0)
+      errors = error_file.read()
+      if not self._is_correct_end(exit_code, errors, must_fail):
         for other in self.processes:
           other.kill()
-        sys.exit(f"a process ended by itself with {code}:\n{text}")
+        sys.exit(f"a process ended with {exit_code} (None: hangs):\n{errors}")
+
+  def _is_correct_end(
+    self, exit_code: int | None, errors: str, must_fail: bool
+  ) -> bool:
+    """Returns whether a process has ended as it must.
+
+    Args:
+      exit_code: Its exit code. None if it has not ended.
+      errors: What it has printed.
+      must_fail: Whether it must report an error.
+    """
+    if exit_code == -signal.SIGKILL:
+      return True
+    if not must_fail:
+      return exit_code == 0
+    # Another process may be killed after the work is done.
+    is_done = newest_complete_step(self._workdir) == self._settings.steps
+    if exit_code == 0 and is_done:
+      return True
+    has_message = "\nerror: " in f"\n{errors}"
+    return exit_code == 1 and has_message
+
+
+def _free_port() -> int:
+  with socket.socket() as listener:
+    listener.bind(("localhost", 0))
+    return listener.getsockname()[1]
 
 
 @dataclasses.dataclass
-class Tally:
-  """The counts of a whole session of kills."""
+class Counts:
+  """The counts of all runs.
+
+  Attributes:
+    kills: Number of kills.
+    runs: Number of runs that were started.
+    steps_in_killed_lives: Steps taken in lives that were killed.
+    lives_with_steps: Lives that took steps.
+    wrong_starts: Lives that did not begin at the newest complete checkpoint.
+    slowest_ending: The longest time, in seconds, until the processes that were
+      not killed had ended.
+    activities: Kills by what the life was doing.
+    victims: Kills by the processes that were killed.
+    differences: Differences from the undisturbed run.
+  """
 
   kills: int = 0
   runs: int = 0
-  # Steps taken in killed lives
-  lost: int = 0
-  # Lives that took steps, and those of them that did not begin at the newest complete checkpoint
-  starts: int = 0
-  wrong: int = 0
-  # Seconds until the processes that were not killed had ended, at most
-  slowest: float = 0.0
-  # Kills by what the life was doing, and by the processes that were killed
-  moments: collections.Counter[str] = dataclasses.field(
+  steps_in_killed_lives: int = 0
+  lives_with_steps: int = 0
+  wrong_starts: int = 0
+  slowest_ending: float = 0.0
+  activities: collections.Counter[str] = dataclasses.field(
     default_factory=collections.Counter
   )
   victims: collections.Counter[str] = dataclasses.field(
     default_factory=collections.Counter
   )
-  # Differences from the uninterrupted run
-  differing: list[str] = dataclasses.field(default_factory=list)
+  differences: list[str] = dataclasses.field(default_factory=list)
 
-  def table(self, flags: argparse.Namespace, seconds: float) -> dict:
-    """The counts under the names that the results have."""
-    several = {
-      "killed": dict(self.victims),
-      "seconds until the others had ended, at most": round(self.slowest, 1),
-    }
-    return {
-      "processes": flags.processes,
+  def table(self, settings: Settings, seconds: float) -> dict[str, Any]:
+    """Returns the counts and the settings, by the names that are printed.
+
+    Args:
+      settings: The flags.
+      seconds: How long it took.
+    """
+    result: dict[str, Any] = {
+      "processes": settings.processes,
       "kills": self.kills,
-      "moments": dict(self.moments),
-      **(several if flags.processes > 1 else {}),
+      "moments": dict(self.activities),
+    }
+    if settings.processes > 1:
+      slowest = round(self.slowest_ending, 1)
+      result["killed"] = dict(self.victims)
+      result["seconds until the others had ended, at most"] = slowest
+    return result | {
       "runs finished": self.runs,
-      "steps of a run": flags.steps,
-      "steps taken in killed lives": self.lost,
-      "starts that took steps": self.starts,
-      "starts not from the newest complete checkpoint": self.wrong,
-      "differences from the uninterrupted run": self.differing,
-      "mode": flags.mode,
-      "seed": flags.seed,
+      "steps of a run": settings.steps,
+      "steps taken in killed lives": self.steps_in_killed_lives,
+      "starts that took steps": self.lives_with_steps,
+      "starts not from the newest complete checkpoint": self.wrong_starts,
+      "differences from the uninterrupted run": self.differences,
+      "mode": settings.mode,
+      "seed": settings.seed,
       "seconds": round(seconds),
       "date": time.strftime("%Y-%m-%d"),
       "jax": jax.__version__,
@@ -345,77 +526,139 @@ class Tally:
     }
 
 
-def make_data(directory: pathlib.Path, mode: str) -> None:
-  """Writes the text that the runs train on, and prepares its rows if they are to be."""
-  (directory / "text").mkdir()
-  for index in range(200):
-    text = "".join(
-      f"document {index}, line {line}: {line * index % 97}\n"
-      for line in range(60)
-    )
-    (directory / "text" / f"{index}.txt").write_text(text, encoding="utf-8")
-  if mode == "prepared":
-    prepared.prepare(data_config(directory, mode))
+class Killer:
+  """Kills a run until there have been enough kills.
 
-
-def live(
-  directory: pathlib.Path,
-  workdir: pathlib.Path,
-  flags: argparse.Namespace,
-  rng: random.Random,
-  tally: Tally,
-) -> bool:
-  """Starts a life of a run, and kills it unless there have been enough kills.
-
-  Returns:
-    Whether the run has come to its end.
+  Attributes:
+    counts: The counts so far.
   """
-  life = Life(directory, workdir, flags)
-  starting, delay = rng.random() < _STARTING, rng.uniform(0, _LIFE)
-  if tally.kills < flags.times:
-    while not starting and life.runs() and len(life.steps()) <= flags.processes:
-      time.sleep(0.01)
-    deadline = time.time() + delay
-    while life.runs() and time.time() < deadline:
-      time.sleep(0.001)
-  everyone = list(range(flags.processes))
-  finished = tally.kills >= flags.times or not life.runs()
-  killed = (
-    []
-    if finished
-    else everyone
-    if rng.random() < _ALL
-    else [rng.choice(everyone)]
-  )
-  for index in killed:
-    life.processes[index].kill()
-  moment_of_kill = time.time()
-  life.wait(*(0,) if finished else (1, _ENDING))
-  ending, steps = time.time() - moment_of_kill, life.steps()
-  tally.starts += bool(steps)
-  tally.wrong += bool(steps) and steps[0] != life.newest + 1
-  if finished:
-    return True
-  tally.kills += 1
-  what = moment(workdir, len(steps))
-  tally.moments[what] += 1
-  tally.lost += len(steps) // flags.processes
-  line = f"kill {tally.kills}: {moment_of_kill - life.started:.1f} s after its start, {len(steps)} batches into it, {what}"
-  if flags.processes > 1:
-    tally.victims[
-      "all"
-      if len(killed) > 1
-      else "process 0"
-      if killed == [0]
-      else "another one"
-    ] += 1
-    if len(killed) < flags.processes:
-      tally.slowest = max(tally.slowest, ending)
-      line += f"; process {killed[0]}, the others ended {ending:.1f} s later"
-    else:
-      line += "; all"
-  print(line, flush=True)
-  return False
+
+  def __init__(self, settings: Settings, directory: pathlib.Path):
+    """Prepares the data.
+
+    Args:
+      settings: The flags.
+      directory: An empty directory for the data and the runs.
+    """
+    make_data(directory, settings.mode)
+    self._settings = settings
+    self._directory = directory
+    self._rng = random.Random(settings.seed)
+    self.counts = Counts()
+
+  def compare_runs(self) -> None:
+    """Kills runs, and compares each with an undisturbed run."""
+    undisturbed = self._directory / "whole"
+    Life(self._directory, undisturbed, self._settings).finish()
+    while self._needs_kills() or self.counts.runs == 0:
+      workdir = self._directory / f"run{self.counts.runs}"
+      self.counts.runs += 1
+      is_finished = False
+      while not is_finished:
+        is_finished = self._live(workdir)
+
+      for name, read in COMPARED.items():
+        difference = first_difference(read(workdir), read(undisturbed))
+        if difference is not None:
+          self.counts.differences.append(
+            f"run {self.counts.runs}: its {name} differ, first {difference}"
+          )
+
+  def _needs_kills(self) -> bool:
+    return self.counts.kills < self._settings.times
+
+  def _live(self, workdir: pathlib.Path) -> bool:
+    """Starts a life of a run, and kills it if there are too few kills.
+
+    Returns:
+      Whether the run has reached its end.
+    """
+    life = Life(self._directory, workdir, self._settings)
+    is_early = self._rng.random() < EARLY_SHARE
+    delay = self._rng.uniform(0, MAX_LIFE_SECONDS)
+    if self._needs_kills():
+      life.wait_until(delay, after_second_step=not is_early)
+    if not self._needs_kills() or not life.is_running():
+      life.finish()
+      self._count_start(life)
+      return True
+
+    victims = self._choose_victims()
+    for index in victims:
+      life.processes[index].kill()
+    kill_time = time.time()
+    life.finish_after_kill()
+    ending_seconds = time.time() - kill_time
+    self._count_start(life)
+    self._count_kill(
+      life.steps(),
+      activity_at_kill(workdir, len(life.steps())),
+      victims,
+      kill_time - life.start_time,
+      ending_seconds,
+    )
+    return False
+
+  def _choose_victims(self) -> list[int]:
+    """Returns the indices of the processes to kill: one, or all."""
+    indices = list(range(self._settings.processes))
+    if self._rng.random() < ALL_SHARE:
+      return indices
+    return [self._rng.choice(indices)]
+
+  def _count_start(self, life: Life) -> None:
+    steps = life.steps()
+    if not steps:
+      return
+    self.counts.lives_with_steps += 1
+    if steps[0] != life.first_step:
+      self.counts.wrong_starts += 1
+
+  def _count_kill(
+    self,
+    steps: list[int],
+    activity: str,
+    victims: list[int],
+    life_seconds: float,
+    ending_seconds: float,
+  ) -> None:
+    """Counts a kill and prints a line.
+
+    Args:
+      steps: The steps of the life's batches.
+      activity: What it was doing.
+      victims: The indices of the processes that were killed.
+      life_seconds: The seconds from the start to the kill.
+      ending_seconds: The seconds from the kill until all processes had ended.
+    """
+    counts = self.counts
+    num_processes = self._settings.processes
+    counts.kills += 1
+    counts.activities[activity] += 1
+    counts.steps_in_killed_lives += len(steps) // num_processes
+    line = (
+      f"kill {counts.kills}: {life_seconds:.1f} s after its start,"
+      f" {len(steps)} batches into it, {activity}"
+    )
+    if num_processes > 1:
+      counts.victims[_victims_name(victims)] += 1
+      if len(victims) < num_processes:
+        counts.slowest_ending = max(counts.slowest_ending, ending_seconds)
+        line += (
+          f"; process {victims[0]}, the others ended {ending_seconds:.1f} s"
+          " later"
+        )
+      else:
+        line += "; all"
+    print(line, flush=True)
+
+
+def _victims_name(victims: list[int]) -> str:
+  if len(victims) > 1:
+    return "all"
+  if victims == [0]:
+    return "process 0"
+  return "another one"
 
 
 def main() -> None:
@@ -434,7 +677,6 @@ def main() -> None:
     "--steps", type=int, default=CONFIG.train.steps, help="of a run"
   )
   parser.add_argument("--processes", type=int, default=1, help="of a run")
-  parser.add_argument("--json", help="file for the table")
   parser.add_argument(
     "--child",
     nargs=4,
@@ -442,39 +684,21 @@ def main() -> None:
     help=argparse.SUPPRESS,
   )
   flags = parser.parse_args()
+  settings = Settings(
+    flags.times, flags.seed, flags.mode, flags.steps, flags.processes
+  )
   if flags.child:
-    directory, workdir, coordinator, index = flags.child
-    run_child(flags, pathlib.Path(directory), workdir, coordinator, int(index))
+    directory, workdir, coordinator, process = flags.child
+    train(settings, pathlib.Path(directory), workdir, coordinator, int(process))
     return
 
-  rng, began, tally = random.Random(flags.seed), time.time(), Tally()
+  start = time.time()
   with tempfile.TemporaryDirectory() as scratch:
-    directory = pathlib.Path(scratch)
-    make_data(directory, flags.mode)
-    whole = directory / "whole"
-    Life(directory, whole, flags).wait(0)
-    while tally.kills < flags.times or tally.runs == 0:
-      workdir = directory / f"run{tally.runs}"
-      tally.runs += 1
-      while not live(directory, workdir, flags, rng, tally):
-        pass
-      for name, read in (
-        ("losses", losses),
-        ("batches", batches),
-        ("final parameters", parameters),
-      ):
-        found, expected = read(workdir), read(whole)
-        if found != expected:
-          tally.differing.append(
-            f"run {tally.runs}: its {name} differ, first {_first_difference(found, expected)}"
-          )
-  table = tally.table(flags, time.time() - began)
-  print(json.dumps(table, indent=1))
-  if flags.json:
-    pathlib.Path(flags.json).write_text(
-      json.dumps(table, indent=1) + "\n", encoding="utf-8"
-    )
-  sys.exit(1 if tally.differing or tally.wrong else 0)
+    killer = Killer(settings, pathlib.Path(scratch))
+    killer.compare_runs()
+  counts = killer.counts
+  print(json.dumps(counts.table(settings, time.time() - start), indent=1))
+  sys.exit(1 if counts.differences or counts.wrong_starts else 0)
 
 
 if __name__ == "__main__":
