@@ -1,4 +1,4 @@
-"""Measures what preparing FineWeb-Edu takes, on a synthetic copy of it.
+"""Disk space and time to prepare FineWeb-Edu, on a synthetic copy of it.
 
     TIKTOKEN_CACHE_DIR=DIR python -m benchmarks.fineweb_edu --rows=20000
 
@@ -8,7 +8,7 @@ worker a CPU. `--rows=727000` makes files of about the original size.
 
 The text is English prose from documentation on this machine, not web text. Its
 tokens are about as long as those of web text, but names and numbers differ, so
-bytes per token are good to about a tenth.
+bytes per token are accurate to about a tenth.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import random
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import pyarrow
 import pyarrow.parquet
@@ -36,13 +36,52 @@ from diffjax.data import prepared
 # From the data set's card: sample/100BT has 140 files of about 727 row groups.
 _ROW_GROUP = 1000
 _FILE_GIGABYTES = 2.15
-# Characters of a document, nearly all of one byte: 28.5 GB of snappy for 9.67 M rows, about 1.65 bytes of
-# text for a stored one. Lengths of web pages are about log-normal.
+# Characters of a document, nearly all of one byte. 9.67 M rows are 28.5 GB of
+# snappy, and one byte of it holds about 1.65 bytes of text. The lengths of web
+# pages are about log-normal.
 _MEAN_BYTES = 4700
 _SIGMA = 0.9
 _SUFFIXES = (".md", ".rst", ".txt", "METADATA", "copyright")
-_MIN_PARAGRAPH = 200  # characters; shorter ones are mostly headings and code
-_MIN_LETTERS = 0.9  # share of letters, spaces, commas and full stops in prose
+# Characters of a paragraph. Shorter ones are mostly headings and code.
+_MIN_PARAGRAPH = 200
+# The share of letters, spaces, commas and full stops in prose.
+_MIN_LETTERS = 0.9
+# The columns of FineWeb-Edu.
+_COLUMNS = (
+  "text",
+  "id",
+  "dump",
+  "url",
+  "file_path",
+  "language",
+  "language_score",
+  "token_count",
+  "score",
+  "int_score",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+  """The flags of the command.
+
+  Attributes:
+    files: Number of files.
+    rows: Rows of a file.
+    tokenizer: `config.data.tokenizer`.
+    length: `config.data.length`.
+    workers: Number of workers. 0 for one on each CPU.
+    text_megabytes: Amount of different text, in millions of characters.
+    text: Directories of documentation.
+  """
+
+  files: int
+  rows: int
+  tokenizer: str
+  length: int
+  workers: int
+  text_megabytes: int
+  text: list[str]
 
 
 def read_paragraphs(directories: Sequence[str], limit: int) -> list[str]:
@@ -89,7 +128,7 @@ def make_document(paragraphs: Sequence[str], rng: random.Random) -> str:
 
 
 def write_file(path: str, num_rows: int, paragraphs: list[str]) -> None:
-  """Writes a Parquet file like those of FineWeb-Edu."""
+  """Writes a Parquet file with the format of FineWeb-Edu."""
   rng = random.Random(path)
   writer = None
   for first in range(0, num_rows, _ROW_GROUP):
@@ -106,21 +145,7 @@ def write_file(path: str, num_rows: int, paragraphs: list[str]) -> None:
 def _make_row_group(
   num_rows: int, paragraphs: list[str], rng: random.Random
 ) -> pyarrow.Table:
-  columns: dict[str, list[Any]] = {
-    name: []
-    for name in (
-      "text",
-      "id",
-      "dump",
-      "url",
-      "file_path",
-      "language",
-      "language_score",
-      "token_count",
-      "score",
-      "int_score",
-    )
-  }
+  columns: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
   for _ in range(num_rows):
     text = make_document(paragraphs, rng)
     key = f"{rng.getrandbits(128):032x}"
@@ -164,87 +189,110 @@ def measure_files(paths: Sequence[pathlib.Path]) -> Stored:
   return Stored(file_bytes, text_bytes, plain_bytes)
 
 
-def prepare(config: DataConfig, workers: int) -> dict[str, float]:
-  """Prepares rows and returns tokens, seconds and bytes on disk.
+class Preparation(NamedTuple):
+  """What preparing rows has taken.
 
-  "cpu_seconds" are those of this process, so they count one worker only.
+  Attributes:
+    tokens: Number of tokens.
+    seconds: Seconds by the clock.
+    cpu_seconds: CPU time of this process, which does the work of one worker.
+    row_bytes: Bytes of the rows on disk.
   """
+
+  tokens: int
+  seconds: float
+  cpu_seconds: float
+  row_bytes: int
+
+
+def prepare(config: DataConfig, workers: int) -> Preparation:
+  """Prepares rows, and returns the time and the disk space."""
   start = time.perf_counter()
   start_cpu = time.process_time()
   (target,) = prepared.prepare(config, workers)
   cpu_seconds = time.process_time() - start_cpu
   seconds = time.perf_counter() - start
-  tokens = 0
-  for totals in _read_meta(target.directory)["splits"].values():
-    tokens += totals["tokens"]
-  rows = pathlib.Path(target.directory).glob("*.array_record")
+
+  directory = pathlib.Path(target.directory)
+  meta = json.loads((directory / "meta.json").read_text(encoding="utf-8"))
+  tokens = sum(split["tokens"] for split in meta["splits"].values())
+  rows = directory.glob("*.array_record")
   row_bytes = sum(path.stat().st_size for path in rows)
-  return {
-    "tokens": tokens,
-    "seconds": seconds,
-    "cpu_seconds": cpu_seconds,
-    "row_bytes": row_bytes,
-  }
+  return Preparation(tokens, seconds, cpu_seconds, row_bytes)
 
 
-def _read_meta(directory: str) -> dict[str, Any]:
-  path = pathlib.Path(directory) / "meta.json"
-  return json.loads(path.read_text(encoding="utf-8"))
-
-
-def measure(options: argparse.Namespace, directory: str) -> dict[str, Any]:
-  """Returns the figures of the data set that the options describe."""
-  paragraphs = read_paragraphs(options.text, options.text_megabytes * 10**6)
-  assert paragraphs, f"no prose in {options.text}; pass --text=DIRECTORY"
+def write_files(
+  settings: Settings, paragraphs: list[str], directory: str
+) -> Stored:
+  """Writes the copy of the data set, and returns its sizes."""
   paths = []
-  for number in range(options.files):
+  for number in range(settings.files):
     path = pathlib.Path(directory) / f"{number:03}_00000.parquet"
-    write_file(os.fspath(path), options.rows, paragraphs)
+    write_file(os.fspath(path), settings.rows, paragraphs)
     paths.append(path)
-  stored = measure_files(paths)
+  return measure_files(paths)
+
+
+def measure(settings: Settings, directory: str) -> dict[str, Any]:
+  """Returns the figures of the data set that the settings describe.
+
+  Args:
+    settings: The flags.
+    directory: An empty directory for the data set and its rows.
+  """
+  paragraphs = read_paragraphs(settings.text, settings.text_megabytes * 10**6)
+  assert paragraphs, f"no prose in {settings.text}; pass --text=DIRECTORY"
+  stored = write_files(settings, paragraphs, directory)
   results: dict[str, Any] = {
     "cpu": cpu_name(),
     "cpus": os.cpu_count(),
     "python": platform.python_version(),
-    "tokenizer": options.tokenizer,
-    "length": options.length,
-    "files": options.files,
-    "rows_per_file": options.rows,
+    "tokenizer": settings.tokenizer,
+    "length": settings.length,
+    "files": settings.files,
+    "rows_per_file": settings.rows,
     "different_text_bytes": sum(map(len, paragraphs)),
   }
   results |= dataclasses.asdict(stored)
-  worker_counts = dict.fromkeys([1, options.workers or os.cpu_count() or 1])
-  for workers in worker_counts:
+
+  num_workers = settings.workers or os.cpu_count() or 1
+  # Without the second number if it is 1 as well.
+  for workers in sorted({1, num_workers}):
     config = DataConfig(
       source=f"parquet:{directory}/*.parquet",
-      tokenizer=options.tokenizer,
-      length=options.length,
+      tokenizer=settings.tokenizer,
+      length=settings.length,
       prepared_dir=f"{directory}/rows-{workers}",
     )
     run = prepare(config, workers)
-    rate = run["tokens"] / run["seconds"]
+    rate = run.tokens / run.seconds
     results[f"tokens_per_second_{workers}_workers"] = round(rate)
     if workers == 1:
       # Other programs on the machine hardly change this.
-      cpu_rate = run["tokens"] / run["cpu_seconds"]
+      cpu_rate = run.tokens / run.cpu_seconds
       results["tokens_per_cpu_second"] = round(cpu_rate)
-  tokens, row_bytes = run["tokens"], run["row_bytes"]
-  results["tokens"] = tokens
-  results["plain_bytes_per_token"] = round(stored.plain_bytes / tokens, 3)
-  results["download_bytes_per_token"] = round(stored.text_bytes / tokens, 3)
-  results["file_bytes_per_token"] = round(stored.file_bytes / tokens, 3)
-  results["row_bytes_per_token"] = round(row_bytes / tokens, 3)
+
+  sizes = {
+    "plain": stored.plain_bytes,
+    "download": stored.text_bytes,
+    "file": stored.file_bytes,
+    "row": run.row_bytes,
+  }
+  results["tokens"] = run.tokens
+  for name, num_bytes in sizes.items():
+    results[f"{name}_bytes_per_token"] = round(num_bytes / run.tokens, 3)
   return results
 
 
-def _print(results: dict[str, Any]) -> Iterator[str]:
-  yield json.dumps(results, indent=2)
-  per_file = _FILE_GIGABYTES / results["file_bytes_per_token"]
-  yield f"a file of {_FILE_GIGABYTES} GB has {per_file:.2f} G tokens"
+def print_results(results: dict[str, Any]) -> None:
+  """Prints the figures, and what follows from them for the original."""
+  print(json.dumps(results, indent=2))
+  tokens_per_file = _FILE_GIGABYTES / results["file_bytes_per_token"]
+  print(f"a file of {_FILE_GIGABYTES} GB has {tokens_per_file:.2f} G tokens")
   row_gigabytes = results["row_bytes_per_token"]
-  yield f"1 G tokens take {row_gigabytes:.2f} GB of rows"
+  print(f"1 G tokens take {row_gigabytes:.2f} GB of rows")
   hours = 1e9 / results["tokens_per_cpu_second"] / 3600
-  yield f"1 G tokens take {hours:.2f} hours on one core"
+  print(f"1 G tokens take {hours:.2f} hours on one core")
 
 
 def main() -> None:
@@ -263,15 +311,9 @@ def main() -> None:
     default=["/usr/share/doc", sysconfig.get_path("purelib")],
     help="directories of documentation",
   )
-  parser.add_argument("--out", default="", help="JSON file of the results")
-  options = parser.parse_args()
+  settings = Settings(**vars(parser.parse_args()))
   with tempfile.TemporaryDirectory() as directory:
-    results = measure(options, directory)
-  for line in _print(results):
-    print(line)
-  if options.out:
-    text = json.dumps(results, indent=2) + "\n"
-    pathlib.Path(options.out).write_text(text, encoding="utf-8")
+    print_results(measure(settings, directory))
 
 
 if __name__ == "__main__":

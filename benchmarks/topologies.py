@@ -1,24 +1,31 @@
-"""The TPU slices that a config's training step fits, and those that it can use, by the TPU's own compiler. No TPU is needed.
+"""The TPU slices that a config's training step fits and can use.
 
-    python -m benchmarks.topologies                          # every config of the paper, into benchmarks/topologies.json; hours
+    python -m benchmarks.topologies
     python -m benchmarks.topologies --configs diff_1b --generations v5e
-    python -m benchmarks.topologies --offline                # the table of what was compiled, and what it still lacks
+    python -m benchmarks.topologies --offline
 
-For every config and generation it finds the smallest slice that fits, and the smallest on which the bound on MFU (the compiler's estimate,
-as `diffjax.aot` prints it) is at least half. On a slice it takes the fewest changes that fit: none, accumulation by powers of two until a
-chip has one row at a time, and then rematerialisation of everything too. What benchmarks/topologies.json holds is not compiled again.
+For every config and generation, finds the smallest slice on which the step
+fits, and the smallest on which the bound on MFU is at least half. The TPU's
+compiler estimates both, as in `diffjax.aot`, so no TPU is needed. On each
+slice, it tries as few changes as possible: none; then accumulation, by powers
+of two until a chip has one row at a time; then also full rematerialization.
+
+Results are kept in benchmarks/topologies.json and are not compiled again.
+Without them, this takes hours. `--offline` prints the table of the results that
+are there, and lists the missing ones.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import json
-import math
 import pathlib
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
-from diffjax.compiled.hardware import MEMORY_GIB, TOPOLOGIES
+from diffjax.compiled.hardware import MEMORY_GIB, TOPOLOGIES, Topology
 from diffjax.compiled.plan import compile_plan
 from diffjax.config import Config, UserError, from_config_dict
 from diffjax.model.flops import parameter_count
@@ -35,211 +42,313 @@ CONFIGS = (
 )
 GENERATIONS = ("v5e", "v5p", "v6e")
 HALF = 0.5
+# Parameters, two moments of Adam and gradients, in float32.
+STATE_BYTES_PER_PARAMETER = 4 * 4
 
 
 class NotCompiled(Exception):
-  """Raised with --offline for a result that is not there."""
+  """A result is missing, and nothing may be compiled."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+  """A config's training step, compiled for a slice.
+
+  Attributes:
+    config: Name of the config.
+    topology: The slice, such as "v5e:4x4".
+    overrides: Changed fields of the config.
+    gib: Memory that a chip needs, in GiB.
+    fits: Whether a chip has it.
+    mfu_bound: The bound on MFU. None if the compiler refused the step.
+  """
+
+  config: str
+  topology: str
+  overrides: dict[str, Any]
+  gib: float
+  fits: bool
+  mfu_bound: float | None
+
+  @classmethod
+  def from_json(cls, row: dict[str, Any]) -> Result:
+    """Returns the result of a row of the file."""
+    return cls(
+      config=row["config"],
+      topology=row["topology"],
+      overrides=row["overrides"],
+      gib=row["GiB"],
+      fits=row["fits"],
+      mfu_bound=row["bound on MFU"],
+    )
+
+  def to_json(self) -> str:
+    """Returns the row of the file."""
+    row = {
+      "config": self.config,
+      "topology": self.topology,
+      "overrides": self.overrides,
+      "GiB": self.gib,
+      "fits": self.fits,
+      "bound on MFU": self.mfu_bound,
+    }
+    return json.dumps(row)
+
+  @property
+  def num_chips(self) -> int:
+    """Number of chips of the slice."""
+    return Topology.parse(self.topology).num_chips
+
+  def cell(self) -> str:
+    """Returns the text of the table."""
+    changes = ""
+    for field, value in self.overrides.items():
+      _, _, name = field.partition(".")
+      changes += f", {name} {value}"
+    return (
+      f"`{self.topology}`{changes}: {self.gib:.1f} GiB, {self.mfu_bound:.0%}"
+    )
 
 
 class Compiled:
-  """The rows of benchmarks/topologies.json; what is asked for and not there is compiled, and kept there."""
+  """The results of benchmarks/topologies.json.
+
+  Missing results are compiled and written to the file, unless it is offline.
+  """
 
   def __init__(self, offline: bool = False):
-    self.offline = offline
-    rows = (
-      json.loads(RESULTS.read_text(encoding="utf-8"))
-      if RESULTS.exists()
-      else []
-    )
-    self.rows = {
-      self._key(row["config"], row["topology"], row["overrides"]): row
-      for row in rows
-    }
+    self._offline = offline
+    self._results: dict[tuple[str, str, str], Result] = {}
+    if RESULTS.exists():
+      for row in json.loads(RESULTS.read_text(encoding="utf-8")):
+        self._add(Result.from_json(row))
 
-  def known(self, name: str, topology: str, overrides: dict) -> dict | None:
-    return self.rows.get(self._key(name, topology, overrides))
+  def find(self, config: str, topology: str, overrides: dict) -> Result | None:
+    """Returns a result if it is there."""
+    return self._results.get(_key(config, topology, overrides))
 
-  def fitting(self, name: str, generation: str) -> dict | None:
-    """The smallest slice of those that are known to fit: a smaller one or fewer changes may."""
-    fit = [
-      row
-      for row in self.rows.values()
-      if row["config"] == name
-      and row["topology"].startswith(generation)
-      and row["fits"]
-    ]
-    return min(fit, key=lambda row: _chips(row["topology"]), default=None)
+  def smallest_known(self, config: str, generation: str) -> Result | None:
+    """Returns the result on the smallest slice on which a config fits.
 
-  def row(self, name: str, topology: str, overrides: dict) -> dict:
-    """A config on a topology: memory of a chip in GiB, whether it fits, and the bound on MFU, None where the compiler refused.
+    Smaller slices or fewer changes that were not compiled may fit as well.
+    """
+    fitting = []
+    for result in self._results.values():
+      if result.config != config:
+        continue
+      if result.fits and result.topology.startswith(generation):
+        fitting.append(result)
+    return min(fitting, key=lambda result: result.num_chips, default=None)
+
+  def get(self, config: str, topology: str, overrides: dict) -> Result:
+    """Returns a result, and compiles it if it is not there.
 
     Raises:
-      NotCompiled: if it is not there, and offline.
+      NotCompiled: if it is not there, and nothing may be compiled.
+      UserError: if the kernels have no estimate.
     """
-    if found := self.known(name, topology, overrides):
-      return found
-    if self.offline:
-      raise NotCompiled(f"{name} {topology} {json.dumps(overrides)}")
-    plan = compile_plan(_config(name, overrides), topology)
-    if plan.fits and not (plan.estimate and plan.estimate.has_kernels):
-      raise UserError(
-        f"the attention kernels of {name} have no estimate on {topology}: python -m benchmarks.tpu --shapes makes one"
-      )
-    row = dict(
-      config=name,
-      topology=topology,
-      overrides=overrides,
-      GiB=round(plan.total / 2**30, 2),
-      fits=plan.fits,
+    result = self.find(config, topology, overrides)
+    if result is not None:
+      return result
+    if self._offline:
+      raise NotCompiled(f"{config} {topology} {json.dumps(overrides)}")
+
+    result = _compile(config, topology, overrides)
+    self._add(result)
+    rows = [self._results[key].to_json() for key in sorted(self._results)]
+    text = "[\n" + ",\n".join(rows) + "\n]\n"
+    RESULTS.write_text(text, encoding="utf-8")
+    return result
+
+  def _add(self, result: Result) -> None:
+    key = _key(result.config, result.topology, result.overrides)
+    self._results[key] = result
+
+
+def _key(config: str, topology: str, overrides: dict) -> tuple[str, str, str]:
+  return config, topology, json.dumps(overrides, sort_keys=True)
+
+
+def _compile(name: str, topology: str, overrides: dict) -> Result:
+  """Compiles a config's step for a slice, and prints the result."""
+  plan = compile_plan(_load_config(name, overrides), topology)
+  has_kernels = plan.estimate is not None and plan.estimate.has_kernels
+  if plan.fits and not has_kernels:
+    raise UserError(
+      f"the attention kernels of {name} have no estimate on {topology};"
+      " python -m benchmarks.tpu --shapes makes one"
     )
-    row["bound on MFU"] = plan.mfu_bound and round(plan.mfu_bound, 3)
-    print(f"{json.dumps(row)} after {plan.seconds:.0f} s", flush=True)
-    self.rows[self._key(name, topology, overrides)] = row
-    RESULTS.write_text(
-      "[\n"
-      + ",\n".join(json.dumps(self.rows[key]) for key in sorted(self.rows))
-      + "\n]\n",
-      encoding="utf-8",
-    )
-    return row
+  mfu_bound = None
+  if plan.mfu_bound:
+    mfu_bound = round(plan.mfu_bound, 3)
+  result = Result(
+    config=name,
+    topology=topology,
+    overrides=overrides,
+    gib=round(plan.total / 2**30, 2),
+    fits=plan.fits,
+    mfu_bound=mfu_bound,
+  )
+  print(f"{result.to_json()} after {plan.seconds:.0f} s", flush=True)
+  return result
 
-  @staticmethod
-  def _key(name: str, topology: str, overrides: dict) -> tuple[str, str, str]:
-    return name, topology, json.dumps(overrides, sort_keys=True)
+
+def _load_config(name: str, overrides: dict) -> Config:
+  module = importlib.import_module(f"diffjax.configs.{name}")
+  config = module.get_config()
+  config.update_from_flattened_dict(overrides)
+  return from_config_dict(config)
 
 
-def smallest(name: str, generation: str, compiled: Compiled) -> dict | None:
-  """The first slice that fits; None if there is none."""
-  return next(_slices(name, generation, compiled), None)
+def fitting_slices(
+  name: str, generation: str, compiled: Compiled
+) -> Iterator[Result]:
+  """Yields a result for each slice on which a config fits, small ones first.
+
+  Each has the fewest changes with which it fits.
+  """
+  config = _load_config(name, overrides={})
+  batch_size = config.train.batch_size
+  state_bytes = STATE_BYTES_PER_PARAMETER * parameter_count(config.model)
+  for shape in TOPOLOGIES[generation]:
+    topology = f"{generation}:{shape}"
+    num_chips = Topology.parse(topology).num_chips
+    if batch_size % num_chips != 0:
+      return
+    if state_bytes >= num_chips * MEMORY_GIB[generation] * 2**30:
+      continue
+    rows_per_chip = batch_size // num_chips
+    result = fewest_changes(name, topology, rows_per_chip, compiled)
+    if result is not None:
+      yield result
+
+
+def fewest_changes(
+  name: str, topology: str, rows_per_chip: int, compiled: Compiled
+) -> Result | None:
+  """Returns the result with the fewest changes that fit. None if none do.
+
+  Each list of changes takes less memory than the one before it. So a binary
+  search finds the first that fits, between the last one that is known not to
+  fit and the first one that is known to fit.
+
+  Args:
+    name: Name of the config.
+    topology: The slice.
+    rows_per_chip: Rows of the batch on a chip, which limit accumulation.
+    compiled: The results.
+  """
+  changes: list[dict[str, Any]] = [{}]
+  for exponent in range(1, rows_per_chip.bit_length()):
+    changes.append({"train.accumulation": 2**exponent})
+  changes.append(changes[-1] | {"model.remat": "full"})
+
+  last_too_large = -1
+  first_fitting = len(changes)
+  for index, overrides in enumerate(changes):
+    result = compiled.find(name, topology, overrides)
+    if result is None:
+      continue
+    if result.fits:
+      first_fitting = min(first_fitting, index)
+    else:
+      last_too_large = index
+
+  while first_fitting - last_too_large > 1:
+    if first_fitting == len(changes):
+      # If the most changes do not fit, none do.
+      index = first_fitting - 1
+    else:
+      index = (last_too_large + first_fitting) // 2
+    if compiled.get(name, topology, changes[index]).fits:
+      first_fitting = index
+    else:
+      last_too_large = index
+  if first_fitting == len(changes):
+    return None
+  return compiled.get(name, topology, changes[first_fitting])
+
+
+def smallest(name: str, generation: str, compiled: Compiled) -> Result | None:
+  """Returns the result on the smallest slice that fits. None if none does."""
+  return next(fitting_slices(name, generation, compiled), None)
+
+
+class HalfSearch(NamedTuple):
+  """The search for a slice whose bound on MFU is at least half.
+
+  Attributes:
+    result: The result on the smallest such slice. None if no slice has it.
+    best: The result with the largest bound up to there.
+  """
+
+  result: Result | None
+  best: Result | None
 
 
 def smallest_at_half(
   name: str, generation: str, compiled: Compiled
-) -> tuple[dict | None, dict | None]:
-  """The first slice whose bound on MFU is at least half, if there is one; and the best of all up to there.
+) -> HalfSearch:
+  """Returns the smallest slice whose bound on MFU is at least half.
 
-  The search ends on the first slice for which nothing need be changed: on a larger one a chip has fewer rows for as many parameters to
-  gather.
+  The search ends on the first slice that needs no changes. On a larger one, a
+  chip has fewer rows for as many parameters to gather.
   """
   best = None
-  for row in _slices(name, generation, compiled):
-    best = max(best or row, row, key=lambda row: row["bound on MFU"])
-    if row["bound on MFU"] >= HALF:
-      return row, best
-    if not row["overrides"]:
+  for result in fitting_slices(name, generation, compiled):
+    assert result.mfu_bound is not None
+    if best is None or result.mfu_bound > best.mfu_bound:
+      best = result
+    if result.mfu_bound >= HALF:
+      return HalfSearch(result, best)
+    if not result.overrides:
       break
-  return None, best
+  return HalfSearch(None, best)
 
 
 def table(compiled: Compiled) -> tuple[str, list[str]]:
-  """The results as a table in Markdown, a row a config; and what --offline lacks for it. In its place stand the smallest slice
-  that is known to fit, and an ellipsis."""
-  rows, lacking = (
-    [["config", *GENERATIONS], ["---"] * (1 + len(GENERATIONS))],
-    [],
-  )
+  """Returns the table in Markdown, and the results that it lacks.
 
-  def known(search, name: str, generation: str):
-    try:
-      return search(name, generation, compiled)
-    except NotCompiled as error:
-      lacking.append(str(error))
-      return ...
-
+  An ellipsis stands for a search that lacks results.
+  """
+  missing: list[str] = []
+  rows = [["config", *GENERATIONS], ["---"] * (1 + len(GENERATIONS))]
   for name in CONFIGS:
-    cells = []
+    row = [f"`{name}`"]
     for generation in GENERATIONS:
-      first = known(smallest, name, generation)
-      half = (
-        known(smallest_at_half, name, generation)
-        if first not in (None, ...)
-        else None
-      )
-      cells.append(_cell(first, half, compiled.fitting(name, generation)))
-    rows.append([f"`{name}`", *cells])
-  return "\n".join(f"| {' | '.join(row)} |" for row in rows), lacking
+      row.append(_cell(name, generation, compiled, missing))
+    rows.append(row)
+  lines = [f"| {' | '.join(row)} |" for row in rows]
+  return "\n".join(lines), missing
 
 
-def _cell(first, half, fitting: dict | None) -> str:
-  """One generation's two searches; of one that is not done, an ellipsis."""
-
-  def entry(row: dict) -> str:
-    overrides = "".join(
-      f", {field.split('.')[1]} {value}"
-      for field, value in row["overrides"].items()
-    )
-    return f"`{row['topology']}`{overrides}: {row['GiB']:.1f} GiB, {row['bound on MFU']:.0%}"
-
-  if first is ...:
-    return f"{entry(fitting)}, …" if fitting else "…"
+def _cell(
+  name: str, generation: str, compiled: Compiled, missing: list[str]
+) -> str:
+  """Returns a cell of the table, and appends to the missing results."""
+  try:
+    first = smallest(name, generation, compiled)
+  except NotCompiled as error:
+    missing.append(str(error))
+    known = compiled.smallest_known(name, generation)
+    if known is None:
+      return "…"
+    return f"{known.cell()}, …"
   if first is None:
     return "none"
-  if half is ...:
-    return f"{entry(first)}<br>…"
-  found, best = half
-  if found is None:
-    return f"{entry(first)}<br>none at half" + (
-      "" if best == first else f"; best {entry(best)}"
-    )
-  return entry(first) if found == first else f"{entry(first)}<br>{entry(found)}"
 
-
-def _slices(name: str, generation: str, compiled: Compiled) -> Iterator[dict]:
-  """A row for each slice that fits, from small to large, with the fewest changes that it needs."""
-  for shape in TOPOLOGIES[generation]:
-    config, chips = _config(name, {}), _chips(f"{generation}:{shape}")
-    if config.train.batch_size % chips:
-      return
-    # Parameters, Adam's two moments and the gradient, float32, must leave room.
-    if (
-      16 * parameter_count(config.model)
-      < chips * MEMORY_GIB[generation] * 2**30
-    ):
-      if row := _fewest_changes(
-        name,
-        f"{generation}:{shape}",
-        config.train.batch_size // chips,
-        compiled,
-      ):
-        yield row
-
-
-def _fewest_changes(
-  name: str, topology: str, rows: int, compiled: Compiled
-) -> dict | None:
-  """The row of the first changes that fit, where a chip has so many rows of the batch; None if none do.
-
-  Every change takes less memory than the one before it, so that they need not all be compiled: what is known narrows the search first.
-  """
-  changes: list[dict] = [
-    {"train.accumulation": 2**n} if n else {} for n in range(rows.bit_length())
-  ]
-  changes.append(changes[-1] | {"model.remat": "full"})
-  low, high = (
-    -1,
-    len(changes),
-  )  # the last that does not fit, the first that does
-  for place, overrides in enumerate(changes):
-    if row := compiled.known(name, topology, overrides):
-      low, high = (low, min(high, place)) if row["fits"] else (place, high)
-  while high - low > 1:
-    # Whether the last one fits decides whether there is any.
-    middle = high - 1 if high == len(changes) else (low + high) // 2
-    fits = compiled.row(name, topology, changes[middle])["fits"]
-    low, high = (low, middle) if fits else (middle, high)
-  return (
-    compiled.row(name, topology, changes[high]) if high < len(changes) else None
-  )
-
-
-def _chips(topology: str) -> int:
-  return math.prod(map(int, topology.partition(":")[2].split("x")))
-
-
-def _config(name: str, overrides: dict) -> Config:
-  config = importlib.import_module(f"diffjax.configs.{name}").get_config()
-  config.update_from_flattened_dict(overrides)
-  return from_config_dict(config)
+  try:
+    result, best = smallest_at_half(name, generation, compiled)
+  except NotCompiled as error:
+    missing.append(str(error))
+    return f"{first.cell()}<br>…"
+  if result == first:
+    return first.cell()
+  if result is not None:
+    return f"{first.cell()}<br>{result.cell()}"
+  if best is None or best == first:
+    return f"{first.cell()}<br>none at half"
+  return f"{first.cell()}<br>none at half; best {best.cell()}"
 
 
 def main() -> None:
@@ -252,15 +361,17 @@ def main() -> None:
   )
   parser.add_argument("--offline", action="store_true", help="compile nothing")
   flags = parser.parse_args()
-  compiled = Compiled(flags.offline)
+
   if not flags.offline:
+    compiled = Compiled()
     for name in flags.configs:
       for generation in flags.generations:
-        smallest_at_half(
-          name, generation, compiled
-        )  # the smallest that fits is on its way
-  text, lacking = table(Compiled(offline=True))
-  print("\n".join([text, *(f"not compiled: {entry}" for entry in lacking)]))
+        # This also compiles what the smallest slice needs.
+        smallest_at_half(name, generation, compiled)
+  text, missing = table(Compiled(offline=True))
+  print(text)
+  for entry in missing:
+    print(f"not compiled: {entry}")
 
 
 if __name__ == "__main__":
