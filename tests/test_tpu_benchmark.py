@@ -1,189 +1,224 @@
-"""benchmarks/tpu: what it reads from a profile, what it holds the fused kernels against, and a search that a budget of minutes ends."""
+"""benchmarks/tpu: costs of kernels, the comparison with libraries, the search.
 
+No test compiles a kernel. Costs are functions of the case, or are in a file.
+"""
+
+import contextlib
 import json
-import math
-import types
+import pathlib
+from typing import NamedTuple
 
 import pytest
 
-from benchmarks import tpu, tpu_baselines, tpu_cost
-from benchmarks.tpu_baselines import Splash
+from benchmarks.tpu import compare, cost, search, splash
+from benchmarks.tpu.case import DIRECTIONS, KERNELS, Case
+from benchmarks.tpu.compare import CallCosts, Cost
+from benchmarks.tpu.estimate import read_profile
+from benchmarks.tpu.splash import Splash
 from diffjax.ops.diff_attention.tpu import block_sizes
 
-PROFILE = """
+PROFILE_ENTRY = """
 hlo_op_estimate {
   hlo_op_name: "%s"
   estimated_cycles: %d
 }"""
-SPLASH = Splash("jax", "v6e", 128, 256, 1024, "full", (512, 512, 512))
-FLAGS = types.SimpleNamespace(
-  timeout=1, simulate=2048, search_length=2048, minutes=60
-)
 
 
-@pytest.fixture
-def results(tmp_path, monkeypatch):
-  monkeypatch.setattr(tpu_cost, "RESULTS", tmp_path / "cycles.json")
-  return tmp_path / "cycles.json"
-
-
-def profile(**cycles):
-  return "".join(PROFILE % item for item in cycles.items())
+def make_profile(cycles: dict[str, int]) -> str:
+  """Returns a profile as libtpu writes it, from cycles by operation."""
+  return "".join(PROFILE_ENTRY % entry for entry in cycles.items())
 
 
 @pytest.mark.parametrize(
-  "written, kernels, expected",
+  "cycles, kernels, expected",
   [
-    (
+    pytest.param(
       {
         "diff_attention_forward_v1.1": 5,
         "diff_attention_backward_v1.1": 7,
         "reduce.3": 9,
       },
-      tpu_cost.KERNELS,
+      KERNELS,
       {"forward": 5, "backward": 7},
+      id="other_operations_do_not_count",
     ),
-    (
+    pytest.param(
       {"diff_attention_backward_v1.1": 7, "diff_attention_backward_v1.2": 8},
-      tpu_cost.KERNELS,
+      KERNELS,
       {"backward": 15},
-    ),  # in two calls
-    (
+      id="several_calls_are_added",
+    ),
+    pytest.param(
       {
         "diff_attention_forward_v1.1": 5,
         "diff_attention_forward_v1_online.1": 9,
       },
-      tpu_cost.KERNELS,
+      KERNELS,
       {"forward": 5},
-    ),  # seldom runs
-    (
+      id="the_kernel_that_rarely_runs_does_not_count",
+    ),
+    pytest.param(
       {"diff_attention_forward_v1.1": 0, "diff_attention_backward_v1.1": 7},
-      tpu_cost.KERNELS,
+      KERNELS,
       {"backward": 7},
-    ),  # 0 is no estimate
-    (
+      id="zero_is_no_estimate",
+    ),
+    pytest.param(
       {"splash_mha_fwd_residuals.1": 5, "splash_mha_dkv_no_residuals.1": 7},
-      tpu_baselines.KERNELS,
+      splash.KERNELS,
       {"forward": 5, "backward": 7},
+      id="splash",
     ),
-    (
+    pytest.param(
       {"splash_mha_fwd_residuals.1": 5, "splash_mha_dkv_no_residuals.1": 7},
-      tpu_baselines.TWO_KERNELS,
+      splash.TWO_KERNELS,
       {"forward": 5},
-    ),  # dQ is missing
-    (
-      {"splash_mha_dq_no_residuals.1": 3, "splash_mha_dkv_no_residuals.1": 7},
-      tpu_baselines.TWO_KERNELS,
-      {"backward": 10},
+      id="a_direction_without_all_its_kernels_is_missing",
     ),
-    ({}, tpu_cost.KERNELS, {}),
+    pytest.param(
+      {"splash_mha_dq_no_residuals.1": 3, "splash_mha_dkv_no_residuals.1": 7},
+      splash.TWO_KERNELS,
+      {"backward": 10},
+      id="two_kernels_are_added",
+    ),
+    pytest.param({}, KERNELS, {}, id="empty"),
   ],
 )
-def test_read_profile(written, kernels, expected):
-  assert tpu_cost.read_profile(profile(**written), kernels) == expected
+def test_a_profile_is_read(cycles, kernels, expected):
+  assert read_profile(make_profile(cycles), kernels) == expected
 
 
-def test_an_estimate_below_the_peak_is_none():
-  # JAX's splash with its blocks as data, T 1024: the compiler says 3719 where the products alone take 3584 at the peak of a matrix unit
-  # that D 128 cannot reach, and 1000 below it.
-  least = {
-    "forward": 2 * 1024**2 * 384 / 524_288,
-    "backward": 2 * 1024**2 * 896 / 524_288,
-  }
-  assert tpu_baselines.plausible(
-    {
-      "forward": int(least["forward"]) - 1,
-      "backward": int(least["backward"]) + 1,
-    },
-    SPLASH,
-  ) == {"backward": int(least["backward"]) + 1}
+def test_an_estimate_below_the_peak_is_dropped():
+  """JAX's splash with its blocks as data has such estimates."""
+  case = Splash("jax", "v6e", 128, 256, 1024, "full", (512, 512, 512))
+  # Widths of the products: 128 + 256 forward, 3·128 + 2·256 backward.
+  forward_at_peak = 2 * 1024**2 * 384 // 524_288
+  backward_at_peak = 2 * 1024**2 * 896 // 524_288
+
+  plausible = case.plausible(
+    {"forward": forward_at_peak - 1, "backward": backward_at_peak + 1}
+  )
+
+  assert plausible == {"backward": backward_at_peak + 1}
 
 
 @pytest.mark.parametrize(
   "library, tile, expected",
   [
-    ("tokamax", (1024, 1024, 512), (6 * 1 + 4 * 3) / 16),
-    (
+    pytest.param(
+      "tokamax",
+      (1024, 1024, 512),
+      (6 * 1 + 4 * 3) / 16,
+      id="positions_are_compared_in_cut_tiles",
+    ),
+    pytest.param(
       "jax",
       (1024, 1024, 512),
       10 * 3 / 16,
-    ),  # compares positions in all that is seen
-    ("tokamax", (1024, 2048, 512), (2 * 1 + 4 * 3) / 8),
-    ("tokamax", (4096, 4096, 512), 3),
+      id="jax_compares_positions_in_all_visible_tiles",
+    ),
+    pytest.param(
+      "tokamax", (1024, 2048, 512), (2 * 1 + 4 * 3) / 8, id="wide_tiles"
+    ),
+    pytest.param("tokamax", (4096, 4096, 512), 3, id="one_tile"),
   ],
 )
 def test_a_causal_mask_is_composed_of_whole_and_cut_tiles(
   library, tile, expected
 ):
-  assert tpu_baselines.composed(
-    library, tile, 4096, full=1, cut=3
-  ) == pytest.approx(expected)
+  composed = splash.composed(library, tile, 4096, full=1, cut=3)
+
+  assert composed == pytest.approx(expected)
 
 
-def test_a_library_has_its_best_tiles_for_each_direction(monkeypatch):
-  """Tiles of 1024 are best backward, of 2048 forward where all is whole; the second of JAX's ways to dQ has no estimate."""
+def fake_library_cost(case: Splash) -> dict[str, float]:
+  """Large tiles are best forward, small ones backward; cut tiles cost double.
 
-  def cost(case, timeout):
-    if case.two_kernels:
-      return {}
-    tile = case.tile[0] + case.tile[1]
-    return {
-      "forward": (1e6 - tile) * (1 + (case.mask == "cut")),
-      "backward": 1e6 + tile,
-    }
+  JAX's way with two backward kernels has no estimate.
+  """
+  if case.two_kernels:
+    return {}
+  q, kv, _ = case.tile
+  factor = 2 if case.mask == "cut" else 1
+  return {"forward": (1e6 - q - kv) * factor, "backward": 1e6 + q + kv}
 
-  monkeypatch.setattr(tpu, "cost_of_library", cost)
-  assert tpu.library_cost("jax", "v6e", 256, 2048, "full", FLAGS) == {
-    "forward": (1e6 - 4096, ""),
-    "backward": (1e6 + 2048, ""),
+
+@pytest.mark.parametrize(
+  "length, tiles_forward",
+  [
+    pytest.param(2048, 4096, id="all_tiles"),
+    # 1024 is no multiple of the larger tiles.
+    pytest.param(1024, 2048, id="tiles_that_divide_the_length"),
+  ],
+)
+def test_a_library_has_its_best_tiles_in_each_direction(length, tiles_forward):
+  costs = compare.library_cost(
+    "jax", "v6e", 256, length, "full", fake_library_cost
+  )
+
+  assert costs == {
+    "forward": Cost(1e6 - tiles_forward),
+    "backward": Cost(1e6 + 2048),
   }
-  # A quarter of the pairs in tiles of 1024 at T 2048 is not computed; T 1024 is no multiple of the other tiles.
-  assert tpu.library_cost("jax", "v6e", 256, 2048, "causal", FLAGS)[
-    "backward"
-  ] == (0.75 * (1e6 + 2048), "~")
-  assert tpu.library_cost("jax", "v6e", 256, 1024, "full", FLAGS) == {
-    "forward": (1e6 - 2048, ""),
-    "backward": (1e6 + 2048, ""),
-  }
-  # Beyond what is estimated: four times the pairs.
-  assert tpu.library_cost("tokamax", "v6e", 256, 4096, "full", FLAGS)[
-    "forward"
-  ] == (4 * (1e6 - 4096), "~")
-  monkeypatch.setattr(tpu, "cost_of_library", lambda case, timeout: None)
-  assert tpu.library_cost("tokamax", "v6e", 256, 4096, "causal", FLAGS) == {}
 
 
-def test_our_causal_cost_is_composed_of_builds_without_conditions(monkeypatch):
-  """A tile takes 10 whole and 8 cut, the kernel's start 3; a causal grid of several tiles has no estimate that counts."""
-  asked = []
-
-  def cost(case, timeout):
-    asked.append((case.length, case.causal))
-    count = (case.length // 1024) ** 2
-    return dict.fromkeys(
-      tpu.DIRECTIONS,
-      1e9
-      if case.causal and count > 1
-      else 3 + (8 if case.causal else 10) * count,
-    )
-
-  monkeypatch.setattr(tpu, "cost", cost)
-  found = tpu.composed_cost(
-    tpu.Case("v6e", *tpu.FUSED, 4096, True, (1024, 256, 256, 512, 512)), FLAGS
+def test_a_library_skips_hidden_tiles_under_a_causal_mask():
+  costs = compare.library_cost(
+    "jax", "v6e", 256, 2048, "causal", fake_library_cost
   )
-  assert found == dict.fromkeys(
-    tpu.DIRECTIONS, (pytest.approx(3 + 6 * 10 + 4 * 8), "~")
-  )
-  assert set(asked) == {(1024, False), (1024, True), (2048, False)}
+
+  # One of four tiles of 1024 is hidden.
+  expected = Cost(0.75 * (1e6 + 2048), is_computed=True)
+  assert costs["backward"] == expected
 
 
-def test_the_table_names_the_strongest_and_what_is_missing():
-  ours, splash = (((100.0, ""), (40.0, "")), ((70.0, "~"), None))
-  columns = tpu._columns(
-    (200.0, ""), {"ours": ours, "jax": (None, None), "tokamax": splash}, 1.0
+def test_the_cost_of_a_long_row_is_proportional_to_its_pairs():
+  costs = compare.library_cost(
+    "tokamax", "v6e", 256, 4096, "full", fake_library_cost
   )
-  # Ours: four calls with half of V each are less than two with all of it. tokamax's two are less again.
-  assert columns == [
+
+  # 2048 is the longest row that is estimated.
+  assert costs["forward"] == Cost(4 * (1e6 - 4096), is_computed=True)
+
+
+def test_a_library_without_costs_has_no_row():
+  costs = compare.library_cost(
+    "tokamax", "v6e", 256, 4096, "causal", lambda case: None
+  )
+
+  assert costs == {}
+
+
+def test_our_causal_cost_is_composed_of_kernels_without_conditions():
+  measured = set()
+
+  def measure(case: Case) -> dict[str, float]:
+    """The start costs 3, a whole tile 10 and a cut one 8."""
+    measured.add((case.length, case.causal))
+    num_tiles = (case.length // 1024) ** 2
+    if case.causal and num_tiles > 1:
+      raise AssertionError("the estimate of a causal grid has no meaning")
+    cost_of_tile = 8 if case.causal else 10
+    return dict.fromkeys(DIRECTIONS, 3 + cost_of_tile * num_tiles)
+
+  case = Case("v6e", *compare.FUSED, 4096, True, (1024, 256, 256, 512, 512))
+  costs = compare.composed_cost(case, measure)
+
+  for direction in DIRECTIONS:
+    assert costs[direction].value == pytest.approx(3 + 6 * 10 + 4 * 8)
+    assert costs[direction].is_computed
+  assert measured == {(1024, False), (1024, True), (2048, False)}
+
+
+def test_a_row_names_the_best_calls():
+  ours = CallCosts(wide=Cost(100e3), plain=Cost(40e3))
+  tokamax = CallCosts(wide=Cost(70e3, is_computed=True), plain=None)
+  costs = {"ours": ours, "jax": CallCosts(None, None), "tokamax": tokamax}
+
+  cells = compare.row_cells(Cost(200e3), costs)
+
+  # Ours: four calls with half of V cost less than two with all of it.
+  assert cells == [
     "200.0",
     "160.0",
     "no estimate",
@@ -193,57 +228,125 @@ def test_the_table_names_the_strongest_and_what_is_missing():
     "80.0",
     "0.40 ours",
   ]
-  assert tpu._columns(None, {"ours": (None, None)}, 1.0) == [
-    "no estimate",
-    "no estimate",
-    "",
-    "",
-    "no estimate",
-    "",
-  ]
 
 
-def test_a_library_that_is_not_installed_has_its_figures_still(
-  results, monkeypatch
-):
-  monkeypatch.setattr(tpu_baselines, "version", lambda library: None)
-  case = Splash("tokamax", "v6e", 128, 256, 2048, "full", (1024, 1024, 512))
-  assert tpu_cost.cost_of_library(case, 1) is None
-  entries = {"tokamax": 5, "constant-maximum": 3}
-  results.write_text(
-    json.dumps(
-      {
-        f"{tpu_cost._what()}, kernels 00000000": {case.key: {"forward": 1}},
-        f"{tpu_cost._what()}, splash of tokamax 9.9": {
-          case.key: {"forward": entries["tokamax"]}
-        },
-        f"{tpu_cost._what()}, constant-maximum splash of tokamax 9.9": {
-          case.key: {"forward": entries["constant-maximum"]}
-        },
-      }
-    ),
-    encoding="utf-8",
-  )
-  assert tpu_cost.cost_of_library(case, 1) == {"forward": 5}
-  monkeypatch.setattr(
-    tpu_baselines, "version", lambda library: "splash of tokamax 9.9"
-  )
-  monkeypatch.setattr(
-    tpu_cost, "estimate", lambda case, timeout: {"forward": 7, "backward": 8}
-  )
-  assert tpu_cost.cost_of_library(case, 1) == {"forward": 5}  # known already
-  tpu_cost.cost(tpu.Case("v6e", *tpu.FUSED, 2048, True), 1)
-  kinds = list(json.loads(results.read_text(encoding="utf-8")))
-  assert len(kinds) == 3 and not any(
-    "00000000" in kind for kind in kinds
-  )  # other kernels' are dropped, other libraries' are kept
+def test_a_row_without_costs_says_so():
+  cells = compare.row_cells(None, {"ours": CallCosts(None, None)})
+
+  assert cells == ["no estimate", "no estimate", "", "", "no estimate", ""]
+
+
+TOKAMAX_CASE = Splash(
+  "tokamax", "v6e", 128, 256, 2048, "full", (1024, 1024, 512)
+)
 
 
 @pytest.fixture
-def search(tmp_path, monkeypatch):
-  """Runs a search on a fake chip, whose kernels take a third of a minute and least time with tiles of 2048 forward, 512 backward; a cut
-  tile takes least with the smallest sub-tiles, a whole one with few queries forward, few keys backward."""
-  monkeypatch.setattr(block_sizes, "TABLE", tmp_path / "block_sizes.json")
+def costs_file(tmp_path):
+  """A file with costs of TOKAMAX_CASE under several headings."""
+  costs_by_kind = {
+    "kernels 00000000": {"forward": 1},
+    "splash of tokamax 9.9": {"forward": 5},
+    "constant-maximum splash of tokamax 9.9": {"forward": 3},
+  }
+  results = {}
+  for kind, costs in costs_by_kind.items():
+    heading = f"{cost.measurement_name()}, {kind}"
+    results[heading] = {TOKAMAX_CASE.key: costs}
+  path = tmp_path / "cycles.json"
+  path.write_text(json.dumps(results), encoding="utf-8")
+  return path
+
+
+def test_a_library_that_is_not_installed_has_costs_from_the_file(
+  costs_file, monkeypatch
+):
+  monkeypatch.setattr(splash, "version", lambda library: None)
+
+  costs = cost.cost_of_library(TOKAMAX_CASE, timeout=1, path=costs_file)
+
+  assert costs == {"forward": 5}
+
+
+def test_a_library_that_is_not_installed_may_have_no_costs(
+  tmp_path, monkeypatch
+):
+  monkeypatch.setattr(splash, "version", lambda library: None)
+
+  costs = cost.cost_of_library(
+    TOKAMAX_CASE, timeout=1, path=tmp_path / "missing.json"
+  )
+
+  assert costs is None
+
+
+def test_costs_of_a_version_are_not_estimated_again(costs_file, monkeypatch):
+  def fail(case, timeout):
+    raise AssertionError("estimated again")
+
+  monkeypatch.setattr(
+    splash, "version", lambda library: "splash of tokamax 9.9"
+  )
+  monkeypatch.setattr(cost, "estimate", fail)
+
+  costs = cost.cost_of_library(TOKAMAX_CASE, timeout=1, path=costs_file)
+
+  assert costs == {"forward": 5}
+
+
+def test_the_file_keeps_libraries_and_drops_kernels_that_have_changed(
+  costs_file, monkeypatch
+):
+  estimated = {"forward": 7, "backward": 8}
+  monkeypatch.setattr(cost, "estimate", lambda case, timeout: estimated)
+  case = Case("v6e", *compare.FUSED, 2048, causal=True)
+
+  assert cost.cost(case, timeout=1, path=costs_file) == estimated
+
+  kept = [
+    "splash of tokamax 9.9",
+    "constant-maximum splash of tokamax 9.9",
+    cost.kernels_name(),
+  ]
+  kinds = list(json.loads(costs_file.read_text(encoding="utf-8")))
+  assert kinds == [f"{cost.measurement_name()}, {name}" for name in kept]
+
+
+class FakeChip:
+  """Kernels whose cost is a simple function of the sizes of their blocks.
+
+  Forward, large tiles and few queries per sub-tile are best. Backward, small
+  tiles and few keys are. Small sub-tiles are best in tiles that the mask cuts.
+  A kernel takes 20 seconds.
+  """
+
+  def __init__(self):
+    self.seconds = 0.0
+    self.measured: list[Case] = []
+
+  def clock(self) -> float:
+    return self.seconds
+
+  def measure(self, case: Case) -> dict[str, float]:
+    self.seconds += 20
+    self.measured.append(case)
+    tile, q, kv, *full_subtile = case.blocks
+    assert full_subtile == [q, kv]
+    if case.causal:
+      return dict.fromkeys(DIRECTIONS, q * kv)
+    return {
+      "forward": forward_cost(tile, q),
+      "backward": tile / 512 + kv / 1000,
+    }
+
+
+def forward_cost(tile: int, q: int) -> float:
+  return 4096 / tile + q / 1000
+
+
+@contextlib.contextmanager
+def small_table(directory: pathlib.Path):
+  """A table of block sizes with one shape of v5e, which a search may write."""
   entry = {
     "generation": "v5e",
     "D": 128,
@@ -253,95 +356,142 @@ def search(tmp_path, monkeypatch):
     "blocks": [1024, 1024, 256, 256],
     "whole": [256, 256],
   }
-  (tmp_path / "block_sizes.json").write_text(
-    json.dumps([entry | {"direction": way} for way in tpu.DIRECTIONS])
-  )
-  block_sizes.table.cache_clear()
-  tried, minutes = [], [0.0]
-
-  def cost(case, timeout):
-    tried.append(case)
-    minutes[0] += 1 / 3
-    tile, q, kv, *whole = case.blocks
-    assert whole == [q, kv]
-    if case.causal:
-      return dict.fromkeys(tpu.DIRECTIONS, q * kv)
-    return {
-      "forward": 4096 / tile + q / 1000,
-      "backward": tile / 512 + kv / 1000,
-    }
-
-  def run(chip, budget):
-    flags = types.SimpleNamespace(**{**vars(FLAGS), "minutes": budget})
-    tpu.search([chip], flags, clock=lambda: 60 * minutes[0])
-    return tried
-
-  monkeypatch.setattr(tpu, "cost", cost)
-  yield run
+  entries = [entry | {"direction": direction} for direction in DIRECTIONS]
+  path = directory / "block_sizes.json"
+  path.write_text(json.dumps(entries), encoding="utf-8")
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(block_sizes, "TABLE", path)
+    block_sizes.table.cache_clear()
+    yield
   block_sizes.table.cache_clear()
 
 
-@pytest.mark.parametrize("chip", ["v5p", "7x"])
-def test_search_fills_the_table_of_the_chip_that_it_finds(
-  search, chip, monkeypatch
+@pytest.fixture
+def table(tmp_path):
+  with small_table(tmp_path):
+    yield
+
+
+def run_search(generation: str, minutes: float = 1000) -> list[Case]:
+  """Searches on a fake chip, and returns the cases that were measured."""
+  chip = FakeChip()
+  settings = search.Settings([generation], minutes, length=2048)
+  search.BlockSearch(settings, chip.measure, chip.clock).run()
+  return chip.measured
+
+
+class SearchResult(NamedTuple):
+  """The cases that a search measured, and the table that it wrote."""
+
+  cases: list[Case]
+  entries: tuple[dict, ...]
+
+
+@pytest.fixture(scope="module")
+def search_on_tpu(tmp_path_factory):
+  """The result of a search on a TPU."""
+  directory = tmp_path_factory.mktemp("search")
+  with small_table(directory), pytest.MonkeyPatch.context() as patch:
+    patch.setattr(search, "on_tpu", lambda: True)
+    cases = run_search("7x")
+    return SearchResult(cases, block_sizes.table())
+
+
+def test_a_search_on_a_tpu_tries_all_tiles_of_all_shapes(search_on_tpu):
+  cases = search_on_tpu.cases
+
+  tiles = {case.blocks[0] for case in cases}
+  shapes = {(case.D, case.V, case.G, case.M) for case in cases}
+  assert tiles == {512, 1024, 2048}
+  assert shapes == set(search.SHAPES)
+
+
+def test_a_search_tries_nothing_twice(search_on_tpu):
+  assert len(search_on_tpu.cases) == len(set(search_on_tpu.cases))
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("shape", search.SHAPES, ids=str)
+def test_a_search_writes_the_best_sizes_of_each_shape(
+  search_on_tpu, shape, direction
 ):
-  monkeypatch.setattr(tpu, "on_tpu", lambda: True)
-  tried = search(chip, 1000)
-  assert len(tried) == len(set(tried)) and {
-    case.blocks[0] for case in tried
-  } == {512, 1024, 2048}
-  assert {(case.D, case.V, case.G, case.M) for case in tried} == set(
-    tpu.SEARCHED
-  )
-  for D, V, G, _ in tpu.SEARCHED:
-    of_shape = [case for case in tried if (case.D, case.V, case.G) == (D, V, G)]
-    for way, of in (
-      ("forward", lambda b: 4096 / b[0] + b[1] / 1000),
-      ("backward", lambda b: b[0] / 512 + b[2] / 1000),
-    ):
-      tile, *whole = min(
-        (case.blocks[:3] for case in of_shape if not case.causal),
-        key=lambda blocks: (of(blocks), blocks),
-      )
-      cut = min(
-        (
-          case.blocks[1:3]
-          for case in of_shape
-          if case.causal and case.blocks[0] == tile
-        ),
-        key=lambda part: (math.prod(part), part),
-      )
-      entries = [
-        x
-        for x in block_sizes.table()
-        if (x["generation"], x["direction"], x["D"], x["V"], x["G"])
-        == (chip, way, D, V, G)
-      ]
-      assert [(x["blocks"], x["whole"]) for x in entries] == [
-        ([tile, tile, *cut], whole)
-      ]
+  key = ("7x", direction, shape.D, shape.V, shape.G)
+  entries = []
+  for entry in search_on_tpu.entries:
+    fields = ("generation", "direction", "D", "V", "G")
+    if tuple(entry[field] for field in fields) == key:
+      entries.append(entry)
+  cases = []
+  for case in search_on_tpu.cases:
+    if (case.D, case.V, case.G, case.M) == shape:
+      cases.append(case)
+
+  (entry,) = entries
+  tile, full_q, full_kv = best_full_blocks(cases, direction)
+  assert entry["whole"] == [full_q, full_kv]
+  assert entry["blocks"] == [tile, tile, *best_cut_subtile(cases, tile)]
 
 
-def test_search_trusts_one_step_alone_where_the_estimate_is_whole_for_no_more(
-  search,
+def best_full_blocks(cases: list[Case], direction: str) -> tuple[int, ...]:
+  """Returns the tile and sub-tile that FakeChip prefers under a full mask."""
+
+  def cost_and_blocks(blocks):
+    tile, q, kv = blocks
+    if direction == "forward":
+      return forward_cost(tile, q), blocks
+    return tile / 512 + kv / 1000, blocks
+
+  full = [case.blocks[:3] for case in cases if not case.causal]
+  return min(full, key=cost_and_blocks)
+
+
+def best_cut_subtile(cases: list[Case], tile: int) -> tuple[int, int]:
+  """Returns the sub-tile that FakeChip prefers under a causal mask."""
+
+  def area(subtile):
+    q, kv = subtile
+    return q * kv, subtile
+
+  subtiles = []
+  for case in cases:
+    if case.causal and case.blocks[0] == tile:
+      subtiles.append(case.blocks[1:3])
+  return min(subtiles, key=area)
+
+
+def test_a_search_without_a_tpu_uses_single_steps_where_others_are_incomplete(
+  table,
 ):
-  tried = search("v5p", 1000)
-  assert {(case.blocks[0], case.length) for case in tried} == {(1024, 1024)}
-  sizes = {(q, kv) for q in (128, 256, 512, 1024) for kv in (256, 512, 1024)}
-  assert {case.blocks[1:3] for case in tried if not case.causal} == sizes
-  assert {case.blocks[1:3] for case in tried if case.causal} == {
-    part for part in sizes if max(part) < 1024
-  }
+  cases = run_search("v5p")
+
+  assert {(case.blocks[0], case.length) for case in cases} == {(1024, 1024)}
 
 
-def test_a_budget_ends_the_search(search, capsys):
-  tried = search("v6e", 3)  # minutes, and a third of one for each
-  assert len(tried) == 10
-  # All shapes' nearest to the table come first.
-  assert [case.blocks for case in tried] == [(1024, 256, 256, 256, 256)] * 10
-  written = capsys.readouterr()
-  assert (
-    "3 minutes are over: 5 of" in written.out
-    and "1 of" in written.err
-    and "2.3 minutes left" in written.err
-  )
+def test_a_search_tries_no_sub_tile_that_skips_nothing(table):
+  cases = run_search("v5p")
+
+  full = {case.blocks[1:3] for case in cases if not case.causal}
+  cut = {case.blocks[1:3] for case in cases if case.causal}
+  expected = {(q, kv) for q in (128, 256, 512, 1024) for kv in (256, 512, 1024)}
+  assert full == expected
+  assert cut == {subtile for subtile in expected if max(subtile) < 1024}
+
+
+def test_a_search_ends_when_its_time_is_over(table, capsys):
+  cases = run_search("v6e", minutes=3)
+
+  # A candidate has two kernels of 20 seconds.
+  assert len(cases) == 10
+  printed = capsys.readouterr()
+  assert "3 minutes are over: 5 of" in printed.out
+  assert "1 of" in printed.err
+  assert "2.3 minutes left" in printed.err
+
+
+def test_a_search_starts_with_the_sizes_of_the_table(table):
+  cases = run_search("v6e", minutes=3)
+
+  blocks = {case.blocks for case in cases}
+  shapes = {(case.D, case.V, case.G, case.M) for case in cases}
+  assert blocks == {(1024, 256, 256, 256, 256)}
+  assert len(shapes) == 5

@@ -1,128 +1,156 @@
-"""benchmarks/tpu_packed: a packed row's runs of instructions hold the pairs that its mask leaves, and its cost is theirs."""
+"""benchmarks/tpu/packed.py: the cost of a row of documents is that of its runs.
+
+The runs that the kernel's conditions select are compared with those that the
+mask itself needs, pair by pair.
+"""
 
 import argparse
-import itertools
 
 import numpy as np
 import pytest
 
-from benchmarks import tpu_packed, tpu_runs
-from benchmarks.tpu_cost import Case
+from benchmarks.tpu import packed, runs
+from benchmarks.tpu.case import DIRECTIONS, Case
 from diffjax.ops.diff_attention.tpu.block_sizes import Blocks
 
-T, TILE, PART = 4096, 1024, 512
-ROWS = [
-  (T,),
-  (1024,) * 4,
-  (1100, 900, 1300, 796),
-  (512, 1024, 2560),
-  (7, 2, 4080, 7),
-  (3000, 1096),
-]
+LENGTH = 4096
+TILE = 1024
+SUBTILE = 512
+FOUR_DOCUMENTS = (1100, 900, 1300, 796)
 
 
-def by_hand(ids, keys_pass):
-  """Runs counted from the mask itself, pair by pair, in tiles of 2 × 2 sub-tiles."""
-  seen = (ids[:, None] == ids[None]) & np.tri(T, dtype=bool)
-  near = np.tri(T // PART, dtype=bool)  # sub-tiles that positions leave
+def expected_runs(
+  documents: tuple[int, ...], is_forward: bool
+) -> dict[str, int]:
+  """Returns how often each run is needed, from the mask itself.
+
+  A tile has 2 × 2 sub-tiles. The runs are a whole tile, a tile that positions
+  cut, a whole strip of a tile where documents meet, and a sub-tile of one.
+  """
+  ids = runs.segment_ids(documents)[0]
+  is_causal = np.tri(LENGTH, dtype=bool)
+  is_visible = (ids[:, None] == ids[None]) & is_causal
   counts = dict.fromkeys(("----", "p-p", "dd", "d"), 0)
-  for i, j in itertools.product(range(T // TILE), range(T // TILE)):
-    tile = seen[i * TILE : (i + 1) * TILE, j * TILE : (j + 1) * TILE]
-    ends = ids[[i * TILE, (i + 1) * TILE - 1, j * TILE, (j + 1) * TILE - 1]]
-    if tile.any() and ends.min() == ends.max():
-      counts["----" if tile.all() else "p-p"] += 1
-    elif tile.any():
-      parts = tile.reshape(2, PART, 2, PART).any((1, 3))
-      assert not (parts & ~near[2 * i : 2 * i + 2, 2 * j : 2 * j + 2]).any()
-      for strip in parts if keys_pass else parts.T:
-        counts["dd" if strip.all() else "d"] += (
-          1 if strip.all() else strip.sum()
-        )
+  for row in range(0, LENGTH, TILE):
+    for column in range(0, LENGTH, TILE):
+      tile = is_visible[row : row + TILE, column : column + TILE]
+      if not tile.any():
+        continue
+      query_ids = ids[row : row + TILE]
+      key_ids = ids[column : column + TILE]
+      tile_ids = np.concatenate([query_ids, key_ids])
+      if tile_ids.min() == tile_ids.max():
+        counts["----" if tile.all() else "p-p"] += 1
+        continue
+      subtiles = tile.reshape(2, SUBTILE, 2, SUBTILE).any(axis=(1, 3))
+      strips = subtiles if is_forward else subtiles.T
+      for strip in strips:
+        if strip.all():
+          counts["dd"] += 1
+        else:
+          counts["d"] += int(strip.sum())
   return {run: count for run, count in counts.items() if count}
 
 
-@pytest.mark.parametrize(
-  "keys_pass", [True, False], ids=["forward", "backward"]
-)
-@pytest.mark.parametrize("documents", ROWS, ids=str)
 @pytest.mark.parametrize("span", [1, 4])
-def test_runs_are_those_that_the_mask_leaves(documents, keys_pass, span):
-  blocks = Blocks(TILE, TILE, PART, PART, span=span)
-  schedule = tpu_runs.schedule_of(
-    blocks, T, 2, 2, keys_pass=keys_pass, segments=True
+@pytest.mark.parametrize(
+  "is_forward", [True, False], ids=["forward", "backward"]
+)
+@pytest.mark.parametrize(
+  "documents",
+  [
+    pytest.param((LENGTH,), id="one_document"),
+    pytest.param((1024,) * 4, id="documents_end_with_tiles"),
+    pytest.param(FOUR_DOCUMENTS, id="documents_end_within_tiles"),
+    pytest.param((512, 1024, 2560), id="documents_end_with_sub_tiles"),
+    pytest.param((7, 2, 4080, 7), id="short_documents"),
+  ],
+)
+def test_a_kernel_takes_the_runs_that_the_mask_needs(
+  documents, is_forward, span
+):
+  blocks = Blocks(TILE, TILE, SUBTILE, SUBTILE, span=span)
+  schedule = runs.causal_schedule(
+    blocks, LENGTH, G=2, M=2, keys_move=is_forward, segments=True
   )
-  ids = tpu_runs.ids_of(documents)
-  assert dict(tpu_runs.runs_of(schedule, ids)) == by_hand(ids[0], keys_pass)
+
+  counts = runs.count_runs(schedule, runs.segment_ids(documents))
+
+  assert counts == expected_runs(documents, is_forward)
 
 
 def test_a_row_without_ids_compares_no_documents():
-  schedule = tpu_runs.schedule_of(
-    Blocks(TILE, TILE, 256, 256, span=4, full_subtile=(256, 512)),
-    T,
-    2,
-    2,
-    keys_pass=True,
-    segments=False,
-  )
-  assert dict(tpu_runs.runs_of(schedule, None)) == {"-" * 8: 6, "p-p--p---p": 4}
-
-
-def test_a_row_costs_what_its_runs_do(monkeypatch):
-  """A kernel begins and ends a row of tiles with 50; a run takes 100 a sub-tile, and 7 more for documents that are compared."""
-  asked = []
-
-  def cost(case, timeout):
-    asked.append(case)
-    run, times = case.run
-    return dict.fromkeys(
-      ("forward", "backward"),
-      50 + times * (100 * len(run) + 7 * run.count("d")),
-    )
-
-  monkeypatch.setattr(tpu_packed, "cost", cost)
-  row = Case(
-    "v6e",
-    128,
-    256,
-    2,
-    2,
-    T,
-    True,
-    (TILE, PART, PART, PART, PART),
-    (1100, 900, 1300, 796),
-  )
-  found = tpu_packed.row_cost(row, 1)
-  for way in ("forward", "backward"):
-    counts = by_hand(tpu_runs.ids_of(row.documents)[0], way == "forward")
-    assert found[way] == 4 * 50 + sum(
-      n * (100 * len(run) + 7 * run.count("d")) for run, n in counts.items()
-    )
-  assert {case.length for case in asked} == {TILE} and all(
-    case.documents == (TILE,) for case in asked
-  )
-  # A run that has no estimate leaves the row without one.
-  monkeypatch.setattr(
-    tpu_packed,
-    "cost",
-    lambda case, timeout: {} if case.run[0] == "dd" else cost(case, timeout),
-  )
-  assert tpu_packed.row_cost(row, 1) == {}
-
-
-def test_rows_at_random_are_whole_rows():
-  rows = tpu_packed.drawn(4, T)
-  assert len(set(rows)) == tpu_packed.DRAWS and all(
-    len(row) == 4 and sum(row) == T and min(row) > 0 for row in rows
+  blocks = Blocks(TILE, TILE, 256, 256, span=4, full_subtile=(256, 512))
+  schedule = runs.causal_schedule(
+    blocks, LENGTH, G=2, M=2, keys_move=True, segments=False
   )
 
+  counts = runs.count_runs(schedule, ids=None)
 
-def test_what_a_row_may_be():
-  assert (
-    tpu_packed.packing("1100,900") == (1100, 900)
-    and tpu_packed.packing("random:4") == 4
-  )
-  for wrong in ("", "0,5", "random:", "random:2,3", "other:4", "a"):
-    with pytest.raises(
-      argparse.ArgumentTypeError, match="must be lengths of documents"
-    ):
-      tpu_packed.packing(wrong)
+  assert counts == {"-" * 8: 6, "p-p--p---p": 4}
+
+
+def cost_of_run(run: str) -> int:
+  """100 for each sub-tile, and 7 more if it compares documents."""
+  return 100 * len(run) + 7 * run.count("d")
+
+
+def measure_repeated_run(case: Case) -> dict[str, float]:
+  """Returns the cost of a kernel of one tile: 50, and its repeated run."""
+  assert case.length == TILE
+  assert case.documents == (TILE,)
+  run, times = case.run
+  return dict.fromkeys(DIRECTIONS, 50 + times * cost_of_run(run))
+
+
+@pytest.fixture
+def row():
+  """A row of four documents, with tiles of 2 × 2 sub-tiles."""
+  blocks = (TILE, SUBTILE, SUBTILE, SUBTILE, SUBTILE)
+  return Case("v6e", 128, 256, 2, 2, LENGTH, True, blocks, FOUR_DOCUMENTS)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_row_costs_as_much_as_its_runs(row, direction):
+  costs = packed.row_costs(row, measure_repeated_run)
+
+  expected = 4 * 50
+  counts = expected_runs(row.documents, direction == "forward")
+  for run, count in counts.items():
+    expected += count * cost_of_run(run)
+  assert costs[direction] == expected
+
+
+def test_a_row_with_a_run_without_estimate_has_no_cost(row):
+  def measure(case: Case) -> dict[str, float]:
+    run, _ = case.run
+    if run == "dd":
+      return {}
+    return measure_repeated_run(case)
+
+  assert packed.row_costs(row, measure) == {}
+
+
+def test_random_documents_fill_their_rows():
+  rows = packed.draw_rows(4, LENGTH)
+
+  assert len(set(rows)) == packed.NUM_DRAWS
+  for documents in rows:
+    assert len(documents) == 4
+    assert sum(documents) == LENGTH
+    assert min(documents) > 0
+
+
+def test_a_flag_is_a_row_of_documents_or_random():
+  assert packed.parse_row("1100,900") == (1100, 900)
+  assert packed.parse_row("random:4") == packed.RandomDocuments(4)
+
+
+@pytest.mark.parametrize(
+  "text", ["", "0,5", "random:", "random:2,3", "other:4", "a"]
+)
+def test_other_flags_are_refused(text):
+  with pytest.raises(
+    argparse.ArgumentTypeError, match="pass lengths of documents"
+  ):
+    packed.parse_row(text)

@@ -1,6 +1,6 @@
 """The compiler's estimates of the TPU kernels' cycles.
 
-`benchmarks/tpu.py` writes the table, cycles.json.
+`python -m benchmarks.tpu` writes the table, cycles.json.
 """
 
 from __future__ import annotations
