@@ -1,6 +1,6 @@
-"""benchmarks/tpu/packed.py: the cost of a row of documents is that of its runs.
+"""benchmarks/tpu/packed.py: a row of documents costs as much as its runs.
 
-The runs that the kernel's conditions select are compared with those that the
+The runs that the kernel's conditions select are compared with the runs that the
 mask itself needs, pair by pair.
 """
 

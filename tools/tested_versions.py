@@ -20,7 +20,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 PAGE = ROOT / "docs/versions.md"
 WORKFLOW = ROOT / ".github/workflows/test.yml"
 
-# Prints the version of Python and those of the packages that it is given.
+# Prints the versions of Python and of the packages in the arguments.
 REPORT = """
 import importlib.metadata, sys
 print(f"{sys.version_info.major}.{sys.version_info.minor}")

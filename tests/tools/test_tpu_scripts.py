@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -18,7 +19,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 FAKE = pathlib.Path(__file__).with_name("fake")
 SCRIPTS = ["create.sh", "setup.sh", "train.sh", "delete.sh"]
 TRAIN = ["--config=configs/tiny.py", "--workdir=gs://bucket/run"]
-# What shells could take apart or replace.
+# Arguments that a shell could split or expand.
 DIFFICULT = [
   "--config.data.source=text:/a  b/*.txt",
   """--config.train.sample_prompt=it's "quoted" $HOME `id` \\ λ""",
@@ -31,16 +32,12 @@ class Cloud:
   """A fake cloud with two workers and the repository that scripts run from."""
 
   def __init__(self, directory: pathlib.Path):
+    """Uses the cloud in a directory, which `make_cloud` has created."""
     self.directory = directory / "cloud"
     self.repository = directory / "repository"
-    self.workers = [self.directory / "workers" / name for name in ("0", "1")]
+    workers = self.directory / "workers"
+    self.workers = [workers / "0", workers / "1"]
     self.processes: list[subprocess.Popen] = []
-    (self.directory / "calls").mkdir(parents=True)
-    for worker in self.workers:
-      worker.mkdir(parents=True)
-    tools = self.repository / "tools/tpu"
-    shutil.copytree(ROOT / "tools/tpu", tools)
-    subprocess.run(["git", "init", "--quiet", self.repository], check=True)
     self.environment = os.environ | {
       "FAKE_CLOUD": str(self.directory),
       "PATH": f"{FAKE}:{os.environ['PATH']}",
@@ -50,7 +47,9 @@ class Cloud:
       "TPU_POLL_SECONDS": "0.05",
     }
 
-  def start(self, script: str, *arguments: str, **variables: str):
+  def start(
+    self, script: str, *arguments: str, **variables: str
+  ) -> subprocess.Popen:
     """Starts a script and returns its process."""
     process = subprocess.Popen(
       ["bash", self.repository / "tools/tpu" / script, *arguments],
@@ -63,7 +62,9 @@ class Cloud:
     self.processes.append(process)
     return process
 
-  def run(self, script: str, *arguments: str, **variables: str):
+  def run(
+    self, script: str, *arguments: str, **variables: str
+  ) -> tuple[int, str]:
     """Runs a script; returns its exit status and its output."""
     process = self.start(script, *arguments, **variables)
     output, _ = process.communicate(timeout=60)
@@ -80,6 +81,15 @@ class Cloud:
         matching.append(arguments[end:])
     return matching
 
+  def followed_workers(self) -> list[str]:
+    """Returns the workers whose log was followed, as flags of gcloud."""
+    workers = []
+    for call in self.calls("tpu-vm", "ssh"):
+      worker, command = call[1:3]
+      if command.endswith(" follow"):
+        workers.append(worker)
+    return workers
+
   def write(self, name: str, *lines: str) -> None:
     """Writes a file of the fake cloud: states, or a worker's property."""
     text = "".join(f"{line}\n" for line in lines)
@@ -92,15 +102,21 @@ class Cloud:
     status, output = self.run("setup.sh")
     assert status == 0, output
 
+  def train(self, *arguments: str) -> None:
+    """Runs train.sh, which must succeed."""
+    status, output = self.run("train.sh", *TRAIN, *arguments)
+    assert status == 0, output
+
   def finish(self, status: int) -> None:
     """Ends the training on all workers with an exit status."""
     for worker in self.workers:
       self.finish_worker(worker, status)
 
   def finish_worker(self, worker: pathlib.Path, status: int) -> None:
+    """Ends the training on a worker with an exit status."""
     (worker / "finish").write_text(f"{status}\n", encoding="utf-8")
 
-  def wait_for(self, condition) -> None:
+  def wait_for(self, condition: Callable[[], bool]) -> None:
     """Waits until a condition holds."""
     deadline = time.monotonic() + 20
     while not condition():
@@ -112,50 +128,107 @@ class Cloud:
     self.wait_for(lambda: num_runs(worker) >= number)
 
   def has_ended(self) -> bool:
+    """Returns whether training runs on no worker."""
     status, output = self.run("train.sh", "--status")
     return status == 0 and ": running: " not in output
 
 
-def trained_with(worker: pathlib.Path) -> list[str]:
-  """The arguments that training got on a worker."""
-  return (worker / "arguments").read_text(encoding="utf-8").split("\0")[1:-1]
+def make_cloud(directory: pathlib.Path) -> Cloud:
+  """Creates a cloud without a slice."""
+  cloud = Cloud(directory)
+  (cloud.directory / "calls").mkdir(parents=True)
+  for worker in cloud.workers:
+    worker.mkdir(parents=True)
+  shutil.copytree(ROOT / "tools/tpu", cloud.repository / "tools/tpu")
+  subprocess.run(["git", "init", "--quiet", cloud.repository], check=True)
+  return cloud
+
+
+def training_arguments(worker: pathlib.Path) -> list[str]:
+  """Returns the arguments that Python got on a worker."""
+  text = (worker / "arguments").read_text(encoding="utf-8")
+  # The first entry is the working directory.
+  return text.split("\0")[1:-1]
 
 
 def num_runs(worker: pathlib.Path) -> int:
+  """Returns how often training has started on a worker."""
   if not (worker / "runs").exists():
     return 0
   return len((worker / "runs").read_text(encoding="utf-8").splitlines())
 
 
-@pytest.fixture
-def cloud(tmp_path):
-  cloud = Cloud(tmp_path)
-  yield cloud
+def end_processes(cloud: Cloud) -> None:
+  """Ends the training and the scripts of a cloud."""
   cloud.finish(0)
   for process in cloud.processes:
     process.kill()
     process.communicate()
 
 
+@pytest.fixture
+def cloud(tmp_path) -> Iterator[Cloud]:
+  """A cloud without a slice."""
+  cloud = make_cloud(tmp_path)
+  yield cloud
+  end_processes(cloud)
+
+
+@pytest.fixture(scope="module")
+def set_up_directory(tmp_path_factory) -> pathlib.Path:
+  """A cloud with a slice on which setup.sh has run. It must not be changed."""
+  directory = tmp_path_factory.mktemp("set_up")
+  make_cloud(directory).set_up()
+  return directory
+
+
+@pytest.fixture
+def ready_cloud(set_up_directory, tmp_path) -> Iterator[Cloud]:
+  """A cloud with a slice on which setup.sh has run."""
+  shutil.copytree(set_up_directory, tmp_path, dirs_exist_ok=True)
+  cloud = Cloud(tmp_path)
+  yield cloud
+  end_processes(cloud)
+
+
+@pytest.fixture(scope="module")
+def running_cloud(set_up_directory, tmp_path_factory) -> Iterator[Cloud]:
+  """A cloud on which a run is in progress. No test may end it."""
+  directory = tmp_path_factory.mktemp("running")
+  shutil.copytree(set_up_directory, directory, dirs_exist_ok=True)
+  cloud = Cloud(directory)
+  cloud.train(*DIFFICULT)
+  for worker in cloud.workers:
+    cloud.wait_for_run(worker)
+  yield cloud
+  end_processes(cloud)
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_help_names_the_variables(cloud, script):
   status, output = cloud.run(script, "--help", TPU_NAME="", TPU_ZONE="")
+
   assert status == 0
-  assert f"Usage: tools/tpu/{script}" in output and "TPU_ZONE" in output
+  assert f"Usage: tools/tpu/{script}" in output
+  assert "TPU_ZONE" in output
   assert cloud.calls() == []
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_missing_variable_is_named(cloud, script):
   status, output = cloud.run(script, TPU_ZONE="")
-  assert status == 1 and "TPU_ZONE is not set; run 'export" in output
+
+  assert status == 1
+  assert "TPU_ZONE is not set; run 'export" in output
   assert cloud.calls() == []
 
 
 @pytest.mark.parametrize("script", ["create.sh", "setup.sh", "delete.sh"])
 def test_an_unknown_argument_is_refused(cloud, script):
   status, output = cloud.run(script, "--spot")
-  assert status == 1 and "does not take '--spot'" in output
+
+  assert status == 1
+  assert "does not take '--spot'" in output
   assert cloud.calls() == []
 
 
@@ -168,9 +241,13 @@ def test_an_unknown_argument_is_refused(cloud, script):
     ("v6e-8", "v2-alpha-tpuv6e"),
   ],
 )
-def test_create_requests_a_slice_and_waits(cloud, kind, image):
-  cloud.write("create.1", "ACCEPTED", "PROVISIONING", "ERROR", "ACTIVE")
+def test_create_requests_a_slice_with_the_image_of_its_generation(
+  cloud, kind, image
+):
+  cloud.write("create.1", "ACTIVE")
+
   status, output = cloud.run("create.sh", TPU_TYPE=kind)
+
   assert status == 0, output
   assert cloud.calls("queued-resources", "create") == [
     [
@@ -181,12 +258,23 @@ def test_create_requests_a_slice_and_waits(cloud, kind, image):
       "--zone=a-zone",
     ]
   ]
-  assert "is ACCEPTED" in output and "is PROVISIONING" in output
+
+
+def test_create_waits_until_the_slice_is_ready(cloud):
+  cloud.write("create.1", "ACCEPTED", "PROVISIONING", "ERROR", "ACTIVE")
+
+  status, output = cloud.run("create.sh")
+
+  assert status == 0, output
+  assert "is ACCEPTED" in output
+  assert "is PROVISIONING" in output
   assert "my-slice is ready; next: tools/tpu/setup.sh" in output
+  assert len(cloud.calls("queued-resources", "create")) == 1
 
 
 def test_create_passes_the_options(cloud):
   cloud.write("create.1", "ACTIVE")
+
   status, _ = cloud.run(
     "create.sh",
     TPU_TYPE="v9-8",
@@ -194,23 +282,30 @@ def test_create_passes_the_options(cloud):
     TPU_SPOT="1",
     TPU_PROJECT="a project",
   )
+
   assert status == 0
-  (call,) = cloud.calls("queued-resources", "create")
-  assert "--runtime-version=image" in call and "--spot" in call
+  (creation,) = cloud.calls("queued-resources", "create")
+  assert "--runtime-version=image" in creation
+  assert "--spot" in creation
   for call in cloud.calls():
-    assert "--project=a project" in call and "--zone=a-zone" in call
+    assert "--project=a project" in call
+    assert "--zone=a-zone" in call
 
 
 def test_create_does_not_guess_the_image_of_an_unknown_generation(cloud):
   status, output = cloud.run("create.sh", TPU_TYPE="tpu7x-8")
-  assert status == 1 and "set TPU_RUNTIME_VERSION as well" in output
+
+  assert status == 1
+  assert "set TPU_RUNTIME_VERSION as well" in output
   assert cloud.calls("queued-resources", "create") == []
 
 
 def test_create_says_that_a_zone_has_no_capacity_and_keeps_waiting(cloud):
   waiting = ["WAITING_FOR_RESOURCES"] * 4
   cloud.write("create.1", *waiting, "PROVISIONING", "ACTIVE")
+
   status, output = cloud.run("create.sh")
+
   assert status == 0, output
   assert output.count("No capacity for v5litepod-16 in a-zone") == 1
   assert "TPU_ZONE=ANOTHER-ZONE tools/tpu/create.sh" in output
@@ -220,7 +315,9 @@ def test_create_says_that_a_zone_has_no_capacity_and_keeps_waiting(cloud):
 @pytest.mark.parametrize("state", ["FAILED", "SUSPENDED"])
 def test_create_reports_a_request_that_ends(cloud, state):
   cloud.write("create.1", "ACCEPTED", state)
+
   status, output = cloud.run("create.sh")
+
   assert status == 1
   assert "the reason that the service gives" in output
   assert f"my-slice is {state} in a-zone" in output
@@ -231,11 +328,13 @@ def test_create_reports_a_request_that_ends(cloud, state):
   "request_state, node_state",
   [("SUSPENDED", "READY"), ("FAILED", "READY"), ("ACTIVE", "PREEMPTED")],
 )
-def test_create_replaces_what_is_left(cloud, request_state, node_state):
+def test_create_replaces_a_slice_that_is_gone(cloud, request_state, node_state):
   cloud.write("request", request_state)
   cloud.write("node", node_state)
   cloud.write("create.1", "ACTIVE")
+
   status, output = cloud.run("create.sh")
+
   assert status == 0, output
   assert cloud.calls("queued-resources", "delete") == [
     ["my-slice", "--force", "--quiet", "--zone=a-zone"]
@@ -246,22 +345,29 @@ def test_create_replaces_what_is_left(cloud, request_state, node_state):
 def test_create_waits_for_a_request_that_exists(cloud):
   cloud.write("request", "WAITING_FOR_RESOURCES", "ACTIVE")
   cloud.write("node", "CREATING", "READY")
+
   status, output = cloud.run("create.sh")
+
   assert status == 0, output
   assert cloud.calls("queued-resources", "create") == []
 
 
 def test_create_continues_if_the_first_question_fails(cloud):
   cloud.write("create.1", "ERROR", "ACTIVE")
+
   status, output = cloud.run("create.sh")
+
   assert status == 0, output
   assert len(cloud.calls("queued-resources", "create")) == 1
 
 
 def test_create_ends_if_gcloud_keeps_failing(cloud):
   cloud.write("request", "ERROR")
+
   status, output = cloud.run("create.sh")
-  assert status == 1 and "the network is unreachable" in output
+
+  assert status == 1
+  assert "the network is unreachable" in output
   assert "gcloud failed 5 times in a row" in output
 
 
@@ -277,7 +383,9 @@ def test_setup_copies_the_working_tree_to_all_workers(cloud):
     source = worker / "diffjax/source"
     source.mkdir(parents=True)
     (source / "from an earlier setup").write_text("")
+
   cloud.set_up()
+
   for worker in cloud.workers:
     source = worker / "diffjax/source"
     names = {path.name for path in source.iterdir()}
@@ -290,8 +398,11 @@ def test_setup_copies_the_working_tree_to_all_workers(cloud):
 def test_setup_reports_a_worker_that_gets_no_copy(cloud):
   cloud.write("request", "ACTIVE")
   cloud.write("workers/1.broken")
+
   status, output = cloud.run("setup.sh")
-  assert status == 1 and "No space left on device" in output
+
+  assert status == 1
+  assert "No space left on device" in output
   assert "the copy failed on at least one worker" in output
   assert cloud.calls("tpu-vm", "ssh") == []
 
@@ -299,47 +410,90 @@ def test_setup_reports_a_worker_that_gets_no_copy(cloud):
 def test_setup_reports_a_worker_that_cannot_install(cloud):
   cloud.write("request", "ACTIVE")
   cloud.write("workers/1/uv_error", "No solution found")
+
   status, output = cloud.run("setup.sh")
-  assert status == 1 and "No solution found" in output
+
+  assert status == 1
+  assert "No solution found" in output
   assert "the installation failed on at least one worker" in output
   assert "next: tools/tpu/train.sh" not in output
 
 
-def test_train_runs_detached_on_all_workers(cloud):
-  """All arguments arrive, and the run outlives the session of ssh."""
-  cloud.set_up()
-  status, output = cloud.run("train.sh", *TRAIN, *DIFFICULT)
-  assert status == 0, output
-  for worker in cloud.workers:
-    cloud.wait_for_run(worker)
-    assert trained_with(worker) == ["-m", "diffjax.train", *TRAIN, *DIFFICULT]
-  _, output = cloud.run("train.sh", "--status")
+def test_train_passes_all_arguments_to_all_workers(running_cloud):
+  expected = ["-m", "diffjax.train", *TRAIN, *DIFFICULT]
+  for worker in running_cloud.workers:
+    assert training_arguments(worker) == expected
+
+
+def test_a_run_outlives_the_session_that_starts_it(running_cloud):
+  _, output = running_cloud.run("train.sh", "--status")
+
   assert output.count(": running: diffjax.train --config=configs/tiny.py") == 2
-  cloud.finish(0)
-  cloud.wait_for(cloud.has_ended)
-  _, output = cloud.run("train.sh", "--status")
+
+
+@pytest.mark.parametrize(
+  "arguments",
+  [
+    pytest.param([*TRAIN, "--seed=1"], id="start"),
+    pytest.param(["--keep_alive", *TRAIN, "--seed=1"], id="keep_alive"),
+    # The flags of the run in progress begin with these.
+    pytest.param(["--keep_alive", *TRAIN], id="keep_alive_with_fewer_flags"),
+  ],
+)
+def test_a_second_run_is_refused(running_cloud, arguments):
+  status, output = running_cloud.run("train.sh", *arguments)
+
+  assert status == 1
+  assert "run is in progress" in output
+  assert "diffjax.train --config=configs/tiny.py" in output
+  assert [num_runs(worker) for worker in running_cloud.workers] == [1, 1]
+
+
+def test_setup_is_refused_during_a_run(running_cloud):
+  status, output = running_cloud.run("setup.sh")
+
+  assert status == 1
+  assert "stop it first" in output
+
+
+def test_the_log_can_be_followed_on_a_worker(running_cloud):
+  follower = running_cloud.start("train.sh", "--follow=1")
+
+  first_line = follower.stdout.readline()
+  line = first_line
+  while line != "step 1\n":
+    line = follower.stdout.readline()
+    assert line, "the log ended"
+
+  assert "starts diffjax.train --config=configs/tiny.py" in first_line
+  assert running_cloud.followed_workers() == ["--worker=1"]
+
+
+def test_following_ends_with_the_run(ready_cloud):
+  ready_cloud.train()
+  follower = ready_cloud.start("train.sh", "--follow=1")
+  assert follower.stdout.readline()
+
+  ready_cloud.finish(3)
+  follower.communicate(timeout=20)
+
+  ready_cloud.wait_for(ready_cloud.has_ended)
+  _, output = ready_cloud.run("train.sh", "--follow")
+
+  assert "step 1" in output
+  assert "ended with status 3" in output
+  assert ready_cloud.followed_workers() == ["--worker=1", "--worker=0"]
+
+
+def test_the_status_shows_how_a_run_ended(ready_cloud):
+  ready_cloud.train()
+
+  ready_cloud.finish(0)
+  ready_cloud.wait_for(ready_cloud.has_ended)
+
+  _, output = ready_cloud.run("train.sh", "--status")
+
   assert output.count(": ended with status 0: diffjax.train") == 2
-
-
-def test_the_log_can_be_followed_to_the_end_of_the_run(cloud):
-  cloud.set_up()
-  assert cloud.run("train.sh", *TRAIN)[0] == 0
-  following = cloud.start("train.sh", "--follow=1")
-  lines = []
-  while "step 1\n" not in lines:
-    lines.append(following.stdout.readline())
-    assert lines[-1], lines
-  cloud.finish(3)
-  following.communicate(timeout=20)
-  cloud.wait_for(cloud.has_ended)
-  assert "starts diffjax.train --config=configs/tiny.py" in lines[0]
-  _, output = cloud.run("train.sh", "--follow")
-  assert "step 1" in output and "ended with status 3" in output
-  workers = []
-  for call in cloud.calls("tpu-vm", "ssh"):
-    if call[2].endswith(" follow"):
-      workers.append(call[1])
-  assert workers == ["--worker=1", "--worker=0"]
 
 
 @pytest.mark.parametrize(
@@ -354,138 +508,152 @@ def test_train_requires_a_config_and_a_workdir_in_a_bucket(
   cloud, flags, message
 ):
   status, output = cloud.run("train.sh", *flags)
-  assert status == 1 and message in output
+
+  assert status == 1
+  assert message in output
   assert cloud.calls() == []
 
 
-@pytest.mark.parametrize("options", [[], ["--keep_alive"]])
-def test_a_second_run_is_refused(cloud, options):
-  cloud.set_up()
-  assert cloud.run("train.sh", *TRAIN)[0] == 0
-  status, output = cloud.run("train.sh", *options, *TRAIN, "--seed=1")
-  assert status == 1 and "run is in progress" in output
-  assert "diffjax.train --config=configs/tiny.py" in output
-  assert [num_runs(worker) for worker in cloud.workers] == [1, 1]
-  status, output = cloud.run("setup.sh")
-  assert status == 1 and "stop it first" in output
+def test_a_worker_that_cannot_start_stops_the_others(ready_cloud):
+  (ready_cloud.workers[1] / "diffjax/venv/bin/python").unlink()
+  status, output = ready_cloud.run("train.sh", *TRAIN)
 
-
-def test_keep_alive_refuses_a_run_whose_flags_extend_its_own(cloud):
-  cloud.set_up()
-  assert cloud.run("train.sh", *TRAIN, "--seed=1")[0] == 0
-  status, output = cloud.run("train.sh", "--keep_alive", *TRAIN)
-  assert status == 1 and "run is in progress" in output
-  assert [num_runs(worker) for worker in cloud.workers] == [1, 1]
-
-
-def test_a_worker_that_cannot_start_stops_the_others(cloud):
-  cloud.set_up()
-  (cloud.workers[1] / "diffjax/venv/bin/python").unlink()
-  status, output = cloud.run("train.sh", *TRAIN)
-  assert status == 1 and "diffjax is not installed" in output
+  assert status == 1
+  assert "diffjax is not installed" in output
   assert "stops the others" in output
-  assert cloud.has_ended()
+  assert ready_cloud.has_ended()
 
 
 def test_train_says_that_a_slice_is_not_set_up(cloud):
   cloud.write("request", "ACTIVE")
+
   status, output = cloud.run("train.sh", *TRAIN)
-  assert status == 1 and "tools/tpu/create.sh && tools/tpu/setup.sh" in output
+
+  assert status == 1
+  assert "tools/tpu/create.sh && tools/tpu/setup.sh" in output
 
 
-def test_stop_lets_the_run_save(cloud):
-  cloud.set_up()
-  assert cloud.run("train.sh", *TRAIN)[0] == 0
-  status, output = cloud.run("train.sh", "--stop")
-  assert status == 0 and output.count(": stopped: ") == 2
-  for worker in cloud.workers:
+def test_stop_lets_the_run_save(ready_cloud):
+  ready_cloud.train()
+
+  status, output = ready_cloud.run("train.sh", "--stop")
+
+  assert status == 0
+  assert output.count(": stopped: ") == 2
+  for worker in ready_cloud.workers:
     log = (worker / "diffjax/run/log").read_text(encoding="utf-8")
     assert "saved a checkpoint" in log
-  status, _ = cloud.run("train.sh", *TRAIN)
-  assert status == 0, "the same command starts it again"
+
+
+def test_the_same_command_starts_a_stopped_run_again(ready_cloud):
+  ready_cloud.train()
+  ready_cloud.run("train.sh", "--stop")
+
+  ready_cloud.train()
+
+  for worker in ready_cloud.workers:
+    ready_cloud.wait_for_run(worker, number=2)
 
 
 def test_keep_alive_makes_a_slice_and_ends_with_the_run(cloud):
   cloud.write("create.1", "ACTIVE")
-  watching = cloud.start("train.sh", "--keep_alive", *TRAIN)
+
+  watcher = cloud.start("train.sh", "--keep_alive", *TRAIN)
   cloud.wait_for_run(cloud.workers[1])
   cloud.finish(0)
-  output, _ = watching.communicate(timeout=20)
-  assert watching.returncode == 0 and "the run is complete" in output
+
+  output, _ = watcher.communicate(timeout=20)
+  assert watcher.returncode == 0
+  assert "the run is complete" in output
 
 
-def test_keep_alive_resumes_a_preempted_run(cloud):
+def test_keep_alive_resumes_a_preempted_run(ready_cloud):
   """A slice of the same kind gets the same training command."""
-  cloud.write("create.1", "ACTIVE")
-  cloud.write("create.2", "WAITING_FOR_RESOURCES", "ACTIVE")
-  watching = cloud.start(
+  ready_cloud.write("create.1", "WAITING_FOR_RESOURCES", "ACTIVE")
+  watcher = ready_cloud.start(
     "train.sh", "--keep_alive", *TRAIN, *DIFFICULT, TPU_SPOT="1"
   )
-  cloud.wait_for_run(cloud.workers[1])
-  first_arguments = trained_with(cloud.workers[1])
-  cloud.write("node", "PREEMPTED")
-  cloud.wait_for_run(cloud.workers[1], number=2)
-  assert trained_with(cloud.workers[1]) == first_arguments
-  cloud.finish(0)
-  output, _ = watching.communicate(timeout=20)
-  assert watching.returncode == 0, output
+  worker = ready_cloud.workers[1]
+  ready_cloud.wait_for_run(worker)
+  first_arguments = training_arguments(worker)
+
+  ready_cloud.write("node", "PREEMPTED")
+  ready_cloud.wait_for_run(worker, number=2)
+  second_arguments = training_arguments(worker)
+  ready_cloud.finish(0)
+  output, _ = watcher.communicate(timeout=20)
+
+  assert watcher.returncode == 0, output
   assert "the slice is PREEMPTED" in output
-  creations = cloud.calls("queued-resources", "create")
-  assert len(creations) == 2 and creations[0] == creations[1]
-  assert "--spot" in creations[1]
-  assert len(cloud.calls("queued-resources", "delete")) == 1
+  assert second_arguments == first_arguments
+  (creation,) = ready_cloud.calls("queued-resources", "create")
+  assert "--accelerator-type=v5litepod-16" in creation
+  assert "--spot" in creation
+  assert len(ready_cloud.calls("queued-resources", "delete")) == 1
 
 
-def test_keep_alive_restarts_after_the_loss_of_one_worker(cloud):
-  cloud.set_up()
-  watching = cloud.start("train.sh", "--keep_alive", *TRAIN)
-  cloud.wait_for_run(cloud.workers[0])
-  cloud.wait_for_run(cloud.workers[1])
-  cloud.finish_worker(cloud.workers[1], 1)
-  cloud.wait_for_run(cloud.workers[1], number=2)
-  cloud.finish(0)
-  output, _ = watching.communicate(timeout=20)
-  assert watching.returncode == 0, output
+def test_keep_alive_restarts_after_the_loss_of_one_worker(ready_cloud):
+  first_worker, lost_worker = ready_cloud.workers
+  watcher = ready_cloud.start("train.sh", "--keep_alive", *TRAIN)
+  ready_cloud.wait_for_run(first_worker)
+  ready_cloud.wait_for_run(lost_worker)
+
+  ready_cloud.finish_worker(lost_worker, 1)
+  ready_cloud.wait_for_run(lost_worker, number=2)
+  ready_cloud.finish(0)
+  output, _ = watcher.communicate(timeout=20)
+
+  assert watcher.returncode == 0, output
   assert "the run is failed, failure 1 of 5 in a row" in output
   assert "worker-1: ended with status 1: " in output
-  assert num_runs(cloud.workers[0]) > 1, "the other worker starts again as well"
+  # All workers start again.
+  assert num_runs(first_worker) > 1
 
 
-def test_keep_alive_gives_up_on_a_run_that_keeps_failing(cloud):
-  cloud.set_up()
-  cloud.finish(1)
-  status, output = cloud.run("train.sh", "--keep_alive", *TRAIN)
-  assert status == 1 and "gives up; the log: " in output
-  assert num_runs(cloud.workers[0]) == 5
+def test_keep_alive_gives_up_on_a_run_that_keeps_failing(ready_cloud):
+  ready_cloud.finish(1)
+
+  status, output = ready_cloud.run("train.sh", "--keep_alive", *TRAIN)
+
+  assert status == 1
+  assert "gives up; the log: " in output
+  assert num_runs(ready_cloud.workers[0]) == 5
 
 
-def test_an_interrupted_run_is_not_complete(cloud):
+def test_an_interrupted_run_is_not_complete(ready_cloud):
   """A machine that shuts down signals the run, which then ends with 0."""
-  cloud.set_up()
-  assert cloud.run("train.sh", *TRAIN)[0] == 0
-  pid_file = cloud.workers[0] / "diffjax/run/pid"
-  cloud.wait_for(lambda: pid_file.exists() and pid_file.read_text().strip())
-  training = int(pid_file.read_text())
-  os.killpg(os.getpgid(training), signal.SIGTERM)
-  cloud.finish_worker(cloud.workers[1], 0)
-  cloud.wait_for(cloud.has_ended)
-  _, output = cloud.run("train.sh", "--status")
+  ready_cloud.train()
+  pid_file = ready_cloud.workers[0] / "diffjax/run/pid"
+  training_pid = int(pid_file.read_text(encoding="utf-8"))
+
+  os.killpg(os.getpgid(training_pid), signal.SIGTERM)
+  ready_cloud.finish_worker(ready_cloud.workers[1], 0)
+  ready_cloud.wait_for(ready_cloud.has_ended)
+
+  _, output = ready_cloud.run("train.sh", "--status")
+
   assert "worker-0: interrupted: " in output
   assert "worker-1: ended with status 0: " in output
 
 
-def test_keep_alive_ends_if_the_run_is_stopped(cloud):
-  cloud.set_up()
-  watching = cloud.start("train.sh", "--keep_alive", *TRAIN)
-  cloud.wait_for_run(cloud.workers[1])
-  assert cloud.run("train.sh", "--stop")[0] == 0
-  output, _ = watching.communicate(timeout=20)
-  assert watching.returncode == 0 and "the run is stopped" in output
+def test_keep_alive_ends_if_the_run_is_stopped(ready_cloud):
+  watcher = ready_cloud.start("train.sh", "--keep_alive", *TRAIN)
+  ready_cloud.wait_for_run(ready_cloud.workers[1])
+
+  status, _ = ready_cloud.run("train.sh", "--stop")
+
+  assert status == 0
+  output, _ = watcher.communicate(timeout=20)
+
+  assert watcher.returncode == 0
+  assert "the run is stopped" in output
 
 
 def test_delete_says_what_it_deletes(cloud):
   cloud.write("request", "ACTIVE")
+
   status, output = cloud.run("delete.sh", "--quiet")
+
   assert status == 0, output
   assert "the queued resource my-slice, which is ACTIVE" in output
   assert "its node my-slice" in output
@@ -496,14 +664,19 @@ def test_delete_says_what_it_deletes(cloud):
 
 def test_delete_asks_first(cloud):
   cloud.write("request", "ACTIVE")
+
   status, output = cloud.run("delete.sh")
-  assert status == 1 and "nothing was deleted" in output
+
+  assert status == 1
+  assert "nothing was deleted" in output
   assert cloud.calls("queued-resources", "delete") == []
 
 
 def test_delete_without_a_slice(cloud):
   status, output = cloud.run("delete.sh", "--quiet")
-  assert status == 0 and "there is no queued resource my-slice" in output
+
+  assert status == 0
+  assert "there is no queued resource my-slice" in output
   assert cloud.calls("queued-resources", "delete") == []
 
 

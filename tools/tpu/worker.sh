@@ -129,7 +129,7 @@ follow() {
 
 wait_for_pid() {
   until [[ -s $RUN/pid ]]; do
-    sleep 0.1
+    sleep 0.02
   done
 }
 
