@@ -97,6 +97,7 @@ def print_memory(*, with_peak: bool) -> None:
   """
   program, _ = compile_loss(fused_cross_entropy, *MEMORY_SHAPE)
   plan = program.memory_analysis()
+  assert plan is not None
   temporaries = plan.temp_size_in_bytes / 2**20
   print(
     f"B 4 × T 4096: {temporaries:.0f} MiB of temporaries in the compiled"

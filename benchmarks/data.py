@@ -103,14 +103,8 @@ def train_bpe(directory: str) -> str:
   return str(train_tokenizer(texts(), VOCABULARY, directory))
 
 
-def main() -> None:
-  if len(sys.argv) > 1:
-    # The process that measure_in_child has started.
-    mode, tokenizer, batch_size, length = sys.argv[1:]
-    rate = tokens_per_second(mode, tokenizer, int(batch_size), int(length))
-    print(json.dumps(rate))
-    return
-
+def print_rates() -> None:
+  """Measures all combinations of data and shapes, and prints them."""
   from diffjax.config import DataConfig
   from diffjax.data import prepared
 
@@ -139,6 +133,16 @@ def main() -> None:
           f" {rate / 1e6:.2f} M tokens/s a core",
           flush=True,
         )
+
+
+def main() -> None:
+  if len(sys.argv) == 1:
+    print_rates()
+    return
+  # This is the process that measure_in_child has started.
+  mode, tokenizer, batch_size, length = sys.argv[1:]
+  rate = tokens_per_second(mode, tokenizer, int(batch_size), int(length))
+  print(json.dumps(rate))
 
 
 if __name__ == "__main__":

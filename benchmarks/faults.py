@@ -389,10 +389,13 @@ def detect_all(
         flush=True,
       )
 
-    # A failure of pytest itself has no "::".
-    tests = {detections[name].test for name in names.values()}
-    tests = sorted(test for test in tests if "::" in test)
-    failing = failing_without_fault(free_copies.get(), tests)
+    tests = set()
+    for name in names.values():
+      test = detections[name].test
+      # A failure of pytest itself has no "::".
+      if "::" in test:
+        tests.add(test)
+    failing = failing_without_fault(free_copies.get(), sorted(tests))
   for name, detection in list(detections.items()):
     if detection.test in failing:
       del detections[name]

@@ -233,10 +233,14 @@ def _compile_for_devices(
   versions = {}
   for package in ("jax", "libtpu"):
     versions[package] = importlib.metadata.version(package)
+  text = compiled.as_text()
+  memory = compiled.memory_analysis()
+  assert text is not None
+  assert memory is not None
   return CompiledStep(
-    text=compiled.as_text(),
+    text=text,
     mesh=dict(program.mesh.shape),
-    temporaries_bytes=compiled.memory_analysis().temp_size_in_bytes,
+    temporaries_bytes=memory.temp_size_in_bytes,
     versions=versions,
   )
 
@@ -342,11 +346,11 @@ def compare(python: str, shape_name: str) -> dict[str, StepEstimate | None]:
   for remat in (None, *shape.remat_policies):
     for variant in VARIANTS:
       config = load_config(shape, variant, remat)
-      step = compile_ours(config, shape.topology)
+      our_step = compile_ours(config, shape.topology)
       name = f"{shape_name} diffjax {variant}"
       if remat is not None:
         name += f", remat {remat}"
-      estimates[name] = estimate_step(step, config, shape.topology)
+      estimates[name] = estimate_step(our_step, config, shape.topology)
       _report(name, estimates[name])
 
   has_sparse_cores = not shape.topology.startswith("v5e")
@@ -355,10 +359,11 @@ def compare(python: str, shape_name: str) -> dict[str, StepEstimate | None]:
     if program.needs_sparse_cores and not has_sparse_cores:
       continue
     name = f"{shape_name} MaxText {program.name}"
-    step = compile_maxtext(python, shape_name, program)
-    estimates[name] = None
-    if step is not None:
-      estimates[name] = estimate_step(step, transformer, shape.topology)
+    their_step = compile_maxtext(python, shape_name, program)
+    if their_step is None:
+      estimates[name] = None
+    else:
+      estimates[name] = estimate_step(their_step, transformer, shape.topology)
     _report(name, estimates[name])
   return estimates
 

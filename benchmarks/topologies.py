@@ -295,10 +295,12 @@ def smallest_at_half(
   chip has fewer rows for as many parameters to gather.
   """
   best = None
+  best_bound = 0.0
   for result in fitting_slices(name, generation, compiled):
     assert result.mfu_bound is not None
-    if best is None or result.mfu_bound > best.mfu_bound:
+    if result.mfu_bound > best_bound:
       best = result
+      best_bound = result.mfu_bound
     if result.mfu_bound >= HALF:
       return HalfSearch(result, best)
     if not result.overrides:
