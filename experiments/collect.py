@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from diffjax.config import UserError
-from experiments import draw, grid, results
+from experiments import compatibility, draw, grid, results
 from experiments.grid import Run
 from experiments.study import Study
 
@@ -52,7 +52,7 @@ def seconds_on_machine(
 
   Args:
     finished: Runs with their results.
-    machine: The machine in words, as `results.machine` returns it.
+    machine: The machine in words, as `machine.describe` returns it.
   """
   seconds = []
   for run, entry in finished:
@@ -72,7 +72,9 @@ def check_before_training(study: Study) -> None:
   """
   if _reads_stdlib(study):
     collected = _read_collected(study)
-    results.check_text(collected.values(), platform.python_version())
+    compatibility.check_python_versions(
+      collected.values(), platform.python_version()
+    )
   _check_writable("workdir", study.runs_dir)
   _check_writable("out", study.results_dir)
   finished_runs(study)
@@ -91,7 +93,7 @@ def write_results(study: Study) -> str:
   """
   finished = finished_runs(study)
   if _reads_stdlib(study):
-    results.check_text([entry for _, entry in finished])
+    compatibility.check_python_versions([entry for _, entry in finished])
   stored = results.write_folder(
     study.results_dir / "results.json",
     grid.label(study.name),

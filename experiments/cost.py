@@ -21,10 +21,10 @@ from diffjax.config import Config, UserError, from_config_dict
 from diffjax.host.progress import say
 from diffjax.model.flops import parameter_count, peak_flops
 from diffjax.model.registry import import_modules
-from experiments import collect, imports, launch, pace, results
+from experiments import collect, imports, launch, machine, pace
 from experiments.grid import FOLDER, Experiment, Run
-from experiments.results import cell
 from experiments.study import Study
+from experiments.table import cell
 
 # The share of a chip's peak that training is assumed to reach. Others report it
 # for dense models of these sizes.
@@ -55,7 +55,7 @@ def estimate(study: Study) -> str:
     return on_chips(study.chosen)
   slots = study.options.slots
   local_devices = launch.devices()
-  machine = results.machine(local_devices, slots)
+  this_machine = machine.describe(local_devices, slots)
   finished = []
   # Results of another config say nothing about this one.
   with contextlib.suppress(UserError):
@@ -63,8 +63,8 @@ def estimate(study: Study) -> str:
   return on_this_machine(
     experiment,
     study.chosen,
-    collect.seconds_on_machine(finished, machine),
-    machine,
+    collect.seconds_on_machine(finished, this_machine),
+    this_machine,
     slots,
     launch.environment(local_devices, 0, slots),
   )

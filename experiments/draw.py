@@ -18,7 +18,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from diffjax.config import UserError
-from experiments import grid, plots, product_plot, results
+from experiments import grid, plots, product_plot, results, table
 from experiments.grid import Experiment
 
 
@@ -60,8 +60,8 @@ def redraw(path: pathlib.Path, stored: dict[str, Any], name: str) -> list[str]:
   rows = results.without_failed_rows(stored)
   if experiment.summarise and rows["runs"]:
     renewed = {**stored, "summary": experiment.summarise(rows)}
-  stored_table = results.table(experiment, stored)
-  if results.table(experiment, renewed) == stored_table:
+  stored_table = table.markdown(experiment, stored)
+  if table.markdown(experiment, renewed) == stored_table:
     return draw(experiment, stored, path.parent)
   results.write(path, renewed)
   return [path.name, *draw(experiment, renewed, path.parent)]
@@ -80,8 +80,8 @@ def draw(
   Returns:
     The names of the files that were written.
   """
-  table = results.table(experiment, stored)
-  (folder / "table.md").write_text(table, encoding="utf-8")
+  text = table.markdown(experiment, stored)
+  (folder / "table.md").write_text(text, encoding="utf-8")
   figure = _figure(experiment, stored)
   if figure is None:
     return ["table.md"]

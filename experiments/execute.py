@@ -18,7 +18,15 @@ from typing import Any
 
 from diffjax.config import Config
 from diffjax.host.progress import say
-from experiments import collect, folders, imports, launch, results
+from experiments import (
+  collect,
+  folders,
+  imports,
+  launch,
+  machine,
+  results,
+  training_log,
+)
 from experiments.grid import Run
 from experiments.pace import Pace
 from experiments.study import Study, Training, trainings
@@ -79,7 +87,7 @@ def make_slots(study: Study, launcher: launch.Launcher) -> list[Slot]:
     slot = Slot(
       launcher=launcher,
       environment={**paths, **share},
-      machine=results.machine(local_devices, num_slots),
+      machine=machine.describe(local_devices, num_slots),
     )
     slots.append(slot)
   return slots
@@ -175,12 +183,12 @@ def train_and_measure(
     for metric in study.experiment.metrics.values():
       measured[metric] = logged.get(metric)
   seconds: float | None
-  seconds, machine = time_spent(workdir)
+  seconds, machine_name = time_spent(workdir)
   if is_trained_elsewhere:
     seconds = None
-    machine = _OTHER_LAUNCHER
+    machine_name = _OTHER_LAUNCHER
   results.write_run(
-    workdir, run, study.experiment.task, measured, seconds, machine
+    workdir, run, study.experiment.task, measured, seconds, machine_name
   )
   return seconds
 
@@ -207,11 +215,11 @@ def train(
     UserError: if the workdir holds a training of another config.
   """
   workdir = training.workdir
-  logged = results.trained(workdir, training.config, places)
+  logged = training_log.final_metrics(workdir, training.config, places)
   if logged is not None:
     return logged
   slot.call(training.command, workdir, log)
-  logged = results.trained(workdir, training.config, places)
+  logged = training_log.final_metrics(workdir, training.config, places)
   if logged is None:
     reason = "training ended before its last step, or could not save it"
     raise launch.Failed(f"{workdir}: {reason}", reason)
@@ -323,7 +331,7 @@ def _needs_rows(training: Training, places: Sequence[str]) -> bool:
   """Returns True if rows must be prepared before the training can start."""
   if training.config.data.mode != "prepared" or _has_rows(training.config):
     return False
-  logged = results.trained(training.workdir, training.config, places)
+  logged = training_log.final_metrics(training.workdir, training.config, places)
   return logged is None
 
 

@@ -20,9 +20,7 @@ from typing import Any
 from diffjax.config import UserError
 from diffjax.host.files import write_atomically
 from diffjax.model.flops import parameter_count
-from experiments import comparison, compatibility, training_log
-from experiments import machine as machines
-from experiments import table as tables
+from experiments import compatibility
 from experiments.grid import Experiment, Run, comparable
 
 _RESULT_FILE = "result.json"
@@ -374,17 +372,3 @@ def write(path: pathlib.Path, value: Any) -> None:
   # Two processes may write results of the same experiment.
   suffix = f".{os.getpid()}.tmp"
   write_atomically(path, text + "\n", temporary_suffix=suffix)
-
-
-# Other modules still use these names from here.
-cell = tables.cell
-check_text = compatibility.check_python_versions
-contrasts = comparison.contrasts
-difference = comparison.difference
-machine = machines.describe
-mean_interval = comparison.mean_interval
-sample = comparison.sample
-significant = comparison.significant_variants
-table = tables.markdown
-trained = training_log.final_metrics
-values = comparison.values_by_seed

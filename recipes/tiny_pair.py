@@ -31,7 +31,7 @@ from diffjax.config import UserError, from_config_dict
 from diffjax.configs import tiny
 from diffjax.host.progress import say
 from diffjax.training import manifest
-from experiments import results
+from experiments import comparison, results, training_log
 from experiments.launch import Launcher
 from experiments.pace import in_words
 
@@ -127,7 +127,7 @@ class Training:
 
   def done(self) -> bool:
     """True if it has finished. Raises UserError if the directory holds a run of another config."""
-    return results.trained(self.workdir, self.config, ()) is not None
+    return training_log.final_metrics(self.workdir, self.config, ()) is not None
 
   def do(self, launcher: Launcher) -> None:
     changes = [
@@ -265,7 +265,7 @@ def table(figures: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
     ]
     alone = (values["diff"][0] - values["transformer"][0], np.nan, np.nan)
     difference = (
-      results.difference(
+      comparison.difference(
         {"baseline": "transformer", "runs": runs}, "diff", "value"
       )
       or alone
@@ -273,7 +273,7 @@ def table(figures: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
     mark = "**" * (difference[1] * difference[2] > 0)
     cells = [
       *(
-        _cell(results.mean_interval(values[variant]))
+        _cell(comparison.mean_interval(values[variant]))
         for variant in ("transformer", "diff")
       ),
       f"{mark}{_cell(difference)}{mark}",

@@ -13,7 +13,7 @@ from diffjax.evals import SUITES
 from diffjax.model.attention import ATTENTION
 from diffjax.model.flops import parameter_count, step_flops
 from diffjax.ops.diff_attention import implementations
-from experiments import plots, results
+from experiments import comparison, plots
 from recipes import tiny_pair
 from tests.harness import ROOT
 from tests.harness.variants import EXPECTED
@@ -198,13 +198,13 @@ def test_the_table_of_ablations_has_the_committed_results(row):
   expected = []
   for metric in ("loss", "ar_hit", "others"):
     key = f"validation/{metric}"
-    values = results.values(committed, variant, key)
-    mean, _, _ = results.mean_interval(list(values.values()))
+    values = comparison.values_by_seed(committed, variant, key)
+    mean, _, _ = comparison.mean_interval(list(values.values()))
     expected.append(f"{mean:.3f}")
     if variant == "transformer":
       expected.append("")
       continue
-    difference, low, high = results.difference(committed, variant, key)
+    difference, low, high = comparison.difference(committed, variant, key)
     interval = f"{difference:.3f} [{low:.3f}, {high:.3f}]"
     expected.append(interval.replace("-", "−"))
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments import plots, results
+from experiments import comparison, plots
 from experiments.ablations.config import ROWS
 from experiments.grid import Experiment, Grid
 
@@ -56,7 +56,7 @@ def plot_losses(grid_results: Mapping[str, Any]) -> Figure:
   baseline_losses = losses.get(baseline)
   if not baseline_losses:
     baseline_losses = [math.nan]
-  significant = results.significant(grid_results, LOSS)
+  significant = comparison.significant_variants(grid_results, LOSS)
 
   figure = Figure((9, 1.4 + 0.35 * len(losses)), layout="constrained")
   axes = figure.subplots()
@@ -71,7 +71,7 @@ def plot_losses(grid_results: Mapping[str, Any]) -> Figure:
       alpha=0.5,
       markersize=5,
     )
-    interval = results.difference(grid_results, variant, LOSS)
+    interval = comparison.difference(grid_results, variant, LOSS)
     if interval is None:
       continue
     mean, low, high = interval

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from experiments import results
+from experiments import comparison
 from experiments.ablations.experiment import plot_losses
 from experiments.eight_heads.config import ROWS
 from experiments.grid import Experiment, Grid
@@ -27,7 +27,7 @@ PAIRS = (
 
 def summarise(grid_results: Mapping[str, Any]) -> list[dict[str, Any]]:
   """Returns a table row for the difference in loss of each pair in PAIRS."""
-  return results.contrasts(grid_results, "loss", LOSS, PAIRS)
+  return comparison.contrasts(grid_results, "loss", LOSS, PAIRS)
 
 
 EXPERIMENT = Experiment(

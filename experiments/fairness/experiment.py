@@ -12,7 +12,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from experiments import plots, results
+from experiments import comparison, plots
 from experiments.ablations.experiment import plot_losses
 from experiments.fairness.config import RATES, ROWS, SCALES
 from experiments.grid import Experiment, Grid
@@ -32,7 +32,7 @@ def summarise(grid_results: Mapping[str, Any]) -> list[dict[str, Any]]:
 
   The grid "tune" has none: its variants have other names.
   """
-  return results.contrasts(grid_results, "loss", LOSS, PAIRS)
+  return comparison.contrasts(grid_results, "loss", LOSS, PAIRS)
 
 
 def plot(grid_results: Mapping[str, Any]) -> Figure:

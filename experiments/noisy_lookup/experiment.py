@@ -15,7 +15,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from diffjax.config import Config
-from experiments import plots, results, series
+from experiments import comparison, plots, series
 from experiments.grid import Experiment, Grid
 from experiments.noisy_lookup import task
 from experiments.noisy_lookup.config import RATES, ROWS
@@ -78,7 +78,9 @@ def summarise(grid_results: Mapping[str, Any]) -> list[dict[str, Any]]:
 
   The grid "tune" has none: its variants have other names.
   """
-  return results.contrasts(grid_results, "accuracy at 8 N", "accuracy", PAIRS)
+  return comparison.contrasts(
+    grid_results, "accuracy at 8 N", "accuracy", PAIRS
+  )
 
 
 def plot(grid_results: Mapping[str, Any]) -> Figure:

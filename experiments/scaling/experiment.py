@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments import plots, results, series
+from experiments import comparison, plots, series
 from experiments.grid import Experiment, Grid
 from experiments.scaling.config import ARCHITECTURES, SMALL, parts
 from experiments.scaling.fit import Fit, fit, interval
@@ -312,7 +312,7 @@ def _draw_curve(
   intervals = []
   for size in sizes:
     losses = list(curve[size].values())
-    intervals.append(results.mean_interval(losses))
+    intervals.append(comparison.mean_interval(losses))
     axes.plot(
       [size] * len(losses),
       losses,

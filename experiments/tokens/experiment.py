@@ -15,7 +15,8 @@ import numpy as np
 import scipy.stats
 from matplotlib.figure import Figure
 
-from experiments import plots, results
+from diffjax.evals.report.proportions import Estimate
+from experiments import comparison, plots, results
 from experiments.grid import FOLDER, Experiment, Grid
 from experiments.tokens.config import ROWS
 
@@ -39,7 +40,7 @@ PAIRS = (
 # The numbers of tokens in millions.
 TOKENS = [MILLIONS * times for times in TIMES]
 
-_NO_INTERVAL = (math.nan, math.nan, math.nan)
+_NO_INTERVAL = Estimate(math.nan, math.nan, math.nan)
 
 
 def with_fairness(
@@ -66,7 +67,7 @@ def with_fairness(
 
 def slope(
   all_results: Mapping[str, Any], row: str, baseline: str
-) -> tuple[float, float, float] | None:
+) -> Estimate | None:
   """Fits the slope of a difference in loss over the logarithm of the tokens.
 
   The fit is least squares on the mean losses of the cells. A cell is a row at a
@@ -93,7 +94,7 @@ def slope(
   degrees_of_freedom = []
   for sign, name in ((1, row), (-1, baseline)):
     for weight, times in zip(weights, TIMES, strict=True):
-      losses = results.sample(all_results, f"{name},times={times}", LOSS)
+      losses = comparison.sample(all_results, f"{name},times={times}", LOSS)
       if losses is None:
         return None
       total += sign * weight * statistics.mean(losses)
@@ -107,7 +108,7 @@ def slope(
     denominator += part**2 / degrees
   quantile = float(scipy.stats.t.ppf(0.975, variance**2 / denominator))
   reach = quantile * math.sqrt(variance)
-  return total, total - reach, total + reach
+  return Estimate(total, total - reach, total + reach)
 
 
 def summarise(grid_results: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -127,7 +128,7 @@ def summarise(grid_results: Mapping[str, Any]) -> list[dict[str, Any]]:
       "slope, nats per factor e": fitted,
     }
     for times in TIMES:
-      cells[f"at {MILLIONS * times:.1f} M tokens"] = results.difference(
+      cells[f"at {MILLIONS * times:.1f} M tokens"] = comparison.difference(
         all_results, f"{row},times={times}", LOSS, f"{baseline},times={times}"
       )
     rows.append(cells)
@@ -167,28 +168,24 @@ def plot(grid_results: Mapping[str, Any]) -> Figure:
   return figure
 
 
-def _losses(
-  all_results: Mapping[str, Any], row: str
-) -> list[tuple[float, float, float]]:
+def _losses(all_results: Mapping[str, Any], row: str) -> list[Estimate]:
   """Returns a row's mean loss and its interval, by number of tokens."""
   intervals = []
   for times in TIMES:
-    losses = results.sample(all_results, f"{row},times={times}", LOSS)
+    losses = comparison.sample(all_results, f"{row},times={times}", LOSS)
     if losses:
-      intervals.append(results.mean_interval(losses))
+      intervals.append(comparison.mean_interval(losses))
     else:
       intervals.append(_NO_INTERVAL)
   return intervals
 
 
-def _differences(
-  all_results: Mapping[str, Any], row: str
-) -> list[tuple[float, float, float]]:
+def _differences(all_results: Mapping[str, Any], row: str) -> list[Estimate]:
   """Returns a row's difference from the baseline, by number of tokens."""
   intervals = []
   for times in TIMES:
     variant = f"{row},times={times}"
-    interval = results.difference(all_results, variant, LOSS)
+    interval = comparison.difference(all_results, variant, LOSS)
     intervals.append(interval or _NO_INTERVAL)
   return intervals
 
@@ -197,7 +194,7 @@ def _draw_row(
   axes: Any,
   row: str,
   shift: float,
-  intervals: list[tuple[float, float, float]],
+  intervals: list[Estimate],
   label: str | None,
 ) -> None:
   """Draws a row's means and intervals over the tokens."""

@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 
 from diffjax.config import UserError
-from experiments import cost, grid, pace, results
+from experiments import cost, grid, machine, pace
 from experiments.launch import Devices
 
-MACHINE = results.machine(Devices("cpu", "cpu", 1), 1)
+MACHINE = machine.describe(Devices("cpu", "cpu", 1), 1)
 
 
 def runs(name, variants, seeds=(0, 1), **changes):

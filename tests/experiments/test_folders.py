@@ -10,7 +10,14 @@ import pytest
 from absl import flags
 
 from diffjax.config import UserError
-from experiments import draw, folders, grid, imports, launch, results
+from experiments import (
+  draw,
+  folders,
+  grid,
+  imports,
+  launch,
+  training_log,
+)
 from tests.harness import own_variants
 from tests.harness.pages import python_blocks
 
@@ -100,7 +107,7 @@ def training(run, monkeypatch):
     return fake.call(launcher, *args, **kwargs)
 
   monkeypatch.setattr(launch.Launcher, "call", call)
-  monkeypatch.setattr(results, "trained", fake.final_metrics)
+  monkeypatch.setattr(training_log, "final_metrics", fake.final_metrics)
   return fake
 
 

@@ -12,7 +12,17 @@ import time
 import pytest
 
 from diffjax.compiled import plan
-from experiments import collect, cost, execute, grid, launch, results, study
+from experiments import (
+  collect,
+  cost,
+  execute,
+  grid,
+  launch,
+  machine,
+  results,
+  study,
+  training_log,
+)
 from tests.experiments.printed import parsed
 
 # Models so small that the start of a command takes most of its time.
@@ -54,7 +64,7 @@ def fake_training(run, monkeypatch):
     return None
 
   monkeypatch.setattr(launch.Launcher, "call", call)
-  monkeypatch.setattr(results, "trained", logged)
+  monkeypatch.setattr(training_log, "final_metrics", logged)
   return trained
 
 
@@ -231,9 +241,9 @@ def test_a_notebook_trains_a_single_run(fake_training, tmp_path):
     logged = execute.train(training, ablations.places, slot)
 
   assert logged == {"validation/loss": 2.0}
-  seconds, machine = execute.time_spent(training.workdir)
+  seconds, machine_name = execute.time_spent(training.workdir)
   assert seconds >= 0
-  assert machine == slot.machine
+  assert machine_name == slot.machine
 
 
 def test_times_of_several_commands_of_a_run_are_added(fake_training, tmp_path):
@@ -242,9 +252,9 @@ def test_times_of_several_commands_of_a_run_are_added(fake_training, tmp_path):
 
   slot.call(["command"], tmp_path)
 
-  seconds, machine = execute.time_spent(tmp_path)
+  seconds, machine_name = execute.time_spent(tmp_path)
   assert seconds >= 1e6
-  assert machine == "new"
+  assert machine_name == "new"
 
 
 @pytest.mark.full
@@ -323,11 +333,13 @@ def test_a_stopped_run_is_saved_and_resumed(run, tmp_path):
   assert 5 <= last_step < 600
   assert not (workdir / "result.json").exists()
   assert not list((tmp_path / "out").glob("*"))
-  seconds, machine = execute.time_spent(workdir)
+  seconds, machine_name = execute.time_spent(workdir)
   assert seconds > 0
 
   # As if the first start had taken long.
-  results.write(workdir / "spent.json", {"seconds": 1e6, "machine": machine})
+  results.write(
+    workdir / "spent.json", {"seconds": 1e6, "machine": machine_name}
+  )
   out, errors = run("ablations", *flags)
 
   assert f"resuming from step {last_step}" in errors
@@ -480,8 +492,8 @@ def finished_ablations(tmp_path):
   Two finished on this machine, in 100 and 200 seconds. One finished on another
   machine, and the time of the last one is not known.
   """
-  this_machine = results.machine(launch.Devices("cpu", "cpu", 1), 1)
-  another_machine = results.machine(launch.Devices("cpu", "other", 1), 1)
+  this_machine = machine.describe(launch.Devices("cpu", "cpu", 1), 1)
+  another_machine = machine.describe(launch.Devices("cpu", "other", 1), 1)
   times = [
     (100.0, this_machine),
     (200.0, this_machine),
@@ -493,10 +505,10 @@ def finished_ablations(tmp_path):
     grid.Grid(("diff",), "diff", range(4)),
     {"data.source": "text:x"},
   )
-  for run, (seconds, machine) in zip(runs, times, strict=True):
+  for run, (seconds, machine_name) in zip(runs, times, strict=True):
     workdir = tmp_path / "ablations/cpu" / run.name
     losses = {"validation/loss": 1.0}
-    results.write_run(workdir, run, {}, losses, seconds, machine)
+    results.write_run(workdir, run, {}, losses, seconds, machine_name)
   return [
     "--set=data.source=text:x",
     f"--workdir={tmp_path}",
@@ -510,8 +522,8 @@ def test_cost_uses_the_runs_that_finished_on_this_machine(
 ):
   out, _ = run("ablations", *finished_ablations, "--cost")
 
-  machine = results.machine(launch.Devices("cpu", "cpu", 1), 1)
-  assert out.startswith(f"hours of {machine}, 1 at a time\n")
+  this_machine = machine.describe(launch.Devices("cpu", "cpu", 1), 1)
+  assert out.startswith(f"hours of {this_machine}, 1 at a time\n")
   # Five runs of 150 seconds.
   assert "| 150 | 0.208 | 2 finished runs |" in out
 

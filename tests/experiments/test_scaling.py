@@ -10,7 +10,7 @@ import pytest
 
 from diffjax.config import UserError, from_config_dict
 from diffjax.model.flops import parameter_count
-from experiments import grid, results, series
+from experiments import grid, series, table
 from experiments.scaling import experiment
 from experiments.scaling.config import (
   ARCHITECTURES,
@@ -253,7 +253,7 @@ def test_shares_are_relative_to_the_transformers_largest_size(summary):
 def test_the_table_compares_with_the_transformer_of_the_same_size(
   complete_results,
 ):
-  text = results.table(experiment.EXPERIMENT, complete_results)
+  text = table.markdown(experiment.EXPERIMENT, complete_results)
 
   losses = {}
   for run in complete_results["runs"]:

@@ -15,7 +15,7 @@ from diffjax.configs import base
 from diffjax.model.flops import parameter_count
 from diffjax.parallel.mesh import make_mesh, put_batch
 from diffjax.training.program import build
-from experiments import grid, results, series
+from experiments import grid, series, table
 from experiments.throughput import experiment
 from experiments.throughput.config import get_config
 
@@ -350,7 +350,7 @@ def gpu_results():
 
 
 def test_the_table_has_the_papers_ratios(gpu_results):
-  text = results.table(experiment.EXPERIMENT, gpu_results)
+  text = table.markdown(experiment.EXPERIMENT, gpu_results)
 
   assert (
     "| 3b,length=2048 | 20 of 28 | forward | 50,000 | 46,000 | 50,000 | −8%"
