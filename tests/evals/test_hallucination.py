@@ -1,8 +1,14 @@
-"""Hallucination: the model's texts are judged elsewhere, and only verdicts on exactly these texts count."""
+"""The hallucination suite: outputs, judge prompts and verdicts."""
+
+from __future__ import annotations
 
 import dataclasses
 import hashlib
 import json
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,298 +18,456 @@ from diffjax.config import Config, ModelConfig, UserError
 from diffjax.data.tokenizer import load_tokenizer
 from diffjax.evals import hallucination
 from diffjax.evals.hallucination import Hallucination
-from diffjax.evals.methods import text_overlap
+from diffjax.evals.measurement import Measurement
 from diffjax.evals.report import intervals
 from diffjax.inference.trained import Trained
 from diffjax.model.decoder import Decoder
 from tests.harness.parameters import parameters
 
 BYTES = load_tokenizer("bytes")
-PARAMS = {"embedding": jnp.zeros((2, 2))}
 TRAINED = Trained(
   "runs/diff at step 5",
   Config(model=ModelConfig(max_length=400)),
   None,
-  PARAMS,
+  {"embedding": jnp.zeros((2, 2))},
   BYTES,
 )
-NEWS = [
-  {
-    "document": f"The river rose by {n} metres. Nobody was hurt.",
-    "summary": f"River rises by {n} metres",
+
+
+def news_record(number: int) -> dict[str, Any]:
+  """Returns a document with its summary."""
+  return {
+    "document": f"The river rose by {number} metres. Nobody was hurt.",
+    "summary": f"River rises by {number} metres",
   }
-  for n in range(1, 6)
-]
-FACTS = [
-  {
-    "context": f"Ann is {n}.",
+
+
+def fact_record(age: int) -> dict[str, Any]:
+  """Returns a question with its source and answers."""
+  return {
+    "context": f"Ann is {age}.",
     "question": "How old is Ann?",
-    "answers": [f"{n}", f"{n} years"],
+    "answers": [f"{age}", f"{age} years"],
   }
-  for n in range(30, 33)
-]
 
 
-class Sampler:
-  """The sampler's interface over a function from a prompt's text to the model's text."""
+# The summaries xsum/1 to xsum/5, and the answers hotpotqa/1 to hotpotqa/3.
+NEWS = [news_record(number) for number in range(1, 6)]
+FACTS = [fact_record(age) for age in range(30, 33)]
 
-  prompts: list = []
 
-  def __init__(self, write):
+class FakeSampler:
+  """A sampler over a function from the text of a prompt to an output."""
+
+  def __init__(self, write: Callable[[str], str]):
     self.write = write
+    self.prompts: list[str] = []
 
-  def __call__(self, model, params, *, batch_size, capacity):
+  def __call__(
+    self, model: Any, params: Any, *, batch_size: int, capacity: int
+  ) -> FakeSampler:
     self.capacity = capacity
     return self
 
-  def generate(self, prompts, max_new_tokens, *, stop_ids, stop):
-    Sampler.prompts += prompts
-    assert all(
-      len(prompt) + max_new_tokens <= self.capacity for prompt in prompts
-    ) and stop_ids == (255,)
-    out = []
+  def generate(
+    self,
+    prompts: Sequence[list[int]],
+    max_new_tokens: int,
+    *,
+    stop_ids: Sequence[int],
+    stop: Callable[[list[int]], bool],
+  ) -> list[list[int]]:
+    assert stop_ids == (BYTES.separator,)
+    outputs = []
     for prompt in prompts:
-      ids = []
-      for token in BYTES.encode(self.write(BYTES.decode(prompt)))[
-        :max_new_tokens
-      ]:
-        ids.append(token)
-        if stop(ids):
+      assert len(prompt) + max_new_tokens <= self.capacity
+      text = BYTES.decode(prompt)
+      self.prompts.append(text)
+      output: list[int] = []
+      for token in BYTES.encode(self.write(text))[:max_new_tokens]:
+        output.append(token)
+        if stop(output):
           break
-      assert b"more" not in bytes(ids)
-      out.append(ids)
-    return out
+      # `write_reference` continues with "more" after the end of its output.
+      assert b"more" not in bytes(output)
+      outputs.append(output)
+    return outputs
 
 
-def write_right(text):
-  """Writes the references."""
-  if "Question:" in text:
-    return " The " + text.split(" is ")[1].split(".")[0] + ".\nQuestion: more"
-  return (
-    "\nRiver rises by "
-    + text.split("rose by ")[1].split()[0]
-    + " metres\n\nDocument: more"
-  )
+def write_reference(prompt: str) -> str:
+  """Returns the reference of a prompt's source, and more text."""
+  if "Question:" in prompt:
+    age = prompt.split(" is ")[1].split(".")[0]
+    return f" The {age}.\nQuestion: more"
+  number = prompt.split("rose by ")[1].split()[0]
+  return f"\nRiver rises by {number} metres\n\nDocument: more"
+
+
+def write_other_text(prompt: str) -> str:
+  """Returns a text that is no reference."""
+  return "something else"
+
+
+def write_nothing(prompt: str) -> str:
+  """Returns an empty text."""
+  return ""
+
+
+def rouge_l_of_equal_texts(reference: str, text: str) -> float:
+  """Returns 1 for equal texts, without the library that ROUGE-L needs."""
+  return float(reference == text)
+
+
+def load_rouge_l_of_equal_texts() -> Callable[[str, str], float]:
+  """Returns what replaces ROUGE-L in these tests."""
+  return rouge_l_of_equal_texts
 
 
 @pytest.fixture
-def data(tmp_path, monkeypatch):
-  for name, rows in (("xsum", NEWS), ("hotpotqa", FACTS)):
-    (tmp_path / f"{name}.jsonl").write_text(
-      "".join(json.dumps(row) + "\n" for row in rows)
-    )
-  use(monkeypatch, write_right)
+def data_dir(
+  tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> pathlib.Path:
+  """A directory with a set of each kind. ROUGE-L is 1 for equal texts."""
+  write_records(tmp_path / "xsum.jsonl", NEWS)
+  write_records(tmp_path / "hotpotqa.jsonl", FACTS)
   monkeypatch.setattr(
-    hallucination,
-    "load_rouge_l",
-    lambda: lambda reference, text: float(reference == text),
+    hallucination, "load_rouge_l", load_rouge_l_of_equal_texts
   )
   return tmp_path
 
 
-def use(monkeypatch, write):
-  Sampler.prompts = []
-  monkeypatch.setattr(hallucination, "Sampler", Sampler(write))
+@pytest.fixture
+def sampler(monkeypatch: pytest.MonkeyPatch) -> FakeSampler:
+  """The sampler of a model that writes the references."""
+  return use_sampler(monkeypatch, write_reference)
 
 
-def run(data, trained=TRAINED, **settings):
-  found = list(
-    Hallucination(
-      **dict(sets=("xsum", "hotpotqa"), data_dir=str(data)) | settings
-    ).evaluate(trained)
-  )
-  return {
-    (figure.name, figure.at["set"]): intervals.interval(figure).value
-    for figure in found
+def use_sampler(
+  monkeypatch: pytest.MonkeyPatch, write: Callable[[str], str]
+) -> FakeSampler:
+  """Makes the suite use a sampler that writes by a function."""
+  sampler = FakeSampler(write)
+  monkeypatch.setattr(hallucination, "Sampler", sampler)
+  return sampler
+
+
+def measure(
+  data_dir: pathlib.Path, trained: Trained = TRAINED, **settings: Any
+) -> dict[tuple[str, str], Measurement]:
+  """Returns the measurements by (name, set)."""
+  all_settings = {
+    "sets": ("xsum", "hotpotqa"),
+    "data_dir": str(data_dir),
+    **settings,
   }
+  measurements = {}
+  for measurement in Hallucination(**all_settings).evaluate(trained):
+    measurements[measurement.name, measurement.at["set"]] = measurement
+  return measurements
 
 
-def home(data):
-  (path,) = (data / "judged").iterdir()
-  return path
+def evaluate(
+  data_dir: pathlib.Path, trained: Trained = TRAINED, **settings: Any
+) -> dict[tuple[str, str], float]:
+  """Returns the values of the measurements by (name, set)."""
+  values = {}
+  for key, measurement in measure(data_dir, trained, **settings).items():
+    values[key] = intervals.interval(measurement).value
+  return values
 
 
-def rows_of(path):
+def write_records(path: pathlib.Path, records: list[dict[str, Any]]) -> None:
+  """Writes a JSONL file."""
+  lines = [json.dumps(record) + "\n" for record in records]
+  path.write_text("".join(lines))
+
+
+def read_records(path: pathlib.Path) -> list[dict[str, Any]]:
+  """Returns the records of a JSONL file."""
   return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def judge(data, decide=lambda prompt: "no"):
-  rows = rows_of(home(data) / "judge_prompts.jsonl")
-  verdicts = [
-    {"id": row["id"], "sha256": row["sha256"], "verdict": decide(row["prompt"])}
-    for row in rows
-  ]
-  (home(data) / "verdicts.jsonl").write_text(
-    "".join(json.dumps(row) + "\n" for row in verdicts)
-  )
+def model_dir(data_dir: pathlib.Path) -> pathlib.Path:
+  """Returns the directory of the only model that has written outputs."""
+  (directory,) = (data_dir / "judged").iterdir()
+  return directory
+
+
+def make_verdicts(
+  data_dir: pathlib.Path, hallucinations: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+  """Returns a verdict on each judge prompt.
+
+  Args:
+    data_dir: The directory of the sets.
+    hallucinations: The ids of the outputs with the verdict "Yes.". All other
+      outputs have the verdict " no".
+  """
+  verdicts = []
+  for prompt in read_records(model_dir(data_dir) / "judge_prompts.jsonl"):
+    verdict = {
+      "id": prompt["id"],
+      "sha256": prompt["sha256"],
+      "verdict": "Yes." if prompt["id"] in hallucinations else " no",
+    }
+    verdicts.append(verdict)
   return verdicts
 
 
-def test_shares_of_yes_are_proportions_and_rouge_is_not(data):
-  run(data, sets=("hotpotqa",))
-  judge(data)
-  found = list(
-    Hallucination(sets=("hotpotqa",), data_dir=str(data)).evaluate(TRAINED)
-  )
-  interval_of = {figure.name: intervals.interval(figure) for figure in found}
-  assert set(interval_of) == {
+def write_verdicts(
+  data_dir: pathlib.Path, verdicts: list[dict[str, Any]]
+) -> None:
+  """Writes the verdicts where the suite reads them."""
+  write_records(model_dir(data_dir) / "verdicts.jsonl", verdicts)
+
+
+def test_fractions_have_intervals_of_proportions_and_rouge_does_not(
+  data_dir, sampler
+):
+  evaluate(data_dir, sets=("hotpotqa",))
+  write_verdicts(data_dir, make_verdicts(data_dir))
+
+  measurements = measure(data_dir, sets=("hotpotqa",))
+
+  interval_of = {}
+  for (name, _), measurement in measurements.items():
+    interval_of[name] = intervals.interval(measurement)
+  assert interval_of.keys() == {
     "free of hallucination",
     "ROUGE-L",
     "exact match",
     "empty outputs",
   }
-  assert (
-    interval_of["free of hallucination"].low
-    == interval_of["exact match"].low
-    < 0.5
-  )
-  assert interval_of["empty outputs"].high > 0.5 and np.isnan(
-    interval_of["ROUGE-L"].high
-  )
+  free_of_hallucination = interval_of["free of hallucination"]
+  assert free_of_hallucination.low == interval_of["exact match"].low < 0.5
+  assert interval_of["empty outputs"].high > 0.5
+  assert np.isnan(interval_of["ROUGE-L"].high)
 
 
-def test_generations_and_judge_prompts_are_written(data, capsys):
-  found = run(data)
-  assert found == {
+def test_outputs_are_compared_with_references(data_dir, sampler):
+  values = evaluate(data_dir)
+
+  assert values == {
     ("ROUGE-L", "xsum"): 1.0,
     ("empty outputs", "xsum"): 0.0,
+    # "The 30." equals "30" without its article and full stop.
     ("ROUGE-L", "hotpotqa"): 0.0,
     ("exact match", "hotpotqa"): 1.0,
     ("empty outputs", "hotpotqa"): 0.0,
   }
-  assert home(data).name.startswith("runs-diff-at-step-5-")
-  generations = {
-    row["id"]: row["output"]
-    for row in rows_of(home(data) / "generations.jsonl")
+
+
+def test_prompts_contain_source_and_question(data_dir, sampler):
+  evaluate(data_dir)
+
+  summary_prompt = sampler.prompts[0]
+  assert summary_prompt == f"Document: {NEWS[0]['document']}\n\nSummary:"
+  answer_prompt = sampler.prompts[5]
+  assert answer_prompt == "Ann is 30.\n\nQuestion: How old is Ann?\nAnswer:"
+
+
+def test_outputs_are_written_to_a_file(data_dir, sampler):
+  evaluate(data_dir)
+
+  directory = model_dir(data_dir)
+  assert directory.name.startswith("runs-diff-at-step-5-")
+  outputs = {}
+  for record in read_records(directory / "generations.jsonl"):
+    outputs[record["id"]] = record["output"]
+  assert outputs == {
+    "xsum/1": "River rises by 1 metres",
+    "xsum/2": "River rises by 2 metres",
+    "xsum/3": "River rises by 3 metres",
+    "xsum/4": "River rises by 4 metres",
+    "xsum/5": "River rises by 5 metres",
+    "hotpotqa/1": "The 30.",
+    "hotpotqa/2": "The 31.",
+    "hotpotqa/3": "The 32.",
   }
-  assert generations == {
-    f"xsum/{n}": f"River rises by {n} metres" for n in range(1, 6)
-  } | {f"hotpotqa/{n}": f"The {29 + n}." for n in range(1, 4)}
-  prompts = rows_of(home(data) / "judge_prompts.jsonl")
-  assert [row["id"] for row in prompts] == list(generations)
-  for row in prompts:
-    assert row["sha256"] == hashlib.sha256(row["prompt"].encode()).hexdigest()
-    assert row["prompt"].strip().endswith(generations[row["id"]])
-  assert (
-    NEWS[0]["document"] in prompts[0]["prompt"]
-    and "Summary:" in prompts[0]["prompt"]
-  )
-  assert (
-    "Ann is 30." in prompts[5]["prompt"]
-    and "How old is Ann?" in prompts[5]["prompt"]
-    and "Answer:" in prompts[5]["prompt"]
-  )
+
+
+def test_judge_prompts_contain_source_question_and_output(
+  data_dir, sampler, capsys
+):
+  evaluate(data_dir)
+
+  outputs = read_records(model_dir(data_dir) / "generations.jsonl")
+  prompts = read_records(model_dir(data_dir) / "judge_prompts.jsonl")
+  for output, prompt in zip(outputs, prompts, strict=True):
+    assert prompt["id"] == output["id"]
+    text = prompt["prompt"]
+    assert prompt["sha256"] == hashlib.sha256(text.encode()).hexdigest()
+    assert text.strip().endswith(output["output"])
+  summary_prompt = prompts[0]["prompt"]
+  assert NEWS[0]["document"] in summary_prompt
+  assert "Summary:" in summary_prompt
+  answer_prompt = prompts[5]["prompt"]
+  assert "Ann is 30." in answer_prompt
+  assert "How old is Ann?" in answer_prompt
+  assert "Answer:" in answer_prompt
   assert "send these prompts to a judge" in capsys.readouterr().err
-  assert [BYTES.decode(prompt) for prompt in Sampler.prompts[:1]] == [
-    f"Document: {NEWS[0]['document']}\n\nSummary:"
-  ]
-  assert (
-    BYTES.decode(Sampler.prompts[5])
-    == "Ann is 30.\n\nQuestion: How old is Ann?\nAnswer:"
-  )
 
 
-def test_verdicts_count_and_what_was_judged_is_not_written_anew(
-  data, monkeypatch
+def test_verdicts_are_counted(data_dir, sampler):
+  evaluate(data_dir)
+  verdicts = make_verdicts(data_dir, hallucinations=["xsum/3"])
+  write_verdicts(data_dir, verdicts)
+
+  values = evaluate(data_dir)
+
+  assert values["free of hallucination", "xsum"] == pytest.approx(0.8)
+  assert values["free of hallucination", "hotpotqa"] == 1.0
+
+
+def test_existing_outputs_are_used_again(data_dir, sampler, monkeypatch):
+  evaluate(data_dir)
+  write_verdicts(data_dir, make_verdicts(data_dir))
+  other_sampler = use_sampler(monkeypatch, write_other_text)
+
+  values = evaluate(data_dir)
+
+  assert values["ROUGE-L", "xsum"] == 1.0
+  assert not other_sampler.prompts
+
+
+def test_verdicts_on_another_models_outputs_raise(
+  data_dir, sampler, monkeypatch
 ):
-  run(data)
-  judge(data, lambda prompt: "Yes." if "by 3 metres" in prompt else " no")
-  use(monkeypatch, lambda text: "something else")
-  found = run(data)
-  assert (
-    found["free of hallucination", "xsum"] == pytest.approx(0.8)
-    and found["free of hallucination", "hotpotqa"] == 1.0
-  )
-  assert found["ROUGE-L", "xsum"] == 1.0 and not Sampler.prompts
+  """The model has the same name and other parameters."""
+  evaluate(data_dir)
+  write_verdicts(data_dir, make_verdicts(data_dir))
+  new_sampler = use_sampler(monkeypatch, write_nothing)
+  new_params = {"embedding": jnp.ones((2, 2))}
+
+  message = "a verdict on an older prompt of 'xsum/1'"
+  with pytest.raises(UserError, match=message):
+    evaluate(data_dir, dataclasses.replace(TRAINED, params=new_params))
+  assert len(new_sampler.prompts) == len(NEWS) + len(FACTS)
 
 
-def test_another_model_has_generations_of_its_own(data, monkeypatch):
-  run(data)
-  judge(data)
-  use(monkeypatch, lambda text: "")
-  again = dataclasses.replace(
-    TRAINED, params={"embedding": jnp.ones((2, 2))}
-  )  # trained anew under the same name
-  with pytest.raises(
-    UserError, match="a verdict on an older prompt of 'xsum/1'"
-  ):
-    run(data, again)
-  assert len(Sampler.prompts) == 8
-  found = run(data, dataclasses.replace(TRAINED, name="runs/other at step 5"))
-  assert (
-    found["empty outputs", "xsum"] == 1.0
-    and ("free of hallucination", "xsum") not in found
-  )
-  assert len(list((data / "judged").iterdir())) == 2
+def test_each_model_has_its_own_directory(data_dir, sampler, monkeypatch):
+  evaluate(data_dir)
+  write_verdicts(data_dir, make_verdicts(data_dir))
+  use_sampler(monkeypatch, write_nothing)
+  other = dataclasses.replace(TRAINED, name="runs/other at step 5")
+
+  values = evaluate(data_dir, other)
+
+  assert values["empty outputs", "xsum"] == 1.0
+  assert ("free of hallucination", "xsum") not in values
+  assert len(list((data_dir / "judged").iterdir())) == 2
 
 
-def test_what_was_written_within_another_limit_is_written_anew(
-  data, monkeypatch
+def test_a_new_limit_generates_only_outputs_that_it_affects(
+  data_dir, sampler, monkeypatch
 ):
-  """Summaries, whose limit has changed, are written again; answers are kept."""
-  run(data, summary_tokens=9)
-  use(monkeypatch, write_right)
-  assert run(data)["ROUGE-L", "xsum"] == 1.0
-  assert len(Sampler.prompts) == len(NEWS)
+  evaluate(data_dir, summary_tokens=9)
+  new_sampler = use_sampler(monkeypatch, write_reference)
+
+  values = evaluate(data_dir)
+
+  assert values["ROUGE-L", "xsum"] == 1.0
+  assert len(new_sampler.prompts) == len(NEWS)
 
 
 @pytest.mark.parametrize(
-  "change, message",
+  "changes, message",
   [
-    (
-      lambda rows: rows[1].update(sha256="0" * 64),
+    pytest.param(
+      {"sha256": "0" * 64},
       "verdicts.jsonl:2: a verdict on an older prompt of 'xsum/2'",
+      id="older prompt",
     ),
-    (
-      lambda rows: rows[1].update(id="xsum/9"),
+    pytest.param(
+      {"id": "xsum/9"},
       "verdicts.jsonl:2: unknown id 'xsum/9': it is not one of the 8 prompts",
+      id="unknown id",
     ),
-    (
-      lambda rows: rows[1].update(verdict="maybe"),
-      "verdicts.jsonl:2: the verdict must be yes .a hallucination. or no; got 'maybe'",
+    pytest.param(
+      {"verdict": "maybe"},
+      "verdicts.jsonl:2: the verdict must be yes .a hallucination. or no; got"
+      " 'maybe'",
+      id="neither yes nor no",
     ),
-    (
-      lambda rows: rows[1].pop("verdict"),
-      "verdicts.jsonl:2: the field 'verdict' is missing",
-    ),
-    (
-      lambda rows: rows.append(rows[0]),
-      "verdicts.jsonl:9: a second verdict on 'xsum/1'",
-    ),
-    (
-      lambda rows: rows.pop(2),
-      "verdicts.jsonl: holds 7 verdicts on 8 prompts; 'xsum/3' is the first without one",
-    ),
-    (lambda rows: rows.clear(), "verdicts.jsonl: is empty"),
   ],
 )
-def test_bad_verdicts(data, change, message):
-  run(data)
-  rows = judge(data)
-  change(rows)
-  (home(data) / "verdicts.jsonl").write_text(
-    "".join(json.dumps(row) + "\n" for row in rows)
-  )
+def test_an_invalid_verdict_is_reported_in_one_line(
+  data_dir, sampler, changes, message
+):
+  evaluate(data_dir)
+  verdicts = make_verdicts(data_dir)
+  verdicts[1].update(changes)
+  write_verdicts(data_dir, verdicts)
+
   with pytest.raises(UserError, match=message) as error:
-    run(data)
+    evaluate(data_dir)
   assert "\n" not in str(error.value)
 
 
-def test_samples_are_drawn_and_long_sources_lose_their_end(
-  data, monkeypatch, caplog
-):
-  run(data, sets=("xsum",), samples=2)
-  assert len(Sampler.prompts) == 2
-  long = {"document": "x" * 100 + "y" * 1000, "summary": "?"}
-  (data / "xsum.jsonl").write_text(json.dumps(long))
-  use(monkeypatch, lambda text: "short")
-  run(data, sets=("xsum",))
-  (prompt,) = Sampler.prompts
-  assert len(prompt) + 128 == 400 and BYTES.decode(prompt).endswith(
-    "y\n\nSummary:"
+def test_a_record_without_a_verdict_raises(data_dir, sampler):
+  evaluate(data_dir)
+  verdicts = make_verdicts(data_dir)
+  del verdicts[1]["verdict"]
+  write_verdicts(data_dir, verdicts)
+
+  message = "verdicts.jsonl:2: the field 'verdict' is missing"
+  with pytest.raises(UserError, match=message):
+    evaluate(data_dir)
+
+
+def test_a_second_verdict_on_an_output_raises(data_dir, sampler):
+  evaluate(data_dir)
+  verdicts = make_verdicts(data_dir)
+  write_verdicts(data_dir, [*verdicts, verdicts[0]])
+
+  message = "verdicts.jsonl:9: a second verdict on 'xsum/1'"
+  with pytest.raises(UserError, match=message):
+    evaluate(data_dir)
+
+
+def test_an_output_without_a_verdict_raises(data_dir, sampler):
+  evaluate(data_dir)
+  verdicts = make_verdicts(data_dir)
+  del verdicts[2]
+  write_verdicts(data_dir, verdicts)
+
+  message = (
+    "verdicts.jsonl: holds 7 verdicts on 8 prompts; 'xsum/3' is the first"
+    " without one"
   )
-  (judged,) = rows_of(home(data) / "judge_prompts.jsonl")
-  assert judged["prompt"].count("y" * 50) and judged["prompt"].count("y") < 300
+  with pytest.raises(UserError, match=message):
+    evaluate(data_dir)
+
+
+def test_a_file_without_verdicts_raises(data_dir, sampler):
+  evaluate(data_dir)
+  write_verdicts(data_dir, [])
+
+  with pytest.raises(UserError, match="verdicts.jsonl: is empty"):
+    evaluate(data_dir)
+
+
+def test_samples_are_drawn(data_dir, sampler):
+  evaluate(data_dir, sets=("xsum",), samples=2)
+
+  assert len(sampler.prompts) == 2
+
+
+def test_the_end_of_a_long_source_is_cut(data_dir, sampler, caplog):
+  """The judge gets the same part of the source as the model."""
+  document = "rose by 1 " + "x" * 90 + "y" * 1000
+  write_records(
+    data_dir / "xsum.jsonl", [{"document": document, "summary": "?"}]
+  )
+
+  evaluate(data_dir, sets=("xsum",))
+
+  (prompt,) = sampler.prompts
+  assert prompt.endswith("y\n\nSummary:")
+  num_summary_tokens = 128
+  assert 1 + len(prompt) + num_summary_tokens == 400
+  (record,) = read_records(model_dir(data_dir) / "judge_prompts.jsonl")
+  assert 50 <= record["prompt"].count("y") < 300
   assert (
     "1 of 1 sources do not fit into 400 tokens and lost their end"
     in caplog.text
@@ -311,168 +475,100 @@ def test_samples_are_drawn_and_long_sources_lose_their_end(
 
 
 @pytest.mark.parametrize(
-  "name, rows, settings, message",
+  "name, records, message",
   [
-    (
+    pytest.param(
       "xsum",
       [{"document": "a"}],
-      {},
       "xsum.jsonl:1: the field 'summary' is missing",
+      id="no summary",
     ),
-    (
+    pytest.param(
       "hotpotqa",
       [FACTS[0], {"context": "a", "answers": []}],
-      {},
       "hotpotqa.jsonl:2: the field 'question' is missing",
+      id="no question",
     ),
-    (
+    pytest.param(
       "hotpotqa",
-      [FACTS[0] | {"answers": []}],
-      {},
-      "hotpotqa.jsonl:1: the field 'answers' must be a list of strings, and not empty",
+      [{**FACTS[0], "answers": []}],
+      "hotpotqa.jsonl:1: the field 'answers' must be a list of strings, and"
+      " not empty",
+      id="no answers",
     ),
-    (
+    pytest.param(
       "hotpotqa",
-      [FACTS[0] | {"answers": [3]}],
-      {},
+      [{**FACTS[0], "answers": [3]}],
       "hotpotqa.jsonl:1: the field 'answers' must be a list of strings",
+      id="answer that is a number",
     ),
-    (
+    pytest.param(
       "hotpotqa",
-      [FACTS[0] | {"question": "long " * 100}],
-      {},
-      "hotpotqa.jsonl:1: the prompt without its source and the output take 5.. tokens",
+      [{**FACTS[0], "question": "long " * 100}],
+      "hotpotqa.jsonl:1: the prompt without its source and the output take"
+      " 5.. tokens",
+      id="long question",
     ),
-    ("xsum", [], {}, "xsum.jsonl: is empty"),
-    ("xsum", None, {}, "xsum.jsonl: cannot be read"),
-    (
-      "xsum",
-      NEWS,
-      dict(data_dir=""),
-      "set.hallucination.data_dir must name the directory",
-    ),
-    (
-      "xsum",
-      NEWS,
-      dict(max_tokens=500),
-      "set.hallucination.max_tokens = 500: the model takes at most 400",
-    ),
-    ("xsum", NEWS, dict(samples=0), "set.hallucination.samples = 0"),
-    (
-      "xsum",
-      NEWS,
-      dict(judge_dir="/dev/null"),
-      "cannot write /dev/null/.*set.hallucination.judge_dir chooses another place",
-    ),
+    pytest.param("xsum", [], "xsum.jsonl: is empty", id="empty file"),
   ],
 )
-def test_bad_input(data, name, rows, settings, message):
-  (data / f"{name}.jsonl").unlink()
-  if rows is not None:
-    (data / f"{name}.jsonl").write_text(
-      "".join(json.dumps(row) + "\n" for row in rows)
-    )
+def test_an_invalid_record_is_reported_in_one_line(
+  data_dir, sampler, name, records, message
+):
+  write_records(data_dir / f"{name}.jsonl", records)
+
   with pytest.raises(UserError, match=message) as error:
-    run(data, sets=(name,), **settings)
+    evaluate(data_dir, sets=(name,))
   assert "\n" not in str(error.value)
 
 
-def test_exact_match():
-  assert text_overlap.is_match(
-    "The  Eiffel-Tower!", ["x", "eiffeltower"]
-  ) and not text_overlap.is_match("Eiffel", ["Eiffel Tower"])
-  assert text_overlap.is_match("A dog", ["dog"]) and not text_overlap.is_match(
-    "", ["dog"]
-  )
+def test_a_missing_set_raises(data_dir, sampler):
+  (data_dir / "xsum.jsonl").unlink()
 
-
-def test_exact_match_ignores_the_punctuation_of_every_script():
-  for text, reference in (
-    ("«Киев».", "киев"),
-    ("北京。", "北京"),
-    ("“Paris”…", "Paris"),
-    ("¿Qué?", "Qué"),
-    ("２０２４", "2024"),
-    ("STRASSE", "Straße"),
-  ):
-    assert text_overlap.is_match(text, [reference])
-  for text, reference in (("Киев", "Минск"), ("", "Киев"), ("é", "e")):
-    assert not text_overlap.is_match(text, [reference])
-
-
-def test_rouge_l_of_ascii_texts_is_that_of_rouge_score():
-  rouge_scorer = pytest.importorskip("rouge_score.rouge_scorer")
-  original = rouge_scorer.RougeScorer(["rougeL"], use_stemmer=True)
-  rouge_l = text_overlap.load_rouge_l()
-  rng = np.random.default_rng(0)
-  words = "Dogs running runner's U.S.A. 3.5% it_is DON'T a,b x2 ties _ -- 1st"
-  characters = [chr(code) for code in range(128)]
-  for _ in range(100):
-    texts = [
-      " ".join(rng.choice(words.split(), 8))
-      + "".join(rng.choice(characters, 9))
-      for _ in range(2)
-    ]
-    expected = original.score(*texts)["rougeL"].fmeasure
-    assert rouge_l(*texts) == expected, texts
+  with pytest.raises(UserError, match="xsum.jsonl: cannot be read"):
+    evaluate(data_dir, sets=("xsum",))
 
 
 @pytest.mark.parametrize(
-  ("reference", "text", "expected"),
+  "settings, message",
   [
-    ("Сегодня в Киеве дождь", "Сегодня в Киеве дождь", 1.0),
-    ("Киев 2024", "Минск 2024", 0.5),
-    ("КИЕВ", "киев", 1.0),
-    ("今天下雨", "今天下雨", 1.0),
-    # Three of four characters, and of three in the other
-    ("今天下雨", "今天雨", 2 * (3 / 4) / (3 / 4 + 1)),
-    ("东京タワー", "東京タワー", 0.8),
-    ("café", "café", 1.0),
-    ("café", "cafe", 0.0),
-    ("２０２４", "2024", 1.0),
-    # A vowel sign belongs to its word or letter
-    ("हिन्दी में", "हिन्दी है", 0.5),
-    ("กำ", "ก", 0.0),
-    ("שָׁלוֹם", "שָׁלוֹם", 1.0),
-    ("မြန်မာ", "မြန်မာ။", 1.0),
-    ("!?", "…", 0.0),
+    pytest.param(
+      {"max_tokens": 500},
+      "set.hallucination.max_tokens = 500: the model takes at most 400",
+      id="max_tokens",
+    ),
+    pytest.param({"samples": 0}, "set.hallucination.samples = 0", id="samples"),
+    pytest.param(
+      {"judge_dir": "/dev/null"},
+      "cannot write /dev/null/.*set.hallucination.judge_dir chooses another"
+      " place",
+      id="judge_dir",
+    ),
   ],
 )
-def test_rouge_l_of_other_scripts(reference, text, expected):
-  pytest.importorskip("rouge_score")
-  rouge_l = text_overlap.load_rouge_l()
-  assert rouge_l(reference, text) == pytest.approx(expected)
-  assert rouge_l(text, reference) == pytest.approx(expected)
+def test_an_invalid_setting_is_reported_in_one_line(
+  data_dir, sampler, settings, message
+):
+  with pytest.raises(UserError, match=message) as error:
+    evaluate(data_dir, sets=("xsum",), **settings)
+  assert "\n" not in str(error.value)
 
 
-def test_rouge_l_of_known_texts(monkeypatch):
-  pytest.importorskip("rouge_score")
-  rouge_l = text_overlap.load_rouge_l()
-  # The longest common subsequence of "police killed the gunman" and "police kill the gunman": 3 words of 4, and "killed" has the stem kill
-  assert rouge_l("police killed the gunman", "police kill the gunman") == 1.0
-  assert rouge_l(
-    "police killed the gunman", "the gunman police killed"
-  ) == pytest.approx(0.5)
-  assert rouge_l("a b c d", "a x c y z d") == pytest.approx(
-    2 * (3 / 4) * (3 / 6) / (3 / 4 + 3 / 6)
-  )
+def test_the_suite_needs_a_data_dir(data_dir):
+  message = "set.hallucination.data_dir must name the directory"
+  with pytest.raises(UserError, match=message):
+    list(Hallucination(sets=("xsum",)).evaluate(TRAINED))
 
 
-def test_it_needs_rouge_score(monkeypatch):
-  import sys
-
+def test_the_suite_needs_rouge_score(monkeypatch):
   monkeypatch.setitem(sys.modules, "rouge_score", None)
-  with pytest.raises(
-    UserError,
-    match=r"ROUGE-L needs rouge-score, .*pip install 'diffjax\[eval\]'",
-  ):
+
+  message = r"ROUGE-L needs rouge-score, .*pip install 'diffjax\[eval\]'"
+  with pytest.raises(UserError, match=message):
     list(Hallucination().evaluate(TRAINED))
 
 
-def test_a_real_model(data, monkeypatch):
-  from diffjax.inference.sampler import Sampler
-
-  monkeypatch.setattr(hallucination, "Sampler", Sampler)
+def test_a_real_model_and_sampler(data_dir):
   config = ModelConfig(
     num_layers=1,
     embed_dim=16,
@@ -485,15 +581,16 @@ def test_a_real_model(data, monkeypatch):
   model = Decoder(config)
   params = parameters(model, jnp.zeros((1, 1), jnp.int32))
   trained = Trained("real", Config(model=config), model, params, BYTES)
-  found = run(
-    data,
+
+  values = evaluate(
+    data_dir,
     trained,
     sets=("hotpotqa",),
     samples=2,
     answer_tokens=8,
     batch_tokens=256,
   )
-  assert (
-    found["exact match", "hotpotqa"] == 0.0
-    and len(rows_of(home(data) / "generations.jsonl")) == 2
-  )
+
+  assert values["exact match", "hotpotqa"] == 0.0
+  outputs = read_records(model_dir(data_dir) / "generations.jsonl")
+  assert len(outputs) == 2

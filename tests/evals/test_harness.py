@@ -1,9 +1,14 @@
-"""The harness on local questions: bundled tasks give the known accuracies, and errors in files are reported with their lines."""
+"""The harness suite on local questions, with models whose scores are known."""
+
+from __future__ import annotations
 
 import dataclasses
 import functools
 import json
 import pathlib
+import sys
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +18,7 @@ pytest.importorskip("lm_eval")
 from diffjax.config import Config, ModelConfig, UserError  # noqa: E402
 from diffjax.data.tokenizer import load_tokenizer  # noqa: E402
 from diffjax.evals import harness  # noqa: E402
+from diffjax.evals.measurement import Measurement  # noqa: E402
 from diffjax.evals.methods import harness_tasks  # noqa: E402
 from diffjax.evals.methods import lm_eval as adapter  # noqa: E402
 from diffjax.evals.methods.scoring import Score  # noqa: E402
@@ -23,87 +29,119 @@ BYTES = load_tokenizer("bytes")
 TRAINED = Trained(
   "model", Config(model=ModelConfig(max_length=512)), None, None, BYTES
 )
-LETTERS = {"label": list("ABCD")}
+
+
+def arc_record(digit: int) -> dict[str, Any]:
+  """Returns a question of ARC whose answer is a digit from 0 to 3."""
+  return {
+    "question": f"Which is {digit}?",
+    "choices": {"text": list("0123"), "label": list("ABCD")},
+    "answerKey": "ABCD"[digit],
+  }
+
+
+def boolq_record(label: int) -> dict[str, Any]:
+  """Returns a question of BoolQ."""
+  return {"passage": "So it is.", "question": "is it so", "label": label}
+
+
+def hellaswag_record(label: str) -> dict[str, Any]:
+  """Returns a question of HellaSwag.
+
+  lm-eval removes the brackets. Then the second ending has the most 2s, and the
+  first one has the most 2s for its length.
+  """
+  return {
+    "activity_label": "Cooking",
+    "ctx_a": "A man stands.",
+    "ctx_b": "he",
+    "endings": ["[steps]2", "2 and 2", "3", "4"],
+    "label": label,
+  }
+
+
+def piqa_record(label: int) -> dict[str, Any]:
+  """Returns a question of PIQA."""
+  return {
+    "goal": "To eat",
+    "sol1": "use a fork",
+    "sol2": "use 2 forks",
+    "label": label,
+  }
+
+
+OPENBOOKQA_RECORD = {
+  "question_stem": "Water is",
+  "choices": {"text": ["2", "dry", "hot", "red"], "label": list("ABCD")},
+  "answerKey": "A",
+}
+WINOGRANDE_RECORD = {
+  "sentence": "Ann told Bea 22 times that _ is late.",
+  "option1": "Ann 2",
+  "option2": "Bea",
+  "answer": "1",
+}
+
+# The questions of the paper's tasks. A model that prefers 2s (`score_twos`)
+# gets the accuracies in ACCURACIES.
 QUESTIONS = {
-  "arc_easy": [
-    {
-      "question": f"Which is {n}?",
-      "choices": {"text": list("0123"), **LETTERS},
-      "answerKey": "ABCD"[n],
-    }
-    for n in range(4)
+  "arc_easy": [arc_record(0), arc_record(1), arc_record(2), arc_record(3)],
+  "arc_challenge": [arc_record(2)],
+  "boolq": [boolq_record(0), boolq_record(0), boolq_record(1)],
+  "hellaswag": [
+    hellaswag_record("0"),
+    hellaswag_record("0"),
+    hellaswag_record("1"),
   ],
-  "arc_challenge": [
-    {
-      "question": "Which is 2?",
-      "choices": {"text": list("0123"), **LETTERS},
-      "answerKey": "C",
-    }
-  ],
-  "boolq": [
-    {"passage": "So it is.", "question": "is it so", "label": label}
-    for label in (0, 0, 1)
-  ],
-  "hellaswag": [  # the second ending has most 2s, the first most for its length, once its brackets are gone
-    {
-      "activity_label": "Cooking",
-      "ctx_a": "A man stands.",
-      "ctx_b": "he",
-      "endings": ["[steps]2", "2 and 2", "3", "4"],
-      "label": label,
-    }
-    for label in "001"
-  ],
-  "openbookqa": [
-    {
-      "question_stem": "Water is",
-      "choices": {"text": ["2", "dry", "hot", "red"], **LETTERS},
-      "answerKey": "A",
-    }
-  ],
-  "piqa": [
-    {
-      "goal": "To eat",
-      "sol1": "use a fork",
-      "sol2": "use 2 forks",
-      "label": label,
-    }
-    for label in (0, 1)
-  ],
-  "winogrande": [
-    {
-      "sentence": "Ann told Bea 22 times that _ is late.",
-      "option1": "Ann 2",
-      "option2": "Bea",
-      "answer": "1",
-    }
-  ],
+  "openbookqa": [OPENBOOKQA_RECORD],
+  "piqa": [piqa_record(0), piqa_record(1)],
+  "winogrande": [WINOGRANDE_RECORD],
 }
-SPLITS = {
-  task: "test"
-  if task in ("arc_easy", "arc_challenge", "openbookqa")
-  else "validation"
-  for task in QUESTIONS
+ACCURACIES = {
+  "arc_easy": 1 / 4,
+  "arc_challenge": 1.0,
+  "boolq": 2 / 3,
+  "hellaswag": 1 / 3,
+  "openbookqa": 1.0,
+  "piqa": 1 / 2,
+  "winogrande": 1.0,
 }
+TASKS_SCORED_ON_TEST = ("arc_easy", "arc_challenge", "openbookqa")
 
 
-def score_twos(model, params, pairs, *, batch_tokens):
-  """A model that prefers 2s, in the continuation and, for WinoGrande, in the context."""
-  count = lambda ids: bytes(ids).count(b"2")
-  return [
-    Score(float(count(continuation)) + 0.1 * count(context), False)
-    for context, continuation in pairs
-  ]
+def score_twos(
+  model: Any, params: Any, pairs: Sequence[Any], **options: Any
+) -> list[Score]:
+  """Returns scores by the number of 2s.
+
+  A 2 in the continuation counts ten times as much as one in the context, where
+  WinoGrande has its options.
+  """
+  scores = []
+  for context, continuation in pairs:
+    num_twos = bytes(continuation).count(b"2")
+    num_twos_before = bytes(context).count(b"2")
+    scores.append(Score(num_twos + 0.1 * num_twos_before, False))
+  return scores
 
 
-ALL = (
-  harness_tasks.task_manager
-)  # of lm-eval's thousands of tasks: to read their files takes seconds
+def score_two_nats_per_byte(
+  model: Any, params: Any, pairs: Sequence[Any], **options: Any
+) -> list[Score]:
+  """Returns scores of −2 for each byte."""
+  scores = []
+  for _, continuation in pairs:
+    scores.append(Score(-2.0 * len(continuation), True))
+  return scores
+
+
+# Manages all tasks of lm-eval. It takes seconds to read their files.
+all_tasks = harness_tasks.task_manager
 
 
 @functools.cache
-def few():
-  """Restricts lm-eval to the tasks of these tests."""
+def used_tasks() -> Any:
+  """Returns lm-eval's manager of the tasks in this file."""
   from lm_eval import tasks
 
   folders = (
@@ -117,138 +155,190 @@ def few():
     "mmlu/default",
     "gsm8k",
   )
-  paths = [
-    str(pathlib.Path(tasks.__file__).parent / folder) for folder in folders
-  ]
+  tasks_folder = pathlib.Path(tasks.__file__).parent
+  paths = [str(tasks_folder / folder) for folder in folders]
   return tasks.TaskManager(include_path=paths, include_defaults=False)
 
 
 @pytest.fixture(autouse=True)
-def few_tasks(monkeypatch):
-  monkeypatch.setattr(harness_tasks, "task_manager", few)
-
-
-@pytest.mark.full
-def test_the_papers_tasks_are_found_among_all(monkeypatch, data):
-  monkeypatch.setattr(harness_tasks, "task_manager", ALL)
-  monkeypatch.setattr(adapter, "score", score_twos)
-  assert {task for _, task in run(data_dir=str(data))} == {*QUESTIONS, None}
-  for name in QUESTIONS:
-    assert ALL().task_index[name].yaml_path == few().task_index[name].yaml_path
+def only_used_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+  """Makes lm-eval read the files of few tasks."""
+  monkeypatch.setattr(harness_tasks, "task_manager", used_tasks)
 
 
 @pytest.fixture
-def data(tmp_path):
-  for task, rows in QUESTIONS.items():
-    write(tmp_path, task, rows)
+def data_dir(tmp_path: pathlib.Path) -> pathlib.Path:
+  """A directory with the questions of all the paper's tasks."""
+  for task, records in QUESTIONS.items():
+    write_questions(tmp_path, task, records)
   return tmp_path
 
 
-def write(directory, task, rows, split=None):
-  path = directory / task / f"{split or SPLITS[task]}.jsonl"
-  path.parent.mkdir(exist_ok=True)
-  path.write_text(
-    "".join(
-      row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows
-    )
-  )
-  return path
+def write_questions(
+  data_dir: pathlib.Path, task: str, records: list[dict[str, Any]]
+) -> None:
+  """Writes the questions of a task that are scored."""
+  split = "test" if task in TASKS_SCORED_ON_TEST else "validation"
+  write_split(data_dir, task, split, records)
 
 
-def run(**settings):
-  found = list(harness.Harness(**settings).evaluate(TRAINED))
-  return {(figure.name, figure.at.get("task")): figure for figure in found}
+def write_split(
+  data_dir: pathlib.Path,
+  task: str,
+  split: str,
+  records: list[dict[str, Any]],
+) -> None:
+  """Writes the questions of a split of a task."""
+  lines = [json.dumps(record) + "\n" for record in records]
+  (data_dir / task).mkdir(exist_ok=True)
+  (data_dir / task / f"{split}.jsonl").write_text("".join(lines))
 
 
-def test_the_papers_tasks_on_local_questions(monkeypatch, data):
+def evaluate(**settings: Any) -> dict[tuple[str, str | None], Measurement]:
+  """Returns the measurements by (name, task)."""
+  measurements = {}
+  for measurement in harness.Harness(**settings).evaluate(TRAINED):
+    key = (measurement.name, measurement.at.get("task"))
+    measurements[key] = measurement
+  return measurements
+
+
+def value(measurement: Measurement) -> float:
+  """Returns the number of a measurement, without its interval."""
+  return intervals.interval(measurement).value
+
+
+@pytest.mark.full
+def test_the_papers_tasks_are_found_among_all_tasks(monkeypatch, data_dir):
+  monkeypatch.setattr(harness_tasks, "task_manager", all_tasks)
   monkeypatch.setattr(adapter, "score", score_twos)
-  found = run(data_dir=str(data))
-  accuracy = {
-    "arc_easy": 0.25,
-    "arc_challenge": 1.0,
-    "boolq": 2 / 3,
-    "openbookqa": 1.0,
-    "piqa": 0.5,
-    "winogrande": 1.0,
-  }
-  for task, expected in accuracy.items():
-    assert intervals.interval(found["acc", task]).value == pytest.approx(
-      expected
-    )
-    assert len(found["acc", task].units) == len(QUESTIONS[task])
-  assert intervals.interval(found["acc", "hellaswag"]).value == pytest.approx(
-    1 / 3
-  )
-  assert intervals.interval(
-    found["acc_norm", "hellaswag"]
-  ).value == pytest.approx(2 / 3)
-  certain = intervals.interval(found["acc", "openbookqa"])
-  assert certain.value == certain.high == 1 and certain.low < 0.6
-  assert intervals.interval(
-    found["mean accuracy", None]
-  ).value == pytest.approx(np.mean([*accuracy.values(), 2 / 3]))
-  # Pairing: the same questions in the same order
-  rows = list(
-    intervals.compare(found.values(), run(data_dir=str(data)).values())
-  )
-  assert all(
-    row["difference"] == row["difference"] | {"value": 0, "units": row["units"]}
-    for row in rows
-  )
+
+  measurements = evaluate(data_dir=str(data_dir))
+
+  assert {task for _, task in measurements} == {*QUESTIONS, None}
+  for task in QUESTIONS:
+    path = used_tasks().task_index[task].yaml_path
+    assert all_tasks().task_index[task].yaml_path == path
 
 
-def test_a_few_questions_and_examples(monkeypatch, data):
-  seen = []
-  monkeypatch.setattr(
-    adapter,
-    "score",
-    lambda model, params, pairs, **_: (
-      seen.extend(pairs) or score_twos(model, params, pairs, **_)
-    ),
-  )
-  assert (
-    len(
-      run(data_dir=str(data), tasks=("arc_easy",), limit=2)[
-        "acc", "arc_easy"
-      ].units
-    )
-    == 2
-    and len(seen) == 8
-  )
-  with pytest.raises(
-    UserError,
-    match="set.harness.num_fewshot = 1: .*arc_easy holds no train.jsonl",
-  ):
-    run(data_dir=str(data), tasks=("arc_easy",), num_fewshot=1)
-  write(
-    data,
-    "arc_easy",
-    [QUESTIONS["arc_easy"][3] | {"question": "An example?"}],
-    "train",
-  )
-  seen.clear()
-  run(data_dir=str(data), tasks=("arc_easy",), num_fewshot=1)
-  assert all(
-    bytes(context[1:]).startswith(
-      b"Question: An example?\nAnswer: 3\n\nQuestion: Which is"
-    )
-    for context, _ in seen
-  )
+def test_the_papers_tasks_have_the_known_accuracies(monkeypatch, data_dir):
+  monkeypatch.setattr(adapter, "score", score_twos)
+
+  measurements = evaluate(data_dir=str(data_dir))
+
+  for task, expected in ACCURACIES.items():
+    accuracy = measurements["acc", task]
+    assert value(accuracy) == pytest.approx(expected)
+    assert len(accuracy.units) == len(QUESTIONS[task])
+  accuracy_by_length = measurements["acc_norm", "hellaswag"]
+  assert value(accuracy_by_length) == pytest.approx(2 / 3)
+  # The mean has the accuracy by length where a task has one.
+  expected_mean = np.mean(list({**ACCURACIES, "hellaswag": 2 / 3}.values()))
+  mean = measurements["mean accuracy", None]
+  assert value(mean) == pytest.approx(expected_mean)
 
 
-def gsm8k(*numbers):
-  return [
-    {"question": f"What is number {n}?", "answer": f"It is {n}.\n#### {n}"}
-    for n in numbers
-  ]
+def test_one_right_answer_does_not_make_an_accuracy_certain(
+  monkeypatch, data_dir
+):
+  monkeypatch.setattr(adapter, "score", score_twos)
+
+  measurements = evaluate(data_dir=str(data_dir), tasks=("openbookqa",))
+
+  estimate = intervals.interval(measurements["acc", "openbookqa"])
+  assert estimate.value == estimate.high == 1
+  assert estimate.low < 0.6
+
+
+def test_two_evaluations_have_the_same_questions_in_order(
+  monkeypatch, data_dir
+):
+  monkeypatch.setattr(adapter, "score", score_twos)
+  tasks = ("arc_easy", "hellaswag")
+
+  first = evaluate(data_dir=str(data_dir), tasks=tasks)
+  second = evaluate(data_dir=str(data_dir), tasks=tasks)
+
+  for result in intervals.compare(first.values(), second.values()):
+    assert result["difference"]["value"] == 0
+    assert result["difference"]["units"] == result["units"]
+
+
+class ScoreRecorder:
+  """Scores by the number of 2s, and records the pairs."""
+
+  def __init__(self) -> None:
+    self.pairs: list[Any] = []
+
+  def __call__(
+    self, model: Any, params: Any, pairs: Sequence[Any], **options: Any
+  ) -> list[Score]:
+    self.pairs += pairs
+    return score_twos(model, params, pairs)
+
+
+def test_limit_is_the_number_of_questions(monkeypatch, data_dir):
+  recorder = ScoreRecorder()
+  monkeypatch.setattr(adapter, "score", recorder)
+
+  measurements = evaluate(data_dir=str(data_dir), tasks=("arc_easy",), limit=2)
+
+  assert len(measurements["acc", "arc_easy"].units) == 2
+  num_choices = 4
+  assert len(recorder.pairs) == 2 * num_choices
+
+
+def test_examples_are_from_the_training_file(monkeypatch, data_dir):
+  recorder = ScoreRecorder()
+  monkeypatch.setattr(adapter, "score", recorder)
+  example = {**arc_record(3), "question": "An example?"}
+  write_split(data_dir, "arc_easy", "train", [example])
+
+  evaluate(data_dir=str(data_dir), tasks=("arc_easy",), num_fewshot=1)
+
+  beginning = b"Question: An example?\nAnswer: 3\n\nQuestion: Which is"
+  assert recorder.pairs
+  for context, _ in recorder.pairs:
+    separator, *ids = context
+    assert separator == BYTES.separator
+    assert bytes(ids).startswith(beginning)
+
+
+def test_examples_without_a_training_file_raise(data_dir):
+  message = "set.harness.num_fewshot = 1: .*arc_easy holds no train.jsonl"
+  with pytest.raises(UserError, match=message):
+    evaluate(data_dir=str(data_dir), tasks=("arc_easy",), num_fewshot=1)
+
+
+def gsm8k_records(numbers: Sequence[int]) -> list[dict[str, Any]]:
+  """Returns a question of GSM8K for each number."""
+  records = []
+  for number in numbers:
+    record = {
+      "question": f"What is number {number}?",
+      "answer": f"It is {number}.\n#### {number}",
+    }
+    records.append(record)
+  return records
+
+
+# The scored questions have numbers that begin with 1. Other questions have
+# numbers that begin with 2.
+SCORED = gsm8k_records(range(10, 18))
+OTHER = gsm8k_records(range(20, 26))
+
+# The scored questions with other answers.
+REWORDED = [{**record, "answer": "It is 7.\n#### 7"} for record in SCORED]
 
 
 @pytest.fixture
-def prompts(monkeypatch):
-  """Collects the prompts of questions that are answered in writing."""
+def prompts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+  """The prompts of questions that are answered in writing, so far."""
   prompts = []
 
-  def generate_until(self, requests, disable_tqdm=False):
+  def generate_until(
+    self: Any, requests: Sequence[Any], disable_tqdm: bool = False
+  ) -> list[str]:
     prompts.extend(request.args[0] for request in requests)
     return ["#### 1"] * len(requests)
 
@@ -256,61 +346,92 @@ def prompts(monkeypatch):
   return prompts
 
 
-def test_no_prompt_shows_a_scored_question(prompts, tmp_path):
-  scored = gsm8k(*range(10, 18))
-  write(tmp_path, "gsm8k", scored, "test")
-  other = gsm8k(*range(20, 26))
-  # The training file is absent, a copy, has the questions with other answers,
-  # or shares some questions.
-  reworded = [
-    question | {"answer": "It is 7.\n#### 7", "id": 1} for question in scored
-  ]
-  for train in (None, scored, reworded, scored[:3] + other):
-    if train is not None:
-      write(tmp_path, "gsm8k", train, "train")
-    for num_fewshot in (-1, 0, 3):
-      prompts.clear()
-      asked = dict(
-        tasks=("gsm8k",), data_dir=str(tmp_path), num_fewshot=num_fewshot
-      )
-      if num_fewshot != 0 and train in (None, scored, reworded):
-        with pytest.raises(UserError, match="set.harness.num_fewshot"):
-          run(**asked)
-        continue
-      run(**asked)
-      assert len(prompts) == len(scored)
-      num_shown = {-1: 5, 0: 0, 3: 3}[num_fewshot]
-      for question, prompt in zip(scored, prompts, strict=True):
-        assert prompt.count("Question:") == 1 + num_shown
-        assert prompt.count("number 1") == 1
-        assert prompt.endswith(f"{question['question']}\nAnswer:")
+@pytest.mark.parametrize(
+  "num_fewshot, num_shown",
+  [
+    pytest.param(-1, 5, id="default"),
+    pytest.param(0, 0, id="none"),
+    pytest.param(3, 3, id="three"),
+  ],
+)
+def test_no_prompt_shows_a_scored_question(
+  prompts, tmp_path, num_fewshot, num_shown
+):
+  """Some questions of the training file are scored."""
+  write_split(tmp_path, "gsm8k", "test", SCORED)
+  write_split(tmp_path, "gsm8k", "train", SCORED[:3] + OTHER)
+
+  evaluate(tasks=("gsm8k",), data_dir=str(tmp_path), num_fewshot=num_fewshot)
+
+  for record, prompt in zip(SCORED, prompts, strict=True):
+    assert prompt.count("Question:") == num_shown + 1
+    assert prompt.count("number 1") == 1
+    assert prompt.endswith(f"{record['question']}\nAnswer:")
 
 
-def test_a_default_number_of_examples_is_checked_like_a_chosen_one(
+@pytest.mark.parametrize("num_fewshot", [-1, 3])
+@pytest.mark.parametrize(
+  "train",
+  [
+    pytest.param(None, id="no file"),
+    pytest.param(SCORED, id="copy"),
+    pytest.param(REWORDED, id="other answers"),
+  ],
+)
+def test_examples_that_are_scored_questions_raise(
+  prompts, tmp_path, train, num_fewshot
+):
+  write_split(tmp_path, "gsm8k", "test", SCORED)
+  if train is not None:
+    write_split(tmp_path, "gsm8k", "train", train)
+
+  with pytest.raises(UserError, match="set.harness.num_fewshot"):
+    evaluate(tasks=("gsm8k",), data_dir=str(tmp_path), num_fewshot=num_fewshot)
+
+
+def test_without_examples_no_training_file_is_needed(prompts, tmp_path):
+  write_split(tmp_path, "gsm8k", "test", SCORED)
+
+  evaluate(tasks=("gsm8k",), data_dir=str(tmp_path), num_fewshot=0)
+
+  for record, prompt in zip(SCORED, prompts, strict=True):
+    assert prompt == f"Question: {record['question']}\nAnswer:"
+
+
+def test_the_error_names_the_tasks_default_number_of_examples(
   prompts, tmp_path
 ):
-  write(tmp_path, "gsm8k", gsm8k(*range(10, 18)), "test")
+  write_split(tmp_path, "gsm8k", "test", SCORED)
+
   message = (
     "num_fewshot = -1: gsm8k shows 5 examples, and has 0 that are not scored"
     " questions; set.harness.num_fewshot=0 asks without .*gsm8k/train.jsonl"
   )
   with pytest.raises(UserError, match=message):
-    run(tasks=("gsm8k",), data_dir=str(tmp_path))
-  # A validation file is a source of examples, as lm-eval defines it.
-  write(tmp_path, "gsm8k", gsm8k(*range(20, 25)), "validation")
-  run(tasks=("gsm8k",), data_dir=str(tmp_path))
-  assert all(prompt.count("number 2") == 5 for prompt in prompts)
+    evaluate(tasks=("gsm8k",), data_dir=str(tmp_path))
 
 
-def test_a_task_may_not_draw_examples_from_the_split_that_is_scored(
-  monkeypatch, prompts, tmp_path
-):
-  """Documents can differ, since examples can be processed differently."""
+def test_a_validation_file_is_a_source_of_examples(prompts, tmp_path):
+  write_split(tmp_path, "gsm8k", "test", SCORED)
+  write_split(tmp_path, "gsm8k", "validation", OTHER)
+
+  evaluate(tasks=("gsm8k",), data_dir=str(tmp_path))
+
+  assert prompts
+  for prompt in prompts:
+    assert prompt.count("number 2") == 5
+
+
+@pytest.fixture
+def task_with_scored_examples(
+  monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+  """A task and a group of it, whose examples are from the scored split."""
   from lm_eval import tasks
 
-  write(tmp_path, "gsm8k", gsm8k(*range(10, 18)), "test")
-  config = {
-    "include": str(few().task_index["gsm8k"].yaml_path),
+  write_split(tmp_path, "gsm8k", "test", SCORED)
+  task_config = {
+    "include": str(used_tasks().task_index["gsm8k"].yaml_path),
     "task": "own_gsm8k",
     "dataset_path": "json",
     "dataset_name": None,
@@ -321,136 +442,168 @@ def test_a_task_may_not_draw_examples_from_the_split_that_is_scored(
     "training_split": None,
     "fewshot_split": "test",
   }
-  (tmp_path / "own_gsm8k.yaml").write_text(json.dumps(config))
-  (tmp_path / "own_group.yaml").write_text(
-    json.dumps({"group": "own_group", "task": ["own_gsm8k"]})
-  )
+  group_config = {"group": "own_group", "task": ["own_gsm8k"]}
+  (tmp_path / "own_gsm8k.yaml").write_text(json.dumps(task_config))
+  (tmp_path / "own_group.yaml").write_text(json.dumps(group_config))
   manager = tasks.TaskManager(
     include_path=str(tmp_path), include_defaults=False
   )
-  monkeypatch.setattr(harness_tasks, "task_manager", lambda: manager)
-  for name in ("own_gsm8k", "own_group"):
-    with pytest.raises(
-      UserError, match="own_gsm8k shows 5 examples, and has 0"
-    ):
-      run(tasks=(name,))
-    run(tasks=(name,), num_fewshot=0)
-  assert all(prompt.count("number 1") == 1 for prompt in prompts)
+
+  def task_manager() -> Any:
+    return manager
+
+  monkeypatch.setattr(harness_tasks, "task_manager", task_manager)
 
 
-def test_a_perplexity_and_a_task_beyond_the_papers(monkeypatch, tmp_path):
-  monkeypatch.setattr(
-    adapter,
-    "score",
-    lambda model, params, pairs, **_: [
-      Score(-2.0 * len(c), True) for _, c in pairs
-    ],
-  )
-  write(
-    tmp_path,
-    "wikitext",
-    [{"page": "four words are here"}, {"page": "and two"}],
-    "test",
-  )
-  found = run(data_dir=str(tmp_path), tasks=("wikitext",))
-  letters = len("four words are hereand two")
-  assert intervals.interval(
-    found["byte_perplexity", "wikitext"]
-  ).value == pytest.approx(np.exp(2))
-  assert intervals.interval(
-    found["word_perplexity", "wikitext"]
-  ).value == pytest.approx(np.exp(2 * letters / 6))
-  assert np.isfinite(
-    intervals.interval(found["word_perplexity", "wikitext"]).low
-  )
+@pytest.mark.parametrize("name", ["own_gsm8k", "own_group"])
+def test_examples_from_the_scored_split_raise(
+  task_with_scored_examples, prompts, name
+):
+  """Documents can differ, since examples can be processed differently."""
+  message = "own_gsm8k shows 5 examples, and has 0"
+  with pytest.raises(UserError, match=message):
+    evaluate(tasks=(name,))
+
+  evaluate(tasks=(name,), num_fewshot=0)
+  assert prompts
+  for prompt in prompts:
+    assert prompt.count("number 1") == 1
+
+
+def test_perplexity_is_of_words_and_of_bytes(monkeypatch, tmp_path):
+  monkeypatch.setattr(adapter, "score", score_two_nats_per_byte)
+  records = [{"page": "four words are here"}, {"page": "and two"}]
+  write_split(tmp_path, "wikitext", "test", records)
+
+  measurements = evaluate(data_dir=str(tmp_path), tasks=("wikitext",))
+
+  byte_perplexity = measurements["byte_perplexity", "wikitext"]
+  assert value(byte_perplexity) == pytest.approx(np.exp(2))
+  num_bytes = len("four words are here") + len("and two")
+  num_words = 6
+  word_perplexity = measurements["word_perplexity", "wikitext"]
+  expected = np.exp(2 * num_bytes / num_words)
+  assert value(word_perplexity) == pytest.approx(expected)
+  assert np.isfinite(intervals.interval(word_perplexity).low)
 
 
 @pytest.mark.parametrize(
-  "task, rows, message",
+  "task, records, message",
   [
-    (
+    pytest.param(
       "boolq",
-      [QUESTIONS["boolq"][0], {"passage": "x", "label": 0}],
+      [boolq_record(0), {"passage": "x", "label": 0}],
       "boolq/validation.jsonl:2: the field 'question' is missing",
+      id="field",
     ),
-    (
+    pytest.param(
       "arc_easy",
-      ["\n", {"question": "?", "choices": {"text": []}, "answerKey": "A"}],
-      "jsonl:2: the field 'choices.label' is missing",
+      [arc_record(0), {**arc_record(0), "answerKey": "E"}],
+      "jsonl:2: arc_easy cannot read this",
+      id="arc_easy, second record",
     ),
-    (
+    pytest.param(
       "arc_easy",
-      [
-        QUESTIONS["arc_easy"][0],
-        "\n",
-        QUESTIONS["arc_easy"][0] | {"answerKey": "E"},
-      ],
-      "jsonl:3: arc_easy cannot read this",
-    ),
-    (
-      "arc_easy",
-      [QUESTIONS["arc_easy"][0] | {"answerKey": "E"}],
+      [{**arc_record(0), "answerKey": "E"}],
       "'arc_easy' cannot be loaded .*; see .*test.jsonl:1",
+      id="arc_easy, first record",
     ),
-    (
+    pytest.param(
       "winogrande",
-      [QUESTIONS["winogrande"][0] | {"sentence": "no gap"}],
+      [{**WINOGRANDE_RECORD, "sentence": "no gap"}],
       "'winogrande' cannot be loaded",
+      id="winogrande",
     ),
-    (
+    pytest.param(
       "hellaswag",
-      [QUESTIONS["hellaswag"][0] | {"label": "x"}],
+      [hellaswag_record("x")],
       "'hellaswag' cannot be loaded",
+      id="hellaswag",
     ),
-    ("piqa", [], "validation.jsonl: is empty"),
-    ("piqa", ["{"], "validation.jsonl:1: not JSON"),
+    pytest.param("piqa", [], "validation.jsonl: is empty", id="empty file"),
   ],
 )
-def test_bad_questions(monkeypatch, tmp_path, task, rows, message):
+def test_an_invalid_question_is_reported_in_one_line(
+  monkeypatch, tmp_path, task, records, message
+):
   monkeypatch.setattr(adapter, "score", score_twos)
-  write(tmp_path, task, rows)
+  write_questions(tmp_path, task, records)
+
   with pytest.raises(UserError, match=message) as error:
-    run(data_dir=str(tmp_path), tasks=(task,))
+    evaluate(data_dir=str(tmp_path), tasks=(task,))
   assert "\n" not in str(error.value)
 
 
-def test_bad_settings(tmp_path):
-  with pytest.raises(
-    UserError, match="lm-eval has no task 'arc_esy'; similar ones are arc_easy"
-  ):
-    run(tasks=("arc_esy",))
-  with pytest.raises(UserError, match="set.harness.tasks is empty"):
-    run(tasks=())
-  with pytest.raises(UserError, match="'mmlu' is a group of tasks"):
-    run(tasks=("mmlu",), data_dir=str(tmp_path))
-  with pytest.raises(
-    UserError,
-    match="boolq holds neither test.jsonl nor validation.jsonl.*with the fields passage, question, label",
-  ):
-    run(tasks=("boolq",), data_dir=str(tmp_path))
+@pytest.mark.parametrize(
+  "content, message",
+  [
+    pytest.param(
+      '\n{"question": "?", "choices": {"text": []}, "answerKey": "A"}\n',
+      "jsonl:2: the field 'choices.label' is missing",
+      id="field",
+    ),
+    pytest.param(
+      f"{json.dumps(arc_record(0))}\n\n"
+      f"{json.dumps({**arc_record(0), 'answerKey': 'E'})}\n",
+      "jsonl:3: arc_easy cannot read this",
+      id="answer",
+    ),
+    pytest.param("{", "test.jsonl:1: not JSON", id="not JSON"),
+  ],
+)
+def test_empty_lines_count_in_the_line_of_an_error(tmp_path, content, message):
+  (tmp_path / "arc_easy").mkdir()
+  (tmp_path / "arc_easy" / "test.jsonl").write_text(content)
+
+  with pytest.raises(UserError, match=message):
+    evaluate(data_dir=str(tmp_path), tasks=("arc_easy",))
 
 
-def test_without_the_hub_the_remedy_is_said(monkeypatch):
+@pytest.mark.parametrize(
+  "tasks, message",
+  [
+    pytest.param(
+      ("arc_esy",),
+      "lm-eval has no task 'arc_esy'; similar ones are arc_easy",
+      id="unknown",
+    ),
+    pytest.param((), "set.harness.tasks is empty", id="none"),
+    pytest.param(("mmlu",), "'mmlu' is a group of tasks", id="group"),
+    pytest.param(
+      ("boolq",),
+      "boolq holds neither test.jsonl nor validation.jsonl.*with the fields"
+      " passage, question, label",
+      id="no file",
+    ),
+  ],
+)
+def test_invalid_tasks_raise(tmp_path, tasks, message):
+  with pytest.raises(UserError, match=message):
+    evaluate(tasks=tasks, data_dir=str(tmp_path))
+
+
+def test_without_the_hub_the_error_names_data_dir(monkeypatch):
   import datasets
 
-  def refuse(*_, **__):
+  def raise_connection_error(*arguments: Any, **options: Any) -> None:
     raise ConnectionError("no network")
 
-  monkeypatch.setattr(datasets, "load_dataset", refuse)
-  with pytest.raises(
-    UserError,
-    match="'boolq' cannot be loaded .no network.; .*set.harness.data_dir",
-  ):
-    run(tasks=("boolq",))
+  monkeypatch.setattr(datasets, "load_dataset", raise_connection_error)
+
+  message = "'boolq' cannot be loaded .no network.; .*set.harness.data_dir"
+  with pytest.raises(UserError, match=message):
+    evaluate(tasks=("boolq",))
 
 
-def test_it_needs_lm_eval(monkeypatch):
-  import sys
-
+def test_the_suite_needs_lm_eval(monkeypatch):
   monkeypatch.setitem(sys.modules, "diffjax.evals.methods.lm_eval", None)
-  with pytest.raises(
-    UserError,
-    match=r"the harness needs lm-eval, .*pip install 'diffjax\[eval\]'",
-  ):
-    run(tasks=("boolq",))
-  assert dataclasses.fields(harness.Harness)  # the settings do not
+
+  message = r"the harness needs lm-eval, .*pip install 'diffjax\[eval\]'"
+  with pytest.raises(UserError, match=message):
+    evaluate(tasks=("boolq",))
+
+
+def test_the_settings_do_not_need_lm_eval(monkeypatch):
+  monkeypatch.setitem(sys.modules, "diffjax.evals.methods.lm_eval", None)
+
+  assert dataclasses.fields(harness.Harness)

@@ -1,10 +1,13 @@
-"""Many-shot learning: decoding gives labels, models with a known answer get it, and demonstrations are balanced."""
+"""The many-shot suite, with models whose answers are known."""
+
+from __future__ import annotations
 
 import collections
-import dataclasses
 import json
+import pathlib
 import re
-import types
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,17 +18,10 @@ from diffjax.config import Config, ModelConfig, UserError
 from diffjax.data.tokenizer import load_tokenizer
 from diffjax.evals import many_shot
 from diffjax.evals.many_shot import ManyShot
-from diffjax.evals.methods.demonstration_orders import (
-  alternating,
-  balanced,
-  shuffled,
-)
-from diffjax.evals.methods.label_decoding import LabelTree, decode_labels
-from diffjax.evals.methods.labelled_texts import Example, synthetic_dataset
+from diffjax.evals.measurement import Measurement
 from diffjax.evals.report import intervals, plots
-from diffjax.inference.sampler import Sampler
 from diffjax.inference.trained import Trained
-from diffjax.model.decoder import Decoder, logits
+from diffjax.model.decoder import Decoder
 from tests.harness.parameters import parameters
 
 BYTES = load_tokenizer("bytes")
@@ -33,477 +29,494 @@ TRAINED = Trained(
   "model", Config(model=ModelConfig(max_length=4096)), None, None, BYTES
 )
 
+TRAIN = [
+  {"text": "what is word0?", "label": "class 0"},
+  {"text": "what is word1?", "label": "class 1"},
+  {"text": "what is word2?", "label": "class 2"},
+]
+
+
+class RowStates(NamedTuple):
+  """The state of a FakeSampler.
+
+  Attributes:
+    prompts: The text that each row has read.
+    answers: The text that each row has written.
+    logits: The logits of the next token, [B, N].
+  """
+
+  prompts: list[str]
+  answers: list[str]
+  logits: np.ndarray
+
 
 class FakeSampler:
-  """The sampler's interface over a function from a prompt's text to the label that it writes, byte by byte."""
+  """A sampler over a function from the text of a prompt to a label.
 
-  def __init__(self, answer):
-    self.answer, self.prompts = answer, []
+  The token that continues the label has the largest logit. The logits of all
+  other tokens are random.
+  """
 
-  def __call__(self, model, params, *, batch_size, capacity):
-    self.batch_size, self.capacity = batch_size, capacity
+  def __init__(self, answer: Callable[[str], str]):
+    self.answer = answer
+    self.prompts: list[str] = []
+
+  def __call__(
+    self, model: Any, params: Any, *, batch_size: int, capacity: int
+  ) -> FakeSampler:
+    self.batch_size = batch_size
+    self.capacity = capacity
     return self
 
-  def prefill(self, prompts):
-    assert all(prompt[0] == BYTES.separator for prompt in prompts)
-    return self.read(
-      types.SimpleNamespace(texts=[""] * self.batch_size), prompts
-    )
+  def prefill(self, prompts: Sequence[list[int]]) -> RowStates:
+    for prompt in prompts:
+      assert prompt[0] == BYTES.separator
+    empty = [""] * self.batch_size
+    return self.read(self.state(empty, empty), prompts)
 
-  def read(self, state, more):
-    texts = [
-      text + BYTES.decode(ids)
-      for text, ids in zip(state.texts, more, strict=False)
-    ]
-    return self.state(
-      texts + [""] * (self.batch_size - len(texts)), [""] * self.batch_size
-    )
+  def read(self, state: RowStates, more: Sequence[list[int]]) -> RowStates:
+    texts = [""] * self.batch_size
+    for row, ids in enumerate(more):
+      texts[row] = state.prompts[row] + BYTES.decode(ids)
+    return self.state(texts, [""] * self.batch_size)
 
-  def step(self, state, tokens):
-    return self.state(
-      state.texts,
-      [
-        written + chr(token)
-        for written, token in zip(state.written, tokens, strict=True)
-      ],
-    )
+  def step(self, state: RowStates, tokens: Sequence[int]) -> RowStates:
+    answers = []
+    for answer, token in zip(state.answers, tokens, strict=True):
+      answers.append(answer + chr(token))
+    return self.state(state.prompts, answers)
 
-  def state(self, texts, written):
-    table = np.random.default_rng(0).normal(
-      size=(self.batch_size, 256)
-    )  # what is not wanted is random
-    for row, (text, so_far) in enumerate(zip(texts, written, strict=True)):
-      assert len(text) + len(so_far) < self.capacity
-      if text.endswith(("intent:", "Type:")):
-        self.prompts.append(text)
-        wanted = f" {self.answer(text)}\n\n"
-        if wanted.startswith(so_far) and len(so_far) < len(wanted):
-          table[row, ord(wanted[len(so_far)])] = 10
-    return types.SimpleNamespace(texts=texts, written=written, logits=table)
+  def state(self, prompts: list[str], answers: list[str]) -> RowStates:
+    logits = np.random.default_rng(0).normal(size=(self.batch_size, 256))
+    rows = zip(prompts, answers, strict=True)
+    for row, (prompt, answer) in enumerate(rows):
+      assert len(prompt) + len(answer) < self.capacity
+      if not prompt.endswith(("intent:", "Type:")):
+        continue
+      self.prompts.append(prompt)
+      whole_answer = f" {self.answer(prompt)}\n\n"
+      if whole_answer.startswith(answer) and answer != whole_answer:
+        next_character = whole_answer[len(answer)]
+        logits[row, ord(next_character)] = 10
+    return RowStates(prompts, answers, logits)
 
 
-def demonstrations(text):
-  """The query and the demonstrations of a prompt, as a model that understands it reads them."""
-  *shown, query = [block.split("\n") for block in text.split("\n\n")]
-  return query[0].split(": ", 1)[1], [
-    (first.split(": ", 1)[1], second.split(": ", 1)[1])
-    for first, second in shown
-  ]
+class ParsedPrompt(NamedTuple):
+  """The query of a prompt, and the (text, label) of its demonstrations."""
+
+  query: str
+  demonstrations: list[tuple[str, str]]
 
 
-def look_up(text):
-  """The label of the demonstration that shares most words with the query's rarest: an oracle that learns from context alone."""
-  query, shown = demonstrations(text)
-  labels_of = collections.defaultdict(set)
-  for words, label in shown:
-    for word in words.split():
-      labels_of[word].add(label)
-  known = [labels_of[word] for word in query.split() if word in labels_of]
-  return sorted(min(known, key=len))[0] if known else "?"
+def parse(prompt: str) -> ParsedPrompt:
+  """Returns the parts of a prompt."""
+  *blocks, query_block = prompt.split("\n\n")
+  demonstrations = []
+  for block in blocks:
+    text_line, label_line = block.split("\n")
+    text = text_line.split(": ", 1)[1]
+    label = label_line.split(": ", 1)[1]
+    demonstrations.append((text, label))
+  query_line = query_block.split("\n")[0]
+  return ParsedPrompt(query_line.split(": ", 1)[1], demonstrations)
 
 
-def run(monkeypatch, answer, **settings):
-  sampler = FakeSampler(answer)
+def look_up(prompt: str) -> str:
+  """Returns a label that the demonstrations give to a word of the query.
+
+  The word is the one with the fewest labels. So this is an oracle that learns
+  only from demonstrations.
+  """
+  query, demonstrations = parse(prompt)
+  labels_of_words = collections.defaultdict(set)
+  for text, label in demonstrations:
+    for word in text.split():
+      labels_of_words[word].add(label)
+  candidates = []
+  for word in query.split():
+    if word in labels_of_words:
+      candidates.append(labels_of_words[word])
+  if not candidates:
+    return "?"
+  return min(min(candidates, key=len))
+
+
+def repeat_first_label(prompt: str) -> str:
+  """Returns the label of the first demonstration."""
+  _, first_label = parse(prompt).demonstrations[0]
+  return first_label
+
+
+def answer_unknown(prompt: str) -> str:
+  """Returns no label."""
+  return "?"
+
+
+def evaluate(
+  monkeypatch: pytest.MonkeyPatch, sampler: FakeSampler, **settings: Any
+) -> list[Measurement]:
+  """Returns the measurements of the model that a sampler imitates."""
   monkeypatch.setattr(many_shot, "Sampler", sampler)
-  return list(
-    ManyShot(**dict(samples=20, sets=2, orders=3) | settings).evaluate(TRAINED)
-  ), sampler
+  suite = ManyShot(**{"samples": 20, "sets": 2, "orders": 3, **settings})
+  return list(suite.evaluate(TRAINED))
 
 
-def test_an_oracle_that_reads_the_demonstrations_gets_every_query(monkeypatch):
-  found, sampler = run(monkeypatch, look_up, synthetic_words=1)
-  accuracy = [figure for figure in found if figure.name == "accuracy"]
-  counts = [figure.at["demonstrations"] for figure in accuracy]
-  assert (
-    counts[:6] == [1, 2, 4, 8, 16, 32]
-    and counts[-2] < counts[-1] < 2 * counts[-2]
-  )
-  assert (
-    intervals.interval(accuracy[0]).value < 0.5
-    and intervals.interval(accuracy[-1]).value == 1.0
-  )
-  assert (
-    0.8 < intervals.interval(accuracy[-1]).low < 0.9
-  )  # 20 queries, however many draws of demonstrations
-  assert all(len(figure.units) == 20 for figure in found)
-  tokens = [figure.at["tokens"] for figure in accuracy]
-  assert tokens == sorted(tokens) and 4096 - 150 < tokens[-1] < 4096
-  assert max(map(len, sampler.prompts)) < 4096 and sampler.batch_size == 8
-  # The order of demonstrations does not matter to it
-  robustness = [figure for figure in found if figure.name == "best minus worst"]
-  assert [figure.at["order"] for figure in robustness] == [
-    "random",
-    "alternating",
-  ]
-  assert [intervals.interval(figure).value for figure in robustness] == [
-    0.0,
-    0.0,
-  ]
-  assert all(np.isnan(intervals.interval(figure).high) for figure in robustness)
+def value(measurement: Measurement) -> float:
+  """Returns the number of a measurement, without its interval."""
+  return intervals.interval(measurement).value
 
 
-def test_a_model_that_repeats_the_first_label_depends_on_the_order(monkeypatch):
-  found, _ = run(
-    monkeypatch,
-    lambda text: demonstrations(text)[1][0][1],
-    samples=60,
-    orders=6,
-  )
-  for figure in found:
-    value = intervals.interval(figure).value
-    if figure.name == "best minus worst":
-      labels = figure.units.sum(0)  # queries that each order got
-      assert (
-        value == pytest.approx((labels.max() - labels.min()) / 60) and value > 0
-      )
-    else:
-      assert value < 0.4
-
-
-def test_each_query_is_asked_after_the_same_balanced_demonstrations(
-  monkeypatch,
-):
-  _, sampler = run(monkeypatch, look_up, sets=1, orders=0, max_tokens=1000)
-  by_beginning = collections.Counter(
-    text.rpartition("\n\n")[0] for text in dict.fromkeys(sampler.prompts)
-  )
-  assert set(by_beginning.values()) == {20}
-  beginnings = sorted(by_beginning, key=len)
-  assert [
-    len(demonstrations(f"{text}\n\nutterance: x\nintent:")[1])
-    for text in beginnings[:4]
-  ] == [1, 2, 4, 8]
-  assert all(
-    longer.startswith(shorter)
-    for shorter, longer in zip(beginnings, beginnings[1:], strict=False)
-  )
-  counts = collections.Counter(
-    label
-    for _, label in demonstrations(
-      f"{beginnings[-1]}\n\nutterance: x\nintent:"
-    )[1]
-  )
-  assert len(counts) == 6 and max(counts.values()) - min(counts.values()) <= 1
-
-
-def test_no_prompt_shows_a_query(monkeypatch, tmp_path):
-  queries = [
-    {"text": f"what is query{number}?", "label": f"class {number}"}
-    for number in range(3)
-  ]
-  write(tmp_path, "mine", train=queries[:2] + TRAIN, test=queries)
-  data_dir = str(tmp_path)
-  found, sampler = run(
-    monkeypatch, look_up, datasets=("mine", "synthetic"), data_dir=data_dir
-  )
-  assert max(
-    figure.at["demonstrations"]
-    for figure in found
-    if figure.at["dataset"] == "mine"
-  ) == len(TRAIN)
-  asked = {demonstrations(prompt)[0] for prompt in sampler.prompts}
-  for prompt in sampler.prompts:
-    shown = {text for text, _ in demonstrations(prompt)[1]}
-    assert not shown & asked
-  # Synthetic texts repeat by chance, too rarely for one run to show it.
-  dataset = ManyShot().load(TRAINED)["synthetic"]
-  assert not {shot.text for shot in dataset.train} & {
-    query.text for query in dataset.test
-  }
-
-
-def test_a_label_needs_a_demonstration_that_is_no_query(monkeypatch, tmp_path):
-  write(tmp_path, "mine", train=TRAIN, test=TRAIN[2:])
-  message = "test.jsonl:1: every demonstration of the label 'class 2' is also a"
-  with pytest.raises(UserError, match=message):
-    run(monkeypatch, look_up, datasets=("mine",), data_dir=str(tmp_path))
-
-
-def test_rounds_are_balanced_until_a_class_has_no_more():
-  examples = [
-    Example(f"{label}{number}", label)
-    for label, count in zip("abcd", (3, 50, 50, 50), strict=True)
-    for number in range(count)
-  ]
-  found = balanced(examples, np.random.default_rng(0))
-  assert sorted(found) == sorted(examples)
-  for stop in range(1, len(found)):
-    counts = collections.Counter(example.label for example in found[:stop])
-    rest = [counts[label] for label in "bcd"]
-    assert max(rest) - min(rest) <= 1 and (
-      stop > 12
-      or max(counts.values()) - min(counts[label] for label in "abcd") <= 1
-    )
-  assert (
-    len(
-      {
-        tuple(example.label for example in found[start : start + 3])
-        for start in range(12, 150, 3)
-      }
-    )
-    > 3
-  )
-
-
-def test_orders_hold_the_same_demonstrations():
-  examples = [
-    Example(f"{label}{number}", label) for number in range(9) for label in "abc"
-  ] + [Example("a9", "a")]
-  rng = np.random.default_rng(0)
-  for order in (shuffled, alternating):
-    first, second = order(examples, rng), order(examples, rng)
-    assert (
-      sorted(first) == sorted(second) == sorted(examples) and first != second
-    )
-  for _ in range(5):
-    labels = "".join(example.label for example in alternating(examples, rng))
-    assert labels == labels[:3] * 9 + "a" and set(labels[:3]) == set("abc")
-
-
-def test_synthetic_classes_have_words_of_their_own():
-  dataset = synthetic_dataset(5, 3, seed=1)
-  train, test = dataset.train, dataset.test
-  assert dataset == synthetic_dataset(5, 3, seed=1)
-  assert train != synthetic_dataset(5, 3, seed=2).train
-  labels = {example.label for example in train}
-  assert len(labels) == 5 and collections.Counter(
-    e.label for e in test
-  ) == dict.fromkeys(labels, 200)
-  words = {
-    label: {word for e in train if e.label == label for word in e.text.split()}
-    for label in labels
-  }
-  shared = set.intersection(*words.values())
-  own = [words[label] - shared for label in sorted(labels)]
-  assert (
-    len(shared) == 20
-    and [len(some) for some in own] == [3] * 5
-    and len(set.union(*own)) == 15
-  )
-  assert all(
-    len(set(e.text.split()) - shared) == 1 and not labels & set(e.text.split())
-    for e in train + test
-  )
+def write_records(path: pathlib.Path, records: list[dict[str, Any]]) -> None:
+  """Writes a JSONL file and the directory that contains it."""
+  path.parent.mkdir(exist_ok=True)
+  with path.open("w") as file:
+    for record in records:
+      file.write(json.dumps(record) + "\n")
 
 
 @pytest.fixture(scope="module")
-def real():
-  config = ModelConfig(
-    num_layers=2,
-    embed_dim=32,
-    num_heads=1,
-    num_kv_heads=1,
-    head_dim=8,
-    ffn_dim=32,
-    max_length=256,
-  )
-  model = Decoder(config)
-  params = jax.tree.map(
-    lambda x: x * 3,
-    parameters(model, jnp.zeros((1, 1), jnp.int32)),
-  )
-  return Trained("real", Config(model=config), model, params, BYTES)
+def oracle_sampler() -> FakeSampler:
+  """A model that learns from demonstrations only."""
+  return FakeSampler(look_up)
 
 
-def test_decoding_takes_the_likeliest_token_that_leads_to_a_label(real):
-  """Decoding equals a loop over the whole model, with labels that begin alike and one that is the beginning of another."""
-  labels = ["cat", "cat food", "catalogue", "dog", "do"]
-  endings = [BYTES.encode(f" {label}\n\n") for label in labels]
-  sampler = Sampler(real.model, real.params, batch_size=4, capacity=128)
-  apply = jax.jit(
-    lambda row: logits(
-      real.params, real.model.apply({"params": real.params}, row)
+@pytest.fixture(scope="module")
+def oracle_measurements(oracle_sampler: FakeSampler) -> list[Measurement]:
+  """The measurements of the oracle, with one word for each class."""
+  with pytest.MonkeyPatch.context() as patch:
+    return evaluate(patch, oracle_sampler, synthetic_words=1)
+
+
+@pytest.fixture(scope="module")
+def oracle_accuracies(
+  oracle_measurements: list[Measurement],
+) -> list[Measurement]:
+  """The accuracies of the oracle, by number of demonstrations."""
+  return [item for item in oracle_measurements if item.name == "accuracy"]
+
+
+def test_the_number_of_demonstrations_doubles_up_to_the_limit(
+  oracle_accuracies,
+):
+  counts = [accuracy.at["demonstrations"] for accuracy in oracle_accuracies]
+
+  assert counts[:6] == [1, 2, 4, 8, 16, 32]
+  assert counts[-2] < counts[-1] < 2 * counts[-2]
+
+
+def test_an_oracle_answers_every_query_after_enough_demonstrations(
+  oracle_accuracies,
+):
+  assert value(oracle_accuracies[0]) < 0.5
+  assert value(oracle_accuracies[-1]) == 1.0
+
+
+def test_a_query_is_one_unit_for_all_sets_of_demonstrations(
+  oracle_measurements, oracle_accuracies
+):
+  for measurement in oracle_measurements:
+    assert len(measurement.units) == 20
+  # The lower bound of 20 right answers of 20.
+  assert 0.8 < intervals.interval(oracle_accuracies[-1]).low < 0.9
+
+
+def test_the_longest_prompts_fill_the_models_length(
+  oracle_accuracies, oracle_sampler
+):
+  num_tokens = [accuracy.at["tokens"] for accuracy in oracle_accuracies]
+
+  assert num_tokens == sorted(num_tokens)
+  assert 4096 - 150 < num_tokens[-1] < 4096
+  assert max(len(prompt) for prompt in oracle_sampler.prompts) < 4096
+  assert oracle_sampler.batch_size == 8
+
+
+def test_the_order_of_demonstrations_does_not_change_an_oracle(
+  oracle_measurements,
+):
+  ranges = []
+  for measurement in oracle_measurements:
+    if measurement.name == "best minus worst":
+      ranges.append(measurement)
+
+  assert [item.at["order"] for item in ranges] == ["random", "alternating"]
+  for measurement in ranges:
+    assert value(measurement) == 0.0
+    assert np.isnan(intervals.interval(measurement).high)
+
+
+def test_a_model_that_repeats_the_first_label_depends_on_the_order(monkeypatch):
+  sampler = FakeSampler(repeat_first_label)
+  measurements = evaluate(monkeypatch, sampler, samples=60, orders=6)
+
+  for measurement in measurements:
+    if measurement.name == "best minus worst":
+      num_right = measurement.units.sum(axis=0)  # for each order
+      expected = (num_right.max() - num_right.min()) / 60
+      assert value(measurement) == pytest.approx(expected)
+      assert value(measurement) > 0
+    else:
+      assert value(measurement) < 0.4
+
+
+@pytest.fixture(scope="module")
+def queries_of_one_set() -> dict[str, set[str]]:
+  """The queries after each list of demonstrations, of one set of those."""
+  sampler = FakeSampler(look_up)
+  with pytest.MonkeyPatch.context() as patch:
+    evaluate(patch, sampler, sets=1, orders=0, max_tokens=1000)
+  queries = collections.defaultdict(set)
+  for prompt in sampler.prompts:
+    demonstrations, _, query = prompt.rpartition("\n\n")
+    queries[demonstrations].add(query)
+  return queries
+
+
+def test_each_query_is_asked_after_the_same_demonstrations(queries_of_one_set):
+  for queries in queries_of_one_set.values():
+    assert len(queries) == 20
+
+
+def test_more_demonstrations_continue_fewer_ones(queries_of_one_set):
+  texts = sorted(queries_of_one_set, key=len)
+
+  counts = [len(text.split("\n\n")) for text in texts]
+  assert counts[:4] == [1, 2, 4, 8]
+  for shorter, longer in zip(texts[:-1], texts[1:], strict=True):
+    assert longer.startswith(shorter)
+
+
+def test_demonstrations_are_balanced(queries_of_one_set):
+  longest = max(queries_of_one_set, key=len)
+  labels = [block.rpartition(": ")[2] for block in longest.split("\n\n")]
+  counts = collections.Counter(labels)
+
+  assert len(counts) == 6
+  assert max(counts.values()) - min(counts.values()) <= 1
+
+
+def test_no_prompt_shows_a_query(monkeypatch, tmp_path):
+  queries = []
+  for number in range(3):
+    label = f"class {number}"
+    queries.append({"text": f"what is query{number}?", "label": label})
+  write_records(tmp_path / "mine" / "train.jsonl", queries[:2] + TRAIN)
+  write_records(tmp_path / "mine" / "test.jsonl", queries)
+  sampler = FakeSampler(look_up)
+
+  measurements = evaluate(
+    monkeypatch,
+    sampler,
+    datasets=("mine", "synthetic"),
+    data_dir=str(tmp_path),
+  )
+
+  counts = []
+  for measurement in measurements:
+    if measurement.at["dataset"] == "mine":
+      counts.append(measurement.at["demonstrations"])
+  assert max(counts) == len(TRAIN)
+  prompts = [parse(prompt) for prompt in sampler.prompts]
+  asked = {prompt.query for prompt in prompts}
+  for prompt in prompts:
+    assert asked.isdisjoint(text for text, _ in prompt.demonstrations)
+
+
+def test_no_synthetic_demonstration_is_a_query():
+  """Texts repeat by chance, too rarely for one run to show it."""
+  dataset = ManyShot().load(TRAINED)["synthetic"]
+
+  train_texts = {example.text for example in dataset.train}
+  test_texts = {example.text for example in dataset.test}
+  assert train_texts.isdisjoint(test_texts)
+
+
+def test_a_label_needs_a_demonstration_that_is_no_query(monkeypatch, tmp_path):
+  write_records(tmp_path / "mine" / "train.jsonl", TRAIN)
+  write_records(tmp_path / "mine" / "test.jsonl", TRAIN[2:])
+
+  message = "test.jsonl:1: every demonstration of the label 'class 2' is also a"
+  with pytest.raises(UserError, match=message):
+    evaluate(
+      monkeypatch,
+      FakeSampler(look_up),
+      datasets=("mine",),
+      data_dir=str(tmp_path),
     )
-  )
-
-  def expected(prompt):
-    written, left = [], endings
-    while len(left) > 1:
-      row = np.zeros((1, 128), np.int32)
-      row[0, : len(prompt) + len(written)] = [*prompt, *written]
-      table = np.asarray(apply(row))[0, len(prompt) + len(written) - 1]
-      written.append(
-        max(
-          {ending[len(written)] for ending in left},
-          key=lambda token: table[token],
-        )
-      )
-      left = [ending for ending in left if ending[: len(written)] == written]
-    return endings.index(left[0])
-
-  beginning = BYTES.encode("A beginning that all share. ")
-  tails = [
-    BYTES.encode(text)
-    for text in (
-      "x",
-      "what is it?",
-      "y" * 70,
-      "cats",
-      "a",
-      "bb",
-      "Z" * 9,
-      "dog",
-      "?!",
-      "do",
-      "1",
-      "2 3",
-    )
-  ]
-  shared, found = sampler.prefill([beginning] * 4), []
-  for start in range(0, len(tails), 4):
-    found += decode_labels(
-      sampler,
-      sampler.read(shared, tails[start : start + 4]),
-      4,
-      LabelTree.grow(endings),
-    )
-  assert found == [expected([*beginning, *tail]) for tail in tails]
-  assert len(set(found)) > 1
-
-
-def test_whatever_the_logits_a_label_comes_out():
-  rng = np.random.default_rng(0)
-  labels = ["a", "ab", "abc", "b", "ba", "entity", "entity:animal"]
-  sampler = types.SimpleNamespace(
-    batch_size=3,
-    step=lambda state, tokens: types.SimpleNamespace(
-      logits=rng.normal(size=(3, 256))
-    ),
-  )
-  tree = LabelTree.grow([BYTES.encode(f" {label}\n\n") for label in labels])
-  found = [
-    label
-    for _ in range(200)
-    for label in decode_labels(sampler, sampler.step(None, None), 3, tree)
-  ]
-  assert set(found) == set(range(len(labels)))
-  assert decode_labels(
-    sampler, sampler.step(None, None), 3, LabelTree.grow([[1]])
-  ) == [0, 0, 0]
-  for same in ([[1, 2], [1, 2]], [[1, 2], [1, 2, 3]]):
-    with pytest.raises(
-      UserError, match="labels 0, 1 .counted from 0. have the same tokens"
-    ):
-      LabelTree.grow(same)
-
-
-def test_a_real_model(real):
-  found = list(
-    ManyShot(
-      samples=4,
-      sets=1,
-      orders=2,
-      synthetic_classes=2,
-      synthetic_words=1,
-      batch_tokens=1024,
-    ).evaluate(real)
-  )
-  assert [figure.at["demonstrations"] for figure in found] == [1, 2, 3, 3, 3]
-  assert all(0 <= intervals.interval(figure).value <= 1 for figure in found)
-
-
-def write(directory, name, **splits):
-  (directory / name).mkdir()
-  for split, rows in splits.items():
-    (directory / name / f"{split}.jsonl").write_text(
-      "".join(json.dumps(row) + "\n" for row in rows)
-    )
-
-
-TRAIN = [
-  {"text": f"what is word{number}?", "label": f"class {number}"}
-  for number in range(3)
-]
 
 
 @pytest.mark.parametrize(
   "name, form",
   [
-    ("trec_fine", r"Question: what is word\d\?\nType: class \d\n\n"),
-    ("banking77", "utterance: .*\nintent: "),
+    pytest.param(
+      "trec_fine",
+      r"Question: what is word\d\?\nType: class \d\n\n",
+      id="trec_fine",
+    ),
+    pytest.param("banking77", "utterance: .*\nintent: ", id="banking77"),
   ],
 )
-def test_local_data(monkeypatch, tmp_path, name, form):
-  queries = [row | {"text": f"{row['text']} please"} for row in TRAIN]
-  write(tmp_path, name, train=TRAIN, test=queries)
-  found, sampler = run(
-    monkeypatch, look_up, datasets=(name,), data_dir=str(tmp_path), orders=0
+def test_a_public_dataset_has_its_own_form_of_prompts(
+  monkeypatch, tmp_path, name, form
+):
+  queries = []
+  for record in TRAIN:
+    queries.append({**record, "text": f"{record['text']} please"})
+  write_records(tmp_path / name / "train.jsonl", TRAIN)
+  write_records(tmp_path / name / "test.jsonl", queries)
+  sampler = FakeSampler(look_up)
+
+  measurements = evaluate(
+    monkeypatch, sampler, datasets=(name,), data_dir=str(tmp_path), orders=0
   )
-  assert [figure.at for figure in found] == [
-    {"dataset": name, "demonstrations": n, "tokens": found[0].at["tokens"] * n}
-    for n in (1, 2, 3)
-  ]
-  assert intervals.interval(found[-1]).value == 1.0
-  assert all(re.match(form, prompt) for prompt in sampler.prompts)
+
+  tokens_of_one = measurements[0].at["tokens"]
+  for count, measurement in enumerate(measurements, start=1):
+    assert measurement.at == {
+      "dataset": name,
+      "demonstrations": count,
+      "tokens": count * tokens_of_one,
+    }
+  assert len(measurements) == 3
+  assert value(measurements[-1]) == 1.0
+  for prompt in sampler.prompts:
+    assert re.match(form, prompt)
 
 
 @pytest.mark.parametrize(
-  "test, message",
+  "test_records, message",
   [
-    (
+    pytest.param(
       [TRAIN[0], {"text": "a", "label": "other"}],
-      "test.jsonl:2: the label 'other' is not one of the 3 labels of .*train.jsonl",
+      "test.jsonl:2: the label 'other' is not one of the 3 labels of"
+      " .*train.jsonl",
+      id="unknown label",
     ),
-    ([{"text": "a"}], "test.jsonl:1: the field 'label' is missing"),
-    (
+    pytest.param(
+      [{"text": "a"}],
+      "test.jsonl:1: the field 'label' is missing",
+      id="no label",
+    ),
+    pytest.param(
       [{"text": "a", "label": 3}],
       "test.jsonl:1: the field 'label' must be a string",
+      id="label that is a number",
     ),
-    (
+    pytest.param(
       [{"text": "a", "label": "b\nc"}],
       "test.jsonl:1: a label must be one line",
+      id="label of two lines",
     ),
-    (
+    pytest.param(
       [{"text": "a", "label": " "}],
       "test.jsonl:1: a label must be one line, and not empty",
+      id="empty label",
     ),
-    ([], "test.jsonl: is empty"),
-    (
-      [TRAIN[0] | {"text": "long " * 1000}],
+    pytest.param([], "test.jsonl: is empty", id="empty file"),
+    pytest.param(
+      [{**TRAIN[0], "text": "long " * 1000}],
       "4096 tokens do not hold the longest query of 'mine'",
+      id="query that is too long",
     ),
   ],
 )
-def test_bad_data(monkeypatch, tmp_path, test, message):
-  write(tmp_path, "mine", train=TRAIN, test=test)
+def test_an_invalid_record_is_reported_in_one_line(
+  monkeypatch, tmp_path, test_records, message
+):
+  write_records(tmp_path / "mine" / "train.jsonl", TRAIN)
+  write_records(tmp_path / "mine" / "test.jsonl", test_records)
+
   with pytest.raises(UserError, match=message) as error:
-    run(monkeypatch, look_up, datasets=("mine",), data_dir=str(tmp_path))
+    evaluate(
+      monkeypatch,
+      FakeSampler(look_up),
+      datasets=("mine",),
+      data_dir=str(tmp_path),
+    )
   assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
   "settings, message",
   [
-    (
-      dict(datasets=("trec",)),
+    pytest.param(
+      {"datasets": ("trec",)},
       "'trec' is not 'synthetic'; set.many_shot.data_dir must name",
+      id="no data_dir",
     ),
-    (
-      dict(datasets=("trec",), data_dir="/nowhere"),
+    pytest.param(
+      {"datasets": ("trec",), "data_dir": "/nowhere"},
       "/nowhere/trec/train.jsonl: cannot be read",
+      id="missing data_dir",
     ),
-    (
-      dict(max_tokens=5000),
+    pytest.param(
+      {"max_tokens": 5000},
       "set.many_shot.max_tokens = 5000: the model takes at most 4096",
+      id="max_tokens",
     ),
-    (dict(samples=0), "set.many_shot.samples = 0: must be at least 1"),
+    pytest.param(
+      {"samples": 0},
+      "set.many_shot.samples = 0: must be at least 1",
+      id="samples",
+    ),
   ],
 )
-def test_bad_settings(monkeypatch, settings, message):
+def test_an_invalid_setting_raises(monkeypatch, settings, message):
   with pytest.raises(UserError, match=message):
-    run(monkeypatch, look_up, **settings)
+    evaluate(monkeypatch, FakeSampler(look_up), **settings)
 
 
-def test_plot(monkeypatch, tmp_path):
-  compared = [
-    run(monkeypatch, answer, orders=0, max_tokens=600)[0]
-    for answer in (look_up, lambda text: "?")
-  ]
-  for count in (1, 2):
-    results = {
-      "models": [{"name": "one"}, {"name": "other"}][:count],
-      "figures": list(intervals.compare(*compared[:count])),
-    }
-    plots.save(ManyShot().plot(results), tmp_path / "many_shot.png")
-    assert (tmp_path / "many_shot.png").read_bytes()[:4] == b"\x89PNG"
-  assert dataclasses.replace(ManyShot(), datasets=("synthetic",)) == ManyShot()
+def test_the_default_dataset_is_synthetic():
+  assert ManyShot().datasets == ("synthetic",)
+
+
+def test_the_plot_shows_one_or_two_models(monkeypatch, tmp_path):
+  path = tmp_path / "many_shot.png"
+  settings = {"orders": 0, "max_tokens": 600}
+  first = evaluate(monkeypatch, FakeSampler(look_up), **settings)
+  second = evaluate(monkeypatch, FakeSampler(answer_unknown), **settings)
+  one_model = {
+    "models": [{"name": "one"}],
+    "figures": list(intervals.compare(first)),
+  }
+  two_models = {
+    "models": [{"name": "one"}, {"name": "other"}],
+    "figures": list(intervals.compare(first, second)),
+  }
+
+  for suite_results in (one_model, two_models):
+    plots.save(ManyShot().plot(suite_results), path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    path.unlink()
+
+
+def test_a_real_model_and_sampler():
+  config = ModelConfig(
+    num_layers=1,
+    embed_dim=16,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=8,
+    ffn_dim=16,
+    max_length=256,
+  )
+  model = Decoder(config)
+  params = parameters(model, jnp.zeros((1, 1), jnp.int32))
+  # Large parameters, so that the probabilities are not nearly uniform.
+  params = jax.tree.map(lambda leaf: 3 * leaf, params)
+  trained = Trained("real", Config(model=config), model, params, BYTES)
+  suite = ManyShot(
+    samples=4,
+    sets=1,
+    orders=2,
+    synthetic_classes=2,
+    synthetic_words=1,
+    batch_tokens=1024,
+  )
+
+  measurements = list(suite.evaluate(trained))
+
+  counts = [item.at["demonstrations"] for item in measurements]
+  assert counts == [1, 2, 3, 3, 3]
+  for measurement in measurements:
+    assert 0 <= value(measurement) <= 1

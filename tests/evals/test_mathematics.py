@@ -1,7 +1,12 @@
-"""Mathematics: models with a known answer get their known scores, and prompts are those of fine-tuning."""
+"""The mathematics suite, with models whose answers are known."""
+
+from __future__ import annotations
 
 import dataclasses
 import json
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import pytest
@@ -19,306 +24,433 @@ from diffjax.training.checkpoint import Checkpoints
 from diffjax.training.program import build
 from tests.harness import in_process
 
-TOKENIZER = load_tokenizer("bytes")
-GSM8K = [
-  {
-    "question": f"What is {a} + {a}?",
-    "answer": f"{a} + {a} = <<{a}+{a}={2 * a}>>{2 * a}.\n#### {2 * a}",
+BYTES = load_tokenizer("bytes")
+TRAINED = Trained(
+  "a model",
+  Config(
+    model=ModelConfig(max_length=700),
+    data=DataConfig(prompt_template="Q: {prompt}\nA:"),
+  ),
+  None,
+  None,
+  BYTES,
+)
+
+
+def gsm8k_record(number: int) -> dict[str, str]:
+  """Returns the question for the double of a number, as GSM8K writes it."""
+  double = 2 * number
+  calculation = f"<<{number}+{number}={double}>>"
+  return {
+    "question": f"What is {number} + {number}?",
+    "answer": (f"{number} + {number} = {calculation}{double}.\n#### {double}"),
   }
-  for a in range(3, 9)
-]
-MATH = [
-  {
-    "problem": f"Half of {a}?",
-    "solution": rf"It is $\boxed{{\frac{{{a}}}{{2}}}}$.",
+
+
+def math_record(number: int) -> dict[str, str]:
+  """Returns the question for the half of a number, as MATH writes it."""
+  return {
+    "problem": f"Half of {number}?",
+    "solution": rf"It is $\boxed{{\frac{{{number}}}{{2}}}}$.",
     "level": "Level 1",
   }
-  for a in range(1, 5)
-]
-MATH_500 = [
-  {
-    "problem": f"Half of {a}?",
+
+
+def math_500_record(number: int) -> dict[str, str]:
+  """Returns the question for the half of a number, as MATH-500 writes it."""
+  return {
+    "problem": f"Half of {number}?",
     "solution": "See above.",
-    "answer": rf"\frac{{{a}}}{{2}}",
+    "answer": rf"\frac{{{number}}}{{2}}",
   }
-  for a in range(1, 5)
-]
 
 
-def write(path, records):
-  path.write_text("".join(json.dumps(record) + "\n" for record in records))
+class Files(NamedTuple):
+  """The paths of three benchmarks."""
+
+  gsm8k: str
+  math: str
+  math500: str
+
+
+@pytest.fixture
+def files(tmp_path: pathlib.Path) -> Files:
+  """Benchmarks of six, four and four questions."""
+  gsm8k = [gsm8k_record(number) for number in range(3, 9)]
+  math = [math_record(number) for number in range(1, 5)]
+  math_500 = [math_500_record(number) for number in range(1, 5)]
+  return Files(
+    write_records(tmp_path / "gsm8k.jsonl", gsm8k),
+    write_records(tmp_path / "math.jsonl", math),
+    write_records(tmp_path / "math500.jsonl", math_500),
+  )
+
+
+def write_records(path: pathlib.Path, records: list[dict[str, Any]]) -> str:
+  """Writes a JSONL file, and returns its path."""
+  lines = [json.dumps(record) + "\n" for record in records]
+  path.write_text("".join(lines))
   return str(path)
 
 
-@pytest.fixture
-def files(tmp_path):
-  return (
-    write(tmp_path / "gsm8k.jsonl", GSM8K),
-    write(tmp_path / "math.jsonl", MATH),
-    write(tmp_path / "math500.jsonl", MATH_500),
-  )
+class FakeSampler:
+  """A sampler over a function from the text of a prompt to an answer."""
+
+  def __init__(self, answer: Callable[[str], str], max_length: int):
+    self.answer = answer
+    self.max_length = max_length
+    self.prompts: list[list[int]] = []
+
+  def __call__(
+    self, model: Any, params: Any, *, batch_size: int, capacity: int
+  ) -> FakeSampler:
+    assert capacity <= self.max_length
+    self.capacity = capacity
+    return self
+
+  def generate(
+    self,
+    prompts: Sequence[list[int]],
+    max_new_tokens: int,
+    *,
+    stop_ids: Sequence[int],
+    stop: Callable[[list[int]], bool],
+  ) -> list[list[int]]:
+    answers = []
+    for prompt in prompts:
+      assert len(prompt) + max_new_tokens <= self.capacity
+      self.prompts.append(prompt)
+      whole_answer = BYTES.encode(self.answer(BYTES.decode(prompt)))
+      answer: list[int] = []
+      for token in whole_answer[:max_new_tokens]:
+        answer.append(token)
+        if stop(answer):
+          break
+      answers.append(answer)
+    return answers
 
 
-@pytest.fixture
-def trained():
-  config = Config(
-    model=ModelConfig(max_length=700),
-    data=DataConfig(prompt_template="Q: {prompt}\nA:"),
-  )
-  return Trained("a model", config, None, None, TOKENIZER)
+class Evaluation(NamedTuple):
+  """The results of a suite.
+
+  Attributes:
+    results: The results by (name, file).
+    prompts: The texts of the prompts.
+    prompt_ids: The tokens of the prompts.
+  """
+
+  results: dict[tuple[str, str], dict[str, Any]]
+  prompts: list[str]
+  prompt_ids: list[list[int]]
 
 
-@pytest.fixture
-def play(monkeypatch):
-  """Evaluates with a sampler that gives the given answers."""
-
-  def play(trained, settings, answer):
-    asked = []
-
-    class Sampler:
-      def __init__(self, model, params, *, batch_size, capacity):
-        self.capacity = capacity
-
-      def generate(self, prompts, max_new_tokens, *, stop_ids, stop):
-        assert (
-          max(map(len, prompts)) + max_new_tokens
-          <= self.capacity
-          <= trained.config.model.max_length
-        )
-        asked.extend(TOKENIZER.decode(prompt) for prompt in prompts)
-        return [
-          self.write(TOKENIZER.decode(prompt), max_new_tokens, stop)
-          for prompt in prompts
-        ]
-
-      def write(self, prompt, max_new_tokens, stop):
-        tokens = []
-        for token in TOKENIZER.encode(answer(prompt))[:max_new_tokens]:
-          tokens.append(token)
-          if stop(tokens):
-            break
-        return tokens
-
-    monkeypatch.setattr(mathematics, "Sampler", Sampler)
-    found = {
-      (row["name"], row["at"]["file"]): row
-      for row in intervals.compare(settings.evaluate(trained))
-    }
-    return found, asked
-
-  return play
+def evaluate(
+  monkeypatch: pytest.MonkeyPatch,
+  suite: Mathematics,
+  answer: Callable[[str], str],
+  trained: Trained = TRAINED,
+) -> Evaluation:
+  """Returns the results of a model that answers by a function."""
+  sampler = FakeSampler(answer, trained.config.model.max_length)
+  monkeypatch.setattr(mathematics, "Sampler", sampler)
+  results = {}
+  for result in intervals.compare(suite.evaluate(trained)):
+    results[result["name"], result["at"]["file"]] = result
+  prompts = [BYTES.decode(prompt) for prompt in sampler.prompts]
+  return Evaluation(results, prompts, sampler.prompts)
 
 
-def oracle(prompt):
-  """Writes the right answers in other words."""
-  number = int(prompt.rpartition("Q: ")[2].split()[2].rstrip("?"))
-  return (
-    f"Let me see. 17 + 4 ... The answer is {2 * number}.0"
-    if "What" in prompt.rpartition("Q: ")[2]
-    else rf"So \boxed{{{number / 2}}}"
-  )
+def with_template(prompt_template: str) -> Trained:
+  """Returns a model that was fine-tuned with a template."""
+  data = DataConfig(prompt_template=prompt_template)
+  config = dataclasses.replace(TRAINED.config, data=data)
+  return dataclasses.replace(TRAINED, config=config)
 
 
-def test_an_oracle_scores_1_and_its_opposite_0(play, trained, files):
-  found, asked = play(
-    trained, Mathematics(files=",".join(files), new_tokens=100), oracle
-  )
-  assert {key: row["value"] for key, row in found.items()} == {
-    **{
-      (name, file): 1.0
-      for name in ("accuracy", "ended")
-      for file in ("gsm8k", "math", "math500")
-    },
-    ("accuracy", "mean"): 1.0,
+def answer_right(prompt: str) -> str:
+  """Returns the right answer to the last question, in other words."""
+  question = prompt.rpartition(": ")[2]
+  number = int(question.split()[2].rstrip("?"))
+  if question.startswith("What"):
+    return f"Let me see. 17 + 4 ... The answer is {2 * number}.0"
+  return rf"So \boxed{{{number / 2}}}"
+
+
+def test_right_answers_score_1(monkeypatch, files):
+  suite = Mathematics(files=",".join(files), new_tokens=100)
+
+  results, prompts, _ = evaluate(monkeypatch, suite, answer_right)
+
+  assert results.keys() == {
+    ("accuracy", "gsm8k"),
+    ("accuracy", "math"),
+    ("accuracy", "math500"),
+    ("accuracy", "mean"),
+    ("ended", "gsm8k"),
+    ("ended", "math"),
+    ("ended", "math500"),
   }
-  assert (
-    found["accuracy", "gsm8k"]["units"] == 6
-    and found["accuracy", "mean"]["units"] == 14
-  )
-  assert asked[0] == "Q: What is 3 + 3?\nA:"
-  for wrong in ("The answer is 1000.", "", "nothing", r"\boxed{x}"):
-    found, _ = play(
-      trained,
-      Mathematics(files=",".join(files), new_tokens=100),
-      lambda prompt: wrong,  # noqa: B023
-    )
-    assert all(
-      row["value"] == 0
-      for (name, _), row in found.items()
-      if name == "accuracy"
-    )
-
-
-def test_the_mean_weights_files_alike(play, trained, files):
-  found, _ = play(
-    trained,
-    Mathematics(files=",".join(files[:2]), new_tokens=100),
-    lambda prompt: oracle(prompt) if "What" in prompt else "",
-  )
-  assert (
-    found["accuracy", "gsm8k"]["value"],
-    found["accuracy", "math"]["value"],
-  ) == (1.0, 0.0)
-  assert found["accuracy", "mean"]["value"] == pytest.approx(0.5)
-  assert (
-    found["accuracy", "mean"]["low"] < 0.5 < found["accuracy", "mean"]["high"]
-  )
-  assert (
-    found["accuracy", "gsm8k"]["low"] < 0.7
-    and found["accuracy", "math"]["high"] > 0.3
-  )
-
-
-def test_what_follows_another_question_does_not_count(play, trained, files):
-  own = lambda prompt: (
-    oracle("Q: " + prompt.partition(": ")[2])
-    + "\n\nExercise 9: What is 1 + 1?\nA: 2."
-  )
-  config = dataclasses.replace(
-    trained.config, data=DataConfig(prompt_template="Exercise 9: {prompt}\nA:")
-  )
-  found, asked = play(
-    dataclasses.replace(trained, config=config),
-    Mathematics(files=",".join(files), new_tokens=200),
-    own,
-  )
-  assert asked[0] == "Exercise 9: What is 3 + 3?\nA:" and all(
-    row["value"] == 1 for row in found.values()
-  )
-  bare = lambda prompt: f"{2 * int(prompt.split()[4])}\nExercise 9: What"
-  found, _ = play(
-    dataclasses.replace(trained, config=config),
-    Mathematics(files=files[0], new_tokens=200),
-    bare,
-  )
-  assert found["accuracy", "gsm8k"]["value"] == 1, "9 is of the template"
-
-
-def test_answers_that_do_not_end(play, trained, files):
-  found, _ = play(
-    trained,
-    Mathematics(files=files[0], new_tokens=50),
-    lambda prompt: "3" * 200 if "3 + 3" in prompt else "no",
-  )
-  assert found["ended", "gsm8k"]["value"] == pytest.approx(5 / 6)
-
-
-def test_demonstrations_stand_before_questions(play, trained, files):
-  settings = Mathematics(
-    files=files[0], shots=2, shots_file=files[2], questions=3, new_tokens=100
-  )
-  found, asked = play(trained, settings, oracle)
-  shots = "Q: Half of 1?\nA:See above.\n\nQ: Half of 2?\nA:See above.\n\n"
-  assert asked == [
-    f"{shots}Q: What is {number} + {number}?\nA:" for number in (3, 4, 5)
-  ]
-  assert found["accuracy", "gsm8k"]["value"] == 1.0
-
-
-def test_a_demonstration_may_not_be_a_scored_question(play, trained, files):
-  settings = Mathematics(
-    files=",".join(files[:2]), shots=1, shots_file=files[2], new_tokens=100
-  )
-  with pytest.raises(
-    UserError,
-    match="math500.jsonl:1: this demonstration is also a scored question .*"
-    "math.jsonl:1",
-  ):
-    play(trained, settings, oracle)
-  settings = dataclasses.replace(settings, files=files[0])
-  _, asked = play(trained, settings, oracle)
-  assert all(prompt.count("Half of 1?") == 1 for prompt in asked)
-
-
-def test_prompts_are_those_of_fine_tuning(trained):
-  """They are, token for token, the text before an answer in a training row."""
-  template = DataConfig().prompt_template
-  example = Tokenize("bytes")(
-    Document("4", False, template.replace("{prompt}", "2 + 2?"))
-  )
-  ids = TOKENIZER.encode_prompt(
-    mathematics._format_question(template, "2 + 2?")
-  )
-  assert ids == example.tokens[: example.prompt_length].tolist()
+  for result in results.values():
+    assert result["value"] == 1.0
+  assert results["accuracy", "gsm8k"]["units"] == 6
+  assert results["accuracy", "mean"]["units"] == 6 + 4 + 4
+  assert prompts[0] == "Q: What is 3 + 3?\nA:"
 
 
 @pytest.mark.parametrize(
-  ("record", "message"),
+  "wrong_answer",
   [
-    (
+    pytest.param("The answer is 1000.", id="number"),
+    pytest.param("", id="empty"),
+    pytest.param("nothing", id="no number"),
+    pytest.param(r"\boxed{x}", id="variable"),
+  ],
+)
+def test_wrong_answers_score_0(monkeypatch, files, wrong_answer):
+  def answer_wrong(prompt: str) -> str:
+    return wrong_answer
+
+  suite = Mathematics(files=",".join(files), new_tokens=100)
+  results, _, _ = evaluate(monkeypatch, suite, answer_wrong)
+
+  for file in ("gsm8k", "math", "math500", "mean"):
+    assert results["accuracy", file]["value"] == 0
+
+
+def test_files_have_equal_weight_in_the_mean(monkeypatch, files):
+  def answer_gsm8k_only(prompt: str) -> str:
+    return answer_right(prompt) if "What" in prompt else ""
+
+  suite = Mathematics(files=f"{files.gsm8k},{files.math}", new_tokens=100)
+  results, _, _ = evaluate(monkeypatch, suite, answer_gsm8k_only)
+
+  gsm8k = results["accuracy", "gsm8k"]
+  assert gsm8k["value"] == 1.0
+  assert gsm8k["low"] < 0.7
+  math = results["accuracy", "math"]
+  assert math["value"] == 0.0
+  assert math["high"] > 0.3
+  mean = results["accuracy", "mean"]
+  assert mean["value"] == pytest.approx(0.5)
+  assert mean["low"] < 0.5 < mean["high"]
+
+
+def test_text_after_the_next_question_does_not_count(monkeypatch, files):
+  def answer_and_ask(prompt: str) -> str:
+    next_question = "\n\nExercise 9: What is 1 + 1?\nA: 2."
+    return answer_right(prompt) + next_question
+
+  results, prompts, _ = evaluate(
+    monkeypatch,
+    Mathematics(files=",".join(files), new_tokens=200),
+    answer_and_ask,
+    with_template("Exercise 9: {prompt}\nA:"),
+  )
+
+  assert prompts[0] == "Exercise 9: What is 3 + 3?\nA:"
+  for result in results.values():
+    assert result["value"] == 1
+
+
+def test_a_number_in_the_template_is_not_an_answer(monkeypatch, files):
+  """The 9 of "Exercise 9" is the last number of the text."""
+
+  def answer_and_ask(prompt: str) -> str:
+    number = int(prompt.split()[4])
+    return f"{2 * number}\nExercise 9: What"
+
+  results, _, _ = evaluate(
+    monkeypatch,
+    Mathematics(files=files.gsm8k, new_tokens=200),
+    answer_and_ask,
+    with_template("Exercise 9: {prompt}\nA:"),
+  )
+
+  assert results["accuracy", "gsm8k"]["value"] == 1
+
+
+def test_an_answer_of_the_maximum_length_has_not_ended(monkeypatch, files):
+  def answer_first_question_at_length(prompt: str) -> str:
+    return "3" * 200 if "3 + 3" in prompt else "no"
+
+  suite = Mathematics(files=files.gsm8k, new_tokens=50)
+  results, _, _ = evaluate(monkeypatch, suite, answer_first_question_at_length)
+
+  assert results["ended", "gsm8k"]["value"] == pytest.approx(5 / 6)
+
+
+def test_demonstrations_precede_each_question(monkeypatch, files):
+  suite = Mathematics(
+    files=files.gsm8k,
+    shots=2,
+    shots_file=files.math500,
+    questions=3,
+    new_tokens=100,
+  )
+
+  results, prompts, _ = evaluate(monkeypatch, suite, answer_right)
+
+  shots = "Q: Half of 1?\nA:See above.\n\nQ: Half of 2?\nA:See above.\n\n"
+  assert prompts == [
+    f"{shots}Q: What is 3 + 3?\nA:",
+    f"{shots}Q: What is 4 + 4?\nA:",
+    f"{shots}Q: What is 5 + 5?\nA:",
+  ]
+  assert results["accuracy", "gsm8k"]["value"] == 1.0
+
+
+def test_a_demonstration_that_is_a_scored_question_raises(monkeypatch, files):
+  """The question is in another file."""
+  suite = Mathematics(
+    files=f"{files.gsm8k},{files.math}",
+    shots=1,
+    shots_file=files.math500,
+    new_tokens=100,
+  )
+
+  message = (
+    "math500.jsonl:1: this demonstration is also a scored question .*"
+    "math.jsonl:1"
+  )
+  with pytest.raises(UserError, match=message):
+    evaluate(monkeypatch, suite, answer_right)
+
+
+def test_prompts_are_those_of_fine_tuning(monkeypatch, tmp_path):
+  """They have the tokens before an answer in a training row."""
+  template = DataConfig().prompt_template
+  path = write_records(
+    tmp_path / "a.jsonl", [{"question": "2 + 2?", "answer": "4"}]
+  )
+
+  def answer_4(prompt: str) -> str:
+    return "4"
+
+  evaluation = evaluate(
+    monkeypatch,
+    Mathematics(files=path, new_tokens=100),
+    answer_4,
+    with_template(template),
+  )
+
+  document = Document("4", False, template.replace("{prompt}", "2 + 2?"))
+  example = Tokenize("bytes")(document)
+  prompt_tokens = example.tokens[: example.prompt_length].tolist()
+  assert evaluation.prompt_ids == [prompt_tokens]
+
+
+@pytest.mark.parametrize(
+  "record, message",
+  [
+    pytest.param(
       {"answer": "5"},
-      "a.jsonl:2: the field 'question' or 'problem' is missing; there are 'answer'",
+      "a.jsonl:2: the field 'question' or 'problem' is missing; there are"
+      " 'answer'",
+      id="no question",
     ),
-    (
+    pytest.param(
       {"question": "5?"},
-      "a.jsonl:2: the field 'answer' or 'solution' is missing; there are 'question'",
+      "a.jsonl:2: the field 'answer' or 'solution' is missing; there are"
+      " 'question'",
+      id="no answer",
     ),
-    (
+    pytest.param(
       {"question": "5?", "answer": ["5"]},
       r"a.jsonl:2: the field 'answer' must be a string; got \"\['5'\]\"",
+      id="list",
     ),
-    (
+    pytest.param(
       {"question": 5, "answer": True},
       "a.jsonl:2: the field 'answer' must be a string; got 'True'",
+      id="bool",
     ),
-    (
+    pytest.param(
       {"question": "5?", "answer": " "},
       "a.jsonl:2: there is no final answer in ' '",
+      id="blank answer",
     ),
-    (
+    pytest.param(
       {"question": "5?", "answer": r"\boxed{}"},
       "a.jsonl:2: there is no final answer",
+      id="empty box",
     ),
-    (
+    pytest.param(
       {"question": "x" * 700, "answer": "5"},
-      "a.jsonl:2: a prompt of 707 tokens.*new_tokens = 50 are more than the model's 700",
+      "a.jsonl:2: a prompt of 707 tokens.*new_tokens = 50 are more than the"
+      " model's 700",
+      id="long question",
     ),
   ],
 )
-def test_bad_records(tmp_path, trained, record, message):
-  path = write(tmp_path / "a.jsonl", [GSM8K[0], record])
-  with pytest.raises(UserError, match=message) as caught:
-    list(Mathematics(files=path, new_tokens=50).evaluate(trained))
-  assert "\n" not in str(caught.value)
+def test_an_invalid_record_is_reported_in_one_line(tmp_path, record, message):
+  path = write_records(tmp_path / "a.jsonl", [gsm8k_record(3), record])
+
+  with pytest.raises(UserError, match=message) as error:
+    list(Mathematics(files=path, new_tokens=50).evaluate(TRAINED))
+  assert "\n" not in str(error.value)
 
 
-def test_numbers_are_answers_too(tmp_path):
-  assert (
-    mathematics.read(
-      write(tmp_path / "aime.jsonl", [{"problem": "?", "answer": 25}])
-    )[0].answer
-    == "25"
+def test_an_answer_can_be_a_number(tmp_path):
+  path = write_records(
+    tmp_path / "aime.jsonl", [{"problem": "?", "answer": 25}]
   )
+
+  (question,) = mathematics.read(path)
+  assert question.answer == "25"
 
 
 @pytest.mark.parametrize(
-  ("change", "message"),
+  "settings, message",
   [
-    ({"files": " ,"}, "set.mathematics.files names JSONL files"),
-    ({"files": "/nowhere/a.jsonl"}, "/nowhere/a.jsonl: cannot be read"),
-    ({"shots": 1}, "set.mathematics.shots_file must name a file"),
-    (
-      {"shots": 9, "shots_file": "math.jsonl"},
-      "set.mathematics.shots = 9: .*math.jsonl has 4 records",
+    pytest.param(
+      {"files": " ,"},
+      "set.mathematics.files names JSONL files",
+      id="no files",
     ),
-    ({"shots": -1}, "set.mathematics.shots = -1: must be at least 0"),
-    ({"new_tokens": 0}, "set.mathematics.new_tokens = 0: must be at least 1"),
-    ({"files": "a/b.jsonl,c/b.jsonl"}, "two files have the same name"),
+    pytest.param(
+      {"files": "/nowhere/a.jsonl"},
+      "/nowhere/a.jsonl: cannot be read",
+      id="missing file",
+    ),
+    pytest.param(
+      {"files": "a/b.jsonl,c/b.jsonl"},
+      "two files have the same name",
+      id="equal names",
+    ),
+    pytest.param(
+      {"shots": 1},
+      "set.mathematics.shots_file must name a file",
+      id="no shots_file",
+    ),
+    pytest.param(
+      {"shots": -1},
+      "set.mathematics.shots = -1: must be at least 0",
+      id="negative shots",
+    ),
+    pytest.param(
+      {"new_tokens": 0},
+      "set.mathematics.new_tokens = 0: must be at least 1",
+      id="no new tokens",
+    ),
   ],
 )
-def test_bad_settings(tmp_path, trained, files, change, message):
-  if change.get("shots_file"):
-    change = {**change, "shots_file": str(tmp_path / change["shots_file"])}
+def test_an_invalid_setting_raises(files, settings, message):
+  all_settings = {"files": ",".join(files), **settings}
   with pytest.raises(UserError, match=message):
-    list(
-      dataclasses.replace(
-        Mathematics(files=",".join(files)), **change
-      ).evaluate(trained)
-    )
+    list(Mathematics(**all_settings).evaluate(TRAINED))
 
 
-def test_the_command(files, tmp_path):
-  """python -m diffjax.evaluate --suite=mathematics, with an untrained model, and with a bad record."""
+def test_more_demonstrations_than_records_raise(files):
+  suite = Mathematics(files=files.gsm8k, shots=9, shots_file=files.math)
+
+  message = "set.mathematics.shots = 9: .*math.jsonl has 4 records"
+  with pytest.raises(UserError, match=message):
+    list(suite.evaluate(TRAINED))
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+  """The directory of a run whose model is not trained."""
   config = Config(
     model=ModelConfig(
       num_layers=1,
@@ -331,44 +463,54 @@ def test_the_command(files, tmp_path):
     )
   )
   program = build(config, make_mesh(config.mesh, jax.devices()[:1]))
-  with Checkpoints(tmp_path / "run", keep=1) as checkpoints:
+  directory = tmp_path_factory.mktemp("run")
+  with Checkpoints(directory, keep=1) as checkpoints:
     checkpoints.save(
       0, program.init(), data_state={}, config=config.to_dict(), scores={}
     )
     checkpoints.wait()
+  return directory
 
-  def run(*args):
-    return in_process.call(
-      "diffjax.evaluate",
-      "--suite=mathematics",
-      f"--workdir={tmp_path}/run",
-      *args,
-    )
 
-  result = run(
-    f"--set.mathematics.files={files[0]},{files[1]}",
+def test_the_command_writes_the_results(files, workdir):
+  result = in_process.call(
+    "diffjax.evaluate",
+    "--suite=mathematics",
+    f"--workdir={workdir}",
+    f"--set.mathematics.files={files.gsm8k},{files.math}",
     "--set.mathematics.new_tokens=9",
     "--set.mathematics.questions=3",
   )
+
   assert result.returncode == 0, result.stderr
-  found = json.loads(
-    (tmp_path / "run" / "evals" / "mathematics.json").read_text()
-  )
-  assert [
-    (row["name"], row["at"]["file"], row["units"]) for row in found["figures"]
-  ] == [
+  suite_results = json.loads((workdir / "evals/mathematics.json").read_text())
+  rows = []
+  for figure in suite_results["figures"]:
+    rows.append((figure["name"], figure["at"]["file"], figure["units"]))
+  assert rows == [
     ("accuracy", "gsm8k", 3),
     ("ended", "gsm8k", 3),
     ("accuracy", "math", 3),
     ("ended", "math", 3),
     ("accuracy", "mean", 6),
   ]
-  result = run(
-    f"--set.mathematics.files={write(tmp_path / 'bad.jsonl', [GSM8K[0], {'question': '?'}])}",
+
+
+def test_the_command_reports_an_invalid_record(tmp_path, workdir):
+  path = write_records(
+    tmp_path / "bad.jsonl", [gsm8k_record(3), {"question": "?"}]
+  )
+
+  result = in_process.call(
+    "diffjax.evaluate",
+    "--suite=mathematics",
+    f"--workdir={workdir}",
+    f"--set.mathematics.files={path}",
     "--set.mathematics.new_tokens=9",
   )
-  assert result.returncode == 1 and result.stderr.splitlines(keepends=True)[
-    -1
-  ] == (
-    f"error: {tmp_path}/bad.jsonl:2: the field 'answer' or 'solution' is missing; there are 'question'\n"
+
+  assert result.returncode == 1
+  assert result.stderr.splitlines(keepends=True)[-1] == (
+    f"error: {path}:2: the field 'answer' or 'solution' is missing;"
+    " there are 'question'\n"
   )

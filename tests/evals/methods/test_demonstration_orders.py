@@ -1,0 +1,75 @@
+"""Orders of demonstrations: balanced rounds, shuffles and alternation."""
+
+import collections
+
+import numpy as np
+import pytest
+
+from diffjax.evals.methods.demonstration_orders import (
+  alternating,
+  balanced,
+  shuffled,
+)
+from diffjax.evals.methods.labelled_texts import Example
+
+
+def make_examples(counts: dict[str, int]) -> list[Example]:
+  """Returns examples with distinct texts, as many of each label as given."""
+  examples = []
+  for label, count in counts.items():
+    for number in range(count):
+      examples.append(Example(f"{label}{number}", label))
+  return examples
+
+
+@pytest.fixture(scope="module")
+def balanced_examples() -> list[Example]:
+  """Balanced examples, of which three have the label "a" and 50 each other."""
+  examples = make_examples({"a": 3, "b": 50, "c": 50, "d": 50})
+  ordered = balanced(examples, np.random.default_rng(0))
+  assert sorted(ordered) == sorted(examples)
+  return ordered
+
+
+def test_rounds_are_balanced_until_a_class_has_no_more(balanced_examples):
+  # Three rounds contain all four labels, and later ones only b, c and d.
+  num_with_all_labels = 3 * 4
+  for stop in range(1, len(balanced_examples)):
+    labels = [example.label for example in balanced_examples[:stop]]
+    counts = [labels.count("b"), labels.count("c"), labels.count("d")]
+    assert max(counts) - min(counts) <= 1
+    if stop <= num_with_all_labels:
+      counts.append(labels.count("a"))
+      assert max(counts) - min(counts) <= 1
+
+
+def test_rounds_have_different_orders_of_labels(balanced_examples):
+  orders = set()
+  for start in range(12, 150, 3):
+    round_examples = balanced_examples[start : start + 3]
+    orders.add(tuple(example.label for example in round_examples))
+  assert len(orders) > 3
+
+
+@pytest.mark.parametrize("order", [shuffled, alternating])
+def test_each_order_has_the_same_demonstrations(order):
+  examples = make_examples({"a": 10, "b": 9, "c": 9})
+  rng = np.random.default_rng(0)
+
+  first = order(examples, rng)
+  second = order(examples, rng)
+
+  assert sorted(first) == sorted(examples)
+  assert sorted(second) == sorted(examples)
+  assert first != second
+
+
+def test_alternating_repeats_one_order_of_the_labels():
+  examples = make_examples({"a": 10, "b": 9, "c": 9})
+  rng = np.random.default_rng(0)
+  for _ in range(5):
+    labels = "".join(example.label for example in alternating(examples, rng))
+    first_round = labels[:3]
+    assert collections.Counter(first_round) == {"a": 1, "b": 1, "c": 1}
+    # "a" has one example more.
+    assert labels == first_round * 9 + "a"
