@@ -311,7 +311,7 @@ def _combine_layers(layers: Summary) -> Summary:
   num_rows = layers.top.shape[1]
   top_of_layers = jnp.swapaxes(layers.top, 0, 1)  # [B, L, 100]
   return Summary(
-    top=_top_values(top_of_layers.reshape(num_rows, -1)),
+    top=top_values(top_of_layers.reshape(num_rows, -1)),
     counts=jnp.sum(layers.counts, axis=0),
   )
 
@@ -328,8 +328,8 @@ def _add_values(
       tokens, it counts the last one.
   """
   num_rows, num_tokens = values.shape[:2]
-  candidates = jnp.concatenate([summary.top, _top_values(values)], axis=1)
-  top = _top_values(candidates)
+  candidates = jnp.concatenate([summary.top, top_values(values)], axis=1)
+  top = top_values(candidates)
 
   first_sampled = min(every, num_tokens) - 1
   sample = values[:, first_sampled::every].reshape(num_rows, -1)
@@ -341,10 +341,10 @@ def _histogram(values: Float[Array, "n"]) -> Int[Array, "bins"]:
   """Returns the number of values in each bin."""
   is_value = values >= 0
   counts = jnp.zeros(_NUM_BINS, jnp.int32)
-  return counts.at[_bin_indices(values)].add(is_value.astype(jnp.int32))
+  return counts.at[bin_indices(values)].add(is_value.astype(jnp.int32))
 
 
-def _bin_indices(values: Float[Array, "n"]) -> Int[Array, "n"]:
+def bin_indices(values: Float[Array, "n"]) -> Int[Array, "n"]:
   """Returns the bin of each float32 that is not negative.
 
   The bits of such a float32 are 0, the biased exponent, and 23 bits of the
@@ -364,7 +364,7 @@ def _bin_indices(values: Float[Array, "n"]) -> Int[Array, "n"]:
   return jnp.clip(bin_numbers - first_number, 0, _NUM_BINS - 1)
 
 
-def _top_values(values: Float[Array, "B *groups n"]) -> Float[Array, "B 100"]:
+def top_values(values: Float[Array, "B *groups n"]) -> Float[Array, "B 100"]:
   """Returns the 100 largest values of each row, in descending order.
 
   Sorting all values would take long. The 100 largest values are in the 100

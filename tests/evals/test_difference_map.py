@@ -1,7 +1,8 @@
-"""Measures of the difference map: by hand, against float64, and on models with a known answer."""
+"""Measures of the difference map: by hand, in float64 and of whole models."""
 
 import dataclasses
 
+import chex
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,119 +10,144 @@ import pytest
 from diffjax.evals import difference_map
 from diffjax.evals.difference_map import MEASURES, DifferenceMap
 from diffjax.evals.report.intervals import interval
+from diffjax.inference.trained import Trained
+from tests.harness.tolerances import FLOAT32
 
 
-def one_row(weights):
-  """The measures of one query."""
-  weights = jnp.asarray(weights, jnp.float32)[None, None, None]
-  sums = np.asarray(
-    difference_map.row_sums(weights, jnp.ones(weights.shape[1:], bool))
-  )[0]
-  assert sums[-1] == 1
-  return dict(zip(MEASURES, sums[:-1], strict=True))
+@pytest.mark.parametrize(
+  "weights, expected",
+  [
+    pytest.param(
+      [0.25, 0.25, 0.25, 0.25],
+      {
+        "negative share": 0,
+        "small share": 0,
+        "effective keys": 1,
+        "Hoyer sparsity": 0,
+      },
+      id="uniform",
+    ),
+    pytest.param(
+      [0, 0, 1, 0],
+      {
+        "negative share": 0,
+        "small share": 3 / 4,
+        "effective keys": 1 / 4,
+        "Hoyer sparsity": 1,
+      },
+      id="one key",
+    ),
+    # Σ|w| = 4 and Σw² = 10.
+    pytest.param(
+      [3, -1],
+      {
+        "negative share": 1 / 4,
+        "small share": 0,
+        "effective keys": 4**2 / 10 / 2,
+        "Hoyer sparsity": (2**0.5 - 4 / 10**0.5) / (2**0.5 - 1),
+      },
+      id="difference",
+    ),
+    pytest.param(
+      [0, 0],
+      {
+        "negative share": 0,
+        "small share": 0,
+        "effective keys": 1,
+        "Hoyer sparsity": 0,
+      },
+      id="zeros",
+    ),
+  ],
+)
+def test_measures_of_one_query_by_hand(weights, expected):
+  num_keys = len(weights)
+  weights = jnp.asarray(weights, jnp.float32).reshape(1, 1, 1, num_keys)
+  mask = jnp.ones((1, 1, num_keys), bool)
+
+  sums = np.asarray(difference_map.row_sums(weights, mask))[0]
+
+  *measures, num_queries = sums
+  actual = dict(zip(MEASURES, measures, strict=True))
+  assert actual == pytest.approx(expected, abs=1e-6)
+  assert num_queries == 1
 
 
-def test_measures_by_hand():
-  assert one_row([0.25] * 4) == pytest.approx(
-    {
-      "negative share": 0,
-      "small share": 0,
-      "effective keys": 1,
-      "Hoyer sparsity": 0,
-    },
-    abs=1e-6,
-  )
-  assert one_row([0, 0, 1, 0]) == pytest.approx(
-    {
-      "negative share": 0,
-      "small share": 0.75,
-      "effective keys": 0.25,
-      "Hoyer sparsity": 1,
-    }
-  )
-  assert one_row([3, -1]) == pytest.approx(
-    {
-      "negative share": 0.25,
-      "small share": 0,
-      "effective keys": 16 / 20,
-      "Hoyer sparsity": (2**0.5 - 4 / 10**0.5) / (2**0.5 - 1),
-    },
-    abs=1e-6,
-  )
-  assert one_row([0, 0]) == pytest.approx(
-    {
-      "negative share": 0,
-      "small share": 0,
-      "effective keys": 1,
-      "Hoyer sparsity": 0,
-    },
-    abs=1e-6,
-  )
+def measures_of_query(weights: np.ndarray) -> list[float]:
+  """Returns the measures of the visible weights of a query, in float64."""
+  num_keys = len(weights)
+  magnitudes = np.abs(weights)
+  ratio = magnitudes.sum() / np.sqrt(np.square(weights).sum())
+  return [
+    -weights[weights < 0].sum() / magnitudes.sum(),
+    np.mean(magnitudes < magnitudes.mean() / 10),
+    ratio**2 / num_keys,
+    (np.sqrt(num_keys) - ratio) / (np.sqrt(num_keys) - 1),
+  ]
 
 
-def test_rows_count_only_what_they_see_and_queries_of_two_keys_or_more():
+def test_only_visible_keys_of_queries_with_two_or_more_count():
   rng = np.random.default_rng(0)
   weights = rng.normal(size=(2, 3, 9, 9))
-  seen = np.tri(9, dtype=bool)[None].repeat(2, axis=0)
-  seen[1, 5:] = False
-  want = np.zeros((2, 5))
-  for b, h, t in np.ndindex(2, 3, 9):
-    if (n := seen[b, t].sum()) >= 2:
-      w = weights[b, h, t, seen[b, t]]
-      size = np.abs(w)
-      ratio = size.sum() / np.sqrt((w**2).sum())
-      hoyer = (np.sqrt(n) - ratio) / (np.sqrt(n) - 1)
-      want[b] += (
-        -w[w < 0].sum() / size.sum(),
-        np.mean(size < size.mean() / 10),
-        ratio**2 / n,
-        hoyer,
-        1,
-      )
-  np.testing.assert_allclose(
-    difference_map.row_sums(
-      jnp.asarray(weights, jnp.float32), jnp.asarray(seen)
-    ),
-    want,
-    rtol=1e-5,
+  causal = np.tri(9, dtype=bool)
+  mask = np.stack([causal, causal])
+  # The queries of padding see nothing.
+  mask[1, 5:] = False
+
+  sums = difference_map.row_sums(
+    jnp.asarray(weights, jnp.float32), jnp.asarray(mask)
   )
-  assert want[:, -1].tolist() == [24, 12]
+
+  expected = np.zeros((2, 5))
+  for row, head, query in np.ndindex(2, 3, 9):
+    visible_weights = weights[row, head, query, mask[row, query]]
+    if len(visible_weights) >= 2:
+      expected[row] += [*measures_of_query(visible_weights), 1]
+  chex.assert_trees_all_close(sums, expected, **FLOAT32)
+  # Three heads of 8 and of 4 queries.
+  assert expected[:, -1].tolist() == [24, 12]
 
 
-def flat(trained):
-  """The model with queries of zeros, so that every map is uniform."""
+def with_uniform_maps(trained: Trained) -> Trained:
+  """Returns the model with queries of zeros, so that all maps are uniform."""
   layers = trained.params["layers"]
-  still = layers["attention"] | {
-    "query": jnp.zeros_like(layers["attention"]["query"])
+  attention = {
+    **layers["attention"],
+    "query": jnp.zeros_like(layers["attention"]["query"]),
   }
-  return dataclasses.replace(
-    trained, params={**trained.params, "layers": {**layers, "attention": still}}
-  )
+  params = {**trained.params, "layers": {**layers, "attention": attention}}
+  return dataclasses.replace(trained, params=params)
 
 
-@pytest.mark.parametrize("kind", ["softmax", "diff", "diff_v2"])
-def test_uniform_maps_are_not_sparse(make_trained, kind):
-  found = list(
-    DifferenceMap(rows=6, batch_size=4).evaluate(flat(make_trained(kind)))
-  )
-  assert [figure.at["layer"] for figure in found] == [0, 1, "all"] * 4
-  want = {
+@pytest.mark.parametrize("variant", ["softmax", "diff", "diff_v2"])
+def test_uniform_maps_are_not_sparse(make_trained, variant):
+  trained = with_uniform_maps(make_trained(variant))
+
+  measurements = list(DifferenceMap(rows=6, batch_size=4).evaluate(trained))
+
+  layers = [measurement.at["layer"] for measurement in measurements]
+  assert layers == [0, 1, "all"] * 4
+  expected = {
     "negative share": 0,
     "small share": 0,
     "effective keys": 1,
     "Hoyer sparsity": 0,
   }
-  for figure in found:
-    assert len(figure.units) == 6 and interval(figure).value == pytest.approx(
-      want[figure.name], abs=1e-4
-    )
+  for measurement in measurements:
+    assert len(measurement.units) == 6
+    value = interval(measurement).value
+    assert value == pytest.approx(expected[measurement.name], abs=1e-4)
 
 
-def test_only_a_difference_has_negative_weights(make_trained):
-  for kind, negative in (("softmax", False), ("diff", True), ("diff_v2", True)):
-    found = [
-      figure
-      for figure in DifferenceMap(rows=2).evaluate(make_trained(kind))
-      if figure.name == "negative share"
-    ]
-    assert all((interval(figure).value > 0.01) == negative for figure in found)
+@pytest.mark.parametrize(
+  "variant, has_negative",
+  [("softmax", False), ("diff", True), ("diff_v2", True)],
+)
+def test_only_a_difference_has_negative_weights(
+  make_trained, variant, has_negative
+):
+  trained = make_trained(variant)
+
+  for measurement in DifferenceMap(rows=2).evaluate(trained):
+    if measurement.name == "negative share":
+      assert (interval(measurement).value > 0.01) == has_negative

@@ -1,8 +1,12 @@
-"""The needle suite: models with a known answer get their known scores."""
+"""The needle suite, with models whose answers are known."""
+
+from __future__ import annotations
 
 import dataclasses
 import random
 import re
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import matplotlib.axes
@@ -12,117 +16,156 @@ import pytest
 from diffjax.config import Config, DataConfig, ModelConfig, UserError
 from diffjax.data.tokenizer import load_tokenizer
 from diffjax.evals import needle
+from diffjax.evals.measurement import Measurement
+from diffjax.evals.needle import Needle
 from diffjax.evals.report import intervals, plots
 from diffjax.inference.trained import Trained
 from diffjax.model.decoder import Decoder
 from tests.harness.parameters import parameters
 
 BYTES = load_tokenizer("bytes")
-
-
-def trained(model=None, params=None, **changes):
-  return Trained(
-    "model",
-    Config(model=ModelConfig(**dict(max_length=4096) | changes)),
-    model,
-    params,
-    BYTES,
-  )
-
-
-class Sampler:
-  """The sampler's interface over a function from a prompt's text to the model's text."""
-
-  def __init__(self, write):
-    self.write = write
-
-  def __call__(self, model, params, *, batch_size, capacity):
-    self.capacity = capacity
-    return self
-
-  def generate(self, prompts, max_new_tokens, *, stop_ids):
-    assert all(
-      len(prompt) + max_new_tokens == self.capacity for prompt in prompts
-    ) and stop_ids == (255,)
-    return [
-      BYTES.encode(self.write(BYTES.decode(prompt)))[:max_new_tokens]
-      for prompt in prompts
-    ]
-
-
-def copy(text):
-  """Looks up every city of the question."""
-  numbers = dict(
-    re.findall(r"\nThe special magic (\w+) number is: (\d+)\n", text)
-  )
-  return " " + " and ".join(
-    numbers[word]
-    for word in re.findall(r"\w+", text.rsplit("?", 1)[1])
-    if word in numbers
-  )
-
-
-def guess(text):
-  draw = random.Random(text)
-  return f" {draw.randrange(10_000, 50_000)} {draw.randrange(10_000, 50_000)}"
-
-
-def only_the_first(text):
-  return copy(text).split(" and ")[0]
-
-
-SMALL = needle.Needle(
+SMALL = Needle(
   pairs=("1/1", "4/2"), lengths=(1000, 2000), samples=10, haystack="synthetic"
 )
 
 
+def make_model(max_length: int = 4096) -> Trained:
+  """Returns a model without parameters, for a FakeSampler."""
+  config = Config(model=ModelConfig(max_length=max_length))
+  return Trained("model", config, None, None, BYTES)
+
+
+class FakeSampler:
+  """A sampler over a function from the text of a prompt to an answer."""
+
+  def __init__(self, answer: Callable[[str], str]):
+    self.answer = answer
+
+  def __call__(
+    self, model: Any, params: Any, *, batch_size: int, capacity: int
+  ) -> FakeSampler:
+    self.capacity = capacity
+    return self
+
+  def generate(
+    self,
+    prompts: Sequence[list[int]],
+    max_new_tokens: int,
+    *,
+    stop_ids: Sequence[int],
+  ) -> list[list[int]]:
+    assert stop_ids == (BYTES.separator,)
+    answers = []
+    for prompt in prompts:
+      assert len(prompt) + max_new_tokens == self.capacity
+      answer = BYTES.encode(self.answer(BYTES.decode(prompt)))
+      answers.append(answer[:max_new_tokens])
+    return answers
+
+
+def answer_all(prompt: str) -> str:
+  """Returns the numbers of all cities in the question."""
+  needles = re.findall(r"\nThe special magic (\w+) number is: (\d+)\n", prompt)
+  numbers = dict(needles)
+  words = re.findall(r"\w+", prompt.rsplit("?", 1)[1])
+  answers = [numbers[word] for word in words if word in numbers]
+  return " " + " and ".join(answers)
+
+
+def answer_first(prompt: str) -> str:
+  """Returns the number of the first city in the question."""
+  return answer_all(prompt).split(" and ")[0]
+
+
+def guess(prompt: str) -> str:
+  """Returns two random numbers."""
+  rng = random.Random(prompt)
+  return f" {rng.randrange(10_000, 50_000)} {rng.randrange(10_000, 50_000)}"
+
+
+def evaluate(
+  monkeypatch: pytest.MonkeyPatch,
+  suite: Needle,
+  answer: Callable[[str], str],
+  trained: Trained | None = None,
+) -> list[Measurement]:
+  """Returns the measurements of a model that answers by a function."""
+  monkeypatch.setattr(needle, "Sampler", FakeSampler(answer))
+  return list(suite.evaluate(trained or make_model()))
+
+
 @pytest.mark.parametrize(
-  "write, accuracy",
-  [(copy, {1: 1.0, 2: 1.0}), (only_the_first, {1: 1.0, 2: 0.5})],
+  "answer, accuracies",
+  [
+    pytest.param(answer_all, {1: 1.0, 2: 1.0}, id="all"),
+    pytest.param(answer_first, {1: 1.0, 2: 0.5}, id="first"),
+  ],
 )
-def test_known_answers(monkeypatch, write, accuracy):
-  monkeypatch.setattr(needle, "Sampler", Sampler(write))
-  found = list(SMALL.evaluate(trained()))
-  assert len(found) == 2 * 2 * 6
-  for figure in found:
-    assert intervals.interval(figure).value == accuracy[figure.at["asked"]]
-    assert len(figure.units) == (50 if figure.at["depth"] == "mean" else 10)
+def test_accuracy_is_the_share_of_right_answers(
+  monkeypatch, answer, accuracies
+):
+  measurements = evaluate(monkeypatch, SMALL, answer)
+
+  for measurement in measurements:
+    expected = accuracies[measurement.at["asked"]]
+    assert intervals.interval(measurement).value == expected
 
 
-def test_two_prompts_are_no_certainty(monkeypatch):
-  monkeypatch.setattr(needle, "Sampler", Sampler(guess))
-  found = list(
-    dataclasses.replace(SMALL, samples=2, depths=(0.5,)).evaluate(trained())
+def test_each_pair_length_and_depth_has_a_measurement(monkeypatch):
+  measurements = evaluate(monkeypatch, SMALL, answer_all)
+
+  num_depths = 5
+  # For each pair and length, also the mean over depths.
+  assert len(measurements) == 2 * 2 * (num_depths + 1)
+  for measurement in measurements:
+    num_units = 10
+    if measurement.at["depth"] == "mean":
+      num_units *= num_depths
+    assert len(measurement.units) == num_units
+
+
+def test_two_prompts_do_not_make_an_accuracy_certain(monkeypatch):
+  suite = dataclasses.replace(SMALL, samples=2, depths=(0.5,))
+
+  measurements = evaluate(monkeypatch, suite, guess)
+
+  for result in intervals.compare(measurements, measurements):
+    assert result["value"] == 0
+    assert result["low"] == 0
+    assert result["high"] > 0.5
+    assert result["difference"]["low"] < -0.5
+    assert result["difference"]["high"] > 0.5
+
+
+def test_a_model_that_guesses_has_almost_no_accuracy(monkeypatch):
+  measurements = evaluate(monkeypatch, SMALL, guess)
+
+  values = []
+  for measurement in measurements:
+    values.append(intervals.interval(measurement).value)
+  assert np.mean(values) < 0.01
+
+
+@pytest.mark.parametrize("max_length, length", [(65536, 4096), (2048, 2048)])
+def test_the_default_is_the_papers_table_at_4096_tokens_or_fewer(
+  monkeypatch, max_length, length
+):
+  suite = Needle(samples=1, haystack="synthetic")
+
+  measurements = evaluate(
+    monkeypatch, suite, answer_all, make_model(max_length)
   )
-  for row in intervals.compare(found, found):
-    assert row["value"] == 0 and row["low"] == 0 and row["high"] > 0.5
-    assert row["difference"]["low"] < -0.5 and row["difference"]["high"] > 0.5
 
-
-def test_a_model_that_guesses_gets_about_none(monkeypatch):
-  monkeypatch.setattr(needle, "Sampler", Sampler(guess))
-  assert (
-    np.mean(
-      [intervals.interval(figure).value for figure in SMALL.evaluate(trained())]
-    )
-    < 0.01
-  )
-
-
-def test_default_is_the_table_at_4k(monkeypatch):
-  monkeypatch.setattr(needle, "Sampler", Sampler(copy))
-  settings = dataclasses.replace(
-    needle.Needle(), samples=1, haystack="synthetic"
-  )
-  found = {
-    (figure.at["needles"], figure.at["asked"], figure.at["length"])
-    for figure in settings.evaluate(trained(max_length=65536))
+  rows = set()
+  for measurement in measurements:
+    at = measurement.at
+    rows.add((at["needles"], at["asked"], at["length"]))
+  assert rows == {
+    (1, 1, length),
+    (2, 2, length),
+    (4, 2, length),
+    (6, 2, length),
   }
-  assert found == {(1, 1, 4096), (2, 2, 4096), (4, 2, 4096), (6, 2, 4096)}
-  assert {
-    figure.at["length"]
-    for figure in settings.evaluate(trained(max_length=2048))
-  } == {2048}
 
 
 def test_a_real_model_and_sampler():
@@ -133,95 +176,137 @@ def test_a_real_model_and_sampler():
     num_kv_heads=1,
     head_dim=8,
     ffn_dim=16,
-    max_length=512,
+    max_length=320,
   )
   model = Decoder(config)
   params = parameters(model, jnp.zeros((1, 1), jnp.int32))
-  settings = needle.Needle(
+  trained = Trained("model", Config(model=config), model, params, BYTES)
+  suite = Needle(
     pairs=("1/1",),
     depths=(0.5,),
     samples=3,
     haystack="synthetic",
-    batch_tokens=1024,
+    batch_tokens=640,
   )
-  found = list(
-    settings.evaluate(
-      dataclasses.replace(trained(max_length=512), model=model, params=params)
-    )
-  )
-  assert [
-    (figure.at["length"], intervals.interval(figure).value) for figure in found
-  ] == [(512, 0.0), (512, 0.0)]
+
+  measurements = list(suite.evaluate(trained))
+
+  assert len(measurements) == 2
+  for measurement in measurements:
+    assert measurement.at["length"] == 320
+    assert intervals.interval(measurement).value == 0.0
 
 
-def test_plot(monkeypatch, tmp_path):
-  cells = []
-  monkeypatch.setattr(
-    matplotlib.axes.Axes, "imshow", lambda self, array, **_: cells.append(array)
-  )
-  results = []
-  for write in (copy, only_the_first):
-    monkeypatch.setattr(needle, "Sampler", Sampler(write))
-    results.append(list(SMALL.evaluate(trained())))
-  models = [{"name": "one"}, {"name": "other"}]
-  figure = SMALL.plot(
-    {"models": models, "figures": list(intervals.compare(*results))}
-  )
-  plots.save(figure, tmp_path / "needle.png")
-  assert (tmp_path / "needle.png").read_bytes()[:4] == b"\x89PNG"
-  assert [array.shape for array in cells] == [(5, 2)] * 6
-  assert [set(array.flat) for array in cells] == [
+# Fewer prompts than `SMALL` has.
+PLOTTED = dataclasses.replace(SMALL, samples=2)
+
+
+@pytest.fixture
+def heat_maps(monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
+  """The values of the heat maps that are drawn during a test."""
+  drawn = []
+
+  def record(axes: Any, values: np.ndarray, **options: Any) -> None:
+    drawn.append(values)
+
+  monkeypatch.setattr(matplotlib.axes.Axes, "imshow", record)
+  return drawn
+
+
+def test_the_plot_of_two_models_has_heat_maps_of_their_difference(
+  monkeypatch, heat_maps, tmp_path
+):
+  first = evaluate(monkeypatch, PLOTTED, answer_all)
+  second = evaluate(monkeypatch, PLOTTED, answer_first)
+  suite_results = {
+    "models": [{"name": "one"}, {"name": "other"}],
+    "figures": list(intervals.compare(first, second)),
+  }
+
+  plots.save(PLOTTED.plot(suite_results), tmp_path / "needle.png")
+
+  assert (tmp_path / "needle.png").read_bytes().startswith(b"\x89PNG")
+  for values in heat_maps:
+    num_depths = 5
+    num_lengths = 2
+    assert values.shape == (num_depths, num_lengths)
+  distinct_values = [set(values.flat) for values in heat_maps]
+  assert distinct_values == [
+    # 1/1: both models, and their difference.
     {1.0},
     {1.0},
     {0.0},
+    # 4/2.
     {1.0},
     {0.5},
     {0.5},
   ]
-  SMALL.plot(
-    {"models": models[:1], "figures": list(intervals.compare(results[0]))}
+
+
+def test_the_plot_of_one_model_has_a_heat_map_for_each_pair(
+  monkeypatch, heat_maps
+):
+  measurements = evaluate(monkeypatch, PLOTTED, answer_all)
+
+  PLOTTED.plot(
+    {
+      "models": [{"name": "one"}],
+      "figures": list(intervals.compare(measurements)),
+    }
   )
-  assert len(cells) == 8
+
+  assert len(heat_maps) == 2
 
 
 @pytest.mark.parametrize(
-  "changes, message",
+  "settings, message",
   [
-    (
-      dict(lengths=(8192,)),
+    pytest.param(
+      {"lengths": (8192,)},
       "set.needle.lengths = 8192: the model takes at most 4096 tokens",
+      id="long length",
     ),
-    (
-      dict(lengths=(0,)),
+    pytest.param(
+      {"lengths": (0,)},
       "set.needle.lengths = 0: must be more than the 20 tokens",
+      id="short length",
     ),
-    (dict(pairs=("2",)), "set.needle.pairs = '2': must be N/R"),
-    (dict(pairs=("1/2",)), "2 of 1 needles cannot be asked for"),
-    (
-      dict(pairs=("4/4",)),
+    pytest.param(
+      {"pairs": ("2",)}, "set.needle.pairs = '2': must be N/R", id="no pair"
+    ),
+    pytest.param(
+      {"pairs": ("1/2",)},
+      "2 of 1 needles cannot be asked for",
+      id="more asked than needles",
+    ),
+    pytest.param(
+      {"pairs": ("4/4",)},
       "set.needle.new_tokens = 20: 4 numbers take 36 tokens of 'bytes'",
+      id="long answer",
     ),
-    (dict(samples=0), "set.needle.samples = 0"),
-    (
-      dict(haystack="hay"),
+    pytest.param({"samples": 0}, "set.needle.samples = 0", id="samples"),
+    pytest.param(
+      {"haystack": "hay"},
       "haystack = 'hay': must be 'validation' or 'synthetic'",
+      id="haystack",
     ),
-    (dict(depths=(2.0,)), "set.needle.depths = 2.0: must lie between 0"),
+    pytest.param(
+      {"depths": (2.0,)},
+      "set.needle.depths = 2.0: must lie between 0",
+      id="depth",
+    ),
   ],
 )
-def test_bad_settings(monkeypatch, changes, message):
-  monkeypatch.setattr(needle, "Sampler", Sampler(copy))
+def test_an_invalid_setting_raises(settings, message):
   with pytest.raises(UserError, match=message):
-    list(dataclasses.replace(SMALL, **changes).evaluate(trained()))
+    list(dataclasses.replace(SMALL, **settings).evaluate(make_model()))
 
 
-def test_validation_text_that_is_not_at_hand(monkeypatch, tmp_path):
-  monkeypatch.setattr(needle, "Sampler", Sampler(copy))
-  gone = dataclasses.replace(
-    trained(),
-    config=Config(data=DataConfig(source=f"text:{tmp_path}/gone.txt")),
-  )
-  with pytest.raises(
-    UserError, match="gone.txt.*haystack = 'synthetic' needs no data"
-  ):
-    list(dataclasses.replace(SMALL, haystack="validation").evaluate(gone))
+def test_missing_validation_text_raises(tmp_path):
+  data = DataConfig(source=f"text:{tmp_path}/gone.txt")
+  trained = dataclasses.replace(make_model(), config=Config(data=data))
+  suite = dataclasses.replace(SMALL, haystack="validation")
+
+  message = "gone.txt.*haystack = 'synthetic' needs no data"
+  with pytest.raises(UserError, match=message):
+    list(suite.evaluate(trained))

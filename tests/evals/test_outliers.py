@@ -1,7 +1,12 @@
-"""Outliers against numpy on all logits and hidden states."""
+"""The suite "outliers", against NumPy on all logits and hidden states."""
+
+from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
+from typing import Any
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -11,23 +16,32 @@ from diffjax.data.row import Row, make_batch
 from diffjax.evals import outliers
 from diffjax.evals.methods.validation_rows import validation_rows
 from diffjax.evals.outliers import (
+  HIDDEN,
+  LOGITS,
   RANKS,
   Outliers,
-  Summary,
   edges,
   largest,
   median,
 )
 from diffjax.evals.report.intervals import interval
+from diffjax.inference.trained import Trained
+from tests.harness.tolerances import FLOAT32
 
 
-def magnitudes(trained, batches):
-  """All |logits| and |hidden states| that count, from what the model captures."""
+def all_magnitudes(
+  trained: Trained, batches: Iterable[dict[str, Any]]
+) -> dict[str, list[np.ndarray]]:
+  """Returns all magnitudes that count, by name and row.
+
+  They are computed in float64 from the queries, keys and hidden states that the
+  model captures. A batch has one row.
+  """
 
   @jax.jit
-  def captured(params, batch):
+  def capture(batch):
     _, variables = trained.model.apply(
-      {"params": params},
+      {"params": trained.params},
       batch["tokens"],
       batch["segment_ids"],
       batch["positions"],
@@ -35,171 +49,210 @@ def magnitudes(trained, batches):
     )
     return variables["intermediates"]["layers"]
 
-  logits, hidden = [], []
+  magnitudes: dict[str, list[np.ndarray]] = {LOGITS: [], HIDDEN: []}
   for batch in batches:
-    layers = captured(trained.params, batch)
-    q, k, x = (
-      np.asarray(part[0], np.float64)
-      for part in (
-        layers["attention"]["query"],
-        layers["attention"]["key"],
-        layers["hidden"],
-      )
-    )
-    k = np.repeat(
-      np.repeat(k, q.shape[3] // k.shape[3], axis=3),
-      q.shape[4] // k.shape[4],
-      axis=4,
-    )
-    ids = batch["segment_ids"]
-    seen = (
-      (ids[:, :, None] == ids[:, None])
-      & (ids > 0)[:, None]
-      & np.tri(ids.shape[1], dtype=bool)
-    )
-    all_logits = np.moveaxis(
-      np.einsum("lbthgd,lbshgd->lbhgts", q, k) / np.sqrt(q.shape[-1]), 1, 0
-    )
-    logits += [
-      np.abs(row[..., mask]).ravel()
-      for row, mask in zip(all_logits, seen, strict=True)
-    ]
-    hidden += [
-      np.abs(row[:, kept]).ravel()
-      for row, kept in zip(np.moveaxis(x, 1, 0), ids > 0, strict=True)
-    ]
-  return {"attention logits": logits, "hidden states": hidden}
+    layers = capture(batch)
+    # q is [L, T, Q, H/Q, G, D], and k is [L, T, Q, 1 or M, ...].
+    q = np.asarray(layers["attention"]["query"][0], np.float64)[:, 0]
+    k = np.asarray(layers["attention"]["key"][0], np.float64)[:, 0]
+    k = np.repeat(k, q.shape[2] // k.shape[2], axis=2)
+    k = np.repeat(k, q.shape[3] // k.shape[3], axis=3)
+    logits = np.einsum("lthgd,lshgd->lhgts", q, k) / np.sqrt(q.shape[-1])
+
+    ids = batch["segment_ids"][0]
+    is_token = ids > 0
+    is_causal = np.tri(len(ids), dtype=bool)
+    is_visible = is_causal & is_token & (ids[:, None] == ids)
+    magnitudes[LOGITS].append(np.abs(logits[..., is_visible]).ravel())
+
+    hidden = np.asarray(layers["hidden"][0])[:, 0]  # [L, T, E]
+    magnitudes[HIDDEN].append(np.abs(hidden[:, is_token]).ravel())
+  return magnitudes
 
 
-@pytest.mark.parametrize("kind", ["softmax", "diff", "diff_v2"])
-def test_top_values_are_exact_and_medians_close(make_trained, kind):
-  trained = make_trained(kind)
-  want = magnitudes(
-    trained, validation_rows("outliers", trained, 5, length=160, batch_size=1)
-  )
-  # 5 rows, each of two blocks of queries, in batches of which the last is filled up
-  found = list(
-    Outliers(tokens=750, length=160, batch_size=2, median_every=1).evaluate(
-      trained
-    )
-  )
-  assert len(found) == 12
-  for figure in found:
-    values = np.sort(np.concatenate(want[figure.name]))
-    assert len(figure.units) == 5
-    if figure.at["value"] == "median":
-      assert interval(figure).value == pytest.approx(
-        np.median(values), rel=0.005
-      )
+@pytest.mark.parametrize(
+  "variant, num_layers",
+  [
+    pytest.param("softmax", 1, id="softmax"),
+    pytest.param("diff", 2, id="diff"),
+    pytest.param("diff_v2", 1, id="diff_v2"),
+  ],
+)
+def test_top_values_are_exact_and_medians_close(
+  make_trained, variant, num_layers
+):
+  """Each row has two blocks of queries. The last batch is not full."""
+  trained = make_trained(variant, num_layers=num_layers)
+  rows = validation_rows("outliers", trained, 5, length=160, batch_size=1)
+  magnitudes = all_magnitudes(trained, rows)
+  suite = Outliers(tokens=750, length=160, batch_size=2, median_every=1)
+
+  measurements = list(suite.evaluate(trained))
+
+  assert len(measurements) == 2 * (len(RANKS) + 1)
+  for measurement in measurements:
+    assert len(measurement.units) == 5
+    values = np.concatenate(magnitudes[measurement.name])
+    value = interval(measurement).value
+    if measurement.at["value"] == "median":
+      assert value == pytest.approx(np.median(values), rel=0.005)
+    else:
+      rank = int(measurement.at["value"].removeprefix("top-"))
+      assert value == pytest.approx(np.sort(values)[-rank], rel=1e-5)
+
+  # Top values of a resampling, the rows 0, 0 and 3, are exact too.
+  for measurement in measurements:
+    if measurement.at["value"] == "median":
       continue
-    rank = int(figure.at["value"].removeprefix("top-"))
-    assert interval(figure).value == pytest.approx(values[-rank], rel=1e-5)
-    # And so is every resampling: rows 0, 0 and 3
-    values = np.sort(
-      np.concatenate([want[figure.name][row] for row in (0, 0, 3)])
-    )
-    assert figure.statistic(figure.units[[0, 0, 3]]) == pytest.approx(
-      values[-rank], rel=1e-5
-    )
+    rows_of_name = magnitudes[measurement.name]
+    values = np.concatenate([rows_of_name[0], rows_of_name[0], rows_of_name[3]])
+    rank = int(measurement.at["value"].removeprefix("top-"))
+    resampled = measurement.statistic(measurement.units[[0, 0, 3]])
+    assert resampled == pytest.approx(np.sort(values)[-rank], rel=1e-5)
 
 
 def test_padding_does_not_count(make_trained):
   """Eleven tokens in a row of 64 give the same values as alone."""
   trained = make_trained()
   row = Row(np.arange(11), np.array([11]), np.array([0]))
-  summaries = jax.jit(
+  summarize = jax.jit(
     functools.partial(outliers.row_summaries, trained.model, every=1)
   )
-  short, long = (
-    summaries(trained.params, make_batch([row], length)) for length in (11, 64)
-  )
-  for name in short:
-    for alone, padded in zip(short[name], long[name], strict=True):
-      np.testing.assert_allclose(alone[:, :100], padded[:, :100], rtol=1e-5)
-  # Layers × heads × maps × pairs, and layers × tokens × E
-  assert [
-    float(long[name][1].sum()) for name in ("attention logits", "hidden states")
-  ] == [2 * 2 * 2 * 66, 2 * 11 * 16]
+
+  alone = summarize(trained.params, make_batch([row], 11))
+  padded = summarize(trained.params, make_batch([row], 64))
+
+  for name in (LOGITS, HIDDEN):
+    chex.assert_trees_all_close(padded[name].top, alone[name].top, **FLOAT32)
+    num_values = float(alone[name].counts.sum())
+    assert float(padded[name].counts.sum()) == num_values
+  num_layers = 2
+  num_heads = 2
+  num_maps = 2
+  num_pairs = 11 * 12 // 2
+  num_logits = num_layers * num_heads * num_maps * num_pairs
+  assert float(padded[LOGITS].counts.sum()) == num_logits
+  assert float(padded[HIDDEN].counts.sum()) == num_layers * 11 * 16
 
 
-def test_a_sample_of_queries_gives_nearly_the_same_median(make_trained):
-  trained = make_trained()
-  for every, tolerance in ((4, 0.05), (10_000, 0.5)):
-    whole, sample = (
-      [
-        interval(figure).value
-        for figure in Outliers(tokens=800, median_every=n).evaluate(trained)
-        if figure.at["value"] == "median"
-      ]
-      for n in (1, every)
-    )
-    assert sample == pytest.approx(whole, rel=tolerance) and sample != whole
+@pytest.fixture(scope="module")
+def medians_of_all(make_trained) -> dict[str, float]:
+  """The medians of all queries and tokens, by name."""
+  return medians(make_trained(num_layers=1), every=1)
 
 
-def test_an_outlier_is_found_wherever_it_is():
-  """_top_values sorts only the groups with the largest values: many large ones in one group, ties, and fewer values than are kept."""
-  rng = np.random.default_rng(0)
-  values = rng.random((3, 500, 7)).astype(np.float32)
+def medians(trained: Trained, every: int) -> dict[str, float]:
+  """Returns the medians of every n-th query and token, by name."""
+  values = {}
+  for measurement in Outliers(tokens=800, median_every=every).evaluate(trained):
+    if measurement.at["value"] == "median":
+      values[measurement.name] = interval(measurement).value
+  return values
+
+
+@pytest.mark.parametrize(
+  "every, tolerance",
+  [
+    pytest.param(4, 0.05, id="every fourth"),
+    pytest.param(10_000, 0.5, id="one of a row"),
+  ],
+)
+def test_a_sample_of_queries_gives_nearly_the_same_median(
+  make_trained, medians_of_all, every, tolerance
+):
+  sampled = medians(make_trained(num_layers=1), every)
+
+  assert sampled == pytest.approx(medians_of_all, rel=tolerance)
+  assert sampled != medians_of_all
+
+
+def test_the_largest_values_are_found_in_any_group():
+  """Row 0 has many large values in one group, and row 1 has equal values."""
+  values = np.random.default_rng(0).random((3, 500, 7)).astype(np.float32)
   values[0, 3] += 10
   values[1, ::2] = 0.5
-  want = np.sort(values.reshape(3, -1), axis=1)[:, ::-1][:, :100]
-  np.testing.assert_array_equal(jax.jit(outliers._top_values)(values), want)
-  few = np.asarray(jax.jit(outliers._top_values)(values[:, :2]))
-  np.testing.assert_array_equal(
-    few[:, :14], np.sort(values[:, :2].reshape(3, -1), axis=1)[:, ::-1]
-  )
-  assert (few[:, 14:] == -1).all()
+
+  top = jax.jit(outliers.top_values)(values)
+
+  descending = np.sort(values.reshape(3, -1), axis=1)[:, ::-1]
+  chex.assert_trees_all_equal(np.asarray(top), descending[:, :100])
 
 
-def test_largest_and_median_by_hand():
-  top = np.array([[9.0, 2.0, -1.0], [8.0, 7.0, 6.0]])
-  assert [largest(rank, top[:, :rank]) for rank in (1, 2, 3)] == [9, 8, 7]
-  assert np.isnan(largest(3, np.array([[1.0, -1.0, -1.0]]))) and np.isnan(
-    largest(3, top[:0])
-  )
-  assert median(
-    np.array([0.0, 1.0, 2.0, 4.0]), np.array([[1, 0, 1], [0, 0, 2]])
-  ) == pytest.approx(2 + 2 / 3)
-  assert np.isnan(median(np.array([0.0, 1.0]), np.zeros((1, 1))))
+def test_missing_values_are_filled_up():
+  values = np.random.default_rng(0).random((3, 2, 7)).astype(np.float32)
+
+  top = np.asarray(jax.jit(outliers.top_values)(values))
+
+  descending = np.sort(values.reshape(3, -1), axis=1)[:, ::-1]
+  chex.assert_trees_all_equal(top[:, :14], descending)
+  chex.assert_trees_all_equal(top[:, 14:], np.full((3, 86), -1, np.float32))
+
+
+def test_the_ranks_are_those_of_the_documentation():
   assert RANKS == (1, 2, 3, 10, 100)
 
 
-def test_bins_hold_every_size():
-  values = np.concatenate(
-    [
-      np.float32([0, 1e-30, 1e30]),
-      np.exp(np.random.default_rng(0).uniform(-16, 13, 1000)).astype(
-        np.float32
-      ),
-    ]
-  )
-  add = jax.jit(functools.partial(outliers._add_values, every=1))
-  start = Summary(
-    np.full((len(values), 100), -1, np.float32),
-    np.zeros((len(values), len(edges()) - 1), np.float32),
-  )
-  _, counts = add(start, values[:, None, None])
-  bins = np.argmax(counts, axis=1)
-  assert (
-    (np.sum(counts, axis=1) == 1).all()
-    and bins[0] == bins[1] == 0
-    and bins[2] == len(edges()) - 2
-  )
-  assert (
-    (edges()[bins[3:]] <= values[3:]) & (values[3:] < edges()[bins[3:] + 1])
-  ).all()
-  assert np.all(np.diff(np.log2(edges()[1:])) < 0.09)
+@pytest.mark.parametrize("rank, expected", [(1, 9), (2, 8), (3, 7)])
+def test_largest_by_hand(rank, expected):
+  """−1 fills up the first row, which has two values."""
+  top = np.array([[9.0, 2.0, -1.0], [8.0, 7.0, 6.0]])
+
+  assert largest(rank, top[:, :rank]) == expected
+
+
+def test_largest_of_too_few_values_is_nan():
+  assert np.isnan(largest(3, np.array([[1.0, -1.0, -1.0]])))
+  assert np.isnan(largest(3, np.zeros((0, 3))))
+
+
+def test_median_by_hand():
+  """One value in [0, 1) and three in [2, 4)."""
+  bin_edges = np.array([0.0, 1.0, 2.0, 4.0])
+  counts = np.array([[1, 0, 1], [0, 0, 2]])
+
+  # One of the three values in the last bin is below the median.
+  assert median(bin_edges, counts) == pytest.approx(2 + 2 * 1 / 3)
+
+
+def test_median_of_no_values_is_nan():
+  assert np.isnan(median(np.array([0.0, 1.0]), np.zeros((1, 1))))
+
+
+def test_each_value_is_in_the_bin_between_its_edges():
+  rng = np.random.default_rng(0)
+  values = np.exp(rng.uniform(-16, 13, 1000)).astype(np.float32)
+
+  bins = np.asarray(jax.jit(outliers.bin_indices)(values))
+
+  assert np.all(edges()[bins] <= values)
+  assert np.all(values < edges()[bins + 1])
+
+
+def test_the_outer_bins_contain_smaller_and_larger_values():
+  values = np.array([0, 1e-30, 1e30], np.float32)
+
+  bins = np.asarray(jax.jit(outliers.bin_indices)(values))
+
+  last_bin = len(edges()) - 2
+  chex.assert_trees_all_equal(bins, np.array([0, 0, last_bin], np.int32))
+
+
+def test_bins_are_narrow():
+  """A bin is at most a sixteenth of an octave at its lower end."""
+  widths = np.diff(np.log2(edges()[1:]))
+
+  assert np.all(widths < 0.09)
 
 
 @pytest.mark.parametrize(
   "settings, message",
   [
-    (dict(tokens=0), "tokens = 0"),
-    (dict(length=-1), "length = -1"),
-    (dict(batch_size=0), "batch_size = 0"),
-    (dict(median_every=0), "median_every = 0"),
+    pytest.param({"tokens": 0}, "tokens = 0", id="tokens"),
+    pytest.param({"length": -1}, "length = -1", id="length"),
+    pytest.param({"batch_size": 0}, "batch_size = 0", id="batch_size"),
+    pytest.param({"median_every": 0}, "median_every = 0", id="median_every"),
   ],
 )
-def test_bad_settings(make_trained, settings, message):
+def test_an_invalid_setting_raises(make_trained, settings, message):
   with pytest.raises(UserError, match=message):
     list(Outliers(**settings).evaluate(make_trained()))

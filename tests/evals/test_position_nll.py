@@ -1,4 +1,4 @@
-"""Cumulative NLL by position."""
+"""The suite "position_nll": the cumulative loss by position."""
 
 import dataclasses
 import math
@@ -16,48 +16,53 @@ from diffjax.model.decoder import logits
 from tests.harness.tiers import full
 
 
-def test_a_uniform_model_loses_log_n_at_every_position(make_trained, uniform):
-  found = list(
-    PositionNLL(rows=3, length=256).evaluate(uniform(make_trained()))
-  )
-  assert [figure.at["position"] for figure in found] == [64, 91, 128, 181, 256]
-  for figure in found:
-    assert len(figure.units) == 3 and interval(figure).value == pytest.approx(
-      math.log(256), rel=1e-6
-    )
+def test_a_uniform_model_loses_log_n_at_every_position(
+  make_trained, make_uniform
+):
+  trained = make_uniform(make_trained(num_layers=1))
+
+  measurements = list(PositionNLL(rows=3, length=256).evaluate(trained))
+
+  positions = [measurement.at["position"] for measurement in measurements]
+  assert positions == [64, 91, 128, 181, 256]
+  for measurement in measurements:
+    assert len(measurement.units) == 3
+    value = interval(measurement).value
+    assert value == pytest.approx(math.log(256), rel=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["diff", *full(["softmax", "diff_v2"])])
-def test_it_is_the_mean_of_the_first_losses(make_trained, kind):
-  trained = make_trained(kind)
-  found = list(
-    PositionNLL(rows=2, length=200, first=10, per_octave=1).evaluate(trained)
-  )
-  predict = jax.jit(
-    lambda params, tokens: jax.nn.log_softmax(
-      logits(params, trained.model.apply({"params": params}, tokens))
-    )
-  )
-  total = {figure.at["position"]: [] for figure in found}
-  for batch in validation_rows(
+@pytest.mark.parametrize("variant", ["diff", *full(["softmax", "diff_v2"])])
+def test_a_measurement_is_the_mean_of_the_losses_so_far(make_trained, variant):
+  trained = make_trained(variant)
+  suite = PositionNLL(rows=2, length=200, first=10, per_octave=1)
+
+  measurements = list(suite.evaluate(trained))
+
+  @jax.jit
+  def predict(tokens):
+    hidden = trained.model.apply({"params": trained.params}, tokens)
+    return jax.nn.log_softmax(logits(trained.params, hidden))
+
+  rows = validation_rows(
     "position_nll", trained, 2, length=200, packing="concat"
-  ):
-    log_probabilities = predict(trained.params, batch["tokens"])
-    losses = -np.take_along_axis(
-      np.asarray(log_probabilities)[0], batch["targets"][0][:, None], axis=1
-    )[:, 0]
-    for position, values in total.items():
-      values.append(losses[:position].mean())
-  assert list(total) == [10, 20, 40, 80, 160, 200]
-  for figure in found:
-    assert interval(figure).value == pytest.approx(
-      np.mean(total[figure.at["position"]]), rel=1e-5
-    )
+  )
+  losses = []
+  for batch in rows:
+    log_probabilities = np.asarray(predict(batch["tokens"]))[0]
+    targets = batch["targets"][0]
+    losses.append(-log_probabilities[np.arange(200), targets])
+  positions = [measurement.at["position"] for measurement in measurements]
+  assert positions == [10, 20, 40, 80, 160, 200]
+  for position, measurement in zip(positions, measurements, strict=True):
+    expected = np.mean([row_losses[:position] for row_losses in losses])
+    assert interval(measurement).value == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_row_that_is_not_full_is_left_out(make_trained):
   trained = make_trained()
+
   rows = list(PositionNLL(length=300, rows=1000).load(trained))
+
   assert rows
   for row in rows:
     assert row["weights"].all()
@@ -67,59 +72,83 @@ def test_a_row_that_is_not_full_is_left_out(make_trained):
   assert len(rows) == len(list(all_rows)) - 1
 
 
-def test_long_documents_are_rows_of_their_own(make_trained, uniform):
-  trained = uniform(make_trained())
+def test_a_row_of_long_documents_begins_with_its_document(make_trained):
+  trained = make_trained()
+
   rows = list(PositionNLL(rows_of="long", length=300).load(trained))
-  assert rows and all(
-    bytes(row["tokens"][0, 1:10].tolist()) == b"document " for row in rows
-  )
-  assert all(
-    row["weights"].all() and row["segment_ids"].min() == 1 for row in rows
-  )
-  found = list(
-    PositionNLL(length=300, rows_of="long", rows=1000).evaluate(trained)
-  )
-  assert len(found[0].units) == len(rows)
+
+  assert rows
+  for row in rows:
+    first_bytes = bytes(row["tokens"][0, 1:10].tolist())
+    assert first_bytes == b"document "
+    assert row["weights"].all()
+    assert row["segment_ids"].min() == 1
 
 
-def test_beyond_the_limit_only_if_asked(make_trained, uniform):
-  trained = uniform(make_trained(max_length=64))
-  with pytest.raises(
-    UserError,
-    match="length = 100: a diff model takes 1 to 64 tokens.*beyond_limit",
-  ):
+def test_a_long_document_is_a_unit(make_trained, make_uniform):
+  trained = make_uniform(make_trained(num_layers=1))
+  num_rows = len(list(PositionNLL(rows_of="long", length=300).load(trained)))
+  suite = PositionNLL(rows_of="long", length=300, rows=1000)
+
+  measurement = next(suite.evaluate(trained))
+
+  assert len(measurement.units) == num_rows
+
+
+def test_rows_beyond_the_models_length_need_a_setting(
+  make_trained, make_uniform
+):
+  trained = make_uniform(make_trained(num_layers=1, max_length=64))
+
+  message = "length = 100: a diff model takes 1 to 64 tokens.*beyond_limit"
+  with pytest.raises(UserError, match=message):
     list(PositionNLL(length=100).evaluate(trained))
-  found = list(
-    PositionNLL(length=100, rows=2, beyond_limit=True).evaluate(trained)
-  )
-  assert [figure.at["position"] for figure in found] == [64, 91, 100]
-  assert list(PositionNLL(rows=1).evaluate(trained))[-1].at["position"] == 64
+
+  suite = PositionNLL(length=100, rows=2, beyond_limit=True)
+  measurements = list(suite.evaluate(trained))
+  positions = [measurement.at["position"] for measurement in measurements]
+  assert positions == [64, 91, 100]
+
+
+def test_the_default_length_is_the_models(make_trained, make_uniform):
+  trained = make_uniform(make_trained(num_layers=1, max_length=64))
+
+  measurements = list(PositionNLL(rows=1).evaluate(trained))
+
+  assert measurements[-1].at["position"] == 64
 
 
 @pytest.mark.parametrize(
   "settings, message",
   [
-    (dict(rows=0), "rows = 0"),
-    (dict(first=0), "first = 0"),
-    (dict(rows_of="books"), "'books': must be one of concatenated, long"),
-    (dict(length=-1), "length = -1"),
-    (
-      dict(length=100_000, beyond_limit=True),
-      "the text holds less than 100001 tokens",
+    pytest.param({"rows": 0}, "rows = 0", id="rows"),
+    pytest.param({"first": 0}, "first = 0", id="first"),
+    pytest.param(
+      {"rows_of": "books"},
+      "'books': must be one of concatenated, long",
+      id="rows_of",
     ),
-    (
-      dict(length=100_000, beyond_limit=True, rows_of="long"),
+    pytest.param({"length": -1}, "length = -1", id="length"),
+    pytest.param(
+      {"length": 100_000, "beyond_limit": True},
+      "the text holds less than 100001 tokens",
+      id="short text",
+    ),
+    pytest.param(
+      {"length": 100_000, "beyond_limit": True, "rows_of": "long"},
       "the text holds no document of 100001 tokens",
+      id="short documents",
     ),
   ],
 )
-def test_bad_settings(make_trained, settings, message):
+def test_an_invalid_setting_raises(make_trained, settings, message):
+  trained = make_trained(num_layers=1)
   with pytest.raises(UserError, match=message):
-    list(PositionNLL(**settings).evaluate(make_trained(num_layers=1)))
+    list(PositionNLL(**settings).evaluate(trained))
 
 
 @pytest.mark.parametrize(
-  "first, last, per_octave, want",
+  "first, last, per_octave, expected",
   [
     (1, 8, 1, [1, 2, 4, 8]),
     (4, 9, 1, [4, 8, 9]),
@@ -127,23 +156,23 @@ def test_bad_settings(make_trained, settings, message):
     (5, 5, 3, [5]),
   ],
 )
-def test_spaced(first, last, per_octave, want):
-  assert spaced(first, last, per_octave) == want
+def test_positions_are_spaced_by_octaves(first, last, per_octave, expected):
+  assert spaced(first, last, per_octave) == expected
 
 
-def test_plot(make_trained, uniform, tmp_path):
-  trained = uniform(make_trained(num_layers=1))
+def test_the_plot_of_two_models_is_drawn(make_trained, make_uniform, tmp_path):
+  trained = make_uniform(make_trained(num_layers=1))
   suite = PositionNLL(length=128, rows=1)
-  rows = list(
-    intervals.compare(suite.evaluate(trained), suite.evaluate(trained))
-  )
-  found = results.finite(
+  measurements = list(suite.evaluate(trained))
+  suite_results = results.finite(
     {
       "suite": "position_nll",
       "settings": dataclasses.asdict(suite),
       "models": [{"name": "a"}, {"name": "b"}],
-      "figures": rows,
+      "figures": list(intervals.compare(measurements, measurements)),
     }
   )
-  plots.save(suite.plot(found), tmp_path / "x.png")
-  assert (tmp_path / "x.png").stat().st_size > 1000
+
+  plots.save(suite.plot(suite_results), tmp_path / "position_nll.png")
+
+  assert (tmp_path / "position_nll.png").stat().st_size > 1000

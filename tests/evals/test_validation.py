@@ -1,4 +1,4 @@
-"""The validation suite, and the rows that other measurements share with it."""
+"""The suite "validation", and the rows that other suites share with it."""
 
 import dataclasses
 import math
@@ -11,97 +11,111 @@ from diffjax.config import UserError
 from diffjax.evals.methods.validation_rows import validation_rows
 from diffjax.evals.report.intervals import interval
 from diffjax.evals.validation import Validation
+from diffjax.inference.trained import Trained
 from diffjax.parallel.mesh import make_mesh
 from diffjax.training.program import build
 from diffjax.training.validation import measure_losses
 
 
-def numbers(figures):
-  return {figure.name: interval(figure).value for figure in figures}
+def with_eval_rows(trained: Trained, rows: int) -> Trained:
+  """Returns a model whose run has this number of validation rows."""
+  eval_config = dataclasses.replace(trained.config.eval, rows=rows)
+  config = dataclasses.replace(trained.config, eval=eval_config)
+  return dataclasses.replace(trained, config=config)
 
 
-def test_a_uniform_model_loses_log_n(make_trained, uniform):
-  figures = list(Validation(rows=7).evaluate(uniform(make_trained())))
-  found = numbers(figures)
-  assert {figure.units.shape for figure in figures} == {
-    (7, 5)
-  }  # the row that fills the batch is none
-  for name in (
-    "loss (nats/token)",
-    "AR-Hit (nats/token)",
-    "Others (nats/token)",
-  ):
-    assert found[name] == pytest.approx(math.log(256), rel=1e-6)
-  assert found["perplexity"] == pytest.approx(256, rel=1e-5)
-  assert (
-    8 < found["bits per byte"] < 8.5
-  )  # separators cost bits and are no bytes
+def evaluate(trained: Trained, suite: Validation) -> dict[str, float]:
+  """Returns the values of the suite's measurements by name."""
+  values = {}
+  for measurement in suite.evaluate(trained):
+    values[measurement.name] = interval(measurement).value
+  return values
 
 
-def test_the_suite_equals_what_the_loop_logs_whatever_the_batch(make_trained):
-  trained = make_trained()
-  config = dataclasses.replace(
-    trained.config, eval=dataclasses.replace(trained.config.eval, rows=13)
-  )
-  mesh = make_mesh(config.mesh, jax.devices()[:1])
-  step = build(config, mesh).eval_step
-  rows = validation_rows("validation", trained, 13, batch_size=4)
+def test_a_uniform_model_loses_log_n(make_trained, make_uniform):
+  trained = make_uniform(make_trained())
+
+  values = evaluate(trained, Validation(rows=7))
+
+  for name in ("loss", "AR-Hit", "Others"):
+    loss = values[f"{name} (nats/token)"]
+    assert loss == pytest.approx(math.log(256), rel=1e-6)
+  assert values["perplexity"] == pytest.approx(256, rel=1e-5)
+  # Separators are predicted and are no bytes, so they add to the 8 bits.
+  assert 8 < values["bits per byte"] < 8.5
+
+
+def test_rows_that_fill_the_last_batch_are_no_units(make_trained):
+  """Seven rows are two batches of four."""
+  for measurement in Validation(rows=7).evaluate(make_trained()):
+    assert measurement.units.shape == (7, 5)
+
+
+def test_values_equal_those_of_the_training_loop(make_trained):
+  trained = with_eval_rows(make_trained(), 13)
+  mesh = make_mesh(trained.config.mesh, jax.devices()[:1])
+  program = build(trained.config, mesh)
   logged = measure_losses(
-    step,
+    program.eval_step,
     trained.params,
-    rows,
+    validation_rows("validation", trained, 13, batch_size=4),
     mesh=mesh,
     tokenizer=trained.tokenizer,
     ngram=3,
   )
+
   for batch_size in (1, 5):
-    found = numbers(
-      Validation(rows=13, batch_size=batch_size).evaluate(trained)
-    )
-    assert list(found.values()) == pytest.approx(
-      list(logged.values()), rel=1e-5
-    )
+    values = evaluate(trained, Validation(rows=13, batch_size=batch_size))
+    expected = list(logged.values())
+    assert list(values.values()) == pytest.approx(expected, rel=1e-5)
 
 
-def test_rows_of_another_text_or_length(make_trained, tmp_path):
-  trained = make_trained()
+def test_rows_can_be_of_another_text_and_length(make_trained, tmp_path):
   (tmp_path / "other.txt").write_text("x" * 1000)
-  batches = list(
-    validation_rows(
-      "validation", trained, -1, length=128, source=f"text:{tmp_path}/*.txt"
-    )
+
+  batches = validation_rows(
+    "validation",
+    make_trained(),
+    -1,
+    length=128,
+    source=f"text:{tmp_path}/*.txt",
   )
+
   tokens = np.concatenate([batch["tokens"] for batch in batches])
-  assert tokens.shape == (8, 128) and set(tokens.ravel()) <= {ord("x"), 255, 0}
+  assert tokens.shape == (8, 128)
+  separator = 255
+  padding = 0
+  assert set(tokens.ravel()) <= {ord("x"), separator, padding}
 
 
 @pytest.mark.parametrize(
   "settings, message",
   [
-    (
-      dict(length=513),
+    pytest.param(
+      {"length": 513},
       "set.validation.length = 513: a diff model takes at most 512 tokens",
+      id="long length",
     ),
-    (
-      dict(rows=-2),
+    pytest.param(
+      {"rows": -2},
       "set.validation.rows = -2: must be at least 1, or -1 for all",
+      id="rows",
     ),
-    (dict(length=-1), "set.validation.length = -1"),
-    (dict(batch_size=0), "set.validation.batch_size = 0"),
-    (dict(ngram=1), "set.validation.ngram = 1"),
-    (dict(source="text:/nowhere/*"), "/nowhere/"),
+    pytest.param({"length": -1}, "set.validation.length = -1", id="length"),
+    pytest.param(
+      {"batch_size": 0}, "set.validation.batch_size = 0", id="batch_size"
+    ),
+    pytest.param({"ngram": 1}, "set.validation.ngram = 1", id="ngram"),
+    pytest.param({"source": "text:/nowhere/*"}, "/nowhere/", id="source"),
   ],
 )
-def test_bad_settings(make_trained, settings, message):
+def test_an_invalid_setting_raises(make_trained, settings, message):
   with pytest.raises(UserError, match=message):
     list(Validation(**settings).evaluate(make_trained()))
 
 
-def test_a_run_without_validation_rows_is_named(make_trained):
-  """The number of rows comes from the run's config, and that is 0."""
-  trained = make_trained()
-  eval_config = dataclasses.replace(trained.config.eval, rows=0)
-  config = dataclasses.replace(trained.config, eval=eval_config)
-  trained = dataclasses.replace(trained, config=config)
+def test_a_run_without_validation_rows_raises(make_trained):
+  trained = with_eval_rows(make_trained(), 0)
+
   with pytest.raises(UserError, match="the run's own config.eval.rows is 0"):
     list(Validation().evaluate(trained))
