@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import re
+from collections.abc import Iterator
 from typing import ClassVar
 
 import jax
@@ -41,8 +42,8 @@ class Counting(Suite):
 
 
 @pytest.fixture
-def suites():
-  """Forgets the suites that a test registers."""
+def suites() -> Iterator[dict[str, str]]:
+  """The table of suites. It is restored after the test."""
   original = dict(SUITES)
   yield SUITES
   SUITES.clear()
@@ -52,12 +53,20 @@ def suites():
 @pytest.mark.parametrize(
   "settings, message",
   [
-    ({"count": 0}, "set.counting.count = 0: must be at least 1"),
-    ({"kinds": ("a", "c")}, "set.counting.kinds = 'c': must be one of a, b"),
-    ({"scale": math.nan}, "set.counting.scale = nan: must be finite"),
+    pytest.param(
+      {"count": 0}, "set.counting.count = 0: must be at least 1", id="minimum"
+    ),
+    pytest.param(
+      {"kinds": ("a", "c")},
+      "set.counting.kinds = 'c': must be one of a, b",
+      id="choices",
+    ),
+    pytest.param(
+      {"scale": math.nan}, "set.counting.scale = nan: must be finite", id="NaN"
+    ),
   ],
 )
-def test_a_setting_outside_its_bound_is_refused(settings, message):
+def test_a_setting_outside_its_bound_raises(settings, message):
   with pytest.raises(UserError) as error:
     Counting(**settings)
   assert str(error.value) == message
@@ -65,25 +74,47 @@ def test_a_setting_outside_its_bound_is_refused(settings, message):
 
 def test_a_run_writes_both_models_and_their_difference(tmp_path, capsys):
   suite = Counting()
+  # This suite measures numbers instead of models.
   models = [Model(1.0, {"name": "one"}), Model(2.0, {"name": "two"})]
   data = [suite.load(model.trained) for model in models]
+
   suite.run(models, data, epath.Path(tmp_path))
-  results = json.loads((tmp_path / "counting.json").read_text())
-  assert results["settings"] == {"count": 3, "kinds": ["a"], "scale": 1.0}
-  (row,) = results["figures"]
-  values = row["value"], row["against"]["value"], row["difference"]["value"]
-  assert values == (1.0, 2.0, -1.0)
-  # This suite has no plot.
+
+  path = tmp_path / "counting.json"
+  suite_results = json.loads(path.read_text())
+  assert suite_results["settings"] == {
+    "count": 3,
+    "kinds": ["a"],
+    "scale": 1.0,
+  }
+  (figure,) = suite_results["figures"]
+  assert figure["value"] == 1.0
+  assert figure["against"]["value"] == 2.0
+  assert figure["difference"]["value"] == -1.0
+  assert str(path) in capsys.readouterr().out
+
+
+def test_a_suite_without_a_plot_writes_json_and_a_table(tmp_path):
+  suite = Counting()
+  models = [Model(1.0, {"name": "one"})]
+
+  suite.run(models, [suite.load(1.0)], epath.Path(tmp_path))
+
   written = sorted(path.name for path in tmp_path.iterdir())
   assert written == ["counting.json", "counting.md"]
-  assert str(tmp_path / "counting.json") in capsys.readouterr().out
 
 
 def test_a_registered_suite_is_found_by_its_name(suites):
   assert register(Counting) is Counting
   assert suite_class("counting") is Counting
-  # As when a notebook runs a cell again.
+
+
+def test_a_suite_can_be_registered_again(suites):
+  """A notebook registers it each time that it runs the cell."""
   register(Counting)
+  register(Counting)
+
+  assert suite_class("counting") is Counting
 
 
 def test_two_suites_cannot_have_one_name(suites):
@@ -95,20 +126,28 @@ def test_two_suites_cannot_have_one_name(suites):
     register(Other)
 
 
-def test_the_suite_of_the_documentation(make_trained, tmp_path):
+def test_the_suite_of_the_documentation_counts_confident_tokens(
+  make_trained, tmp_path
+):
   with own_variants.registered(tmp_path):
     Confident = suite_class("confident")
-  # Random parameters are never sure of a token. Large ones are, and are right
-  # about once in 256 tokens.
-  trained = make_trained()
+  # A model with random parameters is never confident. With large ones it is,
+  # and is right about once in 256 tokens.
+  trained = make_trained(num_layers=1)
   params = jax.tree.map(lambda leaf: 10 * leaf, trained.params)
   trained = dataclasses.replace(trained, params=params)
   suite = Confident(rows=30)
+
   (measurement,) = suite.evaluate(trained)
+
+  @jax.jit
+  def compute_losses(batch):
+    return token_losses(trained.model, trained.params, batch)
+
   num_confident = 0
   num_tokens = 0
   for batch in suite.load(trained):
-    losses = np.asarray(token_losses(trained.model, trained.params, batch))
+    losses = np.asarray(compute_losses(batch))
     probabilities = np.exp(-losses)[batch["weights"] > 0]
     num_confident += np.sum(probabilities > 0.5)
     num_tokens += probabilities.size
@@ -117,44 +156,57 @@ def test_the_suite_of_the_documentation(make_trained, tmp_path):
   assert 0 < num_confident < num_tokens
 
 
-def make_class(**attributes):
-  """Returns a class as a user writes it, without some of its parts."""
-  annotations = {"rows": int}
-  attributes = {"__annotations__": annotations, **attributes}
-  return type("Mine", (Counting,), attributes)
+class NotADataclass(Counting):
+  """A suite without a decorator."""
+
+  name = "mine"
+  rows: int = field(1, "Rows.")
+
+
+@dataclasses.dataclass(frozen=True)
+class PlainSetting(Counting):
+  """A suite with a setting that has no description."""
+
+  name = "mine"
+  rows: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class WithoutName(Suite):
+  """A suite without a name."""
+
+
+@dataclasses.dataclass(frozen=True)
+class WithoutTable(Suite):
+  """A suite without a table."""
+
+  name = "mine"
 
 
 @pytest.mark.parametrize(
   "suite, message",
   [
-    (
-      make_class(name="mine", rows=field(1, "Rows.")),
-      "Mine is not a dataclass: decorate it with"
+    pytest.param(
+      NotADataclass,
+      "NotADataclass is not a dataclass: decorate it with"
       " @dataclasses.dataclass(frozen=True), below @register",
+      id="no dataclass",
     ),
-    (
-      dataclasses.dataclass(frozen=True)(make_class(name="mine", rows=1)),
-      "declare Mine.rows with diffjax.config.field",
+    pytest.param(
+      PlainSetting,
+      "declare PlainSetting.rows with diffjax.config.field",
+      id="plain setting",
     ),
-    (
-      dataclasses.dataclass(frozen=True)(type("Mine", (Suite,), {})),
-      "Mine has no name",
-    ),
-    (
-      dataclasses.dataclass(frozen=True)(
-        type("Mine", (Suite,), {"name": "mine"})
-      ),
-      "Mine has no table",
-    ),
+    pytest.param(WithoutName, "WithoutName has no name", id="no name"),
+    pytest.param(WithoutTable, "WithoutTable has no table", id="no table"),
   ],
 )
-def test_a_suite_without_a_part_is_refused_when_it_is_registered(
-  suites, suite, message
-):
+def test_an_incomplete_suite_cannot_be_registered(suites, suite, message):
   with pytest.raises(TypeError, match=re.escape(message)):
     register(suite)
 
 
 def test_units_can_be_a_list():
   measurement = Measurement("x", [[1, 1], [2, 1], [6, 1]])
+
   assert interval(measurement).value == 3

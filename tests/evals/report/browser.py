@@ -1,9 +1,10 @@
-"""Opens a page in an installed Chromium and prints what it shows as JSON.
+"""Opens pages in an installed Chromium and prints what they show as JSON.
 
-    python tests/evals/report/browser.py PAGE [--width=1280] [--height=2000] \
-        [--dark] [--screenshot=FILE.png]
+    python tests/evals/report/browser.py PAGE... [--width=1280] \
+        [--height=2000] [--dark] [--screenshot=FILE.png]
 
-The screenshot shows the top of the page with two pixels for one.
+It prints a line for each page. The screenshot shows the top of the last page,
+with two pixels for one.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import json
 import pathlib
 import shutil
 import sys
+from typing import Any
 
 from playwright import sync_api
 
@@ -20,6 +22,17 @@ EXECUTABLES = (
   "google-chrome",
   "google-chrome-stable",
 )
+
+# The width of a telephone, in pixels.
+NARROW = 400
+
+# By how many pixels the page is wider than the window.
+OVERFLOW = """
+() => {
+  const root = document.documentElement;
+  return root.scrollWidth - root.clientWidth;
+}
+"""
 
 IMAGES = """
 () => [...document.images].map(image => [
@@ -67,7 +80,6 @@ CONTENTS = """
   const cells = row => [...row.cells].map(text);
   const all = selector => [...document.querySelectorAll(selector)];
   const sections = all("section");
-  const root = document.documentElement;
   return {
     title: document.title,
     text: document.body.innerText,
@@ -83,7 +95,6 @@ CONTENTS = """
       figure.getBoundingClientRect().bottom < 800),
     folded: Object.fromEntries(sections.map(section =>
       [section.id, [...section.querySelectorAll("summary")].map(text)])),
-    overflow: root.scrollWidth - root.clientWidth,
   };
 }
 """
@@ -107,9 +118,11 @@ def save_screenshot(page: sync_api.Page, path: str) -> None:
   picture.save(path, optimize=True)
 
 
-def look(browser: sync_api.Browser, options: argparse.Namespace) -> dict:
-  """Returns the contents of the page, its requests and its messages."""
-  address = pathlib.Path(options.page).absolute().as_uri()
+def look(
+  browser: sync_api.Browser, path: str, options: argparse.Namespace
+) -> dict[str, Any]:
+  """Returns the contents of a page, its requests and its messages."""
+  address = pathlib.Path(path).absolute().as_uri()
   page = browser.new_page(
     viewport={"width": options.width, "height": options.height},
     color_scheme="dark" if options.dark else "light",
@@ -140,6 +153,9 @@ def look(browser: sync_api.Browser, options: argparse.Namespace) -> dict:
   page.wait_for_function(ALL_LOADED)
   contents = page.evaluate(CONTENTS)
   changed_images = page.evaluate(IMAGES)
+  page.set_viewport_size({"width": NARROW, "height": options.height})
+  narrow_overflow = page.evaluate(OVERFLOW)
+  page.set_viewport_size({"width": options.width, "height": options.height})
   if options.screenshot:
     save_screenshot(page, options.screenshot)
   return {
@@ -147,6 +163,7 @@ def look(browser: sync_api.Browser, options: argparse.Namespace) -> dict:
     "images": images,
     "panels": panels,
     "changed_images": changed_images,
+    "narrow_overflow": narrow_overflow,
     "requests": requests,
     "said": messages,
   }
@@ -154,7 +171,7 @@ def look(browser: sync_api.Browser, options: argparse.Namespace) -> dict:
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__)
-  parser.add_argument("page")
+  parser.add_argument("pages", nargs="+", metavar="PAGE")
   parser.add_argument("--width", type=int, default=1280)
   parser.add_argument("--height", type=int, default=2000)
   parser.add_argument("--dark", action="store_true")
@@ -168,7 +185,8 @@ def main() -> None:
     browser = playwright.chromium.launch(
       executable_path=chromium, args=["--disable-gpu"]
     )
-    print(json.dumps(look(browser, options)))
+    for path in options.pages:
+      print(json.dumps(look(browser, path, options)))
     browser.close()
 
 

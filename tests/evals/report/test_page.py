@@ -5,7 +5,6 @@ It is read as HTML and opened in a browser.
 
 import copy
 import dataclasses
-import functools
 import html.parser
 import json
 import math
@@ -13,6 +12,7 @@ import os
 import pathlib
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import matplotlib.figure
@@ -23,10 +23,11 @@ from matplotlib import image
 
 from diffjax.config import UserError
 from diffjax.evals import SUITES
-from diffjax.evals.measurement import mean_of
+from diffjax.evals.measurement import Measurement, mean_of
 from diffjax.evals.report import intervals, measurements, plots, results
 from diffjax.evals.report.suite import Report
 from diffjax.evals.suite import Model, suite_class
+from diffjax.inference.trained import Trained
 from tests.evals.report.browser import EXECUTABLES, executable
 
 # The suites with results, in the page's order. "outliers" has results of the
@@ -51,7 +52,10 @@ class MadeReport(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def report(make_trained, tmp_path_factory):
+def report(
+  make_trained: Callable[..., Trained],
+  tmp_path_factory: pytest.TempPathFactory,
+) -> MadeReport:
   """Makes the page of two models with logs and results."""
   path = tmp_path_factory.mktemp("report")
   directory = epath.Path(path / "out")
@@ -78,14 +82,18 @@ def report(make_trained, tmp_path_factory):
   return MadeReport(directory, page, results.finite(pair_figures))
 
 
-def make_page(suite, models, directory):
+def make_page(
+  suite: Report, models: list[Model], directory: epath.Path
+) -> epath.Path:
   """Runs the suite, and returns the path of the page."""
   prompt_ids = [suite.load(model.trained) for model in models]
   suite.run(models, prompt_ids, directory)
   return directory / "report.html"
 
 
-def describe(workdir, name, attention):
+def describe(
+  workdir: pathlib.Path, name: str, attention: str
+) -> dict[str, Any]:
   """Returns the description of a model, as in the results of suites."""
   return {
     "name": name,
@@ -95,14 +103,14 @@ def describe(workdir, name, attention):
   }
 
 
-def with_tokenizer_name(trained, name):
+def with_tokenizer_name(trained: Trained, name: str) -> Trained:
   """Returns a model with the same tokenizer of another name."""
   tokenizer = copy.copy(trained.tokenizer)
   tokenizer.spec = name
   return dataclasses.replace(trained, tokenizer=tokenizer)
 
 
-def write_log(workdir, has_lambda):
+def write_log(workdir: pathlib.Path, *, has_lambda: bool) -> None:
   """Writes a log with a loss that was not finite and an incomplete line."""
   workdir.mkdir()
   lines = []
@@ -120,7 +128,7 @@ def write_log(workdir, has_lambda):
     file.write('{"step": 21, "tr')
 
 
-def random_figures():
+def random_figures() -> tuple[list[Measurement], list[Measurement]]:
   """Returns figures of two models.
 
   The accuracy differs clearly. The means of the other figures do not differ.
@@ -142,7 +150,12 @@ def random_figures():
   return first, second
 
 
-def write_results(directory, suite, models, suite_figures):
+def write_results(
+  directory: epath.Path,
+  suite: str,
+  models: list[dict[str, Any]],
+  suite_figures: list[dict[str, Any]],
+) -> None:
   """Writes SUITE.json."""
   suite_results = {
     "suite": suite,
@@ -154,24 +167,27 @@ def write_results(directory, suite, models, suite_figures):
   results.write(path, results.finite(suite_results))
 
 
-def save_a_plot(path):
+def save_a_plot(path: epath.Path) -> None:
+  """Saves a plot with one line."""
   figure = matplotlib.figure.Figure((3, 2))
   figure.add_subplot().plot([1, 2])
   plots.save(figure, path)
 
 
-class Reader(html.parser.HTMLParser):
+class TagReader(html.parser.HTMLParser):
   """Records tags, ids and every attribute that could cause a request."""
 
   ADDRESS_ATTRIBUTES = ("src", "href", "srcset", "action", "data", "poster")
 
-  def __init__(self):
+  def __init__(self) -> None:
     super().__init__()
-    self.tags = []
-    self.addresses = []
-    self.ids = []
+    self.tags: list[str] = []
+    self.addresses: list[str | None] = []
+    self.ids: list[str | None] = []
 
-  def handle_starttag(self, tag, attributes):
+  def handle_starttag(
+    self, tag: str, attributes: list[tuple[str, str | None]]
+  ) -> None:
     self.tags.append(tag)
     for name, value in attributes:
       if name in self.ADDRESS_ATTRIBUTES:
@@ -180,63 +196,53 @@ class Reader(html.parser.HTMLParser):
         self.ids.append(value)
 
 
-def test_nothing_in_the_page_points_outside(report):
+@pytest.fixture(scope="module")
+def html_tags(report: MadeReport) -> TagReader:
+  """The tags of the report."""
+  reader = TagReader()
+  reader.feed(report.page.read_text())
+  return reader
+
+
+def test_nothing_in_the_page_points_outside(report, html_tags):
+  for address in html_tags.addresses:
+    assert address.startswith(("data:", "#"))
+  text = report.page.read_text()
+  assert "url(" not in text
+  assert "@import" not in text
+
+
+def test_the_page_is_a_whole_document_with_unique_ids(report, html_tags):
   text = report.page.read_text()
   assert text.startswith("<!doctype html>\n<html")
   assert text.endswith("</html>\n")
-  reader = Reader()
-  reader.feed(text)
-  for address in reader.addresses:
-    assert address.startswith(("data:", "#"))
-  assert "url(" not in text
-  assert "@import" not in text
-  assert len(set(reader.ids)) == len(reader.ids)
+  assert len(set(html_tags.ids)) == len(html_tags.ids)
 
 
-def test_text_is_escaped(report):
+def test_text_is_escaped(html_tags):
   """Names, prompts and figures contain tags, and none becomes an element."""
-  reader = Reader()
-  reader.feed(report.page.read_text())
-  assert "b" not in reader.tags
-  assert "x" not in reader.tags
+  assert "b" not in html_tags.tags
+  assert "x" not in html_tags.tags
   # The data of two panels, and the page's own script.
-  assert reader.tags.count("script") == 3
+  assert html_tags.tags.count("script") == 3
 
 
-def test_the_page_contains_all_pictures(report):
-  reader = Reader()
-  reader.feed(report.page.read_text())
+def test_the_page_contains_all_pictures(html_tags):
   num_curves = 2
   num_head_pictures = 1
   num_panel_maps = 3 + 1
   num_plots = 1
-  assert reader.tags.count("img") == (
-    num_curves + num_head_pictures + num_panel_maps + num_plots
-  )
+  num_pictures = num_curves + num_head_pictures + num_panel_maps + num_plots
+  assert html_tags.tags.count("img") == num_pictures
 
 
 def test_no_temporary_file_remains(report):
-  names = [path.name for path in report.directory.iterdir()]
-  assert not [name for name in names if name.endswith(".tmp")]
+  for path in report.directory.iterdir():
+    assert not path.name.endswith(".tmp")
 
 
-@functools.cache
-def look(page, *options):
-  """Opens a page in a browser. Returns what browser.py prints."""
-  script = pathlib.Path(__file__).with_name("browser.py")
-  result = subprocess.run(
-    [sys.executable, script, page, *options],
-    capture_output=True,
-    text=True,
-    timeout=120,
-  )
-  assert result.returncode == 0, result.stderr
-  return json.loads(result.stdout)
-
-
-@pytest.fixture(scope="module")
-def browser():
-  """Skips the test if no browser is installed; CI requires one."""
+def require_browser() -> None:
+  """Skips the test if no browser is installed. CI requires one."""
   if executable() is not None:
     return
   missing = (
@@ -248,12 +254,62 @@ def browser():
   pytest.skip(missing)
 
 
-def test_a_browser_loads_all_pictures_and_requests_nothing(report, browser):
-  contents = look(report.page)
-  assert contents["requests"] == [f"file://{report.page}"]
-  assert not contents["said"]
-  assert len(contents["images"]) == 8
-  images = contents["images"] + contents["changed_images"]
+class BrowserContents(NamedTuple):
+  """What a browser shows of two pages, as browser.py prints it.
+
+  Attributes:
+    report: The contents of the report.
+    faulty: The contents of a page with a request and an error.
+  """
+
+  report: dict[str, Any]
+  faulty: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def browser_contents(
+  report: MadeReport, tmp_path_factory: pytest.TempPathFactory
+) -> BrowserContents:
+  """Opens both pages in one browser."""
+  require_browser()
+  faulty_page = tmp_path_factory.mktemp("faulty") / "page.html"
+  faulty_page.write_text(
+    '<img src="http://example.com/a.png"><script>missing();</script>'
+  )
+  script = pathlib.Path(__file__).with_name("browser.py")
+  result = subprocess.run(
+    [sys.executable, script, report.page, faulty_page],
+    capture_output=True,
+    text=True,
+    timeout=120,
+  )
+  assert result.returncode == 0, result.stderr
+  first_line, second_line = result.stdout.splitlines()
+  return BrowserContents(json.loads(first_line), json.loads(second_line))
+
+
+@pytest.fixture
+def shown(browser_contents: BrowserContents) -> dict[str, Any]:
+  """What a browser shows of the report."""
+  return browser_contents.report
+
+
+def test_a_browser_requests_nothing_and_reports_no_error(report, shown):
+  assert shown["requests"] == [f"file://{report.page}"]
+  assert not shown["said"]
+
+
+def test_the_browser_would_see_a_request_and_an_error(browser_contents):
+  faulty = browser_contents.faulty
+
+  assert "http://example.com/a.png" in faulty["requests"]
+  assert "missing is not defined" in " ".join(faulty["said"])
+
+
+def test_a_browser_loads_all_pictures(shown):
+  """Also those after another layer and head were chosen."""
+  assert len(shown["images"]) == 8
+  images = shown["images"] + shown["changed_images"]
   for _, is_complete, width, height, shown_width in images:
     assert is_complete
     assert width > 10
@@ -261,32 +317,42 @@ def test_a_browser_loads_all_pictures_and_requests_nothing(report, browser):
     assert shown_width > 100
 
 
-def test_a_browser_shows_all_sections(report, browser):
-  contents = look(report.page)
-  assert contents["title"] == "DIFF and Transformer"
-  assert contents["targets"], "each link leads to a section"
-  sections = [section for section, _ in contents["tables"]]
+def test_each_link_leads_to_a_section(shown):
+  assert shown["targets"]
+
+
+def test_a_browser_shows_all_sections(shown):
+  assert shown["title"] == "DIFF and Transformer"
+  sections = [section for section, _ in shown["tables"]]
   assert sections == ["training", "attention-maps", *MEASURED, "models"]
-  text = contents["text"]
+  assert PROMPT in shown["text"]
+
+
+def test_suites_of_other_models_and_without_results_are_named(shown):
+  text = shown["text"]
+
   assert f"Measured of {NASTY_NAME}, not of this page's models." in text
   assert "Not measured here: position_nll, attention," in text
-  assert PROMPT in text
 
 
-def test_a_browser_shows_the_tables(report, browser):
-  tables = dict(look(report.page)["tables"])
-  assert tables["models"][:2] == [
-    ["", "DIFF", "Transformer"],
-    ["run", NASTY_NAME, "a transformer"],
-  ]
-  assert ["parameters", "12,345", "12,345"] in tables["models"]
-  assert ["tokenizer", NASTY_NAME, "bytes"] in tables["models"]
+def test_the_table_of_models_describes_both(shown):
+  table = dict(shown["tables"])["models"]
+
+  assert table[0] == ["", "DIFF", "Transformer"]
+  assert table[1] == ["run", NASTY_NAME, "a transformer"]
+  assert ["parameters", "12,345", "12,345"] in table
+  assert ["tokenizer", NASTY_NAME, "bytes"] in table
+
+
+def test_the_table_of_a_suite_has_both_models_and_their_difference(
+  report, shown
+):
+  header, accuracy_row, single_row, *_ = dict(shown["tables"])["needle"]
 
   # The figures differ in their number of prompts, so it has a column.
-  header = ["", "depth", "prompts", "DIFF", "Transformer", "difference"]
+  assert header == ["", "depth", "prompts", "DIFF", "Transformer", "difference"]
   accuracy = report.pair_figures[0]
-  assert tables["needle"][0] == header
-  assert tables["needle"][1] == [
+  assert accuracy_row == [
     "accuracy <x>",
     "mean",
     "20",
@@ -294,193 +360,259 @@ def test_a_browser_shows_the_tables(report, browser):
     results.number(accuracy["against"]),
     results.number(accuracy["difference"]),
   ]
-  assert tables["needle"][2] == ["single", "", "1", "3.142", "–", "–"]
-  # Without a second model, there are no columns for it.
-  assert tables["outliers"][0] == ["", "depth", "rows", "DIFF"]
+  assert single_row == ["single", "", "1", "3.142", "–", "–"]
 
 
-def test_the_first_screen_says_what_differs(report, browser):
-  """It has a sentence, and a line for each main figure.
+def test_the_table_of_one_model_has_no_difference(shown):
+  header = dict(shown["tables"])["outliers"][0]
 
-  Results of other models than the page's are not on it.
-  """
-  contents = look(report.page)
+  assert header == ["", "depth", "rows", "DIFF"]
+
+
+def test_the_first_screen_says_in_a_sentence_what_differs(report, shown):
   accuracy = report.pair_figures[0]
   value = results.number(accuracy).partition(" ")[0]
   against = results.number(accuracy["against"]).partition(" ")[0]
   assert (
     "DIFF against Transformer: DIFF is better in needles found"
     f" ({value} against {against})."
-  ) in contents["lead"]
+  ) in shown["lead"]
   no_difference = "1 of 2 main figures shows no clear difference."
-  assert no_difference in contents["lead"]
+  assert no_difference in shown["lead"]
 
-  header, loss, needles = contents["headlines"]
+
+def test_the_first_screen_has_a_line_for_each_main_figure(shown):
+  """Results of other models than the page's are not on it."""
+  header, loss, needles = shown["headlines"]
   assert header[:3] == ["main figures", "DIFF", "Transformer"]
   assert header[-1] == "DIFF is"
   assert loss[0] == "loss lower is better"
   assert loss[-1] == "unclear"
   assert needles[0] == "needles found higher is better"
   assert needles[-1] == "better"
-  assert contents["bars"] == [False, True], "whether each point is filled"
-  assert contents["first_screen"], "it needs no scrolling"
+  assert shown["bars"] == [False, True], "whether each point is filled"
 
 
-def test_figures_without_information_are_folded(report, browser):
-  folded = look(report.page)["folded"]
-  assert folded["needle"] == ["2 rows without a clear difference", "settings"]
-  assert folded["validation"] == [
-    "1 row without a clear difference",
-    "settings",
-  ], "a main figure is never folded"
+def test_the_first_screen_needs_no_scrolling(shown):
+  assert shown["first_screen"]
+
+
+def test_figures_without_information_are_folded(shown):
+  """The loss is a main figure, so it is not folded."""
+  folded = shown["folded"]
+
+  unclear = "2 rows without a clear difference"
+  assert folded["needle"] == [unclear, "settings"]
+  unclear = "1 row without a clear difference"
+  assert folded["validation"] == [unclear, "settings"]
   assert folded["outliers"] == ["1 row of 0", "settings"]
 
 
-def test_a_narrow_page_scrolls_only_in_its_parts(report, browser):
-  assert look(report.page, "--width=400")["overflow"] == 0
+def test_a_narrow_page_scrolls_only_in_its_parts(shown):
+  assert shown["narrow_overflow"] == 0
 
 
-def test_the_maps_in_a_browser_change_with_layer_and_head(report, browser):
-  diff, transformer = look(report.page)["panels"]
+def test_each_model_has_its_maps_with_the_tokens_beside_them(shown):
+  diff, transformer = shown["panels"]
+
   assert diff["images"] == 3
   assert transformer["images"] == 1
   assert diff["labels"][:4] == ["if", "a", "<", "b"]
 
+
+def test_the_maps_change_with_layer_and_head(shown):
+  for panel in shown["panels"]:
+    assert panel["layers"] == 2
+    # The mean over heads, and two heads.
+    assert panel["heads"] == 3
+    assert panel["changed"]
+    assert float(panel["scale"]) > 0
+
+
+def test_a_map_names_the_tokens_under_the_mouse(shown):
+  """The mouse is over the last query and the key in the middle."""
   num_tokens = len(PROMPT.encode()) + 1
   last_query = num_tokens - 1
   middle_key = num_tokens // 2
   # The first token is the start, and the last one is a part of "é".
   key_text = PROMPT[middle_key - 1]
-  for panel in (diff, transformer):
-    assert panel["changed"]
-    assert panel["layers"] == 2
-    assert panel["heads"] == 3
-    assert panel["said"] == (
-      f'query {last_query} "\ufffd" looks at key {middle_key} "{key_text}"'
-    )
-    assert float(panel["scale"]) > 0
-
-
-def test_the_browser_would_see_a_request_and_an_error(browser, tmp_path):
-  page = tmp_path / "page.html"
-  page.write_text(
-    '<img src="http://example.com/a.png"><script>missing();</script>'
+  expected = (
+    f'query {last_query} "\ufffd" looks at key {middle_key} "{key_text}"'
   )
-  contents = look(page)
-  assert "http://example.com/a.png" in contents["requests"]
-  assert "missing is not defined" in " ".join(contents["said"])
+
+  for panel in shown["panels"]:
+    assert panel["said"] == expected
 
 
 def test_the_picture_beside_the_page_is_sharp_and_opaque(report):
   """It stands on light and dark pages, such as the README."""
   pixels = image.imread(report.directory / "maps.png")
+
   assert pixels.shape[1] == 2400
   alpha = pixels[..., 3]
   assert (alpha == 1).all()
 
 
-def test_a_section_has_the_number_of_units_and_the_notes(tmp_path):
-  """The number is a sentence if all figures share it, and else a column."""
-  model = describe(tmp_path, "a model", "diff")
-  figures = [
-    mean_of("accuracy", np.zeros(1000), depth=0.5),
-    mean_of("accuracy", np.ones(1000), depth="mean"),
-  ]
+def make_section(
+  directory: pathlib.Path, figures: list[Measurement]
+) -> measurements.Section:
+  """Returns the section of a suite with these measurements of one model."""
+  suite_results = {
+    "suite": "needle",
+    "settings": {},
+    "models": [describe(directory, "a model", "diff")],
+    "figures": list(intervals.compare(figures)),
+  }
+  return measurements.section(suite_results, ["a model"], epath.Path(directory))
 
-  def section(*more_figures):
-    suite_results = {
-      "suite": "needle",
-      "settings": {},
-      "models": [model],
-      "figures": list(intervals.compare([*figures, *more_figures])),
-    }
-    directory = epath.Path(tmp_path)
-    return measurements.section(suite_results, ["a model"], directory)
 
-  with_equal_units = section()
-  assert with_equal_units.units == "1,000 prompts"
-  assert "prompts" not in with_equal_units.main.header
-  assert with_equal_units.notes == suite_class("needle").table.notes
+def test_equal_numbers_of_units_are_a_sentence(tmp_path):
+  section = make_section(
+    tmp_path,
+    [
+      mean_of("accuracy", np.zeros(1000), depth=0.5),
+      mean_of("accuracy", np.ones(1000), depth="mean"),
+    ],
+  )
 
-  with_other_units = section(mean_of("time", [1.0, 2.0]))
-  assert with_other_units.units == ""
-  for table in (with_other_units.main, with_other_units.folded):
-    assert table.header == ["depth", "prompts", "DIFF"]
-  details = [row.details for row in with_other_units.main.rows]
+  assert section.units == "1,000 prompts"
+  assert "prompts" not in section.main.header
+  assert section.notes == suite_class("needle").table.notes
+
+
+def test_different_numbers_of_units_are_a_column(tmp_path):
+  section = make_section(
+    tmp_path,
+    [
+      mean_of("accuracy", np.zeros(1000), depth=0.5),
+      mean_of("accuracy", np.ones(1000), depth="mean"),
+      mean_of("time", [1.0, 2.0]),
+    ],
+  )
+
+  assert section.units == ""
+  assert section.main.header == ["depth", "prompts", "DIFF"]
+  assert section.folded.header == ["depth", "prompts", "DIFF"]
+  details = [row.details for row in section.main.rows]
   assert details == [["mean", "1,000"], ["", "2"]]
 
 
-def test_results_of_one_model(make_trained, tmp_path):
-  """The suite `needle` is known. `mine` is from a module not imported.
-
-  Other JSON files may lie in the directory.
-  """
-  directory = epath.Path(tmp_path)
-  model = describe(tmp_path, "a model", "softmax")
+def test_results_of_one_model_have_units_and_notes(make_trained, tmp_path):
+  """Other JSON files may lie in the directory."""
+  description = describe(tmp_path, "a model", "softmax")
   figures = list(intervals.compare([mean_of("accuracy", np.ones(1000))]))
-  write_results(directory, "needle", [model], figures)
-  write_results(directory, "mine", [model], figures)
+  write_results(epath.Path(tmp_path), "needle", [description], figures)
   (tmp_path / "settings.json").write_text('{"suite": "settings"}')
   (tmp_path / "broken.json").write_text("{")
-  trained = make_trained("softmax", num_layers=1)
-  page = make_page(Report(tokens=8), [Model(trained, model)], directory)
-  text = page.read_text()
+
+  text = page_of_one_model(
+    make_trained("softmax", num_layers=1), description, tmp_path
+  )
+
   assert "Measured on 1,000 prompts." in text
   for note in suite_class("needle").table.notes:
     assert note in text
+
+
+def test_a_suite_from_a_module_that_is_not_imported_is_named(
+  make_trained, tmp_path
+):
+  description = describe(tmp_path, "a model", "softmax")
+  figures = list(intervals.compare([mean_of("accuracy", np.ones(1000))]))
+  write_results(epath.Path(tmp_path), "needle", [description], figures)
+  write_results(epath.Path(tmp_path), "mine", [description], figures)
+
+  text = page_of_one_model(
+    make_trained("softmax", num_layers=1), description, tmp_path
+  )
+
   unknown = "was measured, but is not known here: pass --import=MODULE."
   assert f"<p>mine {unknown}</p>" in text
   assert text.count(unknown) == 1
 
 
+def page_of_one_model(
+  trained: Trained, description: dict[str, Any], directory: pathlib.Path
+) -> str:
+  """Returns the text of a page about one model with a short prompt."""
+  models = [Model(trained, description)]
+  page = make_page(Report(tokens=8), models, epath.Path(directory))
+  return page.read_text()
+
+
 def test_one_model_without_logs_or_results(make_trained, tmp_path):
   trained = make_trained("diff_v2", num_layers=1)
   description = describe(tmp_path, "a model", "diff_v2")
-  models = [Model(trained, description)]
-  page = make_page(Report(layers=9, heads=9), models, epath.Path(tmp_path))
-  text = page.read_text()
+
+  text = page_of_one_model(trained, description, tmp_path)
+
   assert f"DIFF V2: no metrics.jsonl in {tmp_path}." in text
   assert "No suite has been measured here" in text
   other_suites = [name for name in SUITES if name != "report"]
   assert f"Not measured here: {', '.join(other_suites)}." in text
+
+
+def test_layers_and_heads_are_limited_to_those_of_the_model(
+  make_trained, tmp_path
+):
+  trained = make_trained("diff_v2", num_layers=1)
+  models = [Model(trained, describe(tmp_path, "a model", "diff_v2"))]
+  suite = Report(tokens=8, layers=9, heads=9)
+
+  page = make_page(suite, models, epath.Path(tmp_path))
+
   num_layers = 1
   mean_and_heads = 1 + 4
-  assert text.count("<option") == num_layers + mean_and_heads
+  assert page.read_text().count("<option") == num_layers + mean_and_heads
 
 
 @pytest.mark.parametrize(
-  "settings, content, message",
+  "settings, message",
   [
-    (
-      dict(prompt="x" * 200),
-      None,
+    pytest.param(
+      {"prompt": "x" * 200},
       "set.report.prompt has 201 tokens with its start token, and at most 96"
       " are allowed: set.report.tokens = 96",
+      id="more than tokens",
     ),
-    (
-      dict(prompt="x" * 600, tokens=1000),
-      None,
+    pytest.param(
+      {"prompt": "x" * 600, "tokens": 1000},
       "config.model.max_length = 512",
+      id="more than max_length",
     ),
-    (dict(layers=0), None, "set.report.layers = 0"),
-    ({}, "{", "needle.json holds no results"),
-    (
-      {},
+    pytest.param({"layers": 0}, "set.report.layers = 0", id="layers"),
+  ],
+)
+def test_an_invalid_setting_raises(make_trained, tmp_path, settings, message):
+  description = describe(tmp_path, "a model", "diff")
+  models = [Model(make_trained(num_layers=1), description)]
+
+  with pytest.raises(UserError, match=message):
+    make_page(Report(**settings), models, epath.Path(tmp_path))
+
+
+@pytest.mark.parametrize(
+  "content, message",
+  [
+    pytest.param("{", "needle.json holds no results", id="no JSON"),
+    pytest.param(
       '{"suite": "validation", "models": [1], "figures": []}',
       "needle.json holds no results of the suite needle",
+      id="another suite",
     ),
-    (
-      {},
+    pytest.param(
       '{"suite": "needle", "models": [{}], "figures": [3]}',
       "needle.json holds no results",
+      id="no figures",
     ),
   ],
 )
-def test_bad_input(make_trained, tmp_path, settings, content, message):
-  """`content` is the content of needle.json. None for no such file."""
-  if content is not None:
-    (tmp_path / "needle.json").write_text(content)
+def test_a_file_without_results_raises(
+  make_trained, tmp_path, content, message
+):
+  (tmp_path / "needle.json").write_text(content)
   description = describe(tmp_path, "a model", "diff")
-  model = Model(make_trained(num_layers=1), description)
+  models = [Model(make_trained(num_layers=1), description)]
+
   with pytest.raises(UserError, match=message):
-    make_page(Report(**settings), [model], epath.Path(tmp_path))
+    make_page(Report(), models, epath.Path(tmp_path))
