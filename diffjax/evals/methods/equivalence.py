@@ -30,9 +30,10 @@ from absl import logging
 from diffjax.config import UserError
 
 # The time limit of one comparison, in seconds.
-_TIME_LIMIT = 5
+TIME_LIMIT = 5
 
-_PROGRAM = pathlib.Path(__file__).with_name("verify_worker.py")
+# The program of the process.
+PROGRAM = pathlib.Path(__file__).with_name("verify_worker.py")
 
 # Messages quote at most this many characters of an expression.
 _MAX_QUOTED = 40
@@ -60,22 +61,36 @@ def start() -> None:
 
 
 @functools.cache
-def _worker() -> _Worker:
+def _worker() -> Worker:
   """Returns the worker that all comparisons of this process share."""
-  return _Worker()
+  return Worker()
 
 
-class _Worker:
+class Worker:
   """The process of math-verify. It starts at the first request."""
 
-  def __init__(self) -> None:
+  def __init__(
+    self, time_limit: int = TIME_LIMIT, program: pathlib.Path = PROGRAM
+  ) -> None:
+    """Initializes a worker without starting its process.
+
+    Args:
+      time_limit: The time limit of one comparison, in seconds.
+      program: The program of the process.
+    """
+    self._time_limit = time_limit
+    self._program = program
     self._process: subprocess.Popen[str] | None = None
     # A request and its reply belong together.
     self._lock = threading.Lock()
     atexit.register(self.close)
 
   def start(self) -> None:
-    """Starts the process unless it is running."""
+    """Starts the process unless it is running.
+
+    Raises:
+      UserError: if math-verify cannot be imported.
+    """
     with self._lock:
       self._ensure_started()
 
@@ -112,12 +127,14 @@ class _Worker:
   def _ensure_started(self) -> subprocess.Popen[str]:
     """Returns the process, after starting it if necessary."""
     if self._process is None:
-      self._process = _start_process()
+      self._process = _start_process(self._program, self._time_limit)
     return self._process
 
 
-def _start_process() -> subprocess.Popen[str]:
-  """Starts verify_worker.py, and waits until it has imported math-verify.
+def _start_process(
+  program: pathlib.Path, time_limit: int
+) -> subprocess.Popen[str]:
+  """Starts a program, and waits until it has imported math-verify.
 
   Raises:
     UserError: if math-verify cannot be imported.
@@ -125,7 +142,7 @@ def _start_process() -> subprocess.Popen[str]:
   # -P: without the folder of the program in sys.path. Its modules would hide
   # modules of other packages that have the same name, such as lm_eval.
   process = subprocess.Popen(
-    [sys.executable, "-P", str(_PROGRAM), str(_TIME_LIMIT)],
+    [sys.executable, "-P", str(program), str(time_limit)],
     stdin=subprocess.PIPE,
     stdout=subprocess.PIPE,
     stderr=subprocess.DEVNULL,

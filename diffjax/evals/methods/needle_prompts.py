@@ -63,7 +63,7 @@ CITIES = (
 _NUMBER_RANGE = (10_000, 50_000)
 
 # The maximum number of tokens in a piece of the haystack.
-_MAX_PIECE_TOKENS = 32
+MAX_PIECE_TOKENS = 32
 
 # Words of the sentences of the synthetic haystack.
 _NOUNS = (
@@ -483,6 +483,6 @@ def validation_haystack(trained: Trained, *, tokens: int) -> list[list[int]]:
 
 
 def _split_line(ids: list[int]) -> list[list[int]]:
-  """Returns the pieces of a line, with at most `_MAX_PIECE_TOKENS` each."""
-  starts = range(0, len(ids), _MAX_PIECE_TOKENS)
-  return [ids[start : start + _MAX_PIECE_TOKENS] for start in starts]
+  """Returns the pieces of a line, with at most `MAX_PIECE_TOKENS` each."""
+  starts = range(0, len(ids), MAX_PIECE_TOKENS)
+  return [ids[start : start + MAX_PIECE_TOKENS] for start in starts]

@@ -31,7 +31,7 @@ BATCH_TOKENS = 16_384
 _MIN_ROW_LENGTH = 32
 
 # The number of logits that are in memory at once: 64 MiB of float32.
-_CHUNK_LOGITS = 1 << 24
+CHUNK_LOGITS = 1 << 24
 
 
 class Score(NamedTuple):
@@ -114,6 +114,7 @@ def score(
   pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
   *,
   batch_tokens: int = BATCH_TOKENS,
+  chunk_logits: int = CHUNK_LOGITS,
 ) -> list[Score]:
   """Returns the log-likelihoods of continuations after contexts.
 
@@ -128,6 +129,8 @@ def score(
       begins a document, its context is the token that separates documents.
     batch_tokens: The number of tokens in a batch, including padding. A longer
       row is the only one of its batch.
+    chunk_logits: The number of logits that are in memory at once. This does
+      not affect the result.
 
   Returns:
     A score for each pair, in the order of the pairs.
@@ -147,7 +150,7 @@ def score(
   # that the device does not wait for the host.
   dispatched: tuple[_Batch, _Results] | None = None
   for batch in _make_batches(checked_pairs, max_length, batch_tokens):
-    results = _score_rows(model, params, batch.rows)
+    results = _score_rows(model, params, batch.rows, chunk_logits)
     if dispatched is not None:
       scores |= _fetch(*dispatched)
     dispatched = batch, results
@@ -260,8 +263,10 @@ def _fetch(batch: _Batch, results: _Results) -> dict[int, Score]:
   return scores
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _score_rows(model: Decoder, params: PyTree, rows: _Rows) -> _Results:
+@functools.partial(jax.jit, static_argnames=("model", "chunk_logits"))
+def _score_rows(
+  model: Decoder, params: PyTree, rows: _Rows, chunk_logits: int
+) -> _Results:
   """Returns the scores of a batch of rows.
 
   The logits of one chunk of positions are in memory at once. Most chunks have
@@ -273,7 +278,7 @@ def _score_rows(model: Decoder, params: PyTree, rows: _Rows) -> _Results:
 
   num_rows, length = rows.tokens.shape
   vocab_size = embedding.shape[0]
-  chunk_length = max(1, _CHUNK_LOGITS // (num_rows * vocab_size))
+  chunk_length = max(1, chunk_logits // (num_rows * vocab_size))
   chunk_length = min(length, chunk_length)
   chunks = _Chunk(
     hidden=_split_positions(hidden, chunk_length),

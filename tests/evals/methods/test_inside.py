@@ -1,5 +1,9 @@
 """Measurements inside a model see the values that the model computes."""
 
+from collections.abc import Callable
+from typing import Any
+
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,16 +12,21 @@ import pytest
 from diffjax.config import UserError
 from diffjax.evals.methods import inside
 from diffjax.evals.methods.validation_rows import validation_rows
+from diffjax.inference.trained import Trained
 from diffjax.model.attention import Attention, DiffAttention, MaskArguments
 from diffjax.ops.diff_attention.reference import attention_weights
 from tests.harness.tiers import full
+from tests.harness.tolerances import FLOAT32, FLOAT32_LAYER
 
 
-def identity(x):
+def identity(x: jax.Array) -> jax.Array:
+  """Returns its argument, so that `inside.measure` returns what it sees."""
   return x
 
 
-def measure_jitted(trained, batch, **functions):
+def measure_jitted(
+  trained: Trained, batch: dict[str, Any], **functions: Callable[[Any], Any]
+) -> dict[str, Any]:
   """Returns the results of `inside.measure`, compiled."""
 
   @jax.jit
@@ -27,11 +36,11 @@ def measure_jitted(trained, batch, **functions):
   return measure(trained.params)
 
 
-@pytest.mark.parametrize("kind", ["softmax", "diff", "diff_v2"])
-def test_queries_keys_and_hidden_states_are_those_that_the_model_captures(
-  make_trained, kind
+@pytest.mark.parametrize("variant", ["softmax", "diff", "diff_v2"])
+def test_measured_values_are_those_that_the_model_captures(
+  make_trained, variant
 ):
-  trained = make_trained(kind)
+  trained = make_trained(variant)
   batch = next(iter(validation_rows("x", trained, 2, batch_size=2)))
 
   @jax.jit
@@ -56,28 +65,29 @@ def test_queries_keys_and_hidden_states_are_those_that_the_model_captures(
   measured = measure_jitted(
     trained, batch, attention=select_arrays, hidden=identity
   )
+
   attention = measured["attention"]
   captured = capture(trained.params)
   layers = captured["intermediates"]["layers"]
-  np.testing.assert_array_equal(attention["q"], layers["attention"]["query"][0])
-  np.testing.assert_array_equal(attention["k"], layers["attention"]["key"][0])
-  np.testing.assert_array_equal(measured["hidden"], layers["hidden"][0])
+  chex.assert_trees_all_equal(attention["q"], layers["attention"]["query"][0])
+  chex.assert_trees_all_equal(attention["k"], layers["attention"]["key"][0])
+  chex.assert_trees_all_equal(measured["hidden"], layers["hidden"][0])
   num_layers = 2
-  np.testing.assert_array_equal(
-    attention["ids"], np.stack([batch["segment_ids"]] * num_layers)
+  chex.assert_trees_all_equal(
+    np.asarray(attention["ids"]), np.stack([batch["segment_ids"]] * num_layers)
   )
   lam = attention["lam"]
-  if kind == "softmax":
+  if variant == "softmax":
     assert lam is None
-  else:
-    assert lam.shape == (num_layers, 2, 64, trained.config.model.num_heads)
-    mean_lambdas = captured["metrics"]["layers"]["attention"]["lambda"][0]
-    np.testing.assert_allclose(
-      lam.mean(axis=(1, 2, 3)), mean_lambdas, rtol=1e-5
-    )
+    return
+  chex.assert_shape(lam, (num_layers, 2, 64, trained.config.model.num_heads))
+  mean_lambdas = captured["metrics"]["layers"]["attention"]["lambda"][0]
+  chex.assert_trees_all_close(
+    jnp.mean(lam, axis=(1, 2, 3)), mean_lambdas, **FLOAT32
+  )
 
 
-def test_it_measures_under_remat_and_leaves_the_model_as_it_was(make_trained):
+def test_measuring_under_remat_does_not_change_the_model(make_trained):
   trained = make_trained(remat="full", num_layers=3)
   tokens = np.arange(32).reshape(2, 16)
 
@@ -90,9 +100,11 @@ def test_it_measures_under_remat_and_leaves_the_model_as_it_was(make_trained):
 
   before = run_model()
   measured = measure_jitted(trained, {"tokens": tokens}, hidden=identity)
+  after = run_model()
+
   assert set(measured) == {"hidden"}
-  assert measured["hidden"].shape == (3, 2, 16, 16)
-  np.testing.assert_array_equal(before, run_model())
+  chex.assert_shape(measured["hidden"], (3, 2, 16, 16))
+  chex.assert_trees_all_equal(after, before)
 
 
 def test_the_example_in_the_docstring(make_trained):
@@ -115,10 +127,12 @@ def test_the_example_in_the_docstring(make_trained):
 
   trained = make_trained("diff")
   batch = next(iter(validation_rows("x", trained, 2, batch_size=2)))
+
   results = measure_jitted(trained, batch, attention=largest_logits)
-  results = results["attention"]
-  assert results["all"].shape == (2,)
-  np.testing.assert_allclose(results["blocks"], results["all"], rtol=1e-6)
+
+  largest = results["attention"]
+  chex.assert_shape(largest["all"], (2,))
+  chex.assert_trees_all_close(largest["blocks"], largest["all"], rtol=1e-6)
 
 
 # Without remat, the layers are unrolled. With it, they are scanned.
@@ -134,16 +148,18 @@ def test_every_layer_is_measured_with_its_own_window(make_trained, remat):
   tokens = np.arange(16).reshape(1, 16)
 
   def count_keys(inputs):
-    last_weights = inputs.queries(15, 1).weights()  # [B, H, 1, S]
+    # [B, H, 1, S]
+    last_weights = inputs.queries(15, 1).weights()
     return jnp.sum(last_weights[:, 0, 0] != 0, axis=-1)
 
   results = measure_jitted(trained, {"tokens": tokens}, attention=count_keys)
-  np.testing.assert_array_equal(results["attention"][:, 0], [3, 16, 3, 16])
+
+  assert results["attention"][:, 0].tolist() == [3, 16, 3, 16]
 
 
 @pytest.mark.parametrize(
   "length, block, window",
-  [(37, 8, None), (37, 8, 7), *full([(16, 16, None), (5, 128, 3)])],
+  [(37, 8, 7), *full([(37, 8, None), (16, 16, None), (5, 128, 3)])],
 )
 def test_blocks_of_queries_give_the_whole_map(length, block, window):
   keys = jax.random.split(jax.random.key(0), 3)
@@ -175,12 +191,14 @@ def test_blocks_of_queries_give_the_whole_map(length, block, window):
     lam,
     MaskArguments(ids, ids, causal=True, window=window),
   )
+
   squares, num_visible = inside.fold_query_blocks(
     add_block, (jnp.zeros((2, 4)), 0), inputs, block_size=block
   )
+
   weights = all_weights[:, :, : length - num_padding]
   expected = jnp.sum(weights**2, axis=(2, 3))
-  np.testing.assert_allclose(squares, expected, rtol=1e-5)
+  chex.assert_trees_all_close(squares, expected, **FLOAT32_LAYER)
   # Padding sees nothing.
   num_keys_per_row = 0
   for size in (first_size, second_size):
@@ -211,6 +229,7 @@ def test_a_layer_that_needs_all_queries_gets_one_block():
     return total + jnp.sum(queries.mask)
 
   num_visible = inside.fold_query_blocks(count_keys, 0, inputs, block_size=8)
+
   assert num_visible == 2 * 37 * 19
   assert set(block_sizes) == {37}
 
@@ -221,12 +240,16 @@ def test_a_layer_that_does_not_attend_cannot_be_measured(
   def compute_heads(self, q, k, v, lam, mask):
     return jnp.repeat(v, self.num_heads // v.shape[2], axis=2)
 
+  def select_queries(inputs):
+    return inputs.q
+
   trained = make_trained("softmax")
   monkeypatch.setattr(Attention, "compute_heads", compute_heads)
+
   with pytest.raises(UserError, match="does not call Attention.attend"):
     inside.measure(
       trained.model,
       trained.params,
       {"tokens": np.arange(8)[None]},
-      attention=lambda inputs: inputs.q,
+      attention=select_queries,
     )

@@ -99,7 +99,7 @@ def test_the_first_answer_is_at_its_depth(depth, num_needles, num_asked):
       total -= needle_length
       if needle.start < answer_start:
         before -= needle_length
-    half_piece = needle_prompts._MAX_PIECE_TOKENS / 2
+    half_piece = needle_prompts.MAX_PIECE_TOKENS / 2
     assert abs(before - depth * total) <= half_piece
     assert (before == 0) == (depth == 0)
     assert (before == total) == (depth == 1)

@@ -3,6 +3,9 @@
 This holds for any batch, length and padding.
 """
 
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,16 +28,25 @@ CONFIG = ModelConfig(
 )
 
 
+class ScoredModel(NamedTuple):
+  """A model and its parameters."""
+
+  model: Decoder
+  params: Any
+
+
 @pytest.fixture(scope="module")
-def model_and_params():
+def model_and_params() -> ScoredModel:
+  """A model whose probabilities are not nearly uniform."""
   model = Decoder(CONFIG)
   params = parameters(model, jnp.zeros((1, 1), jnp.int32))
-  # Three times as large, so that the probabilities are not nearly uniform.
-  return model, jax.tree.map(lambda x: x * 3, params)
+  return ScoredModel(model, jax.tree.map(lambda leaf: 3 * leaf, params))
 
 
 @pytest.fixture(scope="module")
-def compute_logits(model_and_params):
+def compute_logits(
+  model_and_params: ScoredModel,
+) -> Callable[[Sequence[int]], np.ndarray]:
   """A function that returns the logits [T, N] of a row, without its padding."""
   model, params = model_and_params
 
@@ -50,7 +62,11 @@ def compute_logits(model_and_params):
   return compute
 
 
-def score_directly(compute_logits, context, continuation):
+def score_directly(
+  compute_logits: Callable[[Sequence[int]], np.ndarray],
+  context: Sequence[int],
+  continuation: Sequence[int],
+) -> scoring.Score:
   """Returns the score from the log-softmax of all logits in float64."""
   ids = [*context, *continuation]
   first_scored = len(context) - 1
@@ -62,39 +78,53 @@ def score_directly(compute_logits, context, continuation):
   return scoring.Score(target_values.sum(), is_greedy)
 
 
-def test_scores_equal_a_direct_computation(
-  model_and_params, compute_logits, monkeypatch
-):
-  # Chunks of a few tokens. The last one is padded.
-  monkeypatch.setattr(scoring, "_CHUNK_LOGITS", 50 * 3 * 7)
-  rng = np.random.default_rng(0)
+def test_scores_equal_a_direct_computation(model_and_params, compute_logits):
+  """Chunks have seven positions, and the last one of a row is padded."""
+  model, params = model_and_params
   pairs = [([3], [4]), ([3] * 100, [4]), ([3], [4] * 100), ([1, 2], [3, 4])]
+  rng = np.random.default_rng(0)
   for context_length, continuation_length in rng.integers(1, 50, (9, 2)):
     context = rng.integers(50, size=context_length).tolist()
     continuation = rng.integers(50, size=continuation_length).tolist()
     pairs.append((context, continuation))
-  # A continuation that is greedy, and one that is not at its last token.
-  greedy_ids = [5]
-  for _ in range(6):
-    next_token = compute_logits(greedy_ids)[-1].argmax()
-    greedy_ids.append(int(next_token))
-  other_token = (greedy_ids[-1] + 1) % 50
-  pairs.append((greedy_ids[:2], greedy_ids[2:]))
-  pairs.append((greedy_ids[:2], [*greedy_ids[2:-1], other_token]))
 
-  model, params = model_and_params
-  scores = scoring.score(model, params, pairs, batch_tokens=3 * 64)
+  scores = scoring.score(
+    model,
+    params,
+    pairs,
+    batch_tokens=3 * 64,
+    chunk_logits=50 * 3 * 7,
+  )
   for score, pair in zip(scores, pairs, strict=True):
     expected = score_directly(compute_logits, *pair)
-    np.testing.assert_allclose(
-      score.log_probability, expected.log_probability, rtol=1e-5, atol=1e-5
+    assert score.log_probability == pytest.approx(
+      expected.log_probability, rel=1e-5, abs=1e-5
     )
     assert score.is_greedy == expected.is_greedy
-  assert scores[-2].is_greedy
-  assert not scores[-1].is_greedy
 
 
-def test_a_bucket_compiles_once(model_and_params):
+def test_a_continuation_is_greedy_if_all_its_tokens_are(
+  model_and_params, compute_logits
+):
+  """The second continuation differs from the first one in its last token."""
+  model, params = model_and_params
+  ids = [5]
+  for _ in range(6):
+    next_token = compute_logits(ids)[-1].argmax()
+    ids.append(int(next_token))
+  other_token = (ids[-1] + 1) % 50
+  pairs = [(ids[:2], ids[2:]), (ids[:2], [*ids[2:-1], other_token])]
+
+  # Rows of 32 positions in chunks of seven.
+  first, second = scoring.score(
+    model, params, pairs, batch_tokens=3 * 64, chunk_logits=50 * 6 * 7
+  )
+
+  assert first.is_greedy
+  assert not second.is_greedy
+
+
+def test_rows_of_one_padded_length_compile_once(model_and_params):
   model, params = model_and_params
   before = scoring._score_rows._cache_size()
   for count in (1, 2, 5, 9):
@@ -103,37 +133,56 @@ def test_a_bucket_compiles_once(model_and_params):
   assert scoring._score_rows._cache_size() <= before + 1
 
 
-def test_uniform_model(model_and_params):
+def test_a_uniform_model_gives_each_token_log_n(model_and_params):
   model, params = model_and_params
   zero_params = jax.tree.map(jnp.zeros_like, params)
   (score,) = scoring.score(model, zero_params, [([1], [2, 3, 4])])
   assert score.log_probability == pytest.approx(-3 * np.log(50), rel=1e-6)
 
 
-def test_bad_pairs(model_and_params):
+def test_a_pair_that_is_longer_than_the_model_takes_raises(model_and_params):
   model, params = model_and_params
-  with pytest.raises(
-    UserError,
-    match="a continuation of 2 tokens after 100 does not fit the model, whose"
-    " config.model.max_length is 100",
-  ):
+
+  message = (
+    "a continuation of 2 tokens after 100 does not fit the model, whose"
+    " config.model.max_length is 100"
+  )
+  with pytest.raises(UserError, match=message):
     scoring.score(model, params, [([1] * 100, [2, 3])])
-  for pair in ([], [1]), ([1], []):
-    with pytest.raises(ValueError, match="neither may be empty"):
-      scoring.score(model, params, [pair])
+
+
+@pytest.mark.parametrize(
+  "pair",
+  [
+    pytest.param(([], [1]), id="context"),
+    pytest.param(([1], []), id="continuation"),
+  ],
+)
+def test_an_empty_part_of_a_pair_raises(model_and_params, pair):
+  model, params = model_and_params
+
+  with pytest.raises(ValueError, match="neither may be empty"):
+    scoring.score(model, params, [pair])
 
 
 @pytest.mark.parametrize("token", [50, -1, 7.9, True, float("nan")], ids=repr)
-def test_ids_outside_the_vocabulary_are_refused(model_and_params, token):
+def test_an_id_outside_the_vocabulary_raises(model_and_params, token):
   model, params = model_and_params
   good = ([1, 2], [3])
-  named = "at position 1: token ids are integers from 0 to 49,"
-  with pytest.raises(UserError, match=f"^pair 1: the context has .* {named}"):
+  reason = "at position 1: token ids are integers from 0 to 49,"
+
+  message = f"^pair 1: the context has .* {reason}"
+  with pytest.raises(UserError, match=message):
     scoring.score(model, params, [good, ([1, token], [2])])
-  with pytest.raises(
-    UserError, match=f"^pair 2: the continuation has .* {named}"
-  ):
+
+  message = f"^pair 2: the continuation has .* {reason}"
+  with pytest.raises(UserError, match=message):
     scoring.score(model, params, [good, good, ([1], [2, token])])
+
+
+def test_texts_instead_of_ids_raise(model_and_params):
+  model, params = model_and_params
+
   with pytest.raises(UserError, match="^pair 0: the context has 'a'"):
     scoring.score(model, params, [("a", "b")])
 
