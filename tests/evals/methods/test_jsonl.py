@@ -1,11 +1,13 @@
-"""Every error in a file of records is reported in one line with its place."""
+"""Records of a JSONL file, and errors with the line that they are in."""
 
 import pytest
 
 from diffjax.config import UserError
 from diffjax.evals.methods import jsonl
 
+# The fields that a record must have, with their types.
 FIELDS = {"text": str, "choices.label": list, "n": int, "any": object}
+# A record with all of them, and one more.
 GOOD = (
   '{"text": "a", "choices": {"label": ["A"]}, "n": 1, "any": null, "more": 2}'
 )
@@ -14,7 +16,9 @@ GOOD = (
 def test_records_keep_their_lines(tmp_path):
   path = tmp_path / "some.jsonl"
   path.write_text(f"\n{GOOD}\r\n\n  \n{GOOD}", encoding="utf-8")
+
   first, second = jsonl.read(path, FIELDS)
+
   assert first.location == f"{path}:2"
   assert second.location == f"{path}:5"
   assert first.value["choices"] == {"label": ["A"]}
@@ -23,32 +27,35 @@ def test_records_keep_their_lines(tmp_path):
 @pytest.mark.parametrize(
   "line, message",
   [
-    ('{"text": "a"', ":2: not JSON"),
-    ("[1]", r":2: not a JSON object, but '\[1\]'"),
-    (
-      '{"choices": {"label": []}, "n": 1, "any": 1}',
+    pytest.param(b'{"text": "a"', ":2: not JSON", id="no JSON"),
+    pytest.param(b"\xff", ":2: not JSON", id="no UTF-8"),
+    pytest.param(b"[1]", r":2: not a JSON object, but '\[1\]'", id="list"),
+    pytest.param(
+      b'{"choices": {"label": []}, "n": 1, "any": 1}',
       ":2: the field 'text' is missing; there are 'choices', 'n', 'any'",
+      id="no field",
     ),
-    (
-      '{"text": "a", "choices": [], "n": 1, "any": 1}',
+    pytest.param(
+      b'{"text": "a", "choices": [], "n": 1, "any": 1}',
       ":2: the field 'choices.label' is missing",
+      id="no nested field",
     ),
-    (
-      '{"text": 3, "choices": {"label": []}, "n": 1, "any": 1}',
+    pytest.param(
+      b'{"text": 3, "choices": {"label": []}, "n": 1, "any": 1}',
       ":2: the field 'text' must be a string; got '3'",
+      id="number instead of string",
     ),
-    (
-      '{"text": "", "choices": {"label": []}, "n": true, "any": 1}',
+    pytest.param(
+      b'{"text": "", "choices": {"label": []}, "n": true, "any": 1}',
       ":2: the field 'n' must be a whole number",
+      id="bool instead of number",
     ),
-    (b"\xff", ":2: not JSON"),
   ],
 )
-def test_bad_lines(tmp_path, line, message):
+def test_an_invalid_record_is_reported_in_one_line(tmp_path, line, message):
   path = tmp_path / "some.jsonl"
-  if isinstance(line, str):
-    line = line.encode()
   path.write_bytes(GOOD.encode() + b"\n" + line)
+
   with pytest.raises(UserError, match=message) as error:
     jsonl.read(path, FIELDS)
   text = str(error.value)
@@ -56,17 +63,23 @@ def test_bad_lines(tmp_path, line, message):
   assert text.startswith(str(path))
 
 
-def test_no_records(tmp_path):
+def test_a_file_without_records_raises(tmp_path):
   (tmp_path / "empty.jsonl").write_text("\n \n")
-  with pytest.raises(
-    UserError,
-    match="empty.jsonl: is empty; it must hold one JSON object a line, with the"
-    " fields text",
-  ):
+
+  message = (
+    "empty.jsonl: is empty; it must hold one JSON object a line, with the"
+    " fields text"
+  )
+  with pytest.raises(UserError, match=message):
     jsonl.read(tmp_path / "empty.jsonl", FIELDS)
-  with pytest.raises(
-    UserError, match="none.jsonl: cannot be read .*with the fields text"
-  ):
+
+
+def test_a_missing_file_raises(tmp_path):
+  message = "none.jsonl: cannot be read .*with the fields text"
+  with pytest.raises(UserError, match=message):
     jsonl.read(tmp_path / "none.jsonl", FIELDS)
+
+
+def test_a_directory_raises(tmp_path):
   with pytest.raises(UserError, match="cannot be read"):
     jsonl.read(tmp_path, FIELDS)

@@ -1,6 +1,8 @@
-"""The adapter gives lm-eval the model's own likelihoods and greedy texts."""
+"""The adapter gives lm-eval the model's likelihoods and greedy texts."""
 
 import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,17 +35,16 @@ CONFIG = ModelConfig(
 
 
 @pytest.fixture(scope="module")
-def model():
+def model() -> Trained:
+  """A model that takes 48 tokens. Its probabilities are not nearly uniform."""
   model = Decoder(CONFIG)
-  params = jax.tree.map(
-    lambda x: x * 3,
-    parameters(model, jnp.zeros((1, 1), jnp.int32)),
-  )
+  params = parameters(model, jnp.zeros((1, 1), jnp.int32))
+  params = jax.tree.map(lambda leaf: 3 * leaf, params)
   return Trained("model", Config(model=CONFIG), model, params, BYTES)
 
 
 @pytest.fixture(scope="module")
-def log_softmax(model):
+def log_softmax(model: Trained) -> Callable[[Sequence[int]], np.ndarray]:
   """A function that returns log-probabilities [T, N] of the next tokens.
 
   It computes them in float64 from the logits of a single row of ids.
@@ -64,11 +65,17 @@ def log_softmax(model):
   return compute
 
 
-def request(kind, *arguments):
+def request(kind: str, *arguments: Any) -> Instance:
+  """Returns a request of lm-eval."""
   return Instance(kind, {}, arguments, 0)
 
 
-def test_loglikelihoods(model, log_softmax):
+def pair_requests(pairs: Sequence[tuple[str, str]]) -> list[Instance]:
+  """Returns requests for the likelihoods of continuations after contexts."""
+  return [request("loglikelihood", *pair) for pair in pairs]
+
+
+def test_likelihoods_equal_a_softmax_over_all_logits(model, log_softmax):
   text_pairs = [
     ("The cat", " sat"),
     ("", "alone"),
@@ -76,10 +83,11 @@ def test_loglikelihoods(model, log_softmax):
     ("Ünï", " cödé"),
     ("Q", "A" * 46),
   ]
+
   results = DiffjaxLM(model, batch_tokens=128).loglikelihood(
-    [request("loglikelihood", *pair) for pair in text_pairs],
-    disable_tqdm=True,
+    pair_requests(text_pairs), disable_tqdm=True
   )
+
   for (context, continuation), (log_probability, is_greedy) in zip(
     text_pairs, results, strict=True
   ):
@@ -87,18 +95,21 @@ def test_loglikelihoods(model, log_softmax):
     # lm-eval moves spaces at the end of a context to the continuation.
     first_scored = len(context.rstrip().encode())
     targets = ids[first_scored + 1 :]
-    table = log_softmax(ids[:-1])[first_scored:]  # [targets, N]
+    # [targets, N]
+    table = log_softmax(ids[:-1])[first_scored:]
     target_values = table[np.arange(len(targets)), targets]
     assert log_probability == pytest.approx(target_values.sum(), rel=1e-5)
     assert is_greedy == np.array_equal(table.argmax(axis=-1), targets)
 
 
 @pytest.fixture
-def pairs(monkeypatch):
-  """Collects the pairs to score instead of scoring them."""
+def pairs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+  """The pairs that are scored during a test. All have the score 0."""
   collected = []
 
-  def collect(model, params, new_pairs, **options):
+  def collect(
+    model: Any, params: Any, new_pairs: Sequence[Any], **options: Any
+  ) -> list[Score]:
     collected.extend(new_pairs)
     return [Score(0.0, True)] * len(new_pairs)
 
@@ -106,13 +117,13 @@ def pairs(monkeypatch):
   return collected
 
 
-def test_a_context_that_is_too_long_loses_its_oldest_tokens_but_not_the_separator(
+def test_a_long_context_loses_its_oldest_tokens_except_the_separator(
   model, pairs, caplog
 ):
   text_pairs = [("x" * 30 + "y" * 40, "zz"), ("x", "z" * 48), ("y", "zz")]
-  DiffjaxLM(model, batch_tokens=128).loglikelihood(
-    [request("loglikelihood", *pair) for pair in text_pairs]
-  )
+
+  DiffjaxLM(model, batch_tokens=128).loglikelihood(pair_requests(text_pairs))
+
   assert pairs == [
     ([255, *b"x" * 6, *b"y" * 40], [*b"zz"]),
     ([255], [*b"z" * 48]),
@@ -124,34 +135,46 @@ def test_a_context_that_is_too_long_loses_its_oldest_tokens_but_not_the_separato
   )
 
 
-def test_a_context_that_is_lost_is_reported(model, pairs, caplog):
+def test_a_context_that_is_cut_completely_is_reported(model, pairs, caplog):
   """A continuation of the maximum length leaves no room for a context."""
-  lm = DiffjaxLM(model, batch_tokens=128)
   text_pairs = [("x", "z" * 48), ("", "z" * 48), ("x" * 9, "z" * 47)]
-  lm.loglikelihood([request("loglikelihood", *pair) for pair in text_pairs])
-  assert pairs[2][0] == [255, *b"x"]
+
+  DiffjaxLM(model, batch_tokens=128).loglikelihood(pair_requests(text_pairs))
+
+  last_context, _ = pairs[2]
+  assert last_context == [255, *b"x"]
   assert "1 of these contexts were cut completely" in caplog.text
+
+
+def test_a_continuation_that_is_longer_than_the_model_takes_raises(model):
+  lm = DiffjaxLM(model, batch_tokens=128)
+
   message = "an answer of 49 tokens .'zzz.*max_length = 48"
   with pytest.raises(UserError, match=message):
     lm.loglikelihood([request("loglikelihood", "x", "z" * 49)])
 
 
-def test_a_continuation_that_the_tokenizer_joins_with_the_context(
-  model, pairs, monkeypatch
-):
-  class JoiningTokenizer:
-    document_tokens = separated_by(255)
+class JoiningTokenizer:
+  """A tokenizer with one token for "ab", "a" and "b" each."""
 
-    def encode(self, text):
-      return [200] if text == "ab" else [ord(text)]
+  document_tokens = separated_by(255)
 
+  def encode(self, text: str) -> list[int]:
+    if text == "ab":
+      return [200]
+    return [ord(text)]
+
+
+def test_a_token_of_context_and_continuation_is_split(model, pairs):
   joining_model = dataclasses.replace(model, tokenizer=JoiningTokenizer())
   lm = DiffjaxLM(joining_model, batch_tokens=128)
+
   lm.loglikelihood([request("loglikelihood", "a", "b")])
+
   assert pairs == [([255, ord("a")], [ord("b")])]
 
 
-def test_rolling_likelihoods(model, log_softmax):
+def test_a_rolling_likelihood_is_summed_over_windows(model, log_softmax):
   texts = [
     "short",
     "x" * 48,
@@ -159,9 +182,10 @@ def test_rolling_likelihoods(model, log_softmax):
     "a longer text, which the model reads in windows that are as long as it"
     " takes: three of them, the last full ",
   ]
-  sums = DiffjaxLM(model, batch_tokens=256).loglikelihood_rolling(
-    [request("loglikelihood_rolling", text) for text in texts]
-  )
+  requests = [request("loglikelihood_rolling", text) for text in texts]
+
+  sums = DiffjaxLM(model, batch_tokens=256).loglikelihood_rolling(requests)
+
   for text, log_likelihood in zip(texts, sums, strict=True):
     ids = [255, *text.encode()]
     expected = 0.0
@@ -180,88 +204,124 @@ def test_generation_stops_before_the_stop_string(model, log_softmax):
     ids.append(int(log_softmax(ids)[-1].argmax()))
   greedy_text = BYTES.decode(ids[6:])
   stop_string = greedy_text[5:7]
-  all_options = [
-    {"until": [], "max_gen_toks": 12},
-    {"until": [stop_string, "never there"], "max_gen_toks": 12},
-    {"until": stop_string, "max_gen_toks": 3},
+  whole = {"until": [], "max_gen_toks": 12}
+  stopped = {"until": [stop_string, "never there"], "max_gen_toks": 12}
+  short = {"until": stop_string, "max_gen_toks": 3}
+  requests = [
+    request("generate_until", "Hello", options)
+    for options in (whole, stopped, short)
   ]
-  lm = DiffjaxLM(model, batch_tokens=128)
-  texts = lm.generate_until(
-    [request("generate_until", "Hello", options) for options in all_options]
-  )
+
+  texts = DiffjaxLM(model, batch_tokens=128).generate_until(requests)
+
   assert texts == [
     greedy_text,
     greedy_text[: greedy_text.index(stop_string)],
     BYTES.decode(ids[6:9]).split(stop_string)[0],
   ]
-  sampling = {
+
+
+def test_generation_samples_if_asked_to(model, log_softmax):
+  ids = [255, *b"Hello"]
+  for _ in range(12):
+    ids.append(int(log_softmax(ids)[-1].argmax()))
+  greedy_text = BYTES.decode(ids[6:])
+  options = {
     "until": [],
     "max_gen_toks": 12,
     "do_sample": True,
     "temperature": 1.0,
   }
-  sampled = lm.generate_until([request("generate_until", "Hello", sampling)])
-  assert sampled != [greedy_text]
-
-
-def test_an_answer_leaves_room_for_its_context(model, monkeypatch, caplog):
-  """The model takes 48 tokens. A context keeps 24 if it has as many."""
-  generated = []
-
-  class Sampler:
-    def __init__(self, model, params, *, batch_size, capacity):
-      self.capacity = capacity
-
-    def generate(self, prompts, max_new_tokens, **options):
-      for prompt in prompts:
-        assert len(prompt) + max_new_tokens <= self.capacity <= 48
-        generated.append((prompt, max_new_tokens))
-      return [list(b"answer")] * len(prompts)
-
-  monkeypatch.setattr(adapter, "Sampler", Sampler)
   lm = DiffjaxLM(model, batch_tokens=128)
 
-  def generate(text, max_gen_toks):
-    """Returns the prompt and the maximum number of new tokens."""
-    generated.clear()
-    options = {"until": [], "max_gen_toks": max_gen_toks}
-    lm.generate_until([request("generate_until", text, options)])
-    [(prompt, num_new)] = generated
-    return prompt, num_new
+  (sampled,) = lm.generate_until([request("generate_until", "Hello", options)])
 
-  for length in range(1, 60, 3):
-    context = list(range(65, 65 + length))
-    text = bytes(context).decode()
-    for max_gen_toks in range(1, 80, 3):
-      prompt, num_new = generate(text, max_gen_toks)
-      assert prompt[0] == 255
-      assert prompt[1:] == context[len(context) - len(prompt) + 1 :]
-      assert len(prompt) >= min(1 + len(context), 24)
-      if max_gen_toks <= 24 or 1 + len(context) + max_gen_toks <= 48:
-        assert num_new == max_gen_toks
-      else:
-        assert 24 <= num_new < max_gen_toks
-  assert generate("x" * 30, 256) == ([255, *b"x" * 23], 24)
+  assert sampled != greedy_text
+
+
+class Generation(NamedTuple):
+  """A prompt, and the maximum number of tokens that are generated for it."""
+
+  prompt: list[int]
+  num_new: int
+
+
+@pytest.fixture
+def generations(monkeypatch: pytest.MonkeyPatch) -> list[Generation]:
+  """The generations of a test, which fit the model's 48 tokens."""
+  recorded: list[Generation] = []
+
+  class RecordingSampler:
+    def __init__(
+      self, model: Any, params: Any, *, batch_size: int, capacity: int
+    ):
+      self.capacity = capacity
+
+    def generate(
+      self, prompts: Sequence[list[int]], max_new_tokens: int, **options: Any
+    ) -> list[list[int]]:
+      for prompt in prompts:
+        assert len(prompt) + max_new_tokens <= self.capacity <= 48
+        recorded.append(Generation(prompt, max_new_tokens))
+      return [list(b"answer")] * len(prompts)
+
+  monkeypatch.setattr(adapter, "Sampler", RecordingSampler)
+  return recorded
+
+
+def generate(model: Trained, texts: Sequence[str], max_gen_toks: int) -> None:
+  """Asks for answers of at most this many tokens."""
+  options = {"until": [], "max_gen_toks": max_gen_toks}
+  requests = [request("generate_until", text, options) for text in texts]
+  DiffjaxLM(model, batch_tokens=128).generate_until(requests)
+
+
+@pytest.mark.parametrize("length", [1, 10, 22, 23, 24, 25, 46, 47, 58])
+def test_an_answer_leaves_room_for_its_context(model, generations, length):
+  """The model takes 48 tokens. A context keeps 24 if it has as many."""
+  context = list(range(65, 65 + length))
+  text = bytes(context).decode()
+
+  for max_gen_toks in range(1, 80, 3):
+    generations.clear()
+    generate(model, [text], max_gen_toks)
+
+    [(prompt, num_new)] = generations
+    separator, *ids = prompt
+    assert separator == 255
+    assert ids == context[length - len(ids) :]
+    assert len(prompt) >= min(1 + length, 24)
+    if max_gen_toks <= 24 or 1 + length + max_gen_toks <= 48:
+      assert num_new == max_gen_toks
+    else:
+      assert 24 <= num_new < max_gen_toks
+
+
+def test_a_shortened_answer_is_reported(model, generations, caplog):
+  generate(model, ["x" * 30], 256)
+
+  assert generations == [([255, *b"x" * 23], 24)]
   assert "1 answers have at most 24 of 256 tokens" in caplog.text
-  # Requests of one call may have different limits.
-  generated.clear()
-  options = {"until": [], "max_gen_toks": 40}
-  texts = ["x" * 7, "y" * 30, "z" * 7, "w" * 8]
-  lm.generate_until(
-    [request("generate_until", text, options) for text in texts]
-  )
-  first_bytes = [(bytes(prompt[1:2]), num_new) for prompt, num_new in generated]
-  assert first_bytes == [(b"x", 40), (b"z", 40), (b"y", 24), (b"w", 24)]
 
 
-def test_a_model_that_is_too_short_for_a_context_and_an_answer(model):
+def test_requests_of_one_call_can_have_different_limits(model, generations):
+  generate(model, ["x" * 7, "y" * 30, "z" * 7, "w" * 8], 40)
+
+  limits = []
+  for prompt, num_new in generations:
+    first_byte = bytes(prompt[1:2])
+    limits.append((first_byte, num_new))
+  assert limits == [(b"x", 40), (b"z", 40), (b"y", 24), (b"w", 24)]
+
+
+def test_a_model_that_is_too_short_for_an_answer_raises(model):
   short = Config(model=dataclasses.replace(CONFIG, max_length=3))
   lm = DiffjaxLM(dataclasses.replace(model, config=short), batch_tokens=128)
   with pytest.raises(UserError, match="config.model.max_length = 3: a context"):
     lm.generate_until([request("generate_until", "Hello", {"max_gen_toks": 9})])
 
 
-def test_nothing_is_registered():
+def test_the_adapter_is_not_registered_in_lm_eval():
   from lm_eval.api.registry import model_registry
 
   for name in model_registry:
