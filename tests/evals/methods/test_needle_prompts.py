@@ -1,8 +1,9 @@
 """Prompts with needles have the needles at their depths and exact lengths."""
 
 import dataclasses
+import itertools
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -10,6 +11,8 @@ from diffjax.config import UserError
 from diffjax.data.tokenizer import load_tokenizer
 from diffjax.data.tokenizer_training import train_tokenizer
 from diffjax.evals.methods import needle_prompts
+from diffjax.evals.methods.needle_prompts import NeedlePrompt
+from diffjax.inference.trained import Trained
 
 BYTES = load_tokenizer("bytes")
 HAYSTACK = needle_prompts.synthetic_haystack(BYTES, tokens=20_000)
@@ -25,20 +28,22 @@ class Needle(NamedTuple):
   stop: int
 
 
-def make(**changes):
-  arguments = dict(
-    length=3000,
-    num_needles=4,
-    num_asked=2,
-    depth=0.5,
-    samples=5,
-    seed=0,
-    haystack=HAYSTACK,
-  )
-  return needle_prompts.make_prompts(BYTES, **arguments | changes)
+def make(**changes: Any) -> list[NeedlePrompt]:
+  """Returns prompts of 3,000 tokens with four needles, unless changed."""
+  arguments = {
+    "length": 3000,
+    "num_needles": 4,
+    "num_asked": 2,
+    "depth": 0.5,
+    "samples": 5,
+    "seed": 0,
+    "haystack": HAYSTACK,
+    **changes,
+  }
+  return needle_prompts.make_prompts(BYTES, **arguments)
 
 
-def find_needles(prompt):
+def find_needles(prompt: NeedlePrompt) -> list[Needle]:
   """Returns the needles in a prompt, in the order of the text."""
   needles = []
   for match in NEEDLE.finditer(BYTES.decode(prompt.ids)):
@@ -48,32 +53,40 @@ def find_needles(prompt):
   return needles
 
 
-@pytest.mark.parametrize("depth", [0.0, 0.25, 0.5, 0.75, 1.0])
 @pytest.mark.parametrize("num_needles, num_asked", [(1, 1), (6, 2)])
-def test_needles_and_question_belong_together(depth, num_needles, num_asked):
-  prompts = make(
-    depth=depth, num_needles=num_needles, num_asked=num_asked, samples=20
-  )
+def test_prompts_have_their_length_and_distinct_needles(num_needles, num_asked):
+  prompts = make(num_needles=num_needles, num_asked=num_asked, samples=20)
+
   for prompt in prompts:
     assert len(prompt.ids) == 3000
     assert prompt.ids[0] == BYTES.separator
-    assert prompt.query_span[1] == 3000
-
     needles = find_needles(prompt)
     assert len(needles) == num_needles
-    needles_by_city = {needle.city: needle for needle in needles}
-    needles_by_number = {needle.number: needle for needle in needles}
-    assert len(needles_by_city) == num_needles
-    assert len(needles_by_number) == num_needles
+    assert len({needle.city for needle in needles}) == num_needles
+    assert len({needle.number for needle in needles}) == num_needles
 
-    # The answers are needles, and the question names their cities in order.
+
+@pytest.mark.parametrize("depth", [0.0, 0.25, 0.5, 0.75, 1.0])
+@pytest.mark.parametrize("num_needles, num_asked", [(1, 1), (6, 2)])
+def test_the_question_names_the_cities_of_the_answers(
+  depth, num_needles, num_asked
+):
+  prompts = make(
+    depth=depth, num_needles=num_needles, num_asked=num_asked, samples=20
+  )
+
+  for prompt in prompts:
+    needles = {needle.number: needle for needle in find_needles(prompt)}
     answer_cities = []
     for number, span in zip(prompt.answers, prompt.answer_spans, strict=True):
-      needle = needles_by_number[number]
+      needle = needles[number]
       assert span == (needle.start, needle.stop)
       answer_cities.append(needle.city)
     assert len(answer_cities) == num_asked
-    question = BYTES.decode(prompt.ids[slice(*prompt.query_span)])
+
+    start, stop = prompt.query_span
+    assert stop == 3000
+    question = BYTES.decode(prompt.ids[start:stop])
     assert question.startswith("\nWhat ")
     assert question.endswith(":")
     _, answer_words = question.split("?")
@@ -105,23 +118,37 @@ def test_the_first_answer_is_at_its_depth(depth, num_needles, num_asked):
     assert (before == total) == (depth == 1)
 
 
-def test_other_needles_stand_at_random_and_samples_differ():
-  prompts = make(depth=0.0, num_needles=2, num_asked=2, samples=200)
-  second_depths = [prompt.answer_spans[1][0] / 3000 for prompt in prompts]
-  assert min(second_depths) < 0.2
-  assert max(second_depths) > 0.8
-  assert 0.4 < sum(second_depths) / 200 < 0.65
-  assert len({tuple(prompt.ids) for prompt in prompts}) == 200
+@pytest.fixture(scope="module")
+def many_prompts() -> list[NeedlePrompt]:
+  """200 prompts with the first answer at the beginning, and a second one."""
+  return make(depth=0.0, num_needles=2, num_asked=2, samples=200)
 
-  # Samples begin at different pieces of the haystack. The first needle takes
-  # fewer than 60 tokens.
+
+def test_other_needles_are_at_random_depths(many_prompts):
+  depths = [prompt.answer_spans[1][0] / 3000 for prompt in many_prompts]
+
+  assert min(depths) < 0.2
+  assert max(depths) > 0.8
+  assert 0.4 < sum(depths) / 200 < 0.65
+
+
+def test_samples_differ(many_prompts):
+  assert len({tuple(prompt.ids) for prompt in many_prompts}) == 200
+
+
+def test_samples_begin_at_different_pieces_of_the_haystack(many_prompts):
+  # The first needle takes fewer than 60 tokens.
   start = len(needle_prompts.OPENING) + 60
-  beginnings = {tuple(prompt.ids[start : start + 30]) for prompt in prompts}
+  beginnings = set()
+  for prompt in many_prompts:
+    beginnings.add(tuple(prompt.ids[start : start + 30]))
+
   assert len(beginnings) > 50
 
 
 @pytest.mark.parametrize("depth", [0.0, 1.0])
-def test_where_needles_meet_the_answer_is_the_first_or_the_last(depth):
+def test_the_answer_is_the_first_or_last_of_adjacent_needles(depth):
+  """In a short prompt, needles are at the same place of the haystack."""
   for prompt in make(length=600, num_needles=6, depth=depth, samples=20):
     starts = [needle.start for needle in find_needles(prompt)]
     expected = min(starts) if depth == 0 else max(starts)
@@ -129,16 +156,19 @@ def test_where_needles_meet_the_answer_is_the_first_or_the_last(depth):
 
 
 def test_no_city_is_part_of_another():
-  for city in needle_prompts.CITIES:
-    for other_city in needle_prompts.CITIES:
-      assert city == other_city or city not in other_city
+  for city, other_city in itertools.permutations(needle_prompts.CITIES, 2):
+    assert city not in other_city
 
 
-def test_same_seed_same_prompts():
+def test_a_seed_determines_the_prompts():
   assert make() == make()
   assert make() != make(seed=1)
+
+
+def test_the_synthetic_haystack_is_always_the_same():
   first = needle_prompts.synthetic_haystack(BYTES, tokens=5000)
   second = needle_prompts.synthetic_haystack(BYTES, tokens=5000)
+
   assert first == second
 
 
@@ -148,7 +178,7 @@ def test_other_depths_have_other_numbers():
   assert middle_answers.isdisjoint(early_answers)
 
 
-def test_length_is_exact_with_a_tokenizer_of_many_bytes_a_token(tmp_path):
+def test_the_length_is_exact_if_tokens_have_several_bytes(tmp_path):
   text = needle_prompts.OPENING
   for index, city in enumerate(needle_prompts.CITIES):
     number = 12345 + 7 * index
@@ -172,39 +202,50 @@ def test_length_is_exact_with_a_tokenizer_of_many_bytes_a_token(tmp_path):
       assert prompt.answers[0] in tokenizer.decode(prompt.ids[start:stop])
 
 
-def test_validation_haystack_is_the_held_out_text(make_trained, tmp_path):
-  held_lines = [f"held line {number}" for number in range(100)]
-  (tmp_path / "held.txt").write_text("\n".join(held_lines))
-  trained = with_validation_source(make_trained(), f"text:{tmp_path}/held.txt")
-  pieces = needle_prompts.validation_haystack(trained, tokens=10**6)
-  text = BYTES.decode(sum(pieces, []))
-  assert text.splitlines() == held_lines
-
-  missing = with_validation_source(trained, f"text:{tmp_path}/none.txt")
-  with pytest.raises(UserError, match="none.txt"):
-    needle_prompts.validation_haystack(missing, tokens=10)
-
-
-def with_validation_source(trained, source):
+def with_validation_source(trained: Trained, source: str) -> Trained:
+  """Returns the model with another source of validation text."""
   data = dataclasses.replace(trained.config.data, validation_source=source)
   config = dataclasses.replace(trained.config, data=data)
   return dataclasses.replace(trained, config=config)
 
 
+def test_the_validation_haystack_is_the_validation_text(make_trained, tmp_path):
+  lines = [f"held line {number}" for number in range(100)]
+  (tmp_path / "held.txt").write_text("\n".join(lines))
+  trained = with_validation_source(make_trained(), f"text:{tmp_path}/held.txt")
+
+  pieces = needle_prompts.validation_haystack(trained, tokens=10**6)
+
+  ids = list(itertools.chain.from_iterable(pieces))
+  assert BYTES.decode(ids).splitlines() == lines
+
+
+def test_missing_validation_text_raises(make_trained, tmp_path):
+  trained = with_validation_source(make_trained(), f"text:{tmp_path}/none.txt")
+
+  with pytest.raises(UserError, match="none.txt"):
+    needle_prompts.validation_haystack(trained, tokens=10)
+
+
 @pytest.mark.parametrize(
   "changes, message",
   [
-    (dict(num_asked=5), "5 of 4 needles cannot be asked for"),
-    (dict(num_needles=0, num_asked=0), "0 of 0 needles"),
-    (dict(num_needles=1000), "of at most"),
-    (dict(depth=1.5), "between 0 .beginning. and 1"),
-    (
-      dict(length=200),
+    pytest.param(
+      {"num_asked": 5}, "5 of 4 needles cannot be asked for", id="num_asked"
+    ),
+    pytest.param(
+      {"num_needles": 0, "num_asked": 0}, "0 of 0 needles", id="no needles"
+    ),
+    pytest.param({"num_needles": 1000}, "of at most", id="many needles"),
+    pytest.param({"depth": 1.5}, "between 0 .beginning. and 1", id="depth"),
+    pytest.param(
+      {"length": 200},
       "200 tokens do not hold 4 needles with opening and question, which take"
       " 4",
+      id="length",
     ),
   ],
 )
-def test_bad_arguments(changes, message):
+def test_an_invalid_argument_raises(changes, message):
   with pytest.raises(UserError, match=message):
     make(**changes)

@@ -1,5 +1,7 @@
 """Validation documents are whole, in order, and of the right source."""
 
+import pathlib
+
 import pytest
 
 from diffjax.config import UserError
@@ -7,21 +9,22 @@ from diffjax.evals.methods.validation_documents import validation_documents
 
 
 @pytest.fixture
-def two_files(tmp_path):
-  """Two files of the lines of two documents each, as a mixture."""
+def two_files(tmp_path: pathlib.Path) -> str:
+  """The source of a mixture of two files with two documents each."""
   (tmp_path / "first.jsonl").write_text('{"text": "a"}\n{"text": "bb"}\n')
   (tmp_path / "second.jsonl").write_text('{"text": "ccc"}\n{"text": "dd"}\n')
   return f"jsonl:{tmp_path}/first.jsonl=1,jsonl:{tmp_path}/second.jsonl=2"
 
 
-def test_documents_of_a_source_come_in_its_order(make_trained, two_files):
+def test_documents_of_a_source_have_its_order(make_trained, two_files):
   documents = list(validation_documents(make_trained(), two_files))
   assert [document.text for document in documents] == ["a", "bb", "ccc", "dd"]
 
 
-def test_documents_are_a_part_of_the_training_text(make_trained):
-  # Half of 60 documents of up to 1,500 tokens, where rows have 64.
+def test_documents_are_whole_documents_of_the_training_text(make_trained):
+  """They are half of 60 documents of up to 1,500 tokens. Rows have 64."""
   documents = list(validation_documents(make_trained()))
+
   assert 10 < len(documents) < 50
   for document in documents:
     assert document.text.startswith("document ")
@@ -31,6 +34,7 @@ def test_documents_are_a_part_of_the_training_text(make_trained):
 def test_a_missing_source_is_reported_before_reading(
   make_trained, two_files, tmp_path
 ):
+  """The error is not raised only when the documents are read."""
   mixture = f"{two_files},jsonl:{tmp_path}/none.jsonl=1"
   with pytest.raises(UserError, match="none.jsonl"):
     validation_documents(make_trained(), mixture)

@@ -2,16 +2,19 @@
 
 import itertools
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
 from diffjax.evals.measurement import Measurement, mean_of, proportion
 from diffjax.evals.report import intervals
-from diffjax.evals.report.intervals import compare, interval
+from diffjax.evals.report.intervals import Interval, compare, interval
 
 
-def coverage(measurements, truth):
+def coverage(
+  measurements: Sequence[Sequence[Measurement]], truth: float
+) -> float:
   """Returns the share of samples whose interval contains the truth.
 
   Args:
@@ -25,21 +28,35 @@ def coverage(measurements, truth):
   return num_covering / len(measurements)
 
 
-def test_bootstraps_cover_the_truth(monkeypatch):
-  """Means of 60 draws from a skewed distribution whose mean is 1.
+@pytest.fixture(scope="module")
+def bootstrap_estimates() -> list[Interval]:
+  """Intervals of means of 60 draws from a skewed distribution.
 
-  A percentile bootstrap is known to fall a little short of 95%.
+  The mean and the standard deviation of the distribution are 1.
   """
-  monkeypatch.setattr(intervals, "RESAMPLES", 400)
   rng = np.random.default_rng(0)
   estimates = []
-  for _ in range(200):
-    estimates.append(interval(mean_of("x", rng.exponential(size=60))))
-  covers = [estimate.low <= 1 <= estimate.high for estimate in estimates]
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(intervals, "RESAMPLES", 300)
+    for _ in range(150):
+      estimates.append(interval(mean_of("x", rng.exponential(size=60))))
+  return estimates
+
+
+def test_bootstraps_cover_the_truth(bootstrap_estimates):
+  """A percentile bootstrap is known to fall a little short of 95%."""
+  covers = [item.low <= 1 <= item.high for item in bootstrap_estimates]
+
   assert 0.88 <= np.mean(covers) <= 0.98
-  widths = [estimate.high - estimate.low for estimate in estimates]
-  expected_width = 2 * 1.96 / math.sqrt(60)
-  assert np.mean(widths) == pytest.approx(expected_width, rel=0.1)
+
+
+def test_bootstraps_are_as_wide_as_an_interval_of_normal_means(
+  bootstrap_estimates,
+):
+  widths = [item.high - item.low for item in bootstrap_estimates]
+
+  expected = 2 * 1.96 / math.sqrt(60)
+  assert np.mean(widths) == pytest.approx(expected, rel=0.1)
 
 
 def test_a_paired_difference_is_tighter_than_its_parts():
@@ -48,13 +65,21 @@ def test_a_paired_difference_is_tighter_than_its_parts():
   difficulty = rng.normal(size=100)
   first = mean_of("x", difficulty + 0.01 * rng.normal(size=100))
   second = mean_of("x", difficulty + 0.05)
+
   difference = interval(first, second)
+  estimate = interval(first)
+
   assert difference.high < 0
   assert difference.high - difference.low < 0.01
-  estimate = interval(first)
   assert estimate.high - estimate.low > 0.3
 
+
+def test_a_difference_is_of_the_two_values():
+  first = mean_of("x", [1.0, 2.0, 4.0])
+  second = mean_of("x", [3.0, 1.0, 1.0])
+
   (figure,) = compare([first], [second])
+
   assert figure["difference"]["value"] == pytest.approx(
     figure["value"] - figure["against"]["value"]
   )
@@ -72,59 +97,72 @@ def test_a_bootstrap_of_one_unit_has_no_bounds():
   assert math.isnan(estimate.high)
 
 
-def test_without_units_there_is_no_number():
-  for measurement in (mean_of("x", []), proportion("x", [])):
-    estimate = interval(measurement)
-    assert math.isnan(estimate.value)
-    assert math.isnan(estimate.low)
-    assert math.isnan(estimate.high)
-    assert estimate.units == 0
+@pytest.mark.parametrize(
+  "measurement",
+  [
+    pytest.param(mean_of("x", []), id="mean"),
+    pytest.param(proportion("x", []), id="proportion"),
+  ],
+)
+def test_a_measurement_without_units_is_nan(measurement):
+  estimate = interval(measurement)
+
+  assert math.isnan(estimate.value)
+  assert math.isnan(estimate.low)
+  assert math.isnan(estimate.high)
+  assert estimate.units == 0
 
 
 @pytest.mark.parametrize(
   "other",
   [
-    mean_of("x", [1.0]),
-    mean_of("y", [1.0, 2.0]),
-    mean_of("x", [1.0, 2.0], depth=1),
+    pytest.param(mean_of("x", [1.0]), id="number of units"),
+    pytest.param(mean_of("y", [1.0, 2.0]), id="name"),
+    pytest.param(mean_of("x", [1.0, 2.0], depth=1), id="coordinates"),
   ],
 )
-def test_other_units_cannot_be_paired(other):
+def test_different_measurements_cannot_be_paired(other):
   with pytest.raises(ValueError, match="cannot be paired"):
     interval(mean_of("x", [1.0, 2.0]), other)
 
 
 def test_a_bootstrap_of_equal_units_has_no_bounds():
-  equal = mean_of("x", [0.0] * 4)
-  estimate = interval(equal)
+  estimate = interval(mean_of("x", [0.0] * 4))
+
   assert estimate.value == 0
   assert math.isnan(estimate.low)
   assert math.isnan(estimate.high)
-  # It is enough if the units of one model differ.
+
+
+def test_a_difference_has_bounds_if_the_units_of_one_model_differ():
   difference = interval(mean_of("x", [1.0, 2.0, 4.0]), mean_of("x", [0.0] * 3))
+
   assert difference.low > 0
 
 
-def test_no_proportion_of_few_units_is_certain():
-  """0 of 2 and 2 of 2 do not exclude a half.
+def test_no_proportion_of_few_units_excludes_a_half():
+  none_right = interval(proportion("accuracy", [0, 0]))
+  all_right = interval(proportion("accuracy", [1, 1]))
+  one_of_one = interval(proportion("accuracy", [1]))
 
-  No result of two prompts makes two models differ.
-  """
-  none = proportion("accuracy", [0, 0])
-  both = proportion("accuracy", [1, 1])
-  assert interval(none).low == 0
-  assert interval(none).high > 0.5
-  assert interval(both).high == 1
-  assert interval(both).low < 0.5
-  for first, second in itertools.product((none, both), repeat=2):
+  assert none_right.low == 0
+  assert none_right.high > 0.5
+  assert all_right.low < 0.5
+  assert all_right.high == 1
+  assert one_of_one.low < 0.5
+
+
+def test_no_results_of_two_prompts_make_two_models_differ():
+  none_right = proportion("accuracy", [0, 0])
+  all_right = proportion("accuracy", [1, 1])
+
+  for first, second in itertools.product((none_right, all_right), repeat=2):
     difference = interval(first, second)
     assert difference.low < 0 < difference.high
     assert difference.low <= difference.value <= difference.high
-  assert interval(proportion("accuracy", [1])).low < 0.5
 
 
-@pytest.mark.parametrize("count", [3, 10])
-@pytest.mark.parametrize("rate", [0.05, 0.3, 0.9])
+@pytest.mark.parametrize("count, rate", [(3, 0.05), (10, 0.3), (3, 0.9)])
 def test_proportions_cover_the_truth_with_few_units(count, rate):
   """Wilson's interval covers the truth in 95% of cases, on average over rates.
 
@@ -137,9 +175,9 @@ def test_proportions_cover_the_truth_with_few_units(count, rate):
   assert coverage(measurements, rate) >= 0.83
 
 
-@pytest.mark.parametrize("count", [3, 10])
 @pytest.mark.parametrize(
-  "only_first, only_second", [(0.05, 0.05), (0.3, 0.1), (0.0, 0.1), (0.6, 0.0)]
+  "count, only_first, only_second",
+  [(10, 0.05, 0.05), (3, 0.3, 0.1), (10, 0.0, 0.1), (3, 0.6, 0.0)],
 )
 def test_paired_differences_cover_the_truth_with_few_units(
   count, only_first, only_second
@@ -161,14 +199,15 @@ def test_paired_differences_cover_the_truth_with_few_units(
   assert coverage(pairs, only_first - only_second) >= 0.88
 
 
-def test_answers_to_one_prompt_count_as_one_unit():
+def test_equal_answers_to_one_prompt_count_as_one_answer():
   """Two answers that are right or wrong together tell as much as one."""
   rng = np.random.default_rng(2)
   outcomes = rng.random(20) < 0.4
   answers = np.stack([outcomes, outcomes], axis=1)
-  assert interval(proportion("x", answers.mean(axis=1))) == interval(
-    proportion("x", outcomes)
-  )
+
+  estimate = interval(proportion("x", answers.mean(axis=1)))
+
+  assert estimate == interval(proportion("x", outcomes))
 
 
 def test_shares_of_dependent_answers_cover_the_truth():
