@@ -34,7 +34,7 @@ def test_documents_are_whole_documents_of_the_training_text(make_trained):
 def test_a_missing_source_is_reported_before_reading(
   make_trained, two_files, tmp_path
 ):
-  """The error is not raised only when the documents are read."""
+  """No document is read here."""
   mixture = f"{two_files},jsonl:{tmp_path}/none.jsonl=1"
   with pytest.raises(UserError, match="none.jsonl"):
     validation_documents(make_trained(), mixture)

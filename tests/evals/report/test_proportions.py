@@ -24,17 +24,20 @@ def test_single_proportions_of_newcombe(yes, count, low, high):
   Statistics in Medicine 17 (1998), table I, method 3.
   """
   estimate = proportions.single(zeros_and_ones(yes, count))
+
   assert estimate == pytest.approx((yes / count, low, high), abs=6e-5)
 
 
-def zeros_and_ones(yes, count):
+def zeros_and_ones(yes: int, count: int) -> np.ndarray:
   """Returns `count` outcomes. The first `yes` of them are 1."""
   outcomes = np.zeros(count)
   outcomes[:yes] = 1
   return outcomes
 
 
-def paired_outcomes(both_right, only_first, only_second, none_right):
+def paired_outcomes(
+  both_right: int, only_first: int, only_second: int, none_right: int
+) -> tuple[np.ndarray, np.ndarray]:
   """Returns the outcomes of two models.
 
   Args:
@@ -67,11 +70,19 @@ def test_paired_differences_of_fagerland(
   outcomes, against = paired_outcomes(
     both_right, only_first, only_second, none_right
   )
+
   estimate = proportions.paired_difference(outcomes, against)
+
   difference = (only_first - only_second) / len(outcomes)
   assert estimate == pytest.approx((difference, low, high), abs=6e-5)
 
+
+def test_the_interval_of_swapped_models_is_the_negative_interval():
+  outcomes, against = paired_outcomes(1, 1, 7, 12)
+
+  estimate = proportions.paired_difference(outcomes, against)
   swapped = proportions.paired_difference(against, outcomes)
+
   assert swapped == pytest.approx(
     (-estimate.value, -estimate.high, -estimate.low)
   )
@@ -95,11 +106,14 @@ def test_excluding_0_means_that_mcnemars_test_is_significant(count):
       assert excludes_zero == is_significant
 
 
-def test_shares_are_bounded_by_the_whole_numbers_around_their_total():
-  # Three thirds are one, although their sum is rounded.
+def test_shares_that_sum_to_a_whole_number_count_as_that_number():
+  """The sum of three thirds is rounded."""
   thirds = proportions.single(np.array([1 / 3, 1 / 3, 1 / 3, 0, 0]))
+
   assert thirds == pytest.approx(proportions.single(zeros_and_ones(1, 5)))
 
+
+def test_shares_are_bounded_by_the_whole_numbers_around_their_total():
   halves = proportions.single(np.array([0.5, 0.5, 0.5, 0, 0]))
   below = proportions.single(zeros_and_ones(1, 5))
   above = proportions.single(zeros_and_ones(2, 5))

@@ -4,6 +4,7 @@ import io
 import json
 import math
 import re
+from typing import Any
 
 import matplotlib.figure
 import numpy as np
@@ -28,26 +29,32 @@ TABLE = results.TableSpec(
 )
 
 
-def suite_results(models=MODELS):
-  """Returns results of which the second model has only the first figure."""
+def make_results(num_models: int) -> dict[str, Any]:
+  """Returns results of "accuracy" and "single".
+
+  The second model has no "single".
+
+  Args:
+    num_models: 1 or 2.
+  """
   rng = np.random.default_rng(0)
   base = rng.normal(size=50)
   first = [mean_of("accuracy", base + 1, depth=0.5), mean_of("single", [2.0])]
-  noise = 0.01 * rng.normal(size=50)
   second = None
-  if len(models) > 1:
+  if num_models == 2:
+    noise = 0.01 * rng.normal(size=50)
     second = [mean_of("accuracy", base + noise, depth=0.5)]
   return results.finite(
     {
       "suite": "x",
       "settings": {"lengths": (1, 2)},
-      "models": models,
+      "models": MODELS[:num_models],
       "figures": list(compare(first, second)),
     }
   )
 
 
-def grid(num_models):
+def make_depth_results(num_models: int) -> dict[str, Any]:
   """Returns results at three depths, with long numbers and long names."""
   rng = np.random.default_rng(0)
   models = []
@@ -70,51 +77,78 @@ def grid(num_models):
   )
 
 
-def summary(suite_results, spec=TABLE, width=80):
+def draw_summary(
+  suite_results: dict[str, Any],
+  spec: results.TableSpec = TABLE,
+  width: int = 80,
+) -> str:
   """Returns what a terminal of this width shows, with its styles."""
   console = rich.console.Console(width=width, record=True, file=io.StringIO())
   results.draw_summary(console, suite_results, spec)
   return console.export_text(styles=True)
 
 
-def line_with(text, lines):
+def line_with(text: str, lines: list[str]) -> str:
   """Returns the only line that contains a text."""
   (line,) = [line for line in lines if text in line]
   return line
 
 
-def test_json_has_no_nan_and_is_written_whole(tmp_path):
+def test_nan_is_null_in_json(tmp_path):
+  """A bootstrap of one unit has no bounds."""
   path = epath.Path(tmp_path) / "x.json"
-  results.write(path, suite_results())
+
+  results.write(path, make_results(2))
+
   text = path.read_text()
   assert "NaN" not in text
   single = json.loads(text)["figures"][1]
   assert single["low"] is None
-  assert [file.name for file in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_a_file_that_cannot_be_written_whole_is_not_replaced(tmp_path):
+  path = epath.Path(tmp_path) / "x.json"
+  results.write(path, {"value": 1.0})
+  text = path.read_text()
+
   with pytest.raises(ValueError):
     results.write(path, {"value": math.nan})
+
   assert path.read_text() == text
+  assert [file.name for file in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_a_missing_directory_raises(tmp_path):
+  directory = epath.Path(tmp_path) / "missing"
+
   with pytest.raises(UserError, match="cannot write"):
-    results.write(epath.Path(tmp_path) / "missing" / "x.json", {})
+    results.write(directory / "x.json", {})
+  with pytest.raises(UserError, match="cannot write"):
+    results.write_table(directory / "x.md", make_depth_results(2), TABLE)
 
 
 def test_one_model_is_shown_with_its_intervals_and_the_number_of_samples():
-  found = grid(1)
-  lines = summary(found).splitlines()
+  suite_results = make_depth_results(1)
+
+  lines = draw_summary(suite_results).splitlines()
+
   assert lines[0] == "x: 50 prompts"
-  assert lines[1] == f"model: {found['models'][0]['name']}"
-  mean = found["figures"][-1]
+  assert lines[1] == f"model: {suite_results['models'][0]['name']}"
+  mean = suite_results["figures"][-1]
   assert results.number(mean) in line_with("answer", lines)
   assert lines[-1] == "noise: the rest"
 
 
 def test_two_models_are_shown_with_the_interval_of_their_difference():
-  found = grid(2)
-  lines = summary(found).splitlines()
-  assert lines[1] == f"model: {found['models'][0]['name']}"
-  assert lines[2] == f"against: {found['models'][1]['name']}"
+  suite_results = make_depth_results(2)
+  first_model, second_model = suite_results["models"]
+
+  lines = draw_summary(suite_results).splitlines()
+
+  assert lines[1] == f"model: {first_model['name']}"
+  assert lines[2] == f"against: {second_model['name']}"
   row = line_with("answer", lines)
-  mean = found["figures"][-1]
+  mean = suite_results["figures"][-1]
   assert f" {mean['value']:.4g}  {mean['against']['value']:.4g} " in row
   assert results.number(mean["difference"]) in row
   assert BOLD not in row
@@ -122,9 +156,16 @@ def test_two_models_are_shown_with_the_interval_of_their_difference():
 
 def test_a_difference_whose_interval_excludes_zero_is_bold():
   spec = results.TableSpec(unit="prompts")
-  lines = summary(suite_results(), spec).splitlines()
+
+  lines = draw_summary(make_results(2), spec).splitlines()
+
   assert BOLD in line_with("accuracy", lines)
-  assert "difference" not in summary(suite_results(MODELS[:1]), spec)
+
+
+def test_one_model_has_no_column_of_differences():
+  spec = results.TableSpec(unit="prompts")
+
+  assert "difference" not in draw_summary(make_results(1), spec)
 
 
 def test_an_interval_without_a_bound_excludes_nothing():
@@ -135,56 +176,82 @@ def test_an_interval_without_a_bound_excludes_nothing():
 
 def test_a_suite_without_figures_for_the_summary_prints_its_heading():
   spec = results.TableSpec(unit="prompts", summary={"depth": "none"})
-  assert summary(grid(2), spec).startswith("x\n")
+
+  assert draw_summary(make_depth_results(2), spec).startswith("x\n")
 
 
 @pytest.mark.parametrize("num_models", [1, 2])
 @pytest.mark.parametrize("name", ["answer", "cumulative NLL (nats/token)"])
-def test_the_table_fits_80_columns(num_models, name):
-  """Also with a long name of the figures, which is wrapped."""
-  found = grid(num_models)
-  for figure in found["figures"]:
+@pytest.mark.parametrize(
+  "spec",
+  [
+    pytest.param(TABLE, id="mean over depths"),
+    pytest.param(results.TableSpec(unit="prompts"), id="all depths"),
+  ],
+)
+def test_the_table_fits_80_columns(num_models, name, spec):
+  """A long name of the figures is wrapped."""
+  suite_results = make_depth_results(num_models)
+  for figure in suite_results["figures"]:
     figure["name"] = name
-  for spec in (TABLE, results.TableSpec(unit="prompts")):
-    text = re.sub(r"\x1b\[\d*m", "", summary(found, spec))
-    for line in text.splitlines():
-      assert len(line) <= 80 or line.startswith(("model: ", "against: "))
+
+  styled_text = draw_summary(suite_results, spec)
+
+  text = re.sub(r"\x1b\[\d*m", "", styled_text)
+  for line in text.splitlines():
+    assert len(line) <= 80 or line.startswith(("model: ", "against: "))
 
 
 def test_a_narrow_terminal_cuts_no_number():
-  found = grid(2)
-  text = summary(found, width=30)
-  assert results.number(found["figures"][-1]["difference"]) in text
+  suite_results = make_depth_results(2)
+
+  text = draw_summary(suite_results, width=30)
+
+  difference = suite_results["figures"][-1]["difference"]
+  assert results.number(difference) in text
 
 
 def test_the_number_of_samples_is_a_column_where_figures_differ_in_it():
   spec = results.TableSpec(unit="prompts")
-  lines = summary(suite_results(MODELS[:1]), spec).splitlines()
+
+  lines = draw_summary(make_results(1), spec).splitlines()
+
   assert lines[0] == "x"
   assert " 50 " in line_with("accuracy", lines)
   assert " 1 " in line_with("single", lines)
 
 
 def test_a_setting_that_all_figures_share_is_in_the_heading():
-  results_of_one_depth = grid(1)
+  results_of_one_depth = make_depth_results(1)
   del results_of_one_depth["figures"][1:]
   spec = results.TableSpec(unit="prompts")
-  lines = summary(results_of_one_depth, spec).splitlines()
+
+  lines = draw_summary(results_of_one_depth, spec).splitlines()
+
   assert lines[0] == "x: 50 prompts, depth 0.0"
   assert "depth" not in "".join(lines[1:])
 
 
-def test_columns_can_be_renamed_and_hidden():
-  renamed = results.TableSpec(unit="prompts", headers={"depth": "at"})
-  text = summary(grid(1), renamed)
+def test_a_column_can_be_renamed():
+  spec = results.TableSpec(unit="prompts", headers={"depth": "at"})
+
+  text = draw_summary(make_depth_results(1), spec)
+
   assert "depth" not in text
   assert " at " in text
-  hidden = results.TableSpec(unit="prompts", headers={"depth": ""})
-  assert "0.5" not in summary(grid(1), hidden)
 
 
-def test_a_name_is_shown_in_the_first_of_its_rows():
-  text = summary(grid(1), results.TableSpec(unit="prompts"))
+def test_a_column_can_be_hidden():
+  spec = results.TableSpec(unit="prompts", headers={"depth": ""})
+
+  assert "0.5" not in draw_summary(make_depth_results(1), spec)
+
+
+def test_a_name_is_shown_only_in_its_first_row():
+  spec = results.TableSpec(unit="prompts")
+
+  text = draw_summary(make_depth_results(1), spec)
+
   first, second, third = text.splitlines()[-3:]
   name = "answer (share)"
   blanks = " " * len(name)
@@ -198,25 +265,26 @@ def test_a_name_is_shown_in_the_first_of_its_rows():
 
 def test_the_file_has_the_whole_table(tmp_path):
   path = epath.Path(tmp_path) / "x.md"
-  found = grid(2)
-  results.write_table(path, found, TABLE)
+  suite_results = make_depth_results(2)
+
+  results.write_table(path, suite_results, TABLE)
+
   lines = path.read_text().splitlines()
   assert lines[0].startswith("# x")
   header, rule, *rows = [line for line in lines if line.startswith("|")]
   assert set(rule) == {"|", "-", " ", ":"}
-  assert len(rows) == 3
-  for row, figure in zip(rows, found["figures"], strict=True):
+  assert rule.count("|") == header.count("|")
+  for row, figure in zip(rows, suite_results["figures"], strict=True):
+    assert row.count("|") == header.count("|")
     assert f"| {figure['at']['depth']} |" in row
     assert "| 50 |" in row
     for interval in (figure, figure["against"], figure["difference"]):
       assert f"| {results.number(interval)} |" in row
-    assert row.count("|") == header.count("|") == rule.count("|")
-  with pytest.raises(UserError, match="cannot write"):
-    results.write_table(epath.Path(tmp_path) / "no" / "x.md", found, TABLE)
 
 
 def test_by_model_gives_each_model_its_own_numbers():
-  first, second = plots.by_model(suite_results())
+  first, second = plots.by_model(make_results(2))
+
   first_style, first_figures = first
   second_style, second_figures = second
   assert first_style.name == "[one]"
@@ -230,30 +298,37 @@ def test_by_model_gives_each_model_its_own_numbers():
   )
 
 
-def test_by_model_of_one_model():
-  results_of_one = suite_results(MODELS[:1])
-  ((style, figures),) = plots.by_model(results_of_one, "single")
+def test_by_model_can_select_figures_by_name():
+  ((style, figures),) = plots.by_model(make_results(1), "single")
+
   assert style.name == "[one]"
   assert [figure["name"] for figure in figures] == ["single"]
 
 
-def test_an_architecture_keeps_its_name_and_colour_in_every_figure():
+def test_an_architecture_has_the_same_style_beside_any_other():
   transformer = {"name": "a", "attention": "softmax"}
   diff = {"name": "b", "attention": "diff"}
-  other_diff = {"name": "c", "attention": "diff"}
+
   transformer_style, diff_style = plots.styles_of([transformer, diff])
   assert transformer_style.name == "Transformer"
   assert diff_style.name == "DIFF"
   assert plots.styles_of([diff]) == [diff_style]
 
-  # Two of one kind have the names of their runs.
+
+def test_two_models_of_an_architecture_have_the_names_of_their_runs():
+  diff = {"name": "b", "attention": "diff"}
+  other_diff = {"name": "c", "attention": "diff"}
+
   style, other_style = plots.styles_of([diff, other_diff])
+
   assert style.name == "b"
   assert other_style.name == "c"
+  (diff_style,) = plots.styles_of([diff])
   assert style.color == diff_style.color
   assert other_style.color != diff_style.color
 
-  # The experiments have the same styles.
+
+def test_the_experiments_have_the_same_styles():
   for row in ("diff", "diff_v2", "gated"):
     assert experiments.plots.ROWS[row] == variant_styles.style(row)
   assert experiments.plots.ROWS["transformer"] == variant_styles.style(
@@ -269,10 +344,11 @@ def test_categories_are_not_joined_by_lines_and_have_intervals():
   ]
   categories = ["top-1", "median"]
   style = variant_styles.style("diff")
+
   plots.draw_points(axes, categories, rows, style, shift=0.1)
+
   labels = [label.get_text() for label in axes.get_xticklabels()]
   assert labels == categories
-
   (container,) = axes.containers
   points, _, (bars,) = container.lines
   assert points.get_linestyle() == "None"

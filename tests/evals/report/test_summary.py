@@ -1,15 +1,20 @@
 """The first screen names the main figures that differ."""
 
+from typing import Any
+
 import pytest
 
 from diffjax.evals.report import summary
 
 
-def interval(value, low, high):
+def interval(
+  value: float | None, low: float | None, high: float | None
+) -> dict[str, Any]:
+  """Returns an interval as in the results of a suite."""
   return {"value": value, "low": low, "high": high, "units": 20}
 
 
-def figure(name, difference, **settings):
+def figure(name: str, difference: float, **settings: Any) -> dict[str, Any]:
   """Returns a figure of two models, with a difference ± 1."""
   return {
     "name": name,
@@ -20,7 +25,8 @@ def figure(name, difference, **settings):
   }
 
 
-def results_of(suite, *figures):
+def results_of(suite: str, *figures: dict[str, Any]) -> dict[str, Any]:
+  """Returns the results of one suite, by its name."""
   return {suite: {"suite": suite, "figures": list(figures)}}
 
 
@@ -39,7 +45,9 @@ def test_a_verdict_needs_an_interval_without_0(
   suite, name, settings, difference, verdict
 ):
   results = results_of(suite, figure(name, difference, **settings))
+
   (headline,) = summary.headlines(results)
+
   assert headline.verdict == verdict
 
 
@@ -62,7 +70,9 @@ def test_the_sentence_names_two_figures_for_each_verdict():
     **results_of("many_shot", figure("accuracy", -5.0)),
     **results_of("harness", figure("mean accuracy", 0.5)),
   }
+
   screen = summary.first_screen(results, num_models=2)
+
   assert screen.sentence == (
     "is better in loss (-2 against 0), loss on repeated n-grams (AR-Hit) (-3"
     " against 0) and 1 more; worse in many-shot accuracy (-5 against 0). 1 of 5"
@@ -73,14 +83,16 @@ def test_the_sentence_names_two_figures_for_each_verdict():
 
 def test_the_sentence_without_clear_differences():
   results = results_of("validation", figure("loss", 0.5))
+
   screen = summary.first_screen(results, num_models=2)
   assert screen.sentence == "does not differ clearly."
 
 
-def test_one_model_differs_from_none():
-  screen = summary.first_screen(
-    results_of("validation", figure("loss", 2.0)), num_models=1
-  )
+def test_one_model_has_headlines_and_no_sentence():
+  results = results_of("validation", figure("loss", 2.0))
+
+  screen = summary.first_screen(results, num_models=1)
+
   assert len(screen.headlines) == 1
   assert not screen.sentence
   assert not screen.note

@@ -1,16 +1,21 @@
 """Tokens form words, and labels of words do not overlap."""
 
-from diffjax.evals.report.words import readable, words_of
+from collections.abc import Sequence
+
+from diffjax.evals.report.words import Word, readable, words_of
 
 
-def texts(words):
+def texts(words: Sequence[Word]) -> list[str]:
+  """Returns the texts of words."""
   return [word.text for word in words]
 
 
-def test_words_of_tokens():
+def test_tokens_form_words_and_groups_of_punctuation():
   tokens = ["d", "e", "f", " ", "a", "_", "1", "(", ")", ":", "\n"]
   tokens += [" the", " cat", "s"]
+
   words = words_of(tokens)
+
   assert texts(words) == ["def", "a_1", "():", "the", "cats"]
   assert words[1] == (4, 7, "a_1")
   assert words[4] == (12, 14, "cats")
@@ -18,5 +23,6 @@ def test_words_of_tokens():
 
 def test_words_are_preferred_to_punctuation():
   words = words_of(["x", "=", "y", ";", "z"])
+
   assert texts(readable(words, gap=1)) == ["x", "=", "y", ";", "z"]
   assert texts(readable(words, gap=2)) == ["x", "y", "z"]
