@@ -147,7 +147,8 @@ def make_texts() -> list[str]:
 
 def save_untrained(workdir: pathlib.Path, config: Config) -> None:
   """Saves a model with its initial parameters as if after two steps."""
-  program = build(config, make_mesh(config.mesh, jax.devices()[:1]))
+  mesh = make_mesh(config.mesh, jax.devices()[:1])
+  program = build(config, mesh)
   with Checkpoints(str(workdir), keep=1) as checkpoints:
     checkpoints.save(2, program.init(), data_state={}, config=config.to_dict())
     checkpoints.wait()
@@ -161,9 +162,9 @@ def only_piqa(monkeypatch: pytest.MonkeyPatch) -> None:
   def task_manager() -> Any:
     from lm_eval import tasks
 
+    piqa_folder = pathlib.Path(tasks.__file__).with_name("piqa")
     return tasks.TaskManager(
-      include_path=str(pathlib.Path(tasks.__file__).with_name("piqa")),
-      include_defaults=False,
+      include_path=str(piqa_folder), include_defaults=False
     )
 
   monkeypatch.setattr(harness.harness_tasks, "task_manager", task_manager)

@@ -97,9 +97,11 @@ class FakeSampler:
 def write_reference(prompt: str) -> str:
   """Returns the reference of a prompt's source, and more text."""
   if "Question:" in prompt:
-    age = prompt.split(" is ")[1].split(".")[0]
+    after_name = prompt.partition(" is ")[2]
+    age = after_name.partition(".")[0]
     return f" The {age}.\nQuestion: more"
-  number = prompt.split("rose by ")[1].split()[0]
+  after_verb = prompt.partition("rose by ")[2]
+  number = after_verb.partition(" ")[0]
   return f"\nRiver rises by {number} metres\n\nDocument: more"
 
 

@@ -462,7 +462,8 @@ def workdir(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
       max_length=256,
     )
   )
-  program = build(config, make_mesh(config.mesh, jax.devices()[:1]))
+  mesh = make_mesh(config.mesh, jax.devices()[:1])
+  program = build(config, mesh)
   directory = tmp_path_factory.mktemp("run")
   with Checkpoints(directory, keep=1) as checkpoints:
     checkpoints.save(

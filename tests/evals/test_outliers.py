@@ -52,9 +52,12 @@ def all_magnitudes(
   magnitudes: dict[str, list[np.ndarray]] = {LOGITS: [], HIDDEN: []}
   for batch in batches:
     layers = capture(batch)
-    # q is [L, T, Q, H/Q, G, D], and k is [L, T, Q, 1 or M, ...].
-    q = np.asarray(layers["attention"]["query"][0], np.float64)[:, 0]
-    k = np.asarray(layers["attention"]["key"][0], np.float64)[:, 0]
+    (queries,) = layers["attention"]["query"]
+    (keys,) = layers["attention"]["key"]
+    (hidden,) = layers["hidden"]
+    # Query heads and maps may share keys, so k is repeated along both axes.
+    q = np.asarray(queries[:, 0], np.float64)  # [L, T, H, G, D]
+    k = np.asarray(keys[:, 0], np.float64)  # [L, S, K, M, D]
     k = np.repeat(k, q.shape[2] // k.shape[2], axis=2)
     k = np.repeat(k, q.shape[3] // k.shape[3], axis=3)
     logits = np.einsum("lthgd,lshgd->lhgts", q, k) / np.sqrt(q.shape[-1])
@@ -63,10 +66,11 @@ def all_magnitudes(
     is_token = ids > 0
     is_causal = np.tri(len(ids), dtype=bool)
     is_visible = is_causal & is_token & (ids[:, None] == ids)
-    magnitudes[LOGITS].append(np.abs(logits[..., is_visible]).ravel())
+    visible_logits = logits[..., is_visible]
+    magnitudes[LOGITS].append(np.abs(visible_logits).ravel())
 
-    hidden = np.asarray(layers["hidden"][0])[:, 0]  # [L, T, E]
-    magnitudes[HIDDEN].append(np.abs(hidden[:, is_token]).ravel())
+    token_states = np.asarray(hidden)[:, 0, is_token]  # [L, tokens, E]
+    magnitudes[HIDDEN].append(np.abs(token_states).ravel())
   return magnitudes
 
 
@@ -239,9 +243,10 @@ def test_the_outer_bins_contain_smaller_and_larger_values():
 
 def test_bins_are_narrow():
   """A bin is at most a sixteenth of an octave at its lower end."""
-  widths = np.diff(np.log2(edges()[1:]))
+  # The first bin begins at 0.
+  octaves = np.log2(edges()[1:])
 
-  assert np.all(widths < 0.09)
+  assert np.all(np.diff(octaves) < 0.09)
 
 
 @pytest.mark.parametrize(

@@ -274,6 +274,9 @@ def compute_weights_by_hand(
   """Returns the maps and the weights of each layer, by their definition."""
   variant = OWN_VARIANTS[trained.config.model.attention]
   captured = capture_attention(trained.model, trained.params, batch)
+  (queries,) = captured["query"]
+  (keys,) = captured["key"]
+  (lam,) = captured["lam"]
   attention_params = trained.params["layers"]["attention"]
   weights = []
   for layer, mask in enumerate(layer_masks(batch["segment_ids"])):
@@ -281,9 +284,9 @@ def compute_weights_by_hand(
     for name, leaf in attention_params.items():
       params[name] = np.asarray(leaf[layer])
     inputs = LayerInputs(
-      np.asarray(captured["query"][0][layer], np.float64),
-      np.asarray(captured["key"][0][layer], np.float64),
-      np.asarray(captured["lam"][0][layer], np.float64),
+      np.asarray(queries[layer], np.float64),
+      np.asarray(keys[layer], np.float64),
+      np.asarray(lam[layer], np.float64),
       mask,
       params,
     )

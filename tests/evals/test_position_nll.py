@@ -48,8 +48,8 @@ def test_a_measurement_is_the_mean_of_the_losses_so_far(make_trained, variant):
   )
   losses = []
   for batch in rows:
-    log_probabilities = np.asarray(predict(batch["tokens"]))[0]
-    targets = batch["targets"][0]
+    (log_probabilities,) = np.asarray(predict(batch["tokens"]))
+    (targets,) = batch["targets"]
     losses.append(-log_probabilities[np.arange(200), targets])
   positions = [measurement.at["position"] for measurement in measurements]
   assert positions == [10, 20, 40, 80, 160, 200]
@@ -79,16 +79,16 @@ def test_a_row_of_long_documents_begins_with_its_document(make_trained):
 
   assert rows
   for row in rows:
-    first_bytes = bytes(row["tokens"][0, 1:10].tolist())
-    assert first_bytes == b"document "
+    first_ids = row["tokens"][0, 1:10]
+    assert first_ids.tolist() == list(b"document ")
     assert row["weights"].all()
     assert row["segment_ids"].min() == 1
 
 
 def test_a_long_document_is_a_unit(make_trained, make_uniform):
   trained = make_uniform(make_trained(num_layers=1))
-  num_rows = len(list(PositionNLL(rows_of="long", length=300).load(trained)))
   suite = PositionNLL(rows_of="long", length=300, rows=1000)
+  num_rows = len(list(suite.load(trained)))
 
   measurement = next(suite.evaluate(trained))
 

@@ -24,7 +24,7 @@ def make_examples(counts: dict[str, int]) -> list[Example]:
 
 @pytest.fixture(scope="module")
 def balanced_examples() -> list[Example]:
-  """Balanced examples, of which three have the label "a" and 50 each other."""
+  """Balanced examples: three of the label "a", and 50 of each other label."""
   examples = make_examples({"a": 3, "b": 50, "c": 50, "d": 50})
   ordered = balanced(examples, np.random.default_rng(0))
   assert sorted(ordered) == sorted(examples)

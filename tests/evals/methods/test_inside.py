@@ -69,9 +69,12 @@ def test_measured_values_are_those_that_the_model_captures(
   attention = measured["attention"]
   captured = capture(trained.params)
   layers = captured["intermediates"]["layers"]
-  chex.assert_trees_all_equal(attention["q"], layers["attention"]["query"][0])
-  chex.assert_trees_all_equal(attention["k"], layers["attention"]["key"][0])
-  chex.assert_trees_all_equal(measured["hidden"], layers["hidden"][0])
+  (queries,) = layers["attention"]["query"]
+  (keys,) = layers["attention"]["key"]
+  (hidden,) = layers["hidden"]
+  chex.assert_trees_all_equal(attention["q"], queries)
+  chex.assert_trees_all_equal(attention["k"], keys)
+  chex.assert_trees_all_equal(measured["hidden"], hidden)
   num_layers = 2
   chex.assert_trees_all_equal(
     np.asarray(attention["ids"]), np.stack([batch["segment_ids"]] * num_layers)
@@ -81,7 +84,8 @@ def test_measured_values_are_those_that_the_model_captures(
     assert lam is None
     return
   chex.assert_shape(lam, (num_layers, 2, 64, trained.config.model.num_heads))
-  mean_lambdas = captured["metrics"]["layers"]["attention"]["lambda"][0]
+  metrics = captured["metrics"]["layers"]
+  (mean_lambdas,) = metrics["attention"]["lambda"]
   chex.assert_trees_all_close(
     jnp.mean(lam, axis=(1, 2, 3)), mean_lambdas, **FLOAT32
   )

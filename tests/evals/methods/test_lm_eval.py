@@ -198,11 +198,21 @@ def test_a_rolling_likelihood_is_summed_over_windows(model, log_softmax):
     assert log_likelihood == pytest.approx(expected, rel=1e-5)
 
 
-def test_generation_stops_before_the_stop_string(model, log_softmax):
-  ids = [255, *b"Hello"]
+@pytest.fixture(scope="module")
+def greedy_ids(
+  log_softmax: Callable[[Sequence[int]], np.ndarray],
+) -> list[int]:
+  """The 12 likeliest tokens after "Hello", each after those before it."""
+  prompt = [255, *b"Hello"]
+  ids: list[int] = []
   for _ in range(12):
-    ids.append(int(log_softmax(ids)[-1].argmax()))
-  greedy_text = BYTES.decode(ids[6:])
+    next_log_probabilities = log_softmax(prompt + ids)[-1]
+    ids.append(int(next_log_probabilities.argmax()))
+  return ids
+
+
+def test_generation_stops_before_the_stop_string(model, greedy_ids):
+  greedy_text = BYTES.decode(greedy_ids)
   stop_string = greedy_text[5:7]
   whole = {"until": [], "max_gen_toks": 12}
   stopped = {"until": [stop_string, "never there"], "max_gen_toks": 12}
@@ -217,15 +227,11 @@ def test_generation_stops_before_the_stop_string(model, log_softmax):
   assert texts == [
     greedy_text,
     greedy_text[: greedy_text.index(stop_string)],
-    BYTES.decode(ids[6:9]).split(stop_string)[0],
+    BYTES.decode(greedy_ids[:3]).partition(stop_string)[0],
   ]
 
 
-def test_generation_samples_if_asked_to(model, log_softmax):
-  ids = [255, *b"Hello"]
-  for _ in range(12):
-    ids.append(int(log_softmax(ids)[-1].argmax()))
-  greedy_text = BYTES.decode(ids[6:])
+def test_generation_samples_if_asked_to(model, greedy_ids):
   options = {
     "until": [],
     "max_gen_toks": 12,
@@ -236,7 +242,7 @@ def test_generation_samples_if_asked_to(model, log_softmax):
 
   (sampled,) = lm.generate_until([request("generate_until", "Hello", options)])
 
-  assert sampled != greedy_text
+  assert sampled != BYTES.decode(greedy_ids)
 
 
 class Generation(NamedTuple):

@@ -39,7 +39,8 @@ def bootstrap_estimates() -> list[Interval]:
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(intervals, "RESAMPLES", 300)
     for _ in range(150):
-      estimates.append(interval(mean_of("x", rng.exponential(size=60))))
+      draws = rng.exponential(size=60)
+      estimates.append(interval(mean_of("x", draws)))
   return estimates
 
 

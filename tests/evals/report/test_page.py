@@ -500,7 +500,8 @@ def test_different_numbers_of_units_are_a_column(tmp_path):
 def test_results_of_one_model_have_units_and_notes(make_trained, tmp_path):
   """Other JSON files may lie in the directory."""
   description = describe(tmp_path, "a model", "softmax")
-  figures = list(intervals.compare([mean_of("accuracy", np.ones(1000))]))
+  accuracy = mean_of("accuracy", np.ones(1000))
+  figures = list(intervals.compare([accuracy]))
   write_results(epath.Path(tmp_path), "needle", [description], figures)
   (tmp_path / "settings.json").write_text('{"suite": "settings"}')
   (tmp_path / "broken.json").write_text("{")
@@ -518,7 +519,8 @@ def test_a_suite_from_a_module_that_is_not_imported_is_named(
   make_trained, tmp_path
 ):
   description = describe(tmp_path, "a model", "softmax")
-  figures = list(intervals.compare([mean_of("accuracy", np.ones(1000))]))
+  accuracy = mean_of("accuracy", np.ones(1000))
+  figures = list(intervals.compare([accuracy]))
   write_results(epath.Path(tmp_path), "needle", [description], figures)
   write_results(epath.Path(tmp_path), "mine", [description], figures)
 
