@@ -22,7 +22,7 @@ from diffjax.ops.varying import vary_like
 _CHUNK_LOGITS = 1 << 22
 # It has at least 512 tokens, because each chunk adds to the whole gradient of
 # the embedding. A byte-level model's batch fits in one chunk.
-_MIN_CHUNK_TOKENS = 512
+MIN_CHUNK_TOKENS = 512
 # On TPUs that addition takes longer than the product of the chunk (110 ms of a
 # step of 1,442 for diff_1b on v5e:4x4, by the compiler's estimate). So the
 # logits of a chunk may take 1/16 of the memory there.
@@ -336,7 +336,7 @@ def _default_chunk_tokens(vocab_size: int) -> int:
     bytes_per_logit = 4  # float32
     memory = tpu_info().hbm_capacity_bytes
     chunk_logits = memory // (_TPU_MEMORY_SHARE * bytes_per_logit)
-  return max(_MIN_CHUNK_TOKENS, chunk_logits // vocab_size)
+  return max(MIN_CHUNK_TOKENS, chunk_logits // vocab_size)
 
 
 def _add_at_targets(

@@ -93,6 +93,11 @@ def reported_to(listener: Callable[[Choice], None]) -> Iterator[None]:
     _listener.reset(token)
 
 
+def forget_reported() -> None:
+  """Reports choices again that were reported before. For tests."""
+  _reported.clear()
+
+
 def choose_tpu(q: jax.Array, v: jax.Array) -> Choice:
   """Returns the fused kernels if they support the arrays, otherwise XLA."""
   from diffjax.ops.diff_attention.tpu import chip

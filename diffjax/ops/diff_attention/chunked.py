@@ -80,19 +80,19 @@ from diffjax.ops.varying import vary_like
 # Queries of a block. In the backward pass, each block reads and writes the sums
 # dk and dv of all its keys. To do so less often, blocks are larger if there are
 # more than _MANY_KEYS keys.
-_BLOCK_QUERIES = 128
+BLOCK_QUERIES = 128
 _BLOCK_QUERIES_FOR_MANY_KEYS = 256
 _MANY_KEYS = 2048
 
 # Logits of a block, counting all maps: 4 MB in float32.
-_MAX_BLOCK_LOGITS = 1 << 20
+MAX_BLOCK_LOGITS = 1 << 20
 
 # Blocks of equal length form at most this many bands, of consecutive blocks. A
 # band of one block reads only its visible keys. Longer sequences have bands of
 # several blocks, and each band is a scan. That bounds the compile time. All
 # blocks of a band read equally many keys, as many as one of them sees at most.
 # That adds at most 1/16 to the work of a causal mask.
-_MAX_BANDS = 16
+MAX_BANDS = 16
 
 # Computes one block: (block, arrays, carry) → (carry, output of the block).
 _BlockStep = Callable[["_Block", Any, Any], tuple[Any, Any]]
@@ -371,7 +371,7 @@ def _backward_blocks(
   """
   inputs = _to_inputs(arrays)
   num_head_tiles, block_queries = _tile_sizes(inputs)
-  bands = _make_bands(mask, block_queries)
+  bands = make_bands(mask, block_queries)
   backward_head_tile = functools.partial(
     _backward_head_tile, mask, scale, bands
   )
@@ -738,7 +738,7 @@ def _map_blocks(
     mask: the keys that each query sees.
   """
   num_head_tiles, block_queries = _tile_sizes(inputs)
-  bands = _make_bands(mask, block_queries)
+  bands = make_bands(mask, block_queries)
 
   def forward_step(
     block: _Block, tile_inputs: _Inputs, carry: tuple[()]
@@ -855,7 +855,7 @@ def _loop_over_blocks(
   return carry, jax.tree.map(join_blocks, outputs)
 
 
-def _make_bands(mask: Mask, block_queries: int) -> list[_Band]:
+def make_bands(mask: Mask, block_queries: int) -> list[_Band]:
   """Returns all blocks of `block_queries` queries, in bands.
 
   A band is a series of blocks that read equally many keys, so that they can run
@@ -877,7 +877,7 @@ def _make_bands(mask: Mask, block_queries: int) -> list[_Band]:
     # is so with neither causality nor a window, or if the offset is an array.
     blocks_per_band = len(blocks)
   else:
-    blocks_per_band = math.ceil(len(blocks) / _MAX_BANDS)
+    blocks_per_band = math.ceil(len(blocks) / MAX_BANDS)
 
   num_full_blocks = mask.q_length // block_queries
   full_blocks = blocks[:num_full_blocks]
@@ -945,7 +945,7 @@ def _tile_sizes(inputs: _Inputs) -> tuple[int, int]:
   if inputs.noise is not None:
     maps_per_key_head += inputs.noise.queries.shape[1]
   S = inputs.values.shape[1]
-  block_queries = _BLOCK_QUERIES
+  block_queries = BLOCK_QUERIES
   if S > _MANY_KEYS:
     block_queries = _BLOCK_QUERIES_FOR_MANY_KEYS
   block_queries = min(block_queries, T)
@@ -953,7 +953,7 @@ def _tile_sizes(inputs: _Inputs) -> tuple[int, int]:
   # Head tiles are as large as the limit allows, with at least one key head, and
   # have equally many key heads.
   logits_per_key_head = maps_per_key_head * block_queries * S
-  key_heads_per_tile = min(BK, _MAX_BLOCK_LOGITS // logits_per_key_head)
+  key_heads_per_tile = min(BK, MAX_BLOCK_LOGITS // logits_per_key_head)
   key_heads_per_tile = max(key_heads_per_tile, 1)
   while BK % key_heads_per_tile != 0:
     key_heads_per_tile -= 1

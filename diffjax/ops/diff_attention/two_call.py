@@ -190,11 +190,11 @@ def cudnn_takes(
       return False
     if batch * q_length * kv_length >= _CUDNN_MAX_BIASES:
       return False
-  return _has_cudnn(jax.default_backend())
+  return has_cudnn(jax.default_backend())
 
 
 @functools.cache
-def _has_cudnn(backend: str) -> bool:
+def has_cudnn(backend: str) -> bool:
   """Returns whether cuDNN's attention runs on the GPU: Ampere or newer.
 
   JAX does not start on an NVIDIA GPU without cuDNN.

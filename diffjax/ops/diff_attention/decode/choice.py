@@ -26,12 +26,13 @@ def choose(backend: str, q: jax.Array, v: jax.Array) -> str:
 
     if chip.takes(q, v):
       implementation = "pallas_tpu"
-  _log_once(implementation, backend)
+  log_once(implementation, backend)
   return implementation
 
 
 @functools.cache
-def _log_once(implementation: str, backend: str) -> None:
+def log_once(implementation: str, backend: str) -> None:
+  """Logs a choice, unless the same one was logged before."""
   logging.getLogger(__name__).info(
     "decode_attention: implementation %r on backend %r", implementation, backend
   )

@@ -43,7 +43,7 @@ from diffjax.ops.diff_attention.tiles import pad_axis, round_up
 _MIN_THREAD_BLOCKS = 264
 # The smallest number of keys of a split. With fewer keys, writing the sums
 # would take as long as reading the keys.
-_MIN_SPLIT_KEYS = 256
+MIN_SPLIT_KEYS = 256
 _BYTES_PER_NUMBER = 2  # bfloat16 and float16
 
 
@@ -159,7 +159,7 @@ def _attend_in_splits(
     num_visible = min(padded_length, window + BLOCK)
   num_visible = round_up(num_visible, BLOCK)
   wanted_splits = -(-_MIN_THREAD_BLOCKS // (batch * num_kv_heads))
-  num_splits = max(1, min(wanted_splits, num_visible // _MIN_SPLIT_KEYS))
+  num_splits = max(1, min(wanted_splits, num_visible // MIN_SPLIT_KEYS))
 
   lengths, q, k, v = vary_alike((lengths, q, k, v))
   # Shared memory has the queries, and `num_slots` blocks of keys and values.

@@ -44,7 +44,7 @@ from diffjax.ops.diff_attention.tpu.chip import LANES, dot, repeat
 
 # Keys and values of a block. With smaller blocks the overhead of a step shows.
 # With larger ones, short sequences read many keys that they do not see.
-_BLOCK_BYTES = 1 << 20
+BLOCK_BYTES = 1 << 20
 # Logits of a block: 1 MiB in float32. Its weights take as much.
 _BLOCK_LOGITS = 1 << 18
 # The kernel's code is repeated for each key head of a block.
@@ -76,7 +76,7 @@ def decode_attention_tpu(
   block_tables = inputs.block_tables
   if block_tables is None:
     block_tables = jnp.arange(batch, dtype=jnp.int32)[:, None]  # [B, 1]
-  blocks = _Blocks.choose(
+  blocks = Blocks.choose(
     page_size=page_size,
     pages_per_sequence=block_tables.shape[1],
     window=window,
@@ -136,7 +136,7 @@ class _Grid(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Blocks:
+class Blocks:
   """How the cache is divided into blocks, and which ones a sequence sees."""
 
   window: int | None
@@ -157,7 +157,7 @@ class _Blocks:
     num_kv_heads: int,
     query_rows: int,
     num_cores: int,
-  ) -> _Blocks:
+  ) -> Blocks:
     """Returns the largest blocks within the limits.
 
     Args:
@@ -175,7 +175,7 @@ class _Blocks:
     # as many heads as that allows.
     max_heads = min(
       _MAX_BLOCK_HEADS,
-      _BLOCK_BYTES // (LANES * bytes_per_key),
+      BLOCK_BYTES // (LANES * bytes_per_key),
       _BLOCK_LOGITS // (LANES * query_rows),
       num_kv_heads // num_cores,
     )
@@ -185,7 +185,7 @@ class _Blocks:
 
     # Then it gets as many keys as the limits allow, in whole lanes.
     max_keys = min(
-      _BLOCK_BYTES // (num_heads * bytes_per_key),
+      BLOCK_BYTES // (num_heads * bytes_per_key),
       _BLOCK_LOGITS // (num_heads * query_rows),
     )
     max_keys = max(LANES, max_keys // LANES * LANES)
@@ -320,7 +320,7 @@ class _SumRefs(NamedTuple):
 
 def _call_kernel(
   inputs: DecodeInputs,
-  blocks: _Blocks,
+  blocks: Blocks,
   rows_per_map: int,
   group_size: int,
   name: str,
@@ -432,7 +432,7 @@ def _split_heads(
   return scales.reshape(num_pages, num_head_blocks, 1, num_heads)
 
 
-def _sequence_spec(blocks: _Blocks, num_rows: int, width: int) -> pl.BlockSpec:
+def _sequence_spec(blocks: Blocks, num_rows: int, width: int) -> pl.BlockSpec:
   """Returns which part of q, λ or the output a step of the kernel uses.
 
   It is the part of the step's sequence and block of heads, [h, rows, width].
@@ -445,7 +445,7 @@ def _sequence_spec(blocks: _Blocks, num_rows: int, width: int) -> pl.BlockSpec:
   return pl.BlockSpec(block_shape, block_index)
 
 
-def _cache_spec(blocks: _Blocks, width: int, key_axis: int) -> pl.BlockSpec:
+def _cache_spec(blocks: Blocks, width: int, key_axis: int) -> pl.BlockSpec:
   """Returns which keys or values a step of the kernel reads.
 
   Args:
@@ -471,7 +471,7 @@ def _cache_spec(blocks: _Blocks, width: int, key_axis: int) -> pl.BlockSpec:
 
 
 def _scale_spec(
-  blocks: _Blocks, scales: Float[Array, "P head_blocks 1 h"] | None
+  blocks: Blocks, scales: Float[Array, "P head_blocks 1 h"] | None
 ) -> pl.BlockSpec | None:
   """Returns which scales of int8 keys or values a step of the kernel reads.
 
@@ -513,7 +513,7 @@ def _estimate_cost(inputs: DecodeInputs) -> pl.CostEstimate:
 
 
 def _kernel(
-  blocks: _Blocks,
+  blocks: Blocks,
   key_axes: tuple[int, int],
   group_size: int,
   sequence_ref,

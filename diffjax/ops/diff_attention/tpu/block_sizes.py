@@ -506,7 +506,7 @@ def _nearest_entry(
   entries = [entry for entry in table() if entry["direction"] == direction]
   listed = _nearest_listed_generation(generation, entries)
   if listed != generation:
-    _log_borrowed_sizes(generation, listed)
+    log_borrowed_sizes(generation, listed)
 
   nearest_entry = None
   smallest_distance = math.inf
@@ -556,7 +556,7 @@ def _log2_distance(a: int, b: int) -> float:
 
 
 @functools.cache
-def _log_borrowed_sizes(generation: str, listed: str) -> None:
+def log_borrowed_sizes(generation: str, listed: str) -> None:
   """Logs once that a generation uses the block sizes of another one."""
   logging.getLogger(__name__).info(
     "block sizes for %s are those found for %s; on such a chip,"
