@@ -1,6 +1,8 @@
-"""One property test for every implementation of differential attention. A new implementation joins by a line in IMPLEMENTATIONS.
+"""The properties that all implementations of differential attention share.
 
-Numbers are rounded to the dtype that an implementation is tested in, and compared with `reference` in float64 on the same numbers.
+Each test runs with each implementation in IMPLEMENTATIONS, so a new one joins
+by adding an entry. Most results are compared with `reference`: the definition,
+computed in float64 on the numbers that the implementation gets.
 """
 
 from __future__ import annotations
@@ -8,8 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
-from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -19,23 +20,44 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.test_util import check_grads
 
-from diffjax.ops.diff_attention import (
-  RESIDUAL_NAMES,
-  choice,
-  chunked,
-  diff_attention,
-  two_call,
-)
+from diffjax.ops.diff_attention import RESIDUAL_NAMES, chunked, diff_attention
 from diffjax.ops.diff_attention.gpu import chip as gpu_chip
-from diffjax.ops.diff_attention.mask import Mask
 from diffjax.ops.diff_attention.reference import attention_maps, reference
-from diffjax.ops.diff_attention.tpu import chip
-from tests.harness.tiers import full
+from diffjax.ops.diff_attention.tpu import chip as tpu_chip
+from tests.harness.tolerances import (
+  BFLOAT16_ATTENTION,
+  FLOAT16_ATTENTION,
+  FLOAT32,
+  FLOAT64,
+  Tolerance,
+)
+
+B, D = 2, 6
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """Shapes and options of one call: `lam` is λ's shape by name, `ids` a (queries, keys) pair of rows of segment ids."""
+  """The shapes and options of one call. Axes: see diffjax/parameters.py.
+
+  Attributes:
+    name: the id of the test.
+    T: queries of a sequence.
+    S: keys of a sequence. None for as many as queries.
+    H: heads.
+    K: key heads.
+    G: maps of a group of queries: 1 for plain attention, 2 for one signal map
+      and one noise map, more if several signal maps share a noise map.
+    M: maps of the keys.
+    V: width of the values.
+    lam: the axes of λ, or "scalar".
+    q_ids: segment ids of the first sequence's queries. The second sequence has
+      them in reverse order.
+    kv_ids: segment ids of the keys. None for those of the queries.
+    q_offset: position of the first query, or of each sequence's first query.
+    causal: argument of `diff_attention`.
+    window: argument of `diff_attention`.
+    scale: argument of `diff_attention`.
+  """
 
   name: str
   T: int = 13
@@ -46,27 +68,44 @@ class Case:
   M: int = 2
   V: int = 10
   lam: str = "BTH"
-  ids: tuple | None = None
+  q_ids: tuple[int, ...] | None = None
+  kv_ids: tuple[int, ...] | None = None
   q_offset: int | tuple[int, int] = 0
   causal: bool = True
   window: int | None = None
   scale: float | None = None
 
 
+# Segment ids of a sequence of 13 tokens: three documents.
 PACKED = (0, 0, 0, 0, 0, 7, 7, 7, 7, 3, 3, 3, 3)
-V1, EMPTY = (
-  Case("v1_grouped", H=4),
-  Case("empty_rows", T=5, S=13, ids=((0, 9, 9, 3, 7), PACKED), causal=False),
+
+GROUPED = Case("grouped", H=4)
+PLAIN_GROUPED = Case("plain_grouped_scale", G=1, M=1, H=4, scale=0.3)
+# No key has the segment id 9, so those queries see no key.
+EMPTY_ROWS = Case(
+  "empty_rows", T=5, S=13, q_ids=(0, 9, 9, 3, 7), kv_ids=PACKED, causal=False
 )
-CASES = [  # each option once
-  Case("plain_grouped_scale", G=1, M=1, H=4, scale=0.3),
-  V1,
+PACKED_GROUPED = Case(
+  "packed_grouped_lambda_scalar", H=4, q_ids=PACKED, lam="scalar"
+)
+SHARED_KEYS = Case("shared_keys", M=1, H=4, V=6)
+
+# These cases use each option once.
+CASES = [
+  PLAIN_GROUPED,
+  GROUPED,
   Case(
-    "v2_one_group_window_lambda_per_head", M=1, H=3, K=1, V=6, window=4, lam="H"
+    "shared_keys_window_lambda_per_head",
+    M=1,
+    H=3,
+    K=1,
+    V=6,
+    window=4,
+    lam="H",
   ),
-  Case("packed_grouped_lambda_scalar", H=4, ids=(PACKED, PACKED), lam="scalar"),
-  EMPTY,
-  Case("window_not_causal", window=4, causal=False, T=13, S=11),
+  PACKED_GROUPED,
+  EMPTY_ROWS,
+  Case("window_not_causal", window=4, causal=False, S=11),
   Case("offset_window", T=7, S=16, q_offset=6, window=4),
   Case("offset_before_keys", q_offset=-7),
   Case("shared_noise_grouped", G=3, H=8, K=2),
@@ -75,669 +114,729 @@ CASES = [  # each option once
     T=7,
     S=13,
     q_offset=(-3, 6),
-    ids=(PACKED[4:11], PACKED),
+    q_ids=PACKED[4:11],
+    kv_ids=PACKED,
     window=3,
   ),
 ]
-COMBINED = [
+
+# These cases combine options. The full tier runs them.
+COMBINED_CASES = [
   Case("plain", G=1, M=1),
-  Case("v1"),
-  Case("v1_grouped_lambda_per_head", H=4, lam="H"),
-  Case("v2", M=1, H=4, V=6),
+  Case("one_head_per_key_head"),
+  Case("grouped_lambda_per_head", H=4, lam="H"),
+  SHARED_KEYS,
   Case(
-    "shared_noise_v2_packed_window_lambda_per_head",
+    "shared_noise_shared_keys_packed_window",
     G=4,
     M=1,
     H=6,
     K=1,
     V=6,
     lam="H",
-    ids=(PACKED, PACKED),
+    q_ids=PACKED,
     window=5,
   ),
   Case("several_blocks", T=150, H=4, lam="H"),
   Case("one_query", T=1, S=13, q_offset=(4, 12), lam="scalar"),
-  Case("packed_not_causal", ids=(PACKED, PACKED), causal=False),
-  Case("window", window=5),
-  Case("window_packed_grouped", H=4, window=3, ids=(PACKED, PACKED)),
+  Case("packed_not_causal", q_ids=PACKED, causal=False),
+  Case("window_packed_grouped", H=4, window=3, q_ids=PACKED),
   Case("fewer_keys", T=13, S=6),
   Case("cross", T=5, S=11, causal=False),
   Case("offset", T=7, S=16, q_offset=6),
   Case("offset_beyond_window", q_offset=11, window=4),
-  Case(
-    "offset_per_row", T=7, S=13, q_offset=(-3, 6), ids=(PACKED[4:11], PACKED)
-  ),
   Case("offset_per_row_window", T=7, S=13, q_offset=(2, 6), window=3, H=4),
 ]
-# Cases of the kernels in the default tier: they are slow in their interpreters. test_pallas_tpu.py and test_pallas_gpu.py hold more.
-INTERPRETED = {
-  "pallas_tpu": (
-    "plain_grouped_scale",
-    "v1_grouped",
-    "v2_one_group_window_lambda_per_head",
-    "empty_rows",
-    "offset_per_row_packed_window",
-  ),
-  "pallas_gpu": ("v1_grouped", "offset_per_row_packed_window"),
-}
 
 
 @dataclasses.dataclass(frozen=True)
 class Implementation:
-  """An implementation as the tests run it.
+  """How the tests run an implementation.
 
   Attributes:
-    name: the implementation's.
-    dtype: the widest that tests of all implementations use.
-    tolerance: of the relative error in that dtype.
-    atol: of outputs of about 1 in that dtype.
-    float64_tolerance: None for one that refuses float64.
-    refuses: case → the argument that its error must name, or None.
-    small_blocks: whether blocks are cut small.
-    forward_marker: see below.
+    name: argument of `diff_attention`.
+    dtype: the dtype of the arrays, unless a test chooses another one.
+    tolerance: for comparisons in that dtype.
+    float64_tolerance: None if it does not support float64.
+    unsupported: options of `diff_attention` that it refuses.
+    has_small_blocks: whether blocks are small enough for several per sequence.
+    default_cases: names of the cases in the default tier, if not all CASES.
+      The kernels run in slow interpreters.
+    combined_cases: names of the cases of COMBINED_CASES that it runs, if not
+      all of them.
   """
 
   name: str
   dtype: str = "float32"
-  tolerance: float = 3e-6
-  atol: float = 1e-6
-  float64_tolerance: float | None = 1e-12
-  refuses: Callable[[Case], str | None] = lambda case: None
-  small_blocks: bool = False
-  # A primitive that occurs only in the forward pass, to count how often that runs; None for what leaves nothing to be saved by name.
-  forward_marker: str | None = None
-
-
-def _two_call_refuses(case: Case) -> str | None:
-  return (
-    "window"
-    if case.window is not None
-    else "q_offset"
-    if case.q_offset != 0
-    else None
+  tolerance: Tolerance = dataclasses.field(
+    default_factory=lambda: FLOAT32, hash=False
   )
+  float64_tolerance: Tolerance | None = dataclasses.field(
+    default_factory=lambda: FLOAT64, hash=False
+  )
+  unsupported: tuple[str, ...] = ()
+  has_small_blocks: bool = False
+  default_cases: tuple[str, ...] | None = None
+  combined_cases: tuple[str, ...] | None = None
 
 
 IMPLEMENTATIONS = {
-  "reference": Implementation("reference"),
-  "chunked": Implementation("chunked", forward_marker="reduce_max"),
-  "chunked_small_blocks": Implementation("chunked", small_blocks=True),
+  # It is compared with itself in float64.
+  "reference": Implementation("reference", combined_cases=()),
+  # The other cases fit one block, as in CASES.
+  "chunked": Implementation("chunked", combined_cases=("several_blocks",)),
+  "chunked_small_blocks": Implementation("chunked", has_small_blocks=True),
   "two_call": Implementation(
-    "two_call", refuses=_two_call_refuses, float64_tolerance=1e-6
-  ),  # the stock softmax is float32
-  "pallas_tpu": Implementation("pallas_tpu", float64_tolerance=None),
-  # Ten bits of mantissa in weights and outputs are 5e-4 at most, and a mask that is wrong by one key shows at 1e-1.
+    "two_call",
+    # The softmax of stock attention is in float32.
+    float64_tolerance=FLOAT32,
+    unsupported=("window", "q_offset"),
+  ),
+  # test_pallas_tpu.py combines the other options, over several blocks.
+  "pallas_tpu": Implementation(
+    "pallas_tpu",
+    float64_tolerance=None,
+    default_cases=(
+      "plain_grouped_scale",
+      "grouped",
+      "shared_keys_window_lambda_per_head",
+      "empty_rows",
+      "offset_per_row_packed_window",
+    ),
+    combined_cases=("one_query", "fewer_keys", "cross"),
+  ),
+  # test_pallas_gpu.py combines the options.
   "pallas_gpu": Implementation(
-    "pallas_gpu", "float16", tolerance=1e-3, atol=1e-3, float64_tolerance=None
+    "pallas_gpu",
+    dtype="float16",
+    tolerance=FLOAT16_ATTENTION,
+    float64_tolerance=None,
+    default_cases=("grouped", "offset_per_row_packed_window"),
+    combined_cases=(),
   ),
 }
 
 
-def _over_cases(default, more):
-  """Parametrizes by implementation and case; cases in `more` are of the full tier, and so are most of the interpreted ones."""
-  pairs = list(itertools.product(IMPLEMENTATIONS, [*default, *more]))
-  others = [
-    (name, case)
-    for name, case in pairs
-    if case in more or case.name not in INTERPRETED.get(name, case.name)
-  ]
-  chosen = [pair for pair in pairs if pair not in others]
-  ids = [f"{name}-{case.name}" for name, case in [*chosen, *others]]
-  return pytest.mark.parametrize(
-    ("implementation", "case"),
-    [*chosen, *full(others)],
-    ids=ids,
-    indirect=["implementation"],
-  )
+def is_supported(implementation: Implementation, case: Case) -> bool:
+  """Returns whether an implementation has all options of a case."""
+  defaults = Case("defaults")
+  for option in implementation.unsupported:
+    if getattr(case, option) != getattr(defaults, option):
+      return False
+  return True
+
+
+def supported_cases() -> list[Any]:
+  """Returns a parameter for each implementation with each of its cases."""
+  parameters = []
+  for key, implementation in IMPLEMENTATIONS.items():
+    for case in CASES + COMBINED_CASES:
+      is_combined = case in COMBINED_CASES
+      chosen_names = implementation.default_cases
+      if is_combined:
+        chosen_names = implementation.combined_cases
+      is_chosen = chosen_names is None or case.name in chosen_names
+      if not is_supported(implementation, case):
+        continue
+      if is_combined and not is_chosen:
+        continue
+
+      marks = []
+      if is_combined or not is_chosen:
+        marks.append(pytest.mark.full)
+      parameter = pytest.param(key, case, id=f"{key}-{case.name}", marks=marks)
+      parameters.append(parameter)
+  return parameters
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)
 def implementation(request, monkeypatch):
+  """An implementation. Kernels are interpreted, and small blocks are set."""
   chosen = IMPLEMENTATIONS[request.param]
-  if chosen.small_blocks:  # scans, bands, ragged ends and groups of heads at sizes that compile quickly
-    monkeypatch.setattr(chunked, "_BLOCK_QUERIES", 3)
-    monkeypatch.setattr(chunked, "_MAX_BANDS", 3)
-    monkeypatch.setattr(chunked, "_MAX_BLOCK_LOGITS", 64)
   if chosen.name == "pallas_gpu" and jax.__version_info__ < (0, 11, 2):
-    pytest.skip(
-      "Pallas has no public interpreter of Mosaic GPU kernels before JAX 0.11.2"
-    )
-  with chip.interpreted(pltpu.InterpretParams(uninitialized_memory="nan")):
-    with (
-      gpu_chip.interpreted()
-      if chosen.name == "pallas_gpu"
-      else contextlib.nullcontext()
-    ):
-      yield chosen
+    pytest.skip("the interpreter of Mosaic GPU kernels needs JAX 0.11.2")
+
+  if chosen.has_small_blocks:
+    # Short sequences then have scans, bands, a last block that is shorter, and
+    # several tiles of heads.
+    monkeypatch.setattr(chunked, "BLOCK_QUERIES", 3)
+    monkeypatch.setattr(chunked, "MAX_BANDS", 3)
+    monkeypatch.setattr(chunked, "MAX_BLOCK_LOGITS", 64)
+
+  with contextlib.ExitStack() as stack:
+    if chosen.name == "pallas_tpu":
+      params = pltpu.InterpretParams(uninitialized_memory="nan")
+      stack.enter_context(tpu_chip.interpreted(params))
+    if chosen.name == "pallas_gpu":
+      stack.enter_context(gpu_chip.interpreted())
+    yield chosen
 
 
-def _arguments(case: Case, seed: int = 0):
-  """(q, k, v, λ), the cotangent and the options, float64 arrays in numpy."""
+class Inputs(NamedTuple):
+  """The arguments of one call.
+
+  Attributes:
+    arrays: q, k, v and λ, in float64. λ is None with one map.
+    d_out: the gradient of the output, in float64.
+    options: options that a program is compiled for.
+    array_options: segment ids, and offsets if each sequence has its own.
+  """
+
+  arrays: tuple
+  d_out: np.ndarray
+  options: dict[str, Any]
+  array_options: dict[str, np.ndarray]
+
+
+class Results(NamedTuple):
+  """The output of one call, and the gradients of its arguments."""
+
+  out: np.ndarray
+  d_q: np.ndarray
+  d_k: np.ndarray
+  d_v: np.ndarray
+  d_lam: np.ndarray | None
+
+
+def make_inputs(case: Case, seed: int = 0) -> Inputs:
+  """Returns random arguments for a case."""
   rng = np.random.default_rng(seed)
-  S = case.S or case.T
-  normal = lambda *shape: rng.standard_normal(shape)
-  lam_shape = {"scalar": (), "H": (case.H,), "BTH": (2, case.T, case.H)}[
-    case.lam
-  ]
-  groups = case.H // max(case.G - 1, 1)
-  q, k, v = (
-    normal(2, case.T, groups, case.G, 6),
-    normal(2, S, case.K, case.M, 6),
-    normal(2, S, case.K, case.V),
-  )
-  lam = None if case.G == 1 else rng.uniform(-0.5, 1.2, lam_shape)
-  options = dict(
-    causal=case.causal,
-    window=case.window,
-    q_offset=case.q_offset,
-    scale=case.scale,
-  )
+  kv_length = case.S or case.T
+  signal_maps_per_group = max(case.G - 1, 1)
+  num_groups = case.H // signal_maps_per_group
+  lam_shapes = {"scalar": (), "H": (case.H,), "BTH": (B, case.T, case.H)}
+  q = rng.standard_normal((B, case.T, num_groups, case.G, D))
+  k = rng.standard_normal((B, kv_length, case.K, case.M, D))
+  v = rng.standard_normal((B, kv_length, case.K, case.V))
+  lam = None
+  if case.G > 1:
+    lam = rng.uniform(-0.5, 1.2, lam_shapes[case.lam])
+  d_out = rng.standard_normal((B, case.T, case.H, case.V))
+
+  options = {
+    "causal": case.causal,
+    "window": case.window,
+    "scale": case.scale,
+  }
+  array_options = {}
   if isinstance(case.q_offset, tuple):
-    options["q_offset"] = np.array(case.q_offset, np.int32)
-  if case.ids is not None:  # the second row is the first one reversed
-    pair = [
-      np.stack([np.array(ids), np.array(ids)[::-1]]).astype(np.int32)
-      for ids in case.ids
-    ]
-    options.update(q_segment_ids=pair[0], kv_segment_ids=pair[1])
-  return (q, k, v, lam), normal(2, case.T, case.H, case.V), options
+    array_options["q_offset"] = np.array(case.q_offset, np.int32)
+  else:
+    options["q_offset"] = case.q_offset
+  if case.q_ids is not None:
+    array_options["q_segment_ids"] = segment_ids(case.q_ids)
+  if case.kv_ids is not None:
+    array_options["kv_segment_ids"] = segment_ids(case.kv_ids)
+  return Inputs((q, k, v, lam), d_out, options, array_options)
+
+
+def segment_ids(first_sequence: tuple[int, ...]) -> np.ndarray:
+  """Returns the ids of two sequences, the second in reverse order."""
+  ids = np.array(first_sequence, np.int32)
+  return np.stack([ids, ids[::-1]])
+
+
+def run(
+  implementation: Implementation, inputs: Inputs, dtype: Any = None
+) -> Results:
+  """Returns the output and all gradients, converted to float64."""
+  dtype = dtype or implementation.dtype
+  to_dtype = functools.partial(jnp.asarray, dtype=dtype)
+  arrays = jax.tree.map(to_dtype, inputs.arrays)
+  d_out = to_dtype(inputs.d_out)
+  program = compile_program(implementation, tuple(inputs.options.items()))
+  results = program(arrays, d_out, inputs.array_options)
+  return jax.tree.map(lambda x: np.asarray(x, np.float64), results)
 
 
 @functools.cache
-def _program(implementation: Implementation, options: tuple):
-  """A compiled program that tests share as long as only numbers differ: output and gradients of every differentiable argument."""
+def compile_program(implementation: Implementation, options: tuple):
+  """Returns a jitted function. It is shared by tests with equal options."""
 
   @jax.jit
-  def run(arguments, d_out, arrays):
-    attend = lambda arguments: diff_attention(
-      *arguments, implementation=implementation.name, **dict(options), **arrays
-    )
-    out, pull = jax.vjp(attend, arguments)
-    return out, pull(d_out)[0]
+  def program(arrays, d_out, array_options):
+    def attend(*arrays):
+      return diff_attention(
+        *arrays,
+        implementation=implementation.name,
+        **dict(options),
+        **array_options,
+      )
 
-  return run
+    out, vjp = jax.vjp(attend, *arrays)
+    return Results(out, *vjp(d_out))
 
-
-def _run(implementation: Implementation, arguments, d_out, options, dtype=None):
-  dtype = implementation.dtype if dtype is None else dtype
-  arguments, d_out = jax.tree.map(
-    lambda x: jnp.asarray(x, dtype), (arguments, d_out)
-  )
-  arrays = {
-    name: jnp.asarray(x)
-    for name, x in options.items()
-    if isinstance(x, np.ndarray)
-  }
-  program = _program(
-    implementation,
-    tuple((name, x) for name, x in options.items() if name not in arrays),
-  )
-  return jax.tree.map(np.asarray, program(arguments, d_out, arrays))
+  return program
 
 
 @functools.cache
-def _expected(case: Case, dtype: str):
-  """`reference` in float64 on numbers rounded to a dtype."""
-  arguments, d_out, options = _arguments(case)
-  arguments, d_out = jax.tree.map(
-    lambda x: x.astype(jnp.dtype(dtype)).astype(np.float64), (arguments, d_out)
-  )
+def expected_results(case: Case, dtype: str) -> Results:
+  """Returns the results of `reference` in float64, for numbers of a dtype."""
+
+  def round_to_dtype(x):
+    return x.astype(jnp.dtype(dtype)).astype(np.float64)
+
+  inputs = make_inputs(case)
+  arrays, d_out = jax.tree.map(round_to_dtype, (inputs.arrays, inputs.d_out))
+  inputs = inputs._replace(arrays=arrays, d_out=d_out)
   with jax.enable_x64(True):
-    return _run(
-      IMPLEMENTATIONS["reference"], arguments, d_out, options, np.float64
-    )
+    return run(IMPLEMENTATIONS["reference"], inputs, np.float64)
 
 
-def _assert_close(actual, expected, tolerance):
-  """Norm of the difference over norm, leaf by leaf; a leaf of zeros must be zeros."""
+@pytest.mark.parametrize(
+  ("implementation", "case"), supported_cases(), indirect=["implementation"]
+)
+def test_output_and_gradients_equal_the_reference(implementation, case):
+  actual = run(implementation, make_inputs(case))
 
-  def check(path, a, e):
-    a, e = np.asarray(a, np.float64), np.asarray(e, np.float64)
-    assert np.isfinite(a).all(), f"{jax.tree_util.keystr(path)} is not finite"
-    # A gradient that is zero but for rounding (one visible key) is compared with 1.
-    error = np.linalg.norm(a - e) / max(np.linalg.norm(e), 1e-3)
-    assert error <= tolerance, (
-      f"{jax.tree_util.keystr(path)}: relative error {error:.2e}"
-    )
-
-  jax.tree_util.tree_map_with_path(check, actual, expected)
+  expected = expected_results(case, implementation.dtype)
+  chex.assert_trees_all_close(actual, expected, **implementation.tolerance)
 
 
-@_over_cases(CASES, COMBINED)
-def test_agrees_with_reference_in_float64(implementation, case):
-  argument, (arguments, d_out, options) = (
-    implementation.refuses(case),
-    _arguments(case),
-  )
-  if argument is not None:
-    with pytest.raises(ValueError, match=rf"{argument} .*use implementation="):
-      _run(implementation, arguments, d_out, options)
-    return
-  if case.ids is not None and case.ids[0] == case.ids[1]:
-    del options["kv_segment_ids"]  # those of the queries serve
-  _assert_close(
-    _run(implementation, arguments, d_out, options),
-    _expected(case, implementation.dtype),
-    implementation.tolerance,
-  )
-
-
-@_over_cases(
-  [V1],
+@pytest.mark.parametrize(
+  ("case", "option"),
   [
-    case
-    for case in CASES + COMBINED
-    if case.name in ("v2", "packed_grouped_lambda_scalar")
+    pytest.param(Case("window", window=4), "window", id="window"),
+    pytest.param(Case("offset", q_offset=6), "q_offset", id="offset"),
+    pytest.param(
+      Case("offset_per_row", q_offset=(4, 12)), "q_offset", id="offset_per_row"
+    ),
   ],
 )
-def test_float64_and_bfloat16(implementation, case):
-  arguments, d_out, options = _arguments(case)
+def test_two_call_names_an_unsupported_option(case, option):
+  with pytest.raises(ValueError, match=f"^{option} .*use implementation="):
+    run(IMPLEMENTATIONS["two_call"], make_inputs(case))
+
+
+@pytest.mark.parametrize(
+  "case",
+  [
+    pytest.param(GROUPED, id="grouped"),
+    pytest.param(SHARED_KEYS, id="shared_keys", marks=pytest.mark.full),
+    pytest.param(PACKED_GROUPED, id="packed", marks=pytest.mark.full),
+  ],
+)
+def test_float64_is_computed_in_float64_or_refused(implementation, case):
+  inputs = make_inputs(case)
   with jax.enable_x64(True):
     if implementation.float64_tolerance is None:
       with pytest.raises(ValueError, match="float64.*use implementation="):
-        _run(implementation, arguments, d_out, options, np.float64)
-    else:
-      actual = _run(implementation, arguments, d_out, options, np.float64)
-      _assert_close(
-        actual, _expected(case, "float64"), implementation.float64_tolerance
-      )
-  actual = _run(implementation, arguments, d_out, options, jnp.bfloat16)
-  assert actual[0].dtype == jnp.bfloat16
-  _assert_close(actual, _expected(case, "bfloat16"), 2e-2)
+        run(implementation, inputs, np.float64)
+      return
+
+    actual = run(implementation, inputs, np.float64)
+
+  chex.assert_trees_all_close(
+    actual,
+    expected_results(case, "float64"),
+    **implementation.float64_tolerance,
+  )
 
 
-# two_call is XLA's own.
+@pytest.mark.parametrize(
+  "case",
+  [
+    pytest.param(GROUPED, id="grouped"),
+    pytest.param(SHARED_KEYS, id="shared_keys", marks=pytest.mark.full),
+    pytest.param(PACKED_GROUPED, id="packed", marks=pytest.mark.full),
+  ],
+)
+def test_bfloat16_is_rounded_only_at_the_end(implementation, case):
+  actual = run(implementation, make_inputs(case), jnp.bfloat16)
+
+  expected = expected_results(case, "bfloat16")
+  chex.assert_trees_all_close(actual, expected, **BFLOAT16_ATTENTION)
+
+
+def test_output_has_the_dtype_of_the_queries(implementation):
+  inputs = make_inputs(GROUPED)
+  to_bfloat16 = functools.partial(jnp.asarray, dtype=jnp.bfloat16)
+  arrays, d_out = jax.tree.map(to_bfloat16, (inputs.arrays, inputs.d_out))
+  program = compile_program(implementation, tuple(inputs.options.items()))
+
+  results = jax.eval_shape(program, arrays, d_out, inputs.array_options)
+
+  assert results.out.dtype == jnp.bfloat16
+
+
+# two_call is XLA's own attention, which rounds the sum.
 @pytest.mark.parametrize(
   "implementation",
   ["chunked", "chunked_small_blocks", "pallas_tpu", "pallas_gpu"],
   indirect=True,
 )
-def test_delta_is_not_rounded(implementation):
-  """One key a row: outputs are exact in bfloat16, dP is rowsum(dO ∘ O), and queries and keys get no gradient unless that sum is rounded."""
-  (q, k, v, _), d_out, options = _arguments(V1)
-  arguments = (q, k, v.round(), np.float64(0.5))
-  _, (d_q, d_k, _, _) = _run(
-    implementation, arguments, d_out, options | {"window": 1}, jnp.bfloat16
+def test_row_sums_of_the_backward_pass_are_not_rounded(implementation):
+  """With one visible key, queries and keys have no gradient.
+
+  The output is then exact in bfloat16, and dP equals rowsum(dO ∘ O). Their
+  difference is zero unless that sum is rounded.
+  """
+  inputs = make_inputs(GROUPED)
+  q, k, v, _ = inputs.arrays
+  inputs = inputs._replace(
+    arrays=(q, k, v.round(), np.float64(0.5)),
+    options=inputs.options | {"window": 1},
   )
-  assert (
-    max(np.abs(gradient.astype(np.float64)).max() for gradient in (d_q, d_k))
-    < 1e-5
+
+  results = run(implementation, inputs, jnp.bfloat16)
+
+  assert np.abs(results.d_q).max() < 1e-5
+  assert np.abs(results.d_k).max() < 1e-5
+
+
+def test_loss_of_a_row_has_no_gradient_for_later_keys(implementation):
+  row = 6
+  inputs = make_inputs(GROUPED)
+  d_out = np.zeros_like(inputs.d_out)
+  d_out[:, row] = inputs.d_out[:, row]
+
+  results = run(implementation, inputs._replace(d_out=d_out))
+
+  for gradient in (results.d_k, results.d_v):
+    assert (gradient[:, row + 1 :] == 0).all()
+    gradient_of_key = np.abs(gradient[:, : row + 1]).sum(axis=(0, 2, -1))
+    assert (gradient_of_key != 0).all()
+
+
+def test_loss_of_a_document_has_no_gradient_for_other_documents(
+  implementation,
+):
+  inputs = make_inputs(EMPTY_ROWS)
+  kv_ids = inputs.array_options["kv_segment_ids"][0]
+  # Queries of the documents 7, 7, 7, 3 and 3. The loss is that of document 7 in
+  # the first sequence.
+  q_ids = np.stack([kv_ids[6:11], kv_ids[6:11]])
+  d_out = np.zeros_like(inputs.d_out)
+  d_out[0, :3] = inputs.d_out[0, :3]
+  inputs = inputs._replace(
+    d_out=d_out,
+    array_options=inputs.array_options | {"q_segment_ids": q_ids},
+  )
+
+  results = run(implementation, inputs)
+
+  for gradient in (results.d_k, results.d_v):
+    assert (gradient[0, kv_ids != 7] == 0).all()
+    assert (gradient[1] == 0).all()
+    gradient_of_key = np.abs(gradient[0, kv_ids == 7]).sum(axis=(1, -1))
+    assert (gradient_of_key != 0).all()
+
+
+def stock_attention(
+  inputs: Inputs, scale: float | None, dtype: str
+) -> np.ndarray:
+  """Returns JAX's causal attention of the first map, for numbers of a dtype."""
+  q, k, v, _ = inputs.arrays
+  # Queries and keys must be as wide as the values. Zeros do not change the
+  # products.
+  padding = [(0, 0), (0, 0), (0, 0), (0, v.shape[-1] - D)]
+  q = np.pad(q[:, :, :, 0], padding).astype(dtype)
+  k = np.pad(k[:, :, :, 0], padding).astype(dtype)
+  out = jax.nn.dot_product_attention(
+    jnp.float32(q),
+    jnp.float32(k),
+    jnp.float32(v.astype(dtype)),
+    is_causal=True,
+    scale=scale or D**-0.5,
+  )
+  return np.asarray(out, np.float64)
+
+
+def test_attention_with_lambda_zero_is_plain_attention(implementation):
+  inputs = make_inputs(GROUPED)
+  q, k, v, lam = inputs.arrays
+
+  results = run(
+    implementation, inputs._replace(arrays=(q, k, v, np.zeros_like(lam)))
+  )
+
+  expected = stock_attention(inputs, None, implementation.dtype)
+  chex.assert_trees_all_close(results.out, expected, **implementation.tolerance)
+  # The noise map does not contribute to the output.
+  assert (results.d_q[:, :, :, 1] == 0).all()
+  assert (results.d_k[:, :, :, 1] == 0).all()
+
+
+def test_attention_with_one_map_is_plain_attention(implementation):
+  inputs = make_inputs(PLAIN_GROUPED)
+
+  results = run(implementation, inputs)
+
+  expected = stock_attention(inputs, PLAIN_GROUPED.scale, implementation.dtype)
+  chex.assert_trees_all_close(results.out, expected, **implementation.tolerance)
+
+
+def test_equal_maps_with_lambda_one_cancel(implementation):
+  inputs = make_inputs(GROUPED)
+  q, k, v, lam = inputs.arrays
+  q[:, :, :, 1] = q[:, :, :, 0]
+  k[:, :, :, 1] = k[:, :, :, 0]
+
+  results = run(
+    implementation, inputs._replace(arrays=(q, k, v, np.ones_like(lam)))
+  )
+
+  chex.assert_trees_all_close(
+    results.out, np.zeros_like(results.out), **implementation.tolerance
   )
 
 
-def test_finite_differences_of_reference():
-  (q, k, v, lam), _, options = _arguments(
-    Case("grouped", T=4, H=2, K=1, V=3, ids=((0, 0, 5, 1), (0, 0, 1, 1)))
+def test_row_without_keys_has_zero_output_and_no_gradient(implementation):
+  results = run(implementation, make_inputs(EMPTY_ROWS))
+
+  # Queries 1 and 2 of the first sequence see no key. Query 3 does.
+  assert (results.out[0, 1:3] == 0).all()
+  assert (results.d_q[0, 1:3] == 0).all()
+  assert (results.d_lam[0, 1:3] == 0).all()
+  assert (results.out[0, 3] != 0).all()
+
+
+def test_batch_without_visible_keys_has_only_zeros(implementation):
+  inputs = make_inputs(EMPTY_ROWS)
+  q_ids = np.full_like(inputs.array_options["q_segment_ids"], 9)
+  array_options = inputs.array_options | {"q_segment_ids": q_ids}
+
+  results = run(implementation, inputs._replace(array_options=array_options))
+
+  chex.assert_trees_all_equal(results, jax.tree.map(np.zeros_like, results))
+
+
+def test_vmap_equals_separate_calls(implementation):
+  first = make_inputs(GROUPED, seed=0)
+  second = make_inputs(GROUPED, seed=1)
+  expected = jax.tree.map(
+    lambda *x: np.stack(x),
+    run(implementation, first),
+    run(implementation, second),
   )
-  with jax.enable_x64(True):
-    options = {
-      name: jnp.asarray(x) if isinstance(x, np.ndarray) else x
-      for name, x in options.items()
-    }
-    f = lambda q, k, v, lam: diff_attention(
-      q, k, v, lam, implementation="reference", **options
+
+  def stack(*x):
+    return jnp.asarray(np.stack(x), implementation.dtype)
+
+  arrays = jax.tree.map(stack, first.arrays, second.arrays)
+  d_out = stack(first.d_out, second.d_out)
+  # A new program, since the interpreter is part of the trace. Pallas's
+  # interpreter for TPUs does not support the grid axis that vmap adds.
+  program = compile_program.__wrapped__(
+    implementation, tuple(first.options.items())
+  )
+  with tpu_chip.interpreted(True):
+    results = jax.vmap(program, in_axes=(0, 0, None))(arrays, d_out, {})
+
+  actual = jax.tree.map(lambda x: np.asarray(x, np.float64), results)
+  chex.assert_trees_all_close(actual, expected, **implementation.tolerance)
+
+
+def test_remat_by_name_runs_the_forward_pass_once():
+  inputs = make_inputs(GROUPED)
+  arrays = jax.tree.map(jnp.float32, inputs.arrays)
+
+  def loss(*arrays):
+    inputs_of_layer = [jnp.cos(x) for x in arrays]
+    out = diff_attention(*inputs_of_layer, implementation="chunked")
+    return jnp.sum(jnp.sin(out))
+
+  def count_forward_passes(loss):
+    # Only the forward pass computes the maximum of a row.
+    gradient = jax.grad(loss, (0, 1, 2, 3))
+    return str(jax.make_jaxpr(gradient)(*arrays)).count(" reduce_max[")
+
+  save_names = jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES)
+  save_nothing = jax.checkpoint_policies.nothing_saveable
+  without_remat = count_forward_passes(loss)
+  with_names = count_forward_passes(jax.checkpoint(loss, policy=save_names))
+  with_nothing = count_forward_passes(jax.checkpoint(loss, policy=save_nothing))
+
+  assert without_remat > 0
+  assert with_names == without_remat
+  assert with_nothing == 2 * without_remat
+
+
+def test_remat_by_name_does_not_change_gradients():
+  inputs = make_inputs(GROUPED)
+  arrays = jax.tree.map(jnp.float32, inputs.arrays)
+
+  def loss(*arrays):
+    out = diff_attention(*arrays, implementation="chunked")
+    return jnp.sum(jnp.sin(out))
+
+  policy = jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES)
+  remat_loss = jax.checkpoint(loss, policy=policy)
+  actual = jax.jit(jax.grad(remat_loss, (0, 1, 2, 3)))(*arrays)
+
+  expected = jax.jit(jax.grad(loss, (0, 1, 2, 3)))(*arrays)
+  chex.assert_trees_all_close(actual, expected, **FLOAT32)
+
+
+def test_gradients_of_the_reference_equal_finite_differences():
+  inputs = make_inputs(
+    Case(
+      "small",
+      T=4,
+      H=2,
+      K=1,
+      V=3,
+      q_ids=(0, 0, 5, 1),
+      kv_ids=(0, 0, 1, 1),
     )
+  )
+  attend = functools.partial(
+    diff_attention, implementation="reference", **inputs.array_options
+  )
+
+  with jax.enable_x64(True):
     check_grads(
-      jax.jit(f), (q, k, v, lam), order=1, modes=["rev"], atol=1e-7, rtol=1e-7
+      jax.jit(attend),
+      inputs.arrays,
+      order=1,
+      modes=["rev"],
+      atol=1e-7,
+      rtol=1e-7,
     )
 
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [None, 3])
-def test_what_reference_sees_is_what_the_docstring_says(causal, window):
-  (q, k, _, _), _, options = _arguments(
-    Case(
-      "packed",
-      T=7,
-      S=13,
-      q_offset=(2, 9),
-      ids=(PACKED[:7], PACKED),
-      causal=causal,
-      window=window,
-    )
+def test_reference_weighs_exactly_the_visible_keys(causal, window):
+  """A key is visible if it passes the conditions of the docstring."""
+  case = Case(
+    "packed",
+    T=7,
+    S=13,
+    q_offset=(2, 9),
+    q_ids=PACKED[:7],
+    kv_ids=PACKED,
+    causal=causal,
+    window=window,
   )
-  maps = np.asarray(attention_maps(jnp.float32(q), jnp.float32(k), **options))
-  for b, t, s in np.ndindex(2, 7, 13):
-    distance = options["q_offset"][b] + t - s
-    sees = options["q_segment_ids"][b, t] == options["kv_segment_ids"][b, s]
-    sees &= distance >= 0 or not causal
-    sees &= window is None or abs(distance) < window
-    assert (
-      (maps[b, :, :, t, s] > 0).all()
-      if sees
-      else (maps[b, :, :, t, s] == 0).all()
-    )
+  inputs = make_inputs(case)
+  q, k, _, _ = inputs.arrays
+
+  maps = attention_maps(
+    jnp.float32(q), jnp.float32(k), **inputs.options, **inputs.array_options
+  )  # [B, H, G, T, S]
+
+  q_positions = np.array(case.q_offset)[:, None] + np.arange(case.T)
+  distance = q_positions[:, :, None] - np.arange(case.S)  # [B, T, S]
+  q_ids = inputs.array_options["q_segment_ids"]
+  kv_ids = inputs.array_options["kv_segment_ids"]
+  is_visible = q_ids[:, :, None] == kv_ids[:, None, :]
+  if causal:
+    is_visible &= distance >= 0
+  if window is not None:
+    is_visible &= np.abs(distance) < window
+  expected = np.broadcast_to(is_visible[:, None, None], maps.shape)
+  chex.assert_trees_all_equal(np.asarray(maps) > 0, expected)
 
 
-def test_causal_by_gradient(implementation):
-  arguments, d_out, options = _arguments(V1)
-  row = 6
-  _, (_, *gradients, _) = _run(
-    implementation,
-    arguments,
-    d_out * (np.arange(13) == row)[:, None, None],
-    options,
-  )
-  for gradient in gradients:
-    assert (gradient[:, row + 1 :] == 0).all()
-    assert (
-      (gradient[:, : row + 1] != 0)
-      .any(axis=(0, *range(2, gradient.ndim)))
-      .all()
-    )
+def test_rows_of_a_map_sum_to_one():
+  q, k, _, _ = make_inputs(GROUPED).arrays
+
+  maps = attention_maps(jnp.float32(q), jnp.float32(k))
+
+  sums = maps.sum(axis=-1)
+  chex.assert_trees_all_close(sums, jnp.ones_like(sums), **FLOAT32)
 
 
-def test_packed_documents_do_not_see_each_other(implementation):
-  arguments, d_out, options = _arguments(EMPTY)
-  ids = options["kv_segment_ids"][0]
-  options["q_segment_ids"] = np.stack([ids[6:11]] * 2)  # 7, 7, 7, 3, 3
-  d_out[1] = d_out[0, 3:] = 0
-  _, (_, *gradients, _) = _run(implementation, arguments, d_out, options)
-  for gradient in gradients:
-    assert (gradient[0, ids != 7] == 0).all() and (gradient[1] == 0).all()
-    assert (
-      (gradient[0, ids == 7] != 0)
-      .any(axis=tuple(range(1, gradient.ndim - 1)))
-      .all()
-    )
+def test_scale_is_a_factor_of_the_queries():
+  q, k, v, lam = jax.tree.map(jnp.float32, make_inputs(GROUPED).arrays)
+
+  doubled_scale = reference(q, k, v, lam, scale=2 * D**-0.5)
+
+  doubled_queries = reference(2 * q, k, v, lam)
+  chex.assert_trees_all_close(doubled_scale, doubled_queries, **FLOAT32)
 
 
-@functools.cache
-def _stock_attention(scale: float | None, dtype: str):
-  """JAX's own attention of V1's first map, of numbers rounded to a dtype. It takes values as wide as keys alone, six columns at once."""
-  (q, k, v, _), _, _ = _arguments(V1)
-  run = jax.jit(
-    lambda q, k, v: jax.nn.dot_product_attention(
-      q, k, v, is_causal=True, scale=scale
-    )
-  )
-  first, last = (
-    np.asarray(
-      run(
-        *(
-          jnp.float32(x.astype(dtype))
-          for x in (q[:, :, :, 0], k[:, :, :, 0], part)
-        )
-      )
-    )
-    for part in (v[..., :6], v[..., 4:])
-  )
-  return np.concatenate([first[..., :4], last], axis=-1)
+def test_keys_have_the_segment_ids_of_the_queries_by_default():
+  q, k, v, lam = jax.tree.map(jnp.float32, make_inputs(GROUPED).arrays)
+  ids = segment_ids(PACKED)
+  attend = functools.partial(diff_attention, q, k, v, lam, q_segment_ids=ids)
 
+  by_default = attend(implementation="reference")
 
-def test_lambda_zero_is_plain_attention(implementation):
-  (q, k, v, lam), d_out, options = _arguments(V1)
-  out, (d_q, d_k, _, _) = _run(
-    implementation, (q, k, v, 0 * lam), d_out, options
-  )
-  chex.assert_trees_all_close(
-    np.float32(out),
-    _stock_attention(None, implementation.dtype),
-    atol=implementation.atol,
-  )
-  assert (d_q[:, :, :, 1] == 0).all() and (d_k[:, :, :, 1] == 0).all()
-  plain = _arguments(CASES[0])[2]
-  out, _ = _run(
-    implementation, (q[:, :, :, :1], k[:, :, :, :1], v, None), d_out, plain
-  )
-  chex.assert_trees_all_close(
-    np.float32(out),
-    _stock_attention(plain["scale"], implementation.dtype),
-    atol=implementation.atol,
-  )
-
-
-def test_equal_maps_with_lambda_one_give_zero(implementation):
-  (q, k, v, lam), d_out, options = _arguments(V1)
-  q[:, :, :, 1], k[:, :, :, 1] = q[:, :, :, 0], k[:, :, :, 0]
-  out, _ = _run(implementation, (q, k, v, np.ones_like(lam)), d_out, options)
-  chex.assert_trees_all_close(
-    np.float32(out),
-    np.zeros((2, 13, 4, 10), np.float32),
-    atol=implementation.atol,
-  )
-
-
-def test_row_without_keys_gives_zero_and_no_gradient(implementation):
-  arguments, d_out, options = _arguments(EMPTY)
-  out, (d_q, d_k, d_v, d_lam) = _run(implementation, arguments, d_out, options)
-  assert (out[0, 1:3] == 0).all() and (out[0, 3] != 0).all()
-  assert (d_q[0, 1:3] == 0).all() and (d_lam[0, 1:3] == 0).all()
-  # Nothing but empty rows: the gradients of keys and values vanish, too.
-  options["q_segment_ids"] = np.full_like(options["q_segment_ids"], 9)
-  for leaf in jax.tree.leaves(_run(implementation, arguments, d_out, options)):
-    assert (leaf == 0).all()
-
-
-def test_vmap(implementation):
-  stacked = [_arguments(V1, seed) for seed in range(2)]
-  single = [_run(implementation, *arguments) for arguments in stacked]
-  options = stacked[0][2]
-
-  def run(arguments, d_out):
-    out, pull = jax.vjp(
-      lambda arguments: diff_attention(
-        *arguments, implementation=implementation.name, **options
-      ),
-      arguments,
-    )
-    return out, pull(d_out)[0]
-
-  with chip.interpreted(
-    True
-  ):  # the TPU's interpreter does not take vmap's additional grid axis
-    batched = jax.jit(jax.vmap(run))(
-      *jax.tree.map(
-        lambda *x: jnp.asarray(np.stack(x), implementation.dtype),
-        *[x[:2] for x in stacked],
-      )
-    )
-  _assert_close(
-    batched,
-    jax.tree.map(lambda *x: np.stack(x), *single),
-    implementation.tolerance,
-  )
-
-
-def _count(jaxpr, name: str) -> int:
-  """Equations of a primitive, those inside other equations included."""
-  inner = lambda value: [
-    getattr(v, "jaxpr", v)
-    for v in jax.tree.leaves(value, is_leaf=lambda x: hasattr(x, "eqns"))
-    if hasattr(v, "eqns")
-  ]
-  return sum(
-    (eqn.primitive.name == name)
-    + sum(_count(j, name) for j in inner(list(eqn.params.values())))
-    for eqn in jaxpr.eqns
-  )
-
-
-def test_remat_by_name_runs_the_forward_pass_once():
-  (q, k, v, lam), _, _ = _arguments(Case("v1"))
-  arguments = tuple(map(jnp.float32, (q, k, v, lam)))
-  checked = 0
-  for implementation in IMPLEMENTATIONS.values():
-    if implementation.forward_marker is None:
-      continue
-    f = lambda *a, name=implementation.name: jnp.sum(
-      jnp.sin(diff_attention(*(jnp.cos(x) for x in a), implementation=name))
-    )
-
-    def count(policy, f=f, marker=implementation.forward_marker):
-      gradient = jax.value_and_grad(
-        f if policy is None else jax.checkpoint(f, policy=policy), (0, 1, 2, 3)
-      )
-      return _count(
-        jax.make_jaxpr(gradient)(*arguments).jaxpr, marker
-      ), jax.jit(gradient)(*arguments)
-
-    once, expected = count(None)
-    named, gradients = count(
-      jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES)
-    )
-    twice, _ = count(jax.checkpoint_policies.nothing_saveable)
-    assert once > 0 and named == once and twice == 2 * once
-    chex.assert_trees_all_close(gradients, expected, rtol=1e-5, atol=1e-6)
-    checked += 1
-  assert checked
-
-
-def test_maps_of_the_reference():
-  """The scale is a factor on the queries, and rows of a map sum to 1."""
-  (q, k, v, lam), _, _ = _arguments(Case("v1"))
-  q, k, v, lam = map(jnp.float32, (q, k, v, lam))
-  width = q.shape[-1]
-  doubled = jax.jit(reference)(2 * q, k, v, lam)
-  scaled = jax.jit(functools.partial(reference, scale=2 * width**-0.5))(
-    q, k, v, lam
-  )
-  sums = jax.jit(attention_maps)(q, k).sum(-1)
-  chex.assert_trees_all_close(doubled, scaled, atol=1e-6)
-  chex.assert_trees_all_close(sums, jnp.ones((2, 2, 2, 13)), atol=1e-6)
+  given = attend(kv_segment_ids=ids, implementation="reference")
+  chex.assert_trees_all_equal(by_default, given)
 
 
 @pytest.mark.parametrize(
-  ("causal", "window", "share"),
+  ("argument", "changes"),
   [
-    (True, None, 0.56),
-    (True, 512, 0.2),
-    (False, 512, 0.35),
-    (False, None, 1.0),
-  ],
-  ids=str,
-)
-def test_chunked_skips_what_the_mask_hides(causal, window, share):
-  length, block = 4096, 128
-  bands = chunked._make_bands(Mask(length, length, causal, window), block)
-  assert len(bands) <= chunked._MAX_BANDS + 1
-  computed = sum(
-    band.num_queries * band.num_keys * len(band.first_queries) for band in bands
-  )
-  assert computed <= share * length**2
-  assert sorted(row for band in bands for row in band.first_queries) == list(
-    range(0, length, block)
-  )
-
-
-@pytest.mark.parametrize(
-  "bands", [2, *full([chunked._MAX_BANDS])]
-)  # the fewer, the quicker to compile
-def test_chunked_memory_is_linear_in_length(monkeypatch, bands):
-  monkeypatch.setattr(chunked, "_MAX_BANDS", bands)
-
-  def temporaries(length):
-    shape = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
-    arguments = (
-      shape(1, length, 2, 2, 16),
-      shape(1, length, 2, 2, 16),
-      shape(1, length, 2, 32),
-    )
-    f = jax.grad(
-      lambda q, k, v: jnp.sum(
-        diff_attention(q, k, v, 0.5, implementation="chunked") ** 2
-      ),
-      (0, 1, 2),
-    )
-    return (
-      jax.jit(f)
-      .lower(*arguments)
-      .compile()
-      .memory_analysis()
-      .temp_size_in_bytes
-    )
-
-  short, long = temporaries(4096), temporaries(16384)
-  assert long < 5 * short
-  assert long < 16384**2  # one map's logits of one head are four times this
-
-
-def _bad(**changes):
-  arguments = dict(
-    q=jnp.zeros((2, 5, 4, 2, 6)),
-    k=jnp.zeros((2, 5, 2, 2, 6)),
-    v=jnp.zeros((2, 5, 2, 8)),
-    lam=0.5,
-    implementation="chunked",
-  )
-  arguments.update(changes)
-  return arguments
-
-
-@pytest.mark.parametrize(
-  ("named", "arguments"),
-  [
-    ("q ", _bad(q=jnp.zeros((2, 5, 4, 6)))),
-    ("k ", _bad(q=jnp.zeros((2, 5, 4, 3, 6)), k=jnp.zeros((2, 5, 2, 3, 6)))),
-    ("lam ", _bad(q=jnp.zeros((2, 5, 4, 3, 6)), lam=jnp.zeros(4))),
-    ("q ", _bad(q=jnp.zeros((2, 5, 4, 2, 6), jnp.int32))),
-    ("k ", _bad(k=jnp.zeros((2, 5, 2, 3, 6)))),
-    ("k ", _bad(k=jnp.zeros((2, 5, 3, 2, 6)))),
-    ("k ", _bad(k=jnp.zeros((1, 5, 2, 2, 6)))),
-    ("k ", _bad(k=jnp.zeros((2, 5, 2, 2, 6), jnp.bfloat16))),
-    ("v ", _bad(v=jnp.zeros((2, 4, 2, 8)))),
-    ("v ", _bad(v=jnp.zeros((2, 5, 1, 8)))),
-    ("lam ", _bad(lam=None)),
-    ("lam ", _bad(lam=jnp.zeros(5))),
-    ("lam ", _bad(q=jnp.zeros((2, 5, 4, 1, 6)), k=jnp.zeros((2, 5, 2, 1, 6)))),
-    ("q_segment_ids ", _bad(kv_segment_ids=jnp.zeros((2, 5), jnp.int32))),
-    (
-      "kv_segment_ids ",
-      _bad(
-        q=jnp.zeros((2, 3, 4, 2, 6)), q_segment_ids=jnp.zeros((2, 3), jnp.int32)
-      ),
+    pytest.param("q", {"q": jnp.zeros((2, 5, 4, 6))}, id="q_without_maps"),
+    pytest.param(
+      "q", {"q": jnp.zeros((2, 5, 4, 2, 6), jnp.int32)}, id="q_of_integers"
     ),
-    ("q_segment_ids ", _bad(q_segment_ids=jnp.zeros((2, 5)))),
-    (
-      "kv_segment_ids ",
-      _bad(
-        q_segment_ids=jnp.zeros((2, 5), jnp.int32),
-        kv_segment_ids=jnp.zeros((2, 4), jnp.int32),
-      ),
+    pytest.param(
+      "k",
+      {"q": jnp.zeros((2, 5, 4, 3, 6)), "k": jnp.zeros((2, 5, 2, 3, 6))},
+      id="three_maps_of_keys",
     ),
-    ("q_offset ", _bad(q_offset=jnp.zeros(3, jnp.int32))),
-    ("q_offset ", _bad(q_offset=1.5)),
-    ("window ", _bad(window=0)),
-    ("window ", _bad(window=True)),
-    ("implementation ", _bad(implementation="flash")),
+    pytest.param(
+      "k", {"k": jnp.zeros((2, 5, 2, 3, 6))}, id="more_maps_of_keys"
+    ),
+    pytest.param("k", {"k": jnp.zeros((2, 5, 3, 2, 6))}, id="k_heads"),
+    pytest.param("k", {"k": jnp.zeros((1, 5, 2, 2, 6))}, id="k_batch"),
+    pytest.param(
+      "k", {"k": jnp.zeros((2, 5, 2, 2, 6), jnp.bfloat16)}, id="k_dtype"
+    ),
+    pytest.param("v", {"v": jnp.zeros((2, 4, 2, 8))}, id="v_length"),
+    pytest.param("v", {"v": jnp.zeros((2, 5, 1, 8))}, id="v_heads"),
+    pytest.param("lam", {"lam": None}, id="no_lambda"),
+    pytest.param("lam", {"lam": jnp.zeros(5)}, id="lambda_heads"),
+    pytest.param(
+      "lam",
+      {"q": jnp.zeros((2, 5, 4, 3, 6)), "lam": jnp.zeros(4)},
+      id="lambda_of_groups",
+    ),
+    pytest.param(
+      "lam",
+      {"q": jnp.zeros((2, 5, 4, 1, 6)), "k": jnp.zeros((2, 5, 2, 1, 6))},
+      id="lambda_of_one_map",
+    ),
+    pytest.param(
+      "q_segment_ids",
+      {"kv_segment_ids": jnp.zeros((2, 5), jnp.int32)},
+      id="only_ids_of_keys",
+    ),
+    pytest.param(
+      "q_segment_ids",
+      {"q_segment_ids": jnp.zeros((2, 5))},
+      id="ids_of_floats",
+    ),
+    pytest.param(
+      "kv_segment_ids",
+      {
+        "q": jnp.zeros((2, 3, 4, 2, 6)),
+        "q_segment_ids": jnp.zeros((2, 3), jnp.int32),
+      },
+      id="no_ids_of_more_keys",
+    ),
+    pytest.param(
+      "kv_segment_ids",
+      {
+        "q_segment_ids": jnp.zeros((2, 5), jnp.int32),
+        "kv_segment_ids": jnp.zeros((2, 4), jnp.int32),
+      },
+      id="length_of_ids",
+    ),
+    pytest.param(
+      "q_offset", {"q_offset": jnp.zeros(3, jnp.int32)}, id="offset_batch"
+    ),
+    pytest.param("q_offset", {"q_offset": 1.5}, id="offset_of_a_float"),
+    pytest.param("window", {"window": 0}, id="window_of_no_key"),
+    pytest.param("window", {"window": True}, id="window_of_a_boolean"),
+    pytest.param(
+      "implementation", {"implementation": "flash"}, id="implementation"
+    ),
   ],
 )
-def test_bad_arguments_are_named(named, arguments):
-  with pytest.raises(ValueError, match=f"^{named}"):
-    diff_attention(**arguments)
+def test_error_names_the_bad_argument(argument, changes):
+  arguments = {
+    "q": jnp.zeros((2, 5, 4, 2, 6)),
+    "k": jnp.zeros((2, 5, 2, 2, 6)),
+    "v": jnp.zeros((2, 5, 2, 8)),
+    "lam": 0.5,
+    "implementation": "chunked",
+  }
 
-
-def test_auto_is_logged_once(caplog):
-  choice._reported.clear()
-  with caplog.at_level("INFO"):
-    programs = [
-      jax.make_jaxpr(
-        lambda name=name: diff_attention(**_bad(implementation=name))
-      )()
-      for name in ("auto", "auto", "chunked")
-    ]
-  assert [
-    r.getMessage() for r in caplog.records if "diff_attention" in r.name
-  ] == ["attention: chunked (XLA), because this is a CPU"]
-  assert len(set(map(str, programs))) == 1
-
-
-@pytest.mark.parametrize("has_cudnn", [True, False])
-def test_auto_takes_what_the_backend_runs(monkeypatch, has_cudnn):
-  """Also where a program is compiled for TPUs on a machine with a GPU."""
-  monkeypatch.setattr(two_call, "_has_cudnn", lambda backend: has_cudnn)
-  q, v = jnp.zeros((2, 4, 2, 2, 8)), jnp.zeros((2, 4, 2, 16))
-
-  def pick(backend, dtype):
-    arrays = [x.astype(dtype) for x in (q, q, v)]
-    return choice.choose(backend, *arrays, Mask(4, 4)).implementation
-
-  assert (
-    pick("tpu", jnp.float32) == "pallas_tpu"
-    and pick("tpu", jnp.float16) == "chunked"
-  )
-  assert (
-    pick("gpu", jnp.float16) == ("two_call" if has_cudnn else "chunked")
-    and pick("gpu", jnp.float32) == "chunked"
-  )
-  assert pick("cpu", jnp.float16) == "chunked"
+  with pytest.raises(ValueError, match=f"^{argument} "):
+    diff_attention(**(arguments | changes))
