@@ -1,11 +1,17 @@
-"""Decoding against a cache: one property for all implementations, then what each of them promises besides."""
+"""Decoding: one property test of all implementations, then their own promises.
+
+Keys that a token does not see, and memory that nothing was written to, are NaN
+in these tests. A NaN in an output means that a hidden value was used.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
+from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,12 +26,37 @@ from diffjax.ops.diff_attention.decode import gpu as gpu_decode
 from diffjax.ops.diff_attention.decode import tpu as tpu_decode
 from diffjax.ops.diff_attention.gpu import chip as gpu_chip
 from diffjax.ops.diff_attention.tpu import chip as tpu_chip
-from tests.harness.tiers import full
+from tests.harness.tolerances import FLOAT32
+
+# Largest errors, relative to the root mean square of a token's output.
+FLOAT64_ERROR = 1e-12
+FLOAT32_ERROR = 3e-6
+FLOAT16_ERROR = 2e-3
+BFLOAT16_ERROR = 2e-2
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """Shapes and options of one call; `lam` is the shape of λ by name."""
+  """The shapes and options of one call. Axes: see diffjax/parameters.py.
+
+  Attributes:
+    name: the id of the test.
+    S: keys that the cache of a sequence has room for.
+    lengths: tokens of each sequence, including the new ones.
+    H: heads.
+    K: key heads.
+    G: maps of a group of queries.
+    M: maps of the keys.
+    D: width of queries and keys.
+    V: width of the values.
+    lam: the axes of λ, or "scalar".
+    window: argument of `decode_attention`.
+    scale: argument of `decode_attention`.
+    dtype: the dtype of queries, keys and values.
+    T: new tokens of a sequence. None for one, without an axis for it.
+    page: keys of a page. None for a cache without pages.
+    int8: whether keys and values are int8.
+  """
 
   name: str
   S: int = 300
@@ -36,25 +67,28 @@ class Case:
   M: int = 2
   D: int = 6
   V: int = 10
-  lam: str = "BH"
+  lam: str = "BTH"
   window: int | None = None
   scale: float | None = None
   dtype: str = "float32"
-  T: int | None = None  # new tokens; None for one, without its axis
-  page: int | None = None  # keys of a page; None for a cache without pages
+  T: int | None = None
+  page: int | None = None
   int8: bool = False
 
 
+V1 = Case("v1")
+V2_LANES = Case("v2_only_values_on_lanes", M=1, D=128, window=140)
+V1_ONE_GROUP = Case(
+  "v1_one_group_lambda_per_head",
+  H=3,
+  K=1,
+  lam="H",
+  S=37,
+  lengths=(37, 36, 0, 5),
+)
 CASES = [
-  Case("v1"),
-  Case(
-    "v1_one_group_lambda_per_head",
-    H=3,
-    K=1,
-    lam="H",
-    S=37,
-    lengths=(37, 36, 0, 5),
-  ),
+  V1,
+  V1_ONE_GROUP,
   Case(
     "v1_not_grouped_scale",
     H=2,
@@ -63,24 +97,36 @@ CASES = [
     lam="scalar",
   ),
   Case("v1_keys_not_on_lanes", D=64, V=128),
-  Case("v2_only_values_on_lanes", M=1, D=128, window=140),
+  V2_LANES,
   Case("plain_many_heads", G=1, M=1, H=18, K=1),
   Case("window_of_one", window=1, M=1, lengths=(0, 1, 300, 129)),
   Case("beyond_the_cache", S=40, lengths=(41, 1000, 40, -3), window=9),
 ]
-PAGED = [
+COMBINED_CASES = [
+  Case("v2", M=1),
+  Case("plain", G=1, M=1),
+  Case("window", window=100, lengths=(0, 99, 300, 229)),
+  Case("window_longer_than_the_cache", window=1000),
+  Case("whole_blocks", S=256, lengths=(256, 255, 128, 1)),
+]
+
+V2_PAGES_WINDOW = Case(
+  "v2_pages_of_several_blocks_window",
+  M=1,
+  page=256,
+  S=700,
+  lengths=(0, 256, 700, 400),
+  window=140,
+)
+SHARED_NOISE_PAGES = Case(
+  "shared_noise_in_pages", G=3, H=8, T=2, page=128, lengths=(1, 128, 300, 129)
+)
+V1_TOKENS = Case("v1_tokens", T=5, window=7, lengths=(0, 3, 300, 131))
+V1_INT8_PAGES = Case("v1_int8_pages", page=128, int8=True)
+PAGED_CASES = [
   Case("v1_pages", page=128),
-  Case(
-    "shared_noise_in_pages", G=3, H=8, T=2, page=128, lengths=(1, 128, 300, 129)
-  ),
-  Case(
-    "v2_pages_of_several_blocks_window",
-    M=1,
-    page=256,
-    S=700,
-    lengths=(0, 256, 700, 400),
-    window=140,
-  ),
+  SHARED_NOISE_PAGES,
+  V2_PAGES_WINDOW,
   Case(
     "plain_small_pages_on_lanes",
     G=1,
@@ -93,11 +139,11 @@ PAGED = [
     S=100,
     lengths=(0, 100, 17, 16),
   ),
-  Case("v1_tokens", T=5, window=7, lengths=(0, 3, 300, 131)),
+  V1_TOKENS,
   Case("v2_tokens_in_pages", T=3, M=1, page=128, lengths=(1, 128, 300, 129)),
-  Case("v1_int8_pages", page=128, int8=True),
+  V1_INT8_PAGES,
 ]
-MORE_PAGED = [
+COMBINED_PAGED_CASES = [
   Case(
     "v1_tokens_many_heads_beyond_the_cache",
     T=9,
@@ -117,337 +163,348 @@ MORE_PAGED = [
   Case("v1_int8_tokens_window", T=4, page=128, int8=True, window=100, lam="H"),
   Case("plain_int8", G=1, M=1, page=128, int8=True, D=64, V=64),
 ]
-COMBINED = [
-  Case("v2", M=1),
-  Case("plain", G=1, M=1),
-  Case("window", window=100, lengths=(0, 99, 300, 229)),
-  Case("window_longer_than_the_cache", window=1000),
-  Case("whole_blocks", S=256, lengths=(256, 255, 128, 1)),
-]
-ROUNDED = [
-  Case("v1_bfloat16", D=64, V=128, dtype="bfloat16"),
-  Case("plain_bfloat16_window", G=1, M=1, window=150, dtype="bfloat16"),
-]
-
 
 needs_gpu_interpreter = pytest.mark.skipif(
   jax.__version_info__ < (0, 11, 2),
-  reason="Pallas has no public interpreter of Mosaic GPU kernels before JAX 0.11.2",
+  reason="the interpreter of Mosaic GPU kernels needs JAX 0.11.2",
 )
+
+
+def by_name(cases: list[Case], full_cases: list[Case] | None = None) -> list:
+  """Returns parameters with the names of the cases as ids.
+
+  Only the full tier runs `full_cases`.
+  """
+  parameters = [pytest.param(case, id=case.name) for case in cases]
+  for case in full_cases or []:
+    parameter = pytest.param(case, id=case.name, marks=pytest.mark.full)
+    parameters.append(parameter)
+  return parameters
 
 
 @pytest.fixture(params=["xla", "pallas_tpu"])
 def implementation(request, monkeypatch):
-  """Its name, while small blocks are used and kernels are interpreted: memory not yet written, or beyond an array, is NaN there."""
-  monkeypatch.setattr(tpu_decode, "_BLOCK_BYTES", 1)  # 128 keys a block
-  with (
-    tpu_chip.interpreted()
-    if request.param == "pallas_tpu"
-    else contextlib.nullcontext()
-  ):
+  """The name of an implementation. The kernel is interpreted."""
+  # Blocks of 128 keys, the fewest possible.
+  monkeypatch.setattr(tpu_decode, "BLOCK_BYTES", 1)
+  with contextlib.ExitStack() as stack:
+    if request.param == "pallas_tpu":
+      stack.enter_context(tpu_chip.interpreted())
     yield request.param
 
 
-def _arguments(case: Case, dtype=None, hidden=np.nan):
-  """The arguments of a call by name: values are those of the case's dtype, all that a row does not see is `hidden`."""
-  q, k, v, scales, lam, lengths = _cache(case, hidden)
-  tables = None
-  if case.page is not None:
-    tables, k, v, scales = _in_pages(case, k, v, scales, hidden)
-  cast = lambda x: jnp.asarray(
-    x, jnp.int8 if case.int8 else dtype or case.dtype
-  )
-  arguments = {
-    "q": jnp.asarray(q, dtype or case.dtype),
-    "k": cast(np.nan_to_num(k) if case.int8 else k),
-    "v": cast(np.nan_to_num(v) if case.int8 else v),
-  }
-  arguments |= {
-    "lam": None if lam is None else jnp.asarray(lam, dtype or "float32"),
-    "lengths": jnp.asarray(lengths),
-  }
-  arguments |= {} if tables is None else {"block_tables": jnp.asarray(tables)}
-  return arguments | (
-    {"k_scale": jnp.float32(scales[0]), "v_scale": jnp.float32(scales[1])}
-    if case.int8
-    else {}
-  )
+class Cache(NamedTuple):
+  """The arguments of a call without pages, in float64.
+
+  Attributes:
+    q: queries [B, T, Q, G, D].
+    k: keys [B, K, S, M * D].
+    v: values [B, K, S, V].
+    k_scale: scales of int8 keys [B, pages, K].
+    v_scale: scales of int8 values [B, pages, K].
+    lam: λ with the axes that the case names. None with one map.
+  """
+
+  q: np.ndarray
+  k: np.ndarray
+  v: np.ndarray
+  k_scale: np.ndarray
+  v_scale: np.ndarray
+  lam: np.ndarray | None
 
 
-def _cache(case: Case, hidden):
-  """q, keys and values of each row in its order, their scales [2, B, pages of a row, K], λ, lengths."""
+def first_positions(case: Case) -> np.ndarray:
+  """Returns the position of each sequence's first new token.
+
+  It is negative if a sequence has fewer tokens than new ones.
+  """
+  tokens = case.T or 1
+  return np.clip(np.array(case.lengths) - tokens, -tokens, case.S - 1)
+
+
+def make_cache(case: Case, hidden: float) -> Cache:
+  """Returns random arguments. Keys that no new token sees are `hidden`."""
   rng = np.random.default_rng(0)
-  normal = lambda *shape: np.asarray(
-    jnp.asarray(rng.standard_normal(shape), case.dtype), np.float64
-  )
-  B, T, page = len(case.lengths), case.T or 1, case.page or case.S
-  groups = case.H // max(case.G - 1, 1)
-  q, k, v = (
-    normal(B, groups, case.G, case.D),
-    normal(B, case.K, case.S, case.M * case.D),
-    normal(B, case.K, case.S, case.V),
-  )
-  if case.T is not None:
-    q = normal(B, T, groups, case.G, case.D)
-  lam = (
-    None
-    if case.G == 1
-    else rng.uniform(
-      -0.5,
-      1.2,
-      {"scalar": (), "H": (case.H,), "BH": (*q.shape[:-3], case.H)}[case.lam],
-    )
-  )
-  lengths = np.array(case.lengths, np.int32)
-  scales = np.float64(
-    np.float32(rng.uniform(0.01, 0.1, (2, B, -(-case.S // page), case.K)))
-  )
+  batch = len(case.lengths)
+  tokens = case.T or 1
+  num_groups = case.H // max(case.G - 1, 1)
+
+  def normal(*shape):
+    rounded = jnp.asarray(rng.standard_normal(shape), case.dtype)
+    return np.asarray(rounded, np.float64)
+
+  def integers(*shape):
+    return rng.integers(-127, 128, shape).astype(np.float64)
+
+  draw = integers if case.int8 else normal
+  q = normal(batch, tokens, num_groups, case.G, case.D)
+  k = draw(batch, case.K, case.S, case.M * case.D)
+  v = draw(batch, case.K, case.S, case.V)
+  lam_shapes = {
+    "scalar": (),
+    "H": (case.H,),
+    "BTH": (batch, tokens, case.H),
+  }
+  lam = None
+  if case.G > 1:
+    lam = rng.uniform(-0.5, 1.2, lam_shapes[case.lam])
+
+  page = case.page or case.S
+  num_pages = -(-case.S // page)
+  k_scale, v_scale = rng.uniform(0.01, 0.1, (2, batch, num_pages, case.K))
+
+  # Hide the keys after the last new token and before the first one's window.
+  first = first_positions(case)[:, None]
+  key = np.arange(case.S)
+  is_hidden = key >= first + tokens
+  if case.window is not None:
+    is_hidden |= key <= first - case.window
+  k[np.broadcast_to(is_hidden[:, None], k.shape[:3])] = hidden
+  v[np.broadcast_to(is_hidden[:, None], v.shape[:3])] = hidden
+  for sequence in range(batch):
+    for index in range(num_pages):
+      if is_hidden[sequence, index * page : (index + 1) * page].all():
+        k_scale[sequence, index] = hidden
+        v_scale[sequence, index] = hidden
+  return Cache(q, k, v, to_float32(k_scale), to_float32(v_scale), lam)
+
+
+def to_float32(x: np.ndarray) -> np.ndarray:
+  """Returns float64 numbers that float32 represents exactly."""
+  return x.astype(np.float32).astype(np.float64)
+
+
+def move_to_pages(
+  x: np.ndarray, page_ids: np.ndarray, page: int, hidden: float
+) -> np.ndarray:
+  """Returns a pool of pages [P, K, page, X] with the rows of x [B, K, S, X]."""
+  batch, num_kv_heads, length, width = x.shape
+  num_pages = page_ids.shape[1]
+  padding = [(0, 0), (0, 0), (0, num_pages * page - length), (0, 0)]
+  x = np.pad(x, padding, constant_values=hidden)
+  x = x.reshape(batch, num_kv_heads, num_pages, page, width)
+  pool = np.full((pool_size(page_ids), num_kv_heads, page, width), hidden)
+  pool[page_ids] = np.moveaxis(x, 2, 1)
+  return pool
+
+
+def pool_size(page_ids: np.ndarray) -> int:
+  """Returns the pages of a pool: three more than the sequences have."""
+  return page_ids.size + 3
+
+
+def make_arguments(
+  case: Case, dtype: Any = None, hidden: float = np.nan
+) -> dict[str, Any]:
+  """Returns the arguments of `decode_attention` by name."""
+  cache = make_cache(case, hidden)
+  dtype = dtype or case.dtype
+  lam_dtype = jnp.float64 if dtype == jnp.float64 else jnp.float32
+  q, k, v, k_scale, v_scale, lam = cache
+  if case.T is None:
+    q = q[:, 0]
+    if case.lam == "BTH" and lam is not None:
+      lam = lam[:, 0]
+
+  arguments = {"lengths": jnp.asarray(np.array(case.lengths, np.int32))}
+  if case.page is None:
+    # One scale per sequence and head.
+    k_scale = k_scale[:, 0]
+    v_scale = v_scale[:, 0]
+  else:
+    # The pages of a sequence are in random order. Entries of the table beyond
+    # its length are arbitrary.
+    rng = np.random.default_rng(1)
+    batch, num_pages, num_kv_heads = k_scale.shape
+    page_ids = rng.permutation(batch * num_pages + 3)[: batch * num_pages]
+    page_ids = page_ids.reshape(batch, num_pages).astype(np.int32)
+    k = move_to_pages(k, page_ids, case.page, hidden)
+    v = move_to_pages(v, page_ids, case.page, hidden)
+    pool_scales = np.full((2, pool_size(page_ids), num_kv_heads), hidden)
+    pool_scales[:, page_ids] = k_scale, v_scale
+    k_scale, v_scale = pool_scales
+
+    pages_in_use = -(-np.array(case.lengths) // case.page)
+    is_in_use = np.arange(num_pages) < pages_in_use[:, None]
+    arbitrary = rng.choice([-7, 1 << 30, 2], page_ids.shape)
+    tables = np.where(is_in_use, page_ids, arbitrary)
+    arguments["block_tables"] = jnp.asarray(tables)
+
+  arguments["q"] = jnp.asarray(q, dtype)
   if case.int8:
-    k, v = (rng.integers(-127, 128, x.shape).astype(np.float64) for x in (k, v))
-  starts = _starts(case)[:, None]
-  unseen = (np.arange(case.S) >= starts + T) | (
-    np.arange(case.S) <= starts - (case.window or starts.max() + 1)
-  )
-  for cache in (k, v):
-    np.copyto(cache, hidden, where=unseen[:, None, :, None])
-  blocks = np.pad(
-    unseen, ((0, 0), (0, -case.S % page)), constant_values=True
-  ).reshape(B, -1, page)
-  np.copyto(scales, hidden, where=blocks.all(axis=2)[None, :, :, None])
-  return q, k, v, scales if case.page else scales[:, :, 0], lam, lengths
+    # int8 has no NaN.
+    k = np.clip(np.nan_to_num(k), -127, 127)
+    v = np.clip(np.nan_to_num(v), -127, 127)
+    arguments["k"] = jnp.asarray(k, jnp.int8)
+    arguments["v"] = jnp.asarray(v, jnp.int8)
+    arguments["k_scale"] = jnp.float32(k_scale)
+    arguments["v_scale"] = jnp.float32(v_scale)
+  else:
+    arguments["k"] = jnp.asarray(k, dtype)
+    arguments["v"] = jnp.asarray(v, dtype)
+  arguments["lam"] = None if lam is None else jnp.asarray(lam, lam_dtype)
+  return arguments
 
 
-def _starts(case: Case):
-  """The position of each row's first new token."""
-  return np.clip(
-    np.array(case.lengths) - (case.T or 1), -(case.T or 1), case.S - 1
-  )
+@functools.cache
+def compile_program(case: Case, implementation: str):
+  """Returns a jitted function of the arguments. Tests share it."""
 
-
-def _in_pages(case: Case, k, v, scales, hidden):
-  """Tables, keys, values and scales of a pool in which the rows' pages lie in no order, beside others that no row has."""
-  rng = np.random.default_rng(1)
-  (B, K, S, _), page = k.shape, case.page
-  N = -(-S // page)
-  P = B * N + 3
-  ids = rng.permutation(P)[: B * N].reshape(B, N).astype(np.int32)
-  pools = []
-  for x in (k, v):
-    pool = np.full((P, K, page, x.shape[3]), hidden)
-    x = np.pad(
-      x, ((0, 0), (0, 0), (0, -S % page), (0, 0)), constant_values=hidden
+  @jax.jit
+  def program(arguments):
+    return decode_attention(
+      **arguments,
+      window=case.window,
+      scale=case.scale,
+      implementation=implementation,
     )
-    pool[ids] = np.moveaxis(x.reshape(B, K, N, page, -1), 2, 1)
-    pools.append(pool)
-  of_pages = np.full((2, P, K), hidden)
-  of_pages[:, ids] = scales
-  held = np.maximum(-(-np.array(case.lengths) // page), 0)[:, None]
-  return (
-    np.where(np.arange(N) < held, ids, rng.choice([-7, 1 << 30, 2], (B, N))),
-    *pools,
-    of_pages,
-  )
+
+  return program
 
 
-def _decode(case: Case, arguments, implementation: str):
-  return decode_attention(
-    **arguments,
+@functools.cache
+def expected_output(case: Case) -> np.ndarray:
+  """Returns the output of the reference in float64 [B, T, H, V].
+
+  Hidden keys are zeros for it.
+  """
+  cache = make_cache(case, hidden=0.0)
+  k, v, lam = cache.k, cache.v, cache.lam
+  batch = len(case.lengths)
+  if case.int8:
+    page = case.page or case.S
+    k_scale = np.repeat(cache.k_scale, page, axis=1)[:, : case.S]  # [B, S, K]
+    v_scale = np.repeat(cache.v_scale, page, axis=1)[:, : case.S]
+    k = k * np.moveaxis(k_scale, 2, 1)[..., None]
+    v = v * np.moveaxis(v_scale, 2, 1)[..., None]
+  k = np.moveaxis(k, 1, 2).reshape(batch, case.S, case.K, case.M, case.D)
+  v = np.moveaxis(v, 1, 2)
+
+  attend = functools.partial(
+    diff_attention,
     window=case.window,
     scale=case.scale,
-    implementation=implementation,
+    implementation="reference",
   )
-
-
-@functools.cache
-def _program(case: Case, implementation: str):
-  return jax.jit(lambda arguments: _decode(case, arguments, implementation))
-
-
-def _run(case: Case, arguments, implementation: str):
-  return _program(case, implementation)(arguments)
-
-
-@functools.cache
-def _expected(case: Case):
-  """`reference` in float64, on a cache that is zero where a row does not see it."""
-  q, k, v, scales, lam, _ = _cache(case, np.nan)
-  B, S = k.shape[0], case.S
-  if case.int8:
-    page = case.page or S
-    of_keys = [
-      np.repeat(np.moveaxis(x.reshape(B, -1, case.K), 2, 1), page, axis=2)[
-        :, :, :S, None
-      ]
-      for x in scales
-    ]
-    k, v = k * of_keys[0], v * of_keys[1]
-  k, v = (np.moveaxis(np.nan_to_num(x), 1, 2) for x in (k, v))
-  q = q if case.T else q[:, None]
-  lam = (
-    None
-    if lam is None
-    else np.broadcast_to(
-      lam if case.T or lam.ndim < 2 else lam[:, None], (*q.shape[:-3], case.H)
-    )
-  )
+  q_offset = first_positions(case).astype(np.int32)
   with jax.enable_x64(True):
-    run = jax.jit(
-      functools.partial(
-        diff_attention,
-        window=case.window,
-        scale=case.scale,
-        implementation="reference",
-      )
-    )
-    out = run(
-      q,
-      k.reshape(B, S, case.K, case.M, case.D),
-      v,
-      lam,
-      q_offset=_starts(case).astype(np.int32),
-    )
-  return np.asarray(out)
+    out = jax.jit(attend)(cache.q, k, v, lam, q_offset=q_offset)
+    return np.asarray(out)
 
 
-def _assert_close(actual, case: Case, tolerance: float):
-  """Token by token, norm of the difference over norm; a token that sees nothing has zeros."""
-  actual, expected = np.asarray(actual, np.float64), _expected(case)
-  assert actual.shape == (
-    len(case.lengths),
-    *((case.T,) if case.T else ()),
-    case.H,
-    case.V,
+def assert_equals_reference(out: jax.Array, case: Case, error: float) -> None:
+  """Compares an output with the reference, relative to each token's size."""
+  expected = expected_output(case)
+  actual = np.asarray(out, np.float64)
+  if case.T is None:
+    actual = actual[:, None]
+  size = np.sqrt(np.mean(expected**2, axis=(2, 3), keepdims=True))
+  size = np.where(size == 0, 1, size)
+
+  chex.assert_trees_all_close(
+    actual / size, expected / size, rtol=0, atol=error
   )
-  for start, of_row, wanted in zip(
-    _starts(case), actual if case.T else actual[:, None], expected, strict=True
-  ):
-    for position, a, e in zip(
-      range(start, start + len(wanted)), of_row, wanted, strict=True
-    ):
-      assert (e == 0).all() == (position < 0)
-      error = (
-        np.linalg.norm(a - e)
-        if position < 0
-        else np.linalg.norm(a - e) / np.linalg.norm(e)
-      )
-      assert error <= (tolerance if position >= 0 else 0), (
-        f"position {position}: relative error {error:.2e}"
-      )
 
 
 @pytest.mark.parametrize(
   "case",
-  [*CASES, *PAGED, *full([*COMBINED, *MORE_PAGED])],
-  ids=lambda case: case.name,
+  by_name(CASES + PAGED_CASES, COMBINED_CASES + COMBINED_PAGED_CASES),
 )
-def test_agrees_with_reference(implementation, case):
-  _assert_close(_run(case, _arguments(case), implementation), case, 3e-6)
+def test_output_equals_the_reference(implementation, case):
+  out = compile_program(case, implementation)(make_arguments(case))
+
+  assert_equals_reference(out, case, FLOAT32_ERROR)
 
 
 @pytest.mark.parametrize(
-  "case", [CASES[0], CASES[4], PAGED[2], PAGED[6]], ids=lambda case: case.name
+  "case", by_name([V1, V2_LANES, V2_PAGES_WINDOW, V1_INT8_PAGES])
 )
-def test_hidden_values_that_are_finite_count_for_nothing_either(
-  implementation, case
-):
-  _assert_close(
-    _run(case, _arguments(case, hidden=1e3), implementation), case, 3e-6
-  )
+def test_finite_hidden_values_do_not_change_the_output(implementation, case):
+  arguments = make_arguments(case, hidden=1e3)
+
+  out = compile_program(case, implementation)(arguments)
+
+  assert_equals_reference(out, case, FLOAT32_ERROR)
+
+
+@pytest.mark.parametrize("case", by_name([V1, V1_TOKENS, V1_ONE_GROUP]))
+def test_token_without_keys_has_zero_output(implementation, case):
+  out = compile_program(case, implementation)(make_arguments(case))
+
+  tokens = case.T or 1
+  out = np.asarray(out).reshape(len(case.lengths), tokens, case.H, case.V)
+  positions = first_positions(case)[:, None] + np.arange(tokens)
+  assert (positions < 0).any()
+  assert (out[positions < 0] == 0).all()
+  assert (out[positions >= 0] != 0).any(axis=(1, 2)).all()
 
 
 @pytest.mark.parametrize(
-  "case", [*CASES[:3], *COMBINED[:2], *PAGED[1:5]], ids=lambda case: case.name
+  "case",
+  by_name([V1, V1_ONE_GROUP, V2_PAGES_WINDOW, SHARED_NOISE_PAGES, V1_TOKENS]),
 )
-def test_agrees_with_reference_in_float64(case):
+def test_xla_computes_float64_in_float64(case):
   with jax.enable_x64(True):
-    out = _run(case, _arguments(case, jnp.float64), "xla")
+    arguments = make_arguments(case, jnp.float64)
+    out = compile_program(case, "xla")(arguments)
+
   assert out.dtype == np.float64
-  _assert_close(out, case, 1e-12)
+  assert_equals_reference(out, case, FLOAT64_ERROR)
 
 
 @pytest.mark.parametrize(
-  "case", [ROUNDED[0], *full(ROUNDED[1:])], ids=lambda case: case.name
+  "case",
+  by_name(
+    [Case("v1_bfloat16", D=64, V=128, dtype="bfloat16")],
+    [Case("plain_window", G=1, M=1, window=150, dtype="bfloat16")],
+  ),
 )
-def test_agrees_with_reference_in_bfloat16(implementation, case):
-  out = _run(case, _arguments(case), implementation)
+def test_bfloat16_is_rounded_only_at_the_end(implementation, case):
+  out = compile_program(case, implementation)(make_arguments(case))
+
   assert out.dtype == jnp.bfloat16
-  _assert_close(out, case, 2e-2)
+  assert_equals_reference(out, case, BFLOAT16_ERROR)
 
 
-@needs_gpu_interpreter
-@pytest.mark.parametrize(
-  "case", [*CASES, *full(COMBINED)], ids=lambda case: case.name
-)
-def test_the_gpu_kernel_agrees_with_reference(case, monkeypatch):
-  monkeypatch.setattr(gpu_decode, "_MIN_SPLIT_KEYS", 64)  # several splits
-  case = dataclasses.replace(case, dtype="float16")
-  with gpu_chip.interpreted():
-    _assert_close(_run(case, _arguments(case), "pallas_gpu"), case, 2e-3)
-
-
-@needs_gpu_interpreter
-@pytest.mark.parametrize(
-  "options",
-  [{}, {"window": 100}, {"G": 1, "M": 1, "dtype": "bfloat16"}],
-  ids=str,
-)
-def test_no_race_in_the_gpu_kernel(options, monkeypatch):
-  from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
-  from jax.experimental.pallas import mosaic_gpu as plgpu
-
-  monkeypatch.setattr(gpu_decode, "_MIN_SPLIT_KEYS", 256)
-  case = Case(
-    "v1", **{"dtype": "float16", "S": 600, "lengths": (0, 600, 450), **options}
-  )
-  with gpu_chip.interpreted(plgpu.InterpretGPUParams(detect_races=True)):
-    _assert_close(_run(case, _arguments(case), "pallas_gpu"), case, 2e-2)
-  assert not interpret_pallas_call.get_races().races_found
-
-
-def test_equals_one_row_of_the_whole_sequence(implementation):
-  """Token after token, the cache filled as decoding fills it, gives what one causal call over the sequence gives."""
+def test_decoding_token_by_token_equals_the_whole_sequence(implementation):
+  length, capacity = 5, 8
   rng = np.random.default_rng(1)
-  T, S = 5, 8
-  q, k, v = (
-    jnp.float32(rng.standard_normal(shape))
-    for shape in ((1, T, 4, 2, 6), (1, T, 2, 2, 6), (1, T, 2, 10))
-  )
-  whole = jax.jit(
-    lambda *a: diff_attention(*a, window=3, implementation="reference")
-  )(q, k, v, 0.3)
-  cached_k, cached_v = (
-    np.full((1, 2, S, 12), np.nan, np.float32),
-    np.full((1, 2, S, 10), np.nan, np.float32),
-  )
+  q = jnp.float32(rng.standard_normal((1, length, 4, 2, 6)))
+  k = jnp.float32(rng.standard_normal((1, length, 2, 2, 6)))
+  v = jnp.float32(rng.standard_normal((1, length, 2, 10)))
+  expected = diff_attention(q, k, v, 0.3, window=3, implementation="reference")
   step = jax.jit(
-    lambda *a: decode_attention(*a, window=3, implementation=implementation)
+    functools.partial(decode_attention, window=3, implementation=implementation)
   )
-  for t in range(T):
-    cached_k[:, :, t], cached_v[:, :, t] = (
-      np.reshape(k[:, t], (1, 2, 12)),
-      v[:, t],
-    )
-    out = step(q[:, t], cached_k, cached_v, 0.3, np.array([t + 1], np.int32))
-    np.testing.assert_allclose(out, whole[:, t], atol=1e-5)
+
+  k_cache = np.full((1, 2, capacity, 12), np.nan, np.float32)
+  v_cache = np.full((1, 2, capacity, 10), np.nan, np.float32)
+  for t in range(length):
+    k_cache[:, :, t] = np.reshape(k[:, t], (1, 2, 12))
+    v_cache[:, :, t] = v[:, t]
+    lengths = np.array([t + 1], np.int32)
+    out = step(q[:, t], k_cache, v_cache, 0.3, lengths)
+
+    chex.assert_trees_all_close(out, expected[:, t], **FLOAT32)
 
 
 def test_other_lengths_do_not_compile_again(implementation):
-  arguments = _arguments(CASES[0])
-  first = _run(CASES[0], arguments, implementation)
-  compiled = _program(CASES[0], implementation)._cache_size()
-  _, again = (
-    _run(CASES[0], arguments | {"lengths": n}, implementation)
-    for n in (arguments["lengths"] // 2, arguments["lengths"])
-  )
-  assert _program(CASES[0], implementation)._cache_size() == compiled
-  assert (first == again).all()
+  arguments = make_arguments(V1)
+  program = compile_program(V1, implementation)
+  first = program(arguments)
+  num_compiled = program._cache_size()
+
+  program(arguments | {"lengths": arguments["lengths"] // 2})
+  again = program(arguments)
+
+  assert program._cache_size() == num_compiled
+  chex.assert_trees_all_equal(first, again)
 
 
-def test_in_shard_map(implementation):
-  case = Case("v1", S=140, lengths=(0, 1, 140, 130), lam="H")
-  mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "tensor"))
+def decode_in_shard_map(case: Case, implementation: str, mesh: Mesh):
+  """Returns the output with sequences and heads divided over a mesh."""
   cache = P("data", "tensor")
-  # λ is every data shard's, as the model's is.
+  # All shards of the data have the same λ, as in the model.
   specs = {
     "q": cache,
     "k": cache,
@@ -455,266 +512,376 @@ def test_in_shard_map(implementation):
     "lam": P("tensor"),
     "lengths": P("data"),
   }
-  run = jax.shard_map(
-    lambda arguments: _decode(case, arguments, implementation),
+  program = jax.shard_map(
+    compile_program(case, implementation),
     mesh=mesh,
     in_specs=(specs,),
     out_specs=cache,
   )
-  _assert_close(jax.jit(run)(_arguments(case)), case, 3e-6)
+  return jax.jit(program)(make_arguments(case))
 
 
-@pytest.mark.parametrize(
-  "options",
-  [{}, {"page": 128, "int8": True, "T": 2}],
-  ids=["without_pages", "int8_pages"],
-)
-def test_no_race_in_the_kernel(options, monkeypatch):
-  from jax._src.pallas.mosaic.interpret import (
-    interpret_pallas_call,
-  )  # where the interpreter says what it found, and nowhere else
+def test_shard_map_does_not_change_the_output(implementation):
+  case = Case("v1", S=140, lengths=(0, 1, 140, 130), lam="H")
+  devices = np.array(jax.devices()[:4]).reshape(2, 2)
 
-  monkeypatch.setattr(tpu_decode, "_BLOCK_BYTES", 1)
-  case = Case("v1_window", window=150, lengths=(0, 5, 300, 170), **options)
-  with tpu_chip.interpreted(pltpu.InterpretParams(detect_races=True)):
-    out = jax.block_until_ready(_run(case, _arguments(case), "pallas_tpu"))
-  assert (
-    interpret_pallas_call.races is not None
-    and not interpret_pallas_call.races.races_found
+  out = decode_in_shard_map(
+    case, implementation, Mesh(devices, ("data", "tensor"))
   )
-  _assert_close(out, case, 3e-6)
+
+  assert_equals_reference(out, case, FLOAT32_ERROR)
 
 
-@pytest.mark.parametrize("window", [None, 1, 2, 128, 129, 300, 1000])
 @pytest.mark.parametrize(
-  "page, pages, block_bytes, tokens",
+  "case",
+  by_name(
+    [
+      Case("without_pages", window=150, lengths=(0, 5, 300, 170)),
+      Case(
+        "int8_pages",
+        window=150,
+        lengths=(0, 5, 300, 170),
+        page=128,
+        int8=True,
+        T=2,
+      ),
+    ]
+  ),
+)
+def test_tpu_kernel_has_no_races(case, monkeypatch):
+  # JAX offers the result of its race detector only here.
+  from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+
+  monkeypatch.setattr(tpu_decode, "BLOCK_BYTES", 1)
+  with tpu_chip.interpreted(pltpu.InterpretParams(detect_races=True)):
+    out = compile_program(case, "pallas_tpu")(make_arguments(case))
+    jax.block_until_ready(out)
+
+  assert interpret_pallas_call.races is not None
+  assert not interpret_pallas_call.races.races_found
+
+
+@pytest.mark.parametrize("window", [None, 1, 128, 129, 1000])
+@pytest.mark.parametrize(
+  ("page", "num_pages", "block_bytes", "tokens"),
   [
-    (1000, 1, 1, 1),
-    (1000, 1, 256, 5),
-    (128, 8, 1, 1),
-    (300, 4, 1, 3),
-    (16, 70, 1, 1),
+    pytest.param(1000, 1, 1024, 1, id="one_page"),
+    pytest.param(1000, 1, 256 * 1024, 5, id="larger_blocks"),
+    pytest.param(128, 8, 1024, 1, id="a_block_per_page"),
+    pytest.param(300, 4, 1024, 3, id="shorter_block_in_each_page"),
+    pytest.param(16, 70, 1024, 1, id="pages_smaller_than_a_block"),
   ],
 )
-def test_the_kernel_walks_the_blocks_that_rows_see_and_no_other(
-  window, page, pages, block_bytes, tokens, monkeypatch
+def test_tpu_kernel_reads_exactly_the_blocks_with_visible_keys(
+  window, page, num_pages, block_bytes, tokens, monkeypatch
 ):
-  monkeypatch.setattr(tpu_decode, "_BLOCK_BYTES", block_bytes * 1024)
-  blocks = tpu_decode._Blocks.choose(
-    page, pages, window, tokens, 1024, 1, 16, 1
+  monkeypatch.setattr(tpu_decode, "BLOCK_BYTES", block_bytes)
+  blocks = tpu_decode.Blocks.choose(
+    page_size=page,
+    pages_per_sequence=num_pages,
+    window=window,
+    tokens=tokens,
+    bytes_per_key=1024,
+    num_kv_heads=1,
+    query_rows=16,
+    num_cores=1,
   )
   lengths = np.array([0, 1, 2, 127, 128, 129, 256, 257, 500, 999, 1000, 0])
-  tables = (
-    np.random.default_rng(0)
-    .permutation(len(lengths) * pages)
-    .reshape(-1, pages)
-  )
+  page_ids = np.random.default_rng(0).permutation(len(lengths) * num_pages)
+  tables = page_ids.reshape(-1, num_pages)
+
   grid = blocks.grid(jnp.asarray(lengths - tokens), jnp.asarray(tables))
-  steps = [], [], []
-  for row, length in enumerate(lengths):
-    seen = range(max(0, length - tokens - (window or 2000) + 1), length)
-    parts = dict.fromkeys(
-      (key // page, key % page // blocks.block_size) for key in seen
-    ) or {(0, 0): None}  # an empty row writes its zeros
-    for at, part in parts:
-      steps[0].append(row)
-      steps[1].append(tables[row, at] * blocks.blocks_per_page + part)
-      steps[2].append(at * blocks.blocks_per_page + part)
-  assert int(grid.num_steps) == len(steps[0])
-  for found, wanted in zip(
-    (grid.sequence, grid.pool_block, grid.sequence_block), steps, strict=True
-  ):
-    assert found[: grid.num_steps].tolist() == wanted
 
+  expected = []
+  for sequence, length in enumerate(lengths):
+    first_key = 0
+    if window is not None:
+      first_key = max(0, length - tokens - window + 1)
+    # The blocks of the visible keys, each once, in order.
+    visible_blocks = {}
+    for key in range(first_key, length):
+      block_of_page = key % page // blocks.block_size
+      visible_blocks[key // page, block_of_page] = None
+    if not visible_blocks:
+      # One step writes the zeros of a sequence without visible keys.
+      visible_blocks[0, 0] = None
+    for page_of_sequence, block_of_page in visible_blocks:
+      page_id = tables[sequence, page_of_sequence]
+      pool_block = page_id * blocks.blocks_per_page + block_of_page
+      sequence_block = page_of_sequence * blocks.blocks_per_page + block_of_page
+      expected.append((sequence, pool_block, sequence_block))
 
-def test_xla_multiplies_with_keys_once_and_with_values_once():
-  case = Case("v1")
-  traced = jax.jit(lambda arguments: _decode(case, arguments, "xla")).trace(
-    _arguments(case)
-  )
-  products = lambda platform: (
-    traced.lower(lowering_platforms=(platform,))
-    .as_text()
-    .count("stablehlo.dot_general")
-  )
-  assert products("cuda") == products("tpu") == 2
-  assert (
-    products("cpu") == 3
-  )  # one more where the cache holds what is not finite
+  actual = np.stack([grid.sequence, grid.pool_block, grid.sequence_block], 1)
+  chex.assert_trees_all_equal(actual[: grid.num_steps], np.array(expected))
 
 
 @pytest.mark.parametrize(
-  ("name", "value"),
+  ("platform", "num_products"),
   [
-    ("q", jnp.zeros((4, 4, 2))),
-    ("lam", jnp.zeros((4, 8))),
-    ("q", jnp.zeros((4, 4, 2, 6), jnp.int32)),
-    ("q", [[1.0]]),
-    ("k", jnp.zeros((4, 2, 300, 7))),
-    ("k", jnp.zeros((4, 3, 300, 12))),
-    ("k", jnp.zeros((1, 2, 300, 12))),
-    ("k", jnp.zeros((4, 2, 300, 2, 6))),
-    ("k", jnp.zeros((4, 2, 300, 12), jnp.bfloat16)),
-    ("k", jnp.zeros((4, 2, 0, 12))),
-    ("v", jnp.zeros((4, 2, 299, 10))),
-    ("v", jnp.zeros((4, 2, 300, 10), jnp.float16)),
-    ("lam", None),
-    ("lam", jnp.zeros(3)),
-    ("lam", jnp.zeros((4, 1, 4))),
-    ("lam", jnp.zeros(4, jnp.int32)),
-    ("lam", "0.3"),
-    ("lengths", 3),
-    ("lengths", [1, 2, 3, 4]),
-    ("lengths", jnp.zeros(4)),
-    ("lengths", jnp.zeros(3, jnp.int32)),
-    ("lengths", jnp.zeros((4, 1), jnp.int32)),
-    ("window", 0),
-    ("window", 2.0),
-    ("window", True),
-    ("scale", "1"),
-    ("scale", float("nan")),
-    ("implementation", "reference"),
-    ("implementation", None),
+    pytest.param("cuda", 2, id="cuda"),
+    pytest.param("tpu", 2, id="tpu"),
+    # One more product replaces values that are not finite.
+    pytest.param("cpu", 3, id="cpu"),
   ],
 )
-def test_bad_arguments_are_named(implementation, name, value):
+def test_xla_multiplies_once_with_keys_and_once_with_values(
+  platform, num_products
+):
+  traced = compile_program(V1, "xla").trace(make_arguments(V1))
+
+  text = traced.lower(lowering_platforms=(platform,)).as_text()
+
+  assert text.count("stablehlo.dot_general") == num_products
+
+
+@pytest.mark.parametrize(
+  ("argument", "value"),
+  [
+    pytest.param("q", jnp.zeros((4, 4, 2)), id="q_without_width"),
+    pytest.param("q", jnp.zeros((4, 4, 2, 6), jnp.int32), id="q_dtype"),
+    pytest.param("q", [[1.0]], id="q_no_array"),
+    pytest.param("k", jnp.zeros((4, 2, 300, 7)), id="k_width"),
+    pytest.param("k", jnp.zeros((4, 3, 300, 12)), id="k_heads"),
+    pytest.param("k", jnp.zeros((1, 2, 300, 12)), id="k_batch"),
+    pytest.param("k", jnp.zeros((4, 2, 300, 2, 6)), id="k_axes"),
+    pytest.param("k", jnp.zeros((4, 2, 300, 12), jnp.bfloat16), id="k_dtype"),
+    pytest.param("k", jnp.zeros((4, 2, 0, 12)), id="k_length"),
+    pytest.param("v", jnp.zeros((4, 2, 299, 10)), id="v_length"),
+    pytest.param("v", jnp.zeros((4, 2, 300, 10), jnp.float16), id="v_dtype"),
+    pytest.param("lam", None, id="no_lambda"),
+    pytest.param("lam", jnp.zeros((4, 8)), id="lambda_heads"),
+    pytest.param("lam", jnp.zeros(3), id="lambda_per_head"),
+    pytest.param("lam", jnp.zeros((4, 1, 4)), id="lambda_axes"),
+    pytest.param("lam", jnp.zeros(4, jnp.int32), id="lambda_dtype"),
+    pytest.param("lam", "0.3", id="lambda_text"),
+    pytest.param("lengths", 3, id="lengths_number"),
+    pytest.param("lengths", [1, 2, 3, 4], id="lengths_list"),
+    pytest.param("lengths", jnp.zeros(4), id="lengths_dtype"),
+    pytest.param("lengths", jnp.zeros(3, jnp.int32), id="lengths_batch"),
+    pytest.param("lengths", jnp.zeros((4, 1), jnp.int32), id="lengths_axes"),
+    pytest.param("window", 0, id="window_of_no_key"),
+    pytest.param("window", 2.0, id="window_float"),
+    pytest.param("window", True, id="window_boolean"),
+    pytest.param("scale", "1", id="scale_text"),
+    pytest.param("scale", float("nan"), id="scale_nan"),
+    pytest.param("implementation", "reference", id="implementation"),
+    pytest.param("implementation", None, id="no_implementation"),
+  ],
+)
+def test_error_names_the_bad_argument(argument, value):
+  arguments = make_arguments(V1)
+  arguments[argument] = value
+
   with pytest.raises(
-    ValueError, match=f"^{name} (must|has) .*(got|must divide)"
+    ValueError, match=f"^{argument} (must|has) .*(got|must divide)"
   ):
-    decode_attention(
-      **(
-        {"implementation": implementation}
-        | _arguments(Case("v1"))
-        | {name: value}
-      )
-    )
+    decode_attention(**arguments)
 
 
 @pytest.mark.parametrize(
-  ("name", "value"),
+  ("argument", "value"),
   [
-    ("block_tables", [[0, 1, 2]] * 4),
-    ("block_tables", jnp.zeros((4, 3))),
-    ("block_tables", jnp.zeros((4, 3), bool)),
-    ("block_tables", jnp.zeros((3, 3), jnp.int32)),
-    ("block_tables", jnp.zeros((4, 0), jnp.int32)),
-    ("block_tables", jnp.zeros(4, jnp.int32)),
-    ("k", jnp.zeros((15, 2, 128, 12))),
-    ("v", jnp.zeros((15, 2, 128, 10))),
-    ("v", jnp.zeros((15, 2, 256, 10), jnp.int8)),
-    ("v", jnp.zeros((14, 2, 128, 10), jnp.int8)),
-    ("k_scale", None),
-    ("k_scale", jnp.zeros((15, 2), jnp.bfloat16)),
-    ("v_scale", jnp.zeros((15, 1))),
-    ("v_scale", 0.1),
-    ("lam", jnp.zeros((3, 4, 4))),
-    ("q", jnp.zeros((4, 2, 4, 0, 6))),
+    pytest.param("block_tables", [[0, 1, 2]] * 4, id="tables_list"),
+    pytest.param("block_tables", jnp.zeros((4, 3)), id="tables_of_floats"),
+    pytest.param(
+      "block_tables", jnp.zeros((4, 3), bool), id="tables_of_booleans"
+    ),
+    pytest.param(
+      "block_tables", jnp.zeros((3, 3), jnp.int32), id="tables_batch"
+    ),
+    pytest.param(
+      "block_tables", jnp.zeros((4, 0), jnp.int32), id="tables_empty"
+    ),
+    pytest.param("block_tables", jnp.zeros(4, jnp.int32), id="tables_axes"),
+    pytest.param("k", jnp.zeros((15, 2, 128, 12)), id="k_dtype"),
+    pytest.param("v", jnp.zeros((15, 2, 128, 10)), id="v_dtype"),
+    pytest.param("v", jnp.zeros((15, 2, 256, 10), jnp.int8), id="v_page_size"),
+    pytest.param("v", jnp.zeros((14, 2, 128, 10), jnp.int8), id="v_pages"),
+    pytest.param("k_scale", None, id="no_scale"),
+    pytest.param("k_scale", jnp.zeros((15, 2), jnp.bfloat16), id="scale_dtype"),
+    pytest.param("v_scale", jnp.zeros((15, 1)), id="scale_heads"),
+    pytest.param("v_scale", 0.1, id="scale_number"),
+    pytest.param("lam", jnp.zeros((3, 4, 4)), id="lambda_batch"),
+    pytest.param("q", jnp.zeros((4, 2, 4, 0, 6)), id="q_without_maps"),
   ],
 )
-def test_bad_arguments_of_pages_are_named(implementation, name, value):
-  arguments = _arguments(Case("v1", page=128, int8=True, T=2))
-  with pytest.raises(ValueError, match=f"^({name}|v|k_scale) must .*got"):
-    decode_attention(
-      **({"implementation": implementation} | arguments | {name: value})
-    )
+def test_error_names_the_bad_argument_of_pages(argument, value):
+  arguments = make_arguments(Case("v1", page=128, int8=True, T=2))
+  arguments[argument] = value
+
+  # Keys and values must fit each other, so the error may name the other one.
+  with pytest.raises(ValueError, match=f"^({argument}|v|k_scale) must .*got"):
+    decode_attention(**arguments)
 
 
-def test_scales_are_for_int8_alone():
+def test_scales_are_refused_without_int8():
+  arguments = make_arguments(Case("v1", page=128))
+  arguments["v_scale"] = jnp.ones((15, 2))
+
   with pytest.raises(
     ValueError,
-    match="^v_scale must be None, since v is float32: only int8 has scales; got float32 of shape",
+    match="^v_scale must be None, since v is float32: only int8 has scales;"
+    " got float32 of shape",
   ):
-    decode_attention(
-      **_arguments(Case("v1", page=128)), v_scale=jnp.ones((15, 2))
-    )
+    decode_attention(**arguments)
 
 
 def test_lambda_is_refused_with_one_map():
+  arguments = make_arguments(Case("plain", G=1, M=1))
+  arguments["lam"] = 0.3
+
   with pytest.raises(ValueError, match="^lam must be None with one map"):
-    decode_attention(**_arguments(Case("plain", G=1, M=1)) | {"lam": 0.3})
+    decode_attention(**arguments)
 
 
-def test_the_kernel_says_what_it_does_not_take():
+def test_tpu_kernel_is_refused_on_another_backend():
   with pytest.raises(
     ValueError,
-    match="^implementation = 'pallas_tpu' needs a TPU.*use implementation='xla'",
+    match="^implementation = 'pallas_tpu' needs a TPU"
+    ".*use implementation='xla'",
   ):
-    decode_attention(**_arguments(Case("v1")), implementation="pallas_tpu")
-  half = _arguments(Case("v1", dtype="float16"))
+    decode_attention(**make_arguments(V1), implementation="pallas_tpu")
+
+
+def test_only_xla_takes_float16():
+  arguments = make_arguments(Case("v1", dtype="float16"))
+  attend_tpu = functools.partial(decode_attention, implementation="pallas_tpu")
+  attend_xla = functools.partial(decode_attention, implementation="xla")
+
   with (
     tpu_chip.interpreted(),
     pytest.raises(ValueError, match="^q .*float16.*use implementation='xla'"),
   ):
-    decode_attention(**half, implementation="pallas_tpu")
-  assert (
-    jax.eval_shape(lambda: decode_attention(**half, implementation="xla")).dtype
-    == jnp.float16
-  )
+    attend_tpu(**arguments)
+  assert jax.eval_shape(attend_xla, **arguments).dtype == jnp.float16
 
 
 @needs_gpu_interpreter
-def test_the_gpu_kernel_in_shard_map():
-  """On one device: the interpreter takes no more."""
-  case, cache = Case("v1", lam="H", dtype="float16"), P("data", "tensor")
-  mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "tensor"))
-  specs = {
-    "q": cache,
-    "k": cache,
-    "v": cache,
-    "lam": P("tensor"),
-    "lengths": P("data"),
-  }
-  run = jax.shard_map(
-    lambda arguments: _decode(case, arguments, "pallas_gpu"),
-    mesh=mesh,
-    in_specs=(specs,),
-    out_specs=cache,
-  )
+@pytest.mark.parametrize("case", by_name(CASES, COMBINED_CASES))
+def test_gpu_kernel_equals_the_reference(case, monkeypatch):
+  # Sequences of 300 keys then have several splits.
+  monkeypatch.setattr(gpu_decode, "MIN_SPLIT_KEYS", 64)
+  case = dataclasses.replace(case, dtype="float16")
+
   with gpu_chip.interpreted():
-    _assert_close(jax.jit(run)(_arguments(case)), case, 2e-3)
+    out = compile_program(case, "pallas_gpu")(make_arguments(case))
+    jax.block_until_ready(out)
+
+  assert_equals_reference(out, case, FLOAT16_ERROR)
 
 
 @needs_gpu_interpreter
-def test_the_gpu_kernel_says_what_it_does_not_take():
+@pytest.mark.parametrize(
+  "case",
+  by_name(
+    [
+      Case("v1", S=600, lengths=(0, 600, 450), dtype="float16"),
+      Case("window", S=600, lengths=(0, 600, 450), window=100, dtype="float16"),
+      Case(
+        "plain_bfloat16",
+        S=600,
+        lengths=(0, 600, 450),
+        G=1,
+        M=1,
+        dtype="bfloat16",
+      ),
+    ]
+  ),
+)
+def test_gpu_kernel_has_no_races(case):
+  # JAX offers the result of its race detector only here.
+  from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+  from jax.experimental.pallas import mosaic_gpu as plgpu
+
+  with gpu_chip.interpreted(plgpu.InterpretGPUParams(detect_races=True)):
+    out = compile_program(case, "pallas_gpu")(make_arguments(case))
+    jax.block_until_ready(out)
+
+  assert not interpret_pallas_call.get_races().races_found
+  assert_equals_reference(out, case, BFLOAT16_ERROR)
+
+
+@needs_gpu_interpreter
+def test_shard_map_does_not_change_the_output_of_the_gpu_kernel():
+  case = Case("v1", lam="H", dtype="float16")
+  # The interpreter supports only one device.
+  devices = np.array(jax.devices()[:1]).reshape(1, 1)
+
+  with gpu_chip.interpreted():
+    out = decode_in_shard_map(
+      case, "pallas_gpu", Mesh(devices, ("data", "tensor"))
+    )
+    jax.block_until_ready(out)
+
+  assert_equals_reference(out, case, FLOAT16_ERROR)
+
+
+@needs_gpu_interpreter
+def test_gpu_kernel_is_refused_on_another_backend():
+  arguments = make_arguments(Case("v1", dtype="float16"))
+
   with pytest.raises(
     ValueError,
-    match="^implementation = 'pallas_gpu' needs a Hopper GPU.*use implementation='xla'",
+    match="^implementation = 'pallas_gpu' needs a Hopper GPU"
+    ".*use implementation='xla'",
   ):
-    decode_attention(
-      **_arguments(Case("v1", dtype="float16")), implementation="pallas_gpu"
-    )
-  for case, what in (
-    (Case("many", H=66, lam="H", dtype="float16"), "q .*66 queries"),
-    (Case("v1"), "q .*float32"),
-    (Case("v1", T=2, dtype="float16"), "q .*2 new tokens"),
-    (Case("v1", page=128, dtype="float16"), "block_tables .*pages"),
-    (Case("v1", int8=True, dtype="float16"), "k .*int8"),
-  ):
-    with (
-      gpu_chip.interpreted(),
-      pytest.raises(ValueError, match=f"^{what}.*use implementation='xla'"),
-    ):
-      decode_attention(**_arguments(case), implementation="pallas_gpu")
+    decode_attention(**arguments, implementation="pallas_gpu")
 
 
-def test_auto_is_logged_once(caplog):
-  choice._log_once.cache_clear()
-  arguments = _arguments(Case("v1"))
+@needs_gpu_interpreter
+@pytest.mark.parametrize(
+  ("case", "message"),
+  [
+    pytest.param(
+      Case("v1", H=66, lam="H", dtype="float16"),
+      "q .*66 queries",
+      id="many_queries",
+    ),
+    pytest.param(V1, "q .*float32", id="float32"),
+    pytest.param(
+      Case("v1", T=2, dtype="float16"), "q .*2 new tokens", id="tokens"
+    ),
+    pytest.param(
+      Case("v1", page=128, dtype="float16"), "block_tables .*pages", id="pages"
+    ),
+    pytest.param(Case("v1", int8=True, dtype="float16"), "k .*int8", id="int8"),
+  ],
+)
+def test_gpu_kernel_names_what_it_does_not_support(case, message):
+  with (
+    gpu_chip.interpreted(),
+    pytest.raises(ValueError, match=f"^{message}.*use implementation='xla'"),
+  ):
+    decode_attention(**make_arguments(case), implementation="pallas_gpu")
+
+
+def test_auto_logs_its_choice_once(caplog):
+  choice.log_once.cache_clear()
+  arguments = make_arguments(V1)
+
   with caplog.at_level("INFO", logger=decode.__name__):
-    for _ in range(2):
-      jax.eval_shape(lambda: decode_attention(**arguments))
+    jax.eval_shape(lambda: decode_attention(**arguments))
+    jax.eval_shape(lambda: decode_attention(**arguments))
+
   assert [record.message for record in caplog.records] == [
     "decode_attention: implementation 'xla' on backend 'cpu'"
   ]
 
 
-def test_auto_takes_the_kernel_on_a_tpu_where_it_can():
-  q, v = (_arguments(Case("v1"))[name] for name in "qv")
-  half = (q.astype(jnp.float16), v.astype(jnp.float16))
-  assert choice.choose("tpu", q, v) == "pallas_tpu"
-  assert (
-    choice.choose("tpu", *half)
-    == choice.choose("gpu", q, v)
-    == choice.choose("gpu", *half)
-    == "xla"
-  )
+@pytest.mark.parametrize(
+  ("backend", "dtype", "implementation"),
+  [
+    pytest.param("tpu", jnp.float32, "pallas_tpu", id="tpu"),
+    pytest.param("tpu", jnp.float16, "xla", id="tpu_float16"),
+    pytest.param("gpu", jnp.float32, "xla", id="gpu"),
+    pytest.param("gpu", jnp.float16, "xla", id="gpu_float16"),
+  ],
+)
+def test_auto_takes_the_kernel_where_a_tpu_supports_it(
+  backend, dtype, implementation
+):
+  arguments = make_arguments(V1)
+  q = arguments["q"].astype(dtype)
+  v = arguments["v"].astype(dtype)
+
+  assert choice.choose(backend, q, v) == implementation
