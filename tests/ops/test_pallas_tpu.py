@@ -1,15 +1,25 @@
-"""The TPU kernels over several blocks, in Pallas's TPU interpreter; test_diff_attention.py holds the properties of all implementations."""
+"""The TPU kernels over several blocks, in Pallas's interpreter for TPUs.
+
+test_diff_attention.py checks the properties of all implementations, with short
+sequences that fit one block.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
+from jax.extend.core import jaxprs_in_params
 
 from diffjax.ops.diff_attention import diff_attention, vjp
 from diffjax.ops.diff_attention.mask import Mask
@@ -21,507 +31,768 @@ from diffjax.ops.diff_attention.tpu import (
   forward,
 )
 from diffjax.ops.diff_attention.tpu.block_sizes import Blocks
-from tests.harness.tiers import full
+from tests.harness.tolerances import FLOAT32_ATTENTION
 
-SQUARE, WIDE, FINE = (
-  Blocks(128, 128, 128, 128, 1024, 2),
-  Blocks(256, 128, 128, 128, 1024, 3),
-  Blocks(256, 256, 128, 128, 1024, 2, (128, 256)),
-)
-SPANS, SHORT_SPANS = (
-  Blocks(128, 128, 128, 128, 256),
-  Blocks(128, 128, 128, 128, 128),
-)  # dQ of 256 or 128 rows a call
+# Tiles of 128 queries and 128 keys, or of 256 and 128.
+SQUARE = Blocks(128, 128, 128, 128, 1024, 2)
+WIDE = Blocks(256, 128, 128, 128, 1024, 3)
+# Full tiles of 256 × 256, which are computed in sub-tiles of 128 × 256. Tiles
+# that the mask cuts have sub-tiles of 128 × 128.
+FINE = Blocks(256, 256, 128, 128, 1024, 2, (128, 256))
+# dQ of only 256 or 128 queries is in vector memory, so that a sequence needs
+# several calls of the backward kernel.
+SPANS = Blocks(128, 128, 128, 128, 256)
+SHORT_SPANS = Blocks(128, 128, 128, 128, 128)
+# Blocks of keys that two cores can divide evenly.
+LONG = Blocks(128, 128, 128, 128, 2048)
 
-CASES = {
-  "ragged_grouped": (FINE, dict(T=300, H=2, K=1), {}),
-  "v2_grouped_window": (
-    WIDE,
-    dict(T=300, H=2, K=1, M=1, V=8),
-    dict(window=100),
-  ),
-  "window_not_causal": (
-    SQUARE,
-    dict(B=1, T=400, H=1),
-    dict(window=150, causal=False),
-  ),
-  "shared_noise": (FINE, dict(B=1, T=300, H=8, K=2, G=3), {}),
-  "offset_per_row": (SHORT_SPANS, dict(T=130, S=300), dict(q_offset=(5, 170))),
-}
-COMBINED = {
-  # Tiles that are mostly seen, below the diagonal too, mostly hidden, and hidden.
-  "packed_long": (FINE, dict(T=600, H=1, starts=(40, 560)), {}),
-  "shared_noise_v2_spans_packed": (
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+  """The shapes and options of one call. Axes: see diffjax/parameters.py.
+
+  Attributes:
+    name: the id of the test.
+    blocks: block sizes of both kernels.
+    T: queries of a sequence.
+    S: keys of a sequence. None for as many as queries.
+    B: sequences.
+    H: heads.
+    K: key heads. None for as many as heads.
+    G: maps of a group of queries.
+    M: maps of the keys.
+    D: width of queries and keys.
+    V: width of the values.
+    starts: where the first sequence's documents start, after the first one.
+      Those of the second sequence start T / 2 tokens later. None for a single
+      document.
+    q_offset: position of the first query, or of each sequence's first query.
+    window: argument of `diff_attention`.
+    causal: argument of `diff_attention`.
+  """
+
+  name: str
+  blocks: Blocks
+  T: int
+  S: int | None = None
+  B: int = 2
+  H: int = 2
+  K: int | None = None
+  G: int = 2
+  M: int = 2
+  D: int = 8
+  V: int = 16
+  starts: tuple[int, ...] | None = None
+  q_offset: int | tuple[int, ...] = 0
+  window: int | None = None
+  causal: bool = True
+
+
+CASES = [
+  Case("ragged_grouped", FINE, T=300, K=1),
+  Case("v2_grouped_window", WIDE, T=300, K=1, M=1, V=8, window=100),
+  Case("window_not_causal", SQUARE, B=1, T=300, H=1, window=100, causal=False),
+  Case("shared_noise", FINE, B=1, T=300, H=4, K=1, G=3),
+  Case("offset_per_row", SHORT_SPANS, T=130, S=300, H=1, q_offset=(5, 170)),
+]
+COMBINED_CASES = [
+  # Tiles that are mostly visible, also below the diagonal, that are mostly
+  # hidden, and that are hidden.
+  Case("packed_long", FINE, T=600, H=1, starts=(40, 560)),
+  Case(
+    "shared_noise_v2_spans_packed",
     SPANS,
-    dict(B=1, T=300, H=6, K=1, G=4, M=1, D=24, V=8, starts=(70, 180)),
-    {},
+    B=1,
+    T=300,
+    H=6,
+    K=1,
+    G=4,
+    M=1,
+    D=24,
+    V=8,
+    starts=(70, 180),
   ),
-  "spans_of_a_group": (SPANS, dict(B=1, T=300, H=2, K=1), {}),
-  "v2": (WIDE, dict(T=300, H=4, K=2, M=1, V=8), {}),
-  "plain": (FINE, dict(T=300, G=1, M=1, V=8), {}),
-  "packed": (FINE, dict(T=300, starts=(70, 110, 180, 250)), {}),
-  "packed_short": (
+  Case("v2", WIDE, T=300, H=4, K=2, M=1, V=8),
+  Case("plain", FINE, T=300, G=1, M=1, V=8),
+  Case("packed", FINE, T=300, starts=(70, 110, 180, 250)),
+  # Tiles that are mostly hidden.
+  Case("packed_short", FINE, T=600, H=1, starts=(128, 256, 384, 512)),
+  Case(
+    "packed_not_causal",
     FINE,
-    dict(T=600, H=1, starts=(128, 256, 384, 512)),
-    {},
-  ),  # tiles that are mostly hidden
-  "packed_not_causal": (
-    FINE,
-    dict(T=300, starts=(70, 110, 180, 250)),
-    dict(causal=False),
+    T=300,
+    starts=(70, 110, 180, 250),
+    causal=False,
   ),
-  "packed_offset_per_row": (
-    FINE,
-    dict(T=300, starts=(70, 110)),
-    dict(q_offset=(5, 0)),
-  ),
-  "window": (FINE, dict(T=600), dict(window=100)),
-  "offset_per_row_window_not_causal": (
+  Case("packed_offset_per_row", FINE, T=300, starts=(70, 110), q_offset=(5, 0)),
+  Case("window", FINE, T=600, window=100),
+  Case(
+    "offset_per_row_window_not_causal",
     SQUARE,
-    dict(T=130, S=640),
-    dict(q_offset=(5, 255), window=150, causal=False),
+    T=130,
+    S=640,
+    q_offset=(5, 255),
+    window=150,
+    causal=False,
   ),
-  "offset_window": (SQUARE, dict(T=130, S=300), dict(q_offset=170, window=40)),
-  "before_keys": (SQUARE, dict(T=300), dict(q_offset=-100)),
-  "several_spans_of_a_group": (SPANS, dict(T=600, H=2, K=1), {}),
-}
+  Case("offset_window", SQUARE, T=130, S=300, q_offset=170, window=40),
+  Case("before_keys", SQUARE, T=300, q_offset=-100),
+  Case("several_spans_of_a_group", SPANS, B=1, T=600, K=1),
+]
+
+# On two cores. Neither the sequences nor the key heads divide by two. The
+# blocks of keys do in some of the cases.
+TWO_CORE_CASES = [
+  Case(
+    "plain_grouped_window",
+    LONG,
+    B=1,
+    T=400,
+    H=4,
+    K=1,
+    G=1,
+    M=1,
+    V=8,
+    window=150,
+  ),
+  Case("packed", SPANS, B=1, T=300, H=1, starts=(70, 180)),
+]
+COMBINED_TWO_CORE_CASES = [
+  Case("grouped", LONG, B=1, T=600, H=4, K=1),
+  Case("three_heads", FINE, B=1, T=600, H=3, causal=False),
+  Case(
+    "three_rows_v2",
+    SQUARE,
+    B=3,
+    T=300,
+    H=4,
+    K=1,
+    M=1,
+    V=8,
+    q_offset=(5, 0, 40),
+  ),
+]
 
 
-def _arguments(
-  T, S=None, B=2, H=2, K=None, G=2, M=2, D=8, V=16, starts=None, seed=0
-):
-  rng = np.random.default_rng(seed)
-  S, K = S or T, K or H
-  normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
-  lam = (
-    None if G == 1 else jnp.asarray(rng.uniform(0, 1, (B, T, H)), jnp.float32)
-  )
-  segment_ids = None
-  if starts is not None:  # the second row's segments begin later
-    segment_ids = jnp.stack(
-      [
-        jnp.searchsorted(
-          jnp.asarray(starts) + later, jnp.arange(T), side="right"
-        )
-        for later in (0, T // 2)
-      ][:B]
-    )
-  return (
-    (
-      normal(B, T, H // max(G - 1, 1), G, D),
-      normal(B, S, K, M, D),
-      normal(B, S, K, V),
-      lam,
-    ),
-    normal(B, T, H, V),
-    segment_ids,
-  )
+def by_name(cases: list[Case], full_cases: list[Case] | None = None) -> list:
+  """Returns parameters with the names of the cases as ids.
+
+  Only the full tier runs `full_cases`.
+  """
+  parameters = [pytest.param(case, id=case.name) for case in cases]
+  for case in full_cases or []:
+    parameter = pytest.param(case, id=case.name, marks=pytest.mark.full)
+    parameters.append(parameter)
+  return parameters
 
 
-def _run(implementation, arguments, d_out, segment_ids, options):
+class Inputs(NamedTuple):
+  """The arguments of one call in float32.
+
+  Attributes:
+    arrays: q, k, v and λ. λ is None with one map.
+    d_out: the gradient of the output.
+    options: other arguments of `diff_attention`.
+  """
+
+  arrays: tuple
+  d_out: jax.Array
+  options: dict[str, Any]
+
+
+class Results(NamedTuple):
+  """The output of one call, and the gradients of its arguments."""
+
+  out: jax.Array
+  d_q: jax.Array
+  d_k: jax.Array
+  d_v: jax.Array
+  d_lam: jax.Array | None
+
+
+def make_inputs(case: Case) -> Inputs:
+  """Returns random arguments for a case."""
+  rng = np.random.default_rng(0)
+
+  def normal(*shape):
+    return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+  kv_length = case.S or case.T
+  num_kv_heads = case.K or case.H
+  num_groups = case.H // max(case.G - 1, 1)
+  q = normal(case.B, case.T, num_groups, case.G, case.D)
+  k = normal(case.B, kv_length, num_kv_heads, case.M, case.D)
+  v = normal(case.B, kv_length, num_kv_heads, case.V)
+  d_out = normal(case.B, case.T, case.H, case.V)
+  lam = None
+  if case.G > 1:
+    lam = rng.uniform(0, 1, (case.B, case.T, case.H))
+    lam = jnp.asarray(lam, jnp.float32)
+
   options = {
-    name: jnp.asarray(x, jnp.int32) if isinstance(x, tuple) else x
-    for name, x in options.items()
+    "q_offset": case.q_offset,
+    "window": case.window,
+    "causal": case.causal,
   }
+  if isinstance(case.q_offset, tuple):
+    options["q_offset"] = jnp.array(case.q_offset, jnp.int32)
+  if case.starts is not None:
+    starts = np.array(case.starts)
+    tokens = np.arange(case.T)
+    ids = []
+    for sequence in range(case.B):
+      later = sequence * (case.T // 2)
+      ids.append(np.searchsorted(starts + later, tokens, side="right"))
+    options["q_segment_ids"] = jnp.asarray(np.stack(ids))
+  return Inputs((q, k, v, lam), d_out, options)
+
+
+def run(implementation: str, inputs: Inputs) -> Results:
+  """Returns the output and all gradients."""
+  attend = functools.partial(
+    diff_attention, implementation=implementation, **inputs.options
+  )
 
   @jax.jit
-  def run(arguments):
-    f = lambda arguments: diff_attention(
-      *arguments,
-      q_segment_ids=segment_ids,
-      implementation=implementation,
-      **options,
-    )
-    out, pull = jax.vjp(f, arguments)
-    return out, pull(d_out)[0]
+  def program(arrays):
+    out, pull_back = jax.vjp(attend, *arrays)
+    return Results(out, *pull_back(inputs.d_out))
 
-  return run(arguments)
+  return jax.block_until_ready(program(inputs.arrays))
 
 
-def _errors(actual, expected):
-  return jax.tree.map(
-    lambda a, e: float(
-      jnp.linalg.norm(a - e) / jnp.maximum(jnp.linalg.norm(e), 1e-3)
-    ),
-    actual,
-    expected,
-  )
+def iterate_equations(jaxpr: Any) -> Iterator[Any]:
+  """Yields the equations of a program, including those of inner programs."""
+  for equation in jaxpr.eqns:
+    yield equation
+    for inner in jaxprs_in_params(equation.params):
+      yield from iterate_equations(inner)
+
+
+def kernel_calls(function: Callable, *arguments: Any) -> list[Any]:
+  """Returns the equations that call kernels when a function is traced."""
+  calls = []
+  jaxpr = jax.make_jaxpr(function)(*arguments).jaxpr
+  for equation in iterate_equations(jaxpr):
+    if equation.primitive.name == "pallas_call":
+      calls.append(equation)
+  return calls
 
 
 @pytest.fixture
-def races(monkeypatch):
-  """What the interpreter finds, kernel after kernel, while it looks for races."""
-  kernels, state = [], interpret_pallas_call.RaceDetectionState
+def race_detectors(monkeypatch):
+  """The interpreter's race detectors, one per kernel that runs."""
+  detectors = []
+  make_detector = interpret_pallas_call.RaceDetectionState
+
+  def make_and_keep_detector(**options):
+    detector = make_detector(**options)
+    detectors.append(detector)
+    return detector
+
   monkeypatch.setattr(
-    interpret_pallas_call,
-    "RaceDetectionState",
-    lambda **options: kernels.append(state(**options)) or kernels[-1],
+    interpret_pallas_call, "RaceDetectionState", make_and_keep_detector
   )
-  return kernels
+  return detectors
 
 
-@pytest.mark.parametrize("name", [*CASES, *full(COMBINED)])
-def test_agrees_with_reference_over_several_blocks(name, races):
-  blocks, shapes, options = (CASES | COMBINED)[name]
-  arguments = _arguments(**shapes)
-  expected = _run("reference", *arguments, options)
+@pytest.mark.parametrize("case", by_name(CASES, COMBINED_CASES))
+def test_output_and_gradients_equal_the_reference(case, race_detectors):
+  inputs = make_inputs(case)
+  expected = run("reference", inputs)
+
   params = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)
   with (
     chip.interpreted(params),
-    block_sizes.use(forward=blocks, backward=blocks),
+    block_sizes.use(forward=case.blocks, backward=case.blocks),
   ):
-    actual = jax.block_until_ready(_run("pallas_tpu", *arguments, options))
-  assert (
-    np.max(jax.tree.leaves(_errors(actual, expected))) < 3e-6
-  )  # NumPy's max is NaN where an error is
-  assert len(races) >= 2 and not any(kernel.races_found for kernel in races)
+    actual = run("pallas_tpu", inputs)
+
+  chex.assert_trees_all_close(actual, expected, **FLOAT32_ATTENTION)
+  # The same run shows races, since another one would take as long.
+  assert len(race_detectors) >= 2
+  for detector in race_detectors:
+    assert not detector.races_found
 
 
-@pytest.mark.parametrize("name", [*full(CASES)])
-def test_the_online_kernel_agrees_with_reference(name):
-  """Values so large that weights above 1 might overflow their sums: the running maximum is subtracted."""
-  blocks, shapes, options = CASES[name]
-  (q, k, v, lam), d_out, segment_ids = _arguments(**shapes)
-  arguments = (q, k, v * 2.0**50, lam), d_out, segment_ids
-  expected = _run("reference", *arguments, options)
-  with chip.interpreted(), block_sizes.use(forward=blocks, backward=blocks):
-    actual = jax.block_until_ready(_run("pallas_tpu", *arguments, options))
-  assert np.max(jax.tree.leaves(_errors(actual, expected))) < 3e-6
-
-
-SHARED = {  # neither rows nor key heads divide by two; blocks of keys that do, and others
-  "plain_grouped_window": (
-    Blocks(128, 128, 128, 128, 2048),
-    dict(B=1, T=400, H=4, K=1, G=1, M=1, V=8),
-    dict(window=150),
-  ),
-  "packed": (SPANS, dict(B=1, T=300, H=1, starts=(70, 180)), {}),
-}
-SHARED_COMBINED = {
-  "grouped": (Blocks(128, 128, 128, 128, 2048), dict(B=1, T=600, H=4, K=1), {}),
-  "packed_window_grouped": (
-    SPANS,
-    dict(B=1, T=400, H=4, K=1, starts=(70, 110, 180, 250)),
-    dict(window=200),
-  ),
-  "three_heads": (FINE, dict(B=1, T=600, H=3), dict(causal=False)),
-  "three_rows_v2": (
-    SQUARE,
-    dict(B=3, T=300, H=4, K=1, M=1, V=8),
-    dict(q_offset=(5, 0, 40)),
-  ),
-}
-
-
-@pytest.mark.parametrize("name", [*SHARED, *full(SHARED_COMBINED)])
-def test_two_cores_share_the_keys_of_one_head(name, races, monkeypatch):
-  """Where a device has two: on v4 and v5p."""
-  blocks, shapes, options = (SHARED | SHARED_COMBINED)[name]
-  monkeypatch.setattr(chip, "cores", lambda: 2)
-  arguments = *_, segment_ids = _arguments(**shapes)
-  expected = _run("reference", *arguments, options)
-  cores = (
-    1 if segment_ids is not None or blocks.span > 1 else 2
-  )  # JAX's interpreter cannot lower a kernel's loops for two
-  params = pltpu.InterpretParams(
-    uninitialized_memory="nan", detect_races=True, num_cores_or_threads=cores
+@pytest.mark.full
+@pytest.mark.parametrize("case", by_name(CASES))
+def test_online_kernel_equals_the_reference(case):
+  """Large values make the forward pass subtract the running maximum."""
+  large = 2.0**50
+  inputs = make_inputs(case)
+  q, k, v, lam = inputs.arrays
+  # The large factor divides the gradient of the output, so that gradients of
+  # queries and keys stay of order 1.
+  inputs = inputs._replace(
+    arrays=(q, k, v * large, lam), d_out=inputs.d_out / large
   )
+  expected = run("reference", inputs)
+
+  with (
+    chip.interpreted(),
+    block_sizes.use(forward=case.blocks, backward=case.blocks),
+  ):
+    actual = run("pallas_tpu", inputs)
+
+  def normalize(results):
+    return results._replace(out=results.out / large, d_v=results.d_v * large)
+
+  chex.assert_trees_all_close(
+    normalize(actual), normalize(expected), **FLOAT32_ATTENTION
+  )
+
+
+@pytest.mark.parametrize(
+  "case", by_name(TWO_CORE_CASES, COMBINED_TWO_CORE_CASES)
+)
+def test_two_cores_share_the_keys_of_one_head(
+  case, race_detectors, monkeypatch
+):
+  """The devices of v4 and v5p have two cores."""
+  monkeypatch.setattr(chip, "cores", lambda: 2)
+  inputs = make_inputs(case)
+  expected = run("reference", inputs)
+  # JAX's interpreter cannot run the loops of a kernel on two cores.
+  has_loops = case.starts is not None or case.blocks.span > 1
+  params = pltpu.InterpretParams(
+    uninitialized_memory="nan",
+    detect_races=True,
+    num_cores_or_threads=1 if has_loops else 2,
+  )
+
   with (
     chip.interpreted(params),
-    block_sizes.use(forward=blocks, backward=blocks),
+    block_sizes.use(forward=case.blocks, backward=case.blocks),
   ):
-    shared = _shared_out(*arguments, options)
-    actual = jax.block_until_ready(_run("pallas_tpu", *arguments, options))
-  assert np.max(jax.tree.leaves(_errors(actual, expected))) < 3e-6
-  assert len(races) >= 2 and not any(kernel.races_found for kernel in races)
-  assert shared and all(
-    any(size % 2 == 0 for size in sizes) for sizes in shared
-  ), shared
+    calls = kernel_calls(lambda: run("pallas_tpu", inputs))
+    actual = run("pallas_tpu", inputs)
+
+  chex.assert_trees_all_close(actual, expected, **FLOAT32_ATTENTION)
+  assert len(race_detectors) >= 2
+  for detector in race_detectors:
+    assert not detector.races_found
+  # The grid of a backward kernel has five axes. A parallel one is divided by
+  # two cores, so its size must be even.
+  num_backward_kernels = 0
+  for call in calls:
+    grid = call.params["grid_mapping"].grid
+    semantics = call.params["compiler_params"].dimension_semantics
+    if len(grid) != 5:
+      continue
+    num_backward_kernels += 1
+    parallel_sizes = []
+    for size, kind in zip(grid, semantics, strict=True):
+      if kind == pltpu.PARALLEL:
+        parallel_sizes.append(size)
+    assert any(size % 2 == 0 for size in parallel_sizes)
+  assert num_backward_kernels > 0
 
 
-def _shared_out(arguments, d_out, segment_ids, options):
-  """The sizes of the parallel axes of each backward kernel's grid, which has five axes."""
-  run = lambda arguments: _run(
-    "pallas_tpu", arguments, d_out, segment_ids, options
+# The next functions change q [B, T, Q, G, D], k [B, S, K, M, D] and v.
+
+
+def keep(q, k, v):
+  return q, k, v
+
+
+def make_one_key_huge(q, k, v):
+  k = k.copy()
+  k[:, 7] *= 1000
+  return q, k, v
+
+
+def make_keys_equal(q, k, v):
+  return q, np.broadcast_to(k[:, :1], k.shape), v
+
+
+def make_queries_large(q, k, v):
+  return np.sign(q) * 1e4, k, v
+
+
+def make_queries_and_keys_tiny(q, k, v):
+  return np.sign(q) * 2e-38, np.sign(k) * 2e-38, v
+
+
+def make_values_huge(q, k, v):
+  return q, k, np.sign(v) * 1e37
+
+
+def make_values_tiny(q, k, v):
+  return q, k, np.sign(v) * 1e-30
+
+
+def make_values_zero(q, k, v):
+  return q, k, np.zeros_like(v)
+
+
+def make_logits_equal(q, k, v, logit):
+  """Returns queries and keys with equal logits, to base 2."""
+  width = q.shape[-1]
+  # The logit is LOG2E / √width · width · element².
+  element = np.sqrt(abs(logit) / (LOG2E * np.sqrt(width)))
+  return np.full_like(q, np.sign(logit) * element), np.full_like(k, element), v
+
+
+class ExactResults(NamedTuple):
+  """Attention in float64 of one head with two maps.
+
+  Attributes:
+    out: the output [T, V].
+    lse: the log-sum-exp of each map, to base 2 [2, T].
+    max_logit: the largest logit by absolute value.
+    logit_size: the largest sum of absolute products of a query and a key, of
+      each query [2, T]. The rounding error of a logit is relative to it.
+    max_value: the largest value by absolute value.
+  """
+
+  out: np.ndarray
+  lse: np.ndarray
+  max_logit: float
+  logit_size: np.ndarray
+  max_value: float
+
+
+def exact_attention(q, k, v, lam, num_empty_rows: int) -> ExactResults:
+  """Returns attention whose query t sees keys 0 to t − num_empty_rows."""
+  q = np.asarray(q, np.float64)[0, :, 0]  # [T, 2, D]
+  k = np.asarray(k, np.float64)[0, :, 0]
+  v = np.asarray(v, np.float64)[0, :, 0]  # [T, V]
+  lam = np.asarray(lam, np.float64)[0]  # [T, 1]
+  scale = q.shape[-1] ** -0.5 * LOG2E
+  logits = np.einsum("tgd,sgd->gts", q, k) * scale
+  logit_sizes = np.einsum("tgd,sgd->gts", np.abs(q), np.abs(k)) * scale
+
+  length = q.shape[0]
+  query = np.arange(length)[:, None]
+  key = np.arange(length)
+  is_visible = query - num_empty_rows >= key
+  visible_logits = np.where(is_visible, logits, -np.inf)
+  max_logits = np.max(visible_logits, axis=-1, keepdims=True, initial=-1e300)
+  weights = np.exp2(np.minimum(logits - max_logits, 0)) * is_visible
+  sums = np.maximum(weights.sum(axis=-1, keepdims=True), 1e-300)
+  signal, noise = (weights / sums) @ v
+  return ExactResults(
+    out=signal - lam * noise,
+    lse=(max_logits + np.log2(sums))[..., 0],
+    max_logit=np.max(np.abs(logits)),
+    logit_size=np.max(logit_sizes, axis=-1),
+    max_value=max(np.max(np.abs(v)), 1e-300),
   )
-  kernels = [
-    eqn.params
-    for eqn in _equations(jax.make_jaxpr(run)(arguments).jaxpr)
-    if eqn.primitive.name == "pallas_call"
-  ]
-  axes = [
-    zip(
-      x["grid_mapping"].grid,
-      x["compiler_params"].dimension_semantics,
-      strict=True,
-    )
-    for x in kernels
-  ]
-  return [
-    [size for size, kind in pairs if kind == pltpu.PARALLEL]
-    for pairs in map(list, axes)
-    if len(pairs) == 5
-  ]
 
 
-def _all_logits(value: float):
-  """Queries and keys all of whose logits, base 2, are the value."""
-
-  def change(q, k, v):
-    length = np.sqrt(abs(value) / LOG2E * q.shape[-1] ** 0.5 / q.shape[-1])
-    return np.full_like(q, np.sign(value) * length), np.full_like(k, length), v
-
-  return change
-
-
-ADVERSE = {  # what becomes of q, k and v, and whether the quick kernel's result is taken
-  "as_drawn": (lambda q, k, v: (q, k, v), True),
-  "one_huge_key": (
-    lambda q, k, v: (
-      q,
-      np.where(np.arange(k.shape[1])[:, None, None, None] == 7, 1000 * k, k),
-      v,
-    ),
-    False,
+ADVERSE_INPUTS = [
+  pytest.param(keep, 0, True, id="as_drawn"),
+  pytest.param(make_one_key_huge, 0, False, id="one_huge_key"),
+  pytest.param(make_keys_equal, 0, True, id="equal_keys"),
+  pytest.param(
+    functools.partial(make_logits_equal, logit=-59), 0, True, id="logits_-59"
   ),
-  "equal_keys": (
-    lambda q, k, v: (q, np.broadcast_to(k[:, :1], k.shape), v),
-    True,
+  pytest.param(
+    functools.partial(make_logits_equal, logit=-62), 0, False, id="logits_-62"
   ),
-  "far_down": (_all_logits(-59.0), True),
-  "too_far_down": (_all_logits(-62.0), False),
-  "underflow": (_all_logits(-1000.0), False),
-  "far_up": (_all_logits(71.0), True),
-  "too_far_up": (_all_logits(82.0), False),
-  "overflow": (_all_logits(1000.0), False),
-  "large_queries": (lambda q, k, v: (np.sign(q) * 1e4, k, v), False),
-  "smallest_queries": (
-    lambda q, k, v: (np.sign(q) * 2e-38, np.sign(k) * 2e-38, v),
-    True,
+  pytest.param(
+    functools.partial(make_logits_equal, logit=-1000), 0, False, id="underflow"
   ),
-  "largest_values": (lambda q, k, v: (q, k, np.sign(v) * 1e37), False),
-  "smallest_values": (lambda q, k, v: (q, k, np.sign(v) * 1e-30), False),
-  "no_values": (lambda q, k, v: (q, k, 0 * v), True),
-  "rows_without_keys": (lambda q, k, v: (q, k, v), False),
-}
+  pytest.param(
+    functools.partial(make_logits_equal, logit=71), 0, True, id="logits_71"
+  ),
+  pytest.param(
+    functools.partial(make_logits_equal, logit=82), 0, False, id="logits_82"
+  ),
+  pytest.param(
+    functools.partial(make_logits_equal, logit=1000), 0, False, id="overflow"
+  ),
+  pytest.param(make_queries_large, 0, False, id="large_queries"),
+  pytest.param(make_queries_and_keys_tiny, 0, True, id="tiny_queries"),
+  pytest.param(make_values_huge, 0, False, id="huge_values"),
+  pytest.param(make_values_tiny, 0, False, id="tiny_values"),
+  pytest.param(make_values_zero, 0, True, id="zero_values"),
+  pytest.param(keep, 20, False, id="rows_without_keys"),
+]
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("name", ADVERSE)
-def test_nothing_is_lost_without_the_running_maximum(name, dtype, monkeypatch):
-  """Against float64; the log-sum-exps, which the backward pass reads, are right too."""
-  (q, k, v, lam), _, _ = _arguments(B=1, T=256, H=1)
-  change, quick = ADVERSE[name]
-  q, k, v = (
-    jnp.asarray(x, dtype)
-    for x in change(*(np.asarray(x, np.float64) for x in (q, k, v)))
-  )
-  scale = q.shape[-1] ** -0.5
-  hidden, taken, in_range = (
-    20 if name == "rows_without_keys" else 0,
-    [],
-    forward.in_range,
-  )
-  monkeypatch.setattr(
-    forward,
-    "in_range",
-    lambda *arrays: taken.append(in_range(*arrays)) or taken[-1],
-  )
-  exact = [np.asarray(x, np.float64) for x in (q, k, v, lam)]
-  logits = (
-    np.einsum("btgd,bsgd->bgts", exact[0][:, :, 0], exact[1][:, :, 0])
-    * scale
-    * LOG2E
-  )
-  visible = np.arange(256)[:, None] - hidden >= np.arange(256)
-  peak = np.max(
-    np.where(visible, logits, -np.inf), axis=-1, keepdims=True, initial=-1e300
-  )
-  weights = np.where(visible, np.exp2(np.minimum(logits - peak, 0)), 0)
-  sums = np.sum(weights, axis=-1, keepdims=True)
-  maps = np.einsum(
-    "bgts,bsv->bgtv", weights / np.maximum(sums, 1e-300), exact[2][:, :, 0]
-  )
-  expected = maps[:, 0] - exact[3] * maps[:, 1]
-  mask = Mask(256, 256, True, None, -hidden)
+@pytest.mark.parametrize(
+  "dtype",
+  [
+    pytest.param(jnp.float32, id="float32"),
+    pytest.param(jnp.bfloat16, id="bfloat16"),
+  ],
+)
+@pytest.mark.parametrize(
+  ("change", "num_empty_rows", "is_quick_result_used"), ADVERSE_INPUTS
+)
+def test_forward_pass_is_accurate_for_adverse_inputs(
+  change, num_empty_rows, is_quick_result_used, dtype, monkeypatch
+):
+  """The quick kernel's result is used only if it is accurate.
+
+  It does not subtract the maximum of the logits. If exponentials leave the
+  range of float32, the online kernel computes everything again.
+  """
+  decisions = []
+  in_range = forward.in_range
+
+  def record_decision(*arrays):
+    decisions.append(in_range(*arrays))
+    return decisions[-1]
+
+  monkeypatch.setattr(forward, "in_range", record_decision)
+  length = 256
+  inputs = make_inputs(Case("one_head", SQUARE, B=1, T=length, H=1))
+  *q_k_v, lam = inputs.arrays
+  q_k_v = [np.asarray(x, np.float64) for x in q_k_v]
+  q, k, v = [jnp.asarray(x, dtype) for x in change(*q_k_v)]
+  mask = Mask(length, length, True, None, -num_empty_rows)
   arrays = vjp.Arrays(q, k, v, lam, None, None, None)
+
   with chip.interpreted(True), block_sizes.use(forward=SQUARE, backward=SQUARE):
     options = vjp.Options(
-      scale, save=True, chosen=attention.IMPLEMENTATION.prepare(arrays, mask)
+      q.shape[-1] ** -0.5,
+      save=True,
+      chosen=attention.IMPLEMENTATION.prepare(arrays, mask),
     )
-    out, _, lse = attention.IMPLEMENTATION.forward(arrays, mask, options)
-  out, lse = (
-    np.asarray(out[:, 0], np.float64),
-    np.asarray(lse[:, 0], np.float64),
+    saved = attention.IMPLEMENTATION.forward(arrays, mask, options)
+
+  out = np.asarray(saved.out[0, 0], np.float64)
+  lse = np.asarray(saved.lse[0, 0], np.float64)
+  exact = exact_attention(q, k, v, lam, num_empty_rows)
+  assert [bool(decision) for decision in decisions] == [is_quick_result_used]
+
+  # The output has errors relative to the largest value. Logits of thousands
+  # have errors of 1e-4 in float32, and exponentials have that error too.
+  if dtype == jnp.float32:
+    error = 2e-6 * np.clip(exact.max_logit / 80, 1, 100)
+  else:
+    error = 2e-2
+  chex.assert_trees_all_close(
+    out / exact.max_value, exact.out / exact.max_value, rtol=0, atol=error
   )
-  largest = max(np.max(np.abs(exact[2])), 1e-300)
-  assert [bool(x) for x in taken] == [quick]
-  assert np.all(out[:, :hidden] == 0) and np.all(lse[..., :hidden] >= 1e29)
-  rounded = np.clip(
-    np.max(np.abs(logits)) / 80, 1, 100
-  )  # float32 holds a logit of thousands to 1e-4
-  assert (
-    np.max(np.abs(out - expected))
-    <= (2e-6 * rounded if dtype == jnp.float32 else 2e-2) * largest
+  assert (out[:num_empty_rows] == 0).all()
+
+  # The log-sum-exps, which the backward pass reads, have errors relative to
+  # the products that were added up. The quick kernel adds up weights in
+  # bfloat16 if V is bfloat16: half a unit in the last place is 2⁻⁹.
+  lse_error = 2e-6 if dtype == jnp.float32 else 2.0**-8 * LOG2E
+  size = np.maximum(1, exact.logit_size)[:, num_empty_rows:]
+  chex.assert_trees_all_close(
+    lse[:, num_empty_rows:] / size,
+    exact.lse[:, num_empty_rows:] / size,
+    rtol=0,
+    atol=lse_error,
   )
-  terms = (
-    np.einsum("btgd,bsgd->bgts", *(np.abs(x[:, :, 0]) for x in exact[:2]))
-    * scale
-    * LOG2E
-  )  # what a logit's rounding is relative to
-  difference = np.abs(lse - (peak + np.log2(np.maximum(sums, 1e-300)))[..., 0])
-  # The quick kernel adds up weights as V meets them, rounded to bfloat16: the backward pass rounds them likewise.
-  tolerance = (
-    2e-6 if dtype == jnp.float32 else 2.0**-8 * LOG2E
-  )  # half a unit in bfloat16's last place
-  assert (
-    np.max((difference / np.maximum(1, np.max(terms, axis=-1)))[..., hidden:])
-    <= tolerance
-  )
+  assert (lse[:, :num_empty_rows] >= 1e29).all()
 
 
 @pytest.mark.parametrize(
-  ("blocks", "options", "starts", "rows", "hidden"),
+  ("case", "rows", "hidden_keys"),
   [
-    (SQUARE, dict(window=64), None, slice(256, 384), np.r_[:128, 384:512]),
-    (FINE, dict(causal=False), (128,), slice(0, 128), np.r_[128:512]),
-    *full(
-      [
-        (SQUARE, {}, None, slice(0, 128), np.r_[128:512]),
-        (SQUARE, dict(causal=False), (128,), slice(0, 128), np.r_[128:512]),
-      ]
+    pytest.param(
+      Case("window", SQUARE, B=1, T=512, H=1, window=64),
+      slice(256, 384),
+      np.r_[:128, 384:512],
+      id="window",
+    ),
+    pytest.param(
+      Case("segments", FINE, B=1, T=384, H=1, causal=False, starts=(128,)),
+      slice(0, 128),
+      np.r_[128:384],
+      id="segments_within_a_tile",
+    ),
+    pytest.param(
+      Case("causal", SQUARE, B=1, T=384, H=1),
+      slice(0, 128),
+      np.r_[128:384],
+      id="causal",
+      marks=pytest.mark.full,
+    ),
+    pytest.param(
+      Case("segments", SQUARE, B=1, T=384, H=1, causal=False, starts=(128,)),
+      slice(0, 128),
+      np.r_[128:384],
+      id="segments",
+      marks=pytest.mark.full,
     ),
   ],
-  ids=["window", "segments_within_a_tile", "causal", "segments"],
 )
-def test_hidden_tiles_are_not_computed(blocks, options, starts, rows, hidden):
-  """NaN in keys and values spreads to every row that meets them in a product, masked or not."""
-  (q, k, v, lam), d_out, segment_ids = _arguments(
-    B=1, T=512, H=1, starts=starts
-  )
-  k, v = k.at[:, hidden].set(jnp.nan), v.at[:, hidden].set(jnp.nan)
-  d_out = jnp.zeros_like(d_out).at[:, rows].set(d_out[:, rows])
+def test_hidden_tiles_are_not_computed(case, rows, hidden_keys):
+  """NaN in a key makes each row NaN that is multiplied with it, even masked."""
+  inputs = make_inputs(case)
+  q, k, v, lam = inputs.arrays
+  k = k.at[:, hidden_keys].set(jnp.nan)
+  v = v.at[:, hidden_keys].set(jnp.nan)
+  d_out = jnp.zeros_like(inputs.d_out)
+  d_out = d_out.at[:, rows].set(inputs.d_out[:, rows])
+
   with (
     chip.interpreted(pltpu.InterpretParams()),
-    block_sizes.use(forward=blocks, backward=blocks),
+    block_sizes.use(forward=case.blocks, backward=case.blocks),
   ):
-    out, (d_q, _, _, d_lam) = _run(
-      "pallas_tpu", (q, k, v, lam), d_out, segment_ids, options
+    results = run(
+      "pallas_tpu", inputs._replace(arrays=(q, k, v, lam), d_out=d_out)
     )
-  assert (
-    np.isfinite(out[:, rows]).all()
-    and np.isfinite(d_q[:, rows]).all()
-    and np.isfinite(d_lam[:, rows]).all()
-  )
-  assert np.isnan(out[:, hidden]).any()  # the poison works
+
+  chex.assert_tree_all_finite(results.out[:, rows])
+  chex.assert_tree_all_finite(results.d_q[:, rows])
+  chex.assert_tree_all_finite(results.d_lam[:, rows])
+  # Rows that see these keys are NaN.
+  assert np.isnan(results.out[:, hidden_keys]).any()
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("window", [None, 1, 5, 8, 11])
-@pytest.mark.parametrize("offset", [-9, 0, 3, 8])
-def test_tiles_against_the_mask_itself(causal, window, offset):
-  """Tiles said to be hidden, whole or within reach are so; every difference of a partly visible tile is listed."""
-  q_block, kv_block, q_length, kv_length = 8, 4, 21, 18
-  tiles = Mask(q_length, kv_length, causal, window, offset)
-  p, k = offset + np.arange(24)[:, None], np.arange(20)
-  distance = p - k
-  mask = (
-    (k < kv_length)
-    & ((distance >= 0) | (not causal))
-    & (window is None or abs(distance) < window if not causal else True)
-  )
-  if causal and window is not None:
-    mask = mask & (distance < window)
-  differences = tiles.partial_differences(q_block, kv_block, 99)
-  for i in range(3):
-    p0, p1 = offset + i * q_block, offset + (i + 1) * q_block - 1
-    first, last = tiles.keys_of(p0, p1)
-    seen = np.flatnonzero(mask[i * q_block : (i + 1) * q_block].any(0))
-    assert seen.size == 0 or (first <= seen.min() and seen.max() <= last)
-    for j in range(5):
-      k0, k1 = j * kv_block, (j + 1) * kv_block - 1
-      tile = mask[i * q_block : (i + 1) * q_block, k0 : k1 + 1]
-      some = tiles.any_visible(p0, p1, k0, k1)
-      every = tiles.all_visible(p0, p1, k0, k1)
-      assert some or not tile.any()
-      real = tile[
-        : max(0, q_length - i * q_block)
-      ]  # rows beyond the last query may see padding where causality hides it from real ones
-      assert not every or real.all()
-      if differences is not None and some and not every:
-        assert p0 - k0 in differences
-      if tile.any():
-        low, high = tiles.rows_of(k0, k1)
-        rows = np.flatnonzero(mask[:q_length, k0 : k1 + 1].any(1))
-        assert rows.size == 0 or (low <= rows.min() and rows.max() <= high)
+# The tiles of the next tests have 8 queries and 4 keys. The last one of each
+# row and column is cut off.
+Q_BLOCK, KV_BLOCK, Q_LENGTH, KV_LENGTH = 8, 4, 21, 18
+
+
+class Tile(NamedTuple):
+  """A tile of 8 queries and 4 keys. The last positions are inclusive."""
+
+  first_query: int
+  last_query: int
+  first_key: int
+  last_key: int
+  is_visible: np.ndarray  # [queries, keys], without those beyond the ends
+
+
+@pytest.fixture(
+  params=itertools.product([True, False], [None, 1, 5, 8, 11], [-9, 0, 3, 8]),
+  ids=str,
+)
+def mask(request):
+  causal, window, offset = request.param
+  return Mask(Q_LENGTH, KV_LENGTH, causal, window, offset)
+
+
+def visible_pairs(mask: Mask) -> np.ndarray:
+  """Returns whether query t sees key s, by the definition of a mask [T, S]."""
+  query = mask.offset + np.arange(mask.q_length)[:, None]
+  distance = query - np.arange(mask.kv_length)
+  is_visible = np.full(distance.shape, True)
+  if mask.causal:
+    is_visible &= distance >= 0
+  if mask.window is not None:
+    is_visible &= np.abs(distance) < mask.window
+  return is_visible
+
+
+def tiles_of(mask: Mask) -> list[Tile]:
+  """Returns all tiles of a mask. Queries have positions from the offset on."""
+  is_visible = visible_pairs(mask)
+  tiles = []
+  for query in range(0, Q_LENGTH, Q_BLOCK):
+    for key in range(0, KV_LENGTH, KV_BLOCK):
+      first_query = mask.offset + query
+      tile = Tile(
+        first_query=first_query,
+        last_query=first_query + Q_BLOCK - 1,
+        first_key=key,
+        last_key=key + KV_BLOCK - 1,
+        is_visible=is_visible[query : query + Q_BLOCK, key : key + KV_BLOCK],
+      )
+      tiles.append(tile)
+  return tiles
+
+
+def test_keys_of_contains_all_visible_keys(mask):
+  is_visible = visible_pairs(mask)
+  for query in range(0, Q_LENGTH, Q_BLOCK):
+    first_query = mask.offset + query
+    first_key, last_key = mask.keys_of(first_query, first_query + Q_BLOCK - 1)
+
+    rows = is_visible[query : query + Q_BLOCK]
+    visible_keys = np.flatnonzero(rows.any(axis=0))
+
+    assert (visible_keys >= first_key).all()
+    assert (visible_keys <= last_key).all()
+
+
+def test_rows_of_contains_all_queries_that_see_a_tile(mask):
+  is_visible = visible_pairs(mask)
+  for key in range(0, KV_LENGTH, KV_BLOCK):
+    first_row, last_row = mask.rows_of(key, key + KV_BLOCK - 1)
+
+    columns = is_visible[:, key : key + KV_BLOCK]
+    rows = np.flatnonzero(columns.any(axis=1))
+
+    assert (rows >= first_row).all()
+    assert (rows <= last_row).all()
+
+
+def test_tile_without_any_visible_pair_has_none(mask):
+  for tile in tiles_of(mask):
+    *corners, is_visible = tile
+    if not mask.any_visible(*corners):
+      assert not is_visible.any()
+
+
+def test_tile_with_all_pairs_visible_has_all(mask):
+  for tile in tiles_of(mask):
+    *corners, is_visible = tile
+    if mask.all_visible(*corners):
+      assert is_visible.all()
+
+
+def test_partial_differences_list_all_partially_visible_tiles(mask):
+  differences = mask.partial_differences(Q_BLOCK, KV_BLOCK, 99)
+  if differences is None:
+    return
+
+  for tile in tiles_of(mask):
+    corners = tile[:4]
+    if mask.any_visible(*corners) and not mask.all_visible(*corners):
+      assert tile.first_query - tile.first_key in differences
 
 
 @pytest.mark.parametrize(
-  ("changes", "message"),
+  ("dtype", "D", "V", "message"),
   [
-    (dict(dtype=jnp.float16), "float16.*bfloat16"),
-    (dict(D=264), "D = 264.*up to 256"),
-    (dict(V=520), "V = 520.*up to 512"),
+    pytest.param(jnp.float16, 8, 16, "float16.*bfloat16", id="dtype"),
+    pytest.param(jnp.float32, 264, 16, "D = 264.*up to 256", id="D"),
+    pytest.param(jnp.float32, 8, 520, "V = 520.*up to 512", id="V"),
   ],
 )
-def test_refusals_name_what_works(changes, message):
-  dtype, D, V = (
-    changes.get("dtype", jnp.float32),
-    changes.get("D", 8),
-    changes.get("V", 16),
-  )
-  zeros = functools.partial(jnp.zeros, dtype=dtype)
+def test_error_names_what_is_supported(dtype, D, V, message):
+  q = jnp.zeros((1, 8, 2, 2, D), dtype)
+  v = jnp.zeros((1, 8, 2, V), dtype)
+
   with (
     chip.interpreted(True),
     pytest.raises(
       ValueError, match=f"^q .*{message}.*implementation='chunked'"
     ),
   ):
-    diff_attention(
-      zeros((1, 8, 2, 2, D)),
-      zeros((1, 8, 2, 2, D)),
-      zeros((1, 8, 2, V)),
-      0.5,
-      implementation="pallas_tpu",
-    )
+    diff_attention(q, q, v, 0.5, implementation="pallas_tpu")
 
 
 def test_another_backend_is_refused():
-  x = jnp.zeros((1, 8, 2, 2, 8))
+  q = jnp.zeros((1, 8, 2, 2, 8))
+  v = jnp.zeros((1, 8, 2, 16))
+
   with pytest.raises(
     ValueError,
-    match="^implementation = 'pallas_tpu' needs a TPU, and the backend is 'cpu'; use implementation=",
+    match="^implementation = 'pallas_tpu' needs a TPU, and the backend is"
+    " 'cpu'; use implementation=",
   ):
-    diff_attention(
-      x, x, jnp.zeros((1, 8, 2, 16)), 0.5, implementation="pallas_tpu"
-    )
+    diff_attention(q, q, v, 0.5, implementation="pallas_tpu")
 
 
-def test_without_a_gradient_nothing_is_saved_for_one():
-  """The forward kernel then writes no O₂, but its output and the log-sum-exps, which show whether it is right."""
-  arguments, _, _ = _arguments(T=130)
-  attend = lambda *a: diff_attention(*a, implementation="pallas_tpu")
+def test_forward_kernel_without_gradient_saves_less():
+  """With a gradient it also writes the noise maps' outputs.
 
-  def written(function):
-    kernels = [
-      eqn
-      for eqn in _equations(jax.make_jaxpr(function)(*arguments).jaxpr)
-      if eqn.primitive.name == "pallas_call"
-    ]
-    return len(kernels[0].outvars)
+  Without one, it writes the output and the log-sum-exps, which show whether
+  the quick kernel's result is accurate.
+  """
+  inputs = make_inputs(Case("v1", SQUARE, T=130))
+
+  def attend(*arrays):
+    return diff_attention(*arrays, implementation="pallas_tpu")
+
+  def attend_and_save(*arrays):
+    return jax.vjp(attend, *arrays)[0]
 
   with chip.interpreted():
-    assert (
-      written(attend) == 2 and written(lambda *a: jax.vjp(attend, *a)[0]) == 3
-    )
+    without_gradient = kernel_calls(attend, *inputs.arrays)[0]
+    with_gradient = kernel_calls(attend_and_save, *inputs.arrays)[0]
 
-
-def _equations(jaxpr):
-  """Equations, those inside other equations included."""
-  for eqn in jaxpr.eqns:
-    yield eqn
-    for value in jax.tree.leaves(
-      list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
-    ):
-      if hasattr(value := getattr(value, "jaxpr", value), "eqns"):
-        yield from _equations(value)
+  assert len(without_gradient.outvars) == 2
+  assert len(with_gradient.outvars) == 3
