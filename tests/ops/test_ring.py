@@ -1,15 +1,23 @@
-"""Attention over rows that several devices share, as a ring: equal to one device's; what is compiled for it."""
+"""Ring attention: several devices share the tokens of each sequence.
+
+Keys and values travel around the ring, one piece per device and step.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -28,18 +36,39 @@ from diffjax.ops.diff_attention import (
 from diffjax.ops.diff_attention.mask import Mask
 from diffjax.ops.diff_attention.sharded import TokenSharding
 from diffjax.ops.diff_attention.tpu import block_sizes, chip
-from tests.harness.tiers import full
+from tests.harness.tolerances import FLOAT64
 
 
 @pytest.fixture(autouse=True)
-def loops(monkeypatch):
-  """Steps in loops, as on accelerators. Whole training steps, in tests/parallel/test_mesh.py, are as on CPU."""
+def steps_in_loops(monkeypatch):
+  """Runs the steps of the ring in loops, as on accelerators.
+
+  tests/parallel/test_mesh.py runs whole training steps as on CPUs.
+  """
   monkeypatch.setattr(ring, "platform", lambda: "tpu")
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """Shapes and options of one call over `shards` devices along the tokens and `tensor` along the heads."""
+  """The shapes and options of one call. Axes: see diffjax/parameters.py.
+
+  Attributes:
+    name: the id of the test.
+    shards: devices that share the tokens.
+    tensor: devices that share the heads.
+    order: the order of the tokens, "balanced" or "given".
+    T: tokens of a sequence.
+    H: heads.
+    K: key heads.
+    G: maps of a group of queries.
+    M: maps of the keys.
+    V: width of the values.
+    has_segments: whether sequences have several documents.
+    q_offset: argument of `diff_attention`.
+    window: argument of `diff_attention`.
+    causal: argument of `diff_attention`.
+    scale: argument of `diff_attention`.
+  """
 
   name: str
   shards: int = 4
@@ -51,310 +80,379 @@ class Case:
   G: int = 2
   M: int = 2
   V: int = 6
-  ids: bool = False
-  options: tuple = ()  # of (name, value)
+  has_segments: bool = False
+  q_offset: int = 0
+  window: int | None = None
+  causal: bool = True
+  scale: float | None = None
 
-  def __str__(self) -> str:
-    return self.name
 
-
+V1_GROUPED = Case("v1_grouped", shards=8)
+V2_SEGMENTS = Case("v2_segments_given", M=1, order="given", has_segments=True)
 CASES = [
-  Case("v1_grouped", shards=8),
-  Case("v2_segments_given", M=1, order="given", ids=True),
-  Case(
-    "plain_window_tensor",
-    shards=4,
-    tensor=2,
-    G=1,
-    M=1,
-    options=(("window", 7),),
-  ),
+  V1_GROUPED,
+  V2_SEGMENTS,
+  Case("plain_window_tensor", tensor=2, G=1, M=1, window=7),
 ]
-MORE = [
+COMBINED_CASES = [
   Case("two_shards", shards=2),
   Case("given", order="given"),
-  Case("given_window", shards=8, order="given", options=(("window", 3),)),
-  Case("short_window_segments", shards=8, ids=True, options=(("window", 3),)),
-  Case("long_window", shards=4, options=(("window", 19),)),
-  Case("not_causal", ids=True, options=(("causal", False),)),
-  Case(
-    "not_causal_window", shards=8, options=(("causal", False), ("window", 5))
-  ),
-  Case("offset", options=(("q_offset", 3),)),
-  Case(
-    "offset_before_the_keys_given",
-    order="given",
-    options=(("q_offset", -13), ("window", 6)),
-  ),
-  Case("nothing_to_see", options=(("q_offset", -32),)),
+  Case("given_window", shards=8, order="given", window=3),
+  Case("short_window_segments", shards=8, has_segments=True, window=3),
+  Case("long_window", window=19),
+  Case("not_causal", has_segments=True, causal=False),
+  Case("not_causal_window", shards=8, causal=False, window=5),
+  Case("offset", q_offset=3),
+  Case("offset_before_the_keys_given", order="given", q_offset=-13, window=6),
+  Case("no_visible_keys", q_offset=-32),
   Case(
     "v2_segments_tensor",
     shards=2,
     tensor=2,
     M=1,
-    ids=True,
-    options=(("scale", 0.3),),
+    has_segments=True,
+    scale=0.3,
   ),
-  Case("plain", shards=8, G=1, M=1),
 ]
 
 
-def _arguments(case: Case, dtype):
+def by_name(cases: list[Case], full_cases: list[Case] | None = None) -> list:
+  """Returns parameters with the names of the cases as ids.
+
+  Only the full tier runs `full_cases`.
+  """
+  parameters = [pytest.param(case, id=case.name) for case in cases]
+  for case in full_cases or []:
+    parameter = pytest.param(case, id=case.name, marks=pytest.mark.full)
+    parameters.append(parameter)
+  return parameters
+
+
+class Inputs(NamedTuple):
+  """The arrays of one call."""
+
+  arrays: tuple  # q, k, v and λ, which is None with one map
+  d_out: np.ndarray
+  segment_ids: np.ndarray | None
+
+
+class Results(NamedTuple):
+  """The output of one call, and the gradients of its arguments."""
+
+  out: np.ndarray
+  d_q: np.ndarray
+  d_k: np.ndarray
+  d_v: np.ndarray
+  d_lam: np.ndarray | None
+
+
+def make_inputs(case: Case, dtype: Any) -> Inputs:
+  """Returns random arrays. The numbers are the same in all dtypes."""
   rng = np.random.default_rng(0)
-  normal = lambda *shape: (
-    rng.standard_normal(shape).astype(jnp.dtype(jnp.bfloat16)).astype(dtype)
-  )
-  q, k, v = (
-    normal(2, case.T, case.H, case.G, 8),
-    normal(2, case.T, case.K, case.M, 8),
-    normal(2, case.T, case.K, case.V),
-  )
-  lam = (
-    normal(2, case.T, case.H).astype(np.promote_types(dtype, np.float32))
-    if case.G == 2
-    else None
-  )
-  ids = (
-    np.stack([np.arange(case.T) // 5, np.arange(case.T) // 11]).astype(np.int32)
-    if case.ids
-    else None
-  )
-  return (q, k, v, lam), normal(2, case.T, case.H, case.V), ids
+
+  def normal(*shape):
+    return rng.standard_normal(shape).astype(jnp.bfloat16).astype(dtype)
+
+  q = normal(2, case.T, case.H, case.G, 8)
+  k = normal(2, case.T, case.K, case.M, 8)
+  v = normal(2, case.T, case.K, case.V)
+  lam = None
+  if case.G == 2:
+    lam_dtype = np.promote_types(dtype, np.float32)
+    lam = normal(2, case.T, case.H).astype(lam_dtype)
+  d_out = normal(2, case.T, case.H, case.V)
+  segment_ids = None
+  if case.has_segments:
+    tokens = np.arange(case.T, dtype=np.int32)
+    segment_ids = np.stack([tokens // 5, tokens // 11])
+  return Inputs((q, k, v, lam), d_out, segment_ids)
 
 
-def _mesh(shards: int, tensor: int = 1):
-  return jax.make_mesh(
-    (shards, tensor),
+def make_program(case: Case, implementation: str, sharding=None):
+  """Returns a jitted function from Inputs to Results.
+
+  Args:
+    case: shapes and options.
+    implementation: argument of `diff_attention`.
+    sharding: argument of `diff_attention`. None for a single device.
+  """
+  options: dict[str, Any] = {
+    "q_offset": case.q_offset,
+    "window": case.window,
+    "causal": case.causal,
+    "scale": case.scale,
+    "implementation": implementation,
+  }
+  if sharding is not None:
+    options["sharding"] = sharding
+    options["token_order"] = case.order
+
+  @jax.jit
+  def program(inputs):
+    attend = functools.partial(
+      diff_attention, q_segment_ids=inputs.segment_ids, **options
+    )
+    out, vjp = jax.vjp(attend, *inputs.arrays)
+    return Results(out, *vjp(inputs.d_out))
+
+  return program
+
+
+def make_sharding(case: Case) -> NamedSharding:
+  """Returns a sharding of [B, T, H] over tokens and heads."""
+  mesh = jax.make_mesh(
+    (case.shards, case.tensor),
     ("context", "tensor"),
-    devices=jax.devices()[: shards * tensor],
+    devices=jax.devices()[: case.shards * case.tensor],
   )
+  return NamedSharding(mesh, P(None, "context", "tensor"))
 
 
-def _program(case: Case, implementation: str, ids, sharded: bool):
-  options = dict(case.options, implementation=implementation, q_segment_ids=ids)
-  if sharded:
-    sharding = NamedSharding(
-      _mesh(case.shards, case.tensor), P(None, "context", "tensor")
-    )
-    options |= {"sharding": sharding, "token_order": case.order}
+def run_ring(
+  case: Case, dtype: Any, implementation: str = "chunked"
+) -> Results:
+  """Returns the results of the ring in float64, in the order of the tokens."""
+  order = np.arange(case.T)
+  if case.order == "balanced":
+    order = balanced_order(case.T, case.shards)
+  inputs = jax.tree.map(lambda x: x[:, order], make_inputs(case, dtype))
 
-  def run(arguments, d_out):
-    out, pull = jax.vjp(lambda *a: diff_attention(*a, **options), *arguments)
-    return [out, *(x for x in pull(d_out) if x is not None)]
+  results = make_program(case, implementation, make_sharding(case))(inputs)
 
-  return jax.jit(run)
-
-
-def _over_devices(case: Case, dtype, implementation="chunked"):
-  """Output and gradients by the ring, in the order of the row."""
-  arguments, d_out, ids = _arguments(case, dtype)
-  order = (
-    balanced_order(case.T, case.shards)
-    if case.order == "balanced"
-    else np.arange(case.T)
-  )
-  moved = lambda x: None if x is None else x[:, order]
-  found = _program(case, implementation, moved(ids), True)(
-    tuple(map(moved, arguments)), moved(d_out)
-  )
-  return [np.asarray(x, np.float64)[:, np.argsort(order)] for x in found]
+  back = np.argsort(order)
+  return jax.tree.map(lambda x: np.asarray(x, np.float64)[:, back], results)
 
 
-def _on_one(case: Case):
-  """The definition's, in float64 on one device."""
+def expected_results(case: Case) -> Results:
+  """Returns the results of the reference on one device in float64."""
   with jax.enable_x64(True):
-    arguments, d_out, ids = _arguments(case, np.float64)
-    return list(
-      map(np.asarray, _program(case, "reference", ids, False)(arguments, d_out))
+    results = make_program(case, "reference")(make_inputs(case, np.float64))
+    return jax.tree.map(np.asarray, results)
+
+
+def assert_results_close(
+  actual: Results, expected: Results, error: float
+) -> None:
+  """Compares each array, relative to its largest number if that exceeds 1."""
+  for name in Results._fields:
+    array = getattr(expected, name)
+    if array is None:
+      continue
+    largest = max(1.0, np.abs(array).max())
+    chex.assert_trees_all_close(
+      getattr(actual, name), array, rtol=error, atol=error * largest
     )
 
 
-def _assert_close(actual, expected, tolerance):
-  assert len(actual) == len(expected)
-  for a, e in zip(actual, expected, strict=True):
-    np.testing.assert_allclose(
-      a, e, rtol=tolerance, atol=tolerance * max(1.0, np.abs(e).max())
-    )
+@pytest.mark.parametrize("case", by_name(CASES, COMBINED_CASES))
+def test_ring_equals_one_device(case):
+  actual = run_ring(case, np.float32)
+
+  assert_results_close(actual, expected_results(case), 5e-6)
 
 
-@pytest.mark.parametrize("case", [*CASES, *full(MORE)], ids=str)
-def test_the_ring_is_one_device(case):
-  _assert_close(_over_devices(case, np.float32), _on_one(case), 5e-6)
-
-
-@pytest.mark.parametrize("case", [CASES[1]], ids=str)
-def test_float64_and_bfloat16(case):
-  """In float64 to rounding. In bfloat16 all is rounded once, whatever the number of steps, as on one device; dλ = −rowsum(dO ∘ A₂V) reads a
-  rounded A₂V, as in the kernels."""
+def test_ring_computes_float64_in_float64():
   with jax.enable_x64(True):
-    _assert_close(_over_devices(case, np.float64), _on_one(case), 1e-12)
-  expected = _on_one(case)
-  error = lambda found: [
-    np.sqrt(np.mean((np.asarray(f, np.float64) - e) ** 2))
-    for f, e in zip(found, expected, strict=True)
-  ]
-  arguments, d_out, ids = _arguments(case, jnp.dtype(jnp.bfloat16))
-  *one, _ = error(_program(case, "chunked", ids, False)(arguments, d_out))
-  *ours, of_lam = error(_over_devices(case, jnp.dtype(jnp.bfloat16)))
-  assert all(r <= 1.1 * o for r, o in zip(ours, one, strict=True)), (ours, one)
-  assert of_lam <= 2**-9 * np.sqrt(np.mean(expected[-1] ** 2)), of_lam
+    actual = run_ring(V2_SEGMENTS, np.float64)
+
+  expected = expected_results(V2_SEGMENTS)
+  chex.assert_trees_all_close(actual, expected, **FLOAT64)
+
+
+def test_ring_is_as_accurate_in_bfloat16_as_one_device():
+  """Results are rounded once, after the last step of the ring."""
+  case = V2_SEGMENTS
+  expected = expected_results(case)
+  one_device = make_program(case, "chunked")(make_inputs(case, jnp.bfloat16))
+  on_ring = run_ring(case, jnp.bfloat16)
+
+  def root_mean_square(x):
+    return np.sqrt(np.mean(np.asarray(x, np.float64) ** 2))
+
+  for name in ("out", "d_q", "d_k", "d_v"):
+    exact = getattr(expected, name)
+    ring_error = root_mean_square(getattr(on_ring, name) - exact)
+    device_result = np.asarray(getattr(one_device, name), np.float64)
+    assert ring_error <= 1.1 * root_mean_square(device_result - exact)
+  # dλ = −rowsum(dO ∘ A₂V) reads a rounded A₂V, as in the kernels.
+  lam_error = root_mean_square(on_ring.d_lam - expected.d_lam)
+  assert lam_error <= 2**-9 * root_mean_square(expected.d_lam)
 
 
 @pytest.mark.parametrize(
   "case",
-  [
-    Case("v1", shards=2, T=512, H=1, K=1, V=16),
-    *full(
-      [
-        Case("v2_segments", T=1024, H=2, K=1, M=1, ids=True),
-        Case("plain_window", T=1024, G=1, M=1, K=4, options=(("window", 200),)),
-      ]
-    ),
-  ],
-  ids=str,
+  by_name(
+    [Case("v1", shards=2, T=256, H=1, K=1, V=16)],
+    [
+      Case("v2_segments", T=1024, H=2, K=1, M=1, has_segments=True),
+      Case("plain_window", T=1024, G=1, M=1, K=4, window=200),
+    ],
+  ),
 )
-def test_the_kernels_go_round(case):
-  # The TPU's interpreter waits at every kernel for all devices. Under a window they do not run equally many: Pallas's general one does.
-  with chip.interpreted(True if case.options else None):
-    actual = _over_devices(case, np.float32, "pallas_tpu")
-  _assert_close(actual, _on_one(case), 2e-5)
+def test_ring_of_tpu_kernels_equals_one_device(case):
+  # Pallas's interpreter for TPUs waits at each kernel for all devices. With a
+  # window, devices run different numbers of kernels. So that case needs
+  # Pallas's general interpreter.
+  params = True if case.window is not None else None
+
+  with chip.interpreted(params):
+    actual = run_ring(case, np.float32, "pallas_tpu")
+
+  assert_results_close(actual, expected_results(case), 2e-5)
 
 
-@pytest.mark.parametrize("implementation", ["chunked", "pallas_tpu"])
-def test_partial_results_are_not_rounded(implementation):
-  """Outputs and gradients of a part of the keys are float32 where the arrays are not."""
-  (q, k, v, lam), d_out, _ = _arguments(CASES[0], jnp.dtype(jnp.bfloat16))
-  chosen, mask = implementations.implementation_of(implementation), Mask(32, 32)
+@pytest.mark.parametrize("name", ["chunked", "pallas_tpu"])
+def test_partial_results_are_float32(name):
+  """Results for a part of the keys are added up, so they are not rounded."""
+  inputs = make_inputs(V1_GROUPED, jnp.bfloat16)
+  implementation = implementations.implementation_of(name)
+  mask = Mask(32, 32)
 
-  def run(q, k, v, lam, d_out):
+  def run_partial(q, k, v, lam, d_out):
     arrays = Arrays(q, k, v, lam, None, None, None)
-    options = Options(0.3, save=True, chosen=chosen.prepare(arrays, mask))
-    saved = chosen.partial.forward(arrays, mask, options)
-    narrow = saved._replace(
+    chosen = implementation.prepare(arrays, mask)
+    options = Options(0.3, save=True, chosen=chosen)
+    saved = implementation.partial.forward(arrays, mask, options)
+    rounded = saved._replace(
       out=saved.out.astype(q.dtype), out2=saved.out2.astype(q.dtype)
     )
-    return saved, chosen.partial.backward(arrays, mask, options, narrow, d_out)
+    gradients = implementation.partial.backward(
+      arrays, mask, options, rounded, d_out
+    )
+    return saved, gradients
 
   with chip.interpreted():
-    saved, gradients = jax.eval_shape(run, q, k, v, lam, d_out)
-  assert {x.dtype for x in (*saved, *gradients)} == {jnp.dtype(jnp.float32)}
-  assert saved.out.shape == saved.out2.shape == (
-    2,
-    4,
-    32,
-    6,
-  ) and saved.lse.shape == (2, 4, 2, 32)
+    saved, gradients = jax.eval_shape(run_partial, *inputs.arrays, inputs.d_out)
 
-
-def _text(case: Case):
-  arguments, d_out, ids = _arguments(case, np.float32)
-  return (
-    _program(case, "chunked", ids, True)
-    .lower(arguments, d_out)
-    .compile()
-    .as_text()
-  )
+  for result in (*saved, *gradients):
+    assert result.dtype == jnp.float32
+  chex.assert_shape([saved.out, saved.out2], (2, 4, 32, 6))
+  chex.assert_shape(saved.lse, (2, 4, 2, 32))
 
 
 @pytest.mark.usefixtures("optimised")
 @pytest.mark.parametrize(
-  "case, moves",
+  ("case", "num_moves"),
   [
-    (Case("balanced", shards=4, ids=True), None),
-    # In balanced order pieces that follow each other lie on neighbours of either side: two moves, and one back home.
-    (Case("window", shards=8, options=(("window", 3),)), 2),
-    (
-      Case("window_given", shards=8, order="given", options=(("window", 3),)),
+    pytest.param(Case("balanced", has_segments=True), None, id="balanced"),
+    # In balanced order, consecutive pieces are on neighbors of either side: two
+    # moves.
+    pytest.param(Case("window", shards=8, window=3), 2, id="window"),
+    pytest.param(
+      Case("window_given", shards=8, order="given", window=3),
       1,
+      id="window_given",
     ),
   ],
-  ids=str,
 )
-def test_keys_travel_and_are_never_gathered(case, moves):
-  text = _text(case)
-  assert (
-    "all-gather" not in text
-    and "all-reduce" not in text
-    and "all-to-all" not in text
-  )
-  assert " collective-permute(" in text
-  if (
-    moves is not None
-  ):  # of k and v, which the backward pass finds where they are, and of dK and dV, which also go home
-    assert len(re.findall(r" collective-permute\(", text)) == 2 * moves + 2 * (
-      moves + 1
-    )
+def test_compiled_ring_sends_keys_only_to_neighbors(case, num_moves):
+  program = make_program(case, "chunked", make_sharding(case))
+  text = program.lower(make_inputs(case, np.float32)).compile().as_text()
+
+  assert "all-gather" not in text
+  assert "all-reduce" not in text
+  assert "all-to-all" not in text
+  num_transfers = len(re.findall(r" collective-permute\(", text))
+  assert num_transfers > 0
+  if num_moves is not None:
+    # k and v move in the forward pass, and the backward pass reuses them. dk
+    # and dv make the same moves, and one more to the device of their keys.
+    assert num_transfers == 2 * num_moves + 2 * (num_moves + 1)
 
 
 @pytest.mark.parametrize("order", ["balanced", "given"])
 @pytest.mark.parametrize("shards", [2, 8])
-def test_causal_masks_are_known_and_steps_are_equal(order, shards):
-  """Of a causal mask a device's own keys are cut, all other ones are seen whole or not at all; in balanced order by as many queries."""
+def test_only_the_first_step_of_a_causal_ring_has_masks(order, shards):
+  """Later steps see all keys of another device, or none."""
   length = 16
   steps = ring_plan.plan_steps(
     Mask(length, length), TokenSharding(("context",), shards, order)
   )
+
   assert [step.distance for step in steps] == list(range(shards))
-  assert all(
-    [call.mask for call in calls] == [Mask(length, length)]
-    for calls in steps[0].calls
-  )
+  for calls in steps[0].calls:
+    assert [call.mask for call in calls] == [Mask(length, length)]
   for step in steps[1:]:
     for calls in step.calls:
-      assert all(
-        not call.mask.causal and call.mask.window is None for call in calls
-      )
-    areas = {
-      sum(call.mask.q_length * call.mask.kv_length for call in calls)
-      for calls in step.calls
-    }
-    assert areas == (
-      {length**2 // 2} if order == "balanced" else {0, length**2}
-    )
-    assert all(len(calls) <= 1 for calls in step.calls)
+      assert len(calls) <= 1
+      for call in calls:
+        assert not call.mask.causal
+        assert call.mask.window is None
 
 
-def test_keys_leave_before_they_are_attended_to():
-  """The next keys' transfer does not wait for the present ones' attention, nor do gradients that arrive: the two can overlap."""
-  case = Case("balanced", shards=4)
-  arguments, d_out, ids = _arguments(case, np.float32)
-  jaxpr = jax.make_jaxpr(_program(case, "chunked", ids, True))(
-    arguments, d_out
-  ).jaxpr
-  bodies = [
-    eqn.params["jaxpr"].jaxpr
-    for eqn in _equations(jaxpr)
-    if eqn.primitive.name == "scan" and "ppermute" in str(eqn)
-  ]
-  assert len(bodies) == 2  # forward and backward
-  for body in bodies:
-    made_here: set = set()  # what follows from a step's attention
-    for eqn in body.eqns:
-      after = any(
-        x in made_here for x in eqn.invars if not hasattr(x, "val")
-      )  # constants have one
-      assert not (after and eqn.primitive.name == "ppermute")
-      if after or eqn.primitive.name == "cond":
-        made_here |= set(eqn.outvars)
-    assert made_here
-
-
-def _of_a_tpu(devices, chips, available):
-  """The program of one head's gradient over four chips, with small blocks, which compile soon."""
-  mesh, sizes = (
-    jax.make_mesh((4,), ("context",), devices=devices[:4]),
-    block_sizes.Blocks(256, 256, 256, 256, resident=16384),
+@pytest.mark.parametrize(
+  ("order", "expected_areas"),
+  [
+    pytest.param("balanced", {16 * 16 // 2}, id="balanced"),
+    pytest.param("given", {0, 16 * 16}, id="given"),
+  ],
+)
+@pytest.mark.parametrize("shards", [2, 8])
+def test_balanced_order_gives_all_devices_equal_work(
+  order, expected_areas, shards
+):
+  steps = ring_plan.plan_steps(
+    Mask(16, 16), TokenSharding(("context",), shards, order)
   )
-  sharding = NamedSharding(mesh, P(None, "context"))
-  shapes = [(1, 65_536, 1, 2, 128), (1, 65_536, 1, 2, 128), (1, 65_536, 1, 256)]
-  arrays = [
-    jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding)
-    for shape in shapes
-  ]
 
-  def loss(*arrays):
+  for step in steps[1:]:
+    areas = set()
+    for calls in step.calls:
+      area = 0
+      for call in calls:
+        area += call.mask.q_length * call.mask.kv_length
+      areas.add(area)
+    assert areas == expected_areas
+
+
+def iterate_equations(jaxpr: Any) -> Iterator[Any]:
+  """Yields the equations of a program, including those of inner programs."""
+  for equation in jaxpr.eqns:
+    yield equation
+    for inner in jaxprs_in_params(equation.params):
+      yield from iterate_equations(inner)
+
+
+def test_transfers_do_not_wait_for_attention():
+  """So a step's transfers can run at the same time as its attention."""
+  case = Case("balanced")
+  program = make_program(case, "chunked", make_sharding(case))
+  jaxpr = jax.make_jaxpr(program)(make_inputs(case, np.float32)).jaxpr
+  loop_bodies = []
+  for equation in iterate_equations(jaxpr):
+    if equation.primitive.name == "scan" and "ppermute" in str(equation):
+      loop_bodies.append(equation.params["jaxpr"].jaxpr)
+
+  # The forward pass and the backward pass.
+  assert len(loop_bodies) == 2
+  for body in loop_bodies:
+    # The results of a step's attention, which is a `cond`, and everything that
+    # is computed from them.
+    attention_results = set()
+    for equation in body.eqns:
+      variables = [x for x in equation.invars if not hasattr(x, "val")]
+      needs_attention = not attention_results.isdisjoint(variables)
+      if equation.primitive.name == "ppermute":
+        assert not needs_attention
+      if needs_attention or equation.primitive.name == "cond":
+        attention_results.update(equation.outvars)
+    assert attention_results
+
+
+def compile_for_tpu(devices, chips, available) -> str:
+  """Returns the compiled gradient of one head over four TPU chips."""
+  mesh = jax.make_mesh((4,), ("context",), devices=devices[:4])
+  sharding = NamedSharding(mesh, P(None, "context"))
+  q = jax.ShapeDtypeStruct(
+    (1, 65_536, 1, 2, 128), jnp.bfloat16, sharding=sharding
+  )
+  v = jax.ShapeDtypeStruct((1, 65_536, 1, 256), jnp.bfloat16, sharding=sharding)
+
+  def loss(q, k, v):
     out = diff_attention(
-      *arrays,
+      q,
+      k,
+      v,
       0.5,
       implementation="pallas_tpu",
       sharding=sharding,
@@ -362,8 +460,11 @@ def _of_a_tpu(devices, chips, available):
     )
     return jnp.sum(out.astype(jnp.float32) ** 2)
 
-  with jax.set_mesh(mesh), block_sizes.use(forward=sizes, backward=sizes):
-    return jax.jit(jax.grad(loss, (0, 1, 2))).lower(*arrays).compile().as_text()
+  # Small blocks compile faster.
+  blocks = block_sizes.Blocks(256, 256, 256, 256, resident=16384)
+  with jax.set_mesh(mesh), block_sizes.use(forward=blocks, backward=blocks):
+    gradient = jax.jit(jax.grad(loss, (0, 1, 2)))
+    return gradient.lower(q, q, v).compile().as_text()
 
 
 @pytest.mark.full
@@ -371,57 +472,63 @@ def _of_a_tpu(devices, chips, available):
   importlib.util.find_spec("libtpu") is None,
   reason="the TPU compiler, libtpu, is not installed",
 )
-def test_on_a_tpu_keys_travel_while_kernels_run():
-  """As the compiler schedules it, in both loops every transfer starts before the step's kernels and ends after them."""
-  text = plan.call_with_devices(_of_a_tpu, topology="v5p:2x2x1")
-  assert "all-gather" not in text and "all-to-all" not in text
-  found = []
+def test_tpu_compiler_runs_transfers_at_the_same_time_as_kernels():
+  """In both loops, transfers start before the kernels and end after them."""
+  text = plan.call_with_devices(compile_for_tpu, topology="v5p:2x2x1")
+
+  assert "all-gather" not in text
+  assert "all-to-all" not in text
+  num_overlapping_transfers = set()
   for body in ProgramText(text).computations.values():
-    at = lambda operation, body=body: [
-      n for n, line in enumerate(body) if f" {operation}(" in line
-    ]
-    kernels, starts, ends = (
-      at("conditional"),
-      at("collective-permute-start"),
-      at("collective-permute-done"),
+    kernels = find_lines(body, "conditional")
+    starts = find_lines(body, "collective-permute-start")
+    ends = find_lines(body, "collective-permute-done")
+    if len(kernels) != 1 or not starts:
+      continue
+    if max(starts) < kernels[0] < min(ends):
+      num_overlapping_transfers.add(len(starts))
+  # k and v in the forward pass, and also their gradients in the backward pass.
+  assert {2, 4} <= num_overlapping_transfers
+
+
+def find_lines(body: list[str], operation: str) -> list[int]:
+  """Returns the numbers of the lines of a computation with an operation."""
+  numbers = []
+  for number, line in enumerate(body):
+    if f" {operation}(" in line:
+      numbers.append(number)
+  return numbers
+
+
+@pytest.mark.parametrize(
+  ("saved_names", "num_transfers"),
+  [
+    # k and v in each pass, and their gradients to the same devices, and to the
+    # device of their keys.
+    pytest.param(RESIDUAL_NAMES, 8, id="names_of_residuals"),
+    # k and v once more, in the repeated forward pass.
+    pytest.param(("other",), 10, id="other_names"),
+  ],
+)
+def test_remat_by_name_does_not_repeat_the_transfers(
+  saved_names, num_transfers
+):
+  case = Case("balanced", shards=2)
+  inputs = make_inputs(case, np.float32)
+  sharding = make_sharding(case)
+
+  def loss(*arrays):
+    out = diff_attention(
+      *arrays,
+      implementation="chunked",
+      sharding=sharding,
+      token_order="balanced",
     )
-    if len(kernels) == 1 and starts and max(starts) < kernels[0] < min(ends):
-      found.append(len(starts))
-  assert {2, 4} <= set(found)  # k and v; and their gradients
+    return jnp.sum(jnp.sin(out) * inputs.d_out)
 
+  policy = jax.checkpoint_policies.save_only_these_names(*saved_names)
+  gradient = jax.grad(jax.checkpoint(loss, policy=policy))
 
-def _equations(jaxpr):
-  """All equations of a program, of functions that it calls, too."""
-  for eqn in jaxpr.eqns:
-    yield eqn
-    for value in eqn.params.values():
-      for inner in value if isinstance(value, (tuple, list)) else (value,):
-        if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
-          yield from _equations(
-            inner if hasattr(inner, "eqns") else inner.jaxpr
-          )
+  jaxpr = jax.make_jaxpr(gradient)(*inputs.arrays)
 
-
-def test_the_forward_pass_never_runs_twice_where_its_names_are_kept():
-  """Under remat, where what follows the operation is computed again."""
-  arguments, d_out, _ = _arguments(Case("balanced", shards=2), np.float32)
-  sharding = NamedSharding(_mesh(2), P(None, "context", "tensor"))
-  layer = lambda *a: jnp.sum(
-    jnp.sin(
-      diff_attention(
-        *a, implementation="chunked", sharding=sharding, token_order="balanced"
-      )
-    )
-    * d_out
-  )
-
-  def moves(*names: str) -> int:
-    policy = jax.checkpoint_policies.save_only_these_names(*names)
-    return str(
-      jax.make_jaxpr(jax.grad(jax.checkpoint(layer, policy=policy)))(*arguments)
-    ).count(" ppermute[")
-
-  once = (
-    2 + 2 + 2 + 2
-  )  # k and v, k and v again, and their gradients to where these are and back home
-  assert moves(*RESIDUAL_NAMES) == once and moves("other") == once + 2
+  assert str(jaxpr).count(" ppermute[") == num_transfers

@@ -1,6 +1,12 @@
-"""The operations inside `shard_map` and under automatic partitioning, on four of the tests' fake devices."""
+"""The operations inside `shard_map`, and with a `sharding` argument.
+
+They run on four of the tests' eight fake devices.
+"""
 
 from __future__ import annotations
+
+import functools
+from typing import Any
 
 import chex
 import jax
@@ -22,9 +28,13 @@ from diffjax.ops.diff_attention import (
   diff_attention,
 )
 from diffjax.ops.diff_attention.tpu import chip
-from tests.harness.tiers import full
+from tests.harness.tolerances import FLOAT32_MODEL
 
 DATA = P("data")
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+  return jax.random.normal(jax.random.key(seed), shape)
 
 
 @pytest.fixture
@@ -32,374 +42,457 @@ def mesh():
   return Mesh(jax.devices()[:4], ("data",))
 
 
-def _normal(seed: int, *shape: int):
-  return jax.random.normal(jax.random.key(seed), shape)
-
-
-def _loss_arguments():
+def make_loss_arguments() -> tuple[jax.Array, ...]:
+  """Returns hidden states, embedding, targets and weights of 8 × 37 tokens."""
+  hidden = normal(0, 8, 37, 16)
+  embedding = normal(1, 50, 16)
   targets = jax.random.randint(jax.random.key(2), (8, 37), 0, 50)
-  return (
-    _normal(0, 8, 37, 16),
-    _normal(1, 50, 16),
-    targets,
-    jax.random.uniform(jax.random.key(3), (8, 37)),
-  )
+  weights = jax.random.uniform(jax.random.key(3), (8, 37))
+  return hidden, embedding, targets, weights
 
 
-def _plain(hidden, embedding, targets, weights):
-  loss = lambda h, e, w: reference_cross_entropy(h, e, targets, w, z_loss=1e-2)[
-    0
-  ]
-  return jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(
-    hidden, embedding, weights
-  )
+def expected_loss_and_gradients(hidden, embedding, targets, weights):
+  """Returns the loss of one device and its gradients."""
 
+  def loss(hidden, embedding, weights):
+    return reference_cross_entropy(
+      hidden, embedding, targets, weights, z_loss=1e-2
+    )[0]
 
-def _assert_close(actual, expected):
-  chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=1e-4)
+  program = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))
+  return program(hidden, embedding, weights)
 
 
 def test_cross_entropy_in_shard_map_sums_the_embedding_gradient_once(mesh):
-  hidden, embedding, targets, weights = _loss_arguments()
-  local = lambda h, e, w, t: jax.lax.psum(
-    fused_cross_entropy(h, e, t, w, z_loss=1e-2, chunk=16)[0], "data"
-  )
+  hidden, embedding, targets, weights = make_loss_arguments()
+
+  def local_loss(hidden, embedding, weights, targets):
+    loss, _ = fused_cross_entropy(
+      hidden, embedding, targets, weights, z_loss=1e-2, chunk=16
+    )
+    return jax.lax.psum(loss, "data")
+
   mapped = jax.shard_map(
-    local, mesh=mesh, in_specs=(DATA, P(), DATA, DATA), out_specs=P()
+    local_loss, mesh=mesh, in_specs=(DATA, P(), DATA, DATA), out_specs=P()
   )
-  compiled = (
-    jax.jit(jax.value_and_grad(mapped, (0, 1, 2)))
-    .lower(hidden, embedding, weights, targets)
-    .compile()
-  )
-  _assert_close(
-    compiled(hidden, embedding, weights, targets),
-    _plain(hidden, embedding, targets, weights),
-  )
-  program = compiled.as_text()
-  entry = program[program.index("ENTRY") :]
+  arguments = (hidden, embedding, weights, targets)
+  program = jax.jit(jax.value_and_grad(mapped, (0, 1, 2)))
+  compiled = program.lower(*arguments).compile()
+
+  expected = expected_loss_and_gradients(hidden, embedding, targets, weights)
+  chex.assert_trees_all_close(compiled(*arguments), expected, **FLOAT32_MODEL)
+  # The loop over chunks is a computation of its own. All collectives are
+  # outside of it, in the entry computation.
+  text = compiled.as_text()
+  entry = text[text.index("ENTRY") :]
   assert " while(" in entry
-  # A loop's body is a computation of its own: every collective of the program is in the entry, outside of it.
-  assert program.count(" all-reduce(") == entry.count(" all-reduce(") > 0
-  assert "all-gather" not in program
+  assert entry.count(" all-reduce(") > 0
+  assert text.count(" all-reduce(") == entry.count(" all-reduce(")
+  assert "all-gather" not in text
 
 
-def test_cross_entropy_partitioned_automatically(mesh):
-  hidden, embedding, targets, weights = _loss_arguments()
-  put = lambda x: jax.device_put(x, NamedSharding(mesh, DATA))
-  loss = lambda h, e, w, t: fused_cross_entropy(
-    h, e, t, w, z_loss=1e-2, chunk=64
-  )[0]
-  arguments = put(hidden), embedding, put(weights), put(targets)
-  compiled = (
-    jax.jit(jax.value_and_grad(loss, (0, 1, 2))).lower(*arguments).compile()
+def test_cross_entropy_is_partitioned_automatically(mesh):
+  hidden, embedding, targets, weights = make_loss_arguments()
+  sharding = NamedSharding(mesh, DATA)
+
+  def loss(hidden, embedding, weights, targets):
+    return fused_cross_entropy(
+      hidden, embedding, targets, weights, z_loss=1e-2, chunk=64
+    )[0]
+
+  arguments = (
+    jax.device_put(hidden, sharding),
+    embedding,
+    jax.device_put(weights, sharding),
+    jax.device_put(targets, sharding),
   )
-  _assert_close(
-    compiled(*arguments), _plain(hidden, embedding, targets, weights)
-  )
+  program = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))
+  compiled = program.lower(*arguments).compile()
+
+  expected = expected_loss_and_gradients(hidden, embedding, targets, weights)
+  chex.assert_trees_all_close(compiled(*arguments), expected, **FLOAT32_MODEL)
   assert "all-gather" not in compiled.as_text()
 
 
-def test_per_token_cross_entropy_in_shard_map(mesh):
-  hidden, embedding, targets, weights = _loss_arguments()
-  local = lambda h, e, t: per_token_cross_entropy(h, e, t, chunk=16)
-  nll = jax.jit(
-    jax.shard_map(local, mesh=mesh, in_specs=(DATA, P(), DATA), out_specs=DATA)
-  )(hidden, embedding, targets)
-  _assert_close(
-    jnp.sum(weights * nll),
-    reference_cross_entropy(hidden, embedding, targets, weights)[0],
+def test_per_token_cross_entropy_in_shard_map_equals_the_reference(mesh):
+  hidden, embedding, targets, weights = make_loss_arguments()
+  mapped = jax.shard_map(
+    functools.partial(per_token_cross_entropy, chunk=16),
+    mesh=mesh,
+    in_specs=(DATA, P(), DATA),
+    out_specs=DATA,
+  )
+
+  losses = jax.jit(mapped)(hidden, embedding, targets)
+
+  expected, _ = reference_cross_entropy(hidden, embedding, targets, weights)
+  chex.assert_trees_all_close(
+    jnp.sum(weights * losses), expected, **FLOAT32_MODEL
   )
 
 
 @pytest.mark.parametrize(
   "implementation", ["chunked", "two_call", "pallas_tpu"]
 )
-def test_attention_in_shard_map(mesh, implementation, monkeypatch):
-  monkeypatch.setattr(
-    chunked, "_BLOCK_QUERIES", 8
-  )  # bands and groups of heads, which scan
-  monkeypatch.setattr(chunked, "_MAX_BANDS", 2)
-  monkeypatch.setattr(chunked, "_MAX_BLOCK_LOGITS", 2000)
-  ids = jnp.broadcast_to(jnp.arange(37) // 10, (4, 37))
-  # One λ that all devices share, as the model's is: its gradient is the sum over all of them.
-  arguments = (
-    _normal(0, 4, 37, 4, 2, 8),
-    _normal(1, 4, 37, 2, 2, 8),
-    _normal(2, 4, 37, 2, 16),
-    jnp.float32(0.4),
-  )
-  loss = lambda name, ids, *a: jnp.sum(
-    jnp.sin(diff_attention(*a, q_segment_ids=ids, implementation=name))
-  )
-  mapped = lambda ids, *a: jax.lax.psum(loss(implementation, ids, *a), "data")
-  mapped = jax.shard_map(
-    mapped, mesh=mesh, in_specs=(DATA, DATA, DATA, DATA, P()), out_specs=P()
-  )
-  expected = jax.jit(
-    jax.value_and_grad(lambda *a: loss("reference", ids, *a), (0, 1, 2, 3))
-  )(*arguments)
-  with chip.interpreted():
-    _assert_close(
-      jax.jit(jax.value_and_grad(mapped, (1, 2, 3, 4)))(ids, *arguments),
-      expected,
+def test_attention_in_shard_map_equals_one_device(
+  mesh, implementation, monkeypatch
+):
+  # `chunked` then has several bands and groups of heads, which are scans.
+  monkeypatch.setattr(chunked, "BLOCK_QUERIES", 8)
+  monkeypatch.setattr(chunked, "MAX_BANDS", 2)
+  monkeypatch.setattr(chunked, "MAX_BLOCK_LOGITS", 2000)
+  q = normal(0, 4, 37, 4, 2, 8)
+  k = normal(1, 4, 37, 2, 2, 8)
+  v = normal(2, 4, 37, 2, 16)
+  # All devices share λ, as in the model. So its gradient is a sum over devices.
+  lam = jnp.float32(0.4)
+  segment_ids = jnp.broadcast_to(jnp.arange(37) // 10, (4, 37))
+
+  def loss(q, k, v, lam, segment_ids, implementation):
+    out = diff_attention(
+      q, k, v, lam, q_segment_ids=segment_ids, implementation=implementation
     )
+    return jnp.sum(jnp.sin(out))
+
+  def local_loss(*arguments):
+    return jax.lax.psum(loss(*arguments, implementation), "data")
+
+  mapped = jax.shard_map(
+    local_loss,
+    mesh=mesh,
+    in_specs=(DATA, DATA, DATA, P(), DATA),
+    out_specs=P(),
+  )
+  with chip.interpreted():
+    program = jax.jit(jax.value_and_grad(mapped, (0, 1, 2, 3)))
+    actual = program(q, k, v, lam, segment_ids)
+
+  reference_loss = functools.partial(loss, implementation="reference")
+  program = jax.jit(jax.value_and_grad(reference_loss, (0, 1, 2, 3)))
+  expected = program(q, k, v, lam, segment_ids)
+  chex.assert_trees_all_close(actual, expected, **FLOAT32_MODEL)
 
 
-# A mesh of somebody else's: its axes have names that diffjax has never heard of.
-IDS = jnp.broadcast_to(jnp.arange(16) // 5, (4, 16))
-LAYOUTS = [
-  P("rows", None, "columns"),
-  P("rows", "columns"),
-  P(None, ("rows", "columns")),
-]
+# The next tests use a mesh with names of axes that diffjax does not use.
+BATCH_AND_HEADS = P("rows", None, "columns")
+BATCH_AND_TOKENS = P("rows", "columns")
+TOKENS = P(None, ("rows", "columns"))
+SEGMENT_IDS = jnp.broadcast_to(jnp.arange(16) // 5, (4, 16))
 
 
-def _strangers_mesh(axis_type=AxisType.Auto):
+def make_mesh(axis_type: AxisType = AxisType.Auto) -> Mesh:
+  """Returns a mesh of 2 × 2 devices with axes "rows" and "columns"."""
   return jax.make_mesh(
     (2, 2),
     ("rows", "columns"),
-    axis_types=(axis_type,) * 2,
+    axis_types=(axis_type, axis_type),
     devices=jax.devices()[:4],
   )
 
 
-def _attention_arguments():
-  return (
-    _normal(0, 4, 16, 4, 2, 8),
-    _normal(1, 4, 16, 2, 2, 8),
-    _normal(2, 4, 16, 2, 16),
-    jnp.float32(0.4),
-  )
+def make_attention_arguments() -> tuple[jax.Array, ...]:
+  """Returns q, k, v and λ of 4 × 16 tokens."""
+  q = normal(0, 4, 16, 4, 2, 8)
+  k = normal(1, 4, 16, 2, 2, 8)
+  v = normal(2, 4, 16, 2, 16)
+  return q, k, v, jnp.float32(0.4)
 
 
-def _value_and_gradients(**options):
-  options = {"implementation": "chunked"} | options
-  return jax.value_and_grad(
-    lambda *a: jnp.sum(jnp.sin(diff_attention(*a, **options))), (0, 1, 2, 3)
-  )
+def loss_and_gradients(**options: Any):
+  """Returns a function of q, k, v and λ, with options of `diff_attention`."""
+
+  def loss(*arguments):
+    return jnp.sum(jnp.sin(diff_attention(*arguments, **options)))
+
+  return jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)))
 
 
-def _decode_arguments():
-  return (
-    _normal(0, 4, 4, 2, 8),
-    _normal(1, 4, 2, 16, 16),
-    _normal(2, 4, 2, 16, 16),
-    jnp.float32(0.4),
-    jnp.array([0, 3, 16, 9], jnp.int32),
-  )
-
-
-@pytest.mark.parametrize("spec", LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+  "spec",
+  [
+    pytest.param(BATCH_AND_HEADS, id="batch_and_heads"),
+    pytest.param(BATCH_AND_TOKENS, id="batch_and_tokens"),
+    pytest.param(TOKENS, id="tokens"),
+  ],
+)
 @pytest.mark.parametrize(
   "options",
   [
-    {"q_segment_ids": IDS, "window": 5},
-    *full(
-      [
-        {},
-        {"causal": False},
-        {"q_offset": jnp.array([0, 3, -2, 9]), "window": 6},
-        {"q_offset": 2},
-      ]
+    pytest.param(
+      {"q_segment_ids": SEGMENT_IDS, "window": 5}, id="segments_window"
     ),
+    pytest.param({"causal": False}, id="not_causal", marks=pytest.mark.full),
+    pytest.param(
+      {"q_offset": jnp.array([0, 3, -2, 9]), "window": 6},
+      id="offset_per_row_window",
+      marks=pytest.mark.full,
+    ),
+    pytest.param({"q_offset": 2}, id="offset", marks=pytest.mark.full),
   ],
-  ids=lambda options: "_".join(options) or "causal",
 )
-def test_attention_on_a_mesh_of_other_axes(spec, options):
-  sharding = NamedSharding(_strangers_mesh(), spec)
-  actual = jax.jit(_value_and_gradients(sharding=sharding, **options))(
-    *_attention_arguments()
-  )
-  _assert_close(
-    actual, jax.jit(_value_and_gradients(**options))(*_attention_arguments())
-  )
+def test_sharding_does_not_change_attention(spec, options):
+  arguments = make_attention_arguments()
+  options = options | {"implementation": "chunked"}
+  sharding = NamedSharding(make_mesh(), spec)
 
+  actual = loss_and_gradients(sharding=sharding, **options)(*arguments)
 
-@pytest.mark.parametrize(
-  "axis_type", [AxisType.Auto, AxisType.Explicit], ids=str
-)
-def test_a_spec_is_for_the_mesh_that_is_set(axis_type):
-  with jax.set_mesh(_strangers_mesh(axis_type)):
-    *arrays, lam = _attention_arguments()
-    q, k, v = (jax.device_put(x, P("rows", None, "columns")) for x in arrays)
-    program = jax.jit(
-      _value_and_gradients(
-        sharding=P("rows", None, "columns"),
-        q_segment_ids=jax.device_put(IDS, P("rows")),
-      )
-    )
-    actual = program(q, k, v, lam)
-    if (
-      axis_type == AxisType.Auto
-    ):  # else the gradient of λ is gathered, [B, T, H], since λ itself is on no axis
-      assert "all-gather" not in program.lower(q, k, v, lam).compile().as_text()
-    decode_arrays = [
-      jax.device_put(x, P("rows", "columns")) for x in _decode_arguments()[:3]
-    ]
-    decoded = jax.jit(
-      lambda *a: decode_attention(*a, sharding=P("rows", "columns"))
-    )(*decode_arrays, *_decode_arguments()[3:])
-  actual, decoded = jax.tree.map(np.asarray, (actual, decoded))
-  _assert_close(
-    actual,
-    jax.jit(_value_and_gradients(q_segment_ids=IDS))(*_attention_arguments()),
-  )
-  _assert_close(decoded, decode_attention(*_decode_arguments()))
-
-
-@pytest.mark.parametrize(
-  "implementation", ["chunked", "reference"]
-)  # in a ring, and gathered
-@pytest.mark.parametrize("spec", LAYOUTS[1:], ids=str)
-def test_tokens_in_balanced_order(spec, implementation):
-  """Tokens moved into that order, and the results moved back, are those of the row as it is."""
-  order = balanced_order(16, 2 if "rows" in spec else 4)
-  moved = lambda x: x[:, order]
-  *arrays, lam = _attention_arguments()
-  program = _value_and_gradients(
-    sharding=NamedSharding(_strangers_mesh(), spec),
-    token_order="balanced",
-    window=7,
-    q_segment_ids=moved(IDS),
-    implementation=implementation,
-  )
-  value, (*gradients, d_lam) = jax.jit(program)(*map(moved, arrays), lam)
-  expected = jax.jit(
-    _value_and_gradients(
-      window=7, q_segment_ids=IDS, implementation="reference"
-    )
-  )(*arrays, lam)
-  _assert_close(
-    (value, (*(x[:, np.argsort(order)] for x in gradients), d_lam)), expected
-  )
+  expected = loss_and_gradients(**options)(*arguments)
+  chex.assert_trees_all_close(actual, expected, **FLOAT32_MODEL)
 
 
 @pytest.mark.parametrize(
   "implementation", ["reference", "two_call", "pallas_tpu"]
 )
-def test_every_implementation_takes_a_sharding(implementation):
-  sharding = NamedSharding(_strangers_mesh(), LAYOUTS[0])
+def test_sharding_works_with_each_implementation(implementation):
+  arguments = make_attention_arguments()
+  options = {"q_segment_ids": SEGMENT_IDS}
+  sharding = NamedSharding(make_mesh(), BATCH_AND_HEADS)
+
   with chip.interpreted():
-    actual = jax.jit(
-      _value_and_gradients(
-        implementation=implementation, sharding=sharding, q_segment_ids=IDS
-      )
-    )(*_attention_arguments())
-  _assert_close(
-    actual,
-    jax.jit(
-      _value_and_gradients(implementation="reference", q_segment_ids=IDS)
-    )(*_attention_arguments()),
+    program = loss_and_gradients(
+      implementation=implementation, sharding=sharding, **options
+    )
+    actual = program(*arguments)
+
+  program = loss_and_gradients(implementation="reference", **options)
+  chex.assert_trees_all_close(actual, program(*arguments), **FLOAT32_MODEL)
+
+
+@pytest.mark.parametrize(
+  "axis_type",
+  [
+    pytest.param(AxisType.Auto, id="auto"),
+    pytest.param(AxisType.Explicit, id="explicit"),
+  ],
+)
+def test_spec_refers_to_the_mesh_that_is_set(axis_type):
+  q, k, v, lam = make_attention_arguments()
+  options = {"implementation": "chunked"}
+
+  with jax.set_mesh(make_mesh(axis_type)):
+    arguments = (
+      jax.device_put(q, BATCH_AND_HEADS),
+      jax.device_put(k, BATCH_AND_HEADS),
+      jax.device_put(v, BATCH_AND_HEADS),
+      lam,
+    )
+    segment_ids = jax.device_put(SEGMENT_IDS, P("rows"))
+    program = loss_and_gradients(
+      sharding=BATCH_AND_HEADS, q_segment_ids=segment_ids, **options
+    )
+    actual = jax.tree.map(np.asarray, program(*arguments))
+    text = program.lower(*arguments).compile().as_text()
+
+  program = loss_and_gradients(q_segment_ids=SEGMENT_IDS, **options)
+  expected = program(q, k, v, lam)
+  chex.assert_trees_all_close(actual, expected, **FLOAT32_MODEL)
+  if axis_type == AxisType.Auto:
+    # With explicit axes, the gradient [B, T, H] of λ is gathered, because λ is
+    # on no axis.
+    assert "all-gather" not in text
+
+
+@pytest.mark.parametrize(
+  "implementation",
+  [
+    pytest.param("chunked", id="ring"),
+    pytest.param("reference", id="gathered_keys"),
+  ],
+)
+@pytest.mark.parametrize(
+  ("spec", "shards"),
+  [
+    pytest.param(BATCH_AND_TOKENS, 2, id="batch_and_tokens"),
+    pytest.param(TOKENS, 4, id="tokens"),
+  ],
+)
+def test_balanced_order_does_not_change_attention(spec, shards, implementation):
+  q, k, v, lam = make_attention_arguments()
+  order = balanced_order(16, shards)
+  program = loss_and_gradients(
+    sharding=NamedSharding(make_mesh(), spec),
+    token_order="balanced",
+    window=7,
+    q_segment_ids=SEGMENT_IDS[:, order],
+    implementation=implementation,
   )
+
+  loss, gradients = program(q[:, order], k[:, order], v[:, order], lam)
+
+  *array_gradients, lam_gradient = gradients
+  back = np.argsort(order)
+  array_gradients = [gradient[:, back] for gradient in array_gradients]
+  program = loss_and_gradients(
+    window=7, q_segment_ids=SEGMENT_IDS, implementation="reference"
+  )
+  expected = program(q, k, v, lam)
+  chex.assert_trees_all_close(
+    (loss, (*array_gradients, lam_gradient)), expected, **FLOAT32_MODEL
+  )
+
+
+def make_decode_arguments() -> tuple[jax.Array, ...]:
+  """Returns q, k, v, λ and lengths of 4 sequences in caches of 16 tokens."""
+  q = normal(0, 4, 4, 2, 8)
+  k = normal(1, 4, 2, 16, 16)
+  v = normal(2, 4, 2, 16, 16)
+  lengths = jnp.array([0, 3, 16, 9], jnp.int32)
+  return q, k, v, jnp.float32(0.4), lengths
+
+
+def test_spec_of_decoding_refers_to_the_mesh_that_is_set():
+  q, k, v, lam, lengths = make_decode_arguments()
+  spec = P("rows", "columns")
+
+  with jax.set_mesh(make_mesh(AxisType.Explicit)):
+    decode = jax.jit(functools.partial(decode_attention, sharding=spec))
+    out = decode(
+      jax.device_put(q, spec),
+      jax.device_put(k, spec),
+      jax.device_put(v, spec),
+      lam,
+      lengths,
+    )
+    out = np.asarray(out)
+
+  expected = decode_attention(q, k, v, lam, lengths)
+  chex.assert_trees_all_close(out, np.asarray(expected), **FLOAT32_MODEL)
 
 
 @pytest.mark.parametrize("window", [None, 5])
-def test_decoding_on_a_mesh_of_other_axes(window):
-  *arrays, lengths = _decode_arguments()
+def test_sharding_does_not_change_decoding(window):
+  *arrays, lengths = make_decode_arguments()
 
   def run(sharding):
-    loss = lambda *a: jnp.sum(
-      jnp.sin(
-        decode_attention(
-          *a, lengths, window=window, implementation="xla", sharding=sharding
-        )
+    def loss(*arrays):
+      out = decode_attention(
+        *arrays,
+        lengths,
+        window=window,
+        implementation="xla",
+        sharding=sharding,
       )
-    )
+      return jnp.sum(jnp.sin(out))
+
     return jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)))(*arrays)
 
-  _assert_close(
-    run(NamedSharding(_strangers_mesh(), P("rows", "columns"))), run(None)
-  )
-  with chip.interpreted():
-    sharding = NamedSharding(_strangers_mesh(), P("rows", "columns"))
-    kernel = jax.jit(
-      lambda *a: decode_attention(
-        *a, window=window, implementation="pallas_tpu", sharding=sharding
-      )
-    )(*_decode_arguments())
-  _assert_close(
-    kernel,
-    decode_attention(*_decode_arguments(), window=window, implementation="xla"),
-  )
+  actual = run(NamedSharding(make_mesh(), P("rows", "columns")))
+
+  chex.assert_trees_all_close(actual, run(None), **FLOAT32_MODEL)
 
 
-def test_decoding_in_pages_on_a_mesh():
-  """Each shard of the rows has pages of its own, which the tables count from 0."""
-  q, k, v, lam, lengths = _decode_arguments()
-  page_k, page_v = (
-    x.reshape(4, 2, 2, 8, 16).swapaxes(1, 2).reshape(8, 2, 8, 16)
-    for x in (k, v)
-  )  # two pages of 8 tokens a row
-  sharding, tables = (
-    NamedSharding(_strangers_mesh(), P("rows", "columns")),
-    jnp.array([[0, 1], [2, 3]] * 2),
+def test_sharding_does_not_change_decoding_by_the_tpu_kernel():
+  arguments = make_decode_arguments()
+  sharding = NamedSharding(make_mesh(), P("rows", "columns"))
+  decode = functools.partial(
+    decode_attention,
+    window=5,
+    implementation="pallas_tpu",
+    sharding=sharding,
   )
-  decode = lambda implementation: jax.jit(
-    lambda *a: decode_attention(
-      *a, block_tables=tables, implementation=implementation, sharding=sharding
-    )
-  )(q, page_k, page_v, lam, lengths)
-  wanted = decode_attention(*_decode_arguments(), implementation="xla")
-  _assert_close(decode("xla"), wanted)
+
   with chip.interpreted():
-    _assert_close(decode("pallas_tpu"), wanted)
+    out = jax.jit(decode)(*arguments)
+
+  expected = decode_attention(*arguments, window=5, implementation="xla")
+  chex.assert_trees_all_close(out, expected, **FLOAT32_MODEL)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "pallas_tpu"])
+def test_each_shard_has_pages_of_its_own(implementation):
+  """The tables of a shard number its own pages from 0."""
+  q, k, v, lam, lengths = make_decode_arguments()
+
+  def cut_into_pages(x):
+    # Two pages of 8 tokens per sequence.
+    return x.reshape(4, 2, 2, 8, 16).swapaxes(1, 2).reshape(8, 2, 8, 16)
+
+  tables = jnp.array([[0, 1], [2, 3], [0, 1], [2, 3]])
+  decode = functools.partial(
+    decode_attention,
+    block_tables=tables,
+    implementation=implementation,
+    sharding=NamedSharding(make_mesh(), P("rows", "columns")),
+  )
+
+  with chip.interpreted():
+    out = jax.jit(decode)(q, cut_into_pages(k), cut_into_pages(v), lam, lengths)
+
+  expected = decode_attention(q, k, v, lam, lengths, implementation="xla")
+  chex.assert_trees_all_close(out, expected, **FLOAT32_MODEL)
 
 
 @pytest.mark.parametrize(
   ("sharding", "message"),
   [
-    (
+    pytest.param(
       P("rows"),
       "^sharding = .* needs a mesh: pass NamedSharding.*jax.set_mesh",
+      id="spec_without_mesh",
     ),
-    (
+    pytest.param(
       "rows",
-      "^sharding must be a PartitionSpec or NamedSharding over .B, T, H.; got 'rows'",
+      "^sharding must be a PartitionSpec or NamedSharding over .B, T, H.; got"
+      " 'rows'",
+      id="no_sharding",
     ),
-    (
-      NamedSharding(_strangers_mesh(), P("rows", None, None, "columns")),
+    pytest.param(
+      NamedSharding(make_mesh(), P("rows", None, None, "columns")),
       "^sharding must be over .B, T, H., 3 axes at most",
+      id="too_many_axes",
     ),
-    (
-      NamedSharding(_strangers_mesh(), P(None, None, ("rows", "columns"))),
-      "^sharding over .* needs K to be a multiple of 4; got K = 2; repeat k and v",
+    pytest.param(
+      NamedSharding(make_mesh(), P(None, None, ("rows", "columns"))),
+      "^sharding over .* needs K to be a multiple of 4; got K = 2; repeat k and"
+      " v",
+      id="heads",
     ),
-    (
+    pytest.param(
       NamedSharding(
         jax.make_mesh((1, 3), ("a", "b"), devices=jax.devices()[:3]), P("b")
       ),
       "needs B to be a multiple of 3; got B = 4",
+      id="batch",
     ),
   ],
-  ids=["no_mesh", "no_sharding", "too_many_axes", "heads", "batch"],
 )
-def test_a_sharding_that_does_not_fit_is_refused(sharding, message):
+def test_error_says_why_a_sharding_does_not_fit(sharding, message):
   with pytest.raises(ValueError, match=message):
-    diff_attention(*_attention_arguments(), sharding=sharding)
+    diff_attention(*make_attention_arguments(), sharding=sharding)
 
 
-def test_an_axis_that_the_mesh_lacks_is_named():
+def test_error_names_an_axis_that_the_mesh_lacks():
+  spec = P("rows", None, "tensor")
+
   with (
-    jax.set_mesh(_strangers_mesh()),
+    jax.set_mesh(make_mesh()),
     pytest.raises(
       ValueError, match="must use axes of the mesh, rows, columns; got tensor"
     ),
   ):
-    diff_attention(*_attention_arguments(), sharding=P("rows", None, "tensor"))
+    diff_attention(*make_attention_arguments(), sharding=spec)
 
 
-def test_balanced_tokens_need_two_pieces_a_shard():
-  q, k, v, lam = (
-    x if x.ndim == 0 else x[:, :6] for x in _attention_arguments()
-  )
-  sharding = NamedSharding(_strangers_mesh(), P(None, ("rows", "columns")))
+def test_balanced_order_needs_two_pieces_per_shard():
+  q, k, v, lam = make_attention_arguments()
+
   with pytest.raises(
     ValueError, match="needs T to be a multiple of 2 × 4; got T = 6"
   ):
-    diff_attention(q, k, v, lam, sharding=sharding, token_order="balanced")
+    diff_attention(
+      q[:, :6],
+      k[:, :6],
+      v[:, :6],
+      lam,
+      sharding=NamedSharding(make_mesh(), TOKENS),
+      token_order="balanced",
+    )
+
+
+def test_error_lists_the_orders_of_tokens():
   with pytest.raises(
     ValueError,
     match="^token_order must be one of given, balanced; got 'zigzag'",
   ):
-    diff_attention(q, k, v, lam, token_order="zigzag")
+    diff_attention(*make_attention_arguments(), token_order="zigzag")
