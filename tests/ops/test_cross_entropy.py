@@ -15,237 +15,281 @@ from diffjax.ops.cross_entropy import (
   per_token_cross_entropy,
   reference_cross_entropy,
 )
+from tests.harness.tolerances import FLOAT32_LAYER, FLOAT32_MODEL
 
+# Batch, tokens, width and vocabulary.
 B, T, E, N = 3, 37, 16, 50
 
 
-def _arguments():
+def make_arguments() -> tuple[jax.Array, ...]:
+  """Returns random hidden states, embedding, targets and weights."""
   keys = jax.random.split(jax.random.key(0), 4)
-  hidden, embedding = (
-    jax.random.normal(keys[0], (B, T, E)),
-    jax.random.normal(keys[1], (N, E)),
-  )
-  return (
-    hidden,
-    embedding,
-    jax.random.randint(keys[2], (B, T), 0, N),
-    jax.random.uniform(keys[3], (B, T)),
-  )
+  hidden = jax.random.normal(keys[0], (B, T, E))
+  embedding = jax.random.normal(keys[1], (N, E))
+  targets = jax.random.randint(keys[2], (B, T), 0, N)
+  weights = jax.random.uniform(keys[3], (B, T))
+  return hidden, embedding, targets, weights
 
 
-def _value_and_grad(function, hidden, embedding, targets, weights, **options):
-  loss = lambda hidden, embedding, weights: function(
-    hidden, embedding, targets, weights, **options
-  )
-  return jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(
-    hidden, embedding, weights
-  )
+def value_and_gradients(
+  function, hidden, embedding, targets, weights, **options
+):
+  """Returns ((loss, z_loss), gradients of hidden, embedding and weights)."""
+
+  def loss(hidden, embedding, weights):
+    return function(hidden, embedding, targets, weights, **options)
+
+  program = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))
+  return program(hidden, embedding, weights)
 
 
-@pytest.mark.parametrize(
-  ("chunk", "z_loss"),
-  [(None, 1e-2), (64, 1e-2), (12, 0.0), (1, 1e-2)],
-  ids=["one", "ragged", "even", "tokens"],
-)
-def test_value_and_gradients_equal_the_plain_formula(chunk, z_loss):
-  arguments = _arguments()
-  actual = _value_and_grad(
+CHUNKS = [
+  pytest.param(None, 1e-2, id="one_chunk"),
+  pytest.param(64, 1e-2, id="last_chunk_is_shorter"),
+  pytest.param(12, 0.0, id="without_z_loss"),
+  pytest.param(1, 1e-2, id="chunks_of_a_token"),
+]
+
+
+@pytest.mark.parametrize(("chunk", "z_loss"), CHUNKS)
+def test_value_and_gradients_equal_the_reference(chunk, z_loss):
+  arguments = make_arguments()
+
+  actual = value_and_gradients(
     fused_cross_entropy, *arguments, z_loss=z_loss, chunk=chunk
   )
-  chex.assert_trees_all_close(
-    actual,
-    _value_and_grad(reference_cross_entropy, *arguments, z_loss=z_loss),
-    rtol=1e-5,
-    atol=1e-5,
+
+  expected = value_and_gradients(
+    reference_cross_entropy, *arguments, z_loss=z_loss
   )
-  value = jax.jit(
-    lambda *a: fused_cross_entropy(*a, z_loss=z_loss, chunk=chunk)
-  )(*arguments)  # without gradients it is other code
-  chex.assert_trees_all_close(value, actual[0], rtol=1e-5)
+  chex.assert_trees_all_close(actual, expected, **FLOAT32_LAYER)
+
+
+@pytest.mark.parametrize(("chunk", "z_loss"), CHUNKS)
+def test_value_without_gradients_equals_the_reference(chunk, z_loss):
+  arguments = make_arguments()
+
+  actual = fused_cross_entropy(*arguments, z_loss=z_loss, chunk=chunk)
+
+  expected = reference_cross_entropy(*arguments, z_loss=z_loss)
+  chex.assert_trees_all_close(actual, expected, **FLOAT32_LAYER)
+
+
+def expected_losses() -> tuple[np.ndarray, np.ndarray]:
+  """Returns the loss and the log-sum-exp of each token, by NumPy."""
+  hidden, embedding, targets, _ = (np.asarray(x) for x in make_arguments())
+  logits = np.einsum("bte,ne->btn", hidden, embedding).astype(np.float64)
+  log_sum_exp = np.log(np.exp(logits).sum(axis=-1))
+  target_logits = np.take_along_axis(logits, targets[..., None], axis=-1)
+  return log_sum_exp - target_logits[..., 0], log_sum_exp
+
+
+def test_losses_equal_numpys():
+  hidden, embedding, targets, weights = make_arguments()
+
+  loss, z_loss = fused_cross_entropy(
+    hidden, embedding, targets, weights, z_loss=0.5
+  )
+
+  losses, log_sum_exp = expected_losses()
+  weights = np.asarray(weights)
+  expected_z_loss = 0.5 * np.sum(weights * log_sum_exp**2)
+  np.testing.assert_allclose(z_loss, expected_z_loss, **FLOAT32_LAYER)
+  np.testing.assert_allclose(
+    loss - z_loss, np.sum(weights * losses), **FLOAT32_MODEL
+  )
+
+
+@pytest.mark.parametrize("chunk", [None, 30])
+def test_losses_per_token_equal_numpys(chunk):
+  hidden, embedding, targets, _ = make_arguments()
+
+  losses = per_token_cross_entropy(hidden, embedding, targets, chunk=chunk)
+
+  expected, _ = expected_losses()
+  np.testing.assert_allclose(losses, expected, **FLOAT32_MODEL)
 
 
 @pytest.fixture
-def for_tpu(monkeypatch):
-  """As a TPU with so little memory is given the loss: a chunk of 16 tokens, since 4 bytes × 50 logits of each are a 16th of it."""
-  chip = types.SimpleNamespace(hbm_capacity_bytes=16 * 4 * N * 16)
+def tpu(monkeypatch):
+  """A TPU whose memory is so small that a chunk has 16 tokens.
+
+  The logits of a chunk take at most a 16th of the memory, and each token has N
+  logits of 4 bytes.
+  """
+  device = types.SimpleNamespace(hbm_capacity_bytes=16 * 16 * 4 * N)
   monkeypatch.setattr(cross_entropy, "platform", lambda: "tpu")
-  monkeypatch.setattr(cross_entropy, "_MIN_CHUNK_TOKENS", 1)
-  monkeypatch.setattr(cross_entropy, "tpu_info", lambda: chip)
-  return chip
+  monkeypatch.setattr(cross_entropy, "tpu_info", lambda: device)
+  monkeypatch.setattr(cross_entropy, "MIN_CHUNK_TOKENS", 1)
+  return device
 
 
-def test_a_tpus_form_has_the_same_value_and_gradients(for_tpu):
-  arguments = _arguments()
-  program = jax.make_jaxpr(
-    lambda *a: jax.value_and_grad(lambda h: fused_cross_entropy(h, *a[1:])[0])(
-      a[0]
-    )
-  )(*arguments)
-  assert f"f32[{B},4,{N}]" in str(
-    program
-  )  # 16 tokens of 3 rows are 5 of each, of which the next power of two is 4
-  assert "scatter" not in str(program) and "optimization_barrier" in str(
-    program
+def test_value_and_gradients_on_a_tpu_equal_the_reference(tpu):
+  arguments = make_arguments()
+
+  actual = value_and_gradients(fused_cross_entropy, *arguments, z_loss=1e-2)
+
+  expected = value_and_gradients(
+    reference_cross_entropy, *arguments, z_loss=1e-2
   )
-  actual = _value_and_grad(fused_cross_entropy, *arguments, z_loss=1e-2)
-  chex.assert_trees_all_close(
-    actual,
-    _value_and_grad(reference_cross_entropy, *arguments, z_loss=1e-2),
-    rtol=1e-5,
-    atol=1e-5,
-  )
+  chex.assert_trees_all_close(actual, expected, **FLOAT32_LAYER)
 
 
-def test_a_tpu_with_memory_has_one_chunk(for_tpu):
-  for_tpu.hbm_capacity_bytes *= B * T
-  assert f"f32[{B},{T},{N}]" in str(
-    jax.make_jaxpr(lambda *a: fused_cross_entropy(*a)[0])(*_arguments())
-  )
+def test_program_for_a_tpu_has_chunks_and_no_scatter(tpu):
+  hidden, *others = make_arguments()
+
+  def loss(hidden):
+    return fused_cross_entropy(hidden, *others)[0]
+
+  program = str(jax.make_jaxpr(jax.value_and_grad(loss))(hidden))
+
+  # 16 tokens of 3 rows are 5 tokens per row, rounded down to a power of two.
+  assert f"f32[{B},4,{N}]" in program
+  assert "scatter" not in program
+  assert "optimization_barrier" in program
 
 
-def test_plain_formula_in_numpy():
-  hidden, embedding, targets, weights = map(np.asarray, _arguments())
-  logits = np.einsum("bte,ne->btn", hidden, embedding).astype(np.float64)
-  lse = np.log(np.exp(logits).sum(-1))
-  nll = lse - np.take_along_axis(logits, targets[..., None], -1)[..., 0]
-  loss, z_sum = jax.jit(lambda *a: fused_cross_entropy(*a, z_loss=0.5))(
-    *_arguments()
-  )
-  np.testing.assert_allclose(z_sum, 0.5 * (weights * lse**2).sum(), rtol=1e-5)
-  np.testing.assert_allclose(loss - z_sum, (weights * nll).sum(), rtol=1e-4)
-  for chunk in (None, 30):
-    per_token = jax.jit(
-      lambda *a, chunk=chunk: per_token_cross_entropy(*a, chunk=chunk)
-    )(hidden, embedding, targets)
-    chex.assert_trees_all_close(
-      per_token, nll.astype(np.float32), rtol=1e-4, atol=1e-4
-    )
+def test_tpu_with_enough_memory_has_one_chunk(tpu):
+  tpu.hbm_capacity_bytes *= B * T
+
+  program = jax.make_jaxpr(fused_cross_entropy)(*make_arguments())
+
+  assert f"f32[{B},{T},{N}]" in str(program)
 
 
 @pytest.mark.parametrize("chunk", [None, 20])
-def test_the_embeddings_gradient_is_summed_in_float32(chunk):
-  """Of bfloat16 activations too: what comes out is not what bfloat16 can hold."""
-  hidden, embedding, targets, weights = _arguments()
-  loss = lambda embedding, hidden: fused_cross_entropy(
-    hidden, embedding, targets, weights, chunk=chunk
-  )[0]
-  gradient = jax.jit(jax.grad(loss))(
-    embedding, jnp.asarray(hidden, jnp.bfloat16)
-  )
+def test_gradient_of_the_embedding_is_summed_in_float32(chunk):
+  """If hidden states are bfloat16, most sums are not bfloat16 numbers."""
+  hidden, embedding, targets, weights = make_arguments()
+  hidden = hidden.astype(jnp.bfloat16)
+
+  def loss(embedding):
+    return fused_cross_entropy(
+      hidden, embedding, targets, weights, chunk=chunk
+    )[0]
+
+  gradient = jax.jit(jax.grad(loss))(embedding)
+
   assert gradient.dtype == jnp.float32
   rounded = gradient.astype(jnp.bfloat16).astype(jnp.float32)
-  assert np.mean(np.asarray(gradient) != np.asarray(rounded)) > 0.9
+  assert jnp.mean(gradient != rounded) > 0.9
 
 
-def test_the_cotangent_scales():
-  hidden, embedding, targets, weights = _arguments()
-  loss = lambda h, e, w, factor: (
-    factor * fused_cross_entropy(h, e, targets, w, chunk=20)[0]
-  )
-  gradient = functools.partial(
-    jax.jit(jax.grad(loss, (0, 1, 2))), hidden, embedding, weights
-  )
-  chex.assert_trees_all_close(
-    gradient(-3.0), jax.tree.map(lambda x: -3 * x, gradient(1.0)), rtol=1e-5
-  )
+def test_gradients_are_multiplied_by_the_factor_of_the_loss():
+  hidden, embedding, targets, weights = make_arguments()
+
+  def loss(hidden, embedding, weights, factor):
+    loss, _ = fused_cross_entropy(hidden, embedding, targets, weights, chunk=20)
+    return factor * loss
+
+  gradient = jax.jit(jax.grad(loss, (0, 1, 2)))
+  multiplied = gradient(hidden, embedding, weights, -3.0)
+
+  gradients = gradient(hidden, embedding, weights, 1.0)
+  expected = jax.tree.map(lambda x: -3 * x, gradients)
+  chex.assert_trees_all_close(multiplied, expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("chunk", [None, 12])
-def test_tokens_without_weight_are_ignored(chunk):
-  hidden, embedding, targets, weights = _arguments()
+def test_targets_without_weight_do_not_matter(chunk):
+  hidden, embedding, targets, weights = make_arguments()
   weights = weights.at[:, 5:11].set(0)
-  spoilt = targets.at[:, 5:8].set(-100).at[:, 8:11].set(N + 7)
-  actual, expected = (
-    _value_and_grad(
-      fused_cross_entropy,
-      hidden,
-      embedding,
-      t,
-      weights,
-      z_loss=0.1,
-      chunk=chunk,
-    )
-    for t in (spoilt, targets)
+  # No token has these numbers.
+  invalid_targets = targets.at[:, 5:8].set(-100).at[:, 8:11].set(N + 7)
+  run = functools.partial(
+    value_and_gradients,
+    fused_cross_entropy,
+    hidden,
+    embedding,
+    weights=weights,
+    z_loss=0.1,
+    chunk=chunk,
   )
-  chex.assert_trees_all_equal(actual[0], expected[0])
-  chex.assert_trees_all_equal(actual[1][:2], expected[1][:2])
-  assert (actual[1][0][:, 5:11] == 0).all()
+
+  value, (d_hidden, d_embedding, _) = run(targets=invalid_targets)
+
+  expected_value, (expected_d_hidden, expected_d_embedding, _) = run(
+    targets=targets
+  )
+  chex.assert_trees_all_equal(value, expected_value)
+  chex.assert_trees_all_equal(d_hidden, expected_d_hidden)
+  chex.assert_trees_all_equal(d_embedding, expected_d_embedding)
+  assert (d_hidden[:, 5:11] == 0).all()
 
 
-def test_bfloat16_hidden_sums_in_float32():
-  hidden, embedding, targets, weights = _arguments()
-  narrow = hidden.astype(jnp.bfloat16)
-  (loss, _), (d_hidden, d_embedding, _) = _value_and_grad(
-    fused_cross_entropy, narrow, embedding, targets, weights, chunk=12
+def test_loss_of_bfloat16_hidden_states_is_float32():
+  hidden, embedding, targets, weights = make_arguments()
+  hidden = hidden.astype(jnp.bfloat16)
+
+  (loss, _), (d_hidden, d_embedding, _) = value_and_gradients(
+    fused_cross_entropy, hidden, embedding, targets, weights, chunk=12
   )
-  assert (loss.dtype, d_hidden.dtype, d_embedding.dtype) == (
-    jnp.float32,
-    jnp.bfloat16,
-    jnp.float32,
-  )
-  wide = (
-    narrow.astype(jnp.float32),
+
+  assert loss.dtype == jnp.float32
+  assert d_hidden.dtype == jnp.bfloat16
+  assert d_embedding.dtype == jnp.float32
+  # Products of bfloat16 numbers are exact in float32, so the logits are equal.
+  (expected, _), gradients = value_and_gradients(
+    reference_cross_entropy,
+    hidden.astype(jnp.float32),
     embedding.astype(jnp.bfloat16).astype(jnp.float32),
+    targets,
+    weights,
   )
-  (expected, _), gradients = _value_and_grad(
-    reference_cross_entropy, *wide, targets, weights
-  )
-  chex.assert_trees_all_close(
-    loss, expected, rtol=1e-5
-  )  # the same logits: products of bfloat16 are exact in float32
+  chex.assert_trees_all_close(loss, expected, rtol=1e-5)
+  # The gradients have rounding errors of several bfloat16 numbers.
   chex.assert_trees_all_close(d_embedding, gradients[1], atol=2e-2, rtol=2e-2)
   chex.assert_trees_all_close(
     d_hidden.astype(jnp.float32), gradients[0], atol=4e-2, rtol=2e-2
   )
 
 
-def test_logits_never_exist_whole():
-  shape = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)
-  tokens, vocabulary = 4 * 1024, 8192
+def test_chunks_need_less_memory_than_all_logits():
+  batch, length, vocabulary = 4, 1024, 8192
   arguments = (
-    shape(4, 1024, 32),
-    shape(vocabulary, 32),
-    shape(4, 1024, dtype=jnp.int32),
-    shape(4, 1024),
+    jax.ShapeDtypeStruct((batch, length, 32), jnp.float32),
+    jax.ShapeDtypeStruct((vocabulary, 32), jnp.float32),
+    jax.ShapeDtypeStruct((batch, length), jnp.int32),
+    jax.ShapeDtypeStruct((batch, length), jnp.float32),
   )
 
-  def temporaries(function, **options):
-    loss = lambda h, e, t, w: function(h, e, t, w, **options)[0]
-    return (
-      jax.jit(jax.grad(loss, (0, 1)))
-      .lower(*arguments)
-      .compile()
-      .memory_analysis()
-      .temp_size_in_bytes
-    )
+  def temporary_bytes(function):
+    def loss(*arguments):
+      return function(*arguments)[0]
 
-  logits = 4 * tokens * vocabulary
-  assert (
-    temporaries(fused_cross_entropy, chunk=256)
-    < logits / 3
-    < temporaries(reference_cross_entropy)
-  )
+    program = jax.jit(jax.grad(loss, (0, 1))).lower(*arguments).compile()
+    return program.memory_analysis().temp_size_in_bytes
+
+  in_chunks = temporary_bytes(functools.partial(fused_cross_entropy, chunk=256))
+  at_once = temporary_bytes(reference_cross_entropy)
+
+  bytes_of_logits = 4 * batch * length * vocabulary
+  assert in_chunks < bytes_of_logits / 3
+  assert at_once > bytes_of_logits / 3
 
 
 @pytest.mark.parametrize(
-  ("named", "changes"),
+  ("argument", "value"),
   [
-    ("hidden", dict(hidden=jnp.zeros((T, E)))),
-    ("embedding", dict(embedding=jnp.zeros((N, E + 1)))),
-    ("targets", dict(targets=jnp.zeros((B, T + 1), jnp.int32))),
-    ("targets", dict(targets=jnp.zeros((B, T)))),
-    ("weights", dict(weights=jnp.zeros((B,)))),
-    ("chunk", dict(chunk=0)),
+    pytest.param("hidden", jnp.zeros((T, E)), id="hidden_without_batch"),
+    pytest.param("embedding", jnp.zeros((N, E + 1)), id="embedding_width"),
+    pytest.param(
+      "targets", jnp.zeros((B, T + 1), jnp.int32), id="targets_length"
+    ),
+    pytest.param("targets", jnp.zeros((B, T)), id="targets_dtype"),
+    pytest.param("weights", jnp.zeros((B,)), id="weights_without_tokens"),
+    pytest.param("chunk", 0, id="chunk_of_no_token"),
   ],
 )
-def test_bad_arguments_are_named(named, changes):
-  arguments = (
-    dict(
-      zip(
-        ("hidden", "embedding", "targets", "weights"), _arguments(), strict=True
-      )
-    )
-    | changes
-  )
-  with pytest.raises(ValueError, match=f"^{named} "):
+def test_error_names_the_bad_argument(argument, value):
+  hidden, embedding, targets, weights = make_arguments()
+  arguments = {
+    "hidden": hidden,
+    "embedding": embedding,
+    "targets": targets,
+    "weights": weights,
+  }
+  arguments[argument] = value
+
+  with pytest.raises(ValueError, match=f"^{argument} "):
     fused_cross_entropy(**arguments)
