@@ -1,4 +1,4 @@
-"""linear is a matrix product, and so is its gradient."""
+from __future__ import annotations
 
 import chex
 import jax
@@ -9,24 +9,42 @@ import pytest
 from diffjax.ops.linear import linear
 
 
-@pytest.mark.parametrize("inputs, outputs", [(3, 7), (7, 3), (4, 4)])
 @pytest.mark.parametrize(
-  "dtype, rtol", [(jnp.float32, 1e-6), (jnp.bfloat16, 2e-2)]
+  ("num_inputs", "num_outputs"),
+  [
+    pytest.param(3, 7, id="wider"),
+    pytest.param(7, 3, id="narrower"),
+    pytest.param(4, 4, id="square"),
+  ],
 )
-def test_values_and_gradients_equal_numpys(inputs, outputs, dtype, rtol):
+@pytest.mark.parametrize(
+  ("dtype", "tolerance"),
+  [
+    pytest.param(jnp.float32, 1e-6, id="float32"),
+    pytest.param(jnp.bfloat16, 2e-2, id="bfloat16"),
+  ],
+)
+def test_values_and_gradients_equal_numpys(
+  num_inputs, num_outputs, dtype, tolerance
+):
   rng = np.random.default_rng(0)
-  x, w, dy = (
-    rng.standard_normal(shape)
-    for shape in ((2, 5, inputs), (inputs, outputs), (2, 5, outputs))
-  )
-  y, pull = jax.vjp(linear, jnp.asarray(x, dtype), jnp.asarray(w, dtype))
-  found = (y, *pull(jnp.asarray(dy, dtype)))
-  chex.assert_trees_all_equal_dtypes(found, (dtype(0), dtype(0), dtype(0)))
-  expected = (x @ w, dy @ w.T, np.einsum("bti,bto->io", x, dy))
-  for mine, theirs in zip(found, expected, strict=True):
-    np.testing.assert_allclose(
-      np.asarray(mine, np.float64),
-      theirs,
-      rtol=rtol,
-      atol=rtol * np.abs(theirs).max(),
+  x = rng.standard_normal((2, 5, num_inputs))
+  w = rng.standard_normal((num_inputs, num_outputs))
+  dy = rng.standard_normal((2, 5, num_outputs))
+
+  y, vjp = jax.vjp(linear, jnp.asarray(x, dtype), jnp.asarray(w, dtype))
+  dx, dw = vjp(jnp.asarray(dy, dtype))
+
+  expected_results = [
+    (y, x @ w),
+    (dx, dy @ w.T),
+    (dw, np.einsum("bti,bto->io", x, dy)),
+  ]
+  for actual, expected in expected_results:
+    assert actual.dtype == dtype
+    chex.assert_trees_all_close(
+      np.asarray(actual, np.float64),
+      expected,
+      rtol=tolerance,
+      atol=tolerance * np.abs(expected).max(),
     )

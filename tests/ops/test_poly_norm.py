@@ -1,93 +1,97 @@
 from __future__ import annotations
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
 from diffjax.ops.poly_norm import poly_norm
+from tests.harness.tolerances import FLOAT32
+
+WEIGHTS = np.array([0.2, -0.7, 1.5], np.float32)
+CONSTANT = np.float32(0.3)
 
 
-def by_hand(x, weights, constant, eps):
+def numpy_poly_norm(x: jax.Array, eps: float) -> np.ndarray:
+  """Returns the weighted sum of normalized powers of x, in float64."""
   x = np.asarray(x, np.float64)
-  normed = [
-    power / np.sqrt((power**2).mean(-1, keepdims=True) + eps)
-    for power in (x**3, x**2, x)
-  ]
-  return sum(
-    weight * power
-    for weight, power in zip(
-      np.asarray(weights, np.float64), normed, strict=True
-    )
-  ) + float(constant)
+  result = np.full(x.shape, np.float64(CONSTANT))
+  for weight, power in zip(np.float64(WEIGHTS), (x**3, x**2, x), strict=True):
+    mean_square = np.mean(power**2, axis=-1, keepdims=True)
+    result += weight * power / np.sqrt(mean_square + eps)
+  return result
 
 
-def test_formula():
-  x, weights, constant = (
-    jax.random.normal(jax.random.key(0), (3, 5, 8)),
-    jnp.array([0.2, -0.7, 1.5]),
-    jnp.float32(0.3),
-  )
-  np.testing.assert_allclose(
-    poly_norm(x, weights, constant),
-    by_hand(x, weights, constant, 1e-6),
-    rtol=2e-5,
-    atol=1e-6,
-  )
-  np.testing.assert_allclose(
-    poly_norm(x, weights, constant, 0.1),
-    by_hand(x, weights, constant, 0.1),
-    rtol=2e-5,
-    atol=1e-6,
+@pytest.mark.parametrize("eps", [1e-6, 0.1])
+def test_poly_norm_equals_the_formula(eps):
+  x = jax.random.normal(jax.random.key(0), (3, 5, 8))
+
+  actual = poly_norm(x, WEIGHTS, CONSTANT, eps)
+
+  expected = numpy_poly_norm(x, eps)
+  chex.assert_trees_all_close(
+    np.asarray(actual, np.float64), expected, **FLOAT32
   )
 
 
-def test_computes_in_float32_and_cubes_do_not_overflow():
-  x = (1e4 * jax.random.normal(jax.random.key(0), (4, 64))).astype(jnp.bfloat16)
-  weights, constant = jnp.array([0.2, -0.7, 1.5]), jnp.float32(0.3)
-  out = poly_norm(x, weights, constant)
-  assert out.dtype == jnp.bfloat16
-  np.testing.assert_allclose(
-    np.asarray(out, np.float64),
-    by_hand(np.asarray(x, np.float64), weights, constant, 1e-6),
+def test_default_eps_is_1e_6():
+  x = jax.random.normal(jax.random.key(0), (3, 5, 8))
+
+  actual = poly_norm(x, WEIGHTS, CONSTANT)
+
+  chex.assert_trees_all_equal(actual, poly_norm(x, WEIGHTS, CONSTANT, 1e-6))
+
+
+def test_cubes_of_large_bfloat16_numbers_do_not_overflow():
+  x = 1e4 * jax.random.normal(jax.random.key(0), (4, 64))
+  x = x.astype(jnp.bfloat16)
+
+  actual = poly_norm(x, WEIGHTS, CONSTANT)
+
+  assert actual.dtype == jnp.bfloat16
+  chex.assert_trees_all_close(
+    np.asarray(actual, np.float64),
+    numpy_poly_norm(x, 1e-6),
     rtol=2e-2,
     atol=1e-2,
   )
 
 
-def test_gradients_and_zeros():
+def test_gradients_equal_finite_differences():
   with jax.enable_x64(True):
-    arguments = (
-      jax.random.normal(jax.random.key(0), (2, 5), jnp.float64),
-      jnp.array([0.2, -0.7, 1.5]),
-      jnp.array(0.3),
-    )
-    check_grads(
-      lambda *arguments: poly_norm(*arguments, 1e-3),
-      arguments,
-      order=1,
-      modes=["rev"],
-    )
-  gradient = jax.grad(
-    lambda x: jnp.sum(poly_norm(x, jnp.ones(3), jnp.float32(0)))
-  )(jnp.zeros((2, 8)))
-  assert np.isfinite(gradient).all()
+    x = jax.random.normal(jax.random.key(0), (2, 5), jnp.float64)
+    weights = jnp.array([0.2, -0.7, 1.5])
+    constant = jnp.array(0.3)
+
+    def function(x, weights, constant):
+      return poly_norm(x, weights, constant, 1e-3)
+
+    check_grads(function, (x, weights, constant), order=1, modes=["rev"])
 
 
-def test_means_are_of_all_shards():
-  """The feed-forward axis over devices: each alone would take the mean of its own columns."""
-  x, weights = (
-    jax.random.normal(jax.random.key(0), (2, 3, 32)) * jnp.arange(32.0),
-    jnp.array([0.2, -0.7, 1.5]),
-  )
+def test_gradient_of_zeros_is_finite():
+  def sum_of_norm(x):
+    return jnp.sum(poly_norm(x, jnp.ones(3), jnp.float32(0)))
+
+  gradient = jax.grad(sum_of_norm)(jnp.zeros((2, 8)))
+
+  chex.assert_tree_all_finite(gradient)
+
+
+def test_means_are_over_the_columns_of_all_shards():
+  """The columns have different sizes, and each shard holds four of them."""
+  x = jax.random.normal(jax.random.key(0), (2, 3, 32)) * jnp.arange(32.0)
   mesh = jax.make_mesh((8,), ("tensor",))
-  sharded = jax.device_put(x, NamedSharding(mesh, P(None, None, "tensor")))
-  run = jax.jit(poly_norm)
-  np.testing.assert_allclose(
-    run(sharded, weights, jnp.float32(0.3)),
-    run(x, weights, jnp.float32(0.3)),
-    rtol=1e-5,
-    atol=1e-6,
+  sharding = NamedSharding(mesh, P(None, None, "tensor"))
+  program = jax.jit(poly_norm)
+
+  actual = program(jax.device_put(x, sharding), WEIGHTS, CONSTANT)
+
+  expected = program(x, WEIGHTS, CONSTANT)
+  chex.assert_trees_all_close(
+    np.asarray(actual), np.asarray(expected), **FLOAT32
   )

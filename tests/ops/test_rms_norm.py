@@ -7,40 +7,55 @@ import numpy as np
 import pytest
 
 from diffjax.ops.rms_norm import rms_norm
+from tests.harness.tolerances import FLOAT32
 
 
-def test_formula():
-  x, gain = jax.random.normal(jax.random.key(0), (3, 5, 8)), jnp.arange(8.0)
-  expected = np.asarray(x) / np.sqrt(
-    (np.asarray(x) ** 2).mean(-1, keepdims=True) + 0.1
-  )
-  chex.assert_trees_all_close(rms_norm(x, eps=0.1), expected, rtol=1e-5)
-  chex.assert_trees_all_close(
-    rms_norm(x, gain, 0.1),
-    expected * np.arange(8.0, dtype=np.float32),
-    rtol=1e-5,
-  )
+def numpy_rms_norm(x: jax.Array, eps: float) -> np.ndarray:
+  x = np.asarray(x)
+  mean_square = np.mean(x**2, axis=-1, keepdims=True)
+  return x / np.sqrt(mean_square + eps)
 
 
-def test_computes_in_float32():
-  x = (1e3 * jax.random.normal(jax.random.key(0), (4, 512))).astype(
-    jnp.bfloat16
-  )
-  gain = 1 + jax.random.normal(
-    jax.random.key(1), (512,)
-  )  # float32: must not be rounded before the product
-  out = rms_norm(x, gain)
-  assert out.dtype == jnp.bfloat16
-  chex.assert_trees_all_equal(
-    out, rms_norm(x.astype(jnp.float32), gain).astype(jnp.bfloat16)
-  )
+def test_rms_norm_equals_the_formula():
+  x = jax.random.normal(jax.random.key(0), (3, 5, 8))
+
+  actual = rms_norm(x, eps=0.1)
+
+  chex.assert_trees_all_close(actual, numpy_rms_norm(x, 0.1), **FLOAT32)
 
 
-def test_zeros_have_finite_gradients():
-  gradient = jax.grad(lambda x: jnp.sum(rms_norm(x)))(jnp.zeros((2, 8)))
-  assert np.isfinite(gradient).all()
+def test_gain_is_a_factor():
+  x = jax.random.normal(jax.random.key(0), (3, 5, 8))
+  gain = np.arange(8, dtype=np.float32)
+
+  actual = rms_norm(x, gain, 0.1)
+
+  expected = numpy_rms_norm(x, 0.1) * gain
+  chex.assert_trees_all_close(actual, expected, **FLOAT32)
 
 
-def test_bad_gain():
+def test_rms_norm_of_bfloat16_is_computed_in_float32():
+  x = 1e3 * jax.random.normal(jax.random.key(0), (4, 512))
+  x = x.astype(jnp.bfloat16)
+  # The gain is float32. It is not rounded before the product.
+  gain = 1 + jax.random.normal(jax.random.key(1), (512,))
+
+  actual = rms_norm(x, gain)
+
+  expected = rms_norm(x.astype(jnp.float32), gain).astype(jnp.bfloat16)
+  # chex also compares the dtypes.
+  chex.assert_trees_all_equal(actual, expected)
+
+
+def test_gradient_of_zeros_is_finite():
+  def sum_of_norm(x):
+    return jnp.sum(rms_norm(x))
+
+  gradient = jax.grad(sum_of_norm)(jnp.zeros((2, 8)))
+
+  chex.assert_tree_all_finite(gradient)
+
+
+def test_gain_must_be_as_wide_as_x():
   with pytest.raises(ValueError, match="gain"):
     rms_norm(jnp.ones((2, 8)), jnp.ones(4))
