@@ -1,4 +1,4 @@
-"""Block sizes of the TPU kernels: for every shape usable ones, with little padding, within the chip's memory."""
+"""The block sizes of the TPU kernels: usable for each shape, and small enough."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from diffjax.ops.diff_attention.tpu.block_sizes import (
   vmem_bytes,
 )
 
-_lengths = st.one_of(
+LENGTHS = st.one_of(
   st.integers(1, 5000), st.sampled_from([8192, 65536, 100_001])
 )
-_widths = st.sampled_from(
+# D, V and G of the kernels.
+WIDTHS = st.sampled_from(
   [
     (64, 128, 2),
     (96, 192, 2),
@@ -32,62 +33,71 @@ _widths = st.sampled_from(
     (256, 512, 2),
   ]
 )
-_shapes = {
-  "generation": st.sampled_from(GENERATIONS),
-  "direction": st.sampled_from(["forward", "backward"]),
-  "q_length": _lengths,
-  "kv_length": _lengths,
-  "widths": _widths,
-  "dtype": st.sampled_from(["bfloat16", "float32"]),
-}
 
 
-@settings(max_examples=300, deadline=None)
-@given(**_shapes)
-def test_blocks_are_usable(
+def round_up(number: int, multiple: int) -> int:
+  return -(-number // multiple) * multiple
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+  generation=st.sampled_from(GENERATIONS),
+  direction=st.sampled_from(["forward", "backward"]),
+  q_length=LENGTHS,
+  kv_length=LENGTHS,
+  widths=WIDTHS,
+  dtype=st.sampled_from(["bfloat16", "float32"]),
+)
+def test_chosen_blocks_are_usable(
   generation, direction, q_length, kv_length, widths, dtype
 ):
   D, V, G = widths
+
   blocks = choose(generation, direction, q_length, kv_length, D, V, G, dtype)
-  for block, inner, length in (
-    (blocks.q, blocks.q_inner, q_length),
-    (blocks.kv, blocks.kv_inner, kv_length),
-  ):
-    assert block % inner == 0 and inner % 128 == 0
-    tight, padded = -(-length // 128) * 128, -(-length // block) * block
-    assert padded - tight <= tight / 4, (
-      "more padding than a quarter of the rows"
-    )
-  assert footprint(
-    direction, blocks, D, V, G, 2 if dtype == "bfloat16" else 4
-  ) <= vmem_bytes(generation)
+
+  # Blocks consist of inner blocks, and these of rows of vector registers.
+  assert blocks.q % blocks.q_inner == 0
+  assert blocks.kv % blocks.kv_inner == 0
+  assert blocks.q_inner % 128 == 0
+  assert blocks.kv_inner % 128 == 0
+  # At most a quarter of the rows is padding.
+  for block, length in ((blocks.q, q_length), (blocks.kv, kv_length)):
+    assert round_up(length, block) <= 1.25 * round_up(length, 128)
+  # They fit the vector memory.
+  bytes_per_number = 2 if dtype == "bfloat16" else 4
+  num_bytes = footprint(direction, blocks, D, V, G, bytes_per_number)
+  assert num_bytes <= vmem_bytes(generation)
+  # dQ of at least four blocks stays in vector memory.
   if direction == "backward":
-    assert blocks.resident % blocks.q == 0 and blocks.resident >= min(
-      4 * blocks.q, -(-q_length // blocks.q) * blocks.q
-    )
+    assert blocks.resident % blocks.q == 0
+    assert blocks.resident >= min(4 * blocks.q, round_up(q_length, blocks.q))
 
 
 @pytest.mark.parametrize(
-  "name, known",
+  ("generation", "known"),
   [
-    ("v4i", "v4"),
-    ("v6p", "v6e"),
-    ("7", "7x"),
-    ("8i", "7x"),
-    ("v10e", "7x"),
-    ("v3", "v4"),
-    ("nonsense", "v4"),
+    pytest.param("v4i", "v4", id="v4i"),
+    pytest.param("v6p", "v6e", id="v6p"),
+    pytest.param("7", "7x", id="7"),
+    pytest.param("8i", "7x", id="8i"),
+    pytest.param("v10e", "7x", id="v10e"),
+    pytest.param("v3", "v4", id="v3"),
+    pytest.param("nonsense", "v4", id="nonsense"),
   ],
 )
-def test_unknown_chip_is_taken_for_the_nearest_older_one(name, known):
-  shape = "backward", 4096, 4096, 128, 256, 2, "bfloat16"
-  assert choose(name, *shape) == choose(known, *shape)
-  assert vmem_bytes(name) == vmem_bytes(known)
+def test_unknown_chip_has_the_blocks_of_the_nearest_older_one(
+  generation, known
+):
+  shape = ("backward", 4096, 4096, 128, 256, 2, "bfloat16")
+
+  assert choose(generation, *shape) == choose(known, *shape)
+  assert vmem_bytes(generation) == vmem_bytes(known)
 
 
-def test_an_entry_of_the_table_is_what_its_shape_gets():
+def test_shape_of_the_table_has_the_blocks_of_its_entry():
   for entry in block_sizes.table():
     length = max(entry["length"], *entry["blocks"])
+
     blocks = choose(
       entry["generation"],
       entry["direction"],
@@ -98,84 +108,93 @@ def test_an_entry_of_the_table_is_what_its_shape_gets():
       entry["G"],
       "bfloat16",
     )
-    assert [blocks.q, blocks.kv, blocks.q_inner, blocks.kv_inner] == entry[
-      "blocks"
-    ], entry
+
+    sizes = [blocks.q, blocks.kv, blocks.q_inner, blocks.kv_inner]
+    assert sizes == entry["blocks"], entry
     assert list(blocks.subtile(is_full=True)) == entry["whole"], entry
 
 
-def test_the_table_names_every_shape_once():
+def test_table_has_each_shape_once():
+  names = ("generation", "direction", "D", "V", "G", "length")
   entries = json.loads(block_sizes.TABLE.read_text())
-  shapes = [
-    tuple(
-      entry[name]
-      for name in ("generation", "direction", "D", "V", "G", "length")
-    )
-    for entry in entries
-  ]
-  assert len(set(shapes)) == len(shapes)
+
+  shapes = set()
+  for entry in entries:
+    shapes.add(tuple(entry[name] for name in names))
+
+  assert len(shapes) == len(entries)
 
 
-def test_blocks_can_be_forced():
-  shape = 300, 300, 128, 256, 2, "bfloat16"
-  chosen = {
-    direction: choose("v5e", direction, *shape)
-    for direction in ("forward", "backward")
-  }
+def test_use_replaces_the_chosen_blocks():
+  shape = (300, 300, 128, 256, 2, "bfloat16")
+  chosen_forward = choose("v5e", "forward", *shape)
+  chosen_backward = choose("v5e", "backward", *shape)
   forced = Blocks(128, 256, 128, 128, 128)
+
   with block_sizes.use(backward=forced):
-    assert (
-      choose("v5e", "backward", *shape) == forced
-      and choose("v5e", "forward", *shape) == chosen["forward"]
-    )
+    assert choose("v5e", "backward", *shape) == forced
+    assert choose("v5e", "forward", *shape) == chosen_forward
     with block_sizes.use(forward=forced):
-      assert (
-        choose("v5e", "backward", *shape)
-        == choose("v5e", "forward", *shape)
-        == forced
-      )
-  assert {
-    direction: choose("v5e", direction, *shape) for direction in chosen
-  } == chosen
+      assert choose("v5e", "backward", *shape) == forced
+      assert choose("v5e", "forward", *shape) == forced
+
+  assert choose("v5e", "forward", *shape) == chosen_forward
+  assert choose("v5e", "backward", *shape) == chosen_backward
+
+
+def test_use_refuses_other_directions():
+  blocks = Blocks(128, 256, 128, 128, 128)
+
   with (
     pytest.raises(ValueError, match="forward or backward; got both"),
-    block_sizes.use(both=forced),
+    block_sizes.use(both=blocks),
   ):
     pass
 
 
 @pytest.mark.parametrize(
-  ("named", "sizes"),
+  ("sizes", "name"),
   [
-    ("q_inner", (128, 128, 64, 128)),
-    ("kv_inner", (256, 256, 128, 0)),
-    ("q", (384, 256, 256, 128)),
-    ("kv", (256, 128, 128, 256)),
+    pytest.param((128, 128, 64, 128), "q_inner", id="q_inner"),
+    pytest.param((256, 256, 128, 0), "kv_inner", id="kv_inner"),
+    pytest.param((384, 256, 256, 128), "q", id="q"),
+    pytest.param((256, 128, 128, 256), "kv", id="kv"),
   ],
 )
-def test_blocks_that_cannot_work_are_named(named, sizes):
-  with pytest.raises(ValueError, match=f"^{named} must be a multiple of"):
+def test_error_names_the_unusable_size(sizes, name):
+  with pytest.raises(ValueError, match=f"^{name} must be a multiple of"):
     Blocks(*sizes)
 
 
-def test_a_whole_tiles_subtiles_that_cannot_work_are_named():
-  with pytest.raises(
-    ValueError, match=r"^full_subtile\[1\] must be a multiple of 128; got 64"
-  ):
-    Blocks(256, 256, 128, 128, full_subtile=(256, 64))
-  with pytest.raises(
-    ValueError,
-    match=r"^q must be a multiple of full_subtile\[0\] = 384; got 256",
-  ):
-    Blocks(256, 256, 128, 128, full_subtile=(384, 256))
+@pytest.mark.parametrize(
+  ("full_subtile", "message"),
+  [
+    pytest.param(
+      (256, 64),
+      r"^full_subtile\[1\] must be a multiple of 128; got 64",
+      id="keys",
+    ),
+    pytest.param(
+      (384, 256),
+      r"^q must be a multiple of full_subtile\[0\] = 384; got 256",
+      id="queries",
+    ),
+  ],
+)
+def test_error_names_the_unusable_subtile(full_subtile, message):
+  with pytest.raises(ValueError, match=message):
+    Blocks(256, 256, 128, 128, full_subtile=full_subtile)
 
 
-def test_a_chip_without_an_entry_says_whose_it_takes(caplog):
-  block_sizes._log_borrowed_sizes.cache_clear()
+def test_blocks_of_another_chip_are_logged_once(caplog):
+  shape = ("forward", 2048, 2048, 128, 256, 2, "bfloat16")
+  block_sizes.log_borrowed_sizes.cache_clear()
+
   with caplog.at_level("INFO"):
-    for _ in range(2):
-      choose("v4", "forward", 2048, 2048, 128, 256, 2, "bfloat16")
-    choose("v6e", "forward", 2048, 2048, 128, 256, 2, "bfloat16")
-  assert [
-    record.getMessage().partition(";")[0] for record in caplog.records
-  ] == ["block sizes for v4 are those found for v5e"]
+    choose("v4", *shape)
+    choose("v4", *shape)
+    choose("v6e", *shape)
+
+  assert len(caplog.records) == 1
+  message = caplog.records[0].getMessage()
+  assert message.startswith("block sizes for v4 are those found for v5e;")

@@ -1,4 +1,4 @@
-"""What `auto` says of its choice: the reasons, and who is told."""
+"""What `auto` reports about its choice, and to whom."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from diffjax.ops.diff_attention import choice, diff_attention, gpu, two_call
+from diffjax.ops.diff_attention import (
+  choice,
+  diff_attention,
+  gpu,
+  implementations,
+  two_call,
+)
 from diffjax.ops.diff_attention.gpu import (
   assembler,
   chip,
@@ -18,217 +24,305 @@ from diffjax.ops.diff_attention.gpu import (
 from diffjax.ops.diff_attention.mask import Mask
 
 H100 = "NVIDIA H100 80GB HBM3"
+A100 = "NVIDIA A100-SXM4-40GB"
 FUSED = "fused GPU kernels (pallas_gpu) for the forward and backward pass"
 
 
 @pytest.fixture(autouse=True)
-def nothing_was_reported():
-  choice._reported.clear()
+def forget_reported():
+  """Lets each test report all choices, and leaves no trace of them."""
+  choice.forget_reported()
   yield
-  choice._reported.clear()
+  choice.forget_reported()
 
 
 @pytest.fixture
-def on_gpu(monkeypatch):
-  """on_gpu(kind, …): what is said on a GPU. All kernels run on it unless the test takes them away."""
-  monkeypatch.setattr(two_call, "_has_cudnn", lambda backend: True)
+def choose_on_gpu(monkeypatch):
+  """Chooses on a GPU that runs all kernels, unless the test prevents that."""
+  monkeypatch.setattr(two_call, "has_cudnn", lambda backend: True)
   monkeypatch.setattr(chip, "refusal", lambda: None)
   monkeypatch.setattr(toolchain, "ASSEMBLER_PROBLEM", None)
   measured.table.cache_clear()
 
-  def said(kind=H100, G=2, D=128, dtype=jnp.bfloat16, T=4096, **mask):
+  def choose(kind=H100, G=2, D=128, dtype=jnp.bfloat16, T=4096, **mask):
     monkeypatch.setattr(choice, "device_kind", lambda: kind)
     q = jax.ShapeDtypeStruct((1, T, 8, G, D), dtype)
-    k = jax.ShapeDtypeStruct((1, T, 8, G, D), dtype)
     v = jax.ShapeDtypeStruct((1, T, 8, G * D), dtype)
-    return choice.choose("gpu", q, k, v, Mask(T, T, **mask))
+    return choice.choose("gpu", q, q, v, Mask(T, T, **mask))
 
-  return said
+  return choose
 
 
-def arrays(dtype=jnp.float32):
+def make_arrays(dtype=jnp.float32):
+  """Returns q, k and v."""
   q = jnp.zeros((1, 4, 2, 2, 8), dtype)
-  return q, q, jnp.zeros((1, 4, 2, 16), dtype)
-
-
-def test_segments_of_an_odd_length_are_named_as_the_reason(on_gpu):
-  """cuDNN takes these arrays without segments."""
-  choice_made = on_gpu(kind="another GPU", T=4095, segments=True)
-  assert choice_made.implementation == "chunked"
-  assert str(choice_made).endswith(
-    "because cuDNN's attention takes no segments of these lengths"
-  )
+  v = jnp.zeros((1, 4, 2, 16), dtype)
+  return q, q, v
 
 
 @pytest.mark.parametrize(
   ("backend", "dtype", "line"),
   [
-    ("cpu", jnp.float32, "attention: chunked (XLA), because this is a CPU"),
-    (
+    pytest.param(
+      "cpu",
+      jnp.float32,
+      "attention: chunked (XLA), because this is a CPU",
+      id="cpu",
+    ),
+    pytest.param(
       "tpu",
       jnp.bfloat16,
       "attention: fused TPU kernels (pallas_tpu) for the forward and backward"
       " pass, the fastest on TPUs",
+      id="tpu",
     ),
-    (
+    pytest.param(
       "tpu",
       jnp.float16,
       "attention: chunked (XLA), because pallas_tpu does not take float16 with"
       " D = 8 and V = 16",
+      id="tpu_float16",
     ),
   ],
 )
-def test_the_line_without_a_gpu(backend, dtype, line):
-  assert str(choice.choose(backend, *arrays(dtype), Mask(4, 4))) == line
+def test_choice_without_a_gpu_says_why(backend, dtype, line):
+  made = choice.choose(backend, *make_arrays(dtype), Mask(4, 4))
+
+  assert str(made) == line
 
 
 @pytest.mark.parametrize(
   ("options", "line"),
   [
-    ({}, f"{FUSED}, measured fastest on {H100}"),
-    (
+    pytest.param({}, f"{FUSED}, measured fastest on {H100}", id="v1"),
+    pytest.param(
       {"G": 1},
       f"two_call (stock attention), measured fastest on {H100}",
+      id="plain",
     ),
-    (
-      {"kind": "NVIDIA A100-SXM4-40GB"},
+    pytest.param(
+      {"kind": A100},
       "two_call (stock attention), because no measurement on"
-      " NVIDIA A100-SXM4-40GB says that pallas_gpu is faster at this shape",
+      f" {A100} says that pallas_gpu is faster at this shape",
+      id="not_measured",
     ),
-    (
+    pytest.param(
       {"window": 4},
       "chunked (XLA), because cuDNN's attention takes no window here",
+      id="window",
     ),
-    (
+    pytest.param(
       {"offset": 4},
       "chunked (XLA), because cuDNN's attention takes no q_offset here",
+      id="offset",
     ),
-    (
+    pytest.param(
+      # cuDNN takes these arrays without segments.
+      {"kind": "another GPU", "T": 4095, "segments": True},
+      "chunked (XLA), because cuDNN's attention takes no segments of these"
+      " lengths",
+      id="segments_of_odd_length",
+    ),
+    pytest.param(
       {"dtype": jnp.float32},
       "chunked (XLA), because pallas_gpu does not take float32 with D = 128 and"
       " V = 256",
+      id="float32",
     ),
-    (
+    pytest.param(
       {"dtype": jnp.float32, "kind": "NVIDIA B200"},
       "chunked (XLA), because cuDNN does not take float32 with D = 128 and"
       " V = 256 on NVIDIA B200",
+      id="float32_not_measured",
     ),
   ],
 )
-def test_the_line_on_a_gpu(on_gpu, options, line):
-  made = on_gpu(**options)
+def test_choice_on_a_gpu_says_why(choose_on_gpu, options, line):
+  made = choose_on_gpu(**options)
+
   assert str(made) == f"attention: {line}"
   assert not made.is_fallback
 
 
-@pytest.mark.parametrize(
-  ("python", "needed", "found"),
-  [
-    ((3, 11, 7), "JAX 0.11.2 and Python 3.12", "3.11"),
-    ((3, 12, 1), "JAX 0.11.2", "3.12"),
-  ],
-)
-def test_an_old_python_is_named(monkeypatch, on_gpu, python, needed, found):
-  """Python 3.11 has no JAX that the kernels run with."""
-  monkeypatch.undo()
-  monkeypatch.setattr(two_call, "_has_cudnn", lambda backend: True)
+@pytest.fixture
+def old_jax(monkeypatch):
+  """Sets JAX 0.10.2, with which the GPU kernels do not run."""
   monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
   monkeypatch.setattr(jax, "__version__", "0.10.2")
+
+
+@pytest.mark.parametrize(
+  ("python", "needed", "in_use"),
+  [
+    # No JAX for Python 3.11 runs the kernels.
+    pytest.param(
+      (3, 11, 7), "JAX 0.11.2 and Python 3.12", "3.11", id="python_3.11"
+    ),
+    pytest.param((3, 12, 1), "JAX 0.11.2", "3.12", id="python_3.12"),
+  ],
+)
+def test_choice_names_the_version_that_the_kernels_need(
+  monkeypatch, old_jax, python, needed, in_use
+):
+  monkeypatch.setattr(two_call, "has_cudnn", lambda backend: True)
+  monkeypatch.setattr(choice, "device_kind", lambda: H100)
   monkeypatch.setattr(sys, "version_info", python)
-  line = (
-    f"two_call (stock attention), because pallas_gpu needs {needed} or newer,"
-    f" and this is JAX 0.10.2 on Python {found}"
-  )
-  assert str(on_gpu()) == f"attention: {line}"
-  assert on_gpu().is_fallback
-  # Where they were not measured to be faster, it does not matter.
-  assert "Python" not in str(on_gpu(G=1))
-  assert "Python" not in str(on_gpu(kind="NVIDIA B200"))
+  q = jax.ShapeDtypeStruct((1, 4096, 8, 2, 128), jnp.bfloat16)
+  v = jax.ShapeDtypeStruct((1, 4096, 8, 256), jnp.bfloat16)
 
+  made = choice.choose("gpu", q, q, v, Mask(4096, 4096))
 
-def test_an_old_assembler_is_named(monkeypatch, on_gpu):
-  monkeypatch.setattr(toolchain, "ASSEMBLER_PROBLEM", "needs ptxas 13.3")
-  made = on_gpu()
-  assert (
-    str(made)
-    == "attention: two_call (stock attention), because pallas_gpu needs ptxas 13.3"
+  assert str(made) == (
+    f"attention: two_call (stock attention), because pallas_gpu needs {needed}"
+    f" or newer, and this is JAX 0.10.2 on Python {in_use}"
   )
   assert made.is_fallback
 
 
-def test_the_assembler_is_asked_only_where_its_kernels_would_run(
-  monkeypatch, on_gpu
+@pytest.mark.parametrize(
+  "options",
+  [
+    pytest.param({"G": 1}, id="plain"),
+    pytest.param({"kind": "NVIDIA B200"}, id="not_measured"),
+  ],
+)
+def test_choice_names_no_version_where_the_kernels_are_not_faster(
+  monkeypatch, choose_on_gpu, options
 ):
-  """Asking changes PATH, which no other process needs."""
+  monkeypatch.setattr(chip, "refusal", lambda: "needs JAX 0.11.2")
+
+  made = choose_on_gpu(**options)
+
+  assert "JAX" not in str(made)
+  assert not made.is_fallback
+
+
+def test_choice_names_an_old_assembler(monkeypatch, choose_on_gpu):
+  monkeypatch.setattr(toolchain, "ASSEMBLER_PROBLEM", "needs ptxas 13.3")
+
+  made = choose_on_gpu()
+
+  assert str(made) == (
+    "attention: two_call (stock attention), because pallas_gpu needs ptxas 13.3"
+  )
+  assert made.is_fallback
+
+
+@pytest.fixture
+def toolchain_not_imported(monkeypatch):
+  """Undoes the import of the module that checks the assembler."""
   monkeypatch.delattr(gpu, "toolchain")
   monkeypatch.delitem(sys.modules, toolchain.__name__)
-  monkeypatch.setattr(assembler, "refusal", lambda: pytest.fail("it was asked"))
+
+
+def test_assembler_is_not_checked_where_its_kernels_would_not_run(
+  monkeypatch, choose_on_gpu, toolchain_not_imported
+):
+  """The check changes PATH, which other processes should keep."""
   for backend in ("cpu", "tpu"):
-    choice.choose(backend, *arrays(), Mask(4, 4))
-  on_gpu(kind="NVIDIA A100-SXM4-40GB")
-  on_gpu(G=1)
-  on_gpu(dtype=jnp.float32)
+    choice.choose(backend, *make_arrays(), Mask(4, 4))
+  choose_on_gpu(kind=A100)
+  choose_on_gpu(G=1)
+  choose_on_gpu(dtype=jnp.float32)
   monkeypatch.setattr(chip, "refusal", lambda: "needs JAX 0.11.2")
-  on_gpu()
+  choose_on_gpu()
+
   assert toolchain.__name__ not in sys.modules
 
 
-def test_the_assembler_is_asked_once_before_its_kernels_run(
-  monkeypatch, on_gpu
+def test_assembler_is_checked_once_before_its_kernels_run(
+  monkeypatch, choose_on_gpu, toolchain_not_imported
 ):
-  questions = []
-  monkeypatch.delattr(gpu, "toolchain")
-  monkeypatch.delitem(sys.modules, toolchain.__name__)
-  monkeypatch.setattr(
-    assembler, "refusal", lambda: questions.append(1) or "needs ptxas 13.3"
-  )
-  assert on_gpu().implementation == on_gpu().implementation == "two_call"
-  assert questions == [1]
+  checks = []
+
+  def refuse():
+    checks.append("check")
+    return "needs ptxas 13.3"
+
+  monkeypatch.setattr(assembler, "refusal", refuse)
+
+  assert choose_on_gpu().implementation == "two_call"
+  assert choose_on_gpu().implementation == "two_call"
+  assert len(checks) == 1
 
 
-def test_what_can_be_made_faster_is_a_warning_once(monkeypatch, on_gpu, caplog):
-  monkeypatch.setattr(toolchain, "ASSEMBLER_PROBLEM", "needs ptxas 13.3")
+def test_auto_logs_its_choice_once(caplog):
+  q, k, v = make_arrays()
+
   with caplog.at_level("INFO"):
-    on_gpu()
-    on_gpu()
-    on_gpu(kind="NVIDIA B200")
-  levels = [record.levelname for record in caplog.records]
-  assert levels == ["WARNING", "INFO"]
-  assert "ptxas 13.3" in caplog.records[0].getMessage()
-
-
-def test_a_listener_hears_each_choice_and_nothing_is_logged(caplog):
-  heard = []
-  q, k, v = arrays()
-  attend = lambda: diff_attention(q, k, v, 0.5)
-  with caplog.at_level("INFO"):
-    with choice.reported_to(heard.append):
-      jax.eval_shape(attend)
-    jax.eval_shape(attend)
-  assert {str(made) for made in heard} == {
-    "attention: chunked (XLA), because this is a CPU"
-  }
-  assert caplog.records == []
-  count = len(heard)
-  jax.eval_shape(attend)
-  assert len(heard) == count
-
-
-def test_the_choice_is_the_one_that_runs(monkeypatch):
-  """The line would be worth nothing if another implementation ran."""
-  from diffjax.ops.diff_attention import implementations
-
-  taken = []
-  real = implementations.implementation_of
-
-  def implementation_of(name):
-    taken.append(name)
-    return real(name)
-
-  monkeypatch.setattr(implementations, "implementation_of", implementation_of)
-  heard = []
-  q, k, v = arrays()
-  with choice.reported_to(heard.append):
     jax.eval_shape(lambda: diff_attention(q, k, v, 0.5))
-  assert taken == [made.implementation for made in heard]
-  assert taken
+    jax.eval_shape(lambda: diff_attention(q, k, v, 0.5))
+
+  messages = [record.getMessage() for record in caplog.records]
+  assert messages == ["attention: chunked (XLA), because this is a CPU"]
+
+
+def test_choice_that_the_user_can_improve_is_a_warning(
+  monkeypatch, choose_on_gpu, caplog
+):
+  monkeypatch.setattr(toolchain, "ASSEMBLER_PROBLEM", "needs ptxas 13.3")
+
+  with caplog.at_level("INFO"):
+    choose_on_gpu()
+    choose_on_gpu()
+    choose_on_gpu(kind="NVIDIA B200")
+
+  warning, information = caplog.records
+  assert warning.levelname == "WARNING"
+  assert "ptxas 13.3" in warning.getMessage()
+  assert information.levelname == "INFO"
+
+
+def test_choice_that_a_listener_received_is_never_logged(caplog):
+  q, k, v = make_arrays()
+  choices = []
+
+  with caplog.at_level("INFO"):
+    with choice.reported_to(choices.append):
+      jax.eval_shape(lambda: diff_attention(q, k, v, 0.5))
+    jax.eval_shape(lambda: diff_attention(q, k, v, 0.5))
+
+  assert len(choices) == 1
+  assert str(choices[0]) == "attention: chunked (XLA), because this is a CPU"
+  assert caplog.records == []
+
+
+def test_reported_choice_is_the_implementation_that_runs(monkeypatch):
+  loaded = []
+  load = implementations.implementation_of
+
+  def record_and_load(name):
+    loaded.append(name)
+    return load(name)
+
+  monkeypatch.setattr(implementations, "implementation_of", record_and_load)
+  q, k, v = make_arrays()
+  choices = []
+
+  with choice.reported_to(choices.append):
+    jax.eval_shape(lambda: diff_attention(q, k, v, 0.5))
+
+  assert loaded == [made.implementation for made in choices]
+  assert loaded
+
+
+@pytest.mark.parametrize(
+  ("backend", "dtype", "has_cudnn", "expected"),
+  [
+    pytest.param("tpu", jnp.float32, False, "pallas_tpu", id="tpu"),
+    pytest.param("tpu", jnp.float16, False, "chunked", id="tpu_float16"),
+    pytest.param("gpu", jnp.float16, True, "two_call", id="gpu_with_cudnn"),
+    pytest.param("gpu", jnp.float16, False, "chunked", id="gpu_without_cudnn"),
+    pytest.param("gpu", jnp.float32, True, "chunked", id="gpu_float32"),
+    pytest.param("cpu", jnp.float16, True, "chunked", id="cpu"),
+  ],
+)
+def test_auto_depends_on_the_backend_of_the_program(
+  monkeypatch, backend, dtype, has_cudnn, expected
+):
+  """That need not be the backend of this machine."""
+  monkeypatch.setattr(two_call, "has_cudnn", lambda backend: has_cudnn)
+
+  made = choice.choose(backend, *make_arrays(dtype), Mask(4, 4))
+
+  assert made.implementation == expected

@@ -1,4 +1,4 @@
-"""The operation with nothing installed but jax, numpy and jaxtyping, in a process of its own."""
+"""The operation runs with only jax, numpy and jaxtyping installed."""
 
 from __future__ import annotations
 
@@ -9,89 +9,109 @@ import re
 import subprocess
 import sys
 
-ROOT = pathlib.Path(__file__).parents[2]
+import pytest
 
+from tests.harness import ROOT
+
+# This program runs in the environment that has only these packages.
 PROGRAM = """
 import sys
+
 import diffjax.ops.diff_attention as ops
 from jax._src import xla_bridge
 
 assert not xla_bridge._backends, "the import started a backend"
-loaded = [name for name in sys.modules if "pallas" in name]
-assert not loaded, f"the import brought {loaded}"
+pallas = [name for name in sys.modules if "pallas" in name]
+assert not pallas, f"the import loaded {pallas}"
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-rng = np.random.default_rng(0)
-normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
-q, k, v = normal(2, 6, 4, 2, 8), normal(2, 6, 2, 2, 8), normal(2, 6, 2, 16)
-loss = lambda implementation: lambda *a: jnp.sum(jnp.sin(ops.diff_attention(*a, implementation=implementation)))
-gradients = [jax.jit(jax.grad(loss(name), (0, 1, 2, 3)))(q, k, v, 0.4) for name in ("auto", "chunked", "reference")]
-for actual in gradients[:2]:
-  for a, e in zip(actual, gradients[2]):
+
+def normal(seed, *shape):
+  return jax.random.normal(jax.random.key(seed), shape)
+
+
+def gradients(implementation):
+  def loss(*arrays):
+    out = ops.diff_attention(*arrays, implementation=implementation)
+    return jnp.sum(jnp.sin(out))
+
+  return jax.jit(jax.grad(loss, (0, 1, 2, 3)))(q, k, v, 0.4)
+
+
+q = normal(0, 2, 6, 4, 2, 8)
+k = normal(1, 2, 6, 2, 2, 8)
+v = normal(2, 2, 6, 2, 16)
+expected_gradients = gradients("reference")
+for implementation in ("auto", "chunked"):
+  for a, e in zip(gradients(implementation), expected_gradients):
     np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-5)
-whole = ops.diff_attention(q, k, v, 0.4)
-cache = [jnp.swapaxes(x, 1, 2) for x in (k.reshape(2, 6, 2, 16), v)]
-last = ops.decode_attention(q[:, -1], *cache, 0.4, jnp.full(2, 6))
-np.testing.assert_allclose(last, whole[:, -1], rtol=1e-4, atol=1e-5)
+
+out = ops.diff_attention(q, k, v, 0.4)
+k_cache = jnp.swapaxes(k.reshape(2, 6, 2, 16), 1, 2)
+v_cache = jnp.swapaxes(v, 1, 2)
+last = ops.decode_attention(q[:, -1], k_cache, v_cache, 0.4, jnp.full(2, 6))
+np.testing.assert_allclose(last, out[:, -1], rtol=1e-4, atol=1e-5)
 print("done")
 """
 
 
-def _needed(*packages: str) -> dict[str, importlib.metadata.Distribution]:
-  """The distributions of these packages and of all that they require, by name."""
-  found: dict[str, importlib.metadata.Distribution] = {}
-  waiting = list(packages)
-  while waiting:
-    name = waiting.pop()
-    if name in found:
+def required_distributions(
+  *packages: str,
+) -> list[importlib.metadata.Distribution]:
+  """Returns packages and everything that they require, without extras."""
+  distributions = {}
+  remaining = list(packages)
+  while remaining:
+    name = remaining.pop()
+    if name in distributions:
       continue
-    found[name] = importlib.metadata.distribution(name)
-    required = [
-      entry for entry in found[name].requires or [] if "extra ==" not in entry
-    ]
-    waiting += [
-      re.match(r"[\w.-]+", entry)[0].lower().replace("_", "-")
-      for entry in required
-    ]
-  return found
+    distribution = importlib.metadata.distribution(name)
+    distributions[name] = distribution
+    for requirement in distribution.requires or []:
+      if "extra ==" not in requirement:
+        package = re.match(r"[\w.-]+", requirement)[0]
+        remaining.append(package.lower().replace("_", "-"))
+  return list(distributions.values())
 
 
-def test_import_needs_jax_numpy_and_jaxtyping_alone_and_starts_no_backend(
-  tmp_path,
-):
-  """The process sees a folder of links to these packages instead of what is installed here."""
-  names = set()
-  for distribution in _needed("jax", "numpy", "jaxtyping").values():
+@pytest.fixture
+def small_environment(tmp_path) -> pathlib.Path:
+  """A folder with links to diffjax, jax, numpy, jaxtyping and their needs."""
+  for distribution in required_distributions("jax", "numpy", "jaxtyping"):
     for file in distribution.files or []:
-      top = file.parts[0]
-      if top not in ("..", "__pycache__"):
-        names.add(top)
-        if not (link := tmp_path / top).exists():
-          link.symlink_to(pathlib.Path(distribution.locate_file(top)).resolve())
+      name = file.parts[0]
+      link = tmp_path / name
+      if name in ("..", "__pycache__") or link.exists():
+        continue
+      installed = pathlib.Path(distribution.locate_file(name))
+      link.symlink_to(installed.resolve())
   (tmp_path / "diffjax").symlink_to(ROOT / "diffjax")
-  missing = subprocess.run(
-    [sys.executable, "-S", "-c", "import flax"],
-    env=_environment(tmp_path),
+  return tmp_path
+
+
+def run_python(program: str, packages: pathlib.Path):
+  """Runs a program with the standard library and a folder of packages."""
+  return subprocess.run(
+    # -S leaves out the installed packages.
+    [sys.executable, "-S", "-c", program],
+    env=os.environ | {"PYTHONPATH": str(packages), "JAX_PLATFORMS": "cpu"},
     capture_output=True,
     text=True,
-  )
-  assert "No module named 'flax'" in missing.stderr
-  command = [sys.executable, "-S", "-c", PROGRAM]
-  process = subprocess.run(
-    command,
-    env=_environment(tmp_path),
-    capture_output=True,
-    text=True,
-    cwd=tmp_path,
-  )
-  assert process.returncode == 0 and process.stdout.endswith("done\n"), (
-    process.stdout + process.stderr
+    cwd=packages,
   )
 
 
-def _environment(packages: pathlib.Path) -> dict[str, str]:
-  """-S leaves site-packages out; PYTHONPATH then names all that there is besides the standard library."""
-  return os.environ | {"PYTHONPATH": str(packages), "JAX_PLATFORMS": "cpu"}
+def test_other_packages_are_missing_in_the_small_environment(small_environment):
+  process = run_python("import flax", small_environment)
+
+  assert "No module named 'flax'" in process.stderr
+
+
+def test_operation_runs_in_the_small_environment(small_environment):
+  process = run_python(PROGRAM, small_environment)
+
+  assert process.returncode == 0, process.stdout + process.stderr
+  assert process.stdout.endswith("done\n")

@@ -1,4 +1,6 @@
-"""The choice of `auto` on GPUs by what was measured there."""
+"""The choice of `auto` on GPUs by a table of measurements."""
+
+from __future__ import annotations
 
 import json
 
@@ -10,92 +12,129 @@ from diffjax.ops.diff_attention.gpu import chip, measured, toolchain
 from diffjax.ops.diff_attention.mask import Mask
 
 GPU = "NVIDIA H100 80GB HBM3"
+# Groups of maps, maps of the keys, and width of the values divided by D.
+SHAPES = {name: shape for shape, name in measured.KINDS.items()}
 
 
 @pytest.fixture
-def pick(monkeypatch, tmp_path):
-  """pick(T, D): the choice of `auto` on a GPU of this kind, with the table that was written; V1 in bfloat16 by default."""
-  monkeypatch.setattr(two_call, "_has_cudnn", lambda backend: True)
+def choose(monkeypatch, tmp_path):
+  """Chooses on a GPU that runs all kernels, by the table of `write_table`."""
+  monkeypatch.setattr(two_call, "has_cudnn", lambda backend: True)
   monkeypatch.setattr(chip, "refusal", lambda: None)
   monkeypatch.setattr(toolchain, "ASSEMBLER_PROBLEM", None)
   monkeypatch.setattr(measured, "TABLE", tmp_path / "measured.json")
   measured.table.cache_clear()
 
-  def choose(T=4096, D=128, kind="v1", device=GPU, dtype=jnp.bfloat16, **mask):
-    G, M, wide = {name: sizes for sizes, name in measured.KINDS.items()}[kind]
+  def choose_implementation(
+    T=4096, S=None, D=128, kind="v1", device=GPU, dtype=jnp.bfloat16, **mask
+  ):
     monkeypatch.setattr(choice, "device_kind", lambda: device)
-    q, k, v = (
-      jnp.zeros((1, 2, 1, *shape), dtype)
-      for shape in ((G, D), (M, D), (wide * D,))
-    )
-    mask = Mask(T, mask.pop("S", T), **mask)
-    return choice.choose("gpu", q, k, v, mask).implementation
+    G, M, relative_width = SHAPES[kind]
+    q = jnp.zeros((1, 2, 1, G, D), dtype)
+    k = jnp.zeros((1, 2, 1, M, D), dtype)
+    v = jnp.zeros((1, 2, 1, relative_width * D), dtype)
+    made = choice.choose("gpu", q, k, v, Mask(T, S or T, **mask))
+    return made.implementation
 
-  yield choose
+  yield choose_implementation
   measured.table.cache_clear()
 
 
-def write(*entries):
-  entries = [
-    dict(
-      kind="v1", D=128, packed=False, T=4096, implementation="pallas_gpu", ms={}
-    )
-    | entry
-    for entry in entries
-  ]
-  measured.TABLE.write_text(json.dumps({GPU: entries}))
+def write_table(*entries: dict) -> None:
+  """Writes a table. Entries are V1 with 4096 tokens unless they differ."""
+  default = {
+    "kind": "v1",
+    "D": 128,
+    "packed": False,
+    "T": 4096,
+    "implementation": "pallas_gpu",
+    "ms": {},
+  }
+  complete_entries = [default | entry for entry in entries]
+  measured.TABLE.write_text(json.dumps({GPU: complete_entries}))
 
 
-def test_without_a_table_it_is_as_before(pick):
-  assert (
-    not measured.TABLE.exists()
-    and pick() == "two_call"
-    and pick(window=4) == pick(offset=3) == pick(dtype=jnp.float32) == "chunked"
-  )
+@pytest.mark.parametrize(
+  ("options", "implementation"),
+  [
+    pytest.param({}, "two_call", id="causal"),
+    pytest.param({"window": 4}, "chunked", id="window"),
+    pytest.param({"offset": 3}, "chunked", id="offset"),
+    pytest.param({"dtype": jnp.float32}, "chunked", id="float32"),
+  ],
+)
+def test_cudnn_is_the_default_without_a_table(choose, options, implementation):
+  assert not measured.TABLE.exists()
+  assert choose(**options) == implementation
 
 
-def test_what_was_measured_is_taken(pick):
-  write(
+@pytest.mark.parametrize(
+  ("options", "implementation"),
+  [
+    pytest.param({}, "pallas_gpu", id="measured_shape"),
+    pytest.param({"T": 9000}, "pallas_gpu", id="longer"),
+    pytest.param({"D": 96}, "pallas_gpu", id="narrower"),
+    pytest.param({"D": 65}, "pallas_gpu", id="narrowest_of_the_kernel"),
+    pytest.param({"T": 16384}, "two_call", id="next_measured_length"),
+    pytest.param({"T": 65536}, "two_call", id="longest"),
+    pytest.param({"D": 64, "kind": "plain"}, "pallas_gpu", id="plain"),
+    pytest.param({"kind": "plain"}, "two_call", id="plain_not_measured"),
+    pytest.param({"segments": True}, "chunked", id="packed"),
+  ],
+)
+def test_measured_implementation_is_chosen(choose, options, implementation):
+  write_table(
     {},
     {"T": 16384, "implementation": "two_call"},
     {"kind": "plain", "D": 64},
     {"packed": True, "implementation": "chunked"},
   )
-  assert pick() == pick(T=9000) == pick(D=96) == pick(D=65) == "pallas_gpu"
-  assert pick(T=16384) == pick(T=65536) == "two_call"
-  assert (
-    pick(D=64, kind="plain") == "pallas_gpu"
-    and pick(D=128, kind="plain") == "two_call"
-  )
-  assert pick(segments=True) == "chunked"
+
+  assert choose(**options) == implementation
 
 
-def test_what_was_not_measured_is_as_before(pick):
-  write({})
-  assert (
-    pick(device="NVIDIA H200")
-    == pick(D=64)
-    == pick(T=4095)
-    == pick(kind="v2")
-    == pick(segments=True)
-    == "two_call"
-  )
-  assert pick(causal=False) == pick(S=5000) == "two_call"
-  assert pick(window=100) == pick(offset=100) == "chunked"
-
-
-def test_what_cannot_run_is_not_taken(pick, monkeypatch):
-  write({})
-  assert pick(dtype=jnp.float32) == "chunked"
-  monkeypatch.setattr(chip, "refusal", lambda: "needs a Hopper GPU")
-  assert pick() == "two_call"
-
-
-def test_auto_takes_no_kernel_of_an_assembler_that_is_not_trusted(
-  pick, monkeypatch
+@pytest.mark.parametrize(
+  ("options", "implementation"),
+  [
+    pytest.param({"device": "NVIDIA H200"}, "two_call", id="another_gpu"),
+    pytest.param({"D": 64}, "two_call", id="width_of_another_kernel"),
+    pytest.param({"T": 4095}, "two_call", id="shorter"),
+    pytest.param({"kind": "v2"}, "two_call", id="kind"),
+    pytest.param({"segments": True}, "two_call", id="packed"),
+    pytest.param({"causal": False}, "two_call", id="not_causal"),
+    pytest.param({"S": 5000}, "two_call", id="more_keys"),
+    pytest.param({"window": 100}, "chunked", id="window"),
+    pytest.param({"offset": 100}, "chunked", id="offset"),
+  ],
+)
+def test_cudnn_is_the_default_where_nothing_was_measured(
+  choose, options, implementation
 ):
-  write({})
-  monkeypatch.setattr(
-    toolchain, "ASSEMBLER_PROBLEM", "ptxas 13.0.88 can corrupt products"
-  )
-  assert pick() == "two_call"
+  write_table({})
+
+  assert choose(**options) == implementation
+
+
+def test_kernels_are_not_chosen_for_a_dtype_that_they_do_not_support(choose):
+  write_table({})
+
+  assert choose(dtype=jnp.float32) == "chunked"
+
+
+def test_kernels_are_not_chosen_on_a_gpu_that_does_not_run_them(
+  choose, monkeypatch
+):
+  write_table({})
+  monkeypatch.setattr(chip, "refusal", lambda: "needs a Hopper GPU")
+
+  assert choose() == "two_call"
+
+
+def test_kernels_are_not_chosen_with_an_untrusted_assembler(
+  choose, monkeypatch
+):
+  write_table({})
+  problem = "ptxas 13.0.88 can corrupt products"
+  monkeypatch.setattr(toolchain, "ASSEMBLER_PROBLEM", problem)
+
+  assert choose() == "two_call"

@@ -1,4 +1,7 @@
-"""An implementation of a user's own: two functions, ten lines, and the operation does the rest."""
+"""An implementation of a user: two functions, which `diff_attention` completes.
+
+It adds gradients of the right shapes, masks, `shard_map` and remat.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from diffjax.ops.diff_attention import (
-  Arrays,
   Implementation,
   Saved,
   diff_attention,
@@ -19,129 +21,145 @@ from diffjax.ops.diff_attention import (
   register,
 )
 from diffjax.ops.diff_attention.mask import positions
+from tests.harness.tolerances import FLOAT32_LAYER
 
 
-def _forward(arrays, mask, options):
-  """For two maps with keys of their own, and as many key heads as query heads."""
-  rows, keys = (
-    positions(mask.q_length, mask.first_position(arrays.offset)),
-    positions(mask.kv_length, 0),
-  )
-  seen = mask.between(rows, keys, arrays.q_ids, arrays.kv_ids)[:, None, None]
+def toy_forward(arrays, mask, options):
+  """Supports two maps with keys of their own, and one head per key head."""
+  q_positions = positions(mask.q_length, mask.first_position(arrays.offset))
+  kv_positions = positions(mask.kv_length, 0)
+  visible = mask.between(q_positions, kv_positions, arrays.q_ids, arrays.kv_ids)
+  visible = visible[:, None, None]
   logits = jnp.einsum("bthgd,bshgd->bhgts", arrays.q, arrays.k) * options.scale
-  first, second = jnp.moveaxis(
-    jax.nn.softmax(jnp.where(seen, logits, -1e30)) * seen, 2, 0
-  )
-  return Saved(
-    jnp.einsum(
-      "bhts,bshv->bthv",
-      first - jnp.moveaxis(arrays.lam, 2, 1)[..., None] * second,
-      arrays.v,
-    )
-  )
+  maps = jax.nn.softmax(jnp.where(visible, logits, -1e30)) * visible
+  lam = jnp.moveaxis(arrays.lam, 2, 1)[..., None]
+  weights = maps[:, :, 0] - lam * maps[:, :, 1]
+  return Saved(jnp.einsum("bhts,bshv->bthv", weights, arrays.v))
 
 
-def _backward(arrays, mask, options, saved, d_out):
-  output = lambda *inputs: (
-    _forward(Arrays(*inputs, *arrays[4:]), mask, options).out
-  )
-  return jax.vjp(output, *arrays[:4])[1](d_out)
+def toy_backward(arrays, mask, options, saved, d_out):
+  def output(q, k, v, lam):
+    inputs = arrays._replace(q=q, k=k, v=v, lam=lam)
+    return toy_forward(inputs, mask, options).out
+
+  _, vjp = jax.vjp(output, arrays.q, arrays.k, arrays.v, arrays.lam)
+  return vjp(d_out)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def toy(monkeypatch):
-  monkeypatch.setattr(implementations.REGISTRY, "_registered", {})
-  register("toy", Implementation(_forward, _backward))
-  return "toy"
+  """Registers the implementation "toy" for a test."""
+  registry = implementations.Registry(implementations.REGISTRY.built_in)
+  monkeypatch.setattr(implementations, "REGISTRY", registry)
+  register("toy", Implementation(toy_forward, toy_backward))
 
 
-IDS = jnp.broadcast_to(jnp.arange(12) // 5, (4, 12))
+SEGMENT_IDS = jnp.broadcast_to(jnp.arange(12) // 5, (4, 12))
 
 
-def _arguments():
-  normal = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape)
-  return (
-    normal(0, 4, 12, 4, 2, 6),
-    normal(1, 4, 12, 4, 2, 6),
-    normal(2, 4, 12, 4, 8),
-    jnp.float32(0.4),
-  )
+def make_arguments() -> tuple[jax.Array, ...]:
+  """Returns q, k, v and one λ for all heads."""
+  q = jax.random.normal(jax.random.key(0), (4, 12, 4, 2, 6))
+  k = jax.random.normal(jax.random.key(1), (4, 12, 4, 2, 6))
+  v = jax.random.normal(jax.random.key(2), (4, 12, 4, 8))
+  return q, k, v, jnp.float32(0.4)
 
 
-def _value_and_gradients(implementation, **options):
-  loss = lambda *a: jnp.sum(
-    jnp.sin(diff_attention(*a, implementation=implementation, **options))
-  )
-  return jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)))(*_arguments())
+def loss_and_gradients(implementation, **options):
+  def loss(*arrays):
+    out = diff_attention(*arrays, implementation=implementation, **options)
+    return jnp.sum(jnp.sin(out))
+
+  program = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)))
+  return program(*make_arguments())
 
 
 @pytest.mark.parametrize(
   "options",
   [
-    {},
-    {"q_segment_ids": IDS, "window": 3},
-    {"q_offset": np.array([-3, 0, 2, 5], np.int32), "scale": 0.7},
-    {"causal": False, "window": 4},
-  ],
-  ids=[
-    "causal",
-    "segments_window",
-    "offset_per_row_scale",
-    "window_not_causal",
+    pytest.param({}, id="causal"),
+    pytest.param(
+      {"q_segment_ids": SEGMENT_IDS, "window": 3}, id="segments_window"
+    ),
+    pytest.param(
+      {"q_offset": np.array([-3, 0, 2, 5], np.int32), "scale": 0.7},
+      id="offset_per_row_scale",
+    ),
+    pytest.param({"causal": False, "window": 4}, id="window_not_causal"),
   ],
 )
-def test_two_functions_give_gradients_masks_and_lambdas_of_any_shape(
-  toy, options
-):
-  chex.assert_trees_all_close(
-    _value_and_gradients(toy, **options),
-    _value_and_gradients("reference", **options),
-    rtol=1e-5,
-    atol=1e-5,
-  )
+def test_registered_implementation_has_masks_and_gradients(options):
+  actual = loss_and_gradients("toy", **options)
+
+  expected = loss_and_gradients("reference", **options)
+  chex.assert_trees_all_close(actual, expected, **FLOAT32_LAYER)
 
 
-def test_two_functions_give_shard_map(toy):
-  """One λ that all devices share: its gradient is the sum over them. Written out by hand, and as an argument."""
-  mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("rows", "columns"))
-  heads, ids = P("rows", None, "columns"), P("rows")
-  local = lambda ids, *a: jax.lax.psum(
-    jnp.sum(jnp.sin(diff_attention(*a, q_segment_ids=ids, implementation=toy))),
-    ("rows", "columns"),
-  )
+@pytest.fixture
+def mesh():
+  devices = np.array(jax.devices()[:4]).reshape(2, 2)
+  return Mesh(devices, ("rows", "columns"))
+
+
+def test_registered_implementation_works_in_shard_map(mesh):
+  """All devices share λ, so its gradient is a sum over devices."""
+
+  def local_loss(segment_ids, *arrays):
+    out = diff_attention(
+      *arrays, q_segment_ids=segment_ids, implementation="toy"
+    )
+    return jax.lax.psum(jnp.sum(jnp.sin(out)), ("rows", "columns"))
+
+  heads = P("rows", None, "columns")
   mapped = jax.shard_map(
-    local, mesh=mesh, in_specs=(ids, heads, heads, heads, P()), out_specs=P()
+    local_loss,
+    mesh=mesh,
+    in_specs=(P("rows"), heads, heads, heads, P()),
+    out_specs=P(),
   )
-  expected = _value_and_gradients("reference", q_segment_ids=IDS)
-  chex.assert_trees_all_close(
-    jax.jit(jax.value_and_grad(mapped, (1, 2, 3, 4)))(IDS, *_arguments()),
-    expected,
-    rtol=1e-5,
-    atol=1e-5,
+  program = jax.jit(jax.value_and_grad(mapped, (1, 2, 3, 4)))
+
+  actual = program(SEGMENT_IDS, *make_arguments())
+
+  expected = loss_and_gradients("reference", q_segment_ids=SEGMENT_IDS)
+  chex.assert_trees_all_close(actual, expected, **FLOAT32_LAYER)
+
+
+@pytest.mark.parametrize(
+  "spec",
+  [
+    pytest.param(P("rows", None, "columns"), id="batch_and_heads"),
+    pytest.param(P("rows", "columns"), id="batch_and_tokens"),
+  ],
+)
+def test_registered_implementation_takes_a_sharding(mesh, spec):
+  actual = loss_and_gradients(
+    "toy", q_segment_ids=SEGMENT_IDS, sharding=NamedSharding(mesh, spec)
   )
-  for spec in (heads, P("rows", "columns")):
-    actual = _value_and_gradients(
-      toy, q_segment_ids=IDS, sharding=NamedSharding(mesh, spec)
-    )
-    chex.assert_trees_all_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+  expected = loss_and_gradients("reference", q_segment_ids=SEGMENT_IDS)
+  chex.assert_trees_all_close(actual, expected, **FLOAT32_LAYER)
 
 
-def test_what_is_saved_is_named_for_remat(toy):
-  """Kept by name, the output is not computed again where something after it needs it."""
-  saved = []
-  loss = lambda *a: jnp.sum(jnp.sin(diff_attention(*a, implementation=toy)))
-  for name in ("diff_attention_out", "other"):
-    policy = jax.checkpoint_policies.save_only_these_names(name)
-    gradient = jax.make_jaxpr(jax.grad(jax.checkpoint(loss, policy=policy)))(
-      *_arguments()
-    )
-    saved.append(str(gradient).count(" exp "))
-  assert saved[0] < saved[1]
+def test_remat_by_name_does_not_repeat_a_registered_implementation():
+  def loss(*arrays):
+    return jnp.sum(jnp.sin(diff_attention(*arrays, implementation="toy")))
+
+  def count_exponentials(saved_name):
+    policy = jax.checkpoint_policies.save_only_these_names(saved_name)
+    gradient = jax.grad(jax.checkpoint(loss, policy=policy))
+    program = str(jax.make_jaxpr(gradient)(*make_arguments()))
+    return program.count(" exp ")
+
+  with_output = count_exponentials("diff_attention_out")
+  without_output = count_exponentials("other")
+
+  assert with_output < without_output
 
 
-def test_a_name_is_taken_once(toy):
-  for name in ("toy", "chunked", "auto"):
-    with pytest.raises(
-      ValueError, match=f"^name must be a new one, got '{name}'"
-    ):
-      register(name, Implementation(_forward))
+@pytest.mark.parametrize("name", ["toy", "chunked", "auto"])
+def test_name_in_use_is_refused(name):
+  with pytest.raises(
+    ValueError, match=f"^name must be a new one, got '{name}'"
+  ):
+    register(name, Implementation(toy_forward))

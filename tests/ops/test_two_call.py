@@ -1,5 +1,10 @@
-"""`two_call` on a GPU, as far as it shows without one: what reaches cuDNN, and that the parts make the whole."""
+"""What of `two_call` on a GPU can be tested without one: its calls of cuDNN."""
 
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,179 +16,237 @@ from diffjax.ops.diff_attention import (
   diff_attention,
   two_call,
 )
-from tests.harness.tiers import full
 
-STOCK = jax.nn.dot_product_attention
-HAS_CUDNN = two_call._has_cudnn.__wrapped__
+# The functions before tests replace them.
+STOCK_ATTENTION = jax.nn.dot_product_attention
+HAS_CUDNN = two_call.has_cudnn.__wrapped__
+
+
+class CudnnCall(NamedTuple):
+  """A call that reaches cuDNN."""
+
+  width: int
+  has_mask: bool
+  is_causal: bool
 
 
 @pytest.fixture
-def calls(monkeypatch):
-  """The calls that reach cuDNN, as (width, masked, causal); XLA stands in for it."""
-  seen = []
+def cudnn_calls(monkeypatch):
+  """The calls that reach cuDNN. XLA computes their results."""
+  calls = []
 
-  def cudnn(q, k, v, *, mask, implementation, is_causal, **options):
+  def attention(q, k, v, *, mask, implementation, is_causal, **options):
     if implementation == "cudnn":
-      assert (
-        q.shape[-1] == k.shape[-1] == v.shape[-1]
-        and q.shape[-1] % 8 == 0
-        and q.dtype == jnp.float16
-      )
-      seen.append((q.shape[-1], mask is not None, is_causal))
-    # In float32: within a compiled program XLA's CPU backend takes no float16 here.
-    return STOCK(
-      *(x.astype(jnp.float32) for x in (q, k, v)),
+      width = q.shape[-1]
+      assert k.shape[-1] == width
+      assert v.shape[-1] == width
+      assert width % 8 == 0
+      assert q.dtype == jnp.float16
+      calls.append(CudnnCall(width, mask is not None, is_causal))
+    # Inside a compiled program, XLA has no float16 attention on CPUs.
+    out = STOCK_ATTENTION(
+      q.astype(jnp.float32),
+      k.astype(jnp.float32),
+      v.astype(jnp.float32),
       mask=mask,
       is_causal=is_causal,
       **options,
-    ).astype(q.dtype)
+    )
+    return out.astype(q.dtype)
 
-  monkeypatch.setattr(two_call, "_has_cudnn", lambda backend: True)
-  monkeypatch.setattr(jax.nn, "dot_product_attention", cudnn)
-  return seen
+  monkeypatch.setattr(two_call, "has_cudnn", lambda backend: True)
+  monkeypatch.setattr(jax.nn, "dot_product_attention", attention)
+  return calls
 
 
-def _program(
-  implementation, D, V, M=2, T=14, dtype=jnp.float16, ids=False, **options
+def make_program(
+  implementation,
+  D,
+  V,
+  M=2,
+  T=14,
+  dtype=jnp.float16,
+  has_segments=False,
+  **options,
 ):
-  """Output and gradients as a function, and its arguments."""
+  """Returns a function that computes output and gradients, and its arguments."""
   rng = np.random.default_rng(0)
-  normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), dtype)
-  arrays = (
-    normal(2, T, 4, 2, D),
-    normal(2, T, 2, M, D),
-    normal(2, T, 2, V),
-    jnp.asarray(rng.uniform(-0.5, 1.2, (2, T, 4)), jnp.float32),
-  )
-  segment_ids = (
-    jnp.asarray(np.sort(rng.integers(0, 3, (2, T)), axis=1)) if ids else None
-  )
+  q = jnp.asarray(rng.standard_normal((2, T, 4, 2, D)), dtype)
+  k = jnp.asarray(rng.standard_normal((2, T, 2, M, D)), dtype)
+  v = jnp.asarray(rng.standard_normal((2, T, 2, V)), dtype)
+  lam = jnp.asarray(rng.uniform(-0.5, 1.2, (2, T, 4)), jnp.float32)
+  segment_ids = None
+  if has_segments:
+    segment_ids = jnp.asarray(np.sort(rng.integers(0, 3, (2, T)), axis=1))
 
-  def run(*arrays):
-    out, pull = jax.vjp(
-      lambda *a: diff_attention(
-        *a, q_segment_ids=segment_ids, implementation=implementation, **options
-      ),
+  def attend(*arrays):
+    return diff_attention(
       *arrays,
+      q_segment_ids=segment_ids,
+      implementation=implementation,
+      **options,
     )
-    return out, pull(jnp.ones_like(out))
 
-  return run, arrays
+  def program(*arrays):
+    out, vjp = jax.vjp(attend, *arrays)
+    return out, vjp(jnp.ones_like(out))
+
+  return program, (q, k, v, lam)
 
 
+# Each shape and the width of its calls: one call per map and 128 columns of V.
 SHAPES = [
-  (dict(D=96, V=192, causal=False), [(96, False, False)] * 4),
-  (dict(D=20, V=150), [(80, False, True)] * 4),
-  (dict(D=64, V=64, M=1, ids=True), [(64, True, False)] * 2),
-]
-MORE_SHAPES = [
-  (dict(D=64, V=128), [(128, False, True)] * 2),
-  (dict(D=128, V=256), [(128, False, True)] * 4),
-  (dict(D=64, V=64, M=1), [(64, False, True)] * 2),
-  (dict(D=10, V=20), [(24, False, True)] * 2),
-  (dict(D=64, V=128, ids=True), [(128, True, False)] * 2),
-]
-REFUSED = [
-  dict(D=64, V=128, T=13, ids=True),  # cuDNN takes no biases of odd lengths
-  dict(D=64, V=128, dtype=jnp.float32),
-  dict(D=136, V=136),
+  pytest.param(
+    {"D": 96, "V": 192, "causal": False},
+    [CudnnCall(96, False, False)] * 4,
+    id="values_in_two_parts",
+  ),
+  pytest.param(
+    {"D": 20, "V": 150}, [CudnnCall(80, False, True)] * 4, id="padded_keys"
+  ),
+  pytest.param(
+    {"D": 64, "V": 64, "M": 1, "has_segments": True},
+    [CudnnCall(64, True, False)] * 2,
+    id="shared_keys_and_segments",
+  ),
 ]
 
 
 @pytest.mark.parametrize(
-  ("shape", "expected"),
-  [*SHAPES, *MORE_SHAPES, *((shape, []) for shape in REFUSED)],
-  ids=str,
+  ("shape", "expected_calls"),
+  [
+    *SHAPES,
+    pytest.param(
+      {"D": 64, "V": 128}, [CudnnCall(128, False, True)] * 2, id="v1"
+    ),
+    pytest.param(
+      {"D": 128, "V": 256}, [CudnnCall(128, False, True)] * 4, id="v1_wide"
+    ),
+    pytest.param(
+      {"D": 64, "V": 64, "M": 1}, [CudnnCall(64, False, True)] * 2, id="v2"
+    ),
+    pytest.param(
+      {"D": 10, "V": 20}, [CudnnCall(24, False, True)] * 2, id="width_of_8"
+    ),
+    pytest.param(
+      {"D": 64, "V": 128, "has_segments": True},
+      [CudnnCall(128, True, False)] * 2,
+      id="segments",
+    ),
+    # cuDNN reads a mask as biases, and supports only even lengths of them.
+    pytest.param(
+      {"D": 64, "V": 128, "T": 13, "has_segments": True},
+      [],
+      id="segments_of_odd_length",
+    ),
+    pytest.param({"D": 64, "V": 128, "dtype": jnp.float32}, [], id="float32"),
+    pytest.param({"D": 136, "V": 136}, [], id="wide_keys"),
+  ],
 )
-def test_what_reaches_cudnn(calls, shape, expected):
-  run, arrays = _program("two_call", **shape)
-  jax.eval_shape(run, *arrays)
-  assert calls == expected
+def test_cudnn_is_called_where_it_supports_the_arrays(
+  cudnn_calls, shape, expected_calls
+):
+  program, arrays = make_program("two_call", **shape)
+
+  jax.eval_shape(program, *arrays)
+
+  assert cudnn_calls == expected_calls
 
 
-@pytest.mark.parametrize(
-  "shape",
-  [shape for shape, _ in SHAPES] + full([shape for shape, _ in MORE_SHAPES]),
-  ids=str,
-)
-def test_the_parts_make_the_whole(calls, shape):
-  actual, expected = (
-    jax.jit(run)(*arrays)
-    for run, arrays in (
-      _program(name, **shape) for name in ("two_call", "reference")
-    )
-  )
-  assert calls
+@pytest.mark.parametrize(("shape", "expected_calls"), SHAPES)
+def test_calls_of_cudnn_add_up_to_the_reference(
+  cudnn_calls, shape, expected_calls
+):
+  program, arrays = make_program("two_call", **shape)
+  actual = jax.jit(program)(*arrays)
+
+  program, arrays = make_program("reference", **shape)
+  expected = jax.jit(program)(*arrays)
+  assert cudnn_calls == expected_calls
   for a, e in zip(
     jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True
   ):
-    np.testing.assert_allclose(
-      np.float32(a),
-      np.float32(e),
-      rtol=0,
-      atol=4e-3 * np.abs(np.float32(e)).max(),
-    )
+    a, e = np.float32(a), np.float32(e)
+    chex.assert_trees_all_close(a, e, rtol=0, atol=4e-3 * np.abs(e).max())
 
 
-def test_large_masks_do_not_go_through_cudnn(calls):
-  q, v = (
-    jax.ShapeDtypeStruct((4, 16384, 8, *shape), jnp.bfloat16)
-    for shape in ((2, 64), (128,))
-  )
-  assert two_call.cudnn_takes(q, v, masked=False) and not two_call.cudnn_takes(
-    q, v, masked=True
-  )
+def test_cudnn_does_not_get_masks_of_2_gib(cudnn_calls):
+  q = jax.ShapeDtypeStruct((4, 16384, 8, 2, 64), jnp.bfloat16)
+  v = jax.ShapeDtypeStruct((4, 16384, 8, 128), jnp.bfloat16)
+
+  assert two_call.cudnn_takes(q, v, masked=False)
+  assert not two_call.cudnn_takes(q, v, masked=True)
 
 
-def test_auto_on_a_gpu(calls, monkeypatch):
-  picked = []
+@pytest.mark.parametrize(
+  ("options", "implementation"),
+  [
+    pytest.param({}, "two_call", id="causal"),
+    pytest.param({"has_segments": True}, "two_call", id="segments"),
+    pytest.param({"window": 4}, "chunked", id="window"),
+    pytest.param({"q_offset": 3}, "chunked", id="offset"),
+    pytest.param(
+      {"q_offset": jnp.zeros(2, jnp.int32)}, "chunked", id="offset_per_row"
+    ),
+    pytest.param({"dtype": jnp.float32}, "chunked", id="float32"),
+  ],
+)
+def test_auto_takes_two_calls_where_cudnn_supports_them(
+  cudnn_calls, monkeypatch, options, implementation
+):
   monkeypatch.setattr(api, "platform", lambda: "gpu")
-  for options in (
-    {},
-    {"ids": True},
-    {"window": 4},
-    {"q_offset": 3},
-    {"q_offset": jnp.zeros(2, jnp.int32)},
-    {"dtype": jnp.float32},
-  ):
-    run, arrays = _program("auto", D=8, V=16, **options)
-    with choice.reported_to(lambda made: picked.append(made.implementation)):
-      jax.eval_shape(run, *arrays)
-  assert picked == ["two_call"] * 2 + ["chunked"] * 4
+  program, arrays = make_program("auto", D=8, V=16, **options)
+  choices = []
+
+  with choice.reported_to(choices.append):
+    jax.eval_shape(program, *arrays)
+
+  assert [made.implementation for made in choices] == [implementation]
 
 
-@pytest.mark.parametrize(("D", "V", "number"), [(128, 256, 4), (64, 128, 2)])
-def test_auto_on_blackwell(calls, monkeypatch, D, V, number):
-  """Calls cuDNN once for each map and each 128 columns of V."""
+@pytest.mark.parametrize(
+  ("D", "V", "num_calls"),
+  [pytest.param(128, 256, 4, id="wide"), pytest.param(64, 128, 2, id="narrow")],
+)
+def test_auto_calls_cudnn_on_blackwell(
+  cudnn_calls, monkeypatch, D, V, num_calls
+):
+  """It calls cuDNN once for each map and each 128 columns of V."""
 
-  class Device:
-    platform, device_kind, compute_capability = "gpu", "NVIDIA B200", "10.0"
+  class BlackwellDevice:
+    platform = "gpu"
+    device_kind = "NVIDIA B200"
+    compute_capability = "10.0"
 
-  run, arrays = _program("auto", D=D, V=V)
-  monkeypatch.setattr(two_call, "_has_cudnn", lambda backend: HAS_CUDNN("gpu"))
+  program, arrays = make_program("auto", D=D, V=V)
+  monkeypatch.setattr(two_call, "has_cudnn", lambda backend: HAS_CUDNN("gpu"))
   monkeypatch.setattr(api, "platform", lambda: "gpu")
-  monkeypatch.setattr(jax, "devices", lambda *_: [Device])
-  jax.eval_shape(run, *arrays)
-  assert calls == [(128, False, True)] * number
+  monkeypatch.setattr(jax, "devices", lambda *_: [BlackwellDevice])
+
+  jax.eval_shape(program, *arrays)
+
+  assert cudnn_calls == [CudnnCall(128, False, True)] * num_calls
 
 
 @pytest.mark.parametrize(
   ("capability", "expected"),
   [
-    ("7.5", False),
-    ("8.0", True),
-    ("8.9", True),
-    ("9.0", True),
-    ("12.0", True),
-    ("gfx942", False),
+    pytest.param("7.5", False, id="turing"),
+    pytest.param("8.0", True, id="ampere"),
+    pytest.param("8.9", True, id="ada"),
+    pytest.param("9.0", True, id="hopper"),
+    pytest.param("12.0", True, id="blackwell"),
+    pytest.param("gfx942", False, id="amd"),
   ],
 )
-def test_which_gpus_have_cudnn_attention(monkeypatch, capability, expected):
+def test_cudnn_attention_needs_ampere(monkeypatch, capability, expected):
   class Device:
     compute_capability = capability
 
   monkeypatch.setattr(jax, "devices", lambda: [Device])
-  two_call._has_cudnn.cache_clear()
-  assert two_call._has_cudnn("gpu") == expected
-  two_call._has_cudnn.cache_clear()
-  assert not two_call._has_cudnn("cpu")
+
+  assert HAS_CUDNN("gpu") == expected
+
+
+def test_other_backends_have_no_cudnn():
+  assert not HAS_CUDNN("cpu")
