@@ -1,4 +1,4 @@
-"""Pallas's interpreters in half of their time."""
+"""Makes Pallas's interpreters twice as fast."""
 
 from collections.abc import Iterator
 
@@ -9,6 +9,6 @@ from tests.harness.host_callbacks import host_callbacks
 
 @pytest.fixture(autouse=True, scope="session")
 def quick_interpreters() -> Iterator[None]:
-  """Keeps the arguments of the interpreters' callbacks on the host."""
+  """Passes NumPy arrays to the interpreters' callbacks."""
   with host_callbacks():
     yield

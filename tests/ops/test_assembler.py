@@ -1,4 +1,4 @@
-"""The assembler of the GPU kernels: which ptxas is found, preferred and trusted."""
+"""The assembler of the GPU kernels: which ptxas is found, used and trusted."""
 
 from __future__ import annotations
 
@@ -15,155 +15,213 @@ import pytest
 from diffjax.ops.diff_attention.gpu import assembler
 from tests.harness import ROOT
 
-PACKAGED = "nvidia/cu13/bin"
+# Where the package nvidia-cuda-nvcc installs ptxas.
+PACKAGE_FOLDER = "nvidia/cu13/bin"
 
 
-def install_ptxas(
-  folder: pathlib.Path, release: str, mode: int = 0o755
-) -> pathlib.Path:
-  """Writes a program that prints a version as ptxas does."""
-  folder.mkdir(parents=True)
+def install_program(path: pathlib.Path, script: str) -> None:
+  """Writes an executable shell script."""
+  path.parent.mkdir(parents=True, exist_ok=True)
+  path.write_text(f"#!/bin/sh\n{script}\n")
+  path.chmod(0o755)
+
+
+def install_ptxas(folder: pathlib.Path, release: str) -> pathlib.Path:
+  """Writes a program that prints its version as ptxas does."""
   path = folder / "ptxas"
-  path.write_text(
-    f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.88'\n"
-  )
-  path.chmod(mode)
+  message = f"Cuda compilation tools, release {release}, V{release}.88"
+  install_program(path, f"echo '{message}'")
   return path
 
 
-@pytest.fixture
-def machine(monkeypatch, tmp_path):
-  """A machine without any ptxas: an empty PATH and an empty site-packages."""
-  site = tmp_path / "site"
-  monkeypatch.setattr(sys, "path", [str(site)])
-  monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+@pytest.fixture(autouse=True)
+def refusal_is_not_cached():
   assembler.refusal.cache_clear()
-  yield tmp_path
+  yield
   assembler.refusal.cache_clear()
 
 
 @pytest.fixture
-def jax_takes(monkeypatch):
-  """jax_takes(release, version): the release of JAX's assembler, and JAX's version."""
+def site_packages(monkeypatch, tmp_path):
+  """The only folder on sys.path. It has no ptxas yet."""
+  folder = tmp_path / "site"
+  monkeypatch.setattr(sys, "path", [str(folder)])
+  return folder
 
-  def take(release, version=(0, 11, 2), has_nvjitlink=False):
-    def asked():
-      if isinstance(release, Exception):
-        raise release
-      return release
 
-    monkeypatch.setattr(assembler, "release", asked)
+@pytest.fixture
+def bin_folder(monkeypatch, tmp_path):
+  """The only folder on PATH. It has no ptxas yet."""
+  folder = tmp_path / "bin"
+  monkeypatch.setenv("PATH", str(folder))
+  return folder
+
+
+def test_version_is_read_from_the_program(bin_folder):
+  ptxas = install_ptxas(bin_folder, "13.5")
+
+  assert assembler.version(ptxas) == (13, 5, 88)
+
+
+def test_missing_program_has_no_version(bin_folder):
+  assert assembler.version(bin_folder / "ptxas") == ()
+
+
+def test_program_that_is_not_executable_has_no_version(bin_folder):
+  ptxas = install_ptxas(bin_folder, "13.5")
+  ptxas.chmod(0o644)
+
+  assert assembler.version(ptxas) == ()
+
+
+def test_program_that_prints_nothing_has_no_version(bin_folder):
+  install_program(bin_folder / "ptxas", "")
+
+  assert assembler.version(bin_folder / "ptxas") == ()
+
+
+def test_no_packaged_ptxas_is_found_without_the_package(site_packages):
+  assert assembler.packaged() is None
+
+
+def test_packaged_ptxas_is_found_in_the_first_folder_that_has_it(
+  site_packages, monkeypatch, tmp_path
+):
+  second = tmp_path / "second"
+  monkeypatch.setattr(sys, "path", [str(site_packages), str(second)])
+
+  second_ptxas = install_ptxas(second / PACKAGE_FOLDER, "13.4")
+  assert assembler.packaged() == second_ptxas
+
+  first_ptxas = install_ptxas(site_packages / PACKAGE_FOLDER, "13.5")
+  assert assembler.packaged() == first_ptxas
+
+
+@pytest.mark.parametrize("release_on_path", [None, "13.0", "12.9"])
+def test_packaged_ptxas_is_preferred_to_an_unsafe_one(
+  site_packages, bin_folder, release_on_path
+):
+  packaged = install_ptxas(site_packages / PACKAGE_FOLDER, "13.5")
+  if release_on_path is not None:
+    install_ptxas(bin_folder, release_on_path)
+
+  assembler.prefer_packaged()
+
+  expected = os.pathsep.join([str(packaged.parent), str(bin_folder)])
+  assert os.environ["PATH"] == expected
+
+
+def test_packaged_ptxas_is_preferred_without_a_path(
+  site_packages, bin_folder, monkeypatch
+):
+  packaged = install_ptxas(site_packages / PACKAGE_FOLDER, "13.5")
+  monkeypatch.delenv("PATH")
+
+  assembler.prefer_packaged()
+
+  first_folder = os.environ["PATH"].split(os.pathsep)[0]
+  assert first_folder == str(packaged.parent)
+
+
+@pytest.mark.parametrize(
+  ("packaged_release", "release_on_path"),
+  [
+    pytest.param(None, "13.0", id="no_package"),
+    pytest.param(None, None, id="no_ptxas"),
+    pytest.param("13.2", "13.0", id="unsafe_package"),
+    pytest.param("13.2", None, id="only_unsafe_package"),
+    pytest.param("13.5", "13.3", id="safe_path"),
+    pytest.param("13.3", "14.0", id="newer_on_path"),
+  ],
+)
+def test_path_does_not_change(
+  site_packages, bin_folder, packaged_release, release_on_path
+):
+  if packaged_release is not None:
+    install_ptxas(site_packages / PACKAGE_FOLDER, packaged_release)
+  if release_on_path is not None:
+    install_ptxas(bin_folder, release_on_path)
+
+  assembler.prefer_packaged()
+
+  assert os.environ["PATH"] == str(bin_folder)
+
+
+def test_path_does_not_change_if_the_package_is_not_executable(
+  site_packages, bin_folder
+):
+  packaged = install_ptxas(site_packages / PACKAGE_FOLDER, "13.5")
+  packaged.chmod(0o644)
+  install_ptxas(bin_folder, "13.0")
+
+  assembler.prefer_packaged()
+
+  assert os.environ["PATH"] == str(bin_folder)
+
+
+def test_packaged_ptxas_is_preferred_before_jax_looks_for_one(
+  site_packages, bin_folder, monkeypatch
+):
+  """JAX looks for its assembler once in a process."""
+  packaged = install_ptxas(site_packages / PACKAGE_FOLDER, "13.5")
+  paths = []
+
+  def find_release():
+    paths.append(os.environ["PATH"])
+    return (13, 5)
+
+  monkeypatch.setattr(assembler, "release", find_release)
+  monkeypatch.setattr(assembler, "is_nvjitlink_loaded", lambda: False)
+
+  assert assembler.refusal() is None
+  assert len(paths) == 1
+  assert paths[0].startswith(str(packaged.parent))
+
+
+@pytest.fixture
+def set_jax(monkeypatch, site_packages, bin_folder):
+  """Sets JAX's version, the release of its ptxas, and whether it has nvJitLink."""
+
+  def set_versions(release, version=(0, 11, 2), has_nvjitlink=False):
+    monkeypatch.setattr(assembler, "release", lambda: release)
     monkeypatch.setattr(assembler, "is_nvjitlink_loaded", lambda: has_nvjitlink)
     monkeypatch.setattr(jax, "__version_info__", version)
     monkeypatch.setattr(jax, "__version__", ".".join(map(str, version)))
 
-  return take
+  return set_versions
 
 
-def test_the_version_is_read(machine):
-  path = install_ptxas(machine / "bin", "13.5")
-  assert assembler.version(path) == (13, 5, 88)
+@pytest.mark.parametrize("release", [(13, 3), (13, 10), (14, 0)])
+def test_ptxas_of_13_3_or_newer_is_trusted(set_jax, release):
+  set_jax(release)
 
-
-def test_what_does_not_run_has_no_version(machine):
-  not_executable = install_ptxas(machine / "bin", "13.5", mode=0o644)
-  assert assembler.version(not_executable) == ()
-  assert assembler.version(machine / "missing") == ()
-  silent = machine / "silent"
-  silent.write_text("#!/bin/sh\n")
-  silent.chmod(0o755)
-  assert assembler.version(silent) == ()
-
-
-def test_the_packaged_one_is_found(machine, monkeypatch):
-  assert assembler.packaged() is None
-  second = install_ptxas(machine / "second" / PACKAGED, "13.4")
-  monkeypatch.setattr(sys, "path", [*sys.path, str(machine / "second")])
-  assert assembler.packaged() == second
-  first = install_ptxas(machine / "site" / PACKAGED, "13.5")
-  assert assembler.packaged() == first
-
-
-@pytest.mark.parametrize("on_path", [None, "13.0", "12.9"])
-def test_the_packaged_one_is_preferred_to_an_older_one(machine, on_path):
-  packaged = install_ptxas(machine / "site" / PACKAGED, "13.5")
-  if on_path is not None:
-    install_ptxas(machine / "bin", on_path)
-  before = os.environ["PATH"]
-  assembler.prefer_packaged()
-  assert os.environ["PATH"] == f"{packaged.parent}{os.pathsep}{before}"
+  assert assembler.refusal() is None
 
 
 @pytest.mark.parametrize(
-  ("packaged", "mode", "on_path"),
+  ("release", "name"),
   [
-    (None, 0o755, "13.0"),
-    (None, 0o755, None),
-    ("13.2", 0o755, "13.0"),
-    ("13.2", 0o755, None),
-    ("13.5", 0o755, "13.3"),
-    ("13.3", 0o755, "14.0"),
-    ("13.5", 0o644, "13.0"),
+    pytest.param((12, 8), "12", id="12.8"),
+    pytest.param((13, 0), "13.0", id="13.0"),
+    pytest.param((13, 2), "13.2", id="13.2"),
   ],
 )
-def test_the_path_stays(machine, packaged, mode, on_path):
-  """If there is no packaged one, it is too old or not executable, or PATH's serves."""
-  if packaged is not None:
-    install_ptxas(machine / "site" / PACKAGED, packaged, mode)
-  if on_path is not None:
-    install_ptxas(machine / "bin", on_path)
-  before = os.environ["PATH"]
-  assembler.prefer_packaged()
-  assert os.environ["PATH"] == before
+def test_older_ptxas_is_refused(set_jax, release, name):
+  set_jax(release)
 
-
-def test_without_a_path_the_packaged_one_is_preferred(machine, monkeypatch):
-  packaged = install_ptxas(machine / "site" / PACKAGED, "13.5")
-  monkeypatch.delenv("PATH")
-  assembler.prefer_packaged()
-  assert os.environ["PATH"].split(os.pathsep)[0] == str(packaged.parent)
-
-
-def test_the_packaged_one_is_preferred_before_jax_is_asked(
-  machine, monkeypatch
-):
-  """JAX looks for its assembler once in a process."""
-  packaged = install_ptxas(machine / "site" / PACKAGED, "13.5")
-  seen = []
-
-  def release():
-    seen.append(os.environ["PATH"].split(os.pathsep)[0])
-    return (13, 5)
-
-  monkeypatch.setattr(assembler, "release", release)
-  monkeypatch.setattr(assembler, "is_nvjitlink_loaded", lambda: False)
-  assert assembler.refusal() is None
-  assert seen == [str(packaged.parent)]
-
-
-@pytest.mark.parametrize(
-  ("release", "trusted"),
-  [((12, 8), False), ((13, 0), False), ((13, 2), False)]
-  + [((13, 3), True), ((13, 10), True), ((14, 0), True)],
-)
-def test_an_old_assembler_is_not_trusted(machine, jax_takes, release, trusted):
-  jax_takes(release)
-  assert (assembler.refusal() is None) == trusted
-
-
-@pytest.mark.parametrize(
-  ("release", "named"), [((13, 0), "13.0"), ((12, 8), "12")]
-)
-def test_an_old_assembler_is_named(machine, jax_takes, release, named):
-  jax_takes(release)
   assert assembler.refusal() == (
-    f"needs ptxas 13.3 or newer, and JAX uses ptxas of CUDA {named} here, which"
+    f"needs ptxas 13.3 or newer, and JAX uses ptxas of CUDA {name} here, which"
     " can corrupt products; pip install 'diffjax[cuda]'"
   )
 
 
-def test_an_assembler_that_is_not_found_is_not_trusted(machine, jax_takes):
-  jax_takes(RuntimeError("No PTX compilation provider is available.\nDetails"))
+def test_missing_ptxas_is_refused(set_jax, monkeypatch):
+  def raise_error():
+    raise RuntimeError("No PTX compilation provider is available.\nDetails")
+
+  set_jax(release=None)
+  monkeypatch.setattr(assembler, "release", raise_error)
+
   assert assembler.refusal() == (
     "needs ptxas 13.3 or newer, and JAX finds none (No PTX compilation provider"
     " is available.); pip install 'diffjax[cuda]'"
@@ -171,28 +229,41 @@ def test_an_assembler_that_is_not_found_is_not_trusted(machine, jax_takes):
 
 
 @pytest.mark.parametrize(
-  ("version", "has_nvjitlink", "trusted"),
-  [((0, 11, 2), True, True), ((0, 12, 0), False, True)]
-  + [((0, 12, 0), True, False), ((0, 13, 0), True, False)],
+  ("version", "has_nvjitlink"),
+  [
+    # JAX 0.11 does not use nvJitLink, even if cuSPARSE has loaded it.
+    pytest.param((0, 11, 2), True, id="0.11_with_nvjitlink"),
+    pytest.param((0, 12, 0), False, id="0.12_without_nvjitlink"),
+  ],
 )
-def test_nvjitlink_is_not_trusted(
-  machine, jax_takes, version, has_nvjitlink, trusted
-):
-  """JAX 0.11 never takes it, though cuSPARSE loads it there, too."""
-  jax_takes((13, 5), version, has_nvjitlink)
-  said = assembler.refusal()
-  assert (said is None) == trusted
-  if not trusted:
-    assert said == (
-      f"needs ptxas, and JAX {jax.__version__} uses nvJitLink, which ignores"
-      " the kernels' register counts and makes them spill;"
-      " pip install 'diffjax[cuda]', which brings JAX 0.11"
-    )
+def test_jax_without_nvjitlink_is_trusted(set_jax, version, has_nvjitlink):
+  set_jax((13, 5), version, has_nvjitlink)
+
+  assert assembler.refusal() is None
 
 
-def test_loaded_libraries_are_seen():
-  own = pathlib.Path(jaxlib._jax.__file__)
-  assert assembler.is_loaded(own.name.split(".")[0])
+@pytest.mark.parametrize(
+  "version",
+  [pytest.param((0, 12, 0), id="0.12"), pytest.param((0, 13, 0), id="0.13")],
+)
+def test_jax_with_nvjitlink_is_refused(set_jax, version):
+  set_jax((13, 5), version, has_nvjitlink=True)
+
+  assert assembler.refusal() == (
+    f"needs ptxas, and JAX {jax.__version__} uses nvJitLink, which ignores"
+    " the kernels' register counts and makes them spill;"
+    " pip install 'diffjax[cuda]', which brings JAX 0.11"
+  )
+
+
+def test_loaded_library_is_found():
+  # jaxlib's library is loaded in each process that imports jax.
+  library = pathlib.Path(jaxlib._jax.__file__)
+
+  assert assembler.is_loaded(library.name.split(".")[0])
+
+
+def test_library_that_is_not_loaded_is_not_found():
   assert not assembler.is_loaded("libnvNothing")
 
 
@@ -212,28 +283,29 @@ print(assembler.release())
   or assembler.packaged() is None,
   reason="needs the compiler for Hopper and its packaged ptxas",
 )
-def test_pallas_takes_the_packaged_ptxas(tmp_path):
-  """Though there is an old one on PATH, and a backend was started before."""
-  used = tmp_path / "used"
-  old = tmp_path / "bin/ptxas"
-  old.parent.mkdir()
-  old.write_text(
-    f"#!/bin/sh\necho \"$@\" >> {used}\necho 'release 13.0, V13.0.88'\n"
+def test_pallas_compiles_with_the_packaged_ptxas(tmp_path):
+  """PATH has an old ptxas, and a backend is running."""
+  log = tmp_path / "log"
+  old_ptxas = tmp_path / "bin/ptxas"
+  install_program(
+    old_ptxas, f"echo \"$@\" >> {log}\necho 'release 13.0, V13.0.88'"
   )
-  old.chmod(0o755)
-  environment = os.environ | {
-    "JAX_PLATFORMS": "cpu",
-    "PATH": f"{old.parent}:/usr/bin:/bin",
-  }
+
   result = subprocess.run(
     [sys.executable, "-c", PROGRAM],
     cwd=ROOT,
-    env=environment,
+    env=os.environ
+    | {
+      "JAX_PLATFORMS": "cpu",
+      "PATH": f"{old_ptxas.parent}:/usr/bin:/bin",
+    },
     capture_output=True,
     text=True,
     timeout=300,
   )
+
   assert result.returncode == 0, result.stderr
   major, minor, *_ = assembler.version(assembler.packaged())
   assert result.stdout.splitlines()[-1] == str((major, minor))
-  assert set(used.read_text().split()) == {"--version"}
+  # The old one was only asked for its version.
+  assert set(log.read_text().split()) == {"--version"}
