@@ -1,385 +1,499 @@
-"""The Hopper kernels in Pallas's interpreter of Mosaic GPU: test_diff_attention.py's properties, at the precision that the kernels take.
+"""The Hopper kernels in Pallas's interpreter for Mosaic GPU.
 
-They take no float32, so numbers are compared in float16 with `reference` in float32 on the same numbers: ten bits of mantissa in weights
-and outputs are 5e-4 at most, and a mask that is wrong by one key shows at 1e-1.
+test_diff_attention.py checks the properties of all implementations. The kernels
+do not support float32. So results in float16 are compared with `reference` in
+float32 on the same numbers.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import PartitionSpec as P
 
 from diffjax.ops.diff_attention import diff_attention
 from diffjax.ops.diff_attention.gpu import chip
-from tests.harness.tiers import full
+
+# Largest errors, relative to the largest number of an array.
+FLOAT16_ERROR = 1e-3
+BFLOAT16_ERROR = 6e-3
 
 pytestmark = pytest.mark.skipif(
   jax.__version_info__ < (0, 11, 2),
-  reason="Pallas has no public interpreter of Mosaic GPU kernels before JAX 0.11.2",
+  reason="the interpreter of Mosaic GPU kernels needs JAX 0.11.2",
 )
 
-CASES = {
-  "v1_ragged_grouped": (dict(T=130, H=2, K=1), {}),
-  "v1_wide_packed_window": (
-    dict(T=140, H=1, D=96, V=192, ids=True),
-    dict(window=30),
-  ),
-  "v2_grouped": (dict(T=70, H=4, K=2, M=1, V=8), {}),
-  "plain_wide": (dict(T=70, H=1, G=1, M=1, D=128, V=128), dict(causal=False)),
-  "window_not_causal_v2": (
-    dict(B=1, T=200, M=1, V=8),
-    dict(window=20, causal=False),
-  ),
-  "offset_per_row": (dict(T=70, S=300), dict(q_offset=(5, 170))),
-}
-COMBINED = {
-  "v1_not_causal": (dict(T=100), dict(causal=False)),
-  "v1_several_tiles": (dict(B=1, T=300, H=1), {}),
-  "v1_wide": (dict(T=140, H=1, D=100, V=200), {}),
-  "v2_wide_not_causal": (
-    dict(T=70, H=1, M=1, D=128, V=128),
-    dict(causal=False),
-  ),
-  "plain_grouped": (dict(T=130, H=2, K=1, G=1, M=1, V=8), {}),
-  "one_query": (dict(T=1, S=130), dict(q_offset=(4, 129))),
-  "packed": (dict(T=200, ids=True), {}),
-  "packed_not_causal": (dict(T=200, ids=True), dict(causal=False)),
-  "window": (dict(B=1, T=300, H=1), dict(window=40)),
-  "window_not_causal": (dict(B=1, T=300, H=1), dict(window=90, causal=False)),
-  "cross": (dict(T=70, S=150), dict(causal=False)),
-  "fewer_keys": (dict(T=150, S=70), {}),
-  "offset_window": (dict(T=70, S=300), dict(q_offset=170, window=40)),
-  "offset_per_row_packed_window": (
-    dict(T=150, ids=True),
-    dict(q_offset=(5, 20), window=40),
-  ),
-  "before_keys": (dict(T=150), dict(q_offset=-70)),
-  "beyond_window": (dict(T=80, S=70), dict(q_offset=100, window=20)),
-  "negative_scale": (dict(T=70, H=1), dict(scale=-0.3)),
-  "no_scale": (dict(T=70, H=1, ids=True), dict(scale=0.0)),
-}
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+  """The shapes and options of one call. Axes: see diffjax/parameters.py.
+
+  Attributes:
+    name: the id of the test.
+    T: queries of a sequence.
+    S: keys of a sequence. None for as many as queries.
+    B: sequences.
+    H: heads.
+    K: key heads. None for as many as heads.
+    G: maps of a group of queries.
+    M: maps of the keys.
+    D: width of queries and keys.
+    V: width of the values.
+    lam: the axes of λ, or "scalar".
+    has_segments: whether sequences have documents of random lengths.
+    dtype: of the arrays.
+    q_offset: position of the first query, or of each sequence's first query.
+    window: argument of `diff_attention`.
+    causal: argument of `diff_attention`.
+    scale: argument of `diff_attention`.
+  """
+
+  name: str
+  T: int
+  S: int | None = None
+  B: int = 2
+  H: int = 2
+  K: int | None = None
+  G: int = 2
+  M: int = 2
+  D: int = 8
+  V: int = 16
+  lam: str = "BTH"
+  has_segments: bool = False
+  dtype: str = "float16"
+  q_offset: int | tuple[int, ...] = 0
+  window: int | None = None
+  causal: bool = True
+  scale: float | None = None
 
 
-def _arguments(
-  B=2,
-  T=130,
-  S=None,
-  H=2,
-  K=None,
-  G=2,
-  M=2,
-  D=8,
-  V=16,
-  ids=False,
-  lam="BTH",
-  dtype=jnp.float16,
-  seed=0,
-):
-  rng = np.random.default_rng(seed)
-  S, K = S or T, K or H
-  normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), dtype)
-  lam_shape = {"scalar": (), "H": (H,), "BTH": (B, T, H)}[lam]
-  lam = (
-    None
-    if G == 1
-    else jnp.asarray(rng.uniform(-0.5, 1.2, lam_shape), jnp.float32)
+CASES = [
+  Case("v1_ragged_grouped", T=130, K=1),
+  Case(
+    "v1_wide_packed_window",
+    T=140,
+    H=1,
+    D=96,
+    V=192,
+    has_segments=True,
+    window=30,
+  ),
+  Case("v2_grouped", T=70, H=4, K=2, M=1, V=8),
+  Case("plain_wide", T=70, H=1, G=1, M=1, D=128, V=128, causal=False),
+  Case("window_not_causal_v2", T=200, B=1, M=1, V=8, window=20, causal=False),
+  Case("offset_per_row", T=70, S=300, q_offset=(5, 170)),
+]
+COMBINED_CASES = [
+  Case("v1_not_causal", T=100, causal=False),
+  Case("v1_several_tiles", T=300, B=1, H=1),
+  Case("v1_wide", T=140, H=1, D=100, V=200),
+  Case("v2_wide_not_causal", T=70, H=1, M=1, D=128, V=128, causal=False),
+  Case("plain_grouped", T=130, K=1, G=1, M=1, V=8),
+  Case("one_query", T=1, S=130, q_offset=(4, 129)),
+  Case("packed", T=200, has_segments=True),
+  Case("packed_not_causal", T=200, has_segments=True, causal=False),
+  Case("window", T=300, B=1, H=1, window=40),
+  Case("window_not_causal", T=300, B=1, H=1, window=90, causal=False),
+  Case("cross", T=70, S=150, causal=False),
+  Case("fewer_keys", T=150, S=70),
+  Case("offset_window", T=70, S=300, q_offset=170, window=40),
+  Case(
+    "offset_per_row_packed_window",
+    T=150,
+    has_segments=True,
+    q_offset=(5, 20),
+    window=40,
+  ),
+  Case("before_keys", T=150, q_offset=-70),
+  Case("beyond_window", T=80, S=70, q_offset=100, window=20),
+  Case("negative_scale", T=70, H=1, scale=-0.3),
+  Case("no_scale", T=70, H=1, has_segments=True, scale=0.0),
+]
+V1 = Case("v1", T=100)
+
+
+def by_name(cases: list[Case], full_cases: list[Case] | None = None) -> list:
+  """Returns parameters with the names of the cases as ids.
+
+  Only the full tier runs `full_cases`.
+  """
+  parameters = [pytest.param(case, id=case.name) for case in cases]
+  for case in full_cases or []:
+    parameter = pytest.param(case, id=case.name, marks=pytest.mark.full)
+    parameters.append(parameter)
+  return parameters
+
+
+class Inputs(NamedTuple):
+  """The arguments of one call.
+
+  Attributes:
+    arrays: q, k, v and λ. λ is None with one map.
+    d_out: the gradient of the output.
+    options: other arguments of `diff_attention` that a program is compiled for.
+    array_options: segment ids, and offsets if each sequence has its own.
+  """
+
+  arrays: tuple
+  d_out: jax.Array
+  options: dict[str, Any]
+  array_options: dict[str, jax.Array]
+
+
+class Results(NamedTuple):
+  """The output of one call, and the gradients of its arguments."""
+
+  out: np.ndarray
+  d_q: np.ndarray
+  d_k: np.ndarray
+  d_v: np.ndarray
+  d_lam: np.ndarray | None
+
+
+def make_inputs(case: Case) -> Inputs:
+  """Returns random arguments for a case."""
+  rng = np.random.default_rng(0)
+
+  def normal(*shape):
+    return jnp.asarray(rng.standard_normal(shape), case.dtype)
+
+  kv_length = case.S or case.T
+  num_kv_heads = case.K or case.H
+  q = normal(case.B, case.T, case.H, case.G, case.D)
+  k = normal(case.B, kv_length, num_kv_heads, case.M, case.D)
+  v = normal(case.B, kv_length, num_kv_heads, case.V)
+  d_out = normal(case.B, case.T, case.H, case.V)
+  lam_shapes = {
+    "scalar": (),
+    "H": (case.H,),
+    "BTH": (case.B, case.T, case.H),
+  }
+  lam = None
+  if case.G > 1:
+    lam = jnp.float32(rng.uniform(-0.5, 1.2, lam_shapes[case.lam]))
+
+  options = {
+    "window": case.window,
+    "causal": case.causal,
+    "scale": case.scale,
+  }
+  array_options = {}
+  if isinstance(case.q_offset, tuple):
+    array_options["q_offset"] = jnp.array(case.q_offset, jnp.int32)
+  else:
+    options["q_offset"] = case.q_offset
+  if case.has_segments:
+    ids = np.sort(rng.integers(0, 5, (case.B, case.T)), axis=1)
+    array_options["q_segment_ids"] = jnp.asarray(ids, jnp.int32)
+  return Inputs((q, k, v, lam), d_out, options, array_options)
+
+
+def run(implementation: str, inputs: Inputs, params: Any = None) -> Results:
+  """Returns the output and all gradients, converted to float32.
+
+  Args:
+    implementation: argument of `diff_attention`.
+    inputs: the other arguments.
+    params: the parameters of the interpreter. None for its defaults.
+  """
+  program = compile_program(
+    implementation, tuple(inputs.options.items()), params
   )
-  segment_ids = (
-    jnp.asarray(np.sort(rng.integers(0, 5, (B, T)), axis=1)) if ids else None
-  )
-  return (
-    (normal(B, T, H, G, D), normal(B, S, K, M, D), normal(B, S, K, V), lam),
-    normal(B, T, H, V),
-    segment_ids,
-  )
+  with chip.interpreted(params):
+    results = program(inputs.arrays, inputs.d_out, inputs.array_options)
+    results = jax.block_until_ready(results)
+  return jax.tree.map(lambda x: np.asarray(x, np.float32), results)
 
 
 @functools.cache
-def _program(implementation, params, options):
-  """Output and gradients, in a program that calls share as long as only numbers differ."""
+def compile_program(implementation: str, options: tuple, params: Any):
+  """Returns a jitted function, shared by tests with equal options."""
 
   @jax.jit
-  def run(arguments, d_out, arrays):
-    attend = lambda arguments: diff_attention(
-      *arguments, implementation=implementation, **dict(options), **arrays
-    )
-    out, pull = jax.vjp(attend, arguments)
-    return out, pull(d_out)[0]
+  def program(arrays, d_out, array_options):
+    def attend(*arrays):
+      return diff_attention(
+        *arrays,
+        implementation=implementation,
+        **dict(options),
+        **array_options,
+      )
 
-  return run
+    out, vjp = jax.vjp(attend, *arrays)
+    return Results(out, *vjp(d_out))
 
-
-def _run(implementation, arguments, d_out, options, params=None):
-  """Output and gradients; `reference` in float32."""
-  options = {
-    name: jnp.asarray(x, jnp.int32) if isinstance(x, tuple) else x
-    for name, x in options.items()
-  }
-  arrays = {name: x for name, x in options.items() if isinstance(x, jax.Array)}
-  if implementation == "reference":
-    arguments, d_out = jax.tree.map(
-      lambda x: x.astype(jnp.float32), (arguments, d_out)
-    )
-  run = _program(
-    implementation,
-    params,
-    tuple((name, x) for name, x in options.items() if name not in arrays),
-  )
-  with chip.interpreted(params):
-    return jax.tree.map(
-      lambda x: np.asarray(x, np.float32),
-      jax.block_until_ready(run(arguments, d_out, arrays)),
-    )
+  return program
 
 
-def _assert_close(actual, expected, tolerance):
-  def check(path, a, e):
-    assert np.isfinite(a).all(), f"{jax.tree_util.keystr(path)} is not finite"
-    # A gradient that is zero but for rounding (one visible key) is compared with 1.
-    error = np.linalg.norm(a - e) / max(np.linalg.norm(e), 1.0)
-    assert error <= tolerance, (
-      f"{jax.tree_util.keystr(path)}: relative error {error:.2e}"
+def expected_results(inputs: Inputs) -> Results:
+  """Returns the results of `reference` in float32."""
+  arrays, d_out = jax.tree.map(jnp.float32, (inputs.arrays, inputs.d_out))
+  return run("reference", inputs._replace(arrays=arrays, d_out=d_out))
+
+
+def assert_results_close(
+  actual: Results, expected: Results, error: float
+) -> None:
+  """Compares each array, relative to its largest number if that exceeds 1."""
+  for name in Results._fields:
+    array = getattr(expected, name)
+    if array is None:
+      continue
+    largest = max(1.0, np.abs(array).max())
+    chex.assert_trees_all_close(
+      getattr(actual, name), array, rtol=0, atol=error * largest
     )
 
-  jax.tree_util.tree_map_with_path(check, actual, expected)
 
+@pytest.mark.parametrize("case", by_name(CASES, COMBINED_CASES))
+def test_output_and_gradients_equal_the_reference(case):
+  inputs = make_inputs(case)
 
-@pytest.mark.parametrize("name", [*CASES, *full(COMBINED)])
-def test_agrees_with_reference(name):
-  shapes, options = (CASES | COMBINED)[name]
-  arguments, d_out, ids = _arguments(**shapes)
-  options = options | ({} if ids is None else {"q_segment_ids": ids})
-  _assert_close(
-    _run("pallas_gpu", arguments, d_out, options),
-    _run("reference", arguments, d_out, options),
-    1e-3,
-  )
+  actual = run("pallas_gpu", inputs)
+
+  assert_results_close(actual, expected_results(inputs), FLOAT16_ERROR)
 
 
 @pytest.mark.parametrize(
-  "shapes",
-  [dict(B=1, T=140, H=1), *full([dict(B=1, T=140, H=2, K=1, D=128, V=256)])],
-  ids=str,
+  "case",
+  by_name(
+    [Case("lambda_per_head", T=100, lam="H", dtype="bfloat16")],
+    [Case("lambda_scalar", T=100, lam="scalar", dtype="bfloat16")],
+  ),
 )
-def test_the_same_numbers_at_every_call(shapes):
-  """Bit by bit: each sum has one order. The interpreter's threads, as the chip's warpgroups, run at another pace every time."""
-  arguments, d_out, ids = _arguments(**shapes, ids=True)
-  first, again = (
-    _run("pallas_gpu", arguments, d_out, {"q_segment_ids": ids})
-    for _ in range(2)
-  )
-  jax.tree.map(np.testing.assert_array_equal, first, again)
+def test_bfloat16_is_rounded_only_at_the_end(case):
+  inputs = make_inputs(case)
+
+  actual = run("pallas_gpu", inputs)
+
+  assert_results_close(actual, expected_results(inputs), BFLOAT16_ERROR)
 
 
-@pytest.mark.parametrize("lam", ["H", *full(["scalar"])])
-def test_bfloat16_and_lambda_of_fewer_axes(lam):
-  arguments, d_out, _ = _arguments(T=100, lam=lam, dtype=jnp.bfloat16)
-  _assert_close(
-    _run("pallas_gpu", arguments, d_out, {}),
-    _run("reference", arguments, d_out, {}),
-    6e-3,
-  )
+@pytest.mark.parametrize(
+  "case",
+  by_name(
+    [Case("narrow", T=140, B=1, H=1, has_segments=True)],
+    [Case("wide", T=140, B=1, K=1, D=128, V=256, has_segments=True)],
+  ),
+)
+def test_results_are_deterministic(case):
+  """Each sum has one order. The interpreter's threads vary in speed."""
+  inputs = make_inputs(case)
+
+  first = run("pallas_gpu", inputs)
+  second = run("pallas_gpu", inputs)
+
+  chex.assert_trees_all_equal(first, second)
 
 
-def test_the_output_alone_is_the_output_with_a_gradient():
-  arguments, d_out, _ = _arguments(T=100)
+def test_output_is_the_same_without_a_gradient():
+  inputs = make_inputs(V1)
+  attend = functools.partial(diff_attention, implementation="pallas_gpu")
+
   with chip.interpreted():
-    out = jax.jit(lambda *x: diff_attention(*x, implementation="pallas_gpu"))(
-      *arguments
-    )
+    out = jax.jit(attend)(*inputs.arrays)
+
   assert out.dtype == jnp.float16
-  np.testing.assert_array_equal(
-    np.asarray(out, np.float32), _run("pallas_gpu", arguments, d_out, {})[0]
-  )
+  expected = run("pallas_gpu", inputs).out
+  chex.assert_trees_all_equal(np.asarray(out, np.float32), expected)
 
 
 @pytest.mark.parametrize(
-  "shapes",
-  [
-    dict(B=1, T=140, H=1),
-    *full([dict(B=1, T=70, H=1, D=128, V=256), dict(B=1, T=140, K=1, M=1)]),
-  ],
-  ids=str,
+  "case",
+  by_name(
+    [Case("v1", T=140, B=1, H=1)],
+    [
+      Case("v1_wide", T=70, B=1, H=1, D=128, V=256),
+      Case("v2_grouped", T=140, B=1, K=1, M=1),
+    ],
+  ),
 )
-def test_no_races(shapes):
+def test_kernels_have_no_races(case):
+  # JAX offers the result of its race detector only here.
   from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
-  arguments, d_out, _ = _arguments(**shapes)
-  _run(
-    "pallas_gpu",
-    arguments,
-    d_out,
-    {},
-    plgpu.InterpretGPUParams(detect_races=True),
-  )
+  params = plgpu.InterpretGPUParams(detect_races=True)
+
+  run("pallas_gpu", make_inputs(case), params)
+
   assert not interpret_pallas_call.get_races().races_found
 
 
-def test_in_shard_map():
-  """Arrays vary over a mesh there, if of one device only: the interpreter takes no more. One λ, which all devices would share."""
+def test_shard_map_does_not_change_the_results():
+  inputs = make_inputs(Case("v1", T=100, has_segments=True, lam="scalar"))
+  segment_ids = inputs.array_options["q_segment_ids"]
+  # The interpreter supports only one device. Inside shard_map, arrays vary over
+  # the mesh nevertheless, except λ, which all devices share.
   mesh = jax.make_mesh(
     (1,),
     ("data",),
     axis_types=(jax.sharding.AxisType.Auto,),
     devices=jax.devices()[:1],
   )
-  (q, k, v, _), d_out, ids = _arguments(T=100, ids=True)
-  rows, shared = (
-    jax.sharding.PartitionSpec("data"),
-    jax.sharding.PartitionSpec(),
-  )
-  local = lambda q, k, v, lam, ids: diff_attention(
-    q, k, v, lam, q_segment_ids=ids, implementation="pallas_gpu"
-  )
+
+  def attend(q, k, v, lam, segment_ids):
+    return diff_attention(
+      q,
+      k,
+      v,
+      lam,
+      q_segment_ids=segment_ids,
+      implementation="pallas_gpu",
+    )
+
+  data = P("data")
   mapped = jax.shard_map(
-    local, mesh=mesh, in_specs=(rows, rows, rows, shared, rows), out_specs=rows
+    attend,
+    mesh=mesh,
+    in_specs=(data, data, data, P(), data),
+    out_specs=data,
   )
 
   @jax.jit
-  def run(arguments, d_out):
-    out, pull = jax.vjp(lambda *a: mapped(*a, ids), *arguments)
-    return out, pull(d_out)
+  def program(arrays, d_out):
+    out, vjp = jax.vjp(lambda *arrays: mapped(*arrays, segment_ids), *arrays)
+    return Results(out, *vjp(d_out))
 
   with chip.interpreted():
-    actual = jax.tree.map(
-      lambda x: np.asarray(x, np.float32),
-      run((q, k, v, jnp.float32(0.4)), d_out),
-    )
-  _assert_close(
-    actual,
-    _run(
-      "reference", (q, k, v, jnp.float32(0.4)), d_out, {"q_segment_ids": ids}
+    results = jax.block_until_ready(program(inputs.arrays, inputs.d_out))
+
+  actual = jax.tree.map(lambda x: np.asarray(x, np.float32), results)
+  assert_results_close(actual, expected_results(inputs), FLOAT16_ERROR)
+
+
+@pytest.mark.parametrize(
+  ("case", "rows", "hidden_keys"),
+  [
+    pytest.param(
+      Case("window", T=256, B=1, H=1, window=64),
+      slice(128, 192),
+      np.r_[:64, 192:256],
+      id="window",
     ),
-    2e-3,
+    pytest.param(
+      Case("segments", T=256, B=1, H=1, causal=False),
+      slice(0, 64),
+      np.r_[64:256],
+      id="segments",
+    ),
+    pytest.param(
+      Case("causal", T=256, B=1, H=1),
+      slice(0, 64),
+      np.r_[64:256],
+      id="causal",
+      marks=pytest.mark.full,
+    ),
+  ],
+)
+def test_hidden_blocks_are_not_computed(case, rows, hidden_keys):
+  """NaN in a key makes each row NaN that is multiplied with it, even masked."""
+  inputs = make_inputs(case)
+  q, k, v, lam = inputs.arrays
+  k = k.at[:, hidden_keys].set(jnp.nan)
+  v = v.at[:, hidden_keys].set(jnp.nan)
+  d_out = jnp.zeros_like(inputs.d_out)
+  d_out = d_out.at[:, rows].set(inputs.d_out[:, rows])
+  array_options = {}
+  if case.name == "segments":
+    segment_ids = (jnp.arange(case.T) >= 64).astype(jnp.int32)[None]
+    array_options["q_segment_ids"] = segment_ids
+
+  results = run(
+    "pallas_gpu",
+    Inputs((q, k, v, lam), d_out, inputs.options, array_options),
   )
+
+  chex.assert_tree_all_finite(results.out[:, rows])
+  chex.assert_tree_all_finite(results.d_q[:, rows])
+  chex.assert_tree_all_finite(results.d_lam[:, rows])
+  # Rows that see these keys are NaN.
+  assert np.isnan(results.out[:, hidden_keys]).any()
+
+
+def test_row_without_keys_has_zero_output_and_no_gradient():
+  """Here whole blocks see no key, and one block has rows of both kinds."""
+  inputs = make_inputs(Case("v1", T=70, causal=False))
+  q_ids = jnp.full((2, 70), 9, jnp.int32).at[:, 40:].set(1)
+  kv_ids = jnp.ones((2, 70), jnp.int32)
+  segment_ids = {"q_segment_ids": q_ids, "kv_segment_ids": kv_ids}
+
+  results = run("pallas_gpu", inputs._replace(array_options=segment_ids))
+
+  assert (results.out[:, :40] == 0).all()
+  assert (results.d_q[:, :40] == 0).all()
+  assert (results.d_lam[:, :40] == 0).all()
+  assert (results.out[:, 40:] != 0).all()
+  assert (results.d_k != 0).all()
 
 
 @pytest.mark.parametrize(
-  ("options", "ids", "rows", "hidden"),
+  ("dtype", "D", "V", "message"),
   [
-    (dict(window=64), False, slice(128, 192), np.r_[:64, 192:256]),
-    (dict(causal=False), True, slice(0, 64), np.r_[64:256]),
-    *full([({}, False, slice(0, 64), np.r_[64:256])]),
-  ],
-  ids=["window", "segments", "causal"],
-)
-def test_hidden_blocks_are_not_computed(options, ids, rows, hidden):
-  """NaN in keys and values spreads to every row that meets them in a product, masked or not."""
-  (q, k, v, lam), d_out, _ = _arguments(B=1, T=256, H=1)
-  if ids:
-    options = options | {
-      "q_segment_ids": (jnp.arange(256) >= 64).astype(jnp.int32)[None]
-    }
-  k, v = k.at[:, hidden].set(jnp.nan), v.at[:, hidden].set(jnp.nan)
-  d_out = jnp.zeros_like(d_out).at[:, rows].set(d_out[:, rows])
-  out, (d_q, _, _, d_lam) = _run("pallas_gpu", (q, k, v, lam), d_out, options)
-  assert (
-    np.isfinite(out[:, rows]).all()
-    and np.isfinite(d_q[:, rows]).all()
-    and np.isfinite(d_lam[:, rows]).all()
-  )
-  assert np.isnan(out[:, hidden]).any()  # the poison works
-
-
-def test_row_without_keys_gives_zero_and_no_gradient():
-  arguments, d_out, _ = _arguments(T=70)
-  ids = dict(
-    q_segment_ids=jnp.full((2, 70), 9).at[:, 40:].set(1),
-    kv_segment_ids=jnp.ones((2, 70), jnp.int32),
-  )
-  out, (d_q, d_k, _, d_lam) = _run(
-    "pallas_gpu", arguments, d_out, ids | dict(causal=False)
-  )
-  assert (
-    (out[:, :40] == 0).all()
-    and (d_q[:, :40] == 0).all()
-    and (d_lam[:, :40] == 0).all()
-  )
-  assert (out[:, 40:] != 0).all() and (d_k != 0).all()
-  for leaf in jax.tree.leaves(
-    _run(
-      "pallas_gpu",
-      arguments,
-      d_out,
-      ids | dict(q_segment_ids=jnp.full((2, 70), 9)),
-    )
-  ):
-    assert (leaf == 0).all()
-
-
-@pytest.mark.parametrize(
-  ("changes", "message"),
-  [
-    (dict(dtype=jnp.float32), "float32.*bfloat16 or float16"),
-    (dict(D=136), "D = 136.*up to 128"),
-    (dict(V=264), "V = 264.*up to 256"),
+    pytest.param(
+      jnp.float32, 8, 16, "float32.*bfloat16 or float16", id="dtype"
+    ),
+    pytest.param(jnp.float16, 136, 16, "D = 136.*up to 128", id="D"),
+    pytest.param(jnp.float16, 8, 264, "V = 264.*up to 256", id="V"),
   ],
 )
-def test_refusals_name_what_works(changes, message):
-  dtype, D, V = (
-    changes.get("dtype", jnp.float16),
-    changes.get("D", 8),
-    changes.get("V", 16),
-  )
-  zeros = functools.partial(jnp.zeros, dtype=dtype)
+def test_error_names_what_is_supported(dtype, D, V, message):
+  q = jnp.zeros((1, 8, 2, 2, D), dtype)
+  v = jnp.zeros((1, 8, 2, V), dtype)
+
   with (
     chip.interpreted(),
     pytest.raises(
       ValueError, match=f"^q .*{message}.*implementation='chunked'"
     ),
   ):
-    diff_attention(
-      zeros((1, 8, 2, 2, D)),
-      zeros((1, 8, 2, 2, D)),
-      zeros((1, 8, 2, V)),
-      0.5,
-      implementation="pallas_gpu",
-    )
+    diff_attention(q, q, v, 0.5, implementation="pallas_gpu")
 
 
 def test_another_backend_is_refused():
-  x = jnp.zeros((1, 8, 2, 2, 8), jnp.float16)
+  q = jnp.zeros((1, 8, 2, 2, 8), jnp.float16)
+  v = jnp.zeros((1, 8, 2, 16), jnp.float16)
+
   with pytest.raises(
     ValueError,
-    match="^implementation = 'pallas_gpu' needs a Hopper GPU.*backend is 'cpu'; use implementation=",
+    match="^implementation = 'pallas_gpu' needs a Hopper GPU"
+    ".*backend is 'cpu'; use implementation=",
   ):
-    diff_attention(
-      x,
-      x,
-      jnp.zeros((1, 8, 2, 16), jnp.float16),
-      0.5,
-      implementation="pallas_gpu",
-    )
+    diff_attention(q, q, v, 0.5, implementation="pallas_gpu")
+
+
+class BlackwellDevice:
+  """What JAX says about a GPU that is newer than Hopper."""
+
+  platform = "gpu"
+  device_kind = "NVIDIA B200"
+  compute_capability = "10.0"
 
 
 def test_blackwell_is_refused(monkeypatch):
-  class Device:
-    platform, device_kind, compute_capability = "gpu", "NVIDIA B200", "10.0"
+  q = jnp.zeros((1, 8, 2, 2, 8), jnp.float16)
+  v = jnp.zeros((1, 8, 2, 16), jnp.float16)
+  monkeypatch.setattr(jax, "devices", lambda *_: [BlackwellDevice])
 
-  x = jnp.zeros((1, 8, 2, 2, 8), jnp.float16)
-  monkeypatch.setattr(jax, "devices", lambda *_: [Device])
   with pytest.raises(
     ValueError,
-    match="needs a Hopper GPU.*this is NVIDIA B200, 10.0; use implementation='chunked' or 'auto'",
+    match="needs a Hopper GPU.*this is NVIDIA B200, 10.0;"
+    " use implementation='chunked' or 'auto'",
   ):
-    diff_attention(
-      x,
-      x,
-      jnp.zeros((1, 8, 2, 16), jnp.float16),
-      0.5,
-      implementation="pallas_gpu",
-    )
+    diff_attention(q, q, v, 0.5, implementation="pallas_gpu")
 
 
-def test_an_assembler_that_corrupts_products_is_named(monkeypatch):
-  monkeypatch.setattr(
-    chip.assembler, "refusal", lambda: "ptxas 13.0.88 can corrupt products"
-  )
+def test_warning_names_an_assembler_that_corrupts_products(monkeypatch):
+  problem = "ptxas 13.0.88 can corrupt products"
+  monkeypatch.setattr(chip.assembler, "refusal", lambda: problem)
+
   with pytest.warns(UserWarning, match=r"ptxas 13\.0\.88"):
     chip.make_kernel(
       lambda: None,
