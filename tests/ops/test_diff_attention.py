@@ -459,6 +459,24 @@ def test_output_has_the_dtype_of_the_queries(implementation):
   assert results.out.dtype == jnp.bfloat16
 
 
+def test_lambda_is_not_rounded_to_the_dtype_of_the_queries():
+  """In bfloat16, this λ would be 1, and equal maps would cancel."""
+  lam = jnp.float32(1 - 2**-10)
+  q, k, v, _ = make_inputs(GROUPED).arrays
+  q[:, :, :, 1] = q[:, :, :, 0]
+  k[:, :, :, 1] = k[:, :, :, 0]
+
+  out = diff_attention(
+    jnp.asarray(q, jnp.bfloat16),
+    jnp.asarray(k, jnp.bfloat16),
+    jnp.asarray(v, jnp.bfloat16),
+    lam,
+    implementation="chunked",
+  )
+
+  assert (out != 0).all()
+
+
 # two_call is XLA's own attention, which rounds the sum.
 @pytest.mark.parametrize(
   "implementation",
