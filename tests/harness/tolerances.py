@@ -34,9 +34,6 @@ FLOAT32_LAYER: Tolerance = {"rtol": 1e-5, "atol": 1e-5}
 # A whole model, or a few training steps, in float32.
 FLOAT32_MODEL: Tolerance = {"rtol": 1e-4, "atol": 1e-4}
 
-# Attention and its gradients in float32, over a few hundred keys.
-FLOAT32_ATTENTION: Tolerance = {"rtol": 1e-6, "atol": 3e-6}
-
 # Attention and its gradients in float16. Weights and outputs are rounded to 10
 # bits of mantissa, which is an error of at most 5e-4 of a number below 2.
 FLOAT16_ATTENTION: Tolerance = {"rtol": 1e-3, "atol": 2e-3}

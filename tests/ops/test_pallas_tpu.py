@@ -31,7 +31,6 @@ from diffjax.ops.diff_attention.tpu import (
   forward,
 )
 from diffjax.ops.diff_attention.tpu.block_sizes import Blocks
-from tests.harness.tolerances import FLOAT32_ATTENTION
 
 # Tiles of 128 queries and 128 keys, or of 256 and 128.
 SQUARE = Blocks(128, 128, 128, 128, 1024, 2)
@@ -261,6 +260,18 @@ def run(implementation: str, inputs: Inputs) -> Results:
   return jax.block_until_ready(program(inputs.arrays))
 
 
+def assert_results_close(actual: Results, expected: Results) -> None:
+  """Compares each array, relative to its largest number if that exceeds 1."""
+  for name in Results._fields:
+    array = getattr(expected, name)
+    if array is None:
+      continue
+    largest = max(1.0, np.abs(array).max())
+    chex.assert_trees_all_close(
+      getattr(actual, name), array, rtol=0, atol=3e-6 * largest
+    )
+
+
 def iterate_equations(jaxpr: Any) -> Iterator[Any]:
   """Yields the equations of a program, including those of inner programs."""
   for equation in jaxpr.eqns:
@@ -308,7 +319,7 @@ def test_output_and_gradients_equal_the_reference(case, race_detectors):
   ):
     actual = run("pallas_tpu", inputs)
 
-  chex.assert_trees_all_close(actual, expected, **FLOAT32_ATTENTION)
+  assert_results_close(actual, expected)
   # The same run shows races, since another one would take as long.
   assert len(race_detectors) >= 2
   for detector in race_detectors:
@@ -338,9 +349,7 @@ def test_online_kernel_equals_the_reference(case):
   def normalize(results):
     return results._replace(out=results.out / large, d_v=results.d_v * large)
 
-  chex.assert_trees_all_close(
-    normalize(actual), normalize(expected), **FLOAT32_ATTENTION
-  )
+  assert_results_close(normalize(actual), normalize(expected))
 
 
 @pytest.mark.parametrize(
@@ -368,7 +377,7 @@ def test_two_cores_share_the_keys_of_one_head(
     calls = kernel_calls(lambda: run("pallas_tpu", inputs))
     actual = run("pallas_tpu", inputs)
 
-  chex.assert_trees_all_close(actual, expected, **FLOAT32_ATTENTION)
+  assert_results_close(actual, expected)
   assert len(race_detectors) >= 2
   for detector in race_detectors:
     assert not detector.races_found
