@@ -32,6 +32,7 @@ from diffjax.configs import tiny
 from diffjax.host.progress import say
 from diffjax.training import manifest
 from experiments import comparison, results, training_log
+from experiments import machine as machine_module
 from experiments.launch import Launcher
 from experiments.pace import in_words
 
@@ -323,7 +324,7 @@ def main() -> None:
       "diff": [value for _, value in both],
     }
   versions = f"JAX {importlib.metadata.version('jax')}, Python {platform.python_version()}"
-  machine = f"{os.cpu_count()} × {results.processor()}, {versions}"
+  machine = f"{os.cpu_count()} × {machine_module.processor()}, {versions}"
   found = {
     "date": str(datetime.date.today()),
     "machine": machine,
