@@ -1,11 +1,16 @@
-"""DIFF beside the Transformer at tiny size, over seeds: trains the pairs, measures them and prints one table (recipes/tiny_pair.sh).
+"""Compares DIFF with the Transformer at tiny size, over several seeds.
 
-    python -m recipes.tiny_pair                        # 10 runs of five minutes and 5 measurements of two, on two cores
-    python -m recipes.tiny_pair --seeds=1 --try_out    # two steps and few samples, to see that all of it works here
+Trains the pairs, measures them and prints one table (recipes/tiny_pair.sh).
 
-All that it writes lies in --out: the runs, each pair's measurements in pair_SEED, pair_0/report.html, and tiny_pair.json with the table's
-numbers for every seed. Stopped, the same command goes on where it was: a finished run is not trained again, and a pair is measured again
-only if its parameters or the suites' settings are not those that were measured.
+    # 10 runs of five minutes and 5 measurements of two, on two cores.
+    python -m recipes.tiny_pair
+    # Two steps and few samples, to see that all of it works on this machine.
+    python -m recipes.tiny_pair --seeds=1 --try_out
+
+All files are in --out: the runs, the measurements of each pair in pair_SEED,
+pair_0/report.html, and tiny_pair.json with the numbers of every seed. The same
+command continues after a stop. A finished run is not trained again. A pair is
+measured again only if its parameters or the settings of the suites changed.
 """
 
 from __future__ import annotations
@@ -15,24 +20,24 @@ import datetime
 import functools
 import importlib.metadata
 import json
+import math
 import os
 import pathlib
 import platform
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 from absl import flags
 
 from diffjax.cli import command
 from diffjax.config import UserError, from_config_dict
 from diffjax.configs import tiny
+from diffjax.evals.report.proportions import Estimate
 from diffjax.host.progress import say
 from diffjax.training import manifest
-from experiments import comparison, results, training_log
-from experiments import machine as machine_module
+from experiments import comparison, machine, results, training_log
 from experiments.launch import Launcher
 from experiments.pace import in_words
 
@@ -48,33 +53,50 @@ _TRY_OUT = flags.DEFINE_bool(
   "try_out", False, "Two steps and few samples. The table means nothing then."
 )
 
-# The table's rows: a title, and which figure of which suite they show.
-ROWS: dict[str, tuple[str, str, dict[str, Any]]] = {
-  "validation loss, bits per byte": ("validation", "bits per byte", {}),
-  "AR-Hit, nats per byte": ("validation", "AR-Hit (nats/token)", {}),
-  "Others, nats per byte": ("validation", "Others (nats/token)", {}),
-  "loss over 2,048 bytes (trained on 256), nats per byte": (
-    "position_nll",
-    "cumulative NLL (nats/token)",
-    {"position": 2048},
-  ),
-  **{
-    f"attention on {words}, share of {weights} weights": (
-      "attention",
-      part,
-      {"weights": weights, "depth": "mean"},
-    )
-    for weights in ("signed", "absolute")
-    for part, words in (("answer", "the answer"), ("noise", "noise"))
-  },
-  **{
-    f"{words} {of[:-1]}": ("outliers", of, {"value": value})
-    for of in ("attention logits", "hidden states")
-    for value, words in (("top-1", "largest"), ("median", "median"))
-  },
-}
-# The suites that take less than a minute a pair, and their settings.
-_QUICK = (
+VARIANTS = ("transformer", "diff")
+
+
+class Row(NamedTuple):
+  """A row of the table: a figure in the results of a suite.
+
+  Attributes:
+    suite: the suite.
+    name: the name of the figure.
+    at: the coordinates of the figure.
+  """
+
+  suite: str
+  name: str
+  at: dict[str, Any]
+
+
+def _rows() -> dict[str, Row]:
+  """Returns the rows of the table by their titles."""
+  rows = {
+    "validation loss, bits per byte": Row("validation", "bits per byte", {}),
+    "AR-Hit, nats per byte": Row("validation", "AR-Hit (nats/token)", {}),
+    "Others, nats per byte": Row("validation", "Others (nats/token)", {}),
+    "loss over 2,048 bytes (trained on 256), nats per byte": Row(
+      "position_nll", "cumulative NLL (nats/token)", {"position": 2048}
+    ),
+  }
+  for weights in ("signed", "absolute"):
+    at = {"weights": weights, "depth": "mean"}
+    title = "attention on {}, share of " + weights + " weights"
+    rows[title.format("the answer")] = Row("attention", "answer", at)
+    rows[title.format("noise")] = Row("attention", "noise", at)
+  for values, value in (
+    ("attention logits", "attention logit"),
+    ("hidden states", "hidden state"),
+  ):
+    rows[f"largest {value}"] = Row("outliers", values, {"value": "top-1"})
+    rows[f"median {value}"] = Row("outliers", values, {"value": "median"})
+  return rows
+
+
+ROWS = _rows()
+# The suites that take less than a minute for a pair, and their settings.
+_QUICK_SUITES = (
   "validation",
   "position_nll",
   "attention",
@@ -86,6 +108,8 @@ _SETTINGS = (
   "--set.attention.length=1024",
   "--set.attention.samples=20",
 )
+# The fields of the config and the settings of the suites with --try_out.
+_FEW_STEPS = {"train.steps": 2, "eval.rows": 16, "train.sample_tokens": 8}
 _FEW_SAMPLES = (
   "--set.validation.rows=4",
   "--set.position_nll.rows=1",
@@ -98,55 +122,64 @@ _FEW_SAMPLES = (
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-  """One run.
+  """A training run.
 
   Attributes:
-    variant: of configs/tiny.py.
-    seed: of initialisation and of the order of data.
-    workdir: the run's directory.
-    fields: what else it changes in the config, by dotted name.
+    variant: a variant of configs/tiny.py.
+    seed: the seed of the initialization and of the order of the data.
+    workdir: the directory of the run.
+    fields: other changes of the config, by dotted name.
+    cost: the time that it takes, in units of one training.
   """
 
   variant: str
   seed: int
   workdir: pathlib.Path
   fields: Mapping[str, Any]
-  cost = 1.0  # the unit of time
+  cost: float = 1.0
 
   def __str__(self) -> str:
     return f"training {self.variant}, seed {self.seed}"
 
   @functools.cached_property
   def changes(self) -> dict[str, Any]:
+    """All changes of the config, by dotted name."""
     return {"train.seed": self.seed, "data.seed": self.seed, **self.fields}
 
   @functools.cached_property
   def config(self) -> Any:
+    """The config of the run."""
     values = tiny.get_config(self.variant)
     values.update_from_flattened_dict(self.changes)
     return from_config_dict(values)
 
-  def done(self) -> bool:
-    """True if it has finished. Raises UserError if the directory holds a run of another config."""
-    return training_log.final_metrics(self.workdir, self.config, ()) is not None
+  def is_done(self) -> bool:
+    """Returns whether the run has finished.
 
-  def do(self, launcher: Launcher) -> None:
-    changes = [
-      f"--config.{field}={value}" for field, value in self.changes.items()
-    ]
-    of = [
+    Raises:
+      UserError: if the directory has a run with another config.
+    """
+    metrics = training_log.final_metrics(self.workdir, self.config, ())
+    return metrics is not None
+
+  def run(self, launcher: Launcher) -> None:
+    """Trains, or continues a stopped run."""
+    command_line = [
+      sys.executable,
+      "-m",
+      "diffjax.train",
       f"--config=configs/tiny.py:{self.variant}",
       f"--workdir={self.workdir}",
-      *changes,
     ]
-    launcher.call([sys.executable, "-m", "diffjax.train", *of])
+    for field, value in self.changes.items():
+      command_line.append(f"--config.{field}={value}")
+    launcher.call(command_line)
 
-  def parameters(self) -> dict[str, Any]:
-    """The size and the checksum of every file of its last checkpoint."""
+  def parameter_files(self) -> dict[str, Any]:
+    """Returns sizes and checksums of the files of the last checkpoint."""
     step = self.config.train.steps
-    return manifest.read(
-      manifest.checkpoint_directory(self.workdir) / str(step), step
-    )["files"]
+    checkpoints = manifest.checkpoint_directory(self.workdir)
+    return manifest.read(checkpoints / str(step), step)["files"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,186 +188,237 @@ class Measurement:
 
   Attributes:
     pair: the Transformer and DIFF.
-    out: directory of the suites' results.
-    settings: flags for the suites.
-    report: whether to make the report, too.
+    out: the directory of the results.
+    settings: flags of the suites.
+    report: whether to write the report, too.
+    cost: the time that it takes, in units of one training, as measured on two
+      cores.
   """
 
   pair: tuple[Training, Training]
   out: pathlib.Path
   settings: Sequence[str]
   report: bool
-  cost = 0.4  # of a training's time, as measured on two cores
+  cost: float = 0.4
 
   def __str__(self) -> str:
     return f"measuring the pair of seed {self.pair[0].seed}"
 
-  def _measured(self) -> dict[str, Any]:
-    """What its results depend on, as JSON has it."""
-    # The import takes seconds, so it comes after the check of the flags.
-    from diffjax.evals.suite import suite_class
+  def is_done(self) -> bool:
+    """Returns whether these parameters were measured with these settings."""
+    for training in self.pair:
+      if not training.is_done():
+        return False
+    return results.read(self.out / "measured.json") == self._inputs()
 
-    defaults = {
-      name: dataclasses.asdict(suite_class(name)()) for name in _QUICK
-    }
-    parameters = {run.variant: run.parameters() for run in self.pair}
-    what = {
-      "suites": defaults,
-      "settings": self.settings,
-      "parameters": parameters,
-      "python": platform.python_version(),
-    }
-    return json.loads(json.dumps(what))
-
-  def done(self) -> bool:
-    """True if these parameters have been measured with these settings."""
-    return (
-      all(run.done() for run in self.pair)
-      and results.read(self.out / "measured.json") == self._measured()
-    )
-
-  def do(self, launcher: Launcher) -> None:
+  def run(self, launcher: Launcher) -> None:
+    """Measures the pair."""
     transformer, diff = self.pair
-    suites = ",".join([*_QUICK, *["report"] * self.report])
-    of = [
-      f"--suite={suites}",
+    suites = list(_QUICK_SUITES)
+    if self.report:
+      suites.append("report")
+    command_line = [
+      sys.executable,
+      "-m",
+      "diffjax.evaluate",
+      f"--suite={','.join(suites)}",
       f"--workdir={diff.workdir}",
       f"--against={transformer.workdir}",
       f"--out={self.out}",
       *self.settings,
     ]
-    launcher.call([sys.executable, "-m", "diffjax.evaluate", *of])
-    results.write(self.out / "measured.json", self._measured())
+    launcher.call(command_line)
+    results.write(self.out / "measured.json", self._inputs())
 
-  def figure(
-    self, suite: str, name: str, at: Mapping[str, Any]
-  ) -> tuple[float, float]:
-    """A figure of the Transformer and of DIFF."""
-    rows = json.loads((self.out / f"{suite}.json").read_text(encoding="utf-8"))[
-      "figures"
-    ]
-    found = next(row for row in rows if (row["name"], row["at"]) == (name, at))
-    return found["against"]["value"], found["value"]
+  def figure(self, row: Row) -> tuple[float, float]:
+    """Returns a figure of the Transformer and of DIFF."""
+    text = (self.out / f"{row.suite}.json").read_text(encoding="utf-8")
+    for figure in json.loads(text)["figures"]:
+      if figure["name"] == row.name and figure["at"] == row.at:
+        return figure["against"]["value"], figure["value"]
+    raise UserError(
+      f"{self.out}: has no figure {row.name} {row.at}; delete it and run again"
+    )
+
+  def _inputs(self) -> dict[str, Any]:
+    """Returns what the results depend on, as it is read from JSON."""
+    # The import takes seconds, so it comes after the check of the flags.
+    from diffjax.evals.suite import suite_class
+
+    default_settings = {}
+    for name in _QUICK_SUITES:
+      default_settings[name] = dataclasses.asdict(suite_class(name)())
+    parameters = {}
+    for training in self.pair:
+      parameters[training.variant] = training.parameter_files()
+    inputs = {
+      "suites": default_settings,
+      "settings": self.settings,
+      "parameters": parameters,
+      "python": platform.python_version(),
+    }
+    return json.loads(json.dumps(inputs))
 
 
-def do_all(jobs: Sequence[Training | Measurement]) -> None:
-  """Does what is not done yet, in order, with a line for each job: which of how many it is, and when all will be done.
+Job = Training | Measurement
+
+
+def run_all(jobs: Sequence[Job]) -> None:
+  """Does what is not done yet, in order.
+
+  Prints a line for each job: its number, and when all jobs will be done.
 
   Raises:
-    UserError: if a job fails or was stopped; the same call goes on.
+    UserError: if a job fails or was stopped. The same call continues.
   """
-  started, spent = time.monotonic(), 0.0
+  start = time.monotonic()
+  finished_cost = 0.0
   with Launcher() as launcher:
     for number, job in enumerate(jobs, 1):
-      if job.done():
+      if job.is_done():
         continue
-      when = "the next line will say when all is done"
-      if spent:
-        left = (
-          sum(other.cost for other in jobs[number - 1 :] if not other.done())
-          * (time.monotonic() - started)
-          / spent
-        )
-        end = datetime.datetime.now() + datetime.timedelta(seconds=left)
-        when = f"all is done in about {in_words(left)}, {end:%a %H:%M}"
-      say(f"{number} of {len(jobs)}: {job}; {when}")
-      job.do(launcher)
-      if not job.done():
+      end = "the next line will say when all is done"
+      if finished_cost > 0:
+        seconds_per_cost = (time.monotonic() - start) / finished_cost
+        end = _expected_end(_remaining_cost(jobs) * seconds_per_cost)
+      say(f"{number} of {len(jobs)}: {job}; {end}")
+      job.run(launcher)
+      if not job.is_done():
         raise UserError(
           f"{job}: it ended before its last step; run the same command to go on"
         )
-      spent += job.cost
+      finished_cost += job.cost
+
+
+def _remaining_cost(jobs: Sequence[Job]) -> float:
+  return sum(job.cost for job in jobs if not job.is_done())
+
+
+def _expected_end(seconds: float) -> str:
+  """Returns when all is done, in words."""
+  end = datetime.datetime.now() + datetime.timedelta(seconds=seconds)
+  return f"all is done in about {in_words(seconds)}, {end:%a %H:%M}"
 
 
 def table(figures: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
-  """A Markdown table of means over seeds with their 95% intervals (Student's), and of differences (Welch's); bold ones exclude 0.
+  """Returns a Markdown table of means over seeds and of differences.
+
+  Means have Student's 95% interval and differences Welch's. A difference is
+  bold if its interval excludes 0.
 
   Args:
-    figures: for each title the values of each seed, by variant.
+    figures: for each title, the values of the seeds by variant.
   """
-  seeds = len(next(iter(figures.values()))["diff"])
-  over = f"mean of {seeds} seeds [95%]" if seeds > 1 else "one seed"
+  first_figure = next(iter(figures.values()))
+  num_seeds = len(first_figure["diff"])
+  header = "one seed"
+  if num_seeds > 1:
+    header = f"mean of {num_seeds} seeds [95%]"
   lines = [
-    f"| {over} | Transformer | DIFF | DIFF − Transformer |",
+    f"| {header} | Transformer | DIFF | DIFF − Transformer |",
     "|---|---|---|---|",
   ]
   for title, values in figures.items():
-    runs = [
-      {"variant": variant, "results": {"value": value}}
-      for variant, each in values.items()
-      for value in each
-    ]
-    alone = (values["diff"][0] - values["transformer"][0], np.nan, np.nan)
-    difference = (
-      comparison.difference(
-        {"baseline": "transformer", "runs": runs}, "diff", "value"
-      )
-      or alone
-    )
-    mark = "**" * (difference[1] * difference[2] > 0)
-    cells = [
-      *(
-        _cell(comparison.mean_interval(values[variant]))
-        for variant in ("transformer", "diff")
-      ),
-      f"{mark}{_cell(difference)}{mark}",
-    ]
-    lines.append(f"| {title} | {' | '.join(cells)} |")
+    transformer = _cell(comparison.mean_interval(values["transformer"]))
+    diff = _cell(comparison.mean_interval(values["diff"]))
+    difference = _difference(values)
+    difference_cell = _cell(difference)
+    # The bounds have the same sign, so the interval excludes 0.
+    if difference.low * difference.high > 0:
+      difference_cell = f"**{difference_cell}**"
+    lines.append(f"| {title} | {transformer} | {diff} | {difference_cell} |")
   return "\n".join(lines)
 
 
-def _cell(found: Sequence[float]) -> str:
-  decimals = 1 if abs(found[0]) >= 10 else 3
-  value, *bounds = (
-    f"{number:.{decimals}f}".replace("-", "−") for number in found
-  )
-  return (
-    value if np.isnan(found[1:]).any() else f"{value} [{', '.join(bounds)}]"
-  )
+def _difference(values: Mapping[str, Sequence[float]]) -> Estimate:
+  """Returns DIFF minus the Transformer. One seed gives no interval."""
+  runs = []
+  for variant, seed_values in values.items():
+    for value in seed_values:
+      runs.append({"variant": variant, "results": {"value": value}})
+  pair_results = {"baseline": "transformer", "runs": runs}
+  difference = comparison.difference(pair_results, "diff", "value")
+  if difference is not None:
+    return difference
+  single = values["diff"][0] - values["transformer"][0]
+  return Estimate(single, math.nan, math.nan)
+
+
+def _cell(estimate: Estimate) -> str:
+  """Returns a number with its interval, if there is one."""
+  decimals = 3
+  if abs(estimate.value) >= 10:
+    decimals = 1
+  value, low, high = [
+    f"{number:.{decimals}f}".replace("-", "−") for number in estimate
+  ]
+  if math.isnan(estimate.low):
+    return value
+  return f"{value} [{low}, {high}]"
 
 
 def main() -> None:
-  """Does the recipe of the flags."""
-  out = pathlib.Path(
-    _OUT.value or f"runs/tiny_pair{'_tried_out' * _TRY_OUT.value}"
-  ).absolute()
-  fields, settings = (
-    ({"train.steps": 2}, _FEW_SAMPLES) if _TRY_OUT.value else ({}, _SETTINGS)
-  )
-  jobs: list[Training | Measurement] = []
+  """Runs the recipe with the settings of the flags."""
+  default_out = "runs/tiny_pair"
+  fields: dict[str, Any] = {}
+  settings = _SETTINGS
+  if _TRY_OUT.value:
+    default_out = "runs/tiny_pair_tried_out"
+    fields = _FEW_STEPS
+    settings = _FEW_SAMPLES
+  out = pathlib.Path(_OUT.value or default_out).absolute()
+
+  jobs: list[Job] = []
+  measurements = []
   for seed in range(_SEEDS.value):
-    transformer, diff = (
+    trainings = [
       Training(variant, seed, out / f"{variant}_{seed}", fields)
-      for variant in ("transformer", "diff")
-    )
-    jobs += [
-      transformer,
-      diff,
-      Measurement(
-        (transformer, diff), out / f"pair_{seed}", settings, report=seed == 0
-      ),
+      for variant in VARIANTS
     ]
-  do_all(jobs)
-  measured = [job for job in jobs if isinstance(job, Measurement)]
-  figures = {}
-  for title, row in ROWS.items():
-    both = [pair.figure(*row) for pair in measured]
-    figures[title] = {
-      "transformer": [value for value, _ in both],
-      "diff": [value for _, value in both],
-    }
-  versions = f"JAX {importlib.metadata.version('jax')}, Python {platform.python_version()}"
-  machine = f"{os.cpu_count()} × {machine_module.processor()}, {versions}"
-  found = {
+    measurement = Measurement(
+      (trainings[0], trainings[1]),
+      out / f"pair_{seed}",
+      settings,
+      report=seed == 0,
+    )
+    jobs += [*trainings, measurement]
+    measurements.append(measurement)
+  run_all(jobs)
+
+  figures = _figures(measurements)
+  record = {
     "date": str(datetime.date.today()),
-    "machine": machine,
+    "machine": _machine(),
     "fields": fields,
     "settings": settings,
     "figures": figures,
   }
-  results.write(out / "tiny_pair.json", found)
-  print(
-    f"\n{out / 'pair_0' / 'report.html'}\n{out / 'tiny_pair.json'}\n\n{table(figures)}"
+  results.write(out / "tiny_pair.json", record)
+  print(f"\n{out / 'pair_0/report.html'}\n{out / 'tiny_pair.json'}")
+  print(f"\n{table(figures)}")
+
+
+def _figures(
+  measurements: Sequence[Measurement],
+) -> dict[str, dict[str, list[float]]]:
+  """Returns for each title the values of the seeds, by variant."""
+  figures = {}
+  for title, row in ROWS.items():
+    values: dict[str, list[float]] = {"transformer": [], "diff": []}
+    for measurement in measurements:
+      transformer, diff = measurement.figure(row)
+      values["transformer"].append(transformer)
+      values["diff"].append(diff)
+    figures[title] = values
+  return figures
+
+
+def _machine() -> str:
+  """Returns the processor and the versions of JAX and Python."""
+  jax_version = importlib.metadata.version("jax")
+  return (
+    f"{os.cpu_count()} × {machine.processor()}, JAX {jax_version}, Python"
+    f" {platform.python_version()}"
   )
 
 
