@@ -234,8 +234,8 @@ def _with_description(trained: Trained, workdir: str) -> Model:
 def _default_settings() -> dict[str, Suite]:
   """Returns all suites with their default settings, which flags override.
 
-  For example, --set.needle.samples=10 overrides the field `samples` of the suite
-  "needle".
+  For example, --set.needle.samples=10 overrides the field `samples` of the
+  suite "needle".
 
   Returns:
     The suites by name. Empty if the command line has no such flag, because

@@ -146,22 +146,22 @@ def add_parameters(
   for letter in extra_axes:
     if not re.fullmatch("[A-Z]", letter) or letter in _LEGEND:
       raise ValueError(
-        f"extra_axes has {letter!r}: must be a capital letter that is not in use"
-        " for another axis (see diffjax/parameters.py)"
+        f"extra_axes has {letter!r}: must be a capital letter that is not in"
+        " use for another axis (see diffjax/parameters.py)"
       )
   known_axes = _VARIANT_AXES | extra_axes.keys()
   for name, parameter in parameters.items():
     if not parameter.axes.startswith("L"):
       raise ValueError(
-        f"parameter {name!r} has the axes {parameter.axes!r}: the first one must"
-        " be L, the layers"
+        f"parameter {name!r} has the axes {parameter.axes!r}: the first one"
+        " must be L, the layers"
       )
     unknown_axes = set(parameter.axes) - known_axes
     if unknown_axes:
       raise ValueError(
-        f"parameter {name!r} has the axis {min(unknown_axes)!r}: it may have the"
-        f" axes {''.join(sorted(known_axes))} (see diffjax/parameters.py); give"
-        " the size of a new axis in extra_axes"
+        f"parameter {name!r} has the axis {min(unknown_axes)!r}: it may have"
+        f" the axes {''.join(sorted(known_axes))} (see diffjax/parameters.py);"
+        " give the size of a new axis in extra_axes"
       )
     if len(set(parameter.axes)) < len(parameter.axes):
       raise ValueError(

@@ -1,1 +1,4 @@
-"""The paper's questions, asked at sizes that can be run. One folder a question; `python -m experiments.run` runs them."""
+"""The questions of the paper, at sizes that can be run here.
+
+Each folder has one question. `python -m experiments.run` runs it.
+"""

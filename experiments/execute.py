@@ -1,6 +1,7 @@
 """Trains and measures the runs of a study.
 
-Trainings and measurements are separate processes, because a process cannot give back the devices that it used.
+Trainings and measurements are separate processes, because a process cannot give
+back the devices that it used.
 """
 
 from __future__ import annotations

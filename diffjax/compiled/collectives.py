@@ -238,8 +238,8 @@ class CollectiveReader:
       result_bytes = sum(_bytes_of_arrays(shape))
     groups = _device_groups(line, self._devices[0])
 
-    # TPU compilers write a reduce-scatter as a computation of this name, with an
-    # all-reduce of the whole array, of which each device keeps a part.
+    # TPU compilers write a reduce-scatter as a computation of this name, with
+    # an all-reduce of the whole array, of which each device keeps a part.
     in_reduce_scatter = computation.startswith("all-reduce-scatter")
     if kind == "all-reduce" and in_reduce_scatter:
       group_size = groups.shape[1]
@@ -248,7 +248,7 @@ class CollectiveReader:
     return self._make_collective(kind, result_bytes, groups)
 
   def _read_between_slices(self, match: re.Match[str]) -> Collective:
-    """Returns a collective of several TPU slices, from a match of `_RECEIVE`."""
+    """Returns a collective of several TPU slices from a match of `_RECEIVE`."""
     shape, transfer_type = match.groups()
     # "ALL_REDUCE" becomes "all-reduce".
     kind = transfer_type.lower().replace("_", "-")
@@ -297,8 +297,8 @@ def _devices_by_slice(
   """Returns the positions in the mesh of each slice's devices.
 
   Each slice runs the program, whose text states `num_partitions`, the number of
-  devices of one slice. If it does not, all devices are one slice. The mesh lists
-  one slice after the other.
+  devices of one slice. If it does not, all devices are one slice. The mesh
+  lists one slice after the other.
   """
   num_devices = math.prod(mesh.values())
   devices_per_slice = num_devices

@@ -295,8 +295,8 @@ def _config_digest(config: Config) -> str:
 def _restore_tuples(state: Any) -> Any:
   """Returns a Grain state with the tuples that JSON turned into lists.
 
-  Grain's ConcatThenSplit compares the bounds in its state with tuples, and a list
-  never equals a tuple. Its state is nested somewhere in `state`:
+  Grain's ConcatThenSplit compares the bounds in its state with tuples, and a
+  list never equals a tuple. Its state is nested somewhere in `state`:
 
     {"remainder_slices": {"tokens": (start, stop)}, …}
   """

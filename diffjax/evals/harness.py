@@ -3,9 +3,9 @@
 The paper's tables have ARC-C, ARC-E, BoolQ, HellaSwag, OBQA, PIQA and
 WinoGrande. They do not say which accuracy they give. The row of OpenLLaMA-3B-v2
 agrees with that model's published figures if its HellaSwag column is `acc_norm`
-(log-likelihoods are divided by the endings' lengths in bytes) and the other tasks are
-`acc`. "mean accuracy" is the mean of these metrics. All metrics of a task are
-measured. Accuracies are fractions of the questions.
+(log-likelihoods are divided by the endings' lengths in bytes) and the other
+tasks are `acc`. "mean accuracy" is the mean of these metrics. All metrics of a
+task are measured. Accuracies are fractions of the questions.
 
 lm-eval downloads questions from the Hugging Face hub. Without the hub, data_dir
 names a directory with one folder per task:

@@ -18,8 +18,8 @@ from numpy import ndarray
 def ratio(units: Float[ndarray, "U 2"]) -> float:
   """Returns the sum of the first column divided by the sum of the second.
 
-  For example, if each unit is the summed loss of a row and its number of tokens,
-  the result is the mean loss per token.
+  For example, if each unit is the summed loss of a row and its number of
+  tokens, the result is the mean loss per token.
 
   Args:
     units: For each unit a sum and a count.
@@ -51,8 +51,9 @@ class Measurement:
     name: The name, with the unit of measurement if there is one, such as
       "loss (nats/token)".
     units: The contribution of each independent observation, [U, ...]. An
-      observation is, for example, a row of text, a prompt or a question. Several
-      answers to one prompt depend on each other, so they belong in one unit.
+      observation is, for example, a row of text, a prompt or a question.
+      Several answers to one prompt depend on each other, so they belong in one
+      unit.
     at: The coordinates in the suite's grid, such as {"depth": 0.5}.
     statistic: Computes the number from units, or from a resampling of them.
   """

@@ -152,7 +152,7 @@ class Suite(abc.ABC, Generic[Data]):
   def _write_and_print(
     self, suite_results: Mapping[str, Any], out: epath.Path
   ) -> None:
-    """Writes the JSON, the table and the plot. Prints a summary and the paths."""
+    """Writes JSON, table and plot, and prints a summary and the paths."""
     json_path = out / f"{self.name}.json"
     table_path = out / f"{self.name}.md"
     plot_path = out / f"{self.name}.png"

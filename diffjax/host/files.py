@@ -7,8 +7,8 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-# etils takes a while to import, and commands import this module before they read
-# their flags.
+# etils takes a while to import, and commands import this module before they
+# read their flags.
 if TYPE_CHECKING:
   from etils import epath
 

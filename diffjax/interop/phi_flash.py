@@ -115,8 +115,8 @@ def read_attention(
     layer: The number of the layer among all layers of the model, from 0.
 
   The layers in the upper half of the model share the keys and values of layer
-  num_layers / 2 + 1. The later ones have no projections of their own: call their
-  modules with these keys and values as `keys_values`.
+  num_layers / 2 + 1. The later ones have no projections of their own: call
+  their modules with these keys and values as `keys_values`.
 
   Returns:
     The module, and its parameters in float32. Call the module with

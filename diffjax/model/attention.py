@@ -230,8 +230,8 @@ class Attention(nn.Module):
       `functools.partial(diff_attention, sharding=…)` of `sharded_attention`
       (parallel/mesh.py). The decoder may wrap it in a `WindowSwitch`.
     logits_transform: a function of the logits [B, Q, G, T, S] and of `mask`
-      [B, T, S], which `logits` applies, for example a quantization. The layer is
-      then computed from `weights`. Only for variants that support it.
+      [B, T, S], which `logits` applies, for example a quantization. The layer
+      is then computed from `weights`. Only for variants that support it.
   """
 
   num_heads: int
@@ -253,7 +253,8 @@ class Attention(nn.Module):
   attention_fn: Callable[..., jax.Array] = diff_attention
   logits_transform: Callable[..., jax.Array] | None = None
 
-  # Whether `diff_attention` computes `weights` @ v for the variant's q, k and λ.
+  # Whether `diff_attention` computes `weights` @ v for the variant's q, k
+  # and λ.
   fused: ClassVar[bool] = True
   # What works besides training, evaluation and generation: some of `FEATURES`.
   supports: ClassVar[Set[str]] = FEATURES
@@ -504,8 +505,8 @@ class Attention(nn.Module):
     lam = self.compute_lambda(x, lambda_init)  # None, scalar, [H] or [B, T, H]
     if self.has_noise_map and lam is None:
       raise ValueError(
-        f"{type(self).__name__} has a noise map, so compute_lambda must return λ,"
-        " the factor of it; got None"
+        f"{type(self).__name__} has a noise map, so compute_lambda must return"
+        " λ, the factor of it; got None"
       )
     if lam is not None:
       self.record_metric("lambda", jnp.mean(lam))
@@ -630,8 +631,8 @@ class Attention(nn.Module):
     Args:
       q: queries after RoPE.
       k: keys after RoPE.
-      lam: the result of `compute_lambda` for each token and head, in float32. It
-        has further axes if that result has.
+      lam: the result of `compute_lambda` for each token and head, in float32.
+        It has further axes if that result has.
       mask: whether a query sees a key. Causality, documents and windows are
         part of it.
     """

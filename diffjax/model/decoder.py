@@ -42,8 +42,9 @@ from diffjax.parameters import NUM_POLY_NORM_WEIGHTS
 GATE = "ffn_gate"
 UP = "ffn_up"
 
-# The collection of variables for measurements of layers (evals/methods/inside.py).
-# What layers sow under "metrics" is not recorded with them.
+# The collection of variables for measurements of layers
+# (evals/methods/inside.py). What layers sow under "metrics" is not recorded
+# with them.
 MEASUREMENTS = "measurements"
 
 # Up to this number of layers, a CPU runs them without a loop. More layers would

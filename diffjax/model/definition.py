@@ -54,8 +54,8 @@ def by_definition(
 ) -> Callable[..., jax.Array]:
   """Returns an `attention_fn` that computes the weights, and then the heads.
 
-  It takes the place of an `attention_fn` that calls `diff_attention`. Its λ is a
-  result of `broadcast_lambda`.
+  It takes the place of an `attention_fn` that calls `diff_attention`. Its λ is
+  a result of `broadcast_lambda`.
 
   Args:
     attention_fn: the layer's `attention_fn`. It is `diff_attention`, perhaps
@@ -71,8 +71,9 @@ def by_definition(
     return attention_fn.by_definition(weights_fn, supports)
   if not is_diff_attention(attention_fn):
     raise ValueError(
-      f"attention_fn = {attention_fn!r}: must be diff_attention, without options"
-      " that change its result, for a variant that is computed from its weights"
+      f"attention_fn = {attention_fn!r}: must be diff_attention, without"
+      " options that change its result, for a variant that is computed from its"
+      " weights"
     )
   num_shards = 1
   if isinstance(attention_fn, functools.partial):

@@ -20,8 +20,8 @@ from diffjax.parameters import PARAMETERS, Parameter, add_parameters
 
 LayerClass = TypeVar("LayerClass", bound=type)
 
-# The layer class of each name: subclasses of `diffjax.model.attention.Attention`,
-# which this module cannot import.
+# The layer class of each name: subclasses of
+# `diffjax.model.attention.Attention`, which this module cannot import.
 ATTENTION: dict[str, Any] = {}
 
 

@@ -212,8 +212,8 @@ def _sum_and_scatter(
   """
   if uses_exchange(jax.sharding.get_abstract_mesh()):
     return _exchange_and_sum(x, axis, name)
-  # This is float32 on sparse cores, and the dtype of x elsewhere, because sending
-  # float32 would take longer.
+  # This is float32 on sparse cores, and the dtype of x elsewhere, because
+  # sending float32 would take longer.
   summand = x.astype(_summand_dtype(x.dtype))
   total = lax.psum_scatter(summand, name, scatter_dimension=axis, tiled=True)
   return total.astype(jnp.promote_types(jnp.float32, x.dtype))

@@ -165,8 +165,8 @@ def make_step(
     num_tokens = jnp.sum(batch["weights"])
     # A batch that consists of padding has no tokens.
     total_weight = jnp.maximum(num_tokens, 1.0)
-    # A tree without the frozen parameters, which have no gradient and are not in
-    # the optimizer's state. `with_frozen` puts them back.
+    # A tree without the frozen parameters, which have no gradient and are not
+    # in the optimizer's state. `with_frozen` puts them back.
     trained_params = trained_part(config.optimizer, state.params)
 
     def loss_of_trained(

@@ -396,8 +396,8 @@ def _remove_spaces(text: str) -> str:
 def _add_braces(text: str) -> str:
   """Returns a text with one form for fractions and roots.
 
-  Commands get all their braces, as in \\frac{1}{2} and \\sqrt{2}. A fraction with
-  a slash loses its braces, as in 1/2.
+  Commands get all their braces, as in \\frac{1}{2} and \\sqrt{2}. A fraction
+  with a slash loses its braces, as in 1/2.
   """
   # \dfrac, \tfrac and \cfrac
   text = re.sub(r"\\[dtc]frac(?![a-zA-Z])", r"\\frac", text)

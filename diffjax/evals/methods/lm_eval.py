@@ -258,8 +258,8 @@ class DiffjaxLM(TemplateLM):
 
     tokenizer = self._trained.tokenizer
     stop_strings = [stop for stop in options["until"] if stop]
-    # If a task sets no temperature, it is 1 for sampling and 0, which is greedy,
-    # otherwise.
+    # If a task sets no temperature, it is 1 for sampling and 0, which is
+    # greedy, otherwise.
     default_temperature = float(options["do_sample"])
     longest_prompt = max(len(prompt) for prompt in prompts)
     sampler = self._make_sampler(longest_prompt + num_new)

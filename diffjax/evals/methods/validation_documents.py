@@ -16,8 +16,8 @@ def validation_documents(
   """Returns the validation documents of a model's data, or of another source.
 
   The sources of a mixture are read one after the other, and their weights are
-  ignored. All are opened at once, so that mistakes are reported before the first
-  document is read. Rows of a fixed length come from `validation_rows`.
+  ignored. All are opened at once, so that mistakes are reported before the
+  first document is read. Rows of a fixed length come from `validation_rows`.
 
       for document in validation_documents(trained):
         ids = trained.tokenizer.encode(document.text)

@@ -58,7 +58,8 @@ def validation_rows(
     )
 
   # Modes other than "streamed" first prepare the whole training split. For rows
-  # that differ from training's, all that work would be for some validation rows.
+  # that differ from training's, all that work would be for some validation
+  # rows.
   is_training_length = length == config.data.length
   has_training_format = is_training_length and not source and not packing
   mode = config.data.mode if has_training_format else "streamed"

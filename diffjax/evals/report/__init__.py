@@ -1,1 +1,1 @@
-"""Results of measurements: figures with intervals, JSON files, tables, plots and the HTML page."""
+"""Results of measurements: intervals, JSON files, tables, plots, the page."""

@@ -3,8 +3,8 @@
 A proportion has Wilson's interval, and a difference of two proportions has
 Tango's (`proportions.py`). If there are groups, such as tasks, they have the
 interval of the mean over the groups. Other measurements have the interval of a
-percentile bootstrap, which resamples whole units. A bootstrap has no useful interval for a
-proportion of 0 of 2, because resampled units do not vary.
+percentile bootstrap, which resamples whole units. A bootstrap has no useful
+interval for a proportion of 0 of 2, because resampled units do not vary.
 """
 
 from __future__ import annotations

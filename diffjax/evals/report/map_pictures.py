@@ -327,8 +327,8 @@ def _head_data(head: _ColoredHead) -> dict[str, Any]:
 def _largest_weight(weights: Float[np.ndarray, "maps T T"]) -> float:
   """Returns the absolute weight where the scale of colours ends.
 
-  It is the quantile `_SCALE_QUANTILE` of the visible weights. If that is 0, it is
-  their maximum, and if all are 0, it is 1.
+  It is the quantile `_SCALE_QUANTILE` of the visible weights. If that is 0, it
+  is their maximum, and if all are 0, it is 1.
   """
   is_visible = _visible_keys(weights.shape[-1])
   magnitudes = np.abs(weights[:, is_visible])

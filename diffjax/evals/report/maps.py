@@ -1,8 +1,8 @@
 """The attention maps that the report shows.
 
-An attention variant defines its maps (`Attention.maps`), such as A₁ and λA₂. The
-report shows them, and then the attention weights that result from them, such as
-A₁ − λA₂. `map_pictures.py` draws them.
+An attention variant defines its maps (`Attention.maps`), such as A₁ and λA₂.
+The report shows them, and then the attention weights that result from them,
+such as A₁ − λA₂. `map_pictures.py` draws them.
 """
 
 from __future__ import annotations
@@ -156,14 +156,14 @@ def _maps_of_layer(inputs: inside.AttentionInputs) -> LayerMaps:
 def most_cancelled(maps: Maps) -> Cancellation:
   """Returns the head in which λA₂ removes the largest share of A₁.
 
-  The share is Σ min(A₁, λA₂) / Σ A₁, and the sums are over queries and keys. The
-  first query is left out, because it sees only one key.
+  The share is Σ min(A₁, λA₂) / Σ A₁, and the sums are over queries and keys.
+  The first query is left out, because it sees only one key.
 
   Args:
     maps: The maps of a model with `has_noise_map`.
   """
-  # Index 0 of the second axis is the mean over heads. Index 0 of the fourth axis
-  # is the first query.
+  # Index 0 of the second axis is the mean over heads. Index 0 of the fourth
+  # axis is the first query.
   heads = maps.weights[:, 1:, :, 1:]  # [L, H, maps, T − 1, T]
   signal = heads[:, :, maps.titles.index(SIGNAL_MAP)]
   noise = heads[:, :, maps.titles.index(NOISE_MAP)]

@@ -105,8 +105,8 @@ def read_results(
 def unknown_suites(directory: epath.Path) -> list[str]:
   """Returns the suites with results in a directory that are not in `SUITES`.
 
-  They are suites from outside diffjax whose modules were not imported. JSON files
-  without results of a suite are left out.
+  They are suites from outside diffjax whose modules were not imported. JSON
+  files without results of a suite are left out.
   """
   names = []
   for path in sorted(directory.glob("*.json")):
@@ -203,7 +203,7 @@ def _other_models_warning(
 
 
 def _equal_units(suite_results: Mapping[str, Any], unit: str) -> str:
-  """Returns the number of units, such as "1,000 prompts", or "" if it varies."""
+  """Returns the number of units: "1,000 prompts", or "" if it varies."""
   figures = suite_results["figures"]
   if not results.has_equal_units(figures):
     return ""

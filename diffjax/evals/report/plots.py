@@ -42,8 +42,8 @@ def by_model(
   """Yields the style and the figures of each model, of one or two.
 
   In a suite's results, each figure has the first model's value and interval. If
-  the second model has the figure too, its field "against" has the second model's
-  value and interval.
+  the second model has the figure too, its field "against" has the second
+  model's value and interval.
 
   Args:
     results: A suite's results.

@@ -174,8 +174,8 @@ def paired_difference(
     num_units=len(outcomes),
   )
   # The test rejects if the statistic is beyond ± the critical value. The
-  # statistic falls as the difference grows, so it is positive at the lower bound
-  # and negative at the upper bound.
+  # statistic falls as the difference grows, so it is positive at the lower
+  # bound and negative at the upper bound.
   critical_value = float(scipy.stats.norm.ppf((1 + CONFIDENCE) / 2))
   return Estimate(
     value=test.estimate,

@@ -183,8 +183,8 @@ def headlines(
 def _sentence(main_figures: Sequence[Headline]) -> str:
   """Returns the sentence that says how the first model differs.
 
-  For example, "is better in needles found (0.9 against 0.7). 1 of 2 main figures
-  shows no clear difference."
+  For example, "is better in needles found (0.9 against 0.7). 1 of 2 main
+  figures shows no clear difference."
   """
   parts = []
   for verdict in ("better", "worse", "lower", "higher"):
@@ -257,7 +257,7 @@ def _bar_coordinate(number: float, scale: float) -> str:
 
 
 def _note(results_by_suite: Mapping[str, Mapping[str, Any]]) -> str:
-  """Returns the text below the bars: how to read them, and how many are clear."""
+  """Returns the text below the bars: how to read them, and the clear ones."""
   num_differences = 0
   num_clear = 0
   for suite_results in results_by_suite.values():
