@@ -60,7 +60,7 @@ def read(path: str) -> Model:
   directory = pathlib.Path(path)
   config = hugging_face.read_config(directory, "diffllama", maps=2)
   tokenizer = read_tokenizer(directory, config.vocab_size)
-  params = _layout(config).params(SafetensorsDirectory(directory))
+  params = make_layout(config).params(SafetensorsDirectory(directory))
   # DiffLlama's head norm has no gain.
   params["layers"]["attention"]["head_gain"] = np.ones(
     (config.num_layers, 2 * config.head_dim), np.float32
@@ -82,7 +82,7 @@ def write(path: str, model: Model, dtype: str) -> None:
   """
   config = model.config
   _check_attention(config)
-  layout = _layout(config)
+  layout = make_layout(config)
   params = _fold_head_gain(model.params)
   stored_config = {
     "architectures": ["DiffLlamaForCausalLM"],
@@ -118,8 +118,11 @@ def _check_attention(config: ModelConfig) -> None:
     )
 
 
-def _layout(config: ModelConfig) -> Layout:
-  """Returns the layout of a DiffLlama with a config.
+def make_layout(config: ModelConfig) -> Layout:
+  """Returns the layout of a DiffLlama model.
+
+  Args:
+    config: The config of the model.
 
   Raises:
     UserError: if DiffLlama cannot represent the model.

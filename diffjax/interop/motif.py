@@ -133,9 +133,9 @@ def read(path: str) -> Model:
     UserError: if the directory is damaged, or the model is not supported.
   """
   directory = pathlib.Path(path)
-  config = _read_config(directory)
+  config = read_config(directory)
   tokenizer = read_tokenizer(directory, config.vocab_size)
-  params = _layout(config).params(SafetensorsDirectory(directory))
+  params = make_layout(config).params(SafetensorsDirectory(directory))
   return Model(config, params, tokenizer)
 
 
@@ -151,7 +151,7 @@ def write(path: str, model: Model, dtype: str) -> None:
     UserError: if Motif cannot represent the model, or the directory cannot be
       written.
   """
-  layout = _layout(model.config)
+  layout = make_layout(model.config)
   write_directory(
     pathlib.Path(path),
     _make_config(model, dtype),
@@ -161,8 +161,15 @@ def write(path: str, model: Model, dtype: str) -> None:
   )
 
 
-def _read_config(directory: pathlib.Path) -> ModelConfig:
-  """Returns the config of the model that a config.json describes."""
+def read_config(directory: pathlib.Path) -> ModelConfig:
+  """Returns the config of the model that a config.json describes.
+
+  Args:
+    directory: The directory of the config.json.
+
+  Raises:
+    UserError: if the file is damaged, or the model is not supported.
+  """
   stored_config = hugging_face.read_config_json(
     directory, _MODEL_TYPES, _KNOWN_FIELDS
   )
@@ -253,8 +260,11 @@ def _make_config(model: Model, dtype: str) -> dict[str, Any]:
   return stored_config
 
 
-def _layout(config: ModelConfig) -> Layout:
-  """Returns the layout of a Motif model with a config.
+def make_layout(config: ModelConfig) -> Layout:
+  """Returns the layout of a Motif model.
+
+  Args:
+    config: The config of the model.
 
   Raises:
     UserError: if Motif cannot represent the model.

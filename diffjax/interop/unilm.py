@@ -180,7 +180,7 @@ def read(path: str) -> Model:
   stored_config = read_json(config_path)
   version = _read_version(config_path, stored_config)
   config = _read_config(config_path, stored_config, version)
-  layout = _layout(config, version)
+  layout = make_layout(config, version)
   tokenizer = read_tokenizer(directory, config.vocab_size)
   params = layout.params(SafetensorsDirectory(directory))
   return Model(config, params, tokenizer)
@@ -201,7 +201,7 @@ def write(path: str, model: Model, dtype: str) -> None:
   config = model.config
   version = _find_version(config)
   _check_attention(config, version)
-  layout = _layout(config, version)
+  layout = make_layout(config, version)
   stored_config: dict[str, Any] = {"diff_version": version}
   for field, stored_name in _FIELDS.items():
     stored_config[stored_name] = getattr(config, field)
@@ -285,7 +285,7 @@ def _check_attention(config: ModelConfig, version: int) -> None:
     )
 
 
-def _layout(config: ModelConfig, version: int) -> Layout:
+def make_layout(config: ModelConfig, version: int) -> Layout:
   """Returns the layout of a model with the authors' V1 or V2 layers.
 
   Args:

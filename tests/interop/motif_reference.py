@@ -1,125 +1,166 @@
-"""Motif-2.6B and Motif-2-12.7B in float64 NumPy, head by head, independent of diffjax.
+"""Motif-2.6B and Motif-2-12.7B in float64 NumPy, independent of diffjax.
 
-Written from the MLX port's formulas: one loop over the heads that reach the residual stream, values 2D wide. golden/make_motif.py holds a
-second transcription, in PyTorch and from vLLM's code, and compares the two. Tensors have their names and shapes in the checkpoints
-([out, in]).
+Written from the formulas of the MLX port, as a loop over the heads that reach
+the residual stream, with values of width 2D. golden/make_motif.py has a second
+transcription, in PyTorch and from vLLM's code, and compares the two.
+
+Tensors have their names and shapes in the checkpoints: [outputs, inputs]. T is
+the number of tokens, E the model width and D the head dimension.
 """
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
-POLY_NORM_EPS = 1e-6  # no field of config.json changes it
+Tensors = Mapping[str, np.ndarray]
+
+# A constant of the model's code, not a field of config.json.
+POLY_NORM_EPS = 1e-6
 
 
-def lambda_init(layer):
-  """Layers count from 0, and the schedule is that of the layer before: layer 0 has −0.0099."""
+def lambda_init(layer: int) -> float:
+  """Returns λ_init of a layer, counted from 0.
+
+  The schedule is the paper's for the layer before. Layer 0 has −0.0099.
+  """
   return 0.8 - 0.6 * math.exp(-0.3 * (layer - 1))
 
 
-def rms_norm(x, gain, eps):
-  return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + eps) * gain
+def rms_norm(x: np.ndarray, gain: np.ndarray | float, eps: float) -> np.ndarray:
+  """Returns x divided by its root mean square, times the gain."""
+  mean_square = np.mean(x**2, axis=-1, keepdims=True)
+  return x / np.sqrt(mean_square + eps) * gain
 
 
-def poly_norm(x, weight, bias):
-  n = lambda z: rms_norm(z, 1.0, POLY_NORM_EPS)
-  return weight[0] * n(x**3) + weight[1] * n(x**2) + weight[2] * n(x) + bias
-
-
-def rotate(x, theta):
-  """x [T, D] at positions 0, 1, …; dimension j turns with j + D/2."""
-  half = x.shape[1] // 2
-  angles = np.arange(len(x))[:, None] * theta ** (-np.arange(half) / half)
-  low, high = x[:, :half], x[:, half:]
-  return np.concatenate(
-    [
-      low * np.cos(angles) - high * np.sin(angles),
-      high * np.cos(angles) + low * np.sin(angles),
-    ],
-    axis=1,
+def poly_norm(
+  x: np.ndarray, weight: np.ndarray, bias: np.ndarray
+) -> np.ndarray:
+  """Returns the activation, a polynomial of x with normalized powers."""
+  cubic = rms_norm(x**3, 1.0, POLY_NORM_EPS)
+  quadratic = rms_norm(x**2, 1.0, POLY_NORM_EPS)
+  linear_term = rms_norm(x, 1.0, POLY_NORM_EPS)
+  return (
+    weight[0] * cubic + weight[1] * quadratic + weight[2] * linear_term + bias
   )
 
 
-def attention_map(q, k):
-  """Causal softmax of q kᵀ / √D [T, T]."""
-  scores = np.where(
-    np.tri(len(q), dtype=bool), q @ k.T / math.sqrt(q.shape[1]), -np.inf
-  )
+def rotate(x: np.ndarray, theta: float) -> np.ndarray:
+  """Returns x [T, D] after RoPE. Dimensions j and j + D/2 are a pair."""
+  num_tokens, dim = x.shape
+  half = dim // 2
+  frequencies = theta ** (-np.arange(half) / half)
+  angles = np.arange(num_tokens)[:, None] * frequencies
+  low = x[:, :half]
+  high = x[:, half:]
+  new_low = low * np.cos(angles) - high * np.sin(angles)
+  new_high = high * np.cos(angles) + low * np.sin(angles)
+  return np.concatenate([new_low, new_high], axis=1)
+
+
+def attention_map(q: np.ndarray, k: np.ndarray) -> np.ndarray:
+  """Returns the causal softmax of q kᵀ / √D, of shape [T, T]."""
+  is_visible = np.tri(len(q), dtype=bool)
+  scores = np.where(is_visible, q @ k.T / math.sqrt(q.shape[1]), -np.inf)
   weights = np.exp(scores - scores.max(axis=1, keepdims=True))
   return weights / weights.sum(axis=1, keepdims=True)
 
 
-def linear(x, tensors, name):
+def linear(x: np.ndarray, tensors: Tensors, name: str) -> np.ndarray:
+  """Returns the projection of x, with a bias if there is one."""
   return x @ tensors[f"{name}.weight"].T + tensors.get(f"{name}.bias", 0.0)
 
 
-def attention(config, tensors, layer, x):
-  """Output of a layer's self_attn [T, E] for its input x [T, E] (after the norm before it)."""
+def project_heads(
+  x: np.ndarray, tensors: Tensors, name: str, head_dim: int
+) -> list[np.ndarray]:
+  """Returns the projection of x as a list of heads, each [T, D]."""
+  projected = linear(x, tensors, name)
+  return np.split(projected, projected.shape[1] // head_dim, axis=1)
+
+
+def attention(
+  config: Mapping[str, Any], tensors: Tensors, layer: int, x: np.ndarray
+) -> np.ndarray:
+  """Returns the output of a layer's attention, of shape [T, E].
+
+  Args:
+    config: the config.json.
+    tensors: the tensors of the model.
+    layer: the number of the layer, from 0.
+    x: the input, after the norm before it, of shape [T, E].
+  """
   name = f"model.layers.{layer}.self_attn"
-  get = lambda part: tensors[f"{name}.{part}"]
   num_heads = config["num_attention_heads"]
   num_groups = config.get("num_noise_heads") or num_heads // 2
-  num_pairs = config["num_key_value_heads"] // 2
-  size = (
-    num_heads // num_groups
-  )  # query heads of a group: signal heads, then the noise head
-  dim = config.get("head_dim") or config["hidden_size"] // num_heads
-  heads = lambda part: np.split(
-    linear(x, tensors, f"{name}.{part}"),
-    np.arange(dim, tensors[f"{name}.{part}.weight"].shape[0], dim),
-    axis=1,
-  )
-  q = [rotate(head, config["rope_theta"]) for head in heads("q_proj")]
-  k = [rotate(head, config["rope_theta"]) for head in heads("k_proj")]
-  v = heads("v_proj")
-  init = lambda_init(layer)
-  lam = (
-    np.exp(get("lambda_q1") @ get("lambda_k1"))
-    - np.exp(get("lambda_q2") @ get("lambda_k2"))
-    + init
-  )
+  num_kv_pairs = config["num_key_value_heads"] // 2
+  # A group has its signal heads, then its noise head.
+  group_size = num_heads // num_groups
+  groups_per_pair = num_groups // num_kv_pairs
+  head_dim = config.get("head_dim") or config["hidden_size"] // num_heads
+
+  theta = config["rope_theta"]
+  query_heads = project_heads(x, tensors, f"{name}.q_proj", head_dim)
+  key_heads = project_heads(x, tensors, f"{name}.k_proj", head_dim)
+  q = [rotate(head, theta) for head in query_heads]
+  k = [rotate(head, theta) for head in key_heads]
+  v = project_heads(x, tensors, f"{name}.v_proj", head_dim)
+
+  signal_dot = tensors[f"{name}.lambda_q1"] @ tensors[f"{name}.lambda_k1"]
+  noise_dot = tensors[f"{name}.lambda_q2"] @ tensors[f"{name}.lambda_k2"]
+  lambda_ = np.exp(signal_dot) - np.exp(noise_dot) + lambda_init(layer)
+  head_gain = tensors[f"{name}.subln.weight"]
+
   outputs = []
   for group in range(num_groups):
-    pair = group // (num_groups // num_pairs)
+    first_head = group * group_size
+    noise_head = first_head + group_size - 1
+    pair = group // groups_per_pair
+    signal_key = k[2 * pair]
+    noise_key = k[2 * pair + 1]
     values = np.concatenate([v[2 * pair], v[2 * pair + 1]], axis=1)
-    noise = attention_map(q[group * size + size - 1], k[2 * pair + 1]) @ values
-    for signal in range(size - 1):
-      out = (
-        attention_map(q[group * size + signal], k[2 * pair]) @ values
-        - lam * noise
-      )
-      outputs.append(
-        rms_norm(out, get("subln.weight"), config["attn_rms_norm_eps"])
-        * (1 - init)
-      )
+    noise = attention_map(q[noise_head], noise_key) @ values
+    for head in range(first_head, noise_head):
+      signal = attention_map(q[head], signal_key) @ values
+      difference = signal - lambda_ * noise
+      normed = rms_norm(difference, head_gain, config["attn_rms_norm_eps"])
+      outputs.append(normed * (1 - lambda_init(layer)))
   return linear(np.concatenate(outputs, axis=1), tensors, f"{name}.o_proj")
 
 
-def logits(config, tensors, ids):
-  """Logits [T, N] of one row of tokens [T]."""
-  tensors = {
-    name: np.asarray(tensor, np.float64) for name, tensor in tensors.items()
-  }
-  norm = lambda x, name: rms_norm(
-    x, tensors[f"{name}.weight"], config["rms_norm_eps"]
+def feed_forward(tensors: Tensors, layer: int, x: np.ndarray) -> np.ndarray:
+  """Returns the output of a layer's feed-forward network, of shape [T, E]."""
+  name = f"model.layers.{layer}.mlp"
+  gate = poly_norm(
+    linear(x, tensors, f"{name}.gate_proj"),
+    tensors[f"{name}.act_fn.weight"],
+    tensors[f"{name}.act_fn.bias"],
   )
-  x = tensors["model.embed_tokens.weight"][ids]
+  up = linear(x, tensors, f"{name}.up_proj")
+  return linear(gate * up, tensors, f"{name}.down_proj")
+
+
+def logits(
+  config: Mapping[str, Any], tensors: Tensors, ids: np.ndarray
+) -> np.ndarray:
+  """Returns the logits [T, vocabulary] of one row of tokens [T]."""
+  exact = {}
+  for name, tensor in tensors.items():
+    exact[name] = np.asarray(tensor, np.float64)
+  eps = config["rms_norm_eps"]
+
+  x = exact["model.embed_tokens.weight"][ids]
   for layer in range(config["num_hidden_layers"]):
     name = f"model.layers.{layer}"
-    x = x + attention(
-      config, tensors, layer, norm(x, f"{name}.input_layernorm")
-    )
-    inner = norm(x, f"{name}.post_attention_layernorm")
-    gate = poly_norm(
-      linear(inner, tensors, f"{name}.mlp.gate_proj"),
-      *(tensors[f"{name}.mlp.act_fn.{part}"] for part in ("weight", "bias")),
-    )
-    x = x + linear(
-      gate * linear(inner, tensors, f"{name}.mlp.up_proj"),
-      tensors,
-      f"{name}.mlp.down_proj",
-    )
-  unembedding = (
-    "model.embed_tokens" if config["tie_word_embeddings"] else "lm_head"
-  )
-  return norm(x, "model.norm") @ tensors[f"{unembedding}.weight"].T
+    normed = rms_norm(x, exact[f"{name}.input_layernorm.weight"], eps)
+    x = x + attention(config, exact, layer, normed)
+    normed = rms_norm(x, exact[f"{name}.post_attention_layernorm.weight"], eps)
+    x = x + feed_forward(exact, layer, normed)
+  hidden = rms_norm(x, exact["model.norm.weight"], eps)
+
+  if config["tie_word_embeddings"]:
+    unembedding = exact["model.embed_tokens.weight"]
+  else:
+    unembedding = exact["lm_head.weight"]
+  return hidden @ unembedding.T

@@ -1,731 +1,1022 @@
-"""python -m diffjax.convert, as a user runs it: an error is one line, and nothing is written."""
+"""`python -m diffjax.convert` converts a model, or prints a one-line error.
+
+It writes nothing if there is an error.
+"""
 
 import importlib.util
 import json
 import pathlib
 import re
 import shutil
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
 
 from diffjax.cli import config_file
-from diffjax.config import Config, DataConfig, TrainConfig, from_config_dict
-from diffjax.interop import unilm, workdir
+from diffjax.config import (
+  Config,
+  DataConfig,
+  TrainConfig,
+  UserError,
+  from_config_dict,
+)
+from diffjax.interop import diffllama, unilm, workdir
 from diffjax.training.checkpoint import Checkpoints
+from tests.interop.small_models import (
+  convert,
+  copy_golden,
+  edit_config,
+  make_model,
+  read_tensors,
+  write_llama,
+  write_tokenizer,
+)
 
-USAGE = r"pass --{}=LAYOUT:PATH, LAYOUT one of diffjax, diffllama, unilm, llama, motif{}$"
+
+def assert_conversion_fails(
+  source: str,
+  target: pathlib.Path,
+  message: str,
+  target_layout: str = "diffjax",
+) -> None:
+  """Asserts that a conversion prints a one-line error and writes nothing.
+
+  Args:
+    source: the model, as LAYOUT:PATH.
+    target: where to write it. The path must not exist.
+    message: a pattern that the line must contain.
+    target_layout: the layout of the target.
+  """
+  result = convert(f"--from={source}", f"--to={target_layout}:{target}")
+
+  assert result.returncode == 1
+  assert not result.stdout
+  (line,) = result.stderr.splitlines()
+  assert line.startswith("error: ")
+  assert re.search(message, line), line
+  assert not target.exists()
+
+
+# The flags.
 
 
 @pytest.mark.parametrize(
-  "args, message",
+  ("arguments", "got"),
   [
-    ([], USAGE.format("from", "")),
-    (
+    pytest.param([], "", id="no flags"),
+    pytest.param(
       ["--from=runs/tiny", "--to=diffllama:x"],
-      USAGE.format("from", "; got 'runs/tiny'"),
+      "; got 'runs/tiny'",
+      id="no layout",
     ),
-    (
-      ["--from=diffjax:", "--to=diffllama:x"],
-      USAGE.format("from", "; got 'diffjax:'"),
+    pytest.param(
+      ["--from=diffjax:", "--to=diffllama:x"], "; got 'diffjax:'", id="no path"
     ),
-    (["--from=diffjax:runs/tiny"], USAGE.format("to", "")),
-    (
-      ["--from=diffjax:runs/tiny", "--to=gguf:x"],
-      USAGE.format("to", "; got 'gguf:x'"),
-    ),
-    (
-      ["--from=diffjax:runs/tiny", "--to=llama:x"],
-      "--to=llama: this layout can only be read",
-    ),
-    (
-      ["--from=llama:x", "--to=diffjax:y", "--dtype=bfloat16"],
-      "--dtype=bfloat16: a workdir's parameters are always float32",
-    ),
-    (
-      ["--from=llama:x", "--to=unilm:y", "--dtype=int8"],
-      "flag --dtype=int8: value should be one of <float32|bfloat16>",
-    ),
-    (
-      ["--from=llama:gs://bucket/x", "--to=diffjax:y"],
-      "--from=llama:gs://bucket/x: only workdirs may be gs://",
-    ),
-    (
-      ["--from=llama:x", "--to=diffjax:y", "--config=x"],
-      "Unknown command line flag 'config'",
-    ),
-    (["llama", "diffjax"], "unexpected argument 'llama'"),
   ],
 )
-def test_usage(convert, args, message):
-  result = convert(*args)
-  assert result.returncode == 2 and len(result.stderr.splitlines()) == 1
-  assert re.match(f"error: {message}", result.stderr.strip()), result.stderr
+def test_from_must_name_a_layout_and_a_path(arguments, got):
+  result = convert(*arguments)
 
-
-@pytest.fixture(scope="module")
-def refuses(convert, tmp_path_factory):
-  """Asserts that a conversion ends with one line, and leaves nothing behind."""
-  out = tmp_path_factory.mktemp("out") / "out"
-
-  def check(source, message, target="diffjax"):
-    result = convert(f"--from={source}", f"--to={target}:{out}")
-    assert result.returncode == 1 and not result.stdout
-    (line,) = result.stderr.splitlines()
-    assert line.startswith("error: ") and re.search(message, line), line
-    assert not out.exists()
-
-  return check
-
-
-def edit(path, change):
-  """Changes fields of a JSON file."""
-  path.write_text(json.dumps(json.loads(path.read_text()) | change))
+  assert result.returncode == 2
+  assert result.stderr == (
+    "error: pass --from=LAYOUT:PATH, LAYOUT one of diffjax, diffllama, unilm,"
+    f" llama, motif{got}\n"
+  )
 
 
 @pytest.mark.parametrize(
-  "change, message",
+  ("arguments", "got"),
+  [
+    pytest.param([], "", id="no flag"),
+    pytest.param(["--to=gguf:x"], "; got 'gguf:x'", id="unknown layout"),
+  ],
+)
+def test_to_must_name_a_layout_and_a_path(arguments, got):
+  result = convert("--from=diffjax:runs/tiny", *arguments)
+
+  assert result.returncode == 2
+  assert result.stderr == (
+    "error: pass --to=LAYOUT:PATH, LAYOUT one of diffjax, diffllama, unilm,"
+    f" llama, motif{got}\n"
+  )
+
+
+@pytest.mark.parametrize(
+  ("arguments", "message"),
+  [
+    pytest.param(
+      ["--from=diffjax:runs/tiny", "--to=llama:x"],
+      "--to=llama: this layout can only be read",
+      id="a layout that is not written",
+    ),
+    pytest.param(
+      ["--from=llama:x", "--to=diffjax:y", "--dtype=bfloat16"],
+      "--dtype=bfloat16: a workdir's parameters are always float32",
+      id="the dtype of a workdir",
+    ),
+    pytest.param(
+      ["--from=llama:x", "--to=unilm:y", "--dtype=int8"],
+      "flag --dtype=int8: value should be one of <float32|bfloat16>",
+      id="an unknown dtype",
+    ),
+    pytest.param(
+      ["--from=llama:gs://bucket/x", "--to=diffjax:y"],
+      "--from=llama:gs://bucket/x: only workdirs may be gs://",
+      id="a bucket",
+    ),
+    pytest.param(
+      ["--from=llama:x", "--to=diffjax:y", "--config=x"],
+      "Unknown command line flag 'config'",
+      id="an unknown flag",
+    ),
+    pytest.param(
+      ["llama", "diffjax"],
+      "unexpected argument 'llama'",
+      id="an argument without a flag",
+    ),
+  ],
+)
+def test_wrong_flags_are_usage_errors(arguments, message):
+  result = convert(*arguments)
+
+  assert result.returncode == 2
+  (line,) = result.stderr.splitlines()
+  assert line.startswith(f"error: {message}")
+
+
+# A Llama's config.json.
+
+
+@pytest.mark.parametrize(
+  ("field", "value", "message"),
   [
     (
-      dict(model_type="mistral"),
+      "model_type",
+      "mistral",
       "model_type = 'mistral': this layout supports only 'llama'",
     ),
     (
-      dict(attention_bias=True),
+      "attention_bias",
+      True,
       "attention_bias = True: diffjax supports only False",
     ),
-    (dict(mlp_bias=True), "mlp_bias = True: diffjax supports only False"),
+    ("mlp_bias", True, "mlp_bias = True: diffjax supports only False"),
+    ("hidden_act", "gelu", "hidden_act = 'gelu': diffjax supports only 'silu'"),
     (
-      dict(hidden_act="gelu"),
-      "hidden_act = 'gelu': diffjax supports only 'silu'",
-    ),
-    (
-      dict(rope_scaling={"rope_type": "llama3", "factor": 8.0}),
+      "rope_scaling",
+      {"rope_type": "llama3", "factor": 8.0},
       "scales its rotary angles .*'llama3'",
     ),
     (
-      dict(rope_scaling={"type": "dynamic", "factor": 2.0}),
+      "rope_scaling",
+      {"type": "dynamic", "factor": 2.0},
       "scales its rotary angles .*'dynamic'",
     ),
     (
-      dict(rope_scaling={"type": "linear", "factor": 0.5}),
+      "rope_scaling",
+      {"type": "linear", "factor": 0.5},
       "rope_factor = 0.5: must be at least 1",
     ),
-    ({"a\nb": "c" * 99}, r"does not know: 'a\\nb' = 'c{59}; remove the fields"),
     (
-      dict(sliding_window=9),
-      "has fields that diffjax does not know: sliding_window = 9; remove the fields that do not change",
-    ),
-    (
-      dict(
-        rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}
-      ),
+      "rope_parameters",
+      {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0},
       "scales its rotary angles .*'yarn'",
     ),
     (
-      dict(
-        rope_parameters={
-          "rope_type": "default",
-          "rope_theta": 1e4,
-          "partial_rotary_factor": 0.5,
-        }
-      ),
+      "rope_parameters",
+      {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5,
+      },
       "scales its rotary angles",
     ),
     (
-      dict(rope_parameters="default"),
+      "rope_parameters",
+      "default",
       "rope_parameters = 'default': it must be an object",
     ),
-    (dict(rope_theta="x"), "rope_base must be float; got 'x'"),
-    (dict(hidden_size=None), "has no hidden_size"),
+  ],
+)
+def test_an_unsupported_model_is_rejected(field, value, message, tmp_path):
+  write_llama(tmp_path / "llama")
+  edit_config(tmp_path / "llama", {field: value})
+
+  assert_conversion_fails(
+    f"llama:{tmp_path / 'llama'}", tmp_path / "out", message
+  )
+
+
+@pytest.mark.parametrize(
+  ("field", "value", "message"),
+  [
+    pytest.param(
+      "sliding_window",
+      9,
+      "has fields that diffjax does not know: sliding_window = 9; remove the"
+      " fields that do not change",
+      id="sliding_window",
+    ),
+    pytest.param(
+      "a\nb",
+      "c" * 99,
+      r"does not know: 'a\\nb' = 'c{59}; remove the fields",
+      id="a line break and a long value",
+    ),
+  ],
+)
+def test_an_unknown_field_is_rejected(field, value, message, tmp_path):
+  write_llama(tmp_path / "llama")
+  edit_config(tmp_path / "llama", {field: value})
+
+  assert_conversion_fails(
+    f"llama:{tmp_path / 'llama'}", tmp_path / "out", message
+  )
+
+
+@pytest.mark.parametrize(
+  ("field", "value", "message"),
+  [
+    ("rope_theta", "x", "rope_base must be float; got 'x'"),
+    ("hidden_size", None, "has no hidden_size"),
     (
-      dict(hidden_size="32"),
+      "hidden_size",
+      "32",
       "hidden_size = '32': it must be a positive multiple of 1",
     ),
-    (dict(num_hidden_layers="2"), "num_layers must be int; got '2'"),
+    ("num_hidden_layers", "2", "num_layers must be int; got '2'"),
     (
-      dict(num_hidden_layers=2_000_000_000),
+      "num_attention_heads",
+      0,
+      "num_attention_heads = 0: it must be a positive multiple of 1",
+    ),
+    ("num_key_value_heads", 3, "num_kv_heads = 3: must divide"),
+    ("rms_norm_eps", 0, "norm_eps = 0.0: must be positive"),
+  ],
+)
+def test_an_invalid_field_is_rejected(field, value, message, tmp_path):
+  write_llama(tmp_path / "llama")
+  edit_config(tmp_path / "llama", {field: value})
+
+  assert_conversion_fails(
+    f"llama:{tmp_path / 'llama'}", tmp_path / "out", message
+  )
+
+
+@pytest.mark.parametrize(
+  ("field", "value", "message"),
+  [
+    (
+      "num_hidden_layers",
+      2_000_000_000,
       "tensors, but its config.json says 2000000000 layers",
     ),
     (
-      dict(num_hidden_layers=1),
+      "num_hidden_layers",
+      1,
       r"a tensor model.layers.1\..*not in this layout for its config.json",
     ),
-    (dict(num_hidden_layers=3), r"no tensor model.layers.2\."),
+    ("num_hidden_layers", 3, r"no tensor model.layers.2\."),
     (
-      dict(num_attention_heads=0),
-      "num_attention_heads = 0: it must be a positive multiple of 1",
+      "num_key_value_heads",
+      4,
+      r"k_proj.weight of shape \[16, 32\], but its config.json requires"
+      r" \[32, 32\]",
     ),
-    (dict(num_key_value_heads=3), "num_kv_heads = 3: must divide"),
     (
-      dict(num_key_value_heads=4),
-      r"k_proj.weight of shape \[16, 32\], but its config.json requires \[32, 32\]",
+      "vocab_size",
+      120,
+      "tokenizer.json has 128 tokens, but the model has 120: replace it with"
+      " the model's own tokenizer",
     ),
-    (dict(rms_norm_eps=0), "norm_eps = 0.0: must be positive"),
+    ("vocab_size", 256, r"embed_tokens.weight of shape \[128, 32\]"),
     (
-      dict(vocab_size=120),
-      "tokenizer.json has 128 tokens, but the model has 120: replace it with the model's own tokenizer",
-    ),
-    (dict(vocab_size=256), r"embed_tokens.weight of shape \[128, 32\]"),
-    (
-      dict(tie_word_embeddings=True),
+      "tie_word_embeddings",
+      True,
       "has a lm_head.weight that differs .*says tie_word_embeddings: true",
     ),
   ],
 )
-def test_configs_that_diffjax_cannot_hold(
-  write_llama, refuses, change, message, tmp_path
-):
-  write_llama(tmp_path)
-  edit(tmp_path / "config.json", change)
-  refuses(f"llama:{tmp_path}", message)
+def test_a_config_must_agree_with_the_tensors(field, value, message, tmp_path):
+  write_llama(tmp_path / "llama")
+  edit_config(tmp_path / "llama", {field: value})
+
+  assert_conversion_fails(
+    f"llama:{tmp_path / 'llama'}", tmp_path / "out", message
+  )
 
 
-def test_tied_in_the_target_alone(write_llama, refuses, tmp_path):
-  write_llama(tmp_path, tie=True)
-  edit(tmp_path / "config.json", dict(tie_word_embeddings=False))
-  refuses(
-    f"llama:{tmp_path}",
+def test_untied_embeddings_need_an_output_projection(tmp_path):
+  write_llama(tmp_path / "llama", is_tied=True)
+  edit_config(tmp_path / "llama", {"tie_word_embeddings": False})
+
+  assert_conversion_fails(
+    f"llama:{tmp_path / 'llama'}",
+    tmp_path / "out",
     "no tensor lm_head.weight.*set tie_word_embeddings to true",
   )
 
 
-def _truncated(path):
-  (path / "model.safetensors").write_bytes(
-    (path / "model.safetensors").read_bytes()[:-100]
-  )
-
-
-def _header_cut(path):
-  (path / "model.safetensors").write_bytes(
-    (path / "model.safetensors").read_bytes()[:50]
-  )
-
-
-def _rewritten(change):
-  def make(path):
-    tensors = safetensors.numpy.load_file(path / "model.safetensors")
-    change(tensors)
-    safetensors.numpy.save_file(tensors, path / "model.safetensors")
-
-  return make
-
-
-def _index(content):
-  def make(path):
-    (path / "model.safetensors").unlink()
-    (path / "model.safetensors.index.json").write_text(
-      content if isinstance(content, str) else json.dumps(content)
-    )
-
-  return make
-
-
-BIAS = "model.layers.0.self_attn.q_proj.bias"
+# The files of a Llama.
 
 
 @pytest.mark.parametrize(
-  "damage, message",
+  ("num_bytes", "message"),
   [
-    (
-      _truncated,
-      "model.safetensors is not a whole safetensors file, download it again: Error while deserializing header",
+    pytest.param(
+      -100,
+      "download it again: Error while deserializing header",
+      id="without its end",
     ),
-    (
-      _header_cut,
-      "model.safetensors is not a whole safetensors file, download it again: Error while deserializing header",
+    pytest.param(
+      50,
+      "download it again: Error while deserializing header",
+      id="only a part of the header",
     ),
+    pytest.param(0, "", id="empty"),
+  ],
+)
+def test_a_truncated_safetensors_file_is_rejected(num_bytes, message, tmp_path):
+  write_llama(tmp_path / "llama")
+  path = tmp_path / "llama/model.safetensors"
+  path.write_bytes(path.read_bytes()[:num_bytes])
+
+  assert_conversion_fails(
+    f"llama:{tmp_path / 'llama'}",
+    tmp_path / "out",
+    f"model.safetensors is not a whole safetensors file, {message}",
+  )
+
+
+@pytest.mark.parametrize(
+  ("file_name", "message"),
+  [
+    ("config.json", "cannot read .*config.json: No such file"),
+    ("tokenizer.json", "there is no tokenizer beside the model"),
     (
-      lambda path: (path / "model.safetensors").write_text(""),
-      "model.safetensors is not a whole safetensors file",
-    ),
-    (
-      lambda path: (path / "model.safetensors").unlink(),
+      "model.safetensors",
       "there is no .*model.safetensors; only safetensors are read, no pickles",
-    ),
-    (
-      _rewritten(lambda tensors: tensors.pop("model.norm.weight")),
-      "has no tensor model.norm.weight",
-    ),
-    (
-      _rewritten(
-        lambda tensors: tensors.update({BIAS: np.ones(32, np.float32)})
-      ),
-      f"has a tensor {BIAS}.*: biases are not supported",
-    ),
-    (
-      _rewritten(
-        lambda tensors: tensors.update({"model.norm.weight": np.ones(32)})
-      ),
-      "model.norm.weight in F64: only F32, F16, BF16",
-    ),
-    (
-      _rewritten(
-        lambda tensors: tensors.update(
-          {"model.norm.weight": np.ones(32, np.int8)}
-        )
-      ),
-      "model.norm.weight in I8",
-    ),
-    (
-      _index(
-        {
-          "weight_map": {
-            "model.norm.weight": "model-00002-of-00002.safetensors"
-          }
-        }
-      ),
-      "no .*model-00002-of-00002.*index.json names",
-    ),
-    (
-      _index({"weight_map": {"model.norm.weight": "../other.safetensors"}}),
-      "names a file '../other.safetensors': it must be in the same directory",
-    ),
-    (_index({"weights": {}}), "has no weight_map"),
-    (_index("{"), "index.json is not JSON"),
-    (
-      lambda path: (path / "config.json").unlink(),
-      "cannot read .*config.json: No such file",
-    ),
-    (
-      lambda path: (path / "config.json").write_text("[" * 100_000),
-      "config.json is not JSON",
-    ),
-    (
-      lambda path: (path / "config.json").write_text("[1]"),
-      "config.json must hold a JSON object",
-    ),
-    (
-      lambda path: (path / "config.json").write_bytes(b"\xff\xfe"),
-      "config.json is not JSON",
-    ),
-    (
-      lambda path: (path / "tokenizer.json").unlink(),
-      "there is no tokenizer beside the model",
-    ),
-    (
-      lambda path: (path / "tokenizer.json").write_text("{}"),
-      "not a Hugging Face tokenizer.json",
-    ),
-    (
-      lambda path: shutil.rmtree(path),
-      "cannot read .*config.json: No such file",
     ),
   ],
 )
-def test_damaged_directories(write_llama, refuses, damage, message, tmp_path):
+def test_a_missing_file_is_named(file_name, message, tmp_path):
   write_llama(tmp_path / "llama")
-  damage(tmp_path / "llama")
-  refuses(f"llama:{tmp_path / 'llama'}", message)
+  (tmp_path / "llama" / file_name).unlink()
+
+  assert_conversion_fails(
+    f"llama:{tmp_path / 'llama'}", tmp_path / "out", message
+  )
+
+
+def test_a_missing_directory_is_named(tmp_path):
+  assert_conversion_fails(
+    f"llama:{tmp_path / 'llama'}",
+    tmp_path / "out",
+    "cannot read .*llama/config.json: No such file",
+  )
 
 
 @pytest.mark.parametrize(
-  "change, message",
+  ("content", "message"),
+  [
+    pytest.param(b"[" * 100_000, "config.json is not JSON", id="deep"),
+    pytest.param(b"\xff\xfe", "config.json is not JSON", id="binary"),
+    pytest.param(b"[1]", "config.json must hold a JSON object", id="a list"),
+  ],
+)
+def test_a_config_must_be_a_json_object(content, message, tmp_path):
+  write_llama(tmp_path / "llama")
+  (tmp_path / "llama/config.json").write_bytes(content)
+
+  assert_conversion_fails(
+    f"llama:{tmp_path / 'llama'}", tmp_path / "out", message
+  )
+
+
+def test_a_tokenizer_must_have_the_format_of_hugging_face(tmp_path):
+  write_llama(tmp_path / "llama")
+  (tmp_path / "llama/tokenizer.json").write_text("{}")
+
+  assert_conversion_fails(
+    f"llama:{tmp_path / 'llama'}",
+    tmp_path / "out",
+    "not a Hugging Face tokenizer.json",
+  )
+
+
+@pytest.mark.parametrize(
+  ("content", "message"),
+  [
+    pytest.param(
+      '{"weight_map": {"model.norm.weight": "model-2.safetensors"}}',
+      "no .*model-2.safetensors, which .*index.json names",
+      id="a missing file",
+    ),
+    pytest.param(
+      '{"weight_map": {"model.norm.weight": "../other.safetensors"}}',
+      "names a file '../other.safetensors': it must be in the same directory",
+      id="a file in another directory",
+    ),
+    pytest.param('{"weights": {}}', "has no weight_map", id="no weight_map"),
+    pytest.param("{", "index.json is not JSON", id="not JSON"),
+  ],
+)
+def test_a_wrong_index_is_rejected(content, message, tmp_path):
+  write_llama(tmp_path / "llama")
+  (tmp_path / "llama/model.safetensors").unlink()
+  (tmp_path / "llama/model.safetensors.index.json").write_text(content)
+
+  assert_conversion_fails(
+    f"llama:{tmp_path / 'llama'}", tmp_path / "out", message
+  )
+
+
+def test_a_missing_tensor_is_named(tmp_path):
+  tensors = write_llama(tmp_path / "llama")
+  del tensors["model.norm.weight"]
+  safetensors.numpy.save_file(tensors, tmp_path / "llama/model.safetensors")
+
+  assert_conversion_fails(
+    f"llama:{tmp_path / 'llama'}",
+    tmp_path / "out",
+    "has no tensor model.norm.weight",
+  )
+
+
+def test_biases_are_rejected(tmp_path):
+  tensors = write_llama(tmp_path / "llama")
+  bias = "model.layers.0.self_attn.q_proj.bias"
+  tensors[bias] = np.ones(32, np.float32)
+  safetensors.numpy.save_file(tensors, tmp_path / "llama/model.safetensors")
+
+  assert_conversion_fails(
+    f"llama:{tmp_path / 'llama'}",
+    tmp_path / "out",
+    f"has a tensor {bias}.*: biases are not supported",
+  )
+
+
+@pytest.mark.parametrize(
+  ("dtype", "message"),
+  [
+    (np.float64, "model.norm.weight in F64: only F32, F16, BF16"),
+    (np.int8, "model.norm.weight in I8"),
+  ],
+)
+def test_a_dtype_that_float32_cannot_represent_is_rejected(
+  dtype, message, tmp_path
+):
+  tensors = write_llama(tmp_path / "llama")
+  tensors["model.norm.weight"] = np.ones(32, dtype)
+  safetensors.numpy.save_file(tensors, tmp_path / "llama/model.safetensors")
+
+  assert_conversion_fails(
+    f"llama:{tmp_path / 'llama'}", tmp_path / "out", message
+  )
+
+
+# Other layouts.
+
+
+@pytest.mark.parametrize(
+  ("field", "value", "message"),
   [
     (
-      dict(num_attention_heads=5),
+      "num_attention_heads",
+      5,
       "num_attention_heads = 5: it must be a positive multiple of 2",
     ),
     (
-      dict(num_key_value_heads=1),
+      "num_key_value_heads",
+      1,
       "num_key_value_heads = 1: it must be a positive multiple of 2",
     ),
     (
-      dict(model_type="llama"),
+      "model_type",
+      "llama",
       "model_type = 'llama': this layout supports only 'diffllama'",
     ),
   ],
 )
-def test_diffllama_configs(golden, refuses, change, message, tmp_path):
-  source, _, _ = golden("diffllama_tiny_gqa", tmp_path / "source")
-  edit(source / "config.json", change)
-  refuses(f"diffllama:{source}", message)
+def test_an_unsupported_diffllama_is_rejected(field, value, message, tmp_path):
+  source = copy_golden("diffllama_tiny_gqa", tmp_path / "source").path
+  edit_config(source, {field: value})
+
+  assert_conversion_fails(f"diffllama:{source}", tmp_path / "out", message)
 
 
 @pytest.mark.parametrize(
-  "target, attention, fields, message",
+  ("field", "value", "message"),
+  [
+    ("diff_version", 3, "diff_version = 3: it must be 1 or 2"),
+    (
+      "diff_version",
+      1,
+      r"has no tensor layers.0.self_attn.out_proj.weight|requires",
+    ),
+    ("norm_eps", None, "norm_eps must be float; got None"),
+    (
+      "share_input_output_embed",
+      False,
+      "no tensor output_projection.weight.*set share_input_output_embed to"
+      " true",
+    ),
+  ],
+)
+def test_an_invalid_unilm_config_is_rejected(field, value, message, tmp_path):
+  unilm.write(str(tmp_path / "source"), make_model("diff_v2"), "float32")
+  edit_config(tmp_path / "source", {field: value})
+
+  assert_conversion_fails(
+    f"unilm:{tmp_path / 'source'}", tmp_path / "out", message
+  )
+
+
+def test_a_missing_field_of_a_unilm_config_is_named(tmp_path):
+  unilm.write(str(tmp_path / "source"), make_model("diff"), "float32")
+  path = tmp_path / "source/config.json"
+  config = json.loads(path.read_text())
+  del config["rope_theta"]
+  path.write_text(json.dumps(config))
+
+  assert_conversion_fails(
+    f"unilm:{tmp_path / 'source'}",
+    tmp_path / "out",
+    "config.json has no rope_theta",
+  )
+
+
+@pytest.mark.parametrize(
+  ("attention", "fields", "message"),
   [
     (
-      "diffllama",
       "diff_v2",
       {},
       "DiffLlama supports only attention = 'diff'; the model has 'diff_v2'",
     ),
     (
-      "diffllama",
       "softmax",
       {},
       "DiffLlama supports only attention = 'diff'; the model has 'softmax'",
     ),
     (
-      "diffllama",
       "diff",
-      dict(lambda_init=0.8),
-      "DiffLlama supports only lambda_init = None, the schedule; the model has 0.8",
+      {"lambda_init": 0.8},
+      "DiffLlama supports only lambda_init = None, the schedule; the model has"
+      " 0.8",
     ),
+    ("diff", {"head_norm": False}, "supports only head_norm = True"),
+    ("diff", {"window": 8}, "supports only window = None; the model has 8"),
     (
-      "diffllama",
       "diff",
-      dict(head_norm=False),
-      "supports only head_norm = True",
-    ),
-    (
-      "diffllama",
-      "diff",
-      dict(window=8),
-      "supports only window = None; the model has 8",
-    ),
-    (
-      "unilm",
-      "diff_v2",
-      dict(rope=False),
-      "supports only rope = True; the model has False",
-    ),
-    (
-      "unilm",
-      "diff",
-      dict(projection_biases=True),
-      "supports only projection_biases = False",
-    ),
-    (
-      "diffllama",
-      "diff",
-      dict(embed_scale=2.0),
+      {"embed_scale": 2.0},
       "supports only embed_scale = 1.0; the model has 2.0",
     ),
+  ],
+)
+def test_diffllama_rejects_a_model_that_it_cannot_represent(
+  attention, fields, message, tmp_path
+):
+  model = make_model(attention, **fields)
+
+  with pytest.raises(UserError, match=message):
+    diffllama.write(str(tmp_path / "out"), model, "float32")
+  assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+  ("attention", "fields", "message"),
+  [
     (
-      "unilm",
       "softmax",
       {},
       "support only attention = 'diff' or 'diff_v2'; the model has 'softmax'",
     ),
     (
-      "unilm",
+      "diff_v2",
+      {"rope": False},
+      "supports only rope = True; the model has False",
+    ),
+    (
       "diff",
-      dict(lambda_init=0.8),
+      {"projection_biases": True},
+      "supports only projection_biases = False",
+    ),
+    (
+      "diff",
+      {"lambda_init": 0.8},
       "lambda_init = None, the schedule; the model has 0.8",
     ),
     (
-      "unilm",
       "diff",
-      dict(head_norm=False),
+      {"head_norm": False},
       "V1 layer supports only head_norm = True",
     ),
     (
-      "unilm",
       "diff_v2",
-      dict(head_norm=True),
+      {"head_norm": True},
       "V2 layer supports only head_norm = False",
     ),
     (
-      "unilm",
       "diff",
-      dict(norm_eps=1e-6),
+      {"norm_eps": 1e-6},
       "norm_eps = 1e-05, the ε of its head norm; the model has 1e-06",
     ),
     (
-      "unilm",
       "diff",
-      dict(head_dim=8),
+      {"head_dim": 8},
       "the model has 32, which is not 2 · 8 · 4",
     ),
   ],
 )
-def test_models_that_a_layout_cannot_hold(
-  make_model, refuses, target, attention, fields, message, tmp_path
+def test_unilm_rejects_a_model_that_it_cannot_represent(
+  attention, fields, message, tmp_path
 ):
-  workdir.write(str(tmp_path), make_model(attention, **fields))
-  refuses(f"diffjax:{tmp_path}", message, target)
+  model = make_model(attention, **fields)
+
+  with pytest.raises(UserError, match=message):
+    unilm.write(str(tmp_path / "out"), model, "float32")
+  assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-  "change, message",
-  [
-    (dict(diff_version=3), "diff_version = 3: it must be 1 or 2"),
-    (
-      dict(diff_version=1),
-      r"has no tensor layers.0.self_attn.out_proj.weight|requires",
-    ),
-    (dict(norm_eps=None), "norm_eps must be float; got None"),
-    (
-      dict(share_input_output_embed=False),
-      "no tensor output_projection.weight.*set share_input_output_embed to true",
-    ),
-  ],
-)
-def test_unilm_configs(make_model, refuses, change, message, tmp_path):
-  unilm.write(str(tmp_path), make_model("diff_v2"), "float32")
-  edit(tmp_path / "config.json", change)
-  refuses(f"unilm:{tmp_path}", message)
+# Workdirs.
 
 
-def test_unilm_config_without_a_field(make_model, refuses, tmp_path):
-  unilm.write(str(tmp_path), make_model("diff"), "float32")
-  config = json.loads((tmp_path / "config.json").read_text())
-  del config["rope_theta"]
-  (tmp_path / "config.json").write_text(json.dumps(config))
-  refuses(f"unilm:{tmp_path}", "config.json has no rope_theta")
+@pytest.fixture(scope="module")
+def word_workdir(tmp_path_factory):
+  """Returns a workdir whose tokenizer.json has 128 tokens."""
+  directory = tmp_path_factory.mktemp("word_workdir")
+  write_tokenizer(directory)
+  model = make_model("diff", tokenizer=str(directory / "tokenizer.json"))
+  workdir.write(str(directory / "written"), model)
+  # The config names the tokenizer by its path, which exists no longer. So a copy
+  # of the workdir has only its own tokenizer.
+  return (directory / "written").rename(directory / "run")
 
 
-def test_workdirs_without_what_is_needed(
-  make_model, refuses, convert, tmp_path, write_tokenizer
+def test_a_model_that_the_layout_cannot_represent_is_an_error_of_the_command(
+  tmp_path,
 ):
-  refuses(
+  workdir.write(str(tmp_path / "run"), make_model("softmax", num_layers=1))
+
+  assert_conversion_fails(
+    f"diffjax:{tmp_path / 'run'}",
+    tmp_path / "out",
+    "DiffLlama supports only attention = 'diff'",
+    target_layout="diffllama",
+  )
+
+
+def test_a_workdir_needs_a_checkpoint(tmp_path):
+  assert_conversion_fails(
     f"diffjax:{tmp_path / 'nowhere'}",
+    tmp_path / "out",
     "there is no complete checkpoint in",
-    "diffllama",
+    target_layout="diffllama",
   )
-  write_tokenizer(tmp_path)
-  workdir.write(
-    str(tmp_path / "run"),
-    make_model("diff", tokenizer=str(tmp_path / "tokenizer.json")),
+
+
+def test_another_tokenizer_than_in_training_is_rejected(word_workdir, tmp_path):
+  run = shutil.copytree(word_workdir, tmp_path / "run")
+  write_tokenizer(run, vocab_size=200)
+
+  assert_conversion_fails(
+    f"diffjax:{run}",
+    tmp_path / "out",
+    "was trained with 128 tokens, but its tokenizer .* has 200: it is another"
+    " one",
+    target_layout="diffllama",
   )
-  write_tokenizer(tmp_path / "run", 200)
-  refuses(
-    f"diffjax:{tmp_path / 'run'}",
-    "was trained with 128 tokens, but its tokenizer .* has 200: it is another one",
-    "diffllama",
-  )
-  (tmp_path / "run/tokenizer.json").unlink()
-  refuses(
-    f"diffjax:{tmp_path / 'run'}",
+
+
+def test_a_workdir_needs_its_tokenizer(word_workdir, tmp_path):
+  run = shutil.copytree(word_workdir, tmp_path / "run")
+  (run / "tokenizer.json").unlink()
+
+  assert_conversion_fails(
+    f"diffjax:{run}",
+    tmp_path / "out",
     "there is no tokenizer beside the checkpoint",
-    "diffllama",
+    target_layout="diffllama",
   )
-  data = next(
-    path
-    for path in (tmp_path / "run/checkpoints/0/state/params.embedding/c").rglob(
-      "*"
-    )
-    if path.is_file()
-  )
-  data.write_bytes(data.read_bytes()[:-1])
-  result = convert(
-    f"--from=diffjax:{tmp_path / 'run'}", f"--to=diffllama:{tmp_path / 'out'}"
-  )
-  assert result.returncode == 1 and not (tmp_path / "out").exists()
-  assert re.match(
-    "error: every checkpoint in .* is damaged", result.stderr.splitlines()[-1]
-  )  # after a warning that says how
 
 
-@pytest.mark.parametrize("target", ["diffjax", "diffllama"])
-def test_what_is_there_is_not_written_over(
-  write_llama, convert, target, tmp_path
-):
-  write_llama(tmp_path / "llama")
-  (tmp_path / "full").mkdir()
-  (tmp_path / "full/notes.txt").write_text("mine")
-  (tmp_path / "runs/one").mkdir(parents=True)
-  (tmp_path / "file").write_text("mine")
-  for name in ("full", "runs", "file"):
-    result = convert(
-      f"--from=llama:{tmp_path / 'llama'}", f"--to={target}:{tmp_path / name}"
-    )
-    assert result.returncode == 1
-    assert (
-      result.stderr
-      == f"error: --to: {tmp_path / name} exists and is not an empty directory; choose another one, or delete it\n"
-    )
-  assert [
-    path.name
-    for name in ("full", "runs")
-    for path in (tmp_path / name).iterdir()
-  ] == ["notes.txt", "one"]
+def test_a_damaged_checkpoint_is_rejected(word_workdir, tmp_path):
+  run = shutil.copytree(word_workdir, tmp_path / "run")
+  chunks = run / "checkpoints/0/state/params.embedding/c"
+  files = [path for path in chunks.rglob("*") if path.is_file()]
+  files[0].write_bytes(files[0].read_bytes()[:-1])
+
+  result = convert(f"--from=diffjax:{run}", f"--to=diffllama:{tmp_path}/out")
+
+  assert result.returncode == 1
+  assert not (tmp_path / "out").exists()
+  # The line before is a warning that describes the damage.
+  last_line = result.stderr.splitlines()[-1]
+  assert re.match("error: every checkpoint in .* is damaged", last_line)
 
 
 @pytest.mark.skipif(
-  importlib.util.find_spec("gcsfs") is not None, reason="gcsfs is there"
+  importlib.util.find_spec("gcsfs") is not None, reason="gcsfs is installed"
 )
-def test_buckets_need_gcsfs(convert):
-  for args in (
-    ["--from=llama:x", "--to=diffjax:gs://b/x"],
-    ["--from=diffjax:gs://b/x", "--to=unilm:x"],
-  ):
-    result = convert(*args)
-    assert (
-      result.returncode == 1
-      and result.stderr
-      == "error: the workdir gs://b/x needs gcsfs: pip install 'diffjax[gcs]'\n"
+@pytest.mark.parametrize(
+  "arguments",
+  [
+    pytest.param(["--from=llama:x", "--to=diffjax:gs://b/x"], id="to"),
+    pytest.param(["--from=diffjax:gs://b/x", "--to=unilm:x"], id="from"),
+  ],
+)
+def test_a_bucket_needs_gcsfs(arguments):
+  result = convert(*arguments)
+
+  assert result.returncode == 1
+  assert result.stderr == (
+    "error: the workdir gs://b/x needs gcsfs: pip install 'diffjax[gcs]'\n"
+  )
+
+
+# Paths.
+
+
+@pytest.mark.parametrize("target_layout", ["diffjax", "diffllama"])
+def test_existing_files_are_not_overwritten(target_layout, tmp_path):
+  write_llama(tmp_path / "llama")
+  (tmp_path / "full").mkdir()
+  (tmp_path / "full/notes.txt").write_text("text")
+  (tmp_path / "runs/one").mkdir(parents=True)
+  (tmp_path / "file").write_text("text")
+
+  for name in ("full", "runs", "file"):
+    target = tmp_path / name
+    result = convert(
+      f"--from=llama:{tmp_path / 'llama'}", f"--to={target_layout}:{target}"
     )
 
+    assert result.returncode == 1
+    assert result.stderr == (
+      f"error: --to: {target} exists and is not an empty directory; choose"
+      " another one, or delete it\n"
+    )
+  assert [path.name for path in (tmp_path / "full").iterdir()] == ["notes.txt"]
+  assert [path.name for path in (tmp_path / "runs").iterdir()] == ["one"]
+  assert (tmp_path / "file").read_text() == "text"
 
-def test_names_that_cannot_be(convert, tmp_path):
-  for args, message in [
-    (
-      [
-        f"--from=llama:{tmp_path / ('x' * 300)}",
-        f"--to=unilm:{tmp_path / 'out'}",
-      ],
-      "cannot read .*: File name too long",
+
+@pytest.mark.parametrize(
+  ("source", "message"),
+  [
+    pytest.param(
+      "x" * 300, "cannot read .*: File name too long", id="too long"
     ),
-    (
-      ["--from=llama:~nobody-of-that-name/x", f"--to=unilm:{tmp_path / 'out'}"],
+    pytest.param(
+      "~nobody-of-that-name/x",
       "cannot read .*: No such file",
+      id="no such user",
     ),
-  ]:
-    result = convert(*args)
-    assert result.returncode == 1 and re.fullmatch(
-      f"error: {message}.*\n", result.stderr
-    ), result.stderr
+  ],
+)
+def test_an_impossible_path_is_an_error(source, message, tmp_path):
+  result = convert(f"--from=llama:{source}", f"--to=unilm:{tmp_path / 'out'}")
+
+  assert result.returncode == 1
+  assert re.fullmatch(f"error: {message}.*\n", result.stderr), result.stderr
 
 
-@pytest.mark.parametrize("target", ["diffjax", "unilm"])
-def test_a_place_that_cannot_be_written(write_llama, convert, target, tmp_path):
+@pytest.mark.parametrize("target_layout", ["diffjax", "unilm"])
+def test_a_target_below_a_file_is_an_error(target_layout, tmp_path):
   write_llama(tmp_path / "llama")
-  (tmp_path / "file").write_text("mine")
+  (tmp_path / "file").write_text("text")
+
   result = convert(
     f"--from=llama:{tmp_path / 'llama'}",
-    f"--to={target}:{tmp_path / 'file/below'}",
-  )
-  assert result.returncode == 1 and len(result.stderr.splitlines()) == 1
-  assert (
-    result.stderr.startswith("error: cannot ")
-    and str(tmp_path / "file") in result.stderr
+    f"--to={target_layout}:{tmp_path / 'file/below'}",
   )
 
+  assert result.returncode == 1
+  (line,) = result.stderr.splitlines()
+  assert line.startswith("error: cannot ")
+  assert str(tmp_path / "file") in line
 
-def test_fields_that_are_false_are_among_the_flags_to_train_on(
-  write_llama, convert, tmp_path
-):
+
+# What is written and printed.
+
+
+def test_the_printed_flags_include_false_values(tmp_path):
+  """Without them, training would build a model with other parameters."""
   write_llama(tmp_path / "llama")
+
   result = convert(
     f"--from=llama:{tmp_path / 'llama'}", f"--to=diffjax:{tmp_path / 'out'}"
   )
-  fields = [
-    field.split("=")
-    for field in result.stdout.strip().split(" --config.model.")[1:]
-  ]
-  assert (
-    result.returncode == 0
-    and {"head_norm": "False", "tie_embeddings": "False"}.items()
-    <= dict(fields).items()
-  )
+
+  assert result.returncode == 0, result.stderr
+  printed_flags = result.stdout.split()
+  assert "--config.model.head_norm=False" in printed_flags
+  assert "--config.model.tie_embeddings=False" in printed_flags
 
 
-def test_a_vocabulary_that_is_padded_is_said(
-  write_llama, write_tokenizer, convert, tmp_path
-):
-  write_llama(tmp_path / "llama")
-  write_tokenizer(tmp_path / "llama", 100)
+@pytest.fixture(scope="module")
+def padded_llama(tmp_path_factory):
+  """Returns a directory with a Llama and its conversion to unilm.
+
+  The Llama has 28 embeddings more than its tokenizer has tokens.
+  """
+  directory = tmp_path_factory.mktemp("padded_llama")
+  write_llama(directory / "llama")
+  write_tokenizer(directory / "llama", vocab_size=100)
   result = convert(
-    f"--from=llama:{tmp_path / 'llama'}",
-    f"--to=unilm:{tmp_path / 'out'}",
+    f"--from=llama:{directory / 'llama'}",
+    f"--to=unilm:{directory / 'out'}",
     "--dtype=bfloat16",
   )
-  assert result.returncode == 0 and not result.stderr
-  assert (
-    result.stdout
-    == f"{tmp_path / 'out'}: diff_v2, 2 layers of width 32, vocabulary 128 (its tokenizer has 100)\n"
+  assert result.returncode == 0, result.stderr
+  (directory / "stdout").write_text(result.stdout)
+  (directory / "stderr").write_text(result.stderr)
+  return directory
+
+
+def test_the_sizes_and_the_document_tokens_are_printed(padded_llama):
+  assert (padded_llama / "stdout").read_text() == (
+    f"{padded_llama / 'out'}: diff_v2, 2 layers of width 32, vocabulary 128"
+    " (its tokenizer has 100)\n"
     "documents: TEXT <|endoftext|>; generation stops at <|endoftext|>\n"
   )
-  tensors = safetensors.numpy.load_file(tmp_path / "out/model.safetensors")
-  assert {tensor.dtype for tensor in tensors.values()} == {
-    np.dtype(ml_dtypes.bfloat16)
-  }
-  assert (
-    pathlib.Path(tmp_path / "out/tokenizer.json").read_text()
-    == (tmp_path / "llama/tokenizer.json").read_text()
-  )
+  assert (padded_llama / "stderr").read_text() == ""
 
 
-def test_a_card_tells_what_is_known_of_an_exported_run(
-  make_model, convert, tmp_path
-):
-  """Its config, its data and its figures up to the exported step; and of a model that came from elsewhere that nothing is known."""
+def test_tensors_are_written_in_the_dtype_of_the_flag(padded_llama):
+  tensors = read_tensors(padded_llama / "out")
+
+  dtypes = {tensor.dtype for tensor in tensors.values()}
+  assert dtypes == {np.dtype(ml_dtypes.bfloat16)}
+
+
+def test_the_tokenizer_is_copied(padded_llama):
+  written = (padded_llama / "out/tokenizer.json").read_text()
+
+  assert written == (padded_llama / "llama/tokenizer.json").read_text()
+
+
+# The model card.
+
+CARD_FIGURE = {
+  "name": "accuracy",
+  "at": {"depth": 0.5},
+  "value": 0.25,
+  "low": 0.125,
+  "high": 0.5,
+}
+# The run has stopped at step 6 of 7. The checkpoint of step 5 is exported.
+METRICS = [
+  {"step": 2, "validation/loss": 3.0, "validation/others": 4.0},
+  {"step": 5, "validation/loss": 2.0, "validation/others": None},
+  {"step": 6, "validation/loss": 1.0},
+]
+LIBRARIES = {
+  "diffllama": "transformers",
+  "unilm": "diffjax",
+  "diffjax": "diffjax",
+}
+
+
+class ExportedRun(NamedTuple):
+  """A run that was converted to several layouts.
+
+  Attributes:
+    config: the run's config.
+    directory: has a directory out_LAYOUT for each of LIBRARIES.
+  """
+
+  config: Config
+  directory: pathlib.Path
+
+  def card(self, layout: str) -> str:
+    """Returns the README.md of a conversion."""
+    return (self.directory / f"out_{layout}" / "README.md").read_text()
+
+
+def write_run(run: pathlib.Path) -> Config:
+  """Writes a workdir with metrics and evaluations, and returns its config."""
   model = make_model("diff")
   config = Config(
     model=model.config,
     data=DataConfig(source="text:a|b/*.txt", length=16),
     train=TrainConfig(steps=7, batch_size=2),
   )
-  run = tmp_path / "run"
+  state: dict[str, Any] = {"params": jax.tree.map(jnp.asarray, model.params)}
   with Checkpoints(str(run), keep=1) as checkpoints:
-    params = jax.tree.map(jax.numpy.asarray, model.params)
     checkpoints.save(
-      5, {"params": params}, data_state={"shares": []}, config=config.to_dict()
+      5, state, data_state={"shares": []}, config=config.to_dict()
     )
     checkpoints.wait()
-  lines = [
-    {"step": 2, "validation/loss": 3.0, "validation/others": 4.0},
-    {"step": 5, "validation/loss": 2.0, "validation/others": None},
-    {"step": 6, "validation/loss": 1.0},
-  ]
-  (run / "metrics.jsonl").write_text(
-    "".join(f"{json.dumps(line)}\n" for line in lines) + '{"step": 7'
-  )
-  figure = {
-    "name": "accuracy",
-    "at": {"depth": 0.5},
-    "value": 0.25,
-    "low": 0.125,
-    "high": 0.5,
-  }
+
+  lines = [json.dumps(metrics) for metrics in METRICS]
+  # The last line and one evaluation were interrupted.
+  lines.append('{"step": 7')
+  (run / "metrics.jsonl").write_text("\n".join(lines))
   (run / "evals").mkdir()
-  (run / "evals/needle.json").write_text(
-    json.dumps(
-      {"models": [{"name": f"{run} at step 5"}], "figures": [figure] * 20}
-    )
-  )
+  report = {
+    "models": [{"name": f"{run} at step 5"}],
+    "figures": [CARD_FIGURE] * 20,
+  }
+  (run / "evals/needle.json").write_text(json.dumps(report))
   (run / "evals/validation.json").write_text("{")
-  for target, library in (
-    ("diffllama", "transformers"),
-    ("unilm", "diffjax"),
-    ("diffjax", "diffjax"),
-  ):
-    out = tmp_path / f"out_{target}"
-    dtype = ["--dtype=bfloat16"] * (target == "diffllama")
-    assert (
-      convert(
-        f"--from=diffjax:{run}", f"--to={target}:{out}", *dtype
-      ).returncode
-      == 0
+  return config
+
+
+@pytest.fixture(scope="module")
+def exported_run(tmp_path_factory):
+  """Returns a run that was exported to DiffLlama in bfloat16, and to others."""
+  directory = tmp_path_factory.mktemp("exported_run")
+  config = write_run(directory / "run")
+  for layout in LIBRARIES:
+    flags = ["--dtype=bfloat16"] if layout == "diffllama" else []
+    result = convert(
+      f"--from=diffjax:{directory / 'run'}",
+      f"--to={layout}:{directory / f'out_{layout}'}",
+      *flags,
     )
-    card = (out / "README.md").read_text()
-    assert (
-      card.startswith(
-        f"---\nlibrary_name: {library}\npipeline_tag: text-generation\n"
-      )
-      and "license" not in card
-    )
-    assert (
-      f"# out_{target}\n" in card
-      and "DIFF Transformer (V1)" in card
-      and "trained with diffjax for 5 steps" in card
-    )
-    assert (
-      "| steps | 5 of 7 |" in card
-      and "| tokens | 160, 32 a step |" in card
-      and "| text | text:a\\|b/*.txt |" in card
-    )
-    assert "| loss | 2 | 5 |\n| others | 4 | 2 |" in card
-    assert (
-      card.count("| accuracy | depth 0.5 | 0.25 [0.125, 0.5] |") == 12
-      and "the first of 20" in card
-      and "`needle`, at step 5" in card
-    )
-    assert ("rounded to bfloat16" in card) == bool(
-      dtype
-    ) and "trained on rows of 16 tokens" in card
-    whole = re.search("```toml\n(.*?)```", card, re.DOTALL)[1]
-    (tmp_path / "config.toml").write_text(whole)
-    assert (
-      from_config_dict(config_file.read(str(tmp_path / "config.toml")))
-      == config
-    )
-  assert (
-    convert(
-      f"--from=diffjax:{tmp_path / 'out_diffjax'}",
-      f"--to=unilm:{tmp_path / 'again'}",
-    ).returncode
-    == 0
+    assert result.returncode == 0, result.stderr
+  return ExportedRun(config, directory)
+
+
+@pytest.mark.parametrize("layout", LIBRARIES)
+def test_a_card_begins_with_the_metadata_of_the_hub(exported_run, layout):
+  card = exported_run.card(layout)
+
+  assert card.startswith(
+    f"---\nlibrary_name: {LIBRARIES[layout]}\npipeline_tag: text-generation\n"
   )
+  assert "license" not in card
+
+
+@pytest.mark.parametrize("layout", LIBRARIES)
+def test_a_card_describes_the_model_and_its_training(exported_run, layout):
+  card = exported_run.card(layout)
+
+  assert f"# out_{layout}\n" in card
+  assert "DIFF Transformer (V1)" in card
+  assert "trained with diffjax for 5 steps" in card
+  assert "trained on rows of 16 tokens" in card
+  assert "| steps | 5 of 7 |" in card
+  assert "| tokens | 160, 32 a step |" in card
+  assert "| text | text:a\\|b/*.txt |" in card
+
+
+@pytest.mark.parametrize("layout", LIBRARIES)
+def test_a_card_has_the_latest_losses_up_to_the_exported_step(
+  exported_run, layout
+):
+  card = exported_run.card(layout)
+
+  assert "| loss | 2 | 5 |\n| others | 4 | 2 |" in card
+
+
+@pytest.mark.parametrize("layout", LIBRARIES)
+def test_a_card_has_the_first_twelve_figures_of_an_evaluation(
+  exported_run, layout
+):
+  card = exported_run.card(layout)
+
+  assert card.count("| accuracy | depth 0.5 | 0.25 [0.125, 0.5] |") == 12
+  assert "the first of 20" in card
+  assert "`needle`, at step 5" in card
+
+
+@pytest.mark.parametrize("layout", LIBRARIES)
+def test_a_card_says_whether_the_weights_are_rounded(exported_run, layout):
+  is_rounded = "rounded to bfloat16" in exported_run.card(layout)
+
+  assert is_rounded == (layout == "diffllama")
+
+
+@pytest.mark.parametrize("layout", LIBRARIES)
+def test_the_config_in_a_card_is_the_config_of_the_run(
+  exported_run, layout, tmp_path
+):
+  card = exported_run.card(layout)
+  toml = re.search("```toml\n(.*?)```", card, re.DOTALL)[1]
+  (tmp_path / "config.toml").write_text(toml)
+
+  config = from_config_dict(config_file.read(str(tmp_path / "config.toml")))
+
+  assert config == exported_run.config
+
+
+def test_a_card_of_a_converted_model_has_no_training(exported_run, tmp_path):
+  """A converted workdir has a config and parameters, but no history."""
+  result = convert(
+    f"--from=diffjax:{exported_run.directory / 'out_diffjax'}",
+    f"--to=unilm:{tmp_path / 'again'}",
+  )
+
+  assert result.returncode == 0, result.stderr
   card = (tmp_path / "again/README.md").read_text()
-  assert (
-    "converted from the layout diffjax" in card
-    and "Nothing is known here of its training" in card
-    and "## Measured" not in card
-  )
+  assert "converted from the layout diffjax" in card
+  assert "Nothing is known here of its training" in card
+  assert "## Measured" not in card

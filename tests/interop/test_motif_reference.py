@@ -1,47 +1,68 @@
-"""The golden Motif checkpoints are what a transcription of the public formulas gives, without diffjax and without PyTorch."""
+"""motif_reference.py computes the outputs of the golden Motif checkpoints.
+
+It uses neither diffjax nor PyTorch.
+"""
 
 import json
 
+import chex
 import numpy as np
 import pytest
-import safetensors.numpy
 
 from tests.interop import motif_reference
+from tests.interop.small_models import copy_golden, read_tensors
+
+NAMES = ["motif_tiny", "motif_2_tiny", "motif_2_tiny_gqa"]
+
+
+@pytest.fixture(params=NAMES)
+def golden(request, tmp_path):
+  return copy_golden(request.param, tmp_path / "source")
+
+
+@pytest.fixture
+def config(golden):
+  return json.loads((golden.path / "config.json").read_text())
+
+
+@pytest.fixture
+def exact_tensors(golden):
+  """Returns the tensors in float64."""
+  tensors = read_tensors(golden.path)
+  return {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
+
+
+def test_tensors_have_the_dtype_of_the_config(golden, config):
+  tensors = read_tensors(golden.path)
+
+  dtypes = {tensor.dtype.name for tensor in tensors.values()}
+  assert dtypes == {config["torch_dtype"]}
+
+
+def test_the_reference_computes_the_golden_logits(
+  golden, config, exact_tensors
+):
+  for ids, expected in zip(golden.ids, golden.logits, strict=True):
+    logits = motif_reference.logits(config, exact_tensors, ids)
+    chex.assert_trees_all_close(logits, expected, rtol=0, atol=1e-6)
+
+
+def test_the_reference_computes_the_golden_attention_of_every_layer(
+  golden, config, exact_tensors
+):
+  data = np.load(golden.path / "golden_logits.npz")
+
+  for layer in range(config["num_hidden_layers"]):
+    rows = data["attention_input"][layer].astype(np.float64)
+    expected_rows = data["attention_output"][layer]
+    for x, expected in zip(rows, expected_rows, strict=True):
+      output = motif_reference.attention(config, exact_tensors, layer, x)
+      # The file has inputs and outputs in float32.
+      chex.assert_trees_all_close(output, expected, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize(
-  "name", ["motif_tiny", "motif_2_tiny", "motif_2_tiny_gqa"]
+  ("layer", "expected"), [(0, -0.0099), (1, 0.2), (2, 0.3555)]
 )
-def test_golden_motif(golden, name, tmp_path):
-  path, ids, want = golden(name, tmp_path / "source")
-  config = json.loads((path / "config.json").read_text())
-  tensors = {}
-  for file in path.glob("*.safetensors"):
-    tensors |= safetensors.numpy.load_file(file)
-  assert {tensor.dtype.name for tensor in tensors.values()} == {
-    config["torch_dtype"]
-  }
-  tensors = {
-    tensor: value.astype(np.float64) for tensor, value in tensors.items()
-  }
-  for row, logits in zip(ids, want, strict=True):
-    np.testing.assert_allclose(
-      motif_reference.logits(config, tensors, row), logits, atol=1e-6, rtol=0
-    )  # the file has float32
-  layers = np.load(path / "golden_logits.npz")
-  for layer, (inputs, outputs) in enumerate(
-    zip(layers["attention_input"], layers["attention_output"], strict=True)
-  ):
-    for x, y in zip(inputs, outputs, strict=True):
-      np.testing.assert_allclose(
-        motif_reference.attention(config, tensors, layer, x.astype(np.float64)),
-        y,
-        atol=2e-6,
-        rtol=0,
-      )
-
-
-def test_lambda_init_is_the_schedule_of_the_layer_before():
-  assert [
-    round(motif_reference.lambda_init(layer), 4) for layer in (0, 1, 2)
-  ] == [-0.0099, 0.2, 0.3555]
+def test_lambda_init_is_the_schedule_of_the_layer_before(layer, expected):
+  assert round(motif_reference.lambda_init(layer), 4) == expected

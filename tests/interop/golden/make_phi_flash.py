@@ -67,7 +67,7 @@ CONFIG = {
 LAYERS = [
   layer
   for layer in range(CONFIG["num_hidden_layers"])
-  if reference.kind(CONFIG, layer) in ("windowed", "full", "cross")
+  if reference.layer_kind(CONFIG, layer) in ("windowed", "full", "cross")
 ]
 
 
@@ -79,7 +79,7 @@ def shapes():
   for layer in LAYERS:
     rows = embed + (
       0
-      if reference.kind(CONFIG, layer) == "cross"
+      if reference.layer_kind(CONFIG, layer) == "cross"
       else 2 * CONFIG["num_key_value_heads"] * dim
     )
     of_layer = {
@@ -182,7 +182,7 @@ class PhiFlash:
     )
     dim, kind = (
       config["hidden_size"] // num_heads,
-      reference.kind(config, layer),
+      reference.layer_kind(config, layer),
     )
     qkv = self.linear(x, f"{name}.Wqkv")
     if kind == "cross":
@@ -407,7 +407,7 @@ def main(path):
         np.abs(attention - attended[index, row]).max(),
       )
       print(
-        f"layer {layer}, {reference.kind(CONFIG, layer)}, row {row}: the two differ by {difference:.1e}"
+        f"layer {layer}, {reference.layer_kind(CONFIG, layer)}, row {row}: the two differ by {difference:.1e}"
       )
       if not difference < 1e-6:  # the authors round λ to float32
         raise SystemExit("they disagree")
