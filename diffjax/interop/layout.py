@@ -52,7 +52,7 @@ _DEFAULT_SUPPORTED = {
 
 # Arrays of this many bytes or more are temporary files, so that a model may be
 # larger than the memory.
-_MIN_FILE_BYTES = 64 * 2**20
+MIN_FILE_BYTES = 64 * 2**20
 # /tmp may be in memory.
 _DEFAULT_FILE_DIRECTORY = "/var/tmp"
 
@@ -139,7 +139,7 @@ def allocate(shape: tuple[int, ...]) -> np.ndarray:
     UserError: if the file cannot be created, or the disk is full.
   """
   num_bytes = _BYTES_PER_FLOAT32 * math.prod(shape)
-  if num_bytes < _MIN_FILE_BYTES:
+  if num_bytes < MIN_FILE_BYTES:
     return np.empty(shape, np.float32)
   directory = _temporary_directory()
   try:

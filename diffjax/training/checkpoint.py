@@ -39,7 +39,7 @@ from diffjax.parallel.processes import gather_objects
 from diffjax.training import manifest
 
 # The size of the chunks of arrays that are saved with `in_pieces`.
-_CHUNK_BYTES = 1 << 26
+CHUNK_BYTES = 1 << 26
 
 # How long the files of a failed save are deleted again, because Orbax's threads
 # may still write some.
@@ -451,7 +451,7 @@ def _chunked_saving() -> ocp.Context:
   # The default format, OCDBT, would hold all arrays in compressed form until
   # the end of the save.
   context.array.saving.use_ocdbt = False
-  context.array.saving.storage_options.chunk_byte_size = _CHUNK_BYTES
+  context.array.saving.storage_options.chunk_byte_size = CHUNK_BYTES
   return context
 
 

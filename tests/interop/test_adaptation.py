@@ -1,16 +1,22 @@
-"""A Llama becomes a DIFF V2 or DEX model of the same function, which is trained further by a recipe."""
+"""A Llama becomes a DIFF V2 or DEX model with the same outputs.
 
+The recipes llama_1b_dex and llama_1b_gda then train it.
+"""
+
+import pathlib
 import re
 import shlex
 import shutil
+from typing import NamedTuple
 
+import chex
 import jax
 import numpy as np
 import pytest
 from absl import flags
 from ml_collections import config_flags
 
-from diffjax.config import UserError, from_config_dict
+from diffjax.config import Config, UserError, from_config_dict
 from diffjax.inference import trained
 from diffjax.inference.sampler import Sampler
 from diffjax.interop import llama, unilm, workdir
@@ -20,254 +26,336 @@ from diffjax.parallel.mesh import make_mesh
 from diffjax.training import loop
 from diffjax.training.program import build
 from tests.harness.tiers import full
-
-
-def reference(parts, tensors, tokens, *, tie, base=500.0, eps=1e-6):
-  """Logits of one row [T] by the Llama itself, in float64."""
-  tensors = {
-    name: tensor.astype(np.float64) for name, tensor in tensors.items()
-  }
-  x = tensors["model.embed_tokens.weight"][tokens]
-  for layer in range(2):
-    weight = {
-      name.split(f"layers.{layer}.")[1]: tensor
-      for name, tensor in tensors.items()
-      if f"layers.{layer}." in name
-    }
-    h = parts.norm(x, weight["input_layernorm.weight"], eps)
-    q, k, v = (
-      (h @ weight[f"self_attn.{name}_proj.weight"].T).reshape(len(x), -1, 8)
-      for name in "qkv"
-    )
-    q, k = (parts.rotate(array, base, interleaved=False) for array in (q, k))
-    heads = [
-      parts.attend(q[:, head], k[:, head // 2], v[:, head // 2])
-      for head in range(4)
-    ]
-    x = x + np.concatenate(heads, axis=-1) @ weight["self_attn.o_proj.weight"].T
-    h = parts.norm(x, weight["post_attention_layernorm.weight"], eps)
-    x = x + parts.swiglu(
-      h, *(weight[f"mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
-    )
-  return (
-    parts.norm(x, tensors["model.norm.weight"], eps)
-    @ tensors["model.embed_tokens.weight" if tie else "lm_head.weight"].T
-  )
-
-
-@pytest.mark.parametrize("tie", [True, False])
-@pytest.mark.parametrize(
-  "attention, noise",
-  [("softmax", None), ("diff_v2", None), ("diff_v2", 2), ("dex", None)],
+from tests.interop import transformer_reference as parts
+from tests.interop.small_models import (
+  convert,
+  make_model,
+  model_logits,
+  write_llama,
 )
-def test_same_logits(
-  write_llama, parts, logits, attention, noise, tie, tmp_path
-):
-  tensors = write_llama(tmp_path, tie=tie)
-  model = adapted(llama.read(str(tmp_path)), attention, noise)
-  assert (model.config.attention, model.config.num_noise_heads) == (
-    attention,
-    noise,
-  )
-  assert not model.config.head_norm and model.config.tie_embeddings is tie
-  tokens = np.random.default_rng(0).integers(0, 128, (2, 20))
-  want = np.stack([reference(parts, tensors, row, tie=tie) for row in tokens])
-  rounding = (
-    4e-6 if noise else 2e-6
-  )  # heads that share a noise map subtract what another one gives back
-  np.testing.assert_allclose(
-    logits(model, tokens), want, atol=rounding * np.abs(want).max(), rtol=0
-  )
+
+# The same outputs.
 
 
-def test_a_transformer_of_our_own_is_adapted(
-  make_model, convert, logits, tmp_path
-):
-  """One with biases, whose four heads share two noise maps."""
-  model = make_model("softmax", projection_biases=True)
-  workdir.write(str(tmp_path / "run"), model)
-  source, target = (
-    f"--from=diffjax:{tmp_path / 'run'}",
-    f"--to=diffjax:{tmp_path / 'gda'}",
-  )
-  result = convert(source, target, "--attention=diff_v2", "--num_noise_heads=2")
-  assert (
-    result.returncode == 0
-    and "--config.model.num_noise_heads=2" in result.stdout
-  ), result.stderr
-  tokens = np.random.default_rng(0).integers(0, 128, (2, 20))
-  want = logits(model, tokens)
-  np.testing.assert_allclose(
-    logits(workdir.read(str(tmp_path / "gda")), tokens),
-    want,
-    atol=5e-6 * np.abs(want).max(),
-    rtol=0,
-  )
+def llama_logits(tensors, ids):
+  """Returns the logits of one row by the Llama itself, in float64.
+
+  Args:
+    tensors: the tensors of `write_llama`.
+    ids: token ids of shape [tokens].
+  """
+  exact = {name: value.astype(np.float64) for name, value in tensors.items()}
+  embedding = exact["model.embed_tokens.weight"]
+  eps = 1e-6
+  x = embedding[ids]
+  for layer in range(2):
+    prefix = f"model.layers.{layer}."
+    h = parts.rms_norm(x, exact[f"{prefix}input_layernorm.weight"], eps)
+    q = h @ exact[f"{prefix}self_attn.q_proj.weight"].T
+    k = h @ exact[f"{prefix}self_attn.k_proj.weight"].T
+    v = h @ exact[f"{prefix}self_attn.v_proj.weight"].T
+    q = parts.rotate(q.reshape(-1, 4, 8), 500.0, interleaved=False)
+    k = parts.rotate(k.reshape(-1, 2, 8), 500.0, interleaved=False)
+    v = v.reshape(-1, 2, 8)
+    heads = []
+    for head in range(4):
+      # Two query heads share a key/value head.
+      kv_head = head // 2
+      heads.append(parts.attend(q[:, head], k[:, kv_head], v[:, kv_head]))
+    out = exact[f"{prefix}self_attn.o_proj.weight"]
+    x = x + np.concatenate(heads, axis=-1) @ out.T
+
+    gain = exact[f"{prefix}post_attention_layernorm.weight"]
+    x = x + parts.swiglu(
+      parts.rms_norm(x, gain, eps),
+      exact[f"{prefix}mlp.gate_proj.weight"],
+      exact[f"{prefix}mlp.up_proj.weight"],
+      exact[f"{prefix}mlp.down_proj.weight"],
+    )
+  hidden = parts.rms_norm(x, exact["model.norm.weight"], eps)
+  # A tied Llama has no lm_head.
+  return hidden @ exact.get("lm_head.weight", embedding).T
 
 
 @pytest.mark.parametrize(
-  "model, args, message",
+  ("attention", "num_noise_heads", "is_tied", "relative_error"),
   [
-    (
-      "diff",
-      ["--attention=dex"],
-      "--attention=dex: only a Transformer, attention 'softmax', can be adapted; this model has 'diff'",
-    ),
-    (
-      "softmax",
-      ["--attention=dex", "--num_noise_heads=2"],
-      "--num_noise_heads=2: only --attention=diff_v2 has noise maps",
-    ),
-    (
-      "softmax",
-      ["--num_noise_heads=2"],
-      "--num_noise_heads=2: pass --attention=diff_v2 with it",
-    ),
-    (
-      "softmax",
-      ["--attention=diff_v2", "--num_noise_heads=3"],
-      "--num_noise_heads=3: must divide the model's 4 heads and be a multiple of its 2 key/value heads; it can be 2, 4$",
-    ),
-    (
-      "normed",
-      ["--attention=diff_v2"],
-      "--attention=diff_v2: this model has a head norm",
-    ),
+    pytest.param("softmax", None, True, 2e-6, id="softmax"),
+    pytest.param("diff_v2", None, False, 2e-6, id="diff_v2"),
+    # A head of a group adds the noise map that another one subtracts.
+    pytest.param("diff_v2", 2, True, 4e-6, id="diff_v2, shared noise maps"),
+    pytest.param("dex", None, False, 2e-6, id="dex"),
   ],
 )
-def test_what_cannot_be_adapted(
-  make_model, convert, model, args, message, tmp_path
+def test_an_adapted_llama_has_the_same_logits(
+  attention, num_noise_heads, is_tied, relative_error, tmp_path
 ):
-  made = (
-    make_model("diff")
-    if model == "diff"
-    else make_model("softmax", head_norm=model == "normed")
+  tensors = write_llama(tmp_path, is_tied=is_tied)
+  ids = np.random.default_rng(0).integers(0, 128, (2, 20))
+  expected = np.stack([llama_logits(tensors, row) for row in ids])
+
+  model = adapted(llama.read(str(tmp_path)), attention, num_noise_heads)
+
+  assert model.config.attention == attention
+  assert model.config.num_noise_heads == num_noise_heads
+  assert model.config.tie_embeddings is is_tied
+  assert not model.config.head_norm
+  atol = relative_error * np.abs(expected).max()
+  chex.assert_trees_all_close(
+    model_logits(model, ids), expected, rtol=0, atol=atol
   )
-  workdir.write(str(tmp_path / "run"), made)
+
+
+def test_an_adapted_workdir_has_the_same_logits(tmp_path):
+  """The model has biases, and its four heads then share two noise maps."""
+  model = make_model("softmax", projection_biases=True)
+  workdir.write(str(tmp_path / "run"), model)
+  ids = np.random.default_rng(0).integers(0, 128, (2, 20))
+  expected = model_logits(model, ids)
+
   result = convert(
     f"--from=diffjax:{tmp_path / 'run'}",
-    f"--to=diffjax:{tmp_path / 'out'}",
-    *args,
+    f"--to=diffjax:{tmp_path / 'adapted'}",
+    "--attention=diff_v2",
+    "--num_noise_heads=2",
   )
-  assert (
-    result.returncode and not result.stdout and not (tmp_path / "out").exists()
+
+  assert result.returncode == 0, result.stderr
+  assert "--config.model.num_noise_heads=2" in result.stdout
+  logits = model_logits(workdir.read(str(tmp_path / "adapted")), ids)
+  atol = 5e-6 * np.abs(expected).max()
+  chex.assert_trees_all_close(logits, expected, rtol=0, atol=atol)
+
+
+def test_an_adapted_model_is_written_in_the_authors_layout(tmp_path):
+  write_llama(tmp_path / "llama")
+  model = adapted(llama.read(str(tmp_path / "llama")), "diff_v2")
+
+  unilm.write(str(tmp_path / "unilm"), model, "float32")
+
+  read = unilm.read(str(tmp_path / "unilm"))
+  chex.assert_trees_all_equal(read.params, model.params)
+
+
+# Models and flags that are rejected.
+
+
+def assert_adaptation_fails(directory, model, arguments, message):
+  """Asserts that the command prints an error and writes nothing.
+
+  Args:
+    directory: an empty directory.
+    model: the model.
+    arguments: further arguments of the command.
+    message: a pattern of the error.
+  """
+  workdir.write(str(directory / "run"), model)
+
+  result = convert(
+    f"--from=diffjax:{directory / 'run'}",
+    f"--to=diffjax:{directory / 'out'}",
+    *arguments,
   )
+
+  assert result.returncode != 0
+  assert not result.stdout
+  assert not (directory / "out").exists()
   assert re.match(f"error: {message}", result.stderr.strip()), result.stderr
 
 
-def test_an_attention_that_no_transformer_becomes_is_named(make_model):
-  with pytest.raises(
-    UserError,
-    match="--attention=gated: a Transformer becomes one of softmax, diff_v2, dex",
-  ):
+@pytest.mark.parametrize(
+  ("fields", "message"),
+  [
+    pytest.param(
+      {"attention": "diff"},
+      "--attention=diff_v2: only a Transformer, attention 'softmax', can be"
+      " adapted; this model has 'diff'",
+      id="a DIFF Transformer",
+    ),
+    pytest.param(
+      {"attention": "softmax", "head_norm": True},
+      "--attention=diff_v2: this model has a head norm",
+      id="a head norm",
+    ),
+  ],
+)
+def test_only_a_transformer_without_head_norm_is_adapted(
+  fields, message, tmp_path
+):
+  model = make_model(num_layers=1, **fields)
+
+  assert_adaptation_fails(tmp_path, model, ["--attention=diff_v2"], message)
+
+
+@pytest.mark.parametrize(
+  ("arguments", "message"),
+  [
+    pytest.param(
+      ["--num_noise_heads=2", "--attention=dex"],
+      "--num_noise_heads=2: only --attention=diff_v2 has noise maps",
+      id="dex",
+    ),
+    pytest.param(
+      ["--num_noise_heads=2"],
+      "--num_noise_heads=2: pass --attention=diff_v2 with it",
+      id="no attention",
+    ),
+    pytest.param(
+      ["--num_noise_heads=3", "--attention=diff_v2"],
+      "--num_noise_heads=3: must divide the model's 4 heads and be a multiple"
+      " of its 2 key/value heads; it can be 2, 4$",
+      id="three",
+    ),
+  ],
+)
+def test_a_wrong_number_of_noise_heads_is_rejected(
+  arguments, message, tmp_path
+):
+  model = make_model("softmax", num_layers=1)
+
+  assert_adaptation_fails(tmp_path, model, arguments, message)
+
+
+def test_an_attention_that_no_transformer_becomes_is_rejected():
+  message = (
+    "--attention=gated: a Transformer becomes one of softmax, diff_v2, dex"
+  )
+  with pytest.raises(UserError, match=message):
     adapted(make_model("softmax"), "gated")
 
 
-RECIPES = {
+# The recipes.
+
+ADAPTATION_FLAGS = {
   "llama_1b_dex": ["--attention=dex"],
   "llama_1b_gda": ["--attention=diff_v2", "--num_noise_heads=2"],
 }
+RECIPES = ["llama_1b_dex", *full(["llama_1b_gda"])]
+SMALL_RUN_FLAGS = [
+  "--config.data.length=16",
+  "--config.train.steps=3",
+  "--config.train.batch_size=16",
+  "--config.train.accumulation=2",
+  "--config.train.checkpoint_interval=2",
+  "--config.train.sample_tokens=0",
+  "--config.eval.interval=0",
+  "--config.optimizer.warmup_steps=0",
+]
 
 
-@pytest.fixture(params=["llama_1b_dex", *full(["llama_1b_gda"])])
-def recipe(request, write_llama, convert, tmp_path):
-  """A recipe's config for a small Llama, by the commands as a user gives them, and the workdir that it starts from."""
-  write_llama(tmp_path / "llama")
-  (tmp_path / "text.txt").write_text(
-    " ".join(f"w{index % 120 + 1}" for index in range(3000))
+class Recipe(NamedTuple):
+  """A recipe for a small Llama, and its run of three steps.
+
+  Attributes:
+    config: the recipe's config with the flags that the conversion printed.
+    start: the workdir of the converted Llama.
+    run: the workdir of the run.
+  """
+
+  config: Config
+  start: pathlib.Path
+  run: pathlib.Path
+
+  @property
+  def trained_names(self) -> list[str]:
+    """The names of the parameters that the recipe trains."""
+    return self.config.optimizer.trained.split(",")
+
+
+def parse_config(arguments: list[str]) -> Config:
+  """Returns the config that `diffjax.train` makes of its arguments."""
+  flag_values = flags.FlagValues()
+  holder = config_flags.DEFINE_config_file(
+    "config", flag_values=flag_values, sys_argv=arguments
   )
+  flag_values(["train", *arguments])
+  return from_config_dict(holder.value)
+
+
+@pytest.fixture(scope="module", params=RECIPES)
+def recipe(request, tmp_path_factory):
+  """Converts a Llama and trains it by a recipe, as its docstring says."""
+  name = request.param
+  directory = tmp_path_factory.mktemp(name)
+  write_llama(directory / "llama")
+  words = [f"w{index % 120 + 1}" for index in range(3000)]
+  (directory / "text.txt").write_text(" ".join(words))
+
   result = convert(
-    f"--from=llama:{tmp_path / 'llama'}",
-    f"--to=diffjax:{tmp_path / 'start'}",
-    *RECIPES[request.param],
+    f"--from=llama:{directory / 'llama'}",
+    f"--to=diffjax:{directory / 'start'}",
+    *ADAPTATION_FLAGS[name],
   )
   assert result.returncode == 0, result.stderr
-  printed = shlex.split(result.stdout.splitlines()[-1].partition(": ")[2])
-  data = dict(
-    source=f"text:{tmp_path}/text.txt",
-    validation_source=f"text:{tmp_path}/text.txt",
-    prepared_dir=tmp_path / "rows",
-    length=16,
+  last_line = result.stdout.splitlines()[-1]
+  printed_flags = shlex.split(last_line.partition(": ")[2])
+
+  source = f"text:{directory}/text.txt"
+  config = parse_config(
+    [
+      f"--config=configs/{name}.py",
+      *printed_flags,
+      f"--config.data.source={source}",
+      f"--config.data.validation_source={source}",
+      f"--config.data.prepared_dir={directory / 'rows'}",
+      *SMALL_RUN_FLAGS,
+    ]
   )
-  train = dict(
-    steps=3,
-    batch_size=16,
-    accumulation=2,
-    checkpoint_interval=2,
-    sample_tokens=0,
-  )
-  mine = {
-    "data": data,
-    "train": train,
-    "eval": dict(interval=0),
-    "optimizer": dict(warmup_steps=0),
-  }
-  flag = f"--config=configs/{request.param}.py"
-  args = [
-    flag,
-    *printed,
-    *(
-      f"--config.{section}.{name}={value}"
-      for section, fields in mine.items()
-      for name, value in fields.items()
-    ),
-  ]
-  values = flags.FlagValues()
-  holder = config_flags.DEFINE_config_file(
-    "config", flag_values=values, sys_argv=args
-  )
-  values(["train", *args])
-  return from_config_dict(holder.value), tmp_path / "start"
+  loop.train(config, str(directory / "run"))
+  return Recipe(config, directory / "start", directory / "run")
 
 
-def test_a_recipe_trains_what_it_says(recipe, logits, tmp_path):
-  """What it does not name stays, bit for bit, and has no moments; each array that it names moves, in every layer. A resumed run is an
-  unbroken one, and generation continues what the whole row gives."""
-  config, start = recipe
-  run, names = tmp_path / "run", config.optimizer.trained.split(",")
-  loop.train(config, str(run))
-  before, after = trained.load(start), trained.load(run)
-  for (path, old), new in zip(
-    jax.tree_util.tree_leaves_with_path(before.params),
-    jax.tree.leaves(after.params),
-    strict=True,
-  ):
-    moved = np.asarray(old != new)
-    assert (
-      moved.reshape(len(moved), -1).any(axis=1).all()
-      if path[-1].key in names
-      else not moved.any()
-    ), path
-  state = jax.tree_util.tree_leaves_with_path(
-    build(config, make_mesh(config.mesh)).abstract_state.opt_state
-  )
-  assert {path[-1].key for path, leaf in state if leaf.ndim > 1} == {*names}
+def test_a_recipe_changes_only_the_parameters_that_it_names(recipe):
+  before = trained.load(recipe.start).params
+  after = trained.load(recipe.run).params
 
+  changed = jax.tree.map(lambda old, new: np.asarray(old != new), before, after)
+  for path, is_changed in jax.tree_util.tree_leaves_with_path(changed):
+    if path[-1].key in recipe.trained_names:
+      num_layers = len(is_changed)
+      assert is_changed.reshape(num_layers, -1).any(axis=1).all(), path
+    else:
+      assert not is_changed.any(), path
+
+
+def test_only_trained_parameters_have_moments(recipe):
+  program = build(recipe.config, make_mesh(recipe.config.mesh))
+
+  opt_state = program.abstract_state.opt_state
+  names = set()
+  for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state):
+    # Counters and averages have fewer axes.
+    if leaf.ndim > 1:
+      names.add(path[-1].key)
+  assert names == set(recipe.trained_names)
+
+
+def test_a_resumed_recipe_equals_an_unbroken_one(recipe, tmp_path):
+  run = shutil.copytree(recipe.run, tmp_path / "run")
   shutil.rmtree(run / "checkpoints/3")
-  loop.train(config, str(run))
-  jax.tree.map(
-    np.testing.assert_array_equal, trained.load(run).params, after.params
-  )
 
-  (tokens,) = Sampler(after.model, after.params).generate([[3, 4, 5]], 8)
-  read = logits(
-    Model(after.config.model, after.params, after.tokenizer),
-    [[3, 4, 5, *tokens]],
-  )
-  assert read[0, 2:-1].argmax(axis=-1).tolist() == tokens
-  with pytest.raises(
-    UserError,
-    match=f"parameters alone.*another --workdir and --config.train.init_from={start}$",
-  ):
-    loop.train(config, str(start))
+  loop.train(recipe.config, str(run))
+
+  expected = trained.load(recipe.run).params
+  chex.assert_trees_all_equal(trained.load(run).params, expected)
 
 
-def test_straight_to_the_authors_layout(write_llama, logits, tmp_path):
-  write_llama(tmp_path / "llama")
-  model = adapted(llama.read(str(tmp_path / "llama")), "diff_v2")
-  unilm.write(str(tmp_path / "unilm"), model, "float32")
-  jax.tree.map(
-    np.testing.assert_array_equal,
-    unilm.read(str(tmp_path / "unilm")).params,
-    model.params,
+def test_a_tuned_model_generates_its_most_likely_tokens(recipe):
+  loaded = trained.load(recipe.run)
+  prompt = [3, 4, 5]
+
+  (tokens,) = Sampler(loaded.model, loaded.params).generate([prompt], 8)
+
+  model = Model(loaded.config.model, loaded.params, loaded.tokenizer)
+  logits = model_logits(model, [[*prompt, *tokens]])
+  expected = logits[0, len(prompt) - 1 : -1].argmax(axis=-1)
+  assert tokens == expected.tolist()
+
+
+def test_a_run_cannot_resume_from_parameters_alone(recipe):
+  message = (
+    "parameters alone.*another --workdir and"
+    f" --config.train.init_from={recipe.start}$"
   )
+  with pytest.raises(UserError, match=message):
+    loop.train(recipe.config, str(recipe.start))

@@ -1,8 +1,11 @@
-"""Hugging Face's DiffLlama: golden checkpoints are read, and written again."""
+"""Hugging Face's DiffLlama: checkpoints are read, and written again."""
 
 import json
+import pathlib
 import shutil
+from typing import NamedTuple
 
+import chex
 import jax
 import ml_dtypes
 import numpy as np
@@ -10,64 +13,116 @@ import pytest
 import safetensors.numpy
 
 from diffjax.interop import diffllama, directory, workdir
+from tests.interop.small_models import (
+  Golden,
+  convert,
+  copy_golden,
+  edit_config,
+  make_model,
+  model_logits,
+  read_tensors,
+)
 
-NAMES = ["diffllama_tiny", "diffllama_tiny_gqa"]
-
-
-def load(path):
-  return safetensors.numpy.load_file(path / "model.safetensors")
-
-
-def assert_same(left, right):
-  assert left.keys() == right.keys()
-  for name in left:
-    assert left[name].dtype == right[name].dtype, name
-    np.testing.assert_array_equal(
-      left[name].view(np.uint8), right[name].view(np.uint8), err_msg=name
-    )
+GOLDEN_NAMES = ["diffllama_tiny", "diffllama_tiny_gqa"]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_golden_checkpoints_by_the_command(
-  golden, convert, logits, name, tmp_path
-):
-  """Read, they have the same logits to 1e-5; written again, the same tensors bit for bit, and the same config.json."""
-  source, ids, want = golden(name, tmp_path / "source")
-  result = convert(
-    f"--from=diffllama:{source}", f"--to=diffjax:{tmp_path / 'run'}"
+def assert_same_tensors(actual, expected):
+  """Asserts that tensors have the same names, types and values."""
+  chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
+  chex.assert_trees_all_equal(actual, expected)
+
+
+def cast(tensors, dtype):
+  """Returns the tensors in another type."""
+  return {name: tensor.astype(dtype) for name, tensor in tensors.items()}
+
+
+def read_config(path):
+  return json.loads((path / "config.json").read_text())
+
+
+# Golden checkpoints, by the command.
+
+
+class RoundTrip(NamedTuple):
+  """A golden checkpoint that was converted to a workdir and back.
+
+  Attributes:
+    golden: an unchanged copy of the checkpoint.
+    run: the workdir.
+    output: what the first conversion printed.
+    exported: the directory that was written from the workdir.
+  """
+
+  golden: Golden
+  run: pathlib.Path
+  output: str
+  exported: pathlib.Path
+
+
+@pytest.fixture(scope="module", params=GOLDEN_NAMES)
+def round_trip(request, tmp_path_factory):
+  home = tmp_path_factory.mktemp("round_trip")
+  source = copy_golden(request.param, home / "source").path
+  run = home / "run"
+  first = convert(f"--from=diffllama:{source}", f"--to=diffjax:{run}")
+  assert first.returncode == 0, first.stderr
+
+  # The workdir must not need the files that it was converted from.
+  shutil.rmtree(source)
+  exported = home / "exported"
+  second = convert(f"--from=diffjax:{run}", f"--to=diffllama:{exported}")
+  assert second.returncode == 0, second.stderr
+
+  golden = copy_golden(request.param, home / "golden")
+  return RoundTrip(golden, run, first.stdout, exported)
+
+
+def test_a_converted_checkpoint_has_its_logits(round_trip):
+  model = workdir.read(str(round_trip.run))
+
+  logits = model_logits(model, round_trip.golden.ids)
+
+  chex.assert_trees_all_close(
+    logits, round_trip.golden.logits, rtol=0, atol=1e-5
   )
-  assert result.returncode == 0, result.stderr
-  assert f"--config.train.init_from={tmp_path / 'run'}" in result.stdout
-  model = workdir.read(str(tmp_path / "run"))
-  np.testing.assert_allclose(logits(model, ids), want, atol=1e-5, rtol=0)
 
-  shutil.rmtree(source)  # what comes out needs nothing of it
-  assert (
-    convert(
-      f"--from=diffjax:{tmp_path / 'run'}", f"--to=diffllama:{tmp_path / 'out'}"
-    ).returncode
-    == 0
-  )
-  again, _, _ = golden(name, tmp_path / "again")
-  assert_same(load(tmp_path / "out"), load(again))
-  assert (
-    len({path.stat().st_mode for path in (tmp_path / "out").iterdir()}) == 1
-  ), "who may read one file may read all"
-  assert (tmp_path / "out/tokenizer.json").read_text() == (
-    again / "tokenizer.json"
-  ).read_text()
-  before, after = (
-    json.loads((path / "config.json").read_text())
-    for path in (again, tmp_path / "out")
-  )
-  assert {
-    key: after[key]
-    for key in before.keys() & after.keys() - {"bos_token_id", "eos_token_id"}
-  } == {
-    key: before[key]
-    for key in before.keys() & after.keys() - {"bos_token_id", "eos_token_id"}
-  }
-  assert before.keys() - after.keys() == {
+
+def test_the_command_prints_the_flag_to_train_from_the_workdir(round_trip):
+  assert f"--config.train.init_from={round_trip.run}" in round_trip.output
+
+
+def test_exported_tensors_are_those_of_the_checkpoint(round_trip):
+  exported = read_tensors(round_trip.exported)
+
+  assert_same_tensors(exported, read_tensors(round_trip.golden.path))
+
+
+def test_an_exported_file_names_its_format(round_trip):
+  """transformers 4 refuses files without it."""
+  path = round_trip.exported / "model.safetensors"
+  with safetensors.safe_open(path, "numpy") as file:
+    assert file.metadata() == {"format": "pt"}
+
+
+def test_exported_files_have_equal_permissions(round_trip):
+  modes = {path.stat().st_mode for path in round_trip.exported.iterdir()}
+
+  assert len(modes) == 1
+
+
+def test_the_exported_tokenizer_is_that_of_the_checkpoint(round_trip):
+  exported = (round_trip.exported / "tokenizer.json").read_text()
+
+  assert exported == (round_trip.golden.path / "tokenizer.json").read_text()
+
+
+def test_the_exported_config_is_that_of_the_checkpoint(round_trip):
+  expected = read_config(round_trip.golden.path)
+  exported = read_config(round_trip.exported)
+
+  # Fields without effect on the model's outputs.
+  assert expected.keys() - exported.keys() == {
     "attention_dropout",
     "initializer_range",
     "lambda_std_dev",
@@ -75,200 +130,240 @@ def test_golden_checkpoints_by_the_command(
     "transformers_version",
     "use_cache",
   }
-  with safetensors.safe_open(
-    tmp_path / "out/model.safetensors", "numpy"
-  ) as file:
-    assert file.metadata() == {
-      "format": "pt"
-    }  # transformers 4 refuses files without it
+  # The ids of the test's own tokenizer differ.
+  from_tokenizer = {"bos_token_id", "eos_token_id"}
+  for field in (expected.keys() & exported.keys()) - from_tokenizer:
+    assert exported[field] == expected[field], field
+
+
+# Types.
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_halves_are_read_exactly(golden, dtype, tmp_path):
-  source, _, _ = golden("diffllama_tiny", tmp_path / "source")
-  halves = {name: tensor.astype(dtype) for name, tensor in load(source).items()}
+def test_half_precision_is_read_exactly(dtype, tmp_path):
+  source = copy_golden("diffllama_tiny", tmp_path / "source").path
+  halves = cast(read_tensors(source), dtype)
+  safetensors.numpy.save_file(halves, source / "model.safetensors")
+
+  model = diffllama.read(str(source))
+
+  for leaf in jax.tree.leaves(model.params):
+    assert leaf.dtype == np.float32
+  diffllama.write(str(tmp_path / "out"), model, "float32")
+  written = cast(read_tensors(tmp_path / "out"), dtype)
+  assert_same_tensors(written, halves)
+
+
+def test_bfloat16_is_written_exactly(tmp_path):
+  source = copy_golden("diffllama_tiny", tmp_path / "source").path
+  halves = cast(read_tensors(source), ml_dtypes.bfloat16)
   safetensors.numpy.save_file(halves, source / "model.safetensors")
   model = diffllama.read(str(source))
-  assert {leaf.dtype for leaf in jax.tree.leaves(model.params)} == {
-    np.dtype(np.float32)
-  }
-  if dtype == "bfloat16":
-    diffllama.write(str(tmp_path / "out"), model, dtype)
-    assert_same(load(tmp_path / "out"), halves)
-    assert (
-      json.loads((tmp_path / "out/config.json").read_text())["dtype"] == dtype
-    )
-  else:
-    diffllama.write(str(tmp_path / "out"), model, "float32")
-    assert_same(
-      {
-        name: tensor.astype(np.float16)
-        for name, tensor in load(tmp_path / "out").items()
-      },
-      halves,
-    )
+
+  diffllama.write(str(tmp_path / "out"), model, "bfloat16")
+
+  assert_same_tensors(read_tensors(tmp_path / "out"), halves)
+  assert read_config(tmp_path / "out")["dtype"] == "bfloat16"
+
+
+def test_folded_weights_are_rounded_once(tmp_path):
+  """The gain of the head norm is multiplied with the weights in float32."""
+  model = make_model("diff")
+
+  diffllama.write(str(tmp_path / "exact"), model, "float32")
+  diffllama.write(str(tmp_path / "rounded"), model, "bfloat16")
+
+  expected = cast(read_tensors(tmp_path / "exact"), ml_dtypes.bfloat16)
+  assert_same_tensors(read_tensors(tmp_path / "rounded"), expected)
+
+
+# Models of diffjax.
 
 
 @pytest.mark.parametrize(
   "fields",
   [
-    {},
-    dict(num_kv_heads=4, tie_embeddings=False),
-    dict(num_kv_heads=1, norm_eps=1e-3, rope_base=5e5),
-    dict(rope_scaling="llama3", rope_factor=8.0, rope_original_length=16),
+    pytest.param(
+      {
+        "num_kv_heads": 4,
+        "tie_embeddings": False,
+        "rope_scaling": "llama3",
+        "rope_factor": 8.0,
+        "rope_original_length": 16,
+      },
+      id="untied, scaled RoPE",
+    ),
+    pytest.param(
+      {"num_kv_heads": 1, "norm_eps": 1e-3, "rope_base": 5e5},
+      id="one key/value head",
+    ),
   ],
 )
-def test_outward_and_inward_is_the_same_function(
-  make_model, logits, fields, tmp_path
-):
+def test_a_written_model_has_the_same_logits_when_it_is_read(fields, tmp_path):
   model = make_model("diff", **fields)
+  ids = np.random.default_rng(0).integers(0, 128, (2, 32))
+  expected = model_logits(model, ids)
+
   diffllama.write(str(tmp_path), model, "float32")
-  again = diffllama.read(str(tmp_path))
-  assert again.config == model.config
-  tokens = np.random.default_rng(0).integers(0, 128, (2, 32))
-  want = logits(model, tokens)
-  np.testing.assert_allclose(
-    logits(again, tokens), want, atol=1e-5 * np.abs(want).max(), rtol=0
+
+  read = diffllama.read(str(tmp_path))
+  assert read.config == model.config
+  # DiffLlama has no gain, so it is folded into the output projection.
+  head_gain = read.params["layers"]["attention"]["head_gain"]
+  chex.assert_trees_all_equal(head_gain, np.ones_like(head_gain))
+  atol = 1e-5 * np.abs(expected).max()
+  chex.assert_trees_all_close(
+    model_logits(read, ids), expected, rtol=0, atol=atol
   )
-  assert np.all(again.params["layers"]["attention"]["head_gain"] == 1)
-  assert again.tokenizer.separator == model.tokenizer.separator == 255
-  assert again.tokenizer.encode("é 1") == model.tokenizer.encode("é 1")
 
 
-def test_angles_stretched_by_1_are_not_stretched(make_model, tmp_path):
+def test_a_written_model_keeps_its_tokenizer(tmp_path):
+  model = make_model("diff")
+
+  diffllama.write(str(tmp_path), model, "float32")
+
+  tokenizer = diffllama.read(str(tmp_path)).tokenizer
+  assert model.tokenizer.separator == 255
+  assert tokenizer.separator == 255
+  assert tokenizer.encode("é 1") == model.tokenizer.encode("é 1")
+
+
+def test_rope_scaling_by_1_is_no_scaling(tmp_path):
   model = make_model("diff")
   diffllama.write(str(tmp_path), model, "float32")
-  path = tmp_path / "config.json"
-  path.write_text(
-    json.dumps(
-      json.loads(path.read_text())
-      | {
-        "rope_parameters": None,
-        "rope_scaling": {"type": "linear", "factor": 1.0},
-      }
-    )
-  )
+  scaling = {"type": "linear", "factor": 1.0}
+  edit_config(tmp_path, {"rope_parameters": None, "rope_scaling": scaling})
+
   assert diffllama.read(str(tmp_path)).config == model.config
 
 
-def test_bfloat16_is_rounded_once_from_what_is_folded(make_model, tmp_path):
-  model = make_model("diff")
-  diffllama.write(str(tmp_path / "a"), model, "float32")
-  diffllama.write(str(tmp_path / "b"), model, "bfloat16")
-  assert_same(
-    {
-      name: tensor.astype(ml_dtypes.bfloat16)
-      for name, tensor in load(tmp_path / "a").items()
-    },
-    load(tmp_path / "b"),
-  )
+# Several files.
+
+SHARD_BYTES = 20_000
 
 
-def test_shards(make_model, monkeypatch, tmp_path):
-  """Files have at most the given size, except for a larger tensor; the index is that of transformers; the tensors are the same."""
+@pytest.fixture
+def sharded(tmp_path, monkeypatch):
+  """Returns a directory with a model in one file, and in many files."""
   model = make_model("diff", tie_embeddings=False)
   diffllama.write(str(tmp_path / "one"), model, "float32")
-  monkeypatch.setattr(directory, "SHARD_BYTES", 20_000)
+  monkeypatch.setattr(directory, "SHARD_BYTES", SHARD_BYTES)
   diffllama.write(str(tmp_path / "many"), model, "float32")
-  index = json.loads(
-    (tmp_path / "many/model.safetensors.index.json").read_text()
-  )
-  files = sorted(
-    path.name for path in (tmp_path / "many").glob("*.safetensors")
-  )
-  assert len(files) > 2 and files == [
-    f"model-{number:05d}-of-{len(files):05d}.safetensors"
-    for number in range(1, len(files) + 1)
-  ]
-  whole = load(tmp_path / "one")
-  assert (
-    sorted(set(index["weight_map"].values())) == files
-    and index["weight_map"].keys() == whole.keys()
-  )
-  assert index["metadata"]["total_size"] == sum(
-    tensor.nbytes for tensor in whole.values()
-  )
-  parts = {
-    file: safetensors.numpy.load_file(tmp_path / "many" / file)
-    for file in files
-  }
-  assert_same(
-    {name: parts[file][name] for name, file in index["weight_map"].items()},
-    whole,
-  )
-  for tensors in parts.values():
-    assert (
-      len(tensors) == 1
-      or sum(tensor.nbytes for tensor in tensors.values()) <= 20_000
-    )
-  jax.tree.map(
-    np.testing.assert_array_equal,
-    *(diffllama.read(str(tmp_path / name)).params for name in ("one", "many")),
+  return tmp_path
+
+
+def test_shards_have_the_names_of_transformers(sharded):
+  names = [path.name for path in (sharded / "many").glob("*.safetensors")]
+
+  count = len(names)
+  assert count > 2
+  expected = []
+  for number in range(1, count + 1):
+    expected.append(f"model-{number:05d}-of-{count:05d}.safetensors")
+  assert sorted(names) == expected
+
+
+def test_a_shard_is_only_larger_than_the_limit_if_its_one_tensor_is(sharded):
+  for path in (sharded / "many").glob("*.safetensors"):
+    sizes = []
+    for tensor in safetensors.numpy.load_file(path).values():
+      sizes.append(tensor.nbytes)
+    assert len(sizes) == 1 or sum(sizes) <= SHARD_BYTES
+
+
+def test_the_index_names_the_file_of_each_tensor(sharded):
+  many = sharded / "many"
+  index = json.loads((many / "model.safetensors.index.json").read_text())
+
+  weight_map = {}
+  total_size = 0
+  for path in many.glob("*.safetensors"):
+    for name, tensor in safetensors.numpy.load_file(path).items():
+      weight_map[name] = path.name
+      total_size += tensor.nbytes
+  assert index["weight_map"] == weight_map
+  assert index["metadata"]["total_size"] == total_size
+
+
+def test_shards_have_the_tensors_of_a_single_file(sharded):
+  assert_same_tensors(
+    read_tensors(sharded / "many"), read_tensors(sharded / "one")
   )
 
 
-def edit(path, **changes):
-  config = json.loads((path / "config.json").read_text())
-  config = {
-    key: value for key, value in (config | changes).items() if value != "gone"
-  }
+def test_shards_are_read_like_a_single_file(sharded):
+  many = diffllama.read(str(sharded / "many"))
+  one = diffllama.read(str(sharded / "one"))
+
+  chex.assert_trees_all_equal(many.params, one.params)
+
+
+# Checkpoints of older versions of transformers.
+
+
+def test_a_config_of_transformers_5_is_read(tmp_path):
+  source = copy_golden("diffllama_tiny_gqa", tmp_path / "source").path
+
+  config = diffllama.read(str(source)).config
+
+  assert config.rope_base == 640_000.0
+  assert config.tie_embeddings
+  assert config.num_heads == 4
+  assert config.num_kv_heads == 2
+  assert config.head_dim == 8
+
+
+def remove_fields(path, *fields):
+  """Removes fields of the config.json in a directory."""
+  config = read_config(path)
+  for field in fields:
+    config.pop(field, None)
   (path / "config.json").write_text(json.dumps(config))
 
 
-def test_configs_of_older_versions(golden, tmp_path):
-  source, _, _ = golden("diffllama_tiny_gqa", tmp_path / "source")
-  want = diffllama.read(str(source)).config
-  assert (
-    want.rope_base == 640_000.0
-    and want.tie_embeddings
-    and (want.num_heads, want.num_kv_heads, want.head_dim) == (4, 2, 8)
+def test_a_config_of_transformers_4_is_read(tmp_path):
+  """Its RoPE base is a field of its own, and it has no head_dim."""
+  source = copy_golden("diffllama_tiny_gqa", tmp_path / "source").path
+  expected = diffllama.read(str(source)).config
+  remove_fields(source, "rope_parameters")
+  edit_config(
+    source, {"rope_theta": 640_000, "rope_scaling": None, "head_dim": None}
   )
-  edit(
-    source,
-    rope_parameters="gone",
-    rope_theta=640_000,
-    rope_scaling=None,
-    head_dim=None,
-  )
-  assert diffllama.read(str(source)).config == want
-  edit(
-    source,
-    num_key_value_heads=None,
-    rope_theta="gone",
-    tie_word_embeddings="gone",
-  )
-  tensors = load(source)
-  rows = {
-    f"model.layers.{layer}.self_attn.{name}_proj.weight"
-    for layer in range(2)
-    for name in "kv"
-  }
-  wider = {
-    name: np.concatenate([tensor, tensor]) if name in rows else tensor
-    for name, tensor in tensors.items()
-  }
-  safetensors.numpy.save_file(
-    wider | {"lm_head.weight": tensors["model.embed_tokens.weight"]},
-    source / "model.safetensors",
-  )
+
+  assert diffllama.read(str(source)).config == expected
+
+
+def test_missing_fields_have_the_defaults_of_transformers(tmp_path):
+  source = copy_golden("diffllama_tiny_gqa", tmp_path / "source").path
+  remove_fields(source, "rope_parameters", "tie_word_embeddings")
+  edit_config(source, {"num_key_value_heads": None})
+  # By default, each head has its own keys and values, and nothing is tied.
+  tensors = read_tensors(source)
+  for name, tensor in tensors.items():
+    if name.endswith(("k_proj.weight", "v_proj.weight")):
+      tensors[name] = np.concatenate([tensor, tensor])
+  tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+  safetensors.numpy.save_file(tensors, source / "model.safetensors")
+
   config = diffllama.read(str(source)).config
-  assert (config.rope_base, config.tie_embeddings, config.num_kv_heads) == (
-    10_000.0,
-    False,
-    4,
-  )
+
+  assert config.rope_base == 10_000.0
+  assert not config.tie_embeddings
+  assert config.num_kv_heads == 4
 
 
-def test_extra_tensors_of_old_checkpoints(golden, tmp_path):
-  """A copy of tied weights, and the angles of RoPE."""
-  source, _, _ = golden("diffllama_tiny_gqa", tmp_path / "source")
-  want = diffllama.read(str(source)).params
-  tensors = load(source)
-  tensors |= {
+@pytest.mark.parametrize(
+  "name", ["lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"]
+)
+def test_redundant_tensors_of_old_checkpoints_are_ignored(name, tmp_path):
+  source = copy_golden("diffllama_tiny_gqa", tmp_path / "source").path
+  expected = diffllama.read(str(source)).params
+  tensors = read_tensors(source)
+  redundant = {
     "lm_head.weight": tensors["model.embed_tokens.weight"],
     "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32),
   }
+  tensors[name] = redundant[name]
   safetensors.numpy.save_file(tensors, source / "model.safetensors")
-  jax.tree.map(
-    np.testing.assert_array_equal, diffllama.read(str(source)).params, want
-  )
+
+  chex.assert_trees_all_equal(diffllama.read(str(source)).params, expected)

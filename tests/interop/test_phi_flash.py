@@ -1,9 +1,14 @@
-"""Attention layers of Phi-4-mini-flash: the authors' outputs, the NumPy transcription's, both ways, and what is refused."""
+"""Phi-4-mini-flash's attention layers are read and written.
 
-import functools
+The golden checkpoint has the outputs of the authors' own code.
+"""
+
 import json
+import math
 import shutil
+from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,11 +26,29 @@ from diffjax.model.decoder import (
 )
 from diffjax.ops.diff_attention import diff_attention
 from diffjax.ops.layer_norm import layer_norm
+from tests.harness.parameters import parameters
 from tests.interop import phi_flash_reference
-from tests.interop.conftest import GOLDEN
+from tests.interop.small_models import GOLDEN, convert
 
 PATH = GOLDEN / "phi_flash_tiny"
-LAYERS = {1: "windowed", 3: "windowed", 5: "full", 7: "cross"}
+# The layers with attention. The others are Mamba-1 and gated memory.
+LAYER_KINDS = {1: "windowed", 3: "windowed", 5: "full", 7: "cross"}
+FULL_LAYER = 5
+CROSS_LAYER = 7
+
+
+class Arrays(NamedTuple):
+  """The golden arrays of one layer, of shape [rows, tokens, width].
+
+  Attributes:
+    x: the input.
+    output: the output of the whole layer.
+    attention: the output of its attention.
+  """
+
+  x: np.ndarray
+  output: np.ndarray
+  attention: np.ndarray
 
 
 @pytest.fixture(scope="module")
@@ -35,255 +58,368 @@ def config():
 
 @pytest.fixture(scope="module")
 def tensors():
-  return {
-    name: value.astype(np.float32)
-    for name, value in safetensors.numpy.load_file(
-      PATH / "model.safetensors"
-    ).items()
-  }
+  """Returns the tensors of the checkpoint in float32."""
+  stored = safetensors.numpy.load_file(PATH / "model.safetensors")
+  return {name: tensor.astype(np.float32) for name, tensor in stored.items()}
 
 
 @pytest.fixture(scope="module")
-def arrays():
-  """Of each layer by its number: input, output, and output of the attention, [B, T, E]."""
+def golden():
+  """Returns the golden arrays of each layer, by its number."""
+  arrays = {}
   with np.load(PATH / "golden.npz") as data:
-    return {
-      int(layer): [
-        data[name][index] for name in ("input", "output", "attention")
-      ]
-      for index, layer in enumerate(data["layers"])
-    }
-
-
-def test_the_transcription_gives_the_same(config, tensors, arrays):
-  """Of the whole layers, without diffjax and PyTorch."""
-  assert {
-    layer: phi_flash_reference.kind(config, layer) for layer in arrays
-  } == LAYERS
-  exact = {name: value.astype(np.float64) for name, value in tensors.items()}
-  for row in range(2):
-    shared = None
-    for layer, (x, output, attended) in arrays.items():
-      got = phi_flash_reference.block(
-        config, exact, layer, x[row].astype(np.float64), shared
+    for index, layer in enumerate(data["layers"]):
+      arrays[int(layer)] = Arrays(
+        data["input"][index], data["output"][index], data["attention"][index]
       )
-      np.testing.assert_allclose(got[0], output[row], atol=1e-6, rtol=0)
-      np.testing.assert_allclose(got[1], attended[row], atol=1e-6, rtol=0)
-      shared = got[2]
+  return arrays
 
 
-def normed(tensors, layer, x, config):
-  gain, shift = (
-    tensors[f"model.layers.{layer}.input_layernorm.{part}"]
-    for part in ("weight", "bias")
+# The reference.
+
+
+def test_the_reference_knows_the_kinds_of_layers(config, golden):
+  assert golden.keys() == LAYER_KINDS.keys()
+  for layer, kind in LAYER_KINDS.items():
+    assert phi_flash_reference.layer_kind(config, layer) == kind
+
+
+def test_the_reference_computes_the_golden_outputs(config, tensors, golden):
+  """It uses neither diffjax nor PyTorch."""
+  exact = {name: value.astype(np.float64) for name, value in tensors.items()}
+
+  for row in range(2):
+    keys_values = None
+    # The cross layer comes last, after the full layer whose keys it reads.
+    for layer, arrays in golden.items():
+      x = arrays.x[row].astype(np.float64)
+      outputs = phi_flash_reference.block(config, exact, layer, x, keys_values)
+      keys_values = outputs.keys_values
+      chex.assert_trees_all_close(
+        (outputs.output, outputs.attention),
+        (arrays.output[row], arrays.attention[row]),
+        rtol=0,
+        atol=1e-6,
+      )
+
+
+# Reading.
+
+
+@pytest.mark.parametrize("layer", LAYER_KINDS)
+def test_only_the_cross_layer_has_no_keys_and_values(layer):
+  _, params = phi_flash.read_attention(str(PATH), layer)
+
+  has_keys_values = layer != CROSS_LAYER
+  assert ("key" in params) == has_keys_values
+  assert ("value_bias" in params) == has_keys_values
+
+
+@pytest.mark.parametrize("layer", LAYER_KINDS)
+def test_only_windowed_layers_have_a_window(config, layer):
+  attention, _ = phi_flash.read_attention(str(PATH), layer)
+
+  is_windowed = LAYER_KINDS[layer] == "windowed"
+  assert attention.window == (config["sliding_window"] if is_windowed else None)
+
+
+def normed_input(config, tensors, golden, layer):
+  """Returns the input of a layer's attention, after the norm before it."""
+  name = f"model.layers.{layer}.input_layernorm"
+  return layer_norm(
+    jnp.asarray(golden[layer].x),
+    tensors[f"{name}.weight"],
+    tensors[f"{name}.bias"],
+    config["layer_norm_eps"],
   )
-  return layer_norm(x, gain, shift, config["layer_norm_eps"])
+
+
+def keys_values_of_full_layer(config, tensors, golden):
+  """Returns the keys and values that the cross layer reads."""
+  attention, params = phi_flash.read_attention(str(PATH), FULL_LAYER)
+
+  @jax.jit
+  def keys_values(x):
+    arguments = []
+
+    def record(q, k, v, lam, **mask):
+      arguments.extend([k, v])
+      return diff_attention(q, k, v, lam, **mask)
+
+    recording = attention.clone(attention_fn=record)
+    recording.apply({"params": params}, x, lambda_init_schedule(FULL_LAYER))
+    return tuple(arguments)
+
+  return keys_values(normed_input(config, tensors, golden, FULL_LAYER))
 
 
 @pytest.mark.parametrize("implementation", ["reference", "chunked"])
-def test_golden_attention_of_every_layer(
-  config, tensors, arrays, implementation
+@pytest.mark.parametrize("layer", [3, FULL_LAYER, CROSS_LAYER])
+def test_an_attention_layer_computes_its_golden_output(
+  config, tensors, golden, layer, implementation
 ):
-  """The cross layer reads the keys and values of the full one, and has none of its own."""
-  shared = []
+  attention, params = phi_flash.read_attention(str(PATH), layer)
+  keys_values = None
+  if layer == CROSS_LAYER:
+    keys_values = keys_values_of_full_layer(config, tensors, golden)
 
-  def attend(q, k, v, lam, **mask):
-    shared[:] = k, v
+  def attention_fn(q, k, v, lam, **mask):
     return diff_attention(q, k, v, lam, **mask, implementation=implementation)
 
-  for layer, (x, _, want) in arrays.items():
-    attention, params = phi_flash.read_attention(str(PATH), layer)
-    assert ("key" in params, "value_bias" in params) == (
-      LAYERS[layer] != "cross",
-    ) * 2
-    assert attention.window == (
-      config["sliding_window"] if LAYERS[layer] == "windowed" else None
-    )
-    call = attention.clone(attention_fn=attend).apply
-    keys_values = (*shared,) if LAYERS[layer] == "cross" else None
-    got = call(
-      {"params": params},
-      normed(tensors, layer, jnp.asarray(x), config),
-      lambda_init_schedule(layer),
-      keys_values=keys_values,
-    )
-    np.testing.assert_allclose(got, want, atol=1e-5, rtol=0)
-
-
-def test_fields_of_a_config_make_the_layers_below_the_cross_ones(
-  config, tensors, arrays
-):
-  """Windows by layer, no RoPE, biases of projections and norms: a block of the decoder equals the authors' whole layer."""
-  fields = ModelConfig(
-    num_layers=6,
-    embed_dim=32,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=4,
-    ffn_dim=24,
-    rope=False,
-    projection_biases=True,
-    norm="layer",
-    window=config["sliding_window"],
-    window_pattern="wwwwff",
-  )
-  windows = layer_windows(fields)
-  for layer in (1, 3, 5):
-    x, want, _ = arrays[layer]
-    get = lambda name, layer=layer: tensors[f"model.layers.{layer}.{name}"]
-    gate, up = np.split(get("mlp.fc1.weight"), 2)
-    params = {
-      "attention": phi_flash.read_attention(str(PATH), layer)[1],
-      "attention_norm": get("input_layernorm.weight"),
-      "attention_norm_shift": get("input_layernorm.bias"),
-      "ffn_norm": get("post_attention_layernorm.weight"),
-      "ffn_norm_shift": get("post_attention_layernorm.bias"),
-      "ffn": {"gate": gate.T, "up": up.T, "down": get("mlp.fc2.weight").T},
-    }
-    assert windows[layer] == (4 if layer < 4 else None)
-    window_index = distinct_windows(fields).index(windows[layer])
-    block = jax.jit(
-      functools.partial(
-        Block(fields, jnp.float32, diff_attention).apply, {"params": params}
-      )
-    )
-    got, _ = block(
-      x, lambda_inits(fields)[layer], jnp.int32(window_index), None, None
-    )
-    np.testing.assert_allclose(got, want, atol=1e-5, rtol=0)
-
-
-def test_written_tensors_are_those_that_were_read(tensors):
-  attention = {
-    name: value for name, value in tensors.items() if ".attn." in name
-  }
-  written = {}
-  for layer in LAYERS:
-    written |= phi_flash.tensors_of(
-      phi_flash.read_attention(str(PATH), layer)[1], layer
-    )
-  assert written.keys() == attention.keys()
-  for name, value in attention.items():
-    np.testing.assert_array_equal(written[name], value)
-
-
-def test_a_layer_of_ours_is_written_as_the_authors_read_it(
-  config, tensors, arrays
-):
-  """Drawn by our initialisation with random biases; the transcription reads the written tensors."""
-  x, layer = arrays[5][0][0], 5
-  attention = phi_flash.read_attention(str(PATH), layer)[0]
-  params = attention.init(jax.random.key(0), x[None], 0.5)["params"]
-  params = {
-    name: np.asarray(leaf)
-    + 0.1 * np.random.default_rng(0).normal(size=leaf.shape)
-    for name, leaf in params.items()
-  }
-  exact = {
-    name: value.astype(np.float64)
-    for name, value in phi_flash.tensors_of(params, layer).items()
-  }
-  want, _ = phi_flash_reference.attention(
-    config, exact, layer, x.astype(np.float64)
-  )
-  got = attention.apply(
-    {"params": jax.tree.map(jnp.float32, params)},
-    x[None],
+  apply = jax.jit(attention.clone(attention_fn=attention_fn).apply)
+  output = apply(
+    {"params": params},
+    normed_input(config, tensors, golden, layer),
     lambda_init_schedule(layer),
+    keys_values=keys_values,
   )
-  np.testing.assert_allclose(got[0], want, atol=1e-5, rtol=0)
+
+  chex.assert_trees_all_close(
+    output, golden[layer].attention, rtol=0, atol=1e-5
+  )
 
 
 @pytest.mark.parametrize(
-  ("layer", "change", "message"),
+  ("layer", "message"),
+  [
+    pytest.param(
+      4,
+      r"layer 4 of .*config.json has no attention; pass an odd number from 1"
+      " to 7",
+      id="even",
+    ),
+    pytest.param(9, "layer 9 of .* has no attention", id="too large"),
+    pytest.param(-1, "layer -1 of .* has no attention", id="negative"),
+  ],
+)
+def test_a_layer_without_attention_is_rejected(layer, message):
+  with pytest.raises(UserError, match=message):
+    phi_flash.read_attention(str(PATH), layer)
+
+
+@pytest.mark.parametrize(
+  ("field", "value", "message"),
   [
     (
-      4,
-      {},
-      r"layer 4 of .*config.json has no attention; pass an odd number from 1 to 7",
-    ),
-    (9, {}, "layer 9 of .* has no attention"),
-    (-1, {}, "layer -1 of .* has no attention"),
-    (
-      1,
-      dict(model_type="phi3"),
+      "model_type",
+      "phi3",
       "model_type = 'phi3': this layout supports only 'phi4flash'",
     ),
-    (1, dict(mb_per_layer=3), "mb_per_layer = 3: diffjax supports only 2"),
+    ("mb_per_layer", 3, "mb_per_layer = 3: diffjax supports only 2"),
     (
-      1,
-      dict(num_hidden_layers=6),
+      "num_hidden_layers",
+      6,
       "num_hidden_layers = 6: it must be a positive multiple of 4",
     ),
     (
-      1,
-      dict(num_attention_heads=7),
+      "num_attention_heads",
+      7,
       "num_attention_heads = 7: it must be a positive multiple of 4",
     ),
     (
-      1,
-      dict(num_key_value_heads=2),
-      r"has model.layers.1.attn.Wqkv.weight of shape \[64, 32\]; for its config.json it must be \[48, 32\]",
+      "num_key_value_heads",
+      2,
+      r"has model.layers.1.attn.Wqkv.weight of shape \[64, 32\]; for its"
+      r" config.json it must be \[48, 32\]",
     ),
-    (1, dict(sliding_window=None), "has no sliding_window"),
+    ("sliding_window", None, "has no sliding_window"),
     (
-      1,
-      dict(sliding_window=[None, 4]),
+      "sliding_window",
+      [None, 4],
       r"sliding_window = \[None, 4\]: it must be a positive multiple of 1",
     ),
     (
-      1,
-      dict(qk_norm=True),
+      "qk_norm",
+      True,
       "has fields that diffjax does not know: qk_norm = True",
-    ),
-    (
-      15,
-      dict(num_hidden_layers=16),
-      r"has no tensor model.layers.15.attn.Wqkv.weight; for its config.json it must be \[32, 32\]",
     ),
   ],
 )
-def test_what_is_refused(layer, change, message, config, tmp_path):
+def test_an_unsupported_config_is_rejected(
+  field, value, message, config, tmp_path
+):
   shutil.copy(PATH / "model.safetensors", tmp_path)
-  (tmp_path / "config.json").write_text(json.dumps(config | change))
+  (tmp_path / "config.json").write_text(json.dumps({**config, field: value}))
+
   with pytest.raises(UserError, match=message):
-    phi_flash.read_attention(str(tmp_path), layer)
+    phi_flash.read_attention(str(tmp_path), 1)
+
+
+def test_a_missing_layer_is_named(config, tmp_path):
+  shutil.copy(PATH / "model.safetensors", tmp_path)
+  longer_config = {**config, "num_hidden_layers": 16}
+  (tmp_path / "config.json").write_text(json.dumps(longer_config))
+
+  message = (
+    r"has no tensor model.layers.15.attn.Wqkv.weight; for its config.json it"
+    r" must be \[32, 32\]"
+  )
+  with pytest.raises(UserError, match=message):
+    phi_flash.read_attention(str(tmp_path), 15)
 
 
 @pytest.mark.parametrize("layout", ["llama", "diffllama", "motif"])
-def test_a_whole_model_is_refused_and_says_what_can_be_read(
-  convert, layout, tmp_path
-):
-  result = convert(
-    f"--from={layout}:{PATH}", f"--to=diffjax:{tmp_path / 'out'}"
-  )
-  assert result.returncode == 1 and not (tmp_path / "out").exists()
+def test_a_whole_model_is_rejected_with_a_hint(layout, tmp_path):
+  out = tmp_path / "out"
+
+  result = convert(f"--from={layout}:{PATH}", f"--to=diffjax:{out}")
+
+  assert result.returncode == 1
+  assert not out.exists()
   (line,) = result.stderr.splitlines()
   assert "model_type = 'phi4flash': this layout supports only" in line
-  assert "layers of Phi-4-mini-flash" in line and line.endswith(
-    "with diffjax.interop.phi_flash.read_attention"
-  )
+  assert "layers of Phi-4-mini-flash" in line
+  assert line.endswith("with diffjax.interop.phi_flash.read_attention")
 
 
-def test_layers_of_the_public_size_have_its_parameters():
-  """19.67 million numbers, and 13.11 where the keys and values are another layer's."""
-  layer = DiffAttention(
-    num_heads=20,
-    num_kv_heads=10,
-    head_dim=64,
-    rope=False,
-    projection_biases=True,
+# Writing.
+
+
+def test_written_tensors_are_the_tensors_that_were_read(tensors):
+  expected = {}
+  for name, tensor in tensors.items():
+    if ".attn." in name:
+      expected[name] = tensor
+
+  written = {}
+  for layer in LAYER_KINDS:
+    _, params = phi_flash.read_attention(str(PATH), layer)
+    written |= phi_flash.tensors_of(params, layer)
+
+  chex.assert_trees_all_equal(written, expected)
+
+
+def test_a_written_layer_has_the_same_output_by_the_reference(config, golden):
+  attention, _ = phi_flash.read_attention(str(PATH), FULL_LAYER)
+  x = golden[FULL_LAYER].x[0]
+  initial = parameters(attention, x[None], 0.5)
+  # Initially, biases are zero and gains are one.
+  rng = np.random.default_rng(0)
+  params = {}
+  for name, leaf in initial.items():
+    noise = 0.1 * rng.normal(size=leaf.shape)
+    params[name] = np.asarray(leaf, np.float64) + noise
+
+  tensors = phi_flash.tensors_of(params, FULL_LAYER)
+
+  expected, _ = phi_flash_reference.attention(
+    config, tensors, FULL_LAYER, x.astype(np.float64)
   )
-  x = jax.ShapeDtypeStruct((1, 3, 2560), jnp.float32)
-  k, v = (
-    jax.ShapeDtypeStruct((1, 3, 10, *shape), jnp.float32)
-    for shape in ((2, 64), (128,))
+  output = jax.jit(attention.apply)(
+    {"params": jax.tree.map(jnp.float32, params)},
+    x[None],
+    lambda_init_schedule(FULL_LAYER),
   )
-  made = lambda **given: jax.eval_shape(
-    layer.init, jax.random.key(0), x, 0.5, **given
-  )["params"]
-  count = lambda **given: sum(
-    leaf.size for leaf in jax.tree.leaves(made(**given))
+  chex.assert_trees_all_close(output[0], expected, rtol=0, atol=1e-5)
+
+
+# The same layers in a model of diffjax.
+
+# Layer 7, the cross layer, is not supported in a decoder.
+DECODER_CONFIG = ModelConfig(
+  num_layers=6,
+  embed_dim=32,
+  num_heads=4,
+  num_kv_heads=2,
+  head_dim=4,
+  ffn_dim=24,
+  rope=False,
+  projection_biases=True,
+  norm="layer",
+  window=4,
+  window_pattern="wwwwff",
+)
+
+
+def block_parameters(tensors, layer):
+  """Returns a layer's tensors as the parameters of a block of the decoder."""
+  name = f"model.layers.{layer}"
+  _, attention = phi_flash.read_attention(str(PATH), layer)
+  gate, up = np.split(tensors[f"{name}.mlp.fc1.weight"], 2)
+  return {
+    "attention": attention,
+    "attention_norm": tensors[f"{name}.input_layernorm.weight"],
+    "attention_norm_shift": tensors[f"{name}.input_layernorm.bias"],
+    "ffn_norm": tensors[f"{name}.post_attention_layernorm.weight"],
+    "ffn_norm_shift": tensors[f"{name}.post_attention_layernorm.bias"],
+    "ffn": {
+      "gate": gate.T,
+      "up": up.T,
+      "down": tensors[f"{name}.mlp.fc2.weight"].T,
+    },
+  }
+
+
+def test_a_window_pattern_gives_the_windows_of_the_layers(config):
+  windows = layer_windows(DECODER_CONFIG)
+
+  assert windows[1] == windows[3] == config["sliding_window"]
+  assert windows[FULL_LAYER] is None
+
+
+def test_blocks_of_the_decoder_compute_the_golden_outputs(tensors, golden):
+  windows = layer_windows(DECODER_CONFIG)
+  block = Block(DECODER_CONFIG, jnp.float32, diff_attention)
+  apply = jax.jit(block.apply)
+
+  for layer in (1, 3, FULL_LAYER):
+    window_index = distinct_windows(DECODER_CONFIG).index(windows[layer])
+    output, _ = apply(
+      {"params": block_parameters(tensors, layer)},
+      golden[layer].x,
+      lambda_inits(DECODER_CONFIG)[layer],
+      jnp.int32(window_index),
+      None,
+      None,
+    )
+    chex.assert_trees_all_close(output, golden[layer].output, rtol=0, atol=1e-5)
+
+
+# The size of the published model.
+
+PUBLISHED_LAYER = DiffAttention(
+  num_heads=20,
+  num_kv_heads=10,
+  head_dim=64,
+  rope=False,
+  projection_biases=True,
+)
+PUBLISHED_WIDTH = 2560
+# The four λ vectors, and the gain of the head norm.
+NUM_SMALL_PARAMETERS = 4 * 64 + 128
+
+
+def count_parameters(module, *inputs, **options):
+  """Returns the number of parameters of a module."""
+  key = jax.random.key(0)
+  shapes = jax.eval_shape(module.init, key, *inputs, **options)["params"]
+  sizes = [math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes)]
+  return sum(sizes)
+
+
+def test_a_published_layer_has_19_67_million_parameters():
+  x = jax.ShapeDtypeStruct((1, 3, PUBLISHED_WIDTH), jnp.float32)
+
+  num_parameters = count_parameters(PUBLISHED_LAYER, x, 0.5)
+
+  num_qkv_rows = 5120
+  matrices = (num_qkv_rows + PUBLISHED_WIDTH) * PUBLISHED_WIDTH
+  biases = num_qkv_rows + PUBLISHED_WIDTH
+  assert num_parameters == matrices + biases + NUM_SMALL_PARAMETERS
+  assert round(num_parameters / 1e6, 2) == 19.67
+
+
+def test_a_published_layer_without_keys_and_values_has_13_11_million():
+  x = jax.ShapeDtypeStruct((1, 3, PUBLISHED_WIDTH), jnp.float32)
+  keys = jax.ShapeDtypeStruct((1, 3, 10, 2, 64), jnp.float32)
+  values = jax.ShapeDtypeStruct((1, 3, 10, 128), jnp.float32)
+
+  num_parameters = count_parameters(
+    PUBLISHED_LAYER, x, 0.5, keys_values=(keys, values)
   )
-  assert count() == (5120 + 2560) * 2560 + 5120 + 2560 + 4 * 64 + 128
-  assert count(keys_values=(k, v)) == 2 * (2560 * 2560 + 2560) + 4 * 64 + 128
+
+  # Only queries and the output are projected.
+  matrices = 2 * PUBLISHED_WIDTH * PUBLISHED_WIDTH
+  biases = 2 * PUBLISHED_WIDTH
+  assert num_parameters == matrices + biases + NUM_SMALL_PARAMETERS
+  assert round(num_parameters / 1e6, 2) == 13.11
