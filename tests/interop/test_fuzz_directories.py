@@ -1,6 +1,7 @@
-"""Any directory is read, or refused in one line."""
+"""Any directory is read, or rejected with a one-line error."""
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -8,8 +9,9 @@ from hypothesis import strategies as st
 
 from diffjax.config import UserError
 from diffjax.interop import diffllama, llama, motif, unilm
+from tests.interop.small_models import copy_golden, make_model, write_llama
 
-ODD = [
+ODD_VALUES: list[Any] = [
   None,
   0,
   -1,
@@ -30,39 +32,37 @@ ODD = [
   2**31,
   2**70,
 ]
-READ = {
+READERS = {
   "diffllama": diffllama.read,
   "llama": llama.read,
   "unilm": unilm.read,
   "motif": motif.read,
 }
+FILE_NAMES = ["config.json", "model.safetensors", "tokenizer.json"]
+# The header of model.safetensors is shorter.
+MAX_DAMAGED_BYTES = 4000
+
+layouts = st.sampled_from(sorted(READERS))
 
 
 @pytest.fixture(scope="module")
-def directories(golden, write_llama, make_model, tmp_path_factory):
-  """A good directory of each layout, as file names and contents."""
-  home = tmp_path_factory.mktemp("good")
-  golden("diffllama_tiny_gqa", home / "diffllama")
+def valid_files(tmp_path_factory):
+  """Returns a valid directory of each layout, as contents by file name."""
+  home = tmp_path_factory.mktemp("valid")
+  copy_golden("diffllama_tiny_gqa", home / "diffllama")
   write_llama(home / "llama")
   unilm.write(str(home / "unilm"), make_model("diff"), "float32")
-  fields = dict(
-    num_noise_heads=2, lambda_init_offset=1, ffn_activation="poly_norm"
+  motif_model = make_model(
+    "diff", num_noise_heads=2, lambda_init_offset=1, ffn_activation="poly_norm"
   )
-  motif.write(str(home / "motif"), make_model("diff", **fields), "float32")
-  names = ("config.json", "model.safetensors", "tokenizer.json")
-  return {
-    layout: {name: (home / layout / name).read_bytes() for name in names}
-    for layout in READ
-  }
+  motif.write(str(home / "motif"), motif_model, "float32")
 
-
-def assert_read_or_refused(layout, directory, files):
-  for name, content in files.items():
-    (directory / name).write_bytes(content)
-  try:
-    READ[layout](str(directory))
-  except UserError as error:
-    assert len(str(error).splitlines()) == 1
+  contents = {}
+  for layout in READERS:
+    contents[layout] = {}
+    for name in FILE_NAMES:
+      contents[layout][name] = (home / layout / name).read_bytes()
+  return contents
 
 
 @pytest.fixture(scope="module")
@@ -70,42 +70,62 @@ def scratch(tmp_path_factory):
   return tmp_path_factory.mktemp("scratch")
 
 
-@settings(deadline=None, max_examples=150)
+def assert_read_or_rejected(layout, directory, files):
+  """Asserts that a directory with these files is read, or rejected.
+
+  Args:
+    layout: the layout to read.
+    directory: a directory, whose files are overwritten.
+    files: the contents by file name.
+  """
+  for name, content in files.items():
+    (directory / name).write_bytes(content)
+  try:
+    READERS[layout](str(directory))
+  except UserError as error:
+    assert len(str(error).splitlines()) == 1
+
+
+@settings(deadline=None, max_examples=100)
 @given(data=st.data())
-def test_odd_fields(directories, scratch, data):
-  layout = data.draw(st.sampled_from(sorted(READ)))
-  files = directories[layout]
+def test_odd_fields_are_read_or_rejected(valid_files, scratch, data):
+  layout = data.draw(layouts)
+  files = valid_files[layout]
   config = json.loads(files["config.json"])
-  names = st.sampled_from(
+  field_names = st.sampled_from(
     [*config, "rope_scaling", "rope_parameters", "rope_theta"]
   )
-  config |= data.draw(
-    st.dictionaries(names, st.sampled_from(ODD), min_size=1, max_size=2)
+  odd_fields = st.dictionaries(
+    field_names, st.sampled_from(ODD_VALUES), min_size=1, max_size=2
   )
-  for name in data.draw(st.sets(names, max_size=1)):
+
+  config |= data.draw(odd_fields)
+  for name in data.draw(st.sets(field_names, max_size=1)):
     config.pop(name, None)
-  assert_read_or_refused(
-    layout, scratch, files | {"config.json": json.dumps(config).encode()}
-  )
+
+  odd_config = json.dumps(config).encode()
+  assert_read_or_rejected(layout, scratch, files | {"config.json": odd_config})
 
 
-@settings(deadline=None, max_examples=150)
-@given(data=st.data())
-def test_damaged_bytes(directories, scratch, data):
-  layout = data.draw(st.sampled_from(sorted(READ)))
-  files = directories[layout]
-  name = data.draw(st.sampled_from(sorted(files)))
-  content = files[name]
-  place = data.draw(
-    st.integers(0, min(len(content), 4000))
-  )  # the header of model.safetensors is shorter
+def draw_damaged(data, content):
+  """Draws a damaged version of a file's content."""
+  position = data.draw(st.integers(0, min(len(content), MAX_DAMAGED_BYTES)))
   kind = data.draw(st.sampled_from(["cut", "insert", "overwrite"]))
   damage = data.draw(st.binary(min_size=1, max_size=4))
-  rest = {
-    "cut": b"",
-    "insert": damage + content[place:],
-    "overwrite": damage + content[place + len(damage) :],
-  }[kind]
-  assert_read_or_refused(
-    layout, scratch, files | {name: content[:place] + rest}
-  )
+  if kind == "cut":
+    return content[:position]
+  if kind == "insert":
+    return content[:position] + damage + content[position:]
+  return content[:position] + damage + content[position + len(damage) :]
+
+
+@settings(deadline=None, max_examples=100)
+@given(data=st.data())
+def test_damaged_files_are_read_or_rejected(valid_files, scratch, data):
+  layout = data.draw(layouts)
+  files = valid_files[layout]
+  name = data.draw(st.sampled_from(sorted(files)))
+
+  damaged = draw_damaged(data, files[name])
+
+  assert_read_or_rejected(layout, scratch, files | {name: damaged})

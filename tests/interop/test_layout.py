@@ -1,26 +1,24 @@
-"""The tables: a written model is read back bit for bit."""
+"""Layouts convert parameters to tensors and back, bit for bit."""
 
 import dataclasses
 import errno
 import os
 import weakref
 
+import chex
 import jax
 import numpy as np
 import pytest
 
 from diffjax.config import UserError
-from diffjax.interop import diffllama, directory, unilm
+from diffjax.interop import diffllama, directory, layout, unilm
 from diffjax.interop.layout import allocate
-
-LAYOUTS = {
-  "diffllama": ("diff", lambda config: diffllama._layout(config)),
-  "unilm V1": ("diff", lambda config: unilm._layout(config, 1)),
-  "unilm V2": ("diff_v2", lambda config: unilm._layout(config, 2)),
-}
+from tests.interop.small_models import make_model
 
 
 class Tensors(dict):
+  """Tensors in memory, by name. Implements `layout.Tensors`."""
+
   def shapes(self):
     return {name: tensor.shape for name, tensor in self.items()}
 
@@ -28,94 +26,143 @@ class Tensors(dict):
     return self[name]
 
 
-@pytest.mark.parametrize("tie", [True, False])
-@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_table_reads_back_what_it_writes(make_model, name, num_kv_heads, tie):
-  attention, make = LAYOUTS[name]
-  model = make_model(attention, num_kv_heads=num_kv_heads, tie_embeddings=tie)
-  layout = make(model.config)
-  tensors = Tensors(
-    {name: layout.tensor(model.params, name) for name in layout.shapes()}
-  )
-  assert tensors.shapes() == layout.shapes()
-  params = layout.params(tensors)
+def make_layout(name, config):
+  """Returns the layout of a model: "diffllama", "unilm V1" or "unilm V2"."""
   if name == "diffllama":
-    params["layers"]["attention"]["head_gain"] = model.params["layers"][
-      "attention"
-    ]["head_gain"]
-  assert jax.tree.structure(params) == jax.tree.structure(model.params)
-  jax.tree.map(np.testing.assert_array_equal, params, model.params)
+    return diffllama.make_layout(config)
+  version = 1 if name == "unilm V1" else 2
+  return unilm.make_layout(config, version)
 
 
-def test_one_tensor_at_a_time(make_model, monkeypatch):
-  """A model larger than the memory: no tensor is left when the next is read, and every array is a file."""
-  model = make_model()
-  layout, read = diffllama._layout(model.config), []
+def convert_params(model_layout, params):
+  """Returns all tensors of a model in a layout."""
+  tensors = Tensors()
+  for name in model_layout.shapes():
+    tensors[name] = model_layout.tensor(params, name)
+  return tensors
 
-  class Fleeting(Tensors):
-    def read(self, name):
-      assert not [earlier for earlier in read if earlier() is not None]
-      tensor = self[name].copy()
-      read.append(weakref.ref(tensor))
-      return tensor
 
-  monkeypatch.setattr("diffjax.interop.layout._MIN_FILE_BYTES", 1)
-  params = layout.params(
-    Fleeting(
-      {name: layout.tensor(model.params, name) for name in layout.shapes()}
-    )
+@pytest.mark.parametrize(
+  ("num_kv_heads", "is_tied"), [(1, True), (2, False), (4, True)]
+)
+@pytest.mark.parametrize("name", ["diffllama", "unilm V1", "unilm V2"])
+def test_a_layout_reads_what_it_writes(name, num_kv_heads, is_tied):
+  attention = "diff_v2" if name == "unilm V2" else "diff"
+  model = make_model(
+    attention, num_kv_heads=num_kv_heads, tie_embeddings=is_tied
   )
-  assert len(read) == len(layout.shapes())
+  if name == "diffllama":
+    # DiffLlama has no gain of the head norm. diffllama.write folds it.
+    del model.params["layers"]["attention"]["head_gain"]
+  model_layout = make_layout(name, model.config)
+
+  tensors = convert_params(model_layout, model.params)
+  params = model_layout.params(tensors)
+
+  assert tensors.shapes() == model_layout.shapes()
+  chex.assert_trees_all_equal(params, model.params)
+
+
+# Memory. A model may be larger than the memory.
+
+
+class TensorsThatCountCopies(Tensors):
+  """Tensors of which at most one copy may be in use at a time."""
+
+  def __init__(self, tensors):
+    super().__init__(tensors)
+    self.copies = []
+
+  def read(self, name):
+    for copy in self.copies:
+      assert copy() is None
+    tensor = self[name].copy()
+    self.copies.append(weakref.ref(tensor))
+    return tensor
+
+
+def test_tensors_are_read_one_at_a_time(monkeypatch):
+  monkeypatch.setattr(layout, "MIN_FILE_BYTES", 1)
+  model = make_model()
+  model_layout = diffllama.make_layout(model.config)
+  tensors = TensorsThatCountCopies(convert_params(model_layout, model.params))
+
+  model_layout.params(tensors)
+
+  assert len(tensors.copies) == len(model_layout.shapes())
+
+
+def test_large_parameters_are_files(monkeypatch):
+  monkeypatch.setattr(layout, "MIN_FILE_BYTES", 1)
+  model = make_model()
+  model_layout = diffllama.make_layout(model.config)
+
+  params = model_layout.params(convert_params(model_layout, model.params))
+
   for leaf in jax.tree.leaves(params):
     assert isinstance(leaf, np.memmap)
 
 
-def test_the_tensors_of_one_file_at_a_time(make_model, monkeypatch, tmp_path):
-  made = []
+class TensorsOfThreePerFile:
+  """Nine tensors, of which at most three may be in memory."""
 
-  class OnesWhenRead:
-    def shapes(self):
-      return {f"t{index}": (10, 100) for index in range(9)}
+  def __init__(self):
+    self.arrays = []
 
-    def read(self, name):
-      array = np.ones(self.shapes()[name], np.float32)
-      made.append(weakref.ref(array))
-      assert sum(earlier() is not None for earlier in made) <= 3
-      return array
+  def shapes(self):
+    return {f"tensor_{index}": (10, 100) for index in range(9)}
 
-  monkeypatch.setattr(directory, "SHARD_BYTES", 3 * 4000)
-  directory.write(
-    tmp_path, {}, OnesWhenRead(), make_model().tokenizer, "float32"
-  )
-  assert len(made) == 9 and len(list(tmp_path.glob("*.safetensors"))) == 3
+  def read(self, name):
+    array = np.ones(self.shapes()[name], np.float32)
+    self.arrays.append(weakref.ref(array))
+    num_in_memory = sum(array() is not None for array in self.arrays)
+    assert num_in_memory <= 3
+    return array
 
 
-def test_a_full_disk_is_told(monkeypatch):
-  def full(file, offset, size):
+def test_writing_holds_the_tensors_of_one_file(monkeypatch, tmp_path):
+  bytes_per_tensor = 4 * 10 * 100
+  monkeypatch.setattr(directory, "SHARD_BYTES", 3 * bytes_per_tensor)
+  tensors = TensorsOfThreePerFile()
+  tokenizer = make_model().tokenizer
+
+  directory.write(tmp_path, {}, tensors, tokenizer, "float32")
+
+  assert len(tensors.arrays) == 9
+  assert len(list(tmp_path.glob("*.safetensors"))) == 3
+
+
+def test_a_full_disk_is_reported(monkeypatch):
+  def raise_no_space(file, offset, size):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-  monkeypatch.setattr(os, "posix_fallocate", full)
-  with pytest.raises(
-    UserError,
-    match="cannot store a parameter of 1.00 GiB in a file in .*: No space left on device; set TMPDIR to another",
-  ):
-    allocate((1 << 14, 1 << 14))
-  monkeypatch.setenv("TMPDIR", "/nowhere")
-  with pytest.raises(
-    UserError,
-    match="in a file in /nowhere: No such file or directory; set TMPDIR to another directory",
-  ):
-    allocate((1 << 14, 1 << 14))
+  monkeypatch.setattr(os, "posix_fallocate", raise_no_space)
 
-
-def test_a_config_of_endless_layers_costs_nothing(make_model):
-  model = make_model()
-  layout = diffllama._layout(model.config)
-  tensors = Tensors(
-    {name: layout.tensor(model.params, name) for name in layout.shapes()}
+  message = (
+    "cannot store a parameter of 1.00 GiB in a file in .*: No space left on"
+    " device; set TMPDIR to another"
   )
+  with pytest.raises(UserError, match=message):
+    allocate((1 << 14, 1 << 14))
+
+
+def test_a_missing_temporary_directory_is_reported(monkeypatch):
+  monkeypatch.setenv("TMPDIR", "/nowhere")
+
+  message = (
+    "in a file in /nowhere: No such file or directory; set TMPDIR to another"
+    " directory"
+  )
+  with pytest.raises(UserError, match=message):
+    allocate((1 << 14, 1 << 14))
+
+
+def test_a_config_of_two_billion_layers_is_rejected_at_once():
+  """A table of its tensors would not fit into memory."""
+  model = make_model()
+  model_layout = diffllama.make_layout(model.config)
+  tensors = convert_params(model_layout, model.params)
+  config = dataclasses.replace(model.config, num_layers=2_000_000_000)
+
   with pytest.raises(UserError, match="says 2000000000 layers"):
-    diffllama._layout(
-      dataclasses.replace(model.config, num_layers=2_000_000_000)
-    ).params(tensors)
+    diffllama.make_layout(config).params(tensors)

@@ -15,24 +15,31 @@ from diffjax.inference.trained import load
 from diffjax.interop import diffllama, workdir
 from diffjax.interop.tokenizer import read_tokenizer
 from tests.harness import tokenizer_files
+from tests.interop.small_models import convert, make_model
 
 # Ids of tokenizer_files.CONTROL.
 BOS, EOS, PAD = 1, 2, 3
 
 
-def write_files(directory, starts_with=None, **files):
-  """Writes a tokenizer.json, and the JSON files that are given by name."""
+def write_files(directory, first_token=None, **contents):
+  """Writes a tokenizer.json and other JSON files.
+
+  Args:
+    directory: where to write them. It is made if it does not exist.
+    first_token: a token that the tokenizer.json adds to each text.
+    contents: the contents of the other files by name, without ".json".
+  """
   directory.mkdir(parents=True, exist_ok=True)
-  made = tokenizer_files.llama_2()
-  if starts_with is not None:
-    made = tokenizer_files.with_first_token(made, starts_with)
-  made.save(str(directory / "tokenizer.json"))
-  for name, content in files.items():
+  tokenizer = tokenizer_files.llama_2()
+  if first_token is not None:
+    tokenizer = tokenizer_files.with_first_token(tokenizer, first_token)
+  tokenizer.save(str(directory / "tokenizer.json"))
+  for name, content in contents.items():
     (directory / f"{name}.json").write_text(json.dumps(content))
 
 
 @pytest.mark.parametrize(
-  "files, expected",
+  ("files", "expected"),
   [
     pytest.param(
       {}, DocumentTokens((), (EOS,), (EOS,), EOS), id="nothing is known"
@@ -44,7 +51,7 @@ def write_files(directory, starts_with=None, **files):
     ),
     pytest.param(
       {
-        "starts_with": "<s>",
+        "first_token": "<s>",
         "config": {"bos_token_id": BOS, "eos_token_id": EOS},
       },
       DocumentTokens((BOS,), (EOS,), (EOS,), BOS),
@@ -62,7 +69,7 @@ def write_files(directory, starts_with=None, **files):
     ),
     pytest.param(
       {
-        "starts_with": "<s>",
+        "first_token": "<s>",
         "config": {"eos_token_id": [PAD, EOS]},
         "tokenizer_config": {"eos_token": "</s>"},
       },
@@ -95,44 +102,56 @@ def write_files(directory, starts_with=None, **files):
     ),
   ],
 )
-def test_document_tokens_of_published_files(tmp_path, files, expected):
+def test_published_files_name_the_document_tokens(tmp_path, files, expected):
   write_files(tmp_path, **files)
+
   tokenizer = read_tokenizer(tmp_path, 1000)
+
   assert tokenizer.document_tokens == expected
   prompt = tokenizer.encode_prompt("the")
   assert prompt == [*expected.start, *tokenizer.encode("the")]
   assert tokenizer.encode_prompt("") == [expected.no_context]
 
 
-def test_ids_that_the_tokenizer_lacks_are_ignored(tmp_path, capsys):
-  for unknown in (9999, -1, 2**32 - 1, 2**70):
-    write_files(tmp_path, config={"eos_token_id": [EOS, unknown]})
-    tokens = read_tokenizer(tmp_path, 1000).document_tokens
-    assert tokens.stop == (EOS,)
-    assert (
-      f"has no token {unknown}, which is ignored" in capsys.readouterr().err
-    )
+@pytest.mark.parametrize("unknown_id", [9999, -1, 2**32 - 1, 2**70])
+def test_an_id_that_the_tokenizer_lacks_is_ignored(
+  unknown_id, tmp_path, capsys
+):
+  write_files(tmp_path, config={"eos_token_id": [EOS, unknown_id]})
+
+  tokens = read_tokenizer(tmp_path, 1000).document_tokens
+
+  assert tokens.stop == (EOS,)
+  message = f"has no token {unknown_id}, which is ignored"
+  assert message in capsys.readouterr().err
 
 
-def test_a_field_that_is_no_id_is_refused(tmp_path):
-  for wrong in (True, "</s>", 2.0):
-    write_files(tmp_path, config={"eos_token_id": [EOS, wrong]})
-    with pytest.raises(UserError, match="config.json has eos_token_id"):
-      read_tokenizer(tmp_path, 1000)
+@pytest.mark.parametrize("wrong_id", [True, "</s>", 2.0])
+def test_an_id_that_is_not_an_integer_is_rejected(wrong_id, tmp_path):
+  write_files(tmp_path, config={"eos_token_id": [EOS, wrong_id]})
+
+  with pytest.raises(UserError, match="config.json has eos_token_id"):
+    read_tokenizer(tmp_path, 1000)
 
 
-def test_default_ids_that_are_tokens_of_the_text(tmp_path):
-  """Llama's config has them if a model with another tokenizer sets none."""
+def test_default_ids_of_the_config_are_not_document_tokens(tmp_path):
+  """The config of a Llama has them if the model sets none.
+
+  With another tokenizer they are tokens of the text.
+  """
   made = tokenizer_files.llama_2()
-  first, second = made.token_to_id("a"), made.token_to_id("b")
+  default_bos = made.token_to_id("a")
+  default_eos = made.token_to_id("b")
   write_files(
     tmp_path,
-    config={"bos_token_id": first, "eos_token_id": second},
+    config={"bos_token_id": default_bos, "eos_token_id": default_eos},
     tokenizer_config={"eos_token": "</s>"},
   )
+
   tokenizer = read_tokenizer(tmp_path, 1000)
-  # transformers stops there too.
-  expected = DocumentTokens((), (EOS,), (second, EOS), EOS)
+
+  # transformers also stops at the default id.
+  expected = DocumentTokens((), (EOS,), (default_eos, EOS), EOS)
   assert tokenizer.document_tokens == expected
   assert tokenizer.decode(tokenizer.encode("a b ab")) == "a b ab"
 
@@ -142,58 +161,112 @@ def test_padding_of_the_file_is_not_part_of_a_document(tmp_path):
   made.enable_padding(length=16, pad_id=PAD, pad_token="<pad>")
   made.enable_truncation(1)
   made.save(str(tmp_path / "tokenizer.json"))
+
   tokens = read_tokenizer(tmp_path, 1000).document_tokens
+
   assert tokens == DocumentTokens((BOS,), (EOS,), (EOS,), BOS)
 
 
-def test_document_tokens_stay_with_the_model(make_model, convert, tmp_path):
-  """Through a workdir, training data, an export and back."""
-  write_files(
-    tmp_path / "published",
-    starts_with="<s>",
-    config={"eos_token_id": [EOS, PAD]},
-  )
-  tokenizer = read_tokenizer(tmp_path / "published", 1000)
-  model = make_model("diff", vocab_size=tokenizer.vocab_size)
-  model = dataclasses.replace(model, tokenizer=tokenizer)
-  diffllama.write(str(tmp_path / "exported"), model, "float32")
+# The tokens stay with the model. It is exported and imported by the command.
 
-  result = convert(
-    f"--from=diffllama:{tmp_path / 'exported'}",
-    f"--to=diffjax:{tmp_path / 'run'}",
-  )
+PUBLISHED_TOKENS = DocumentTokens((BOS,), (EOS,), (EOS, PAD), BOS)
+
+
+@pytest.fixture(scope="module")
+def published_tokenizer(tmp_path_factory):
+  """Returns a tokenizer that has PUBLISHED_TOKENS."""
+  directory = tmp_path_factory.mktemp("published")
+  write_files(directory, first_token="<s>", config={"eos_token_id": [EOS, PAD]})
+  return read_tokenizer(directory, 1000)
+
+
+@pytest.fixture(scope="module")
+def exported(published_tokenizer, tmp_path_factory):
+  """Returns a directory with a model that has the published tokenizer."""
+  directory = tmp_path_factory.mktemp("exported") / "model"
+  model = make_model("diff", vocab_size=published_tokenizer.vocab_size)
+  model = dataclasses.replace(model, tokenizer=published_tokenizer)
+  diffllama.write(str(directory), model, "float32")
+  return directory
+
+
+@pytest.fixture(scope="module")
+def imported(exported, tmp_path_factory):
+  """Returns a workdir with the exported model, and the command's output."""
+  run = tmp_path_factory.mktemp("imported") / "run"
+  result = convert(f"--from=diffllama:{exported}", f"--to=diffjax:{run}")
   assert result.returncode == 0, result.stderr
-  assert (
-    "documents: <s> TEXT </s>; generation stops at </s> or <pad>\n"
-    in result.stdout
-  )
-  tokens = DocumentTokens((BOS,), (EOS,), (EOS, PAD), BOS)
-  trained = load(tmp_path / "run")
-  assert trained.tokenizer.document_tokens == tokens
+  return run, result.stdout
 
-  # The printed flags name this file for further training.
-  spec = trained.config.data.tokenizer
-  example = Tokenize(spec)(Document("the fox", False, None))
-  ids = tokenizer.encode("the fox")
-  assert example.tokens.tolist() == [BOS, *ids, EOS]
-  assert example.prompt_length == 0
-  example = Tokenize(spec)(Document("fox", False, "the "))
-  assert example.prompt_length == 1 + len(tokenizer.encode("the "))
 
-  read_again = workdir.read(str(tmp_path / "run"))
-  assert read_again.tokenizer.document_tokens == tokens
-  config = json.loads((tmp_path / "exported" / "config.json").read_text())
+def test_an_exported_config_has_the_document_tokens(exported):
+  config = json.loads((exported / "config.json").read_text())
+
   assert config["bos_token_id"] == BOS
   assert config["eos_token_id"] == [EOS, PAD]
 
 
-def test_a_model_that_is_trained_here_keeps_its_separator(make_model, tmp_path):
-  model = make_model("diff")
-  diffllama.write(str(tmp_path), model, "float32")
+def test_the_command_prints_the_document_tokens(imported):
+  _, output = imported
+
+  expected = "documents: <s> TEXT </s>; generation stops at </s> or <pad>\n"
+  assert expected in output
+
+
+def test_a_workdir_keeps_the_document_tokens(imported):
+  run, _ = imported
+
+  assert load(run).tokenizer.document_tokens == PUBLISHED_TOKENS
+  read_again = workdir.read(str(run))
+  assert read_again.tokenizer.document_tokens == PUBLISHED_TOKENS
+
+
+@pytest.fixture(scope="module")
+def tokenize(imported):
+  """Returns the tokenization of further training.
+
+  The command prints the flag config.data.tokenizer with this path.
+  """
+  run, _ = imported
+  return Tokenize(load(run).config.data.tokenizer)
+
+
+def test_training_documents_have_the_document_tokens(
+  tokenize, published_tokenizer
+):
+  example = tokenize(Document("the fox", False, None))
+
+  ids = published_tokenizer.encode("the fox")
+  assert example.tokens.tolist() == [BOS, *ids, EOS]
+  assert example.prompt_length == 0
+
+
+def test_the_first_token_is_part_of_a_training_prompt(
+  tokenize, published_tokenizer
+):
+  example = tokenize(Document("fox", False, "the "))
+
+  expected = [BOS, *published_tokenizer.encode("the ")]
+  assert example.prompt_length == len(expected)
+
+
+# A model that was trained by diffjax has a separator between documents.
+
+
+def test_a_model_of_diffjax_keeps_its_separator(tmp_path):
+  diffllama.write(str(tmp_path), make_model("diff"), "float32")
+
   assert document_tokens.read(tmp_path) == separated_by(255)
   tokenizer = diffllama.read(str(tmp_path)).tokenizer
   assert tokenizer.document_tokens == separated_by(255)
-  # The same rows as without the file.
+
+
+def test_the_file_of_the_separator_does_not_change_the_rows(tmp_path):
+  """Prepared rows are found by the fingerprint of their tokenizer."""
+  diffllama.write(str(tmp_path), make_model("diff"), "float32")
+  tokenizer = diffllama.read(str(tmp_path)).tokenizer
+
   (tmp_path / document_tokens.FILE_NAME).unlink()
-  plain = load_tokenizer(str(tmp_path / "tokenizer.json"))
-  assert plain.fingerprint == tokenizer.fingerprint
+
+  without_file = load_tokenizer(str(tmp_path / "tokenizer.json"))
+  assert without_file.fingerprint == tokenizer.fingerprint

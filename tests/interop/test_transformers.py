@@ -1,198 +1,284 @@
-"""With Hugging Face transformers itself (extra `hf`): it loads written models with the same outputs, and its models are read."""
+"""Hugging Face's transformers computes what diffjax computes.
 
-import jax
+Needs the extra `hf`. Written models are loaded by transformers, and models that
+transformers writes are read.
+"""
+
+import pathlib
+from typing import Any, NamedTuple
+
+import chex
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 transformers = pytest.importorskip("transformers")
 torch = pytest.importorskip("torch")
 
+from transformers.modeling_rope_utils import (  # noqa: E402
+  ROPE_INIT_FUNCTIONS,
+)
+
 from diffjax.data.tokenizer_training import train_tokenizer  # noqa: E402
 from diffjax.inference.sampler import Sampler  # noqa: E402
 from diffjax.inference.trained import load  # noqa: E402
-from diffjax.interop import diffllama, directory, llama, workdir  # noqa: E402
-from diffjax.model.decoder import Decoder  # noqa: E402
+from diffjax.interop import (  # noqa: E402
+  diffllama,
+  directory,
+  llama,
+  workdir,
+)
+from diffjax.interop.layout import Model  # noqa: E402
 from diffjax.ops.rope import Scaling  # noqa: E402
 from tests.harness import tokenizer_files  # noqa: E402
+from tests.interop.small_models import (  # noqa: E402
+  convert,
+  make_model,
+  model_logits,
+  write_tokenizer,
+)
 
-TOKENS = np.random.default_rng(0).integers(0, 128, (2, 24))
+IDS = np.random.default_rng(0).integers(0, 128, (2, 24))
 
 
-def torch_logits(model, tokens):
+def torch_logits(model):
+  """Returns the logits of IDS by a model of transformers."""
   with torch.no_grad():
-    return model(torch.as_tensor(tokens)).logits.float().numpy()
+    return model(torch.as_tensor(IDS)).logits.float().numpy()
 
 
-def assert_close(got, want):
-  np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max(), rtol=0)
+def assert_same_logits(hf_model, model):
+  """Asserts that transformers and diffjax compute the same logits of IDS."""
+  expected = torch_logits(hf_model)
+  atol = 1e-5 * np.abs(expected).max()
+  chex.assert_trees_all_close(
+    model_logits(model, IDS), expected, rtol=0, atol=atol
+  )
+
+
+def load_whole(path, **options):
+  """Returns a model that transformers loads without missing tensors."""
+  model, info = transformers.AutoModelForCausalLM.from_pretrained(
+    path, output_loading_info=True, **options
+  )
+  assert not any(info.values()), info
+  return model
+
+
+# RoPE.
+
+
+@pytest.mark.parametrize(
+  ("kind", "parameters"),
+  [
+    ("linear", {}),
+    (
+      "llama3",
+      {
+        "original_max_position_embeddings": 8192,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+      },
+    ),
+    ("yarn", {"original_max_position_embeddings": 8192}),
+  ],
+)
+@pytest.mark.parametrize(
+  ("head_dim", "base", "factor", "length"),
+  [(128, 1e6, 4.0, 8192), (32, 5e5, 2.5, 100)],
+)
+def test_rotary_angles_are_scaled_as_in_transformers(
+  kind, parameters, head_dim, base, factor, length
+):
+  rope_parameters = {
+    "rope_type": kind,
+    "factor": factor,
+    "rope_theta": base,
+    **parameters,
+  }
+  if "original_max_position_embeddings" in parameters:
+    rope_parameters["original_max_position_embeddings"] = length
+  config = transformers.LlamaConfig(
+    hidden_size=2 * head_dim,
+    num_attention_heads=2,
+    head_dim=head_dim,
+    rope_parameters=rope_parameters,
+  )
+  expected, expected_scale = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
+
+  exponents = -jnp.arange(0, head_dim, 2) / head_dim
+  unscaled = jnp.float32(base) ** exponents
+  scaling = Scaling(kind, factor, length)
+  frequencies, scale = scaling.scale_frequencies(unscaled, base)
+
+  chex.assert_trees_all_close(frequencies, expected.numpy(), rtol=2e-6, atol=0)
+  assert scale == pytest.approx(expected_scale, rel=1e-12)
+
+
+# Exported models.
 
 
 @pytest.fixture(scope="module")
 def bpe(tmp_path_factory):
-  return str(
-    train_tokenizer(
-      ["it's a test of 123 words\n\n  "] * 9,
-      270,
-      tmp_path_factory.mktemp("tokenizer"),
+  """Returns the path of a BPE tokenizer that diffjax has trained."""
+  documents = ["it's a test of 123 words\n\n  "] * 9
+  return str(train_tokenizer(documents, 270, tmp_path_factory.mktemp("bpe")))
+
+
+class Exported(NamedTuple):
+  """A model, and the directory that the command has exported it to."""
+
+  model: Model
+  directory: pathlib.Path
+
+
+@pytest.fixture(scope="module", params=["bytes", "bpe"])
+def exported(request, bpe, tmp_path_factory):
+  home = tmp_path_factory.mktemp("exported")
+  if request.param == "bytes":
+    model = make_model("diff")
+  else:
+    model = make_model(
+      "diff",
+      tokenizer=bpe,
+      num_kv_heads=4,
+      tie_embeddings=False,
+      rope_base=5e5,
     )
+  workdir.write(str(home / "run"), model)
+
+  result = convert(
+    f"--from=diffjax:{home / 'run'}", f"--to=diffllama:{home / 'exported'}"
   )
 
-
-@pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
-@pytest.mark.parametrize(
-  "width, base, factor, length", [(128, 1e6, 4.0, 8192), (32, 5e5, 2.5, 100)]
-)
-def test_rotary_angles_are_stretched_alike(kind, width, base, factor, length):
-  from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-  rope = {"rope_type": kind, "factor": factor, "rope_theta": base}
-  rope |= (
-    {} if kind == "linear" else {"original_max_position_embeddings": length}
-  )
-  rope |= (
-    {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    if kind == "llama3"
-    else {}
-  )
-  config = transformers.LlamaConfig(
-    hidden_size=2 * width,
-    num_attention_heads=2,
-    head_dim=width,
-    rope_parameters=rope,
-  )
-  wanted, size = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
-  plain = jax.numpy.float32(base) ** (-jax.numpy.arange(0, width, 2) / width)
-  got = Scaling(kind, factor, length).scale_frequencies(plain, base)
-  np.testing.assert_allclose(got[0], wanted.numpy(), rtol=2e-6)
-  assert got[1] == pytest.approx(size, rel=1e-12)
+  assert result.returncode == 0, result.stderr
+  return Exported(model, home / "exported")
 
 
-@pytest.mark.parametrize(
-  "kind, fields",
-  [
-    ("bytes", {}),
-    ("bpe", dict(num_kv_heads=4, tie_embeddings=False, rope_base=5e5)),
-  ],
-)
-def test_an_exported_model_generates_the_same_tokens(
-  make_model, convert, logits, bpe, kind, fields, tmp_path
-):
-  """By the command, and greedily from the text on: transformers has only weights, config and tokenizer."""
-  model = make_model(
-    "diff", tokenizer={"bytes": "bytes", "bpe": bpe}[kind], **fields
-  )
-  workdir.write(str(tmp_path / "run"), model)
-  assert (
-    convert(
-      f"--from=diffjax:{tmp_path / 'run'}", f"--to=diffllama:{tmp_path / 'out'}"
-    ).returncode
-    == 0
+def test_an_exported_model_has_the_same_logits(exported):
+  hf_model = load_whole(exported.directory)
+
+  assert type(hf_model).__name__ == "DiffLlamaForCausalLM"
+  assert_same_logits(hf_model, exported.model)
+
+
+@pytest.mark.parametrize("text", ["it's a test", "é 1234\n\n  ", "a  b"])
+def test_an_exported_tokenizer_gives_the_same_tokens(exported, text):
+  tokenizer = transformers.AutoTokenizer.from_pretrained(exported.directory)
+
+  ids = tokenizer.encode(text)
+
+  assert ids == exported.model.tokenizer.encode(text)
+  assert tokenizer.decode(ids) == text
+
+
+def test_an_exported_model_has_its_separator(exported):
+  tokenizer = transformers.AutoTokenizer.from_pretrained(exported.directory)
+  config = transformers.AutoConfig.from_pretrained(exported.directory)
+
+  separator = exported.model.tokenizer.separator
+  assert tokenizer.eos_token_id == separator
+  assert tokenizer.bos_token_id == separator
+  assert config.eos_token_id == separator
+
+
+def test_an_exported_model_generates_the_same_tokens(exported, tmp_path):
+  tokenizer = transformers.AutoTokenizer.from_pretrained(exported.directory)
+  hf_model = load_whole(exported.directory)
+  hf_model.generation_config.eos_token_id = None
+  inputs = tokenizer("it's", return_tensors="pt")
+  sequences = hf_model.generate(
+    **inputs, max_new_tokens=24, do_sample=False, pad_token_id=0
   )
 
-  theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
-    tmp_path / "out", output_loading_info=True
-  )
-  assert type(theirs).__name__ == "DiffLlamaForCausalLM" and not any(
-    info.values()
-  ), info
-  assert_close(torch_logits(theirs, TOKENS), logits(model, TOKENS))
+  workdir.write(str(tmp_path), exported.model)
+  prompt = exported.model.tokenizer.encode("it's")
+  (answer,) = Sampler(load(tmp_path)).generate([prompt], 24)
 
-  tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-  for text in ("it's a test", "é 1234\n\n  ", "a  b"):
-    assert tokenizer.encode(text) == model.tokenizer.encode(text)
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-  assert (
-    tokenizer.eos_token_id
-    == tokenizer.bos_token_id
-    == theirs.config.eos_token_id
-    == model.tokenizer.separator
-  )
-
-  prompt = tokenizer("it's", return_tensors="pt")
-  theirs.generation_config.eos_token_id = None
-  ids = theirs.generate(
-    **prompt, max_new_tokens=24, do_sample=False, pad_token_id=0
-  )[0].tolist()
-  start = model.tokenizer.encode("it's")
-  (new,) = Sampler(
-    Decoder(model.config), jax.tree.map(jax.numpy.asarray, model.params)
-  ).generate([start], 24)
-  assert ids == start + new and len(set(new)) > 3
+  assert sequences[0].tolist() == [*prompt, *answer]
+  # The answer is not a repetition of one token.
+  assert len(set(answer)) > 3
 
 
-def test_shards_and_halves_load(make_model, logits, monkeypatch, tmp_path):
-  model = make_model("diff", tie_embeddings=False)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_shards_are_loaded_by_transformers(dtype, monkeypatch, tmp_path):
   monkeypatch.setattr(directory, "SHARD_BYTES", 20_000)
-  for dtype in ("float32", "bfloat16"):
-    diffllama.write(str(tmp_path / dtype), model, dtype)
-    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
-      tmp_path / dtype, dtype="auto", output_loading_info=True
-    )
-    assert theirs.dtype == getattr(torch, dtype) and not any(info.values())
-  assert len(list((tmp_path / "float32").glob("*.safetensors"))) > 2
-  theirs = transformers.AutoModelForCausalLM.from_pretrained(
-    tmp_path / "float32"
-  )
-  assert_close(torch_logits(theirs, TOKENS), logits(model, TOKENS))
-  rounded = diffllama.read(str(tmp_path / "bfloat16"))
-  assert_close(
-    torch_logits(
-      theirs.from_pretrained(tmp_path / "bfloat16", dtype=torch.float32), TOKENS
-    ),
-    logits(rounded, TOKENS),
-  )
+  model = make_model("diff", tie_embeddings=False)
+
+  diffllama.write(str(tmp_path), model, dtype)
+
+  assert len(list(tmp_path.glob("*.safetensors"))) > 1
+  hf_model = load_whole(tmp_path, dtype="auto")
+  assert hf_model.dtype == getattr(torch, dtype)
+  # In bfloat16, the weights are rounded.
+  hf_model = load_whole(tmp_path, dtype=torch.float32)
+  assert_same_logits(hf_model, diffllama.read(str(tmp_path)))
 
 
-@pytest.mark.parametrize(
-  "name, layout", [("DiffLlama", diffllama), ("Llama", llama)]
-)
-@pytest.mark.parametrize("tie", [True, False])
-def test_what_transformers_writes_is_read(
-  write_tokenizer, logits, name, layout, tie, tmp_path
-):
-  """Its shards and its config.json are read as they are; a Llama as DIFF V2 has the same logits."""
+# Models that transformers writes.
+
+SMALL_MODEL_FIELDS: dict[str, Any] = {
+  "vocab_size": 128,
+  "hidden_size": 32,
+  "intermediate_size": 48,
+  "num_hidden_layers": 3,
+  "num_attention_heads": 4,
+  "num_key_value_heads": 2,
+  "max_position_embeddings": 64,
+  "rms_norm_eps": 1e-4,
+  "rope_parameters": {"rope_type": "default", "rope_theta": 300.0},
+  "initializer_range": 0.3,
+}
+
+
+def save_in_shards(hf_model, path):
+  """Writes a model of transformers in several files, with a tokenizer."""
+  hf_model.save_pretrained(path, max_shard_size="20KB")
+  assert len(list(path.glob("*.safetensors"))) > 2
+  write_tokenizer(path)
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_diffllama_of_transformers_has_the_same_logits(is_tied, tmp_path):
   torch.manual_seed(0)
-  theirs = getattr(transformers, f"{name}ForCausalLM")(
-    getattr(transformers, f"{name}Config")(
-      vocab_size=128,
-      hidden_size=32,
-      intermediate_size=48,
-      num_hidden_layers=3,
-      num_attention_heads=4,
-      num_key_value_heads=2,
-      max_position_embeddings=64,
-      rms_norm_eps=1e-4,
-      rope_parameters={"rope_type": "default", "rope_theta": 300.0},
-      tie_word_embeddings=tie,
-      initializer_range=0.3,
-    )
-  ).eval()
-  theirs.save_pretrained(tmp_path, max_shard_size="20KB")
-  assert len(list(tmp_path.glob("*.safetensors"))) > 2
-  write_tokenizer(tmp_path)
-  model = layout.read(str(tmp_path))
-  assert model.config.tie_embeddings is tie
-  assert_close(logits(model, TOKENS), torch_logits(theirs, TOKENS))
-
-
-@pytest.mark.parametrize("kind", ["llama_2", "unigram"])
-@pytest.mark.parametrize("has_bos", [False, True])
-@pytest.mark.parametrize("num_ends", [1, 2])
-def test_a_published_llama_answers_as_in_transformers(
-  tmp_path, convert, kind, has_bos, num_ends
-):
-  """Greedily, from a text: the prompts, the tokens and the end are the same."""
-  made = tokenizer_files.MAKERS[kind]()
-  if has_bos:
-    made = tokenizer_files.with_first_token(made, "<s>")
-  published = tmp_path / "published"
-  tokenizer = transformers.PreTrainedTokenizerFast(
-    tokenizer_object=made, bos_token="<s>", eos_token="</s>"
+  config = transformers.DiffLlamaConfig(
+    tie_word_embeddings=is_tied, **SMALL_MODEL_FIELDS
   )
-  tokenizer.save_pretrained(published)
+  hf_model = transformers.DiffLlamaForCausalLM(config).eval()
+  save_in_shards(hf_model, tmp_path)
+
+  model = diffllama.read(str(tmp_path))
+
+  assert model.config.tie_embeddings is is_tied
+  assert_same_logits(hf_model, model)
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_llama_of_transformers_has_the_same_logits(is_tied, tmp_path):
   torch.manual_seed(0)
   config = transformers.LlamaConfig(
-    vocab_size=made.get_vocab_size(),
+    tie_word_embeddings=is_tied, **SMALL_MODEL_FIELDS
+  )
+  hf_model = transformers.LlamaForCausalLM(config).eval()
+  save_in_shards(hf_model, tmp_path)
+
+  model = llama.read(str(tmp_path))
+
+  assert model.config.tie_embeddings is is_tied
+  assert_same_logits(hf_model, model)
+
+
+# Generation by a published Llama.
+
+EOS = 2
+PROMPT = "hello the"
+
+
+def random_llama(vocab_size):
+  """Returns a random Llama of transformers."""
+  torch.manual_seed(0)
+  config = transformers.LlamaConfig(
+    vocab_size=vocab_size,
     hidden_size=32,
     intermediate_size=64,
     num_hidden_layers=2,
@@ -201,34 +287,71 @@ def test_a_published_llama_answers_as_in_transformers(
     max_position_embeddings=128,
     initializer_range=0.5,
   )
-  theirs = transformers.LlamaForCausalLM(config).eval()
+  return transformers.LlamaForCausalLM(config).eval()
 
-  def answer():
-    prompt = transformers.AutoTokenizer.from_pretrained(published)(
-      "hello the", return_tensors="pt", return_token_type_ids=False
-    )
-    ids = theirs.generate(
-      **prompt, max_new_tokens=24, do_sample=False, pad_token_id=0
-    )[0].tolist()
-    return ids[prompt["input_ids"].shape[1] :]
 
-  theirs.generation_config.eos_token_id = 2
-  ends = [2]
-  if num_ends == 2:
-    # A token that the answer has after two others.
-    answered = answer()
-    for index in range(2, len(answered)):
-      if answered[index] not in answered[:index]:
-        ends.append(answered[index])
-        break
-  theirs.config.eos_token_id = ends if num_ends == 2 else ends[0]
-  theirs.generation_config.eos_token_id = theirs.config.eos_token_id
-  theirs.save_pretrained(published)
-  theirs = transformers.LlamaForCausalLM.from_pretrained(published).eval()
-  expected = answer()
-  if num_ends == 2:
-    assert expected[-1] == ends[1]
-  while expected and expected[-1] in ends:
+def generate(hf_model, published):
+  """Returns the answer of transformers to PROMPT, with its stop token.
+
+  Args:
+    hf_model: a model of transformers. Its generation_config has the stop ids.
+    published: the directory of its tokenizer.
+  """
+  tokenizer = transformers.AutoTokenizer.from_pretrained(published)
+  inputs = tokenizer(PROMPT, return_tensors="pt", return_token_type_ids=False)
+  sequences = hf_model.generate(
+    **inputs, max_new_tokens=24, do_sample=False, pad_token_id=0
+  )
+  num_prompt_tokens = inputs["input_ids"].shape[1]
+  return sequences[0].tolist()[num_prompt_tokens:]
+
+
+def first_new_token(ids, start):
+  """Returns the first token from `start` on that does not occur before it."""
+  for index in range(start, len(ids)):
+    if ids[index] not in ids[:index]:
+      return ids[index]
+  raise ValueError(f"all of {ids[start:]} occur before")
+
+
+@pytest.mark.parametrize(
+  ("kind", "has_bos", "num_stop_ids"),
+  [
+    ("llama_2", False, 1),
+    ("llama_2", True, 2),
+    ("unigram", True, 1),
+    ("unigram", False, 2),
+  ],
+)
+def test_a_published_llama_answers_as_in_transformers(
+  tmp_path, kind, has_bos, num_stop_ids
+):
+  """The tokens of the prompt, the answer and its end are the same."""
+  published = tmp_path / "published"
+  made = tokenizer_files.MAKERS[kind]()
+  if has_bos:
+    made = tokenizer_files.with_first_token(made, "<s>")
+  hf_tokenizer = transformers.PreTrainedTokenizerFast(
+    tokenizer_object=made, bos_token="<s>", eos_token="</s>"
+  )
+  hf_tokenizer.save_pretrained(published)
+  hf_model = random_llama(made.get_vocab_size())
+  stop_ids = [EOS]
+  if num_stop_ids == 2:
+    # The second stop token is the third of the answer, or a later one.
+    hf_model.generation_config.eos_token_id = EOS
+    answer = generate(hf_model, published)
+    stop_ids.append(first_new_token(answer, start=2))
+  eos_token_id = stop_ids if num_stop_ids == 2 else EOS
+  hf_model.config.eos_token_id = eos_token_id
+  hf_model.generation_config.eos_token_id = eos_token_id
+  hf_model.save_pretrained(published)
+
+  hf_model = transformers.LlamaForCausalLM.from_pretrained(published).eval()
+  expected = generate(hf_model, published)
+  if num_stop_ids == 2:
+    assert expected[-1] == stop_ids[1]
+  while expected and expected[-1] in stop_ids:
     expected.pop()
 
   result = convert(
@@ -238,11 +361,15 @@ def test_a_published_llama_answers_as_in_transformers(
   )
   assert result.returncode == 0, result.stderr
   trained = load(tmp_path / "run")
-  prompt = trained.tokenizer.encode_prompt("hello the")
-  stop_ids = trained.tokenizer.document_tokens.stop
-  (new,) = Sampler(trained).generate([prompt], 24, stop_ids=stop_ids)
-  assert new == expected and len(new) > 1
-  (text,) = Sampler(trained).generate(["hello the"], 24)
+  sampler = Sampler(trained)
+  prompt = trained.tokenizer.encode_prompt(PROMPT)
+  (answer,) = sampler.generate(
+    [prompt], 24, stop_ids=trained.tokenizer.document_tokens.stop
+  )
+  (text,) = sampler.generate([PROMPT], 24)
+
+  assert len(answer) > 1
+  assert answer == expected
   assert text == trained.tokenizer.decode_after(prompt, expected)
-  whole = tokenizer.decode([*prompt, *expected], skip_special_tokens=True)
-  assert "hello the" + text == whole
+  whole = hf_tokenizer.decode([*prompt, *expected], skip_special_tokens=True)
+  assert PROMPT + text == whole

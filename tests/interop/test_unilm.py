@@ -1,10 +1,10 @@
-"""The authors' layers: golden ones as layers of a whole model, and whole models against an independent one."""
+"""The authors' layers: models are written in their layout, and read again."""
 
 import ast
 import json
 import math
-import pathlib
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,158 +17,202 @@ from diffjax.model.attention import (
   DiffAttentionV2,
   lambda_init_schedule,
 )
+from tests.harness import ROOT
+from tests.interop import transformer_reference as parts
+from tests.interop.small_models import make_model, model_logits, read_tensors
 
-GOLDEN = pathlib.Path(__file__).parents[1] / "model/golden"
+# Single layers with the outputs of the authors' code.
+GOLDEN = ROOT / "tests/model/golden"
+ATTENTIONS = {"v1": "diff", "v2": "diff_v2"}
+MODULES = {"v1": DiffAttention, "v2": DiffAttentionV2}
 
 
 @pytest.mark.parametrize("name", ["v1_mha_depth0", "v1_gqa_depth5", "v2_gqa"])
-def test_golden_layer_in_a_whole_model(make_model, name, tmp_path):
-  """The layer's tensors go into a state dict as they are; the model that is read from it computes the layer's output."""
-  data = np.load(GOLDEN / f"{name}.npz", allow_pickle=False)
+def test_a_golden_layer_in_a_state_dict_computes_its_output(name, tmp_path):
+  with np.load(GOLDEN / f"{name}.npz", allow_pickle=False) as file:
+    data = dict(file)
   meta = ast.literal_eval(str(data["meta"]))
-  depth, sizes = (
-    meta["depth"],
-    {
-      key: meta[key]
-      for key in ("num_heads", "num_kv_heads", "head_dim", "rope_base")
-    },
-  )
-  attention = {"v1": "diff", "v2": "diff_v2"}[meta["kind"]]
+  depth = meta["depth"]
+  sizes = {}
+  for field in ("num_heads", "num_kv_heads", "head_dim", "rope_base"):
+    sizes[field] = meta[field]
   model = make_model(
-    attention, num_layers=depth + 1, embed_dim=meta["embed_dim"], **sizes
+    ATTENTIONS[meta["kind"]],
+    num_layers=depth + 1,
+    embed_dim=meta["embed_dim"],
+    **sizes,
   )
   unilm.write(str(tmp_path), model, "float32")
-  tensors = safetensors.numpy.load_file(tmp_path / "model.safetensors")
-  layer = {
-    key.split("/")[1]: data[key]
-    for key in data.files
-    if key.startswith("param/")
-  }
-  assert {
-    key.split("self_attn.")[1]
-    for key in tensors
-    if f"layers.{depth}.self_attn." in key
-  } == layer.keys()
-  for key, tensor in layer.items():
-    assert tensors[f"layers.{depth}.self_attn.{key}"].shape == tensor.shape
-    tensors[f"layers.{depth}.self_attn.{key}"] = tensor.astype(np.float32)
-  safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
 
+  # The layer's tensors replace those of the model's last layer.
+  tensors = read_tensors(tmp_path)
+  prefix = f"layers.{depth}.self_attn."
+  missing = {key for key in tensors if key.startswith(prefix)}
+  for key, tensor in data.items():
+    if key.startswith("param/"):
+      tensor_name = prefix + key.removeprefix("param/")
+      missing.remove(tensor_name)
+      assert tensors[tensor_name].shape == tensor.shape
+      tensors[tensor_name] = tensor.astype(np.float32)
+  assert not missing
+  safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
   model = unilm.read(str(tmp_path))
-  module = {"v1": DiffAttention, "v2": DiffAttentionV2}[meta["kind"]](**sizes)
-  params = jax.tree.map(
-    lambda leaf: jnp.asarray(leaf[depth]), model.params["layers"]["attention"]
-  )
-  y = jax.jit(module.apply)(
+
+  params = {}
+  for key, stack in model.params["layers"]["attention"].items():
+    params[key] = stack[depth]
+  output = jax.jit(MODULES[meta["kind"]](**sizes).apply)(
     {"params": params},
     jnp.asarray(data["x"], jnp.float32),
     lambda_init_schedule(depth),
   )
-  assert np.linalg.norm(y - data["y"]) < 2e-6 * np.linalg.norm(data["y"])
+  error = np.linalg.norm(output - data["y"])
+  assert error < 2e-6 * np.linalg.norm(data["y"])
 
 
-def reference(parts, tensors, config, tokens):
-  """Logits of one row [T] by a model of the authors' layers as the layout's description says, in float64."""
-  tensors = {
-    name: tensor.astype(np.float64) for name, tensor in tensors.items()
-  }
-  H, K, D, eps = (
-    config["num_heads"],
-    config["num_kv_heads"],
-    config["head_dim"],
-    config["norm_eps"],
-  )
-  x = tensors["embed_tokens.weight"][tokens]
-  for number in range(config["n_layers"]):
-    w = {
-      name.removeprefix(f"layers.{number}."): tensor
-      for name, tensor in tensors.items()
-      if name.startswith(f"layers.{number}.")
-    }
-    h = parts.norm(x, w["self_attn_layer_norm.weight"], eps)
-    q, k, v = (h @ w[f"self_attn.{name}_proj.weight"].T for name in "qkv")
-    q, k = (
-      parts.rotate(
-        array.reshape(len(x), -1, D), config["rope_theta"], interleaved=True
-      )
-      for array in (q, k)
-    )
-    v = v.reshape(len(x), K, -1)
-    heads = []
-    for head in range(H):
-      group = head // (H // K)
-      if config["diff_version"] == 1:
-        start = 0.8 - 0.6 * math.exp(-0.3 * number)
-        first, second = (
-          math.exp(
-            w[f"self_attn.lambda_q{index}"] @ w[f"self_attn.lambda_k{index}"]
-          )
-          for index in (1, 2)
-        )
-        maps = [
-          parts.attend(
-            q[:, 2 * head + index], k[:, 2 * group + index], v[:, group]
-          )
-          for index in (0, 1)
-        ]
-        normed = parts.norm(
-          maps[0] - (first - second + start) * maps[1],
-          w["self_attn.subln.weight"],
-          1e-5,
-        )
-        heads.append((1 - start) * normed)
-      else:
-        lam = 1 / (1 + np.exp(-h @ w["self_attn.lambda_proj.weight"][head]))
-        maps = [
-          parts.attend(q[:, 2 * head + index], k[:, group], v[:, group])
-          for index in (0, 1)
-        ]
-        heads.append(maps[0] - lam[:, None] * maps[1])
-    out = w[
-      "self_attn.out_proj.weight"
-      if config["diff_version"] == 1
-      else "self_attn.o_proj.weight"
-    ]
-    x = x + np.concatenate(heads, axis=-1) @ out.T
+# Whole models, against the description of the layout.
+
+
+def v1_head(tensors, prefix, layer, q, k, v):
+  """Returns the output of one head of the authors' V1 layer, in float64.
+
+  Args:
+    tensors: the tensors of the model.
+    prefix: the beginning of the names of the attention's tensors.
+    layer: the number of the layer.
+    q: the head's queries of shape [tokens, 2, D].
+    k: its keys, of the same shape.
+    v: its values of shape [tokens, 2D].
+  """
+  lambda_init = 0.8 - 0.6 * math.exp(-0.3 * layer)
+  signal_dot = tensors[f"{prefix}lambda_q1"] @ tensors[f"{prefix}lambda_k1"]
+  noise_dot = tensors[f"{prefix}lambda_q2"] @ tensors[f"{prefix}lambda_k2"]
+  lambda_ = math.exp(signal_dot) - math.exp(noise_dot) + lambda_init
+  signal = parts.attend(q[:, 0], k[:, 0], v)
+  noise = parts.attend(q[:, 1], k[:, 1], v)
+  gain = tensors[f"{prefix}subln.weight"]
+  normed = parts.rms_norm(signal - lambda_ * noise, gain, 1e-5)
+  return (1 - lambda_init) * normed
+
+
+def v2_head(x, lambda_projection, q, k, v):
+  """Returns the output of one head of the authors' V2 layer, in float64.
+
+  Args:
+    x: the input of the layer, of shape [tokens, width].
+    lambda_projection: the head's row of the projection to λ, [width].
+    q: the head's queries of shape [tokens, 2, D].
+    k: its keys of shape [tokens, D].
+    v: its values of shape [tokens, D].
+  """
+  lambda_ = 1 / (1 + np.exp(-x @ lambda_projection))
+  signal = parts.attend(q[:, 0], k, v)
+  noise = parts.attend(q[:, 1], k, v)
+  return signal - lambda_[:, None] * noise
+
+
+def attention(tensors, config, layer, x):
+  """Returns the output of a layer's attention, in float64."""
+  prefix = f"layers.{layer}.self_attn."
+  num_heads = config["num_heads"]
+  num_kv_heads = config["num_kv_heads"]
+  head_dim = config["head_dim"]
+  theta = config["rope_theta"]
+  is_v1 = config["diff_version"] == 1
+  num_tokens = len(x)
+
+  q = x @ tensors[f"{prefix}q_proj.weight"].T
+  k = x @ tensors[f"{prefix}k_proj.weight"].T
+  v = x @ tensors[f"{prefix}v_proj.weight"].T
+  q = parts.rotate(q.reshape(num_tokens, -1, head_dim), theta, interleaved=True)
+  k = parts.rotate(k.reshape(num_tokens, -1, head_dim), theta, interleaved=True)
+  v = v.reshape(num_tokens, num_kv_heads, -1)
+
+  heads = []
+  for head in range(num_heads):
+    kv_head = head // (num_heads // num_kv_heads)
+    head_q = q[:, 2 * head : 2 * head + 2]
+    if is_v1:
+      head_k = k[:, 2 * kv_head : 2 * kv_head + 2]
+      output = v1_head(tensors, prefix, layer, head_q, head_k, v[:, kv_head])
+    else:
+      projection = tensors[f"{prefix}lambda_proj.weight"][head]
+      output = v2_head(x, projection, head_q, k[:, kv_head], v[:, kv_head])
+    heads.append(output)
+  out_name = "out_proj" if is_v1 else "o_proj"
+  out = tensors[f"{prefix}{out_name}.weight"]
+  return np.concatenate(heads, axis=-1) @ out.T
+
+
+def reference_logits(tensors, config, ids):
+  """Returns the logits of one row, as the layout's description defines them.
+
+  Args:
+    tensors: the written tensors.
+    config: the written config.json.
+    ids: token ids of shape [tokens].
+  """
+  exact = {name: value.astype(np.float64) for name, value in tensors.items()}
+  eps = config["norm_eps"]
+  x = exact["embed_tokens.weight"][ids]
+  for layer in range(config["n_layers"]):
+    prefix = f"layers.{layer}."
+    gain = exact[f"{prefix}self_attn_layer_norm.weight"]
+    x = x + attention(exact, config, layer, parts.rms_norm(x, gain, eps))
+    gain = exact[f"{prefix}final_layer_norm.weight"]
     x = x + parts.swiglu(
-      parts.norm(x, w["final_layer_norm.weight"], eps),
-      *(w[f"ffn.{name}.weight"] for name in ("fc1", "gate", "fc2")),
+      parts.rms_norm(x, gain, eps),
+      exact[f"{prefix}ffn.fc1.weight"],
+      exact[f"{prefix}ffn.gate.weight"],
+      exact[f"{prefix}ffn.fc2.weight"],
     )
-  last = tensors[
-    "embed_tokens.weight"
-    if config["share_input_output_embed"]
-    else "output_projection.weight"
-  ]
-  return parts.norm(x, tensors["layer_norm.weight"], eps) @ last.T
+  hidden = parts.rms_norm(x, exact["layer_norm.weight"], eps)
+  if config["share_input_output_embed"]:
+    return hidden @ exact["embed_tokens.weight"].T
+  return hidden @ exact["output_projection.weight"].T
+
+
+@pytest.mark.parametrize(
+  ("attention", "is_tied"), [("diff", True), ("diff_v2", False)]
+)
+def test_a_written_model_has_the_same_logits_by_the_reference(
+  attention, is_tied, tmp_path
+):
+  model = make_model(attention, tie_embeddings=is_tied)
+  ids = np.random.default_rng(0).integers(0, 128, 16)
+
+  unilm.write(str(tmp_path), model, "float32")
+
+  config = json.loads((tmp_path / "config.json").read_text())
+  expected = reference_logits(read_tensors(tmp_path), config, ids)
+  logits = model_logits(model, ids[None])[0]
+  atol = 5e-6 * np.abs(expected).max()
+  chex.assert_trees_all_close(logits, expected, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("attention", ["diff", "diff_v2"])
-@pytest.mark.parametrize("tie", [True, False])
-def test_whole_model(make_model, parts, logits, attention, tie, tmp_path):
-  """A written model computes the same by the layout's description as in diffjax; read again, it is the same bit for bit."""
-  model = make_model(attention, tie_embeddings=tie)
+@pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
+def test_a_written_model_is_read_back(attention, is_tied, tmp_path):
+  model = make_model(attention, tie_embeddings=is_tied)
+
   unilm.write(str(tmp_path), model, "float32")
-  tensors = safetensors.numpy.load_file(tmp_path / "model.safetensors")
-  config = json.loads((tmp_path / "config.json").read_text())
-  tokens = np.random.default_rng(0).integers(0, 128, (1, 16))
-  want = reference(parts, tensors, config, tokens[0])
-  np.testing.assert_allclose(
-    logits(model, tokens)[0], want, atol=5e-6 * np.abs(want).max(), rtol=0
-  )
-  again = unilm.read(str(tmp_path))
-  assert again.config == model.config
-  jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
+
+  read = unilm.read(str(tmp_path))
+  assert read.config == model.config
+  chex.assert_trees_all_equal(read.params, model.params)
 
 
-def test_inward_and_outward_is_exact(make_model, tmp_path):
-  unilm.write(str(tmp_path / "a"), make_model("diff"), "bfloat16")
-  unilm.write(str(tmp_path / "b"), unilm.read(str(tmp_path / "a")), "bfloat16")
+def test_a_model_that_is_written_again_has_the_same_files(tmp_path):
+  first = tmp_path / "first"
+  second = tmp_path / "second"
+  unilm.write(str(first), make_model("diff"), "bfloat16")
+
+  unilm.write(str(second), unilm.read(str(first)), "bfloat16")
+
   for name in (
     "model.safetensors",
     "config.json",
     "tokenizer.json",
     "tokenizer_config.json",
   ):
-    assert (tmp_path / "a" / name).read_bytes() == (
-      tmp_path / "b" / name
-    ).read_bytes(), name
+    assert (first / name).read_bytes() == (second / name).read_bytes(), name
