@@ -1,20 +1,29 @@
-"""Makes the checkpoints motif_tiny, motif_2_tiny and motif_2_tiny_gqa: random weights in the layout of Motif-2.6B and Motif-2-12.7B.
+"""Makes the golden checkpoints of Motif: random weights in its layout.
 
-Run from the repository's root, with PyTorch installed (nothing else here needs it):
+motif_tiny has the layout of Motif-2.6B. motif_2_tiny and motif_2_tiny_gqa have
+that of Motif-2-12.7B. Needs PyTorch. Run from the root of the repository:
 
     python -m tests.interop.golden.make_motif
 
-The logits come from a transcription in PyTorch, in float64, of the authors' model in vLLM (MotifTechnologies/vllm,
-vllm/model_executor/models/motif.py at 477e4d7, vllm/v1/attention/backends/grouped_diff_attn.py at 2b73efa). The script compares it with
-tests/interop/motif_reference.py, which is written from the MLX port, on these and on other shapes, and stops if they differ. Then it says
-by how much the logits would change with each mistake that a converter can make, and stops if one would not show. The authors' own
-modeling_motif.py was not at hand. The tensors are the same bit for bit on every run.
+The logits come from a transcription in PyTorch, in float64, of the authors'
+model in vLLM (MotifTechnologies/vllm, vllm/model_executor/models/motif.py at
+477e4d7, and vllm/v1/attention/backends/grouped_diff_attn.py at 2b73efa). The
+authors' own modeling_motif.py was not available.
+
+The script compares this transcription with tests/interop/motif_reference.py,
+which is written from the MLX port, for these and for other shapes. It stops if
+they differ. It then prints how much each mistake of a converter would change
+the logits, and stops if a mistake does not change them.
+
+The tensors are the same on every run, bit for bit.
 """
 
 import json
 import math
 import pathlib
 import zlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import safetensors.torch
@@ -24,8 +33,18 @@ from tests.interop import motif_reference
 
 HERE = pathlib.Path(__file__).parent
 NUM_SHARDS = 3
+POLY_NORM_EPS = 1e-6
 
-# Fields and values as in the public configs where these are known; sizes are small, token ids are within the vocabulary.
+# The largest difference of the two transcriptions, which are both in float64.
+MAX_DIFFERENCE = 1e-11
+# The smallest change of the logits by a mistake.
+MIN_CHANGE = 1e-3
+
+Config = dict[str, Any]
+Tensors = dict[str, torch.Tensor]
+
+# Fields and values are as in the published configs, as far as they are known.
+# Sizes are small, and token ids are within the vocabulary.
 COMMON = {
   "architectures": ["MotifForCausalLM"],
   "attention_dropout": 0.0,
@@ -47,7 +66,8 @@ COMMON = {
   "use_sliding_window": False,
   "vocab_size": 128,
 }
-# Motif-2.6B: pairs of heads, no num_noise_heads, no head_dim. Its norms' epsilons are far apart, so that an exchange shows.
+# Like Motif-2.6B: pairs of heads, no num_noise_heads, no head_dim. The ε of the
+# norms are far apart, so that an exchange changes the logits.
 VANILLA = COMMON | {
   "attn_rms_norm_eps": 1e-2,
   "hidden_size": 48,
@@ -60,8 +80,9 @@ VANILLA = COMMON | {
   "tie_word_embeddings": True,
   "torch_dtype": "bfloat16",
 }
-# Motif-2-12.7B: groups of 4 signal heads and 1 noise head, one pair of keys and values a group. A converter to GGUF finds grouped_ratio and
-# lambda_init = 1 in its config.json; the model reads neither.
+# Like Motif-2-12.7B: groups of 4 signal heads and 1 noise head, and one pair of
+# key/value heads for each group. A converter to GGUF finds grouped_ratio and
+# lambda_init = 1 in its config.json. The model reads neither.
 GROUPED = COMMON | {
   "attn_rms_norm_eps": 1e-5,
   "grouped_ratio": 4,
@@ -79,7 +100,7 @@ GROUPED = COMMON | {
   "tie_word_embeddings": False,
   "torch_dtype": "float32",
 }
-# Four groups of 2 + 1 share two pairs of keys and values.
+# Four groups of 2 + 1 heads share two pairs of key/value heads.
 GROUPED_GQA = GROUPED | {
   "attn_rms_norm_eps": 1e-2,
   "grouped_ratio": 2,
@@ -96,7 +117,8 @@ GOLDEN = {
   "motif_2_tiny": GROUPED,
   "motif_2_tiny_gqa": GROUPED_GQA,
 }
-# For the comparison alone: shared keys and values without groups, a single group, the heads of the real models, biases.
+# Only compared, not written: shared keys and values without groups, a single
+# group, the heads of the published models, and biases.
 OTHERS = {
   "vanilla_gqa": VANILLA
   | {"num_attention_heads": 12, "num_key_value_heads": 4},
@@ -120,390 +142,574 @@ OTHERS = {
 }
 
 
-def sizes(config):
-  """Query heads, groups (each with one noise head), pairs of keys and values, head size."""
+class Sizes(NamedTuple):
+  """The numbers of heads of a model, and their size.
+
+  Attributes:
+    num_heads: the number of query heads, signal and noise heads.
+    num_groups: the number of groups. Each has one noise head.
+    num_pairs: the number of pairs of key/value heads.
+    head_dim: the size of a head.
+  """
+
+  num_heads: int
+  num_groups: int
+  num_pairs: int
+  head_dim: int
+
+
+def sizes(config: Config) -> Sizes:
+  """Returns the numbers of heads of a config."""
   num_heads = config["num_attention_heads"]
-  dim = config.get("head_dim") or config["hidden_size"] // num_heads
-  return (
-    num_heads,
-    config.get("num_noise_heads", num_heads // 2),
-    config["num_key_value_heads"] // 2,
-    dim,
+  return Sizes(
+    num_heads=num_heads,
+    num_groups=config.get("num_noise_heads", num_heads // 2),
+    num_pairs=config["num_key_value_heads"] // 2,
+    head_dim=config.get("head_dim") or config["hidden_size"] // num_heads,
   )
 
 
-def shapes(config):
-  """Every tensor of the checkpoint, [out, in]."""
-  embed, ffn, vocabulary = (
-    config["hidden_size"],
-    config["intermediate_size"],
-    config["vocab_size"],
-  )
-  num_heads, num_groups, num_pairs, dim = sizes(config)
-  linears = {
-    "self_attn.q_proj": (num_heads * dim, embed),
-    "self_attn.k_proj": (2 * num_pairs * dim, embed),
-    "self_attn.v_proj": (2 * num_pairs * dim, embed),
-    "self_attn.o_proj": (embed, 2 * (num_heads - num_groups) * dim),
-    "mlp.gate_proj": (ffn, embed),
-    "mlp.up_proj": (ffn, embed),
-    "mlp.down_proj": (embed, ffn),
+def layer_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+  """Returns the shapes of a layer's tensors. Matrices are [outputs, inputs]."""
+  embed_dim = config["hidden_size"]
+  ffn_dim = config["intermediate_size"]
+  num_heads, num_groups, num_pairs, head_dim = sizes(config)
+  num_signal_heads = num_heads - num_groups
+  matrices = {
+    "self_attn.q_proj": (num_heads * head_dim, embed_dim),
+    "self_attn.k_proj": (2 * num_pairs * head_dim, embed_dim),
+    "self_attn.v_proj": (2 * num_pairs * head_dim, embed_dim),
+    "self_attn.o_proj": (embed_dim, 2 * num_signal_heads * head_dim),
+    "mlp.gate_proj": (ffn_dim, embed_dim),
+    "mlp.up_proj": (ffn_dim, embed_dim),
+    "mlp.down_proj": (embed_dim, ffn_dim),
   }
-  layer = {f"{name}.weight": shape for name, shape in linears.items()}
+  shapes: dict[str, tuple[int, ...]] = {}
+  for name, shape in matrices.items():
+    shapes[f"{name}.weight"] = shape
   if config["use_bias"]:
-    layer |= {f"{name}.bias": shape[:1] for name, shape in linears.items()}
-  layer |= {
-    f"self_attn.lambda_{name}": (dim,) for name in ("q1", "k1", "q2", "k2")
-  }
-  layer |= {
-    "self_attn.subln.weight": (2 * dim,),
-    "mlp.act_fn.weight": (3,),
-    "mlp.act_fn.bias": (1,),
-  }
-  layer |= {
-    "input_layernorm.weight": (embed,),
-    "post_attention_layernorm.weight": (embed,),
-  }
-  return {
-    "model.embed_tokens.weight": (vocabulary, embed),
-    **{
-      f"model.layers.{index}.{name}": shape
-      for index in range(config["num_hidden_layers"])
-      for name, shape in layer.items()
-    },
-    "model.norm.weight": (embed,),
-    **(
-      {}
-      if config["tie_word_embeddings"]
-      else {"lm_head.weight": (vocabulary, embed)}
-    ),
-  }
+    for name, shape in matrices.items():
+      shapes[f"{name}.bias"] = shape[:1]
+  for name in ("q1", "k1", "q2", "k2"):
+    shapes[f"self_attn.lambda_{name}"] = (head_dim,)
+  shapes["self_attn.subln.weight"] = (2 * head_dim,)
+  shapes["mlp.act_fn.weight"] = (3,)
+  shapes["mlp.act_fn.bias"] = (1,)
+  shapes["input_layernorm.weight"] = (embed_dim,)
+  shapes["post_attention_layernorm.weight"] = (embed_dim,)
+  return shapes
 
 
-def make_tensors(config):
-  """Random tensors in the checkpoint's type; gains, λ and PolyNorm's coefficients too are far from where training starts."""
+def model_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+  """Returns the shapes of all tensors of a checkpoint."""
+  embed_dim = config["hidden_size"]
+  vocab_size = config["vocab_size"]
+  shapes: dict[str, tuple[int, ...]] = {
+    "model.embed_tokens.weight": (vocab_size, embed_dim)
+  }
+  for layer in range(config["num_hidden_layers"]):
+    for name, shape in layer_shapes(config).items():
+      shapes[f"model.layers.{layer}.{name}"] = shape
+  shapes["model.norm.weight"] = (embed_dim,)
+  if not config["tie_word_embeddings"]:
+    shapes["lm_head.weight"] = (vocab_size, embed_dim)
+  return shapes
+
+
+def draw_tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
+  """Returns random values of a tensor.
+
+  Gains, λ and the coefficients of PolyNorm are far from their initial values.
+  """
+  noise = np.random.default_rng(zlib.crc32(name.encode())).normal(size=shape)
+  if name.endswith(("norm.weight", "subln.weight")):
+    return 1 + 0.3 * noise
+  if "lambda" in name or "act_fn" in name or name.endswith(".bias"):
+    return 0.4 * noise
+  if "embed_tokens" in name or "lm_head" in name:
+    return 0.08 * noise
+  num_inputs = shape[1]
+  # Larger queries and keys make the attention less uniform.
+  gain = 1.5 if "q_proj" in name or "k_proj" in name else 1.0
+  return gain * noise / math.sqrt(num_inputs)
+
+
+def make_tensors(config: Config) -> Tensors:
+  """Returns random tensors in the type of the checkpoint."""
+  dtype = getattr(torch, config["torch_dtype"])
   tensors = {}
-  for name, shape in shapes(config).items():
-    noise = np.random.default_rng(zlib.crc32(name.encode())).normal(size=shape)
-    if name.endswith(("norm.weight", "subln.weight")):
-      value = 1 + 0.3 * noise
-    elif "lambda" in name or "act_fn" in name or name.endswith(".bias"):
-      value = 0.4 * noise
-    elif (
-      len(shape) == 2 and "embed_tokens" not in name and "lm_head" not in name
-    ):
-      value = (
-        (1.5 if "q_proj" in name or "k_proj" in name else 1.0)
-        * noise
-        / math.sqrt(shape[1])
-      )
-    else:
-      value = 0.08 * noise
-    tensors[name] = torch.tensor(value).to(
-      getattr(torch, config["torch_dtype"])
-    )
+  for name, shape in model_shapes(config).items():
+    tensors[name] = torch.tensor(draw_tensor(name, shape)).to(dtype)
   return tensors
 
 
+class Outputs(NamedTuple):
+  """What a model computes.
+
+  Attributes:
+    logits: of shape [rows, tokens, vocabulary].
+    attention_inputs: the inputs of self_attn of each layer, of shape
+      [layers, rows, tokens, width].
+    attention_outputs: its outputs, of the same shape.
+  """
+
+  logits: np.ndarray
+  attention_inputs: np.ndarray
+  attention_outputs: np.ndarray
+
+
 class Motif:
-  """The model after vLLM's code: fused heads, four attention calls, one for each set of queries and half of the values."""
+  """The model of vLLM's code, in float64.
 
-  def __init__(self, config, tensors):
-    self.config, self.tensors = (
-      config,
-      {name: tensor.double() for name, tensor in tensors.items()},
-    )
-    self.num_heads, self.num_groups, self.num_pairs, self.dim = sizes(config)
+  The heads are fused. The attention has four calls: the signal and the noise
+  heads, each with the first and the second half of the values.
+  """
 
-  def linear(self, x, name):
-    return torch.nn.functional.linear(
-      x, self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias")
-    )
+  def __init__(self, config: Config, tensors: Tensors):
+    self.config = config
+    self.tensors = {name: tensor.double() for name, tensor in tensors.items()}
+    self.sizes = sizes(config)
 
-  def norm(self, x, name, eps):
-    return (
-      x
-      * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
-      * self.tensors[f"{name}.weight"]
-    )
+  def linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
+    weight = self.tensors[f"{name}.weight"]
+    bias = self.tensors.get(f"{name}.bias")
+    return torch.nn.functional.linear(x, weight, bias)
 
-  def rope(self, x):
-    """x [B, T, heads, D], rotated in halves ("neox style") before the heads are split."""
-    inverse = 1.0 / self.config["rope_theta"] ** (
-      torch.arange(0, self.dim, 2, dtype=torch.float64) / self.dim
-    )
-    angles = (
-      torch.arange(x.shape[1], dtype=torch.float64)[:, None, None] * inverse
-    )
+  def norm(self, x: torch.Tensor, name: str, eps: float) -> torch.Tensor:
+    mean_square = x.pow(2).mean(-1, keepdim=True)
+    return x * torch.rsqrt(mean_square + eps) * self.tensors[f"{name}.weight"]
+
+  def project_heads(self, x: torch.Tensor, name: str) -> torch.Tensor:
+    """Returns a projection of shape [rows, tokens, heads, D]."""
+    return self.linear(x, name).unflatten(-1, (-1, self.sizes.head_dim))
+
+  def rope(self, x: torch.Tensor) -> torch.Tensor:
+    """Rotates x [rows, tokens, heads, D] in halves ("neox style")."""
+    head_dim = self.sizes.head_dim
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+    frequencies = 1.0 / self.config["rope_theta"] ** exponents
+    positions = torch.arange(x.shape[1], dtype=torch.float64)
+    angles = positions[:, None, None] * frequencies
     first, second = x.chunk(2, dim=-1)
-    return torch.cat(
-      [
-        first * angles.cos() - second * angles.sin(),
-        second * angles.cos() + first * angles.sin(),
-      ],
-      dim=-1,
-    )
+    new_first = first * angles.cos() - second * angles.sin()
+    new_second = second * angles.cos() + first * angles.sin()
+    return torch.cat([new_first, new_second], dim=-1)
 
-  def attend(self, q, k, v):
-    """[B, T, heads, D] each; as in FlashAttention, a key head serves consecutive query heads."""
-    k, v = (
-      x.repeat_interleave(q.shape[2] // x.shape[2], dim=2).transpose(1, 2)
-      for x in (k, v)
-    )
-    return torch.nn.functional.scaled_dot_product_attention(
-      q.transpose(1, 2), k, v, is_causal=True
-    ).transpose(1, 2)
+  def attend(
+    self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+  ) -> torch.Tensor:
+    """Returns causal attention. Arguments are [rows, tokens, heads, D].
 
-  def attention(self, x, layer):
-    name, (batch, length, _) = f"model.layers.{layer}.self_attn", x.shape
-    split = lambda part: self.linear(x, f"{name}.{part}").unflatten(
-      -1, (-1, self.dim)
+    As in FlashAttention, a key head serves consecutive query heads.
+    """
+    heads_per_key = q.shape[2] // k.shape[2]
+    k = k.repeat_interleave(heads_per_key, dim=2)
+    v = v.repeat_interleave(heads_per_key, dim=2)
+    output = torch.nn.functional.scaled_dot_product_attention(
+      q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True
     )
-    q = self.rope(split("q_proj")).unflatten(2, (self.num_groups, -1))
-    q1, q2 = q[:, :, :, :-1].flatten(2, 3), q[:, :, :, -1]
-    k1, k2 = (
-      self.rope(split("k_proj")).unflatten(2, (self.num_pairs, 2)).unbind(3)
-    )
-    v1, v2 = split("v_proj").unflatten(2, (self.num_pairs, 2)).unbind(3)
-    first = torch.cat(
-      [self.attend(q1, k1, v1), self.attend(q1, k1, v2)], dim=-1
-    )
-    second = torch.cat(
-      [self.attend(q2, k2, v1), self.attend(q2, k2, v2)], dim=-1
-    )
-    second = second.repeat_interleave(first.shape[2] // second.shape[2], dim=2)
-    lambda_init = 0.8 - 0.6 * math.exp(
-      -0.3 * (layer - self.config.get("lambda_init_offset", 1))
-    )
-    q1, k1, q2, k2 = (
-      self.tensors[f"{name}.lambda_{part}"] for part in ("q1", "k1", "q2", "k2")
-    )
-    lambda_full = (
-      torch.exp(torch.sum(q1 * k1))
-      - torch.exp(torch.sum(q2 * k2))
-      + lambda_init
-    )
-    out = self.norm(
-      first - lambda_full * second,
-      f"{name}.subln",
-      self.config["attn_rms_norm_eps"],
-    ) * (1 - lambda_init)
-    return self.linear(out.reshape(batch, length, -1), f"{name}.o_proj")
+    return output.transpose(1, 2)
 
-  def poly_norm(self, x, name):
+  def lambda_init(self, layer: int) -> float:
+    offset = self.config.get("lambda_init_offset", 1)
+    return 0.8 - 0.6 * math.exp(-0.3 * (layer - offset))
+
+  def lambda_full(self, layer: int) -> torch.Tensor:
+    prefix = f"model.layers.{layer}.self_attn.lambda_"
+    signal_products = self.tensors[f"{prefix}q1"] * self.tensors[f"{prefix}k1"]
+    noise_products = self.tensors[f"{prefix}q2"] * self.tensors[f"{prefix}k2"]
+    signal = torch.exp(torch.sum(signal_products))
+    noise = torch.exp(torch.sum(noise_products))
+    return signal - noise + self.lambda_init(layer)
+
+  def attention(self, x: torch.Tensor, layer: int) -> torch.Tensor:
+    """Returns the output of a layer's self_attn."""
+    name = f"model.layers.{layer}.self_attn"
+    _, num_groups, num_pairs, _ = self.sizes
+    q = self.rope(self.project_heads(x, f"{name}.q_proj"))
+    k = self.rope(self.project_heads(x, f"{name}.k_proj"))
+    v = self.project_heads(x, f"{name}.v_proj")
+
+    # In each group, the noise head is the last one.
+    groups = q.unflatten(2, (num_groups, -1))
+    signal_q = groups[:, :, :, :-1].flatten(2, 3)
+    noise_q = groups[:, :, :, -1]
+    signal_k, noise_k = k.unflatten(2, (num_pairs, 2)).unbind(3)
+    v1, v2 = v.unflatten(2, (num_pairs, 2)).unbind(3)
+
+    signal_halves = [
+      self.attend(signal_q, signal_k, v1),
+      self.attend(signal_q, signal_k, v2),
+    ]
+    noise_halves = [
+      self.attend(noise_q, noise_k, v1),
+      self.attend(noise_q, noise_k, v2),
+    ]
+    signal = torch.cat(signal_halves, dim=-1)
+    noise = torch.cat(noise_halves, dim=-1)
+    signals_per_noise = signal.shape[2] // noise.shape[2]
+    noise = noise.repeat_interleave(signals_per_noise, dim=2)
+
+    difference = signal - self.lambda_full(layer) * noise
+    normed = self.norm(
+      difference, f"{name}.subln", self.config["attn_rms_norm_eps"]
+    )
+    heads = normed * (1 - self.lambda_init(layer))
+    return self.linear(heads.flatten(2), f"{name}.o_proj")
+
+  def poly_norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+    def normalize(power: torch.Tensor) -> torch.Tensor:
+      mean_square = power.pow(2).sum(-1, keepdim=True) / power.shape[-1]
+      return power / torch.sqrt(mean_square + POLY_NORM_EPS)
+
     square = x.pow(2)
     cube = square * x
-    n = lambda z: (
-      z / torch.sqrt(z.pow(2).sum(-1, keepdim=True) / z.shape[-1] + 1e-6)
-    )
     weight = self.tensors[f"{name}.weight"]
     return (
-      weight[0] * n(cube)
-      + weight[1] * n(square)
-      + weight[2] * n(x)
+      weight[0] * normalize(cube)
+      + weight[1] * normalize(square)
+      + weight[2] * normalize(x)
       + self.tensors[f"{name}.bias"]
     )
 
-  def __call__(self, ids):
-    """Logits [B, T, N], and every self_attn's input and output [L, B, T, E]."""
-    x = self.tensors["model.embed_tokens.weight"][ids]
-    inputs, outputs, eps = [], [], self.config["rms_norm_eps"]
+  def feed_forward(self, x: torch.Tensor, layer: int) -> torch.Tensor:
+    """Returns the output of a layer's mlp."""
+    name = f"model.layers.{layer}.mlp"
+    gate = self.linear(x, f"{name}.gate_proj")
+    activated = self.poly_norm(gate, f"{name}.act_fn")
+    up = self.linear(x, f"{name}.up_proj")
+    return self.linear(activated * up, f"{name}.down_proj")
+
+  def __call__(self, ids: np.ndarray) -> Outputs:
+    """Returns the outputs for token ids of shape [rows, tokens]."""
+    eps = self.config["rms_norm_eps"]
+    x = self.tensors["model.embed_tokens.weight"][torch.tensor(ids)]
+    inputs = []
+    outputs = []
     for layer in range(self.config["num_hidden_layers"]):
       name = f"model.layers.{layer}"
-      inputs.append(self.norm(x, f"{name}.input_layernorm", eps))
-      outputs.append(self.attention(inputs[-1], layer))
-      x = x + outputs[-1]
-      inner = self.norm(x, f"{name}.post_attention_layernorm", eps)
-      gate = self.poly_norm(
-        self.linear(inner, f"{name}.mlp.gate_proj"), f"{name}.mlp.act_fn"
-      )
-      x = x + self.linear(
-        gate * self.linear(inner, f"{name}.mlp.up_proj"),
-        f"{name}.mlp.down_proj",
-      )
-    unembedding = (
-      "model.embed_tokens.weight"
-      if self.config["tie_word_embeddings"]
-      else "lm_head.weight"
-    )
-    return (
-      self.norm(x, "model.norm", eps) @ self.tensors[unembedding].T,
-      torch.stack(inputs),
-      torch.stack(outputs),
+      attention_input = self.norm(x, f"{name}.input_layernorm", eps)
+      attention_output = self.attention(attention_input, layer)
+      inputs.append(attention_input)
+      outputs.append(attention_output)
+      x = x + attention_output
+      normed = self.norm(x, f"{name}.post_attention_layernorm", eps)
+      x = x + self.feed_forward(normed, layer)
+
+    hidden = self.norm(x, "model.norm", eps)
+    if self.config["tie_word_embeddings"]:
+      unembedding = self.tensors["model.embed_tokens.weight"]
+    else:
+      unembedding = self.tensors["lm_head.weight"]
+    logits = hidden @ unembedding.T
+    return Outputs(
+      logits.numpy(), torch.stack(inputs).numpy(), torch.stack(outputs).numpy()
     )
 
 
-def compare(name, config, tensors, ids):
-  """Runs both transcriptions; they must agree to rounding."""
-  arrays = {tensor: value.double().numpy() for tensor, value in tensors.items()}
-  logits, inputs, outputs = (
-    x.numpy() for x in Motif(config, tensors)(torch.tensor(ids))
+def reference_outputs(
+  config: Config, tensors: Tensors, ids: np.ndarray, inputs: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+  """Returns the logits and the attention outputs of motif_reference.py.
+
+  Args:
+    config: the config.json.
+    tensors: the tensors of the checkpoint.
+    ids: token ids of shape [rows, tokens].
+    inputs: the inputs of self_attn, of shape [layers, rows, tokens, width].
+  """
+  arrays = {}
+  for name, tensor in tensors.items():
+    arrays[name] = tensor.double().numpy()
+  logits = []
+  for row in ids:
+    logits.append(motif_reference.logits(config, arrays, row))
+  outputs = np.empty_like(inputs)
+  for layer, rows in enumerate(inputs):
+    for index, x in enumerate(rows):
+      outputs[layer, index] = motif_reference.attention(
+        config, arrays, layer, x
+      )
+  return np.stack(logits), outputs
+
+
+def compare(
+  name: str, config: Config, tensors: Tensors, ids: np.ndarray
+) -> Outputs:
+  """Returns the outputs. Exits if the two transcriptions differ."""
+  outputs = Motif(config, tensors)(ids)
+  other_logits, other_attention = reference_outputs(
+    config, tensors, ids, outputs.attention_inputs
   )
-  other = np.stack([motif_reference.logits(config, arrays, row) for row in ids])
-  heads = np.stack(
-    [
-      [motif_reference.attention(config, arrays, layer, x) for x in rows]
-      for layer, rows in enumerate(inputs)
-    ]
-  )
-  difference = max(np.abs(logits - other).max(), np.abs(outputs - heads).max())
+  logits_difference = np.abs(outputs.logits - other_logits).max()
+  attention_difference = np.abs(
+    outputs.attention_outputs - other_attention
+  ).max()
+  difference = max(logits_difference, attention_difference)
   print(
-    f"{name}: largest logit {np.abs(logits).max():.2f}, the two transcriptions differ by {difference:.1e}"
+    f"{name}: largest logit {np.abs(outputs.logits).max():.2f}, the two"
+    f" transcriptions differ by {difference:.1e}"
   )
-  if not difference < 1e-11:
-    raise SystemExit(f"{name}: the transcriptions disagree")
-  return logits, inputs, outputs
+  # Also true for NaN.
+  if not difference < MAX_DIFFERENCE:
+    raise SystemExit(f"{name}: the transcriptions differ")
+  return outputs
 
 
-def mistakes(config):
-  """What a wrong converter would do: (a mistake's name, the change of the tensors, the change of the config)."""
-  num_heads, num_groups, num_pairs, dim = sizes(config)
+class Mistake(NamedTuple):
+  """A mistake that a converter could make.
 
-  def rows(part, order, axis=0):
-    """Reorders the heads of a projection; `order` maps an array of their numbers to another."""
+  Attributes:
+    name: what is wrong.
+    tensors: the tensors that it would read.
+    fields: the fields of the config that it would read.
+  """
 
-    def change(tensors):
-      for name in [name for name in tensors if f".{part}.weight" in name]:
-        numbers = np.arange(tensors[name].shape[axis]).reshape(-1, dim)
-        index = numbers[order(np.arange(len(numbers)))].reshape(-1)
-        tensors[name] = tensors[name].index_select(axis, torch.tensor(index))
+  name: str
+  tensors: Tensors
+  fields: Config
 
-    return change
 
-  def set_to(suffix, function):
-    def change(tensors):
-      for name in [name for name in tensors if name.endswith(suffix)]:
-        tensors[name] = function(tensors[name])
+def reorder_heads(
+  tensors: Tensors, projection: str, order: np.ndarray, axis: int = 0
+) -> Tensors:
+  """Returns tensors whose heads have another order in each layer.
 
-    return change
+  Args:
+    tensors: the tensors of a checkpoint.
+    projection: the name of the projection, such as "q_proj".
+    order: the old number of the head at each new position.
+    axis: the axis of the heads.
+  """
+  changed = dict(tensors)
+  for name, tensor in tensors.items():
+    if f".{projection}.weight" in name:
+      index = np.arange(tensor.shape[axis]).reshape(len(order), -1)
+      new_index = torch.tensor(index[order].reshape(-1))
+      changed[name] = tensor.index_select(axis, new_index)
+  return changed
 
-  def interleaved(tensors):
-    """As if dimensions (2j, 2j + 1) rotated together."""
-    for name in [
-      name
-      for name in tensors
-      if ".q_proj.weight" in name or ".k_proj.weight" in name
-    ]:
-      tensors[name] = (
-        tensors[name]
-        .unflatten(0, (-1, dim // 2, 2))
-        .transpose(1, 2)
-        .flatten(0, 2)
-      )
 
-  def lambda_2_as_1(tensors):
-    for name in [
-      name for name in tensors if "lambda_q1" in name or "lambda_k1" in name
-    ]:
-      tensors[name[:-1] + "2"] = tensors[name]
+def change_tensors(
+  tensors: Tensors,
+  suffix: str,
+  change: Callable[[torch.Tensor], torch.Tensor],
+) -> Tensors:
+  """Returns tensors of which those with a suffix are changed."""
+  changed = dict(tensors)
+  for name, tensor in tensors.items():
+    if name.endswith(suffix):
+      changed[name] = change(tensor)
+  return changed
 
-  halves = lambda x: x.reshape(2, -1).T.reshape(-1)
-  noise_first = lambda x: np.roll(x.reshape(num_groups, -1), 1, axis=1).reshape(
-    -1
-  )
-  noise_last = lambda x: np.concatenate(
-    [x[:-num_groups].reshape(num_groups, -1), x[-num_groups:, None]], axis=1
-  ).reshape(-1)
-  swapped = lambda x: x.reshape(-1, 2)[:, ::-1].reshape(-1)
-  nothing = lambda tensors: None
-  yield "noise head first in its group", rows("q_proj", noise_first), {}
-  yield "all noise heads after all signal heads", rows("q_proj", noise_last), {}
-  yield "k₁ and k₂ exchanged", rows("k_proj", swapped), {}
-  yield "halves of values exchanged", rows("v_proj", swapped), {}
-  if num_pairs > 1:
-    yield "all k₁ before all k₂", rows("k_proj", halves), {}
-    yield (
-      "all first halves of values before all second ones",
-      rows("v_proj", halves),
+
+def exchange_pairs(count: int) -> np.ndarray:
+  """Returns the order 1, 0, 3, 2, … of heads."""
+  return np.arange(count).reshape(-1, 2)[:, ::-1].reshape(-1)
+
+
+def even_before_odd(count: int) -> np.ndarray:
+  """Returns the order in which position 2i has head i.
+
+  A converter makes this mistake if it expects all first heads of the pairs
+  before all second ones.
+  """
+  return np.arange(count).reshape(2, -1).T.reshape(-1)
+
+
+def head_mistakes(config: Config, tensors: Tensors) -> list[Mistake]:
+  """Returns mistakes in the order of heads."""
+  num_heads, num_groups, num_pairs, _ = sizes(config)
+  num_signals = num_heads - num_groups
+  heads = np.arange(num_heads)
+  noise_first = np.roll(heads.reshape(num_groups, -1), 1, axis=1).reshape(-1)
+  signal_groups = heads[:num_signals].reshape(num_groups, -1)
+  noise_heads = heads[num_signals:, None]
+  noise_last = np.concatenate([signal_groups, noise_heads], axis=1).reshape(-1)
+  exchanged = exchange_pairs(2 * num_pairs)
+  halves = even_before_odd(2 * num_pairs)
+  output_halves = even_before_odd(2 * num_signals)
+
+  mistakes = [
+    Mistake(
+      "noise head first in its group",
+      reorder_heads(tensors, "q_proj", noise_first),
       {},
-    )
-    yield "columns of o_proj as (half, head)", rows("o_proj", halves, 1), {}
-  yield "rotation of neighbours", interleaved, {}
-  yield "λ's second exponential like the first", lambda_2_as_1, {}
-  yield (
-    "the schedule of λ_init without its offset",
-    nothing,
-    {"lambda_init_offset": 0},
-  )
-  yield "no gain in the head norm", set_to("subln.weight", torch.ones_like), {}
-  yield (
-    "PolyNorm's coefficients from the lowest power",
-    set_to("act_fn.weight", lambda x: x.flip(0)),
-    {},
-  )
-  yield "no bias in PolyNorm", set_to("act_fn.bias", torch.zeros_like), {}
-  if config["attn_rms_norm_eps"] != config["rms_norm_eps"]:
-    yield (
-      "rms_norm_eps in the head norm",
-      nothing,
-      {"attn_rms_norm_eps": config["rms_norm_eps"]},
-    )
-  yield "θ of 10,000", nothing, {"rope_theta": 10000.0}
+    ),
+    Mistake(
+      "all noise heads after all signal heads",
+      reorder_heads(tensors, "q_proj", noise_last),
+      {},
+    ),
+    Mistake(
+      "k₁ and k₂ exchanged", reorder_heads(tensors, "k_proj", exchanged), {}
+    ),
+    Mistake(
+      "halves of values exchanged",
+      reorder_heads(tensors, "v_proj", exchanged),
+      {},
+    ),
+  ]
+  if num_pairs > 1:
+    mistakes += [
+      Mistake(
+        "all k₁ before all k₂", reorder_heads(tensors, "k_proj", halves), {}
+      ),
+      Mistake(
+        "all first halves of values before all second ones",
+        reorder_heads(tensors, "v_proj", halves),
+        {},
+      ),
+      Mistake(
+        "columns of o_proj as (half, head)",
+        reorder_heads(tensors, "o_proj", output_halves, axis=1),
+        {},
+      ),
+    ]
+  return mistakes
 
 
-def write(name, config, tensors, ids, logits, inputs, outputs):
+def rotate_neighbours(tensors: Tensors, head_dim: int) -> Tensors:
+  """Returns tensors as if the dimensions (2j, 2j + 1) were rotated together."""
+
+  def change(tensor: torch.Tensor) -> torch.Tensor:
+    pairs = tensor.unflatten(0, (-1, head_dim // 2, 2))
+    return pairs.transpose(1, 2).flatten(0, 2)
+
+  changed = change_tensors(tensors, ".q_proj.weight", change)
+  return change_tensors(changed, ".k_proj.weight", change)
+
+
+def repeat_first_lambda(tensors: Tensors) -> Tensors:
+  """Returns tensors whose second λ vectors equal the first ones."""
+  changed = dict(tensors)
+  for name in tensors:
+    if name.endswith(("lambda_q2", "lambda_k2")):
+      changed[name] = tensors[name.removesuffix("2") + "1"]
+  return changed
+
+
+def reverse(tensor: torch.Tensor) -> torch.Tensor:
+  return tensor.flip(0)
+
+
+def make_mistakes(config: Config, tensors: Tensors) -> list[Mistake]:
+  """Returns the mistakes that a converter could make."""
+  mistakes = head_mistakes(config, tensors)
+  mistakes += [
+    Mistake(
+      "rotation of neighbours",
+      rotate_neighbours(tensors, sizes(config).head_dim),
+      {},
+    ),
+    Mistake(
+      "λ's second exponential like the first", repeat_first_lambda(tensors), {}
+    ),
+    Mistake(
+      "the schedule of λ_init without its offset",
+      tensors,
+      {"lambda_init_offset": 0},
+    ),
+    Mistake(
+      "no gain in the head norm",
+      change_tensors(tensors, "subln.weight", torch.ones_like),
+      {},
+    ),
+    Mistake(
+      "PolyNorm's coefficients from the lowest power",
+      change_tensors(tensors, "act_fn.weight", reverse),
+      {},
+    ),
+    Mistake(
+      "no bias in PolyNorm",
+      change_tensors(tensors, "act_fn.bias", torch.zeros_like),
+      {},
+    ),
+    Mistake("θ of 10,000", tensors, {"rope_theta": 10000.0}),
+  ]
+  eps = config["rms_norm_eps"]
+  if config["attn_rms_norm_eps"] != eps:
+    mistakes.append(
+      Mistake(
+        "rms_norm_eps in the head norm", tensors, {"attn_rms_norm_eps": eps}
+      )
+    )
+  return mistakes
+
+
+def check_mistakes(
+  name: str,
+  config: Config,
+  tensors: Tensors,
+  ids: np.ndarray,
+  logits: np.ndarray,
+) -> None:
+  """Exits if a mistake does not change the logits."""
+  for mistake in make_mistakes(config, tensors):
+    wrong = Motif(config | mistake.fields, mistake.tensors)(ids)
+    change = np.abs(wrong.logits - logits).max()
+    print(f"  {mistake.name}: {change:.1e}")
+    if not change > MIN_CHANGE:
+      raise SystemExit(f"{name}: the logits do not show the mistake")
+
+
+def write_json(path: pathlib.Path, content: Any) -> None:
+  path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+
+def write_shards(directory: pathlib.Path, tensors: Tensors) -> None:
+  """Writes tensors to NUM_SHARDS files, with an index."""
+  weight_map = {}
+  for index, name in enumerate(tensors):
+    shard = index * NUM_SHARDS // len(tensors) + 1
+    weight_map[name] = f"model-{shard:05}-of-{NUM_SHARDS:05}.safetensors"
+  for file_name in sorted(set(weight_map.values())):
+    part = {}
+    for name, tensor in tensors.items():
+      if weight_map[name] == file_name:
+        part[name] = tensor
+    safetensors.torch.save_file(
+      part, directory / file_name, metadata={"format": "pt"}
+    )
+  sizes_in_bytes = [tensor.nbytes for tensor in tensors.values()]
+  index_content = {
+    "metadata": {"total_size": sum(sizes_in_bytes)},
+    "weight_map": weight_map,
+  }
+  write_json(directory / "model.safetensors.index.json", index_content)
+
+
+def write_checkpoint(
+  name: str, config: Config, tensors: Tensors, ids: np.ndarray, outputs: Outputs
+) -> None:
+  """Writes a golden checkpoint, and its outputs in float32."""
   directory = HERE / name
   directory.mkdir(exist_ok=True)
-  (directory / "config.json").write_text(
-    json.dumps(config, indent=2, sort_keys=True) + "\n"
-  )
+  write_json(directory / "config.json", config)
   if config["torch_dtype"] == "bfloat16":
     safetensors.torch.save_file(
       tensors, directory / "model.safetensors", metadata={"format": "pt"}
     )
   else:
-    names = list(tensors)
-    files = {
-      tensor: f"model-{index * NUM_SHARDS // len(names) + 1:05}-of-{NUM_SHARDS:05}.safetensors"
-      for index, tensor in enumerate(names)
-    }
-    for file in sorted(set(files.values())):
-      part = {
-        tensor: tensors[tensor] for tensor in names if files[tensor] == file
-      }
-      safetensors.torch.save_file(
-        part, directory / file, metadata={"format": "pt"}
-      )
-    index = {
-      "metadata": {
-        "total_size": sum(
-          x.numel() * x.element_size() for x in tensors.values()
-        )
-      },
-      "weight_map": files,
-    }
-    (directory / "model.safetensors.index.json").write_text(
-      json.dumps(index, indent=2, sort_keys=True) + "\n"
-    )
-  single = {
-    "logits": logits,
-    "attention_input": inputs,
-    "attention_output": outputs,
-  }
+    write_shards(directory, tensors)
   np.savez_compressed(
     directory / "golden_logits.npz",
     input_ids=ids,
-    **{key: value.astype(np.float32) for key, value in single.items()},
+    logits=outputs.logits.astype(np.float32),
+    attention_input=outputs.attention_inputs.astype(np.float32),
+    attention_output=outputs.attention_outputs.astype(np.float32),
   )
 
 
-def main():
+def main() -> None:
   ids = np.random.default_rng(0).integers(0, COMMON["vocab_size"], (2, 13))
   for name, config in OTHERS.items():
     compare(name, config, make_tensors(config), ids)
   for name, config in GOLDEN.items():
     tensors = make_tensors(config)
-    logits, inputs, outputs = compare(name, config, tensors, ids)
-    write(name, config, tensors, ids, logits, inputs, outputs)
-    for mistake, change, fields in mistakes(config):
-      wrong = dict(tensors)
-      change(wrong)
-      difference = np.abs(
-        Motif(config | fields, wrong)(torch.tensor(ids))[0].numpy() - logits
-      ).max()
-      print(f"  {mistake}: {difference:.1e}")
-      if not difference > 1e-3:
-        raise SystemExit(f"{name}: the logits do not show the mistake")
+    outputs = compare(name, config, tensors, ids)
+    write_checkpoint(name, config, tensors, ids, outputs)
+    check_mistakes(name, config, tensors, ids, outputs.logits)
 
 
 if __name__ == "__main__":
