@@ -1,14 +1,23 @@
-"""Makes the checkpoint phi_flash_tiny: random weights of the attention layers of a small Phi-4-mini-flash-reasoning.
+"""Makes the golden checkpoint phi_flash_tiny.
 
-Run from the repository's root, with PyTorch installed (nothing else here needs it) and the authors' file diff_attn.py:
+It has random weights of the attention layers of a small
+Phi-4-mini-flash-reasoning. Layers of Mamba and of gated memory are left out.
+Needs PyTorch and the authors' file diff_attn.py. Run from the root of the
+repository:
 
     python -m tests.interop.golden.make_phi_flash ArchScale/lit_gpt/diff_attn.py
 
-The outputs come from the authors' own FlashDiffAttention (microsoft/ArchScale at c2ec1d6), in float64, with FlashAttention replaced by its
-definition; what is around it, the projections, norms and feed-forward layers of a checkpoint, is transcribed from vLLM
-(vllm/model_executor/models/phi4flash.py at 03356f8). The script compares them with tests/interop/phi_flash_reference.py, which is written
-from TensorRT-LLM's port, and stops if they differ. Then it says by how much the outputs would change with each mistake that a converter can
-make, and stops if one would not show. The tensors are the same bit for bit on every run. Layers of Mamba and of gated memory are left out.
+The outputs come from the authors' own FlashDiffAttention (microsoft/ArchScale
+at c2ec1d6), in float64, with FlashAttention replaced by its definition. The
+projections, norms and feed-forward layers around it are transcribed from vLLM
+(vllm/model_executor/models/phi4flash.py at 03356f8).
+
+The script compares them with tests/interop/phi_flash_reference.py, which is
+written from TensorRT-LLM's port, and stops if they differ. It then prints how
+much each mistake of a converter would change the outputs, and stops if a
+mistake does not change them.
+
+The tensors are the same on every run, bit for bit.
 """
 
 import json
@@ -17,6 +26,8 @@ import pathlib
 import sys
 import types
 import zlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import safetensors.torch
@@ -25,8 +36,21 @@ import torch
 from tests.interop import phi_flash_reference as reference
 
 HERE = pathlib.Path(__file__).parent
+NUM_ROWS = 2
+NUM_TOKENS = 11
 
-# Fields and values as in the public config where these are known; sizes are small.
+# The largest difference from the reference. The authors round λ to float32.
+MAX_DIFFERENCE = 1e-6
+# The smallest change of the outputs by a mistake.
+MIN_CHANGE = 1e-2
+
+Config = dict[str, Any]
+Tensors = dict[str, torch.Tensor]
+# A function from a number of heads to a new order of these heads.
+Order = Callable[[int], np.ndarray]
+
+# Fields and values are as in the published config, as far as they are known.
+# Sizes are small.
 CONFIG = {
   "architectures": ["Phi4FlashForCausalLM"],
   "attention_dropout": 0.0,
@@ -64,381 +88,568 @@ CONFIG = {
   "use_cache": True,
   "vocab_size": 128,
 }
-LAYERS = [
-  layer
-  for layer in range(CONFIG["num_hidden_layers"])
-  if reference.layer_kind(CONFIG, layer) in ("windowed", "full", "cross")
-]
+NUM_HEADS = CONFIG["num_attention_heads"]
+NUM_KV_HEADS = CONFIG["num_key_value_heads"]
+WIDTH = CONFIG["hidden_size"]
+HEAD_DIM = WIDTH // NUM_HEADS
 
 
-def shapes():
-  """The tensors of the layers with attention, [out, in]."""
-  embed, ffn = CONFIG["hidden_size"], CONFIG["intermediate_size"]
-  dim = embed // CONFIG["num_attention_heads"]
-  found = {}
-  for layer in LAYERS:
-    rows = embed + (
-      0
-      if reference.layer_kind(CONFIG, layer) == "cross"
-      else 2 * CONFIG["num_key_value_heads"] * dim
-    )
-    of_layer = {
-      f"attn.inner_cross_attn.lambda_{name}": (dim,)
-      for name in ("q1", "k1", "q2", "k2")
-    }
-    of_layer |= {"attn.inner_cross_attn.subln.weight": (2 * dim,)}
-    of_layer |= {"attn.Wqkv.weight": (rows, embed), "attn.Wqkv.bias": (rows,)}
-    of_layer |= {
-      "attn.out_proj.weight": (embed, embed),
-      "attn.out_proj.bias": (embed,),
-    }
-    of_layer |= {
-      f"{name}_layernorm.{part}": (embed,)
-      for name in ("input", "post_attention")
-      for part in ("weight", "bias")
-    }
-    of_layer |= {
-      "mlp.fc1.weight": (2 * ffn, embed),
-      "mlp.fc2.weight": (embed, ffn),
-    }
-    found |= {
-      f"model.layers.{layer}.{name}": shape for name, shape in of_layer.items()
-    }
-  return found
+def attention_layers() -> list[int]:
+  """Returns the numbers of the layers with attention."""
+  layers = []
+  for layer in range(CONFIG["num_hidden_layers"]):
+    if reference.layer_kind(CONFIG, layer) in ("windowed", "full", "cross"):
+      layers.append(layer)
+  return layers
 
 
-def make_tensors():
-  """Random tensors in the checkpoint's type; gains, biases and λ too are far from where training starts."""
+LAYERS = attention_layers()
+
+
+def layer_shapes(layer: int) -> dict[str, tuple[int, ...]]:
+  """Returns the shapes of a layer's tensors. Matrices are [outputs, inputs]."""
+  num_rows = WIDTH
+  if reference.layer_kind(CONFIG, layer) != "cross":
+    num_rows += 2 * NUM_KV_HEADS * HEAD_DIM
+  ffn_dim = CONFIG["intermediate_size"]
+  return {
+    "attn.inner_cross_attn.lambda_q1": (HEAD_DIM,),
+    "attn.inner_cross_attn.lambda_k1": (HEAD_DIM,),
+    "attn.inner_cross_attn.lambda_q2": (HEAD_DIM,),
+    "attn.inner_cross_attn.lambda_k2": (HEAD_DIM,),
+    "attn.inner_cross_attn.subln.weight": (2 * HEAD_DIM,),
+    "attn.Wqkv.weight": (num_rows, WIDTH),
+    "attn.Wqkv.bias": (num_rows,),
+    "attn.out_proj.weight": (WIDTH, WIDTH),
+    "attn.out_proj.bias": (WIDTH,),
+    "input_layernorm.weight": (WIDTH,),
+    "input_layernorm.bias": (WIDTH,),
+    "post_attention_layernorm.weight": (WIDTH,),
+    "post_attention_layernorm.bias": (WIDTH,),
+    "mlp.fc1.weight": (2 * ffn_dim, WIDTH),
+    "mlp.fc2.weight": (WIDTH, ffn_dim),
+  }
+
+
+def draw_tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
+  """Returns random values of a tensor.
+
+  Gains, biases and λ are far from their initial values.
+  """
+  noise = np.random.default_rng(zlib.crc32(name.encode())).normal(size=shape)
+  if name.endswith(("norm.weight", "subln.weight")):
+    return 1 + 0.3 * noise
+  if len(shape) == 1:
+    return 0.4 * noise
+  num_inputs = shape[1]
+  # Larger queries and keys make the attention less uniform.
+  gain = 1.5 if "Wqkv" in name else 1.0
+  return gain * noise / math.sqrt(num_inputs)
+
+
+def make_tensors() -> Tensors:
+  """Returns random tensors in the type of the checkpoint."""
   tensors = {}
-  for name, shape in shapes().items():
-    noise = np.random.default_rng(zlib.crc32(name.encode())).normal(size=shape)
-    if name.endswith(("norm.weight", "subln.weight")):
-      value = 1 + 0.3 * noise
-    elif len(shape) == 1:
-      value = 0.4 * noise
-    else:
-      value = (1.5 if "Wqkv" in name else 1.0) * noise / math.sqrt(shape[1])
-    tensors[name] = torch.tensor(value).to(torch.bfloat16)
+  for layer in LAYERS:
+    for short_name, shape in layer_shapes(layer).items():
+      name = f"model.layers.{layer}.{short_name}"
+      tensors[name] = torch.tensor(draw_tensor(name, shape)).to(torch.bfloat16)
   return tensors
 
 
-def flash_attention(q, k, v, *, softmax_scale, causal, window_size, **_):
-  """FlashAttention's definition on [B, T, heads, D]: a key head serves consecutive query heads, a window is (keys before, keys after)."""
-  k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
-  before, after = (math.inf if size < 0 else size for size in window_size)
-  distance = torch.arange(q.shape[1])[:, None] - torch.arange(k.shape[1])
-  visible = (distance <= before) & (distance >= (0 if causal else -after))
+def flash_attention(
+  q: torch.Tensor,
+  k: torch.Tensor,
+  v: torch.Tensor,
+  *,
+  softmax_scale: float,
+  causal: bool,
+  window_size: tuple[int, int],
+  **_: Any,
+) -> torch.Tensor:
+  """Returns what FlashAttention computes, by its definition.
+
+  Args:
+    q: queries of shape [rows, tokens, heads, D].
+    k: keys. A key head serves consecutive query heads.
+    v: values.
+    softmax_scale: the factor of the scores.
+    causal: whether tokens see only themselves and the tokens before.
+    window_size: how many keys before and after itself a token sees. Negative
+      for all.
+  """
+  heads_per_key = q.shape[2] // k.shape[2]
+  k = k.repeat_interleave(heads_per_key, dim=2)
+  v = v.repeat_interleave(heads_per_key, dim=2)
+
+  before, after = window_size
+  query_positions = torch.arange(q.shape[1])[:, None]
+  distance = query_positions - torch.arange(k.shape[1])
+  is_visible = torch.ones_like(distance, dtype=torch.bool)
+  if before >= 0:
+    is_visible &= distance <= before
+  if causal:
+    is_visible &= distance >= 0
+  elif after >= 0:
+    is_visible &= distance >= -after
+
   scores = torch.einsum("bthd,bshd->bhts", q, k) * softmax_scale
-  return torch.einsum(
-    "bhts,bshd->bthd",
-    torch.softmax(scores.masked_fill(~visible, -math.inf), dim=-1),
-    v,
-  )
+  scores = scores.masked_fill(~is_visible, -math.inf)
+  return torch.einsum("bhts,bshd->bthd", torch.softmax(scores, dim=-1), v)
 
 
-def authors_class(path):
-  """FlashDiffAttention of the authors' file. Compiled without its asserts, which want half precision on a GPU."""
+def load_authors_class(path: str) -> type[torch.nn.Module]:
+  """Returns FlashDiffAttention of the authors' file.
+
+  The file is compiled without its asserts, which require half precision on a
+  GPU.
+
+  Args:
+    path: the path of diff_attn.py.
+  """
   interface = types.SimpleNamespace(
     flash_attn_func=flash_attention, flash_attn_varlen_func=flash_attention
   )
   sys.modules["flash_attn"] = types.SimpleNamespace(
     flash_attn_interface=interface
   )
-  torch.cuda.get_device_capability = lambda: (
-    8,
-    0,
-  )  # which FlashAttention it imports
-  names = {}
-  exec(compile(pathlib.Path(path).read_text(), path, "exec", optimize=1), names)
-  return names["FlashDiffAttention"]
+
+  def ampere_capability() -> tuple[int, int]:
+    return (8, 0)
+
+  # The file chooses the version of FlashAttention by the GPU.
+  torch.cuda.get_device_capability = ampere_capability
+  source = pathlib.Path(path).read_text()
+  module: dict[str, Any] = {}
+  exec(compile(source, path, "exec", optimize=1), module)
+  return module["FlashDiffAttention"]
+
+
+def layer_number(layer: int) -> int:
+  """Returns the depth of a layer for λ_init: its number."""
+  return layer
+
+
+class BlockOutputs(NamedTuple):
+  """What a layer computes.
+
+  Attributes:
+    output: the output of the whole layer, of shape [rows, tokens, width].
+    attention: the output of its attention, of the same shape.
+    keys_values: the keys and values that its attention reads.
+  """
+
+  output: torch.Tensor
+  attention: torch.Tensor
+  keys_values: tuple[torch.Tensor, torch.Tensor]
+
+
+class LayerOutputs(NamedTuple):
+  """The outputs of all layers with attention.
+
+  Attributes:
+    outputs: of the whole layers, [layers, rows, tokens, width].
+    attention: of their attention, of the same shape.
+  """
+
+  outputs: np.ndarray
+  attention: np.ndarray
 
 
 class PhiFlash:
-  """The layers with attention after vLLM's code."""
+  """The layers with attention, after vLLM's code."""
 
-  def __init__(self, authors, config, tensors, dtype=torch.float64, **fields):
-    self.authors, self.config, self.dtype = authors, config, dtype
-    self.depth = fields.get("depth", lambda layer: layer)
+  def __init__(
+    self,
+    authors_class: type[torch.nn.Module],
+    config: Config,
+    tensors: Tensors,
+    dtype: torch.dtype = torch.float64,
+    depth: Callable[[int], int] = layer_number,
+  ):
+    """Initializes the layers.
+
+    Args:
+      authors_class: FlashDiffAttention.
+      config: the config.json.
+      tensors: the tensors of the checkpoint.
+      dtype: the type of the computation.
+      depth: returns the depth of a layer for λ_init.
+    """
+    self.authors_class = authors_class
+    self.config = config
     self.tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    self.dtype = dtype
+    self.depth = depth
 
-  def linear(self, x, name):
-    return torch.nn.functional.linear(
-      x, self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias")
-    )
+  def linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
+    weight = self.tensors[f"{name}.weight"]
+    bias = self.tensors.get(f"{name}.bias")
+    return torch.nn.functional.linear(x, weight, bias)
 
-  def norm(self, x, name):
-    weight, bias = (
-      self.tensors[f"{name}.{part}"] for part in ("weight", "bias")
-    )
+  def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
     return torch.nn.functional.layer_norm(
-      x, x.shape[-1:], weight, bias, self.config["layer_norm_eps"]
+      x,
+      x.shape[-1:],
+      self.tensors[f"{name}.weight"],
+      self.tensors[f"{name}.bias"],
+      self.config["layer_norm_eps"],
     )
 
-  def attention(self, x, layer, shared):
-    name, config = f"model.layers.{layer}.attn", self.config
-    num_heads, num_kv_heads = (
-      config["num_attention_heads"],
-      config["num_key_value_heads"],
-    )
-    dim, kind = (
-      config["hidden_size"] // num_heads,
-      reference.layer_kind(config, layer),
-    )
-    qkv = self.linear(x, f"{name}.Wqkv")
-    if kind == "cross":
-      q, (k, v) = qkv, shared
-    else:
-      q, *shared = qkv.split(
-        [num_heads * dim, num_kv_heads * dim, num_kv_heads * dim], dim=-1
-      )
-      k, v = shared
-    window = (
-      (config["sliding_window"] - 1, 0) if kind == "windowed" else (-1, -1)
-    )
-    inner = self.authors(
-      dim,
+  def inner_attention(self, layer: int) -> torch.nn.Module:
+    """Returns the authors' module of a layer, with its tensors."""
+    # FlashAttention counts the keys before a token, without its own.
+    window = (-1, -1)
+    if reference.layer_kind(self.config, layer) == "windowed":
+      window = (self.config["sliding_window"] - 1, 0)
+    module = self.authors_class(
+      HEAD_DIM,
       self.depth(layer),
       causal=True,
-      softmax_scale=dim**-0.5,
+      softmax_scale=HEAD_DIM**-0.5,
       window_size=window,
-    ).to(self.dtype)
-    prefix = f"{name}.inner_cross_attn."
-    inner.load_state_dict(
-      {
-        key.removeprefix(prefix): tensor
-        for key, tensor in self.tensors.items()
-        if key.startswith(prefix)
-      }
     )
-    out = inner(*(x.unflatten(-1, (-1, dim)) for x in (q, k, v)))
-    return self.linear(out.flatten(-2), f"{name}.out_proj"), shared
+    prefix = f"model.layers.{layer}.attn.inner_cross_attn."
+    state = {}
+    for name, tensor in self.tensors.items():
+      if name.startswith(prefix):
+        state[name.removeprefix(prefix)] = tensor
+    module = module.to(self.dtype)
+    module.load_state_dict(state)
+    return module
 
-  def block(self, x, layer, shared):
-    """The output of a layer, that of its attention, and its keys and values."""
+  def attention(
+    self,
+    x: torch.Tensor,
+    layer: int,
+    shared: tuple[torch.Tensor, torch.Tensor] | None,
+  ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    """Returns the output of a layer's attention, and its keys and values."""
+    name = f"model.layers.{layer}.attn"
+    qkv = self.linear(x, f"{name}.Wqkv")
+    if reference.layer_kind(self.config, layer) == "cross":
+      q = qkv
+      k, v = shared
+    else:
+      kv_size = NUM_KV_HEADS * HEAD_DIM
+      q, k, v = qkv.split([NUM_HEADS * HEAD_DIM, kv_size, kv_size], dim=-1)
+    heads = self.inner_attention(layer)(
+      q.unflatten(-1, (-1, HEAD_DIM)),
+      k.unflatten(-1, (-1, HEAD_DIM)),
+      v.unflatten(-1, (-1, HEAD_DIM)),
+    )
+    return self.linear(heads.flatten(-2), f"{name}.out_proj"), (k, v)
+
+  def block(
+    self,
+    x: torch.Tensor,
+    layer: int,
+    shared: tuple[torch.Tensor, torch.Tensor] | None,
+  ) -> BlockOutputs:
+    """Returns the outputs of a layer.
+
+    Args:
+      x: the input of shape [rows, tokens, width].
+      layer: the number of the layer.
+      shared: the keys and values of the full layer, for a cross layer.
+    """
     name = f"model.layers.{layer}"
-    attended, shared = self.attention(
-      self.norm(x, f"{name}.input_layernorm"), layer, shared
-    )
+    normed = self.norm(x, f"{name}.input_layernorm")
+    attended, keys_values = self.attention(normed, layer, shared)
     x = x + attended
-    gate, y = self.linear(
-      self.norm(x, f"{name}.post_attention_layernorm"), f"{name}.mlp.fc1"
-    ).chunk(2, dim=-1)
-    return (
-      x + self.linear(y * torch.nn.functional.silu(gate), f"{name}.mlp.fc2"),
-      attended,
-      shared,
-    )
+    normed = self.norm(x, f"{name}.post_attention_layernorm")
+    gate, up = self.linear(normed, f"{name}.mlp.fc1").chunk(2, dim=-1)
+    silu = torch.nn.functional.silu(gate)
+    output = x + self.linear(up * silu, f"{name}.mlp.fc2")
+    return BlockOutputs(output, attended, keys_values)
 
-  def __call__(self, inputs):
-    """The outputs of all layers with attention [layers, B, T, E], and those of their attention; each layer has an input of its own."""
-    found, shared = [], None
-    with torch.no_grad():
-      for layer, x in zip(LAYERS, inputs, strict=True):
-        out, attended, shared = self.block(
-          torch.tensor(x).to(self.dtype), layer, shared
-        )
-        found.append((out.double().numpy(), attended.double().numpy()))
-    return tuple(np.stack(each) for each in zip(*found, strict=True))
+  @torch.no_grad()
+  def __call__(self, inputs: np.ndarray) -> LayerOutputs:
+    """Returns the outputs of all layers with attention.
 
-
-def mistakes(tensors):
-  """What a wrong converter would do: (a mistake's name, changed tensors, changed config, other arguments)."""
-  dim = CONFIG["hidden_size"] // CONFIG["num_attention_heads"]
-  q, kv = CONFIG["num_attention_heads"], CONFIG["num_key_value_heads"]
-
-  def rows(part, order, axis=0):
-    """Reorders heads of Wqkv or out_proj; `order` maps the number of heads that there are to an array of their numbers."""
-
-    def change(name, tensor):
-      if f".{part}." not in name or tensor.ndim <= axis:
-        return tensor
-      index = np.arange(tensor.shape[axis]).reshape(-1, dim)
-      return tensor.index_select(
-        axis, torch.tensor(index[order(len(index))].reshape(-1))
-      )
-
-    return {name: change(name, tensor) for name, tensor in tensors.items()}
-
-  def part_of(start, stop, order):
-    """An order of the heads from `start` to `stop` alone; cross layers have no heads of keys and values."""
-    return lambda count: np.concatenate(
-      [
-        np.arange(count)[:start],
-        start + order(np.arange(min(stop, count) - start)),
-        np.arange(count)[stop:],
-      ]
-    )
-
-  def set_to(suffix, function):
-    return {
-      name: function(tensor) if name.endswith(suffix) else tensor
-      for name, tensor in tensors.items()
-    }
-
-  swapped = lambda x: x.reshape(-1, 2)[:, ::-1].reshape(-1)
-  halves = lambda x: x.reshape(2, -1).T.reshape(-1)
-  grouped = lambda count: (
-    np.arange(count)
-    if count == q
-    else np.concatenate(
-      [
-        [*range(i * q // kv, (i + 1) * q // kv), q + i, q + kv + i]
-        for i in range(kv)
-      ]
-    ).argsort()
-  )
-  yield (
-    "maps exchanged in the queries",
-    rows("Wqkv", part_of(0, q, swapped)),
-    {},
-    {},
-  )
-  yield (
-    "all first maps of queries before all second ones",
-    rows("Wqkv", part_of(0, q, halves)),
-    {},
-    {},
-  )
-  yield (
-    "maps exchanged in the keys",
-    rows("Wqkv", part_of(q, q + kv, swapped)),
-    {},
-    {},
-  )
-  yield (
-    "all first maps of keys before all second ones",
-    rows("Wqkv", part_of(q, q + kv, halves)),
-    {},
-    {},
-  )
-  yield (
-    "halves of values exchanged",
-    rows("Wqkv", part_of(q + kv, q + 2 * kv, swapped)),
-    {},
-    {},
-  )
-  yield (
-    "all first halves of values before all second ones",
-    rows("Wqkv", part_of(q + kv, q + 2 * kv, halves)),
-    {},
-    {},
-  )
-  yield (
-    "Wqkv in groups of query heads, a key and a value",
-    rows("Wqkv", grouped),
-    {},
-    {},
-  )
-  yield (
-    "columns of out_proj as (half, head)",
-    rows("out_proj", lambda count: halves(np.arange(count)), 1),
-    {},
-    {},
-  )
-  yield (
-    "no bias of queries, keys and values",
-    set_to("Wqkv.bias", torch.zeros_like),
-    {},
-    {},
-  )
-  yield (
-    "no bias of the output",
-    set_to("out_proj.bias", torch.zeros_like),
-    {},
-    {},
-  )
-  yield "no bias of the norms", set_to("norm.bias", torch.zeros_like), {}, {}
-  yield (
-    "no gain in the head norm",
-    set_to("subln.weight", torch.ones_like),
-    {},
-    {},
-  )
-  yield (
-    "halves of fc1 exchanged",
-    set_to("fc1.weight", lambda x: x.roll(len(x) // 2, 0)),
-    {},
-    {},
-  )
-  yield "λ's vectors at 0", set_to("lambda_q1", torch.zeros_like), {}, {}
-  yield (
-    "a window of one key less",
-    tensors,
-    {"sliding_window": CONFIG["sliding_window"] - 1},
-    {},
-  )
-  yield (
-    "a window of one key more",
-    tensors,
-    {"sliding_window": CONFIG["sliding_window"] + 1},
-    {},
-  )
-  yield (
-    "λ_init of the layer before",
-    tensors,
-    {},
-    {"depth": lambda layer: layer - 1},
-  )
-  yield (
-    "λ_init counted in layers with attention",
-    tensors,
-    {},
-    {"depth": LAYERS.index},
-  )
+    Args:
+      inputs: an input for each layer, of shape [layers, rows, tokens, width].
+    """
+    outputs = []
+    attention = []
+    keys_values = None
+    for layer, x in zip(LAYERS, inputs, strict=True):
+      block = self.block(torch.tensor(x).to(self.dtype), layer, keys_values)
+      keys_values = block.keys_values
+      outputs.append(block.output.double().numpy())
+      attention.append(block.attention.double().numpy())
+    return LayerOutputs(np.stack(outputs), np.stack(attention))
 
 
-def main(path):
-  authors, tensors = authors_class(path), make_tensors()
-  inputs = (
-    np.random.default_rng(0)
-    .normal(size=(len(LAYERS), 2, 11, CONFIG["hidden_size"]))
-    .astype(np.float32)
-  )
-  outputs, attended = PhiFlash(authors, CONFIG, tensors)(inputs)
+class Mistake(NamedTuple):
+  """A mistake that a converter could make.
+
+  Attributes:
+    name: what is wrong.
+    tensors: the tensors that it would read.
+    fields: the fields of the config that it would read.
+    depth: the depth of a layer that it would use for λ_init.
+  """
+
+  name: str
+  tensors: Tensors
+  fields: Config = {}
+  depth: Callable[[int], int] = layer_number
+
+
+def reorder_heads(
+  tensors: Tensors,
+  projection: str,
+  first: int,
+  end: int,
+  order: Order,
+  axis: int = 0,
+) -> Tensors:
+  """Returns tensors whose heads from `first` to `end` have another order.
+
+  Cross layers have no heads of keys and values, so there `end` is lower.
+
+  Args:
+    tensors: the tensors of the checkpoint.
+    projection: "Wqkv" or "out_proj".
+    first: the first head that is moved.
+    end: the head after the last one.
+    order: the order of the moved heads.
+    axis: the axis of the heads. A bias without this axis is not changed.
+  """
+  changed = dict(tensors)
+  for name, tensor in tensors.items():
+    if f".{projection}." not in name or tensor.ndim <= axis:
+      continue
+    num_heads = tensor.shape[axis] // HEAD_DIM
+    num_moved = min(end, num_heads) - first
+    if num_moved <= 0:
+      continue
+    heads = np.arange(num_heads)
+    heads[first : first + num_moved] = first + order(num_moved)
+    index = np.arange(tensor.shape[axis]).reshape(num_heads, HEAD_DIM)
+    new_index = torch.tensor(index[heads].reshape(-1))
+    changed[name] = tensor.index_select(axis, new_index)
+  return changed
+
+
+def change_tensors(
+  tensors: Tensors,
+  suffix: str,
+  change: Callable[[torch.Tensor], torch.Tensor],
+) -> Tensors:
+  """Returns tensors of which those with a suffix are changed."""
+  changed = dict(tensors)
+  for name, tensor in tensors.items():
+    if name.endswith(suffix):
+      changed[name] = change(tensor)
+  return changed
+
+
+def exchange_pairs(count: int) -> np.ndarray:
+  """Returns the order 1, 0, 3, 2, … of heads."""
+  return np.arange(count).reshape(-1, 2)[:, ::-1].reshape(-1)
+
+
+def even_before_odd(count: int) -> np.ndarray:
+  """Returns the order in which position 2i has head i.
+
+  A converter makes this mistake if it expects all first heads of the pairs
+  before all second ones.
+  """
+  return np.arange(count).reshape(2, -1).T.reshape(-1)
+
+
+def group_by_key(count: int) -> np.ndarray:
+  """Returns the order of a converter that expects groups in Wqkv.
+
+  A group has the query heads of a key head, the key head and the value head.
+  """
+  # A cross layer has only queries.
+  if count == NUM_HEADS:
+    return np.arange(count)
+  queries_per_key = NUM_HEADS // NUM_KV_HEADS
+  groups = []
+  for key in range(NUM_KV_HEADS):
+    first_query = key * queries_per_key
+    groups += range(first_query, first_query + queries_per_key)
+    groups += [NUM_HEADS + key, NUM_HEADS + NUM_KV_HEADS + key]
+  return np.argsort(groups)
+
+
+def exchange_halves(tensor: torch.Tensor) -> torch.Tensor:
+  return tensor.roll(len(tensor) // 2, 0)
+
+
+def previous_layer(layer: int) -> int:
+  return layer - 1
+
+
+def head_mistakes(tensors: Tensors) -> list[Mistake]:
+  """Returns mistakes in the order of heads."""
+  first_value = NUM_HEADS + NUM_KV_HEADS
+  num_qkv_heads = NUM_HEADS + 2 * NUM_KV_HEADS
+
+  def reorder_queries(order: Order) -> Tensors:
+    return reorder_heads(tensors, "Wqkv", 0, NUM_HEADS, order)
+
+  def reorder_keys(order: Order) -> Tensors:
+    return reorder_heads(tensors, "Wqkv", NUM_HEADS, first_value, order)
+
+  def reorder_values(order: Order) -> Tensors:
+    return reorder_heads(tensors, "Wqkv", first_value, num_qkv_heads, order)
+
+  return [
+    Mistake("maps exchanged in the queries", reorder_queries(exchange_pairs)),
+    Mistake(
+      "all first maps of queries before all second ones",
+      reorder_queries(even_before_odd),
+    ),
+    Mistake("maps exchanged in the keys", reorder_keys(exchange_pairs)),
+    Mistake(
+      "all first maps of keys before all second ones",
+      reorder_keys(even_before_odd),
+    ),
+    Mistake("halves of values exchanged", reorder_values(exchange_pairs)),
+    Mistake(
+      "all first halves of values before all second ones",
+      reorder_values(even_before_odd),
+    ),
+    Mistake(
+      "Wqkv in groups of query heads, a key and a value",
+      reorder_heads(tensors, "Wqkv", 0, num_qkv_heads, group_by_key),
+    ),
+    Mistake(
+      "columns of out_proj as (half, head)",
+      reorder_heads(tensors, "out_proj", 0, NUM_HEADS, even_before_odd, axis=1),
+    ),
+  ]
+
+
+def make_mistakes(tensors: Tensors) -> list[Mistake]:
+  """Returns the mistakes that a converter could make."""
+  window = CONFIG["sliding_window"]
+  return [
+    *head_mistakes(tensors),
+    Mistake(
+      "no bias of queries, keys and values",
+      change_tensors(tensors, "Wqkv.bias", torch.zeros_like),
+    ),
+    Mistake(
+      "no bias of the output",
+      change_tensors(tensors, "out_proj.bias", torch.zeros_like),
+    ),
+    Mistake(
+      "no bias of the norms",
+      change_tensors(tensors, "norm.bias", torch.zeros_like),
+    ),
+    Mistake(
+      "no gain in the head norm",
+      change_tensors(tensors, "subln.weight", torch.ones_like),
+    ),
+    Mistake(
+      "halves of fc1 exchanged",
+      change_tensors(tensors, "fc1.weight", exchange_halves),
+    ),
+    Mistake(
+      "λ's vectors at 0", change_tensors(tensors, "lambda_q1", torch.zeros_like)
+    ),
+    Mistake(
+      "a window of one key less", tensors, {"sliding_window": window - 1}
+    ),
+    Mistake(
+      "a window of one key more", tensors, {"sliding_window": window + 1}
+    ),
+    Mistake("λ_init of the layer before", tensors, depth=previous_layer),
+    Mistake(
+      "λ_init counted in layers with attention", tensors, depth=LAYERS.index
+    ),
+  ]
+
+
+def check_reference(
+  tensors: Tensors, inputs: np.ndarray, expected: LayerOutputs
+) -> None:
+  """Exits if phi_flash_reference.py computes other outputs."""
   arrays = {name: tensor.double().numpy() for name, tensor in tensors.items()}
-  for row in range(inputs.shape[1]):
-    shared = None
+  for row in range(NUM_ROWS):
+    keys_values = None
     for index, layer in enumerate(LAYERS):
-      block, attention, shared = reference.block(
-        CONFIG, arrays, layer, inputs[index, row].astype(np.float64), shared
-      )
+      x = inputs[index, row].astype(np.float64)
+      block = reference.block(CONFIG, arrays, layer, x, keys_values)
+      keys_values = block.keys_values
+      output_error = block.output - expected.outputs[index, row]
+      attention_error = block.attention - expected.attention[index, row]
       difference = max(
-        np.abs(block - outputs[index, row]).max(),
-        np.abs(attention - attended[index, row]).max(),
+        np.abs(output_error).max(), np.abs(attention_error).max()
       )
+      kind = reference.layer_kind(CONFIG, layer)
       print(
-        f"layer {layer}, {reference.layer_kind(CONFIG, layer)}, row {row}: the two differ by {difference:.1e}"
+        f"layer {layer}, {kind}, row {row}: the two differ by {difference:.1e}"
       )
-      if not difference < 1e-6:  # the authors round λ to float32
-        raise SystemExit("they disagree")
-  rounded = np.abs(
-    PhiFlash(authors, CONFIG, tensors, torch.float32)(inputs)[0] - outputs
-  ).max()
-  print(
-    f"largest output {np.abs(outputs).max():.2f}; in float32 they are off by {rounded:.1e}"
-  )
-  for mistake, wrong, fields, others in mistakes(tensors):
-    difference = np.abs(
-      PhiFlash(authors, CONFIG | fields, wrong, **others)(inputs)[0] - outputs
-    ).max(axis=(1, 2, 3))
-    print(f"  {mistake}: {', '.join(f'{value:.1e}' for value in difference)}")
-    if not difference.max() > 1e-2:
+      # Also true for NaN.
+      if not difference < MAX_DIFFERENCE:
+        raise SystemExit("the reference differs")
+
+
+def check_mistakes(
+  authors_class: type[torch.nn.Module],
+  tensors: Tensors,
+  inputs: np.ndarray,
+  expected: LayerOutputs,
+) -> None:
+  """Exits if a mistake does not change the outputs."""
+  for mistake in make_mistakes(tensors):
+    layers = PhiFlash(
+      authors_class,
+      CONFIG | mistake.fields,
+      mistake.tensors,
+      depth=mistake.depth,
+    )
+    change = np.abs(layers(inputs).outputs - expected.outputs)
+    layer_changes = change.max(axis=(1, 2, 3))
+    values = [f"{value:.1e}" for value in layer_changes]
+    print(f"  {mistake.name}: {', '.join(values)}")
+    if not layer_changes.max() > MIN_CHANGE:
       raise SystemExit("the outputs do not show the mistake")
+
+
+def write_checkpoint(
+  tensors: Tensors, inputs: np.ndarray, outputs: LayerOutputs
+) -> None:
+  """Writes the golden checkpoint, and its outputs in float32."""
   directory = HERE / "phi_flash_tiny"
   directory.mkdir(exist_ok=True)
-  (directory / "config.json").write_text(
-    json.dumps(CONFIG, indent=2, sort_keys=True) + "\n"
-  )
+  config = json.dumps(CONFIG, indent=2, sort_keys=True)
+  (directory / "config.json").write_text(config + "\n")
   safetensors.torch.save_file(
     tensors, directory / "model.safetensors", metadata={"format": "pt"}
   )
-  single = {
-    "output": outputs.astype(np.float32),
-    "attention": attended.astype(np.float32),
-  }
   np.savez_compressed(
-    directory / "golden.npz", layers=LAYERS, input=inputs, **single
+    directory / "golden.npz",
+    layers=LAYERS,
+    input=inputs,
+    output=outputs.outputs.astype(np.float32),
+    attention=outputs.attention.astype(np.float32),
   )
+
+
+def main(path: str) -> None:
+  authors_class = load_authors_class(path)
+  tensors = make_tensors()
+  shape = (len(LAYERS), NUM_ROWS, NUM_TOKENS, WIDTH)
+  inputs = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+
+  outputs = PhiFlash(authors_class, CONFIG, tensors)(inputs)
+  check_reference(tensors, inputs, outputs)
+  rounded = PhiFlash(authors_class, CONFIG, tensors, torch.float32)(inputs)
+  rounding_error = np.abs(rounded.outputs - outputs.outputs).max()
+  print(
+    f"largest output {np.abs(outputs.outputs).max():.2f}; in float32 they are"
+    f" off by {rounding_error:.1e}"
+  )
+  check_mistakes(authors_class, tensors, inputs, outputs)
+  write_checkpoint(tensors, inputs, outputs)
 
 
 if __name__ == "__main__":
