@@ -37,7 +37,7 @@ from tests.interop.small_models import (
 # The same outputs.
 
 
-def llama_logits(tensors, ids):
+def llama_logits(tensors: dict[str, np.ndarray], ids: np.ndarray) -> np.ndarray:
   """Returns the logits of one row by the Llama itself, in float64.
 
   Args:
@@ -140,7 +140,9 @@ def test_an_adapted_model_is_written_in_the_authors_layout(tmp_path):
 # Models and flags that are rejected.
 
 
-def assert_adaptation_fails(directory, model, arguments, message):
+def assert_adaptation_fails(
+  directory: pathlib.Path, model: Model, arguments: list[str], message: str
+) -> None:
   """Asserts that the command prints an error and writes nothing.
 
   Args:
@@ -344,7 +346,8 @@ def test_a_tuned_model_generates_its_most_likely_tokens(recipe):
   loaded = trained.load(recipe.run)
   prompt = [3, 4, 5]
 
-  (tokens,) = Sampler(loaded.model, loaded.params).generate([prompt], 8)
+  sampler = Sampler(loaded.model, loaded.params, batch_size=1, capacity=16)
+  (tokens,) = sampler.generate([prompt], 8)
 
   model = Model(loaded.config.model, loaded.params, loaded.tokenizer)
   logits = model_logits(model, [[*prompt, *tokens]])

@@ -3,7 +3,7 @@
 import json
 import pathlib
 import shutil
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -23,21 +23,23 @@ from tests.interop.small_models import (
   read_tensors,
 )
 
+Tensors = dict[str, np.ndarray]
+
 GOLDEN_NAMES = ["diffllama_tiny", "diffllama_tiny_gqa"]
 
 
-def assert_same_tensors(actual, expected):
+def assert_same_tensors(actual: Tensors, expected: Tensors) -> None:
   """Asserts that tensors have the same names, types and values."""
   chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
   chex.assert_trees_all_equal(actual, expected)
 
 
-def cast(tensors, dtype):
+def cast(tensors: Tensors, dtype: Any) -> Tensors:
   """Returns the tensors in another type."""
   return {name: tensor.astype(dtype) for name, tensor in tensors.items()}
 
 
-def read_config(path):
+def read_config(path: pathlib.Path) -> dict[str, Any]:
   return json.loads((path / "config.json").read_text())
 
 
@@ -313,7 +315,7 @@ def test_a_config_of_transformers_5_is_read(tmp_path):
   assert config.head_dim == 8
 
 
-def remove_fields(path, *fields):
+def remove_fields(path: pathlib.Path, *fields: str) -> None:
   """Removes fields of the config.json in a directory."""
   config = read_config(path)
   for field in fields:

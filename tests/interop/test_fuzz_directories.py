@@ -1,6 +1,7 @@
 """Any directory is read, or rejected with a one-line error."""
 
 import json
+import pathlib
 from typing import Any
 
 import pytest
@@ -70,7 +71,9 @@ def scratch(tmp_path_factory):
   return tmp_path_factory.mktemp("scratch")
 
 
-def assert_read_or_rejected(layout, directory, files):
+def assert_read_or_rejected(
+  layout: str, directory: pathlib.Path, files: dict[str, bytes]
+) -> None:
   """Asserts that a directory with these files is read, or rejected.
 
   Args:
@@ -107,7 +110,7 @@ def test_odd_fields_are_read_or_rejected(valid_files, scratch, data):
   assert_read_or_rejected(layout, scratch, files | {"config.json": odd_config})
 
 
-def draw_damaged(data, content):
+def draw_damaged(data: st.DataObject, content: bytes) -> bytes:
   """Draws a damaged version of a file's content."""
   position = data.draw(st.integers(0, min(len(content), MAX_DAMAGED_BYTES)))
   kind = data.draw(st.sampled_from(["cut", "insert", "overwrite"]))

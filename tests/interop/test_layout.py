@@ -4,19 +4,20 @@ import dataclasses
 import errno
 import os
 import weakref
+from typing import Any
 
 import chex
 import jax
 import numpy as np
 import pytest
 
-from diffjax.config import UserError
+from diffjax.config import ModelConfig, UserError
 from diffjax.interop import diffllama, directory, layout, unilm
 from diffjax.interop.layout import allocate
 from tests.interop.small_models import make_model
 
 
-class Tensors(dict):
+class Tensors(dict[str, np.ndarray]):
   """Tensors in memory, by name. Implements `layout.Tensors`."""
 
   def shapes(self):
@@ -26,7 +27,7 @@ class Tensors(dict):
     return self[name]
 
 
-def make_layout(name, config):
+def make_layout(name: str, config: ModelConfig) -> layout.Layout:
   """Returns the layout of a model: "diffllama", "unilm V1" or "unilm V2"."""
   if name == "diffllama":
     return diffllama.make_layout(config)
@@ -34,7 +35,9 @@ def make_layout(name, config):
   return unilm.make_layout(config, version)
 
 
-def convert_params(model_layout, params):
+def convert_params(
+  model_layout: layout.Layout, params: dict[str, Any]
+) -> Tensors:
   """Returns all tensors of a model in a layout."""
   tensors = Tensors()
   for name in model_layout.shapes():
@@ -66,8 +69,8 @@ def test_a_layout_reads_what_it_writes(name, num_kv_heads, is_tied):
 # Memory. A model may be larger than the memory.
 
 
-class TensorsThatCountCopies(Tensors):
-  """Tensors of which at most one copy may be in use at a time."""
+class TensorsInUseOneAtATime(Tensors):
+  """Tensors that may be in use only one at a time."""
 
   def __init__(self, tensors):
     super().__init__(tensors)
@@ -85,7 +88,7 @@ def test_tensors_are_read_one_at_a_time(monkeypatch):
   monkeypatch.setattr(layout, "MIN_FILE_BYTES", 1)
   model = make_model()
   model_layout = diffllama.make_layout(model.config)
-  tensors = TensorsThatCountCopies(convert_params(model_layout, model.params))
+  tensors = TensorsInUseOneAtATime(convert_params(model_layout, model.params))
 
   model_layout.params(tensors)
 
@@ -104,7 +107,7 @@ def test_large_parameters_are_files(monkeypatch):
 
 
 class TensorsOfThreePerFile:
-  """Nine tensors, of which at most three may be in memory."""
+  """Nine tensors. At most three may be in memory at a time."""
 
   def __init__(self):
     self.arrays = []

@@ -3,7 +3,9 @@
 import dataclasses
 import importlib
 import json
+import pathlib
 import re
+from typing import Any
 
 import chex
 import jax
@@ -97,7 +99,7 @@ PUBLISHED_PROJECTIONS = {
 }
 
 
-def write_published_config(name, directory):
+def write_published_config(name: str, directory: pathlib.Path) -> None:
   """Writes the config.json of a published model."""
   config = COMMON_FIELDS | PUBLISHED_FIELDS[name]
   (directory / "config.json").write_text(json.dumps(config))
@@ -479,7 +481,9 @@ def test_a_tensor_in_two_files_is_rejected(difference, tmp_path):
 # A converted model on several devices.
 
 
-def prefill_logits(run, prompts, **options):
+def prefill_logits(
+  run: pathlib.Path, prompts: list[list[int]], **options: Any
+) -> jax.Array:
   """Returns the logits of the next token of each prompt.
 
   Args:

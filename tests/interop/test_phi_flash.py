@@ -6,7 +6,7 @@ The golden checkpoint has the outputs of the authors' own code.
 import json
 import math
 import shutil
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -123,7 +123,12 @@ def test_only_windowed_layers_have_a_window(config, layer):
   assert attention.window == (config["sliding_window"] if is_windowed else None)
 
 
-def normed_input(config, tensors, golden, layer):
+def normed_input(
+  config: dict[str, Any],
+  tensors: dict[str, np.ndarray],
+  golden: dict[int, Arrays],
+  layer: int,
+) -> jax.Array:
   """Returns the input of a layer's attention, after the norm before it."""
   name = f"model.layers.{layer}.input_layernorm"
   return layer_norm(
@@ -134,7 +139,11 @@ def normed_input(config, tensors, golden, layer):
   )
 
 
-def keys_values_of_full_layer(config, tensors, golden):
+def keys_values_of_full_layer(
+  config: dict[str, Any],
+  tensors: dict[str, np.ndarray],
+  golden: dict[int, Arrays],
+) -> tuple[jax.Array, jax.Array]:
   """Returns the keys and values that the cross layer reads."""
   attention, params = phi_flash.read_attention(str(PATH), FULL_LAYER)
 
@@ -331,7 +340,9 @@ DECODER_CONFIG = ModelConfig(
 )
 
 
-def block_parameters(tensors, layer):
+def block_parameters(
+  tensors: dict[str, np.ndarray], layer: int
+) -> dict[str, Any]:
   """Returns a layer's tensors as the parameters of a block of the decoder."""
   name = f"model.layers.{layer}"
   _, attention = phi_flash.read_attention(str(PATH), layer)
@@ -389,7 +400,9 @@ PUBLISHED_WIDTH = 2560
 NUM_SMALL_PARAMETERS = 4 * 64 + 128
 
 
-def count_parameters(module, *inputs, **options):
+def count_parameters(
+  module: DiffAttention, *inputs: Any, **options: Any
+) -> int:
   """Returns the number of parameters of a module."""
   key = jax.random.key(0)
   shapes = jax.eval_shape(module.init, key, *inputs, **options)["params"]

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import pathlib
+from typing import Any
 
 import pytest
 
@@ -21,7 +23,9 @@ from tests.interop.small_models import convert, make_model
 BOS, EOS, PAD = 1, 2, 3
 
 
-def write_files(directory, first_token=None, **contents):
+def write_files(
+  directory: pathlib.Path, first_token: str | None = None, **contents: Any
+) -> None:
   """Writes a tokenizer.json and other JSON files.
 
   Args:

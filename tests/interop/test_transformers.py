@@ -41,13 +41,13 @@ from tests.interop.small_models import (  # noqa: E402
 IDS = np.random.default_rng(0).integers(0, 128, (2, 24))
 
 
-def torch_logits(model):
+def torch_logits(model: torch.nn.Module) -> np.ndarray:
   """Returns the logits of IDS by a model of transformers."""
   with torch.no_grad():
     return model(torch.as_tensor(IDS)).logits.float().numpy()
 
 
-def assert_same_logits(hf_model, model):
+def assert_same_logits(hf_model: torch.nn.Module, model: Model) -> None:
   """Asserts that transformers and diffjax compute the same logits of IDS."""
   expected = torch_logits(hf_model)
   atol = 1e-5 * np.abs(expected).max()
@@ -56,7 +56,7 @@ def assert_same_logits(hf_model, model):
   )
 
 
-def load_whole(path, **options):
+def load_whole(path: pathlib.Path, **options: Any) -> torch.nn.Module:
   """Returns a model that transformers loads without missing tensors."""
   model, info = transformers.AutoModelForCausalLM.from_pretrained(
     path, output_loading_info=True, **options
@@ -231,7 +231,7 @@ SMALL_MODEL_FIELDS: dict[str, Any] = {
 }
 
 
-def save_in_shards(hf_model, path):
+def save_in_shards(hf_model: torch.nn.Module, path: pathlib.Path) -> None:
   """Writes a model of transformers in several files, with a tokenizer."""
   hf_model.save_pretrained(path, max_shard_size="20KB")
   assert len(list(path.glob("*.safetensors"))) > 2
@@ -274,7 +274,7 @@ EOS = 2
 PROMPT = "hello the"
 
 
-def random_llama(vocab_size):
+def random_llama(vocab_size: int) -> torch.nn.Module:
   """Returns a random Llama of transformers."""
   torch.manual_seed(0)
   config = transformers.LlamaConfig(
@@ -290,7 +290,7 @@ def random_llama(vocab_size):
   return transformers.LlamaForCausalLM(config).eval()
 
 
-def generate(hf_model, published):
+def generate(hf_model: torch.nn.Module, published: pathlib.Path) -> list[int]:
   """Returns the answer of transformers to PROMPT, with its stop token.
 
   Args:
@@ -306,7 +306,7 @@ def generate(hf_model, published):
   return sequences[0].tolist()[num_prompt_tokens:]
 
 
-def first_new_token(ids, start):
+def first_new_token(ids: list[int], start: int) -> int:
   """Returns the first token from `start` on that does not occur before it."""
   for index in range(start, len(ids)):
     if ids[index] not in ids[:index]:

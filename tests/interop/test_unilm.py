@@ -3,6 +3,7 @@
 import ast
 import json
 import math
+from typing import Any
 
 import chex
 import jax
@@ -20,6 +21,8 @@ from diffjax.model.attention import (
 from tests.harness import ROOT
 from tests.interop import transformer_reference as parts
 from tests.interop.small_models import make_model, model_logits, read_tensors
+
+Tensors = dict[str, np.ndarray]
 
 # Single layers with the outputs of the authors' code.
 GOLDEN = ROOT / "tests/model/golden"
@@ -44,7 +47,7 @@ def test_a_golden_layer_in_a_state_dict_computes_its_output(name, tmp_path):
   )
   unilm.write(str(tmp_path), model, "float32")
 
-  # The layer's tensors replace those of the model's last layer.
+  # The golden tensors replace the attention of the model's last layer.
   tensors = read_tensors(tmp_path)
   prefix = f"layers.{depth}.self_attn."
   missing = {key for key in tensors if key.startswith(prefix)}
@@ -73,7 +76,14 @@ def test_a_golden_layer_in_a_state_dict_computes_its_output(name, tmp_path):
 # Whole models, against the description of the layout.
 
 
-def v1_head(tensors, prefix, layer, q, k, v):
+def v1_head(
+  tensors: Tensors,
+  prefix: str,
+  layer: int,
+  q: np.ndarray,
+  k: np.ndarray,
+  v: np.ndarray,
+) -> np.ndarray:
   """Returns the output of one head of the authors' V1 layer, in float64.
 
   Args:
@@ -95,7 +105,13 @@ def v1_head(tensors, prefix, layer, q, k, v):
   return (1 - lambda_init) * normed
 
 
-def v2_head(x, lambda_projection, q, k, v):
+def v2_head(
+  x: np.ndarray,
+  lambda_projection: np.ndarray,
+  q: np.ndarray,
+  k: np.ndarray,
+  v: np.ndarray,
+) -> np.ndarray:
   """Returns the output of one head of the authors' V2 layer, in float64.
 
   Args:
@@ -111,7 +127,9 @@ def v2_head(x, lambda_projection, q, k, v):
   return signal - lambda_[:, None] * noise
 
 
-def attention(tensors, config, layer, x):
+def reference_attention(
+  tensors: Tensors, config: dict[str, Any], layer: int, x: np.ndarray
+) -> np.ndarray:
   """Returns the output of a layer's attention, in float64."""
   prefix = f"layers.{layer}.self_attn."
   num_heads = config["num_heads"]
@@ -144,7 +162,9 @@ def attention(tensors, config, layer, x):
   return np.concatenate(heads, axis=-1) @ out.T
 
 
-def reference_logits(tensors, config, ids):
+def reference_logits(
+  tensors: Tensors, config: dict[str, Any], ids: np.ndarray
+) -> np.ndarray:
   """Returns the logits of one row, as the layout's description defines them.
 
   Args:
@@ -158,7 +178,8 @@ def reference_logits(tensors, config, ids):
   for layer in range(config["n_layers"]):
     prefix = f"layers.{layer}."
     gain = exact[f"{prefix}self_attn_layer_norm.weight"]
-    x = x + attention(exact, config, layer, parts.rms_norm(x, gain, eps))
+    normed = parts.rms_norm(x, gain, eps)
+    x = x + reference_attention(exact, config, layer, normed)
     gain = exact[f"{prefix}final_layer_norm.weight"]
     x = x + parts.swiglu(
       parts.rms_norm(x, gain, eps),

@@ -1,6 +1,7 @@
 """Workdirs are written from parameters alone, with any tokenizer."""
 
 import dataclasses
+import pathlib
 
 import chex
 import jax
@@ -14,12 +15,13 @@ from diffjax.data.tokenizer import load_tokenizer
 from diffjax.data.tokenizer_training import train_tokenizer
 from diffjax.inference import trained
 from diffjax.interop import diffllama, layout, workdir
+from diffjax.interop.layout import Model
 from diffjax.training import checkpoint, manifest
 from diffjax.training.checkpoint import Checkpoints
 from tests.interop.small_models import make_model
 
 
-def save_run(path, model, *, in_pieces):
+def save_run(path: pathlib.Path, model: Model, *, in_pieces: bool) -> None:
   """Saves a checkpoint as a run does, or in pieces as `workdir.write` does."""
   config = Config(model=model.config, data=DataConfig(length=16))
   params = model.params
@@ -76,7 +78,7 @@ def test_a_written_workdir_has_the_model_and_its_tokenizer(
 def test_an_export_and_its_import_keep_config_and_tokens(
   tokenizer_specs, kind, tmp_path
 ):
-  """The export has a tokenizer.json, whatever the tokenizer was."""
+  """The export has a tokenizer.json for every kind of tokenizer."""
   model = make_model("diff", tokenizer=tokenizer_specs[kind], num_layers=1)
   diffllama.write(str(tmp_path / "exported"), model, "float32")
 
@@ -144,7 +146,7 @@ def test_a_model_that_diverged_is_rejected(tmp_path):
 SPECIAL_NAMES = ["lr 1", "lr%201", "a#b", "a", "a?b", "é]{x}@2|100%"]
 
 
-def make_small_models():
+def make_small_models() -> dict[str, Model]:
   """Returns a different model for each of SPECIAL_NAMES."""
   model = make_model("softmax", num_layers=1, embed_dim=8, ffn_dim=8)
   models = {}

@@ -1,7 +1,7 @@
 """Makes the golden checkpoints of Motif: random weights in its layout.
 
-motif_tiny has the layout of Motif-2.6B. motif_2_tiny and motif_2_tiny_gqa have
-that of Motif-2-12.7B. Needs PyTorch. Run from the root of the repository:
+motif_tiny is like Motif-2.6B. motif_2_tiny and motif_2_tiny_gqa are like
+Motif-2-12.7B. Needs PyTorch. Run from the root of the repository:
 
     python -m tests.interop.golden.make_motif
 
@@ -495,7 +495,7 @@ def change_tensors(
   suffix: str,
   change: Callable[[torch.Tensor], torch.Tensor],
 ) -> Tensors:
-  """Returns tensors of which those with a suffix are changed."""
+  """Returns tensors after a change of those whose names have a suffix."""
   changed = dict(tensors)
   for name, tensor in tensors.items():
     if name.endswith(suffix):

@@ -438,7 +438,7 @@ def change_tensors(
   suffix: str,
   change: Callable[[torch.Tensor], torch.Tensor],
 ) -> Tensors:
-  """Returns tensors of which those with a suffix are changed."""
+  """Returns tensors after a change of those whose names have a suffix."""
   changed = dict(tensors)
   for name, tensor in tensors.items():
     if name.endswith(suffix):
