@@ -10,7 +10,7 @@ import math
 import re
 import warnings
 from collections.abc import Collection, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_collections
 
@@ -151,14 +151,26 @@ def with_heads(
   return config
 
 
+class Option(NamedTuple):
+  """A field of a variant, for `read_variant`.
+
+  Attributes:
+    default: The value of a variant that does not name the field.
+    allowed: The strings that are allowed, or int or float for a positive
+      number.
+  """
+
+  default: Any
+  allowed: _Allowed
+
+
 def read_variant(text: str, **fields: tuple[Any, _Allowed]) -> tuple[Any, ...]:
   """Reads a variant such as "transformer,heads=8".
 
   Args:
     text: NAME=VALUE with commas between, in any order. A value without a name
       belongs to the first field.
-    **fields: For each name the default, and what is allowed: a collection of
-      strings, or int or float for a positive number.
+    **fields: An `Option` for each name.
 
   Returns:
     The values of all fields, in the order of `fields`.

@@ -92,7 +92,10 @@ def read_variant(variant: str) -> tuple[str, str, int | None]:
     UserError: if a part is not allowed.
   """
   row, size, heads = base.read_variant(
-    variant, row=("diff", ROWS), size=("tiny", SIZES), heads=(None, int)
+    variant,
+    row=base.Option(default="diff", allowed=ROWS),
+    size=base.Option(default="tiny", allowed=SIZES),
+    heads=base.Option(default=None, allowed=int),
   )
   return row, size, heads
 

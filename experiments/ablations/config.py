@@ -22,6 +22,6 @@ ROWS = architectures.ROWS
 
 
 def get_config(variant: str = "diff") -> ml_collections.ConfigDict:
-  """Returns the config of a variant."""
+  """Returns the config of a variant such as "diff,size=1b,heads=4"."""
   row, size, heads = architectures.read_variant(variant)
   return architectures.language_model(row, size, heads)

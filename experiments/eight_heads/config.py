@@ -34,8 +34,10 @@ ROWS = tuple(LEARNING_RATES)
 
 
 def get_config(variant: str = "diff") -> ml_collections.ConfigDict:
-  """Returns the config of a row."""
-  (row,) = base.read_variant(variant, row=("diff", ROWS))
+  """Returns the config of a variant, which is one of `ROWS`."""
+  (row,) = base.read_variant(
+    variant, row=base.Option(default="diff", allowed=ROWS)
+  )
   config = base.get_config()
   config.model.update(
     num_layers=6,

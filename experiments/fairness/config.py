@@ -15,9 +15,9 @@ import ml_collections
 from diffjax.configs import base
 from experiments import architectures
 
-# The scale and the learning rate with the lowest mean validation loss in
-# `python -m experiments.run fairness --grid=tune`. The comments name the
-# variants of that grid. Their results are in tune/results.json.
+# The scale and the learning rate of each row, by the lowest mean validation
+# loss in `python -m experiments.run fairness --grid=tune`. The comments name
+# the variants of that grid. Their results are in tune/results.json.
 TUNED = {
   # transformer,scale=1,rate=0.003
   "transformer": ("1", 0.003),
@@ -42,9 +42,12 @@ RATES = (0.0015, 0.003, 0.006)
 
 
 def get_config(variant: str = "diff") -> ml_collections.ConfigDict:
-  """Returns the config of a variant."""
+  """Returns the config of a variant such as "diff,scale=root,rate=0.003"."""
   row, scale, rate = base.read_variant(
-    variant, row=("diff", ROWS), scale=(None, SCALES), rate=(None, float)
+    variant,
+    row=base.Option(default="diff", allowed=ROWS),
+    scale=base.Option(default=None, allowed=SCALES),
+    rate=base.Option(default=None, allowed=float),
   )
   if scale is None and rate is None:
     scale, rate = TUNED[row]

@@ -1,7 +1,7 @@
 """Length extensions of the models of the experiment ablations.
 
-A variant is called as in ablations. A few steps on longer rows start from the
-parameters of a finished run:
+Variants have the same names as in ablations. A few steps on longer rows start
+from the parameters of a finished run:
 
     python -m diffjax.train --config=experiments/long_context/config.py:diff \
       --workdir=runs/diff_2k --config.train.init_from=runs/diff
@@ -43,24 +43,21 @@ EXTENSIONS = {
 
 
 def get_config(variant: str = "diff") -> ml_collections.ConfigDict:
-  """Returns the config of a variant."""
+  """Returns the config that extends a variant such as "diff,size=1b"."""
   row, size, heads = architectures.read_variant(variant)
   config = architectures.language_model(row, size, heads)
-  length, steps, accumulation = EXTENSIONS[size]
-  factor = length // config.data.length
-  config.model.update(
-    max_length=length, rope_base=config.model.rope_base * factor**1.5
-  )
-  config.data.length = length
-  config.optimizer.update(
-    learning_rate=config.optimizer.learning_rate / 4, warmup_steps=steps // 12
-  )
-  config.train.update(
-    steps=steps,
-    batch_size=config.train.batch_size // factor,
-    accumulation=accumulation,
-  )
-  config.eval.update(interval=steps, rows=64)
+  extension = EXTENSIONS[size]
+  factor = extension.length // config.data.length
+  config.model.max_length = extension.length
+  config.model.rope_base *= factor**1.5
+  config.data.length = extension.length
+  config.optimizer.learning_rate /= 4
+  config.optimizer.warmup_steps = extension.steps // 12
+  config.train.steps = extension.steps
+  # Rows are longer, so a step has as many tokens as before.
+  config.train.batch_size //= factor
+  config.train.accumulation = extension.accumulation
+  config.eval.update(interval=extension.steps, rows=64)
   if size != "tiny":
     # Books: the documents of C4 are shorter than these rows.
     config.data.update(source="tfds:pg19", text_field="book_text")

@@ -39,8 +39,12 @@ RATES = (0.002, 0.004, 0.008, 0.016)
 
 
 def get_config(variant: str = "diff") -> ml_collections.ConfigDict:
-  """Returns the config of a variant."""
-  row, rate = base.read_variant(variant, row=("diff", ROWS), rate=(None, float))
+  """Returns the config of a variant such as "diff" or "diff,rate=0.008"."""
+  row, rate = base.read_variant(
+    variant,
+    row=base.Option(default="diff", allowed=ROWS),
+    rate=base.Option(default=None, allowed=float),
+  )
   if rate is None:
     rate = LEARNING_RATES[row]
   config = base.get_config()
@@ -63,7 +67,7 @@ def get_config(variant: str = "diff") -> ml_collections.ConfigDict:
   config.train.update(steps=1000, batch_size=32)
   if row != "diff_lambda_zero":
     return architectures.set_row(config, row)
-  # DIFF without its second map: λ is 0 in every step. Like DIFF, it has the head
-  # norm, wide values and maps of width 8.
+  # DIFF without its second map: λ is 0 and not trained. The head norm, the wide
+  # values and the maps of width 8 are the same as in DIFF.
   config.model.lambda_init = 0.0
   return architectures.set_row(config, "diff_frozen_lambda")

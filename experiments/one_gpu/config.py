@@ -29,10 +29,13 @@ def get_config(variant: str = "diff") -> ml_collections.ConfigDict:
   """Returns the config of a variant.
 
   Args:
-    variant: a name of ARCHITECTURES, with ",rate=0.001" for a run of "tune".
+    variant: A name in ARCHITECTURES. A variant with a learning rate, such as
+      "diff,rate=0.001", is a run of the grid "tune".
   """
   architecture, rate = base.read_variant(
-    variant, architecture=("diff", ARCHITECTURES), rate=(None, float)
+    variant,
+    architecture=base.Option(default="diff", allowed=ARCHITECTURES),
+    rate=base.Option(default=None, allowed=float),
   )
   if rate is None:
     rate = LEARNING_RATES[architecture]

@@ -13,8 +13,10 @@ ROWS = architectures.ROWS
 
 
 def get_config(variant: str = "diff") -> ml_collections.ConfigDict:
-  """Returns the config of a row."""
-  (row,) = base.read_variant(variant, row=("diff", ROWS))
+  """Returns the config of a variant, which is one of `ROWS`."""
+  (row,) = base.read_variant(
+    variant, row=base.Option(default="diff", allowed=ROWS)
+  )
   config = base.get_config()
   config.model.update(
     vocab_size=912,

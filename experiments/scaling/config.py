@@ -25,7 +25,7 @@ ARCHITECTURES = ("transformer", "diff", "diff_v2")
 
 
 class Dimensions(NamedTuple):
-  """The sizes of a model: E, L and F."""
+  """The sizes of a model."""
 
   embed_dim: int
   num_layers: int
@@ -52,24 +52,28 @@ PAPER = {
 
 
 def parts(variant: str) -> tuple[str, str, float | None]:
-  """Returns the architecture, the size and the multiple of the tokens.
+  """Splits a variant such as "diff,size=0.1m,times=4".
 
-  The multiple is None if the variant does not name it.
+  Returns:
+    The architecture, the size, and the number that multiplies the tokens, which
+    is None if the variant does not name it.
   """
-  sizes = (*SMALL, *PAPER)
   architecture, size, times = base.read_variant(
     variant,
-    architecture=("diff", ARCHITECTURES),
-    size=("0.4m", sizes),
-    times=(None, float),
+    architecture=base.Option(default="diff", allowed=ARCHITECTURES),
+    size=base.Option(default="0.4m", allowed=(*SMALL, *PAPER)),
+    times=base.Option(default=None, allowed=float),
   )
   return architecture, size, times
 
 
 def get_config(variant: str = "diff,size=0.4m") -> ml_collections.ConfigDict:
-  """Returns the config of a variant."""
+  """Returns the config of a variant such as "diff,size=0.1m,times=4"."""
   architecture, size, times = parts(variant)
-  config = _small(size) if size in SMALL else _of_paper(size)
+  if size in SMALL:
+    config = _small(size)
+  else:
+    config = _of_paper(size)
   if times is not None:
     config.train.steps = round(config.train.steps * times)
   if size in SMALL:
@@ -100,20 +104,22 @@ def _small(size: str) -> ml_collections.ConfigDict:
 
   It trains on 0.49 M bytes of the standard library.
   """
-  embed_dim, num_layers, ffn_dim = SMALL[size]
+  dimensions = SMALL[size]
   config = base.get_config()
-  # Heads of width 16, so that the narrowest model has several.
-  num_heads = embed_dim // 32
+  # Heads have two maps of width 16, so that the narrowest model has two heads.
+  num_heads = dimensions.embed_dim // 32
   config.model.update(
-    embed_dim=embed_dim,
-    num_layers=num_layers,
+    embed_dim=dimensions.embed_dim,
+    num_layers=dimensions.num_layers,
     num_heads=num_heads,
     num_kv_heads=num_heads,
     head_dim=16,
-    ffn_dim=ffn_dim,
+    ffn_dim=dimensions.ffn_dim,
   )
   # The best learning rate falls with the width (README.md).
-  config.optimizer.update(learning_rate=0.5 / embed_dim, schedule="cosine")
+  config.optimizer.update(
+    learning_rate=0.5 / dimensions.embed_dim, schedule="cosine"
+  )
   config.train.update(steps=480, batch_size=4)
   config.eval.rows = 1024
   return config

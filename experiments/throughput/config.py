@@ -23,21 +23,23 @@ SIZES = {
 
 
 def get_config(variant: str = "tiny,length=256") -> ml_collections.ConfigDict:
-  """Returns the config of a variant."""
+  """Returns the config of a variant such as "3b,length=2048"."""
   size, length = base.read_variant(
-    variant, size=("tiny", SIZES), length=(256, int)
+    variant,
+    size=base.Option(default="tiny", allowed=SIZES),
+    length=base.Option(default=256, allowed=int),
   )
-  name, tokens = SIZES[size]
+  name, tokens_per_call = SIZES[size]
   config = importlib.import_module(f"diffjax.configs.{name}").get_config()
   if size == "125m":
-    # A CPU does this in seconds, and does not spend most of them on the
-    # vocabulary.
+    # A CPU computes this in seconds. With the whole vocabulary, it would spend
+    # most of them on the logits.
     config.model.update(num_layers=2, vocab_size=256)
   config.model.max_length = length
   config.data.length = length
   if size != "tiny":
     # The results were recorded with this source. Its text is never read.
     config.data.update(source="tfds:c4/en", mode="prepared")
-  config.train.update(steps=10, batch_size=max(1, tokens // length))
+  config.train.update(steps=10, batch_size=max(1, tokens_per_call // length))
   config.optimizer.warmup_steps = 0
   return config

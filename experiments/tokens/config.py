@@ -32,8 +32,12 @@ ROWS = tuple(LEARNING_RATES)
 
 
 def get_config(variant: str = "diff") -> ml_collections.ConfigDict:
-  """Returns the config of a variant."""
-  row, times = base.read_variant(variant, row=("diff", ROWS), times=(1, int))
+  """Returns the config of a variant such as "diff,times=12"."""
+  row, times = base.read_variant(
+    variant,
+    row=base.Option(default="diff", allowed=ROWS),
+    times=base.Option(default=1, allowed=int),
+  )
   config = architectures.language_model(row)
   config.model.embed_scale = 1.0
   if row in ROOT_SCALED:
