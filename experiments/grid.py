@@ -49,9 +49,10 @@ class Grid:
     seeds: Iterable[int] = (0,),
     baseline: str | None = None,
   ) -> Grid:
-    """Returns the grid of all combinations of some config fields' values.
+    """Returns the grid of all combinations of values of config fields.
 
-    It needs no config.py:
+    Each combination is a row of the results, and no config.py is needed. For
+    example, this grid has four rows, and eight runs:
 
         Grid.product(
           "tiny",
@@ -59,23 +60,24 @@ class Grid:
           seeds=range(2),
         )
 
-    has eight runs. The names of the rows are "lambda_init=0.2,head_norm=True",
-    and so on. Dotted names are used if the last parts of two factors are equal.
-    The default plot has the first factor on its x-axis.
+    The first row is called "lambda_init=0.2,head_norm=True". If the last parts
+    of two dotted names are equal, the whole names are used. The default plot
+    has the first factor on its x-axis.
 
-    The factor "variant" is what follows the colon of --config. For example,
-    {"variant": ["diff", "transformer"]} compares models of equal size, which
-    "model.attention" as a factor does not.
+    The factor "variant" is no field. Its values follow the colon of --config.
+    {"variant": ["diff", "transformer"]} compares models of equal size. With the
+    factor "model.attention", the sizes would differ.
 
     Args:
-      base: The config that the fields are set in, as --config takes it. The
+      base: The config in which the fields are set, in the form of --config. The
         path of a file is relative to the experiment's folder.
       factors: The values of each field, by the field's dotted name, or of
-        "variant". They keep their types. None is possible if it is the base's
-        value.
-      seeds: Each combination is trained with every seed.
-      baseline: The name of a row, or "NAME=VALUE,*" for the row that differs in
-        the first factor alone. The first row by default.
+        "variant". A value may be None only if the field is None in `base`.
+      seeds: The seeds. Each combination is trained with every seed.
+      baseline: The name of the row with which the others are compared. With
+        "NAME=VALUE,*", where NAME is the first factor, each row is compared
+        with the row that differs from it only in this factor. The first row by
+        default.
 
     Raises:
       UserError: for a factor without values or with a value twice, and for an
@@ -85,16 +87,18 @@ class Grid:
     rows = tuple(product.rows())
     if baseline is None:
       baseline = rows[0]
-    names_a_row = baseline in rows
+    is_known = baseline in rows
     if baseline.endswith(",*"):
       start = baseline.removesuffix("*")
-      names_a_row = any(row.startswith(start) for row in rows)
-    if not names_a_row:
+      is_known = any(row.startswith(start) for row in rows)
+    if not is_known:
       raise UserError(
         f"Grid.product: there is no row {baseline!r} for the baseline; there"
         f" are {', '.join(rows)}"
       )
-    return cls(rows, baseline, tuple(seeds), product)
+    return cls(
+      variants=rows, baseline=baseline, seeds=tuple(seeds), crossed=product
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,10 +195,10 @@ def names() -> list[str]:
 
 
 def resolve(argument: str) -> str:
-  """Returns an experiment's name.
+  """Returns the name of an experiment that a command line names.
 
-  This is the name of a folder in this one, or the absolute path of a folder
-  outside.
+  The name is the one of a folder in experiments/, or the absolute path of a
+  folder elsewhere.
 
   Args:
     argument: A name, or the path of a folder with an experiment.py.
@@ -268,16 +272,13 @@ def expand(name: str, grid: Grid, changes: Mapping[str, Any]) -> list[Run]:
     name: The experiment's name.
     grid: One of its grids.
     changes: Fields to set, by dotted name: FIELD in every run, VARIANT:FIELD in
-      the runs of one variant.
+      the runs of one variant. Seeds and factors cannot be set, because the
+      grid sets them.
 
   Raises:
-    UserError: for an unknown field or variant, for a seed or a factor, which
-      the grid sets, and for a config that cannot work. For `Grid.product` the
-      error names the run.
+    UserError: if a change is not allowed or not known, and for a config that
+      cannot work. For `Grid.product` the error names the run.
   """
-  # Here, because listing experiments needs no JAX.
-  from diffjax.model.attention import attention_class
-
   name = resolve(name)
   _check_changes(grid, changes)
   experiment = _experiment_with(name, grid)
@@ -290,30 +291,50 @@ def expand(name: str, grid: Grid, changes: Mapping[str, Any]) -> list[Run]:
   for seed in grid.seeds:
     for variant in grid.variants:
       run_name = f"{variant}/seed_{seed}"
-      row = rows[variant]
-      changed = _changes_of(variant, changes)
-      fields = {"train.seed": seed, "data.seed": seed, **row.fields, **changed}
       try:
-        config = _with_fields(copy.deepcopy(row.base_values), fields)
-        # Checks the fields of the attention variant.
-        attention_class(config.model)
-        fields = products.command_line_fields(fields, row.base_values)
+        run = _make_run(
+          run_name, variant, seed, rows[variant], _changes_of(variant, changes)
+        )
       except UserError as error:
         if grid.crossed is None:
           raise
         raise UserError(f"{run_name}: {error}") from error
-      run = Run(
-        name=run_name,
-        variant=variant,
-        seed=seed,
-        config=config,
-        fields=fields,
-        pretrained=pretrained_runs.get(run_name),
-        base=row.base,
-        factors=row.factors,
-      )
-      runs.append(run)
+      pretrained = pretrained_runs.get(run_name)
+      runs.append(dataclasses.replace(run, pretrained=pretrained))
   return runs
+
+
+def _make_run(
+  name: str, variant: str, seed: int, row: _Row, changes: Mapping[str, Any]
+) -> Run:
+  """Returns a run without its pretrained run, and checks its config.
+
+  Args:
+    name: The run's name.
+    variant: Its variant.
+    seed: Its seed.
+    row: The settings of its variant.
+    changes: The values of changed fields, by dotted name.
+
+  Raises:
+    UserError: for an unknown field, and for a config that cannot work.
+  """
+  # Here, because listing experiments needs no JAX.
+  from diffjax.model.attention import attention_class
+
+  fields = {"train.seed": seed, "data.seed": seed, **row.fields, **changes}
+  config = _with_fields(copy.deepcopy(row.base_values), fields)
+  # Checks the fields of the attention variant.
+  attention_class(config.model)
+  return Run(
+    name=name,
+    variant=variant,
+    seed=seed,
+    config=config,
+    fields=products.command_line_fields(fields, row.base_values),
+    base=row.base,
+    factors=row.factors,
+  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -334,7 +355,7 @@ class _Row:
 
 
 def _rows(name: str, experiment: Experiment, grid: Grid) -> dict[str, _Row]:
-  """Returns the rows of a grid by variant."""
+  """Returns the settings that the runs of each variant share, by variant."""
   if grid.crossed is not None:
     return _rows_of_product(name, experiment, grid.crossed)
   config_name = name
@@ -356,6 +377,7 @@ def _rows(name: str, experiment: Experiment, grid: Grid) -> dict[str, _Row]:
 def _rows_of_product(
   name: str, experiment: Experiment, product: Product
 ) -> dict[str, _Row]:
+  """Returns the rows of a grid from `Grid.product`, by name."""
   if experiment.pretrained:
     raise UserError(
       f"{name}: Grid.product cannot start from the runs of"
@@ -382,7 +404,11 @@ def _experiment_with(name: str, grid: Grid) -> Experiment:
 
 
 def _check_changes(grid: Grid, changes: Mapping[str, Any]) -> None:
-  """Raises UserError for an unknown variant, a seed and a factor."""
+  """Raises UserError if the grid does not allow a change.
+
+  A change must not name an unknown variant, and must not set a seed or a
+  factor, which the grid itself sets.
+  """
   for change in changes:
     variant, _, field = change.rpartition(":")
     if variant and variant not in grid.variants:
@@ -431,7 +457,15 @@ def with_fields(run: Run, fields: Mapping[str, Any]) -> Run:
 
 
 def _with_fields(values: dict[str, Any], fields: Mapping[str, Any]) -> Config:
-  """Sets fields in the sections of a config, and returns the config."""
+  """Returns the config with some fields set.
+
+  Args:
+    values: The sections of the config. They are changed.
+    fields: The values by dotted name.
+
+  Raises:
+    UserError: for an unknown field, and for a config that cannot work.
+  """
   for field, value in fields.items():
     section, _, name = field.partition(".")
     if not isinstance(values.get(section), dict):
@@ -510,11 +544,11 @@ def _matches(run: Run, pattern: str) -> bool:
 
 
 def decides(field: str) -> bool:
-  """Returns True if results depend on a config's field.
+  """Returns True if a config field affects the results of a run.
 
   Args:
-    field: The dotted name of the field. A field that has been removed from the
-      config counts too.
+    field: The dotted name of the field. Stored results may have a field that
+      the config no longer has. Such a field counts too.
   """
   return field not in FIELDS or FIELDS[field].affects_results
 
@@ -526,7 +560,7 @@ def comparable(
 
   Args:
     config: The sections of the config, as `Config.to_dict` returns them.
-    places: Fields that are left out, because they only say where data lies.
+    places: Fields that are left out, because they only say where data is.
   """
   left_out = set(places)
   fields = {}
