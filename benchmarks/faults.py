@@ -35,7 +35,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -158,10 +158,10 @@ def copy_to(directory: pathlib.Path) -> None:
 
 
 def run_pytest(copy: Copy, arguments: Sequence[str]) -> PytestResult:
-  """Runs tests until the first one fails.
+  """Runs tests of a copy until the first one fails.
 
   Args:
-    copy: The copy whose tests run.
+    copy: The copy of the repository.
     arguments: Files of tests, and options.
 
   Raises:
@@ -209,8 +209,11 @@ def _end_process_group(process: subprocess.Popen) -> None:
 def _first_failure(exit_code: int | None, output: str) -> str:
   """Returns the first test that failed, or "" if all passed.
 
+  If pytest named no test, returns a description of how it ended.
+
   Args:
-    exit_code: The exit code of pytest. None if it was stopped.
+    exit_code: The exit code of pytest. Negative if a signal ended it, None if
+      it was stopped after MAX_SECONDS.
     output: What it has printed.
 
   Raises:
@@ -230,13 +233,15 @@ def _first_failure(exit_code: int | None, output: str) -> str:
   match = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", output, re.MULTILINE)
   if match is not None:
     return match[1]
-  # If tests passed and none failed, a library has ended the process.
+  # pytest prints a dot for each test that passes. If it ends after a dot and
+  # names no failed test, a library has ended the process.
   is_ended_by_library = exit_code == FAILED and output.startswith(".")
   if exit_code > 0 and not is_ended_by_library:
     raise RuntimeError(
       f"pytest ended with {exit_code} and names no test; correct this"
       f" error:\n{tail}"
     )
+  # A crash, such as SIGSEGV, has found the fault.
   return f"pytest ends with {exit_code}"
 
 
@@ -255,10 +260,12 @@ def detect(fault: Fault, copy: Copy) -> Detection:
       " correct benchmarks/faults.toml"
     )
 
+  # The tests that the fault names run first, then all others.
   named = [test for test in fault.tests if (copy.directory / test).exists()]
   others = ["tests"]
   for test in named:
     others.append(f"--ignore={test}")
+
   start = time.monotonic()
   path.write_text(original.replace(fault.old, fault.new), encoding="utf-8")
   try:
@@ -273,7 +280,11 @@ def detect(fault: Fault, copy: Copy) -> Detection:
 
 
 def failing_without_fault(copy: Copy, tests: Sequence[str]) -> list[str]:
-  """Returns the tests that fail in a copy without a fault."""
+  """Returns the tests that fail in a copy without a fault.
+
+  A run of pytest ends at its first failure, so the tests that remain run again
+  without the test that failed.
+  """
   remaining = list(tests)
   failing = []
   while remaining:
@@ -290,14 +301,28 @@ def failing_without_fault(copy: Copy, tests: Sequence[str]) -> list[str]:
 
 
 def read_table(text: str) -> dict[str, Detection]:
-  """Returns the detections in a text that `format_table` wrote, by fault."""
-  _, _, body = text.partition(f"{HEADINGS}\n")
+  """Reads the Markdown table of benchmarks/faults.md.
+
+  A row has the fault, its file, the tier, the test and the seconds:
+
+  | ops/wrong mask | `diffjax/ops/mask.py` | full | `tests/test_mask.py` | 3 |
+
+  Args:
+    text: The content of the file, as `write_results` wrote it.
+
+  Returns:
+    The detections by the names of the faults.
+  """
+  _, _, below_headings = text.partition(f"{HEADINGS}\n")
+  # The first line below the headings is |---|---|---|---|---|.
+  rows = below_headings.splitlines()[1:]
   detections = {}
-  # The first line separates the headings from the rows.
-  for line in body.splitlines()[1:]:
-    name, _, tier, test, seconds = line.strip("| ").split(" | ")
+  for row in rows:
+    cells = row.strip("| ").split(" | ")
+    name, _file, tier, test, seconds = cells
     if tier == NOT_FOUND:
       tier = ""
+    # `format_table` has escaped vertical bars.
     test = test.strip("`").replace("\\|", "|")
     detections[name] = Detection(tier, test, float(seconds))
   return detections
@@ -347,7 +372,7 @@ def detect_all(
   detections: dict[str, Detection],
   jobs: int,
 ) -> None:
-  """Tries faults, and writes each result as soon as it is known.
+  """Tries faults, and writes benchmarks/faults.md after each.
 
   Args:
     faults: All faults.
@@ -355,51 +380,74 @@ def detect_all(
     detections: The results by the names of the faults. They are updated.
     jobs: Number of faults that are tried at the same time.
   """
-  with (
-    tempfile.TemporaryDirectory() as scratch,
-    concurrent.futures.ThreadPoolExecutor(jobs) as pool,
-  ):
-    free_copies: queue.SimpleQueue[Copy] = queue.SimpleQueue()
-    for job in range(jobs):
-      copy = Copy(
-        pathlib.Path(scratch, f"copy{job}"),
-        pathlib.Path(scratch, f"compiled{job}"),
-      )
-      copy_to(copy.directory)
-      free_copies.put(copy)
-
-    def detect_in_free_copy(fault: Fault) -> Detection:
-      copy = free_copies.get()
-      try:
-        return detect(fault, copy)
-      finally:
-        free_copies.put(copy)
-
-    names = {}
-    for fault in selected:
-      names[pool.submit(detect_in_free_copy, fault)] = fault.name
-    for future in concurrent.futures.as_completed(names):
-      name = names[future]
-      detection = future.result()
-      detections[name] = detection
+  with tempfile.TemporaryDirectory() as scratch:
+    copies = make_copies(pathlib.Path(scratch), jobs)
+    for fault, detection in detect_in_copies(selected, copies):
+      detections[fault.name] = detection
       write_results(faults, detections)
       print(
-        f"{name}: {detection.tier or 'MISSED'}, {detection.test},"
+        f"{fault.name}: {detection.tier or 'MISSED'}, {detection.test},"
         f" {detection.seconds:.0f} s",
         flush=True,
       )
 
+    # A test that also fails without a fault has not found one.
     tests = set()
-    for name in names.values():
-      test = detections[name].test
+    for fault in selected:
+      test = detections[fault.name].test
       # A failure of pytest itself has no "::".
       if "::" in test:
         tests.add(test)
-    failing = failing_without_fault(free_copies.get(), sorted(tests))
+    failing = failing_without_fault(copies[0], sorted(tests))
   for name, detection in list(detections.items()):
     if detection.test in failing:
       del detections[name]
   write_results(faults, detections)
+
+
+def make_copies(directory: pathlib.Path, count: int) -> list[Copy]:
+  """Makes copies of the repository in a directory."""
+  copies = []
+  for index in range(count):
+    copy = Copy(
+      directory=directory / f"copy{index}",
+      cache=directory / f"compiled{index}",
+    )
+    copy_to(copy.directory)
+    copies.append(copy)
+  return copies
+
+
+def detect_in_copies(
+  faults: Sequence[Fault], copies: Sequence[Copy]
+) -> Iterator[tuple[Fault, Detection]]:
+  """Tries faults in parallel, one at a time in each copy.
+
+  Args:
+    faults: The faults to try.
+    copies: Copies of the repository.
+
+  Yields:
+    Each fault with its result, in the order in which the results come.
+  """
+  free_copies: queue.SimpleQueue[Copy] = queue.SimpleQueue()
+  for copy in copies:
+    free_copies.put(copy)
+
+  def detect_in_free_copy(fault: Fault) -> Detection:
+    copy = free_copies.get()
+    try:
+      return detect(fault, copy)
+    finally:
+      free_copies.put(copy)
+
+  with concurrent.futures.ThreadPoolExecutor(len(copies)) as pool:
+    faults_by_future = {}
+    for fault in faults:
+      future = pool.submit(detect_in_free_copy, fault)
+      faults_by_future[future] = fault
+    for future in concurrent.futures.as_completed(faults_by_future):
+      yield faults_by_future[future], future.result()
 
 
 def main() -> None:
