@@ -70,6 +70,14 @@ SETTINGS: dict[str, Any] = {
   "jax_cache_dir": "",
 }
 
+SETTINGS_HELP = """
+further settings of MaxText, JSON. With '{"num_vocab_tiling": 8}' the loss is
+computed in 8 parts. With --remat=custom and
+'{"mlpwi_0": "device", "mlpwi_1": "device"}' the inner products of the
+feed-forward network are kept.
+"""
+
+# Their versions are written to step.json.
 PACKAGES = ("jax", "jaxlib", "libtpu", "maxtext", "flax", "optax")
 
 
@@ -80,7 +88,7 @@ def compile_step(
   remat: str,
   settings: dict[str, Any],
 ) -> None:
-  """Compiles the step, and writes step.txt and step.json.
+  """Compiles MaxText's training step, and writes step.txt and step.json.
 
   If the step does not fit into memory, step.json has the compiler's message as
   "refused", and there is no step.txt.
@@ -93,51 +101,24 @@ def compile_step(
     settings: Further settings of MaxText, which go before all others.
   """
   folder.mkdir(parents=True, exist_ok=True)
-  for name in ("step.txt", "step.json"):
-    (folder / name).unlink(missing_ok=True)
+  step_text = folder / "step.txt"
+  step_json = folder / "step.json"
+  step_text.unlink(missing_ok=True)
+  step_json.unlink(missing_ok=True)
   # As in MaxText's train_compile: each chip draws its own random bits.
   os.environ["LIBTPU_INIT_ARGS"] = (
     "--xla_tpu_spmd_rng_bit_generator_unsafe=true"
   )
   _remove_own_folder_from_path()
+  # Imported only now, because libtpu reads the variable when JAX starts.
   import jax
-  import maxtext
-  from flax.core.spmd import logical_axis_rules
-  from maxtext.configs import pyconfig
-  from maxtext.trainers.pre_train import train, train_compile
-  from maxtext.utils import maxtext_utils, sharding
+  from maxtext.trainers.pre_train import train_compile
 
   jax.config.update("jax_default_prng_impl", "unsafe_rbg")
   all_settings = SETTINGS | SHAPES[shape] | {"remat_policy": remat} | settings
-  compiler_flags = [f"--{name}={value}" for name, value in options.items()]
-  base_config = pathlib.Path(maxtext.__file__).parent / "configs" / "base.yml"
-  config = pyconfig.initialize(
-    ["train_compile", str(base_config)],
-    **all_settings,
-    compile_xla_flags=" ".join(compiler_flags),
-  )
-
+  config = _make_config(all_settings, options)
   start = time.perf_counter()
   mesh = train_compile.get_topology_mesh(config)
-  arguments, keywords, state_shardings, _, model = (
-    train_compile.get_shaped_inputs(mesh, config)
-  )
-  parameter_shardings, state_shardings = (
-    sharding.maybe_update_params_sharding_with_opt(config, state_shardings)
-  )
-  input_state_shardings = sharding.build_zero1_input_state_mesh_shardings(
-    config, state_shardings, parameter_shardings
-  )
-  step, in_shardings, out_shardings, static, donated = (
-    maxtext_utils.get_functional_train_with_signature(
-      train.train_step,
-      sharding.get_input_data_sharding(config, mesh),
-      input_state_shardings,
-      model,
-      config,
-      parameter_shardings,
-    )
-  )
   result: dict[str, Any] = {
     "shape": shape,
     "device": mesh.devices.flat[0].device_kind,
@@ -147,28 +128,17 @@ def compile_step(
     "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
   }
   try:
-    compiled = train_compile.jit_and_compile(
-      step,
-      arguments,
-      keywords,
-      mesh,
-      in_shardings,
-      out_shardings,
-      static,
-      donated,
-      config,
-      logical_axis_rules(config.logical_axis_rules),
-    )
+    compiled = _compile(config, mesh)
   except jax.errors.JaxRuntimeError as error:
     if "RESOURCE_EXHAUSTED" not in str(error):
       raise
     result["refused"] = str(error)
   else:
     result |= _memory(compiled)
-    (folder / "step.txt").write_text(compiled.as_text(), encoding="utf-8")
+    step_text.write_text(compiled.as_text(), encoding="utf-8")
   result["seconds"] = round(time.perf_counter() - start, 1)
   text = json.dumps(result, indent=1) + "\n"
-  (folder / "step.json").write_text(text, encoding="utf-8")
+  step_json.write_text(text, encoding="utf-8")
 
 
 def _remove_own_folder_from_path() -> None:
@@ -179,6 +149,69 @@ def _remove_own_folder_from_path() -> None:
     if pathlib.Path(entry).resolve() != own_folder:
       remaining.append(entry)
   sys.path = remaining
+
+
+def _make_config(settings: dict[str, Any], options: dict[str, str]) -> Any:
+  """Returns MaxText's config: its defaults with our settings.
+
+  Args:
+    settings: Settings of MaxText.
+    options: Options of the compiler.
+  """
+  import maxtext
+  from maxtext.configs import pyconfig
+
+  compiler_flags = [f"--{name}={value}" for name, value in options.items()]
+  defaults = pathlib.Path(maxtext.__file__).parent / "configs" / "base.yml"
+  return pyconfig.initialize(
+    ["train_compile", str(defaults)],
+    **settings,
+    compile_xla_flags=" ".join(compiler_flags),
+  )
+
+
+def _compile(config: Any, mesh: Any) -> Any:
+  """Compiles the step in the same way as `main` of MaxText's train_compile.
+
+  Args:
+    config: MaxText's config.
+    mesh: The mesh of the TPU slice.
+  """
+  from flax.core.spmd import logical_axis_rules
+  from maxtext.trainers.pre_train import train, train_compile
+  from maxtext.utils import maxtext_utils, sharding
+
+  arguments, keywords, state_shardings, _, model = (
+    train_compile.get_shaped_inputs(mesh, config)
+  )
+  parameter_shardings, state_shardings = (
+    sharding.maybe_update_params_sharding_with_opt(config, state_shardings)
+  )
+  input_state_shardings = sharding.build_zero1_input_state_mesh_shardings(
+    config, state_shardings, parameter_shardings
+  )
+  step, in_shardings, out_shardings, static_argnums, donate_argnums = (
+    maxtext_utils.get_functional_train_with_signature(
+      train.train_step,
+      sharding.get_input_data_sharding(config, mesh),
+      input_state_shardings,
+      model,
+      config,
+      parameter_shardings,
+    )
+  )
+  return train_compile.jit_and_compile(
+    step,
+    arguments,
+    keywords,
+    mesh,
+    in_shardings,
+    out_shardings,
+    static_argnums,
+    donate_argnums,
+    config,
+    logical_axis_rules(config.logical_axis_rules),
+  )
 
 
 def _memory(compiled: Any) -> dict[str, int]:
@@ -197,29 +230,29 @@ def main() -> None:
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
-  parser.add_argument("shape", choices=SHAPES)
-  parser.add_argument("folder", type=pathlib.Path)
+  parser.add_argument(
+    "shape", choices=SHAPES, help="the model and the slice of TPUs"
+  )
+  parser.add_argument(
+    "folder", type=pathlib.Path, help="for step.txt and step.json"
+  )
   parser.add_argument(
     "--options",
     type=json.loads,
     default={},
-    help="options of the compiler, JSON",
+    help="""options of the compiler, JSON, such as '{"NAME": "VALUE"}'""",
   )
   parser.add_argument("--remat", default="full", help="MaxText's remat_policy")
   parser.add_argument(
-    "--settings",
-    type=json.loads,
-    default={},
-    help=(
-      "further settings of MaxText, JSON. With"
-      """ '{"num_vocab_tiling": 8}' the loss is computed in 8 parts. With"""
-      """ --remat=custom and '{"mlpwi_0": "device", "mlpwi_1": "device"}'"""
-      " the inner products of the feed-forward network are kept."
-    ),
+    "--settings", type=json.loads, default={}, help=SETTINGS_HELP
   )
   flags = parser.parse_args()
   compile_step(
-    flags.shape, flags.folder, flags.options, flags.remat, flags.settings
+    shape=flags.shape,
+    folder=flags.folder,
+    options=flags.options,
+    remat=flags.remat,
+    settings=flags.settings,
   )
 
 
