@@ -32,7 +32,9 @@ PACKAGES = ("jax", "grain", "array_record", "tiktoken")
 def tokens_per_second(
   mode: str, tokenizer: str, batch_size: int, length: int
 ) -> float:
-  """Measures this process, after it is pinned to one core.
+  """Returns the speed of reading batches in this process, on one core.
+
+  Pins the process to the core.
 
   Args:
     mode: "prepared" or "streamed".
@@ -68,7 +70,7 @@ def tokens_per_second(
 def measure_in_child(
   mode: str, tokenizer: str, batch_size: int, length: int
 ) -> float:
-  """Returns `tokens_per_second` of another process."""
+  """Calls `tokens_per_second` in another process, because it pins it."""
   child = subprocess.run(
     [
       sys.executable,
@@ -88,7 +90,7 @@ def measure_in_child(
 
 
 def train_bpe(directory: str) -> str:
-  """Trains a BPE on the embedded corpus, and returns its path."""
+  """Trains a BPE tokenizer on the embedded corpus, and returns its path."""
   from diffjax.config import DataConfig
   from diffjax.data import sources
   from diffjax.data.tokenizer_training import train_tokenizer
@@ -120,6 +122,7 @@ def print_rates() -> None:
     bpe = train_bpe(directory)
     for _, length in SHAPES:
       prepared.prepare(DataConfig(length=length))
+    # The mode, the tokenizer, and the tokenizer's name in the output.
     combinations = (
       ("prepared", "bytes", "bytes"),
       ("streamed", "bytes", "bytes"),

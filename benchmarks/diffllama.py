@@ -70,7 +70,13 @@ class PairSeconds(NamedTuple):
 def make_diffjax_step(
   tokens: Int[np.ndarray, "batch length"],
 ) -> Callable[[], float]:
-  """Returns a function that takes one step and returns its loss."""
+  """Returns a function that takes a training step of diffjax.
+
+  It returns the loss. Its reading from the device ends the step.
+
+  Args:
+    tokens: The batch of every step.
+  """
   batch_size, length = tokens.shape
   config = Config(
     model=MODEL,
@@ -99,7 +105,7 @@ def make_diffjax_step(
 
 
 def make_diffllama(length: int) -> transformers.DiffLlamaForCausalLM:
-  """Returns a DiffLlama of the size of MODEL.
+  """Returns Hugging Face's DiffLlama at the size of MODEL.
 
   Args:
     length: The longest row.
@@ -131,7 +137,13 @@ def make_diffllama(length: int) -> transformers.DiffLlamaForCausalLM:
 def make_diffllama_step(
   tokens: Int[np.ndarray, "batch length"],
 ) -> Callable[[], float]:
-  """Returns a function that takes one step and returns its loss."""
+  """Returns a function that takes a training step of DiffLlama.
+
+  It returns the loss.
+
+  Args:
+    tokens: The batch of every step.
+  """
   model = make_diffllama(tokens.shape[1]).train()
   optimizer = torch.optim.AdamW(
     model.parameters(),
@@ -156,6 +168,12 @@ class StepProcess:
   """Another process that takes a training step whenever it is asked to."""
 
   def __init__(self, make_step: Callable, shape: tuple[int, int]):
+    """Starts the process.
+
+    Args:
+      make_step: `make_diffjax_step` or `make_diffllama_step`.
+      shape: Batch size and length.
+    """
     spawn = multiprocessing.get_context("spawn")
     self._connection, child_connection = spawn.Pipe()
     process = spawn.Process(
@@ -176,7 +194,13 @@ class StepProcess:
 def _serve_steps(
   make_step: Callable, shape: tuple[int, int], connection: Connection
 ) -> None:
-  """Takes a step for each message, and answers with its seconds."""
+  """Takes a step for each message, and answers with its seconds.
+
+  Args:
+    make_step: As for `StepProcess`.
+    shape: Batch size and length.
+    connection: The end of the pipe in this process.
+  """
   keep_freed_memory()
   rng = np.random.default_rng(0)
   run = make_step(rng.integers(0, MODEL.vocab_size, shape, np.int32))
@@ -190,17 +214,20 @@ def _serve_steps(
 
 
 def measure(seconds: float, shape: tuple[int, int]) -> list[PairSeconds]:
-  """Measures pairs of steps after two pairs of warm-up.
+  """Times steps of diffjax and of DiffLlama in turn, after a warm-up.
 
   Args:
     seconds: How long to measure.
     shape: Batch size and length.
   """
-  ours = StepProcess(make_diffjax_step, shape)
-  theirs = StepProcess(make_diffllama_step, shape)
+  diffjax_process = StepProcess(make_diffjax_step, shape)
+  diffllama_process = StepProcess(make_diffllama_step, shape)
 
   def measure_pair() -> PairSeconds:
-    return PairSeconds(ours.seconds_of_step(), theirs.seconds_of_step())
+    return PairSeconds(
+      diffjax=diffjax_process.seconds_of_step(),
+      diffllama=diffllama_process.seconds_of_step(),
+    )
 
   for _ in range(WARMUP_PAIRS):
     measure_pair()
@@ -212,12 +239,18 @@ def measure(seconds: float, shape: tuple[int, int]) -> list[PairSeconds]:
 
 
 def print_result(shape: tuple[int, int], pairs: list[PairSeconds]) -> None:
-  """Prints the medians of both, and the ratio of their speeds."""
+  """Prints the median speeds, and the ratio of diffjax's to DiffLlama's.
+
+  Args:
+    shape: Batch size and length.
+    pairs: The seconds of pairs of steps.
+  """
   batch_size, length = shape
   num_tokens = batch_size * length
   diffjax_seconds = statistics.median(pair.diffjax for pair in pairs)
   diffllama_seconds = statistics.median(pair.diffllama for pair in pairs)
   ratios = [pair.diffllama / pair.diffjax for pair in pairs]
+  # The quartiles. The second one is the median.
   low, ratio, high = statistics.quantiles(ratios, n=4)
   print(
     f"{batch_size} × {length}, {len(pairs)} pairs of steps:"

@@ -31,12 +31,12 @@ PROMPT_LENGTH = 16
 NUM_NEW_TOKENS = 512
 LENGTH = PROMPT_LENGTH + NUM_NEW_TOKENS
 
-# Returns the new tokens.
+# Continues the prompt, and returns the new tokens.
 Generate = Callable[[], list[int]]
 
 
 def make_cached(model: Decoder, params: dict, prompt: list[int]) -> Generate:
-  """Returns a function that generates with diffjax's cache."""
+  """Returns a function that continues a prompt with diffjax's KV cache."""
   sampler = Sampler(model, params, capacity=LENGTH)
 
   def generate() -> list[int]:
@@ -47,13 +47,18 @@ def make_cached(model: Decoder, params: dict, prompt: list[int]) -> Generate:
 
 
 def make_uncached(model: Decoder, params: dict, prompt: list[int]) -> Generate:
-  """Returns a function that computes all positions again for every token."""
+  """Returns a function that continues a prompt without a KV cache.
+
+  It computes all positions again for every token.
+  """
 
   @jax.jit
   def append_token(
     params: dict, tokens: Int[Array, "1 length"], num_tokens: int
   ) -> Int[Array, "1 length"]:
+    """Writes the most likely next token after the first `num_tokens`."""
     hidden = model.apply({"params": params}, tokens)
+    # [1, 1, embed_dim]
     last_hidden = hidden[:, num_tokens - 1, None]
     next_token = jnp.argmax(logits(params, last_hidden)[0, 0])
     return tokens.at[0, num_tokens].set(next_token.astype(jnp.int32))
@@ -69,7 +74,10 @@ def make_uncached(model: Decoder, params: dict, prompt: list[int]) -> Generate:
 
 
 def make_diffllama_cached(prompt: list[int]) -> Generate:
-  """Returns a function that generates with DiffLlama's cache."""
+  """Returns a function that continues a prompt with DiffLlama's KV cache.
+
+  DiffLlama is Hugging Face's implementation in PyTorch.
+  """
   model = make_diffllama(LENGTH).eval()
   ids = torch.tensor([prompt])
 
@@ -79,6 +87,7 @@ def make_diffllama_cached(prompt: list[int]) -> Generate:
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=NUM_NEW_TOKENS,
+        # It would stop at an end-of-text token otherwise.
         min_new_tokens=NUM_NEW_TOKENS,
         do_sample=False,
         use_cache=True,
@@ -90,7 +99,10 @@ def make_diffllama_cached(prompt: list[int]) -> Generate:
 
 
 def make_candidates() -> dict[str, Generate]:
-  """Returns the functions that are compared, with one random prompt."""
+  """Returns the functions that are compared, with one random prompt.
+
+  Each has run once, so that it is compiled.
+  """
   rng = np.random.default_rng(0)
   prompt = rng.integers(0, MODEL.vocab_size, PROMPT_LENGTH).tolist()
   model = Decoder(MODEL)
@@ -118,7 +130,6 @@ def main() -> None:
     f" transformers {transformers.__version__}; {machine()},"
     f" {torch.get_num_threads()} of them for PyTorch"
   )
-  # The candidates have run once, so they are compiled.
   seconds = median_seconds(make_candidates(), flags.repeats, warmups=0)
   for name, median in seconds.items():
     tokens_per_second = NUM_NEW_TOKENS / median

@@ -111,7 +111,13 @@ class Settings:
 
 
 class BatchRecord(NamedTuple):
-  """A batch that a process has taken."""
+  """A batch that a process has taken, a line of WORKDIR.batches.
+
+  Attributes:
+    step: The step of the batch.
+    process: Index of the process.
+    digest: SHA-256 of the batch.
+  """
 
   step: int
   process: int
@@ -151,7 +157,9 @@ def make_data_config(directory: pathlib.Path, mode: str) -> DataConfig:
 class BatchRecorder:
   """Appends a line for each batch that training takes to WORKDIR.batches.
 
-  `record` and `make_writer` replace functions that training calls.
+  Training calls `make_writer` once instead of the class of its log of metrics,
+  and `record` for each batch instead of the function that moves the batch to
+  the devices.
   """
 
   def __init__(
@@ -177,12 +185,12 @@ class BatchRecorder:
     self._step = 0
 
   def make_writer(self, *args: Any, start_step: int, **options: Any) -> Any:
-    """Notes the step at which training starts."""
+    """Remembers the step at which training starts, and opens the log."""
     self._step = start_step
     return self._make_writer(*args, start_step=start_step, **options)
 
   def record(self, batch: dict[str, np.ndarray], mesh: Any) -> Any:
-    """Writes a line before the batch is used."""
+    """Writes a line for a batch, and then moves it to the devices."""
     self._step += 1
     line = f"{self._step} {self._process} {_batch_digest(batch)}\n"
     # A single call writes the whole line, even if the process is killed.
@@ -191,6 +199,7 @@ class BatchRecorder:
 
 
 def _batch_digest(batch: dict[str, np.ndarray]) -> str:
+  """Returns the SHA-256 of all arrays of a batch."""
   digest = hashlib.sha256()
   for name in sorted(batch):
     digest.update(np.ascontiguousarray(batch[name]).tobytes())
@@ -204,7 +213,9 @@ def train(
   coordinator: str,
   process: int,
 ) -> None:
-  """Trains as the command does, and records the batches.
+  """Trains like `python -m diffjax.train`, and records the batches.
+
+  This runs in each process of a life.
 
   Args:
     settings: The flags.
@@ -263,7 +274,10 @@ def read_batch_records(workdir: pathlib.Path) -> list[BatchRecord]:
 def read_batches(
   workdir: pathlib.Path,
 ) -> list[tuple[tuple[int, int], set[str]]]:
-  """Returns the digests that any life had for each step and process."""
+  """Returns the digests of the batches of all lives, by step and process.
+
+  A step that several lives have taken has one digest if its batches are equal.
+  """
   digests = collections.defaultdict(set)
   for record in read_batch_records(workdir):
     digests[record.step, record.process].add(record.digest)
@@ -334,7 +348,7 @@ def activity_at_kill(workdir: pathlib.Path, num_batches: int) -> str:
 
 
 class Life:
-  """The processes of a run from one start to their end.
+  """The processes of a run, from one start of the run to their end.
 
   Attributes:
     start_time: When the life began, in seconds since the epoch.
@@ -403,6 +417,7 @@ class Life:
       after_second_step: Whether the time counts from the second step.
     """
     if after_second_step:
+      # Each process takes a batch of each step.
       num_processes = len(self.processes)
       while self.is_running() and len(self.steps()) <= num_processes:
         time.sleep(0.01)
@@ -419,7 +434,12 @@ class Life:
     self._wait(MAX_ENDING_SECONDS, must_fail=True)
 
   def _wait(self, timeout: float, *, must_fail: bool) -> None:
-    """Waits for all processes. Exits if one ends in another way."""
+    """Waits for all processes. Exits if one does not end as it must.
+
+    Args:
+      timeout: Seconds in which all must end.
+      must_fail: Whether they must report an error.
+    """
     deadline = time.time() + timeout
     pairs = zip(self.processes, self._error_files, strict=True)
     for process, error_file in pairs:
@@ -445,6 +465,7 @@ class Life:
       errors: What it has printed.
       must_fail: Whether it must report an error.
     """
+    # It is the process that was killed.
     if exit_code == -signal.SIGKILL:
       return True
     if not must_fail:
@@ -453,11 +474,13 @@ class Life:
     is_done = newest_complete_step(self._workdir) == self._settings.steps
     if exit_code == 0 and is_done:
       return True
+    # A line of the output begins with "error: ".
     has_message = "\nerror: " in f"\n{errors}"
     return exit_code == 1 and has_message
 
 
 def _free_port() -> int:
+  """Returns a port of this machine that no program uses."""
   with socket.socket() as listener:
     listener.bind(("localhost", 0))
     return listener.getsockname()[1]
@@ -495,7 +518,7 @@ class Counts:
   differences: list[str] = dataclasses.field(default_factory=list)
 
   def table(self, settings: Settings, seconds: float) -> dict[str, Any]:
-    """Returns the counts and the settings, by the names that are printed.
+    """Returns the counts and the settings in the form that is printed.
 
     Args:
       settings: The flags.
@@ -526,8 +549,26 @@ class Counts:
     }
 
 
+class Kill(NamedTuple):
+  """A kill, and what it interrupted.
+
+  Attributes:
+    life_seconds: Seconds from the start of the life to the kill.
+    num_batches: Number of batches that all processes of the life had taken.
+    activity: What the life was doing.
+    victims: Indices of the processes that were killed.
+    ending_seconds: Seconds from the kill until all processes had ended.
+  """
+
+  life_seconds: float
+  num_batches: int
+  activity: str
+  victims: list[int]
+  ending_seconds: float
+
+
 class Killer:
-  """Kills a run until there have been enough kills.
+  """Starts runs and kills them until there have been enough kills.
 
   Attributes:
     counts: The counts so far.
@@ -550,6 +591,7 @@ class Killer:
     """Kills runs, and compares each with an undisturbed run."""
     undisturbed = self._directory / "whole"
     Life(self._directory, undisturbed, self._settings).finish()
+    # At least one run is compared, even with --times=0.
     while self._needs_kills() or self.counts.runs == 0:
       workdir = self._directory / f"run{self.counts.runs}"
       self.counts.runs += 1
@@ -568,10 +610,13 @@ class Killer:
     return self.counts.kills < self._settings.times
 
   def _live(self, workdir: pathlib.Path) -> bool:
-    """Starts a life of a run, and kills it if there are too few kills.
+    """Starts or continues a run, and kills it at a random moment.
+
+    The run is not killed if it ends before that moment, or if there have been
+    enough kills.
 
     Returns:
-      Whether the run has reached its end.
+      Whether the run has reached its last step.
     """
     life = Life(self._directory, workdir, self._settings)
     is_early = self._rng.random() < EARLY_SHARE
@@ -590,13 +635,16 @@ class Killer:
     life.finish_after_kill()
     ending_seconds = time.time() - kill_time
     self._count_start(life)
-    self._count_kill(
-      life.steps(),
-      activity_at_kill(workdir, len(life.steps())),
-      victims,
-      kill_time - life.start_time,
-      ending_seconds,
+    num_batches = len(life.steps())
+    kill = Kill(
+      life_seconds=kill_time - life.start_time,
+      num_batches=num_batches,
+      activity=activity_at_kill(workdir, num_batches),
+      victims=victims,
+      ending_seconds=ending_seconds,
     )
+    self._count_kill(kill)
+    self._print_kill(kill)
     return False
 
   def _choose_victims(self) -> list[int]:
@@ -607,6 +655,7 @@ class Killer:
     return [self._rng.choice(indices)]
 
   def _count_start(self, life: Life) -> None:
+    """Counts where a life began, if it has taken a step."""
     steps = life.steps()
     if not steps:
       return
@@ -614,46 +663,39 @@ class Killer:
     if steps[0] != life.first_step:
       self.counts.wrong_starts += 1
 
-  def _count_kill(
-    self,
-    steps: list[int],
-    activity: str,
-    victims: list[int],
-    life_seconds: float,
-    ending_seconds: float,
-  ) -> None:
-    """Counts a kill and prints a line.
-
-    Args:
-      steps: The steps of the life's batches.
-      activity: What it was doing.
-      victims: The indices of the processes that were killed.
-      life_seconds: The seconds from the start to the kill.
-      ending_seconds: The seconds from the kill until all processes had ended.
-    """
+  def _count_kill(self, kill: Kill) -> None:
+    """Adds a kill to the counts."""
     counts = self.counts
     num_processes = self._settings.processes
     counts.kills += 1
-    counts.activities[activity] += 1
-    counts.steps_in_killed_lives += len(steps) // num_processes
+    counts.activities[kill.activity] += 1
+    counts.steps_in_killed_lives += kill.num_batches // num_processes
+    if num_processes == 1:
+      return
+    counts.victims[_victims_name(kill.victims)] += 1
+    if len(kill.victims) < num_processes:
+      slowest = max(counts.slowest_ending, kill.ending_seconds)
+      counts.slowest_ending = slowest
+
+  def _print_kill(self, kill: Kill) -> None:
+    """Prints a line about the last kill that was counted."""
     line = (
-      f"kill {counts.kills}: {life_seconds:.1f} s after its start,"
-      f" {len(steps)} batches into it, {activity}"
+      f"kill {self.counts.kills}: {kill.life_seconds:.1f} s after its start,"
+      f" {kill.num_batches} batches into it, {kill.activity}"
     )
-    if num_processes > 1:
-      counts.victims[_victims_name(victims)] += 1
-      if len(victims) < num_processes:
-        counts.slowest_ending = max(counts.slowest_ending, ending_seconds)
-        line += (
-          f"; process {victims[0]}, the others ended {ending_seconds:.1f} s"
-          " later"
-        )
-      else:
-        line += "; all"
+    num_processes = self._settings.processes
+    if len(kill.victims) < num_processes:
+      line += (
+        f"; process {kill.victims[0]}, the others ended"
+        f" {kill.ending_seconds:.1f} s later"
+      )
+    elif num_processes > 1:
+      line += "; all"
     print(line, flush=True)
 
 
 def _victims_name(victims: list[int]) -> str:
+  """Returns the name of the killed processes in the counts."""
   if len(victims) > 1:
     return "all"
   if victims == [0]:
@@ -677,6 +719,7 @@ def main() -> None:
     "--steps", type=int, default=CONFIG.train.steps, help="of a run"
   )
   parser.add_argument("--processes", type=int, default=1, help="of a run")
+  # `Life` starts this command with --child for each process of a run.
   parser.add_argument(
     "--child",
     nargs=4,
@@ -685,7 +728,11 @@ def main() -> None:
   )
   flags = parser.parse_args()
   settings = Settings(
-    flags.times, flags.seed, flags.mode, flags.steps, flags.processes
+    times=flags.times,
+    seed=flags.seed,
+    mode=flags.mode,
+    steps=flags.steps,
+    processes=flags.processes,
   )
   if flags.child:
     directory, workdir, coordinator, process = flags.child

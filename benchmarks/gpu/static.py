@@ -27,6 +27,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
+import itertools
 import json
 import os
 import pathlib
@@ -36,7 +37,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -195,6 +196,20 @@ class Kernel:
     return sum(loop.spills for loop in self.loops)
 
 
+class Compilation(NamedTuple):
+  """What became of a case that was compiled.
+
+  Attributes:
+    case: the arguments of `lower`.
+    kernels: the kernels in the order of their names, or the error message.
+    forward_calls: the number of calls of the forward kernel in the program.
+  """
+
+  case: dict[str, Any]
+  kernels: list[Kernel] | str
+  forward_calls: int
+
+
 def print_table() -> None:
   """Compiles all kernels and prints a line for each."""
   print(f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|")
@@ -202,40 +217,43 @@ def print_table() -> None:
   for case in TABLE_CASES:
     cases.append({**case, "causal": False})
     cases.append({**case, "causal": True})
-  results = compiled(cases)
-  # Two results follow each other: without and with a causal mask.
-  for case, whole, _ in results:
-    _, masked, _ = next(results)
-    if isinstance(whole, str) or isinstance(masked, str):
-      message = whole if isinstance(whole, str) else masked
-      print(f"{case}: {message}", flush=True)
+  compilations = compiled(cases)
+  for full in compilations:
+    # The case with a full mask is followed by the same one with a causal mask.
+    causal = next(compilations)
+    if isinstance(full.kernels, str):
+      print(f"{full.case}: {full.kernels}", flush=True)
       continue
-    for kernel, masked_kernel in zip(whole, masked, strict=True):
-      title = f"{kernel.name} D {case['D']}"
-      print(_line(title, kernel, masked_kernel), flush=True)
+    if isinstance(causal.kernels, str):
+      print(f"{full.case}: {causal.kernels}", flush=True)
+      continue
+    pairs = zip(full.kernels, causal.kernels, strict=True)
+    for full_kernel, causal_kernel in pairs:
+      title = f"{full_kernel.name} D {full.case['D']}"
+      print(_line(title, full_kernel, causal_kernel), flush=True)
 
 
-def _line(title: str, kernel: Kernel, masked: Kernel) -> str:
+def _line(title: str, full: Kernel, causal: Kernel) -> str:
   """Returns a line of the table.
 
   Args:
     title: the first cell.
-    kernel: the kernel, compiled without a mask.
-    masked: the kernel, compiled with a causal mask.
+    full: the kernel, compiled with a full mask.
+    causal: the kernel, compiled with a causal mask.
   """
   instructions = []
   tensor_cycles = []
   schedules = []
-  for loop in kernel.loops:
+  for loop in full.loops:
     instructions.append(str(loop.instructions))
     tensor_cycles.append(str(loop.tensor_cycles))
     schedules.append(loop.schedule)
-  is_serialized = kernel.serialized or masked.serialized
+  is_serialized = full.serialized or causal.serialized
   cells = [
     title,
-    str(masked.registers),
-    str(masked.spilled),
-    f"{kernel.spills} / {masked.spills}",
+    str(causal.registers),
+    str(causal.spilled),
+    f"{full.spills} / {causal.spills}",
     " + ".join(instructions),
     " + ".join(tensor_cycles),
     "yes" if is_serialized else "no",
@@ -244,20 +262,15 @@ def _line(title: str, kernel: Kernel, masked: Kernel) -> str:
   return f"| {' | '.join(cells)} |"
 
 
-def compiled(
-  cases: Sequence[dict[str, Any]],
-) -> Iterator[tuple[dict[str, Any], list[Kernel] | str, int]]:
-  """Compiles cases in another process, and yields what became of each.
+def compiled(cases: Sequence[dict[str, Any]]) -> Iterator[Compilation]:
+  """Compiles cases in another process, and yields each when it is done.
 
-  The other process has environment variables that make Mosaic print machine
-  code.
+  The other process has environment variables that make Mosaic print the machine
+  code. If it ends early, the case that it was compiling gets an error message,
+  and the cases after it are missing.
 
   Args:
     cases: arguments of `lower`.
-
-  Yields:
-    The case, its kernels in the order of their names, or the error message, and
-    the number of calls of the forward kernel in the program.
   """
   environment = {
     **os.environ,
@@ -280,21 +293,26 @@ def compiled(
   assert process.stdout is not None
   assert process.stderr is not None
   num_done = 0
+  # The process prints a line of JSON for each case, in order.
   for line in process.stdout:
-    result = json.loads(line)
-    case = cases[num_done]
+    yield _compilation_from_json(cases[num_done], json.loads(line))
     num_done += 1
-    if result["error"]:
-      yield case, result["error"], 0
-    else:
-      kernels = [_kernel_from_json(fields) for fields in result["kernels"]]
-      yield case, kernels, result["forward_calls"]
 
   errors = process.stderr.read()
   exit_code = process.wait()
   if num_done < len(cases):
     message = f"the compiler ended with {exit_code}\n{errors[-2000:]}"
-    yield cases[num_done], message, 0
+    yield Compilation(cases[num_done], message, forward_calls=0)
+
+
+def _compilation_from_json(
+  case: dict[str, Any], result: dict[str, Any]
+) -> Compilation:
+  """Returns the result that `_compile_cases` has printed for a case."""
+  if result["error"]:
+    return Compilation(case, result["error"], forward_calls=0)
+  kernels = [_kernel_from_json(fields) for fields in result["kernels"]]
+  return Compilation(case, kernels, result["forward_calls"])
 
 
 def _kernel_from_json(fields: dict[str, Any]) -> Kernel:
@@ -303,14 +321,15 @@ def _kernel_from_json(fields: dict[str, Any]) -> Kernel:
 
 
 def _compile_cases(cases: Sequence[dict[str, Any]]) -> None:
-  """Compiles cases and prints a line of JSON for each."""
+  """Compiles cases, and prints a line of JSON for each to standard output."""
   warnings.simplefilter("ignore")
   mesh = h100_mesh()
+  # The compiler prints the machine code to file descriptor 1, which is standard
+  # output. It is replaced by a file while a case is compiled.
   stdout = os.dup(1)
   for case in cases:
     result: dict[str, Any] = {"error": "", "kernels": [], "forward_calls": 0}
     with tempfile.TemporaryFile("w+", encoding="utf-8") as dump:
-      # The compiler prints the machine code to file descriptor 1.
       os.dup2(dump.fileno(), 1)
       try:
         program = lower(mesh, **case).compile().as_text()
@@ -379,9 +398,10 @@ def lower(
   remat: bool = False,
   decode: bool = False,
 ) -> jax.stages.Lowered:
-  """Lowers a gradient of `diff_attention`, or `decode_attention`.
+  """Lowers attention for a GPU that is not there.
 
-  diffjax/parameters.py explains the letters.
+  The program is a gradient of `diff_attention`, or a call of
+  `decode_attention`. The letters are the ones of diffjax/parameters.py.
 
   Args:
     mesh: the GPU.
@@ -402,27 +422,25 @@ def lower(
     decode: whether to lower `decode_attention`.
   """
   value_dim = V or 2 * D
+  # Returns an argument of the program: its shape and dtype.
   struct = functools.partial(_replicated, mesh)
-  lam = struct((B, T, H), jnp.float32) if G == 2 else None
   if decode:
-    decode_lam = struct((B, H), jnp.float32) if G == 2 else None
     attend_token = functools.partial(
       decode_attention, window=window, implementation="pallas_gpu"
     )
+    q = struct((B, H, G, D), dtype)
+    k_cache = struct((B, K, T, M * D), dtype)
+    v_cache = struct((B, K, T, value_dim), dtype)
+    lam = struct((B, H), jnp.float32) if G == 2 else None
+    lengths = struct((B,), jnp.int32)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-      return jax.jit(attend_token).lower(
-        struct((B, H, G, D), dtype),
-        struct((B, K, T, M * D), dtype),
-        struct((B, K, T, value_dim), dtype),
-        decode_lam,
-        struct((B,), jnp.int32),
-      )
+      return jax.jit(attend_token).lower(q, k_cache, v_cache, lam, lengths)
 
   arrays = {
     "q": struct((B, T, H, G, D), dtype),
     "k": struct((B, T, K, M, D), dtype),
     "v": struct((B, T, K, value_dim), dtype),
-    "lam": lam,
+    "lam": struct((B, T, H), jnp.float32) if G == 2 else None,
   }
   mask = {}
   if segments:
@@ -451,13 +469,15 @@ def lower(
 def _replicated(
   mesh: Mesh, shape: tuple[int, ...], dtype: Any
 ) -> jax.ShapeDtypeStruct:
+  """Returns the shape of an array that each device of the mesh holds whole."""
   sharding = NamedSharding(mesh, P())
   return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
 def parse_kernels(dump: str) -> list[Kernel]:
   """Returns the kernels in the output of ptxas and nvdisasm, by name."""
-  # The text before the first kernel, then a name and a text for each kernel.
+  # `re.split` returns the text before the first kernel, then the name and the
+  # text of each kernel.
   parts = re.split(
     r"^ptxas info.*Compiling entry function '(\w+)'.*$", dump, flags=re.M
   )
@@ -544,6 +564,7 @@ class Block:
 
 def basic_blocks(sass: str) -> list[Block]:
   """Returns the basic blocks of a kernel, in the order of its SASS."""
+  # The number of the block at each label.
   labels: dict[str, int] = {}
   blocks = [Block([], [])]
   for line in sass.splitlines():
@@ -562,6 +583,7 @@ def basic_blocks(sass: str) -> list[Block]:
     if instruction.jump_target is not None or instruction.never_continues:
       blocks.append(Block([], []))
 
+  # A block is followed by the next one, by the target of its jump, or by both.
   for number, block in enumerate(blocks):
     last = block.instructions[-1] if block.instructions else None
     continues = last is None or not last.never_continues
@@ -573,10 +595,14 @@ def basic_blocks(sass: str) -> list[Block]:
 
 
 def find_loops(blocks: Sequence[Block]) -> dict[int, set[int]]:
-  """Returns the blocks of each loop, by the number of its first block.
+  """Returns the natural loops of a control-flow graph.
 
-  A loop has an edge back to a block that dominates the edge's start. It has all
-  blocks from which this start can be reached without its first block.
+  An edge to a block that dominates the edge's start is a back edge, and that
+  block is the header of a loop. The loop has all blocks from which the start of
+  the back edge can be reached without passing the header.
+
+  Returns:
+    The numbers of the blocks of each loop, by the number of its header.
   """
   dominators = _dominators(blocks)
   predecessors = _predecessors(blocks)
@@ -585,6 +611,7 @@ def find_loops(blocks: Sequence[Block]) -> dict[int, set[int]]:
     for header in block.successors:
       if header not in dominators[number]:
         continue
+      # Collects the blocks backwards from the start of the back edge.
       body = loops.setdefault(header, {header})
       stack = [number]
       while stack:
@@ -596,7 +623,10 @@ def find_loops(blocks: Sequence[Block]) -> dict[int, set[int]]:
 
 
 def _dominators(blocks: Sequence[Block]) -> list[set[int]]:
-  """Returns for each block the blocks that are on every path to it."""
+  """Returns for each block the blocks that are on every path to it.
+
+  Starts from all blocks, and removes blocks until nothing changes.
+  """
   predecessors = _predecessors(blocks)
   all_blocks = set(range(len(blocks)))
   dominators = [{0}] + [all_blocks] * (len(blocks) - 1)
@@ -626,23 +656,20 @@ def _predecessors(blocks: Sequence[Block]) -> list[list[int]]:
 def inner_loops(sass: str) -> list[Loop]:
   """Returns the innermost loops with products, in the order of the SASS."""
   blocks = basic_blocks(sass)
-  with_products: dict[int, set[int]] = {}
+  loops_with_products: dict[int, set[int]] = {}
   for header, body in find_loops(blocks).items():
     if _product_blocks(blocks, body):
-      with_products[header] = body
+      loops_with_products[header] = body
 
   loops = []
-  for header, body in sorted(with_products.items()):
-    is_innermost = True
-    for nested_body in with_products.values():
-      if nested_body < body:
-        is_innermost = False
-    if is_innermost:
-      path = _shortest_step(blocks, header, body)
-      instructions = []
-      for number in path:
-        instructions += blocks[number].instructions
-      loops.append(measure_step(instructions))
+  for header, body in sorted(loops_with_products.items()):
+    # A proper subset of a loop's blocks is a loop inside it.
+    if any(other < body for other in loops_with_products.values()):
+      continue
+    instructions = []
+    for number in _shortest_step(blocks, header, body):
+      instructions += blocks[number].instructions
+    loops.append(measure_step(instructions))
   return loops
 
 
@@ -669,6 +696,7 @@ def _shortest_step(
   def length(path: tuple[int, ...]) -> int:
     return sum(len(blocks[number].instructions) for number in path)
 
+  # Depth-first search over all paths from the header that visit no block twice.
   shortest: tuple[int, ...] | None = None
   stack: list[tuple[int, ...]] = [(header,)]
   while stack:
@@ -676,10 +704,9 @@ def _shortest_step(
     if shortest is not None and length(path) >= length(shortest):
       continue
     for successor in blocks[path[-1]].successors:
-      if successor == header:
-        is_shorter = shortest is None or length(path) < length(shortest)
-        if required <= set(path) and is_shorter:
-          shortest = path
+      # The path is closed.
+      if successor == header and required <= set(path):
+        shortest = path
       elif successor in body and successor not in path:
         stack.append((*path, successor))
   assert shortest is not None, "no path around the loop has all its products"
@@ -688,20 +715,17 @@ def _shortest_step(
 
 def measure_step(step: Sequence[Instruction]) -> Loop:
   """Returns the counts and the schedule of a loop's step."""
-  # Equal events in a row, as [count, event].
-  runs: list[list[Any]] = []
+  events = []
   for instruction in step:
     event = _event(instruction)
-    if event is None:
-      continue
-    if runs and runs[-1][1] == event:
-      runs[-1][0] += 1
-    else:
-      runs.append([1, event])
+    if event is not None:
+      events.append(event)
   parts = []
-  for count, event in runs:
+  for event, equal_events in itertools.groupby(events):
+    count = len(list(equal_events))
     parts.append(event if count == 1 else f"{count} {event}")
   schedule = ", ".join(parts)
+  # Three products that are each followed by a wait for all products.
   serialized = re.search(
     r"\bN\d+, wait 0, N\d+, wait 0, N\d+, wait 0", schedule
   )
@@ -716,7 +740,10 @@ def measure_step(step: Sequence[Instruction]) -> Loop:
 
 
 def _event(instruction: Instruction) -> str | None:
-  """Returns the name of an instruction in a schedule, or None."""
+  """Returns the name of an instruction in a schedule.
+
+  None if it is neither a product, nor an exponential, nor a wait for products.
+  """
   product = _PRODUCT.match(instruction.name)
   if product is not None:
     return f"N{product[1]}"

@@ -132,12 +132,7 @@ def measure(workdir: str, config: Config) -> dict[str, Any]:
   seconds = _time_in_turns(programs, config)
 
   tokens_per_call = config.train.batch_size * config.data.length
-  speeds: dict[str, dict[str, float]] = {}
-  for name in NAMES:
-    speeds[name] = {}
-    for kind in PASSES:
-      median = statistics.median(seconds[name][kind])
-      speeds[name][kind] = tokens_per_call / median
+  speeds = _tokens_per_second(seconds, tokens_per_call)
   measured: dict[str, Any] = {
     "layers": layers,
     "seconds": seconds,
@@ -148,6 +143,24 @@ def measure(workdir: str, config: Config) -> dict[str, Any]:
       ratio = speeds[name][kind] / speeds[BASELINE][kind]
       measured[f"{name}_{kind}"] = ratio
   return measured
+
+
+def _tokens_per_second(
+  seconds: Mapping[str, Mapping[str, Sequence[float]]], tokens_per_call: int
+) -> dict[str, dict[str, float]]:
+  """Returns the tokens per second by architecture and pass.
+
+  Args:
+    seconds: The seconds of every call, by architecture and pass.
+    tokens_per_call: The tokens of a call.
+  """
+  speeds: dict[str, dict[str, float]] = {}
+  for name in NAMES:
+    speeds[name] = {}
+    for kind in PASSES:
+      median = statistics.median(seconds[name][kind])
+      speeds[name][kind] = tokens_per_call / median
+  return speeds
 
 
 def _time_in_turns(
@@ -221,11 +234,11 @@ def _compile_pass(config: Config, mesh: Mesh, kind: str) -> Any:
 
 
 def make_functions(config: Config, mesh: Mesh) -> Functions:
-  """Returns the functions of a model.
+  """Returns a model's functions for initialization and for the mean loss.
 
   Args:
     config: The config of the run.
-    mesh: A mesh of one device.
+    mesh: A mesh of one device, which need not be attached.
   """
   import jax
   import jax.numpy as jnp
@@ -247,6 +260,7 @@ def make_functions(config: Config, mesh: Mesh) -> Functions:
     total, *_ = fused_cross_entropy(hidden, embedding, targets, weights)
     return total / targets.size
 
+  # The program is compiled for shapes on the mesh's device.
   replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
   def with_sharding(leaf):
@@ -325,19 +339,26 @@ def layers_on_device(
   Raises:
     UserError: if not even two layers fit.
   """
-  layers = config.model.num_layers
+  all_layers = config.model.num_layers
   if not memory:
-    return layers
+    return all_layers
+  limit = USABLE_MEMORY * memory
+  fitting_layers = []
   for twin in _twins(config).values():
+    needed = _bytes_by_layers(twin, mesh, needed_bytes)
+    fitting_layers.append(layers_that_fit(all_layers, limit, needed))
+  return min(fitting_layers)
 
-    def needed(count: int, twin: Config = twin) -> float:
-      return needed_bytes(with_layers(twin, count), mesh, "both")
 
-    fitting = layers_that_fit(
-      config.model.num_layers, USABLE_MEMORY * memory, needed
-    )
-    layers = min(layers, fitting)
-  return layers
+def _bytes_by_layers(
+  config: Config, mesh: Mesh, needed_bytes: NeededBytes
+) -> Callable[[int], float]:
+  """Returns a function from a number of layers to the bytes of "both"."""
+
+  def needed(layers: int) -> float:
+    return needed_bytes(with_layers(config, layers), mesh, "both")
+
+  return needed
 
 
 def layers_that_fit(
@@ -345,10 +366,11 @@ def layers_that_fit(
 ) -> int:
   """Returns the largest number of layers that fits a memory limit.
 
-  Every layer needs the same memory.
+  Measures two numbers of layers. All layers take the same memory, so the others
+  follow from these.
 
   Args:
-    layers: The number of layers of the model.
+    layers: The number of layers of the model, which is not exceeded.
     limit: The limit in bytes.
     needed: Returns the bytes that a number of layers takes. Infinite if they
       certainly do not fit.
@@ -391,7 +413,14 @@ def plan(config: Config, topology: str) -> list[dict[str, str]]:
 def _plan_first_device(
   devices: Sequence[Any], chips: int, memory: int, config: Config
 ) -> list[dict[str, str]]:
-  """Returns the rows of `plan`. `memory` is the bytes of a chip."""
+  """Returns the rows of `plan` for the first device of a slice.
+
+  Args:
+    devices: The devices of the slice.
+    chips: The number of chips of the slice.
+    memory: The bytes of a chip.
+    config: The config of the shape.
+  """
   from diffjax.parallel.mesh import make_mesh
 
   mesh = make_mesh(MeshConfig(), devices[:1])
@@ -465,26 +494,39 @@ def _percent(ratio: float) -> str:
   return f"{ratio - 1:+.0%}".replace("-", "−")
 
 
+class _FigureRow(NamedTuple):
+  """A row of the figure.
+
+  Attributes:
+    variant: The shape.
+    kind: The pass, a key of PASSES.
+    measured: The results of `measure` for the shape.
+  """
+
+  variant: str
+  kind: str
+  measured: Mapping[str, Any]
+
+
 def plot(grid_results: Mapping[str, Any]) -> Figure:
   """Draws the tokens per second relative to the Transformer's.
 
   Large markers are medians, dots are single turns, and crosses are the paper's
   ratios.
   """
-  # A row of the figure for each shape and pass.
   rows = []
   for run in grid_results["runs"]:
     for kind in PASSES:
-      rows.append((run["variant"], kind, run["results"]))
+      rows.append(_FigureRow(run["variant"], kind, run["results"]))
 
   figure = Figure((7, 1.4 + 0.35 * len(rows)), layout="constrained")
   axes = figure.subplots()
   for name in ("diff", "diff_v2"):
     style = plots.style(name)
     medians = []
-    for y, (_, kind, measured) in enumerate(rows):
-      medians.append(measured[f"{name}_{kind}"])
-      ratios = _turn_ratios(measured["seconds"], name, kind)
+    for y, row in enumerate(rows):
+      medians.append(row.measured[f"{name}_{row.kind}"])
+      ratios = _turn_ratios(row.measured["seconds"], name, row.kind)
       heights = [y] * len(ratios)
       axes.plot(ratios, heights, ".", color=style.color, alpha=0.3)
     axes.plot(
@@ -497,10 +539,11 @@ def plot(grid_results: Mapping[str, Any]) -> Figure:
 
   paper_ratios = []
   labels = []
-  for variant, kind, _ in rows:
-    paper_ratios.append(PAPER_RATIOS.get((variant, kind), math.nan))
-    shape = variant.replace(",", ", ").replace("=", " ")
-    labels.append(f"{shape}, {PASSES[kind]}")
+  for row in rows:
+    paper_ratio = PAPER_RATIOS.get((row.variant, row.kind), math.nan)
+    paper_ratios.append(paper_ratio)
+    shape = row.variant.replace(",", ", ").replace("=", " ")
+    labels.append(f"{shape}, {PASSES[row.kind]}")
   if not np.all(np.isnan(paper_ratios)):
     axes.plot(paper_ratios, range(len(rows)), "kx", label="DIFF in the paper")
   axes.axvline(1, color="black", linewidth=0.8)
