@@ -48,7 +48,9 @@ FIGURES = (
 def make_reader(
   model: Decoder, batch_size: int, length: int, num_at_once: int, dtype: Any
 ) -> ReadTokens:
-  """Returns a function that reads rows through a cache.
+  """Returns a jitted function that computes a model's logits with a KV cache.
+
+  It appends the rows to an empty cache, some tokens at a time.
 
   Args:
     model: The model.
@@ -80,6 +82,7 @@ def make_reader(
     chunks = tokens.reshape(batch_size, length // num_at_once, num_at_once)
     chunks = jnp.swapaxes(chunks, 0, 1)
     _, chunk_logits = jax.lax.scan(append_chunk, cache, chunks)
+    # [chunks, B, num_at_once, vocabulary] → [B, length, vocabulary]
     return jnp.swapaxes(chunk_logits, 0, 1).reshape(batch_size, length, -1)
 
   return read
@@ -92,7 +95,9 @@ def compare_rows(
   tokens: Int[Array, "B T"],
   token_bytes: Float[Array, "vocabulary"],
 ) -> Float[Array, "B figures"]:
-  """Returns the sums of FIGURES over the targets of each row.
+  """Compares the logits of two caches.
+
+  Returns the sums of FIGURES over the targets of each row.
 
   Args:
     exact_logits: Logits with the cache in the compute dtype.
@@ -110,10 +115,12 @@ def compare_rows(
   rounded_choice = jnp.argmax(rounded, axis=-1)
   exact_centred = _centred(exact_logits)
   error = exact_centred - _centred(int8_logits)
+  # In the order of FIGURES.
   by_token = (
     _loss(exact, targets),
     _loss(rounded, targets),
     token_bytes[targets],
+    # The Kullback–Leibler divergence.
     jnp.sum(jnp.exp(exact) * (exact - rounded), axis=-1),
     exact_choice != rounded_choice,
     jnp.mean(error**2, axis=-1),
@@ -125,6 +132,7 @@ def compare_rows(
 def _loss(
   log_probabilities: Logits, targets: Int[Array, "B T"]
 ) -> Float[Array, "B T"]:
+  """Returns the negative log-likelihood of each target."""
   indices = targets[..., None]
   return -jnp.take_along_axis(log_probabilities, indices, axis=-1)[..., 0]
 
@@ -141,7 +149,15 @@ def measure(
   batches: Iterable[dict[str, np.ndarray]],
   token_bytes: Float[Array, "vocabulary"],
 ) -> Float[np.ndarray, "rows figures"]:
-  """Returns the figures of each row of all batches, in float64."""
+  """Returns the figures of each row of all batches, in float64.
+
+  Args:
+    read_exact: Reads rows with the cache in the compute dtype.
+    read_int8: Reads rows with the cache in int8.
+    weights: The model's weights.
+    batches: Batches of validation rows.
+    token_bytes: Number of bytes of each token.
+  """
   rows = []
   for batch in batches:
     tokens = jnp.asarray(batch["tokens"])
@@ -217,9 +233,11 @@ def main() -> None:
     f" {jnp.dtype(model.model.dtype)} and in int8"
   )
   for name, num_at_once in (("by token", 1), ("by chunk", PAGE)):
-    sizes = (flags.batch_size, length, num_at_once)
-    read_exact = make_reader(model.model, *sizes, dtype=None)
-    read_int8 = make_reader(model.model, *sizes, dtype="int8")
+    reader = functools.partial(
+      make_reader, model.model, flags.batch_size, length, num_at_once
+    )
+    read_exact = reader(dtype=None)
+    read_int8 = reader(dtype="int8")
     figures = measure(read_exact, read_int8, weights, batches, token_bytes)
     # The last batch is filled up with rows that do not count.
     print_result(name, figures[: batches.rows], length)

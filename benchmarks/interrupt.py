@@ -74,7 +74,10 @@ class Interruption(NamedTuple):
 
 
 class Start:
-  """A cold start of training, which writes only into its own directory."""
+  """A cold start of training, in another process.
+
+  It writes only into its own directory.
+  """
 
   def __init__(self, text: pathlib.Path, directory: pathlib.Path):
     """Starts training, and waits until the command handles signals.
@@ -107,7 +110,7 @@ class Start:
         stderr=log,
         start_new_session=True,
       )
-    # The command's second thread handles signals.
+    # The command has installed its signal handler when it has a second thread.
     threads = f"/proc/{self._process.pid}/task"
     while len(os.listdir(threads)) < 2:
       time.sleep(0.001)
@@ -146,6 +149,7 @@ class Start:
     """Returns ENDED, SAVED, or a description of what is wrong."""
     errors = []
     for line in self.output().splitlines():
+      # Other lines are progress.
       if not line.startswith(("diffjax: ", "step ")):
         errors.append(line)
     if exit_code == 130 and errors == ["error: interrupted"]:
@@ -168,10 +172,13 @@ def interrupt_starts(settings: Settings, directory: pathlib.Path) -> bool:
   """
   rng = random.Random(settings.seed)
   outcomes = collections.Counter[str]()
+  # The longest time until a start without a step has ended.
   slowest = 0.0
+  # In this mode it writes only the text, so that each start prepares its rows.
   kill.make_data(directory, "streamed")
   text = directory / "text"
 
+  # The first start shows how long a start takes until its first step.
   first_start = Start(text, directory / "first")
   start_seconds = first_start.wait_for_first_step()
   interruption = first_start.interrupt()
@@ -201,7 +208,8 @@ def interrupt_starts(settings: Settings, directory: pathlib.Path) -> bool:
   print(
     f"{dict(outcomes)}; starts without a step ended in at most {slowest:.2f} s"
   )
-  return outcomes.keys() <= {ENDED, SAVED} and slowest <= settings.limit
+  has_wrong_outcome = not outcomes.keys() <= {ENDED, SAVED}
+  return not has_wrong_outcome and slowest <= settings.limit
 
 
 def main() -> None:

@@ -80,13 +80,14 @@ SCOPES = (
 
 
 class OurShape(NamedTuple):
-  """Our config of the same shape as a shape of MaxText.
+  """A config of diffjax with the same shape as a shape of MaxText.
 
   Attributes:
-    topology: The slice.
+    topology: The slice of TPUs.
     config: Name of the config.
     overrides: Changed fields of the config.
-    remat_policies: Further policies to compile, which fit into memory.
+    remat_policies: Further rematerialization policies to compile, which fit
+      into memory.
   """
 
   topology: str
@@ -96,9 +97,14 @@ class OurShape(NamedTuple):
 
 
 OUR_SHAPES = {
-  "1b": OurShape("v5e:4x4", "diff_1b", {}, ()),
+  "1b": OurShape(
+    topology="v5e:4x4", config="diff_1b", overrides={}, remat_policies=()
+  ),
   "13b": OurShape(
-    "v5p:4x4x4", "diff_13b", {"mesh.data": 4, "mesh.fsdp": 16}, ("none",)
+    topology="v5p:4x4x4",
+    config="diff_13b",
+    overrides={"mesh.data": 4, "mesh.fsdp": 16},
+    remat_policies=("none",),
   ),
 }
 
@@ -108,20 +114,22 @@ class MaxTextProgram(NamedTuple):
 
   Attributes:
     name: Name of the row.
-    options: Options of the compiler.
     remat: MaxText's remat_policy.
+    options: Options of the compiler.
     settings: Further settings of MaxText.
-    needs_sparse_cores: Whether v5e cannot run it.
+    needs_sparse_cores: Whether the chip must have sparse cores, which v5e has
+      not.
   """
 
   name: str
-  options: dict[str, str]
   remat: str
+  options: dict[str, str]
   settings: dict[str, str]
   needs_sparse_cores: bool = False
 
 
-# Without windowed einsums.
+# Turns off windowed einsums: products that are loops over the shards. The names
+# of the rows call it "flag".
 _FLAG = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
 # Gathers and sums run on the sparse cores, as in our own compiler options in
 # diffjax/training/program.py.
@@ -138,23 +146,28 @@ _SPARSE_CORES = {
   for collective in _OFFLOADED_COLLECTIVES
 }
 MAXTEXT_PROGRAMS = (
-  MaxTextProgram("full", {}, "full", {}),
-  MaxTextProgram("full, flag", _FLAG, "full", {}),
-  MaxTextProgram("save_qkv_proj, flag", _FLAG, "save_qkv_proj", {}),
+  MaxTextProgram("full", remat="full", options={}, settings={}),
+  MaxTextProgram("full, flag", remat="full", options=_FLAG, settings={}),
   MaxTextProgram(
-    "mlpwi_0 and mlpwi_1 kept, flag",
-    _FLAG,
-    "custom",
-    {"mlpwi_0": "device", "mlpwi_1": "device"},
+    "save_qkv_proj, flag", remat="save_qkv_proj", options=_FLAG, settings={}
   ),
   MaxTextProgram(
-    "minimal_with_context, flag", _FLAG, "minimal_with_context", {}
+    "mlpwi_0 and mlpwi_1 kept, flag",
+    remat="custom",
+    options=_FLAG,
+    settings={"mlpwi_0": "device", "mlpwi_1": "device"},
+  ),
+  MaxTextProgram(
+    "minimal_with_context, flag",
+    remat="minimal_with_context",
+    options=_FLAG,
+    settings={},
   ),
   MaxTextProgram(
     "minimal_with_context, flag, sparse cores",
-    _FLAG | _SPARSE_CORES,
-    "minimal_with_context",
-    {},
+    remat="minimal_with_context",
+    options=_FLAG | _SPARSE_CORES,
+    settings={},
     needs_sparse_cores=True,
   ),
 )
@@ -226,7 +239,17 @@ def _compile_for_devices(
   config: Config,
   topology: str,
 ) -> CompiledStep:
-  """Compiles our step in the process that has libtpu."""
+  """Compiles our step in the process that has libtpu.
+
+  `call_with_devices` passes the first three arguments.
+
+  Args:
+    devices: The devices of the slice.
+    num_chips: Not used.
+    memory_bytes: Not used.
+    config: The config.
+    topology: Not used.
+  """
   del num_chips, memory_bytes, topology
   program = build(config, make_mesh(config.mesh, devices))
   compiled = program.lower_train_step().compile()
@@ -262,6 +285,7 @@ def compile_maxtext(
     RuntimeError: if the other process fails.
   """
   script = pathlib.Path(__file__).resolve().with_name("maxtext_step.py")
+  # The other interpreter must not import our packages or read our flags.
   environment = dict(os.environ)
   for name in ("PYTHONPATH", "LIBTPU_INIT_ARGS", "XLA_FLAGS"):
     environment.pop(name, None)
@@ -290,14 +314,17 @@ def compile_maxtext(
       return None
     text = (folder / "step.txt").read_text(encoding="utf-8")
   return CompiledStep(
-    text, result["mesh"], result["temporaries_bytes"], result["versions"]
+    text=text,
+    mesh=result["mesh"],
+    temporaries_bytes=result["temporaries_bytes"],
+    versions=result["versions"],
   )
 
 
 def estimate_step(
   step: CompiledStep, config: Config, topology_name: str
 ) -> StepEstimate:
-  """Returns the estimate of a compiled step.
+  """Returns the estimated time of a compiled step.
 
   Args:
     step: The step, ours or MaxText's.
@@ -308,6 +335,7 @@ def estimate_step(
   chip = CHIPS[topology.generation]
   mesh = {"data": 1, "fsdp": topology.num_chips, "context": 1, "tensor": 1}
   kernels = kernel_cycles(config, mesh, topology.generation, chip.num_cores)
+  # MaxText's kernels count as ours.
   for splash_kernel, our_kernel in SPLASH_KERNELS.items():
     if our_kernel in kernels:
       kernels[splash_kernel] = kernels[our_kernel]
@@ -315,6 +343,8 @@ def estimate_step(
   result = estimate(step.text, step.mesh, chip, torus, kernels, SCOPES)
   assert result is not None
 
+  # The bound on MFU: the time of the model's FLOPs at the chips' peak, over the
+  # time of the step.
   length = config.data.length
   num_tokens = config.train.batch_size * length
   flops = step_flops(config.model, length, num_tokens).training
@@ -332,7 +362,7 @@ def estimate_step(
 
 
 def compare(python: str, shape_name: str) -> dict[str, StepEstimate | None]:
-  """Compiles all programs of a shape.
+  """Compiles our steps and MaxText's for a shape, and estimates their times.
 
   Args:
     python: The interpreter of MaxText's environment.
@@ -369,6 +399,7 @@ def compare(python: str, shape_name: str) -> dict[str, StepEstimate | None]:
 
 
 def _report(name: str, result: StepEstimate | None) -> None:
+  """Prints an estimate at once, because the table comes half an hour later."""
   print(f"{name}: {result}", file=sys.stderr, flush=True)
 
 
@@ -400,9 +431,10 @@ def _format_row(cells: Sequence[str]) -> str:
 
 
 def _cells(result: StepEstimate) -> list[str]:
-  """Returns the cells of a row after its name."""
+  """Returns the cells of a row after its name, in the order of the headings."""
 
   def seconds_of(kind: str) -> float:
+    """Returns the seconds of all parts whose names contain a word."""
     return sum(time for part, time in result.parts.items() if kind in part)
 
   products = f"{seconds_of('products'):.3f}"

@@ -49,6 +49,11 @@ Row = dict[str, Any]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+  """Runs the chosen parts, writes files if wanted, and counts right checks.
+
+  Args:
+    arguments: the command line. None for the one of this process.
+  """
   flags = _parse_flags(arguments)
   context: contextlib.AbstractContextManager[None]
   if flags.interpret:
@@ -85,6 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parse_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
+  """Returns the flags. Ends the program if they contradict each other."""
   parser = argparse.ArgumentParser(
     "python -m benchmarks.gpu",
     description=__doc__,
@@ -188,6 +194,7 @@ def _measure(flags: argparse.Namespace) -> Iterator[Row]:
 
 
 def _run_checks(flags: argparse.Namespace) -> Iterator[Row]:
+  """Checks the kernels, prints each result and yields its row."""
   cases: list[Any] = [*inputs.check_cases(), *inputs.decode_check_cases()]
   if flags.interpret:
     cases = [*inputs.tiny_cases(), *inputs.tiny_decode_cases()]
@@ -223,6 +230,12 @@ def _check(case: inputs.Case | inputs.DecodeCase) -> checks.Check:
 def _time_attention(
   flags: argparse.Namespace, *, packed: bool
 ) -> Iterator[Row]:
+  """Times attention, prints a table and yields the rows.
+
+  Args:
+    flags: the flags of the command.
+    packed: whether several documents are packed into a row.
+  """
   cases = inputs.timed_cases(packed=packed)
   if flags.interpret:
     cases = inputs.tiny_cases(packed=packed)
@@ -248,6 +261,7 @@ def _time_attention(
 
 
 def _time_decoding(flags: argparse.Namespace) -> Iterator[Row]:
+  """Times decoding, prints each result and yields its row."""
   cases = inputs.timed_decode_cases()
   if flags.interpret:
     cases = inputs.tiny_decode_cases()
@@ -265,6 +279,7 @@ def _time_decoding(flags: argparse.Namespace) -> Iterator[Row]:
 
 
 def _time_steps(flags: argparse.Namespace) -> Iterator[Row]:
+  """Times training steps, prints each result and yields its row."""
   cases = steps.step_cases()
   if flags.interpret:
     cases = steps.tiny_cases()
@@ -279,6 +294,7 @@ def _time_steps(flags: argparse.Namespace) -> Iterator[Row]:
 
 
 def _is_chosen(case: Any, flags: argparse.Namespace) -> bool:
+  """Returns whether the flags choose the kind and the width of a case."""
   is_chosen_width = measured.bucket(case.D) in flags.head_dims
   return case.kind in flags.kinds and is_chosen_width
 

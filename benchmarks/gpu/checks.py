@@ -116,7 +116,15 @@ def _compare(
   min_norms: Sequence[float],
   tolerance: float,
 ) -> Check:
-  """Runs the kernel twice and the reference once."""
+  """Runs the kernel twice and the reference once, and compares the outputs.
+
+  Args:
+    kernel: the function to check.
+    reference: the function that returns the correct arrays.
+    arguments: the arguments of both.
+    min_norms: the smallest divisor of the error of each output.
+    tolerance: the largest error of a correct kernel.
+  """
   compiled = jax.jit(kernel)
   actual = jax.device_get(jax.tree.leaves(compiled(*arguments)))
   repeated = jax.device_get(jax.tree.leaves(compiled(*arguments)))
@@ -157,7 +165,7 @@ def run_in_float32(
 def min_norms(
   gradient: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array
 ) -> list[float]:
-  """Returns the smallest divisors of the errors of out, d_q, d_k, d_v, d_lam.
+  """Returns the smallest divisor of the error of each array in NAMES.
 
   dQ is a sum over keys of weight · (dO·v − dO·out) · k · scale, and dK is a sum
   over queries with q instead of k. If all weights are 1/S, each of the terms of

@@ -120,8 +120,8 @@ def to_json(case: Any) -> dict[str, Any]:
 def check_cases() -> list[Case]:
   """Returns the shapes and masks whose results are checked.
 
-  Each kind and width has whole and ragged blocks, and each kind of mask. The
-  smallest case is the first.
+  Every kind and width has lengths that blocks divide and others, and every kind
+  of mask. The smallest case is the first.
   """
   cases = []
   for kind in KINDS:
@@ -241,9 +241,10 @@ def output_gradient(arrays: Sequence[jax.Array]) -> jax.Array:
 
 
 def with_gradients(attend: Callable[..., jax.Array]) -> Callable[..., Any]:
-  """Returns a function that computes the output and all gradients.
+  """Returns a function that computes attention and its gradients.
 
   Its arguments are the gradient of the output, and the arguments of `attend`.
+  It returns the output, and the gradients of these arguments.
   """
 
   def forward_and_backward(
@@ -260,8 +261,9 @@ def decode_arguments(case: DecodeCase) -> tuple[Any, ...]:
 
   The caches are at least three quarters full. λ is None with one map.
   """
-  prompt = Case(case.kind, D=case.D, B=case.B, T=1, S=case.S, H=case.H)
-  q, k, v, *lams = arguments(prompt)
+  # Attention of one query on all keys has the same arrays, in another layout.
+  one_query = Case(case.kind, D=case.D, B=case.B, T=1, S=case.S, H=case.H)
+  q, k, v, *lams = arguments(one_query)
   lam = lams[0][:, 0] if lams else None
   # [B, S, K, M, D] -> [B, K, S, M*D]
   k_cache = jnp.moveaxis(k, 1, 2).reshape(case.B, case.H, case.S, -1)

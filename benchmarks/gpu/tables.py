@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.gpu.timing import IMPLEMENTATIONS, OURS
 from diffjax.ops.diff_attention.gpu import measured
@@ -37,7 +37,7 @@ def header() -> str:
 
 
 def line(rows: Sequence[Row]) -> str:
-  """Returns a line of the table: the times of all implementations in a case.
+  """Returns a line of the printed table: the times of a case.
 
   A cell has the milliseconds of the forward pass, and of both passes together.
   The last cell is the ratio of the latter, so the fused kernels are faster if
@@ -90,19 +90,36 @@ def speedup(by_name: Mapping[str, Row]) -> float | None:
   return min(other_times) / fused_ms
 
 
+class _EntryKey(NamedTuple):
+  """What the choice of `auto` depends on.
+
+  Attributes:
+    kind: the kind of attention, a key of `inputs.KINDS`.
+    head_dim: the width of queries and keys.
+    packed: whether several documents are packed into a row.
+    length: the number of tokens of a row.
+  """
+
+  kind: str
+  head_dim: int
+  packed: bool
+  length: int
+
+
 def measured_entries(rows: Iterable[Row]) -> list[dict[str, Any]]:
   """Returns the entries of measured.json for one kind of device.
 
-  The entries say which implementation `auto` takes, by kind, width, packed rows
-  and length. The fused kernels of a kind and width are only considered if they
-  were checked and all checks were right.
+  An entry says which implementation of attention `auto` takes for a kind, a
+  width, rows that are packed or not, and a length. The fused kernels of a kind
+  and width are considered only if they were checked and all checks were right.
 
   Args:
     rows: the rows of all checks and times on the device.
   """
   rows = list(rows)
   is_right = _checked_kernels(rows)
-  times: dict[tuple[str, int, bool, int], dict[str, float]] = {}
+  # The milliseconds of each implementation.
+  times: dict[_EntryKey, dict[str, float]] = {}
   for row in rows:
     case = row["case"]
     if case["do"] != "attention" or "both_ms" not in row:
@@ -111,7 +128,7 @@ def measured_entries(rows: Iterable[Row]) -> list[dict[str, Any]]:
       continue
     if case["name"] == "fused" and not is_right.get((case["kind"], case["D"])):
       continue
-    key = (case["kind"], case["D"], case["packed"], case["T"])
+    key = _EntryKey(case["kind"], case["D"], case["packed"], case["T"])
     times.setdefault(key, {})[OURS[case["name"]]] = row["both_ms"]
 
   entries = []
@@ -119,12 +136,11 @@ def measured_entries(rows: Iterable[Row]) -> list[dict[str, Any]]:
     choice = _choose(milliseconds)
     if choice is None:
       continue
-    kind, head_dim, packed, length = key
     entry = {
-      "kind": kind,
-      "D": head_dim,
-      "packed": packed,
-      "T": length,
+      "kind": key.kind,
+      "D": key.head_dim,
+      "packed": key.packed,
+      "T": key.length,
       "implementation": choice,
       "ms": milliseconds,
     }
@@ -148,7 +164,16 @@ def _checked_kernels(rows: Iterable[Row]) -> dict[tuple[str, int], bool]:
 
 
 def _choose(milliseconds: Mapping[str, float]) -> str | None:
-  """Returns the implementation for `auto`, or None without a default's time."""
+  """Returns the implementation that `auto` takes for a case.
+
+  This is the fastest one if it is faster than the default by MIN_SPEEDUP.
+
+  Args:
+    milliseconds: the times by implementation.
+
+  Returns:
+    The implementation. None if no default was timed.
+  """
   for default in DEFAULTS:
     if default in milliseconds:
       break

@@ -77,6 +77,7 @@ def median_milliseconds(
 
 
 def _seconds_per_call(program: Callable[[], Any], num_calls: int) -> float:
+  """Returns the mean time of several calls in a row."""
   start = time.perf_counter()
   for _ in range(num_calls):
     outputs = program()
@@ -116,6 +117,7 @@ def time_attention(case: inputs.Case, repetitions: int) -> list[Row]:
       backward_program, gradient, *arrays
     )
 
+  # All implementations take turns.
   forward_ms = median_milliseconds(forward, repetitions)
   both_ms = median_milliseconds(forward_backward, repetitions)
   rows = []
@@ -151,7 +153,9 @@ def implementations(case: inputs.Case) -> list[str]:
 def attention_program(
   case: inputs.Case, name: str
 ) -> tuple[Callable[..., jax.Array], tuple[jax.Array, ...]]:
-  """Returns an implementation as a function of arrays, and these arrays.
+  """Returns an implementation of attention, and random arguments for it.
+
+  An implementation for a single map gets the two maps as separate arrays.
 
   Args:
     case: the shape.
@@ -179,8 +183,9 @@ def attention_program(
     one_map = functools.partial(
       stock_attention, causal=True, scale=scale, parts=parts
     )
-  # The maps are separate arrays, so that no time is spent on slices.
-  q, k, v, *lams = arrays
+  # The maps are separate arrays, so that no time is spent on slices. V2 has one
+  # key for both maps.
+  q, k, v, *lam = arrays
   if case.kind == "plain":
     return one_map, (q[:, :, :, 0], k[:, :, :, 0], v)
 
@@ -195,8 +200,11 @@ def attention_program(
     noise = lam[..., None] * one_map(q2, k2, v)
     return (one_map(q1, k1, v) - noise).astype(v.dtype)
 
-  maps = (q[:, :, :, 0], q[:, :, :, 1], k[:, :, :, 0], k[:, :, :, -1])
-  return two_maps, (*maps, v, *lams)
+  q1 = q[:, :, :, 0]
+  q2 = q[:, :, :, 1]
+  k1 = k[:, :, :, 0]
+  k2 = k[:, :, :, -1]
+  return two_maps, (q1, q2, k1, k2, v, *lam)
 
 
 def _tokamax(
@@ -207,6 +215,7 @@ def _tokamax(
   ids: jax.Array | None,
   scale: float,
 ) -> jax.Array:
+  """Returns causal attention with one map, computed by tokamax."""
   import tokamax
 
   mask = None
@@ -242,6 +251,10 @@ def nominal_tflops(
 
 def time_decoding(case: inputs.DecodeCase, repetitions: int) -> list[Row]:
   """Times `decode_attention` with the kernel and with XLA.
+
+  Args:
+    case: the shape.
+    repetitions: the number of samples of each implementation.
 
   Returns:
     A row for each implementation. It has `ms` and the bytes of the visible keys

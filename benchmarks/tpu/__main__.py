@@ -50,12 +50,14 @@ def parse_widths(text: str) -> Widths:
 
 
 def print_costs(settings: compare.Settings, shapes: list[Widths]) -> None:
-  """Prints the cost of single calls."""
-  cases = itertools.product(
+  """Prints the cost of single calls, for all combinations of the flags."""
+  combinations = itertools.product(
     settings.generations, shapes, settings.lengths, settings.masks
   )
-  for generation, widths, length, mask in cases:
-    case = Case(generation, *widths, length, causal=mask == CAUSAL)
+  for generation, widths, length, mask in combinations:
+    case = Case(
+      generation, **widths._asdict(), length=length, causal=mask == CAUSAL
+    )
     shape = ",".join(map(str, widths))
     costs = cost(case, settings.timeout)
     print(generation, shape, length, mask, costs, flush=True)
@@ -93,13 +95,19 @@ def main() -> None:
 
   generations = selected_generations(flags)
   settings = compare.Settings(
-    generations, flags.lengths, flags.masks, flags.simulate, flags.timeout
+    generations=generations,
+    lengths=flags.lengths,
+    masks=flags.masks,
+    max_estimated_length=flags.simulate,
+    timeout=flags.timeout,
   )
   if flags.shapes:
     print_costs(settings, flags.shapes)
   elif flags.search:
     search_settings = search.Settings(
-      generations, flags.minutes, flags.search_length
+      generations=generations,
+      minutes=flags.minutes,
+      length=flags.search_length,
     )
     measure = functools.partial(cost, timeout=flags.timeout)
     search.BlockSearch(search_settings, measure).run()

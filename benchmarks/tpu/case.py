@@ -32,13 +32,14 @@ SLICES = {
   "7x": "tpu7x:2x2x1",
 }
 
-# The size of a square tile, the queries and keys of a sub-tile of cut tiles,
-# and the queries and keys of a sub-tile of whole tiles.
+# The size of a square tile, the queries and keys of a sub-tile of tiles that the
+# mask cuts, and the queries and keys of a sub-tile of whole tiles. An example is
+# (1024, 256, 512, 512, 512).
 SquareBlocks = tuple[int, int, int, int, int]
 
 
 class KernelCase(Protocol):
-  """One call of a kernel: `Case` or `splash.Splash`.
+  """The interface of a call of a kernel: of `Case` and of `splash.Splash`.
 
   Attributes:
     generation: The chip, a key of `SLICES`.
@@ -74,7 +75,7 @@ class KernelCase(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """One call of our kernels for one key head, in bfloat16.
+  """A call of our attention kernels for one key head, in bfloat16.
 
   Attributes:
     generation: The chip, a key of `SLICES`.
@@ -87,8 +88,9 @@ class Case:
     blocks: The sizes of tiles and sub-tiles. None for the table's.
     documents: Lengths of the row's documents, which add up to T. None for a row
       without segment ids.
-    run: One of the kernel's runs of sub-tiles, and how often it is taken.
-      Nothing else is built then. See runs.py.
+    run: A run is a sequence of sub-tiles that the kernel computes under one
+      condition (runs.py). If the name of a run and a number are given, the
+      kernel is built with nothing but this run, repeated this number of times.
     group: Query heads of a key head.
   """
 
@@ -114,8 +116,8 @@ class Case:
     if self.documents:
       mask += f", documents of {' '.join(map(str, self.documents))}"
     if self.run:
-      run, times = self.run
-      mask += f", {times} × {run}"
+      name, times = self.run
+      mask += f", {times} × {name}"
     blocks = []
     for direction in DIRECTIONS:
       blocks.append(f"{direction} {_blocks_name(self.blocks_of(direction))}")
@@ -134,7 +136,10 @@ class Case:
     return {}
 
   def blocks_of(self, direction: str) -> Blocks:
-    """Returns the sizes of tiles and sub-tiles of a direction."""
+    """Returns the sizes of tiles and sub-tiles of a direction.
+
+    They are the case's own, or the ones of the table of block sizes.
+    """
     if self.blocks is None:
       blocks = block_sizes.choose(
         self.generation,
@@ -149,13 +154,13 @@ class Case:
       resident = min(blocks.resident, self.length)
       return dataclasses.replace(blocks, resident=resident)
 
-    tile, q, kv, full_q, full_kv = self.blocks
+    tile, cut_q, cut_kv, full_q, full_kv = self.blocks
     span = min(block_sizes.SPAN, self.length) // tile
     return Blocks(
       tile,
       tile,
-      q,
-      kv,
+      cut_q,
+      cut_kv,
       resident=self.length,
       span=max(1, span),
       full_subtile=(full_q, full_kv),
@@ -164,16 +169,16 @@ class Case:
   def operation(
     self, heads: int
   ) -> tuple[Callable, list[jax.ShapeDtypeStruct]]:
-    """Returns attention, and its arguments as shapes."""
-    num_queries = heads * self.group
-    shapes = [
-      self._shape(num_queries, self.G, self.D),
-      self._shape(heads, self.M, self.D),
-      self._shape(heads, self.V),
-    ]
+    """Returns attention for some key heads, and its arguments as shapes."""
+    num_query_heads = heads * self.group
+    q = self._shape(num_query_heads, self.G, self.D)
+    k = self._shape(heads, self.M, self.D)
+    v = self._shape(heads, self.V)
+    shapes = [q, k, v]
     if self.G > 1:
-      lam = self._shape(num_queries * (self.G - 1), dtype=jnp.float32)
-      shapes.append(lam)
+      # One λ for each map but the first.
+      num_lams = num_query_heads * (self.G - 1)
+      shapes.append(self._shape(num_lams, dtype=jnp.float32))
     segment_ids = None
     if self.documents:
       segment_ids = runs.segment_ids(self.documents)
@@ -189,6 +194,7 @@ class Case:
     return attend, shapes
 
   def _shape(self, *sizes: int, dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    """Returns the shape [1, T, *sizes]."""
     return jax.ShapeDtypeStruct((1, self.length, *sizes), dtype)
 
   @contextlib.contextmanager
@@ -196,11 +202,12 @@ class Case:
     """A context in which the kernels have the case's blocks and its run."""
     with contextlib.ExitStack() as stack:
       if self.blocks:
-        blocks = {way: self.blocks_of(way) for way in DIRECTIONS}
-        stack.enter_context(block_sizes.use(**blocks))
+        forward = self.blocks_of("forward")
+        backward = self.blocks_of("backward")
+        stack.enter_context(block_sizes.use(forward=forward, backward=backward))
       if self.run:
-        run, times = self.run
-        stack.enter_context(runs.single_run(run, times))
+        name, times = self.run
+        stack.enter_context(runs.single_run(name, times))
       yield
 
   def plausible(self, cycles: dict[str, int]) -> dict[str, int]:

@@ -95,9 +95,9 @@ def direct_cost(
 ) -> CostByDirection:
   """Returns the cost of a case, by direction.
 
-  The estimate of a long row would take too long. Its cost is a·n + b·n² for n
-  times a length. The coefficients follow from the costs of this length, which
-  is half of `max_estimated_length`, and of twice this length.
+  The compiler takes too long for long rows. Their cost is extrapolated from two
+  shorter lengths: half of `max_estimated_length`, and the whole. The cost of n
+  times the shorter length is assumed to be linear · n + square · n².
 
   Args:
     case: The case.
@@ -109,10 +109,14 @@ def direct_cost(
     return {direction: Cost(value) for direction, value in costs.items()}
 
   result = {}
+  # Half of the longest row that is estimated.
   shorter = max_estimated_length // 2
   for direction in DIRECTIONS:
-    once = _cost_of_part(case, direction, shorter, case.causal, measure)
-    twice = _cost_of_part(case, direction, 2 * shorter, case.causal, measure)
+    part = functools.partial(
+      _cost_of_part, case, direction, causal=case.causal, measure=measure
+    )
+    once = part(length=shorter)
+    twice = part(length=2 * shorter)
     if once is None or twice is None:
       continue
     # once = linear + square and twice = 2·linear + 4·square.
@@ -126,13 +130,13 @@ def direct_cost(
 def composed_cost(
   case: Case, measure: MeasureCase, *, separate_start: bool = True
 ) -> CostByDirection:
-  """Returns the cost of a causal mask, from kernels without conditions.
+  """Returns the cost of a causal row, computed from the costs of its tiles.
 
-  Where the steps of a grid differ, the compiler's estimate adds to each of them
-  costs that its instructions do not have: a fifth to the fused backward kernel,
-  and three fifths to the one with one map. A single tile has no such steps, and
-  neither has a grid of whole tiles. So a causal row of n tiles has the cost of
-  n tiles that the mask cuts, and of n (n − 1) / 2 whole ones.
+  If the steps of a kernel's grid differ, the compiler's estimate is too large:
+  by a fifth for the fused backward kernel, and by three fifths for the one with
+  one map. A kernel of a single tile has a correct estimate, and so has a grid
+  of whole tiles. So the cost of a causal row of n × n tiles is the cost of n
+  tiles that the mask cuts, and of n (n − 1) / 2 whole ones.
 
   Args:
     case: A case with square tiles. Directions with other tiles are missing.
@@ -140,6 +144,9 @@ def composed_cost(
     separate_start: Whether to subtract the cost of starting a kernel from all
       tiles but one. It follows from a kernel of four whole tiles. Otherwise,
       every tile includes it.
+
+  Returns:
+    Costs by direction. A direction without an estimate is missing.
   """
   result = {}
   for direction in DIRECTIONS:
@@ -150,13 +157,15 @@ def composed_cost(
     if direction == "backward" and blocks.resident < case.length:
       continue
 
+    part = functools.partial(_cost_of_part, case, direction, measure=measure)
     four_tiles = None
     if separate_start:
-      four_tiles = _cost_of_part(case, direction, 2 * tile, False, measure)
+      # A full mask of twice the length has four whole tiles.
+      four_tiles = part(length=2 * tile, causal=False)
       if not four_tiles:
         continue
-    whole_tile = _cost_of_part(case, direction, tile, False, measure)
-    cut_tile = _cost_of_part(case, direction, tile, True, measure)
+    whole_tile = part(length=tile, causal=False)
+    cut_tile = part(length=tile, causal=True)
     if not whole_tile or not cut_tile:
       continue
 
@@ -173,9 +182,22 @@ def composed_cost(
 
 
 def _cost_of_part(
-  case: Case, direction: str, length: int, causal: bool, measure: MeasureCase
+  case: Case,
+  direction: str,
+  *,
+  length: int,
+  causal: bool,
+  measure: MeasureCase,
 ) -> float | None:
-  """Returns the cost of a shorter row with the blocks of the case."""
+  """Returns the cost of a shorter row with the blocks of the case.
+
+  Args:
+    case: The case.
+    direction: "forward" or "backward".
+    length: The length of the shorter row.
+    causal: Whether its mask is causal. Otherwise it is full.
+    measure: Returns the cost of a case.
+  """
   blocks = square_blocks(case.blocks_of(direction))
   part = dataclasses.replace(case, length=length, causal=causal)
   if square_blocks(part.blocks_of(direction)) != blocks:
@@ -205,16 +227,24 @@ def library_cost(
   measured_length = length
   if not on_tpu():
     measured_length = min(length, splash.MAX_ESTIMATED_LENGTH)
-  # The number of pairs of queries and keys that are not measured.
+  # The cost is proportional to the number of pairs of a query and a key.
   scale = (length / measured_length) ** 2
   is_composed = mask != FULL and not on_tpu()
-  ways_of_dq = (False, True) if library == "jax" else (False,)
-  for tile, two_kernels in itertools.product(splash.TILES, ways_of_dq):
+  # Only JAX's library can compute dQ with a kernel of its own.
+  two_kernels_options = (False, True) if library == "jax" else (False,)
+  for tile, two_kernels in itertools.product(splash.TILES, two_kernels_options):
     q, kv, _ = tile
     if measured_length % q != 0 or measured_length % kv != 0:
       continue
     case = Splash(
-      library, generation, 128, V, measured_length, mask, tile, two_kernels
+      library,
+      generation,
+      D=128,
+      V=V,
+      length=measured_length,
+      mask=mask,
+      tile=tile,
+      two_kernels=two_kernels,
     )
     if is_composed:
       costs = _composed_library_cost(case, length, measure)
@@ -346,7 +376,10 @@ def _mark(is_computed: bool) -> str:
 
 
 def select_direction(costs: CostByDirection, direction: str) -> Cost | None:
-  """Returns the cost of a direction, or of "both". None if it is unknown."""
+  """Returns the cost of a direction, or the sum of both for "both".
+
+  None if it is unknown.
+  """
   if direction != "both":
     return costs.get(direction)
   if costs.keys() != set(DIRECTIONS):
@@ -372,15 +405,29 @@ class ModelCosts(NamedTuple):
 def measure_row(
   generation: str, length: int, mask: str, settings: Settings
 ) -> ModelCosts:
-  """Returns the costs of all kernels for a chip, a length and a mask."""
+  """Returns the costs of all kernels for a chip, a length and a mask.
+
+  Args:
+    generation: The chip.
+    length: T.
+    mask: CAUSAL, FULL or COMPOSED.
+    settings: The flags of the table.
+  """
   measure = functools.partial(cost, timeout=settings.timeout)
   measure_library = functools.partial(cost_of_library, timeout=settings.timeout)
 
   def our_cost(widths: Widths) -> CostByDirection:
-    case = Case(generation, *widths, length, causal=mask != FULL)
+    case = Case(
+      generation, **widths._asdict(), length=length, causal=mask != FULL
+    )
     if mask == COMPOSED:
       return composed_cost(case, measure)
     return direct_cost(case, measure, settings.max_estimated_length)
+
+  def cost_with_library(library: str, widths: Widths) -> CostByDirection:
+    return library_cost(
+      library, generation, widths.V, length, mask, measure_library
+    )
 
   wide = {OURS: our_cost(WIDE)}
   plain = {OURS: our_cost(PLAIN)}
@@ -390,14 +437,13 @@ def measure_row(
     wide[library] = {}
     plain[library] = {}
     if has_libraries:
-      arguments = (length, mask, measure_library)
-      wide[library] = library_cost(library, generation, WIDE.V, *arguments)
-      plain[library] = library_cost(library, generation, PLAIN.V, *arguments)
-  return ModelCosts(our_cost(FUSED), wide, plain)
+      wide[library] = cost_with_library(library, WIDE)
+      plain[library] = cost_with_library(library, PLAIN)
+  return ModelCosts(fused=our_cost(FUSED), wide=wide, plain=plain)
 
 
 def print_table(settings: Settings) -> None:
-  """Measures all kernels, and prints the table."""
+  """Measures all kernels, and prints each row as soon as it is known."""
   print(
     f"{unit()}: one head of D 128, V 256; calls with one map; and the two"
     " heads of a Transformer with the best library"
@@ -410,6 +456,7 @@ def print_table(settings: Settings) -> None:
   masks = []
   for mask in settings.masks:
     masks.append(mask)
+    # Estimates of causal rows are less reliable than composed ones.
     if mask == CAUSAL and not on_tpu():
       masks.append(COMPOSED)
   rows = itertools.product(settings.generations, settings.lengths, masks)
@@ -419,8 +466,8 @@ def print_table(settings: Settings) -> None:
       costs_by_library = {}
       for library in costs.wide:
         costs_by_library[library] = CallCosts(
-          select_direction(costs.wide[library], direction),
-          select_direction(costs.plain[library], direction),
+          wide=select_direction(costs.wide[library], direction),
+          plain=select_direction(costs.plain[library], direction),
         )
       fused = select_direction(costs.fused, direction)
       cells = row_cells(fused, costs_by_library)

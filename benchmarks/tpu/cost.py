@@ -142,7 +142,14 @@ def kernels_name() -> str:
 def _find_or_measure(
   kind: str, case: KernelCase, timeout: float, path: pathlib.Path
 ) -> Costs:
-  """Returns costs from the file. If it has none, measures and adds them."""
+  """Returns costs from the file. If it has none, measures and adds them.
+
+  Args:
+    kind: The heading of the file.
+    case: The case.
+    timeout: Seconds of an estimate.
+    path: The file.
+  """
   results = _read(path)
   costs_by_key = results.setdefault(kind, {})
   if case.key in costs_by_key:
@@ -217,8 +224,8 @@ def measure_seconds(case: KernelCase) -> Costs:
   backward = jax.jit(run_backward, compiler_options=options)
   with case.building():
     inputs = [_random_inputs(shapes, seed) for seed in range(NUM_INPUTS)]
-    # Each has the output, which serves as its own gradient, and the function
-    # that computes the backward direction.
+    # Each is the output of attention, and the function that computes the
+    # backward direction. The output serves as its own gradient.
     outputs = [forward(*arguments) for arguments in inputs]
     next_inputs = itertools.cycle(inputs)
     next_outputs = itertools.cycle(outputs)
@@ -238,6 +245,7 @@ def measure_seconds(case: KernelCase) -> Costs:
 def _random_inputs(
   shapes: list[jax.ShapeDtypeStruct], seed: int
 ) -> list[jax.Array]:
+  """Returns an array of normal random numbers for each shape."""
   keys = jax.random.split(jax.random.key(seed), len(shapes))
   inputs = []
   for key, shape in zip(keys, shapes, strict=True):

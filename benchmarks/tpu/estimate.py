@@ -36,11 +36,11 @@ _ONLINE_KERNEL = "_online"
 
 
 class _Compilation(NamedTuple):
-  """The result of the other process.
+  """The result of the process that compiles a case.
 
   Attributes:
     cycles: Estimated cycles by direction.
-    has_ended: Whether it ended in time, with or without an error.
+    has_ended: Whether the process ended in time, with or without an error.
   """
 
   cycles: dict[str, int]
@@ -68,7 +68,13 @@ def estimate(case: KernelCase, timeout: float) -> dict[str, int]:
 def _compile_in_child(
   case: KernelCase, timeout: float, *, backward_only: bool
 ) -> _Compilation:
-  """Compiles a case in another process, and reads the estimates."""
+  """Compiles a case in another process, and reads the estimates.
+
+  Args:
+    case: The case.
+    timeout: Seconds after which the process is stopped.
+    backward_only: As for `compile_case`.
+  """
   assert isinstance(case, Case | Splash)
   fields = dataclasses.asdict(case)
   arguments = json.dumps([type(case).__name__, fields, backward_only])
@@ -107,20 +113,22 @@ def read_profile(
   """
   cycles = {}
   for direction, names in kernel_names.items():
-    by_name = dict.fromkeys(names, 0)
+    cycles_by_name = dict.fromkeys(names, 0)
     for operation, count in _PROFILE_ENTRY.findall(text):
       if _ONLINE_KERNEL in operation:
         continue
       for name in names:
         if name in operation:
-          by_name[name] += int(count)
-    if all(by_name.values()):
-      cycles[direction] = sum(by_name.values())
+          cycles_by_name[name] += int(count)
+    if all(cycles_by_name.values()):
+      cycles[direction] = sum(cycles_by_name.values())
   return cycles
 
 
 def compile_case(case: KernelCase, *, backward_only: bool) -> None:
-  """Compiles a case for a TPU that is not there.
+  """Compiles the gradient of a case for a TPU that is not there.
+
+  libtpu writes its estimates as a side effect. Nothing is returned.
 
   Args:
     case: The case.
@@ -144,7 +152,9 @@ def compile_case(case: KernelCase, *, backward_only: bool) -> None:
   def total(*arguments: jax.Array) -> jax.Array:
     return jnp.sum(attend(*arguments).astype(jnp.float32))
 
-  def pull_back_function(*arguments: jax.Array) -> Callable:
+  # A function of `jax.vjp` is a pytree of the arrays that the forward direction
+  # saves. So the backward direction alone is a program with this argument.
+  def make_pull_back(*arguments: jax.Array) -> Callable:
     _, pull_back = jax.vjp(total, *arguments)
     return pull_back
 
@@ -157,17 +167,17 @@ def compile_case(case: KernelCase, *, backward_only: bool) -> None:
   ):
     if backward_only:
       function = call_pull_back
-      arguments = [jax.eval_shape(pull_back_function, *shapes)]
+      arguments = [jax.eval_shape(make_pull_back, *shapes)]
     else:
       function = jax.grad(total, argnums=tuple(range(len(shapes))))
       arguments = shapes
-    placed = jax.tree.map(on_device, arguments)
-    lowered = jax.jit(function).lower(*placed)
+    arguments_on_device = jax.tree.map(on_device, arguments)
+    lowered = jax.jit(function).lower(*arguments_on_device)
     lowered.compile(compiler_options=case.compiler_options)
 
 
 def main(arguments: str) -> None:
-  """Compiles the case that `_compile_in_child` has written."""
+  """Compiles the case that `_compile_in_child` has passed as JSON."""
   name, fields, backward_only = json.loads(arguments)
   case: KernelCase
   if name == "Case":

@@ -48,7 +48,7 @@ Documents = tuple[int, ...] | None
 
 
 class RandomDocuments(NamedTuple):
-  """Rows of documents with random ends."""
+  """A flag for rows of a number of documents with random ends."""
 
   num_documents: int
 
@@ -75,7 +75,12 @@ def row_costs(case: Case, measure: MeasureCase) -> Costs:
 
 
 class _RunCost(NamedTuple):
-  """The cost of a kernel that takes a run twice, and of one with four."""
+  """The costs of two kernels that consist of one run of sub-tiles.
+
+  Attributes:
+    two_times: The cost of the kernel that takes the run twice.
+    four_times: The cost of the kernel that takes it four times.
+  """
 
   two_times: float
   four_times: float
@@ -87,14 +92,29 @@ class _RunCost(NamedTuple):
 
   @property
   def around(self) -> float:
-    """The cost of everything else, at the ends of a row of tiles."""
+    """The cost of everything else: what a row of tiles begins and ends with.
+
+    two_times = around + 2 · once, and four_times = around + 4 · once.
+    """
     return 2 * self.two_times - self.four_times
 
 
 def _composed_row_cost(
   case: Case, direction: str, measure: MeasureCase
 ) -> float | None:
-  """Returns the cost of a row, from its runs. None if it is unknown."""
+  """Returns the cost of a row as the sum of the costs of its runs.
+
+  A run is a sequence of sub-tiles that the kernel computes under one condition.
+
+  Args:
+    case: The row, with or without documents.
+    direction: "forward" or "backward".
+    measure: Returns the cost of a kernel with a single run.
+
+  Returns:
+    The cost. None if a run has no estimate, or if the kernel's blocks are not
+    supported.
+  """
   blocks = case.blocks_of(direction)
   is_forward = direction == "forward"
   if blocks.q != blocks.kv:
@@ -114,6 +134,7 @@ def _composed_row_cost(
   )
   counts = runs.count_runs(schedule, ids)
 
+  # The run of a whole tile is measured in any case, for its `around`.
   costs = {}
   whole_tile = _whole_tile_run(blocks)
   for run in (whole_tile, *counts):
@@ -131,7 +152,7 @@ def _composed_row_cost(
 
 
 def _whole_tile_run(blocks: Blocks) -> str:
-  """Returns the name of the run of a whole tile."""
+  """Returns the name of the run of a whole tile: a "-" for each sub-tile."""
   num_subtiles = blocks.q**2 // math.prod(blocks.subtile(is_full=True))
   return "-" * num_subtiles
 
@@ -139,7 +160,11 @@ def _whole_tile_run(blocks: Blocks) -> str:
 def _measure_run(
   case: Case, blocks: Blocks, direction: str, run: str, measure: MeasureCase
 ) -> _RunCost | None:
-  """Measures kernels of one tile that take a run twice and four times."""
+  """Measures kernels of one tile that take a run twice and four times.
+
+  Returns:
+    The costs. None if one of them is unknown.
+  """
   tile = blocks.q
   one_tile = dataclasses.replace(
     case,
@@ -147,14 +172,15 @@ def _measure_run(
     blocks=square_blocks(blocks),
     documents=(tile,) if case.documents else None,
   )
-  values = []
-  for times in (2, 4):
-    repeated = dataclasses.replace(one_tile, run=(run, times))
-    value = measure(repeated).get(direction)
-    if not value:
-      return None
-    values.append(value)
-  return _RunCost(*values)
+  twice = dataclasses.replace(one_tile, run=(run, 2))
+  two_times = measure(twice).get(direction)
+  if not two_times:
+    return None
+  four_runs = dataclasses.replace(one_tile, run=(run, 4))
+  four_times = measure(four_runs).get(direction)
+  if not four_times:
+    return None
+  return _RunCost(two_times, four_times)
 
 
 def draw_rows(num_documents: int, length: int) -> list[tuple[int, ...]]:
@@ -167,6 +193,7 @@ def draw_rows(num_documents: int, length: int) -> list[tuple[int, ...]]:
   rng = np.random.default_rng(0)
   rows = []
   for _ in range(NUM_DRAWS):
+    # The lengths are the distances between the sorted ends.
     inner_ends = rng.choice(
       np.arange(1, length), num_documents - 1, replace=False
     )
@@ -176,18 +203,29 @@ def draw_rows(num_documents: int, length: int) -> list[tuple[int, ...]]:
 
 
 class PackedTable:
-  """Prints the table of a chip."""
+  """Prints the rows of the table for one chip.
+
+  The first row of each length is the causal row without segment ids, to which
+  the other rows are compared.
+  """
 
   def __init__(self, generation: str, measure: MeasureCase):
+    """Initializes the table.
+
+    Args:
+      generation: The chip.
+      measure: Returns the costs of a case.
+    """
     self._generation = generation
     self._measure = measure
     # Costs of rows without segment ids, by length.
     self._causal_costs: dict[int, Costs] = {}
 
   def print_row(self, documents: tuple[int, ...]) -> None:
-    """Prints the cost of a row."""
-    causal = self._print_causal_once(sum(documents))
-    costs = self._costs(documents, sum(documents))
+    """Prints the cost of a row of documents of these lengths."""
+    length = sum(documents)
+    causal = self._print_causal_once(length)
+    costs = self._costs(documents, length)
     self._print_line(" ".join(map(str, documents)), costs, causal)
 
   def print_random_rows(self, num_documents: int, length: int) -> None:
@@ -212,7 +250,11 @@ class PackedTable:
 
   def _costs(self, documents: Documents, length: int) -> Costs:
     case = Case(
-      self._generation, *FUSED, length, causal=True, documents=documents
+      self._generation,
+      **FUSED._asdict(),
+      length=length,
+      causal=True,
+      documents=documents,
     )
     return row_costs(case, self._measure)
 
@@ -225,7 +267,13 @@ class PackedTable:
     return self._causal_costs[length]
 
   def _print_line(self, name: str, costs: Costs, causal: Costs) -> None:
-    """Prints costs, and their ratio to a causal row."""
+    """Prints a line of the table.
+
+    Args:
+      name: The second cell.
+      costs: The costs of the row by direction.
+      causal: The costs of the causal row of the same length.
+    """
     directions = set(DIRECTIONS)
     if costs.keys() != directions or causal.keys() != directions:
       cells = ["", "", "no estimate", ""]
@@ -239,16 +287,16 @@ class PackedTable:
 
 def parse_row(text: str) -> tuple[int, ...] | RandomDocuments:
   """Returns the row of a flag, such as "1100,900" or "random:4"."""
-  kind, _, numbers = text.rpartition(":")
-  lengths = []
-  for number in numbers.split(","):
-    # 0 stands for all that is no number.
-    lengths.append(int(number) if number.isdecimal() else 0)
-  if min(lengths) > 0:
+  kind, _, list_of_numbers = text.rpartition(":")
+  numbers = []
+  for part in list_of_numbers.split(","):
+    # 0 marks a part that is no number. It is not allowed either.
+    numbers.append(int(part) if part.isdecimal() else 0)
+  if min(numbers) > 0:
     if kind == "":
-      return tuple(lengths)
-    if kind == "random" and len(lengths) == 1:
-      return RandomDocuments(lengths[0])
+      return tuple(numbers)
+    if kind == "random" and len(numbers) == 1:
+      return RandomDocuments(numbers[0])
   raise argparse.ArgumentTypeError(
     f"{text!r} is not a row; pass lengths of documents (1100,900,1300,796) or"
     " a number of random ones (random:4)"
@@ -268,6 +316,7 @@ def main() -> None:
     "--length", type=int, default=4096, help="of rows with random ends"
   )
   flags = parser.parse_args()
+  # Checked before the first measurement, which takes minutes.
   for row in flags.rows:
     if not isinstance(row, RandomDocuments):
       continue

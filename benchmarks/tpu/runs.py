@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import itertools
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -94,7 +95,7 @@ class _RunCounter:
     self._open_runs: list[str] = []
 
   def when(self, condition: Any) -> Callable[[Callable[[], None]], None]:
-    """Replaces `pl.when`: calls a function at once, and counts its run."""
+    """Replaces `pl.when`: calls the function at once, and counts its run."""
 
     def call_if_true(function: Callable[[], None]) -> None:
       if not condition:
@@ -117,6 +118,8 @@ def count_runs(
   schedule: Schedule, ids: Int[np.ndarray, "1 T"] | None
 ) -> dict[str, int]:
   """Returns how often a kernel takes each of its runs for a row.
+
+  Executes the kernel's schedule in Python, with integers instead of arrays.
 
   Args:
     schedule: The schedule of the kernel.
@@ -156,7 +159,15 @@ def _run_step(
   step: int,
   counter: _RunCounter,
 ) -> None:
-  """Executes a step of the grid with Python integers."""
+  """Executes a step of the grid with Python integers.
+
+  Args:
+    schedule: The schedule of the kernel.
+    scalars: What the kernel prefetches, as lists.
+    stationary: The index of the block that stays: of queries if keys move.
+    step: The step of the grid.
+    counter: Counts the runs.
+  """
 
   def run_tile(block: int, index: int) -> None:
     del index
@@ -208,6 +219,7 @@ class _RunSelector:
     return self._build_if_selected
 
   def _build_if_selected(self, function: Callable[[], None]) -> None:
+    """Calls a function to record its sub-tiles, and perhaps to build it."""
     if self._recorded is not None:
       # A condition within a function that is recorded is a run of its own.
       return
@@ -267,6 +279,9 @@ class _RunSelector:
 def single_run(run: str, times: int) -> Iterator[None]:
   """A context in which a kernel of one tile is built with a single run.
 
+  It replaces methods of `Schedule`, so that the grid and the tile are fixed,
+  and no condition depends on data.
+
   Args:
     run: The name of the run.
     times: How often the kernel takes it.
@@ -275,19 +290,18 @@ def single_run(run: str, times: int) -> Iterator[None]:
   original = Schedule.for_each_subtile
 
   def for_each_subtile(schedule, scalars, b, i, j, body) -> None:
-    def for_each(compute: Callable) -> None:
-      original(schedule, scalars, b, i, j, compute)
-
+    for_each = functools.partial(original, schedule, scalars, b, i, j)
     selector.repeat(times, for_each, body)
 
   def span_to_load(schedule, scalars, b, stationary, step):
     return step
 
   def for_each_moving_block(schedule, scalars, b, stationary, step, body):
+    # A step has one block.
     body(step, step)
 
   def compare_segments(schedule, scalars, tile, rows, keys):
-    # It is true, but the compiler does not know this.
+    # This is always true, but the compiler does not know it.
     is_first = tile.i == 0
     return SegmentComparison(is_first, is_first)
 

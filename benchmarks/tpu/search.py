@@ -91,8 +91,24 @@ class Trial(NamedTuple):
   candidate: Candidate
 
 
+class SearchKey(NamedTuple):
+  """What the best sizes of blocks depend on.
+
+  Attributes:
+    generation: The chip.
+    widths: The shape.
+    direction: "forward" or "backward".
+    causal: Whether the mask is causal. Otherwise it is full.
+  """
+
+  generation: str
+  widths: Widths
+  direction: str
+  causal: bool
+
+
 class Best(NamedTuple):
-  """The best sub-tile of a tile. Sorting is by cost."""
+  """The best sub-tile of a tile, with its cost, which is compared first."""
 
   cost: float
   subtile: tuple[int, int]
@@ -122,6 +138,7 @@ def candidates(generation: str, widths: Widths, length: int) -> list[Candidate]:
     )
 
   def distance(candidate: Candidate) -> float:
+    """Returns the distance to the most similar sizes of the table."""
     distances = []
     for blocks in listed_blocks:
       for is_full in (True, False):
@@ -137,6 +154,7 @@ def candidates(generation: str, widths: Widths, length: int) -> list[Candidate]:
 
 
 def _log_distance(a: tuple[int, ...], b: tuple[int, ...]) -> float:
+  """Returns how often sizes must be doubled or halved to be equal."""
   return sum(abs(math.log2(x / y)) for x, y in zip(a, b, strict=True))
 
 
@@ -158,7 +176,7 @@ def _is_possible(
 
 
 class BlockSearch:
-  """A search, which writes the table of block sizes.
+  """A search for the best block sizes, which writes them to their table.
 
   Example:
 
@@ -183,9 +201,8 @@ class BlockSearch:
     self._settings = settings
     self._measure = measure
     self._clock = clock
-    # The best sub-tiles by tile, for each chip, shape, direction and mask,
-    # which is causal (True) or full.
-    self._best: dict[tuple[str, Widths, str, bool], dict[int, Best]] = {}
+    # The best sub-tile of each tile, by the size of the tile.
+    self._best: dict[SearchKey, dict[int, Best]] = {}
 
   def run(self) -> None:
     """Tries candidates until all are tried or the time is over."""
@@ -224,6 +241,7 @@ class BlockSearch:
     return trials
 
   def _candidates(self, generation: str, widths: Widths) -> list[Candidate]:
+    """Returns the sizes to try for a chip and a shape, in order."""
     length = self._length(generation)
     listed = candidates(generation, widths, length)
     if not _has_single_step_estimates(generation):
@@ -231,6 +249,7 @@ class BlockSearch:
     return [candidate for candidate in listed if candidate.tile == length]
 
   def _length(self, generation: str) -> int:
+    """Returns the length of the rows for which a chip's kernels are tried."""
     if _has_single_step_estimates(generation):
       return SINGLE_STEP_LENGTH[generation]
     return self._settings.length
@@ -245,9 +264,15 @@ class BlockSearch:
         # A sub-tile as wide as the tile skips nothing.
         continue
       blocks = (tile, q, kv, q, kv)
-      case = Case(generation, *widths, length, causal, blocks)
+      case = Case(
+        generation,
+        **widths._asdict(),
+        length=length,
+        causal=causal,
+        blocks=blocks,
+      )
       for direction, value in self._measure(case).items():
-        key = (generation, widths, direction, causal)
+        key = SearchKey(generation, widths, direction, causal)
         best_by_tile = self._best.setdefault(key, {})
         new = Best(value, candidate.subtile)
         if tile not in best_by_tile or new < best_by_tile[tile]:
@@ -261,8 +286,11 @@ class BlockSearch:
 
     Only tiles with known sub-tiles for both masks count.
     """
-    best_full = self._best.get((generation, widths, direction, False), {})
-    best_cut = self._best.get((generation, widths, direction, True), {})
+    full_key = SearchKey(generation, widths, direction, causal=False)
+    causal_key = SearchKey(generation, widths, direction, causal=True)
+    best_full = self._best.get(full_key, {})
+    # A causal mask determines the sub-tiles of tiles that it cuts.
+    best_cut = self._best.get(causal_key, {})
     costs = []
     for tile, best in best_full.items():
       if tile in best_cut:
@@ -290,7 +318,10 @@ def _has_single_step_estimates(generation: str) -> bool:
 
 
 def write_entry(entry: dict[str, Any]) -> None:
-  """Writes an entry of the table, in place of the one for the same shape."""
+  """Writes an entry to block_sizes.json.
+
+  It replaces the entry of the same chip, direction and shape.
+  """
   if entry in block_sizes.table():
     return
   print(

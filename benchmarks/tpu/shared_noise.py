@@ -23,6 +23,7 @@ and V 256 have 50 instead of 64, or 0.78.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import itertools
 from typing import NamedTuple
@@ -43,7 +44,7 @@ class Shape(NamedTuple):
     D: Width of queries and keys.
     V: Width of values.
     M: Maps of a key head.
-    signals: Signal maps that share a noise map.
+    signals: Number of signal maps that share a noise map.
   """
 
   D: int
@@ -53,7 +54,12 @@ class Shape(NamedTuple):
 
 
 def causal_costs(case: Case, measure: MeasureCase) -> Costs:
-  """Returns the costs of a causal row, by direction."""
+  """Returns the costs of a causal row, by direction.
+
+  Args:
+    case: The row.
+    measure: Returns the costs of a case.
+  """
   if on_tpu():
     return measure(case)
   composed = composed_cost(case, measure, separate_start=False)
@@ -73,12 +79,25 @@ def total_cost(costs: Costs, directions: tuple[str, ...]) -> float | None:
 def print_rows(
   generation: str, shape: Shape, length: int, measure: MeasureCase
 ) -> None:
-  """Prints the costs of a shape, for each direction and for both."""
-  D, V, M, signals = shape
-  repeated_case = Case(
-    generation, D, V, 2, M, length, causal=True, group=signals
+  """Prints the costs of a shape, for each direction and for both.
+
+  Args:
+    generation: The chip.
+    shape: The shape of a key head.
+    length: T.
+    measure: Returns the costs of a case.
+  """
+  shared_case = Case(
+    generation,
+    D=shape.D,
+    V=shape.V,
+    G=shape.signals + 1,
+    M=shape.M,
+    length=length,
+    causal=True,
   )
-  shared_case = Case(generation, D, V, signals + 1, M, length, causal=True)
+  # Each signal map has a query head with a noise map of its own.
+  repeated_case = dataclasses.replace(shared_case, G=2, group=shape.signals)
   repeated_costs = causal_costs(repeated_case, measure)
   shared_costs = causal_costs(shared_case, measure)
 
