@@ -37,9 +37,15 @@ CURVE_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-  """The shape of a call of attention, in the letters of parameters.py.
+  """The shape of a call of attention.
 
   Attributes:
+    B: Number of rows.
+    T: Number of tokens of a row.
+    H: Number of heads.
+    G: Number of maps of a head.
+    D: Width of queries and keys.
+    V: Width of values.
     is_packed: Whether each row has three documents.
   """
 
@@ -52,14 +58,17 @@ class Shape:
   is_packed: bool = False
 
 
+# The shape of --memory.
 MEMORY_SHAPE = Shape(B=1, T=16384, H=8, G=2, D=64, V=128)
 
 
 def make_step(implementation: str, shape: Shape) -> Callable[[], None]:
-  """Returns a function that runs forward and backward once, and waits.
+  """Returns a function that computes attention and its gradients once.
+
+  It waits for the result, so that it can be timed.
 
   Args:
-    implementation: A name of an implementation of `diff_attention`.
+    implementation: The name of an implementation of `diff_attention`.
     shape: The shape of the random inputs.
   """
   q_key, k_key, v_key, d_out_key = jax.random.split(jax.random.key(0), 4)
@@ -69,6 +78,7 @@ def make_step(implementation: str, shape: Shape) -> Callable[[], None]:
   k = jax.random.normal(k_key, maps_shape)
   v = jax.random.normal(v_key, values_shape)
   d_out = jax.random.normal(d_out_key, values_shape)
+  # λ. A Transformer has one map, and no λ.
   lam = None
   if shape.G > 1:
     lam = jnp.full((shape.B, shape.T, shape.H), 0.5)

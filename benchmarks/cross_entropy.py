@@ -32,15 +32,15 @@ from diffjax.ops.cross_entropy import (
 
 VOCABULARY = 100_288
 WIDTH = 1024
-# B and T
-MEMORY_SHAPE = (4, 4096)
+MEMORY_SHAPE = {"B": 4, "T": 4096}
+# B and T.
 TIMED_SHAPES = ((1, 512), (1, 1024), (1, 2048))
 
 
 def compile_loss(
   cross_entropy: Callable, B: int, T: int
 ) -> tuple[jax.stages.Compiled, tuple[jax.Array, ...]]:
-  """Compiles the loss and its gradients.
+  """Compiles a program for the loss and its gradients.
 
   Args:
     cross_entropy: The fused loss or the plain formula.
@@ -95,7 +95,7 @@ def print_memory(*, with_peak: bool) -> None:
   Args:
     with_peak: Whether to run it in another process as well.
   """
-  program, _ = compile_loss(fused_cross_entropy, *MEMORY_SHAPE)
+  program, _ = compile_loss(fused_cross_entropy, **MEMORY_SHAPE)
   plan = program.memory_analysis()
   assert plan is not None
   temporaries = plan.temp_size_in_bytes / 2**20
@@ -121,7 +121,7 @@ def print_memory(*, with_peak: bool) -> None:
 
 def peak_growth_kib() -> int:
   """Returns how much this process's resident memory grows in one step."""
-  program, arguments = compile_loss(fused_cross_entropy, *MEMORY_SHAPE)
+  program, arguments = compile_loss(fused_cross_entropy, **MEMORY_SHAPE)
   # Resets the peak, which compilation has raised.
   pathlib.Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
   before = _memory_status_kib("VmRSS")

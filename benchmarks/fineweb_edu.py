@@ -109,6 +109,7 @@ def read_paragraphs(directories: Sequence[str], limit: int) -> list[str]:
 
 
 def _is_prose(paragraph: str) -> bool:
+  """Returns whether a paragraph is long enough and mostly letters."""
   if len(paragraph) < _MIN_PARAGRAPH:
     return False
   num_letters = sum(
@@ -145,6 +146,7 @@ def write_file(path: str, num_rows: int, paragraphs: list[str]) -> None:
 def _make_row_group(
   num_rows: int, paragraphs: list[str], rng: random.Random
 ) -> pyarrow.Table:
+  """Returns random rows with the columns of FineWeb-Edu."""
   columns: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
   for _ in range(num_rows):
     text = make_document(paragraphs, rng)
@@ -168,7 +170,13 @@ def _make_row_group(
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-  """Bytes of the data set: of its files, its compressed and its plain texts."""
+  """The sizes of the data set, in bytes.
+
+  Attributes:
+    file_bytes: The files.
+    text_bytes: The compressed column of texts.
+    plain_bytes: The same column without compression.
+  """
 
   file_bytes: int
   text_bytes: int
@@ -234,7 +242,7 @@ def write_files(
 
 
 def measure(settings: Settings, directory: str) -> dict[str, Any]:
-  """Returns the figures of the data set that the settings describe.
+  """Writes the data set and prepares it, and returns the figures of both.
 
   Args:
     settings: The flags.
@@ -255,8 +263,8 @@ def measure(settings: Settings, directory: str) -> dict[str, Any]:
   }
   results |= dataclasses.asdict(stored)
 
+  # With one worker and, if the machine has several CPUs, with one for each.
   num_workers = settings.workers or os.cpu_count() or 1
-  # Without the second number if it is 1 as well.
   for workers in sorted({1, num_workers}):
     config = DataConfig(
       source=f"parquet:{directory}/*.parquet",
@@ -264,23 +272,25 @@ def measure(settings: Settings, directory: str) -> dict[str, Any]:
       length=settings.length,
       prepared_dir=f"{directory}/rows-{workers}",
     )
-    run = prepare(config, workers)
-    rate = run.tokens / run.seconds
+    preparation = prepare(config, workers)
+    rate = preparation.tokens / preparation.seconds
     results[f"tokens_per_second_{workers}_workers"] = round(rate)
     if workers == 1:
       # Other programs on the machine hardly change this.
-      cpu_rate = run.tokens / run.cpu_seconds
+      cpu_rate = preparation.tokens / preparation.cpu_seconds
       results["tokens_per_cpu_second"] = round(cpu_rate)
 
+  # All preparations have the same tokens and rows.
+  tokens = preparation.tokens
+  results["tokens"] = tokens
   sizes = {
     "plain": stored.plain_bytes,
     "download": stored.text_bytes,
     "file": stored.file_bytes,
-    "row": run.row_bytes,
+    "row": preparation.row_bytes,
   }
-  results["tokens"] = run.tokens
   for name, num_bytes in sizes.items():
-    results[f"{name}_bytes_per_token"] = round(num_bytes / run.tokens, 3)
+    results[f"{name}_bytes_per_token"] = round(num_bytes / tokens, 3)
   return results
 
 

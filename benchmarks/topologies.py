@@ -117,6 +117,11 @@ class Compiled:
   """
 
   def __init__(self, offline: bool = False):
+    """Reads the file.
+
+    Args:
+      offline: Whether missing results raise NotCompiled.
+    """
     self._offline = offline
     self._results: dict[tuple[str, str, str], Result] = {}
     if RESULTS.exists():
@@ -226,17 +231,21 @@ def fitting_slices(
 def fewest_changes(
   name: str, topology: str, rows_per_chip: int, compiled: Compiled
 ) -> Result | None:
-  """Returns the result with the fewest changes that fit. None if none do.
+  """Returns the result with the fewest changes of the config that fit.
 
-  Each list of changes takes less memory than the one before it. So a binary
-  search finds the first that fits, between the last one that is known not to
-  fit and the first one that is known to fit.
+  The changes are tried in order: none, then accumulation by powers of two, then
+  full rematerialization as well. Each takes less memory than the one before, so
+  a binary search finds the first that fits. It starts between the last one that
+  is known not to fit and the first one that is known to fit.
 
   Args:
     name: Name of the config.
     topology: The slice.
     rows_per_chip: Rows of the batch on a chip, which limit accumulation.
     compiled: The results.
+
+  Returns:
+    The result. None if no changes are enough.
   """
   changes: list[dict[str, Any]] = [{}]
   for exponent in range(1, rows_per_chip.bit_length()):
@@ -318,39 +327,54 @@ def table(compiled: Compiled) -> tuple[str, list[str]]:
   for name in CONFIGS:
     row = [f"`{name}`"]
     for generation in GENERATIONS:
-      row.append(_cell(name, generation, compiled, missing))
+      cell = _cell(name, generation, compiled)
+      row.append(cell.text)
+      if cell.missing is not None:
+        missing.append(cell.missing)
     rows.append(row)
   lines = [f"| {' | '.join(row)} |" for row in rows]
   return "\n".join(lines), missing
 
 
-def _cell(
-  name: str, generation: str, compiled: Compiled, missing: list[str]
-) -> str:
-  """Returns a cell of the table, and appends to the missing results."""
+class Cell(NamedTuple):
+  """A cell of the table.
+
+  Attributes:
+    text: The text.
+    missing: A result that the cell lacks. None if it is complete.
+  """
+
+  text: str
+  missing: str | None = None
+
+
+def _cell(name: str, generation: str, compiled: Compiled) -> Cell:
+  """Returns the cell of a config and a generation of TPUs.
+
+  It has the smallest slice that fits, and the smallest one whose bound on MFU
+  is at least half.
+  """
   try:
     first = smallest(name, generation, compiled)
   except NotCompiled as error:
-    missing.append(str(error))
     known = compiled.smallest_known(name, generation)
     if known is None:
-      return "…"
-    return f"{known.cell()}, …"
+      return Cell("…", missing=str(error))
+    return Cell(f"{known.cell()}, …", missing=str(error))
   if first is None:
-    return "none"
+    return Cell("none")
 
   try:
-    result, best = smallest_at_half(name, generation, compiled)
+    search = smallest_at_half(name, generation, compiled)
   except NotCompiled as error:
-    missing.append(str(error))
-    return f"{first.cell()}<br>…"
-  if result == first:
-    return first.cell()
-  if result is not None:
-    return f"{first.cell()}<br>{result.cell()}"
-  if best is None or best == first:
-    return f"{first.cell()}<br>none at half"
-  return f"{first.cell()}<br>none at half; best {best.cell()}"
+    return Cell(f"{first.cell()}<br>…", missing=str(error))
+  if search.result == first:
+    return Cell(first.cell())
+  if search.result is not None:
+    return Cell(f"{first.cell()}<br>{search.result.cell()}")
+  if search.best is None or search.best == first:
+    return Cell(f"{first.cell()}<br>none at half")
+  return Cell(f"{first.cell()}<br>none at half; best {search.best.cell()}")
 
 
 def main() -> None:

@@ -9,8 +9,8 @@ from experiments.study import Study
 def compile_variants(study: Study, topology: str) -> None:
   """Compiles each variant for a slice of TPUs, and prints table rows.
 
-  Compiles the variant's training step. If the experiment has a `plan`, calls it
-  instead.
+  The rows are on the variant's training step or, if the experiment has a
+  `plan`, on the programs that it compiles.
 
   Args:
     study: The study. One run of each variant is compiled.
@@ -32,7 +32,7 @@ def compile_variants(study: Study, topology: str) -> None:
   for run in study.chosen:
     config_by_variant.setdefault(run.variant, run.config)
   too_large = []
-  has_head = False
+  is_first = True
   for variant, config in config_by_variant.items():
     try:
       if experiment.plan:
@@ -41,11 +41,11 @@ def compile_variants(study: Study, topology: str) -> None:
         rows = [training_row(config, topology)]
     except UserError as error:
       raise UserError(f"{variant}: {error}") from error
-    if not has_head:
+    if is_first:
       columns = ["", *rows[0]]
       print(f"| {' | '.join(columns)} |")
       print("|---" * len(columns) + "|")
-      has_head = True
+      is_first = False
     for row in rows:
       cells = [variant, *row.values()]
       print(f"| {' | '.join(cells)} |", flush=True)
@@ -59,9 +59,15 @@ def compile_variants(study: Study, topology: str) -> None:
 
 
 def training_row(config: Config, topology: str) -> dict[str, str]:
-  """Returns the table row of a config's training step.
+  """Compiles a config's training step, and returns its table row.
 
-  It has the memory, the FLOPs and the time of compilation.
+  Args:
+    config: The config.
+    topology: The slice of TPUs.
+
+  Returns:
+    The memory, the FLOPs and the time of compilation, by the titles of the
+    table.
   """
   from diffjax.compiled.plan import compile_plan
   from diffjax.model.flops import step_flops

@@ -152,8 +152,8 @@ def _with_failures(
 def _reads_stdlib(study: Study) -> bool:
   """Returns True if the runs may read the standard library as their text.
 
-  Rows in config.data.prepared_dir were made once for all hosts, and an
-  experiment that only measures makes its own data.
+  They do not if their rows were prepared once for all hosts, or if the
+  experiment neither trains nor measures trained models.
   """
   experiment = study.experiment
   if not experiment.trains and experiment.pretrained is None:
@@ -162,6 +162,12 @@ def _reads_stdlib(study: Study) -> bool:
 
 
 def _check_writable(flag: str, directory: pathlib.Path) -> None:
+  """Raises UserError if a directory cannot be written.
+
+  Args:
+    flag: The flag that chooses another directory.
+    directory: The directory. It is created.
+  """
   try:
     directory.mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=directory).close()

@@ -41,7 +41,8 @@ _PLACES = ("data.source", "data.validation_source", "data.tokenizer")
 def estimate(study: Study) -> str:
   """Returns a table of what the chosen runs of a study cost.
 
-  The table has hours of this machine if it can train them, else hours of chips.
+  The table has hours of this machine if the runs are small enough for it, and
+  hours of accelerators otherwise.
 
   Raises:
     UserError: if the runs are too large for this machine and train nothing.
@@ -53,6 +54,7 @@ def estimate(study: Study) -> str:
         f"{study.name} trains nothing; its README says how long it takes"
       )
     return on_chips(study.chosen)
+
   slots = study.options.slots
   local_devices = launch.devices()
   this_machine = machine.describe(local_devices, slots)
@@ -102,10 +104,10 @@ def on_chips(runs: Sequence[Run]) -> str:
 
 
 class _Estimate(NamedTuple):
-  """The time of a variant's run.
+  """The estimated time of a variant's run.
 
   Attributes:
-    seconds: None if it is not known.
+    seconds: The time. None if it is not known.
     source: How it is known, as a cell of the table.
   """
 
@@ -137,6 +139,7 @@ def on_this_machine(
     env: Environment variables for the process that times steps.
   """
   runs_by_variant = _by_variant(runs)
+  # Estimates by finished runs come first. Steps are timed for the other variants.
   estimates = _estimates_by_runs(experiment, runs_by_variant, finished, slots)
   is_timed = False
   if experiment.trains and len(estimates) < len(runs_by_variant):
@@ -147,9 +150,11 @@ def on_this_machine(
     f"hours of {machine}, {slots} at a time",
     *_head("tokens", "FLOPs", "seconds a run", "hours", "by"),
   ]
+  unknown = _Estimate(seconds=None, source="–")
+  # None as soon as the time of a variant is not known.
   total: float | None = 0.0
   for variant, variant_runs in runs_by_variant.items():
-    seconds, source = estimates.get(variant, _Estimate(None, "–"))
+    seconds, source = estimates.get(variant, unknown)
     hours = None
     if seconds is not None:
       hours = seconds * len(variant_runs) / slots / 3600
@@ -157,10 +162,10 @@ def on_this_machine(
       total += hours
     else:
       total = None
-    tokens, flops = "–", "–"
+    tokens_and_flops = ("–", "–")
     if experiment.trains:
-      tokens, flops = _tokens_and_flops(variant_runs)
-    cells = [tokens, flops, cell(seconds), cell(hours), source]
+      tokens_and_flops = _tokens_and_flops(variant_runs)
+    cells = [*tokens_and_flops, cell(seconds), cell(hours), source]
     lines.append(_line(variant, variant_runs, cells))
   lines.append(f"| all | {len(runs)} | | | | | {cell(total)} | |")
   lines += _remarks(experiment, is_timed, total)
@@ -242,6 +247,7 @@ def _remarks(
 
 
 def _by_variant(runs: Sequence[Run]) -> dict[str, list[Run]]:
+  """Returns the runs of each variant."""
   runs_by_variant: dict[str, list[Run]] = {}
   for run in runs:
     runs_by_variant.setdefault(run.variant, []).append(run)
@@ -249,11 +255,13 @@ def _by_variant(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
 
 def _head(*columns: str) -> list[str]:
+  """Returns the first two lines of a table."""
   names = ["", "runs", "parameters", *columns]
   return [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
 
 
 def _line(variant: str, runs: Sequence[Run], cells: Sequence[str]) -> str:
+  """Returns the line of a variant: its size, and further cells."""
   millions = parameter_count(runs[0].config.model) / 1e6
   all_cells = [variant, str(len(runs)), f"{cell(millions)} M", *cells]
   return f"| {' | '.join(all_cells)} |"

@@ -42,10 +42,10 @@ def main(names: Sequence[str]) -> None:
 
 
 def redraw(path: pathlib.Path, stored: dict[str, Any], name: str) -> list[str]:
-  """Draws a results.json, with a new summary.
+  """Computes the summary in a results.json again, and draws the results.
 
-  The file itself is written only if the table of its summary changes, since the
-  last digits of a fit differ between machines.
+  The file itself is written only if its tables change, because the last digits
+  of a summary differ between machines.
 
   Args:
     path: The file.
@@ -56,15 +56,17 @@ def redraw(path: pathlib.Path, stored: dict[str, Any], name: str) -> list[str]:
     The names of the files that were written.
   """
   experiment = grid.load(name, stored["grid"])
-  renewed = stored
-  rows = results.without_failed_rows(stored)
-  if experiment.summarise and rows["runs"]:
-    renewed = {**stored, "summary": experiment.summarise(rows)}
-  stored_table = table.markdown(experiment, stored)
-  if table.markdown(experiment, renewed) == stored_table:
+  updated = stored
+  without_failed = results.without_failed_rows(stored)
+  if experiment.summarise and without_failed["runs"]:
+    summary = experiment.summarise(without_failed)
+    updated = {**stored, "summary": summary}
+  old_table = table.markdown(experiment, stored)
+  new_table = table.markdown(experiment, updated)
+  if new_table == old_table:
     return draw(experiment, stored, path.parent)
-  results.write(path, renewed)
-  return [path.name, *draw(experiment, renewed, path.parent)]
+  results.write(path, updated)
+  return [path.name, *draw(experiment, updated, path.parent)]
 
 
 def draw(
@@ -89,15 +91,16 @@ def draw(
 
 
 def _figure(experiment: Experiment, stored: Mapping[str, Any]) -> Figure | None:
-  """Returns the experiment's own plot, or the plot of its product.
+  """Returns the figure of an experiment's results.
 
-  None if it has neither, or if no row is complete.
+  It is the experiment's own plot, or the default plot of `Grid.product`. None
+  if there is neither, or if every variant has a failed run.
   """
   if experiment.plot:
-    rows = results.without_failed_rows(stored)
-    if not rows["runs"]:
+    without_failed = results.without_failed_rows(stored)
+    if not without_failed["runs"]:
       return None
-    return experiment.plot(rows)
+    return experiment.plot(without_failed)
   crossed = experiment.grids[stored["grid"]].crossed
   if crossed is None:
     return None

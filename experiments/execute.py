@@ -111,13 +111,13 @@ def run_all(study: Study, runs: Sequence[Run]) -> list[str]:
   finished = collect.finished_runs(study)
   with launch.Launcher() as launcher:
     slots = make_slots(study, launcher)
-    # Once, before several runs want the same rows.
+    # Before the runs start, because several of them may need the same rows.
     prepare_rows(study, runs, launcher)
     pace = Pace(
-      collect.seconds_on_machine(finished, slots[0].machine),
-      runs,
-      len(slots),
-      study.experiment.trains,
+      finished=collect.seconds_on_machine(finished, slots[0].machine),
+      runs=runs,
+      slots=len(slots),
+      resumes=study.experiment.trains,
     )
     runner = _Runner(study, slots, pace)
     jobs = [(run.name, functools.partial(runner.do, run)) for run in runs]
@@ -141,6 +141,7 @@ def prepare_rows(
   for run in runs:
     for training in trainings(study, run):
       if _needs_rows(training, study.places):
+        # Trainings with equal data, apart from the seed, need one command.
         data = dataclasses.replace(training.config.data, seed=0)
         commands.setdefault(str(data), _prepare_command(training))
   environment = folders.environment(study.name, imports.modules())
@@ -169,6 +170,7 @@ def train_and_measure(
   """
   workdir = study.workdir(run)
   workdir.mkdir(parents=True, exist_ok=True)
+  # The last training is the run's own, or the one that it only measures.
   trained_dir = workdir
   logged: dict[str, float] = {}
   for training in trainings(study, run):
@@ -177,12 +179,14 @@ def train_and_measure(
   # A training by a printed command leaves no record of its time.
   has_time = (workdir / _TIME_FILE).exists()
   is_trained_elsewhere = study.experiment.trains and not has_time
+
   if study.experiment.measure:
     measured = measure(study, run, trained_dir, slot, log)
   else:
     measured = {}
     for metric in study.experiment.metrics.values():
       measured[metric] = logged.get(metric)
+
   seconds: float | None
   seconds, machine_name = time_spent(workdir)
   if is_trained_elsewhere:
@@ -204,7 +208,8 @@ def train(
 
   Args:
     training: One of a run's trainings.
-    places: Config fields that only say where data lies.
+    places: Config fields that are not compared, because they only say where
+      data is.
     slot: The devices to use.
     log: As for `train_and_measure`.
 
@@ -276,7 +281,7 @@ def time_spent(workdir: pathlib.Path) -> tuple[float, str]:
 
 
 class _Runner:
-  """Does runs in the slots of a launcher.
+  """Trains and measures runs in the slots of a launcher.
 
   Attributes:
     failed: The names of the runs that failed.
@@ -289,9 +294,13 @@ class _Runner:
     self.failed: list[str] = []
 
   def do(self, run: Run, slot_index: int) -> str:
-    """Does a run, and returns a text on its end and on the runs that are left.
+    """Trains and measures a run in a slot.
 
-    An error of the run itself is recorded, so that the other runs go on.
+    If the run itself fails, the error is recorded, and the other runs go on.
+
+    Returns:
+      A text for the progress line: the error if the run failed, and how long
+      the runs that are left will take.
     """
     self._pace.begin(run)
     workdir = self._study.workdir(run)
@@ -308,7 +317,7 @@ class _Runner:
       results.write_failure(workdir, run, self._study.experiment, error.reason)
       self.failed.append(run.name)
       reason = textwrap.shorten(error.reason, _REASON_WIDTH, placeholder=" …")
-      runs_left = self._pace.end(run, None)
+      runs_left = self._pace.end(run, seconds=None)
       if not runs_left:
         return f"failed: {reason}"
       return f"failed: {reason}; {runs_left}"

@@ -103,6 +103,7 @@ def project_points(folder: pathlib.Path = FOLDER) -> list[Point]:
 
 
 def _points_of_experiment(stored: Mapping[str, Any]) -> list[Point]:
+  """Returns the differences in a results.json."""
   points = []
   for variant in comparison.variant_names(stored):
     estimate = comparison.difference(stored, variant, _LOSS)
@@ -133,26 +134,31 @@ def published_points() -> list[Point]:
   points = []
   for source in json.loads(content):
     for published in source["points"]:
-      against, row = published["losses"]
+      # The losses of two architectures. The first one is subtracted.
+      losses = published["losses"]
+      against, row = losses.keys()
       point = Point(
         row=row,
         against=against,
         parameters=published["parameters"],
         tokens=0,
-        estimate=_published_estimate(published["losses"]),
+        estimate=_published_estimate(losses, row, against),
         source=source["source"],
       )
       points.append(point)
   return points
 
 
-def _published_estimate(losses: Mapping[str, Sequence[float]]) -> Estimate:
-  """Returns the difference of the second architecture from the first.
+def _published_estimate(
+  losses: Mapping[str, Sequence[float]], row: str, against: str
+) -> Estimate:
+  """Returns the difference in mean loss between two architectures.
 
   Args:
     losses: The losses of each architecture's runs.
+    row: One of the architectures.
+    against: The architecture that is subtracted.
   """
-  against, row = losses
   runs = []
   for variant, variant_losses in losses.items():
     for loss in variant_losses:

@@ -74,7 +74,8 @@ def environment(
 ) -> dict[str, str]:
   """Returns the environment variables of the commands of a slot.
 
-  With them, a process sees only its slot's share of the devices.
+  A slot is an equal share of this machine's devices. With these variables, a
+  process sees only the devices of its slot.
 
   Args:
     local_devices: The devices of this machine.
@@ -183,56 +184,79 @@ class Launcher:
     *,
     tail: bool = False,
   ) -> None:
-    """Runs a command to its end.
+    """Runs a command to its end. Raises if it fails.
 
     Args:
       command: The command.
       env: Environment variables that are added to this process's.
       log: A file to which its output is appended, instead of the terminal.
-      tail: Whether the command's error is needed although there is no log. Its
-        standard error then goes to the terminal through a pipe, so its progress
-        is shown as lines and not as a bar.
+      tail: Whether `Failed` must have the command's error although there is no
+        log. Its standard error then goes to the terminal through a pipe, so its
+        progress is shown as lines and not as a bar.
 
     Raises:
       Failed: if it fails.
       Stopped: if this launcher is stopped before the command has ended.
     """
-    with contextlib.ExitStack() as stack:
-      stdout: IO[bytes] | None = None
-      stderr: int | None = None
-      log_start = 0
-      if log:
-        stdout = stack.enter_context(log.open("ab"))
-        stderr = subprocess.STDOUT
-        log_start = log.stat().st_size
-      elif tail:
-        stderr = subprocess.PIPE
-      process = self._start(command, env, stdout, stderr)
-      echo = None
-      if process.stderr is not None:
-        echo = _Echo(process.stderr)
-        echo.start()
-      try:
-        exit_code = process.wait()
-      finally:
-        # After an interrupt the process may still run. `stop` ends it.
-        if process.returncode is not None:
-          with self._lock:
-            self._running.discard(process)
-        if echo is not None and process.returncode is not None:
-          echo.join(self._tail_seconds)
-    if self._is_stopped:
-      raise Stopped
-    if exit_code == 0:
-      return
     output = ""
     if log:
-      with log.open("rb") as file:
-        file.seek(log_start)
-        output = file.read().decode(errors="replace")
-    elif echo is not None:
-      output = echo.text
-    raise failure(command, exit_code, output, log)
+      exit_code, output = self._call_with_log(command, env, log)
+    elif tail:
+      exit_code, output = self._call_with_echo(command, env)
+    else:
+      process = self._start(command, env, stdout=None, stderr=None)
+      exit_code = self._wait(process)
+    if self._is_stopped:
+      raise Stopped
+    if exit_code != 0:
+      raise failure(command, exit_code, output, log)
+
+  def _call_with_log(
+    self,
+    command: Sequence[str],
+    env: Mapping[str, str] | None,
+    log: pathlib.Path,
+  ) -> tuple[int, str]:
+    """Runs a command whose output is appended to a file.
+
+    Returns:
+      The exit code, and the output of a command that failed.
+    """
+    with log.open("ab") as file:
+      log_start = log.stat().st_size
+      process = self._start(command, env, file, subprocess.STDOUT)
+      exit_code = self._wait(process)
+    if exit_code == 0:
+      return exit_code, ""
+    with log.open("rb") as file:
+      file.seek(log_start)
+      return exit_code, file.read().decode(errors="replace")
+
+  def _call_with_echo(
+    self, command: Sequence[str], env: Mapping[str, str] | None
+  ) -> tuple[int, str]:
+    """Runs a command whose standard error is copied to the terminal.
+
+    Returns:
+      The exit code, and the end of the standard error.
+    """
+    process = self._start(command, env, stdout=None, stderr=subprocess.PIPE)
+    assert process.stderr is not None
+    echo = _Echo(process.stderr)
+    echo.start()
+    exit_code = self._wait(process)
+    echo.join(self._tail_seconds)
+    return exit_code, echo.text
+
+  def _wait(self, process: subprocess.Popen[bytes]) -> int:
+    """Waits for a process, and returns its exit code."""
+    try:
+      return process.wait()
+    finally:
+      # After an interrupt the process may still run. `stop` ends it.
+      if process.returncode is not None:
+        with self._lock:
+          self._running.discard(process)
 
   def _start(
     self,
@@ -270,6 +294,8 @@ class Launcher:
     self, jobs: Sequence[tuple[str, Callable[[int], str | None]]], slots: int
   ) -> None:
     """Calls jobs in order, at most `slots` at a time.
+
+    A job that raises prevents the jobs after it.
 
     Args:
       jobs: The name of each job, for progress lines, and its function. The
@@ -324,10 +350,10 @@ def _call_job(label: str, job: Callable[[int], str | None], slot: int) -> None:
 
 
 class _Echo(threading.Thread):
-  """Copies a pipe to this process's standard error.
+  """A thread that copies a pipe to this process's standard error.
 
   Attributes:
-    text: The end of what was read.
+    text: The last characters that were read.
   """
 
   def __init__(self, pipe: IO[bytes]):
@@ -344,6 +370,7 @@ class _Echo(threading.Thread):
         chunk = os.read(self._pipe.fileno(), 4096)
 
   def _copy(self, text: str) -> None:
+    """Remembers a text, and writes it to the terminal."""
     self.text = (self.text + text)[-_TAIL_CHARACTERS:]
     # The command goes on if the terminal is gone.
     with contextlib.suppress(OSError, ValueError):
@@ -371,6 +398,7 @@ def failure(
     reason = f"ended by signal {-exit_code} ({signal.strsignal(-exit_code)})"
   elif lines:
     reason = lines[-1]
+  # Without a log, the user has seen the output.
   details = ", as said above"
   if log and lines:
     last_line = errors[-1] if errors else lines[-1]

@@ -17,10 +17,10 @@ from experiments.grid import Run
 
 
 def shape(config: Config) -> Hashable:
-  """Returns what determines the time of a step.
+  """Returns the values of a config that determine the time of a step.
 
-  These are the fields of the model without its real numbers, such as λ_init,
-  and the rows of a step.
+  These are the number and length of the rows, and all fields of the model but
+  real numbers such as λ_init.
   """
   fields: list[Hashable] = []
   for value in dataclasses.asdict(config.model).values():
@@ -87,6 +87,7 @@ class Pace:
       self._count(run, seconds)
 
   def _count(self, run: Run, seconds: float) -> None:
+    """Adds the seconds of a finished run."""
     self._seconds.setdefault(_kind(run), []).append(seconds)
     self._seconds_per_flop.append(seconds / _size(run))
 
@@ -110,7 +111,7 @@ class Pace:
     with self._lock:
       _, start = self._begun.pop(run.name)
       if seconds is not None:
-        # The time since the start includes the run from which it starts.
+        # This includes the training of the run from which this one starts.
         elapsed = time.monotonic() - start
         self._count(run, max(seconds, elapsed))
       num_left = len(self._waiting) + len(self._begun)
@@ -161,7 +162,7 @@ class Pace:
     return 0.0 if expected is None else expected.seconds
 
   def _remaining_of_begun(self) -> list[float]:
-    """Returns the expected remaining seconds of the runs that have begun."""
+    """Returns the remaining seconds of each run that has begun."""
     now = time.monotonic()
     remaining = []
     for run, start in self._begun.values():
@@ -181,7 +182,7 @@ class Pace:
     """
     if not self._seconds_per_flop:
       return None
-    # When each slot gets free.
+    # The seconds until each slot gets free. Idle slots are free now.
     free_times = [*remaining_of_begun]
     while len(free_times) < self._slots:
       free_times.append(0.0)
@@ -198,6 +199,7 @@ def _size(run: Run) -> float:
 
 
 def _kind(run: Run) -> Hashable:
+  """Returns what runs must share to take equally long."""
   return shape(run.config), run.config.train.steps
 
 

@@ -10,7 +10,7 @@ import itertools
 import math
 import pathlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 import matplotlib.transforms
@@ -162,7 +162,7 @@ def runs_by_variant(
 def horizontal_offset(
   axes: Any, index: int, count: int, distance: float
 ) -> matplotlib.transforms.Transform:
-  """Returns the transform that puts marks with the same x side by side.
+  """Returns the matplotlib transform that puts marks with one x side by side.
 
   Args:
     axes: The axes.
@@ -183,10 +183,10 @@ def over_seeds(
   linestyle: str = "-",
   suffix: str = "",
 ) -> None:
-  """Draws each variant's mean over seeds with its 95% interval (Student's t).
+  """Draws each variant's means over seeds, with their 95% intervals.
 
-  Variants are drawn side by side at each x. There is no mean where a run lacks
-  the number.
+  The intervals are Student's. Variants are drawn side by side at each x. There
+  is no mean where a run lacks the number.
 
   Args:
     axes: The axes.
@@ -197,6 +197,7 @@ def over_seeds(
   """
   styles_by_variant = styles_of(rows)
   for index, (variant, numbers) in enumerate(rows.items()):
+    # A column has the numbers of all seeds at one x.
     columns = np.asarray(numbers, float).T
     intervals = [comparison.mean_interval(column) for column in columns]
     mean, low, high = np.transpose(intervals)
@@ -224,14 +225,14 @@ def over_seeds(
 
 
 def over_rates(results: Mapping[str, Any], metric: str, title: str) -> Figure:
-  """Draws a metric over the learning rates of a tuning run.
+  """Draws a metric over the learning rates of a grid that tunes them.
 
   There is a line through the means over seeds, and a dot for each run. Variants
   have different colours. Options other than the learning rate have different
   line styles. There is no mean where a run lacks the metric.
 
-  The learning rate is the option "rate" of a variant's name. Without that
-  option, it is the learning rate of the run's config.
+  The learning rate of the variant "diff,rate=0.003" is 0.003. A variant without
+  the option "rate" has the learning rate of the run's config.
 
   Args:
     results: The content of a results.json.
@@ -239,43 +240,26 @@ def over_rates(results: Mapping[str, Any], metric: str, title: str) -> Figure:
     title: The metric's name in the figure.
   """
   lines = _values_by_rate(results, metric)
-  styles_by_row = styles_of(row for row, _ in lines)
+  styles_by_row = styles_of(line.row for line in lines)
   line_styles: dict[str, str] = {}
-  for _, options in lines:
-    if options not in line_styles:
+  for line in lines:
+    if line.options not in line_styles:
       style_index = len(line_styles) % len(_LINE_STYLES)
-      line_styles[options] = _LINE_STYLES[style_index]
+      line_styles[line.options] = _LINE_STYLES[style_index]
 
   figure = Figure((7, 4.5), layout="constrained")
   axes = figure.subplots()
-  for (row, options), values_by_rate in lines.items():
-    row_style = styles_by_row[row]
-    label = row_style.name
-    if options:
-      label += f", {options}"
-    rates = sorted(values_by_rate)
-    means = []
-    dots_x = []
-    dots_y = []
-    for rate in rates:
-      values = values_by_rate[rate]
-      means.append(np.mean(values))
-      dots_x += [rate] * len(values)
-      dots_y += values
-    axes.plot(
-      rates,
-      means,
-      line_styles[options],
-      color=row_style.color,
-      marker=row_style.marker,
-      label=label,
-    )
-    axes.plot(dots_x, dots_y, ".", color=row_style.color, alpha=0.5)
-
-  axes.set_xscale("log", base=2)
   all_rates: set[float] = set()
-  for values_by_rate in lines.values():
+  for line, values_by_rate in lines.items():
+    row_style = styles_by_row[line.row]
+    if line.options:
+      name = f"{row_style.name}, {line.options}"
+      row_style = row_style._replace(name=name)
+    _draw_line(axes, values_by_rate, row_style, line_styles[line.options])
     all_rates.update(values_by_rate)
+
+  # A tick at each learning rate.
+  axes.set_xscale("log", base=2)
   ticks = sorted(all_rates)
   axes.set_xticks(ticks, [f"{rate:g}" for rate in ticks])
   axes.set(xlabel="learning rate", ylabel=title)
@@ -284,21 +268,63 @@ def over_rates(results: Mapping[str, Any], metric: str, title: str) -> Figure:
   return figure
 
 
+def _draw_line(
+  axes: Any,
+  values_by_rate: Mapping[float, Sequence[float]],
+  line_look: Style,
+  line_style: str,
+) -> None:
+  """Draws a line through the means over seeds, and a dot for each run.
+
+  Args:
+    axes: The axes.
+    values_by_rate: The values of the runs with each learning rate.
+    line_look: The line's name in the legend, its colour and its marker.
+    line_style: The line style of matplotlib.
+  """
+  rates = sorted(values_by_rate)
+  means = []
+  dots_x: list[float] = []
+  dots_y: list[float] = []
+  for rate in rates:
+    values = values_by_rate[rate]
+    means.append(np.mean(values))
+    dots_x += [rate] * len(values)
+    dots_y += values
+  axes.plot(
+    rates,
+    means,
+    line_style,
+    color=line_look.color,
+    marker=line_look.marker,
+    label=line_look.name,
+  )
+  axes.plot(dots_x, dots_y, ".", color=line_look.color, alpha=0.5)
+
+
+class _Line(NamedTuple):
+  """A line of `over_rates`.
+
+  Attributes:
+    row: The variant without options.
+    options: Its options other than the learning rate, as text.
+  """
+
+  row: str
+  options: str
+
+
 def _values_by_rate(
   results: Mapping[str, Any], metric: str
-) -> dict[tuple[str, str], dict[float, list[float]]]:
-  """Returns the values of each line by learning rate.
-
-  The key of a line is the variant without options, and its options other than
-  the rate. Missing values are NaN.
-  """
-  lines: dict[tuple[str, str], dict[float, list[float]]] = {}
+) -> dict[_Line, dict[float, list[float]]]:
+  """Returns the values of each line by learning rate. Missing ones are NaN."""
+  lines: dict[_Line, dict[float, list[float]]] = {}
   for run in results["runs"]:
     row, rate, options = _split_rate(results, run)
     value = run["results"][metric]
     if value is None:
       value = math.nan
-    values_by_rate = lines.setdefault((row, options), {})
+    values_by_rate = lines.setdefault(_Line(row, options), {})
     values_by_rate.setdefault(rate, []).append(value)
   return lines
 

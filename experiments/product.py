@@ -116,9 +116,10 @@ def make(base: str, factors: Mapping[str, Iterable[Any]]) -> Product:
 
 
 def short_names(fields: Iterable[str]) -> dict[str, str]:
-  """Returns the last part of each dotted name.
+  """Returns short names of config fields, by their dotted names.
 
-  Names with the same last part stay whole.
+  A short name is the part after the last dot. Names with the same last part
+  stay whole.
   """
   last_parts = {field: field.rpartition(".")[2] for field in fields}
   counts = collections.Counter(last_parts.values())
@@ -173,7 +174,7 @@ def _checked_values(field: str, values: Iterable[Any]) -> tuple[Any, ...]:
     )
   checked: list[Any] = []
   for value in values:
-    # Numbers of NumPy have this method.
+    # Numbers of NumPy have this method, which returns Python's number.
     if hasattr(value, "item"):
       value = value.item()
     # True == 1 and 1 == 1.0, but they are different values of a factor.

@@ -140,10 +140,13 @@ def _are_numbers(values: Iterable[Any]) -> bool:
 
 
 def _positions(x_values: Sequence[Any]) -> dict[Any, float]:
-  """Returns the position of each value on the x-axis."""
+  """Returns the position of each value on the x-axis.
+
+  A number is its own position. Other values are at 0, 1, 2, ….
+  """
   if _are_numbers(x_values):
-    return dict(zip(x_values, x_values, strict=True))
-  return dict(zip(x_values, range(len(x_values)), strict=True))
+    return {value: value for value in x_values}
+  return {value: index for index, value in enumerate(x_values)}
 
 
 def _set_x_axis(axes: Any, positions: Mapping[Any, float]) -> None:

@@ -113,7 +113,7 @@ class Request:
 
 
 def main(argument: str) -> None:
-  """Does what the flags ask for.
+  """Runs the command with the flags of this process.
 
   Args:
     argument: The experiment's name, or the path of its folder.
@@ -161,7 +161,7 @@ def read_flags(argument: str) -> Request:
 
 
 def answer(argument: str, request: Request) -> None:
-  """Does what a command line asks for.
+  """Prints costs or commands, compiles, or runs the experiment.
 
   Args:
     argument: The experiment's name, or the path of its folder.
@@ -194,9 +194,10 @@ def print_commands(study: Study) -> None:
 
 
 def run_and_collect(study: Study) -> None:
-  """Does the chosen runs that are missing, then collects all results.
+  """Trains and measures the chosen runs that are missing, and writes results.
 
-  A host that has only a slice of the runs does not collect.
+  With --slice, which gives each host a part of the runs, no results are
+  written.
 
   Raises:
     UserError: before training, if something is wrong; and after the results are
@@ -243,6 +244,8 @@ def _read_changes(
 def split_setting(setting: str, variants: Sequence[str]) -> tuple[str, str]:
   """Returns the FIELD or VARIANT:FIELD of a --set, and the text of its value.
 
+  Example: "diff:eval.rows=64" → ("diff:eval.rows", "64")
+
   Args:
     setting: The value of --set.
     variants: The variants of the grid. One may look like a setting itself:
@@ -251,6 +254,7 @@ def split_setting(setting: str, variants: Sequence[str]) -> tuple[str, str]:
   Raises:
     UserError: if it is malformed.
   """
+  # The variant with its colon, if the setting starts with one of the grid's.
   known_variant = ""
   for variant in variants:
     if setting.startswith(f"{variant}:"):

@@ -1,4 +1,4 @@
-"""A study: the runs of an experiment's grid, and where they lie.
+"""A study: the runs of an experiment's grid, with their directories.
 
 The command `python -m experiments.run` only reads flags. A notebook calls the
 same functions:
@@ -35,7 +35,7 @@ from experiments.grid import Experiment, Grid, Run
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-  """Which runs a study has, and where they lie.
+  """The options of a study: its runs and its directories.
 
   Attributes:
     grid: The name of one of the experiment's grids.
@@ -63,7 +63,7 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-  """The runs of an experiment's grid, and where they lie.
+  """The runs of an experiment's grid, with their directories.
 
   Attributes:
     name: The experiment's name: its folder, as `grid.resolve` returns it.
@@ -73,7 +73,7 @@ class Study:
     chosen: The runs that `options` chooses.
     runs_dir: The directory of the runs.
     results_dir: The directory of the results.
-    places: Config fields that only say where data lies. They are not compared
+    places: Config fields that only say where data is. They are not compared
       with the fields of stored results.
   """
 
@@ -110,7 +110,7 @@ def plan(name: str, options: Options) -> Study:
 
   Args:
     name: The experiment's name, or the path of its folder.
-    options: Which runs it has, and where they lie.
+    options: Its runs and its directories.
 
   Raises:
     UserError: for an unknown experiment or grid, for changes that the grid does
@@ -166,12 +166,14 @@ def trainings(study: Study, run: Run) -> list[Training]:
 def _trainings(
   name: str, experiment: Experiment, options: Options, run: Run
 ) -> list[Training]:
+  """Returns the trainings that a run of an experiment needs, in order."""
   needed = []
   if run.pretrained:
     assert experiment.pretrained is not None
-    pretrained = grid.resolve(experiment.pretrained)
+    pretrained_name = grid.resolve(experiment.pretrained)
+    pretrained_experiment = grid.load(pretrained_name, options.grid)
     needed += _trainings(
-      pretrained, grid.load(pretrained, options.grid), options, run.pretrained
+      pretrained_name, pretrained_experiment, options, run.pretrained
     )
   if not experiment.trains:
     return needed
@@ -250,9 +252,9 @@ def _runs_dir(name: str, options: Options) -> pathlib.Path:
 def _results_dir(name: str, options: Options) -> pathlib.Path:
   """Returns the directory of an experiment's results.
 
-  The experiment's folder is kept for the unchanged grid. The results of a grid
-  that --steps or --set changed lie with its runs, so that a trial does not
-  block the folder.
+  The results of the unchanged grid are in the experiment's folder. The results
+  of a grid that --steps or --set changed are in the directory of its runs, so
+  that a trial does not block the folder.
   """
   if options.out:
     return pathlib.Path(options.out).absolute()
@@ -266,7 +268,7 @@ def _results_dir(name: str, options: Options) -> pathlib.Path:
 
 
 def _code_of_changes(options: Options) -> str:
-  """Returns a hash of the changes that affect results; "" if there are none."""
+  """Returns a hash of the changes that affect results. Empty without any."""
   changes = {}
   for field, value in options.changes.items():
     if grid.decides(field):

@@ -236,6 +236,7 @@ def _decimal_places(numbers: Sequence[float]) -> int:
   for number in numbers:
     if math.isfinite(number):
       largest = max(largest, abs(number))
+  # log10 is the number of digits before the point, minus 1.
   return max(0, 4 - int(math.log10(largest)))
 
 

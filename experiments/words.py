@@ -23,7 +23,7 @@ def write(
   examples: Mapping[str, Iterable[Mapping[str, str]]],
   settings: Any,
 ) -> dict[str, str]:
-  """Writes a data set, unless it exists.
+  """Writes a data set of made-up words, unless it exists.
 
   Args:
     directory: The parent of the data set's directory.
@@ -39,6 +39,7 @@ def write(
   digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:12]
   target = directory / f"data-{digest}"
   if not target.exists():
+    # The files are complete when the directory gets its name.
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory) as temporary_dir:
       complete = pathlib.Path(temporary_dir) / "complete"
@@ -62,6 +63,7 @@ def _write_files(
   words: Sequence[str],
   examples: Mapping[str, Iterable[Mapping[str, str]]],
 ) -> None:
+  """Writes a JSONL file for each kind of examples, and tokenizer.json."""
   for name, records in examples.items():
     path = directory / f"{name}.jsonl"
     with path.open("w", encoding="utf-8") as file:

@@ -72,6 +72,7 @@ def median_milliseconds(
 
   medians = {}
   for name, times in samples.items():
+    # Five digits are written to files.
     medians[name] = float(f"{statistics.median(times):.5g}")
   return medians
 

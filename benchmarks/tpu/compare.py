@@ -71,7 +71,7 @@ class Settings:
 
 
 class Cost(NamedTuple):
-  """The cost of one call.
+  """The cost of one call. The smaller of two costs has the smaller value.
 
   Attributes:
     value: Seconds or cycles.
@@ -283,6 +283,8 @@ def _composed_library_cost(
 class SeveralCalls(NamedTuple):
   """Calls with one map that compute a head of differential attention.
 
+  The smaller of two is the cheaper one.
+
   Attributes:
     cost: The cost of all calls.
     way: "V whole" for two calls, or "V halved" for four.
@@ -324,7 +326,7 @@ class CallCosts(NamedTuple):
 def row_cells(
   fused: Cost | None, costs_by_library: Mapping[str, CallCosts]
 ) -> list[str]:
-  """Returns the cells of a row that have costs.
+  """Returns the cells of a row of the table that have costs.
 
   Args:
     fused: The cost of the fused kernel. None if unknown.
@@ -336,6 +338,7 @@ def row_cells(
     with the best library, and the same relative to the fused kernel.
   """
   cells = [_cost_cell(fused)]
+  # Adds a cell for each library, and finds the cheapest for both comparisons.
   best: SeveralCalls | None = None
   best_name = ""
   best_plain: Cost | None = None
@@ -359,12 +362,14 @@ def row_cells(
 
 
 def _cost_cell(cost: Cost | None) -> str:
+  """Returns a cost in the unit of the table."""
   if cost is None:
     return "no estimate"
   return f"{_mark(cost.is_computed)}{format_cost(cost.value)}"
 
 
 def _ratio_cell(cost: Cost | None, fused: Cost | None) -> str:
+  """Returns a cost relative to the fused kernel's. Empty if one is unknown."""
   if cost is None or fused is None:
     return ""
   mark = _mark(cost.is_computed or fused.is_computed)
@@ -372,6 +377,7 @@ def _ratio_cell(cost: Cost | None, fused: Cost | None) -> str:
 
 
 def _mark(is_computed: bool) -> str:
+  """Returns "~" for a number that follows from costs of other cases."""
   return "~" if is_computed else ""
 
 

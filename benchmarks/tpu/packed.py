@@ -249,6 +249,7 @@ class PackedTable:
     self._print_line(f"{name}, worst", worst, causal)
 
   def _costs(self, documents: Documents, length: int) -> Costs:
+    """Returns the costs of a row of the table's chip, by direction."""
     case = Case(
       self._generation,
       **FUSED._asdict(),
@@ -261,7 +262,7 @@ class PackedTable:
   def _print_causal_once(self, length: int) -> Costs:
     """Returns the cost of a causal row, and prints it if it is new."""
     if length not in self._causal_costs:
-      costs = self._costs(None, length)
+      costs = self._costs(documents=None, length=length)
       self._causal_costs[length] = costs
       self._print_line(f"T {length} without ids", costs, costs)
     return self._causal_costs[length]

@@ -248,6 +248,7 @@ def _tokamax_kernel(case: Splash) -> Callable:
 
 
 def _make_mask(mask_module: Any, case: Splash) -> Any:
+  """Returns the mask of a case, from the masks of its library."""
   shape = (case.length, case.length)
   if case.mask == "full":
     return mask_module.FullMask(shape)
@@ -255,7 +256,12 @@ def _make_mask(mask_module: Any, case: Splash) -> Any:
 
 
 def _remove_mask_data(kernel: Any, fields: tuple[str, ...]) -> None:
-  """Makes the grid all tiles, so that no part of the mask is data."""
+  """Makes the kernel compute all tiles, so that no part of the mask is data.
+
+  Args:
+    kernel: The kernel. It is changed.
+    fields: The fields of its masks that are set to None.
+  """
   empty_fields = dict.fromkeys(fields)
   for name in ("fwd_mask_info", "dq_mask_info", "dkv_mask_info"):
     info = getattr(kernel, name, None)
@@ -265,7 +271,7 @@ def _remove_mask_data(kernel: Any, fields: tuple[str, ...]) -> None:
 
 @functools.cache
 def _num_tiles(
-  length: int, q: int, kv: int, compares_all: bool
+  length: int, q: int, kv: int, *, compares_all: bool
 ) -> tuple[int, int]:
   """Returns the numbers of whole and of cut tiles under a causal mask.
 
@@ -295,17 +301,17 @@ def _num_tiles(
 def composed(
   library: str, tile: tuple[int, int, int], length: int, full: float, cut: float
 ) -> float:
-  """Returns the cost of a causal mask.
+  """Returns the cost of a causal mask, composed of the costs of its tiles.
 
   Args:
     library: A name in LIBRARIES.
     tile: Queries, keys, and keys that are computed at once.
     length: T.
-    full: The cost if all tiles are whole.
-    cut: The cost if all tiles compare positions.
+    full: The cost of a kernel whose tiles are all whole.
+    cut: The cost of a kernel whose tiles all compare positions.
   """
   q, kv, _ = tile
   num_tiles = (length // q) * (length // kv)
   # JAX's compares positions in every visible tile.
-  num_whole, num_cut = _num_tiles(length, q, kv, library == "jax")
+  num_whole, num_cut = _num_tiles(length, q, kv, compares_all=library == "jax")
   return (num_whole * full + num_cut * cut) / num_tiles

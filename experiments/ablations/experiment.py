@@ -21,10 +21,10 @@ LOSS = "validation/loss"
 
 
 def twins(size: str, num_seeds: int = 1) -> Grid:
-  """Returns a grid of the Transformer, DIFF and DIFF V2 alone.
+  """Returns a grid of the Transformer, DIFF and DIFF V2.
 
-  Experiments that measure the trained models of this one, or continue their
-  training, use it.
+  It is for other experiments, which measure these models after training or
+  continue their training.
 
   Args:
     size: A key of `SIZES` in config.py.
@@ -53,16 +53,18 @@ def plot_losses(grid_results: Mapping[str, Any]) -> Figure:
   losses = _losses_by_variant(grid_results)
   styles = plots.styles_of(losses)
   baseline = grid_results["baseline"]
-  baseline_losses = losses.get(baseline)
-  if not baseline_losses:
-    baseline_losses = [math.nan]
+  # Without runs of the baseline there are no differences, and nothing is drawn.
+  baseline_mean = math.nan
+  if losses.get(baseline):
+    baseline_mean = float(np.mean(losses[baseline]))
   significant = comparison.significant_variants(grid_results, LOSS)
 
   figure = Figure((9, 1.4 + 0.35 * len(losses)), layout="constrained")
   axes = figure.subplots()
   for y, (variant, variant_losses) in enumerate(losses.items()):
     style = styles[variant]
-    differences = np.array(variant_losses) - np.mean(baseline_losses)
+    # A dot for each run, beside the marker of the mean.
+    differences = np.array(variant_losses) - baseline_mean
     axes.plot(
       differences,
       [y + 0.25] * len(differences),
@@ -71,6 +73,7 @@ def plot_losses(grid_results: Mapping[str, Any]) -> Figure:
       alpha=0.5,
       markersize=5,
     )
+    # The baseline, and variants with an incomplete sample, have no marker.
     interval = comparison.difference(grid_results, variant, LOSS)
     if interval is None:
       continue

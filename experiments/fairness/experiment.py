@@ -38,7 +38,7 @@ def summarise(grid_results: Mapping[str, Any]) -> list[dict[str, Any]]:
 def plot(grid_results: Mapping[str, Any]) -> Figure:
   """Draws the differences in loss from the Transformer.
 
-  For "tune", draws the loss over the learning rates.
+  For the grid "tune", draws the loss over the learning rates instead.
   """
   if grid_results["grid"] == "tune":
     title = "validation loss (nats per token)"

@@ -47,6 +47,7 @@ def measure(workdir: str, config: Config) -> dict[str, Any]:
   start = load(extended.config.train.init_from)
   own_length = start.config.data.length
   new_length = config.data.length
+  # Both are measured on the documents of the extended run.
   start_config = dataclasses.replace(start.config, data=extended.config.data)
   start = dataclasses.replace(start, config=start_config)
   suite = PositionNLL(

@@ -37,35 +37,38 @@ def measure(workdir: str, config: Config) -> dict[str, Any]:
 
 
 def summary(answers: Mapping[str, Any], sizes: task.Task) -> dict[str, Any]:
-  """Returns the endpoints of a run, followed by all of its answers.
+  """Returns the results of a run: its endpoints, and all records.
 
   Args:
-    answers: "curve" and "grid" of `task.train`.
+    answers: The records "curve" and "grid" of `task.train`.
     sizes: The sizes of the contexts.
 
   Returns:
-    Means over the noise at most pairs ("accuracy", "signed", "absolute") and at
-    the pairs of training ("accuracy_n"), the accuracy at most pairs by noise
-    ("accuracy_0.5"), and the first step at which the accuracy in training
-    reaches TARGET_ACCURACY ("steps_to_90", None if it does not).
+    The records, and these numbers:
+
+    - "accuracy", "signed", "absolute": With the most pairs, means over σ.
+    - "accuracy_0.5" and so on: The accuracy with the most pairs, for each σ.
+    - "accuracy_n": With as many pairs as in training, mean over σ.
+    - "steps_to_90": The first step of the training whose accuracy is
+      TARGET_ACCURACY or more. None if there is none.
   """
   most_pairs = sizes.pairs * max(sizes.multiples)
-  at_most = series.select(answers["grid"], pairs=most_pairs)
-  at_training = series.select(answers["grid"], pairs=sizes.pairs)
+  records_with_most = series.select(answers["grid"], pairs=most_pairs)
+  records_with_n = series.select(answers["grid"], pairs=sizes.pairs)
 
   endpoints: dict[str, Any] = {
-    "accuracy": _mean(at_most, "accuracy"),
-    "accuracy_n": _mean(at_training, "accuracy"),
+    "accuracy": _mean(records_with_most, "accuracy"),
+    "accuracy_n": _mean(records_with_n, "accuracy"),
   }
-  for record in at_most:
+  for record in records_with_most:
     endpoints[f"accuracy_{record['noise']}"] = record["accuracy"]
   endpoints["steps_to_90"] = None
   for record in answers["curve"]:
     if record["accuracy"] >= TARGET_ACCURACY:
       endpoints["steps_to_90"] = record["step"]
       break
-  endpoints["signed"] = _mean(at_most, "signed")
-  endpoints["absolute"] = _mean(at_most, "absolute")
+  endpoints["signed"] = _mean(records_with_most, "signed")
+  endpoints["absolute"] = _mean(records_with_most, "absolute")
   return {**endpoints, **answers}
 
 
@@ -86,9 +89,10 @@ def summarise(grid_results: Mapping[str, Any]) -> list[dict[str, Any]]:
 def plot(grid_results: Mapping[str, Any]) -> Figure:
   """Draws the accuracy over training, and over the number of pairs by noise.
 
-  For "tune", draws the endpoint over the learning rates.
+  For the grid "tune", draws the accuracy over the learning rates instead.
   """
   if grid_results["grid"] == "tune":
+    # N is the number of pairs in training.
     title = "share of values found at 8 N"
     return plots.over_rates(grid_results, "accuracy", title)
 
@@ -98,6 +102,7 @@ def plot(grid_results: Mapping[str, Any]) -> Figure:
   figure = Figure((4 * num_panels, 4), layout="constrained")
   panels = figure.subplots(1, num_panels, sharey=True)
 
+  # The first panel has the training, and the others one σ each.
   steps = series.column(first_run["curve"], "step")
   curves = series.fields(grid_results, "curve", "accuracy")
   plots.over_seeds(panels[0], steps, curves)

@@ -155,13 +155,48 @@ def init(config: Config) -> dict[str, Any]:
   return params
 
 
+class _QuestionAttention:
+  """Attention of the questions alone, which keeps its weights.
+
+  It replaces `attention_fn` of a layer. Such a function gets no layer, so it
+  cannot call the layer's `weights`. All rows of the experiment have the weights
+  of the reference implementation; other variants would reject this function.
+
+  Attributes:
+    weights: The attention weights of the questions [B, H, asked, T]. None
+      before the call.
+  """
+
+  def __init__(self) -> None:
+    self.weights: jax.Array | None = None
+
+  def __call__(
+    self, q, k, v, lam, *, q_segment_ids, kv_segment_ids, causal, window
+  ):
+    """Returns the outputs at the questions. The outputs at the pairs are 0."""
+    assert q_segment_ids is None and kv_segment_ids is None
+    assert causal and window is None
+    num_pairs = q.shape[1] - ASKED
+    q = q[:, num_pairs:]
+    # λ has an axis of positions if it depends on the query.
+    if lam is not None and lam.ndim == 3:
+      lam = lam[:, num_pairs:]
+    lam_per_query = None
+    if lam is not None:
+      lam_per_query = jnp.broadcast_to(lam, q.shape[:3])
+    self.weights = attention_weights(q, k, lam_per_query, q_offset=num_pairs)
+    output = diff_attention(q, k, v, lam, q_offset=num_pairs)
+    return jnp.pad(output, ((0, 0), (num_pairs, 0), (0, 0), (0, 0)))
+
+
 def forward(
   model: ModelConfig, params: dict[str, Any], batch: Batch
 ) -> tuple[Float[Array, "B asked N"], Float[Array, "B H asked T"]]:
   """Computes the answers to the questions in one layer of the decoder.
 
-  Only the questions attend and go through the feed-forward layer. The outputs
-  at the pairs are not used.
+  This is `Decoder` with one layer. To save time, it computes attention and the
+  feed-forward layer only at the questions, because the outputs at the pairs are
+  not used.
 
   Args:
     model: The model's config. It has one layer.
@@ -172,27 +207,8 @@ def forward(
     The logits of the values at the questions, and the attention weights of the
     questions.
   """
-  recorded_weights: list[jax.Array] = []
-
-  # Replaces the layer's `attention_fn`. Such a function gets no layer, so it
-  # cannot call its `weights`. All rows of the experiment have the weights of
-  # the reference implementation; other variants would reject this function.
-  def attend(q, k, v, lam, *, q_segment_ids, kv_segment_ids, causal, window):
-    assert q_segment_ids is None and kv_segment_ids is None
-    assert causal and window is None
-    num_pairs = q.shape[1] - ASKED
-    q = q[:, num_pairs:]
-    if lam is not None and lam.ndim == 3:
-      lam = lam[:, num_pairs:]
-    lam_per_query = None
-    if lam is not None:
-      lam_per_query = jnp.broadcast_to(lam, q.shape[:3])
-    recorded_weights.append(
-      attention_weights(q, k, lam_per_query, q_offset=num_pairs)
-    )
-    output = diff_attention(q, k, v, lam, q_offset=num_pairs)
-    return jnp.pad(output, ((0, 0), (num_pairs, 0), (0, 0), (0, 0)))
-
+  question_attention = _QuestionAttention()
+  # The parameters of all layers are stacked.
   layer = jax.tree.map(lambda leaf: leaf[0], params["layers"])
   attention = attention_class(model)(
     model.num_heads,
@@ -200,7 +216,7 @@ def forward(
     head_norm=model.head_norm,
     rope=False,
     norm_eps=model.norm_eps,
-    attention_fn=attend,
+    attention_fn=question_attention,
   )
   x = batch.keys + embed(params["embedding"], batch.tokens, model)
   normed = rms_norm(x, layer["attention_norm"], model.norm_eps)
@@ -215,7 +231,8 @@ def forward(
   x = x + update
 
   final = rms_norm(x, params["final_norm"], model.norm_eps)
-  return logits(params, final), recorded_weights[0]
+  assert question_attention.weights is not None
+  return logits(params, final), question_attention.weights
 
 
 def train(config: Config, task: Task) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -306,12 +323,12 @@ def ask(
   pairs: int,
   contexts: int,
 ) -> dict[str, float]:
-  """Evaluates a model on contexts of one σ and number of pairs.
+  """Evaluates a model on random contexts of equal noise and size.
 
   Args:
     config: The config of the run.
     params: The parameters.
-    noise: σ.
+    noise: σ, the RMS of the noise on the keys of the pairs.
     pairs: The number of pairs in a context.
     contexts: The number of contexts.
 
@@ -320,6 +337,8 @@ def ask(
     pair over all heads: of the signed weights ("signed"), and of their absolute
     values ("absolute").
   """
+  # Long contexts are computed in smaller batches, so that all batches take about
+  # the same memory.
   contexts_at_once = max(1, _POSITIONS_AT_ONCE // (pairs + ASKED))
   evaluation_key = jax.random.key(_EVALUATION_SEED)
   batch_sums = []

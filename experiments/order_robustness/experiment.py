@@ -62,11 +62,13 @@ def measure(workdir: str, config: Config) -> dict[str, Any]:
 
   Args:
     workdir: The directory of the run.
-    config: The config of the run.
+    config: Not used.
 
   Returns:
-    For each kind of order, the numbers of `spread` ("random_accuracy" and so
-    on), and the accuracies at COUNTS in random order ("curve").
+    For each kind of order, the accuracy ("random_accuracy" and so on), the
+    difference of the best and the worst order ("random_spread") and the share
+    of answers that differ between orders ("random_changed"). "curve" has the
+    accuracies at COUNTS, in random order.
   """
   # Listing experiments does not need JAX.
   from diffjax.inference.trained import load
@@ -176,7 +178,12 @@ class Classifier:
 def _accuracy_by_count(
   classifier: Classifier, draws: Sequence[Sequence[Sequence[Example]]]
 ) -> list[float]:
-  """Returns the accuracy with the first demonstrations alone, for COUNTS."""
+  """Returns the accuracy with the first demonstrations alone, for COUNTS.
+
+  Args:
+    classifier: The model.
+    draws: For each draw of orders, the demonstrations of each episode.
+  """
   accuracies = []
   for count in COUNTS:
     is_right = []

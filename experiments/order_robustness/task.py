@@ -97,8 +97,9 @@ def training_episode(rng: np.random.Generator, sizes: Sizes) -> Episode:
     sizes: The sizes of the episode.
   """
   word_classes, class_labels = _draw_classes(rng, sizes)
-  # The data depend on the order of the draws.
+  # The order of these draws must stay: the committed results depend on it.
   permutation = rng.permutation(WORDS)
+  # From 2 to WORDS, with a uniform logarithm.
   num_used = round(2 * (WORDS / 2) ** rng.random())
   used_words = permutation[:num_used]
   count = WORDS * sizes.demonstrations

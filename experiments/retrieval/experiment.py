@@ -98,6 +98,8 @@ def measure(
 ) -> dict[str, Any]:
   """Measures the accuracy in every cell, and the attention during training.
 
+  A cell is a number of words before the question, and a number of distractors.
+
   Args:
     workdir: The directory of the run.
     config: The config of the run.
@@ -105,9 +107,11 @@ def measure(
     num_samples: The number of questions in each cell.
 
   Returns:
-    The last accuracy and attention in the cell REFERENCE, the mean accuracy of
-    all cells, the first step with an accuracy of half ("steps_to_half", None if
-    there is none), and the records of all steps ("curve") and cells ("grid").
+    The results by name. In the cell REFERENCE after training: "accuracy", and
+    the shares of attention "answer", "noise" and "noise_signed". Over all
+    cells: "mean_accuracy". "steps_to_half" is the first step with an accuracy
+    of half, or None. The records of all steps are "curve", and the ones of all
+    cells "grid".
   """
   # Listing experiments does not need JAX.
   import jax
@@ -123,9 +127,12 @@ def measure(
     return last_query(trained.model, params, tokens)
 
   questions = {}
-  for cell in cells:
-    questions[cell] = make_questions(trained.tokenizer, *cell, num_samples)
+  for length, distractors in cells:
+    questions[length, distractors] = make_questions(
+      trained.tokenizer, length, distractors, num_samples
+    )
 
+  # The cell REFERENCE at each saved step of the training.
   curve = []
   reference = questions[REFERENCE]
   for step in _measured_steps(config):
@@ -135,9 +142,9 @@ def measure(
     record |= shares(weights.astype(np.float64), reference.places)
     curve.append(record)
 
+  # All cells after the training.
   grid = []
-  for length, distractors in cells:
-    cell_questions = questions[length, distractors]
+  for (length, distractors), cell_questions in questions.items():
     accuracy = _accuracy(predict, trained.params, cell_questions)
     grid.append(
       {"length": length, "distractors": distractors, "accuracy": accuracy}
@@ -211,7 +218,9 @@ def _first_step(curve: list[dict[str, Any]], accuracy: float) -> int | None:
 def make_questions(
   tokenizer: Any, length: int, distractors: int, num_samples: int = SAMPLES
 ) -> Questions:
-  """Returns the questions of a cell. They are the same for all models.
+  """Returns the questions of a cell, which are the same for all models.
+
+  A question shows a context of pairs and filler words, and then a key.
 
   Args:
     tokenizer: The tokenizer of `task.write`.
@@ -243,10 +252,10 @@ def make_questions(
 def shares(
   weights: Float[np.ndarray, "U S"], places: Int[np.ndarray, "U"]
 ) -> dict[str, float]:
-  """Returns the shares of attention on the answer and on the rest.
+  """Returns the shares of attention on the answer and on the noise.
 
-  The rest of the context is called noise. diffjax/evals/attention.py explains
-  the signs of the weights.
+  The answer is the pair that is asked for, and the noise is the rest of the
+  context. The weights of DIFF can be negative.
 
   Args:
     weights: The weights of the last query of each prompt, means over heads and

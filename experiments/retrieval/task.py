@@ -118,8 +118,15 @@ def make_example(
 def training_examples(
   rng: np.random.Generator, count: int, training: Training
 ) -> Iterator[Example]:
-  """Yields random examples within the limits of the training."""
+  """Yields random examples within the limits of the training.
+
+  Args:
+    rng: The random generator.
+    count: The number of examples.
+    training: The limits.
+  """
   for _ in range(count):
+    # The logarithm of 1 + distractors is uniform.
     distractors = int((training.distractors + 1) ** rng.random()) - 1
     max_fillers = training.length - ASKED - distractors
     fillers = int(rng.integers(0, max_fillers + 1))

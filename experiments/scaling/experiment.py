@@ -57,18 +57,20 @@ def points_by_axis(grid_results: Mapping[str, Any]) -> dict[str, Points]:
   Args:
     grid_results: The content of a results.json.
   """
-  runs = []
-  sizes_with_times = set()
+  finished = []
   for run in grid_results["runs"]:
-    if run["results"][LOSS] is None:
-      continue
-    architecture, size, times = parts(run["variant"])
-    runs.append((architecture, size, times, run))
+    if run["results"][LOSS] is not None:
+      finished.append(run)
+  # The sizes with several numbers of tokens, which are multiples.
+  sizes_with_times = set()
+  for run in finished:
+    _, size, times = parts(run["variant"])
     if times is not None:
       sizes_with_times.add(size)
 
   points: dict[str, Points] = {"parameters": {}, "tokens": {}}
-  for architecture, size, times, run in runs:
+  for run in finished:
+    architecture, size, times = parts(run["variant"])
     if times is None:
       x = run["parameters"] / 1e6
       _add_point(points["parameters"], architecture, x, run)
@@ -88,14 +90,15 @@ def _num_tokens(grid_results: Mapping[str, Any], run: Mapping[str, Any]) -> int:
 def _add_point(
   points: Points, architecture: str, x: float, run: Mapping[str, Any]
 ) -> None:
+  """Adds the loss of a run at x to the curve of its architecture."""
   curve = points.setdefault(architecture, {})
   curve.setdefault(x, {})[run["seed"]] = run["results"][LOSS]
 
 
 def fit_seeds(points: Points, seeds: Iterable[int]) -> Fit:
-  """Fits the mean losses over some seeds.
+  """Fits power laws to the mean losses over some seeds.
 
-  `at` is the Transformer's largest size.
+  The fit's `at` is the Transformer's largest size.
 
   Args:
     points: The losses of an axis.
@@ -131,6 +134,7 @@ def summarise(grid_results: Mapping[str, Any]) -> list[dict[str, Any]]:
     if min(len(curve) for curve in points.values()) < MIN_SIZES:
       continue
     all_seeds = fit_seeds(points, seeds)
+    # The intervals are a jackknife's: from fits that each leave out a seed.
     left_out = []
     if len(seeds) > 1:
       for seed in sorted(seeds):
@@ -303,7 +307,7 @@ def _draw_curve(
   """Draws an architecture's losses, and its fitted curve if there is one.
 
   Args:
-    axes: matplotlib's.
+    axes: The axes.
     style: The architecture's name, color and marker.
     curve: Losses by size and seed.
     row: The summary of the fit.

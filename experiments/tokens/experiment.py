@@ -46,7 +46,7 @@ _NO_INTERVAL = Estimate(math.nan, math.nan, math.nan)
 def with_fairness(
   grid_results: Mapping[str, Any], fairness: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-  """Adds fairness's runs, as those with once the tokens.
+  """Adds the runs of the experiment fairness, which have once the tokens.
 
   Args:
     grid_results: The results of this experiment's grid.
@@ -70,11 +70,11 @@ def slope(
 ) -> Estimate | None:
   """Fits the slope of a difference in loss over the logarithm of the tokens.
 
-  The fit is least squares on the mean losses of the cells. A cell is a row at a
-  number of tokens. The slope is a weighted sum of these means. Its variance is
-  therefore a weighted sum of their variances. Each is estimated from the runs
-  of its cell. The degrees of freedom are Satterthwaite's (1946), as in
-  Welch's test.
+  The fit is least squares on mean losses, one for each row and number of
+  tokens. The slope is a weighted sum of these means, so its variance is the sum
+  of their variances times the squared weights. Each variance is estimated from
+  the runs of its row and number of tokens. The degrees of freedom are
+  Satterthwaite's (1946), as in Welch's test.
 
   Args:
     all_results: The runs from `with_fairness`.
@@ -83,21 +83,23 @@ def slope(
 
   Returns:
     The slope in nats per factor e, and the bounds of its 95% interval. None if
-    a cell has fewer than two runs, or a run without a loss.
+    there are fewer than two runs of a row and number of tokens, or if a run has
+    no loss.
   """
+  # The slope of least squares is Σ weight · value.
   log_times = np.log(TIMES)
   centered = log_times - np.mean(log_times)
   weights = centered / np.sum(centered**2)
 
-  total = 0.0
+  fitted_slope = 0.0
   variances = []
   degrees_of_freedom = []
-  for sign, name in ((1, row), (-1, baseline)):
-    for weight, times in zip(weights, TIMES, strict=True):
+  for name, sign in {row: 1, baseline: -1}.items():
+    for times, weight in zip(TIMES, weights, strict=True):
       losses = comparison.sample(all_results, f"{name},times={times}", LOSS)
       if losses is None:
         return None
-      total += sign * weight * statistics.mean(losses)
+      fitted_slope += sign * weight * statistics.mean(losses)
       variances.append(weight**2 * statistics.variance(losses) / len(losses))
       degrees_of_freedom.append(len(losses) - 1)
 
@@ -108,7 +110,7 @@ def slope(
     denominator += part**2 / degrees
   quantile = float(scipy.stats.t.ppf(0.975, variance**2 / denominator))
   reach = quantile * math.sqrt(variance)
-  return Estimate(total, total - reach, total + reach)
+  return Estimate(fitted_slope, fitted_slope - reach, fitted_slope + reach)
 
 
 def summarise(grid_results: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -154,10 +156,11 @@ def plot(grid_results: Mapping[str, Any]) -> Figure:
   for index, row in enumerate(ROWS):
     # Rows at the same number of tokens stand side by side.
     shift = 1.04 ** (index - (len(ROWS) - 1) / 2)
-    name = plots.style(row).name
-    _draw_row(left, row, shift, _losses(all_results, row), name)
+    losses = _losses(all_results, row)
+    _draw_row(left, row, shift, losses, label=plots.style(row).name)
     if row != BASELINE:
-      _draw_row(right, row, shift, _differences(all_results, row), None)
+      differences = _differences(all_results, row)
+      _draw_row(right, row, shift, differences, label=None)
   right.axhline(0, color=plots.style(BASELINE).color, linewidth=0.8)
 
   left.set_ylabel("validation loss (nats per token)")
@@ -197,7 +200,15 @@ def _draw_row(
   intervals: list[Estimate],
   label: str | None,
 ) -> None:
-  """Draws a row's means and intervals over the tokens."""
+  """Draws a row's means and intervals over the tokens.
+
+  Args:
+    axes: The axes.
+    row: One of ROWS.
+    shift: A factor of the x-values.
+    intervals: The mean and the bounds at each number of tokens.
+    label: The name in the legend. None for no name.
+  """
   style = plots.style(row)
   mean, low, high = np.transpose(intervals)
   axes.errorbar(
