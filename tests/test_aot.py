@@ -430,21 +430,21 @@ def test_slices_are_searched_with_few_compilations(monkeypatch, tmp_path):
     "diff_1b", "v5e", compiled
   )  # 22.6 GB of parameters, optimizer and gradients; 128 rows
   changes = {"train.accumulation": 32, "model.remat": "full"}
-  assert first == dict(
+  assert first == topologies.Result(
     config="diff_1b",
     topology="v5e:2x2",
     overrides=changes,
-    GiB=15.75,
+    gib=15.75,
     fits=True,
-    **{"bound on MFU": 0.325},
+    mfu_bound=0.325,
   )
-  half = dict(
+  half = topologies.Result(
     config="diff_1b",
     topology="v5e:2x4",
     overrides={},
-    GiB=15.75,
+    gib=15.75,
     fits=True,
-    **{"bound on MFU": 0.7},
+    mfu_bound=0.7,
   )
   assert topologies.smallest_at_half("diff_1b", "v5e", compiled) == (half, half)
   assert len(asked) <= 10 and len(set(asked)) == len(asked)
