@@ -178,6 +178,7 @@ def print_memory() -> None:
 
 
 def main() -> None:
+  """Prints the tables of times, or the peak memory."""
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )

@@ -142,6 +142,7 @@ def _memory_status_kib(field: str) -> int:
 
 
 def main() -> None:
+  """Prints the memory of the fused loss, and its time."""
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )

@@ -139,6 +139,7 @@ def print_rates() -> None:
 
 
 def main() -> None:
+  """Prints all rates. With arguments, measures one of them in this process."""
   if len(sys.argv) == 1:
     print_rates()
     return

@@ -262,6 +262,7 @@ def print_result(shape: tuple[int, int], pairs: list[PairSeconds]) -> None:
 
 
 def main() -> None:
+  """Measures each shape, and prints the speeds and their ratio."""
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )

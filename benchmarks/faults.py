@@ -451,6 +451,7 @@ def detect_in_copies(
 
 
 def main() -> None:
+  """Tries the chosen faults. Exits with 1 if the tests miss a fault."""
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )

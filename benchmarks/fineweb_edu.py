@@ -214,7 +214,12 @@ class Preparation(NamedTuple):
 
 
 def prepare(config: DataConfig, workers: int) -> Preparation:
-  """Prepares rows, and returns the time and the disk space."""
+  """Prepares the rows of a data set, and returns the time and the disk space.
+
+  Args:
+    config: The config of the data.
+    workers: Number of workers.
+  """
   start = time.perf_counter()
   start_cpu = time.process_time()
   (target,) = prepared.prepare(config, workers)
@@ -306,6 +311,7 @@ def print_results(results: dict[str, Any]) -> None:
 
 
 def main() -> None:
+  """Measures a data set in a temporary directory, and prints the figures."""
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawTextHelpFormatter
   )

@@ -120,6 +120,7 @@ def make_candidates() -> dict[str, Generate]:
 
 
 def main() -> None:
+  """Times all candidates, and prints their speeds and ratios."""
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )

@@ -66,7 +66,13 @@ def make_config(settings: Settings) -> Config:
 
 
 def memory_by_step(config: Config) -> list[float]:
-  """Trains, and returns the resident memory before each step, in MiB."""
+  """Trains, and returns the resident memory before each step, in MiB.
+
+  It is measured where the training loop moves a batch to the device.
+
+  Args:
+    config: The config of the run.
+  """
   memory = []
   original_put_batch = session.put_batch
 
@@ -74,7 +80,7 @@ def memory_by_step(config: Config) -> list[float]:
     memory.append(resident_mib())
     return original_put_batch(batch, mesh)
 
-  # The loop calls it once for each step.
+  # The training loop calls this function once for each step.
   session.put_batch = measuring_put_batch
   try:
     with tempfile.TemporaryDirectory() as workdir:
@@ -85,6 +91,7 @@ def memory_by_step(config: Config) -> list[float]:
 
 
 def main() -> None:
+  """Trains, prints the memory, and exits with 1 if it grows too much."""
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )

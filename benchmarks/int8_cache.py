@@ -202,6 +202,7 @@ def print_result(
 
 
 def main() -> None:
+  """Compares both caches of a trained model, and prints the differences."""
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )

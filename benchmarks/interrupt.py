@@ -213,6 +213,7 @@ def interrupt_starts(settings: Settings, directory: pathlib.Path) -> bool:
 
 
 def main() -> None:
+  """Interrupts starts. Exits with 1 if one does not end as it must."""
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )

@@ -285,7 +285,10 @@ def read_batches(
 
 
 def read_parameters(workdir: pathlib.Path) -> list[str]:
-  """Returns the SHA-256 of the newest complete checkpoint's parameters."""
+  """Returns the SHA-256 of the parameters in the newest complete checkpoint.
+
+  Like all functions in COMPARED, it returns a list.
+  """
   from diffjax.parallel.mesh import make_mesh
   from diffjax.training.checkpoint import open_checkpoint
   from diffjax.training.program import build
@@ -376,7 +379,8 @@ class Life:
 
     environment = dict(os.environ)
     if settings.processes > 1:
-      # Only process 0 uses the cache of compiled programs.
+      # Only process 0 uses the cache of compiled programs. The others compile in
+      # every life.
       environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     coordinator = f"localhost:{_free_port()}"
     for index in range(settings.processes):
@@ -704,6 +708,7 @@ def _victims_name(victims: list[int]) -> str:
 
 
 def main() -> None:
+  """Kills and compares runs, or is a process of a run with --child."""
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )

@@ -454,6 +454,7 @@ def _cells(result: StepEstimate) -> list[str]:
 
 
 def main() -> None:
+  """Estimates all programs of the chosen shapes, and prints the table."""
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )

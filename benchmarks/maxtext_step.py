@@ -227,6 +227,7 @@ def _memory(compiled: Any) -> dict[str, int]:
 
 
 def main() -> None:
+  """Compiles the step that the flags describe."""
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )

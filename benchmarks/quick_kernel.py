@@ -61,6 +61,7 @@ def measure_layer(attended: AttentionInputs) -> tuple[jax.Array, ...]:
 
 
 def main() -> None:
+  """Counts the calls of a trained model's layers on validation rows."""
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )

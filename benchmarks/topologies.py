@@ -210,7 +210,12 @@ def fitting_slices(
 ) -> Iterator[Result]:
   """Yields a result for each slice on which a config fits, small ones first.
 
-  Each has the fewest changes with which it fits.
+  Each has the fewest changes of the config with which it fits.
+
+  Args:
+    name: Name of the config.
+    generation: The generation of TPUs.
+    compiled: The results.
   """
   config = _load_config(name, overrides={})
   batch_size = config.train.batch_size
@@ -218,8 +223,10 @@ def fitting_slices(
   for shape in TOPOLOGIES[generation]:
     topology = f"{generation}:{shape}"
     num_chips = Topology.parse(topology).num_chips
+    # Larger slices have more chips than the batch has rows for.
     if batch_size % num_chips != 0:
       return
+    # No changes make the parameters and the optimizer's state smaller.
     if state_bytes >= num_chips * MEMORY_GIB[generation] * 2**30:
       continue
     rows_per_chip = batch_size // num_chips
@@ -298,10 +305,16 @@ class HalfSearch(NamedTuple):
 def smallest_at_half(
   name: str, generation: str, compiled: Compiled
 ) -> HalfSearch:
-  """Returns the smallest slice whose bound on MFU is at least half.
+  """Searches the smallest slice whose bound on MFU is at least half.
 
-  The search ends on the first slice that needs no changes. On a larger one, a
-  chip has fewer rows for as many parameters to gather.
+  The search ends at the first slice that needs no changes. On a larger slice,
+  the bound is lower, because a chip computes fewer rows and gathers as many
+  parameters.
+
+  Args:
+    name: Name of the config.
+    generation: The generation of TPUs.
+    compiled: The results.
   """
   best = None
   best_bound = 0.0
@@ -378,6 +391,7 @@ def _cell(name: str, generation: str, compiled: Compiled) -> Cell:
 
 
 def main() -> None:
+  """Compiles what is missing, unless --offline is set; prints the table."""
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )

@@ -156,7 +156,7 @@ def contrasts(
 def dunnett_p_values(
   results: Mapping[str, Any], metric: str
 ) -> dict[str, float]:
-  """Returns p-values of Dunnett's test for equal means, by variant.
+  """Returns the p-values of Dunnett's test for equal means, by variant.
 
   The test compares several variants with their baseline. It pools their
   variances, and corrects for the number of variants. Variants without a

@@ -139,7 +139,7 @@ def on_this_machine(
     env: Environment variables for the process that times steps.
   """
   runs_by_variant = _by_variant(runs)
-  # Estimates by finished runs come first. Steps are timed for the other variants.
+  # Steps are timed only for variants without finished runs.
   estimates = _estimates_by_runs(experiment, runs_by_variant, finished, slots)
   is_timed = False
   if experiment.trains and len(estimates) < len(runs_by_variant):

@@ -173,10 +173,11 @@ def _published_estimate(
 
 
 def draw() -> Figure:
-  """Draws a panel for DIFF and one for DIFF V2.
+  """Draws losses minus the Transformer's over the size of the model.
 
-  The first panel also shows the Transformer with DIFF's wide heads and head
-  norm, the second one gated attention.
+  There is a panel for DIFF and one for DIFF V2. The first one also shows the
+  Transformer with DIFF's wide heads and head norm, the second one gated
+  attention.
   """
   figure = Figure((10, 6.8), layout="constrained")
   all_axes = figure.subplots(2, 1, sharex=True, sharey=True)
@@ -192,6 +193,7 @@ def draw() -> Figure:
     )
     axes.legend(fontsize=8, loc="upper right")
 
+  # The V2 post does not state the size of its model, so its result is a band.
   v2_axes = all_axes[-1]
   v2_axes.fill_between(
     (1e9, 4e10),

@@ -119,9 +119,9 @@ def _cells_of_runs(
 
 
 def _mean_cell(results: Mapping[str, Any], variant: str, metric: str) -> str:
-  """Returns mean ± standard deviation.
+  """Returns the mean ± the standard deviation of a metric over seeds.
 
-  The number of runs with the metric follows if some runs lack it.
+  If some runs lack the metric, adds how many have it, as in "0.5 (2 of 3)".
   """
   by_seed = comparison.values_by_seed(results, variant, metric)
   values = list(by_seed.values())

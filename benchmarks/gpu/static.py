@@ -563,7 +563,10 @@ class Block:
 
 
 def basic_blocks(sass: str) -> list[Block]:
-  """Returns the basic blocks of a kernel, in the order of its SASS."""
+  """Returns the basic blocks of a kernel, in the order of its SASS.
+
+  A block ends before a label and after an instruction that may jump.
+  """
   # The number of the block at each label.
   labels: dict[str, int] = {}
   blocks = [Block([], [])]

@@ -108,9 +108,10 @@ def config(case: StepCase) -> Config:
 
 
 def time_step(case: StepCase, repetitions: int) -> dict[str, Any]:
-  """Returns a row with the median time of a step and its throughput.
+  """Times a training step.
 
-  `mfu` is the model FLOP/s relative to the GPU's peak, if the peak is known.
+  Returns a row with the median time and the throughput. If the peak of the GPU
+  is known, `mfu` is the model FLOP/s relative to it.
 
   Args:
     case: the model and the batch.
@@ -118,6 +119,7 @@ def time_step(case: StepCase, repetitions: int) -> dict[str, Any]:
   """
   run_config = config(case)
   step = stepper(run_config, packed=case.packed)
+  # A warm-up.
   step()
   seconds = []
   for _ in range(repetitions):

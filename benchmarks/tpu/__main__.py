@@ -64,6 +64,7 @@ def print_costs(settings: compare.Settings, shapes: list[Widths]) -> None:
 
 
 def main() -> None:
+  """Prints the table or single costs, or searches for block sizes."""
   parser = make_parser(__doc__, generations=["v5e", "v6e"], timeout=1800.0)
   parser.add_argument("--lengths", nargs="+", type=int, default=[4096, 16384])
   parser.add_argument(

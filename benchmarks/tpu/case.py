@@ -32,9 +32,9 @@ SLICES = {
   "7x": "tpu7x:2x2x1",
 }
 
-# The size of a square tile, the queries and keys of a sub-tile of tiles that the
-# mask cuts, and the queries and keys of a sub-tile of whole tiles. An example is
-# (1024, 256, 512, 512, 512).
+# The size of a square tile; the queries and keys of a sub-tile in a tile that
+# the mask cuts; the queries and keys of a sub-tile in a whole tile. An example
+# is (1024, 256, 512, 512, 512).
 SquareBlocks = tuple[int, int, int, int, int]
 
 

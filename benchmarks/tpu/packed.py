@@ -305,6 +305,7 @@ def parse_row(text: str) -> tuple[int, ...] | RandomDocuments:
 
 
 def main() -> None:
+  """Prints the costs of the rows in the flags."""
   parser = make_parser(__doc__, generations=["v5e", "v6e"], timeout=600.0)
   parser.add_argument(
     "rows",

@@ -143,6 +143,7 @@ def parse_shape(text: str) -> Shape:
 
 
 def main() -> None:
+  """Prints the costs of the shapes and lengths in the flags."""
   parser = make_parser(__doc__, generations=["v6e"], timeout=1800.0)
   parser.add_argument(
     "shapes",

@@ -106,13 +106,15 @@ class Batch(NamedTuple):
 def make_batch(
   key: jax.Array, noise: Float[Array, "B"], pairs: int, width: int
 ) -> Batch:
-  """Returns random contexts.
+  """Returns random contexts: pairs of a key and a value, and then questions.
+
+  A question is the key of one of the pairs. Its answer is the pair's value.
 
   Args:
     key: The random key.
-    noise: σ of each context.
+    noise: σ of each context, the RMS of the noise on the keys of its pairs.
     pairs: The number of pairs in each context.
-    width: E.
+    width: E, the width of a key.
   """
   key_keys, key_noise, key_values, key_places = jax.random.split(key, 4)
   num_contexts = len(noise)
@@ -137,8 +139,8 @@ def make_batch(
 def init(config: Config) -> dict[str, Any]:
   """Returns the initial parameters of a decoder.
 
-  If the λ vectors are frozen and λ_init is 0, the vectors are 0. Then λ is 0
-  and stays 0.
+  If the λ vectors are frozen and λ_init is 0, the vectors are set to 0, so that
+  λ stays 0.
 
   Args:
     config: The config of the run.
@@ -337,8 +339,8 @@ def ask(
     pair over all heads: of the signed weights ("signed"), and of their absolute
     values ("absolute").
   """
-  # Long contexts are computed in smaller batches, so that all batches take about
-  # the same memory.
+  # Batches of longer contexts are smaller, so that all take about the same
+  # memory.
   contexts_at_once = max(1, _POSITIONS_AT_ONCE // (pairs + ASKED))
   evaluation_key = jax.random.key(_EVALUATION_SEED)
   batch_sums = []

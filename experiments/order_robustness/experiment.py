@@ -97,7 +97,13 @@ def _draw_orders(
   episodes: Sequence[task.Episode],
   rng: np.random.Generator,
 ) -> list[list[Example]]:
-  """Returns the demonstrations of each episode in a random order."""
+  """Returns the demonstrations of each episode in a random order.
+
+  Args:
+    order: Returns demonstrations in a random order: a value of ORDERS.
+    episodes: The episodes.
+    rng: The random generator.
+  """
   ordered = []
   for episode in episodes:
     ordered.append(order(episode.demonstrations, rng))
@@ -107,6 +113,8 @@ def _draw_orders(
 class Classifier:
   """A trained model that answers the queries of some episodes.
 
+  An episode is a set of demonstrations, with queries about the same classes.
+
   Attributes:
     labels: The token of the right label of each query.
   """
@@ -114,6 +122,12 @@ class Classifier:
   labels: Int[np.ndarray, "sets queries"]
 
   def __init__(self, trained: Trained, episodes: Sequence[task.Episode]):
+    """Initializes the classifier.
+
+    Args:
+      trained: The model.
+      episodes: The episodes, with equally many queries each.
+    """
     self._trained = trained
     self._episodes = episodes
     labels = []
@@ -153,7 +167,7 @@ class Classifier:
     return [*tokenizer.document_tokens.start, *tokenizer.encode(text)]
 
   def _possible_labels(self) -> Bool[np.ndarray, "sets 1 vocabulary"]:
-    """Marks the tokens of each episode's labels."""
+    """Returns whether a token is a label of the episode."""
     vocab_size = self._trained.config.model.vocab_size
     is_possible = np.zeros((len(self.labels), 1, vocab_size), bool)
     np.put_along_axis(is_possible, self.labels[:, None], True, axis=2)

@@ -60,7 +60,14 @@ def measure(workdir: str, config: Config) -> dict[str, Any]:
 
 
 def _magnitudes(trained: Trained, num_tokens: int) -> dict[str, float]:
-  """Returns the order statistics of logits and hidden states."""
+  """Returns order statistics of the absolute logits and hidden states.
+
+  The names are "logits_top_1", "hidden_median" and so on.
+
+  Args:
+    trained: The model.
+    num_tokens: The number of tokens of validation rows.
+  """
   from diffjax.evals import outliers
 
   measured: dict[str, float] = {}
@@ -76,7 +83,14 @@ def _magnitudes(trained: Trained, num_tokens: int) -> dict[str, float]:
 
 
 def _quantised_losses(trained: Trained, num_rows: int) -> dict[str, float]:
-  """Returns the loss with exact logits, and its rise with rounded ones."""
+  """Returns the loss with exact logits, and its rise with rounded ones.
+
+  The names are "loss", "rise_tensor_8" and so on.
+
+  Args:
+    trained: The model.
+    num_rows: The number of validation rows.
+  """
   from diffjax.evals.quantised import Quantised
   from diffjax.evals.validation import Validation
 

@@ -256,7 +256,14 @@ def plot(grid_results: Mapping[str, Any]) -> Figure:
 
 
 def _draw_share(axes: Any, rows: Mapping[str, Mapping[str, Any]]) -> None:
-  """Draws where DIFF's curve has the Transformer's loss at its largest size."""
+  """Draws where DIFF's curve has the Transformer's loss at its largest size.
+
+  Draws nothing if that is far from the sizes of the runs.
+
+  Args:
+    axes: The axes.
+    rows: The summary rows of the axis, by architecture.
+  """
   share = _value(rows["diff"]["share"])
   if not 0.1 < share < 10:
     return
@@ -264,6 +271,7 @@ def _draw_share(axes: Any, rows: Mapping[str, Mapping[str, Any]]) -> None:
   loss = _fitted_loss(rows["transformer"], at)
   axes.plot([at * share, at], [loss, loss], "--", color="0.4", linewidth=1)
   if share > 1:
+    # Extends DIFF's curve beyond its runs.
     sizes = np.geomspace(at, at * share, 100)
     axes.plot(
       sizes,
