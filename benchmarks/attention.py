@@ -130,6 +130,7 @@ def print_twins() -> None:
   """Prints the time of DIFF relative to a Transformer of the same width."""
   for B, T in ((16, 256), (4, 1024)):
     for is_packed in (False, True):
+      # The Transformer has twice the heads, each with one map and half of V.
       diff = Shape(B, T, H=4, G=2, D=32, V=64, is_packed=is_packed)
       twin = Shape(B, T, H=8, G=1, D=32, V=32, is_packed=is_packed)
       candidates = {

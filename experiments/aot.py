@@ -28,9 +28,11 @@ def compile_variants(study: Study, topology: str) -> None:
       " compile"
     )
   print(f"compiling for {topology}", flush=True)
+  # Runs of a variant differ only in the seed.
   config_by_variant: dict[str, Config] = {}
   for run in study.chosen:
     config_by_variant.setdefault(run.variant, run.config)
+
   too_large = []
   is_first = True
   for variant, config in config_by_variant.items():
@@ -51,6 +53,7 @@ def compile_variants(study: Study, topology: str) -> None:
       print(f"| {' | '.join(cells)} |", flush=True)
     if any(row.get("fits") == "no" for row in rows):
       too_large.append(variant)
+
   if too_large:
     raise UserError(
       f"{', '.join(too_large)}: too large for {topology}; python -m diffjax.aot"

@@ -116,7 +116,10 @@ def _without_options(variant: str) -> str:
 
 
 def _with_options(name: str, variant: str) -> str:
-  """Returns a name followed by the variant's options in words."""
+  """Returns a name followed by the variant's options in words.
+
+  The variant "diff,heads=4" adds ", 4 heads" to the name.
+  """
   parts = [name]
   for option in variant.split(",")[1:]:
     key, equals, value = option.partition("=")
@@ -332,7 +335,12 @@ def _values_by_rate(
 def _split_rate(
   results: Mapping[str, Any], run: Mapping[str, Any]
 ) -> tuple[str, float, str]:
-  """Returns a run's variant, its learning rate, and its other options."""
+  """Splits the name of a run's variant, such as "diff,scale=root,rate=0.003".
+
+  Returns:
+    The variant without options, the learning rate, and the other options as
+    text: "diff", 0.003 and "scale root".
+  """
   row, *options = run["variant"].split(",")
   rate = None
   other_options = []

@@ -100,7 +100,15 @@ def _draw_line(
   look: _LineLook,
   label: str,
 ) -> None:
-  """Draws the means and the single runs of a line, and its legend entry."""
+  """Draws a line through the means over seeds, and a dot for each run.
+
+  Args:
+    axes: The axes.
+    numbers_by_x: The numbers of the runs, by the value of the first factor.
+    positions: The position of each value on the x-axis.
+    look: The line's colour, marker and style.
+    label: The name in the legend.
+  """
   x_in_order = sorted(numbers_by_x, key=positions.__getitem__)
   line_positions = []
   means = []
@@ -164,7 +172,10 @@ def _set_x_axis(axes: Any, positions: Mapping[Any, float]) -> None:
 
 
 def _line_looks(keys: Sequence[_LineKey]) -> dict[_LineKey, _LineLook]:
-  """Returns the look of each line."""
+  """Returns the colour, marker and style of each line.
+
+  The second factor determines the colour, and further factors the style.
+  """
   # The indices count the second factor's values, and the combinations of the
   # further factors' values, in the order of their appearance.
   color_indices: dict[_LineKey, int] = {}

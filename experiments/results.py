@@ -157,6 +157,8 @@ def read_folder(
 ) -> dict[str, dict[str, Any]]:
   """Returns the entries of the finished runs in a results.json, by name.
 
+  Raises an error rather than mixing results of different settings.
+
   Args:
     path: The file.
     name: The experiment's name.
@@ -259,7 +261,7 @@ def write_folder(
   entries: Sequence[Mapping[str, Any]],
   summarise: Callable[[Mapping[str, Any]], list[dict[str, Any]]] | None = None,
 ) -> dict[str, Any]:
-  """Writes a results.json.
+  """Writes the results of a grid's runs to a results.json.
 
   Config fields with the same value in all runs are stored once.
 
@@ -292,6 +294,7 @@ def write_folder(
     "experiment": name,
     "grid": grid,
     "baseline": baseline,
+    # The task of all runs is the same.
     "task": entries[0]["task"],
     "config": shared_config,
     "runs": runs,

@@ -13,7 +13,7 @@ Rows = dict[str, list[list[Any]]]
 
 
 def metrics(grid_results: Mapping[str, Any], names: Iterable[str]) -> Rows:
-  """Returns named numbers of every run.
+  """Returns some numbers of every run's results.
 
   Args:
     grid_results: The content of a results.json.

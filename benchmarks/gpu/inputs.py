@@ -195,7 +195,11 @@ def num_heads(kind: str, head_dim: int) -> int:
 
 
 def arguments(case: Case) -> tuple[jax.Array, ...]:
-  """Returns random q, k and v, and λ if there are two maps."""
+  """Returns random q, k and v for `diff_attention`, and λ with two maps.
+
+  The shapes are q [B, T, H, G, D], k [B, S, K, M, D], v [B, S, K, V] and
+  λ [B, T, H].
+  """
   kind = KINDS[case.kind]
   num_keys = case.S or case.T
   key_heads = case.H // case.heads_per_key_head

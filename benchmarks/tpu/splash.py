@@ -123,9 +123,10 @@ class Splash:
   def operation(
     self, heads: int
   ) -> tuple[Callable, list[jax.ShapeDtypeStruct]]:
-    """Returns the kernel without a scale, and its arguments as shapes.
+    """Returns the library's kernel, and its arguments as shapes.
 
-    It computes [heads, T, D], [heads, T, D], [heads, T, V] → [heads, T, V].
+    The kernel does not scale the logits. Its arguments are q [heads, T, D],
+    k [heads, T, D] and v [heads, T, V].
     """
     shapes = []
     for width in (self.D, self.D, self.V):
@@ -200,13 +201,14 @@ def _block_options(case: Splash) -> dict[str, int]:
 
 
 def _jax_kernel(case: Splash) -> Callable:
-  """Returns the kernel of JAX's splash attention."""
+  """Builds the kernel of JAX's splash attention for a case."""
   from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_kernel,
     splash_attention_mask,
   )
 
   options: dict[str, Any] = dict(_block_options(case))
+  # dQ is computed by a kernel of its own, or by the kernel of dK and dV.
   if case.two_kernels:
     q, kv, _ = case.tile
     options["block_q_dq"] = q
@@ -224,7 +226,7 @@ def _jax_kernel(case: Splash) -> Callable:
 
 
 def _tokamax_kernel(case: Splash) -> Callable:
-  """Returns the kernel of tokamax's splash attention."""
+  """Builds the kernel of tokamax's splash attention for a case."""
   reason = import_tokamax()
   if reason is not None:
     raise ValueError(f"tokamax {reason}")

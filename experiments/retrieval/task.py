@@ -85,7 +85,9 @@ class Example(NamedTuple):
 def make_example(
   rng: np.random.Generator, *, asked: int, distractors: int, fillers: int
 ) -> Example:
-  """Returns an example with its words in random order.
+  """Returns a random example of associative recall.
+
+  Its context has the pairs and the filler words in random order.
 
   Args:
     rng: The random generator.
@@ -94,6 +96,7 @@ def make_example(
     fillers: The number of filler words.
   """
   pairs = asked + distractors
+  # All keys of a context are different.
   keys = rng.permutation(KEYS)[:pairs]
   values = rng.integers(0, VALUES, pairs)
   # Items below `pairs` are pairs, and the first ones are asked for. The other

@@ -161,21 +161,21 @@ def _common_seeds(points: Points) -> set[int]:
 def _summary_row(
   axis: str, name: str, all_seeds: Fit, left_out: Sequence[Fit]
 ) -> dict[str, Any]:
-  """Returns the table row of an architecture.
+  """Returns the table row of an architecture, with intervals by the jackknife.
 
   Args:
     axis: "parameters" or "tokens".
     name: The architecture.
     all_seeds: The fit of all seeds.
-    left_out: For each seed, the fit of the remaining seeds. Empty if there is
-      one seed.
+    left_out: For each seed, the fit of the other seeds. Empty if there is only
+      one seed. Then there are no intervals.
   """
   estimates = _numbers(all_seeds, name)
   left_out_numbers = [_numbers(fitted, name) for fitted in left_out]
   cells: dict[str, Any] = {}
   for key, estimate in estimates.items():
     numbers = series.column(left_out_numbers, key)
-    # All but c are positive.
+    # c may be 0. The others are positive, and have intervals of the logarithm.
     if key == "c":
       cells[key] = _with_interval(estimate, numbers)
     else:
@@ -298,6 +298,7 @@ def _label_sizes(axes: Any, points: Points) -> None:
   ticks = sorted(points[architecture])
   labels = []
   for tick in ticks:
+    # Three digits, but no exponent for large numbers.
     if tick < 1000:
       labels.append(f"{tick:,.3g}")
     else:
