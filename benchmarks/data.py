@@ -70,7 +70,10 @@ def tokens_per_second(
 def measure_in_child(
   mode: str, tokenizer: str, batch_size: int, length: int
 ) -> float:
-  """Calls `tokens_per_second` in another process, because it pins it."""
+  """Calls `tokens_per_second` in another process.
+
+  The call pins its process to one core.
+  """
   child = subprocess.run(
     [
       sys.executable,
@@ -120,6 +123,7 @@ def print_rates() -> None:
   )
   with tempfile.TemporaryDirectory() as directory:
     bpe = train_bpe(directory)
+    # The rows of the mode "prepared".
     for _, length in SHAPES:
       prepared.prepare(DataConfig(length=length))
     # The mode, the tokenizer, and the tokenizer's name in the output.

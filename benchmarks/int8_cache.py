@@ -64,6 +64,7 @@ def make_reader(
     A function from the model's weights and tokens [B, T] to the logits of each
     next token.
   """
+  # Rounded up.
   pages_per_row = -(-length // PAGE)
   num_pages = batch_size * pages_per_row
   tables = allocate([length] * batch_size, num_pages, pages_per_row)
@@ -77,6 +78,7 @@ def make_reader(
     cache = empty_cache(
       model, batch_size, length, num_pages=num_pages, dtype=dtype
     )
+    # The tables say which pages belong to which row.
     cache = cache.replace(tables=jnp.asarray(tables))
     # [chunks, B, num_at_once]
     chunks = tokens.reshape(batch_size, length // num_at_once, num_at_once)

@@ -741,7 +741,13 @@ def main() -> None:
   )
   if flags.child:
     directory, workdir, coordinator, process = flags.child
-    train(settings, pathlib.Path(directory), workdir, coordinator, int(process))
+    train(
+      settings,
+      directory=pathlib.Path(directory),
+      workdir=workdir,
+      coordinator=coordinator,
+      process=int(process),
+    )
     return
 
   start = time.time()

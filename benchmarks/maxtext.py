@@ -340,7 +340,14 @@ def estimate_step(
     if our_kernel in kernels:
       kernels[splash_kernel] = kernels[our_kernel]
   torus = Torus.from_topology(topology_name)
-  result = estimate(step.text, step.mesh, chip, torus, kernels, SCOPES)
+  result = estimate(
+    step.text,
+    step.mesh,
+    chip,
+    torus,
+    kernel_cycles=kernels,
+    scopes=SCOPES,
+  )
   assert result is not None
 
   # The bound on MFU: the time of the model's FLOPs at the chips' peak, over the
@@ -373,6 +380,7 @@ def compare(python: str, shape_name: str) -> dict[str, StepEstimate | None]:
   """
   shape = OUR_SHAPES[shape_name]
   estimates: dict[str, StepEstimate | None] = {}
+  # None stands for the config's own policy.
   for remat in (None, *shape.remat_policies):
     for variant in VARIANTS:
       config = load_config(shape, variant, remat)

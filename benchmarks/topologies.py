@@ -223,10 +223,10 @@ def fitting_slices(
   for shape in TOPOLOGIES[generation]:
     topology = f"{generation}:{shape}"
     num_chips = Topology.parse(topology).num_chips
-    # Larger slices have more chips than the batch has rows for.
+    # The batch cannot be divided among the chips of this slice or a larger one.
     if batch_size % num_chips != 0:
       return
-    # No changes make the parameters and the optimizer's state smaller.
+    # The parameters and the optimizer's state alone do not fit.
     if state_bytes >= num_chips * MEMORY_GIB[generation] * 2**30:
       continue
     rows_per_chip = batch_size // num_chips
@@ -315,6 +315,9 @@ def smallest_at_half(
     name: Name of the config.
     generation: The generation of TPUs.
     compiled: The results.
+
+  Returns:
+    The result on that slice, and the one with the largest bound.
   """
   best = None
   best_bound = 0.0

@@ -94,13 +94,14 @@ def write_results(study: Study) -> str:
   finished = finished_runs(study)
   if _reads_stdlib(study):
     compatibility.check_python_versions([entry for _, entry in finished])
+  grid_name = study.options.grid
   stored = results.write_folder(
     study.results_dir / "results.json",
-    grid.label(study.name),
-    study.options.grid,
-    study.experiment.grids[study.options.grid].baseline,
-    _with_failures(study, finished),
-    study.experiment.summarise,
+    name=grid.label(study.name),
+    grid=grid_name,
+    baseline=study.experiment.grids[grid_name].baseline,
+    entries=_with_failures(study, finished),
+    summarise=study.experiment.summarise,
   )
   drawn = draw.draw(study.experiment, stored, study.results_dir)
   tables = (study.results_dir / "table.md").read_text(encoding="utf-8")
@@ -115,11 +116,11 @@ def _read_collected(study: Study) -> dict[str, dict[str, Any]]:
   """Returns the finished runs in the study's results.json, by name."""
   return results.read_folder(
     study.results_dir / "results.json",
-    grid.label(study.name),
-    study.options.grid,
-    study.runs,
-    study.experiment.task,
-    study.places,
+    name=grid.label(study.name),
+    grid=study.options.grid,
+    runs=study.runs,
+    task=study.experiment.task,
+    location_fields=study.places,
   )
 
 
@@ -135,10 +136,10 @@ def _with_failures(
   """Returns the entries of finished and failed runs in the grid's order."""
   entry_by_name = results.read_failures(
     study.results_dir / "results.json",
-    study.runs_dir,
-    study.runs,
-    study.experiment.task,
-    study.places,
+    runs_dir=study.runs_dir,
+    runs=study.runs,
+    task=study.experiment.task,
+    location_fields=study.places,
   )
   for run, entry in finished:
     entry_by_name[run.name] = entry

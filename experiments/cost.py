@@ -58,17 +58,19 @@ def estimate(study: Study) -> str:
   slots = study.options.slots
   local_devices = launch.devices()
   this_machine = machine.describe(local_devices, slots)
+  # Where the data are does not matter, since nothing is prepared here.
+  study = dataclasses.replace(study, places=_PLACES)
   finished = []
   # Results of another config say nothing about this one.
   with contextlib.suppress(UserError):
-    finished = collect.finished_runs(dataclasses.replace(study, places=_PLACES))
+    finished = collect.finished_runs(study)
   return on_this_machine(
     experiment,
-    study.chosen,
-    collect.seconds_on_machine(finished, this_machine),
-    this_machine,
-    slots,
-    launch.environment(local_devices, 0, slots),
+    runs=study.chosen,
+    finished=collect.seconds_on_machine(finished, this_machine),
+    machine=this_machine,
+    slots=slots,
+    env=launch.environment(local_devices, slot=0, slots=slots),
   )
 
 

@@ -104,6 +104,7 @@ def _figure(experiment: Experiment, stored: Mapping[str, Any]) -> Figure | None:
   crossed = experiment.grids[stored["grid"]].crossed
   if crossed is None:
     return None
+  # The first column of the table is drawn.
   title, metric = next(iter(experiment.metrics.items()))
   return product_plot.plot(stored, tuple(crossed.factors), metric, title)
 

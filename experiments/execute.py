@@ -193,7 +193,12 @@ def train_and_measure(
     seconds = None
     machine_name = _OTHER_LAUNCHER
   results.write_run(
-    workdir, run, study.experiment.task, measured, seconds, machine_name
+    workdir,
+    run,
+    task=study.experiment.task,
+    results=measured,
+    seconds=seconds,
+    machine=machine_name,
   )
   return seconds
 

@@ -103,10 +103,11 @@ def project_points(folder: pathlib.Path = FOLDER) -> list[Point]:
 
 
 def _points_of_experiment(stored: Mapping[str, Any]) -> list[Point]:
-  """Returns the differences in a results.json."""
+  """Returns the differences in loss from the baseline in a results.json."""
   points = []
   for variant in comparison.variant_names(stored):
     estimate = comparison.difference(stored, variant, _LOSS)
+    # The heads of variants with "heads=" are too narrow on purpose.
     if estimate is None or "heads=" in variant:
       continue
     first_run = comparison.runs_of(stored, variant)[0]
@@ -231,7 +232,8 @@ def _draw_project_points(axes: Any, points: Sequence[Point]) -> None:
     distance = min(_OFFSET_POINTS, max_distance)
     for index, point in enumerate(group):
       label = _project_label(point)
-      artists = _draw_interval(axes, size, point, label, label in labels)
+      is_labelled = label in labels
+      artists = _draw_interval(axes, size, point, label, is_labelled)
       labels.add(label)
       artists += _draw_arrows(axes, size, point)
       transform = plots.horizontal_offset(axes, index, len(group), distance)

@@ -114,6 +114,7 @@ def _check_divisible(local_devices: Devices, slots: int) -> None:
   """Raises UserError if accelerators cannot be divided among the slots."""
   advice = "a divisor of their number"
   is_divisible = local_devices.number % slots == 0
+  # A process sees one chip of a TPU, or all of them.
   if local_devices.backend == "tpu":
     advice = "1 or as many as there are"
     is_divisible = local_devices.number == slots

@@ -75,7 +75,16 @@ def best(name: str, row: str, metric: str, better: str) -> str:
 
 
 def _values(name: str, row: str, metric: str) -> dict[str, list[float | None]]:
-  """Returns the number of each seed's run, by variant of the row."""
+  """Returns the number of each seed's run, by variant of the row.
+
+  Args:
+    name: The experiment's name.
+    row: The part of the variants before the first comma.
+    metric: The name of the number. It is None if a run lacks it.
+
+  Raises:
+    UserError: if a run is missing.
+  """
   tuning = grids.load(name, "tune").grids["tune"]
   stored = results.read(FOLDER / name / "tune" / "results.json", "runs")
   numbers = {}
@@ -108,6 +117,7 @@ def _mean(values: list[float | None]) -> float | None:
 
 
 def _not_tuned(name: str, row: str) -> UserError:
+  """Returns the error for a row with missing runs."""
   return UserError(
     f"{name}: {row} has not been tuned; run python -m experiments.run {name}"
     " --grid=tune"

@@ -475,7 +475,10 @@ def _replicated(
 
 
 def parse_kernels(dump: str) -> list[Kernel]:
-  """Returns the kernels in the output of ptxas and nvdisasm, by name."""
+  """Returns the kernels in the output of ptxas and nvdisasm.
+
+  They are sorted by the names of their functions.
+  """
   # `re.split` returns the text before the first kernel, then the name and the
   # text of each kernel.
   parts = re.split(

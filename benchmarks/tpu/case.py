@@ -144,12 +144,12 @@ class Case:
       blocks = block_sizes.choose(
         self.generation,
         direction,
-        self.length,
-        self.length,
-        self.D,
-        self.V,
-        self.G,
-        "bfloat16",
+        q_length=self.length,
+        kv_length=self.length,
+        D=self.D,
+        V=self.V,
+        G=self.G,
+        dtype="bfloat16",
       )
       resident = min(blocks.resident, self.length)
       return dataclasses.replace(blocks, resident=resident)

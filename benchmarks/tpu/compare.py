@@ -275,7 +275,7 @@ def _composed_library_cost(
     if direction in cut_costs:
       cut = cut_costs[direction]
       result[direction] = splash.composed(
-        case.library, case.tile, length, full, cut
+        case.library, case.tile, length, full=full, cut=cut
       )
   return result
 

@@ -80,6 +80,7 @@ def _compile_in_child(
   arguments = json.dumps([type(case).__name__, fields, backward_only])
   command = [sys.executable, "-m", "benchmarks.tpu.estimate", arguments]
   has_ended = True
+  # libtpu writes its estimates as text files into this folder.
   with tempfile.TemporaryDirectory() as folder:
     profile_flag = f"--xla_jf_dump_static_llo_profile_to={folder}"
     environment = os.environ | ENVIRONMENT

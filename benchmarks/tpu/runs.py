@@ -129,7 +129,7 @@ def count_runs(
     Numbers by the names of the runs.
   """
   counter = _RunCounter()
-  arrays = make_scalars(schedule, ids, ids, None, 1)
+  arrays = make_scalars(schedule, q_ids=ids, kv_ids=ids, offset=None, batch=1)
   scalars = jax.tree.map(lambda array: array.tolist(), arrays)
   num_stationary = schedule.num_kv_blocks
   if schedule.keys_move:
@@ -219,7 +219,7 @@ class _RunSelector:
     return self._build_if_selected
 
   def _build_if_selected(self, function: Callable[[], None]) -> None:
-    """Calls a function to record its sub-tiles, and perhaps to build it."""
+    """Calls a function to record its sub-tiles, and again if it is selected."""
     if self._recorded is not None:
       # A condition within a function that is recorded is a run of its own.
       return
@@ -233,6 +233,7 @@ class _RunSelector:
     self._recorded = None
 
     if recorded == "":
+      # Conditions inside the function may have the run.
       function()
     elif recorded == self._run and not self._is_built:
       self._is_built = True

@@ -128,12 +128,12 @@ def candidates(generation: str, widths: Widths, length: int) -> list[Candidate]:
       block_sizes.choose(
         generation,
         direction,
-        length,
-        length,
-        widths.D,
-        widths.V,
-        widths.G,
-        "bfloat16",
+        q_length=length,
+        kv_length=length,
+        D=widths.D,
+        V=widths.V,
+        G=widths.G,
+        dtype="bfloat16",
       )
     )
 
@@ -168,7 +168,12 @@ def _is_possible(
   blocks = Blocks(tile, tile, q, kv, resident=length)
   for direction in DIRECTIONS:
     num_bytes = block_sizes.footprint(
-      direction, blocks, widths.D, widths.V, widths.G, _BFLOAT16_BYTES
+      direction,
+      blocks,
+      D=widths.D,
+      V=widths.V,
+      G=widths.G,
+      itemsize=_BFLOAT16_BYTES,
     )
     if num_bytes > block_sizes.vmem_bytes(generation):
       return False
@@ -263,6 +268,7 @@ class BlockSearch:
       if causal and max(q, kv) == tile:
         # A sub-tile as wide as the tile skips nothing.
         continue
+      # The same sub-tile for cut and for whole tiles.
       blocks = (tile, q, kv, q, kv)
       case = Case(
         generation,

@@ -291,8 +291,10 @@ def _num_tiles(
       first_key = column * kv
       last_query = first_query + q - 1
       last_key = first_key + kv - 1
+      # No query of the tile sees a key.
       if first_key > last_query:
         continue
+      # Every query of a whole tile sees every key.
       if last_key <= first_query and not compares_all:
         num_whole += 1
       else:

@@ -94,8 +94,8 @@ def plot(grid_results: Mapping[str, Any]) -> Figure:
 
   figure = Figure((11, 4.2), layout="constrained")
   left, right = figure.subplots(1, 2)
-  plots.over_seeds(left, positions, before, ":", ", before")
-  plots.over_seeds(left, positions, after, "-", ", after")
+  plots.over_seeds(left, positions, before, linestyle=":", suffix=", before")
+  plots.over_seeds(left, positions, after, linestyle="-", suffix=", after")
   plots.over_seeds(right, positions, after)
   left.set_title("Before and after the extension")
   right.set_title("After the extension")

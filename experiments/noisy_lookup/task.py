@@ -345,15 +345,13 @@ def ask(
   evaluation_key = jax.random.key(_EVALUATION_SEED)
   batch_sums = []
   for first in range(0, contexts, contexts_at_once):
+    batch_key = jax.random.fold_in(evaluation_key, first)
+    batch_size = min(contexts_at_once, contexts - first)
     sums = _evaluation_sums(
-      config.model,
-      params,
-      jax.random.fold_in(evaluation_key, first),
-      noise,
-      pairs,
-      min(contexts_at_once, contexts - first),
+      config.model, params, batch_key, noise, pairs, batch_size
     )
     batch_sums.append(sums)
+  # The sums over all batches.
   total = {}
   for name in batch_sums[0]:
     total[name] = float(np.sum([sums[name] for sums in batch_sums]))
@@ -378,7 +376,20 @@ def _evaluation_sums(
   pairs: int,
   contexts: int,
 ) -> dict[str, Array]:
-  """Returns sums over the questions of random contexts."""
+  """Returns sums over the questions of random contexts.
+
+  "right" and "loss" are of the answers. The others are of attention weights:
+  "signed_answer" of the weights on the right pairs, "signed" of all weights,
+  and "absolute_answer" and "absolute" of their absolute values.
+
+  Args:
+    model: The model's config.
+    params: The parameters.
+    key: The random key.
+    noise: σ of all contexts.
+    pairs: The number of pairs in a context.
+    contexts: The number of contexts.
+  """
   batch = make_batch(key, jnp.full(contexts, noise), pairs, model.embed_dim)
   answers, weights = forward(model, params, batch)
   is_right = jnp.argmax(answers, axis=-1) == batch.values

@@ -280,7 +280,7 @@ def _draw_by_kind(
   """Draws one of the numbers of `spread` by the kind of order."""
   names = [f"{kind}_{name}" for kind in kinds]
   rows = series.metrics(grid_results, names)
-  plots.over_seeds(axes, kinds, rows, "none")
+  plots.over_seeds(axes, kinds, rows, linestyle="none")
   axes.set(xlabel="order of the demonstrations", ylabel="share of answers")
   axes.margins(x=0.2)
 

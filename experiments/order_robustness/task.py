@@ -89,8 +89,9 @@ class Episode(NamedTuple):
 def training_episode(rng: np.random.Generator, sizes: Sizes) -> Episode:
   """Returns an episode of random demonstrations and queries.
 
-  It uses two words or more. The logarithm of their number is uniform, so some
-  episodes are easy.
+  A demonstration shows a word with a label, which is sometimes wrong. A query
+  asks for the right label of a word. An episode uses two words or more. The
+  logarithm of their number is uniform, so some episodes are easy.
 
   Args:
     rng: The random generator.
@@ -104,7 +105,7 @@ def training_episode(rng: np.random.Generator, sizes: Sizes) -> Episode:
   used_words = permutation[:num_used]
   count = WORDS * sizes.demonstrations
   shown_words = rng.choice(used_words, count)
-  # Adding 1 to classes − 1, modulo the number of classes, is another class.
+  # A class plus 1 to classes − 1, modulo the number of classes, is another class.
   wrong_shifts = rng.integers(1, sizes.classes, count)
   is_wrong = rng.random(count) < sizes.mislabelled
   shifts = np.where(is_wrong, wrong_shifts, 0)

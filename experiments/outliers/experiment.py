@@ -133,7 +133,7 @@ def _draw_magnitudes(
   names = [f"{kind}_{value}" for value in VALUES]
   labels = [value.replace("_", "-") for value in VALUES]
   rows = series.metrics(grid_results, names)
-  plots.over_seeds(axes, labels, rows, "none")
+  plots.over_seeds(axes, labels, rows, linestyle="none")
   axes.set(
     title=f"Absolute {title}",
     xlabel="place among all values",
@@ -153,7 +153,9 @@ def _draw_rises(axes: Any, grid_results: Mapping[str, Any]) -> None:
   for per, line_style in zip(SCALED_PER, ("-", "--"), strict=True):
     names = [f"rise_{per}_{bits}" for bits in BITS]
     rows = series.metrics(grid_results, names)
-    plots.over_seeds(axes, labels, rows, line_style, f", scaled per {per}")
+    plots.over_seeds(
+      axes, labels, rows, linestyle=line_style, suffix=f", scaled per {per}"
+    )
   axes.set(
     title="Rise of the loss with rounded logits",
     xlabel="bits of a logit",

@@ -432,7 +432,8 @@ def plot_needles(grid_results: Mapping[str, Any]) -> Figure:
 
   parts = ("answer_signed", "noise_signed", "answer_absolute", "noise_absolute")
   labels = [part.replace("_", ",\n") for part in parts]
-  plots.over_seeds(right, labels, series.metrics(grid_results, parts), "none")
+  shares_by_variant = series.metrics(grid_results, parts)
+  plots.over_seeds(right, labels, shares_by_variant, linestyle="none")
   right.set(
     title="Shares of the last query's attention",
     xlabel="part of the text",
