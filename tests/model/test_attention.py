@@ -1,9 +1,11 @@
-"""The attention layers, against the authors' own layers and as parts of a user's module."""
+"""The attention layers, alone and as parts of a user's module."""
 
 import ast
 import functools
 import pathlib
+from typing import Any, NamedTuple
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -25,58 +27,87 @@ from diffjax.ops.rope import rope
 from diffjax.parameters import BIASES
 from tests.harness.parameters import parameters
 from tests.harness.tiers import full
+from tests.harness.tolerances import FLOAT32, FLOAT32_LAYER
 from tests.harness.variants import EXPECTED, VARIANTS, declared, supporting
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
+LAMBDA_VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 
 
-def interleaved_to_halves(rows, head_dim):
-  """Reorders the rows of each sub-head from (0, 1, 2, …), rotated in pairs (2j, 2j+1), to (0, 2, …, 1, 3, …), rotated (j, j + D/2)."""
-  return (
-    rows.reshape(-1, head_dim // 2, 2, rows.shape[-1])
-    .swapaxes(1, 2)
-    .reshape(rows.shape)
-  )
+def random_input(*shape: int, seed: int = 0) -> jax.Array:
+  """Returns normally distributed activations."""
+  return jax.random.normal(jax.random.key(seed), shape)
 
 
-def to_diffjax(arrays, meta):
-  """PyTorch Linear weights [out, in] of the authors' layers (or their gradients) to diffjax's parameters; both are linear maps."""
-  E, H, K, D = (
-    meta[name]
-    for name in ("embed_dim", "num_heads", "num_kv_heads", "head_dim")
-  )
-  M, V, out = (
-    (2, 2 * D, "out_proj") if meta["kind"] == "v1" else (1, D, "o_proj")
-  )
+def apply(layer: nn.Module, params: Any, x: jax.Array, *options: Any) -> Any:
+  """Returns the output of a layer."""
+  return jax.jit(layer.apply)({"params": params}, x, *options)
+
+
+def mean_lambda(layer: nn.Module, params: Any, x: Any, *options: Any) -> Any:
+  """Returns the metric λ of a layer."""
+  apply_layer = functools.partial(layer.apply, mutable=["metrics"])
+  _, variables = jax.jit(apply_layer)({"params": params}, x, *options)
+  (mean,) = variables["metrics"]["lambda"]
+  return mean
+
+
+# The authors' layers. golden/ has their inputs, outputs and gradients.
+
+
+def interleaved_to_halves(rows: np.ndarray, head_dim: int) -> np.ndarray:
+  """Reorders the rows of each sub-head for another layout of RoPE.
+
+  The authors rotate the pairs (2j, 2j + 1), and diffjax rotates (j, j + D/2).
+  So the rows (0, 1, 2, …) become (0, 2, …, 1, 3, …).
+  """
+  pairs = rows.reshape(-1, head_dim // 2, 2, rows.shape[-1])
+  return pairs.swapaxes(1, 2).reshape(rows.shape)
+
+
+def to_diffjax(
+  arrays: dict[str, np.ndarray], meta: dict[str, Any]
+) -> dict[str, np.ndarray]:
+  """Converts parameters of the authors' layers, or their gradients.
+
+  PyTorch's Linear has weights [out, in].
+  """
+  E = meta["embed_dim"]
+  H = meta["num_heads"]
+  K = meta["num_kv_heads"]
+  D = meta["head_dim"]
+  is_v1 = meta["kind"] == "v1"
+  M = 2 if is_v1 else 1
+  V = 2 * D if is_v1 else D
+  out = arrays["out_proj.weight" if is_v1 else "o_proj.weight"]
+  query = interleaved_to_halves(arrays["q_proj.weight"], D)
+  key = interleaved_to_halves(arrays["k_proj.weight"], D)
   params = {
-    "query": interleaved_to_halves(arrays["q_proj.weight"], D).T.reshape(
-      E, H, 2, D
-    ),
-    "key": interleaved_to_halves(arrays["k_proj.weight"], D).T.reshape(
-      E, K, M, D
-    ),
+    "query": query.T.reshape(E, H, 2, D),
+    "key": key.T.reshape(E, K, M, D),
     "value": arrays["v_proj.weight"].T.reshape(E, K, V),
-    "out": arrays[f"{out}.weight"].T.reshape(H, V, E),
+    "out": out.T.reshape(H, V, E),
   }
-  if meta["kind"] == "v1":
-    params |= {
-      name: arrays[name]
-      for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
-    }
+  if is_v1:
+    for name in LAMBDA_VECTORS:
+      params[name] = arrays[name]
     params["head_gain"] = arrays["subln.weight"]
   else:
     params["lambda_hat"] = arrays["lambda_proj.weight"].T
   return params
 
 
-def relative(got, want):
-  return np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(
-    want
-  )
+def arrays_below(data: Any, prefix: str) -> dict[str, np.ndarray]:
+  """Returns the arrays of a file whose names begin with a prefix, without it."""
+  arrays = {}
+  for name in data.files:
+    if name.startswith(prefix):
+      arrays[name.removeprefix(prefix)] = data[name]
+  return arrays
 
 
 @pytest.mark.parametrize(
-  "name, implementation",
+  ("name", "implementation"),
   [
     ("v1_gqa_depth5", "chunked"),
     ("v2_gqa", "chunked"),
@@ -90,168 +121,227 @@ def relative(got, want):
     ),
   ],
 )
-def test_layer_equals_the_authors(name, implementation):
-  """Output and every gradient to 2e-6 relative in float32 (norm of the difference over norm)."""
+def test_output_and_gradients_equal_the_authors_layers(name, implementation):
   data = np.load(GOLDEN / f"{name}.npz", allow_pickle=False)
   meta = ast.literal_eval(str(data["meta"]))
-  weights, gradients = (
-    to_diffjax(
-      {
-        key.split("/", 1)[1]: data[key]
-        for key in data.files
-        if key.startswith(prefix)
-      },
-      meta,
-    )
-    for prefix in ("param/", "grad/")
-  )
-  layer = {"v1": DiffAttention, "v2": DiffAttentionV2}[meta["kind"]](
+  params = to_diffjax(arrays_below(data, "param/"), meta)
+  expected = {
+    "output": data["y"],
+    "input gradient": data["dx"],
+    **to_diffjax(arrays_below(data, "grad/"), meta),
+  }
+  layer_class = {"v1": DiffAttention, "v2": DiffAttentionV2}[meta["kind"]]
+  layer = layer_class(
     num_heads=meta["num_heads"],
     num_kv_heads=meta["num_kv_heads"],
     head_dim=meta["head_dim"],
     rope_base=meta["rope_base"],
     norm_eps=meta["norm_eps"],
-    attention_fn=lambda *args, **kwargs: diff_attention(
-      *args, **kwargs, implementation=implementation
+    attention_fn=functools.partial(
+      diff_attention, implementation=implementation
     ),
   )
-  lambda_init = (
-    lambda_init_schedule(meta["depth"]) if meta["kind"] == "v1" else None
-  )
-  params = jax.tree.map(lambda w: jnp.asarray(w, jnp.float32), weights)
+  lambda_init = None
+  if meta["kind"] == "v1":
+    lambda_init = lambda_init_schedule(meta["depth"])
+
+  def output(params, x):
+    return layer.apply({"params": params}, x, lambda_init)
 
   @jax.jit
   def output_and_gradients(params, x, dy):
-    y, vjp = jax.vjp(
-      lambda params, x: layer.apply({"params": params}, x, lambda_init),
-      params,
-      x,
-    )
+    y, vjp = jax.vjp(output, params, x)
     return y, *vjp(dy)
 
-  y, dparams, dx = output_and_gradients(
-    params, *(jnp.asarray(data[name], jnp.float32) for name in ("x", "dy"))
-  )
+  inputs = (params, data["x"], data["dy"])
+  inputs = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), inputs)
+  y, dparams, dx = output_and_gradients(*inputs)
 
-  assert relative(y, data["y"]) < 2e-6
-  assert relative(dx, data["dx"]) < 2e-6
-  assert set(dparams) == set(gradients)
-  for key, want in gradients.items():
-    assert relative(dparams[key], want) < 2e-6, key
+  actual = {"output": y, "input gradient": dx, **dparams}
+  assert actual.keys() == expected.keys()
+  for key, array in expected.items():
+    error = np.linalg.norm(np.float64(actual[key]) - array)
+    assert error < 2e-6 * np.linalg.norm(array), key
+
+
+# Parameters.
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_a_class_says_what_its_paper_says(name):
+def test_a_class_declares_the_sizes_and_parameters_of_its_paper(name):
   assert declared(name) == EXPECTED[name]
 
 
-@pytest.mark.parametrize("name", ATTENTION)
-def test_stands_alone_in_a_users_module(name):
-  class Mine(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-      return ATTENTION[name](num_heads=2, head_dim=8, name="attention")(
-        nn.Dense(32)(x), lambda_init=0.8
-      )
+class ModuleOfAUser(nn.Module):
+  """A module with a projection and an attention layer."""
 
-  x = jax.random.normal(jax.random.key(0), (2, 6, 16))
-  y, variables = jax.jit(Mine().init_with_output)(jax.random.key(1), x)
-  assert y.shape == (2, 6, 32) and bool(jnp.isfinite(y).all())
-  G, M, wide = VARIANTS[name].sizes
-  shapes = jax.tree.map(jnp.shape, variables["params"]["attention"])
-  size = dict(E=32, H=2, K=2, G=G, M=M, D=8, V=8 * wide, U=8 * wide)
-  size |= ATTENTION[name].extra_axes
-  want = {
-    "query": "EHGD",
-    "key": "EKMD",
-    "value": "EKV",
-    "out": "HVE",
-    **VARIANTS[name].extra,
-  }
-  if ATTENTION[name].head_norm:
-    want["head_gain"] = "V"
-  assert shapes == {
-    name: tuple(size[axis] for axis in axes) for name, axes in want.items()
-  }
+  attention: str
+
+  @nn.compact
+  def __call__(self, x):
+    layer = ATTENTION[self.attention](num_heads=2, head_dim=8, name="attention")
+    return layer(nn.Dense(32)(x), lambda_init=0.8)
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_a_layer_can_be_part_of_a_users_module(name):
+  x = random_input(2, 6, 16)
+  module = ModuleOfAUser(name)
+
+  y, _ = jax.jit(module.init_with_output)(jax.random.key(1), x)
+
+  chex.assert_shape(y, (2, 6, 32))
+  chex.assert_tree_all_finite(y)
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_parameters_have_the_axes_of_the_paper(name):
+  layer_class = ATTENTION[name]
+  G, M, value_factor = VARIANTS[name].sizes
+  V = 8 * value_factor
+  sizes = dict(E=32, H=2, K=2, G=G, M=M, D=8, V=V, U=V)
+  sizes |= layer_class.extra_axes
+  axes = {"query": "EHGD", "key": "EKMD", "value": "EKV", "out": "HVE"}
+  axes |= VARIANTS[name].extra
+  if layer_class.head_norm:
+    axes["head_gain"] = "V"
+  expected = {}
+  for parameter, letters in axes.items():
+    expected[parameter] = tuple(sizes[letter] for letter in letters)
+
+  init = ModuleOfAUser(name).init
+  variables = jax.eval_shape(init, jax.random.key(0), jnp.zeros((2, 6, 16)))
+
+  params = variables["params"]["attention"]
+  assert jax.tree.map(jnp.shape, params) == expected
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+@pytest.mark.parametrize(
+  "mutable",
+  [
+    pytest.param(True, id="all collections"),
+    pytest.param(nn.DenyList("intermediates"), id="Flax's default"),
+  ],
+)
+def test_init_of_a_layer_returns_only_parameters(name, mutable):
+  layer = ATTENTION[name](num_heads=2, head_dim=4)
+  init = functools.partial(layer.init, mutable=mutable)
+
+  variables = jax.eval_shape(init, jax.random.key(0), jnp.ones((1, 6, 16)), 0.3)
+
+  assert variables.keys() == {"params"}
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_a_layer_records_its_queries_and_its_lambda_once(name):
+  x = jnp.ones((1, 6, 16))
+  layer = ATTENTION[name](num_heads=2, head_dim=4)
+  params = jax.eval_shape(layer.init, jax.random.key(0), x, 0.3)
+  apply_layer = functools.partial(
+    layer.apply, mutable=["metrics", "intermediates"]
+  )
+
+  _, variables = jax.eval_shape(apply_layer, params, x, 0.3)
+
+  assert len(variables["intermediates"]["query"]) == 1
+  has_lambda = ATTENTION[name].compute_lambda is not Attention.compute_lambda
+  if has_lambda:
+    assert len(variables["metrics"]["lambda"]) == 1
+  else:
+    assert "metrics" not in variables
+
+
+# Wrong configurations.
 
 
 @pytest.mark.parametrize(
-  "fields, message",
+  ("fields", "message"),
   [
-    (
+    pytest.param(
       dict(attention="diff_v3"),
-      "config.model.attention = 'diff_v3': no such variant is registered; there are softmax, diff",
+      "config.model.attention = 'diff_v3': no such variant is registered;"
+      " there are softmax, diff",
+      id="unknown variant",
     ),
-    (
+    pytest.param(
       dict(attention="softmax", lambda_init=0.8),
       "config.model.lambda_init = 0.8: 'softmax' has no λ_init; leave it None",
+      id="λ_init without λ",
     ),
-    (
+    pytest.param(
       dict(attention="softmax", num_noise_heads=2),
-      "config.model.num_noise_heads = 2: 'softmax' has no noise map; leave it None",
+      "config.model.num_noise_heads = 2: 'softmax' has no noise map; leave it"
+      " None",
+      id="noise heads without noise map",
     ),
-    (
+    pytest.param(
       dict(attention="diff_v2", lambda_init_offset=1),
-      "config.model.lambda_init_offset = 1: 'diff_v2' has no λ_init; leave it 0",
+      "config.model.lambda_init_offset = 1: 'diff_v2' has no λ_init; leave it"
+      " 0",
+      id="offset without λ_init",
     ),
-    (
+    pytest.param(
       dict(attention="dex", lambda_init=0.0),
       "config.model.lambda_init = 0.0: must not be 0 for 'dex'",
+      id="λ_init of DEX is 0",
     ),
-    (
+    pytest.param(
       dict(attention="diff_per_token", lambda_init=1.5),
       "config.model.lambda_init = 1.5: must be between 0 and 1",
+      id="λ_init is no share",
     ),
   ],
 )
-def test_a_layer_that_there_is_not(fields, message):
+def test_a_config_that_contradicts_its_variant_is_rejected(fields, message):
   with pytest.raises(UserError, match=message):
     attention_class(ModelConfig(**fields))
 
 
+NOISE_HEADS_MESSAGE = (
+  "num_noise_heads must divide num_heads = 4, or be None for one noise map per"
+  " head; got"
+)
+ROPE_DIM_MESSAGE = (
+  "rope_dim must be even and from 2 to head_dim = 8, or None for all; got"
+)
+
+
 @pytest.mark.parametrize(
-  "name, fields, message",
+  ("name", "fields", "message"),
   [
     (
       "softmax",
       dict(num_noise_heads=2),
-      "num_noise_heads must be None for Attention, which has no noise map; got 2",
+      "num_noise_heads must be None for Attention, which has no noise map;"
+      " got 2",
     ),
-    (
-      "diff",
-      dict(num_noise_heads=3),
-      "num_noise_heads must divide num_heads = 4, or be None for one noise map per head; got 3",
-    ),
-    (
-      "diff",
-      dict(num_noise_heads=0),
-      "num_noise_heads must divide num_heads = 4, or be None for one noise map per head; got 0",
-    ),
-    (
-      "diff_v2",
-      dict(rope_dim=10),
-      "rope_dim must be even and from 2 to head_dim = 8, or None for all; got 10",
-    ),
-    (
-      "diff_v2",
-      dict(rope_dim=3),
-      "rope_dim must be even and from 2 to head_dim = 8, or None for all; got 3",
-    ),
+    ("diff", dict(num_noise_heads=3), f"{NOISE_HEADS_MESSAGE} 3"),
+    ("diff", dict(num_noise_heads=0), f"{NOISE_HEADS_MESSAGE} 0"),
+    ("diff_v2", dict(rope_dim=10), f"{ROPE_DIM_MESSAGE} 10"),
+    ("diff_v2", dict(rope_dim=3), f"{ROPE_DIM_MESSAGE} 3"),
   ],
 )
-def test_a_layer_alone_refuses_sizes_that_do_not_go_together(
+def test_a_layer_rejects_sizes_that_contradict_each_other(
   name, fields, message
 ):
+  layer = ATTENTION[name](num_heads=4, head_dim=8, **fields)
   with pytest.raises(ValueError, match=message):
-    jax.eval_shape(
-      ATTENTION[name](num_heads=4, head_dim=8, **fields).init,
-      jax.random.key(0),
-      jnp.zeros((1, 4, 16)),
-      0.5,
-    )
+    jax.eval_shape(layer.init, jax.random.key(0), jnp.zeros((1, 4, 16)), 0.5)
 
 
-def test_lambda_init_schedule_is_the_papers():
+@pytest.mark.parametrize("name", ["diff", "diff_per_token", "dex"])
+def test_a_layer_with_lambda_init_requires_it(name):
+  layer = ATTENTION[name](num_heads=2, head_dim=8)
+  message = f"{type(layer).__name__} needs lambda_init.*lambda_init_schedule"
+  with pytest.raises(ValueError, match=message):
+    parameters(layer, jnp.zeros((1, 4, 16)))
+
+
+# λ.
+
+
+def test_lambda_init_schedule_has_the_values_of_the_paper():
   np.testing.assert_allclose(
     lambda_init_schedule(jnp.arange(5)),
     [0.2, 0.3555, 0.4707, 0.5561, 0.6193],
@@ -259,189 +349,325 @@ def test_lambda_init_schedule_is_the_papers():
   )
 
 
-@pytest.mark.parametrize("name", ["diff", "diff_per_token", "dex"])
-def test_a_layer_with_lambda_init_needs_it(name):
-  layer = ATTENTION[name](num_heads=2, head_dim=8)
-  message = f"{type(layer).__name__} needs lambda_init.*lambda_init_schedule"
-  with pytest.raises(ValueError, match=message):
-    parameters(layer, jnp.zeros((1, 4, 16)))
-
-
-def test_dex_is_attention_with_another_output_projection():
-  """O_h − λ_h O_h W_D, with a λ for each head, in float64; and W_D learns from the start, where it is 0."""
-  rng = np.random.default_rng(0)
-  x = jnp.asarray(rng.normal(size=(2, 9, 16)), jnp.float32)
-  sizes = dict(num_heads=4, num_kv_heads=2, head_dim=6, value_dim=5)
-  dex, plain = ATTENTION["dex"](**sizes), Attention(**sizes)
-  start = jax.jit(dex.init)(jax.random.key(0), x, 0.7)["params"]
-  assert not start["dex_matrix"].any() and not start["dex_lambda"].any()
-  slope = jax.jit(
-    jax.grad(lambda params: (dex.apply({"params": params}, x, 0.7) ** 2).sum())
-  )(start)
-  assert (
-    jnp.abs(slope["dex_matrix"]).min() > 0 and not slope["dex_lambda"].any()
-  )
-
-  params = start | {
-    "dex_matrix": rng.normal(size=(5, 5)).astype(np.float32),
-    "dex_lambda": np.float32([0.4, -0.7, 0.0, 1.1]),
-  }
-  lam = 0.7 + params["dex_lambda"].astype(np.float64)
-  out = [
-    (np.eye(5) - lam[h] * params["dex_matrix"])
-    @ np.asarray(start["out"][h], np.float64)
-    for h in range(4)
-  ]
-  folded = {name: start[name] for name in ("query", "key", "value")} | {
-    "out": jnp.asarray(np.stack(out), jnp.float32)
-  }
-  assert (
-    relative(
-      jax.jit(dex.apply)({"params": params}, x, 0.7),
-      jax.jit(plain.apply)({"params": folded}, x),
-    )
-    < 2e-6
-  )
-
-
-def test_head_norm_is_a_field_of_every_layer():
-  """The ablation rows: the baseline with head norm, DIFF without."""
-  x = jax.random.normal(jax.random.key(0), (1, 8, 16))
-  for cls in (Attention, DiffAttention):
-    outputs = {}
-    for head_norm in (True, False):
-      layer = cls(num_heads=2, head_dim=4, head_norm=head_norm)
-      params = parameters(layer, x, 0.5)
-      assert ("head_gain" in params) is head_norm
-      outputs[head_norm] = jax.jit(layer.apply)({"params": params}, x, 0.5)
-    assert not np.allclose(outputs[True], outputs[False])
-
-
-def test_the_heads_norm_has_the_models_epsilon():
-  """An ε that outweighs every mean square leaves the heads' outputs over √ε."""
-  x = jax.random.normal(jax.random.key(0), (1, 8, 16))
-  layers = [
-    DiffAttention(num_heads=2, head_dim=4, norm_eps=eps) for eps in (1e6, 4e6)
-  ]
-  params = parameters(layers[0], x, 0.5)
-  outputs = [
-    jax.jit(layer.apply)({"params": params}, x, 0.5) for layer in layers
-  ]
-  assert relative(outputs[0], 2 * outputs[1]) < 1e-5
-
-
-def test_first_layer_without_difference_is_attention():
-  """With λ = 0 (λ vectors 0, λ_init 0) and no head norm, DIFF's first map alone remains."""
-  x = jax.random.normal(jax.random.key(0), (2, 8, 16))
-  diff = DiffAttention(num_heads=2, head_dim=4, head_norm=False)
-  params = parameters(diff, x, 0.0)
-  for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
+def test_diff_with_lambda_0_ignores_its_second_map():
+  x = random_input(2, 8, 16)
+  layer = DiffAttention(num_heads=2, head_dim=4, head_norm=False)
+  params = parameters(layer, x, 0.0)
+  for name in LAMBDA_VECTORS:
     params[name] = jnp.zeros(4)
-  changed = params | {
+  other_second_map = params | {
     "query": params["query"].at[:, :, 1].add(1.0),
     "key": params["key"].at[:, :, 1].add(1.0),
   }
-  apply = jax.jit(diff.apply)
-  np.testing.assert_array_equal(
-    apply({"params": params}, x, 0.0), apply({"params": changed}, x, 0.0)
+  apply_layer = jax.jit(layer.apply)
+
+  actual = apply_layer({"params": other_second_map}, x, 0.0)
+
+  expected = apply_layer({"params": params}, x, 0.0)
+  chex.assert_trees_all_equal(actual, expected)
+
+
+def test_lambda_of_v2_is_the_sigmoid_of_its_logit():
+  x = random_input(1, 6, 16)
+  layer = ATTENTION["diff_v2"](num_heads=2, head_dim=4)
+  params = parameters(layer, x)
+
+  actual = mean_lambda(layer, params, x)
+
+  expected = jnp.mean(jax.nn.sigmoid(x @ params["lambda_hat"]))
+  np.testing.assert_allclose(actual, expected, rtol=1e-5)
+
+
+def test_lambda_of_linear_v2_is_its_logit():
+  x = random_input(1, 6, 16)
+  layer = ATTENTION["diff_v2_linear"](num_heads=2, head_dim=4)
+  params = parameters(layer, x)
+
+  actual = mean_lambda(layer, params, x)
+
+  expected = jnp.mean(x @ params["lambda_hat"])
+  np.testing.assert_allclose(actual, expected, rtol=1e-5)
+
+
+def test_the_output_of_linear_v2_is_linear_in_lambda():
+  x = random_input(1, 6, 16)
+  layer = ATTENTION["diff_v2_linear"](num_heads=2, head_dim=4)
+  params = parameters(layer, x)
+  apply_layer = jax.jit(layer.apply)
+
+  outputs = {}
+  for scale in (0.0, 1.0, 3.0):
+    scaled = params | {"lambda_hat": scale * params["lambda_hat"]}
+    outputs[scale] = apply_layer({"params": scaled}, x)
+
+  chex.assert_trees_all_close(
+    outputs[3.0] - outputs[0.0],
+    3 * (outputs[1.0] - outputs[0.0]),
+    rtol=1e-3,
+    atol=1e-5,
   )
 
 
-def test_without_the_sigmoid_v2s_lambda_is_its_logit():
-  """Parameters are the same; the share of the second map is x W_λ, which grows with W_λ beyond 1."""
-  x = jax.random.normal(jax.random.key(0), (1, 6, 16))
-  layers = [
-    ATTENTION[name](num_heads=2, head_dim=4)
-    for name in ("diff_v2", "diff_v2_linear")
-  ]
-  params = parameters(layers[0], x)
-  (_, v2), (once, linear) = (
-    jax.jit(functools.partial(layer.apply, mutable=["metrics"]))(
-      {"params": params}, x
-    )
-    for layer in layers
-  )
-  logits = x @ params["lambda_hat"]
-  np.testing.assert_allclose(
-    v2["metrics"]["lambda"][0], jnp.mean(jax.nn.sigmoid(logits)), rtol=1e-5
-  )
-  np.testing.assert_allclose(
-    linear["metrics"]["lambda"][0], jnp.mean(logits), rtol=1e-5
-  )
-  apply = jax.jit(layers[1].apply)
-  none, thrice = (
-    apply({"params": params | {"lambda_hat": scale * params["lambda_hat"]}}, x)
-    for scale in (0.0, 3.0)
-  )
-  np.testing.assert_allclose(
-    thrice - none, 3 * (once - none), rtol=1e-3, atol=1e-5
-  )
+def test_lambda_per_token_is_lambda_init_if_its_matrix_is_0():
+  x = random_input(1, 6, 16)
+  per_token = ATTENTION["diff_per_token"](num_heads=2, head_dim=4)
+  diff = DiffAttention(num_heads=2, head_dim=4)
+  params = parameters(per_token, x, 0.3)
+  lambda_hat = params.pop("lambda_hat")
+  zero_vectors = {name: jnp.zeros(4) for name in LAMBDA_VECTORS}
+
+  actual = apply(per_token, params | {"lambda_hat": 0 * lambda_hat}, x, 0.3)
+
+  expected = apply(diff, params | zero_vectors, x, 0.3)
+  chex.assert_trees_all_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_the_last_numbers_of_a_head_are_rotated():
-  """Multi-head latent attention's keys: 4 numbers without positions, then 4 with."""
-  x = jax.random.normal(jax.random.key(0), (1, 6, 16))
-  layer = DiffAttention(num_heads=2, head_dim=8, rope_dim=4, value_dim=5)
+def test_lambda_per_token_is_a_sigmoid_around_lambda_init():
+  """λ = sigmoid(x W_λ + log(λ_init / (1 − λ_init)))."""
+  x = random_input(1, 6, 16)
+  lambda_init = 0.3
+  layer = ATTENTION["diff_per_token"](num_heads=2, head_dim=4)
+  params = parameters(layer, x, lambda_init)
+
+  actual = mean_lambda(layer, params, x, lambda_init)
+
+  logits = np.asarray(x @ params["lambda_hat"])
+  offset = np.log(lambda_init / (1 - lambda_init))
+  expected = 1 / (1 + np.exp(-logits - offset))
+  assert expected.std() > 0.05
+  np.testing.assert_allclose(actual, expected.mean(), rtol=1e-5)
+
+
+# DEX and gates.
+
+
+DEX_SIZES = dict(num_heads=4, num_kv_heads=2, head_dim=6, value_dim=5)
+
+
+def test_dex_is_attention_with_another_output_projection():
+  """Each head's output is O_h − λ_h O_h W_D, with a λ for each head."""
+  rng = np.random.default_rng(0)
+  x = jnp.asarray(rng.normal(size=(2, 9, 16)), jnp.float32)
+  dex = ATTENTION["dex"](**DEX_SIZES)
+  params = parameters(dex, x, 0.7)
+  params["dex_matrix"] = rng.normal(size=(5, 5)).astype(np.float32)
+  params["dex_lambda"] = np.float32([0.4, -0.7, 0.0, 1.1])
+
+  actual = apply(dex, params, x, 0.7)
+
+  lambdas = 0.7 + np.float64(params["dex_lambda"])
+  out = []
+  for head, lam in enumerate(lambdas):
+    change = np.eye(5) - lam * params["dex_matrix"]
+    out.append(change @ np.float64(params["out"][head]))
+  plain_params = {name: params[name] for name in ("query", "key", "value")}
+  plain_params["out"] = jnp.asarray(np.stack(out), jnp.float32)
+  expected = apply(Attention(**DEX_SIZES), plain_params, x)
+  error = np.linalg.norm(np.float64(actual) - expected)
+  assert error < 2e-6 * np.linalg.norm(expected)
+
+
+def test_dex_starts_as_attention_and_learns_its_matrix_first():
+  x = random_input(2, 9, 16)
+  dex = ATTENTION["dex"](**DEX_SIZES)
+  params = jax.jit(dex.init)(jax.random.key(0), x, 0.7)["params"]
+
+  def loss(params):
+    return jnp.sum(dex.apply({"params": params}, x, 0.7) ** 2)
+
+  gradient = jax.jit(jax.grad(loss))(params)
+
+  assert not params["dex_matrix"].any()
+  assert not params["dex_lambda"].any()
+  assert jnp.abs(gradient["dex_matrix"]).min() > 0
+  assert not gradient["dex_lambda"].any()
+
+
+def test_a_gate_scales_each_number_of_the_heads_outputs():
+  x = random_input(1, 6, 16)
+  gated = ATTENTION["gated"](num_heads=4, head_dim=4)
+  plain = ATTENTION["softmax"](num_heads=4, head_dim=4)
+  params = parameters(gated, x)
+  # With this output projection, the outputs of the layer are those of its heads.
+  params["out"] = jnp.eye(16).reshape(4, 4, 16)
+  gate_matrix = params["head_gate"]
+
+  actual = apply(gated, params, x)
+
+  plain_params = {name: params[name] for name in params if name != "head_gate"}
+  heads = apply(plain, plain_params, x)
+  gate_logits = np.einsum("bte,ehv->bthv", x, gate_matrix).reshape(1, 6, 16)
+  expected = heads / (1 + np.exp(-gate_logits))
+  chex.assert_trees_all_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+# The norm of the heads.
+
+
+@pytest.mark.parametrize("layer_class", [Attention, DiffAttention])
+def test_head_norm_is_an_option_of_every_layer(layer_class):
+  """The ablations have a Transformer with it, and DIFF without it."""
+  x = random_input(1, 8, 16)
+  normed = layer_class(num_heads=2, head_dim=4, head_norm=True)
+  unnormed = layer_class(num_heads=2, head_dim=4, head_norm=False)
+  params = parameters(normed, x, 0.5)
+  params_without_gain = parameters(unnormed, x, 0.5)
+
+  assert "head_gain" in params
+  assert "head_gain" not in params_without_gain
+  output = apply(normed, params, x, 0.5)
+  output_without_norm = apply(unnormed, params_without_gain, x, 0.5)
+  assert not np.allclose(output, output_without_norm)
+
+
+def test_head_norm_has_the_epsilon_of_the_model():
+  """An ε far above every mean square divides the heads' outputs by √ε."""
+  x = random_input(1, 8, 16)
+  layer = DiffAttention(num_heads=2, head_dim=4, norm_eps=1e6)
+  params = parameters(layer, x, 0.5)
+
+  output = apply(layer, params, x, 0.5)
+  output_with_4_eps = apply(layer.clone(norm_eps=4e6), params, x, 0.5)
+
+  error = np.linalg.norm(output - 2 * output_with_4_eps)
+  assert error < 1e-5 * np.linalg.norm(2 * output_with_4_eps)
+
+
+# Positions.
+
+
+def test_captured_queries_and_keys_are_rotated():
+  x = random_input(1, 6, 16)
+  layer = DiffAttention(num_heads=2, head_dim=4)
+  params = parameters(layer, x, 0.2)
+  apply_layer = functools.partial(layer.apply, mutable=["intermediates"])
+
+  _, variables = jax.jit(apply_layer)({"params": params}, x, 0.2)
+
+  (queries,) = variables["intermediates"]["query"]
+  (keys,) = variables["intermediates"]["key"]
+  chex.assert_shape([queries, keys], (1, 6, 2, 2, 4))
+  unrotated = jnp.einsum("BTE,EHGD->BTHGD", x, params["query"])
+  # Position 0 is rotated by an angle of 0.
+  chex.assert_trees_all_close(queries[:, 0], unrotated[:, 0], **FLOAT32)
+  assert not np.allclose(queries[:, 1], unrotated[:, 1])
+
+
+@pytest.mark.parametrize("projection", ["query", "key"])
+def test_rope_dim_rotates_only_the_last_numbers_of_a_head(projection):
+  """The keys of multi-head latent attention are like this."""
+  x = random_input(1, 6, 16)
+  layer = DiffAttention(num_heads=2, head_dim=8, rope_dim=4)
   params = parameters(layer, x, 0.3)
-  assert (
-    params["value"].shape == (16, 2, 5)
-    and params["out"].shape == (2, 5, 16)
-    and params["head_gain"].shape == (5,)
-  )
-  _, captured = layer.apply(
+
+  _, variables = layer.apply(
     {"params": params}, x, 0.3, mutable=["intermediates"]
   )
-  for name, letter in (("query", "H"), ("key", "K")):
-    (got,) = captured["intermediates"][name]
-    still = jnp.einsum(f"BTE,E{letter}GD->BT{letter}GD", x, params[name])
-    np.testing.assert_array_equal(got[..., :4], still[..., :4])
-    np.testing.assert_allclose(
-      got[..., 4:], rope(still[..., 4:], jnp.arange(6)[None]), atol=1e-6
-    )
+
+  (actual,) = variables["intermediates"][projection]
+  unrotated = jnp.einsum("BTE,EHGD->BTHGD", x, params[projection])
+  positions = jnp.arange(6)[None]
+  rotated = rope(unrotated[..., 4:], positions)
+  chex.assert_trees_all_equal(actual[..., :4], unrotated[..., :4])
+  chex.assert_trees_all_close(actual[..., 4:], rotated, **FLOAT32)
 
 
-@pytest.mark.parametrize("name, kv_heads", [("diff", 2), ("diff_v2", 1)])
-def test_shared_noise_maps_are_repeated_ones_that_stay_tied(name, kv_heads):
-  """Grouped differential attention (arXiv:2510.06949): the layer whose noise rows of W_q are repeated, and its gradient summed up."""
-  x = jax.random.normal(jax.random.key(0), (2, 9, 16))
-  grouped = ATTENTION[name](
-    num_heads=6, num_noise_heads=2, num_kv_heads=kv_heads, head_dim=4
+def test_values_can_have_their_own_width():
+  layer = DiffAttention(num_heads=2, head_dim=8, value_dim=5)
+
+  params = parameters(layer, random_input(1, 6, 16), 0.3)
+
+  chex.assert_shape(params["value"], (16, 2, 5))
+  chex.assert_shape(params["out"], (2, 5, 16))
+  chex.assert_shape(params["head_gain"], (5,))
+
+
+@pytest.fixture(scope="module")
+def token_order():
+  return np.random.default_rng(0).permutation(9)
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_without_rope_and_mask_the_order_of_tokens_does_not_matter(
+  name, token_order
+):
+  x = random_input(1, 9, 16)
+  layer = ATTENTION[name](num_heads=2, head_dim=4, rope=False, causal=False)
+  params = parameters(layer, x, 0.3)
+  apply_layer = jax.jit(layer.apply)
+
+  actual = apply_layer({"params": params}, x[:, token_order], 0.3)
+
+  expected = apply_layer({"params": params}, x, 0.3)[:, token_order]
+  chex.assert_trees_all_close(actual, expected, **FLOAT32_LAYER)
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_rope_makes_the_order_of_tokens_matter(name, token_order):
+  x = random_input(1, 9, 16)
+  layer = ATTENTION[name](num_heads=2, head_dim=4, causal=False)
+  params = parameters(layer, x, 0.3)
+  apply_layer = jax.jit(layer.apply)
+
+  output = apply_layer({"params": params}, x[:, token_order], 0.3)
+
+  reordered = apply_layer({"params": params}, x, 0.3)[:, token_order]
+  assert not np.allclose(output, reordered, atol=1e-3)
+
+
+# Shared noise maps.
+
+
+@pytest.mark.parametrize(
+  ("name", "num_kv_heads"), [("diff", 2), ("diff_v2", 1)]
+)
+def test_shared_noise_maps_equal_repeated_ones(name, num_kv_heads):
+  """Grouped differential attention (arXiv:2510.06949).
+
+  Three signal maps share a noise map. The output is that of the layer with the
+  noise rows of W_q repeated. The gradient of a shared row is the sum of theirs.
+  """
+  x = random_input(2, 9, 16)
+  shared = ATTENTION[name](
+    num_heads=6, num_noise_heads=2, num_kv_heads=num_kv_heads, head_dim=4
   )
-  single = grouped.clone(num_noise_heads=None)
-  params = parameters(grouped, x, 0.3)
-  assert params["query"].shape == (16, 2, 4, 4) and params["out"].shape[0] == 6
-  signal, noise = params["query"][:, :, :3], params["query"][:, :, 3:]
-  repeated = jnp.concatenate(
-    [
-      signal[:, :, :, None],
-      jnp.broadcast_to(noise[:, :, :, None], (16, 2, 3, 1, 4)),
-    ],
-    axis=3,
-  ).reshape(16, 6, 2, 4)
+  single = shared.clone(num_noise_heads=None)
+  params = parameters(shared, x, 0.3)
+  query = params["query"]
+  chex.assert_shape(query, (16, 2, 4, 4))
+  chex.assert_shape(params["out"], (6, None, 16))
+  signal = query[:, :, :3]
+  noise = jnp.repeat(query[:, :, 3:], 3, axis=2)
+  repeated_query = jnp.stack([signal, noise], axis=3).reshape(16, 6, 2, 4)
 
-  def run(layer, query):
+  def output_and_gradient(layer, query):
     def loss(query):
       y = layer.apply({"params": params | {"query": query}}, x, 0.3)
       return jnp.sum(jnp.sin(y)), y
 
-    return jax.jit(jax.grad(loss, has_aux=True))(query)
+    gradient, y = jax.jit(jax.grad(loss, has_aux=True))(query)
+    return y, gradient
 
-  (own, got), (each, want) = (
-    run(grouped, params["query"]),
-    run(single, repeated),
+  y, gradient = output_and_gradient(shared, query)
+
+  expected_y, repeated_gradient = output_and_gradient(single, repeated_query)
+  repeated_gradient = repeated_gradient.reshape(16, 2, 3, 2, 4)
+  signal_gradient = repeated_gradient[:, :, :, 0]
+  noise_gradient = repeated_gradient[:, :, :, 1].sum(axis=2)
+  chex.assert_trees_all_close(y, expected_y, rtol=1e-5, atol=1e-6)
+  chex.assert_trees_all_close(
+    (gradient[:, :, :3], gradient[:, :, 3]),
+    (signal_gradient, noise_gradient),
+    rtol=1e-4,
+    atol=1e-6,
   )
-  np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
-  each = each.reshape(16, 2, 3, 2, 4)
-  np.testing.assert_allclose(
-    own[:, :, :3], each[:, :, :, 0], rtol=1e-4, atol=1e-6
-  )
-  np.testing.assert_allclose(
-    own[:, :, 3], each[:, :, :, 1].sum(axis=2), rtol=1e-4, atol=1e-6
-  )
+
+
+# Masks.
 
 
 class MaskedAttention:
-  """Attention whose mask is given: that of the layer is ignored.
+  """Attention with a given mask. It ignores the mask of the layer.
 
   Variants that are computed from their weights call `by_definition`.
 
@@ -449,11 +675,11 @@ class MaskedAttention:
     visible: Bool[T, S], whether a query sees a key.
   """
 
-  def __init__(self, visible):
+  def __init__(self, visible: np.ndarray):
     self.visible = visible
 
   def __call__(self, q, k, v, lam, **_):
-    return dense(self.visible, q, k, v, lam)
+    return dense_attention(self.visible, q, k, v, lam)
 
   def by_definition(self, weights_fn, supports):
     def attention_fn(q, k, v, lam, **_):
@@ -463,112 +689,94 @@ class MaskedAttention:
     return attention_fn
 
 
-def dense(visible, q, k, v, lam):
-  """Returns attention with the mask `visible`, written out."""
-  k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
-  scores = (
-    jnp.einsum(
-      "BTHGD,BSHGD->BHGTS", q, jnp.broadcast_to(k, (*k.shape[:3], *q.shape[3:]))
-    )
-    * q.shape[-1] ** -0.5
-  )
+def dense_attention(visible, q, k, v, lam):
+  """Returns attention with a mask [T, S], computed from its weights."""
+  heads_per_key = q.shape[2] // k.shape[2]
+  k = jnp.repeat(k, heads_per_key, axis=2)
+  v = jnp.repeat(v, heads_per_key, axis=2)
+  # Some variants have two query maps for one key map.
+  k = jnp.broadcast_to(k, (*k.shape[:3], *q.shape[3:]))
+  scores = jnp.einsum("BTHGD,BSHGD->BHGTS", q, k) / np.sqrt(q.shape[-1])
   maps = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
   weights = maps[:, :, 0]
   if lam is not None:
-    weights -= (
-      jnp.moveaxis(jnp.broadcast_to(lam, q.shape[:3]), 1, 2)[..., None]
-      * maps[:, :, 1]
-    )
+    lam = jnp.moveaxis(jnp.broadcast_to(lam, q.shape[:3]), 1, 2)
+    weights -= lam[..., None] * maps[:, :, 1]
   return jnp.einsum("BHTS,BSHV->BTHV", weights, v)
 
 
-@pytest.mark.parametrize("name", ATTENTION)
+# The test of the order of tokens covers layers without any mask.
+@pytest.mark.parametrize("name", supporting("windows"))
 @pytest.mark.parametrize(
-  "causal, window", [(True, 3), (False, None), (False, 3)]
+  "causal",
+  [pytest.param(True, id="causal"), pytest.param(False, id="both sides")],
 )
-def test_mask_fields(name, causal, window):
-  """Against a mask that is written out."""
-  if window is not None and name not in supporting("windows"):
-    pytest.skip("the variant has no windows")
-  x, distance = (
-    jax.random.normal(jax.random.key(0), (2, 9, 16)),
-    np.subtract.outer(np.arange(9), np.arange(9)),
-  )
-  visible = (distance >= 0) | (not causal)
-  if window:
-    visible &= abs(distance) < window
+def test_window_and_causality_define_the_mask(name, causal):
+  x = random_input(2, 9, 16)
   layer = ATTENTION[name](
-    num_heads=4, num_kv_heads=2, head_dim=4, causal=causal, window=window
+    num_heads=4, num_kv_heads=2, head_dim=4, causal=causal, window=3
   )
   params = parameters(layer, x, 0.3)
+  query_index, key_index = np.indices((9, 9))
+  visible = abs(query_index - key_index) < 3
+  if causal:
+    visible &= key_index <= query_index
+
+  actual = apply(layer, params, x, 0.3)
+
   masked = layer.clone(
     causal=True, window=None, attention_fn=MaskedAttention(visible)
   )
-  got, want = (
-    jax.jit(module.apply)({"params": params}, x, 0.3)
-    for module in (layer, masked)
-  )
-  np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+  expected = apply(masked, params, x, 0.3)
+  chex.assert_trees_all_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+# Biases of the projections.
+
+
+def with_random_biases(params: dict[str, jax.Array]) -> dict[str, jax.Array]:
+  """Returns the parameters with normally distributed biases."""
+  biases = {}
+  for name in BIASES:
+    biases[name] = random_input(*params[name].shape, seed=2)
+  return params | biases
+
+
+def with_an_input_of_ones(params: dict[str, jax.Array]) -> dict[str, jax.Array]:
+  """Returns parameters that have the biases as weights of one more input."""
+  widened = {}
+  for name, leaf in params.items():
+    if name in BIASES:
+      continue
+    if f"{name}_bias" in BIASES and name != "out":
+      leaf = jnp.concatenate([leaf, params[f"{name}_bias"][None]])
+    elif name == "out":
+      leaf = jnp.pad(leaf, [(0, 0), (0, 0), (0, 1)])
+    elif leaf.shape[0] == 16:
+      # Other matrices multiply the layer's input too.
+      leaf = jnp.pad(leaf, [(0, 1)] + [(0, 0)] * (leaf.ndim - 1))
+    widened[name] = leaf
+  return widened
 
 
 @pytest.mark.parametrize("name", ATTENTION)
-def test_without_rope_and_causality_order_does_not_matter(name):
-  x, order = (
-    jax.random.normal(jax.random.key(0), (1, 9, 16)),
-    np.random.default_rng(0).permutation(9),
-  )
-  layer = ATTENTION[name](num_heads=2, head_dim=4, rope=False, causal=False)
-  params = parameters(layer, x, 0.3)
-  apply = jax.jit(layer.apply)
-  np.testing.assert_allclose(
-    apply({"params": params}, x[:, order], 0.3),
-    apply({"params": params}, x, 0.3)[:, order],
-    rtol=1e-4,
-    atol=1e-5,
-  )
-  rotated = jax.jit(layer.clone(rope=True).apply)
-  assert not np.allclose(
-    rotated({"params": params}, x[:, order], 0.3),
-    rotated({"params": params}, x, 0.3)[:, order],
-    atol=1e-3,
-  )
-
-
-@pytest.mark.parametrize("name", ATTENTION)
-def test_projection_biases_are_the_weights_of_an_input_of_ones(name):
-  E, x = 16, jax.random.normal(jax.random.key(0), (1, 9, 16))
+def test_projection_biases_equal_the_weights_of_an_input_of_ones(name):
+  x = random_input(1, 9, 16)
   layer = ATTENTION[name](
     num_heads=4, num_kv_heads=2, head_dim=4, projection_biases=True
   )
-  params = parameters(layer, x, 0.3)
-  biases = {
-    name: jax.random.normal(jax.random.key(2), params[name].shape)
-    for name in BIASES
-  }
-  got = jax.jit(layer.apply)({"params": params | biases}, x, 0.3)
+  params = with_random_biases(parameters(layer, x, 0.3))
 
-  def widened(key, leaf):  # by one more input, of ones, and one more output
-    if f"{key}_bias" in biases and key != "out":
-      return jnp.concatenate([leaf, biases[f"{key}_bias"][None]])
-    if key == "out":
-      return jnp.pad(leaf, [(0, 0), (0, 0), (0, 1)])
-    return (
-      jnp.pad(leaf, [(0, 1)] + [(0, 0)] * (leaf.ndim - 1))
-      if leaf.shape[0] == E
-      else leaf
-    )
+  actual = apply(layer, params, x, 0.3)
 
-  wide = {
-    key: widened(key, leaf) for key, leaf in params.items() if key not in biases
-  }
-  ones = jnp.concatenate([x, jnp.ones((1, 9, 1))], axis=-1)
-  want = (
-    jax.jit(layer.clone(projection_biases=False).apply)(
-      {"params": wide}, ones, 0.3
-    )[..., :E]
-    + biases["out_bias"]
-  )
-  np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+  x_and_ones = jnp.concatenate([x, jnp.ones((1, 9, 1))], axis=-1)
+  without_biases = layer.clone(projection_biases=False)
+  output = apply(without_biases, with_an_input_of_ones(params), x_and_ones, 0.3)
+  expected = output[..., :16] + params["out_bias"]
+  chex.assert_trees_all_close(actual, expected, **FLOAT32_LAYER)
+
+
+# Layers that get their keys and values from outside.
 
 
 class StoringAttention:
@@ -578,155 +786,104 @@ class StoringAttention:
     self.keys_values = ()
 
   def __call__(self, q, k, v, lam, **mask):
-    self.keys_values = k, v
+    self.keys_values = (k, v)
     return diff_attention(q, k, v, lam, **mask)
 
   def by_definition(self, weights_fn, supports):
     def attention_fn(q, k, v, lam, **mask):
-      self.keys_values = k, v
+      self.keys_values = (k, v)
       return attention_from_weights(weights_fn, q, k, v, lam, **mask)
 
     return attention_fn
 
 
-# The test needs to know which keys have an influence: those in the window.
-@pytest.mark.parametrize("name", supporting("windows", "cached_decoding"))
-def test_a_layer_that_reads_keys_and_values_has_none_of_its_own(name):
-  """With those that it would have made itself it gives the same; with those of another input it is cross-attention."""
-  x, other = jax.random.normal(jax.random.key(0), (2, 2, 9, 16))
-  attention = StoringAttention()
-  layer = ATTENTION[name](
+class CrossAttention(NamedTuple):
+  """A layer, its parameters, and keys and values that it computed."""
+
+  layer: nn.Module
+  params: dict[str, jax.Array]
+  # The parameters that are no projections to keys and values.
+  params_without_keys: dict[str, jax.Array]
+  x: jax.Array
+  output: jax.Array
+  keys_values: tuple[jax.Array, jax.Array]
+  # Keys and values of another input.
+  other_keys_values: tuple[jax.Array, jax.Array]
+
+  def attend(self, keys_values: Any) -> jax.Array:
+    """Returns the layer's output for given keys and values."""
+    variables = {"params": self.params_without_keys}
+    return self.layer.apply(variables, self.x, 0.3, keys_values=keys_values)
+
+
+# Variants with windows, so that it is known which keys a query sees.
+@pytest.fixture(scope="module", params=supporting("windows", "cached_decoding"))
+def cross(request):
+  x, other_x = random_input(2, 2, 9, 16)
+  layer = ATTENTION[request.param](
     num_heads=4, num_kv_heads=2, head_dim=4, projection_biases=True, window=4
   )
-  own = layer.clone(attention_fn=attention)
-  params = parameters(layer, x, 0.3)
-  params = {
-    key: jax.random.normal(jax.random.key(2), leaf.shape)
-    if key in BIASES
-    else leaf
-    for key, leaf in params.items()
-  }
-  want = own.apply({"params": params}, x, 0.3)
-  own_keys_values = attention.keys_values
-  init = functools.partial(layer.init_with_output, keys_values=own_keys_values)
-  made, variables = jax.eval_shape(init, jax.random.key(1), x, 0.3)
-  assert made.shape == x.shape
-  names = variables["params"].keys()
-  assert params.keys() - names == {"key", "key_bias", "value", "value_bias"}
-  few = {key: params[key] for key in names}
-  cross = jax.jit(
-    lambda x, keys_values: layer.apply(
-      {"params": few}, x, 0.3, keys_values=keys_values
-    )
-  )
-  np.testing.assert_allclose(
-    cross(x, own_keys_values), want, rtol=1e-5, atol=1e-6
-  )
-  own.apply({"params": params}, other, 0.3)
-  k, v = attention.keys_values
-  influence = jax.grad(
-    lambda k, v: cross(x, (k, v))[0, 6].sum(), argnums=(0, 1)
-  )(k, v)
-  assert [
-    sorted({*np.nonzero(gradient)[1].tolist()}) for gradient in influence
-  ] == [[3, 4, 5, 6]] * 2  # the window's, of its own row
-  assert not any(gradient[1].any() for gradient in influence)
-  assert not np.allclose(cross(x, (k, v)), want, atol=1e-2)
-  with pytest.raises(
-    ValueError,
-    match=r"the values in keys_values must be \[B, T, K, V\] = \[B, T, 2, \d\]; got shape \(2, 9, 1, ",
-  ):
-    cross(x, (k, v[:, :, :1]))
-
-
-def test_lambda_per_token_starts_from_lambda_init():
-  """Where W_λ is 0 it is version 1 with λ = λ_init; elsewhere λ is sigmoid(x W_λ + log(λ_init / (1 − λ_init)))."""
-  x, constant = jax.random.normal(jax.random.key(0), (1, 6, 16)), 0.3
-  layers = [
-    ATTENTION[name](num_heads=2, head_dim=4)
-    for name in ("diff_per_token", "diff")
-  ]
-  params = jax.jit(layers[0].init)(jax.random.key(1), x, constant)["params"]
-  w = params.pop("lambda_hat")
-  vectors = {
-    name: jnp.zeros(4)
-    for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
-  }
-  got = jax.jit(layers[0].apply)(
-    {"params": params | {"lambda_hat": 0 * w}}, x, constant
-  )
-  np.testing.assert_allclose(
-    got,
-    jax.jit(layers[1].apply)({"params": params | vectors}, x, constant),
-    rtol=1e-5,
-    atol=1e-6,
-  )
-  _, variables = jax.jit(
-    functools.partial(layers[0].apply, mutable=["metrics"])
-  )({"params": params | {"lambda_hat": w}}, x, constant)
-  want = 1 / (1 + np.exp(-np.asarray(x @ w)) * (1 - constant) / constant)
-  assert want.std() > 0.05
-  np.testing.assert_allclose(
-    variables["metrics"]["lambda"][0], want.mean(), rtol=1e-5
+  params = with_random_biases(parameters(layer, x, 0.3))
+  attention = StoringAttention()
+  storing_layer = layer.clone(attention_fn=attention)
+  output = storing_layer.apply({"params": params}, x, 0.3)
+  keys_values = attention.keys_values
+  storing_layer.apply({"params": params}, other_x, 0.3)
+  params_without_keys = dict(params)
+  for name in ("key", "key_bias", "value", "value_bias"):
+    del params_without_keys[name]
+  return CrossAttention(
+    layer,
+    params,
+    params_without_keys,
+    x,
+    output,
+    keys_values,
+    attention.keys_values,
   )
 
 
-def test_a_gate_weighs_each_number_of_the_heads_outputs():
-  x = jax.random.normal(jax.random.key(0), (1, 6, 16))
-  gated, plain = (
-    ATTENTION[name](num_heads=4, head_dim=4) for name in ("gated", "softmax")
-  )
-  params = parameters(gated, x)
-  w, eye = params["head_gate"], jnp.eye(16).reshape(4, 4, 16)
-  ungated = {
-    key: leaf for key, leaf in params.items() if key != "head_gate"
-  } | {"out": eye}
-  heads = jax.jit(plain.apply)(
-    {"params": ungated}, x
-  )  # before the output projection
-  want = heads / (
-    1 + np.exp(-np.einsum("bte,ehv->bthv", x, w).reshape(1, 6, 16))
-  )
-  np.testing.assert_allclose(
-    jax.jit(gated.apply)({"params": {**params, "out": eye}}, x),
-    want,
-    rtol=1e-5,
-    atol=1e-6,
+def test_a_layer_with_given_keys_has_no_projections_to_keys(cross):
+  init = functools.partial(
+    cross.layer.init_with_output, keys_values=cross.keys_values
   )
 
+  y, variables = jax.eval_shape(init, jax.random.key(1), cross.x, 0.3)
 
-def test_queries_and_keys_after_rope_can_be_captured():
-  x = jax.random.normal(jax.random.key(0), (1, 6, 16))
-  layer = DiffAttention(num_heads=2, head_dim=4)
-  params = parameters(layer, x, 0.2)
-  _, captured = jax.jit(
-    functools.partial(layer.apply, mutable=["intermediates"])
-  )({"params": params}, x, 0.2)
-  (q,), (k,) = (
-    captured["intermediates"]["query"],
-    captured["intermediates"]["key"],
+  chex.assert_shape(y, cross.x.shape)
+  assert variables["params"].keys() == cross.params_without_keys.keys()
+
+
+def test_a_layer_uses_given_keys_like_its_own(cross):
+  actual = jax.jit(cross.attend)(cross.keys_values)
+
+  chex.assert_trees_all_close(actual, cross.output, rtol=1e-5, atol=1e-6)
+
+
+def test_a_query_sees_the_given_keys_and_values_in_its_window(cross):
+  def output_of_query_6(keys_values):
+    return cross.attend(keys_values)[0, 6].sum()
+
+  gradients = jax.jit(jax.grad(output_of_query_6))(cross.other_keys_values)
+
+  for gradient in gradients:
+    influence = np.abs(gradient).sum(axis=tuple(range(2, gradient.ndim)))
+    rows, keys = np.nonzero(influence)
+    assert rows.tolist() == [0, 0, 0, 0]
+    assert keys.tolist() == [3, 4, 5, 6]
+
+
+def test_keys_and_values_of_another_input_change_the_output(cross):
+  output = jax.jit(cross.attend)(cross.other_keys_values)
+
+  assert not np.allclose(output, cross.output, atol=1e-2)
+
+
+def test_given_values_of_a_wrong_shape_are_rejected(cross):
+  keys, values = cross.keys_values
+  message = (
+    r"the values in keys_values must be \[B, T, K, V\] = \[B, T, 2, \d\];"
+    r" got shape \(2, 9, 1, "
   )
-  assert q.shape == (1, 6, 2, 2, 4) and k.shape == (1, 6, 2, 2, 4)
-  unrotated = jnp.einsum("BTE,EHGD->BTHGD", x, params["query"])
-  np.testing.assert_allclose(
-    q[:, 0], unrotated[:, 0], rtol=1e-6
-  )  # position 0 is not rotated
-  assert not np.allclose(q[:, 1], unrotated[:, 1])
-
-
-@pytest.mark.parametrize("name", ATTENTION)
-def test_init_of_a_layer_returns_parameters_alone(name):
-  x = jnp.ones((1, 6, 16))
-  layer = ATTENTION[name](num_heads=2, head_dim=4)
-  for mutable in (True, nn.DenyList("intermediates")):
-    init = functools.partial(layer.init, mutable=mutable)
-    variables = jax.eval_shape(init, jax.random.key(0), x, 0.3)
-    assert variables.keys() == {"params"}
-  sown = ["metrics", "intermediates"]
-  apply = functools.partial(layer.apply, mutable=sown)
-  _, variables = jax.eval_shape(apply, variables, x, 0.3)
-  assert len(variables["intermediates"]["query"]) == 1
-  if ATTENTION[name].compute_lambda is Attention.compute_lambda:  # no λ
-    assert "metrics" not in variables
-  else:
-    assert len(variables["metrics"]["lambda"]) == 1
+  with pytest.raises(ValueError, match=message):
+    cross.attend((keys, values[:, :, :1]))
