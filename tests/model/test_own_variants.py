@@ -1,8 +1,14 @@
-"""Variants from outside the package: every way to run one computes its weights, and none another variant's."""
+"""Variants from outside the package work in every part of the package.
+
+A part that knows only the package's variants would compute another variant.
+"""
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,82 +22,106 @@ from diffjax.config import (
   TrainConfig,
   UserError,
 )
-from diffjax.inference import sampler as sampler_module
 from diffjax.inference.cache import empty_cache, extend, unstack
 from diffjax.inference.sampler import Sampler
-from diffjax.model.attention import ATTENTION
+from diffjax.model.attention import ATTENTION, register
 from diffjax.model.decoder import Decoder, logits
 from diffjax.model.definition import key_distances
 from diffjax.model.shapes import parameter_shapes
-from diffjax.ops.diff_attention import Implementation, diff_attention
-from diffjax.ops.diff_attention.implementations import REGISTRY
+from diffjax.ops.diff_attention import (
+  Implementation,
+  diff_attention,
+)
+from diffjax.ops.diff_attention import (
+  register as register_implementation,
+)
 from diffjax.ops.diff_attention.reference import IMPLEMENTATION
 from diffjax.parallel.mesh import make_mesh, put_batch
 from diffjax.parameters import PARAMETERS, Parameter
-from diffjax.training.program import build
+from diffjax.training.program import Program, build
 from tests.harness import own_variants
 from tests.harness.parameters import parameters
+from tests.harness.tolerances import FLOAT32_LAYER, FLOAT64
 
 CONFIG = ModelConfig(
   vocab_size=64,
-  num_layers=3,
+  num_layers=2,
   embed_dim=16,
   head_dim=8,
   ffn_dim=32,
   max_length=64,
   **own_variants.FIELDS,
 )
+# The first layer has a window, and the second one has none.
+WINDOWS = dict(window=4, window_pattern="wf")
 TOKENS = np.random.default_rng(0).integers(0, 64, (2, 12)).astype(np.int32)
 
 
 @pytest.fixture(autouse=True, scope="module")
-def strange(tmp_path_factory):
+def registered_variants(tmp_path_factory):
   with own_variants.registered(tmp_path_factory.mktemp("own")):
     yield
 
 
-def decoder(name, **fields):
-  """Returns a model of a strange variant, and its parameters."""
+def decoder(name: str, **fields: Any) -> tuple[Decoder, dict[str, Any]]:
+  """Returns a small model of a variant, and its parameters."""
   config = dataclasses.replace(CONFIG, attention=name, **fields)
   model = Decoder(config)
   return model, parameters(model, jnp.asarray(TOKENS))
 
 
-def hidden_states(model, params, tokens, *options):
-  return jax.jit(model.apply)({"params": params}, tokens, *options)
+def trace(model: Decoder, params: dict[str, Any]) -> None:
+  """Traces the model, which raises the errors of its configuration."""
+  jax.eval_shape(model.apply, {"params": params}, TOKENS)
 
 
-def visible(length, *, window=None, ids=None):
-  """Returns which keys each query sees [T, S], from the definition."""
+def visible_keys(
+  length: int, *, window: int | None, segment_ids: np.ndarray
+) -> np.ndarray:
+  """Returns which keys each query sees [T, S]."""
   query, key = np.indices((length, length))
-  seen = key <= query
+  visible = (key <= query) & (segment_ids[query] == segment_ids[key])
   if window is not None:
-    seen &= query - key < window
-  if ids is not None:
-    seen &= ids[query] == ids[key]
-  return seen
+    visible &= query - key < window
+  return visible
 
 
-def expected_heads(params, q, k, v, mix, seen, *, with_sum):
-  """Returns the outputs of the heads of one row [T, H, V], in float64.
+# A layer equals its definition.
+
+SEGMENT_IDS = np.repeat([1, 2], [7, 5])
+
+
+def expected_heads(
+  params: dict[str, np.ndarray],
+  x: np.ndarray,
+  visible: np.ndarray,
+  *,
+  has_sum: bool,
+) -> np.ndarray:
+  """Returns the outputs of a strange layer's heads [T, H, V].
 
   Args:
-    params: of the layer.
-    q: queries [T, H, 3, D].
-    k: keys [S, K, 3, D].
-    v: values [S, K, V].
-    mix: tanh(x W), [T, H].
-    seen: which keys each query sees [T, S].
-    with_sum: whether the weights of earlier queries are added.
+    params: the parameters of the layer.
+    x: one row of inputs [T, E].
+    visible: which keys each query sees [T, S].
+    has_sum: whether the weights of earlier queries are added.
   """
-  bias = np.asarray(params["strange_bias"], np.float64)
-  k, v = np.repeat(k, 2, axis=1), np.repeat(v, 2, axis=1)
+  q = np.einsum("TE,EHGD->THGD", x, params["query"])
+  k = np.einsum("TE,EKGD->TKGD", x, params["key"])
+  v = np.einsum("TE,EKV->TKV", x, params["value"])
+  mix = np.tanh(x @ params["strange_mix"])
+  bias = params["strange_bias"][..., None, None]
+  # Two heads share their keys and values.
+  k = np.repeat(k, 2, axis=1)
+  v = np.repeat(v, 2, axis=1)
+
   s = np.einsum("THGD,SHGD->HGTS", q, k) / np.sqrt(q.shape[-1])
-  sigmoid = 1 / (1 + np.exp(-(s[:, 0] + bias[:, 0, None, None])))
-  tanh = np.tanh(s[:, 1] + bias[:, 1, None, None]) / 4
-  weights = np.where(seen, sigmoid - tanh + mix.T[..., None] * s[:, 2] / 8, 0)
-  if with_sum:
-    weights = weights + seen.astype(float) @ weights / 16
+  sigmoid = 1 / (1 + np.exp(-(s[:, 0] + bias[:, 0])))
+  tanh = np.tanh(s[:, 1] + bias[:, 1]) / 4
+  third_map = mix.T[..., None] * s[:, 2] / 8
+  weights = np.where(visible, sigmoid - tanh + third_map, 0)
+  if has_sum:
+    weights = weights + visible.astype(float) @ weights / 16
   return np.einsum("HTS,SHV->THV", weights, v)
 
 
@@ -99,223 +129,337 @@ def expected_heads(params, q, k, v, mix, seen, *, with_sum):
 @pytest.mark.parametrize("window", [None, 4])
 def test_a_layer_equals_its_definition(name, window):
   rng = np.random.default_rng(1)
+  x = rng.normal(size=(1, 12, 16)).astype(np.float32)
   layer = ATTENTION[name](
     num_heads=4, num_kv_heads=2, head_dim=8, rope=False, window=window
   )
-  x = rng.normal(size=(1, 12, 16)).astype(np.float32)
-  ids = np.repeat([1, 2], [7, 5])
   params = parameters(layer, jnp.asarray(x))
-  params["strange_bias"] = jnp.asarray(
-    rng.normal(size=(4, 2)).astype(np.float32)
+  bias = rng.normal(size=(4, 2)).astype(np.float32)
+  params["strange_bias"] = jnp.asarray(bias)
+
+  actual = jax.jit(layer.apply)(
+    {"params": params}, x, segment_ids=jnp.asarray(SEGMENT_IDS)[None]
   )
-  out = jax.jit(layer.apply)(
-    {"params": params}, x, segment_ids=jnp.asarray(ids)[None]
-  )
-  exact = {key: np.asarray(leaf, np.float64) for key, leaf in params.items()}
-  row = x[0].astype(np.float64)
+
+  exact_params = jax.tree.map(np.float64, params)
   heads = expected_heads(
-    params,
-    np.einsum("TE,EHGD->THGD", row, exact["query"]),
-    np.einsum("TE,EKGD->TKGD", row, exact["key"]),
-    np.einsum("TE,EKV->TKV", row, exact["value"]),
-    np.tanh(row @ exact["strange_mix"]),
-    visible(12, window=window, ids=ids),
-    with_sum=name == "strange_sum",
+    exact_params,
+    np.float64(x[0]),
+    visible_keys(12, window=window, segment_ids=SEGMENT_IDS),
+    has_sum=name == "strange_sum",
   )
-  expected = np.einsum("THV,HVE->TE", heads, exact["out"])
-  np.testing.assert_allclose(out[0], expected, atol=2e-5)
+  expected = np.einsum("THV,HVE->TE", heads, exact_params["out"])
+  chex.assert_trees_all_close(np.float64(actual[0]), expected, **FLOAT32_LAYER)
 
 
 @pytest.mark.parametrize("window", [None, 5])
-def test_the_example_of_dint_equals_its_equations(window):
-  """A₁ − λA₂ + λA₃ in float64, where row i of A₃ is the mean of rows that i sees."""
+def test_the_documented_dint_equals_its_equations(window):
+  """The weights are A₁ − λA₂ + λA₃.
+
+  Row i of A₃ is the mean of the rows of A₁ that query i sees as keys.
+  """
+  lambda_init = 0.3
   rng = np.random.default_rng(3)
+  x = rng.normal(size=(1, 12, 16)).astype(np.float32)
   layer = ATTENTION["dint"](
     num_heads=2, head_dim=8, rope=False, window=window, head_norm=False
   )
-  x = rng.normal(size=(1, 12, 16)).astype(np.float32)
-  ids = np.repeat([1, 2], [7, 5])
-  lambda_init = 0.3
-  params = parameters(layer, jnp.asarray(x), lambda_init)
-  out = jax.jit(layer.apply)(
-    {"params": params}, x, lambda_init, segment_ids=jnp.asarray(ids)[None]
+  params = parameters(layer, x, lambda_init)
+
+  actual = jax.jit(layer.apply)(
+    {"params": params},
+    x,
+    lambda_init,
+    segment_ids=jnp.asarray(SEGMENT_IDS)[None],
   )
-  exact = {key: np.asarray(leaf, np.float64) for key, leaf in params.items()}
-  row = x[0].astype(np.float64)
-  q = np.einsum("TE,EHGD->THGD", row, exact["query"])
-  k = np.einsum("TE,EHGD->THGD", row, exact["key"])
-  v = np.einsum("TE,EHV->THV", row, exact["value"])
-  first = np.exp(exact["lambda_q1"] @ exact["lambda_k1"])
-  second = np.exp(exact["lambda_q2"] @ exact["lambda_k2"])
+
+  exact_params = jax.tree.map(np.float64, params)
+  row = np.float64(x[0])
+  q = np.einsum("TE,EHGD->THGD", row, exact_params["query"])
+  k = np.einsum("TE,EHGD->THGD", row, exact_params["key"])
+  v = np.einsum("TE,EHV->THV", row, exact_params["value"])
+  first = np.exp(exact_params["lambda_q1"] @ exact_params["lambda_k1"])
+  second = np.exp(exact_params["lambda_q2"] @ exact_params["lambda_k2"])
   lam = first - second + lambda_init
-  seen = visible(12, window=window, ids=ids)
-  s = np.einsum("THGD,SHGD->HGTS", q, k) / np.sqrt(8)
-  exponentials = np.where(seen, np.exp(s), 0)
+  visible = visible_keys(12, window=window, segment_ids=SEGMENT_IDS)
+  scores = np.einsum("THGD,SHGD->HGTS", q, k) / np.sqrt(8)
+  exponentials = np.where(visible, np.exp(scores), 0)
   maps = exponentials / exponentials.sum(axis=-1, keepdims=True)
-  a1, a2 = maps[:, 0], maps[:, 1]
-  a3 = np.stack([a1[:, seen[i]].mean(axis=1) for i in range(12)], axis=1)
+  a1 = maps[:, 0]
+  a2 = maps[:, 1]
+  a3 = np.zeros_like(a1)
+  for query in range(12):
+    a3[:, query] = a1[:, visible[query]].mean(axis=1)
   weights = a1 - lam * a2 + lam * a3
-  np.testing.assert_allclose(weights.sum(axis=-1), 1, atol=1e-12)
+  # The weights of each query sum to 1, which is the purpose of DINT.
+  chex.assert_trees_all_close(weights.sum(axis=-1), np.ones((2, 12)), **FLOAT64)
   heads = np.einsum("HTS,SHV->THV", weights, v)
-  expected = np.einsum("THV,HVE->TE", heads, exact["out"])
-  np.testing.assert_allclose(out[0], expected, atol=2e-5)
+  expected = np.einsum("THV,HVE->TE", heads, exact_params["out"])
+  chex.assert_trees_all_close(np.float64(actual[0]), expected, **FLOAT32_LAYER)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_key_distances_count_tokens_between_a_query_and_its_keys(window):
+  segment_ids = np.repeat([1, 2], [4, 3])
+  visible = visible_keys(7, window=window, segment_ids=segment_ids)
+  query, key = np.indices((7, 7))
+
+  distances = np.asarray(key_distances(jnp.asarray(visible)[None]))[0]
+
+  np.testing.assert_array_equal(distances[visible], (query - key)[visible])
+
+
+# Whole models.
 
 
 @pytest.mark.parametrize("name", own_variants.NAMES)
-def test_the_table_knows_its_parameters(name):
+def test_the_table_of_shapes_has_the_parameters(name):
   model, params = decoder(name)
   shapes = {}
   for path, leaf in jax.tree_util.tree_leaves_with_path(params):
     shapes[path[-1].key] = leaf.shape
+
   assert shapes == parameter_shapes(model.config)
-  assert shapes["strange_bias"] == (3, 4, 2)
+  assert shapes["strange_bias"] == (2, 4, 2)
 
 
 @pytest.mark.parametrize("name", own_variants.NAMES)
-@pytest.mark.parametrize("fields", [{}, dict(window=4, window_pattern="wf")])
-def test_packed_documents_do_not_see_each_other(name, fields):
-  model, params = decoder(name, **fields)
-  ids = np.tile(np.repeat([1, 2], [7, 5]), (2, 1))
+def test_a_token_sees_only_earlier_tokens_of_its_document(name):
+  model, params = decoder(name, **WINDOWS)
+  apply = jax.jit(model.apply)
+  segment_ids = np.tile(np.repeat([1, 2], [7, 5]), (2, 1))
   positions = np.tile([*range(7), *range(5)], (2, 1))
-  packed = hidden_states(model, params, TOKENS, ids, positions)
-  second = hidden_states(model, params, TOKENS[:, 7:])
-  np.testing.assert_allclose(packed[:, 7:], second, atol=1e-5)
-  causal = hidden_states(model, params, TOKENS[:, :6])
-  np.testing.assert_allclose(packed[:, :6], causal, atol=1e-5)
+  packed = apply({"params": params}, TOKENS, segment_ids, positions)
+
+  # The second document is now the first one of its row.
+  swapped = apply(
+    {"params": params},
+    np.roll(TOKENS, 5, axis=1),
+    np.roll(segment_ids, 5, axis=1),
+    np.roll(positions, 5, axis=1),
+  )
+  later_changed = TOKENS.copy()
+  later_changed[:, 6:] += 1
+  changed = apply(
+    {"params": params}, later_changed % 64, segment_ids, positions
+  )
+
+  chex.assert_trees_all_close(swapped[:, :5], packed[:, 7:], **FLOAT32_LAYER)
+  chex.assert_trees_all_close(changed[:, :6], packed[:, :6], **FLOAT32_LAYER)
 
 
 @pytest.mark.parametrize("name", ["strange", "distance_sigmoid"])
-@pytest.mark.parametrize("fields", [{}, dict(window=4, window_pattern="wf")])
-def test_a_cache_gives_the_same_hidden_states(name, fields):
-  model, params = decoder(name, **fields)
+def test_a_cache_does_not_change_the_hidden_states(name):
+  model, params = decoder(name, **WINDOWS)
   if name == "distance_sigmoid":
-    slopes = jnp.full((model.config.num_layers, 4), 0.3)
-    params["layers"]["attention"]["sigmoid_slope"] = slopes
+    params["layers"]["attention"]["sigmoid_slope"] = jnp.full((2, 4), 0.3)
   cache = empty_cache(model, 2, 16)
   layers = unstack(model, params)
   read = jax.jit(functools.partial(extend, model))
-  first, cache = read(layers, TOKENS[:, :7], cache)
-  second, cache = read(layers, TOKENS[:, 7:], cache)
-  np.testing.assert_allclose(
-    np.concatenate([first, second], axis=1),
-    hidden_states(model, params, TOKENS),
-    atol=1e-5,
-  )
+
+  first, cache = read(layers, TOKENS[:, :6], cache)
+  second, cache = read(layers, TOKENS[:, 6:], cache)
+
+  actual = np.concatenate([first, second], axis=1)
+  expected = jax.jit(model.apply)({"params": params}, TOKENS)
+  chex.assert_trees_all_close(actual, expected, **FLOAT32_LAYER)
 
 
-def test_distances_of_keys():
-  """In tokens of the document, as far as a query sees them."""
-  ids = np.repeat([1, 2], [4, 3])
-  for window in (None, 3):
-    seen = visible(7, window=window, ids=ids)
-    query, key = np.indices((7, 7))
-    distances = np.asarray(key_distances(jnp.asarray(seen)[None]))[0]
-    np.testing.assert_array_equal(distances[seen], (query - key)[seen])
+# Generation.
 
 
-def greedy(model, params, prompt, count):
-  """Returns the most likely tokens, each computed from the whole row."""
-  row = list(prompt)
-  for _ in range(count):
-    padded = np.zeros((1, 24), np.int32)
-    padded[0, : len(row)] = row
-    hidden = hidden_states(model, params, padded)
-    scores = logits(params, hidden)[0, len(row) - 1]
-    row.append(int(np.argmax(scores)))
-  return row[len(prompt) :]
+def greedy_function(
+  model: Decoder, params: dict[str, Any]
+) -> Callable[[list[int], int], list[int]]:
+  """Returns a function that generates tokens from whole rows, without a cache.
+
+  It is compiled once for all prompts and lengths.
+  """
+
+  @jax.jit
+  def all_logits(row):
+    return logits(params, model.apply({"params": params}, row))
+
+  def generate(prompt, num_tokens):
+    ids = list(prompt)
+    for _ in range(num_tokens):
+      row = np.zeros((1, 24), np.int32)
+      row[0, : len(ids)] = ids
+      ids.append(int(np.argmax(all_logits(row)[0, len(ids) - 1])))
+    return ids[len(prompt) :]
+
+  return generate
 
 
-@pytest.mark.parametrize("name", own_variants.NAMES)
-def test_generation_with_and_without_cache(name, monkeypatch, capfd):
-  monkeypatch.setattr(sampler_module, "_warned_of", set())
+PROMPTS = [TOKENS[0, :9].tolist(), TOKENS[1, :4].tolist()]
+
+
+@pytest.mark.parametrize(
+  "name",
+  [
+    pytest.param("strange", id="with cache"),
+    pytest.param("strange_sum", id="without cache"),
+  ],
+)
+def test_greedy_generation_equals_a_loop_over_the_model(name):
   model, params = decoder(name)
-  prompts = [TOKENS[0, :9].tolist(), TOKENS[1, :4].tolist()]
-  expected = [greedy(model, params, prompt, 10) for prompt in prompts]
-  for _ in range(2):
-    sampler = Sampler(model, params, batch_size=2, capacity=24)
-    assert sampler.generate(prompts, 10) == expected
-  warnings = capfd.readouterr().err.count("every new token computes its whole")
-  assert warnings == (0 if name == "strange" else 1)
+  generate = greedy_function(model, params)
+  sampler = Sampler(model, params, batch_size=2, capacity=24)
+
+  answers = sampler.generate(PROMPTS, 10)
+
+  assert answers == [generate(prompt, 10) for prompt in PROMPTS]
 
 
-def test_a_history_is_the_cache_of_any_variant(monkeypatch):
-  """Drawn tokens are the same, and so is a prefix that is read once."""
+def test_generation_without_cache_warns_once_for_a_variant(capfd):
+  # A new variant, for which no other test has constructed a sampler.
+  register("warned")(type("Warned", (ATTENTION["strange_sum"],), {}))
+  model, params = decoder("warned")
+
+  Sampler(model, params, batch_size=2, capacity=24)
+  Sampler(model, params, batch_size=2, capacity=24)
+
+  errors = capfd.readouterr().err
+  assert errors.count("every new token computes its whole") == 1
+
+
+def test_generation_with_cache_does_not_warn(capfd):
   model, params = decoder("strange")
-  options = dict(temperature=0.8, top_p=0.9, seed=3)
-  prompts = [TOKENS[0, :5].tolist(), TOKENS[1, :9].tolist()]
-  answers = []
-  for supports in ({"cached_decoding"}, set()):
-    monkeypatch.setattr(ATTENTION["strange"], "supports", supports)
+
+  Sampler(model, params, batch_size=2, capacity=24)
+
+  assert "every new token" not in capfd.readouterr().err
+
+
+def test_recomputing_rows_gives_the_tokens_and_logits_of_the_cache(monkeypatch):
+  model, params = decoder("strange")
+
+  def draw():
     sampler = Sampler(model, params, batch_size=2, capacity=32)
-    state = sampler.prefill(prompts)
+    state = sampler.prefill([TOKENS[0, :5].tolist(), TOKENS[1, :9].tolist()])
     state = sampler.read(state, [[1, 2, 3], [4]])
     state = sampler.step(state, np.array([5, 6]))
-    answers.append(
-      (sampler.generate(prompts, 12, **options), np.asarray(state.logits))
-    )
-  assert answers[0][0] == answers[1][0]
-  np.testing.assert_allclose(answers[0][1], answers[1][1], atol=1e-5)
+    answers = sampler.generate(PROMPTS, 12, temperature=0.8, top_p=0.9, seed=3)
+    return answers, np.asarray(state.logits)
+
+  answers, state_logits = draw()
+  monkeypatch.setattr(ATTENTION["strange"], "supports", set())
+  recomputed_answers, recomputed_logits = draw()
+
+  assert recomputed_answers == answers
+  chex.assert_trees_all_close(recomputed_logits, state_logits, **FLOAT32_LAYER)
 
 
-def test_generation_calls_an_implementation_that_a_user_registered(monkeypatch):
-  """This one changes the function, which it should not, so that it is seen."""
+def negated_forward(arrays, mask, options):
+  """Returns attention with the opposite sign.
 
-  def forward(arrays, mask, options):
-    saved = IMPLEMENTATION.forward(arrays, mask, options)
-    return saved._replace(out=-saved.out)
-
-  monkeypatch.setitem(REGISTRY._registered, "negative", Implementation(forward))
-  model, params = decoder("softmax")
-  negative = model.clone(
-    attention_fn=functools.partial(diff_attention, implementation="negative")
-  )
-  prompt = TOKENS[0, :9].tolist()
-  answers = []
-  for each in (model, negative):
-    answers.append(greedy(each, params, prompt, 10))
-    sampler = Sampler(each, params, capacity=24)
-    assert sampler.generate([prompt], 10) == [answers[-1]]
-  assert answers[0] != answers[1]
+  An implementation should not change the function. This one does, so that a
+  test can tell whether it was called.
+  """
+  saved = IMPLEMENTATION.forward(arrays, mask, options)
+  return saved._replace(out=-saved.out)
 
 
-def test_what_is_not_supported_is_refused(monkeypatch):
-  model, params = decoder("strange_sum")
+def test_generation_calls_an_implementation_that_a_user_registered():
+  register_implementation("negated", Implementation(negated_forward))
+  attention_fn = functools.partial(diff_attention, implementation="negated")
+  plain_model, params = decoder("softmax")
+  model = plain_model.clone(attention_fn=attention_fn)
+  sampler = Sampler(model, params, capacity=24)
+
+  (answer,) = sampler.generate(PROMPTS[:1], 10)
+
+  assert answer == greedy_function(model, params)(PROMPTS[0], 10)
+  assert answer != greedy_function(plain_model, params)(PROMPTS[0], 10)
+
+
+# Features that a variant does not support.
+
+
+def test_a_variant_without_cached_decoding_has_no_cache():
+  model, _ = decoder("strange_sum")
   with pytest.raises(UserError, match="does not declare .* cached_decoding"):
     empty_cache(model, 1, 16)
+
+
+def test_a_variant_without_cached_decoding_rejects_a_cache_dtype():
+  model, params = decoder("strange_sum")
   with pytest.raises(UserError, match="cache_dtype = 'int8': must be None"):
     Sampler(model, params, cache_dtype="int8")
+
+
+def test_a_variant_without_an_implementation_rejects_one():
+  model, params = decoder("strange_sum")
   config = dataclasses.replace(model.config, attention_implementation="chunked")
   with pytest.raises(UserError, match="'auto' for 'strange_sum'"):
-    hidden_states(Decoder(config), params, TOKENS)
-  custom = model.clone(
-    attention_fn=functools.partial(diff_attention, scale=0.5)
-  )
+    trace(Decoder(config), params)
+
+
+def test_a_variant_with_its_own_weights_rejects_another_attention_fn():
+  model, params = decoder("strange_sum")
+  scaled_attention = functools.partial(diff_attention, scale=0.5)
+  model = model.clone(attention_fn=scaled_attention)
   with pytest.raises(ValueError, match="must be diff_attention, without"):
-    hidden_states(custom, params, TOKENS)
+    trace(model, params)
+
+
+def test_a_variant_without_windows_rejects_one(monkeypatch):
   monkeypatch.setattr(ATTENTION["strange_sum"], "supports", set())
+  model, params = decoder("strange_sum")
   config = dataclasses.replace(model.config, window=4)
   with pytest.raises(UserError, match="config.model.window = 4: 'strange_sum'"):
-    hidden_states(Decoder(config), params, TOKENS)
-  quantized = model.clone(logits_transform=lambda logits, mask: logits)
+    trace(Decoder(config), params)
+
+
+def test_a_variant_without_quantized_logits_rejects_a_transform(monkeypatch):
+  def unchanged(logits, mask):
+    return logits
+
+  monkeypatch.setattr(ATTENTION["strange_sum"], "supports", set())
+  model, params = decoder("strange_sum")
+  model = model.clone(logits_transform=unchanged)
   with pytest.raises(ValueError, match="logits_transform: StrangeSum"):
-    hidden_states(quantized, params, TOKENS)
+    trace(model, params)
 
 
 def test_a_layer_that_does_not_call_its_attention_cannot_be_cached(monkeypatch):
+  def attend(self, q, k, v, lam, mask):
+    return jnp.repeat(v, 2, axis=2)
+
   model, params = decoder("strange")
-  monkeypatch.setattr(
-    ATTENTION["strange"],
-    "attend",
-    lambda self, q, k, v, lam, mask: jnp.repeat(v, 2, axis=2),
-  )
+  monkeypatch.setattr(ATTENTION["strange"], "attend", attend)
+  read = functools.partial(extend, model)
+  layers = unstack(model, params)
+  cache = empty_cache(model, 2, 16)
   with pytest.raises(ValueError, match="called its attention_fn 0 times"):
-    extend(model, unstack(model, params), TOKENS, empty_cache(model, 2, 16))
+    jax.eval_shape(read, layers, TOKENS, cache)
 
 
-def run_steps(config, num_devices):
-  """Returns the metrics of each of three training steps."""
+# Training.
+
+
+def train_config(
+  name: str, mesh: MeshConfig | None = None, accumulation: int = 1
+) -> Config:
+  """Returns a training run of a variant, with windows in some layers."""
+  return Config(
+    model=dataclasses.replace(CONFIG, attention=name, **WINDOWS),
+    data=DataConfig(length=16),
+    train=TrainConfig(batch_size=4, accumulation=accumulation),
+    mesh=mesh or MeshConfig(),
+  )
+
+
+def build_program(config: Config, num_devices: int = 1) -> Program:
+  """Returns the training program of a run on some devices."""
   mesh = make_mesh(config.mesh, jax.devices()[:num_devices])
-  program = build(config, mesh)
+  return build(config, mesh)
+
+
+@functools.cache
+def run_steps(config: Config, num_devices: int = 1) -> list[dict[str, Any]]:
+  """Returns the metrics of each of three training steps."""
+  program = build_program(config, num_devices)
   rng = np.random.default_rng(2)
   batch = {
     "tokens": rng.integers(0, 64, (4, 16)).astype(np.int32),
@@ -324,85 +468,94 @@ def run_steps(config, num_devices):
     "positions": np.tile([*range(9), *range(7)], (4, 1)).astype(np.int32),
     "weights": np.ones((4, 16), np.float32),
   }
+  batch = put_batch(batch, program.mesh)
   state = program.init()
-  measured = []
+  metrics_of_steps = []
   for _ in range(3):
-    state, metrics = program.train_step(state, put_batch(batch, mesh))
-    measured.append(jax.device_get(metrics))
-  return measured
+    state, metrics = program.train_step(state, batch)
+    metrics_of_steps.append(jax.device_get(metrics))
+  return metrics_of_steps
 
 
-def train_config(name, mesh=None, accumulation=1, **fields):
-  return Config(
-    model=dataclasses.replace(CONFIG, attention=name, **fields),
-    data=DataConfig(length=16),
-    train=TrainConfig(batch_size=4, accumulation=accumulation),
-    mesh=mesh or MeshConfig(),
-  )
+@pytest.mark.parametrize(
+  ("name", "mesh"),
+  [
+    pytest.param("strange", MeshConfig(data=2, context=2), id="data, context"),
+    pytest.param(
+      "strange_sum",
+      MeshConfig(data=1, fsdp=2, tensor=2),
+      id="fsdp, tensor",
+    ),
+  ],
+)
+def test_a_mesh_does_not_change_training(name, mesh):
+  on_one_device = run_steps(train_config(name))
 
+  on_mesh = run_steps(train_config(name, mesh), num_devices=4)
 
-MESHES = [
-  ("strange", MeshConfig(2, 1, 1, 1)),
-  ("strange_sum", MeshConfig(1, 2, 1, 1)),
-  ("strange_sum", MeshConfig(1, 1, 1, 2)),
-  ("strange", MeshConfig(1, 1, 2, 1)),
-]
-
-
-@pytest.mark.parametrize(("name", "mesh"), MESHES)
-def test_two_devices_train_as_one(name, mesh):
-  fields = dict(window=5, window_pattern="wf")
-  one = run_steps(train_config(name, **fields), 1)
-  two = run_steps(train_config(name, mesh, **fields), 2)
-  for expected, metrics in zip(one, two, strict=True):
-    np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=2e-6)
+  for expected, actual in zip(on_one_device, on_mesh, strict=True):
+    np.testing.assert_allclose(actual["loss"], expected["loss"], rtol=2e-6)
     np.testing.assert_allclose(
-      metrics["grad_norm"], expected["grad_norm"], rtol=2e-5
+      actual["grad_norm"], expected["grad_norm"], rtol=2e-5
     )
-  assert one[0]["loss"] != one[2]["loss"]
+  assert on_one_device[0]["loss"] != on_one_device[2]["loss"]
 
 
-def test_every_sown_metric_is_a_metric_of_the_step():
-  """Values by layer, and their mean over micro-batches."""
-  whole = run_steps(train_config("strange"), 1)
-  parts = run_steps(train_config("strange", accumulation=2), 1)
-  for metrics in (whole[0], parts[0]):
-    assert metrics["strangeness"].shape == (CONFIG.num_layers,)
-    assert metrics["lambda"].shape == (CONFIG.num_layers,)
-  np.testing.assert_allclose(
-    parts[0]["lambda"], whole[0]["lambda"], rtol=1e-5, atol=1e-7
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_training_step_reports_every_metric_of_a_layer(accumulation):
+  config = train_config("strange", accumulation=accumulation)
+
+  metrics = run_steps(config)[0]
+
+  chex.assert_shape([metrics["strangeness"], metrics["lambda"]], (2,))
+
+
+def test_metrics_of_layers_are_means_over_micro_batches():
+  whole_batch = run_steps(train_config("strange"))[0]
+
+  metrics = run_steps(train_config("strange", accumulation=2))[0]
+
+  chex.assert_trees_all_close(
+    metrics["lambda"], whole_batch["lambda"], rtol=1e-5, atol=1e-7
   )
 
 
 def test_rows_cannot_be_split_unless_the_variant_supports_it():
   config = train_config("strange_sum", MeshConfig(1, 1, 2, 1))
   with pytest.raises(UserError, match="config.mesh.context = 2: .*strange_sum"):
-    run_steps(config, 2)
+    build_program(config, num_devices=2)
 
 
-def test_parameters_that_are_not_declared_are_refused(monkeypatch):
+# Parameters that a class declares, and parameters that it makes.
+
+
+def test_a_parameter_that_is_used_must_be_declared(monkeypatch):
   layer_class = ATTENTION["strange"]
   declared = dict(layer_class.extra_parameters)
   del declared["strange_mix"]
   monkeypatch.setattr(layer_class, "extra_parameters", declared)
   with pytest.raises(ValueError, match="no parameter 'strange_mix'"):
-    run_steps(train_config("strange"), 1)
+    build_program(train_config("strange"))
 
-  monkeypatch.undo()
-  more = {**layer_class.extra_parameters, "never_made": Parameter("LH")}
-  monkeypatch.setattr(layer_class, "extra_parameters", more)
-  monkeypatch.setitem(PARAMETERS, "never_made", Parameter("LH"))
+
+def test_a_parameter_that_is_declared_must_be_used(monkeypatch):
+  layer_class = ATTENTION["strange"]
+  unused = Parameter("LH")
+  declared = {**layer_class.extra_parameters, "unused": unused}
+  monkeypatch.setattr(layer_class, "extra_parameters", declared)
+  monkeypatch.setitem(PARAMETERS, "unused", unused)
   with pytest.raises(UserError, match="the layer does not make it"):
-    run_steps(train_config("strange"), 1)
-  monkeypatch.undo()
+    build_program(train_config("strange"))
 
+
+def test_a_parameter_of_flax_must_be_declared(monkeypatch):
   def compute_lambda(self, x, lambda_init):
     zeros = jax.nn.initializers.zeros
     self.param("forgotten", zeros, (self.num_heads,))
     return jnp.zeros(self.num_heads)
 
-  monkeypatch.setattr(layer_class, "compute_lambda", compute_lambda)
+  monkeypatch.setattr(ATTENTION["strange"], "compute_lambda", compute_lambda)
   with pytest.raises(
     (UserError, ValueError), match="forgotten.*extra_parameters"
   ):
-    run_steps(train_config("strange"), 1)
+    build_program(train_config("strange"))
