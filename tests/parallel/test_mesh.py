@@ -1,10 +1,13 @@
-"""A mesh changes where arrays lie, and nothing else."""
+"""A mesh changes where arrays are, and not what is computed."""
 
 import dataclasses
 import functools
 import math
 import re
 import types
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
 
 import chex
 import jax
@@ -24,7 +27,6 @@ from diffjax.config import (
   UserError,
 )
 from diffjax.model.stacks import is_supported
-from diffjax.ops import cross_entropy
 from diffjax.ops.diff_attention import balanced_order, diff_attention
 from diffjax.parallel import rules
 from diffjax.parallel.mesh import (
@@ -36,11 +38,14 @@ from diffjax.parallel.mesh import (
   sharded_cross_entropy,
 )
 from diffjax.parameters import PARAMETERS
-from diffjax.training.program import build
+from diffjax.training.program import Program, build
+from diffjax.training.step import TrainState
 from tests.harness.tiers import full
+from tests.harness.tolerances import FLOAT32_LAYER, FLOAT32_MODEL
 from tests.harness.variants import models
 
-B, T = 16, 32
+B = 16
+T = 32
 DATA = MeshConfig(data=-1)
 MODEL = ModelConfig(
   vocab_size=64,
@@ -53,10 +58,23 @@ MODEL = ModelConfig(
   dtype="float32",
 )
 VARIANTS = models(MODEL)
+VARIANTS["options"] = dataclasses.replace(
+  VARIANTS["diff_v2"],
+  window=11,
+  rope=False,
+  projection_biases=True,
+  embed_scale=6.0,
+)
 
 
-def make_config(model=MODEL, mesh=DATA, **train):
-  # A large ε: Adam divides by |gradient|, which would blow rounding up to the learning rate where a gradient is near zero.
+def make_config(
+  model: ModelConfig = MODEL, mesh: MeshConfig = DATA, **train: Any
+) -> Config:
+  """Returns a short training run.
+
+  Adam divides by |gradient| + ε. Its ε is large, so that rounding errors of
+  small gradients do not become as large as the learning rate.
+  """
   optimizer = OptimizerConfig(
     learning_rate=1e-2, warmup_steps=0, schedule="linear", eps=1e-2
   )
@@ -68,423 +86,252 @@ def make_config(model=MODEL, mesh=DATA, **train):
   )
 
 
-def make_batch(seed=0):
-  """Packed rows: two documents each, padding at the end of some, so that rows weigh differently."""
+def make_batch(seed: int = 0) -> dict[str, np.ndarray]:
+  """Returns rows of two documents and padding, with different weights."""
   rng = np.random.default_rng(seed)
   tokens = rng.integers(0, 64, (B, T + 1)).astype(np.int32)
-  segments = np.ones((B, T + 1), np.int32)
+  segment_ids = np.ones((B, T + 1), np.int32)
+  positions = np.tile(np.arange(T, dtype=np.int32), (B, 1))
   for row in range(B):
-    cut, end = rng.integers(2, T - 4), rng.integers(T - 3, T + 2)
-    segments[row, cut:] = 2
-    segments[row, end:] = 0
-  weights = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
-  positions = np.where(
-    segments[:, :-1] == 2,
-    np.arange(T) - (segments[:, :-1] == 1).sum(1, keepdims=True),
-    np.arange(T),
-  )
+    second_start = rng.integers(2, T - 4)
+    end = rng.integers(T - 3, T + 2)
+    segment_ids[row, second_start:] = 2
+    segment_ids[row, end:] = 0
+    positions[row, second_start:end] -= second_start
+  inputs = segment_ids[:, :-1]
+  targets = segment_ids[:, 1:]
   return {
     "tokens": tokens[:, :-1],
     "targets": tokens[:, 1:],
-    "segment_ids": segments[:, :-1],
-    "positions": positions.astype(np.int32),
-    "weights": weights.astype(np.float32),
+    "segment_ids": inputs,
+    "positions": positions,
+    "weights": ((targets == inputs) & (targets > 0)).astype(np.float32),
   }
 
 
 @functools.cache
-def first_state(config):
-  """The state before the first step, on one device."""
-  return build(config, make_mesh(DATA, jax.devices()[:1])).init()
+def program_of(config: Config, num_devices: int = 8) -> Program:
+  """Returns the program of a run, which is compiled once for all tests."""
+  mesh = make_mesh(config.mesh, jax.devices()[:num_devices])
+  return build(config, mesh)
 
 
 @functools.cache
-def run_steps(config, num_devices, steps=3):
-  """Parameters after some steps, and each step's metrics.
+def first_state(config: Config) -> TrainState:
+  """Returns the state before the first step, on one device."""
+  return program_of(config, num_devices=1).init()
 
-  Every mesh starts from the state of one device, whose program is compiled once.
+
+def put_first_state(program: Program) -> TrainState:
+  """Returns the state of one device before the first step, on a mesh.
+
+  So the initialisation is compiled only for one device.
   """
-  program = build(config, make_mesh(config.mesh, jax.devices()[:num_devices]))
-  first = first_state(dataclasses.replace(config, mesh=DATA))
-  state = jax.device_put(
-    jax.tree.map(jnp.copy, first),  # a step donates its state
-    jax.tree.map(lambda leaf: leaf.sharding, program.abstract_state),
-  )
-  losses = []
-  for n in range(steps):
-    state, metrics = program.train_step(
-      state, put_batch(make_batch(n), program.mesh)
-    )
-    losses.append(jax.tree.map(np.asarray, metrics))
-  return jax.tree.map(np.asarray, jax.device_get(state.params)), losses
+  config = dataclasses.replace(program.config, mesh=DATA)
+  # A step donates its state, so the step gets a copy.
+  state = jax.tree.map(jnp.copy, first_state(config))
+  shardings = jax.tree.map(lambda leaf: leaf.sharding, program.abstract_state)
+  return jax.device_put(state, shardings)
 
 
-# Sizes of data, fsdp, context and tensor.
-PAIRS = [(2, 4), (4, 1, 1, 2), (1, 2, 2, 2)]  # of axes, with every variant
-MESHES = []
-for name, config in VARIANTS.items():
-  for mesh in PAIRS:
-    is_context_parallel = MeshConfig(*mesh).context > 1
-    if not is_context_parallel or is_supported(config, "context_parallelism"):
-      MESHES.append((name, mesh))
-MESHES += [("diff", mesh) for mesh in ((8,), (1, 8), (1, 1, 8), (1, 1, 4, 2))]
-MESHES += [("options", (1, 2, 2, 2))]
-VARIANTS["options"] = dataclasses.replace(
-  VARIANTS["diff_v2"],
-  window=11,
-  rope=False,
-  projection_biases=True,
-  embed_scale=6.0,
-)
-FIRST = [("diff", (1, 2, 2, 2)), ("diff_v2", (2, 4))]
+@functools.cache
+def run_steps(config: Config, num_devices: int = 8) -> tuple[Any, list[Any]]:
+  """Returns the parameters after three steps, and the metrics of each step."""
+  program = program_of(config, num_devices)
+  state = put_first_state(program)
+  metrics_of_steps = []
+  for seed in range(3):
+    batch = put_batch(make_batch(seed), program.mesh)
+    state, metrics = program.train_step(state, batch)
+    metrics_of_steps.append(jax.device_get(metrics))
+  return jax.device_get(state.params), metrics_of_steps
+
+
+# Training and evaluation.
+
+
+def mesh_cases() -> list[tuple[str, tuple[int, ...]]]:
+  """Returns variants and sizes of the mesh's axes: data, fsdp, context, tensor.
+
+  Each variant has every axis once. DIFF also has each axis alone.
+  """
+  cases = []
+  for name, config in VARIANTS.items():
+    if name == "options":
+      continue
+    cases.append((name, (2, 4)))
+    cases.append((name, (4, 1, 1, 2)))
+    if is_supported(config, "context_parallelism"):
+      cases.append((name, (1, 2, 2, 2)))
+  for sizes in [(8,), (1, 8), (1, 1, 8), (1, 1, 4, 2)]:
+    cases.append(("diff", sizes))
+  cases.append(("options", (1, 2, 2, 2)))
+  return cases
+
+
+DEFAULT_TIER = [("diff", (1, 2, 2, 2)), ("diff_v2", (2, 4))]
+FULL_TIER = [case for case in mesh_cases() if case not in DEFAULT_TIER]
 
 
 @pytest.mark.parametrize(
-  "name, mesh",
-  [*FIRST, *full(case for case in MESHES if case not in FIRST)],
-  ids=str,
+  ("name", "sizes"), [*DEFAULT_TIER, *full(FULL_TIER)], ids=str
 )
-def test_eight_devices_give_one_devices_losses(name, mesh):
-  one = run_steps(make_config(VARIANTS[name]), 1)
-  many = run_steps(make_config(VARIANTS[name], MeshConfig(*mesh)), 8)
-  chex.assert_trees_all_close(one[1], many[1], rtol=2e-5)
-  chex.assert_trees_all_close(one[0], many[0], atol=2e-6)
-  assert one[1][0]["loss"] != one[1][2]["loss"]
+def test_a_mesh_does_not_change_training(name, sizes):
+  model = VARIANTS[name]
+  expected_params, expected_metrics = run_steps(make_config(model), 1)
+
+  params, metrics = run_steps(make_config(model, MeshConfig(*sizes)))
+
+  chex.assert_trees_all_close(metrics, expected_metrics, rtol=2e-5)
+  chex.assert_trees_all_close(params, expected_params, atol=2e-6)
+  assert expected_metrics[0]["loss"] != expected_metrics[2]["loss"]
+
+
+@pytest.mark.parametrize("num_devices", [1, *full([4])])
+def test_accumulation_does_not_change_training(num_devices):
+  """The loss is Σ loss / Σ tokens, and not a mean of micro-batches' means."""
+  expected_params, expected_metrics = run_steps(make_config(), num_devices)
+
+  params, metrics = run_steps(make_config(accumulation=4), num_devices)
+
+  chex.assert_trees_all_close(metrics, expected_metrics, rtol=2e-5)
+  chex.assert_trees_all_close(params, expected_params, atol=2e-6)
+
+
+@functools.cache
+def first_state_on_mesh(name: str) -> TrainState:
+  """Returns the state that the program of a mesh initialises."""
+  mesh = MeshConfig(data=1, fsdp=2, context=2, tensor=2)
+  if not is_supported(VARIANTS[name], "context_parallelism"):
+    mesh = MeshConfig(data=2, fsdp=2, context=1, tensor=2)
+  return program_of(make_config(VARIANTS[name], mesh)).init()
 
 
 @pytest.mark.parametrize(
   "name", ["diff", *full(name for name in VARIANTS if name != "diff")]
 )
-def test_the_first_state_is_the_same_on_a_mesh(name):
-  mesh = MeshConfig(data=1, fsdp=2, context=2, tensor=2)
-  if not is_supported(VARIANTS[name], "context_parallelism"):
-    mesh = MeshConfig(data=2, fsdp=2, context=1, tensor=2)
-  config = make_config(VARIANTS[name], mesh)
-  state = build(config, make_mesh(config.mesh)).init()
-  one = first_state(make_config(VARIANTS[name]))
+def test_a_mesh_does_not_change_the_first_state(name):
+  state = first_state_on_mesh(name)
+
+  expected = first_state(make_config(VARIANTS[name]))
   chex.assert_trees_all_close(
-    (state.params, state.opt_state), (one.params, one.opt_state), rtol=1e-6
+    (state.params, state.opt_state),
+    (expected.params, expected.opt_state),
+    rtol=1e-6,
   )
 
 
-@pytest.mark.parametrize("devices", [1, *full([4])])
-def test_accumulation_equals_the_full_batch(devices):
-  """Micro-batches of unequal token counts: Σ loss / Σ tokens, not a mean of means."""
-  whole = run_steps(make_config(), devices)
-  split = run_steps(make_config(accumulation=4), devices)
-  chex.assert_trees_all_close(whole[1], split[1], rtol=2e-5)
-  chex.assert_trees_all_close(whole[0], split[0], atol=2e-6)
-
-
-def test_parameters_and_optimizer_are_sharded():
-  config = make_config(mesh=MeshConfig(data=2, fsdp=4))
-  state = build(config, make_mesh(config.mesh)).init()
+def test_parameters_and_moments_of_adam_are_sharded():
+  state = first_state_on_mesh("diff")
   leaves = jax.tree_util.tree_leaves_with_path((state.params, state.opt_state))
-  matrices = [(path, leaf) for path, leaf in leaves if leaf.ndim >= 3]
-  assert len(matrices) >= 3 * 7  # parameters and both of Adam's moments
-  for path, leaf in matrices:
-    assert leaf.addressable_shards[0].data.size * 4 == leaf.size, (
-      jax.tree_util.keystr(path)
-    )
+  num_matrices = 0
+  for path, leaf in leaves:
+    if leaf.ndim < 3:
+      continue
+    num_matrices += 1
+    # Two devices along fsdp times two along tensor.
+    shard = leaf.addressable_shards[0].data
+    assert shard.size * 4 == leaf.size, jax.tree_util.keystr(path)
+  # The layers have 7 matrices, and Adam has two moments of each.
+  assert num_matrices >= 3 * 7
 
 
-def test_the_embedding_is_gathered_and_its_gradient_scattered_once(monkeypatch):
-  """The wrapped loss, made to loop over chunks: every collective of the compiled program stands outside the loop, and no device is sent a
-  whole gradient."""
-  for limit in ("_CHUNK_LOGITS", "_MIN_CHUNK_TOKENS"):
-    monkeypatch.setattr(cross_entropy, limit, 8)
-  mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
-  loss = sharded_cross_entropy(mesh)
-  batch = put_batch(
-    make_batch() | {"hidden": np.ones((B, T, 32), np.float32)}, mesh
-  )
-  gradient = jax.jit(
-    jax.grad(
-      lambda embedding, batch: loss(
-        batch["hidden"], embedding, batch["targets"], batch["weights"]
-      )[0]
-    )
-  )
-  embedding = jax.device_put(
-    np.ones((64, 32), np.float32),
-    NamedSharding(mesh, rules.parameter_spec("embedding")),
-  )
-  program = gradient.lower(embedding, batch).compile().as_text()
-  entry = program[
-    program.index("ENTRY") :
-  ]  # a loop's body is a computation of its own
-  assert " while(" in entry
-  for collective in ("all-gather", "all-to-all", "all-reduce"):
-    assert (
-      program.count(f" {collective}(") == entry.count(f" {collective}(") > 0
-    )
-  sizes = [
-    math.prod(map(int, shape.split(",")))
-    for shape in re.findall(r"f32\[([0-9,]+)\]\S* all-reduce\(", entry)
-  ]
-  assert sizes and max(sizes) <= 64 * 32 // 4
-
-
-def test_evaluation_adds_up_over_the_mesh():
+def test_evaluation_is_summed_over_the_mesh():
   config = make_config()
   batch = make_batch()
-  batch |= {
-    "hits": (batch["tokens"] % 2).astype(np.float32),
-    "bytes": np.ones((B, T), np.float32),
-  }
-  sums = []
-  for devices in (jax.devices()[:1], jax.devices()):
-    program = build(config, make_mesh(config.mesh, devices))
-    params = program.init().params
-    found = program.eval_step(params, put_batch(batch, program.mesh))
-    sums.append(jax.tree.map(float, found))
-  chex.assert_trees_all_close(*sums, rtol=1e-5)
-  assert sums[0]["weight"] == batch["weights"].sum()
-  assert 3 < sums[0]["nll"] / sums[0]["weight"] < 6  # near log 64
+  batch["hits"] = (batch["tokens"] % 2).astype(np.float32)
+  batch["bytes"] = np.ones((B, T), np.float32)
 
-
-@pytest.mark.parametrize(
-  "mesh, message",
-  [
-    (MeshConfig(3), "multiply to the 8 devices"),
-    (MeshConfig(-1, context=3), "context = 3, .*multiply to the 8 devices"),
-  ],
-)
-def test_sizes_that_do_not_multiply_to_the_devices(mesh, message):
-  with pytest.raises(UserError, match=message):
-    make_mesh(mesh)
-
-
-@pytest.mark.parametrize(
-  "model, mesh, message",
-  [
-    (
-      dict(embed_dim=36),
-      dict(fsdp=8),
-      "config.mesh.fsdp = 8 does not divide the 36 .*config.model.embed_dim",
-    ),
-    (
-      dict(),
-      dict(tensor=8),
-      "config.mesh.tensor = 8 does not divide the 2 .*config.model.num_kv_heads",
-    ),
-    (
-      dict(num_heads=8, num_kv_heads=8, ffn_dim=44),
-      dict(tensor=8),
-      "config.mesh.tensor = 8 does not divide the 44 .*config.model.ffn_dim",
-    ),
-    (
-      dict(attention_implementation="two_call"),
-      dict(context=2),
-      "attention_implementation = 'two_call' takes no offset, .*mesh.context",
-    ),
-    (
-      dict(num_heads=8, num_kv_heads=8, vocab_size=65),
-      dict(tensor=8),
-      "config.mesh.tensor = 8 does not divide the 65 .*vocab_size",
-    ),
-  ],
-  ids=str,
-)
-def test_sizes_that_an_axis_does_not_divide(model, mesh, message):
-  config = make_config(dataclasses.replace(MODEL, **model), MeshConfig(**mesh))
-  with pytest.raises(UserError, match=message):
-    build(config, make_mesh(config.mesh))
-
-
-def test_rows_that_the_context_axis_cannot_cut():
-  config = dataclasses.replace(
-    make_config(mesh=MeshConfig(context=4, tensor=2)),
-    data=DataConfig(length=36),
-  )
-  with pytest.raises(
-    UserError,
-    match="config.data.length = 36 must be a multiple of 8 with config.mesh.context = 4",
-  ):
-    build(config, make_mesh(config.mesh))
-
-
-def test_no_parameter_is_split_twice_along_an_axis():
-  for name in PARAMETERS:
-    spec = rules.parameter_spec(name)
-    axes = [axis for axis in spec if axis]
-    assert len(axes) == len(set(axes)), name
-
-
-class Device:
-  """What `batch_share` and `make_mesh` read of a device."""
-
-  platform, device_kind = "tpu", "TPU v4"
-
-  def __init__(self, number, process_index=0, slice_index=0):
-    self.id, self.process_index, self.slice_index = (
-      number,
-      process_index,
-      slice_index,
+  sums = {}
+  for num_devices in (1, 8):
+    program = program_of(config, num_devices)
+    params = put_first_state(program).params
+    sums[num_devices] = jax.device_get(
+      program.eval_step(params, put_batch(batch, program.mesh))
     )
 
-
-def fake_mesh(shape, processes):
-  devices = np.array([Device(*x) for x in enumerate(processes)]).reshape(shape)
-  return types.SimpleNamespace(
-    devices=devices, shape=dict(zip(AXES, shape, strict=True))
-  )
+  chex.assert_trees_all_close(sums[8], sums[1], **FLOAT32_LAYER)
+  assert sums[8]["weight"] == batch["weights"].sum()
+  # An untrained model has a loss near log 64.
+  assert 3 < sums[8]["nll"] / sums[8]["weight"] < 6
 
 
-@pytest.mark.parametrize(
-  "shape, processes, shares",
-  [
-    ((4, 1, 1, 2), [0, 0, 1, 1, 2, 2, 3, 3], [(0, 4), (1, 4), (2, 4), (3, 4)]),
-    (
-      (2, 1, 2, 2),
-      [0, 0, 1, 1, 2, 2, 3, 3],
-      [(0, 2), (0, 2), (1, 2), (1, 2)],
-    ),  # a row's tokens lie on two processes
-    (
-      (4, 2, 1, 1),
-      [0, 1, 0, 1, 2, 3, 2, 3],
-      [(0, 4), (1, 4), (2, 4), (3, 4)],
-    ),  # rows that do not lie side by side
-    ((1, 1, 8, 1), [0, 0, 0, 0, 1, 1, 1, 1], [(0, 1), (0, 1)]),
-    ((2, 4, 1, 1), [0, 0, 1, 1, 2, 2, 3, 3], [(0, 4), (1, 4), (2, 4), (3, 4)]),
-  ],
-)
-def test_each_process_feeds_its_share(shape, processes, shares, monkeypatch):
-  mesh = fake_mesh(shape, processes)
-  for process, share in enumerate(shares):
-    monkeypatch.setattr(jax, "process_index", lambda process=process: process)
-    assert batch_share(mesh) == share
-
-
-def test_shares_that_are_not_equal_are_refused(monkeypatch):
-  with pytest.raises(
-    UserError, match="cannot split the batch into equal shares"
-  ):
-    batch_share(fake_mesh((4, 1, 1, 1), [0, 0, 0, 1]))
-
-
-def test_slices_lie_along_data(monkeypatch):
-  monkeypatch.setattr(
-    mesh_utils,
-    "create_device_mesh",
-    lambda shape, devices, **_: np.array(devices).reshape(shape),
-  )
-  devices = [Device(n, n // 2, n // 4) for n in range(8)]
-  mesh = make_mesh(MeshConfig(data=-1, fsdp=4), devices)
-  assert [
-    [device.slice_index for device in row.flat] for row in mesh.devices
-  ] == [[0] * 4, [1] * 4]
-  with pytest.raises(
-    UserError, match="config.mesh.data = 1 must be a multiple of the 2 slices"
-  ):
-    make_mesh(MeshConfig(data=1, fsdp=8), devices)
-
-
-def test_context_order_gives_every_shard_the_same_work():
-  order = balanced_order(48, 4)
-  assert sorted(order) == list(range(48))
-  assert (
-    len({sum(shard + 1) for shard in order.reshape(4, 12)}) == 1
-  )  # keys that a causal mask shows to its queries
-
-
-def test_batch_that_the_devices_cannot_share():
-  config = dataclasses.replace(make_config(), train=TrainConfig(batch_size=12))
-  with pytest.raises(UserError, match="batch_size = 12 .* multiple of 8"):
-    build(config, make_mesh(config.mesh))
-
-
-def test_a_spike_is_skipped_on_a_mesh():
-  config = make_config(mesh=MeshConfig(data=2, fsdp=4))
-  program = build(config, make_mesh(config.mesh))
-  state = program.init()
-  for n in range(2):
-    state, _ = program.train_step(state, put_batch(make_batch(n), program.mesh))
-  (skip, rate) = state.opt_state
-  # As after many steps whose gradients were far smaller; the loss lies where it was.
+def test_a_mesh_skips_a_step_with_a_loss_spike():
+  config = make_config(VARIANTS["diff_v2"], MeshConfig(data=2, fsdp=4))
+  program = program_of(config)
+  state = put_first_state(program)
+  for seed in range(2):
+    batch = put_batch(make_batch(seed), program.mesh)
+    state, _ = program.train_step(state, batch)
+  # The state as after many steps with far smaller gradients and the same loss.
+  skip, learning_rate = state.opt_state
   mean = skip.mean * np.float32([1, 1e-3])
   skip = skip._replace(
     seen=skip.seen + 100,
     mean=jax.device_put(mean, skip.mean.sharding),
     variance=0 * skip.variance,
   )
-  before = jax.tree.map(np.asarray, (state.params, skip.inner))
-  state, metrics = program.train_step(
-    dataclasses.replace(state, opt_state=(skip, rate)),
-    put_batch(make_batch(2), program.mesh),
-  )
-  assert int(metrics["skipped_steps"]) == int(metrics["skipped_in_a_row"]) == 1
-  after = state.opt_state[0]
-  chex.assert_trees_all_equal(
-    jax.tree.map(np.asarray, (state.params, after.inner)), before
-  )
+  state = dataclasses.replace(state, opt_state=(skip, learning_rate))
+  before = jax.device_get((state.params, skip.inner))
+
+  batch = put_batch(make_batch(2), program.mesh)
+  state, metrics = program.train_step(state, batch)
+
+  skip_after = state.opt_state[0]
+  after = jax.device_get((state.params, skip_after.inner))
+  chex.assert_trees_all_equal(after, before)
+  assert int(metrics["skipped_steps"]) == 1
+  assert int(metrics["skipped_in_a_row"]) == 1
 
 
-def test_attention_with_heads_on_a_tensor_axis():
+def sizes_of_arrays(pattern: str, text: str) -> list[int]:
+  """Returns the number of elements of each shape that a pattern matches."""
+  sizes = []
+  for shape in re.findall(pattern, text):
+    sizes.append(math.prod(int(size) for size in shape.split(",")))
+  return sizes
+
+
+def test_the_loss_communicates_once_outside_its_loop():
+  """The embedding is gathered once, and its gradient is scattered once.
+
+  No device gets the gradient of the whole embedding.
+  """
   mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
-  normal = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape)
-  arguments = (
-    normal(0, 4, T, 8, 2, 6),
-    normal(1, 4, T, 4, 2, 6),
-    normal(2, 4, T, 4, 12),
-    jnp.float32(0.4),
+  cross_entropy = sharded_cross_entropy(mesh)
+  hidden = np.ones((B, T, 32), np.float32)
+  batch = put_batch(make_batch() | {"hidden": hidden}, mesh)
+  embedding = jax.device_put(
+    np.ones((64, 32), np.float32),
+    NamedSharding(mesh, rules.parameter_spec("embedding")),
   )
-  ids = jnp.broadcast_to(jnp.arange(T) // 10, (4, T))
-  loss = lambda attention: (
-    lambda *a: jnp.sum(
-      jnp.sin(attention(*a, q_segment_ids=ids, kv_segment_ids=ids))
-    )
-  )
-  compiled = (
-    jax.jit(
-      jax.value_and_grad(loss(sharded_attention(mesh, "chunked")), (0, 1, 2, 3))
-    )
-    .lower(*arguments)
-    .compile()
-  )
-  expected = jax.value_and_grad(
-    loss(functools.partial(diff_attention, implementation="reference")),
-    (0, 1, 2, 3),
-  )(*arguments)
-  chex.assert_trees_all_close(
-    compiled(*arguments), expected, rtol=1e-4, atol=1e-4
-  )
-  assert "all-gather" not in compiled.as_text()
 
+  def loss(embedding, batch):
+    # With chunks of 8 tokens, the loss is a loop.
+    total, _ = cross_entropy(
+      batch["hidden"], embedding, batch["targets"], batch["weights"], chunk=8
+    )
+    return total
 
-@pytest.mark.parametrize(
-  "options",
-  [{"window": 5}, {"causal": False}, {"q_offset": jnp.array([0, 3, 1, 9])}],
-  ids=lambda options: [*options][0],
-)
-def test_attention_on_a_mesh_takes_what_attention_takes(options):
-  """With the tokens of each row over a context axis, in balanced order."""
-  mesh, order = (
-    make_mesh(MeshConfig(data=2, context=2, tensor=2)),
-    balanced_order(T, 2),
-  )
-  normal = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape)
-  q, k, v = (
-    normal(0, 4, T, 4, 2, 6),
-    normal(1, 4, T, 2, 2, 6),
-    normal(2, 4, T, 2, 12),
-  )
-  run = jax.jit(
-    functools.partial(sharded_attention(mesh, "chunked"), **options)
-  )
-  expected = diff_attention(q, k, v, 0.4, implementation="reference", **options)
-  chex.assert_trees_all_close(
-    run(*(x[:, order] for x in (q, k, v)), 0.4),
-    expected[:, order],
-    rtol=1e-4,
-    atol=1e-5,
-  )
+  compiled = jax.jit(jax.grad(loss)).lower(embedding, batch).compile()
+
+  program = compiled.as_text()
+  # The body of a loop is a computation of its own, before the entry.
+  entry = program[program.index("ENTRY") :]
+  assert " while(" in entry
+  for collective in ("all-gather", "all-to-all", "all-reduce"):
+    assert entry.count(f" {collective}(") > 0
+    assert program.count(f" {collective}(") == entry.count(f" {collective}(")
+  reduced = sizes_of_arrays(r"f32\[([0-9,]+)\]\S* all-reduce\(", entry)
+  assert reduced
+  assert max(reduced) <= 64 * 32 // 4
 
 
 @pytest.mark.full
 @pytest.mark.usefixtures("optimised")
-def test_long_rows_over_eight_shards():
-  """65,536 tokens a row, which no device holds whole: a step is taken, and its gradients are not nothing. 7 GB of memory."""
+def test_rows_too_long_for_a_device_are_split_over_eight():
+  """Takes a step with rows of 65,536 tokens, in 7 GB of memory."""
+  length = 65_536
   model = dataclasses.replace(
     MODEL,
     num_layers=1,
@@ -492,32 +339,295 @@ def test_long_rows_over_eight_shards():
     ffn_dim=16,
     num_heads=1,
     num_kv_heads=1,
-    max_length=65_536,
+    max_length=length,
   )
   config = Config(
     model=model,
     mesh=MeshConfig(context=8),
-    data=DataConfig(length=65_536),
+    data=DataConfig(length=length),
     train=TrainConfig(batch_size=1),
   )
   program = build(config, make_mesh(config.mesh))
   rng = np.random.default_rng(0)
-  tokens = rng.integers(0, 64, (2, 1, 65_536), np.int32)
-  ids = np.sort(rng.integers(0, 9, (1, 65_536), np.int32), axis=1)
-  positions, weights = (
-    np.arange(65_536, dtype=np.int32)[None],
-    np.ones((1, 65_536), np.float32),
-  )
-  batch = put_batch(
-    dict(
-      tokens=tokens[0],
-      targets=tokens[1],
-      segment_ids=ids,
-      positions=positions,
-      weights=weights,
-    ),
-    program.mesh,
-  )
-  assert batch["tokens"].addressable_shards[0].data.shape == (1, 8192)
+  batch = {
+    "tokens": rng.integers(0, 64, (1, length), np.int32),
+    "targets": rng.integers(0, 64, (1, length), np.int32),
+    "segment_ids": np.sort(rng.integers(0, 9, (1, length), np.int32), axis=1),
+    "positions": np.arange(length, dtype=np.int32)[None],
+    "weights": np.ones((1, length), np.float32),
+  }
+  batch = put_batch(batch, program.mesh)
+
   _, metrics = program.train_step(program.init(), batch)
-  assert 4 < float(metrics["loss"]) < 5 and float(metrics["grad_norm"]) > 1e-3
+
+  shard = batch["tokens"].addressable_shards[0].data
+  chex.assert_shape(shard, (1, length // 8))
+  assert 4 < float(metrics["loss"]) < 5
+  assert float(metrics["grad_norm"]) > 1e-3
+
+
+# Attention.
+
+
+def random_arrays(*shapes: tuple[int, ...]) -> list[jax.Array]:
+  """Returns normally distributed arrays."""
+  arrays = []
+  for seed, shape in enumerate(shapes):
+    arrays.append(jax.random.normal(jax.random.key(seed), shape))
+  return arrays
+
+
+def test_attention_with_heads_on_a_tensor_axis_gathers_nothing():
+  mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+  q, k, v = random_arrays((4, T, 8, 2, 6), (4, T, 4, 2, 6), (4, T, 4, 12))
+  arguments = (q, k, v, jnp.float32(0.4))
+  segment_ids = jnp.broadcast_to(jnp.arange(T) // 10, (4, T))
+
+  def loss_and_gradients(attention):
+    def loss(*arguments):
+      output = attention(
+        *arguments, q_segment_ids=segment_ids, kv_segment_ids=segment_ids
+      )
+      return jnp.sum(jnp.sin(output))
+
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3)))
+
+  on_mesh = loss_and_gradients(sharded_attention(mesh, "chunked"))
+  compiled = on_mesh.lower(*arguments).compile()
+
+  reference = loss_and_gradients(
+    functools.partial(diff_attention, implementation="reference")
+  )
+  chex.assert_trees_all_close(
+    compiled(*arguments), reference(*arguments), **FLOAT32_MODEL
+  )
+  assert "all-gather" not in compiled.as_text()
+
+
+@pytest.mark.parametrize(
+  "options",
+  [
+    pytest.param({"window": 5}, id="window"),
+    pytest.param({"causal": False}, id="not causal"),
+    pytest.param({"q_offset": np.array([0, 3, 1, 9])}, id="offsets of queries"),
+  ],
+)
+def test_attention_on_a_mesh_has_the_options_of_attention(options):
+  """The tokens of a row are split over the context axis, in balanced order."""
+  mesh = make_mesh(MeshConfig(data=2, context=2, tensor=2))
+  order = balanced_order(T, 2)
+  q, k, v = random_arrays((4, T, 4, 2, 6), (4, T, 2, 2, 6), (4, T, 2, 12))
+  attention = sharded_attention(mesh, "chunked")
+  reference = functools.partial(diff_attention, implementation="reference")
+
+  actual = jax.jit(functools.partial(attention, **options))(
+    q[:, order], k[:, order], v[:, order], 0.4
+  )
+
+  expected = jax.jit(functools.partial(reference, **options))(q, k, v, 0.4)
+  chex.assert_trees_all_close(actual, expected[:, order], rtol=1e-4, atol=1e-5)
+
+
+def test_balanced_order_gives_every_shard_the_same_work():
+  order = balanced_order(48, 4)
+
+  # A causal query sees its own key and all keys before.
+  work = (order.reshape(4, 12) + 1).sum(axis=1)
+  assert sorted(order) == list(range(48))
+  assert len(set(work.tolist())) == 1
+
+
+# Sizes that a mesh cannot have.
+
+
+@pytest.mark.parametrize(
+  ("mesh", "message"),
+  [
+    (MeshConfig(3), "multiply to the 8 devices"),
+    (MeshConfig(-1, context=3), "context = 3, .*multiply to the 8 devices"),
+  ],
+)
+def test_axes_must_multiply_to_the_number_of_devices(mesh, message):
+  with pytest.raises(UserError, match=message):
+    make_mesh(mesh)
+
+
+EIGHT_HEADS = dict(num_heads=8, num_kv_heads=8)
+
+
+@pytest.mark.parametrize(
+  ("model", "mesh", "message"),
+  [
+    pytest.param(
+      dict(embed_dim=36),
+      dict(fsdp=8),
+      "config.mesh.fsdp = 8 does not divide the 36 .*config.model.embed_dim",
+      id="embed_dim",
+    ),
+    pytest.param(
+      dict(),
+      dict(tensor=8),
+      "config.mesh.tensor = 8 does not divide the 2"
+      " .*config.model.num_kv_heads",
+      id="num_kv_heads",
+    ),
+    pytest.param(
+      dict(**EIGHT_HEADS, ffn_dim=44),
+      dict(tensor=8),
+      "config.mesh.tensor = 8 does not divide the 44 .*config.model.ffn_dim",
+      id="ffn_dim",
+    ),
+    pytest.param(
+      dict(**EIGHT_HEADS, vocab_size=65),
+      dict(tensor=8),
+      "config.mesh.tensor = 8 does not divide the 65 .*vocab_size",
+      id="vocab_size",
+    ),
+    pytest.param(
+      dict(attention_implementation="two_call"),
+      dict(context=2),
+      "attention_implementation = 'two_call' takes no offset, .*mesh.context",
+      id="implementation without offsets",
+    ),
+  ],
+)
+def test_a_model_that_a_mesh_cannot_split_is_rejected(model, mesh, message):
+  config = make_config(dataclasses.replace(MODEL, **model), MeshConfig(**mesh))
+  with pytest.raises(UserError, match=message):
+    build(config, make_mesh(config.mesh))
+
+
+def test_rows_that_the_context_axis_cannot_split_are_rejected():
+  config = make_config(mesh=MeshConfig(context=4, tensor=2))
+  config = dataclasses.replace(config, data=DataConfig(length=36))
+  message = (
+    "config.data.length = 36 must be a multiple of 8 with"
+    " config.mesh.context = 4"
+  )
+  with pytest.raises(UserError, match=message):
+    build(config, make_mesh(config.mesh))
+
+
+def test_a_batch_that_the_devices_cannot_share_is_rejected():
+  config = dataclasses.replace(make_config(), train=TrainConfig(batch_size=12))
+  with pytest.raises(UserError, match="batch_size = 12 .* multiple of 8"):
+    build(config, make_mesh(config.mesh))
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_mesh_axis_splits_only_one_axis_of_a_parameter(name):
+  mesh_axes = [axis for axis in rules.parameter_spec(name) if axis is not None]
+
+  assert len(mesh_axes) == len(set(mesh_axes))
+
+
+# Several processes and slices.
+
+
+class Device:
+  """The attributes of a TPU that `batch_share` and `make_mesh` read."""
+
+  platform = "tpu"
+  device_kind = "TPU v4"
+
+  def __init__(self, number: int, process_index: int, slice_index: int = 0):
+    self.id = number
+    self.process_index = process_index
+    self.slice_index = slice_index
+
+
+def mesh_of_processes(shape: tuple[int, ...], processes: Sequence[int]) -> Any:
+  """Returns the attributes of a mesh whose devices belong to processes."""
+  devices = []
+  for number, process in enumerate(processes):
+    devices.append(Device(number, process))
+  return types.SimpleNamespace(
+    devices=np.array(devices).reshape(shape),
+    shape=dict(zip(AXES, shape, strict=True)),
+  )
+
+
+@pytest.mark.parametrize(
+  ("shape", "processes", "expected_shares"),
+  [
+    pytest.param(
+      (4, 1, 1, 2),
+      [0, 0, 1, 1, 2, 2, 3, 3],
+      [(0, 4), (1, 4), (2, 4), (3, 4)],
+      id="each process has rows of its own",
+    ),
+    pytest.param(
+      (2, 1, 2, 2),
+      [0, 0, 1, 1, 2, 2, 3, 3],
+      [(0, 2), (0, 2), (1, 2), (1, 2)],
+      id="two processes share the tokens of a row",
+    ),
+    pytest.param(
+      (4, 2, 1, 1),
+      [0, 1, 0, 1, 2, 3, 2, 3],
+      [(0, 4), (1, 4), (2, 4), (3, 4)],
+      id="rows of a process are not adjacent",
+    ),
+    pytest.param(
+      (1, 1, 8, 1),
+      [0, 0, 0, 0, 1, 1, 1, 1],
+      [(0, 1), (0, 1)],
+      id="all processes share all rows",
+    ),
+    pytest.param(
+      (2, 4, 1, 1),
+      [0, 0, 1, 1, 2, 2, 3, 3],
+      [(0, 4), (1, 4), (2, 4), (3, 4)],
+      id="fsdp splits rows",
+    ),
+  ],
+)
+def test_each_process_reads_its_share_of_the_batch(
+  shape, processes, expected_shares, monkeypatch
+):
+  mesh = mesh_of_processes(shape, processes)
+
+  shares = []
+  for process in range(len(expected_shares)):
+    process_index = mock.Mock(return_value=process)
+    monkeypatch.setattr(jax, "process_index", process_index)
+    shares.append(batch_share(mesh))
+
+  assert shares == expected_shares
+
+
+def test_unequal_shares_of_the_batch_are_rejected():
+  mesh = mesh_of_processes((4, 1, 1, 1), [0, 0, 0, 1])
+  with pytest.raises(UserError, match="cannot split the batch into equal"):
+    batch_share(mesh)
+
+
+@pytest.fixture
+def devices_of_two_slices(monkeypatch):
+  """Eight TPUs in two slices of two processes each."""
+
+  def create_device_mesh(shape, devices, **_):
+    return np.array(devices).reshape(shape)
+
+  monkeypatch.setattr(mesh_utils, "create_device_mesh", create_device_mesh)
+  devices = []
+  for number in range(8):
+    devices.append(
+      Device(number, process_index=number // 2, slice_index=number // 4)
+    )
+  return devices
+
+
+def test_the_data_axis_separates_slices(devices_of_two_slices):
+  mesh = make_mesh(MeshConfig(data=-1, fsdp=4), devices_of_two_slices)
+
+  slices = []
+  for row in mesh.devices:
+    slices.append([device.slice_index for device in row.flat])
+  assert slices == [[0, 0, 0, 0], [1, 1, 1, 1]]
+
+
+def test_the_data_axis_must_be_a_multiple_of_the_slices(devices_of_two_slices):
+  message = "config.mesh.data = 1 must be a multiple of the 2 slices"
+  with pytest.raises(UserError, match=message):
+    make_mesh(MeshConfig(data=1, fsdp=8), devices_of_two_slices)
