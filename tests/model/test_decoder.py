@@ -1,4 +1,4 @@
-"""The decoder: twins, layers under scan, isolation and remat."""
+"""The decoder: its parameters, λ_init, masks, remat and initialisation."""
 
 import dataclasses
 import functools
@@ -8,6 +8,7 @@ from typing import Any
 
 import chex
 import jax
+import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -42,39 +43,40 @@ VARIANTS = models(CONFIG)
 
 
 @functools.cache
-def random_parameters(config):
+def random_parameters(config: ModelConfig) -> dict[str, Any]:
   """Returns parameters of a decoder, without compiling its initialisation."""
   return parameters(Decoder(config), jnp.zeros((1, 1), jnp.int32))
 
 
 @functools.cache
-def init(config):
+def initial_parameters(config: ModelConfig) -> dict[str, Any]:
   """Returns the parameters that training starts from."""
-  return jax.jit(Decoder(config).init)(
-    jax.random.key(0), jnp.zeros((1, 1), jnp.int32)
-  )["params"]
+  init = jax.jit(Decoder(config).init)
+  return init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
 
 
-def tokens(shape, seed=1):
+def random_tokens(*shape: int, seed: int = 1) -> jax.Array:
+  """Returns uniformly distributed token ids."""
   return jax.random.randint(jax.random.key(seed), shape, 0, CONFIG.vocab_size)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def apply(config, params, *args, **kwargs):
-  return logits(
-    params, Decoder(config).apply({"params": params}, *args, **kwargs)
-  )
+def apply(config, params, ids, segment_ids=None, positions=None):
+  """Returns the logits of a decoder in float32."""
+  model = Decoder(config)
+  hidden = model.apply({"params": params}, ids, segment_ids, positions)
+  return logits(params, hidden)
 
 
-def scans(config, params, ids):
-  """Whether the program for these small arrays, in which nothing else loops, loops over the layers."""
-  return "stablehlo.while" in apply.lower(config, params, ids).as_text()
+# Parameters.
 
 
-def test_parameter_layout():
-  params = jax.tree.map(jnp.shape, init(CONFIG))
+def test_parameters_have_the_documented_layout():
   L, E, H, D, F = 3, 32, 2, 8, 48
-  assert params == {
+
+  shapes = jax.tree.map(jnp.shape, initial_parameters(CONFIG))
+
+  assert shapes == {
     "embedding": (64, E),
     "final_norm": (E,),
     "layers": {
@@ -94,65 +96,181 @@ def test_parameter_layout():
       "ffn_norm": (L, E),
     },
   }
-  assert all(
-    leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(init(CONFIG))
-  )
+
+
+def test_parameters_are_in_float32():
+  for leaf in jax.tree.leaves(initial_parameters(CONFIG)):
+    assert leaf.dtype == jnp.float32
+
+
+def test_untied_embeddings_have_an_unembedding():
   untied = dataclasses.replace(CONFIG, tie_embeddings=False)
+
   assert "unembedding" in random_parameters(untied)
+  assert "unembedding" not in random_parameters(CONFIG)
 
 
-def test_diff_equals_its_twin_in_parameters_but_for_lambda_and_gains():
-  def count(params, without=()):
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    return sum(
-      leaf.size for path, leaf in leaves if path[-1].key not in without
-    )
+def test_diff_has_only_lambdas_and_gains_more_than_its_transformer():
+  extra_names = {
+    "lambda_q1",
+    "lambda_k1",
+    "lambda_q2",
+    "lambda_k2",
+    "head_gain",
+  }
+  num_common = 0
+  num_extra = 0
+  diff = random_parameters(CONFIG)
+  for path, leaf in jax.tree_util.tree_leaves_with_path(diff):
+    if path[-1].key in extra_names:
+      num_extra += leaf.size
+    else:
+      num_common += leaf.size
 
-  extras = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "head_gain")
-  diff, twin = random_parameters(CONFIG), random_parameters(VARIANTS["softmax"])
-  assert count(diff, without=extras) == count(twin)
-  assert count(diff) - count(twin) == CONFIG.num_layers * (
-    4 * CONFIG.head_dim + 2 * CONFIG.head_dim
+  transformer = random_parameters(VARIANTS["softmax"])
+
+  leaves = jax.tree.leaves(transformer)
+  assert num_common == sum(leaf.size for leaf in leaves)
+  # Four vectors λ of D numbers, and a gain of 2D numbers, in each layer.
+  assert num_extra == CONFIG.num_layers * 6 * CONFIG.head_dim
+
+
+@pytest.mark.parametrize("name", sorted(VARIANTS))
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_init_returns_only_parameters(name, remat):
+  """Another array that `init` returned would be an input of every later call."""
+  model = Decoder(dataclasses.replace(VARIANTS[name], remat=remat))
+  init = functools.partial(model.init, mutable=True)
+
+  variables = jax.eval_shape(
+    init, jax.random.key(0), jnp.zeros((1, 8), jnp.int32)
+  )
+
+  assert variables.keys() == {"params"}
+
+
+@pytest.mark.parametrize("name", sorted(VARIANTS))
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_a_call_records_each_array_once(name, remat):
+  config = dataclasses.replace(VARIANTS[name], remat=remat)
+  apply_model = functools.partial(
+    Decoder(config).apply, mutable=["metrics", "intermediates"]
+  )
+
+  _, recorded = jax.eval_shape(
+    apply_model,
+    {"params": random_parameters(config)},
+    jnp.zeros((1, 8), jnp.int32),
+  )
+
+  assert "hidden" in recorded["intermediates"]["layers"]
+  for collection in recorded.values():
+    tuples = jax.tree.leaves(collection, is_leaf=is_tuple)
+    for values in tuples:
+      assert len(values) == 1
+
+
+def is_tuple(value: Any) -> bool:
+  return isinstance(value, tuple)
+
+
+# Every axis has another size, so the shapes tell which letter an axis has.
+DISTINCT_SIZES = dict(
+  vocab_size=64,
+  num_layers=5,
+  embed_dim=40,
+  num_heads=36,
+  num_kv_heads=6,
+  head_dim=10,
+  value_dim=14,
+  ffn_dim=48,
+)
+
+
+def with_distinct_sizes(name: str, **fields: Any) -> ModelConfig:
+  """Returns a config of a variant in which all sizes are different."""
+  num_noise_heads = None
+  if ATTENTION[name].has_noise_map:
+    num_noise_heads = 12
+  return ModelConfig(
+    attention=name,
+    num_noise_heads=num_noise_heads,
+    **DISTINCT_SIZES,
+    **fields,
   )
 
 
-@pytest.mark.parametrize(
-  "remat", ["full", "none"]
-)  # scanned; and unrolled, on a CPU
-def test_lambda_init_is_each_layers_own(remat):
-  """Against a decoder written as a Python loop over layers; with layer 0's λ_init everywhere the logits differ."""
-  params, ids, config = (
-    random_parameters(CONFIG),
-    tokens((2, 16)),
-    dataclasses.replace(CONFIG, remat=remat),
-  )
-  assert scans(config, params, ids) == (remat == "full")
+@pytest.mark.parametrize("name", EXPECTED)
+def test_distinct_sizes_tell_axes_apart(name):
+  """Only sizes that are equal by definition are equal.
 
-  @functools.partial(jax.jit, static_argnums=0)
-  def looped(lambda_init_of):
-    x = params["embedding"][ids]
-    block = decoder.Block(CONFIG, jnp.float32, decoder.diff_attention)
-    positions = jnp.broadcast_to(jnp.arange(16), (2, 16))
-    for layer in range(CONFIG.num_layers):
-      weights = jax.tree.map(operator.itemgetter(layer), params["layers"])
-      x, _ = block.apply(
-        {"params": weights}, x, lambda_init_of(layer), 0, None, positions
-      )
-    return logits(
-      params, decoder.rms_norm(x, params["final_norm"], CONFIG.norm_eps)
-    )
+  These are V and U, and with one map also H and Q, and G and M.
+  """
+  sizes = axis_sizes(with_distinct_sizes(name))
 
-  found = apply(config, params, ids)
-  np.testing.assert_allclose(found, looped(lambda_init_schedule), atol=1e-5)
-  assert (
-    np.abs(found - looped(lambda layer: lambda_init_schedule(0))).max() > 1e-3
+  num_equal = 1 if ATTENTION[name].has_noise_map else 3
+  assert len(set(sizes.values())) == len(sizes) - num_equal
+
+
+def shape_cases() -> list[Any]:
+  """Returns small models of all variants with all parameters that exist."""
+  cases = []
+  for name, config in VARIANTS.items():
+    cases.append(pytest.param(config, id=name))
+  options = {
+    "head norm": dict(head_norm=True),
+    "untied, biases": dict(
+      head_norm=False, tie_embeddings=False, projection_biases=True
+    ),
+    "layer norm, PolyNorm": dict(
+      head_norm=True, norm="layer", ffn_activation="poly_norm"
+    ),
+    "plain layers, biases": dict(
+      head_norm=True, plain_layers=1, projection_biases=True
+    ),
+  }
+  for name, (title, fields) in itertools.product(ATTENTION, options.items()):
+    config = with_distinct_sizes(name, **fields)
+    cases.append(pytest.param(config, id=f"{name}, {title}"))
+  return cases
+
+
+@pytest.mark.parametrize("config", shape_cases())
+def test_the_table_has_the_shape_of_every_parameter(config):
+  """The layers state shapes, and diffjax/parameters.py states axes."""
+  init = Decoder(config).init
+  variables = jax.eval_shape(
+    init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32)
   )
+
+  shapes = {}
+  leaves = jax.tree_util.tree_leaves_with_path(variables["params"])
+  for path, leaf in leaves:
+    name = path[-1].key
+    if path[0].key == "plain_layers":
+      name = f"plain_layers/{name}"
+    shapes[name] = leaf.shape
+  assert shapes == parameter_shapes(config)
+
+
+# The loop over layers.
+
+
+def has_loop(config: ModelConfig) -> bool:
+  """Returns whether the program loops. Small models only loop over layers."""
+  lowered = apply.lower(config, random_parameters(config), random_tokens(2, 16))
+  return "stablehlo.while" in lowered.as_text()
 
 
 def test_many_layers_are_scanned():
-  """On a CPU too: the program does not grow with every layer."""
-  config = dataclasses.replace(CONFIG, num_layers=9)
-  assert scans(config, random_parameters(config), tokens((2, 16)))
+  assert has_loop(dataclasses.replace(CONFIG, num_layers=9))
+
+
+@pytest.mark.parametrize(
+  ("remat", "expected"), [("none", False), ("full", True)]
+)
+def test_few_layers_are_unrolled_without_remat(remat, expected):
+  assert has_loop(dataclasses.replace(CONFIG, remat=remat)) is expected
 
 
 def test_the_initialisation_is_scanned():
@@ -160,9 +278,8 @@ def test_the_initialisation_is_scanned():
 
   def count_lines(num_layers):
     config = dataclasses.replace(CONFIG, num_layers=num_layers)
-    initialise = jax.jit(Decoder(config).init)
-    key = jax.random.key(0)
-    lowered = initialise.lower(key, jnp.zeros((1, 1), jnp.int32))
+    init = jax.jit(Decoder(config).init)
+    lowered = init.lower(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
     return len(lowered.as_text().splitlines())
 
   assert count_lines(num_layers=2) == count_lines(num_layers=4)
@@ -180,42 +297,29 @@ def test_a_layer_is_traced_once(monkeypatch):
 
   params = random_parameters(CONFIG)
   monkeypatch.setattr(Block, "__call__", counted_call)
-  jax.eval_shape(Decoder(CONFIG).apply, {"params": params}, tokens((2, 8)))
+  jax.eval_shape(Decoder(CONFIG).apply, {"params": params}, random_tokens(2, 8))
+
   assert num_traces == 1
 
 
-def test_lambda_init_is_the_schedule_or_a_constant():
-  np.testing.assert_allclose(
-    lambda_inits(CONFIG), [0.2, 0.3555, 0.4707], atol=5e-5
-  )
-  for constant in (0.5, 0.0):
-    np.testing.assert_allclose(
-      lambda_inits(dataclasses.replace(CONFIG, lambda_init=constant)),
-      [constant] * 3,
-    )
-
-
-def test_lambda_init_lags_behind():
-  """Motif's first layer has 0.8 − 0.6·exp(0.3)."""
-  config = dataclasses.replace(CONFIG, lambda_init_offset=1)
-  np.testing.assert_allclose(
-    lambda_inits(config), [-0.00992, 0.2, 0.3555], atol=5e-5
-  )
-
-
-@pytest.mark.parametrize("remat, layers", [("none", 5), ("attention", 9)])
-def test_windows_and_plain_layers_are_those_of_their_layers(remat, layers):
-  """A decoder of several kinds of layers equals one that is put together from a layer of each kind."""
+@pytest.mark.parametrize(
+  ("remat", "num_layers"),
+  [
+    pytest.param("none", 5, id="unrolled"),
+    pytest.param("attention", 9, id="scanned"),
+  ],
+)
+def test_each_layer_has_its_own_window_and_kind(remat, num_layers):
+  """The decoder equals a Python loop over layers of several kinds."""
   config = dataclasses.replace(
     VARIANTS["public"],
-    num_layers=layers,
+    num_layers=num_layers,
     plain_layers=2,
     window=3,
     window_pattern="wwf",
     remat=remat,
   )
-  params, ids = random_parameters(config), tokens((2, 16))
-  plain = dict(
+  plain_fields = dict(
     attention="softmax",
     num_heads=8,
     num_kv_heads=4,
@@ -223,272 +327,275 @@ def test_windows_and_plain_layers_are_those_of_their_layers(remat, layers):
     head_norm=False,
     lambda_init_offset=0,
   )
-  x: Any = jnp.take(params["embedding"], ids, axis=0)
-  for layer in range(layers):
-    name, index, kind = (
-      ("plain_layers", layer, plain) if layer < 2 else ("layers", layer - 2, {})
-    )
-    window = 3 if layer % 3 < 2 else None
-    own = dataclasses.replace(
-      config, plain_layers=0, window_pattern="", window=window, **kind
-    )
-    weights = jax.tree.map(lambda leaf, index=index: leaf[index], params[name])
-    x, _ = Block(own, jnp.float32, diff_attention).apply(
-      {"params": weights}, x, lambda_init_schedule(layer - 1), 0, None, None
-    )
-  want = logits(params, decoder.apply_norm(params, "final_norm", x, config))
-  np.testing.assert_allclose(apply(config, params, ids), want, atol=2e-5)
-  every = apply(dataclasses.replace(config, window_pattern="w"), params, ids)
-  assert np.abs(every - want).max() > 1e-3
+  params = random_parameters(config)
+  ids = random_tokens(2, 16)
+
+  @jax.jit
+  def logits_of_loop(params):
+    x = jnp.take(params["embedding"], ids, axis=0)
+    for layer in range(num_layers):
+      is_plain = layer < 2
+      fields = plain_fields if is_plain else {}
+      layers = params["plain_layers"] if is_plain else params["layers"]
+      index = layer if is_plain else layer - 2
+      layer_params = jax.tree.map(operator.itemgetter(index), layers)
+      has_window = layer % 3 < 2
+      layer_config = dataclasses.replace(
+        config,
+        plain_layers=0,
+        window_pattern="",
+        window=3 if has_window else None,
+        **fields,
+      )
+      block = Block(layer_config, jnp.float32, diff_attention)
+      # The model has lambda_init_offset = 1.
+      lambda_init = lambda_init_schedule(layer - 1)
+      x, _ = block.apply(
+        {"params": layer_params}, x, lambda_init, 0, None, None
+      )
+    return logits(params, decoder.apply_norm(params, "final_norm", x, config))
+
+  actual = apply(config, params, ids)
+
+  chex.assert_trees_all_close(actual, logits_of_loop(params), rtol=0, atol=2e-5)
+  all_windows = dataclasses.replace(config, window_pattern="w")
+  assert np.abs(apply(all_windows, params, ids) - actual).max() > 1e-3
 
 
 @pytest.mark.parametrize("name", ["softmax", "diff"])
-def test_a_window_that_data_choose_takes_the_place_of_the_layers_own(name):
+def test_a_window_switch_replaces_the_window_of_the_layer(name):
   x = jax.random.normal(jax.random.key(0), (2, 9, 16))
   layer = ATTENTION[name](num_heads=4, num_kv_heads=2, head_dim=4, window=5)
   params = parameters(layer, x, 0.3)
-  windows = (3, None)
 
   @jax.jit
-  def chosen(index):
-    switch = WindowSwitch(diff_attention, windows, index)
+  def apply_switch(index):
+    switch = WindowSwitch(diff_attention, (3, None), index)
     return layer.clone(attention_fn=switch).apply({"params": params}, x, 0.3)
 
-  for index, window in enumerate(windows):
-    want = layer.clone(window=window).apply({"params": params}, x, 0.3)
-    np.testing.assert_allclose(chosen(index), want, rtol=1e-5, atol=1e-6)
-  assert np.abs(chosen(0) - chosen(1)).max() > 1e-2
+  for index, window in enumerate((3, None)):
+    windowed = layer.clone(window=window)
+    expected = jax.jit(windowed.apply)({"params": params}, x, 0.3)
+    chex.assert_trees_all_close(
+      apply_switch(index), expected, rtol=1e-5, atol=1e-6
+    )
+  assert np.abs(apply_switch(0) - apply_switch(1)).max() > 1e-2
 
 
-def test_kept_attention_runs_forward_once_whichever_window_it_has():
-  def maxima(pattern):
+def test_remat_of_attention_repeats_no_window():
+  """Layers with two windows have two programs, each with one forward pass."""
+
+  def count_maxima(window_pattern):
     config = dataclasses.replace(
-      CONFIG, num_layers=9, window=3, window_pattern=pattern, remat="attention"
+      CONFIG,
+      num_layers=9,
+      window=3,
+      window_pattern=window_pattern,
+      remat="attention",
     )
-    loss = lambda params: jnp.sum(apply(config, params, tokens((1, 8))))
-    return str(jax.make_jaxpr(jax.grad(loss))(random_parameters(config))).count(
-      "reduce_max"
-    )
 
-  assert maxima("wf") == 2 * maxima("w")  # each of two windows has its program
+    def loss(params):
+      return jnp.sum(apply(config, params, random_tokens(1, 8)))
+
+    jaxpr = jax.make_jaxpr(jax.grad(loss))(random_parameters(config))
+    # A softmax begins with a maximum.
+    return str(jaxpr).count("reduce_max")
+
+  assert count_maxima("wf") == 2 * count_maxima("w")
 
 
-def test_positions_count_by_their_distances_alone():
-  """Queries and keys turn by the same angles, whatever RoPE's base is."""
-  config, ids, positions = (
-    dataclasses.replace(CONFIG, rope_base=20.0),
-    tokens((2, 16)),
-    np.broadcast_to(np.arange(16), (2, 16)),
-  )
+# λ_init and λ.
+
+
+@pytest.mark.parametrize(
+  "remat",
+  [pytest.param("full", id="scanned"), pytest.param("none", id="unrolled")],
+)
+def test_each_layer_has_its_own_lambda_init(remat):
+  """The decoder equals a Python loop over layers."""
+  config = dataclasses.replace(CONFIG, remat=remat)
   params = random_parameters(CONFIG)
-  expected = apply(config, params, ids, positions=positions)
+  ids = random_tokens(2, 16)
+
+  @jax.jit
+  def logits_of_loop(lambda_init_of_layers):
+    x = params["embedding"][ids]
+    block = Block(CONFIG, jnp.float32, diff_attention)
+    positions = jnp.broadcast_to(jnp.arange(16), (2, 16))
+    for layer in range(CONFIG.num_layers):
+      layer_params = jax.tree.map(operator.itemgetter(layer), params["layers"])
+      lambda_init = lambda_init_of_layers[layer]
+      x, _ = block.apply(
+        {"params": layer_params}, x, lambda_init, 0, None, positions
+      )
+    x = decoder.rms_norm(x, params["final_norm"], CONFIG.norm_eps)
+    return logits(params, x)
+
+  actual = apply(config, params, ids)
+
+  expected = logits_of_loop(lambda_init_schedule(jnp.arange(3)))
+  with_lambda_init_of_first_layer = logits_of_loop(
+    lambda_init_schedule(jnp.zeros(3))
+  )
+  chex.assert_trees_all_close(actual, expected, rtol=0, atol=1e-5)
+  assert np.abs(actual - with_lambda_init_of_first_layer).max() > 1e-3
+
+
+def test_lambda_init_follows_the_schedule():
   np.testing.assert_allclose(
-    apply(config, params, ids, positions=positions + 9), expected, atol=1e-5
-  )
-  assert (
-    np.abs(apply(config, params, ids, positions=2 * positions) - expected).max()
-    > 1e-3
+    lambda_inits(CONFIG), [0.2, 0.3555, 0.4707], atol=5e-5
   )
 
 
-def test_untied_logits_are_products_with_the_unembedding():
-  rng = np.random.default_rng(0)
-  hidden, embedding, unembedding = (
-    rng.standard_normal(shape, np.float32)
-    for shape in ((2, 3, 8), (5, 8), (5, 8))
-  )
-  tied, untied = (
-    {"embedding": embedding},
-    {"embedding": embedding, "unembedding": unembedding},
-  )
+@pytest.mark.parametrize("constant", [0.5, 0.0])
+def test_lambda_init_can_be_a_constant(constant):
+  config = dataclasses.replace(CONFIG, lambda_init=constant)
+
+  np.testing.assert_allclose(lambda_inits(config), [constant] * 3)
+
+
+def test_lambda_init_offset_delays_the_schedule():
+  """The first layer of Motif has 0.8 − 0.6·exp(0.3)."""
+  config = dataclasses.replace(CONFIG, lambda_init_offset=1)
+
   np.testing.assert_allclose(
-    logits(tied, hidden), hidden @ embedding.T, rtol=1e-5
-  )
-  np.testing.assert_allclose(
-    logits(untied, hidden), hidden @ unembedding.T, rtol=1e-5
+    lambda_inits(config), [-0.00992, 0.2, 0.3555], atol=5e-5
   )
 
 
-def test_embed_scale_multiplies_what_enters_the_first_layer_and_not_the_logits():
-  config, params, ids = (
-    dataclasses.replace(CONFIG, embed_scale=5.0),
-    random_parameters(CONFIG),
-    tokens((2, 16)),
-  )
-  entering = {
-    **params,
-    "embedding": 5 * params["embedding"],
-    "unembedding": params["embedding"],
-  }
-  wanted = apply(
-    dataclasses.replace(CONFIG, tie_embeddings=False), entering, ids
-  )
-  np.testing.assert_allclose(apply(config, params, ids), wanted, atol=1e-5)
-  assert np.abs(apply(CONFIG, params, ids) - wanted).max() > 1e-2
-
-
-def test_metrics_hold_each_layers_lambda():
+def test_metrics_have_the_lambda_of_each_layer():
   params = random_parameters(CONFIG)
-  _, variables = jax.jit(
-    lambda ids: Decoder(CONFIG).apply(
-      {"params": params}, ids, mutable=["metrics"]
-    )
-  )(tokens((2, 8)))
-  (lam,) = variables["metrics"]["layers"]["attention"]["lambda"]
+  apply_model = functools.partial(Decoder(CONFIG).apply, mutable=["metrics"])
+
+  _, variables = jax.jit(apply_model)({"params": params}, random_tokens(2, 8))
+
+  (lambdas,) = variables["metrics"]["layers"]["attention"]["lambda"]
   attention = params["layers"]["attention"]
-  dot = lambda a, b: jnp.sum(attention[a] * attention[b], axis=-1)  # noqa: E731
-  want = (
-    jnp.exp(dot("lambda_q1", "lambda_k1"))
-    - jnp.exp(dot("lambda_q2", "lambda_k2"))
-    + lambda_inits(CONFIG)
-  )
-  np.testing.assert_allclose(lam, want, rtol=1e-6)
+  first = jnp.sum(attention["lambda_q1"] * attention["lambda_k1"], axis=-1)
+  second = jnp.sum(attention["lambda_q2"] * attention["lambda_k2"], axis=-1)
+  expected = jnp.exp(first) - jnp.exp(second) + lambda_inits(CONFIG)
+  chex.assert_trees_all_close(lambdas, expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", sorted(VARIANTS))
-def test_init_returns_parameters_alone(name):
-  """An array that `init` returned beside them would be in every later call."""
-  ids = jnp.zeros((1, 8), jnp.int32)
-  for remat in ("none", "full"):
-    model = Decoder(dataclasses.replace(VARIANTS[name], remat=remat))
-    init = functools.partial(model.init, mutable=True)
-    variables = jax.eval_shape(init, jax.random.key(0), ids)
-    assert variables.keys() == {"params"}
-    apply = functools.partial(model.apply, mutable=["metrics", "intermediates"])
-    _, sown = jax.eval_shape(apply, variables, ids)
-    assert "hidden" in sown["intermediates"]["layers"]
-    for values in sown.values():
-      tuples = jax.tree.leaves(values, is_leaf=lambda x: isinstance(x, tuple))
-      assert [len(each) for each in tuples] == [1] * len(tuples)
-
-
-def test_lambda_is_of_the_call_and_not_of_init():
-  """The variables of `init` go into `apply` whole, as Flax's examples do."""
-  ids = tokens((1, 8))
+def test_metrics_are_those_of_the_call_and_not_of_init():
+  """Flax's examples pass all variables of `init` to `apply`."""
+  ids = random_tokens(1, 8)
   model = Decoder(CONFIG)
   variables = jax.jit(model.init)(jax.random.key(0), ids)
   attention = variables["params"]["layers"]["attention"]
   for name in ("lambda_q1", "lambda_k1"):
     attention[name] = jnp.ones_like(attention[name])
-  apply = jax.jit(functools.partial(model.apply, mutable=["metrics"]))
-  _, sown = apply(variables, ids)
-  lam = sown["metrics"]["layers"]["attention"]["lambda"][0]
-  assert lam.min() > 100  # exp(8) − …
+
+  apply_model = functools.partial(model.apply, mutable=["metrics"])
+  _, metrics = jax.jit(apply_model)(variables, ids)
+
+  lambdas = metrics["metrics"]["layers"]["attention"]["lambda"][0]
+  # These vectors give exp(8) = 2981.
+  assert lambdas.min() > 100
+
+
+# Positions, embeddings and logits.
+
+
+def test_only_distances_between_positions_matter():
+  """Queries and keys are rotated by the same angles, for every base of RoPE."""
+  config = dataclasses.replace(CONFIG, rope_base=20.0)
+  params = random_parameters(CONFIG)
+  ids = random_tokens(2, 16)
+  positions = np.broadcast_to(np.arange(16), (2, 16))
+
+  expected = apply(config, params, ids, positions=positions)
+  shifted = apply(config, params, ids, positions=positions + 9)
+  stretched = apply(config, params, ids, positions=2 * positions)
+
+  chex.assert_trees_all_close(shifted, expected, rtol=0, atol=1e-5)
+  assert np.abs(stretched - expected).max() > 1e-3
+
+
+def test_more_tokens_than_max_length_are_rejected():
+  with pytest.raises(ValueError, match="max_length is 32"):
+    apply(CONFIG, random_parameters(CONFIG), random_tokens(1, 33))
+
+
+@pytest.mark.parametrize("matrix", ["embedding", "unembedding"])
+def test_logits_are_products_with_the_output_matrix(matrix):
+  """This is the unembedding if there is one, and otherwise the embedding."""
+  rng = np.random.default_rng(0)
+  hidden = rng.standard_normal((2, 3, 8), np.float32)
+  params = {"embedding": rng.standard_normal((5, 8), np.float32)}
+  params[matrix] = rng.standard_normal((5, 8), np.float32)
+
+  np.testing.assert_allclose(
+    logits(params, hidden), hidden @ params[matrix].T, rtol=1e-5
+  )
+
+
+def test_embed_scale_scales_the_input_and_not_the_logits():
+  config = dataclasses.replace(CONFIG, embed_scale=5.0)
+  untied_config = dataclasses.replace(CONFIG, tie_embeddings=False)
+  params = random_parameters(CONFIG)
+  ids = random_tokens(2, 16)
+
+  actual = apply(config, params, ids)
+
+  untied_params = {
+    **params,
+    "embedding": 5 * params["embedding"],
+    "unembedding": params["embedding"],
+  }
+  expected = apply(untied_config, untied_params, ids)
+  chex.assert_trees_all_close(actual, expected, rtol=0, atol=1e-5)
+  assert np.abs(apply(CONFIG, params, ids) - expected).max() > 1e-2
+
+
+# Which tokens a token sees.
+
+
+def influence_on(position: int, config: ModelConfig) -> jax.Array:
+  """Returns the sum of |gradient| of one output for each of 12 inputs.
+
+  The embedding matrix has one row per position, so its gradient is that of the
+  embedded tokens.
+  """
+  config = dataclasses.replace(config, vocab_size=12, tie_embeddings=True)
+  params = random_parameters(config)
+  embedded = jax.random.normal(jax.random.key(3), (12, config.embed_dim))
+
+  def output(embedded):
+    variables = {"params": params | {"embedding": embedded}}
+    hidden = Decoder(config).apply(variables, jnp.arange(12)[None])
+    return hidden[0, position].sum()
+
+  gradient = jax.jit(jax.grad(output))(embedded)
+  return jnp.abs(gradient).sum(axis=-1)
 
 
 @pytest.mark.parametrize(
   "name",
   ["diff", "softmax", *full(sorted(VARIANTS.keys() - {"diff", "softmax"}))],
 )
-def test_causality_by_gradient(name):
-  config, length, at = VARIANTS[name], 12, 5
-  params = random_parameters(config)
-  embedded = jax.random.normal(jax.random.key(3), (1, length, CONFIG.embed_dim))
+def test_a_token_sees_all_earlier_tokens_and_no_later_ones(name):
+  influence = influence_on(5, VARIANTS[name])
 
-  def output(
-    x,
-  ):  # the decoder on embeddings: one row of the embedding matrix a position
-    table = {**params, "embedding": x[0]}
-    hidden = Decoder(
-      dataclasses.replace(config, vocab_size=length, tie_embeddings=True)
-    ).apply({"params": table}, jnp.arange(length)[None])
-    return hidden[0, at].sum()
-
-  influence = jnp.abs(jax.jit(jax.grad(output))(embedded)).sum(-1)[0]
-  assert bool((influence[: at + 1] > 0).all())
-  assert bool((influence[at + 1 :] == 0).all())
+  assert np.flatnonzero(influence).tolist() == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize(
-  "fields, seen",
+  ("fields", "expected"),
   [
-    (dict(window=3), range(3, 6)),
-    (dict(causal=False), range(12)),
-    (dict(causal=False, window=3), range(3, 8)),
-    (dict(rope=False, projection_biases=True), range(6)),
+    (dict(window=3), [3, 4, 5]),
+    (dict(causal=False), [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]),
+    (dict(causal=False, window=3), [3, 4, 5, 6, 7]),
+    (dict(rope=False, projection_biases=True), [0, 1, 2, 3, 4, 5]),
   ],
   ids=str,
 )
-def test_a_token_sees_what_the_config_lets_it_see(fields, seen):
-  config, at = dataclasses.replace(CONFIG, num_layers=1, **fields), 5
-  params = random_parameters(config)
+def test_the_config_defines_which_tokens_a_token_sees(fields, expected):
+  config = dataclasses.replace(CONFIG, num_layers=1, **fields)
 
-  def output(x):
-    hidden = Decoder(dataclasses.replace(config, vocab_size=12)).apply(
-      {"params": {**params, "embedding": x}}, jnp.arange(12)[None]
-    )
-    return hidden[0, at].sum()
+  influence = influence_on(5, config)
 
-  influence = jnp.abs(
-    jax.jit(jax.grad(output))(
-      jax.random.normal(jax.random.key(3), (12, CONFIG.embed_dim))
-    )
-  ).sum(-1)
-  assert np.flatnonzero(influence).tolist() == list(seen)
-
-
-# Every axis has another size, so that the shapes tell which letter it has.
-SIZES = dict(
-  vocab_size=64,
-  num_layers=5,
-  embed_dim=40,
-  num_heads=36,
-  num_kv_heads=6,
-  head_dim=10,
-  value_dim=14,
-  ffn_dim=48,
-)
-
-
-def with_distinct_sizes(name, **fields):
-  """Returns a config of an attention class in which all sizes are different."""
-  num_noise_heads = 12 if ATTENTION[name].has_noise_map else None
-  return ModelConfig(
-    attention=name, num_noise_heads=num_noise_heads, **SIZES, **fields
-  )
-
-
-@pytest.mark.parametrize("name", EXPECTED)
-def test_sizes_tell_axes_apart(name):
-  """Equal are only the sizes that are equal by definition: V and U.
-
-  With one map, H and Q are also equal, and G and M.
-  """
-  sizes = axis_sizes(with_distinct_sizes(name))
-  num_equal = 1 if ATTENTION[name].has_noise_map else 3
-  assert len(set(sizes.values())) == len(sizes) - num_equal
-
-
-OPTIONS = [
-  dict(head_norm=True),
-  dict(head_norm=False, tie_embeddings=False, projection_biases=True),
-  dict(head_norm=True, norm="layer", ffn_activation="poly_norm"),
-  dict(head_norm=True, plain_layers=1, projection_biases=True),
-]
-
-
-@pytest.mark.parametrize(
-  "config",
-  [
-    *VARIANTS.values(),
-    *(
-      with_distinct_sizes(name, **fields)
-      for name in ATTENTION
-      for fields in OPTIONS
-    ),
-  ],
-  ids=lambda config: config.attention,
-)
-def test_the_table_knows_the_shape_of_every_parameter(config):
-  """The layers state the shapes, and the table of parameters has the axes."""
-  made = jax.eval_shape(
-    Decoder(config).init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32)
-  )["params"]
-  plain = lambda path: "plain_layers/" * (path[0].key == "plain_layers")
-  assert parameter_shapes(config) == {
-    plain(path) + path[-1].key: leaf.shape
-    for path, leaf in jax.tree_util.tree_leaves_with_path(made)
-  }
+  assert np.flatnonzero(influence).tolist() == expected
 
 
 @pytest.mark.parametrize(
@@ -496,60 +603,68 @@ def test_the_table_knows_the_shape_of_every_parameter(config):
   ["diff", "diff_v2", *full(sorted(VARIANTS.keys() - {"diff", "diff_v2"}))],
 )
 def test_packed_documents_do_not_see_each_other(name):
-  """Two documents packed in a row give each the logits it has alone.
+  """Each of two documents in a row gets the logits that it has alone.
 
   The logits are computed in float64. For rows of another length a CPU may sum
   products in another order, which changes float32 logits by up to 5e-6.
   """
-  config, params = VARIANTS[name], random_parameters(VARIANTS[name])
-  first, second = tokens((1, 7), 1), tokens((1, 9), 2)
+  config = VARIANTS[name]
+  first = random_tokens(1, 7, seed=1)
+  second = random_tokens(1, 9, seed=2)
   packed = jnp.concatenate([first, second], axis=1)
-  segments = jnp.asarray([[1] * 7 + [2] * 9])
+  segment_ids = jnp.asarray([[1] * 7 + [2] * 9])
   positions = jnp.asarray([[*range(7), *range(9)]])
+
   with jax.enable_x64(True):
-    params = jax.tree.map(lambda leaf: leaf.astype("float64"), params)
+    params = jax.tree.map(np.float64, random_parameters(config))
 
     @jax.jit
     def run(*batch):
       model = Decoder(config, jnp.float64)
       return logits(params, model.apply({"params": params}, *batch))
 
-    got = run(packed, segments, positions)
-    alone = jnp.concatenate([run(first), run(second)], axis=1)
+    actual = run(packed, segment_ids, positions)
+    expected = jnp.concatenate([run(first), run(second)], axis=1)
     without_segments = run(packed)
-  np.testing.assert_allclose(got, alone, atol=1e-6)
-  assert np.abs(got - without_segments)[:, 7:].max() > 1e-3
+
+  chex.assert_trees_all_close(actual, expected, rtol=0, atol=1e-6)
+  assert np.abs(actual - without_segments)[:, 7:].max() > 1e-3
 
 
-REMAT = [("diff", "attention"), ("diff_v2", "dots"), ("softmax", "full")]
+# Remat and memory.
+
+
+DEFAULT_REMAT = [
+  ("diff", "attention"),
+  ("diff_v2", "dots"),
+  ("softmax", "full"),
+]
+OTHER_REMAT = [
+  case
+  for case in itertools.product(VARIANTS, ("attention", "dots", "full"))
+  if case not in DEFAULT_REMAT
+]
 
 
 @pytest.mark.parametrize(
-  "name, policy",
-  [
-    *REMAT,
-    *full(
-      case
-      for case in itertools.product(VARIANTS, ("attention", "dots", "full"))
-      if case not in REMAT
-    ),
-  ],
+  ("name", "remat"), [*DEFAULT_REMAT, *full(OTHER_REMAT)]
 )
-def test_remat_does_not_change_loss_or_gradients(name, policy):
-  config, ids = VARIANTS[name], tokens((2, 16))
+def test_remat_does_not_change_loss_or_gradients(name, remat):
+  config = VARIANTS[name]
+  params = random_parameters(config)
+  ids = random_tokens(2, 16)
 
-  def loss(config, params):
-    return (apply(config, params, ids) ** 2).mean()
+  @functools.partial(jax.jit, static_argnums=0)
+  def loss_and_gradient(config, params):
+    def loss(params):
+      return jnp.mean(apply(config, params, ids) ** 2)
 
-  params, gradient = (
-    random_parameters(config),
-    jax.jit(jax.value_and_grad(loss, argnums=1), static_argnums=0),
-  )
-  plain, remat = (
-    gradient(config, params),
-    gradient(dataclasses.replace(config, remat=policy), params),
-  )
-  chex.assert_trees_all_close(plain, remat, rtol=1e-5, atol=1e-7)
+    return jax.value_and_grad(loss)(params)
+
+  actual = loss_and_gradient(dataclasses.replace(config, remat=remat), params)
+
+  expected = loss_and_gradient(config, params)
+  chex.assert_trees_all_close(actual, expected, rtol=1e-5, atol=1e-7)
 
 
 # Other variants store their weights.
@@ -558,90 +673,105 @@ FUSED = [
 ]
 
 
-@pytest.mark.parametrize("name", FUSED)
-def test_the_backward_pass_keeps_no_float32_and_no_second_copy_of_a_parameter(
-  name,
-):
-  """Where nothing is computed again, either would take more memory than all else that is kept."""
-  config, ids = (
-    dataclasses.replace(VARIANTS[name], remat="none"),
-    tokens((5, 16)),
-  )
-  B, T, E = *ids.shape, config.embed_dim
+@functools.cache
+def saved_for_backward(config: ModelConfig) -> list[jax.ShapeDtypeStruct]:
+  """Returns the arrays that a model in bfloat16 keeps for its backward pass."""
   model = Decoder(config, jnp.bfloat16)
-  backward = lambda params: jax.vjp(
-    lambda params: model.apply({"params": params}, ids), params
-  )[1]
-  kept = jax.tree.leaves(jax.eval_shape(backward, random_parameters(config)))
-  assert [
-    leaf
-    for leaf in kept
-    if leaf.shape == (config.num_layers - config.plain_layers, B, T, E)
-    and leaf.dtype == jnp.bfloat16
-  ]
-  wide = [
-    leaf
-    for leaf in kept
-    if leaf.dtype == jnp.float32 and (B, T) in (leaf.shape[:2], leaf.shape[1:3])
-  ]
-  assert all(leaf.size < B * T * E for leaf in wide), wide
-  parameters = {
-    leaf.shape
-    for leaf in jax.tree.leaves(random_parameters(config))
-    if leaf.size > E * E
-  }
-  assert not [
-    leaf
-    for leaf in kept
-    if leaf.dtype == jnp.bfloat16 and leaf.shape in parameters
-  ]
+
+  def backward_function(params):
+    def hidden(params):
+      return model.apply({"params": params}, random_tokens(5, 16))
+
+    _, backward = jax.vjp(hidden, params)
+    return backward
+
+  shapes = jax.eval_shape(backward_function, random_parameters(config))
+  return jax.tree.leaves(shapes)
 
 
-def test_longer_than_max_length_is_refused():
-  with pytest.raises(ValueError, match="max_length is 32"):
-    apply(CONFIG, random_parameters(CONFIG), tokens((1, 33)))
+@pytest.mark.parametrize("name", FUSED)
+def test_activations_are_kept_in_bfloat16_and_not_in_float32(name):
+  config = dataclasses.replace(VARIANTS[name], remat="none")
+  num_layers = config.num_layers - config.plain_layers
+  hidden_shape = (num_layers, 5, 16, config.embed_dim)
+
+  saved = saved_for_backward(config)
+
+  has_hidden_states = False
+  for leaf in saved:
+    if leaf.dtype == jnp.bfloat16:
+      has_hidden_states |= leaf.shape == hidden_shape
+    # Activations have the axes B and T first, or after the axis of layers.
+    is_activation = (5, 16) in (leaf.shape[:2], leaf.shape[1:3])
+    if leaf.dtype == jnp.float32 and is_activation:
+      assert leaf.size < 5 * 16 * config.embed_dim
+  assert has_hidden_states
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_no_bfloat16_copy_of_a_parameter_is_kept(name):
+  config = dataclasses.replace(VARIANTS[name], remat="none")
+  matrix_shapes = set()
+  for leaf in jax.tree.leaves(random_parameters(config)):
+    if leaf.size > config.embed_dim**2:
+      matrix_shapes.add(leaf.shape)
+
+  for leaf in saved_for_backward(config):
+    is_copy = leaf.dtype == jnp.bfloat16 and leaf.shape in matrix_shapes
+    assert not is_copy, leaf
+
+
+# Initial values and precision.
 
 
 @pytest.mark.parametrize("name", ["diff", "diff_v2"])
-def test_initial_standard_deviations(name):
-  """1/√inputs; the two matrices that write to the residual stream a further 1/√(2L)."""
-  params, residual = init(VARIANTS[name]), (2 * CONFIG.num_layers) ** -0.5
-  layers, E = params["layers"], CONFIG.embed_dim
-  wanted = {
-    "query": E**-0.5,
-    "key": E**-0.5,
-    "value": E**-0.5,
-    "out": residual * E**-0.5,
-  }  # H·V inputs, as many as E
-  wanted |= {
-    "gate": E**-0.5,
-    "up": E**-0.5,
+def test_initial_matrices_have_the_standard_deviation_of_their_inputs(name):
+  """It is 1/√inputs.
+
+  The two matrices that write to the residual stream have a further 1/√(2L).
+  """
+  params = initial_parameters(VARIANTS[name])
+  layers = params["layers"]
+  matrices = {**layers["attention"], **layers["ffn"]}
+  matrices["embedding"] = params["embedding"]
+  per_input = CONFIG.embed_dim**-0.5
+  residual = (2 * CONFIG.num_layers) ** -0.5
+  expected = {
+    "embedding": per_input,
+    "query": per_input,
+    "key": per_input,
+    "value": per_input,
+    # H·V is as large as E.
+    "out": residual * per_input,
+    "gate": per_input,
+    "up": per_input,
     "down": residual * CONFIG.ffn_dim**-0.5,
   }
-  found = {
-    key: float(leaf.std())
-    for key, leaf in {**layers["attention"], **layers["ffn"]}.items()
-    if key in wanted
-  }
-  assert found == {
-    key: pytest.approx(value, rel=0.1) for key, value in wanted.items()
-  }
-  assert float(params["embedding"].std()) == pytest.approx(E**-0.5, rel=0.1)
+
+  for matrix, deviation in expected.items():
+    actual = float(matrices[matrix].std())
+    assert actual == pytest.approx(deviation, rel=0.1), matrix
 
 
-def test_initial_logits_have_unit_scale():
-  """So that the first loss is near log N, whatever the width."""
-  for width in (32, 128):
-    config = dataclasses.replace(CONFIG, embed_dim=width)
-    assert 0.7 < float(apply(config, init(config), tokens((4, 32))).std()) < 1.4
+@pytest.mark.parametrize("embed_dim", [32, 128])
+def test_initial_logits_have_unit_scale(embed_dim):
+  """So the first loss is near log N for every width."""
+  config = dataclasses.replace(CONFIG, embed_dim=embed_dim)
+
+  deviation = apply(
+    config, initial_parameters(config), random_tokens(4, 32)
+  ).std()
+
+  assert 0.7 < float(deviation) < 1.4
 
 
 @pytest.mark.parametrize(
   "name", ["diff", *full(sorted(VARIANTS.keys() - {"diff"}))]
 )
-def test_bfloat16_computes_near_float32(name):
-  """Mixed precision: float32 parameters and gradients, loss within bfloat16's rounding."""
-  config, ids = VARIANTS[name], tokens((4, 32))
+def test_bfloat16_approximates_float32(name):
+  """Parameters and gradients are in float32, and activations in bfloat16."""
+  config = VARIANTS[name]
+  ids = random_tokens(4, 32)
   params = random_parameters(config)
 
   @functools.partial(jax.jit, static_argnums=0)
@@ -650,19 +780,23 @@ def test_bfloat16_computes_near_float32(name):
       hidden = Decoder(config, dtype=dtype).apply({"params": params}, ids)
       assert hidden.dtype == dtype
       log_probabilities = jax.nn.log_softmax(logits(params, hidden))
-      return -jnp.take_along_axis(
+      of_targets = jnp.take_along_axis(
         log_probabilities[:, :-1], ids[:, 1:, None], axis=-1
-      ).mean()
+      )
+      return -of_targets.mean()
 
     return jax.value_and_grad(loss)(params)
 
-  exact, exact_gradient = loss_and_gradient(jnp.dtype("float32"), params)
-  rounded, gradient = loss_and_gradient(jnp.dtype("bfloat16"), params)
-  assert exact != rounded
-  np.testing.assert_allclose(rounded, exact, rtol=1e-2)
-  assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(gradient))
-  flat, exact_flat = (
-    np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])
-    for tree in (gradient, exact_gradient)
+  loss, gradient = loss_and_gradient(jnp.dtype("bfloat16"), params)
+
+  expected_loss, expected_gradient = loss_and_gradient(
+    jnp.dtype("float32"), params
   )
-  assert np.linalg.norm(flat - exact_flat) < 0.05 * np.linalg.norm(exact_flat)
+  assert loss != expected_loss
+  np.testing.assert_allclose(loss, expected_loss, rtol=1e-2)
+  for leaf in jax.tree.leaves(gradient):
+    assert leaf.dtype == jnp.float32
+  vector, _ = jax.flatten_util.ravel_pytree(gradient)
+  expected_vector, _ = jax.flatten_util.ravel_pytree(expected_gradient)
+  error = np.linalg.norm(vector - expected_vector)
+  assert error < 0.05 * np.linalg.norm(expected_vector)

@@ -31,9 +31,7 @@ from diffjax.model.shapes import parameter_shapes
 from diffjax.ops.diff_attention import (
   Implementation,
   diff_attention,
-)
-from diffjax.ops.diff_attention import (
-  register as register_implementation,
+  implementations,
 )
 from diffjax.ops.diff_attention.reference import IMPLEMENTATION
 from diffjax.parallel.mesh import make_mesh, put_batch
@@ -361,7 +359,7 @@ def negated_forward(arrays, mask, options):
 
 
 def test_generation_calls_an_implementation_that_a_user_registered():
-  register_implementation("negated", Implementation(negated_forward))
+  implementations.register("negated", Implementation(negated_forward))
   attention_fn = functools.partial(diff_attention, implementation="negated")
   plain_model, params = decoder("softmax")
   model = plain_model.clone(attention_fn=attention_fn)
