@@ -1,4 +1,7 @@
-"""Several real processes over loopback: they train as one, stop as one, and none outlives another."""
+"""Several processes train as one, stop together, and end if one of them fails.
+
+The processes are real. They communicate over the loopback interface.
+"""
 
 import json
 import os
@@ -10,7 +13,10 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 import pytest
 
@@ -19,347 +25,638 @@ from diffjax.data import prepared
 from diffjax.host.lock import lock
 from diffjax.parallel import processes
 from diffjax.parallel.processes import connected
+from tests.harness import ROOT
 
-ROOT = pathlib.Path(__file__).parents[2]
-# Fields that tell the time, not the run.
-CLOCK = {
+# Fields of the log that depend on the time.
+TIME_FIELDS = {
   "time",
   "train/tokens_per_second",
   "train/step_seconds",
   "train/wait_fraction",
 }
-# The line of docs/devices.md for two processes on one machine, and the command in it.
+# The line of docs/devices.md that starts two processes, and the command in it.
 PAGE = (ROOT / "docs/devices.md").read_text()
 LINE, COMMAND = re.search(
   r"^(for i in 0 1; do (python -m diffjax\.train .*) & done; wait)$",
   PAGE,
   re.MULTILINE,
 ).groups()
-STEPS = 60
+NUM_STEPS = 60
 SAMPLED = "--config.train.sample_tokens=5"
 
-
-# The command, in which a process kills itself while the checkpoint of step 30 is written.
+# The training command. The process kills itself while it writes the checkpoint
+# of step 30.
 KILLED_IN_A_SAVE = """
 import os, signal
 from diffjax.cli import command
 from diffjax.train import main
 from diffjax.training import checkpoint
+
 save = checkpoint.ocp.save_checkpointables_async
+
 def save_and_die(path, *args, **options):
   response = save(path, *args, **options)
   if path.name == "30":
     os.kill(os.getpid(), signal.SIGKILL)
   return response
+
 checkpoint.ocp.save_checkpointables_async = save_and_die
 command.run(main)
 """
 
+# The training command in another directory. Only relative paths depend on it.
+IN_ANOTHER_DIRECTORY = """
+import os
+from diffjax.cli import command
+from diffjax.train import main
 
-# A program of which one process fails, once it is told to by a file, while the others wait for it in a collective.
+def main_in_directory(config):
+  os.chdir(DIRECTORY)
+  main(config)
+
+command.run(main_in_directory)
+"""
+
+# One process fails when the file --workdir exists. The others wait for it in a
+# collective.
 ONE_FAILS = """
 import pathlib, sys, time
 from diffjax.config import UserError
 from diffjax.parallel.processes import connected, gather_objects
+
 flags = dict(flag[2:].split("=", 1) for flag in sys.argv[1:])
-me = int(flags["process_id"])
-with connected(flags["coordinator"], int(flags["num_processes"]), me):
-  gather_objects(me)
-  print("together", flush=True)
-  while me == FAILING and not pathlib.Path(flags["workdir"]).exists():
-    time.sleep(0.05)
-  if me == FAILING:
+process_id = int(flags["process_id"])
+num_processes = int(flags["num_processes"])
+with connected(flags["coordinator"], num_processes, process_id):
+  gather_objects(process_id)
+  print("connected", flush=True)
+  if process_id == FAILING:
+    while not pathlib.Path(flags["workdir"]).exists():
+      time.sleep(0.05)
     raise UserError("nothing left to do")
-  gather_objects(me)
+  gather_objects(process_id)
 """
 
 
-def free_port():
+def free_port() -> int:
+  """Returns a port at which nothing listens."""
   with socket.socket() as listener:
     listener.bind(("localhost", 0))
     return listener.getsockname()[1]
 
 
+def write_documents(path: pathlib.Path, index: int) -> None:
+  """Writes a text file of 20 lines."""
+  lines = []
+  for line in range(20):
+    number = line * index % 97
+    lines.append(f"document {index}, line {line}: {number}\n")
+  path.write_text("".join(lines))
+
+
 @pytest.fixture(scope="module")
 def overrides(tmp_path_factory):
-  """Flags that make the documented run a tiny one, on rows that are prepared."""
-  path = tmp_path_factory.mktemp("data")
+  """Flags that make the documented run small. Its rows are prepared."""
+  directory = tmp_path_factory.mktemp("data")
   for index in range(60):
-    (path / f"{index}.txt").write_text(
-      "".join(
-        f"document {index}, line {line}: {line * index % 97}\n"
-        for line in range(20)
-      )
-    )
+    write_documents(directory / f"{index}.txt", index)
   data = dict(
-    source=f"text:{path}/*.txt",
+    source=f"text:{directory}/*.txt",
     validation_fraction=0.2,
     length=32,
-    prepared_dir=str(path / "rows"),
+    prepared_dir=str(directory / "rows"),
   )
-  prepared.prepare(DataConfig(**data))
-  fields = {f"data.{name}": value for name, value in data.items()}
-  fields |= {
+  prepared.prepare(DataConfig(**data), workers=1)
+  fields: dict[str, Any] = {
     "model.num_layers": 1,
     "model.embed_dim": 16,
     "model.num_heads": 1,
     "model.num_kv_heads": 1,
     "model.head_dim": 8,
-  }
-  fields |= {
     "model.ffn_dim": 32,
     "optimizer.warmup_steps": 2,
     "eval.interval": 20,
     "eval.rows": 16,
-    "train.steps": STEPS,
-  }
-  fields |= {
+    "train.steps": NUM_STEPS,
     "train.batch_size": 8,
     "train.log_interval": 1,
     "train.checkpoint_interval": 10,
     "train.sample_tokens": 0,
   }
+  for name, value in data.items():
+    fields[f"data.{name}"] = value
   return [f"--config.{name}={value}" for name, value in fields.items()]
 
 
-def environment():
-  # One device a process, not the eight that the tests have.
-  return os.environ | {
-    "PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"
-  }
+def process_environment() -> dict[str, str]:
+  """Returns an environment in which `python` is the tests' interpreter."""
+  interpreters = pathlib.Path(sys.executable).parent
+  return os.environ | {"PATH": f"{interpreters}:{os.environ['PATH']}"}
 
 
-def broken_pipe():
-  """What is left to write to when a pipe's reader has ended."""
-  reading, writing = os.pipe()
-  os.close(reading)
-  return open(writing, "w")
+def unread_pipe() -> Any:
+  """Returns a file to write to, of a pipe whose reader has ended."""
+  reader, writer = os.pipe()
+  os.close(reader)
+  return open(writer, "w")
 
 
-class Processes:
-  """The documented command, once a process."""
+class Result(NamedTuple):
+  """How processes ended.
+
+  Attributes:
+    codes: the exit code of each process.
+    messages: the last error of each process, or its last line.
+  """
+
+  codes: list[int]
+  messages: list[str]
+
+
+class ProcessGroup:
+  """A context in which several processes run the documented command."""
 
   def __init__(
-    self, workdir, overrides, *, count=2, own=None, code=None, unread=False
+    self,
+    workdir: pathlib.Path,
+    overrides: Sequence[str],
+    *,
+    count: int = 2,
+    own_flags: Mapping[int, Sequence[str]] | None = None,
+    programs: Mapping[int, str] | None = None,
+    is_read: bool = True,
   ):
-    self.workdir, port, self.all, self._files = (
-      pathlib.Path(workdir),
-      free_port(),
-      [],
-      [],
-    )
+    """Starts the processes.
+
+    Args:
+      workdir: the directory of the run. Output goes to files beside it.
+      overrides: flags of all processes.
+      count: the number of processes.
+      own_flags: further flags of some processes.
+      programs: code that some processes run in place of the command.
+      is_read: whether anything reads the output.
+    """
+    own_flags = own_flags or {}
+    programs = programs or {}
+    port = free_port()
+    self.processes: list[subprocess.Popen] = []
+    self._outputs: list[pathlib.Path] = []
     for index in range(count):
-      command = (
-        COMMAND.replace("runs/two", str(workdir))
-        .replace("9476", str(port))
-        .replace("=2 ", f"={count} ")
-        .replace("$i", str(index))
-      )
-      file = open(f"{workdir}.{index}.log", "w+")
-      program = (
-        ["-c", code[index]] if index in (code or {}) else command.split()[1:3]
-      )
-      arguments = [
-        sys.executable,
-        *program,
-        *command.split()[3:],
-        *overrides,
-        *(own or {}).get(index, []),
-      ]
-      output = broken_pipe() if unread else file
-      self.all.append(
-        subprocess.Popen(
-          arguments,
+      command = COMMAND.replace("runs/two", str(workdir))
+      command = command.replace("9476", str(port))
+      command = command.replace("=2 ", f"={count} ")
+      command = command.replace("$i", str(index))
+      # The command begins with python -m diffjax.train.
+      _, dash_m, module, *flags = command.split()
+      program = [dash_m, module]
+      if index in programs:
+        program = ["-c", programs[index]]
+      output = pathlib.Path(f"{workdir}.{index}.log")
+      output.touch()
+      with open(output, "w") if is_read else unread_pipe() as file:
+        process = subprocess.Popen(
+          [
+            sys.executable,
+            *program,
+            *flags,
+            *overrides,
+            *own_flags.get(index, []),
+          ],
           cwd=ROOT,
-          env=environment(),
-          stdout=output,
+          env=process_environment(),
+          stdout=file,
           stderr=subprocess.STDOUT,
         )
-      )
-      self._files.append(file)
+      self.processes.append(process)
+      self._outputs.append(output)
 
-  def text(self, index):
-    return pathlib.Path(self._files[index].name).read_text()
+  def output(self, index: int) -> str:
+    """Returns what a process has printed."""
+    return self._outputs[index].read_text()
 
-  def reach(self, text, index=0, timeout=150):
-    """Waits until a process has printed something."""
-    deadline = time.monotonic() + timeout
-    while text not in self.text(index):
-      assert time.monotonic() < deadline and self.all[index].poll() is None, (
-        self.text(index)
-      )
+  def wait_for_output(self, text: str, index: int = 0) -> None:
+    """Waits until a process has printed a text."""
+    deadline = time.monotonic() + 150
+    while text not in self.output(index):
+      assert time.monotonic() < deadline, self.output(index)
+      assert self.processes[index].poll() is None, self.output(index)
       time.sleep(0.02)
 
-  def end(self, timeout=150):
-    """Exit codes, and each one's error, or last line."""
+  def wait(self, timeout: float = 150) -> Result:
+    """Waits until all processes have ended."""
     deadline = time.monotonic() + timeout
-    codes = [
-      process.wait(timeout=max(1.0, deadline - time.monotonic()))
-      for process in self.all
-    ]
-    texts = [
-      self.text(index).splitlines() or [""] for index in range(len(codes))
-    ]
-    return codes, [
-      ([line for line in text if line.startswith("error: ")] or text)[-1]
-      for text in texts
-    ]
+    codes = []
+    messages = []
+    for index, process in enumerate(self.processes):
+      remaining = max(1.0, deadline - time.monotonic())
+      codes.append(process.wait(timeout=remaining))
+      messages.append(last_message(self.output(index)))
+    return Result(codes, messages)
 
-  def __enter__(self):
+  def __enter__(self) -> "ProcessGroup":
     return self
 
-  def __exit__(self, *_):
-    for process, file in zip(self.all, self._files, strict=True):
+  def __exit__(self, *_: Any) -> None:
+    for process in self.processes:
       process.kill()
       process.wait()
-      file.close()
 
 
-def log(workdir):
-  lines = [
-    json.loads(line)
-    for line in (pathlib.Path(workdir) / "metrics.jsonl")
-    .read_text()
-    .splitlines()
-  ]
-  return [
-    {name: value for name, value in line.items() if name not in CLOCK}
-    for line in lines
-  ]
+def last_message(output: str) -> str:
+  """Returns the last error of a process, or its last line."""
+  lines = output.splitlines() or [""]
+  for line in reversed(lines):
+    if line.startswith("error: "):
+      return line
+  return lines[-1]
 
 
-def assert_close(found, expected):
-  assert found.keys() == expected.keys()
-  for name, value in expected.items():
-    found_value, value = np.array(
-      [found[name], value], float
-    )  # null, for what is not finite, becomes NaN
-    np.testing.assert_allclose(
-      found_value, value, rtol=1e-4, err_msg=f"{name} of step {found['step']}"
-    )
+def read_log(workdir: pathlib.Path) -> list[dict[str, Any]]:
+  """Returns the lines of a run's log, without `TIME_FIELDS`."""
+  lines = []
+  for text in (workdir / "metrics.jsonl").read_text().splitlines():
+    line = json.loads(text)
+    for name in TIME_FIELDS & line.keys():
+      del line[name]
+    lines.append(line)
+  return lines
 
 
-def saved(workdir):
-  return sorted(
-    int(path.parent.name)
-    for path in pathlib.Path(workdir).glob("checkpoints/*/manifest.json")
-  )
+def assert_logs_close(
+  actual: list[dict[str, Any]], expected: list[dict[str, Any]]
+) -> None:
+  """Checks that two runs read the same batches and have the same metrics.
+
+  Several devices add numbers in another order than one.
+  """
+  for line, expected_line in zip(actual, expected, strict=True):
+    assert line.keys() == expected_line.keys()
+    assert line["step"] == expected_line["step"]
+    assert line.get("train/tokens") == expected_line.get("train/tokens")
+    for name, value in expected_line.items():
+      # The log has null for numbers that are not finite. They become NaN.
+      np.testing.assert_allclose(
+        np.array(line[name], float),
+        np.array(value, float),
+        rtol=1e-4,
+        err_msg=f"{name} of step {line['step']}",
+      )
 
 
-def documented_line(workdir, overrides):
-  """The documented line for two processes, run as it stands there but for the workdir and the port."""
-  line = (
-    LINE.replace("runs/two", str(workdir))
-    .replace("9476", str(free_port()))
-    .replace(" & done", f" {' '.join(overrides)} & done")
-  )
+def saved_steps(workdir: pathlib.Path) -> list[int]:
+  """Returns the steps of the complete checkpoints of a run."""
+  steps = []
+  for manifest in workdir.glob("checkpoints/*/manifest.json"):
+    steps.append(int(manifest.parent.name))
+  return sorted(steps)
+
+
+def run_documented_line(
+  workdir: pathlib.Path, overrides: Sequence[str]
+) -> subprocess.CompletedProcess:
+  """Runs the documented line for two processes, in a shell.
+
+  Only the directory and the port differ from the documentation.
+  """
+  line = LINE.replace("runs/two", str(workdir))
+  line = line.replace("9476", str(free_port()))
+  line = line.replace(" & done", f" {' '.join(overrides)} & done")
   result = subprocess.run(
     ["bash", "-c", line],
     cwd=ROOT,
-    env=environment(),
+    env=process_environment(),
     capture_output=True,
     text=True,
     timeout=300,
   )
-  assert result.returncode == 0 and saved(workdir)[-1] == STEPS, (
-    result.stdout + result.stderr
-  )
+  output = result.stdout + result.stderr
+  assert result.returncode == 0, output
+  assert saved_steps(workdir)[-1] == NUM_STEPS, output
   return result
 
 
 @pytest.fixture(scope="module")
-def whole(overrides, tmp_path_factory):
-  """The workdir of an uninterrupted run of the documented line."""
+def whole_run(overrides, tmp_path_factory):
+  """The directory of an uninterrupted run of the documented line."""
   workdir = tmp_path_factory.mktemp("whole") / "run"
-  documented_line(workdir, overrides)
+  run_documented_line(workdir, overrides)
   return workdir
 
 
+class StoppedRun(NamedTuple):
+  """A run of two processes, of which the second one got SIGTERM."""
+
+  workdir: pathlib.Path
+  result: Result
+  # The step after which both processes stopped.
+  step: int
+
+
 @pytest.fixture(scope="module")
-def stopped(overrides, tmp_path_factory):
-  """A run of two processes of which the second got a SIGTERM: its workdir, exit codes, last lines, and the step that both stopped at."""
+def stopped_run(overrides, tmp_path_factory):
   workdir = tmp_path_factory.mktemp("stopped") / "run"
-  with Processes(workdir, [*overrides, SAMPLED]) as processes:
-    processes.reach("step 15/")
-    processes.all[1].send_signal(signal.SIGTERM)
-    codes, lines = processes.end()
-  found = re.search(rf"stopped at step (\d+) of {STEPS}, saved", lines[0])
-  return workdir, codes, lines, int(found[1]) if found else None
+  with ProcessGroup(workdir, [*overrides, SAMPLED]) as group:
+    group.wait_for_output("step 15/")
+    group.processes[1].send_signal(signal.SIGTERM)
+    result = group.wait()
+  match = re.search(
+    rf"stopped at step (\d+) of {NUM_STEPS}, saved", result.messages[0]
+  )
+  assert match is not None, result.messages
+  return StoppedRun(workdir, result, int(match[1]))
 
 
 @pytest.fixture(scope="module")
-def alone(command, overrides, tmp_path_factory):
-  """The log of the documented command by one process."""
+def log_of_one_process(command, overrides, tmp_path_factory):
+  """The log of the documented command without other processes."""
   workdir = tmp_path_factory.mktemp("alone") / "run"
+  documented_flags, _, _ = COMMAND.partition(" --workdir")
+  _, _, *module_and_flags = documented_flags.split()
   result = command(
-    *COMMAND.split(" --workdir")[0].split()[2:],
+    *module_and_flags,
     f"--workdir={workdir}",
     *overrides,
+    # Checkpoints do not change the log.
+    f"--config.train.checkpoint_interval={NUM_STEPS}",
   )
   assert result.returncode == 0, result.stderr
-  return log(workdir)
+  return read_log(workdir)
 
 
-def assert_logs_close(found, expected):
-  """The same batches and, but for the order in which two devices add up, the same numbers."""
-  assert [line["step"] for line in found] == [line["step"] for line in expected]
-  for mine, theirs in zip(found, expected, strict=True):
-    assert mine.get("train/tokens") == theirs.get("train/tokens")
-    assert_close(mine, theirs)
+# Training, stopping and resuming.
 
 
-def test_two_processes_train_as_one_and_stop_together(stopped, alone):
-  workdir, codes, lines, step = stopped
-  assert codes == [0, 0] and "SIGTERM: saving" in lines[1], lines
-  assert (
-    step is not None and 15 <= step < STEPS and saved(workdir)[-1] == step
-  ), lines
-  assert_logs_close(
-    log(workdir), [line for line in alone if line["step"] <= step]
-  )
+def test_two_processes_train_as_one(stopped_run, log_of_one_process):
+  expected = []
+  for line in log_of_one_process:
+    if line["step"] <= stopped_run.step:
+      expected.append(line)
+
+  assert_logs_close(read_log(stopped_run.workdir), expected)
+
+
+def test_sigterm_in_one_process_stops_both_after_a_checkpoint(stopped_run):
+  result = stopped_run.result
+
+  assert result.codes == [0, 0]
+  assert "SIGTERM: saving" in result.messages[1]
+  assert 15 <= stopped_run.step < NUM_STEPS
+  assert saved_steps(stopped_run.workdir)[-1] == stopped_run.step
 
 
 @pytest.mark.full
-def test_the_documented_line_goes_on_from_there(
-  stopped, alone, overrides, tmp_path
+def test_the_documented_line_resumes_a_stopped_run(
+  stopped_run, log_of_one_process, overrides, tmp_path
 ):
-  workdir = shutil.copytree(stopped[0], tmp_path / "run")
-  result = documented_line(workdir, [*overrides, SAMPLED])
-  assert f"resuming from step {stopped[-1]}" in result.stderr
-  assert_logs_close(log(workdir), alone)
-  assert result.stdout.count(f"step {STEPS}/{STEPS}  loss") == 1, (
-    "two wrote the log"
-  )
-  assert (workdir / "loss.png").exists() and (workdir / "sample.txt").exists()
+  workdir = shutil.copytree(stopped_run.workdir, tmp_path / "run")
+
+  result = run_documented_line(workdir, [*overrides, SAMPLED])
+
+  assert f"resuming from step {stopped_run.step}" in result.stderr
+  assert_logs_close(read_log(workdir), log_of_one_process)
+  # Only one process writes the log and the other files.
+  last_line = f"step {NUM_STEPS}/{NUM_STEPS}  loss"
+  assert result.stdout.count(last_line) == 1
+  assert (workdir / "loss.png").exists()
+  assert (workdir / "sample.txt").exists()
 
 
-def kill(processes, killed):
-  """SIGKILL to one: the others end within a minute, with 1 and a message."""
-  processes.all[killed].kill()
-  began = time.monotonic()
-  codes, lines = processes.end(timeout=60)
-  assert time.monotonic() - began < 60
-  for index in {*range(len(codes))} - {killed}:
+@pytest.mark.full
+def test_training_needs_no_terminal(overrides, whole_run, tmp_path):
+  workdir = tmp_path / "run"
+  with ProcessGroup(workdir, overrides, is_read=False) as group:
+    assert group.wait().codes == [0, 0]
+
+  assert read_log(workdir) == read_log(whole_run)
+
+
+@pytest.mark.full
+def test_each_process_resumes_its_own_part_of_a_stream(overrides, tmp_path):
+  for index in range(4):
+    lines = []
+    for line in range(100):
+      text = f"document {line} of {index}: {line * index % 97}\n"
+      # Documents of the files have different lengths, so that the processes
+      # read their files at different speeds.
+      document = {"text": text * (1 + 3 * index)}
+      lines.append(json.dumps(document) + "\n")
+    (tmp_path / f"{index}.jsonl").write_text("".join(lines))
+  streamed = [
+    *overrides,
+    "--config.data.mode=streamed",
+    f"--config.data.source=jsonl:{tmp_path}/*.jsonl",
+  ]
+  whole_workdir = tmp_path / "whole"
+  with ProcessGroup(whole_workdir, streamed) as group:
+    result = group.wait()
+    assert result.codes == [0, 0], result.messages
+
+  workdir = tmp_path / "run"
+  with ProcessGroup(workdir, streamed) as group:
+    # Now the processes are at different positions of their files.
+    group.wait_for_output("step 42/")
+    group.processes[0].send_signal(hangup_signal())
+    assert group.wait().codes == [0, 0]
+  with ProcessGroup(workdir, streamed) as group:
+    assert group.wait().codes == [0, 0]
+    assert "resuming from step" in group.output(0)
+
+  assert read_log(workdir) == read_log(whole_workdir)
+
+
+def hangup_signal() -> signal.Signals:
+  """Returns SIGHUP, or SIGTERM under nohup, where processes ignore SIGHUP."""
+  if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
+    return signal.SIGHUP
+  return signal.SIGTERM
+
+
+# One process ends, and all others end too.
+
+
+def kill(group: ProcessGroup, killed: int) -> None:
+  """Kills a process, and checks that the others end within a minute."""
+  group.processes[killed].kill()
+  start = time.monotonic()
+  codes, messages = group.wait(timeout=60)
+  assert time.monotonic() - start < 60
+  for index in range(len(codes)):
+    if index == killed:
+      continue
     assert codes[index] == 1
     assert re.match(
-      rf"error: process {index} has lost the connection with the others: .*; start all processes again with the same command to",
-      lines[index],
+      rf"error: process {index} has lost the connection with the others: .*;"
+      " start all processes again with the same command to",
+      messages[index],
     )
 
 
 @pytest.mark.full
-def test_a_killed_one_ends_all(overrides, whole, tmp_path):
-  """SIGKILL to process 0, which serves the coordination: process 1 ends. The same command goes on, and in the end the log is the
-  uninterrupted run's, number for number."""
-  with Processes(tmp_path / "run", overrides) as processes:
-    processes.reach(
-      "step 25/"
-    )  # the checkpoint of step 20 is written once that of step 10 is
-    kill(processes, 0)
-  with Processes(tmp_path / "run", overrides) as processes:
-    assert processes.end()[0] == [0, 0]
-  assert "resuming from step" in processes.text(0)
-  assert log(tmp_path / "run") == log(whole)
+def test_a_run_continues_after_the_coordinator_was_killed(
+  overrides, whole_run, tmp_path
+):
+  """Process 0 runs the coordination service."""
+  workdir = tmp_path / "run"
+  with ProcessGroup(workdir, overrides) as group:
+    # A checkpoint starts when the previous one is complete, so step 10 is.
+    group.wait_for_output("step 25/")
+    kill(group, 0)
+
+  with ProcessGroup(workdir, overrides) as group:
+    assert group.wait().codes == [0, 0]
+    assert "resuming from step" in group.output(0)
+
+  assert read_log(workdir) == read_log(whole_run)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("killed", [0, 1])
+def test_an_incomplete_checkpoint_is_not_used(
+  overrides, whole_run, tmp_path, killed
+):
+  workdir = tmp_path / "run"
+  programs = {killed: KILLED_IN_A_SAVE}
+  with ProcessGroup(workdir, overrides, programs=programs) as group:
+    codes, _ = group.wait()
+  assert codes[killed] == -signal.SIGKILL
+  assert codes[1 - killed] == 1
+  assert saved_steps(workdir) == [10, 20]
+
+  with ProcessGroup(workdir, overrides) as group:
+    assert group.wait().codes == [0, 0]
+    assert "resuming from step 20" in group.output(0)
+
+  assert read_log(workdir) == read_log(whole_run)
+
+
+@pytest.mark.full
+def test_four_processes_share_parameters(overrides, whole_run, tmp_path):
+  """The sample and the evaluation also use the shared parameters.
+
+  One process is killed. Later another one gets SIGTERM.
+  """
+  workdir = tmp_path / "run"
+  shared = [
+    *overrides,
+    SAMPLED,
+    "--config.mesh.data=2",
+    "--config.mesh.fsdp=2",
+  ]
+  with ProcessGroup(workdir, shared, count=4) as group:
+    group.wait_for_output("step 15/")
+    kill(group, 2)
+  with ProcessGroup(workdir, shared, count=4) as group:
+    group.wait_for_output("  loss ")
+    group.processes[3].send_signal(signal.SIGTERM)
+    result = group.wait()
+    assert result.codes == [0, 0, 0, 0], result.messages
+  with ProcessGroup(workdir, shared, count=4) as group:
+    assert group.wait().codes == [0, 0, 0, 0]
+    assert group.output(0).count("resuming from step") == 1
+
+  assert_logs_close(read_log(workdir), read_log(whole_run))
+
+
+@pytest.mark.full
+def test_ctrl_c_in_one_process_ends_a_process_in_a_collective(tmp_path):
+  program = ONE_FAILS.replace("FAILING", "0")
+  programs = {0: program, 1: program}
+  with ProcessGroup(tmp_path / "never", [], programs=programs) as group:
+    group.wait_for_output("connected", 0)
+    group.wait_for_output("connected", 1)
+    group.processes[0].send_signal(signal.SIGINT)
+    result = group.wait(timeout=60)
+
+  assert result.codes == [130, 1]
+  assert result.messages == [
+    "error: interrupted",
+    "error: process 0 stopped: interrupted",
+  ]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_paused_process_learns_the_reason_of_the_end(tmp_path, failing):
+  """Process 2 pauses longer than the others have to finish writing."""
+  program = ONE_FAILS.replace("FAILING", str(failing))
+  programs = dict.fromkeys(range(3), program)
+  workdir = tmp_path / "fail"
+  with ProcessGroup(workdir, [], count=3, programs=programs) as group:
+    for index in range(3):
+      group.wait_for_output("connected", index)
+    group.processes[2].send_signal(signal.SIGSTOP)
+    workdir.touch()
+    time.sleep(8)
+    group.processes[2].send_signal(signal.SIGCONT)
+    result = group.wait(timeout=60)
+
+  expected = [f"error: process {failing} stopped: nothing left to do"] * 3
+  expected[failing] = "error: nothing left to do"
+  assert result.codes == [1, 1, 1]
+  assert result.messages == expected
+
+
+@pytest.mark.full
+def test_all_processes_end_with_the_reason_of_one(overrides, tmp_path):
+  """Only process 0 needs the lock of the directory."""
+  workdir = tmp_path / "run"
+  with lock(workdir), ProcessGroup(workdir, overrides) as group:
+    codes, messages = group.wait()
+
+  reason = rf".*/run is in use by process {os.getpid()} on "
+  assert codes == [1, 1]
+  assert re.match(f"error: {reason}", messages[0])
+  assert re.match(f"error: process 0 stopped: {reason}", messages[1])
+
+
+def data_worker_of(process: subprocess.Popen) -> int:
+  """Returns the id of the only data worker of a process."""
+  workers = []
+  for children in pathlib.Path(f"/proc/{process.pid}/task").glob("*/children"):
+    for child in children.read_text().split():
+      command_line = pathlib.Path(f"/proc/{child}/cmdline").read_bytes()
+      if b"spawn_main" in command_line:
+        workers.append(int(child))
+  (worker,) = workers
+  return worker
+
+
+@pytest.mark.full
+def test_all_processes_end_if_a_data_worker_dies(overrides, tmp_path):
+  flags = [
+    *overrides,
+    "--config.data.num_workers=1",
+    "--config.train.steps=100000",
+  ]
+  with ProcessGroup(tmp_path / "run", flags) as group:
+    group.wait_for_output("step 5/")
+    worker = data_worker_of(group.processes[1])
+    os.kill(worker, signal.SIGKILL)
+    codes, messages = group.wait(timeout=60)
+
+  reason = rf"data worker {worker} \(SIGKILL"
+  assert codes == [1, 1]
+  assert re.match(f"error: {reason}", messages[1])
+  assert re.match(f"error: process 1 stopped: {reason}", messages[0])
+
+
+@pytest.mark.full
+def test_all_processes_end_after_too_many_skipped_steps(overrides, tmp_path):
+  diverging = [
+    *overrides,
+    "--config.optimizer.learning_rate=1e30",
+    "--config.train.max_skipped_in_a_row=3",
+  ]
+  with ProcessGroup(tmp_path / "run", diverging) as group:
+    codes, messages = group.wait()
+
+  assert codes == [1, 1]
+  for message in messages:
+    assert re.match(
+      "error: (process . stopped: )?stopped at step .*:"
+      " 3 steps in a row were skipped",
+      message,
+    )
 
 
 @pytest.mark.parametrize(
@@ -372,112 +669,128 @@ def test_a_killed_one_ends_all(overrides, whole, tmp_path):
   ],
   ids=repr,
 )
-def test_what_goes_wrong_in_a_process_that_is_alone_keeps_its_own_error(
-  monkeypatch, error
-):
-  """It does not read as a failure to join others."""
-  monkeypatch.setattr(processes, "_initialize", lambda *_: False)
-  monkeypatch.setattr(
-    processes.signals, "end", lambda message, code: pytest.fail(message)
-  )
+def test_an_error_of_a_single_process_is_not_changed(monkeypatch, error):
+  """It does not read as a failure to connect with others."""
+
+  def detect_no_cluster(*_, **__):
+    raise ValueError("coordinator_address should be defined.")
+
+  def fail(message, code):
+    pytest.fail(message)
+
+  monkeypatch.setattr(jax.distributed, "initialize", detect_no_cluster)
+  monkeypatch.setattr(processes.signals, "end", fail)
   with pytest.raises(type(error)) as caught, connected():
     raise error
   assert caught.value is error
 
 
-@pytest.mark.full
-def test_no_terminal_is_needed(overrides, whole, tmp_path):
-  with Processes(tmp_path / "run", overrides, unread=True) as run:
-    assert run.end()[0] == [0, 0]
-  assert log(tmp_path / "run") == log(whole)
+def test_a_reason_is_requested_with_a_timeout_in_milliseconds():
+  """JAX's client of the coordination service expects milliseconds."""
+
+  class Client:
+    def blocking_key_value_get(self, key, timeout_in_ms):
+      return f"reason after {timeout_in_ms} ms"
+
+  reason = processes._SharedReason(Client())
+
+  assert reason.wait(seconds=2.5) == "reason after 2500 ms"
 
 
-@pytest.mark.full
-def test_ctrl_c_in_one_ends_all(tmp_path):
-  """While process 1 waits in a collective."""
-  code = dict.fromkeys(range(2), ONE_FAILS.replace("FAILING", "0"))
-  with Processes(tmp_path / "never", [], code=code) as run:
-    for index in code:
-      run.reach("together", index)
-    run.all[0].send_signal(signal.SIGINT)
-    codes, lines = run.end(timeout=60)
-  assert codes == [130, 1]
-  assert lines == [
-    "error: interrupted",
-    "error: process 0 stopped: interrupted",
-  ]
+# Different settings and data.
 
 
-def test_what_differs_is_named_with_its_process(monkeypatch):
-  mine = {"config": {"train": {"batch_size": 8, "seed": 0}}, "--workdir": "a"}
-  monkeypatch.setattr(
-    processes,
-    "gather_objects",
-    lambda value: [
-      value,
-      value,
-      {"config": {"train": {"batch_size": 8, "seed": 3}}},
-    ],
-  )
+def test_different_settings_are_named_with_their_processes(monkeypatch):
+  settings = {
+    "config": {"train": {"batch_size": 8, "seed": 0}},
+    "--workdir": "a",
+  }
+  third_settings = {"config": {"train": {"batch_size": 8, "seed": 3}}}
+
+  def gather_objects(value):
+    return [value, value, third_settings]
+
+  monkeypatch.setattr(processes, "gather_objects", gather_objects)
   with pytest.raises(UserError) as caught:
-    processes.check_same(mine)
-  assert "config.train.seed is 0 in process 0 and 3 in process 2" in str(
-    caught.value
-  ) and "batch_size" not in str(caught.value)
-  assert "--workdir is 'a' in process 0 and None in process 2" in str(
-    caught.value
-  )
-  monkeypatch.setattr(processes, "gather_objects", lambda value: [value, value])
-  processes.check_same(mine)
+    processes.check_same(settings)
+
+  message = str(caught.value)
+  assert "config.train.seed is 0 in process 0 and 3 in process 2" in message
+  assert "--workdir is 'a' in process 0 and None in process 2" in message
+  assert "batch_size" not in message
 
 
-def exchange(monkeypatch, *identities):
-  """Lets check_same_data gather, in its order, what several processes send."""
-  digests = [json.dumps(identity) for identity in identities]
-  places = [f"/{process} on host" for process in range(len(identities))]
-  gathered = iter([digests, list(identities), places])
-  monkeypatch.setattr(processes, "gather_objects", lambda value: next(gathered))
+def test_equal_settings_are_accepted(monkeypatch):
+  def gather_objects(value):
+    return [value, value]
+
+  monkeypatch.setattr(processes, "gather_objects", gather_objects)
+
+  processes.check_same({"config": {"train": {"seed": 0}}})
 
 
-def test_other_data_are_named_with_their_process(monkeypatch):
-  mine = {"the number of files": 9} | {f"size of {i}": i for i in range(9)}
-  exchange(monkeypatch, mine, mine, mine)
-  processes.check_same_data(mine)
-  others = {"the number of files": 1, "size of 0": 0, "size of 1": 7}
-  exchange(monkeypatch, mine, mine, others)
+@pytest.fixture
+def share_data_identities(monkeypatch):
+  """A function that sets what `check_same_data` gets from all processes."""
+
+  def share(*identities):
+    digests = [json.dumps(identity) for identity in identities]
+    directories = []
+    for process in range(len(identities)):
+      directories.append(f"/{process} on host")
+    # `check_same_data` gathers these in this order.
+    gathered = iter([digests, list(identities), directories])
+
+    def gather_objects(value):
+      return next(gathered)
+
+    monkeypatch.setattr(processes, "gather_objects", gather_objects)
+
+  return share
+
+
+NINE_FILES = {"the number of files": 9}
+for size in range(9):
+  NINE_FILES[f"size of {size}"] = size
+
+
+def test_equal_data_are_accepted(share_data_identities):
+  share_data_identities(NINE_FILES, NINE_FILES, NINE_FILES)
+
+  processes.check_same_data(NINE_FILES)
+
+
+def test_different_data_are_named_with_their_processes(share_data_identities):
+  one_file = {"the number of files": 1, "size of 0": 0, "size of 1": 7}
+  share_data_identities(NINE_FILES, NINE_FILES, one_file)
+
   with pytest.raises(UserError) as caught:
-    processes.check_same_data(mine)
+    processes.check_same_data(NINE_FILES)
+
   message = str(caught.value)
   assert "the number of files is 9 in process 0 and 1 in process 2" in message
   assert "size of 1 is 1 in process 0 and 7 in process 2" in message
-  assert "size of 0" not in message and "size of 8" not in message
-  assert "and 5 more" in message
   assert "process 2 runs in /2 on host" in message
-
-
-# The command in another directory, which only relative paths tell.
-ELSEWHERE = """
-import os
-from diffjax.cli import command
-from diffjax.train import main
-
-def main_elsewhere(config):
-  os.chdir(DIRECTORY)
-  main(config)
-
-command.run(main_elsewhere)
-"""
+  # Equal values are not named, and only the first differences are.
+  assert "size of 0" not in message
+  assert "size of 8" not in message
+  assert "and 5 more" in message
 
 
 @pytest.mark.full
-def test_different_data_are_refused_by_all(overrides, tmp_path):
-  code = {}
+def test_all_processes_reject_different_data(overrides, tmp_path):
+  programs = {}
   for process in range(2):
     directory = tmp_path / str(process)
     directory.mkdir()
-    code[process] = ELSEWHERE.replace("DIRECTORY", repr(str(directory)))
+    programs[process] = IN_ANOTHER_DIRECTORY.replace(
+      "DIRECTORY", repr(str(directory))
+    )
+    # Process 1 has one file less.
     for index in range(4 - process):
-      lines = [json.dumps({"text": f"{index}-{line}"}) for line in range(99)]
+      lines = []
+      for line in range(99):
+        lines.append(json.dumps({"text": f"{index}-{line}"}))
       (directory / f"{index}.jsonl").write_text("\n".join(lines))
   streamed = [
     *overrides,
@@ -485,249 +798,93 @@ def test_different_data_are_refused_by_all(overrides, tmp_path):
     "--config.data.source=jsonl:*.jsonl",
     "--config.eval.rows=-1",
   ]
-  with Processes(tmp_path / "run", streamed, code=code) as run:
-    codes, lines = run.end(timeout=100)
-  assert codes == [1, 1], lines
-  for line in lines:
+
+  with ProcessGroup(tmp_path / "run", streamed, programs=programs) as group:
+    codes, messages = group.wait(timeout=100)
+
+  assert codes == [1, 1], messages
+  for message in messages:
     assert (
       "the number of files of 'jsonl:*.jsonl' is 4 in process 0 and 3 in"
-      " process 1; the size of 3.jsonl is " in line
-    )
-    assert f"process 1 runs in {tmp_path}/1 on " in line
+      " process 1; the size of 3.jsonl is "
+    ) in message
+    assert f"process 1 runs in {tmp_path}/1 on " in message
   assert not (tmp_path / "run").exists()
 
 
-def test_a_reason_is_waited_for_in_milliseconds():
-  """As JAX's client wants it."""
-
-  class Client:
-    def blocking_key_value_get(self, key, timeout_in_ms):
-      return f"{key}: {timeout_in_ms}"
-
-  reason = processes._SharedReason(Client())
-  assert reason.wait(seconds=2.5) == f"{processes._REASON_KEY}: 2500"
-
-
 @pytest.mark.full
-def test_different_configs_are_refused_by_all(overrides, tmp_path):
-  with Processes(
-    tmp_path / "run",
-    overrides,
-    own={1: ["--config.train.batch_size=16", "--config.data.seed=3"]},
-  ) as processes:
-    codes, lines = processes.end()
+def test_all_processes_reject_different_configs(overrides, tmp_path):
+  own_flags = {1: ["--config.train.batch_size=16", "--config.data.seed=3"]}
+  with ProcessGroup(tmp_path / "run", overrides, own_flags=own_flags) as group:
+    codes, messages = group.wait()
+
   assert codes == [1, 1]
-  for line in lines:
+  for message in messages:
+    assert message.startswith("error: ")
     assert (
-      line.startswith("error: ")
-      and "config.train.batch_size is 8 in process 0 and 16 in process 1"
-      in line
-    )
-    assert "config.data.seed is 0 in process 0 and 3 in process 1" in line
+      "config.train.batch_size is 8 in process 0 and 16 in process 1"
+    ) in message
+    assert "config.data.seed is 0 in process 0 and 3 in process 1" in message
   assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.full
-def test_what_stops_one_stops_all_with_its_reason(overrides, tmp_path):
-  """Process 0 alone takes the workdir's lock."""
-  with (
-    lock(tmp_path / "run"),
-    Processes(tmp_path / "run", overrides) as processes,
-  ):
-    codes, lines = processes.end()
-  assert codes == [1, 1]
-  assert re.match(
-    rf"error: .*/run is in use by process {os.getpid()} on ", lines[0]
-  )
-  assert re.match(
-    rf"error: process 0 stopped: .*/run is in use by process {os.getpid()} on ",
-    lines[1],
-  )
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("failing", [0, 1])
-def test_who_is_late_hears_the_reason_too(tmp_path, failing):
-  """Process 2 does not run while another one fails, for longer than the others have to finish what they write."""
-  code = dict.fromkeys(range(3), ONE_FAILS.replace("FAILING", str(failing)))
-  with Processes(tmp_path / "fail", [], count=3, code=code) as processes:
-    for index in code:
-      processes.reach("together", index)
-    processes.all[2].send_signal(signal.SIGSTOP)
-    (tmp_path / "fail").touch()
-    time.sleep(8)
-    processes.all[2].send_signal(signal.SIGCONT)
-    codes, lines = processes.end(timeout=60)
-  assert codes == [1] * 3
-  others = f"error: process {failing} stopped: nothing left to do"
-  assert lines == [
-    "error: nothing left to do" if index == failing else others
-    for index in code
-  ]
-
-
-@pytest.mark.full
-def test_a_data_worker_that_dies_stops_all(overrides, tmp_path):
-  with Processes(
-    tmp_path / "run",
-    [*overrides, "--config.data.num_workers=1", "--config.train.steps=100000"],
-  ) as processes:
-    processes.reach("step 5/")
-    tasks = pathlib.Path(f"/proc/{processes.all[1].pid}/task").glob(
-      "*/children"
-    )
-    children = [int(pid) for task in tasks for pid in task.read_text().split()]
-    (worker,) = [
-      pid
-      for pid in children
-      if b"spawn_main" in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
-    os.kill(worker, signal.SIGKILL)
-    codes, lines = processes.end(timeout=60)
-  assert codes == [1, 1]
-  assert re.match(rf"error: data worker {worker} \(SIGKILL", lines[1])
-  assert re.match(
-    rf"error: process 1 stopped: data worker {worker} \(SIGKILL", lines[0]
-  )
-
-
-@pytest.mark.full
-def test_too_many_skipped_steps_stop_all(overrides, tmp_path):
-  diverging = [
-    "--config.optimizer.learning_rate=1e30",
-    "--config.train.max_skipped_in_a_row=3",
-  ]
-  with Processes(tmp_path / "run", [*overrides, *diverging]) as processes:
-    codes, lines = processes.end()
-  assert codes == [1, 1]
-  assert all(
-    re.match(
-      "error: (process . stopped: )?stopped at step .*: 3 steps in a row were skipped",
-      line,
-    )
-    for line in lines
-  ), lines
+# Connecting.
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("index", [0, 1])
-def test_nobody_there(overrides, tmp_path, index):
-  """The others do not come, or the coordinator cannot be reached."""
-  with Processes(
-    tmp_path / "run", [*overrides, "--connect_timeout=1"], count=2
-  ) as processes:
-    processes.all[1 - index].kill()
-    codes, lines = processes.end(timeout=60)
+def test_a_process_without_the_others_ends_after_the_timeout(
+  overrides, tmp_path, index
+):
+  flags = [*overrides, "--connect_timeout=1"]
+  with ProcessGroup(tmp_path / "run", flags) as group:
+    group.processes[1 - index].kill()
+    codes, messages = group.wait(timeout=60)
+
   assert codes[index] == 1
   assert re.match(
-    r"error: could not connect with the other processes \(2 in all; process 0 listens at localhost:\d+\) within 1 s: .*--connect_timeout",
-    lines[index],
+    r"error: could not connect with the other processes \(2 in all; process 0"
+    r" listens at localhost:\d+\) within 1 s: .*--connect_timeout",
+    messages[index],
   )
 
 
 @pytest.mark.parametrize(
-  "arguments, message",
+  ("arguments", "message"),
   [
-    (
+    pytest.param(
       ("localhost:9476", 0, -1),
       "--num_processes=N and --process_id=I: missing",
+      id="only a coordinator",
     ),
-    (("", 2, 0), "--coordinator=HOST:PORT: missing"),
-    (
+    pytest.param(
+      ("", 2, 0), "--coordinator=HOST:PORT: missing", id="no coordinator"
+    ),
+    pytest.param(
       ("localhost:9476", 2, 2),
       "--process_id=2: must be less than --num_processes=2",
+      id="process_id too large",
     ),
-    (("localhost", 2, 0), "--coordinator=localhost: must be HOST:PORT"),
+    pytest.param(
+      ("localhost", 2, 0),
+      "--coordinator=localhost: must be HOST:PORT",
+      id="no port",
+    ),
   ],
 )
-def test_flags_that_do_not_fit(arguments, message):
+def test_contradicting_flags_are_rejected(arguments, message):
   with pytest.raises(UserError, match=message), connected(*arguments):
     pass
 
 
-def test_a_port_in_use():
-  with socket.socket() as other:
-    other.bind(("localhost", 0))
-    other.listen()
-    port = other.getsockname()[1]
+def test_a_port_in_use_is_rejected():
+  with socket.socket() as listener:
+    listener.bind(("localhost", 0))
+    listener.listen()
+    port = listener.getsockname()[1]
+    message = f"--coordinator=localhost:{port}: process 0 cannot listen"
     with (
-      pytest.raises(
-        UserError,
-        match=f"--coordinator=localhost:{port}: process 0 cannot listen",
-      ),
+      pytest.raises(UserError, match=message),
       connected(f"localhost:{port}", 2, 0),
     ):
       pass
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("killed", [0, 1])
-def test_what_a_dead_process_half_wrote_is_never_whole(
-  overrides, whole, tmp_path, killed
-):
-  with Processes(
-    tmp_path / "run", overrides, code={killed: KILLED_IN_A_SAVE}
-  ) as processes:
-    codes, _ = processes.end(timeout=150)
-  assert codes[killed] == -signal.SIGKILL and codes[1 - killed] == 1
-  assert saved(tmp_path / "run") == [10, 20]
-  with Processes(tmp_path / "run", overrides) as processes:
-    assert processes.end()[0] == [0, 0]
-  assert "resuming from step 20" in processes.text(0)
-  assert log(tmp_path / "run") == log(whole)
-
-
-@pytest.mark.full
-def test_streams_resume_exactly(overrides, tmp_path):
-  """Every process has read another part of a stream: each takes its own place in it up again."""
-  for index in range(4):
-    documents = [
-      {
-        "text": f"document {line} of {index}: {line * index % 97}\n"
-        * (1 + 3 * index)
-      }
-      for line in range(100)
-    ]
-    (tmp_path / f"{index}.jsonl").write_text(
-      "".join(json.dumps(document) + "\n" for document in documents)
-    )
-  streamed = [
-    *overrides,
-    "--config.data.mode=streamed",
-    f"--config.data.source=jsonl:{tmp_path}/*.jsonl",
-  ]
-  with Processes(tmp_path / "whole", streamed) as processes:
-    codes, lines = processes.end()
-  assert codes == [0, 0], lines
-  with Processes(tmp_path / "run", streamed) as processes:
-    processes.reach(
-      "step 42/"
-    )  # by then the parts have been read to other places
-    hangup = (
-      signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
-    )  # not under nohup
-    processes.all[0].send_signal(signal.SIGHUP if hangup else signal.SIGTERM)
-    assert processes.end()[0] == [0, 0]
-  with Processes(tmp_path / "run", streamed) as processes:
-    assert processes.end()[0] == [0, 0]
-  assert "resuming from step" in processes.text(0)
-  assert log(tmp_path / "run") == log(tmp_path / "whole")
-
-
-@pytest.mark.full
-def test_four_processes_with_shared_parameters(overrides, whole, tmp_path):
-  """Parameters lie in shares on four processes, for the sample and the validation too. SIGKILL to one, and SIGTERM to another."""
-  shared = [*overrides, SAMPLED, "--config.mesh.data=2", "--config.mesh.fsdp=2"]
-  with Processes(tmp_path / "run", shared, count=4) as processes:
-    processes.reach("step 15/")
-    kill(processes, 2)
-  with Processes(tmp_path / "run", shared, count=4) as processes:
-    processes.reach("  loss ")
-    processes.all[3].send_signal(signal.SIGTERM)
-    codes, lines = processes.end()
-  assert codes == [0] * 4, lines
-  with Processes(tmp_path / "run", shared, count=4) as processes:
-    assert processes.end()[0] == [0] * 4
-  assert processes.text(0).count("resuming from step") == 1
-  for mine, theirs in zip(log(tmp_path / "run"), log(whole), strict=True):
-    assert_close(mine, theirs)

@@ -200,7 +200,7 @@ def choose_method(
   uses_exchange: bool,
   uses_sparse_cores: bool,
 ) -> None:
-  """Makes products sum gradients as on other devices than those of the test."""
+  """Makes products sum gradients as on other kinds of devices."""
   functions = {
     "uses_exchange": uses_exchange,
     "uses_sparse_cores": uses_sparse_cores,
@@ -439,7 +439,7 @@ def test_remat_repeats_the_products_of_its_policy(mesh_config):
 
 
 def estimate_collectives(
-  devices: Any, num_chips: int, available: Any, topology: str
+  devices: Any, num_chips: int, memory: int, topology: str
 ) -> dict[str, tuple[float, float]]:
   """Returns the seconds of the collectives of four layers and their gradients.
 
