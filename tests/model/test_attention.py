@@ -27,7 +27,7 @@ from diffjax.ops.rope import rope
 from diffjax.parameters import BIASES
 from tests.harness.parameters import parameters
 from tests.harness.tiers import full
-from tests.harness.tolerances import FLOAT32, FLOAT32_LAYER
+from tests.harness.tolerances import FLOAT32_LAYER
 from tests.harness.variants import EXPECTED, VARIANTS, declared, supporting
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
@@ -98,7 +98,7 @@ def to_diffjax(
 
 
 def arrays_below(data: Any, prefix: str) -> dict[str, np.ndarray]:
-  """Returns the arrays of a file whose names begin with a prefix, without it."""
+  """Returns the arrays below a prefix of names, such as "grad/"."""
   arrays = {}
   for name in data.files:
     if name.startswith(prefix):
@@ -488,7 +488,7 @@ def test_a_gate_scales_each_number_of_the_heads_outputs():
   gated = ATTENTION["gated"](num_heads=4, head_dim=4)
   plain = ATTENTION["softmax"](num_heads=4, head_dim=4)
   params = parameters(gated, x)
-  # With this output projection, the outputs of the layer are those of its heads.
+  # With this output projection, the layer returns the outputs of its heads.
   params["out"] = jnp.eye(16).reshape(4, 4, 16)
   gate_matrix = params["head_gate"]
 
@@ -549,7 +549,7 @@ def test_captured_queries_and_keys_are_rotated():
   chex.assert_shape([queries, keys], (1, 6, 2, 2, 4))
   unrotated = jnp.einsum("BTE,EHGD->BTHGD", x, params["query"])
   # Position 0 is rotated by an angle of 0.
-  chex.assert_trees_all_close(queries[:, 0], unrotated[:, 0], **FLOAT32)
+  chex.assert_trees_all_close(queries[:, 0], unrotated[:, 0], rtol=1e-6)
   assert not np.allclose(queries[:, 1], unrotated[:, 1])
 
 
@@ -569,7 +569,7 @@ def test_rope_dim_rotates_only_the_last_numbers_of_a_head(projection):
   positions = jnp.arange(6)[None]
   rotated = rope(unrotated[..., 4:], positions)
   chex.assert_trees_all_equal(actual[..., :4], unrotated[..., :4])
-  chex.assert_trees_all_close(actual[..., 4:], rotated, **FLOAT32)
+  chex.assert_trees_all_close(actual[..., 4:], rotated, rtol=0, atol=1e-6)
 
 
 def test_values_can_have_their_own_width():
@@ -624,8 +624,9 @@ def test_rope_makes_the_order_of_tokens_matter(name, token_order):
 def test_shared_noise_maps_equal_repeated_ones(name, num_kv_heads):
   """Grouped differential attention (arXiv:2510.06949).
 
-  Three signal maps share a noise map. The output is that of the layer with the
-  noise rows of W_q repeated. The gradient of a shared row is the sum of theirs.
+  Three signal maps share a noise map. A layer with repeated noise rows of W_q
+  has the same output. The gradient of a shared row is the sum of the gradients
+  of its copies.
   """
   x = random_input(2, 9, 16)
   shared = ATTENTION[name](

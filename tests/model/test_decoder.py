@@ -138,7 +138,7 @@ def test_diff_has_only_lambdas_and_gains_more_than_its_transformer():
 @pytest.mark.parametrize("name", sorted(VARIANTS))
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_init_returns_only_parameters(name, remat):
-  """Another array that `init` returned would be an input of every later call."""
+  """Other arrays of `init` would be inputs of every later call."""
   model = Decoder(dataclasses.replace(VARIANTS[name], remat=remat))
   init = functools.partial(model.init, mutable=True)
 
@@ -147,6 +147,10 @@ def test_init_returns_only_parameters(name, remat):
   )
 
   assert variables.keys() == {"params"}
+
+
+def is_tuple(value: Any) -> bool:
+  return isinstance(value, tuple)
 
 
 @pytest.mark.parametrize("name", sorted(VARIANTS))
@@ -168,10 +172,6 @@ def test_a_call_records_each_array_once(name, remat):
     tuples = jax.tree.leaves(collection, is_leaf=is_tuple)
     for values in tuples:
       assert len(values) == 1
-
-
-def is_tuple(value: Any) -> bool:
-  return isinstance(value, tuple)
 
 
 # Every axis has another size, so the shapes tell which letter an axis has.
@@ -554,8 +554,8 @@ def test_embed_scale_scales_the_input_and_not_the_logits():
 def influence_on(position: int, config: ModelConfig) -> jax.Array:
   """Returns the sum of |gradient| of one output for each of 12 inputs.
 
-  The embedding matrix has one row per position, so its gradient is that of the
-  embedded tokens.
+  The embedding matrix has one row per position, so its gradient is the gradient
+  of the embedded tokens.
   """
   config = dataclasses.replace(config, vocab_size=12, tie_embeddings=True)
   params = random_parameters(config)

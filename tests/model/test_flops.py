@@ -1,6 +1,8 @@
-"""FLOPs equal what XLA counts, parameter counts are the paper's."""
+"""FLOPs equal XLA's count, and parameter counts equal those of the papers."""
 
 import dataclasses
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ from diffjax.model import flops
 from diffjax.model.attention import ATTENTION
 from tests.harness.variants import VARIANTS
 
+B, T = 2, 16
 SMALL = dict(
   vocab_size=96,
   num_layers=3,
@@ -21,6 +24,7 @@ SMALL = dict(
   head_dim=6,
   ffn_dim=40,
 )
+# The model of the paper with 1.4 billion parameters.
 PAPER_1B = ModelConfig(
   vocab_size=100_288,
   num_layers=24,
@@ -30,77 +34,120 @@ PAPER_1B = ModelConfig(
   head_dim=128,
   ffn_dim=5440,
 )
+PAPER_1B_SOFTMAX = dataclasses.replace(
+  PAPER_1B,
+  attention="softmax",
+  num_heads=16,
+  num_kv_heads=16,
+  head_norm=False,
+)
+PAPER_1B_V2 = dataclasses.replace(PAPER_1B_SOFTMAX, attention="diff_v2")
 
 
-def by_hand(attention):
-  """Matrix products of a layer and of the vocabulary, as einsum over shapes; FLOPs by XLA's own count, attention uncut by the mask."""
-  G, M, wide = VARIANTS[attention].sizes
-  E, H, K, D, F, N, B, T = 32, 4, 2, 6, 40, 96, 2, 16
-  V = wide * D
+def forward_flops(model: ModelConfig, length: int) -> float:
+  """Returns the FLOPs of the forward pass for one row."""
+  return flops.step_flops(model, length, length).forward
+
+
+# FLOPs of the variants.
+
+
+@functools.cache
+def xla_flops(equation: str, *shapes: tuple[int, ...]) -> float:
+  """Returns XLA's count of the FLOPs of an einsum of two arrays."""
+  arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+  product = jax.jit(functools.partial(jnp.einsum, equation))
+  analysis = product.lower(*arrays).compile().cost_analysis()
+  # Older versions of JAX return a list.
+  if isinstance(analysis, list):
+    (analysis,) = analysis
+  return analysis["flops"]
+
+
+def einsum_flops(equation: str, sizes: dict[str, int]) -> float:
+  """Returns XLA's count of the FLOPs of an einsum.
+
+  Args:
+    equation: such as "bte,ef->btf".
+    sizes: the size of each letter.
+  """
+  inputs, _ = equation.split("->")
+  shapes = []
+  for letters in inputs.split(","):
+    shapes.append(tuple(sizes[letter] for letter in letters))
+  return xla_flops(equation, *shapes)
+
+
+def expected_forward_flops(name: str) -> float:
+  """Returns XLA's count of all products of a small model."""
+  G, M, value_factor = VARIANTS[name].sizes
+  V = value_factor * 6
+  sizes = dict(b=B, t=T, s=T, e=32, h=4, k=2, g=G, m=M, d=6, v=V, u=V, f=40)
+  sizes["n"] = 96
+  for axis, size in ATTENTION[name].extra_axes.items():
+    sizes[axis.lower()] = size
+
   products = [
-    ("bte,ehgd->bthgd", (B, T, E), (E, H, G, D)),
-    ("bte,ekmd->btkmd", (B, T, E), (E, K, M, D)),
-    ("bte,ekv->btkv", (B, T, E), (E, K, V)),
-    ("bthv,hve->bte", (B, T, H, V), (H, V, E)),
-    ("bte,ef->btf", (B, T, E), (E, F)),
-    ("bte,ef->btf", (B, T, E), (E, F)),
-    ("btf,fe->bte", (B, T, F), (F, E)),
+    # Query, key, value and out.
+    "bte,ehgd->bthgd",
+    "bte,ekmd->btkmd",
+    "bte,ekv->btkv",
+    "bthv,hve->bte",
+    # Gate, up and down.
+    "bte,ef->btf",
+    "bte,ef->btf",
+    "btf,fe->bte",
   ]
-  size = dict(E=E, H=H, K=K, G=G, M=M, D=D, V=V)
-  size |= ATTENTION[attention].extra_axes
-  for axes in VARIANTS[attention].extra.values():
-    if "E" in axes:  # a matrix
-      outputs = axes.replace("E", "").lower()
-      products.append(
-        (
-          f"bte,{axes.lower()}->bt{outputs}",
-          (B, T, E),
-          tuple(size[axis] for axis in axes),
-        )
-      )
-    elif axes == "VU":  # one that every head's output goes through
-      products.append(("bthv,vu->bthu", (B, T, H, V), (V, V)))
-  pairs = [
-    ("bthgd,bshgd->bhgts", (B, T, H, G, D), (B, T, H, G, D)),
-    ("bhgts,bshv->bthgv", (B, H, G, T, T), (B, T, H, V)),
-  ]
-  if not ATTENTION[attention].fused:  # The values times the sum of the maps.
-    pairs[1] = ("bhts,bshv->bthv", (B, H, T, T), (B, T, H, V))
+  for axes in VARIANTS[name].extra.values():
+    letters = axes.lower()
+    if "E" in axes:
+      outputs = letters.replace("e", "")
+      products.append(f"bte,{letters}->bt{outputs}")
+    elif axes == "VU":
+      # Each head's output is multiplied with this matrix.
+      products.append("bthv,vu->bthu")
+  layer = 0.0
+  for equation in products:
+    layer += einsum_flops(equation, sizes)
 
-  def xla(product):
-    equation, left, right = product
-    shapes = [
-      jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (left, right)
-    ]
-    analysis = (
-      jax.jit(lambda a, b: jnp.einsum(equation, a, b))
-      .lower(*shapes)
-      .compile()
-      .cost_analysis()
-    )
-    return (analysis[0] if isinstance(analysis, list) else analysis)["flops"]
+  attention = einsum_flops("bthgd,bshgd->bhgts", sizes)
+  if ATTENTION[name].fused:
+    attention += einsum_flops("bhgts,bshv->bthgv", sizes)
+  else:
+    # The values are multiplied with the sum of the maps.
+    attention += einsum_flops("bhts,bshv->bthv", sizes)
+  # A causal mask shows T(T + 1)/2 of T² pairs.
+  visible_share = (T + 1) / (2 * T)
+  layer += visible_share * attention
 
-  layer = sum(map(xla, products)) + sum(map(xla, pairs)) * (T + 1) / (
-    2 * T
-  )  # causal: T(T+1)/2 of T² pairs
-  return 3 * layer + xla(("bte,ne->btn", (B, T, E), (N, E)))
+  vocabulary = einsum_flops("bte,ne->btn", sizes)
+  return SMALL["num_layers"] * layer + vocabulary
 
 
-@pytest.mark.parametrize("attention", VARIANTS)
-def test_flops_equal_xlas_count_of_the_matrix_products(attention):
-  model = ModelConfig(attention=attention, **SMALL)
-  counted = flops.step_flops(model, length=16, tokens=32)
-  assert counted.forward == pytest.approx(by_hand(attention), rel=1e-6)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_flops_equal_xlas_count_of_the_matrix_products(name):
+  model = ModelConfig(attention=name, **SMALL)
+
+  counted = flops.step_flops(model, length=T, tokens=B * T)
+
+  assert counted.forward == pytest.approx(
+    expected_forward_flops(name), rel=1e-6
+  )
   assert counted.training == 3 * counted.forward
 
 
-def test_a_frozen_matrix_has_no_gradient_to_compute():
-  """One of its three products; a tied embedding's, of the vocabulary, too. Names that the model lacks, gains and vectors count nothing."""
+def test_frozen_matrices_need_no_gradients():
+  """One of the three products of each matrix is omitted.
+
+  This includes the product of a tied embedding with the hidden states. Vectors
+  and names that the model lacks change nothing.
+  """
   model = ModelConfig(attention="dex", plain_layers=1, **SMALL)
-  whole = flops.step_flops(model, 16, 32)
+  trained = flops.step_flops(model, T, 32)
+
   frozen = flops.step_flops(
     model,
-    16,
+    T,
     32,
     frozen={
       "query",
@@ -111,120 +158,160 @@ def test_a_frozen_matrix_has_no_gradient_to_compute():
       "lambda_hat",
     },
   )
-  left_out = 3 * 32 * 4 * 6 + 96 * 32 + 2 * 4 * 6 * 6
-  assert frozen == (whole.forward, whole.training - 2 * 32 * left_out)
+
+  query = 3 * 32 * 4 * 6
+  embedding = 96 * 32
+  # Two layers have DEX, and each of four heads is multiplied with its matrix.
+  dex_matrix = 2 * 4 * 6 * 6
+  omitted = 2 * 32 * (query + embedding + dex_matrix)
+  assert frozen == (trained.forward, trained.training - omitted)
+
+
+def test_the_sigmoid_of_lambda_costs_nothing():
+  v2 = ModelConfig(attention="diff_v2", **SMALL)
+  linear = ModelConfig(attention="diff_v2_linear", **SMALL)
+
+  assert flops.step_flops(v2, T, 32) == flops.step_flops(linear, T, 32)
+  assert flops.parameter_count(v2) == flops.parameter_count(linear)
+
+
+# Masks.
 
 
 @pytest.mark.parametrize(
-  "causal, window",
+  ("causal", "window"),
   [(True, 5), (True, 16), (True, 99), (False, None), (False, 5), (False, 99)],
 )
-def test_only_visible_pairs_count(causal, window):
-  distance = np.subtract.outer(np.arange(16), np.arange(16))
-  visible = ((distance >= 0) | (not causal)) & (abs(distance) < (window or 16))
-  plain, masked = (
-    ModelConfig(**SMALL),
-    ModelConfig(causal=causal, window=window, **SMALL),
+def test_only_visible_pairs_of_queries_and_keys_count(causal, window):
+  query, key = np.indices((T, T))
+  visible = abs(query - key) < (window or T)
+  if causal:
+    visible &= key <= query
+  causal_model = ModelConfig(**SMALL)
+  model = ModelConfig(causal=causal, window=window, **SMALL)
+
+  actual = forward_flops(model, T)
+
+  # A pair has two maps, each with 6 products for its score and 12 for values.
+  flops_of_pair = 2 * SMALL["num_layers"] * SMALL["num_heads"] * 2 * (6 + 12)
+  num_causal_pairs = T * (T + 1) // 2
+  without_pairs = (
+    forward_flops(causal_model, T) - flops_of_pair * num_causal_pairs
   )
-  pair = 2 * SMALL["num_layers"] * SMALL["num_heads"] * 2 * (6 + 12)
-  without = flops.step_flops(plain, 16, 16).forward - pair * 16 * 17 // 2
-  assert (
-    flops.step_flops(masked, 16, 16).forward == without + pair * visible.sum()
-  )
+  assert actual == without_pairs + flops_of_pair * visible.sum()
 
 
-def test_each_layer_counts_its_own_pairs_and_maps():
-  """Grouped noise has 6 maps instead of 8 in a layer, a plain layer 8 of half the value width; a full layer of 16 tokens 136 pairs."""
+def test_each_layer_has_its_own_pairs_and_maps():
+  """A plain layer has 8 maps. With shared noise, a layer has 6 instead of 8.
+
+  The values of a plain layer have half the width. With 16 tokens, a full layer
+  has 136 pairs, and a layer with a window of 4 has 58.
+  """
   model = ModelConfig(
     num_noise_heads=2, plain_layers=1, window=4, window_pattern="fw", **SMALL
   )
-  without = dataclasses.replace(model, window=1, window_pattern="")
-  first, second, third = 8 * (6 + 6), 6 * (6 + 12), 6 * (6 + 12)
-  extra = (
-    flops.step_flops(model, 16, 16).forward
-    - flops.step_flops(without, 16, 16).forward
-  )
-  assert extra == 2 * (
-    first * (136 - 16) + second * (58 - 16) + third * (136 - 16)
-  )
+  # Each token sees only itself, which are 16 pairs.
+  smallest = dataclasses.replace(model, window=1, window_pattern="")
+
+  difference = forward_flops(model, T) - forward_flops(smallest, T)
+
+  plain_layer = 8 * (6 + 6) * (136 - 16)
+  windowed_layer = 6 * (6 + 12) * (58 - 16)
+  full_layer = 6 * (6 + 12) * (136 - 16)
+  assert difference == 2 * (plain_layer + windowed_layer + full_layer)
 
 
-def test_the_sigmoid_costs_nothing():
-  v2, linear = (
-    ModelConfig(attention=attention, **SMALL)
-    for attention in ("diff_v2", "diff_v2_linear")
-  )
-  assert flops.step_flops(v2, 16, 32) == flops.step_flops(
-    linear, 16, 32
-  ) and flops.parameter_count(v2) == flops.parameter_count(linear)
+# The papers.
 
 
-def test_attention_costs_what_the_paper_says():
-  # paper.md §1: 6 N²d multiply-adds a DIFF head against 4 of its Transformer twin, before the causal half; same projections.
-  model = dataclasses.replace(PAPER_1B, lambda_init=None)
-  twin = dataclasses.replace(
-    model, attention="softmax", num_heads=16, num_kv_heads=16, head_norm=False
-  )
-  T, pairs = 2048, 2048 * 2049 // 2
-  core = 24 * 8 * 128 * 2 * pairs
-  diff, softmax = (
-    flops.step_flops(model, T, T).forward,
-    flops.step_flops(twin, T, T).forward,
-  )
-  assert diff - softmax == (6 - 4) * core
-  without = 2 * T * (24 * (4 * 2048**2 + 3 * 2048 * 5440) + 100_288 * 2048)
-  assert softmax - without == 4 * core
+def test_attention_of_diff_has_six_to_four_of_its_transformers_products():
+  """Section 1 of the paper: a DIFF head has 6 N²d, its Transformer 4 N²d."""
+  length = 2048
+  num_pairs = length * (length + 1) // 2
+  num_heads = 8
+  head_dim = 128
+  num_layers = 24
+  # Two FLOPs for each pair of tokens and each number of a head.
+  unit = 2 * num_pairs * num_layers * num_heads * head_dim
+
+  diff = forward_flops(PAPER_1B, length)
+  softmax = forward_flops(PAPER_1B_SOFTMAX, length)
+
+  assert diff - softmax == (6 - 4) * unit
+  layer = 4 * 2048**2 + 3 * 2048 * 5440
+  vocabulary = 100_288 * 2048
+  matrices = 2 * length * (num_layers * layer + vocabulary)
+  assert softmax - matrices == 4 * unit
 
 
-@pytest.mark.parametrize(
-  "size, billions",
-  [
-    (dict(embed_dim=1536, num_heads=8, head_dim=96, ffn_dim=4096), 0.8335),
-    (dict(), 1.410),
-    (dict(embed_dim=2560, num_layers=32, num_heads=10, ffn_dim=6912), 2.794),
-    (dict(embed_dim=4096, num_layers=32, num_heads=16, ffn_dim=10880), 6.837),
-    (dict(embed_dim=5120, num_layers=40, num_heads=20, ffn_dim=13696), 13.123),
-    (dict(embed_dim=3072, num_layers=28, num_heads=12, ffn_dim=8192), 3.479),
-  ],
-)
-def test_parameter_counts_are_the_papers(size, billions):
-  model = dataclasses.replace(PAPER_1B, **size)
-  model = dataclasses.replace(model, num_kv_heads=model.num_heads)
-  assert flops.parameter_count(model) == pytest.approx(billions * 1e9, rel=5e-4)
-  twin = dataclasses.replace(
-    model,
+PAPER_SIZES = [
+  (dict(embed_dim=1536, num_heads=8, head_dim=96, ffn_dim=4096), 0.8335),
+  (dict(), 1.410),
+  (dict(embed_dim=2560, num_layers=32, num_heads=10, ffn_dim=6912), 2.794),
+  (dict(embed_dim=4096, num_layers=32, num_heads=16, ffn_dim=10880), 6.837),
+  (dict(embed_dim=5120, num_layers=40, num_heads=20, ffn_dim=13696), 13.123),
+  (dict(embed_dim=3072, num_layers=28, num_heads=12, ffn_dim=8192), 3.479),
+]
+
+
+def paper_model(sizes: dict[str, Any]) -> ModelConfig:
+  """Returns a DIFF model of the paper, in which each head has its own keys."""
+  model = dataclasses.replace(PAPER_1B, **sizes)
+  return dataclasses.replace(model, num_kv_heads=model.num_heads)
+
+
+@pytest.mark.parametrize(("sizes", "billions"), PAPER_SIZES)
+def test_parameter_counts_are_those_of_the_paper(sizes, billions):
+  count = flops.parameter_count(paper_model(sizes))
+
+  assert count == pytest.approx(billions * 1e9, rel=5e-4)
+
+
+@pytest.mark.parametrize("sizes", [sizes for sizes, _ in PAPER_SIZES])
+def test_diff_has_only_lambdas_and_gains_more_than_its_transformer(sizes):
+  diff = paper_model(sizes)
+  transformer = dataclasses.replace(
+    diff,
     attention="softmax",
-    num_heads=2 * model.num_heads,
-    num_kv_heads=2 * model.num_heads,
+    num_heads=2 * diff.num_heads,
+    num_kv_heads=2 * diff.num_heads,
     head_norm=False,
   )
-  extra = model.num_layers * (4 * model.head_dim + 2 * model.head_dim)
-  assert flops.parameter_count(model) - flops.parameter_count(twin) == extra
+
+  difference = flops.parameter_count(diff) - flops.parameter_count(transformer)
+
+  lambda_vectors = 4 * diff.head_dim
+  gain = 2 * diff.head_dim
+  assert difference == diff.num_layers * (lambda_vectors + gain)
 
 
-def test_parameter_count_of_v2_and_untied():
-  # paper.md §3: V2 has one more E × E and E × h a layer, 1.515B at 1.4B's widths.
-  v2 = dataclasses.replace(
-    PAPER_1B,
-    attention="diff_v2",
-    num_heads=16,
-    num_kv_heads=16,
-    head_norm=False,
-  )
-  assert flops.parameter_count(v2) == pytest.approx(1.511e9, rel=5e-3)
-  twin = dataclasses.replace(v2, attention="softmax")
-  assert flops.parameter_count(v2) - flops.parameter_count(twin) == 24 * (
-    2048 * 2048 + 2048 * 16
-  )
-  assert (
-    flops.parameter_count(dataclasses.replace(v2, tie_embeddings=False))
-    - flops.parameter_count(v2)
-    == 100_288 * 2048
-  )
+def test_the_parameter_count_of_v2_is_that_of_the_post():
+  """The post says 1.515 billion, which is rounded."""
+  count = flops.parameter_count(PAPER_1B_V2)
+
+  assert count == pytest.approx(1.511e9, rel=5e-3)
+
+
+def test_v2_has_two_matrices_more_than_its_transformer_in_each_layer():
+  """These are the queries of the second maps, E × E, and W_λ, E × H."""
+  v2 = flops.parameter_count(PAPER_1B_V2)
+  transformer = flops.parameter_count(PAPER_1B_SOFTMAX)
+
+  assert v2 - transformer == 24 * (2048 * 2048 + 2048 * 16)
+
+
+def test_an_untied_model_has_one_more_matrix_of_the_vocabulary():
+  untied = dataclasses.replace(PAPER_1B_V2, tie_embeddings=False)
+
+  tied_count = flops.parameter_count(PAPER_1B_V2)
+  assert flops.parameter_count(untied) - tied_count == 100_288 * 2048
+
+
+# Chips.
 
 
 @pytest.mark.parametrize(
-  "kind, peak",
+  ("device_kind", "expected"),
   [
     ("TPU v4", 275e12),
     ("TPU v5 lite", 197e12),
@@ -243,5 +330,5 @@ def test_parameter_count_of_v2_and_untied():
     ("TPU v4 lite", None),
   ],
 )
-def test_peak_flops(kind, peak):
-  assert flops.peak_flops(kind) == peak
+def test_peak_flops_are_those_of_the_data_sheets(device_kind, expected):
+  assert flops.peak_flops(device_kind) == expected

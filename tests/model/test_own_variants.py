@@ -39,7 +39,7 @@ from diffjax.parameters import PARAMETERS, Parameter
 from diffjax.training.program import Program, build
 from tests.harness import own_variants
 from tests.harness.parameters import parameters
-from tests.harness.tolerances import FLOAT32_LAYER, FLOAT64
+from tests.harness.tolerances import FLOAT32, FLOAT64
 
 CONFIG = ModelConfig(
   vocab_size=64,
@@ -147,7 +147,7 @@ def test_a_layer_equals_its_definition(name, window):
     has_sum=name == "strange_sum",
   )
   expected = np.einsum("THV,HVE->TE", heads, exact_params["out"])
-  chex.assert_trees_all_close(np.float64(actual[0]), expected, **FLOAT32_LAYER)
+  chex.assert_trees_all_close(np.float64(actual[0]), expected, **FLOAT32)
 
 
 @pytest.mark.parametrize("window", [None, 5])
@@ -193,7 +193,7 @@ def test_the_documented_dint_equals_its_equations(window):
   chex.assert_trees_all_close(weights.sum(axis=-1), np.ones((2, 12)), **FLOAT64)
   heads = np.einsum("HTS,SHV->THV", weights, v)
   expected = np.einsum("THV,HVE->TE", heads, exact_params["out"])
-  chex.assert_trees_all_close(np.float64(actual[0]), expected, **FLOAT32_LAYER)
+  chex.assert_trees_all_close(np.float64(actual[0]), expected, **FLOAT32)
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -242,8 +242,8 @@ def test_a_token_sees_only_earlier_tokens_of_its_document(name):
     {"params": params}, later_changed % 64, segment_ids, positions
   )
 
-  chex.assert_trees_all_close(swapped[:, :5], packed[:, 7:], **FLOAT32_LAYER)
-  chex.assert_trees_all_close(changed[:, :6], packed[:, :6], **FLOAT32_LAYER)
+  chex.assert_trees_all_close(swapped[:, :5], packed[:, 7:], **FLOAT32)
+  chex.assert_trees_all_close(changed[:, :6], packed[:, :6], **FLOAT32)
 
 
 @pytest.mark.parametrize("name", ["strange", "distance_sigmoid"])
@@ -260,7 +260,7 @@ def test_a_cache_does_not_change_the_hidden_states(name):
 
   actual = np.concatenate([first, second], axis=1)
   expected = jax.jit(model.apply)({"params": params}, TOKENS)
-  chex.assert_trees_all_close(actual, expected, **FLOAT32_LAYER)
+  chex.assert_trees_all_close(actual, expected, **FLOAT32)
 
 
 # Generation.
@@ -345,7 +345,7 @@ def test_recomputing_rows_gives_the_tokens_and_logits_of_the_cache(monkeypatch):
   recomputed_answers, recomputed_logits = draw()
 
   assert recomputed_answers == answers
-  chex.assert_trees_all_close(recomputed_logits, state_logits, **FLOAT32_LAYER)
+  chex.assert_trees_all_close(recomputed_logits, state_logits, **FLOAT32)
 
 
 def negated_forward(arrays, mask, options):

@@ -1,5 +1,8 @@
 """What makes a class an attention variant: its weights and its declarations."""
 
+from typing import Any
+
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -20,53 +23,55 @@ from diffjax.parameters import PARAMETERS, Parameter
 from tests.harness.parameters import parameters
 
 LAMBDA_INIT = 0.3
-# Fields of layers. All rows hold several documents.
-LAYERS = {
-  "documents": dict(),
-  "window": dict(window=3),
-  "not causal": dict(causal=False, window=3),
-  "shared noise": dict(num_noise_heads=2),
-}
 
 
-def computed_from_weights(layer_class):
-  """Returns a subclass that multiplies its weights with the values."""
-
-  class FromWeights(layer_class):
-    fused = False
-
-  return FromWeights
+def subclass(
+  parent: type[Attention], name: str = "Own", **attributes: Any
+) -> type[Attention]:
+  """Returns a subclass with these attributes."""
+  return type(name, (parent,), attributes)
 
 
-def output_and_gradients(layer, params, x):
+def init(layer: Attention, embed_dim: int = 16) -> dict[str, Any]:
+  """Returns the initial parameters of a layer."""
+  x = jnp.ones((1, 3, embed_dim))
+  return jax.jit(layer.init)(jax.random.key(0), x)["params"]
+
+
+# The fused operation.
+
+
+def output_and_gradients(
+  layer: Attention, params: dict[str, Any], x: jax.Array
+) -> tuple[jax.Array, Any]:
   """Returns a layer's output, and its gradients for a sum of squares."""
+  # Each row has two segments. 0 is padding.
   segment_ids = jnp.array([[1] * 4 + [2] * 5, [1] * 7 + [0] * 2])
 
-  @jax.jit
-  def run(params, x):
-    def loss(params, x):
-      y = layer.apply(
-        {"params": params}, x, LAMBDA_INIT, segment_ids=segment_ids
-      )
-      return jnp.sum(y**2), y
+  def loss(params, x):
+    y = layer.apply({"params": params}, x, LAMBDA_INIT, segment_ids=segment_ids)
+    return jnp.sum(y**2), y
 
-    gradient = jax.grad(loss, argnums=(0, 1), has_aux=True)
-    gradients, y = gradient(params, x)
-    return y, gradients
-
-  return run(params, x)
+  gradient_function = jax.grad(loss, argnums=(0, 1), has_aux=True)
+  gradients, y = jax.jit(gradient_function)(params, x)
+  return y, gradients
 
 
-def fused_cases():
+def fused_cases() -> list[Any]:
   """Returns a variant, fields of its layer, a dtype and a tolerance for each.
 
-  float64 shows every difference. One case of each variant is in float32.
+  float64 shows every difference. The case without options is in float32.
   """
+  layers = {
+    "window": dict(window=3),
+    "not causal": dict(causal=False, window=3),
+    "shared noise": dict(num_noise_heads=2),
+  }
   cases = []
   for name, layer_class in ATTENTION.items():
     if not layer_class.fused:
       continue
-    for title, fields in LAYERS.items():
+    for title, fields in layers.items():
       if "num_noise_heads" in fields and not layer_class.has_noise_map:
         continue
       case = pytest.param(name, fields, "float64", 1e-12, id=f"{name}, {title}")
@@ -76,12 +81,15 @@ def fused_cases():
   return cases
 
 
-@pytest.mark.parametrize("name, fields, dtype, tolerance", fused_cases())
-def test_the_fused_operation_computes_the_weights(
+@pytest.mark.parametrize(
+  ("name", "fields", "dtype", "tolerance"), fused_cases()
+)
+def test_the_fused_operation_computes_the_weights_times_the_values(
   name, fields, dtype, tolerance
 ):
-  """The output and all gradients are those of the weights times the values."""
   layer_class = ATTENTION[name]
+  # This class multiplies its weights with the values.
+  unfused_class = subclass(layer_class, fused=False)
   fields = dict(num_heads=4, num_kv_heads=2, head_dim=4, dtype=dtype, **fields)
   x = np.random.default_rng(0).normal(size=(2, 9, 16))
   layer = layer_class(**fields)
@@ -90,59 +98,78 @@ def test_the_fused_operation_computes_the_weights(
   with jax.enable_x64(True):
     x = jnp.asarray(x, dtype)
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
-    got = output_and_gradients(layer, params, x)
-    defined = computed_from_weights(layer_class)(**fields)
-    want = output_and_gradients(defined, params, x)
-  output, _ = got
+    actual = output_and_gradients(layer, params, x)
+    expected = output_and_gradients(unfused_class(**fields), params, x)
+
+  output, _ = actual
   assert output.dtype == dtype
-  leaves = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
-  for got_leaf, want_leaf in leaves:
-    difference = np.linalg.norm(got_leaf - want_leaf)
-    assert difference <= tolerance * np.linalg.norm(want_leaf)
+  leaves = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
+  for leaf, expected_leaf in leaves:
+    error = np.linalg.norm(leaf - expected_leaf)
+    assert error <= tolerance * np.linalg.norm(expected_leaf)
+
+
+# What a subclass inherits.
 
 
 @pytest.mark.parametrize("method", ["weights", "maps", "logits"])
 def test_a_class_with_its_own_weights_is_not_fused(method):
-  own = type("Own", (DiffAttention,), {method: lambda self: None})
-  assert DiffAttention.fused and not own.fused
-  own = type(
-    "Own", (DiffAttention,), {method: lambda self: None, "fused": True}
+  own_class = subclass(DiffAttention, **{method: lambda self: None})
+
+  assert DiffAttention.fused
+  assert not own_class.fused
+
+
+@pytest.mark.parametrize("method", ["weights", "maps", "logits"])
+def test_a_class_with_its_own_weights_can_declare_that_it_is_fused(method):
+  own_class = subclass(DiffAttention, fused=True, **{method: lambda self: None})
+
+  assert own_class.fused
+
+
+COMPUTATIONS = [
+  "weights",
+  "maps",
+  "logits",
+  "attend",
+  "compute_heads",
+  "compute_lambda",
+  "scale_heads",
+  "project",
+  "rotate",
+]
+
+
+@pytest.mark.parametrize("method", COMPUTATIONS)
+def test_a_class_with_its_own_computation_inherits_no_features(method):
+  own_class = subclass(DiffAttention, **{method: lambda self: None})
+
+  assert DiffAttention.supports == FEATURES
+  assert own_class.supports == set()
+
+
+@pytest.mark.parametrize("method", COMPUTATIONS)
+def test_a_class_with_its_own_computation_can_declare_features(method):
+  own_class = subclass(
+    DiffAttention, supports={"windows"}, **{method: lambda self: None}
   )
-  assert own.fused
+
+  assert own_class.supports == {"windows"}
 
 
-@pytest.mark.parametrize(
-  "method",
-  [
-    "weights",
-    "maps",
-    "logits",
-    "attend",
-    "compute_heads",
-    "compute_lambda",
-    "scale_heads",
-    "project",
-    "rotate",
-  ],
-)
-def test_a_class_with_its_own_computation_declares_what_it_supports(method):
-  own = type("Own", (DiffAttention,), {method: lambda self: None})
-  assert DiffAttention.supports == FEATURES and own.supports == set()
-  declared = {method: lambda self: None, "supports": {"windows"}}
-  assert type("Own", (DiffAttention,), declared).supports == {"windows"}
-
-
-def test_a_class_that_computes_the_same_inherits():
+def test_a_class_with_another_default_inherits_features_but_no_names():
   class Same(DiffAttention):
-    """Only its default differs."""
+    """Has another default, and the computation of DIFF."""
 
     head_norm: bool = False
 
-  assert Same.fused and Same.supports == FEATURES
-  assert Same.style is None and Same.model_name is None
+  assert Same.fused
+  assert Same.supports == FEATURES
+  assert Same.style is None
+  assert Same.model_name is None
 
 
-def test_weights_of_a_mixin_are_the_classes_own():
+def test_the_weights_of_a_mixin_count_as_the_class_own():
   class Mixin:
     def weights(self, q, k, lam, mask):
       return jnp.zeros((q.shape[0], self.num_heads, *mask.shape[1:]))
@@ -150,64 +177,94 @@ def test_weights_of_a_mixin_are_the_classes_own():
   class Own(Mixin, Attention):
     pass
 
-  assert not Own.fused and Own.supports == set()
+  assert not Own.fused
+  assert Own.supports == set()
 
 
-def test_wrappers_of_flax_change_no_declaration():
+def test_transforms_of_flax_keep_the_declarations():
   lifted = nn.remat(DiffAttention)
-  assert lifted.fused and lifted.supports == FEATURES
+
+  assert lifted.fused
+  assert lifted.supports == FEATURES
 
 
-def test_an_unknown_feature_is_refused():
+def test_an_unknown_feature_is_rejected():
   with pytest.raises(ValueError, match="Own.supports has 'window': must be"):
-    type("Own", (Attention,), {"supports": {"window"}})
+    subclass(Attention, supports={"window"})
+
+
+# Registration.
 
 
 @pytest.mark.parametrize(
-  "name, declarations, message",
+  ("name", "declarations", "message"),
   [
-    ("Own", {}, "name = 'Own': must begin with a small letter"),
-    ("own-map", {}, "name = 'own-map': must begin with a small letter"),
-    ("diff", {}, r"name = 'diff': .*\.DiffAttention has this name"),
-    (
+    pytest.param(
+      "Own",
+      {},
+      "name = 'Own': must begin with a small letter",
+      id="capital letter",
+    ),
+    pytest.param(
+      "own-map",
+      {},
+      "name = 'own-map': must begin with a small letter",
+      id="hyphen",
+    ),
+    pytest.param(
+      "diff",
+      {},
+      r"name = 'diff': .*\.DiffAttention has this name",
+      id="name in use",
+    ),
+    pytest.param(
       "own",
       {"extra_parameters": {"lambda_hat": Parameter("LH")}},
       "parameter 'lambda_hat' is .*'LEH'.* already: rename it",
+      id="parameter in use",
     ),
-    (
+    pytest.param(
       "own",
       {"extra_parameters": {"own_bias": Parameter("LR")}},
       "parameter 'own_bias' has the axis 'R': it may have the axes",
+      id="unknown axis",
     ),
-    (
+    pytest.param(
       "own",
       {"extra_parameters": {"own_bias": Parameter("H")}},
       "parameter 'own_bias' has the axes 'H': the first one must be L",
+      id="no axis of layers",
     ),
-    (
+    pytest.param(
       "own",
       {"extra_parameters": {"own_bias": Parameter("LH", inputs="E")}},
       "parameter 'own_bias': inputs = 'E' must be axes of 'LH'",
+      id="inputs are no axes",
     ),
-    (
+    pytest.param(
       "own",
       {"extra_axes": {"H": 3}},
       "extra_axes has 'H': must be a capital letter that is not in use",
+      id="axis in use",
     ),
   ],
 )
-def test_a_wrong_registration_changes_nothing(
+def test_a_rejected_registration_changes_nothing(
   name, declarations, message, restored_registry
 ):
-  own = type("Own", (Attention,), declarations)
-  classes, table = dict(ATTENTION), dict(PARAMETERS)
+  own_class = subclass(Attention, **declarations)
+  classes = dict(ATTENTION)
+  table = dict(PARAMETERS)
+
   with pytest.raises(ValueError, match=message):
-    register(name)(own)
-  assert classes == ATTENTION and table == PARAMETERS
+    register(name)(own_class)
+
+  assert classes == ATTENTION
+  assert table == PARAMETERS
 
 
-def define(bias):
-  """Returns a class as a cell of a notebook defines it."""
+def register_with_bias(bias: float) -> type[Attention]:
+  """Registers a class as a cell of a notebook does, each time it is run."""
 
   @register("own")
   class Own(Attention):
@@ -222,59 +279,85 @@ def define(bias):
 
 
 def test_a_class_that_is_defined_again_replaces_the_old_one(restored_registry):
-  for bias in (1.0, 2.0):
-    own = define(bias)
-    config = ModelConfig(attention="own", head_norm=False)
-    assert attention_class(config) is own
-    layer = attention_class(config)(num_heads=2, head_dim=4)
-    params = layer.init(jax.random.key(0), jnp.ones((1, 3, 16)))["params"]
-    np.testing.assert_array_equal(params["own_bias"], np.full((2, 3), bias))
+  register_with_bias(1.0)
+  own_class = register_with_bias(2.0)
+  config = ModelConfig(attention="own", head_norm=False)
+
+  layer_class = attention_class(config)
+
+  assert layer_class is own_class
+  params = init(layer_class(num_heads=2, head_dim=4))
+  chex.assert_trees_all_equal(params["own_bias"], jnp.full((2, 3), 2.0))
 
 
-def test_a_class_that_is_defined_again_may_have_other_parameters(
+def register_with_parameters(
+  **extra_parameters: Parameter,
+) -> type[Attention]:
+  """Registers a class that declares these parameters."""
+  own_class = subclass(Attention, extra_parameters=extra_parameters)
+  return register("own")(own_class)
+
+
+def test_a_class_that_is_defined_again_can_have_other_parameters(
   restored_registry,
 ):
-  def define_with(**extra_parameters):
-    own = type("Own", (Attention,), {"extra_parameters": extra_parameters})
-    return register("own")(own)
+  register_with_parameters(own_bias=Parameter("LH"), own_gain=Parameter("LV"))
 
-  define_with(own_bias=Parameter("LH"), own_gain=Parameter("LV"))
-  changed = define_with(own_bias=Parameter("LHV"))
-  assert PARAMETERS["own_bias"] == Parameter("LHV")
-  assert "own_gain" not in PARAMETERS
-  with pytest.raises(ValueError, match="'query' is .* already"):
-    define_with(query=Parameter("LH"))
+  changed = register_with_parameters(own_bias=Parameter("LHV"))
+
   assert ATTENTION["own"] is changed
   assert PARAMETERS["own_bias"] == Parameter("LHV")
+  assert "own_gain" not in PARAMETERS
 
 
-def test_what_a_notebook_defines_is_not_for_another_process(restored_registry):
-  own = type("Own", (Attention,), {"__module__": "__main__"})
-  register("own")(own)
+def test_a_rejected_new_definition_keeps_the_old_one(restored_registry):
+  old = register_with_parameters(own_bias=Parameter("LHV"))
+
+  with pytest.raises(ValueError, match="'query' is .* already"):
+    register_with_parameters(query=Parameter("LH"))
+
+  assert ATTENTION["own"] is old
+  assert PARAMETERS["own_bias"] == Parameter("LHV")
+
+
+def test_other_processes_cannot_import_a_class_of_a_notebook(restored_registry):
+  own_class = subclass(Attention, __module__="__main__")
+  register("own")(own_class)
+
   with pytest.raises(UserError, match="'own' is defined in __main__"):
     imported_modules()
 
 
-def test_weights_and_lambda_of_wrong_shapes_are_named():
+# Results and parameters of a class.
+
+
+def test_weights_of_a_wrong_shape_are_rejected():
   class Own(Attention):
     def weights(self, q, k, lam, mask):
       return jnp.zeros((*mask.shape, self.num_heads))
 
   layer = Own(num_heads=2, head_dim=4)
   with pytest.raises(ValueError, match=r"weights must be \[B, H, T, S\]"):
-    layer.init(jax.random.key(0), jnp.ones((1, 3, 16)))
+    init(layer)
 
-  class WithLambda(Own):
+
+def test_lambda_of_a_wrong_shape_is_rejected():
+  class Own(Attention):
+    def weights(self, q, k, lam, mask):
+      return jnp.zeros((q.shape[0], self.num_heads, *mask.shape[1:]))
+
     def compute_lambda(self, x, lambda_init):
       return jnp.zeros((self.num_heads, 3))
 
-  layer = WithLambda(num_heads=2, head_dim=4)
+  layer = Own(num_heads=2, head_dim=4)
   with pytest.raises(ValueError, match="compute_lambda must return a scalar"):
-    layer.init(jax.random.key(0), jnp.ones((1, 3, 16)))
+    init(layer)
 
 
-def test_a_parameter_has_the_shape_of_its_axes(restored_registry):
-  """A matrix starts from a normal of standard deviation 1/√inputs."""
+def test_a_matrix_starts_with_the_standard_deviation_of_its_inputs(
+  restored_registry,
+):
+  """It is 1/√inputs."""
 
   @register("own")
   class Own(Attention):
@@ -285,36 +368,51 @@ def test_a_parameter_has_the_shape_of_its_axes(restored_registry):
       gate = jnp.einsum("BTE,EHR->BTH", x, self.parameter("own_gate"))
       return heads * gate[..., None]
 
-  layer = Own(num_heads=4, head_dim=8)
-  params = layer.init(jax.random.key(0), jnp.ones((1, 3, 64)))["params"]
-  assert params["own_gate"].shape == (64, 4, 40)
+  params = init(Own(num_heads=4, head_dim=8), embed_dim=64)
+
+  chex.assert_shape(params["own_gate"], (64, 4, 40))
   assert float(params["own_gate"].std()) == pytest.approx(1 / 8, rel=0.05)
 
 
-def call_parameter(name, init=None, params=None):
-  """Calls `parameter` in a layer that declares the vector own_bias."""
+class Biased(Attention):
+  """Declares a vector, and asks for the parameter of a given name."""
 
-  class Own(Attention):
-    extra_parameters = {"own_bias": Parameter("LH")}
+  extra_parameters = {"own_bias": Parameter("LH")}
+  parameter_name: str = "own_bias"
+  has_initializer: bool = True
 
-    def scale_heads(self, heads, x, lambda_init):
-      self.parameter(name, init)
-      return heads
-
-  layer = Own(num_heads=2, head_dim=4)
-  x = jnp.ones((1, 3, 16))
-  if params is None:
-    return layer.init(jax.random.key(0), x)
-  return layer.apply({"params": params}, x)
+  def scale_heads(self, heads, x, lambda_init):
+    initializer = None
+    if self.has_initializer:
+      initializer = nn.initializers.zeros
+    self.parameter(self.parameter_name, initializer)
+    return heads
 
 
-def test_what_parameter_refuses():
-  zeros = nn.initializers.zeros
-  with pytest.raises(ValueError, match="Own has no parameter 'own_gain': add"):
-    call_parameter("own_gain", zeros)
+def init_biased(**fields: Any) -> Any:
+  """Returns the parameters of a layer that declares the vector own_bias."""
+  return init(Biased(num_heads=2, head_dim=4, **fields))
+
+
+def test_a_vector_has_the_shape_of_its_axes():
+  chex.assert_shape(init_biased()["own_bias"], (2,))
+
+
+def test_a_parameter_that_is_not_declared_is_rejected():
+  message = "Biased has no parameter 'own_gain': add"
+  with pytest.raises(ValueError, match=message):
+    init_biased(parameter_name="own_gain")
+
+
+def test_a_vector_without_an_initializer_is_rejected():
   with pytest.raises(ValueError, match="'own_bias' is no matrix, so it needs"):
-    call_parameter("own_bias")
-  params = call_parameter("own_bias", zeros)["params"]
-  assert params.pop("own_bias").shape == (2,)
-  with pytest.raises(ValueError, match="the parameters lack 'own_bias' of Own"):
-    call_parameter("own_bias", zeros, params)
+    init_biased(has_initializer=False)
+
+
+def test_parameters_without_a_declared_one_are_rejected():
+  params = init_biased()
+  del params["own_bias"]
+  layer = Biased(num_heads=2, head_dim=4)
+  message = "the parameters lack 'own_bias' of Biased"
+  with pytest.raises(ValueError, match=message):
+    jax.eval_shape(layer.apply, {"params": params}, jnp.ones((1, 3, 16)))

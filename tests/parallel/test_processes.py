@@ -430,6 +430,13 @@ def test_training_needs_no_terminal(overrides, whole_run, tmp_path):
   assert read_log(workdir) == read_log(whole_run)
 
 
+def hangup_signal() -> signal.Signals:
+  """Returns SIGHUP, or SIGTERM under nohup, where processes ignore SIGHUP."""
+  if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
+    return signal.SIGHUP
+  return signal.SIGTERM
+
+
 @pytest.mark.full
 def test_each_process_resumes_its_own_part_of_a_stream(overrides, tmp_path):
   for index in range(4):
@@ -462,13 +469,6 @@ def test_each_process_resumes_its_own_part_of_a_stream(overrides, tmp_path):
     assert "resuming from step" in group.output(0)
 
   assert read_log(workdir) == read_log(whole_workdir)
-
-
-def hangup_signal() -> signal.Signals:
-  """Returns SIGHUP, or SIGTERM under nohup, where processes ignore SIGHUP."""
-  if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
-    return signal.SIGHUP
-  return signal.SIGTERM
 
 
 # One process ends, and all others end too.

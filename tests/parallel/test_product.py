@@ -6,6 +6,7 @@ import importlib.util
 import math
 import re
 from typing import Any
+from unittest import mock
 
 import chex
 import jax
@@ -177,10 +178,28 @@ def test_small_meshes_without_sparse_cores_exchange_gradients(
   assert uses_exchange(mesh) is expected
 
 
+def choose_summation(
+  monkeypatch: pytest.MonkeyPatch,
+  *,
+  with_exchange: bool,
+  with_sparse_cores: bool,
+) -> None:
+  """Makes products sum gradients as on other kinds of devices."""
+  module = "diffjax.parallel.product"
+  monkeypatch.setattr(
+    f"{module}.uses_exchange", mock.Mock(return_value=with_exchange)
+  )
+  monkeypatch.setattr(
+    f"{module}.uses_sparse_cores", mock.Mock(return_value=with_sparse_cores)
+  )
+  # Functions that were traced before sum gradients in another way.
+  jax.clear_caches()
+
+
 # One parameter for each position of the axis that fsdp splits.
 @pytest.mark.parametrize("name", ["query", "down", "out"])
 def test_a_reduce_scatter_gives_the_gradients_of_an_exchange(name, monkeypatch):
-  choose_method(monkeypatch, uses_exchange=False, uses_sparse_cores=False)
+  choose_summation(monkeypatch, with_exchange=False, with_sparse_cores=False)
   mesh = make_mesh(ALL_AXES)
   arrays = make_arrays(name)
   with jax.set_mesh(mesh):
@@ -194,34 +213,6 @@ def test_a_reduce_scatter_gives_the_gradients_of_an_exchange(name, monkeypatch):
   )
 
 
-def choose_method(
-  monkeypatch: pytest.MonkeyPatch,
-  *,
-  uses_exchange: bool,
-  uses_sparse_cores: bool,
-) -> None:
-  """Makes products sum gradients as on other kinds of devices."""
-  functions = {
-    "uses_exchange": uses_exchange,
-    "uses_sparse_cores": uses_sparse_cores,
-  }
-  for name, value in functions.items():
-    monkeypatch.setattr(
-      f"diffjax.parallel.product.{name}", constant_function(value)
-    )
-  # Programs that were traced before have another method.
-  jax.clear_caches()
-
-
-def constant_function(value: Any) -> Any:
-  """Returns a function of a mesh that returns the value."""
-
-  def function(mesh):
-    return value
-
-  return function
-
-
 # How gradients are rounded.
 
 
@@ -231,10 +222,10 @@ def test_sums_over_devices_are_not_rounded(has_sparse_cores, monkeypatch):
 
   Sparse cores also get summands in float32, such as 1 + 2⁻⁷ + 2⁻⁹.
   """
-  choose_method(
+  choose_summation(
     monkeypatch,
-    uses_exchange=not has_sparse_cores,
-    uses_sparse_cores=has_sparse_cores,
+    with_exchange=not has_sparse_cores,
+    with_sparse_cores=has_sparse_cores,
   )
   mesh = make_mesh(FSDP)
   small = 2**-9 if has_sparse_cores else 0.0
@@ -258,10 +249,10 @@ def test_sums_over_devices_are_not_rounded(has_sparse_cores, monkeypatch):
 def test_sums_of_gather_parameter_are_not_rounded(
   has_sparse_cores, monkeypatch
 ):
-  choose_method(
+  choose_summation(
     monkeypatch,
-    uses_exchange=not has_sparse_cores,
-    uses_sparse_cores=has_sparse_cores,
+    with_exchange=not has_sparse_cores,
+    with_sparse_cores=has_sparse_cores,
   )
   mesh = make_mesh(FSDP)
   dy = jnp.full((8, 16), 1 + 2**-7, jnp.bfloat16).at[0].set(512)
