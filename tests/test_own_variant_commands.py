@@ -1,6 +1,8 @@
-"""Every command on attention variants from outside the package."""
+"""Every command works with attention variants from outside the package."""
 
 import json
+from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -10,39 +12,61 @@ import diffjax
 from diffjax.config import UserError
 from diffjax.model import registry
 from tests.harness import ROOT, own_variants
+from tests.harness.commands import Commands
 
-MODULES = {
-  "dint": own_variants.DINT_MODULE,
-  "distance_sigmoid": own_variants.SIGMOID_MODULE,
-  "strange": own_variants.MODULE,
-  "strange_sum": own_variants.MODULE,
-}
-METRICS = {
-  "dint": "lambda",
-  "distance_sigmoid": "sigmoid_slope",
-  "strange": "strangeness",
-  "strange_sum": "strangeness",
-}
-FORMULAS = {
-  "dint": "A₁ − λA₂ + λA₃",
-  "distance_sigmoid": "<figcaption>A</figcaption>",
-  "strange": "σ − tanh + s",
-  "strange_sum": "σ − tanh + s",
-}
-TRAINING = [
+
+class Variant(NamedTuple):
+  """An attention variant from outside the package.
+
+  Attributes:
+    name: its value of config.model.attention.
+    module: the module that registers it.
+    metric: a metric that each of its layers records.
+    formula: text that the report shows for it.
+  """
+
+  name: str
+  module: str
+  metric: str
+  formula: str
+
+  @property
+  def import_flag(self) -> str:
+    return f"--import={self.module}"
+
+  @property
+  def workdir(self) -> str:
+    return f"runs/{self.name}"
+
+
+DINT = Variant("dint", own_variants.DINT_MODULE, "lambda", "A₁ − λA₂ + λA₃")
+DISTANCE_SIGMOID = Variant(
+  "distance_sigmoid",
+  own_variants.SIGMOID_MODULE,
+  "sigmoid_slope",
+  "<figcaption>A</figcaption>",
+)
+STRANGE = Variant("strange", own_variants.MODULE, "strangeness", "σ − tanh + s")
+STRANGE_SUM = Variant(
+  "strange_sum", own_variants.MODULE, "strangeness", "σ − tanh + s"
+)
+
+TRAINING_FLAGS = [
   "--config.model.num_layers=2",
   "--config.model.embed_dim=32",
   "--config.model.head_dim=8",
   "--config.model.ffn_dim=32",
   "--config.model.max_length=512",
+  "--config.data.source=text:text/*.txt",
+  "--config.data.validation_fraction=0.3",
   "--config.data.length=64",
   "--config.train.batch_size=4",
   "--config.train.sample_tokens=4",
   "--config.train.log_interval=1",
   "--config.eval.rows=8",
 ]
-# The suites that need no data from elsewhere.
-SUITES = (
+# The suites that need no data from elsewhere. "report" shows their results.
+SUITES = [
   "validation",
   "difference_map",
   "attention",
@@ -50,9 +74,8 @@ SUITES = (
   "position_nll",
   "needle",
   "quantised",
-  "report",
-)
-SETTINGS = [
+]
+SUITE_FLAGS = [
   "--set.validation.rows=8",
   "--set.difference_map.rows=4",
   "--set.attention.samples=2",
@@ -72,7 +95,13 @@ SETTINGS = [
 ]
 
 
-def run(command, module, *arguments, cwd, environment=()):
+def run(
+  command: Commands,
+  module: str,
+  *arguments: str,
+  cwd: Path,
+  environment: dict[str, str] | None = None,
+) -> str:
   """Returns the standard output of a command that must succeed."""
   result = command(module, *arguments, cwd=cwd, environment=environment)
   assert result.returncode == 0, result.stderr
@@ -81,193 +110,310 @@ def run(command, module, *arguments, cwd, environment=()):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-  """A directory outside of the repository, with the modules of the variants."""
+def directory(tmp_path_factory):
+  """A user's directory, with the modules of the variants and some texts."""
   path = tmp_path_factory.mktemp("user")
   own_variants.write_modules(path)
+  (path / "text").mkdir()
+  for number in range(40):
+    lines = []
+    for line in range(40):
+      lines.append(f"document {number}, line {line}: {line * number % 97}\n")
+    (path / f"text/{number}.txt").write_text("".join(lines))
   return path
 
 
 @pytest.fixture(
   scope="module",
   params=[
-    "dint",
-    pytest.param("distance_sigmoid", marks=pytest.mark.full),
-    pytest.param("strange", marks=pytest.mark.full),
-    pytest.param("strange_sum", marks=pytest.mark.full),
+    pytest.param(DINT, id="dint"),
+    pytest.param(
+      DISTANCE_SIGMOID, id="distance_sigmoid", marks=pytest.mark.full
+    ),
+    pytest.param(STRANGE, id="strange", marks=pytest.mark.full),
+    pytest.param(STRANGE_SUM, id="strange_sum", marks=pytest.mark.full),
   ],
 )
-def trained(command, folder, request):
-  """A run of two steps that was resumed for two more, on two devices."""
-  name = request.param
-  arguments = [
-    f"--config=tiny:{name}",
-    import_flag(name),
-    f"--workdir=runs/{name}",
-    *TRAINING,
+def variant(command, directory, request):
+  """A variant with a run of two steps, resumed for two more on two devices."""
+  variant = request.param
+  flags = [
+    f"--config=tiny:{variant.name}",
+    variant.import_flag,
+    f"--workdir={variant.workdir}",
+    *TRAINING_FLAGS,
   ]
-  first = "--config.train.steps=2"
-  run(command, "diffjax.train", *arguments, first, cwd=folder)
-  rest = ["--config.train.steps=4", "--config.mesh.fsdp=2"]
-  devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
   run(
     command,
     "diffjax.train",
-    *arguments,
-    *rest,
-    cwd=folder,
-    environment=devices,
+    *flags,
+    "--config.train.steps=2",
+    cwd=directory,
   )
-  return name
+  run(
+    command,
+    "diffjax.train",
+    *flags,
+    "--config.train.steps=4",
+    "--config.mesh.fsdp=2",
+    cwd=directory,
+    environment={"XLA_FLAGS": "--xla_force_host_platform_device_count=2"},
+  )
+  return variant
 
 
-def import_flag(name):
-  return f"--import={MODULES[name]}"
+# Training.
 
 
-def load(folder, name):
-  """Returns the trained model, with the module imported in this process."""
-  return diffjax.load(folder / "runs" / name, imports=[MODULES[name]])
+def read_log(workdir: Path) -> list[dict[str, float]]:
+  """Returns the lines of a run's metrics.jsonl."""
+  lines = (workdir / "metrics.jsonl").read_text().splitlines()
+  return [json.loads(line) for line in lines]
 
 
-def test_training_logs_every_metric_of_the_layers(folder, trained):
-  log = (folder / "runs" / trained / "metrics.jsonl").read_text().splitlines()
-  lines = [json.loads(line) for line in log]
-  steps = [line["step"] for line in lines if "train/loss" in line]
+def test_a_resumed_run_logs_every_step(directory, variant):
+  steps = []
+  for line in read_log(directory / variant.workdir):
+    if "train/loss" in line:
+      steps.append(line["step"])
+
   assert steps == [1, 2, 3, 4]
-  metric = METRICS[trained]
-  for layer in range(2):
-    assert any(f"{metric}/layer_{layer:02d}" in line for line in lines)
 
 
-def test_without_the_import_the_error_names_the_flag(command, folder, trained):
-  workdir = f"--workdir=runs/{trained}"
-  config = f"--config=runs/{trained}/config.toml"
-  for module, *options in (
-    ("diffjax.generate", "--prompt=a"),
-    ("diffjax.train", config, "--config.mesh.fsdp=1"),
-  ):
-    result = command(module, workdir, *options, cwd=folder)
-    assert result.returncode == 1
-    assert f"config.model.attention = '{trained}'" in result.stderr
-    assert "--import=MODULE" in result.stderr
-  with pytest.raises(UserError, match="imports=.MODULE."):
-    diffjax.load(folder / "runs" / trained)
+def test_a_run_logs_the_metric_of_every_layer(directory, variant):
+  metrics = set()
+  for line in read_log(directory / variant.workdir):
+    metrics.update(line)
+
+  assert f"{variant.metric}/layer_00" in metrics
+  assert f"{variant.metric}/layer_01" in metrics
 
 
-def test_generated_text_is_that_of_the_definition(
-  command, folder, trained, monkeypatch
+# Commands without --import.
+
+
+def assert_error_names_the_import_flag(result, variant):
+  assert result.returncode == 1
+  assert f"config.model.attention = '{variant.name}'" in result.stderr
+  assert "--import=MODULE" in result.stderr
+
+
+def test_generate_without_the_import_names_the_flag(
+  command, directory, variant
 ):
-  monkeypatch.syspath_prepend(str(folder))
-  arguments = [
-    import_flag(trained),
-    f"--workdir=runs/{trained}",
-    "--prompt=def ",
-  ]
+  result = command(
+    "diffjax.generate",
+    f"--workdir={variant.workdir}",
+    "--prompt=a",
+    cwd=directory,
+  )
+
+  assert_error_names_the_import_flag(result, variant)
+
+
+def test_train_without_the_import_names_the_flag(command, directory, variant):
+  result = command(
+    "diffjax.train",
+    f"--workdir={variant.workdir}",
+    f"--config={variant.workdir}/config.toml",
+    "--config.mesh.fsdp=1",
+    cwd=directory,
+  )
+
+  assert_error_names_the_import_flag(result, variant)
+
+
+def test_load_without_the_import_names_the_argument(directory, variant):
+  with pytest.raises(UserError, match="imports=.MODULE."):
+    diffjax.load(directory / variant.workdir)
+
+
+# Generation and evaluation.
+
+
+def generate_greedily(trained, prompt: str, num_tokens: int) -> str:
+  """Returns the continuation that a loop over the whole model generates."""
+  ids = trained.tokenizer.encode_prompt(prompt)
+  prompt_length = len(ids)
+  stop_ids = trained.tokenizer.document_tokens.stop
+  embedding = trained.params["embedding"]
+  apply = jax.jit(trained.model.apply)
+  for _ in range(num_tokens):
+    padded = np.zeros((1, 32), np.int32)
+    padded[0, : len(ids)] = ids
+    hidden = apply({"params": trained.params}, padded)[0, len(ids) - 1]
+    next_id = int(np.argmax(embedding @ hidden))
+    if next_id in stop_ids:
+      break
+    ids.append(next_id)
+  return trained.tokenizer.decode_after(
+    ids[:prompt_length], ids[prompt_length:]
+  )
+
+
+def test_generate_continues_like_a_loop_over_the_model(
+  command, directory, variant, monkeypatch
+):
+  monkeypatch.syspath_prepend(str(directory))
+
   text = run(
     command,
     "diffjax.generate",
-    *arguments,
+    variant.import_flag,
+    f"--workdir={variant.workdir}",
+    "--prompt=def ",
     "--max_new_tokens=8",
     "--temperature=0",
-    cwd=folder,
+    cwd=directory,
   )
+
   with own_variants.restore_registry():
-    model = load(folder, trained)
-    row = model.tokenizer.encode_prompt("def ")
-    first = len(row)
-    stop_ids = model.tokenizer.document_tokens.stop
-    apply = jax.jit(model.model.apply)
-    while len(row) < first + 8 and row[-1] not in stop_ids:
-      padded = np.zeros((1, 32), np.int32)
-      padded[0, : len(row)] = row
-      hidden = apply({"params": model.params}, padded)[0, len(row) - 1]
-      embedding = model.params["embedding"]
-      row.append(int(np.argmax(embedding @ hidden)))
-    answer = [token for token in row[first:] if token not in stop_ids]
-    expected = model.tokenizer.decode_after(row[:first], answer)
-  assert text.rstrip("\n") == f"def {expected}"
+    trained = diffjax.load(
+      directory / variant.workdir, imports=[variant.module]
+    )
+    continuation = generate_greedily(trained, "def ", num_tokens=8)
+  assert text.rstrip("\n") == f"def {continuation}"
 
 
-def test_all_suites_measure_it(command, folder, trained):
-  arguments = [import_flag(trained), f"--workdir=runs/{trained}"]
+@pytest.fixture(scope="module")
+def evals(command, directory, variant):
+  """The directory of the results of all suites."""
+  suites = ",".join([*SUITES, "report"])
   run(
     command,
     "diffjax.evaluate",
-    *arguments,
-    f"--suite={','.join(SUITES)}",
-    *SETTINGS,
-    cwd=folder,
+    variant.import_flag,
+    f"--workdir={variant.workdir}",
+    f"--suite={suites}",
+    *SUITE_FLAGS,
+    cwd=directory,
   )
-  evals = folder / "runs" / trained / "evals"
-  for suite in SUITES[:-1]:
-    figures = json.loads((evals / f"{suite}.json").read_text())["figures"]
-    assert figures
+  return directory / variant.workdir / "evals"
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_the_suite_measures_the_variant(evals, suite):
+  results = json.loads((evals / f"{suite}.json").read_text())
+
+  assert results["figures"]
+
+
+def test_the_report_has_the_formula_of_the_variant(evals, variant):
   page = (evals / "report.html").read_text()
-  assert FORMULAS[trained] in page
+
+  assert variant.formula in page
+
+
+# Checkpoints and conversion.
 
 
 @pytest.mark.full
-def test_checkpoints_and_workdirs(command, folder, trained):
-  """Commands that do not compute, and those that cannot hold the variant."""
-  workdir = f"runs/{trained}"
+def test_checkpoints_are_listed(command, directory, variant):
   listing = run(
-    command, "diffjax.checkpoints", f"--workdir={workdir}", cwd=folder
+    command,
+    "diffjax.checkpoints",
+    f"--workdir={variant.workdir}",
+    cwd=directory,
   )
+
   assert "4" in listing
-  copy = f"runs/{trained}_copy"
-  arguments = [import_flag(trained), f"--from=diffjax:{workdir}"]
+
+
+@pytest.mark.full
+def test_a_converted_run_generates_the_same_text(command, directory, variant):
+  copy = f"{variant.workdir}_copy"
   output = run(
-    command, "diffjax.convert", *arguments, f"--to=diffjax:{copy}", cwd=folder
+    command,
+    "diffjax.convert",
+    variant.import_flag,
+    f"--from=diffjax:{variant.workdir}",
+    f"--to=diffjax:{copy}",
+    cwd=directory,
   )
-  assert import_flag(trained) in output
+  # The command prints how to use the copy.
+  assert variant.import_flag in output
+
   texts = []
-  for path in (workdir, copy):
-    generate = [
-      import_flag(trained),
-      f"--workdir={path}",
+  for workdir in (variant.workdir, copy):
+    text = run(
+      command,
+      "diffjax.generate",
+      variant.import_flag,
+      f"--workdir={workdir}",
       "--prompt=a",
       "--temperature=0",
-    ]
-    texts.append(run(command, "diffjax.generate", *generate, cwd=folder))
-  assert texts[0] == texts[1]
-  for layout in ("diffllama", "unilm", "motif"):
-    result = command(
-      "diffjax.convert", *arguments, f"--to={layout}:{layout}", cwd=folder
+      "--max_new_tokens=20",
+      cwd=directory,
     )
-    assert result.returncode == 1
-    assert trained in result.stderr
+    texts.append(text)
+  assert texts[0] == texts[1]
 
 
-def test_modules_that_cannot_be_imported(command, folder):
-  (folder / "broken.py").write_text("raise RuntimeError('on purpose')\n")
-  for flag, message in (
-    ("--import=no_such_module", "'no_such_module': ModuleNotFoundError"),
-    ("--import=broken", "cannot import 'broken': RuntimeError: on purpose"),
-    ("--import=", "--import needs a module"),
-  ):
-    result = command("diffjax.train", "--config=tiny", flag, cwd=folder)
-    assert result.returncode == 2
-    assert message in result.stderr
-    assert "Traceback" not in result.stderr
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["diffllama", "unilm", "motif"])
+def test_published_formats_reject_the_variant(
+  command, directory, variant, layout
+):
+  result = command(
+    "diffjax.convert",
+    variant.import_flag,
+    f"--from=diffjax:{variant.workdir}",
+    f"--to={layout}:{layout}",
+    cwd=directory,
+  )
+
+  assert result.returncode == 1
+  assert variant.name in result.stderr
+
+
+# The flag itself.
+
+
+@pytest.mark.parametrize(
+  ("flag", "message"),
+  [
+    pytest.param(
+      "--import=no_such_module",
+      "'no_such_module': ModuleNotFoundError",
+      id="missing",
+    ),
+    pytest.param(
+      "--import=broken",
+      "cannot import 'broken': RuntimeError: on purpose",
+      id="broken",
+    ),
+    pytest.param("--import=", "--import needs a module", id="empty"),
+  ],
+)
+def test_a_module_that_cannot_be_imported_is_one_error(
+  command, directory, flag, message
+):
+  (directory / "broken.py").write_text("raise RuntimeError('on purpose')\n")
+
+  result = command("diffjax.train", "--config=tiny", flag, cwd=directory)
+
+  assert result.returncode == 2
+  assert message in result.stderr
+  assert "Traceback" not in result.stderr
 
 
 def test_every_command_has_the_flag(command):
-  commands = [path.stem for path in (ROOT / "diffjax").glob("*.py")]
-  names = [
-    name
-    for name in commands
-    if "command.run(" in (ROOT / "diffjax" / f"{name}.py").read_text()
-  ]
+  names = []
+  for path in (ROOT / "diffjax").glob("*.py"):
+    if "command.run(" in path.read_text():
+      names.append(path.stem)
+
   assert {"train", "evaluate", "generate", "convert", "aot"} <= set(names)
   for name in names:
-    page = command(f"diffjax.{name}", "--help").stdout
-    assert "--import=MODULE" in page, name
+    help_page = command(f"diffjax.{name}", "--help").stdout
+    assert "--import=MODULE" in help_page, name
 
 
-def test_names_of_registered_modules(folder, monkeypatch):
-  monkeypatch.syspath_prepend(str(folder))
+def test_the_registry_lists_imported_modules(directory, monkeypatch):
+  monkeypatch.syspath_prepend(str(directory))
   assert registry.imported_modules() == []
+
   with own_variants.restore_registry():
     registry.import_modules([own_variants.MODULE])
+
     assert registry.imported_modules() == [own_variants.MODULE]
