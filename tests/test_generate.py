@@ -1,12 +1,16 @@
-"""python -m diffjax.generate as typed."""
+"""python -m diffjax.generate prints the continuations of prompts."""
 
 import dataclasses
 import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
+import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -19,6 +23,7 @@ from diffjax.config import (
 )
 from diffjax.data.stop_strings import StopStrings
 from diffjax.data.tokenizer import load_tokenizer
+from diffjax.host.lock import lock
 from diffjax.inference import finish
 from diffjax.inference.sampler import Sampler
 from diffjax.inference.trained import Trained, load
@@ -26,10 +31,9 @@ from diffjax.model.decoder import Decoder
 from diffjax.ops.diff_attention import diff_attention
 from diffjax.parallel.mesh import make_mesh
 from diffjax.training.checkpoint import Checkpoints
-from diffjax.training.program import build
 from diffjax.training.result import TrainResult
-from diffjax.training.step import init_params
 from tests.harness import in_process, tokenizer_files
+from tests.harness.parameters import parameters
 
 MODEL = ModelConfig(
   num_layers=1,
@@ -40,18 +44,33 @@ MODEL = ModelConfig(
   ffn_dim=32,
   max_length=600,
 )
+# The command's capacity for short prompts. Samplers of this capacity run the
+# programs that the command has compiled.
+CAPACITY = 256
 
 
-def save(workdir, change=lambda params: None, **data):
-  """A model that has learnt nothing, but whose logits are far apart."""
-  config = Config(model=MODEL, data=DataConfig(**data))
-  program = build(config, make_mesh(config.mesh, jax.devices()[:1]))
-  state = program.init()
-  state.params["embedding"] *= 3
-  change(state.params)
+def random_parameters() -> dict[str, Any]:
+  """Returns parameters of MODEL with logits that are far apart."""
+  params = parameters(Decoder(MODEL), jnp.zeros((1, 1), jnp.int32))
+  params["embedding"] *= 3
+  return params
+
+
+def save_run(
+  workdir: Path,
+  params: dict[str, Any],
+  *,
+  tokenizer: str = "bytes",
+  attention_implementation: str = "auto",
+) -> Path:
+  """Writes the checkpoint of a run, and returns its workdir."""
+  model = dataclasses.replace(
+    MODEL, attention_implementation=attention_implementation
+  )
+  config = Config(model=model, data=DataConfig(tokenizer=tokenizer))
   with Checkpoints(workdir, keep=1) as checkpoints:
     checkpoints.save(
-      0, state, data_state={}, config=config.to_dict(), scores={}
+      0, {"params": params}, data_state={}, config=config.to_dict(), scores={}
     )
     checkpoints.wait()
   return workdir
@@ -59,130 +78,67 @@ def save(workdir, change=lambda params: None, **data):
 
 @pytest.fixture(scope="module")
 def workdir(tmp_path_factory):
-  return save(tmp_path_factory.mktemp("run"))
+  """A run of an untrained model."""
+  return save_run(tmp_path_factory.mktemp("run"), random_parameters())
 
 
-def run(*args):
-  return in_process.call("diffjax.generate", *args)
+def generate(*arguments: str) -> subprocess.CompletedProcess:
+  return in_process.call("diffjax.generate", *arguments)
 
 
-def test_it_prints_what_the_sampler_gives(workdir):
-  """One prompt as it comes, two together; a stop string ends the text before it."""
+# The printed text.
+
+
+@pytest.fixture(scope="module")
+def abc_result(workdir):
+  """The result of the command for the prompt "abc"."""
+  return generate(
+    f"--workdir={workdir}", "--prompt=abc", "--max_new_tokens=20", "--seed=3"
+  )
+
+
+@pytest.fixture(scope="module")
+def answers(workdir):
+  """The sampler's answers to the prompts "abc" and "a longer one"."""
   trained = load(workdir)
-  sampler = Sampler(trained.model, trained.params, batch_size=2, capacity=512)
-  prompts = [[255, *b"abc"], [255, *b"a longer one"]]
-  first, second = (
-    trained.tokenizer.decode(ids)
-    for ids in sampler.generate(
-      prompts, 40, temperature=0.8, seed=3, stop_ids=[255]
-    )
-  )
-  alone = run(
-    f"--workdir={workdir}", "--prompt=abc", "--max_new_tokens=40", "--seed=3"
-  )
-  assert alone.stdout == f"abc{first}\n", alone.stderr
-  assert alone.stderr.startswith("diffjax: loading ")
-  stop = second[len(second) // 2 :][:2]
-  both = run(
+  sampler = Sampler(trained, batch_size=2, capacity=CAPACITY)
+  prompts = ["abc", "a longer one"]
+  return sampler.generate(prompts, 20, temperature=0.8, seed=3)
+
+
+def test_one_prompt_is_printed_with_its_continuation(abc_result, answers):
+  assert abc_result.stdout == f"abc{answers[0]}\n", abc_result.stderr
+
+
+def test_standard_error_says_that_the_model_is_loading(abc_result):
+  assert abc_result.stderr.startswith("diffjax: loading ")
+
+
+def test_several_prompts_are_numbered_and_end_before_a_stop_string(
+  workdir, answers
+):
+  first, second = answers
+  middle = len(second) // 2
+  stop = second[middle : middle + 2]
+
+  result = generate(
     f"--workdir={workdir}",
     "--prompt=abc",
     "--prompt=a longer one",
-    "--max_new_tokens=40",
+    "--max_new_tokens=20",
     "--seed=3",
     f"--stop={stop}",
   )
-  assert (
-    both.stdout
-    == f"--- 1 ---\nabc{first.split(stop)[0]}\n--- 2 ---\na longer one{second.split(stop)[0]}\n"
+
+  first_before_stop, _, _ = first.partition(stop)
+  second_before_stop, _, _ = second.partition(stop)
+  assert result.stdout == (
+    f"--- 1 ---\nabc{first_before_stop}\n"
+    f"--- 2 ---\na longer one{second_before_stop}\n"
   )
 
 
-def test_several_devices_share_the_model(workdir):
-  """Each reads its own part of the parameters, and the text is the same."""
-  one, several = load(workdir), load(workdir, tensor=2)
-  assert (
-    several.params["layers"]["attention"]["query"]
-    .addressable_shards[1]
-    .data.shape[2]
-    == 1
-  )
-  for here, there in zip(
-    jax.tree.leaves(one.params), jax.tree.leaves(several.params), strict=True
-  ):
-    np.testing.assert_array_equal(here, there)
-  flags = [
-    f"--workdir={workdir}",
-    "--prompt=abc",
-    "--max_new_tokens=20",
-    "--seed=3",
-  ]
-  alone, shared = run(*flags), run(*flags, "--tensor=2")
-  assert shared.stdout == alone.stdout != "", shared.stderr
-
-
-def test_a_loaded_model_has_the_attention_that_its_config_names(
-  workdir, tmp_path, capsys
-):
-  """One that cannot run here is replaced, and the user is told."""
-  start = load(workdir)
-  reasons = {
-    "reference": None,
-    "pallas_gpu": "needs ",
-    "pallas_tpu": "TPU",
-    "mine": "no implementation of that name is registered",
-  }
-  with Checkpoints(tmp_path, keep=len(reasons)) as checkpoints:
-    for step, name in enumerate(reasons):
-      config = start.config.to_dict()
-      config["model"]["attention_implementation"] = name
-      state = {"params": start.params}
-      checkpoints.save(step, state, data_state={}, config=config, scores={})
-  capsys.readouterr()
-  for tensor in (1, 2):
-    attention = load(tmp_path, 0, tensor=tensor).model.attention_fn
-    assert attention.keywords["implementation"] == "reference"
-  assert not capsys.readouterr().err
-  for step, (name, reason) in enumerate(reasons.items()):
-    if reason is None:
-      continue
-    loaded = load(tmp_path, step)
-    assert loaded.model.attention_fn is diff_attention
-    assert loaded.config.model.attention_implementation == name
-    [line] = capsys.readouterr().err.splitlines()
-    assert f"attention_implementation = {name!r}, which cannot run" in line
-    assert reason in line and line.endswith("'auto' is used instead")
-
-
-def test_weights_in_int8(workdir):
-  """The command takes what `load` rounds; its name says so in results."""
-  pytest.importorskip("qwix")
-  rounded = load(workdir, weight_dtype="int8")
-  assert rounded.name.endswith("at step 0, weights in int8")
-  [text] = Sampler(rounded).generate(["abc"], 20)
-  result = run(
-    f"--workdir={workdir}",
-    "--prompt=abc",
-    "--max_new_tokens=20",
-    "--temperature=0",
-    "--weight_dtype=int8",
-  )
-  assert result.stdout == f"abc{text}\n", result.stderr
-
-
-def test_int8_says_what_it_needs(workdir, monkeypatch):
-  monkeypatch.setitem(sys.modules, "qwix", None)
-  result = run(f"--workdir={workdir}", "--prompt=abc", "--weight_dtype=int8")
-  assert result.returncode == 1 and result.stderr.endswith(
-    "error: weights in int8 need qwix: pip install 'diffjax[int8]'\n"
-  )
-  with pytest.raises(UserError, match="weight_dtype = 'int4': must be 'int8'"):
-    load(workdir, weight_dtype="int4")
-
-
-def test_the_terminal_gets_whole_characters_and_no_part_of_a_stop_string(
-  capsys,
-):
-  """Token by token."""
+def test_the_terminal_gets_no_partial_character_or_stop_string(capsys):
   with in_process.own_flags():
     from diffjax.generate import StreamPrinter
   tokenizer = load_tokenizer("bytes")
@@ -190,185 +146,371 @@ def test_the_terminal_gets_whole_characters_and_no_part_of_a_stop_string(
   printer = StreamPrinter(
     "p: ", tokenizer, tokenizer.encode_prompt("p: "), ["STOP", "€€"]
   )
+
+  # One token after the other. "|" separates what each one prints.
   for end in range(len(ids) + 1):
     print("|", end="")
     printer.update(ids[:end])
   printer.finish(ids)
+
   text = capsys.readouterr().out
-  assert text.replace("|", "") == "p: größer€ \n" and "\ufffd" not in text
-
-
-@pytest.mark.parametrize("kind", tokenizer_files.MAKERS)
-def test_a_stop_string_may_begin_with_a_space(kind, tmp_path):
-  tokenizer = load_tokenizer(tokenizer_files.save(tmp_path, kind))
-  hello = tokenizer.encode_prompt("hello")
-  word = tokenizer.encode("hello world")[len(tokenizer.encode("hello")) :]
-  assert StopStrings(tokenizer, [hello], [" world"])(word)
-  assert not StopStrings(tokenizer, [hello], [" world"])(word[:-1])
-  # Where no text is before it, the word has no space.
-  empty = tokenizer.encode_prompt("")
-  assert not StopStrings(tokenizer, [empty], [" world"])(word)
-  assert not StopStrings(tokenizer, [empty, hello], [" world"])(word)
-  assert StopStrings(tokenizer, [empty, hello], ["world"])(word)
-
-
-@pytest.mark.parametrize("kind", ["llama_2", "word_piece"])
-def test_the_space_after_a_prompt_is_printed(
-  kind, tmp_path, capsys, monkeypatch
-):
-  """By the command, the sampler and the sample of a run."""
-  with in_process.own_flags():
-    from diffjax.generate import StreamPrinter
-  tokenizer = load_tokenizer(tokenizer_files.save(tmp_path, kind))
-  prompt = tokenizer.encode_prompt("hello")
-  answer = tokenizer.encode("hello world")[len(prompt) - 1 :]
-  printer = StreamPrinter("hello", tokenizer, prompt, [])
-  for end in range(len(answer) + 1):
-    printer.update(answer[:end])
-  printer.finish(answer)
-  assert capsys.readouterr().out == "hello world\n"
-
-  config = dataclasses.replace(MODEL, vocab_size=tokenizer.vocab_size)
-  model = Decoder(config)
-  params = init_params(model, jax.random.key(0))
-  monkeypatch.setattr(Sampler, "_stream", lambda *args: [[answer]])
-  trained = Trained("run", Config(model=config), model, params, tokenizer)
-  assert Sampler(trained).generate(["hello"], 9) == [" world"]
-  run_config = Config(
-    model=config,
-    train=TrainConfig(sample_prompt="hello", sample_tokens=9),
-  )
-  result = TrainResult(
-    config=run_config,
-    workdir=str(tmp_path),
-    mesh=make_mesh(run_config.mesh),
-    model=model,
-    params=params,
-    tokenizer=tokenizer,
-    step=0,
-    check_lock=lambda: None,
-  )
-  assert finish._generate_sample(result) == "hello world"
-
-
-def test_bad_input_is_one_line(workdir, tmp_path):
-  tokenized = save(tmp_path / "tokenized", tokenizer="/nowhere/tokenizer.json")
-  for args, code, message in (
-    (
-      [f"--workdir={workdir}", "--prompt=x", "--tensor=3"],
-      1,
-      "num_kv_heads = 2, ffn_dim = 32, vocab_size = 256; it can be 1, 2",
-    ),
-    (
-      [f"--workdir={workdir}", "--prompt=x", "--tensor=16"],
-      1,
-      "tensor = 16: must be at most the 8 devices here and divide",
-    ),
-    ([], 2, "pass --workdir=DIR"),
-    ([f"--workdir={workdir}"], 2, "pass --prompt=TEXT"),
-    (
-      [f"--workdir={workdir}", "--prompt=x", "--stop="],
-      2,
-      "--stop must not be empty",
-    ),
-    (
-      ["--workdir=/nowhere", "--prompt=x"],
-      1,
-      "there is no complete checkpoint in /nowhere/checkpoints",
-    ),
-    (
-      [f"--workdir={workdir}", "--prompt=x", "--step=7"],
-      1,
-      "there is no complete checkpoint of step 7",
-    ),
-    (
-      [f"--workdir={workdir}", f"--prompt={'x' * 700}"],
-      1,
-      "701 tokens and 200 new ones are more than the 600 that a row can have",
-    ),
-    (
-      [f"--workdir={workdir}", "--prompt=x", "--top_p=2"],
-      1,
-      "top_p must be above 0 and at most 1; got 2.0",
-    ),
-    (
-      [f"--workdir={workdir}", "--prompt=x", "--temperature=-1"],
-      1,
-      "temperature must be",
-    ),
-    (
-      [f"--workdir={tokenized}", "--prompt=x"],
-      1,
-      "there is no tokenizer beside the checkpoint: neither",
-    ),
-  ):
-    result = run(*args)
-    lines = result.stderr.strip().splitlines()
-    assert (
-      result.returncode == code
-      and lines[-1].startswith("error: ")
-      and message in lines[-1]
-    ), result.stderr
-    assert "Traceback" not in result.stderr and not result.stdout
+  assert text.replace("|", "") == "p: größer€ \n"
+  assert "\ufffd" not in text
 
 
 @pytest.mark.full
-def test_a_closed_pipe_ends_it_quietly(workdir):
+def test_a_closed_pipe_ends_the_command_quietly(workdir):
   reader, writer = os.pipe()
   os.close(reader)
-  arguments = [
-    sys.executable,
-    "-m",
-    "diffjax.generate",
-    f"--workdir={workdir}",
-    "--prompt=x",
-  ]
   result = subprocess.run(
-    arguments,
+    [
+      sys.executable,
+      "-m",
+      "diffjax.generate",
+      f"--workdir={workdir}",
+      "--prompt=x",
+    ],
     cwd=in_process.ROOT,
     stdout=writer,
     stderr=subprocess.PIPE,
     text=True,
   )
   os.close(writer)
+
   assert result.returncode == 128 + signal.SIGPIPE
   assert result.stderr == f"diffjax: loading {workdir}\n"
 
 
-def test_parameters_that_are_not_finite_are_refused(tmp_path):
-  """A model with a NaN would write zero bytes, and be measured as nothing."""
-  wrong = save(
-    tmp_path,
-    change=lambda params: params["layers"]["attention"].update(
-      query=params["layers"]["attention"]["query"] * np.nan
-    ),
+# Words that begin with a space. In these tokenizers, the same token is a word
+# with a space before it, and a word without a space at the start of a text.
+
+
+@pytest.mark.parametrize("kind", tokenizer_files.MAKERS)
+def test_a_stop_string_may_begin_with_a_space(kind, tmp_path):
+  tokenizer = load_tokenizer(tokenizer_files.save(tmp_path, kind))
+  hello = tokenizer.encode_prompt("hello")
+  hello_length = len(tokenizer.encode("hello"))
+  world = tokenizer.encode("hello world")[hello_length:]
+
+  stop_after_hello = StopStrings(tokenizer, [hello], [" world"])
+
+  assert stop_after_hello(world)
+  assert not stop_after_hello(world[:-1])
+
+
+@pytest.mark.parametrize("kind", tokenizer_files.MAKERS)
+def test_a_word_after_an_empty_prompt_has_no_space(kind, tmp_path):
+  tokenizer = load_tokenizer(tokenizer_files.save(tmp_path, kind))
+  hello = tokenizer.encode_prompt("hello")
+  hello_length = len(tokenizer.encode("hello"))
+  world = tokenizer.encode("hello world")[hello_length:]
+  empty = tokenizer.encode_prompt("")
+
+  assert not StopStrings(tokenizer, [empty], [" world"])(world)
+  # With prompts of both kinds, both texts of the answer need the stop string.
+  assert not StopStrings(tokenizer, [empty, hello], [" world"])(world)
+  assert StopStrings(tokenizer, [empty, hello], ["world"])(world)
+
+
+@pytest.mark.parametrize("kind", ["llama_2", "word_piece"])
+def test_the_command_prints_the_space_after_a_prompt(kind, tmp_path, capsys):
+  with in_process.own_flags():
+    from diffjax.generate import StreamPrinter
+  tokenizer = load_tokenizer(tokenizer_files.save(tmp_path, kind))
+  prompt = tokenizer.encode_prompt("hello")
+  hello_length = len(tokenizer.encode("hello"))
+  world = tokenizer.encode("hello world")[hello_length:]
+  printer = StreamPrinter("hello", tokenizer, prompt, [])
+
+  for end in range(len(world) + 1):
+    printer.update(world[:end])
+  printer.finish(world)
+
+  assert capsys.readouterr().out == "hello world\n"
+
+
+@pytest.fixture
+def world_model(tmp_path):
+  """A model that continues every prompt with the word "world"."""
+  tokenizer = load_tokenizer(tokenizer_files.save(tmp_path, "llama_2"))
+  [hello, world] = tokenizer.encode("hello world")[-2:]
+  config = dataclasses.replace(
+    MODEL, vocab_size=tokenizer.vocab_size, tie_embeddings=False
   )
-  for result in (
-    run(f"--workdir={wrong}", "--prompt=x"),
-    in_process.call(
-      "diffjax.evaluate", "--suite=validation", f"--workdir={wrong}"
-    ),
-  ):
-    last = result.stderr.splitlines()[-1]
-    assert result.returncode == 1 and not result.stdout
-    assert last.startswith(
-      f"error: {wrong} at step 0 has parameters that are not finite: layers/attention/query: "
+  model = Decoder(config)
+  params = parameters(model, jnp.zeros((1, 1), jnp.int32))
+
+  # The layers add nothing to the hidden states, which are all ones.
+  params["layers"] = jax.tree.map(jnp.zeros_like, params["layers"])
+  params["embedding"] = jnp.ones_like(params["embedding"])
+  unembedding = jnp.zeros_like(params["unembedding"])
+  params["unembedding"] = unembedding.at[world].set(9)
+  return Trained("run", Config(model=config), model, params, tokenizer)
+
+
+def test_a_sampler_of_texts_returns_the_space_after_a_prompt(world_model):
+  sampler = Sampler(world_model, capacity=CAPACITY)
+
+  assert sampler.generate(["hello"], 1) == [" world"]
+
+
+def test_the_sample_of_a_run_has_the_space_after_its_prompt(
+  world_model, tmp_path
+):
+  workdir = tmp_path / "run"
+  with lock(workdir) as held:
+    pass
+  (workdir / "metrics.jsonl").write_text('{"step": 1, "train/loss": 5.0}\n')
+  train = TrainConfig(steps=1, sample_prompt="hello", sample_tokens=1)
+  config = dataclasses.replace(world_model.config, train=train)
+
+  finish.finish(
+    TrainResult(
+      config=config,
+      workdir=str(workdir),
+      mesh=make_mesh(config.mesh),
+      model=world_model.model,
+      params=world_model.params,
+      tokenizer=world_model.tokenizer,
+      step=1,
+      check_lock=held.check,
     )
-
-
-def test_a_damaged_checkpoint_is_passed_over_or_named(workdir, tmp_path):
-  damaged = save(tmp_path / "damaged")
-  file = next(
-    path
-    for path in (damaged / "checkpoints/0").rglob("*")
-    if path.is_file() and path.stat().st_size > 2000
   )
-  data = np.frombuffer(file.read_bytes(), np.uint8).copy()
+
+  assert (workdir / "sample.txt").read_text() == "hello world"
+
+
+# Several devices.
+
+
+def test_each_device_holds_its_part_of_the_parameters(workdir):
+  one_device = load(workdir).params
+  two_devices = load(workdir, tensor=2).params
+
+  query = two_devices["layers"]["attention"]["query"]
+  num_heads = query.addressable_shards[1].data.shape[2]
+  assert num_heads == MODEL.num_heads // 2
+  chex.assert_trees_all_equal(jax.device_get(two_devices), one_device)
+
+
+def test_several_devices_print_the_text_of_one(workdir, abc_result):
+  result = generate(
+    f"--workdir={workdir}",
+    "--prompt=abc",
+    "--max_new_tokens=20",
+    "--seed=3",
+    "--tensor=2",
+  )
+
+  assert result.stdout == abc_result.stdout, result.stderr
+
+
+# The attention implementation of a loaded model.
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_loaded_model_has_the_attention_of_its_config(
+  tensor, tmp_path, capsys
+):
+  save_run(tmp_path, random_parameters(), attention_implementation="reference")
+
+  attention = load(tmp_path, tensor=tensor).model.attention_fn
+
+  assert attention.keywords["implementation"] == "reference"
+  assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+  ("name", "reason"),
+  [
+    pytest.param("pallas_gpu", "needs ", id="pallas_gpu"),
+    pytest.param("pallas_tpu", "TPU", id="pallas_tpu"),
+    pytest.param(
+      "mine",
+      "no implementation of that name is registered",
+      id="not registered",
+    ),
+  ],
+)
+def test_attention_that_cannot_run_here_is_replaced_with_a_warning(
+  name, reason, tmp_path, capsys
+):
+  save_run(tmp_path, random_parameters(), attention_implementation=name)
+
+  trained = load(tmp_path)
+
+  assert trained.model.attention_fn is diff_attention
+  assert trained.config.model.attention_implementation == name
+  [line] = capsys.readouterr().err.splitlines()
+  assert f"attention_implementation = {name!r}, which cannot run" in line
+  assert reason in line
+  assert line.endswith("'auto' is used instead")
+
+
+# Weights in int8.
+
+
+def test_weights_in_int8_print_the_text_of_a_rounded_model(workdir):
+  pytest.importorskip("qwix")
+  rounded = load(workdir, weight_dtype="int8")
+  [text] = Sampler(rounded, capacity=CAPACITY).generate(["abc"], 20)
+
+  result = generate(
+    f"--workdir={workdir}",
+    "--prompt=abc",
+    "--max_new_tokens=20",
+    "--temperature=0",
+    "--weight_dtype=int8",
+  )
+
+  assert result.stdout == f"abc{text}\n", result.stderr
+  # The name occurs in results of evaluations.
+  assert rounded.name.endswith("at step 0, weights in int8")
+
+
+def test_int8_without_qwix_says_what_to_install(workdir, monkeypatch):
+  monkeypatch.setitem(sys.modules, "qwix", None)
+
+  result = generate(
+    f"--workdir={workdir}", "--prompt=abc", "--weight_dtype=int8"
+  )
+
+  assert result.returncode == 1
+  assert result.stderr.endswith(
+    "error: weights in int8 need qwix: pip install 'diffjax[int8]'\n"
+  )
+
+
+def test_loading_rejects_other_weight_dtypes(workdir):
+  with pytest.raises(UserError, match="weight_dtype = 'int4': must be 'int8'"):
+    load(workdir, weight_dtype="int4")
+
+
+# Errors.
+
+
+def assert_one_error(
+  result: subprocess.CompletedProcess, returncode: int, message: str
+) -> None:
+  """Asserts that a command printed nothing but an error as its last line."""
+  assert result.returncode == returncode
+  assert not result.stdout
+  assert "Traceback" not in result.stderr
+  last_line = result.stderr.splitlines()[-1]
+  assert last_line.startswith("error: ")
+  assert message in last_line
+
+
+@pytest.mark.parametrize(
+  ("arguments", "message"),
+  [
+    pytest.param(
+      ["--prompt=x", "--tensor=3"],
+      "num_kv_heads = 2, ffn_dim = 32, vocab_size = 256; it can be 1, 2",
+      id="tensor does not divide the heads",
+    ),
+    pytest.param(
+      ["--prompt=x", "--tensor=16"],
+      "tensor = 16: must be at most the 8 devices here and divide",
+      id="too few devices",
+    ),
+    pytest.param(
+      ["--prompt=x", "--step=7"],
+      "there is no complete checkpoint of step 7",
+      id="no such step",
+    ),
+    pytest.param(
+      ["--prompt=" + "x" * 700],
+      "701 tokens and 200 new ones are more than the 600 that a row can have",
+      id="prompt too long",
+    ),
+    pytest.param(
+      ["--prompt=x", "--top_p=2"],
+      "top_p must be above 0 and at most 1; got 2.0",
+      id="top_p",
+    ),
+    pytest.param(
+      ["--prompt=x", "--temperature=-1"],
+      "temperature must be",
+      id="temperature",
+    ),
+  ],
+)
+def test_options_that_do_not_fit_the_model_are_one_error(
+  workdir, arguments, message
+):
+  result = generate(f"--workdir={workdir}", *arguments)
+
+  assert_one_error(result, 1, message)
+
+
+@pytest.mark.parametrize(
+  ("arguments", "message"),
+  [
+    pytest.param([], "pass --workdir=DIR", id="no workdir"),
+    pytest.param(["--workdir=run"], "pass --prompt=TEXT", id="no prompt"),
+    pytest.param(
+      ["--workdir=run", "--prompt=x", "--stop="],
+      "--stop must not be empty",
+      id="empty stop string",
+    ),
+  ],
+)
+def test_missing_flags_are_one_error(arguments, message):
+  assert_one_error(generate(*arguments), 2, message)
+
+
+def test_a_workdir_without_a_checkpoint_is_an_error():
+  result = generate("--workdir=/nowhere", "--prompt=x")
+
+  message = "there is no complete checkpoint in /nowhere/checkpoints"
+  assert_one_error(result, 1, message)
+
+
+def test_a_checkpoint_without_its_tokenizer_is_an_error(tmp_path):
+  save_run(tmp_path, random_parameters(), tokenizer="/nowhere/tokenizer.json")
+
+  result = generate(f"--workdir={tmp_path}", "--prompt=x")
+
+  message = "there is no tokenizer beside the checkpoint: neither"
+  assert_one_error(result, 1, message)
+
+
+@pytest.mark.parametrize(
+  ("module", "argument"),
+  [
+    pytest.param("diffjax.generate", "--prompt=x", id="generate"),
+    pytest.param("diffjax.evaluate", "--suite=validation", id="evaluate"),
+  ],
+)
+def test_parameters_that_are_not_finite_are_rejected(
+  module, argument, tmp_path
+):
+  """A model with NaN would generate zero bytes, and its results would be NaN."""
+  params = random_parameters()
+  params["layers"]["attention"]["query"] *= np.nan
+  save_run(tmp_path, params)
+
+  result = in_process.call(module, f"--workdir={tmp_path}", argument)
+
+  message = (
+    f"{tmp_path} at step 0 has parameters that are not finite:"
+    " layers/attention/query: "
+  )
+  assert_one_error(result, 1, message)
+
+
+def test_a_damaged_checkpoint_is_an_error(tmp_path):
+  save_run(tmp_path, random_parameters())
+  data_file = None
+  for path in (tmp_path / "checkpoints/0").rglob("*"):
+    if path.is_file() and path.stat().st_size > 2000:
+      data_file = path
+      break
+  data = bytearray(data_file.read_bytes())
   data[1000] ^= 1
-  file.write_bytes(data.tobytes())
-  result = run(f"--workdir={damaged}", "--prompt=x")
-  assert (
-    result.returncode == 1
-    and "is damaged" in result.stderr
-    and "Traceback" not in result.stderr
-  )
+  data_file.write_bytes(data)
+
+  result = generate(f"--workdir={tmp_path}", "--prompt=x")
+
+  assert_one_error(result, 1, "is damaged")

@@ -1,19 +1,23 @@
-"""Weights in int8: what is rounded, by how much at most, and that a model runs on them alone, on several devices as on one."""
+"""Models run on matrices in int8, on one device and on several."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from diffjax.config import MeshConfig, ModelConfig
+from diffjax.inference.cache import unstack
 from diffjax.inference.sampler import Sampler
-from diffjax.int8 import quantise
+from diffjax.int8 import dequantised, is_quantised, quantise
 from diffjax.model.decoder import Decoder, logits
 from diffjax.parallel.mesh import make_mesh, sharded_attention
 from diffjax.parallel.rules import shardings
 from tests.harness.parameters import parameters
+from tests.harness.tolerances import FLOAT32_LAYER, FLOAT32_MODEL
 
-qwix = pytest.importorskip("qwix")
+pytest.importorskip("qwix")
+
 CONFIG = ModelConfig(
   attention="diff_v2",
   vocab_size=64,
@@ -25,7 +29,8 @@ CONFIG = ModelConfig(
   ffn_dim=48,
   max_length=300,
 )
-INPUTS = {
+# The axes of each matrix [layer, ...] that a product with it sums over.
+INPUT_AXES = {
   "query": (1,),
   "key": (1,),
   "value": (1,),
@@ -34,7 +39,8 @@ INPUTS = {
   "up": (1,),
   "down": (1,),
 }
-PROMPTS = [[5], [int(i) for i in np.random.default_rng(0).integers(0, 64, 140)]]
+LONG_PROMPT = np.random.default_rng(0).integers(0, 64, 140).tolist()
+PROMPTS = [[5], LONG_PROMPT]
 
 
 @pytest.fixture(scope="module")
@@ -48,93 +54,128 @@ def params(model):
   return params | {"embedding": 3 * params["embedding"]}
 
 
-def is_rounded(leaf):
-  return isinstance(leaf, qwix.QArray)
+@pytest.fixture(scope="module")
+def rounded(params):
+  # `quantise` donates the matrices, so it gets a copy.
+  return quantise(jax.tree.map(jnp.copy, params))
 
 
-def restored(params):
-  return jax.tree.map(
-    lambda leaf: qwix.dequantize(leaf) if is_rounded(leaf) else leaf,
-    params,
-    is_leaf=is_rounded,
-  )
+@pytest.fixture(scope="module")
+def sampler(model, rounded):
+  return Sampler(model, rounded, batch_size=2, capacity=200)
 
 
-def test_matrices_alone_are_rounded_to_half_a_step_of_their_column(params):
-  before = {
-    path[-1].key: np.asarray(leaf)
-    for path, leaf in jax.tree.leaves_with_path(params)
-  }
-  rounded = quantise(jax.tree.map(jnp.copy, params))
-  after = {
-    path[-1].key: leaf
-    for path, leaf in jax.tree.leaves_with_path(rounded, is_leaf=is_rounded)
-  }
-  assert {name for name, leaf in after.items() if is_rounded(leaf)} == set(
-    INPUTS
-  )
-  for name, leaf in after.items():
-    if name in INPUTS:
-      assert leaf.qvalue.dtype == jnp.int8
-      step = np.abs(before[name]).max(axis=INPUTS[name], keepdims=True) / 127
-      assert (
-        np.abs(qwix.dequantize(leaf) - before[name]) <= 0.5001 * step
-      ).all()
+def by_name(params):
+  """Returns the parameters of a decoder by their names, without the path."""
+  named = {}
+  leaves = jax.tree.leaves_with_path(params, is_leaf=is_quantised)
+  for path, leaf in leaves:
+    named[path[-1].key] = leaf
+  return named
+
+
+# Rounding.
+
+
+def test_only_matrices_of_the_layers_are_rounded(params, rounded):
+  rounded_names = set()
+  for name, leaf in by_name(rounded).items():
+    if is_quantised(leaf):
+      rounded_names.add(name)
     else:
-      np.testing.assert_array_equal(leaf, before[name])
+      chex.assert_trees_all_equal(leaf, by_name(params)[name])
+
+  assert rounded_names == set(INPUT_AXES)
 
 
-def test_a_model_runs_on_rounded_weights(model, params):
-  """In its own scan over layers, and in the sampler, whose copy of them is as small."""
-  rounded = quantise(jax.tree.map(jnp.copy, params))
-  tokens = jnp.asarray([PROMPTS[1]])
-  hidden = [
-    model.apply({"params": tree}, tokens)
-    for tree in (rounded, restored(rounded))
-  ]
-  np.testing.assert_allclose(*hidden, rtol=1e-5, atol=1e-5)
-  for dtype in (jnp.float32, jnp.bfloat16):
-    sampler = Sampler(
-      model.clone(dtype=dtype), rounded, batch_size=2, capacity=200
-    )
-    kept = [
-      leaf.dtype
-      for leaf in jax.tree.leaves(sampler._params["layers"], is_leaf=is_rounded)
-      if is_rounded(leaf)
-    ]
-    assert (
-      kept == [jnp.float32] * len(INPUTS) * 2
-    )  # a QArray's dtype is its scale's, which stays exact
-    if dtype == jnp.float32:
-      np.testing.assert_allclose(
-        sampler.prefill(PROMPTS).logits[1],
-        logits(params, hidden[1])[0, -1],
-        rtol=1e-4,
-        atol=1e-4,
-      )
+@pytest.mark.parametrize("name", INPUT_AXES)
+def test_rounding_changes_a_weight_by_at_most_half_a_step(
+  params, rounded, name
+):
+  """A step is 1/127 of the largest weight in the same column."""
+  weights = by_name(params)[name]
+  rounded_matrix = by_name(rounded)[name]
+
+  step = np.abs(weights).max(axis=INPUT_AXES[name], keepdims=True) / 127
+  error = np.abs(dequantised(rounded_matrix) - weights)
+  assert np.all(error <= 0.5001 * step)
+  assert rounded_matrix.qvalue.dtype == jnp.int8
 
 
-def test_several_devices_answer_as_one_does(model, params):
-  mesh = make_mesh(MeshConfig(data=1, tensor=4), jax.devices()[:4])
-  split = quantise(jax.device_put(params, shardings(params, mesh)))
-  for leaf in jax.tree.leaves(split, is_leaf=is_rounded):
-    assert (
-      not is_rounded(leaf)
-      or leaf.qvalue.addressable_shards[0].data.size == leaf.qvalue.size // 4
-    )
-  shared = Sampler(
-    model.clone(attention_fn=sharded_attention(mesh, "auto")),
-    split,
-    batch_size=2,
-    capacity=200,
+# Running on rounded weights.
+
+
+def dequantise_all(params):
+  """Returns the parameters with rounded matrices in float32."""
+  return jax.tree.map(dequantised, params, is_leaf=is_quantised)
+
+
+def test_int8_matrices_compute_what_their_float32_values_do(model, rounded):
+  tokens = jnp.array([LONG_PROMPT])
+
+  hidden = model.apply({"params": rounded}, tokens)
+
+  expected = model.apply({"params": dequantise_all(rounded)}, tokens)
+  chex.assert_trees_all_close(hidden, expected, **FLOAT32_LAYER)
+
+
+def test_the_sampler_gives_the_logits_of_the_model(
+  model, params, rounded, sampler
+):
+  tokens = jnp.array([LONG_PROMPT])
+
+  state = sampler.prefill(PROMPTS)
+
+  hidden = model.apply({"params": dequantise_all(rounded)}, tokens)
+  expected = logits(params, hidden)[0, -1]
+  chex.assert_trees_all_close(state.logits[1], expected, **FLOAT32_MODEL)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_matrices_stay_in_int8_with_float32_scales_for_generation(
+  model, rounded, dtype
+):
+  prepared = unstack(model.clone(dtype=dtype), rounded)
+
+  leaves = jax.tree.leaves(prepared["layers"], is_leaf=is_quantised)
+  matrices = [leaf for leaf in leaves if is_quantised(leaf)]
+  assert len(matrices) == CONFIG.num_layers * len(INPUT_AXES)
+  for matrix in matrices:
+    assert matrix.qvalue.dtype == jnp.int8
+    assert matrix.scale.dtype == jnp.float32
+
+
+# Several devices.
+
+
+@pytest.fixture(scope="module")
+def mesh():
+  return make_mesh(MeshConfig(data=1, tensor=4), jax.devices()[:4])
+
+
+@pytest.fixture(scope="module")
+def split(params, mesh):
+  """The rounded parameters on four devices."""
+  copy = jax.tree.map(jnp.copy, params)
+  return quantise(jax.device_put(copy, shardings(params, mesh)))
+
+
+def test_each_device_holds_its_part_of_a_rounded_matrix(split):
+  for leaf in jax.tree.leaves(split, is_leaf=is_quantised):
+    if is_quantised(leaf):
+      shard = leaf.qvalue.addressable_shards[0].data
+      assert shard.size == leaf.qvalue.size // 4
+
+
+def test_several_devices_give_the_answers_of_one(model, mesh, split, sampler):
+  attention = sharded_attention(mesh, "auto")
+  split_sampler = Sampler(
+    model.clone(attention_fn=attention), split, batch_size=2, capacity=200
   )
-  alone = Sampler(
-    model, quantise(jax.tree.map(jnp.copy, params)), batch_size=2, capacity=200
-  )
-  np.testing.assert_allclose(
-    shared.prefill(PROMPTS).logits,
-    alone.prefill(PROMPTS).logits,
-    rtol=1e-5,
-    atol=1e-5,
-  )
-  assert shared.generate(PROMPTS, 9) == alone.generate(PROMPTS, 9)
+
+  state = split_sampler.prefill(PROMPTS)
+
+  expected = sampler.prefill(PROMPTS)
+  chex.assert_trees_all_close(state.logits, expected.logits, **FLOAT32_LAYER)
+  expected_answers = sampler.generate(PROMPTS, 9)
+  assert split_sampler.generate(PROMPTS, 9) == expected_answers
