@@ -1,4 +1,4 @@
-"""The recipe of the tiny pair: what is done is not done again, nothing stale is reused."""
+"""The recipe of the tiny pair trains, measures and tabulates pairs of models."""
 
 import dataclasses
 import json
@@ -6,242 +6,355 @@ import pathlib
 import re
 import subprocess
 import sys
-from unittest import mock
 
 import numpy as np
 import pytest
 import scipy.stats
 
-from diffjax.config import UserError, field
+from diffjax.config import field
+from diffjax.configs import tiny
 from diffjax.evals import validation
 from diffjax.training import checkpoint
-from experiments import grid
-from tests.harness import ROOT
-from tests.harness.in_process import own_flags
+from experiments import grid, launch
+from tests.harness import ROOT, in_process
 
-with own_flags():
+with in_process.own_flags():
   from recipes import tiny_pair
+
+
+class FakeCommands:
+  """Stands in for `diffjax.train` and `diffjax.evaluate`.
+
+  It writes what the recipe reads of their outputs: the last checkpoint of a
+  run, the last line of its log, and the results of suites.
+
+  Attributes:
+    started: names of the runs and measurements that were started, in order.
+    are_interrupted: whether training ends without a checkpoint.
+  """
+
+  def __init__(self):
+    self.started: list[str] = []
+    self.are_interrupted = False
+
+  def call(self, arguments: list[str]) -> None:
+    """Runs a command: `python -m MODULE FLAGS`."""
+    _, _, module, *flag_arguments = arguments
+    flags = {}
+    for argument in flag_arguments:
+      name, _, value = argument.partition("=")
+      flags[name] = value
+    if module == "diffjax.train":
+      self._train(flags)
+    else:
+      self._evaluate(flags)
+
+  def _train(self, flags: dict[str, str]) -> None:
+    workdir = pathlib.Path(flags["--workdir"])
+    self.started.append(workdir.name)
+    if self.are_interrupted:
+      return
+    _, _, variant = flags["--config"].partition(":")
+    config = tiny.get_config(variant)
+    for name, value in flags.items():
+      if name.startswith("--config."):
+        changed_field = name.removeprefix("--config.")
+        change = {changed_field: grid.read_value(value)}
+        config.update_from_flattened_dict(change)
+
+    # Another training gives other parameters.
+    params = np.random.default_rng().normal(size=2)
+    last_step = config.train.steps
+    with checkpoint.Checkpoints(str(workdir), keep=1) as checkpoints:
+      checkpoints.save(
+        last_step, {"params": params}, data_state={}, config=config.to_dict()
+      )
+      checkpoints.wait()
+    line = {"step": last_step, "validation/loss": 1.0}
+    (workdir / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+
+  def _evaluate(self, flags: dict[str, str]) -> None:
+    """Writes figures that depend on the seed: 2 + seed and 1 − seed."""
+    out = pathlib.Path(flags["--out"])
+    self.started.append(out.name)
+    seed = int(out.name.removeprefix("pair_"))
+    assert pathlib.Path(flags["--workdir"]).name == f"diff_{seed}"
+    assert pathlib.Path(flags["--against"]).name == f"transformer_{seed}"
+    suites = flags["--suite"].split(",")
+    has_report = "report" in suites
+    assert has_report == (seed == 0)
+
+    out.mkdir(exist_ok=True)
+    for suite in suites:
+      # A figure that the table does not show.
+      figures = [{"name": "another", "at": {}, "value": 0.0, "against": None}]
+      for row_suite, name, at in tiny_pair.ROWS.values():
+        if row_suite == suite:
+          figures.append(
+            {
+              "name": name,
+              "at": at,
+              "value": 2.0 + seed,
+              "against": {"value": 1.0 - seed},
+            }
+          )
+      results = json.dumps({"figures": figures})
+      (out / f"{suite}.json").write_text(results)
 
 
 @pytest.fixture
 def commands(monkeypatch):
-  """The commands that the recipe started. They leave what real ones would: the checkpoint of a last step, and results of suites."""
-  started = []
+  """The commands that the recipe starts, which are not really run."""
+  commands = FakeCommands()
 
-  def call(self, command):
-    flags = dict(argument.split("=", 1) for argument in command[3:])
-    workdir = pathlib.Path(flags["--workdir"])
-    if command[2] == "diffjax.train":
-      started.append(workdir.name)
-      train(workdir, flags)
-    else:
-      started.append(pathlib.Path(flags["--out"]).name)
-      measure(workdir, flags)
+  def call(launcher, arguments):
+    commands.call(arguments)
 
-  def train(workdir, flags):
-    config = tiny_pair.tiny.get_config(flags["--config"].partition(":")[2])
-    fields = {
-      name.removeprefix("--config."): grid.read_value(value)
-      for name, value in flags.items()
-      if name.startswith("--config.")
-    }
-    config.update_from_flattened_dict(fields)
-    if (workdir.parent / "stop").exists():
-      return
-    steps = config.train.steps
-    with checkpoint.Checkpoints(str(workdir), keep=1) as checkpoints:
-      checkpoints.save(
-        steps,
-        {"params": np.random.default_rng().normal(size=2)},
-        data_state={},
-        config=config.to_dict(),
-      )
-      checkpoints.wait()
-    (workdir / "metrics.jsonl").write_text(
-      json.dumps({"step": steps, "validation/loss": 1.0}) + "\n"
-    )
-
-  def measure(workdir, flags):
-    out = pathlib.Path(flags["--out"])
-    out.mkdir(exist_ok=True)
-    seed = int(out.name.removeprefix("pair_"))
-    assert (workdir.name, pathlib.Path(flags["--against"]).name) == (
-      f"diff_{seed}",
-      f"transformer_{seed}",
-    )
-    suites = flags["--suite"].split(",")
-    assert ("report" in suites) == (seed == 0)
-    for suite in suites:
-      wanted = [
-        (name, at) for of, name, at in tiny_pair.ROWS.values() if of == suite
-      ]
-      rows = [
-        {
-          "name": name,
-          "at": at,
-          "value": 2.0 + seed,
-          "against": {"value": 1.0 - seed},
-        }
-        for name, at in wanted
-      ]
-      (out / f"{suite}.json").write_text(
-        json.dumps(
-          {
-            "figures": [
-              {"name": "another", "at": {}, "value": 0.0, "against": None},
-              *rows,
-            ]
-          }
-        )
-      )
-
-  monkeypatch.setattr(tiny_pair.Launcher, "call", call)
-  return started
+  monkeypatch.setattr(launch.Launcher, "call", call)
+  return commands
 
 
-def call(out, seeds):
-  values = {"_SEEDS": seeds, "_OUT": str(out), "_TRY_OUT": False}
-  with mock.patch.multiple(
-    tiny_pair,
-    **{name: mock.Mock(value=value) for name, value in values.items()},
-  ):
-    tiny_pair.main()
-  return json.loads((out / "tiny_pair.json").read_text())
-
-
-def test_what_is_done_is_not_done_again_and_the_line_says_how_far_it_is(
-  commands, tmp_path, capsys
-):
-  found = call(tmp_path, 2)
-  first, second = (
-    ["transformer_0", "diff_0", "pair_0"],
-    ["transformer_1", "diff_1", "pair_1"],
+def run_recipe(out: pathlib.Path, seeds: int) -> subprocess.CompletedProcess:
+  """Runs the recipe, which must succeed."""
+  result = in_process.call(
+    "recipes.tiny_pair", f"--seeds={seeds}", f"--out={out}"
   )
-  assert commands == first + second
-  assert [*found["figures"]] == [*tiny_pair.ROWS]
-  assert all(
-    values == {"transformer": [1.0, 0.0], "diff": [2.0, 3.0]}
-    for values in found["figures"].values()
-  )
-  shown = capsys.readouterr()
-  assert shown.out.endswith(tiny_pair.table(found["figures"]) + "\n")
-  lines = shown.err.splitlines()
-  assert (
-    "1 of 6: training transformer, seed 0; the next line will say when all is done"
-    in lines[0]
-  )
-  assert re.search(
-    r"6 of 6: measuring the pair of seed 1; all is done in about \d+ s, \w{3} \d\d:\d\d$",
-    lines[5],
-  )
-  commands.clear()
-  assert call(tmp_path, 2) == found and not commands
-  call(tmp_path, 3)
-  assert commands == [
-    "transformer_2",
-    "diff_2",
-    "pair_2",
-  ]  # only the new seed's
+  assert result.returncode == 0, result.stderr
+  return result
 
 
-def test_figures_of_other_parameters_or_settings_are_not_reused(
+def read_figures(out: pathlib.Path) -> dict[str, dict[str, list[float]]]:
+  return json.loads((out / "tiny_pair.json").read_text())["figures"]
+
+
+# What is run.
+
+
+def test_each_seed_trains_both_models_and_measures_them(commands, tmp_path):
+  run_recipe(tmp_path, seeds=2)
+
+  assert commands.started == [
+    "transformer_0",
+    "diff_0",
+    "pair_0",
+    "transformer_1",
+    "diff_1",
+    "pair_1",
+  ]
+
+
+def test_a_finished_recipe_runs_nothing_again(commands, tmp_path):
+  run_recipe(tmp_path, seeds=2)
+  figures = read_figures(tmp_path)
+  commands.started.clear()
+
+  run_recipe(tmp_path, seeds=2)
+
+  assert commands.started == []
+  assert read_figures(tmp_path) == figures
+
+
+def test_more_seeds_run_only_the_new_ones(commands, tmp_path):
+  run_recipe(tmp_path, seeds=1)
+  commands.started.clear()
+
+  run_recipe(tmp_path, seeds=2)
+
+  assert commands.started == ["transformer_1", "diff_1", "pair_1"]
+
+
+def test_other_parameters_are_measured_again(commands, tmp_path):
+  run_recipe(tmp_path, seeds=1)
+  commands.started.clear()
+
+  # Without its workdir, the run is trained again.
+  (tmp_path / "diff_0").rename(tmp_path / "elsewhere")
+  run_recipe(tmp_path, seeds=1)
+
+  assert commands.started == ["diff_0", "pair_0"]
+
+
+def test_other_settings_are_measured_again(commands, tmp_path):
+  pair = []
+  for variant in ("transformer", "diff"):
+    workdir = tmp_path / f"{variant}_0"
+    training = tiny_pair.Training(variant, 0, workdir, fields={})
+    training.do(commands)
+    pair.append(training)
+  measurement = tiny_pair.Measurement(
+    tuple(pair), tmp_path / "pair_0", settings=("--set.x=1",), report=True
+  )
+  measurement.do(commands)
+
+  changed = dataclasses.replace(measurement, settings=("--set.x=2",))
+
+  assert measurement.done()
+  assert not changed.done()
+
+
+def test_other_defaults_of_a_suite_are_measured_again(
   commands, monkeypatch, tmp_path
 ):
-  call(tmp_path, 1)
-  commands.clear()
-  (tmp_path / "diff_0").rename(tmp_path / "elsewhere")  # so it is trained again
-  call(tmp_path, 1)
-  assert commands == ["diff_0", "pair_0"]
-  commands.clear()
-  monkeypatch.setattr(tiny_pair, "_SETTINGS", ("--set.validation.rows=3",))
-  call(tmp_path, 1)
-  assert commands == ["pair_0"]
-  commands.clear()
-  other = dataclasses.make_dataclass(
+  run_recipe(tmp_path, seeds=1)
+  commands.started.clear()
+
+  changed_suite = dataclasses.make_dataclass(
     "Validation",
     [("batch_size", int, field(9, "Rows in a batch."))],
     bases=(validation.Validation,),
     frozen=True,
   )
-  monkeypatch.setattr(
-    validation, "Validation", other
-  )  # a default in the suite's code
-  call(tmp_path, 1)
-  assert commands == ["pair_0"]
+  monkeypatch.setattr(validation, "Validation", changed_suite)
+  run_recipe(tmp_path, seeds=1)
+
+  assert commands.started == ["pair_0"]
 
 
-def test_runs_of_another_config_or_without_an_end_are_refused(
-  commands, monkeypatch, tmp_path
-):
-  call(tmp_path, 1)
-  (tmp_path / "stop").touch()
-  with pytest.raises(
-    UserError,
-    match="training transformer, seed 1: it ended before its last step; run the same command",
-  ):
-    call(tmp_path, 2)
-  config = tiny_pair.tiny.get_config
+def test_an_interrupted_run_is_an_error(commands, tmp_path):
+  commands.are_interrupted = True
 
-  def wider(variant):
-    changed = config(variant)
-    changed.train.batch_size = 2
-    return changed
-
-  monkeypatch.setattr(tiny_pair.tiny, "get_config", wider)
-  with pytest.raises(
-    UserError,
-    match="a run of another config: train.batch_size is 16 there and 2 now",
-  ):
-    call(tmp_path, 1)
-
-
-def test_intervals_are_students_and_welchs():
-  rng = np.random.default_rng(0)
-  base, own = rng.normal(1, 0.03, 5), rng.normal(1.2, 0.01, 5)
-  text = tiny_pair.table({"loss": {"transformer": base, "diff": own}})
-  numbers = [
-    float(number) for number in re.findall(r"-?\d+\.\d+", text.splitlines()[-1])
-  ]
-  reach = scipy.stats.t.ppf(0.975, 4) * base.std(ddof=1) / 5**0.5
-  assert numbers[:3] == pytest.approx(
-    [base.mean(), base.mean() - reach, base.mean() + reach], abs=5e-4
+  result = in_process.call(
+    "recipes.tiny_pair", "--seeds=1", f"--out={tmp_path}"
   )
-  # Welch–Satterthwaite: the degrees of freedom lie between the smaller sample's 4 and 8 of both
-  variances = np.array([base.var(ddof=1), own.var(ddof=1)]) / 5
+
+  assert result.returncode == 1
+  assert (
+    "training transformer, seed 0: it ended before its last step;"
+    " run the same command"
+  ) in result.stderr
+
+
+def test_a_run_of_another_config_is_an_error(commands, monkeypatch, tmp_path):
+  run_recipe(tmp_path, seeds=1)
+  get_config = tiny.get_config
+
+  def get_smaller_batch(variant):
+    config = get_config(variant)
+    config.train.batch_size = 2
+    return config
+
+  monkeypatch.setattr(tiny, "get_config", get_smaller_batch)
+  result = in_process.call(
+    "recipes.tiny_pair", "--seeds=1", f"--out={tmp_path}"
+  )
+
+  assert result.returncode == 1
+  assert (
+    "a run of another config: train.batch_size is 16 there and 2 now"
+  ) in result.stderr
+
+
+# What is printed.
+
+
+def test_the_table_shows_the_figures_of_every_seed(commands, tmp_path):
+  result = run_recipe(tmp_path, seeds=2)
+
+  figures = read_figures(tmp_path)
+  assert list(figures) == list(tiny_pair.ROWS)
+  for values in figures.values():
+    assert values == {"transformer": [1.0, 0.0], "diff": [2.0, 3.0]}
+  assert result.stdout.endswith(tiny_pair.table(figures) + "\n")
+
+
+def test_a_line_for_each_job_says_when_all_is_done(commands, tmp_path):
+  result = run_recipe(tmp_path, seeds=2)
+
+  lines = result.stderr.splitlines()
+  assert (
+    "1 of 6: training transformer, seed 0;"
+    " the next line will say when all is done"
+  ) in lines[0]
+  assert re.search(
+    "6 of 6: measuring the pair of seed 1;"
+    r" all is done in about \d+ s, \w{3} \d\d:\d\d$",
+    lines[5],
+  )
+
+
+# Five seeds.
+RNG = np.random.default_rng(0)
+TRANSFORMER = RNG.normal(1, 0.03, 5)
+DIFF = RNG.normal(1.2, 0.01, 5)
+
+
+def table_numbers() -> list[float]:
+  """Returns the numbers of the table's row for TRANSFORMER and DIFF.
+
+  The mean and its interval of the Transformer, of DIFF and of the difference.
+  """
+  text = tiny_pair.table({"loss": {"transformer": TRANSFORMER, "diff": DIFF}})
+  assert "mean of 5 seeds" in text
+  last_row = text.splitlines()[-1]
+  return [float(number) for number in re.findall(r"-?\d+\.\d+", last_row)]
+
+
+def test_intervals_of_means_are_students():
+  standard_error = TRANSFORMER.std(ddof=1) / 5**0.5
+  half_width = scipy.stats.t.ppf(0.975, 4) * standard_error
+
+  mean = TRANSFORMER.mean()
+  expected = [mean, mean - half_width, mean + half_width]
+  assert table_numbers()[:3] == pytest.approx(expected, abs=5e-4)
+
+
+def test_intervals_of_differences_are_welchs():
+  variances = np.array([TRANSFORMER.var(ddof=1), DIFF.var(ddof=1)]) / 5
+  # The Welch–Satterthwaite equation. The degrees of freedom lie between those
+  # of one sample, 4, and those of both, 8.
   degrees = variances.sum() ** 2 / (variances**2 / 4).sum()
-  reach = scipy.stats.t.ppf(0.975, degrees) * variances.sum() ** 0.5
-  difference = own.mean() - base.mean()
-  assert 4 < degrees < 8 and numbers[6:] == pytest.approx(
-    [difference, difference - reach, difference + reach], abs=5e-4
+  assert 4 < degrees < 8
+  half_width = scipy.stats.t.ppf(0.975, degrees) * variances.sum() ** 0.5
+
+  difference = DIFF.mean() - TRANSFORMER.mean()
+  expected = [difference, difference - half_width, difference + half_width]
+  assert table_numbers()[6:] == pytest.approx(expected, abs=5e-4)
+
+
+@pytest.mark.parametrize(
+  ("diff", "is_bold"),
+  [
+    pytest.param(DIFF, True, id="interval without 0"),
+    pytest.param(TRANSFORMER + 0.001, False, id="interval with 0"),
+  ],
+)
+def test_significant_differences_are_bold(diff, is_bold):
+  text = tiny_pair.table({"loss": {"transformer": TRANSFORMER, "diff": diff}})
+
+  assert ("**" in text) == is_bold
+
+
+def test_one_seed_has_no_intervals():
+  text = tiny_pair.table(
+    {"loss": {"transformer": TRANSFORMER[:1], "diff": DIFF[:1]}}
   )
-  assert "mean of 5 seeds" in text and "**0." in text
-  assert "**" not in tiny_pair.table(
-    {"loss": {"transformer": base, "diff": base + 0.001}}
-  )
-  alone = tiny_pair.table({"loss": {"transformer": base[:1], "diff": own[:1]}})
-  assert "one seed" in alone and "[" not in alone
+
+  assert "one seed" in text
+  assert "[" not in text
+
+
+# The whole recipe.
 
 
 @pytest.mark.longest
 @pytest.mark.full
 def test_the_recipe_as_typed(tmp_path):
-  """Two steps and few samples: every row of the table is there, with the report. The same command again does nothing."""
-  line = [
-    sys.executable,
-    "-m",
-    "recipes.tiny_pair",
-    "--seeds=1",
-    "--try_out",
-    f"--out={tmp_path / 'pair'}",
-  ]
-  first = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
-  assert first.returncode == 0, first.stderr
-  table = first.stdout[first.stdout.index("| one seed |") :]
-  assert all(f"| {title} |" in table for title in tiny_pair.ROWS)
-  assert (tmp_path / "pair/pair_0/report.html").exists()
-  again = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
-  assert (
-    again.returncode == 0
-    and " of 3: " not in again.stderr
-    and again.stdout.endswith(table)
+  """Two steps and few samples. The same command again runs nothing."""
+  flags = ["--seeds=1", "--try_out", f"--out={tmp_path}"]
+
+  first = subprocess.run(
+    [sys.executable, "-m", "recipes.tiny_pair", *flags],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
   )
+  assert first.returncode == 0, first.stderr
+  _, _, table = first.stdout.partition("| one seed |")
+  for title in tiny_pair.ROWS:
+    assert f"| {title} |" in table
+  assert (tmp_path / "pair_0/report.html").exists()
+
+  again = in_process.call("recipes.tiny_pair", *flags)
+  assert again.returncode == 0, again.stderr
+  assert " of 3: " not in again.stderr
+  assert again.stdout.endswith(table)
