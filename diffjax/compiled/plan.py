@@ -330,7 +330,7 @@ def _compile(
   try:
     compiled = lowered.compile()
   except jax.errors.JaxRuntimeError as error:
-    refusal = _read_refusal(str(error))
+    refusal = read_refusal(str(error))
     memory = _refused_memory(refusal, state_bytes, devices_per_chip)
     contents = _Contents()
   else:
@@ -392,7 +392,7 @@ def _shard_bytes(tree: Any) -> int:
   return total
 
 
-class _Refusal(NamedTuple):
+class Refusal(NamedTuple):
   """The content of the compiler's message that a step needs too much memory.
 
   Attributes:
@@ -407,7 +407,7 @@ class _Refusal(NamedTuple):
   is_temporaries: bool
 
 
-def _read_refusal(message: str) -> _Refusal:
+def read_refusal(message: str) -> Refusal:
   """Reads the compiler's message that a step needs too much memory.
 
   Raises:
@@ -419,7 +419,7 @@ def _read_refusal(message: str) -> _Refusal:
   if amounts is None:
     raise UserError(f"the TPU's compiler refuses the step: {message}")
   needed, available = amounts.groups()
-  return _Refusal(
+  return Refusal(
     needed=_amount_bytes(needed),
     available=_amount_bytes(available),
     is_temporaries=temporaries is not None,
@@ -443,7 +443,7 @@ class _Memory(NamedTuple):
 
 
 def _refused_memory(
-  refusal: _Refusal, state_bytes: int, devices_per_chip: int
+  refusal: Refusal, state_bytes: int, devices_per_chip: int
 ) -> _Memory:
   """Returns the memory of a step that the compiler refuses to compile.
 
