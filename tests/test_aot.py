@@ -940,8 +940,8 @@ def test_the_paper_configs_fit_and_keep_their_bound_on_mfu(
 ):
   """The limits are what the compiler reached, rounded.
 
-  Gathers overlap with computation, except for the first one of each pass
-  through a layer and that of the embedding.
+  Computation overlaps all gathers except the embedding's, and the first one of
+  each pass through a layer.
   """
   result = run_as_typed(*arguments)
 

@@ -1,4 +1,4 @@
-"""Any input of a user works or gets one clear line, without a traceback."""
+"""Any input of a user is accepted, or gives one line without a traceback."""
 
 import contextlib
 import dataclasses
@@ -124,16 +124,13 @@ def read_or_one_line(values):
     assert bound is None or bound.holds(value), field
 
 
+# Names of fields, some of which do not exist.
+config_names = st.sampled_from([*FIELDS, "model.x", "x.steps", "train.", "."])
+
+
 @many_examples
-@given(
-  st.dictionaries(
-    st.sampled_from([*FIELDS, "model.x", "x.steps", "train.", "."]),
-    nested_values,
-    min_size=1,
-    max_size=3,
-  )
-)
-def test_config_values(changes):
+@given(st.dictionaries(config_names, nested_values, min_size=1, max_size=3))
+def test_values_of_fields_are_accepted_or_one_error_line(changes):
   nested = Config().to_dict()
   for field, value in changes.items():
     section, name = field.split(".")
@@ -141,18 +138,13 @@ def test_config_values(changes):
   read_or_one_line(nested)
 
 
+section_names = st.sampled_from(["model", "data", "train", "x", ""])
+sections = st.dictionaries(section_names, nested_values, max_size=3)
+
+
 @many_examples
-@given(
-  st.one_of(
-    nested_values,
-    st.dictionaries(
-      st.sampled_from(["model", "data", "train", "x", ""]),
-      nested_values,
-      max_size=3,
-    ),
-  )
-)
-def test_whole_configs(nested):
+@given(st.one_of(nested_values, sections))
+def test_whole_configs_are_accepted_or_one_error_line(nested):
   read_or_one_line(nested)
 
 
@@ -205,69 +197,58 @@ def as_argument(field, value):
   return f"--config.{field}={value}"
 
 
+argument_names = st.sampled_from(
+  [
+    *FIELDS,
+    "train",
+    "model",
+    "x",
+    "train.x",
+    "train.steps.x",
+    "data.source[0]",
+    "",
+  ]
+)
+flag_names = st.sampled_from(
+  ["config", "x", "config.", "config..", "verbosity"]
+)
+arguments_without_values = [
+  "--",
+  "-",
+  "x",
+  "",
+  "--config",
+  "--noconfig.model.head_norm",
+  "--workdir=x",
+]
+for field in FIELDS:
+  arguments_without_values.append(f"--config.{field}")
 arguments = st.one_of(
-  st.builds(
-    as_argument,
-    st.sampled_from(
-      [
-        *FIELDS,
-        "train",
-        "model",
-        "x",
-        "train.x",
-        "train.steps.x",
-        "data.source[0]",
-        "",
-      ]
-    ),
-    values,
-  ),
-  st.sampled_from(
-    [f"--config.{field}" for field in FIELDS]
-    + [
-      "--",
-      "-",
-      "x",
-      "",
-      "--config",
-      "--noconfig.model.head_norm",
-      "--workdir=x",
-    ]
-  ),
-  st.builds(
-    "--{}={}".format,
-    st.sampled_from(["config", "x", "config.", "config..", "verbosity"]),
-    values,
-  ),
+  st.builds(as_argument, argument_names, values),
+  st.builds("--{}={}".format, flag_names, values),
+  st.sampled_from(arguments_without_values),
 )
 
 
 @many_examples
 @given(st.lists(arguments, min_size=1, max_size=3))
-def test_command_lines(rest):
-  check_result(run(["--config=configs/tiny.py", *rest]))
+def test_command_lines_are_accepted_or_one_error_line(arguments):
+  check_result(run(["--config=configs/tiny.py", *arguments]))
 
 
-variants = st.lists(
-  st.one_of(
-    st.sampled_from(
-      ["diff", "transformer", "diff_v2", "gated", "heads", "architecture"]
-    ),
-    st.builds(
-      "{}={}".format,
-      st.sampled_from(["heads", "architecture", "x", ""]),
-      st.one_of(values, st.sampled_from(["2", "8", "diff"])),
-    ),
-    st.text(max_size=8),
-  ),
-  min_size=1,
-  max_size=3,
-).map(",".join)
+architectures = st.sampled_from(
+  ["diff", "transformer", "diff_v2", "gated", "heads", "architecture"]
+)
+option_names = st.sampled_from(["heads", "architecture", "x", ""])
+option_values = st.one_of(values, st.sampled_from(["2", "8", "diff"]))
+options = st.builds("{}={}".format, option_names, option_values)
+variant_parts = st.one_of(architectures, options, st.text(max_size=8))
+variants = st.lists(variant_parts, min_size=1, max_size=3).map(",".join)
 
 
 @many_examples
 @given(variants)
-def test_variants(variant):
+def test_variants_are_accepted_or_one_error_line(variant):
   check_result(run([f"--config=configs/tiny.py:{variant}"]))
 
 
@@ -396,8 +377,9 @@ def train(changes, workdir):
 @pytest.mark.full
 @settings(derandomize=True, deadline=None, max_examples=12)
 @given(run_fields())
-def test_small_runs(corpus, tmp_path_factory, changes):
-  """Fields that pass the checks train a step, or are refused in one line."""
+def test_small_runs_end_or_give_one_error_line(
+  corpus, tmp_path_factory, changes
+):
   changes["data.source"] = f"text:{corpus}/*.txt"
   train(changes, tmp_path_factory.mktemp("run"))
 
@@ -415,7 +397,7 @@ def json_bytes(value):
 
 
 def nest(inner):
-  """Returns a strategy for JSON values that hold others."""
+  """Returns a strategy for JSON values that contain these values."""
   return st.one_of(
     st.lists(inner, max_size=2), st.dictionaries(st.just("text"), inner)
   )
@@ -465,8 +447,9 @@ def files(draw):
 
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(files(), st.sampled_from(["prepared", "streamed"]))
-def test_input_files(corpus, tmp_path_factory, file, mode):
-  """Random bytes give a batch, or one line that names the file."""
+def test_input_files_give_a_batch_or_one_error_line_with_their_name(
+  corpus, tmp_path_factory, file, mode
+):
   path = tmp_path_factory.mktemp("input") / "input"
   source_pattern, content = file
   source = source_pattern.format(path)

@@ -300,8 +300,8 @@ def test_intervals_of_means_are_students():
 
 def test_intervals_of_differences_are_welchs():
   variances = np.array([TRANSFORMER.var(ddof=1), DIFF.var(ddof=1)]) / 5
-  # The Welch–Satterthwaite equation. The degrees of freedom lie between those
-  # of one sample, 4, and those of both, 8.
+  # The Welch–Satterthwaite equation. One sample has 4 degrees of freedom, and
+  # both have 8 together. The result lies between them.
   degrees = variances.sum() ** 2 / (variances**2 / 4).sum()
   assert 4 < degrees < 8
   half_width = scipy.stats.t.ppf(0.975, degrees) * variances.sum() ** 0.5
