@@ -970,24 +970,25 @@ def test_a_published_model_of_12_billion_can_be_tuned_on_16_chips():
 
 
 def compile_policies(devices, num_chips, chip_memory):
-  """Returns the memory of the temporaries with each remat policy, in bytes."""
-  sizes = {}
+  """Returns the remat policies whose steps compile with a backward kernel."""
+  policies = []
   for policy in REMAT:
     values = tiny.get_config()
+    # A small step, which compiles quickly.
     values.update_from_flattened_dict(
-      {"model.remat": policy, "model.num_layers": 1}
+      {"model.remat": policy, "model.num_layers": 1, "data.length": 128}
     )
     config = from_config_dict(values)
     program = build(config, make_mesh(config.mesh, devices))
-    compiled = program.lower_train_step().compile()
-    sizes[policy] = compiled.memory_analysis().temp_size_in_bytes
-  return sizes
+    text = program.lower_train_step().compile().as_text()
+    if "diff_attention_backward_v1" in text:
+      policies.append(policy)
+  return policies
 
 
 @needs_libtpu
 @pytest.mark.full
 def test_every_remat_policy_compiles_for_a_tpu():
-  sizes = planning.call_with_devices(compile_policies, topology="v5e:2x2")
+  policies = planning.call_with_devices(compile_policies, topology="v5e:2x2")
 
-  assert list(sizes) == list(REMAT)
-  assert sizes["full"] < sizes["none"]
+  assert policies == list(REMAT)
