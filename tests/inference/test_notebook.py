@@ -361,6 +361,19 @@ def output_kinds(cells):
   return kinds
 
 
+def shorten_training(cells):
+  """Reduces the steps of the language model, which take a minute.
+
+  The outputs of the other cells do not depend on it.
+  """
+  num_changed = 0
+  for cell in cells:
+    if "TrainConfig(steps=400," in cell["source"]:
+      cell["source"] = cell["source"].replace("steps=400", "steps=40")
+      num_changed += 1
+  assert num_changed == 1
+
+
 @pytest.mark.full
 def test_the_notebook_runs_in_an_empty_directory(optimised, tmp_path):
   """Each cell shows as much as the cell of the committed notebook."""
@@ -369,6 +382,7 @@ def test_the_notebook_runs_in_an_empty_directory(optimised, tmp_path):
 
   notebook = nbformat.read(NOTEBOOK, as_version=4)
   committed_kinds = output_kinds(notebook.cells)
+  shorten_training(notebook.cells)
   client = nbclient.NotebookClient(
     notebook,
     timeout=600,
