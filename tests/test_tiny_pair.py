@@ -179,17 +179,17 @@ def test_other_settings_are_measured_again(commands, tmp_path):
   for variant in ("transformer", "diff"):
     workdir = tmp_path / f"{variant}_0"
     training = tiny_pair.Training(variant, 0, workdir, fields={})
-    training.do(commands)
+    training.run(commands)
     pair.append(training)
   measurement = tiny_pair.Measurement(
     tuple(pair), tmp_path / "pair_0", settings=("--set.x=1",), report=True
   )
-  measurement.do(commands)
+  measurement.run(commands)
 
   changed = dataclasses.replace(measurement, settings=("--set.x=2",))
 
-  assert measurement.done()
-  assert not changed.done()
+  assert measurement.is_done()
+  assert not changed.is_done()
 
 
 def test_other_defaults_of_a_suite_are_measured_again(
