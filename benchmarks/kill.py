@@ -379,8 +379,8 @@ class Life:
 
     environment = dict(os.environ)
     if settings.processes > 1:
-      # Only process 0 uses the cache of compiled programs. The others compile in
-      # every life.
+      # Only process 0 uses the cache of compiled programs. The others compile
+      # in every life.
       environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     coordinator = f"localhost:{_free_port()}"
     for index in range(settings.processes):

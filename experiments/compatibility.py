@@ -93,7 +93,8 @@ def check_python_versions(
     raise UserError(
       "runs on data.source = stdlib under Python"
       f" {' and '.join(sorted(versions))} cannot be compared, since their texts"
-      " differ: use one Python, or other places with --workdir=DIR and --out=DIR"
+      " differ: use one Python, or other places with --workdir=DIR and"
+      " --out=DIR"
     )
 
 

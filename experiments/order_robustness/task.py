@@ -105,7 +105,8 @@ def training_episode(rng: np.random.Generator, sizes: Sizes) -> Episode:
   used_words = permutation[:num_used]
   count = WORDS * sizes.demonstrations
   shown_words = rng.choice(used_words, count)
-  # A class plus 1 to classes − 1, modulo the number of classes, is another class.
+  # A class plus 1 to classes − 1, modulo the number of classes, is another
+  # class.
   wrong_shifts = rng.integers(1, sizes.classes, count)
   is_wrong = rng.random(count) < sizes.mislabelled
   shifts = np.where(is_wrong, wrong_shifts, 0)
