@@ -361,7 +361,7 @@ def main() -> None:
   """Runs the recipe with the settings of the flags."""
   default_out = "runs/tiny_pair"
   fields: dict[str, Any] = {}
-  settings = _SETTINGS
+  settings: Sequence[str] = _SETTINGS
   if _TRY_OUT.value:
     default_out = "runs/tiny_pair_tried_out"
     fields = _FEW_STEPS

@@ -338,8 +338,8 @@ def test_one_seed_has_no_intervals():
 
 @pytest.mark.longest
 @pytest.mark.full
-def test_the_recipe_as_typed(tmp_path):
-  """Two steps and few samples. The same command again runs nothing."""
+def test_the_recipe_prints_its_table_and_runs_nothing_again(tmp_path):
+  """With two steps and few samples."""
   flags = ["--seeds=1", "--try_out", f"--out={tmp_path}"]
 
   first = subprocess.run(
