@@ -1,8 +1,10 @@
-"""Batches are the same for all readers and after any restart, and hold every row once an epoch."""
+"""Batches do not depend on the number of readers, or on restarts.
+
+Every epoch has every row once.
+"""
 
 import collections
 import dataclasses
-import itertools
 import json
 import os
 import pathlib
@@ -10,7 +12,9 @@ import re
 import shutil
 import subprocess
 import sys
+from typing import Any, NamedTuple
 
+import chex
 import grain
 import numpy as np
 import pyarrow
@@ -29,268 +33,383 @@ from diffjax.data import (
 )
 from diffjax.data.batches import FULL_SHARE, BatchShare
 from diffjax.data.reader import Reader, prefetch
+from diffjax.data.row import HostBatch
 from tests.harness.tiers import full
 
+SEPARATOR = 255
 
-def take(batches, count):
+
+def take(batches, count) -> list[HostBatch]:
+  """Returns the next batches."""
   return [next(batches) for _ in range(count)]
 
 
-def assert_same(left, right):
-  assert len(left) == len(right)
-  for one, other in zip(left, right, strict=True):
-    assert one.keys() == other.keys()
-    for key in one:
-      np.testing.assert_array_equal(one[key], other[key], err_msg=key)
+def stored_state(batches) -> dict[str, Any]:
+  """Returns the state of batches as a checkpoint stores it, in JSON."""
+  return json.loads(json.dumps(batches.get_state()))
 
 
-def joined(shares):
-  """The global batches of the processes' batches."""
-  return [
-    {
-      key: np.concatenate([batch[key] for batch in batches])
-      for key in batches[0]
-    }
-    for batches in zip(*shares, strict=True)
-  ]
+def open_share(config, index, count):
+  """Returns the training batches of a process that reads a share."""
+  share = BatchShare(index, count)
+  return pipeline.training_batches(config, share=share, num_processes=count)
 
 
-def row_keys(batches):
-  return [
-    row.tobytes()
-    for batch in batches
-    for row in np.concatenate(
-      [batch["tokens"], batch["targets"][:, -1:]], axis=1
-    )
-  ]
+def join_shares(batches_of_shares) -> list[HostBatch]:
+  """Returns the global batches that the batches of all shares form."""
+  global_batches = []
+  for parts in zip(*batches_of_shares, strict=True):
+    batch = {}
+    for name in parts[0]:
+      batch[name] = np.concatenate([part[name] for part in parts])
+    global_batches.append(batch)
+  return global_batches
+
+
+def row_contents(batches) -> list[bytes]:
+  """Returns the tokens of each row, the last target included."""
+  contents = []
+  for batch in batches:
+    last_targets = batch["targets"][:, -1:]
+    rows = np.concatenate([batch["tokens"], last_targets], axis=1)
+    contents.extend(row.tobytes() for row in rows)
+  return contents
+
+
+def write_jsonl(path, texts) -> str:
+  """Writes documents as a JSONL file, and returns its source."""
+  lines = [json.dumps({"text": text}) + "\n" for text in texts]
+  path.write_text("".join(lines))
+  return f"jsonl:{path}"
+
+
+def numbered_texts(prefix, count) -> list[str]:
+  """Returns the documents "PREFIX0", "PREFIX1", …"""
+  return [f"{prefix}{index}" for index in range(count)]
 
 
 @pytest.fixture
-def rows(make_config):
-  """Number of training rows."""
+def num_rows(make_config) -> int:
+  """Returns the number of training rows, and prepares them."""
   (target,) = prepared.prepare(make_config().data, 1)
   return len(prepared.PreparedRows(target, "train"))
 
 
-# --- Prepared ---
-
-
-@pytest.mark.parametrize("workers, others", [(2, 0), *full([(0, 3), (4, 2)])])
-def test_workers_and_restarts_change_nothing(make_config, workers, others):
-  expected = take(pipeline.training_batches(make_config()), 12)
-  batches = pipeline.training_batches(make_config(num_workers=workers))
-  assert_same(take(batches, 7), expected[:7])
-  state = json.loads(json.dumps(batches.get_state()))
-  batches.close()
-  other = pipeline.training_batches(make_config(num_workers=others))
-  other.set_state(state)
-  assert_same(take(other, 5), expected[7:])
-  other.close()
-
-
-@pytest.mark.parametrize("process_count", [1, 2, 4])
-def test_processes_change_nothing(make_config, process_count):
-  config = make_config()
-  prepared.prepare(config.data, 1)
-  expected = take(pipeline.training_batches(config), 10)
-  shares = [
-    pipeline.training_batches(
-      config,
-      share=BatchShare(index, process_count),
-      num_processes=process_count,
-    )
-    for index in range(process_count)
-  ]
-  assert_same(joined([take(share, 10) for share in shares]), expected)
-
-
-def test_restart_at_every_step(make_config, rows):
-  config = make_config()
-  steps = 2 * rows // 8 + 3
-  expected = take(pipeline.training_batches(config), steps + 2)
-  batches = pipeline.training_batches(config)
-  for step in range(steps):
-    state = json.loads(json.dumps(batches.get_state()))  # has read ahead by now
-    assert state["batch"] == step
-    other = pipeline.training_batches(config)
-    other.set_state(state)
-    assert_same(take(other, 2), expected[step : step + 2])
-    assert_same([next(batches)], [expected[step]])
-
-
-def test_an_iterator_goes_back(make_config):
-  batches = pipeline.training_batches(make_config())
-  state = batches.get_state()
-  expected = take(batches, 5)
-  batches.set_state(state)
-  assert_same(take(batches, 5), expected)
-
-
-def test_every_epoch_has_every_row_once_in_another_order(make_config, rows):
-  config = make_config(batch_size=1)
-  keys = row_keys(take(pipeline.training_batches(config), 3 * rows))
-  epochs = [keys[start : start + rows] for start in range(0, len(keys), rows)]
-  assert len(set(epochs[0])) == rows > 100
-  assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(epochs[2])
-  assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
-
-
-def test_seed_orders_the_rows(make_config, rows):
-  orders = [
-    row_keys(
-      take(
-        pipeline.training_batches(make_config(batch_size=1, seed=seed)), rows
-      )
-    )
-    for seed in (0, 1)
-  ]
-  assert orders[0] != orders[1] and sorted(orders[0]) == sorted(orders[1])
-
-
-def test_arrays(make_config):
-  batch = next(pipeline.training_batches(make_config()))
-  assert {
-    key: (value.shape, value.dtype.name, type(value))
-    for key, value in batch.items()
-  } == {
-    key: ((8, 64), "float32" if key == "weights" else "int32", np.ndarray)
-    for key in ("tokens", "targets", "segment_ids", "positions", "weights")
-  }
-  np.testing.assert_array_equal(
-    batch["tokens"][:, 1:], batch["targets"][:, :-1]
-  )
-  assert batch["tokens"].max() == 255
-  assert any(
-    batch["segment_ids"].max() > 1
-    for batch in take(pipeline.training_batches(make_config()), 50)
-  )
+# Prepared batches.
 
 
 @pytest.mark.parametrize(
-  ("change", "field"),
+  ("num_workers", "num_workers_after"), [(2, 0), *full([(0, 3)])]
+)
+def test_a_run_continues_with_another_number_of_workers(
+  make_config, num_workers, num_workers_after
+):
+  expected = take(pipeline.training_batches(make_config()), 12)
+
+  batches = pipeline.training_batches(make_config(num_workers=num_workers))
+  chex.assert_trees_all_equal(take(batches, 7), expected[:7])
+  state = stored_state(batches)
+  batches.close()
+
+  restarted = pipeline.training_batches(
+    make_config(num_workers=num_workers_after)
+  )
+  restarted.set_state(state)
+  chex.assert_trees_all_equal(take(restarted, 5), expected[7:])
+  restarted.close()
+
+
+@pytest.mark.parametrize("num_processes", [2, 4])
+def test_the_shares_of_all_processes_are_the_global_batches(
+  make_config, num_processes
+):
+  config = make_config()
+  prepared.prepare(config.data, 1)
+  expected = take(pipeline.training_batches(config), 10)
+
+  batches_of_shares = []
+  for index in range(num_processes):
+    share = open_share(config, index, num_processes)
+    batches_of_shares.append(take(share, 10))
+
+  chex.assert_trees_all_equal(join_shares(batches_of_shares), expected)
+
+
+def test_a_run_can_restart_at_every_step(make_config, texts, tmp_path):
+  source = write_jsonl(tmp_path / "few.jsonl", texts[:60])
+  config = make_config(source=source)
+  (target,) = prepared.prepare(config.data, 1)
+  steps_per_epoch = len(prepared.PreparedRows(target, "train")) // 8
+  num_steps = 2 * steps_per_epoch + 3
+  expected = take(pipeline.training_batches(config), num_steps + 2)
+
+  batches = pipeline.training_batches(config)
+  for step in range(num_steps):
+    # The reader has read later batches by now. They do not count.
+    state = stored_state(batches)
+    assert state["batch"] == step
+
+    restarted = pipeline.training_batches(config)
+    restarted.set_state(state)
+    chex.assert_trees_all_equal(take(restarted, 2), expected[step : step + 2])
+    chex.assert_trees_all_equal(next(batches), expected[step])
+
+
+def test_batches_can_go_back_to_an_earlier_state(make_config):
+  batches = pipeline.training_batches(make_config())
+  state = batches.get_state()
+  expected = take(batches, 5)
+
+  batches.set_state(state)
+
+  chex.assert_trees_all_equal(take(batches, 5), expected)
+
+
+def test_every_epoch_has_every_row_once_in_another_order(make_config, num_rows):
+  batches = pipeline.training_batches(make_config(batch_size=1))
+
+  epochs = []
+  for _ in range(3):
+    epochs.append(row_contents(take(batches, num_rows)))
+
+  assert num_rows > 100
+  assert len(set(epochs[0])) == num_rows
+  assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(epochs[2])
+  assert epochs[0] != epochs[1]
+  assert epochs[1] != epochs[2]
+  assert epochs[2] != epochs[0]
+
+
+def test_the_seed_determines_the_order_of_the_rows(make_config, num_rows):
+  batches = pipeline.training_batches(make_config(batch_size=1, seed=0))
+  other_batches = pipeline.training_batches(make_config(batch_size=1, seed=1))
+
+  order = row_contents(take(batches, num_rows))
+  other_order = row_contents(take(other_batches, num_rows))
+
+  assert order != other_order
+  assert sorted(order) == sorted(other_order)
+
+
+def test_a_batch_consists_of_five_arrays(make_config):
+  batch = next(pipeline.training_batches(make_config()))
+
+  dtypes = {name: array.dtype.name for name, array in batch.items()}
+  assert dtypes == {
+    "tokens": "int32",
+    "targets": "int32",
+    "segment_ids": "int32",
+    "positions": "int32",
+    "weights": "float32",
+  }
+  for array in batch.values():
+    assert type(array) is np.ndarray
+    chex.assert_shape(array, (8, 64))
+
+
+def test_targets_are_the_next_tokens(make_config):
+  batch = next(pipeline.training_batches(make_config()))
+
+  chex.assert_trees_all_equal(batch["tokens"][:, 1:], batch["targets"][:, :-1])
+
+
+def test_rows_hold_several_documents_between_separators(make_config):
+  batches = take(pipeline.training_batches(make_config()), 50)
+
+  assert batches[0]["tokens"].max() == SEPARATOR
+  assert max(batch["segment_ids"].max() for batch in batches) > 1
+
+
+@pytest.mark.parametrize(
+  ("change", "message"),
   [
-    ({"seed": 1}, "config.data.seed was 0 and is 1"),
-    ({"batch_size": 4}, "config.train.batch_size"),
-    (
+    pytest.param({"seed": 1}, "config.data.seed was 0 and is 1", id="seed"),
+    pytest.param({"batch_size": 4}, "config.train.batch_size", id="batch size"),
+    pytest.param(
       {"length": 32},
       "config.data.length was 64 and is 32; set the fields back",
+      id="length",
     ),
-    ({"mode": "streamed"}, "config.data.mode"),
+    pytest.param({"mode": "streamed"}, "config.data.mode", id="mode"),
   ],
 )
-def test_a_state_of_other_data_is_refused(make_config, change, field):
+def test_a_state_of_other_fields_is_refused(make_config, change, message):
   state = pipeline.training_batches(make_config()).get_state()
-  with pytest.raises(UserError, match=field):
-    pipeline.training_batches(make_config(**change)).set_state(state)
+  batches = pipeline.training_batches(make_config(**change))
+
+  with pytest.raises(UserError, match=message):
+    batches.set_state(state)
 
 
-def test_changed_text_is_told_from_changed_fields(make_config, jsonl, tmp_path):
-  """No field is named, but the old rows and how to go on with them, which then works."""
+# Text that has changed since a checkpoint.
+
+
+class InterruptedRun(NamedTuple):
+  """A run whose text was changed after two batches.
+
+  Attributes:
+    state: the state after two batches.
+    next_batches: the batches that followed.
+    directory: the directory of its rows.
+  """
+
+  state: dict[str, Any]
+  next_batches: list[HostBatch]
+  directory: str
+
+
+@pytest.fixture
+def interrupted_run(make_config, jsonl) -> InterruptedRun:
+  """Reads two batches and stores the state, and then changes the text."""
   batches = pipeline.training_batches(make_config())
-  expected = take(batches, 4)
-  first = pipeline.training_batches(make_config())
-  take(first, 2)
-  state = json.loads(json.dumps(first.get_state()))
-  (old,) = prepared.targets(make_config().data)
+  take(batches, 2)
+  state = stored_state(batches)
+  next_batches = take(batches, 2)
+  (target,) = prepared.targets(make_config().data)
+
   jsonl.write_text(jsonl.read_text().replace("document", "Document", 1))
-  os.utime(jsonl, (1, 1))  # else the size and the second would be the same
-  with pytest.raises(
-    UserError,
-    match="no field has changed, but the text of 'jsonl:.* has, .*prepared anew in",
-  ) as caught:
-    pipeline.training_batches(make_config()).set_state(state)
+  # The new text has the same size, so only its time or content can tell.
+  os.utime(jsonl, (1, 1))
+  return InterruptedRun(state, next_batches, target.directory)
+
+
+def test_changed_text_is_distinguished_from_changed_fields(
+  make_config, interrupted_run
+):
+  batches = pipeline.training_batches(make_config())
+
+  with pytest.raises(UserError) as caught:
+    batches.set_state(interrupted_run.state)
+
   message = str(caught.value)
-  assert (
-    f"--config.data.prepared_dir={old.directory}, or start over with another --workdir"
-    in message
-    and "\n" not in message
+  assert re.search(
+    "no field has changed, but the text of 'jsonl:.* has", message
   )
-  other = pipeline.training_batches(make_config(prepared_dir=old.directory))
-  other.set_state(state)
-  assert_same(take(other, 2), expected[2:])
-  shutil.rmtree(old.directory)
-  with pytest.raises(
-    UserError,
-    match=rf"old rows are no longer in {old.directory}: put the old text back",
-  ):
-    pipeline.training_batches(make_config()).set_state(state)
-  del state["rows"]  # as older versions wrote it
+  assert "prepared anew in" in message
+  assert "\n" not in message
+
+
+def test_a_run_continues_with_its_old_rows_as_the_message_says(
+  make_config, interrupted_run
+):
+  directory = interrupted_run.directory
+  advice = (
+    f"--config.data.prepared_dir={directory}, or start over with another"
+    " --workdir"
+  )
+  with pytest.raises(UserError, match=re.escape(advice)):
+    pipeline.training_batches(make_config()).set_state(interrupted_run.state)
+
+  batches = pipeline.training_batches(make_config(prepared_dir=directory))
+  batches.set_state(interrupted_run.state)
+
+  chex.assert_trees_all_equal(take(batches, 2), interrupted_run.next_batches)
+
+
+def test_the_message_says_if_the_old_rows_are_gone(
+  make_config, interrupted_run
+):
+  shutil.rmtree(interrupted_run.directory)
+  batches = pipeline.training_batches(make_config())
+
+  message = (
+    f"old rows are no longer in {interrupted_run.directory}:"
+    " put the old text back"
+  )
+  with pytest.raises(UserError, match=message):
+    batches.set_state(interrupted_run.state)
+
+
+def test_changed_text_is_refused_for_states_of_earlier_versions(
+  make_config, interrupted_run
+):
+  state = dict(interrupted_run.state)
+  # Earlier versions did not describe the rows.
+  del state["rows"]
+  batches = pipeline.training_batches(make_config())
+
   with pytest.raises(UserError, match="or the text itself, has changed"):
-    pipeline.training_batches(make_config()).set_state(state)
+    batches.set_state(state)
 
 
-def test_changed_text_of_a_mixture(make_config, jsonl, tmp_path):
-  """The message's commands give a directory of the old rows, with validation rows of their own."""
-  (tmp_path / "b.jsonl").write_text(
-    "".join(json.dumps({"text": f"b{index}"}) + "\n" for index in range(500))
-  )
-  (tmp_path / "v.jsonl").write_text(
-    "".join(json.dumps({"text": f"v{index}"}) + "\n" for index in range(50))
-  )
-  data = {
-    "source": f"jsonl:{jsonl}=0.5,jsonl:{tmp_path}/b.jsonl=0.5",
-    "validation_source": f"jsonl:{tmp_path}/v.jsonl",
+def test_a_mixture_continues_with_the_links_of_the_message(
+  make_config, jsonl, tmp_path
+):
+  """The message has commands that link the old rows into one directory."""
+  second_source = write_jsonl(tmp_path / "b.jsonl", numbered_texts("b", 500))
+  validation_source = write_jsonl(tmp_path / "v.jsonl", numbered_texts("v", 50))
+  fields = {
+    "source": f"jsonl:{jsonl}=0.5,{second_source}=0.5",
+    "validation_source": validation_source,
   }
-  batches = pipeline.training_batches(make_config(**data))
-  state, expected = batches.get_state(), take(batches, 2)
+  batches = pipeline.training_batches(make_config(**fields))
+  state = batches.get_state()
+  expected = take(batches, 2)
   jsonl.write_text(jsonl.read_text().replace("document", "Document"))
   os.utime(jsonl, (1, 1))
+
   with pytest.raises(
     UserError, match=f"the text of 'jsonl:{jsonl}' has, "
   ) as caught:
-    pipeline.training_batches(make_config(**data)).set_state(state)
+    pipeline.training_batches(make_config(**fields)).set_state(state)
   (tmp_path / "DIR").mkdir()
-  for link in re.search("in which (.*); or", str(caught.value))[1].split(
-    " && "
-  ):
-    subprocess.run(link.split(), cwd=tmp_path, check=True)
-  config = make_config(**data, prepared_dir=str(tmp_path / "DIR"))
-  assert all(map(prepared.is_prepared, prepared.targets(config.data)))
-  other = pipeline.training_batches(config)
-  other.set_state(state)
-  assert_same(take(other, 2), expected)
-  with pytest.raises(
-    UserError, match="the weights in config.data.source have changed"
-  ):
-    pipeline.training_batches(
-      dataclasses.replace(
-        config,
-        data=dataclasses.replace(
-          config.data, source=data["source"].replace("0.5", "0.7", 1)
-        ),
-      )
-    ).set_state(state)
+  commands = re.search("in which (.*); or", str(caught.value))[1]
+  for command in commands.split(" && "):
+    subprocess.run(command.split(), cwd=tmp_path, check=True)
+
+  config = make_config(**fields, prepared_dir=str(tmp_path / "DIR"))
+  for target in prepared.targets(config.data):
+    assert prepared.is_prepared(target)
+  restarted = pipeline.training_batches(config)
+  restarted.set_state(state)
+  chex.assert_trees_all_equal(take(restarted, 2), expected)
 
 
-# With context or tensor parallelism, processes may read the same rows.
-@pytest.mark.parametrize("share", [BatchShare(0, 2), FULL_SHARE])
-def test_several_processes_do_not_prepare(make_config, share):
+# Who prepares rows.
+
+
+@pytest.mark.parametrize(
+  "share",
+  [
+    pytest.param(BatchShare(0, 2), id="data parallelism"),
+    # With context or tensor parallelism, processes can read the same rows.
+    pytest.param(FULL_SHARE, id="context parallelism"),
+  ],
+)
+def test_several_processes_do_not_prepare_rows(make_config, share):
   with pytest.raises(UserError, match="run python -m diffjax.prepare"):
     pipeline.training_batches(make_config(), share, num_processes=2)
 
 
-def test_one_process_prepares_and_says_so(make_config, capsys):
+def test_one_process_prepares_rows_once_and_says_so(make_config, capsys):
   pipeline.training_batches(make_config())
   assert "not prepared yet; preparing them once" in capsys.readouterr().err
+
   pipeline.training_batches(make_config())
   assert capsys.readouterr().err == ""
 
 
-def test_opening_rows_writes_nothing(make_config, tmp_path):
+def test_rows_that_are_not_prepared_cannot_be_opened(make_config, tmp_path):
   config = make_config(prepared_dir=str(tmp_path / "rows")).data
   targets = prepared.targets(config)
+
   with pytest.raises(UserError, match="are not prepared"):
     prepared_batches.open_rows(targets, "train", config)
+
   assert not (tmp_path / "rows").exists()
-  prepared.prepare(config, 1)
-  before = {path: path.stat() for path in (tmp_path / "rows").iterdir()}
+
+
+def test_opening_rows_writes_nothing(make_config, tmp_path):
+  directory = tmp_path / "rows"
+  config = make_config(prepared_dir=str(directory)).data
+  targets = prepared.prepare(config, 1)
+  times = {path: path.stat().st_mtime_ns for path in directory.iterdir()}
+
   for split in ("train", "validation"):
     prepared_batches.open_rows(targets, split, config)
-  after = {path: path.stat() for path in (tmp_path / "rows").iterdir()}
-  assert [status.st_mtime_ns for status in before.values()] == [
-    status.st_mtime_ns for status in after.values()
-  ]
-  assert before.keys() == after.keys()
+
+  times_after = {path: path.stat().st_mtime_ns for path in directory.iterdir()}
+  assert times_after == times
 
 
 @pytest.mark.parametrize("mode", ["prepared", "streamed"])
@@ -302,6 +421,7 @@ def test_only_workers_mark_flags_as_parsed(make_config, mode):
     next(batches)
     batches.close()
     assert not flags.FLAGS.is_parsed()
+
     batches = pipeline.training_batches(make_config(mode=mode, num_workers=1))
     batches.close()
     assert flags.FLAGS.is_parsed()
@@ -310,175 +430,234 @@ def test_only_workers_mark_flags_as_parsed(make_config, mode):
       flags.FLAGS.mark_as_parsed()
 
 
-def contents_in(directory, monkeypatch, config):
-  """Returns the identity of the data for a process that runs in a directory."""
+# The identity of the data, which all processes must share.
+
+
+def write_copies(directory, time, split_of_change=None):
+  """Writes two training files and two validation files of the same text.
+
+  Args:
+    directory: the directory of the copies.
+    time: the time of modification of the files, in seconds.
+    split_of_change: "train" or "validation". The text of one file of this split
+      is another one of the same size. By default, all texts are equal.
+  """
+  lines = []
+  for index in range(20):
+    lines.append(json.dumps({"text": f"document {index} " * 9}))
+  text = "\n".join(lines)
+  for split in ("train", "validation"):
+    (directory / split).mkdir(parents=True)
+    for index in range(2):
+      path = directory / split / f"{index}.jsonl"
+      path.write_text(text)
+      if split == split_of_change and index == 1:
+        path.write_text(text.replace("document", "Document"))
+      os.utime(path, (time, time))
+
+
+def read_data_identity(directory, monkeypatch, mode) -> dict[str, int | str]:
+  """Returns the identity of the data for a process in a directory."""
+  config = Config(
+    data=DataConfig(
+      source="jsonl:train/*.jsonl",
+      validation_source="jsonl:validation/*.jsonl",
+      length=64,
+      mode=mode,
+      prepared_dir="rows",
+    ),
+    train=TrainConfig(batch_size=8),
+  )
   monkeypatch.chdir(directory)
   batches = pipeline.training_batches(config)
   data_identity = batches.data_identity()
   batches.close()
-  return data_identity | pipeline.validation_batches(config, 8).data_identity()
+  validation_batches = pipeline.validation_batches(config, 8)
+  return data_identity | validation_batches.data_identity()
 
 
 @pytest.mark.parametrize("mode", ["prepared", "streamed"])
-@pytest.mark.parametrize("which", ["source", "validation_source"])
-def test_contents_tell_other_data(
-  make_config, tmp_path, monkeypatch, mode, which
+def test_copies_of_the_data_have_the_same_identity(tmp_path, monkeypatch, mode):
+  """The copies have other directories and other times."""
+  write_copies(tmp_path / "a", time=1)
+  write_copies(tmp_path / "b", time=2)
+
+  identity = read_data_identity(tmp_path / "a", monkeypatch, mode)
+  copy_identity = read_data_identity(tmp_path / "b", monkeypatch, mode)
+
+  assert identity == copy_identity
+
+
+@pytest.mark.parametrize("mode", ["prepared", "streamed"])
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_other_text_has_another_identity(tmp_path, monkeypatch, mode, split):
+  write_copies(tmp_path / "a", time=1)
+  write_copies(tmp_path / "b", time=1, split_of_change=split)
+
+  identity = read_data_identity(tmp_path / "a", monkeypatch, mode)
+  other_identity = read_data_identity(tmp_path / "b", monkeypatch, mode)
+
+  differences = []
+  for name, value in identity.items():
+    if other_identity.get(name) != value:
+      differences.append(name)
+  assert differences
+  for name in differences:
+    assert f"jsonl:{split}/*.jsonl" in name
+
+
+@pytest.mark.parametrize(
+  ("split", "kind"), [("train", "training"), ("validation", "validation")]
+)
+@pytest.mark.parametrize("mode", ["prepared", "streamed"])
+def test_a_missing_file_is_counted_in_the_identity(
+  tmp_path, monkeypatch, mode, split, kind
 ):
-  """From copies of the same data in another place and of another time."""
-  lines = [json.dumps({"text": f"document {i} " * 9}) for i in range(20)]
-  text = "\n".join(lines)
-  names = {"source": "train", "validation_source": "held_out"}
-  for process in range(3):
-    for name in names.values():
-      (tmp_path / str(process) / name).mkdir(parents=True)
-      for index in range(2):
-        path = tmp_path / str(process) / name / f"{index}.jsonl"
-        path.write_text(text)
-        os.utime(path, (process, process))
-  path = tmp_path / "2" / names[which] / "1.jsonl"
-  path.write_text(text.replace("document", "Document"))
-  config = make_config(
-    mode=mode,
-    prepared_dir="rows",
-    **{field: f"jsonl:{name}/*.jsonl" for field, name in names.items()},
-  )
-  data_identity = [
-    contents_in(tmp_path / str(process), monkeypatch, config)
-    for process in range(3)
-  ]
-  assert data_identity[0] == data_identity[1]
-  differing = [
-    name
-    for name in data_identity[0]
-    if data_identity[0][name] != data_identity[2].get(name)
-  ]
-  assert differing and all(names[which] in name for name in differing)
-  path.unlink()
-  shutil.rmtree(tmp_path / "2" / "rows", ignore_errors=True)
-  fewer = contents_in(tmp_path / "2", monkeypatch, config)
-  kind = "training" if which == "source" else "validation"
-  spec = f"'jsonl:{names[which]}/*.jsonl'"
+  write_copies(tmp_path / "a", time=1)
+  write_copies(tmp_path / "b", time=1)
+  (tmp_path / "b" / split / "1.jsonl").unlink()
+
+  identity = read_data_identity(tmp_path / "a", monkeypatch, mode)
+  other_identity = read_data_identity(tmp_path / "b", monkeypatch, mode)
+
+  spec = f"'jsonl:{split}/*.jsonl'"
   if mode == "prepared":
     name = f"the number of {kind} rows of {spec}"
-    assert fewer[name] < data_identity[0][name]
+    assert other_identity[name] < identity[name]
   else:
     name = f"the number of files of {spec}"
-    assert (fewer[name], data_identity[0][name]) == (1, 2)
+    assert identity[name] == 2
+    assert other_identity[name] == 1
 
 
 @pytest.mark.parametrize("mode", ["prepared", "streamed"])
-def test_processes_must_divide_the_batch(make_config, mode):
+def test_the_number_of_shares_must_divide_the_batch(make_config, mode):
   with pytest.raises(UserError, match="config.train.batch_size = 8.*3"):
-    pipeline.training_batches(
-      make_config(mode=mode), share=BatchShare(0, 3), num_processes=3
-    )
+    open_share(make_config(mode=mode), 0, 3)
 
 
-# --- Mixtures ---
+# Mixtures.
+
+
+@pytest.fixture
+def letter_mixture(tmp_path) -> str:
+  """Returns a source with three documents of "aaa…" for one of "bbb…".
+
+  The second file is larger, because sizes do not matter for the proportions.
+  """
+  source_a = write_jsonl(tmp_path / "a.jsonl", numbered_texts("a" * 50, 300))
+  source_b = write_jsonl(tmp_path / "b.jsonl", numbered_texts("b" * 50, 1000))
+  return f"{source_a}=3,{source_b}=1"
 
 
 @pytest.mark.parametrize("mode", ["prepared", "streamed"])
-def test_mixtures_have_their_proportions(make_config, tmp_path, mode):
-  for letter, count in (
-    ("a", 300),
-    ("b", 2000),
-  ):  # the sizes of the sources do not matter
-    (tmp_path / f"{letter}.jsonl").write_text(
-      "".join(
-        json.dumps({"text": letter * 50 + str(index)}) + "\n"
-        for index in range(count)
-      )
-    )
-  config = make_config(
-    mode=mode,
-    source=f"jsonl:{tmp_path}/a.jsonl=3,jsonl:{tmp_path}/b.jsonl=1",
-    batch_size=8,
-  )
+def test_a_mixture_has_the_proportions_of_its_weights(
+  make_config, letter_mixture, mode
+):
+  config = make_config(mode=mode, source=letter_mixture)
   batches = take(pipeline.training_batches(config), 50)
-  share = np.mean(
-    [(batch["tokens"] == ord("a")).any(axis=1).mean() for batch in batches]
-  )
-  assert abs(share - 0.75) < 0.01
-  state = pipeline.training_batches(config)
-  take(state, 20)
-  other = pipeline.training_batches(config)
-  other.set_state(json.loads(json.dumps(state.get_state())))
-  assert_same(take(other, 5), batches[20:25])
+
+  tokens = np.concatenate([batch["tokens"] for batch in batches])
+  has_letter_a = (tokens == ord("a")).any(axis=1)
+  assert abs(has_letter_a.mean() - 0.75) < 0.01
+
+
+@pytest.mark.parametrize("mode", ["prepared", "streamed"])
+def test_a_mixture_can_restart(make_config, letter_mixture, mode):
+  config = make_config(mode=mode, source=letter_mixture)
+  batches = pipeline.training_batches(config)
+  take(batches, 20)
+  state = stored_state(batches)
+  expected = take(batches, 5)
+
+  restarted = pipeline.training_batches(config)
+  restarted.set_state(state)
+
+  chex.assert_trees_all_equal(take(restarted, 5), expected)
 
 
 def test_equal_components_are_shuffled_differently():
-  """And training and validation, which have one function, in the same way."""
   rows = list(range(100))
-  one, other = [
-    list(prepared_batches.mix([rows], [1.0], seed, repeat=False))
-    for seed in (3, 4)
-  ]
-  assert sorted(one) == sorted(other) == rows
-  assert one != other
-  mixed = prepared_batches.mix([rows, rows], [0.5, 0.5], 3, repeat=False)
-  assert list(mixed)[::2] == one
-  assert list(mixed)[1::2] == other
+  order = list(prepared_batches.mix([rows], [1.0], 3, repeat=False))
+  next_order = list(prepared_batches.mix([rows], [1.0], 4, repeat=False))
+
+  mixture = prepared_batches.mix([rows, rows], [0.5, 0.5], 3, repeat=False)
+
+  assert sorted(order) == rows
+  assert sorted(next_order) == rows
+  assert order != next_order
+  assert list(mixture)[::2] == order
+  assert list(mixture)[1::2] == next_order
+
+
+def test_the_first_epoch_has_the_order_of_a_single_pass():
+  """Training repeats the rows, validation reads them once in the same order."""
+  rows = list(range(100))
+  single_pass = list(prepared_batches.mix([rows], [1.0], 3, repeat=False))
+
   endless = prepared_batches.mix([rows], [1.0], 3, repeat=True)
-  first, second = [
-    [endless[index] for index in range(start, start + 100)]
-    for start in (0, 100)
-  ]
-  assert first == one
-  assert sorted(second) == rows
-  assert second != first
+
+  first_epoch = [endless[index] for index in range(100)]
+  second_epoch = [endless[index] for index in range(100, 200)]
+  assert first_epoch == single_pass
+  assert sorted(second_epoch) == rows
+  assert second_epoch != first_epoch
 
 
-def test_mixture_weights_are_part_of_the_state(make_config, tmp_path):
-  (tmp_path / "b.jsonl").write_text(
-    "".join(json.dumps({"text": f"b{index}"}) + "\n" for index in range(500))
-  )
-  source = f"{make_config().data.source}=%s,jsonl:{tmp_path}/b.jsonl=0.5"
-  state = pipeline.training_batches(
-    make_config(source=source % 0.5)
-  ).get_state()
-  with pytest.raises(UserError, match="config.data.source"):
-    pipeline.training_batches(make_config(source=source % 0.25)).set_state(
-      state
-    )
+def test_a_state_of_other_mixture_weights_is_refused(
+  make_config, jsonl, tmp_path
+):
+  second_source = write_jsonl(tmp_path / "b.jsonl", numbered_texts("b", 500))
+  config = make_config(source=f"jsonl:{jsonl}=0.5,{second_source}=0.5")
+  other_config = make_config(source=f"jsonl:{jsonl}=0.25,{second_source}=0.5")
+  state = pipeline.training_batches(config).get_state()
+  batches = pipeline.training_batches(other_config)
+
+  message = "the weights in config.data.source have changed"
+  with pytest.raises(UserError, match=message):
+    batches.set_state(state)
 
 
-# --- Streamed ---
+# Streamed batches.
 
 
-# The worker processes of every restart take a second to start: there are fewer of them.
+# Every restart with worker processes takes a second, so it has fewer steps.
 @pytest.mark.parametrize(
-  "packing, num_workers, steps",
+  ("packing", "num_workers", "steps"),
   [
     ("documents", 0, (0, 1, 17, 38)),
     ("concat", 0, (17,)),
     *full([("concat", 2, (17, 38)), ("documents", 2, (0, 38))]),
   ],
 )
-def test_streamed_restart(make_config, halves, packing, num_workers, steps):
+def test_a_stream_can_restart(make_config, halves, packing, num_workers, steps):
   config = make_config(
     mode="streamed", packing=packing, num_workers=num_workers, source=halves
   )
   batches = pipeline.training_batches(config)
-  states, expected = [], []
+  states = []
+  expected = []
   for _ in range(40):
-    states.append(json.loads(json.dumps(batches.get_state())))
+    states.append(stored_state(batches))
     expected.append(next(batches))
-  other = pipeline.training_batches(config)
+
+  restarted = pipeline.training_batches(config)
   for step in steps:
-    other.set_state(states[step])
-    assert_same(take(other, 2), expected[step : step + 2])
+    restarted.set_state(states[step])
+    chex.assert_trees_all_equal(take(restarted, 2), expected[step : step + 2])
+
   batches.close()
-  other.close()
+  restarted.close()
 
 
 @pytest.mark.parametrize(
-  "packing, num_workers",
-  [("documents", 0), *full([("concat", 0), ("concat", 2), ("documents", 2)])],
+  ("packing", "num_workers"),
+  [("documents", 0), *full([("concat", 0), ("documents", 2)])],
 )
-def test_reading_ahead_does_not_change_a_state(
+def test_reading_ahead_does_not_change_earlier_states(
   make_config, halves, packing, num_workers
 ):
-  """Not even one that has not been copied since Grain returned it."""
+  """Grain's states can be kept without a copy."""
   config = make_config(
     mode="streamed", packing=packing, num_workers=num_workers, source=halves
   )
@@ -488,6 +667,7 @@ def test_reading_ahead_does_not_change_a_state(
   )
   iterator = iter(prefetch(dataset, num_workers))
   batches = Reader(iterator, halves, num_workers, timeout=300)
+
   states = []
   written_states = []
   for _ in range(30):
@@ -496,86 +676,102 @@ def test_reading_ahead_does_not_change_a_state(
     written_states.append(json.dumps(state))
     next(batches)
   batches.close()
+
   assert [json.dumps(state) for state in states] == written_states
   assert len(set(written_states)) == 30
 
 
 @pytest.mark.parametrize("packing", ["documents", *full(["concat"])])
-def test_streamed_dataset_keeps_grains_contract(make_config, tmp_path, packing):
-  lines = [
-    json.dumps({"text": "x" * (index % 90)}) + "\n" for index in range(60)
-  ]
+def test_a_stream_passes_grains_test_of_checkpoints(
+  make_config, tmp_path, packing
+):
+  texts = ["x" * (index % 90) for index in range(60)]
   for part in range(3):
-    (tmp_path / f"part{part}.jsonl").write_text("".join(lines[part::3]))
+    write_jsonl(tmp_path / f"part{part}.jsonl", texts[part::3])
   config = make_config(
     mode="streamed",
     packing=packing,
     source=f"jsonl:{tmp_path}/part*.jsonl",
     batch_size=2,
   )
-  with np.printoptions(threshold=4):  # it formats every batch for its messages
-    grain.experimental.assert_equal_output_after_checkpoint(
-      pipeline.streamed_dataset(config, repeat=False)
-    )
+  dataset = pipeline.streamed_dataset(config, repeat=False)
+
+  # Grain formats every batch for its messages. Short arrays are faster.
+  with np.printoptions(threshold=4):
+    grain.experimental.assert_equal_output_after_checkpoint(dataset)
 
 
-def test_streamed_pass_has_every_document_once(make_config, texts):
+def read_documents(dataset) -> list[bytes]:
+  """Returns the documents of a single pass in batches of one row."""
+  stream = bytearray()
+  for batch in dataset:
+    row = np.append(batch["tokens"][0], batch["targets"][0, -1])
+    stream += row.astype(np.uint8).tobytes()
+  # Each document has a separator before and after it. Padding is zero.
+  parts = bytes(stream).split(b"\xff\xff")
+  return [part.strip(b"\xff\0") for part in parts]
+
+
+def test_a_single_pass_has_every_document_once(make_config, texts):
   config = make_config(
     mode="streamed", packing="concat", batch_size=1, validation_fraction=0.0
   )
-  batches = list(pipeline.streamed_dataset(config, repeat=False))
-  stream = b"".join(
-    row
-    for row in (
-      bytes(
-        np.append(batch["tokens"], batch["targets"][0, -1]).astype(np.uint8)
-      )
-      for batch in batches
-    )
+
+  documents = read_documents(pipeline.streamed_dataset(config, repeat=False))
+
+  assert documents == [text.encode() for text in texts]
+
+
+def test_processes_share_the_documents_of_a_single_pass(
+  make_config, halves, texts
+):
+  config = make_config(
+    mode="streamed",
+    source=halves,
+    packing="concat",
+    batch_size=2,
+    validation_fraction=0.0,
   )
-  assert [part.strip(b"\xff\0") for part in stream.split(b"\xff\xff")] == [
-    text.encode() for text in texts
-  ]
+
+  documents = []
+  for index in range(2):
+    share = BatchShare(index, 2)
+    dataset = pipeline.streamed_dataset(config, share, repeat=False)
+    documents += read_documents(dataset)
+
+  assert documents == [text.encode() for text in texts]
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_streamed_processes_read_different_documents(
-  make_config, tmp_path, seed
-):
+def test_processes_stream_different_documents(make_config, tmp_path, seed):
   for part in range(8):
-    (tmp_path / f"part{part}.jsonl").write_text(
-      "".join(json.dumps({"text": f"{part}" * 40}) + "\n" for _ in range(50))
-    )
+    # Each file has documents of one character.
+    write_jsonl(tmp_path / f"part{part}.jsonl", [str(part) * 40] * 50)
   config = make_config(
     mode="streamed",
     source=f"jsonl:{tmp_path}/part*.jsonl",
     validation_fraction=0.0,
     seed=seed,
   )
-  shares = [
-    take(
-      pipeline.training_batches(
-        config, share=BatchShare(index, 2), num_processes=2
-      ),
-      45,
-    )
-    for index in range(2)
-  ]
-  assert all(
-    batch["tokens"].shape == (4, 64) for share in shares for batch in share
-  )
-  seen = [
-    set(np.unique([batch["tokens"] for batch in share])) - {0, 255}
-    for share in shares
-  ]
-  assert len(seen[0]) == len(seen[1]) == 4 and not seen[0] & seen[1], seen
+
+  characters = []
+  for index in range(2):
+    batches = take(open_share(config, index, 2), 45)
+    tokens = np.concatenate([batch["tokens"] for batch in batches])
+    chex.assert_shape(tokens, (45 * 4, 64))
+    characters.append(set(tokens.flat) - {0, SEPARATOR})
+
+  assert len(characters[0]) == 4
+  assert len(characters[1]) == 4
+  assert characters[0].isdisjoint(characters[1])
 
 
 @pytest.fixture
-def row_groups(tmp_path):
-  """A Parquet file with as many row groups as one of FineWeb-Edu.
+def row_groups(tmp_path) -> str:
+  """Returns the source of a Parquet file with 727 row groups.
 
-  Each row group has one document, its number in four digits.
+  A file of FineWeb-Edu has as many. Each row group has one document, its index
+  in four digits.
   """
   path = tmp_path / "one.parquet"
   texts = [f"{index:04}" for index in range(727)]
@@ -584,8 +780,24 @@ def row_groups(tmp_path):
   return f"parquet:{path}"
 
 
+def read_with_threads(rows, num_threads):
+  """Returns an iterator over rows that threads read.
+
+  Threads get their shares in the same way as worker processes.
+  """
+  dataset = grain.experimental.multithread_prefetch(
+    rows, num_threads=num_threads, buffer_size=1
+  )
+  return iter(dataset)
+
+
+def document_of_row(row) -> str:
+  """Returns the document of a row that holds one, with two separators."""
+  return bytes(row.tokens[1:-1].astype(np.uint8)).decode()
+
+
 def test_processes_and_workers_share_the_row_groups_of_one_file(row_groups):
-  """16 processes with 4 workers each read all of them once an epoch."""
+  """16 processes with 4 workers each read every row group once an epoch."""
   # A row is exactly one document with its two separators.
   config = DataConfig(
     source=row_groups,
@@ -595,436 +807,566 @@ def test_processes_and_workers_share_the_row_groups_of_one_file(row_groups):
     mode="streamed",
     num_workers=4,
   )
-  opened = streamed_batches.open_sources(config, "train")
+  mixture = streamed_batches.open_sources(config, "train")
+
   epochs = [[], []]
   for index in range(16):
     rows = streamed_batches.stream_rows(
-      opened, config, BatchShare(index, 16), repeat=True
-    )
-    # Threads get their shares in the same way as worker processes.
-    shared = grain.experimental.multithread_prefetch(
-      rows, num_threads=4, buffer_size=1
+      mixture, config, BatchShare(index, 16), repeat=True
     )
     num_parts = len(range(index, 727, 16))
-    assert num_parts >= 4
-    iterator = iter(shared)
+    iterator = read_with_threads(rows, num_threads=4)
     for epoch in epochs:
       for row in take(iterator, num_parts):
-        epoch.append(bytes(row.tokens[1:-1].astype(np.uint8)).decode())
+        epoch.append(document_of_row(row))
     iterator.close()
-  everything = [f"{index:04}" for index in range(727)]
-  assert sorted(epochs[0]) == everything
-  assert sorted(epochs[1]) == everything
-  assert epochs[0] != epochs[1], "each epoch has an order of its own"
+
+  expected = [f"{index:04}" for index in range(727)]
+  assert sorted(epochs[0]) == expected
+  assert sorted(epochs[1]) == expected
+  assert epochs[0] != epochs[1], "each epoch has its own order"
 
 
 def test_more_workers_than_parts_are_refused(row_groups):
-  config = Config(
-    data=DataConfig(source=row_groups, mode="streamed", num_workers=46),
-    train=TrainConfig(batch_size=16),
-  )
+  data = DataConfig(source=row_groups, mode="streamed", num_workers=46)
+  config = Config(data=data, train=TrainConfig(batch_size=16))
+  share = BatchShare(0, 16)
+
   with pytest.raises(UserError) as caught:
-    pipeline.streamed_dataset(config, BatchShare(0, 16))
+    pipeline.streamed_dataset(config, share)
+
   message = str(caught.value)
   assert "727 parts" in message
   assert "16 shares that the processes read with 46 workers each" in message
   assert "config.data.num_workers to at most 45" in message
-  data = dataclasses.replace(config.data, num_workers=45)
-  config = dataclasses.replace(config, data=data)
-  pipeline.streamed_dataset(config, BatchShare(0, 16))
+  # The number that the message names is accepted.
+  fewer_workers = dataclasses.replace(data, num_workers=45)
+  pipeline.streamed_dataset(
+    dataclasses.replace(config, data=fewer_workers), share
+  )
 
 
-_EPOCH_DOCUMENTS = 2  # of each file
+# Every document once an epoch, for many numbers of files and readers.
+
+DOCUMENTS_PER_FILE = 2
 
 
-def documents_by_epoch(config, opened, num_processes, num_epochs):
-  """Returns the documents that all readers together read, by epoch.
+def write_numbered_files(directory, name, num_files) -> str:
+  """Writes files with the documents NAME0-0, NAME0-1, NAME1-0, NAME1-1, …
+
+  Returns:
+    The source of the files.
+  """
+  directory.mkdir()
+  for index in range(num_files):
+    texts = numbered_texts(f"{name}{index}-", DOCUMENTS_PER_FILE)
+    write_jsonl(directory / f"{index}.jsonl", texts)
+  return f"jsonl:{directory}/*.jsonl"
+
+
+def documents_by_epoch(
+  config, files_per_source, num_processes, num_epochs
+) -> list[collections.Counter]:
+  """Returns how often each document is read in each epoch, by all processes.
 
   A row is exactly one document, whose first character names its source. Readers
-  take turns. So the turn of a row tells its reader, and the number of rows that
-  this reader had of the source before tells their part and epoch.
+  take turns, so the index of a row determines its reader. The number of rows
+  that this reader has read from the source before determines the part and the
+  epoch.
+
+  Args:
+    config: the data fields.
+    files_per_source: the number of files of each source, by its letter.
+    num_processes: the number of processes.
+    num_epochs: the number of epochs to return.
   """
-  num_parts = {
-    name: len(source.parts)
-    for name, source in zip("abc", opened.sources, strict=False)
-  }
+  mixture = streamed_batches.open_sources(config, "train")
   num_readers = max(1, config.num_workers)
-  largest = max(num_parts.values())
   # Enough for the slowest source of a mixture of equal weights.
-  num_rows = (
-    (largest + num_readers)
-    * _EPOCH_DOCUMENTS
+  rows_per_source = (
+    (max(files_per_source.values()) + num_readers)
+    * DOCUMENTS_PER_FILE
     * num_epochs
-    * len(opened.sources)
   )
+  num_rows = rows_per_source * len(files_per_source)
   epochs = [collections.Counter() for _ in range(num_epochs)]
   for process in range(num_processes):
-    rows = streamed_batches.stream_rows(
-      opened, config, BatchShare(process, num_processes), repeat=True
-    )
-    # Threads get their shares in the same way as worker processes.
-    shared = grain.experimental.multithread_prefetch(
-      rows, num_threads=config.num_workers, buffer_size=1
-    )
-    taken = collections.Counter()
-    iterator = iter(shared)
-    for turn, row in enumerate(take(iterator, num_rows)):
-      document = bytes(row.tokens[1:-1].astype(np.uint8)).decode()
-      name, reader = document[0], turn % num_readers
-      part = taken[name, reader] // _EPOCH_DOCUMENTS
-      taken[name, reader] += 1
-      place = reader + part * num_readers
-      epoch = place // len(range(process, num_parts[name], num_processes))
+    share = BatchShare(process, num_processes)
+    rows = streamed_batches.stream_rows(mixture, config, share, repeat=True)
+    iterator = read_with_threads(rows, config.num_workers)
+    rows_read = collections.Counter()
+    for row_index, row in enumerate(take(iterator, num_rows)):
+      document = document_of_row(row)
+      source = document[0]
+      reader = row_index % num_readers
+      part_of_reader = rows_read[source, reader] // DOCUMENTS_PER_FILE
+      rows_read[source, reader] += 1
+      part_of_process = reader + part_of_reader * num_readers
+      parts_per_epoch = len(
+        range(process, files_per_source[source], num_processes)
+      )
+      epoch = part_of_process // parts_per_epoch
       if epoch < num_epochs:
         epochs[epoch][document] += 1
     iterator.close()
   return epochs
 
 
-def test_every_document_is_read_once_an_epoch(tmp_path):
-  """By all processes and workers together, or the error names what works."""
-  num_readable = num_refused = 0
-  for num_files in (1, 3, 5):
-    for number in range(num_files):
-      for name in "ab":
-        lines = [
-          json.dumps({"text": f"{name}{number}-{index}"}) + "\n"
-          for index in range(_EPOCH_DOCUMENTS)
-        ]
-        path = tmp_path / f"{name}{num_files}" / f"{number}.jsonl"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text("".join(lines))
-  for files_of_a, files_of_b, num_processes, num_workers in itertools.product(
-    (1, 3, 5), (0, 3), (1, 2), (0, 2, 4)
-  ):
-    case = (files_of_a, files_of_b, num_processes, num_workers)
-    source = f"jsonl:{tmp_path}/a{files_of_a}/*.jsonl"
-    num_parts = files_of_a
-    if files_of_b:
-      source += f"=0.5,jsonl:{tmp_path}/b{files_of_b}/*.jsonl=0.5"
-      num_parts = min(files_of_a, files_of_b)
-    config = DataConfig(
-      source=source,
-      validation_fraction=0.0,
-      packing="concat",
-      length=5,
-      mode="streamed",
-      num_workers=num_workers,
-    )
-    opened = streamed_batches.open_sources(config, "train")
-    share = BatchShare(0, num_processes)
-    if num_processes * max(1, num_workers) > num_parts:
-      with pytest.raises(UserError) as caught:
-        streamed_batches.stream_rows(opened, config, share, repeat=True)
-      if num_processes <= num_parts:
-        works = num_parts // num_processes
-        assert f"num_workers to at most {works}," in str(caught.value), case
-        config = dataclasses.replace(config, num_workers=works)
-        streamed_batches.stream_rows(opened, config, share, repeat=True)
-      num_refused += 1
-      continue
-    expected = {
-      f"{name}{number}-{index}": 1
-      for name, num_files in (("a", files_of_a), ("b", files_of_b))
-      for number in range(num_files)
-      for index in range(_EPOCH_DOCUMENTS)
-    }
-    for epoch in documents_by_epoch(config, opened, num_processes, 2):
-      assert epoch == expected, case
-    num_readable += 1
-  assert num_readable > 10 and num_refused > 10, "both have been tested"
+def make_numbered_config(tmp_path, files_per_source, num_workers):
+  """Returns a config of sources whose rows hold one document each.
 
-
-def test_processes_share_a_streamed_pass(make_config, halves, texts):
-  config = make_config(
-    mode="streamed",
-    source=halves,
-    packing="concat",
-    batch_size=2,
+  Args:
+    tmp_path: the directory of the files.
+    files_per_source: the number of files of each source, by its letter.
+    num_workers: the number of workers.
+  """
+  weighted_sources = []
+  for name, num_files in files_per_source.items():
+    source = write_numbered_files(tmp_path / name, name, num_files)
+    weighted_sources.append(f"{source}=0.5")
+  source = ",".join(weighted_sources)
+  return DataConfig(
+    source=source,
     validation_fraction=0.0,
+    packing="concat",
+    length=5,
+    mode="streamed",
+    num_workers=num_workers,
   )
-  seen = []
-  for index in range(2):
-    dataset = pipeline.streamed_dataset(
-      config, BatchShare(index, 2), repeat=False
-    )
-    stream = b"".join(
-      np.append(batch["tokens"], batch["targets"][0, -1])
-      .astype(np.uint8)
-      .tobytes()
-      for batch in dataset
-    )
-    seen += [part.strip(b"\xff\0") for part in stream.split(b"\xff\xff")]
-  assert seen == [text.encode() for text in texts]
-
-
-def test_streamed_resume_with_other_workers_or_processes_is_refused(
-  make_config, tmp_path, jsonl
-):
-  (tmp_path / "documents2.jsonl").write_text(jsonl.read_text())
-  source = f"jsonl:{tmp_path}/documents*.jsonl"
-  state = pipeline.training_batches(
-    make_config(mode="streamed", source=source)
-  ).get_state()
-  with pytest.raises(UserError, match="config.data.num_workers was 0 and is 2"):
-    pipeline.training_batches(
-      make_config(mode="streamed", source=source, num_workers=2)
-    ).set_state(state)
-  with pytest.raises(
-    UserError, match="number of shares that the processes read was 1 and is 2"
-  ):
-    pipeline.training_batches(
-      make_config(mode="streamed", source=source),
-      share=BatchShare(0, 2),
-      num_processes=2,
-    ).set_state(state)
-  with pytest.raises(UserError, match="version of Grain"):
-    pipeline.training_batches(
-      make_config(mode="streamed", source=source)
-    ).set_state({**state, "grain": "0.0"})
-  with pytest.raises(UserError, match="field of config.data has changed"):
-    pipeline.training_batches(
-      make_config(mode="streamed", source=source, seed=1)
-    ).set_state(state)
 
 
 @pytest.mark.parametrize(
-  "change", ["added", "renamed", "longer", "beginning", "end"]
+  ("files_per_source", "num_processes", "num_workers"),
+  [
+    pytest.param({"a": 1}, 1, 0, id="one file"),
+    pytest.param({"a": 3}, 1, 2, id="3 files, 2 workers"),
+    pytest.param({"a": 5}, 1, 4, id="5 files, 4 workers"),
+    pytest.param({"a": 3}, 2, 0, id="3 files, 2 processes"),
+    pytest.param({"a": 5}, 2, 2, id="5 files, 2 processes with 2 workers"),
+    pytest.param({"a": 1, "b": 3}, 1, 0, id="a mixture"),
+    pytest.param({"a": 5, "b": 3}, 1, 2, id="a mixture, 2 workers"),
+    pytest.param({"a": 3, "b": 3}, 2, 0, id="equal sizes, 2 processes"),
+    pytest.param({"a": 5, "b": 3}, 2, 0, id="a mixture, 2 processes"),
+  ],
 )
-def test_streamed_resume_in_changed_files_is_refused(
-  make_config, tmp_path, jsonl, change
+def test_every_document_is_read_once_an_epoch(
+  tmp_path, files_per_source, num_processes, num_workers
 ):
-  jsonl.rename(path := tmp_path / "a.jsonl")
-  batches = pipeline.training_batches(
-    make_config(mode="streamed", source=f"jsonl:{tmp_path}/*.jsonl")
-  )
+  config = make_numbered_config(tmp_path, files_per_source, num_workers)
+
+  epochs = documents_by_epoch(config, files_per_source, num_processes, 2)
+
+  expected = collections.Counter()
+  for name, num_files in files_per_source.items():
+    for index in range(num_files):
+      expected.update(numbered_texts(f"{name}{index}-", DOCUMENTS_PER_FILE))
+  assert epochs == [expected, expected]
+
+
+@pytest.mark.parametrize(
+  ("files_per_source", "num_processes", "num_workers", "max_workers"),
+  [
+    pytest.param({"a": 1}, 1, 2, 1, id="one file"),
+    pytest.param({"a": 3}, 1, 4, 3, id="3 files"),
+    pytest.param({"a": 5}, 2, 4, 2, id="5 files, 2 processes"),
+    pytest.param({"a": 5, "b": 3}, 1, 4, 3, id="a mixture"),
+    pytest.param({"a": 5, "b": 3}, 2, 2, 1, id="a mixture, 2 processes"),
+  ],
+)
+def test_too_many_workers_are_refused_with_a_number_that_works(
+  tmp_path, files_per_source, num_processes, num_workers, max_workers
+):
+  config = make_numbered_config(tmp_path, files_per_source, num_workers)
+  mixture = streamed_batches.open_sources(config, "train")
+  share = BatchShare(0, num_processes)
+
+  with pytest.raises(UserError, match=f"num_workers to at most {max_workers},"):
+    streamed_batches.stream_rows(mixture, config, share, repeat=True)
+
+  config = dataclasses.replace(config, num_workers=max_workers)
+  streamed_batches.stream_rows(mixture, config, share, repeat=True)
+
+
+def test_more_processes_than_parts_are_refused(make_config):
+  with pytest.raises(UserError, match="has 1 parts.*fewer than the 2 shares"):
+    open_share(make_config(mode="streamed"), 0, 2)
+
+
+def test_a_stream_without_documents_is_an_error(make_config):
+  config = make_config(mode="streamed", validation_fraction=1.0)
+  batches = pipeline.training_batches(config)
+
+  with pytest.raises(UserError, match="empty: no document to train on"):
+    next(batches)
+
+
+# Streams that cannot be continued.
+
+
+@pytest.mark.parametrize(
+  ("fields", "num_shares", "message"),
+  [
+    pytest.param(
+      {"num_workers": 2},
+      1,
+      "config.data.num_workers was 0 and is 2",
+      id="workers",
+    ),
+    pytest.param(
+      {},
+      2,
+      "number of shares that the processes read was 1 and is 2",
+      id="shares",
+    ),
+    pytest.param({"seed": 1}, 1, "field of config.data has changed", id="seed"),
+  ],
+)
+def test_a_stream_does_not_continue_with_other_readers_or_fields(
+  make_config, halves, fields, num_shares, message
+):
+  config = make_config(mode="streamed", source=halves)
+  state = pipeline.training_batches(config).get_state()
+  other_config = make_config(mode="streamed", source=halves, **fields)
+  batches = open_share(other_config, 0, num_shares)
+
+  with pytest.raises(UserError, match=message):
+    batches.set_state(state)
+
+
+def test_a_stream_does_not_continue_with_another_version_of_grain(make_config):
+  batches = pipeline.training_batches(make_config(mode="streamed"))
+  state = batches.get_state()
+  state["grain"] = "0.0"
+
+  with pytest.raises(UserError, match="version of Grain"):
+    batches.set_state(state)
+
+
+@pytest.fixture
+def stream_config(make_config, jsonl, tmp_path):
+  """Returns a config that streams all JSONL files of a directory."""
+  jsonl.rename(tmp_path / "a.jsonl")
+  return make_config(mode="streamed", source=f"jsonl:{tmp_path}/*.jsonl")
+
+
+@pytest.fixture
+def stream_state(stream_config):
+  """Returns the state after two batches of the stream."""
+  batches = pipeline.training_batches(stream_config)
   take(batches, 2)
-  state, text = json.loads(json.dumps(batches.get_state())), path.read_bytes()
+  return stored_state(batches)
+
+
+def test_a_stream_does_not_continue_with_an_added_file(
+  stream_config, stream_state, tmp_path
+):
+  (tmp_path / "b.jsonl").write_text('{"text": "more"}\n')
+  batches = pipeline.training_batches(stream_config)
+
+  message = "the names and sizes of the files of 'jsonl:.*' changed since"
+  with pytest.raises(UserError, match=message):
+    batches.set_state(stream_state)
+
+
+def test_a_stream_does_not_continue_with_a_renamed_file(
+  stream_config, stream_state, tmp_path
+):
+  (tmp_path / "a.jsonl").rename(tmp_path / "b.jsonl")
+  batches = pipeline.training_batches(stream_config)
+
+  message = "the names and sizes of the files of 'jsonl:.*' changed since"
+  with pytest.raises(UserError, match=message):
+    batches.set_state(stream_state)
+
+
+def test_a_stream_does_not_continue_with_a_longer_file(
+  stream_config, stream_state, tmp_path
+):
+  with (tmp_path / "a.jsonl").open("a") as file:
+    file.write('{"text": "more"}\n')
+  batches = pipeline.training_batches(stream_config)
+
+  message = "the names and sizes of the files of 'jsonl:.*' changed since"
+  with pytest.raises(UserError, match=message):
+    batches.set_state(stream_state)
+
+
+@pytest.mark.parametrize("is_at_the_end", [False, True])
+def test_a_stream_does_not_continue_with_changed_text(
+  stream_config, stream_state, tmp_path, is_at_the_end
+):
+  """The file has the same size and the same time, so only the text differs."""
+  path = tmp_path / "a.jsonl"
   before = path.stat()
-  match change:
-    case "added":
-      (tmp_path / "b.jsonl").write_bytes(text)
-    case "renamed":
-      path.rename(tmp_path / "b.jsonl")
-    case "longer":
-      path.write_bytes(text + b'{"text": "more"}\n')
-    case "beginning":
-      path.write_bytes(text.replace(b"document", b"Document", 1))
-    case "end":
-      path.write_bytes(text[:-4] + b"!" + text[-3:])
-  if change in ("beginning", "end"):  # not even the time tells
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-  what = "text" if change in ("beginning", "end") else "names and sizes"
-  with pytest.raises(
-    UserError,
-    match=rf"the {what} of the files of 'jsonl:.*' changed since.*--workdir",
-  ) as caught:
-    pipeline.training_batches(
-      make_config(mode="streamed", source=f"jsonl:{tmp_path}/*.jsonl")
-    ).set_state(state)
+  text = path.read_bytes()
+  if is_at_the_end:
+    path.write_bytes(text[:-4] + b"!" + text[-3:])
+  else:
+    path.write_bytes(text.replace(b"document", b"Document", 1))
+  os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+  batches = pipeline.training_batches(stream_config)
+
+  message = "the text of the files of 'jsonl:.*' changed since.*--workdir"
+  with pytest.raises(UserError, match=message) as caught:
+    batches.set_state(stream_state)
   assert "\n" not in str(caught.value)
 
 
-def test_streamed_resume_says_what_it_cannot_check(make_config, jsonl, capsys):
-  config = make_config(mode="streamed")
-  batches = pipeline.training_batches(config)
-  expected = take(batches, 2)
-  state = json.loads(json.dumps(pipeline.training_batches(config).get_state()))
+# Streams that continue with a warning.
 
-  def resumed(state):
-    batches = pipeline.training_batches(config)
+
+@pytest.fixture
+def continue_stream(stream_config, capsys):
+  """Returns a function that continues from a state and returns the warnings."""
+  expected = take(pipeline.training_batches(stream_config), 4)[2:]
+  capsys.readouterr()
+
+  def continue_from(state) -> str:
+    batches = pipeline.training_batches(stream_config)
     batches.set_state(state)
-    assert_same(take(batches, 2), expected)
+    chex.assert_trees_all_equal(take(batches, 2), expected)
     return capsys.readouterr().err
 
-  assert resumed(state) == ""
-  time = jsonl.stat().st_mtime_ns
-  second = time // 10**9 * 10**9
-  within = second + (time + 1) % 10**9
-  os.utime(jsonl, ns=(within, within))
-  assert "have other times than at this checkpoint" in resumed(state)
-  for fingerprint in state["files"].values():
-    del fingerprint["nanoseconds"]  # as older versions wrote it
-  assert resumed(state) == ""
-  os.utime(jsonl, (1, 1))
-  assert "have other times than at this checkpoint" in resumed(state)
-  del state["files"]  # as older versions wrote it
-  assert (
+  return continue_from
+
+
+OTHER_TIMES = "have other times than at this checkpoint"
+
+
+def test_a_stream_of_unchanged_files_continues_without_a_warning(
+  stream_state, continue_stream
+):
+  assert continue_stream(stream_state) == ""
+
+
+def test_another_time_within_the_same_second_is_a_warning(
+  stream_state, continue_stream, tmp_path
+):
+  path = tmp_path / "a.jsonl"
+  seconds, nanoseconds = divmod(path.stat().st_mtime_ns, 10**9)
+  other_time = seconds * 10**9 + (nanoseconds + 1) % 10**9
+  os.utime(path, ns=(other_time, other_time))
+
+  assert OTHER_TIMES in continue_stream(stream_state)
+
+
+def test_states_of_earlier_versions_compare_times_in_seconds(
+  stream_state, continue_stream, tmp_path
+):
+  path = tmp_path / "a.jsonl"
+  for fingerprint in stream_state["files"].values():
+    del fingerprint["nanoseconds"]
+
+  seconds, nanoseconds = divmod(path.stat().st_mtime_ns, 10**9)
+  same_second = seconds * 10**9 + (nanoseconds + 1) % 10**9
+  os.utime(path, ns=(same_second, same_second))
+  assert continue_stream(stream_state) == ""
+
+  os.utime(path, (1, 1))
+  assert OTHER_TIMES in continue_stream(stream_state)
+
+
+def test_states_without_files_continue_with_a_warning(
+  stream_state, continue_stream
+):
+  # The first versions did not record the files.
+  del stream_state["files"]
+
+  warning = (
     "did not record which files it read; the files are not checked for changes"
-    in resumed(state)
   )
+  assert warning in continue_stream(stream_state)
 
 
-def test_a_fingerprint_reads_little(tmp_path, monkeypatch):
-  """However many files there are."""
+def test_a_fingerprint_reads_at_most_32_files(tmp_path, monkeypatch):
   for index in range(200):
     (tmp_path / f"{index:03}.txt").write_text(f"{index}" * 5000)
-  source, opened = (
-    sources.documents(f"text:{tmp_path}/*.txt", "train", DataConfig()),
-    [],
-  )
+  source = sources.documents(f"text:{tmp_path}/*.txt", "train", DataConfig())
   path_class = type(files.epath.Path(tmp_path))
-  real = path_class.open
-  monkeypatch.setattr(
-    path_class,
-    "open",
-    lambda self, *args, **kwargs: (
-      opened.append(self) or real(self, *args, **kwargs)
-    ),
-  )
+  open_file = path_class.open
+  opened_names = set()
+
+  def recording_open(path, *args, **kwargs):
+    opened_names.add(path.name)
+    return open_file(path, *args, **kwargs)
+
+  monkeypatch.setattr(path_class, "open", recording_open)
   source.fingerprint()
-  assert len(set(opened)) == 32 and {"000.txt", "199.txt"} <= {
-    path.name for path in opened
-  }
+
+  assert len(opened_names) == 32
+  assert "000.txt" in opened_names
+  assert "199.txt" in opened_names
 
 
-def test_streamed_needs_a_part_a_process(make_config):
-  with pytest.raises(UserError, match="has 1 parts.*fewer than the 2 shares"):
-    pipeline.training_batches(
-      make_config(mode="streamed"), share=BatchShare(0, 2), num_processes=2
-    )
+# Damaged data.
 
 
-def test_streaming_nothing_does_not_run_for_ever(make_config):
-  with pytest.raises(UserError, match="empty: no document to train on"):
-    next(
-      pipeline.training_batches(
-        make_config(mode="streamed", validation_fraction=1.0)
-      )
-    )
-
-
-# --- Damage ---
-
-
-@pytest.mark.parametrize(
-  "mode, num_workers",
-  [("prepared", 0), ("streamed", 0), *full([("prepared", 2), ("streamed", 2)])],
-)
-def test_damage_arrives_as_one_line(
-  make_config, halves, tmp_path, mode, num_workers
-):
-  """The error names file and place, also if a worker process reads."""
-  config = make_config(mode=mode, num_workers=num_workers, source=halves)
-  if mode == "prepared":
-    (target,) = prepared.prepare(config.data, 1)
-    path, _ = pathlib.Path(target.directory).glob("train*.array_record")
-    path.write_bytes(path.read_bytes()[: 1 << 14])
-    message = rf"{path}: row \d+ cannot be read"
-  else:
-    path = tmp_path / "half1.jsonl"
-    with path.open("a") as file:
-      file.write('{"text": 5}\n')
-    message = rf"{path}:151: .*text_field"
+@pytest.mark.parametrize("num_workers", [0, *full([2])])
+def test_damaged_prepared_rows_are_named(make_config, halves, num_workers):
+  config = make_config(num_workers=num_workers, source=halves)
+  (target,) = prepared.prepare(config.data, 1)
+  shards = pathlib.Path(target.directory).glob("train*.array_record")
+  path = next(shards)
+  path.write_bytes(path.read_bytes()[: 1 << 14])
   batches = pipeline.training_batches(config)
-  with pytest.raises(UserError, match=message) as caught:
+
+  with pytest.raises(
+    UserError, match=rf"{path}: row \d+ cannot be read"
+  ) as caught:
     take(batches, 500)
-  assert type(caught.value) is UserError and "\n" not in str(caught.value)
+  assert type(caught.value) is UserError
+  assert "\n" not in str(caught.value)
   batches.close()
 
 
-# --- Validation ---
+@pytest.mark.parametrize("num_workers", [0, *full([2])])
+def test_a_damaged_line_of_a_stream_is_named(
+  make_config, halves, tmp_path, num_workers
+):
+  path = tmp_path / "half1.jsonl"
+  with path.open("a") as file:
+    file.write('{"text": 5}\n')
+  config = make_config(mode="streamed", num_workers=num_workers, source=halves)
+  batches = pipeline.training_batches(config)
+
+  with pytest.raises(UserError, match=f"{path}:151: .*text_field") as caught:
+    take(batches, 500)
+  assert type(caught.value) is UserError
+  assert "\n" not in str(caught.value)
+  batches.close()
+
+
+# Validation batches.
 
 
 @pytest.mark.parametrize("mode", ["prepared", "streamed"])
 @pytest.mark.parametrize("eval_rows", [-1, 5, 16])
-def test_validation(make_config, mode, eval_rows):
+def test_validation_reads_the_first_rows_and_pads_the_last_batch(
+  make_config, mode, eval_rows
+):
+  all_batches = pipeline.validation_batches(make_config(mode=mode), 1)
+  num_rows = all_batches.rows
+  assert num_rows > 16
+  if eval_rows != -1:
+    num_rows = eval_rows
   config = make_config(mode=mode, eval_rows=eval_rows)
-  everything = pipeline.validation_batches(make_config(mode=mode), 1)
-  batches = pipeline.validation_batches(config, 4)
-  count = min(eval_rows, everything.rows) if eval_rows >= 0 else everything.rows
-  first, again = list(batches), list(batches)
-  assert_same(first, again)
+
+  validation_batches = pipeline.validation_batches(config, 4)
+  batches = list(validation_batches)
+
+  assert validation_batches.rows == num_rows
+  assert len(validation_batches) == -(-num_rows // 4)
+  assert len(batches) == len(validation_batches)
   assert (
-    batches.rows == count
-    and len(first) == len(batches) == -(-count // 4)
-    and everything.rows > 16
+    row_contents(batches)[:num_rows] == row_contents(all_batches)[:num_rows]
   )
-  assert all(batch["tokens"].shape == (4, 64) for batch in first)
-  assert row_keys(first)[:count] == row_keys(everything)[:count]
-  padding = np.concatenate([batch["segment_ids"] for batch in first])[count:]
-  assert (
-    not padding.any()
-    and not np.concatenate([batch["weights"] for batch in first])[count:].any()
-  )
-  shares = [
-    list(
-      pipeline.validation_batches(
-        config, 4, share=BatchShare(index, 2), num_processes=2
-      )
-    )
-    for index in range(2)
-  ]
-  assert_same(joined(shares), first)
-  assert_same(
-    list(
-      pipeline.validation_batches(
-        dataclasses.replace(
-          config, data=dataclasses.replace(config.data, seed=9)
-        ),
-        4,
-      )
-    ),
-    first,
-  )
-
-
-def test_validation_shares_nothing_with_training(make_config, rows):
-  train = set(
-    row_keys(take(pipeline.training_batches(make_config(batch_size=1)), rows))
-  )
-  validation = row_keys(pipeline.validation_batches(make_config(), 1))
-  assert validation and not train & set(validation)
-
-
-def test_few_validation_rows_are_of_many_documents(make_config, tmp_path):
-  (tmp_path / "v.jsonl").write_text(
-    "".join(
-      json.dumps({"text": chr(65 + index) * 1000}) + "\n" for index in range(20)
-    )
-  )
-  config = make_config(
-    validation_source=f"jsonl:{tmp_path}/v.jsonl", eval_rows=16
-  )
-  documents = {
-    letter
-    for batch in pipeline.validation_batches(config, 8)
-    for letter in np.unique(batch["tokens"])
-    if 65 <= letter < 85
-  }
-  assert len(documents) > 8
+  for batch in batches:
+    chex.assert_shape(batch["tokens"], (4, 64))
+  for name in ("segment_ids", "weights"):
+    values = np.concatenate([batch[name] for batch in batches])
+    assert not values[num_rows:].any()
 
 
 @pytest.mark.parametrize("mode", ["prepared", "streamed"])
-def test_no_validation_documents(make_config, mode):
-  with pytest.raises(UserError, match="config.data.validation_fraction = 0.0"):
-    pipeline.validation_batches(
-      make_config(mode=mode, validation_fraction=0.0), 4
+def test_validation_is_the_same_each_time_and_for_each_seed(make_config, mode):
+  batches = pipeline.validation_batches(make_config(mode=mode), 4)
+  other_seed = pipeline.validation_batches(make_config(mode=mode, seed=9), 4)
+
+  expected = list(batches)
+
+  chex.assert_trees_all_equal(list(batches), expected)
+  chex.assert_trees_all_equal(list(other_seed), expected)
+
+
+@pytest.mark.parametrize("mode", ["prepared", "streamed"])
+@pytest.mark.parametrize("eval_rows", [-1, 5])
+def test_processes_share_the_validation_batches(make_config, mode, eval_rows):
+  config = make_config(mode=mode, eval_rows=eval_rows)
+  expected = list(pipeline.validation_batches(config, 4))
+
+  batches_of_shares = []
+  for index in range(2):
+    batches = pipeline.validation_batches(
+      config, 4, share=BatchShare(index, 2), num_processes=2
     )
+    batches_of_shares.append(list(batches))
+
+  chex.assert_trees_all_equal(join_shares(batches_of_shares), expected)
+
+
+def test_validation_and_training_share_no_rows(make_config, num_rows):
+  batches = pipeline.training_batches(make_config(batch_size=1))
+  validation_batches = pipeline.validation_batches(make_config(), 1)
+
+  rows = set(row_contents(take(batches, num_rows)))
+  validation_rows = set(row_contents(validation_batches))
+
+  assert validation_rows
+  assert rows.isdisjoint(validation_rows)
+
+
+def test_few_validation_rows_are_of_many_documents(make_config, tmp_path):
+  # Each document is one letter and fills many rows.
+  letters = "ABCDEFGHIJKLMNOPQRST"
+  texts = [letter * 1000 for letter in letters]
+  source = write_jsonl(tmp_path / "v.jsonl", texts)
+  config = make_config(validation_source=source, eval_rows=16)
+
+  batches = pipeline.validation_batches(config, 8)
+
+  tokens = np.concatenate([batch["tokens"] for batch in batches])
+  letters_of_rows = set(tokens.flat) & set(letters.encode())
+  assert len(letters_of_rows) > 8
+
+
+@pytest.mark.parametrize("mode", ["prepared", "streamed"])
+def test_validation_without_documents_is_an_error(make_config, mode):
+  config = make_config(mode=mode, validation_fraction=0.0)
+
+  with pytest.raises(UserError, match="config.data.validation_fraction = 0.0"):
+    pipeline.validation_batches(config, 4)
+
+
+@pytest.mark.parametrize("mode", ["prepared", "streamed"])
+def test_the_number_of_shares_must_divide_validation_batches(make_config, mode):
   with pytest.raises(UserError, match="divisible by 3, the number of shares"):
     pipeline.validation_batches(
       make_config(mode=mode), 4, share=BatchShare(0, 3), num_processes=3
     )
 
 
-# --- Imports ---
+# Imports.
 
 
-def test_tensorflow_is_never_imported(jsonl, tmp_path):
-  for index in range(100):  # a library, for the default source
+def test_the_pipeline_never_imports_tensorflow(jsonl, tmp_path):
+  """It imports the libraries of file formats and tokenizers only when used."""
+  # A small standard library, for the default source.
+  for index in range(100):
     (tmp_path / f"module{index}.py").write_text(f"x = {index}\n" * 50)
   code = f"""
-import sys, sysconfig
+import sys
+import sysconfig
+
 sysconfig.get_path = lambda name: {str(tmp_path)!r}
+
+def imported(*names):
+  return [name for name in names if name in sys.modules]
+
 if __name__ == "__main__":
   from diffjax.config import Config, DataConfig
   from diffjax.data import pipeline
-  heavy = [name for name in ("tensorflow_datasets", "pyarrow", "tokenizers", "tiktoken", "rustbpe") if name in sys.modules]
-  assert not heavy, heavy
-  for data in (DataConfig(), DataConfig(source="jsonl:{jsonl}", mode="streamed")):
-    next(pipeline.training_batches(Config(data=data)))
-    assert pipeline.validation_batches(Config(data=data), 4).rows
-  assert "tensorflow_datasets" in sys.modules
-  assert not [name for name in sys.modules if name.split(".")[0] in ("tensorflow", "tensorflow_text", "torch")]
+
+  assert not imported(
+    "tensorflow_datasets", "pyarrow", "tokenizers", "tiktoken", "rustbpe"
+  )
+  default_config = Config()
+  streamed_config = Config(
+    data=DataConfig(source="jsonl:{jsonl}", mode="streamed")
+  )
+  for config in (default_config, streamed_config):
+    next(pipeline.training_batches(config))
+    assert pipeline.validation_batches(config, 4).rows
+  assert imported("tensorflow_datasets")
+  assert not imported("tensorflow", "tensorflow_text", "torch")
 """
   subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
