@@ -16,7 +16,7 @@ from diffjax.host.progress import say, short_number
 
 # Smaller local sources are prepared within seconds. No sample is taken of them,
 # and the disk is not checked.
-_SMALL_BYTES = 64 << 20
+SMALL_BYTES = 64 << 20
 
 # ArrayRecord pads the rows and the footer of a file to 64 KiB each. The file of
 # the sample is padded too, so estimates are a few percent too large.
@@ -118,7 +118,7 @@ def _is_small(work: Work) -> bool:
   if sources.is_on_hub(work.spec):
     return False
   largest_split = max(source.size for source in work.source_by_split.values())
-  return largest_split < _SMALL_BYTES
+  return largest_split < SMALL_BYTES
 
 
 def _nearest_existing(path: str) -> str:

@@ -17,7 +17,7 @@ from diffjax.data.fingerprint import digest, fingerprint, text_digest
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 # The validation split of an hf:// source is taken from this many bytes.
-_MAX_HUB_VALIDATION_BYTES = 1 << 30
+MAX_HUB_VALIDATION_BYTES = 1 << 30
 
 # The size of a part of text files. A part has at least one file.
 _TEXT_PART_BYTES = 1 << 20
@@ -75,7 +75,7 @@ class FileSource(Source):
     if is_held_out and files.is_on_hub(pattern):
       # The training split of an hf:// source reads all its files. If validation
       # did too, they would be downloaded twice.
-      bytes_to_read = min(self.size, _MAX_HUB_VALIDATION_BYTES)
+      bytes_to_read = min(self.size, MAX_HUB_VALIDATION_BYTES)
       self._fraction_read = bytes_to_read / self.size
       self.size = bytes_to_read
 

@@ -36,7 +36,7 @@ from diffjax.host.progress import say
 
 _Result = TypeVar("_Result")
 
-_READ_AHEAD_BYTES = 4 << 20
+READ_AHEAD_BYTES = 4 << 20
 
 # How often a range of bytes is requested if the answer is too short.
 _RANGE_TRIES = 3
@@ -208,7 +208,7 @@ def open_file(path: str, read_ahead: bool) -> BinaryIO:
   """
   file = _HubFile(path)
   if read_ahead:
-    return cast(BinaryIO, io.BufferedReader(file, _READ_AHEAD_BYTES))
+    return cast(BinaryIO, io.BufferedReader(file, READ_AHEAD_BYTES))
   return cast(BinaryIO, file)
 
 

@@ -17,11 +17,11 @@ from diffjax.data.file_source import BYTE_ORDER_MARK, FileSource
 _COMPRESSED_EXTENSIONS = (".gz", ".zst")
 
 # The size of a part of an uncompressed file.
-_PART_BYTES = 64 << 20
+PART_BYTES = 64 << 20
 
 # Longer lines are an error, because a document takes about ten times its size
 # in memory.
-_MAX_LINE_BYTES = 256 << 20
+MAX_LINE_BYTES = 256 << 20
 
 # Bytes that are read at once.
 _BLOCK_BYTES = 1 << 20
@@ -52,8 +52,8 @@ class JsonlSource(FileSource):
       if path.endswith(_COMPRESSED_EXTENSIONS):
         yield ByteRange(path, 0, size)
         continue
-      for start in range(0, size, _PART_BYTES):
-        stop = min(start + _PART_BYTES, size)
+      for start in range(0, size, PART_BYTES):
+        stop = min(start + PART_BYTES, size)
         yield ByteRange(path, start, stop)
 
   def part_size(self, part: ByteRange) -> float:
@@ -140,7 +140,7 @@ def _read_lines(byte_range: ByteRange) -> Iterator[_Line]:
   try:
     with files.open_file(path) as file:
       for content in _open_lines(file, byte_range):
-        if len(content) > _MAX_LINE_BYTES:
+        if len(content) > MAX_LINE_BYTES:
           raise _line_too_long(byte_range, num_lines)
         # In a compressed file, `tell` counts compressed bytes, as the range
         # does. The last line of a range may end after `stop`.
@@ -161,7 +161,7 @@ def _line_too_long(byte_range: ByteRange, line_number: int) -> UserError:
   """Returns the error for a line that would fill the memory."""
   location = _line_location(byte_range, line_number)
   return UserError(
-    f"{location}: the line is longer than {_MAX_LINE_BYTES / 2**20:.3g} MiB,"
+    f"{location}: the line is longer than {MAX_LINE_BYTES / 2**20:.3g} MiB,"
     " and a document of that size would fill the memory: split it, or write it"
     " to a file of its own and read that with text:GLOB"
   )
@@ -191,7 +191,7 @@ def _open_lines(file: BinaryIO, byte_range: ByteRange) -> Iterator[bytes]:
 def _all_lines(file: gzip.GzipFile | io.BufferedReader) -> Iterator[bytes]:
   """Yields all lines of a file."""
   while True:
-    line = file.readline(_MAX_LINE_BYTES + 1)
+    line = file.readline(MAX_LINE_BYTES + 1)
     if not line:
       return
     yield line
@@ -208,7 +208,7 @@ def _lines_in_range(file: BinaryIO, start: int, stop: int) -> Iterator[bytes]:
     skipped = file.readline()
     position = start - 1 + len(skipped)
   while position < stop:
-    line = file.readline(_MAX_LINE_BYTES + 1)
+    line = file.readline(MAX_LINE_BYTES + 1)
     if not line:
       # The file has become shorter since it was listed.
       return

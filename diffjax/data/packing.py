@@ -114,7 +114,7 @@ class ExampleCounts:
 
   # Without this limit, a repeated source in which every prompt fills a row
   # would be read endlessly.
-  _MAX_SKIPPED_IN_A_ROW = 10_000
+  MAX_SKIPPED_IN_A_ROW = 10_000
 
   def __init__(self, length: int, report_first: bool = False):
     """Initializes the counts.
@@ -145,9 +145,9 @@ class ExampleCounts:
       f"a prompt of {prompt_length:,} tokens fills a row"
       f" (config.data.length = {self._length}), which leaves nothing to learn"
     )
-    if self._skipped_in_a_row > self._MAX_SKIPPED_IN_A_ROW:
+    if self._skipped_in_a_row > self.MAX_SKIPPED_IN_A_ROW:
       raise UserError(
-        f"config.data.source: {problem}. The {self._MAX_SKIPPED_IN_A_ROW:,}"
+        f"config.data.source: {problem}. The {self.MAX_SKIPPED_IN_A_ROW:,}"
         " prompts before it also fill a row; raise config.data.length"
       )
     if self._report_first and self.skipped == 1:

@@ -36,7 +36,7 @@ _BATCHES_AHEAD_PER_WORKER = 2
 _POLL_SECONDS = 1.0
 # Seconds to receive the batches that a dead worker has sent, and seconds for
 # workers to end without being killed.
-_GRACE_SECONDS = 3.0
+GRACE_SECONDS = 3.0
 # The wait for a first batch is limited to this many times the time limit.
 _MAX_TIMEOUTS_AT_START = 10
 # A starting process that uses more CPU seconds between two checks is busy.
@@ -151,7 +151,7 @@ class _Deadline:
 
   def end_after_grace_period(self) -> None:
     """Moves the deadline to the end of a grace period, if that is earlier."""
-    grace_end = time.monotonic() + _GRACE_SECONDS
+    grace_end = time.monotonic() + GRACE_SECONDS
     self._time = min(self._time, grace_end)
 
   def restart_if_busy(self, pids: Sequence[int]) -> None:
@@ -465,7 +465,7 @@ def _close(channel: _Channel, workers: Sequence[BaseProcess]) -> None:
 
 def _wait_for_end(channel: _Channel) -> bool:
   """Waits for the end of the thread, and returns whether it ends in time."""
-  deadline = time.monotonic() + _GRACE_SECONDS
+  deadline = time.monotonic() + GRACE_SECONDS
   while True:
     remaining_seconds = max(0.0, deadline - time.monotonic())
     try:

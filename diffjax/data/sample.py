@@ -21,7 +21,7 @@ from diffjax.data.tokenizer import load_once
 # A sample ends at the first of these limits. They hold about two row groups of
 # FineWeb-Edu, which take a few seconds.
 _MAX_CHARACTERS = 8 * 1024**2
-_MAX_DOCUMENTS = 20_000
+MAX_DOCUMENTS = 20_000
 
 
 class Sample(NamedTuple):
@@ -113,7 +113,7 @@ def _read_first_documents(source: Source) -> _FirstDocuments:
     for document in source.read(part, progress.update):
       documents.append(document)
       num_characters += len(document.text)
-      if len(documents) >= _MAX_DOCUMENTS or num_characters >= _MAX_CHARACTERS:
+      if len(documents) >= MAX_DOCUMENTS or num_characters >= _MAX_CHARACTERS:
         stored_bytes += progress.fraction * part_bytes
         return _FirstDocuments(documents, stored_bytes)
     stored_bytes += part_bytes

@@ -51,10 +51,10 @@ PATTERN = (
 
 # The definition of cl100k_base, which never changes. tiktoken can load it by
 # name, but does not give the bytes of the file, which the fingerprint needs.
-_CL100K_URL = (
+CL100K_URL = (
   "https://openaipublic.blob.core.windows.net/encodings/cl100k_base.tiktoken"
 )
-_CL100K_SHA256 = (
+CL100K_SHA256 = (
   "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7"
 )
 _CL100K_PATTERN = (
@@ -125,7 +125,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
     ) from error
   if spec.endswith(".json"):
     return _load_tokenizer_json(spec, content)
-  if hashlib.sha256(content).hexdigest() == _CL100K_SHA256:
+  if hashlib.sha256(content).hexdigest() == CL100K_SHA256:
     # This file needs another pattern, and has more control tokens.
     return _make_cl100k(spec, content)
   return _TiktokenTokenizer(spec, content, PATTERN)
@@ -325,12 +325,12 @@ def _load_cl100k() -> Tokenizer:
   import tiktoken.load
 
   try:
-    content = tiktoken.load.read_file_cached(_CL100K_URL, _CL100K_SHA256)
+    content = tiktoken.load.read_file_cached(CL100K_URL, CL100K_SHA256)
   # tiktoken downloads with requests, whose errors are OSErrors.
   except (OSError, ValueError) as error:
     raise UserError(
       "config.data.tokenizer = 'cl100k_base': cannot get its file from"
-      f" {_CL100K_URL} ({reason(_root_cause(error))}): download it on another"
+      f" {CL100K_URL} ({reason(_root_cause(error))}): download it on another"
       f" machine and put it at {_cl100k_cache_path()} (TIKTOKEN_CACHE_DIR"
       " chooses another directory), or set --config.data.tokenizer=bytes or"
       " --config.data.tokenizer=DIR/tokenizer.json; data that need no network"
@@ -350,7 +350,7 @@ def _cl100k_cache_path() -> str:
     directory = os.environ.get("DATA_GYM_CACHE_DIR")
   if not directory:
     directory = os.path.join(tempfile.gettempdir(), "data-gym-cache")
-  return os.path.join(directory, hashlib.sha1(_CL100K_URL.encode()).hexdigest())
+  return os.path.join(directory, hashlib.sha1(CL100K_URL.encode()).hexdigest())
 
 
 def _root_cause(error: BaseException) -> BaseException:

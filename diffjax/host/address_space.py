@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from diffjax.config import UserError
 
 # The threads of ArrayRecord start within milliseconds.
-_START_TIMEOUT_SECONDS = 20.0
+START_TIMEOUT_SECONDS = 20.0
 
 
 def limit() -> str:
@@ -85,7 +85,7 @@ def check_array_record(path: str) -> None:
   opened = threading.Event()
   # This thread waits endlessly if ArrayRecord does.
   threading.Thread(target=_open, args=(path, opened), daemon=True).start()
-  if not opened.wait(_START_TIMEOUT_SECONDS):
+  if not opened.wait(START_TIMEOUT_SECONDS):
     raise UserError(
       f"{path}: the threads that read this file do not start; {limit()}"
     )

@@ -133,8 +133,8 @@ def test_jsonl(folder, start, texts, name):
 
 
 def test_a_large_jsonl_is_read_in_ranges(folder, start, texts, monkeypatch):
-  monkeypatch.setattr(jsonl_source, "_PART_BYTES", 7919)
-  monkeypatch.setattr(hub, "_READ_AHEAD_BYTES", 1000)
+  monkeypatch.setattr(jsonl_source, "PART_BYTES", 7919)
+  monkeypatch.setattr(hub, "READ_AHEAD_BYTES", 1000)
   write_jsonl(folder / "a.jsonl", texts)
   server = start()
   assert read_spec(f"jsonl:hf://{REPO}/a.jsonl") == texts
@@ -482,7 +482,7 @@ def test_permanent_refusals_end(folder, start, texts, waits, path, status):
 def test_what_breaks_in_the_middle_is_read_again(
   folder, start, texts, monkeypatch, name, fault
 ):
-  monkeypatch.setattr(hub, "_READ_AHEAD_BYTES", 1000)
+  monkeypatch.setattr(hub, "READ_AHEAD_BYTES", 1000)
   kind = "jsonl"
   if name == "a.parquet":
     kind = "parquet"
@@ -515,8 +515,8 @@ def test_a_file_that_breaks_late_loses_no_document(
   folder, start, texts, monkeypatch
 ):
   """The documents before the break have been given; none is given twice."""
-  monkeypatch.setattr(jsonl_source, "_PART_BYTES", 7919)
-  monkeypatch.setattr(hub, "_READ_AHEAD_BYTES", 1000)
+  monkeypatch.setattr(jsonl_source, "PART_BYTES", 7919)
+  monkeypatch.setattr(hub, "READ_AHEAD_BYTES", 1000)
   write_jsonl(folder / "a.jsonl", texts)
   server = start()
   source = sources.documents(f"jsonl:hf://{REPO}/a.jsonl", "train", ALL)

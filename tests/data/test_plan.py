@@ -55,7 +55,7 @@ def files(tmp_path_factory):
 @pytest.fixture
 def hub(files, monkeypatch):
   """The files on a Hub, of which a small sample is taken."""
-  monkeypatch.setattr(sample, "_MAX_DOCUMENTS", 20)
+  monkeypatch.setattr(sample, "MAX_DOCUMENTS", 20)
   with HubServer(files) as server:
     monkeypatch.setenv("HF_ENDPOINT", server.url)
     yield server
@@ -199,7 +199,7 @@ def test_validation_documents_are_of_some_row_groups_of_all_files(
   hub, files, monkeypatch
 ):
   size = (files / REPO / "000.parquet").stat().st_size
-  monkeypatch.setattr(file_source, "_MAX_HUB_VALIDATION_BYTES", 4 * size)
+  monkeypatch.setattr(file_source, "MAX_HUB_VALIDATION_BYTES", 4 * size)
   config = make_config(1, validation_fraction=0.3).data
   validation = documents_of("validation", config)
   train = documents_of("train", config)
@@ -270,7 +270,7 @@ def test_older_checkpoints_have_no_such_field():
 @pytest.fixture
 def estimate_small_sources(monkeypatch):
   """Estimates sources of any size. By default small ones are left out."""
-  monkeypatch.setattr(estimate, "_SMALL_BYTES", 0)
+  monkeypatch.setattr(estimate, "SMALL_BYTES", 0)
 
 
 def set_free_bytes(monkeypatch, free):

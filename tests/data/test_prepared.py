@@ -1,4 +1,7 @@
-"""Prepared rows are the same bytes however they were made, and are never mistaken for others."""
+"""Prepared rows are the same bytes whoever writes them, and are never mixed up.
+
+Rows of other text or other fields have another directory, or are refused.
+"""
 
 import dataclasses
 import gzip
@@ -8,10 +11,13 @@ import pathlib
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
+import types
 
+import chex
 import numpy as np
 import pyarrow
 import pyarrow.parquet
@@ -23,254 +29,401 @@ from diffjax.data import (
   pipeline,
   prepared,
   shards,
-  tfds_source,
+  tokenizer_training,
 )
 from diffjax.data.row import Row, decode_row, encode_row
 from diffjax.host import progress
 from tests.harness.tiers import full
 
-
-def rows_of(config, split="train"):
-  target = next(
-    target for target in prepared.prepare(config, 1) if split in target.splits
-  )
-  source = prepared.PreparedRows(target, split)
-  return [source[index] for index in range(len(source))]
+SEPARATOR = 255
 
 
-def content(directory):
+def prepare_rows(config, split="train") -> list[Row]:
+  """Prepares the only source of a config, and returns its rows."""
+  (target,) = prepared.prepare(config, 1)
+  return list(prepared.PreparedRows(target, split))
+
+
+def read_directory(directory) -> dict[str, bytes]:
+  """Returns the content of each file."""
   return {
-    name: (pathlib.Path(directory) / name).read_bytes()
-    for name in sorted(os.listdir(directory))
+    path.name: path.read_bytes() for path in pathlib.Path(directory).iterdir()
   }
 
 
+def modification_times(directory) -> dict[str, int]:
+  """Returns the time of each file, in nanoseconds."""
+  times = {}
+  for path in pathlib.Path(directory).iterdir():
+    times[path.name] = path.stat().st_mtime_ns
+  return times
+
+
+def first_training_shard(target) -> pathlib.Path:
+  """Returns the path of the first file of training rows."""
+  return min(pathlib.Path(target.directory).glob("train*.array_record"))
+
+
+# The content of the rows.
+
+
+def test_documents_are_rows_between_separators(make_config, texts):
+  config = make_config(packing="documents").data
+
+  characters = bytearray()
+  for split in ("train", "validation"):
+    # The pieces of a document can be in different rows.
+    for row in prepare_rows(config, split):
+      tokens = row.tokens[row.tokens != SEPARATOR]
+      characters += tokens.astype(np.uint8).tobytes()
+
+  assert sorted(characters) == sorted("".join(texts).encode())
+
+
+def test_concatenated_rows_hold_every_document_once(make_config, texts):
+  config = make_config(packing="concat").data
+
+  documents = []
+  for split in ("train", "validation"):
+    rows = prepare_rows(config, split)
+    stream = np.concatenate([row.tokens for row in rows])
+    parts = stream.astype(np.uint8).tobytes().split(b"\xff\xff")
+    documents += [part.strip(b"\xff") for part in parts]
+
+  assert sorted(documents) == sorted(text.encode() for text in texts)
+
+
+def test_the_metadata_counts_documents_bytes_tokens_and_rows(
+  make_config, texts
+):
+  config = make_config().data
+  (target,) = prepared.prepare(config, 1)
+
+  meta = json.loads(pathlib.Path(target.directory, "meta.json").read_text())
+
+  totals = meta["splits"].values()
+  num_bytes = sum(len(text.encode()) for text in texts)
+  assert sum(split["documents"] for split in totals) == len(texts)
+  assert sum(split["bytes"] for split in totals) == num_bytes
+  # Each document has two separators.
+  num_tokens = num_bytes + 2 * len(texts)
+  assert sum(split["tokens"] for split in totals) == num_tokens
+  for name, split in meta["splits"].items():
+    rows = prepare_rows(config, name)
+    assert split["rows"] == len(rows)
+    assert split["tokens"] == sum(len(row.tokens) for row in rows)
+
+
+def test_the_metadata_describes_the_rows(make_config):
+  config = make_config().data
+  (target,) = prepared.prepare(config, 1)
+
+  meta = json.loads(pathlib.Path(target.directory, "meta.json").read_text())
+
+  assert meta["description"]["length"] == config.length
+  assert meta["tokenizer_spec"] == "bytes"
+
+
+def test_large_token_ids_are_stored_exactly():
+  row = Row(
+    np.array([0, 100_256, 65_536], np.int32),
+    np.array([3], np.int32),
+    np.zeros(1, np.int32),
+  )
+
+  decoded = decode_row(encode_row(row, 100_277, False))
+
+  chex.assert_trees_all_equal(decoded.tokens, row.tokens)
+
+
+def test_invalid_utf8_is_replaced_and_counted(tmp_path, capsys):
+  for index in range(20):
+    (tmp_path / f"{index}.txt").write_bytes(b"caf\xe9" * index + b"%d" % index)
+  config = DataConfig(
+    source=f"text:{tmp_path}/*.txt", length=32, validation_fraction=0.0
+  )
+
+  rows = prepare_rows(config)
+
+  assert "19 documents were not UTF-8" in capsys.readouterr().err
+  tokens = np.concatenate([row.tokens for row in rows])
+  first_byte_of_replacement = "�".encode()[0]
+  num_replaced = np.count_nonzero(tokens == first_byte_of_replacement)
+  assert num_replaced == sum(range(20))
+
+
+def test_a_source_without_documents_is_an_error(tmp_path):
+  (tmp_path / "a.jsonl").write_text('{"text": ""}\n')
+  config = DataConfig(source=f"jsonl:{tmp_path}/a.jsonl")
+
+  with pytest.raises(UserError, match="empty: no document to train on"):
+    prepared.prepare(config, 1)
+
+
+# Workers, and processes that are killed.
+
+
 @pytest.fixture
-def many_files(tmp_path):
-  """7 MB of text in 12 files: as many parts and shards, enough to be killed half-way."""
+def four_files(tmp_path) -> str:
+  """Returns the source of four small files, which are four shards."""
+  rng = np.random.default_rng(0)
+  for index in range(4):
+    lines = []
+    for _ in range(50):
+      lines.append(json.dumps({"text": rng.bytes(200).hex()}) + "\n")
+    (tmp_path / f"part{index}.jsonl").write_text("".join(lines))
+  return f"jsonl:{tmp_path}/part*.jsonl"
+
+
+@pytest.mark.full
+def test_rows_do_not_depend_on_the_number_of_workers(four_files, tmp_path):
+  config = DataConfig(source=four_files, length=256)
+  alone = dataclasses.replace(config, prepared_dir=str(tmp_path / "alone"))
+  shared = dataclasses.replace(config, prepared_dir=str(tmp_path / "shared"))
+
+  prepared.prepare(alone, 1)
+  prepared.prepare(shared, 3)
+
+  assert read_directory(tmp_path / "shared") == read_directory(
+    tmp_path / "alone"
+  )
+
+
+def test_workers_start_if_the_script_comes_from_standard_input(
+  four_files, monkeypatch, capsys
+):
+  main_module = types.ModuleType("__main__")
+  # Python names the script so. Workers that run it again find no such file.
+  main_module.__file__ = "<stdin>"
+  monkeypatch.setitem(sys.modules, "__main__", main_module)
+  config = DataConfig(source=four_files, length=256)
+
+  (target,) = prepared.prepare(config, 2)
+
+  assert prepared.is_prepared(target)
+  assert "with 2 workers" in capsys.readouterr().err
+
+
+@pytest.fixture
+def text_files(tmp_path) -> str:
+  """Returns the source of 12 files, 7 MB together, which are 12 shards."""
   directory = tmp_path / "texts"
   directory.mkdir()
   rng = np.random.default_rng(0)
   for index in range(12):
-    (directory / f"{index:02}.txt").write_bytes(
-      rng.integers(32, 127, 550_000, dtype=np.uint8).tobytes()
-    )
-  return directory
-
-
-@pytest.mark.parametrize("kind", ["documents", "concat"])
-def test_rows_hold_every_document_once(make_config, texts, kind):
-  config = make_config(packing=kind).data
-  found = []
-  for split in ("train", "validation"):
-    stream = np.concatenate([row.tokens for row in rows_of(config, split)])
-    if kind == "documents":  # pieces of a document may lie in different rows
-      found += [bytes(stream[stream != 255].astype(np.uint8))]
-    else:
-      found += [
-        bytes(part)
-        for part in bytes(stream.astype(np.uint8)).split(b"\xff\xff")
-      ]
-  if kind == "concat":
-    assert sorted(part.strip(b"\xff") for part in found) == sorted(
-      text.encode() for text in texts
-    )
-  else:
-    assert sorted(b"".join(found)) == sorted("".join(texts).encode())
-
-
-def test_meta_counts(make_config, texts):
-  config = make_config().data
-  (target,) = prepared.prepare(config, 1)
-  with open(os.path.join(target.directory, "meta.json")) as file:
-    meta = json.load(file)
-  splits = meta["splits"].values()
-  assert sum(split["documents"] for split in splits) == len(texts)
-  assert sum(split["bytes"] for split in splits) == sum(
-    len(text.encode()) for text in texts
-  )
-  assert sum(split["tokens"] for split in splits) == sum(
-    len(text.encode()) + 2 for text in texts
-  )
-  for name, split in meta["splits"].items():
-    rows = rows_of(config, name)
-    assert split["rows"] == len(rows) and split["tokens"] == sum(
-      len(row.tokens) for row in rows
-    )
-  assert (
-    meta["description"]["length"] == config.length
-    and meta["tokenizer_spec"] == "bytes"
-  )
-
-
-@pytest.mark.full
-def test_the_number_of_workers_changes_nothing(many_files, tmp_path):
-  directories = []
-  for workers in (1, 3):
-    directories.append(tmp_path / f"workers{workers}")
-    prepared.prepare(
-      DataConfig(
-        source=f"text:{many_files}/0[0-3].txt",
-        length=256,
-        prepared_dir=str(directories[-1]),
-      ),
-      workers,
-    )
-  assert content(directories[0]) == content(directories[1])
-
-
-@pytest.mark.parametrize("how", ["file", "standard input"])
-def test_a_script_needs_no_guard(many_files, tmp_path, how):
-  """Workers do not run the caller's main module again."""
-  code = (
-    "from diffjax.config import DataConfig\nfrom diffjax.data import prepared\nprint('once')\n"
-    f"prepared.prepare(DataConfig(source='text:{many_files}/0[0-3].txt', length=256, prepared_dir='{tmp_path}/rows'), 2)\n"
-  )
-  (tmp_path / "script.py").write_text(code)
-  arguments, piped = (
-    ([tmp_path / "script.py"], None) if how == "file" else (["-"], code)
-  )
-  environment = os.environ | {
-    "PYTHONPATH": str(pathlib.Path(__file__).parents[2])
-  }
-  result = subprocess.run(
-    [sys.executable, *arguments],
-    input=piped,
-    env=environment,
-    capture_output=True,
-    text=True,
-    timeout=120,
-  )
-  assert (
-    result.returncode == 0
-    and result.stdout == "once\n"
-    and "with 2 workers" in result.stderr
-  ), result.stderr
+    text = rng.integers(32, 127, 550_000, dtype=np.uint8).tobytes()
+    (directory / f"{index:02}.txt").write_bytes(text)
+  return f"text:{directory}/*.txt"
 
 
 @pytest.fixture
-def one_file(tmp_path):
-  """2.4 MB of text in a Parquet file of 12 row groups, which are the parts."""
+def parquet_file(tmp_path) -> str:
+  """Returns the source of a file of 12 row groups, which are 12 shards."""
   path = tmp_path / "one.parquet"
   rng = np.random.default_rng(0)
   texts = [rng.bytes(1000).hex() for _ in range(1200)]
   table = pyarrow.table({"text": texts})
   pyarrow.parquet.write_table(table, path, row_group_size=100)
+  return f"parquet:{path}"
+
+
+def prepare_and_kill(config, num_workers, tmp_path):
+  """Prepares rows in a process, and kills it after the first two shards.
+
+  The script has no `if __name__ == "__main__"`, because workers do not run it
+  again. If they did, the process would end with an error.
+  """
+  script = tmp_path / "script.py"
+  script.write_text(f"""
+from diffjax.config import DataConfig
+from diffjax.data import prepared
+
+prepared.prepare({config!r}, {num_workers})
+""")
+  process = subprocess.Popen(
+    [sys.executable, script],
+    env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    start_new_session=True,
+  )
+  directory = pathlib.Path(config.prepared_dir)
+  wait_until(
+    lambda: (
+      process.poll() is not None
+      or len(list(directory.glob("train-*.array_record"))) >= 2
+    )
+  )
+  assert process.poll() is None, "the process ended before it was killed"
+  os.kill(process.pid, signal.SIGKILL)
+  process.wait()
+  wait_until(lambda: not has_processes(process.pid))
+
+
+def has_processes(process_group) -> bool:
+  """Returns whether any process of a group is left."""
+  try:
+    os.killpg(process_group, 0)
+  except ProcessLookupError:
+    return False
+  return True
+
+
+def wait_until(condition):
+  """Waits for a condition for at most a minute."""
+  deadline = time.monotonic() + 60
+  while not condition():
+    assert time.monotonic() < deadline
+    time.sleep(0.005)
+
+
+def check_preparing_continues_after_a_kill(source, num_workers, tmp_path):
+  """Checks that the result is complete, and that finished shards are kept."""
+  directory = tmp_path / "killed"
+  config = DataConfig(source=source, length=256, prepared_dir=str(directory))
+  prepare_and_kill(config, num_workers, tmp_path)
+
+  (target,) = prepared.targets(config)
+  assert not prepared.is_prepared(target), "the kill came too late"
+  with pytest.raises(UserError, match="not prepared.*diffjax.prepare"):
+    prepared.PreparedRows(target, "train")
+
+  finished_shards = {}
+  for path in directory.glob("*.array_record"):
+    finished_shards[path] = path.stat()
+  prepared.prepare(config, 1)
+
+  for path, before in finished_shards.items():
+    after = path.stat()
+    assert after.st_ino == before.st_ino
+    assert after.st_mtime_ns == before.st_mtime_ns
+  whole = tmp_path / "whole"
+  prepared.prepare(dataclasses.replace(config, prepared_dir=str(whole)), 1)
+  assert read_directory(directory) == read_directory(whole)
+
+
+def test_preparing_continues_after_a_kill_of_two_workers(
+  parquet_file, tmp_path
+):
+  check_preparing_continues_after_a_kill(parquet_file, 2, tmp_path)
+
+
+@pytest.mark.full
+def test_preparing_continues_after_a_kill_without_workers(text_files, tmp_path):
+  check_preparing_continues_after_a_kill(text_files, 1, tmp_path)
+
+
+def make_temporary_file(directory, monkeypatch, host, pid) -> pathlib.Path:
+  """Creates the incomplete file of a process of a host."""
+  with monkeypatch.context() as patch:
+    patch.setattr(socket, "gethostname", lambda: host)
+    patch.setattr(os, "getpid", lambda: pid)
+    suffix = shards.temporary_suffix()
+  path = directory / f"meta.json{suffix}"
+  path.touch()
   return path
 
 
-@pytest.mark.parametrize(
-  "kind, workers", [("parquet", 2), *full([("text", 1), ("text", 2)])]
-)
-def test_killed_and_started_again(
-  many_files, one_file, tmp_path, kind, workers
+def test_only_incomplete_files_of_dead_processes_of_this_host_are_removed(
+  tmp_path, monkeypatch
 ):
-  sources = {
-    "text": f"text:{many_files}/*.txt",
-    "parquet": f"parquet:{one_file}",
-  }
-  spec, directory = sources[kind], tmp_path / "killed"
-  code = (
-    "from diffjax.config import DataConfig\nfrom diffjax.data import prepared\nif __name__ == '__main__':\n"
-    f"  prepared.prepare(DataConfig(source={spec!r}, length=256, prepared_dir={str(directory)!r}), {workers})\n"
+  dead_process = subprocess.Popen(["true"])
+  dead_process.wait()
+  dead_pid = dead_process.pid
+  leftover = make_temporary_file(tmp_path, monkeypatch, "here", dead_pid)
+  in_use = make_temporary_file(tmp_path, monkeypatch, "here", os.getpid())
+  of_another_host = make_temporary_file(
+    tmp_path, monkeypatch, "there.example", dead_pid
   )
-  script = tmp_path / "script.py"
-  script.write_text(code)
-  environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-  process = subprocess.Popen(
-    [sys.executable, script], env=environment, start_new_session=True
-  )
-  deadline = time.monotonic() + 60
-  while len(list(directory.glob("train-*.array_record"))) < 2:
-    assert process.poll() is None and time.monotonic() < deadline
-    time.sleep(0.005)
-  os.kill(process.pid, signal.SIGKILL)
-  process.wait()
-  while time.monotonic() < deadline:  # its workers leave by themselves
-    try:
-      os.killpg(process.pid, 0)
-      time.sleep(0.05)
-    except ProcessLookupError:
-      break
-  else:
-    pytest.fail("workers outlived their parent")
+  monkeypatch.setattr(socket, "gethostname", lambda: "here")
 
-  config = DataConfig(source=spec, length=256, prepared_dir=str(directory))
-  (target,) = prepared.targets(config)
-  assert not prepared.is_prepared(target), "killed too late to test anything"
-  with pytest.raises(UserError, match="not prepared.*diffjax.prepare"):
-    prepared.PreparedRows(target, "train")
-  before = {path: path.stat() for path in directory.glob("*.array_record")}
-  prepared.prepare(config, workers)
-  for path, stat in before.items():
-    now = path.stat()
-    is_same = (now.st_ino, now.st_mtime_ns) == (stat.st_ino, stat.st_mtime_ns)
-    assert is_same, "whole shards are not written again"
-  whole = tmp_path / "whole"
-  prepared.prepare(dataclasses.replace(config, prepared_dir=str(whole)), 1)
-  assert content(directory) == content(whole)
-
-
-def test_what_others_are_writing_stays(tmp_path, monkeypatch):
-  """Files of a killed process of this host are removed; those of a live one, or of another host, stay."""
-  dead = subprocess.Popen([sys.executable, "-c", ""])
-  dead.wait()
-  files = {}
-  for host, pid in (
-    ("here", dead.pid),
-    ("here", os.getpid()),
-    ("there.example", dead.pid),
-  ):
-    monkeypatch.setattr(shards.socket, "gethostname", lambda host=host: host)
-    monkeypatch.setattr(prepared.os, "getpid", lambda pid=pid: pid)
-    files[host, pid] = f"{tmp_path}/meta.json{shards.temporary_suffix()}"
-    open(files[host, pid], "w").close()
-  monkeypatch.setattr(shards.socket, "gethostname", lambda: "here")
   shards.remove_leftovers(str(tmp_path))
-  assert (
-    not os.path.exists(files.pop(("here", dead.pid)))
-    and len(files) == 2
-    and all(map(os.path.exists, files.values()))
+
+  assert not leftover.exists()
+  assert in_use.exists()
+  assert of_another_host.exists()
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_bad_document_stops_preparing_with_its_line(tmp_path, num_workers):
+  for index in range(4):
+    (tmp_path / f"{index}.jsonl").write_text('{"text": "fine"}\n' * 50)
+  with (tmp_path / "2.jsonl").open("a") as file:
+    file.write("oops\n")
+  directory = tmp_path / "rows"
+  config = DataConfig(
+    source=f"jsonl:{tmp_path}/*.jsonl", prepared_dir=str(directory)
   )
 
+  with pytest.raises(UserError, match="2.jsonl:51: not JSON"):
+    prepared.prepare(config, num_workers)
 
-def test_a_second_time_nothing_is_written(make_config, capsys):
+  assert list(directory.glob("*.array_record"))
+  assert not list(directory.glob("*.tmp")), "incomplete files are removed"
+
+
+# The directory of the rows.
+
+
+def test_rows_are_prepared_once(make_config, capsys):
   config = make_config().data
   (target,) = prepared.prepare(config, 1)
-  before = {
-    entry.name: entry.stat().st_mtime_ns
-    for entry in os.scandir(target.directory)
-  }
+  times = modification_times(target.directory)
   capsys.readouterr()
+
   prepared.prepare(config, 1)
+
   assert "already prepared" in capsys.readouterr().err
-  assert {
-    entry.name: entry.stat().st_mtime_ns
-    for entry in os.scandir(target.directory)
-  } == before
+  assert modification_times(target.directory) == times
 
 
-def test_the_cache_keeps_different_rows_apart(make_config, jsonl):
-  """Every field that changes the rows, and the files themselves, choose another directory."""
-  changes = [
-    {},
-    {"length": 32},
-    {"packing": "concat"},
-    {"validation_fraction": 0.2},
-    {"validation_source": f"jsonl:{jsonl}"},
-    {"text_field": "id"},
-  ]
+def cache_directory(config) -> str:
+  """Returns the directory of the rows of the only source."""
+  (target,) = prepared.targets(config.data)
+  return target.directory
+
+
+def test_fields_that_change_the_rows_choose_another_directory(
+  make_config, jsonl
+):
   directories = [
-    prepared.targets(make_config(**change).data)[0].directory
-    for change in changes
+    cache_directory(make_config()),
+    cache_directory(make_config(length=32)),
+    cache_directory(make_config(packing="concat")),
+    cache_directory(make_config(validation_fraction=0.2)),
+    cache_directory(make_config(text_field="id")),
   ]
-  os.utime(jsonl, (1, 1))
-  directories.append(prepared.targets(make_config().data)[0].directory)
+  # The first target is the source of the training rows.
+  config = make_config(validation_source=f"jsonl:{jsonl}")
+  directories.append(prepared.targets(config.data)[0].directory)
+
   assert len(set(directories)) == len(directories)
-  assert (
-    prepared.targets(make_config(seed=5, num_workers=3).data)[0].directory
-    == directories[-1]
-  )
+
+
+def test_files_with_other_times_choose_another_directory(make_config, jsonl):
+  before = cache_directory(make_config())
+
+  os.utime(jsonl, (1, 1))
+
+  assert cache_directory(make_config()) != before
+
+
+def test_the_seed_and_the_workers_do_not_choose_another_directory(make_config):
+  config = make_config(seed=5, num_workers=3)
+
+  assert cache_directory(config) == cache_directory(make_config())
+
+
+def check_directory_is_refused(config, field):
+  """Checks that config.data.prepared_dir is refused because of one field."""
+  message = rf"prepared_dir.*rows holds other rows: config.data.{field} \(there"
+  with pytest.raises(UserError, match=message) as caught:
+    prepared.prepare(config, 1)
+  # Only the field that differs is named.
+  assert str(caught.value).count("(there") == 1
+
+  (target,) = prepared.targets(config)
+  with pytest.raises(UserError, match=message) as caught:
+    prepared.is_prepared(target)
+  assert str(caught.value).count("(there") == 1
 
 
 @pytest.mark.parametrize(
@@ -280,373 +433,360 @@ def test_the_cache_keeps_different_rows_apart(make_config, jsonl):
     ("packing", "concat"),
     ("validation_fraction", 0.3),
     ("source", "stdlib"),
-    ("tokenizer", "tiktoken"),
   ],
 )
-def test_a_directory_of_other_rows_is_refused(
+def test_a_directory_of_rows_of_other_fields_is_refused(
   make_config, tmp_path, field, value
 ):
-  config = dataclasses.replace(
-    make_config().data, prepared_dir=str(tmp_path / "rows")
-  )
+  config = make_config(prepared_dir=str(tmp_path / "rows")).data
   prepared.prepare(config, 1)
-  if value == "tiktoken":
-    from diffjax.data import tokenizer_training
 
-    value = str(tokenizer_training.train_tokenizer(["aab"] * 9, 258, tmp_path))
-  other = dataclasses.replace(config, **{field: value})
-  for use in (
-    prepared.prepare,
-    lambda config: prepared.is_prepared(prepared.targets(config)[0]),
-  ):
-    with pytest.raises(
-      UserError,
-      match=rf"prepared_dir.*rows holds other rows: config.data.{field} \(there",
-    ) as caught:
-      use(other)
-    assert str(caught.value).count("(there") == 1, (
-      "only the field that differs is named"
-    )
+  other_config = dataclasses.replace(config, **{field: value})
+
+  check_directory_is_refused(other_config, field)
 
 
-def test_files_that_changed_are_noticed(make_config, jsonl, tmp_path):
-  config = dataclasses.replace(
-    make_config().data, prepared_dir=str(tmp_path / "rows")
-  )
+def test_a_directory_of_rows_of_another_tokenizer_is_refused(
+  make_config, tmp_path
+):
+  config = make_config(prepared_dir=str(tmp_path / "rows")).data
+  prepared.prepare(config, 1)
+  tokenizer = tokenizer_training.train_tokenizer(["aab"] * 9, 258, tmp_path)
+
+  other_config = dataclasses.replace(config, tokenizer=str(tokenizer))
+
+  check_directory_is_refused(other_config, "tokenizer")
+
+
+def test_a_directory_of_rows_of_a_shorter_file_is_refused(
+  make_config, jsonl, tmp_path
+):
+  config = make_config(prepared_dir=str(tmp_path / "rows")).data
   prepared.prepare(config, 1)
   with jsonl.open("a") as file:
     file.write('{"text": "more"}\n')
+
   with pytest.raises(UserError, match="held other files"):
     prepared.prepare(config, 1)
-  assert prepared.is_prepared(prepared.targets(config)[0]), (
-    "but rows serve without the files that they were made of"
-  )
+
+  # Rows can be used without the files that they were made of.
+  assert prepared.is_prepared(prepared.targets(config)[0])
 
 
-@pytest.mark.parametrize("is_time_kept", [False, True])
+@pytest.mark.parametrize("has_same_time", [False, True])
 def test_text_rewritten_within_a_second_is_not_prepared(
-  make_config, jsonl, tmp_path, is_time_kept
+  make_config, jsonl, tmp_path, has_same_time
 ):
-  """At the same size. If a tool keeps the time too, the text tells."""
+  """The size stays the same. With the same time, only the text differs."""
   second = 1_700_000_000 * 10**9
   os.utime(jsonl, ns=(second, second))
-  chosen = make_config(prepared_dir=str(tmp_path / "rows")).data
-  prepared.prepare(chosen, 1)
-  cached = make_config().data
-  (before,) = prepared.prepare(cached, 1)
+  own_directory = make_config(prepared_dir=str(tmp_path / "rows")).data
+  prepared.prepare(own_directory, 1)
+  in_cache = make_config().data
+  (before,) = prepared.prepare(in_cache, 1)
+
   jsonl.write_text(jsonl.read_text().replace("document", "Document"))
-  time = second if is_time_kept else second + 1
-  os.utime(jsonl, ns=(time, time))
-  (after,) = prepared.targets(cached)
+  new_time = second
+  if not has_same_time:
+    new_time += 1
+  os.utime(jsonl, ns=(new_time, new_time))
+
+  (after,) = prepared.targets(in_cache)
   assert after.directory != before.directory
   assert not prepared.is_prepared(after)
   with pytest.raises(UserError, match="held other files.*times or text"):
-    prepared.prepare(chosen, 1)
+    prepared.prepare(own_directory, 1)
 
 
-def test_training_says_that_rows_are_of_other_text(
+def test_training_warns_if_the_text_has_changed_since(
   make_config, jsonl, tmp_path, capsys
 ):
-  """Rows in a directory that the config names."""
   config = make_config(prepared_dir=str(tmp_path / "rows"))
   pipeline.training_batches(config).close()
   text = jsonl.read_text()
-  # A copy of the files, or none, serves.
+
+  for changed_text in (text + text, text.replace("document", "Document")):
+    jsonl.write_text(changed_text)
+
+    pipeline.training_batches(config).close()
+    assert "prepared before the" in capsys.readouterr().err
+
+    pipeline.validation_batches(config, 4)
+    assert "prepared before the" in capsys.readouterr().err
+
+
+def test_training_does_not_warn_about_copied_or_missing_files(
+  make_config, jsonl, tmp_path, capsys
+):
+  config = make_config(prepared_dir=str(tmp_path / "rows"))
+  pipeline.training_batches(config).close()
+
+  # A copy has another time.
   os.utime(jsonl, (1_700_000_000, 1_700_000_000))
   pipeline.training_batches(config).close()
-  jsonl.rename(tmp_path / "away")
+  jsonl.unlink()
   pipeline.training_batches(config).close()
+
   assert "warning" not in capsys.readouterr().err
-  for changed in (text + text, text.replace("document", "Document")):
-    jsonl.write_text(changed)
-    for open_rows in (
-      pipeline.training_batches,
-      lambda config: pipeline.validation_batches(config, 4),
-    ):
-      open_rows(config)
-      assert "prepared before the" in capsys.readouterr().err
 
 
 def test_rows_of_an_earlier_version_stay_prepared(
   make_config, jsonl, tmp_path, monkeypatch, capsys
 ):
-  configs = [
-    make_config().data,
-    make_config(prepared_dir=str(tmp_path / "rows")).data,
-  ]
-  earlier = []
+  """Earlier versions identified files by other values."""
+  in_cache = make_config().data
+  own_directory = make_config(prepared_dir=str(tmp_path / "rows")).data
   with monkeypatch.context() as patch:
-    for kind in (file_source.FileSource, tfds_source.TfdsSource):
-      patch.setattr(kind, "identity", kind.earlier_identity)
-    for config in configs:
-      earlier += prepared.prepare(config, 1)
+    source_class = file_source.FileSource
+    patch.setattr(source_class, "identity", source_class.earlier_identity)
+    earlier = prepared.prepare(in_cache, 1)
+    earlier_own = prepared.prepare(own_directory, 1)
   capsys.readouterr()
-  now = []
-  for config in configs:
-    now += prepared.prepare(config, 1)
-  assert now == earlier
+
+  assert prepared.prepare(in_cache, 1) == earlier
+  assert prepared.prepare(own_directory, 1) == earlier_own
   assert capsys.readouterr().err.count("already prepared") == 2
+
+  # Changes of the files are still noticed.
   os.utime(jsonl, (1, 1))
-  (after,) = prepared.targets(configs[0])
+  (after,) = prepared.targets(in_cache)
   assert after.directory != earlier[0].directory
   with pytest.raises(UserError, match="held other files"):
-    prepared.prepare(configs[1], 1)
+    prepared.prepare(own_directory, 1)
 
 
-def test_documents_that_are_not_utf8_are_counted(tmp_path, capsys):
-  for index in range(20):
-    (tmp_path / f"{index}.txt").write_bytes(b"caf\xe9" * index + b"%d" % index)
-  config = DataConfig(
-    source=f"text:{tmp_path}/*.txt", length=32, validation_fraction=0.0
-  )
-  rows = rows_of(config)
-  assert "19 documents were not UTF-8" in capsys.readouterr().err
-  stored = np.concatenate([row.tokens for row in rows])
-  assert np.count_nonzero(stored == "�".encode()[0]) == sum(range(20))
-
-
-def test_nothing_to_train_on(tmp_path):
-  (tmp_path / "a.jsonl").write_text('{"text": ""}\n')
-  with pytest.raises(UserError, match="empty: no document to train on"):
-    prepared.prepare(DataConfig(source=f"jsonl:{tmp_path}/a.jsonl"), 1)
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_bad_document_stops_with_its_place(tmp_path, workers):
-  for index in range(4):
-    (tmp_path / f"{index}.jsonl").write_text(
-      '{"text": "fine"}\n' * 50 + ("oops\n" if index == 2 else "")
-    )
-  directory = tmp_path / "rows"
-  config = DataConfig(
-    source=f"jsonl:{tmp_path}/*.jsonl", prepared_dir=str(directory)
-  )
-  with pytest.raises(UserError, match="2.jsonl:51: not JSON"):
-    prepared.prepare(config, workers)
-  assert list(directory.glob("*.array_record"))
-  assert not list(directory.glob("*.tmp")), "incomplete files are removed"
-
-
-def test_a_place_that_cannot_be_written(make_config, tmp_path):
+def test_a_directory_that_cannot_be_created_is_an_error(make_config, tmp_path):
   (tmp_path / "file").write_text("")
+  config = make_config(prepared_dir=str(tmp_path / "file" / "rows")).data
+
   with pytest.raises(UserError, match="cannot write prepared rows"):
-    prepared.prepare(
-      dataclasses.replace(
-        make_config().data, prepared_dir=str(tmp_path / "file" / "rows")
-      ),
-      1,
-    )
+    prepared.prepare(config, 1)
+
+
+def test_the_directory_must_be_local(make_config):
+  config = make_config(prepared_dir="gs://bucket/rows").data
+
   with pytest.raises(UserError, match="must be a local path"):
-    prepared.targets(
-      dataclasses.replace(make_config().data, prepared_dir="gs://bucket/rows")
-    )
+    prepared.targets(config)
 
 
-def test_damage_is_named(make_config):
-  config = make_config().data
-  (target,) = prepared.prepare(config, 1)
+def test_the_sources_of_a_mixture_have_their_own_directories(
+  make_config, jsonl, tmp_path
+):
+  (tmp_path / "other.jsonl").write_text('{"text": "other"}\n' * 500)
+  rows_dir = tmp_path / "rows"
+  source = f"jsonl:{jsonl}=0.5,jsonl:{tmp_path}/other.jsonl=0.5"
+  config = make_config(source=source, prepared_dir=str(rows_dir)).data
+
+  first, second = prepared.prepare(config, 1)
+
+  assert first.directory != second.directory
+  for target in (first, second):
+    assert pathlib.Path(target.directory).is_relative_to(rows_dir)
+
+
+def test_the_weights_of_a_mixture_do_not_change_its_directories(
+  make_config, jsonl, tmp_path
+):
+  (tmp_path / "other.jsonl").write_text('{"text": "other"}\n')
+  source = f"jsonl:{jsonl}=0.5,jsonl:{tmp_path}/other.jsonl=0.5"
+  other_weights = source.replace("0.5", "0.1")
+
+  targets = prepared.targets(make_config(source=source).data)
+  other_targets = prepared.targets(make_config(source=other_weights).data)
+
+  directories = [target.directory for target in targets]
+  other_directories = [target.directory for target in other_targets]
+  assert directories == other_directories
+
+
+# Damage.
+
+
+def test_a_missing_file_of_rows_is_named(make_config):
+  (target,) = prepared.prepare(make_config().data, 1)
   rows = prepared.PreparedRows(target, "train")
-  path = next(
-    name
-    for name in sorted(os.listdir(target.directory))
-    if name.startswith("train") and name.endswith("array_record")
-  )
-  os.remove(os.path.join(target.directory, path))
-  with pytest.raises(UserError, match=rf"{path}: row 3 cannot be read"):
+  path = first_training_shard(target)
+  path.unlink()
+
+  with pytest.raises(UserError, match=rf"{path.name}: row 3 cannot be read"):
     rows[3]
-  with open(os.path.join(target.directory, "meta.json"), "w") as file:
-    file.write("{")
+
+
+def test_damaged_metadata_is_named(make_config):
+  (target,) = prepared.prepare(make_config().data, 1)
+  pathlib.Path(target.directory, "meta.json").write_text("{")
+
   with pytest.raises(UserError, match="meta.json: cannot be read"):
     prepared.is_prepared(target)
 
 
-def test_damaged_files_are_written_again_as_the_message_says(make_config):
-  """ "Delete this file and its directory's meta.json": the totals beside the file do not count as the file."""
+def test_deleted_files_are_written_again(make_config):
+  """Error messages advise to delete a damaged file, and meta.json."""
   config = make_config().data
   (target,) = prepared.prepare(config, 1)
-  before = content(target.directory)
-  (first, *_) = (
-    name
-    for name in before
-    if name.startswith("train") and name.endswith("array_record")
-  )
-  for name in (first, "meta.json"):
-    os.remove(os.path.join(target.directory, name))
+  before = read_directory(target.directory)
+  # The totals of the file, which are beside it, stay.
+  first_training_shard(target).unlink()
+  pathlib.Path(target.directory, "meta.json").unlink()
+
   prepared.prepare(config, 1)
-  assert content(target.directory) == before
+
+  assert read_directory(target.directory) == before
 
 
-def test_a_flipped_bit_never_gives_other_rows(make_config):
-  """ArrayRecord's blocks carry hashes; meta.json's counts must agree, and its fingerprint is compared on resuming."""
-  (target,) = prepared.prepare(make_config().data, 1)
+@pytest.fixture
+def small_target(tmp_path, texts):
+  """Returns the prepared rows of 40 documents, in one file."""
+  path = tmp_path / "small.jsonl"
+  lines = [json.dumps({"text": text}) + "\n" for text in texts[:40]]
+  path.write_text("".join(lines))
+  config = DataConfig(source=f"jsonl:{path}", length=64)
+  (target,) = prepared.prepare(config, 1)
+  return target
 
-  def rows():
-    source = prepared.PreparedRows(target, "train")
-    return source.fingerprint, [
-      (row.tokens.tobytes(), row.segment_lengths.tobytes())
-      for row in map(source.__getitem__, range(len(source)))
-    ]
 
-  fingerprint, expected = rows()
+def read_rows(target) -> tuple[str, list[bytes]]:
+  """Returns the fingerprint of the training rows, and their records."""
+  rows = prepared.PreparedRows(target, "train")
+  return rows.fingerprint, [encode_row(row, 256, False) for row in rows]
+
+
+@pytest.mark.parametrize("file", ["rows", "metadata"])
+def test_a_flipped_bit_never_gives_other_rows(small_target, file):
+  """The error is a line, or the fingerprint tells that the rows are others.
+
+  The blocks of ArrayRecord have hashes. Damaged counts in the metadata do not
+  agree with each other, and the fingerprint is compared when a run continues.
+  """
+  fingerprint, expected_rows = read_rows(small_target)
+  path = first_training_shard(small_target)
+  if file == "metadata":
+    path = pathlib.Path(small_target.directory, "meta.json")
+  content = path.read_bytes()
+  num_used_bytes = len(content.rstrip(b"\0"))
   rng = np.random.default_rng(0)
-  for name in (
-    next(
-      name
-      for name in sorted(os.listdir(target.directory))
-      if name.startswith("train") and name.endswith("record")
-    ),
-    "meta.json",
-  ):
-    path = os.path.join(target.directory, name)
-    with open(path, "rb") as file:
-      whole = file.read()
-    used = len(whole.rstrip(b"\0"))
-    messages = []
-    for _ in range(50):
-      damaged = bytearray(whole)
-      damaged[rng.integers(used)] ^= 1 << rng.integers(8)
-      with open(path, "wb") as file:
-        file.write(damaged)
-      try:
-        found = rows()
-        assert found[1] == expected or found[0] != fingerprint
-      except UserError as error:
-        messages.append(str(error))
-    assert len(messages) > 10 and all(
-      target.directory in message and "\n" not in message
-      for message in messages
-    )
-    with open(path, "wb") as file:
-      file.write(whole)
-  meta = json.loads(whole)
+
+  messages = []
+  for _ in range(50):
+    damaged = bytearray(content)
+    damaged[rng.integers(num_used_bytes)] ^= 1 << rng.integers(8)
+    path.write_bytes(damaged)
+    try:
+      damaged_fingerprint, rows = read_rows(small_target)
+    except UserError as error:
+      messages.append(str(error))
+    else:
+      assert rows == expected_rows or damaged_fingerprint != fingerprint
+
+  assert len(messages) > 10
+  for message in messages:
+    assert small_target.directory in message
+    assert "\n" not in message
+
+
+def test_counts_of_rows_that_do_not_agree_are_an_error(small_target):
+  path = pathlib.Path(small_target.directory, "meta.json")
+  meta = json.loads(path.read_text())
   meta["splits"]["train"]["shard_rows"][0] -= 1
-  with open(path, "w") as file:
-    json.dump(meta, file)
-  with pytest.raises(
-    UserError,
-    match="meta.json: cannot be read .its counts of train rows do not agree",
-  ):
-    rows()
+  path.write_text(json.dumps(meta))
+
+  message = "meta.json: cannot be read .its counts of train rows do not agree"
+  with pytest.raises(UserError, match=message):
+    prepared.PreparedRows(small_target, "train")
 
 
-def test_the_fingerprint_is_of_the_rows(make_config, jsonl, tmp_path):
-  """A replaced file gives rows of the same description, and a resumed run must tell them from the rows before."""
-  config = dataclasses.replace(
-    make_config().data, prepared_dir=str(tmp_path / "rows")
-  )
-  (target,) = prepared.targets(config)
+def prepare_fingerprints(config) -> list[str]:
+  """Prepares the rows anew, and returns the fingerprints of both splits."""
+  shutil.rmtree(config.prepared_dir, ignore_errors=True)
+  (target,) = prepared.prepare(config, 1)
+  fingerprints = []
+  for split in ("train", "validation"):
+    rows = prepared.PreparedRows(target, split)
+    fingerprints.append(rows.fingerprint)
+  return fingerprints
 
-  def fingerprints():
-    shutil.rmtree(target.directory, ignore_errors=True)
-    prepared.prepare(config, 1)
-    return [
-      prepared.PreparedRows(target, split).fingerprint
-      for split in ("train", "validation")
-    ]
 
-  before = fingerprints()
-  assert fingerprints() == before
+def test_the_fingerprint_depends_on_the_rows_alone(
+  make_config, jsonl, tmp_path
+):
+  """In a directory of the user, rows of changed text have no other sign."""
+  config = make_config(prepared_dir=str(tmp_path / "rows")).data
+  before = prepare_fingerprints(config)
+
+  assert prepare_fingerprints(config) == before
+
   jsonl.write_text(jsonl.read_text().replace("document", "Document"))
-  assert not set(fingerprints()) & set(before)
+  after = prepare_fingerprints(config)
+  assert set(after).isdisjoint(before)
 
 
-def test_mixtures_are_prepared_apart(make_config, tmp_path):
-  (tmp_path / "other.jsonl").write_text('{"text": "other"}\n' * 500)
-  single = make_config(prepared_dir=str(tmp_path / "rows")).data
-  mixed = dataclasses.replace(
-    single, source=f"{single.source}=0.5,jsonl:{tmp_path}/other.jsonl=0.5"
-  )
-  first = [target.directory for target in prepared.prepare(mixed, 1)]
-  again = [
-    target.directory
-    for target in prepared.prepare(
-      dataclasses.replace(mixed, source=mixed.source.replace("0.5", "0.1")), 1
-    )
-  ]
-  assert (
-    first == again
-    and len(set(first)) == 2
-    and all(str(tmp_path / "rows") in directory for directory in first)
-  )
+# Progress.
 
 
-def test_large_vocabularies_are_stored_whole():
-  row = Row(
-    np.array([0, 100_256, 65_536], np.int32),
-    np.array([3], np.int32),
-    np.zeros(1, np.int32),
-  )
-  np.testing.assert_array_equal(
-    decode_row(encode_row(row, 100_277, False)).tokens, row.tokens
-  )
+def test_without_a_terminal_progress_is_printed_in_lines(monkeypatch):
+  """Lines come at intervals, even if nothing has been reported."""
+  lines = []
+  monkeypatch.setattr(progress, "say", lines.append)
 
+  with progress.Progress(
+    "preparing x", 10, first=0.01, interval=0.02
+  ) as reported:
+    wait_until(lambda: lines)
+    reported.update(2.5, 2_000_000)
+    num_lines = len(lines)
+    wait_until(lambda: len(lines) > num_lines + 2)
 
-def test_progress_is_lines_where_there_is_no_terminal():
-  """The first one comes soon, and the next ones come also while nothing is reported."""
-  said = []
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(progress, "say", said.append)
-    with progress.Progress(
-      "preparing x", 10, first=0.01, interval=0.02
-    ) as shown:
-      wait_for(lambda: said)
-      shown.update(2.5, 2_000_000)
-      before = len(said)
-      wait_for(lambda: len(said) > before + 2)
-  # Speed and time left are unknown until something is done.
-  assert said[0] == "preparing x: 0.0%, 0:00:00 so far"
+  # The speed and the time left are unknown before the first update.
+  assert lines[0] == "preparing x: 0.0%, 0:00:00 so far"
   assert re.fullmatch(
     r"preparing x: 25\.0%, 2M tokens, \d+(\.\d+)?[MG] tokens/s, 0:00:0\d left",
-    said[-1],
+    lines[-1],
   )
 
 
 def test_progress_counts_days(monkeypatch):
   clock = iter([0.0, 100_000.0, 100_000.0])
   monkeypatch.setattr(progress.time, "monotonic", clock.__next__)
-  shown = progress.Progress("preparing x", 10)
-  shown.update(5, 1000)
-  assert shown.line() == (
+
+  reported = progress.Progress("preparing x", 10)
+  reported.update(5, 1000)
+
+  assert reported.line() == (
     "preparing x: 50.0%, 1K tokens, 0.01 tokens/s, 1 day, 3:46:40 left"
   )
 
 
-def wait_for(condition):
-  deadline = time.monotonic() + 60
-  while not condition():
-    assert time.monotonic() < deadline
-    time.sleep(0.005)
-
-
-@pytest.mark.parametrize("workers", [1, *full([2])])
+@pytest.mark.parametrize("num_workers", [1, *full([2])])
 def test_progress_moves_within_a_compressed_file(
-  tmp_path, monkeypatch, workers
+  tmp_path, monkeypatch, num_workers
 ):
-  """A file is one part, which a few percent at a time add up to."""
-  updates = []
+  """A compressed file is a single part, of which a few percent are reported."""
+  reported_parts = []
   monkeypatch.setattr(
     progress.Progress,
     "update",
-    lambda self, parts, tokens: updates.append(parts),
+    lambda self, parts, tokens: reported_parts.append(parts),
   )
-  monkeypatch.setattr(
-    gzip, "READ_BUFFER_SIZE", 8192, raising=False
-  )  # newer Pythons read 128 KiB at a time: all of these small files
+  # Newer versions of Python read 128 KiB at a time, all of these small files.
+  monkeypatch.setattr(gzip, "READ_BUFFER_SIZE", 8192, raising=False)
   rng = np.random.default_rng(0)
   for index in range(2):
-    lines = [
-      json.dumps({"text": rng.bytes(400).hex()}) + "\n" for _ in range(200)
-    ]
-    (tmp_path / f"{index}.jsonl.gz").write_bytes(
-      gzip.compress("".join(lines).encode())
-    )
-  prepared.prepare(
-    DataConfig(
-      source=f"jsonl:{tmp_path}/*.gz", length=64, validation_fraction=0.0
-    ),
-    workers,
+    lines = []
+    for _ in range(200):
+      lines.append(json.dumps({"text": rng.bytes(400).hex()}) + "\n")
+    compressed = gzip.compress("".join(lines).encode())
+    (tmp_path / f"{index}.jsonl.gz").write_bytes(compressed)
+  config = DataConfig(
+    source=f"jsonl:{tmp_path}/*.gz", length=64, validation_fraction=0.0
   )
-  assert updates == sorted(updates) and max(updates) == pytest.approx(
-    4
-  )  # two parts, for either split
-  assert workers > 1 or len([parts for parts in updates if 0 < parts < 1]) > 10
+
+  prepared.prepare(config, num_workers)
+
+  assert reported_parts == sorted(reported_parts)
+  # Each of the two splits reads both files.
+  assert max(reported_parts) == pytest.approx(4)
+  # Workers report twice a second, which is too seldom for these files.
+  if num_workers == 1:
+    within_first_file = [parts for parts in reported_parts if 0 < parts < 1]
+    assert len(within_first_file) > 10

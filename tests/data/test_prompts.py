@@ -506,7 +506,7 @@ def test_prompts_that_all_fill_a_row(make_example_config, monkeypatch):
     UserError, match="empty: no document to train on.*prompts"
   ):
     prepared.prepare(config.data, 1)
-  monkeypatch.setattr(packing.ExampleCounts, "_MAX_SKIPPED_IN_A_ROW", 200)
+  monkeypatch.setattr(packing.ExampleCounts, "MAX_SKIPPED_IN_A_ROW", 200)
   config = make_example_config(length=8, mode="streamed")
   batches = pipeline.training_batches(config)
   message = (

@@ -45,7 +45,7 @@ class Trouble:
 def make_reader(monkeypatch):
   """Reader over 0, 1, 2, … with trouble at an element."""
   reader.let_grain_read_flags()
-  monkeypatch.setattr(reader, "_GRACE_SECONDS", 0.5)
+  monkeypatch.setattr(reader, "GRACE_SECONDS", 0.5)
   readers = []
 
   def make(how, num_workers, at=4, timeout=1.0):
@@ -154,7 +154,7 @@ def test_lack_of_memory_is_one_line(error):
 def test_threads_that_do_not_start_are_found_out(monkeypatch, limited):
   """ArrayRecord's reader waits for ever for threads that the address space has no room for. Anything else it reports itself."""
   address_space.check_array_record("/nowhere")
-  monkeypatch.setattr(address_space, "_START_TIMEOUT_SECONDS", 0.1)
+  monkeypatch.setattr(address_space, "START_TIMEOUT_SECONDS", 0.1)
   monkeypatch.setattr(address_space, "_open", lambda path, opened: None)
   with pytest.raises(
     UserError,

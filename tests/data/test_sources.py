@@ -1,15 +1,20 @@
-"""Every kind of source gives its documents, and every bad one an error of one line."""
+"""Sources yield their documents, and bad sources give errors of one line."""
 
 import dataclasses
 import glob
 import gzip
 import json
 import os
+import pathlib
 import random
 import shutil
+from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
+from array_record.python import array_record_module
 
 from diffjax.config import DataConfig, UserError
 from diffjax.data import (
@@ -18,459 +23,788 @@ from diffjax.data import (
   local_glob,
   parquet,
   sources,
-  tfds_source,
 )
+from diffjax.data.document import Document
 
+# Training has all documents.
 ALL = DataConfig(validation_fraction=0.0)
+ROW_GROUP_SIZE = 70
 
 
-def read(spec, split="train", config=ALL):
-  source = sources.documents(spec, split, config)
-  return [document for part in source.parts for document in source.read(part)]
+def read(spec, split="train", config=ALL) -> list[Document]:
+  """Returns the documents of a split."""
+  return read_parts(sources.documents(spec, split, config))
 
 
-def read_texts(*args, **kwargs):
-  return [document.text for document in read(*args, **kwargs)]
+def read_parts(source) -> list[Document]:
+  """Returns the documents of all parts of an open source."""
+  documents = []
+  for part in source.parts:
+    documents.extend(source.read(part))
+  return documents
 
 
-@pytest.fixture(scope="session")
-def tfds_dir(tmp_path_factory, texts):
-  """A TFDS data_dir with dataset "mine", of which "split/1.0.0" and "split/1.1.0" have a validation split and "single" has none."""
-  import tensorflow_datasets as tfds
-
-  root = tmp_path_factory.mktemp("tfds")
-
-  def build(name, config, version, splits, file_format="array_record"):
-    class Builder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
-      VERSION = tfds.core.Version(version)
-      BUILDER_CONFIGS = [tfds.core.BuilderConfig(name=config)]
-      code_path = None
-
-      def _info(self):
-        features = tfds.features.FeaturesDict(
-          {
-            "text": tfds.features.Text(),
-            "number": tfds.features.Scalar(np.int64),
-          }
-        )
-        return tfds.core.DatasetInfo(builder=self, features=features)
-
-      def _split_generators(self, dl_manager):
-        return {split: self._generate_examples(split) for split in splits}
-
-      def _generate_examples(self, split):
-        for index, text in enumerate(splits[split]):
-          yield index, {"text": text, "number": index}
-
-    Builder.name = name
-    Builder(data_dir=root, file_format=file_format).download_and_prepare()
-
-  build("mine", "split", "1.0.0", {"train": ["old"], "validation": ["old"]})
-  build(
-    "mine",
-    "split",
-    "1.1.0",
-    {"train": texts, "validation": ["only for validation"]},
-  )
-  build("mine", "single", "1.0.0", {"train": texts})
-  return root
+def read_texts(spec, split="train", config=ALL) -> list[str]:
+  """Returns the texts of the documents of a split."""
+  return [document.text for document in read(spec, split, config)]
 
 
-def write(path, texts, field="text"):
-  lines = "".join(
-    json.dumps({field: text, "id": index}) + "\n"
-    for index, text in enumerate(texts)
-  ).encode()
+def write(path, texts, field="text") -> str:
+  """Writes records with texts to a file, in the format of its extension.
+
+  Args:
+    path: the file. Its name ends with .jsonl, .jsonl.gz, .jsonl.zst, .parquet,
+      or .txt for a text file that contains JSONL.
+    texts: the texts of the records. A second field, "id", counts the records.
+    field: the name of the texts' field.
+
+  Returns:
+    The source that reads the file.
+  """
+  if path.suffix == ".parquet":
+    table = pyarrow.table({field: texts, "id": range(len(texts))})
+    pyarrow.parquet.write_table(table, path, row_group_size=ROW_GROUP_SIZE)
+    return f"parquet:{path}"
+  lines = bytearray()
+  for index, text in enumerate(texts):
+    record = json.dumps({field: text, "id": index})
+    lines += f"{record}\n".encode()
+  if path.suffix == ".txt":
+    path.write_bytes(lines)
+    return f"text:{path}"
   if path.suffix == ".gz":
     path.write_bytes(gzip.compress(lines))
   elif path.suffix == ".zst":
-    import pyarrow
-
-    # Two frames, as in a file that lines were appended to.
-    half = lines.index(b"\n", len(lines) // 2) + 1
-    first = pyarrow.compress(lines[:half], codec="zstd", asbytes=True)
-    second = pyarrow.compress(lines[half:], codec="zstd", asbytes=True)
-    path.write_bytes(first + second)
-  elif path.suffix == ".parquet":
-    import pyarrow
-    import pyarrow.parquet
-
-    pyarrow.parquet.write_table(
-      pyarrow.table({field: texts, "id": range(len(texts))}),
-      path,
-      row_group_size=70,
-    )
+    path.write_bytes(compress_in_two_frames(lines))
   else:
     path.write_bytes(lines)
+  return f"jsonl:{path}"
+
+
+def compress_in_two_frames(lines) -> bytes:
+  """Returns the content of a .zst file that lines were appended to."""
+  middle = lines.index(b"\n", len(lines) // 2) + 1
+  first = pyarrow.compress(bytes(lines[:middle]), codec="zstd", asbytes=True)
+  second = pyarrow.compress(bytes(lines[middle:]), codec="zstd", asbytes=True)
+  return first + second
+
+
+def build_dataset(root, name, version, texts_by_split):
+  """Writes a TFDS dataset "mine" with texts and numbers.
+
+  Args:
+    root: the data_dir.
+    name: the name of the dataset's config.
+    version: the version, such as "1.0.0".
+    texts_by_split: the texts of each split.
+  """
+  import tensorflow_datasets as tfds
+
+  class Builder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+    VERSION = tfds.core.Version(version)
+    BUILDER_CONFIGS = [tfds.core.BuilderConfig(name=name)]
+    code_path = None
+
+    def _info(self) -> Any:
+      features = tfds.features.FeaturesDict(
+        {
+          "text": tfds.features.Text(),
+          "number": tfds.features.Scalar(np.int64),
+        }
+      )
+      return tfds.core.DatasetInfo(builder=self, features=features)
+
+    def _split_generators(self, dl_manager) -> dict[str, Any]:
+      generators = {}
+      for split in texts_by_split:
+        generators[split] = self._generate_examples(split)
+      return generators
+
+    def _generate_examples(self, split) -> Any:
+      for index, text in enumerate(texts_by_split[split]):
+        yield index, {"text": text, "number": index}
+
+  Builder.name = "mine"
+  builder = Builder(data_dir=root, file_format="array_record")
+  builder.download_and_prepare()
+
+
+@pytest.fixture(scope="session")
+def tfds_dir(tmp_path_factory, texts) -> pathlib.Path:
+  """Returns a TFDS data_dir with the dataset "mine".
+
+  Its config "split" has two versions with training and validation splits. Its
+  config "single" has a training split only.
+  """
+  root = tmp_path_factory.mktemp("tfds")
+  build_dataset(
+    root, "split", "1.0.0", {"train": ["old"], "validation": ["old"]}
+  )
+  build_dataset(
+    root, "split", "1.1.0", {"train": texts, "validation": ["held out"]}
+  )
+  build_dataset(root, "single", "1.0.0", {"train": texts})
+  return root
+
+
+@pytest.fixture
+def tfds_config(tfds_dir) -> DataConfig:
+  """Returns a config that finds the dataset "mine"."""
+  return dataclasses.replace(ALL, data_dir=str(tfds_dir))
+
+
+@pytest.fixture
+def tfds_copy(tfds_dir, tmp_path) -> pathlib.Path:
+  """Copies the dataset "mine/single" to `tmp_path`.
+
+  Returns:
+    The directory of the version, which has one file of records.
+  """
+  directory = tmp_path / "mine" / "single" / "1.0.0"
+  shutil.copytree(tfds_dir / "mine" / "single" / "1.0.0", directory)
+  return directory
+
+
+def records_file(directory) -> pathlib.Path:
+  """Returns the only file of records of a TFDS dataset."""
+  (path,) = directory.glob("*array_record*")
   return path
+
+
+# Documents.
 
 
 @pytest.mark.parametrize(
   "name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"]
 )
-def test_record_files_give_their_documents(tmp_path, texts, name):
-  path = write(tmp_path / name, texts, field="content")
-  kind = "parquet" if name.endswith("parquet") else "jsonl"
+def test_record_files_yield_their_documents(tmp_path, texts, name):
+  source = write(tmp_path / name, texts, field="content")
   config = dataclasses.replace(ALL, text_field="content")
-  assert read_texts(f"{kind}:{path}", config=config) == texts
-  assert read_texts(f"{kind}:{tmp_path}/*", config=config) == texts
+
+  assert read_texts(source, config=config) == texts
+
+  pattern = source.replace(name, "*")
+  assert read_texts(pattern, config=config) == texts
 
 
-def test_text_files_are_documents_in_order_of_name(tmp_path, texts):
+def test_text_files_are_documents_in_the_order_of_their_names(tmp_path, texts):
+  for directory in ("0", "1"):
+    (tmp_path / directory).mkdir()
   for index, text in enumerate(texts):
-    (tmp_path / f"{index % 2}").mkdir(exist_ok=True)
-    (tmp_path / f"{index % 2}" / f"{index:04}.txt").write_bytes(text.encode())
+    path = tmp_path / f"{index % 2}" / f"{index:04}.txt"
+    path.write_bytes(text.encode())
+
   assert read_texts(f"text:{tmp_path}/**/*.txt") == texts[::2] + texts[1::2]
 
 
-def test_ranges_of_a_large_jsonl_meet_at_lines(tmp_path, texts, monkeypatch):
-  path = write(tmp_path / "a.jsonl", texts)
-  for size in (97, 1000, 7919):
-    monkeypatch.setattr(jsonl_source, "_PART_BYTES", size)
-    assert len(sources.documents(f"jsonl:{path}", "train", ALL).parts) > 5
-    assert read_texts(f"jsonl:{path}") == texts
-
-
-def test_tfds_by_name_and_data_dir(tfds_dir, texts):
-  config = dataclasses.replace(ALL, data_dir=str(tfds_dir))
-  assert sorted(read_texts("tfds:mine/split", config=config)) == sorted(
-    texts
-  )  # the newest version
-  assert read_texts("tfds:mine/split", "validation", config) == [
-    "only for validation"
-  ]
-  assert read_texts("tfds:mine/split:1.0.0", config=config) == ["old"]
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "tfds"])
-def test_held_out_documents_never_leak(kind, jsonl, texts, tfds_dir):
-  with jsonl.open(
-    "a"
-  ) as file:  # every document a second time: copies must stay together
-    file.write(jsonl.read_text())
-  spec = {"jsonl": f"jsonl:{jsonl}", "tfds": "tfds:mine/single"}[kind]
-  config = DataConfig(validation_fraction=0.2, data_dir=str(tfds_dir))
-  train, validation = (
-    read_texts(spec, "train", config),
-    read_texts(spec, "validation", config),
-  )
-  copies = 2 if kind == "jsonl" else 1
-  assert sorted(train + validation) == sorted(texts * copies)
-  assert not set(train) & set(validation)
-  assert 0.1 < len(validation) / len(texts) / copies < 0.3
-  assert read_texts(spec, "validation", config) == validation
-
-
-def test_validation_source_leaves_both_sides_whole(jsonl, tmp_path, texts):
-  other = write(tmp_path / "other.jsonl", ["held out"])
-  config = DataConfig(
-    validation_fraction=0.2, validation_source=f"jsonl:{other}"
-  )
-  assert read_texts(f"jsonl:{jsonl}", "train", config) == texts
-  assert read_texts(f"jsonl:{other}", "validation", config) == ["held out"]
-
-
-def test_what_is_not_utf8_is_replaced_and_marked(tmp_path):
-  (tmp_path / "a.txt").write_bytes(b"caf\xe9 au lait")
-  assert read(f"text:{tmp_path}/a.txt") == [("caf� au lait", True, None)]
-  (tmp_path / "a.jsonl").write_bytes(
-    b'{"text": "caf\xe9"}\n{"text": "half \\ud83d of one"}\n{"text": "\\ud83d\\ude00"}\n'
-  )
-  assert read(f"jsonl:{tmp_path}/a.jsonl") == [
-    ("caf�", True, None),
-    ("half ��� of one", True, None),
-    ("😀", False, None),
-  ]
-
-
-def test_byte_order_marks_are_not_text(tmp_path):
-  """Some editors begin a file with one; joined files have them at other lines too."""
-  mark = "\ufeff".encode()
-  (tmp_path / "a.txt").write_bytes(mark + "café\ufeff".encode())
-  assert read_texts(f"text:{tmp_path}/a.txt") == ["café\ufeff"]
-  lines = mark + b'{"text": "one"}\n' + mark + b'{"text": "two"}\n' + mark
-  (tmp_path / "a.jsonl").write_bytes(lines)
-  (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines))
-  assert read_texts(f"jsonl:{tmp_path}/*.jsonl*") == ["one", "two"] * 2
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst"])
-def test_a_line_that_would_fill_the_memory_is_refused(
-  tmp_path, monkeypatch, name
+@pytest.mark.parametrize("part_bytes", [97, 1000, 7919])
+def test_parts_of_a_jsonl_file_have_every_line_once(
+  tmp_path, texts, monkeypatch, part_bytes
 ):
-  """A small compressed file may hold one of any length: no more of it is read than a document may have."""
-  monkeypatch.setattr(jsonl_source, "_MAX_LINE_BYTES", 100)
-  texts = [
-    "x" * 70,
-    "short",
-    "x" * 80,
-  ]  # with its field, the last one is too long
-  path = write(tmp_path / name, texts)
-  with pytest.raises(
-    UserError, match=f"{name}:3: the line is longer than .* MiB.*split it"
-  ) as caught:
-    read(f"jsonl:{path}")
-  assert "\n" not in str(caught.value)
-  assert read_texts(f"jsonl:{write(path, texts[:2])}") == texts[:2]
+  monkeypatch.setattr(jsonl_source, "PART_BYTES", part_bytes)
+  source = write(tmp_path / "a.jsonl", texts)
+
+  assert len(sources.documents(source, "train", ALL).parts) > 5
+  assert read_texts(source) == texts
 
 
-@pytest.mark.parametrize(
-  "name", ["a.txt", "a.jsonl", "a.jsonl.gz", "a.parquet", "tfds"]
-)
-def test_reading_says_how_far_it_is(tmp_path, tfds_dir, name, monkeypatch):
-  monkeypatch.setattr(jsonl_source, "_PART_BYTES", 35_000)
-  monkeypatch.setattr(
-    gzip, "READ_BUFFER_SIZE", 8192, raising=False
-  )  # newer Pythons read 128 KiB at a time: all of this small file
-  rng = np.random.default_rng(0)
-  texts = [rng.bytes(500).hex() for _ in range(100)]
-  for index, text in enumerate(texts):
-    (tmp_path / f"{index:02}.txt").write_text(text)
-  spec = {"a.txt": f"text:{tmp_path}/*.txt", "tfds": "tfds:mine/single"}.get(
-    name
+def test_a_line_that_begins_where_a_part_ends_is_read_once(
+  tmp_path, monkeypatch
+):
+  line = '{"text": "a"}\n'
+  (tmp_path / "a.jsonl").write_text(line * 10)
+  monkeypatch.setattr(jsonl_source, "PART_BYTES", 2 * len(line))
+
+  assert read_texts(f"jsonl:{tmp_path}/a.jsonl") == ["a"] * 10
+
+
+def test_a_tfds_dataset_is_read_in_its_newest_version(tfds_config, texts):
+  assert sorted(read_texts("tfds:mine/split", config=tfds_config)) == sorted(
+    texts
   )
-  spec = (
-    spec
-    or f"{'parquet' if name == 'a.parquet' else 'jsonl'}:{write(tmp_path / name, texts)}"
+
+
+def test_a_tfds_dataset_can_be_read_in_another_version(tfds_config):
+  assert read_texts("tfds:mine/split:1.0.0", config=tfds_config) == ["old"]
+
+
+def test_a_tfds_dataset_has_its_own_validation_split(tfds_config):
+  validation = read_texts("tfds:mine/split", "validation", tfds_config)
+
+  assert validation == ["held out"]
+
+
+def check_documents_are_held_out(source, config, texts):
+  """Checks that a fifth of the texts is for validation alone."""
+  train = read_texts(source, "train", config)
+  validation = read_texts(source, "validation", config)
+
+  assert sorted(train + validation) == sorted(texts)
+  assert set(train).isdisjoint(validation)
+  assert 0.1 < len(validation) / len(texts) < 0.3
+  # The choice is the same each time.
+  assert read_texts(source, "validation", config) == validation
+
+
+def test_copies_of_a_document_are_held_out_together(tmp_path, texts):
+  source = write(tmp_path / "a.jsonl", texts * 2)
+  config = DataConfig(validation_fraction=0.2)
+
+  check_documents_are_held_out(source, config, texts * 2)
+
+
+def test_documents_of_a_tfds_dataset_without_validation_are_held_out(
+  tfds_config, texts
+):
+  config = dataclasses.replace(tfds_config, validation_fraction=0.2)
+
+  check_documents_are_held_out("tfds:mine/single", config, texts)
+
+
+def test_with_a_validation_source_no_document_is_held_out(tmp_path, texts):
+  source = write(tmp_path / "a.jsonl", texts)
+  validation_source = write(tmp_path / "b.jsonl", ["held out"])
+  config = DataConfig(
+    validation_fraction=0.2, validation_source=validation_source
   )
-  source = sources.documents(
-    spec, "train", dataclasses.replace(ALL, data_dir=str(tfds_dir))
-  )
-  for part in source.parts:
-    shares = []
-    assert list(source.read(part, shares.append))
-    assert (
-      shares == sorted(shares)
-      and 0 < shares[0]
-      and shares[-1] == pytest.approx(1, abs=0.01)
-    )
-    assert (
-      len(set(shares)) > len(shares) / 20 and shares[0] < 0.5
-    )  # gzip reads ahead, by a few kilobytes
+
+  assert read_texts(source, "train", config) == texts
+  assert read_texts(validation_source, "validation", config) == ["held out"]
 
 
 def test_documents_without_text_are_skipped(tmp_path):
   (tmp_path / "a.jsonl").write_text(
     '{"text": "one"}\n\n{"text": ""}\n{"text": null}\n{"text": "two"}'
   )
+
   assert read_texts(f"jsonl:{tmp_path}/a.jsonl") == ["one", "two"]
 
 
-def test_mixtures():
-  assert sources.parse_mixture("stdlib") == [("stdlib", 1.0)]
-  assert sources.parse_mixture("stdlib=3, jsonl:/a=b/*.jsonl=1") == [
-    ("stdlib", 0.75),
-    ("jsonl:/a=b/*.jsonl", 0.25),
+def test_invalid_utf8_of_a_text_file_is_replaced_and_marked(tmp_path):
+  (tmp_path / "a.txt").write_bytes(b"caf\xe9 au lait")
+
+  documents = read(f"text:{tmp_path}/a.txt")
+
+  assert documents == [("caf\ufffd au lait", True, None)]
+
+
+def test_invalid_utf8_and_half_surrogates_of_jsonl_are_replaced_and_marked(
+  tmp_path,
+):
+  (tmp_path / "a.jsonl").write_bytes(
+    b'{"text": "caf\xe9"}\n'
+    b'{"text": "half \\ud83d of one"}\n'
+    b'{"text": "\\ud83d\\ude00"}\n'
+  )
+
+  documents = read(f"jsonl:{tmp_path}/a.jsonl")
+
+  assert documents == [
+    ("caf\ufffd", True, None),
+    ("half \ufffd\ufffd\ufffd of one", True, None),
+    ("😀", False, None),
   ]
-  assert sources.parse_mixture("text:/a=b/c.txt") == [("text:/a=b/c.txt", 1.0)]
+
+
+def test_invalid_utf8_of_parquet_is_replaced_and_marked(tmp_path):
+  path = tmp_path / "a.parquet"
+  source = write(path, ["caf? au lait", "tea"])
+  path.write_bytes(path.read_bytes().replace(b"caf?", b"caf\xe9"))
+
+  documents = read(source)
+
+  assert documents == [("caf\ufffd au lait", True, None), ("tea", False, None)]
+
+
+def test_a_byte_order_mark_at_the_start_is_not_text(tmp_path):
+  (tmp_path / "a.txt").write_text("\ufeffcafé\ufeff")
+
+  assert read_texts(f"text:{tmp_path}/a.txt") == ["café\ufeff"]
+
+
+def test_byte_order_marks_of_lines_are_not_text(tmp_path):
+  """Files that were joined have marks in the middle."""
+  mark = "\ufeff".encode()
+  lines = mark + b'{"text": "one"}\n' + mark + b'{"text": "two"}\n' + mark
+  (tmp_path / "a.jsonl").write_bytes(lines)
+  (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines))
+
+  texts = read_texts(f"jsonl:{tmp_path}/*.jsonl*")
+
+  assert texts == ["one", "two", "one", "two"]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst"])
+def test_a_line_that_would_fill_the_memory_is_refused(
+  tmp_path, monkeypatch, name
+):
+  """A small compressed file can have a long line, so reading must stop."""
+  monkeypatch.setattr(jsonl_source, "MAX_LINE_BYTES", 100)
+  # With the names of the fields, the last line has more than 100 bytes.
+  texts = ["x" * 70, "short", "x" * 80]
+  source = write(tmp_path / name, texts)
+
+  message = f"{name}:3: the line is longer than .* MiB.*split it"
+  with pytest.raises(UserError, match=message) as caught:
+    read(source)
+  assert "\n" not in str(caught.value)
+
+  assert read_texts(write(tmp_path / name, texts[:2])) == texts[:2]
+
+
+# The fraction of a part that has been read.
+
+
+def check_fractions_are_reported(source):
+  """Checks that reading each part reports rising fractions up to one."""
+  for part in source.parts:
+    fractions = []
+    assert list(source.read(part, fractions.append))
+
+    assert fractions == sorted(fractions)
+    assert 0 < fractions[0] < 0.5
+    assert fractions[-1] == pytest.approx(1, abs=0.01)
+    # gzip reads some kilobytes ahead, so some fractions are equal.
+    assert len(set(fractions)) > len(fractions) / 20
+
+
+def random_texts() -> list[str]:
+  """Returns 100 texts of 1,000 characters."""
+  rng = np.random.default_rng(0)
+  return [rng.bytes(500).hex() for _ in range(100)]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet"])
+def test_reading_records_reports_fractions(tmp_path, monkeypatch, name):
+  monkeypatch.setattr(jsonl_source, "PART_BYTES", 35_000)
+  # Newer versions of Python read 128 KiB at a time, all of this small file.
+  monkeypatch.setattr(gzip, "READ_BUFFER_SIZE", 8192, raising=False)
+  spec = write(tmp_path / name, random_texts())
+
+  check_fractions_are_reported(sources.documents(spec, "train", ALL))
+
+
+def test_reading_text_files_reports_fractions(tmp_path):
+  for index, text in enumerate(random_texts()):
+    (tmp_path / f"{index:02}.txt").write_text(text)
+  spec = f"text:{tmp_path}/*.txt"
+
+  check_fractions_are_reported(sources.documents(spec, "train", ALL))
+
+
+def test_reading_a_tfds_dataset_reports_fractions(tfds_config):
+  source = sources.documents("tfds:mine/single", "train", tfds_config)
+
+  check_fractions_are_reported(source)
+
+
+# Mixtures.
+
+
+@pytest.mark.parametrize(
+  ("spec", "expected"),
+  [
+    pytest.param("stdlib", [("stdlib", 1.0)], id="one source"),
+    pytest.param(
+      "stdlib=3, jsonl:/a=b/*.jsonl=1",
+      [("stdlib", 0.75), ("jsonl:/a=b/*.jsonl", 0.25)],
+      id="weights",
+    ),
+    pytest.param(
+      "text:/a=b/c.txt", [("text:/a=b/c.txt", 1.0)], id="equals sign in a path"
+    ),
+  ],
+)
+def test_a_mixture_is_a_list_of_sources_with_weights(spec, expected):
+  assert sources.parse_mixture(spec) == expected
 
 
 @pytest.mark.parametrize(
   ("spec", "message"),
   [
-    (
+    pytest.param(
       "csv:data.csv",
-      "'csv:data.csv' is not a source; the kinds are stdlib, tfds:NAME, text:GLOB",
+      "'csv:data.csv' is not a source;"
+      " the kinds are stdlib, tfds:NAME, text:GLOB",
+      id="unknown kind",
     ),
-    ("", "is not a source"),
-    ("text:", "is not a source"),
-    (
+    pytest.param("", "is not a source", id="empty"),
+    pytest.param("text:", "is not a source", id="no path"),
+    pytest.param(
       "stdlib,text:a",
       "every source of a mixture needs a weight.*'stdlib' has none",
+      id="no weights",
     ),
-    ("stdlib=a,text:a=1", "'stdlib=a' has none"),
-    (
+    pytest.param("stdlib=a,text:a=1", "'stdlib=a' has none", id="no number"),
+    pytest.param(
       "stdlib=0,text:a=1",
       "weight of 'stdlib' must be a positive number; got 0",
+      id="zero",
     ),
-    ("stdlib=-1,text:a=1", "positive number; got -1"),
-    ("stdlib=nan,text:a=1", "positive number; got nan"),
-    ("stdlib=1,stdlib=1", "twice"),
+    pytest.param(
+      "stdlib=-1,text:a=1", "positive number; got -1", id="negative"
+    ),
+    pytest.param("stdlib=nan,text:a=1", "positive number; got nan", id="nan"),
+    pytest.param("stdlib=1,stdlib=1", "twice", id="repeated"),
   ],
 )
-def test_bad_specs(spec, message):
+def test_a_bad_mixture_is_an_error_of_one_line(spec, message):
   with pytest.raises(UserError, match=message) as caught:
     sources.parse_mixture(spec)
-  assert "config.data.source" in str(caught.value) and "\n" not in str(
-    caught.value
+
+  assert "config.data.source" in str(caught.value)
+  assert "\n" not in str(caught.value)
+
+
+# TFDS datasets.
+
+
+def test_the_fingerprint_of_a_dataset_does_not_depend_on_its_directory(
+  tfds_config, tfds_copy, tmp_path
+):
+  copy_config = dataclasses.replace(ALL, data_dir=str(tmp_path))
+  source = sources.documents("tfds:mine/single", "train", tfds_config)
+  copy = sources.documents("tfds:mine/single", "train", copy_config)
+  other = sources.documents("tfds:mine/split:1.0.0", "train", tfds_config)
+
+  assert copy.fingerprint() == source.fingerprint()
+  assert other.fingerprint() != source.fingerprint()
+
+
+def test_a_missing_dataset_is_an_error_that_lists_the_datasets(tfds_config):
+  message = (
+    r"'tfds:c4/en': no such dataset in .*data_dir"
+    r".*it holds mine/single, mine/split"
   )
+  with pytest.raises(UserError, match=message):
+    read("tfds:c4/en", config=tfds_config)
 
 
-def test_a_dataset_has_one_fingerprint_wherever_it_lies(tfds_dir, tmp_path):
-  def fingerprint(root, name="mine/single"):
-    return sources.documents(
-      f"tfds:{name}", "train", dataclasses.replace(ALL, data_dir=str(root))
-    ).fingerprint()
-
-  shutil.copytree(tfds_dir, tmp_path / "copy")
-  assert fingerprint(tmp_path / "copy") == fingerprint(tfds_dir)
-  assert fingerprint(tfds_dir, "mine/split:1.0.0") != fingerprint(tfds_dir)
-
-
-def test_missing_dataset_lists_what_is_there(tfds_dir):
-  config = dataclasses.replace(ALL, data_dir=str(tfds_dir))
-  with pytest.raises(
-    UserError,
-    match=r"'tfds:c4/en': no such dataset in .*data_dir.*it holds mine/single, mine/split",
-  ):
-    read("tfds:c4/en", config=config)
+def test_a_missing_version_is_an_error_that_lists_the_versions(tfds_config):
   with pytest.raises(UserError, match="has the versions 1.0.0, 1.1.0"):
-    read("tfds:mine/split:9.9.9", config=config)
+    read("tfds:mine/split:9.9.9", config=tfds_config)
 
 
-def test_empty_data_dir_says_so(tmp_path):
+def test_an_empty_data_dir_is_an_error(tmp_path):
+  config = dataclasses.replace(ALL, data_dir=str(tmp_path / "none"))
+
   with pytest.raises(UserError, match="it holds no datasets"):
-    read(
-      "tfds:c4/en",
-      config=dataclasses.replace(ALL, data_dir=str(tmp_path / "none")),
-    )
+    read("tfds:c4/en", config=config)
 
 
-def test_dataset_without_text_lists_its_features(tfds_dir):
-  features = r"number \(Scalar\), text \(Text\)"
-  for field in ("content", "number"):
-    with pytest.raises(
-      UserError,
-      match=rf"text_field = '{field}' is not text.*features are {features}$",
-    ):
-      read(
-        "tfds:mine/single",
-        config=dataclasses.replace(
-          ALL, data_dir=str(tfds_dir), text_field=field
-        ),
-      )
+@pytest.mark.parametrize("field", ["content", "number"])
+def test_a_dataset_without_the_text_field_lists_its_features(
+  tfds_config, field
+):
+  config = dataclasses.replace(tfds_config, text_field=field)
 
-
-def test_dataset_in_another_format_names_the_remedy(tfds_dir, tmp_path):
-  copy = tmp_path / "mine" / "single" / "1.0.0"
-  shutil.copytree(tfds_dir / "mine" / "single" / "1.0.0", copy)
-  info = json.loads((copy / "dataset_info.json").read_text())
-  (copy / "dataset_info.json").write_text(
-    json.dumps({**info, "fileFormat": "tfrecord"})
+  message = (
+    rf"text_field = '{field}' is not text"
+    r".*features are number \(Scalar\), text \(Text\)$"
   )
-  for path in copy.glob("*array_record*"):
-    path.rename(copy / path.name.replace("array_record", "tfrecord"))
+  with pytest.raises(UserError, match=message):
+    read("tfds:mine/single", config=config)
+
+
+def test_a_dataset_in_another_format_is_an_error_that_names_the_conversion(
+  tfds_copy, tmp_path
+):
+  info_path = tfds_copy / "dataset_info.json"
+  info = json.loads(info_path.read_text())
+  info["fileFormat"] = "tfrecord"
+  info_path.write_text(json.dumps(info))
+  path = records_file(tfds_copy)
+  path.rename(tfds_copy / path.name.replace("array_record", "tfrecord"))
+  config = dataclasses.replace(ALL, data_dir=str(tmp_path))
+
   with pytest.raises(
     UserError, match="not stored as ArrayRecord.*tfds convert_format"
   ):
-    read(
-      "tfds:mine/single",
-      config=dataclasses.replace(ALL, data_dir=str(tmp_path)),
-    )
+    read("tfds:mine/single", config=config)
+
+
+def test_a_dangling_link_to_a_newer_version_is_an_error(tfds_copy, tmp_path):
+  """The older version would be read instead."""
+  config = dataclasses.replace(ALL, data_dir=str(tmp_path))
+  sources.documents("tfds:mine/single", "train", config)
+
+  (tfds_copy.parent / "1.1.0").symlink_to("gone")
+
+  with pytest.raises(UserError, match="1.1.0: a link to 'gone'"):
+    sources.documents("tfds:mine/single", "train", config)
+
+
+def test_a_dataset_that_was_built_again_has_another_identity(
+  tfds_copy, tmp_path
+):
+  """The names of the files and the number of records stay the same."""
+  config = dataclasses.replace(ALL, data_dir=str(tmp_path))
+  before = sources.documents("tfds:mine/single", "train", config).identity
+  first_text = read_texts("tfds:mine/single", config=config)[0]
+
+  path = str(records_file(tfds_copy))
+  reader = array_record_module.ArrayRecordReader(path)
+  records = reader.read_all()
+  reader.close()
+  writer = array_record_module.ArrayRecordWriter(path, "group_size:1")
+  for record in records:
+    writer.write(record.replace(b"document", b"Document"))
+  writer.close()
+
+  after = sources.documents("tfds:mine/single", "train", config).identity
+  assert after != before
+  # The file is opened again.
+  changed_text = first_text.replace("document", "Document")
+  assert read_texts("tfds:mine/single", config=config)[0] == changed_text
+
+
+# Files that are missing, empty or damaged.
 
 
 @pytest.mark.parametrize("kind", ["text", "jsonl", "parquet"])
-def test_files_that_are_missing_empty_or_damaged(kind, tmp_path):
+def test_a_pattern_without_files_is_an_error(kind, tmp_path):
   with pytest.raises(UserError, match=rf"no file matches '{tmp_path}/\*.none'"):
     read(f"{kind}:{tmp_path}/*.none")
+
+
+@pytest.mark.parametrize("kind", ["text", "jsonl", "parquet"])
+def test_empty_files_are_an_error(kind, tmp_path):
   (tmp_path / "empty").write_bytes(b"")
+
   with pytest.raises(UserError, match="empty: the 1 files"):
     read(f"{kind}:{tmp_path}/empty")
 
 
-def test_damaged_files_are_named(tmp_path, texts):
-  for name in ("a.jsonl.gz", "a.jsonl.zst", "a.parquet"):
-    path = write(tmp_path / name, texts)
-    path.write_bytes(path.read_bytes()[:-40])
-    with pytest.raises(UserError, match=name):
-      read(f"{'parquet' if name.endswith('parquet') else 'jsonl'}:{path}")
+def test_parquet_without_rows_is_an_error(tmp_path):
+  source = write(tmp_path / "a.parquet", [])
+
+  with pytest.raises(UserError, match="empty"):
+    read(source)
 
 
-def damages(data, rng):
-  """A file with a flipped bit, cut short, with random bytes in its middle, and of random bytes alone."""
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
+def test_a_file_that_was_cut_short_is_named(tmp_path, texts, name):
+  path = tmp_path / name
+  source = write(path, texts)
+  path.write_bytes(path.read_bytes()[:-40])
+
+  with pytest.raises(UserError, match=name):
+    read(source)
+
+
+def damaged_contents(content) -> list[bytes]:
+  """Returns versions of a file's content with all kinds of damage."""
+  rng = np.random.default_rng(0)
+  size = len(content)
+  damaged_contents = []
   for _ in range(12):
-    flipped = bytearray(data)
-    flipped[rng.integers(len(data))] ^= 1 << rng.integers(8)
-    yield bytes(flipped)
+    flipped_bit = bytearray(content)
+    flipped_bit[rng.integers(size)] ^= 1 << rng.integers(8)
+    damaged_contents.append(bytes(flipped_bit))
   for _ in range(4):
-    yield data[: rng.integers(1, len(data))]
-    start = rng.integers(len(data) - 100)
-    yield data[:start] + rng.bytes(100) + data[start + 100 :]
-  yield rng.bytes(len(data))
+    cut_short = content[: rng.integers(1, size)]
+    damaged_contents.append(cut_short)
+    start = rng.integers(size - 100)
+    overwritten = content[:start] + rng.bytes(100) + content[start + 100 :]
+    damaged_contents.append(overwritten)
+  damaged_contents.append(rng.bytes(size))
+  return damaged_contents
+
+
+def check_messages_name_the_file(messages, path):
+  """Checks that each error is a line with the path of the file."""
+  for message in messages:
+    assert str(path) in message
+    assert "\n" not in message
 
 
 @pytest.mark.parametrize(
-  "name",
-  [
-    "a.txt",
-    "a.jsonl",
-    "a.jsonl.gz",
-    "a.jsonl.zst",
-    "a.parquet",
-    "array_record",
-  ],
+  "name", ["a.txt", "a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"]
 )
-def test_damage_gives_documents_or_one_line_that_names_the_file(
-  tmp_path, tfds_dir, texts, name
+def test_a_damaged_file_yields_documents_or_a_named_error(
+  tmp_path, texts, name
 ):
-  if name == "array_record":
-    shutil.copytree(
-      tfds_dir / "mine" / "single" / "1.0.0",
-      tmp_path / "mine" / "single" / "1.0.0",
-    )
-    (path,) = tmp_path.glob("mine/single/1.0.0/*array_record*")
-    spec = "tfds:mine/single"
-  else:
-    path = write(tmp_path / name, texts)
-    spec = (
-      f"{ {'txt': 'text', 'parquet': 'parquet'}.get(name[2:], 'jsonl') }:{path}"
-    )
-  config, messages = dataclasses.replace(ALL, data_dir=str(tmp_path)), []
-  for content in damages(path.read_bytes(), np.random.default_rng(0)):
+  path = tmp_path / name
+  source = write(path, texts)
+
+  messages = []
+  for content in damaged_contents(path.read_bytes()):
     path.write_bytes(content)
-    tfds_source._open_records.cache_clear()
     try:
-      read(spec, config=config)
+      read(source)
     except UserError as error:
       messages.append(str(error))
-  assert all(
-    str(path) in message and "\n" not in message for message in messages
-  ), messages
-  assert len(messages) > 4 or name == "a.txt", (
-    "bytes that are not UTF-8 are replaced; everything else has a form to break"
-  )
+
+  check_messages_name_the_file(messages, path)
+  # Any bytes are a text file. The other formats have a structure to break.
+  if name != "a.txt":
+    assert len(messages) > 4
 
 
-def test_damage_is_placed(tmp_path, tfds_dir, texts):
-  import pyarrow.parquet
+def test_a_damaged_dataset_yields_documents_or_a_named_error(
+  tfds_copy, tmp_path
+):
+  content = records_file(tfds_copy).read_bytes()
 
-  path = write(tmp_path / "a.parquet", texts)  # of 70 rows a group
-  content, column = (
-    path.read_bytes(),
-    pyarrow.parquet.ParquetFile(path).metadata.row_group(2).column(0),
-  )
-  middle = (
-    column.dictionary_page_offset or column.data_page_offset
-  ) + column.total_compressed_size // 2
-  path.write_bytes(content[:middle] + b"\xff" * 20 + content[middle + 20 :])
+  num_errors = 0
+  for index, damaged in enumerate(damaged_contents(content)):
+    # Open files are cached by their paths.
+    data_dir = tmp_path / f"copy{index}"
+    directory = data_dir / "mine" / "single" / "1.0.0"
+    shutil.copytree(tfds_copy, directory)
+    path = records_file(directory)
+    path.write_bytes(damaged)
+    config = dataclasses.replace(ALL, data_dir=str(data_dir))
+    try:
+      read("tfds:mine/single", config=config)
+    except UserError as error:
+      check_messages_name_the_file([str(error)], path)
+      num_errors += 1
+
+  assert num_errors > 4
+
+
+def test_the_error_names_the_damaged_row_group(tmp_path, texts):
+  path = tmp_path / "a.parquet"
+  source = write(path, texts)
+  metadata = pyarrow.parquet.ParquetFile(path).metadata
+  column = metadata.row_group(2).column(0)
+  first_page = column.dictionary_page_offset or column.data_page_offset
+  middle = first_page + column.total_compressed_size // 2
+
+  with path.open("r+b") as file:
+    file.seek(middle)
+    file.write(b"\xff" * 20)
+
   with pytest.raises(
     UserError, match="a.parquet: row group 2 cannot be read beyond its row 0"
   ):
-    read(f"parquet:{path}")
-  shutil.copytree(
-    tfds_dir / "mine" / "single" / "1.0.0",
-    tmp_path / "mine" / "single" / "1.0.0",
-  )
-  (path,) = tmp_path.glob("mine/single/1.0.0/*array_record*")
+    read(source)
+
+
+def test_the_error_names_the_damaged_record(tfds_copy, tmp_path):
+  path = records_file(tfds_copy)
   path.write_bytes(path.read_bytes()[:1000])
-  tfds_source._open_records.cache_clear()
+  config = dataclasses.replace(ALL, data_dir=str(tmp_path))
+
   with pytest.raises(UserError, match=f"{path}: record 0 cannot be read"):
-    read(
-      "tfds:mine/single",
-      config=dataclasses.replace(ALL, data_dir=str(tmp_path)),
-    )
+    read("tfds:mine/single", config=config)
 
 
-def test_local_globs_match_as_in_the_standard_library(tmp_path, monkeypatch):
+@pytest.mark.parametrize("part_bytes", [1 << 20, 10])
+@pytest.mark.parametrize(
+  ("line", "message"),
+  [
+    pytest.param('{"text": "x"', "a.jsonl:3: not JSON", id="not JSON"),
+    pytest.param(
+      '{"body": "x", "id": 1}',
+      "a.jsonl:3: config.data.text_field = 'text' is not text here;"
+      r" the fields are body \(str\), id \(int\)",
+      id="other fields",
+    ),
+    pytest.param('{"text": 5}', r"a.jsonl:3: .*text \(int\)", id="a number"),
+    pytest.param('["text"]', "a.jsonl:3: .*must be a JSON object", id="a list"),
+  ],
+)
+def test_a_bad_line_is_named(tmp_path, line, message, part_bytes, monkeypatch):
+  monkeypatch.setattr(jsonl_source, "PART_BYTES", part_bytes)
+  path = tmp_path / "a.jsonl"
+  path.write_text(f'{{"text": "one"}}\n{{"text": "two"}}\n{line}\n')
+
+  with pytest.raises(UserError, match=message) as caught:
+    read(f"jsonl:{path}")
+  assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("field", ["body", "id"])
+def test_parquet_without_the_text_field_lists_its_columns(tmp_path, field):
+  source = write(tmp_path / "a.parquet", ["one"])
+  config = dataclasses.replace(ALL, text_field=field)
+
+  with pytest.raises(
+    UserError, match=f"text_field = '{field}'.*columns are text.*id"
+  ):
+    read(source, config=config)
+
+
+# Files that change after they were listed.
+
+
+@pytest.mark.parametrize(
+  "name", ["a.txt", "a.jsonl", "a.jsonl.gz", "a.parquet"]
+)
+@pytest.mark.parametrize("is_directory", [False, True])
+def test_a_file_that_is_gone_is_an_error(tmp_path, texts, name, is_directory):
+  path = tmp_path / name
+  source = sources.documents(write(path, texts), "train", ALL)
+
+  path.unlink()
+  if is_directory:
+    path.mkdir()
+
+  with pytest.raises(UserError, match=str(path)):
+    read_parts(source)
+
+
+def cut_after_a_line(path):
+  """Removes about half of a file, from the start of a line on."""
+  content = path.read_bytes()
+  end = content.index(b"\n", len(content) // 2) + 1
+  path.write_bytes(content[:end])
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_a_shorter_file_of_lines_can_be_read(tmp_path, texts, name):
+  path = tmp_path / name
+  source = sources.documents(write(path, texts), "train", ALL)
+
+  cut_after_a_line(path)
+
+  assert read_parts(source)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.parquet"])
+def test_a_shorter_compressed_file_is_an_error(tmp_path, texts, name):
+  path = tmp_path / name
+  source = sources.documents(write(path, texts), "train", ALL)
+
+  cut_after_a_line(path)
+
+  with pytest.raises(UserError, match=str(path)):
+    read_parts(source)
+
+
+def test_a_parquet_file_rewritten_within_a_second_is_read_again(tmp_path):
+  """The size stays the same, but the cached footer is another one."""
+  path = tmp_path / "a.parquet"
+  source = write(path, ["aa"] * 3 + ["b"] * 3)
+  os.utime(path, ns=(10**18, 10**18))
+  assert read_texts(source) == ["aa"] * 3 + ["b"] * 3
+  size = path.stat().st_size
+  footer = parquet.read_metadata(str(path))
+
+  write(path, ["c"] * 3 + ["dd"] * 3)
+  assert path.stat().st_size == size
+  os.utime(path, ns=(10**18 + 1, 10**18 + 1))
+
+  assert parquet.read_metadata(str(path)) is not footer
+  assert read_texts(source) == ["c"] * 3 + ["dd"] * 3
+
+
+# Patterns and links.
+
+
+def test_local_patterns_match_as_in_the_standard_library(tmp_path, monkeypatch):
   rng = random.Random(0)
   for _ in range(60):
     depth = rng.randrange(4)
-    names = [rng.choice(["a", "b", ".h", "a.txt"]) for _ in range(depth)]
+    names = rng.choices(["a", "b", ".h", "a.txt"], k=depth)
     directory = tmp_path.joinpath(*names)
     directory.mkdir(parents=True, exist_ok=True)
     for name in ("1.txt", "[2].txt", ".3.txt"):
       (directory / name).write_text("text")
   monkeypatch.chdir(tmp_path)
+
   for pattern in (
     "*",
     "**",
@@ -488,222 +822,121 @@ def test_local_globs_match_as_in_the_standard_library(tmp_path, monkeypatch):
     "missing",
     f"{tmp_path}/**/b/*",
   ):
-    expected = glob.glob(pattern, recursive=True)
-    expected = {path for path in expected if os.path.isfile(path)}
+    paths = set(glob.glob(pattern, recursive=True))
+    expected = [path for path in paths if os.path.isfile(path)]
     assert local_glob.match(pattern) == sorted(expected), pattern
 
 
-def test_every_directory_is_searched_once(tmp_path):
-  """Whatever links lead to it. A link to a file counts like the file."""
+@pytest.fixture
+def tree(tmp_path) -> pathlib.Path:
+  """Writes four files into a directory and its subdirectories."""
   (tmp_path / "data/a/deep").mkdir(parents=True)
   (tmp_path / "data/b").mkdir()
+  for name in ("0", "a/1", "a/deep/2", "b/3"):
+    (tmp_path / "data" / f"{name}.txt").write_text(name)
+  return tmp_path / "data"
+
+
+@pytest.mark.parametrize("pattern", ["**/*.txt", "**", "**/**/*.txt"])
+def test_every_directory_is_searched_once(tree, tmp_path, pattern):
+  """Links to directories can form cycles."""
+  (tree / "self").symlink_to(".")
+  # This name is sorted before the directory itself, "a".
+  (tree / "0_first").symlink_to("a")
+  (tree / "a/up").symlink_to("../b")
+  (tree / "b/up").symlink_to("../a")
+  (tree / "a/deep/root").symlink_to(tree)
   (tmp_path / "elsewhere").mkdir()
-  for name in (
-    "data/0",
-    "data/a/1",
-    "data/a/deep/2",
-    "data/b/3",
-    "elsewhere/4",
-  ):
-    (tmp_path / f"{name}.txt").write_text(name)
-  (tmp_path / "data/self").symlink_to(".")
-  found = files.match(f"{tmp_path}/data/**/*.txt")
-  names = ["0", "a/1", "a/deep/2", "b/3"]
-  assert [file.name for file in found] == [
-    f"{tmp_path}/data/{name}.txt" for name in names
-  ]
-  (tmp_path / "data/0_first").symlink_to("a")  # sorted before "a"
-  (tmp_path / "data/a/up").symlink_to("../b")
-  (tmp_path / "data/b/up").symlink_to("../a")
-  (tmp_path / "data/a/deep/root").symlink_to(tmp_path / "data")
-  (tmp_path / "data/link").symlink_to(tmp_path / "elsewhere")
-  (tmp_path / "data/lost+found").mkdir()
-  (tmp_path / "data/lost+found/5.txt").write_text("not of the data")
-  expected = ["0", "a/1", "a/deep/2", "b/3", "link/4"]
-  for pattern in ("**/*.txt", "**", "**/**/*.txt"):
-    found = files.match(f"{tmp_path}/data/{pattern}")
-    assert [file.name for file in found] == [
-      f"{tmp_path}/data/{name}.txt" for name in expected
-    ]
-  (tmp_path / "data/again.txt").symlink_to("0.txt")
-  texts = read_texts(f"text:{tmp_path}/data/*.txt")
-  assert texts == ["data/0", "data/0"]
+  (tmp_path / "elsewhere/4.txt").write_text("4")
+  (tree / "link").symlink_to(tmp_path / "elsewhere")
+
+  matches = files.match(f"{tree}/{pattern}")
+
+  names = [os.path.relpath(file.name, tree) for file in matches]
+  assert names == ["0.txt", "a/1.txt", "a/deep/2.txt", "b/3.txt", "link/4.txt"]
 
 
-@pytest.mark.parametrize(
+def test_files_that_a_repair_of_the_disk_found_are_skipped(tree):
+  (tree / "lost+found").mkdir()
+  (tree / "lost+found/5.txt").write_text("5")
+
+  matches = files.match(f"{tree}/**/*.txt")
+
+  names = [os.path.relpath(file.name, tree) for file in matches]
+  assert names == ["0.txt", "a/1.txt", "a/deep/2.txt", "b/3.txt"]
+
+
+def test_a_link_to_a_file_counts_like_a_file(tree):
+  (tree / "again.txt").symlink_to("0.txt")
+
+  assert read_texts(f"text:{tree}/*.txt") == ["0", "0"]
+
+
+DANGLING_LINKS = pytest.mark.parametrize(
   ("pattern", "link"),
   [
-    ("a.txt", "a.txt"),
-    ("*.txt", "a.txt"),
-    ("**/*.txt", "b/a.txt"),
+    ("new.txt", "new.txt"),
+    ("*.txt", "new.txt"),
+    ("**/*.txt", "b/new.txt"),
     ("**/*.txt", "b/moved"),
-    ("*/c.txt", "moved"),
-    ("moved/c.txt", "moved"),
+    ("*/3.txt", "moved"),
+    ("moved/3.txt", "moved"),
   ],
 )
-@pytest.mark.parametrize("target", ["gone", "self"])
-def test_a_dangling_link_is_an_error(tmp_path, pattern, link, target):
-  (tmp_path / "b").mkdir()
-  for name in ("ok.txt", "b/c.txt"):
-    (tmp_path / name).write_text("text")
-  link = tmp_path / link
-  link.symlink_to(link.name if target == "self" else "gone")
-  with pytest.raises(UserError, match=f"^{link}: ") as caught:
-    sources.documents(f"text:{tmp_path}/{pattern}", "train", ALL)
-  message = str(caught.value)
-  if target == "gone":
-    assert "a link to 'gone', which does not exist" in message
-  else:
-    assert "Too many levels of symbolic links" in message
 
 
-def test_a_dangling_version_of_a_dataset_is_an_error(tfds_dir, tmp_path):
-  """The version before it would be read instead."""
-  versions = tmp_path / "mine" / "single"
-  versions.mkdir(parents=True)
-  (versions / "1.0.0").symlink_to(tfds_dir / "mine" / "single" / "1.0.0")
-  config = dataclasses.replace(ALL, data_dir=str(tmp_path))
-  sources.documents("tfds:mine/single", "train", config)
-  (versions / "1.1.0").symlink_to("gone")
-  with pytest.raises(UserError, match="1.1.0: a link to 'gone'"):
-    sources.documents("tfds:mine/single", "train", config)
+@DANGLING_LINKS
+def test_a_dangling_link_is_an_error(tree, pattern, link):
+  path = tree / link
+  path.symlink_to("gone")
+
+  message = f"^{path}: .*a link to 'gone', which does not exist"
+  with pytest.raises(UserError, match=message):
+    sources.documents(f"text:{tree}/{pattern}", "train", ALL)
 
 
-@pytest.mark.parametrize("which", ["directory", "file"])
-def test_what_cannot_be_read_is_an_error(tmp_path, monkeypatch, which):
-  """Before anything is read. Root may read everything, so it is simulated."""
-  (tmp_path / "b").mkdir()
-  for name in ("ok.txt", "b/c.txt"):
-    (tmp_path / name).write_text("text")
-  scandir, access = os.scandir, os.access
+@DANGLING_LINKS
+def test_a_link_to_itself_is_an_error(tree, pattern, link):
+  path = tree / link
+  path.symlink_to(path.name)
+
+  message = f"^{path}: .*Too many levels of symbolic links"
+  with pytest.raises(UserError, match=message):
+    sources.documents(f"text:{tree}/{pattern}", "train", ALL)
+
+
+# Root can read everything, so missing permissions are simulated.
+
+
+def check_unreadable(tree, path):
+  """Checks that only patterns that include an unreadable path are errors."""
+  for pattern in ("**/*.txt", "*/*.txt"):
+    message = f"^{path}: .*ermission denied"
+    with pytest.raises(UserError, match=message):
+      sources.documents(f"text:{tree}/{pattern}", "train", ALL)
+
+  sources.documents(f"text:{tree}/*.txt", "train", ALL)
+
+
+def test_an_unreadable_directory_is_an_error(tree, monkeypatch):
+  scandir = os.scandir
 
   def refusing_scandir(path):
-    if which == "directory" and str(path).endswith("/b"):
+    if str(path).endswith("/b"):
       raise PermissionError(13, "Permission denied", path)
     return scandir(path)
 
-  def refusing_access(path, mode):
-    is_refused = which == "file" and str(path).endswith("c.txt")
-    return not is_refused and access(path, mode)
-
   monkeypatch.setattr(os, "scandir", refusing_scandir)
+
+  check_unreadable(tree, tree / "b")
+
+
+def test_an_unreadable_file_is_an_error(tree, monkeypatch):
+  access = os.access
+
+  def refusing_access(path, mode):
+    return not str(path).endswith("3.txt") and access(path, mode)
+
   monkeypatch.setattr(os, "access", refusing_access)
-  name = {"directory": "b", "file": "b/c.txt"}[which]
-  for pattern in ("**/*.txt", "*/*.txt"):
-    with pytest.raises(UserError, match=f"^{tmp_path}/{name}: ") as caught:
-      sources.documents(f"text:{tmp_path}/{pattern}", "train", ALL)
-    assert "ermission denied" in str(caught.value)
-  sources.documents(f"text:{tmp_path}/*.txt", "train", ALL)
 
-
-def test_a_dataset_that_was_built_again_is_another(tfds_dir, tmp_path):
-  """With other text, but as many documents in files of the same names."""
-  from array_record.python import array_record_module
-
-  directory = tmp_path / "mine" / "single" / "1.0.0"
-  shutil.copytree(tfds_dir / "mine" / "single" / "1.0.0", directory)
-  config = dataclasses.replace(ALL, data_dir=str(tmp_path))
-  before = sources.documents("tfds:mine/single", "train", config)
-  identity = before.identity
-  text = read_texts("tfds:mine/single", config=config)[0]
-  (path,) = directory.glob("*array_record*")
-  reader = array_record_module.ArrayRecordReader(str(path))
-  records = [
-    record.replace(b"document", b"Document") for record in reader.read_all()
-  ]
-  reader.close()
-  writer = array_record_module.ArrayRecordWriter(str(path), "group_size:1")
-  for record in records:
-    writer.write(record)
-  writer.close()
-  after = sources.documents("tfds:mine/single", "train", config)
-  assert after.identity != identity
-  changed = text.replace("document", "Document")
-  assert read_texts("tfds:mine/single", config=config)[0] == changed
-
-
-def test_a_parquet_file_rewritten_within_a_second_is_read_anew(tmp_path):
-  """Its footer is not that of the old file, although the sizes are equal."""
-  path = write(tmp_path / "a.parquet", ["aa"] * 3 + ["b"] * 3)
-  os.utime(path, ns=(10**18, 10**18))
-  assert read_texts(f"parquet:{path}") == ["aa"] * 3 + ["b"] * 3
-  size = path.stat().st_size
-  footer = parquet.read_metadata(str(path))
-  write(path, ["c"] * 3 + ["dd"] * 3)
-  assert path.stat().st_size == size
-  os.utime(path, ns=(10**18 + 1, 10**18 + 1))
-  assert parquet.read_metadata(str(path)) is not footer
-  assert read_texts(f"parquet:{path}") == ["c"] * 3 + ["dd"] * 3
-
-
-@pytest.mark.parametrize(
-  "name", ["a.txt", "a.jsonl", "a.jsonl.gz", "a.parquet"]
-)
-@pytest.mark.parametrize("now", ["gone", "a directory", "shorter"])
-def test_files_that_change_after_they_were_listed(tmp_path, texts, name, now):
-  path = write(tmp_path / name, texts)
-  source = sources.documents(
-    f"{ {'txt': 'text', 'parquet': 'parquet'}.get(name[2:], 'jsonl') }:{path}",
-    "train",
-    ALL,
-  )
-  content = path.read_bytes()
-  path.unlink()
-  if now == "a directory":
-    path.mkdir()
-  elif now == "shorter":
-    path.write_bytes(content[: content.index(b"\n", len(content) // 2) + 1])
-    if name in ("a.txt", "a.jsonl"):  # whole as far as it goes
-      assert [
-        document for part in source.parts for document in source.read(part)
-      ]
-      return
-  with pytest.raises(UserError, match=str(path)):
-    [document for part in source.parts for document in source.read(part)]
-
-
-def test_parquet_that_is_not_utf8_is_replaced_and_marked(tmp_path):
-  path = write(tmp_path / "a.parquet", ["caf? au lait", "tea"])
-  path.write_bytes(path.read_bytes().replace(b"caf?", b"caf\xe9"))
-  assert read(f"parquet:{path}") == [
-    ("caf\ufffd au lait", True, None),
-    ("tea", False, None),
-  ]
-
-
-def test_empty_parquet(tmp_path):
-  path = write(tmp_path / "a.parquet", [])
-  with pytest.raises(UserError, match="empty"):
-    read(f"parquet:{path}")
-
-
-@pytest.mark.parametrize(
-  ("line", "message"),
-  [
-    ('{"text": "x"', "a.jsonl:3: not JSON"),
-    (
-      '{"body": "x", "id": 1}',
-      r"a.jsonl:3: config.data.text_field = 'text' is not text here; the fields are body \(str\), id \(int\)",
-    ),
-    ('{"text": 5}', r"a.jsonl:3: .*text \(int\)"),
-    ('["text"]', "a.jsonl:3: .*must be a JSON object"),
-  ],
-)
-@pytest.mark.parametrize("part_size", [1 << 20, 10])
-def test_bad_lines_are_named(tmp_path, line, message, part_size, monkeypatch):
-  monkeypatch.setattr(jsonl_source, "_PART_BYTES", part_size)
-  (tmp_path / "a.jsonl").write_text(
-    '{"text": "one"}\n{"text": "two"}\n' + line + "\n"
-  )
-  with pytest.raises(UserError, match=message) as caught:
-    read(f"jsonl:{tmp_path}/a.jsonl")
-  assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("field", ["body", "id"])
-def test_parquet_without_text_lists_its_columns(tmp_path, field):
-  path = write(tmp_path / "a.parquet", ["one"])
-  with pytest.raises(
-    UserError, match=f"text_field = '{field}'.*columns are text.*id"
-  ):
-    read(f"parquet:{path}", config=dataclasses.replace(ALL, text_field=field))
+  check_unreadable(tree, tree / "b/3.txt")

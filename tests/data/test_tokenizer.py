@@ -191,7 +191,7 @@ def write_cl100k_stand_in(monkeypatch, path):
   content = b"".join(lines)
   path.write_bytes(content)
   digest = hashlib.sha256(content).hexdigest()
-  monkeypatch.setattr(tokenizer, "_CL100K_SHA256", digest)
+  monkeypatch.setattr(tokenizer, "CL100K_SHA256", digest)
   return str(path)
 
 
@@ -321,8 +321,8 @@ def cl100k_server(tmp_path, monkeypatch, trained):
   digest = hashlib.sha256(content).hexdigest()
   with hub_server.HubServer(tmp_path / "hub") as server:
     url = f"{server.url}/org/name/resolve/main/cl100k_base.tiktoken"
-    monkeypatch.setattr(tokenizer, "_CL100K_URL", url)
-    monkeypatch.setattr(tokenizer, "_CL100K_SHA256", digest)
+    monkeypatch.setattr(tokenizer, "CL100K_URL", url)
+    monkeypatch.setattr(tokenizer, "CL100K_SHA256", digest)
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
     yield server
 
@@ -345,10 +345,10 @@ def check_cl100k_message():
     tokenizer.load_tokenizer("cl100k_base")
   message = str(caught.value)
   assert "\n" not in message
-  name = hashlib.sha1(tokenizer._CL100K_URL.encode()).hexdigest()
+  name = hashlib.sha1(tokenizer.CL100K_URL.encode()).hexdigest()
   path = os.path.join(os.environ["TIKTOKEN_CACHE_DIR"], name)
   for part in (
-    f"cannot get its file from {tokenizer._CL100K_URL}",
+    f"cannot get its file from {tokenizer.CL100K_URL}",
     f"put it at {path}",
     "TIKTOKEN_CACHE_DIR",
     "--config.data.tokenizer=bytes",
@@ -370,7 +370,7 @@ def test_cl100k_that_the_server_refuses(cl100k_server):
 
 
 def test_cl100k_that_is_another_file(cl100k_server, monkeypatch):
-  monkeypatch.setattr(tokenizer, "_CL100K_SHA256", "0" * 64)
+  monkeypatch.setattr(tokenizer, "CL100K_SHA256", "0" * 64)
   assert "Hash mismatch" in check_cl100k_message()
 
 
@@ -391,8 +391,8 @@ def test_cl100k_matches_what_tiktoken_declares(monkeypatch):
 
   monkeypatch.setattr(openai_public, "load_tiktoken_bpe", load_tiktoken_bpe)
   declared.update(openai_public.cl100k_base())
-  assert declared["url"] == tokenizer._CL100K_URL
-  assert declared["sha256"] == tokenizer._CL100K_SHA256
+  assert declared["url"] == tokenizer.CL100K_URL
+  assert declared["sha256"] == tokenizer.CL100K_SHA256
   assert declared["pat_str"] == tokenizer._CL100K_PATTERN
   assert declared["special_tokens"] == tokenizer._CL100K_SPECIAL
 
@@ -401,7 +401,7 @@ def test_cl100k_loads_where_its_file_is(tmp_path, monkeypatch, trained):
   """The trained BPE stands in for the file, which cannot be had offline."""
   content = pathlib.Path(trained.tiktoken).read_bytes()
   digest = hashlib.sha256(content).hexdigest()
-  monkeypatch.setattr(tokenizer, "_CL100K_SHA256", digest)
+  monkeypatch.setattr(tokenizer, "CL100K_SHA256", digest)
   monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
   (tmp_path / "9b5ad71b2ce5302211f9c61530b329a4922fc6a4").write_bytes(content)
   loaded = tokenizer.load_tokenizer("cl100k_base")

@@ -374,7 +374,7 @@ def test_an_interruption_while_waiting_for_data_saves_and_exits(
 
   sent: list[float] = []
   with monkeypatch.context() as patch:
-    patch.setattr(reader, "_GRACE_SECONDS", 0.2)
+    patch.setattr(reader, "GRACE_SECONDS", 0.2)
     patch.setattr(
       prepared_batches.GlobalBatches,
       "__getitem__",
