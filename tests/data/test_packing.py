@@ -1,5 +1,6 @@
-"""Packing keeps every token once and in order, and segments do not see each other."""
+"""Packing keeps every token once, and separates the documents of a row."""
 
+import chex
 import grain
 import numpy as np
 import pytest
@@ -8,26 +9,30 @@ from diffjax.data import packing
 from diffjax.data.row import EMPTY_ROW, Row, decode_row, encode_row, make_batch
 
 LENGTH = 16
+# A row has a last target, so it has one token more.
+ROW_TOKENS = LENGTH + 1
 
 
-def make_documents(seed=0, count=200):
-  """Documents whose tokens all differ, so that each can be recognised."""
+def make_documents(seed=0) -> list[np.ndarray]:
+  """Returns 200 documents whose tokens are all different: 1, 2, 3, …"""
   rng = np.random.default_rng(seed)
-  ends = np.cumsum(rng.integers(1, 50, count))
-  return np.split(np.arange(1, ends[-1] + 1, dtype=np.int32), ends[:-1])
+  ends = np.cumsum(rng.integers(1, 50, 200))
+  tokens = np.arange(1, ends[-1] + 1, dtype=np.int32)
+  return np.split(tokens, ends[:-1])
 
 
-def pack(documents, kind):
+def pack(documents, kind) -> list[Row]:
+  """Returns the rows of documents without prompts."""
   examples = [packing.Example(document, 0) for document in documents]
   dataset = grain.MapDataset.source(examples).to_iter_dataset(
     grain.ReadOptions(num_threads=0)
   )
-  return list(
-    packing.pack(dataset, LENGTH, kind, packing.ExampleCounts(LENGTH))
-  )
+  counts = packing.ExampleCounts(LENGTH)
+  return list(packing.pack(dataset, LENGTH, kind, counts))
 
 
-def make_row(tokens, *segment_lengths):
+def make_row(tokens, segment_lengths) -> Row:
+  """Returns a row without prompts."""
   return Row(
     np.asarray(tokens),
     np.array(segment_lengths, np.int32),
@@ -35,120 +40,161 @@ def make_row(tokens, *segment_lengths):
   )
 
 
-def segments(rows):
-  return [
-    piece
-    for row in rows
-    for piece in np.split(row.tokens, np.cumsum(row.segment_lengths)[:-1])
-  ]
+def split_segments(rows) -> list[np.ndarray]:
+  """Returns the tokens of each segment of the rows."""
+  segments = []
+  for row in rows:
+    segments.extend(np.split(row.tokens, np.cumsum(row.segment_lengths)[:-1]))
+  return segments
+
+
+# Rows.
 
 
 @pytest.mark.parametrize("kind", ["documents", "concat"])
 @pytest.mark.parametrize("seed", range(5))
-def test_every_token_is_there_once(kind, seed):
+def test_rows_have_every_token_once(kind, seed):
   documents = make_documents(seed)
+
   rows = pack(documents, kind)
-  assert sorted(np.concatenate([row.tokens for row in rows])) == sorted(
-    np.concatenate(documents)
-  )
-  assert all(
-    len(row.tokens) <= LENGTH + 1
-    and row.segment_lengths.sum() == len(row.tokens)
-    for row in rows
-  )
+
+  tokens = np.concatenate([row.tokens for row in rows])
+  chex.assert_trees_all_equal(np.sort(tokens), np.concatenate(documents))
 
 
-def test_concat_keeps_the_order_and_pads_the_last_row_only():
+@pytest.mark.parametrize("kind", ["documents", "concat"])
+def test_the_segments_of_a_row_have_all_its_tokens(kind):
+  for row in pack(make_documents(), kind):
+    assert len(row.tokens) <= ROW_TOKENS
+    assert row.segment_lengths.sum() == len(row.tokens)
+
+
+def test_concatenation_keeps_the_order_of_the_tokens():
   documents = make_documents()
+
   rows = pack(documents, "concat")
-  np.testing.assert_array_equal(
-    np.concatenate([row.tokens for row in rows]), np.concatenate(documents)
-  )
-  assert all(len(row.tokens) == LENGTH + 1 for row in rows[:-1])
-  assert all(len(row.segment_lengths) == 1 for row in rows)
+
+  tokens = np.concatenate([row.tokens for row in rows])
+  chex.assert_trees_all_equal(tokens, np.concatenate(documents))
 
 
-def test_segments_are_whole_documents_or_pieces_of_long_ones():
+def test_concatenation_fills_all_rows_but_the_last():
+  rows = pack(make_documents(), "concat")
+
+  for row in rows:
+    assert len(row.segment_lengths) == 1
+  for row in rows[:-1]:
+    assert len(row.tokens) == ROW_TOKENS
+
+
+def test_segments_are_documents_or_pieces_of_long_documents():
   documents = make_documents()
-  pieces = {piece[0]: piece for piece in segments(pack(documents, "documents"))}
+
+  segments = split_segments(pack(documents, "documents"))
+
+  pieces = []
   for document in documents:
-    if len(document) <= LENGTH + 1:
-      np.testing.assert_array_equal(pieces.pop(document[0]), document)
-    else:  # cut at the row length, in order
-      for start in range(0, len(document), LENGTH + 1):
-        np.testing.assert_array_equal(
-          pieces.pop(document[start]), document[start : start + LENGTH + 1]
-        )
-  assert not pieces
+    # A document of at most a row is its only piece.
+    for start in range(0, len(document), ROW_TOKENS):
+      pieces.append(document[start : start + ROW_TOKENS])
+  # Tokens increase, so the first tokens give both the same order.
+  segments.sort(key=lambda segment: segment[0])
+  chex.assert_trees_all_equal(segments, pieces)
 
 
 def test_short_documents_share_rows():
   rows = pack(make_documents(), "documents")
-  fill = sum(len(row.tokens) for row in rows) / len(rows) / (LENGTH + 1)
-  assert fill > 0.9 and max(len(row.segment_lengths) for row in rows) > 1
+
+  num_tokens = sum(len(row.tokens) for row in rows)
+  assert num_tokens > 0.9 * len(rows) * ROW_TOKENS
+  assert max(len(row.segment_lengths) for row in rows) > 1
 
 
-def test_batch_arrays_of_a_known_row():
-  batch = make_batch([make_row([7, 8, 9, 5, 6], 3, 2), EMPTY_ROW], 7)
+# Batches.
+
+
+def test_the_arrays_of_a_known_row():
+  row = make_row([7, 8, 9, 5, 6], segment_lengths=[3, 2])
+
+  batch = make_batch([row, EMPTY_ROW], 7)
+
+  padding = [0] * 7
   expected = {
-    "tokens": [7, 8, 9, 5, 6, 0, 0],
-    "targets": [8, 9, 5, 6, 0, 0, 0],
-    "segment_ids": [1, 1, 1, 2, 2, 0, 0],
-    "positions": [0, 1, 2, 0, 1, 0, 0],
-    "weights": [1, 1, 0, 1, 0, 0, 0],
+    "tokens": np.int32([[7, 8, 9, 5, 6, 0, 0], padding]),
+    "targets": np.int32([[8, 9, 5, 6, 0, 0, 0], padding]),
+    "segment_ids": np.int32([[1, 1, 1, 2, 2, 0, 0], padding]),
+    "positions": np.int32([[0, 1, 2, 0, 1, 0, 0], padding]),
+    "weights": np.float32([[1, 1, 0, 1, 0, 0, 0], padding]),
   }
-  assert batch.keys() == expected.keys()
-  for key, value in expected.items():
-    np.testing.assert_array_equal(batch[key], [value, [0] * 7], err_msg=key)
-    assert (
-      batch[key].dtype == (np.float32 if key == "weights" else np.int32)
-      and batch[key].flags.c_contiguous
-    )
+  chex.assert_trees_all_equal(batch, expected, strict=True)
+  for array in batch.values():
+    assert array.flags.c_contiguous
 
 
-def test_batch_properties():
+def test_a_target_with_weight_is_the_next_token_of_its_document():
   documents = make_documents()
-  owner = {
-    token: index
-    for index, document in enumerate(documents)
-    for token in document
-  }
   batch = make_batch(pack(documents, "documents"), LENGTH)
-  ids, targets, weights = (
-    batch["segment_ids"],
-    batch["targets"],
-    batch["weights"],
+
+  # Index of the document of each token. Token 0 is padding.
+  lengths = [len(document) for document in documents]
+  document_of_token = np.repeat(np.arange(len(documents)), lengths)
+  document_of_token = np.insert(document_of_token, 0, -1)
+  has_weight = batch["weights"] > 0
+  tokens = batch["tokens"][has_weight]
+  targets = batch["targets"][has_weight]
+
+  chex.assert_trees_all_equal(targets, tokens + 1)
+  chex.assert_trees_all_equal(
+    document_of_token[targets], document_of_token[tokens]
   )
-  for b, t in np.ndindex(ids.shape):
-    token = batch["tokens"][b, t]
-    if not ids[b, t]:
-      assert weights[b, t] == 0
-      continue
-    if weights[b, t]:  # a target is the next token of the same document
-      assert targets[b, t] == token + 1 and owner[token] == owner[targets[b, t]]
-    first = t == 0 or ids[b, t] != ids[b, t - 1]
-    assert batch["positions"][b, t] == (
-      0 if first else batch["positions"][b, t - 1] + 1
-    )
-  assert weights.sum() == sum(
-    len(piece) - 1 for piece in segments(pack(documents, "documents"))
-  )
+
+
+def test_every_token_of_a_segment_after_the_first_is_a_target():
+  rows = pack(make_documents(), "documents")
+  batch = make_batch(rows, LENGTH)
+
+  num_targets = sum(len(segment) - 1 for segment in split_segments(rows))
+  assert batch["weights"].sum() == num_targets
+
+
+def test_padding_has_no_weight():
+  batch = make_batch(pack(make_documents(), "documents"), LENGTH)
+
+  is_padding = batch["segment_ids"] == 0
+  assert is_padding.any()
+  assert not batch["weights"][is_padding].any()
+
+
+def test_positions_count_from_the_start_of_each_segment():
+  batch = make_batch(pack(make_documents(), "documents"), LENGTH)
+
+  for segment_ids, positions in zip(
+    batch["segment_ids"], batch["positions"], strict=True
+  ):
+    for segment_id in range(1, segment_ids.max() + 1):
+      segment_positions = positions[segment_ids == segment_id]
+      chex.assert_trees_all_equal(
+        segment_positions, np.arange(len(segment_positions), dtype=np.int32)
+      )
+
+
+# Records.
 
 
 @pytest.mark.parametrize("vocab_size", [256, 1 << 16, (1 << 16) + 1])
-def test_records_give_back_their_row(vocab_size):
+def test_a_decoded_record_is_the_encoded_row(vocab_size):
   for row in pack(make_documents(), "documents"):
-    row = row._replace(
-      tokens=row.tokens + vocab_size - 12_000
-      if vocab_size > 12_000
-      else row.tokens % vocab_size
-    )
-    again = decode_row(encode_row(row, vocab_size, False))
-    for left, right in zip(row, again, strict=True):
-      np.testing.assert_array_equal(left, right)
+    # The largest ids of the vocabulary.
+    row = row._replace(tokens=vocab_size - 1 - row.tokens % 256)
+
+    decoded = decode_row(encode_row(row, vocab_size, False))
+
+    chex.assert_trees_all_equal(decoded, row)
 
 
-def test_a_cut_record_is_noticed():
-  record = encode_row(make_row(np.arange(10), 4, 6), 256, False)
+def test_a_record_that_was_cut_short_is_an_error():
+  row = make_row(np.arange(10), segment_lengths=[4, 6])
+  record = encode_row(row, 256, False)
+
   with pytest.raises(ValueError, match="10 tokens"):
     decode_row(record[:-1])

@@ -1,4 +1,4 @@
-"""python -m diffjax.prepare, as a user runs it."""
+"""The command trains tokenizers, prepares rows, and reports errors."""
 
 import pytest
 
@@ -7,61 +7,70 @@ from diffjax.data import tokenizer
 
 @pytest.fixture
 def run(command, tmp_path):
-  """Runs the command with a config of the defaults."""
-  (tmp_path / "config.py").write_text(
-    "from diffjax.config import to_config_dict\n\ndef get_config():\n  return to_config_dict()\n"
-  )
+  """Returns a function that runs the command with the default config."""
+  config_file = tmp_path / "config.py"
+  config_file.write_text("""
+from diffjax.config import to_config_dict
+
+def get_config():
+  return to_config_dict()
+""")
 
   def run(*arguments):
-    return command(
-      "diffjax.prepare", f"--config={tmp_path}/config.py", *arguments
-    )
+    return command("diffjax.prepare", f"--config={config_file}", *arguments)
 
   return run
 
 
-def test_train_a_tokenizer_then_prepare_with_it(run, jsonl, tmp_path, texts):
-  source = f"--config.data.source=jsonl:{jsonl}"
-  result = run(source, f"--train_tokenizer={tmp_path}/out", "--vocab_size=400")
-  assert result.returncode == 0, result.stderr
-  loaded = tokenizer.load_tokenizer(f"{tmp_path}/out/tokenizer.tiktoken")
-  assert (
-    loaded.vocab_size == 400
-    and len(loaded.encode(texts[4])) < len(texts[4].encode()) / 2
-  )
+def test_the_command_prepares_rows_with_a_tokenizer_that_it_trained(
+  run, jsonl, tmp_path, texts
+):
+  source_flag = f"--config.data.source=jsonl:{jsonl}"
+
   result = run(
-    source,
+    source_flag, f"--train_tokenizer={tmp_path}/out", "--vocab_size=400"
+  )
+  assert result.returncode == 0, result.stderr
+  trained = tokenizer.load_tokenizer(f"{tmp_path}/out/tokenizer.tiktoken")
+  assert trained.vocab_size == 400
+  assert len(trained.encode(texts[4])) < len(texts[4].encode()) / 2
+
+  result = run(
+    source_flag,
     f"--config.data.tokenizer={tmp_path}/out/tokenizer.json",
     f"--config.data.prepared_dir={tmp_path}/rows",
-    "--workers=2",
+    "--workers=1",
   )
   assert result.returncode == 0, result.stderr
-  assert (
-    "documents" in result.stderr
-    and "tokens/s" in result.stderr
-    and (tmp_path / "rows" / "meta.json").exists()
-  )
+  assert "documents" in result.stderr
+  assert "tokens/s" in result.stderr
+  assert (tmp_path / "rows" / "meta.json").exists()
 
 
-def test_bad_input_is_one_line_and_exit_code_1(run, tmp_path):
+def test_a_missing_source_is_an_error_of_one_line(run):
   result = run("--config.data.source=text:/nowhere/*.txt")
-  assert (
-    result.returncode == 1
-    and "no file matches" in result.stderr
-    and result.stderr.strip().count("\n") == 0
-  ), result.stderr
+
+  assert result.returncode == 1
+  assert "no file matches" in result.stderr
+  assert len(result.stderr.splitlines()) == 1
 
 
-def test_a_record_without_a_prompt(run, tmp_path):
-  (tmp_path / "a.jsonl").write_text(
-    '{"question": "1 + 1?", "text": "2"}\n{"text": "3"}\n'
-  )
+def test_a_record_without_its_prompt_is_an_error_that_names_its_line(
+  run, tmp_path
+):
+  records = '{"question": "1 + 1?", "text": "2"}\n{"text": "3"}\n'
+  (tmp_path / "a.jsonl").write_text(records)
+
   result = run(
     f"--config.data.source=jsonl:{tmp_path}/a.jsonl",
     "--config.data.prompt_field=question",
     f"--config.data.prepared_dir={tmp_path}/rows",
   )
-  assert result.returncode == 1 and "Traceback" not in result.stderr
-  assert result.stderr.splitlines()[-1].startswith(
-    f"error: {tmp_path}/a.jsonl:2: config.data.prompt_field = 'question' is not text here"
+
+  assert result.returncode == 1
+  assert "Traceback" not in result.stderr
+  message = (
+    f"error: {tmp_path}/a.jsonl:2:"
+    " config.data.prompt_field = 'question' is not text here"
   )
+  assert result.stderr.splitlines()[-1].startswith(message)

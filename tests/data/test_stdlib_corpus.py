@@ -1,9 +1,10 @@
-"""The embedded corpus is real text and is built once, by whichever process needs it first."""
+"""The embedded corpus is real text, and is built once for all processes."""
 
 import os
 import platform
 import subprocess
 import sys
+import sysconfig
 
 import pytest
 
@@ -13,121 +14,155 @@ from diffjax.host.user_cache import cache_directory
 
 
 @pytest.fixture(autouse=True)
-def _forget():
+def empty_process_cache():
+  """Lets each test find the corpus as a new process does."""
   stdlib_corpus.corpus_directory.cache_clear()
   yield
   stdlib_corpus.corpus_directory.cache_clear()
 
 
-def test_built_once_with_splits_that_share_nothing(capsys):
-  directory = stdlib_corpus.corpus_directory()
-  line = capsys.readouterr().err
-  assert (
-    line.count("\n") == 1
-    and "built the embedded corpus" in line
-    and platform.python_version() in line
-  )
-  assert platform.python_version() in os.fspath(directory) and os.environ[
-    "XDG_CACHE_HOME"
-  ] in os.fspath(directory)
-  read = {}
-  for split in ("train", "validation"):
-    source = sources.documents(
-      "stdlib", split, DataConfig(validation_fraction=0.5)
-    )  # the corpus has splits of its own
-    read[split] = [
-      document.text for part in source.parts for document in source.read(part)
-    ]
-  assert not set(read["train"]) & set(read["validation"])
-  assert len(set(read["train"])) == len(read["train"]), (
-    "files of equal content count once"
-  )
-  train, validation = (
-    sum(len(text.encode()) for text in read[split])
-    for split in ("train", "validation")
-  )
-  assert train + validation > 8e6 and 0.01 < validation / train < 0.15
-  assert any(
-    "class TextWrapper" in text for texts in read.values() for text in texts
-  )
+def build_again():
+  """Returns the directory of the corpus as another process would."""
   stdlib_corpus.corpus_directory.cache_clear()
-  assert stdlib_corpus.corpus_directory() == directory
-  assert capsys.readouterr().err == "", "the second time it is there"
+  return stdlib_corpus.corpus_directory()
+
+
+@pytest.fixture
+def small_library(tmp_path, monkeypatch):
+  """Returns a directory with 100 modules that counts as standard library."""
+  directory = tmp_path / "library"
+  directory.mkdir()
+  for index in range(100):
+    (directory / f"module{index}.py").write_text(f"x = {index}")
+  monkeypatch.setattr(sysconfig, "get_path", lambda name: str(directory))
+  return directory
+
+
+def read_texts(split) -> list[str]:
+  """Returns the texts of the corpus in a split."""
+  # The corpus has its own splits, so the fraction is not used.
+  config = DataConfig(validation_fraction=0.5)
+  source = sources.documents("stdlib", split, config)
+  texts = []
+  for part in source.parts:
+    texts += [document.text for document in source.read(part)]
+  return texts
+
+
+def test_the_corpus_is_the_text_of_the_standard_library():
+  train = read_texts("train")
+  validation = read_texts("validation")
+
+  train_bytes = sum(len(text.encode()) for text in train)
+  validation_bytes = sum(len(text.encode()) for text in validation)
+  assert train_bytes + validation_bytes > 8e6
+  assert 0.01 < validation_bytes / train_bytes < 0.15
+  assert any("class TextWrapper" in text for text in train + validation)
+  # Files of equal content count once.
+  assert len(set(train)) == len(train)
+  assert set(train).isdisjoint(validation)
+
+
+def test_the_corpus_is_built_once_and_says_so(small_library, capsys):
+  directory = stdlib_corpus.corpus_directory()
+
+  line = capsys.readouterr().err
+  assert line.count("\n") == 1
+  assert "built the embedded corpus" in line
+  assert platform.python_version() in line
+
+  assert build_again() == directory
+  assert capsys.readouterr().err == ""
+
+
+def test_the_corpus_is_in_the_cache_under_the_version_of_python(small_library):
+  directory = os.fspath(stdlib_corpus.corpus_directory())
+
+  assert directory.startswith(os.environ["XDG_CACHE_HOME"])
+  assert platform.python_version() in directory
 
 
 @pytest.mark.full
-def test_built_again_it_has_the_same_fingerprint(monkeypatch, tmp_path):
-  """The files' bytes are others: a stream that is resumed where the corpus was built anew must not take it for another."""
-  first = sources.documents("stdlib", "train", DataConfig()).fingerprint()
+def test_the_fingerprint_does_not_depend_on_when_the_corpus_was_built(
+  monkeypatch, tmp_path
+):
+  """The bytes of its files do. A stream must resume on a corpus built anew."""
+  fingerprint = sources.documents("stdlib", "train", DataConfig()).fingerprint()
+
   monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
   stdlib_corpus.corpus_directory.cache_clear()
-  assert (
-    sources.documents("stdlib", "train", DataConfig()).fingerprint() == first
-  )
+  rebuilt = sources.documents("stdlib", "train", DataConfig())
+
   assert list(tmp_path.glob("diffjax/stdlib/*"))
+  assert rebuilt.fingerprint() == fingerprint
 
 
-@pytest.mark.parametrize("root", ["", None])
-def test_without_a_cache_directory_it_is_in_the_home(monkeypatch, root):
+def test_by_default_the_cache_is_in_the_home_directory(monkeypatch):
   monkeypatch.setenv("HOME", "/home/ann")
-  monkeypatch.setenv("XDG_CACHE_HOME", root or "")
-  if root is None:
-    monkeypatch.delenv("XDG_CACHE_HOME")
+  monkeypatch.delenv("XDG_CACHE_HOME")
+
+  assert os.fspath(cache_directory("rows")) == "/home/ann/.cache/diffjax/rows"
+
+
+def test_an_empty_cache_variable_counts_as_not_set(monkeypatch):
+  monkeypatch.setenv("HOME", "/home/ann")
+  monkeypatch.setenv("XDG_CACHE_HOME", "")
+
   assert os.fspath(cache_directory("rows")) == "/home/ann/.cache/diffjax/rows"
 
 
 @pytest.mark.full
-def test_first_use_by_several_processes_at_once(tmp_path):
-  code = "from diffjax.data import stdlib_corpus; print(stdlib_corpus.corpus_directory())"
-  environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
-  running = [
-    subprocess.Popen(
+def test_processes_that_build_at_once_have_one_corpus(tmp_path):
+  code = (
+    "from diffjax.data import stdlib_corpus\n"
+    "print(stdlib_corpus.corpus_directory())"
+  )
+  processes = []
+  for _ in range(2):
+    process = subprocess.Popen(
       [sys.executable, "-c", code],
-      env=environment,
+      env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
       stdout=subprocess.PIPE,
       stderr=subprocess.PIPE,
       text=True,
     )
-    for _ in range(2)
-  ]
-  results = [process.communicate(timeout=60) for process in running]
-  assert [process.returncode for process in running] == [0, 0], results
-  assert len({out for out, _ in results}) == 1
-  home = tmp_path / "diffjax" / "stdlib"
-  assert len(list(home.iterdir())) == 1, "nothing half built stays behind"
+    processes.append(process)
+
+  directories = set()
+  for process in processes:
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    directories.add(output)
+
+  assert len(directories) == 1
+  corpora = list((tmp_path / "diffjax" / "stdlib").iterdir())
+  assert len(corpora) == 1, "incomplete corpora are removed"
 
 
-def test_other_content_is_another_corpus(tmp_path, monkeypatch):
-  def use(files):
-    for name, content in files.items():
-      (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-      (tmp_path / name).write_bytes(content)
-    monkeypatch.setattr(
-      stdlib_corpus.sysconfig, "get_path", lambda name: str(tmp_path)
-    )
-    stdlib_corpus.corpus_directory.cache_clear()
-    return stdlib_corpus.corpus_directory()
+def test_files_that_are_left_out_do_not_change_the_corpus(small_library):
+  """These are packages, invalid UTF-8, copies and empty files."""
+  directory = stdlib_corpus.corpus_directory()
 
-  files = {f"m{index}.py": f"x = {index}".encode() for index in range(100)}
-  first = use(files)
-  assert (
-    use(
-      {
-        "site-packages/other.py": b"y = 1",
-        "latin.py": b"# caf\xe9",
-        "copy.py": b"x = 1",
-        "blank.py": b"\n",
-      }
-    )
-    == first
-  )
-  assert use({"m1.py": b"x = 'patched'"}) != first
+  (small_library / "site-packages").mkdir()
+  (small_library / "site-packages" / "other.py").write_text("y = 1")
+  (small_library / "latin.py").write_bytes(b"# caf\xe9")
+  (small_library / "copy.py").write_text("x = 1")
+  (small_library / "blank.py").write_text("\n")
+
+  assert build_again() == directory
 
 
-def test_python_without_sources(tmp_path, monkeypatch):
-  monkeypatch.setattr(
-    stdlib_corpus.sysconfig, "get_path", lambda name: str(tmp_path)
-  )
+def test_a_patched_library_is_another_corpus(small_library):
+  directory = stdlib_corpus.corpus_directory()
+
+  (small_library / "module1.py").write_text("x = 'patched'")
+
+  assert build_again() != directory
+
+
+def test_a_python_without_source_files_is_an_error(tmp_path, monkeypatch):
+  monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+
   with pytest.raises(
     UserError, match="config.data.source = 'stdlib'.*holds no .py files"
   ):
