@@ -225,6 +225,11 @@ def read_tokenizer(path: str) -> bytes:
   return _read_once(file.path)
 
 
+def clear_cache() -> None:
+  """Removes the files of tokenizers from memory. They are read again."""
+  _read_once.cache_clear()
+
+
 @functools.lru_cache(maxsize=2)
 def _read_once(path: str) -> bytes:
   """Returns the content of a file of a commit, and caches it for the run."""

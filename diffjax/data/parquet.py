@@ -148,6 +148,13 @@ def _explain_errors(path: str) -> Iterator[None]:
 # time. So a file that is written again is read again.
 
 
+def clear_caches() -> None:
+  """Removes all footers from memory, so that they are read again."""
+  _cached_row_groups.cache_clear()
+  _cached_metadata.cache_clear()
+  _cached_footer.cache_clear()
+
+
 @functools.lru_cache(maxsize=_MAX_FOOTERS)
 def _cached_row_groups(path: str, version: tuple[int, int]) -> tuple[int, ...]:
   """Returns the indices of the row groups that have rows."""

@@ -377,7 +377,7 @@ def prepare(config: DataConfig, workers: int = 0) -> list[Target]:
   incomplete: list[tuple[Target, Work]] = []
   for target in all_targets:
     with _explain_errors(target):
-      work = _open_work(target, config)
+      work = open_work(target, config)
     if work is not None:
       incomplete.append((target, work))
   announce([work for _, work in incomplete], config, workers)
@@ -403,7 +403,7 @@ def _explain_errors(target: Target) -> Iterator[None]:
     ) from error
 
 
-def _open_work(target: Target, config: DataConfig) -> Work | None:
+def open_work(target: Target, config: DataConfig) -> Work | None:
   """Opens the source of a target, and divides it into shards.
 
   Returns:

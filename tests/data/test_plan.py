@@ -281,7 +281,7 @@ def set_free_bytes(monkeypatch, free):
 
 def work_of(config):
   (target,) = prepared.targets(config)
-  work = prepared._open_work(target, config)
+  work = prepared.open_work(target, config)
   assert work is not None
   return work
 
