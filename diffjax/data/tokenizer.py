@@ -57,7 +57,7 @@ CL100K_URL = (
 CL100K_SHA256 = (
   "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7"
 )
-_CL100K_PATTERN = (
+CL100K_PATTERN = (
   r"'(?i:[sdmt]|ll|ve|re)"
   r"|[^\r\n\p{L}\p{N}]?+\p{L}++"
   r"|\p{N}{1,3}+"
@@ -81,7 +81,7 @@ _CL100K_JSON_PATTERN = (
   r"|\s+(?!\S)"
   r"|\s"
 )
-_CL100K_SPECIAL = {
+CL100K_SPECIAL = {
   SEPARATOR: 100257,
   "<|fim_prefix|>": 100258,
   "<|fim_middle|>": 100259,
@@ -260,7 +260,7 @@ class _TiktokenTokenizer(Tokenizer):
 
   def tokenizer_json(self) -> str:
     pattern = self._pattern
-    if pattern == _CL100K_PATTERN:
+    if pattern == CL100K_PATTERN:
       # Hugging Face needs another form of this pattern.
       pattern = _CL100K_JSON_PATTERN
     return tokenizer_json(self._ranks, pattern, self._special_tokens)
@@ -317,7 +317,7 @@ def _load_tokenizer_json(spec: str, content: bytes) -> Tokenizer:
 
 def _make_cl100k(spec: str, content: bytes) -> Tokenizer:
   """Returns cl100k_base, given the content of its file."""
-  return _TiktokenTokenizer(spec, content, _CL100K_PATTERN, _CL100K_SPECIAL)
+  return _TiktokenTokenizer(spec, content, CL100K_PATTERN, CL100K_SPECIAL)
 
 
 def _load_cl100k() -> Tokenizer:

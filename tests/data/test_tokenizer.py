@@ -1,4 +1,7 @@
-"""Tokenizers: round trips, byte counts, and two formats with equal ids."""
+"""Tokenizers give back each text, and count its bytes.
+
+A tokenizer has the same ids in all file formats.
+"""
 
 import base64
 import hashlib
@@ -6,8 +9,10 @@ import json
 import os
 import pathlib
 import random
+from collections.abc import Iterator
 from typing import NamedTuple
 
+import chex
 import numpy as np
 import pytest
 import rustbpe
@@ -18,7 +23,7 @@ from diffjax.data import tokenizer, tokenizer_training
 from diffjax.data.pipeline import check_vocabulary
 from tests.harness import hub_server
 
-ODD = [
+UNUSUAL_TEXTS = [
   "",
   " ",
   "\n",
@@ -38,16 +43,16 @@ ODD = [
 ]
 
 
-class Trained(NamedTuple):
-  """The files of one BPE."""
+class TokenizerFiles(NamedTuple):
+  """The paths of the files of one BPE, in both formats."""
 
   tiktoken: str
   json: str
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-  """A BPE of 300 tokens."""
+def trained(tmp_path_factory) -> TokenizerFiles:
+  """Trains a BPE of 300 tokens."""
   rng = random.Random(0)
   words = [
     "self",
@@ -63,16 +68,16 @@ def trained(tmp_path_factory):
     "def foo(x):",
   ]
   documents = []
-  for text in ODD:
+  for text in UNUSUAL_TEXTS:
     for _ in range(20):
-      documents.append("".join(rng.choices(words, k=50)) + text)
-  path = tokenizer_training.train_tokenizer(
-    documents, 300, tmp_path_factory.mktemp("tokenizer")
-  )
-  return Trained(str(path), str(path.parent / "tokenizer.json"))
+      random_words = "".join(rng.choices(words, k=50))
+      documents.append(random_words + text)
+  directory = tmp_path_factory.mktemp("tokenizer")
+  path = tokenizer_training.train_tokenizer(documents, 300, directory)
+  return TokenizerFiles(str(path), str(path.parent / "tokenizer.json"))
 
 
-def spec_of(kind, trained):
+def spec_of(kind, trained) -> str:
   """Returns config.data.tokenizer of a kind of tokenizer."""
   if kind == "bytes":
     return "bytes"
@@ -80,11 +85,12 @@ def spec_of(kind, trained):
 
 
 @pytest.fixture(params=["bytes", "tiktoken", "json"])
-def any_tokenizer(request, trained):
+def any_tokenizer(request, trained) -> tokenizer.Tokenizer:
+  """Returns a tokenizer of each kind."""
   return tokenizer.load_tokenizer(spec_of(request.param, trained))
 
 
-def random_texts(seed, alphabet, count, max_length):
+def random_texts(seed, alphabet, count, max_length) -> list[str]:
   """Returns texts of random pieces."""
   rng = random.Random(seed)
   texts = []
@@ -94,16 +100,22 @@ def random_texts(seed, alphabet, count, max_length):
   return texts
 
 
-def test_round_trip(any_tokenizer):
+@pytest.mark.parametrize("text", UNUSUAL_TEXTS)
+def test_decoded_ids_are_the_encoded_text(any_tokenizer, text):
   separator = any_tokenizer.separator
-  for text in ODD:
-    ids = any_tokenizer.encode(text)
-    assert separator not in ids
-    assert all(0 <= token < any_tokenizer.vocab_size for token in ids)
-    assert any_tokenizer.decode(ids) == text
-    assert any_tokenizer.decode([separator, *ids, separator]) == text
-  encoded = [any_tokenizer.encode(text) for text in ODD]
-  assert any_tokenizer.encode_batch(ODD) == encoded
+
+  ids = any_tokenizer.encode(text)
+
+  assert separator not in ids
+  assert all(0 <= token < any_tokenizer.vocab_size for token in ids)
+  assert any_tokenizer.decode(ids) == text
+  assert any_tokenizer.decode([separator, *ids, separator]) == text
+
+
+def test_a_batch_is_encoded_like_its_texts(any_tokenizer):
+  expected = [any_tokenizer.encode(text) for text in UNUSUAL_TEXTS]
+
+  assert any_tokenizer.encode_batch(UNUSUAL_TEXTS) == expected
 
 
 def test_ids_are_a_list_of_ints(any_tokenizer):
@@ -117,38 +129,39 @@ def test_ids_are_a_list_of_ints(any_tokenizer):
     assert {type(token) for token in ids} == {int}
 
 
-def test_token_bytes_add_up(any_tokenizer):
-  lengths = any_tokenizer.token_bytes()
-  assert lengths.shape == (any_tokenizer.vocab_size,)
-  assert lengths.dtype == np.int32
-  assert lengths[any_tokenizer.separator] == 0
-  for text in ODD:
-    num_bytes = sum(lengths[token] for token in any_tokenizer.encode(text))
-    assert num_bytes == len(text.encode())
+def test_the_bytes_of_the_tokens_add_up_to_the_text(any_tokenizer):
+  num_bytes = any_tokenizer.token_bytes()
+
+  chex.assert_shape(num_bytes, (any_tokenizer.vocab_size,))
+  assert num_bytes.dtype == np.int32
+  assert num_bytes[any_tokenizer.separator] == 0
+  for text in UNUSUAL_TEXTS:
+    ids = any_tokenizer.encode(text)
+    assert sum(num_bytes[token] for token in ids) == len(text.encode())
 
 
-def test_decode_replaces_half_a_character_and_drops_what_is_no_token(
-  any_tokenizer,
-):
-  ids = any_tokenizer.encode("é")
-  halves = []
+def test_half_a_character_is_decoded_to_a_replacement(any_tokenizer):
+  half_characters = []
   for token in range(any_tokenizer.vocab_size):
-    if any_tokenizer.decode([token]) == "�":
-      halves.append(token)
+    if any_tokenizer.decode([token]) == "\ufffd":
+      half_characters.append(token)
+
   # Every byte-level vocabulary has tokens that are half a character.
-  assert halves
-  unknown = [any_tokenizer.vocab_size, 10**6]
-  assert any_tokenizer.decode([halves[0], *ids, *unknown]) == "�é"
+  assert half_characters
+  ids = [half_characters[0], *any_tokenizer.encode("é")]
+  assert any_tokenizer.decode(ids) == "\ufffdé"
+
+
+def test_ids_outside_the_vocabulary_are_not_decoded(any_tokenizer):
+  unknown_ids = [any_tokenizer.vocab_size, 10**6]
+  ids = [*any_tokenizer.encode("é"), *unknown_ids]
+
+  assert any_tokenizer.decode(ids) == "é"
 
 
 def test_both_formats_give_the_same_ids(trained):
   from_tiktoken = tokenizer.load_tokenizer(trained.tiktoken)
   from_json = tokenizer.load_tokenizer(trained.json)
-  assert from_tiktoken.vocab_size == from_json.vocab_size == 300
-  assert from_tiktoken.separator == from_json.separator == 299
-  np.testing.assert_array_equal(
-    from_tiktoken.token_bytes(), from_json.token_bytes()
-  )
   alphabet = [
     *"a  \n\t1'.é😀_中(\r",
     "aa",
@@ -158,57 +171,70 @@ def test_both_formats_give_the_same_ids(trained):
     "\u200d",
     "def ",
   ]
+  texts = UNUSUAL_TEXTS + random_texts(1, alphabet, 2000, 80)
+
   num_merged = 0
-  for text in ODD + random_texts(1, alphabet, 2000, 80):
+  for text in texts:
     ids = from_tiktoken.encode(text)
     assert ids == from_json.encode(text), repr(text)
     if len(ids) < len(text.encode()):
       num_merged += 1
-  # Otherwise the test would compare bytes.
+
+  # Otherwise the test would only compare bytes.
   assert num_merged > 1000
 
 
-def write_cl100k_stand_in(monkeypatch, path):
-  """Writes a BPE that counts as cl100k_base, and returns its path.
+def test_both_formats_give_the_same_vocabulary(trained):
+  from_tiktoken = tokenizer.load_tokenizer(trained.tiktoken)
+  from_json = tokenizer.load_tokenizer(trained.json)
 
-  It is trained with the pattern of cl100k_base, which does not split white
-  space at the end of a text.
+  assert from_tiktoken.vocab_size == 300
+  assert from_json.vocab_size == 300
+  assert from_tiktoken.separator == 299
+  assert from_json.separator == 299
+  chex.assert_trees_all_equal(
+    from_json.token_bytes(), from_tiktoken.token_bytes()
+  )
+
+
+def train_with_cl100k_pattern() -> bytes:
+  """Returns the tiktoken file of a BPE with the pattern of cl100k_base.
+
+  The pattern does not split white space at the end of a text.
   """
   rng = random.Random(2)
   pieces = ["  ", "\n", "\t", " a", "it's", "12"]
   documents = []
   for _ in range(2000):
-    documents.append("x" + "".join(rng.choices(pieces, k=rng.randrange(2, 8))))
+    num_pieces = rng.randrange(2, 8)
+    documents.append("x" + "".join(rng.choices(pieces, k=num_pieces)))
   trainer = rustbpe.Tokenizer()
   trainer.train_from_iterator(
-    iter(documents), 600, pattern=tokenizer._CL100K_PATTERN
+    iter(documents), 600, pattern=tokenizer.CL100K_PATTERN
   )
+  ranks = trainer.get_mergeable_ranks()
+  ranks.sort(key=lambda token_and_rank: token_and_rank[1])
   lines = []
-  for token, rank in sorted(
-    trainer.get_mergeable_ranks(), key=lambda item: item[1]
-  ):
+  for token, rank in ranks:
     lines.append(base64.b64encode(bytes(token)) + b" %d\n" % rank)
-  content = b"".join(lines)
-  path.write_bytes(content)
+  return b"".join(lines)
+
+
+def use_as_cl100k(content, monkeypatch):
+  """Makes the content of a file count as cl100k_base."""
   digest = hashlib.sha256(content).hexdigest()
   monkeypatch.setattr(tokenizer, "CL100K_SHA256", digest)
-  return str(path)
 
 
-@pytest.mark.parametrize("kind", ["bytes", "tiktoken", "cl100k", "json"])
-def test_tokenizer_json_gives_the_same_ids(
-  kind, trained, tmp_path, monkeypatch
-):
-  if kind == "cl100k":
-    spec = write_cl100k_stand_in(monkeypatch, tmp_path / "x.tiktoken")
-  else:
-    spec = spec_of(kind, trained)
-  original = tokenizer.load_tokenizer(spec)
-  (tmp_path / "tokenizer.json").write_text(original.tokenizer_json())
-  copy = tokenizer.load_tokenizer(str(tmp_path / "tokenizer.json"))
+def check_tokenizer_json(original, tmp_path):
+  """Checks that a tokenizer is the same after a conversion to JSON."""
+  path = tmp_path / "tokenizer.json"
+  path.write_text(original.tokenizer_json())
+  copy = tokenizer.load_tokenizer(str(path))
+
   assert copy.vocab_size == original.vocab_size
   assert copy.separator == original.separator
-  np.testing.assert_array_equal(copy.token_bytes(), original.token_bytes())
+  chex.assert_trees_all_equal(copy.token_bytes(), original.token_bytes())
   alphabet = [
     *"a  \n\t1'.é😀_中(\r\x85\u2028",
     "it's",
@@ -219,52 +245,84 @@ def test_tokenizer_json_gives_the_same_ids(
     "  \n",
     "<|endoftext|>",
   ]
-  for text in ODD + random_texts(3, alphabet, 2000, 30):
+  for text in UNUSUAL_TEXTS + random_texts(3, alphabet, 2000, 30):
     ids = original.encode(text)
-    assert ids == copy.encode(text), repr(text)
+    assert copy.encode(text) == ids, repr(text)
     assert original.decode(ids) == text
     assert copy.decode(ids) == text
 
 
-def test_fingerprints_tell_tokenizers_apart(trained, tmp_path):
+@pytest.mark.parametrize("kind", ["bytes", "tiktoken", "json"])
+def test_a_tokenizer_can_be_converted_to_json(kind, trained, tmp_path):
+  original = tokenizer.load_tokenizer(spec_of(kind, trained))
+
+  check_tokenizer_json(original, tmp_path)
+
+
+def test_cl100k_can_be_converted_to_json(tmp_path, monkeypatch):
+  content = train_with_cl100k_pattern()
+  use_as_cl100k(content, monkeypatch)
+  path = tmp_path / "x.tiktoken"
+  path.write_bytes(content)
+
+  check_tokenizer_json(tokenizer.load_tokenizer(str(path)), tmp_path)
+
+
+def test_tokenizers_have_different_fingerprints(trained, tmp_path):
   other = tokenizer_training.train_tokenizer(
     ["abcabcabc abc abd abd"] * 9, 260, tmp_path
   )
+
   fingerprints = set()
   for spec in ("bytes", trained.tiktoken, trained.json, str(other)):
     fingerprint = tokenizer.load_tokenizer(spec).fingerprint
-    assert fingerprint == tokenizer.load_tokenizer(spec).fingerprint
+    assert tokenizer.load_tokenizer(spec).fingerprint == fingerprint
     fingerprints.add(fingerprint)
+
   assert len(fingerprints) == 4
 
 
-def test_fingerprints_of_earlier_versions(tmp_path):
-  """Checkpoints and prepared rows hold them."""
+# Checkpoints and prepared rows hold fingerprints of earlier versions.
+
+
+def test_the_fingerprint_of_bytes_is_that_of_earlier_versions():
   assert tokenizer.load_tokenizer("bytes").fingerprint == (
     "277089d91c0bdf4f2e6862ba7e4a07605119431f5d13f726dd352b06f1b206a9"
   )
+
+
+def test_the_fingerprint_of_a_bpe_is_that_of_earlier_versions(tmp_path):
   path = tmp_path / "tokenizer.tiktoken"
   lines = []
   for byte in range(256):
     lines.append(base64.b64encode(bytes([byte])) + b" %d\n" % byte)
   path.write_bytes(b"".join(lines))
-  bpe = tokenizer.load_tokenizer(str(path))
-  assert bpe.fingerprint == (
+
+  assert tokenizer.load_tokenizer(str(path)).fingerprint == (
     "8f34d2f1d27563fbb2b9e147b939425f837e7713ea3a03d3f90bb24729f03dd0"
   )
-  content = bpe.tokenizer_json()
-  (tmp_path / "tokenizer.json").write_text(content)
-  # The text of a tokenizer.json depends on the version of `tokenizers`.
+
+
+def test_the_fingerprint_of_a_tokenizer_json_is_the_digest_of_its_text(
+  tmp_path,
+):
+  # The text depends on the version of `tokenizers`, so it is not written here.
+  content = tokenizer.load_tokenizer("bytes").tokenizer_json()
+  path = tmp_path / "tokenizer.json"
+  path.write_text(content)
+
   digest = hashlib.sha256(content.encode()).hexdigest()
-  from_json = tokenizer.load_tokenizer(str(tmp_path / "tokenizer.json"))
-  assert from_json.fingerprint == digest
+  assert tokenizer.load_tokenizer(str(path)).fingerprint == digest
 
 
-def save_sentencepiece_like(path):
+def save_sentencepiece_like(path) -> str:
   """Writes a tokenizer.json with SentencePiece's conventions.
 
   It writes "▁" for a space and <0xE9> for a byte, has </s> between documents,
   and is not byte-level. It is saved with truncation and padding to 4 tokens.
+
+  Returns:
+    The path of the file.
   """
   vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2}
   for byte in range(256):
@@ -287,60 +345,84 @@ def save_sentencepiece_like(path):
   backend.enable_truncation(4)
   backend.enable_padding(length=4)
   backend.save(str(path))
+  return str(path)
 
 
-def test_any_hugging_face_file(tmp_path):
-  """Documents are neither cut nor padded to the length in the file."""
-  save_sentencepiece_like(tmp_path / "tokenizer.json")
-  loaded = tokenizer.load_tokenizer(str(tmp_path / "tokenizer.json"))
+def test_a_file_with_sentencepieces_conventions_can_be_used(tmp_path):
+  spec = save_sentencepiece_like(tmp_path / "tokenizer.json")
+
+  loaded = tokenizer.load_tokenizer(spec)
+
   assert loaded.separator == 2
   assert loaded.vocab_size == 262
   text = "a a é"
   ids = loaded.encode(text)
   assert ids == [260, 261, 259, 3 + 0xC3, 3 + 0xA9]
   assert loaded.decode(ids) == text
-  assert loaded.encode("a") == [260]
   assert loaded.token_bytes()[ids].tolist() == [1, 2, 1, 1, 1]
   assert loaded.token_bytes()[:3].tolist() == [0, 0, 0]
 
 
-def test_training_refuses_sizes_that_cannot_be(tmp_path):
-  with pytest.raises(UserError, match="at least 258"):
-    tokenizer_training.train_tokenizer(["text"], 257, tmp_path)
-  with pytest.raises(UserError, match="only yield"):
-    tokenizer_training.train_tokenizer(["text"], 5000, tmp_path)
+def test_the_truncation_and_the_padding_of_a_file_are_not_used(tmp_path):
+  spec = save_sentencepiece_like(tmp_path / "tokenizer.json")
+
+  loaded = tokenizer.load_tokenizer(spec)
+
+  assert len(loaded.encode("a a é")) == 5
+  assert loaded.encode("a") == [260]
+
+
+@pytest.mark.parametrize(
+  ("vocab_size", "message"), [(257, "at least 258"), (5000, "only yield")]
+)
+def test_training_refuses_impossible_sizes(tmp_path, vocab_size, message):
+  with pytest.raises(UserError, match=message):
+    tokenizer_training.train_tokenizer(["text"], vocab_size, tmp_path)
+
+
+# cl100k_base, whose file is downloaded. A small BPE stands in for it.
 
 
 @pytest.fixture
-def cl100k_server(tmp_path, monkeypatch, trained):
+def cl100k_server(
+  tmp_path, monkeypatch, trained
+) -> Iterator[hub_server.HubServer]:
   """Serves a stand-in for cl100k_base to tiktoken, whose cache is empty."""
   folder = tmp_path / "hub" / "models" / "org" / "name"
   folder.mkdir(parents=True)
   content = pathlib.Path(trained.tiktoken).read_bytes()
   (folder / "cl100k_base.tiktoken").write_bytes(content)
-  digest = hashlib.sha256(content).hexdigest()
+  use_as_cl100k(content, monkeypatch)
   with hub_server.HubServer(tmp_path / "hub") as server:
     url = f"{server.url}/org/name/resolve/main/cl100k_base.tiktoken"
     monkeypatch.setattr(tokenizer, "CL100K_URL", url)
-    monkeypatch.setattr(tokenizer, "CL100K_SHA256", digest)
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
     yield server
 
 
-def test_cl100k_is_downloaded_once(cl100k_server, tmp_path):
+def test_cl100k_is_downloaded_once(cl100k_server):
   for _ in range(2):
     loaded = tokenizer.load_tokenizer("cl100k_base")
-    assert (loaded.vocab_size, loaded.separator) == (100277, 100257)
+    assert loaded.vocab_size == 100277
+    assert loaded.separator == 100257
+
   assert len(cl100k_server.requests) == 1
+
+
+@pytest.mark.usefixtures("cl100k_server")
+def test_a_damaged_download_of_cl100k_is_replaced(tmp_path):
+  tokenizer.load_tokenizer("cl100k_base")
   (path,) = (tmp_path / "cache").iterdir()
   content = path.read_bytes()
   path.write_bytes(b"half a file")
+
   tokenizer.load_tokenizer("cl100k_base")
+
   assert path.read_bytes() == content
 
 
-def check_cl100k_message():
-  """Returns the message that says how to do without the download."""
+def cl100k_error() -> str:
+  """Returns the error of a download, and checks that it names alternatives."""
   with pytest.raises(UserError) as caught:
     tokenizer.load_tokenizer("cl100k_base")
   message = str(caught.value)
@@ -359,28 +441,33 @@ def check_cl100k_message():
   return message
 
 
-def test_cl100k_without_network(cl100k_server):
+def test_cl100k_without_a_network_is_an_error(cl100k_server):
   cl100k_server.close()
-  assert "Connection refused" in check_cl100k_message()
+
+  assert "Connection refused" in cl100k_error()
 
 
-def test_cl100k_that_the_server_refuses(cl100k_server):
+def test_cl100k_that_the_server_refuses_is_an_error(cl100k_server):
   cl100k_server.fail(1, status=503)
-  assert "503 Server Error" in check_cl100k_message()
+
+  assert "503 Server Error" in cl100k_error()
 
 
-def test_cl100k_that_is_another_file(cl100k_server, monkeypatch):
+@pytest.mark.usefixtures("cl100k_server")
+def test_another_file_than_cl100k_is_an_error(monkeypatch):
   monkeypatch.setattr(tokenizer, "CL100K_SHA256", "0" * 64)
-  assert "Hash mismatch" in check_cl100k_message()
+
+  assert "Hash mismatch" in cl100k_error()
 
 
-def test_cl100k_that_cannot_be_kept(cl100k_server, tmp_path):
+@pytest.mark.usefixtures("cl100k_server")
+def test_cl100k_that_cannot_be_stored_is_an_error(tmp_path):
   (tmp_path / "cache").write_text("not a directory")
-  assert "File exists" in check_cl100k_message()
+
+  assert "File exists" in cl100k_error()
 
 
-def test_cl100k_matches_what_tiktoken_declares(monkeypatch):
-  """URL, checksum, pattern and special tokens equal tiktoken's."""
+def test_the_constants_of_cl100k_are_tiktokens(monkeypatch):
   from tiktoken_ext import openai_public
 
   declared = {}
@@ -391,52 +478,84 @@ def test_cl100k_matches_what_tiktoken_declares(monkeypatch):
 
   monkeypatch.setattr(openai_public, "load_tiktoken_bpe", load_tiktoken_bpe)
   declared.update(openai_public.cl100k_base())
+
   assert declared["url"] == tokenizer.CL100K_URL
   assert declared["sha256"] == tokenizer.CL100K_SHA256
-  assert declared["pat_str"] == tokenizer._CL100K_PATTERN
-  assert declared["special_tokens"] == tokenizer._CL100K_SPECIAL
+  assert declared["pat_str"] == tokenizer.CL100K_PATTERN
+  assert declared["special_tokens"] == tokenizer.CL100K_SPECIAL
 
 
-def test_cl100k_loads_where_its_file_is(tmp_path, monkeypatch, trained):
-  """The trained BPE stands in for the file, which cannot be had offline."""
+def test_cl100k_is_read_from_tiktokens_cache(tmp_path, monkeypatch, trained):
   content = pathlib.Path(trained.tiktoken).read_bytes()
-  digest = hashlib.sha256(content).hexdigest()
-  monkeypatch.setattr(tokenizer, "CL100K_SHA256", digest)
+  use_as_cl100k(content, monkeypatch)
   monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+  # tiktoken names files by the SHA-1 of their URL.
   (tmp_path / "9b5ad71b2ce5302211f9c61530b329a4922fc6a4").write_bytes(content)
+
   loaded = tokenizer.load_tokenizer("cl100k_base")
-  assert (loaded.vocab_size, loaded.separator) == (100277, 100257)
+
+  assert loaded.vocab_size == 100277
+  assert loaded.separator == 100257
   text = "it's <|endoftext|>"
   assert loaded.decode(loaded.encode(text)) == text
-  # The same file at another path is cl100k_base too.
+
+
+def test_the_file_of_cl100k_at_another_path_is_cl100k(monkeypatch, trained):
+  use_as_cl100k(pathlib.Path(trained.tiktoken).read_bytes(), monkeypatch)
+
   assert tokenizer.load_tokenizer(trained.tiktoken).separator == 100257
+
+
+# Bad files and vocabularies.
+
+
+@pytest.mark.parametrize("name", ["missing.tiktoken", "missing.json"])
+def test_a_missing_file_is_named(tmp_path, name):
+  with pytest.raises(UserError, match=f"{name}.*cannot read"):
+    tokenizer.load_tokenizer(str(tmp_path / name))
 
 
 @pytest.mark.parametrize(
   ("name", "content", "message"),
   [
-    ("missing.tiktoken", None, "missing.tiktoken.*cannot read"),
-    ("missing.json", None, "missing.json.*cannot read"),
-    (
+    pytest.param(
       "bad.tiktoken",
       "not base64 at all\n",
       "bad.tiktoken.*not a complete tiktoken file",
+      id="not base64",
     ),
-    (
+    pytest.param(
       "cut.tiktoken",
       "YQ== 0\nYg== 1\n",
       "cut.tiktoken.*not a complete tiktoken file",
+      id="without some bytes",
     ),
-    ("bad.json", "{", "bad.json.*not a Hugging Face tokenizer.json"),
-    ("other.json", "{}", "other.json.*not a Hugging Face tokenizer.json"),
-    ("model.vocab", "x", "must be 'bytes', 'cl100k_base'"),
+    pytest.param(
+      "bad.json",
+      "{",
+      "bad.json.*not a Hugging Face tokenizer.json",
+      id="not JSON",
+    ),
+    pytest.param(
+      "other.json",
+      "{}",
+      "other.json.*not a Hugging Face tokenizer.json",
+      id="other JSON",
+    ),
+    pytest.param(
+      "model.vocab",
+      "x",
+      "must be 'bytes', 'cl100k_base'",
+      id="unknown extension",
+    ),
   ],
 )
-def test_bad_files_are_named(tmp_path, name, content, message):
-  if content is not None:
-    (tmp_path / name).write_text(content)
+def test_a_bad_file_is_named(tmp_path, name, content, message):
+  path = tmp_path / name
+  path.write_text(content)
+
   with pytest.raises(UserError, match=message):
-    tokenizer.load_tokenizer(str(tmp_path / name))
+    tokenizer.load_tokenizer(str(path))
 
 
 def test_a_tokenizer_without_separator_is_refused(tmp_path, trained):
@@ -447,17 +566,17 @@ def test_a_tokenizer_without_separator_is_refused(tmp_path, trained):
     tokenizer.load_tokenizer(str(tmp_path / "tokenizer.json"))
 
 
-@pytest.mark.parametrize(
-  ("size", "works"), [(255, False), (256, True), (511, True), (512, False)]
-)
-def test_vocabulary_of_the_model(size, works):
-  config = Config(model=ModelConfig(vocab_size=size))
-  loaded = tokenizer.load_tokenizer("bytes")
-  if works:
-    check_vocabulary(config, loaded)
-    return
-  with pytest.raises(
-    UserError,
-    match=f"config.model.vocab_size = {size}.*config.data.tokenizer.*256",
-  ):
-    check_vocabulary(config, loaded)
+@pytest.mark.parametrize("vocab_size", [256, 511])
+def test_the_vocabulary_of_the_model_can_be_up_to_twice_as_large(vocab_size):
+  config = Config(model=ModelConfig(vocab_size=vocab_size))
+
+  check_vocabulary(config, tokenizer.load_tokenizer("bytes"))
+
+
+@pytest.mark.parametrize("vocab_size", [255, 512])
+def test_a_model_with_another_vocabulary_is_refused(vocab_size):
+  config = Config(model=ModelConfig(vocab_size=vocab_size))
+
+  message = f"config.model.vocab_size = {vocab_size}.*data.tokenizer.*256"
+  with pytest.raises(UserError, match=message):
+    check_vocabulary(config, tokenizer.load_tokenizer("bytes"))
