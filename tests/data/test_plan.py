@@ -1,9 +1,14 @@
-"""A run reads only the files that its tokens need, and prints their number."""
+"""A run reads only the files that its tokens need, and prints their number.
+
+Before rows are prepared, their size is estimated and compared with the disk.
+"""
 
 import dataclasses
+import os
 import pathlib
 import shutil
 import types
+from collections.abc import Iterator
 
 import numpy as np
 import pyarrow
@@ -26,18 +31,18 @@ from tests.harness.hub_server import HubServer
 REPO = "datasets/org/name"
 NUM_FILES = 8
 DOCUMENTS_PER_FILE = 40
-DOCUMENT_TOKENS = 402  # 400 bytes and two separators
-
-
-def write_parquet(path, texts, row_group_size=10):
-  scores = range(len(texts))
-  table = pyarrow.table({"text": texts, "score": scores})
-  pyarrow.parquet.write_table(table, path, row_group_size=row_group_size)
+# 400 bytes and two separators.
+DOCUMENT_TOKENS = 402
+NUM_TOKENS = NUM_FILES * DOCUMENTS_PER_FILE * DOCUMENT_TOKENS
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory):
-  """Eight Parquet files of equal size. Document k of file n begins "n k"."""
+def files(tmp_path_factory) -> pathlib.Path:
+  """Writes eight Parquet files of equal size. Documents begin "FILE INDEX ".
+
+  Returns:
+    The directory of the Hub, which has the files in `REPO`.
+  """
   root = tmp_path_factory.mktemp("hub")
   folder = root / REPO
   folder.mkdir(parents=True)
@@ -45,39 +50,54 @@ def files(tmp_path_factory):
   for number in range(NUM_FILES):
     texts = []
     for index in range(DOCUMENTS_PER_FILE):
-      start = f"{number} {index} "
-      text = start + rng.bytes(200).hex()
+      text = f"{number} {index} {rng.bytes(200).hex()}"
       texts.append(text[:400])
-    write_parquet(folder / f"{number:03}.parquet", texts)
+    table = pyarrow.table({"text": texts, "score": range(len(texts))})
+    path = folder / f"{number:03}.parquet"
+    pyarrow.parquet.write_table(table, path, row_group_size=10)
   return root
 
 
 @pytest.fixture
-def hub(files, monkeypatch):
-  """The files on a Hub, of which a small sample is taken."""
+def local_source(files) -> str:
+  """Returns the source of the files on the disk."""
+  return f"parquet:{files}/{REPO}/*.parquet"
+
+
+@pytest.fixture
+def hub(files, monkeypatch) -> Iterator[HubServer]:
+  """Serves the files as a Hub. Samples of them are small."""
   monkeypatch.setattr(sample, "MAX_DOCUMENTS", 20)
   with HubServer(files) as server:
     monkeypatch.setenv("HF_ENDPOINT", server.url)
     yield server
 
 
-def make_config(steps, **data):
-  data = {
+def make_config(steps=1, **fields) -> Config:
+  """Returns a config that reads the files on the Hub by default.
+
+  Args:
+    steps: the number of steps. Each takes 8 · 128 tokens.
+    **fields: fields of DataConfig.
+  """
+  defaults = {
     "source": f"parquet:hf://{REPO}/*.parquet",
     "length": 128,
     "validation_fraction": 0.0,
-    **data,
   }
   return Config(
-    data=DataConfig(**data), train=TrainConfig(steps=steps, batch_size=8)
+    data=DataConfig(**{**defaults, **fields}),
+    train=TrainConfig(steps=steps, batch_size=8),
   )
 
 
-def resolved_data(config, process_count=1):
-  return plan.resolve(config, process_count, lambda line: None).data
+def resolve_data(config, num_processes=1) -> DataConfig:
+  """Returns the data fields that a run uses."""
+  return plan.resolve(config, num_processes, lambda line: None).data
 
 
-def documents_of(split, config):
+def read_documents(split, config) -> list[str]:
+  """Returns the documents of a split."""
   source = sources.documents(config.source, split, config)
   documents = []
   for part in source.parts:
@@ -85,8 +105,16 @@ def documents_of(split, config):
   return documents
 
 
+def first_characters(documents) -> set[str]:
+  """Returns the numbers of the files that documents are from."""
+  return {document[0] for document in documents}
+
+
+# The files that a run reads.
+
+
 @pytest.mark.parametrize(
-  "mode, process_count, expected",
+  ("mode", "num_processes", "expected"),
   [
     ("auto", 1, "prepared"),
     ("auto", 2, "streamed"),
@@ -94,86 +122,106 @@ def documents_of(split, config):
     ("streamed", 1, "streamed"),
   ],
 )
-def test_the_mode_follows_from_the_number_of_processes(
-  mode, process_count, expected
+def test_the_automatic_mode_depends_on_the_number_of_processes(
+  mode, num_processes, expected
 ):
   config = Config(data=DataConfig(mode=mode))
-  assert resolved_data(config, process_count).mode == expected
+
+  assert resolve_data(config, num_processes).mode == expected
 
 
 @pytest.mark.parametrize("steps", [1, 20, 32, 60, 100])
-def test_as_many_files_as_hold_the_tokens_of_the_run(hub, steps):
-  num_files = resolved_data(make_config(steps)).files
-  tokens = steps * 8 * 128
+@pytest.mark.usefixtures("hub")
+def test_a_run_reads_just_enough_files_for_its_tokens(steps):
+  num_files = resolve_data(make_config(steps)).files
+
+  num_tokens = steps * 8 * 128
   file_tokens = DOCUMENTS_PER_FILE * DOCUMENT_TOKENS
-  assert tokens <= num_files * file_tokens
-  # One file fewer would not hold the tokens plus a margin of 10%.
-  assert (num_files - 1) * file_tokens <= 1.11 * tokens
+  assert num_files * file_tokens >= num_tokens
+  # One file fewer would not hold the tokens and a margin of 10%.
+  assert (num_files - 1) * file_tokens <= 1.11 * num_tokens
 
 
-def test_the_number_is_the_same_in_all_processes_and_at_each_start(hub):
+@pytest.mark.usefixtures("hub")
+def test_all_processes_and_starts_read_the_same_number_of_files():
   config = make_config(60)
-  numbers = {resolved_data(config, count).files for count in (1, 1, 16)}
-  assert len(numbers) == 1
+
+  num_files = resolve_data(config).files
+
+  assert resolve_data(config).files == num_files
+  assert resolve_data(config, num_processes=16).files == num_files
 
 
-def test_all_files_are_read_again_if_they_are_too_few(hub):
+@pytest.mark.usefixtures("hub")
+def test_a_long_run_reads_all_files_several_times_and_says_so():
   lines = []
+
   config = plan.resolve(make_config(1000), 1, lines.append)
+
   assert config.data.files == NUM_FILES
-  tokens = NUM_FILES * DOCUMENTS_PER_FILE * DOCUMENT_TOKENS
   (line,) = lines
-  times = float(line.rpartition("read ")[2].removesuffix(" times"))
-  assert times == pytest.approx(1000 * 8 * 128 / tokens, rel=0.02)
+  num_times = float(line.rpartition("read ")[2].removesuffix(" times"))
+  assert num_times == pytest.approx(1000 * 8 * 128 / NUM_TOKENS, rel=0.02)
 
 
-def test_the_line_says_what_is_read(hub):
+@pytest.mark.usefixtures("hub")
+def test_the_number_of_files_is_printed():
   lines = []
+
   plan.resolve(make_config(20), 1, lines.append)
+
   (line,) = lines
   assert "reading 2 of 8 files" in line
   assert "for the run's 20.5K" in line
   assert "config.data.files" in line
 
 
-def test_only_the_first_file_is_sampled(hub):
-  resolved_data(make_config(60))
+def test_the_number_of_files_is_estimated_from_the_first_file(hub):
+  resolve_data(make_config(60))
+
   assert hub.fetched("000.parquet")
   for number in range(1, NUM_FILES):
     assert not hub.fetched(f"{number:03}.parquet")
 
 
-def test_a_number_that_is_set_is_kept(hub):
-  assert resolved_data(make_config(60, files=3)).files == 3
+def test_a_number_of_files_that_is_set_is_kept(hub):
+  assert resolve_data(make_config(60, files=3)).files == 3
   assert not hub.requests
 
 
-def test_local_files_are_all_read(files):
-  config = make_config(1, source=f"parquet:{files}/{REPO}/*.parquet")
-  assert resolved_data(config).files == 0
-  documents = documents_of("train", config.data)
+def test_a_run_reads_all_local_files(local_source):
+  config = make_config(source=local_source)
+
+  assert resolve_data(config).files == 0
+  documents = read_documents("train", config.data)
   assert len(documents) == NUM_FILES * DOCUMENTS_PER_FILE
 
 
-def test_a_mixture_reads_what_its_weights_need(hub, files, tmp_path):
+@pytest.mark.usefixtures("hub")
+def test_a_source_with_half_the_weight_needs_half_the_tokens(files, tmp_path):
   remote = f"parquet:hf://{REPO}/*.parquet"
   shutil.copy(files / REPO / "000.parquet", tmp_path / "local.parquet")
   local = f"parquet:{tmp_path}/*.parquet"
+
   half = make_config(60, source=f"{remote}=0.5,{local}=0.5")
   alone = make_config(30, source=remote)
-  assert resolved_data(half).files == resolved_data(alone).files
+
+  assert resolve_data(half).files == resolve_data(alone).files
 
 
-def test_all_local_files_of_a_mixture_are_read(hub, files):
-  local = f"parquet:{files}/{REPO}/*.parquet"
+@pytest.mark.usefixtures("hub")
+def test_a_mixture_reads_all_local_files(local_source):
   remote = f"parquet:hf://{REPO}/*.parquet"
-  config = make_config(1, source=f"{remote}=0.5,{local}=0.5")
-  assert resolved_data(config).files == NUM_FILES
+  config = make_config(source=f"{remote}=0.5,{local_source}=0.5")
+
+  assert resolve_data(config).files == NUM_FILES
 
 
-def test_other_files_are_not_touched(hub, tmp_path):
-  config = make_config(1, files=2, prepared_dir=str(tmp_path / "rows"))
+def test_preparing_fetches_only_the_chosen_files(hub, tmp_path):
+  config = make_config(files=2, prepared_dir=str(tmp_path / "rows"))
+
   prepared.prepare(config.data, 1)
+
   fetched = set()
   for request in hub.requests:
     if request.range:
@@ -181,227 +229,283 @@ def test_other_files_are_not_touched(hub, tmp_path):
   assert fetched == {"000.parquet", "004.parquet"}
 
 
-def test_files_limits_local_sources(files):
-  source = f"parquet:{files}/{REPO}/*.parquet"
-  documents = documents_of("train", make_config(1, source=source, files=2).data)
-  assert {document[0] for document in documents} == {"0", "4"}
+def test_the_number_of_files_limits_local_sources(local_source):
+  config = make_config(source=local_source, files=2).data
+
+  documents = read_documents("train", config)
+
+  assert first_characters(documents) == {"0", "4"}
 
 
 @pytest.mark.parametrize(
-  "count, expected", [(0, []), (1, [0]), (3, [0, 2, 4]), (7, list(range(7)))]
+  ("count", "expected"),
+  [
+    (0, []),
+    (1, [0]),
+    (3, [0, 2, 4]),
+    (7, [0, 1, 2, 3, 4, 5, 6]),
+    (100, [0, 1, 2, 3, 4, 5, 6]),
+  ],
 )
-def test_items_are_evenly_spaced(count, expected):
+def test_the_chosen_items_are_evenly_spaced(count, expected):
   assert file_source.spread(range(7), count) == expected
-  assert file_source.spread(range(7), 100) == list(range(7))
 
 
-def test_validation_documents_are_of_some_row_groups_of_all_files(
-  hub, files, monkeypatch
-):
-  size = (files / REPO / "000.parquet").stat().st_size
-  monkeypatch.setattr(file_source, "MAX_HUB_VALIDATION_BYTES", 4 * size)
-  config = make_config(1, validation_fraction=0.3).data
-  validation = documents_of("validation", config)
-  train = documents_of("train", config)
-  assert {document[0] for document in validation} == set("01234567")
-  assert {document[0] for document in train} == set("01234567")
+def test_validation_reads_some_row_groups_of_all_files(hub, files, monkeypatch):
+  # The size of half of the files.
+  file_bytes = (files / REPO / "000.parquet").stat().st_size
+  monkeypatch.setattr(file_source, "MAX_HUB_VALIDATION_BYTES", 4 * file_bytes)
+  config = make_config(validation_fraction=0.3).data
+
+  validation = read_documents("validation", config)
+  train = read_documents("train", config)
+
+  assert first_characters(validation) == set("01234567")
+  assert first_characters(train) == set("01234567")
   # Half of the row groups, and three tenths of their documents.
   num_documents = NUM_FILES * DOCUMENTS_PER_FILE
   assert 0.08 < len(validation) / num_documents < 0.22
-  # Documents of other files are held out too, so that all agree on the split.
-  held_out = 1 - len(train) / num_documents
-  assert 0.2 < held_out < 0.4
-  assert not set(train) & set(validation)
+  # The documents of the other row groups are held out too, so that the split
+  # does not depend on which of them are read.
+  held_out_fraction = 1 - len(train) / num_documents
+  assert 0.2 < held_out_fraction < 0.4
+  assert set(train).isdisjoint(validation)
 
 
-def test_files_is_part_of_the_rows_name_only_if_it_is_set(files):
-  source = f"parquet:{files}/{REPO}/*.parquet"
-  descriptions = []
+# Rows and runs of another number of files.
+
+
+def test_the_number_of_files_chooses_the_directory_of_the_rows(local_source):
   directories = set()
-  for number in (0, 2, 3):
-    config = make_config(1, source=source, files=number).data
+  for num_files in (0, 2, 3):
+    config = make_config(source=local_source, files=num_files).data
     (target,) = prepared.targets(config)
-    descriptions.append(target.description)
     directories.add(target.directory)
-  assert "files" not in descriptions[0]
+
   assert len(directories) == 3
 
 
-def test_prepared_rows_of_other_files_are_refused(files, tmp_path):
-  source = f"parquet:{files}/{REPO}/*.parquet"
-  rows = str(tmp_path / "rows")
-  config = make_config(1, source=source, files=2, prepared_dir=rows).data
+def test_rows_of_all_files_are_described_as_in_earlier_versions(local_source):
+  """Earlier versions did not have config.data.files."""
+  (target,) = prepared.targets(make_config(source=local_source).data)
+
+  assert "files" not in target.description
+
+
+def test_prepared_rows_of_another_number_of_files_are_refused(
+  local_source, tmp_path
+):
+  config = make_config(
+    source=local_source, files=2, prepared_dir=str(tmp_path / "rows")
+  ).data
   prepared.prepare(config, 1)
-  other = dataclasses.replace(config, files=3)
+
   message = r"holds other rows: config.data.files \(there 2, asked for 3\)"
   with pytest.raises(UserError, match=message):
-    prepared.prepare(other, 1)
+    prepared.prepare(dataclasses.replace(config, files=3), 1)
 
 
-def test_a_resume_with_other_files_is_refused():
-  before = make_config(60, files=3)
-  now = make_config(90, files=4)
+def test_a_run_does_not_continue_with_another_number_of_files():
+  checkpoint = make_config(60, files=3).to_dict()
+  config = make_config(90, files=4).to_dict()
+
   with pytest.raises(UserError) as caught:
-    check_resume(before.to_dict(), now.to_dict())
+    check_resume(checkpoint, config)
+
   message = str(caught.value)
   assert message.startswith("config.data.files was 3 when")
   assert "and is 4" in message
   assert "--config.data.files=3" in message
   assert "another --workdir" in message
-  check_resume(before.to_dict(), make_config(90, files=3).to_dict())
 
 
-def test_a_resume_names_other_fields_before_the_files():
-  """The number of files may differ because another field does."""
-  before = make_config(60, files=3).to_dict()
-  now = make_config(60, files=4, length=64).to_dict()
+def test_a_longer_run_continues_with_the_same_number_of_files():
+  """The check raises an error for a difference."""
+  checkpoint = make_config(60, files=3).to_dict()
+
+  check_resume(checkpoint, make_config(90, files=3).to_dict())
+
+
+def test_other_fields_that_differ_are_named_with_the_number_of_files():
+  """The number of files may differ because of the other field."""
+  checkpoint = make_config(60, files=3).to_dict()
+  config = make_config(60, files=4, length=64).to_dict()
+
   message = "another run: data.files was 3 and is 4; data.length was 128"
   with pytest.raises(UserError, match=message):
-    check_resume(before, now)
+    check_resume(checkpoint, config)
 
 
-def test_older_checkpoints_have_no_such_field():
-  """The check, which raises for a difference, accepts them."""
-  before = make_config(60, source="stdlib").to_dict()
-  del before["data"]["files"]
-  check_resume(before, make_config(60, source="stdlib").to_dict())
+def test_a_checkpoint_without_a_number_of_files_can_continue():
+  """Earlier versions had no such field."""
+  checkpoint = make_config(60, source="stdlib").to_dict()
+  del checkpoint["data"]["files"]
+
+  check_resume(checkpoint, make_config(60, source="stdlib").to_dict())
+
+
+# The estimate of the rows' size.
 
 
 @pytest.fixture
 def estimate_small_sources(monkeypatch):
-  """Estimates sources of any size. By default small ones are left out."""
+  """Makes sources of any size be estimated. By default, small ones are not."""
   monkeypatch.setattr(estimate, "SMALL_BYTES", 0)
 
 
-def set_free_bytes(monkeypatch, free):
+def set_free_bytes(monkeypatch, num_bytes):
   """Sets the free space of all disks."""
-  usage = types.SimpleNamespace(free=free)
-  monkeypatch.setattr(estimate.shutil, "disk_usage", lambda path: usage)
+  usage = types.SimpleNamespace(free=num_bytes)
+  monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
 
 
-def work_of(config):
+def open_work(config) -> shards.Work:
+  """Returns the work that remains to prepare the only source."""
   (target,) = prepared.targets(config)
   work = prepared.open_work(target, config)
   assert work is not None
   return work
 
 
+@pytest.fixture
+def local_config(local_source, tmp_path) -> DataConfig:
+  """Returns data fields with the local files and a directory of rows."""
+  rows = str(tmp_path / "rows")
+  return make_config(source=local_source, prepared_dir=rows).data
+
+
 @pytest.mark.parametrize("validation_fraction", [0.0, 0.25])
-def test_the_estimate_is_near_what_is_written(
-  files, tmp_path, validation_fraction
+def test_the_estimate_is_near_the_size_of_the_rows(
+  local_config, validation_fraction
 ):
-  config = make_config(
-    1,
-    source=f"parquet:{files}/{REPO}/*.parquet",
-    validation_fraction=validation_fraction,
-    prepared_dir=str(tmp_path / "rows"),
-  ).data
-  needs = estimate.estimate(work_of(config), config)
-  tokens = NUM_FILES * DOCUMENTS_PER_FILE * DOCUMENT_TOKENS
-  assert needs.num_files == NUM_FILES
-  assert needs.tokens == pytest.approx(tokens, rel=0.05)
+  config = dataclasses.replace(
+    local_config, validation_fraction=validation_fraction
+  )
+
+  needs = estimate.estimate(open_work(config), config)
   prepared.prepare(config, 1)
+
   row_bytes = 0
   for path in pathlib.Path(config.prepared_dir).glob("*.array_record"):
     row_bytes += path.stat().st_size
   assert needs.row_bytes == pytest.approx(row_bytes, rel=0.3)
+  assert needs.num_files == NUM_FILES
+  assert needs.tokens == pytest.approx(NUM_TOKENS, rel=0.05)
 
 
-def test_a_disk_that_is_too_small_stops_before_the_download(
-  hub, monkeypatch, tmp_path, capsys
-):
+@pytest.fixture
+def full_disk(monkeypatch):
+  """Leaves one kilobyte of space on all disks."""
+  set_free_bytes(monkeypatch, 1000)
+
+
+@pytest.mark.usefixtures("hub", "full_disk")
+def test_a_disk_that_is_too_small_is_an_error_that_names_remedies(tmp_path):
   rows = tmp_path / "new" / "rows"
-  config = make_config(1, files=6, prepared_dir=str(rows)).data
-  set_free_bytes(monkeypatch, free=1000)
+  config = make_config(files=6, prepared_dir=str(rows)).data
+
   with pytest.raises(UserError) as caught:
     prepared.prepare(config, 1)
+
   message = str(caught.value)
   assert message.startswith(f"{rows}: the disk has 1KB free")
-  for remedy in (
-    "--config.data.prepared_dir=DIR",
-    "--config.data.files (now 6)",
-    "--config.data.mode=streamed",
-  ):
-    assert remedy in message
+  assert "--config.data.prepared_dir=DIR" in message
+  assert "--config.data.files (now 6)" in message
+  assert "--config.data.mode=streamed" in message
+
+
+@pytest.mark.usefixtures("full_disk")
+def test_a_disk_that_is_too_small_stops_before_the_download(
+  hub, tmp_path, capsys
+):
+  rows = tmp_path / "new" / "rows"
+  config = make_config(files=6, prepared_dir=str(rows)).data
+
+  with pytest.raises(UserError):
+    prepared.prepare(config, 1)
+
+  assert "6 files to download" in capsys.readouterr().err
   assert not rows.parent.exists()
   # Footers and the sample, but no row group of the other files.
   for number in range(1, 6):
     assert len(hub.fetched(f"{number:03}.parquet")) <= 2
-  assert "6 files to download" in capsys.readouterr().err
 
 
-def test_the_targets_of_a_mixture_share_the_disk(
-  files, monkeypatch, tmp_path, estimate_small_sources
-):
+@pytest.mark.usefixtures("estimate_small_sources")
+def test_the_sources_of_a_mixture_share_the_disk(files, monkeypatch, tmp_path):
   first = f"parquet:{files}/{REPO}/000.parquet"
   second = f"parquet:{files}/{REPO}/001.parquet"
   mixture = make_config(
-    1,
-    source=f"{first}=0.5,{second}=0.5",
-    prepared_dir=str(tmp_path / "rows"),
+    source=f"{first}=0.5,{second}=0.5", prepared_dir=str(tmp_path / "rows")
   ).data
-  single = dataclasses.replace(
-    mixture, source=first, prepared_dir=str(tmp_path / "single")
-  )
-  needed = estimate.estimate(work_of(single), single).row_bytes
-  set_free_bytes(monkeypatch, free=1.5 * needed)
+  single = make_config(source=first, prepared_dir=str(tmp_path / "single")).data
+  needs = estimate.estimate(open_work(single), single)
+
+  set_free_bytes(monkeypatch, 1.5 * needs.row_bytes)
+
   prepared.prepare(single, 1)
   with pytest.raises(UserError, match="the rows need about"):
     prepared.prepare(mixture, 1)
 
 
-def test_only_missing_rows_need_space(files, tmp_path, estimate_small_sources):
-  config = make_config(
-    1,
-    source=f"parquet:{files}/{REPO}/*.parquet",
-    prepared_dir=str(tmp_path / "rows"),
-  ).data
-  whole = estimate.estimate(work_of(config), config)
-  prepared.prepare(config, 1)
-  rows = pathlib.Path(config.prepared_dir)
+@pytest.mark.usefixtures("estimate_small_sources")
+def test_only_missing_rows_need_space(local_config):
+  whole = estimate.estimate(open_work(local_config), local_config)
+  prepared.prepare(local_config, 1)
+
+  rows = pathlib.Path(local_config.prepared_dir)
+  (rows / "meta.json").unlink()
   paths = sorted(rows.glob("train-*.array_record"))
-  for path in [rows / "meta.json", *paths[: len(paths) // 2]]:
+  for path in paths[: len(paths) // 2]:
     path.unlink()
-  half = estimate.estimate(work_of(config), config)
+
+  half = estimate.estimate(open_work(local_config), local_config)
   assert half.tokens == pytest.approx(whole.tokens / 2)
   assert half.row_bytes < 0.6 * whole.row_bytes
 
 
-def test_a_small_local_source_is_not_sampled(files, tmp_path, monkeypatch):
+def test_a_small_local_source_is_prepared_without_a_sample(
+  local_config, monkeypatch
+):
   def fail(source, config):
     pytest.fail("a sample was taken")
 
   monkeypatch.setattr(estimate, "take_sample", fail)
-  config = make_config(
-    1,
-    source=f"parquet:{files}/{REPO}/*.parquet",
-    prepared_dir=str(tmp_path / "rows"),
-  ).data
-  (target,) = prepared.prepare(config, 1)
-  assert (pathlib.Path(target.directory) / "meta.json").exists()
+
+  (target,) = prepared.prepare(local_config, 1)
+
+  assert prepared.is_prepared(target)
 
 
-def test_one_file_gives_work_to_all_cpus(files, monkeypatch):
-  monkeypatch.setattr(shards.os, "cpu_count", lambda: 2)
-  config = make_config(1, source=f"parquet:{files}/{REPO}/000.parquet").data
-  missing = [
-    shard for shard in work_of(config).missing if shard.split == "train"
-  ]
-  assert len(missing) == DOCUMENTS_PER_FILE // 10
-  assert shards.worker_count(0, len(missing)) == 2
-  assert shards.worker_count(3, len(missing)) == 3
-  assert shards.worker_count(0, 1) == 1
-  assert shards.worker_count(4, 0) == 1
+def test_each_row_group_of_a_file_is_a_shard(files):
+  config = make_config(source=f"parquet:{files}/{REPO}/000.parquet").data
+
+  missing_shards = open_work(config).missing
+
+  splits = [shard.split for shard in missing_shards]
+  assert splits.count("train") == DOCUMENTS_PER_FILE // 10
 
 
-def test_a_source_without_training_documents_has_no_estimate(
-  files, tmp_path, estimate_small_sources
+@pytest.mark.parametrize(
+  ("requested", "num_shards", "expected"),
+  [
+    pytest.param(0, 4, 2, id="one for each CPU"),
+    pytest.param(3, 4, 3, id="as requested"),
+    pytest.param(0, 1, 1, id="one shard"),
+    pytest.param(4, 0, 1, id="no shard"),
+  ],
+)
+def test_the_number_of_workers_depends_on_cpus_and_shards(
+  monkeypatch, requested, num_shards, expected
 ):
-  config = make_config(
-    1,
-    source=f"parquet:{files}/{REPO}/*.parquet",
-    validation_fraction=1.0,
-    prepared_dir=str(tmp_path / "rows"),
-  ).data
+  monkeypatch.setattr(os, "cpu_count", lambda: 2)
+
+  assert shards.worker_count(requested, num_shards) == expected
+
+
+@pytest.mark.usefixtures("estimate_small_sources")
+def test_a_source_without_training_documents_is_an_error(local_config):
+  config = dataclasses.replace(local_config, validation_fraction=1.0)
+
   with pytest.raises(UserError, match="empty: no document to train on"):
     prepared.prepare(config, 1)
