@@ -1,5 +1,9 @@
-"""tokenizer.json files with the conventions of published models."""
+"""The tokenizer.json files of published models can be used.
 
+They give back each text and count its bytes.
+"""
+
+import chex
 import numpy as np
 import pytest
 import tokenizers
@@ -16,7 +20,24 @@ SENTENCE = "The quick brown fox jumps over the lazy dog"
 
 @pytest.fixture(params=tokenizer_files.MAKERS)
 def published(request, tmp_path):
+  """Returns a tokenizer with the conventions of each published model."""
   return load_tokenizer(tokenizer_files.save(tmp_path, request.param))
+
+
+def save_and_load(backend, tmp_path):
+  """Writes a tokenizer of `tokenizers`, and loads the file."""
+  path = str(tmp_path / "tokenizer.json")
+  backend.save(path)
+  return load_tokenizer(path)
+
+
+def count_bytes(loaded, ids) -> np.ndarray:
+  """Returns the number of bytes of each id after the first one."""
+  ids = np.array(ids)
+  return loaded.target_bytes(ids[..., :-1], ids[..., 1:])
+
+
+# Text that looks like tokens.
 
 
 @pytest.mark.parametrize(
@@ -32,36 +53,91 @@ def published(request, tmp_path):
     "hello <0xE2><0x96><0x81> world",
   ],
 )
-def test_spelled_control_tokens_are_text(published, text):
+def test_the_names_of_control_tokens_are_text(published, text):
   if "[UNK]" in published.tokenizer_json() and "<0x" in text:
     # This vocabulary has no bytes and splits at spaces.
     text = text.replace("><", "> <")
+
   ids = published.encode(text)
-  assert not published._control_ids.intersection(ids)
+
+  for token in ids:
+    assert published.has_text([token])
   assert published.decode(ids) == text
   assert published.encode_batch(["hello", text])[1] == ids
 
 
-def test_bytes_of_a_text(published):
-  """Each text is a document, after a control token."""
-  start = published.separator
-  total = 0
-  texts = [SENTENCE, "hello world", "the", "fox , an hello"]
-  for text in texts:
-    ids = np.array([start, *published.encode(text), start])
-    num_bytes = published.target_bytes(ids[:-1], ids[1:])
-    expected = len(published.decode(ids).encode())
-    assert num_bytes.sum() == expected
-    assert num_bytes[-1] == 0
-    total += expected
+def test_the_names_of_bytes_in_other_characters_are_text(tmp_path):
+  """A normalizer makes them the ASCII characters of a name."""
+  backend = tokenizer_files.unigram()
+  backend.normalizer = tokenizers.normalizers.NFKC()
+  loaded = save_and_load(backend, tmp_path)
+
+  assert loaded.decode(loaded.encode("a＜0x41＞b")) == "a<0x41>b"
+
+
+# The number of bytes of each token.
+
+TEXTS = [SENTENCE, "hello world", "the", "fox , an hello"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_bytes_of_the_tokens_add_up_to_the_text(published, text):
+  separator = published.separator
+  ids = [separator, *published.encode(text), separator]
+
+  num_bytes = count_bytes(published, ids)
+
+  assert num_bytes.sum() == len(published.decode(ids).encode())
+  assert num_bytes[-1] == 0
+
+
+def test_no_character_of_a_sentence_is_lost(published):
   assert len(published.decode(published.encode(SENTENCE))) == len(SENTENCE)
-  # The texts in one row, and a batch of such rows.
+
+
+def test_the_bytes_of_rows_of_several_texts_add_up(published):
   row = []
-  for text in texts:
-    row += [start, *published.encode(text)]
-  rows = np.array([row, row])
-  num_bytes = published.target_bytes(rows[:, :-1], rows[:, 1:])
-  assert num_bytes.sum(axis=1).tolist() == [total, total]
+  total_bytes = 0
+  for text in TEXTS:
+    ids = published.encode(text)
+    row += [published.separator, *ids]
+    total_bytes += len(published.decode(ids).encode())
+
+  num_bytes = count_bytes(published, [row, row])
+
+  assert num_bytes.sum(axis=1).tolist() == [total_bytes, total_bytes]
+
+
+@pytest.mark.parametrize(
+  "text", ["hello     world", "hello <tool> the", "        the", "the"]
+)
+@pytest.mark.parametrize(
+  ("kind", "added_token"),
+  [
+    # Gemma has runs of spaces as tokens.
+    pytest.param("llama_2", "▁▁▁▁", id="spaces"),
+    pytest.param("word_piece", "<tool>", id="word"),
+  ],
+)
+def test_the_bytes_of_added_tokens_add_up(tmp_path, kind, added_token, text):
+  backend = tokenizer_files.MAKERS[kind]()
+  backend.add_tokens([tokenizers.AddedToken(added_token, normalized=True)])
+  loaded = save_and_load(backend, tmp_path)
+  ids = [loaded.separator, *loaded.encode(text)]
+
+  num_bytes = count_bytes(loaded, ids)
+
+  assert num_bytes.sum() == len(loaded.decode(ids).encode())
+
+
+def test_the_bytes_after_an_unknown_token_include_the_space(tmp_path):
+  loaded = save_and_load(tokenizer_files.word_piece(), tmp_path)
+  unknown = loaded.encode("é")
+  ids = [loaded.separator, *unknown, *loaded.encode("the")]
+
+  num_bytes = count_bytes(loaded, ids)
+
+  assert num_bytes.tolist() == [0, len(" the")]
 
 
 @pytest.mark.parametrize(
@@ -74,125 +150,177 @@ def test_bytes_of_a_text(published):
     ([], []),
   ],
 )
-def test_find_sequence(sequence, positions):
+def test_a_sequence_is_found_where_it_begins(sequence, positions):
   targets = np.array([1, 2, 7, 2, 1, 2])
-  begins = find_sequence(targets, sequence)
-  assert np.flatnonzero(begins).tolist() == positions
+
+  is_beginning = find_sequence(targets, sequence)
+
+  assert np.flatnonzero(is_beginning).tolist() == positions
   rows = np.stack([targets, targets])
-  np.testing.assert_array_equal(
-    find_sequence(rows, sequence), np.stack([begins, begins])
+  chex.assert_trees_all_equal(
+    find_sequence(rows, sequence), np.stack([is_beginning, is_beginning])
   )
+
+
+# Continuations of a prompt.
+
+
+def encode_continuation(loaded) -> list[int]:
+  """Returns the ids of " world" after "hello"."""
+  num_prompt_ids = len(loaded.encode("hello"))
+  return loaded.encode("hello world")[num_prompt_ids:]
 
 
 def test_a_continuation_keeps_its_space(published):
   prompt = published.encode_prompt("hello")
-  num_prompt_ids = len(published.encode("hello"))
-  word = published.encode("hello world")[num_prompt_ids:]
+  word = encode_continuation(published)
+
   assert published.decode_after(prompt, word) == " world"
-  # One token at a time, as it is printed while it is generated.
+
+
+def test_a_continuation_can_be_decoded_token_by_token(published):
+  prompt = published.encode_prompt("hello")
+  word = encode_continuation(published)
+
   for end in range(len(word) + 1):
     text = published.decode_after(prompt, word[:end])
     assert " world".startswith(text.rstrip("\ufffd"))
-  # After a control token, the same ids begin a text.
+
+
+def test_a_continuation_after_a_control_token_has_no_space(published):
+  word = encode_continuation(published)
+
   assert published.decode_after(published.encode_prompt(""), word) == "world"
+
+
+def test_a_control_token_is_an_empty_continuation(published):
+  prompt = published.encode_prompt("hello")
+
   assert published.decode_after(prompt, [published.separator]) == ""
 
 
-def test_a_continuation_of_half_a_character(tmp_path):
+def test_a_continuation_can_be_half_a_character(tmp_path):
   """The bytes of a character do not change the text before it."""
   loaded = load_tokenizer(tokenizer_files.save(tmp_path, "llama_2"))
   prompt = loaded.encode_prompt("hello €")
   euro = loaded.encode("€")[1:]
-  assert len(euro) == 3 and prompt[-3:] == euro
+  assert len(euro) == 3
+  assert prompt[-3:] == euro
+
   assert loaded.decode_after(prompt, euro[:1]) == "\ufffd"
   assert loaded.decode_after(prompt, euro) == "€"
 
 
-def test_document_tokens_beside_a_tokenizer(tmp_path):
-  path = tokenizer_files.save(tmp_path, "llama_2")
-  plain = load_tokenizer(path)
-  assert plain.document_tokens == DocumentTokens((2,), (2,), (2,), 2)
+# A file beside the tokenizer that names the tokens around documents.
+
+
+@pytest.fixture
+def llama_path(tmp_path) -> str:
+  """Returns the path of a tokenizer with the conventions of Llama 2."""
+  return tokenizer_files.save(tmp_path, "llama_2")
+
+
+def test_without_a_file_the_tokenizer_determines_the_document_tokens(
+  llama_path,
+):
+  loaded = load_tokenizer(llama_path)
+
+  assert loaded.document_tokens == DocumentTokens((2,), (2,), (2,), 2)
+
+
+def test_a_file_of_document_tokens_is_used(llama_path, tmp_path):
+  without_file = load_tokenizer(llama_path)
   tokens = DocumentTokens((1,), (2,), (2, 3), 1)
   document_tokens.write(tmp_path, tokens)
-  loaded = load_tokenizer(path)
-  assert loaded.document_tokens == tokens
-  assert loaded.fingerprint != plain.fingerprint
-  assert loaded.encode_prompt("the") == [1, *plain.encode("the")]
 
+  loaded = load_tokenizer(llama_path)
+
+  assert loaded.document_tokens == tokens
+  assert loaded.fingerprint != without_file.fingerprint
+  assert loaded.encode_prompt("the") == [1, *without_file.encode("the")]
+
+
+def test_without_start_tokens_only_an_empty_prompt_has_a_separator(
+  llama_path, tmp_path
+):
+  without_file = load_tokenizer(llama_path)
   document_tokens.write(tmp_path, DocumentTokens((), (2,), (2,), 2))
-  loaded = load_tokenizer(path)
-  assert loaded.encode_prompt("the") == plain.encode("the")
+
+  loaded = load_tokenizer(llama_path)
+
+  assert loaded.encode_prompt("the") == without_file.encode("the")
   assert loaded.encode_prompt("") == [2]
 
+
+def test_a_damaged_file_of_document_tokens_is_an_error(llama_path, tmp_path):
   (tmp_path / document_tokens.FILE_NAME).write_text('{"start": [1]}')
+
   with pytest.raises(UserError, match="is damaged"):
-    load_tokenizer(path)
+    load_tokenizer(llama_path)
+
+
+def test_document_tokens_of_another_vocabulary_are_an_error(
+  llama_path, tmp_path
+):
   document_tokens.write(tmp_path, DocumentTokens((9999,), (2,), (2,), 2))
+
   with pytest.raises(UserError, match="another model's"):
-    load_tokenizer(path)
+    load_tokenizer(llama_path)
 
 
-def test_byte_names_in_other_characters_are_text(tmp_path):
-  """A normalizer makes them the ASCII characters of a name."""
-  made = tokenizer_files.unigram()
-  made.normalizer = tokenizers.normalizers.NFKC()
-  made.save(str(tmp_path / "tokenizer.json"))
-  loaded = load_tokenizer(str(tmp_path / "tokenizer.json"))
-  assert loaded.decode(loaded.encode("a＜0x41＞b")) == "a<0x41>b"
+def test_a_stop_token_can_be_text(llama_path, tmp_path):
+  comma = load_tokenizer(llama_path).encode(",")[-1]
+  document_tokens.write(tmp_path, DocumentTokens((), (2,), (comma, 2), 2))
+
+  loaded = load_tokenizer(llama_path)
+
+  assert loaded.decode(loaded.encode("a,b")) == "a,b"
 
 
-def test_bytes_of_added_tokens_and_after_unknown_ones(tmp_path):
-  """Gemma adds runs of spaces as tokens."""
-  made = tokenizer_files.llama_2()
-  made.add_tokens([tokenizers.AddedToken("▁▁▁▁", normalized=True)])
-  made.save(str(tmp_path / "tokenizer.json"))
-  assert_bytes_add_up(load_tokenizer(str(tmp_path / "tokenizer.json")))
-  made = tokenizer_files.word_piece()
-  made.add_tokens(["<tool>"])
-  made.save(str(tmp_path / "tokenizer.json"))
-  loaded = load_tokenizer(str(tmp_path / "tokenizer.json"))
-  assert_bytes_add_up(loaded)
-  unknown = loaded.encode("é")
-  ids = np.array([loaded.separator, *unknown, *loaded.encode("the")])
-  assert loaded.target_bytes(ids[:-1], ids[1:]).tolist() == [0, len(" the")]
+# Words that end with the mark </w>, for which the decoder puts a space.
+
+WORD_TEXT = "abba ab a bab"
 
 
-def assert_bytes_add_up(loaded):
-  for text in ("hello     world", "hello <tool> the", "        the", "the"):
-    ids = np.array([loaded.separator, *loaded.encode(text)])
-    num_bytes = loaded.target_bytes(ids[:-1], ids[1:])
-    assert num_bytes.sum() == len(loaded.decode(ids).encode())
-
-
-def test_words_that_end_in_a_mark(tmp_path):
-  """The decoder puts a space after </w>, and none inside a word."""
+@pytest.fixture
+def word_tokenizer(tmp_path):
+  """Returns a tokenizer whose tokens at the end of a word have a mark."""
   names = ["<unk>", "</s>", "a", "b", "ab", "a</w>", "b</w>", "ab</w>"]
   vocabulary = {name: index for index, name in enumerate(names)}
-  merges = [("a", "b"), ("a", "b</w>")]
-  made = tokenizers.Tokenizer(
-    tokenizers.models.BPE(
-      vocabulary, merges, unk_token="<unk>", end_of_word_suffix="</w>"
-    )
+  model = tokenizers.models.BPE(
+    vocabulary,
+    [("a", "b"), ("a", "b</w>")],
+    unk_token="<unk>",
+    end_of_word_suffix="</w>",
   )
-  made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-  made.decoder = tokenizers.decoders.BPEDecoder()
-  made.add_special_tokens(["<unk>", "</s>"])
-  made.save(str(tmp_path / "tokenizer.json"))
-  loaded = load_tokenizer(str(tmp_path / "tokenizer.json"))
-  text = "abba ab a bab"
-  ids = [loaded.separator, *loaded.encode(text), loaded.separator]
-  assert loaded.decode(ids) == text
-  row = np.array(ids)
-  assert loaded.target_bytes(row[:-1], row[1:]).sum() == len(text)
+  backend = tokenizers.Tokenizer(model)
+  backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+  backend.decoder = tokenizers.decoders.BPEDecoder()
+  backend.add_special_tokens(["<unk>", "</s>"])
+  return save_and_load(backend, tmp_path)
+
+
+def encode_document(loaded) -> list[int]:
+  """Returns the ids of a text between separators."""
+  return [loaded.separator, *loaded.encode(WORD_TEXT), loaded.separator]
+
+
+def test_words_with_end_marks_are_decoded_with_spaces(word_tokenizer):
+  ids = encode_document(word_tokenizer)
+
+  assert word_tokenizer.decode(ids) == WORD_TEXT
+
+
+def test_the_bytes_of_words_with_end_marks_add_up(word_tokenizer):
+  ids = encode_document(word_tokenizer)
+
+  assert count_bytes(word_tokenizer, ids).sum() == len(WORD_TEXT)
+
+
+def test_words_with_end_marks_can_be_continued_everywhere(word_tokenizer):
+  ids = encode_document(word_tokenizer)
+
   for end in range(1, len(ids)):
-    before, after = ids[:end], ids[end:]
-    whole = loaded.decode(before) + loaded.decode_after(before, after)
-    assert whole == text
-
-
-def test_a_model_may_stop_at_a_token_of_its_text(tmp_path):
-  path = tokenizer_files.save(tmp_path, "llama_2")
-  comma = load_tokenizer(path).encode(",")[-1]
-  document_tokens.write(tmp_path, DocumentTokens((), (2,), (comma, 2), 2))
-  loaded = load_tokenizer(path)
-  assert loaded.decode(loaded.encode("a,b")) == "a,b"
+    prompt = word_tokenizer.decode(ids[:end])
+    continuation = word_tokenizer.decode_after(ids[:end], ids[end:])
+    assert prompt + continuation == WORD_TEXT
