@@ -14,19 +14,19 @@ def ar_hit_mask_of_loop(tokens, targets, segment_ids, n) -> np.ndarray:
   hits = np.zeros(tokens.shape, bool)
   num_rows, length = tokens.shape
   for row in range(num_rows):
-    seen = set()
+    earlier_ngrams = set()
     segment_start = 0
     for index in range(length):
       if segment_ids[row, index] != segment_ids[row, segment_start]:
-        seen = set()
+        earlier_ngrams = set()
         segment_start = index
       first_input = index - (n - 2)
       if first_input < segment_start:
         continue
       inputs = tokens[row, first_input : index + 1].tolist()
       ngram = (*inputs, int(targets[row, index]))
-      hits[row, index] = ngram in seen
-      seen.add(ngram)
+      hits[row, index] = ngram in earlier_ngrams
+      earlier_ngrams.add(ngram)
   return hits
 
 

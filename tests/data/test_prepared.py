@@ -761,7 +761,7 @@ def test_progress_counts_days(monkeypatch):
 def test_progress_moves_within_a_compressed_file(
   tmp_path, monkeypatch, num_workers
 ):
-  """A compressed file is a single part, of which a few percent are reported."""
+  """A compressed file is a single part. Its percents are reported."""
   reported_parts = []
   monkeypatch.setattr(
     progress.Progress,

@@ -1,9 +1,11 @@
-"""Prompts and answers: only answers are learned, in every kind of data."""
+"""With prompts, only the tokens of answers have weight."""
 
 import dataclasses
 import json
 import os
+from typing import NamedTuple
 
+import chex
 import grain
 import numpy as np
 import pyarrow
@@ -13,6 +15,7 @@ import pytest
 from diffjax.config import DataConfig, UserError
 from diffjax.data import packing, pipeline, prepared, sources
 from diffjax.data.batches import BatchShare
+from diffjax.data.document import Document
 from diffjax.data.row import Row, decode_row, encode_row, make_batch
 from tests.harness.tiers import full
 
@@ -22,7 +25,7 @@ ALL = DataConfig(
 )
 
 
-def make_example(start, prompt_size, answer_size):
+def make_example(start, prompt_size, answer_size) -> packing.Example:
   """Returns an example of different tokens: start, start + 1, …
 
   Args:
@@ -30,138 +33,214 @@ def make_example(start, prompt_size, answer_size):
     prompt_size: Number of tokens of the prompt, without the separator.
     answer_size: Number of tokens of the answer, without the separator.
   """
-  end = start + 1 + prompt_size + answer_size + 1
-  tokens = np.arange(start, end, dtype=np.int32)
-  return packing.Example(tokens, 1 + prompt_size)
+  num_tokens = 1 + prompt_size + answer_size + 1
+  tokens = np.arange(start, start + num_tokens, dtype=np.int32)
+  return packing.Example(tokens, prompt_length=1 + prompt_size)
 
 
-def pack(examples, length=LENGTH):
-  """Returns the rows of the examples, and the counts of examples left out."""
-  counts = packing.ExampleCounts(length)
+class Packed(NamedTuple):
+  """The rows of examples, and the counts of examples that did not fit."""
+
+  rows: list[Row]
+  counts: packing.ExampleCounts
+
+
+def pack(examples) -> Packed:
+  """Packs examples into rows of LENGTH tokens."""
+  counts = packing.ExampleCounts(LENGTH)
   dataset = grain.MapDataset.source(examples).to_iter_dataset(
     grain.ReadOptions(num_threads=0)
   )
-  return list(packing.pack(dataset, length, "documents", counts)), counts
+  rows = list(packing.pack(dataset, LENGTH, "documents", counts))
+  return Packed(rows, counts)
 
 
-def learned_tokens(batch):
-  """Returns the targets that have weight, sorted."""
+def learned_tokens(batch) -> list[int]:
+  """Returns the targets with weight, sorted."""
   return sorted(batch["targets"][batch["weights"] > 0].tolist())
 
 
-def test_weights_of_a_known_row():
-  """Two segments, "s p p | a a s" and "s p | a s", then padding."""
-  row = Row(
-    np.arange(10, 20, dtype=np.int32),
-    np.array([6, 4], np.int32),
-    np.array([3, 2], np.int32),
-  )
-  batch = make_batch([row], 11)
-  np.testing.assert_array_equal(
-    batch["targets"][0], [11, 12, 13, 14, 15, 16, 17, 18, 19, 0, 0]
-  )
-  np.testing.assert_array_equal(
-    batch["weights"][0], [0, 0, 1, 1, 1, 0, 0, 1, 1, 0, 0]
-  )
-  np.testing.assert_array_equal(
-    batch["segment_ids"][0], [1] * 6 + [2] * 4 + [0]
-  )
-  # Without prompts, only the weights differ.
-  plain_row = row._replace(prompt_lengths=np.zeros(2, np.int32))
-  plain_batch = make_batch([plain_row], 11)
-  np.testing.assert_array_equal(
-    plain_batch["weights"][0], [1, 1, 1, 1, 1, 0, 1, 1, 1, 0, 0]
-  )
-  for key in batch:
-    if key != "weights":
-      np.testing.assert_array_equal(plain_batch[key], batch[key])
+# Two segments, "s p p | a a s" and "s p | a s", with separators s.
+KNOWN_ROW = Row(
+  tokens=np.arange(10, 20, dtype=np.int32),
+  segment_lengths=np.array([6, 4], np.int32),
+  prompt_lengths=np.array([3, 2], np.int32),
+)
 
 
-def test_examples_share_rows_and_every_answer_is_learned_once():
+def test_the_weights_of_a_known_row():
+  batch = make_batch([KNOWN_ROW], 11)
+
+  targets = [11, 12, 13, 14, 15, 16, 17, 18, 19, 0, 0]
+  weights = [0, 0, 1, 1, 1, 0, 0, 1, 1, 0, 0]
+  segment_ids = [1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 0]
+  assert batch["targets"].tolist() == [targets]
+  assert batch["weights"].tolist() == [weights]
+  assert batch["segment_ids"].tolist() == [segment_ids]
+
+
+def test_without_prompts_only_the_weights_differ():
+  batch = make_batch([KNOWN_ROW], 11)
+  row_without_prompts = KNOWN_ROW._replace(prompt_lengths=np.zeros(2, np.int32))
+
+  batch_without_prompts = make_batch([row_without_prompts], 11)
+
+  weights = batch_without_prompts.pop("weights")
+  assert weights.tolist() == [[1, 1, 1, 1, 1, 0, 1, 1, 1, 0, 0]]
+  del batch["weights"]
+  chex.assert_trees_all_equal(batch_without_prompts, batch)
+
+
+@pytest.fixture
+def short_examples() -> list[packing.Example]:
+  """Returns 200 examples. Example n has tokens from 100n to 100n + 99."""
   rng = np.random.default_rng(0)
-  examples = []
-  answer_tokens = []
-  lengths = {}
+  short_examples = []
   for index in range(200):
-    start = 1 + 100 * index
-    example = make_example(start, rng.integers(0, 9), rng.integers(1, 5))
-    examples.append(example)
-    answer_tokens += example.tokens[example.prompt_length :].tolist()
-    lengths[start] = (len(example.tokens), example.prompt_length)
-  rows, counts = pack(examples)
-  batch = make_batch(rows, LENGTH)
-  assert learned_tokens(batch) == sorted(answer_tokens)
-  assert max(len(row.segment_lengths) for row in rows) > 1
-  assert (counts.skipped, counts.cut) == (0, 0)
-  # A target belongs to the same example as its input.
-  same_example = (batch["targets"] // 100) == (batch["tokens"] // 100)
-  assert same_example[batch["weights"] > 0].all()
-  # A segment is a whole example, with its prompt.
-  for row in rows:
-    starts = np.cumsum(row.segment_lengths) - row.segment_lengths
-    expected = [lengths[token] for token in row.tokens[starts]]
-    segments = zip(row.segment_lengths, row.prompt_lengths, strict=True)
-    assert list(segments) == expected
-
-
-def test_every_row_has_something_to_learn():
-  rng = np.random.default_rng(1)
-  examples = []
-  for index in range(300):
-    start = 1 + 1000 * index
-    examples.append(
-      make_example(start, rng.integers(0, 40), rng.integers(1, 60))
+    prompt_size = rng.integers(0, 9)
+    answer_size = rng.integers(1, 5)
+    short_examples.append(
+      make_example(1 + 100 * index, prompt_size, answer_size)
     )
-  rows, counts = pack(examples)
-  fitting = [example for example in examples if example.prompt_length <= LENGTH]
+  return short_examples
+
+
+def test_every_answer_is_learned_once(short_examples):
+  packed = pack(short_examples)
+
+  batch = make_batch(packed.rows, LENGTH)
+
+  answer_tokens = []
+  for example in short_examples:
+    answer_tokens += example.tokens[example.prompt_length :].tolist()
+  assert learned_tokens(batch) == sorted(answer_tokens)
+  assert packed.counts.skipped == 0
+  assert packed.counts.cut == 0
+
+
+def test_a_learned_target_is_of_the_same_example_as_its_input(short_examples):
+  batch = make_batch(pack(short_examples).rows, LENGTH)
+
+  has_weight = batch["weights"] > 0
+  example_of_target = batch["targets"][has_weight] // 100
+  example_of_input = batch["tokens"][has_weight] // 100
+  chex.assert_trees_all_equal(example_of_target, example_of_input)
+
+
+def test_segments_are_whole_examples_with_their_prompts(short_examples):
+  rows = pack(short_examples).rows
+
+  example_by_first_token = {}
+  for example in short_examples:
+    example_by_first_token[example.tokens[0]] = example
+  for row in rows:
+    start = 0
+    for length, prompt_length in zip(
+      row.segment_lengths, row.prompt_lengths, strict=True
+    ):
+      example = example_by_first_token[row.tokens[start]]
+      assert length == len(example.tokens)
+      assert prompt_length == example.prompt_length
+      start += length
+  # Examples share rows.
+  assert max(len(row.segment_lengths) for row in rows) > 1
+
+
+@pytest.fixture
+def long_examples() -> list[packing.Example]:
+  """Returns 300 examples. Many are longer than a row."""
+  rng = np.random.default_rng(1)
+  long_examples = []
+  for index in range(300):
+    prompt_size = rng.integers(0, 40)
+    answer_size = rng.integers(1, 60)
+    long_examples.append(
+      make_example(1 + 1000 * index, prompt_size, answer_size)
+    )
+  return long_examples
+
+
+def with_prompts_that_fit(examples) -> list[packing.Example]:
+  """Returns the examples whose prompts leave room in a row."""
+  return [example for example in examples if example.prompt_length <= LENGTH]
+
+
+def test_examples_that_do_not_fit_are_counted(long_examples):
+  counts = pack(long_examples).counts
+
+  fitting = with_prompts_that_fit(long_examples)
   num_cut = sum(len(example.tokens) > LENGTH + 2 for example in fitting)
-  assert (counts.skipped, counts.cut) == (300 - len(fitting), num_cut)
+  assert counts.skipped == 300 - len(fitting)
+  assert counts.cut == num_cut
   assert 50 < len(fitting) < 250
   assert num_cut > 50
-  batch = make_batch(rows, LENGTH)
+
+
+def test_every_row_has_something_to_learn(long_examples):
+  batch = make_batch(pack(long_examples).rows, LENGTH)
+
   assert batch["weights"].any(axis=1).all()
-  # An answer may continue in another piece. The first token of a piece has no
-  # input before it, and is not learned.
+
+
+def test_all_pieces_of_a_long_answer_are_learned(long_examples):
+  batch = make_batch(pack(long_examples).rows, LENGTH)
+
   expected = []
-  for example in fitting:
+  for example in with_prompts_that_fit(long_examples):
     for index in range(example.prompt_length, len(example.tokens)):
+      # The first token of a piece has no input before it.
       if index % (LENGTH + 1) != 0:
         expected.append(example.tokens[index])
   assert learned_tokens(batch) == sorted(expected)
 
 
-def test_prompts_at_the_end_of_a_row():
-  """A prompt may leave room for one token of the answer, but not for none."""
-  rows, counts = pack([make_example(1, LENGTH - 1, 1)])
-  batch = make_batch(rows, LENGTH)
-  np.testing.assert_array_equal(batch["weights"], [[0] * (LENGTH - 1) + [1]])
-  # The rest is the last separator alone, which does not count as cut.
-  assert (counts.skipped, counts.cut) == (0, 0)
+def test_a_prompt_may_leave_room_for_one_token_of_the_answer():
+  packed = pack([make_example(1, LENGTH - 1, 1)])
 
-  rows, counts = pack([make_example(1, LENGTH, 5)])
-  assert not rows
-  assert (counts.skipped, counts.cut) == (1, 0)
+  batch = make_batch(packed.rows, LENGTH)
+
+  assert batch["weights"].tolist() == [[0] * (LENGTH - 1) + [1]]
+  # The rest is the last separator alone, which does not count as cut.
+  assert packed.counts.skipped == 0
+  assert packed.counts.cut == 0
+
+
+def test_a_prompt_that_fills_a_row_is_skipped():
+  packed = pack([make_example(1, LENGTH, 5)])
+
+  assert not packed.rows
+  assert packed.counts.skipped == 1
+  assert packed.counts.cut == 0
+
+
+# Records of rows.
 
 
 @pytest.mark.parametrize("vocab_size", [256, 100_000])
-def test_records_give_back_their_row(vocab_size):
-  rows, _ = pack(
-    [make_example(1, 3, 4), make_example(20, 2, 30), make_example(60, 0, 1)]
-  )
-  for row in rows:
-    record = encode_row(row, vocab_size, True)
-    for expected, decoded in zip(row, decode_row(record), strict=True):
-      np.testing.assert_array_equal(decoded, expected)
+def test_a_decoded_record_is_the_encoded_row(vocab_size):
+  examples = [
+    make_example(1, 3, 4),
+    make_example(20, 2, 30),
+    make_example(60, 0, 1),
+  ]
+
+  for row in pack(examples).rows:
+    decoded = decode_row(encode_row(row, vocab_size, True))
+    chex.assert_trees_all_equal(decoded, row)
 
 
-def test_a_truncated_record_is_refused():
-  (row,), _ = pack([make_example(1, 3, 4)])
+def test_a_record_that_was_cut_short_is_an_error():
+  (row,) = pack([make_example(1, 3, 4)]).rows
+  record = encode_row(row, 256, True)
+
   with pytest.raises(ValueError, match="tokens"):
-    decode_row(encode_row(row, 256, True)[:-1])
+    decode_row(record[:-1])
 
 
-def test_plain_rows_are_stored_as_before():
-  """The bytes equal those of earlier versions, which are on disks."""
+# Prepared rows of earlier versions are on disks, so their bytes stay the same.
+
+
+def test_a_row_without_prompts_has_the_bytes_of_earlier_versions():
   row = Row(
     np.array([255, 104, 105, 255, 255, 33], np.int32),
     np.array([4, 2], np.int32),
@@ -170,17 +249,27 @@ def test_plain_rows_are_stored_as_before():
   record = bytes.fromhex(
     "02000000 04000000 02000000 ff00 6800 6900 ff00 ff00 2100"
   )
+
   assert encode_row(row, 256, False) == record
   assert decode_row(record).prompt_lengths.tolist() == [0, 0]
-  row = row._replace(prompt_lengths=np.array([2, 1], np.int32))
-  assert encode_row(row, 256, True) == bytes.fromhex(
+
+
+def test_a_row_with_prompts_has_the_bytes_of_earlier_versions():
+  row = Row(
+    np.array([255, 104, 105, 255, 255, 33], np.int32),
+    np.array([4, 2], np.int32),
+    np.array([2, 1], np.int32),
+  )
+  record = bytes.fromhex(
     "feffffff 04000000 02000000 02000000 01000000 ff00 6800 6900 ff00 ff00 2100"
   )
 
+  assert encode_row(row, 256, True) == record
 
-def test_plain_rows_are_described_as_before(jsonl):
-  """They have the same fields as in versions without prompts."""
+
+def test_rows_without_prompts_have_the_fields_of_earlier_versions(jsonl):
   (target,) = prepared.targets(DataConfig(source=f"jsonl:{jsonl}"))
+
   assert sorted(target.description) == [
     "format",
     "length",
@@ -193,10 +282,10 @@ def test_plain_rows_are_described_as_before(jsonl):
   ]
 
 
-# --- Files ---
+# Records of questions and answers.
 
 
-def read(spec, config=ALL, split="train"):
+def read(spec, config=ALL, split="train") -> list[Document]:
   """Returns the documents of a source."""
   source = sources.documents(spec, split, config)
   documents = []
@@ -205,14 +294,14 @@ def read(spec, config=ALL, split="train"):
   return documents
 
 
-def write_jsonl(path, records):
+def write_jsonl(path, records) -> str:
   """Writes a JSONL file, and returns the source that reads it."""
   lines = [json.dumps(record) + "\n" for record in records]
   path.write_text("".join(lines))
   return f"jsonl:{path}"
 
 
-def write_parquet(path, records):
+def write_parquet(path, records) -> str:
   """Writes a Parquet file, and returns the source that reads it."""
   pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), path)
   return f"parquet:{path}"
@@ -222,7 +311,7 @@ def write_parquet(path, records):
 @pytest.mark.parametrize(
   "text_field", ["answer", "turns.1.value", "turns.-1.value"]
 )
-def test_fields(tmp_path, write, text_field):
+def test_the_answer_can_be_in_a_list_of_turns(tmp_path, write, text_field):
   records = []
   expected = []
   for index in range(300):
@@ -233,50 +322,75 @@ def test_fields(tmp_path, write, text_field):
       {"from": "model", "value": answer},
     ]
     records.append({"question": question, "answer": answer, "turns": turns})
-    expected.append((answer, False, f"Question: {question}\nAnswer:\n"))
+    prompt = f"Question: {question}\nAnswer:\n"
+    expected.append(Document(answer, False, prompt))
   source = write(tmp_path / "records", records)
-  config = dataclasses.replace(ALL, text_field=text_field)
-  assert read(source, config) == expected
-  config = dataclasses.replace(config, prompt_template="{{prompt}}!")
-  assert read(source, config)[3].prompt == "{3 + 1?}!"
+
+  documents = read(source, dataclasses.replace(ALL, text_field=text_field))
+
+  assert documents == expected
 
 
-def test_a_name_with_a_dot_is_a_name_first(tmp_path):
+@pytest.mark.parametrize("write", [write_jsonl, write_parquet])
+def test_the_prompt_template_can_have_braces(tmp_path, write):
+  record = {"question": "3 + 1?", "answer": "4"}
+  source = write(tmp_path / "records", [record])
+  config = dataclasses.replace(ALL, prompt_template="{{prompt}}!")
+
+  (document,) = read(source, config)
+
+  assert document.prompt == "{3 + 1?}!"
+
+
+def test_a_field_with_a_dot_in_its_name_comes_before_a_path(tmp_path):
   record = {"question": "?", "a.b": "name", "a": {"b": "path"}}
   source = write_jsonl(tmp_path / "a.jsonl", [record])
   config = dataclasses.replace(ALL, text_field="a.b")
-  assert read(source, config)[0].text == "name"
+
+  (document,) = read(source, config)
+
+  assert document.text == "name"
 
 
 @pytest.mark.parametrize(
   ("record", "message"),
   [
-    (
+    pytest.param(
       '{"answer": "2"}',
-      r"a.jsonl:3: config.data.prompt_field = 'question' is not text here;"
+      "a.jsonl:3: config.data.prompt_field = 'question' is not text here;"
       r" the fields are answer \(str\)",
+      id="no prompt",
     ),
-    (
+    pytest.param(
       '{"question": null, "answer": "2"}',
-      r"a.jsonl:3: config.data.prompt_field",
+      "a.jsonl:3: config.data.prompt_field",
+      id="null prompt",
     ),
-    (
+    pytest.param(
       '{"question": ["1 + 1?"], "answer": "2"}',
       r"a.jsonl:3: config.data.prompt_field = .*question \(list\)",
+      id="list as prompt",
     ),
-    (
+    pytest.param(
       '{"question": "1 + 1?"}',
-      r"a.jsonl:3: config.data.text_field = 'answer' is not text here;"
+      "a.jsonl:3: config.data.text_field = 'answer' is not text here;"
       r" the fields are question \(str\)",
+      id="no answer",
     ),
-    ('["1 + 1?", "2"]', "a.jsonl:3: .*must be a JSON object"),
+    pytest.param(
+      '["1 + 1?", "2"]',
+      "a.jsonl:3: .*must be a JSON object",
+      id="no object",
+    ),
   ],
 )
-def test_bad_records_are_named(tmp_path, record, message):
-  good = '{"question": "a", "answer": "b"}'
-  (tmp_path / "a.jsonl").write_text(f"{good}\n{good}\n{record}\n")
+def test_a_bad_record_is_named(tmp_path, record, message):
+  path = tmp_path / "a.jsonl"
+  good_record = '{"question": "a", "answer": "b"}'
+  path.write_text(f"{good_record}\n{good_record}\n{record}\n")
+
   with pytest.raises(UserError, match=message) as caught:
-    read(f"jsonl:{tmp_path}/a.jsonl")
+    read(f"jsonl:{path}")
   assert "\n" not in str(caught.value)
 
 
@@ -291,7 +405,7 @@ def test_bad_records_are_named(tmp_path, record, message):
     "turns..value",
   ],
 )
-def test_paths_that_lead_nowhere(tmp_path, path):
+def test_a_path_that_leads_nowhere_is_an_error(tmp_path, path):
   record = {"question": "a", "turns": [{"value": "b"}]}
   source = write_jsonl(tmp_path / "a.jsonl", [record])
   config = dataclasses.replace(ALL, text_field=path)
@@ -302,24 +416,31 @@ def test_paths_that_lead_nowhere(tmp_path, path):
 @pytest.mark.parametrize(
   ("changes", "message"),
   [
-    ({}, "prompt_field = 'question' is not text in row 1 of row group 0"),
-    (
+    pytest.param(
+      {},
+      "prompt_field = 'question' is not text in row 1 of row group 0",
+      id="null prompt",
+    ),
+    pytest.param(
       {"prompt_field": "problem"},
       "has no column config.data.prompt_field = 'problem';"
       " its columns are question, answer, turns",
+      id="no column",
     ),
-    (
+    pytest.param(
       {"prompt_field": "answer", "text_field": "turns.0"},
       "text_field = 'turns.0' is not text in row 1",
+      id="empty list",
     ),
   ],
 )
-def test_bad_parquet(tmp_path, changes, message):
+def test_a_bad_row_of_parquet_is_named(tmp_path, changes, message):
   records = [
     {"question": "a", "answer": "b", "turns": ["x"]},
     {"question": None, "answer": "c", "turns": []},
   ]
   source = write_parquet(tmp_path / "a.parquet", records)
+
   with pytest.raises(UserError, match=message):
     read(source, dataclasses.replace(ALL, **changes))
 
@@ -330,18 +451,22 @@ def test_records_without_an_answer_are_skipped(tmp_path):
     {"question": "a", "answer": None},
     {"question": "", "answer": "b"},
   ]
-  source = write_jsonl(tmp_path / "a.jsonl", records)
-  assert read(source) == [("b", False, "Question: \nAnswer:\n")]
+
+  documents = read(write_jsonl(tmp_path / "a.jsonl", records))
+
+  assert documents == [Document("b", False, "Question: \nAnswer:\n")]
 
 
-def test_answers_to_one_question_stay_together(tmp_path):
+def test_all_answers_to_a_question_are_in_the_same_split(tmp_path):
   records = []
   for index in range(1000):
     records.append({"question": f"{index % 100}", "answer": f"{index}"})
   source = write_jsonl(tmp_path / "a.jsonl", records)
   config = dataclasses.replace(ALL, validation_fraction=0.2)
+
   train = read(source, config, "train")
   validation = read(source, config, "validation")
+
   assert len(train) + len(validation) == 1000
   assert len(validation) > 50
   train_prompts = {document.prompt for document in train}
@@ -350,7 +475,7 @@ def test_answers_to_one_question_stay_together(tmp_path):
 
 
 @pytest.mark.parametrize("spec", ["stdlib", "text:*.py"])
-def test_plain_text_has_no_prompts(spec):
+def test_a_prompt_field_of_plain_text_is_an_error(spec):
   with pytest.raises(
     UserError,
     match="config.data.prompt_field = 'question'.*plain text without fields",
@@ -358,10 +483,10 @@ def test_plain_text_has_no_prompts(spec):
     sources.documents(spec, "train", ALL)
 
 
-# --- Prepared and streamed ---
+# Prepared and streamed batches.
 
 
-def learned_answers(batches):
+def learned_answers(batches) -> list[bytes]:
   """Returns the bytes with weight in each segment of the batches."""
   answers = []
   for batch in batches:
@@ -375,45 +500,53 @@ def learned_answers(batches):
   return answers
 
 
-def prompt_length(question):
+def prompt_length(question) -> int:
   """Returns the number of tokens of a prompt and the first separator."""
   return 1 + len(f"Q: {question} A:".encode())
 
 
-@pytest.mark.parametrize("mode", ["prepared", "streamed"])
-def test_answers_alone_are_learned(make_example_config, examples, mode):
-  config = make_example_config(mode=mode, validation_fraction=0.0, batch_size=1)
-  if mode == "prepared":
-    prepared.prepare(config.data, 1)
-    (target,) = prepared.targets(config.data)
-    rows = prepared.PreparedRows(target, "train")
-    batches = [make_batch(list(rows), config.data.length)]
-  else:
-    batches = list(pipeline.streamed_dataset(config, repeat=False))
+def check_only_answers_are_learned(batches, length, examples):
+  """Checks the segments of batches that have every example once."""
   learned = learned_answers(batches)
   assert len(set(learned)) == len(learned)
-  num_whole = 0
-  for question, answer in examples:
-    num_tokens = prompt_length(question) + len(answer.encode()) + 1
-    if num_tokens <= config.data.length + 1:
-      assert answer.encode() + b"\xff" in learned
-      num_whole += 1
-  assert num_whole > 60
   for answer in learned:
     assert b"Q:" not in answer
     assert b"question" not in answer
 
+  num_whole = 0
+  for question, answer in examples:
+    num_tokens = prompt_length(question) + len(answer.encode()) + 1
+    # A row holds one token more than it has inputs.
+    if num_tokens <= length + 1:
+      assert answer.encode() + b"\xff" in learned
+      num_whole += 1
+  assert num_whole > 60
 
-@pytest.mark.parametrize(
-  "mode, num_workers, steps",
-  [
-    ("streamed", 0, (0, 7, 28)),
-    ("prepared", 0, (7,)),
-    *full([("prepared", 2, (0, 28)), ("streamed", 2, (7,))]),
-  ],
-)
-def test_restart(make_example_config, mode, num_workers, steps):
-  config = make_example_config(mode=mode, num_workers=num_workers)
+
+def test_only_answers_of_prepared_rows_are_learned(
+  make_example_config, examples
+):
+  config = make_example_config(validation_fraction=0.0).data
+  (target,) = prepared.prepare(config, 1)
+  rows = list(prepared.PreparedRows(target, "train"))
+
+  batch = make_batch(rows, config.length)
+
+  check_only_answers_are_learned([batch], config.length, examples)
+
+
+def test_only_answers_of_a_stream_are_learned(make_example_config, examples):
+  config = make_example_config(
+    mode="streamed", validation_fraction=0.0, batch_size=1
+  )
+
+  batches = list(pipeline.streamed_dataset(config, repeat=False))
+
+  check_only_answers_are_learned(batches, config.data.length, examples)
+
+
+def check_restarts(config, steps):
+  """Checks that a run has the same batches after a restart at each step."""
   batches = pipeline.training_batches(config)
   states = []
   expected = []
@@ -421,55 +554,78 @@ def test_restart(make_example_config, mode, num_workers, steps):
     # A checkpoint stores the state as JSON.
     states.append(json.loads(json.dumps(batches.get_state())))
     expected.append(next(batches))
+
   restarted = pipeline.training_batches(config)
   for step in steps:
     restarted.set_state(states[step])
-    for batch in expected[step : step + 2]:
-      again = next(restarted)
-      for key in batch:
-        np.testing.assert_array_equal(again[key], batch[key], err_msg=key)
+    next_batches = [next(restarted), next(restarted)]
+    chex.assert_trees_all_equal(next_batches, expected[step : step + 2])
+
   batches.close()
   restarted.close()
 
 
-def test_streaming_keeps_grains_contract(make_example_config):
+@pytest.mark.parametrize(
+  ("num_workers", "steps"), [(0, (0, 7, 28)), *full([(2, (7,))])]
+)
+def test_a_stream_can_restart(make_example_config, num_workers, steps):
+  config = make_example_config(mode="streamed", num_workers=num_workers)
+
+  check_restarts(config, steps)
+
+
+@pytest.mark.parametrize(
+  ("num_workers", "steps"), [(0, (7,)), *full([(2, (0, 28))])]
+)
+def test_a_run_on_prepared_rows_can_restart(
+  make_example_config, num_workers, steps
+):
+  config = make_example_config(num_workers=num_workers)
+  prepared.prepare(config.data, 1)
+
+  check_restarts(config, steps)
+
+
+def test_a_stream_passes_grains_test_of_checkpoints(make_example_config):
   # With rows of 48 tokens, some prompts fill a row.
-  config = make_example_config(mode="streamed", batch_size=2, length=48)
+  config = make_example_config(mode="streamed", batch_size=8, length=48)
+  dataset = pipeline.streamed_dataset(config, repeat=False)
+
+  # Grain formats every batch for its messages. Short arrays are faster.
   with np.printoptions(threshold=4):
-    grain.experimental.assert_equal_output_after_checkpoint(
-      pipeline.streamed_dataset(config, repeat=False)
-    )
+    grain.experimental.assert_equal_output_after_checkpoint(dataset)
 
 
-def test_processes_change_nothing(make_example_config):
+def test_two_processes_share_the_batches(make_example_config):
   config = make_example_config()
   prepared.prepare(config.data, 1)
-  whole = pipeline.training_batches(config)
+  global_batches = pipeline.training_batches(config)
   first = pipeline.training_batches(
     config, share=BatchShare(0, 2), num_processes=2
   )
   second = pipeline.training_batches(
     config, share=BatchShare(1, 2), num_processes=2
   )
+
   for _ in range(5):
-    batch = next(whole)
-    first_part = next(first)
-    second_part = next(second)
-    for key in batch:
-      np.testing.assert_array_equal(
-        np.concatenate([first_part[key], second_part[key]]),
-        batch[key],
-        err_msg=key,
-      )
+    expected = next(global_batches)
+    first_half = next(first)
+    second_half = next(second)
+    for name in expected:
+      both_halves = np.concatenate([first_half[name], second_half[name]])
+      chex.assert_trees_all_equal(both_halves, expected[name])
+
+
+# Examples that do not fit.
 
 
 def test_prepared_examples_that_do_not_fit_are_reported(
   make_example_config, examples, capsys
 ):
   config = make_example_config(length=32, validation_fraction=0.0)
+
   (target,) = prepared.prepare(config.data, 1)
-  with open(os.path.join(target.directory, "meta.json")) as file:
-    totals = json.load(file)["splits"]["train"]
+
   num_skipped = 0
   num_cut = 0
   for question, answer in examples:
@@ -480,9 +636,12 @@ def test_prepared_examples_that_do_not_fit_are_reported(
     # A last piece of a single token is dropped, and does not count as cut.
     elif num_tokens > 34:
       num_cut += 1
-  assert (totals["skipped"], totals["cut"]) == (num_skipped, num_cut)
   assert 10 < num_skipped < 110
   assert num_cut > 5
+  with open(os.path.join(target.directory, "meta.json")) as file:
+    totals = json.load(file)["splits"]["train"]
+  assert totals["skipped"] == num_skipped
+  assert totals["cut"] == num_cut
   printed = capsys.readouterr().err
   assert (
     f"{num_skipped} documents are left out: their prompts fill a row" in printed
@@ -494,21 +653,32 @@ def test_the_first_streamed_example_that_does_not_fit_is_reported(
   make_example_config, capsys
 ):
   config = make_example_config(length=32, mode="streamed")
+
   next(pipeline.training_batches(config))
+
   printed = capsys.readouterr().err
   assert printed.count("such examples are left out") == 1
   assert "config.data.length = 32" in printed
 
 
-def test_prompts_that_all_fill_a_row(make_example_config, monkeypatch):
+def test_preparing_only_prompts_that_fill_a_row_is_an_error(
+  make_example_config,
+):
   config = make_example_config(length=8)
+
   with pytest.raises(
     UserError, match="empty: no document to train on.*prompts"
   ):
     prepared.prepare(config.data, 1)
+
+
+def test_streaming_only_prompts_that_fill_a_row_is_an_error(
+  make_example_config, monkeypatch
+):
   monkeypatch.setattr(packing.ExampleCounts, "MAX_SKIPPED_IN_A_ROW", 200)
   config = make_example_config(length=8, mode="streamed")
   batches = pipeline.training_batches(config)
+
   message = (
     r"a prompt of \d+ tokens fills a row \(config.data.length = 8\)"
     ".*raise config.data.length"
@@ -517,39 +687,49 @@ def test_prompts_that_all_fill_a_row(make_example_config, monkeypatch):
     next(batches)
 
 
+# Other fields of prompts and answers.
+
 CHANGES = [
   {"prompt_field": "turns.0.value"},
   {"prompt_template": "{prompt}"},
   {"text_field": "turns.1.value"},
+  {"prompt_field": ""},
 ]
 
 
-def rows_directory(config):
+def rows_directory(config) -> str:
   """Returns the directory of the rows that a config asks for."""
   (target,) = prepared.targets(config)
   return target.directory
 
 
-def test_other_fields_are_other_rows(make_example_config):
+def test_other_fields_choose_another_directory(make_example_config):
   config = make_example_config().data
-  plain = dataclasses.replace(config, prompt_field="")
-  directories = {rows_directory(config), rows_directory(plain)}
+
+  directories = {rows_directory(config)}
   for changes in CHANGES:
     changed = dataclasses.replace(config, **changes)
     directories.add(rows_directory(changed))
-  assert len(directories) == 2 + len(CHANGES)
-  # Without a prompt field, the template has no effect.
-  changed = dataclasses.replace(plain, prompt_template="{prompt}")
-  assert rows_directory(changed) == rows_directory(plain)
+
+  assert len(directories) == 1 + len(CHANGES)
 
 
-@pytest.mark.parametrize("changes", [*CHANGES, {"prompt_field": ""}])
+def test_without_a_prompt_field_the_template_has_no_effect(make_example_config):
+  config = make_example_config(prompt_field="").data
+  other_template = dataclasses.replace(config, prompt_template="{prompt}")
+
+  assert rows_directory(other_template) == rows_directory(config)
+
+
+@pytest.mark.parametrize("changes", CHANGES)
 def test_a_directory_with_rows_of_other_fields_is_refused(
   make_example_config, tmp_path, changes
 ):
   config = make_example_config(prepared_dir=str(tmp_path / "rows")).data
   prepared.prepare(config, 1)
+
   (target,) = prepared.targets(dataclasses.replace(config, **changes))
+
   message = (
     r"holds other rows:"
     r" config.data.(prompt_field|prompt_template|text_field) \(there"
@@ -558,12 +738,28 @@ def test_a_directory_with_rows_of_other_fields_is_refused(
     prepared.is_prepared(target)
 
 
-@pytest.mark.parametrize("mode", ["prepared", "streamed"])
-def test_a_state_of_other_fields_is_refused(make_example_config, mode):
-  config = make_example_config(mode=mode)
+@pytest.mark.parametrize("changes", CHANGES)
+def test_a_stream_does_not_continue_with_other_fields(
+  make_example_config, changes
+):
+  config = make_example_config(mode="streamed")
   state = pipeline.training_batches(config).get_state()
-  for changes in [*CHANGES, {"prompt_field": ""}]:
-    config = make_example_config(mode=mode, **changes)
-    batches = pipeline.training_batches(config)
-    with pytest.raises(UserError, match="the data"):
-      batches.set_state(state)
+  changed_config = make_example_config(mode="streamed", **changes)
+  batches = pipeline.training_batches(changed_config)
+
+  with pytest.raises(UserError, match="the data"):
+    batches.set_state(state)
+
+
+def test_a_run_on_prepared_rows_does_not_continue_with_other_fields(
+  make_example_config,
+):
+  config = make_example_config()
+  prepared.prepare(config.data, 1)
+  state = pipeline.training_batches(config).get_state()
+  changed_config = make_example_config(prompt_template="{prompt}")
+  prepared.prepare(changed_config.data, 1)
+  batches = pipeline.training_batches(changed_config)
+
+  with pytest.raises(UserError, match="the data"):
+    batches.set_state(state)
