@@ -21,8 +21,9 @@ from jax.sharding import PartitionSpec as P
 
 from diffjax.ops.diff_attention import diff_attention
 from diffjax.ops.diff_attention.gpu import chip
+from tests.harness.tolerances import assert_close_in_norm
 
-# Largest errors, relative to the largest number of an array.
+# Largest errors, relative to the norm of an array.
 FLOAT16_ERROR = 1e-3
 BFLOAT16_ERROR = 6e-3
 
@@ -239,27 +240,13 @@ def expected_results(inputs: Inputs) -> Results:
   return run("reference", inputs._replace(arrays=arrays, d_out=d_out))
 
 
-def assert_results_close(
-  actual: Results, expected: Results, error: float
-) -> None:
-  """Compares each array, relative to its largest number if that exceeds 1."""
-  for name in Results._fields:
-    array = getattr(expected, name)
-    if array is None:
-      continue
-    largest = max(1.0, np.abs(array).max())
-    chex.assert_trees_all_close(
-      getattr(actual, name), array, rtol=0, atol=error * largest
-    )
-
-
 @pytest.mark.parametrize("case", by_name(CASES, COMBINED_CASES))
 def test_output_and_gradients_equal_the_reference(case):
   inputs = make_inputs(case)
 
   actual = run("pallas_gpu", inputs)
 
-  assert_results_close(actual, expected_results(inputs), FLOAT16_ERROR)
+  assert_close_in_norm(actual, expected_results(inputs), FLOAT16_ERROR)
 
 
 @pytest.mark.parametrize(
@@ -274,7 +261,7 @@ def test_bfloat16_is_rounded_only_at_the_end(case):
 
   actual = run("pallas_gpu", inputs)
 
-  assert_results_close(actual, expected_results(inputs), BFLOAT16_ERROR)
+  assert_close_in_norm(actual, expected_results(inputs), BFLOAT16_ERROR)
 
 
 @pytest.mark.parametrize(
@@ -366,7 +353,7 @@ def test_shard_map_does_not_change_the_results():
     results = jax.block_until_ready(program(inputs.arrays, inputs.d_out))
 
   actual = jax.tree.map(lambda x: np.asarray(x, np.float32), results)
-  assert_results_close(actual, expected_results(inputs), FLOAT16_ERROR)
+  assert_close_in_norm(actual, expected_results(inputs), FLOAT16_ERROR)
 
 
 @pytest.mark.parametrize(
