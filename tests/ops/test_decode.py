@@ -76,6 +76,7 @@ class Case:
   int8: bool = False
 
 
+# V1 has two maps of the keys. V2 has one, for both maps of the queries.
 V1 = Case("v1")
 V2_LANES = Case("v2_only_values_on_lanes", M=1, D=128, window=140)
 V1_ONE_GROUP = Case(
@@ -185,7 +186,7 @@ def by_name(cases: list[Case], full_cases: list[Case] | None = None) -> list:
 @pytest.fixture(params=["xla", "pallas_tpu"])
 def implementation(request, monkeypatch):
   """The name of an implementation. The kernel is interpreted."""
-  # Blocks of 128 keys, the fewest possible.
+  # The kernel then has blocks of 128 keys, the fewest possible.
   monkeypatch.setattr(tpu_decode, "BLOCK_BYTES", 1)
   with contextlib.ExitStack() as stack:
     if request.param == "pallas_tpu":
@@ -222,8 +223,19 @@ def first_positions(case: Case) -> np.ndarray:
   return np.clip(np.array(case.lengths) - tokens, -tokens, case.S - 1)
 
 
+def hidden_keys(case: Case) -> np.ndarray:
+  """Returns which keys no new token of a sequence sees [B, S]."""
+  first = first_positions(case)[:, None]
+  key = np.arange(case.S)
+  # Keys after the last new token, and keys before the window of the first one.
+  is_hidden = key >= first + (case.T or 1)
+  if case.window is not None:
+    is_hidden |= key <= first - case.window
+  return is_hidden
+
+
 def make_cache(case: Case, hidden: float) -> Cache:
-  """Returns random arguments. Keys that no new token sees are `hidden`."""
+  """Returns random arguments. The value `hidden` replaces hidden keys."""
   rng = np.random.default_rng(0)
   batch = len(case.lengths)
   tokens = case.T or 1
@@ -253,14 +265,10 @@ def make_cache(case: Case, hidden: float) -> Cache:
   num_pages = -(-case.S // page)
   k_scale, v_scale = rng.uniform(0.01, 0.1, (2, batch, num_pages, case.K))
 
-  # Hide the keys after the last new token and before the first one's window.
-  first = first_positions(case)[:, None]
-  key = np.arange(case.S)
-  is_hidden = key >= first + tokens
-  if case.window is not None:
-    is_hidden |= key <= first - case.window
-  k[np.broadcast_to(is_hidden[:, None], k.shape[:3])] = hidden
-  v[np.broadcast_to(is_hidden[:, None], v.shape[:3])] = hidden
+  is_hidden = hidden_keys(case)
+  k = np.where(is_hidden[:, None, :, None], hidden, k)
+  v = np.where(is_hidden[:, None, :, None], hidden, v)
+  # A page without visible keys also has hidden scales.
   for sequence in range(batch):
     for index in range(num_pages):
       if is_hidden[sequence, index * page : (index + 1) * page].all():
@@ -277,7 +285,17 @@ def to_float32(x: np.ndarray) -> np.ndarray:
 def move_to_pages(
   x: np.ndarray, page_ids: np.ndarray, page: int, hidden: float
 ) -> np.ndarray:
-  """Returns a pool of pages [P, K, page, X] with the rows of x [B, K, S, X]."""
+  """Returns a pool of pages that contains a cache.
+
+  Args:
+    x: keys or values of a cache without pages [B, K, S, X].
+    page_ids: the pages of each sequence in the pool [B, pages].
+    page: tokens of a page.
+    hidden: the value of everything else in the pool.
+
+  Returns:
+    The pool [P, K, page, X].
+  """
   batch, num_kv_heads, length, width = x.shape
   num_pages = page_ids.shape[1]
   padding = [(0, 0), (0, 0), (0, num_pages * page - length), (0, 0)]
@@ -293,62 +311,88 @@ def pool_size(page_ids: np.ndarray) -> int:
   return page_ids.size + 3
 
 
+def divide_into_pages(
+  case: Case, cache: Cache, hidden: float
+) -> tuple[Cache, np.ndarray]:
+  """Returns the same cache in pages, and the block tables [B, pages].
+
+  The pages of a sequence are in random order. Entries of the tables beyond its
+  length are arbitrary.
+  """
+  rng = np.random.default_rng(1)
+  batch, num_pages, num_kv_heads = cache.k_scale.shape
+  page_ids = rng.permutation(batch * num_pages + 3)[: batch * num_pages]
+  page_ids = page_ids.reshape(batch, num_pages).astype(np.int32)
+  k_scale = np.full((pool_size(page_ids), num_kv_heads), hidden)
+  k_scale[page_ids] = cache.k_scale
+  v_scale = np.full((pool_size(page_ids), num_kv_heads), hidden)
+  v_scale[page_ids] = cache.v_scale
+  cache_in_pages = cache._replace(
+    k=move_to_pages(cache.k, page_ids, case.page, hidden),
+    v=move_to_pages(cache.v, page_ids, case.page, hidden),
+    k_scale=k_scale,
+    v_scale=v_scale,
+  )
+
+  pages_in_use = -(-np.array(case.lengths) // case.page)
+  is_in_use = np.arange(num_pages) < pages_in_use[:, None]
+  arbitrary = rng.choice([-7, 1 << 30, 2], page_ids.shape)
+  return cache_in_pages, np.where(is_in_use, page_ids, arbitrary)
+
+
 def make_arguments(
   case: Case, dtype: Any = None, hidden: float = np.nan
 ) -> dict[str, Any]:
-  """Returns the arguments of `decode_attention` by name."""
+  """Returns the arguments of `decode_attention` by name.
+
+  Args:
+    case: the shapes.
+    dtype: of queries, keys and values. None for the dtype of the case.
+    hidden: the value of keys that no new token sees.
+  """
   cache = make_cache(case, hidden)
-  dtype = dtype or case.dtype
-  lam_dtype = jnp.float64 if dtype == jnp.float64 else jnp.float32
-  q, k, v, k_scale, v_scale, lam = cache
+  arguments = {"lengths": jnp.asarray(np.array(case.lengths, np.int32))}
+  if case.page is None:
+    # One scale per sequence and head.
+    cache = cache._replace(
+      k_scale=cache.k_scale[:, 0], v_scale=cache.v_scale[:, 0]
+    )
+  else:
+    cache, tables = divide_into_pages(case, cache, hidden)
+    arguments["block_tables"] = jnp.asarray(tables)
+
+  # A single token has no axis T.
+  q = cache.q
+  lam = cache.lam
   if case.T is None:
     q = q[:, 0]
     if case.lam == "BTH" and lam is not None:
       lam = lam[:, 0]
 
-  arguments = {"lengths": jnp.asarray(np.array(case.lengths, np.int32))}
-  if case.page is None:
-    # One scale per sequence and head.
-    k_scale = k_scale[:, 0]
-    v_scale = v_scale[:, 0]
-  else:
-    # The pages of a sequence are in random order. Entries of the table beyond
-    # its length are arbitrary.
-    rng = np.random.default_rng(1)
-    batch, num_pages, num_kv_heads = k_scale.shape
-    page_ids = rng.permutation(batch * num_pages + 3)[: batch * num_pages]
-    page_ids = page_ids.reshape(batch, num_pages).astype(np.int32)
-    k = move_to_pages(k, page_ids, case.page, hidden)
-    v = move_to_pages(v, page_ids, case.page, hidden)
-    pool_scales = np.full((2, pool_size(page_ids), num_kv_heads), hidden)
-    pool_scales[:, page_ids] = k_scale, v_scale
-    k_scale, v_scale = pool_scales
-
-    pages_in_use = -(-np.array(case.lengths) // case.page)
-    is_in_use = np.arange(num_pages) < pages_in_use[:, None]
-    arbitrary = rng.choice([-7, 1 << 30, 2], page_ids.shape)
-    tables = np.where(is_in_use, page_ids, arbitrary)
-    arguments["block_tables"] = jnp.asarray(tables)
-
+  dtype = dtype or case.dtype
+  lam_dtype = jnp.float64 if dtype == jnp.float64 else jnp.float32
   arguments["q"] = jnp.asarray(q, dtype)
+  arguments["lam"] = None if lam is None else jnp.asarray(lam, lam_dtype)
   if case.int8:
     # int8 has no NaN.
-    k = np.clip(np.nan_to_num(k), -127, 127)
-    v = np.clip(np.nan_to_num(v), -127, 127)
+    k = np.clip(np.nan_to_num(cache.k), -127, 127)
+    v = np.clip(np.nan_to_num(cache.v), -127, 127)
     arguments["k"] = jnp.asarray(k, jnp.int8)
     arguments["v"] = jnp.asarray(v, jnp.int8)
-    arguments["k_scale"] = jnp.float32(k_scale)
-    arguments["v_scale"] = jnp.float32(v_scale)
+    arguments["k_scale"] = jnp.float32(cache.k_scale)
+    arguments["v_scale"] = jnp.float32(cache.v_scale)
   else:
-    arguments["k"] = jnp.asarray(k, dtype)
-    arguments["v"] = jnp.asarray(v, dtype)
-  arguments["lam"] = None if lam is None else jnp.asarray(lam, lam_dtype)
+    arguments["k"] = jnp.asarray(cache.k, dtype)
+    arguments["v"] = jnp.asarray(cache.v, dtype)
   return arguments
 
 
 @functools.cache
 def compile_program(case: Case, implementation: str):
-  """Returns a jitted function of the arguments. Tests share it."""
+  """Returns a jitted function of the dict of `make_arguments`.
+
+  Tests share it.
+  """
 
   @jax.jit
   def program(arguments):
@@ -392,8 +436,13 @@ def expected_output(case: Case) -> np.ndarray:
     return np.asarray(out)
 
 
-def assert_equals_reference(out: jax.Array, case: Case, error: float) -> None:
-  """Compares norms token by token. The output without keys must be zeros."""
+def assert_equals_reference(
+  out: jax.Array, case: Case, tolerance: float
+) -> None:
+  """Checks ‖out − reference‖₂ ≤ tolerance · ‖reference‖₂ for each token.
+
+  So a token that sees no key must have exactly zeros.
+  """
   expected = expected_output(case)  # [B, T, H, V]
   actual = np.asarray(out, np.float64)
   if case.T is None:
@@ -402,7 +451,7 @@ def assert_equals_reference(out: jax.Array, case: Case, error: float) -> None:
 
   error_norm = np.linalg.norm(actual - expected, axis=(2, 3))
   expected_norm = np.linalg.norm(expected, axis=(2, 3))
-  assert (error_norm <= error * expected_norm).all()
+  assert (error_norm <= tolerance * expected_norm).all()
 
 
 @pytest.mark.parametrize(
@@ -574,6 +623,7 @@ def test_tpu_kernel_has_no_races(case, monkeypatch):
 def test_tpu_kernel_reads_exactly_the_blocks_with_visible_keys(
   window, page, num_pages, block_bytes, tokens, monkeypatch
 ):
+  """Each step of the kernel reads one block of keys, a part of a page."""
   monkeypatch.setattr(tpu_decode, "BLOCK_BYTES", block_bytes)
   blocks = tpu_decode.Blocks.choose(
     page_size=page,
@@ -585,6 +635,7 @@ def test_tpu_kernel_reads_exactly_the_blocks_with_visible_keys(
     query_rows=16,
     num_cores=1,
   )
+  # Lengths at and near the ends of blocks and pages.
   lengths = np.array([0, 1, 2, 127, 128, 129, 256, 257, 500, 999, 1000, 0])
   page_ids = np.random.default_rng(0).permutation(len(lengths) * num_pages)
   tables = page_ids.reshape(-1, num_pages)
@@ -596,15 +647,13 @@ def test_tpu_kernel_reads_exactly_the_blocks_with_visible_keys(
     first_key = 0
     if window is not None:
       first_key = max(0, length - tokens - window + 1)
-    # The blocks of the visible keys, each once, in order.
-    visible_blocks = {}
+    # The blocks of the visible keys, each once, in order. One step writes the
+    # zeros of a sequence without visible keys.
+    visible_blocks = set()
     for key in range(first_key, length):
       block_of_page = key % page // blocks.block_size
-      visible_blocks[key // page, block_of_page] = None
-    if not visible_blocks:
-      # One step writes the zeros of a sequence without visible keys.
-      visible_blocks[0, 0] = None
-    for page_of_sequence, block_of_page in visible_blocks:
+      visible_blocks.add((key // page, block_of_page))
+    for page_of_sequence, block_of_page in sorted(visible_blocks or {(0, 0)}):
       page_id = tables[sequence, page_of_sequence]
       pool_block = page_id * blocks.blocks_per_page + block_of_page
       sequence_block = page_of_sequence * blocks.blocks_per_page + block_of_page
