@@ -91,6 +91,7 @@ class Case:
   causal: bool = True
 
 
+# V1 has two maps of the keys. V2 has one, for both maps of the queries (M=1).
 CASES = [
   Case("ragged_grouped", FINE, T=300, K=1),
   Case("v2_grouped_window", WIDE, T=300, K=1, M=1, V=8, window=100),
@@ -302,16 +303,15 @@ def race_detectors(monkeypatch):
 @pytest.mark.parametrize("case", by_name(CASES, COMBINED_CASES))
 def test_output_and_gradients_equal_the_reference(case, race_detectors):
   inputs = make_inputs(case)
-  expected = run("reference", inputs)
-
   params = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)
+
   with (
     chip.interpreted(params),
     block_sizes.use(forward=case.blocks, backward=case.blocks),
   ):
     actual = run("pallas_tpu", inputs)
 
-  assert_close_in_norm(actual, expected, FLOAT32_ERROR)
+  assert_close_in_norm(actual, run("reference", inputs), FLOAT32_ERROR)
   # The same run shows races, since another one would take as long.
   assert len(race_detectors) >= 2
   for detector in race_detectors:
@@ -325,7 +325,6 @@ def test_online_kernel_equals_the_reference(case):
   inputs = make_inputs(case)
   q, k, v, lam = inputs.arrays
   inputs = inputs._replace(arrays=(q, k, v * 2.0**50, lam))
-  expected = run("reference", inputs)
 
   with (
     chip.interpreted(),
@@ -333,7 +332,7 @@ def test_online_kernel_equals_the_reference(case):
   ):
     actual = run("pallas_tpu", inputs)
 
-  assert_close_in_norm(actual, expected, FLOAT32_ERROR)
+  assert_close_in_norm(actual, run("reference", inputs), FLOAT32_ERROR)
 
 
 @pytest.mark.parametrize(
@@ -345,7 +344,6 @@ def test_two_cores_share_the_keys_of_one_head(
   """The devices of v4 and v5p have two cores."""
   monkeypatch.setattr(chip, "cores", lambda: 2)
   inputs = make_inputs(case)
-  expected = run("reference", inputs)
   # JAX's interpreter cannot run the loops of a kernel on two cores.
   has_loops = case.starts is not None or case.blocks.span > 1
   params = pltpu.InterpretParams(
@@ -358,28 +356,45 @@ def test_two_cores_share_the_keys_of_one_head(
     chip.interpreted(params),
     block_sizes.use(forward=case.blocks, backward=case.blocks),
   ):
-    calls = kernel_calls(lambda: run("pallas_tpu", inputs))
     actual = run("pallas_tpu", inputs)
 
-  assert_close_in_norm(actual, expected, FLOAT32_ERROR)
+  assert_close_in_norm(actual, run("reference", inputs), FLOAT32_ERROR)
   assert len(race_detectors) >= 2
   for detector in race_detectors:
     assert not detector.races_found
-  # The grid of a backward kernel has five axes. A parallel one is divided by
-  # two cores, so its size must be even.
-  num_backward_kernels = 0
-  for call in calls:
-    grid = call.params["grid_mapping"].grid
-    semantics = call.params["compiler_params"].dimension_semantics
-    if len(grid) != 5:
-      continue
-    num_backward_kernels += 1
-    parallel_sizes = []
-    for size, kind in zip(grid, semantics, strict=True):
-      if kind == pltpu.PARALLEL:
-        parallel_sizes.append(size)
-    assert any(size % 2 == 0 for size in parallel_sizes)
-  assert num_backward_kernels > 0
+
+
+def parallel_sizes(kernel_call: Any) -> list[int]:
+  """Returns the sizes of the axes of a kernel's grid that cores share."""
+  grid = kernel_call.params["grid_mapping"].grid
+  semantics = kernel_call.params["compiler_params"].dimension_semantics
+  sizes = []
+  for size, kind in zip(grid, semantics, strict=True):
+    if kind == pltpu.PARALLEL:
+      sizes.append(size)
+  return sizes
+
+
+@pytest.mark.parametrize(
+  "case", by_name(TWO_CORE_CASES, COMBINED_TWO_CORE_CASES)
+)
+def test_two_cores_get_equal_shares_of_the_backward_pass(case, monkeypatch):
+  monkeypatch.setattr(chip, "cores", lambda: 2)
+  inputs = make_inputs(case)
+
+  with (
+    chip.interpreted(),
+    block_sizes.use(forward=case.blocks, backward=case.blocks),
+  ):
+    calls = kernel_calls(lambda: run("pallas_tpu", inputs))
+
+  # Only the backward kernels have grids of five axes.
+  backward_calls = [
+    call for call in calls if len(call.params["grid_mapping"].grid) == 5
+  ]
+  assert backward_calls
+  for call in backward_calls:
+    assert any(size % 2 == 0 for size in parallel_sizes(call))
 
 
 # The next functions change q [B, T, Q, G, D], k [B, S, K, M, D] and v.
@@ -446,12 +461,22 @@ class ExactResults(NamedTuple):
   max_value: float
 
 
-def exact_attention(q, k, v, lam, num_empty_rows: int) -> ExactResults:
-  """Returns attention whose query t sees keys 0 to t − num_empty_rows."""
+def exact_attention(
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  lam: jax.Array,
+  num_empty_rows: int,
+) -> ExactResults:
+  """Returns attention in float64 of one sequence with one head.
+
+  Query t sees keys 0 to t − num_empty_rows, so the first queries see none.
+  """
   q = np.asarray(q, np.float64)[0, :, 0]  # [T, 2, D]
   k = np.asarray(k, np.float64)[0, :, 0]
   v = np.asarray(v, np.float64)[0, :, 0]  # [T, V]
   lam = np.asarray(lam, np.float64)[0]  # [T, 1]
+  # Exponentials are to base 2, as in the kernels.
   scale = q.shape[-1] ** -0.5 * LOG2E
   logits = np.einsum("tgd,sgd->gts", q, k) * scale
   logit_sizes = np.einsum("tgd,sgd->gts", np.abs(q), np.abs(k)) * scale
@@ -461,6 +486,7 @@ def exact_attention(q, k, v, lam, num_empty_rows: int) -> ExactResults:
   key = np.arange(length)
   is_visible = query - num_empty_rows >= key
   visible_logits = np.where(is_visible, logits, -np.inf)
+  # The bounds of 1e±300 keep queries without keys from giving NaN.
   max_logits = np.max(visible_logits, axis=-1, keepdims=True, initial=-1e300)
   weights = np.exp2(np.minimum(logits - max_logits, 0)) * is_visible
   sums = np.maximum(weights.sum(axis=-1, keepdims=True), 1e-300)
@@ -474,6 +500,25 @@ def exact_attention(q, k, v, lam, num_empty_rows: int) -> ExactResults:
   )
 
 
+def run_forward(q, k, v, lam, num_empty_rows: int) -> vjp.Saved:
+  """Returns what the forward pass of the TPU kernels saves for the backward one.
+
+  Query t sees keys 0 to t − num_empty_rows, as in `exact_attention`.
+  """
+  length = q.shape[1]
+  mask = Mask(length, length, causal=True, offset=-num_empty_rows)
+  arrays = vjp.Arrays(q, k, v, lam, q_ids=None, kv_ids=None, offset=None)
+  with chip.interpreted(True), block_sizes.use(forward=SQUARE, backward=SQUARE):
+    options = vjp.Options(
+      scale=q.shape[-1] ** -0.5,
+      save=True,
+      chosen=attention.IMPLEMENTATION.prepare(arrays, mask),
+    )
+    return attention.IMPLEMENTATION.forward(arrays, mask, options)
+
+
+# How q, k and v change, how many queries see no key, and whether the result of
+# the quick kernel is used.
 ADVERSE_INPUTS = [
   pytest.param(keep, 0, True, id="as_drawn"),
   pytest.param(make_one_key_huge, 0, False, id="one_huge_key"),
@@ -523,34 +568,32 @@ def test_forward_pass_is_accurate_for_adverse_inputs(
   It does not subtract the maximum of the logits. If exponentials leave the
   range of float32, the online kernel computes everything again.
   """
-  decisions = []
+  is_in_range = []
   in_range = forward.in_range
 
-  def record_decision(*arrays):
-    decisions.append(in_range(*arrays))
-    return decisions[-1]
+  def record_in_range(*arrays):
+    is_in_range.append(in_range(*arrays))
+    return is_in_range[-1]
 
-  monkeypatch.setattr(forward, "in_range", record_decision)
-  length = 256
-  inputs = make_inputs(Case("one_head", SQUARE, B=1, T=length, H=1))
-  *q_k_v, lam = inputs.arrays
-  q_k_v = [np.asarray(x, np.float64) for x in q_k_v]
-  q, k, v = [jnp.asarray(x, dtype) for x in change(*q_k_v)]
-  mask = Mask(length, length, True, None, -num_empty_rows)
-  arrays = vjp.Arrays(q, k, v, lam, None, None, None)
+  monkeypatch.setattr(forward, "in_range", record_in_range)
+  inputs = make_inputs(Case("one_head", SQUARE, B=1, T=256, H=1))
+  q, k, v, lam = inputs.arrays
+  q, k, v = change(
+    np.asarray(q, np.float64),
+    np.asarray(k, np.float64),
+    np.asarray(v, np.float64),
+  )
+  q = jnp.asarray(q, dtype)
+  k = jnp.asarray(k, dtype)
+  v = jnp.asarray(v, dtype)
 
-  with chip.interpreted(True), block_sizes.use(forward=SQUARE, backward=SQUARE):
-    options = vjp.Options(
-      q.shape[-1] ** -0.5,
-      save=True,
-      chosen=attention.IMPLEMENTATION.prepare(arrays, mask),
-    )
-    saved = attention.IMPLEMENTATION.forward(arrays, mask, options)
+  saved = run_forward(q, k, v, lam, num_empty_rows)
 
   out = np.asarray(saved.out[0, 0], np.float64)
   lse = np.asarray(saved.lse[0, 0], np.float64)
   exact = exact_attention(q, k, v, lam, num_empty_rows)
-  assert [bool(decision) for decision in decisions] == [is_quick_result_used]
+  assert len(is_in_range) == 1
+  assert bool(is_in_range[0]) == is_quick_result_used
 
   # The output has errors relative to the largest value. Logits of thousands
   # have errors of 1e-4 in float32, and exponentials have that error too.
@@ -609,7 +652,11 @@ def test_forward_pass_is_accurate_for_adverse_inputs(
   ],
 )
 def test_hidden_tiles_are_not_computed(case, rows, hidden_keys):
-  """NaN in a key makes each row NaN that is multiplied with it, even masked."""
+  """Rows have finite results although the keys that they do not see are NaN.
+
+  A product with NaN is NaN, even if a mask follows. A tile has 128 queries and
+  keys, or 256.
+  """
   inputs = make_inputs(case)
   q, k, v, lam = inputs.arrays
   k = k.at[:, hidden_keys].set(jnp.nan)
@@ -644,7 +691,13 @@ class Tile(NamedTuple):
   last_query: int
   first_key: int
   last_key: int
-  is_visible: np.ndarray  # [queries, keys], without those beyond the ends
+  # [queries, keys], without those beyond the ends.
+  is_visible: np.ndarray
+
+  @property
+  def bounds(self) -> tuple[int, int, int, int]:
+    """The arguments of a mask's methods."""
+    return self.first_query, self.last_query, self.first_key, self.last_key
 
 
 @pytest.fixture(
@@ -652,6 +705,7 @@ class Tile(NamedTuple):
   ids=str,
 )
 def mask(request):
+  """A mask for each combination of `causal`, `window` and `offset`."""
   causal, window, offset = request.param
   return Mask(Q_LENGTH, KV_LENGTH, causal, window, offset)
 
@@ -687,6 +741,7 @@ def tiles_of(mask: Mask) -> list[Tile]:
 
 
 def test_keys_of_contains_all_visible_keys(mask):
+  """It returns the first and the last key that a block of queries may see."""
   is_visible = visible_pairs(mask)
   for query in range(0, Q_LENGTH, Q_BLOCK):
     first_query = mask.offset + query
@@ -700,6 +755,7 @@ def test_keys_of_contains_all_visible_keys(mask):
 
 
 def test_rows_of_contains_all_queries_that_see_a_tile(mask):
+  """It returns the first and the last query that may see a block of keys."""
   is_visible = visible_pairs(mask)
   for key in range(0, KV_LENGTH, KV_BLOCK):
     first_row, last_row = mask.rows_of(key, key + KV_BLOCK - 1)
@@ -713,26 +769,25 @@ def test_rows_of_contains_all_queries_that_see_a_tile(mask):
 
 def test_tile_without_any_visible_pair_has_none(mask):
   for tile in tiles_of(mask):
-    *corners, is_visible = tile
-    if not mask.any_visible(*corners):
-      assert not is_visible.any()
+    if not mask.any_visible(*tile.bounds):
+      assert not tile.is_visible.any()
 
 
 def test_tile_with_all_pairs_visible_has_all(mask):
   for tile in tiles_of(mask):
-    *corners, is_visible = tile
-    if mask.all_visible(*corners):
-      assert is_visible.all()
+    if mask.all_visible(*tile.bounds):
+      assert tile.is_visible.all()
 
 
 def test_partial_differences_list_all_partially_visible_tiles(mask):
-  differences = mask.partial_differences(Q_BLOCK, KV_BLOCK, 99)
+  """A tile's difference is that of its first query and its first key."""
+  differences = mask.partial_differences(Q_BLOCK, KV_BLOCK, most=99)
   if differences is None:
     return
 
   for tile in tiles_of(mask):
-    corners = tile[:4]
-    if mask.any_visible(*corners) and not mask.all_visible(*corners):
+    any_visible = mask.any_visible(*tile.bounds)
+    if any_visible and not mask.all_visible(*tile.bounds):
       assert tile.first_query - tile.first_key in differences
 
 
