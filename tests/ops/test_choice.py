@@ -30,7 +30,7 @@ FUSED = "fused GPU kernels (pallas_gpu) for the forward and backward pass"
 
 @pytest.fixture(autouse=True)
 def forget_reported():
-  """Lets each test report all choices, and leaves no trace of them."""
+  """Choices are reported once per process: forgets those of other tests."""
   choice.forget_reported()
   yield
   choice.forget_reported()
@@ -38,7 +38,10 @@ def forget_reported():
 
 @pytest.fixture
 def choose_on_gpu(monkeypatch):
-  """Chooses on a GPU that runs all kernels, unless the test prevents that."""
+  """A function that returns the choice of `auto` on a GPU.
+
+  The GPU runs all kernels, unless the test prevents that.
+  """
   monkeypatch.setattr(two_call, "has_cudnn", lambda backend: True)
   monkeypatch.setattr(chip, "refusal", lambda: None)
   monkeypatch.setattr(toolchain, "ASSEMBLER_PROBLEM", None)
@@ -218,7 +221,7 @@ def toolchain_not_imported(monkeypatch):
 def test_assembler_is_not_checked_where_its_kernels_would_not_run(
   monkeypatch, choose_on_gpu, toolchain_not_imported
 ):
-  """The check changes PATH, which other processes should keep."""
+  """The check, which an import runs, changes PATH. Others keep their PATH."""
   for backend in ("cpu", "tpu"):
     choice.choose(backend, *make_arrays(), Mask(4, 4))
   choose_on_gpu(kind=A100)

@@ -9,6 +9,8 @@ import pytest
 from diffjax.ops.diff_attention import chunked, diff_attention
 from diffjax.ops.diff_attention.mask import Mask
 
+# The last number is the largest allowed share of the logits of all pairs. With
+# a causal mask, half of the pairs are visible.
 MASKS = [
   pytest.param(True, None, 0.56, id="causal"),
   pytest.param(True, 512, 0.2, id="causal_window"),
@@ -19,6 +21,10 @@ MASKS = [
 
 @pytest.mark.parametrize(("causal", "window", "max_share"), MASKS)
 def test_bands_skip_hidden_keys(causal, window, max_share):
+  """A band is a series of blocks of queries that read equally many keys.
+
+  Without bands, each query would read all keys.
+  """
   length = 4096
   bands = chunked.make_bands(Mask(length, length, causal, window), 128)
 

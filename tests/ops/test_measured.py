@@ -18,7 +18,10 @@ SHAPES = {name: shape for shape, name in measured.KINDS.items()}
 
 @pytest.fixture
 def choose(monkeypatch, tmp_path):
-  """Chooses on a GPU that runs all kernels, by the table of `write_table`."""
+  """A function that returns the implementation that `auto` chooses on a GPU.
+
+  The GPU runs all kernels. The table of measurements is that of `write_table`.
+  """
   monkeypatch.setattr(two_call, "has_cudnn", lambda backend: True)
   monkeypatch.setattr(chip, "refusal", lambda: None)
   monkeypatch.setattr(toolchain, "ASSEMBLER_PROBLEM", None)

@@ -25,7 +25,10 @@ from tests.harness.tolerances import FLOAT32_LAYER
 
 
 def toy_forward(arrays, mask, options):
-  """Supports two maps with keys of their own, and one head per key head."""
+  """Returns the output of differential attention, written with einsum.
+
+  It supports two maps with keys of their own, and one head per key head.
+  """
   q_positions = positions(mask.q_length, mask.first_position(arrays.offset))
   kv_positions = positions(mask.kv_length, 0)
   visible = mask.between(q_positions, kv_positions, arrays.q_ids, arrays.kv_ids)
@@ -38,6 +41,8 @@ def toy_forward(arrays, mask, options):
 
 
 def toy_backward(arrays, mask, options, saved, d_out):
+  """Returns the gradients of q, k, v and λ."""
+
   def output(q, k, v, lam):
     inputs = arrays._replace(q=q, k=k, v=v, lam=lam)
     return toy_forward(inputs, mask, options).out
@@ -65,7 +70,9 @@ def make_arguments() -> tuple[jax.Array, ...]:
   return q, k, v, jnp.float32(0.4)
 
 
-def loss_and_gradients(implementation, **options):
+def loss_and_gradients(implementation: str, **options):
+  """Returns a loss of the output, and the gradients of q, k, v and λ."""
+
   def loss(*arrays):
     out = diff_attention(*arrays, implementation=implementation, **options)
     return jnp.sum(jnp.sin(out))
