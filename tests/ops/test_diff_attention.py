@@ -215,7 +215,7 @@ IMPLEMENTATIONS = {
 
 
 def is_supported(implementation: Implementation, case: Case) -> bool:
-  """Returns whether an implementation has all options of a case."""
+  """Returns whether a case leaves unsupported options at their defaults."""
   defaults = Case("defaults")
   for option in implementation.unsupported:
     if getattr(case, option) != getattr(defaults, option):
@@ -227,21 +227,25 @@ def supported_cases() -> list[Any]:
   """Returns a parameter for each implementation with each of its cases."""
   parameters = []
   for key, implementation in IMPLEMENTATIONS.items():
-    for case in CASES + COMBINED_CASES:
-      is_combined = case in COMBINED_CASES
-      chosen_names = implementation.default_cases
-      if is_combined:
-        chosen_names = implementation.combined_cases
-      is_chosen = chosen_names is None or case.name in chosen_names
+    for case in CASES:
       if not is_supported(implementation, case):
         continue
-      if is_combined and not is_chosen:
-        continue
-
+      # The full tier runs the cases that the default tier leaves out.
+      default_names = implementation.default_cases
       marks = []
-      if is_combined or not is_chosen:
+      if default_names is not None and case.name not in default_names:
         marks.append(pytest.mark.full)
       parameter = pytest.param(key, case, id=f"{key}-{case.name}", marks=marks)
+      parameters.append(parameter)
+
+    for case in COMBINED_CASES:
+      names = implementation.combined_cases
+      is_chosen = names is None or case.name in names
+      if not is_chosen or not is_supported(implementation, case):
+        continue
+      parameter = pytest.param(
+        key, case, id=f"{key}-{case.name}", marks=pytest.mark.full
+      )
       parameters.append(parameter)
   return parameters
 
@@ -348,18 +352,22 @@ def run(
 
 @functools.cache
 def compile_program(implementation: Implementation, options: tuple):
-  """Returns a jitted function. It is shared by tests with equal options."""
+  """Returns a jitted function from arrays to Results.
+
+  Args:
+    implementation: the implementation.
+    options: pairs of an option of `diff_attention` and its value. Tests with
+      equal options share the function.
+  """
 
   @jax.jit
   def program(arrays, d_out, array_options):
-    def attend(*arrays):
-      return diff_attention(
-        *arrays,
-        implementation=implementation.name,
-        **dict(options),
-        **array_options,
-      )
-
+    attend = functools.partial(
+      diff_attention,
+      implementation=implementation.name,
+      **dict(options),
+      **array_options,
+    )
     out, vjp = jax.vjp(attend, *arrays)
     return Results(out, *vjp(d_out))
 
@@ -455,7 +463,8 @@ def test_output_has_the_dtype_of_the_queries(implementation):
 
 
 def test_lambda_is_not_rounded_to_the_dtype_of_the_queries():
-  """In bfloat16, this λ would be 1, and equal maps would cancel."""
+  """With two equal maps, the output is (1 − λ) times plain attention."""
+  # In bfloat16, this would be 1, and the output would be 0.
   lam = jnp.float32(1 - 2**-10)
   q, k, v, _ = make_inputs(GROUPED).arrays
   q[:, :, :, 1] = q[:, :, :, 0]
@@ -481,11 +490,14 @@ def test_lambda_is_not_rounded_to_the_dtype_of_the_queries():
 def test_row_sums_of_the_backward_pass_are_not_rounded(implementation):
   """With one visible key, queries and keys have no gradient.
 
-  The output is then exact in bfloat16, and dP equals rowsum(dO ∘ O). Their
-  difference is zero unless that sum is rounded.
+  Their gradients are products with dP − rowsum(dO ∘ O), for dP = dO Vᵀ. With
+  one key, O is exact in bfloat16 here, and the difference is zero unless the
+  sum is rounded.
   """
   inputs = make_inputs(GROUPED)
   q, k, v, _ = inputs.arrays
+  # In a causal window of 1, each query sees only its own key. Multiples of 0.5
+  # are exact.
   inputs = inputs._replace(
     arrays=(q, k, v.round(), np.float64(0.5)),
     options=inputs.options | {"window": 1},
@@ -498,6 +510,7 @@ def test_row_sums_of_the_backward_pass_are_not_rounded(implementation):
 
 
 def test_loss_of_a_row_has_no_gradient_for_later_keys(implementation):
+  """A row is the output of one query."""
   row = 6
   inputs = make_inputs(GROUPED)
   d_out = np.zeros_like(inputs.d_out)
@@ -516,8 +529,8 @@ def test_loss_of_a_document_has_no_gradient_for_other_documents(
 ):
   inputs = make_inputs(EMPTY_ROWS)
   kv_ids = inputs.array_options["kv_segment_ids"][0]
-  # Queries of the documents 7, 7, 7, 3 and 3. The loss is that of document 7 in
-  # the first sequence.
+  # The five queries belong to the documents 7, 7, 7, 3 and 3. The loss reads
+  # only those of document 7, in the first sequence.
   q_ids = np.stack([kv_ids[6:11], kv_ids[6:11]])
   d_out = np.zeros_like(inputs.d_out)
   d_out[0, :3] = inputs.d_out[0, :3]
@@ -563,7 +576,7 @@ def test_attention_with_lambda_zero_is_plain_attention(implementation):
     implementation, inputs._replace(arrays=(q, k, v, np.zeros_like(lam)))
   )
 
-  expected = stock_attention(inputs, None, implementation.dtype)
+  expected = stock_attention(inputs, scale=None, dtype=implementation.dtype)
   chex.assert_trees_all_close(
     results.out, expected, rtol=0, atol=implementation.output_atol
   )
@@ -577,7 +590,9 @@ def test_attention_with_one_map_is_plain_attention(implementation):
 
   results = run(implementation, inputs)
 
-  expected = stock_attention(inputs, PLAIN_GROUPED.scale, implementation.dtype)
+  expected = stock_attention(
+    inputs, scale=PLAIN_GROUPED.scale, dtype=implementation.dtype
+  )
   chex.assert_trees_all_close(
     results.out, expected, rtol=0, atol=implementation.output_atol
   )
@@ -630,8 +645,9 @@ def test_vmap_equals_separate_calls(implementation):
 
   arrays = jax.tree.map(stack, first.arrays, second.arrays)
   d_out = stack(first.d_out, second.d_out)
-  # A new program, since the interpreter is part of the trace. Pallas's
-  # interpreter for TPUs does not support the grid axis that vmap adds.
+  # Pallas's interpreter for TPUs does not support the grid axis that vmap adds,
+  # so the general interpreter runs the kernels. The cached program contains the
+  # other interpreter: `__wrapped__` makes a new one.
   program = compile_program.__wrapped__(
     implementation, tuple(first.options.items())
   )
@@ -651,9 +667,9 @@ def test_remat_by_name_runs_the_forward_pass_once():
     out = diff_attention(*inputs_of_layer, implementation="chunked")
     return jnp.sum(jnp.sin(out))
 
-  def count_forward_passes(loss):
+  def count_forward_passes(function):
     # Only the forward pass computes the maximum of a row.
-    gradient = jax.grad(loss, (0, 1, 2, 3))
+    gradient = jax.grad(function, (0, 1, 2, 3))
     return str(jax.make_jaxpr(gradient)(*arrays)).count(" reduce_max[")
 
   save_names = jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES)
