@@ -284,21 +284,18 @@ print(assembler.release())
   reason="needs the compiler for Hopper and its packaged ptxas",
 )
 def test_pallas_compiles_with_the_packaged_ptxas(tmp_path):
-  """PATH has an old ptxas, and a backend is running."""
+  """Not with the old one on PATH, also if a JAX backend is running."""
   log = tmp_path / "log"
   old_ptxas = tmp_path / "bin/ptxas"
   install_program(
     old_ptxas, f"echo \"$@\" >> {log}\necho 'release 13.0, V13.0.88'"
   )
 
+  path = f"{old_ptxas.parent}:/usr/bin:/bin"
   result = subprocess.run(
     [sys.executable, "-c", PROGRAM],
     cwd=ROOT,
-    env=os.environ
-    | {
-      "JAX_PLATFORMS": "cpu",
-      "PATH": f"{old_ptxas.parent}:/usr/bin:/bin",
-    },
+    env=os.environ | {"JAX_PLATFORMS": "cpu", "PATH": path},
     capture_output=True,
     text=True,
     timeout=300,

@@ -95,6 +95,7 @@ def test_unknown_chip_has_the_blocks_of_the_nearest_older_one(
 
 
 def test_shape_of_the_table_has_the_blocks_of_its_entry():
+  """The table lists the fastest blocks of measured shapes."""
   for entry in block_sizes.table():
     length = max(entry["length"], *entry["blocks"])
 
@@ -129,7 +130,7 @@ def test_use_replaces_the_chosen_blocks():
   shape = (300, 300, 128, 256, 2, "bfloat16")
   chosen_forward = choose("v5e", "forward", *shape)
   chosen_backward = choose("v5e", "backward", *shape)
-  forced = Blocks(128, 256, 128, 128, 128)
+  forced = Blocks(q=128, kv=256, q_inner=128, kv_inner=128, resident=128)
 
   with block_sizes.use(backward=forced):
     assert choose("v5e", "backward", *shape) == forced
@@ -143,7 +144,7 @@ def test_use_replaces_the_chosen_blocks():
 
 
 def test_use_refuses_other_directions():
-  blocks = Blocks(128, 256, 128, 128, 128)
+  blocks = Blocks(q=128, kv=256, q_inner=128, kv_inner=128)
 
   with (
     pytest.raises(ValueError, match="forward or backward; got both"),
@@ -153,17 +154,19 @@ def test_use_refuses_other_directions():
 
 
 @pytest.mark.parametrize(
-  ("sizes", "name"),
+  ("name", "sizes"),
   [
-    pytest.param((128, 128, 64, 128), "q_inner", id="q_inner"),
-    pytest.param((256, 256, 128, 0), "kv_inner", id="kv_inner"),
-    pytest.param((384, 256, 256, 128), "q", id="q"),
-    pytest.param((256, 128, 128, 256), "kv", id="kv"),
+    pytest.param("q_inner", {"q_inner": 64}, id="q_inner"),
+    pytest.param("kv_inner", {"kv_inner": 0}, id="kv_inner"),
+    pytest.param("q", {"q": 384, "q_inner": 256}, id="q"),
+    pytest.param("kv", {"kv": 128, "kv_inner": 256}, id="kv"),
   ],
 )
-def test_error_names_the_unusable_size(sizes, name):
+def test_error_names_the_unusable_size(name, sizes):
+  usable = {"q": 256, "kv": 256, "q_inner": 128, "kv_inner": 128}
+
   with pytest.raises(ValueError, match=f"^{name} must be a multiple of"):
-    Blocks(*sizes)
+    Blocks(**(usable | sizes))
 
 
 @pytest.mark.parametrize(
@@ -183,7 +186,7 @@ def test_error_names_the_unusable_size(sizes, name):
 )
 def test_error_names_the_unusable_subtile(full_subtile, message):
   with pytest.raises(ValueError, match=message):
-    Blocks(256, 256, 128, 128, full_subtile=full_subtile)
+    Blocks(q=256, kv=256, q_inner=128, kv_inner=128, full_subtile=full_subtile)
 
 
 def test_blocks_of_another_chip_are_logged_once(caplog):

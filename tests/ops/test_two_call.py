@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -17,7 +18,7 @@ from diffjax.ops.diff_attention import (
   two_call,
 )
 
-# The functions before tests replace them.
+# The original functions, which `cudnn_calls` replaces.
 STOCK_ATTENTION = jax.nn.dot_product_attention
 HAS_CUDNN = two_call.has_cudnn.__wrapped__
 
@@ -60,16 +61,28 @@ def cudnn_calls(monkeypatch):
 
 
 def make_program(
-  implementation,
-  D,
-  V,
-  M=2,
-  T=14,
-  dtype=jnp.float16,
-  has_segments=False,
-  **options,
-):
-  """Returns a function that computes output and gradients, and its arguments."""
+  implementation: str,
+  *,
+  D: int,
+  V: int,
+  M: int = 2,
+  T: int = 14,
+  dtype: Any = jnp.float16,
+  has_segments: bool = False,
+  **options: Any,
+) -> tuple[Callable, tuple[jax.Array, ...]]:
+  """Returns a function that computes output and gradients, and its arguments.
+
+  Args:
+    implementation: argument of `diff_attention`.
+    D: width of queries and keys.
+    V: width of the values.
+    M: maps of the keys. The queries have two.
+    T: tokens of a sequence.
+    dtype: of queries, keys and values.
+    has_segments: whether sequences have documents of random lengths.
+    **options: other arguments of `diff_attention`.
+  """
   rng = np.random.default_rng(0)
   q = jnp.asarray(rng.standard_normal((2, T, 4, 2, D)), dtype)
   k = jnp.asarray(rng.standard_normal((2, T, 2, M, D)), dtype)
@@ -219,6 +232,7 @@ def test_auto_calls_cudnn_on_blackwell(
     compute_capability = "10.0"
 
   program, arrays = make_program("auto", D=D, V=V)
+  # `cudnn_calls` lets all GPUs have cuDNN.
   monkeypatch.setattr(two_call, "has_cudnn", lambda backend: HAS_CUDNN("gpu"))
   monkeypatch.setattr(api, "platform", lambda: "gpu")
   monkeypatch.setattr(jax, "devices", lambda *_: [BlackwellDevice])
