@@ -130,11 +130,18 @@ MULTI_CHIP_CASES = [
 def longest_case(generation: str) -> GradientCase:
   """Returns packed sequences that leave the least vector memory.
 
-  They have the length at which dQ just fits. On v4 they are twice as long, and
-  dQ takes two calls.
+  The backward kernel keeps dQ in vector memory. The sequences have the length
+  at which dQ just fits. On v4 they are twice as long, which needs two calls.
   """
   blocks = block_sizes.choose(
-    generation, "backward", 65536, 65536, 128, 256, 2, "bfloat16"
+    generation,
+    direction="backward",
+    q_length=65536,
+    kv_length=65536,
+    D=128,
+    V=256,
+    G=2,
+    dtype="bfloat16",
   )
   length = blocks.resident
   if generation == "v4":
@@ -162,13 +169,11 @@ def find_problem(case: Case, program: Program) -> str | None:
     return None
 
   # The quick and the online forward kernel are each called once, also with
-  # remat. The backward kernel may have several calls.
+  # remat. The backward kernel has one call or several.
   backward = f"diff_attention_backward_{variant}"
-  num_backward = program.kernels.count(backward)
-  expected = [backward] * max(1, num_backward) + [
-    f"diff_attention_forward_{variant}",
-    f"diff_attention_forward_{variant}_online",
-  ]
+  forward = f"diff_attention_forward_{variant}"
+  num_backward = max(1, program.kernels.count(backward))
+  expected = [backward] * num_backward + [forward, f"{forward}_online"]
   if program.kernels != expected:
     return f"unexpected kernels: {program.kernels}"
   return None
@@ -177,7 +182,7 @@ def find_problem(case: Case, program: Program) -> str | None:
 def find_problems(cases: Sequence[Case]) -> list[str]:
   """Compiles cases in a process, and returns what is wrong with them."""
   problems = []
-  # A process that aborts has compiled fewer programs.
+  # If the process aborts, there are fewer programs, and the last has an error.
   for case, program in zip(cases, compile_cases(cases), strict=False):
     print(case, program)
     problem = find_problem(case, program)

@@ -174,9 +174,11 @@ class Program:
 
 
 def compile_cases(cases: Sequence[Case]) -> list[Program]:
-  """Returns the compiled cases. If the process aborts, the last has an error.
+  """Compiles cases in a process of their own.
 
-  In that case, there are fewer programs than cases.
+  Returns:
+    A program for each case. If the process aborts, the last program has its
+    error, and the programs of later cases are missing.
   """
   encoded = []
   for case in cases:
@@ -203,10 +205,11 @@ def compile_cases(cases: Sequence[Case]) -> list[Program]:
 
 def compile_case(case: Case) -> Program:
   """Compiles a case, in the process that has libtpu's environment."""
+  # A square mesh: 1, 4 or 16 chips.
   side = math.isqrt(case.chips)
   devices = find_devices(TOPOLOGIES.get(case.topology, case.topology))
   mesh = Mesh(
-    np.array(devices[: side**2]).reshape(side, side), ("data", "tensor")
+    np.array(devices[: case.chips]).reshape(side, side), ("data", "tensor")
   )
   try:
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
@@ -220,17 +223,12 @@ def compile_case(case: Case) -> Program:
   except Exception as error:
     return Program(f"{type(error).__name__}: {error}"[:2000])
 
-  kernels = []
-  for line in compiled.as_text().splitlines():
-    if 'custom_call_target="tpu_custom_call"' in line:
-      name = re.search(r"diff_attention_[a-z]+_[a-z0-9]+(_online)?", line)
-      kernels.append(name[0])
   cache_bytes = 0
   if not isinstance(case, GradientCase):
     cache_bytes = min(find_cache_sizes(arguments))
   return Program(
     error=None,
-    kernels=sorted(kernels),
+    kernels=sorted(find_kernels(compiled.as_text())),
     temporary_bytes=compiled.memory_analysis().temp_size_in_bytes,
     cache_bytes=cache_bytes,
   )
@@ -245,8 +243,22 @@ def find_devices(topology: str) -> Sequence[Any]:
   return description.devices
 
 
+def find_kernels(text: str) -> list[str]:
+  """Returns the names of the kernels that a compiled program calls."""
+  names = []
+  for line in text.splitlines():
+    if 'custom_call_target="tpu_custom_call"' in line:
+      # For example diff_attention_forward_v1_online.
+      name = re.search(r"diff_attention_[a-z]+_[a-z0-9]+(_online)?", line)
+      names.append(name[0])
+  return names
+
+
 def find_cache_sizes(arguments: Any) -> list[int]:
-  """Returns the bytes of the arguments that have the shape of a cache."""
+  """Returns the bytes of the arguments that are caches of keys or values.
+
+  They are the arrays [B, K, S, X], or [pages, K, 128, X] with pages.
+  """
   sizes = []
   for x in jax.tree.leaves(arguments):
     if x.ndim == 4 and x.shape[2] >= 128:
@@ -264,20 +276,20 @@ def make_struct(
 
 def make_gradient(case: GradientCase, mesh: Mesh) -> tuple[Any, tuple]:
   """Returns a jitted gradient and its arguments."""
+  # The sequences are divided over "data", and the heads over "tensor".
   heads = P("data", None, "tensor")
   num_groups = case.H // max(case.G - 1, 1)
-  value_width = case.V or 2 * case.D
+  q_shape = (case.B, case.T, num_groups, case.G, case.D)
+  k_shape = (case.B, case.T, case.K, case.M, case.D)
+  v_shape = (case.B, case.T, case.K, case.V or 2 * case.D)
   arrays = [
-    make_struct(
-      mesh, (case.B, case.T, num_groups, case.G, case.D), case.dtype, heads
-    ),
-    make_struct(
-      mesh, (case.B, case.T, case.K, case.M, case.D), case.dtype, heads
-    ),
-    make_struct(mesh, (case.B, case.T, case.K, value_width), case.dtype, heads),
+    make_struct(mesh, q_shape, case.dtype, heads),
+    make_struct(mesh, k_shape, case.dtype, heads),
+    make_struct(mesh, v_shape, case.dtype, heads),
   ]
   if case.G > 1:
-    arrays.append(make_struct(mesh, (), jnp.float32))
+    lam = make_struct(mesh, (), jnp.float32)
+    arrays.append(lam)
   options = {}
   if case.has_segments:
     options["q_segment_ids"] = make_struct(
@@ -315,26 +327,25 @@ def make_decoding(case: DecodeCase, mesh: Mesh) -> tuple[Any, tuple]:
     cache_shape = (8 * case.S // 128, 8, 128)
   cache_dtype = jnp.int8 if case.is_int8 else jnp.bfloat16
   value_width = case.V or 2 * case.D
-  arrays = [
-    make_struct(mesh, (8, case.tokens, 16, 2, case.D), jnp.bfloat16),
-    make_struct(mesh, (*cache_shape, case.M * case.D), cache_dtype),
-    make_struct(mesh, (*cache_shape, value_width), cache_dtype),
-    make_struct(mesh, (16,), jnp.float32),
-    make_struct(mesh, (8,), jnp.int32),
-  ]
-  options = {}
+  arguments = {
+    "q": make_struct(mesh, (8, case.tokens, 16, 2, case.D), jnp.bfloat16),
+    "k": make_struct(mesh, (*cache_shape, case.M * case.D), cache_dtype),
+    "v": make_struct(mesh, (*cache_shape, value_width), cache_dtype),
+    "lam": make_struct(mesh, (16,), jnp.float32),
+    "lengths": make_struct(mesh, (8,), jnp.int32),
+  }
   if case.has_pages:
-    options["block_tables"] = make_struct(mesh, (8, case.S // 128), jnp.int32)
+    arguments["block_tables"] = make_struct(mesh, (8, case.S // 128), jnp.int32)
   if case.is_int8:
-    options["k_scale"] = make_struct(mesh, cache_shape[:2], jnp.float32)
-    options["v_scale"] = make_struct(mesh, cache_shape[:2], jnp.float32)
+    arguments["k_scale"] = make_struct(mesh, cache_shape[:2], jnp.float32)
+    arguments["v_scale"] = make_struct(mesh, cache_shape[:2], jnp.float32)
 
-  def decode(arrays, options):
+  def decode(arguments):
     return decode_attention(
-      *arrays, **options, window=case.window, implementation="pallas_tpu"
+      **arguments, window=case.window, implementation="pallas_tpu"
     )
 
-  return jax.jit(decode), (arrays, options)
+  return jax.jit(decode), (arguments,)
 
 
 def make_reading(case: ModelCase, mesh: Mesh) -> tuple[Any, tuple]:
@@ -370,19 +381,19 @@ def make_reading(case: ModelCase, mesh: Mesh) -> tuple[Any, tuple]:
       lambda x: make_struct(mesh, x.shape, x.dtype, spec), tree
     )
 
-  weights = place(jax.eval_shape(make_weights), P())
-  tokens = make_struct(mesh, (8, case.tokens), jnp.int32)
-  cache = jax.eval_shape(make_cache)
   sharding = None
-  heads = P()
+  heads = REPLICATED
   if case.chips > 1:
     heads = P(None, "tensor")
     sharding = NamedSharding(mesh, heads)
+  weights = place(jax.eval_shape(make_weights), REPLICATED)
+  tokens = make_struct(mesh, (8, case.tokens), jnp.int32)
+  cache = jax.eval_shape(make_cache)
   cache = Cache(
-    place(cache.keys, heads),
-    place(cache.values, heads),
-    place(cache.tables, P()),
-    place(cache.lengths, P()),
+    keys=place(cache.keys, heads),
+    values=place(cache.values, heads),
+    tables=place(cache.tables, REPLICATED),
+    lengths=place(cache.lengths, REPLICATED),
   )
   read = functools.partial(extend, model, sharding=sharding)
   return jax.jit(read, donate_argnums=2), (weights, tokens, cache)
