@@ -53,8 +53,17 @@ CASES = [
 MAX_SPILLS_OF_WIDE_KERNELS = {"d_q_v1": 21, "d_kv_v1": 5}
 
 
-def find_problems(case: dict, kernels: list, forward_calls: int) -> list[str]:
-  """Returns what is wrong with the kernels of a case."""
+def find_problems(
+  case: dict, kernels: list[static.Kernel], forward_calls: int
+) -> list[str]:
+  """Returns what is wrong with the kernels of a case.
+
+  Args:
+    case: the arguments of the case.
+    kernels: the compiled kernels.
+    forward_calls: how often the program calls the forward kernel. With remat,
+      the gradient must not call it again.
+  """
   variant = static.kind_of(case)
   if case.get("decode"):
     expected_names = ["decode"]
@@ -82,18 +91,21 @@ def find_problems(case: dict, kernels: list, forward_calls: int) -> list[str]:
   return problems
 
 
-def compile_cases(cases: list[dict]) -> tuple[list[list], list[str]]:
+def compile_cases(
+  cases: list[dict],
+) -> tuple[list[list[static.Kernel]], list[str]]:
   """Returns the kernels of each case, and what is wrong with them."""
   kernels_of_cases = []
   problems = []
-  for case, kernels, forward_calls in static.compiled(cases):
-    print(case, kernels)
-    if isinstance(kernels, str):
-      problems.append(f"{case}: {kernels}")
-      kernels = []
+  for case, result, forward_calls in static.compiled(cases):
+    print(case, result)
+    # The result is a list of kernels, or an error message.
+    if isinstance(result, str):
+      kernels_of_cases.append([])
+      problems.append(f"{case}: {result}")
     else:
-      problems += find_problems(case, kernels, forward_calls)
-    kernels_of_cases.append(kernels)
+      kernels_of_cases.append(result)
+      problems += find_problems(case, result, forward_calls)
   return kernels_of_cases, problems
 
 
@@ -117,16 +129,17 @@ def test_kernels_compile_without_spills_for_each_shape_and_mask():
 
 
 def test_forward_kernel_computes_exponentials_during_products(quick_cases):
-  """They are between a wait for one map's logits and a wait for all products.
+  """They run while weights are multiplied with V, in blocks that no mask cuts.
 
-  That holds for blocks that no mask cuts.
+  The schedule names products by their number of columns: 8 compute the logits
+  of 64 keys, and 4 multiply weights with the 256 columns of V. "wait 1" waits
+  for all groups of products but the last one, here for the logits.
   """
   kernels_of_cases, _ = quick_cases
   kernels = kernels_of_cases[QUICK_CASES.index(V1_WIDE)]
-  forward_kernels = [
+  [forward_kernel] = [
     kernel for kernel in kernels if kernel.name == "forward_v1"
   ]
 
-  assert len(forward_kernels) == 1
-  for loop in forward_kernels[0].loops:
+  for loop in forward_kernel.loops:
     assert loop.schedule == "8 N64, 4 N256, wait 1, 34 exp, wait 0"
