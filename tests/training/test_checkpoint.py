@@ -1,15 +1,21 @@
-"""What is saved comes back bit for bit, on any mesh; what is damaged is passed over, aloud; another run's config is refused."""
+"""Checkpoints come back bit for bit, on any mesh, and damaged ones are skipped.
+
+test_damage.py has every kind of damage.
+"""
 
 import copy
 import json
 import logging
 import os
+import pathlib
 import shutil
 import subprocess
 import sys
 import threading
+import types
 from typing import Any
 
+import chex
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -22,6 +28,7 @@ from diffjax.config import Config, DataConfig, OptimizerConfig, UserError
 from diffjax.host.lock import LostWorkdir, lock
 from diffjax.training import manifest
 from diffjax.training.checkpoint import (
+  Checkpoint,
   Checkpoints,
   find_checkpoint,
   open_checkpoint,
@@ -41,476 +48,559 @@ class State:
 CONFIG = Config().to_dict()
 
 
-def make_state(seed=0, name="muon", up=(2, 8, 16)):
-  draw = np.random.default_rng(seed)
+def make_state(
+  seed: int = 0, optimizer: str = "muon", ffn_dim: int = 16
+) -> State:
+  """Returns a training state with random parameters and moments."""
+  rng = np.random.default_rng(seed)
 
   def normal(*shape):
-    return jnp.asarray(draw.standard_normal(shape), jnp.float32)
+    return jnp.asarray(rng.standard_normal(shape), jnp.float32)
 
   params = {
     "embedding": normal(32, 8),
     "layers": {
-      "ffn": {"up": normal(*up), "down": normal(2, 16, 8)},
+      "ffn": {"up": normal(2, 8, ffn_dim), "down": normal(2, 16, 8)},
       "ffn_norm": normal(2, 8),
     },
   }
-  opt_state = jax.tree.map(
-    lambda leaf: (
-      normal(*leaf.shape) if leaf.dtype == jnp.float32 else leaf + seed
-    ),
-    make_optimizer(OptimizerConfig(name=name), lambda step: 1e-3).init(params),
+
+  def random_leaf(leaf):
+    if leaf.dtype == jnp.float32:
+      return normal(*leaf.shape)
+    return leaf + seed
+
+  transformation = make_optimizer(
+    OptimizerConfig(name=optimizer), lambda step: 1e-3
   )
+  opt_state = jax.tree.map(random_leaf, transformation.init(params))
   return State(jnp.int32(seed), params, opt_state, jax.random.key(seed))
 
 
-def abstract(state, sharding=None):
-  return jax.tree.map(
-    lambda leaf: jax.ShapeDtypeStruct(
-      leaf.shape, leaf.dtype, sharding=sharding or leaf.sharding
-    ),
-    state,
+def abstract(tree: Any) -> Any:
+  """Returns the shapes, dtypes and shardings of a tree of arrays."""
+
+  def abstract_leaf(leaf):
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+
+  return jax.tree.map(abstract_leaf, tree)
+
+
+def assert_states_equal(actual: State, expected: State) -> None:
+  """Checks that two states have equal values and dtypes, also of their keys."""
+  actual_key = jax.random.key_data(actual.rng)
+  expected_key = jax.random.key_data(expected.rng)
+  chex.assert_trees_all_equal(
+    actual.replace(rng=actual_key),
+    expected.replace(rng=expected_key),
+    strict=True,
   )
+  assert actual.rng.dtype == expected.rng.dtype
 
 
-def raw(leaf):
-  return np.asarray(
-    jax.random.key_data(leaf)
-    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    else leaf
-  )
-
-
-def assert_same(a, b):
-  assert jax.tree.structure(a) == jax.tree.structure(b)
-  for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-    assert x.dtype == y.dtype and raw(x).tobytes() == raw(y).tobytes()
-
-
-def save(checkpoints, step, scores=None, config=CONFIG, **kwargs):
+def save(
+  checkpoints: Checkpoints, step: int, scores: dict[str, float] | None = None
+) -> bool:
+  """Starts to save the state of a step. Returns False if it is saved already."""
   return checkpoints.save(
     step,
     make_state(step),
     data_state={"batch": step, "seed": [1, None]},
-    config=config,
+    config=CONFIG,
     scores=scores,
-    **kwargs,
   )
 
 
-def run(workdir, steps, keep=10):
-  checkpoints = Checkpoints(workdir, keep=keep)
-  for step in steps:
-    save(checkpoints, step)
-  checkpoints.close()
+def save_run(workdir: pathlib.Path, steps: list[int]) -> None:
+  """Saves checkpoints of some steps."""
+  with Checkpoints(workdir, keep=10) as checkpoints:
+    for step in steps:
+      save(checkpoints, step)
 
 
-def reopen(workdir, keep):
-  """The checkpoints of a run that goes on, and the one it goes on from."""
-  found = find_checkpoint(workdir)
-  return Checkpoints(workdir, keep=keep, restored=found), found
+def reopen(workdir: pathlib.Path, keep: int) -> Checkpoints:
+  """Returns the checkpoints of a run that is resumed."""
+  return Checkpoints(workdir, keep=keep, restored=find_checkpoint(workdir))
 
 
-def restore(workdir):
-  return reopen(workdir, keep=10)[1]
+def restore(workdir: pathlib.Path) -> Checkpoint | None:
+  """Returns the checkpoint from which a run is resumed."""
+  checkpoint = find_checkpoint(workdir)
+  Checkpoints(workdir, keep=10, restored=checkpoint)
+  return checkpoint
 
 
-def read(checkpoint):
-  return checkpoint.state(abstract(make_state()))
+def restore_state(workdir: pathlib.Path) -> State:
+  """Returns the state from which a run is resumed."""
+  return restore(workdir).state(abstract(make_state()))
 
 
-def newest_config(workdir):
-  """Read as at the start of a run: without the arrays."""
-  found = find_checkpoint(workdir, json_only=True)
-  return None if found is None else found.config
+def newest_config(workdir: pathlib.Path) -> dict[str, Any] | None:
+  """Returns the config of the newest checkpoint, without reading its arrays."""
+  checkpoint = find_checkpoint(workdir, json_only=True)
+  if checkpoint is None:
+    return None
+  return checkpoint.config
 
 
-def listing(workdir):
+def saved_steps(workdir: pathlib.Path) -> list[str]:
+  """Returns the names of the directories of checkpoints, by their steps."""
   return sorted(os.listdir(workdir / "checkpoints"), key=int)
 
 
-def test_restores_every_bit(tmp_path):
-  run(tmp_path, [3, 12])
-  restored = restore(tmp_path)
-  assert (
-    restored.step == 12
-    and restored.data_state == {"batch": 12, "seed": [1, None]}
-    and restored.config == CONFIG
-  )
-  state = read(restored)
-  assert_same(state, make_state(12))
-  assert type(state) is State
-  np.testing.assert_array_equal(
-    jax.random.normal(state.rng, 4), jax.random.normal(make_state(12).rng, 4)
-  )
+# What is saved is restored.
+
+
+def test_a_state_is_restored_bit_for_bit(tmp_path):
+  save_run(tmp_path, [3, 12])
+
+  state = restore_state(tmp_path)
+
+  assert_states_equal(state, make_state(12))
+  draws = jax.random.normal(state.rng, 4)
+  expected_draws = jax.random.normal(make_state(12).rng, 4)
+  chex.assert_trees_all_equal(draws, expected_draws)
+
+
+def test_the_newest_checkpoint_has_its_step_data_state_and_config(tmp_path):
+  save_run(tmp_path, [3, 12])
+
+  checkpoint = restore(tmp_path)
+
+  assert checkpoint.step == 12
+  assert checkpoint.data_state == {"batch": 12, "seed": [1, None]}
+  assert checkpoint.config == CONFIG
   assert newest_config(tmp_path) == CONFIG
 
 
-def test_nothing_saved_restores_to_none(tmp_path):
-  assert (
-    restore(tmp_path) is None
-    and newest_config(tmp_path) is None
-    and newest_config(tmp_path / "absent") is None
-  )
+def test_a_workdir_without_checkpoints_restores_none(tmp_path):
+  assert restore(tmp_path) is None
+  assert newest_config(tmp_path) is None
+  assert newest_config(tmp_path / "absent") is None
 
 
-def test_save_returns_before_the_files_and_its_state_may_be_donated(
-  tmp_path, monkeypatch
-):
-  gate, write = threading.Event(), manifest.write
-  monkeypatch.setattr(
-    manifest, "write", lambda *args: gate.wait(30) and write(*args)
-  )
+def test_a_state_may_be_donated_as_soon_as_save_returns(tmp_path, monkeypatch):
+  """`save` returns before the files are written."""
+  may_write = threading.Event()
+  write = manifest.write
+
+  def wait_and_write(*arguments):
+    may_write.wait(30)
+    write(*arguments)
+
+  def zero_floats(leaf):
+    if leaf.dtype == jnp.float32:
+      return leaf * 0
+    return leaf
+
+  def zero_state(state):
+    return jax.tree.map(zero_floats, state)
+
+  monkeypatch.setattr(manifest, "write", wait_and_write)
   checkpoints = Checkpoints(tmp_path, keep=2)
   state = make_state(5)
   checkpoints.save(5, state, data_state={}, config=CONFIG)
-  assert newest_config(tmp_path) is None, "no manifest, not complete"
-  state = jax.jit(
-    lambda tree: jax.tree.map(
-      lambda leaf: leaf * 0 if leaf.dtype == jnp.float32 else leaf, tree
-    ),
-    donate_argnums=0,
-  )(state)
-  jax.block_until_ready(state)
-  gate.set()
+  # A checkpoint without a manifest is not complete.
+  assert newest_config(tmp_path) is None
+
+  jax.block_until_ready(jax.jit(zero_state, donate_argnums=0)(state))
+  may_write.set()
   checkpoints.close()
-  assert_same(read(restore(tmp_path)), make_state(5))
+
+  assert_states_equal(restore_state(tmp_path), make_state(5))
 
 
-def test_keeps_the_newest_and_the_best(tmp_path):
-  checkpoints = Checkpoints(tmp_path, keep=2)
-  for step, loss in [
-    (1, 3.0),
-    (2, 1.5),
-    (3, float("nan")),
-    (4, 2.0),
-    (5, None),
-    (6, 1.75),
-  ]:
-    save(
-      checkpoints,
-      step,
-      scores=None if loss is None else {"validation/loss": loss},
-    )
-  checkpoints.close()
-  assert listing(tmp_path) == ["2", "5", "6"]
-  checkpoints = Checkpoints(tmp_path, keep=1)
-  save(checkpoints, 7, scores={"validation/loss": 1.0})
-  checkpoints.close()
-  assert listing(tmp_path) == ["7"]
+def test_a_step_that_was_just_saved_is_not_saved_again(tmp_path):
+  with Checkpoints(tmp_path, keep=2) as checkpoints:
+    assert save(checkpoints, 4)
+    assert not save(checkpoints, 4)
 
 
-def test_a_step_just_saved_or_restored_is_not_saved_again(tmp_path):
-  checkpoints = Checkpoints(tmp_path, keep=2)
-  assert save(checkpoints, 4) and not save(checkpoints, 4)
-  checkpoints.close()
-  checkpoints, _ = reopen(tmp_path, keep=2)
-  assert not save(checkpoints, 4)
-  checkpoints.close()
+def test_a_step_that_was_restored_is_not_saved_again(tmp_path):
+  save_run(tmp_path, [4])
+
+  with reopen(tmp_path, keep=2) as checkpoints:
+    assert not save(checkpoints, 4)
+
   assert restore(tmp_path).step == 4
+
+
+def make_mesh(data: int, fsdp: int) -> jax.sharding.Mesh:
+  """Returns a mesh of the first devices."""
+  return jax.make_mesh(
+    (data, fsdp),
+    ("data", "fsdp"),
+    axis_types=(jax.sharding.AxisType.Auto,) * 2,
+    devices=jax.devices()[: data * fsdp],
+  )
+
+
+def abstract_on_mesh(mesh: jax.sharding.Mesh, state: State) -> State:
+  """Returns a state's shapes, with last axes sharded where they divide."""
+
+  def abstract_leaf(leaf):
+    spec = P()
+    if leaf.ndim > 0 and leaf.dtype == jnp.float32:
+      if leaf.shape[-1] % mesh.shape["fsdp"] == 0:
+        unsharded_axes = [None] * (leaf.ndim - 1)
+        spec = P(*unsharded_axes, "fsdp")
+    sharding = NamedSharding(mesh, spec)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+  return jax.tree.map(abstract_leaf, state)
+
+
+@pytest.fixture(scope="module")
+def sharded_run(tmp_path_factory):
+  """The workdir of a state that eight devices share."""
+  workdir = tmp_path_factory.mktemp("sharded")
+  state = make_state(7)
+  shapes = abstract_on_mesh(make_mesh(data=1, fsdp=8), state)
+  shardings = jax.tree.map(lambda shape: shape.sharding, shapes)
+  with Checkpoints(workdir, keep=1) as checkpoints:
+    checkpoints.save(
+      7, jax.device_put(state, shardings), data_state={}, config=CONFIG
+    )
+  return workdir
+
+
+def test_a_sharded_state_is_restored_on_another_mesh(sharded_run):
+  state = make_state(7)
+  shapes = abstract_on_mesh(make_mesh(data=2, fsdp=4), state)
+
+  restored = find_checkpoint(sharded_run).state(shapes)
+
+  assert_states_equal(restored, state)
+  for leaf, shape in zip(
+    jax.tree.leaves(restored), jax.tree.leaves(shapes), strict=True
+  ):
+    assert leaf.sharding == shape.sharding
+  assert len(restored.params["embedding"].sharding.device_set) == 8
+
+
+def test_sharded_parameters_are_restored_on_one_device(sharded_run):
+  state = make_state(7)
+  shapes = jax.eval_shape(lambda: state.params)
+
+  params = open_checkpoint(sharded_run).params(shapes)
+
+  chex.assert_trees_all_equal(params, state.params, strict=True)
+  assert params["embedding"].sharding.device_set == {jax.devices()[0]}
 
 
 @pytest.fixture(scope="module")
 def two_steps(tmp_path_factory):
+  """The workdir of a run with checkpoints of steps 10 and 20."""
   workdir = tmp_path_factory.mktemp("run")
-  run(workdir, [10, 20])
+  save_run(workdir, [10, 20])
   return workdir
 
 
-def flip_bit(workdir):
-  """In the arrays of step 20."""
-  path = max(
-    (workdir / "checkpoints/20/state/d").iterdir(),
-    key=lambda file: file.stat().st_size,
-  )
-  data = bytearray(path.read_bytes())
-  data[len(data) // 2] ^= 4
-  path.write_bytes(bytes(data))
-
-
-def test_stale_temporary_directory_is_removed(two_steps, tmp_path, caplog):
-  workdir = shutil.copytree(two_steps, tmp_path / "run")
-  stale = workdir / "checkpoints" / "30.orbax-checkpoint-tmp"
-  shutil.copytree(workdir / "checkpoints" / "20", stale)
-  (workdir / "checkpoints" / "notes").mkdir()  # not ours
-  assert newest_config(workdir) == CONFIG and stale.exists(), (
-    "a reader deletes nothing"
-  )
-  with caplog.at_level(logging.WARNING):
-    assert restore(workdir).step == 20
-  assert not stale.exists() and any(
-    "30.orbax-checkpoint-tmp" in record.getMessage()
-    for record in caplog.records
-  )
-
-
-def test_damaged_step_is_overwritten_and_does_not_count_as_kept(
-  two_steps, tmp_path
+@pytest.mark.parametrize(
+  ("requested_step", "expected_step"),
+  [pytest.param(None, 20, id="newest"), pytest.param(10, 10, id="step 10")],
+)
+def test_parameters_are_loaded_without_the_rest_of_the_state(
+  two_steps, requested_step, expected_step
 ):
-  workdir = shutil.copytree(two_steps, tmp_path / "run")
-  flip_bit(workdir)
-  checkpoints, found = reopen(workdir, keep=2)
-  assert found.step == 10
-  save(checkpoints, 15)
-  checkpoints.wait()
-  assert listing(workdir) == ["10", "15", "20"]
-  save(checkpoints, 20)
-  checkpoints.wait()
-  assert_same(read(restore(workdir)), make_state(20))
-  save(checkpoints, 30)
-  checkpoints.close()
-  assert listing(workdir) == ["20", "30"]
+  expected = make_state(expected_step).params
+
+  params = open_checkpoint(two_steps, requested_step).params(abstract(expected))
+
+  chex.assert_trees_all_equal(params, expected, strict=True)
 
 
-def test_damaged_step_that_was_left_behind_is_pruned_first(two_steps, tmp_path):
-  workdir = shutil.copytree(two_steps, tmp_path / "run")
-  flip_bit(workdir)
-  checkpoints, _ = reopen(workdir, keep=2)
-  save(checkpoints, 25)
-  checkpoints.close()
-  assert listing(workdir) == ["10", "25"]
+# Checkpoints that do not fit are refused.
 
 
-def test_a_save_whose_size_cannot_be_read_fails_later(tmp_path):
-  class Unreadable:
-    @property
-    def nbytes(self):
-      raise OSError("the file is gone")
+def test_parameters_of_another_shape_are_refused(two_steps):
+  wanted = abstract(make_state(ffn_dim=24).params)
+
+  message = r"layers/ffn/up is \[2, 8, 16\] there and \[2, 8, 24\] here"
+  with pytest.raises(UserError, match=message):
+    open_checkpoint(two_steps).params(wanted)
+
+
+def test_a_checkpoint_that_lacks_a_parameter_is_refused(two_steps):
+  wanted = abstract(make_state().params)
+  wanted["unembedding"] = wanted["embedding"]
+
+  message = r"it has no unembedding, which is \[32, 8\] here"
+  with pytest.raises(UserError, match=message):
+    open_checkpoint(two_steps).params(wanted)
+
+
+def test_a_checkpoint_with_an_additional_parameter_is_refused(two_steps):
+  wanted = abstract(make_state().params)
+  del wanted["layers"]["ffn_norm"]
+
+  message = r"it has layers/ffn_norm \[2, 8\], which is not there here"
+  with pytest.raises(UserError, match=message):
+    open_checkpoint(two_steps).params(wanted)
+
+
+def test_a_state_of_another_optimizer_is_refused(two_steps):
+  message = (
+    r"opt_state/.*; config.train.init_from starts another --workdir from its"
+    " parameters"
+  )
+  with pytest.raises(UserError, match=message):
+    restore(two_steps).state(abstract(make_state(optimizer="adamw")))
+
+
+def test_opening_a_workdir_without_checkpoints_is_an_error(tmp_path):
+  message = f"no complete checkpoint in {tmp_path}/checkpoints"
+  with pytest.raises(UserError, match=message):
+    open_checkpoint(tmp_path)
+
+
+def test_opening_a_step_that_was_not_saved_is_an_error(two_steps):
+  with pytest.raises(UserError, match="no complete checkpoint of step 11"):
+    open_checkpoint(two_steps, 11)
+
+
+# Which checkpoints are kept.
+
+
+def test_the_newest_and_the_best_checkpoints_are_kept(tmp_path):
+  losses = {1: 3.0, 2: 1.5, 3: float("nan"), 4: 2.0, 6: 1.75}
+  with Checkpoints(tmp_path, keep=2) as checkpoints:
+    for step in range(1, 7):
+      scores = None
+      if step in losses:
+        scores = {"validation/loss": losses[step]}
+      save(checkpoints, step, scores)
+
+  assert saved_steps(tmp_path) == ["2", "5", "6"]
+
+
+def test_checkpoints_of_a_resumed_run_are_pruned_too(tmp_path):
+  with Checkpoints(tmp_path, keep=2) as checkpoints:
+    save(checkpoints, 1, {"validation/loss": 2.0})
+    save(checkpoints, 2)
 
   with Checkpoints(tmp_path, keep=1) as checkpoints:
-    assert checkpoints.save(
-      1, {"params": Unreadable()}, data_state={}, config={}
-    )
-    with pytest.raises(UserError, match="the file is gone"):
-      checkpoints.wait()
+    save(checkpoints, 3, {"validation/loss": 1.0})
+
+  assert saved_steps(tmp_path) == ["3"]
 
 
-@pytest.mark.parametrize("error", [None, OSError("no space left")])
+def test_a_temporary_directory_is_removed_by_a_run_with_a_warning(
+  two_steps, tmp_path, caplog
+):
+  """A reader of the workdir does not remove it: the save may be going on."""
+  workdir = shutil.copytree(two_steps, tmp_path / "run")
+  temporary = workdir / "checkpoints" / "30.orbax-checkpoint-tmp"
+  shutil.copytree(workdir / "checkpoints" / "20", temporary)
+  # A directory of the user.
+  (workdir / "checkpoints" / "notes").mkdir()
+  assert newest_config(workdir) == CONFIG
+  assert temporary.exists()
+
+  with caplog.at_level(logging.WARNING):
+    assert restore(workdir).step == 20
+
+  assert not temporary.exists()
+  assert "30.orbax-checkpoint-tmp" in caplog.text
+
+
+def flip_bit_of_step_20(workdir: pathlib.Path) -> None:
+  """Flips a bit in the arrays of step 20."""
+  array_files = (workdir / "checkpoints/20/state/d").iterdir()
+  largest_file = max(array_files, key=lambda file: file.stat().st_size)
+  content = bytearray(largest_file.read_bytes())
+  content[len(content) // 2] ^= 4
+  largest_file.write_bytes(bytes(content))
+
+
+def test_a_damaged_step_is_not_counted_and_is_overwritten(two_steps, tmp_path):
+  workdir = shutil.copytree(two_steps, tmp_path / "run")
+  flip_bit_of_step_20(workdir)
+  assert find_checkpoint(workdir).step == 10
+
+  with reopen(workdir, keep=2) as checkpoints:
+    save(checkpoints, 15)
+    checkpoints.wait()
+    assert saved_steps(workdir) == ["10", "15", "20"]
+    save(checkpoints, 20)
+    checkpoints.wait()
+    assert_states_equal(restore_state(workdir), make_state(20))
+    save(checkpoints, 30)
+
+  assert saved_steps(workdir) == ["20", "30"]
+
+
+def test_a_damaged_step_before_the_newest_is_pruned_first(two_steps, tmp_path):
+  workdir = shutil.copytree(two_steps, tmp_path / "run")
+  flip_bit_of_step_20(workdir)
+
+  with reopen(workdir, keep=2) as checkpoints:
+    save(checkpoints, 25)
+
+  assert saved_steps(workdir) == ["10", "25"]
+
+
+@pytest.mark.parametrize(
+  "error",
+  [
+    pytest.param(None, id="save succeeds"),
+    pytest.param(OSError("no space left"), id="save fails"),
+  ],
+)
 def test_nothing_is_deleted_in_a_directory_that_is_not_the_locked_one(
   two_steps, tmp_path, monkeypatch, error
 ):
-  """The path gets a new run while a save is under way, which may fail."""
-  workdir = tmp_path / "run"
-  new_run = [f"{step}/file" for step in (10, 20, 30)]
-  new_run.append("40.orbax-checkpoint-tmp/file")
+  """During a save, the workdir is moved and its path gets a new run."""
+  workdir = shutil.copytree(two_steps, tmp_path / "run")
+  new_files = [
+    "10/file",
+    "20/file",
+    "30/file",
+    "40.orbax-checkpoint-tmp/file",
+  ]
   write = manifest.write
 
-  def move_and_write(path, step, scores):
+  def write_and_replace_workdir(path, step, scores):
     write(path, step, scores)
     workdir.rename(tmp_path / "old")
-    for name in new_run:
+    for name in new_files:
       file = workdir / "checkpoints" / name
       file.parent.mkdir(parents=True)
       file.write_text("of the new run")
     if error is not None:
       raise error
 
-  shutil.copytree(two_steps, workdir)
-  with lock(workdir) as held:
-    found = find_checkpoint(workdir)
-    checkpoints = Checkpoints(workdir, keep=1, restored=found, lock=held)
+  with lock(workdir) as workdir_lock:
+    checkpoints = Checkpoints(
+      workdir, keep=1, restored=find_checkpoint(workdir), lock=workdir_lock
+    )
     with monkeypatch.context() as patch:
-      patch.setattr(manifest, "write", move_and_write)
+      patch.setattr(manifest, "write", write_and_replace_workdir)
       save(checkpoints, 30)
       with pytest.raises(LostWorkdir):
         checkpoints.wait()
     with pytest.raises(LostWorkdir):
       save(checkpoints, 50)
     checkpoints.close()
-  files = (workdir / "checkpoints").rglob("*")
-  names = [str(path.relative_to(workdir / "checkpoints")) for path in files]
-  assert sorted(name for name in names if "/" in name) == new_run
-  assert len(names) == 2 * len(new_run)
+
+  directory = workdir / "checkpoints"
+  remaining_files = []
+  for path in directory.rglob("*"):
+    if path.is_file():
+      remaining_files.append(str(path.relative_to(directory)))
+  assert sorted(remaining_files) == new_files
+  assert len(os.listdir(directory)) == len(new_files)
   assert restore(tmp_path / "old").step == 30
 
 
-def test_workdir_that_cannot_be_made(tmp_path):
-  (tmp_path / "file").write_text("")
-  with pytest.raises(UserError, match="file/checkpoints"):
-    Checkpoints(tmp_path / "file", keep=1)
+# Configs of a resumed run.
 
 
-def mesh_of(shape):
-  return jax.make_mesh(
-    shape,
-    ("data", "fsdp"),
-    axis_types=(jax.sharding.AxisType.Auto,) * 2,
-    devices=jax.devices()[: shape[0] * shape[1]],
-  )
-
-
-def test_restores_onto_another_mesh(tmp_path):
-  def on(mesh, state):
-    def sharding(leaf):
-      divisible = (
-        leaf.ndim
-        and leaf.shape[-1] % mesh.shape["fsdp"] == 0
-        and leaf.dtype == jnp.float32
-      )
-      return NamedSharding(
-        mesh, P(*[None] * (leaf.ndim - 1), "fsdp") if divisible else P()
-      )
-
-    return jax.tree.map(
-      lambda leaf: jax.ShapeDtypeStruct(
-        leaf.shape, leaf.dtype, sharding=sharding(leaf)
-      ),
-      state,
-    )
-
-  state = make_state(7)
-  eight, four = on(mesh_of((1, 8)), state), on(mesh_of((2, 4)), state)
-  placed = jax.tree.map(
-    lambda leaf, spec: jax.device_put(leaf, spec.sharding), state, eight
-  )
-  checkpoints = Checkpoints(tmp_path, keep=1)
-  checkpoints.save(7, placed, data_state={}, config=CONFIG)
-  checkpoints.close()
-  restored = find_checkpoint(tmp_path).state(four)
-  assert_same(restored, state)
-  for leaf, spec in zip(
-    jax.tree.leaves(restored), jax.tree.leaves(four), strict=True
-  ):
-    assert leaf.sharding == spec.sharding
-  assert len(restored.params["embedding"].sharding.device_set) == 8
-  single = open_checkpoint(tmp_path).params(
-    jax.eval_shape(lambda: make_state().params)
-  )
-  assert_same(single, state.params)
-  assert single["embedding"].sharding.device_set == {jax.devices()[0]}
-
-
-def test_loads_parameters_alone(two_steps):
-  wanted = abstract(make_state().params)
-  assert_same(open_checkpoint(two_steps).params(wanted), make_state(20).params)
-  assert_same(
-    open_checkpoint(two_steps, 10).params(wanted), make_state(10).params
-  )
-
-
-def test_parameters_of_another_model_are_refused(two_steps):
-  with pytest.raises(
-    UserError,
-    match=r"layers/ffn/up is \[2, 8, 16\] there and \[2, 8, 24\] here",
-  ):
-    open_checkpoint(two_steps).params(
-      abstract(make_state(up=(2, 8, 24)).params)
-    )
-  wanted = abstract(make_state().params)
-  with pytest.raises(
-    UserError, match=r"it has no unembedding, which is \[32, 8\] here"
-  ):
-    open_checkpoint(two_steps).params(
-      {**wanted, "unembedding": wanted["embedding"]}
-    )
-  with pytest.raises(
-    UserError, match=r"it has layers/ffn_norm \[2, 8\], which is not there here"
-  ):
-    open_checkpoint(two_steps).params(
-      {**wanted, "layers": {"ffn": wanted["layers"]["ffn"]}}
-    )
-
-
-def test_another_optimizers_state_is_refused(two_steps):
-  with pytest.raises(
-    UserError,
-    match=r"opt_state/.*; config.train.init_from starts another --workdir from its parameters",
-  ):
-    restore(two_steps).state(abstract(make_state(name="adamw")))
-
-
-def test_no_checkpoint_to_load_from(two_steps, tmp_path):
-  with pytest.raises(
-    UserError, match=f"no complete checkpoint in {tmp_path}/checkpoints"
-  ):
-    open_checkpoint(tmp_path)
-  with pytest.raises(UserError, match="no complete checkpoint of step 11"):
-    open_checkpoint(two_steps, 11)
-
-
-def changed(*fields, base=CONFIG):
-  config = copy.deepcopy(base)
-  for field, value in fields:
-    section, name = field.split(".")
+def change(config: dict[str, Any], **fields: Any) -> dict[str, Any]:
+  """Returns a config with other values: change(CONFIG, train__steps=3)."""
+  config = copy.deepcopy(config)
+  for field, value in fields.items():
+    section, name = field.split("__")
     config[section][name] = value
   return config
 
 
-def test_what_may_change_on_resume():
-  free = [
-    ("train.steps", 7),
-    ("mesh.fsdp", 4),
-    ("mesh.data", 2),
-    ("mesh.context", 2),
-    ("mesh.tensor", 2),
-    ("train.log_interval", 1),
-    ("train.checkpoint_interval", 1),
-    ("train.keep_checkpoints", 9),
-    ("train.profile_step", 3),
-    ("train.profile_steps", 1),
-    ("train.wandb_project", "w"),
-    ("train.sample_prompt", "x"),
-    ("train.sample_tokens", 0),
-    ("train.init_from", "elsewhere"),
-    ("train.loss_chunk", 512),
-    ("train.max_skipped_in_a_row", 0),
-    ("optimizer.spike_sigmas", 0.0),
-    ("data.timeout", 1.0),
-    ("eval.interval", 3),
-    ("eval.rows", 2),
-    ("eval.ngram", 3),
-    ("data.num_workers", 4),
-    ("data.prepared_dir", "there"),
-    ("model.attention_implementation", "reference"),
-    ("model.remat", "full"),
-  ]
-  check_resume(CONFIG, changed(*free))
-  every = {
-    f"{section}.{name}" for section, fields in CONFIG.items() for name in fields
-  }
-  # data.files has a message of its own (tests/data/test_plan.py).
-  for field in every - {name for name, _ in free} - {"data.files"}:
-    with pytest.raises(
-      UserError, match=rf"{field} was .* and is 'other'; use another --workdir"
-    ):
-      check_resume(CONFIG, changed((field, "other")))
+# The fields that a resumed run may change, with values that are no defaults.
+CHANGEABLE = {
+  "train__steps": 7,
+  "mesh__fsdp": 4,
+  "mesh__data": 2,
+  "mesh__context": 2,
+  "mesh__tensor": 2,
+  "train__log_interval": 1,
+  "train__checkpoint_interval": 1,
+  "train__keep_checkpoints": 9,
+  "train__profile_step": 3,
+  "train__profile_steps": 1,
+  "train__wandb_project": "w",
+  "train__sample_prompt": "x",
+  "train__sample_tokens": 0,
+  "train__init_from": "elsewhere",
+  "train__loss_chunk": 512,
+  "train__max_skipped_in_a_row": 0,
+  "optimizer__spike_sigmas": 0.0,
+  "data__timeout": 1.0,
+  "eval__interval": 3,
+  "eval__rows": 2,
+  "eval__ngram": 3,
+  "data__num_workers": 4,
+  "data__prepared_dir": "there",
+  "model__attention_implementation": "reference",
+  "model__remat": "full",
+}
 
 
-def test_resume_names_every_difference_with_both_values():
+def test_fields_that_do_not_change_the_training_may_change_on_resume():
+  check_resume(CONFIG, change(CONFIG, **CHANGEABLE))
+
+
+def test_all_other_fields_may_not_change_on_resume():
+  # data.files has a message of its own, which tests/data/test_plan.py tests.
+  excluded = CHANGEABLE.keys() | {"data__files"}
+  for section, fields in CONFIG.items():
+    for name in fields:
+      field = f"{section}__{name}"
+      if field not in excluded:
+        message = (
+          rf"{section}\.{name} was .* and is 'other'; use another --workdir"
+        )
+        with pytest.raises(UserError, match=message):
+          check_resume(CONFIG, change(CONFIG, **{field: "other"}))
+
+
+def test_a_refused_resume_names_every_difference_with_both_values():
+  other = change(
+    CONFIG,
+    model__embed_dim=64,
+    optimizer__learning_rate=0.5,
+    train__steps=3,
+  )
+
   with pytest.raises(UserError) as error:
-    check_resume(
-      CONFIG,
-      changed(
-        ("model.embed_dim", 64),
-        ("optimizer.learning_rate", 0.5),
-        ("train.steps", 3),
-      ),
-    )
+    check_resume(CONFIG, other)
+
   assert str(error.value) == (
-    "the checkpoint in this workdir is of another run: model.embed_dim was 128 and is 64; optimizer.learning_rate was 0.001 and is 0.5; "
-    "use another --workdir or set them back"
+    "the checkpoint in this workdir is of another run: model.embed_dim was 128"
+    " and is 64; optimizer.learning_rate was 0.001 and is 0.5; use another"
+    " --workdir or set them back"
   )
 
 
-def test_workers_of_a_stream_may_not_change():
+def test_the_number_of_workers_of_a_stream_may_not_change():
   streamed = Config(data=DataConfig(mode="streamed", num_workers=2)).to_dict()
+
   check_resume(streamed, streamed)
   with pytest.raises(UserError, match="data.num_workers was 2 and is 4"):
-    check_resume(streamed, changed(("data.num_workers", 4), base=streamed))
+    check_resume(streamed, change(streamed, data__num_workers=4))
 
 
-def test_field_that_an_older_checkpoint_lacks_counts_as_its_default():
+def test_a_field_that_an_older_checkpoint_lacks_counts_as_its_default():
   older = copy.deepcopy(CONFIG)
-  del older["train"]["z_loss"], older["eval"]
+  del older["train"]["z_loss"]
+  del older["eval"]
+
   check_resume(older, CONFIG)
   with pytest.raises(UserError, match="train.z_loss was 0.0 and is 0.1"):
-    check_resume(older, changed(("train.z_loss", 0.1)))
+    check_resume(older, change(CONFIG, train__z_loss=0.1))
 
 
-# A limit on the size of files: writes fail as on a full disk, for Python and for TensorStore alike.
+# Saves that fail.
+
+# Saves checkpoints and metrics while the size of files is limited. Writes then
+# fail as on a full disk, in Python and in TensorStore.
 FAILING_SAVES = """
-import contextlib, os, pathlib, resource, sys
-import jax, jax.numpy as jnp
-from diffjax.config import Config, UserError
+import pathlib
+import resource
+import sys
+
+import jax.numpy as jnp
+
+from diffjax.config import UserError
 from diffjax.training.checkpoint import Checkpoints
 from diffjax.training.metrics import MetricWriter
 
@@ -519,122 +609,173 @@ state = {"params": {"weight": jnp.arange(4096.0)}, "step": jnp.int32(1)}
 checkpoints = Checkpoints(workdir, keep=1)
 metrics = MetricWriter(workdir, {}, start_step=0)
 
+def limit_file_size(num_bytes):
+  limits = (num_bytes, resource.RLIM_INFINITY)
+  resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
 def save(step):
   checkpoints.save(step, state, data_state={}, config={})
   metrics.write(step, {f"train/loss_{i}": step for i in range(20)})
 
-def wait():
+def wait_and_print():
   try:
     checkpoints.wait()
     print("saved", end="")
   except UserError as error:
     print(error, end="")
-  print(" |", *sorted(path.name for path in (workdir / "checkpoints").iterdir()))
+  directories = (workdir / "checkpoints").iterdir()
+  print(" |", *sorted(path.name for path in directories))
 
 save(1)
-wait()
-for step, limit in enumerate((0, 100, 1000, 4000), 2):
-  resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+wait_and_print()
+step = 1
+for num_bytes in (0, 100, 1000, 4000):
+  step += 1
+  limit_file_size(num_bytes)
   save(step)
-  save(step)  # the same step again, since it was not saved
-  wait()
-resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+  save(step)  # The same step again, because it was not saved.
+  wait_and_print()
+limit_file_size(resource.RLIM_INFINITY)
 save(6)
-wait()
+wait_and_print()
 metrics.close()
 """
 
 
-def test_saves_and_metrics_that_fail_leave_what_was_there_and_are_tried_again(
-  tmp_path,
-):
+@pytest.fixture(scope="module")
+def run_with_failing_saves(tmp_path_factory):
+  """Returns the workdir of such a run, and its completed process."""
+  workdir = tmp_path_factory.mktemp("failing") / "run"
   result = subprocess.run(
-    [sys.executable, "-c", FAILING_SAVES, tmp_path / "run"],
+    [sys.executable, "-c", FAILING_SAVES, workdir],
     capture_output=True,
     text=True,
     timeout=100,
   )
   assert result.returncode == 0, result.stderr
-  lines = result.stdout.splitlines()
-  assert lines[0] == "saved | 1" and lines[-1] == "saved | 6"
-  for line in lines[1:-1]:
-    assert "File too large" in line and line.endswith(" | 1"), (
-      "nothing half-written, and the older one is not pruned"
-    )
-  assert (
-    result.stderr.count("not saved: cannot read or write the checkpoint") == 8
-  )
-  assert result.stderr.count("cannot write metrics in") == 1
-  written = [
-    json.loads(line)
-    for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-  ]
-  assert [line["step"] for line in written] == [1, 2, 2, 3, 3, 4, 4, 5, 5, 6], (
-    "no line is lost or torn"
-  )
+  return workdir, result
 
 
-def test_a_save_that_does_not_fit_the_disk_is_not_begun(
-  tmp_path, caplog, monkeypatch
+def test_a_failed_save_leaves_the_older_checkpoint_and_is_repeated(
+  run_with_failing_saves,
 ):
-  checkpoints = Checkpoints(tmp_path, keep=1)
-  save(checkpoints, 1)
-  with monkeypatch.context() as patch:
-    patch.setattr(
-      shutil,
-      "disk_usage",
-      lambda _: shutil._ntuple_diskusage(10_000, 9_900, 100),
-    )
+  _, result = run_with_failing_saves
+
+  first, *failures, last = result.stdout.splitlines()
+  assert first == "saved | 1"
+  assert last == "saved | 6"
+  for line in failures:
+    assert "File too large" in line
+    assert line.endswith(" | 1")
+  message = "not saved: cannot read or write the checkpoint"
+  assert result.stderr.count(message) == 8
+
+
+def test_metrics_that_cannot_be_written_are_written_later(
+  run_with_failing_saves,
+):
+  workdir, result = run_with_failing_saves
+
+  steps = []
+  for line in (workdir / "metrics.jsonl").read_text().splitlines():
+    steps.append(json.loads(line)["step"])
+  assert steps == [1, 2, 2, 3, 3, 4, 4, 5, 5, 6]
+  assert result.stderr.count("cannot write metrics in") == 1
+
+
+def test_a_save_that_does_not_fit_the_disk_does_not_start(
+  tmp_path, monkeypatch
+):
+  full_disk = types.SimpleNamespace(total=10_000, used=9_900, free=100)
+  with Checkpoints(tmp_path, keep=1) as checkpoints:
+    save(checkpoints, 1)
+    with monkeypatch.context() as patch:
+      patch.setattr(shutil, "disk_usage", lambda _: full_disk)
+      save(checkpoints, 2)
+      message = (
+        "checkpoints/2: no space left: it takes .* KiB, and 100 bytes are free"
+      )
+      with pytest.raises(UserError, match=message):
+        checkpoints.wait()
+    assert saved_steps(tmp_path) == ["1"]
+
+    # Now there is space.
     save(checkpoints, 2)
-    with pytest.raises(
-      UserError,
-      match="checkpoints/2: no space left: it takes .* KiB, and 100 bytes are free",
-    ):
+
+  assert saved_steps(tmp_path) == ["2"]
+
+
+def test_an_unreadable_size_of_an_array_is_an_error_of_the_save(tmp_path):
+  class UnreadableArray:
+    @property
+    def nbytes(self):
+      raise OSError("the file is gone")
+
+  state = {"params": UnreadableArray()}
+  with Checkpoints(tmp_path, keep=1) as checkpoints:
+    assert checkpoints.save(1, state, data_state={}, config={})
+    with pytest.raises(UserError, match="the file is gone"):
       checkpoints.wait()
-  assert listing(tmp_path) == ["1"]
-  save(checkpoints, 2)
-  checkpoints.close()
-  assert listing(tmp_path) == ["2"]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["checkpoints", "."])
-def test_save_into_a_directory_that_became_a_file(tmp_path, name):
+def test_a_save_fails_while_a_file_is_at_the_path_of_its_directory(
+  tmp_path, name
+):
   workdir = tmp_path / "run"
   checkpoints = Checkpoints(workdir, keep=1)
   save(checkpoints, 1)
   checkpoints.wait()
-  (workdir / name).resolve().rename(tmp_path / "away")
-  (workdir / name).resolve().write_text("")
+  directory = (workdir / name).resolve()
+
+  directory.rename(tmp_path / "away")
+  directory.write_text("")
   save(checkpoints, 2)
   with pytest.raises(UserError, match="checkpoints/2: .*Not a directory"):
     checkpoints.wait()
-  (workdir / name).resolve().unlink()
-  (tmp_path / "away").rename((workdir / name).resolve())
-  assert listing(workdir) == ["1"]
+
+  directory.unlink()
+  (tmp_path / "away").rename(directory)
+  assert saved_steps(workdir) == ["1"]
   save(checkpoints, 2)
   checkpoints.close()
-  assert_same(read(restore(workdir)), make_state(2))
+  assert_states_equal(restore_state(workdir), make_state(2))
 
 
-def test_a_workdir_that_is_moved_away_is_made_again(tmp_path):
-  checkpoints = Checkpoints(tmp_path / "run", keep=1)
-  save(checkpoints, 1)
-  checkpoints.wait()
-  (tmp_path / "run").rename(tmp_path / "away")
-  save(checkpoints, 2)
-  checkpoints.close()
-  assert listing(tmp_path / "run") == ["2"] and listing(tmp_path / "away") == [
-    "1"
-  ]
+def test_a_workdir_that_cannot_be_created_is_an_error(tmp_path):
+  (tmp_path / "file").write_text("")
+
+  with pytest.raises(UserError, match="file/checkpoints"):
+    Checkpoints(tmp_path / "file", keep=1)
 
 
-@pytest.mark.parametrize(
-  "make",
-  [lambda path: path.write_text(""), lambda path: path.symlink_to(path.name)],
-)
-def test_what_lies_in_a_steps_place_is_overwritten(tmp_path, make):
+def test_a_workdir_that_is_moved_is_created_again(tmp_path):
+  with Checkpoints(tmp_path / "run", keep=1) as checkpoints:
+    save(checkpoints, 1)
+    checkpoints.wait()
+    (tmp_path / "run").rename(tmp_path / "moved")
+
+    save(checkpoints, 2)
+
+  assert saved_steps(tmp_path / "run") == ["2"]
+  assert saved_steps(tmp_path / "moved") == ["1"]
+
+
+def test_a_file_at_the_path_of_a_checkpoint_is_overwritten(tmp_path):
   (tmp_path / "checkpoints").mkdir()
-  make(tmp_path / "checkpoints" / "2")
-  run(tmp_path, [2])
-  assert_same(read(restore(tmp_path)), make_state(2))
+  (tmp_path / "checkpoints" / "2").write_text("")
+
+  save_run(tmp_path, [2])
+
+  assert_states_equal(restore_state(tmp_path), make_state(2))
+
+
+def test_a_link_at_the_path_of_a_checkpoint_is_overwritten(tmp_path):
+  (tmp_path / "checkpoints").mkdir()
+  # The link points to itself.
+  (tmp_path / "checkpoints" / "2").symlink_to("2")
+
+  save_run(tmp_path, [2])
+
+  assert_states_equal(restore_state(tmp_path), make_state(2))

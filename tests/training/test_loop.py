@@ -1,9 +1,12 @@
-"""The loop: what a run leaves behind, and that stopping and starting again changes nothing."""
+"""What a run leaves in its workdir, and that a stop and a restart change nothing.
+
+Most tests train the model of the fixture `config` for six steps. The fixture
+`finished_run` is such a run without a stop, with which other runs are compared.
+"""
 
 import contextlib
 import dataclasses
 import io
-import itertools
 import json
 import os
 import pathlib
@@ -14,6 +17,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -44,7 +49,6 @@ from diffjax.data import (
 )
 from diffjax.host.lock import LostWorkdir
 from diffjax.inference import finish
-from diffjax.ops.diff_attention import choice
 from diffjax.parallel.mesh import make_mesh
 from diffjax.training import loop, manifest, memory, session
 from diffjax.training.checkpoint import open_checkpoint
@@ -52,8 +56,8 @@ from diffjax.training.program import build
 from tests.harness.hub_server import HubServer
 from tests.harness.tiers import full
 
-# Fields that tell the time, not the run.
-CLOCK = {
+# Logged fields that differ between equal runs, because they measure time.
+TIMES = {
   "time",
   "train/tokens_per_second",
   "train/step_seconds",
@@ -62,17 +66,20 @@ CLOCK = {
 }
 
 
+def write_documents(directory: pathlib.Path) -> None:
+  """Writes the 60 documents on which the tests train."""
+  for index in range(60):
+    lines = []
+    for line in range(20):
+      lines.append(f"document {index}, line {line}: {line * index % 97}\n")
+    (directory / f"{index}.txt").write_text("".join(lines))
+
+
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
-  """A model of one layer on generated text, with an evaluation and a checkpoint within a few steps."""
-  path = tmp_path_factory.mktemp("text")
-  for index in range(60):
-    (path / f"{index}.txt").write_text(
-      "".join(
-        f"document {index}, line {line}: {line * index % 97}\n"
-        for line in range(20)
-      )
-    )
+  """Six steps of a model of one layer, with evaluations and checkpoints."""
+  directory = tmp_path_factory.mktemp("text")
+  write_documents(directory)
   return Config(
     model=ModelConfig(
       num_layers=1,
@@ -84,10 +91,10 @@ def config(tmp_path_factory):
       max_length=64,
     ),
     data=DataConfig(
-      source=f"text:{path}/*.txt",
+      source=f"text:{directory}/*.txt",
       validation_fraction=0.2,
       length=32,
-      prepared_dir=str(path / "rows"),
+      prepared_dir=str(directory / "rows"),
     ),
     optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=2),
     train=TrainConfig(
@@ -102,179 +109,335 @@ def config(tmp_path_factory):
   )
 
 
-def change(config, **fields):
-  """change(config, train__steps=3)"""
+def change(config: Config, **fields: Any) -> Config:
+  """Returns a config with other values: change(config, train__steps=3)."""
   for field, value in fields.items():
-    section, name = field.split("__")
-    config = dataclasses.replace(
-      config,
-      **{
-        section: dataclasses.replace(getattr(config, section), **{name: value})
-      },
-    )
+    section_name, name = field.split("__")
+    section = getattr(config, section_name)
+    section = dataclasses.replace(section, **{name: value})
+    config = dataclasses.replace(config, **{section_name: section})
   return config
 
 
-def log(workdir):
-  lines = [
-    json.loads(line)
-    for line in (pathlib.Path(workdir) / "metrics.jsonl")
-    .read_text()
-    .splitlines()
-  ]
-  return [
-    {name: value for name, value in line.items() if name not in CLOCK}
-    for line in lines
-  ]
+@pytest.fixture(autouse=True, scope="module")
+def shared_programs():
+  """Runs of equal models share a program, so that it is traced only once."""
+  programs = {}
+
+  def build_once(config, mesh):
+    train = config.train
+    key = (
+      config.model,
+      config.optimizer,
+      config.data.length,
+      train.steps,
+      train.batch_size,
+      mesh,
+    )
+    if key not in programs:
+      programs[key] = build(config, mesh)
+    return programs[key]
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(session, "build", build_once)
+    yield
 
 
-@pytest.fixture(scope="module")
-def timed_steps():
-  """The beginning and the end of each step of the uninterrupted run."""
-  return []
+def train_and_finish(config: Config, workdir: pathlib.Path) -> None:
+  """Trains and writes the plot and the sample, as the command does."""
+  finish.finish(loop.train(config, str(workdir)))
 
 
-@pytest.fixture(scope="module")
-def printed_run(config, tmp_path_factory, timed_steps):
-  """Returns the workdir of an uninterrupted run and its standard output.
+def read_log(workdir: pathlib.Path) -> list[dict[str, Any]]:
+  """Returns the entries of a run's log, without times."""
+  entries = []
+  for line in (workdir / "metrics.jsonl").read_text().splitlines():
+    entry = json.loads(line)
+    for name in TIMES & entry.keys():
+      del entry[name]
+    entries.append(entry)
+  return entries
 
-  The dispatch of a step waits for it, as in the command on CPU.
+
+def training_entries(workdir: pathlib.Path) -> list[dict[str, Any]]:
+  """Returns the log entries of training steps."""
+  return [entry for entry in read_log(workdir) if "train/loss" in entry]
+
+
+def evaluation_entries(workdir: pathlib.Path) -> list[dict[str, Any]]:
+  """Returns the log entries of evaluations."""
+  return [entry for entry in read_log(workdir) if "validation/loss" in entry]
+
+
+def steps_of(entries: list[dict[str, Any]]) -> list[int]:
+  """Returns the steps of log entries."""
+  return [entry["step"] for entry in entries]
+
+
+def saved_steps(workdir: pathlib.Path) -> list[int]:
+  """Returns the steps of the complete checkpoints."""
+  return manifest.steps(manifest.checkpoint_directory(workdir))
+
+
+def saved_scores(workdir: pathlib.Path, step: int) -> dict[str, float | None]:
+  """Returns the validation losses in a checkpoint's manifest."""
+  checkpoint = manifest.checkpoint_directory(workdir) / str(step)
+  return manifest.read(checkpoint, step)["metrics"]
+
+
+def file_contents(workdir: pathlib.Path) -> dict[str, bytes]:
+  """Returns the bytes of every file of a workdir, except for its lock."""
+  contents = {}
+  for path in sorted(workdir.rglob("*")):
+    if path.is_file() and path.name != "lock":
+      contents[str(path.relative_to(workdir))] = path.read_bytes()
+  return contents
+
+
+def send_sigterm() -> None:
+  """Sends SIGTERM to this process."""
+  os.kill(os.getpid(), signal.SIGTERM)
+
+
+def call_before_batch(
+  patch: pytest.MonkeyPatch, number: int, action: Callable[[], None]
+) -> None:
+  """Calls a function before the loop gets its batch of that number.
+
+  Args:
+    patch: patches the session.
+    number: the number of the batch. The first one is 1.
+    action: the function. The loop gets its errors.
   """
-  workdir = tmp_path_factory.mktemp("whole")
-  train_step = session.Session.train_step
+  original = session.Session.next_batch
+  num_calls = 0
 
-  def timed(self, state, host_batch):
+  def next_batch(self):
+    nonlocal num_calls
+    num_calls += 1
+    if num_calls == number:
+      action()
+    return original(self)
+
+  patch.setattr(session.Session, "next_batch", next_batch)
+
+
+class FinishedRun(NamedTuple):
+  """A run of six steps without a stop.
+
+  Attributes:
+    workdir: its workdir.
+    output: its standard output.
+    errors: its standard error, with the progress.
+    step_times: when each step began and ended, in seconds.
+  """
+
+  workdir: pathlib.Path
+  output: str
+  errors: str
+  step_times: list[tuple[float, float]]
+
+
+@pytest.fixture(scope="module")
+def finished_run(config, tmp_path_factory):
+  workdir = tmp_path_factory.mktemp("finished")
+  original = session.Session.train_step
+  step_times = []
+
+  def train_step(self, state, host_batch):
+    # Waits for the step, as the command does on CPU.
     begin = time.perf_counter()
     time.sleep(0.02)
-    result = jax.block_until_ready(train_step(self, state, host_batch))
-    timed_steps.append((begin, time.perf_counter()))
+    result = jax.block_until_ready(original(self, state, host_batch))
+    step_times.append((begin, time.perf_counter()))
     return result
 
   with (
     pytest.MonkeyPatch.context() as patch,
-    contextlib.redirect_stdout(io.StringIO()) as printed,
+    contextlib.redirect_stdout(io.StringIO()) as output,
+    contextlib.redirect_stderr(io.StringIO()) as errors,
   ):
-    patch.setattr(session.Session, "train_step", timed)
+    patch.setattr(session.Session, "train_step", train_step)
+    # The attention is chosen and printed while a program is traced.
+    patch.setattr(session, "build", build)
     train_and_finish(change(config, train__sample_tokens=5), workdir)
-  return workdir, printed.getvalue()
+  return FinishedRun(workdir, output.getvalue(), errors.getvalue(), step_times)
 
 
 @pytest.fixture(scope="module")
-def whole(printed_run):
-  """An uninterrupted run."""
-  workdir, _ = printed_run
-  return workdir
+def finished(finished_run):
+  """The workdir of a run without a stop."""
+  return finished_run.workdir
 
 
-def train_and_finish(config, workdir):
-  """What the command does."""
-  finish.finish(loop.train(config, str(workdir)))
+# The files and lines of a finished run.
 
 
-def config_of(workdir):
-  """The run's config in its workdir, as --config reads it."""
-  return configuration.from_config_dict(
-    config_file.read(f"{workdir}/config.toml")
-  )
+def test_each_step_is_logged(finished):
+  entries = training_entries(finished)
 
-
-def test_what_a_run_leaves_behind(config, whole):
-  lines = log(whole)
-  steps = [line["step"] for line in lines if "train/loss" in line]
-  assert steps == [1, 2, 3, 4, 5, 6]
-  evaluations = [line for line in lines if "validation/loss" in line]
-  assert [line["step"] for line in evaluations] == [3, 6]
-  assert {
-    "validation/perplexity",
-    "validation/bits_per_byte",
-    "validation/ar_hit",
-    "validation/others",
-  } <= set(evaluations[0])
-  assert (
-    evaluations[1]["validation/loss"] < evaluations[0]["validation/loss"] < 6
-  )
-  assert {
+  assert steps_of(entries) == [1, 2, 3, 4, 5, 6]
+  expected_fields = {
     "train/grad_norm",
     "train/learning_rate",
     "train/tokens",
     "lambda/layer_00",
-  } <= set(lines[0])
-  assert config_of(whole) == change(config, train__sample_tokens=5)
-  assert (whole / "loss.png").stat().st_size > 1000
-  assert (whole / "sample.txt").read_text().startswith("def ")
-  assert list((whole / "tensorboard").iterdir())
-  saved = manifest.read(epath.Path(whole) / "checkpoints" / "6", 6)[
-    "metrics"
-  ]  # by which the best step is kept
-  assert saved == {
-    name: value
-    for name, value in evaluations[1].items()
-    if name.startswith("validation/")
   }
+  assert expected_fields <= entries[0].keys()
 
 
-def test_each_evaluation_is_printed_once_and_the_last_is_explained(
-  printed_run,
-):
-  workdir, printed = printed_run
-  lines = printed.splitlines()
-  first, last = (line for line in log(workdir) if "validation/loss" in line)
+def test_the_validation_losses_are_logged_and_fall(finished):
+  first, last = evaluation_entries(finished)
+
+  assert (first["step"], last["step"]) == (3, 6)
+  expected_fields = {
+    "validation/perplexity",
+    "validation/bits_per_byte",
+    "validation/ar_hit",
+    "validation/others",
+  }
+  assert expected_fields <= first.keys()
+  assert last["validation/loss"] < first["validation/loss"] < 6
+
+
+def test_the_last_checkpoint_has_the_validation_losses(finished):
+  """The best checkpoint is chosen by them."""
+  expected = {}
+  for name, value in evaluation_entries(finished)[-1].items():
+    if name.startswith("validation/"):
+      expected[name] = value
+
+  checkpoint = epath.Path(finished) / "checkpoints" / "6"
+  assert manifest.read(checkpoint, 6)["metrics"] == expected
+
+
+def test_the_workdir_has_the_config(config, finished):
+  fields = config_file.read(f"{finished}/config.toml")
+
+  stored_config = configuration.from_config_dict(fields)
+  assert stored_config == change(config, train__sample_tokens=5)
+
+
+def test_the_workdir_has_a_plot_a_sample_and_a_tensorboard_log(finished):
+  assert (finished / "loss.png").stat().st_size > 1000
+  assert (finished / "sample.txt").read_text().startswith("def ")
+  assert list((finished / "tensorboard").iterdir())
+
+
+def test_each_evaluation_is_printed_once(finished_run):
+  first, _ = evaluation_entries(finished_run.workdir)
+
+  lines = finished_run.output.splitlines()
   assert [line for line in lines if "validation" in line] == [
     f"step 3/6  validation on 8 rows: loss {first['validation/loss']:.4f},"
     f" {first['validation/bits_per_byte']:.4f} bits per byte",
     "step 6/6  validation on 8 rows:",
   ]
-  for name, value in last.items():
-    if not name.startswith("validation/"):
-      continue
-    name = name.removeprefix("validation/")
-    (shown,) = [line for line in lines if line.startswith(f"  {name} ")]
-    assert re.fullmatch(rf"  {name} +{value:.4f}  \w.+", shown)
-    assert len(shown) <= 80
 
 
-def test_a_logged_step_takes_as_long_as_its_program(whole, timed_steps):
-  """Beside evaluations and saves too, where a dispatch waits for its step."""
-  logged = {
-    line["step"]: line["train/step_seconds"]
-    for line in map(json.loads, (whole / "metrics.jsonl").open())
-    if "train/step_seconds" in line
-  }
-  assert list(logged) == [2, 3, 4, 5, 6]  # The first one compiles.
-  for step, seconds in logged.items():
-    begin, end = timed_steps[step - 1]
+def test_the_last_evaluation_is_printed_with_explanations(finished_run):
+  last = evaluation_entries(finished_run.workdir)[-1]
+  lines = finished_run.output.splitlines()
+
+  for field, value in last.items():
+    if field.startswith("validation/"):
+      name = field.removeprefix("validation/")
+      [line] = [line for line in lines if line.startswith(f"  {name} ")]
+      assert re.fullmatch(rf"  {name} +{value:.4f}  \w.+", line)
+      assert len(line) <= 80
+
+
+def test_the_logged_seconds_of_a_step_are_those_of_its_program(finished_run):
+  """This includes steps next to evaluations and saves."""
+  seconds_by_step = {}
+  log = (finished_run.workdir / "metrics.jsonl").read_text()
+  for line in log.splitlines():
+    entry = json.loads(line)
+    if "train/step_seconds" in entry:
+      seconds_by_step[entry["step"]] = entry["train/step_seconds"]
+
+  # The first step compiles, so its time is not logged.
+  assert list(seconds_by_step) == [2, 3, 4, 5, 6]
+  for step, seconds in seconds_by_step.items():
+    begin, end = finished_run.step_times[step - 1]
     assert seconds >= end - begin
-  (_, first_end), *_, (_, last_end) = timed_steps
-  assert sum(logged.values()) <= last_end - first_end + 0.01
+  _, first_end = finished_run.step_times[0]
+  _, last_end = finished_run.step_times[-1]
+  assert sum(seconds_by_step.values()) <= last_end - first_end + 0.01
 
 
-def test_the_log_begins_with_the_first_step(config, whole, tmp_path):
-  """However seldom steps are logged: a plot of the loss begins where training does."""
-  loop.train(
-    change(config, train__log_interval=4, eval__interval=0), str(tmp_path)
+def test_the_log_begins_with_the_first_step(config, finished, tmp_path):
+  """A plot of the loss begins where training begins."""
+  seldom_logged = change(config, train__log_interval=4, eval__interval=0)
+
+  loop.train(seldom_logged, str(tmp_path))
+
+  entries = training_entries(tmp_path)
+  assert steps_of(entries) == [1, 4, 6]
+  first_entry = training_entries(finished)[0]
+  assert entries[0]["train/loss"] == first_entry["train/loss"]
+
+
+def test_a_profile_names_its_steps_by_their_numbers_in_the_log(
+  config, tmp_path
+):
+  profiled = change(
+    config,
+    train__steps=4,
+    train__profile_step=1,
+    train__profile_steps=2,
+    eval__interval=0,
   )
-  steps = [line for line in log(tmp_path) if "train/loss" in line]
-  assert [line["step"] for line in steps] == [1, 4, 6] and steps[0][
-    "train/loss"
-  ] == log(whole)[0]["train/loss"]
+
+  loop.train(profiled, str(tmp_path))
+
+  [path] = (tmp_path / "profile").rglob("*.xplane.pb")
+  profiled_steps = []
+  for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+    for line in plane.lines:
+      for event in line.events:
+        if event.name == "train":
+          profiled_steps.append(dict(event.stats)["step_num"])
+  assert sorted(profiled_steps) == [2, 3]
 
 
-def test_resume_repeats_and_skips_nothing(config, whole, tmp_path):
-  """Stopped at step 3 or later by SIGTERM, then run again: the log is the uninterrupted run's, number for number. Lines past the
-  checkpoint, as a kill leaves them, are dropped."""
-  resumed = interrupt_after(config, tmp_path, steps=3)
-  assert 3 <= resumed < 6
-  path = tmp_path / "metrics.jsonl"
-  path.write_text(
-    path.read_text()
-    + json.dumps({"step": 99, "train/loss": 0.0})
-    + '\n{"step": 1'
-  )
-  assert config_of(tmp_path) == config
+# A stop, and a restart.
+
+
+def test_a_resumed_run_has_the_log_of_an_uninterrupted_one(
+  config, finished, tmp_path, monkeypatch
+):
+  with monkeypatch.context() as patch:
+    call_before_batch(patch, 4, send_sigterm)
+    loop.train(config, str(tmp_path))
+  assert 3 <= max(saved_steps(tmp_path)) < 6
+
+  loop.train(config, str(tmp_path))
+
+  assert read_log(tmp_path) == read_log(finished)
+
+
+def test_a_resume_writes_the_changed_config(config, finished, tmp_path):
+  workdir = shutil.copytree(finished, tmp_path / "run")
   changed = change(config, train__keep_checkpoints=2)
-  loop.train(changed, str(tmp_path))
-  assert log(tmp_path) == log(whole)
-  assert config_of(tmp_path) == changed
+
+  loop.train(changed, str(workdir))
+
+  fields = config_file.read(f"{workdir}/config.toml")
+  assert configuration.from_config_dict(fields) == changed
+
+
+@pytest.mark.full
+def test_a_finished_run_can_be_prolonged(config, tmp_path):
+  short = change(config, train__steps=3)
+  loop.train(short, str(tmp_path))
+  # This run has nothing left to do.
+  loop.train(short, str(tmp_path))
+  assert steps_of(training_entries(tmp_path)) == [1, 2, 3]
+
+  loop.train(config, str(tmp_path))
+
+  assert steps_of(training_entries(tmp_path)) == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.fixture(scope="module")
@@ -283,8 +446,8 @@ def two_heads(config):
 
 
 @pytest.fixture(scope="module")
-def on_eight_devices(two_heads, tmp_path_factory):
-  """A run whose batches are split over all of the tests' devices."""
+def run_on_eight_devices(two_heads, tmp_path_factory):
+  """The workdir of a run whose batches all of the tests' devices share."""
   workdir = tmp_path_factory.mktemp("eight")
   loop.train(two_heads, str(workdir))
   return workdir
@@ -292,291 +455,80 @@ def on_eight_devices(two_heads, tmp_path_factory):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-  "devices, mesh",
+  ("num_devices", "axes"),
   [
-    (1, {}),
-    (2, {"context": 2}),
-    (4, {"data": 2, "fsdp": 2}),
-    (4, {"fsdp": 2, "tensor": 2}),
+    pytest.param(1, {}, id="one device"),
+    pytest.param(2, {"context": 2}, id="context"),
+    pytest.param(4, {"data": 2, "fsdp": 2}, id="data and fsdp"),
+    pytest.param(4, {"fsdp": 2, "tensor": 2}, id="fsdp and tensor"),
   ],
-  ids=str,
 )
-def test_resume_on_another_mesh(
-  two_heads, on_eight_devices, tmp_path, monkeypatch, devices, mesh
+def test_a_resume_on_another_mesh_has_the_same_batches_and_losses(
+  two_heads, run_on_eight_devices, tmp_path, monkeypatch, num_devices, axes
 ):
-  """Begun on eight devices, ended on fewer that split other things: the same batches, and the same losses but for rounding."""
-  workdir = tmp_path / "run"
-  shutil.copytree(on_eight_devices, workdir)
+  workdir = shutil.copytree(run_on_eight_devices, tmp_path / "run")
   for step in (4, 6):
     shutil.rmtree(workdir / "checkpoints" / str(step))
-  monkeypatch.setattr(
-    session,
-    "make_mesh",
-    lambda config: make_mesh(config, jax.devices()[:devices]),
-  )
-  loop.train(
-    dataclasses.replace(two_heads, mesh=MeshConfig(**mesh)), str(workdir)
-  )
-  for expected, line in zip(log(on_eight_devices), log(workdir), strict=True):
-    assert line["step"] == expected["step"] and line.keys() == expected.keys()
-    for name, value in expected.items():
-      assert line[name] == (
-        value
-        if value is None or name == "train/tokens"
-        else pytest.approx(value, rel=2e-4)
-      ), name
+  config = dataclasses.replace(two_heads, mesh=MeshConfig(**axes))
+
+  def make_small_mesh(mesh_config):
+    return make_mesh(mesh_config, jax.devices()[:num_devices])
+
+  monkeypatch.setattr(session, "make_mesh", make_small_mesh)
+  loop.train(config, str(workdir))
+
+  entries = read_log(workdir)
+  expected_entries = read_log(run_on_eight_devices)
+  for entry, expected in zip(entries, expected_entries, strict=True):
+    assert entry["step"] == expected["step"]
+    assert entry.get("train/tokens") == expected.get("train/tokens")
+    assert entry == pytest.approx(expected, rel=2e-4)
 
 
-def interrupt_after(config, workdir, steps):
-  """Runs until some steps are logged, sends SIGTERM, and returns the step at which the run stopped."""
-
-  def watch():
-    path = pathlib.Path(workdir) / "metrics.jsonl"
-    while not path.exists() or path.read_text().count('"train/loss"') < steps:
-      time.sleep(0.001)
-    os.kill(os.getpid(), signal.SIGTERM)
-
-  slow = threading.Thread(target=watch)
-  slow.start()
-  original = session.put_batch
-
-  def slower(batch, mesh):
-    time.sleep(0.2)
-    return original(batch, mesh)
-
-  session.put_batch = slower
-  try:
-    loop.train(config, str(workdir))
-  finally:
-    session.put_batch = original
-  slow.join()
-  return max(
-    int(path.name)
-    for path in (pathlib.Path(workdir) / "checkpoints").iterdir()
-    if path.name.isdecimal()
-  )
+# Signals.
 
 
-def test_an_interruption_while_waiting_for_data_saves_and_exits(
-  config, whole, tmp_path, monkeypatch
+def test_a_signal_while_waiting_for_data_saves_and_ends_the_run(
+  config, finished, tmp_path, monkeypatch
 ):
-  """The fifth batch does not come. What is logged and saved is what the uninterrupted run has."""
-  come = threading.Event()
-  read = prepared_batches.GlobalBatches.__getitem__
+  config = change(config, eval__interval=0)
+  signal_times = []
+  has_fifth_batch = threading.Event()
+  original = prepared_batches.GlobalBatches.__getitem__
 
-  def interrupt():
-    path = tmp_path / "metrics.jsonl"
-    while not path.exists() or path.read_text().count('"train/loss"') < 3:
+  def read_batch(self, index):
+    if index >= 4:
+      has_fifth_batch.wait()
+    return original(self, index)
+
+  def send_sigterm_during_the_wait():
+    log = tmp_path / "metrics.jsonl"
+    while not log.exists() or log.read_text().count('"train/loss"') < 3:
       time.sleep(0.01)
-    time.sleep(0.5)  # the fourth step
-    os.kill(os.getpid(), signal.SIGTERM)
-    sent.append(time.monotonic())
+    # The loop takes the fourth step and then waits for the fifth batch.
+    time.sleep(0.5)
+    send_sigterm()
+    signal_times.append(time.monotonic())
 
-  sent: list[float] = []
   with monkeypatch.context() as patch:
-    patch.setattr(reader, "GRACE_SECONDS", 0.2)
-    patch.setattr(
-      prepared_batches.GlobalBatches,
-      "__getitem__",
-      lambda self, index: (index < 4 or come.wait()) and read(self, index),
-    )
-    threading.Thread(target=interrupt).start()
+    patch.setattr(reader, "_GRACE_SECONDS", 0.2)
+    patch.setattr(prepared_batches.GlobalBatches, "__getitem__", read_batch)
+    threading.Thread(target=send_sigterm_during_the_wait).start()
     loop.train(change(config, train__checkpoint_interval=100), str(tmp_path))
-  assert time.monotonic() - sent[0] < 4
-  come.set()
-  assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["4"]
+  assert time.monotonic() - signal_times[0] < 4
+  has_fifth_batch.set()
+  assert saved_steps(tmp_path) == [4]
+
   loop.train(config, str(tmp_path))
-  assert log(tmp_path) == log(whole)
 
-
-@pytest.mark.parametrize("mode", ["prepared", *full(["streamed"])])
-def test_a_damaged_row_loses_no_steps(
-  config, whole, tmp_path, monkeypatch, capsys, mode
-):
-  """The fifth batch cannot be read. Once it can, the run goes on from the fourth step."""
-  config = change(config, data__mode=mode)
-  if mode == "streamed":
-    whole = tmp_path / "whole"
-    loop.train(config, str(whole))
-  module = prepared_batches if mode == "prepared" else streamed_batches
-  make, made = module.make_batch, []
-
-  def damaged(rows, length):
-    made.append(rows)
-    if len(made) == 5:
-      raise UserError("row 7 is damaged")
-    return make(rows, length)
-
-  with monkeypatch.context() as patch:
-    patch.setattr(module, "make_batch", damaged)
-    with pytest.raises(UserError, match="row 7 is damaged"):
-      loop.train(
-        change(config, train__checkpoint_interval=100, eval__interval=0),
-        str(tmp_path / "run"),
-      )
-  assert (
-    "saving step 4, before the run ends with an error"
-    in capsys.readouterr().err
-  )
-  assert manifest.steps(manifest.checkpoint_directory(tmp_path / "run")) == [4]
-  loop.train(config, str(tmp_path / "run"))
-  trained = [
-    [line for line in log(workdir) if "train/loss" in line]
-    for workdir in (tmp_path / "run", whole)
-  ]
-  assert trained[0] == trained[1]
-
-
-def test_a_batch_that_does_not_reach_the_devices_is_not_lost(
-  config, whole, tmp_path, monkeypatch
-):
-  """The fifth batch has been read, and nothing has been saved since step 3. A run that goes on repeats and skips no batch."""
-  original, numbers = session.put_batch, itertools.count(1)
-
-  def put_batch(batch, mesh):
-    if next(numbers) == 5:
-      raise RuntimeError("no memory on the device")
-    return original(batch, mesh)
-
-  config = change(config, train__checkpoint_interval=3)
-  with monkeypatch.context() as patch:
-    patch.setattr(session, "put_batch", put_batch)
-    with pytest.raises(RuntimeError, match="no memory on the device"):
-      loop.train(config, str(tmp_path))
-  loop.train(config, str(tmp_path))
-  assert log(tmp_path) == log(whole)
-
-
-def test_an_error_is_not_hidden_by_skipped_steps(config, tmp_path, monkeypatch):
-  """The fifth batch cannot be read, and the fourth step is one too many that is skipped."""
-  spoil(monkeypatch, {4: np.nan})
-  next_batch, numbers = session.Session.next_batch, itertools.count(1)
-
-  def damaged(self):
-    if next(numbers) == 5:
-      raise UserError("row 7 is damaged")
-    return next_batch(self)
-
-  monkeypatch.setattr(session.Session, "next_batch", damaged)
-  config = change(
-    config,
-    train__checkpoint_interval=100,
-    train__max_skipped_in_a_row=1,
-    eval__interval=0,
-  )
-  with pytest.raises(UserError, match="row 7 is damaged"):
-    loop.train(config, str(tmp_path))
-  assert manifest.steps(manifest.checkpoint_directory(tmp_path)) == [4]
-
-
-def test_an_evaluation_that_fails_loses_no_steps(config, tmp_path, monkeypatch):
-  """It keeps its own error, whatever that is."""
-
-  def fail(*_, **__):
-    raise RuntimeError("a bug")
-
-  monkeypatch.setattr(session.validation, "measure_losses", fail)
-  with pytest.raises(RuntimeError, match="^a bug$"):
-    loop.train(change(config, train__checkpoint_interval=100), str(tmp_path))
-  assert manifest.steps(manifest.checkpoint_directory(tmp_path)) == [3]
-  assert [line["step"] for line in log(tmp_path)] == [1, 2, 3]
-
-
-def metrics_of(workdir, step):
-  path = manifest.checkpoint_directory(workdir) / str(step)
-  return manifest.read(path, step)["metrics"]
-
-
-def test_an_evaluation_that_failed_is_repeated(
-  config, whole, tmp_path, monkeypatch
-):
-  """The run is then as if it had not failed, at the last step too."""
-  evaluate = session.Session.evaluate
-  to_fail = [3, 6]
-
-  def fail_once(self, step, state):
-    if step in to_fail:
-      to_fail.remove(step)
-      raise RuntimeError("out of memory")
-    return evaluate(self, step, state)
-
-  monkeypatch.setattr(session.Session, "evaluate", fail_once)
-  for step in (3, 6):
-    with pytest.raises(RuntimeError, match="out of memory"):
-      loop.train(config, str(tmp_path))
-    assert metrics_of(tmp_path, step) == {}
-  loop.train(config, str(tmp_path))
-  assert log(tmp_path) == log(whole)
-  assert metrics_of(tmp_path, 6) == metrics_of(whole, 6)
-  # The file of the metrics is in order, as are all others.
-  checkpoint = open_checkpoint(tmp_path, 3)
-  assert checkpoint.scores["validation/loss"] > 0
-
-
-def test_an_evaluation_that_is_switched_on_measures_the_restored_step(
-  config, tmp_path, monkeypatch
-):
-  """Once, also if the losses are not finite."""
-  config = change(config, train__steps=2, eval__interval=0)
-  loop.train(config, str(tmp_path))
-  config = change(config, eval__interval=5)
-  measured = session.validation.measure_losses
-
-  def not_finite(*arguments, **options):
-    return dict.fromkeys(measured(*arguments, **options), float("nan"))
-
-  monkeypatch.setattr(session.validation, "measure_losses", not_finite)
-  for _ in range(2):
-    loop.train(config, str(tmp_path))
-    lines = [line for line in log(tmp_path) if "validation/loss" in line]
-    assert [line["step"] for line in lines] == [2]
-  metrics = metrics_of(tmp_path, 2)
-  assert metrics["validation/loss"] is None
-  assert manifest.best({2: {"metrics": metrics}}) is None
-
-
-def test_what_does_not_fit_the_memory_names_what_takes_less(
-  command, config, tmp_path
-):
-  """A feed-forward layer of 4 PiB."""
-  fields = {
-    f"data.{name}": getattr(config.data, name)
-    for name in ("source", "validation_fraction", "length", "prepared_dir")
-  }
-  fields |= {
-    "model.num_layers": 1,
-    "model.embed_dim": 2**22,
-    "model.ffn_dim": 2**30,
-  }
-  result = command(
-    "diffjax.train",
-    "--config=configs/tiny.py",
-    f"--workdir={tmp_path}",
-    *(f"--config.{n}={v}" for n, v in fields.items()),
-  )
-  last = result.stderr.splitlines()[-1]
-  assert result.returncode == 1 and last.startswith(
-    "error: out of memory (RESOURCE_EXHAUSTED: "
-  ), result.stderr
-  assert (
-    "--config.model.remat=full" in last
-    and "--config.train.accumulation=" in last
-    and "Traceback" not in result.stderr
-  )
-  with (
-    pytest.raises(UserError, match=r"--config\.mesh\.fsdp=8"),
-    memory.explain_out_of_memory(config, make_mesh(config.mesh).shape),
-  ):
-    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
-  with (
-    pytest.raises(jax.errors.JaxRuntimeError, match="^INTERNAL$"),
-    memory.explain_out_of_memory(config, make_mesh(config.mesh).shape),
-  ):
-    raise jax.errors.JaxRuntimeError("INTERNAL")
+  assert training_entries(tmp_path) == training_entries(finished)
 
 
 def test_a_second_signal_ends_the_process_at_once():
-  """Even inside a long call that runs no Python, as a compilation does: there Python alone sees two signals as one, and late."""
+  """This includes long calls that run no Python, such as a compilation.
+
+  During such a call Python itself would treat two signals as one.
+  """
   code = """
 import hashlib
 from diffjax.host.interruption import Interruption
@@ -591,478 +543,882 @@ with Interruption():
     text=True,
   )
   assert process.stdout.readline() == "ready\n"
+
   process.send_signal(signal.SIGINT)
   assert "SIGINT: saving after this step" in process.stderr.readline()
   process.send_signal(signal.SIGTERM)
+
   assert process.wait(timeout=5) == 128 + signal.SIGTERM
   assert process.stderr.read() == "error: ended by SIGTERM\n"
 
 
-@pytest.mark.full
-def test_a_finished_run_can_be_prolonged(config, whole, tmp_path):
-  short = change(config, train__steps=3)
-  loop.train(short, str(tmp_path))
-  loop.train(short, str(tmp_path))  # nothing left to do
-  assert [line["step"] for line in log(tmp_path) if "train/loss" in line] == [
-    1,
-    2,
-    3,
-  ]
+# Errors during a run.
+
+
+@pytest.mark.parametrize("mode", ["prepared", *full(["streamed"])])
+def test_an_error_of_the_data_loses_no_steps(
+  config, finished, tmp_path, monkeypatch, capsys, mode
+):
+  config = change(config, data__mode=mode, eval__interval=0)
+  if mode == "prepared":
+    module = prepared_batches
+    expected = training_entries(finished)
+  else:
+    module = streamed_batches
+    loop.train(config, str(tmp_path / "expected"))
+    expected = training_entries(tmp_path / "expected")
+  original = module.make_batch
+  num_batches = 0
+
+  def make_batch(rows, length):
+    nonlocal num_batches
+    num_batches += 1
+    if num_batches == 5:
+      raise UserError("row 7 is damaged")
+    return original(rows, length)
+
+  with monkeypatch.context() as patch:
+    patch.setattr(module, "make_batch", make_batch)
+    with pytest.raises(UserError, match="row 7 is damaged"):
+      loop.train(
+        change(config, train__checkpoint_interval=100), str(tmp_path / "run")
+      )
+  message = "saving step 4, before the run ends with an error"
+  assert message in capsys.readouterr().err
+  assert saved_steps(tmp_path / "run") == [4]
+
+  # Now the row can be read.
+  loop.train(config, str(tmp_path / "run"))
+
+  assert training_entries(tmp_path / "run") == expected
+
+
+def test_a_batch_that_does_not_reach_the_devices_is_not_skipped(
+  config, finished, tmp_path, monkeypatch
+):
+  """Nothing is saved after a batch was read, so a resume repeats that batch."""
+  config = change(config, train__checkpoint_interval=3, eval__interval=0)
+  original = session.put_batch
+  num_batches = 0
+
+  def put_batch(batch, mesh):
+    nonlocal num_batches
+    num_batches += 1
+    if num_batches == 5:
+      raise RuntimeError("no memory on the device")
+    return original(batch, mesh)
+
+  with monkeypatch.context() as patch:
+    patch.setattr(session, "put_batch", put_batch)
+    with pytest.raises(RuntimeError, match="no memory on the device"):
+      loop.train(config, str(tmp_path))
   loop.train(config, str(tmp_path))
-  assert [line["step"] for line in log(tmp_path) if "train/loss" in line] == [
-    1,
-    2,
-    3,
-    4,
-    5,
-    6,
-  ]
+
+  assert training_entries(tmp_path) == training_entries(finished)
 
 
-def test_a_profile_names_its_steps(config, tmp_path):
-  """By the numbers that the log has for them."""
-  loop.train(
-    change(
-      config,
-      train__steps=4,
-      train__profile_step=1,
-      train__profile_steps=2,
-      eval__interval=0,
-    ),
-    str(tmp_path),
+def test_an_evaluation_that_fails_loses_no_steps(config, tmp_path, monkeypatch):
+  def fail(*_, **__):
+    raise RuntimeError("a bug")
+
+  monkeypatch.setattr(session.validation, "measure_losses", fail)
+  with pytest.raises(RuntimeError, match="^a bug$"):
+    loop.train(change(config, train__checkpoint_interval=100), str(tmp_path))
+
+  assert saved_steps(tmp_path) == [3]
+  assert steps_of(read_log(tmp_path)) == [1, 2, 3]
+
+
+def test_a_resume_repeats_an_evaluation_that_failed(
+  config, finished, tmp_path, monkeypatch
+):
+  """The run is then equal to one that did not fail."""
+  steps_to_fail = [3, 6]
+  original = session.Session.evaluate
+
+  def evaluate(self, step, state):
+    if step in steps_to_fail:
+      steps_to_fail.remove(step)
+      raise RuntimeError("out of memory")
+    return original(self, step, state)
+
+  monkeypatch.setattr(session.Session, "evaluate", evaluate)
+  for step in (3, 6):
+    with pytest.raises(RuntimeError, match="out of memory"):
+      loop.train(config, str(tmp_path))
+    assert saved_scores(tmp_path, step) == {}
+  loop.train(config, str(tmp_path))
+
+  assert read_log(tmp_path) == read_log(finished)
+  assert saved_scores(tmp_path, 6) == saved_scores(finished, 6)
+  # The checkpoint with the added losses passes its verification.
+  assert open_checkpoint(tmp_path, 3).scores["validation/loss"] > 0
+
+
+def test_a_restored_step_without_losses_is_evaluated_once(
+  config, tmp_path, monkeypatch
+):
+  """Losses that are not finite count as measured."""
+  config = change(config, train__steps=1, eval__interval=0)
+  loop.train(config, str(tmp_path))
+  original = session.validation.measure_losses
+
+  def measure_losses(*arguments, **options):
+    losses = original(*arguments, **options)
+    return dict.fromkeys(losses, float("nan"))
+
+  monkeypatch.setattr(session.validation, "measure_losses", measure_losses)
+  for _ in range(2):
+    loop.train(change(config, eval__interval=5), str(tmp_path))
+    assert steps_of(evaluation_entries(tmp_path)) == [1]
+
+  scores = saved_scores(tmp_path, 1)
+  assert scores["validation/loss"] is None
+  assert manifest.best({1: {"metrics": scores}}) is None
+
+
+# Lack of memory.
+
+
+def test_a_run_that_does_not_fit_the_memory_says_how_to_reduce_it(
+  command, config, tmp_path
+):
+  # The feed-forward layer takes 4 PiB.
+  overrides = {
+    "data.source": config.data.source,
+    "data.validation_fraction": config.data.validation_fraction,
+    "data.length": config.data.length,
+    "data.prepared_dir": config.data.prepared_dir,
+    "model.num_layers": 1,
+    "model.embed_dim": 2**22,
+    "model.ffn_dim": 2**30,
+  }
+  flags = [f"--config.{name}={value}" for name, value in overrides.items()]
+
+  result = command(
+    "diffjax.train",
+    "--config=configs/tiny.py",
+    f"--workdir={tmp_path}",
+    *flags,
   )
-  (path,) = (tmp_path / "profile").rglob("*.xplane.pb")
-  events = [
-    event
-    for plane in jax.profiler.ProfileData.from_file(str(path)).planes
-    for line in plane.lines
-    for event in line.events
-  ]
-  assert sorted(
-    dict(event.stats)["step_num"] for event in events if event.name == "train"
-  ) == [2, 3]
+
+  assert result.returncode == 1, result.stderr
+  assert "Traceback" not in result.stderr
+  last_line = result.stderr.splitlines()[-1]
+  assert last_line.startswith("error: out of memory (RESOURCE_EXHAUSTED: ")
+  assert "--config.model.remat=full" in last_line
+  assert "--config.train.accumulation=" in last_line
 
 
-def test_a_warmup_longer_than_the_run_is_cut_aloud(config, tmp_path, capsys):
-  """The checkpoint keeps what the user gave, so that a longer run goes on with the whole warmup."""
+def test_lack_of_memory_is_explained_with_the_mesh_to_use(config):
+  mesh_shape = make_mesh(config.mesh).shape
+
+  with pytest.raises(UserError, match=r"--config\.mesh\.fsdp=8"):
+    with memory.explain_out_of_memory(config, mesh_shape):
+      raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+
+def test_other_errors_of_the_runtime_are_not_explained(config):
+  mesh_shape = make_mesh(config.mesh).shape
+
+  with pytest.raises(jax.errors.JaxRuntimeError, match="^INTERNAL$"):
+    with memory.explain_out_of_memory(config, mesh_shape):
+      raise jax.errors.JaxRuntimeError("INTERNAL")
+
+
+# The learning rate's schedule.
+
+
+def test_a_warmup_longer_than_the_run_is_shortened_for_that_run_alone(
+  config, tmp_path, capsys
+):
+  """The checkpoint keeps the config's warmup, so a longer run has all of it."""
   config = change(
     config,
     optimizer__warmup_steps=8,
     optimizer__learning_rate=1.0,
     eval__interval=0,
   )
+
   loop.train(change(config, train__steps=4), str(tmp_path))
-  assert (
+  message = (
     "config.optimizer.warmup_steps = 8 is cut to config.train.steps = 4\n"
-    in capsys.readouterr().err
   )
+  assert message in capsys.readouterr().err
   assert open_checkpoint(tmp_path).config["optimizer"]["warmup_steps"] == 8
+
   loop.train(change(config, train__steps=10), str(tmp_path))
-  printed = capsys.readouterr().err
-  assert "is cut" not in printed
+  errors = capsys.readouterr().err
+  assert "is cut" not in errors
   assert (
-    "config.train.steps was 4 and is 10: the learning rate's schedule now ends there, and goes on at 0.5, not at 1\n"
-    in printed
-  )
-  rates = [line["train/learning_rate"] for line in log(tmp_path)]
-  assert rates == pytest.approx(
-    [0, 1 / 4, 2 / 4, 3 / 4, 4 / 8, 5 / 8, 6 / 8, 7 / 8, 1, 1 / 2]
-  )
+    "config.train.steps was 4 and is 10: the learning rate's schedule now ends"
+    " there, and goes on at 0.5, not at 1\n"
+  ) in errors
+  rates = [entry["train/learning_rate"] for entry in read_log(tmp_path)]
+  warmup_rates = [0, 1 / 4, 2 / 4, 3 / 4, 4 / 8, 5 / 8, 6 / 8, 7 / 8, 1]
+  assert rates == pytest.approx([*warmup_rates, 1 / 2])
 
 
-def test_init_from_takes_parameters_alone(config, whole, tmp_path):
-  start = change(
+# Starting from the parameters of another run.
+
+
+def test_init_from_takes_the_parameters(config, finished, tmp_path):
+  # With this learning rate, the parameters do not change.
+  config = change(
     config,
-    train__init_from=str(whole),
-    train__steps=2,
+    train__init_from=str(finished),
+    train__steps=1,
     optimizer__learning_rate=0.0,
   )
-  loop.train(start, str(tmp_path))
-  (last,) = [line for line in log(whole) if "validation/loss" in line][1:]
-  (mine,) = [line for line in log(tmp_path) if "validation/loss" in line]
-  assert (
-    mine["validation/loss"] == last["validation/loss"]
-  )  # unchanged at learning rate 0
-  assert mine["step"] == 2
+
+  loop.train(config, str(tmp_path))
+
+  [evaluation] = evaluation_entries(tmp_path)
+  last_evaluation = evaluation_entries(finished)[-1]
+  assert evaluation["step"] == 1
+  assert evaluation["validation/loss"] == last_evaluation["validation/loss"]
 
 
-def test_init_from_says_what_the_model_computes_otherwise(
-  config, whole, tmp_path, capsys
+def test_init_from_names_fields_that_change_what_the_model_computes(
+  config, finished, tmp_path, capsys
 ):
-  loop.train(
-    change(
-      config, train__init_from=str(whole), train__steps=0, model__remat="full"
-    ),
-    str(tmp_path / "same"),
-  )
-  assert (
-    f"starting from the parameters of {whole}\n"
-    in (printed := capsys.readouterr().err)
-    and "there\n" not in printed
-  )
-  other = change(
+  config = change(
     config,
-    train__init_from=str(whole),
+    train__init_from=str(finished),
     train__steps=0,
     model__rope_base=500.0,
     model__norm_eps=1e-6,
+    eval__interval=0,
   )
-  loop.train(other, str(tmp_path / "other"))
-  said = "config.model.rope_base is 500.0, and was 10000.0 there; config.model.norm_eps is 1e-06, and was 1e-05 there\n"
-  assert said in capsys.readouterr().err
+
+  loop.train(config, str(tmp_path))
+
+  message = (
+    "config.model.rope_base is 500.0, and was 10000.0 there;"
+    " config.model.norm_eps is 1e-06, and was 1e-05 there\n"
+  )
+  assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-  "field, value",
-  [
-    ("model__ffn_dim", 48),
-    ("data__length", 16),
-    ("data__seed", 1),
-    ("optimizer__learning_rate", 0.5),
-    ("train__batch_size", 16),
-  ],
-)
-def test_a_workdir_of_another_run_is_refused(config, whole, field, value):
-  name = field.replace("__", ".")
-  with pytest.raises(UserError, match=f"{name} was .* and is {value}"):
-    loop.train(change(config, **{field: value}), str(whole))
+def test_init_from_does_not_name_fields_that_change_no_values(
+  config, finished, tmp_path, capsys
+):
+  config = change(
+    config,
+    train__init_from=str(finished),
+    train__steps=0,
+    model__remat="full",
+    eval__interval=0,
+  )
+
+  loop.train(config, str(tmp_path))
+
+  errors = capsys.readouterr().err
+  assert f"starting from the parameters of {finished}\n" in errors
+  assert "there\n" not in errors
 
 
-def write_tokenizer(path, shift):
-  """A tokenizer of bytes. Each shift gives the bytes other ids."""
+def test_init_from_another_model_is_refused_before_files_are_written(
+  config, finished, tmp_path
+):
+  config = change(
+    config,
+    train__init_from=str(finished),
+    model__ffn_dim=48,
+    eval__interval=0,
+  )
+
+  with pytest.raises(UserError, match="of another model"):
+    loop.train(config, str(tmp_path / "run"))
+
+  assert file_contents(tmp_path / "run") == {}
+
+
+def write_tokenizer(path: pathlib.Path, shift: int) -> None:
+  """Writes a tokenizer of bytes, in which byte b has the id b - shift."""
   ranks = {bytes([(byte + shift) % 255]): byte for byte in range(255)}
   separator = {tokenizer.SEPARATOR: 255}
   text = tokenizer_json.tokenizer_json(ranks, tokenizer.PATTERN, separator)
   path.write_text(text)
 
 
-def test_init_from_with_another_tokenizer_is_refused(config, whole, tmp_path):
-  """Of as many tokens. The same tokenizer may be in another file."""
-  first, other = tmp_path / "first.json", tmp_path / "other.json"
-  write_tokenizer(first, shift=0)
-  write_tokenizer(other, shift=1)
-  streamed = change(config, data__mode="streamed", eval__interval=0)
-  start = tmp_path / "start"
-  loop.train(
-    change(streamed, data__tokenizer=str(first), train__steps=1), str(start)
+@pytest.fixture(scope="module")
+def run_with_tokenizer(config, tmp_path_factory):
+  """A run of one step whose tokenizer file was deleted afterwards.
+
+  Its tokenizer has the ids of the built-in tokenizer "bytes".
+  """
+  directory = tmp_path_factory.mktemp("run_with_tokenizer")
+  path = directory / "tokenizer.json"
+  write_tokenizer(path, shift=0)
+  config = change(
+    config,
+    data__mode="streamed",
+    data__tokenizer=str(path),
+    eval__interval=0,
+    train__steps=1,
   )
-  first.unlink()
+  loop.train(config, str(directory / "run"))
+  path.unlink()
+  return directory / "run"
 
-  def start_from(workdir, spec, name):
-    changed = change(
-      streamed,
-      train__init_from=str(workdir),
-      data__tokenizer=str(spec),
-      train__steps=0,
-    )
-    loop.train(changed, str(tmp_path / name))
 
-  with pytest.raises(UserError) as refusal:
-    start_from(start, other, "refused")
-  message = str(refusal.value)
+def test_init_from_another_tokenizer_of_the_same_size_is_refused(
+  config, run_with_tokenizer, tmp_path
+):
+  start = run_with_tokenizer
+  other = tmp_path / "other.json"
+  write_tokenizer(other, shift=1)
+  config = change(
+    config,
+    data__mode="streamed",
+    data__tokenizer=str(other),
+    eval__interval=0,
+    train__init_from=str(start),
+    train__steps=0,
+  )
+
+  with pytest.raises(UserError) as error:
+    loop.train(config, str(tmp_path / "run"))
+
+  message = str(error.value)
   assert f"init_from = '{start}'" in message
   assert f"tokenizer = '{other}' is another one" in message
   assert f"set config.data.tokenizer to '{start}/tokenizer.json'" in message
-  assert contents(tmp_path / "refused") == {}
-  # A built-in tokenizer has no copy beside the checkpoint.
-  with pytest.raises(UserError, match="trained with the tokenizer 'bytes'"):
-    start_from(whole, other, "refused too")
-  # The first tokenizer has the ids of "bytes".
-  start_from(start, "bytes", "accepted")
+  assert file_contents(tmp_path / "run") == {}
 
 
-def contents(workdir):
-  """The bytes of every file of a workdir, except the lock's."""
-  files = {}
-  for path in sorted(pathlib.Path(workdir).rglob("*")):
-    if path.is_file() and path.name != "lock":
-      files[str(path.relative_to(workdir))] = path.read_bytes()
-  return files
-
-
-@pytest.mark.parametrize("mode", ["prepared", "streamed"])
-def test_a_refused_resume_changes_nothing(config, tmp_path, monkeypatch, mode):
-  text = tmp_path / "text"
-  shutil.copytree(pathlib.Path(config.data.source[5:]).parent, text)
-  spec = tmp_path / "tokenizer.json"
-  write_tokenizer(spec, shift=0)
+def test_init_from_another_built_in_tokenizer_is_refused_by_its_name(
+  config, finished, tmp_path
+):
+  """A built-in tokenizer has no file in the workdir."""
+  other = tmp_path / "other.json"
+  write_tokenizer(other, shift=1)
   config = change(
     config,
-    data__source=f"text:{text}/*.txt",
-    data__prepared_dir="",
-    data__tokenizer=str(spec),
-    data__mode=mode,
-    train__steps=2,
+    data__mode="streamed",
+    data__tokenizer=str(other),
     eval__interval=0,
+    train__init_from=str(finished),
+    train__steps=0,
   )
-  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-  workdir = tmp_path / "run"
-  loop.train(config, str(workdir))
-  # What a resume that is not refused would clean up.
-  stale = workdir / "checkpoints" / "9.orbax-checkpoint-tmp"
-  stale.mkdir()
-  (stale / "file").write_text("a save that was interrupted")
-  with (workdir / "metrics.jsonl").open("a") as file:
-    file.write('{"step": 9, "train/loss": 1.0}\n{"step": 10, "tra')
-  whole = contents(workdir)
-  longer = change(config, train__steps=4)
 
-  def assert_refused(message, config=longer):
-    before = contents(workdir)
-    with pytest.raises(UserError, match=message):
-      loop.train(config, str(workdir))
-    assert contents(workdir) == before
-
-  write_tokenizer(spec, shift=1)
-  assert_refused("cannot continue in the data from this checkpoint")
-  write_tokenizer(spec, shift=0)
-
-  document = text / "0.txt"
-  original = document.read_text()
-  document.write_text(f"{original}another line\n")
-  assert_refused("cannot continue in the data from this checkpoint")
-  document.write_text(original)
-
-  wandb = change(longer, train__wandb_project="project")
-  with monkeypatch.context() as patch:
-    patch.setitem(sys.modules, "wandb", None)
-    assert_refused("needs wandb", wandb)
-
-  gpu = change(longer, model__attention_implementation="pallas_gpu")
-  assert_refused("attention_implementation = 'pallas_gpu'", gpu)
-
-  # Written after the check in the constructor.
-  with monkeypatch.context() as patch:
-    patch.setattr(session, "find_checkpoint", lambda *_, **__: None)
-    other = session.Session(change(longer, data__seed=1), str(workdir))
-  with pytest.raises(UserError, match="data.seed was 0 and is 1"), other:
-    pass
-  assert contents(workdir) == whole
-
-  arrays = max(
-    (workdir / "checkpoints/2/state/d").iterdir(),
-    key=lambda file: file.stat().st_size,
-  )
-  intact = arrays.read_bytes()
-  arrays.write_bytes(intact[:-1])
-  assert_refused("every checkpoint in")
-  arrays.write_bytes(intact)
-
-  assert contents(workdir) == whole
-  loop.train(longer, str(workdir))
-  assert not stale.exists()
-  assert [line["step"] for line in log(workdir)] == [1, 2, 3, 4]
+  with pytest.raises(UserError, match="trained with the tokenizer 'bytes'"):
+    loop.train(config, str(tmp_path / "run"))
 
 
-def test_a_refused_start_leaves_no_files(config, whole, tmp_path):
-  other = change(
-    config, train__init_from=str(whole), model__ffn_dim=48, eval__interval=0
-  )
-  with pytest.raises(UserError, match="of another model"):
-    loop.train(other, str(tmp_path / "run"))
-  assert contents(tmp_path / "run") == {}
-
-
-def at_batch(monkeypatch, number, act):
-  """Calls `act` before the loop gets a batch."""
-  next_batch, numbers = session.Session.next_batch, itertools.count(1)
-
-  def act_and_get(self):
-    if next(numbers) == number:
-      act()
-    return next_batch(self)
-
-  monkeypatch.setattr(session.Session, "next_batch", act_and_get)
-
-
-def test_a_second_run_of_the_process_is_refused(
-  config, whole, tmp_path, monkeypatch
+def test_init_from_an_equal_tokenizer_in_another_file_is_accepted(
+  config, run_with_tokenizer, tmp_path
 ):
-  """As from two threads of a notebook. The first one goes on."""
-  refused = []
-
-  def start_second():
-    with pytest.raises(UserError, match="another run of this process") as error:
-      loop.train(change(config, data__seed=7), str(tmp_path))
-    refused.append(error)
-
-  with monkeypatch.context() as patch:
-    at_batch(patch, 2, start_second)
-    loop.train(config, str(tmp_path))
-  assert len(refused) == 1
-  assert log(tmp_path) == log(whole)
-
-
-@pytest.mark.parametrize("moment", ["last step", "sample"])
-def test_a_workdir_that_is_replaced_ends_the_run(
-  config, whole, tmp_path, monkeypatch, capsys, moment
-):
-  """Nothing changes in the directory that now has its path."""
-  workdir, old = tmp_path / "run", tmp_path / "old"
   config = change(
-    config, train__checkpoint_interval=100, train__sample_tokens=2
+    config,
+    data__mode="streamed",
+    data__tokenizer="bytes",
+    eval__interval=0,
+    train__init_from=str(run_with_tokenizer),
+    train__steps=0,
   )
 
-  def replace():
-    workdir.rename(old)
-    shutil.copytree(whole, workdir)
+  loop.train(config, str(tmp_path / "run"))
 
-  if moment == "sample":
-    generate = finish._generate_sample
-
-    def sample(*arguments):
-      replace()
-      return generate(*arguments)
-
-    monkeypatch.setattr(finish, "_generate_sample", sample)
-  else:
-    at_batch(monkeypatch, 6, replace)
-  with pytest.raises(LostWorkdir, match=f"{workdir} is no longer"):
-    train_and_finish(config, workdir)
-  assert contents(workdir) == contents(whole)
-  steps = manifest.steps(manifest.checkpoint_directory(old))
-  assert steps == ([6] if moment == "sample" else [])
-  assert "written to" not in capsys.readouterr().out
+  assert (tmp_path / "run" / "config.toml").exists()
 
 
-@pytest.mark.parametrize("error", [None, RuntimeError("a bug")])
-def test_a_workdir_that_is_deleted_ends_the_run(
-  config, tmp_path, monkeypatch, error
+# Refused runs.
+
+
+def test_a_workdir_of_another_run_is_refused(config, finished):
+  """test_checkpoint.py tests each field of the config."""
+  other = change(config, optimizer__learning_rate=0.5)
+
+  with pytest.raises(
+    UserError, match="optimizer.learning_rate was .* and is 0.5"
+  ):
+    loop.train(other, str(finished))
+
+
+def test_a_vocabulary_of_another_size_than_the_tokenizer_is_refused(
+  config, tmp_path
 ):
-  """It is not made again, and an error of the run's own is not hidden."""
-  workdir = tmp_path / "run"
-
-  def delete():
-    shutil.rmtree(workdir)
-    if error is not None:
-      raise error
-
-  config = change(config, train__checkpoint_interval=100)
-  at_batch(monkeypatch, 4, delete)
-  expected = LostWorkdir if error is None else RuntimeError
-  with pytest.raises(expected, match="is no longer|a bug"):
-    loop.train(config, str(workdir))
-  assert not workdir.exists()
+  message = "config.model.vocab_size = 100: .* 'bytes' has 256"
+  with pytest.raises(UserError, match=message):
+    loop.train(change(config, model__vocab_size=100), str(tmp_path))
 
 
 def test_a_path_in_which_orbax_would_save_no_arrays_is_refused(
   config, tmp_path
 ):
-  path = tmp_path / "lr[1]" / "run"
+  workdir = tmp_path / "lr[1]" / "run"
+
   with pytest.raises(UserError, match=r"below the directory 'lr\[1\]'"):
-    loop.train(config, str(path))
-  assert not path.exists()
+    loop.train(config, str(workdir))
+
+  assert not workdir.exists()
 
 
-def test_vocabularies_that_differ(config, tmp_path):
-  with pytest.raises(
-    UserError, match="config.model.vocab_size = 100: .* 'bytes' has 256"
-  ):
-    loop.train(change(config, model__vocab_size=100), str(tmp_path))
+class StoppedRun(NamedTuple):
+  """A run of two steps, with the remains of a later kill in its workdir.
+
+  A resume that is not refused removes these remains.
+
+  Attributes:
+    config: its config, with two more steps to do.
+    workdir: its workdir.
+    document: one of its documents.
+    tokenizer: the file of its tokenizer.
+    interrupted_save: the directory of an interrupted save.
+  """
+
+  config: Config
+  workdir: pathlib.Path
+  document: pathlib.Path
+  tokenizer: pathlib.Path
+  interrupted_save: pathlib.Path
 
 
-def spoil(monkeypatch, bad, *, first=0, interrupt_at=None):
-  """Gives the steps in `bad` one weight that makes their loss NaN or infinite, and sends SIGTERM before one step if asked."""
-  original, steps = session.put_batch, iter(range(first + 1, 1000))
+@pytest.fixture(scope="module")
+def stopped_runs(config, tmp_path_factory):
+  """Returns a function from a mode of reading data to a StoppedRun."""
+  runs: dict[str, StoppedRun] = {}
+
+  def run_with_mode(mode: str) -> StoppedRun:
+    if mode not in runs:
+      runs[mode] = make_stopped_run(config, mode, tmp_path_factory.mktemp(mode))
+    return runs[mode]
+
+  return run_with_mode
+
+
+def make_stopped_run(
+  config: Config, mode: str, directory: pathlib.Path
+) -> StoppedRun:
+  """Trains for two steps and returns the run."""
+  texts = directory / "text"
+  texts.mkdir()
+  write_documents(texts)
+  tokenizer_path = directory / "tokenizer.json"
+  write_tokenizer(tokenizer_path, shift=0)
+  config = change(
+    config,
+    data__source=f"text:{texts}/*.txt",
+    data__prepared_dir="",
+    data__tokenizer=str(tokenizer_path),
+    data__mode=mode,
+    train__steps=2,
+    eval__interval=0,
+  )
+  workdir = directory / "run"
+  loop.train(config, str(workdir))
+
+  interrupted_save = workdir / "checkpoints" / "9.orbax-checkpoint-tmp"
+  interrupted_save.mkdir()
+  (interrupted_save / "file").write_text("part of a checkpoint")
+  with (workdir / "metrics.jsonl").open("a") as file:
+    file.write('{"step": 9, "train/loss": 1.0}\n{"step": 10, "tra')
+  return StoppedRun(
+    config=change(config, train__steps=4),
+    workdir=workdir,
+    document=texts / "0.txt",
+    tokenizer=tokenizer_path,
+    interrupted_save=interrupted_save,
+  )
+
+
+@contextlib.contextmanager
+def restored_file(path: pathlib.Path) -> Iterator[None]:
+  """Restores a file at the end of the context."""
+  content = path.read_bytes()
+  try:
+    yield
+  finally:
+    path.write_bytes(content)
+
+
+def assert_refused(message: str, config: Config, workdir: pathlib.Path) -> None:
+  """Checks that a resume fails with a message and changes no file."""
+  before = file_contents(workdir)
+  with pytest.raises(UserError, match=message):
+    loop.train(config, str(workdir))
+  assert file_contents(workdir) == before
+
+
+@pytest.mark.parametrize("mode", ["prepared", "streamed"])
+def test_a_resume_with_another_tokenizer_is_refused(stopped_runs, mode):
+  run = stopped_runs(mode)
+
+  with restored_file(run.tokenizer):
+    write_tokenizer(run.tokenizer, shift=1)
+    message = "cannot continue in the data from this checkpoint"
+    assert_refused(message, run.config, run.workdir)
+
+
+@pytest.mark.parametrize("mode", ["prepared", "streamed"])
+def test_a_resume_with_a_changed_document_is_refused(stopped_runs, mode):
+  run = stopped_runs(mode)
+
+  with restored_file(run.document):
+    run.document.write_text(f"{run.document.read_text()}another line\n")
+    message = "cannot continue in the data from this checkpoint"
+    assert_refused(message, run.config, run.workdir)
+
+
+def test_a_resume_without_the_package_of_its_log_is_refused(
+  stopped_runs, monkeypatch
+):
+  run = stopped_runs("prepared")
+  monkeypatch.setitem(sys.modules, "wandb", None)
+
+  config = change(run.config, train__wandb_project="project")
+  assert_refused("needs wandb", config, run.workdir)
+
+
+def test_a_resume_with_kernels_of_another_platform_is_refused(stopped_runs):
+  run = stopped_runs("prepared")
+
+  config = change(run.config, model__attention_implementation="pallas_gpu")
+  message = "attention_implementation = 'pallas_gpu'"
+  assert_refused(message, config, run.workdir)
+
+
+def test_a_resume_from_damaged_checkpoints_is_refused(stopped_runs):
+  run = stopped_runs("prepared")
+  array_files = (run.workdir / "checkpoints/2/state/d").iterdir()
+  largest_file = max(array_files, key=lambda file: file.stat().st_size)
+
+  with restored_file(largest_file):
+    largest_file.write_bytes(largest_file.read_bytes()[:-1])
+    assert_refused("every checkpoint in", run.config, run.workdir)
+
+
+def test_a_checkpoint_of_another_run_is_refused_after_the_first_check_too(
+  stopped_runs, monkeypatch
+):
+  """Another run may save after the check in the session's constructor."""
+  run = stopped_runs("prepared")
+  before = file_contents(run.workdir)
+  with monkeypatch.context() as patch:
+    patch.setattr(session, "find_checkpoint", lambda *_, **__: None)
+    opened = session.Session(change(run.config, data__seed=1), str(run.workdir))
+
+  with pytest.raises(UserError, match="data.seed was 0 and is 1"):
+    with opened:
+      pass
+
+  assert file_contents(run.workdir) == before
+
+
+def test_a_resume_removes_an_interrupted_save_and_later_log_lines(
+  stopped_runs, tmp_path
+):
+  """The refused runs above would have removed them if they had started."""
+  run = stopped_runs("prepared")
+  workdir = shutil.copytree(run.workdir, tmp_path / "run")
+
+  loop.train(run.config, str(workdir))
+
+  assert not (workdir / "checkpoints" / run.interrupted_save.name).exists()
+  assert steps_of(read_log(workdir)) == [1, 2, 3, 4]
+
+
+# Other users of the workdir.
+
+
+def test_a_second_run_in_the_same_process_is_refused(
+  config, finished, tmp_path, monkeypatch
+):
+  """For example from two threads of a notebook. The first run continues."""
+  config = change(config, eval__interval=0)
+  refusals = []
+
+  def start_second_run():
+    with pytest.raises(UserError, match="another run of this process") as error:
+      loop.train(change(config, data__seed=7), str(tmp_path))
+    refusals.append(error)
+
+  call_before_batch(monkeypatch, 2, start_second_run)
+  loop.train(config, str(tmp_path))
+
+  assert len(refusals) == 1
+  assert training_entries(tmp_path) == training_entries(finished)
+
+
+def test_a_run_whose_workdir_is_replaced_ends_without_writing_there(
+  config, finished, tmp_path, monkeypatch, capsys
+):
+  workdir = tmp_path / "run"
+  old_workdir = tmp_path / "old"
+  config = change(config, train__checkpoint_interval=100, eval__interval=0)
+
+  def replace_workdir():
+    workdir.rename(old_workdir)
+    shutil.copytree(finished, workdir)
+
+  call_before_batch(monkeypatch, 6, replace_workdir)
+  with pytest.raises(LostWorkdir, match=f"{workdir} is no longer"):
+    train_and_finish(config, workdir)
+
+  assert file_contents(workdir) == file_contents(finished)
+  assert saved_steps(old_workdir) == []
+  assert "written to" not in capsys.readouterr().out
+
+
+def test_a_workdir_that_is_replaced_after_training_gets_no_sample(
+  config, finished, tmp_path, monkeypatch, capsys
+):
+  workdir = tmp_path / "run"
+  old_workdir = tmp_path / "old"
+  config = change(
+    config,
+    train__steps=1,
+    train__checkpoint_interval=100,
+    train__sample_tokens=2,
+    eval__interval=0,
+  )
+  original = finish.Sampler.generate
+
+  def generate(self, *arguments, **options):
+    workdir.rename(old_workdir)
+    shutil.copytree(finished, workdir)
+    return original(self, *arguments, **options)
+
+  monkeypatch.setattr(finish.Sampler, "generate", generate)
+  with pytest.raises(LostWorkdir, match=f"{workdir} is no longer"):
+    train_and_finish(config, workdir)
+
+  assert file_contents(workdir) == file_contents(finished)
+  assert saved_steps(old_workdir) == [1]
+  assert "written to" not in capsys.readouterr().out
+
+
+def test_a_workdir_that_is_deleted_ends_the_run(config, tmp_path, monkeypatch):
+  """The run does not make its workdir again."""
+  workdir = tmp_path / "run"
+  config = change(config, train__checkpoint_interval=100, eval__interval=0)
+
+  call_before_batch(monkeypatch, 4, lambda: shutil.rmtree(workdir))
+  with pytest.raises(LostWorkdir, match="is no longer"):
+    loop.train(config, str(workdir))
+
+  assert not workdir.exists()
+
+
+def test_a_deleted_workdir_does_not_hide_the_error_of_the_run(
+  config, tmp_path, monkeypatch
+):
+  workdir = tmp_path / "run"
+  config = change(config, train__checkpoint_interval=100, eval__interval=0)
+
+  def delete_workdir_and_fail():
+    shutil.rmtree(workdir)
+    raise RuntimeError("a bug")
+
+  call_before_batch(monkeypatch, 4, delete_workdir_and_fail)
+  with pytest.raises(RuntimeError, match="a bug"):
+    loop.train(config, str(workdir))
+
+  assert not workdir.exists()
+
+
+# Skipped steps.
+
+
+def spoil_batches(
+  patch: pytest.MonkeyPatch, weights: dict[int, float], *, first_step: int = 1
+) -> None:
+  """Gives one token of some batches a weight that makes the loss NaN.
+
+  Args:
+    patch: patches the session.
+    weights: for each step to spoil, the weight of the token.
+    first_step: the first step of the run.
+  """
+  original = session.put_batch
+  step = first_step - 1
 
   def put_batch(batch, mesh):
-    step = next(steps)
-    if step == interrupt_at:
-      os.kill(os.getpid(), signal.SIGTERM)
-    if step in bad:
+    nonlocal step
+    step += 1
+    if step in weights:
       batch = {**batch, "weights": batch["weights"].copy()}
-      batch["weights"][0, 0] = bad[step]
+      batch["weights"][0, 0] = weights[step]
     return original(batch, mesh)
 
-  monkeypatch.setattr(session, "put_batch", put_batch)
+  patch.setattr(session, "put_batch", put_batch)
 
 
-def test_bad_batches_are_skipped_and_a_resume_among_them_is_exact(
-  config, tmp_path, monkeypatch, capsys
-):
-  config, bad = change(config, eval__interval=0), {3: np.inf, 4: np.nan}
-  with monkeypatch.context() as patch:
-    spoil(patch, bad)
-    loop.train(config, str(tmp_path / "whole"))
-  lines = [line for line in log(tmp_path / "whole") if "train/loss" in line]
-  assert [
-    (line["train/skipped_in_a_row"], line["train/skipped_steps"])
-    for line in lines
-  ] == [(0, 0), (0, 0), (1, 1), (2, 2), (0, 2), (0, 2)]
-  printed = capsys.readouterr().err
+@pytest.fixture(scope="module")
+def skipping_run(config, tmp_path_factory):
+  """Returns the workdir of a run that skips steps 3 and 4, and its messages."""
+  workdir = tmp_path_factory.mktemp("skipping")
+  with (
+    pytest.MonkeyPatch.context() as patch,
+    contextlib.redirect_stderr(io.StringIO()) as errors,
+  ):
+    spoil_batches(patch, {3: np.inf, 4: np.nan})
+    loop.train(change(config, eval__interval=0), str(workdir))
+  return workdir, errors.getvalue()
+
+
+def test_skipped_steps_are_counted(skipping_run):
+  workdir, _ = skipping_run
+
+  entries = read_log(workdir)
+  in_a_row = [entry["train/skipped_in_a_row"] for entry in entries]
+  in_total = [entry["train/skipped_steps"] for entry in entries]
+  assert in_a_row == [0, 0, 1, 2, 0, 0]
+  assert in_total == [0, 0, 1, 2, 2, 2]
+
+
+def test_skipped_steps_are_reported(skipping_run):
+  _, errors = skipping_run
+
+  assert errors.count("update skipped") == 2
   assert (
     "step 3: update skipped (loss nan); 1 so far, training continues\n"
-    in printed
-  )
+  ) in errors
   assert (
     "step 4: update skipped (loss nan); 2 so far, 2 in a row, training"
     " continues\n"
-  ) in printed
-  assert printed.count("update skipped") == 2
-  abstract = build(config, make_mesh(config.mesh)).abstract_state.params
-  before, skipped, after = (
-    open_checkpoint(tmp_path / "whole", step).params(abstract)
-    for step in (2, 4, 6)
-  )
-  chex.assert_trees_all_equal(before, skipped)
-  assert np.any(
-    np.asarray(before["embedding"]) != np.asarray(after["embedding"])
-  )
+  ) in errors
+
+
+def test_skipped_steps_change_no_parameters(config, skipping_run):
+  workdir, _ = skipping_run
+  abstract_state = build(config, make_mesh(config.mesh)).abstract_state
+
+  before = open_checkpoint(workdir, 2).params(abstract_state.params)
+  after_skips = open_checkpoint(workdir, 4).params(abstract_state.params)
+  after_steps = open_checkpoint(workdir, 6).params(abstract_state.params)
+
+  chex.assert_trees_all_equal(after_skips, before)
+  assert np.any(after_steps["embedding"] != before["embedding"])
+
+
+def test_a_resume_between_skipped_steps_is_exact(
+  config, skipping_run, tmp_path, monkeypatch, capsys
+):
+  """The log includes the counts and the averages that detect bad steps."""
+  config = change(config, eval__interval=0)
+  bad_weights = {3: np.inf, 4: np.nan}
+  with monkeypatch.context() as patch:
+    spoil_batches(patch, bad_weights)
+    original = session.Session.train_step
+    num_steps = 0
+
+    def train_step(self, state, host_batch):
+      nonlocal num_steps
+      num_steps += 1
+      if num_steps == 3:
+        send_sigterm()
+      return original(self, state, host_batch)
+
+    patch.setattr(session.Session, "train_step", train_step)
+    loop.train(config, str(tmp_path))
 
   with monkeypatch.context() as patch:
-    spoil(patch, bad, interrupt_at=3)
-    loop.train(config, str(tmp_path / "resumed"))
-  with monkeypatch.context() as patch:
-    spoil(patch, bad, first=3)
-    loop.train(config, str(tmp_path / "resumed"))
+    spoil_batches(patch, bad_weights, first_step=4)
+    loop.train(config, str(tmp_path))
+
   assert "resuming from step 3" in capsys.readouterr().err
-  assert log(tmp_path / "resumed") == log(
-    tmp_path / "whole"
-  )  # the averages among it
+  expected_workdir, _ = skipping_run
+  assert read_log(tmp_path) == read_log(expected_workdir)
 
 
 @pytest.mark.parametrize(
-  "steps, interval, keep, named",
+  ("num_steps", "checkpoint_interval", "keep_checkpoints", "named"),
   [
-    (20, 1, 9, r"is .*/checkpoints/3\. "),
-    (6, 3, 1, r"is .*/checkpoints/3\. "),
-    *full(
-      [
-        (20, 2, 3, r"is .*/checkpoints/2\. "),
-        (20, 2, 1, r"is .*/checkpoints/4\. "),
-        (20, 100, 3, "there is no checkpoint"),
-      ]
+    pytest.param(20, 1, 9, r"is .*/checkpoints/3\. ", id="each step saved"),
+    pytest.param(6, 3, 1, r"is .*/checkpoints/3\. ", id="at the last step"),
+    pytest.param(
+      20,
+      2,
+      3,
+      r"is .*/checkpoints/2\. ",
+      id="an older checkpoint",
+      marks=pytest.mark.full,
+    ),
+    pytest.param(
+      20,
+      2,
+      1,
+      r"is .*/checkpoints/4\. ",
+      id="saved while skipping",
+      marks=pytest.mark.full,
+    ),
+    pytest.param(
+      20,
+      100,
+      3,
+      "there is no checkpoint",
+      id="no checkpoint",
+      marks=pytest.mark.full,
     ),
   ],
 )
-def test_too_many_bad_steps_in_a_row_stop_the_run(
-  config, tmp_path, monkeypatch, steps, interval, keep, named
+def test_too_many_skipped_steps_in_a_row_end_the_run(
+  config,
+  tmp_path,
+  monkeypatch,
+  num_steps,
+  checkpoint_interval,
+  keep_checkpoints,
+  named,
 ):
-  """Step 2 was skipped alone; from step 4 on all are. What is saved among them holds the parameters of step 3; step 6 may be the last."""
-  fields = dict(
-    train__max_skipped_in_a_row=3,
-    train__log_interval=100,
-    train__steps=steps,
-    eval__interval=0,
-  )
+  """The message names a checkpoint with the parameters before the bad steps.
+
+  Step 2 is skipped alone. All steps from step 4 on are skipped, and the
+  checkpoints of these steps hold the parameters of step 3.
+  """
   config = change(
     config,
-    train__checkpoint_interval=interval,
-    train__keep_checkpoints=keep,
-    **fields,
+    train__max_skipped_in_a_row=3,
+    train__log_interval=100,
+    train__steps=num_steps,
+    train__checkpoint_interval=checkpoint_interval,
+    train__keep_checkpoints=keep_checkpoints,
+    eval__interval=0,
   )
-  spoil(monkeypatch, {step: np.nan for step in (2, *range(4, 21))})
-  with pytest.raises(
-    UserError,
-    match=f"stopped at step 6: 3 steps in a row .* the last one has loss nan; .*{named}",
-  ):
+  bad_steps = [2, *range(4, 21)]
+  spoil_batches(monkeypatch, dict.fromkeys(bad_steps, np.nan))
+
+  message = (
+    "stopped at step 6: 3 steps in a row .* the last one has loss nan;"
+    f" .*{named}"
+  )
+  with pytest.raises(UserError, match=message):
     loop.train(config, str(tmp_path))
-  assert [line["step"] for line in log(tmp_path)] == [1, 2, 4, 5, 6]
+
+  assert steps_of(read_log(tmp_path)) == [1, 2, 4, 5, 6]
+
+
+def test_skipped_steps_do_not_hide_the_error_of_the_data(
+  config, tmp_path, monkeypatch
+):
+  """Step 4 is one skipped step too many, and the next batch is damaged."""
+  config = change(
+    config,
+    train__checkpoint_interval=100,
+    train__max_skipped_in_a_row=1,
+    eval__interval=0,
+  )
+
+  def fail():
+    raise UserError("row 7 is damaged")
+
+  spoil_batches(monkeypatch, {4: np.nan})
+  call_before_batch(monkeypatch, 5, fail)
+  with pytest.raises(UserError, match="row 7 is damaged"):
+    loop.train(config, str(tmp_path))
+
+  assert saved_steps(tmp_path) == [4]
+
+
+# The files of a source on the Hub.
 
 
 @pytest.fixture
 def hub_source(tmp_path, monkeypatch):
-  """Four Parquet files on a Hub, of 4,800 tokens each, as bytes."""
+  """Four Parquet files on a Hub, each with 4,800 tokens of bytes."""
   folder = tmp_path / "hub" / "datasets" / "org" / "name"
   folder.mkdir(parents=True)
   rng = np.random.default_rng(0)
@@ -1075,69 +1431,81 @@ def hub_source(tmp_path, monkeypatch):
     yield "parquet:hf://datasets/org/name/*.parquet"
 
 
-def test_a_run_keeps_the_number_of_its_files(config, tmp_path, hub_source):
-  """The workdir has the mode and the files that the run used."""
-  workdir = str(tmp_path / "run")
+def test_a_run_keeps_its_mode_and_its_number_of_files(
+  config, tmp_path, hub_source
+):
+  workdir = tmp_path / "run"
   config = change(
     config,
     data__source=hub_source,
     data__prepared_dir=str(tmp_path / "rows"),
     data__mode="auto",
     eval__interval=0,
+    train__steps=2,
     train__checkpoint_interval=100,
   )
-  loop.train(config, workdir)
-  kept = config_file.read(f"{workdir}/{config_file.NAME}").data
-  assert kept.mode == "prepared"
-  assert kept.files == 1
-  # More steps need more files.
+  loop.train(config, str(workdir))
+  stored_data = config_file.read(f"{workdir}/{config_file.NAME}").data
+  assert stored_data.mode == "prepared"
+  assert stored_data.files == 1
+
+  # A run of 40 steps would choose more files.
   longer = change(config, train__steps=40)
   with pytest.raises(UserError, match="config.data.files was 1 .* is 3"):
-    loop.train(longer, workdir)
-  loop.train(change(longer, data__files=1), workdir)
-  assert log(workdir)[-1]["step"] == 40
+    loop.train(longer, str(workdir))
+
+  one_file = change(longer, data__files=1)
+  with session.Session(one_file, str(workdir)) as resumed:
+    assert resumed.start_step == 2
 
 
-def attention_lines(printed):
-  return [line for line in printed.splitlines() if "attention:" in line]
+# The message about the attention implementation.
 
 
-def test_one_line_says_which_attention_is_used(
-  config, tmp_path, capsys, caplog
-):
-  """Neither the evaluation nor the sample adds another one."""
-  choice._reported.clear()
-  with caplog.at_level("INFO", logger=choice.__name__):
-    train_and_finish(change(config, train__sample_tokens=5), tmp_path)
-  assert attention_lines(capsys.readouterr().err) == [
+def attention_lines(errors: str) -> list[str]:
+  """Returns the lines that say which attention is used."""
+  return [line for line in errors.splitlines() if "attention:" in line]
+
+
+def test_one_line_says_which_attention_is_used(finished_run):
+  """The evaluations and the sample do not repeat it."""
+  assert attention_lines(finished_run.errors) == [
     "diffjax: attention: chunked (XLA), because this is a CPU"
   ]
-  warnings = [record for record in caplog.records if record.levelno > 20]
-  assert warnings == []
 
 
-def test_the_line_comes_before_the_first_step(
+def test_the_line_about_attention_comes_before_the_first_step_ends(
   config, tmp_path, capsys, monkeypatch
 ):
-  """Compiling it may take minutes."""
-  seen = []
-  record_dispatched_step = session.Session.record_dispatched_step
+  """Compiling the first step may take minutes."""
+  lines = []
+  original = session.Session.record_dispatched_step
 
-  def logged(self, step, measured):
-    if step == 1:
-      seen.extend(attention_lines(capsys.readouterr().err))
-    record_dispatched_step(self, step, measured)
+  def record_dispatched_step(self, step, metrics):
+    lines.extend(attention_lines(capsys.readouterr().err))
+    original(self, step, metrics)
 
-  monkeypatch.setattr(session.Session, "record_dispatched_step", logged)
-  loop.train(change(config, train__steps=2), str(tmp_path))
-  assert len(seen) == 1
-
-
-def test_a_named_attention_is_said(config, tmp_path, capsys):
-  named = change(
-    config, train__steps=2, model__attention_implementation="two_call"
+  monkeypatch.setattr(
+    session.Session, "record_dispatched_step", record_dispatched_step
   )
-  loop.train(named, str(tmp_path))
+  monkeypatch.setattr(session, "build", build)
+  loop.train(change(config, train__steps=1, eval__interval=0), str(tmp_path))
+
+  assert len(lines) == 1
+
+
+def test_an_attention_that_the_config_names_is_reported_as_such(
+  config, tmp_path, capsys
+):
+  config = change(
+    config,
+    train__steps=1,
+    eval__interval=0,
+    model__attention_implementation="two_call",
+  )
+
+  loop.train(config, str(tmp_path))
+
   assert attention_lines(capsys.readouterr().err) == [
     "diffjax: attention: two_call (stock attention), because"
     " config.model.attention_implementation names it"
