@@ -1,11 +1,6 @@
 """`diffjax.train` without --workdir: where a run goes, and who needs the flag."""
 
-import subprocess
-import sys
-
 import pytest
-
-from tests.harness import ROOT
 
 SMALL = {
   "model.num_layers": 1,
@@ -16,14 +11,14 @@ SMALL = {
   "data.validation_fraction": 0.2,
   "train.batch_size": 8,
   "train.sample_tokens": 0,
-  "eval.rows": 8,
+  "eval.interval": 0,
 }
 
 
 @pytest.fixture
 def train(command, tmp_path):
   """train("--config=tiny", steps=2): trains a small model in tmp_path."""
-  for index in range(40):
+  for index in range(20):
     line = f"document {index}: {index * 7 % 97}\n"
     (tmp_path / f"{index}.txt").write_text(line * 20)
 
@@ -40,37 +35,44 @@ def train(command, tmp_path):
 
 
 def test_a_run_goes_to_the_directory_of_its_config(train, tmp_path):
+  result = train("--config=tiny:transformer,heads=2", steps=1)
+
   workdir = "runs/tiny_transformer_heads_2"
-  variant = "--config=tiny:transformer,heads=2"
-
-  result = train(variant, steps=2)
   assert result.returncode == 0, result.stderr
-  lines = result.stderr.splitlines()
-  assert lines[0] == f"diffjax: workdir {workdir}: a new run"
-  assert (tmp_path / workdir / "checkpoints" / "2").exists()
+  first_line = result.stderr.splitlines()[0]
+  assert first_line == f"diffjax: workdir {workdir}: a new run"
+  assert (tmp_path / workdir / "checkpoints" / "1").exists()
 
-  result = train(variant, steps=3)
-  assert result.returncode == 0, result.stderr
-  resume_line = (
-    f"diffjax: workdir {workdir}: resuming from its newest checkpoint"
+
+def test_the_same_command_resumes_the_run(train):
+  train("--config=tiny", steps=1)
+
+  # With another learning rate, the run is refused after it was found.
+  resumed = train("--config=tiny", steps=1)
+  refused = train(
+    "--config=tiny", "--config.optimizer.learning_rate=1", steps=1
   )
-  lines = result.stderr.splitlines()
-  assert lines[0] == resume_line
-  assert f"diffjax: resuming from step 2 of {workdir}" in lines
 
-  result = train(variant, "--config.optimizer.learning_rate=0.1", steps=3)
-  assert result.returncode == 1
-  lines = result.stderr.splitlines()
+  resume_line = (
+    "diffjax: workdir runs/tiny: resuming from its newest checkpoint"
+  )
+  assert resumed.returncode == 0, resumed.stderr
+  lines = resumed.stderr.splitlines()
   assert lines[0] == resume_line
-  assert "optimizer.learning_rate was 0.003 and is 0.1" in lines[-1]
+  assert "diffjax: resuming from step 1 of runs/tiny" in lines
+  assert refused.returncode == 1
+  lines = refused.stderr.splitlines()
+  assert lines[0] == resume_line
+  assert "optimizer.learning_rate was 0.003 and is 1" in lines[-1]
 
 
 def test_a_workdir_that_is_named_is_used(train, tmp_path):
-  result = train("--config=tiny", "--workdir=mine", steps=1)
+  result = train("--config=tiny", "--workdir=mine", steps=0)
+
   assert result.returncode == 0, result.stderr
-  lines = result.stderr.splitlines()
-  assert lines[0] == "diffjax: workdir mine: a new run"
-  assert (tmp_path / "mine" / "checkpoints" / "1").exists()
+  first_line = result.stderr.splitlines()[0]
+  assert first_line == "diffjax: workdir mine: a new run"
+  assert (tmp_path / "mine" / "config.toml").exists()
   assert not (tmp_path / "runs").exists()
 
 
@@ -102,21 +104,28 @@ def test_several_processes_need_a_workdir(command, tmp_path):
   assert (result.returncode, result.stderr) == (1, MULTI_PROCESS_ERROR)
 
 
-def test_several_processes_of_a_cluster_need_a_workdir(tmp_path):
+# The command on a cluster of two processes, which it joins only after the flags
+# are checked.
+CLUSTER_COMMAND = """
+import contextlib
+import runpy
+import sys
+
+import jax
+
+from diffjax.parallel import processes
+
+processes.connected = lambda *_, **__: contextlib.nullcontext()
+jax.process_count = lambda: 2
+sys.argv = ["diffjax.train", "--config=tiny"]
+runpy.run_module("diffjax.train", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_several_processes_of_a_cluster_need_a_workdir(command, tmp_path):
   """Their number is known only after they have found each other."""
-  code = """if True:
-    import contextlib, runpy, sys
-    import jax
-    from diffjax.parallel import processes
-    processes.connected = lambda *_, **__: contextlib.nullcontext()
-    jax.process_count = lambda: 2
-    sys.argv = ["diffjax.train", "--config=tiny"]
-    runpy.run_module("diffjax.train", run_name="__main__", alter_sys=True)"""
-  result = subprocess.run(
-    [sys.executable, "-c", code],
-    cwd=ROOT,
-    capture_output=True,
-    text=True,
-    timeout=300,
-  )
+  (tmp_path / "cluster_command.py").write_text(CLUSTER_COMMAND)
+
+  result = command("cluster_command", cwd=tmp_path)
+
   assert (result.returncode, result.stderr) == (1, MULTI_PROCESS_ERROR)

@@ -23,10 +23,8 @@ from diffjax.training import loop, session
 from diffjax.training.program import build
 from tests.harness.tiers import full
 
-pytestmark = pytest.mark.usefixtures("system_allocator")
-
 MODEL = ModelConfig(
-  num_layers=2,
+  num_layers=1,
   embed_dim=16,
   num_heads=1,
   num_kv_heads=1,
@@ -38,7 +36,7 @@ CONFIG = Config(
   data=DataConfig(length=32, validation_fraction=0.2),
   optimizer=OptimizerConfig(warmup_steps=1),
   train=TrainConfig(
-    steps=8,
+    steps=6,
     batch_size=8,
     log_interval=1,
     checkpoint_interval=2,
@@ -48,24 +46,40 @@ CONFIG = Config(
 )
 
 
+# JAX records an event of this name for each program that it compiles.
+COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+@pytest.fixture
+def compile_events():
+  """A list that gets an item for each program that is compiled."""
+  events = []
+
+  def record(name, *_, **__):
+    if name == COMPILE_EVENT:
+      events.append(name)
+
+  jax.monitoring.register_event_duration_secs_listener(record)
+  yield events
+  jax.monitoring.clear_event_listeners()
+
+
 @pytest.mark.parametrize("accumulation", [*full([1]), 2])
-def test_a_step_is_traced_once_and_moves_nothing(monkeypatch, accumulation):
-  config = dataclasses.replace(
-    CONFIG,
-    train=dataclasses.replace(
-      CONFIG.train, accumulation=accumulation, batch_size=16
-    ),
+def test_a_step_is_traced_and_compiled_once_and_moves_nothing(
+  monkeypatch, compile_events, accumulation
+):
+  train = dataclasses.replace(
+    CONFIG.train, accumulation=accumulation, batch_size=16
   )
+  config = dataclasses.replace(CONFIG, train=train)
   mesh = make_mesh(config.mesh)
   chex.clear_trace_counter()
   jit = jax.jit
-  monkeypatch.setattr(
-    jax,
-    "jit",
-    lambda function, **options: jit(
-      chex.assert_max_traces(function, n=1), **options
-    ),
-  )
+
+  def jit_traced_once(function, **options):
+    return jit(chex.assert_max_traces(function, n=1), **options)
+
+  monkeypatch.setattr(jax, "jit", jit_traced_once)
   program = build(config, mesh)
   state = program.init()
   ints = np.ones((16, 32), np.int32)
@@ -80,68 +94,78 @@ def test_a_step_is_traced_once_and_moves_nothing(monkeypatch, accumulation):
     mesh,
   )
   state, _ = program.train_step(state, batch)
+  # Otherwise, the listener would not work.
+  assert compile_events
+  compile_events.clear()
+
   with jax.transfer_guard("disallow_explicit"):
     for _ in range(3):
       state, _ = program.train_step(state, batch)
   jax.block_until_ready(state)
 
+  assert not compile_events
 
-def test_the_loop_compiles_nothing_after_the_second_step(monkeypatch, tmp_path):
+
+def test_the_loop_compiles_nothing_after_the_second_step(
+  monkeypatch, tmp_path, compile_events
+):
   """This includes saves and log lines.
 
   Nothing is transferred, except explicitly: batches and metrics.
   """
-  for index in range(60):
+  for index in range(20):
     (tmp_path / f"{index}.txt").write_text(f"document {index} " * 40)
-  config = dataclasses.replace(
-    CONFIG,
-    data=dataclasses.replace(
-      CONFIG.data,
-      source=f"text:{tmp_path}/*.txt",
-      prepared_dir=str(tmp_path / "rows"),
-    ),
+  data = dataclasses.replace(
+    CONFIG.data,
+    source=f"text:{tmp_path}/*.txt",
+    prepared_dir=str(tmp_path / "rows"),
   )
-  calls, compiled = [], []
-  jax.monitoring.register_event_duration_secs_listener(
-    lambda name, *_, **__: compiled.append((len(calls), name))
-  )
+  config = dataclasses.replace(CONFIG, data=data)
+  num_steps = config.train.steps
+  # For each step, the number of programs that were compiled before it.
+  compiled_before_step = []
 
-  def guarded(batch, mesh):
-    calls.append(batch)
-    jax.config.update(
-      "jax_transfer_guard",
-      "disallow" if 2 < len(calls) < config.train.steps else "allow",
-    )
+  def put_batch_guarded(batch, mesh):
+    compiled_before_step.append(len(compile_events))
+    guard = "allow"
+    if 2 < len(compiled_before_step) < num_steps:
+      guard = "disallow"
+    jax.config.update("jax_transfer_guard", guard)
     return put_batch(batch, mesh)
 
-  monkeypatch.setattr(session, "put_batch", guarded)
+  monkeypatch.setattr(session, "put_batch", put_batch_guarded)
   try:
     loop.train(config, str(tmp_path / "run"))
   finally:
     jax.config.update("jax_transfer_guard", "allow")
-    jax.monitoring.clear_event_listeners()
-  assert len(calls) == config.train.steps
-  compiling_steps = set()
-  for step, name in compiled:
-    if name == "/jax/core/compile/backend_compile_duration":
-      compiling_steps.add(step)
+
+  assert len(compiled_before_step) == num_steps
   # The first step compiles. Otherwise, the listener would not work.
-  assert 1 in compiling_steps
-  assert compiling_steps.isdisjoint(range(3, config.train.steps))
+  assert compiled_before_step[1] > compiled_before_step[0]
+  assert compiled_before_step[-1] == compiled_before_step[2]
 
 
-def run_in(cache, code):
-  """Runs Python with a cache directory, and returns its output."""
-  environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
-  environment.pop("JAX_COMPILATION_CACHE_DIR", None)
-  result = subprocess.run(
-    [sys.executable, "-c", code],
-    env=environment,
-    capture_output=True,
-    text=True,
-    check=True,
-  )
-  return result.stdout
+@pytest.fixture
+def run_program(command, monkeypatch, tmp_path):
+  """Returns a function that runs Python code and returns its output.
+
+  The process has imported JAX already, but has not used it. All processes of a
+  test have the same cache directory.
+  """
+  monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+  programs_dir = tmp_path / "programs"
+  programs_dir.mkdir()
+
+  def run(code: str) -> str:
+    # A new name for each, so that Python does not run an older one's bytecode.
+    name = f"program_{len(list(programs_dir.glob('*.py')))}"
+    (programs_dir / f"{name}.py").write_text(code)
+    result = command(name, cwd=programs_dir)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+  return run
 
 
 # Prints "cache_hits" or "cache_misses" for each program, and a result.
@@ -172,25 +196,29 @@ def replace(content):
   return b"\xff"
 
 
-def test_compiled_programs_are_kept_and_damaged_ones_are_not_run(tmp_path):
-  assert "cache_misses" in run_in(tmp_path, COMPILE)
-  assert "cache_hits" in run_in(tmp_path, COMPILE)
-  kept_dir = tmp_path / "diffjax" / "compiled"
-  programs = list(kept_dir.glob("*-cache"))
-  seals = list(kept_dir.glob("*-cache.sha256"))
-  assert programs
-  assert len(seals) == len(programs)
-  for paths, damage in (
-    (programs, truncate),
-    (programs, flip_bit),
-    (seals, replace),
-  ):
-    for path in paths:
-      path.write_bytes(damage(path.read_bytes()))
-    output = run_in(tmp_path, COMPILE)
-    assert "cache_hits" not in output
-    assert "[0. 3. 6. 9.]" in output
-  assert "cache_hits" in run_in(tmp_path, COMPILE)
+@pytest.mark.parametrize(
+  ("pattern", "damage"),
+  [
+    pytest.param("*-cache", truncate, id="truncated program"),
+    pytest.param("*-cache", flip_bit, id="program with another bit"),
+    pytest.param("*-cache.sha256", replace, id="another seal"),
+  ],
+)
+def test_damaged_programs_are_compiled_again(
+  run_program, tmp_path, pattern, damage
+):
+  run_program(COMPILE)
+  paths = list((tmp_path / "diffjax" / "compiled").glob(pattern))
+  assert paths
+  for path in paths:
+    path.write_bytes(damage(path.read_bytes()))
+
+  output = run_program(COMPILE)
+
+  assert "cache_hits" not in output
+  assert "[0. 3. 6. 9.]" in output
+  # The new programs are kept.
+  assert "cache_hits" in run_program(COMPILE)
 
 
 START = (
@@ -201,46 +229,49 @@ START = (
 WRITE = "program.write_bytes(b'half');"
 
 
-def test_a_half_written_program_of_a_killed_process_is_deleted(tmp_path):
+def test_a_half_written_program_of_a_killed_process_is_deleted(
+  run_program, tmp_path
+):
   """Even if a process that lived at that time ends later."""
   kill = "os.kill(os.getpid(), signal.SIGKILL)"
   child = START + WRITE + kill
-  run_in(tmp_path, f"{START} subprocess.run([sys.executable, '-c', {child!r}])")
+  run_program(f"{START} subprocess.run([sys.executable, '-c', {child!r}])")
   kept_dir = tmp_path / "diffjax" / "compiled"
   assert not list(kept_dir.glob("NAME*"))
   # The next process deletes the directory of the killed one.
-  run_in(tmp_path, START)
+  run_program(START)
   assert not list(kept_dir.iterdir())
 
 
-def test_a_program_is_sealed_by_the_process_that_wrote_it(tmp_path):
+def test_a_program_is_sealed_by_the_process_that_wrote_it(
+  run_program, tmp_path
+):
   child = START + WRITE
-  run_in(
-    tmp_path,
-    f"{START} subprocess.run([sys.executable, '-c', {child!r}], check=True)",
+  run_program(
+    f"{START} subprocess.run([sys.executable, '-c', {child!r}], check=True)"
   )
   kept_dir = tmp_path / "diffjax" / "compiled"
   assert sorted(os.listdir(kept_dir)) == ["NAME-cache", "NAME-cache.sha256"]
-  assert run_in(tmp_path, f"{START} print(program.exists())") == "True\n"
+  assert run_program(f"{START} print(program.exists())") == "True\n"
 
 
-def test_programs_are_compiled_where_none_can_be_kept(tmp_path):
+def test_programs_are_compiled_where_none_can_be_kept(run_program, tmp_path):
   # A directory cannot be created in a file.
   (tmp_path / "diffjax").write_text("")
   code = (
     "import jax; from diffjax.host import runtime;"
     " runtime.keep_compiled_programs(); print(jax.jit(lambda x: x * 3)(2))"
   )
-  assert run_in(tmp_path, code).strip() == "6"
+  assert run_program(code).strip() == "6"
 
 
-def test_the_users_own_compilation_cache_is_left_alone(tmp_path):
+def test_the_users_own_compilation_cache_is_left_alone(run_program):
   code = (
     "import jax; jax.config.update('jax_compilation_cache_dir', '/elsewhere');"
     " from diffjax.host import runtime; runtime.keep_compiled_programs();"
     " print(jax.config.jax_compilation_cache_dir)"
   )
-  assert run_in(tmp_path, code).strip() == "/elsewhere"
+  assert run_program(code).strip() == "/elsewhere"
 
 
 linux_only = pytest.mark.skipif(
@@ -248,8 +279,16 @@ linux_only = pytest.mark.skipif(
 )
 
 
+def run_with_system_allocator(code: str) -> str:
+  """Runs Python in a new process, and returns its output."""
+  result = subprocess.run(
+    [sys.executable, "-c", code], capture_output=True, text=True, check=True
+  )
+  return result.stdout
+
+
 @linux_only
-def test_freed_pages_are_kept(tmp_path):
+def test_freed_pages_are_kept(system_allocator):
   """A program with 64 MB of temporaries needs no new pages at every call.
 
   At some calls, the temporaries may move.
@@ -265,18 +304,18 @@ def num_page_faults():
 f = jax.jit(lambda x: jnp.outer(x, x) @ x)
 x = jnp.ones(4096)
 faults = []
-for _ in range(40):
+for _ in range(15):
   before = num_page_faults()
   f(x).block_until_ready()
   faults.append(num_page_faults() - before)
 print(min(faults))
 """
   # 64 MB are 16,384 pages.
-  assert int(run_in(tmp_path, code)) < 1000
+  assert int(run_with_system_allocator(code)) < 1000
 
 
 @linux_only
-def test_other_threads_leave_the_main_threads_heap_alone(tmp_path):
+def test_other_threads_leave_the_main_threads_heap_alone(system_allocator):
   """No thread allocates where the temporaries are.
 
   By default, glibc has 8 arenas per core. There are more threads than that, and
@@ -310,11 +349,11 @@ for thread in threads: thread.join()
 print(heap_size() - before)
 """
   # A block has 8 MiB.
-  assert int(run_in(tmp_path, code)) < 2**20
+  assert int(run_with_system_allocator(code)) < 2**20
 
 
 @linux_only
-def test_freed_pages_can_be_given_back(tmp_path):
+def test_freed_pages_can_be_given_back(system_allocator):
   code = """
 import resource, threading, numpy as np
 from diffjax.host import runtime
@@ -347,7 +386,7 @@ runtime.trim_freed_memory()
 print("trimmed", resident_mib() - before)
 """
   values = {}
-  for line in run_in(tmp_path, code).splitlines():
+  for line in run_with_system_allocator(code).splitlines():
     name, value = line.split()
     values[name] = int(value)
   assert values["released"] < 16

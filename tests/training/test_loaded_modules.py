@@ -55,7 +55,7 @@ result = loop.train(
     ),
     optimizer=config.OptimizerConfig(warmup_steps=0),
     train=config.TrainConfig(steps=2, batch_size=8),
-    eval=config.EvalConfig(interval=1, rows=8),
+    eval=config.EvalConfig(interval=2, rows=8),
     mesh=config.MeshConfig(),
   ),
   f"{directory}/run",
