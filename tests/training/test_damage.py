@@ -1,81 +1,172 @@
-"""Every damage to a saved checkpoint is passed over, aloud, and nothing wrong is ever loaded; what is harmless changes nothing."""
+"""A run skips every damaged checkpoint with a warning, and loads the one before.
+
+The damaged checkpoint is step 20 of a workdir with the steps 10 and 20.
+"""
 
 import json
 import logging
 import os
+import pathlib
 import random
 import shutil
 import stat
+import subprocess
+from collections.abc import Callable
+from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl import flags
-from absl.testing import flagsaver
 
-from diffjax import checkpoints as command
 from diffjax.config import Config, UserError
 from diffjax.training import manifest
 from diffjax.training.checkpoint import (
+  Checkpoint,
   Checkpoints,
   find_checkpoint,
   open_checkpoint,
 )
-from tests.harness.tiers import full
+from tests.harness import in_process
 
 
-def make_state(seed=0):
-  draw = np.random.default_rng(seed)
+def make_state(seed: int) -> dict[str, Any]:
+  """Returns a state with random parameters."""
+  rng = np.random.default_rng(seed)
   params = {
-    name: jnp.asarray(draw.standard_normal((4, 8)), jnp.float32)
-    for name in ("query", "value")
+    "query": jnp.asarray(rng.standard_normal((4, 8)), jnp.float32),
+    "value": jnp.asarray(rng.standard_normal((4, 8)), jnp.float32),
   }
   return {"params": params, "step": jnp.int32(seed)}
 
 
-def make_config(step):
-  """Each step's own, as if the run had been prolonged in between."""
+def make_config(step: int) -> dict[str, Any]:
+  """Returns a config that differs between steps, as of a prolonged run."""
   config = Config().to_dict()
   config["train"]["steps"] = step
   return config
 
 
-def abstract(tree):
-  return jax.tree.map(
-    lambda leaf: jax.ShapeDtypeStruct(
-      leaf.shape, leaf.dtype, sharding=leaf.sharding
-    ),
-    tree,
-  )
+def abstract(tree: Any) -> Any:
+  """Returns the shapes, dtypes and shardings of a tree of arrays."""
+
+  def abstract_leaf(leaf):
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+
+  return jax.tree.map(abstract_leaf, tree)
 
 
-def save_run(workdir, seed=0):
-  checkpoints = Checkpoints(workdir, keep=10)
-  for step in (10, 20):
-    checkpoints.save(
-      step,
-      make_state(step + seed),
-      data_state={"batch": step},
-      config=make_config(step),
-    )
-  checkpoints.close()
+def save_run(workdir: pathlib.Path, first_seed: int) -> pathlib.Path:
+  """Saves the steps 10 and 20, and returns the workdir."""
+  with Checkpoints(workdir, keep=10) as checkpoints:
+    for step in (10, 20):
+      checkpoints.save(
+        step,
+        make_state(first_seed + step),
+        data_state={"batch": step},
+        config=make_config(step),
+      )
   return workdir
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-  return save_run(tmp_path_factory.mktemp("run"))
+def saved_workdir(tmp_path_factory):
+  return save_run(tmp_path_factory.mktemp("run"), first_seed=0)
 
 
-@pytest.fixture(scope="module")
-def other_run(tmp_path_factory):
-  return save_run(tmp_path_factory.mktemp("other"), seed=5)
+@pytest.fixture
+def workdir(saved_workdir, tmp_path):
+  """A workdir with the steps 10 and 20, which a test may damage."""
+  return shutil.copytree(saved_workdir, tmp_path / "run")
 
 
-# Every kind of file of a step, by what varies between saves.
-EMPTY = "orbax.checkpoint"
-KINDS = [
+@pytest.fixture
+def step_20(workdir):
+  """The directory of step 20, which a test may damage."""
+  return workdir / "checkpoints" / "20"
+
+
+def restore(workdir: pathlib.Path) -> Checkpoint | None:
+  """Returns the checkpoint from which a run is resumed."""
+  checkpoint = find_checkpoint(workdir)
+  Checkpoints(workdir, keep=10, restored=checkpoint)
+  return checkpoint
+
+
+def load_params(workdir: pathlib.Path, step: int | None = None) -> Any:
+  """Returns the parameters of a checkpoint. None is the newest one."""
+  shapes = abstract(make_state(0)["params"])
+  return open_checkpoint(workdir, step).params(shapes)
+
+
+def newest_config(workdir: pathlib.Path) -> dict[str, Any] | None:
+  """Returns the config of the newest checkpoint, without reading its arrays."""
+  checkpoint = find_checkpoint(workdir, json_only=True)
+  if checkpoint is None:
+    return None
+  return checkpoint.config
+
+
+def verify(workdir: pathlib.Path) -> subprocess.CompletedProcess:
+  """Runs the command that verifies all checkpoints."""
+  return in_process.call(
+    "diffjax.checkpoints", f"--workdir={workdir}", "--verify"
+  )
+
+
+def assert_restored(step: int, workdir: pathlib.Path) -> None:
+  """Checks that a run is resumed from a step, with all that was saved."""
+  checkpoint = restore(workdir)
+
+  assert checkpoint.step == step
+  assert checkpoint.data_state == {"batch": step}
+  assert checkpoint.config == make_config(step)
+  expected = make_state(step)
+  state = checkpoint.state(abstract(expected))
+  chex.assert_trees_all_equal(state, expected)
+  chex.assert_trees_all_equal(load_params(workdir), expected["params"])
+
+
+def assert_step_is_skipped(
+  workdir: pathlib.Path,
+  caplog: pytest.LogCaptureFixture,
+  reason: str,
+  damaged_step: int = 20,
+) -> None:
+  """Checks that step 10 is restored, and that the damage is reported.
+
+  Args:
+    workdir: the workdir with a damaged step.
+    caplog: has the log.
+    reason: part of the warning and of the output of the command that verifies.
+    damaged_step: the number of the damaged step.
+  """
+  with caplog.at_level(logging.WARNING):
+    restore(workdir)
+  [record] = caplog.records
+  warning = record.getMessage()
+  assert str(workdir / "checkpoints" / str(damaged_step)) in warning
+  assert reason in warning
+
+  assert_restored(10, workdir)
+  message = f"no complete checkpoint of step {damaged_step}"
+  with pytest.raises(UserError, match=message):
+    load_params(workdir, damaged_step)
+
+  result = verify(workdir)
+  assert result.stderr == f"error: not complete: {damaged_step}\n"
+  lines = result.stdout.splitlines()
+  [line] = [line for line in lines if line.split()[0] == str(damaged_step)]
+  assert "not complete" in line
+  assert reason in line
+
+
+# Damage of one file.
+
+# One name for each kind of file in a checkpoint. A directory stands for its
+# largest file, because the names in it differ between saves.
+KINDS_OF_FILES = [
   "manifest.json",
   "_CHECKPOINT_METADATA",
   "commit_success.txt",
@@ -87,401 +178,403 @@ KINDS = [
   "state/ocdbt.process_0/manifest.ocdbt",
   "state/ocdbt.process_0/d/",
 ]
+EMPTY_FILE = "orbax.checkpoint"
 
 
-def find(step, kind):
-  return (
-    max((step / kind).iterdir(), key=lambda file: file.stat().st_size)
-    if kind.endswith("/")
-    else step / kind
-  )
+def find_file(step: pathlib.Path, kind: str) -> pathlib.Path:
+  """Returns a checkpoint's file of a kind."""
+  if not kind.endswith("/"):
+    return step / kind
+  files = (step / kind).iterdir()
+  return max(files, key=lambda file: file.stat().st_size)
 
 
-def flip(seed):
-  def flip_bit(path):
-    data, draw = bytearray(path.read_bytes()), random.Random(seed)
-    data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
-    path.write_bytes(bytes(data))
-
-  return flip_bit
-
-
-def truncate(path):
+def truncate(path: pathlib.Path) -> None:
   path.write_bytes(path.read_bytes()[:-1])
 
 
-def empty(path):
+def empty(path: pathlib.Path) -> None:
   path.write_bytes(b"")
 
 
-def append(path):
+def flip_random_bit(path: pathlib.Path, seed: int) -> None:
+  content = bytearray(path.read_bytes())
+  rng = random.Random(seed)
+  content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+  path.write_bytes(bytes(content))
+
+
+def flip_first_bit(path: pathlib.Path) -> None:
+  flip_random_bit(path, seed=1)
+
+
+def flip_second_bit(path: pathlib.Path) -> None:
+  flip_random_bit(path, seed=2)
+
+
+def flip_third_bit(path: pathlib.Path) -> None:
+  flip_random_bit(path, seed=3)
+
+
+def delete(path: pathlib.Path) -> None:
+  path.unlink()
+
+
+def append_byte(path: pathlib.Path) -> None:
   path.write_bytes(path.read_bytes() + b"\0")
 
 
-def swap_for(make):
-  def swap(path):
+def replace_by_directory(path: pathlib.Path) -> None:
+  path.unlink()
+  path.mkdir()
+
+
+def replace_by_broken_link(path: pathlib.Path) -> None:
+  path.unlink()
+  path.symlink_to("nowhere")
+
+
+def replace_by_socket(path: pathlib.Path) -> None:
+  """Makes a file that cannot be opened. Root could open a file without rights."""
+  path.unlink()
+  os.mknod(path, stat.S_IFSOCK | 0o600)
+
+
+DAMAGES_OF_FULL_FILES = [
+  truncate,
+  empty,
+  flip_first_bit,
+  flip_second_bit,
+  flip_third_bit,
+]
+DAMAGES_OF_ALL_FILES = [
+  delete,
+  append_byte,
+  replace_by_directory,
+  replace_by_broken_link,
+  replace_by_socket,
+]
+ALL_DAMAGES = [*DAMAGES_OF_FULL_FILES, *DAMAGES_OF_ALL_FILES]
+
+
+def assert_damaged_file_is_detected(
+  workdir: pathlib.Path,
+  caplog: pytest.LogCaptureFixture,
+  kind: str,
+  damage: Callable[[pathlib.Path], None],
+) -> None:
+  """Damages one file of step 20, and checks that the step is skipped."""
+  step_20 = workdir / "checkpoints" / "20"
+  path = find_file(step_20, kind)
+
+  damage(path)
+
+  assert_step_is_skipped(workdir, caplog, str(path.relative_to(step_20)))
+  # The config is read without the other files.
+  if kind in ("manifest.json", "_CHECKPOINT_METADATA"):
+    assert newest_config(workdir) == make_config(10)
+  else:
+    assert newest_config(workdir) == make_config(20)
+
+
+@pytest.mark.parametrize("damage", ALL_DAMAGES)
+def test_each_damage_of_a_file_is_detected(workdir, caplog, damage):
+  assert_damaged_file_is_detected(workdir, caplog, "manifest.json", damage)
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_FILES)
+def test_damage_of_each_kind_of_file_is_detected(workdir, caplog, kind):
+  assert_damaged_file_is_detected(workdir, caplog, kind, truncate)
+
+
+def test_a_missing_empty_file_is_detected(workdir, caplog):
+  assert_damaged_file_is_detected(workdir, caplog, EMPTY_FILE, delete)
+
+
+@pytest.mark.parametrize("kind", ["commit_success.txt", EMPTY_FILE])
+def test_a_pipe_in_place_of_a_file_is_not_opened(workdir, caplog, kind):
+  """Opening it would wait until something is written to it."""
+
+  def replace_by_pipe(path):
     path.unlink()
-    make(path)
+    os.mkfifo(path)
 
-  return swap
-
-
-FILE_DAMAGES = {
-  "truncated": truncate,
-  "emptied": empty,
-  "bit 1": flip(1),
-  "bit 2": flip(2),
-  "bit 3": flip(3),
-  "missing": os.remove,
-  "longer": append,
-  "directory": swap_for(os.mkdir),
-  "broken link": swap_for(lambda path: path.symlink_to("nowhere")),
-  # Not chmod: root reads all the same. A socket cannot be opened; a pipe would be waited for.
-  "unreadable": swap_for(lambda path: os.mknod(path, stat.S_IFSOCK | 0o600)),
-}
-CASES = [(kind, name) for kind in KINDS for name in FILE_DAMAGES]
-CASES += [
-  (EMPTY, name)
-  for name in ("missing", "longer", "directory", "broken link", "unreadable")
-]
-# Waited for, if it were opened.
-CASES += [("commit_success.txt", "pipe"), (EMPTY, "pipe")]
-FILE_DAMAGES["pipe"] = swap_for(os.mkfifo)
+  assert_damaged_file_is_detected(workdir, caplog, kind, replace_by_pipe)
 
 
-def without_directory(step):
-  shutil.rmtree(step / "state" / "d")
+@pytest.mark.full
+@pytest.mark.parametrize("damage", ALL_DAMAGES)
+@pytest.mark.parametrize("kind", KINDS_OF_FILES[1:])
+def test_each_damage_of_each_kind_of_file_is_detected(
+  workdir, caplog, kind, damage
+):
+  assert_damaged_file_is_detected(workdir, caplog, kind, damage)
 
 
-def arrays_of_step_10(step):
-  shutil.rmtree(step / "state")
-  shutil.copytree(step.parent / "10" / "state", step / "state")
+@pytest.mark.full
+@pytest.mark.parametrize("damage", DAMAGES_OF_ALL_FILES)
+def test_each_damage_of_an_empty_file_is_detected(workdir, caplog, damage):
+  assert_damaged_file_is_detected(workdir, caplog, EMPTY_FILE, damage)
 
 
-def empty_step(step):
-  shutil.rmtree(step)
-  step.mkdir()
+def test_the_kinds_of_files_are_all_that_a_checkpoint_has(saved_workdir):
+  step_20 = saved_workdir / "checkpoints" / "20"
+  directories = tuple(kind for kind in KINDS_OF_FILES if kind.endswith("/"))
+
+  for path in step_20.rglob("*"):
+    name = str(path.relative_to(step_20))
+    if path.is_file() and not name.startswith(directories):
+      assert name in [*KINDS_OF_FILES, EMPTY_FILE]
 
 
-def step_copied_under_another_number(step):
-  shutil.rmtree(step)
-  shutil.copytree(step.parent / "10", step)
+# Damage of a whole checkpoint.
 
 
-def step_renamed(step):
-  step.rename(step.parent / "30")
+def test_a_step_without_its_arrays_is_skipped(workdir, step_20, caplog):
+  shutil.rmtree(step_20 / "state" / "d")
+
+  assert_step_is_skipped(workdir, caplog, "is missing")
 
 
-def step_is_a_file(step):
-  shutil.rmtree(step)
-  step.write_text("")
+def test_a_step_with_the_arrays_of_another_step_is_skipped(
+  workdir, step_20, caplog
+):
+  shutil.rmtree(step_20 / "state")
+  shutil.copytree(workdir / "checkpoints/10/state", step_20 / "state")
+
+  assert_step_is_skipped(workdir, caplog, "state/")
 
 
-def step_is_a_link_to_itself(step):
-  shutil.rmtree(step)
-  step.symlink_to(step.name)
+def test_an_empty_step_is_skipped(workdir, step_20, caplog):
+  shutil.rmtree(step_20)
+  step_20.mkdir()
+
+  assert_step_is_skipped(workdir, caplog, "no manifest.json")
 
 
-def step_is_a_broken_link(step):
-  shutil.rmtree(step)
-  step.symlink_to("nowhere")
+def test_a_copy_of_a_step_under_another_number_is_skipped(
+  workdir, step_20, caplog
+):
+  shutil.rmtree(step_20)
+  shutil.copytree(workdir / "checkpoints" / "10", step_20)
+
+  assert_step_is_skipped(workdir, caplog, "is of step 10")
 
 
-def manifest_of_step_10(step):
-  shutil.copy(step.parent / "10/manifest.json", step / "manifest.json")
+def test_a_renamed_step_is_skipped(workdir, step_20, caplog):
+  step_20.rename(workdir / "checkpoints" / "30")
+
+  assert_step_is_skipped(workdir, caplog, "is of step 20", damaged_step=30)
 
 
-def metadata_of_another_process(step):
-  """Orbax reads all that it finds there, and fails."""
-  (step / "state/array_metadatas/process_1").write_text("not a checkpoint's")
+def test_a_file_in_place_of_a_step_is_skipped(workdir, step_20, caplog):
+  shutil.rmtree(step_20)
+  step_20.write_text("")
+
+  assert_step_is_skipped(workdir, caplog, "Not a directory")
 
 
-def file_among_the_arrays(step):
-  (step / "state/d/0123").write_text("not a checkpoint's")
+def test_a_link_to_itself_in_place_of_a_step_is_skipped(
+  workdir, step_20, caplog
+):
+  shutil.rmtree(step_20)
+  step_20.symlink_to(step_20.name)
+
+  assert_step_is_skipped(workdir, caplog, "Too many levels of symbolic links")
 
 
-def link_to_itself_inside(step):
-  (step / "state/loop").symlink_to("..")
+def test_a_broken_link_in_place_of_a_step_is_skipped(workdir, step_20, caplog):
+  shutil.rmtree(step_20)
+  step_20.symlink_to("nowhere")
+
+  assert_step_is_skipped(workdir, caplog, "no manifest.json")
 
 
-def manifest_with_forged_metrics(step):
-  body = json.loads((step / "manifest.json").read_text())
+def test_a_file_among_the_arrays_is_detected(workdir, step_20, caplog):
+  (step_20 / "state/d/0123").write_text("no part of a checkpoint")
+
+  reason = "state/d/0123 is not of this checkpoint"
+  assert_step_is_skipped(workdir, caplog, reason)
+
+
+def test_metadata_of_another_process_are_detected(workdir, step_20, caplog):
+  """Orbax would read them and fail."""
+  name = "state/array_metadatas/process_1"
+  (step_20 / name).write_text("no part of a checkpoint")
+
+  assert_step_is_skipped(workdir, caplog, f"{name} is not of this checkpoint")
+
+
+def test_a_link_to_a_parent_among_the_files_is_detected(
+  workdir, step_20, caplog
+):
+  (step_20 / "state/loop").symlink_to("..")
+
+  assert_step_is_skipped(workdir, caplog, "state/loop/")
+
+
+# Damage of the manifest.
+
+
+def test_a_manifest_of_another_step_is_detected(workdir, step_20, caplog):
+  shutil.copy(
+    workdir / "checkpoints/10/manifest.json", step_20 / "manifest.json"
+  )
+
+  assert_step_is_skipped(workdir, caplog, "is of step 10")
+
+
+def test_a_manifest_of_another_run_is_detected(
+  workdir, step_20, tmp_path, caplog
+):
+  other = save_run(tmp_path / "other", first_seed=5)
+  shutil.copy(other / "checkpoints/20/manifest.json", step_20 / "manifest.json")
+
+  assert_step_is_skipped(workdir, caplog, reason="")
+
+
+def test_changed_metrics_in_a_manifest_are_detected(workdir, step_20, caplog):
+  body = json.loads((step_20 / "manifest.json").read_text())
   body["metrics"] = {"validation/loss": 0.0}
-  (step / "manifest.json").write_text(
-    json.dumps(body, sort_keys=True, indent=1)
-  )
+  text = json.dumps(body, sort_keys=True, indent=1)
+  (step_20 / "manifest.json").write_text(text)
 
-
-STEP_DAMAGES = [
-  (without_directory, "is missing"),
-  (arrays_of_step_10, "state/"),
-  (empty_step, "no manifest.json"),
-  (step_copied_under_another_number, "is of step 10"),
-  (step_renamed, "is of step 20"),
-  (step_is_a_file, "Not a directory"),
-  (step_is_a_link_to_itself, "Too many levels of symbolic links"),
-  (step_is_a_broken_link, "no manifest.json"),
-  (manifest_of_step_10, "is of step 10"),
-  (
-    metadata_of_another_process,
-    "state/array_metadatas/process_1 is not of this checkpoint",
-  ),
-  (file_among_the_arrays, "state/d/0123 is not of this checkpoint"),
-  (link_to_itself_inside, "state/loop/"),
-  (manifest_with_forged_metrics, "manifest.json is damaged"),
-]
-
-
-@pytest.fixture
-def workdir(saved, tmp_path):
-  return shutil.copytree(saved, tmp_path / "run")
-
-
-def verify(workdir, capsys):
-  """What the command prints, and the line that it ends with, or None."""
-  if not flags.FLAGS.is_parsed():
-    flags.FLAGS.mark_as_parsed()
-  with flagsaver.flagsaver(workdir=str(workdir), verify=True):
-    try:
-      command.main()
-      error = None
-    except UserError as caught:
-      error = str(caught)
-  return capsys.readouterr().out, error
-
-
-def newest_config(workdir):
-  """Read as at the start of a run: without the arrays."""
-  found = find_checkpoint(workdir, json_only=True)
-  return None if found is None else found.config
-
-
-def assert_holds(step, restored, params):
-  state = restored.state(abstract(make_state()))
-  for name, expected in make_state(step)["params"].items():
-    np.testing.assert_array_equal(state["params"][name], expected)
-    np.testing.assert_array_equal(params[name], expected)
-  assert (
-    restored.step
-    == int(state["step"])
-    == restored.data_state["batch"]
-    == restored.config["train"]["steps"]
-    == step
-  )
-
-
-def params(workdir, step=None):
-  return open_checkpoint(workdir, step).params(abstract(make_state()["params"]))
-
-
-def restore(workdir):
-  """The checkpoint that a run goes on from, as the run opens the workdir."""
-  found = find_checkpoint(workdir)
-  Checkpoints(workdir, keep=10, restored=found)
-  return found
-
-
-def load(workdir):
-  return restore(workdir), params(workdir)
-
-
-def assert_passed_over(workdir, caplog, capsys, reason, damaged=20):
-  path = workdir / "checkpoints" / str(damaged)
-  with caplog.at_level(logging.WARNING):
-    restored = restore(workdir)
-  warnings = [record.getMessage() for record in caplog.records]
-  assert (
-    len(warnings) == 1 and str(path) in warnings[0] and reason in warnings[0]
-  )
-  assert_holds(10, restored, params(workdir))
-  with pytest.raises(
-    UserError, match=f"no complete checkpoint of step {damaged}"
-  ):
-    params(workdir, damaged)
-  printed, error = verify(workdir, capsys)
-  (line,) = [
-    line for line in printed.splitlines() if line.split()[0] == str(damaged)
-  ]
-  assert (
-    "not complete" in line
-    and reason in line
-    and error == f"not complete: {damaged}"
-  )
-
-
-# Every kind of file once, and every damage.
-FEW = [
-  case
-  for n, case in enumerate(CASES)
-  if any(case[i] not in {other[i] for other in CASES[:n]} for i in (0, 1))
-]
+  assert_step_is_skipped(workdir, caplog, "manifest.json is damaged")
 
 
 @pytest.mark.parametrize(
-  "kind, damage",
-  [*FEW, *full(case for case in CASES if case not in FEW)],
-  ids=str,
-)
-def test_damaged_file(workdir, caplog, capsys, kind, damage):
-  path = find(workdir / "checkpoints" / "20", kind)
-  FILE_DAMAGES[damage](path)
-  assert_passed_over(
-    workdir,
-    caplog,
-    capsys,
-    str(path.relative_to(workdir / "checkpoints" / "20")),
-  )
-  # Reads one file alone: the newest config that is as it was written.
-  assert newest_config(workdir) == make_config(
-    10 if kind in ("manifest.json", "_CHECKPOINT_METADATA") else 20
-  )
-
-
-@pytest.mark.parametrize("damage, reason", STEP_DAMAGES)
-def test_damaged_step(workdir, caplog, capsys, damage, reason):
-  damage(workdir / "checkpoints" / "20")
-  assert_passed_over(
-    workdir,
-    caplog,
-    capsys,
-    reason,
-    damaged=30 if damage is step_renamed else 20,
-  )
-
-
-@pytest.mark.parametrize(
-  "text",
+  "content",
   [
-    b"{}",
-    b"[]",
-    b"null",
-    b'{"sha256": 1}',
-    b"{",
-    b"\xff\xfe{}",
-    b"[" * 100_000,
+    pytest.param(b"{}", id="empty object"),
+    pytest.param(b"[]", id="list"),
+    pytest.param(b"null", id="null"),
+    pytest.param(b'{"sha256": 1}', id="hash is a number"),
+    pytest.param(b"{", id="incomplete"),
+    pytest.param(b"\xff\xfe{}", id="not UTF-8"),
+    pytest.param(b"[" * 100_000, id="nested too deeply"),
   ],
 )
-def test_manifest_that_is_none(workdir, caplog, capsys, text):
-  (workdir / "checkpoints/20/manifest.json").write_bytes(text)
-  assert_passed_over(workdir, caplog, capsys, "manifest.json is damaged")
+def test_a_file_that_is_no_manifest_is_detected(
+  workdir, step_20, caplog, content
+):
+  (step_20 / "manifest.json").write_bytes(content)
+
+  assert_step_is_skipped(workdir, caplog, "manifest.json is damaged")
 
 
-def test_manifest_of_another_run(workdir, other_run, caplog, capsys):
-  shutil.copy(
-    other_run / "checkpoints/20/manifest.json",
-    workdir / "checkpoints/20/manifest.json",
-  )
-  assert_passed_over(workdir, caplog, capsys, "")
+def test_a_file_that_the_manifest_does_not_name_is_not_verified(step_20):
+  (step_20 / manifest.JSON_FILE).unlink()
+  manifest.write(step_20, 20, {})
+
+  with pytest.raises(manifest.Damage, match="_CHECKPOINT_METADATA"):
+    manifest.verify(step_20, 20, only=manifest.JSON_FILE)
 
 
-def test_the_cases_name_every_kind_of_file(saved):
-  step = saved / "checkpoints" / "20"
-  for path in step.rglob("*"):
-    name = str(path.relative_to(step))
-    assert path.is_dir() or any(
-      name == kind or (kind.endswith("/") and name.startswith(kind))
-      for kind in [*KINDS, EMPTY]
-    ), name
+# Harmless changes.
 
 
-def extra_files(step):
-  for name in ("notes.txt", "manifest.json.tmp", ".DS_Store", "process_1"):
-    (step / name).write_text("not a checkpoint's")
-  (step / "state" / "d" / "directory").mkdir()
-
-
-def extra_directories(step):
-  for name in ("020", "20.bak", "notes", "-30", "3_0", "³"):
-    shutil.copytree(step.parent / "10", step.parent / name)
-
-
-def moved_behind_a_link(step):
-  step.rename(step.parents[1] / "elsewhere")
-  step.symlink_to(step.parents[1] / "elsewhere")
-
-
-@pytest.mark.parametrize(
-  "change", [extra_files, extra_directories, moved_behind_a_link]
-)
-def test_harmless(workdir, caplog, capsys, change):
-  change(workdir / "checkpoints" / "20")
-  assert_holds(20, *load(workdir))
-  assert not caplog.records and newest_config(workdir) == make_config(20)
-  printed, error = verify(workdir, capsys)
-  assert error is None and len(printed.splitlines()) == 3
-
-
-def test_stale_temporary_directory(workdir, caplog, capsys):
-  stale = workdir / "checkpoints" / "30.orbax-checkpoint-tmp"
-  shutil.copytree(workdir / "checkpoints" / "20", stale)
+def assert_newest_step_is_restored(
+  workdir: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+  """Checks that step 20 is restored without a warning."""
+  assert_restored(20, workdir)
+  assert not caplog.records
   assert newest_config(workdir) == make_config(20)
-  printed, error = verify(workdir, capsys)
+  result = verify(workdir)
+  assert result.returncode == 0
+  # A heading and the two steps.
+  assert len(result.stdout.splitlines()) == 3
+
+
+def test_other_files_in_a_step_are_harmless(workdir, step_20, caplog):
+  for name in ("notes.txt", "manifest.json.tmp", ".DS_Store", "process_1"):
+    (step_20 / name).write_text("no part of a checkpoint")
+  (step_20 / "state" / "d" / "directory").mkdir()
+
+  assert_newest_step_is_restored(workdir, caplog)
+
+
+def test_directories_whose_names_are_no_steps_are_harmless(workdir, caplog):
+  directory = workdir / "checkpoints"
+  for name in ("020", "20.bak", "notes", "-30", "3_0", "³"):
+    shutil.copytree(directory / "10", directory / name)
+
+  assert_newest_step_is_restored(workdir, caplog)
+
+
+def test_a_step_may_be_a_link_to_another_directory(workdir, step_20, caplog):
+  step_20.rename(workdir / "elsewhere")
+  step_20.symlink_to(workdir / "elsewhere")
+
+  assert_newest_step_is_restored(workdir, caplog)
+
+
+def test_an_unfinished_save_is_listed_and_then_removed_by_a_run(
+  workdir, step_20, caplog
+):
+  unfinished = workdir / "checkpoints" / "30.orbax-checkpoint-tmp"
+  shutil.copytree(step_20, unfinished)
+
+  result = verify(workdir)
+  assert result.returncode == 0
   assert (
-    error is None
-    and "30.orbax-checkpoint-tmp: a save that is under way, or was interrupted"
-    in printed
-  )
-  assert stale.exists(), "a reader deletes nothing"
-  assert_holds(20, *load(workdir))
-  assert not stale.exists() and [
-    stale.name in record.getMessage() for record in caplog.records
-  ] == [True]
+    "30.orbax-checkpoint-tmp: a save that is under way, or was interrupted"
+  ) in result.stdout
+  assert newest_config(workdir) == make_config(20)
+  # Readers delete nothing.
+  assert unfinished.exists()
+
+  assert_restored(20, workdir)
+  assert not unfinished.exists()
+  [record] = caplog.records
+  assert unfinished.name in record.getMessage()
 
 
-@pytest.mark.parametrize("damage", ["truncated", "missing", "bit 1"])
-def test_all_damaged_is_an_error(workdir, capsys, damage):
+# No complete checkpoint.
+
+
+@pytest.mark.parametrize("damage", [truncate, delete, flip_first_bit])
+def test_a_workdir_with_only_damaged_steps_is_an_error(workdir, damage):
   for step in ("10", "20"):
-    FILE_DAMAGES[damage](
-      workdir / "checkpoints" / step / "_CHECKPOINT_METADATA"
-    )
-  for reader in (
-    lambda: restore(workdir),
-    lambda: open_checkpoint(workdir),
-    lambda: newest_config(workdir),
-  ):
-    with pytest.raises(
-      UserError,
-      match=r"every checkpoint in .*/checkpoints is damaged \(20: _CHECKPOINT.*intact copy.*another --workdir",
-    ):
-      reader()
-  assert verify(workdir, capsys)[1] == "not complete: 10, 20"
+    damage(workdir / "checkpoints" / step / "_CHECKPOINT_METADATA")
+
+  message = (
+    r"every checkpoint in .*/checkpoints is damaged \(20: _CHECKPOINT"
+    ".*intact copy.*another --workdir"
+  )
+  for read in (restore, open_checkpoint, newest_config):
+    with pytest.raises(UserError, match=message):
+      read(workdir)
+  assert verify(workdir).stderr == "error: not complete: 10, 20\n"
 
 
-def test_every_manifest_lost_is_an_error(workdir):
+def test_a_workdir_that_has_lost_all_manifests_is_an_error(workdir):
   for step in ("10", "20"):
     (workdir / "checkpoints" / step / "manifest.json").unlink()
+
   with pytest.raises(UserError, match="every checkpoint in"):
     restore(workdir)
 
 
-def test_first_save_interrupted_starts_from_the_beginning(workdir, caplog):
-  shutil.rmtree(workdir / "checkpoints" / "10")
-  (workdir / "checkpoints" / "20" / "manifest.json").unlink()
-  assert restore(workdir) is None
-  assert (
-    newest_config(workdir) is None
-    and "its save or its deletion was interrupted" in caplog.text
-  )
-
-
-def test_first_saves_interrupted_at_two_steps_start_from_the_beginning(
-  tmp_path,
+def test_a_run_whose_first_save_was_interrupted_starts_again(
+  workdir, step_20, caplog
 ):
-  """Each run is killed after Orbax's files, before the manifest."""
+  shutil.rmtree(workdir / "checkpoints" / "10")
+  (step_20 / "manifest.json").unlink()
+
+  assert restore(workdir) is None
+  assert newest_config(workdir) is None
+  assert "its save or its deletion was interrupted" in caplog.text
+
+
+def test_a_run_whose_first_save_was_interrupted_twice_starts_again(tmp_path):
+  """Each time, the run is killed after Orbax's files, before the manifest."""
   for step in (20, 10):
-    with Checkpoints(
-      tmp_path, keep=10, restored=find_checkpoint(tmp_path)
-    ) as checkpoints:
+    restored = find_checkpoint(tmp_path)
+    with Checkpoints(tmp_path, keep=10, restored=restored) as checkpoints:
       checkpoints.save(
         step, make_state(step), data_state={}, config=make_config(step)
       )
     (tmp_path / "checkpoints" / str(step) / "manifest.json").unlink()
+
   assert restore(tmp_path) is None
-
-
-def test_a_file_that_the_manifest_does_not_name_is_not_verified(workdir):
-  step = workdir / "checkpoints" / "20"
-  (step / manifest.JSON_FILE).unlink()
-  manifest.write(step, 20, {})
-  with pytest.raises(manifest.Damage, match="_CHECKPOINT_METADATA"):
-    manifest.verify(step, 20, only=manifest.JSON_FILE)

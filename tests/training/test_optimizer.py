@@ -1,8 +1,11 @@
-"""Parameters are treated by name; updates equal their definitions; a bad step changes nothing and is counted."""
+"""Parameters are selected by name, updates have their definitions, and bad steps
+change nothing.
+"""
 
 import dataclasses
-import functools
+from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,8 +24,15 @@ from diffjax.config import (
   check,
 )
 from diffjax.training import optimizer
+from tests.harness.tolerances import FLOAT32_MODEL
 
-L, E, H, G, D, K, M, V, F, N = 2, 12, 2, 2, 4, 1, 2, 8, 20, 16
+# Layers, width, heads, maps in a head and width of a map. Then key heads, their
+# maps and the width of values. Then the width of the feed-forward layers and the
+# size of the vocabulary.
+L, E, H, G, D = 2, 12, 2, 2, 4
+K, M, V = 1, 2, 8
+F, N = 20, 16
+
 SHAPES = {
   "embedding": (N, E),
   "unembedding": (N, E),
@@ -45,8 +55,8 @@ SHAPES = {
     "ffn": {"gate": (L, E, F), "up": (L, E, F), "down": (L, F, E)},
   },
 }
-MATRICES = {"query", "key", "value", "out", "lambda_hat", "gate", "up", "down"}
-FLAT = {
+# The matrices of a layer, with their numbers of inputs and outputs.
+MATRIX_SHAPES = {
   "query": (E, H * G * D),
   "key": (E, K * M * D),
   "value": (E, K * V),
@@ -56,90 +66,266 @@ FLAT = {
   "up": (E, F),
   "down": (F, E),
 }
-STILL = OptimizerConfig(
+MATRICES = set(MATRIX_SHAPES)
+
+# A constant learning rate.
+CONSTANT_RATE = OptimizerConfig(
   schedule="wsd", decay_fraction=0.0, warmup_steps=0, clip_norm=0.0
-)  # a constant learning rate
+)
 
 
-def random_tree(seed, scale=1.0):
+def random_tree(seed: int, scale: float = 1.0) -> Any:
+  """Returns random parameters or gradients of a small model."""
   rng = np.random.default_rng(seed)
+
+  def random_leaf(shape):
+    return jnp.asarray(scale * rng.standard_normal(shape), jnp.float32)
+
   return jax.tree.map(
-    lambda shape: jnp.asarray(scale * rng.standard_normal(shape), jnp.float32),
-    SHAPES,
-    is_leaf=lambda node: isinstance(node, tuple),
+    random_leaf, SHAPES, is_leaf=lambda node: isinstance(node, tuple)
   )
 
 
-def make_optimizer(config, steps):
-  return optimizer.make_optimizer(
-    config, optimizer.make_schedule(config, steps)
-  )
+def by_name(tree: Any) -> dict[str, jax.Array]:
+  """Returns the leaves of a tree of parameters by their names."""
+  leaves = {}
+  for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    leaves[path[-1].key] = leaf
+  return leaves
 
 
-def first_update(tx, gradients, params):
-  # Compiled as one program: op by op, Muon compiles for ten times as long.
-  return by_name(
-    jax.jit(lambda g, p: tx.update(g, tx.init(p), p)[0])(gradients, params)
-  )
+def make_optimizer(
+  config: OptimizerConfig, steps: int = 10
+) -> optax.GradientTransformationExtraArgs:
+  """Returns the optimizer of a run of some steps."""
+  schedule = optimizer.make_schedule(config, steps)
+  return optimizer.make_optimizer(config, schedule)
 
 
-def by_name(tree):
-  return {
-    path[-1].key: leaf
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-  }
+def first_update(
+  transformation: optax.GradientTransformation, gradients: Any, params: Any
+) -> dict[str, jax.Array]:
+  """Returns the updates of the first step, by the names of parameters."""
+
+  # Compiled as one program. Operation by operation, Muon compiles for ten times
+  # as long.
+  @jax.jit
+  def update(gradients, params):
+    state = transformation.init(params)
+    updates, _ = transformation.update(gradients, state, params)
+    return updates
+
+  return by_name(update(gradients, params))
 
 
-def test_decay_mask_takes_the_layers_matrices_alone():
+def names_that_differ(
+  actual: dict[str, jax.Array], expected: dict[str, jax.Array]
+) -> set[str]:
+  """Returns the names of the arrays that are not nearly equal."""
+  names = set()
+  for name in actual:
+    if not np.allclose(actual[name], expected[name], rtol=1e-5):
+      names.add(name)
+  return names
+
+
+# Which parameters are treated how.
+
+
+def test_only_the_matrices_of_layers_decay():
   mask = by_name(optimizer.decay_mask(random_tree(0)))
+
   assert {name for name, decays in mask.items() if decays} == MATRICES
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_unknown_parameter_is_an_error(name):
-  params = {
-    "layers": {
-      "attention": {
-        "query": jnp.ones((L, E, H, G, D)),
-        "temperature": jnp.ones((L, H)),
-      }
-    }
-  }
-  with pytest.raises(ValueError, match="layers/attention/temperature"):
-    make_optimizer(dataclasses.replace(STILL, name=name), 10).init(params)
-
-
-def test_muon_takes_the_matrices_and_adam_the_rest():
-  params, gradients = random_tree(0), random_tree(1)
+def test_weight_decay_follows_the_mask(name):
   config = dataclasses.replace(
-    STILL, name="muon", weight_decay=0.0, learning_rate=1.0
+    CONSTANT_RATE, name=name, weight_decay=0.25, learning_rate=0.5
   )
-  muon, adam = (
-    make_optimizer(config, 10),
-    make_optimizer(dataclasses.replace(config, name="adamw"), 10),
+  params = random_tree(0)
+  gradients = jax.tree.map(jnp.zeros_like, params)
+
+  updates = first_update(make_optimizer(config), gradients, params)
+
+  expected = {}
+  for name, leaf in by_name(params).items():
+    if name in MATRICES:
+      expected[name] = -0.125 * leaf
+    else:
+      expected[name] = jnp.zeros_like(leaf)
+  chex.assert_trees_all_close(updates, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_parameter_that_is_not_in_the_table_is_an_error(name):
+  attention = {
+    "query": jnp.ones((L, E, H, G, D)),
+    "temperature": jnp.ones((L, H)),
+  }
+  config = dataclasses.replace(CONSTANT_RATE, name=name)
+
+  with pytest.raises(ValueError, match="layers/attention/temperature"):
+    make_optimizer(config).init({"layers": {"attention": attention}})
+
+
+def test_muon_updates_the_matrices_and_adam_the_other_parameters():
+  params = random_tree(0)
+  gradients = random_tree(1)
+  config = dataclasses.replace(
+    CONSTANT_RATE, name="muon", weight_decay=0.0, learning_rate=1.0
   )
-  ours = first_update(muon, gradients, params)
-  adams = first_update(adam, gradients, params)
-  assert {
-    name for name in ours if not np.allclose(ours[name], adams[name], rtol=1e-5)
-  } == MATRICES
-  # What this file is for: left alone, optax's Muon takes every 2-D array and leaves the stacked matrices out.
-  stock = optax.contrib.muon(
+  adam_config = dataclasses.replace(config, name="adamw")
+
+  updates = first_update(make_optimizer(config), gradients, params)
+
+  adam_updates = first_update(make_optimizer(adam_config), gradients, params)
+  assert names_that_differ(updates, adam_updates) == MATRICES
+
+
+def test_the_muon_of_optax_would_not_update_stacked_matrices():
+  """It selects arrays of rank 2, which is why diffjax selects by name."""
+  params = random_tree(0)
+  gradients = random_tree(1)
+  config = dataclasses.replace(
+    CONSTANT_RATE, weight_decay=0.0, learning_rate=1.0
+  )
+  muon = optax.contrib.muon(
     1.0, eps=config.eps, adam_b1=config.b1, adam_b2=config.b2, nesterov=False
   )
-  theirs = first_update(stock, gradients, params)
-  wrong = {
-    name
-    for name in theirs
-    if not np.allclose(theirs[name], adams[name], rtol=1e-5)
-  }
-  assert (
-    wrong == {name for name, leaf in by_name(params).items() if leaf.ndim == 2}
-    and not wrong & MATRICES
+
+  updates = first_update(muon, gradients, params)
+
+  adam_updates = first_update(make_optimizer(config), gradients, params)
+  names_of_rank_2 = set()
+  for name, leaf in by_name(params).items():
+    if leaf.ndim == 2:
+      names_of_rank_2.add(name)
+  assert names_that_differ(updates, adam_updates) == names_of_rank_2
+  assert names_of_rank_2.isdisjoint(MATRICES)
+
+
+# The updates.
+
+
+def test_muon_updates_each_matrix_of_each_layer_as_optax_does():
+  params = random_tree(0)
+  gradients = random_tree(1)
+  config = dataclasses.replace(
+    CONSTANT_RATE, name="muon", weight_decay=0.0, learning_rate=1.0
   )
+  muon = optax.contrib.muon(1.0, beta=config.muon_momentum, consistent_rms=0.2)
+  matrix_gradients = {}
+  for name, shape in MATRIX_SHAPES.items():
+    for layer in range(L):
+      gradient = by_name(gradients)[name][layer]
+      matrix_gradients[f"{name}{layer}"] = gradient.reshape(shape)
+
+  updates = first_update(make_optimizer(config), gradients, params)
+
+  expected = first_update(muon, matrix_gradients, matrix_gradients)
+  for name, shape in MATRIX_SHAPES.items():
+    for layer in range(L):
+      update = np.asarray(updates[name][layer]).reshape(shape)
+      chex.assert_trees_all_close(
+        update, expected[f"{name}{layer}"], **FLOAT32_MODEL
+      )
+      # An orthogonal matrix has the singular value 1. Five steps of
+      # Newton–Schulz end between 0.7 and 1.2 (Keller Jordan's post on Muon).
+      scale = 0.2 * np.sqrt(max(shape))
+      singular_values = np.linalg.svd(update, compute_uv=False) / scale
+      assert singular_values.min() > 0.6
+      assert singular_values.max() < 1.3
 
 
-EXTREMES = [
+def adamw_in_float64(
+  params: Any, gradients: list[Any], rates: list[float]
+) -> dict[str, np.ndarray]:
+  """Returns the parameters after some steps of AdamW, by its formulas.
+
+  b1 = 0.9, b2 = 0.95, eps = 1e-6, weight decay 0.3 and clipping at a norm of
+  1.5.
+
+  Args:
+    params: the initial parameters.
+    gradients: the gradients of each step.
+    rates: the learning rate of each step.
+  """
+  values = {}
+  for name, leaf in by_name(params).items():
+    values[name] = np.asarray(leaf, np.float64)
+  first_moments = {name: np.zeros_like(leaf) for name, leaf in values.items()}
+  second_moments = {name: np.zeros_like(leaf) for name, leaf in values.items()}
+  for step, rate in enumerate(rates, start=1):
+    squared_norm = 0.0
+    for gradient in by_name(gradients[step - 1]).values():
+      squared_norm += np.sum(np.asarray(gradient, np.float64) ** 2)
+    clip_factor = min(1.0, 1.5 / np.sqrt(squared_norm))
+    for name, leaf in by_name(gradients[step - 1]).items():
+      gradient = clip_factor * np.asarray(leaf, np.float64)
+      first_moments[name] = 0.9 * first_moments[name] + 0.1 * gradient
+      second_moments[name] = 0.95 * second_moments[name] + 0.05 * gradient**2
+      mean = first_moments[name] / (1 - 0.9**step)
+      variance = second_moments[name] / (1 - 0.95**step)
+      direction = mean / (np.sqrt(variance) + 1e-6)
+      if name in MATRICES:
+        direction += 0.3 * values[name]
+      values[name] = values[name] - rate * direction
+  return values
+
+
+def test_adamw_equals_its_formulas_in_float64():
+  config = OptimizerConfig(
+    schedule="linear",
+    warmup_steps=2,
+    learning_rate=0.02,
+    weight_decay=0.3,
+    clip_norm=1.5,
+    eps=1e-6,
+  )
+  transformation = make_optimizer(config, steps=6)
+  initial_params = random_tree(0)
+  # Some gradients are clipped.
+  gradients = []
+  for step, scale in enumerate([0.01, 3.0, 1.0, 0.1]):
+    gradients.append(random_tree(10 + step, scale))
+
+  params = initial_params
+  state = transformation.init(params)
+  update = jax.jit(transformation.update)
+  for step_gradients in gradients:
+    updates, state = update(step_gradients, state, params)
+    params = optax.apply_updates(params, updates)
+
+  rates = [0.0, 0.01, 0.02, 0.015]
+  expected = adamw_in_float64(initial_params, gradients, rates)
+  chex.assert_trees_all_close(by_name(params), expected, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+  ("clip_norm", "expected_norm"),
+  [
+    pytest.param(1.0, 1.0, id="clipped"),
+    pytest.param(0.0, 100.0, id="no limit"),
+  ],
+)
+def test_clipping_limits_the_norm_of_the_gradients(clip_norm, expected_norm):
+  config = dataclasses.replace(CONSTANT_RATE, clip_norm=clip_norm, b1=0.0)
+  params = {"up": jnp.ones((L, E, F))}
+  element = 100.0 / np.sqrt(L * E * F)
+  gradients = {"up": jnp.full((L, E, F), element)}
+  transformation = make_optimizer(config)
+
+  state = transformation.init(params)
+  _, state = jax.jit(transformation.update)(gradients, state, params)
+
+  # With b1 = 0, Adam's first moments are the clipped gradients.
+  moments = optax.tree.get(state, "mu")
+  norm = float(optax.tree.norm(moments))
+  assert norm == pytest.approx(expected_norm, rel=1e-5)
+
+
+EXTREME_FIELDS = [
   dict(b1=0.9999999, b2=0.0, muon_momentum=0.0),
   dict(b1=0.0, b2=0.9999999, muon_momentum=0.9999999),
   dict(eps=SMALLEST_MAGNITUDE, learning_rate=LARGEST_MAGNITUDE),
@@ -160,10 +346,10 @@ EXTREMES = [
 ]
 
 
-@pytest.mark.parametrize("fields", EXTREMES, ids=str)
-def test_the_first_update_at_the_bounds_is_finite(fields):
-  """Muon's matrices and Adam's other parameters, some without a gradient."""
-  config = dataclasses.replace(STILL, name="muon", **fields)
+@pytest.mark.parametrize("fields", EXTREME_FIELDS, ids=str)
+def test_the_first_update_is_finite_at_the_limits_of_the_config(fields):
+  """Muon updates the matrices here, and some gradients are zero."""
+  config = dataclasses.replace(CONSTANT_RATE, name="muon", **fields)
   check(Config(optimizer=config))
   matrix = jnp.array([[[1.0, 2.0], [3.0, -1.0]]])
   params = {
@@ -176,204 +362,132 @@ def test_the_first_update_at_the_bounds_is_finite(fields):
     "final_norm": jnp.zeros(2),
     "layers": {"ffn": {"gate": 1e-3 * matrix, "up": 0 * matrix}},
   }
-  updates = first_update(make_optimizer(config, 10), gradients, params)
-  for update in updates.values():
-    assert np.isfinite(update).all()
+
+  updates = first_update(make_optimizer(config), gradients, params)
+
+  chex.assert_tree_all_finite(updates)
 
 
-def test_muon_updates_each_layer_as_one_orthogonal_matrix():
-  params, gradients = random_tree(0), random_tree(1)
+# Frozen parameters.
+
+FROZEN = {"lambda_q1", "lambda_k2", "value"}
+TRAINED = by_name(random_tree(0)).keys() - FROZEN
+
+
+def config_with_frozen(name: str, field: str) -> OptimizerConfig:
+  """Returns a config that freezes FROZEN by one of its two fields."""
   config = dataclasses.replace(
-    STILL, name="muon", weight_decay=0.0, learning_rate=1.0
+    CONSTANT_RATE, name=name, clip_norm=1.0, weight_decay=0.1
   )
-  tx = make_optimizer(config, 10)
-  updates = first_update(tx, gradients, params)
-  stock = optax.contrib.muon(1.0, beta=config.muon_momentum, consistent_rms=0.2)
-  slices = {
-    f"{name}{layer}": by_name(gradients)[name][layer].reshape(shape)
-    for name, shape in FLAT.items()
-    for layer in range(L)
-  }
-  alone = jax.jit(lambda g: stock.update(g, stock.init(g), g)[0])(slices)
-  for name, shape in FLAT.items():
-    for layer in range(L):
-      got = np.asarray(updates[name][layer]).reshape(shape)
-      np.testing.assert_allclose(
-        got, alone[f"{name}{layer}"], rtol=2e-3, atol=2e-4, err_msg=name
-      )
-      # Newton–Schulz with five steps ends between 0.7 and 1.2 (Keller Jordan's post), around an exactly orthogonal matrix.
-      singular = np.linalg.svd(got, compute_uv=False) / (
-        0.2 * np.sqrt(max(shape))
-      )
-      assert singular.min() > 0.6 and singular.max() < 1.3, (name, singular)
+  if field == "frozen":
+    return dataclasses.replace(config, frozen=", ".join(sorted(FROZEN)))
+  return dataclasses.replace(config, trained=",".join(sorted(TRAINED)))
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_frozen_parameters_stay(name):
-  """Matrices, which decay, as λ vectors; the others move as if the frozen ones had no gradient, the clip included."""
-  frozen = {"lambda_q1", "lambda_k2", "value"}
-  config = dataclasses.replace(
-    STILL, name=name, clip_norm=1.0, weight_decay=0.1
+def test_other_parameters_move_as_if_the_frozen_ones_had_no_gradient(name):
+  """The norm that is clipped does not include the frozen gradients."""
+  config = config_with_frozen(name, "frozen")
+  params = random_tree(0)
+  gradients = random_tree(1)
+  transformation = make_optimizer(config)
+
+  def zero_if_frozen(path, leaf):
+    if path[-1].key in FROZEN:
+      return jnp.zeros_like(leaf)
+    return leaf
+
+  updates = first_update(
+    transformation,
+    optimizer.trained_part(config, gradients),
+    optimizer.trained_part(config, params),
   )
-  params, gradients = random_tree(0), random_tree(1)
-  none = jax.tree_util.tree_map_with_path(
-    lambda path, leaf: jnp.zeros_like(leaf) if path[-1].key in frozen else leaf,
-    gradients,
+
+  expected = first_update(
+    transformation,
+    jax.tree_util.tree_map_with_path(zero_if_frozen, gradients),
+    params,
   )
-  moving = first_update(make_optimizer(config, 10), none, params)
-  fields = {
-    "frozen": ", ".join(sorted(frozen)),
-    "trained": ",".join(sorted(moving.keys() - frozen)),
-  }
-  for field, names in fields.items():
-    part = functools.partial(
-      optimizer.trained_part, dataclasses.replace(config, **{field: names})
-    )
-    tx = make_optimizer(config, 10)
-    updates, state = jax.jit(tx.update)(
-      part(gradients), tx.init(part(params)), part(params)
-    )
-    assert by_name(updates).keys() == moving.keys() - frozen
-    for key, update in by_name(updates).items():
-      np.testing.assert_allclose(
-        update, moving[key], rtol=2e-6, atol=1e-9, err_msg=key
-      )  # the norm is summed in another order
-    kept = {
-      path[-1].key
-      for path, _ in jax.tree_util.tree_leaves_with_path(state)
-      if isinstance(path[-1], jax.tree_util.DictKey)
-    }
-    assert kept & by_name(params).keys() == moving.keys() - frozen, "moments"
-    whole = by_name(
-      optimizer.with_frozen(optax.apply_updates(part(params), updates), params)
-    )
-    for key, leaf in by_name(params).items():
-      np.testing.assert_array_equal(
-        whole[key],
-        leaf if key in frozen else leaf + by_name(updates)[key],
-        err_msg=key,
-      )
-  assert np.abs(moving["value"]).max() > 0, "weight decay alone moves it"
+  # Otherwise, weight decay would move a frozen matrix.
+  assert np.abs(expected["value"]).max() > 0
+  expected = {key: expected[key] for key in TRAINED}
+  # The norm is summed in another order.
+  chex.assert_trees_all_close(updates, expected, rtol=2e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("field", ["frozen", "trained"])
-def test_frozen_names_are_checked(field):
-  params = {"embedding": jnp.zeros((N, E))}
-  with pytest.raises(
-    UserError,
-    match=f"config.optimizer.{field}: 'lambda_q' is no parameter; there are embedding, .* query, key",
-  ):
-    optimizer.trained_part(
-      dataclasses.replace(STILL, **{field: "embedding,lambda_q"}), params
-    )
-  with pytest.raises(
-    UserError,
-    match=f"config.optimizer.{field}: this model has no 'lambda_q1'; it has embedding$",
-  ):
-    optimizer.trained_part(
-      dataclasses.replace(STILL, **{field: "lambda_q1,embedding"}), params
-    )
-
-
-def test_the_state_is_as_ever_without_frozen_parameters():
-  """Older checkpoints go on."""
-  paths = [
-    jax.tree_util.keystr(path)
-    for path, _ in jax.tree_util.tree_leaves_with_path(
-      make_optimizer(STILL, 10).init({"embedding": jnp.zeros(3)})
-    )
-  ]
-  assert paths[-1] == "[1].count" and "[0].inner[1].mu['embedding']" in paths
-
-
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_decay_follows_the_mask(name):
-  params, zeros = random_tree(0), jax.tree.map(jnp.zeros_like, random_tree(0))
-  tx = make_optimizer(
-    dataclasses.replace(STILL, name=name, weight_decay=0.25, learning_rate=0.5),
-    10,
-  )
-  updates = first_update(tx, zeros, params)
-  for leaf_name, leaf in by_name(params).items():
-    np.testing.assert_allclose(
-      updates[leaf_name],
-      -0.125 * leaf if leaf_name in MATRICES else 0 * leaf,
-      rtol=1e-6,
-      err_msg=leaf_name,
-    )
+def test_frozen_parameters_have_no_moments(name, field):
+  config = config_with_frozen(name, field)
+  params = optimizer.trained_part(config, random_tree(0))
+
+  state = make_optimizer(config).init(params)
+
+  names = set()
+  for path, _ in jax.tree_util.tree_leaves_with_path(state):
+    if isinstance(path[-1], jax.tree_util.DictKey):
+      names.add(path[-1].key)
+  assert names & by_name(random_tree(0)).keys() == TRAINED
 
 
-def test_adamw_equals_float64_by_hand():
-  config = OptimizerConfig(
-    schedule="linear",
-    warmup_steps=2,
-    learning_rate=0.02,
-    weight_decay=0.3,
-    clip_norm=1.5,
-    eps=1e-6,
-  )
-  tx, params = make_optimizer(config, 6), random_tree(0)
-  state, rates = tx.init(params), [0.0, 0.01, 0.02, 0.015]
-  hand = {
-    name: np.asarray(leaf, np.float64) for name, leaf in by_name(params).items()
-  }
-  first = {name: 0.0 * leaf for name, leaf in hand.items()}
-  second = {name: 0.0 * leaf for name, leaf in hand.items()}
-  update = jax.jit(tx.update)
-  for step, rate in enumerate(rates):
-    gradients = random_tree(10 + step, scale=[0.01, 3.0, 1.0, 0.1][step])
-    updates, state = update(gradients, state, params)
-    params = optax.apply_updates(params, updates)
-    exact = {
-      name: np.asarray(leaf, np.float64)
-      for name, leaf in by_name(gradients).items()
-    }
-    shrink = min(
-      1.0, 1.5 / np.sqrt(sum((leaf**2).sum() for leaf in exact.values()))
-    )
-    for name, leaf in exact.items():
-      first[name] = 0.9 * first[name] + 0.1 * shrink * leaf
-      second[name] = 0.95 * second[name] + 0.05 * (shrink * leaf) ** 2
-      adam = (
-        first[name]
-        / (1 - 0.9 ** (step + 1))
-        / (np.sqrt(second[name] / (1 - 0.95 ** (step + 1))) + 1e-6)
-      )
-      hand[name] = hand[name] - rate * (
-        adam + (0.3 * hand[name] if name in MATRICES else 0.0)
-      )
+@pytest.mark.parametrize("field", ["frozen", "trained"])
+def test_frozen_and_trained_parameters_make_the_whole(field):
+  config = config_with_frozen("adamw", field)
+  params = random_tree(0)
+
+  trained = optimizer.trained_part(config, params)
+  updated = jax.tree.map(lambda leaf: leaf + 1, trained)
+  whole = by_name(optimizer.with_frozen(updated, params))
+
+  assert by_name(trained).keys() == TRAINED
+  expected = {}
   for name, leaf in by_name(params).items():
-    np.testing.assert_allclose(
-      leaf, hand[name], rtol=0, atol=2e-6, err_msg=name
-    )
+    if name in FROZEN:
+      expected[name] = leaf
+    else:
+      expected[name] = leaf + 1
+  chex.assert_trees_all_equal(whole, expected)
 
 
-def test_clip_limits_the_global_norm_and_zero_means_no_limit():
-  params, huge, seen = (
-    {"up": jnp.ones((L, E, F))},
-    {"up": jnp.full((L, E, F), 100.0)},
-    [],
+@pytest.mark.parametrize("field", ["frozen", "trained"])
+def test_a_frozen_name_that_no_model_has_is_an_error(field):
+  config = dataclasses.replace(CONSTANT_RATE, **{field: "embedding,lambda_q"})
+
+  message = (
+    f"config.optimizer.{field}: 'lambda_q' is no parameter; there are"
+    " embedding, .* query, key"
   )
-  for clip_norm in (1.0, 0.0):
-    tx = make_optimizer(
-      dataclasses.replace(STILL, clip_norm=clip_norm, b1=0.0), 10
-    )
-    _, state = jax.jit(tx.update)(huge, tx.init(params), params)
-    (moments,) = [
-      node
-      for node in jax.tree.leaves(
-        state, is_leaf=lambda node: isinstance(node, optax.ScaleByAdamState)
-      )
-      if isinstance(node, optax.ScaleByAdamState)
-    ]
-    seen.append(float(optax.tree.norm(moments.mu)))
-  assert seen[0] == pytest.approx(1.0, rel=1e-5) and seen[1] == pytest.approx(
-    float(optax.tree.norm(huge)), rel=1e-5
+  with pytest.raises(UserError, match=message):
+    optimizer.trained_part(config, {"embedding": jnp.zeros((N, E))})
+
+
+@pytest.mark.parametrize("field", ["frozen", "trained"])
+def test_a_frozen_name_that_this_model_lacks_is_an_error(field):
+  config = dataclasses.replace(CONSTANT_RATE, **{field: "lambda_q1,embedding"})
+
+  message = (
+    f"config.optimizer.{field}: this model has no 'lambda_q1'; it has"
+    " embedding$"
   )
+  with pytest.raises(UserError, match=message):
+    optimizer.trained_part(config, {"embedding": jnp.zeros((N, E))})
+
+
+def test_the_state_has_the_structure_of_older_checkpoints():
+  state = make_optimizer(CONSTANT_RATE).init({"embedding": jnp.zeros(3)})
+
+  paths = []
+  for path, _ in jax.tree_util.tree_leaves_with_path(state):
+    paths.append(jax.tree_util.keystr(path))
+  assert paths[-1] == "[1].count"
+  assert "[0].inner[1].mu['embedding']" in paths
+
+
+# The learning rate.
 
 
 @pytest.mark.parametrize(
-  "schedule, points",
+  ("schedule", "rate_at_step"),
   [
     ("linear", {0: 0, 5: 1, 10: 2, 60: 1.1, 110: 0.2, 200: 0.2}),
     (
@@ -391,7 +505,7 @@ def test_clip_limits_the_global_norm_and_zero_means_no_limit():
     ("wsd", {0: 0, 5: 1, 10: 2, 60: 2, 88: 2, 99: 1.1, 110: 0.2, 200: 0.2}),
   ],
 )
-def test_schedule_at_key_points(schedule, points):
+def test_a_schedule_has_its_values_at_key_points(schedule, rate_at_step):
   config = OptimizerConfig(
     schedule=schedule,
     warmup_steps=10,
@@ -399,190 +513,307 @@ def test_schedule_at_key_points(schedule, points):
     final_fraction=0.1,
     decay_fraction=0.2,
   )
+
   rate = optimizer.make_schedule(config, 110)
-  for step, want in points.items():
-    assert float(rate(step)) == pytest.approx(want, rel=1e-5, abs=1e-7), step
-  no_warmup = optimizer.make_schedule(
-    dataclasses.replace(config, warmup_steps=0), 100
-  )
-  assert float(no_warmup(0)) == pytest.approx(2.0) and float(
-    no_warmup(100)
-  ) == pytest.approx(0.2)
+
+  rates = {step: float(rate(step)) for step in rate_at_step}
+  assert rates == pytest.approx(rate_at_step, rel=1e-5, abs=1e-7)
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "wsd"])
-def test_a_warmup_longer_than_the_run_is_cut_to_its_steps(schedule):
+def test_a_schedule_without_warmup_begins_at_its_peak(schedule):
+  config = OptimizerConfig(
+    schedule=schedule, warmup_steps=0, learning_rate=2.0, final_fraction=0.1
+  )
+
+  rate = optimizer.make_schedule(config, 100)
+
+  assert float(rate(0)) == pytest.approx(2.0)
+  assert float(rate(100)) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "wsd"])
+def test_a_warmup_longer_than_the_run_ends_with_the_run(schedule):
   config = OptimizerConfig(
     schedule=schedule, learning_rate=2.0, warmup_steps=100
   )
-  cut, short = (
-    optimizer.make_schedule(dataclasses.replace(config, warmup_steps=steps), 8)
-    for steps in (100, 8)
+  short_config = dataclasses.replace(config, warmup_steps=8)
+
+  rate = optimizer.make_schedule(config, 8)
+
+  expected_rate = optimizer.make_schedule(short_config, 8)
+  rates = [float(rate(step)) for step in range(9)]
+  assert rates == [float(expected_rate(step)) for step in range(9)]
+  assert [rates[0], rates[4], rates[8]] == pytest.approx([0.0, 1.0, 2.0])
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "wsd"])
+def test_a_longer_run_has_the_whole_warmup(schedule):
+  config = OptimizerConfig(
+    schedule=schedule, learning_rate=2.0, warmup_steps=100
   )
-  assert [float(cut(step)) for step in range(9)] == [
-    float(short(step)) for step in range(9)
-  ]
-  assert [float(cut(step)) for step in (0, 4, 8)] == pytest.approx(
-    [0.0, 1.0, 2.0]
-  )
-  assert float(optimizer.make_schedule(config, 200)(50)) == pytest.approx(
-    1.0
-  ), "a longer run warms up as long as the config says"
+
+  rate = optimizer.make_schedule(config, 200)
+
+  assert float(rate(50)) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(
-  "steps, warmup", [(0, 0), (0, 100), (1, 0), (5, 5), (5, 6)]
+  ("steps", "warmup_steps"), [(0, 0), (0, 100), (1, 0), (5, 5), (5, 6)]
 )
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "wsd"])
-def test_schedule_of_very_short_runs_is_finite(schedule, steps, warmup):
-  rate = optimizer.make_schedule(
-    OptimizerConfig(schedule=schedule, warmup_steps=warmup), steps
-  )
-  assert all(np.isfinite(float(rate(step))) for step in range(steps + 2))
+def test_the_rates_of_very_short_runs_are_finite(schedule, steps, warmup_steps):
+  config = OptimizerConfig(schedule=schedule, warmup_steps=warmup_steps)
+
+  rate = optimizer.make_schedule(config, steps)
+
+  for step in range(steps + 2):
+    assert np.isfinite(float(rate(step)))
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_non_finite_steps_are_skipped_and_counted(name):
+# Steps that are not finite.
+
+
+@pytest.fixture(scope="module", params=["adamw", "muon"])
+def started(request):
+  """Returns an optimizer's config, its jitted update and its second state."""
   config = dataclasses.replace(
-    STILL, name=name, schedule="linear", clip_norm=1.0
+    CONSTANT_RATE, name=request.param, schedule="linear", clip_norm=1.0
   )
-  tx, params, gradients = (
-    make_optimizer(config, 10),
-    random_tree(0),
-    random_tree(1),
+  transformation = make_optimizer(config)
+  params = random_tree(0)
+  update = jax.jit(transformation.update)
+  state = jax.jit(transformation.init)(params)
+  _, state = update(random_tree(1), state, params, value=jnp.float32(2.0))
+  return config, update, state
+
+
+@pytest.mark.parametrize(
+  ("element", "loss"),
+  [
+    pytest.param(np.nan, 2.0, id="gradient nan"),
+    pytest.param(np.inf, 2.0, id="gradient inf"),
+    pytest.param(1.0, np.nan, id="loss nan"),
+    pytest.param(1.0, np.inf, id="loss inf"),
+  ],
+)
+def test_a_step_that_is_not_finite_changes_only_the_counts(
+  started, element, loss
+):
+  _, update, state = started
+  gradients = random_tree(1)
+  gradients["embedding"] = gradients["embedding"].at[0, 0].set(element)
+
+  updates, new_state = update(
+    gradients, state, random_tree(0), value=jnp.float32(loss)
   )
-  update, state = jax.jit(tx.update), jax.jit(tx.init)(params)
-  _, state = update(gradients, state, params, value=jnp.float32(2.0))
-  for count, (element, loss) in enumerate(
-    [(jnp.nan, 2.0), (jnp.inf, 2.0), (1.0, jnp.nan), (1.0, jnp.inf)], start=1
-  ):
-    broken = {
-      **gradients,
-      "embedding": gradients["embedding"].at[0, 0].set(element),
-    }
-    before = state
-    updates, state = update(broken, state, params, value=jnp.float32(loss))
-    assert not any(
-      np.any(np.asarray(leaf)) for leaf in jax.tree.leaves(updates)
-    )
-    kept = before[0]._replace(
-      skipped=state[0].skipped, in_a_row=state[0].in_a_row
-    )
-    jax.tree.map(np.testing.assert_array_equal, state[0], kept)
-    assert int(state[0].skipped) == int(state[0].in_a_row) == count
-  good, state = update(gradients, state, params, value=jnp.float32(2.0))
-  # The learning rate is the step's own: this is step 5 of the run, and the second that Adam or Muon sees.
-  _, unbroken = update(
-    gradients, jax.jit(tx.init)(params), params, value=jnp.float32(2.0)
-  )
-  second, _ = update(gradients, unbroken, params, value=jnp.float32(2.0))
+
+  chex.assert_trees_all_equal(updates, jax.tree.map(jnp.zeros_like, updates))
+  expected = state[0]._replace(skipped=jnp.int32(1), in_a_row=jnp.int32(1))
+  chex.assert_trees_all_equal(new_state[0], expected)
+
+
+def test_a_good_step_after_skipped_ones_has_the_rate_of_its_own_step(started):
+  config, update, second_state = started
+  params = random_tree(0)
+  gradients = random_tree(1)
+  loss = jnp.float32(2.0)
+
+  state = second_state
+  for _ in range(3):
+    _, state = update(gradients, state, params, value=jnp.float32(np.nan))
+  assert int(state[0].in_a_row) == 3
+  updates, state = update(gradients, state, params, value=loss)
+
+  # It is step 4 of the run, and the second one that changes the moments.
+  expected, _ = update(gradients, second_state, params, value=loss)
   rate = optimizer.make_schedule(config, 10)
-  np.testing.assert_allclose(
-    by_name(good)["up"] / rate(5), by_name(second)["up"] / rate(1), rtol=1e-5
+  chex.assert_trees_all_close(
+    by_name(updates)["up"] / rate(4),
+    by_name(expected)["up"] / rate(1),
+    rtol=1e-5,
   )
-  assert int(state[0].skipped) == 4 and int(state[0].in_a_row) == 0
+  assert int(state[0].skipped) == 3
+  assert int(state[0].in_a_row) == 0
 
 
-def run_scalar(losses, norms, sigmas=6.0):
-  """Which steps are skipped, and the last state, for a model of one parameter whose gradient is its norm."""
-  tx = make_optimizer(dataclasses.replace(STILL, spike_sigmas=sigmas), 10)
+# Spikes of the loss and of the gradient norm.
+
+
+def run_scalar(
+  losses: np.ndarray, norms: np.ndarray, sigmas: float = 6.0
+) -> tuple[list[int], Any]:
+  """Trains a model with one parameter, whose gradient is the given norm.
+
+  Args:
+    losses: the loss of each step.
+    norms: the gradient norm of each step.
+    sigmas: the standard deviations above the mean that count as a spike.
+
+  Returns:
+    The steps that are skipped, and the optimizer's last state.
+  """
+  config = dataclasses.replace(CONSTANT_RATE, spike_sigmas=sigmas)
+  transformation = make_optimizer(config)
   params = {"final_norm": jnp.zeros(1)}
 
   def step(state, measured):
-    _, state = tx.update(
-      {"final_norm": measured[1:]}, state, params, value=measured[0]
+    loss, norm = measured
+    _, state = transformation.update(
+      {"final_norm": norm[None]}, state, params, value=loss
     )
     return state, state[0].in_a_row > 0
 
-  measured = jnp.stack(
-    [jnp.asarray(losses), jnp.asarray(norms)], axis=1
-  ).astype(jnp.float32)
-  state, skipped = jax.jit(lambda m: jax.lax.scan(step, tx.init(params), m))(
-    measured
-  )
-  return np.flatnonzero(skipped).tolist(), state
+  @jax.jit
+  def run(measured):
+    return jax.lax.scan(step, transformation.init(params), measured)
+
+  state, is_skipped = run((jnp.float32(losses), jnp.float32(norms)))
+  return np.flatnonzero(is_skipped).tolist(), state
 
 
-def noise(steps, mean, deviation, seed=0):
-  return mean + deviation * np.random.default_rng(seed).standard_normal(steps)
+def skipped_steps(
+  losses: np.ndarray, norms: np.ndarray, sigmas: float = 6.0
+) -> list[int]:
+  """Returns the steps that are skipped."""
+  skipped, _ = run_scalar(losses, norms, sigmas)
+  return skipped
 
 
-@pytest.mark.parametrize("which", ["loss", "norm"])
-def test_a_spike_is_skipped_and_its_neighbours_are_not(which):
-  losses, norms = noise(300, 2.0, 0.1), noise(300, 0.5, 0.1, seed=1)
-  spiking = losses if which == "loss" else norms
-  deviation = spiking.std()
-  spiking[[150, 151, 250]] = (
-    spiking.mean() + np.array([8, 50, 1000]) * deviation
-  )
-  assert run_scalar(losses, norms)[0] == [150, 151, 250]
-  assert run_scalar(losses, norms, sigmas=0.0)[0] == []
-  assert run_scalar(losses, norms, sigmas=20.0)[0] == [151, 250]
+def noise(
+  steps: int, mean: float, deviation: float, seed: int = 0
+) -> np.ndarray:
+  """Returns normally distributed values."""
+  rng = np.random.default_rng(seed)
+  return mean + deviation * rng.standard_normal(steps)
 
 
-def weighted(values):
-  """Mean and standard deviation, the newest weighing most."""
-  weights = (1 - 2 / 129) ** np.arange(len(values))[::-1]
+@pytest.mark.parametrize("monitored", ["loss", "norm"])
+def test_spikes_are_skipped_and_their_neighbours_are_not(monitored):
+  losses = noise(300, 2.0, 0.1)
+  norms = noise(300, 0.5, 0.1, seed=1)
+  spiking = losses
+  if monitored == "norm":
+    spiking = norms
+  spikes = np.array([8, 50, 1000]) * spiking.std()
+  spiking[[150, 151, 250]] = spiking.mean() + spikes
+
+  assert skipped_steps(losses, norms) == [150, 151, 250]
+  assert skipped_steps(losses, norms, sigmas=20.0) == [151, 250]
+  # 0 switches the detection off.
+  assert skipped_steps(losses, norms, sigmas=0.0) == []
+
+
+def weighted_statistics(values: np.ndarray) -> tuple[float, float]:
+  """Returns mean and standard deviation with exponentially falling weights."""
+  ages = np.arange(len(values))[::-1]
+  weights = (1 - 2 / 129) ** ages
   mean = np.average(values, weights=weights)
-  return mean, np.sqrt(np.average((values - mean) ** 2, weights=weights))
+  variance = np.average((values - mean) ** 2, weights=weights)
+  return mean, np.sqrt(variance)
 
 
-def test_averages_are_the_weighted_mean_and_variance_with_spikes_at_the_limit():
-  losses, norms = noise(200, 2.0, 0.1), noise(200, 0.5, 0.1, seed=1)
+def test_a_spike_enters_the_running_averages_at_the_limit():
+  losses = noise(200, 2.0, 0.1)
+  norms = noise(200, 0.5, 0.1, seed=1)
   losses[130] = 50.0
+
   skipped, state = run_scalar(losses, norms)
+
   assert skipped == [130]
-  mean, deviation = weighted(losses[:130])
+  mean, deviation = weighted_statistics(losses[:130])
   losses[130] = mean + 6 * deviation
-  for index, values in enumerate((losses, norms)):
-    mean, deviation = weighted(values)
-    np.testing.assert_allclose(state[0].mean[index], mean, rtol=1e-5)
-    np.testing.assert_allclose(
-      state[0].variance[index], deviation**2, rtol=1e-4
-    )
+  loss_mean, loss_deviation = weighted_statistics(losses)
+  norm_mean, norm_deviation = weighted_statistics(norms)
+  expected_variance = [loss_deviation**2, norm_deviation**2]
+  np.testing.assert_allclose(state[0].mean, [loss_mean, norm_mean], rtol=1e-5)
+  np.testing.assert_allclose(state[0].variance, expected_variance, rtol=1e-4)
 
 
-def test_another_level_is_got_used_to():
-  """What would otherwise end a healthy run: parameters whose gradients are larger stay as they are for as long as steps are skipped."""
+MAX_SKIPPED_IN_A_ROW = TrainConfig().max_skipped_in_a_row
+
+
+@pytest.mark.parametrize(
+  ("loss_factor", "norm_factor", "max_skipped"),
+  [
+    pytest.param(1, 4, 10, id="norm 4"),
+    pytest.param(1, 14, MAX_SKIPPED_IN_A_ROW, id="norm 14"),
+    pytest.param(1, 100, MAX_SKIPPED_IN_A_ROW, id="norm 100"),
+    pytest.param(1.3, 1, 10, id="loss 1.3"),
+  ],
+)
+def test_a_lasting_change_is_skipped_only_for_a_while(
+  loss_factor, norm_factor, max_skipped
+):
+  """Otherwise, a healthy run would stop for too many skipped steps."""
+  losses = noise(400, 2.0, 0.02)
+  norms = noise(400, 0.5, 0.02, seed=1)
+  losses[300:] *= loss_factor
+  norms[300:] *= norm_factor
+
+  skipped = skipped_steps(losses, norms)
+
+  assert 0 < len(skipped) < max_skipped
+  assert skipped == list(range(300, 300 + len(skipped)))
+
+
+def test_a_small_lasting_change_of_the_norm_is_not_skipped():
+  norms = noise(400, 0.5, 0.02, seed=1)
+  norms[300:] *= 1.6
+
+  assert skipped_steps(noise(400, 2.0, 0.02), norms) == []
+
+
+def test_a_run_whose_loss_is_lost_skips_too_many_steps_in_a_row():
+  losses = noise(400, 2.0, 0.02)
+  losses[300:] *= 1000
+
+  skipped = skipped_steps(losses, noise(400, 0.5, 0.02, seed=1))
+
+  assert len(skipped) > MAX_SKIPPED_IN_A_ROW
+
+
+CONSTANT_NORMS = np.full(400, 0.5)
+
+
+def test_a_bump_of_the_loss_on_a_plateau_is_no_spike():
+  losses = noise(400, 2.0, 1e-6)
+  losses[300] += 0.05
+
+  assert skipped_steps(losses, CONSTANT_NORMS) == []
+
+
+def test_a_large_rise_of_the_loss_on_a_plateau_is_a_spike():
+  losses = np.full(400, 2.0)
+  losses[300] += 0.2
+
+  assert skipped_steps(losses, CONSTANT_NORMS) == [300]
+
+
+def test_a_falling_loss_has_no_spikes():
   steps = np.arange(400)
-  losses, norms = noise(400, 2.0, 0.02), noise(400, 0.5, 0.02, seed=1)
-  patience = TrainConfig().max_skipped_in_a_row
-  assert run_scalar(losses, norms * np.where(steps < 300, 1, 1.6))[0] == []
-  for times, most in ((4, 10), (14, patience), (100, patience)):
-    skipped, _ = run_scalar(losses, norms * np.where(steps < 300, 1, times))
-    assert (
-      skipped == list(range(300, 300 + len(skipped)))
-      and 0 < len(skipped) < most
-    )
-  skipped, _ = run_scalar(losses * np.where(steps < 300, 1, 1.3), norms)
-  assert (
-    skipped == list(range(300, 300 + len(skipped))) and 0 < len(skipped) < 10
-  )
-  assert (
-    len(run_scalar(losses * np.where(steps < 300, 1, 1000), norms)[0])
-    > patience
-  )  # lost
+  losses = 2 + 4 * np.exp(-steps / 50) + noise(400, 0, 0.02)
+  norms = 0.3 + 5 * np.exp(-steps / 20) + noise(400, 0, 0.02)
+
+  assert skipped_steps(losses, norms) == []
 
 
-def test_no_spike_on_a_plateau_in_a_falling_loss_or_at_the_start():
-  steps = np.arange(400)
-  still = np.full(400, 0.5)
-  assert (
-    run_scalar(noise(400, 2.0, 1e-6) + 0.05 * (steps == 300), still)[0] == []
-  )  # a plateau: 2.5% is no spike
-  assert run_scalar(np.full(400, 2.0) + 0.2 * (steps == 300), still)[0] == [300]
-  assert (
-    run_scalar(
-      2 + 4 * np.exp(-steps / 50) + noise(400, 0, 0.02),
-      0.3 + 5 * np.exp(-steps / 20) + noise(400, 0, 0.02),
-    )[0]
-    == []
-  )
-  assert run_scalar(np.where(steps == 60, 50.0, 2.0), still)[0] == []  # asleep
-  assert (
-    run_scalar(np.where(steps == 300, 0.1, noise(400, 2.0, 0.1)), still)[0]
-    == []
-  )  # far below the mean
-  assert (
-    run_scalar(np.zeros(400), np.where(steps == 300, 1.0, 0.0))[0] == []
-  )  # padding alone, then a batch with text
+def test_the_first_steps_are_not_monitored():
+  losses = np.full(400, 2.0)
+  losses[60] = 50.0
+
+  assert skipped_steps(losses, CONSTANT_NORMS) == []
+
+
+def test_a_loss_far_below_the_mean_is_no_spike():
+  losses = noise(400, 2.0, 0.1)
+  losses[300] = 0.1
+
+  assert skipped_steps(losses, CONSTANT_NORMS) == []
+
+
+def test_a_first_batch_with_text_after_padding_is_no_spike():
+  norms = np.zeros(400)
+  norms[300] = 1.0
+
+  assert skipped_steps(np.zeros(400), norms) == []
