@@ -1,8 +1,10 @@
-"""One training step against the plain formula, and what it leaves of its input."""
+"""One training step equals the plain formulas of its loss and its update."""
 
 import dataclasses
 import functools
+from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +21,8 @@ from diffjax.config import (
 from diffjax.data import row as rows
 from diffjax.model.decoder import Decoder, logits
 from diffjax.parallel.mesh import make_mesh, put_batch
-from diffjax.training.program import build
+from diffjax.training.program import Program, build
+from diffjax.training.step import TrainState
 from tests.harness.tiers import full
 
 MODEL = ModelConfig(
@@ -32,223 +35,258 @@ MODEL = ModelConfig(
   ffn_dim=48,
   dtype="float32",
 )
-OPTIMIZER = OptimizerConfig(
-  learning_rate=1e-2, warmup_steps=0, clip_norm=0.0, weight_decay=0.0
-)
+LEARNING_RATE = 1e-2
+Z_LOSS = 0.1
 CONFIG = Config(
   model=MODEL,
-  optimizer=OPTIMIZER,
-  train=TrainConfig(steps=10, batch_size=4, z_loss=0.1),
+  optimizer=OptimizerConfig(
+    learning_rate=LEARNING_RATE,
+    warmup_steps=0,
+    clip_norm=0.0,
+    weight_decay=0.0,
+  ),
+  train=TrainConfig(steps=10, batch_size=4, z_loss=Z_LOSS),
 )
 
 
-def make_batch():
+def make_batch() -> dict[str, np.ndarray]:
+  """Returns four random rows of two segments each, with weights of 0, 1 or 2."""
   rng = np.random.default_rng(0)
-  tokens = rng.integers(0, 64, (2, 4, 16), np.int32)
-  segments = np.sort(rng.integers(1, 3, (4, 16), np.int32), axis=1)
-  positions = np.broadcast_to(np.arange(16, dtype=np.int32), (4, 16))
-  weights = rng.choice(np.float32([0, 1, 2]), (4, 16))
-  return dict(
-    tokens=tokens[0],
-    targets=tokens[1],
-    segment_ids=segments,
-    positions=positions,
-    weights=weights,
-  )
+  shape = (4, 16)
+  return {
+    "tokens": rng.integers(0, 64, shape, np.int32),
+    "targets": rng.integers(0, 64, shape, np.int32),
+    "segment_ids": np.sort(rng.integers(1, 3, shape, np.int32), axis=1),
+    "positions": np.broadcast_to(np.arange(16, dtype=np.int32), shape),
+    "weights": rng.choice(np.float32([0, 1, 2]), shape),
+  }
 
 
 @functools.cache
-def program(config):
-  """Compiled once for all tests."""
+def compiled_program(config: Config) -> Program:
+  """Returns a program on one device, which all tests of a config share."""
   return build(config, make_mesh(config.mesh, jax.devices()[:1]))
 
 
-def start(config):
-  built = program(config)
-  return built.init(), built.train_step, built.mesh
+def take_step(
+  program: Program, state: TrainState, batch: dict[str, np.ndarray]
+) -> tuple[TrainState, dict[str, jax.Array]]:
+  """Returns the state after a step, and the metrics of the step."""
+  return program.train_step(state, put_batch(batch, program.mesh))
 
 
-def plain(params, batch, z_loss):
-  """Σ w·(nll + z_loss·lse²) / Σ w, and the first part alone."""
+def to_numpy(tree: Any) -> Any:
+  """Returns copies of arrays, which remain when a step donates them."""
+  return jax.tree.map(np.array, tree)
+
+
+def test_a_model_that_sees_the_next_token_is_refused():
+  model = dataclasses.replace(MODEL, causal=False)
+  config = dataclasses.replace(CONFIG, model=model)
+
+  message = "config.model.causal = False: every token would see the next one"
+  with pytest.raises(UserError, match=message):
+    compiled_program(config)
+
+
+# Losses, gradients and updates.
+
+
+def reference_loss(
+  params: Any, batch: dict[str, np.ndarray]
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+  """Returns the objective and its two parts, by their definitions.
+
+  The objective is Σ w·(nll + z_loss·lse²) / Σ w, where lse is the log-sum-exp of
+  the logits and nll the negative log-likelihood of the target.
+  """
   hidden = Decoder(MODEL).apply(
     {"params": params},
     batch["tokens"],
     batch["segment_ids"],
     batch["positions"],
   )
+  log_probabilities = jax.nn.log_softmax(logits(params, hidden))
+  targets = batch["targets"][..., None]
+  nll = -jnp.take_along_axis(log_probabilities, targets, axis=-1)[..., 0]
   lse = jax.nn.logsumexp(logits(params, hidden), axis=-1)
-  nll = (
-    lse
-    - jnp.take_along_axis(
-      logits(params, hidden), batch["targets"][..., None], axis=-1
-    )[..., 0]
-  )
-  mean = lambda x: jnp.sum(batch["weights"] * x) / jnp.sum(batch["weights"])
-  return mean(nll + z_loss * lse**2), (mean(nll), mean(z_loss * lse**2))
+  weights = batch["weights"] / jnp.sum(batch["weights"])
+  mean_nll = jnp.sum(weights * nll)
+  mean_z_loss = jnp.sum(weights * Z_LOSS * lse**2)
+  return mean_nll + mean_z_loss, (mean_nll, mean_z_loss)
 
 
-def test_tokens_that_see_their_targets_are_not_trained_on():
-  with pytest.raises(
-    UserError,
-    match="config.model.causal = False: every token would see the next one",
-  ):
-    program(
-      dataclasses.replace(
-        CONFIG, model=dataclasses.replace(MODEL, causal=False)
-      )
-    )
-
-
-def test_the_optimizer_is_shown_the_loss():
-  """What it holds the second step against is what the first one measured."""
-  state, step, mesh = start(CONFIG)
-  state, first = step(state, put_batch(make_batch(), mesh))
-  _, second = step(state, put_batch(make_batch(), mesh))
-  assert float(second["loss_mean"]) == pytest.approx(
-    float(first["loss"]), rel=1e-5
-  )
-  assert float(second["grad_norm_mean"]) == pytest.approx(
-    float(first["grad_norm"]), rel=1e-5
-  )
-
-
-def test_parameters_follow_the_seed_of_training_and_no_other():
-  def embedding(**sections):
-    state, *_ = start(dataclasses.replace(CONFIG, **sections))
-    return np.asarray(state.params["embedding"])
-
-  expected = embedding()
-  np.testing.assert_array_equal(
-    embedding(data=dataclasses.replace(CONFIG.data, seed=3)), expected
-  )
-  assert (
-    embedding(train=dataclasses.replace(CONFIG.train, seed=3)) != expected
-  ).all()
-
-
-@pytest.mark.parametrize("tied", [True, *full([False])])
-def test_losses_and_gradient_equal_the_plain_formula(tied):
-  config = dataclasses.replace(
-    CONFIG, model=dataclasses.replace(MODEL, tie_embeddings=tied)
-  )
-  state, step, mesh = start(config)
+@pytest.mark.parametrize("tie_embeddings", [True, *full([False])])
+def test_losses_and_the_update_equal_the_plain_formulas(tie_embeddings):
+  model = dataclasses.replace(MODEL, tie_embeddings=tie_embeddings)
+  program = compiled_program(dataclasses.replace(CONFIG, model=model))
   batch = make_batch()
-  gradient, (loss, z_loss) = jax.jit(jax.grad(plain, has_aux=True))(
-    state.params, batch, config.train.z_loss
+  state = program.init()
+  params = to_numpy(state.params)
+  gradient_fn = jax.jit(jax.grad(reference_loss, has_aux=True))
+  gradients, (expected_loss, expected_z_loss) = gradient_fn(params, batch)
+
+  state, metrics = take_step(program, state, batch)
+
+  np.testing.assert_allclose(metrics["loss"], expected_loss, rtol=1e-6)
+  np.testing.assert_allclose(metrics["z_loss"], expected_z_loss, rtol=1e-6)
+  np.testing.assert_allclose(
+    metrics["grad_norm"], optax.tree.norm(gradients), rtol=1e-5
   )
-  params, norm = (
-    jax.tree.map(np.asarray, state.params),
-    optax.tree.norm(gradient),
-  )
-  state, metrics = step(state, put_batch(batch, mesh))
-  np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
-  np.testing.assert_allclose(metrics["z_loss"], z_loss, rtol=1e-6)
-  np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
   np.testing.assert_allclose(metrics["tokens"], batch["weights"].sum())
-  # Adam's first step is the learning rate against the gradient's sign, where that is not near zero.
-  for (path, new), old, slope in zip(
-    jax.tree_util.tree_leaves_with_path(state.params),
-    jax.tree.leaves(params),
-    jax.tree.leaves(gradient),
-    strict=True,
-  ):
-    clear = np.abs(slope) > 1e-5
-    np.testing.assert_allclose(
-      (np.asarray(new) - old)[clear],
-      -1e-2 * np.sign(slope)[clear],
-      rtol=2e-3,
-      err_msg=str(path),
-    )
+
+  # The first update of Adam is the learning rate times the gradient's sign. It
+  # is smaller where the gradient is as small as Adam's eps.
+  def expected_update(gradient, update):
+    is_large = np.abs(gradient) > 1e-5
+    return np.where(is_large, -LEARNING_RATE * np.sign(gradient), update)
+
+  updates = jax.tree.map(np.subtract, to_numpy(state.params), params)
+  expected_updates = jax.tree.map(expected_update, gradients, updates)
+  chex.assert_trees_all_close(updates, expected_updates, rtol=2e-3)
 
 
-def test_the_state_is_donated():
-  state, step, mesh = start(CONFIG)
-  step(state, put_batch(make_batch(), mesh))
+def test_a_batch_of_padding_has_no_loss_and_no_gradient():
+  program = compiled_program(CONFIG)
+  padding = np.zeros((4, 16), np.float32)
+
+  _, metrics = take_step(
+    program, program.init(), make_batch() | {"weights": padding}
+  )
+
+  assert float(metrics["loss"]) == 0.0
+  assert float(metrics["grad_norm"]) == 0.0
+
+
+# Targets in prompts.
+
+
+@pytest.fixture(scope="module")
+def prompt_batch():
+  """Four rows of two prompts of 5 and 4 tokens, with answers of 4 tokens."""
+  row = rows.Row(
+    np.arange(1, 18, dtype=np.int32),
+    np.array([9, 8], np.int32),
+    np.array([5, 4], np.int32),
+  )
+  return rows.make_batch([row] * 4, 16)
+
+
+def params_after_step(batch: dict[str, np.ndarray]) -> Any:
+  """Returns the parameters after a first step."""
+  program = compiled_program(CONFIG)
+  state, _ = take_step(program, program.init(), batch)
+  return to_numpy(state.params)
+
+
+def test_only_the_tokens_of_answers_are_counted(prompt_batch):
+  program = compiled_program(CONFIG)
+
+  _, metrics = take_step(program, program.init(), prompt_batch)
+
+  document_weights = [0, 0, 0, 0, 1, 1, 1, 1]
+  assert prompt_batch["weights"][0].tolist() == 2 * document_weights
+  assert float(metrics["tokens"]) == 4 * 8
+  assert float(metrics["grad_norm"]) > 0
+
+
+def test_targets_in_prompts_do_not_change_the_step(prompt_batch):
+  is_in_answer = prompt_batch["weights"] > 0
+  targets = prompt_batch["targets"]
+  other_targets = np.where(is_in_answer, targets, 63 - targets)
+
+  params = params_after_step(prompt_batch | {"targets": other_targets})
+
+  chex.assert_trees_all_equal(params, params_after_step(prompt_batch))
+
+
+def test_targets_in_answers_change_the_step(prompt_batch):
+  targets = prompt_batch["targets"]
+  other_targets = np.where(targets == 6, 7, targets)
+
+  params = params_after_step(prompt_batch | {"targets": other_targets})
+
+  expected = params_after_step(prompt_batch)
+  assert np.any(params["embedding"] != expected["embedding"])
+
+
+def test_a_batch_of_prompts_has_no_gradient():
+  lengths = np.array([9, 8], np.int32)
+  row = rows.Row(np.arange(1, 18, dtype=np.int32), lengths, lengths)
+  batch = rows.make_batch([row] * 4, 16)
+  program = compiled_program(CONFIG)
+
+  _, metrics = take_step(program, program.init(), batch)
+
+  assert float(metrics["grad_norm"]) == 0.0
+  assert float(metrics["tokens"]) == 0.0
+
+
+# The state.
+
+
+def test_the_optimizer_compares_a_step_with_the_losses_before_it():
+  program = compiled_program(CONFIG)
+
+  state, first = take_step(program, program.init(), make_batch())
+  _, second = take_step(program, state, make_batch())
+
+  expected = [float(first["loss"]), float(first["grad_norm"])]
+  means = [float(second["loss_mean"]), float(second["grad_norm_mean"])]
+  assert means == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_counted():
+  program = compiled_program(CONFIG)
+  state = program.init()
+  params = to_numpy(state.params)
+  bad_batch = make_batch()
+  bad_batch["weights"][0, 0] = np.nan
+
+  state, metrics = take_step(program, state, bad_batch)
+
+  assert int(metrics["skipped_steps"]) == 1
+  assert int(state.step) == 1
+  chex.assert_trees_all_equal(to_numpy(state.params), params)
+
+
+def test_a_step_after_a_skipped_one_is_taken():
+  program = compiled_program(CONFIG)
+  bad_batch = make_batch()
+  bad_batch["weights"][0, 0] = np.nan
+  state, _ = take_step(program, program.init(), bad_batch)
+
+  _, metrics = take_step(program, state, make_batch())
+
+  assert int(metrics["skipped_steps"]) == 1
+  assert np.isfinite(metrics["loss"])
+
+
+def test_a_step_donates_its_state():
+  program = compiled_program(CONFIG)
+  state = program.init()
+
+  take_step(program, state, make_batch())
+
   assert state.params["embedding"].is_deleted()
 
 
-def test_a_non_finite_step_is_skipped_and_counted():
-  state, step, mesh = start(CONFIG)
-  before = jax.tree.map(np.asarray, state.params)
-  batch = make_batch()
-  batch["weights"][0, 0] = np.nan
-  state, metrics = step(state, put_batch(batch, mesh))
-  assert int(metrics["skipped_steps"]) == 1 and int(state.step) == 1
-  jax.tree.map(
-    np.testing.assert_array_equal,
-    jax.tree.map(np.asarray, state.params),
-    before,
+def initial_embedding(config: Config) -> np.ndarray:
+  """Returns the embedding of a new run."""
+  return np.asarray(compiled_program(config).init().params["embedding"])
+
+
+def test_initial_parameters_depend_on_the_seed_of_training():
+  train = dataclasses.replace(CONFIG.train, seed=3)
+  config = dataclasses.replace(CONFIG, train=train)
+
+  assert np.all(initial_embedding(config) != initial_embedding(CONFIG))
+
+
+def test_initial_parameters_do_not_depend_on_the_seed_of_the_data():
+  data = dataclasses.replace(CONFIG.data, seed=3)
+  config = dataclasses.replace(CONFIG, data=data)
+
+  np.testing.assert_array_equal(
+    initial_embedding(config), initial_embedding(CONFIG)
   )
-  state, metrics = step(state, put_batch(make_batch(), mesh))
-  assert int(metrics["skipped_steps"]) == 1 and np.isfinite(metrics["loss"])
-
-
-def test_a_batch_without_weight_changes_nothing_but_moments():
-  """Padding alone: a loss of zero, not NaN."""
-  state, step, mesh = start(CONFIG)
-  _, metrics = step(
-    state,
-    put_batch(make_batch() | {"weights": np.zeros((4, 16), np.float32)}, mesh),
-  )
-  assert float(metrics["loss"]) == 0.0 and float(metrics["grad_norm"]) == 0.0
-
-
-def test_targets_in_prompts_are_not_learnt():
-  """Other targets there give the same step, bit for bit; another one in an answer does not. A batch of prompts alone has no gradient."""
-  lengths = np.array([9, 8], np.int32)
-  row = rows.Row(
-    np.arange(1, 18, dtype=np.int32), lengths, np.array([5, 4], np.int32)
-  )
-  batch = rows.make_batch([row] * 4, 16)
-  assert batch["weights"][0].tolist() == [
-    0,
-    0,
-    0,
-    0,
-    1,
-    1,
-    1,
-    1,
-    0,
-    0,
-    0,
-    0,
-    1,
-    1,
-    1,
-    1,
-  ]
-
-  def after(batch):
-    state, step, mesh = start(CONFIG)
-    state, metrics = step(state, put_batch(batch, mesh))
-    return jax.tree.map(np.asarray, state.params), metrics
-
-  params, metrics = after(batch)
-  assert float(metrics["tokens"]) == 4 * 8 and float(metrics["grad_norm"]) > 0
-  others, _ = after(
-    batch
-    | {
-      "targets": np.where(
-        batch["weights"] > 0, batch["targets"], 63 - batch["targets"]
-      )
-    }
-  )
-  jax.tree.map(np.testing.assert_array_equal, others, params)
-  changed, _ = after(
-    batch | {"targets": np.where(batch["targets"] == 6, 7, batch["targets"])}
-  )
-  assert not np.array_equal(changed["embedding"], params["embedding"])
-  _, metrics = after(
-    rows.make_batch([row._replace(prompt_lengths=lengths)] * 4, 16)
-  )
-  assert float(metrics["grad_norm"]) == 0.0 == float(metrics["tokens"])
-
-
-def test_compiled_once():
-  """The second step takes the first one's output as it is."""
-  built = program.__wrapped__(CONFIG)
-  state = built.init()
-  for _ in range(3):
-    state, _ = built.train_step(state, put_batch(make_batch(), built.mesh))
-  assert built._jitted.train_step._cache_size() == 1

@@ -60,7 +60,7 @@ def cycles(
   """
   # Some generations have the same core as another one, and no entries.
   core = _SAME_CORE.get(generation, generation)
-  table = _table()
+  table = _table(TABLE)
   kernel = _Kernel(core, D, V, G, M, direction)
   if kernel not in table:
     kernel = kernel._replace(D=round_up(D, 128), V=round_up(V, 128))
@@ -104,8 +104,8 @@ def _interpolate(cycles_by_length: dict[int, int], T: int) -> float | None:
 
 
 @functools.cache
-def _table() -> dict[_Kernel, dict[int, int]]:
-  """Returns the cycles of each kernel by length T, from cycles.json.
+def _table(path: pathlib.Path) -> dict[_Kernel, dict[int, int]]:
+  """Returns the cycles of each kernel by length T, from a file like cycles.json.
 
   The file has a dict of cases for each kind of measurement, and each case has
   the cycles by direction. If a case was estimated with several block sizes, the
@@ -113,9 +113,12 @@ def _table() -> dict[_Kernel, dict[int, int]]:
 
   Example:
     {_Kernel("v5e", D=128, V=256, G=2, M=2, "forward"): {4096: 1234567}}
+
+  Args:
+    path: the file.
   """
   table: dict[_Kernel, dict[int, int]] = {}
-  kinds = json.loads(TABLE.read_text(encoding="utf-8"))
+  kinds = json.loads(path.read_text(encoding="utf-8"))
   for kind, cases in kinds.items():
     if not _KIND.match(kind):
       continue  # a kernel of another library
