@@ -1,7 +1,8 @@
-"""python -m diffjax.checkpoints as typed: one clear line for what cannot be done, and only what may go is deleted."""
+"""The command diffjax.checkpoints lists, verifies and prunes checkpoints."""
 
 import json
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -13,165 +14,223 @@ from diffjax.training import manifest
 from tests.harness import in_process
 
 
-def run(*args):
-  result = in_process.call("diffjax.checkpoints", *args)
+def run(*arguments: str) -> subprocess.CompletedProcess:
+  """Runs the command."""
+  result = in_process.call("diffjax.checkpoints", *arguments)
   assert "Traceback" not in result.stderr
   return result
 
 
-def save(workdir, step, loss=None):
-  """A step as the command sees it: files and their manifest."""
-  path = workdir / "checkpoints" / str(step)
-  (path / "state").mkdir(parents=True)
-  (path / "state" / "data").write_bytes(bytes([step]) * 1000)
-  manifest.write(
-    epath.Path(path), step, {} if loss is None else {"validation/loss": loss}
-  )
-  return path
+def save(
+  workdir: pathlib.Path,
+  step: int,
+  loss: float | None = None,
+  num_bytes: int = 1000,
+) -> pathlib.Path:
+  """Writes a file and its manifest, which is a checkpoint to the command."""
+  directory = workdir / "checkpoints" / str(step)
+  (directory / "state").mkdir(parents=True)
+  (directory / "state" / "data").write_bytes(bytes([step]) * num_bytes)
+  scores = {}
+  if loss is not None:
+    scores["validation/loss"] = loss
+  manifest.write(epath.Path(directory), step, scores)
+  return directory
 
 
 @pytest.fixture
 def workdir(tmp_path):
-  for step, loss in [(10, 3.0), (20, 2.0), (30, 2.5), (40, None), (50, 2.75)]:
-    path = save(tmp_path, step, loss)
-  (tmp_path / "checkpoints/40/state/data").write_bytes(bytes(1000))
+  """A workdir with five steps and an unfinished save.
+
+  Step 20 is the best one, and step 40 is damaged.
+  """
+  save(tmp_path, 10, loss=3.0)
+  save(tmp_path, 20, loss=2.0)
+  save(tmp_path, 30, loss=2.5)
+  damaged = save(tmp_path, 40)
+  save(tmp_path, 50, loss=2.75)
+  (damaged / "state/data").write_bytes(bytes(1000))
   (tmp_path / "checkpoints/60.orbax-checkpoint-tmp").mkdir()
-  assert json.loads((path / "manifest.json").read_text())["time"] > 1.7e9
   return tmp_path
 
 
+def test_a_manifest_has_the_time_of_its_save(workdir):
+  text = (workdir / "checkpoints/50/manifest.json").read_text()
+
+  assert json.loads(text)["time"] > 1.7e9
+
+
+def test_the_list_has_a_line_for_each_step_and_unfinished_save(workdir):
+  result = run(f"--workdir={workdir}")
+
+  assert result.returncode == 0
+  assert not result.stderr
+  lines = result.stdout.splitlines()
+  first_words = [line.split()[0] for line in lines]
+  steps = ["10", "20", "30", "40", "50"]
+  assert first_words == ["step", *steps, "60.orbax-checkpoint-tmp:"]
+
+
+def test_the_list_marks_the_best_and_the_newest_step(workdir):
+  """It compares only sizes, so the damaged step 40 is listed as complete."""
+  lines = run(f"--workdir={workdir}").stdout.splitlines()
+
+  assert lines[2].endswith("2.0000           complete, best")
+  assert lines[4].endswith(" complete")
+  assert lines[5].endswith("complete, newest")
+
+
 def test_sizes_are_in_mib(tmp_path):
-  with (save(tmp_path, 10) / "state/data").open("wb") as file:
-    file.truncate(3 << 20)
-  manifest.write(epath.Path(tmp_path / "checkpoints/10"), 10, {})
-  lines = run(f"--workdir={tmp_path}").stdout.splitlines()
-  assert lines[0].split()[2] == "MiB" and lines[1].split()[3] == "3.0"
+  save(tmp_path, 10, num_bytes=3 * 2**20)
+
+  heading, line = run(f"--workdir={tmp_path}").stdout.splitlines()
+
+  assert heading.split()[2] == "MiB"
+  assert line.split()[3] == "3.0"
 
 
-def test_list_and_verify(workdir):
-  listed = run(f"--workdir={workdir}")
-  lines = listed.stdout.splitlines()
-  assert listed.returncode == 0 and not listed.stderr
-  assert [line.split()[0] for line in lines] == [
-    "step",
-    "10",
-    "20",
-    "30",
-    "40",
-    "50",
-    "60.orbax-checkpoint-tmp:",
-  ]
-  assert (
-    lines[2].endswith("2.0000           complete, best")
-    and lines[4].endswith(" complete")
-    and lines[5].endswith("complete, newest")
-  )
-  verified = run(f"--workdir={workdir}", "--verify")
+def test_verifying_reports_a_damaged_step(workdir):
+  result = run(f"--workdir={workdir}", "--verify")
+
+  assert result.returncode == 1
+  assert result.stderr == "error: not complete: 40\n"
   assert (
     "not complete: state/data is not as it was written: its sha256 differs"
-    in verified.stdout.splitlines()[4]
-  )
-  assert (
-    verified.returncode == 1 and verified.stderr == "error: not complete: 40\n"
-  )
+  ) in result.stdout.splitlines()[4]
 
 
-def test_prune_keeps_the_newest_and_the_best_and_names_what_goes(workdir):
+def test_pruning_keeps_the_newest_and_the_best_step(workdir):
   result = run(f"--workdir={workdir}", "--prune", "--keep=1")
-  assert result.returncode == 0 and not result.stderr
-  assert [
-    line.split(":")[0].rsplit("/", 1)[1] for line in result.stdout.splitlines()
-  ] == ["60.orbax-checkpoint-tmp", "10", "30", "40"]
-  assert sorted(path.name for path in (workdir / "checkpoints").iterdir()) == [
-    "20",
-    "50",
-  ]
-  verified = run(f"--workdir={workdir}", "--verify")
-  assert verified.returncode == 0 and len(verified.stdout.splitlines()) == 3
+
+  assert result.returncode == 0
+  assert not result.stderr
+  deleted = []
+  for line in result.stdout.splitlines():
+    path = line.split(":")[0]
+    deleted.append(path.rsplit("/", 1)[1])
+  assert deleted == ["60.orbax-checkpoint-tmp", "10", "30", "40"]
+  assert sorted(os.listdir(workdir / "checkpoints")) == ["20", "50"]
 
 
-def test_prune_deletes_nothing_where_nothing_is_complete(tmp_path):
-  (save(tmp_path, 10) / "state/data").unlink()
+def test_pruned_checkpoints_are_complete(workdir):
+  run(f"--workdir={workdir}", "--prune", "--keep=1")
+
+  result = run(f"--workdir={workdir}", "--verify")
+
+  assert result.returncode == 0
+  # A heading and two steps.
+  assert len(result.stdout.splitlines()) == 3
+
+
+def test_pruning_deletes_nothing_if_no_step_is_complete(tmp_path):
+  directory = save(tmp_path, 10)
+  (directory / "state/data").unlink()
+
   result = run(f"--workdir={tmp_path}", "--prune", "--keep=1")
-  assert (
-    result.returncode == 1
-    and "is complete: nothing is deleted" in result.stderr
-    and (tmp_path / "checkpoints/10").exists()
-  )
+
+  assert result.returncode == 1
+  assert "is complete: nothing is deleted" in result.stderr
+  assert directory.exists()
 
 
 @pytest.mark.parametrize(
-  "args, code, message",
+  ("arguments", "exit_code", "message"),
   [
-    ([], 2, "error: pass --workdir=DIR"),
-    (
+    pytest.param([], 2, "error: pass --workdir=DIR", id="no workdir"),
+    pytest.param(
       ["--workdir=/nowhere"],
       1,
-      "error: there are no checkpoints in /nowhere: /nowhere/checkpoints is missing",
+      "error: there are no checkpoints in /nowhere: /nowhere/checkpoints is"
+      " missing",
+      id="missing workdir",
     ),
-    (
+    pytest.param(
       ["--workdir=/nowhere", "--prune", "--keep=0"],
       2,
       "error: flag --keep=0: 0 is not a positive integer",
+      id="keep nothing",
     ),
-    (
+    pytest.param(
       ["--workdir=/nowhere", "--keep=x"],
       2,
       "error: flag --keep=x: invalid literal",
+      id="no number",
     ),
-    (
+    pytest.param(
       ["--workdir=/nowhere", "--config=x"],
       2,
       "error: Unknown command line flag 'config'",
+      id="unknown flag",
     ),
-    (["runs/tiny"], 2, "error: unexpected argument 'runs/tiny'"),
+    pytest.param(
+      ["runs/tiny"], 2, "error: unexpected argument 'runs/tiny'", id="no flag"
+    ),
   ],
 )
-def test_bad_input_is_one_line(args, code, message):
-  result = run(*args)
-  assert (
-    result.returncode == code
-    and result.stderr.startswith(message)
-    and len(result.stderr.splitlines()) == 1
-  )
+def test_a_wrong_argument_is_explained_in_one_line(
+  arguments, exit_code, message
+):
+  result = run(*arguments)
+
+  assert result.returncode == exit_code
+  [line] = result.stderr.splitlines()
+  assert line.startswith(message)
 
 
-@pytest.mark.parametrize("make", ["empty", "file"])
-def test_workdir_without_checkpoints(tmp_path, make):
-  path = tmp_path / "checkpoints"
-  path.mkdir() if make == "empty" else path.write_text("")
+def test_an_empty_directory_of_checkpoints_is_an_error(tmp_path):
+  (tmp_path / "checkpoints").mkdir()
+
   result = run(f"--workdir={tmp_path}")
-  assert (
-    result.returncode == 1
-    and result.stderr.startswith("error: ")
-    and len(result.stderr.splitlines()) == 1
-  )
+
+  assert result.returncode == 1
+  [line] = result.stderr.splitlines()
+  assert line.startswith("error: ")
 
 
-@pytest.mark.parametrize("flags", [[], ["--prune"]])
-def test_a_closed_pipe_ends_it_quietly(workdir, flags):
-  """Also where errors of writing have an explanation of their own."""
+def test_a_file_in_place_of_the_checkpoints_is_an_error(tmp_path):
+  (tmp_path / "checkpoints").write_text("")
+
+  result = run(f"--workdir={tmp_path}")
+
+  assert result.returncode == 1
+  [line] = result.stderr.splitlines()
+  assert line.startswith("error: ")
+
+
+@pytest.mark.parametrize(
+  "flags",
+  [
+    pytest.param([], id="list"),
+    # Errors of writing have an explanation of their own here.
+    pytest.param(["--prune"], id="prune"),
+  ],
+)
+def test_a_closed_pipe_ends_the_command_without_a_message(workdir, flags):
   reader, writer = os.pipe()
   os.close(reader)
-  command = [
-    sys.executable,
-    "-u",
-    "-m",
-    "diffjax.checkpoints",
-    f"--workdir={workdir}",
-    *flags,
-  ]
+  arguments = ["-m", "diffjax.checkpoints", f"--workdir={workdir}", *flags]
+
   result = subprocess.run(
-    command,
+    [sys.executable, "-u", *arguments],
     cwd=in_process.ROOT,
     stdout=writer,
     stderr=subprocess.PIPE,
     text=True,
   )
   os.close(writer)
-  assert result.returncode == 128 + signal.SIGPIPE and not result.stderr
+
+  assert result.returncode == 128 + signal.SIGPIPE
+  assert not result.stderr
 
 
-def test_it_starts_without_jax():
-  code = "import sys, diffjax.checkpoints; sys.exit(bool({'jax', 'orbax', 'numpy'} & set(sys.modules)))"
-  assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+def test_the_command_does_not_import_jax():
+  code = """
+import sys
+import diffjax.checkpoints
+print({"jax", "orbax", "numpy"} & set(sys.modules))
+"""
+  result = subprocess.run(
+    [sys.executable, "-c", code], capture_output=True, text=True, check=True
+  )
+
+  assert result.stdout == "set()\n"

@@ -8,35 +8,22 @@ from diffjax.config import Config, ModelConfig, TrainConfig
 from diffjax.model.flops import parameter_count
 from diffjax.training import cpu_time, session
 
-
-@pytest.fixture
-def large():
-  """A config of 125 M parameters."""
-  model = ModelConfig(
-    num_layers=12,
-    embed_dim=768,
-    num_heads=6,
-    num_kv_heads=6,
-    head_dim=64,
-    ffn_dim=2048,
-    vocab_size=52_000,
-  )
-  assert round(parameter_count(model) / 1e6) == 125
-  return Config(model=model, train=TrainConfig(steps=10_000))
+# 125 M parameters.
+MODEL = ModelConfig(
+  num_layers=12,
+  embed_dim=768,
+  num_heads=6,
+  num_kv_heads=6,
+  head_dim=64,
+  ffn_dim=2048,
+  vocab_size=52_000,
+)
+CONFIG = Config(model=MODEL, train=TrainConfig(steps=10_000))
 
 
-@pytest.fixture
-def rate(monkeypatch):
-  """rate(days, config): a CPU on which that config takes so many days."""
-
-  def set_rate(days, config):
-    seconds = days * 24 * 60 * 60
-    per_second = cpu_time.run_flops(config) / seconds
-    monkeypatch.setattr(
-      cpu_time, "product_flops_per_second", lambda: per_second
-    )
-
-  return set_rate
+def fail_if_timed() -> float:
+  """Stands for the measurement of the CPU where none is allowed."""
+  pytest.fail("the CPU was timed")
 
 
 @pytest.mark.parametrize(
@@ -47,59 +34,83 @@ def rate(monkeypatch):
     (0.04, "at least 0.04 days"),
   ],
 )
-def test_a_large_model_on_a_cpu_is_warned_of(large, rate, days, duration):
-  rate(days, large)
-  said = cpu_time.warning(large, "cpu")
-  assert said.startswith(
-    f"this machine has no accelerator: training 125 M parameters takes {duration} on its CPU ("
-  )
-  assert said.endswith("use a GPU or a TPU, or --config=configs/tiny.py")
-
-
-def test_an_accelerator_is_not_warned_of(large, monkeypatch):
+def test_the_warning_says_how_long_a_large_model_takes(
+  monkeypatch, days, duration
+):
+  seconds = days * 24 * 60 * 60
+  flops_per_second = cpu_time.run_flops(CONFIG) / seconds
   monkeypatch.setattr(
-    cpu_time, "product_flops_per_second", lambda: pytest.fail("it was timed")
+    cpu_time, "product_flops_per_second", lambda: flops_per_second
   )
-  assert cpu_time.warning(large, "gpu") is None
-  assert cpu_time.warning(large, "tpu") is None
+
+  warning = cpu_time.warning(CONFIG, "cpu")
+
+  assert round(parameter_count(MODEL) / 1e6) == 125
+  assert warning.startswith(
+    "this machine has no accelerator: training 125 M parameters takes"
+    f" {duration} on its CPU ("
+  )
+  assert warning.endswith("use a GPU or a TPU, or --config=configs/tiny.py")
 
 
-def test_a_small_model_is_not_warned_of(monkeypatch):
-  monkeypatch.setattr(
-    cpu_time, "product_flops_per_second", lambda: pytest.fail("it was timed")
-  )
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_accelerators_have_no_warning(monkeypatch, platform):
+  monkeypatch.setattr(cpu_time, "product_flops_per_second", fail_if_timed)
+
+  assert cpu_time.warning(CONFIG, platform) is None
+
+
+def test_small_models_have_no_warning(monkeypatch):
+  monkeypatch.setattr(cpu_time, "product_flops_per_second", fail_if_timed)
+
   assert cpu_time.warning(Config(), "cpu") is None
 
 
-def test_the_flops_of_a_run_are_those_of_its_steps(large):
-  doubled = dataclasses.replace(
-    large, train=dataclasses.replace(large.train, steps=20_000)
-  )
-  assert cpu_time.run_flops(doubled) == 2 * cpu_time.run_flops(large)
-  # Six for each parameter and token, and those of attention.
-  tokens = large.train.batch_size * large.data.length * large.train.steps
-  per_token = cpu_time.run_flops(large) / tokens
-  assert 6 * 125e6 < per_token < 12 * 125e6
+def test_the_flops_of_a_run_are_proportional_to_its_steps():
+  train = dataclasses.replace(CONFIG.train, steps=20_000)
+  longer = dataclasses.replace(CONFIG, train=train)
+
+  assert cpu_time.run_flops(longer) == 2 * cpu_time.run_flops(CONFIG)
 
 
-def test_a_product_is_timed():
-  """Any CPU does between 1 GFLOP/s and 100 TFLOP/s."""
+def test_the_flops_of_a_token_are_at_least_six_for_each_parameter():
+  """Attention has further FLOPs."""
+  tokens_per_step = CONFIG.train.batch_size * CONFIG.data.length
+  num_tokens = tokens_per_step * CONFIG.train.steps
+
+  flops_per_token = cpu_time.run_flops(CONFIG) / num_tokens
+
+  assert 6 * 125e6 < flops_per_token < 12 * 125e6
+
+
+def test_the_measured_speed_is_possible_for_a_cpu():
   assert 1e9 < cpu_time.product_flops_per_second() < 1e14
 
 
 @pytest.mark.parametrize(
-  ("value", "shown"),
-  [(3812.7, "3,000"), (9.6, "9"), (1.4, "1"), (0.96, "0.9"), (940.0, "900")]
-  + [(0.043, "0.04"), (0.04, "0.04"), (96.0, "90"), (1e6, "1,000,000")]
-  + [(0.0, "0")],
+  ("value", "text"),
+  [
+    (3812.7, "3,000"),
+    (9.6, "9"),
+    (1.4, "1"),
+    (0.96, "0.9"),
+    (940.0, "900"),
+    (0.043, "0.04"),
+    (0.04, "0.04"),
+    (96.0, "90"),
+    (1e6, "1,000,000"),
+    (0.0, "0"),
+  ],
 )
-def test_one_figure_is_kept_and_none_is_too_large(value, shown):
-  assert cpu_time.one_figure(value) == shown
+def test_one_figure_rounds_down_to_one_digit(value, text):
+  assert cpu_time.one_figure(value) == text
 
 
-def test_training_warns_once_and_goes_on(monkeypatch, tmp_path, capsys):
-  monkeypatch.setattr(
-    cpu_time, "warning", lambda config, platform: f"slow on {platform}"
-  )
+def test_a_run_prints_the_warning_once(monkeypatch, tmp_path, capsys):
+  def warning(config, platform):
+    return f"slow on {platform}"
+
+  monkeypatch.setattr(cpu_time, "warning", warning)
   session.Session(Config(), str(tmp_path))
+
   assert capsys.readouterr().err.count("diffjax: slow on cpu\n") == 1

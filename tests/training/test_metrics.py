@@ -1,11 +1,14 @@
-"""Logs survive restarts."""
+"""The files of metrics survive restarts, kills and full disks."""
 
 import errno
 import io
 import json
 import math
 import os
+import pathlib
 import sys
+import time
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
@@ -15,101 +18,150 @@ from diffjax.config import UserError
 from diffjax.training import metrics
 
 
-def read(path):
-  return [json.loads(line) for line in path.read_text().splitlines()]
+def read_log(workdir: pathlib.Path) -> list[dict[str, Any]]:
+  """Returns the entries of a run's log, which must all be complete."""
+  lines = (workdir / "metrics.jsonl").read_text().splitlines()
+  return [json.loads(line) for line in lines]
 
 
-def open_metrics(workdir, start_step=0, **kwargs):
-  return metrics.MetricWriter(
-    workdir, {"train": {"steps": 9}}, start_step=start_step, **kwargs
+def logged_steps(workdir: pathlib.Path) -> list[int]:
+  """Returns the steps of the log."""
+  return [entry["step"] for entry in read_log(workdir)]
+
+
+def open_writer(
+  workdir: pathlib.Path, start_step: int = 0, **options: Any
+) -> metrics.MetricWriter:
+  """Opens the metrics of a run that starts from a step."""
+  config = {"train": {"steps": 9}}
+  return metrics.MetricWriter(workdir, config, start_step=start_step, **options)
+
+
+def write_steps(workdir: pathlib.Path, steps: list[int]) -> None:
+  """Writes the metrics of a new run."""
+  writer = open_writer(workdir)
+  for step in steps:
+    writer.write(step, {"train/loss": 1 / step})
+  writer.close()
+
+
+# The log, metrics.jsonl.
+
+
+def test_an_entry_has_its_values_and_its_time(tmp_path):
+  writer = open_writer(tmp_path)
+  writer.write(
+    10, {"train/loss": jnp.float32(0.1), "train/grad_norm": math.inf}
   )
+  writer.close()
+
+  [entry] = read_log(tmp_path)
+  assert entry["step"] == 10
+  assert entry["train/loss"] == pytest.approx(0.1)
+  # JSON has no infinity.
+  assert entry["train/grad_norm"] is None
+  assert entry["time"] > 1.7e9
 
 
-@pytest.mark.parametrize("remote", [False, True])
-def test_jsonl_drops_the_steps_that_are_taken_again(
-  tmp_path, monkeypatch, remote
+@pytest.mark.parametrize("is_remote", [False, True])
+def test_a_resume_removes_the_entries_of_steps_that_it_repeats(
+  tmp_path, monkeypatch, is_remote
 ):
-  monkeypatch.setattr(metrics, "is_remote", lambda path: remote)
-  writer = open_metrics(tmp_path)
-  for step in (10, 20, 30):
-    writer.write(
-      step, {"train/loss": jnp.float32(1 / step), "train/grad_norm": math.inf}
-    )
-  writer.close()
-  path = tmp_path / "metrics.jsonl"
-  path.write_text(
-    path.read_text() + '{"step": 31, "tra'
-  )  # killed while it wrote
-  writer = open_metrics(tmp_path, start_step=20)
+  monkeypatch.setattr(metrics, "is_remote", lambda path: is_remote)
+  write_steps(tmp_path, [10, 20, 30])
+  # A killed run leaves an incomplete line.
+  with (tmp_path / "metrics.jsonl").open("a") as file:
+    file.write('{"step": 31, "tra')
+
+  writer = open_writer(tmp_path, start_step=20)
   writer.write(25, {"train/loss": 7.0})
-  writer.write(26, {})
-  if not remote:
-    assert [line["step"] for line in read(path)] == [10, 20, 25], (
-      "a line is on disk at once"
-    )
   writer.close()
-  lines = read(path)
-  assert [line["step"] for line in lines] == [10, 20, 25]
-  assert (
-    lines[0]["train/loss"] == pytest.approx(0.1)
-    and lines[0]["train/grad_norm"] is None
-    and lines[0]["time"] > 1.7e9
-  )
+
+  assert logged_steps(tmp_path) == [10, 20, 25]
+  # Each run has a TensorBoard file of its own, and no other files remain.
   assert len(list((tmp_path / "tensorboard").glob("events*"))) == 2
-  assert sorted(file.name for file in tmp_path.iterdir()) == [
-    "metrics.jsonl",
-    "tensorboard",
-  ]
+  assert sorted(os.listdir(tmp_path)) == ["metrics.jsonl", "tensorboard"]
 
 
-def test_a_resume_that_cannot_rewrite_the_log_leaves_it_whole(
+def test_an_entry_is_on_disk_as_soon_as_it_is_written(tmp_path):
+  writer = open_writer(tmp_path)
+  writer.write(25, {"train/loss": 7.0})
+
+  assert logged_steps(tmp_path) == [25]
+  writer.close()
+
+
+def test_a_step_without_metrics_has_no_entry(tmp_path):
+  writer = open_writer(tmp_path)
+  writer.write(26, {})
+  writer.close()
+
+  assert read_log(tmp_path) == []
+
+
+def test_a_log_in_an_object_store_is_uploaded_once_a_minute(
   tmp_path, monkeypatch
 ):
-  writer = open_metrics(tmp_path)
-  for step in (10, 20, 30):
-    writer.write(step, {"train/loss": 1.0})
-  writer.close()
-  path = tmp_path / "metrics.jsonl"
-  before = path.read_text()
+  """Such a store cannot append to a file."""
+  now = 1000.0
+  monkeypatch.setattr(metrics, "is_remote", lambda path: True)
+  monkeypatch.setattr(time, "monotonic", lambda: now)
 
-  def until_the_disk_is_full(path, data):
+  writer = open_writer(tmp_path)
+  writer.write(1, {"train/loss": 1.0})
+  assert logged_steps(tmp_path) == []
+
+  now += 61
+  writer.write(2, {"train/loss": 1.0})
+  assert logged_steps(tmp_path) == [1, 2]
+  assert list((tmp_path / "tensorboard").glob("events*"))
+
+
+def test_a_resume_that_cannot_write_the_log_does_not_change_it(
+  tmp_path, monkeypatch
+):
+  write_steps(tmp_path, [10, 20, 30])
+  log = tmp_path / "metrics.jsonl"
+  before = log.read_text()
+
+  def write_half(path, data):
     with open(path, "wb") as file:
       file.write(data[: len(data) // 2])
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-  monkeypatch.setattr(
-    type(epath.Path(tmp_path)), "write_bytes", until_the_disk_is_full
-  )
-  with pytest.raises(
-    UserError, match="cannot write metrics in .*No space left"
-  ):
-    open_metrics(tmp_path, start_step=20)
-  assert path.read_text() == before
+  monkeypatch.setattr(type(epath.Path(tmp_path)), "write_bytes", write_half)
+  message = "cannot write metrics in .*No space left"
+  with pytest.raises(UserError, match=message):
+    open_writer(tmp_path, start_step=20)
+
+  assert log.read_text() == before
 
 
-def test_torn_lines_of_a_log_do_not_count(tmp_path):
-  """Whatever a kill, a full disk or a power cut left: the reader of a finished run's log must not end that run."""
-  path = tmp_path / "metrics.jsonl"
-  path.write_bytes(
-    b'{"step": 1, "train/loss": 3.0}\n{"step": 2, "tr\n\xff\xfe\n[2]\n{"train/loss": 1.0}\n\0\0\n{"step": 3, "train/loss": 2.0}'
-  )
-  assert metrics.read_log(path) == [
+def test_lines_that_are_no_entries_are_not_read(tmp_path):
+  """A kill, a full disk or a power cut leaves such lines."""
+  log = tmp_path / "metrics.jsonl"
+  lines = [
+    b'{"step": 1, "train/loss": 3.0}',
+    b'{"step": 2, "tr',
+    b"\xff\xfe",
+    b"[2]",
+    b'{"train/loss": 1.0}',
+    b"\0\0",
+    b'{"step": 3, "train/loss": 2.0}',
+  ]
+  log.write_bytes(b"\n".join(lines))
+
+  assert metrics.read_log(log) == [
     {"step": 1, "train/loss": 3.0},
     {"step": 3, "train/loss": 2.0},
   ]
 
 
-def test_remote_workdir_is_written_at_intervals(tmp_path, monkeypatch):
-  monkeypatch.setattr(metrics, "is_remote", lambda path: True)
-  monkeypatch.setattr(metrics, "_UPLOAD_INTERVAL_SECONDS", 0.0)
-  writer = open_metrics(tmp_path)
-  writer.write(1, {"train/loss": 1.0})
-  assert [line["step"] for line in read(tmp_path / "metrics.jsonl")] == [1]
-  assert list((tmp_path / "tensorboard").glob("events*"))
+# TensorBoard.
 
 
-def read_events(workdir):
-  """Returns the events of all TensorBoard files, in the order of their names."""
+def read_events(workdir: pathlib.Path) -> list[Any]:
+  """Returns the events of all TensorBoard files, in order of their names."""
   from tensorboardX.proto import event_pb2
 
   events = []
@@ -125,104 +177,137 @@ def read_events(workdir):
   return events
 
 
-def test_tensorboard_holds_the_numbers_and_the_purge(tmp_path):
+@pytest.fixture
+def events_of_a_resumed_run(tmp_path):
+  """A run writes step 3. It is resumed from step 2 and writes step 5."""
   for start_step, step in ((0, 3), (2, 5)):
-    writer = open_metrics(tmp_path, start_step=start_step)
+    writer = open_writer(tmp_path, start_step=start_step)
     writer.write(step, {"train/loss": 0.5})
     writer.close()
+  return read_events(tmp_path)
 
-  events = read_events(tmp_path)
-  scalars = [
-    (event.step, value.simple_value)
-    for event in events
-    for value in event.summary.value
-    if value.tag == "train/loss"
-  ]
-  assert scalars == [(3, 0.5), (5, 0.5)]
-  starts = [
-    event.step for event in events if event.WhichOneof("what") == "session_log"
-  ]
-  assert starts == [1, 3], (
-    "TensorBoard hides what came from step 3 on before the restart"
-  )
+
+def test_tensorboard_has_the_metrics(events_of_a_resumed_run):
+  points = []
+  for event in events_of_a_resumed_run:
+    for value in event.summary.value:
+      if value.tag == "train/loss":
+        points.append((event.step, value.simple_value))
+  assert points == [(3, 0.5), (5, 0.5)]
+
+
+def test_tensorboard_hides_the_steps_that_a_resume_repeats(
+  events_of_a_resumed_run,
+):
+  """It hides older events from the step of a session's start on."""
+  session_starts = []
+  for event in events_of_a_resumed_run:
+    if event.WhichOneof("what") == "session_log":
+      session_starts.append(event.step)
+  assert session_starts == [1, 3]
+
+
+# A full disk.
 
 
 class FileOnFullDisk(io.FileIO):
-  """A file on a disk that has room for some bytes."""
+  """A file on a disk with a limited number of free bytes."""
 
-  room = 1 << 30
+  free_bytes = 1 << 30
 
   def write(self, data):
-    if FileOnFullDisk.room == 0:
+    if FileOnFullDisk.free_bytes == 0:
       raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    written = super().write(data[: FileOnFullDisk.room])
-    FileOnFullDisk.room -= written
+    written = super().write(data[: FileOnFullDisk.free_bytes])
+    FileOnFullDisk.free_bytes -= written
     return written
 
 
-@pytest.mark.parametrize("room", [0, 10, 100])
-def test_a_full_disk_tears_no_line_and_no_event(tmp_path, monkeypatch, room):
-  opened = []
+@pytest.mark.parametrize("free_bytes", [0, 10, 100])
+def test_lines_and_events_are_complete_after_a_full_disk(
+  tmp_path, monkeypatch, free_bytes
+):
+  opened_paths = []
 
   def open_file(path, mode, buffering):
     assert buffering == 0
-    opened.append(path)
+    opened_paths.append(path)
     return FileOnFullDisk(path, mode)
 
   monkeypatch.setattr(metrics, "open", open_file, raising=False)
-  writer = open_metrics(tmp_path)
-  assert len(opened) == 2
+  writer = open_writer(tmp_path)
+  # The log and TensorBoard's file.
+  assert len(opened_paths) == 2
   writer.write(1, {"train/loss": 1.0})
   with monkeypatch.context() as patch:
-    patch.setattr(FileOnFullDisk, "room", room)
-    # More than the buffers of Python.
+    patch.setattr(FileOnFullDisk, "free_bytes", free_bytes)
+    # These are more bytes than Python's buffers hold.
     for step in range(2, 300):
       writer.write(step, {"train/loss": 1.0, "train/grad_norm": 1.0})
   writer.write(300, {"train/loss": 1.0})
   writer.close()
+
   steps = list(range(1, 301))
-  assert [line["step"] for line in read(tmp_path / "metrics.jsonl")] == steps
-  summaries = [event for event in read_events(tmp_path) if event.summary.value]
-  assert [event.step for event in summaries] == [0, *steps], "0: the config"
+  assert logged_steps(tmp_path) == steps
+  event_steps = []
+  for event in read_events(tmp_path):
+    if event.summary.value:
+      event_steps.append(event.step)
+  # The event of step 0 has the config.
+  assert event_steps == [0, *steps]
 
 
 def test_other_processes_write_nothing(tmp_path):
-  writer = open_metrics(tmp_path, is_writer=False)
+  writer = open_writer(tmp_path, is_writer=False)
   writer.write(1, {"train/loss": 1.0})
   writer.close()
+
   assert not list(tmp_path.iterdir())
 
 
-def test_missing_wandb_is_a_clear_error(tmp_path, monkeypatch):
+# Weights & Biases.
+
+
+def test_a_missing_wandb_is_an_error(tmp_path, monkeypatch):
   monkeypatch.setitem(sys.modules, "wandb", None)
-  with pytest.raises(
-    UserError,
-    match=r"config.train.wandb_project = 'mine' needs wandb: pip install 'diffjax\[wandb\]'",
-  ):
-    open_metrics(tmp_path, wandb_project="mine")
+
+  message = (
+    r"config.train.wandb_project = 'mine' needs wandb: pip install"
+    r" 'diffjax\[wandb\]'"
+  )
+  with pytest.raises(UserError, match=message):
+    open_writer(tmp_path, wandb_project="mine")
 
 
-def test_wandb_run_goes_on_after_a_restart(tmp_path, monkeypatch):
-  seen = []
+class FakeWandb:
+  """Stands for the module wandb, and for a run of it."""
 
-  class Wandb:
-    def init(self, **kwargs):
-      seen.append(kwargs["id"])
-      return self
+  def __init__(self):
+    self.run_ids = []
+    self.logged = []
+    self.num_finished = 0
 
-    def log(self, values, step):
-      seen.append((step, values))
+  def init(self, **options):
+    self.run_ids.append(options["id"])
+    return self
 
-    def finish(self):
-      seen.append("finished")
+  def log(self, values, step):
+    self.logged.append((step, values))
 
-  monkeypatch.setitem(sys.modules, "wandb", Wandb())
+  def finish(self):
+    self.num_finished += 1
+
+
+def test_a_resume_continues_the_run_of_wandb(tmp_path, monkeypatch):
+  wandb = FakeWandb()
+  monkeypatch.setitem(sys.modules, "wandb", wandb)
+
   for start_step in (0, 1):
-    writer = open_metrics(tmp_path, wandb_project="mine", start_step=start_step)
+    writer = open_writer(tmp_path, wandb_project="mine", start_step=start_step)
     writer.write(start_step + 1, {"train/loss": 2.0})
     writer.close()
-  assert (
-    seen[0] == seen[3]
-    and seen[1] == (1, {"train/loss": 2.0})
-    and seen[2] == "finished"
-  )
+
+  first_id, second_id = wandb.run_ids
+  assert first_id == second_id
+  assert wandb.logged == [(1, {"train/loss": 2.0}), (2, {"train/loss": 2.0})]
+  assert wandb.num_finished == 2

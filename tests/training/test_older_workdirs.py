@@ -1,8 +1,8 @@
-"""Workdirs of an earlier version restore and continue as they did there.
+"""Runs of an earlier version are restored and continue as they did then.
 
-Each golden/*.tar.xz holds a run of version 0.1.0 under JAX 0.10.2: its checkpoint
-at step 4 of 8 and its log. golden/expected.json holds the digest of that
-checkpoint's parameters, and what version 0.1.0 logged after step 4.
+Each golden/*.tar.xz holds a run of version 0.1.0 under JAX 0.10.2: its
+checkpoint at step 4 of 8 and its log. golden/expected.json holds the digest of
+that checkpoint's parameters, and what version 0.1.0 logged after step 4.
 """
 
 import hashlib
@@ -20,13 +20,30 @@ from tests.harness.tiers import full
 ROOT = pathlib.Path(__file__).parents[2]
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 EXPECTED = json.loads((GOLDEN / "expected.json").read_text())
-# Every variant and both ways of reading. The full tier has the other runs.
+# These runs have every variant and both modes of reading data. The full tier
+# has the other combinations.
 RUNS = ["diff_streamed", "diff_v2_prepared", "transformer_prepared"]
-FLAGS = """
-  model.num_layers=2 model.embed_dim=16 model.head_dim=4 model.ffn_dim=16 model.max_length=64 data.source=text:text/*.txt
-  data.prepared_dir=rows data.length=64 data.validation_fraction=0.1 train.batch_size=4 train.steps=8 train.checkpoint_interval=4
-  train.log_interval=1 train.sample_tokens=0 eval.interval=4 eval.ngram=4 optimizer.warmup_steps=2
-"""
+OTHER_RUNS = sorted(EXPECTED.keys() - set(RUNS))
+# The fields of the runs that differ from configs/tiny.py.
+FIELDS = {
+  "model.num_layers": 2,
+  "model.embed_dim": 16,
+  "model.head_dim": 4,
+  "model.ffn_dim": 16,
+  "model.max_length": 64,
+  "data.source": "text:text/*.txt",
+  "data.prepared_dir": "rows",
+  "data.length": 64,
+  "data.validation_fraction": 0.1,
+  "train.batch_size": 4,
+  "train.steps": 8,
+  "train.checkpoint_interval": 4,
+  "train.log_interval": 1,
+  "train.sample_tokens": 0,
+  "eval.interval": 4,
+  "eval.ngram": 4,
+  "optimizer.warmup_steps": 2,
+}
 
 
 def digest(params):
@@ -61,10 +78,10 @@ def read_log(path):
   return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize(
-  "name", [*RUNS, *full(sorted(EXPECTED.keys() - set(RUNS)))]
-)
-def test_it_restores_and_goes_on(command, tmp_path, name):
+@pytest.mark.parametrize("name", [*RUNS, *full(OTHER_RUNS)])
+def test_a_run_of_an_earlier_version_is_restored_and_continues(
+  command, tmp_path, name
+):
   unpack(name, tmp_path)
   (tmp_path / "configs").symlink_to(ROOT / "configs")
   write_texts(tmp_path / "text")
@@ -72,8 +89,8 @@ def test_it_restores_and_goes_on(command, tmp_path, name):
   assert digest(load(workdir).params) == EXPECTED[name]["params_sha256"]
 
   variant, _, mode = name.rpartition("_")
-  fields = [f"data.mode={mode}", *FLAGS.split()]
-  flags = [f"--config.{field}" for field in fields]
+  fields = FIELDS | {"data.mode": mode}
+  flags = [f"--config.{field}={value}" for field, value in fields.items()]
   result = command(
     "diffjax.train",
     f"--config=configs/tiny.py:{variant}",
@@ -81,14 +98,12 @@ def test_it_restores_and_goes_on(command, tmp_path, name):
     *flags,
     cwd=tmp_path,
   )
+
   assert result.returncode == 0, result.stderr
   assert "resuming from step 4" in result.stderr
-
   entries = read_log(workdir / "metrics.jsonl")
   new_entries = [entry for entry in entries if entry["step"] > 4]
-  expected_entries = EXPECTED[name]["after"]
-  assert len(new_entries) == len(expected_entries)
-  for entry, expected in zip(new_entries, expected_entries, strict=True):
+  for entry, expected in zip(new_entries, EXPECTED[name]["after"], strict=True):
     assert entry["step"] == expected["step"]
     # The numbers of tokens are equal if the batches are.
     assert entry.get("train/tokens") == expected.get("train/tokens")

@@ -1,7 +1,8 @@
-"""A run's program is made without computing anything, and what is lowered ahead of time is what trains."""
+"""Building a program compiles nothing, and the step can be lowered alone."""
 
 import dataclasses
 
+import chex
 import flax.linen as nn
 import jax
 import numpy as np
@@ -41,32 +42,36 @@ def program():
   return build(CONFIG, make_mesh(CONFIG.mesh))
 
 
-def test_building_compiles_nothing():
-  compiled = []
-  jax.monitoring.register_event_duration_secs_listener(
-    lambda name, *_, **__: compiled.append(name)
-  )
+def test_building_and_lowering_compile_nothing():
+  events = []
+
+  def record(name, *_, **__):
+    events.append(name)
+
+  jax.monitoring.register_event_duration_secs_listener(record)
   try:
     build(CONFIG, make_mesh(CONFIG.mesh)).lower_train_step()
   finally:
     jax.monitoring.clear_event_listeners()
-  assert (
-    "/jax/core/compile/jaxpr_trace_duration" in compiled
-  )  # else nothing would be counted
-  assert "/jax/core/compile/backend_compile_duration" not in compiled
+
+  # Otherwise, the listener would not work.
+  assert "/jax/core/compile/jaxpr_trace_duration" in events
+  assert "/jax/core/compile/backend_compile_duration" not in events
 
 
-def test_the_state_is_as_announced(program):
-  announced, made = program.abstract_state, program.init()
-  assert jax.tree.structure(announced) == jax.tree.structure(made)
-  for expected, leaf in zip(
-    jax.tree.leaves(announced), jax.tree.leaves(made), strict=True
-  ):
-    assert (leaf.shape, leaf.dtype) == (expected.shape, expected.dtype)
-    assert leaf.sharding.is_equivalent_to(expected.sharding, leaf.ndim)
+def test_the_initial_state_has_the_abstract_shapes_and_shardings(program):
+  state = program.init()
+
+  chex.assert_trees_all_equal_shapes_and_dtypes(state, program.abstract_state)
+
+  def assert_sharding(leaf, shape):
+    assert leaf.sharding.is_equivalent_to(shape.sharding, leaf.ndim)
+
+  jax.tree.map(assert_sharding, state, program.abstract_state)
 
 
-def test_the_step_that_is_lowered_is_the_step_that_trains(program):
+def test_the_lowered_step_is_the_step_that_trains(program):
+  """A step for absent devices is lowered from shapes instead of arrays."""
   ints = np.ones((8, 16), np.int32)
   batch = dict(
     tokens=ints,
@@ -76,13 +81,20 @@ def test_the_step_that_is_lowered_is_the_step_that_trains(program):
     weights=ints.astype(np.float32),
   )
   with jax.set_mesh(program.mesh), nn.logical_axis_rules(rules.ACTIVATIONS):
-    running = program._jitted.train_step.lower(
+    training_step = program._jitted.train_step.lower(
       program.init(), put_batch(batch, program.mesh)
-    ).as_text()
-  assert program.lower_train_step().as_text() == running
+    )
+
+  lowered_step = program.lower_train_step()
+
+  assert lowered_step.as_text() == training_step.as_text()
 
 
-def test_a_program_is_of_its_config_and_frozen(program):
-  assert program.config is CONFIG and program.mesh.shape["fsdp"] == 4
+def test_a_program_cannot_be_changed(program):
   with pytest.raises(dataclasses.FrozenInstanceError):
     program.model = None
+
+
+def test_a_program_has_its_config_and_its_mesh(program):
+  assert program.config is CONFIG
+  assert program.mesh.shape["fsdp"] == 4

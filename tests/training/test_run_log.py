@@ -1,7 +1,8 @@
-"""Logged speeds are those of the steps, whatever a dispatch waits for."""
+"""The logged seconds are those of the steps, on machines of several kinds."""
 
 import dataclasses
 import json
+import pathlib
 import time
 
 import jax
@@ -12,13 +13,16 @@ from diffjax.config import Config, DataConfig, TrainConfig
 from diffjax.parallel.mesh import make_mesh
 from diffjax.training.run_log import RunLog
 
-STEPS = 24
-# Seconds of compiling, of an evaluation and of a save.
-COMPILING, EVALUATION, SAVE = 60.0, 7.0, 3.0
+NUM_STEPS = 24
+EVALUATION_INTERVAL = 5
+SAVE_INTERVAL = 8
+COMPILATION_SECONDS = 60.0
+EVALUATION_SECONDS = 7.0
+SAVE_SECONDS = 3.0
 
 
 class Clock:
-  """A clock that the test sets forward."""
+  """A clock that a test sets forward."""
 
   def __init__(self):
     self.now = 1000.0
@@ -30,13 +34,15 @@ class Clock:
 class Result:
   """A number that a device computes until a certain time."""
 
-  def __init__(self, clock, end):
-    self._clock, self._end = clock, end
+  def __init__(self, clock: Clock, end: float):
+    self._clock = clock
+    self._end = end
 
   def is_ready(self):
     return self._clock.now >= self._end
 
   def __array__(self, dtype=None, copy=None):
+    # Reading the number waits for it.
     self._clock.now = max(self._clock.now, self._end)
     return np.zeros((), dtype)
 
@@ -46,7 +52,7 @@ class Machine:
   """How long a step takes, and what a dispatch waits for.
 
   Attributes:
-    wait: seconds until a batch has come.
+    wait: seconds until the next batch is there.
     compute: seconds that the device computes.
     dispatch_blocks: True if a dispatch returns at the end of the step.
   """
@@ -55,101 +61,160 @@ class Machine:
   compute: float
   dispatch_blocks: bool = False
 
+  @property
+  def shows_first_begin(self) -> bool:
+    """False if the loop cannot know when the first step began.
+
+    It knows the end of a step only while it does not wait for anything else.
+    """
+    return not self.dispatch_blocks and self.wait <= self.compute
+
 
 SYNCHRONOUS = Machine(0.5, 1.0, dispatch_blocks=True)
 DEVICE_BOUND = Machine(0.25, 1.0)
 DATA_BOUND = Machine(1.0, 0.03125)
 
 
-def train(machine, log_interval, workdir, monkeypatch):
-  """Takes steps in the order of the loop.
+class Simulation:
+  """A run on a machine, whose log is the one under test.
 
-  Returns:
-    The seconds per step that were logged and the true ones, by step, and the
-    sum of all seconds that are not compiling, evaluations or saves.
+  Attributes:
+    true_seconds: by step, the true seconds per step since the last logged one.
+    total_seconds: the seconds of the whole run after its first dispatch, except
+      for evaluations and saves.
   """
-  clock = Clock()
-  monkeypatch.setattr(time, "perf_counter", clock)
-  config = Config(
-    data=DataConfig(length=16),
-    train=TrainConfig(steps=STEPS, batch_size=2, log_interval=log_interval),
-  )
-  mesh = make_mesh(config.mesh, jax.devices()[:1])
-  log = RunLog(config, str(workdir), mesh, None, start_step=0)
-  device_free = clock.now
-  ends, start, true_seconds = {}, (0, 0.0), {}
-  for step in range(1, STEPS + 1):
-    clock.now += machine.wait
-    log.add_wait(machine.wait)
+
+  def __init__(
+    self,
+    machine: Machine,
+    log_interval: int,
+    workdir: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+  ):
+    """Takes all steps, in the order of the training loop."""
+    self._machine = machine
+    self._log_interval = log_interval
+    self._clock = Clock()
+    monkeypatch.setattr(time, "perf_counter", self._clock)
+    config = Config(
+      data=DataConfig(length=16),
+      train=TrainConfig(
+        steps=NUM_STEPS, batch_size=2, log_interval=log_interval
+      ),
+    )
+    mesh = make_mesh(config.mesh, jax.devices()[:1])
+    self._log = RunLog(config, str(workdir), mesh, None, start_step=0)
+    self.true_seconds: dict[int, float] = {}
+    # When the device ends its last step.
+    self._device_end = self._clock.now
+    # The last step that was logged or followed by an evaluation or a save, and
+    # the time from which the next ones are measured.
+    self._window_step = 0
+    self._window_start = 0.0
+
+    interruption_seconds = 0.0
+    for step in range(1, NUM_STEPS + 1):
+      self._take_step(step)
+      if step == 1:
+        first_dispatch = self._clock.now
+      if step % EVALUATION_INTERVAL == 0:
+        self._interrupt(step, EVALUATION_SECONDS)
+        self._log.add_evaluation(step, {}, 0)
+        interruption_seconds += EVALUATION_SECONDS
+      if step % SAVE_INTERVAL == 0:
+        self._interrupt(step, SAVE_SECONDS)
+        self._log.add_save(step)
+        interruption_seconds += SAVE_SECONDS
+    self._log.flush()
+    run_seconds = self._clock.now - first_dispatch
+    self.total_seconds = run_seconds - interruption_seconds
+    self._log.close()
+
+  def _take_step(self, step: int) -> None:
+    """Waits for a batch and dispatches a step."""
+    self._clock.now += self._machine.wait
+    self._log.add_wait(self._machine.wait)
     if step == 1:
-      clock.now += COMPILING
-    begin = max(clock.now, device_free)
-    ends[step] = device_free = begin + machine.compute
-    if machine.dispatch_blocks:
-      clock.now = device_free
+      self._clock.now += COMPILATION_SECONDS
+    begin = max(self._clock.now, self._device_end)
+    self._device_end = begin + self._machine.compute
+    if self._machine.dispatch_blocks:
+      self._clock.now = self._device_end
     if step == 1:
-      start, first = (0, begin), clock.now
-      if machine.dispatch_blocks or machine.wait > machine.compute:
-        # The beginning of the first step is not seen.
-        start = (1, device_free)
-    result = Result(clock, device_free)
-    results = {"skipped_in_a_row": result, "loss": result}
-    log.record_dispatched_step(step, results)
-    is_logged = step % log_interval == 0 or step == STEPS
-    if is_logged and step > start[0]:
-      taken = step - start[0]
-      true_seconds[step] = (ends[step] - start[1]) / taken
-      start = (step, ends[step])
-    for interval, seconds, done in (
-      (5, EVALUATION, lambda step: log.add_evaluation(step, {}, 0)),
-      (8, SAVE, log.add_save),
-    ):
-      if step % interval == 0:
-        log.flush()
-        clock.now += seconds
-        done(step)
-        start = (step, clock.now)
-  log.flush()
-  interruptions = STEPS // 5 * EVALUATION + STEPS // 8 * SAVE
-  total = clock.now - first - interruptions
-  log.close()
-  lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
-  logged = {
-    line["step"]: line["train/step_seconds"]
-    for line in lines
-    if "train/step_seconds" in line
-  }
-  return logged, true_seconds, total
+      if self._machine.shows_first_begin:
+        self._window_start = begin
+      else:
+        self._start_window(step, self._device_end)
+    result = Result(self._clock, self._device_end)
+    metrics = {"skipped_in_a_row": result, "loss": result}
+    self._log.record_dispatched_step(step, metrics)
+
+    is_logged = step % self._log_interval == 0 or step == NUM_STEPS
+    if is_logged and step > self._window_step:
+      seconds = self._device_end - self._window_start
+      self.true_seconds[step] = seconds / (step - self._window_step)
+      self._start_window(step, self._device_end)
+
+  def _interrupt(self, step: int, seconds: float) -> None:
+    """Waits for the device, and then does something else for some seconds."""
+    self._log.flush()
+    self._clock.now += seconds
+    self._start_window(step, self._clock.now)
+
+  def _start_window(self, step: int, start: float) -> None:
+    self._window_step = step
+    self._window_start = start
+
+
+def logged_values(workdir: pathlib.Path, name: str) -> dict[int, float]:
+  """Returns the logged values of a metric by step."""
+  values = {}
+  for line in (workdir / "metrics.jsonl").read_text().splitlines():
+    entry = json.loads(line)
+    if name in entry:
+      values[entry["step"]] = entry[name]
+  return values
 
 
 @pytest.mark.parametrize("log_interval", [1, 2, 3, 10])
 @pytest.mark.parametrize("machine", [SYNCHRONOUS, DEVICE_BOUND], ids=str)
-def test_speeds_are_those_of_the_steps(
+def test_the_logged_seconds_are_those_of_the_steps(
   machine, log_interval, tmp_path, monkeypatch
 ):
-  logged, wanted, _ = train(machine, log_interval, tmp_path, monkeypatch)
-  assert logged == pytest.approx(wanted)
+  simulation = Simulation(machine, log_interval, tmp_path, monkeypatch)
+
+  logged_seconds = logged_values(tmp_path, "train/step_seconds")
+  assert logged_seconds == pytest.approx(simulation.true_seconds)
 
 
 @pytest.mark.parametrize("log_interval", [1, 3, 10])
-def test_speeds_of_a_run_that_waits_for_data(
+def test_the_logged_seconds_are_nearly_exact_if_the_run_waits_for_data(
   log_interval, tmp_path, monkeypatch
 ):
-  """The end of a step is not seen while the loop waits for the next batch."""
-  logged, wanted, _ = train(DATA_BOUND, log_interval, tmp_path, monkeypatch)
-  assert logged == pytest.approx(wanted, rel=0.05)
+  """The loop cannot see the end of a step while it waits for a batch."""
+  simulation = Simulation(DATA_BOUND, log_interval, tmp_path, monkeypatch)
+
+  logged_seconds = logged_values(tmp_path, "train/step_seconds")
+  assert logged_seconds == pytest.approx(simulation.true_seconds, rel=0.05)
 
 
 @pytest.mark.parametrize(
   "machine", [SYNCHRONOUS, DEVICE_BOUND, DATA_BOUND], ids=str
 )
-def test_no_second_is_lost(machine, tmp_path, monkeypatch):
-  logged, _, total = train(machine, 1, tmp_path, monkeypatch)
-  assert sum(logged.values()) == pytest.approx(total)
+def test_the_logged_seconds_add_up_to_those_of_the_run(
+  machine, tmp_path, monkeypatch
+):
+  simulation = Simulation(machine, 1, tmp_path, monkeypatch)
+
+  logged_seconds = logged_values(tmp_path, "train/step_seconds")
+  total_seconds = sum(logged_seconds.values())
+  assert total_seconds == pytest.approx(simulation.total_seconds)
 
 
-def test_time_waited_is_that_of_the_steps(tmp_path, monkeypatch):
-  train(SYNCHRONOUS, 3, tmp_path, monkeypatch)
-  lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
-  shares = [line.get("train/wait_fraction") for line in lines]
-  assert shares[1:] == pytest.approx([1 / 3] * 8)
+def test_the_logged_wait_is_the_fraction_of_the_steps(tmp_path, monkeypatch):
+  Simulation(SYNCHRONOUS, 3, tmp_path, monkeypatch)
+
+  # A step waits for 0.5 s and computes for 1 s. The first step is logged
+  # without its times.
+  fractions = list(logged_values(tmp_path, "train/wait_fraction").values())
+  assert fractions == pytest.approx([1 / 3] * 8)

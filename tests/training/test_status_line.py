@@ -1,4 +1,4 @@
-"""The status line tells the truth about speed."""
+"""The status line shows the loss, the speed and the remaining time."""
 
 import io
 import re
@@ -15,62 +15,78 @@ CONFIG = Config(
 )
 
 
-def clock(monkeypatch, times):
+def set_clock(monkeypatch: pytest.MonkeyPatch, times: list[float]) -> None:
+  """Makes the clock return these times, one at each call."""
   monkeypatch.setattr(time, "perf_counter", iter(times).__next__)
 
 
-def test_plain_lines_and_speeds(monkeypatch):
+@pytest.fixture
+def interrupted_line(monkeypatch):
+  """Takes steps 21 to 31 and an evaluation, and reports steps 30 and 36.
+
+  Ten steps take five seconds, and the evaluation takes 95 seconds.
+
+  Returns:
+    The values of both reports, and the printed lines.
+  """
   file = io.StringIO()
-  progress = StatusLine(
+  status_line = StatusLine(
     CONFIG, start_step=20, num_devices=2, device_kind="NVIDIA H200", file=file
   )
-  clock(monkeypatch, [100.0, 105.0, 200.0, 202.0])
+  set_clock(monkeypatch, [100.0, 105.0, 200.0, 202.0])
   for step in range(21, 32):
-    progress.add_wait(0.1)
-    progress.add_step(step)
-  values = progress.report(30, {"train/loss": 1.25})
-  # Ten steps in five seconds, 32 tokens each; the wait before the first step is compilation's.
-  assert (
-    values["train/loss"] == 1.25
-    and values["train/step_seconds"] == 0.5
-    and values["train/tokens_per_second"] == 64
-  )
-  assert values["train/wait_fraction"] == pytest.approx(1.0 / 5)
-  flops = step_flops(CONFIG.model, 16, 32).training
-  assert values["train/mfu"] == pytest.approx(flops / (0.5 * 2 * 989.4e12))
-  # An evaluation of 95 seconds does not count.
-  progress.note(32, "validation: fine")
-  progress.restart_window(32)
-  values = progress.report(36, {"train/loss": 1.0})
+    status_line.add_wait(0.1)
+    status_line.add_step(step)
+  first_values = status_line.report(30, {"train/loss": 1.25})
+  status_line.note(32, "validation: fine")
+  status_line.restart_window(32)
+  second_values = status_line.report(36, {"train/loss": 1.0})
+  status_line.close()
+  return first_values, second_values, file.getvalue().splitlines()
+
+
+def test_a_report_has_the_speed_of_the_steps(interrupted_line):
+  values, _, _ = interrupted_line
+
+  assert values["train/loss"] == 1.25
   assert values["train/step_seconds"] == 0.5
-  progress.close()
-  lines = file.getvalue().splitlines()
-  assert (
-    lines[0] == "step 30/100  loss 1.2500  64 tokens/s  MFU 0.0%"
+  # A step has 32 tokens.
+  assert values["train/tokens_per_second"] == 64
+  step_mfu = step_flops(CONFIG.model, 16, 32).training / (0.5 * 2 * 989.4e12)
+  assert values["train/mfu"] == pytest.approx(step_mfu)
+
+
+def test_the_wait_before_the_first_step_is_not_counted(interrupted_line):
+  """The first step also waits for compilation."""
+  values, _, _ = interrupted_line
+
+  assert values["train/wait_fraction"] == pytest.approx(1.0 / 5)
+
+
+def test_the_time_of_an_evaluation_is_not_counted(interrupted_line):
+  _, values, _ = interrupted_line
+
+  assert values["train/step_seconds"] == 0.5
+
+
+def test_reports_and_notes_are_lines_of_a_file(interrupted_line):
+  _, _, lines = interrupted_line
+
+  report_line, note_line, _ = lines
+  assert report_line == (
+    "step 30/100  loss 1.2500  64 tokens/s  MFU 0.0%"
     "  waited for data 20%  0:00:35 left"
   )
-  assert lines[1] == "step 32/100  validation: fine" and len(lines) == 3
+  assert note_line == "step 32/100  validation: fine"
 
 
-def test_no_mfu_on_an_unknown_chip():
-  progress = StatusLine(
+def test_a_chip_without_a_known_peak_has_no_mfu():
+  status_line = StatusLine(
     CONFIG, start_step=0, num_devices=1, device_kind="cpu", file=io.StringIO()
   )
-  progress.add_step(1)
-  assert "train/mfu" not in progress.report(1, {"train/loss": 1.0})
+  status_line.add_step(1)
 
-
-@pytest.fixture
-def terminal(monkeypatch):
-  """What stands for a terminal of 120 columns, and keeps what is written to it."""
-
-  class Terminal(io.StringIO):
-    def isatty(self):
-      return True
-
-  monkeypatch.setenv("TERM", "xterm")
-  monkeypatch.setenv("COLUMNS", "120")
-  return Terminal()
+  assert "train/mfu" not in status_line.report(1, {"train/loss": 1.0})
 
 
 def test_a_long_line_of_a_fast_run_fits_80_columns(monkeypatch):
@@ -78,48 +94,81 @@ def test_a_long_line_of_a_fast_run_fits_80_columns(monkeypatch):
   config = Config(
     data=DataConfig(length=4096), train=TrainConfig(steps=19_000, batch_size=9)
   )
-  progress = StatusLine(
+  status_line = StatusLine(
     config, start_step=0, num_devices=1, device_kind="NVIDIA H200", file=file
   )
-  clock(monkeypatch, [0.0, 40.0])
-  progress.add_wait(1.0)
-  progress.add_step(1)
-  progress.add_wait(0.1)
-  progress.add_step(100)
-  progress.report(100, {"train/loss": 10.123456})
-  # The first step waited for compilation, and 0.1 s of 40 s are negligible.
+  set_clock(monkeypatch, [0.0, 40.0])
+  status_line.add_wait(1.0)
+  status_line.add_step(1)
+  # A wait of 0.1 s is not shown, because it is a small part of 40 s.
+  status_line.add_wait(0.1)
+  status_line.add_step(100)
+  status_line.report(100, {"train/loss": 10.123456})
+
+  line = file.getvalue()
   assert re.fullmatch(
-    r"step 100/19000  loss 10\.1235  92\.2K tokens/s  MFU \d+\.\d%  2:06:00 left\n",
-    file.getvalue(),
+    r"step 100/19000  loss 10\.1235  92\.2K tokens/s  MFU \d+\.\d%"
+    r"  2:06:00 left\n",
+    line,
   )
-  assert len(file.getvalue()) <= 80
+  assert len(line) <= 80
 
 
-def test_live_line_on_a_terminal(terminal):
-  progress = StatusLine(
+# A terminal.
+
+HIDE_CURSOR = "\x1b[?25l"
+SHOW_CURSOR = "\x1b[?25h"
+
+
+class Terminal(io.StringIO):
+  """Keeps what is written to a terminal."""
+
+  def isatty(self):
+    return True
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+  """A terminal of 120 columns."""
+  monkeypatch.setenv("TERM", "xterm")
+  monkeypatch.setenv("COLUMNS", "120")
+  return Terminal()
+
+
+def test_a_terminal_has_a_line_that_changes(terminal):
+  status_line = StatusLine(
     CONFIG, start_step=0, num_devices=1, device_kind="cpu", file=terminal
   )
-  progress.add_step(1)
-  progress.report(1, {"train/loss": 3.5})
-  progress.close()
-  assert "1/100" in terminal.getvalue() and "loss 3.5000" in terminal.getvalue()
-  assert (
-    terminal.getvalue().count("\x1b[?25l")
-    == terminal.getvalue().count("\x1b[?25h")
-    == 1
-  ), "the cursor comes back"
+  status_line.add_step(1)
+  status_line.report(1, {"train/loss": 3.5})
+  status_line.close()
+
+  assert "1/100" in terminal.getvalue()
+  assert "loss 3.5000" in terminal.getvalue()
 
 
-def test_compiling_ends_with_the_first_step(terminal):
+def test_the_cursor_is_visible_at_the_end(terminal):
+  status_line = StatusLine(
+    CONFIG, start_step=0, num_devices=1, device_kind="cpu", file=terminal
+  )
+  status_line.add_step(1)
+  status_line.close()
+
+  text = terminal.getvalue()
+  assert text.count(HIDE_CURSOR) == 1
+  assert text.count(SHOW_CURSOR) == 1
+  assert text.index(HIDE_CURSOR) < text.index(SHOW_CURSOR)
+
+
+def test_the_line_no_longer_says_compiling_after_the_first_step(terminal):
   """The next report may be a hundred steps away."""
-  progress = StatusLine(
+  status_line = StatusLine(
     CONFIG, start_step=0, num_devices=1, device_kind="cpu", file=terminal
   )
-  progress.add_step(1)
-  progress.close()
-  *_, last = terminal.getvalue().rpartition("1/100")
-  assert (
-    "compiling" in terminal.getvalue()
-    and "training" in last
-    and "compiling" not in last
-  )
+  status_line.add_step(1)
+  status_line.close()
+
+  before, _, after = terminal.getvalue().rpartition("1/100")
+  assert "compiling" in before
+  assert "training" in after
+  assert "compiling" not in after

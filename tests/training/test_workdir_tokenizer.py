@@ -1,4 +1,4 @@
-"""The tokenizer of a workdir."""
+"""A missing tokenizer of a workdir is an error that says where to put it."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from diffjax.config import Config, DataConfig, UserError
 from diffjax.training.workdir_tokenizer import load_workdir_tokenizer
 
 
-def test_a_missing_copy_of_a_tokenizer_from_the_hub(tmp_path):
+def test_the_copy_of_a_tokenizer_from_the_hub_must_exist(tmp_path):
   """The error does not claim that the file on the Hub is missing."""
   spec = "hf://owner/model/tokenizer.json"
   config = Config(data=DataConfig(tokenizer=spec))
@@ -19,7 +19,7 @@ def test_a_missing_copy_of_a_tokenizer_from_the_hub(tmp_path):
   )
 
 
-def test_a_missing_copy_of_a_local_tokenizer(tmp_path):
+def test_a_local_tokenizer_or_its_copy_must_exist(tmp_path):
   spec = str(tmp_path / "original.json")
   config = Config(data=DataConfig(tokenizer=spec))
   with pytest.raises(UserError, match="neither .* nor .*, exists"):
