@@ -62,7 +62,7 @@ def test_an_object_is_written_at_once(monkeypatch):
 
 
 def test_two_writers_with_temporary_files_of_their_own(tmp_path):
-  """The file is always that of one writer, whole."""
+  """The file is always one that a single writer has written completely."""
   path = tmp_path / "file"
   with files.replaced_at_the_end(path, ".1.tmp") as first:
     first.write_text("first")
