@@ -1,4 +1,4 @@
-"""`diffjax.train` without --workdir: where a run goes, and who needs the flag."""
+"""The workdir of `diffjax.train`, with and without the flag --workdir."""
 
 import pytest
 
@@ -34,32 +34,34 @@ def train(command, tmp_path):
   return run
 
 
-def test_a_run_goes_to_the_directory_of_its_config(train, tmp_path):
-  result = train("--config=tiny:transformer,heads=2", steps=1)
+# All tests train this config, so that it is compiled once.
+CONFIG_FLAG = "--config=tiny:transformer,heads=2"
+DEFAULT_WORKDIR = "runs/tiny_transformer_heads_2"
 
-  workdir = "runs/tiny_transformer_heads_2"
+
+def test_a_run_goes_to_the_directory_of_its_config(train, tmp_path):
+  result = train(CONFIG_FLAG, steps=1)
+
   assert result.returncode == 0, result.stderr
   first_line = result.stderr.splitlines()[0]
-  assert first_line == f"diffjax: workdir {workdir}: a new run"
-  assert (tmp_path / workdir / "checkpoints" / "1").exists()
+  assert first_line == f"diffjax: workdir {DEFAULT_WORKDIR}: a new run"
+  assert (tmp_path / DEFAULT_WORKDIR / "checkpoints" / "1").exists()
 
 
 def test_the_same_command_resumes_the_run(train):
-  train("--config=tiny", steps=1)
+  train(CONFIG_FLAG, steps=1)
 
-  # With another learning rate, the run is refused after it was found.
-  resumed = train("--config=tiny", steps=1)
-  refused = train(
-    "--config=tiny", "--config.optimizer.learning_rate=1", steps=1
-  )
+  resumed = train(CONFIG_FLAG, steps=1)
+  # With another learning rate, the run is found and then refused.
+  refused = train(CONFIG_FLAG, "--config.optimizer.learning_rate=1", steps=1)
 
   resume_line = (
-    "diffjax: workdir runs/tiny: resuming from its newest checkpoint"
+    f"diffjax: workdir {DEFAULT_WORKDIR}: resuming from its newest checkpoint"
   )
   assert resumed.returncode == 0, resumed.stderr
   lines = resumed.stderr.splitlines()
   assert lines[0] == resume_line
-  assert "diffjax: resuming from step 1 of runs/tiny" in lines
+  assert f"diffjax: resuming from step 1 of {DEFAULT_WORKDIR}" in lines
   assert refused.returncode == 1
   lines = refused.stderr.splitlines()
   assert lines[0] == resume_line
@@ -67,7 +69,7 @@ def test_the_same_command_resumes_the_run(train):
 
 
 def test_a_workdir_that_is_named_is_used(train, tmp_path):
-  result = train("--config=tiny", "--workdir=mine", steps=0)
+  result = train(CONFIG_FLAG, "--workdir=mine", steps=0)
 
   assert result.returncode == 0, result.stderr
   first_line = result.stderr.splitlines()[0]

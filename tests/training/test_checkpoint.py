@@ -101,7 +101,7 @@ def assert_states_equal(actual: State, expected: State) -> None:
 def save(
   checkpoints: Checkpoints, step: int, scores: dict[str, float] | None = None
 ) -> bool:
-  """Starts to save the state of a step. Returns False if it is saved already."""
+  """Starts to save a step. Returns False if the step is saved already."""
   return checkpoints.save(
     step,
     make_state(step),
@@ -148,7 +148,7 @@ def saved_steps(workdir: pathlib.Path) -> list[str]:
   return sorted(os.listdir(workdir / "checkpoints"), key=int)
 
 
-# What is saved is restored.
+# Saving and restoring.
 
 
 def test_a_state_is_restored_bit_for_bit(tmp_path):

@@ -1,4 +1,4 @@
-"""A run skips every damaged checkpoint with a warning, and loads the one before.
+"""A damaged checkpoint is skipped with a warning, and the one before is loaded.
 
 The damaged checkpoint is step 20 of a workdir with the steps 10 and 20.
 """
@@ -235,7 +235,7 @@ def replace_by_broken_link(path: pathlib.Path) -> None:
 
 
 def replace_by_socket(path: pathlib.Path) -> None:
-  """Makes a file that cannot be opened. Root could open a file without rights."""
+  """Makes a file that cannot be opened, not even by root."""
   path.unlink()
   os.mknod(path, stat.S_IFSOCK | 0o600)
 

@@ -1,6 +1,4 @@
-"""Parameters are selected by name, updates have their definitions, and bad steps
-change nothing.
-"""
+"""Which parameters an optimizer updates, how, and which steps it skips."""
 
 import dataclasses
 from typing import Any
@@ -27,8 +25,8 @@ from diffjax.training import optimizer
 from tests.harness.tolerances import FLOAT32_MODEL
 
 # Layers, width, heads, maps in a head and width of a map. Then key heads, their
-# maps and the width of values. Then the width of the feed-forward layers and the
-# size of the vocabulary.
+# maps and the width of values. Then the width of the feed-forward layers and
+# the size of the vocabulary.
 L, E, H, G, D = 2, 12, 2, 2, 4
 K, M, V = 1, 2, 8
 F, N = 20, 16

@@ -50,7 +50,7 @@ CONFIG = Config(
 
 
 def make_batch() -> dict[str, np.ndarray]:
-  """Returns four random rows of two segments each, with weights of 0, 1 or 2."""
+  """Returns four random rows of two segments, with weights of 0, 1 or 2."""
   rng = np.random.default_rng(0)
   shape = (4, 16)
   return {
@@ -97,8 +97,8 @@ def reference_loss(
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
   """Returns the objective and its two parts, by their definitions.
 
-  The objective is Σ w·(nll + z_loss·lse²) / Σ w, where lse is the log-sum-exp of
-  the logits and nll the negative log-likelihood of the target.
+  The objective is Σ w·(nll + z_loss·lse²) / Σ w, where lse is the log-sum-exp
+  of the logits and nll the negative log-likelihood of the target.
   """
   hidden = Decoder(MODEL).apply(
     {"params": params},
