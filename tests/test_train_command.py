@@ -1,6 +1,11 @@
 """The workdir of `diffjax.train`, with and without the flag --workdir."""
 
+import pathlib
+import subprocess
+
 import pytest
+
+from tests.harness.commands import Commands
 
 SMALL = {
   "model.num_layers": 1,
@@ -15,61 +20,78 @@ SMALL = {
 }
 
 
-@pytest.fixture
-def train(command, tmp_path):
-  """train("--config=tiny", steps=2): trains a small model in tmp_path."""
-  for index in range(20):
-    line = f"document {index}: {index * 7 % 97}\n"
-    (tmp_path / f"{index}.txt").write_text(line * 20)
-
-  def run(*arguments, steps):
-    fields = SMALL | {
-      "data.source": f"text:{tmp_path}/*.txt",
-      "data.prepared_dir": str(tmp_path / "rows"),
-      "train.steps": steps,
-    }
-    overrides = [f"--config.{name}={value}" for name, value in fields.items()]
-    return command("diffjax.train", *arguments, *overrides, cwd=tmp_path)
-
-  return run
-
-
-# All tests train this config, so that it is compiled once.
+# All runs train this config, so that it is compiled once.
 CONFIG_FLAG = "--config=tiny:transformer,heads=2"
 DEFAULT_WORKDIR = "runs/tiny_transformer_heads_2"
 
 
-def test_a_run_goes_to_the_directory_of_its_config(train, tmp_path):
-  result = train(CONFIG_FLAG, steps=1)
+def train(
+  command: Commands, directory: pathlib.Path, *flags: str, steps: int
+) -> subprocess.CompletedProcess:
+  """Trains a small model in a directory, on texts that it writes there."""
+  for index in range(20):
+    line = f"document {index}: {index * 7 % 97}\n"
+    (directory / f"{index}.txt").write_text(line * 20)
+  fields = SMALL | {
+    "data.source": f"text:{directory}/*.txt",
+    "data.prepared_dir": str(directory / "rows"),
+    "train.steps": steps,
+  }
+  overrides = [f"--config.{name}={value}" for name, value in fields.items()]
+  return command(
+    "diffjax.train", CONFIG_FLAG, *flags, *overrides, cwd=directory
+  )
 
+
+@pytest.fixture(scope="module")
+def first_run(command, tmp_path_factory):
+  """Returns the directory of a run of one step, and the command's result."""
+  directory = tmp_path_factory.mktemp("first_run")
+  result = train(command, directory, steps=1)
   assert result.returncode == 0, result.stderr
+  return directory, result
+
+
+def test_a_run_goes_to_the_directory_of_its_config(first_run):
+  directory, result = first_run
+
   first_line = result.stderr.splitlines()[0]
   assert first_line == f"diffjax: workdir {DEFAULT_WORKDIR}: a new run"
-  assert (tmp_path / DEFAULT_WORKDIR / "checkpoints" / "1").exists()
+  assert (directory / DEFAULT_WORKDIR / "checkpoints" / "1").exists()
 
 
-def test_the_same_command_resumes_the_run(train):
-  train(CONFIG_FLAG, steps=1)
+RESUME_LINE = (
+  f"diffjax: workdir {DEFAULT_WORKDIR}: resuming from its newest checkpoint"
+)
 
-  resumed = train(CONFIG_FLAG, steps=1)
-  # With another learning rate, the run is found and then refused.
-  refused = train(CONFIG_FLAG, "--config.optimizer.learning_rate=1", steps=1)
 
-  resume_line = (
-    f"diffjax: workdir {DEFAULT_WORKDIR}: resuming from its newest checkpoint"
-  )
-  assert resumed.returncode == 0, resumed.stderr
-  lines = resumed.stderr.splitlines()
-  assert lines[0] == resume_line
+def test_the_same_command_resumes_the_run(command, first_run):
+  directory, _ = first_run
+
+  result = train(command, directory, steps=1)
+
+  assert result.returncode == 0, result.stderr
+  lines = result.stderr.splitlines()
+  assert lines[0] == RESUME_LINE
   assert f"diffjax: resuming from step 1 of {DEFAULT_WORKDIR}" in lines
-  assert refused.returncode == 1
-  lines = refused.stderr.splitlines()
-  assert lines[0] == resume_line
-  assert "optimizer.learning_rate was 0.003 and is 1" in lines[-1]
 
 
-def test_a_workdir_that_is_named_is_used(train, tmp_path):
-  result = train(CONFIG_FLAG, "--workdir=mine", steps=0)
+def test_another_learning_rate_in_the_same_directory_is_refused(
+  command, first_run
+):
+  directory, _ = first_run
+  flag = "--config.optimizer.learning_rate=0.1"
+
+  result = train(command, directory, flag, steps=1)
+
+  assert result.returncode == 1
+  lines = result.stderr.splitlines()
+  assert lines[0] == RESUME_LINE
+  assert "optimizer.learning_rate was 0.003 and is 0.1" in lines[-1]
+
+
+def test_a_workdir_that_is_named_is_used(command, tmp_path):
+  result = train(command, tmp_path, "--workdir=mine", steps=0)
 
   assert result.returncode == 0, result.stderr
   first_line = result.stderr.splitlines()[0]

@@ -554,7 +554,7 @@ def test_all_other_fields_may_not_change_on_resume():
 
 
 def test_a_refused_resume_names_every_difference_with_both_values():
-  other = change(
+  other_config = change(
     CONFIG,
     model__embed_dim=64,
     optimizer__learning_rate=0.5,
@@ -562,7 +562,7 @@ def test_a_refused_resume_names_every_difference_with_both_values():
   )
 
   with pytest.raises(UserError) as error:
-    check_resume(CONFIG, other)
+    check_resume(CONFIG, other_config)
 
   assert str(error.value) == (
     "the checkpoint in this workdir is of another run: model.embed_dim was 128"

@@ -277,12 +277,16 @@ def assert_damaged_file_is_detected(
     assert newest_config(workdir) == make_config(20)
 
 
+# Together, the next three tests have every damage and every kind of file. The
+# full tier has their other combinations.
+
+
 @pytest.mark.parametrize("damage", ALL_DAMAGES)
 def test_each_damage_of_a_file_is_detected(workdir, caplog, damage):
   assert_damaged_file_is_detected(workdir, caplog, "manifest.json", damage)
 
 
-@pytest.mark.parametrize("kind", KINDS_OF_FILES)
+@pytest.mark.parametrize("kind", KINDS_OF_FILES[1:])
 def test_damage_of_each_kind_of_file_is_detected(workdir, caplog, kind):
   assert_damaged_file_is_detected(workdir, caplog, kind, truncate)
 
@@ -303,7 +307,7 @@ def test_a_pipe_in_place_of_a_file_is_not_opened(workdir, caplog, kind):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("damage", ALL_DAMAGES)
+@pytest.mark.parametrize("damage", ALL_DAMAGES[1:])
 @pytest.mark.parametrize("kind", KINDS_OF_FILES[1:])
 def test_each_damage_of_each_kind_of_file_is_detected(
   workdir, caplog, kind, damage
@@ -312,7 +316,7 @@ def test_each_damage_of_each_kind_of_file_is_detected(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("damage", DAMAGES_OF_ALL_FILES)
+@pytest.mark.parametrize("damage", DAMAGES_OF_ALL_FILES[1:])
 def test_each_damage_of_an_empty_file_is_detected(workdir, caplog, damage):
   assert_damaged_file_is_detected(workdir, caplog, EMPTY_FILE, damage)
 
@@ -427,8 +431,10 @@ def test_a_manifest_of_another_step_is_detected(workdir, step_20, caplog):
 def test_a_manifest_of_another_run_is_detected(
   workdir, step_20, tmp_path, caplog
 ):
-  other = save_run(tmp_path / "other", first_seed=5)
-  shutil.copy(other / "checkpoints/20/manifest.json", step_20 / "manifest.json")
+  other_workdir = save_run(tmp_path / "other", first_seed=5)
+  shutil.copy(
+    other_workdir / "checkpoints/20/manifest.json", step_20 / "manifest.json"
+  )
 
   assert_step_is_skipped(workdir, caplog, reason="")
 

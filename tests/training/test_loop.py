@@ -860,12 +860,12 @@ def test_init_from_another_tokenizer_of_the_same_size_is_refused(
   config, run_with_tokenizer, tmp_path
 ):
   start = run_with_tokenizer
-  other = tmp_path / "other.json"
-  write_tokenizer(other, shift=1)
+  other_tokenizer = tmp_path / "other.json"
+  write_tokenizer(other_tokenizer, shift=1)
   config = change(
     config,
     data__mode="streamed",
-    data__tokenizer=str(other),
+    data__tokenizer=str(other_tokenizer),
     eval__interval=0,
     train__init_from=str(start),
     train__steps=0,
@@ -876,7 +876,7 @@ def test_init_from_another_tokenizer_of_the_same_size_is_refused(
 
   message = str(error.value)
   assert f"init_from = '{start}'" in message
-  assert f"tokenizer = '{other}' is another one" in message
+  assert f"tokenizer = '{other_tokenizer}' is another one" in message
   assert f"set config.data.tokenizer to '{start}/tokenizer.json'" in message
   assert file_contents(tmp_path / "run") == {}
 
@@ -885,12 +885,12 @@ def test_init_from_another_built_in_tokenizer_is_refused_by_its_name(
   config, finished, tmp_path
 ):
   """A built-in tokenizer has no file in the workdir."""
-  other = tmp_path / "other.json"
-  write_tokenizer(other, shift=1)
+  other_tokenizer = tmp_path / "other.json"
+  write_tokenizer(other_tokenizer, shift=1)
   config = change(
     config,
     data__mode="streamed",
-    data__tokenizer=str(other),
+    data__tokenizer=str(other_tokenizer),
     eval__interval=0,
     train__init_from=str(finished),
     train__steps=0,
@@ -922,12 +922,12 @@ def test_init_from_an_equal_tokenizer_in_another_file_is_accepted(
 
 def test_a_workdir_of_another_run_is_refused(config, finished):
   """test_checkpoint.py tests each field of the config."""
-  other = change(config, optimizer__learning_rate=0.5)
+  other_config = change(config, optimizer__learning_rate=0.5)
 
   with pytest.raises(
     UserError, match="optimizer.learning_rate was .* and is 0.5"
   ):
-    loop.train(other, str(finished))
+    loop.train(other_config, str(finished))
 
 
 def test_a_vocabulary_of_another_size_than_the_tokenizer_is_refused(

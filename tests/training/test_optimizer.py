@@ -429,13 +429,13 @@ def test_frozen_parameters_have_no_moments(name, field):
 
 
 @pytest.mark.parametrize("field", ["frozen", "trained"])
-def test_frozen_and_trained_parameters_make_the_whole(field):
+def test_updated_and_frozen_parameters_are_merged(field):
   config = config_with_frozen("adamw", field)
   params = random_tree(0)
 
   trained = optimizer.trained_part(config, params)
   updated = jax.tree.map(lambda leaf: leaf + 1, trained)
-  whole = by_name(optimizer.with_frozen(updated, params))
+  merged = by_name(optimizer.with_frozen(updated, params))
 
   assert by_name(trained).keys() == TRAINED
   expected = {}
@@ -444,7 +444,7 @@ def test_frozen_and_trained_parameters_make_the_whole(field):
       expected[name] = leaf
     else:
       expected[name] = leaf + 1
-  chex.assert_trees_all_equal(whole, expected)
+  chex.assert_trees_all_equal(merged, expected)
 
 
 @pytest.mark.parametrize("field", ["frozen", "trained"])
