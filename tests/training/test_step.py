@@ -271,6 +271,17 @@ def test_a_step_donates_its_state():
   assert state.params["embedding"].is_deleted()
 
 
+def test_a_step_is_compiled_once():
+  """The new state has the layout of the old one, from the first step on."""
+  program = compiled_program(CONFIG)
+  state = program.init()
+
+  for _ in range(3):
+    state, _ = take_step(program, state, make_batch())
+
+  assert program._jitted.train_step._cache_size() == 1
+
+
 def initial_embedding(config: Config) -> np.ndarray:
   """Returns the embedding of a new run."""
   return np.asarray(compiled_program(config).init().params["embedding"])
