@@ -1,7 +1,6 @@
 """Commands side by side: their devices, their errors and their end."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -21,10 +20,6 @@ from experiments.launch import (
   environment,
 )
 
-GPUS = Devices("gpu", "H100", 8)
-TPUS = Devices("tpu", "v5p", 4)
-CPU = Devices("cpu", "cpu", 1)
-
 
 @pytest.fixture(autouse=True)
 def all_devices_are_visible(monkeypatch):
@@ -34,50 +29,67 @@ def all_devices_are_visible(monkeypatch):
 
 
 def test_two_slots_share_the_gpus():
-  assert environment(GPUS, 0, 2) == {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
-  assert environment(GPUS, 1, 2) == {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
+  eight_gpus = Devices(backend="gpu", kind="H100", number=8)
+
+  first = environment(eight_gpus, slot=0, slots=2)
+  second = environment(eight_gpus, slot=1, slots=2)
+
+  assert first == {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+  assert second == {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
 
 
 def test_slots_share_only_the_visible_gpus(monkeypatch):
   monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-  visible_gpus = Devices("gpu", "H100", 4)
+  visible_gpus = Devices(backend="gpu", kind="H100", number=4)
 
-  assert environment(visible_gpus, 0, 2) == {"CUDA_VISIBLE_DEVICES": "4,5"}
-  assert environment(visible_gpus, 1, 2) == {"CUDA_VISIBLE_DEVICES": "6,7"}
+  first = environment(visible_gpus, slot=0, slots=2)
+  second = environment(visible_gpus, slot=1, slots=2)
+
+  assert first == {"CUDA_VISIBLE_DEVICES": "4,5"}
+  assert second == {"CUDA_VISIBLE_DEVICES": "6,7"}
 
 
 @pytest.mark.parametrize("slot", range(4))
 def test_each_slot_has_one_tpu(slot):
-  variables = environment(TPUS, slot, 4)
+  four_tpus = Devices(backend="tpu", kind="v5p", number=4)
+
+  variables = environment(four_tpus, slot, slots=4)
 
   assert variables["TPU_VISIBLE_DEVICES"] == str(slot)
 
 
-def test_slots_divide_the_cores():
-  cores = os.cpu_count() or 1
+def test_slots_divide_the_cores_of_a_cpu(monkeypatch):
+  monkeypatch.setattr(os, "cpu_count", lambda: 16)
+  cpu = Devices(backend="cpu", kind="cpu", number=1)
 
-  assert environment(CPU, 1, 2) == {"NPROC": str(max(1, cores // 2))}
+  variables = environment(cpu, slot=1, slots=2)
+
+  # XLA starts as many threads as NPROC says.
+  assert variables == {"NPROC": "8"}
 
 
-@pytest.mark.parametrize("machine", [CPU, GPUS, TPUS])
-def test_a_single_slot_has_the_whole_machine(machine):
-  assert environment(machine, 0, 1) == {}
+@pytest.mark.parametrize("backend", ["cpu", "gpu", "tpu"])
+def test_a_single_slot_has_the_whole_machine(backend):
+  machine = Devices(backend, kind="a device", number=4)
+
+  assert environment(machine, slot=0, slots=1) == {}
 
 
-@pytest.mark.parametrize(
-  "machine, slots",
-  [
-    pytest.param(GPUS, 3, id="no divisor of the GPUs"),
-    pytest.param(GPUS, 16, id="more slots than GPUs"),
-    pytest.param(TPUS, 2, id="two TPUs in a slot"),
-  ],
-)
-def test_devices_that_cannot_be_divided_are_an_error(machine, slots):
-  with pytest.raises(
-    UserError,
-    match=f"--side_by_side={slots}: there are {machine.number} devices",
-  ):
-    environment(machine, 0, slots)
+@pytest.mark.parametrize("slots", [3, 16])
+def test_slots_that_do_not_divide_the_gpus_are_an_error(slots):
+  eight_gpus = Devices(backend="gpu", kind="H100", number=8)
+  message = rf"--side_by_side={slots}: there are 8 devices \(H100\)"
+
+  with pytest.raises(UserError, match=message):
+    environment(eight_gpus, slot=0, slots=slots)
+
+
+def test_two_tpus_in_a_slot_are_an_error():
+  four_tpus = Devices(backend="tpu", kind="v5p", number=4)
+  message = r"--side_by_side=2: there are 4 devices \(v5p\)"
+
+  with pytest.raises(UserError, match=message):
+    environment(four_tpus, slot=0, slots=2)
 
 
 def test_devices_are_those_of_this_machine():
@@ -87,127 +99,157 @@ def test_devices_are_those_of_this_machine():
   assert local_devices.number >= 1
 
 
-def test_two_jobs_run_at_a_time_in_order():
-  begun = []
-  slots = []
+def test_two_slots_run_two_jobs_at_a_time_in_order():
+  started_jobs = []
+  used_slots = []
   lock = threading.Lock()
-  # A job ends only when another one runs at the same time.
-  meeting = threading.Barrier(2, timeout=30)
+  # A job waits here for a second one, so it ends only if two run at a time.
+  two_jobs = threading.Barrier(2, timeout=30)
 
   def make_job(number):
     def job(slot):
       with lock:
-        begun.append(number)
-        slots.append(slot)
-      meeting.wait()
+        started_jobs.append(number)
+        used_slots.append(slot)
+      two_jobs.wait()
 
-    return str(number), job
+    return job
 
-  jobs = [make_job(number) for number in range(4)]
-  Launcher().side_by_side(jobs, 2)
+  jobs = []
+  for number in range(4):
+    jobs.append((f"job {number}", make_job(number)))
+  Launcher().side_by_side(jobs, slots=2)
 
-  assert set(begun[:2]) == {0, 1}
-  assert set(begun[2:]) == {2, 3}
-  assert set(slots) == {0, 1}
+  assert set(started_jobs[:2]) == {0, 1}
+  assert set(started_jobs[2:]) == {2, 3}
+  assert set(used_slots) == {0, 1}
 
 
-def test_no_job_begins_after_one_has_failed(tmp_path):
-  launcher = Launcher()
-  begun = []
+def test_no_job_starts_after_one_has_failed():
+  started_jobs = []
+
+  def failing_job(slot):
+    raise UserError("out of memory")
+
+  def next_job(slot):
+    started_jobs.append("next")
+
+  jobs = [("failing", failing_job), ("next", next_job)]
+  with pytest.raises(UserError, match="out of memory"):
+    Launcher().side_by_side(jobs, slots=1)
+
+  assert not started_jobs
+
+
+def python(program):
+  """Returns the command that runs a program in a Python process."""
+  return [sys.executable, "-X", "utf8", "-c", program]
+
+
+FAILS_AFTER_AN_ERROR = """
+import sys
+print("error: no λ", file=sys.stderr)
+print("bye", file=sys.stderr)
+sys.exit(3)
+"""
+
+FAILS_WITHOUT_AN_ERROR = """
+import sys
+print("one", file=sys.stderr)
+print("two", file=sys.stderr)
+sys.exit(3)
+"""
+
+FAILS_SILENTLY = """
+import sys
+sys.exit(3)
+"""
+
+KILLS_ITSELF = """
+import os
+import signal
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_error_of_a_failed_command_names_its_log(tmp_path):
   log = tmp_path / "log.txt"
-  code = "print('error: out of luck'); raise SystemExit(3)"
 
-  def fail(slot):
-    launcher.call([sys.executable, "-c", code], log=log)
+  with pytest.raises(Failed) as failure:
+    Launcher().call(python(FAILS_AFTER_AN_ERROR), log=log)
 
-  with pytest.raises(
-    UserError,
-    match=r"failed with exit code 3: error: out of luck \(more in .*log.txt\)",
-  ):
-    launcher.side_by_side([("one", fail), ("two", begun.append)], 1)
-
-  assert not begun
+  assert str(failure.value).endswith(
+    f"failed with exit code 3: error: no λ (more in {log})"
+  )
 
 
 @pytest.mark.parametrize(
-  "code, has_log, reason",
+  "program, reason",
   [
-    pytest.param(
-      "print('error: no λ', file=stderr); print('bye', file=stderr)",
-      True,
-      "no λ",
-      id="error line in a log",
-    ),
-    pytest.param(
-      "print('error: no λ', file=stderr); print('bye', file=stderr)",
-      False,
-      "no λ",
-      id="error line",
-    ),
-    pytest.param(
-      "print('one\\ntwo\\n', file=stderr)", True, "two", id="last line in a log"
-    ),
-    pytest.param(
-      "print('one\\ntwo\\n', file=stderr)", False, "two", id="last line"
-    ),
-    pytest.param("pass", False, "exit code 3", id="no output"),
-    pytest.param(
-      "os.kill(os.getpid(), 9)",
-      False,
-      r"ended by signal 9 \(Killed\)",
-      id="signal",
-    ),
+    pytest.param(FAILS_AFTER_AN_ERROR, "no λ", id="error line"),
+    pytest.param(FAILS_WITHOUT_AN_ERROR, "two", id="last line"),
+    pytest.param(FAILS_SILENTLY, "exit code 3", id="no output"),
+    pytest.param(KILLS_ITSELF, "ended by signal 9 (Killed)", id="signal"),
   ],
 )
-def test_the_reason_of_a_failure_is_its_last_error_line(
-  tmp_path, code, has_log, reason
-):
-  """A log may hold errors of earlier commands."""
-  log = None
-  if has_log:
-    log = tmp_path / "log.txt"
-    log.write_text("error: of an earlier command\n")
-  program = f"import os, sys; from sys import stderr\n{code}\nsys.exit(3)"
-  command = [sys.executable, "-X", "utf8", "-c", program]
-
+def test_the_reason_of_a_failure_is_read_from_standard_error(program, reason):
   with pytest.raises(Failed) as failure:
-    Launcher().call(command, log=log, tail=True)
+    Launcher().call(python(program), tail=True)
 
-  assert re.fullmatch(reason, failure.value.reason)
+  assert failure.value.reason == reason
 
 
-def test_an_earlier_error_in_a_log_is_not_the_reason(tmp_path):
+@pytest.mark.parametrize(
+  "program, reason",
+  [
+    pytest.param(FAILS_AFTER_AN_ERROR, "no λ", id="error line"),
+    pytest.param(FAILS_WITHOUT_AN_ERROR, "two", id="last line"),
+    pytest.param(FAILS_SILENTLY, "exit code 3", id="no output"),
+  ],
+)
+def test_the_reason_of_a_failure_is_read_from_its_part_of_the_log(
+  tmp_path, program, reason
+):
+  """The commands of a run append to one log."""
   log = tmp_path / "log.txt"
   log.write_text("error: of an earlier command\n")
 
   with pytest.raises(Failed) as failure:
-    Launcher().call([sys.executable, "-c", "exit(3)"], log=log, tail=True)
+    Launcher().call(python(program), log=log, tail=True)
 
-  assert failure.value.reason == "exit code 3"
+  assert failure.value.reason == reason
+
+
+PRINTS_TO_STANDARD_ERROR = """
+import sys
+print("error: no λ", file=sys.stderr)
+print("bye", file=sys.stderr)
+"""
 
 
 def test_standard_error_is_shown_without_a_log(capsys):
-  code = "import sys; print('error: no λ\\nbye', file=sys.stderr)"
-
-  Launcher().call([sys.executable, "-X", "utf8", "-c", code], tail=True)
+  Launcher().call(python(PRINTS_TO_STANDARD_ERROR), tail=True)
 
   assert capsys.readouterr().err == "error: no λ\nbye\n"
 
 
-def test_processes_that_a_command_leaves_behind_are_not_waited_for():
+FAILS_AND_LEAVES_A_PROCESS_OF_30_SECONDS = """
+import subprocess
+import sys
+print("error: gone", file=sys.stderr, flush=True)
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(30)"])
+sys.exit(1)
+"""
+
+
+def test_the_launcher_does_not_wait_for_processes_that_a_command_leaves():
   """Such a process keeps the standard error of the command open."""
-  code = (
-    "import subprocess, sys\n"
-    "print('error: gone', file=sys.stderr, flush=True)\n"
-    "sleep = 'import time; time.sleep(30)'\n"
-    "subprocess.Popen([sys.executable, '-c', sleep])\n"
-    "sys.exit(1)\n"
-  )
+  command = python(FAILS_AND_LEAVES_A_PROCESS_OF_30_SECONDS)
   launcher = Launcher(tail_seconds=0.5)
   start = time.monotonic()
 
   with pytest.raises(Failed, match="as said above") as failure:
-    launcher.call([sys.executable, "-c", code], tail=True)
+    launcher.call(command, tail=True)
 
   assert failure.value.reason == "gone"
   assert time.monotonic() - start < 25
@@ -221,83 +263,112 @@ def wait_for(path):
     time.sleep(0.02)
 
 
-def test_a_stopped_launcher_ends_its_processes_and_starts_no_more(tmp_path):
+# The argument is the path of a file that tells that the program has started.
+SLEEPS_FOR_60_SECONDS = """
+import pathlib
+import sys
+import time
+pathlib.Path(sys.argv[1]).touch()
+time.sleep(60)
+"""
+
+
+def test_stop_ends_the_running_command(tmp_path):
   launcher = Launcher()
-  stopped = []
-  code = (
-    "import pathlib, sys, time\n"
-    "pathlib.Path(sys.argv[1]).touch()\n"
-    "time.sleep(60)\n"
-  )
-  command = [sys.executable, "-c", code, str(tmp_path / "begun")]
+  command = [*python(SLEEPS_FOR_60_SECONDS), str(tmp_path / "started")]
+  errors = []
 
   def call():
     try:
       launcher.call(command)
     except Stopped as error:
-      stopped.append(error)
+      errors.append(error)
 
   thread = threading.Thread(target=call)
   thread.start()
-  wait_for(tmp_path / "begun")
+  wait_for(tmp_path / "started")
   start = time.monotonic()
   launcher.stop()
   thread.join()
 
-  assert len(stopped) == 1
+  assert len(errors) == 1
   assert time.monotonic() - start < 30
+
+
+def test_a_stopped_launcher_starts_no_command():
+  launcher = Launcher()
+  launcher.stop()
+
   with pytest.raises(Stopped):
+    launcher.call(python("print('started')"))
+
+
+# Training saves a checkpoint at SIGTERM. This program writes a file instead.
+SAVES_AT_SIGTERM = """
+import pathlib
+import signal
+import sys
+import time
+
+directory = pathlib.Path(sys.argv[1])
+
+def save(number, frame):
+  (directory / "saved").touch()
+  sys.exit(0)
+
+signal.signal(signal.SIGTERM, save)
+(directory / "started").touch()
+time.sleep(60)
+"""
+
+# The arguments are "with jobs" or "without jobs", and then a command.
+CALLS_THE_COMMAND_IN_A_LAUNCHER = """
+import signal
+import sys
+from experiments.launch import Launcher
+
+# Background jobs of a shell ignore SIGINT, and nohup ignores SIGHUP.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+has_jobs = sys.argv[1] == "with jobs"
+command = sys.argv[2:]
+
+with Launcher() as launcher:
+
+  def job(slot):
     launcher.call(command)
+
+  if has_jobs:
+    launcher.side_by_side([("a", job), ("b", job)], slots=1)
+  else:
+    launcher.call(command)
+"""
 
 
 @pytest.mark.parametrize(
-  "number, call",
+  "number, jobs",
   [
-    pytest.param(signal.SIGTERM, "call(0)", id="SIGTERM"),
-    pytest.param(signal.SIGHUP, "call(0)", id="SIGHUP"),
-    pytest.param(
-      signal.SIGTERM,
-      "launcher.side_by_side([('a', call), ('b', call)], 1)",
-      id="SIGTERM with jobs",
-    ),
-    pytest.param(
-      signal.SIGINT,
-      "launcher.side_by_side([('a', call), ('b', call)], 1)",
-      id="SIGINT with jobs",
-    ),
+    (signal.SIGTERM, "without jobs"),
+    (signal.SIGHUP, "without jobs"),
+    (signal.SIGTERM, "with jobs"),
+    (signal.SIGINT, "with jobs"),
   ],
 )
-def test_at_a_signal_the_processes_get_sigterm_and_are_waited_for(
-  tmp_path, number, call
+def test_at_a_signal_the_command_gets_sigterm_and_can_save(
+  tmp_path, number, jobs
 ):
-  """Training saves a checkpoint at SIGTERM. The child writes a file then."""
-  child = (
-    "import pathlib, signal, sys, time\n"
-    "folder = pathlib.Path(sys.argv[1])\n"
-    "def save(*_):\n"
-    "  (folder / 'saved').touch()\n"
-    "  sys.exit(0)\n"
-    "signal.signal(signal.SIGTERM, save)\n"
-    "(folder / 'begun').touch()\n"
-    "time.sleep(60)\n"
-  )
-  # Background jobs of a shell ignore SIGINT, and nohup ignores SIGHUP.
-  parent = (
-    "import signal, sys\n"
-    "from experiments.launch import Launcher\n"
-    "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
-    "def call(slot):\n"
-    "  launcher.call([sys.executable, '-c', sys.argv[1], sys.argv[2]])\n"
-    "with Launcher() as launcher:\n"
-    f"  {call}\n"
-  )
   process = subprocess.Popen(
-    [sys.executable, "-c", parent, child, str(tmp_path)],
+    [
+      *python(CALLS_THE_COMMAND_IN_A_LAUNCHER),
+      jobs,
+      *python(SAVES_AT_SIGTERM),
+      str(tmp_path),
+    ],
     cwd=FOLDER.parent,
     stderr=subprocess.PIPE,
   )
-  wait_for(tmp_path / "begun")
+  wait_for(tmp_path / "started")
 
   process.send_signal(number)
   _, errors = process.communicate(timeout=30)
