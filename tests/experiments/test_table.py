@@ -1,18 +1,23 @@
 """The markdown tables of results."""
 
-import numpy as np
 import pytest
 
 from experiments import comparison, table
 from experiments.grid import Experiment
 
-LOSS = "validation/loss"
-EXPERIMENT = Experiment("?", {}, {"loss": LOSS, "other": "x"})
-NOISE = np.array([-0.01, 0.0, 0.01])
+# Tables have the columns "loss" and "hits", which are results of the runs.
+EXPERIMENT = Experiment(
+  question="?", grids={}, metrics={"loss": "validation/loss", "hits": "hits"}
+)
 
 
 def make_results(losses, baseline="transformer"):
-  """Returns results with one run per loss, by variant."""
+  """Returns a results.json with one run for each loss.
+
+  Args:
+    losses: The losses of the seeds 0, 1 and so on, by variant.
+    baseline: The variant with which the others are compared.
+  """
   runs = []
   for variant, variant_losses in losses.items():
     for seed, loss in enumerate(variant_losses):
@@ -21,7 +26,7 @@ def make_results(losses, baseline="transformer"):
         "variant": variant,
         "seed": seed,
         "parameters": 1_000_000,
-        "results": {LOSS: loss},
+        "results": {"validation/loss": loss},
       }
       runs.append(run)
   return {"baseline": baseline, "runs": runs}
@@ -33,44 +38,60 @@ def cells_of(line):
 
 
 def test_the_first_table_has_means_and_the_difference_of_the_first_metric():
-  results = make_results({"transformer": 2.0 + NOISE, "diff": 1.9 + NOISE})
+  results = make_results(
+    {"transformer": [1.99, 2.0, 2.01], "diff": [1.89, 1.9, 1.91]}
+  )
 
-  lines = table.markdown(EXPERIMENT, results).splitlines()
+  header, _, transformer, diff, *_ = table.markdown(
+    EXPERIMENT, results
+  ).splitlines()
 
-  assert cells_of(lines[0]) == [
+  _, low, high = comparison.difference(results, "diff", "validation/loss")
+  difference = f"**-0.1000 [{low:+.4f}, {high:+.4f}]**"
+  # No run has a number of hits.
+  no_hits = "–"
+  assert cells_of(header) == [
     "",
     "parameters",
     "seeds",
     "loss",
-    "other",
+    "hits",
     "loss − transformer's",
   ]
-  mean = "2.0000 ± 0.0100"
-  assert cells_of(lines[2]) == ["transformer", "1 M", "3", mean, "–", ""]
-  low, high = comparison.difference(results, "diff", LOSS)[1:]
-  difference = f"**-0.1000 [{low:+.4f}, {high:+.4f}]**"
-  mean = "1.9000 ± 0.0100"
-  assert cells_of(lines[3]) == ["diff", "1 M", "3", mean, "–", difference]
+  assert cells_of(transformer) == [
+    "transformer",
+    "1 M",
+    "3",
+    "2.0000 ± 0.0100",
+    no_hits,
+    "",
+  ]
+  assert cells_of(diff) == [
+    "diff",
+    "1 M",
+    "3",
+    "1.9000 ± 0.0100",
+    no_hits,
+    difference,
+  ]
 
 
 def test_the_second_table_has_the_differences_of_the_other_metrics():
-  results = make_results({"transformer": 2.0 + NOISE, "diff": 1.9 + NOISE})
-  for run in results["runs"]:
-    run["results"]["x"] = run["seed"] + 0.0
-    if run["variant"] == "diff":
-      run["results"]["x"] += 2.0
+  results = make_results({"transformer": [2.0, 2.0], "diff": [2.0, 2.0]})
+  hits = [0.1, 0.2, 0.5, 0.7]
+  for run, run_hits in zip(results["runs"], hits, strict=True):
+    run["results"]["hits"] = run_hits
 
   lines = table.markdown(EXPERIMENT, results).splitlines()
 
-  value, low, high = comparison.difference(results, "diff", "x")
-  assert lines[-5:-2] == [
-    "| − transformer's | other |",
-    "|---|---|",
-    f"| diff | {value:+.4f} [{low:+.4f}, {high:+.4f}] |",
-  ]
+  start = lines.index("| − transformer's | hits |")
+  row = lines[start + 2]
+  _, low, high = comparison.difference(results, "diff", "hits")
+  # The mean hits are 0.15 and 0.6.
+  assert cells_of(row) == ["diff", f"+0.4500 [{low:+.4f}, {high:+.4f}]"]
 
 
-def test_a_single_seed_has_neither_deviations_nor_differences():
+def test_a_table_of_one_seed_has_neither_deviations_nor_differences():
   results = make_results({"transformer": [2.0], "diff": [1.9]})
 
   text = table.markdown(EXPERIMENT, results)
@@ -79,9 +100,10 @@ def test_a_single_seed_has_neither_deviations_nor_differences():
   assert "−" not in text
 
 
-def test_a_mean_of_some_runs_says_of_how_many():
+def test_a_mean_without_the_diverged_runs_says_how_many_runs_it_has():
   """A variant would look better than it is if its diverged run disappeared."""
-  results = make_results({"transformer": [2.0, 2.1], "diff": [1.9, None]})
+  diverged = None
+  results = make_results({"transformer": [2.0, 2.1], "diff": [1.9, diverged]})
 
   lines = table.markdown(EXPERIMENT, results).splitlines()
 
@@ -89,7 +111,9 @@ def test_a_mean_of_some_runs_says_of_how_many():
 
 
 def test_vertical_bars_in_names_are_escaped():
-  results = make_results({"a|b": [1.0, 1.1], "wide*": [2.0, 2.1]}, "a|b")
+  results = make_results(
+    {"a|b": [1.0, 1.1], "wide*": [2.0, 2.1]}, baseline="a|b"
+  )
 
   lines = table.markdown(EXPERIMENT, results).splitlines()
 
@@ -97,9 +121,10 @@ def test_vertical_bars_in_names_are_escaped():
   assert lines[3].startswith("| wide* | 1 M |")
 
 
-def test_the_summary_is_a_table():
+def test_the_summary_of_an_experiment_is_the_last_table():
   results = make_results({"transformer": [2.0, 2.1]})
   results["summary"] = [
+    # A share has the limits of its interval.
     {"what": "a", "share": [0.6234, 0.5, 0.75], "speed": 51234.5},
     {"what": "b", "share": None, "speed": 0.01234},
   ]
@@ -116,38 +141,46 @@ def test_the_summary_is_a_table():
 
 
 def test_significant_differences_are_bold():
-  losses = {"transformer": 1.0 + NOISE, "diff": 1.02 + NOISE}
-  losses["diff_v2"] = 1.3 + NOISE
+  # A difference of 0.02 is within the range of the losses, and 0.3 is not.
+  results = make_results(
+    {
+      "transformer": [0.99, 1.0, 1.01],
+      "diff": [1.01, 1.02, 1.03],
+      "diff_v2": [1.29, 1.3, 1.31],
+    }
+  )
 
-  lines = table.markdown(EXPERIMENT, make_results(losses)).splitlines()
+  lines = table.markdown(EXPERIMENT, results).splitlines()
 
-  assert cells_of(lines[3])[-1].startswith("+0.0200 [")
-  assert cells_of(lines[4])[-1].startswith("**+0.3000 [")
+  small_difference = cells_of(lines[3])[-1]
+  large_difference = cells_of(lines[4])[-1]
+  assert small_difference.startswith("+0.0200 [")
+  assert large_difference.startswith("**+0.3000 [")
 
 
 @pytest.mark.parametrize(
-  "losses, baseline, compared",
+  "variants, baseline, compared",
   [
     pytest.param(
-      {"transformer": NOISE, "diff": NOISE},
+      ["transformer", "diff"],
       "transformer",
       "the one row compared with transformer",
       id="one_row",
     ),
     pytest.param(
-      {"transformer": NOISE, "diff": NOISE, "gated": NOISE},
+      ["transformer", "diff", "gated"],
       "transformer",
       "the 2 rows compared with transformer",
       id="two_rows",
     ),
     pytest.param(
-      {
-        "transformer,size=1": NOISE,
-        "transformer,size=2": NOISE,
-        "diff,size=1": NOISE,
-        "diff,size=2": NOISE,
-        "gated,size=2": NOISE,
-      },
+      [
+        "transformer,size=1",
+        "transformer,size=2",
+        "diff,size=1",
+        "diff,size=2",
+        "gated,size=2",
+      ],
       "transformer,*",
       "the 2 rows compared with the transformer of the same options",
       id="two_rows_of_one_size",
@@ -155,8 +188,10 @@ def test_significant_differences_are_bold():
   ],
 )
 def test_the_legend_says_among_how_many_rows_a_test_compares(
-  losses, baseline, compared
+  variants, baseline, compared
 ):
+  losses = dict.fromkeys(variants, [1.9, 2.0, 2.1])
+
   text = table.markdown(EXPERIMENT, make_results(losses, baseline))
 
   assert text.endswith(
