@@ -21,7 +21,30 @@ from experiments import (
 from tests.harness import own_variants
 from tests.harness.pages import python_blocks
 
-EXPERIMENT = """
+# An experiment.py with three rows of two seeds: six runs. Their names are
+# "lambda_init=0.2/seed_0", and so on. The empty figure takes little time.
+SIX_RUNS = """
+from matplotlib.figure import Figure
+
+from experiments.grid import Experiment, Grid
+
+def plot(results):
+  return Figure((1, 1))
+
+EXPERIMENT = Experiment(
+  question="Which λ_init is best?",
+  grids={
+    "cpu": Grid.product(
+      "tiny", {"model.lambda_init": [0.2, 0.5, 0.8]}, seeds=range(2)
+    )
+  },
+  metrics={"loss": "validation/loss"},
+  plot=plot,
+)
+"""
+
+# The product of two config fields, with two seeds: 3 × 2 × 2 runs.
+TWO_FACTORS = """
 from experiments.grid import Experiment, Grid
 
 EXPERIMENT = Experiment(
@@ -36,22 +59,16 @@ EXPERIMENT = Experiment(
   metrics={"loss": "validation/loss", "AR-Hit": "validation/ar_hit"},
 )
 """
-# The same with an empty figure, which takes little time.
-EXPERIMENT_WITH_EMPTY_FIGURE = """
-from matplotlib.figure import Figure
-
-def plot(results):
-  return Figure((1, 1))
-""" + EXPERIMENT.replace("  question", "  plot=plot,\n  question")
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-  """A folder with an experiment.py, in the current directory."""
+  """A folder lambda_study with SIX_RUNS, in the current directory."""
   path = tmp_path / "lambda_study"
   path.mkdir()
-  (path / "experiment.py").write_text(EXPERIMENT_WITH_EMPTY_FIGURE)
+  (path / "experiment.py").write_text(SIX_RUNS)
   monkeypatch.chdir(tmp_path)
+  # Commands add the folder to sys.path.
   monkeypatch.setattr(sys, "path", [*sys.path])
   return path
 
@@ -60,9 +77,9 @@ class FakeTraining:
   """Trainings that take no time.
 
   Attributes:
-    errors: The errors of runs, by name. A text is the last line of a command
-      that fails.
-    losses: The losses of runs, by name. By default 2 plus the seed.
+    errors: To be set: the errors of runs, by name. A text is the last line of a
+      command that fails.
+    losses: To be set: the losses of runs, by name. By default 2 plus the seed.
     started: The names of the runs that were started, in order.
     commands: The commands and their environment variables, in order.
   """
@@ -117,8 +134,17 @@ def read_entries(folder):
   return {run["name"]: run for run in stored["runs"]}
 
 
+def table_row(folder, variant):
+  """Returns the cells of a variant's row in a folder's table.md."""
+  for line in (folder / "table.md").read_text().splitlines():
+    cells = [cell.strip() for cell in line.split("|")[1:-1]]
+    if cells and cells[0] == variant:
+      return cells
+  raise AssertionError(f"no row {variant}")
+
+
 def test_one_file_makes_runs_a_table_and_a_plot(run, training, folder):
-  (folder / "experiment.py").write_text(EXPERIMENT)
+  (folder / "experiment.py").write_text(TWO_FACTORS)
 
   out, errors = run("lambda_study")
 
@@ -126,11 +152,17 @@ def test_one_file_makes_runs_a_table_and_a_plot(run, training, folder):
   assert f"{folder}: results.json, table.md, plot.png, plot.svg" in out
   assert "(12 of 12 runs)" in out
   assert f"results in {folder}" in errors
-  table = (folder / "table.md").read_text()
-  assert "| lambda_init=0.2,head_norm=True | 0.838 M | 2 | 2.5000 ±" in table
+  name, parameters, seeds, loss, *_ = table_row(
+    folder, "lambda_init=0.2,head_norm=True"
+  )
+  assert parameters == "0.838 M"
+  assert seeds == "2"
+  # The losses of the seeds 0 and 1 are 2 and 3.
+  assert loss.startswith("2.5000 ± ")
 
 
 def test_results_have_the_values_of_the_factors(run, training, folder):
+  (folder / "experiment.py").write_text(TWO_FACTORS)
   name = "lambda_init=0.8,head_norm=False/seed_1"
 
   run("lambda_study", f"--only={name}")
@@ -147,109 +179,124 @@ def test_finished_runs_are_not_repeated(run, training, folder):
   # The folder's path is another way to name it.
   _, errors = run(str(folder))
 
-  assert "0 of 12 runs to do" in errors
-  assert len(training.started) == 12
+  assert "0 of 6 runs to do" in errors
+  assert len(training.started) == 6
 
 
 def test_a_trial_leaves_the_folder_unchanged(run, training, folder):
+  """--steps is for trials, whose results are not those of the grid."""
   before = sorted(folder.glob("*.*"))
 
   out, _ = run("lambda_study", "--steps=20")
 
-  assert "(12 of 12 runs)" in out
+  assert "(6 of 6 runs)" in out
   assert sorted(folder.glob("*.*")) == before
 
 
-def test_the_runs_of_a_trial_are_not_those_of_the_grid(run, training, folder):
-  only = "--only=lambda_init=0.2,head_norm=True/seed_0"
-  run("lambda_study", "--steps=20", only)
+def test_a_run_is_trained_again_after_its_trial(run, training, folder):
+  run("lambda_study", "--only=lambda_init=0.2/seed_0", "--steps=20")
 
-  run("lambda_study", only)
+  run("lambda_study", "--only=lambda_init=0.2/seed_0")
 
-  assert len(training.started) == 2
+  assert training.started == ["lambda_init=0.2/seed_0"] * 2
   assert (folder / "results.json").exists()
 
 
-# A row with one failed run, and a row without any finished run.
-PARTLY_FAILED = "lambda_init=0.2,head_norm=False"
-FAILED = "lambda_init=0.5,head_norm=True"
-ERRORS = {
-  f"{PARTLY_FAILED}/seed_0": "diverged | at step 3",
-  f"{FAILED}/seed_0": "out of memory",
-  f"{FAILED}/seed_1": "out of memory",
-}
-
-
 def test_other_runs_go_on_after_a_failure(run, training, folder):
-  training.errors = ERRORS
+  training.errors = {
+    "lambda_init=0.2/seed_0": "diverged",
+    "lambda_init=0.5/seed_1": "out of memory",
+  }
 
   out, errors = run("lambda_study", code=1)
 
-  assert len(training.started) == 12
-  assert "(9 of 12 runs)" in out
+  assert len(training.started) == 6
+  assert "(4 of 6 runs)" in out
   assert errors.endswith(
-    f"error: 3 of 12 runs failed: {', '.join(ERRORS)}; the same command tries"
-    " them again\n"
+    "error: 2 of 6 runs failed: lambda_init=0.2/seed_0, lambda_init=0.5/seed_1;"
+    " the same command tries them again\n"
   )
 
 
-def test_failed_runs_are_in_the_table(run, training, folder):
-  training.errors = ERRORS
+def test_a_row_with_a_failed_run_has_the_mean_of_the_others(
+  run, training, folder
+):
+  training.errors = {"lambda_init=0.2/seed_0": "diverged | at step 3"}
+  training.losses = {"lambda_init=0.2/seed_1": 3.0}
 
   run("lambda_study", code=1)
 
+  row = table_row(folder, "lambda_init=0.2")
+  assert row == ["lambda_init=0.2", "0.838 M", "1 of 2", "3.0000 (1 of 2)"]
   lines = (folder / "table.md").read_text().splitlines()
-  mean_of_one = "| 0.837 M | 1 of 2 | 3.0000 (1 of 2) | – |"
-  assert f"| {PARTLY_FAILED} {mean_of_one}  |" in lines
-  no_mean = "| 0.838 M | 0 of 2 | failed: out of memory | – |"
-  assert f"| {FAILED} {no_mean}  |" in lines
-  assert f"- {PARTLY_FAILED}/seed_0 failed: diverged | at step 3" in lines
+  assert "- lambda_init=0.2/seed_0 failed: diverged | at step 3" in lines
 
 
-def test_failed_runs_have_entries_without_results(run, training, folder):
-  training.errors = ERRORS
+def test_a_row_without_finished_runs_has_their_error(run, training, folder):
+  training.errors = {
+    "lambda_init=0.5/seed_0": "out of memory",
+    "lambda_init=0.5/seed_1": "out of memory",
+  }
 
   run("lambda_study", code=1)
 
-  entry = read_entries(folder)[f"{PARTLY_FAILED}/seed_0"]
-  assert entry["failed"] == "diverged | at step 3"
+  row = table_row(folder, "lambda_init=0.5")
+  assert row[2:4] == ["0 of 2", "failed: out of memory"]
+
+
+def test_the_entry_of_a_failed_run_has_its_error_and_no_results(
+  run, training, folder
+):
+  training.errors = {"lambda_init=0.2/seed_0": "diverged"}
+
+  run("lambda_study", code=1)
+
+  entry = read_entries(folder)["lambda_init=0.2/seed_0"]
+  assert entry["failed"] == "diverged"
   assert entry["results"]["validation/loss"] is None
 
 
 def test_only_the_chosen_failed_runs_are_tried_again(run, training, folder):
-  training.errors = ERRORS
+  training.errors = {
+    "lambda_init=0.2/seed_0": "diverged",
+    "lambda_init=0.5/seed_0": "diverged",
+  }
   run("lambda_study", code=1)
   training.errors = {}
   training.started.clear()
 
-  out, errors = run("lambda_study", f"--only={PARTLY_FAILED}")
+  out, errors = run("lambda_study", "--only=lambda_init=0.2")
 
-  assert training.started == [f"{PARTLY_FAILED}/seed_0"]
-  assert "(10 of 12 runs)" in out
+  assert training.started == ["lambda_init=0.2/seed_0"]
+  assert "(5 of 6 runs)" in out
   assert "; failed:" not in errors
   entries = read_entries(folder)
-  assert "failed" not in entries[f"{PARTLY_FAILED}/seed_0"]
-  assert "failed" in entries[f"{FAILED}/seed_0"]
+  assert "failed" not in entries["lambda_init=0.2/seed_0"]
+  assert "failed" in entries["lambda_init=0.5/seed_0"]
 
 
-def test_runs_that_fail_again_stay_failed(run, training, folder):
-  training.errors = ERRORS
+def test_a_run_that_fails_again_stays_failed(run, training, folder):
+  training.errors = {
+    "lambda_init=0.2/seed_0": "diverged",
+    "lambda_init=0.5/seed_0": "diverged",
+  }
   run("lambda_study", code=1)
-  training.errors = {f"{FAILED}/seed_1": "out of memory"}
+  training.errors = {"lambda_init=0.5/seed_0": "diverged"}
   training.started.clear()
 
   run("lambda_study", code=1)
 
-  assert training.started == list(ERRORS)
-  failed = []
-  for name, entry in read_entries(folder).items():
-    if "failed" in entry:
-      failed.append(name)
-  assert failed == [f"{FAILED}/seed_1"]
+  assert training.started == [
+    "lambda_init=0.2/seed_0",
+    "lambda_init=0.5/seed_0",
+  ]
+  entries = read_entries(folder)
+  assert "failed" not in entries["lambda_init=0.2/seed_0"]
+  assert "failed" in entries["lambda_init=0.5/seed_0"]
 
 
-def test_failures_are_forgotten_after_success(run, training, folder):
-  training.errors = ERRORS
+def test_a_failure_is_forgotten_after_success(run, training, folder):
+  training.errors = {"lambda_init=0.2/seed_0": "diverged"}
   run("lambda_study", code=1)
   training.errors = {}
 
@@ -261,120 +308,128 @@ def test_failures_are_forgotten_after_success(run, training, folder):
 
 
 def test_a_slice_reports_its_failed_runs(run, training, folder):
-  name = "lambda_init=0.2,head_norm=True/seed_0"
-  training.errors = {name: "diverged"}
+  training.errors = {"lambda_init=0.2/seed_0": "diverged"}
 
-  _, errors = run("lambda_study", "--slice=0/6", code=1)
+  # The first third of six runs.
+  _, errors = run("lambda_study", "--slice=0/3", code=1)
 
   assert "this slice is done" in errors
-  assert f"1 of 2 runs failed: {name}" in errors
+  assert "1 of 2 runs failed: lambda_init=0.2/seed_0" in errors
 
 
-def test_collecting_tries_the_failed_runs_of_a_slice_again(
+def test_a_command_without_slice_tries_the_failed_runs_of_a_slice_again(
   run, training, folder
 ):
-  name = "lambda_init=0.2,head_norm=True/seed_0"
-  training.errors = {name: "diverged"}
-  run("lambda_study", "--slice=0/6", code=1)
+  training.errors = {"lambda_init=0.2/seed_0": "diverged"}
+  run("lambda_study", "--slice=0/3", code=1)
   training.errors = {}
 
   out, _ = run("lambda_study")
 
-  assert "(12 of 12 runs)" in out
-  assert training.started.count(name) == 2
+  assert "(6 of 6 runs)" in out
+  assert training.started.count("lambda_init=0.2/seed_0") == 2
 
 
 def test_failures_of_another_config_are_ignored(run, training, folder):
   """The changed setting may be the fix."""
-  failed = "lambda_init=0.2,head_norm=True/seed_0"
-  finished = "lambda_init=0.2,head_norm=True/seed_1"
-  training.errors = {failed: "diverged"}
-  run("lambda_study", f"--only={failed}", code=1)
-  changed = [
+  training.errors = {"lambda_init=0.2/seed_0": "diverged"}
+  run("lambda_study", "--only=lambda_init=0.2/seed_0", code=1)
+
+  # By default, changed settings have another workdir and no results.json.
+  out, _ = run(
+    "lambda_study",
+    "--only=lambda_init=0.2/seed_1",
+    "--set=optimizer.learning_rate=1e-5",
     f"--workdir={folder.parent}/runs/experiments",
     f"--out={folder}",
-    "--set=optimizer.learning_rate=1e-5",
-  ]
+  )
 
-  out, _ = run("lambda_study", f"--only={finished}", *changed)
-
-  assert "(1 of 12 runs)" in out
-  assert list(read_entries(folder)) == [finished]
+  assert "(1 of 6 runs)" in out
+  assert list(read_entries(folder)) == ["lambda_init=0.2/seed_1"]
 
 
-def test_an_interrupt_stops_all_runs(run, training, folder):
-  training.errors = {
-    "lambda_init=0.2,head_norm=False/seed_0": KeyboardInterrupt()
-  }
+def test_no_run_starts_after_an_interrupt(run, training, folder):
+  training.errors = {"lambda_init=0.5/seed_0": KeyboardInterrupt()}
 
   _, errors = run("lambda_study", code=130)
 
-  assert len(training.started) == 2
+  assert training.started == [
+    "lambda_init=0.2/seed_0",
+    "lambda_init=0.5/seed_0",
+  ]
   assert "error: interrupted" in errors
   assert not (folder / "results.json").exists()
 
 
 def test_a_run_without_a_loss_has_finished(run, training, folder):
-  name = "lambda_init=0.2,head_norm=True/seed_0"
-  training.losses = {name: None}
+  """A training whose last loss is not finite has no loss."""
+  training.losses = {
+    "lambda_init=0.2/seed_0": None,
+    "lambda_init=0.2/seed_1": 3.0,
+  }
 
-  run("lambda_study", "--only=lambda_init=0.2,head_norm=True")
+  run("lambda_study", "--only=lambda_init=0.2")
 
-  assert "failed" not in read_entries(folder)[name]
-  table = (folder / "table.md").read_text()
-  row = "| lambda_init=0.2,head_norm=True | 0.838 M | 2 | 3.0000 (1 of 2) | –"
-  assert row in table
+  assert "failed" not in read_entries(folder)["lambda_init=0.2/seed_0"]
+  row = table_row(folder, "lambda_init=0.2")
+  assert row == ["lambda_init=0.2", "0.838 M", "2", "3.0000 (1 of 2)"]
+
+
+# A plot that writes the names of the rows that it gets into the file "rows" of
+# the current directory.
+PLOT_THAT_WRITES_ITS_ROWS = """
+import pathlib
+from matplotlib.figure import Figure
+
+def plot(results):
+  rows = sorted({run["variant"] for run in results["runs"]})
+  pathlib.Path("rows").write_text(" ".join(rows))
+  return Figure((1, 1))
+"""
 
 
 @pytest.fixture
-def folder_with_plot(folder):
-  """A folder with a plot that writes its rows into the file `drawn`."""
-  plot = (
-    "import pathlib\n"
-    "from matplotlib.figure import Figure\n"
-    "def plot(results):\n"
-    "  names = sorted({run['variant'] for run in results['runs']})\n"
-    f"  pathlib.Path({str(folder)!r}, 'drawn').write_text(' '.join(names))\n"
-    "  return Figure((1, 1))\n"
+def plotted_rows(folder):
+  """The file into which the experiment's plot writes the rows that it gets."""
+  without_plot = SIX_RUNS.replace("def plot(", "def empty_plot(")
+  (folder / "experiment.py").write_text(
+    PLOT_THAT_WRITES_ITS_ROWS + without_plot
   )
-  experiment = EXPERIMENT.replace("  question", "  plot=plot,\n  question")
-  (folder / "experiment.py").write_text(plot + experiment)
-  return folder
+  return folder.parent / "rows"
 
 
-def test_a_plot_gets_no_rows_with_a_failed_run(run, training, folder_with_plot):
-  training.errors = {"lambda_init=0.2,head_norm=True/seed_1": "diverged"}
+def test_a_plot_gets_no_rows_with_a_failed_run(run, training, plotted_rows):
+  training.errors = {"lambda_init=0.2/seed_1": "diverged"}
 
-  run("lambda_study", "--only=lambda_init=0.2*", code=1)
+  run("lambda_study", code=1)
 
-  drawn = (folder_with_plot / "drawn").read_text()
-  assert drawn == "lambda_init=0.2,head_norm=False"
+  assert plotted_rows.read_text() == "lambda_init=0.5 lambda_init=0.8"
 
 
 def test_there_is_no_plot_if_all_rows_have_a_failed_run(
-  run, training, folder_with_plot
+  run, training, folder, plotted_rows
 ):
-  training.errors = {f"{FAILED}/seed_0": "diverged"}
+  training.errors = {"lambda_init=0.5/seed_0": "diverged"}
 
-  run("lambda_study", f"--only={FAILED}/seed_0", code=1)
+  run("lambda_study", "--only=lambda_init=0.5/seed_0", code=1)
 
-  assert not (folder_with_plot / "drawn").exists()
-  assert "failed: diverged" in (folder_with_plot / "table.md").read_text()
+  assert not plotted_rows.exists()
+  assert "failed: diverged" in (folder / "table.md").read_text()
 
 
 def test_folders_of_the_same_name_have_different_workdirs(run, tmp_path):
-  names = []
+  workdirs = []
   for parent in ("a", "b"):
     path = tmp_path / parent / "study"
     path.mkdir(parents=True)
-    (path / "experiment.py").write_text(EXPERIMENT)
+    (path / "experiment.py").write_text(SIX_RUNS)
     out, _ = run(str(path), "--print", "--workdir=/runs")
-    names.append(re.search(r"--workdir=/runs/(\S+)/cpu/", out)[1])
+    workdirs.append(re.search(r"--workdir=/runs/(\S+)/cpu/", out)[1])
 
-  first, second = names
-  assert first != second
-  for name in names:
-    assert re.fullmatch(r"study_[0-9a-f]{8}", name)
+  # The name ends with a hash of the folder's path.
+  assert re.fullmatch(r"study_[0-9a-f]{8}", workdirs[0])
+  assert re.fullmatch(r"study_[0-9a-f]{8}", workdirs[1])
+  assert workdirs[0] != workdirs[1]
 
 
 @pytest.mark.parametrize(
@@ -388,10 +443,16 @@ def test_a_folder_of_the_repository_has_a_name(argument):
   assert grid.resolve(argument) == "ablations"
 
 
+def test_a_folder_without_experiment_py_is_an_error(run, tmp_path):
+  _, errors = run(str(tmp_path), code=1)
+
+  assert "has no experiment.py" in errors
+  assert len(errors.splitlines()) == 1
+
+
 @pytest.mark.parametrize(
   "content, message",
   [
-    pytest.param(None, "has no experiment.py", id="no_file"),
     pytest.param(
       "x = 1\n",
       "experiment.py does not define EXPERIMENT",
@@ -399,11 +460,11 @@ def test_a_folder_of_the_repository_has_a_name(argument):
     ),
     pytest.param(
       "x = 1\ny = x.z\n",
-      r"experiment.py:2: AttributeError: 'int' object",
+      "experiment.py:2: AttributeError: 'int' object",
       id="attribute_error",
     ),
     pytest.param(
-      "def f(:\n", r"experiment.py:1: SyntaxError: ", id="syntax_error"
+      "def f(:\n", "experiment.py:1: SyntaxError: ", id="syntax_error"
     ),
     pytest.param(
       "import missing_module\n",
@@ -412,9 +473,10 @@ def test_a_folder_of_the_repository_has_a_name(argument):
     ),
   ],
 )
-def test_errors_in_a_folder_are_one_line(run, tmp_path, content, message):
-  if content is not None:
-    (tmp_path / "experiment.py").write_text(content)
+def test_an_error_in_experiment_py_is_one_line_with_its_place(
+  run, tmp_path, content, message
+):
+  (tmp_path / "experiment.py").write_text(content)
 
   _, errors = run(str(tmp_path), code=1)
 
@@ -429,38 +491,64 @@ def test_the_error_of_an_unknown_name_mentions_paths():
     grid.load("nothing")
 
 
+# A config.py of a folder, with a module of the folder.
+CONFIG_THAT_IMPORTS_A_MODULE = """
+import lambda_study_task
+from diffjax.configs import tiny
+
+def get_config(variant):
+  config = tiny.get_config(variant)
+  config.model.num_layers = lambda_study_task.LAYERS
+  return config
+"""
+
+# An experiment that measures instead of training, in a process of its own.
+EXPERIMENT_THAT_IMPORTS_A_MODULE = """
+import lambda_study_task
+from experiments.grid import Experiment, Grid
+
+def measure(workdir, config):
+  return {
+    "layers in the config": config.model.num_layers,
+    "layers in the module": lambda_study_task.LAYERS,
+  }
+
+EXPERIMENT = Experiment(
+  question="?",
+  grids={"cpu": Grid(variants=("diff_v2",), baseline="diff_v2")},
+  metrics={"layers": "layers in the config"},
+  trains=False,
+  measure=measure,
+)
+"""
+
+
 def test_a_folder_may_have_a_config_and_modules(run, folder):
-  """Both files import a module of the folder, also in `measure`'s process."""
   (folder / "lambda_study_task.py").write_text("LAYERS = 3\n")
-  (folder / "config.py").write_text(
-    "import lambda_study_task\n"
-    "from diffjax.configs import tiny\n"
-    "def get_config(variant):\n"
-    "  config = tiny.get_config(variant)\n"
-    "  config.model.num_layers = lambda_study_task.LAYERS\n"
-    "  return config\n"
-  )
-  (folder / "experiment.py").write_text(
-    "import lambda_study_task\n"
-    "from experiments.grid import Experiment, Grid\n"
-    "def measure(workdir, config):\n"
-    "  layers = config.model.num_layers\n"
-    "  return {'layers': layers, 'same': layers == lambda_study_task.LAYERS}\n"
-    "EXPERIMENT = Experiment('?', {'cpu': Grid(('diff_v2',), 'diff_v2')},\n"
-    "  {'layers': 'layers'}, trains=False, measure=measure)\n"
-  )
+  (folder / "config.py").write_text(CONFIG_THAT_IMPORTS_A_MODULE)
+  (folder / "experiment.py").write_text(EXPERIMENT_THAT_IMPORTS_A_MODULE)
 
   run("lambda_study")
 
-  entry = read_entries(folder)["diff_v2/seed_0"]
-  assert entry["results"] == {"layers": 3, "same": True}
+  assert read_entries(folder)["diff_v2/seed_0"]["results"] == {
+    "layers in the config": 3,
+    "layers in the module": 3,
+  }
+
+
+def test_the_base_of_a_folders_runs_is_its_config(folder):
+  (folder / "lambda_study_task.py").write_text("LAYERS = 3\n")
+  (folder / "config.py").write_text(CONFIG_THAT_IMPORTS_A_MODULE)
+  (folder / "experiment.py").write_text(EXPERIMENT_THAT_IMPORTS_A_MODULE)
+
   experiment = grid.load(str(folder))
   (expanded,) = grid.expand(str(folder), experiment.grids["cpu"], {})
+
   assert expanded.base == f"{folder}/config.py:diff_v2"
 
 
 def test_commands_find_the_modules_of_the_folder(monkeypatch, tmp_path):
-  """They run in the repository, so relative paths become absolute."""
+  """Commands run in the repository, so relative paths become absolute."""
   monkeypatch.chdir(tmp_path)
   monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["repo", "/absolute"]))
 
@@ -490,21 +578,26 @@ def test_a_folder_can_be_drawn_again(run, training, folder):
   assert (folder / "plot.svg").read_bytes() == before
 
 
+# Fails unless the module was imported before experiment.py.
+REQUIRE_MY_ATTENTION = """
+import sys
+assert "my_attention_module" in sys.modules
+"""
+
+
 @pytest.fixture
 def folder_with_module(folder, monkeypatch):
-  """A folder whose experiment.py requires that --import was read before it."""
+  """The folder, if its experiment.py needs --import=my_attention_module."""
   monkeypatch.syspath_prepend(str(folder))
-  (folder / "my_attention_module.py").write_text("LOADED = True\n")
-  check = "import sys\nassert sys.modules['my_attention_module'].LOADED\n"
-  experiment = check + EXPERIMENT_WITH_EMPTY_FIGURE
-  (folder / "experiment.py").write_text(experiment)
+  (folder / "my_attention_module.py").write_text("")
+  (folder / "experiment.py").write_text(REQUIRE_MY_ATTENTION + SIX_RUNS)
   return folder
 
 
 def test_all_commands_import_the_modules_of_import(
   run, training, folder_with_module
 ):
-  run("lambda_study", "--only=*0.2*/seed_0", "--import=my_attention_module")
+  run("lambda_study", "--only=*/seed_0", "--import=my_attention_module")
 
   assert len(training.commands) > 2
   for command, environment in training.commands:
@@ -517,18 +610,18 @@ def test_printed_commands_import_the_modules_of_import(
   run, training, folder_with_module
 ):
   out, _ = run(
-    "lambda_study",
-    "--print",
-    "--only=*0.2*/seed_0",
-    "--import=my_attention_module",
+    "lambda_study", "--print", "--only=*/seed_0", "--import=my_attention_module"
   )
 
-  assert out.count("-m diffjax.train --import=my_attention_module ") == 2
+  lines = out.splitlines()
+  assert len(lines) == 3
+  for line in lines:
+    assert "-m diffjax.train --import=my_attention_module " in line
 
 
 @pytest.fixture
-def import_flag(monkeypatch):
-  """A parser of --import. Returns a function that parses arguments."""
+def parse_import_flags(monkeypatch):
+  """parse_import_flags("--import=a"): parses as a command's first step."""
   values = flags.FlagValues()
   monkeypatch.setattr(flags, "FLAGS", values)
   flags.DEFINE_multi_string("import", [], "", flag_values=values)
@@ -546,31 +639,40 @@ def test_a_command_without_import_passes_no_modules(monkeypatch):
   assert imports.arguments() == []
 
 
-def test_the_flag_import_is_passed_on(import_flag):
-  import_flag("--import=a", "--import=b.c")
+def test_the_flag_import_is_passed_on(parse_import_flags):
+  parse_import_flags("--import=a", "--import=b.c")
 
   assert imports.arguments() == ["--import=a", "--import=b.c"]
 
 
-def test_modules_that_register_variants_are_passed_on(import_flag, tmp_path):
-  import_flag("--import=a,d")
+def test_modules_that_register_variants_are_passed_on(
+  parse_import_flags, tmp_path
+):
+  parse_import_flags("--import=a,d")
 
   with own_variants.registered(tmp_path):
     assert imports.modules() == ["a", "d", *own_variants.MODULES]
 
 
-def test_the_flag_import_is_split_from_other_arguments():
+def test_import_flags_are_split_from_other_arguments():
   modules, arguments = imports.split(["x", "--import=a", "y"])
 
   assert modules == ["a"]
   assert arguments == ["x", "y"]
 
 
-def test_measuring_imports_the_modules(tmp_path):
-  command = [sys.executable, "-m", "experiments.measure", "--import=no_such"]
-
+def test_the_command_that_measures_imports_the_modules(tmp_path):
   result = subprocess.run(
-    [*command, "ablations", "cpu", str(tmp_path), str(tmp_path)],
+    [
+      sys.executable,
+      "-m",
+      "experiments.measure",
+      "--import=no_such",
+      "ablations",
+      "cpu",
+      str(tmp_path),
+      str(tmp_path),
+    ],
     cwd=grid.FOLDER.parent,
     capture_output=True,
     text=True,
@@ -581,14 +683,16 @@ def test_measuring_imports_the_modules(tmp_path):
 
 
 def test_the_documented_ablation_runs(run, training, folder):
-  """The last example of docs/variants.md has 2 × 3 settings and two seeds."""
-  *_, ablation = python_blocks(own_variants.PAGE.read_text())
-  (folder / "experiment.py").write_text(ablation)
+  """It is the last example of docs/variants.md."""
+  examples = python_blocks(own_variants.PAGE.read_text())
+  (folder / "experiment.py").write_text(examples[-1])
 
   out, _ = run("lambda_study")
 
-  assert len(training.started) == 12
-  assert "(12 of 12 runs)" in out
+  # Three values of λ_init, with and without the head norm, with two seeds.
+  num_runs = 3 * 2 * 2
+  assert len(training.started) == num_runs
+  assert f"({num_runs} of {num_runs} runs)" in out
   table = (folder / "table.md").read_text()
   for lambda_init in (0.2, 0.5, 0.8):
     assert f"| lambda_init={lambda_init},head_norm=True |" in table
@@ -635,13 +739,20 @@ def small_run(run, folder, tmp_path):
   return train
 
 
+RATE_WITH_WHICH_TRAINING_DIVERGES = """
+from experiments.grid import Experiment, Grid
+
+EXPERIMENT = Experiment(
+  question="?",
+  grids={"cpu": Grid.product("tiny", {"optimizer.learning_rate": [1e9]})},
+  metrics={"loss": "validation/loss"},
+)
+"""
+
+
 @pytest.mark.full
 def test_a_training_that_diverges_is_reported(small_run, folder):
-  (folder / "experiment.py").write_text(
-    "from experiments.grid import Experiment, Grid\n"
-    "EXPERIMENT = Experiment('?', {'cpu': Grid.product('tiny', "
-    "{'optimizer.learning_rate': [1e9]})}, {'loss': 'validation/loss'})\n"
-  )
+  (folder / "experiment.py").write_text(RATE_WITH_WHICH_TRAINING_DIVERGES)
 
   out, errors = small_run(steps=6, code=1)
 
@@ -652,19 +763,24 @@ def test_a_training_that_diverges_is_reported(small_run, folder):
   assert entry["failed"].startswith("stopped at step ")
 
 
-@pytest.mark.full
-def test_a_product_is_trained_collected_and_drawn(small_run, folder):
-  """experiment.py imports the module that registers a variant of the user.
+# The module `dint` registers an attention variant. The factor "variant" gives
+# both models the same size.
+VARIANT_OF_THE_USER_AND_DIFF = """
+import dint
+from experiments.grid import Experiment, Grid
 
-  The factor "variant" gives both models the same size.
-  """
+EXPERIMENT = Experiment(
+  question="?",
+  grids={"cpu": Grid.product("tiny", {"variant": ["diff", "dint"]})},
+  metrics={"loss": "validation/loss"},
+)
+"""
+
+
+@pytest.mark.full
+def test_a_variant_of_the_user_is_trained_and_compared(small_run, folder):
   own_variants.write_modules(folder)
-  (folder / "experiment.py").write_text(
-    "import dint\n"
-    "from experiments.grid import Experiment, Grid\n"
-    "EXPERIMENT = Experiment('?', {'cpu': Grid.product('tiny', "
-    "{'variant': ['diff', 'dint']})}, {'loss': 'validation/loss'})\n"
-  )
+  (folder / "experiment.py").write_text(VARIANT_OF_THE_USER_AND_DIFF)
 
   with own_variants.restore_registry():
     out, _ = small_run(steps=2)
@@ -679,4 +795,5 @@ def test_a_product_is_trained_collected_and_drawn(small_run, folder):
   assert diff_loss > 0
   assert dint_loss not in (None, diff_loss)
   assert diff["seconds"] > 0
+  # An empty figure takes fewer bytes.
   assert (folder / "plot.png").stat().st_size > 5000
