@@ -14,7 +14,12 @@ NOISE = np.array([-0.01, -0.005, 0.0, 0.005, 0.01])
 
 
 def make_results(losses, baseline="transformer"):
-  """Returns results with one run per loss, by variant."""
+  """Returns a results.json with one run for each loss.
+
+  Args:
+    losses: The losses of the seeds 0, 1 and so on, by variant.
+    baseline: The variant with which the others are compared.
+  """
   runs = []
   for variant, variant_losses in losses.items():
     for seed, loss in enumerate(variant_losses):
@@ -23,7 +28,7 @@ def make_results(losses, baseline="transformer"):
   return {"baseline": baseline, "runs": runs}
 
 
-def test_the_interval_of_a_mean_is_students():
+def test_the_interval_of_a_mean_is_students_t_interval():
   values = np.random.default_rng(0).normal(size=5)
 
   actual = comparison.mean_interval(values)
@@ -66,19 +71,12 @@ def test_the_interval_of_a_difference_is_welchs(variant, against):
 
   actual = comparison.difference(make_results(losses), variant, LOSS, against)
 
-  first = losses[variant]
-  second = losses[against]
-  first_error = first.var(ddof=1) / len(first)
-  second_error = second.var(ddof=1) / len(second)
-  degrees_of_freedom = (first_error + second_error) ** 2 / (
-    first_error**2 / (len(first) - 1) + second_error**2 / (len(second) - 1)
+  welch = scipy.stats.ttest_ind(
+    losses[variant], losses[against], equal_var=False
   )
-  quantile = scipy.stats.t.ppf(0.975, degrees_of_freedom)
-  margin = quantile * (first_error + second_error) ** 0.5
-  mean = first.mean() - second.mean()
-  chex.assert_trees_all_close(
-    tuple(actual), (mean, mean - margin, mean + margin), **FLOAT64
-  )
+  low, high = welch.confidence_interval(0.95)
+  mean = losses[variant].mean() - losses[against].mean()
+  chex.assert_trees_all_close(tuple(actual), (mean, low, high), **FLOAT64)
 
 
 def test_a_difference_is_from_the_baseline_by_default():
@@ -91,7 +89,7 @@ def test_a_difference_is_from_the_baseline_by_default():
   assert actual == comparison.difference(results, "diff", LOSS, "transformer")
 
 
-def test_seeds_are_not_paired():
+def test_the_order_of_the_seeds_does_not_change_a_difference():
   transformer = [1.0, 1.1, 1.3]
   diff = [2.0, 2.3, 2.4]
   results = make_results({"transformer": transformer, "diff": diff})
@@ -145,7 +143,8 @@ def test_one_sample_of_equal_values_can_be_compared():
   assert estimate.high > 1
 
 
-def test_a_star_in_a_name_is_not_the_baseline_of_each_option():
+def test_a_baseline_may_have_a_star_in_its_name():
+  """Only "NAME,*" stands for the baselines of each option."""
   results = make_results(
     {"wide*": [2.0, 2.1], "$x,y": [3.0, 3.1]}, baseline="wide*"
   )
@@ -156,6 +155,7 @@ def test_a_star_in_a_name_is_not_the_baseline_of_each_option():
 
 
 def make_results_of_two_sizes():
+  """Returns results of three architectures, each compared at its own size."""
   losses = {}
   for size in (1, 2):
     losses[f"transformer,size={size}"] = size + NOISE
@@ -175,32 +175,31 @@ def test_variants_are_compared_with_the_baseline_of_the_same_size():
 
 
 def test_dunnetts_test_corrects_for_the_variants_of_the_same_size():
-  results = make_results_of_two_sizes()
-  small_runs = []
-  for run in results["runs"]:
+  both_sizes = make_results_of_two_sizes()
+  size_1_runs = []
+  for run in both_sizes["runs"]:
     if run["variant"].endswith("size=1"):
-      small_runs.append(run)
+      size_1_runs.append(run)
+  size_1 = {**both_sizes, "runs": size_1_runs}
 
-  p_values = comparison.dunnett_p_values(results, LOSS)
-  small_p_values = comparison.dunnett_p_values(
-    {**results, "runs": small_runs}, LOSS
-  )
+  p_values = comparison.dunnett_p_values(both_sizes, LOSS)
 
-  assert set(p_values) - set(small_p_values) == {"diff,size=2", "v2,size=2"}
-  for variant, p_value in small_p_values.items():
-    assert p_values[variant] == p_value
+  expected = comparison.dunnett_p_values(size_1, LOSS)
+  assert p_values["diff,size=1"] == expected["diff,size=1"]
+  assert p_values["v2,size=1"] == expected["v2,size=1"]
 
 
-def test_dunnetts_test_needs_a_variance():
+def test_samples_without_variance_have_no_p_values():
   results = make_results({"transformer": [1.0, 1.0], "diff": [2.0, 2.0]})
 
   assert comparison.dunnett_p_values(results, LOSS) == {}
 
 
 def test_a_small_difference_is_not_significant_among_many_variants():
-  """One of many variants differs by chance. A large difference stays."""
+  """One of many variants differs by chance."""
   losses = {"transformer": 1.0 + NOISE, "diff": 1.014 + NOISE}
   few = make_results(losses)
+  # The difference of diff_v2 is large, so it stays significant.
   losses["diff_v2"] = 1.1 + NOISE
   for number in range(10):
     losses[f"row_{number}"] = 1.0 + NOISE
@@ -222,7 +221,7 @@ def test_significance_requires_that_the_variants_own_interval_excludes_0():
   assert comparison.significant_variants(results, LOSS) == set()
 
 
-def test_contrasts_leave_out_incomplete_pairs():
+def test_contrasts_leave_out_pairs_with_a_single_run():
   results = make_results(
     {"transformer": [1.0, 1.1], "diff": [2.0, 2.1], "gated": [3.0]}
   )
