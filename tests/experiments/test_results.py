@@ -8,25 +8,31 @@ from diffjax.config import UserError
 from experiments import compatibility, grid, results
 from experiments.grid import Grid
 
+# The constants of a task, which are stored with its results.
 TASK = {"samples": 3}
-GRID = Grid(("transformer", "diff"), "transformer", (0, 1, 2))
 
 
 @pytest.fixture
 def runs():
-  """The runs of the grid: both variants with seed 0, then with seed 1, …"""
-  return grid.expand("ablations", GRID, {})
+  """Six runs: both variants with seed 0, then with seed 1, then with seed 2."""
+  chosen = Grid(("transformer", "diff"), "transformer", seeds=(0, 1, 2))
+  return grid.expand("ablations", chosen, {})
 
 
 @pytest.fixture
 def entries(runs, tmp_path):
-  """The entries of all runs, from result.json in the workdirs tmp_path/NAME."""
+  """The results of the six runs, as stored in results.json.
+
+  Each is read from a result.json in its workdir, tmp_path / run.name.
+  """
   entries = []
   for run in runs:
     workdir = tmp_path / run.name
     metrics = {"validation/loss": 2.0 + run.seed}
-    results.write_run(workdir, run, TASK, metrics, 12.345, "a machine")
-    entries.append(results.read_run(workdir, run, TASK, ()))
+    results.write_run(
+      workdir, run, TASK, metrics, seconds=12.345, machine="a machine"
+    )
+    entries.append(results.read_run(workdir, run, TASK, location_fields=()))
   return entries
 
 
@@ -41,6 +47,7 @@ def test_an_entry_describes_its_run(entries, runs):
   assert entry["name"] == "diff/seed_0"
   assert entry["variant"] == "diff"
   assert entry["seed"] == 0
+  # 12.345 seconds are rounded to tenths.
   assert entry["seconds"] == 12.3
   assert entry["machine"] == "a machine"
   assert entry["task"] == TASK
@@ -51,7 +58,10 @@ def test_an_entry_describes_its_run(entries, runs):
 
 
 def test_a_run_without_a_result_has_no_entry(runs, tmp_path):
-  assert results.read_run(tmp_path / "nothing", runs[0], TASK, ()) is None
+  assert (
+    results.read_run(tmp_path / "nothing", runs[0], TASK, location_fields=())
+    is None
+  )
 
 
 @pytest.mark.parametrize(
@@ -79,7 +89,7 @@ def test_an_entry_of_another_config_is_refused(entries, runs, tmp_path):
     match=r"result.json holds results of another config"
     r" \(transformer/seed_0\): train.steps is 600 there and 700 now",
   ):
-    results.read_run(tmp_path / run.name, run, TASK, ())
+    results.read_run(tmp_path / run.name, run, TASK, location_fields=())
 
 
 def test_an_entry_of_another_task_is_refused(entries, runs, tmp_path):
@@ -88,23 +98,30 @@ def test_an_entry_of_another_task_is_refused(entries, runs, tmp_path):
   with pytest.raises(
     UserError, match="the task's samples is 3 there and 4 now"
   ):
-    results.read_run(tmp_path / run.name, run, {"samples": 4}, ())
+    results.read_run(
+      tmp_path / run.name, run, {"samples": 4}, location_fields=()
+    )
 
 
-def test_an_error_names_two_differences_and_counts_the_others(
+def test_an_error_names_two_changed_fields_and_counts_the_others(
   entries, runs, tmp_path
 ):
   fields = {"train.steps": 700, "eval.interval": 7, "model.num_layers": 1}
   run = grid.with_fields(runs[0], fields)
 
   with pytest.raises(UserError, match=" now; .* now and 1 more; choose"):
-    results.read_run(tmp_path / run.name, run, TASK, ())
+    results.read_run(tmp_path / run.name, run, TASK, location_fields=())
 
 
 def test_a_folder_without_results_has_no_entries(runs, tmp_path):
   path = tmp_path / "results.json"
 
-  assert results.read_folder(path, "ablations", "cpu", runs, TASK, ()) == {}
+  assert (
+    results.read_folder(
+      path, "ablations", "cpu", runs, TASK, location_fields=()
+    )
+    == {}
+  )
 
 
 def test_a_folder_returns_the_entries_that_were_written(
@@ -114,7 +131,9 @@ def test_a_folder_returns_the_entries_that_were_written(
 
   write_folder(path, entries)
 
-  stored = results.read_folder(path, "ablations", "cpu", runs, TASK, ())
+  stored = results.read_folder(
+    path, "ablations", "cpu", runs, TASK, location_fields=()
+  )
   assert list(stored.values()) == entries
 
 
@@ -160,7 +179,7 @@ def test_a_folder_of_other_results_is_refused(
   write_folder(path, entries)
 
   with pytest.raises(UserError, match=message):
-    results.read_folder(path, name, grid_name, runs, task, ())
+    results.read_folder(path, name, grid_name, runs, task, location_fields=())
 
 
 def test_a_folder_with_a_run_of_another_grid_is_refused(
@@ -173,7 +192,9 @@ def test_a_folder_with_a_run_of_another_grid_is_refused(
     UserError,
     match="results of 'transformer/seed_0', which the grid does not have now",
   ):
-    results.read_folder(path, "ablations", "cpu", runs[1:], TASK, ())
+    results.read_folder(
+      path, "ablations", "cpu", runs[1:], TASK, location_fields=()
+    )
 
 
 def test_a_folder_of_another_config_is_refused(entries, runs, tmp_path):
@@ -186,7 +207,9 @@ def test_a_folder_of_another_config_is_refused(entries, runs, tmp_path):
     match=r"another config \(transformer/seed_0\):"
     " train.steps is 600 there and 200 now",
   ):
-    results.read_folder(path, "ablations", "cpu", changed_runs, TASK, ())
+    results.read_folder(
+      path, "ablations", "cpu", changed_runs, TASK, location_fields=()
+    )
 
 
 def test_a_field_that_is_newer_than_the_results_has_its_default(
@@ -197,7 +220,9 @@ def test_a_field_that_is_newer_than_the_results_has_its_default(
     del entry["config"]["model.remat"]
   write_folder(path, entries)
 
-  stored = results.read_folder(path, "ablations", "cpu", runs, TASK, ())
+  stored = results.read_folder(
+    path, "ablations", "cpu", runs, TASK, location_fields=()
+  )
 
   assert len(stored) == len(runs)
   changed_runs = [
@@ -206,7 +231,9 @@ def test_a_field_that_is_newer_than_the_results_has_its_default(
   with pytest.raises(
     UserError, match="model.remat is 'none' there and 'full' now"
   ):
-    results.read_folder(path, "ablations", "cpu", changed_runs, TASK, ())
+    results.read_folder(
+      path, "ablations", "cpu", changed_runs, TASK, location_fields=()
+    )
 
 
 UNREADABLE_CONTENTS = [
@@ -226,7 +253,7 @@ def test_an_unreadable_result_of_a_run_is_named(runs, tmp_path, content):
   with pytest.raises(
     UserError, match="result.json: cannot be read .*; delete it, and run again"
   ):
-    results.read_run(tmp_path, runs[0], TASK, ())
+    results.read_run(tmp_path, runs[0], TASK, location_fields=())
 
 
 @pytest.mark.parametrize("content", UNREADABLE_CONTENTS)
@@ -237,7 +264,9 @@ def test_unreadable_results_of_a_folder_are_named(runs, tmp_path, content):
   with pytest.raises(
     UserError, match="results.json: cannot be read .*; delete it, and run again"
   ):
-    results.read_folder(path, "ablations", "cpu", runs, TASK, ())
+    results.read_folder(
+      path, "ablations", "cpu", runs, TASK, location_fields=()
+    )
 
 
 def test_variants_with_a_failed_run_are_left_out():
@@ -273,7 +302,8 @@ def test_the_summary_is_computed_from_the_results(entries, tmp_path):
   assert json.loads(path.read_text()) == stored
 
 
-def test_one_version_of_python_can_be_compared(entries):
+def test_results_of_one_version_of_python_can_be_compared(entries):
+  """Their text is Python's standard library, which differs by version."""
   python = entries[0]["versions"]["python"]
 
   compatibility.check_python_versions(entries)
@@ -282,7 +312,7 @@ def test_one_version_of_python_can_be_compared(entries):
 
 
 def test_texts_of_different_pythons_are_not_compared(entries):
-  """Each version of Python has a different standard library."""
+  """By default, the text is the standard library."""
   changed = {**entries[0], "versions": {"python": "3.99"}}
 
   with pytest.raises(UserError, match="cannot be compared"):
@@ -290,6 +320,7 @@ def test_texts_of_different_pythons_are_not_compared(entries):
 
 
 def test_further_runs_need_the_same_python(entries):
+  """By default, their text is the standard library."""
   with pytest.raises(
     UserError,
     match="data.source = stdlib under Python .*3.99.* cannot be compared",
@@ -297,7 +328,7 @@ def test_further_runs_need_the_same_python(entries):
     compatibility.check_python_versions(entries, "3.99")
 
 
-def test_a_text_of_ones_own_is_independent_of_python(entries):
+def test_a_text_of_the_user_is_independent_of_python():
   own_text = {"data.source": "text:x"}
   first = {"config": own_text, "versions": {"python": "3.11"}}
   second = {"config": own_text, "versions": {"python": "3.99"}}

@@ -40,7 +40,7 @@ def test_a_finished_run_has_the_last_value_of_each_metric(run, tmp_path):
   save_checkpoint(tmp_path, run.config, step=2)
   (tmp_path / "metrics.jsonl").write_text(LOG)
 
-  metrics = training_log.final_metrics(tmp_path, run.config, ())
+  metrics = training_log.final_metrics(tmp_path, run.config, location_fields=())
 
   assert metrics == {"step": 2, "train/loss": 2.0, "validation/loss": 1.5}
 
@@ -48,26 +48,34 @@ def test_a_finished_run_has_the_last_value_of_each_metric(run, tmp_path):
 def test_a_missing_workdir_has_not_finished(run, tmp_path):
   path = tmp_path / "nothing"
 
-  assert training_log.final_metrics(path, run.config, ()) is None
+  assert (
+    training_log.final_metrics(path, run.config, location_fields=()) is None
+  )
 
 
 def test_a_log_without_a_checkpoint_has_not_finished(run, tmp_path):
   (tmp_path / "metrics.jsonl").write_text(LOG)
 
-  assert training_log.final_metrics(tmp_path, run.config, ()) is None
+  assert (
+    training_log.final_metrics(tmp_path, run.config, location_fields=()) is None
+  )
 
 
 def test_a_checkpoint_without_a_log_has_not_finished(run, tmp_path):
   save_checkpoint(tmp_path, run.config, step=2)
 
-  assert training_log.final_metrics(tmp_path, run.config, ()) is None
+  assert (
+    training_log.final_metrics(tmp_path, run.config, location_fields=()) is None
+  )
 
 
 def test_a_checkpoint_of_an_earlier_step_has_not_finished(run, tmp_path):
   save_checkpoint(tmp_path, run.config, step=1)
   (tmp_path / "metrics.jsonl").write_text(LOG)
 
-  assert training_log.final_metrics(tmp_path, run.config, ()) is None
+  assert (
+    training_log.final_metrics(tmp_path, run.config, location_fields=()) is None
+  )
 
 
 def test_a_validation_of_an_earlier_step_has_not_finished(run, tmp_path):
@@ -76,7 +84,9 @@ def test_a_validation_of_an_earlier_step_has_not_finished(run, tmp_path):
     '{"step": 1, "validation/loss": 1.5}\n{"step": 2, "train/loss": 2.0}\n'
   )
 
-  assert training_log.final_metrics(tmp_path, run.config, ()) is None
+  assert (
+    training_log.final_metrics(tmp_path, run.config, location_fields=()) is None
+  )
 
 
 def test_a_damaged_checkpoint_has_not_finished(run, tmp_path):
@@ -84,7 +94,9 @@ def test_a_damaged_checkpoint_has_not_finished(run, tmp_path):
   (tmp_path / "metrics.jsonl").write_text(LOG)
   (tmp_path / "checkpoints/2/manifest.json").unlink()
 
-  assert training_log.final_metrics(tmp_path, run.config, ()) is None
+  assert (
+    training_log.final_metrics(tmp_path, run.config, location_fields=()) is None
+  )
 
 
 @pytest.mark.parametrize("step", [1, 2], ids=["unfinished", "finished"])
@@ -112,7 +124,7 @@ def test_a_run_of_another_config_is_refused(
   with pytest.raises(
     UserError, match=f"holds a run of another config: {message}"
   ):
-    training_log.final_metrics(tmp_path, changed.config, ())
+    training_log.final_metrics(tmp_path, changed.config, location_fields=())
 
 
 @pytest.mark.parametrize(
@@ -130,7 +142,7 @@ def test_irrelevant_fields_may_differ(run, tmp_path, field, value):
   changed = grid.with_fields(run, {field: value})
 
   metrics = training_log.final_metrics(
-    tmp_path, changed.config, ("data.source",)
+    tmp_path, changed.config, location_fields=("data.source",)
   )
 
   assert metrics is not None
