@@ -17,9 +17,21 @@ FACTORS = {
 }
 
 
+# An experiment.py with a grid in place of GRID.
+TEMPLATE = """
+from experiments.grid import Experiment, Grid
+
+EXPERIMENT = Experiment(
+  question="?",
+  grids={"cpu": GRID},
+  metrics={"loss": "validation/loss"},
+)
+"""
+
+
 @pytest.fixture
 def make_folder(tmp_path):
-  """make_folder("Grid.product(…)"): the path of an experiment's folder.
+  """make_folder('Grid.product("tiny", …)'): the path of a folder with the grid.
 
   The folder may have a config, mine.py.
   """
@@ -27,11 +39,8 @@ def make_folder(tmp_path):
   def make(grid_code, mine=None):
     folder = tmp_path / "study"
     folder.mkdir()
-    (folder / "experiment.py").write_text(
-      "from experiments.grid import Experiment, Grid\n"
-      "EXPERIMENT = Experiment('?', {'cpu': "
-      f"{grid_code}}}, {{'loss': 'validation/loss'}})\n"
-    )
+    experiment = TEMPLATE.replace("GRID", grid_code)
+    (folder / "experiment.py").write_text(experiment)
     if mine is not None:
       (folder / "mine.py").write_text(mine)
     return str(folder)
@@ -44,7 +53,7 @@ def expand(folder, changes=None):
   return grid.expand(folder, grid.load(folder).grids["cpu"], changes or {})
 
 
-def test_rows_have_readable_names():
+def test_rows_are_named_by_the_values_of_the_factors():
   rows = product.make("tiny", FACTORS).rows()
 
   assert list(rows) == [
@@ -67,25 +76,26 @@ def test_factors_with_the_same_last_part_have_dotted_names():
   }
 
 
-def test_names_are_safe_and_distinct():
+def test_names_of_rows_can_be_names_of_files_and_differ():
   values = ["text:/a/*", "text:/a/?", "a b", "x" * 300, "x" * 301, ""]
-  crossed = product.make("tiny", {"data.source": values, "a.b": ["y" * 300]})
+  factors = {"data.source": values, "a.b": ["y" * 300]}
 
-  names = list(crossed.rows())
+  names = list(product.make("tiny", factors).rows())
 
   assert len(set(names)) == len(values)
   for name in names:
     assert re.fullmatch(r"[\w.,=+-]{1,250}", name, re.ASCII)
 
 
-def test_long_names_are_shortened_and_distinct():
+def test_names_of_rows_with_many_long_factors_are_short_and_differ():
+  num_factors = 8
   factors = {}
-  for index in range(8):
+  for index in range(num_factors):
     factors[f"section.{'f' * 30}{index}"] = [True, False]
 
   names = list(product.make("tiny", factors).rows())
 
-  assert len(set(names)) == 2**8
+  assert len(set(names)) == 2**num_factors
   for name in names:
     assert len(name) < 250
 
@@ -99,19 +109,20 @@ def test_long_names_are_shortened_and_distinct():
     ("data.source", "True"),
   ],
 )
-def test_factors_keep_their_types(make_folder, field, value):
+def test_values_of_factors_keep_their_types(make_folder, field, value):
+  """The text "True" is not a bool, and 2 is not 2.0."""
   factors = {field: [value]}
 
   (run,) = expand(make_folder(f"Grid.product('tiny', {factors})"))
 
   section, name = field.split(".")
-  stored = run.settings()[section][name]
+  actual = run.settings()[section][name]
+  assert actual == value
+  assert type(actual) is type(value)
   assert run.factors == {field: value}
-  assert stored == value
-  assert type(stored) is type(value)
 
 
-def test_numbers_of_numpy_become_pythons():
+def test_numpy_numbers_become_python_numbers():
   crossed = product.make("tiny", {"model.lambda_init": np.linspace(0, 1, 3)})
 
   values = crossed.factors["model.lambda_init"]
@@ -120,52 +131,61 @@ def test_numbers_of_numpy_become_pythons():
     assert type(value) is float
 
 
+# The file mine.py. "mine.py:4" is the config with four layers.
+CONFIG_WITH_LAYERS = """
+from diffjax.configs import tiny
+
+def get_config(layers):
+  config = tiny.get_config()
+  config.model.num_layers = int(layers)
+  return config
+"""
+
+
 @pytest.mark.parametrize("base", ["tiny", "tiny:transformer", "mine.py:4"])
 def test_printed_commands_train_the_runs_of_the_grid(
   run, make_folder, tmp_path, base
 ):
-  """Factors may be of any section, and None if the base has None."""
+  # The fields are of three sections, and the base's window is None.
   factors = {
     "optimizer.learning_rate": [1e-05, 0.25],
     "data.source": ["True", "text:/x/*.txt"],
     "model.window": [None, 7],
   }
-  mine = (
-    "from diffjax.configs import tiny\n"
-    "def get_config(layers):\n"
-    "  config = tiny.get_config()\n"
-    "  config.model.num_layers = int(layers)\n"
-    "  return config\n"
-  )
-  folder = make_folder(f"Grid.product({base!r}, {factors})", mine)
+  grid_code = f"Grid.product({base!r}, {factors})"
+  folder = make_folder(grid_code, mine=CONFIG_WITH_LAYERS)
 
   out, _ = run(folder, "--print", f"--workdir={tmp_path}/runs", "--steps=5")
 
-  printed = dict(parsed(line) for line in out.splitlines())
+  printed = {}
+  for line in out.splitlines():
+    workdir, config = parsed(line)
+    printed[workdir] = config
   runs_dir = tmp_path / "runs" / folders.identifier(folder) / "cpu"
   expected = {}
   for each_run in expand(folder, {"train.steps": 5, "eval.interval": 5}):
     expected[str(runs_dir / each_run.name)] = each_run.config
-  assert len(printed) == 8
+  assert len(printed) == 2 * 2 * 2
   assert printed == expected
 
 
-def test_none_is_refused_if_the_base_has_a_value(make_folder):
-  mine = (
-    "from diffjax.configs import tiny\n"
-    "def get_config():\n"
-    "  config = tiny.get_config()\n"
-    "  config.model.lambda_init = 0.5\n"
-    "  return config\n"
-  )
-  folder = make_folder(
-    "Grid.product('mine.py', {'model.lambda_init': [0.2, None]})", mine
-  )
+CONFIG_WITH_LAMBDA_INIT = """
+from diffjax.configs import tiny
 
-  with pytest.raises(
-    UserError,
-    match=r"^lambda_init=None/seed_0: model.lambda_init = None: .*0.5",
-  ):
+def get_config():
+  config = tiny.get_config()
+  config.model.lambda_init = 0.5
+  return config
+"""
+
+
+def test_none_is_refused_if_the_base_has_a_value(make_folder):
+  """Flags of the command that trains cannot set None."""
+  grid_code = "Grid.product('mine.py', {'model.lambda_init': [0.2, None]})"
+  folder = make_folder(grid_code, mine=CONFIG_WITH_LAMBDA_INIT)
+  message = r"^lambda_init=None/seed_0: model.lambda_init = None: .*0.5"
+
+  with pytest.raises(UserError, match=message):
     expand(folder)
 
 
@@ -258,7 +278,7 @@ def test_flags_that_contradict_the_factors_are_refused(
   assert len(errors.splitlines()) == 1
 
 
-def test_a_setting_can_be_for_one_row(run, make_folder):
+def test_the_flag_set_can_be_for_one_row(run, make_folder):
   factors = {"data.length": [64, 128], "model.max_length": [256]}
   folder = make_folder(f"Grid.product('tiny', {factors})")
   row = "length=64,max_length=256"
@@ -285,14 +305,15 @@ def test_a_setting_can_be_for_one_row(run, make_folder):
 def test_a_row_with_a_dotted_name_is_recognised_in_a_setting(
   setting, field, value
 ):
-  """Its name begins like a setting of all rows."""
+  """The name "model.a=2" begins like the setting of a field."""
+  # The command defines flags when it is imported.
   with in_process.own_flags():
     from experiments.run import split_setting
 
   assert split_setting(setting, ["model.a=2,data.a=x"]) == (field, value)
 
 
-def test_the_baseline_can_differ_in_the_first_factor_alone():
+def test_rows_can_be_compared_with_one_value_of_the_first_factor():
   made = Grid.product("tiny", FACTORS, baseline="lambda_init=0.2,*")
 
   assert made.baseline == "lambda_init=0.2,*"
@@ -305,17 +326,16 @@ def test_the_baseline_is_the_first_row_by_default():
 
 
 def test_the_variants_of_a_config_are_a_factor(make_folder):
-  """They have equal sizes, unlike the values of model.attention."""
-  folder = make_folder(
-    "Grid.product('tiny', {'variant': ['diff', 'transformer'],"
-    " 'model.rope': [True, False]})"
-  )
+  """Variants have equal sizes, unlike the values of model.attention."""
+  factors = {"variant": ["diff", "transformer"], "model.rope": [True, False]}
+  folder = make_folder(f"Grid.product('tiny', {factors})")
 
-  runs = {run.variant: run for run in expand(folder)}
+  run = expand(folder)[3]
 
-  run = runs["variant=transformer,rope=False"]
+  assert run.variant == "variant=transformer,rope=False"
   assert run.base == "tiny:transformer"
   assert run.config.model.attention == "softmax"
+  # Twice the heads of DIFF.
   assert run.config.model.num_heads == 4
   assert run.fields["model.rope"] is False
   assert "variant" not in run.fields
