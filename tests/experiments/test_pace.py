@@ -8,6 +8,7 @@ import pytest
 from experiments import grid, pace
 from experiments.pace import Pace
 
+# Config fields of a small model.
 SMALL = {
   "model.num_layers": 1,
   "model.embed_dim": 32,
@@ -31,53 +32,67 @@ def clock(monkeypatch):
   return Clock
 
 
-def runs(variant, seeds, **fields):
-  """Returns runs of a small model: train__steps=4 sets train.steps."""
-  changes = dict(SMALL)
-  for name, value in fields.items():
-    changes[name.replace("__", ".")] = value
-  return grid.expand(
-    "ablations", grid.Grid((variant,), variant, seeds), changes
-  )
+def runs(variant, seeds, changes=None):
+  """Returns runs of a small model, one for each seed.
+
+  Args:
+    variant: The variant of ablations.
+    seeds: The seeds.
+    changes: Further config fields, such as {"train.steps": 4}.
+  """
+  chosen = grid.Grid((variant,), baseline=variant, seeds=seeds)
+  return grid.expand("ablations", chosen, {**SMALL, **(changes or {})})
 
 
-def one_run(variant="diff", **fields):
-  """Returns the run of seed 0."""
-  (run,) = runs(variant, (0,), **fields)
+def one_run(variant="diff", changes=None, seed=0):
+  """Returns a run of a small model."""
+  (run,) = runs(variant, (seed,), changes)
   return run
 
 
 @pytest.fixture
 def finished_pace():
   """A pace after three runs of DIFF took 10, 20 and 50 seconds."""
-  finished = zip(runs("diff", (1, 2, 3)), (50.0, 10.0, 20.0), strict=True)
+  first, second, third = runs("diff", seeds=(1, 2, 3))
+  finished = [(first, 50.0), (second, 10.0), (third, 20.0)]
   return Pace(finished, [], slots=1, resumes=True)
 
 
-def test_a_run_takes_the_median_of_its_shape(finished_pace):
-  assert finished_pace.expected(one_run()) == (20.0, 3)
+def test_a_run_is_expected_to_take_the_median_of_its_shape(finished_pace):
+  seconds, num_runs = finished_pace.expected(one_run())
+
+  assert seconds == 20.0
+  # The number of runs whose median it is.
+  assert num_runs == 3
 
 
 def test_learning_rates_and_lambda_init_do_not_change_the_shape(finished_pace):
-  run = one_run("diff_lambda_0.8", optimizer__learning_rate=0.1)
+  run = one_run("diff_lambda_0.8", {"optimizer.learning_rate": 0.1})
 
-  assert finished_pace.expected(run) == (20.0, 3)
+  seconds, num_runs = finished_pace.expected(run)
+
+  assert seconds == 20.0
+  assert num_runs == 3
 
 
 def test_a_run_with_twice_the_steps_takes_twice_as_long(finished_pace):
-  run = one_run(train__steps=1200)
+  # The finished runs have 600 steps.
+  run = one_run(changes={"train.steps": 1200})
 
-  assert finished_pace.expected(run) == (pytest.approx(40.0), 0)
+  seconds, num_runs = finished_pace.expected(run)
+
+  assert seconds == pytest.approx(2 * 20.0)
+  # No finished run has its shape.
+  assert num_runs == 0
 
 
 def test_a_run_of_another_shape_takes_its_share_of_flops(finished_pace):
-  wider = one_run(model__ffn_dim=64)
+  wider = one_run(changes={"model.ffn_dim": 64})
 
   seconds, num_runs = finished_pace.expected(wider)
 
-  factor = pace.training_flops(wider.config) / pace.training_flops(
-    one_run().config
-  )
+  flops = pace.training_flops(one_run().config)
+  factor = pace.training_flops(wider.config) / flops
   assert factor > 1
   assert seconds == pytest.approx(20.0 * factor)
   assert num_runs == 0
@@ -89,19 +104,19 @@ def test_nothing_is_expected_before_a_run_has_finished():
   assert Pace([], [run], slots=1, resumes=True).expected(run) is None
 
 
-def test_runs_without_steps_take_equally_long():
-  transformer = one_run("transformer", train__steps=0)
-  finished = [(one_run(train__steps=0), 30.0)]
+def test_runs_that_train_nothing_are_expected_to_take_equally_long():
+  diff = one_run("diff", {"train.steps": 0})
+  transformer = one_run("transformer", {"train.steps": 0})
 
-  estimates = Pace(finished, [transformer], slots=1, resumes=False)
+  estimates = Pace([(diff, 30.0)], [transformer], slots=1, resumes=False)
 
-  assert estimates.expected(transformer) == (30.0, 0)
+  seconds, _ = estimates.expected(transformer)
+  assert seconds == 30.0
 
 
 def seconds_left(text):
   """Returns the seconds in a text such as "2 runs left, about 50 s"."""
-  number, unit = re.search(r"about (\d+) (s|min)\b", text).groups()
-  return int(number) * {"s": 1, "min": 60}[unit]
+  return int(re.search(r"about (\d+) s\b", text)[1])
 
 
 @pytest.fixture
@@ -113,15 +128,14 @@ def short_runs():
 @pytest.fixture
 def long_run():
   """A run that is expected to take 60 seconds."""
-  (run,) = runs("diff", (4,), train__steps=3000)
-  return run
+  return one_run(changes={"train.steps": 3000}, seed=4)
 
 
 @pytest.fixture
 def finished():
   """A short and a long run that have finished."""
-  (short,) = runs("diff", (9,))
-  (long,) = runs("diff", (9,), train__steps=3000)
+  short = one_run(seed=9)
+  long = one_run(changes={"train.steps": 3000}, seed=9)
   return [(short, 10.0), (long, 60.0)]
 
 
@@ -129,14 +143,15 @@ def test_short_runs_fit_beside_a_long_one(
   clock, finished, short_runs, long_run
 ):
   todo = [long_run, *short_runs]
-  slots = Pace(finished, todo, slots=2, resumes=True)
-  slots.begin(long_run)
-  slots.begin(short_runs[0])
+  estimates = Pace(finished, todo, slots=2, resumes=True)
+  estimates.begin(long_run)
+  estimates.begin(short_runs[0])
   clock.now += 10
 
-  text = slots.end(short_runs[0], 0.0)
+  text = estimates.end(short_runs[0], seconds=10.0)
 
-  # The long run has 50 seconds left. The others take 30 seconds in its time.
+  # The long run has 50 of 60 seconds left. In the meantime, the three short
+  # runs take 30 seconds in the other slot.
   assert seconds_left(text) == 50
 
 
@@ -144,70 +159,84 @@ def test_a_long_run_that_starts_last_delays_the_end(
   clock, finished, short_runs, long_run
 ):
   todo = [*short_runs, long_run]
-  slots = Pace(finished, todo, slots=2, resumes=True)
-  slots.begin(short_runs[0])
-  slots.begin(short_runs[1])
+  estimates = Pace(finished, todo, slots=2, resumes=True)
+  estimates.begin(short_runs[0])
+  estimates.begin(short_runs[1])
   clock.now += 10
 
-  text = slots.end(short_runs[0], 0.0)
+  text = estimates.end(short_runs[0], seconds=10.0)
 
-  # Two short runs end after 10 seconds. Then the long one starts.
-  assert seconds_left(text) == 70
+  # The second short run ends now. Two more take 10 seconds side by side. Then
+  # the long one takes 60.
+  assert seconds_left(text) == 10 + 60
 
 
 def test_runs_in_one_slot_take_the_sum_of_their_times(
   clock, finished, short_runs, long_run
 ):
   todo = [long_run, *short_runs]
-  slots = Pace(finished, todo, slots=1, resumes=True)
-  slots.begin(long_run)
+  estimates = Pace(finished, todo, slots=1, resumes=True)
+  estimates.begin(long_run)
   clock.now += 60
 
-  text = slots.end(long_run, 0.0)
+  text = estimates.end(long_run, seconds=60.0)
 
-  assert seconds_left(text) == 40
+  # Four short runs.
+  assert seconds_left(text) == 4 * 10
 
 
-def test_after_a_run_the_rest_and_its_end_are_told(clock, monkeypatch):
+@pytest.fixture
+def evening(monkeypatch):
+  """Sets the time of day to 22:00 on 25 November 2026."""
+
   class Evening(datetime.datetime):
     @classmethod
     def now(cls):
       return cls(2026, 11, 25, 22, 0)
 
   monkeypatch.setattr(pace.datetime, "datetime", Evening)
-  todo = runs("diff", (0, 1, 2, 3))
+
+
+def test_a_text_after_each_run_tells_how_long_the_others_take(clock, evening):
+  first, second, third, fourth = runs("diff", (0, 1, 2, 3))
+  estimates = Pace([], [first, second, third, fourth], slots=1, resumes=True)
+
   # The time of the first run is not known, since another launcher trained it.
-  # The second took 4,000 s with an earlier start, and the others 3,000 s.
-  seconds_of_runs = [None, 4000.0, 0.0, 0.0]
-  told = []
-  estimates = Pace([], todo, slots=1, resumes=True)
+  estimates.begin(first)
+  clock.now += 3000
+  assert estimates.end(first, seconds=None) == "3 runs left"
 
-  for run, seconds in zip(todo, seconds_of_runs, strict=True):
-    estimates.begin(run)
-    clock.now += 3000
-    told.append(estimates.end(run, seconds))
+  # The second run took 1,000 of its 4,000 seconds in an earlier start. Two
+  # further runs of 4,000 seconds take 2 h 13 min.
+  estimates.begin(second)
+  clock.now += 3000
+  text = estimates.end(second, seconds=4000.0)
+  assert text == "2 runs left, about 2 h 13 min, until Thu 26 Nov 00:13"
 
-  assert told == [
-    "3 runs left",
-    "2 runs left, about 2 h 13 min, until Thu 26 Nov 00:13",
-    "1 run left, about 58 min, until 22:58",
-    "",
-  ]
+  # The median of 3,000 and 4,000 seconds is 58 minutes.
+  estimates.begin(third)
+  clock.now += 3000
+  text = estimates.end(third, seconds=3000.0)
+  assert text == "1 run left, about 58 min, until 22:58"
+
+  estimates.begin(fourth)
+  assert estimates.end(fourth, seconds=3000.0) == ""
 
 
-def test_a_grid_that_is_stopped_early_has_no_estimate():
+def test_a_grid_that_is_stopped_before_its_first_run_has_no_estimate():
   todo = runs("diff", (0, 1, 2))
   estimates = Pace([], todo, slots=1, resumes=True)
 
-  assert estimates.stopped(8) == (
+  # Five of the eight runs of the grid had finished before.
+  assert estimates.stopped(total=8) == (
     "5 of 8 runs are done; the same command goes on"
   )
 
 
+# Of two runs of 450 seconds, 300 seconds are done.
 @pytest.mark.parametrize(
   "resumes, time_left",
   [
-    # 300 of 450 s of the second run are done.
     pytest.param(True, "10 min", id="resumes"),
     pytest.param(False, "15 min", id="starts again"),
   ],
@@ -221,7 +250,7 @@ def test_a_stopped_grid_tells_the_time_left(clock, resumes, time_left):
   estimates.begin(todo[1])
   clock.now += 300
 
-  assert estimates.stopped(8) == (
+  assert estimates.stopped(total=8) == (
     f"6 of 8 runs are done; the rest would take about {time_left} at this pace;"
     " the same command goes on"
   )
