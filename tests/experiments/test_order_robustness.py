@@ -15,11 +15,13 @@ from diffjax.inference import trained
 from experiments import grid
 from experiments.order_robustness import experiment, task
 
+# An episode shows demonstrations "word:label", and then asks for the labels of
+# some words, its queries. Some demonstrations have a wrong label.
 SIZES = task.SIZES
 
 
 def label_counts(demonstrations):
-  """Returns how often each word is shown with each label."""
+  """Returns how often each word is shown with each label: counts[word][label]."""
   counts = collections.defaultdict(collections.Counter)
   for example in demonstrations:
     word, label = example.text.split(":")
@@ -40,56 +42,74 @@ def test_balanced_episodes_show_every_label_equally_often(seed):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_balanced_episodes_have_one_answer_for_every_word(seed):
+def test_balanced_episodes_ask_once_for_every_word(seed):
+  rng = np.random.default_rng(seed)
+
+  _, queries = task.balanced_episode(rng, SIZES)
+
+  words = {query.text for query in queries}
+  assert len(words) == len(queries) == task.WORDS
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_right_label_is_the_most_frequent_one_of_a_word(seed):
   rng = np.random.default_rng(seed)
 
   demonstrations, queries = task.balanced_episode(rng, SIZES)
 
-  words = {query.text for query in queries}
-  assert len(words) == len(queries) == task.WORDS
   counts = label_counts(demonstrations)
   for query in queries:
-    (label, most), (_, second) = counts[query.text].most_common(2)
-    assert label == query.label
-    assert most == 2
-    assert second == 1
-
-
-def training_episodes(count):
-  """Returns random training episodes."""
-  rng = np.random.default_rng(0)
-  return [task.training_episode(rng, SIZES) for _ in range(count)]
+    first, second = counts[query.text].most_common(2)
+    assert first == (query.label, 2)
+    _, second_count = second
+    assert second_count == 1
 
 
 def test_training_episodes_have_the_share_of_wrong_labels():
+  rng = np.random.default_rng(0)
   num_right = 0
   num_shown = 0
-  for episode in training_episodes(300):
+  for _ in range(300):
+    episode = task.training_episode(rng, SIZES)
     right_labels = {query.text: query.label for query in episode.queries}
     for example in episode.demonstrations:
       word, label = example.text.split(":")
+      # The right label is known only for the words that are asked for.
       if word in right_labels:
         num_shown += 1
-        num_right += label == right_labels[word]
+        if label == right_labels[word]:
+          num_right += 1
 
   share_right = num_right / num_shown
   assert share_right == pytest.approx(1 - SIZES.mislabelled, abs=0.01)
 
 
-def test_training_episodes_often_use_few_words():
-  num_used = []
-  for episode in training_episodes(100):
+def test_training_episodes_have_the_same_length():
+  rng = np.random.default_rng(0)
+
+  for _ in range(100):
+    episode = task.training_episode(rng, SIZES)
+
     assert len(episode.demonstrations) == SIZES.demonstrations * task.WORDS
     assert len(episode.queries) == SIZES.queries
-    num_used.append(len(label_counts(episode.demonstrations)))
 
-  assert min(num_used) == 2
-  assert max(num_used) > 20
-  assert np.median(num_used) < task.WORDS / 2
+
+def test_half_of_the_training_episodes_use_less_than_half_of_the_words():
+  rng = np.random.default_rng(0)
+
+  num_words = []
+  for _ in range(100):
+    episode = task.training_episode(rng, SIZES)
+    num_words.append(len(label_counts(episode.demonstrations)))
+
+  assert np.median(num_words) < task.WORDS / 2
+  assert min(num_words) == 2
+  assert max(num_words) > 20
 
 
 @pytest.fixture
 def demonstrations():
+  """The demonstrations of an episode with every label equally often."""
   return task.balanced_episode(np.random.default_rng(0), SIZES).demonstrations
 
 
@@ -98,16 +118,21 @@ def test_orders_are_random_and_keep_the_demonstrations(kind, demonstrations):
   rng = np.random.default_rng(1)
   order = experiment.ORDERS[kind]
 
-  draws = [order(demonstrations, rng) for _ in range(5)]
+  draws = [tuple(order(demonstrations, rng)) for _ in range(5)]
 
-  different_draws = set(map(tuple, draws))
-  assert len(different_draws) == 5
+  assert len(set(draws)) == 5
   for draw in draws:
     assert sorted(draw) == sorted(demonstrations)
 
 
 def labels_in_blocks(kind, demonstrations, size):
-  """Returns the labels of an order, cut into blocks."""
+  """Returns the labels [blocks, size] of demonstrations in an order.
+
+  Args:
+    kind: The name of the order: "random", "alternating" or "blocked".
+    demonstrations: The demonstrations.
+    size: The number of demonstrations in a block.
+  """
   rng = np.random.default_rng(1)
   ordered = experiment.ORDERS[kind](demonstrations, rng)
   labels = np.array([example.label for example in ordered])
@@ -125,58 +150,80 @@ def test_blocked_orders_show_one_class_after_the_other(demonstrations):
   for block in labels_in_blocks("blocked", demonstrations, size):
     assert len(set(block)) == 1
 
-  # A random order does not.
-  first, *_ = labels_in_blocks("random", demonstrations, size)
-  assert len(set(first)) > 1
+
+def test_random_orders_mix_the_classes(demonstrations):
+  size = len(demonstrations) // SIZES.classes
+
+  first_block = labels_in_blocks("random", demonstrations, size)[0]
+
+  assert len(set(first_block)) > 1
 
 
-def test_spread_of_given_answers():
+def test_the_numbers_of_given_answers():
+  # Two sets of demonstrations with two queries each, in three orders.
   labels = np.array([[1, 2], [3, 4]])
-  # The first of three orders of the first set is better by half.
-  answers = np.array(
-    [
-      [[1, 2], [1, 1], [1, 1]],
-      [[3, 4], [3, 4], [3, 4]],
-    ]
-  )
+  answers_of_first_set = [[1, 2], [1, 1], [1, 1]]
+  answers_of_second_set = [[3, 4], [3, 4], [3, 4]]
+  answers = np.array([answers_of_first_set, answers_of_second_set])
 
   numbers = experiment.spread(answers, labels)
 
+  # Two of twelve answers are wrong.
   assert numbers["accuracy"] == pytest.approx(10 / 12)
-  assert numbers["spread"] == 0.25
+  # The accuracy of the first set is 1 or 0.5, and that of the second set is 1.
+  assert numbers["spread"] == (0.5 + 0.0) / 2
+  # There are three pairs of orders for each of four queries. In two of these
+  # pairs, the answers to the second query of the first set differ.
   assert numbers["changed"] == pytest.approx(2 / 12)
 
 
-def test_a_row_is_an_episode_and_its_answers_are_learned(tmp_path):
-  changes = {"train.batch_size": 4, "train.steps": 50}
-  one = grid.Grid(("diff",), "diff")
-  (run,) = grid.expand("order_robustness", one, changes)
+@pytest.fixture
+def training_rows(tmp_path):
+  """A tokenizer and a batch of four rows for training."""
+  (run,) = grid.expand(
+    "order_robustness",
+    grid.Grid(("diff",), "diff"),
+    {"train.batch_size": 4, "train.steps": 50},
+  )
   run = grid.with_fields(run, experiment.prepare(tmp_path, run.config))
   tokenizer = load_tokenizer(run.config.data.tokenizer)
   assert run.config.model.vocab_size == tokenizer.vocab_size
+  return tokenizer, next(pipeline.training_batches(run.config))
+
+
+def test_the_tokenizer_has_the_vocabulary_of_the_task(training_rows):
+  tokenizer, _ = training_rows
+
   assert tokenizer.vocab_size == len(task.VOCABULARY)
 
-  batch = next(pipeline.training_batches(run.config))
+
+def test_a_row_of_the_training_is_one_episode(training_rows):
+  tokenizer, batch = training_rows
+
+  assert (batch["segment_ids"] == 1).all()
+  assert (batch["tokens"][:, 0] == tokenizer.separator).all()
+  assert (batch["targets"][:, -1] == tokenizer.separator).all()
+
+
+def test_training_learns_queries_and_labels_after_the_demonstrations(
+  training_rows,
+):
+  tokenizer, batch = training_rows
 
   for row in range(4):
-    tokens = batch["tokens"][row]
-    targets = batch["targets"][row]
     is_learned = batch["weights"][row] > 0
-    assert (batch["segment_ids"][row] == 1).all()
-    assert tokens[0] == targets[-1] == tokenizer.separator
-
-    # Without the separators at both ends.
-    context_tokens = tokens[1:][~is_learned[1:]]
-    learned_tokens = targets[:-1][is_learned[:-1]]
-    context = tokenizer.decode(context_tokens).split()
-    learned = tokenizer.decode(learned_tokens).split()
+    # Without the separators at both ends of the row.
+    tokens = batch["tokens"][row][1:][~is_learned[1:]]
+    targets = batch["targets"][row][:-1][is_learned[:-1]]
     # The last word of the context is the first query.
-    *shown, _ = context
+    *demonstrations, _ = tokenizer.decode(tokens).split()
+    learned = tokenizer.decode(targets).split()
     queries = learned[::2]
     labels = learned[1::2]
+
     assert len(queries) == len(labels) == SIZES.queries
     shown_words = set()
-    for demonstration in shown:
+    for demonstration in demonstrations:
       word, colon, _ = demonstration.partition(":")
       assert colon
       shown_words.add(word)
@@ -186,12 +233,14 @@ def test_a_row_is_an_episode_and_its_answers_are_learned(tmp_path):
 
 
 class CountingModel:
-  """A model that answers by the labels shown with the query's word.
+  """A model that answers with the most frequent label of the query's word.
 
   It counts all demonstrations of the word, or only the last one.
   """
 
   def __init__(self, counts_all: bool):
+    # The token of a demonstration "word:label" is an index of VOCABULARY, and
+    # so are the tokens of its word and of its label.
     self._counts_all = counts_all
     words = np.zeros(len(task.VOCABULARY), int)
     labels = np.zeros(len(task.VOCABULARY), int)
@@ -204,24 +253,28 @@ class CountingModel:
     self._labels = jnp.array(labels)
 
   def apply(self, variables, tokens):
-    """Returns one-hot sums of labels, for an identity output embedding."""
+    """Returns the counts of all labels as hidden states [B, T, V].
+
+    With an identity matrix as the output embedding, they are the logits.
+    """
     del variables
     vocab_size = len(task.VOCABULARY)
-    shown = tokens[:, 1:-1]
+    # A row is a separator, the demonstrations and the query.
+    demonstrations = tokens[:, 1:-1]
     query = tokens[:, -1:]
-    weight = (self._words[shown] == query).astype(jnp.float32)
+    is_counted = self._words[demonstrations] == query
     if not self._counts_all:
-      number = jnp.arange(1, 1 + shown.shape[1])
-      last = jnp.max(weight * number, axis=1, keepdims=True)
-      weight = weight * (number == last)
-    one_hot = jax.nn.one_hot(self._labels[shown], vocab_size)
-    counts = jnp.einsum("bn,bnv->bv", weight, one_hot)
+      number = jnp.arange(1, 1 + demonstrations.shape[1])
+      last = jnp.max(is_counted * number, axis=1, keepdims=True)
+      is_counted = is_counted & (number == last)
+    labels = jax.nn.one_hot(self._labels[demonstrations], vocab_size)
+    counts = jnp.einsum("bn,bnv->bv", is_counted.astype(jnp.float32), labels)
     return jnp.broadcast_to(counts[:, None], (*tokens.shape, vocab_size))
 
 
 @pytest.fixture
 def measure(tmp_path, monkeypatch):
-  """Returns a function that measures a CountingModel."""
+  """measure(counts_all=True): the measurements of a CountingModel."""
   (run,) = grid.expand("order_robustness", grid.Grid(("diff",), "diff"), {})
   tokenizer = load_tokenizer(task.write(tmp_path, 4, SIZES)["data.tokenizer"])
   params = {"embedding": jnp.eye(len(task.VOCABULARY))}
@@ -247,7 +300,8 @@ def test_a_model_that_counts_all_demonstrations_ignores_the_order(measure):
     assert measured[f"{kind}_accuracy"] == 1
     assert measured[f"{kind}_spread"] == 0
     assert measured[f"{kind}_changed"] == 0
-  # A few demonstrations do not show every word.
+  # The curve is the accuracy over the number of demonstrations. A few do not
+  # show every word.
   assert measured["curve"][0] < 0.5
   assert measured["curve"][-1] == 1
   assert measured.keys() >= set(experiment.EXPERIMENT.metrics.values())
@@ -265,9 +319,8 @@ def test_a_model_that_counts_the_last_demonstration_depends_on_the_order(
   assert measured["alternating_spread"] > 0.2
   random_accuracy = measured["random_accuracy"]
   assert random_accuracy == pytest.approx(1 - SIZES.mislabelled, abs=0.05)
-  # A class comes after another as often as before it, and words and wrong
-  # labels are balanced. So half of the answers are right in every blocked
-  # order.
+  # A blocked order shows one class after the other. The class of a word's wrong
+  # label comes last for half of the words.
   assert measured["blocked_accuracy"] == 0.5
   assert measured["blocked_spread"] == 0
 
