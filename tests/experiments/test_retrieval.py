@@ -30,12 +30,12 @@ def write_data(directory, count=40):
     pytest.param(40, 10, id="many distractors"),
   ],
 )
-def test_an_example_has_the_pairs_and_fillers_asked_for(distractors, fillers):
+def test_a_context_has_pairs_of_different_keys_and_fillers(
+  distractors, fillers
+):
+  """Distractors are the pairs that are not asked for."""
   example = task.make_example(
-    np.random.default_rng(0),
-    asked=3,
-    distractors=distractors,
-    fillers=fillers,
+    np.random.default_rng(0), asked=3, distractors=distractors, fillers=fillers
   )
 
   *words, question = example.context
@@ -45,38 +45,50 @@ def test_an_example_has_the_pairs_and_fillers_asked_for(distractors, fillers):
   assert len(keys) == len(pairs) == 3 + distractors
   assert len(words) - len(pairs) == fillers
 
-  keys_asked = example.answer[::2]
-  values_asked = example.answer[1::2]
-  for key, value, position in zip(
-    keys_asked, values_asked, example.places, strict=True
-  ):
-    assert words[position] == f"{key}:{value}"
+
+def test_the_answer_of_an_example_has_pairs_of_its_context():
+  example = task.make_example(
+    np.random.default_rng(0), asked=3, distractors=5, fillers=3
+  )
+
+  # The answer is "key value key value key value".
+  assert len(example.answer) == 2 * 3
+  for index, position in enumerate(example.places):
+    key = example.answer[2 * index]
+    value = example.answer[2 * index + 1]
+    assert example.context[position] == f"{key}:{value}"
 
 
 @pytest.mark.parametrize("length, distractors", experiment.CELLS)
-def test_a_question_has_one_right_pair(tmp_path, length, distractors):
+def test_a_context_has_one_pair_with_the_key_of_the_question(
+  tmp_path, length, distractors
+):
   tokenizer = load_tokenizer(write_data(tmp_path, 4)["data.tokenizer"])
 
   questions = experiment.make_questions(
     tokenizer, length, distractors, num_samples=40
   )
 
-  assert questions.tokens.shape == (40, length + 3)
-  for tokens, value, position in zip(*questions, strict=True):
-    words = [task.WORDS[token] for token in tokens]
-    *context, mark, key = words
+  # The separator, the context, "?" and the key.
+  assert questions.tokens.shape == (40, 1 + length + 2)
+  for index in range(40):
+    *context, mark, key = [
+      task.WORDS[token] for token in questions.tokens[index]
+    ]
+    value = task.WORDS[questions.values[index]]
     assert mark == "?"
+    assert context[questions.places[index]] == f"{key}:{value}"
     matches = [word for word in context if word.startswith(f"{key}:")]
-    assert matches == [words[position]]
-    assert words[position] == f"{key}:{task.WORDS[value]}"
+    assert len(matches) == 1
 
 
 def test_the_cell_of_reference_is_measured():
   assert experiment.REFERENCE in experiment.CELLS
 
 
-def test_shares_of_a_given_attention():
-  # By position: the separator, five words, "?" and the key.
+def test_the_shares_of_given_attention_weights():
+  # The positions are the separator, five words, "?" and the key. The answer of
+  # the first question is at position 2, and that of the second one at 3.
   weights = np.array(
     [
       [0.1, 0.0, 0.5, 0.0, -0.1, 0.0, 0.1, 0.2],
@@ -86,15 +98,23 @@ def test_shares_of_a_given_attention():
 
   measured = experiment.shares(weights, places=np.array([2, 3]))
 
-  assert measured["answer_signed"] == pytest.approx(1.2 / 1.6)
-  assert measured["noise_signed"] == pytest.approx(-0.2 / 1.6)
-  assert measured["answer_absolute"] == pytest.approx(1.2 / 2.0)
-  assert measured["noise_absolute"] == pytest.approx(0.2 / 2.0)
+  answer = 0.5 + 0.7
+  # The other words.
+  noise = -0.1 - 0.1
+  total = 0.8 + 0.8
+  assert measured["answer_signed"] == pytest.approx(answer / total)
+  assert measured["noise_signed"] == pytest.approx(noise / total)
+  absolute_total = 1.0 + 1.0
+  assert measured["answer_absolute"] == pytest.approx(answer / absolute_total)
+  assert measured["noise_absolute"] == pytest.approx(0.2 / absolute_total)
 
 
-@pytest.mark.full
-def test_regular_checkpoints_are_measured(make_workdir, tmp_path):
-  """A resumed run has one checkpoint more, which is not measured."""
+@pytest.fixture
+def measure_checkpoints(make_workdir, tmp_path):
+  """measure_checkpoints([2, 4]): the measurements of a run with these steps.
+
+  The run has five steps and an evaluation every two steps.
+  """
   (run,) = grid.expand("retrieval", grid.Grid(("diff",), "diff"), {})
   fields = {
     "data.tokenizer": write_data(tmp_path / "words", 4)["data.tokenizer"],
@@ -104,23 +124,27 @@ def test_regular_checkpoints_are_measured(make_workdir, tmp_path):
   }
   workdir, config = make_workdir("run", run.config, fields)
   params = load(workdir).params
-  cells = [(24, 5), experiment.REFERENCE]
 
-  def save(steps):
+  def measure(steps, cells=(experiment.REFERENCE,)):
     with Checkpoints(workdir, keep=9) as checkpoints:
       for step in steps:
         checkpoints.save(
           step, {"params": params}, data_state={}, config=config.to_dict()
         )
         checkpoints.wait()
+    return experiment.measure(workdir, config, cells, num_samples=8)
 
-  # A run without a regular checkpoint is not measured.
-  save([2, 3, 4])
-  with pytest.raises(UserError, match="no complete checkpoint of step 5"):
-    experiment.measure(workdir, config, cells, num_samples=8)
+  return measure
 
-  save([5])
-  measured = experiment.measure(workdir, config, cells, num_samples=8)
+
+@pytest.mark.full
+def test_the_checkpoints_of_evaluations_and_the_last_one_are_measured(
+  measure_checkpoints,
+):
+  """A resumed run has a checkpoint of another step."""
+  cells = [(24, 5), experiment.REFERENCE]
+
+  measured = measure_checkpoints([2, 3, 4, 5], cells)
 
   assert series.column(measured["curve"], "step") == [2, 4, 5]
   lengths = series.column(measured["grid"], "length")
@@ -128,29 +152,40 @@ def test_regular_checkpoints_are_measured(make_workdir, tmp_path):
   assert list(zip(lengths, distractors, strict=True)) == cells
 
 
-def test_several_processes_can_write_the_data_at_once(tmp_path):
-  alone = write_data(tmp_path / "alone")
+@pytest.mark.full
+def test_a_run_without_its_last_checkpoint_is_not_measured(
+  measure_checkpoints,
+):
+  with pytest.raises(UserError, match="no complete checkpoint of step 5"):
+    measure_checkpoints([2, 3, 4])
+
+
+def test_runs_side_by_side_can_write_the_data_at_once(tmp_path):
   shared_dir = tmp_path / "shared"
   shared_dir.mkdir()
 
   with concurrent.futures.ThreadPoolExecutor(4) as pool:
     written = list(pool.map(write_data, [shared_dir] * 4))
 
-  for fields in written:
-    assert fields == written[0]
-  data_name = pathlib.Path(alone["data.tokenizer"]).parent.name
-  assert [path.name for path in shared_dir.iterdir()] == [data_name]
-  for field, location in alone.items():
-    expected = pathlib.Path(location.removeprefix("jsonl:"))
-    actual = pathlib.Path(written[0][field].removeprefix("jsonl:"))
-    assert actual.read_bytes() == expected.read_bytes()
+  assert written == [written[0]] * 4
+  assert len(list(shared_dir.iterdir())) == 1
+  expected = write_data(tmp_path / "alone")
+  for field, location in written[0].items():
+    actual_path = pathlib.Path(location.removeprefix("jsonl:"))
+    expected_path = pathlib.Path(expected[field].removeprefix("jsonl:"))
+    assert actual_path.parent.name == expected_path.parent.name
+    assert actual_path.read_bytes() == expected_path.read_bytes()
 
 
 def test_existing_data_is_used_again(tmp_path):
-  assert write_data(tmp_path) == write_data(tmp_path)
+  first = write_data(tmp_path)
+
+  second = write_data(tmp_path)
+
+  assert first == second
 
 
-def test_training_learns_the_words_after_the_question(tmp_path):
+def test_training_learns_only_the_words_after_the_question(tmp_path):
   changes = {"train.batch_size": 2}
   (run,) = grid.expand("retrieval", grid.Grid(("diff",), "diff"), changes)
   run = grid.with_fields(run, write_data(tmp_path))
@@ -161,6 +196,7 @@ def test_training_learns_the_words_after_the_question(tmp_path):
 
   batch = next(pipeline.training_batches(run.config))
 
+  # A segment of a row is an example.
   for row in range(2):
     segments = batch["segment_ids"][row]
     for segment in range(1, segments.max() + 1):
@@ -186,9 +222,15 @@ def test_larger_models_are_the_runs_of_ablations():
 def test_needles_of_a_model_with_random_parameters(make_workdir, monkeypatch):
   (run,) = grid.expand("ablations", grid.Grid(("diff",), "diff"), {})
   workdir, config = make_workdir("run", run.config, {"model.max_length": 1024})
-  for module, name in ((attention, "AttentionShares"), (needle, "Needle")):
-    small = functools.partial(getattr(module, name), batch_tokens=1024)
-    monkeypatch.setattr(module, name, small)
+  # Small batches take less time.
+  monkeypatch.setattr(
+    attention,
+    "AttentionShares",
+    functools.partial(attention.AttentionShares, batch_tokens=1024),
+  )
+  monkeypatch.setattr(
+    needle, "Needle", functools.partial(needle.Needle, batch_tokens=1024)
+  )
 
   measured = experiment.measure_needles(
     workdir, config, needles=("6/2",), num_prompts=1
