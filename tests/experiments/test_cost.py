@@ -11,20 +11,31 @@ from experiments.launch import Devices
 MACHINE = machine.describe(Devices("cpu", "cpu", 1), 1)
 
 
-def runs(name, variants, seeds=(0, 1), **changes):
-  """Returns the runs of some variants of an experiment."""
-  chosen = grid.Grid(variants, variants[0], seeds)
-  return grid.expand(name, chosen, changes)
+def runs(name, variants, seeds=(0, 1), changes=None):
+  """Returns the runs of some variants of an experiment.
+
+  Args:
+    name: The experiment.
+    variants: The variants.
+    seeds: The seeds of each variant.
+    changes: The values of config fields, by their dotted names.
+  """
+  chosen = grid.Grid(variants, baseline=variants[0], seeds=seeds)
+  return grid.expand(name, chosen, changes or {})
 
 
 def table_rows(text):
-  """Returns the cells of a table's rows by their first cell."""
-  cells_by_name = {}
+  """Returns the rows of a table: rows["diff"]["parameters"] is a cell."""
+  lines = []
   for line in text.splitlines():
     if line.startswith("|"):
-      name, *cells = [cell.strip() for cell in line.split("|")[1:-1]]
-      cells_by_name[name] = cells
-  return cells_by_name
+      lines.append([cell.strip() for cell in line.split("|")[1:-1]])
+  header, _, *body = lines
+
+  rows = {}
+  for cells in body:
+    rows[cells[0]] = dict(zip(header, cells, strict=True))
+  return rows
 
 
 @pytest.fixture
@@ -41,34 +52,47 @@ def timed(monkeypatch):
 
 
 def estimate(name, chosen, finished, slots=1):
-  """Returns the table for this machine."""
+  """Returns the table for this machine.
+
+  Args:
+    name: The experiment.
+    chosen: The runs whose cost is estimated.
+    finished: The runs that have finished, and their seconds.
+    slots: The number of runs side by side.
+  """
   experiment = grid.load(name)
   return cost.on_this_machine(experiment, chosen, finished, MACHINE, slots, {})
 
 
-VARIANTS = ("transformer", "diff", "diff_lambda_0.8", "diff_v2")
-
-
 @pytest.fixture
 def ablations():
-  """Three runs of each variant."""
-  return runs("ablations", VARIANTS, (0, 1, 2))
+  """Three runs of each of four variants. Two of them have the same shape."""
+  variants = ("transformer", "diff", "diff_lambda_0.8", "diff_v2")
+  return runs("ablations", variants, seeds=(0, 1, 2))
 
 
 @pytest.fixture
 def finished_transformers(ablations):
   """The Transformer's runs and their seconds. The median is 360."""
-  transformers = [run for run in ablations if run.variant == "transformer"]
-  return list(zip(transformers, (300, 3000, 360), strict=True))
+  first, second, third = [
+    run for run in ablations if run.variant == "transformer"
+  ]
+  return [(first, 300), (second, 3000), (third, 360)]
 
 
 def test_finished_runs_tell_the_time(timed, ablations, finished_transformers):
   text = estimate("ablations", ablations, finished_transformers)
 
   assert text.startswith(f"hours of {MACHINE}, 1 at a time\n")
-  cells = table_rows(text)["transformer"]
-  assert cells[:3] == ["3", "0.837 M", "2.46 M"]
-  assert cells[4:] == ["360", "0.3", "3 finished runs"]
+  row = table_rows(text)["transformer"]
+  assert row["runs"] == "3"
+  assert row["parameters"] == "0.837 M"
+  # 600 steps of 16 rows of 256 tokens.
+  assert row["tokens"] == "2.46 M"
+  assert row["seconds a run"] == "360"
+  # Three runs of 360 seconds.
+  assert row["hours"] == "0.3"
+  assert row["by"] == "3 finished runs"
 
 
 def test_steps_tell_the_time_of_other_shapes(
@@ -77,8 +101,11 @@ def test_steps_tell_the_time_of_other_shapes(
   text = estimate("ablations", ablations, finished_transformers)
 
   rows = table_rows(text)
-  assert rows["diff"][4:] == ["300", "0.25", "steps of 0.5 s"]
-  assert rows["diff_lambda_0.8"][4:] == ["300", "0.25", "steps of 0.5 s"]
+  for variant in ("diff", "diff_lambda_0.8"):
+    # 600 steps of 0.5 seconds, for each of three runs.
+    assert rows[variant]["seconds a run"] == "300"
+    assert rows[variant]["hours"] == "0.25"
+    assert rows[variant]["by"] == "steps of 0.5 s"
   assert "as busy as it is now" in text
 
 
@@ -86,38 +113,45 @@ def test_a_shape_is_timed_once(timed, ablations, finished_transformers):
   """DIFF with another λ_init has the shape of DIFF."""
   estimate("ablations", ablations, finished_transformers)
 
-  assert [config.model.attention for config in timed] == ["diff", "diff_v2"]
+  timed_models = [config.model.attention for config in timed]
+  assert timed_models == ["diff", "diff_v2"]
 
 
 def test_flops_are_those_of_all_runs_of_a_variant(timed, ablations):
-  text = estimate("ablations", ablations, [])
+  text = estimate("ablations", ablations, finished=[])
 
-  (diff, *_) = [run for run in ablations if run.variant == "diff"]
-  flops = float(table_rows(text)["diff"][3])
-  assert flops == pytest.approx(3 * pace.training_flops(diff.config), rel=0.01)
+  expected = 0.0
+  for run in ablations:
+    if run.variant == "diff":
+      expected += pace.training_flops(run.config)
+  flops = float(table_rows(text)["diff"]["FLOPs"])
+  assert flops == pytest.approx(expected, rel=0.01)
 
 
+# The sum over the Transformer, 0.3 h, and three others, 0.25 h.
 @pytest.mark.parametrize("slots, hours", [(1, "1.05"), (2, "0.525")])
-def test_slots_divide_the_hours(
+def test_runs_side_by_side_divide_the_hours(
   timed, ablations, finished_transformers, slots, hours
 ):
   text = estimate("ablations", ablations, finished_transformers, slots)
 
-  assert table_rows(text)["all"][5] == hours
+  assert table_rows(text)["all"]["hours"] == hours
 
 
 @pytest.fixture
 def throughput():
   """Two runs of an experiment that trains nothing, of different shapes."""
-  return runs("throughput", ("tiny,length=256", "tiny,length=2048"), (0,))
+  shapes = ("tiny,length=256", "tiny,length=2048")
+  return runs("throughput", shapes, seeds=(0,))
 
 
 def test_runs_that_train_nothing_are_not_timed(timed, throughput):
-  text = estimate("throughput", throughput, [])
+  text = estimate("throughput", throughput, finished=[])
 
   rows = table_rows(text)
-  assert rows["tiny,length=256"][2:] == ["–"] * 5
-  assert rows["tiny,length=2048"][2:] == ["–"] * 5
+  for shape in ("tiny,length=256", "tiny,length=2048"):
+    for column in ("tokens", "FLOPs", "seconds a run", "hours", "by"):
+      assert rows[shape][column] == "–"
   assert text.endswith(
     "No run has finished on this machine, and these runs take no training steps"
     " that could be timed."
@@ -130,19 +164,22 @@ def test_runs_that_train_nothing_are_estimated_from_other_shapes(
 ):
   short, long = throughput
 
-  rows = table_rows(estimate("throughput", throughput, [(short, 36.0)]))
+  text = estimate("throughput", throughput, finished=[(short, 36.0)])
 
-  assert rows[short.variant][4:] == ["36", "0.01", "1 finished run"]
-  assert rows[long.variant][6] == "finished runs of other shapes"
+  short_row = table_rows(text)["tiny,length=256"]
+  assert short_row["seconds a run"] == "36"
+  assert short_row["by"] == "1 finished run"
+  long_row = table_rows(text)["tiny,length=2048"]
   factor = pace.training_flops(long.config) / pace.training_flops(short.config)
-  seconds = float(rows[long.variant][4])
+  seconds = float(long_row["seconds a run"])
   assert seconds == pytest.approx(36 * factor, rel=0.01)
+  assert long_row["by"] == "finished runs of other shapes"
 
 
-def test_the_runs_that_others_start_from_are_named(timed):
+def test_the_table_names_the_command_for_the_runs_that_others_start_from(timed):
   outliers = runs("outliers", ("transformer", "diff"))
 
-  text = estimate("outliers", outliers, [])
+  text = estimate("outliers", outliers, finished=[])
 
   assert "python -m experiments.run ablations --cost" in text
 
@@ -166,9 +203,10 @@ def test_chip_hours_follow_from_the_peak():
       flops += pace.training_flops(run.config)
   # 40% of the peak of an H100.
   flops_per_second = 0.4 * 989.4e12
-  h100_hours = float(rows["diff,size=125m"][5])
+  h100_hours = float(rows["diff,size=125m"]["H100"])
   assert h100_hours == pytest.approx(flops / flops_per_second / 3600, rel=0.01)
-  assert rows["all"][0] == "4"
+  # Two variants with two seeds.
+  assert rows["all"]["runs"] == "4"
 
 
 @pytest.fixture
@@ -182,7 +220,7 @@ def small_config():
     "train.batch_size": 1,
     "data.length": 32,
   }
-  (run,) = runs("ablations", ("diff",), (0,), **changes)
+  (run,) = runs("ablations", ("diff",), seeds=(0,), changes=changes)
   return run.config
 
 
@@ -198,6 +236,7 @@ def test_larger_steps_take_longer(small_config):
 
 @pytest.mark.full
 def test_steps_that_cannot_be_timed_are_an_error(small_config):
+  # There are fewer devices.
   seven_devices = dataclasses.replace(small_config.mesh, data=7)
   config = dataclasses.replace(small_config, mesh=seven_devices)
 
