@@ -15,39 +15,48 @@ from experiments.outliers import experiment
 
 @pytest.fixture
 def run_of_ablations(make_workdir):
-  """Returns the workdir and the config of a small run of ablations."""
+  """The workdir and the config of a small run, with three validation rows."""
   (run,) = grid.expand("ablations", grid.Grid(("diff",), "diff"), {})
   workdir, config = make_workdir("run", run.config)
   rows = dataclasses.replace(config.eval, rows=3)
   return workdir, dataclasses.replace(config, eval=rows)
 
 
-def test_the_measurements_of_a_run(run_of_ablations):
-  workdir, config = run_of_ablations
-
-  measured = experiment.measure(workdir, config)
-
-  # The order statistics are in order.
-  for kind in ("logits", "hidden"):
-    values = [measured[f"{kind}_{value}"] for value in experiment.VALUES]
-    assert values == sorted(values, reverse=True)
-    assert values[0] > values[-1] > 0
-    assert measured[f"{kind}_ratio"] == values[0] / values[-1]
-
-  # Fewer bits change the loss more.
-  for per in experiment.SCALED_PER:
-    rises = [abs(measured[f"rise_{per}_{bits}"]) for bits in experiment.BITS]
-    assert 0 < rises[0] < rises[-1] < 0.1 * measured["loss"]
-  assert measured.keys() >= set(experiment.EXPERIMENT.metrics.values())
-
-  # The loss is the loss of the first rows of the run's validation.
+def validation_loss(workdir, config):
+  """Returns the loss of a run in its first three validation rows."""
   trained = load(workdir)
   (batch,) = validation_batches(config, 3)
   losses = jax.jit(token_losses, static_argnums=0)(
     trained.model, trained.params, batch
   )
-  mean = np.sum(losses * batch["weights"]) / np.sum(batch["weights"])
-  assert measured["loss"] == pytest.approx(float(mean), rel=1e-5)
+  return float(np.sum(losses * batch["weights"]) / np.sum(batch["weights"]))
+
+
+def test_the_measurements_of_a_run(run_of_ablations):
+  """They are one test, since measuring takes long."""
+  workdir, config = run_of_ablations
+
+  measured = experiment.measure(workdir, config)
+
+  # VALUES begins with the largest magnitude, and ends with the median.
+  for kind in ("logits", "hidden"):
+    magnitudes = [measured[f"{kind}_{value}"] for value in experiment.VALUES]
+    assert magnitudes == sorted(magnitudes, reverse=True)
+    assert magnitudes[0] > magnitudes[-1] > 0
+    assert measured[f"{kind}_ratio"] == magnitudes[0] / magnitudes[-1]
+
+  # Logits of 4 bits change the loss more than logits of 8 bits.
+  for scaled_per in experiment.SCALED_PER:
+    change_with_8_bits = abs(measured[f"rise_{scaled_per}_8"])
+    change_with_4_bits = abs(measured[f"rise_{scaled_per}_4"])
+    assert 0 < change_with_8_bits < change_with_4_bits
+    assert change_with_4_bits < 0.1 * measured["loss"]
+
+  expected_loss = validation_loss(workdir, config)
+  assert measured["loss"] == pytest.approx(expected_loss, rel=1e-5)
+
+  columns_of_the_table = set(experiment.EXPERIMENT.metrics.values())
+  assert measured.keys() >= columns_of_the_table
 
 
 def test_the_measured_runs_are_those_of_ablations():
