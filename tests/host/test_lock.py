@@ -1,9 +1,11 @@
-"""A workdir has one writer, until that writer ends or is killed."""
+"""A workdir has one writer, until that process ends or dies."""
 
 import os
+import pathlib
 import signal
 import subprocess
 import sys
+from typing import NamedTuple
 
 import pytest
 
@@ -19,9 +21,14 @@ from diffjax.config import (
 from diffjax.host.lock import LostWorkdir, lock
 from diffjax.training import loop
 
-# Holds the lock. Its three children outlive it.
-HOLDER = """
-import multiprocessing, os, subprocess, sys, time
+# Locks a workdir, and prints the numbers of three children that outlive it.
+HOLD_LOCK_WITH_CHILDREN = """
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+
 from diffjax.host.lock import lock
 
 if __name__ == "__main__":
@@ -41,18 +48,25 @@ if __name__ == "__main__":
 """
 
 
+class Holder(NamedTuple):
+  """A process that holds the lock of a workdir, and its children."""
+
+  workdir: pathlib.Path
+  process: subprocess.Popen
+  children: list[int]
+
+
 @pytest.fixture
 def holder(tmp_path):
-  """Another process that holds the lock of a workdir, and its children."""
+  """Another process that holds the lock of tmp_path / "run"."""
+  workdir = tmp_path / "run"
   script = tmp_path / "holder.py"
-  script.write_text(HOLDER)
+  script.write_text(HOLD_LOCK_WITH_CHILDREN)
   process = subprocess.Popen(
-    [sys.executable, script, tmp_path / "run"],
-    stdout=subprocess.PIPE,
-    text=True,
+    [sys.executable, script, workdir], stdout=subprocess.PIPE, text=True
   )
   children = [int(number) for number in process.stdout.readline().split()]
-  yield tmp_path / "run", process, children
+  yield Holder(workdir, process, children)
   process.kill()
   process.wait()
   process.stdout.close()
@@ -60,26 +74,29 @@ def holder(tmp_path):
     os.kill(child, signal.SIGKILL)
 
 
-def test_a_second_writer_is_refused_until_the_first_is_killed(holder):
-  workdir, process, children = holder
+def test_a_workdir_in_use_by_another_process_is_refused(holder):
   message = (
-    rf"{workdir} is in use by process {process.pid} on .*:"
+    rf"{holder.workdir} is in use by process {holder.process.pid} on .*:"
     " wait until it ends, .*another --workdir"
   )
+
   with pytest.raises(UserError, match=message):
-    with lock(workdir):
+    with lock(holder.workdir):
       pass
-  process.kill()
-  process.wait()
-  # The children still exist.
-  for child in children:
+
+
+def test_a_killed_process_frees_its_workdir_although_its_children_live(holder):
+  holder.process.kill()
+  holder.process.wait()
+
+  # Signal 0 raises an error if a process does not exist.
+  for child in holder.children:
     os.kill(child, 0)
-  with lock(workdir):
+  with lock(holder.workdir):
     pass
 
 
-def test_training_and_pruning_are_refused(command, holder, tmp_path):
-  workdir, _, _ = holder
+def test_training_in_a_workdir_in_use_is_refused(holder, tmp_path):
   (tmp_path / "text").mkdir()
   for index in range(20):
     (tmp_path / "text" / f"{index}.txt").write_text(f"document {index}\n" * 20)
@@ -103,60 +120,91 @@ def test_training_and_pruning_are_refused(command, holder, tmp_path):
     train=TrainConfig(steps=1, batch_size=8),
     mesh=MeshConfig(),
   )
+
   with pytest.raises(UserError, match="is in use by process"):
-    loop.train(config, str(workdir))
-  assert os.listdir(workdir) == ["lock"]
-  (workdir / "checkpoints").mkdir()
-  result = command("diffjax.checkpoints", f"--workdir={workdir}", "--prune")
+    loop.train(config, str(holder.workdir))
+
+  assert os.listdir(holder.workdir) == ["lock"]
+
+
+def test_deleting_checkpoints_of_a_workdir_in_use_is_refused(command, holder):
+  (holder.workdir / "checkpoints").mkdir()
+
+  result = command(
+    "diffjax.checkpoints", f"--workdir={holder.workdir}", "--prune"
+  )
+
   assert result.returncode == 1
   assert result.stderr.startswith("error: ")
   assert "is in use by process" in result.stderr
 
 
-def test_a_second_run_of_the_process_is_refused(tmp_path):
-  """The refusal does not free the lock for other processes."""
+def test_a_process_can_lock_two_workdirs(tmp_path):
+  with lock(tmp_path / "run"), lock(tmp_path / "other"):
+    pass
+
+
+def test_a_second_run_of_a_process_in_a_workdir_is_refused(tmp_path):
+  """The paths of the two runs may differ."""
   workdir = tmp_path / "run"
   link = tmp_path / "link"
   link.symlink_to(workdir)
+
   with lock(workdir):
     for path in (workdir, f"{tmp_path}/./run", link):
       with pytest.raises(UserError, match="in use by another run of this proc"):
         with lock(path):
           pass
-    with lock(tmp_path / "other"):
-      pass
-    code = (
-      "import sys; from diffjax.host.lock import lock\n"
-      "with lock(sys.argv[1]): pass"
-    )
-    result = subprocess.run(
-      [sys.executable, "-c", code, workdir], capture_output=True, text=True
-    )
-    assert f"is in use by process {os.getpid()} on " in result.stderr
+
   with lock(link):
     pass
 
 
-# A lock of a directory that is no longer the workdir.
+LOCK_WORKDIR = """
+import sys
+from diffjax.host.lock import lock
+
+with lock(sys.argv[1]):
+  pass
+"""
 
 
-def test_a_lock_is_lost_while_its_workdir_is_moved(tmp_path):
+def test_a_refused_second_run_does_not_free_the_lock(tmp_path):
+  """Another process could write in the workdir then."""
   workdir = tmp_path / "run"
-  with lock(workdir) as workdir_lock:
-    workdir_lock.check()
 
-    workdir.rename(tmp_path / "old")
+  with lock(workdir):
+    with pytest.raises(UserError):
+      with lock(workdir):
+        pass
+    result = subprocess.run(
+      [sys.executable, "-c", LOCK_WORKDIR, workdir],
+      capture_output=True,
+      text=True,
+    )
+
+  assert f"is in use by process {os.getpid()} on " in result.stderr
+
+
+def test_a_renamed_workdir_is_lost_until_it_is_renamed_back(tmp_path):
+  workdir = tmp_path / "run"
+
+  with lock(workdir) as run_lock:
+    run_lock.check()
+    workdir.rename(tmp_path / "renamed")
     with pytest.raises(LostWorkdir, match=f"{workdir} is no longer the dir"):
-      workdir_lock.check()
+      run_lock.check()
 
-    (tmp_path / "old").rename(workdir)
-    workdir_lock.check()
+    (tmp_path / "renamed").rename(workdir)
+    run_lock.check()
 
 
-def test_a_lock_is_lost_if_a_new_run_has_its_path(tmp_path):
+def test_a_workdir_with_a_new_directory_in_its_place_is_lost(tmp_path):
+  """A new run may write there, which has a lock of its own."""
   workdir = tmp_path / "run"
+
   with lock(workdir) as old_lock:
-    workdir.rename(tmp_path / "old")
+    workdir.rename(tmp_path / "renamed")
     workdir.mkdir()
     with lock(workdir) as new_lock:
       new_lock.check()
@@ -164,22 +212,41 @@ def test_a_lock_is_lost_if_a_new_run_has_its_path(tmp_path):
         old_lock.check()
 
 
-def test_a_lock_is_lost_if_its_link_points_to_another_workdir(tmp_path):
-  link = tmp_path / "link"
+def test_a_workdir_whose_link_points_elsewhere_is_lost(tmp_path):
   (tmp_path / "run").mkdir()
+  link = tmp_path / "link"
   link.symlink_to(tmp_path / "run")
-  with lock(link) as link_lock, lock(tmp_path / "other"):
-    link_lock.check()
 
+  # The other directory has a lock too.
+  with lock(link) as run_lock, lock(tmp_path / "other"):
+    run_lock.check()
     link.unlink()
     link.symlink_to(tmp_path / "other")
     with pytest.raises(LostWorkdir):
-      link_lock.check()
+      run_lock.check()
 
 
-def test_a_lock_is_lost_if_its_file_is_deleted(tmp_path):
+def test_a_workdir_without_its_lock_file_is_lost(tmp_path):
   workdir = tmp_path / "run"
-  with lock(workdir) as workdir_lock:
+
+  with lock(workdir) as run_lock:
     (workdir / "lock").unlink()
     with pytest.raises(LostWorkdir):
-      workdir_lock.check()
+      run_lock.check()
+
+
+def test_a_workdir_that_cannot_be_made_is_an_error(tmp_path):
+  (tmp_path / "file").write_text("")
+  with pytest.raises(
+    UserError, match="cannot write in the workdir .*/file/run: Not a directory"
+  ):
+    with lock(tmp_path / "file" / "run"):
+      pass
+
+
+def test_object_stores_have_no_lock(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+
+  with lock("gs://bucket/run"), lock("gs://bucket/run"):
+    # A directory named "gs:" would be a mistake.
+    assert not list(tmp_path.iterdir())

@@ -514,7 +514,7 @@ def test_a_signal_while_waiting_for_data_saves_and_ends_the_run(
     signal_times.append(time.monotonic())
 
   with monkeypatch.context() as patch:
-    patch.setattr(reader, "_GRACE_SECONDS", 0.2)
+    patch.setattr(reader, "GRACE_SECONDS", 0.2)
     patch.setattr(prepared_batches.GlobalBatches, "__getitem__", read_batch)
     threading.Thread(target=send_sigterm_during_the_wait).start()
     loop.train(change(config, train__checkpoint_interval=100), str(tmp_path))
