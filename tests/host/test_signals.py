@@ -17,19 +17,11 @@ COMMANDS = [
   "train",
   *full(["aot", "checkpoints", "convert", "evaluate", "generate", "prepare"]),
 ]
-READY = (
-  "from diffjax.host import signals; signals.end_at_ctrl_c();"
-  " print('ready', flush=True); "
-)
 
 
 @pytest.fixture
 def start():
-  """Returns a function that starts Python. The processes end after the test.
-
-  Example:
-    process = start("-c", "print(1)")
-  """
+  """start("-c", "print(1)"): a Python process, which ends with the test."""
   processes = []
 
   def start_python(*arguments):
@@ -54,80 +46,119 @@ def start():
 def assert_result(process, *, out="", errors="", code=0):
   """Waits for a process, and compares its output and exit code."""
   actual_out, actual_errors = process.communicate(timeout=60)
-  assert (actual_out, actual_errors) == (out, errors)
+  assert actual_errors == errors
+  assert actual_out == out
   assert process.returncode == code
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_ctrl_c_while_a_command_imports(start, name):
-  """Ctrl-C works from the moment when the thread for signals exists."""
+def test_ctrl_c_ends_a_command_while_it_imports_modules(start, name):
   process = start("-m", f"diffjax.{name}", "--help")
-  tasks = f"/proc/{process.pid}/task"
-  while len(os.listdir(tasks)) < 2 and process.poll() is None:
+  # Ctrl-C is handled when the process has a second thread, for signals.
+  threads = f"/proc/{process.pid}/task"
+  while len(os.listdir(threads)) < 2 and process.poll() is None:
     time.sleep(0.001)
+
   process.send_signal(signal.SIGINT)
+
   _, errors = process.communicate(timeout=60)
   assert errors == "error: interrupted\n"
   assert process.returncode == 130
 
 
-def test_importing_the_package_leaves_ctrl_c_alone(start):
-  code = """
+COMPARE_HANDLERS = """
 import signal
 import threading
+
 before = signal.getsignal(signal.SIGINT)
 import diffjax
 after = signal.getsignal(signal.SIGINT)
 print(after == before, threading.active_count())
 """
-  assert_result(start("-c", code), out="True 1\n")
 
 
-NO_PYTHON = "import hashlib; hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)"
-# A KeyboardInterrupt in such a callback is swallowed.
-CALLBACK_OF_C = (
-  "import gc; gc.callbacks.append(lambda *_: None);"
-  " exec('while True: gc.collect()')"
-)
-# The test does not read it.
-FULL_PIPE = "print('x' * 10**6, flush=True)"
+def test_importing_the_package_changes_no_signal_handler(start):
+  assert_result(start("-c", COMPARE_HANDLERS), out="True 1\n")
+
+
+# The beginning of a command.
+READY = """
+from diffjax.host import signals
+signals.end_at_ctrl_c()
+print("ready", flush=True)
+"""
+
+# A call of C code that takes minutes.
+COMPUTE_IN_C = """
+import hashlib
+hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
+"""
+
+# Python swallows a KeyboardInterrupt in such a callback.
+CALL_PYTHON_FROM_C = """
+import gc
+
+def callback(phase, info):
+  pass
+
+gc.callbacks.append(callback)
+while True:
+  gc.collect()
+"""
+
+# Blocks until the test reads it.
+WRITE_TO_A_FULL_PIPE = """
+print("x" * 10**6, flush=True)
+"""
+
+SLEEP = """
+import time
+time.sleep(100)
+"""
 
 
 @pytest.mark.parametrize(
-  "work",
-  [
-    pytest.param(NO_PYTHON, id="long call without Python"),
-    pytest.param(CALLBACK_OF_C, id="callback of C"),
-    pytest.param(FULL_PIPE, id="full pipe"),
-  ],
+  "work", [COMPUTE_IN_C, CALL_PYTHON_FROM_C, WRITE_TO_A_FULL_PIPE]
 )
-def test_ctrl_c_does_not_wait_for_the_main_thread(start, work):
+def test_ctrl_c_ends_a_command_whatever_its_main_thread_does(start, work):
   process = start("-c", READY + work)
   assert process.stdout.readline() == "ready\n"
   time.sleep(0.2)
+
   process.send_signal(signal.SIGINT)
+
   assert process.wait(timeout=30) == 130
   assert process.stderr.read() == "error: interrupted\n"
 
 
-def test_the_end_needs_no_terminal(start):
-  process = start("-c", READY + "import time; time.sleep(100)")
-  process.stdout.readline()
+def test_ctrl_c_ends_a_command_whose_terminal_is_closed(start):
+  process = start("-c", READY + SLEEP)
+  assert process.stdout.readline() == "ready\n"
   process.stdout.close()
   process.stderr.close()
+
   process.send_signal(signal.SIGINT)
+
   assert process.wait(timeout=30) == 130
 
 
-RUN = """
-import os, signal, sys, time
+# Sends itself the signal of its first argument, and tells whether the run stops.
+# The other arguments are "command", "started" (training) and "nohup".
+RUN_WITH_A_SIGNAL = """
+import os
+import signal
+import sys
+import time
+
 from diffjax.host import signals
 from diffjax.host.interruption import Interruption
+
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 if "nohup" in sys.argv:
   signal.signal(signal.SIGHUP, signal.SIG_IGN)
 if "command" in sys.argv:
   signals.end_at_ctrl_c()
+
 with Interruption() as interruption:
   interruption.started = "started" in sys.argv
   os.kill(os.getpid(), signal.Signals[sys.argv[1]])
@@ -136,89 +167,121 @@ with Interruption() as interruption:
     assert time.monotonic() < deadline
     time.sleep(0.01)
   time.sleep(0.5)
+
 print("stops" if interruption.is_stop_requested() else "goes on")
 """
 
 
-def saving(name):
-  """Returns the line about a signal after which a run saves."""
-  return (
-    f"diffjax: {name}: saving after this step (send it again to stop at once)\n"
-  )
-
-
-@pytest.mark.parametrize(
-  "arguments, code, out, errors",
-  [
-    # There is nothing to save.
-    ("SIGINT command", 130, "", "error: interrupted\n"),
-    ("SIGHUP command", 129, "", "error: ended by SIGHUP\n"),
-    ("SIGHUP command started", 0, "stops\n", saving("SIGHUP")),
-    ("SIGINT notebook", 0, "stops\n", saving("SIGINT")),
-  ],
+SAVING_AFTER = (
+  "diffjax: {}: saving after this step (send it again to stop at once)\n"
 )
-def test_a_run_saves_if_it_has_started(start, arguments, code, out, errors):
-  process = start("-c", RUN, *arguments.split())
-  assert_result(process, out=out, errors=errors, code=code)
 
 
-def test_nohup_is_respected(start):
-  process = start("-c", RUN, "SIGHUP", "started", "nohup")
+def test_ctrl_c_ends_a_run_that_has_not_started(start):
+  process = start("-c", RUN_WITH_A_SIGNAL, "SIGINT", "command")
+
+  assert_result(process, errors="error: interrupted\n", code=130)
+
+
+def test_sighup_ends_a_run_that_has_not_started(start):
+  process = start("-c", RUN_WITH_A_SIGNAL, "SIGHUP", "command")
+
+  assert_result(process, errors="error: ended by SIGHUP\n", code=129)
+
+
+def test_a_run_that_has_started_saves_and_stops_at_sighup(start):
+  process = start("-c", RUN_WITH_A_SIGNAL, "SIGHUP", "command", "started")
+
+  assert_result(process, out="stops\n", errors=SAVING_AFTER.format("SIGHUP"))
+
+
+def test_a_run_in_a_notebook_saves_and_stops_at_ctrl_c(start):
+  process = start("-c", RUN_WITH_A_SIGNAL, "SIGINT")
+
+  assert_result(process, out="stops\n", errors=SAVING_AFTER.format("SIGINT"))
+
+
+def test_a_run_under_nohup_ignores_sighup(start):
+  process = start("-c", RUN_WITH_A_SIGNAL, "SIGHUP", "started", "nohup")
+
   assert_result(process, out="goes on\n")
 
 
-WATCHES = """
-import os, signal, time
+NEST_TWO_WATCHES = """
+import os
+import signal
+import time
+
 from diffjax.host.signals import Watch
+
 received = []
+
 def wait_for(expected):
   deadline = time.monotonic() + 30
   while received != expected:
     assert time.monotonic() < deadline, received
     time.sleep(0.01)
-before = signal.getsignal(signal.SIGTERM), len(os.listdir("/proc/self/fd"))
+
 def react_outside(number):
   received.append("outer")
+
 def react_inside(number):
   received.append("inner")
+
+def state():
+  handler = signal.getsignal(signal.SIGTERM)
+  num_open_files = len(os.listdir("/proc/self/fd"))
+  return handler, num_open_files
+
+before = state()
 with Watch([signal.SIGTERM], react_outside):
   with Watch([signal.SIGTERM], react_inside) as inner:
     os.kill(os.getpid(), signal.SIGTERM)
     wait_for(["inner"])
+    # The inner one may pass a signal on.
     inner.outer(signal.SIGTERM)
     wait_for(["inner", "outer"])
   os.kill(os.getpid(), signal.SIGTERM)
   wait_for(["inner", "outer", "outer"])
-after = signal.getsignal(signal.SIGTERM), len(os.listdir("/proc/self/fd"))
-print(after == before)
+print(state() == before)
 """
 
 
-def test_the_inner_one_of_two_watches_reacts_to_a_signal(start):
-  """Handlers and file descriptors are as before after the end of both."""
-  assert_result(start("-c", WATCHES), out="True\n")
+def test_of_two_watches_the_inner_one_reacts_to_a_signal(start):
+  """Handlers and open files are as before after both have ended."""
+  assert_result(start("-c", NEST_TWO_WATCHES), out="True\n")
 
 
 def put_signal_mask(queue):
-  """Sends the signals that the main thread of this process blocks."""
+  """Puts the signals that this process blocks into a queue."""
   queue.put(signal.pthread_sigmask(signal.SIG_BLOCK, []))
 
 
 def test_workers_ignore_ctrl_c_from_their_start():
   context = multiprocessing.get_context("spawn")
-  mask_before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+  queue = context.SimpleQueue()
+  worker = context.Process(target=put_signal_mask, args=(queue,))
+  # This call changes nothing, and returns the blocked signals.
+  blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
   with starting_workers():
-    queue = context.SimpleQueue()
-    worker = context.Process(target=put_signal_mask, args=(queue,))
     worker.start()
-  assert signal.SIGINT in queue.get()
-  assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == mask_before
+
+  blocked_in_worker = queue.get()
   worker.join()
+  assert signal.SIGINT in blocked_in_worker
+  blocked_after = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+  assert blocked_after == blocked_before
 
 
-OUTPUT = """
-import pathlib, sys, time
+# Prints when the file of the first argument exists, and then makes the other.
+PRINT_IN_THREE_STEPS = """
+import pathlib
+import sys
+import time
+
 from diffjax.host import output
+
 output.drop_unwritable_output()
 print("begun", flush=True)
 while not pathlib.Path(sys.argv[1]).exists():
@@ -230,50 +293,64 @@ pathlib.Path(sys.argv[2]).touch()
 """
 
 
-@pytest.fixture
-def printing_process(start, tmp_path):
-  """A process that prints more as soon as the file "closed" exists."""
-  process = start("-c", OUTPUT, tmp_path / "closed", tmp_path / "ended")
+def test_a_command_goes_on_if_its_standard_output_is_closed(start, tmp_path):
+  process = start(
+    "-c", PRINT_IN_THREE_STEPS, tmp_path / "closed", tmp_path / "ended"
+  )
   process.stdout.readline()
-  return process
-
-
-def test_a_closed_standard_output_is_reported_once(printing_process, tmp_path):
-  printing_process.stdout.close()
+  process.stdout.close()
   (tmp_path / "closed").touch()
 
-  assert printing_process.wait(timeout=60) == 0
+  assert process.wait(timeout=60) == 0
   assert (tmp_path / "ended").exists()
-  first_line, *lines = printing_process.stderr.read().splitlines()
-  message = "cannot write to standard output (Broken pipe); training goes on"
-  assert message in first_line
+  first_line, *lines = process.stderr.read().splitlines()
+  assert (
+    "cannot write to standard output (Broken pipe); training goes on"
+    in first_line
+  )
   assert lines == ["warning 0", "warning 1", "warning 2"]
 
 
-def test_a_closed_standard_error_is_reported(printing_process, tmp_path):
-  printing_process.stderr.close()
+def test_a_command_goes_on_if_its_standard_error_is_closed(start, tmp_path):
+  process = start(
+    "-c", PRINT_IN_THREE_STEPS, tmp_path / "closed", tmp_path / "ended"
+  )
+  process.stdout.readline()
+  process.stderr.close()
   (tmp_path / "closed").touch()
 
-  assert printing_process.wait(timeout=60) == 0
+  assert process.wait(timeout=60) == 0
   assert (tmp_path / "ended").exists()
-  message = "cannot write to standard error (Broken pipe); training goes on"
-  assert message in printing_process.stdout.read()
+  assert (
+    "cannot write to standard error (Broken pipe); training goes on"
+    in process.stdout.read()
+  )
 
 
-def test_a_process_without_any_output_continues(printing_process, tmp_path):
-  printing_process.stdout.close()
-  printing_process.stderr.close()
+def test_a_command_goes_on_if_both_of_its_outputs_are_closed(start, tmp_path):
+  process = start(
+    "-c", PRINT_IN_THREE_STEPS, tmp_path / "closed", tmp_path / "ended"
+  )
+  process.stdout.readline()
+  process.stdout.close()
+  process.stderr.close()
   (tmp_path / "closed").touch()
 
-  assert printing_process.wait(timeout=60) == 0
+  assert process.wait(timeout=60) == 0
   assert (tmp_path / "ended").exists()
 
 
-def test_a_process_whose_output_is_on_a_full_disk_continues(tmp_path):
+def test_a_command_goes_on_if_the_disk_of_its_output_is_full(tmp_path):
   (tmp_path / "closed").touch()
   with open("/dev/full", "w") as full_disk:
     process = subprocess.run(
-      [sys.executable, "-c", OUTPUT, tmp_path / "closed", tmp_path / "ended"],
+      [
+        sys.executable,
+        "-c",
+        PRINT_IN_THREE_STEPS,
+        tmp_path / "closed",
+        tmp_path / "ended",
+      ],
       cwd=ROOT,
       stdout=full_disk,
       stderr=subprocess.PIPE,
