@@ -5,6 +5,7 @@ import functools
 import importlib
 import re
 import shlex
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ import pytest
 from diffjax.config import (
   Config,
   DataConfig,
+  ModelConfig,
   OptimizerConfig,
   TrainConfig,
   UserError,
@@ -27,23 +29,24 @@ from experiments import architectures, grid
 from tests.harness.tiers import full
 
 
-def config_of(name, variant):
-  """Returns the config of an experiment's variant."""
+def config_of(name: str, variant: str) -> Config:
+  """Returns the config of an experiment's variant, such as "diff,heads=4"."""
   module = importlib.import_module(f"experiments.{name}.config")
   return from_config_dict(module.get_config(variant).to_dict())
 
 
-def all_grids(name):
-  """Returns the grids of an experiment by name."""
+def all_grids(name: str) -> dict[str, grid.Grid]:
+  """Returns the grids of an experiment, by name: "cpu", "gpu" and others."""
   grids = {}
   for experiment in grid.experiments_of(name):
     grids.update(experiment.grids)
   return grids
 
 
+# Grids have many models in common.
 @functools.cache
-def num_parameters(model):
-  """Counts the parameters of an initialized model. Grids share models."""
+def num_initialised_parameters(model: ModelConfig) -> int:
+  """Returns the number of parameters of an initialized model."""
   initialise = Decoder(model).init
   tokens = jnp.zeros((1, 1), jnp.int32)
   variables = jax.eval_shape(initialise, jax.random.key(0), tokens)
@@ -60,12 +63,13 @@ def test_every_run_of_every_grid_has_a_model(name):
 
     runs = grid.expand(name, one_seed, {})
 
-    for model in {run.config.model for run in runs}:
-      assert num_parameters(model) == parameter_count(model)
+    for run in runs:
+      model = run.config.model
+      assert num_initialised_parameters(model) == parameter_count(model)
 
 
 @pytest.mark.parametrize("name", grid.names())
-def test_every_variant_has_its_own_settings(name):
+def test_no_two_variants_of_a_grid_have_the_same_settings(name):
   for chosen in all_grids(name).values():
     one_seed = dataclasses.replace(chosen, seeds=chosen.seeds[:1])
 
@@ -78,9 +82,11 @@ def test_every_variant_has_its_own_settings(name):
 
 
 @pytest.mark.parametrize("name", grid.names())
-def test_every_baseline_is_a_variant(name):
+def test_every_variant_has_a_baseline_in_its_grid(name):
   for chosen in all_grids(name).values():
     for variant in chosen.variants:
+      # The baseline of "diff,size=1b" is "transformer,size=1b" if the grid's
+      # baseline is "transformer,*".
       _, _, settings = variant.partition(",")
       assert chosen.baseline.replace("*", settings) in chosen.variants
 
@@ -118,28 +124,43 @@ def with_small_sizes(config):
   )
 
 
-@pytest.mark.full
-def test_a_step_of_every_ablation_moves_all_parameters_that_are_not_frozen():
-  """Other grids train no further kinds of models."""
-  # Without the variants that are DIFF with another number of heads.
-  rows = grid.Grid(architectures.ROWS, "diff")
-  runs = grid.expand("ablations", rows, {})
-  configs = dict.fromkeys(with_small_sizes(run.config) for run in runs)
+def random_batch():
+  """Returns two rows of 32 random tokens. Each row is one document."""
   tokens = np.random.default_rng(0).integers(0, 64, (2, 33), np.int32)
-  ones = np.ones((2, 32), np.int32)
-  batch = {
+  segment_ids = np.ones((2, 32), np.int32)
+  return {
     "tokens": tokens[:, :-1],
     "targets": tokens[:, 1:],
-    "segment_ids": ones,
-    "positions": np.cumsum(ones, axis=1, dtype=np.int32) - 1,
+    "segment_ids": segment_ids,
+    "positions": np.cumsum(segment_ids, axis=1, dtype=np.int32) - 1,
     "weights": np.ones((2, 32), np.float32),
   }
 
-  for config in configs:
+
+def distinct_small_configs():
+  """Returns small configs of the kinds of models that ablations trains.
+
+  The variants that are DIFF with another number of heads are left out.
+  """
+  rows = grid.Grid(architectures.ROWS, "diff")
+  configs = []
+  for run in grid.expand("ablations", rows, {}):
+    config = with_small_sizes(run.config)
+    if config not in configs:
+      configs.append(config)
+  return configs
+
+
+@pytest.mark.full
+def test_a_step_of_every_ablation_moves_all_parameters_that_are_not_frozen():
+  """Other grids train no further kinds of models."""
+  for config in distinct_small_configs():
     program = build(config, make_mesh(config.mesh, jax.devices()[:1]))
     state = program.init()
     before = jax.tree.map(np.asarray, state.params)
-    state, metrics = program.train_step(state, put_batch(batch, program.mesh))
+    batch = put_batch(random_batch(), program.mesh)
+
+    state, metrics = program.train_step(state, batch)
 
     assert np.isfinite(metrics["loss"])
     has_moved = jax.tree.map(np.not_equal, before, state.params)
@@ -149,7 +170,7 @@ def test_a_step_of_every_ablation_moves_all_parameters_that_are_not_frozen():
       assert np.any(moved) != is_frozen, (config.model, path)
 
 
-# outliers measures the runs of another experiment.
+# order_robustness trains, and outliers measures the runs of ablations.
 @pytest.mark.parametrize("name", ["order_robustness", "outliers"])
 def test_all_variants_of_a_seed_come_before_the_next_seed(name):
   """A grid that is stopped then has complete comparisons."""
@@ -177,8 +198,13 @@ def test_results_come_from_at_least_three_seeds(name):
   assert len(grid.load(name).grids["cpu"].seeds) >= 3
 
 
-def changes_from_diff(row, size):
-  """Returns the fields in which a row of ablations differs from DIFF."""
+def changes_from_diff(row: str, size: str) -> dict[str, Any]:
+  """Returns the fields in which a row of ablations differs from DIFF.
+
+  Args:
+    row: A variant without options, such as "transformer".
+    size: The options of the variant, such as ",size=125m".
+  """
   diff = grid.comparable(config_of("ablations", f"diff{size}").to_dict(), ())
   fields = grid.comparable(config_of("ablations", f"{row}{size}").to_dict(), ())
   changes = {}
@@ -209,13 +235,16 @@ def test_a_row_of_diff_differs_in_one_field(row, changes, size):
 
 
 @SIZES
-def test_rows_with_wide_heads_have_twice_the_width_of_diff(size):
+def test_heads_of_wide_transformers_are_twice_as_wide_as_those_of_diff(size):
   head_dim = config_of("ablations", f"diff{size}").model.head_dim
-  wide = {"model.attention": "softmax", "model.head_dim": 2 * head_dim}
 
-  assert changes_from_diff("transformer_norm", size) == wide
+  assert changes_from_diff("transformer_norm", size) == {
+    "model.attention": "softmax",
+    "model.head_dim": 2 * head_dim,
+  }
   assert changes_from_diff("transformer_wide", size) == {
-    **wide,
+    "model.attention": "softmax",
+    "model.head_dim": 2 * head_dim,
     "model.head_norm": False,
   }
 
@@ -258,10 +287,9 @@ def test_another_number_of_heads_keeps_the_width(heads, size):
   [("", 0.02), (",size=125m", 0.001), (",size=1b", 0.001)],
 )
 def test_rows_have_almost_as_many_parameters(size, tolerance):
-  """They have the same matrices.
+  """Rows differ in the λ vectors, the gains and the width of V2's feed-forward.
 
-  They differ in the λ vectors, the gains and the rounding of V2's feed-forward
-  width.
+  The width is rounded.
   """
   counts = []
   for row in (
@@ -350,10 +378,11 @@ def test_the_error_of_an_unknown_grid_lists_the_known_ones():
     grid.load("retrieval", "moon")
 
 
-DIFF = grid.Grid(("diff",), "diff")
+# A grid of one run.
+DIFF = grid.Grid(variants=("diff",), baseline="diff", seeds=(0,))
 
 
-def test_changes_are_fields_of_the_config_and_of_the_command():
+def test_a_grid_can_be_expanded_with_changed_fields():
   changes = {
     "train.steps": 700,
     "optimizer.learning_rate": 1,
@@ -365,10 +394,11 @@ def test_changes_are_fields_of_the_config_and_of_the_command():
   assert run.config.train.steps == 700
   assert run.config.optimizer.learning_rate == 1.0
   assert run.config.data.source == "text:a"
+  # The fields that the command of the run sets.
   assert run.fields == {"train.seed": 0, "data.seed": 0, **changes}
 
 
-def test_a_variant_has_changes_of_its_own():
+def test_a_change_can_be_for_one_variant():
   rows = grid.Grid(("transformer", "diff"), "diff")
 
   transformer, diff = grid.expand(
@@ -402,7 +432,7 @@ def test_a_change_that_is_not_possible_is_an_error(field, message):
 
 
 @pytest.mark.parametrize(
-  "text, value",
+  "text, expected",
   [
     ("3", 3),
     ("-1e-3", -1e-3),
@@ -411,11 +441,12 @@ def test_a_change_that_is_not_possible_is_an_error(field, message):
     ("", ""),
   ],
 )
-def test_a_value_is_a_number_or_bool_if_it_can_be_read_as_one(text, value):
-  read = grid.read_value(text)
+def test_the_value_of_a_flag_is_a_number_a_bool_or_a_text(text, expected):
+  actual = grid.read_value(text)
 
-  assert read == value
-  assert type(read) is type(value)
+  assert actual == expected
+  # In Python, 1 == True == 1.0.
+  assert type(actual) is type(expected)
 
 
 @pytest.fixture(scope="module")
@@ -425,15 +456,20 @@ def ablations():
 
 
 def names_of(runs):
+  """Returns the names of runs, such as "diff/seed_0"."""
   return [run.name for run in runs]
 
 
+# The slice "INDEX/COUNT" that has all runs.
+ALL = "0/1"
+
+
 def test_all_runs_are_chosen_without_patterns(ablations):
-  assert grid.choose(ablations, [], "0/1") == ablations
+  assert grid.choose(ablations, only=[], slice_=ALL) == ablations
 
 
 def test_a_variant_is_chosen_with_all_its_seeds(ablations):
-  chosen = grid.choose(ablations, ["diff"], "0/1")
+  chosen = grid.choose(ablations, only=["diff"], slice_=ALL)
 
   assert names_of(chosen) == [
     "diff/seed_0",
@@ -447,7 +483,7 @@ def test_a_variant_is_chosen_with_all_its_seeds(ablations):
 def test_patterns_choose_runs_in_the_order_of_the_grid(ablations):
   patterns = ["diff_v2*/seed_1", "transformer/seed_0"]
 
-  chosen = grid.choose(ablations, patterns, "0/1")
+  chosen = grid.choose(ablations, only=patterns, slice_=ALL)
 
   assert names_of(chosen) == [
     "transformer/seed_0",
@@ -456,15 +492,14 @@ def test_patterns_choose_runs_in_the_order_of_the_grid(ablations):
   ]
 
 
-def test_slices_divide_the_runs(ablations):
-  names = []
-  sizes = []
-  for index in range(3):
-    part = grid.choose(ablations, [], f"{index}/3")
-    names += names_of(part)
-    sizes.append(len(part))
+def test_slices_divide_the_runs_evenly(ablations):
+  first = grid.choose(ablations, only=[], slice_="0/3")
+  second = grid.choose(ablations, only=[], slice_="1/3")
+  third = grid.choose(ablations, only=[], slice_="2/3")
 
+  names = names_of([*first, *second, *third])
   assert sorted(names) == sorted(names_of(ablations))
+  sizes = [len(first), len(second), len(third)]
   assert max(sizes) - min(sizes) <= 1
 
 
@@ -474,30 +509,31 @@ def test_a_pattern_that_matches_no_run_is_an_error(ablations):
     match="--only=banana matches no run; .*variants transformer,"
     " transformer_wide",
   ):
-    grid.choose(ablations, ["diff", "banana"], "0/1")
+    grid.choose(ablations, only=["diff", "banana"], slice_=ALL)
 
 
 @pytest.mark.parametrize("text", ["1", "3/3", "a/b", "1/0", "-1/2"])
 def test_a_malformed_slice_is_an_error(ablations, text):
   with pytest.raises(UserError, match=f"--slice={text}: must be INDEX/COUNT"):
-    grid.choose(ablations, [], text)
+    grid.choose(ablations, only=[], slice_=text)
 
 
 def test_only_fields_that_affect_results_are_compared():
   config = config_of("ablations", "diff").to_dict()
 
+  # Fields that only say where data lies are left out on request.
   fields = grid.comparable(config, ["data.source"])
 
-  assert {"train.steps", "eval.rows", "model.dtype"} <= fields.keys()
-  assert fields.keys().isdisjoint(
-    {
-      "data.source",
-      "mesh.data",
-      "data.prepared_dir",
-      "train.checkpoint_interval",
-      "train.max_skipped_in_a_row",
-    }
-  )
+  for field in ("train.steps", "eval.rows", "model.dtype"):
+    assert field in fields
+  for field in (
+    "data.source",
+    "mesh.data",
+    "data.prepared_dir",
+    "train.checkpoint_interval",
+    "train.max_skipped_in_a_row",
+  ):
+    assert field not in fields
 
 
 def test_a_field_that_was_removed_from_the_config_is_compared():
