@@ -21,14 +21,24 @@ from experiments.scaling.config import (
 )
 from experiments.scaling.fit import fit, interval
 
+# Millions of parameters.
 SIZES = np.array([0.12, 0.25, 0.47, 0.84, 1.6])
 
-# Simulated shares: the size, relative to the Transformer's, for the same loss.
+# The share of an architecture is the number of parameters (or tokens) with
+# which it has the loss of the Transformer, relative to the Transformer's. These
+# are the shares of the simulated losses.
 SHARES = {"transformer": 1.0, "diff": 0.62, "diff_v2": 0.7}
 
 
 def power_law(x, share, c=1.1, b=0.3):
-  """Returns the losses of an architecture that needs a share of the size."""
+  """Returns the losses c + 0.4 (x / share)^-b of an architecture.
+
+  Args:
+    x: The number of parameters or tokens.
+    share: The architecture's share.
+    c: The loss of an infinitely large model.
+    b: The exponent.
+  """
   return c + 0.4 * (x / share) ** -b
 
 
@@ -45,34 +55,37 @@ def test_a_fit_finds_the_parameters_of_power_laws():
 
   fitted = fit(curves, at=SIZES[-1])
 
+  # The defaults of power_law.
   assert fitted.c == pytest.approx(1.1, abs=1e-4)
   for b in fitted.b.values():
     assert b == pytest.approx(0.3, abs=1e-4)
-  assert fitted.share("diff", "transformer") == pytest.approx(0.62, abs=1e-4)
-  share_of_diff = fitted.share("diff_v2", "diff")
-  assert share_of_diff == pytest.approx(0.7 / 0.62, abs=1e-4)
-  assert fitted.loss("diff", SIZES) == pytest.approx(
-    power_law(SIZES, 0.62), abs=1e-5
-  )
+  diff_share = fitted.share("diff", "transformer")
+  assert diff_share == pytest.approx(0.62, abs=1e-4)
+  v2_share_of_diff = fitted.share("diff_v2", "diff")
+  assert v2_share_of_diff == pytest.approx(0.7 / 0.62, abs=1e-4)
+  diff_losses = fitted.loss("diff", SIZES)
+  assert diff_losses == pytest.approx(power_law(SIZES, 0.62), abs=1e-5)
 
 
-def test_the_share_is_where_curves_with_other_exponents_have_equal_losses():
+def test_curves_with_different_exponents_have_equal_losses_at_the_share():
   curves = {
-    "transformer": (SIZES, power_law(SIZES, 1.0)),
-    "diff": (SIZES, power_law(SIZES, 0.8, b=0.4)),
+    "transformer": (SIZES, power_law(SIZES, share=1.0, b=0.3)),
+    "diff": (SIZES, power_law(SIZES, share=0.8, b=0.4)),
   }
 
+  # The share depends on the Transformer's size, here one million parameters.
   share = fit(curves, at=1.0).share("diff", "transformer")
 
-  diff_loss = power_law(share, 0.8, b=0.4)
-  assert diff_loss == pytest.approx(power_law(1.0, 1.0), abs=1e-4)
+  transformer_loss = power_law(1.0, share=1.0, b=0.3)
+  diff_loss = power_law(share, share=0.8, b=0.4)
+  assert diff_loss == pytest.approx(transformer_loss, abs=1e-4)
 
 
 def test_a_fit_of_the_papers_losses_gives_about_its_shares():
   """The losses are read off the paper's figure to ±0.002.
 
   In the paper, 6.8B of DIFF equal 11B of the Transformer (62%), and 7.8B equal
-  13.1B (59.5%). The README has the numbers of this test.
+  13.1B (59.5%). The README has this fit's shares, 65% and 63%.
   """
   billions = [0.8335, 1.413, 2.794, 6.837, 13.123]
   curves = {
@@ -80,14 +93,17 @@ def test_a_fit_of_the_papers_losses_gives_about_its_shares():
     "diff": (billions, [3.138, 3.062, 2.977, 2.934, 2.872]),
   }
 
-  equal_size = 6.837 * fit(curves, at=6.837).share("transformer", "diff")
+  factor = fit(curves, at=6.837).share("transformer", "diff")
   share = fit(curves, at=13.123).share("diff", "transformer")
 
-  assert equal_size == pytest.approx(10.6, abs=0.05)
+  # A share of 6.837 / 10.6, which is 65%.
+  transformer_billions = 6.837 * factor
+  assert transformer_billions == pytest.approx(10.6, abs=0.05)
   assert share == pytest.approx(0.632, abs=5e-4)
 
 
-def test_the_jackknife_interval_of_a_mean_is_students():
+def test_the_jackknife_interval_of_a_mean_is_its_t_interval():
+  """The jackknife computes an interval from estimates that omit one value."""
   values = np.random.default_rng(0).normal(size=5)
   left_out = [np.delete(values, index).mean() for index in range(5)]
 
@@ -99,50 +115,16 @@ def test_the_jackknife_interval_of_a_mean_is_students():
   assert high == pytest.approx(values.mean() + reach, rel=1e-4)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
-  "axis, num_grids",
-  [
-    pytest.param("parameters", 120, id="parameters"),
-    pytest.param("tokens", 120, id="tokens"),
-  ],
-)
-def test_about_95_percent_of_intervals_contain_the_true_share(axis, num_grids):
-  """Simulates grids from the committed curves and the spread of their runs."""
-  path = pathlib.Path(experiment.__file__).with_name("results.json")
-  committed = json.loads(path.read_text())
-  points = experiment.points_by_axis(committed)[axis]
-  seeds = set(range(5))
-  true_fit = experiment.fit_seeds(points, seeds)
-  variances = []
-  for curve in points.values():
-    for losses in curve.values():
-      values = list(losses.values())
-      variances.append(np.var(values, ddof=1))
-  spread = np.sqrt(np.mean(variances))
-
-  rng = np.random.default_rng(0)
-  num_hits = {"diff": 0, "diff_v2": 0}
-  for _ in range(num_grids):
-    simulated = simulate(points, true_fit, spread, rng)
-    all_seeds = experiment.fit_seeds(simulated, seeds)
-    left_out = []
-    for seed in seeds:
-      left_out.append(experiment.fit_seeds(simulated, seeds - {seed}))
-    for name in num_hits:
-      low, high = interval(
-        np.log(all_seeds.share(name, "transformer")),
-        np.log([fitted.share(name, "transformer") for fitted in left_out]),
-      )
-      if low < np.log(true_fit.share(name, "transformer")) < high:
-        num_hits[name] += 1
-
-  for hits in num_hits.values():
-    assert 0.9 < hits / num_grids < 0.98
-
-
 def simulate(points, true_fit, spread, rng):
-  """Returns losses of five seeds, scattered about the fitted curves."""
+  """Returns losses of five seeds, scattered about the fitted curves.
+
+  Args:
+    points: The losses by architecture, number of parameters (or tokens) and
+      seed. Only their keys are used.
+    true_fit: The curves.
+    spread: The standard deviation of the losses.
+    rng: The generator of random numbers.
+  """
   simulated = {}
   for name, curve in points.items():
     simulated[name] = {}
@@ -153,12 +135,66 @@ def simulate(points, true_fit, spread, rng):
   return simulated
 
 
+def log_share_intervals(points, names):
+  """Returns the interval of the logarithm of each architecture's share."""
+  seeds = set(range(5))
+  all_seeds = experiment.fit_seeds(points, seeds)
+  fits_without_one_seed = []
+  for seed in seeds:
+    fits_without_one_seed.append(experiment.fit_seeds(points, seeds - {seed}))
+
+  intervals = {}
+  for name in names:
+    share = all_seeds.share(name, "transformer")
+    left_out = []
+    for fitted in fits_without_one_seed:
+      left_out.append(fitted.share(name, "transformer"))
+    intervals[name] = interval(np.log(share), np.log(left_out))
+  return intervals
+
+
+def standard_deviation_of_seeds(points):
+  """Returns the root of the mean variance of the losses at a point."""
+  variances = []
+  for curve in points.values():
+    for loss_by_seed in curve.values():
+      variances.append(np.var(list(loss_by_seed.values()), ddof=1))
+  return np.sqrt(np.mean(variances))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("axis", ["parameters", "tokens"])
+def test_about_95_percent_of_intervals_contain_the_true_share(axis):
+  """Simulates grids from the committed curves and the spread of their seeds."""
+  path = pathlib.Path(experiment.__file__).with_name("results.json")
+  points = experiment.points_by_axis(json.loads(path.read_text()))[axis]
+  true_fit = experiment.fit_seeds(points, set(range(5)))
+  spread = standard_deviation_of_seeds(points)
+  rng = np.random.default_rng(0)
+  num_grids = 120
+
+  num_hits = {"diff": 0, "diff_v2": 0}
+  for _ in range(num_grids):
+    simulated = simulate(points, true_fit, spread, rng)
+    intervals = log_share_intervals(simulated, num_hits)
+    for name, (low, high) in intervals.items():
+      if low < np.log(true_fit.share(name, "transformer")) < high:
+        num_hits[name] += 1
+
+  # A share of 120 draws has a standard deviation of 0.02.
+  assert 0.9 < num_hits["diff"] / num_grids < 0.98
+  assert 0.9 < num_hits["diff_v2"] / num_grids < 0.98
+
+
 def simulated_loss(run, rng) -> float:
-  """Returns a loss of a power law on each axis, with an offset per seed."""
+  """Returns a loss that follows a power law, with an offset per seed.
+
+  The law is of the tokens for the smallest size, and of the parameters else.
+  """
   architecture, size, times = parts(run.variant)
   share = SHARES[architecture]
   if size == "0.1m":
-    # This size is on both axes.
+    # The runs of this size differ in their tokens.
     loss = 0.7 + power_law(times or 1.0, share, c=0.0)
   else:
     loss = power_law(parameter_count(run.config.model) / 1e6, share)
@@ -174,10 +210,9 @@ def simulated_results(seeds, only=None):
   """
   rng = np.random.default_rng(1)
   cpu_grid = experiment.EXPERIMENT.grids["cpu"]
+  with_seeds = dataclasses.replace(cpu_grid, seeds=tuple(seeds))
   runs = []
-  for run in grid.expand(
-    "scaling", dataclasses.replace(cpu_grid, seeds=tuple(seeds)), {}
-  ):
+  for run in grid.expand("scaling", with_seeds, {}):
     if only is not None and not only(run):
       continue
     entry = {
@@ -206,7 +241,7 @@ def complete_results():
 
 @pytest.fixture(scope="module")
 def summary(complete_results):
-  """The summary of complete results, by axis and architecture."""
+  """The rows of the summary: summary["tokens", "diff"] is a dict."""
   rows = {}
   for row in complete_results["summary"]:
     rows[row["against"], row["architecture"]] = row
@@ -228,9 +263,10 @@ def test_the_summary_has_a_row_for_each_axis_and_architecture(summary):
 def test_the_summary_has_the_shares_with_intervals(summary, name):
   share, low, high = summary["tokens", name]["share"]
 
-  assert low < SHARES[name] < high
+  true_share = SHARES[name]
+  assert low < true_share < high
   assert high / low < 1.3
-  assert share == pytest.approx(SHARES[name], rel=0.1)
+  assert share == pytest.approx(true_share, rel=0.1)
 
 
 def test_the_transformer_has_no_share(summary):
@@ -241,13 +277,20 @@ def test_the_summary_has_the_papers_shares(summary):
   assert summary["tokens", "diff"]["paper's share"] == "0.637"
 
 
-def test_shares_are_relative_to_the_transformers_largest_size(summary):
-  # Four times 480 steps of 4 rows of 256 tokens.
-  max_tokens = 4 * 480 * 4 * 256 / 1e6
-  assert summary["tokens", "diff"]["at (M)"] == pytest.approx(max_tokens)
-  max_parameters = num_parameters("transformer,size=1.2m") / 1e6
-  actual = summary["parameters", "diff"]["at (M)"]
-  assert actual == pytest.approx(max_parameters)
+def test_shares_are_at_the_transformers_most_tokens(summary):
+  multiple = 4
+  steps = 480
+  rows = 4
+  tokens_per_row = 256
+  millions = multiple * steps * rows * tokens_per_row / 1e6
+
+  assert summary["tokens", "diff"]["at (M)"] == pytest.approx(millions)
+
+
+def test_shares_are_at_the_transformers_most_parameters(summary):
+  millions = num_parameters("transformer,size=1.2m") / 1e6
+
+  assert summary["parameters", "diff"]["at (M)"] == pytest.approx(millions)
 
 
 def test_the_table_compares_with_the_transformer_of_the_same_size(
@@ -255,13 +298,15 @@ def test_the_table_compares_with_the_transformer_of_the_same_size(
 ):
   text = table.markdown(experiment.EXPERIMENT, complete_results)
 
-  losses = {}
-  for run in complete_results["runs"]:
-    loss = run["results"]["validation/loss"]
-    losses.setdefault(run["variant"], []).append(loss)
-  difference = np.mean(losses["diff,size=1.2m"])
-  difference -= np.mean(losses["transformer,size=1.2m"])
-  row, *_ = re.findall(r"^\| diff,size=1.2m .*$", text, re.MULTILINE)
+  def mean_loss(variant):
+    losses = []
+    for run in complete_results["runs"]:
+      if run["variant"] == variant:
+        losses.append(run["results"]["validation/loss"])
+    return np.mean(losses)
+
+  difference = mean_loss("diff,size=1.2m") - mean_loss("transformer,size=1.2m")
+  row = re.search(r"^\| diff,size=1.2m .*$", text, re.MULTILINE)[0]
   assert f"{difference:+.4f}" in row
 
 
@@ -273,27 +318,30 @@ def test_the_plot_has_a_curve_for_each_architecture(complete_results):
     assert labels == ["Transformer", "DIFF", "DIFF V2"]
 
 
-def test_one_seed_has_no_intervals():
-  rows = simulated_results([0])["summary"]
+def test_the_summary_of_one_seed_has_no_intervals():
+  rows = simulated_results(seeds=[0])["summary"]
 
-  assert len(rows) == 6
+  # Three architectures on two axes.
+  assert len(rows) == 3 * 2
   for row in rows:
+    # With an interval it is a list of three numbers.
     assert isinstance(row["b"], float)
 
 
-def test_two_sizes_have_no_fit():
+def test_a_curve_of_two_sizes_is_not_fitted():
   def is_small(run):
     _, size, _ = parts(run.variant)
     return size in ("0.1m", "0.2m")
 
   simulated = simulated_results([0, 1], only=is_small)
 
+  # The smallest size has been trained on more numbers of tokens.
   axes = series.column(simulated["summary"], "against")
   assert set(axes) == {"tokens"}
   assert experiment.plot(simulated)
 
 
-def test_without_the_transformer_there_is_no_fit():
+def test_nothing_is_fitted_without_the_transformer():
   def is_diff(run):
     return run.variant.startswith("diff,")
 
@@ -303,16 +351,15 @@ def test_without_the_transformer_there_is_no_fit():
   assert experiment.plot(simulated)
 
 
-def test_a_seed_that_a_size_lacks_is_left_out():
-  # The draws of the third seed come last, so both have the same losses.
-  two_seeds = simulated_results([0, 1])
-
+def test_a_seed_that_has_not_finished_all_sizes_is_left_out():
   def is_finished(run):
     return run.seed < 2 or run.variant == "diff,size=0.8m"
 
-  third_begun = simulated_results([0, 1, 2], only=is_finished)
+  third_has_begun = simulated_results([0, 1, 2], only=is_finished)
 
-  assert third_begun["summary"] == two_seeds["summary"]
+  # The runs of a third seed come last, so the losses of two seeds are the same.
+  two_seeds = simulated_results([0, 1])
+  assert third_has_begun["summary"] == two_seeds["summary"]
 
 
 @pytest.mark.parametrize("size", SMALL)
@@ -332,32 +379,37 @@ def test_small_models_have_the_dimensions_of_their_size(size):
 @pytest.mark.parametrize("size", SMALL)
 def test_small_models_have_the_parameters_of_their_size(size):
   embed_dim, _, _ = SMALL[size]
-  counts = []
-  for name in ARCHITECTURES:
-    counts.append(num_parameters(f"{name},size={size}"))
+  vocabulary_parameters = 256 * embed_dim
+
+  actual = num_parameters(f"diff,size={size}") - vocabulary_parameters
+
+  # The name of a size is about its parameters without the vocabulary.
+  millions = float(size.removesuffix("m"))
+  assert actual == pytest.approx(1e6 * millions, rel=0.25)
+
+
+@pytest.mark.parametrize("size", SMALL)
+def test_small_architectures_of_a_size_have_equally_many_parameters(size):
+  counts = [num_parameters(f"{name},size={size}") for name in ARCHITECTURES]
 
   assert max(counts) < 1.03 * min(counts)
-  # The name counts the parameters without the vocabulary.
-  without_vocabulary = num_parameters(f"diff,size={size}") - 256 * embed_dim
-  millions = float(size.removesuffix("m"))
-  assert without_vocabulary == pytest.approx(1e6 * millions, rel=0.25)
 
 
-PAPER_PARAMETERS = {
-  "830m": 0.8335e9,
-  "1.4b": 1.413e9,
-  "2.8b": 2.794e9,
-  "6.8b": 6.837e9,
-  "13.1b": 13.123e9,
-  "3b": 3.479e9,
-}
-
-
-@pytest.mark.parametrize("size", PAPER)
-def test_large_models_have_the_papers_parameters(size):
+@pytest.mark.parametrize(
+  "size, papers_parameters",
+  [
+    ("830m", 0.8335e9),
+    ("1.4b", 1.413e9),
+    ("2.8b", 2.794e9),
+    ("6.8b", 6.837e9),
+    ("13.1b", 13.123e9),
+    ("3b", 3.479e9),
+  ],
+)
+def test_large_models_have_the_papers_parameters(size, papers_parameters):
   actual = num_parameters(f"transformer,size={size}")
 
-  assert actual == pytest.approx(PAPER_PARAMETERS[size], rel=3e-3)
+  assert actual == pytest.approx(papers_parameters, rel=3e-3)
 
 
 @pytest.mark.parametrize(
