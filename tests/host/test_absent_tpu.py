@@ -15,10 +15,10 @@ from tests.harness import ROOT
 
 @pytest.fixture
 def make_machine(monkeypatch):
-  """Returns a function that replaces this machine by another one.
+  """make_machine(devices=["/dev/nvidia0"], plugins=["xla_cuda13"]).
 
-  By default, it has libtpu and no accelerator. Example:
-    make_machine(devices=["/dev/nvidia0"], plugins=["xla_cuda13"])
+  Replaces this machine by another one. By default, it has libtpu and no
+  accelerator.
   """
   monkeypatch.delenv("JAX_PLATFORMS", raising=False)
   monkeypatch.delitem(sys.modules, "jax")
@@ -64,7 +64,9 @@ def make_machine(monkeypatch):
 )
 def test_a_machine_without_accelerators_uses_its_cpu(make_machine, machine):
   make_machine(**machine)
+
   absent_tpu.skip()
+
   assert os.environ["JAX_PLATFORMS"] == "cpu"
 
 
@@ -85,46 +87,58 @@ def test_a_machine_that_may_have_an_accelerator_is_left_alone(
   make_machine, machine
 ):
   make_machine(**machine)
+
   absent_tpu.skip()
+
   assert "JAX_PLATFORMS" not in os.environ
 
 
 @pytest.mark.parametrize(
   "name", ["TPU_WORKER_ID", "LIBTPU_INIT_ARGS", "JAX_FORCE_TPU_INIT"]
 )
-def test_a_variable_that_asks_for_a_tpu(make_machine, monkeypatch, name):
+def test_jax_looks_for_a_tpu_if_a_variable_asks_for_one(
+  make_machine, monkeypatch, name
+):
   make_machine()
   monkeypatch.setenv(name, "tpu")
+
   absent_tpu.skip()
+
   assert "JAX_PLATFORMS" not in os.environ
 
 
-def test_chosen_platforms_are_kept(make_machine, monkeypatch):
+def test_platforms_that_the_user_chose_are_kept(make_machine, monkeypatch):
   make_machine()
   monkeypatch.setenv("JAX_PLATFORMS", "tpu")
+
   absent_tpu.skip()
+
   assert os.environ["JAX_PLATFORMS"] == "tpu"
 
 
 @pytest.mark.parametrize(
-  # JAX and libtpu set the last two.
-  "name",
-  ["OUTPUT_DIR", "TPU_SKIP_MDS_QUERY", "TPU_LIBRARY_PATH"],
+  "name", ["OUTPUT_DIR", "TPU_SKIP_MDS_QUERY", "TPU_LIBRARY_PATH"]
 )
-def test_variables_that_do_not_ask_for_a_tpu(make_machine, monkeypatch, name):
+def test_other_variables_do_not_ask_for_a_tpu(make_machine, monkeypatch, name):
+  """JAX and libtpu set the last two themselves."""
   make_machine()
   monkeypatch.setenv(name, "1")
+
   absent_tpu.skip()
+
   assert os.environ["JAX_PLATFORMS"] == "cpu"
 
 
-def test_a_jax_plugins_that_is_not_a_package(make_machine, monkeypatch):
-  """Other installed modules are not taken for plugins."""
+def test_a_module_jax_plugins_that_is_not_a_package_is_no_plugin(
+  make_machine, monkeypatch
+):
   make_machine()
   module = importlib.machinery.ModuleSpec("jax_plugins", loader=None)
   specs = {"libtpu": object(), "jax_plugins": module}
   monkeypatch.setattr(absent_tpu.importlib.util, "find_spec", specs.get)
+
   absent_tpu.skip()
+
   assert os.environ["JAX_PLATFORMS"] == "cpu"
 
 
@@ -144,15 +158,33 @@ def run_without_platforms(code):
   return result.stdout, result.stderr
 
 
+IMPORT_JAX = """
+import jax
+"""
+SKIP_TPU = """
+from diffjax.host import absent_tpu
+absent_tpu.skip()
+"""
+PRINT_PLATFORM = """
+import jax
+print(jax.devices()[0].platform)
+"""
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("first", ["", "import jax; "])
-def test_nothing_is_printed_of_a_tpu(first):
-  """This holds even if JAX was imported before, as in a notebook."""
-  print_platform = "import jax; print(jax.devices()[0].platform)"
-  _, errors = run_without_platforms(print_platform)
+@pytest.mark.parametrize(
+  "program",
+  [
+    pytest.param(SKIP_TPU + PRINT_PLATFORM, id="before JAX"),
+    pytest.param(IMPORT_JAX + SKIP_TPU + PRINT_PLATFORM, id="in a notebook"),
+  ],
+)
+def test_jax_prints_nothing_about_absent_tpus(program):
+  _, errors = run_without_platforms(PRINT_PLATFORM)
   if "TPU" not in errors:
     pytest.skip("JAX prints nothing about TPUs on this machine")
-  skip = "from diffjax.host import absent_tpu; absent_tpu.skip(); "
-  out, errors = run_without_platforms(first + skip + print_platform)
+
+  out, errors = run_without_platforms(program)
+
   assert out == "cpu\n"
   assert "TPU" not in errors
