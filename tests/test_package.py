@@ -12,7 +12,18 @@ import pytest
 from benchmarks.faults import copy_to
 from tests.harness import ROOT
 
-BUILD = "from setuptools import build_meta; build_meta.build_wheel('dist')"
+# Builds a wheel of the current directory into dist/.
+BUILD_WHEEL = """
+from setuptools import build_meta
+build_meta.build_wheel("dist")
+"""
+PRINT_LOCATIONS = """
+import importlib.util
+import diffjax
+
+print(diffjax.__file__)
+print(importlib.util.find_spec("configs"))
+"""
 # The folders with code that uses the configs.
 FOLDERS = (
   "benchmarks",
@@ -45,34 +56,32 @@ def wheel(tmp_path_factory):
   directory.mkdir()
   copy_to(directory)
 
-  run(sys.executable, "-c", BUILD, cwd=directory)
+  run(sys.executable, "-c", BUILD_WHEEL, cwd=directory)
 
   (path,) = (directory / "dist").glob("*.whl")
   return path
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(wheel):
-  """The files of configs/ are in diffjax/configs/."""
   # diffjax/configs is a symbolic link, which rglob does not follow.
-  folders = [ROOT / "diffjax", ROOT / "diffjax/configs"]
   expected = set()
-  for folder in folders:
+  for folder in (ROOT / "diffjax", ROOT / "diffjax/configs"):
     for path in folder.rglob("*"):
-      is_compiled = "__pycache__" in path.parts
-      if path.is_file() and not is_compiled:
+      if path.is_file() and "__pycache__" not in path.parts:
         expected.add(str(path.relative_to(ROOT)))
 
   with zipfile.ZipFile(wheel) as archive:
-    names = set(archive.namelist())
-  packaged = {name for name in names if ".dist-info/" not in name}
+    names = archive.namelist()
 
+  packaged = {name for name in names if ".dist-info/" not in name}
   assert packaged == expected
   assert "diffjax/configs/tiny.py" in packaged
   assert "diffjax/evals/report/page.html.j2" in packaged
   assert "diffjax/interop/card.md.j2" in packaged
 
 
-def test_nothing_imports_a_top_level_configs():
+def test_code_imports_configs_as_diffjax_configs():
+  """The top-level folder configs/ is not in the wheel."""
   statement = re.compile(r"^ *(import|from) configs\b", re.MULTILINE)
   for folder in FOLDERS:
     for path in (ROOT / folder).rglob("*.py"):
@@ -88,7 +97,7 @@ def test_an_installed_wheel_trains_and_generates(wheel, tmp_path):
   python = programs / "python"
   install = [python, "-m", "pip", "install", "-q", "--no-compile", wheel]
   run(*install, cwd=tmp_path)
-
+  # The commands run outside of the clone.
   directory = tmp_path / "empty"
   directory.mkdir()
   environment = dict(os.environ)
@@ -117,12 +126,8 @@ def test_an_installed_wheel_trains_and_generates(wheel, tmp_path):
   )
   assert text.startswith("def ")
 
-  print_locations = (
-    "import importlib.util, diffjax;"
-    "print(diffjax.__file__, importlib.util.find_spec('configs'))"
-  )
   printed = run(
-    python, "-c", print_locations, cwd=directory, environment=environment
+    python, "-c", PRINT_LOCATIONS, cwd=directory, environment=environment
   )
   package, configs = printed.split()
   assert pathlib.Path(package).is_relative_to(tmp_path / "venv")
