@@ -16,7 +16,10 @@ SIZES = pytest.mark.parametrize("size", ["tiny", "125m", "1b"])
 
 
 def configs(row: str, size: str):
-  """Returns the config of a run, and the config of its extension."""
+  """Returns the config of a run of ablations, and that of its extension.
+
+  An extension trains a finished run further, with longer rows.
+  """
   variant = f"{row},size={size}"
   short = from_config_dict(ablations.get_config(variant).to_dict())
   extended = from_config_dict(long_context.get_config(variant).to_dict())
@@ -50,14 +53,17 @@ def test_an_extension_has_the_tokens_of_a_step_and_a_quarter_of_the_rate(size):
 def test_the_parameters_of_a_run_fit_its_extension(size, row):
   short, extended = configs(row, size)
 
-  # The fields of the model that may differ.
-  fields = dict(rope_base=0.0, max_length=0, remat="")
-  assert dataclasses.replace(extended.model, **fields) == dataclasses.replace(
-    short.model, **fields
+  # Only the fields of the model that have no effect on parameters may differ.
+  same_shapes = dataclasses.replace(
+    extended.model,
+    rope_base=short.model.rope_base,
+    max_length=short.model.max_length,
+    remat=short.model.remat,
   )
+  assert same_shapes == short.model
 
 
-def test_the_papers_extension_follows_the_same_rule():
+def test_the_papers_extension_has_the_same_rope_base_and_rate_rules():
   short = diff_3b.get_config()
   extended = diff_3b_64k.get_config()
 
@@ -69,9 +75,9 @@ def test_the_papers_extension_follows_the_same_rule():
 
 @pytest.fixture
 def measure(make_workdir):
-  """Measures an extension by its RoPE base, None for the config's own.
+  """measure("name", rope_base=8e4): the measurements of an extension.
 
-  The run and its extension have the same parameters.
+  The run of 64 tokens and its extension to 256 have the same parameters.
   """
   grid_of_one = grid.Grid(("diff",), "diff")
   (run,) = grid.expand("long_context", grid_of_one, {})
@@ -93,14 +99,17 @@ def measure(make_workdir):
 
 
 def test_the_curves_differ_by_the_rope_base_alone(measure):
-  same = measure("same", 10_000.0)
-  larger = measure("larger", 80_000.0)
+  # The run has the base 10,000.
+  same = measure("same", rope_base=10_000.0)
+  larger = measure("larger", rope_base=80_000.0)
 
+  # The curves are losses by position, before and after the extension.
   assert same["curve_before"] == same["curve_after"]
   assert larger["curve_before"] == same["curve_before"]
   assert larger["curve_after"] != same["curve_after"]
 
-  # The endpoints are values of the curves.
+  # The columns of the table are values of the curves: "short" is the loss at
+  # the run's own length, and the others are the loss at the last position.
   assert larger["positions"] == [16, 23, 32, 45, 64, 91, 128, 181, 256]
   assert larger["own_length"] == 64
   assert larger["before_short"] == larger["curve_before"][4]
