@@ -89,11 +89,15 @@ def test_a_profile_is_read(cycles, kernels, expected):
 
 
 def test_an_estimate_below_the_peak_is_dropped():
-  """JAX's splash with its blocks as data has such estimates."""
+  """The compiler's estimate must not be faster than the chip's peak."""
   case = Splash("jax", "v6e", 128, 256, 1024, "full", (512, 512, 512))
-  # Widths of the products: 128 + 256 forward, 3·128 + 2·256 backward.
-  forward_at_peak = 2 * 1024**2 * 384 // 524_288
-  backward_at_peak = 2 * 1024**2 * 896 // 524_288
+  # A product of all pairs of 1,024 positions takes 2 FLOPs for each of its width.
+  flops_per_width = 2 * 1024**2
+  flops_per_cycle = 524_288
+  forward_widths = 128 + 256
+  backward_widths = 3 * 128 + 2 * 256
+  forward_at_peak = flops_per_width * forward_widths // flops_per_cycle
+  backward_at_peak = flops_per_width * backward_widths // flops_per_cycle
 
   plausible = case.plausible(
     {"forward": forward_at_peak - 1, "backward": backward_at_peak + 1}
@@ -126,6 +130,7 @@ def test_an_estimate_below_the_peak_is_dropped():
 def test_a_causal_mask_is_composed_of_whole_and_cut_tiles(
   library, tile, expected
 ):
+  # A row costs 1 if all its tiles are whole, and 3 if all compare positions.
   composed = splash.composed(library, tile, 4096, full=1, cut=3)
 
   assert composed == pytest.approx(expected)
@@ -181,7 +186,7 @@ def test_the_cost_of_a_long_row_is_proportional_to_its_pairs():
   assert costs["forward"] == Cost(4 * (1e6 - 4096), is_computed=True)
 
 
-def test_a_library_without_costs_has_no_row():
+def test_a_library_without_estimates_has_no_costs():
   costs = compare.library_cost(
     "tokamax", "v6e", 256, 4096, "causal", lambda case: None
   )
@@ -204,13 +209,14 @@ def test_our_causal_cost_is_composed_of_kernels_without_conditions():
   case = Case("v6e", *compare.FUSED, 4096, True, (1024, 256, 256, 512, 512))
   costs = compare.composed_cost(case, measure)
 
+  # A causal mask of 4 × 4 tiles has 6 whole tiles and 4 on the diagonal.
   for direction in DIRECTIONS:
     assert costs[direction].value == pytest.approx(3 + 6 * 10 + 4 * 8)
     assert costs[direction].is_computed
   assert measured == {(1024, False), (1024, True), (2048, False)}
 
 
-def test_a_row_names_the_best_calls():
+def test_a_row_of_the_comparison_names_the_best_calls():
   ours = CallCosts(wide=Cost(100e3), plain=Cost(40e3))
   tokamax = CallCosts(wide=Cost(70e3, is_computed=True), plain=None)
   costs = {"ours": ours, "jax": CallCosts(None, None), "tokamax": tokamax}
@@ -480,8 +486,8 @@ def test_a_search_tries_no_sub_tile_that_skips_nothing(table):
 def test_a_search_ends_when_its_time_is_over(table, capsys):
   cases = run_search("v6e", minutes=3)
 
-  # A candidate has two kernels of 20 seconds.
-  assert len(cases) == 10
+  # A candidate has two kernels of 20 seconds, so five begin in 180 seconds.
+  assert len(cases) == 5 * 2
   printed = capsys.readouterr()
   assert "3 minutes are over: 5 of" in printed.out
   assert "1 of" in printed.err
