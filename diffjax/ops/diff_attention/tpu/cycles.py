@@ -105,7 +105,7 @@ def _interpolate(cycles_by_length: dict[int, int], T: int) -> float | None:
 
 @functools.cache
 def _table(path: pathlib.Path) -> dict[_Kernel, dict[int, int]]:
-  """Returns the cycles of each kernel by length T, from a file like cycles.json.
+  """Returns the cycles of each kernel by length T, from a file of cycles.
 
   The file has a dict of cases for each kind of measurement, and each case has
   the cycles by direction. If a case was estimated with several block sizes, the
