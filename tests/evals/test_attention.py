@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,11 +18,6 @@ from diffjax.evals.methods.needle_prompts import NeedlePrompt
 from diffjax.evals.report import intervals, plots, results
 from diffjax.inference.trained import Trained
 from tests.harness.tiers import full
-
-QUICK = AttentionShares(
-  length=512, needles=1, depths=(0.0, 0.5, 1.0), samples=3, haystack="synthetic"
-)
-ONE_DEPTH = dataclasses.replace(QUICK, depths=(0.5,))
 
 # The only digits of a prompt are those of the needle's number.
 DIGITS = np.array(list(b"0123456789"))
@@ -91,16 +85,30 @@ def measure_shares(
   return shares
 
 
-@pytest.mark.parametrize("variant", ["diff", *full(["softmax", "diff_v2"])])
-def test_attention_to_digits_only_is_all_on_the_answer(make_trained, variant):
-  """All maps are equal, and shares do not depend on the sum 1 − λ."""
-  maps = [0] if variant == "softmax" else [0, 1]
-  trained = make_digit_seeker(make_trained, variant, maps)
+@pytest.mark.parametrize(
+  "variant, maps",
+  [("diff", [0, 1]), *full([("softmax", [0]), ("diff_v2", [0, 1])])],
+)
+def test_attention_to_digits_only_is_all_on_the_answer(
+  make_trained, variant, maps
+):
+  """The answer has the only digits of a prompt, and all maps attend to them.
 
-  shares = measure_shares(trained, QUICK)
+  The weights A₁ − λA₂ sum to 1 − λ, but shares are relative to that sum.
+  """
+  trained = make_digit_seeker(make_trained, variant, maps)
+  suite = AttentionShares(
+    length=512,
+    needles=1,
+    depths=(0.0, 0.5, 1.0),
+    samples=3,
+    haystack="synthetic",
+  )
+
+  shares = measure_shares(trained, suite)
 
   for weights in ("signed", "absolute"):
-    for depth in (*QUICK.depths, "mean"):
+    for depth in (0.0, 0.5, 1.0, "mean"):
       answer = shares["answer", weights, depth]
       assert answer == pytest.approx(1.0, abs=1e-5)
       noise = shares["noise", weights, depth]
@@ -109,20 +117,18 @@ def test_attention_to_digits_only_is_all_on_the_answer(make_trained, variant):
     assert shares[part, "signed", "mean"] == pytest.approx(0.0, abs=1e-5)
 
 
-@pytest.mark.parametrize("variant", ["diff", "diff_v2"])
-def test_a_uniform_second_map_gives_other_parts_negative_shares(
-  make_trained, variant
-):
-  """A₁ is on the answer, A₂ is uniform and λ = 1/2.
+def measure_one_depth(
+  trained: Trained,
+) -> dict[tuple[str, str, Any], float]:
+  """Returns the shares of three prompts of 512 tokens, by part and weights."""
+  suite = AttentionShares(
+    length=512, needles=1, depths=(0.5,), samples=3, haystack="synthetic"
+  )
+  return measure_shares(trained, suite)
 
-  The weights sum to 1 − λ = 1/2. A part of n tokens among T = 512 has the
-  weight 1[answer] − n / 2T, so its share is 2 · 1[answer] − n / T.
-  """
-  trained = make_digit_seeker(make_trained, variant, [0])
 
-  shares = measure_shares(trained, ONE_DEPTH)
-
-  # The prompts of the suite, for the lengths of their parts.
+def mean_part_lengths(trained: Trained) -> dict[str, float]:
+  """Returns the mean lengths of the parts of `measure_one_depth`'s prompts."""
   haystack = attention.find_haystack(trained, "synthetic", tokens=16 * 512)
   prompts = attention.make_prompts(
     trained.tokenizer,
@@ -142,30 +148,59 @@ def test_a_uniform_second_map_gives_other_parts_negative_shares(
     query_lengths.append(512 - prompt.query_span[0])
   answer = np.mean(answer_lengths)
   query = np.mean(query_lengths)
-  noise = 511 - answer - query
+  noise = 512 - 1 - answer - query
+  return {"BOS": 1, "answer": answer, "query": query, "noise": noise}
+
+
+@pytest.mark.parametrize("variant", ["diff", "diff_v2"])
+def test_a_uniform_second_map_gives_other_parts_negative_shares(
+  make_trained, variant
+):
+  """The weights are A₁ − A₂ / 2. A₁ is on the answer only, A₂ is uniform.
+
+  So the weights sum to 1 / 2, to which shares are relative. Of 512 tokens, n
+  have the share −n / 512, and 2 more if they are the answer.
+  """
+  trained = make_digit_seeker(make_trained, variant, [0])
+
+  shares = measure_one_depth(trained)
+
+  lengths = mean_part_lengths(trained)
   expected = {
-    "BOS": -1 / 512,
-    "query": -query / 512,
-    "answer": 2 - answer / 512,
-    "noise": -noise / 512,
+    "BOS": -lengths["BOS"] / 512,
+    "query": -lengths["query"] / 512,
+    "answer": 2 - lengths["answer"] / 512,
+    "noise": -lengths["noise"] / 512,
   }
   signed = {part: shares[part, "signed", "mean"] for part in expected}
   assert signed == pytest.approx(expected, rel=1e-4)
-  # A₁ has 1/5 on each of the five digits. So their absolute weights sum to
-  # 1 − 5 / 2T, and those of the other 507 tokens to 507 / 2T.
-  absolute_sum = 1 - 5 / 1024 + 507 / 1024
-  assert shares["noise", "absolute", "mean"] == pytest.approx(
-    noise / 1024 / absolute_sum, rel=1e-4
-  )
+
+
+@pytest.mark.parametrize("variant", ["diff", "diff_v2"])
+def test_absolute_shares_are_relative_to_the_sum_of_absolute_weights(
+  make_trained, variant
+):
+  """The weights are A₁ − A₂ / 2, with A₁ on five digits and A₂ uniform."""
+  trained = make_digit_seeker(make_trained, variant, [0])
+
+  shares = measure_one_depth(trained)
+
+  noise_length = mean_part_lengths(trained)["noise"]
+  weight_of_a2 = 1 / 2 / 512
+  sum_of_digits = 1 - 5 * weight_of_a2
+  sum_of_others = 507 * weight_of_a2
+  expected = noise_length * weight_of_a2 / (sum_of_digits + sum_of_others)
+  noise = shares["noise", "absolute", "mean"]
+  assert noise == pytest.approx(expected, rel=1e-4)
 
 
 def test_uniform_attention_gives_each_part_its_length(make_trained):
-  trained = make_digit_seeker(make_trained, "softmax", [])
+  trained = make_digit_seeker(make_trained, "softmax", maps=[])
 
-  shares = measure_shares(trained, ONE_DEPTH)
+  shares = measure_one_depth(trained)
 
+  # The prompt has 512 tokens, and the answer's needle about 42.
   assert shares["BOS", "signed", "mean"] == pytest.approx(1 / 512, rel=1e-4)
-  # A needle has about 42 bytes.
   assert 0.05 < shares["answer", "signed", "mean"] < 0.1
   signed_noise = shares["noise", "signed", "mean"]
   assert signed_noise == pytest.approx(shares["noise", "absolute", "mean"])
@@ -179,18 +214,26 @@ def test_the_last_query_of_a_window_attends_to_the_window(make_trained):
     trained.model, trained.params, tokens
   )
 
+  # The last five of twelve tokens.
   attended = np.flatnonzero(weights[0])
-  chex.assert_trees_all_equal(attended, np.arange(7, 12))
+  assert attended.tolist() == [7, 8, 9, 10, 11]
 
 
 # Token 0 is the start, 3 and 4 are the answer, and 6 and 7 are the question.
-PROMPT = NeedlePrompt(list(range(8)), ["1"], [(3, 5)], (6, 8), (0, 1))
-WEIGHTS = np.array([0.1, 0.2, -0.2, 0.3, 0.1, -0.1, 0.05, 0.05])
+PROMPT_OF_8_TOKENS = NeedlePrompt(
+  ids=[0, 1, 2, 3, 4, 5, 6, 7],
+  answers=["1"],
+  answer_spans=[(3, 5)],
+  query_span=(6, 8),
+  bos_span=(0, 1),
+)
 
 
 def test_signed_shares_by_hand():
-  """The weights sum to 1/2."""
-  shares = attention.shares_of(WEIGHTS, PROMPT)
+  """Tokens 3 and 4 are the answer, and 6 and 7 the query. The sum is 0.5."""
+  weights = np.array([0.1, 0.2, -0.2, 0.3, 0.1, -0.1, 0.05, 0.05])
+
+  shares = attention.shares_of(weights, PROMPT_OF_8_TOKENS)
 
   expected = {
     "BOS": 0.1 / 0.5,
@@ -205,8 +248,10 @@ def test_signed_shares_by_hand():
 
 
 def test_absolute_shares_by_hand():
-  """The absolute weights sum to 1.1."""
-  shares = attention.shares_of(WEIGHTS, PROMPT)
+  """Tokens 3 and 4 are the answer, and 6 and 7 the query. The sum is 1.1."""
+  weights = np.array([0.1, 0.2, -0.2, 0.3, 0.1, -0.1, 0.05, 0.05])
+
+  shares = attention.shares_of(weights, PROMPT_OF_8_TOKENS)
 
   expected = {
     "BOS": 0.1 / 1.1,
@@ -221,7 +266,7 @@ def test_absolute_shares_by_hand():
 
 
 def test_shares_of_weights_that_sum_to_0_are_nan():
-  shares = attention.shares_of(np.zeros(8), PROMPT)
+  shares = attention.shares_of(np.zeros(8), PROMPT_OF_8_TOKENS)
 
   assert np.isnan(shares["answer", "signed"])
 
@@ -248,13 +293,18 @@ def test_shares_of_weights_that_sum_to_0_are_nan():
   ],
 )
 def test_an_invalid_setting_raises(make_trained, settings, message):
+  # A diff model of at most 512 tokens.
+  trained = make_trained()
+
   with pytest.raises(UserError, match=message):
-    list(dataclasses.replace(QUICK, **settings).evaluate(make_trained()))
+    list(AttentionShares(**settings).evaluate(trained))
 
 
 def test_the_plot_of_two_models_is_drawn(make_trained, tmp_path):
   trained = make_trained("softmax", num_layers=1)
-  suite = dataclasses.replace(QUICK, depths=(0.0, 1.0), samples=2)
+  suite = AttentionShares(
+    length=512, needles=1, depths=(0.0, 1.0), samples=2, haystack="synthetic"
+  )
   measurements = list(suite.evaluate(trained))
   suite_results = results.finite(
     {

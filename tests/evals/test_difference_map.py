@@ -67,6 +67,7 @@ def test_measures_of_one_query_by_hand(weights, expected):
 
   sums = np.asarray(difference_map.row_sums(weights, mask))[0]
 
+  # A row of sums over queries: the four measures, and the number of queries.
   *measures, num_queries = sums
   actual = dict(zip(MEASURES, measures, strict=True))
   assert actual == pytest.approx(expected, abs=1e-6)
@@ -87,25 +88,28 @@ def measures_of_query(weights: np.ndarray) -> list[float]:
 
 
 def test_only_visible_keys_of_queries_with_two_or_more_count():
+  """The first query sees one key, and the queries of padding see none."""
   rng = np.random.default_rng(0)
   weights = rng.normal(size=(2, 3, 9, 9))
   causal = np.tri(9, dtype=bool)
   mask = np.stack([causal, causal])
-  # The queries of padding see nothing.
+  # The second row has five tokens and padding.
   mask[1, 5:] = False
 
   sums = difference_map.row_sums(
     jnp.asarray(weights, jnp.float32), jnp.asarray(mask)
   )
 
+  # Four sums of measures and the number of queries, for each row.
   expected = np.zeros((2, 5))
   for row, head, query in np.ndindex(2, 3, 9):
     visible_weights = weights[row, head, query, mask[row, query]]
     if len(visible_weights) >= 2:
       expected[row] += [*measures_of_query(visible_weights), 1]
   chex.assert_trees_all_close(sums, expected, **FLOAT32)
-  # Three heads of 8 and of 4 queries.
-  assert expected[:, -1].tolist() == [24, 12]
+  num_heads = 3
+  num_queries = expected[:, -1].tolist()
+  assert num_queries == [num_heads * (9 - 1), num_heads * (5 - 1)]
 
 
 def with_uniform_maps(trained: Trained) -> Trained:
@@ -121,12 +125,14 @@ def with_uniform_maps(trained: Trained) -> Trained:
 
 @pytest.mark.parametrize("variant", ["softmax", "diff", "diff_v2"])
 def test_uniform_maps_are_not_sparse(make_trained, variant):
+  """The four measures have these values in both layers and in their mean."""
   trained = with_uniform_maps(make_trained(variant))
 
   measurements = list(DifferenceMap(rows=6, batch_size=4).evaluate(trained))
 
+  num_measures = 4
   layers = [measurement.at["layer"] for measurement in measurements]
-  assert layers == [0, 1, "all"] * 4
+  assert layers == [0, 1, "all"] * num_measures
   expected = {
     "negative share": 0,
     "small share": 0,
@@ -150,4 +156,5 @@ def test_only_a_difference_has_negative_weights(
 
   for measurement in DifferenceMap(rows=2).evaluate(trained):
     if measurement.name == "negative share":
-      assert (interval(measurement).value > 0.01) == has_negative
+      share = interval(measurement).value
+      assert (share > 0.01) == has_negative
