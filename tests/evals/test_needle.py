@@ -94,38 +94,50 @@ def evaluate(
   return list(suite.evaluate(trained or make_model()))
 
 
-@pytest.mark.parametrize(
-  "answer, accuracies",
-  [
-    pytest.param(answer_all, {1: 1.0, 2: 1.0}, id="all"),
-    pytest.param(answer_first, {1: 1.0, 2: 0.5}, id="first"),
-  ],
-)
-def test_accuracy_is_the_share_of_right_answers(
-  monkeypatch, answer, accuracies
-):
-  measurements = evaluate(monkeypatch, SMALL, answer)
+def test_a_model_that_answers_all_has_accuracy_1(monkeypatch):
+  measurements = evaluate(monkeypatch, SMALL, answer_all)
 
   for measurement in measurements:
-    expected = accuracies[measurement.at["asked"]]
-    assert intervals.interval(measurement).value == expected
+    assert intervals.interval(measurement).value == 1.0
+
+
+def test_a_model_that_answers_one_of_two_has_accuracy_one_half(monkeypatch):
+  # Of four needles, two are asked for.
+  suite = dataclasses.replace(SMALL, pairs=("4/2",))
+
+  measurements = evaluate(monkeypatch, suite, answer_first)
+
+  for measurement in measurements:
+    assert intervals.interval(measurement).value == 0.5
 
 
 def test_each_pair_length_and_depth_has_a_measurement(monkeypatch):
-  measurements = evaluate(monkeypatch, SMALL, answer_all)
+  """The default is five depths. The mean over them is measured too."""
+  suite = Needle(
+    pairs=("1/1", "4/2"),
+    lengths=(1000, 2000),
+    samples=10,
+    haystack="synthetic",
+  )
 
+  measurements = evaluate(monkeypatch, suite, answer_all)
+
+  num_pairs = 2
+  num_lengths = 2
   num_depths = 5
-  # For each pair and length, also the mean over depths.
-  assert len(measurements) == 2 * 2 * (num_depths + 1)
+  assert len(measurements) == num_pairs * num_lengths * (num_depths + 1)
   for measurement in measurements:
-    num_units = 10
     if measurement.at["depth"] == "mean":
-      num_units *= num_depths
-    assert len(measurement.units) == num_units
+      assert len(measurement.units) == 10 * num_depths
+    else:
+      assert len(measurement.units) == 10
 
 
 def test_two_prompts_do_not_make_an_accuracy_certain(monkeypatch):
-  suite = dataclasses.replace(SMALL, samples=2, depths=(0.5,))
+  """Two wrong answers of two leave a wide interval."""
+  suite = Needle(
+    lengths=(1000,), samples=2, depths=(0.5,), haystack="synthetic"
+  )
 
   measurements = evaluate(monkeypatch, suite, guess)
 
@@ -150,6 +162,7 @@ def test_a_model_that_guesses_has_almost_no_accuracy(monkeypatch):
 def test_the_default_is_the_papers_table_at_4096_tokens_or_fewer(
   monkeypatch, max_length, length
 ):
+  """The paper asks for 1 of 1, 2 of 2, 2 of 4 and 2 of 6 needles."""
   suite = Needle(samples=1, haystack="synthetic")
 
   measurements = evaluate(
@@ -159,16 +172,13 @@ def test_the_default_is_the_papers_table_at_4096_tokens_or_fewer(
   rows = set()
   for measurement in measurements:
     at = measurement.at
-    rows.add((at["needles"], at["asked"], at["length"]))
-  assert rows == {
-    (1, 1, length),
-    (2, 2, length),
-    (4, 2, length),
-    (6, 2, length),
-  }
+    assert at["length"] == length
+    rows.add((at["needles"], at["asked"]))
+  assert rows == {(1, 1), (2, 2), (4, 2), (6, 2)}
 
 
 def test_a_real_model_and_sampler():
+  """A model with random parameters is asked, and answers nothing right."""
   config = ModelConfig(
     num_layers=1,
     embed_dim=16,
@@ -191,14 +201,17 @@ def test_a_real_model_and_sampler():
 
   measurements = list(suite.evaluate(trained))
 
+  # One depth, and the mean over depths.
   assert len(measurements) == 2
   for measurement in measurements:
     assert measurement.at["length"] == 320
     assert intervals.interval(measurement).value == 0.0
 
 
-# Fewer prompts than `SMALL` has.
-PLOTTED = dataclasses.replace(SMALL, samples=2)
+# Two pairs of needles and asked ones, two lengths, and the five default depths.
+PLOTTED = Needle(
+  pairs=("1/1", "4/2"), lengths=(1000, 2000), samples=2, haystack="synthetic"
+)
 
 
 @pytest.fixture
@@ -216,6 +229,7 @@ def heat_maps(monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
 def test_the_plot_of_two_models_has_heat_maps_of_their_difference(
   monkeypatch, heat_maps, tmp_path
 ):
+  """The first model answers all questions, the second one of two."""
   first = evaluate(monkeypatch, PLOTTED, answer_all)
   second = evaluate(monkeypatch, PLOTTED, answer_first)
   suite_results = {
@@ -232,11 +246,11 @@ def test_the_plot_of_two_models_has_heat_maps_of_their_difference(
     assert values.shape == (num_depths, num_lengths)
   distinct_values = [set(values.flat) for values in heat_maps]
   assert distinct_values == [
-    # 1/1: both models, and their difference.
+    # One needle: first model, second model, difference.
     {1.0},
     {1.0},
     {0.0},
-    # 4/2.
+    # Two of four needles: first model, second model, difference.
     {1.0},
     {0.5},
     {0.5},
@@ -255,7 +269,8 @@ def test_the_plot_of_one_model_has_a_heat_map_for_each_pair(
     }
   )
 
-  assert len(heat_maps) == 2
+  num_pairs = 2
+  assert len(heat_maps) == num_pairs
 
 
 @pytest.mark.parametrize(
