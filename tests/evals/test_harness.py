@@ -230,17 +230,27 @@ def test_the_papers_tasks_have_the_known_accuracies(monkeypatch, data_dir):
     accuracy = measurements["acc", task]
     assert value(accuracy) == pytest.approx(expected)
     assert len(accuracy.units) == len(QUESTIONS[task])
+
+
+def test_the_mean_uses_the_accuracy_by_length_where_a_task_has_one(
+  monkeypatch, data_dir
+):
+  """HellaSwag's acc_norm divides the score of an ending by its length."""
+  monkeypatch.setattr(adapter, "score", score_twos)
+
+  measurements = evaluate(data_dir=str(data_dir))
+
   accuracy_by_length = measurements["acc_norm", "hellaswag"]
   assert value(accuracy_by_length) == pytest.approx(2 / 3)
-  # The mean has the accuracy by length where a task has one.
-  expected_mean = np.mean(list({**ACCURACIES, "hellaswag": 2 / 3}.values()))
+  expected = {**ACCURACIES, "hellaswag": 2 / 3}
   mean = measurements["mean accuracy", None]
-  assert value(mean) == pytest.approx(expected_mean)
+  assert value(mean) == pytest.approx(np.mean(list(expected.values())))
 
 
 def test_one_right_answer_does_not_make_an_accuracy_certain(
   monkeypatch, data_dir
 ):
+  """There is one question of OpenBookQA, and the model is right."""
   monkeypatch.setattr(adapter, "score", score_twos)
 
   measurements = evaluate(data_dir=str(data_dir), tasks=("openbookqa",))
@@ -253,6 +263,7 @@ def test_one_right_answer_does_not_make_an_accuracy_certain(
 def test_two_evaluations_have_the_same_questions_in_order(
   monkeypatch, data_dir
 ):
+  """Otherwise the differences of two models could not be paired."""
   monkeypatch.setattr(adapter, "score", score_twos)
   tasks = ("arc_easy", "hellaswag")
 
@@ -289,6 +300,7 @@ def test_limit_is_the_number_of_questions(monkeypatch, data_dir):
 
 
 def test_examples_are_from_the_training_file(monkeypatch, data_dir):
+  """Each scored prompt begins with the only training question."""
   recorder = ScoreRecorder()
   monkeypatch.setattr(adapter, "score", recorder)
   example = {**arc_record(3), "question": "An example?"}
@@ -296,12 +308,11 @@ def test_examples_are_from_the_training_file(monkeypatch, data_dir):
 
   evaluate(data_dir=str(data_dir), tasks=("arc_easy",), num_fewshot=1)
 
-  beginning = b"Question: An example?\nAnswer: 3\n\nQuestion: Which is"
+  beginning = "Question: An example?\nAnswer: 3\n\nQuestion: Which is"
   assert recorder.pairs
   for context, _ in recorder.pairs:
-    separator, *ids = context
-    assert separator == BYTES.separator
-    assert bytes(ids).startswith(beginning)
+    assert context[0] == BYTES.separator
+    assert BYTES.decode(context[1:]).startswith(beginning)
 
 
 def test_examples_without_a_training_file_raise(data_dir):
@@ -357,9 +368,13 @@ def prompts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_no_prompt_shows_a_scored_question(
   prompts, tmp_path, num_fewshot, num_shown
 ):
-  """Some questions of the training file are scored."""
+  """Some questions of the training file are scored, so they are not shown.
+
+  Questions 10 to 17 are scored, and 20 to 25 are not. -1 is the task's default
+  number of examples, which is 5.
+  """
   write_split(tmp_path, "gsm8k", "test", SCORED)
-  write_split(tmp_path, "gsm8k", "train", SCORED[:3] + OTHER)
+  write_split(tmp_path, "gsm8k", "train", [*SCORED[:3], *OTHER])
 
   evaluate(tasks=("gsm8k",), data_dir=str(tmp_path), num_fewshot=num_fewshot)
 
@@ -381,6 +396,7 @@ def test_no_prompt_shows_a_scored_question(
 def test_examples_that_are_scored_questions_raise(
   prompts, tmp_path, train, num_fewshot
 ):
+  """An example with the answer of a scored question would give it away."""
   write_split(tmp_path, "gsm8k", "test", SCORED)
   if train is not None:
     write_split(tmp_path, "gsm8k", "train", train)
@@ -390,12 +406,15 @@ def test_examples_that_are_scored_questions_raise(
 
 
 def test_without_examples_no_training_file_is_needed(prompts, tmp_path):
-  write_split(tmp_path, "gsm8k", "test", SCORED)
+  scored = gsm8k_records([10, 11])
+  write_split(tmp_path, "gsm8k", "test", scored)
 
   evaluate(tasks=("gsm8k",), data_dir=str(tmp_path), num_fewshot=0)
 
-  for record, prompt in zip(SCORED, prompts, strict=True):
-    assert prompt == f"Question: {record['question']}\nAnswer:"
+  assert prompts == [
+    "Question: What is number 10?\nAnswer:",
+    "Question: What is number 11?\nAnswer:",
+  ]
 
 
 def test_the_error_names_the_tasks_default_number_of_examples(
@@ -412,11 +431,14 @@ def test_the_error_names_the_tasks_default_number_of_examples(
 
 
 def test_a_validation_file_is_a_source_of_examples(prompts, tmp_path):
-  write_split(tmp_path, "gsm8k", "test", SCORED)
-  write_split(tmp_path, "gsm8k", "validation", OTHER)
+  scored = gsm8k_records([10, 11])
+  others = gsm8k_records([20, 21, 22, 23, 24, 25])
+  write_split(tmp_path, "gsm8k", "test", scored)
+  write_split(tmp_path, "gsm8k", "validation", others)
 
   evaluate(tasks=("gsm8k",), data_dir=str(tmp_path))
 
+  # The task shows five examples by default.
   assert prompts
   for prompt in prompts:
     assert prompt.count("number 2") == 5
@@ -459,7 +481,10 @@ def task_with_scored_examples(
 def test_examples_from_the_scored_split_raise(
   task_with_scored_examples, prompts, name
 ):
-  """Documents can differ, since examples can be processed differently."""
+  """An own task takes its examples from "test", which it also scores.
+
+  Without examples it can be measured.
+  """
   message = "own_gsm8k shows 5 examples, and has 0"
   with pytest.raises(UserError, match=message):
     evaluate(tasks=(name,))
@@ -471,6 +496,7 @@ def test_examples_from_the_scored_split_raise(
 
 
 def test_perplexity_is_of_words_and_of_bytes(monkeypatch, tmp_path):
+  """Each byte costs 2 nats, and a perplexity is the exponential of a mean."""
   monkeypatch.setattr(adapter, "score", score_two_nats_per_byte)
   records = [{"page": "four words are here"}, {"page": "and two"}]
   write_split(tmp_path, "wikitext", "test", records)
@@ -480,7 +506,7 @@ def test_perplexity_is_of_words_and_of_bytes(monkeypatch, tmp_path):
   byte_perplexity = measurements["byte_perplexity", "wikitext"]
   assert value(byte_perplexity) == pytest.approx(np.exp(2))
   num_bytes = len("four words are here") + len("and two")
-  num_words = 6
+  num_words = 4 + 2
   word_perplexity = measurements["word_perplexity", "wikitext"]
   expected = np.exp(2 * num_bytes / num_words)
   assert value(word_perplexity) == pytest.approx(expected)
@@ -552,6 +578,7 @@ def test_an_invalid_question_is_reported_in_one_line(
   ],
 )
 def test_empty_lines_count_in_the_line_of_an_error(tmp_path, content, message):
+  """An error names the line as an editor numbers it."""
   (tmp_path / "arc_easy").mkdir()
   (tmp_path / "arc_easy" / "test.jsonl").write_text(content)
 
@@ -590,7 +617,7 @@ def test_without_the_hub_the_error_names_data_dir(monkeypatch):
 
   monkeypatch.setattr(datasets, "load_dataset", raise_connection_error)
 
-  message = "'boolq' cannot be loaded .no network.; .*set.harness.data_dir"
+  message = r"'boolq' cannot be loaded \(no network\); .*set.harness.data_dir"
   with pytest.raises(UserError, match=message):
     evaluate(tasks=("boolq",))
 

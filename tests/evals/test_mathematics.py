@@ -75,7 +75,7 @@ class Files(NamedTuple):
 
 @pytest.fixture
 def files(tmp_path: pathlib.Path) -> Files:
-  """Benchmarks of six, four and four questions."""
+  """Benchmarks of six, four and four questions, for example "Half of 1?"."""
   gsm8k = [gsm8k_record(number) for number in range(3, 9)]
   math = [math_record(number) for number in range(1, 5)]
   math_500 = [math_500_record(number) for number in range(1, 5)]
@@ -177,9 +177,10 @@ def answer_right(prompt: str) -> str:
 
 
 def test_right_answers_score_1(monkeypatch, files):
+  """The three files have 6, 4 and 4 questions."""
   suite = Mathematics(files=",".join(files), new_tokens=100)
 
-  results, prompts, _ = evaluate(monkeypatch, suite, answer_right)
+  results = evaluate(monkeypatch, suite, answer_right).results
 
   assert results.keys() == {
     ("accuracy", "gsm8k"),
@@ -194,7 +195,6 @@ def test_right_answers_score_1(monkeypatch, files):
     assert result["value"] == 1.0
   assert results["accuracy", "gsm8k"]["units"] == 6
   assert results["accuracy", "mean"]["units"] == 6 + 4 + 4
-  assert prompts[0] == "Q: What is 3 + 3?\nA:"
 
 
 @pytest.mark.parametrize(
@@ -211,24 +211,27 @@ def test_wrong_answers_score_0(monkeypatch, files, wrong_answer):
     return wrong_answer
 
   suite = Mathematics(files=",".join(files), new_tokens=100)
-  results, _, _ = evaluate(monkeypatch, suite, answer_wrong)
+  results = evaluate(monkeypatch, suite, answer_wrong).results
 
   for file in ("gsm8k", "math", "math500", "mean"):
     assert results["accuracy", file]["value"] == 0
 
 
 def test_files_have_equal_weight_in_the_mean(monkeypatch, files):
+  """All six answers of one file are right, and none of the other's four."""
+
   def answer_gsm8k_only(prompt: str) -> str:
     return answer_right(prompt) if "What" in prompt else ""
 
   suite = Mathematics(files=f"{files.gsm8k},{files.math}", new_tokens=100)
-  results, _, _ = evaluate(monkeypatch, suite, answer_gsm8k_only)
+  results = evaluate(monkeypatch, suite, answer_gsm8k_only).results
 
   gsm8k = results["accuracy", "gsm8k"]
   assert gsm8k["value"] == 1.0
-  assert gsm8k["low"] < 0.7
   math = results["accuracy", "math"]
   assert math["value"] == 0.0
+  # So few answers leave wide intervals.
+  assert gsm8k["low"] < 0.7
   assert math["high"] > 0.3
   mean = results["accuracy", "mean"]
   assert mean["value"] == pytest.approx(0.5)
@@ -236,37 +239,40 @@ def test_files_have_equal_weight_in_the_mean(monkeypatch, files):
 
 
 def test_text_after_the_next_question_does_not_count(monkeypatch, files):
+  """A model often continues its answer with a question of its own."""
+
   def answer_and_ask(prompt: str) -> str:
     next_question = "\n\nExercise 9: What is 1 + 1?\nA: 2."
     return answer_right(prompt) + next_question
 
-  results, prompts, _ = evaluate(
+  evaluation = evaluate(
     monkeypatch,
     Mathematics(files=",".join(files), new_tokens=200),
     answer_and_ask,
-    with_template("Exercise 9: {prompt}\nA:"),
+    trained=with_template("Exercise 9: {prompt}\nA:"),
   )
 
-  assert prompts[0] == "Exercise 9: What is 3 + 3?\nA:"
-  for result in results.values():
+  assert evaluation.prompts[0] == "Exercise 9: What is 3 + 3?\nA:"
+  for result in evaluation.results.values():
     assert result["value"] == 1
 
 
 def test_a_number_in_the_template_is_not_an_answer(monkeypatch, files):
-  """The 9 of "Exercise 9" is the last number of the text."""
+  """The last number of a text is the answer, but not the 9 of "Exercise 9"."""
 
   def answer_and_ask(prompt: str) -> str:
+    # The prompt begins with, for example, "Exercise 9: What is 3 + 3?".
     number = int(prompt.split()[4])
     return f"{2 * number}\nExercise 9: What"
 
-  results, _, _ = evaluate(
+  evaluation = evaluate(
     monkeypatch,
     Mathematics(files=files.gsm8k, new_tokens=200),
     answer_and_ask,
-    with_template("Exercise 9: {prompt}\nA:"),
+    trained=with_template("Exercise 9: {prompt}\nA:"),
   )
 
-  assert results["accuracy", "gsm8k"]["value"] == 1
+  assert evaluation.results["accuracy", "gsm8k"]["value"] == 1
 
 
 def test_an_answer_of_the_maximum_length_has_not_ended(monkeypatch, files):
@@ -274,9 +280,11 @@ def test_an_answer_of_the_maximum_length_has_not_ended(monkeypatch, files):
     return "3" * 200 if "3 + 3" in prompt else "no"
 
   suite = Mathematics(files=files.gsm8k, new_tokens=50)
-  results, _, _ = evaluate(monkeypatch, suite, answer_first_question_at_length)
+  evaluation = evaluate(monkeypatch, suite, answer_first_question_at_length)
 
-  assert results["ended", "gsm8k"]["value"] == pytest.approx(5 / 6)
+  # One of the six answers was cut.
+  ended = evaluation.results["ended", "gsm8k"]
+  assert ended["value"] == pytest.approx(5 / 6)
 
 
 def test_demonstrations_precede_each_question(monkeypatch, files):
@@ -288,19 +296,19 @@ def test_demonstrations_precede_each_question(monkeypatch, files):
     new_tokens=100,
   )
 
-  results, prompts, _ = evaluate(monkeypatch, suite, answer_right)
+  evaluation = evaluate(monkeypatch, suite, answer_right)
 
   shots = "Q: Half of 1?\nA:See above.\n\nQ: Half of 2?\nA:See above.\n\n"
-  assert prompts == [
+  assert evaluation.prompts == [
     f"{shots}Q: What is 3 + 3?\nA:",
     f"{shots}Q: What is 4 + 4?\nA:",
     f"{shots}Q: What is 5 + 5?\nA:",
   ]
-  assert results["accuracy", "gsm8k"]["value"] == 1.0
+  assert evaluation.results["accuracy", "gsm8k"]["value"] == 1.0
 
 
 def test_a_demonstration_that_is_a_scored_question_raises(monkeypatch, files):
-  """The question is in another file."""
+  """The files "math" and "math500" both ask "Half of 1?"."""
   suite = Mathematics(
     files=f"{files.gsm8k},{files.math}",
     shots=1,
@@ -317,7 +325,7 @@ def test_a_demonstration_that_is_a_scored_question_raises(monkeypatch, files):
 
 
 def test_prompts_are_those_of_fine_tuning(monkeypatch, tmp_path):
-  """They have the tokens before an answer in a training row."""
+  """A prompt has the tokens that precede the answer in a training example."""
   template = DataConfig().prompt_template
   path = write_records(
     tmp_path / "a.jsonl", [{"question": "2 + 2?", "answer": "4"}]
@@ -330,10 +338,11 @@ def test_prompts_are_those_of_fine_tuning(monkeypatch, tmp_path):
     monkeypatch,
     Mathematics(files=path, new_tokens=100),
     answer_4,
-    with_template(template),
+    trained=with_template(template),
   )
 
-  document = Document("4", False, template.replace("{prompt}", "2 + 2?"))
+  prompt_text = template.replace("{prompt}", "2 + 2?")
+  document = Document("4", False, prompt_text)
   example = Tokenize("bytes")(document)
   prompt_tokens = example.tokens[: example.prompt_length].tolist()
   assert evaluation.prompt_ids == [prompt_tokens]
@@ -383,7 +392,8 @@ def test_prompts_are_those_of_fine_tuning(monkeypatch, tmp_path):
   ],
 )
 def test_an_invalid_record_is_reported_in_one_line(tmp_path, record, message):
-  path = write_records(tmp_path / "a.jsonl", [gsm8k_record(3), record])
+  valid = {"question": "What is 3 + 3?", "answer": "6"}
+  path = write_records(tmp_path / "a.jsonl", [valid, record])
 
   with pytest.raises(UserError, match=message) as error:
     list(Mathematics(files=path, new_tokens=50).evaluate(TRAINED))
@@ -443,6 +453,7 @@ def test_an_invalid_setting_raises(files, settings, message):
 def test_more_demonstrations_than_records_raise(files):
   suite = Mathematics(files=files.gsm8k, shots=9, shots_file=files.math)
 
+  # The file "math" of this test has four questions.
   message = "set.mathematics.shots = 9: .*math.jsonl has 4 records"
   with pytest.raises(UserError, match=message):
     list(suite.evaluate(TRAINED))
@@ -474,6 +485,7 @@ def workdir(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 def test_the_command_writes_the_results(files, workdir):
+  """Three questions of each of two files are asked."""
   result = in_process.call(
     "diffjax.evaluate",
     "--suite=mathematics",
@@ -493,14 +505,14 @@ def test_the_command_writes_the_results(files, workdir):
     ("ended", "gsm8k", 3),
     ("accuracy", "math", 3),
     ("ended", "math", 3),
-    ("accuracy", "mean", 6),
+    ("accuracy", "mean", 3 + 3),
   ]
 
 
 def test_the_command_reports_an_invalid_record(tmp_path, workdir):
-  path = write_records(
-    tmp_path / "bad.jsonl", [gsm8k_record(3), {"question": "?"}]
-  )
+  valid = {"question": "What is 3 + 3?", "answer": "6"}
+  without_answer = {"question": "?"}
+  path = write_records(tmp_path / "bad.jsonl", [valid, without_answer])
 
   result = in_process.call(
     "diffjax.evaluate",
@@ -511,7 +523,8 @@ def test_the_command_reports_an_invalid_record(tmp_path, workdir):
   )
 
   assert result.returncode == 1
-  assert result.stderr.splitlines(keepends=True)[-1] == (
+  last_line = result.stderr.splitlines(keepends=True)[-1]
+  assert last_line == (
     f"error: {path}:2: the field 'answer' or 'solution' is missing;"
     " there are 'question'\n"
   )
