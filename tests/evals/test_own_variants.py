@@ -36,7 +36,7 @@ from diffjax.model.attention import (
 from diffjax.model.registry import ATTENTION, register
 from diffjax.ops.diff_attention.reference import masked_softmax
 from diffjax.parameters import Parameter
-from tests.harness.own_variants import kept_registry
+from tests.harness.own_variants import restore_registry
 
 # The layers of the models: a full one, and one with a window.
 NUM_LAYERS = 2
@@ -213,7 +213,7 @@ def trained(
 ) -> Iterator[Trained]:
   """A model of a variant that is registered for the tests of this file."""
   name = request.param
-  with kept_registry():
+  with restore_registry():
     register(name)(OWN_VARIANTS[name].layer_class)
     model = make_trained(
       "softmax",
@@ -295,10 +295,11 @@ def compute_weights_by_hand(
 
 
 def test_difference_map_measures_the_variants_weights(trained):
-  """Rows of two documents and of two blocks of queries, with padding."""
+  """The weights by hand give the same sums, in rows of two query blocks."""
   rows = validation_rows("difference_map", trained, 2, length=150, batch_size=2)
   batch = next(iter(rows))
   segment_ids = batch["segment_ids"].copy()
+  # The first row has two documents, and the second one has padding.
   segment_ids[0, 60:] = 2
   segment_ids[1, 140:] = 0
   batch = {**batch, "segment_ids": segment_ids}
@@ -314,7 +315,7 @@ def test_difference_map_measures_the_variants_weights(trained):
       jnp.asarray(weights[layer].weights, jnp.float32),
       jnp.asarray(masks[layer]),
     )
-    # Rounding decides whether a weight at the bound of small ones is small.
+    # A weight near the bound of small ones may be rounded across it.
     chex.assert_trees_all_close(sums[layer], expected, rtol=2e-4)
 
 
@@ -350,6 +351,7 @@ def test_attention_measures_the_variants_weights(trained, short_text):
 
 
 def test_the_maps_of_the_report_are_the_variants(trained, short_text):
+  """The report shows the variant's maps and weights, of each head and mean."""
   variant = OWN_VARIANTS[trained.config.model.attention]
 
   report_maps = jax.jit(maps.maps_of, static_argnums=0)(
@@ -358,10 +360,12 @@ def test_the_maps_of_the_report_are_the_variants(trained, short_text):
 
   assert report_maps.titles == variant.titles
   for layer, hand in enumerate(short_text.layers):
-    expected = np.stack([*hand.maps, hand.weights])[:, 0]  # [maps, H, T, S]
-    expected = np.moveaxis(expected, 0, 1)
+    maps_and_weights = np.stack([*hand.maps, hand.weights])
+    # From [maps, B, H, T, S] to [H, maps, T, S] of the first row.
+    by_head = np.moveaxis(maps_and_weights[:, 0], 0, 1)
+    mean = by_head.mean(axis=0, keepdims=True)
     # The first head of the report is the mean over heads.
-    expected = np.concatenate([expected.mean(axis=0, keepdims=True), expected])
+    expected = np.concatenate([mean, by_head])
     chex.assert_trees_all_close(
       report_maps.weights[layer],
       jnp.asarray(expected, jnp.float32),
@@ -373,6 +377,7 @@ def test_the_maps_of_the_report_are_the_variants(trained, short_text):
 def test_the_page_shows_a_picture_of_variants_with_a_noise_map(
   trained, tmp_path
 ):
+  """The picture is of a head whose noise map, "λA₂", takes away most of A₁."""
   name = trained.config.model.attention
   description = {
     "name": "a model",
@@ -418,8 +423,7 @@ def test_needles_are_asked_with_and_without_quantisation(trained):
     samples=2,
     haystack="synthetic",
     new_tokens=6,
-    # Two rows.
-    batch_tokens=660,
+    batch_tokens=2 * 330,
   )
   suite = Quantised(
     measurements=("needle",), bits=(8,), per=("row",), needle=needles
@@ -443,7 +447,7 @@ def test_many_bits_change_nothing_and_few_change_much(trained):
   fine = apply(quantise(trained, 24, "row").model, trained.params)
   coarse = apply(quantise(trained, 2, "tensor").model, trained.params)
 
-  # 24 bits are as many as the mantissa of float32 has.
+  # The mantissa of float32 has 24 bits too.
   chex.assert_trees_all_close(fine, exact, atol=1e-5, rtol=0)
   assert np.abs(coarse - exact).max() > 0.01
 
