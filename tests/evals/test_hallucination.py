@@ -226,6 +226,10 @@ def write_verdicts(
 def test_fractions_have_intervals_of_proportions_and_rouge_does_not(
   data_dir, sampler
 ):
+  """Three outputs of three are right, which leaves wide intervals.
+
+  ROUGE-L is a mean over outputs. It has no interval, because all are equal.
+  """
   evaluate(data_dir, sets=("hotpotqa",))
   write_verdicts(data_dir, make_verdicts(data_dir))
 
@@ -247,6 +251,7 @@ def test_fractions_have_intervals_of_proportions_and_rouge_does_not(
 
 
 def test_outputs_are_compared_with_references(data_dir, sampler):
+  """The model writes the summaries of "xsum" and the answers of "hotpotqa"."""
   values = evaluate(data_dir)
 
   assert values == {
@@ -262,8 +267,11 @@ def test_outputs_are_compared_with_references(data_dir, sampler):
 def test_prompts_contain_source_and_question(data_dir, sampler):
   evaluate(data_dir)
 
+  # Five summaries are asked for, then the answers.
   summary_prompt = sampler.prompts[0]
-  assert summary_prompt == f"Document: {NEWS[0]['document']}\n\nSummary:"
+  assert summary_prompt == (
+    "Document: The river rose by 1 metres. Nobody was hurt.\n\nSummary:"
+  )
   answer_prompt = sampler.prompts[5]
   assert answer_prompt == "Ann is 30.\n\nQuestion: How old is Ann?\nAnswer:"
 
@@ -288,9 +296,10 @@ def test_outputs_are_written_to_a_file(data_dir, sampler):
   }
 
 
-def test_judge_prompts_contain_source_question_and_output(
+def test_each_output_has_a_judge_prompt_with_its_hash(
   data_dir, sampler, capsys
 ):
+  """A judge answers whether the output says more than its source."""
   evaluate(data_dir)
 
   outputs = read_records(model_dir(data_dir) / "generations.jsonl")
@@ -300,14 +309,21 @@ def test_judge_prompts_contain_source_question_and_output(
     text = prompt["prompt"]
     assert prompt["sha256"] == hashlib.sha256(text.encode()).hexdigest()
     assert text.strip().endswith(output["output"])
+  assert "send these prompts to a judge" in capsys.readouterr().err
+
+
+def test_judge_prompts_contain_source_and_question(data_dir, sampler):
+  evaluate(data_dir)
+
+  prompts = read_records(model_dir(data_dir) / "judge_prompts.jsonl")
+  # Five summaries come first, then the answers.
   summary_prompt = prompts[0]["prompt"]
-  assert NEWS[0]["document"] in summary_prompt
+  assert "The river rose by 1 metres. Nobody was hurt." in summary_prompt
   assert "Summary:" in summary_prompt
   answer_prompt = prompts[5]["prompt"]
   assert "Ann is 30." in answer_prompt
   assert "How old is Ann?" in answer_prompt
   assert "Answer:" in answer_prompt
-  assert "send these prompts to a judge" in capsys.readouterr().err
 
 
 def test_verdicts_are_counted(data_dir, sampler):
@@ -317,7 +333,8 @@ def test_verdicts_are_counted(data_dir, sampler):
 
   values = evaluate(data_dir)
 
-  assert values["free of hallucination", "xsum"] == pytest.approx(0.8)
+  # One of the five summaries is a hallucination, and no answer.
+  assert values["free of hallucination", "xsum"] == pytest.approx(4 / 5)
   assert values["free of hallucination", "hotpotqa"] == 1.0
 
 
@@ -335,7 +352,10 @@ def test_existing_outputs_are_used_again(data_dir, sampler, monkeypatch):
 def test_verdicts_on_another_models_outputs_raise(
   data_dir, sampler, monkeypatch
 ):
-  """The model has the same name and other parameters."""
+  """A model of the same name, but with other parameters, writes new outputs.
+
+  Verdicts on the old outputs say nothing about them.
+  """
   evaluate(data_dir)
   write_verdicts(data_dir, make_verdicts(data_dir))
   new_sampler = use_sampler(monkeypatch, write_nothing)
@@ -344,10 +364,12 @@ def test_verdicts_on_another_models_outputs_raise(
   message = "a verdict on an older prompt of 'xsum/1'"
   with pytest.raises(UserError, match=message):
     evaluate(data_dir, dataclasses.replace(TRAINED, params=new_params))
-  assert len(new_sampler.prompts) == len(NEWS) + len(FACTS)
+  num_outputs = len(NEWS) + len(FACTS)
+  assert len(new_sampler.prompts) == num_outputs
 
 
 def test_each_model_has_its_own_directory(data_dir, sampler, monkeypatch):
+  """The verdicts on one model do not count for another one."""
   evaluate(data_dir)
   write_verdicts(data_dir, make_verdicts(data_dir))
   use_sampler(monkeypatch, write_nothing)
@@ -363,10 +385,11 @@ def test_each_model_has_its_own_directory(data_dir, sampler, monkeypatch):
 def test_a_new_limit_generates_only_outputs_that_it_affects(
   data_dir, sampler, monkeypatch
 ):
+  """Summaries are written again, answers of questions are not."""
   evaluate(data_dir, summary_tokens=9)
   new_sampler = use_sampler(monkeypatch, write_reference)
 
-  values = evaluate(data_dir)
+  values = evaluate(data_dir, summary_tokens=128)
 
   assert values["ROUGE-L", "xsum"] == 1.0
   assert len(new_sampler.prompts) == len(NEWS)
@@ -396,6 +419,7 @@ def test_a_new_limit_generates_only_outputs_that_it_affects(
 def test_an_invalid_verdict_is_reported_in_one_line(
   data_dir, sampler, changes, message
 ):
+  """The second of 8 verdicts, on the output "xsum/2", is changed."""
   evaluate(data_dir)
   verdicts = make_verdicts(data_dir)
   verdicts[1].update(changes)
@@ -456,7 +480,11 @@ def test_samples_are_drawn(data_dir, sampler):
 
 
 def test_the_end_of_a_long_source_is_cut(data_dir, sampler, caplog):
-  """The judge gets the same part of the source as the model."""
+  """The judge gets the same part of the source as the model.
+
+  The model reads and writes at most 400 tokens, here bytes: the prompt with a
+  separator before it, and a summary.
+  """
   document = "rose by 1 " + "x" * 90 + "y" * 1000
   write_records(
     data_dir / "xsum.jsonl", [{"document": document, "summary": "?"}]
@@ -466,8 +494,9 @@ def test_the_end_of_a_long_source_is_cut(data_dir, sampler, caplog):
 
   (prompt,) = sampler.prompts
   assert prompt.endswith("y\n\nSummary:")
+  num_separators = 1
   num_summary_tokens = 128
-  assert 1 + len(prompt) + num_summary_tokens == 400
+  assert num_separators + len(prompt) + num_summary_tokens == 400
   (record,) = read_records(model_dir(data_dir) / "judge_prompts.jsonl")
   assert 50 <= record["prompt"].count("y") < 300
   assert (
@@ -571,6 +600,7 @@ def test_the_suite_needs_rouge_score(monkeypatch):
 
 
 def test_a_real_model_and_sampler(data_dir):
+  """A model with random parameters writes two wrong answers."""
   config = ModelConfig(
     num_layers=1,
     embed_dim=16,
@@ -586,7 +616,7 @@ def test_a_real_model_and_sampler(data_dir):
 
   values = evaluate(
     data_dir,
-    trained,
+    trained=trained,
     sets=("hotpotqa",),
     samples=2,
     answer_tokens=8,
