@@ -234,6 +234,7 @@ def test_the_longest_prompts_fill_the_models_length(
 def test_the_order_of_demonstrations_does_not_change_an_oracle(
   oracle_measurements,
 ):
+  """The oracle looks up labels, so its best and worst order are equal."""
   ranges = []
   for measurement in oracle_measurements:
     if measurement.name == "best minus worst":
@@ -246,13 +247,17 @@ def test_the_order_of_demonstrations_does_not_change_an_oracle(
 
 
 def test_a_model_that_repeats_the_first_label_depends_on_the_order(monkeypatch):
+  """Its accuracy differs between six orders of the same demonstrations."""
   sampler = FakeSampler(repeat_first_label)
+
   measurements = evaluate(monkeypatch, sampler, samples=60, orders=6)
 
   for measurement in measurements:
     if measurement.name == "best minus worst":
-      num_right = measurement.units.sum(axis=0)  # for each order
-      expected = (num_right.max() - num_right.min()) / 60
+      num_right_by_order = measurement.units.sum(axis=0)
+      num_best = num_right_by_order.max()
+      num_worst = num_right_by_order.min()
+      expected = (num_best - num_worst) / 60
       assert value(measurement) == pytest.approx(expected)
       assert value(measurement) > 0
     else:
@@ -296,11 +301,13 @@ def test_demonstrations_are_balanced(queries_of_one_set):
 
 
 def test_no_prompt_shows_a_query(monkeypatch, tmp_path):
-  queries = []
-  for number in range(3):
-    label = f"class {number}"
-    queries.append({"text": f"what is query{number}?", "label": label})
-  write_records(tmp_path / "mine" / "train.jsonl", queries[:2] + TRAIN)
+  """Two of three queries are in the training file too. They are left out."""
+  queries = [
+    {"text": "what is query0?", "label": "class 0"},
+    {"text": "what is query1?", "label": "class 1"},
+    {"text": "what is query2?", "label": "class 2"},
+  ]
+  write_records(tmp_path / "mine" / "train.jsonl", [*queries[:2], *TRAIN])
   write_records(tmp_path / "mine" / "test.jsonl", queries)
   sampler = FakeSampler(look_up)
 
@@ -319,7 +326,8 @@ def test_no_prompt_shows_a_query(monkeypatch, tmp_path):
   prompts = [parse(prompt) for prompt in sampler.prompts]
   asked = {prompt.query for prompt in prompts}
   for prompt in prompts:
-    assert asked.isdisjoint(text for text, _ in prompt.demonstrations)
+    for text, _ in prompt.demonstrations:
+      assert text not in asked
 
 
 def test_no_synthetic_demonstration_is_a_query():
@@ -332,8 +340,15 @@ def test_no_synthetic_demonstration_is_a_query():
 
 
 def test_a_label_needs_a_demonstration_that_is_no_query(monkeypatch, tmp_path):
-  write_records(tmp_path / "mine" / "train.jsonl", TRAIN)
-  write_records(tmp_path / "mine" / "test.jsonl", TRAIN[2:])
+  """Queries are never shown, so "class 2" would have no demonstration."""
+  query = {"text": "what is word2?", "label": "class 2"}
+  train = [
+    {"text": "what is word0?", "label": "class 0"},
+    {"text": "what is word1?", "label": "class 1"},
+    query,
+  ]
+  write_records(tmp_path / "mine" / "train.jsonl", train)
+  write_records(tmp_path / "mine" / "test.jsonl", [query])
 
   message = "test.jsonl:1: every demonstration of the label 'class 2' is also a"
   with pytest.raises(UserError, match=message):
@@ -359,9 +374,12 @@ def test_a_label_needs_a_demonstration_that_is_no_query(monkeypatch, tmp_path):
 def test_a_public_dataset_has_its_own_form_of_prompts(
   monkeypatch, tmp_path, name, form
 ):
-  queries = []
-  for record in TRAIN:
-    queries.append({**record, "text": f"{record['text']} please"})
+  """Prompts of trec_fine name their parts "Question" and "Type", for example."""
+  queries = [
+    {"text": "what is word0? please", "label": "class 0"},
+    {"text": "what is word1? please", "label": "class 1"},
+    {"text": "what is word2? please", "label": "class 2"},
+  ]
   write_records(tmp_path / name / "train.jsonl", TRAIN)
   write_records(tmp_path / name / "test.jsonl", queries)
   sampler = FakeSampler(look_up)
@@ -370,14 +388,14 @@ def test_a_public_dataset_has_its_own_form_of_prompts(
     monkeypatch, sampler, datasets=(name,), data_dir=str(tmp_path), orders=0
   )
 
+  # TRAIN has three demonstrations of the same length.
+  counts = [item.at["demonstrations"] for item in measurements]
+  assert counts == [1, 2, 3]
   tokens_of_one = measurements[0].at["tokens"]
-  for count, measurement in enumerate(measurements, start=1):
-    assert measurement.at == {
-      "dataset": name,
-      "demonstrations": count,
-      "tokens": count * tokens_of_one,
-    }
-  assert len(measurements) == 3
+  for measurement in measurements:
+    assert measurement.at["dataset"] == name
+    num_tokens = measurement.at["demonstrations"] * tokens_of_one
+    assert measurement.at["tokens"] == num_tokens
   assert value(measurements[-1]) == 1.0
   for prompt in sampler.prompts:
     assert re.match(form, prompt)
@@ -472,9 +490,10 @@ def test_the_default_dataset_is_synthetic():
 
 def test_the_plot_shows_one_or_two_models(monkeypatch, tmp_path):
   path = tmp_path / "many_shot.png"
-  settings = {"orders": 0, "max_tokens": 600}
-  first = evaluate(monkeypatch, FakeSampler(look_up), **settings)
-  second = evaluate(monkeypatch, FakeSampler(answer_unknown), **settings)
+  first = evaluate(monkeypatch, FakeSampler(look_up), orders=0, max_tokens=600)
+  second = evaluate(
+    monkeypatch, FakeSampler(answer_unknown), orders=0, max_tokens=600
+  )
   one_model = {
     "models": [{"name": "one"}],
     "figures": list(intervals.compare(first)),
@@ -491,6 +510,7 @@ def test_the_plot_shows_one_or_two_models(monkeypatch, tmp_path):
 
 
 def test_a_real_model_and_sampler():
+  """At most three demonstrations fit into the model's 256 tokens."""
   config = ModelConfig(
     num_layers=1,
     embed_dim=16,
@@ -516,6 +536,7 @@ def test_a_real_model_and_sampler():
 
   measurements = list(suite.evaluate(trained))
 
+  # The accuracies, then the effects of two kinds of order.
   counts = [item.at["demonstrations"] for item in measurements]
   assert counts == [1, 2, 3, 3, 3]
   for measurement in measurements:
