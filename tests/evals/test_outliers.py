@@ -85,7 +85,11 @@ def all_magnitudes(
 def test_top_values_are_exact_and_medians_close(
   make_trained, variant, num_layers
 ):
-  """Each row has two blocks of queries. The last batch is not full."""
+  """The suite keeps only the largest magnitudes and a histogram of all.
+
+  Five rows of 160 tokens hold the 750 tokens. A row has two blocks of queries,
+  and the last batch of two rows is not full.
+  """
   trained = make_trained(variant, num_layers=num_layers)
   rows = validation_rows("outliers", trained, 5, length=160, batch_size=1)
   magnitudes = all_magnitudes(trained, rows)
@@ -104,7 +108,7 @@ def test_top_values_are_exact_and_medians_close(
       rank = int(measurement.at["value"].removeprefix("top-"))
       assert value == pytest.approx(np.sort(values)[-rank], rel=1e-5)
 
-  # Top values of a resampling, the rows 0, 0 and 3, are exact too.
+  # The bootstrap draws rows again, here 0, 0 and 3. Their top values are exact.
   for measurement in measurements:
     if measurement.at["value"] == "median":
       continue
@@ -117,7 +121,8 @@ def test_top_values_are_exact_and_medians_close(
 
 def test_padding_does_not_count(make_trained):
   """Eleven tokens in a row of 64 give the same values as alone."""
-  trained = make_trained()
+  # Two layers of two heads with two maps each, and an embedding of size 16.
+  trained = make_trained("diff")
   row = Row(np.arange(11), np.array([11]), np.array([0]))
   summarize = jax.jit(
     functools.partial(outliers.row_summaries, trained.model, every=1)
@@ -133,10 +138,12 @@ def test_padding_does_not_count(make_trained):
   num_layers = 2
   num_heads = 2
   num_maps = 2
-  num_pairs = 11 * 12 // 2
+  # The first query sees one key, and the eleventh one sees 11.
+  num_pairs = sum(range(1, 11 + 1))
   num_logits = num_layers * num_heads * num_maps * num_pairs
   assert float(padded[LOGITS].counts.sum()) == num_logits
-  assert float(padded[HIDDEN].counts.sum()) == num_layers * 11 * 16
+  num_hidden_values = num_layers * 11 * 16
+  assert float(padded[HIDDEN].counts.sum()) == num_hidden_values
 
 
 @pytest.fixture(scope="module")

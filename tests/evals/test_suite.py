@@ -73,8 +73,8 @@ def test_a_setting_outside_its_bound_raises(settings, message):
 
 
 def test_a_run_writes_both_models_and_their_difference(tmp_path, capsys):
-  suite = Counting()
-  # This suite measures numbers instead of models.
+  """The models are the numbers 1 and 2. The suite multiplies them by 0 to 2."""
+  suite = Counting(count=3)
   models = [Model(1.0, {"name": "one"}), Model(2.0, {"name": "two"})]
   data = [suite.load(model.trained) for model in models]
 
@@ -129,14 +129,15 @@ def test_two_suites_cannot_have_one_name(suites):
 def test_the_suite_of_the_documentation_counts_confident_tokens(
   make_trained, tmp_path
 ):
+  """A token is confident if its probability is above 1/2."""
   with own_variants.registered(tmp_path):
-    Confident = suite_class("confident")
+    confident_class = suite_class("confident")
   # A model with random parameters is never confident. With large ones it is,
   # and is right about once in 256 tokens.
   trained = make_trained(num_layers=1)
   params = jax.tree.map(lambda leaf: 10 * leaf, trained.params)
   trained = dataclasses.replace(trained, params=params)
-  suite = Confident(rows=30)
+  suite = confident_class(rows=30)
 
   (measurement,) = suite.evaluate(trained)
 
@@ -144,6 +145,7 @@ def test_the_suite_of_the_documentation_counts_confident_tokens(
   def compute_losses(batch):
     return token_losses(trained.model, trained.params, batch)
 
+  # The probability of each target token, from its loss.
   num_confident = 0
   num_tokens = 0
   for batch in suite.load(trained):
@@ -202,6 +204,7 @@ class WithoutTable(Suite):
   ],
 )
 def test_an_incomplete_suite_cannot_be_registered(suites, suite, message):
+  """The error tells the author of a suite what to add."""
   with pytest.raises(TypeError, match=re.escape(message)):
     register(suite)
 

@@ -52,6 +52,7 @@ def test_rows_that_fill_the_last_batch_are_no_units(make_trained):
 
 
 def test_values_equal_those_of_the_training_loop(make_trained):
+  """The last batch of the 13 rows is not full, unless it has one row."""
   trained = with_eval_rows(make_trained(), 13)
   mesh = make_mesh(trained.config.mesh, jax.devices()[:1])
   program = build(trained.config, mesh)
@@ -64,19 +65,21 @@ def test_values_equal_those_of_the_training_loop(make_trained):
     ngram=3,
   )
 
+  expected = list(logged.values())
   for batch_size in (1, 5):
     values = evaluate(trained, Validation(rows=13, batch_size=batch_size))
-    expected = list(logged.values())
     assert list(values.values()) == pytest.approx(expected, rel=1e-5)
 
 
 def test_rows_can_be_of_another_text_and_length(make_trained, tmp_path):
+  """1,000 bytes and a separator are eight rows of 128 tokens."""
   (tmp_path / "other.txt").write_text("x" * 1000)
 
+  all_rows = -1
   batches = validation_rows(
     "validation",
     make_trained(),
-    -1,
+    all_rows,
     length=128,
     source=f"text:{tmp_path}/*.txt",
   )
