@@ -12,6 +12,7 @@ from diffjax.evals.methods.validation_rows import validation_rows
 from diffjax.evals.position_nll import PositionNLL, spaced
 from diffjax.evals.report import intervals, plots, results
 from diffjax.evals.report.intervals import interval
+from diffjax.inference.trained import Trained
 from diffjax.model.decoder import logits
 from tests.harness.tiers import full
 
@@ -19,6 +20,7 @@ from tests.harness.tiers import full
 def test_a_uniform_model_loses_log_n_at_every_position(
   make_trained, make_uniform
 ):
+  """The vocabulary has 256 tokens, and an octave of positions two steps."""
   trained = make_uniform(make_trained(num_layers=1))
 
   measurements = list(PositionNLL(rows=3, length=256).evaluate(trained))
@@ -31,12 +33,8 @@ def test_a_uniform_model_loses_log_n_at_every_position(
     assert value == pytest.approx(math.log(256), rel=1e-6)
 
 
-@pytest.mark.parametrize("variant", ["diff", *full(["softmax", "diff_v2"])])
-def test_a_measurement_is_the_mean_of_the_losses_so_far(make_trained, variant):
-  trained = make_trained(variant)
-  suite = PositionNLL(rows=2, length=200, first=10, per_octave=1)
-
-  measurements = list(suite.evaluate(trained))
+def losses_of_two_rows(trained: Trained, length: int) -> np.ndarray:
+  """Returns the loss of each token of the suite's first rows, [2, length]."""
 
   @jax.jit
   def predict(tokens):
@@ -44,21 +42,34 @@ def test_a_measurement_is_the_mean_of_the_losses_so_far(make_trained, variant):
     return jax.nn.log_softmax(logits(trained.params, hidden))
 
   rows = validation_rows(
-    "position_nll", trained, 2, length=200, packing="concat"
+    "position_nll", trained, 2, length=length, packing="concat"
   )
   losses = []
   for batch in rows:
     (log_probabilities,) = np.asarray(predict(batch["tokens"]))
     (targets,) = batch["targets"]
-    losses.append(-log_probabilities[np.arange(200), targets])
+    losses.append(-log_probabilities[np.arange(length), targets])
+  return np.stack(losses)
+
+
+@pytest.mark.parametrize("variant", ["diff", *full(["softmax", "diff_v2"])])
+def test_a_measurement_is_the_mean_of_the_losses_so_far(make_trained, variant):
+  """The measurement at position n is the mean of the first n losses."""
+  trained = make_trained(variant)
+  suite = PositionNLL(rows=2, length=200, first=10, per_octave=1)
+
+  measurements = list(suite.evaluate(trained))
+
+  losses = losses_of_two_rows(trained, length=200)
   positions = [measurement.at["position"] for measurement in measurements]
   assert positions == [10, 20, 40, 80, 160, 200]
   for position, measurement in zip(positions, measurements, strict=True):
-    expected = np.mean([row_losses[:position] for row_losses in losses])
+    expected = losses[:, :position].mean()
     assert interval(measurement).value == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_row_that_is_not_full_is_left_out(make_trained):
+  """The text has fewer than 1,000 rows, so the last one is padded."""
   trained = make_trained()
 
   rows = list(PositionNLL(length=300, rows=1000).load(trained))
@@ -69,7 +80,8 @@ def test_a_row_that_is_not_full_is_left_out(make_trained):
   all_rows = validation_rows(
     "position_nll", trained, 1000, length=300, packing="concat"
   )
-  assert len(rows) == len(list(all_rows)) - 1
+  num_all_rows = len(list(all_rows))
+  assert len(rows) == num_all_rows - 1
 
 
 def test_a_row_of_long_documents_begins_with_its_document(make_trained):
@@ -95,14 +107,16 @@ def test_a_long_document_is_a_unit(make_trained, make_uniform):
   assert len(measurement.units) == num_rows
 
 
-def test_rows_beyond_the_models_length_need_a_setting(
-  make_trained, make_uniform
-):
-  trained = make_uniform(make_trained(num_layers=1, max_length=64))
+def test_rows_beyond_the_models_length_need_a_setting(make_trained):
+  trained = make_trained(num_layers=1, max_length=64)
 
   message = "length = 100: a diff model takes 1 to 64 tokens.*beyond_limit"
   with pytest.raises(UserError, match=message):
     list(PositionNLL(length=100).evaluate(trained))
+
+
+def test_rows_can_be_longer_than_the_model_was_trained_for(make_trained):
+  trained = make_trained(num_layers=1, max_length=64)
 
   suite = PositionNLL(length=100, rows=2, beyond_limit=True)
   measurements = list(suite.evaluate(trained))
