@@ -77,7 +77,12 @@ def test_zeros_stay_zeros():
 def test_an_outlier_changes_the_logits_that_share_its_scale(
   per, changes_other_queries, changes_other_heads
 ):
+  """Logits are rounded to multiples of a scale, which the largest one sets.
+
+  The outlier is in sequence 0, query group 1, map 0 and query 3.
+  """
   rng = np.random.default_rng(0)
+  # [sequences, query groups, maps, queries, keys]
   logits = rng.normal(size=(2, 3, 2, 5, 5)).astype(np.float32)
   mask = np.tri(5, dtype=bool)[None].repeat(2, axis=0)
   logits_with_outlier = logits.copy()
@@ -87,10 +92,10 @@ def test_an_outlier_changes_the_logits_that_share_its_scale(
   before = np.asarray(transform(logits, mask))
   after = np.asarray(transform(logits_with_outlier, mask))
 
-  is_changed = np.any(before != after, axis=-1)  # [B, Q, G, T]
+  is_changed = np.any(before != after, axis=-1)
   assert not np.any(is_changed[1]), "another sequence"
   assert is_changed[0, 1, 0, 3], "the query of the outlier"
-  assert is_changed[0, 1, 0, 4] == changes_other_queries
+  assert is_changed[0, 1, 0, 4] == changes_other_queries, "another query"
   assert is_changed[0, 1, 1, 4] == changes_other_heads, "another map"
   assert is_changed[0, 2, 1, 4] == changes_other_heads, "another query group"
 
@@ -108,6 +113,7 @@ def test_an_outlier_changes_the_logits_that_share_its_scale(
 def test_many_bits_change_nothing_and_few_change_much(
   make_trained, variant, fields
 ):
+  """The logits of attention are rounded to 24 and to 2 bits."""
   trained = make_trained(variant, **fields)
   batch = next(iter(validation_rows("quantised", trained, 3, batch_size=3)))
 
@@ -124,17 +130,18 @@ def test_many_bits_change_nothing_and_few_change_much(
   fine = apply(quantise(trained, 24, "row").model, trained.params)
   coarse = apply(quantise(trained, 2, "tensor").model, trained.params)
 
-  # 24 bits are as many as the mantissa of float32 has.
+  # The mantissa of float32 has 24 bits too.
   chex.assert_trees_all_close(fine, exact, atol=1e-5, rtol=0)
   assert np.abs(coarse - exact).max() > 0.01
 
 
 def test_padding_does_not_set_the_scale():
-  """The queries of padding are 100 times as large."""
+  """Large queries at positions of padding do not make the rounding coarser."""
   keys = jax.random.split(jax.random.key(0), 3)
   q = jax.random.normal(keys[0], (1, 9, 4, 2, 8))
   k = jax.random.normal(keys[1], (1, 9, 2, 2, 8))
   v = jax.random.normal(keys[2], (1, 9, 2, 16))
+  # Six tokens and three of padding.
   segment_ids = jnp.array([[1, 1, 1, 1, 1, 1, 0, 0, 0]])
   layer = DiffAttention(
     num_heads=4, head_dim=8, logits_transform=LogitsQuantisation(4, "tensor")
@@ -146,7 +153,8 @@ def test_padding_does_not_set_the_scale():
     return layer.attend(q, k, v, 0.3, mask)
 
   alone = attend(q[:, :6], k[:, :6], v[:, :6], segment_ids[:, :6])
-  padded = attend(q.at[:, 6:].multiply(100), k, v, segment_ids)
+  q_with_large_padding = q.at[:, 6:].multiply(100)
+  padded = attend(q_with_large_padding, k, v, segment_ids)
 
   chex.assert_trees_all_close(padded[:, :6], alone, **FLOAT32)
 
@@ -162,25 +170,23 @@ def test_a_row_does_not_depend_on_the_other_rows_of_its_batch(make_trained):
 
 
 def test_reading_with_a_cache_is_quantised(make_trained):
+  """16 tokens are read at once, and two more one by one."""
   trained = make_trained("diff_v2")
   model = quantise(trained, 3, "row").model
   tokens = jax.random.randint(jax.random.key(1), (2, 18), 0, 250)
-  apply = jax.jit(lambda model, *args: model.apply(*args), static_argnums=0)
-  variables = {"params": trained.params}
   read = jax.jit(functools.partial(extend, model))
   weights = unstack(model, trained.params)
   cache = empty_cache(model, 2, 32)
 
-  pieces = []
-  for start, stop in ((0, 16), (16, 17), (17, 18)):
-    hidden, cache = read(weights, tokens[:, start:stop], cache)
-    pieces.append(hidden)
+  first, cache = read(weights, tokens[:, :16], cache)
+  second, cache = read(weights, tokens[:, 16:17], cache)
+  third, cache = read(weights, tokens[:, 17:], cache)
 
-  without_cache = apply(model, variables, tokens)
-  chex.assert_trees_all_close(
-    jnp.concatenate(pieces, axis=1), without_cache, **FLOAT32_LAYER
-  )
-  exact = apply(trained.model, variables, tokens)
+  with_cache = jnp.concatenate([first, second, third], axis=1)
+  variables = {"params": trained.params}
+  without_cache = jax.jit(model.apply)(variables, tokens)
+  chex.assert_trees_all_close(with_cache, without_cache, **FLOAT32_LAYER)
+  exact = jax.jit(trained.model.apply)(variables, tokens)
   assert np.abs(without_cache - exact).max() > 0.01
 
 
@@ -194,6 +200,10 @@ def test_reading_with_a_cache_is_quantised(make_trained):
   ],
 )
 def test_lambda_and_query_offsets_are_those_of_diff_attention(lam):
+  """With 24 bits, the quantised attention equals the usual one.
+
+  The three queries of the two rows begin at positions 2 and 5 of nine keys.
+  """
   keys = jax.random.split(jax.random.key(0), 3)
   q = jax.random.normal(keys[0], (2, 3, 4, 2, 8))
   k = jax.random.normal(keys[1], (2, 9, 2, 2, 8))
@@ -250,11 +260,11 @@ def test_each_suite_is_measured_without_and_with_quantisation(
   make_trained, needle_calls
 ):
   """More bits change the losses of rows less."""
-  suite = dataclasses.replace(
-    QUICK,
+  suite = Quantised(
     measurements=("validation", "needle"),
     bits=(8, 4),
-    needle=Needle(samples=7),
+    per=("row",),
+    validation=Validation(rows=4),
   )
 
   measurements = list(suite.evaluate(make_trained()))
@@ -271,15 +281,21 @@ def test_each_suite_is_measured_without_and_with_quantisation(
     ("needle: accuracy", 8, "row"),
     ("needle: accuracy", 4, "row"),
   ]
-  exact, fine, coarse = (loss.units for loss in measurements[:3])
-  assert np.abs(fine - exact).max() < np.abs(coarse - exact).max()
+  exact_losses = measurements[0].units
+  error_of_8_bits = np.abs(measurements[1].units - exact_losses).max()
+  error_of_4_bits = np.abs(measurements[2].units - exact_losses).max()
+  assert error_of_8_bits < error_of_4_bits
 
 
 def test_a_measured_suite_has_its_own_settings_and_coordinates(
   make_trained, needle_calls
 ):
-  suite = dataclasses.replace(
-    QUICK, measurements=("needle",), bits=(8,), needle=Needle(samples=7)
+  """The suite "needle" has been replaced by one accuracy at each depth."""
+  suite = Quantised(
+    measurements=("needle",),
+    bits=(8,),
+    per=("row",),
+    needle=Needle(samples=7),
   )
 
   exact_accuracy, _ = suite.evaluate(make_trained())
