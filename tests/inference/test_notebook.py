@@ -5,9 +5,8 @@ import re
 import signal
 import subprocess
 import sys
-import textwrap
-import threading
 import typing
+from concurrent import futures
 
 import chex
 import pytest
@@ -124,6 +123,7 @@ def test_complete_accepts_more_prompts_than_a_batch(workdir):
 def test_options_out_of_range_are_rejected(
   workdir, max_new_tokens, options, message
 ):
+  """The model takes 64 tokens. The prompt has a separator and four bytes."""
   trained = diffjax.load(workdir)
   with pytest.raises(UserError, match=message):
     diffjax.complete(trained, ["def "], max_new_tokens, **options)
@@ -149,41 +149,55 @@ def test_the_same_config_gives_the_same_parameters(config, workdir, tmp_path):
   chex.assert_trees_all_equal(trained.params, diffjax.load(workdir).params)
 
 
-def test_fit_restores_signal_handlers_and_unlocks_after_an_error(
-  config, tmp_path
-):
+def test_fit_restores_signal_handlers(config, tmp_path):
+  """A run handles SIGTERM and SIGINT only while it trains."""
   handlers = signal_handlers()
+
   diffjax.fit(config, tmp_path)
+
+  assert signal_handlers() == handlers
+  assert signal.set_wakeup_fd(-1) == -1
+
+
+PROGRAM_THAT_LOCKS_A_WORKDIR = """
+import sys
+from diffjax.host.lock import lock
+
+with lock(sys.argv[1]):
+  pass
+"""
+
+
+def test_fit_restores_signal_handlers_and_unlocks_after_an_error(
+  config, workdir
+):
+  """A run in a workdir cannot continue with another model."""
+  handlers = signal_handlers()
   wrong_config = config.copy_and_resolve_references()
   wrong_config.model.ffn_dim = 48
+
   with pytest.raises(UserError, match="model.ffn_dim was 32 and is 48"):
-    diffjax.fit(wrong_config, tmp_path)
+    diffjax.fit(wrong_config, workdir)
 
   assert signal_handlers() == handlers
   assert signal.set_wakeup_fd(-1) == -1
   # Another process can lock the workdir.
-  run_code(f"""
-    from diffjax.host.lock import lock
-    with lock({str(tmp_path)!r}):
-      pass
-  """)
+  run_program(PROGRAM_THAT_LOCKS_A_WORKDIR, str(workdir))
 
 
 def test_fit_works_in_another_thread(config, workdir, tmp_path):
-  """Only the main thread may set signal handlers."""
-  results = []
-
-  def work():
-    results.append(diffjax.fit(from_config_dict(config), str(tmp_path)))
-    results.append(signal_handlers())
-
+  """Only the main thread may set signal handlers, so `fit` leaves them."""
   handlers = signal_handlers()
-  thread = threading.Thread(target=work)
-  thread.start()
-  thread.join()
-  trained, handlers_after_training = results
-  chex.assert_trees_all_equal(trained.params, diffjax.load(workdir).params)
-  assert handlers_after_training == handlers
+
+  with futures.ThreadPoolExecutor(max_workers=1) as executor:
+    training = executor.submit(
+      diffjax.fit, from_config_dict(config), str(tmp_path)
+    )
+  trained = training.result()
+
+  expected = diffjax.load(workdir)
+  chex.assert_trees_all_equal(trained.params, expected.params)
+  assert signal_handlers() == handlers
 
 
 def test_an_invalid_config_is_rejected_before_anything_is_written(tmp_path):
@@ -223,10 +237,10 @@ def test_an_unknown_name_is_an_attribute_error():
     _ = diffjax.trian
 
 
-def run_code(code):
-  """Returns what Python prints for some code, in a process of its own."""
+def run_program(program, *arguments):
+  """Returns what a Python program prints, in a process of its own."""
   result = subprocess.run(
-    [sys.executable, "-c", textwrap.dedent(code)],
+    [sys.executable, "-c", program, *arguments],
     cwd=ROOT,
     capture_output=True,
     text=True,
@@ -235,56 +249,94 @@ def run_code(code):
   return result.stdout
 
 
+PROGRAM_THAT_PRINTS_THE_MODULES_OF_THE_PACKAGE = """
+import json
+import sys
+import types
+import typing
+
+before = set(sys.modules)
+import diffjax
+
+print(json.dumps(sorted(set(sys.modules) - before)))
+"""
+
+
 def test_importing_the_package_imports_no_other_module():
-  printed = run_code("""
-    import json, sys, types, typing
-    before = set(sys.modules)
-    import diffjax
-    print(json.dumps(sorted(set(sys.modules) - before)))
-  """)
+  """Its public names are imported when they are used."""
+  printed = run_program(PROGRAM_THAT_PRINTS_THE_MODULES_OF_THE_PACKAGE)
+
   assert set(json.loads(printed)) <= {"diffjax", "__future__"}
+
+
+PROGRAM_THAT_IMPORTS_AND_PRINTS_THREADS = """
+import signal
+import sys
+import threading
+
+# Libraries read the command line when they are imported.
+import grain
+import matplotlib
+import ml_collections
+import orbax.checkpoint
+
+class CommandLine(list):
+  def __getitem__(self, index):
+    frame = sys._getframe(1)
+    if "diffjax" in frame.f_globals["__name__"]:
+      raise AssertionError("reads the command line")
+    return super().__getitem__(index)
+
+sys.argv = CommandLine(["-m"])
+handler = signal.getsignal(signal.SIGINT)
+
+import diffjax
+for name in diffjax.__all__:
+  getattr(diffjax, name)
+import diffjax.train
+import diffjax.aot
+import diffjax.__main__
+
+assert signal.getsignal(signal.SIGINT) is handler
+print([thread.name for thread in threading.enumerate()])
+"""
 
 
 def test_importing_starts_no_thread_and_does_not_read_the_command_line():
   """This holds for the package, its public names and the commands."""
-  printed = run_code("""
-    import pathlib, signal, sys, threading
-    # Libraries read the command line when they are imported.
-    import grain, matplotlib, ml_collections, orbax.checkpoint
+  printed = run_program(PROGRAM_THAT_IMPORTS_AND_PRINTS_THREADS)
 
-    class CommandLine(list):
-      def __getitem__(self, index):
-        frame = sys._getframe(1)
-        if "diffjax" in frame.f_globals["__name__"]:
-          raise AssertionError("reads the command line")
-        return super().__getitem__(index)
-
-    sys.argv = CommandLine(["-m"])
-    handler = signal.getsignal(signal.SIGINT)
-    import diffjax
-    for name in diffjax.__all__:
-      getattr(diffjax, name)
-    import diffjax.train, diffjax.aot, diffjax.__main__
-    assert signal.getsignal(signal.SIGINT) is handler
-    print([thread.name for thread in threading.enumerate()])
-  """)
   assert printed == "['MainThread']\n"
 
 
+PROGRAM_THAT_HOLDS_A_LOCK_UNTIL_A_LINE_IS_READ = """
+import sys
+from diffjax.host.lock import lock
+
+with lock(sys.argv[1]):
+  print("locked", flush=True)
+  input()
+"""
+
+
 def test_fit_rejects_a_workdir_that_another_process_uses(config, tmp_path):
-  code = (
-    "import sys; from diffjax.host.lock import lock\n"
-    "with lock(sys.argv[1]): print(flush=True); input()"
-  )
   holder = subprocess.Popen(
-    [sys.executable, "-c", code, tmp_path],
+    [
+      sys.executable,
+      "-c",
+      PROGRAM_THAT_HOLDS_A_LOCK_UNTIL_A_LINE_IS_READ,
+      tmp_path,
+    ],
     stdin=subprocess.PIPE,
     stdout=subprocess.PIPE,
     text=True,
   )
-  holder.stdout.readline()
+  assert holder.stdout.readline() == "locked\n"
+
   with pytest.raises(UserError, match="is in use by process"):
     diffjax.fit(config, tmp_path)
+
+  # The other process ends after a line, and the workdir is free.
   holder.communicate("\n")
   with lock(tmp_path):
     pass
@@ -389,7 +441,9 @@ def test_the_notebook_runs_in_an_empty_directory(optimised, tmp_path):
     startup_timeout=300,
     resources={"metadata": {"path": str(tmp_path)}},
   )
+
   client.execute()
+
   check_outputs(notebook.cells)
   assert output_kinds(notebook.cells) == committed_kinds
   assert (tmp_path / "runs/notebook/loss.png").exists()
