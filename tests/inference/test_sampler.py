@@ -21,9 +21,8 @@ CONFIG = ModelConfig(
   ffn_dim=48,
   max_length=300,
 )
-CAPACITY = 200
-LONG_PROMPT = np.random.default_rng(0).integers(0, 64, 140).tolist()
-PROMPTS = [[5], [7, 3, 9], list(range(1, 60)), LONG_PROMPT]
+PROMPT_OF_140 = np.random.default_rng(0).integers(0, 64, 140).tolist()
+PROMPTS = [[5], [7, 3, 9], list(range(1, 60)), PROMPT_OF_140]
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +41,7 @@ def params(model):
 
 @pytest.fixture(scope="module")
 def sampler(model, params):
-  return Sampler(model, params, batch_size=4, capacity=CAPACITY)
+  return Sampler(model, params, batch_size=4, capacity=200)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +56,7 @@ def next_logits(model, params):
     return logits(params, model.apply({"params": params}, window))
 
   def last_logits(ids):
-    window = np.zeros((1, CAPACITY), np.int32)
+    window = np.zeros((1, 200), np.int32)
     window[0, : len(ids)] = ids
     return np.asarray(all_logits(window)[0, len(ids) - 1])
 
@@ -77,6 +76,7 @@ def generate_greedily(next_logits, prompt, num_tokens):
 
 
 def test_prefill_and_steps_give_the_logits_of_the_model(sampler, next_logits):
+  """Four prompts are read, then two tokens are appended to each of them."""
   rows = [list(prompt) for prompt in PROMPTS]
 
   state = sampler.prefill(PROMPTS)
@@ -101,23 +101,24 @@ def test_prefill_and_steps_give_the_logits_of_the_model(sampler, next_logits):
 def test_prompts_can_share_a_prefix_that_is_read_once(
   sampler, next_logits, tails
 ):
-  prefix = sampler.prefill([LONG_PROMPT] * 4)
+  """The sampler has four rows. Prompts of 140 tokens continue differently."""
+  prefix = sampler.prefill([PROMPT_OF_140] * 4)
 
   state = sampler.read(prefix, tails)
 
-  expected = np.array([next_logits([*LONG_PROMPT, *tail]) for tail in tails])
+  expected = np.array([next_logits([*PROMPT_OF_140, *tail]) for tail in tails])
   chex.assert_trees_all_close(
     state.logits[: len(tails)], expected, **FLOAT32_MODEL
   )
 
 
 def test_generation_continues_after_a_shared_prefix(sampler, next_logits):
-  prefix = sampler.prefill([LONG_PROMPT] * 4)
+  prefix = sampler.prefill([PROMPT_OF_140] * 4)
   state = sampler.read(prefix, [[5], [7], [8, 9], [4]])
 
   state = sampler.step(state, [1, 2, 3, 4])
 
-  expected = next_logits([*LONG_PROMPT, 8, 9, 3])
+  expected = next_logits([*PROMPT_OF_140, 8, 9, 3])
   chex.assert_trees_all_close(state.logits[2], expected, **FLOAT32_MODEL)
 
 
@@ -133,7 +134,8 @@ def test_generation_continues_after_a_shared_prefix(sampler, next_logits):
   ids=["too long", "empty"],
 )
 def test_a_tail_must_fit_behind_its_prefix(sampler, tails, message):
-  prefix = sampler.prefill([LONG_PROMPT] * 4)
+  """The sampler's cache has 200 tokens, of which the prefix takes 140."""
+  prefix = sampler.prefill([PROMPT_OF_140] * 4)
   with pytest.raises(UserError, match=message):
     sampler.read(prefix, tails)
 
@@ -156,6 +158,7 @@ def test_greedy_generation_equals_a_loop_over_the_model(sampler, next_logits):
   ],
 )
 def test_the_number_of_prompts_does_not_change_the_answers(sampler, prompts):
+  """The sampler answers four prompts at a time. Each is also answered alone."""
   answers = sampler.generate(prompts, 5)
 
   answers_alone = [sampler.generate([prompt], 5)[0] for prompt in prompts]
@@ -215,7 +218,11 @@ def wide_sampler(model, params):
 def test_draws_follow_the_probabilities_of_the_model(
   wide_sampler, next_logits, top_k, top_p
 ):
-  prompt = PROMPTS[1]
+  """Frequencies are within five standard errors of the probabilities.
+
+  top_k = 0 and top_p = 1 leave out no token.
+  """
+  prompt = [7, 3, 9]
   temperature = 1.7
   num_draws = 4000
   scaled_logits = np.float64(next_logits(prompt)) / temperature
@@ -301,37 +308,68 @@ def test_lengths_and_settings_do_not_recompile(model, params):
 
 
 @pytest.mark.parametrize(
-  ("prompts", "num_tokens", "options", "message"),
+  ("prompt_length", "num_tokens", "message"),
   [
-    (
-      [list(range(60)) * 4],
-      1,
-      {},
-      "240 tokens and 1 new ones are more than the 200",
-    ),
-    ([[1] * 150], 51, {}, "150 tokens and 51 new"),
-    ([[]], 1, {}, "a prompt of 0 tokens"),
-    ([[1]], 0, {}, "max_new_tokens must be at least 1; got 0"),
-    ([[1]], -2, {}, "max_new_tokens must be at least 1"),
-    ([[1]], 2.5, {}, "max_new_tokens .* integer .* got 2.5"),
-    ([[1]], True, {}, "max_new_tokens .* got True"),
-    ([[1]], 1, {"temperature": -1.0}, "temperature must be at least 0; got -1"),
-    ([[1]], 1, {"temperature": float("nan")}, "temperature"),
-    ([[1]], 1, {"top_p": 0.0}, "top_p must be above 0"),
-    ([[1]], 1, {"top_k": -1}, "top_k must be at least 0"),
-    ([[1]], 1, {"top_k": 2.5}, "top_k must be an integer"),
-    ([[1]], 1, {"seed": 1.5}, "seed must be an integer"),
-    ([[1]], 1, {"seed": 2**31}, "seed must be an integer"),
-    ([1, 2], 2, {}, "prompt 0 is 1: pass a sequence"),
-    ([[1], "text"], 2, {}, "prompt 0 is no text, but others"),
-    (["text", [1]], 2, {}, "prompt 1 is no text, but others"),
+    (240, 1, "240 tokens and 1 new ones are more than the 200"),
+    (150, 51, "150 tokens and 51 new"),
+    (0, 1, "a prompt of 0 tokens"),
   ],
 )
-def test_wrong_arguments_of_generate_are_rejected(
-  sampler, prompts, num_tokens, options, message
+def test_a_prompt_and_its_answer_have_1_to_200_tokens(
+  sampler, prompt_length, num_tokens, message
+):
+  prompt = [1] * prompt_length
+  with pytest.raises(UserError, match=message):
+    sampler.generate([prompt], num_tokens)
+
+
+@pytest.mark.parametrize(
+  ("num_tokens", "message"),
+  [
+    (0, "max_new_tokens must be at least 1; got 0"),
+    (-2, "max_new_tokens must be at least 1"),
+    (2.5, "max_new_tokens .* integer .* got 2.5"),
+    (True, "max_new_tokens .* got True"),
+  ],
+)
+def test_the_number_of_new_tokens_is_a_positive_integer(
+  sampler, num_tokens, message
 ):
   with pytest.raises(UserError, match=message):
-    sampler.generate(prompts, num_tokens, **options)
+    sampler.generate([[1]], num_tokens)
+
+
+@pytest.mark.parametrize(
+  ("options", "message"),
+  [
+    ({"temperature": -1.0}, "temperature must be at least 0; got -1"),
+    ({"temperature": float("nan")}, "temperature"),
+    ({"top_p": 0.0}, "top_p must be above 0"),
+    ({"top_k": -1}, "top_k must be at least 0"),
+    ({"top_k": 2.5}, "top_k must be an integer"),
+    ({"seed": 1.5}, "seed must be an integer"),
+    ({"seed": 2**31}, "seed must be an integer"),
+  ],
+  ids=str,
+)
+def test_an_option_outside_its_range_is_rejected(sampler, options, message):
+  with pytest.raises(UserError, match=message):
+    sampler.generate([[1]], 1, **options)
+
+
+@pytest.mark.parametrize(
+  ("prompts", "message"),
+  [
+    ([1, 2], "prompt 0 is 1: pass a sequence"),
+    ([[1], "text"], "prompt 0 is no text, but others"),
+    (["text", [1]], "prompt 1 is no text, but others"),
+  ],
+)
+def test_prompts_are_all_texts_or_all_sequences_of_ids(
+  sampler, prompts, message
+):
+  with pytest.raises(UserError, match=message):
+    sampler.generate(prompts, 2)
 
 
 def test_prefill_rejects_texts(sampler):
@@ -402,10 +440,13 @@ def test_prompts_can_be_arrays_and_tuples(sampler, prompts):
 
 
 def test_a_cache_with_few_pages_gives_the_same_answers(model, params, sampler):
-  # With 21 new tokens, the prompts of 1, 3, 59 and 140 tokens need 1, 1, 1 and
-  # 2 pages. The cache has 3 pages, so the sampler makes two batches.
+  """With few pages, the sampler answers fewer prompts at a time.
+
+  With 21 new tokens, the prompts of 1, 3, 59 and 140 tokens need 1, 1, 1 and 2
+  pages of 128 tokens. The cache has three pages, so there are two batches.
+  """
   small_cache = Sampler(
-    model, params, batch_size=4, capacity=CAPACITY, cache_tokens=3 * 128
+    model, params, batch_size=4, capacity=200, cache_tokens=3 * 128
   )
 
   expected = sampler.generate(PROMPTS, 21)
@@ -419,7 +460,7 @@ def test_a_cache_with_few_pages_gives_the_same_answers(model, params, sampler):
 
 def test_a_cache_has_as_many_pages_as_it_was_given(model, params):
   sampler = Sampler(
-    model, params, batch_size=4, capacity=CAPACITY, cache_tokens=3 * 128
+    model, params, batch_size=4, capacity=200, cache_tokens=3 * 128
   )
 
   state = sampler.prefill(PROMPTS[:1], 9)
@@ -430,7 +471,7 @@ def test_a_cache_has_as_many_pages_as_it_was_given(model, params):
 
 def test_too_few_pages_for_a_batch_are_an_error(model, params):
   sampler = Sampler(
-    model, params, batch_size=4, capacity=CAPACITY, cache_tokens=3 * 128
+    model, params, batch_size=4, capacity=200, cache_tokens=3 * 128
   )
   message = (
     "rows of 21.* need 5 pages of 128 tokens, and the cache has 3:"
@@ -442,21 +483,24 @@ def test_too_few_pages_for_a_batch_are_an_error(model, params):
 
 def test_without_a_limit_a_row_gets_pages_for_the_whole_capacity(model, params):
   sampler = Sampler(
-    model, params, batch_size=4, capacity=CAPACITY, cache_tokens=3 * 128
+    model, params, batch_size=4, capacity=200, cache_tokens=3 * 128
   )
   with pytest.raises(UserError, match="rows of 200, 200 tokens need 4 pages"):
     sampler.prefill(PROMPTS[:2])
 
 
 def test_a_prefix_reserves_the_tokens_that_were_requested(model, params):
-  sampler = Sampler(
-    model, params, batch_size=2, capacity=CAPACITY, cache_tokens=200
-  )
+  """A prefix of 100 tokens with 20 to come fills a page of 128 tokens.
+
+  So a tail has at most 28 tokens.
+  """
+  sampler = Sampler(model, params, batch_size=2, capacity=200, cache_tokens=200)
   prefix = sampler.prefill([[5] * 100], 20)
 
-  state = sampler.step(sampler.read(prefix, [[1] * 28]), [3, 3])
+  state = sampler.read(prefix, [[1] * 28])
+  state = sampler.step(state, [3, 3])
 
-  assert state.cache.lengths[0] == 129
+  assert state.cache.lengths[0] == 100 + 28 + 1
   message = "a prompt of 29 tokens behind 100 others: it must have 1 to 28"
   with pytest.raises(UserError, match=message):
     sampler.read(prefix, [[1] * 29])
@@ -464,7 +508,7 @@ def test_a_prefix_reserves_the_tokens_that_were_requested(model, params):
 
 def test_an_int8_cache_approximates_the_logits(model, params, next_logits):
   sampler = Sampler(
-    model, params, batch_size=4, capacity=CAPACITY, cache_dtype="int8"
+    model, params, batch_size=4, capacity=200, cache_dtype="int8"
   )
   tokens = [1, 2, 3, 4]
 
@@ -477,7 +521,7 @@ def test_an_int8_cache_approximates_the_logits(model, params, next_logits):
     expected.append(next_logits([*prompt, token]))
   distance = np.linalg.norm(state.logits - np.array(expected), axis=1)
   relative_error = distance / np.linalg.norm(expected, axis=1)
-  # Without any error the cache would not be in int8.
+  # An error of 0 would mean that the cache is not in int8.
   assert 1e-4 < relative_error.max() < 0.03
 
 
