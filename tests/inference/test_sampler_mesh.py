@@ -21,13 +21,11 @@ from tests.harness.parameters import parameters
 from tests.harness.tiers import full
 from tests.harness.tolerances import FLOAT32_LAYER
 
-LONG_PROMPT = np.random.default_rng(0).integers(0, 64, 140).tolist()
-PROMPTS = [[5], [7, 3, 9], LONG_PROMPT]
+PROMPT_OF_140 = np.random.default_rng(0).integers(0, 64, 140).tolist()
+PROMPTS = [[5], [7, 3, 9], PROMPT_OF_140]
 TENSOR_4 = MeshConfig(data=1, tensor=4)
 # The mesh of a training run, which writes a sample at its end.
 TRAINING_MESH = MeshConfig(data=2, fsdp=2, tensor=2)
-PAGES = {"cache_tokens": 512}
-INT8 = {"cache_dtype": "int8"}
 
 
 class SmallModel(NamedTuple):
@@ -76,10 +74,10 @@ def split_over(mesh_config, model):
   ("attention", "mesh", "cache"),
   [
     ("diff", TENSOR_4, {}),
-    ("diff_v2", TENSOR_4, PAGES),
+    ("diff_v2", TENSOR_4, {"cache_tokens": 512}),
     *full(
       [
-        ("diff", TENSOR_4, INT8),
+        ("diff", TENSOR_4, {"cache_dtype": "int8"}),
         ("softmax", TENSOR_4, {}),
         ("diff", TRAINING_MESH, {}),
       ]
@@ -87,6 +85,7 @@ def split_over(mesh_config, model):
   ],
 )
 def test_several_devices_give_the_answers_of_one(attention, mesh, cache):
+  """Eleven tokens are generated greedily, then drawn with the same seed."""
   model = small_model(attention)
   one_device = model.sampler(**cache)
   several_devices = split_over(mesh, model).sampler(**cache)
@@ -94,15 +93,17 @@ def test_several_devices_give_the_answers_of_one(attention, mesh, cache):
   expected = one_device.generate(PROMPTS, 11)
   assert several_devices.generate(PROMPTS, 11) == expected
 
-  options = dict(temperature=1.3, top_p=0.8)
-  expected = one_device.generate(PROMPTS, 11, **options)
-  assert several_devices.generate(PROMPTS, 11, **options) == expected
+  expected = one_device.generate(PROMPTS, 11, temperature=1.3, top_p=0.8)
+  drawn = several_devices.generate(PROMPTS, 11, temperature=1.3, top_p=0.8)
+  assert drawn == expected
 
 
 @pytest.mark.parametrize(
-  ("attention", "cache"), [("diff", {}), ("diff_v2", PAGES)]
+  ("attention", "cache"),
+  [("diff", {}), ("diff_v2", {"cache_tokens": 512})],
 )
 def test_several_devices_give_the_logits_of_one(attention, cache):
+  """Three prompts are read, then two tokens are appended to each of them."""
   model = small_model(attention)
   one_device = model.sampler(**cache)
   several_devices = split_over(TENSOR_4, model).sampler(**cache)
@@ -117,7 +118,9 @@ def test_several_devices_give_the_logits_of_one(attention, cache):
     chex.assert_trees_all_close(state.logits, expected.logits, **FLOAT32_LAYER)
 
 
-@pytest.fixture(scope="module", params=[{}, INT8], ids=["float32", "int8"])
+@pytest.fixture(
+  scope="module", params=[{}, {"cache_dtype": "int8"}], ids=["float32", "int8"]
+)
 def split_sampler(request):
   model = split_over(TENSOR_4, small_model("diff"))
   return model.sampler(**request.param)
@@ -145,11 +148,17 @@ def test_each_device_has_a_quarter_of_the_cache_and_of_the_matrices(
 
 
 def test_a_step_exchanges_two_sums_a_layer_and_the_logits(split_sampler):
+  """Devices hold parts of the vocabulary, of the heads and of the FFN.
+
+  So they sum hidden states after the embedding and in both halves of the two
+  layers, and gather the logits of the 64 tokens.
+  """
   tokens = jnp.zeros(3, jnp.int32)
   state = split_sampler.prefill(PROMPTS)
   lowered = split_sampler._step.lower(split_sampler._params, state, tokens)
   hlo = lowered.compile().as_text()
 
+  # The result types of collective operations, for example "f32[3,1,32]{2,1,0}".
   collectives = re.findall(
     r"= (.*) (?:all-gather|all-reduce|all-to-all|collective-permute)\(", hlo
   )
@@ -157,7 +166,8 @@ def test_a_step_exchanges_two_sums_a_layer_and_the_logits(split_sampler):
   for result in collectives:
     shapes.extend(re.findall(r"\w+\[([\d,]*)\]", result))
 
-  # The embedding, attention and feed-forward of both layers.
-  hidden_states = ["3,1,32"] * 5
+  # Three rows of one token and 32 features.
+  num_layers = 2
+  hidden_states = ["3,1,32"] * (1 + 2 * num_layers)
   logits = ["3,64"]
   assert sorted(shapes) == hidden_states + logits
