@@ -143,6 +143,7 @@ def read_in_pieces(model, params, cache, ends):
   ],
 )
 def test_pieces_give_the_hidden_states_of_the_whole(config_name, make_cache):
+  """Three rows of 24 tokens are read up to token 20, in pieces and at once."""
   model, params = model_and_params(config_name)
   expected = jax.jit(model.apply)({"params": params}, TOKENS)
 
@@ -159,7 +160,10 @@ def test_pieces_give_the_hidden_states_of_the_whole(config_name, make_cache):
   "config_name", ["diff_v2, grouped heads, untied", *full(["diff"])]
 )
 def test_padding_of_shorter_rows_is_invisible(config_name):
-  """Prompts of 2, 5 and 8 tokens are read in one piece, then each grows."""
+  """Prompts of 2, 5 and 8 tokens are read together, then each grows by 3.
+
+  Each row alone, read by the whole model without a cache, is the reference.
+  """
   model, params = model_and_params(config_name)
   weights = unstack(model, params)
   extend_cache = jax.jit(functools.partial(extend, model))
@@ -173,17 +177,18 @@ def test_padding_of_shorter_rows_is_invisible(config_name):
   cache = contiguous_cache(model, capacity=24)
   _, cache = extend_cache(weights, TOKENS[:, :8], cache, prompt_lengths)
   assert cache.lengths.tolist() == prompt_lengths.tolist()
-  decoded = []
+  pieces = []
   for step in range(num_new_tokens):
     hidden, cache = extend_cache(weights, new_tokens[:, [step]], cache)
-    decoded.append(hidden)
-  decoded = jnp.concatenate(decoded, axis=1)
+    pieces.append(hidden)
+  decoded = jnp.concatenate(pieces, axis=1)
 
   for row, prompt_length in enumerate(prompt_lengths):
     end = prompt_length + num_new_tokens
     ids = np.zeros((1, 16), np.int32)
     ids[0, :end] = [*TOKENS[row, :prompt_length], *new_tokens[row]]
-    expected = apply({"params": params}, ids)[0, prompt_length:end]
+    hidden = apply({"params": params}, ids)
+    expected = hidden[0, prompt_length:end]
     chex.assert_trees_all_close(decoded[row], expected, **FLOAT32_LAYER)
 
 
@@ -191,10 +196,10 @@ def test_padding_of_shorter_rows_is_invisible(config_name):
   "config_name", ["diff, grouped heads", *full(["diff_v2", "softmax, window"])]
 )
 def test_an_int8_cache_approximates_the_hidden_states(config_name):
+  """13 tokens are written at once, then two are appended to a page."""
   model, params = model_and_params(config_name)
   expected = jax.jit(model.apply)({"params": params}, TOKENS)[:, :15]
 
-  # 13 tokens are written at once, then two are appended to a page.
   cache = paged_cache(model, capacity=24, dtype="int8")
   hidden, cache = read_in_pieces(model, params, cache, ends=(13, 14, 15))
 
@@ -202,20 +207,25 @@ def test_an_int8_cache_approximates_the_hidden_states(config_name):
   assert cache.values[1].tokens.dtype == jnp.int8
   distance = jnp.linalg.norm(hidden - expected, axis=-1)
   relative_error = distance / jnp.linalg.norm(expected, axis=-1)
-  # Without any error the cache would not be in int8.
+  # An error of 0 would mean that the cache is not in int8.
   assert 1e-4 < relative_error.max() < 0.05
 
 
 @pytest.mark.parametrize("make_cache", [contiguous_cache, paged_cache])
 @pytest.mark.parametrize("num_tokens", [1, 8], ids=["decoding", "prompt"])
 def test_the_cache_is_not_copied(make_cache, num_tokens, monkeypatch):
-  """The program moves no array of the size of a layer's keys or values."""
+  """The program moves no array of the size of a layer's keys or values.
+
+  A copy of the cache for each token would cost more than the token itself.
+  """
+  # Keys are read in pieces. Few logits make them smaller than this small cache.
   monkeypatch.setattr(decode_xla, "_PIECE_LOGITS", 1 << 14)
   model, params = model_and_params("diff, grouped heads")
   weights = jax.eval_shape(functools.partial(unstack, model), params)
   cache = jax.eval_shape(functools.partial(make_cache, model, 1 << 14))
   tokens = jax.ShapeDtypeStruct((NUM_ROWS, num_tokens), jnp.int32)
 
+  # XLA may write into the cache, the argument 2, because it is donated.
   extend_cache = jax.jit(functools.partial(extend, model), donate_argnums=2)
   hlo = extend_cache.lower(weights, tokens, cache).compile().as_text()
 
@@ -290,7 +300,10 @@ class ScaledAttention(Attention):
 def test_a_variant_with_an_argument_that_decoding_lacks_is_rejected(
   monkeypatch,
 ):
-  """Otherwise the variant would be decoded as if it had the usual scale."""
+  """Decoding has no `scale`, which this variant gives to its attention.
+
+  Otherwise it would be decoded as if it had the usual scale.
+  """
   monkeypatch.setitem(ATTENTION, "scaled", ScaledAttention)
   config = dataclasses.replace(CONFIG, attention="scaled", head_norm=False)
   model = Decoder(config)
@@ -302,6 +315,7 @@ def test_a_variant_with_an_argument_that_decoding_lacks_is_rejected(
 
 
 def test_decoding_uses_the_scale_of_the_models_attention_function():
+  """Logits are multiplied by 1 instead of 1/√D."""
   model, params = model_and_params("diff, grouped heads")
   scaled_attention = functools.partial(
     diff_attention, scale=1.0, implementation="reference"

@@ -79,10 +79,12 @@ def tokens_of_row(pieces, row):
 
 @pytest.mark.parametrize("head_dim", [3, 128])
 def test_rows_find_their_tokens_in_their_pages(head_dim):
-  shape = (NUM_PAGES, NUM_HEADS, PAGE_SIZE, head_dim)
+  """Each row is written to the pages in its table, and to no other ones."""
   pieces = make_pieces(head_dim)
+  shape = (NUM_PAGES, NUM_HEADS, PAGE_SIZE, head_dim)
+  empty = Pool(jnp.full(shape, UNWRITTEN))
 
-  pool = write_pieces(Pool(jnp.full(shape, UNWRITTEN)), TABLES, pieces)
+  pool = write_pieces(empty, TABLES, pieces)
 
   rows = read_rows(pool, TABLES, jnp.float32)
   for row, num_pages in enumerate(PAGES_PER_ROW):
@@ -96,11 +98,13 @@ def test_rows_find_their_tokens_in_their_pages(head_dim):
 
 
 def test_without_tables_each_row_is_a_page():
-  row_size = 3 * PAGE_SIZE
-  shape = (NUM_ROWS, NUM_HEADS, row_size, HEAD_DIM)
+  """Tokens beyond the 12 of a row are dropped."""
+  row_size = 12
   pieces = make_pieces(HEAD_DIM)
+  shape = (NUM_ROWS, NUM_HEADS, row_size, HEAD_DIM)
+  empty = Pool(jnp.full(shape, UNWRITTEN))
 
-  pool = write_pieces(Pool(jnp.full(shape, UNWRITTEN)), None, pieces)
+  pool = write_pieces(empty, None, pieces)
 
   rows = read_rows(pool, None, jnp.float32)
   for row in range(NUM_ROWS):
@@ -147,6 +151,7 @@ def max_rounding_error(tokens, final_scale):
 
 
 def test_int8_tokens_are_rounded_to_the_scales_of_their_pages():
+  """The scale of a page and head is its largest magnitude, divided by 127."""
   pieces = make_pieces(HEAD_DIM)
   pool = empty_pool(NUM_PAGES, NUM_HEADS, PAGE_SIZE, HEAD_DIM, jnp.int8)
 
@@ -170,6 +175,7 @@ def test_int8_tokens_are_rounded_to_the_scales_of_their_pages():
 
 
 def test_int8_tokens_stay_the_same_while_the_scale_does():
+  """Tokens are written one by one. The scale is 1/127 from the first one on."""
   rng = np.random.default_rng(1)
   shape = (1, PAGE_SIZE, NUM_HEADS, HEAD_DIM)
   tokens = rng.uniform(-1, 1, shape).astype(np.float32)
@@ -187,6 +193,7 @@ def test_int8_tokens_stay_the_same_while_the_scale_does():
 
 
 def test_a_reused_page_does_not_keep_its_old_scale():
+  """With a scale of a million, a new token of 0.5 would be rounded to 0."""
   used_pool = Pool(
     jnp.full((1, NUM_HEADS, PAGE_SIZE, HEAD_DIM), 127, jnp.int8),
     jnp.full((1, NUM_HEADS), 1e6),
