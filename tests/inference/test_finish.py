@@ -125,6 +125,7 @@ def file_names(result):
 def test_the_plot_is_written_while_the_workdir_is_locked(
   finished_run, monkeypatch
 ):
+  """Otherwise another run could write its log while this one is drawn."""
   plotted_files = []
 
   def plot(log_path, png_path, attention):
@@ -134,6 +135,7 @@ def test_the_plot_is_written_while_the_workdir_is_locked(
     plotted_files.append(epath.Path(png_path).name)
 
   monkeypatch.setattr(finish, "plot_losses", plot)
+
   finish.finish(finished_run)
 
   assert plotted_files == ["loss.png"]

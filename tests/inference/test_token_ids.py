@@ -7,8 +7,6 @@ import pytest
 from diffjax.config import UserError
 from diffjax.inference.token_ids import is_integer, validated_token_ids
 
-VOCAB_SIZE = 100
-
 
 @pytest.mark.parametrize(
   "ids",
@@ -27,7 +25,7 @@ VOCAB_SIZE = 100
   ids=repr,
 )
 def test_integers_of_every_type_are_accepted(ids):
-  validated = validated_token_ids(ids, VOCAB_SIZE, "ids")
+  validated = validated_token_ids(ids, vocab_size=100, name="ids")
 
   assert validated.dtype == np.int32
   assert validated.tolist() == [0, 99]
@@ -36,7 +34,7 @@ def test_integers_of_every_type_are_accepted(ids):
 def test_a_type_without_the_size_of_the_vocabulary_is_accepted():
   ids = jnp.array([0, 7], jnp.int4)
 
-  assert validated_token_ids(ids, VOCAB_SIZE, "ids").tolist() == [0, 7]
+  assert validated_token_ids(ids, vocab_size=100, name="ids").tolist() == [0, 7]
 
 
 @pytest.mark.parametrize(
@@ -48,7 +46,7 @@ def test_a_type_without_the_size_of_the_vocabulary_is_accepted():
   ],
 )
 def test_empty_sequences_are_accepted(ids):
-  assert validated_token_ids(ids, VOCAB_SIZE, "ids").shape == (0,)
+  assert validated_token_ids(ids, vocab_size=100, name="ids").shape == (0,)
 
 
 @pytest.mark.parametrize(
@@ -73,12 +71,13 @@ def test_empty_sequences_are_accepted(ids):
   ids=repr,
 )
 def test_the_error_names_the_first_wrong_id(token, text):
+  """The wrong id is at position 2, and another one is behind it."""
   message = (
     f"^prompt 3 has {text} at position 2: token ids are integers from 0 to 99,"
     " since config.model.vocab_size = 100$"
   )
   with pytest.raises(UserError, match=message):
-    validated_token_ids([5, 6, token, -7], VOCAB_SIZE, "prompt 3")
+    validated_token_ids([5, 6, token, -7], vocab_size=100, name="prompt 3")
 
 
 @pytest.mark.parametrize(
@@ -96,7 +95,7 @@ def test_the_error_names_the_first_wrong_id(token, text):
 )
 def test_arrays_with_wrong_ids_are_rejected(ids, message):
   with pytest.raises(UserError, match=f"^ids {message}"):
-    validated_token_ids(ids, VOCAB_SIZE, "ids")
+    validated_token_ids(ids, vocab_size=100, name="ids")
 
 
 @pytest.mark.parametrize(
@@ -112,7 +111,7 @@ def test_arrays_with_wrong_ids_are_rejected(ids, message):
 )
 def test_other_values_than_sequences_of_ids_are_rejected(ids, message):
   with pytest.raises(UserError, match=f"^ids {message}"):
-    validated_token_ids(ids, VOCAB_SIZE, "ids")
+    validated_token_ids(ids, vocab_size=100, name="ids")
 
 
 @pytest.mark.parametrize(
