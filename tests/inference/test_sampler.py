@@ -390,6 +390,7 @@ def wrong_id(request):
 
 
 def test_every_method_rejects_wrong_ids_in_prompts(sampler, wrong_id):
+  """Ids that are not integers from 0 to 63 are wrong."""
   prompts = [[1], [2, wrong_id]]
   message = "^prompt 1 has .* at position 1: .* from 0 to 63,"
   with pytest.raises(UserError, match=message):
@@ -507,6 +508,7 @@ def test_a_prefix_reserves_the_tokens_that_were_requested(model, params):
 
 
 def test_an_int8_cache_approximates_the_logits(model, params, next_logits):
+  """The sampler reads four prompts, and then one more token after each."""
   sampler = Sampler(
     model, params, batch_size=4, capacity=200, cache_dtype="int8"
   )
