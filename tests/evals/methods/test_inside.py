@@ -36,15 +36,11 @@ def measure_jitted(
   return measure(trained.params)
 
 
-@pytest.mark.parametrize("variant", ["softmax", "diff", "diff_v2"])
-def test_measured_values_are_those_that_the_model_captures(
-  make_trained, variant
-):
-  trained = make_trained(variant)
-  batch = next(iter(validation_rows("x", trained, 2, batch_size=2)))
+def capture(trained: Trained, batch: dict[str, Any]) -> dict[str, Any]:
+  """Returns the intermediates and metrics that the model itself stores."""
 
   @jax.jit
-  def capture(params):
+  def run_model(params):
     _, variables = trained.model.apply(
       {"params": params},
       batch["tokens"],
@@ -54,44 +50,78 @@ def test_measured_values_are_those_that_the_model_captures(
     )
     return variables
 
+  return run_model(trained.params)
+
+
+@pytest.mark.parametrize("variant", ["softmax", "diff", "diff_v2"])
+def test_measured_values_are_those_that_the_model_captures(
+  make_trained, variant
+):
+  """Two layers read two rows."""
+  trained = make_trained(variant)
+  batch = next(iter(validation_rows("x", trained, 2, batch_size=2)))
+
   def select_arrays(inputs):
     return {
       "q": inputs.q,
       "k": inputs.k,
-      "lam": inputs.lam,
-      "ids": inputs.mask.q_segment_ids,
+      "segment_ids": inputs.mask.q_segment_ids,
     }
 
   measured = measure_jitted(
     trained, batch, attention=select_arrays, hidden=identity
   )
 
-  attention = measured["attention"]
-  captured = capture(trained.params)
-  layers = captured["intermediates"]["layers"]
+  layers = capture(trained, batch)["intermediates"]["layers"]
   (queries,) = layers["attention"]["query"]
   (keys,) = layers["attention"]["key"]
   (hidden,) = layers["hidden"]
+  attention = measured["attention"]
   chex.assert_trees_all_equal(attention["q"], queries)
   chex.assert_trees_all_equal(attention["k"], keys)
   chex.assert_trees_all_equal(measured["hidden"], hidden)
-  num_layers = 2
-  chex.assert_trees_all_equal(
-    np.asarray(attention["ids"]), np.stack([batch["segment_ids"]] * num_layers)
-  )
-  lam = attention["lam"]
-  if variant == "softmax":
-    assert lam is None
-    return
-  chex.assert_shape(lam, (num_layers, 2, 64, trained.config.model.num_heads))
-  metrics = captured["metrics"]["layers"]
+  for layer_segment_ids in np.asarray(attention["segment_ids"]):
+    chex.assert_trees_all_equal(layer_segment_ids, batch["segment_ids"])
+
+
+def select_lambda(inputs: inside.AttentionInputs) -> dict[str, Any]:
+  """Returns the factor λ of an attention layer's second map."""
+  return {"lam": inputs.lam}
+
+
+@pytest.mark.parametrize("variant", ["diff", "diff_v2"])
+def test_measured_lambda_has_the_mean_that_the_model_reports(
+  make_trained, variant
+):
+  """Two layers read two rows of 64 tokens."""
+  trained = make_trained(variant)
+  batch = next(iter(validation_rows("x", trained, 2, batch_size=2)))
+
+  measured = measure_jitted(trained, batch, attention=select_lambda)
+
+  lam = measured["attention"]["lam"]
+  num_heads = trained.config.model.num_heads
+  chex.assert_shape(lam, (2, 2, 64, num_heads))
+  metrics = capture(trained, batch)["metrics"]["layers"]
   (mean_lambdas,) = metrics["attention"]["lambda"]
-  chex.assert_trees_all_close(
-    jnp.mean(lam, axis=(1, 2, 3)), mean_lambdas, **FLOAT32
-  )
+  mean_by_layer = jnp.mean(lam, axis=(1, 2, 3))
+  chex.assert_trees_all_close(mean_by_layer, mean_lambdas, **FLOAT32)
+
+
+def test_softmax_attention_has_no_lambda(make_trained):
+  trained = make_trained("softmax")
+  batch = {"tokens": np.arange(16).reshape(1, 16)}
+
+  measured = measure_jitted(trained, batch, attention=select_lambda)
+
+  assert measured["attention"]["lam"] is None
 
 
 def test_measuring_under_remat_does_not_change_the_model(make_trained):
+  """Layers are intercepted while they are measured, and not after that.
+
+  With remat, JAX caches what it has traced of a layer.
+  """
   trained = make_trained(remat="full", num_layers=3)
   tokens = np.arange(32).reshape(2, 16)
 
@@ -107,12 +137,18 @@ def test_measuring_under_remat_does_not_change_the_model(make_trained):
   after = run_model()
 
   assert set(measured) == {"hidden"}
-  chex.assert_shape(measured["hidden"], (3, 2, 16, 16))
+  num_layers = 3
+  embed_dim = 16
+  chex.assert_shape(measured["hidden"], (num_layers, 2, 16, embed_dim))
   chex.assert_trees_all_equal(after, before)
 
 
 def test_the_example_in_the_docstring(make_trained):
-  """The largest logit of each layer equals one from all queries and keys."""
+  """The largest logit of a layer is found block by block, and from all at once.
+
+  The model has two layers and rows of 64 tokens, so blocks of 24 queries do not
+  divide them.
+  """
 
   def add_block(largest, queries):
     is_visible = queries.mask[:, None, None]
@@ -135,16 +171,18 @@ def test_the_example_in_the_docstring(make_trained):
   results = measure_jitted(trained, batch, attention=largest_logits)
 
   largest = results["attention"]
-  chex.assert_shape(largest["all"], (2,))
+  num_layers = 2
+  chex.assert_shape(largest["all"], (num_layers,))
   chex.assert_trees_all_close(largest["blocks"], largest["all"], rtol=1e-6)
 
 
 # Without remat, the layers are unrolled. With it, they are scanned.
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_every_layer_is_measured_with_its_own_window(make_trained, remat):
-  """The last query's weights lie on the keys that its layer sees.
+  """The last of 16 queries has weights on the 16 or 3 keys that its layer sees.
 
-  The layers: a plain one, then full and windowed ones.
+  The pattern "wf" alternates layers with a window of 3 and full ones. The first
+  layer is a plain one, whose attention is softmax.
   """
   trained = make_trained(
     num_layers=4, plain_layers=1, window=3, window_pattern="wf", remat=remat
@@ -152,13 +190,14 @@ def test_every_layer_is_measured_with_its_own_window(make_trained, remat):
   tokens = np.arange(16).reshape(1, 16)
 
   def count_keys(inputs):
-    # [B, H, 1, S]
-    last_weights = inputs.queries(15, 1).weights()
-    return jnp.sum(last_weights[:, 0, 0] != 0, axis=-1)
+    last_query = inputs.queries(15, 1)
+    weights_of_first_head = last_query.weights()[:, 0, 0]  # [B, S]
+    return jnp.sum(weights_of_first_head != 0, axis=-1)
 
   results = measure_jitted(trained, {"tokens": tokens}, attention=count_keys)
 
-  assert results["attention"][:, 0].tolist() == [3, 16, 3, 16]
+  num_keys_by_layer = results["attention"][:, 0].tolist()
+  assert num_keys_by_layer == [3, 16, 3, 16]
 
 
 @pytest.mark.parametrize(
@@ -166,12 +205,15 @@ def test_every_layer_is_measured_with_its_own_window(make_trained, remat):
   [(37, 8, 7), *full([(16, 16, None), (5, 128, 3)])],
 )
 def test_blocks_of_queries_give_the_whole_map(length, block, window):
+  """The sum of squared weights, and of visible keys, is found block by block.
+
+  A row has two documents and two tokens of padding.
+  """
   keys = jax.random.split(jax.random.key(0), 3)
   q = jax.random.normal(keys[0], (2, length, 4, 2, 8))
   k = jax.random.normal(keys[1], (2, length, 2, 2, 8))
   v = jnp.zeros((2, length, 2, 16))
   lam = jax.random.uniform(keys[2], (2, length, 4))
-  # Two documents, then two tokens of padding.
   num_padding = 2
   first_size = length // 2
   second_size = length - first_size - num_padding
@@ -200,18 +242,22 @@ def test_blocks_of_queries_give_the_whole_map(length, block, window):
     add_block, (jnp.zeros((2, 4)), 0), inputs, block_size=block
   )
 
+  # Padding sees nothing.
   weights = all_weights[:, :, : length - num_padding]
   expected = jnp.sum(weights**2, axis=(2, 3))
   chex.assert_trees_all_close(squares, expected, **FLOAT32)
-  # Padding sees nothing.
   num_keys_per_row = 0
-  for size in (first_size, second_size):
-    for num_keys in range(1, size + 1):
+  for num_tokens in (first_size, second_size):
+    # The n-th query of a document sees n keys, or those in the window.
+    for num_keys in range(1, num_tokens + 1):
       num_keys_per_row += min(num_keys, window or num_keys)
-  assert num_visible == 2 * num_keys_per_row
+  num_rows = 2
+  assert num_visible == num_rows * num_keys_per_row
 
 
 def test_a_layer_that_needs_all_queries_gets_one_block():
+  """Weights may depend on other queries if a layer has no cached decoding."""
+
   class NeedsAllQueries(DiffAttention):
     supports = frozenset()
 
@@ -234,13 +280,17 @@ def test_a_layer_that_needs_all_queries_gets_one_block():
 
   num_visible = inside.fold_query_blocks(count_keys, 0, inputs, block_size=8)
 
-  assert num_visible == 2 * 37 * 19
+  num_rows = 2
+  num_causal_pairs = 37 * (37 + 1) // 2
+  assert num_visible == num_rows * num_causal_pairs
   assert set(block_sizes) == {37}
 
 
 def test_a_layer_that_does_not_attend_cannot_be_measured(
   make_trained, monkeypatch
 ):
+  """Its heads return the values, without a call of `attend`."""
+
   def compute_heads(self, q, k, v, lam, mask):
     return jnp.repeat(v, self.num_heads // v.shape[2], axis=2)
 
