@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -46,6 +46,28 @@ def encode_labels(labels: Sequence[str]) -> list[list[int]]:
   return [BYTES.encode(f" {label}\n\n") for label in labels]
 
 
+def decode_by_definition(
+  next_logits: Callable[[list[int]], np.ndarray],
+  labels: Sequence[list[int]],
+  prompt: list[int],
+) -> int:
+  """Returns the index of the label that is written after a prompt.
+
+  Each token is the likeliest one that continues a label. It ends when only one
+  label begins with the written tokens.
+  """
+  written: list[int] = []
+  candidates = list(labels)
+  while len(candidates) > 1:
+    token_logits = next_logits(prompt + written)
+    tokens = sorted({label[len(written)] for label in candidates})
+    written.append(max(tokens, key=token_logits.__getitem__))
+    candidates = [
+      label for label in candidates if label[: len(written)] == written
+    ]
+  return labels.index(candidates[0])
+
+
 def test_decoding_takes_the_likeliest_token_that_leads_to_a_label():
   """Decoding equals a loop over the whole model.
 
@@ -78,18 +100,6 @@ def test_decoding_takes_the_likeliest_token_that_leads_to_a_label():
     padded[0, : len(ids)] = ids
     return np.asarray(compute_logits(padded))[0, len(ids) - 1]
 
-  def decode_by_definition(prompt: list[int]) -> int:
-    written: list[int] = []
-    candidates = labels
-    while len(candidates) > 1:
-      token_logits = next_logits(prompt + written)
-      tokens = {label[len(written)] for label in candidates}
-      written.append(max(tokens, key=token_logits.__getitem__))
-      candidates = [
-        label for label in candidates if label[: len(written)] == written
-      ]
-    return labels.index(candidates[0])
-
   sampler = Sampler(model, params, batch_size=4, capacity=128)
   tree = LabelTree.grow(labels)
   after_beginning = sampler.prefill([beginning] * 4)
@@ -98,7 +108,10 @@ def test_decoding_takes_the_likeliest_token_that_leads_to_a_label():
     state = sampler.read(after_beginning, queries[start : start + 4])
     decoded += decode_labels(sampler, state, 4, tree)
 
-  expected = [decode_by_definition(beginning + query) for query in queries]
+  expected = []
+  for query in queries:
+    prompt = beginning + query
+    expected.append(decode_by_definition(next_logits, labels, prompt))
   assert decoded == expected
   assert len(set(decoded)) > 1
 
