@@ -76,6 +76,10 @@ def pair_requests(pairs: Sequence[tuple[str, str]]) -> list[Instance]:
 
 
 def test_likelihoods_equal_a_softmax_over_all_logits(model, log_softmax):
+  """A likelihood is the sum of the log-probabilities of a continuation.
+
+  It is greedy if each of its tokens is the likeliest one.
+  """
   text_pairs = [
     ("The cat", " sat"),
     ("", "alone"),
@@ -88,15 +92,14 @@ def test_likelihoods_equal_a_softmax_over_all_logits(model, log_softmax):
     pair_requests(text_pairs), disable_tqdm=True
   )
 
-  for (context, continuation), (log_probability, is_greedy) in zip(
-    text_pairs, results, strict=True
-  ):
-    ids = [255, *(context + continuation).encode()]
+  for (context, continuation), result in zip(text_pairs, results, strict=True):
+    log_probability, is_greedy = result
+    separator = 255
+    ids = [separator, *(context + continuation).encode()]
     # lm-eval moves spaces at the end of a context to the continuation.
     first_scored = len(context.rstrip().encode())
     targets = ids[first_scored + 1 :]
-    # [targets, N]
-    table = log_softmax(ids[:-1])[first_scored:]
+    table = log_softmax(ids[:-1])[first_scored:]  # [targets, N]
     target_values = table[np.arange(len(targets)), targets]
     assert log_probability == pytest.approx(target_values.sum(), rel=1e-5)
     assert is_greedy == np.array_equal(table.argmax(axis=-1), targets)
@@ -120,6 +123,11 @@ def pairs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_a_long_context_loses_its_oldest_tokens_except_the_separator(
   model, pairs, caplog
 ):
+  """The model takes 48 inputs.
+
+  These are the separator (255), the context and the continuation without its
+  last token.
+  """
   text_pairs = [("x" * 30 + "y" * 40, "zz"), ("x", "z" * 48), ("y", "zz")]
 
   DiffjaxLM(model, batch_tokens=128).loglikelihood(pair_requests(text_pairs))
@@ -175,6 +183,7 @@ def test_a_token_of_context_and_continuation_is_split(model, pairs):
 
 
 def test_a_rolling_likelihood_is_summed_over_windows(model, log_softmax):
+  """A window has 48 tokens, and each token is scored in the first with it."""
   texts = [
     "short",
     "x" * 48,
@@ -212,14 +221,16 @@ def greedy_ids(
 
 
 def test_generation_stops_before_the_stop_string(model, greedy_ids):
+  """The stop string is the text of the greedy answer at positions 5 and 6."""
   greedy_text = BYTES.decode(greedy_ids)
   stop_string = greedy_text[5:7]
   whole = {"until": [], "max_gen_toks": 12}
   stopped = {"until": [stop_string, "never there"], "max_gen_toks": 12}
   short = {"until": stop_string, "max_gen_toks": 3}
   requests = [
-    request("generate_until", "Hello", options)
-    for options in (whole, stopped, short)
+    request("generate_until", "Hello", whole),
+    request("generate_until", "Hello", stopped),
+    request("generate_until", "Hello", short),
   ]
 
   texts = DiffjaxLM(model, batch_tokens=128).generate_until(requests)
@@ -232,6 +243,7 @@ def test_generation_stops_before_the_stop_string(model, greedy_ids):
 
 
 def test_generation_samples_if_asked_to(model, greedy_ids):
+  """Twelve drawn tokens are hardly ever the twelve likeliest ones."""
   options = {
     "until": [],
     "max_gen_toks": 12,
@@ -284,7 +296,10 @@ def generate(model: Trained, texts: Sequence[str], max_gen_toks: int) -> None:
 
 @pytest.mark.parametrize("length", [1, 10, 22, 23, 24, 25, 46, 47, 58])
 def test_an_answer_leaves_room_for_its_context(model, generations, length):
-  """The model takes 48 tokens. A context keeps 24 if it has as many."""
+  """The model takes 48 tokens, of which a context keeps 24 if it has as many.
+
+  An answer gets fewer tokens than it may have only if they do not fit.
+  """
   context = list(range(65, 65 + length))
   text = bytes(context).decode()
 
@@ -293,9 +308,10 @@ def test_an_answer_leaves_room_for_its_context(model, generations, length):
     generate(model, [text], max_gen_toks)
 
     [(prompt, num_new)] = generations
-    separator, *ids = prompt
-    assert separator == 255
-    assert ids == context[length - len(ids) :]
+    separator = 255
+    assert prompt[0] == separator
+    kept = prompt[1:]
+    assert kept == context[length - len(kept) :]
     assert len(prompt) >= min(1 + length, 24)
     if max_gen_toks <= 24 or 1 + length + max_gen_toks <= 48:
       assert num_new == max_gen_toks

@@ -79,7 +79,11 @@ def score_directly(
 
 
 def test_scores_equal_a_direct_computation(model_and_params, compute_logits):
-  """Chunks have seven positions, and the last one of a row is padded."""
+  """A context and its continuation have up to 101 tokens, of a vocabulary of 50.
+
+  Batches have three rows. Logits are computed for seven positions at a time, so
+  the last chunk of a row is padded.
+  """
   model, params = model_and_params
   pairs = [([3], [4]), ([3] * 100, [4]), ([3], [4] * 100), ([1, 2], [3, 4])]
   rng = np.random.default_rng(0)
@@ -95,8 +99,9 @@ def test_scores_equal_a_direct_computation(model_and_params, compute_logits):
     batch_tokens=3 * 64,
     chunk_logits=50 * 3 * 7,
   )
-  for score, pair in zip(scores, pairs, strict=True):
-    expected = score_directly(compute_logits, *pair)
+
+  for score, (context, continuation) in zip(scores, pairs, strict=True):
+    expected = score_directly(compute_logits, context, continuation)
     assert score.log_probability == pytest.approx(
       expected.log_probability, rel=1e-5, abs=1e-5
     )
@@ -112,8 +117,11 @@ def test_a_continuation_is_greedy_if_all_its_tokens_are(
   for _ in range(6):
     next_token = compute_logits(ids)[-1].argmax()
     ids.append(int(next_token))
-  other_token = (ids[-1] + 1) % 50
-  pairs = [(ids[:2], ids[2:]), (ids[:2], [*ids[2:-1], other_token])]
+  context = ids[:2]
+  greedy = ids[2:]
+  other_token = (greedy[-1] + 1) % 50
+  not_greedy = [*greedy[:-1], other_token]
+  pairs = [(context, greedy), (context, not_greedy)]
 
   # Rows of 32 positions in chunks of seven.
   first, second = scoring.score(
@@ -152,32 +160,36 @@ def test_a_pair_that_is_longer_than_the_model_takes_raises(model_and_params):
 
 
 @pytest.mark.parametrize(
-  "pair",
+  "context, continuation",
   [
-    pytest.param(([], [1]), id="context"),
-    pytest.param(([1], []), id="continuation"),
+    pytest.param([], [1], id="context"),
+    pytest.param([1], [], id="continuation"),
   ],
 )
-def test_an_empty_part_of_a_pair_raises(model_and_params, pair):
+def test_an_empty_context_or_continuation_raises(
+  model_and_params, context, continuation
+):
   model, params = model_and_params
 
   with pytest.raises(ValueError, match="neither may be empty"):
-    scoring.score(model, params, [pair])
+    scoring.score(model, params, [(context, continuation)])
 
 
 @pytest.mark.parametrize("token", [50, -1, 7.9, True, float("nan")], ids=repr)
 def test_an_id_outside_the_vocabulary_raises(model_and_params, token):
+  """The vocabulary has 50 tokens. Pairs are counted from 0."""
   model, params = model_and_params
   good = ([1, 2], [3])
-  reason = "at position 1: token ids are integers from 0 to 49,"
+  wrong_context = ([1, token], [2])
+  wrong_continuation = ([1], [2, token])
 
-  message = f"^pair 1: the context has .* {reason}"
+  message = "^pair 1: the context has .* at position 1: .* from 0 to 49,"
   with pytest.raises(UserError, match=message):
-    scoring.score(model, params, [good, ([1, token], [2])])
+    scoring.score(model, params, [good, wrong_context])
 
-  message = f"^pair 2: the continuation has .* {reason}"
+  message = "^pair 1: the continuation has .* at position 1: .* from 0 to 49,"
   with pytest.raises(UserError, match=message):
-    scoring.score(model, params, [good, good, ([1], [2, token])])
+    scoring.score(model, params, [good, wrong_continuation])
 
 
 def test_texts_instead_of_ids_raise(model_and_params):
