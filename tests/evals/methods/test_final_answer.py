@@ -96,6 +96,7 @@ def test_the_final_answer_of_a_solution_is_extracted(solution, answer):
   ],
 )
 def test_a_reference_is_marked_boxed_or_the_whole_text(solution, answer):
+  """GSM8K marks an answer with ####, and MATH boxes it."""
   assert reference_answer(solution) == answer
 
 
@@ -333,6 +334,7 @@ def test_numbers_are_compared_without_math_verify(monkeypatch):
   ],
 )
 def test_a_long_text_takes_little_time(text):
+  """Parsers of nested or long texts easily need quadratic time."""
   start = time.monotonic()
 
   is_same_answer(text, text)

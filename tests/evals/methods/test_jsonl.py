@@ -53,11 +53,14 @@ def test_records_keep_their_lines(tmp_path):
   ],
 )
 def test_an_invalid_record_is_reported_in_one_line(tmp_path, line, message):
+  """The second line of the file has an error, and the first one is right."""
+  fields = {"text": str, "choices.label": list, "n": int, "any": object}
+  good = b'{"text": "a", "choices": {"label": ["A"]}, "n": 1, "any": null}\n'
   path = tmp_path / "some.jsonl"
-  path.write_bytes(GOOD.encode() + b"\n" + line)
+  path.write_bytes(good + line)
 
   with pytest.raises(UserError, match=message) as error:
-    jsonl.read(path, FIELDS)
+    jsonl.read(path, fields)
   text = str(error.value)
   assert "\n" not in text
   assert text.startswith(str(path))

@@ -71,6 +71,10 @@ def test_prompts_have_their_length_and_distinct_needles(num_needles, num_asked):
 def test_the_question_names_the_cities_of_the_answers(
   depth, num_needles, num_asked
 ):
+  """A needle is a sentence with a city and its number in a long text.
+
+  A prompt of 3,000 tokens ends with a question for the numbers of some cities.
+  """
   prompts = make(
     depth=depth, num_needles=num_needles, num_asked=num_asked, samples=20
   )
@@ -98,9 +102,14 @@ def test_the_question_names_the_cities_of_the_answers(
 @pytest.mark.parametrize("depth", [0.0, 0.25, 0.5, 0.75, 1.0])
 @pytest.mark.parametrize("num_needles, num_asked", [(1, 1), (6, 2)])
 def test_the_first_answer_is_at_its_depth(depth, num_needles, num_asked):
+  """The depth is the share of the haystack's tokens before the answer.
+
+  Needles go between sentences, so a depth is off by half a sentence at most.
+  """
   prompts = make(
     depth=depth, num_needles=num_needles, num_asked=num_asked, samples=20
   )
+
   for prompt in prompts:
     haystack_start = 1 + len(needle_prompts.OPENING)
     answer_start, _ = prompt.answer_spans[0]
@@ -179,12 +188,14 @@ def test_other_depths_have_other_numbers():
 
 
 def test_the_length_is_exact_if_tokens_have_several_bytes(tmp_path):
+  """Prompts are filled up with pieces of several tokens, and with single ones."""
   text = needle_prompts.OPENING
   for index, city in enumerate(needle_prompts.CITIES):
     number = 12345 + 7 * index
     text += f"The special magic {city} number is: {number}\n"
   tokenizer = load_tokenizer(str(train_tokenizer([text] * 3, 400, tmp_path)))
   haystack = needle_prompts.synthetic_haystack(tokenizer, tokens=3000)
+
   for length in range(400, 430):
     prompts = needle_prompts.make_prompts(
       tokenizer,

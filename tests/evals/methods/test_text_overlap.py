@@ -38,6 +38,7 @@ def test_other_texts_do_not_match(text, reference):
 
 
 def test_rouge_l_of_ascii_texts_is_that_of_rouge_score():
+  """The texts have words that its tokenizer and stemmer change."""
   rouge_scorer = pytest.importorskip("rouge_score.rouge_scorer")
   original = rouge_scorer.RougeScorer(["rougeL"], use_stemmer=True)
   rouge_l = text_overlap.load_rouge_l()
@@ -80,6 +81,10 @@ def test_rouge_l_of_ascii_texts_is_that_of_rouge_score():
   ],
 )
 def test_rouge_l_of_other_scripts(reference, text, expected):
+  """ROUGE-L is the F1 of the longest common subsequence of words.
+
+  Chinese characters are words.
+  """
   pytest.importorskip("rouge_score")
   rouge_l = text_overlap.load_rouge_l()
   assert rouge_l(reference, text) == pytest.approx(expected)
@@ -109,4 +114,5 @@ def test_rouge_l_of_other_scripts(reference, text, expected):
 def test_rouge_l_of_known_texts(reference, text, expected):
   pytest.importorskip("rouge_score")
   rouge_l = text_overlap.load_rouge_l()
+
   assert rouge_l(reference, text) == pytest.approx(expected)
