@@ -61,7 +61,7 @@ def test_bootstraps_are_as_wide_as_an_interval_of_normal_means(
 
 
 def test_a_paired_difference_is_tighter_than_its_parts():
-  """The units differ much more from each other than the two models do."""
+  """The units differ by 1, the two models by 0.05 and the noise by 0.01."""
   rng = np.random.default_rng(1)
   difficulty = rng.normal(size=100)
   first = mean_of("x", difficulty + 0.01 * rng.normal(size=100))
@@ -70,6 +70,7 @@ def test_a_paired_difference_is_tighter_than_its_parts():
   difference = interval(first, second)
   estimate = interval(first)
 
+  # The first model is clearly below the second one.
   assert difference.high < 0
   assert difference.high - difference.low < 0.01
   assert estimate.high - estimate.low > 0.3
@@ -183,20 +184,25 @@ def test_proportions_cover_the_truth_with_few_units(count, rate):
 def test_paired_differences_cover_the_truth_with_few_units(
   count, only_first, only_second
 ):
-  """The arguments are the probabilities that only one model is right."""
+  """An interval of 95% contains the true difference in 88% of 300 trials.
+
+  The arguments are the number of units, and the probabilities that only the
+  first or only the second model is right.
+  """
   rng = np.random.default_rng(0)
   equal = 1 - only_first - only_second
   pairs = []
   for _ in range(300):
-    # 0 and 1 are units where only that model is right. In the units 2, both
-    # are right or both are wrong.
-    kinds = rng.choice(3, count, p=[only_first, only_second, equal])
-    are_both_right = rng.random(count) < 0.5
-    pair = []
-    for model in (0, 1):
-      outcomes = np.where(kinds == 2, are_both_right, kinds == model)
-      pair.append(proportion("x", outcomes))
-    pairs.append(pair)
+    kinds = rng.choice(
+      ["first", "second", "equal"],
+      count,
+      p=[only_first, only_second, equal],
+    )
+    # In half of the units with equal outcomes, both models are right.
+    is_right_by_both = rng.random(count) < 0.5
+    first = np.where(kinds == "equal", is_right_by_both, kinds == "first")
+    second = np.where(kinds == "equal", is_right_by_both, kinds == "second")
+    pairs.append([proportion("x", first), proportion("x", second)])
   assert coverage(pairs, only_first - only_second) >= 0.88
 
 
@@ -224,18 +230,23 @@ def test_shares_of_dependent_answers_cover_the_truth():
 
 
 def test_groups_have_equal_weight_and_their_own_spread():
+  """The large group has 3 of 4 right, and the small group none."""
   large_group = [1] * 30 + [0] * 10
   small_group = [0] * 10
   groups = [0] * 40 + [1] * 10
+
   estimate = interval(proportion("x", large_group + small_group, groups))
-  assert estimate.value == 0.375
-  assert estimate.units == 50
+
+  assert estimate.value == (3 / 4 + 0) / 2
+  assert estimate.units == 40 + 10
   assert 0 < estimate.low < estimate.value < estimate.high
+  # The distances to the bounds of independent groups add up as squares.
   large = interval(proportion("x", large_group))
   small = interval(proportion("x", small_group))
-  assert estimate.high - estimate.value == pytest.approx(
-    math.hypot(large.high - large.value, small.high - small.value) / 2
-  )
+  large_distance = large.high - large.value
+  small_distance = small.high - small.value
+  expected = math.hypot(large_distance, small_distance) / 2
+  assert estimate.high - estimate.value == pytest.approx(expected)
 
 
 def test_means_over_groups_cover_the_truth():

@@ -90,6 +90,10 @@ def test_the_interval_of_swapped_models_is_the_negative_interval():
 
 @pytest.mark.parametrize("count", [2, 9, 30])
 def test_excluding_0_means_that_mcnemars_test_is_significant(count):
+  """McNemar's z is (b − c) / √(b + c), for b and c units with one model right.
+
+  All numbers b and c of `count` units are tried.
+  """
   critical_value = scipy.stats.norm.ppf(0.975)
   for only_first in range(count + 1):
     for only_second in range(count + 1 - only_first):
