@@ -15,7 +15,10 @@ from tests.harness.tiers import full
 
 @pytest.mark.parametrize("variant", ["diff", *full(["softmax", "diff_v2"])])
 def test_maps_are_those_of_the_model(make_trained, variant):
-  """The reference computes them from the queries and keys of a layer."""
+  """The reference computes them from the queries and keys of a layer.
+
+  The first head of the report is the mean over the others.
+  """
   trained = make_trained(variant)
   num_tokens = 20
   num_heads = trained.config.model.num_heads
@@ -94,18 +97,22 @@ def test_the_head_that_cancels_most_is_found(maps_with_noise):
 
 
 def test_the_picture_is_of_the_head_that_cancels_most(maps_with_noise):
+  """Of two layers with two heads, only head 1 of layer 1 cancels anything."""
   figure, caption = map_pictures.head_picture(maps_with_noise)
 
+  # Half of the head's signal is cancelled.
   assert caption.startswith("Layer 1 of 2, head 1 of 2,")
   assert "50%" in caption
   panels = [axes for axes in figure.axes if axes.get_title()]
   titles = tuple(axes.get_title() for axes in panels)
   assert titles == maps_with_noise.titles
-  head_weights = maps_with_noise.weights[1, 2]
-  for axes, expected in zip(panels, head_weights, strict=True):
+  # The index 0 of heads is their mean.
+  head_weights = maps_with_noise.weights[1, 1 + 1]
+  for axes, weights in zip(panels, head_weights, strict=True):
+    # Weights above the diagonal are masked and not drawn. Here they become 9.
     values = axes.images[0].get_array().filled(9)
-    # Masked weights are not drawn.
-    chex.assert_trees_all_equal(values, np.where(np.tri(6), expected, 9))
+    expected = np.where(np.tri(6), weights, 9)
+    chex.assert_trees_all_equal(values, expected)
     labels = [label.get_text() for label in axes.get_xticklabels()]
     assert labels == ["(start)", "ab", "+="]
     assert axes.images[0].norm is panels[0].images[0].norm, "one scale"

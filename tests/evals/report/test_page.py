@@ -347,6 +347,7 @@ def test_the_table_of_models_describes_both(shown):
 def test_the_table_of_a_suite_has_both_models_and_their_difference(
   report, shown
 ):
+  """The second model has no figure "single". A browser shows the table."""
   header, accuracy_row, single_row, *_ = dict(shown["tables"])["needle"]
 
   # The figures differ in their number of prompts, so it has a column.
@@ -430,11 +431,14 @@ def test_the_maps_change_with_layer_and_head(shown):
 
 
 def test_a_map_names_the_tokens_under_the_mouse(shown):
-  """The mouse is over the last query and the key in the middle."""
+  """The mouse is over the last query and the key in the middle.
+
+  Tokens are the bytes of the prompt behind a start token.
+  """
   num_tokens = len(PROMPT.encode()) + 1
   last_query = num_tokens - 1
   middle_key = num_tokens // 2
-  # The first token is the start, and the last one is a part of "é".
+  # The last token is the second byte of "é", so it is no whole character.
   key_text = PROMPT[middle_key - 1]
   expected = (
     f'query {last_query} "\ufffd" looks at key {middle_key} "{key_text}"'
@@ -467,6 +471,7 @@ def make_section(
 
 
 def test_equal_numbers_of_units_are_a_sentence(tmp_path):
+  """The units of the suite "needle" are prompts."""
   section = make_section(
     tmp_path,
     [
@@ -481,6 +486,7 @@ def test_equal_numbers_of_units_are_a_sentence(tmp_path):
 
 
 def test_different_numbers_of_units_are_a_column(tmp_path):
+  """The suite "needle" shows the mean over depths, and folds single depths."""
   section = make_section(
     tmp_path,
     [
@@ -498,7 +504,7 @@ def test_different_numbers_of_units_are_a_column(tmp_path):
 
 
 def test_results_of_one_model_have_units_and_notes(make_trained, tmp_path):
-  """Other JSON files may lie in the directory."""
+  """Other JSON files in the directory of results do no harm."""
   description = describe(tmp_path, "a model", "softmax")
   accuracy = mean_of("accuracy", np.ones(1000))
   figures = list(intervals.compare([accuracy]))
@@ -518,6 +524,7 @@ def test_results_of_one_model_have_units_and_notes(make_trained, tmp_path):
 def test_a_suite_from_a_module_that_is_not_imported_is_named(
   make_trained, tmp_path
 ):
+  """There are results of "mine", but no suite of this name is registered."""
   description = describe(tmp_path, "a model", "softmax")
   accuracy = mean_of("accuracy", np.ones(1000))
   figures = list(intervals.compare([accuracy]))
@@ -557,6 +564,7 @@ def test_one_model_without_logs_or_results(make_trained, tmp_path):
 def test_layers_and_heads_are_limited_to_those_of_the_model(
   make_trained, tmp_path
 ):
+  """Nine of each are asked for. The model has one layer with four heads."""
   trained = make_trained("diff_v2", num_layers=1)
   models = [Model(trained, describe(tmp_path, "a model", "diff_v2"))]
   suite = Report(tokens=8, layers=9, heads=9)
@@ -586,6 +594,7 @@ def test_layers_and_heads_are_limited_to_those_of_the_model(
   ],
 )
 def test_an_invalid_setting_raises(make_trained, tmp_path, settings, message):
+  """A prompt has one token for each byte. The model takes at most 512."""
   description = describe(tmp_path, "a model", "diff")
   models = [Model(make_trained(num_layers=1), description)]
 
@@ -612,6 +621,7 @@ def test_an_invalid_setting_raises(make_trained, tmp_path, settings, message):
 def test_a_file_without_results_raises(
   make_trained, tmp_path, content, message
 ):
+  """The page would show the results in needle.json."""
   (tmp_path / "needle.json").write_text(content)
   description = describe(tmp_path, "a model", "diff")
   models = [Model(make_trained(num_layers=1), description)]

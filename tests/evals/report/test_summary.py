@@ -44,6 +44,7 @@ def results_of(suite: str, *figures: dict[str, Any]) -> dict[str, Any]:
 def test_a_verdict_needs_an_interval_without_0(
   suite, name, settings, difference, verdict
 ):
+  """The interval is the difference ± 1. Of some figures neither end is better."""
   results = results_of(suite, figure(name, difference, **settings))
 
   (headline,) = summary.headlines(results)
@@ -63,10 +64,13 @@ def test_the_last_figure_with_the_settings_is_the_main_one():
 
 
 def test_the_sentence_names_two_figures_for_each_verdict():
-  settings = {"depth": "mean"}
+  """Three figures are better, so the third one is only counted.
+
+  Each interval is the difference ± 1, so that of 0.5 contains 0.
+  """
   results = {
     **results_of("validation", figure("loss", -2.0), figure("AR-Hit", -3.0)),
-    **results_of("needle", figure("accuracy", 4.0, **settings)),
+    **results_of("needle", figure("accuracy", 4.0, depth="mean")),
     **results_of("many_shot", figure("accuracy", -5.0)),
     **results_of("harness", figure("mean accuracy", 0.5)),
   }
@@ -107,11 +111,17 @@ def test_one_model_has_headlines_and_no_sentence():
   ],
 )
 def test_the_largest_bound_ends_the_bar(difference, low, value, high):
-  """The bar is from 8 to 192, and 0 is at 100."""
+  """The bar of a difference reaches from 8 to 192, and 0 is at 100.
+
+  An interval from −1 to 2 begins at 100 − 92 / 2 = 54, and 1 is at 146.
+  """
   row = {**figure("loss", 1.0), "difference": difference}
+
   (headline,) = summary.headlines(results_of("validation", row))
-  bar = headline.bar
-  assert (bar.low, bar.value, bar.high) == (low, value, high)
+
+  assert headline.bar.low == low
+  assert headline.bar.value == value
+  assert headline.bar.high == high
 
 
 def test_a_difference_without_a_value_has_no_bar():
