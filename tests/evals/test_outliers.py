@@ -108,14 +108,23 @@ def test_top_values_are_exact_and_medians_close(
       rank = int(measurement.at["value"].removeprefix("top-"))
       assert value == pytest.approx(np.sort(values)[-rank], rel=1e-5)
 
-  # The bootstrap draws rows again, here 0, 0 and 3. Their top values are exact.
+
+def test_top_values_of_resampled_rows_are_exact(make_trained):
+  """The bootstrap draws the rows of a measurement again, here 0, 0 and 3."""
+  trained = make_trained("softmax", num_layers=1)
+  rows = validation_rows("outliers", trained, 5, length=160, batch_size=1)
+  magnitudes = all_magnitudes(trained, rows)
+  suite = Outliers(tokens=750, length=160, batch_size=2, median_every=1)
+
+  measurements = list(suite.evaluate(trained))
+
   for measurement in measurements:
     if measurement.at["value"] == "median":
       continue
-    rows_of_name = magnitudes[measurement.name]
-    values = np.concatenate([rows_of_name[0], rows_of_name[0], rows_of_name[3]])
-    rank = int(measurement.at["value"].removeprefix("top-"))
     resampled = measurement.statistic(measurement.units[[0, 0, 3]])
+    by_row = magnitudes[measurement.name]
+    values = np.concatenate([by_row[0], by_row[0], by_row[3]])
+    rank = int(measurement.at["value"].removeprefix("top-"))
     assert resampled == pytest.approx(np.sort(values)[-rank], rel=1e-5)
 
 
@@ -171,6 +180,7 @@ def medians(trained: Trained, every: int) -> dict[str, float]:
 def test_a_sample_of_queries_gives_nearly_the_same_median(
   make_trained, medians_of_all, every, tolerance
 ):
+  """The median over every n-th query is compared with that over all queries."""
   sampled = medians(make_trained(num_layers=1), every)
 
   assert sampled == pytest.approx(medians_of_all, rel=tolerance)
