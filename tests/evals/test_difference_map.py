@@ -152,6 +152,7 @@ def test_uniform_maps_are_not_sparse(make_trained, variant):
 def test_only_a_difference_has_negative_weights(
   make_trained, variant, has_negative
 ):
+  """Softmax attention has one map, and the others subtract a second one."""
   trained = make_trained(variant)
 
   for measurement in DifferenceMap(rows=2).evaluate(trained):

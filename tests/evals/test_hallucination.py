@@ -580,6 +580,7 @@ def test_a_missing_set_raises(data_dir, sampler):
 def test_an_invalid_setting_is_reported_in_one_line(
   data_dir, sampler, settings, message
 ):
+  """The model takes at most 400 tokens."""
   with pytest.raises(UserError, match=message) as error:
     evaluate(data_dir, sets=("xsum",), **settings)
   assert "\n" not in str(error.value)

@@ -480,6 +480,7 @@ def test_an_invalid_record_is_reported_in_one_line(
   ],
 )
 def test_an_invalid_setting_raises(monkeypatch, settings, message):
+  """The model takes at most 4,096 tokens."""
   with pytest.raises(UserError, match=message):
     evaluate(monkeypatch, FakeSampler(look_up), **settings)
 

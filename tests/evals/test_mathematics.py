@@ -207,6 +207,8 @@ def test_right_answers_score_1(monkeypatch, files):
   ],
 )
 def test_wrong_answers_score_0(monkeypatch, files, wrong_answer):
+  """All questions get the same wrong answer."""
+
   def answer_wrong(prompt: str) -> str:
     return wrong_answer
 
@@ -288,6 +290,7 @@ def test_an_answer_of_the_maximum_length_has_not_ended(monkeypatch, files):
 
 
 def test_demonstrations_precede_each_question(monkeypatch, files):
+  """The first two records of math500 are shown, with their solutions."""
   suite = Mathematics(
     files=files.gsm8k,
     shots=2,

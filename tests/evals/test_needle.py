@@ -260,6 +260,7 @@ def test_the_plot_of_two_models_has_heat_maps_of_their_difference(
 def test_the_plot_of_one_model_has_a_heat_map_for_each_pair(
   monkeypatch, heat_maps
 ):
+  """The pairs are 1 of 1 needles and 2 of 4 needles."""
   measurements = evaluate(monkeypatch, PLOTTED, answer_all)
 
   PLOTTED.plot(
@@ -313,6 +314,7 @@ def test_the_plot_of_one_model_has_a_heat_map_for_each_pair(
   ],
 )
 def test_an_invalid_setting_raises(settings, message):
+  """The model takes at most 4,096 tokens."""
   with pytest.raises(UserError, match=message):
     list(dataclasses.replace(SMALL, **settings).evaluate(make_model()))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -333,7 +332,7 @@ def test_a_measured_suite_has_its_own_settings_and_coordinates(
 )
 def test_an_invalid_setting_raises(make_trained, settings, message):
   with pytest.raises(UserError, match=message):
-    list(dataclasses.replace(QUICK, **settings).evaluate(make_trained()))
+    list(Quantised(**settings).evaluate(make_trained()))
 
 
 def test_no_measurements_have_no_plot(make_trained):

@@ -113,6 +113,7 @@ def test_rows_can_be_of_another_text_and_length(make_trained, tmp_path):
   ],
 )
 def test_an_invalid_setting_raises(make_trained, settings, message):
+  """The model takes at most 512 tokens."""
   with pytest.raises(UserError, match=message):
     list(Validation(**settings).evaluate(make_trained()))
 
