@@ -240,6 +240,7 @@ def pair(
 
 
 def test_results_describe_both_models(pair, runs):
+  """Each file of results names the models, their parameters and their time."""
   for suite in pair.suites:
     suite_results = pair.read(suite)
     assert suite_results["suite"] == suite
@@ -308,6 +309,7 @@ def test_each_model_is_loaded_once(pair):
 def test_several_devices_measure_what_one_does(
   pair, runs, tmp_path, monkeypatch
 ):
+  """The first model of the pair is measured again, split over two devices."""
   monkeypatch.setattr(intervals, "RESAMPLES", 99)
 
   evaluate_successfully(
@@ -329,6 +331,7 @@ def test_several_devices_measure_what_one_does(
 
 
 def test_the_losses_are_those_of_training(runs, tmp_path):
+  """The run measured its five validation rows after its last step."""
   result = evaluate_successfully(
     "--suite=validation", f"--workdir={runs.diff}", f"--out={tmp_path}"
   )
@@ -412,43 +415,53 @@ def test_the_second_model_is_measured_on_the_rows_of_the_first(
 
 
 @pytest.mark.full
-def test_harness_and_hallucination_of_a_pair(runs, tmp_path):
+def test_the_harness_measures_both_models_of_a_pair(runs, tmp_path):
+  """Each model is right in exactly one of two opposite questions."""
   pytest.importorskip("lm_eval")
-  question = {
-    "goal": "To eat",
-    "sol1": "use a fork",
-    "sol2": "use a car",
-    "label": 0,
-  }
-  opposite_question = {**question, "label": 1}
+  question = {"goal": "To eat", "sol1": "use a fork", "sol2": "use a car"}
+  first_is_right = {**question, "label": 0}
+  second_is_right = {**question, "label": 1}
   (tmp_path / "piqa").mkdir()
   (tmp_path / "piqa" / "validation.jsonl").write_text(
-    f"{json.dumps(question)}\n{json.dumps(opposite_question)}\n"
+    f"{json.dumps(first_is_right)}\n{json.dumps(second_is_right)}\n"
   )
-  news = {"document": "The river rose.", "summary": "River rises"}
-  (tmp_path / "xsum.jsonl").write_text(f"{json.dumps(news)}\n")
-  out = tmp_path / "out"
 
   evaluate_successfully(
-    "--suite=harness,hallucination",
+    "--suite=harness",
     f"--workdir={runs.diff}",
     f"--against={runs.transformer}",
-    f"--out={out}",
+    f"--out={tmp_path}",
     "--tasks=piqa",
     f"--set.harness.data_dir={tmp_path}",
     "--set.harness.batch_tokens=1024",
+  )
+
+  accuracy = read_strict_json(tmp_path / "harness.json")["figures"][0]
+  assert accuracy["name"] == "acc"
+  assert accuracy["at"] == {"task": "piqa"}
+  assert accuracy["value"] == 0.5
+  assert accuracy["against"]["value"] == 0.5
+
+
+@pytest.mark.full
+def test_each_model_of_a_pair_writes_prompts_for_a_judge(runs, tmp_path):
+  """Without a judge's verdicts, the suite "hallucination" has two figures."""
+  pytest.importorskip("rouge_score")
+  news = {"document": "The river rose.", "summary": "River rises"}
+  (tmp_path / "xsum.jsonl").write_text(f"{json.dumps(news)}\n")
+
+  evaluate_successfully(
+    "--suite=hallucination",
+    f"--workdir={runs.diff}",
+    f"--against={runs.transformer}",
+    f"--out={tmp_path}",
     "--set.hallucination.sets=xsum",
     f"--set.hallucination.data_dir={tmp_path}",
     "--set.hallucination.summary_tokens=8",
     "--set.hallucination.batch_tokens=1024",
   )
 
-  accuracy = read_strict_json(out / "harness.json")["figures"][0]
-  assert accuracy["name"] == "acc"
-  assert accuracy["at"] == {"task": "piqa"}
-  # Each model is right in exactly one of two opposite questions.
-  assert accuracy["value"] == accuracy["against"]["value"] == 0.5
-  figures = read_strict_json(out / "hallucination.json")["figures"]
+  figures = read_strict_json(tmp_path / "hallucination.json")["figures"]
   names = {figure["name"] for figure in figures}
   assert names == {"ROUGE-L", "empty outputs"}
   judge_prompts = list((tmp_path / "judged").glob("*/judge_prompts.jsonl"))
@@ -456,6 +469,7 @@ def test_harness_and_hallucination_of_a_pair(runs, tmp_path):
 
 
 def test_another_vocabulary_is_refused_before_anything_runs(runs, tmp_path):
+  """Losses per token of two vocabularies cannot be compared."""
   out = tmp_path / "out"
 
   result = evaluate(
@@ -671,6 +685,7 @@ def test_an_error_before_a_model_is_loaded_is_one_line(arguments, message):
 def test_all_settings_are_checked_before_the_first_measurement(
   runs, tmp_path, arguments, message
 ):
+  """Otherwise an error in the last suite would come after hours."""
   result = evaluate(
     *arguments,
     f"--workdir={runs.diff}",
@@ -716,6 +731,7 @@ sys.exit(bool(large.intersection(sys.modules)))
 
 
 def test_the_report_shows_a_suite_from_outside_the_package(runs, tmp_path):
+  """A module in `tmp_path` defines the suite "confident"."""
   with own_variants.registered(tmp_path):
     evaluate_successfully(
       f"--import={own_variants.SUITE_MODULE}",
