@@ -82,8 +82,7 @@ WINOGRANDE_RECORD = {
   "answer": "1",
 }
 
-# The questions of the paper's tasks. A model that prefers 2s (`score_twos`)
-# gets the accuracies in ACCURACIES.
+# The questions of the paper's tasks, for a model that prefers 2s (`score_twos`).
 QUESTIONS = {
   "arc_easy": [arc_record(0), arc_record(1), arc_record(2), arc_record(3)],
   "arc_challenge": [arc_record(2)],
@@ -96,15 +95,6 @@ QUESTIONS = {
   "openbookqa": [OPENBOOKQA_RECORD],
   "piqa": [piqa_record(0), piqa_record(1)],
   "winogrande": [WINOGRANDE_RECORD],
-}
-ACCURACIES = {
-  "arc_easy": 1 / 4,
-  "arc_challenge": 1.0,
-  "boolq": 2 / 3,
-  "hellaswag": 1 / 3,
-  "openbookqa": 1.0,
-  "piqa": 1 / 2,
-  "winogrande": 1.0,
 }
 TASKS_SCORED_ON_TEST = ("arc_easy", "arc_challenge", "openbookqa")
 
@@ -222,11 +212,24 @@ def test_the_papers_tasks_are_found_among_all_tasks(monkeypatch, data_dir):
 
 
 def test_the_papers_tasks_have_the_known_accuracies(monkeypatch, data_dir):
+  """The model prefers the choice with the most 2s.
+
+  For example, ARC asks four questions, whose answers are the digits 0 to 3.
+  """
   monkeypatch.setattr(adapter, "score", score_twos)
 
   measurements = evaluate(data_dir=str(data_dir))
 
-  for task, expected in ACCURACIES.items():
+  accuracies = {
+    "arc_easy": 1 / 4,
+    "arc_challenge": 1.0,
+    "boolq": 2 / 3,
+    "hellaswag": 1 / 3,
+    "openbookqa": 1.0,
+    "piqa": 1 / 2,
+    "winogrande": 1.0,
+  }
+  for task, expected in accuracies.items():
     accuracy = measurements["acc", task]
     assert value(accuracy) == pytest.approx(expected)
     assert len(accuracy.units) == len(QUESTIONS[task])
@@ -240,11 +243,20 @@ def test_the_mean_uses_the_accuracy_by_length_where_a_task_has_one(
 
   measurements = evaluate(data_dir=str(data_dir))
 
-  accuracy_by_length = measurements["acc_norm", "hellaswag"]
-  assert value(accuracy_by_length) == pytest.approx(2 / 3)
-  expected = {**ACCURACIES, "hellaswag": 2 / 3}
+  assert value(measurements["acc", "hellaswag"]) == pytest.approx(1 / 3)
+  assert value(measurements["acc_norm", "hellaswag"]) == pytest.approx(2 / 3)
+  accuracies = {
+    "arc_easy": 1 / 4,
+    "arc_challenge": 1.0,
+    "boolq": 2 / 3,
+    "hellaswag": 2 / 3,
+    "openbookqa": 1.0,
+    "piqa": 1 / 2,
+    "winogrande": 1.0,
+  }
   mean = measurements["mean accuracy", None]
-  assert value(mean) == pytest.approx(np.mean(list(expected.values())))
+  expected = np.mean(list(accuracies.values()))
+  assert value(mean) == pytest.approx(expected)
 
 
 def test_one_right_answer_does_not_make_an_accuracy_certain(
