@@ -26,13 +26,6 @@ from diffjax.model.definition import broadcast_lambda, by_definition
 from diffjax.ops.diff_attention import diff_attention
 from tests.harness.tolerances import FLOAT32, FLOAT32_LAYER, FLOAT32_MODEL
 
-QUICK = Quantised(
-  measurements=("validation",),
-  bits=(4,),
-  per=("row",),
-  validation=Validation(rows=4),
-)
-
 # Two queries and four keys. The first query does not see the last key.
 LOGITS = jnp.array([[14.0, -3.4, 0.9, 100.0], [1.0, 0.49, -0.51, 0.06]])
 MASK = jnp.array([[True, True, True, False], [True, True, True, True]])
@@ -226,7 +219,7 @@ def test_a_variant_must_support_quantised_logits(make_trained, monkeypatch):
   monkeypatch.setattr(DiffAttention, "supports", frozenset())
 
   with pytest.raises(UserError, match="--suite=quantised: .*quantized_logits"):
-    QUICK.evaluate(make_trained())
+    Quantised(measurements=("validation",)).evaluate(make_trained())
 
 
 @pytest.fixture
@@ -344,7 +337,13 @@ def test_no_measurements_have_no_plot(make_trained):
 
 def test_the_plot_is_drawn(make_trained, tmp_path):
   trained = make_trained("softmax", num_layers=1)
-  figures = list(intervals.compare(QUICK.evaluate(trained)))
+  suite = Quantised(
+    measurements=("validation",),
+    bits=(4,),
+    per=("row",),
+    validation=Validation(rows=4),
+  )
+  figures = list(intervals.compare(suite.evaluate(trained)))
   suite_results = results.finite(
     {
       "suite": "quantised",
@@ -354,6 +353,6 @@ def test_the_plot_is_drawn(make_trained, tmp_path):
     }
   )
 
-  plots.save(QUICK.plot(suite_results), tmp_path / "quantised.png")
+  plots.save(suite.plot(suite_results), tmp_path / "quantised.png")
 
   assert (tmp_path / "quantised.png").stat().st_size > 1000
