@@ -155,6 +155,7 @@ def test_a_step_exchanges_two_sums_a_layer_and_the_logits(split_sampler):
   """
   tokens = jnp.zeros(3, jnp.int32)
   state = split_sampler.prefill(PROMPTS)
+
   lowered = split_sampler._step.lower(split_sampler._params, state, tokens)
   hlo = lowered.compile().as_text()
 

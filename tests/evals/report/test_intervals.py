@@ -203,6 +203,7 @@ def test_paired_differences_cover_the_truth_with_few_units(
     first = np.where(kinds == "equal", is_right_by_both, kinds == "first")
     second = np.where(kinds == "equal", is_right_by_both, kinds == "second")
     pairs.append([proportion("x", first), proportion("x", second)])
+
   assert coverage(pairs, only_first - only_second) >= 0.88
 
 

@@ -101,7 +101,9 @@ def test_excluding_0_means_that_mcnemars_test_is_significant(count):
       outcomes, against = paired_outcomes(
         both_right, only_first, only_second, none_right=0
       )
+
       value, low, high = proportions.paired_difference(outcomes, against)
+
       assert -1 <= low <= value <= high <= 1
       excludes_zero = low > 0 or high < 0
       standard_error = np.sqrt(only_first + only_second)
