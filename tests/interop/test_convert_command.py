@@ -8,6 +8,7 @@ import json
 import pathlib
 import re
 import shutil
+import subprocess
 from typing import Any, NamedTuple
 
 import jax
@@ -49,11 +50,12 @@ def assert_conversion_fails(
   Args:
     source: the model, as LAYOUT:PATH.
     target: where to write it. The path must not exist.
-    message: a pattern that the line must contain.
+    message: a regular expression that the line must contain.
     target_layout: the layout of the target.
   """
   result = convert(f"--from={source}", f"--to={target_layout}:{target}")
 
+  # The command exits with 1 for an error, and with 2 for wrong flags.
   assert result.returncode == 1
   assert not result.stdout
   (line,) = result.stderr.splitlines()
@@ -66,7 +68,7 @@ def assert_conversion_fails(
 
 
 @pytest.mark.parametrize(
-  ("arguments", "got"),
+  ("arguments", "end_of_message"),
   [
     pytest.param([], "", id="no flags"),
     pytest.param(
@@ -79,30 +81,31 @@ def assert_conversion_fails(
     ),
   ],
 )
-def test_from_must_name_a_layout_and_a_path(arguments, got):
+def test_from_must_name_a_layout_and_a_path(arguments, end_of_message):
+  """A layout is a file format of models, with its own names of tensors."""
   result = convert(*arguments)
 
   assert result.returncode == 2
   assert result.stderr == (
     "error: pass --from=LAYOUT:PATH, LAYOUT one of diffjax, diffllama, unilm,"
-    f" llama, motif{got}\n"
+    f" llama, motif{end_of_message}\n"
   )
 
 
 @pytest.mark.parametrize(
-  ("arguments", "got"),
+  ("arguments", "end_of_message"),
   [
     pytest.param([], "", id="no flag"),
     pytest.param(["--to=gguf:x"], "; got 'gguf:x'", id="unknown layout"),
   ],
 )
-def test_to_must_name_a_layout_and_a_path(arguments, got):
+def test_to_must_name_a_layout_and_a_path(arguments, end_of_message):
   result = convert("--from=diffjax:runs/tiny", *arguments)
 
   assert result.returncode == 2
   assert result.stderr == (
     "error: pass --to=LAYOUT:PATH, LAYOUT one of diffjax, diffllama, unilm,"
-    f" llama, motif{got}\n"
+    f" llama, motif{end_of_message}\n"
   )
 
 
@@ -141,7 +144,7 @@ def test_to_must_name_a_layout_and_a_path(arguments, got):
     ),
   ],
 )
-def test_wrong_flags_are_usage_errors(arguments, message):
+def test_wrong_flags_are_rejected_with_exit_code_2(arguments, message):
   result = convert(*arguments)
 
   assert result.returncode == 2
@@ -203,12 +206,15 @@ def test_wrong_flags_are_usage_errors(arguments, message):
     ),
   ],
 )
-def test_an_unsupported_model_is_rejected(field, value, message, tmp_path):
+def test_a_llama_with_unsupported_parts_is_rejected(
+  field, value, message, tmp_path
+):
+  """diffjax would compute other logits than the model's own code."""
   write_llama(tmp_path / "llama")
   edit_config(tmp_path / "llama", {field: value})
 
   assert_conversion_fails(
-    f"llama:{tmp_path / 'llama'}", tmp_path / "out", message
+    source=f"llama:{tmp_path}/llama", target=tmp_path / "out", message=message
   )
 
 
@@ -230,12 +236,15 @@ def test_an_unsupported_model_is_rejected(field, value, message, tmp_path):
     ),
   ],
 )
-def test_an_unknown_field_is_rejected(field, value, message, tmp_path):
+def test_an_unknown_field_of_a_config_is_rejected(
+  field, value, message, tmp_path
+):
+  """It may stand for a part of the model that diffjax would leave out."""
   write_llama(tmp_path / "llama")
   edit_config(tmp_path / "llama", {field: value})
 
   assert_conversion_fails(
-    f"llama:{tmp_path / 'llama'}", tmp_path / "out", message
+    source=f"llama:{tmp_path}/llama", target=tmp_path / "out", message=message
   )
 
 
@@ -259,18 +268,22 @@ def test_an_unknown_field_is_rejected(field, value, message, tmp_path):
     ("rms_norm_eps", 0, "norm_eps = 0.0: must be positive"),
   ],
 )
-def test_an_invalid_field_is_rejected(field, value, message, tmp_path):
+def test_an_invalid_field_of_a_config_is_rejected(
+  field, value, message, tmp_path
+):
   write_llama(tmp_path / "llama")
   edit_config(tmp_path / "llama", {field: value})
 
   assert_conversion_fails(
-    f"llama:{tmp_path / 'llama'}", tmp_path / "out", message
+    source=f"llama:{tmp_path}/llama", target=tmp_path / "out", message=message
   )
 
 
 @pytest.mark.parametrize(
   ("field", "value", "message"),
   [
+    # The tensors are those of 2 layers, 4 heads of size 8, 2 key/value heads
+    # and 128 tokens. They are not tied.
     (
       "num_hidden_layers",
       2_000_000_000,
@@ -302,23 +315,26 @@ def test_an_invalid_field_is_rejected(field, value, message, tmp_path):
     ),
   ],
 )
-def test_a_config_must_agree_with_the_tensors(field, value, message, tmp_path):
+def test_a_config_that_contradicts_the_tensors_is_rejected(
+  field, value, message, tmp_path
+):
   write_llama(tmp_path / "llama")
   edit_config(tmp_path / "llama", {field: value})
 
   assert_conversion_fails(
-    f"llama:{tmp_path / 'llama'}", tmp_path / "out", message
+    source=f"llama:{tmp_path}/llama", target=tmp_path / "out", message=message
   )
 
 
 def test_untied_embeddings_need_an_output_projection(tmp_path):
+  """A tied model has no lm_head.weight: it uses its embeddings instead."""
   write_llama(tmp_path / "llama", is_tied=True)
   edit_config(tmp_path / "llama", {"tie_word_embeddings": False})
 
   assert_conversion_fails(
-    f"llama:{tmp_path / 'llama'}",
-    tmp_path / "out",
-    "no tensor lm_head.weight.*set tie_word_embeddings to true",
+    source=f"llama:{tmp_path}/llama",
+    target=tmp_path / "out",
+    message="no tensor lm_head.weight.*set tie_word_embeddings to true",
   )
 
 
@@ -326,7 +342,7 @@ def test_untied_embeddings_need_an_output_projection(tmp_path):
 
 
 @pytest.mark.parametrize(
-  ("num_bytes", "message"),
+  ("end", "message"),
   [
     pytest.param(
       -100,
@@ -341,15 +357,15 @@ def test_untied_embeddings_need_an_output_projection(tmp_path):
     pytest.param(0, "", id="empty"),
   ],
 )
-def test_a_truncated_safetensors_file_is_rejected(num_bytes, message, tmp_path):
+def test_a_truncated_safetensors_file_is_rejected(end, message, tmp_path):
   write_llama(tmp_path / "llama")
   path = tmp_path / "llama/model.safetensors"
-  path.write_bytes(path.read_bytes()[:num_bytes])
+  path.write_bytes(path.read_bytes()[:end])
 
   assert_conversion_fails(
-    f"llama:{tmp_path / 'llama'}",
-    tmp_path / "out",
-    f"model.safetensors is not a whole safetensors file, {message}",
+    source=f"llama:{tmp_path}/llama",
+    target=tmp_path / "out",
+    message=f"model.safetensors is not a whole safetensors file, {message}",
   )
 
 
@@ -369,15 +385,15 @@ def test_a_missing_file_is_named(file_name, message, tmp_path):
   (tmp_path / "llama" / file_name).unlink()
 
   assert_conversion_fails(
-    f"llama:{tmp_path / 'llama'}", tmp_path / "out", message
+    source=f"llama:{tmp_path}/llama", target=tmp_path / "out", message=message
   )
 
 
 def test_a_missing_directory_is_named(tmp_path):
   assert_conversion_fails(
-    f"llama:{tmp_path / 'llama'}",
-    tmp_path / "out",
-    "cannot read .*llama/config.json: No such file",
+    source=f"llama:{tmp_path}/llama",
+    target=tmp_path / "out",
+    message="cannot read .*llama/config.json: No such file",
   )
 
 
@@ -394,18 +410,18 @@ def test_a_config_must_be_a_json_object(content, message, tmp_path):
   (tmp_path / "llama/config.json").write_bytes(content)
 
   assert_conversion_fails(
-    f"llama:{tmp_path / 'llama'}", tmp_path / "out", message
+    source=f"llama:{tmp_path}/llama", target=tmp_path / "out", message=message
   )
 
 
-def test_a_tokenizer_must_have_the_format_of_hugging_face(tmp_path):
+def test_a_tokenizer_in_another_format_is_rejected(tmp_path):
   write_llama(tmp_path / "llama")
   (tmp_path / "llama/tokenizer.json").write_text("{}")
 
   assert_conversion_fails(
-    f"llama:{tmp_path / 'llama'}",
-    tmp_path / "out",
-    "not a Hugging Face tokenizer.json",
+    source=f"llama:{tmp_path}/llama",
+    target=tmp_path / "out",
+    message="not a Hugging Face tokenizer.json",
   )
 
 
@@ -426,13 +442,14 @@ def test_a_tokenizer_must_have_the_format_of_hugging_face(tmp_path):
     pytest.param("{", "index.json is not JSON", id="not JSON"),
   ],
 )
-def test_a_wrong_index_is_rejected(content, message, tmp_path):
+def test_a_wrong_index_of_shards_is_rejected(content, message, tmp_path):
+  """The index of a model in several files names the file of each tensor."""
   write_llama(tmp_path / "llama")
   (tmp_path / "llama/model.safetensors").unlink()
   (tmp_path / "llama/model.safetensors.index.json").write_text(content)
 
   assert_conversion_fails(
-    f"llama:{tmp_path / 'llama'}", tmp_path / "out", message
+    source=f"llama:{tmp_path}/llama", target=tmp_path / "out", message=message
   )
 
 
@@ -442,22 +459,22 @@ def test_a_missing_tensor_is_named(tmp_path):
   safetensors.numpy.save_file(tensors, tmp_path / "llama/model.safetensors")
 
   assert_conversion_fails(
-    f"llama:{tmp_path / 'llama'}",
-    tmp_path / "out",
-    "has no tensor model.norm.weight",
+    source=f"llama:{tmp_path}/llama",
+    target=tmp_path / "out",
+    message="has no tensor model.norm.weight",
   )
 
 
-def test_biases_are_rejected(tmp_path):
+def test_a_llama_with_biases_is_rejected(tmp_path):
   tensors = write_llama(tmp_path / "llama")
-  bias = "model.layers.0.self_attn.q_proj.bias"
-  tensors[bias] = np.ones(32, np.float32)
+  name = "model.layers.0.self_attn.q_proj.bias"
+  tensors[name] = np.ones(32, np.float32)
   safetensors.numpy.save_file(tensors, tmp_path / "llama/model.safetensors")
 
   assert_conversion_fails(
-    f"llama:{tmp_path / 'llama'}",
-    tmp_path / "out",
-    f"has a tensor {bias}.*: biases are not supported",
+    source=f"llama:{tmp_path}/llama",
+    target=tmp_path / "out",
+    message=f"has a tensor {name}.*: biases are not supported",
   )
 
 
@@ -468,7 +485,7 @@ def test_biases_are_rejected(tmp_path):
     (np.int8, "model.norm.weight in I8"),
   ],
 )
-def test_a_dtype_that_float32_cannot_represent_is_rejected(
+def test_tensors_other_than_floats_of_at_most_32_bits_are_rejected(
   dtype, message, tmp_path
 ):
   tensors = write_llama(tmp_path / "llama")
@@ -476,7 +493,7 @@ def test_a_dtype_that_float32_cannot_represent_is_rejected(
   safetensors.numpy.save_file(tensors, tmp_path / "llama/model.safetensors")
 
   assert_conversion_fails(
-    f"llama:{tmp_path / 'llama'}", tmp_path / "out", message
+    source=f"llama:{tmp_path}/llama", target=tmp_path / "out", message=message
   )
 
 
@@ -503,11 +520,15 @@ def test_a_dtype_that_float32_cannot_represent_is_rejected(
     ),
   ],
 )
-def test_an_unsupported_diffllama_is_rejected(field, value, message, tmp_path):
+def test_a_diffllama_with_an_invalid_config_is_rejected(
+  field, value, message, tmp_path
+):
   source = copy_golden("diffllama_tiny_gqa", tmp_path / "source").path
   edit_config(source, {field: value})
 
-  assert_conversion_fails(f"diffllama:{source}", tmp_path / "out", message)
+  assert_conversion_fails(
+    source=f"diffllama:{source}", target=tmp_path / "out", message=message
+  )
 
 
 @pytest.mark.parametrize(
@@ -529,11 +550,12 @@ def test_an_unsupported_diffllama_is_rejected(field, value, message, tmp_path):
   ],
 )
 def test_an_invalid_unilm_config_is_rejected(field, value, message, tmp_path):
+  """The model in this layout, that of the authors, is a DIFF V2."""
   unilm.write(str(tmp_path / "source"), make_model("diff_v2"), "float32")
   edit_config(tmp_path / "source", {field: value})
 
   assert_conversion_fails(
-    f"unilm:{tmp_path / 'source'}", tmp_path / "out", message
+    source=f"unilm:{tmp_path}/source", target=tmp_path / "out", message=message
   )
 
 
@@ -545,9 +567,9 @@ def test_a_missing_field_of_a_unilm_config_is_named(tmp_path):
   path.write_text(json.dumps(config))
 
   assert_conversion_fails(
-    f"unilm:{tmp_path / 'source'}",
-    tmp_path / "out",
-    "config.json has no rope_theta",
+    source=f"unilm:{tmp_path}/source",
+    target=tmp_path / "out",
+    message="config.json has no rope_theta",
   )
 
 
@@ -659,58 +681,59 @@ def word_workdir(tmp_path_factory):
   return (directory / "written").rename(directory / "run")
 
 
-def test_a_model_that_the_layout_cannot_represent_is_an_error_of_the_command(
-  tmp_path,
-):
+def test_convert_rejects_a_model_that_the_target_cannot_represent(tmp_path):
   workdir.write(str(tmp_path / "run"), make_model("softmax", num_layers=1))
 
   assert_conversion_fails(
-    f"diffjax:{tmp_path / 'run'}",
-    tmp_path / "out",
-    "DiffLlama supports only attention = 'diff'",
+    source=f"diffjax:{tmp_path}/run",
+    target=tmp_path / "out",
+    message="DiffLlama supports only attention = 'diff'",
     target_layout="diffllama",
   )
 
 
-def test_a_workdir_needs_a_checkpoint(tmp_path):
+def test_a_workdir_without_a_checkpoint_is_rejected(tmp_path):
   assert_conversion_fails(
-    f"diffjax:{tmp_path / 'nowhere'}",
-    tmp_path / "out",
-    "there is no complete checkpoint in",
+    source=f"diffjax:{tmp_path}/nowhere",
+    target=tmp_path / "out",
+    message="there is no complete checkpoint in",
     target_layout="diffllama",
   )
 
 
-def test_another_tokenizer_than_in_training_is_rejected(word_workdir, tmp_path):
+def test_a_tokenizer_that_is_not_the_one_of_training_is_rejected(
+  word_workdir, tmp_path
+):
   run = shutil.copytree(word_workdir, tmp_path / "run")
   write_tokenizer(run, vocab_size=200)
 
   assert_conversion_fails(
-    f"diffjax:{run}",
-    tmp_path / "out",
-    "was trained with 128 tokens, but its tokenizer .* has 200: it is another"
+    source=f"diffjax:{run}",
+    target=tmp_path / "out",
+    message="was trained with 128 tokens, but its tokenizer .* has 200: it is another"
     " one",
     target_layout="diffllama",
   )
 
 
-def test_a_workdir_needs_its_tokenizer(word_workdir, tmp_path):
+def test_a_workdir_without_its_tokenizer_is_rejected(word_workdir, tmp_path):
   run = shutil.copytree(word_workdir, tmp_path / "run")
   (run / "tokenizer.json").unlink()
 
   assert_conversion_fails(
-    f"diffjax:{run}",
-    tmp_path / "out",
-    "there is no tokenizer beside the checkpoint",
+    source=f"diffjax:{run}",
+    target=tmp_path / "out",
+    message="there is no tokenizer beside the checkpoint",
     target_layout="diffllama",
   )
 
 
 def test_a_damaged_checkpoint_is_rejected(word_workdir, tmp_path):
   run = shutil.copytree(word_workdir, tmp_path / "run")
-  chunks = run / "checkpoints/0/state/params.embedding/c"
-  files = [path for path in chunks.rglob("*") if path.is_file()]
-  files[0].write_bytes(files[0].read_bytes()[:-1])
+  embedding = run / "checkpoints/0/state/params.embedding/c"
+  chunks = [path for path in embedding.rglob("*") if path.is_file()]
+  # One byte of the embedding is lost.
+  chunks[0].write_bytes(chunks[0].read_bytes()[:-1])
 
   result = convert(f"--from=diffjax:{run}", f"--to=diffllama:{tmp_path}/out")
 
@@ -744,27 +767,35 @@ def test_a_bucket_needs_gcsfs(arguments):
 
 
 @pytest.mark.parametrize("target_layout", ["diffjax", "diffllama"])
-def test_existing_files_are_not_overwritten(target_layout, tmp_path):
+@pytest.mark.parametrize(
+  "existing_file",
+  [
+    pytest.param("target", id="a file"),
+    pytest.param("target/notes.txt", id="a directory with a file"),
+    pytest.param("target/run/notes.txt", id="a directory of directories"),
+  ],
+)
+def test_convert_does_not_write_to_an_existing_target(
+  existing_file, target_layout, tmp_path
+):
   write_llama(tmp_path / "llama")
-  (tmp_path / "full").mkdir()
-  (tmp_path / "full/notes.txt").write_text("text")
-  (tmp_path / "runs/one").mkdir(parents=True)
-  (tmp_path / "file").write_text("text")
+  target = tmp_path / "target"
+  existing = tmp_path / existing_file
+  existing.parent.mkdir(parents=True, exist_ok=True)
+  existing.write_text("text")
+  paths_before = sorted(tmp_path.rglob("*"))
 
-  for name in ("full", "runs", "file"):
-    target = tmp_path / name
-    result = convert(
-      f"--from=llama:{tmp_path / 'llama'}", f"--to={target_layout}:{target}"
-    )
+  result = convert(
+    f"--from=llama:{tmp_path}/llama", f"--to={target_layout}:{target}"
+  )
 
-    assert result.returncode == 1
-    assert result.stderr == (
-      f"error: --to: {target} exists and is not an empty directory; choose"
-      " another one, or delete it\n"
-    )
-  assert [path.name for path in (tmp_path / "full").iterdir()] == ["notes.txt"]
-  assert [path.name for path in (tmp_path / "runs").iterdir()] == ["one"]
-  assert (tmp_path / "file").read_text() == "text"
+  assert result.returncode == 1
+  assert result.stderr == (
+    f"error: --to: {target} exists and is not an empty directory; choose"
+    " another one, or delete it\n"
+  )
+  assert sorted(tmp_path.rglob("*")) == paths_before
+  assert existing.read_text() == "text"
 
 
 @pytest.mark.parametrize(
@@ -780,21 +811,21 @@ def test_existing_files_are_not_overwritten(target_layout, tmp_path):
     ),
   ],
 )
-def test_an_impossible_path_is_an_error(source, message, tmp_path):
-  result = convert(f"--from=llama:{source}", f"--to=unilm:{tmp_path / 'out'}")
+def test_a_path_that_cannot_exist_is_rejected(source, message, tmp_path):
+  result = convert(f"--from=llama:{source}", f"--to=unilm:{tmp_path}/out")
 
   assert result.returncode == 1
   assert re.fullmatch(f"error: {message}.*\n", result.stderr), result.stderr
 
 
 @pytest.mark.parametrize("target_layout", ["diffjax", "unilm"])
-def test_a_target_below_a_file_is_an_error(target_layout, tmp_path):
+def test_a_target_inside_a_file_is_rejected(target_layout, tmp_path):
   write_llama(tmp_path / "llama")
   (tmp_path / "file").write_text("text")
 
   result = convert(
-    f"--from=llama:{tmp_path / 'llama'}",
-    f"--to={target_layout}:{tmp_path / 'file/below'}",
+    f"--from=llama:{tmp_path}/llama",
+    f"--to={target_layout}:{tmp_path}/file/below",
   )
 
   assert result.returncode == 1
@@ -806,12 +837,12 @@ def test_a_target_below_a_file_is_an_error(target_layout, tmp_path):
 # What is written and printed.
 
 
-def test_the_printed_flags_include_false_values(tmp_path):
-  """Without them, training would build a model with other parameters."""
+def test_the_printed_flags_include_fields_that_are_false(tmp_path):
+  """`diffjax.train` needs these flags to build a model with the same tensors."""
   write_llama(tmp_path / "llama")
 
   result = convert(
-    f"--from=llama:{tmp_path / 'llama'}", f"--to=diffjax:{tmp_path / 'out'}"
+    f"--from=llama:{tmp_path}/llama", f"--to=diffjax:{tmp_path}/out"
   )
 
   assert result.returncode == 0, result.stderr
@@ -820,46 +851,56 @@ def test_the_printed_flags_include_false_values(tmp_path):
   assert "--config.model.tie_embeddings=False" in printed_flags
 
 
-@pytest.fixture(scope="module")
-def padded_llama(tmp_path_factory):
-  """Returns a directory with a Llama and its conversion to unilm.
+class Conversion(NamedTuple):
+  """A conversion that succeeded.
 
-  The Llama has 28 embeddings more than its tokenizer has tokens.
+  Attributes:
+    source: the directory of the model.
+    target: the directory that was written.
+    result: the exit code and the output of the command.
   """
-  directory = tmp_path_factory.mktemp("padded_llama")
-  write_llama(directory / "llama")
-  write_tokenizer(directory / "llama", vocab_size=100)
+
+  source: pathlib.Path
+  target: pathlib.Path
+  result: subprocess.CompletedProcess
+
+
+@pytest.fixture(scope="module")
+def llama_to_unilm(tmp_path_factory):
+  """Converts a Llama with 128 embeddings, but a tokenizer of 100 tokens."""
+  directory = tmp_path_factory.mktemp("llama_to_unilm")
+  source = directory / "llama"
+  target = directory / "unilm"
+  write_llama(source)
+  write_tokenizer(source, vocab_size=100)
   result = convert(
-    f"--from=llama:{directory / 'llama'}",
-    f"--to=unilm:{directory / 'out'}",
-    "--dtype=bfloat16",
+    f"--from=llama:{source}", f"--to=unilm:{target}", "--dtype=bfloat16"
   )
   assert result.returncode == 0, result.stderr
-  (directory / "stdout").write_text(result.stdout)
-  (directory / "stderr").write_text(result.stderr)
-  return directory
+  return Conversion(source, target, result)
 
 
-def test_the_sizes_and_the_document_tokens_are_printed(padded_llama):
-  assert (padded_llama / "stdout").read_text() == (
-    f"{padded_llama / 'out'}: diff_v2, 2 layers of width 32, vocabulary 128"
+def test_the_sizes_and_the_document_tokens_are_printed(llama_to_unilm):
+  assert llama_to_unilm.result.stdout == (
+    f"{llama_to_unilm.target}: diff_v2, 2 layers of width 32, vocabulary 128"
     " (its tokenizer has 100)\n"
     "documents: TEXT <|endoftext|>; generation stops at <|endoftext|>\n"
   )
-  assert (padded_llama / "stderr").read_text() == ""
+  assert llama_to_unilm.result.stderr == ""
 
 
-def test_tensors_are_written_in_the_dtype_of_the_flag(padded_llama):
-  tensors = read_tensors(padded_llama / "out")
+def test_tensors_are_written_in_the_dtype_of_the_flag(llama_to_unilm):
+  tensors = read_tensors(llama_to_unilm.target)
 
   dtypes = {tensor.dtype for tensor in tensors.values()}
   assert dtypes == {np.dtype(ml_dtypes.bfloat16)}
 
 
-def test_the_tokenizer_is_copied(padded_llama):
-  written = (padded_llama / "out/tokenizer.json").read_text()
+def test_the_tokenizer_is_copied(llama_to_unilm):
+  source = (llama_to_unilm.source / "tokenizer.json").read_text()
+  target = (llama_to_unilm.target / "tokenizer.json").read_text()
 
-  assert written == (padded_llama / "llama/tokenizer.json").read_text()
+  assert target == source
 
 
 # The model card.
@@ -877,11 +918,7 @@ METRICS = [
   {"step": 5, "validation/loss": 2.0, "validation/others": None},
   {"step": 6, "validation/loss": 1.0},
 ]
-LIBRARIES = {
-  "diffllama": "transformers",
-  "unilm": "diffjax",
-  "diffjax": "diffjax",
-}
+LAYOUTS = ["diffllama", "unilm", "diffjax"]
 
 
 class ExportedRun(NamedTuple):
@@ -889,7 +926,7 @@ class ExportedRun(NamedTuple):
 
   Attributes:
     config: the run's config.
-    directory: has a directory out_LAYOUT for each of LIBRARIES.
+    directory: has a directory out_LAYOUT for each of LAYOUTS.
   """
 
   config: Config
@@ -934,7 +971,7 @@ def exported_run(tmp_path_factory):
   """Returns a run that was exported to DiffLlama in bfloat16, and to others."""
   directory = tmp_path_factory.mktemp("exported_run")
   config = write_run(directory / "run")
-  for layout in LIBRARIES:
+  for layout in LAYOUTS:
     flags = ["--dtype=bfloat16"] if layout == "diffllama" else []
     result = convert(
       f"--from=diffjax:{directory / 'run'}",
@@ -945,18 +982,28 @@ def exported_run(tmp_path_factory):
   return ExportedRun(config, directory)
 
 
-@pytest.mark.parametrize("layout", LIBRARIES)
-def test_a_card_begins_with_the_metadata_of_the_hub(exported_run, layout):
+@pytest.mark.parametrize(
+  ("layout", "library"),
+  [
+    ("diffllama", "transformers"),
+    ("unilm", "diffjax"),
+    ("diffjax", "diffjax"),
+  ],
+)
+def test_a_model_card_begins_with_the_metadata_of_the_hub(
+  exported_run, layout, library
+):
+  """The Hugging Face Hub reads them to show how the model is loaded."""
   card = exported_run.card(layout)
 
   assert card.startswith(
-    f"---\nlibrary_name: {LIBRARIES[layout]}\npipeline_tag: text-generation\n"
+    f"---\nlibrary_name: {library}\npipeline_tag: text-generation\n"
   )
   assert "license" not in card
 
 
-@pytest.mark.parametrize("layout", LIBRARIES)
-def test_a_card_describes_the_model_and_its_training(exported_run, layout):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_model_card_describes_the_training(exported_run, layout):
   card = exported_run.card(layout)
 
   assert f"# out_{layout}\n" in card
@@ -964,23 +1011,27 @@ def test_a_card_describes_the_model_and_its_training(exported_run, layout):
   assert "trained with diffjax for 5 steps" in card
   assert "trained on rows of 16 tokens" in card
   assert "| steps | 5 of 7 |" in card
+  # A step has 2 rows of 16 tokens.
   assert "| tokens | 160, 32 a step |" in card
   assert "| text | text:a\\|b/*.txt |" in card
 
 
-@pytest.mark.parametrize("layout", LIBRARIES)
-def test_a_card_has_the_latest_losses_up_to_the_exported_step(
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_model_card_has_the_latest_losses_up_to_the_exported_step(
   exported_run, layout
 ):
+  """The run has logged losses at steps 2, 5 and 6. Step 5 is exported."""
   card = exported_run.card(layout)
 
+  # A row has the name, the value and the step. At step 5, "others" is missing.
   assert "| loss | 2 | 5 |\n| others | 4 | 2 |" in card
 
 
-@pytest.mark.parametrize("layout", LIBRARIES)
-def test_a_card_has_the_first_twelve_figures_of_an_evaluation(
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_model_card_has_the_first_twelve_figures_of_an_evaluation(
   exported_run, layout
 ):
+  """The evaluation "needle" has 20 equal figures: 0.25, between 0.125 and 0.5."""
   card = exported_run.card(layout)
 
   assert card.count("| accuracy | depth 0.5 | 0.25 [0.125, 0.5] |") == 12
@@ -988,15 +1039,21 @@ def test_a_card_has_the_first_twelve_figures_of_an_evaluation(
   assert "`needle`, at step 5" in card
 
 
-@pytest.mark.parametrize("layout", LIBRARIES)
-def test_a_card_says_whether_the_weights_are_rounded(exported_run, layout):
-  is_rounded = "rounded to bfloat16" in exported_run.card(layout)
+@pytest.mark.parametrize(
+  ("layout", "is_rounded"),
+  [("diffllama", True), ("unilm", False), ("diffjax", False)],
+)
+def test_a_model_card_says_whether_the_weights_are_rounded(
+  exported_run, layout, is_rounded
+):
+  """Only the DiffLlama was written with --dtype=bfloat16."""
+  card = exported_run.card(layout)
 
-  assert is_rounded == (layout == "diffllama")
+  assert ("rounded to bfloat16" in card) == is_rounded
 
 
-@pytest.mark.parametrize("layout", LIBRARIES)
-def test_the_config_in_a_card_is_the_config_of_the_run(
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_config_in_a_model_card_is_the_config_of_the_run(
   exported_run, layout, tmp_path
 ):
   card = exported_run.card(layout)
@@ -1008,11 +1065,13 @@ def test_the_config_in_a_card_is_the_config_of_the_run(
   assert config == exported_run.config
 
 
-def test_a_card_of_a_converted_model_has_no_training(exported_run, tmp_path):
+def test_a_model_card_of_a_converted_workdir_states_no_training(
+  exported_run, tmp_path
+):
   """A converted workdir has a config and parameters, but no history."""
   result = convert(
     f"--from=diffjax:{exported_run.directory / 'out_diffjax'}",
-    f"--to=unilm:{tmp_path / 'again'}",
+    f"--to=unilm:{tmp_path}/again",
   )
 
   assert result.returncode == 0, result.stderr
