@@ -82,21 +82,6 @@ PUBLISHED_FIELDS = {
     "lambda_init": 1,
   },
 }
-PUBLISHED_NUM_TENSORS = {"motif_2_6b": 514, "motif_2_12b": 643}
-PUBLISHED_PROJECTIONS = {
-  "motif_2_6b": {
-    "q_proj": (2048, 2048),
-    "k_proj": (2048, 2048),
-    "v_proj": (2048, 2048),
-    "o_proj": (2048, 2048),
-  },
-  "motif_2_12b": {
-    "q_proj": (5120, 4096),
-    "k_proj": (2048, 4096),
-    "v_proj": (2048, 4096),
-    "o_proj": (4096, 8192),
-  },
-}
 
 
 def write_published_config(name: str, directory: pathlib.Path) -> None:
@@ -105,8 +90,9 @@ def write_published_config(name: str, directory: pathlib.Path) -> None:
   (directory / "config.json").write_text(json.dumps(config))
 
 
-@pytest.mark.parametrize("name", PUBLISHED_FIELDS)
+@pytest.mark.parametrize("name", ["motif_2_6b", "motif_2_12b"])
 def test_our_config_of_a_published_model_equals_its_config_json(name, tmp_path):
+  """diffjax/configs has a config with the sizes of each published model."""
   write_published_config(name, tmp_path)
   module = importlib.import_module(f"diffjax.configs.{name}")
   config = from_config_dict(module.get_config()).model
@@ -117,18 +103,40 @@ def test_our_config_of_a_published_model_equals_its_config_json(name, tmp_path):
   assert dataclasses.replace(config, remat=published.remat) == published
 
 
-@pytest.mark.parametrize("name", PUBLISHED_FIELDS)
-def test_the_layout_has_the_tensors_of_a_published_model(name, tmp_path):
-  write_published_config(name, tmp_path)
-  config = motif.read_config(tmp_path)
+def test_the_layout_has_the_tensors_of_motif_2_6b(tmp_path):
+  write_published_config("motif_2_6b", tmp_path)
 
-  shapes = motif.make_layout(config).shapes()
+  shapes = motif.make_layout(motif.read_config(tmp_path)).shapes()
 
-  assert len(shapes) == PUBLISHED_NUM_TENSORS[name]
-  assert shapes["model.embed_tokens.weight"] == (219520, config.embed_dim)
-  for projection, shape in PUBLISHED_PROJECTIONS[name].items():
-    assert shapes[f"model.layers.0.self_attn.{projection}.weight"] == shape
-  assert shapes["model.layers.0.self_attn.subln.weight"] == (256,)
+  # 32 layers of 16 tensors, the embedding and the last norm.
+  assert len(shapes) == 32 * 16 + 2
+  assert shapes["model.embed_tokens.weight"] == (219520, 2048)
+  attention = "model.layers.0.self_attn"
+  assert shapes[f"{attention}.q_proj.weight"] == (2048, 2048)
+  assert shapes[f"{attention}.k_proj.weight"] == (2048, 2048)
+  assert shapes[f"{attention}.v_proj.weight"] == (2048, 2048)
+  assert shapes[f"{attention}.o_proj.weight"] == (2048, 2048)
+  assert shapes[f"{attention}.subln.weight"] == (256,)
+  assert shapes["model.layers.0.mlp.act_fn.bias"] == (1,)
+
+
+def test_the_layout_has_the_tensors_of_motif_2_12b(tmp_path):
+  write_published_config("motif_2_12b", tmp_path)
+
+  shapes = motif.make_layout(motif.read_config(tmp_path)).shapes()
+
+  # 40 layers of 16 tensors, the embedding, the last norm and lm_head.
+  assert len(shapes) == 40 * 16 + 3
+  assert shapes["model.embed_tokens.weight"] == (219520, 4096)
+  attention = "model.layers.0.self_attn"
+  # 40 query heads and 16 key/value heads of size 128.
+  assert shapes[f"{attention}.q_proj.weight"] == (40 * 128, 4096)
+  assert shapes[f"{attention}.k_proj.weight"] == (16 * 128, 4096)
+  assert shapes[f"{attention}.v_proj.weight"] == (16 * 128, 4096)
+  # The 40 query heads are 32 signal heads and 8 noise heads. A signal head has
+  # an output of size 256.
+  assert shapes[f"{attention}.o_proj.weight"] == (4096, 32 * 256)
+  assert shapes[f"{attention}.subln.weight"] == (256,)
   assert shapes["model.layers.0.mlp.act_fn.bias"] == (1,)
 
 
@@ -143,6 +151,7 @@ def golden(request, tmp_path_factory):
 
 
 def test_a_golden_checkpoint_has_its_logits(golden):
+  """A transcription of the authors' code in PyTorch has computed the logits."""
   model = motif.read(str(golden.path))
 
   logits = model_logits(model, golden.ids)
@@ -151,9 +160,11 @@ def test_a_golden_checkpoint_has_its_logits(golden):
   chex.assert_trees_all_close(logits, golden.logits, rtol=0, atol=atol)
 
 
-def test_every_attention_of_a_golden_checkpoint_has_its_outputs(golden):
+def test_every_attention_layer_computes_its_golden_output(golden):
   model = motif.read(str(golden.path))
   config = model.config
+  # Inputs and outputs of the attention of each layer, by a transcription of the
+  # authors' code.
   data = np.load(golden.path / "golden_logits.npz")
   attention = DiffAttention(
     num_heads=config.num_heads,
@@ -167,8 +178,8 @@ def test_every_attention_of_a_golden_checkpoint_has_its_outputs(golden):
 
   for layer in range(config.num_layers):
     params = {}
-    for name, stack in model.params["layers"]["attention"].items():
-      params[name] = stack[layer]
+    for name, all_layers in model.params["layers"]["attention"].items():
+      params[name] = all_layers[layer]
     x = data["attention_input"][layer]
     expected = data["attention_output"][layer]
     output = apply({"params": params}, x, lambda_inits(config)[layer])
@@ -177,13 +188,16 @@ def test_every_attention_of_a_golden_checkpoint_has_its_outputs(golden):
 
 
 def test_queries_are_in_groups_that_share_a_noise_head(golden):
+  """A group has the queries of its signal heads and of one noise head."""
   model = motif.read(str(golden.path))
 
   config = model.config
   num_groups = config.num_noise_heads or config.num_heads
-  group_size = config.num_heads // num_groups + 1
+  signal_heads_per_group = config.num_heads // num_groups
   query = model.params["layers"]["attention"]["query"]
-  assert query.shape[2:4] == (num_groups, group_size)
+  _, _, groups, heads_per_group, _ = query.shape
+  assert groups == num_groups
+  assert heads_per_group == signal_heads_per_group + 1
 
 
 def test_written_tensors_are_the_tensors_that_were_read(golden, tmp_path):
@@ -216,7 +230,8 @@ def test_a_written_config_describes_the_same_model(golden, tmp_path):
   assert motif.read(str(tmp_path / "out")).config == model.config
 
 
-def test_commands_convert_a_model_to_a_workdir_and_back(tmp_path):
+def test_commands_convert_a_motif_to_a_workdir_and_back(tmp_path):
+  """A workdir is the directory of a run of diffjax."""
   source = copy_golden("motif_2_tiny_gqa", tmp_path / "source").path
   run = tmp_path / "run"
   out = tmp_path / "out"
@@ -270,20 +285,20 @@ def test_a_written_model_is_read_back(fields, tmp_path):
 
 
 def test_a_written_model_has_the_same_logits_by_the_reference(tmp_path):
-  """Gains and λ vectors are random, unlike in a new model."""
+  """The reference computes Motif in NumPy, from the written files."""
   model = make_model(
     "diff",
     head_norm_eps=1e-3,
     lambda_init_offset=1,
     ffn_activation="poly_norm",
   )
-  ids = np.arange(1, 20)
+  token_ids = np.arange(1, 20)
 
   motif.write(str(tmp_path), model, "float32")
 
   config = json.loads((tmp_path / "config.json").read_text())
-  expected = motif_reference.logits(config, read_tensors(tmp_path), ids)
-  logits = model_logits(model, ids[None])[0]
+  expected = motif_reference.logits(config, read_tensors(tmp_path), token_ids)
+  logits = model_logits(model, token_ids[None])[0]
   atol = 1e-5 * np.abs(expected).max()
   chex.assert_trees_all_close(logits, expected, rtol=0, atol=atol)
 
@@ -314,12 +329,12 @@ def test_a_written_model_has_the_same_logits_by_the_reference(tmp_path):
 def test_a_model_that_motif_cannot_represent_is_rejected(
   fields, message, tmp_path
 ):
-  supported = {
+  supported_fields = {
     "attention": "diff",
     "lambda_init_offset": 1,
     "ffn_activation": "poly_norm",
   }
-  model = make_model(**supported | fields)
+  model = make_model(**(supported_fields | fields))
 
   with pytest.raises(UserError, match=message):
     motif.write(str(tmp_path / "out"), model, "float32")
@@ -372,9 +387,10 @@ def test_a_model_that_motif_cannot_represent_is_rejected(
     ),
   ],
 )
-def test_impossible_numbers_of_heads_are_rejected(
+def test_numbers_of_heads_that_do_not_divide_are_rejected(
   field, value, message, tmp_path
 ):
+  """motif_2_tiny has 10 query heads, of which 2 are noise heads."""
   source = copy_golden("motif_2_tiny", tmp_path / "source").path
   edit_config(source, {field: value})
 
@@ -393,7 +409,9 @@ def test_impossible_numbers_of_heads_are_rejected(
     ("is_causal", False, "True"),
   ],
 )
-def test_an_unsupported_value_is_rejected(field, value, supported, tmp_path):
+def test_a_field_with_an_unsupported_value_is_rejected(
+  field, value, supported, tmp_path
+):
   source = copy_golden("motif_2_tiny", tmp_path / "source").path
   edit_config(source, {field: value})
 
@@ -446,7 +464,7 @@ def test_an_unsupported_config_is_rejected(changes, message, tmp_path):
     motif.read(str(source))
 
 
-def test_a_missing_shard_is_named(tmp_path):
+def test_a_missing_safetensors_file_is_named(tmp_path):
   source = copy_golden("motif_2_tiny", tmp_path / "source").path
   shard = sorted(source.glob("*.safetensors"))[1]
   shard.unlink()
@@ -464,10 +482,14 @@ def test_a_missing_shard_is_named(tmp_path):
   [pytest.param(0, id="equal"), pytest.param(1, id="different")],
 )
 def test_a_tensor_in_two_files_is_rejected(difference, tmp_path):
+  """A reader that takes one of them could take the wrong one."""
   source = copy_golden("motif_2_tiny", tmp_path / "source").path
-  first, *_, last = sorted(source.glob("*.safetensors"))
-  name, tensor = next(iter(safetensors.numpy.load_file(first).items()))
+  files = sorted(source.glob("*.safetensors"))
+  first, last = files[0], files[-1]
+  first_tensors = safetensors.numpy.load_file(first)
   last_tensors = safetensors.numpy.load_file(last)
+  name = min(first_tensors)
+  tensor = first_tensors[name]
   last_tensors[name] = tensor + tensor.dtype.type(difference)
   safetensors.numpy.save_file(last_tensors, last)
 
@@ -500,13 +522,14 @@ def prefill_logits(
 
 @pytest.fixture
 def golden_and_workdir(tmp_path):
-  """Returns a golden checkpoint, and the path of a workdir of its model."""
+  """Returns a small Motif, and the path of a workdir with the same model."""
   golden = copy_golden("motif_2_tiny", tmp_path / "source")
   workdir.write(str(tmp_path / "run"), motif.read(str(golden.path)))
   return golden, tmp_path / "run"
 
 
 def test_two_devices_compute_the_golden_logits(golden_and_workdir):
+  """With tensor=2, each device has a half of each large parameter."""
   golden, run = golden_and_workdir
 
   logits = prefill_logits(run, golden.ids.tolist(), tensor=2)
@@ -525,9 +548,9 @@ def test_two_devices_compute_the_int8_logits_of_one_device(golden_and_workdir):
   expected = prefill_logits(run, prompts, weight_dtype="int8")
   logits = prefill_logits(run, prompts, weight_dtype="int8", tensor=2)
 
+  # The weights are in int8 only if the logits differ from those in float64.
   exact = golden.logits[:, -1]
   rounding_error = np.abs(expected - exact).max() / np.abs(expected).max()
-  # Without any error the weights would not be in int8.
   assert 1e-4 < rounding_error < 0.1
   atol = 1e-5 * np.abs(expected).max()
   chex.assert_trees_all_close(logits, expected, rtol=0, atol=atol)
