@@ -19,7 +19,7 @@ from diffjax.interop.tokenizer import read_tokenizer
 from tests.harness import tokenizer_files
 from tests.interop.small_models import convert, make_model
 
-# Ids of tokenizer_files.CONTROL.
+# Ids of <s>, </s> and <pad> in tokenizer_files.llama_2().
 BOS, EOS, PAD = 1, 2, 3
 
 
@@ -46,11 +46,13 @@ def write_files(
   ("files", "expected"),
   [
     pytest.param(
-      {}, DocumentTokens((), (EOS,), (EOS,), EOS), id="nothing is known"
+      {},
+      DocumentTokens(start=(), end=(EOS,), stop=(EOS,), no_context=EOS),
+      id="nothing is known",
     ),
     pytest.param(
       {"config": {"bos_token_id": BOS, "eos_token_id": EOS}},
-      DocumentTokens((), (EOS,), (EOS,), BOS),
+      DocumentTokens(start=(), end=(EOS,), stop=(EOS,), no_context=BOS),
       id="nothing is added",
     ),
     pytest.param(
@@ -58,17 +60,17 @@ def write_files(
         "first_token": "<s>",
         "config": {"bos_token_id": BOS, "eos_token_id": EOS},
       },
-      DocumentTokens((BOS,), (EOS,), (EOS,), BOS),
+      DocumentTokens(start=(BOS,), end=(EOS,), stop=(EOS,), no_context=BOS),
       id="a post-processor",
     ),
     pytest.param(
       {"tokenizer_config": {"bos_token": "<s>", "eos_token": "</s>"}},
-      DocumentTokens((), (EOS,), (EOS,), BOS),
+      DocumentTokens(start=(), end=(EOS,), stop=(EOS,), no_context=BOS),
       id="only names",
     ),
     pytest.param(
       {"tokenizer_config": {"eos_token": {"content": "<pad>"}}},
-      DocumentTokens((), (PAD,), (PAD,), PAD),
+      DocumentTokens(start=(), end=(PAD,), stop=(PAD,), no_context=PAD),
       id="another end than the usual name",
     ),
     pytest.param(
@@ -77,7 +79,7 @@ def write_files(
         "config": {"eos_token_id": [PAD, EOS]},
         "tokenizer_config": {"eos_token": "</s>"},
       },
-      DocumentTokens((BOS,), (EOS,), (PAD, EOS), BOS),
+      DocumentTokens(start=(BOS,), end=(EOS,), stop=(PAD, EOS), no_context=BOS),
       id="several ends",
     ),
     pytest.param(
@@ -86,7 +88,7 @@ def write_files(
         "generation_config": {"eos_token_id": [PAD, EOS]},
         "tokenizer_config": {"eos_token": "<s>"},
       },
-      DocumentTokens((), (PAD,), (PAD, EOS), PAD),
+      DocumentTokens(start=(), end=(PAD,), stop=(PAD, EOS), no_context=PAD),
       id="ends of generation",
     ),
     pytest.param(
@@ -106,10 +108,13 @@ def write_files(
     ),
   ],
 )
-def test_published_files_name_the_document_tokens(tmp_path, files, expected):
+def test_the_document_tokens_are_read_from_published_files(
+  tmp_path, files, expected
+):
+  """A published model names them in one or more of its JSON files."""
   write_files(tmp_path, **files)
 
-  tokenizer = read_tokenizer(tmp_path, 1000)
+  tokenizer = read_tokenizer(tmp_path, vocab_size=1000)
 
   assert tokenizer.document_tokens == expected
   prompt = tokenizer.encode_prompt("the")
@@ -118,12 +123,12 @@ def test_published_files_name_the_document_tokens(tmp_path, files, expected):
 
 
 @pytest.mark.parametrize("unknown_id", [9999, -1, 2**32 - 1, 2**70])
-def test_an_id_that_the_tokenizer_lacks_is_ignored(
+def test_an_end_of_text_that_the_tokenizer_lacks_is_ignored(
   unknown_id, tmp_path, capsys
 ):
   write_files(tmp_path, config={"eos_token_id": [EOS, unknown_id]})
 
-  tokens = read_tokenizer(tmp_path, 1000).document_tokens
+  tokens = read_tokenizer(tmp_path, vocab_size=1000).document_tokens
 
   assert tokens.stop == (EOS,)
   message = f"has no token {unknown_id}, which is ignored"
@@ -131,49 +136,52 @@ def test_an_id_that_the_tokenizer_lacks_is_ignored(
 
 
 @pytest.mark.parametrize("wrong_id", [True, "</s>", 2.0])
-def test_an_id_that_is_not_an_integer_is_rejected(wrong_id, tmp_path):
+def test_an_end_of_text_that_is_not_an_integer_is_rejected(wrong_id, tmp_path):
   write_files(tmp_path, config={"eos_token_id": [EOS, wrong_id]})
 
   with pytest.raises(UserError, match="config.json has eos_token_id"):
-    read_tokenizer(tmp_path, 1000)
+    read_tokenizer(tmp_path, vocab_size=1000)
 
 
-def test_default_ids_of_the_config_are_not_document_tokens(tmp_path):
-  """The config of a Llama has them if the model sets none.
-
-  With another tokenizer they are tokens of the text.
-  """
-  made = tokenizer_files.llama_2()
-  default_bos = made.token_to_id("a")
-  default_eos = made.token_to_id("b")
+def test_ids_of_letters_in_the_config_are_not_document_tokens(tmp_path):
+  """A config.json may have default ids that mean text in this tokenizer."""
+  letters = tokenizer_files.llama_2()
+  id_of_a = letters.token_to_id("a")
+  id_of_b = letters.token_to_id("b")
   write_files(
     tmp_path,
-    config={"bos_token_id": default_bos, "eos_token_id": default_eos},
+    config={"bos_token_id": id_of_a, "eos_token_id": id_of_b},
     tokenizer_config={"eos_token": "</s>"},
   )
 
-  tokenizer = read_tokenizer(tmp_path, 1000)
+  tokenizer = read_tokenizer(tmp_path, vocab_size=1000)
 
-  # transformers also stops at the default id.
-  expected = DocumentTokens((), (EOS,), (default_eos, EOS), EOS)
+  # transformers also stops at the id of the config.
+  expected = DocumentTokens(
+    start=(), end=(EOS,), stop=(id_of_b, EOS), no_context=EOS
+  )
   assert tokenizer.document_tokens == expected
   assert tokenizer.decode(tokenizer.encode("a b ab")) == "a b ab"
 
 
-def test_padding_of_the_file_is_not_part_of_a_document(tmp_path):
-  made = tokenizer_files.with_first_token(tokenizer_files.llama_2(), "<s>")
-  made.enable_padding(length=16, pad_id=PAD, pad_token="<pad>")
-  made.enable_truncation(1)
-  made.save(str(tmp_path / "tokenizer.json"))
+def test_padding_of_the_tokenizer_file_is_not_part_of_a_document(tmp_path):
+  tokenizer = tokenizer_files.with_first_token(tokenizer_files.llama_2(), "<s>")
+  tokenizer.enable_padding(length=16, pad_id=PAD, pad_token="<pad>")
+  tokenizer.enable_truncation(max_length=1)
+  tokenizer.save(str(tmp_path / "tokenizer.json"))
 
-  tokens = read_tokenizer(tmp_path, 1000).document_tokens
+  tokens = read_tokenizer(tmp_path, vocab_size=1000).document_tokens
 
-  assert tokens == DocumentTokens((BOS,), (EOS,), (EOS,), BOS)
+  assert tokens == DocumentTokens(
+    start=(BOS,), end=(EOS,), stop=(EOS,), no_context=BOS
+  )
 
 
 # The tokens stay with the model. It is exported and imported by the command.
 
-PUBLISHED_TOKENS = DocumentTokens((BOS,), (EOS,), (EOS, PAD), BOS)
+PUBLISHED_TOKENS = DocumentTokens(
+  start=(BOS,), end=(EOS,), stop=(EOS, PAD), no_context=BOS
+)
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +189,7 @@ def published_tokenizer(tmp_path_factory):
   """Returns a tokenizer that has PUBLISHED_TOKENS."""
   directory = tmp_path_factory.mktemp("published")
   write_files(directory, first_token="<s>", config={"eos_token_id": [EOS, PAD]})
-  return read_tokenizer(directory, 1000)
+  return read_tokenizer(directory, vocab_size=1000)
 
 
 @pytest.fixture(scope="module")
@@ -204,6 +212,7 @@ def imported(exported, tmp_path_factory):
 
 
 def test_an_exported_config_has_the_document_tokens(exported):
+  """A document begins with <s>; generation ends at </s> or <pad>."""
   config = json.loads((exported / "config.json").read_text())
 
   assert config["bos_token_id"] == BOS
@@ -238,7 +247,7 @@ def tokenize(imported):
 def test_training_documents_have_the_document_tokens(
   tokenize, published_tokenizer
 ):
-  example = tokenize(Document("the fox", False, None))
+  example = tokenize(Document("the fox", replaced=False, prompt=None))
 
   ids = published_tokenizer.encode("the fox")
   assert example.tokens.tolist() == [BOS, *ids, EOS]
@@ -248,7 +257,8 @@ def test_training_documents_have_the_document_tokens(
 def test_the_first_token_is_part_of_a_training_prompt(
   tokenize, published_tokenizer
 ):
-  example = tokenize(Document("fox", False, "the "))
+  """The loss leaves out the prompt, and the token <s> before it."""
+  example = tokenize(Document("fox", replaced=False, prompt="the "))
 
   expected = [BOS, *published_tokenizer.encode("the ")]
   assert example.prompt_length == len(expected)
@@ -257,7 +267,8 @@ def test_the_first_token_is_part_of_a_training_prompt(
 # A model that was trained by diffjax has a separator between documents.
 
 
-def test_a_model_of_diffjax_keeps_its_separator(tmp_path):
+def test_an_exported_model_of_diffjax_keeps_its_separator(tmp_path):
+  """diffjax trains with one separator before and after each document."""
   diffllama.write(str(tmp_path), make_model("diff"), "float32")
 
   assert document_tokens.read(tmp_path) == separated_by(255)
@@ -265,8 +276,8 @@ def test_a_model_of_diffjax_keeps_its_separator(tmp_path):
   assert tokenizer.document_tokens == separated_by(255)
 
 
-def test_the_file_of_the_separator_does_not_change_the_rows(tmp_path):
-  """Prepared rows are found by the fingerprint of their tokenizer."""
+def test_the_file_of_the_separator_does_not_change_the_fingerprint(tmp_path):
+  """Tokens of a data set are stored by the fingerprint of their tokenizer."""
   diffllama.write(str(tmp_path), make_model("diff"), "float32")
   tokenizer = diffllama.read(str(tmp_path)).tokenizer
 
