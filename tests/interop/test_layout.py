@@ -18,7 +18,7 @@ from tests.interop.small_models import make_model
 
 
 class Tensors(dict[str, np.ndarray]):
-  """Tensors in memory, by name. Implements `layout.Tensors`."""
+  """Tensors in memory, by name. Stands for the files of a checkpoint."""
 
   def shapes(self):
     return {name: tensor.shape for name, tensor in self.items()}
@@ -50,12 +50,14 @@ def convert_params(
 )
 @pytest.mark.parametrize("name", ["diffllama", "unilm V1", "unilm V2"])
 def test_a_layout_reads_what_it_writes(name, num_kv_heads, is_tied):
+  """A layout converts parameters to the tensors of a file format, and back."""
   attention = "diff_v2" if name == "unilm V2" else "diff"
   model = make_model(
     attention, num_kv_heads=num_kv_heads, tie_embeddings=is_tied
   )
   if name == "diffllama":
-    # DiffLlama has no gain of the head norm. diffllama.write folds it.
+    # DiffLlama has no such tensor. diffllama.write multiplies the output
+    # projection with it before.
     del model.params["layers"]["attention"]["head_gain"]
   model_layout = make_layout(name, model.config)
 
@@ -85,6 +87,7 @@ class TensorsInUseOneAtATime(Tensors):
 
 
 def test_tensors_are_read_one_at_a_time(monkeypatch):
+  """Parameters are in files, so only one tensor needs to be in memory."""
   monkeypatch.setattr(layout, "MIN_FILE_BYTES", 1)
   model = make_model()
   model_layout = diffllama.make_layout(model.config)
@@ -96,6 +99,8 @@ def test_tensors_are_read_one_at_a_time(monkeypatch):
 
 
 def test_large_parameters_are_files(monkeypatch):
+  """A model may be larger than the memory."""
+  # Every parameter has at least this size.
   monkeypatch.setattr(layout, "MIN_FILE_BYTES", 1)
   model = make_model()
   model_layout = diffllama.make_layout(model.config)
@@ -106,8 +111,8 @@ def test_large_parameters_are_files(monkeypatch):
     assert isinstance(leaf, np.memmap)
 
 
-class TensorsOfThreePerFile:
-  """Nine tensors. At most three may be in memory at a time."""
+class NineTensors:
+  """Nine tensors of which at most three may be in memory at a time."""
 
   def __init__(self):
     self.arrays = []
@@ -124,48 +129,52 @@ class TensorsOfThreePerFile:
 
 
 def test_writing_holds_the_tensors_of_one_file(monkeypatch, tmp_path):
-  bytes_per_tensor = 4 * 10 * 100
-  monkeypatch.setattr(directory, "SHARD_BYTES", 3 * bytes_per_tensor)
-  tensors = TensorsOfThreePerFile()
-  tokenizer = make_model().tokenizer
+  """NineTensors.read fails if more than three tensors are in memory."""
+  # A tensor has 10 * 100 values of 4 bytes, so that three fit into a file.
+  monkeypatch.setattr(directory, "SHARD_BYTES", 3 * 10 * 100 * 4)
+  tensors = NineTensors()
 
-  directory.write(tmp_path, {}, tensors, tokenizer, "float32")
+  directory.write(tmp_path, {}, tensors, make_model().tokenizer, "float32")
 
   assert len(tensors.arrays) == 9
   assert len(list(tmp_path.glob("*.safetensors"))) == 3
 
 
-def test_a_full_disk_is_reported(monkeypatch):
+def test_a_full_disk_is_reported_when_a_parameter_is_allocated(monkeypatch):
   def raise_no_space(file, offset, size):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
   monkeypatch.setattr(os, "posix_fallocate", raise_no_space)
+  shape_of_1_gib = (2**14, 2**14)
 
   message = (
     "cannot store a parameter of 1.00 GiB in a file in .*: No space left on"
     " device; set TMPDIR to another"
   )
   with pytest.raises(UserError, match=message):
-    allocate((1 << 14, 1 << 14))
+    allocate(shape_of_1_gib)
 
 
 def test_a_missing_temporary_directory_is_reported(monkeypatch):
+  """Large parameters are temporary files."""
   monkeypatch.setenv("TMPDIR", "/nowhere")
+  shape_of_1_gib = (2**14, 2**14)
 
   message = (
     "in a file in /nowhere: No such file or directory; set TMPDIR to another"
     " directory"
   )
   with pytest.raises(UserError, match=message):
-    allocate((1 << 14, 1 << 14))
+    allocate(shape_of_1_gib)
 
 
 def test_a_config_of_two_billion_layers_is_rejected_at_once():
-  """A table of its tensors would not fit into memory."""
+  """Even the list of its tensors would not fit into memory."""
   model = make_model()
-  model_layout = diffllama.make_layout(model.config)
-  tensors = convert_params(model_layout, model.params)
+  layout_of_model = diffllama.make_layout(model.config)
+  tensors = convert_params(layout_of_model, model.params)
   config = dataclasses.replace(model.config, num_layers=2_000_000_000)
+  layout_of_config = diffllama.make_layout(config)
 
   with pytest.raises(UserError, match="says 2000000000 layers"):
-    diffllama.make_layout(config).params(tensors)
+    layout_of_config.params(tensors)
