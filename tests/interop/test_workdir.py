@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from etils import epath
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from diffjax.config import Config, DataConfig, UserError
-from diffjax.data.tokenizer import load_tokenizer
 from diffjax.data.tokenizer_training import train_tokenizer
 from diffjax.inference import trained
 from diffjax.interop import diffllama, layout, workdir
@@ -58,6 +58,7 @@ def tokenizer_specs(tmp_path_factory):
 def test_a_written_workdir_has_the_model_and_its_tokenizer(
   tokenizer_specs, kind, tmp_path
 ):
+  """A converted model is loaded like one that was trained in this workdir."""
   model = make_model("diff", tokenizer=tokenizer_specs[kind], num_layers=1)
   run = tmp_path / "run"
 
@@ -78,7 +79,7 @@ def test_a_written_workdir_has_the_model_and_its_tokenizer(
 def test_an_export_and_its_import_keep_config_and_tokens(
   tokenizer_specs, kind, tmp_path
 ):
-  """The export has a tokenizer.json for every kind of tokenizer."""
+  """An exported DiffLlama has a tokenizer.json, whatever tokenizer it had."""
   model = make_model("diff", tokenizer=tokenizer_specs[kind], num_layers=1)
   diffllama.write(str(tmp_path / "exported"), model, "float32")
 
@@ -89,9 +90,9 @@ def test_an_export_and_its_import_keep_config_and_tokens(
   assert loaded.config.model == model.config
   assert loaded.tokenizer.vocab_size == model.tokenizer.vocab_size
   assert loaded.tokenizer.separator == model.tokenizer.separator
-  original = load_tokenizer(tokenizer_specs[kind])
   for text in ("it's 1234 é\n\n ", "", "<|endoftext|>"):
-    assert loaded.tokenizer.encode(text) == original.encode(text)
+    expected = model.tokenizer.encode(text)
+    assert loaded.tokenizer.encode(text) == expected
 
 
 def test_a_moved_workdir_keeps_its_tokenizer(tokenizer_specs, tmp_path):
@@ -113,13 +114,15 @@ def test_a_moved_workdir_keeps_its_tokenizer(tokenizer_specs, tmp_path):
 )
 def test_large_parameters_are_read_into_files(in_pieces, monkeypatch, tmp_path):
   """Converted and trained checkpoints have different formats of Orbax."""
-  # No axis of an array is a multiple of such a chunk.
+  # The chunks of 999 bytes do not divide any array evenly.
   monkeypatch.setattr(checkpoint, "CHUNK_BYTES", 999)
+  # Every parameter is large enough for a file.
   monkeypatch.setattr(layout, "MIN_FILE_BYTES", 1)
   model = make_model("diff", num_layers=3)
   save_run(tmp_path, model, in_pieces=in_pieces)
-  is_ocdbt = (tmp_path / "checkpoints/0/state/manifest.ocdbt").exists()
-  assert is_ocdbt is not in_pieces
+  # Only the format of trained checkpoints, OCDBT, has this file.
+  has_ocdbt = (tmp_path / "checkpoints/0/state/manifest.ocdbt").exists()
+  assert has_ocdbt is not in_pieces
 
   read = workdir.read(str(tmp_path))
 
@@ -129,9 +132,10 @@ def test_large_parameters_are_read_into_files(in_pieces, monkeypatch, tmp_path):
     assert isinstance(leaf, np.memmap)
 
 
-def test_a_model_that_diverged_is_rejected(tmp_path):
+def test_a_model_with_a_parameter_that_is_nan_is_rejected(tmp_path):
   model = make_model("diff")
-  model.params["layers"]["ffn"]["up"][1, 2, 3] = np.nan
+  up_projection = model.params["layers"]["ffn"]["up"]
+  up_projection[1, 2, 3] = np.nan
   workdir.write(str(tmp_path / "run"), model)
 
   message = "parameters that are not finite: layers/ffn/up: it has diverged"
@@ -150,14 +154,18 @@ def make_small_models() -> dict[str, Model]:
   """Returns a different model for each of SPECIAL_NAMES."""
   model = make_model("softmax", num_layers=1, embed_dim=8, ffn_dim=8)
   models = {}
-  for seed, name in enumerate(SPECIAL_NAMES):
-    shift = np.float32(seed)
-    params = jax.tree.map(lambda leaf, shift=shift: leaf + shift, model.params)
-    models[name] = dataclasses.replace(model, params=params)
+  for number, name in enumerate(SPECIAL_NAMES):
+    params = {}
+    for path, leaf in flatten_dict(model.params).items():
+      params[path] = leaf + np.float32(number)
+    models[name] = dataclasses.replace(model, params=unflatten_dict(params))
   return models
 
 
-def test_special_characters_in_the_path_of_a_converted_workdir(tmp_path):
+def test_converted_workdirs_with_special_characters_in_their_paths_are_read(
+  tmp_path,
+):
+  """Names such as "a", "a#b" and "a?b" must not be the same path."""
   models = make_small_models()
   for name, model in models.items():
     workdir.write(str(tmp_path / name), model)
@@ -169,7 +177,8 @@ def test_special_characters_in_the_path_of_a_converted_workdir(tmp_path):
   chex.assert_trees_all_equal(loaded.params, models["lr%201"].params)
 
 
-def test_special_characters_in_the_path_of_a_run(tmp_path):
+def test_runs_with_special_characters_in_their_paths_are_read(tmp_path):
+  """Names such as "a", "a#b" and "a?b" must not be the same path."""
   models = make_small_models()
   for name, model in models.items():
     save_run(tmp_path / name, model, in_pieces=False)
@@ -185,9 +194,10 @@ def test_special_characters_in_the_path_of_a_run(tmp_path):
 @pytest.mark.parametrize(
   ("max_length", "expected"), [(32, 32), (131_072, 2048)]
 )
-def test_rows_are_no_longer_than_the_model_and_2048(
+def test_training_rows_have_the_length_of_the_model_but_at_most_2048(
   max_length, expected, tmp_path
 ):
+  """Further training with rows of 131,072 tokens would need much memory."""
   model = make_model("diff_v2", num_layers=1)
   config = dataclasses.replace(model.config, max_length=max_length)
   model = dataclasses.replace(model, config=config)
