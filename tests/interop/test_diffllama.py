@@ -81,6 +81,7 @@ def round_trip(request, tmp_path_factory):
 
 
 def test_a_converted_checkpoint_has_its_logits(round_trip):
+  """Hugging Face's DiffLlama has computed the expected logits, in float64."""
   model = workdir.read(str(round_trip.run))
 
   logits = model_logits(model, round_trip.golden.ids)
@@ -90,7 +91,7 @@ def test_a_converted_checkpoint_has_its_logits(round_trip):
   )
 
 
-def test_the_command_prints_the_flag_to_train_from_the_workdir(round_trip):
+def test_the_command_prints_the_flag_that_starts_training(round_trip):
   assert f"--config.train.init_from={round_trip.run}" in round_trip.output
 
 
@@ -100,8 +101,8 @@ def test_exported_tensors_are_those_of_the_checkpoint(round_trip):
   assert_same_tensors(exported, read_tensors(round_trip.golden.path))
 
 
-def test_an_exported_file_names_its_format(round_trip):
-  """transformers 4 refuses files without it."""
+def test_an_exported_safetensors_file_names_its_format(round_trip):
+  """transformers 4 refuses files without the metadata "format"."""
   path = round_trip.exported / "model.safetensors"
   with safetensors.safe_open(path, "numpy") as file:
     assert file.metadata() == {"format": "pt"}
@@ -123,7 +124,7 @@ def test_the_exported_config_is_that_of_the_checkpoint(round_trip):
   expected = read_config(round_trip.golden.path)
   exported = read_config(round_trip.exported)
 
-  # Fields without effect on the model's outputs.
+  # These fields have no effect on the outputs. They are not exported.
   assert expected.keys() - exported.keys() == {
     "attention_dropout",
     "initializer_range",
@@ -132,10 +133,10 @@ def test_the_exported_config_is_that_of_the_checkpoint(round_trip):
     "transformers_version",
     "use_cache",
   }
-  # The ids of the test's own tokenizer differ.
-  from_tokenizer = {"bos_token_id", "eos_token_id"}
-  for field in (expected.keys() & exported.keys()) - from_tokenizer:
-    assert exported[field] == expected[field], field
+  for field in expected.keys() & exported.keys():
+    # The test has another tokenizer, so these ids are others.
+    if field not in ("bos_token_id", "eos_token_id"):
+      assert exported[field] == expected[field], field
 
 
 # Types.
@@ -144,39 +145,41 @@ def test_the_exported_config_is_that_of_the_checkpoint(round_trip):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_is_read_exactly(dtype, tmp_path):
   source = copy_golden("diffllama_tiny", tmp_path / "source").path
-  halves = cast(read_tensors(source), dtype)
-  safetensors.numpy.save_file(halves, source / "model.safetensors")
+  half_tensors = cast(read_tensors(source), dtype)
+  safetensors.numpy.save_file(half_tensors, source / "model.safetensors")
 
   model = diffllama.read(str(source))
 
   for leaf in jax.tree.leaves(model.params):
     assert leaf.dtype == np.float32
+  # Written in float32 and cast to half precision, the tensors are the same.
   diffllama.write(str(tmp_path / "out"), model, "float32")
   written = cast(read_tensors(tmp_path / "out"), dtype)
-  assert_same_tensors(written, halves)
+  assert_same_tensors(written, half_tensors)
 
 
 def test_bfloat16_is_written_exactly(tmp_path):
   source = copy_golden("diffllama_tiny", tmp_path / "source").path
-  halves = cast(read_tensors(source), ml_dtypes.bfloat16)
-  safetensors.numpy.save_file(halves, source / "model.safetensors")
+  half_tensors = cast(read_tensors(source), ml_dtypes.bfloat16)
+  safetensors.numpy.save_file(half_tensors, source / "model.safetensors")
   model = diffllama.read(str(source))
 
   diffllama.write(str(tmp_path / "out"), model, "bfloat16")
 
-  assert_same_tensors(read_tensors(tmp_path / "out"), halves)
+  assert_same_tensors(read_tensors(tmp_path / "out"), half_tensors)
   assert read_config(tmp_path / "out")["dtype"] == "bfloat16"
 
 
-def test_folded_weights_are_rounded_once(tmp_path):
-  """The gain of the head norm is multiplied with the weights in float32."""
+def test_weights_are_multiplied_with_the_head_gain_before_rounding(tmp_path):
+  """DiffLlama has no head gain, so the output projection contains it."""
   model = make_model("diff")
 
-  diffllama.write(str(tmp_path / "exact"), model, "float32")
-  diffllama.write(str(tmp_path / "rounded"), model, "bfloat16")
+  diffllama.write(str(tmp_path / "float32"), model, "float32")
+  diffllama.write(str(tmp_path / "bfloat16"), model, "bfloat16")
 
-  expected = cast(read_tensors(tmp_path / "exact"), ml_dtypes.bfloat16)
-  assert_same_tensors(read_tensors(tmp_path / "rounded"), expected)
+  exact = read_tensors(tmp_path / "float32")
+  rounded = read_tensors(tmp_path / "bfloat16")
+  assert_same_tensors(rounded, cast(exact, ml_dtypes.bfloat16))
 
 
 # Models of diffjax.
@@ -203,20 +206,19 @@ def test_folded_weights_are_rounded_once(tmp_path):
 )
 def test_a_written_model_has_the_same_logits_when_it_is_read(fields, tmp_path):
   model = make_model("diff", **fields)
-  ids = np.random.default_rng(0).integers(0, 128, (2, 32))
-  expected = model_logits(model, ids)
+  token_ids = np.random.default_rng(0).integers(0, 128, size=(2, 32))
+  expected = model_logits(model, token_ids)
 
   diffllama.write(str(tmp_path), model, "float32")
 
   read = diffllama.read(str(tmp_path))
   assert read.config == model.config
-  # DiffLlama has no gain, so it is folded into the output projection.
+  # DiffLlama has no head gain. The output projection was multiplied with it.
   head_gain = read.params["layers"]["attention"]["head_gain"]
   chex.assert_trees_all_equal(head_gain, np.ones_like(head_gain))
+  logits = model_logits(read, token_ids)
   atol = 1e-5 * np.abs(expected).max()
-  chex.assert_trees_all_close(
-    model_logits(read, ids), expected, rtol=0, atol=atol
-  )
+  chex.assert_trees_all_close(logits, expected, rtol=0, atol=atol)
 
 
 def test_a_written_model_keeps_its_tokenizer(tmp_path):
@@ -225,12 +227,13 @@ def test_a_written_model_keeps_its_tokenizer(tmp_path):
   diffllama.write(str(tmp_path), model, "float32")
 
   tokenizer = diffllama.read(str(tmp_path)).tokenizer
+  # Tokens are bytes. The separator of documents is a byte that no UTF-8 has.
   assert model.tokenizer.separator == 255
   assert tokenizer.separator == 255
   assert tokenizer.encode("é 1") == model.tokenizer.encode("é 1")
 
 
-def test_rope_scaling_by_1_is_no_scaling(tmp_path):
+def test_rope_scaling_by_a_factor_of_1_is_read_as_no_scaling(tmp_path):
   model = make_model("diff")
   diffllama.write(str(tmp_path), model, "float32")
   scaling = {"type": "linear", "factor": 1.0}
@@ -244,60 +247,67 @@ def test_rope_scaling_by_1_is_no_scaling(tmp_path):
 SHARD_BYTES = 20_000
 
 
+class WrittenTwice(NamedTuple):
+  """The directories of a model that was written in one file, and in many."""
+
+  one_file: pathlib.Path
+  many_files: pathlib.Path
+
+
 @pytest.fixture
-def sharded(tmp_path, monkeypatch):
-  """Returns a directory with a model in one file, and in many files."""
+def written(tmp_path, monkeypatch):
   model = make_model("diff", tie_embeddings=False)
-  diffllama.write(str(tmp_path / "one"), model, "float32")
+  directories = WrittenTwice(tmp_path / "one_file", tmp_path / "many_files")
+  diffllama.write(str(directories.one_file), model, "float32")
   monkeypatch.setattr(directory, "SHARD_BYTES", SHARD_BYTES)
-  diffllama.write(str(tmp_path / "many"), model, "float32")
-  return tmp_path
+  diffllama.write(str(directories.many_files), model, "float32")
+  return directories
 
 
-def test_shards_have_the_names_of_transformers(sharded):
-  names = [path.name for path in (sharded / "many").glob("*.safetensors")]
+def test_files_of_a_model_have_the_names_that_transformers_expects(written):
+  paths = written.many_files.glob("*.safetensors")
+  names = sorted(path.name for path in paths)
 
   count = len(names)
   assert count > 2
-  expected = []
-  for number in range(1, count + 1):
-    expected.append(f"model-{number:05d}-of-{count:05d}.safetensors")
-  assert sorted(names) == expected
+  # For example model-00001-of-00003.safetensors.
+  for number, name in enumerate(names, start=1):
+    assert name == f"model-{number:05d}-of-{count:05d}.safetensors"
 
 
-def test_a_shard_is_only_larger_than_the_limit_if_its_one_tensor_is(sharded):
-  for path in (sharded / "many").glob("*.safetensors"):
-    sizes = []
-    for tensor in safetensors.numpy.load_file(path).values():
-      sizes.append(tensor.nbytes)
-    assert len(sizes) == 1 or sum(sizes) <= SHARD_BYTES
+def test_a_file_exceeds_the_limit_only_if_it_has_a_single_tensor(written):
+  for path in written.many_files.glob("*.safetensors"):
+    tensors = safetensors.numpy.load_file(path).values()
+    num_bytes = sum(tensor.nbytes for tensor in tensors)
+    assert num_bytes <= SHARD_BYTES or len(tensors) == 1
 
 
-def test_the_index_names_the_file_of_each_tensor(sharded):
-  many = sharded / "many"
-  index = json.loads((many / "model.safetensors.index.json").read_text())
+def test_the_index_names_the_file_of_each_tensor(written):
+  index_path = written.many_files / "model.safetensors.index.json"
+  index = json.loads(index_path.read_text())
 
-  weight_map = {}
-  total_size = 0
-  for path in many.glob("*.safetensors"):
+  file_of_tensor = {}
+  num_bytes = 0
+  for path in written.many_files.glob("*.safetensors"):
     for name, tensor in safetensors.numpy.load_file(path).items():
-      weight_map[name] = path.name
-      total_size += tensor.nbytes
-  assert index["weight_map"] == weight_map
-  assert index["metadata"]["total_size"] == total_size
+      file_of_tensor[name] = path.name
+      num_bytes += tensor.nbytes
+  assert index["weight_map"] == file_of_tensor
+  assert index["metadata"]["total_size"] == num_bytes
 
 
-def test_shards_have_the_tensors_of_a_single_file(sharded):
-  assert_same_tensors(
-    read_tensors(sharded / "many"), read_tensors(sharded / "one")
-  )
+def test_many_files_have_the_tensors_of_a_single_file(written):
+  many = read_tensors(written.many_files)
+  single = read_tensors(written.one_file)
+
+  assert_same_tensors(many, single)
 
 
-def test_shards_are_read_like_a_single_file(sharded):
-  many = diffllama.read(str(sharded / "many"))
-  one = diffllama.read(str(sharded / "one"))
+def test_many_files_are_read_like_a_single_file(written):
+  many = diffllama.read(str(written.many_files))
+  single = diffllama.read(str(written.one_file))
 
-  chex.assert_trees_all_equal(many.params, one.params)
+  chex.assert_trees_all_equal(many.params, single.params)
 
 
 # Checkpoints of older versions of transformers.
@@ -323,8 +333,8 @@ def remove_fields(path: pathlib.Path, *fields: str) -> None:
   (path / "config.json").write_text(json.dumps(config))
 
 
-def test_a_config_of_transformers_4_is_read(tmp_path):
-  """Its RoPE base is a field of its own, and it has no head_dim."""
+def test_a_config_of_transformers_4_is_read_like_one_of_5(tmp_path):
+  """In version 4, the base of RoPE is a field, and head_dim may be missing."""
   source = copy_golden("diffllama_tiny_gqa", tmp_path / "source").path
   expected = diffllama.read(str(source)).config
   remove_fields(source, "rope_parameters")
@@ -336,10 +346,12 @@ def test_a_config_of_transformers_4_is_read(tmp_path):
 
 
 def test_missing_fields_have_the_defaults_of_transformers(tmp_path):
+  """By default each head has its own keys and values, and nothing is tied."""
   source = copy_golden("diffllama_tiny_gqa", tmp_path / "source").path
   remove_fields(source, "rope_parameters", "tie_word_embeddings")
   edit_config(source, {"num_key_value_heads": None})
-  # By default, each head has its own keys and values, and nothing is tied.
+  # The tensors are changed to have the shapes of the defaults: 4 instead of 2
+  # key/value heads, and an output projection.
   tensors = read_tensors(source)
   for name, tensor in tensors.items():
     if name.endswith(("k_proj.weight", "v_proj.weight")):
@@ -354,18 +366,28 @@ def test_missing_fields_have_the_defaults_of_transformers(tmp_path):
   assert config.num_kv_heads == 4
 
 
-@pytest.mark.parametrize(
-  "name", ["lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"]
-)
-def test_redundant_tensors_of_old_checkpoints_are_ignored(name, tmp_path):
+def test_an_output_projection_that_equals_the_embedding_is_ignored(tmp_path):
+  """Old checkpoints of tied models have both."""
   source = copy_golden("diffllama_tiny_gqa", tmp_path / "source").path
   expected = diffllama.read(str(source)).params
   tensors = read_tensors(source)
-  redundant = {
-    "lm_head.weight": tensors["model.embed_tokens.weight"],
-    "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32),
-  }
-  tensors[name] = redundant[name]
+  tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
   safetensors.numpy.save_file(tensors, source / "model.safetensors")
 
-  chex.assert_trees_all_equal(diffllama.read(str(source)).params, expected)
+  params = diffllama.read(str(source)).params
+
+  chex.assert_trees_all_equal(params, expected)
+
+
+def test_frequencies_of_rope_in_a_checkpoint_are_ignored(tmp_path):
+  """Old checkpoints have them, although the config determines them."""
+  source = copy_golden("diffllama_tiny_gqa", tmp_path / "source").path
+  expected = diffllama.read(str(source)).params
+  tensors = read_tensors(source)
+  name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+  tensors[name] = np.ones(4, np.float32)
+  safetensors.numpy.save_file(tensors, source / "model.safetensors")
+
+  params = diffllama.read(str(source)).params
+
+  chex.assert_trees_all_equal(params, expected)
