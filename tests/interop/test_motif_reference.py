@@ -32,32 +32,39 @@ def exact_tensors(golden):
   return {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
 
 
-def test_tensors_have_the_dtype_of_the_config(golden, config):
+def test_golden_tensors_have_the_dtype_of_the_config(golden, config):
   tensors = read_tensors(golden.path)
 
   dtypes = {tensor.dtype.name for tensor in tensors.values()}
   assert dtypes == {config["torch_dtype"]}
 
 
-def test_the_reference_computes_the_golden_logits(
+def test_the_numpy_reference_computes_the_golden_logits(
   golden, config, exact_tensors
 ):
-  for ids, expected in zip(golden.ids, golden.logits, strict=True):
-    logits = motif_reference.logits(config, exact_tensors, ids)
+  """The golden logits are from PyTorch, in float64."""
+  for row, token_ids in enumerate(golden.ids):
+    logits = motif_reference.logits(config, exact_tensors, token_ids)
+
+    expected = golden.logits[row]
     chex.assert_trees_all_close(logits, expected, rtol=0, atol=1e-6)
 
 
-def test_the_reference_computes_the_golden_attention_of_every_layer(
+def test_the_numpy_reference_computes_the_golden_attention_of_every_layer(
   golden, config, exact_tensors
 ):
+  # Arrays of shape [layers, rows, tokens, width], in float32.
   data = np.load(golden.path / "golden_logits.npz")
+  inputs = data["attention_input"].astype(np.float64)
+  outputs = data["attention_output"]
 
-  for layer in range(config["num_hidden_layers"]):
-    rows = data["attention_input"][layer].astype(np.float64)
-    expected_rows = data["attention_output"][layer]
-    for x, expected in zip(rows, expected_rows, strict=True):
+  num_layers, num_rows = inputs.shape[:2]
+  assert num_layers == config["num_hidden_layers"]
+  for layer in range(num_layers):
+    for row in range(num_rows):
+      x = inputs[layer, row]
       output = motif_reference.attention(config, exact_tensors, layer, x)
-      # The file has inputs and outputs in float32.
+      expected = outputs[layer, row]
       chex.assert_trees_all_close(output, expected, rtol=0, atol=2e-6)
 
 
@@ -65,4 +72,5 @@ def test_the_reference_computes_the_golden_attention_of_every_layer(
   ("layer", "expected"), [(0, -0.0099), (1, 0.2), (2, 0.3555)]
 )
 def test_lambda_init_is_the_schedule_of_the_layer_before(layer, expected):
+  """Motif has 0.8 - 0.6 exp(-0.3 (layer - 1)), with layers from 0."""
   assert round(motif_reference.lambda_init(layer), 4) == expected
