@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 from absl import flags
+from flax.traverse_util import flatten_dict
 from ml_collections import config_flags
 
 from diffjax.config import Config, UserError, from_config_dict
@@ -90,9 +91,10 @@ def llama_logits(tensors: dict[str, np.ndarray], ids: np.ndarray) -> np.ndarray:
 def test_an_adapted_llama_has_the_same_logits(
   attention, num_noise_heads, is_tied, relative_error, tmp_path
 ):
+  """An adapted model has another attention, which training can then use."""
   tensors = write_llama(tmp_path, is_tied=is_tied)
-  ids = np.random.default_rng(0).integers(0, 128, (2, 20))
-  expected = np.stack([llama_logits(tensors, row) for row in ids])
+  token_ids = np.random.default_rng(0).integers(0, 128, size=(2, 20))
+  expected = np.stack([llama_logits(tensors, row) for row in token_ids])
 
   model = adapted(llama.read(str(tmp_path)), attention, num_noise_heads)
 
@@ -100,29 +102,29 @@ def test_an_adapted_llama_has_the_same_logits(
   assert model.config.num_noise_heads == num_noise_heads
   assert model.config.tie_embeddings is is_tied
   assert not model.config.head_norm
+  logits = model_logits(model, token_ids)
   atol = relative_error * np.abs(expected).max()
-  chex.assert_trees_all_close(
-    model_logits(model, ids), expected, rtol=0, atol=atol
-  )
+  chex.assert_trees_all_close(logits, expected, rtol=0, atol=atol)
 
 
 def test_an_adapted_workdir_has_the_same_logits(tmp_path):
-  """The model has biases, and its four heads then share two noise maps."""
+  """A Transformer with biases becomes a DIFF V2 with two noise maps."""
   model = make_model("softmax", projection_biases=True)
   workdir.write(str(tmp_path / "run"), model)
-  ids = np.random.default_rng(0).integers(0, 128, (2, 20))
-  expected = model_logits(model, ids)
+  token_ids = np.random.default_rng(0).integers(0, 128, size=(2, 20))
+  expected = model_logits(model, token_ids)
 
   result = convert(
-    f"--from=diffjax:{tmp_path / 'run'}",
-    f"--to=diffjax:{tmp_path / 'adapted'}",
+    f"--from=diffjax:{tmp_path}/run",
+    f"--to=diffjax:{tmp_path}/adapted",
     "--attention=diff_v2",
     "--num_noise_heads=2",
   )
 
   assert result.returncode == 0, result.stderr
   assert "--config.model.num_noise_heads=2" in result.stdout
-  logits = model_logits(workdir.read(str(tmp_path / "adapted")), ids)
+  adapted_model = workdir.read(str(tmp_path / "adapted"))
+  logits = model_logits(adapted_model, token_ids)
   atol = 5e-6 * np.abs(expected).max()
   chex.assert_trees_all_close(logits, expected, rtol=0, atol=atol)
 
@@ -149,7 +151,7 @@ def assert_adaptation_fails(
     directory: an empty directory.
     model: the model.
     arguments: further arguments of the command.
-    message: a pattern of the error.
+    message: a regular expression that the error begins with.
   """
   workdir.write(str(directory / "run"), model)
 
@@ -181,12 +183,15 @@ def assert_adaptation_fails(
     ),
   ],
 )
-def test_only_a_transformer_without_head_norm_is_adapted(
+def test_models_other_than_a_plain_transformer_are_not_adapted(
   fields, message, tmp_path
 ):
-  model = make_model(num_layers=1, **fields)
-
-  assert_adaptation_fails(tmp_path, model, ["--attention=diff_v2"], message)
+  assert_adaptation_fails(
+    tmp_path,
+    model=make_model(num_layers=1, **fields),
+    arguments=["--attention=diff_v2"],
+    message=message,
+  )
 
 
 @pytest.mark.parametrize(
@@ -213,17 +218,23 @@ def test_only_a_transformer_without_head_norm_is_adapted(
 def test_a_wrong_number_of_noise_heads_is_rejected(
   arguments, message, tmp_path
 ):
-  model = make_model("softmax", num_layers=1)
+  """Noise heads divide the 4 heads into groups that share a noise map."""
+  assert_adaptation_fails(
+    tmp_path,
+    model=make_model("softmax", num_layers=1),
+    arguments=arguments,
+    message=message,
+  )
 
-  assert_adaptation_fails(tmp_path, model, arguments, message)
 
+def test_an_attention_that_a_transformer_cannot_get_is_rejected():
+  model = make_model("softmax")
 
-def test_an_attention_that_no_transformer_becomes_is_rejected():
   message = (
     "--attention=gated: a Transformer becomes one of softmax, diff_v2, dex"
   )
   with pytest.raises(UserError, match=message):
-    adapted(make_model("softmax"), "gated")
+    adapted(model, attention="gated")
 
 
 # The recipes.
@@ -250,18 +261,15 @@ class Recipe(NamedTuple):
 
   Attributes:
     config: the recipe's config with the flags that the conversion printed.
-    start: the workdir of the converted Llama.
-    run: the workdir of the run.
+    initial_workdir: has the converted Llama.
+    trained_workdir: has the checkpoints of steps 2 and 3.
+    trained_names: the names of the parameters that the recipe trains.
   """
 
   config: Config
-  start: pathlib.Path
-  run: pathlib.Path
-
-  @property
-  def trained_names(self) -> list[str]:
-    """The names of the parameters that the recipe trains."""
-    return self.config.optimizer.trained.split(",")
+  initial_workdir: pathlib.Path
+  trained_workdir: pathlib.Path
+  trained_names: set[str]
 
 
 def parse_config(arguments: list[str]) -> Config:
@@ -304,46 +312,58 @@ def recipe(request, tmp_path_factory):
     ]
   )
   loop.train(config, str(directory / "run"))
-  return Recipe(config, directory / "start", directory / "run")
+  return Recipe(
+    config,
+    initial_workdir=directory / "start",
+    trained_workdir=directory / "run",
+    trained_names=set(config.optimizer.trained.split(",")),
+  )
 
 
 def test_a_recipe_changes_only_the_parameters_that_it_names(recipe):
-  before = trained.load(recipe.start).params
-  after = trained.load(recipe.run).params
+  """The recipe trains some parameters of an adapted Llama. Others are frozen."""
+  before = flatten_dict(trained.load(recipe.initial_workdir).params)
+  after = flatten_dict(trained.load(recipe.trained_workdir).params)
 
-  changed = jax.tree.map(lambda old, new: np.asarray(old != new), before, after)
-  for path, is_changed in jax.tree_util.tree_leaves_with_path(changed):
-    if path[-1].key in recipe.trained_names:
+  assert before.keys() == after.keys()
+  for path, old in before.items():
+    is_changed = np.asarray(old != after[path])
+    if path[-1] in recipe.trained_names:
+      # The first axis is the layer. Every layer has changed.
       num_layers = len(is_changed)
       assert is_changed.reshape(num_layers, -1).any(axis=1).all(), path
     else:
       assert not is_changed.any(), path
 
 
-def test_only_trained_parameters_have_moments(recipe):
+def test_the_optimizer_has_moments_only_of_trained_parameters(recipe):
+  """Moments of frozen parameters would take memory without effect."""
   program = build(recipe.config, make_mesh(recipe.config.mesh))
 
   opt_state = program.abstract_state.opt_state
-  names = set()
+  names_with_moments = set()
   for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state):
-    # Counters and averages have fewer axes.
+    # Moments have the shape of their parameter. Counters have fewer axes.
     if leaf.ndim > 1:
-      names.add(path[-1].key)
-  assert names == set(recipe.trained_names)
+      names_with_moments.add(path[-1].key)
+  assert names_with_moments == recipe.trained_names
 
 
 def test_a_resumed_recipe_equals_an_unbroken_one(recipe, tmp_path):
-  run = shutil.copytree(recipe.run, tmp_path / "run")
+  # Without its last checkpoint, the run of three steps resumes at step 2.
+  run = shutil.copytree(recipe.trained_workdir, tmp_path / "run")
   shutil.rmtree(run / "checkpoints/3")
 
   loop.train(recipe.config, str(run))
 
-  expected = trained.load(recipe.run).params
-  chex.assert_trees_all_equal(trained.load(run).params, expected)
+  resumed = trained.load(run).params
+  unbroken = trained.load(recipe.trained_workdir).params
+  chex.assert_trees_all_equal(resumed, unbroken)
 
 
-def test_a_tuned_model_generates_its_most_likely_tokens(recipe):
-  loaded = trained.load(recipe.run)
+def test_a_trained_recipe_generates_its_most_likely_tokens(recipe):
+  """Generation with a cache agrees with the logits of the whole sequence."""
+  loaded = trained.load(recipe.trained_workdir)
   prompt = [3, 4, 5]
 
   sampler = Sampler(loaded.model, loaded.params, batch_size=1, capacity=16)
@@ -351,14 +371,18 @@ def test_a_tuned_model_generates_its_most_likely_tokens(recipe):
 
   model = Model(loaded.config.model, loaded.params, loaded.tokenizer)
   logits = model_logits(model, [[*prompt, *tokens]])
+  # The logits at a token predict the next one.
   expected = logits[0, len(prompt) - 1 : -1].argmax(axis=-1)
   assert tokens == expected.tolist()
 
 
 def test_a_run_cannot_resume_from_parameters_alone(recipe):
+  """A converted workdir has no state of an optimizer to resume from."""
+  converted = str(recipe.initial_workdir)
+
   message = (
     "parameters alone.*another --workdir and"
-    f" --config.train.init_from={recipe.start}$"
+    f" --config.train.init_from={converted}$"
   )
   with pytest.raises(UserError, match=message):
-    loop.train(recipe.config, str(recipe.start))
+    loop.train(recipe.config, converted)
