@@ -79,13 +79,16 @@ def golden():
 
 
 def test_the_reference_knows_the_kinds_of_layers(config, golden):
+  """Windowed, full, or cross: with the keys and values of the full layer."""
   assert golden.keys() == LAYER_KINDS.keys()
   for layer, kind in LAYER_KINDS.items():
     assert phi_flash_reference.layer_kind(config, layer) == kind
 
 
-def test_the_reference_computes_the_golden_outputs(config, tensors, golden):
-  """It uses neither diffjax nor PyTorch."""
+def test_the_numpy_reference_computes_the_golden_outputs(
+  config, tensors, golden
+):
+  """The golden outputs are those of the authors' code in PyTorch."""
   exact = {name: value.astype(np.float64) for name, value in tensors.items()}
 
   for row in range(2):
@@ -96,31 +99,34 @@ def test_the_reference_computes_the_golden_outputs(config, tensors, golden):
       outputs = phi_flash_reference.block(config, exact, layer, x, keys_values)
       keys_values = outputs.keys_values
       chex.assert_trees_all_close(
-        (outputs.output, outputs.attention),
-        (arrays.output[row], arrays.attention[row]),
-        rtol=0,
-        atol=1e-6,
+        outputs.output, arrays.output[row], rtol=0, atol=1e-6
+      )
+      chex.assert_trees_all_close(
+        outputs.attention, arrays.attention[row], rtol=0, atol=1e-6
       )
 
 
 # Reading.
 
 
-@pytest.mark.parametrize("layer", LAYER_KINDS)
-def test_only_the_cross_layer_has_no_keys_and_values(layer):
+@pytest.mark.parametrize(
+  ("layer", "has_keys_values"), [(1, True), (3, True), (5, True), (7, False)]
+)
+def test_only_the_cross_layer_has_no_keys_and_values(layer, has_keys_values):
+  """The last attention layer reads those of layer 5."""
   _, params = phi_flash.read_attention(str(PATH), layer)
 
-  has_keys_values = layer != CROSS_LAYER
   assert ("key" in params) == has_keys_values
   assert ("value_bias" in params) == has_keys_values
 
 
-@pytest.mark.parametrize("layer", LAYER_KINDS)
-def test_only_windowed_layers_have_a_window(config, layer):
+@pytest.mark.parametrize(
+  ("layer", "window"), [(1, 4), (3, 4), (5, None), (7, None)]
+)
+def test_only_the_first_attention_layers_have_a_window(layer, window):
   attention, _ = phi_flash.read_attention(str(PATH), layer)
 
-  is_windowed = LAYER_KINDS[layer] == "windowed"
-  assert attention.window == (config["sliding_window"] if is_windowed else None)
+  assert attention.window == window
 
 
 def normed_input(
@@ -167,7 +173,9 @@ def keys_values_of_full_layer(
 def test_an_attention_layer_computes_its_golden_output(
   config, tensors, golden, layer, implementation
 ):
+  """The golden output is that of the authors' code."""
   attention, params = phi_flash.read_attention(str(PATH), layer)
+  # The cross layer has no keys and values of its own.
   keys_values = None
   if layer == CROSS_LAYER:
     keys_values = keys_values_of_full_layer(config, tensors, golden)
@@ -254,7 +262,8 @@ def test_an_unsupported_config_is_rejected(
     phi_flash.read_attention(str(tmp_path), 1)
 
 
-def test_a_missing_layer_is_named(config, tmp_path):
+def test_a_missing_tensor_of_a_layer_is_named(config, tmp_path):
+  """The config.json says 16 layers, but there are tensors of 8."""
   shutil.copy(PATH / "model.safetensors", tmp_path)
   longer_config = {**config, "num_hidden_layers": 16}
   (tmp_path / "config.json").write_text(json.dumps(longer_config))
@@ -268,7 +277,8 @@ def test_a_missing_layer_is_named(config, tmp_path):
 
 
 @pytest.mark.parametrize("layout", ["llama", "diffllama", "motif"])
-def test_a_whole_model_is_rejected_with_a_hint(layout, tmp_path):
+def test_convert_rejects_a_whole_phi_flash_with_a_hint(layout, tmp_path):
+  """diffjax has no Mamba layers, so only attention layers can be read."""
   out = tmp_path / "out"
 
   result = convert(f"--from={layout}:{PATH}", f"--to=diffjax:{out}")
@@ -285,6 +295,7 @@ def test_a_whole_model_is_rejected_with_a_hint(layout, tmp_path):
 
 
 def test_written_tensors_are_the_tensors_that_were_read(tensors):
+  """Only attention layers are read and written."""
   expected = {}
   for name, tensor in tensors.items():
     if ".attn." in name:
@@ -301,8 +312,9 @@ def test_written_tensors_are_the_tensors_that_were_read(tensors):
 def test_a_written_layer_has_the_same_output_by_the_reference(config, golden):
   attention, _ = phi_flash.read_attention(str(PATH), FULL_LAYER)
   x = golden[FULL_LAYER].x[0]
-  initial = parameters(attention, x[None], 0.5)
-  # Initially, biases are zero and gains are one.
+  lambda_init = 0.5
+  initial = parameters(attention, x[None], lambda_init)
+  # Noise makes the biases differ from zero and the gains from one.
   rng = np.random.default_rng(0)
   params = {}
   for name, leaf in initial.items():
@@ -361,14 +373,16 @@ def block_parameters(
   }
 
 
-def test_a_window_pattern_gives_the_windows_of_the_layers(config):
+def test_the_window_pattern_of_a_decoder_can_be_that_of_phi_flash():
   windows = layer_windows(DECODER_CONFIG)
 
-  assert windows[1] == windows[3] == config["sliding_window"]
+  assert windows[1] == 4
+  assert windows[3] == 4
   assert windows[FULL_LAYER] is None
 
 
 def test_blocks_of_the_decoder_compute_the_golden_outputs(tensors, golden):
+  """A block is a whole layer: attention, feed-forward layer and norms."""
   windows = layer_windows(DECODER_CONFIG)
   block = Block(DECODER_CONFIG, jnp.float32, diff_attention)
   apply = jax.jit(block.apply)
@@ -410,28 +424,29 @@ def count_parameters(
   return sum(sizes)
 
 
-def test_a_published_layer_has_19_67_million_parameters():
+def test_a_published_attention_layer_has_19_67_million_parameters():
   x = jax.ShapeDtypeStruct((1, 3, PUBLISHED_WIDTH), jnp.float32)
 
-  num_parameters = count_parameters(PUBLISHED_LAYER, x, 0.5)
+  num_parameters = count_parameters(PUBLISHED_LAYER, x, lambda_init=0.5)
 
-  num_qkv_rows = 5120
+  # 40 queries and 20 keys of size 64, and 10 values of size 128.
+  num_qkv_rows = 40 * 64 + 20 * 64 + 10 * 128
   matrices = (num_qkv_rows + PUBLISHED_WIDTH) * PUBLISHED_WIDTH
   biases = num_qkv_rows + PUBLISHED_WIDTH
   assert num_parameters == matrices + biases + NUM_SMALL_PARAMETERS
   assert round(num_parameters / 1e6, 2) == 19.67
 
 
-def test_a_published_layer_without_keys_and_values_has_13_11_million():
+def test_a_published_cross_layer_has_13_11_million_parameters():
+  """Only queries and the output are projected."""
   x = jax.ShapeDtypeStruct((1, 3, PUBLISHED_WIDTH), jnp.float32)
   keys = jax.ShapeDtypeStruct((1, 3, 10, 2, 64), jnp.float32)
   values = jax.ShapeDtypeStruct((1, 3, 10, 128), jnp.float32)
 
   num_parameters = count_parameters(
-    PUBLISHED_LAYER, x, 0.5, keys_values=(keys, values)
+    PUBLISHED_LAYER, x, lambda_init=0.5, keys_values=(keys, values)
   )
 
-  # Only queries and the output are projected.
   matrices = 2 * PUBLISHED_WIDTH * PUBLISHED_WIDTH
   biases = 2 * PUBLISHED_WIDTH
   assert num_parameters == matrices + biases + NUM_SMALL_PARAMETERS

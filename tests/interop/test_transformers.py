@@ -68,36 +68,20 @@ def load_whole(path: pathlib.Path, **options: Any) -> torch.nn.Module:
 # RoPE.
 
 
+@pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
 @pytest.mark.parametrize(
-  ("kind", "parameters"),
-  [
-    ("linear", {}),
-    (
-      "llama3",
-      {
-        "original_max_position_embeddings": 8192,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-      },
-    ),
-    ("yarn", {"original_max_position_embeddings": 8192}),
-  ],
-)
-@pytest.mark.parametrize(
-  ("head_dim", "base", "factor", "length"),
+  ("head_dim", "base", "factor", "original_length"),
   [(128, 1e6, 4.0, 8192), (32, 5e5, 2.5, 100)],
 )
-def test_rotary_angles_are_scaled_as_in_transformers(
-  kind, parameters, head_dim, base, factor, length
+def test_rotary_frequencies_are_scaled_as_in_transformers(
+  kind, head_dim, base, factor, original_length
 ):
-  rope_parameters = {
-    "rope_type": kind,
-    "factor": factor,
-    "rope_theta": base,
-    **parameters,
-  }
-  if "original_max_position_embeddings" in parameters:
-    rope_parameters["original_max_position_embeddings"] = length
+  """The factor stretches RoPE to texts longer than the original length."""
+  rope_parameters = {"rope_type": kind, "factor": factor, "rope_theta": base}
+  if kind != "linear":
+    rope_parameters["original_max_position_embeddings"] = original_length
+  if kind == "llama3":
+    rope_parameters |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
   config = transformers.LlamaConfig(
     hidden_size=2 * head_dim,
     num_attention_heads=2,
@@ -108,7 +92,7 @@ def test_rotary_angles_are_scaled_as_in_transformers(
 
   exponents = -jnp.arange(0, head_dim, 2) / head_dim
   unscaled = jnp.float32(base) ** exponents
-  scaling = Scaling(kind, factor, length)
+  scaling = Scaling(kind, factor, original_length)
   frequencies, scale = scaling.scale_frequencies(unscaled, base)
 
   chex.assert_trees_all_close(frequencies, expected.numpy(), rtol=2e-6, atol=0)
@@ -156,6 +140,7 @@ def exported(request, bpe, tmp_path_factory):
 
 
 def test_an_exported_model_has_the_same_logits(exported):
+  """transformers loads the DiffLlama that `diffjax.convert` has written."""
   hf_model = load_whole(exported.directory)
 
   assert type(hf_model).__name__ == "DiffLlamaForCausalLM"
@@ -173,6 +158,7 @@ def test_an_exported_tokenizer_gives_the_same_tokens(exported, text):
 
 
 def test_an_exported_model_has_its_separator(exported):
+  """diffjax trains with one separator before and after each document."""
   tokenizer = transformers.AutoTokenizer.from_pretrained(exported.directory)
   config = transformers.AutoConfig.from_pretrained(exported.directory)
 
@@ -183,8 +169,10 @@ def test_an_exported_model_has_its_separator(exported):
 
 
 def test_an_exported_model_generates_the_same_tokens(exported, tmp_path):
+  """Both generate the most likely tokens."""
   tokenizer = transformers.AutoTokenizer.from_pretrained(exported.directory)
   hf_model = load_whole(exported.directory)
+  # Without an end token, transformers always generates 24 tokens.
   hf_model.generation_config.eos_token_id = None
   inputs = tokenizer("it's", return_tensors="pt")
   sequences = hf_model.generate(
@@ -196,12 +184,14 @@ def test_an_exported_model_generates_the_same_tokens(exported, tmp_path):
   (answer,) = Sampler(load(tmp_path)).generate([prompt], 24)
 
   assert sequences[0].tolist() == [*prompt, *answer]
-  # The answer is not a repetition of one token.
+  # The test would say little if the answer repeated one token.
   assert len(set(answer)) > 3
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_shards_are_loaded_by_transformers(dtype, monkeypatch, tmp_path):
+def test_transformers_loads_a_model_in_several_files(
+  dtype, monkeypatch, tmp_path
+):
   monkeypatch.setattr(directory, "SHARD_BYTES", 20_000)
   model = make_model("diff", tie_embeddings=False)
 
@@ -210,7 +200,7 @@ def test_shards_are_loaded_by_transformers(dtype, monkeypatch, tmp_path):
   assert len(list(tmp_path.glob("*.safetensors"))) > 1
   hf_model = load_whole(tmp_path, dtype="auto")
   assert hf_model.dtype == getattr(torch, dtype)
-  # In bfloat16, the weights are rounded.
+  # Both compute in float32, with the weights of the files.
   hf_model = load_whole(tmp_path, dtype=torch.float32)
   assert_same_logits(hf_model, diffllama.read(str(tmp_path)))
 

@@ -199,21 +199,24 @@ def reference_logits(
 def test_a_written_model_has_the_same_logits_by_the_reference(
   attention, is_tied, tmp_path
 ):
+  """The reference is NumPy code, after the description of the layout."""
   model = make_model(attention, tie_embeddings=is_tied)
-  ids = np.random.default_rng(0).integers(0, 128, 16)
+  token_ids = np.random.default_rng(0).integers(0, 128, size=16)
 
   unilm.write(str(tmp_path), model, "float32")
 
   config = json.loads((tmp_path / "config.json").read_text())
-  expected = reference_logits(read_tensors(tmp_path), config, ids)
-  logits = model_logits(model, ids[None])[0]
+  expected = reference_logits(read_tensors(tmp_path), config, token_ids)
+  logits = model_logits(model, token_ids[None])[0]
   atol = 5e-6 * np.abs(expected).max()
   chex.assert_trees_all_close(logits, expected, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("attention", ["diff", "diff_v2"])
 @pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
-def test_a_written_model_is_read_back(attention, is_tied, tmp_path):
+def test_a_model_that_is_written_and_read_is_the_same(
+  attention, is_tied, tmp_path
+):
   model = make_model(attention, tie_embeddings=is_tied)
 
   unilm.write(str(tmp_path), model, "float32")
@@ -223,17 +226,24 @@ def test_a_written_model_is_read_back(attention, is_tied, tmp_path):
   chex.assert_trees_all_equal(read.params, model.params)
 
 
-def test_a_model_that_is_written_again_has_the_same_files(tmp_path):
-  first = tmp_path / "first"
-  second = tmp_path / "second"
-  unilm.write(str(first), make_model("diff"), "bfloat16")
-
-  unilm.write(str(second), unilm.read(str(first)), "bfloat16")
-
-  for name in (
+@pytest.mark.parametrize(
+  "file_name",
+  [
     "model.safetensors",
     "config.json",
     "tokenizer.json",
     "tokenizer_config.json",
-  ):
-    assert (first / name).read_bytes() == (second / name).read_bytes(), name
+  ],
+)
+def test_a_model_that_is_read_and_written_again_has_the_same_file(
+  file_name, tmp_path
+):
+  first = tmp_path / "first"
+  second = tmp_path / "second"
+  unilm.write(str(first), make_model("diff"), "bfloat16")
+
+  model = unilm.read(str(first))
+  unilm.write(str(second), model, "bfloat16")
+
+  expected = (first / file_name).read_bytes()
+  assert (second / file_name).read_bytes() == expected
