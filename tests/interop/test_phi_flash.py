@@ -3,6 +3,7 @@
 The golden checkpoint has the outputs of the authors' own code.
 """
 
+import functools
 import json
 import math
 import shutil
@@ -180,9 +181,9 @@ def test_an_attention_layer_computes_its_golden_output(
   if layer == CROSS_LAYER:
     keys_values = keys_values_of_full_layer(config, tensors, golden)
 
-  def attention_fn(q, k, v, lam, **mask):
-    return diff_attention(q, k, v, lam, **mask, implementation=implementation)
-
+  attention_fn = functools.partial(
+    diff_attention, implementation=implementation
+  )
   apply = jax.jit(attention.clone(attention_fn=attention_fn).apply)
   output = apply(
     {"params": params},
@@ -210,6 +211,7 @@ def test_an_attention_layer_computes_its_golden_output(
   ],
 )
 def test_a_layer_without_attention_is_rejected(layer, message):
+  """Odd layers have attention. Even ones are Mamba or gated memory."""
   with pytest.raises(UserError, match=message):
     phi_flash.read_attention(str(PATH), layer)
 
@@ -310,6 +312,7 @@ def test_written_tensors_are_the_tensors_that_were_read(tensors):
 
 
 def test_a_written_layer_has_the_same_output_by_the_reference(config, golden):
+  """diffjax and NumPy compute the same from the same random parameters."""
   attention, _ = phi_flash.read_attention(str(PATH), FULL_LAYER)
   x = golden[FULL_LAYER].x[0]
   lambda_init = 0.5
