@@ -304,6 +304,34 @@ def first_new_token(ids: list[int], start: int) -> int:
   raise ValueError(f"all of {ids[start:]} occur before")
 
 
+def publish_llama(
+  directory: pathlib.Path,
+  hf_tokenizer: transformers.PreTrainedTokenizerFast,
+  num_stop_ids: int,
+) -> list[int]:
+  """Writes a random Llama with its tokenizer, and returns its stop ids.
+
+  Args:
+    directory: where to write it.
+    hf_tokenizer: the tokenizer.
+    num_stop_ids: 1 or 2. The second one is a token that the model generates.
+  """
+  hf_tokenizer.save_pretrained(directory)
+  hf_model = random_llama(len(hf_tokenizer))
+  stop_ids = [EOS]
+  eos_token_id: int | list[int] = EOS
+  if num_stop_ids == 2:
+    hf_model.generation_config.eos_token_id = EOS
+    answer = generate(hf_model, directory)
+    # The second stop token is the third of the answer, or a later one.
+    stop_ids.append(first_new_token(answer, start=2))
+    eos_token_id = stop_ids
+  hf_model.config.eos_token_id = eos_token_id
+  hf_model.generation_config.eos_token_id = eos_token_id
+  hf_model.save_pretrained(directory)
+  return stop_ids
+
+
 @pytest.mark.parametrize(
   ("kind", "has_bos", "num_stop_ids"),
   [
@@ -318,29 +346,18 @@ def test_a_published_llama_answers_as_in_transformers(
 ):
   """The tokens of the prompt, the answer and its end are the same."""
   published = tmp_path / "published"
-  made = tokenizer_files.MAKERS[kind]()
+  tokenizer = tokenizer_files.MAKERS[kind]()
   if has_bos:
-    made = tokenizer_files.with_first_token(made, "<s>")
+    tokenizer = tokenizer_files.with_first_token(tokenizer, "<s>")
   hf_tokenizer = transformers.PreTrainedTokenizerFast(
-    tokenizer_object=made, bos_token="<s>", eos_token="</s>"
+    tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>"
   )
-  hf_tokenizer.save_pretrained(published)
-  hf_model = random_llama(made.get_vocab_size())
-  stop_ids = [EOS]
-  if num_stop_ids == 2:
-    # The second stop token is the third of the answer, or a later one.
-    hf_model.generation_config.eos_token_id = EOS
-    answer = generate(hf_model, published)
-    stop_ids.append(first_new_token(answer, start=2))
-  eos_token_id = stop_ids if num_stop_ids == 2 else EOS
-  hf_model.config.eos_token_id = eos_token_id
-  hf_model.generation_config.eos_token_id = eos_token_id
-  hf_model.save_pretrained(published)
-
+  stop_ids = publish_llama(published, hf_tokenizer, num_stop_ids)
   hf_model = transformers.LlamaForCausalLM.from_pretrained(published).eval()
   expected = generate(hf_model, published)
   if num_stop_ids == 2:
     assert expected[-1] == stop_ids[1]
+  # The answer of diffjax is without the stop token.
   while expected and expected[-1] in stop_ids:
     expected.pop()
 
