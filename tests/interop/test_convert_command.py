@@ -358,6 +358,7 @@ def test_untied_embeddings_need_an_output_projection(tmp_path):
   ],
 )
 def test_a_truncated_safetensors_file_is_rejected(end, message, tmp_path):
+  """A download that was interrupted leaves such a file."""
   write_llama(tmp_path / "llama")
   path = tmp_path / "llama/model.safetensors"
   path.write_bytes(path.read_bytes()[:end])
@@ -380,7 +381,7 @@ def test_a_truncated_safetensors_file_is_rejected(end, message, tmp_path):
     ),
   ],
 )
-def test_a_missing_file_is_named(file_name, message, tmp_path):
+def test_the_error_names_a_missing_file(file_name, message, tmp_path):
   write_llama(tmp_path / "llama")
   (tmp_path / "llama" / file_name).unlink()
 
@@ -488,6 +489,7 @@ def test_a_llama_with_biases_is_rejected(tmp_path):
 def test_tensors_other_than_floats_of_at_most_32_bits_are_rejected(
   dtype, message, tmp_path
 ):
+  """Parameters are float32: float64 would be rounded, and int8 needs scales."""
   tensors = write_llama(tmp_path / "llama")
   tensors["model.norm.weight"] = np.ones(32, dtype)
   safetensors.numpy.save_file(tensors, tmp_path / "llama/model.safetensors")
@@ -523,6 +525,7 @@ def test_tensors_other_than_floats_of_at_most_32_bits_are_rejected(
 def test_a_diffllama_with_an_invalid_config_is_rejected(
   field, value, message, tmp_path
 ):
+  """Its heads are in pairs, a signal head and a noise head."""
   source = copy_golden("diffllama_tiny_gqa", tmp_path / "source").path
   edit_config(source, {field: value})
 
@@ -704,6 +707,7 @@ def test_a_workdir_without_a_checkpoint_is_rejected(tmp_path):
 def test_a_tokenizer_that_is_not_the_one_of_training_is_rejected(
   word_workdir, tmp_path
 ):
+  """The model of word_workdir was trained with a tokenizer of 128 tokens."""
   run = shutil.copytree(word_workdir, tmp_path / "run")
   write_tokenizer(run, vocab_size=200)
 
@@ -755,6 +759,7 @@ def test_a_damaged_checkpoint_is_rejected(word_workdir, tmp_path):
   ],
 )
 def test_a_bucket_needs_gcsfs(arguments):
+  """Paths that begin with gs:// are in a bucket of Google Cloud Storage."""
   result = convert(*arguments)
 
   assert result.returncode == 1
@@ -778,6 +783,7 @@ def test_a_bucket_needs_gcsfs(arguments):
 def test_convert_does_not_write_to_an_existing_target(
   existing_file, target_layout, tmp_path
 ):
+  """The target may only be a new path or an empty directory."""
   write_llama(tmp_path / "llama")
   target = tmp_path / "target"
   existing = tmp_path / existing_file
@@ -1004,6 +1010,7 @@ def test_a_model_card_begins_with_the_metadata_of_the_hub(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_model_card_describes_the_training(exported_run, layout):
+  """The card is README.md. The exported checkpoint is of step 5 of 7."""
   card = exported_run.card(layout)
 
   assert f"# out_{layout}\n" in card

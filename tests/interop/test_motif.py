@@ -268,7 +268,7 @@ def test_commands_convert_a_motif_to_a_workdir_and_back(tmp_path):
     ),
   ],
 )
-def test_a_written_model_is_read_back(fields, tmp_path):
+def test_a_model_that_is_written_and_read_is_the_same(fields, tmp_path):
   model = make_model(
     "diff",
     head_norm_eps=1e-3,
@@ -326,7 +326,7 @@ def test_a_written_model_has_the_same_logits_by_the_reference(tmp_path):
     ({"window": 9}, "this format supports only window = None"),
   ],
 )
-def test_a_model_that_motif_cannot_represent_is_rejected(
+def test_a_model_that_motif_cannot_represent_is_not_written(
   fields, message, tmp_path
 ):
   supported_fields = {
