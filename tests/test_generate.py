@@ -35,6 +35,9 @@ from diffjax.training.result import TrainResult
 from tests.harness import in_process, tokenizer_files
 from tests.harness.parameters import parameters
 
+with in_process.own_flags():
+  from diffjax.generate import StreamPrinter
+
 MODEL = ModelConfig(
   num_layers=1,
   embed_dim=16,
@@ -82,7 +85,8 @@ def workdir(tmp_path_factory):
   return save_run(tmp_path_factory.mktemp("run"), random_parameters())
 
 
-def generate(*arguments: str) -> subprocess.CompletedProcess:
+def run_generate(*arguments: str) -> subprocess.CompletedProcess:
+  """Runs `python -m diffjax.generate ARGUMENTS` in this process."""
   return in_process.call("diffjax.generate", *arguments)
 
 
@@ -92,7 +96,7 @@ def generate(*arguments: str) -> subprocess.CompletedProcess:
 @pytest.fixture(scope="module")
 def abc_result(workdir):
   """The result of the command for the prompt "abc"."""
-  return generate(
+  return run_generate(
     f"--workdir={workdir}", "--prompt=abc", "--max_new_tokens=20", "--seed=3"
   )
 
@@ -117,11 +121,13 @@ def test_standard_error_says_that_the_model_is_loading(abc_result):
 def test_several_prompts_are_numbered_and_end_before_a_stop_string(
   workdir, answers
 ):
+  """`answers` are the sampler's texts for both prompts, without a stop."""
   first, second = answers
+  # Two characters that the second answer certainly has.
   middle = len(second) // 2
   stop = second[middle : middle + 2]
 
-  result = generate(
+  result = run_generate(
     f"--workdir={workdir}",
     "--prompt=abc",
     "--prompt=a longer one",
@@ -139,29 +145,26 @@ def test_several_prompts_are_numbered_and_end_before_a_stop_string(
 
 
 def test_the_terminal_gets_no_partial_character_or_stop_string(capsys):
-  with in_process.own_flags():
-    from diffjax.generate import StreamPrinter
   tokenizer = load_tokenizer("bytes")
-  ids = tokenizer.encode("größer€ STOP and more")
-  printer = StreamPrinter(
-    "p: ", tokenizer, tokenizer.encode_prompt("p: "), ["STOP", "€€"]
-  )
+  prompt_ids = tokenizer.encode_prompt("p: ")
+  answer_ids = tokenizer.encode("größer€ STOP and more")
+  printer = StreamPrinter("p: ", tokenizer, prompt_ids, stops=["STOP", "€€"])
 
-  # One token after the other. "|" separates what each one prints.
-  for end in range(len(ids) + 1):
-    print("|", end="")
-    printer.update(ids[:end])
-  printer.finish(ids)
+  # A token is one byte, so "ö" and "€" are incomplete at first. "€" is also
+  # the beginning of a stop string, but does not become one.
+  for num_tokens in range(len(answer_ids) + 1):
+    printer.update(answer_ids[:num_tokens])
+  printer.finish(answer_ids)
 
-  text = capsys.readouterr().out
-  assert text.replace("|", "") == "p: größer€ \n"
-  assert "\ufffd" not in text
+  assert capsys.readouterr().out == "p: größer€ \n"
 
 
 @pytest.mark.full
 def test_a_closed_pipe_ends_the_command_quietly(workdir):
+  """For example, `head` closes the pipe after the lines that it shows."""
   reader, writer = os.pipe()
   os.close(reader)
+
   result = subprocess.run(
     [
       sys.executable,
@@ -177,6 +180,7 @@ def test_a_closed_pipe_ends_the_command_quietly(workdir):
   )
   os.close(writer)
 
+  # A shell reports this code for a process that SIGPIPE has ended.
   assert result.returncode == 128 + signal.SIGPIPE
   assert result.stderr == f"diffjax: loading {workdir}\n"
 
@@ -188,43 +192,57 @@ def test_a_closed_pipe_ends_the_command_quietly(workdir):
 @pytest.mark.parametrize("kind", tokenizer_files.MAKERS)
 def test_a_stop_string_may_begin_with_a_space(kind, tmp_path):
   tokenizer = load_tokenizer(tokenizer_files.save(tmp_path, kind))
-  hello = tokenizer.encode_prompt("hello")
+  prompt = tokenizer.encode_prompt("hello")
+  # The token ids of " world" after "hello".
   hello_length = len(tokenizer.encode("hello"))
-  world = tokenizer.encode("hello world")[hello_length:]
+  answer = tokenizer.encode("hello world")[hello_length:]
 
-  stop_after_hello = StopStrings(tokenizer, [hello], [" world"])
+  has_stop = StopStrings(tokenizer, prompts=[prompt], stops=[" world"])
 
-  assert stop_after_hello(world)
-  assert not stop_after_hello(world[:-1])
+  assert has_stop(answer)
+  assert not has_stop(answer[:-1])
 
 
 @pytest.mark.parametrize("kind", tokenizer_files.MAKERS)
 def test_a_word_after_an_empty_prompt_has_no_space(kind, tmp_path):
+  """The same tokens are "world" after no text, and " world" after "hello"."""
   tokenizer = load_tokenizer(tokenizer_files.save(tmp_path, kind))
-  hello = tokenizer.encode_prompt("hello")
+  empty_prompt = tokenizer.encode_prompt("")
   hello_length = len(tokenizer.encode("hello"))
-  world = tokenizer.encode("hello world")[hello_length:]
-  empty = tokenizer.encode_prompt("")
+  answer = tokenizer.encode("hello world")[hello_length:]
 
-  assert not StopStrings(tokenizer, [empty], [" world"])(world)
-  # With prompts of both kinds, both texts of the answer need the stop string.
-  assert not StopStrings(tokenizer, [empty, hello], [" world"])(world)
-  assert StopStrings(tokenizer, [empty, hello], ["world"])(world)
+  has_stop = StopStrings(tokenizer, prompts=[empty_prompt], stops=[" world"])
+
+  assert not has_stop(answer)
+
+
+@pytest.mark.parametrize("kind", tokenizer_files.MAKERS)
+def test_a_stop_string_must_be_in_the_answers_to_all_prompts(kind, tmp_path):
+  """The same tokens are "world" after no text, and " world" after "hello"."""
+  tokenizer = load_tokenizer(tokenizer_files.save(tmp_path, kind))
+  prompts = [tokenizer.encode_prompt(""), tokenizer.encode_prompt("hello")]
+  hello_length = len(tokenizer.encode("hello"))
+  answer = tokenizer.encode("hello world")[hello_length:]
+
+  has_stop_with_space = StopStrings(tokenizer, prompts, stops=[" world"])
+  has_stop = StopStrings(tokenizer, prompts, stops=["world"])
+
+  assert not has_stop_with_space(answer)
+  assert has_stop(answer)
 
 
 @pytest.mark.parametrize("kind", ["llama_2", "word_piece"])
 def test_the_command_prints_the_space_after_a_prompt(kind, tmp_path, capsys):
-  with in_process.own_flags():
-    from diffjax.generate import StreamPrinter
   tokenizer = load_tokenizer(tokenizer_files.save(tmp_path, kind))
-  prompt = tokenizer.encode_prompt("hello")
+  prompt_ids = tokenizer.encode_prompt("hello")
+  # The token ids of " world" after "hello".
   hello_length = len(tokenizer.encode("hello"))
-  world = tokenizer.encode("hello world")[hello_length:]
-  printer = StreamPrinter("hello", tokenizer, prompt, [])
+  answer_ids = tokenizer.encode("hello world")[hello_length:]
+  printer = StreamPrinter("hello", tokenizer, prompt_ids, stops=[])
 
-  for end in range(len(world) + 1):
-    printer.update(world[:end])
-  printer.finish(world)
+  for num_tokens in range(len(answer_ids) + 1):
+    printer.update(answer_ids[:num_tokens])
+  printer.finish(answer_ids)
 
   assert capsys.readouterr().out == "hello world\n"
 
@@ -233,7 +251,7 @@ def test_the_command_prints_the_space_after_a_prompt(kind, tmp_path, capsys):
 def world_model(tmp_path):
   """A model that continues every prompt with the word "world"."""
   tokenizer = load_tokenizer(tokenizer_files.save(tmp_path, "llama_2"))
-  [hello, world] = tokenizer.encode("hello world")[-2:]
+  world_id = tokenizer.encode("hello world")[-1]
   config = dataclasses.replace(
     MODEL, vocab_size=tokenizer.vocab_size, tie_embeddings=False
   )
@@ -243,9 +261,16 @@ def world_model(tmp_path):
   # The layers add nothing to the hidden states, which are all ones.
   params["layers"] = jax.tree.map(jnp.zeros_like, params["layers"])
   params["embedding"] = jnp.ones_like(params["embedding"])
+  # Only "world" has a positive logit.
   unembedding = jnp.zeros_like(params["unembedding"])
-  params["unembedding"] = unembedding.at[world].set(9)
-  return Trained("run", Config(model=config), model, params, tokenizer)
+  params["unembedding"] = unembedding.at[world_id].set(9)
+  return Trained(
+    name="run",
+    config=Config(model=config),
+    model=model,
+    params=params,
+    tokenizer=tokenizer,
+  )
 
 
 def test_a_sampler_of_texts_returns_the_space_after_a_prompt(world_model):
@@ -257,7 +282,9 @@ def test_a_sampler_of_texts_returns_the_space_after_a_prompt(world_model):
 def test_the_sample_of_a_run_has_the_space_after_its_prompt(
   world_model, tmp_path
 ):
+  """`world_model` continues every prompt with the word "world"."""
   workdir = tmp_path / "run"
+  # What training leaves in the workdir: its lock file and its log.
   with lock(workdir) as held:
     pass
   (workdir / "metrics.jsonl").write_text('{"step": 1, "train/loss": 5.0}\n')
@@ -288,13 +315,14 @@ def test_each_device_holds_its_part_of_the_parameters(workdir):
   two_devices = load(workdir, tensor=2).params
 
   query = two_devices["layers"]["attention"]["query"]
-  num_heads = query.addressable_shards[1].data.shape[2]
-  assert num_heads == MODEL.num_heads // 2
+  # The axes of the query matrices are layer, input, head, ...
+  num_heads_of_device = query.addressable_shards[1].data.shape[2]
+  assert num_heads_of_device == MODEL.num_heads // 2
   chex.assert_trees_all_equal(jax.device_get(two_devices), one_device)
 
 
 def test_several_devices_print_the_text_of_one(workdir, abc_result):
-  result = generate(
+  result = run_generate(
     f"--workdir={workdir}",
     "--prompt=abc",
     "--max_new_tokens=20",
@@ -335,6 +363,7 @@ def test_a_loaded_model_has_the_attention_of_its_config(
 def test_attention_that_cannot_run_here_is_replaced_with_a_warning(
   name, reason, tmp_path, capsys
 ):
+  """A run may come from a machine with other devices or with a plugin."""
   save_run(tmp_path, random_parameters(), attention_implementation=name)
 
   trained = load(tmp_path)
@@ -351,11 +380,12 @@ def test_attention_that_cannot_run_here_is_replaced_with_a_warning(
 
 
 def test_weights_in_int8_print_the_text_of_a_rounded_model(workdir):
+  """The printed text is that of a sampler with the same rounded weights."""
   pytest.importorskip("qwix")
   rounded = load(workdir, weight_dtype="int8")
   [text] = Sampler(rounded, capacity=CAPACITY).generate(["abc"], 20)
 
-  result = generate(
+  result = run_generate(
     f"--workdir={workdir}",
     "--prompt=abc",
     "--max_new_tokens=20",
@@ -364,14 +394,14 @@ def test_weights_in_int8_print_the_text_of_a_rounded_model(workdir):
   )
 
   assert result.stdout == f"abc{text}\n", result.stderr
-  # The name occurs in results of evaluations.
+  # Results of evaluations name the model, so its name tells the rounding.
   assert rounded.name.endswith("at step 0, weights in int8")
 
 
 def test_int8_without_qwix_says_what_to_install(workdir, monkeypatch):
   monkeypatch.setitem(sys.modules, "qwix", None)
 
-  result = generate(
+  result = run_generate(
     f"--workdir={workdir}", "--prompt=abc", "--weight_dtype=int8"
   )
 
@@ -439,9 +469,13 @@ def assert_one_error(
 def test_options_that_do_not_fit_the_model_are_one_error(
   workdir, arguments, message
 ):
-  result = generate(f"--workdir={workdir}", *arguments)
+  """The model has 2 heads and rows of at most 600 tokens.
 
-  assert_one_error(result, 1, message)
+  A prompt has a first token before its text, so 700 bytes are 701 tokens.
+  """
+  result = run_generate(f"--workdir={workdir}", *arguments)
+
+  assert_one_error(result, returncode=1, message=message)
 
 
 @pytest.mark.parametrize(
@@ -457,23 +491,25 @@ def test_options_that_do_not_fit_the_model_are_one_error(
   ],
 )
 def test_missing_flags_are_one_error(arguments, message):
-  assert_one_error(generate(*arguments), 2, message)
+  result = run_generate(*arguments)
+
+  assert_one_error(result, returncode=2, message=message)
 
 
 def test_a_workdir_without_a_checkpoint_is_an_error():
-  result = generate("--workdir=/nowhere", "--prompt=x")
+  result = run_generate("--workdir=/nowhere", "--prompt=x")
 
   message = "there is no complete checkpoint in /nowhere/checkpoints"
-  assert_one_error(result, 1, message)
+  assert_one_error(result, returncode=1, message=message)
 
 
 def test_a_checkpoint_without_its_tokenizer_is_an_error(tmp_path):
   save_run(tmp_path, random_parameters(), tokenizer="/nowhere/tokenizer.json")
 
-  result = generate(f"--workdir={tmp_path}", "--prompt=x")
+  result = run_generate(f"--workdir={tmp_path}", "--prompt=x")
 
   message = "there is no tokenizer beside the checkpoint: neither"
-  assert_one_error(result, 1, message)
+  assert_one_error(result, returncode=1, message=message)
 
 
 @pytest.mark.parametrize(
@@ -497,20 +533,21 @@ def test_parameters_that_are_not_finite_are_rejected(
     f"{tmp_path} at step 0 has parameters that are not finite:"
     " layers/attention/query: "
   )
-  assert_one_error(result, 1, message)
+  assert_one_error(result, returncode=1, message=message)
 
 
 def test_a_damaged_checkpoint_is_an_error(tmp_path):
   save_run(tmp_path, random_parameters())
-  data_file = None
+  # Invert one bit of the largest file, which holds parameters.
+  files = []
   for path in (tmp_path / "checkpoints/0").rglob("*"):
-    if path.is_file() and path.stat().st_size > 2000:
-      data_file = path
-      break
-  data = bytearray(data_file.read_bytes())
-  data[1000] ^= 1
-  data_file.write_bytes(data)
+    if path.is_file():
+      files.append((path.stat().st_size, path))
+  _, largest_file = max(files)
+  content = bytearray(largest_file.read_bytes())
+  content[1000] ^= 1
+  largest_file.write_bytes(content)
 
-  result = generate(f"--workdir={tmp_path}", "--prompt=x")
+  result = run_generate(f"--workdir={tmp_path}", "--prompt=x")
 
   assert_one_error(result, 1, "is damaged")
