@@ -192,15 +192,10 @@ def test_a_run_logs_the_metric_of_every_layer(directory, variant):
 # Commands without --import.
 
 
-def assert_error_names_the_import_flag(result, variant):
-  assert result.returncode == 1
-  assert f"config.model.attention = '{variant.name}'" in result.stderr
-  assert "--import=MODULE" in result.stderr
-
-
 def test_generate_without_the_import_names_the_flag(
   command, directory, variant
 ):
+  """A user's module, which --import names, defines the run's attention."""
   result = command(
     "diffjax.generate",
     f"--workdir={variant.workdir}",
@@ -208,10 +203,13 @@ def test_generate_without_the_import_names_the_flag(
     cwd=directory,
   )
 
-  assert_error_names_the_import_flag(result, variant)
+  assert result.returncode == 1
+  assert f"config.model.attention = '{variant.name}'" in result.stderr
+  assert "--import=MODULE" in result.stderr
 
 
 def test_train_without_the_import_names_the_flag(command, directory, variant):
+  """A user's module, which --import names, defines the run's attention."""
   result = command(
     "diffjax.train",
     f"--workdir={variant.workdir}",
@@ -220,10 +218,13 @@ def test_train_without_the_import_names_the_flag(command, directory, variant):
     cwd=directory,
   )
 
-  assert_error_names_the_import_flag(result, variant)
+  assert result.returncode == 1
+  assert f"config.model.attention = '{variant.name}'" in result.stderr
+  assert "--import=MODULE" in result.stderr
 
 
 def test_load_without_the_import_names_the_argument(directory, variant):
+  """A user's module, which `imports` names, defines the run's attention."""
   with pytest.raises(UserError, match="imports=.MODULE."):
     diffjax.load(directory / variant.workdir)
 
@@ -232,28 +233,35 @@ def test_load_without_the_import_names_the_argument(directory, variant):
 
 
 def generate_greedily(trained, prompt: str, num_tokens: int) -> str:
-  """Returns the continuation that a loop over the whole model generates."""
-  ids = trained.tokenizer.encode_prompt(prompt)
-  prompt_length = len(ids)
-  stop_ids = trained.tokenizer.document_tokens.stop
+  """Returns the continuation of a prompt, computed without a key-value cache.
+
+  The model reads the whole text again for each new token.
+  """
+  tokenizer = trained.tokenizer
+  prompt_ids = tokenizer.encode_prompt(prompt)
+  stop_ids = tokenizer.document_tokens.stop
   embedding = trained.params["embedding"]
   apply = jax.jit(trained.model.apply)
+
+  answer_ids = []
   for _ in range(num_tokens):
+    ids = prompt_ids + answer_ids
+    # One shape for all lengths, so that the model is compiled once.
     padded = np.zeros((1, 32), np.int32)
     padded[0, : len(ids)] = ids
-    hidden = apply({"params": trained.params}, padded)[0, len(ids) - 1]
-    next_id = int(np.argmax(embedding @ hidden))
+    hidden = apply({"params": trained.params}, padded)
+    last_hidden = hidden[0, len(ids) - 1]
+    next_id = int(np.argmax(embedding @ last_hidden))
     if next_id in stop_ids:
       break
-    ids.append(next_id)
-  return trained.tokenizer.decode_after(
-    ids[:prompt_length], ids[prompt_length:]
-  )
+    answer_ids.append(next_id)
+  return tokenizer.decode_after(prompt_ids, answer_ids)
 
 
 def test_generate_continues_like_a_loop_over_the_model(
   command, directory, variant, monkeypatch
 ):
+  """The key-value cache of the command does not change the text."""
   monkeypatch.syspath_prepend(str(directory))
 
   text = run(
@@ -321,32 +329,37 @@ def test_checkpoints_are_listed(command, directory, variant):
 
 @pytest.mark.full
 def test_a_converted_run_generates_the_same_text(command, directory, variant):
-  copy = f"{variant.workdir}_copy"
+  converted_workdir = f"{variant.workdir}_copy"
+  generate_flags = ["--prompt=a", "--temperature=0", "--max_new_tokens=20"]
+
   output = run(
     command,
     "diffjax.convert",
     variant.import_flag,
     f"--from=diffjax:{variant.workdir}",
-    f"--to=diffjax:{copy}",
+    f"--to=diffjax:{converted_workdir}",
     cwd=directory,
   )
-  # The command prints how to use the copy.
-  assert variant.import_flag in output
+  text = run(
+    command,
+    "diffjax.generate",
+    variant.import_flag,
+    f"--workdir={variant.workdir}",
+    *generate_flags,
+    cwd=directory,
+  )
+  converted_text = run(
+    command,
+    "diffjax.generate",
+    variant.import_flag,
+    f"--workdir={converted_workdir}",
+    *generate_flags,
+    cwd=directory,
+  )
 
-  texts = []
-  for workdir in (variant.workdir, copy):
-    text = run(
-      command,
-      "diffjax.generate",
-      variant.import_flag,
-      f"--workdir={workdir}",
-      "--prompt=a",
-      "--temperature=0",
-      "--max_new_tokens=20",
-      cwd=directory,
-    )
-    texts.append(text)
-  assert texts[0] == texts[1]
+  # The converter prints how to use the copy.
+  assert variant.import_flag in output
+  assert converted_text == text
 
 
 @pytest.mark.full
@@ -354,6 +367,7 @@ def test_a_converted_run_generates_the_same_text(command, directory, variant):
 def test_published_formats_reject_the_variant(
   command, directory, variant, layout
 ):
+  """These formats of published models have only their own attention."""
   result = command(
     "diffjax.convert",
     variant.import_flag,
@@ -397,13 +411,14 @@ def test_a_module_that_cannot_be_imported_is_one_error(
   assert "Traceback" not in result.stderr
 
 
-def test_every_command_has_the_flag(command):
-  names = []
+def test_every_command_has_the_import_flag(command):
+  # The modules of commands are those that call `command.run(main)`.
+  names = set()
   for path in (ROOT / "diffjax").glob("*.py"):
     if "command.run(" in path.read_text():
-      names.append(path.stem)
+      names.add(path.stem)
+  assert {"train", "evaluate", "generate", "convert", "aot"} <= names
 
-  assert {"train", "evaluate", "generate", "convert", "aot"} <= set(names)
   for name in names:
     help_page = command(f"diffjax.{name}", "--help").stdout
     assert "--import=MODULE" in help_page, name
