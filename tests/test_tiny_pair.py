@@ -30,16 +30,21 @@ class FakeCommands:
 
   Attributes:
     started: names of the runs and measurements that were started, in order.
-    are_interrupted: whether training ends without a checkpoint.
+    training_is_interrupted: whether a training run ends without a checkpoint.
   """
 
   def __init__(self):
     self.started: list[str] = []
-    self.are_interrupted = False
+    self.training_is_interrupted = False
 
   def call(self, arguments: list[str]) -> None:
-    """Runs a command: `python -m MODULE FLAGS`."""
-    _, _, module, *flag_arguments = arguments
+    """Stands in for a process.
+
+    Args:
+      arguments: the command line `[PYTHON, "-m", MODULE, FLAG...]`.
+    """
+    module = arguments[2]
+    flag_arguments = arguments[3:]
     flags = {}
     for argument in flag_arguments:
       name, _, value = argument.partition("=")
@@ -52,8 +57,9 @@ class FakeCommands:
   def _train(self, flags: dict[str, str]) -> None:
     workdir = pathlib.Path(flags["--workdir"])
     self.started.append(workdir.name)
-    if self.are_interrupted:
+    if self.training_is_interrupted:
       return
+    # The flag is --config=FILE:VARIANT.
     _, _, variant = flags["--config"].partition(":")
     config = tiny.get_config(variant)
     for name, value in flags.items():
@@ -74,15 +80,18 @@ class FakeCommands:
     (workdir / "metrics.jsonl").write_text(json.dumps(line) + "\n")
 
   def _evaluate(self, flags: dict[str, str]) -> None:
-    """Writes figures that depend on the seed: 2 + seed and 1 − seed."""
+    """Writes the figures of the suites.
+
+    All are 2 + seed for DIFF, and 1 − seed for the Transformer.
+    """
     out = pathlib.Path(flags["--out"])
     self.started.append(out.name)
     seed = int(out.name.removeprefix("pair_"))
     assert pathlib.Path(flags["--workdir"]).name == f"diff_{seed}"
     assert pathlib.Path(flags["--against"]).name == f"transformer_{seed}"
     suites = flags["--suite"].split(",")
-    has_report = "report" in suites
-    assert has_report == (seed == 0)
+    # Only the first pair gets a report.
+    assert ("report" in suites) == (seed == 0)
 
     out.mkdir(exist_ok=True)
     for suite in suites:
@@ -104,7 +113,7 @@ class FakeCommands:
 
 @pytest.fixture
 def commands(monkeypatch):
-  """The commands that the recipe starts, which are not really run."""
+  """Stands in for the processes of the recipe, and lists what it starts."""
   commands = FakeCommands()
 
   def call(launcher, arguments):
@@ -164,6 +173,7 @@ def test_more_seeds_run_only_the_new_ones(commands, tmp_path):
 
 
 def test_other_parameters_are_measured_again(commands, tmp_path):
+  """If a run is trained again, the results of its pair are no longer valid."""
   run_recipe(tmp_path, seeds=1)
   commands.started.clear()
 
@@ -175,18 +185,25 @@ def test_other_parameters_are_measured_again(commands, tmp_path):
 
 
 def test_other_settings_are_measured_again(commands, tmp_path):
-  pair = []
-  for variant in ("transformer", "diff"):
-    workdir = tmp_path / f"{variant}_0"
-    training = tiny_pair.Training(variant, 0, workdir, fields={})
-    training.run(commands)
-    pair.append(training)
-  measurement = tiny_pair.Measurement(
-    tuple(pair), tmp_path / "pair_0", settings=("--set.x=1",), report=True
+  transformer = tiny_pair.Training(
+    "transformer", seed=0, workdir=tmp_path / "transformer_0", fields={}
   )
+  diff = tiny_pair.Training(
+    "diff", seed=0, workdir=tmp_path / "diff_0", fields={}
+  )
+  measurement = tiny_pair.Measurement(
+    pair=(transformer, diff),
+    out=tmp_path / "pair_0",
+    settings=["--set.validation.rows=8"],
+    report=True,
+  )
+  transformer.run(commands)
+  diff.run(commands)
   measurement.run(commands)
 
-  changed = dataclasses.replace(measurement, settings=("--set.x=2",))
+  changed = dataclasses.replace(
+    measurement, settings=["--set.validation.rows=9"]
+  )
 
   assert measurement.is_done()
   assert not changed.is_done()
@@ -195,23 +212,23 @@ def test_other_settings_are_measured_again(commands, tmp_path):
 def test_other_defaults_of_a_suite_are_measured_again(
   commands, monkeypatch, tmp_path
 ):
+  """A new version of the project may have other defaults."""
   run_recipe(tmp_path, seeds=1)
   commands.started.clear()
 
-  changed_suite = dataclasses.make_dataclass(
-    "Validation",
-    [("batch_size", int, field(9, "Rows in a batch."))],
-    bases=(validation.Validation,),
-    frozen=True,
-  )
-  monkeypatch.setattr(validation, "Validation", changed_suite)
+  @dataclasses.dataclass(frozen=True)
+  class ChangedValidation(validation.Validation):
+    batch_size: int = field(9, "Rows in a batch.")
+
+  monkeypatch.setattr(validation, "Validation", ChangedValidation)
   run_recipe(tmp_path, seeds=1)
 
   assert commands.started == ["pair_0"]
 
 
 def test_an_interrupted_run_is_an_error(commands, tmp_path):
-  commands.are_interrupted = True
+  """The recipe must not measure a model that is not trained to the end."""
+  commands.training_is_interrupted = True
 
   result = in_process.call(
     "recipes.tiny_pair", "--seeds=1", f"--out={tmp_path}"
@@ -225,15 +242,16 @@ def test_an_interrupted_run_is_an_error(commands, tmp_path):
 
 
 def test_a_run_of_another_config_is_an_error(commands, monkeypatch, tmp_path):
+  """A run that is there may have been trained before its config changed."""
   run_recipe(tmp_path, seeds=1)
   get_config = tiny.get_config
 
-  def get_smaller_batch(variant):
+  def get_config_with_a_smaller_batch(variant):
     config = get_config(variant)
     config.train.batch_size = 2
     return config
 
-  monkeypatch.setattr(tiny, "get_config", get_smaller_batch)
+  monkeypatch.setattr(tiny, "get_config", get_config_with_a_smaller_batch)
   result = in_process.call(
     "recipes.tiny_pair", "--seeds=1", f"--out={tmp_path}"
   )
@@ -252,6 +270,7 @@ def test_the_table_shows_the_figures_of_every_seed(commands, tmp_path):
 
   figures = read_figures(tmp_path)
   assert list(figures) == list(tiny_pair.ROWS)
+  # The figures that `commands` gives for seeds 0 and 1.
   for values in figures.values():
     assert values == {"transformer": [1.0, 0.0], "diff": [2.0, 3.0]}
   assert result.stdout.endswith(tiny_pair.table(figures) + "\n")
@@ -272,65 +291,63 @@ def test_a_line_for_each_job_says_when_all_is_done(commands, tmp_path):
   )
 
 
-# Five seeds.
-RNG = np.random.default_rng(0)
-TRANSFORMER = RNG.normal(1, 0.03, 5)
-DIFF = RNG.normal(1.2, 0.01, 5)
+def test_the_interval_of_a_mean_is_students():
+  transformer = [1.02, 0.97, 1.01, 0.99, 1.06]
+  diff = [1.21, 1.19, 1.20, 1.22, 1.19]
 
+  text = tiny_pair.table({"loss": {"transformer": transformer, "diff": diff}})
 
-def table_numbers() -> list[float]:
-  """Returns the numbers of the table's row for TRANSFORMER and DIFF.
-
-  The mean and its interval of the Transformer, of DIFF and of the difference.
-  """
-  text = tiny_pair.table({"loss": {"transformer": TRANSFORMER, "diff": DIFF}})
-  assert "mean of 5 seeds" in text
+  mean = np.mean(transformer)
+  standard_error = np.std(transformer, ddof=1) / 5**0.5
+  half_width = scipy.stats.t.ppf(0.975, df=5 - 1) * standard_error
+  low, high = mean - half_width, mean + half_width
   last_row = text.splitlines()[-1]
-  return [float(number) for number in re.findall(r"-?\d+\.\d+", last_row)]
+  assert last_row.startswith(
+    f"| loss | {mean:.3f} [{low:.3f}, {high:.3f}] | 1.202 ["
+  )
 
 
-def test_intervals_of_means_are_students():
-  standard_error = TRANSFORMER.std(ddof=1) / 5**0.5
-  half_width = scipy.stats.t.ppf(0.975, 4) * standard_error
+def test_the_interval_of_a_difference_is_welchs():
+  """Welch's interval does not assume that both variances are the same."""
+  transformer = [1.02, 0.97, 1.01, 0.99, 1.06]
+  diff = [1.21, 1.19, 1.20, 1.22, 1.19]
 
-  mean = TRANSFORMER.mean()
-  expected = [mean, mean - half_width, mean + half_width]
-  assert table_numbers()[:3] == pytest.approx(expected, abs=5e-4)
+  text = tiny_pair.table({"loss": {"transformer": transformer, "diff": diff}})
 
-
-def test_intervals_of_differences_are_welchs():
-  variances = np.array([TRANSFORMER.var(ddof=1), DIFF.var(ddof=1)]) / 5
-  # The Welch–Satterthwaite equation. One sample has 4 degrees of freedom, and
-  # both have 8 together. The result lies between them.
-  degrees = variances.sum() ** 2 / (variances**2 / 4).sum()
-  assert 4 < degrees < 8
-  half_width = scipy.stats.t.ppf(0.975, degrees) * variances.sum() ** 0.5
-
-  difference = DIFF.mean() - TRANSFORMER.mean()
-  expected = [difference, difference - half_width, difference + half_width]
-  assert table_numbers()[6:] == pytest.approx(expected, abs=5e-4)
+  mean = np.mean(diff) - np.mean(transformer)
+  # The squared standard error of each mean, with 5 − 1 degrees of freedom.
+  transformer_error = np.var(transformer, ddof=1) / 5
+  diff_error = np.var(diff, ddof=1) / 5
+  error = transformer_error + diff_error
+  # The degrees of freedom by the Welch–Satterthwaite equation.
+  degrees = error**2 / (transformer_error**2 / 4 + diff_error**2 / 4)
+  half_width = scipy.stats.t.ppf(0.975, degrees) * error**0.5
+  low, high = mean - half_width, mean + half_width
+  last_row = text.splitlines()[-1]
+  assert last_row.endswith(f"| **{mean:.3f} [{low:.3f}, {high:.3f}]** |")
 
 
 @pytest.mark.parametrize(
   ("diff", "is_bold"),
   [
-    pytest.param(DIFF, True, id="interval without 0"),
-    pytest.param(TRANSFORMER + 0.001, False, id="interval with 0"),
+    pytest.param([1.21, 1.19, 1.20], True, id="interval without 0"),
+    pytest.param([1.03, 0.98, 1.02], False, id="interval with 0"),
   ],
 )
 def test_significant_differences_are_bold(diff, is_bold):
-  text = tiny_pair.table({"loss": {"transformer": TRANSFORMER, "diff": diff}})
+  transformer = [1.02, 0.97, 1.01]
+
+  text = tiny_pair.table({"loss": {"transformer": transformer, "diff": diff}})
 
   assert ("**" in text) == is_bold
 
 
 def test_one_seed_has_no_intervals():
-  text = tiny_pair.table(
-    {"loss": {"transformer": TRANSFORMER[:1], "diff": DIFF[:1]}}
-  )
+  text = tiny_pair.table({"loss": {"transformer": [1.0], "diff": [1.2]}})
 
+  last_row = text.splitlines()[-1]
   assert "one seed" in text
-  assert "[" not in text
+  assert last_row == "| loss | 1.000 | 1.200 | 0.200 |"
 
 
 # The whole recipe.
@@ -339,7 +356,7 @@ def test_one_seed_has_no_intervals():
 @pytest.mark.longest
 @pytest.mark.full
 def test_the_recipe_prints_its_table_and_runs_nothing_again(tmp_path):
-  """With two steps and few samples."""
+  """Runs real commands. --try_out means two steps and few samples."""
   flags = ["--seeds=1", "--try_out", f"--out={tmp_path}"]
 
   first = subprocess.run(
@@ -356,5 +373,6 @@ def test_the_recipe_prints_its_table_and_runs_nothing_again(tmp_path):
 
   again = in_process.call("recipes.tiny_pair", *flags)
   assert again.returncode == 0, again.stderr
+  # Each of the three jobs would print a line such as "1 of 3: training".
   assert " of 3: " not in again.stderr
   assert again.stdout.endswith(table)
