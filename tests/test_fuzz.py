@@ -10,6 +10,7 @@ import math
 import pathlib
 import sys
 import typing
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pyarrow
@@ -32,8 +33,11 @@ from diffjax.data.pipeline import training_batches
 from diffjax.training import loop
 
 
-def allowed_types():
-  """Returns the types that each field may have, by its dotted name."""
+def allowed_types() -> dict[str, tuple[type, ...]]:
+  """Returns the types that each field may have, by its dotted name.
+
+  Example: "train.steps" → (int,)
+  """
   types_by_field = {}
   for section in dataclasses.fields(Config):
     hints = typing.get_type_hints(type(section.default))
@@ -106,14 +110,19 @@ nested_values = st.one_of(
 many_examples = settings(derandomize=True, deadline=None, max_examples=300)
 
 
-def read_or_one_line(values):
-  """Checks that values are a valid config, or that the error is one line."""
+def check_valid_or_one_error_line(values: Any) -> None:
+  """Checks that values are a valid config, or that the error is one line.
+
+  In a valid config, each value has the type of its field, is finite and is
+  within the field's bound.
+  """
   try:
     config = from_config_dict(values)
   except UserError as error:
     assert str(error).startswith("config")
     assert "\n" not in str(error)
     return
+
   for field, types in TYPES.items():
     section, name = field.split(".")
     value = getattr(getattr(config, section), name)
@@ -135,7 +144,8 @@ def test_values_of_fields_are_accepted_or_one_error_line(changes):
   for field, value in changes.items():
     section, name = field.split(".")
     nested.setdefault(section, {})[name] = value
-  read_or_one_line(nested)
+
+  check_valid_or_one_error_line(nested)
 
 
 section_names = st.sampled_from(["model", "data", "train", "x", ""])
@@ -145,14 +155,15 @@ sections = st.dictionaries(section_names, nested_values, max_size=3)
 @many_examples
 @given(st.one_of(nested_values, sections))
 def test_whole_configs_are_accepted_or_one_error_line(nested):
-  read_or_one_line(nested)
+  check_valid_or_one_error_line(nested)
 
 
-class Result(typing.NamedTuple):
+class Result(NamedTuple):
   """What a command did.
 
   Attributes:
-    config: the config that `main` was called with, or None.
+    config: the config that the command's main function was called with. None
+      if it was not called.
     code: the exit code.
     errors: what was printed to standard error.
   """
@@ -162,18 +173,23 @@ class Result(typing.NamedTuple):
   errors: str
 
 
-def run(arguments):
-  """Runs a command with a config in this process. Returns its Result."""
+def run_command(arguments: list[str]) -> Result:
+  """Runs a command in this process that only reads its config."""
   configs = []
   errors = io.StringIO()
   code = None
+
+  def main(config):
+    configs.append(config)
+
   saved = flagsaver.save_flag_values()
   try:
     with (
       mock.patch.object(sys, "argv", ["train", *arguments]),
       contextlib.redirect_stderr(errors),
     ):
-      command.run(configs.append)
+      # This always exits.
+      command.run(main)
   except SystemExit as end:
     code = end.code or 0
   finally:
@@ -182,7 +198,7 @@ def run(arguments):
   return Result(config, code, errors.getvalue())
 
 
-def check_result(result):
+def check_config_or_one_error_line(result: Result) -> None:
   """Checks that a command got a config, or printed one line."""
   if result.code == 0:
     assert isinstance(result.config, Config)
@@ -233,7 +249,9 @@ arguments = st.one_of(
 @many_examples
 @given(st.lists(arguments, min_size=1, max_size=3))
 def test_command_lines_are_accepted_or_one_error_line(arguments):
-  check_result(run(["--config=configs/tiny.py", *arguments]))
+  result = run_command(["--config=configs/tiny.py", *arguments])
+
+  check_config_or_one_error_line(result)
 
 
 architectures = st.sampled_from(
@@ -249,7 +267,9 @@ variants = st.lists(variant_parts, min_size=1, max_size=3).map(",".join)
 @many_examples
 @given(variants)
 def test_variants_are_accepted_or_one_error_line(variant):
-  check_result(run([f"--config=configs/tiny.py:{variant}"]))
+  result = run_command([f"--config=configs/tiny.py:{variant}"])
+
+  check_config_or_one_error_line(result)
 
 
 @pytest.fixture(scope="module")
@@ -358,8 +378,15 @@ def run_fields(draw):
   return fields
 
 
-def train(changes, workdir):
-  """Trains to the end, or until an error, which is one line."""
+def check_trained_or_one_error_line(
+  changes: dict[str, Any], workdir: pathlib.Path
+) -> None:
+  """Checks that a run trains to its last step, or that the error is one line.
+
+  Args:
+    changes: values of fields by their dotted names.
+    workdir: the directory of the run.
+  """
   nested = Config().to_dict()
   for field, value in changes.items():
     section, name = field.split(".")
@@ -381,7 +408,7 @@ def test_small_runs_end_or_give_one_error_line(
   corpus, tmp_path_factory, changes
 ):
   changes["data.source"] = f"text:{corpus}/*.txt"
-  train(changes, tmp_path_factory.mktemp("run"))
+  check_trained_or_one_error_line(changes, tmp_path_factory.mktemp("run"))
 
 
 def parquet_file(column):
@@ -417,7 +444,7 @@ columns = st.one_of(text_columns, integer_columns)
 
 zstd_compress = functools.partial(pyarrow.compress, codec="zstd", asbytes=True)
 
-# Contents of files, by the source that reads them.
+# Contents of files, by the source that reads them. "{}" is the path.
 CONTENTS = {
   "text:{}.txt": st.binary(max_size=40),
   "jsonl:{}.jsonl": jsonl_files,
@@ -427,11 +454,24 @@ CONTENTS = {
 }
 
 
+class InputFile(NamedTuple):
+  """A file for a source.
+
+  Attributes:
+    source: the source with "{}" for the path, such as "text:{}.txt".
+    content: what the file contains.
+  """
+
+  source: str
+  content: bytes
+
+
 @st.composite
-def files(draw):
-  """Returns a source and the content of its file, sound or damaged."""
+def input_files(draw):
+  """Draws an InputFile, sound or damaged."""
   source = draw(st.sampled_from(list(CONTENTS)))
   content = bytearray(draw(CONTENTS[source]))
+
   damage = draw(st.sampled_from(["none", "cut", "noise", "all"]))
   if damage == "cut":
     size = draw(st.integers(0, len(content)))
@@ -442,19 +482,19 @@ def files(draw):
       content[offset] = draw(st.integers(0, 255))
   elif damage == "all":
     content = draw(st.binary(max_size=40))
-  return source, bytes(content)
+  return InputFile(source, bytes(content))
 
 
 @settings(derandomize=True, deadline=None, max_examples=60)
-@given(files(), st.sampled_from(["prepared", "streamed"]))
+@given(input_files(), st.sampled_from(["prepared", "streamed"]))
 def test_input_files_give_a_batch_or_one_error_line_with_their_name(
   corpus, tmp_path_factory, file, mode
 ):
   path = tmp_path_factory.mktemp("input") / "input"
-  source_pattern, content = file
-  source = source_pattern.format(path)
+  # For example, "text:/tmp/input.txt".
+  source = file.source.format(path)
   _, _, file_name = source.partition(":")
-  pathlib.Path(file_name).write_bytes(content)
+  pathlib.Path(file_name).write_bytes(file.content)
   data = DataConfig(
     source=source,
     validation_source=f"text:{corpus}/*.txt",
@@ -462,6 +502,7 @@ def test_input_files_give_a_batch_or_one_error_line_with_their_name(
     length=8,
   )
   config = Config(data=data, train=TrainConfig(batch_size=2))
+
   try:
     batches = training_batches(config)
     assert next(batches)["tokens"].shape == (2, 8)

@@ -29,7 +29,8 @@ CONFIG = ModelConfig(
   ffn_dim=48,
   max_length=300,
 )
-# The axes of each matrix [layer, ...] that a product with it sums over.
+# The axes of each matrix [layer, ...] that a product with it sums over. All
+# other axes index columns.
 INPUT_AXES = {
   "query": (1,),
   "key": (1,),
@@ -40,7 +41,6 @@ INPUT_AXES = {
   "down": (1,),
 }
 LONG_PROMPT = np.random.default_rng(0).integers(0, 64, 140).tolist()
-PROMPTS = [[5], LONG_PROMPT]
 
 
 @pytest.fixture(scope="module")
@@ -50,23 +50,26 @@ def model():
 
 @pytest.fixture(scope="module")
 def params(model):
+  """Parameters in float32, with logits that are far apart."""
   params = parameters(model, jnp.zeros((1, 1), jnp.int32))
   return params | {"embedding": 3 * params["embedding"]}
 
 
 @pytest.fixture(scope="module")
 def rounded(params):
+  """The same parameters, with the matrices of the layers in int8."""
   # `quantise` donates the matrices, so it gets a copy.
   return quantise(jax.tree.map(jnp.copy, params))
 
 
 @pytest.fixture(scope="module")
 def sampler(model, rounded):
+  """A sampler with the rounded parameters, on one device."""
   return Sampler(model, rounded, batch_size=2, capacity=200)
 
 
 def by_name(params):
-  """Returns the parameters of a decoder by their names, without the path."""
+  """Returns the parameters by the last part of their paths, such as "query"."""
   named = {}
   leaves = jax.tree.leaves_with_path(params, is_leaf=is_quantised)
   for path, leaf in leaves:
@@ -88,16 +91,17 @@ def test_only_matrices_of_the_layers_are_rounded(params, rounded):
   assert rounded_names == set(INPUT_AXES)
 
 
-@pytest.mark.parametrize("name", INPUT_AXES)
+@pytest.mark.parametrize(("name", "input_axes"), INPUT_AXES.items())
 def test_rounding_changes_a_weight_by_at_most_half_a_step(
-  params, rounded, name
+  params, rounded, name, input_axes
 ):
   """A step is 1/127 of the largest weight in the same column."""
-  weights = by_name(params)[name]
+  matrix = by_name(params)[name]
   rounded_matrix = by_name(rounded)[name]
 
-  step = np.abs(weights).max(axis=INPUT_AXES[name], keepdims=True) / 127
-  error = np.abs(dequantised(rounded_matrix) - weights)
+  step = np.abs(matrix).max(axis=input_axes, keepdims=True) / 127
+  error = np.abs(dequantised(rounded_matrix) - matrix)
+  # The division itself may round, too.
   assert np.all(error <= 0.5001 * step)
   assert rounded_matrix.qvalue.dtype == jnp.int8
 
@@ -122,9 +126,10 @@ def test_int8_matrices_compute_what_their_float32_values_do(model, rounded):
 def test_the_sampler_gives_the_logits_of_the_model(
   model, params, rounded, sampler
 ):
+  """The sampler has int8 matrices, and the model their float32 values."""
   tokens = jnp.array([LONG_PROMPT])
 
-  state = sampler.prefill(PROMPTS)
+  state = sampler.prefill([[5], LONG_PROMPT])
 
   hidden = model.apply({"params": dequantise_all(rounded)}, tokens)
   expected = logits(params, hidden)[0, -1]
@@ -135,11 +140,13 @@ def test_the_sampler_gives_the_logits_of_the_model(
 def test_matrices_stay_in_int8_with_float32_scales_for_generation(
   model, rounded, dtype
 ):
+  """Generation converts other parameters to the compute dtype in advance."""
   prepared = unstack(model.clone(dtype=dtype), rounded)
 
   leaves = jax.tree.leaves(prepared["layers"], is_leaf=is_quantised)
   matrices = [leaf for leaf in leaves if is_quantised(leaf)]
-  assert len(matrices) == CONFIG.num_layers * len(INPUT_AXES)
+  # Two layers of seven matrices.
+  assert len(matrices) == 2 * 7
   for matrix in matrices:
     assert matrix.qvalue.dtype == jnp.int8
     assert matrix.scale.dtype == jnp.float32
@@ -168,14 +175,17 @@ def test_each_device_holds_its_part_of_a_rounded_matrix(split):
 
 
 def test_several_devices_give_the_answers_of_one(model, mesh, split, sampler):
-  attention = sharded_attention(mesh, "auto")
-  split_sampler = Sampler(
-    model.clone(attention_fn=attention), split, batch_size=2, capacity=200
+  """The layers' int8 matrices are split over four devices."""
+  prompts = [[5], LONG_PROMPT]
+  sharded_model = model.clone(attention_fn=sharded_attention(mesh, "auto"))
+  split_sampler = Sampler(sharded_model, split, batch_size=2, capacity=200)
+
+  state = split_sampler.prefill(prompts)
+  answers = split_sampler.generate(prompts, max_new_tokens=9)
+
+  expected_state = sampler.prefill(prompts)
+  expected_answers = sampler.generate(prompts, max_new_tokens=9)
+  chex.assert_trees_all_close(
+    state.logits, expected_state.logits, **FLOAT32_LAYER
   )
-
-  state = split_sampler.prefill(PROMPTS)
-
-  expected = sampler.prefill(PROMPTS)
-  chex.assert_trees_all_close(state.logits, expected.logits, **FLOAT32_LAYER)
-  expected_answers = sampler.generate(PROMPTS, 9)
-  assert split_sampler.generate(PROMPTS, 9) == expected_answers
+  assert answers == expected_answers
