@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import types
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -125,6 +126,8 @@ def compiled_collectives(function) -> list[Collective]:
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_collective_is_read_with_its_axes_and_bytes(kind, axes):
+  """The program is for a mesh with two devices along each axis."""
+
   def program(x):
     return communicate(kind, x, axes)
 
@@ -800,6 +803,7 @@ def test_invalid_flags_are_one_line(command, arguments, returncode, message):
 def test_a_config_that_does_not_divide_over_the_chips_is_one_line(
   command, flag, message
 ):
+  """v5e:2x2 has four chips. The tiny config has two key-value heads."""
   result = command(
     "diffjax.aot", "--config=configs/tiny.py", "--topology=v5e:2x2", flag
   )
@@ -811,6 +815,7 @@ def test_a_config_that_does_not_divide_over_the_chips_is_one_line(
 
 @needs_libtpu
 def test_a_compiler_that_ends_its_process_is_an_error(command):
+  """For an unknown flag, libtpu ends the process without an exception."""
   result = command(
     "diffjax.aot",
     "--config=configs/tiny.py",
@@ -876,41 +881,61 @@ def test_slices_are_searched_with_few_compilations(
 # Steps that are compiled for TPUs.
 
 
-def describe_mesh(devices, num_chips, chip_memory, num_slices):
-  """Returns the mesh's shape, its number of devices, and slices of its parts.
+class MeshDescription(NamedTuple):
+  """A mesh, described for another process than the compiler's.
 
-  The mesh has 8 parts along fsdp and 2 along context. `data` divides it into
-  its slices.
+  Attributes:
+    shape: the number of devices along data, fsdp, context and tensor.
+    num_devices: the number of different devices.
+    slices_of_parts: for each index of `data`, how many slices its devices
+      belong to.
   """
+
+  shape: tuple[int, ...]
+  num_devices: int
+  slices_of_parts: list[int]
+
+
+def describe_mesh(
+  devices, num_chips, chip_memory, num_slices
+) -> MeshDescription:
+  """Describes a mesh of TPUs. It is called in the compiler's process."""
   mesh = make_mesh(MeshConfig(data=num_slices, fsdp=8, context=2), devices)
   slices_of_parts = []
   for part in mesh.devices:
     slice_indices = set()
     for device in part.flat:
+      # Devices of a single slice have no index.
       slice_indices.add(getattr(device, "slice_index", 0))
     slices_of_parts.append(len(slice_indices))
-  num_devices = len(set(mesh.devices.flat))
-  return mesh.devices.shape, num_devices, slices_of_parts
+  return MeshDescription(
+    shape=mesh.devices.shape,
+    num_devices=len(set(mesh.devices.flat)),
+    slices_of_parts=slices_of_parts,
+  )
 
 
 @needs_libtpu
 @pytest.mark.parametrize("num_slices", [1, 2])
 def test_axes_may_share_a_dimension_of_the_torus(num_slices):
   """fsdp = 8 and context = 2 share a plane of 4 × 4 chips."""
-  shape, num_devices, slices_of_parts = planning.call_with_devices(
+  mesh = planning.call_with_devices(
     describe_mesh, num_slices, topology="v6e:4x4", slices=num_slices
   )
 
-  assert shape == (num_slices, 8, 2, 1)
+  # The sizes of data, fsdp, context and tensor.
+  assert mesh.shape == (num_slices, 8, 2, 1)
   # Every device occurs once.
-  assert num_devices == 16 * num_slices
-  assert slices_of_parts == [1] * num_slices
+  assert mesh.num_devices == 16 * num_slices
+  # Only `data` crosses slices.
+  assert mesh.slices_of_parts == [1] * num_slices
 
 
 def run_as_typed(*arguments: str) -> subprocess.CompletedProcess:
-  """Runs the command in a process as a user starts it.
+  """Runs `python -m diffjax.aot ARGUMENTS`, as a user does.
 
-  The compiler's process returns objects of this process's main module.
+  The test needs a process whose main module is the command, because the
+  compiler's process returns objects of that module.
   """
   return subprocess.run(
     [sys.executable, "-m", "diffjax.aot", *arguments],
@@ -932,6 +957,7 @@ KERNELS_LINE = (
 @needs_libtpu
 @pytest.mark.full
 def test_a_step_of_the_tiny_config_compiles_with_the_kernels():
+  """It runs the forward kernel once, not again in the backward pass."""
   result = run_as_typed(
     "--config=configs/tiny.py",
     "--topology=v5e:2x2",
@@ -969,17 +995,21 @@ def bound_on_mfu(output: str) -> float:
 
 
 def exposed_fraction(output: str, kind: str) -> float:
-  """Returns the fraction of a kind of collective that nothing overlaps."""
+  """Returns the fraction of a kind of collective that nothing overlaps.
+
+  The command prints, for example, "all-gather 0.1250 of 0.5000" seconds.
+  """
   match = re.search(rf"{kind} ([\d.]+) of ([\d.]+)", output)
   assert match is not None, output
-  exposed, total = map(float, match.groups())
-  return exposed / total
+  exposed_seconds = float(match[1])
+  total_seconds = float(match[2])
+  return exposed_seconds / total_seconds
 
 
 @needs_libtpu
 @pytest.mark.full
 @pytest.mark.parametrize(
-  ("arguments", "least_percent", "most_exposed"),
+  ("arguments", "least_mfu_percent", "largest_exposed_fractions"),
   [
     pytest.param(
       ["--config=configs/diff_1b.py", "--topology=v5e:4x4"],
@@ -1001,12 +1031,12 @@ def exposed_fraction(output: str, kind: str) -> float:
   ],
 )
 def test_the_paper_configs_fit_and_keep_their_bound_on_mfu(
-  arguments, least_percent, most_exposed
+  arguments, least_mfu_percent, largest_exposed_fractions
 ):
   """The limits are what the compiler reached, rounded.
 
-  Computation overlaps all gathers except the embedding's, and the first one of
-  each pass through a layer.
+  A part of a collective is exposed if no computation overlaps it. Of gathers,
+  these are the embedding's, and the first one of each pass through a layer.
   """
   result = run_as_typed(*arguments)
 
@@ -1015,8 +1045,8 @@ def test_the_paper_configs_fit_and_keep_their_bound_on_mfu(
   assert KERNELS_LINE in result.stdout
   # No product is a loop over shards.
   assert "windowed" not in result.stdout
-  assert bound_on_mfu(result.stdout) >= least_percent
-  for kind, limit in most_exposed.items():
+  assert bound_on_mfu(result.stdout) >= least_mfu_percent
+  for kind, limit in largest_exposed_fractions.items():
     assert exposed_fraction(result.stdout, kind) <= limit, kind
 
 
@@ -1034,8 +1064,11 @@ def test_a_published_model_of_12_billion_can_be_tuned_on_16_chips():
   assert "windowed" not in result.stdout
 
 
-def compile_policies(devices, num_chips, chip_memory):
-  """Returns the remat policies whose steps compile with a backward kernel."""
+def compile_policies(devices, num_chips, chip_memory) -> list[str]:
+  """Returns the remat policies whose steps compile with a backward kernel.
+
+  It is called in the compiler's process.
+  """
   policies = []
   for policy in REMAT:
     values = tiny.get_config()

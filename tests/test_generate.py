@@ -490,7 +490,7 @@ def test_options_that_do_not_fit_the_model_are_one_error(
     ),
   ],
 )
-def test_missing_flags_are_one_error(arguments, message):
+def test_missing_or_empty_flags_are_one_error(arguments, message):
   result = run_generate(*arguments)
 
   assert_one_error(result, returncode=2, message=message)
@@ -550,4 +550,4 @@ def test_a_damaged_checkpoint_is_an_error(tmp_path):
 
   result = run_generate(f"--workdir={tmp_path}", "--prompt=x")
 
-  assert_one_error(result, 1, "is damaged")
+  assert_one_error(result, returncode=1, message="is damaged")
