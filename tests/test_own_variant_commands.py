@@ -402,6 +402,7 @@ def test_published_formats_reject_the_variant(
 def test_a_module_that_cannot_be_imported_is_one_error(
   command, directory, flag, message
 ):
+  # The module of --import=broken.
   (directory / "broken.py").write_text("raise RuntimeError('on purpose')\n")
 
   result = command("diffjax.train", "--config=tiny", flag, cwd=directory)

@@ -112,15 +112,15 @@ class FakeCommands:
 
 
 @pytest.fixture
-def commands(monkeypatch):
+def fake_commands(monkeypatch):
   """Stands in for the processes of the recipe, and lists what it starts."""
-  commands = FakeCommands()
+  fake_commands = FakeCommands()
 
   def call(launcher, arguments):
-    commands.call(arguments)
+    fake_commands.call(arguments)
 
   monkeypatch.setattr(launch.Launcher, "call", call)
-  return commands
+  return fake_commands
 
 
 def run_recipe(out: pathlib.Path, seeds: int) -> subprocess.CompletedProcess:
@@ -139,10 +139,12 @@ def read_figures(out: pathlib.Path) -> dict[str, dict[str, list[float]]]:
 # What is run.
 
 
-def test_each_seed_trains_both_models_and_measures_them(commands, tmp_path):
+def test_each_seed_trains_both_models_and_measures_them(
+  fake_commands, tmp_path
+):
   run_recipe(tmp_path, seeds=2)
 
-  assert commands.started == [
+  assert fake_commands.started == [
     "transformer_0",
     "diff_0",
     "pair_0",
@@ -152,39 +154,39 @@ def test_each_seed_trains_both_models_and_measures_them(commands, tmp_path):
   ]
 
 
-def test_a_finished_recipe_runs_nothing_again(commands, tmp_path):
+def test_a_finished_recipe_runs_nothing_again(fake_commands, tmp_path):
   run_recipe(tmp_path, seeds=2)
   figures = read_figures(tmp_path)
-  commands.started.clear()
+  fake_commands.started.clear()
 
   run_recipe(tmp_path, seeds=2)
 
-  assert commands.started == []
+  assert fake_commands.started == []
   assert read_figures(tmp_path) == figures
 
 
-def test_more_seeds_run_only_the_new_ones(commands, tmp_path):
+def test_more_seeds_run_only_the_new_ones(fake_commands, tmp_path):
   run_recipe(tmp_path, seeds=1)
-  commands.started.clear()
+  fake_commands.started.clear()
 
   run_recipe(tmp_path, seeds=2)
 
-  assert commands.started == ["transformer_1", "diff_1", "pair_1"]
+  assert fake_commands.started == ["transformer_1", "diff_1", "pair_1"]
 
 
-def test_other_parameters_are_measured_again(commands, tmp_path):
+def test_other_parameters_are_measured_again(fake_commands, tmp_path):
   """If a run is trained again, the results of its pair are no longer valid."""
   run_recipe(tmp_path, seeds=1)
-  commands.started.clear()
+  fake_commands.started.clear()
 
   # Without its workdir, the run is trained again.
   (tmp_path / "diff_0").rename(tmp_path / "elsewhere")
   run_recipe(tmp_path, seeds=1)
 
-  assert commands.started == ["diff_0", "pair_0"]
+  assert fake_commands.started == ["diff_0", "pair_0"]
 
 
-def test_other_settings_are_measured_again(commands, tmp_path):
+def test_other_settings_are_measured_again(fake_commands, tmp_path):
   transformer = tiny_pair.Training(
     "transformer", seed=0, workdir=tmp_path / "transformer_0", fields={}
   )
@@ -197,9 +199,9 @@ def test_other_settings_are_measured_again(commands, tmp_path):
     settings=["--set.validation.rows=8"],
     report=True,
   )
-  transformer.run(commands)
-  diff.run(commands)
-  measurement.run(commands)
+  transformer.run(fake_commands)
+  diff.run(fake_commands)
+  measurement.run(fake_commands)
 
   changed = dataclasses.replace(
     measurement, settings=["--set.validation.rows=9"]
@@ -210,11 +212,11 @@ def test_other_settings_are_measured_again(commands, tmp_path):
 
 
 def test_other_defaults_of_a_suite_are_measured_again(
-  commands, monkeypatch, tmp_path
+  fake_commands, monkeypatch, tmp_path
 ):
   """A new version of the project may have other defaults."""
   run_recipe(tmp_path, seeds=1)
-  commands.started.clear()
+  fake_commands.started.clear()
 
   @dataclasses.dataclass(frozen=True)
   class ChangedValidation(validation.Validation):
@@ -223,12 +225,12 @@ def test_other_defaults_of_a_suite_are_measured_again(
   monkeypatch.setattr(validation, "Validation", ChangedValidation)
   run_recipe(tmp_path, seeds=1)
 
-  assert commands.started == ["pair_0"]
+  assert fake_commands.started == ["pair_0"]
 
 
-def test_an_interrupted_run_is_an_error(commands, tmp_path):
+def test_an_interrupted_run_is_an_error(fake_commands, tmp_path):
   """The recipe must not measure a model that is not trained to the end."""
-  commands.training_is_interrupted = True
+  fake_commands.training_is_interrupted = True
 
   result = in_process.call(
     "recipes.tiny_pair", "--seeds=1", f"--out={tmp_path}"
@@ -241,7 +243,9 @@ def test_an_interrupted_run_is_an_error(commands, tmp_path):
   ) in result.stderr
 
 
-def test_a_run_of_another_config_is_an_error(commands, monkeypatch, tmp_path):
+def test_a_run_of_another_config_is_an_error(
+  fake_commands, monkeypatch, tmp_path
+):
   """A run that is there may have been trained before its config changed."""
   run_recipe(tmp_path, seeds=1)
   get_config = tiny.get_config
@@ -265,21 +269,23 @@ def test_a_run_of_another_config_is_an_error(commands, monkeypatch, tmp_path):
 # What is printed.
 
 
-def test_the_table_shows_the_figures_of_every_seed(commands, tmp_path):
+def test_the_table_shows_the_figures_of_every_seed(fake_commands, tmp_path):
   result = run_recipe(tmp_path, seeds=2)
 
   figures = read_figures(tmp_path)
   assert list(figures) == list(tiny_pair.ROWS)
-  # The figures that `commands` gives for seeds 0 and 1.
+  # The figures that `fake_commands` gives for seeds 0 and 1.
   for values in figures.values():
     assert values == {"transformer": [1.0, 0.0], "diff": [2.0, 3.0]}
   assert result.stdout.endswith(tiny_pair.table(figures) + "\n")
 
 
-def test_a_line_for_each_job_says_when_all_is_done(commands, tmp_path):
+def test_a_line_for_each_job_says_when_all_is_done(fake_commands, tmp_path):
   result = run_recipe(tmp_path, seeds=2)
 
+  # For each of two seeds, two models are trained, and the pair is measured.
   lines = result.stderr.splitlines()
+  assert len(lines) == 6
   assert (
     "1 of 6: training transformer, seed 0;"
     " the next line will say when all is done"
