@@ -25,7 +25,7 @@ from diffjax.model.definition import apply_weights, attention_from_weights
 from diffjax.ops.diff_attention import diff_attention
 from diffjax.ops.rope import rope
 from diffjax.parameters import BIASES
-from tests.harness.parameters import parameters
+from tests.harness.parameters import parameters as random_parameters
 from tests.harness.tiers import full
 from tests.harness.tolerances import FLOAT32_LAYER
 from tests.harness.variants import EXPECTED, VARIANTS, declared, supporting
@@ -34,20 +34,25 @@ GOLDEN = pathlib.Path(__file__).parent / "golden"
 LAMBDA_VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 
 
-def random_input(*shape: int, seed: int = 0) -> jax.Array:
-  """Returns normally distributed activations."""
-  return jax.random.normal(jax.random.key(seed), shape)
-
-
-def apply(layer: nn.Module, params: Any, x: jax.Array, *options: Any) -> Any:
+def apply(
+  layer: nn.Module,
+  params: Any,
+  x: jax.Array,
+  lambda_init: float | None = None,
+) -> Any:
   """Returns the output of a layer."""
-  return jax.jit(layer.apply)({"params": params}, x, *options)
+  return jax.jit(layer.apply)({"params": params}, x, lambda_init)
 
 
-def mean_lambda(layer: nn.Module, params: Any, x: Any, *options: Any) -> Any:
-  """Returns the metric λ of a layer."""
+def mean_lambda(
+  layer: nn.Module,
+  params: Any,
+  x: jax.Array,
+  lambda_init: float | None = None,
+) -> Any:
+  """Returns the mean λ that a layer records as a metric."""
   apply_layer = functools.partial(layer.apply, mutable=["metrics"])
-  _, variables = jax.jit(apply_layer)({"params": params}, x, *options)
+  _, variables = jax.jit(apply_layer)({"params": params}, x, lambda_init)
   (mean,) = variables["metrics"]["lambda"]
   return mean
 
@@ -185,7 +190,7 @@ class ModuleOfAUser(nn.Module):
 
 @pytest.mark.parametrize("name", ATTENTION)
 def test_a_layer_can_be_part_of_a_users_module(name):
-  x = random_input(2, 6, 16)
+  x = jax.random.normal(jax.random.key(0), (2, 6, 16))
   module = ModuleOfAUser(name)
 
   y, _ = jax.jit(module.init_with_output)(jax.random.key(1), x)
@@ -196,6 +201,11 @@ def test_a_layer_can_be_part_of_a_users_module(name):
 
 @pytest.mark.parametrize("name", ATTENTION)
 def test_parameters_have_the_axes_of_the_paper(name):
+  """For example, a query matrix has the axes E (embed_dim), H (heads), G and D.
+
+  G and M are a head's numbers of query maps and of key maps, and V and D are
+  the widths of its values and keys.
+  """
   layer_class = ATTENTION[name]
   G, M, value_factor = VARIANTS[name].sizes
   V = 8 * value_factor
@@ -205,15 +215,16 @@ def test_parameters_have_the_axes_of_the_paper(name):
   axes |= VARIANTS[name].extra
   if layer_class.head_norm:
     axes["head_gain"] = "V"
-  expected = {}
+
+  # The layer has head_dim = 8, and 2 heads with keys of their own.
+  layer = layer_class(num_heads=2, head_dim=8)
+  x = jnp.zeros((1, 6, 32))
+  params = jax.eval_shape(layer.init, jax.random.key(0), x, 0.8)["params"]
+
+  assert params.keys() == axes.keys()
   for parameter, letters in axes.items():
-    expected[parameter] = tuple(sizes[letter] for letter in letters)
-
-  init = ModuleOfAUser(name).init
-  variables = jax.eval_shape(init, jax.random.key(0), jnp.zeros((2, 6, 16)))
-
-  params = variables["params"]["attention"]
-  assert jax.tree.map(jnp.shape, params) == expected
+    expected_shape = tuple(sizes[letter] for letter in letters)
+    assert params[parameter].shape == expected_shape, parameter
 
 
 @pytest.mark.parametrize("name", ATTENTION)
@@ -225,10 +236,11 @@ def test_parameters_have_the_axes_of_the_paper(name):
   ],
 )
 def test_init_of_a_layer_returns_only_parameters(name, mutable):
+  """Flax's `init` would also return the metrics that a layer records."""
   layer = ATTENTION[name](num_heads=2, head_dim=4)
-  init = functools.partial(layer.init, mutable=mutable)
+  init = functools.partial(layer.init, lambda_init=0.3, mutable=mutable)
 
-  variables = jax.eval_shape(init, jax.random.key(0), jnp.ones((1, 6, 16)), 0.3)
+  variables = jax.eval_shape(init, jax.random.key(0), jnp.ones((1, 6, 16)))
 
   assert variables.keys() == {"params"}
 
@@ -236,20 +248,23 @@ def test_init_of_a_layer_returns_only_parameters(name, mutable):
 @pytest.mark.parametrize("name", ATTENTION)
 def test_a_layer_records_its_queries_and_its_lambda_once(name):
   x = jnp.ones((1, 6, 16))
-  layer = ATTENTION[name](num_heads=2, head_dim=4)
-  params = jax.eval_shape(layer.init, jax.random.key(0), x, 0.3)
+  lambda_init = 0.3
+  layer_class = ATTENTION[name]
+  layer = layer_class(num_heads=2, head_dim=4)
+  params = jax.eval_shape(layer.init, jax.random.key(0), x, lambda_init)
   apply_layer = functools.partial(
     layer.apply, mutable=["metrics", "intermediates"]
   )
 
-  _, variables = jax.eval_shape(apply_layer, params, x, 0.3)
+  _, recorded = jax.eval_shape(apply_layer, params, x, lambda_init)
 
-  assert len(variables["intermediates"]["query"]) == 1
-  has_lambda = ATTENTION[name].compute_lambda is not Attention.compute_lambda
+  assert len(recorded["intermediates"]["query"]) == 1
+  # Classes with a λ override this method.
+  has_lambda = layer_class.compute_lambda is not Attention.compute_lambda
   if has_lambda:
-    assert len(variables["metrics"]["lambda"]) == 1
+    assert len(recorded["metrics"]["lambda"]) == 1
   else:
-    assert "metrics" not in variables
+    assert "metrics" not in recorded
 
 
 # Wrong configurations.
@@ -298,36 +313,37 @@ def test_a_config_that_contradicts_its_variant_is_rejected(fields, message):
     attention_class(ModelConfig(**fields))
 
 
-NOISE_HEADS_MESSAGE = (
-  "num_noise_heads must divide num_heads = 4, or be None for one noise map per"
-  " head; got"
-)
-ROPE_DIM_MESSAGE = (
-  "rope_dim must be even and from 2 to head_dim = 8, or None for all; got"
-)
-
-
-@pytest.mark.parametrize(
-  ("name", "fields", "message"),
-  [
-    (
-      "softmax",
-      dict(num_noise_heads=2),
-      "num_noise_heads must be None for Attention, which has no noise map;"
-      " got 2",
-    ),
-    ("diff", dict(num_noise_heads=3), f"{NOISE_HEADS_MESSAGE} 3"),
-    ("diff", dict(num_noise_heads=0), f"{NOISE_HEADS_MESSAGE} 0"),
-    ("diff_v2", dict(rope_dim=10), f"{ROPE_DIM_MESSAGE} 10"),
-    ("diff_v2", dict(rope_dim=3), f"{ROPE_DIM_MESSAGE} 3"),
-  ],
-)
-def test_a_layer_rejects_sizes_that_contradict_each_other(
-  name, fields, message
-):
-  layer = ATTENTION[name](num_heads=4, head_dim=8, **fields)
+def test_attention_without_a_noise_map_rejects_noise_heads():
+  layer = Attention(num_heads=4, head_dim=8, num_noise_heads=2)
+  message = "num_noise_heads must be None for Attention, .*; got 2"
   with pytest.raises(ValueError, match=message):
-    jax.eval_shape(layer.init, jax.random.key(0), jnp.zeros((1, 4, 16)), 0.5)
+    random_parameters(layer, jnp.zeros((1, 4, 16)))
+
+
+@pytest.mark.parametrize("num_noise_heads", [0, 3])
+def test_the_number_of_noise_heads_must_divide_the_number_of_heads(
+  num_noise_heads,
+):
+  layer = DiffAttention(
+    num_heads=4, head_dim=8, num_noise_heads=num_noise_heads
+  )
+  message = (
+    "num_noise_heads must divide num_heads = 4, or be None for one noise map"
+    f" per head; got {num_noise_heads}"
+  )
+  with pytest.raises(ValueError, match=message):
+    random_parameters(layer, jnp.zeros((1, 4, 16)), lambda_init=0.5)
+
+
+@pytest.mark.parametrize("rope_dim", [3, 10])
+def test_rope_dim_must_be_even_and_at_most_head_dim(rope_dim):
+  layer = DiffAttentionV2(num_heads=4, head_dim=8, rope_dim=rope_dim)
+  message = (
+    "rope_dim must be even and from 2 to head_dim = 8, or None for all; got"
+    f" {rope_dim}"
+  )
+  with pytest.raises(ValueError, match=message):
+    random_parameters(layer, jnp.zeros((1, 4, 16)))
 
 
 @pytest.mark.parametrize("name", ["diff", "diff_per_token", "dex"])
@@ -335,7 +351,7 @@ def test_a_layer_with_lambda_init_requires_it(name):
   layer = ATTENTION[name](num_heads=2, head_dim=8)
   message = f"{type(layer).__name__} needs lambda_init.*lambda_init_schedule"
   with pytest.raises(ValueError, match=message):
-    parameters(layer, jnp.zeros((1, 4, 16)))
+    random_parameters(layer, jnp.zeros((1, 4, 16)))
 
 
 # λ.
@@ -350,27 +366,29 @@ def test_lambda_init_schedule_has_the_values_of_the_paper():
 
 
 def test_diff_with_lambda_0_ignores_its_second_map():
-  x = random_input(2, 8, 16)
+  x = jax.random.normal(jax.random.key(0), (2, 8, 16))
   layer = DiffAttention(num_heads=2, head_dim=4, head_norm=False)
-  params = parameters(layer, x, 0.0)
-  for name in LAMBDA_VECTORS:
+  params = random_parameters(layer, x, lambda_init=0.0)
+  # λ = exp(λ_q1·λ_k1) − exp(λ_q2·λ_k2) + λ_init is 1 − 1 + 0.
+  for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
     params[name] = jnp.zeros(4)
+  # The third axis has the two maps of a head.
   other_second_map = params | {
     "query": params["query"].at[:, :, 1].add(1.0),
     "key": params["key"].at[:, :, 1].add(1.0),
   }
-  apply_layer = jax.jit(layer.apply)
+  apply_layer = jax.jit(functools.partial(layer.apply, lambda_init=0.0))
 
-  actual = apply_layer({"params": other_second_map}, x, 0.0)
+  actual = apply_layer({"params": other_second_map}, x)
 
-  expected = apply_layer({"params": params}, x, 0.0)
+  expected = apply_layer({"params": params}, x)
   chex.assert_trees_all_equal(actual, expected)
 
 
 def test_lambda_of_v2_is_the_sigmoid_of_its_logit():
-  x = random_input(1, 6, 16)
+  x = jax.random.normal(jax.random.key(0), (1, 6, 16))
   layer = ATTENTION["diff_v2"](num_heads=2, head_dim=4)
-  params = parameters(layer, x)
+  params = random_parameters(layer, x)
 
   actual = mean_lambda(layer, params, x)
 
@@ -379,9 +397,9 @@ def test_lambda_of_v2_is_the_sigmoid_of_its_logit():
 
 
 def test_lambda_of_linear_v2_is_its_logit():
-  x = random_input(1, 6, 16)
+  x = jax.random.normal(jax.random.key(0), (1, 6, 16))
   layer = ATTENTION["diff_v2_linear"](num_heads=2, head_dim=4)
-  params = parameters(layer, x)
+  params = random_parameters(layer, x)
 
   actual = mean_lambda(layer, params, x)
 
@@ -390,50 +408,52 @@ def test_lambda_of_linear_v2_is_its_logit():
 
 
 def test_the_output_of_linear_v2_is_linear_in_lambda():
-  x = random_input(1, 6, 16)
+  x = jax.random.normal(jax.random.key(0), (1, 6, 16))
   layer = ATTENTION["diff_v2_linear"](num_heads=2, head_dim=4)
-  params = parameters(layer, x)
+  params = random_parameters(layer, x)
   apply_layer = jax.jit(layer.apply)
 
-  outputs = {}
-  for scale in (0.0, 1.0, 3.0):
+  def output_with_scaled_lambda(scale):
     scaled = params | {"lambda_hat": scale * params["lambda_hat"]}
-    outputs[scale] = apply_layer({"params": scaled}, x)
+    return apply_layer({"params": scaled}, x)
 
-  chex.assert_trees_all_close(
-    outputs[3.0] - outputs[0.0],
-    3 * (outputs[1.0] - outputs[0.0]),
-    rtol=1e-3,
-    atol=1e-5,
-  )
+  output_without_lambda = output_with_scaled_lambda(0.0)
+  change = output_with_scaled_lambda(1.0) - output_without_lambda
+  triple_change = output_with_scaled_lambda(3.0) - output_without_lambda
+  chex.assert_trees_all_close(triple_change, 3 * change, rtol=1e-3, atol=1e-5)
 
 
 def test_lambda_per_token_is_lambda_init_if_its_matrix_is_0():
-  x = random_input(1, 6, 16)
-  per_token = ATTENTION["diff_per_token"](num_heads=2, head_dim=4)
+  x = jax.random.normal(jax.random.key(0), (1, 6, 16))
+  layer = ATTENTION["diff_per_token"](num_heads=2, head_dim=4)
+  params = random_parameters(layer, x, lambda_init=0.3)
+  params["lambda_hat"] = jnp.zeros_like(params["lambda_hat"])
+
+  actual = apply(layer, params, x, lambda_init=0.3)
+
+  # DIFF has λ = λ_init if its vectors are 0.
   diff = DiffAttention(num_heads=2, head_dim=4)
-  params = parameters(per_token, x, 0.3)
-  lambda_hat = params.pop("lambda_hat")
-  zero_vectors = {name: jnp.zeros(4) for name in LAMBDA_VECTORS}
-
-  actual = apply(per_token, params | {"lambda_hat": 0 * lambda_hat}, x, 0.3)
-
-  expected = apply(diff, params | zero_vectors, x, 0.3)
+  diff_params = dict(params)
+  del diff_params["lambda_hat"]
+  for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
+    diff_params[name] = jnp.zeros(4)
+  expected = apply(diff, diff_params, x, lambda_init=0.3)
   chex.assert_trees_all_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_lambda_per_token_is_a_sigmoid_around_lambda_init():
   """λ = sigmoid(x W_λ + log(λ_init / (1 − λ_init)))."""
-  x = random_input(1, 6, 16)
+  x = jax.random.normal(jax.random.key(0), (1, 6, 16))
   lambda_init = 0.3
   layer = ATTENTION["diff_per_token"](num_heads=2, head_dim=4)
-  params = parameters(layer, x, lambda_init)
+  params = random_parameters(layer, x, lambda_init)
 
   actual = mean_lambda(layer, params, x, lambda_init)
 
   logits = np.asarray(x @ params["lambda_hat"])
   offset = np.log(lambda_init / (1 - lambda_init))
   expected = 1 / (1 + np.exp(-logits - offset))
+  # The tokens have different λ.
   assert expected.std() > 0.05
   np.testing.assert_allclose(actual, expected.mean(), rtol=1e-5)
 
@@ -441,39 +461,43 @@ def test_lambda_per_token_is_a_sigmoid_around_lambda_init():
 # DEX and gates.
 
 
-DEX_SIZES = dict(num_heads=4, num_kv_heads=2, head_dim=6, value_dim=5)
-
-
 def test_dex_is_attention_with_another_output_projection():
   """Each head's output is O_h − λ_h O_h W_D, with a λ for each head."""
+  sizes = dict(num_heads=4, num_kv_heads=2, head_dim=6, value_dim=5)
+  lambda_init = 0.7
   rng = np.random.default_rng(0)
   x = jnp.asarray(rng.normal(size=(2, 9, 16)), jnp.float32)
-  dex = ATTENTION["dex"](**DEX_SIZES)
-  params = parameters(dex, x, 0.7)
+  dex = ATTENTION["dex"](**sizes)
+  params = random_parameters(dex, x, lambda_init)
   params["dex_matrix"] = rng.normal(size=(5, 5)).astype(np.float32)
   params["dex_lambda"] = np.float32([0.4, -0.7, 0.0, 1.1])
 
-  actual = apply(dex, params, x, 0.7)
+  actual = apply(dex, params, x, lambda_init)
 
-  lambdas = 0.7 + np.float64(params["dex_lambda"])
+  lambdas = lambda_init + np.float64(params["dex_lambda"])
   out = []
-  for head, lam in enumerate(lambdas):
-    change = np.eye(5) - lam * params["dex_matrix"]
+  for head in range(4):
+    change = np.eye(5) - lambdas[head] * params["dex_matrix"]
     out.append(change @ np.float64(params["out"][head]))
-  plain_params = {name: params[name] for name in ("query", "key", "value")}
-  plain_params["out"] = jnp.asarray(np.stack(out), jnp.float32)
-  expected = apply(Attention(**DEX_SIZES), plain_params, x)
+  plain_params = {
+    "query": params["query"],
+    "key": params["key"],
+    "value": params["value"],
+    "out": jnp.asarray(np.stack(out), jnp.float32),
+  }
+  expected = apply(Attention(**sizes), plain_params, x)
   error = np.linalg.norm(np.float64(actual) - expected)
   assert error < 2e-6 * np.linalg.norm(expected)
 
 
 def test_dex_starts_as_attention_and_learns_its_matrix_first():
-  x = random_input(2, 9, 16)
-  dex = ATTENTION["dex"](**DEX_SIZES)
-  params = jax.jit(dex.init)(jax.random.key(0), x, 0.7)["params"]
+  x = jax.random.normal(jax.random.key(0), (2, 9, 16))
+  lambda_init = 0.7
+  dex = ATTENTION["dex"](num_heads=4, num_kv_heads=2, head_dim=6, value_dim=5)
+  params = jax.jit(dex.init)(jax.random.key(0), x, lambda_init)["params"]
 
   def loss(params):
-    return jnp.sum(dex.apply({"params": params}, x, 0.7) ** 2)
+    return jnp.sum(dex.apply({"params": params}, x, lambda_init) ** 2)
 
   gradient = jax.jit(jax.grad(loss))(params)
 
@@ -484,20 +508,21 @@ def test_dex_starts_as_attention_and_learns_its_matrix_first():
 
 
 def test_a_gate_scales_each_number_of_the_heads_outputs():
-  x = random_input(1, 6, 16)
+  x = jax.random.normal(jax.random.key(0), (1, 6, 16))
   gated = ATTENTION["gated"](num_heads=4, head_dim=4)
   plain = ATTENTION["softmax"](num_heads=4, head_dim=4)
-  params = parameters(gated, x)
+  params = random_parameters(gated, x)
   # With this output projection, the layer returns the outputs of its heads.
   params["out"] = jnp.eye(16).reshape(4, 4, 16)
-  gate_matrix = params["head_gate"]
 
   actual = apply(gated, params, x)
 
-  plain_params = {name: params[name] for name in params if name != "head_gate"}
+  plain_params = dict(params)
+  gate_matrix = plain_params.pop("head_gate")
   heads = apply(plain, plain_params, x)
   gate_logits = np.einsum("bte,ehv->bthv", x, gate_matrix).reshape(1, 6, 16)
-  expected = heads / (1 + np.exp(-gate_logits))
+  gates = 1 / (1 + np.exp(-gate_logits))
+  expected = heads * gates
   chex.assert_trees_all_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -507,26 +532,27 @@ def test_a_gate_scales_each_number_of_the_heads_outputs():
 @pytest.mark.parametrize("layer_class", [Attention, DiffAttention])
 def test_head_norm_is_an_option_of_every_layer(layer_class):
   """The ablations have a Transformer with it, and DIFF without it."""
-  x = random_input(1, 8, 16)
+  x = jax.random.normal(jax.random.key(0), (1, 8, 16))
   normed = layer_class(num_heads=2, head_dim=4, head_norm=True)
   unnormed = layer_class(num_heads=2, head_dim=4, head_norm=False)
-  params = parameters(normed, x, 0.5)
-  params_without_gain = parameters(unnormed, x, 0.5)
+
+  params = random_parameters(normed, x, lambda_init=0.5)
+  params_without_gain = random_parameters(unnormed, x, lambda_init=0.5)
 
   assert "head_gain" in params
   assert "head_gain" not in params_without_gain
-  output = apply(normed, params, x, 0.5)
-  output_without_norm = apply(unnormed, params_without_gain, x, 0.5)
+  output = apply(normed, params, x, lambda_init=0.5)
+  output_without_norm = apply(unnormed, params_without_gain, x, lambda_init=0.5)
   assert not np.allclose(output, output_without_norm)
 
 
 def test_head_norm_has_the_epsilon_of_the_model():
   """An ε far above every mean square divides the heads' outputs by √ε."""
-  x = random_input(1, 8, 16)
+  x = jax.random.normal(jax.random.key(0), (1, 8, 16))
   layer = DiffAttention(num_heads=2, head_dim=4, norm_eps=1e6)
-  params = parameters(layer, x, 0.5)
+  params = random_parameters(layer, x, lambda_init=0.5)
 
-  output = apply(layer, params, x, 0.5)
+  output = apply(layer, params, x, lambda_init=0.5)
   output_with_4_eps = apply(layer.clone(norm_eps=4e6), params, x, 0.5)
 
   error = np.linalg.norm(output - 2 * output_with_4_eps)
@@ -537,15 +563,16 @@ def test_head_norm_has_the_epsilon_of_the_model():
 
 
 def test_captured_queries_and_keys_are_rotated():
-  x = random_input(1, 6, 16)
+  x = jax.random.normal(jax.random.key(0), (1, 6, 16))
   layer = DiffAttention(num_heads=2, head_dim=4)
-  params = parameters(layer, x, 0.2)
+  params = random_parameters(layer, x, lambda_init=0.2)
   apply_layer = functools.partial(layer.apply, mutable=["intermediates"])
 
   _, variables = jax.jit(apply_layer)({"params": params}, x, 0.2)
 
   (queries,) = variables["intermediates"]["query"]
   (keys,) = variables["intermediates"]["key"]
+  # Row, token, head, map, and number of the head.
   chex.assert_shape([queries, keys], (1, 6, 2, 2, 4))
   unrotated = jnp.einsum("BTE,EHGD->BTHGD", x, params["query"])
   # Position 0 is rotated by an angle of 0.
@@ -555,10 +582,10 @@ def test_captured_queries_and_keys_are_rotated():
 
 @pytest.mark.parametrize("projection", ["query", "key"])
 def test_rope_dim_rotates_only_the_last_numbers_of_a_head(projection):
-  """The keys of multi-head latent attention are like this."""
-  x = random_input(1, 6, 16)
+  """Multi-head latent attention has such keys. Here these are 4 of 8 numbers."""
+  x = jax.random.normal(jax.random.key(0), (1, 6, 16))
   layer = DiffAttention(num_heads=2, head_dim=8, rope_dim=4)
-  params = parameters(layer, x, 0.3)
+  params = random_parameters(layer, x, lambda_init=0.3)
 
   _, variables = layer.apply(
     {"params": params}, x, 0.3, mutable=["intermediates"]
@@ -575,43 +602,40 @@ def test_rope_dim_rotates_only_the_last_numbers_of_a_head(projection):
 def test_values_can_have_their_own_width():
   layer = DiffAttention(num_heads=2, head_dim=8, value_dim=5)
 
-  params = parameters(layer, random_input(1, 6, 16), 0.3)
+  params = random_parameters(
+    layer, jax.random.normal(jax.random.key(0), (1, 6, 16)), 0.3
+  )
 
   chex.assert_shape(params["value"], (16, 2, 5))
   chex.assert_shape(params["out"], (2, 5, 16))
   chex.assert_shape(params["head_gain"], (5,))
 
 
-@pytest.fixture(scope="module")
-def token_order():
-  return np.random.default_rng(0).permutation(9)
-
-
 @pytest.mark.parametrize("name", ATTENTION)
-def test_without_rope_and_mask_the_order_of_tokens_does_not_matter(
-  name, token_order
-):
-  x = random_input(1, 9, 16)
+def test_without_rope_and_mask_the_order_of_tokens_does_not_matter(name):
+  token_order = np.array([3, 8, 0, 5, 1, 7, 2, 6, 4])
+  x = jax.random.normal(jax.random.key(0), (1, 9, 16))
   layer = ATTENTION[name](num_heads=2, head_dim=4, rope=False, causal=False)
-  params = parameters(layer, x, 0.3)
-  apply_layer = jax.jit(layer.apply)
+  params = random_parameters(layer, x, lambda_init=0.3)
+  apply_layer = jax.jit(functools.partial(layer.apply, lambda_init=0.3))
 
-  actual = apply_layer({"params": params}, x[:, token_order], 0.3)
+  actual = apply_layer({"params": params}, x[:, token_order])
 
-  expected = apply_layer({"params": params}, x, 0.3)[:, token_order]
+  expected = apply_layer({"params": params}, x)[:, token_order]
   chex.assert_trees_all_close(actual, expected, **FLOAT32_LAYER)
 
 
 @pytest.mark.parametrize("name", ATTENTION)
-def test_rope_makes_the_order_of_tokens_matter(name, token_order):
-  x = random_input(1, 9, 16)
+def test_rope_makes_the_order_of_tokens_matter(name):
+  token_order = np.array([3, 8, 0, 5, 1, 7, 2, 6, 4])
+  x = jax.random.normal(jax.random.key(0), (1, 9, 16))
   layer = ATTENTION[name](num_heads=2, head_dim=4, causal=False)
-  params = parameters(layer, x, 0.3)
-  apply_layer = jax.jit(layer.apply)
+  params = random_parameters(layer, x, lambda_init=0.3)
+  apply_layer = jax.jit(functools.partial(layer.apply, lambda_init=0.3))
 
-  output = apply_layer({"params": params}, x[:, token_order], 0.3)
+  output = apply_layer({"params": params}, x[:, token_order])
 
-  reordered = apply_layer({"params": params}, x, 0.3)[:, token_order]
+  reordered = apply_layer({"params": params}, x)[:, token_order]
   assert not np.allclose(output, reordered, atol=1e-3)
 
 
@@ -628,12 +652,12 @@ def test_shared_noise_maps_equal_repeated_ones(name, num_kv_heads):
   has the same output. The gradient of a shared row is the sum of the gradients
   of its copies.
   """
-  x = random_input(2, 9, 16)
+  x = jax.random.normal(jax.random.key(0), (2, 9, 16))
   shared = ATTENTION[name](
     num_heads=6, num_noise_heads=2, num_kv_heads=num_kv_heads, head_dim=4
   )
   single = shared.clone(num_noise_heads=None)
-  params = parameters(shared, x, 0.3)
+  params = random_parameters(shared, x, 0.3)
   query = params["query"]
   chex.assert_shape(query, (16, 2, 4, 4))
   chex.assert_shape(params["out"], (6, None, 16))
@@ -713,22 +737,23 @@ def dense_attention(visible, q, k, v, lam):
   [pytest.param(True, id="causal"), pytest.param(False, id="both sides")],
 )
 def test_window_and_causality_define_the_mask(name, causal):
-  x = random_input(2, 9, 16)
+  """A window of 3 shows keys that are at most 2 tokens away."""
+  x = jax.random.normal(jax.random.key(0), (2, 9, 16))
   layer = ATTENTION[name](
     num_heads=4, num_kv_heads=2, head_dim=4, causal=causal, window=3
   )
-  params = parameters(layer, x, 0.3)
+  params = random_parameters(layer, x, lambda_init=0.3)
   query_index, key_index = np.indices((9, 9))
   visible = abs(query_index - key_index) < 3
   if causal:
     visible &= key_index <= query_index
 
-  actual = apply(layer, params, x, 0.3)
+  actual = apply(layer, params, x, lambda_init=0.3)
 
   masked = layer.clone(
     causal=True, window=None, attention_fn=MaskedAttention(visible)
   )
-  expected = apply(masked, params, x, 0.3)
+  expected = apply(masked, params, x, lambda_init=0.3)
   chex.assert_trees_all_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -739,7 +764,8 @@ def with_random_biases(params: dict[str, jax.Array]) -> dict[str, jax.Array]:
   """Returns the parameters with normally distributed biases."""
   biases = {}
   for name in BIASES:
-    biases[name] = random_input(*params[name].shape, seed=2)
+    shape = params[name].shape
+    biases[name] = jax.random.normal(jax.random.key(2), shape)
   return params | biases
 
 
@@ -762,13 +788,14 @@ def with_an_input_of_ones(params: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 @pytest.mark.parametrize("name", ATTENTION)
 def test_projection_biases_equal_the_weights_of_an_input_of_ones(name):
-  x = random_input(1, 9, 16)
+  """x W + b is [x, 1] times W with the further row b."""
+  x = jax.random.normal(jax.random.key(0), (1, 9, 16))
   layer = ATTENTION[name](
     num_heads=4, num_kv_heads=2, head_dim=4, projection_biases=True
   )
-  params = with_random_biases(parameters(layer, x, 0.3))
+  params = with_random_biases(random_parameters(layer, x, lambda_init=0.3))
 
-  actual = apply(layer, params, x, 0.3)
+  actual = apply(layer, params, x, lambda_init=0.3)
 
   x_and_ones = jnp.concatenate([x, jnp.ones((1, 9, 1))], axis=-1)
   without_biases = layer.clone(projection_biases=False)
@@ -802,7 +829,6 @@ class CrossAttention(NamedTuple):
   """A layer, its parameters, and keys and values that it computed."""
 
   layer: nn.Module
-  params: dict[str, jax.Array]
   # The parameters that are no projections to keys and values.
   params_without_keys: dict[str, jax.Array]
   x: jax.Array
@@ -820,11 +846,13 @@ class CrossAttention(NamedTuple):
 # Variants with windows, so that it is known which keys a query sees.
 @pytest.fixture(scope="module", params=supporting("windows", "cached_decoding"))
 def cross(request):
-  x, other_x = random_input(2, 2, 9, 16)
+  """A layer that can attend to its own keys, or to those of another input."""
+  x, other_x = jax.random.normal(jax.random.key(0), (2, 2, 9, 16))
   layer = ATTENTION[request.param](
     num_heads=4, num_kv_heads=2, head_dim=4, projection_biases=True, window=4
   )
-  params = with_random_biases(parameters(layer, x, 0.3))
+  params = with_random_biases(random_parameters(layer, x, lambda_init=0.3))
+  # The keys and values that the layer computes for each of two inputs.
   attention = StoringAttention()
   storing_layer = layer.clone(attention_fn=attention)
   output = storing_layer.apply({"params": params}, x, 0.3)
@@ -834,13 +862,12 @@ def cross(request):
   for name in ("key", "key_bias", "value", "value_bias"):
     del params_without_keys[name]
   return CrossAttention(
-    layer,
-    params,
-    params_without_keys,
-    x,
-    output,
-    keys_values,
-    attention.keys_values,
+    layer=layer,
+    params_without_keys=params_without_keys,
+    x=x,
+    output=output,
+    keys_values=keys_values,
+    other_keys_values=attention.keys_values,
   )
 
 
