@@ -130,6 +130,7 @@ def test_flops_equal_xlas_count_of_the_matrix_products(name):
 
   counted = flops.step_flops(model, length=T, tokens=B * T)
 
+  # A gradient has two products for each one of the forward pass.
   assert counted.forward == pytest.approx(
     expected_forward_flops(name), rel=1e-6
   )
@@ -137,41 +138,45 @@ def test_flops_equal_xlas_count_of_the_matrix_products(name):
 
 
 def test_frozen_matrices_need_no_gradients():
-  """One of the three products of each matrix is omitted.
+  """A training step omits the product for the gradient of a frozen matrix."""
+  num_layers, embed_dim, num_heads, head_dim, vocab_size = 3, 32, 4, 6, 96
+  model = ModelConfig(
+    attention="dex",
+    plain_layers=1,
+    num_layers=num_layers,
+    embed_dim=embed_dim,
+    num_heads=num_heads,
+    num_kv_heads=2,
+    head_dim=head_dim,
+    ffn_dim=40,
+    vocab_size=vocab_size,
+  )
+  trained = flops.step_flops(model, length=16, tokens=32)
 
-  This includes the product of a tied embedding with the hidden states. Vectors
-  and names that the model lacks change nothing.
-  """
-  model = ModelConfig(attention="dex", plain_layers=1, **SMALL)
-  trained = flops.step_flops(model, T, 32)
-
+  matrices = {"query", "embedding", "dex_matrix"}
+  # Vectors and names that the model lacks change nothing.
+  without_products = {"dex_lambda", "final_norm", "lambda_hat"}
   frozen = flops.step_flops(
-    model,
-    T,
-    32,
-    frozen={
-      "query",
-      "embedding",
-      "dex_matrix",
-      "dex_lambda",
-      "final_norm",
-      "lambda_hat",
-    },
+    model, length=16, tokens=32, frozen=matrices | without_products
   )
 
-  query = 3 * 32 * 4 * 6
-  embedding = 96 * 32
-  # Two layers have DEX, and each of four heads is multiplied with its matrix.
-  dex_matrix = 2 * 4 * 6 * 6
+  query = num_layers * embed_dim * num_heads * head_dim
+  # A tied embedding is also the matrix of the logits.
+  embedding = vocab_size * embed_dim
+  # All layers but the plain one multiply each head with the matrix of DEX.
+  dex_matrix = (num_layers - 1) * num_heads * head_dim * head_dim
+  # A multiply-add is two FLOPs, and there are 32 tokens.
   omitted = 2 * 32 * (query + embedding + dex_matrix)
-  assert frozen == (trained.forward, trained.training - omitted)
+  assert frozen.forward == trained.forward
+  assert frozen.training == trained.training - omitted
 
 
 def test_the_sigmoid_of_lambda_costs_nothing():
+  """λ of DIFF V2 is the sigmoid of λ of its linear variant."""
   v2 = ModelConfig(attention="diff_v2", **SMALL)
   linear = ModelConfig(attention="diff_v2_linear", **SMALL)
 
-  assert flops.step_flops(v2, T, 32) == flops.step_flops(linear, T, 32)
+  assert forward_flops(v2, length=16) == forward_flops(linear, length=16)
   assert flops.parameter_count(v2) == flops.parameter_count(linear)
 
 
@@ -183,41 +188,62 @@ def test_the_sigmoid_of_lambda_costs_nothing():
   [(True, 5), (True, 16), (True, 99), (False, None), (False, 5), (False, 99)],
 )
 def test_only_visible_pairs_of_queries_and_keys_count(causal, window):
-  query, key = np.indices((T, T))
-  visible = abs(query - key) < (window or T)
+  """Models with other masks differ by the FLOPs of the pairs that they see."""
+  length, num_layers, num_heads, head_dim = 16, 3, 4, 6
+  causal_model = ModelConfig(
+    num_layers=num_layers,
+    num_heads=num_heads,
+    num_kv_heads=num_heads,
+    head_dim=head_dim,
+  )
+  model = dataclasses.replace(causal_model, causal=causal, window=window)
+  query, key = np.indices((length, length))
+  visible = np.ones((length, length), bool)
   if causal:
     visible &= key <= query
-  causal_model = ModelConfig(**SMALL)
-  model = ModelConfig(causal=causal, window=window, **SMALL)
+  if window is not None:
+    visible &= abs(query - key) < window
 
-  actual = forward_flops(model, T)
-
-  # A pair has two maps, each with 6 products for its score and 12 for values.
-  flops_of_pair = 2 * SMALL["num_layers"] * SMALL["num_heads"] * 2 * (6 + 12)
-  num_causal_pairs = T * (T + 1) // 2
-  without_pairs = (
-    forward_flops(causal_model, T) - flops_of_pair * num_causal_pairs
+  difference = forward_flops(model, length) - forward_flops(
+    causal_model, length
   )
-  assert actual == without_pairs + flops_of_pair * visible.sum()
+
+  # The two maps of a DIFF head multiply keys, and values of twice their width.
+  multiply_adds = 2 * (head_dim + 2 * head_dim)
+  flops_of_pair = 2 * num_layers * num_heads * multiply_adds
+  num_causal_pairs = length * (length + 1) // 2
+  assert difference == flops_of_pair * (visible.sum() - num_causal_pairs)
 
 
 def test_each_layer_has_its_own_pairs_and_maps():
-  """A plain layer has 8 maps. With shared noise, a layer has 6 instead of 8.
+  """The layers are a plain one, one with a window, and one without.
 
-  The values of a plain layer have half the width. With 16 tokens, a full layer
-  has 136 pairs, and a layer with a window of 4 has 58.
+  "fw" repeats: full attention, then a window of 4 tokens.
   """
+  length, head_dim = 16, 6
   model = ModelConfig(
-    num_noise_heads=2, plain_layers=1, window=4, window_pattern="fw", **SMALL
+    num_layers=3,
+    plain_layers=1,
+    num_heads=4,
+    num_noise_heads=2,
+    num_kv_heads=2,
+    head_dim=head_dim,
+    window=4,
+    window_pattern="fw",
   )
-  # Each token sees only itself, which are 16 pairs.
+  # Here each token sees only itself in every layer.
   smallest = dataclasses.replace(model, window=1, window_pattern="")
 
-  difference = forward_flops(model, T) - forward_flops(smallest, T)
+  difference = forward_flops(model, length) - forward_flops(smallest, length)
 
-  plain_layer = 8 * (6 + 6) * (136 - 16)
-  windowed_layer = 6 * (6 + 12) * (58 - 16)
-  full_layer = 6 * (6 + 12) * (136 - 16)
+  full_pairs = length * (length + 1) // 2 - length
+  # The first three tokens see 1, 2 and 3 tokens, and all others see 4.
+  windowed_pairs = (1 + 2 + 3 + 4 * (length - 3)) - length
+  # A plain layer has 8 maps, and values as wide as its keys.
+  plain_layer = 8 * (head_dim + head_dim) * full_pairs
+  # A DIFF layer has 4 signal and 2 noise maps. Its values are twice as wide.
+  windowed_layer = (4 + 2) * (head_dim + 2 * head_dim) * windowed_pairs
+  full_layer = (4 + 2) * (head_dim + 2 * head_dim) * full_pairs
   assert difference == 2 * (plain_layer + windowed_layer + full_layer)
 
 
@@ -225,23 +251,24 @@ def test_each_layer_has_its_own_pairs_and_maps():
 
 
 def test_attention_of_diff_has_six_to_four_of_its_transformers_products():
-  """Section 1 of the paper: a DIFF head has 6 N²d, its Transformer 4 N²d."""
-  length = 2048
-  num_pairs = length * (length + 1) // 2
-  num_heads = 8
-  head_dim = 128
-  num_layers = 24
-  # Two FLOPs for each pair of tokens and each number of a head.
-  unit = 2 * num_pairs * num_layers * num_heads * head_dim
+  """Section 1 of the paper: a DIFF head has 6 N²d, its Transformer 4 N²d.
+
+  The models are those with 1.4 billion parameters.
+  """
+  length, num_layers, num_heads, head_dim = 2048, 24, 8, 128
+  embed_dim, ffn_dim, vocab_size = 2048, 5440, 100_288
 
   diff = forward_flops(PAPER_1B, length)
-  softmax = forward_flops(PAPER_1B_SOFTMAX, length)
+  transformer = forward_flops(PAPER_1B_SOFTMAX, length)
 
-  assert diff - softmax == (6 - 4) * unit
-  layer = 4 * 2048**2 + 3 * 2048 * 5440
-  vocabulary = 100_288 * 2048
-  matrices = 2 * length * (num_layers * layer + vocabulary)
-  assert softmax - matrices == 4 * unit
+  num_pairs = length * (length + 1) // 2
+  # Two FLOPs for each pair of tokens and each number of a head.
+  unit = 2 * num_pairs * num_layers * num_heads * head_dim
+  assert diff - transformer == (6 - 4) * unit
+  # Query, key, value and out, and the three matrices of the SwiGLU.
+  layer = 4 * embed_dim**2 + 3 * embed_dim * ffn_dim
+  matrices = 2 * length * (num_layers * layer + vocab_size * embed_dim)
+  assert transformer - matrices == 4 * unit
 
 
 PAPER_SIZES = [
@@ -270,6 +297,7 @@ def test_parameter_counts_are_those_of_the_paper(sizes, billions):
 @pytest.mark.parametrize("sizes", [sizes for sizes, _ in PAPER_SIZES])
 def test_diff_has_only_lambdas_and_gains_more_than_its_transformer(sizes):
   diff = paper_model(sizes)
+  # Each DIFF head has two maps, so the Transformer has twice as many heads.
   transformer = dataclasses.replace(
     diff,
     attention="softmax",
@@ -294,10 +322,13 @@ def test_the_parameter_count_of_v2_is_that_of_the_post():
 
 def test_v2_has_two_matrices_more_than_its_transformer_in_each_layer():
   """These are the queries of the second maps, E × E, and W_λ, E × H."""
+  num_layers, embed_dim, num_heads = 24, 2048, 16
+
   v2 = flops.parameter_count(PAPER_1B_V2)
   transformer = flops.parameter_count(PAPER_1B_SOFTMAX)
 
-  assert v2 - transformer == 24 * (2048 * 2048 + 2048 * 16)
+  per_layer = embed_dim * embed_dim + embed_dim * num_heads
+  assert v2 - transformer == num_layers * per_layer
 
 
 def test_an_untied_model_has_one_more_matrix_of_the_vocabulary():
