@@ -5,12 +5,14 @@ import functools
 import itertools
 import operator
 from typing import Any
+from unittest import mock
 
 import chex
 import jax
 import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from diffjax.config import ModelConfig
@@ -29,6 +31,7 @@ from tests.harness.parameters import parameters
 from tests.harness.tiers import full
 from tests.harness.variants import EXPECTED, models
 
+# DIFF, in three layers with two heads each.
 CONFIG = ModelConfig(
   vocab_size=64,
   num_layers=3,
@@ -39,6 +42,7 @@ CONFIG = ModelConfig(
   ffn_dim=48,
   max_length=32,
 )
+# A model of every variant with these sizes, by the name of the variant.
 VARIANTS = models(CONFIG)
 
 
@@ -72,9 +76,25 @@ def apply(config, params, ids, segment_ids=None, positions=None):
 
 
 def test_parameters_have_the_documented_layout():
+  """The layers are stacked: their number L is the first axis."""
   L, E, H, D, F = 3, 32, 2, 8, 48
+  config = ModelConfig(
+    attention="diff",
+    vocab_size=64,
+    num_layers=L,
+    embed_dim=E,
+    num_heads=H,
+    num_kv_heads=H,
+    head_dim=D,
+    ffn_dim=F,
+  )
+  init = Decoder(config).init
 
-  shapes = jax.tree.map(jnp.shape, initial_parameters(CONFIG))
+  variables = jax.eval_shape(
+    init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32)
+  )
+
+  shapes = jax.tree.map(jnp.shape, variables["params"])
 
   assert shapes == {
     "embedding": (64, E),
@@ -111,28 +131,27 @@ def test_untied_embeddings_have_an_unembedding():
 
 
 def test_diff_has_only_lambdas_and_gains_more_than_its_transformer():
-  extra_names = {
-    "lambda_q1",
-    "lambda_k1",
-    "lambda_q2",
-    "lambda_k2",
-    "head_gain",
-  }
-  num_common = 0
-  num_extra = 0
-  diff = random_parameters(CONFIG)
-  for path, leaf in jax.tree_util.tree_leaves_with_path(diff):
-    if path[-1].key in extra_names:
-      num_extra += leaf.size
-    else:
-      num_common += leaf.size
+  num_layers, head_dim = 3, 8
+  diff_config = dataclasses.replace(
+    CONFIG, num_layers=num_layers, head_dim=head_dim
+  )
+  # A DIFF head has two maps, so the Transformer has twice as many heads.
+  transformer_config = dataclasses.replace(
+    diff_config,
+    attention="softmax",
+    num_heads=4,
+    num_kv_heads=4,
+    head_norm=False,
+  )
 
-  transformer = random_parameters(VARIANTS["softmax"])
+  diff = random_parameters(diff_config)
+  transformer = random_parameters(transformer_config)
 
-  leaves = jax.tree.leaves(transformer)
-  assert num_common == sum(leaf.size for leaf in leaves)
-  # Four vectors λ of D numbers, and a gain of 2D numbers, in each layer.
-  assert num_extra == CONFIG.num_layers * 6 * CONFIG.head_dim
+  num_diff = sum(leaf.size for leaf in jax.tree.leaves(diff))
+  num_transformer = sum(leaf.size for leaf in jax.tree.leaves(transformer))
+  lambda_vectors = 4 * head_dim
+  gain = 2 * head_dim
+  assert num_diff - num_transformer == num_layers * (lambda_vectors + gain)
 
 
 @pytest.mark.parametrize("name", sorted(VARIANTS))
@@ -149,13 +168,10 @@ def test_init_returns_only_parameters(name, remat):
   assert variables.keys() == {"params"}
 
 
-def is_tuple(value: Any) -> bool:
-  return isinstance(value, tuple)
-
-
 @pytest.mark.parametrize("name", sorted(VARIANTS))
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_a_call_records_each_array_once(name, remat):
+  """Flax appends to a tuple if a layer records a name again."""
   config = dataclasses.replace(VARIANTS[name], remat=remat)
   apply_model = functools.partial(
     Decoder(config).apply, mutable=["metrics", "intermediates"]
@@ -168,10 +184,9 @@ def test_a_call_records_each_array_once(name, remat):
   )
 
   assert "hidden" in recorded["intermediates"]["layers"]
-  for collection in recorded.values():
-    tuples = jax.tree.leaves(collection, is_leaf=is_tuple)
-    for values in tuples:
-      assert len(values) == 1
+  for path, _ in jax.tree_util.tree_leaves_with_path(recorded):
+    # The last part of a path is the index in the tuple.
+    assert path[-1].idx == 0
 
 
 # Every axis has another size, so the shapes tell which letter an axis has.
@@ -285,21 +300,17 @@ def test_the_initialisation_is_scanned():
   assert count_lines(num_layers=2) == count_lines(num_layers=4)
 
 
-def test_a_layer_is_traced_once(monkeypatch):
+def test_a_layer_is_traced_once():
   """The loop over the layers does not trace their code again to check it."""
-  num_traces = 0
-  call_block = Block.__call__
-
-  def counted_call(*args):
-    nonlocal num_traces
-    num_traces += 1
-    return call_block(*args)
-
   params = random_parameters(CONFIG)
-  monkeypatch.setattr(Block, "__call__", counted_call)
-  jax.eval_shape(Decoder(CONFIG).apply, {"params": params}, random_tokens(2, 8))
+  model = Decoder(CONFIG)
 
-  assert num_traces == 1
+  with mock.patch.object(
+    Block, "__call__", autospec=True, side_effect=Block.__call__
+  ) as call:
+    jax.eval_shape(model.apply, {"params": params}, random_tokens(2, 8))
+
+  assert call.call_count == 1
 
 
 @pytest.mark.parametrize(
@@ -364,28 +375,33 @@ def test_each_layer_has_its_own_window_and_kind(remat, num_layers):
 
 @pytest.mark.parametrize("name", ["softmax", "diff"])
 def test_a_window_switch_replaces_the_window_of_the_layer(name):
+  """A scan over layers gives the index of each layer's window to one program."""
   x = jax.random.normal(jax.random.key(0), (2, 9, 16))
   layer = ATTENTION[name](num_heads=4, num_kv_heads=2, head_dim=4, window=5)
-  params = parameters(layer, x, 0.3)
+  params = parameters(layer, x, lambda_init=0.3)
+
+  def apply_layer(layer):
+    return jax.jit(layer.apply)({"params": params}, x, lambda_init=0.3)
 
   @jax.jit
-  def apply_switch(index):
-    switch = WindowSwitch(diff_attention, (3, None), index)
-    return layer.clone(attention_fn=switch).apply({"params": params}, x, 0.3)
+  def apply_with_switch(index):
+    switch = WindowSwitch(diff_attention, windows=(3, None), index=index)
+    return apply_layer(layer.clone(attention_fn=switch))
 
-  for index, window in enumerate((3, None)):
-    windowed = layer.clone(window=window)
-    expected = jax.jit(windowed.apply)({"params": params}, x, 0.3)
-    chex.assert_trees_all_close(
-      apply_switch(index), expected, rtol=1e-5, atol=1e-6
-    )
-  assert np.abs(apply_switch(0) - apply_switch(1)).max() > 1e-2
+  first = apply_with_switch(0)
+  second = apply_with_switch(1)
+
+  expected_first = apply_layer(layer.clone(window=3))
+  expected_second = apply_layer(layer.clone(window=None))
+  chex.assert_trees_all_close(first, expected_first, rtol=1e-5, atol=1e-6)
+  chex.assert_trees_all_close(second, expected_second, rtol=1e-5, atol=1e-6)
+  assert np.abs(first - second).max() > 1e-2
 
 
 def test_remat_of_attention_repeats_no_window():
   """Layers with two windows have two programs, each with one forward pass."""
 
-  def count_maxima(window_pattern):
+  def num_softmaxes_of_gradient(window_pattern):
     config = dataclasses.replace(
       CONFIG,
       num_layers=9,
@@ -401,7 +417,10 @@ def test_remat_of_attention_repeats_no_window():
     # A softmax begins with a maximum.
     return str(jaxpr).count("reduce_max")
 
-  assert count_maxima("wf") == 2 * count_maxima("w")
+  # "w" gives all layers a window, and "wf" every other one.
+  with_one_window = num_softmaxes_of_gradient("w")
+  with_two_windows = num_softmaxes_of_gradient("wf")
+  assert with_two_windows == 2 * with_one_window
 
 
 # λ_init and λ.
@@ -412,7 +431,7 @@ def test_remat_of_attention_repeats_no_window():
   [pytest.param("full", id="scanned"), pytest.param("none", id="unrolled")],
 )
 def test_each_layer_has_its_own_lambda_init(remat):
-  """The decoder equals a Python loop over layers."""
+  """The decoder equals a Python loop over its three layers."""
   config = dataclasses.replace(CONFIG, remat=remat)
   params = random_parameters(CONFIG)
   ids = random_tokens(2, 16)
@@ -422,11 +441,15 @@ def test_each_layer_has_its_own_lambda_init(remat):
     x = params["embedding"][ids]
     block = Block(CONFIG, jnp.float32, diff_attention)
     positions = jnp.broadcast_to(jnp.arange(16), (2, 16))
-    for layer in range(CONFIG.num_layers):
+    for layer in range(3):
       layer_params = jax.tree.map(operator.itemgetter(layer), params["layers"])
-      lambda_init = lambda_init_of_layers[layer]
       x, _ = block.apply(
-        {"params": layer_params}, x, lambda_init, 0, None, positions
+        {"params": layer_params},
+        x,
+        lambda_init=lambda_init_of_layers[layer],
+        window_index=0,
+        segment_ids=None,
+        positions=positions,
       )
     x = decoder.rms_norm(x, params["final_norm"], CONFIG.norm_eps)
     return logits(params, x)
@@ -464,6 +487,7 @@ def test_lambda_init_offset_delays_the_schedule():
 
 
 def test_metrics_have_the_lambda_of_each_layer():
+  """λ = exp(λ_q1·λ_k1) − exp(λ_q2·λ_k2) + λ_init."""
   params = random_parameters(CONFIG)
   apply_model = functools.partial(Decoder(CONFIG).apply, mutable=["metrics"])
 
@@ -482,15 +506,15 @@ def test_metrics_are_those_of_the_call_and_not_of_init():
   ids = random_tokens(1, 8)
   model = Decoder(CONFIG)
   variables = jax.jit(model.init)(jax.random.key(0), ids)
+  # The first term of λ, exp(λ_q1·λ_k1), becomes exp(8) = 2981.
   attention = variables["params"]["layers"]["attention"]
-  for name in ("lambda_q1", "lambda_k1"):
-    attention[name] = jnp.ones_like(attention[name])
+  attention["lambda_q1"] = jnp.ones((3, 8))
+  attention["lambda_k1"] = jnp.ones((3, 8))
 
   apply_model = functools.partial(model.apply, mutable=["metrics"])
-  _, metrics = jax.jit(apply_model)(variables, ids)
+  _, recorded = jax.jit(apply_model)(variables, ids)
 
-  lambdas = metrics["metrics"]["layers"]["attention"]["lambda"][0]
-  # These vectors give exp(8) = 2981.
+  lambdas = recorded["metrics"]["layers"]["attention"]["lambda"][0]
   assert lambdas.min() > 100
 
 
@@ -498,7 +522,8 @@ def test_metrics_are_those_of_the_call_and_not_of_init():
 
 
 def test_only_distances_between_positions_matter():
-  """Queries and keys are rotated by the same angles, for every base of RoPE."""
+  """RoPE rotates queries and keys by the same angles."""
+  # A base that is not the default one.
   config = dataclasses.replace(CONFIG, rope_base=20.0)
   params = random_parameters(CONFIG)
   ids = random_tokens(2, 16)
@@ -531,15 +556,16 @@ def test_logits_are_products_with_the_output_matrix(matrix):
 
 
 def test_embed_scale_scales_the_input_and_not_the_logits():
+  """A tied embedding is also the matrix of the logits."""
   config = dataclasses.replace(CONFIG, embed_scale=5.0)
-  untied_config = dataclasses.replace(CONFIG, tie_embeddings=False)
   params = random_parameters(CONFIG)
   ids = random_tokens(2, 16)
 
   actual = apply(config, params, ids)
 
-  untied_params = {
-    **params,
+  # An untied model can have the scaled matrix only at its input.
+  untied_config = dataclasses.replace(CONFIG, tie_embeddings=False)
+  untied_params = params | {
     "embedding": 5 * params["embedding"],
     "unembedding": params["embedding"],
   }
@@ -575,7 +601,7 @@ def influence_on(position: int, config: ModelConfig) -> jax.Array:
   ["diff", "softmax", *full(sorted(VARIANTS.keys() - {"diff", "softmax"}))],
 )
 def test_a_token_sees_all_earlier_tokens_and_no_later_ones(name):
-  influence = influence_on(5, VARIANTS[name])
+  influence = influence_on(position=5, config=VARIANTS[name])
 
   assert np.flatnonzero(influence).tolist() == [0, 1, 2, 3, 4, 5]
 
@@ -591,9 +617,10 @@ def test_a_token_sees_all_earlier_tokens_and_no_later_ones(name):
   ids=str,
 )
 def test_the_config_defines_which_tokens_a_token_sees(fields, expected):
+  """Token 5 of 12 sees these tokens in a model of one layer."""
   config = dataclasses.replace(CONFIG, num_layers=1, **fields)
 
-  influence = influence_on(5, config)
+  influence = influence_on(position=5, config=config)
 
   assert np.flatnonzero(influence).tolist() == expected
 
@@ -619,13 +646,16 @@ def test_packed_documents_do_not_see_each_other(name):
     params = jax.tree.map(np.float64, random_parameters(config))
 
     @jax.jit
-    def run(*batch):
+    def compute_logits(ids, segment_ids=None, positions=None):
       model = Decoder(config, jnp.float64)
-      return logits(params, model.apply({"params": params}, *batch))
+      hidden = model.apply({"params": params}, ids, segment_ids, positions)
+      return logits(params, hidden)
 
-    actual = run(packed, segment_ids, positions)
-    expected = jnp.concatenate([run(first), run(second)], axis=1)
-    without_segments = run(packed)
+    actual = compute_logits(packed, segment_ids, positions)
+    without_segments = compute_logits(packed)
+    expected = jnp.concatenate(
+      [compute_logits(first), compute_logits(second)], axis=1
+    )
 
   chex.assert_trees_all_close(actual, expected, rtol=0, atol=1e-6)
   assert np.abs(actual - without_segments)[:, 7:].max() > 1e-3
@@ -650,6 +680,7 @@ OTHER_REMAT = [
   ("name", "remat"), [*DEFAULT_REMAT, *full(OTHER_REMAT)]
 )
 def test_remat_does_not_change_loss_or_gradients(name, remat):
+  """Rematerialisation computes activations again in the backward pass."""
   config = VARIANTS[name]
   params = random_parameters(config)
   ids = random_tokens(2, 16)
@@ -674,13 +705,15 @@ FUSED = [
 
 
 @functools.cache
-def saved_for_backward(config: ModelConfig) -> list[jax.ShapeDtypeStruct]:
+def saved_for_backward(
+  config: ModelConfig, batch_shape: tuple[int, int]
+) -> list[jax.ShapeDtypeStruct]:
   """Returns the arrays that a model in bfloat16 keeps for its backward pass."""
   model = Decoder(config, jnp.bfloat16)
 
   def backward_function(params):
     def hidden(params):
-      return model.apply({"params": params}, random_tokens(5, 16))
+      return model.apply({"params": params}, random_tokens(*batch_shape))
 
     _, backward = jax.vjp(hidden, params)
     return backward
@@ -691,21 +724,21 @@ def saved_for_backward(config: ModelConfig) -> list[jax.ShapeDtypeStruct]:
 
 @pytest.mark.parametrize("name", FUSED)
 def test_activations_are_kept_in_bfloat16_and_not_in_float32(name):
+  """The model keeps them for the gradients of a batch of 5 rows of 16 tokens."""
+  batch_shape = (5, 16)
   config = dataclasses.replace(VARIANTS[name], remat="none")
   num_layers = config.num_layers - config.plain_layers
-  hidden_shape = (num_layers, 5, 16, config.embed_dim)
 
-  saved = saved_for_backward(config)
+  saved = saved_for_backward(config, batch_shape)
 
-  has_hidden_states = False
+  bfloat16_shapes = {leaf.shape for leaf in saved if leaf.dtype == jnp.bfloat16}
+  assert (num_layers, *batch_shape, config.embed_dim) in bfloat16_shapes
   for leaf in saved:
-    if leaf.dtype == jnp.bfloat16:
-      has_hidden_states |= leaf.shape == hidden_shape
-    # Activations have the axes B and T first, or after the axis of layers.
-    is_activation = (5, 16) in (leaf.shape[:2], leaf.shape[1:3])
+    # Activations have the batch's axes first, or after the axis of layers.
+    is_activation = batch_shape in (leaf.shape[:2], leaf.shape[1:3])
     if leaf.dtype == jnp.float32 and is_activation:
+      # Statistics of norms and softmax are smaller than hidden states.
       assert leaf.size < 5 * 16 * config.embed_dim
-  assert has_hidden_states
 
 
 @pytest.mark.parametrize("name", FUSED)
@@ -716,7 +749,7 @@ def test_no_bfloat16_copy_of_a_parameter_is_kept(name):
     if leaf.size > config.embed_dim**2:
       matrix_shapes.add(leaf.shape)
 
-  for leaf in saved_for_backward(config):
+  for leaf in saved_for_backward(config, batch_shape=(5, 16)):
     is_copy = leaf.dtype == jnp.bfloat16 and leaf.shape in matrix_shapes
     assert not is_copy, leaf
 
@@ -728,26 +761,29 @@ def test_no_bfloat16_copy_of_a_parameter_is_kept(name):
 def test_initial_matrices_have_the_standard_deviation_of_their_inputs(name):
   """It is 1/√inputs.
 
-  The two matrices that write to the residual stream have a further 1/√(2L).
+  The two matrices that write to the residual stream, `out` and `down`, have a
+  further factor of 1/√(2 · layers).
   """
+  num_layers, embed_dim, ffn_dim = 3, 32, 48
   params = initial_parameters(VARIANTS[name])
-  layers = params["layers"]
-  matrices = {**layers["attention"], **layers["ffn"]}
-  matrices["embedding"] = params["embedding"]
-  per_input = CONFIG.embed_dim**-0.5
-  residual = (2 * CONFIG.num_layers) ** -0.5
-  expected = {
-    "embedding": per_input,
-    "query": per_input,
-    "key": per_input,
-    "value": per_input,
-    # H·V is as large as E.
-    "out": residual * per_input,
-    "gate": per_input,
-    "up": per_input,
-    "down": residual * CONFIG.ffn_dim**-0.5,
-  }
 
+  matrices = {
+    "embedding": params["embedding"],
+    **params["layers"]["attention"],
+    **params["layers"]["ffn"],
+  }
+  residual = 1 / np.sqrt(2 * num_layers)
+  expected = {
+    "embedding": 1 / np.sqrt(embed_dim),
+    "query": 1 / np.sqrt(embed_dim),
+    "key": 1 / np.sqrt(embed_dim),
+    "value": 1 / np.sqrt(embed_dim),
+    # All heads together are as wide as the embedding.
+    "out": residual / np.sqrt(embed_dim),
+    "gate": 1 / np.sqrt(embed_dim),
+    "up": 1 / np.sqrt(embed_dim),
+    "down": residual / np.sqrt(ffn_dim),
+  }
   for matrix, deviation in expected.items():
     actual = float(matrices[matrix].std())
     assert actual == pytest.approx(deviation, rel=0.1), matrix
@@ -774,23 +810,22 @@ def test_bfloat16_approximates_float32(name):
   ids = random_tokens(4, 32)
   params = random_parameters(config)
 
-  @functools.partial(jax.jit, static_argnums=0)
-  def loss_and_gradient(dtype, params):
-    def loss(params):
-      hidden = Decoder(config, dtype=dtype).apply({"params": params}, ids)
-      assert hidden.dtype == dtype
-      log_probabilities = jax.nn.log_softmax(logits(params, hidden))
-      of_targets = jnp.take_along_axis(
-        log_probabilities[:, :-1], ids[:, 1:, None], axis=-1
-      )
-      return -of_targets.mean()
+  def compute_loss(params, dtype):
+    hidden = Decoder(config, dtype=dtype).apply({"params": params}, ids)
+    assert hidden.dtype == dtype
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+      logits(params, hidden)[:, :-1], ids[:, 1:]
+    )
+    return losses.mean()
 
-    return jax.value_and_grad(loss)(params)
+  loss_and_gradient = jax.jit(
+    jax.value_and_grad(compute_loss), static_argnames="dtype"
+  )
 
-  loss, gradient = loss_and_gradient(jnp.dtype("bfloat16"), params)
+  loss, gradient = loss_and_gradient(params, dtype=jnp.dtype("bfloat16"))
 
   expected_loss, expected_gradient = loss_and_gradient(
-    jnp.dtype("float32"), params
+    params, dtype=jnp.dtype("float32")
   )
   assert loss != expected_loss
   np.testing.assert_allclose(loss, expected_loss, rtol=1e-2)
