@@ -37,49 +37,53 @@ def test_every_variant_has_a_named_style(name):
   assert variant_styles.style(name).name
 
 
-@pytest.fixture
-def own_names(restored_registry):
-  """Two registered variants, and 30 that only checkpoints name.
-
-  None of them has a style of its own.
-  """
-  registered = ["own_one", "own_two"]
-  for name in registered:
-    register(name)(type(name, (Attention,), {}))
-  stored = [f"stored_{number}" for number in range(30)]
-  return registered + stored
+# Checkpoints may name variants that are not registered in this process.
+UNREGISTERED = [f"unregistered_{number}" for number in range(30)]
 
 
-def test_variants_without_a_style_look_different(own_names):
-  styles = [variant_styles.style(name) for name in own_names]
-
-  looks = [(style.color, style.marker) for style in styles]
-  published_looks = {
-    (style.color, style.marker) for style in PUBLISHED.values()
-  }
-  assert [style.name for style in styles] == own_names
-  assert len(set(looks)) == len(looks)
-  assert published_looks.isdisjoint(looks)
-  # Colours are not repeated before markers change.
-  assert len({style.color for style in styles[:7]}) == 7
+def styles_of(names: list[str]) -> list[Style]:
+  """Returns the styles of variants, requested in this order."""
+  return [variant_styles.style(name) for name in names]
 
 
-def test_a_style_does_not_change_when_it_is_requested_again(own_names):
-  stored = own_names[2:]
-  first_styles = [variant_styles.style(name) for name in reversed(stored)]
-
-  styles = [variant_styles.style(name) for name in reversed(stored)]
-
-  assert styles == first_styles
+def looks_of(styles: list[Style]) -> list[tuple[str, str]]:
+  """Returns the colour and the marker of each style."""
+  return [(style.color, style.marker) for style in styles]
 
 
-def test_registered_variants_get_their_styles_first(own_names):
+def test_variants_without_a_style_look_different(restored_registry):
+  styles = styles_of(UNREGISTERED)
+
+  looks = looks_of(styles)
+  assert [style.name for style in styles] == UNREGISTERED
+  assert len(set(looks)) == 30
+  assert set(looks).isdisjoint(looks_of(list(PUBLISHED.values())))
+
+
+def test_colours_are_repeated_only_after_all_seven(restored_registry):
+  first_styles = styles_of(UNREGISTERED[:7])
+
+  assert len({style.color for style in first_styles}) == 7
+
+
+def test_a_style_does_not_change_when_it_is_requested_again(restored_registry):
+  first_styles = styles_of(UNREGISTERED)
+
+  styles = styles_of(UNREGISTERED[::-1])
+
+  assert styles == first_styles[::-1]
+
+
+def test_registered_variants_get_their_styles_first(restored_registry):
   """So every figure of a process has the same style for them."""
-  stored_styles = [variant_styles.style(name) for name in own_names[2:]]
-  registered_styles = [variant_styles.style(name) for name in own_names[:2]]
+  for name in ("own_one", "own_two"):
+    register(name)(type(name, (Attention,), {}))
 
-  # Seven styles have different colours if they were assigned one after another.
-  first_seven = registered_styles + stored_styles[:5]
+  styles_of_unregistered = styles_of(UNREGISTERED[:5])
+  styles_of_registered = styles_of(["own_one", "own_two"])
+
+  # The first seven styles have different colours.
+  first_seven = styles_of_registered + styles_of_unregistered
   assert len({style.color for style in first_seven}) == 7
 
 
@@ -104,27 +108,27 @@ def test_a_subclass_does_not_inherit_the_style(restored_registry):
   assert variant_styles.style("own_child").name == "own_child"
 
 
-@pytest.mark.parametrize(
-  ("variants", "expected"),
-  [
-    pytest.param(
-      ["softmax", "diff"],
-      [PUBLISHED["softmax"], PUBLISHED["diff"]],
-      id="two variants",
-    ),
-    pytest.param(
-      ["diff", "diff"],
-      [Style("a", RED, "s"), Style("b", GREY, "o")],
-      id="the same variant",
-    ),
-    pytest.param(
-      ["diff", "diff_per_token"],
-      [PUBLISHED["diff"], Style("DIFF with λ per token", GREY, "o")],
-      id="the same colour",
-    ),
-  ],
-)
-def test_two_models_of_a_figure_have_different_colours(variants, expected):
-  styles = variant_styles.distinct_styles(variants, ["a", "b"])
+def test_variants_with_different_colours_keep_their_styles_in_a_figure():
+  styles = variant_styles.distinct_styles(["softmax", "diff"], ["a", "b"])
 
-  assert list(styles) == expected
+  assert list(styles) == [
+    Style("Transformer", BLACK, "o"),
+    Style("DIFF", RED, "s"),
+  ]
+
+
+def test_two_models_of_a_variant_have_their_own_names_and_colours():
+  styles = variant_styles.distinct_styles(["diff", "diff"], ["a", "b"])
+
+  assert list(styles) == [Style("a", RED, "s"), Style("b", GREY, "o")]
+
+
+def test_the_second_of_two_variants_with_the_same_colour_is_grey():
+  styles = variant_styles.distinct_styles(
+    ["diff", "diff_per_token"], ["a", "b"]
+  )
+
+  assert list(styles) == [
+    Style("DIFF", RED, "s"),
+    Style("DIFF with λ per token", GREY, "o"),
+  ]
