@@ -7,6 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from diffjax.config import ModelConfig, UserError
@@ -20,9 +21,7 @@ from diffjax.model.attention import (
 )
 from diffjax.model.registry import imported_modules
 from diffjax.parameters import PARAMETERS, Parameter
-from tests.harness.parameters import parameters
-
-LAMBDA_INIT = 0.3
+from tests.harness.parameters import parameters as random_parameters
 
 
 def subclass(
@@ -49,7 +48,7 @@ def output_and_gradients(
   segment_ids = jnp.array([[1] * 4 + [2] * 5, [1] * 7 + [0] * 2])
 
   def loss(params, x):
-    y = layer.apply({"params": params}, x, LAMBDA_INIT, segment_ids=segment_ids)
+    y = layer.apply({"params": params}, x, 0.3, segment_ids=segment_ids)
     return jnp.sum(y**2), y
 
   gradient_function = jax.grad(loss, argnums=(0, 1), has_aux=True)
@@ -87,26 +86,28 @@ def fused_cases() -> list[Any]:
 def test_the_fused_operation_computes_the_weights_times_the_values(
   name, fields, dtype, tolerance
 ):
+  """A fused operation does not store the weights of attention."""
   layer_class = ATTENTION[name]
-  # This class multiplies its weights with the values.
-  unfused_class = subclass(layer_class, fused=False)
-  fields = dict(num_heads=4, num_kv_heads=2, head_dim=4, dtype=dtype, **fields)
+  # This class computes its weights, and multiplies them with the values.
+  unfused_class = type("Unfused", (layer_class,), {"fused": False})
+  fields = dict(num_heads=4, num_kv_heads=2, head_dim=4, **fields)
   x = np.random.default_rng(0).normal(size=(2, 9, 16))
-  layer = layer_class(**fields)
-  params = parameters(layer.clone(dtype="float32"), x, LAMBDA_INIT)
+  params = random_parameters(layer_class(**fields), x, lambda_init=0.3)
 
   with jax.enable_x64(True):
     x = jnp.asarray(x, dtype)
-    params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
-    actual = output_and_gradients(layer, params, x)
-    expected = output_and_gradients(unfused_class(**fields), params, x)
+    params = optax.tree.cast(params, dtype)
+    fused_layer = layer_class(**fields, dtype=dtype)
+    unfused_layer = unfused_class(**fields, dtype=dtype)
+    output, gradients = output_and_gradients(fused_layer, params, x)
+    expected = output_and_gradients(unfused_layer, params, x)
 
-  output, _ = actual
   assert output.dtype == dtype
-  leaves = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
-  for leaf, expected_leaf in leaves:
-    error = np.linalg.norm(leaf - expected_leaf)
-    assert error <= tolerance * np.linalg.norm(expected_leaf)
+  arrays = jax.tree.leaves((output, gradients))
+  expected_arrays = jax.tree.leaves(expected)
+  for actual_array, expected_array in zip(arrays, expected_arrays, strict=True):
+    error = np.linalg.norm(actual_array - expected_array)
+    assert error <= tolerance * np.linalg.norm(expected_array)
 
 
 # What a subclass inherits.
@@ -252,6 +253,7 @@ def test_an_unknown_feature_is_rejected():
 def test_a_rejected_registration_changes_nothing(
   name, declarations, message, restored_registry
 ):
+  """The registry and the table of parameters stay as they were."""
   own_class = subclass(Attention, **declarations)
   classes = dict(ATTENTION)
   table = dict(PARAMETERS)
@@ -281,9 +283,8 @@ def register_with_bias(bias: float) -> type[Attention]:
 def test_a_class_that_is_defined_again_replaces_the_old_one(restored_registry):
   register_with_bias(1.0)
   own_class = register_with_bias(2.0)
-  config = ModelConfig(attention="own", head_norm=False)
 
-  layer_class = attention_class(config)
+  layer_class = attention_class(ModelConfig(attention="own", head_norm=False))
 
   assert layer_class is own_class
   params = init(layer_class(num_heads=2, head_dim=4))
@@ -361,6 +362,7 @@ def test_a_matrix_starts_with_the_standard_deviation_of_its_inputs(
 
   @register("own")
   class Own(Attention):
+    # A matrix [E, H, R] in each of L layers, with R = 40.
     extra_parameters = {"own_gate": Parameter("LEHR", inputs="E")}
     extra_axes = {"R": 40}
 
@@ -371,7 +373,8 @@ def test_a_matrix_starts_with_the_standard_deviation_of_its_inputs(
   params = init(Own(num_heads=4, head_dim=8), embed_dim=64)
 
   chex.assert_shape(params["own_gate"], (64, 4, 40))
-  assert float(params["own_gate"].std()) == pytest.approx(1 / 8, rel=0.05)
+  deviation = float(params["own_gate"].std())
+  assert deviation == pytest.approx(1 / np.sqrt(64), rel=0.05)
 
 
 class Biased(Attention):
