@@ -50,8 +50,7 @@ CONFIG = ModelConfig(
   max_length=64,
   **own_variants.FIELDS,
 )
-# The first layer has a window, and the second one has none.
-WINDOWS = dict(window=4, window_pattern="wf")
+# Two rows of 12 token ids.
 TOKENS = np.random.default_rng(0).integers(0, 64, (2, 12)).astype(np.int32)
 
 
@@ -85,8 +84,6 @@ def visible_keys(
 
 
 # A layer equals its definition.
-
-SEGMENT_IDS = np.repeat([1, 2], [7, 5])
 
 
 def expected_heads(
@@ -126,6 +123,7 @@ def expected_heads(
 @pytest.mark.parametrize("name", own_variants.NAMES)
 @pytest.mark.parametrize("window", [None, 4])
 def test_a_layer_equals_its_definition(name, window):
+  segment_ids = np.array([1] * 7 + [2] * 5)
   rng = np.random.default_rng(1)
   x = rng.normal(size=(1, 12, 16)).astype(np.float32)
   layer = ATTENTION[name](
@@ -136,15 +134,13 @@ def test_a_layer_equals_its_definition(name, window):
   params["strange_bias"] = jnp.asarray(bias)
 
   actual = jax.jit(layer.apply)(
-    {"params": params}, x, segment_ids=jnp.asarray(SEGMENT_IDS)[None]
+    {"params": params}, x, segment_ids=segment_ids[None]
   )
 
   exact_params = jax.tree.map(np.float64, params)
+  visible = visible_keys(12, window=window, segment_ids=segment_ids)
   heads = expected_heads(
-    exact_params,
-    np.float64(x[0]),
-    visible_keys(12, window=window, segment_ids=SEGMENT_IDS),
-    has_sum=name == "strange_sum",
+    exact_params, np.float64(x[0]), visible, has_sum=name == "strange_sum"
   )
   expected = np.einsum("THV,HVE->TE", heads, exact_params["out"])
   chex.assert_trees_all_close(np.float64(actual[0]), expected, **FLOAT32)
@@ -157,6 +153,7 @@ def test_the_documented_dint_equals_its_equations(window):
   Row i of A₃ is the mean of the rows of A₁ that query i sees as keys.
   """
   lambda_init = 0.3
+  segment_ids = np.array([1] * 7 + [2] * 5)
   rng = np.random.default_rng(3)
   x = rng.normal(size=(1, 12, 16)).astype(np.float32)
   layer = ATTENTION["dint"](
@@ -168,7 +165,7 @@ def test_the_documented_dint_equals_its_equations(window):
     {"params": params},
     x,
     lambda_init,
-    segment_ids=jnp.asarray(SEGMENT_IDS)[None],
+    segment_ids=segment_ids[None],
   )
 
   exact_params = jax.tree.map(np.float64, params)
@@ -179,7 +176,7 @@ def test_the_documented_dint_equals_its_equations(window):
   first = np.exp(exact_params["lambda_q1"] @ exact_params["lambda_k1"])
   second = np.exp(exact_params["lambda_q2"] @ exact_params["lambda_k2"])
   lam = first - second + lambda_init
-  visible = visible_keys(12, window=window, segment_ids=SEGMENT_IDS)
+  visible = visible_keys(12, window=window, segment_ids=segment_ids)
   scores = np.einsum("THGD,SHGD->HGTS", q, k) / np.sqrt(8)
   exponentials = np.where(visible, np.exp(scores), 0)
   maps = exponentials / exponentials.sum(axis=-1, keepdims=True)
@@ -198,7 +195,7 @@ def test_the_documented_dint_equals_its_equations(window):
 
 @pytest.mark.parametrize("window", [None, 3])
 def test_key_distances_count_tokens_between_a_query_and_its_keys(window):
-  segment_ids = np.repeat([1, 2], [4, 3])
+  segment_ids = np.array([1] * 4 + [2] * 3)
   visible = visible_keys(7, window=window, segment_ids=segment_ids)
   query, key = np.indices((7, 7))
 
@@ -223,40 +220,44 @@ def test_the_table_of_shapes_has_the_parameters(name):
 
 @pytest.mark.parametrize("name", own_variants.NAMES)
 def test_a_token_sees_only_earlier_tokens_of_its_document(name):
-  model, params = decoder(name, **WINDOWS)
-  apply = jax.jit(model.apply)
-  segment_ids = np.tile(np.repeat([1, 2], [7, 5]), (2, 1))
-  positions = np.tile([*range(7), *range(5)], (2, 1))
-  packed = apply({"params": params}, TOKENS, segment_ids, positions)
+  # The first layer has a window, and the second one has none.
+  model, params = decoder(name, window=4, window_pattern="wf")
+  apply = jax.jit(functools.partial(model.apply, {"params": params}))
+  # Each row has a document of 7 tokens and one of 5.
+  segment_ids = np.array([[1] * 7 + [2] * 5] * 2)
+  positions = np.array([[*range(7), *range(5)]] * 2)
+  hidden = apply(TOKENS, segment_ids, positions)
 
-  # The second document is now the first one of its row.
-  swapped = apply(
-    {"params": params},
+  with_documents_swapped = apply(
     np.roll(TOKENS, 5, axis=1),
     np.roll(segment_ids, 5, axis=1),
     np.roll(positions, 5, axis=1),
   )
-  later_changed = TOKENS.copy()
-  later_changed[:, 6:] += 1
-  changed = apply(
-    {"params": params}, later_changed % 64, segment_ids, positions
-  )
+  other_tokens = TOKENS.copy()
+  other_tokens[:, 6:] = (TOKENS[:, 6:] + 1) % 64
+  with_later_tokens_changed = apply(other_tokens, segment_ids, positions)
 
-  chex.assert_trees_all_close(swapped[:, :5], packed[:, 7:], **FLOAT32)
-  chex.assert_trees_all_close(changed[:, :6], packed[:, :6], **FLOAT32)
+  chex.assert_trees_all_close(
+    with_documents_swapped[:, :5], hidden[:, 7:], **FLOAT32
+  )
+  chex.assert_trees_all_close(
+    with_later_tokens_changed[:, :6], hidden[:, :6], **FLOAT32
+  )
 
 
 @pytest.mark.parametrize("name", ["strange", "distance_sigmoid"])
 def test_a_cache_does_not_change_the_hidden_states(name):
-  model, params = decoder(name, **WINDOWS)
+  """A row can be read in two parts, of which the cache keeps the first."""
+  model, params = decoder(name, window=4, window_pattern="wf")
   if name == "distance_sigmoid":
+    # A slope of 0 would hide the distances.
     params["layers"]["attention"]["sigmoid_slope"] = jnp.full((2, 4), 0.3)
-  cache = empty_cache(model, 2, 16)
   layers = unstack(model, params)
-  read = jax.jit(functools.partial(extend, model))
+  extend_cache = jax.jit(functools.partial(extend, model))
 
-  first, cache = read(layers, TOKENS[:, :6], cache)
-  second, cache = read(layers, TOKENS[:, 6:], cache)
+  cache = empty_cache(model, 2, 16)
+  first, cache = extend_cache(layers, TOKENS[:, :6], cache)
+  second, _ = extend_cache(layers, TOKENS[:, 6:], cache)
 
   actual = np.concatenate([first, second], axis=1)
   expected = jax.jit(model.apply)({"params": params}, TOKENS)
@@ -289,9 +290,6 @@ def greedy_function(
   return generate
 
 
-PROMPTS = [TOKENS[0, :9].tolist(), TOKENS[1, :4].tolist()]
-
-
 @pytest.mark.parametrize(
   "name",
   [
@@ -301,12 +299,17 @@ PROMPTS = [TOKENS[0, :9].tolist(), TOKENS[1, :4].tolist()]
 )
 def test_greedy_generation_equals_a_loop_over_the_model(name):
   model, params = decoder(name)
-  generate = greedy_function(model, params)
+  generate_greedily = greedy_function(model, params)
   sampler = Sampler(model, params, batch_size=2, capacity=24)
+  first_prompt = TOKENS[0, :9].tolist()
+  second_prompt = TOKENS[1, :4].tolist()
 
-  answers = sampler.generate(PROMPTS, 10)
+  answers = sampler.generate([first_prompt, second_prompt], 10)
 
-  assert answers == [generate(prompt, 10) for prompt in PROMPTS]
+  assert answers == [
+    generate_greedily(first_prompt, 10),
+    generate_greedily(second_prompt, 10),
+  ]
 
 
 def test_generation_without_cache_warns_once_for_a_variant(capfd):
@@ -330,22 +333,25 @@ def test_generation_with_cache_does_not_warn(capfd):
 
 
 def test_recomputing_rows_gives_the_tokens_and_logits_of_the_cache(monkeypatch):
+  """A sampler computes whole rows for a variant without `cached_decoding`."""
   model, params = decoder("strange")
+  prompts = [TOKENS[0, :9].tolist(), TOKENS[1, :4].tolist()]
 
-  def draw():
+  def answers_and_logits():
     sampler = Sampler(model, params, batch_size=2, capacity=32)
-    state = sampler.prefill([TOKENS[0, :5].tolist(), TOKENS[1, :9].tolist()])
+    answers = sampler.generate(prompts, 12, temperature=0.8, top_p=0.9, seed=3)
+    state = sampler.prefill(prompts)
+    # Further tokens of each row: first several, and then one.
     state = sampler.read(state, [[1, 2, 3], [4]])
     state = sampler.step(state, np.array([5, 6]))
-    answers = sampler.generate(PROMPTS, 12, temperature=0.8, top_p=0.9, seed=3)
     return answers, np.asarray(state.logits)
 
-  answers, state_logits = draw()
+  answers, logits_of_cache = answers_and_logits()
   monkeypatch.setattr(ATTENTION["strange"], "supports", set())
-  recomputed_answers, recomputed_logits = draw()
+  recomputed_answers, recomputed_logits = answers_and_logits()
 
   assert recomputed_answers == answers
-  chex.assert_trees_all_close(recomputed_logits, state_logits, **FLOAT32)
+  chex.assert_trees_all_close(recomputed_logits, logits_of_cache, **FLOAT32)
 
 
 def negated_forward(arrays, mask, options):
@@ -365,10 +371,11 @@ def test_generation_calls_an_implementation_that_a_user_registered():
   model = plain_model.clone(attention_fn=attention_fn)
   sampler = Sampler(model, params, capacity=24)
 
-  (answer,) = sampler.generate(PROMPTS[:1], 10)
+  prompt = TOKENS[0, :9].tolist()
+  (answer,) = sampler.generate([prompt], 10)
 
-  assert answer == greedy_function(model, params)(PROMPTS[0], 10)
-  assert answer != greedy_function(plain_model, params)(PROMPTS[0], 10)
+  assert answer == greedy_function(model, params)(prompt, 10)
+  assert answer != greedy_function(plain_model, params)(prompt, 10)
 
 
 # Features that a variant does not support.
@@ -441,7 +448,9 @@ def train_config(
 ) -> Config:
   """Returns a training run of a variant, with windows in some layers."""
   return Config(
-    model=dataclasses.replace(CONFIG, attention=name, **WINDOWS),
+    model=dataclasses.replace(
+      CONFIG, attention=name, window=4, window_pattern="wf"
+    ),
     data=DataConfig(length=16),
     train=TrainConfig(batch_size=4, accumulation=accumulation),
     mesh=mesh or MeshConfig(),
@@ -491,11 +500,14 @@ def test_a_mesh_does_not_change_training(name, mesh):
 
   on_mesh = run_steps(train_config(name, mesh), num_devices=4)
 
-  for expected, actual in zip(on_one_device, on_mesh, strict=True):
+  for step in range(3):
+    actual = on_mesh[step]
+    expected = on_one_device[step]
     np.testing.assert_allclose(actual["loss"], expected["loss"], rtol=2e-6)
     np.testing.assert_allclose(
       actual["grad_norm"], expected["grad_norm"], rtol=2e-5
     )
+  # The steps do change the parameters.
   assert on_one_device[0]["loss"] != on_one_device[2]["loss"]
 
 
