@@ -51,7 +51,6 @@ SHAPES = {
   "gate": ((E,), (F,)),
   "down": ((F,), (E,)),
 }
-FSDP = MeshConfig(data=1, fsdp=8)
 ALL_AXES = MeshConfig(data=1, fsdp=2, context=2, tensor=2)
 
 
@@ -134,13 +133,18 @@ def test_a_product_without_a_mesh_equals_float64(name):
 @pytest.mark.parametrize(
   ("name", "mesh_config"),
   [
-    *[pytest.param(name, ALL_AXES, id=f"{name}, all axes") for name in SHAPES],
-    pytest.param("query", FSDP, id="query, fsdp"),
-    pytest.param("down", FSDP, id="down, fsdp"),
-    pytest.param("gate", MeshConfig(data=8), id="gate, data"),
+    ("query", ALL_AXES),
+    ("value", ALL_AXES),
+    ("out", ALL_AXES),
+    ("gate", ALL_AXES),
+    ("down", ALL_AXES),
+    ("query", MeshConfig(data=1, fsdp=8)),
+    ("down", MeshConfig(data=1, fsdp=8)),
+    ("gate", MeshConfig(data=8)),
   ],
 )
 def test_a_product_on_a_mesh_equals_float64(name, mesh_config):
+  """The values and gradients of the product of x with a parameter."""
   mesh = make_mesh(mesh_config)
   with jax.set_mesh(mesh):
     run = sharded_value_and_gradients(name, mesh, jnp.float32)
@@ -152,30 +156,29 @@ def test_a_product_on_a_mesh_equals_float64(name, mesh_config):
 
 
 @pytest.mark.parametrize(
-  ("device_kind", "num_chips", "fsdp", "expected"),
+  ("device_kind", "data", "fsdp", "expected"),
   [
-    ("TPU v5 lite", 16, 16, True),
-    ("TPU v5 lite", 32, 8, False),
-    ("TPU v6 lite", 16, 16, False),
-    ("TPU v5", 8, 8, False),
-    ("TPU v4", 64, 64, True),
-    ("TPU v4", 128, 128, False),
-    (None, 8, 8, True),
+    pytest.param("TPU v5 lite", 1, 16, True, id="v5e-16"),
+    pytest.param("TPU v5 lite", 4, 8, False, id="v5e-32"),
+    pytest.param("TPU v6 lite", 1, 16, False, id="v6e-16, sparse cores"),
+    pytest.param("TPU v5", 1, 8, False, id="v5p-8, sparse cores"),
+    pytest.param("TPU v4", 1, 64, True, id="v4-64"),
+    pytest.param("TPU v4", 1, 128, False, id="v4-128"),
   ],
 )
 def test_small_meshes_without_sparse_cores_exchange_gradients(
-  device_kind, num_chips, fsdp, expected
+  device_kind, data, fsdp, expected
 ):
-  device = None
-  if device_kind is not None:
-    device = jax.sharding.AbstractDevice(
-      device_kind=device_kind, num_cores=None, platform="tpu"
-    )
-  mesh = AbstractMesh(
-    (num_chips // fsdp, fsdp), ("data", "fsdp"), abstract_device=device
+  device = jax.sharding.AbstractDevice(
+    device_kind=device_kind, num_cores=None, platform="tpu"
   )
+  mesh = AbstractMesh((data, fsdp), ("data", "fsdp"), abstract_device=device)
 
   assert uses_exchange(mesh) is expected
+
+
+def test_a_mesh_of_an_unknown_device_exchanges_gradients():
+  assert uses_exchange(AbstractMesh((1, 8), ("data", "fsdp")))
 
 
 def choose_summation(
@@ -199,6 +202,7 @@ def choose_summation(
 # One parameter for each position of the axis that fsdp splits.
 @pytest.mark.parametrize("name", ["query", "down", "out"])
 def test_a_reduce_scatter_gives_the_gradients_of_an_exchange(name, monkeypatch):
+  """Large meshes sum gradients by a reduce-scatter, and small ones do not."""
   choose_summation(monkeypatch, with_exchange=False, with_sparse_cores=False)
   mesh = make_mesh(ALL_AXES)
   arrays = make_arrays(name)
@@ -218,23 +222,24 @@ def test_a_reduce_scatter_gives_the_gradients_of_an_exchange(name, monkeypatch):
 
 @pytest.mark.parametrize("has_sparse_cores", [False, True])
 def test_sums_over_devices_are_not_rounded(has_sparse_cores, monkeypatch):
-  """The sum of eight summands of 1 + 2⁻⁷ or 512 is no bfloat16.
+  """The sum of 512 and seven times 1 + 2⁻⁷ has too many digits for bfloat16.
 
-  Sparse cores also get summands in float32, such as 1 + 2⁻⁷ + 2⁻⁹.
+  With sparse cores, also the summand of a device may have too many digits, such
+  as 1 + 2⁻⁷ + 2⁻⁹.
   """
   choose_summation(
     monkeypatch,
     with_exchange=not has_sparse_cores,
     with_sparse_cores=has_sparse_cores,
   )
-  mesh = make_mesh(FSDP)
+  mesh = make_mesh(MeshConfig(data=1, fsdp=8))
   small = 2**-9 if has_sparse_cores else 0.0
-  # dW sums over two tokens on each device.
-  x = jnp.ones((B, 2, E), jnp.bfloat16)
+  # Each of the eight devices has a row of two tokens. With x = 1, dw is the sum
+  # of dy over all tokens.
+  x = jnp.ones((8, 2, E), jnp.bfloat16)
   w = jnp.zeros((E, F))
-  summands = np.tile([1 + 2**-7, small], (B, 1))
-  summands[0] = [512, 0]
-  dy = jnp.broadcast_to(summands[..., None], (B, 2, F)).astype(jnp.bfloat16)
+  dy_of_tokens = jnp.array([[512, 0]] + 7 * [[1 + 2**-7, small]], jnp.bfloat16)
+  dy = jnp.broadcast_to(dy_of_tokens[..., None], (8, 2, F))
 
   with jax.set_mesh(mesh):
     run = sharded_value_and_gradients("gate", mesh, jnp.bfloat16)
@@ -249,12 +254,17 @@ def test_sums_over_devices_are_not_rounded(has_sparse_cores, monkeypatch):
 def test_sums_of_gather_parameter_are_not_rounded(
   has_sparse_cores, monkeypatch
 ):
+  """The gradient of a gathered parameter is a sum over devices.
+
+  The sum of 512 and seven times 1 + 2⁻⁷ has too many digits for bfloat16.
+  """
   choose_summation(
     monkeypatch,
     with_exchange=not has_sparse_cores,
     with_sparse_cores=has_sparse_cores,
   )
-  mesh = make_mesh(FSDP)
+  mesh = make_mesh(MeshConfig(data=1, fsdp=8))
+  # A row for each of eight devices.
   dy = jnp.full((8, 16), 1 + 2**-7, jnp.bfloat16).at[0].set(512)
 
   def local_gradient(shard, dy):
@@ -312,7 +322,7 @@ def lowered_product(optimised):
 
 @pytest.mark.parametrize("name", ["query", "down"])
 def test_gradients_are_exchanged_in_bfloat16(lowered_product, name):
-  """Each device sends its half of the gradient. tensor has split it in two.
+  """Each device sends half of the gradient: the tensor axis splits it in two.
 
   XLA's CPU backend may send bfloat16 as float32, so this reads the program
   before XLA.
@@ -321,35 +331,36 @@ def test_gradients_are_exchanged_in_bfloat16(lowered_product, name):
 
   exchanged = sizes_and_dtypes(r"all_to_all.*?-> tensor<([\dx]+)x(\w+)>", text)
 
-  _, w, _ = make_arrays(name)
-  assert exchanged == [(w.size // 2, "bf16")]
+  _, parameter, _ = make_arrays(name)
+  assert exchanged == [(parameter.size // 2, "bf16")]
 
 
 @pytest.mark.parametrize("name", ["query", "down"])
 def test_sums_over_the_data_axis_are_in_float32(lowered_product, name):
-  """Each device sums the quarter of the gradient that it stores."""
+  """Each device sums its quarter of the gradient: fsdp and tensor are 2."""
   text = lowered_product(name).as_text()
 
   summed = sizes_and_dtypes(
     r"stablehlo.all_reduce[\s\S]*?\) -> tensor<([\dx]+)x(\w+)>", text
   )
 
-  _, w, _ = make_arrays(name)
-  assert set(summed) == {(w.size // 4, "f32")}
+  _, parameter, _ = make_arrays(name)
+  assert set(summed) == {(parameter.size // 4, "f32")}
 
 
 @pytest.mark.parametrize("name", ["query", "down"])
 def test_parameters_are_gathered_only_along_fsdp_and_in_one_piece(
   lowered_product, name
 ):
+  """A loop would gather a parameter in several pieces."""
   text = lowered_product(name).compile().as_text()
 
   gathered_sizes = set()
   for shape in re.findall(r"\[([\d,]+)\]\S* all-gather\(", text):
     gathered_sizes.add(math.prod(int(size) for size in shape.split(",")))
-  _, w, _ = make_arrays(name)
+  _, parameter, _ = make_arrays(name)
   # The tensor axis still splits the parameter in two.
-  assert gathered_sizes == {w.size // 2}
+  assert gathered_sizes == {parameter.size // 2}
   assert "while(" not in text
 
 
@@ -375,17 +386,8 @@ def test_gather_and_cast_gathers_only_along_fsdp():
 # Remat.
 
 
-@pytest.mark.parametrize(
-  "mesh_config",
-  [
-    pytest.param(MeshConfig(data=1), id="one device"),
-    pytest.param(ALL_AXES, id="all axes"),
-  ],
-)
-def test_remat_repeats_the_products_of_its_policy(mesh_config):
-  """JAX's own policies do not see products inside `shard_map`."""
-  num_devices = math.prod(dataclasses.astuple(mesh_config))
-  mesh = make_mesh(mesh_config, jax.devices()[:num_devices])
+def remat_config(remat: str, mesh_config: MeshConfig) -> Config:
+  """Returns a run of a small Transformer with this option of remat."""
   model = ModelConfig(
     attention="softmax",
     vocab_size=64,
@@ -397,32 +399,42 @@ def test_remat_repeats_the_products_of_its_policy(mesh_config):
     head_dim=D,
     ffn_dim=F,
     head_norm=False,
+    remat=remat,
   )
+  return Config(
+    model=model,
+    data=DataConfig(length=16),
+    mesh=mesh_config,
+    train=TrainConfig(batch_size=8, steps=200),
+  )
+
+
+@pytest.mark.parametrize(
+  "mesh_config",
+  [
+    pytest.param(MeshConfig(data=1), id="one device"),
+    pytest.param(ALL_AXES, id="all axes"),
+  ],
+)
+def test_remat_repeats_the_products_of_its_policy(mesh_config):
+  """JAX's own policies do not see products inside `shard_map`."""
+  num_devices = math.prod(dataclasses.astuple(mesh_config))
+  mesh = make_mesh(mesh_config, jax.devices()[:num_devices])
 
   num_products = {}
   for remat in REMAT:
-    config = Config(
-      model=dataclasses.replace(model, remat=remat),
-      data=DataConfig(length=16),
-      mesh=mesh_config,
-      train=TrainConfig(batch_size=8, steps=200),
-    )
+    config = remat_config(remat, mesh_config)
     text = build(config, mesh).lower_train_step().as_text()
     num_products[remat] = text.count("stablehlo.dot_general")
 
-  num_repeated = {}
-  for remat in ("none", "dots", "ffn", "gate", "attention"):
-    num_repeated[remat] = num_products[remat] - num_products["none"]
-  assert num_repeated == {
-    "none": 0,
-    "dots": 0,
-    # Query, key, value and out.
-    "ffn": 4,
-    # The same and up.
-    "gate": 5,
-    # The same and gate.
-    "attention": 6,
-  }
+  stored = num_products["none"]
+  assert num_products["dots"] == stored
+  # Query, key, value and out.
+  assert num_products["ffn"] == stored + 4
+  # The same and up.
+  assert num_products["gate"] == stored + 5
+  # The same and gate.
+  assert num_products["attention"] == stored + 6
   assert num_products["full"] > num_products["attention"]
 
 
@@ -485,18 +497,21 @@ def estimate_collectives(
   ["v5e:4x4", *full(["v5p:2x2x1", "v5p:2x2x2", "v6e:4x4", "v6e:4x8"])],
 )
 def test_computation_hides_communication(topology):
-  """Nothing runs before the first gather of a layer, so it is not hidden.
+  """The TPU compiler schedules collectives at the same time as products.
 
-  The second one has as many bytes and is hidden. So are gradients: their
-  exchange on v5e, and elsewhere the reduce-scatter of the sparse cores.
+  Each layer gathers two parameters of equal size. Nothing runs before the first
+  gather, so at most the second one is hidden.
   """
-  seconds = call_with_devices(estimate_collectives, topology, topology=topology)
+  collectives = call_with_devices(
+    estimate_collectives, topology, topology=topology
+  )
 
+  # v5e exchanges gradients. Other chips have sparse cores, which sum them.
   kind_of_gradients = "reduce-scatter"
   if topology.startswith("v5e"):
     kind_of_gradients = "all-to-all"
-  assert seconds.keys() == {"all-gather", kind_of_gradients}
-  total, exposed = seconds["all-gather"]
-  assert exposed < 0.51 * total
-  total, exposed = seconds[kind_of_gradients]
-  assert exposed < 0.2 * total
+  assert collectives.keys() == {"all-gather", kind_of_gradients}
+  seconds, exposed_seconds = collectives["all-gather"]
+  assert exposed_seconds < 0.51 * seconds
+  seconds, exposed_seconds = collectives[kind_of_gradients]
+  assert exposed_seconds < 0.2 * seconds
