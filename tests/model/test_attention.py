@@ -201,10 +201,10 @@ def test_a_layer_can_be_part_of_a_users_module(name):
 
 @pytest.mark.parametrize("name", ATTENTION)
 def test_parameters_have_the_axes_of_the_paper(name):
-  """For example, a query matrix has the axes E (embed_dim), H (heads), G and D.
+  """A letter stands for an axis.
 
-  G and M are a head's numbers of query maps and of key maps, and V and D are
-  the widths of its values and keys.
+  E is embed_dim, H and K are the heads of queries and of keys, G and M are the
+  query maps and key maps of a head, and D, V and U are widths of a head.
   """
   layer_class = ATTENTION[name]
   G, M, value_factor = VARIANTS[name].sizes
@@ -531,7 +531,7 @@ def test_a_gate_scales_each_number_of_the_heads_outputs():
 
 @pytest.mark.parametrize("layer_class", [Attention, DiffAttention])
 def test_head_norm_is_an_option_of_every_layer(layer_class):
-  """The ablations have a Transformer with it, and DIFF without it."""
+  """The paper's ablations have a Transformer with it, and DIFF without it."""
   x = jax.random.normal(jax.random.key(0), (1, 8, 16))
   normed = layer_class(num_heads=2, head_dim=4, head_norm=True)
   unnormed = layer_class(num_heads=2, head_dim=4, head_norm=False)

@@ -131,7 +131,8 @@ def test_untied_embeddings_have_an_unembedding():
 
 
 def test_diff_has_only_lambdas_and_gains_more_than_its_transformer():
-  num_layers, head_dim = 3, 8
+  num_layers = 3
+  head_dim = 8
   diff_config = dataclasses.replace(
     CONFIG, num_layers=num_layers, head_dim=head_dim
   )
@@ -252,7 +253,7 @@ def shape_cases() -> list[Any]:
 
 @pytest.mark.parametrize("config", shape_cases())
 def test_the_table_has_the_shape_of_every_parameter(config):
-  """The layers state shapes, and diffjax/parameters.py states axes."""
+  """`parameter_shapes` reads a table of axes, and not the layers' code."""
   init = Decoder(config).init
   variables = jax.eval_shape(
     init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32)
@@ -764,7 +765,9 @@ def test_initial_matrices_have_the_standard_deviation_of_their_inputs(name):
   The two matrices that write to the residual stream, `out` and `down`, have a
   further factor of 1/√(2 · layers).
   """
-  num_layers, embed_dim, ffn_dim = 3, 32, 48
+  num_layers = 3
+  embed_dim = 32
+  ffn_dim = 48
   params = initial_parameters(VARIANTS[name])
 
   matrices = {

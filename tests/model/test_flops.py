@@ -139,7 +139,11 @@ def test_flops_equal_xlas_count_of_the_matrix_products(name):
 
 def test_frozen_matrices_need_no_gradients():
   """A training step omits the product for the gradient of a frozen matrix."""
-  num_layers, embed_dim, num_heads, head_dim, vocab_size = 3, 32, 4, 6, 96
+  num_layers = 3
+  embed_dim = 32
+  num_heads = 4
+  head_dim = 6
+  vocab_size = 96
   model = ModelConfig(
     attention="dex",
     plain_layers=1,
@@ -189,7 +193,10 @@ def test_the_sigmoid_of_lambda_costs_nothing():
 )
 def test_only_visible_pairs_of_queries_and_keys_count(causal, window):
   """Models with other masks differ by the FLOPs of the pairs that they see."""
-  length, num_layers, num_heads, head_dim = 16, 3, 4, 6
+  length = 16
+  num_layers = 3
+  num_heads = 4
+  head_dim = 6
   causal_model = ModelConfig(
     num_layers=num_layers,
     num_heads=num_heads,
@@ -220,7 +227,8 @@ def test_each_layer_has_its_own_pairs_and_maps():
 
   "fw" repeats: full attention, then a window of 4 tokens.
   """
-  length, head_dim = 16, 6
+  length = 16
+  head_dim = 6
   model = ModelConfig(
     num_layers=3,
     plain_layers=1,
@@ -255,8 +263,13 @@ def test_attention_of_diff_has_six_to_four_of_its_transformers_products():
 
   The models are those with 1.4 billion parameters.
   """
-  length, num_layers, num_heads, head_dim = 2048, 24, 8, 128
-  embed_dim, ffn_dim, vocab_size = 2048, 5440, 100_288
+  length = 2048
+  num_layers = 24
+  num_heads = 8
+  head_dim = 128
+  embed_dim = 2048
+  ffn_dim = 5440
+  vocab_size = 100_288
 
   diff = forward_flops(PAPER_1B, length)
   transformer = forward_flops(PAPER_1B_SOFTMAX, length)
@@ -322,7 +335,9 @@ def test_the_parameter_count_of_v2_is_that_of_the_post():
 
 def test_v2_has_two_matrices_more_than_its_transformer_in_each_layer():
   """These are the queries of the second maps, E × E, and W_λ, E × H."""
-  num_layers, embed_dim, num_heads = 24, 2048, 16
+  num_layers = 24
+  embed_dim = 2048
+  num_heads = 16
 
   v2 = flops.parameter_count(PAPER_1B_V2)
   transformer = flops.parameter_count(PAPER_1B_SOFTMAX)

@@ -216,6 +216,7 @@ def first_state_on_mesh(name: str) -> TrainState:
   "name", ["diff", *full(name for name in VARIANTS if name != "diff")]
 )
 def test_a_mesh_does_not_change_the_first_state(name):
+  """The program of a mesh draws the same random numbers as one device."""
   state = first_state_on_mesh(name)
 
   expected = first_state(make_config(VARIANTS[name]))
@@ -309,7 +310,8 @@ def test_the_loss_communicates_once_outside_its_loop():
   """
   mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
   cross_entropy = sharded_cross_entropy(mesh)
-  vocab_size, embed_dim = 64, 32
+  vocab_size = 64
+  embed_dim = 32
   hidden = np.ones((B, T, embed_dim), np.float32)
   batch = put_batch(make_batch() | {"hidden": hidden}, mesh)
   embedding = jax.device_put(
@@ -470,9 +472,6 @@ def test_axes_must_multiply_to_the_number_of_devices(mesh, message):
     make_mesh(mesh)
 
 
-EIGHT_HEADS = dict(num_heads=8, num_kv_heads=8)
-
-
 @pytest.mark.parametrize(
   ("model", "mesh", "message"),
   [
@@ -490,13 +489,13 @@ EIGHT_HEADS = dict(num_heads=8, num_kv_heads=8)
       id="num_kv_heads",
     ),
     pytest.param(
-      dict(**EIGHT_HEADS, ffn_dim=44),
+      dict(num_heads=8, num_kv_heads=8, ffn_dim=44),
       dict(tensor=8),
       "config.mesh.tensor = 8 does not divide the 44 .*config.model.ffn_dim",
       id="ffn_dim",
     ),
     pytest.param(
-      dict(**EIGHT_HEADS, vocab_size=65),
+      dict(num_heads=8, num_kv_heads=8, vocab_size=65),
       dict(tensor=8),
       "config.mesh.tensor = 8 does not divide the 65 .*vocab_size",
       id="vocab_size",
