@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import numpy as np
@@ -42,11 +43,12 @@ LINE, COMMAND = re.search(
   re.MULTILINE,
 ).groups()
 NUM_STEPS = 60
+# Training writes a text of 5 generated tokens.
 SAMPLED = "--config.train.sample_tokens=5"
 
 # The training command. The process kills itself while it writes the checkpoint
 # of step 30.
-KILLED_IN_A_SAVE = """
+TRAIN_AND_DIE_IN_THE_SAVE_OF_STEP_30 = """
 import os, signal
 from diffjax.cli import command
 from diffjax.train import main
@@ -65,7 +67,7 @@ command.run(main)
 """
 
 # The training command in another directory. Only relative paths depend on it.
-IN_ANOTHER_DIRECTORY = """
+TRAIN_IN_DIRECTORY = """
 import os
 from diffjax.cli import command
 from diffjax.train import main
@@ -77,9 +79,9 @@ def main_in_directory(config):
 command.run(main_in_directory)
 """
 
-# One process fails when the file --workdir exists. The others wait for it in a
-# collective.
-ONE_FAILS = """
+# The process FAILING fails when the file --workdir exists. The others wait for
+# it in a collective.
+FAIL_IN_ONE_PROCESS = """
 import pathlib, sys, time
 from diffjax.config import UserError
 from diffjax.parallel.processes import connected, gather_objects
@@ -408,21 +410,22 @@ def test_sigterm_in_one_process_stops_both_after_a_checkpoint(stopped_run):
 def test_the_documented_line_resumes_a_stopped_run(
   stopped_run, log_of_one_process, overrides, tmp_path
 ):
+  """The line of docs/devices.md starts two processes again."""
   workdir = shutil.copytree(stopped_run.workdir, tmp_path / "run")
 
   result = run_documented_line(workdir, [*overrides, SAMPLED])
 
   assert f"resuming from step {stopped_run.step}" in result.stderr
   assert_logs_close(read_log(workdir), log_of_one_process)
-  # Only one process writes the log and the other files.
-  last_line = f"step {NUM_STEPS}/{NUM_STEPS}  loss"
-  assert result.stdout.count(last_line) == 1
+  # Only one process prints the last step and writes files.
+  assert result.stdout.count("step 60/60  loss") == 1
   assert (workdir / "loss.png").exists()
   assert (workdir / "sample.txt").exists()
 
 
 @pytest.mark.full
 def test_training_needs_no_terminal(overrides, whole_run, tmp_path):
+  """A run goes on if nothing reads its output any more."""
   workdir = tmp_path / "run"
   with ProcessGroup(workdir, overrides, is_read=False) as group:
     assert group.wait().codes == [0, 0]
@@ -437,17 +440,24 @@ def hangup_signal() -> signal.Signals:
   return signal.SIGTERM
 
 
+def write_jsonl_documents(path: pathlib.Path, index: int) -> None:
+  """Writes 100 documents, which are longer in files of a larger index.
+
+  So processes read their files at different speeds.
+  """
+  lines = []
+  for line in range(100):
+    text = f"document {line} of {index}: {line * index % 97}\n"
+    document = {"text": text * (1 + 3 * index)}
+    lines.append(json.dumps(document) + "\n")
+  path.write_text("".join(lines))
+
+
 @pytest.mark.full
 def test_each_process_resumes_its_own_part_of_a_stream(overrides, tmp_path):
+  """A stopped run and its continuation read what an unstopped run reads."""
   for index in range(4):
-    lines = []
-    for line in range(100):
-      text = f"document {line} of {index}: {line * index % 97}\n"
-      # Documents of the files have different lengths, so that the processes
-      # read their files at different speeds.
-      document = {"text": text * (1 + 3 * index)}
-      lines.append(json.dumps(document) + "\n")
-    (tmp_path / f"{index}.jsonl").write_text("".join(lines))
+    write_jsonl_documents(tmp_path / f"{index}.jsonl", index)
   streamed = [
     *overrides,
     "--config.data.mode=streamed",
@@ -474,7 +484,7 @@ def test_each_process_resumes_its_own_part_of_a_stream(overrides, tmp_path):
 # One process ends, and all others end too.
 
 
-def kill(group: ProcessGroup, killed: int) -> None:
+def kill_and_check_others(group: ProcessGroup, killed: int) -> None:
   """Kills a process, and checks that the others end within a minute."""
   group.processes[killed].kill()
   start = time.monotonic()
@@ -495,12 +505,12 @@ def kill(group: ProcessGroup, killed: int) -> None:
 def test_a_run_continues_after_the_coordinator_was_killed(
   overrides, whole_run, tmp_path
 ):
-  """Process 0 runs the coordination service."""
+  """The coordinator is process 0. The same command starts the run again."""
   workdir = tmp_path / "run"
   with ProcessGroup(workdir, overrides) as group:
-    # A checkpoint starts when the previous one is complete, so step 10 is.
+    # The checkpoint of step 20 has started, so that of step 10 is complete.
     group.wait_for_output("step 25/")
-    kill(group, 0)
+    kill_and_check_others(group, killed=0)
 
   with ProcessGroup(workdir, overrides) as group:
     assert group.wait().codes == [0, 0]
@@ -514,8 +524,9 @@ def test_a_run_continues_after_the_coordinator_was_killed(
 def test_an_incomplete_checkpoint_is_not_used(
   overrides, whole_run, tmp_path, killed
 ):
+  """A process is killed while it writes the checkpoint of step 30."""
   workdir = tmp_path / "run"
-  programs = {killed: KILLED_IN_A_SAVE}
+  programs = {killed: TRAIN_AND_DIE_IN_THE_SAVE_OF_STEP_30}
   with ProcessGroup(workdir, overrides, programs=programs) as group:
     codes, _ = group.wait()
   assert codes[killed] == -signal.SIGKILL
@@ -531,9 +542,9 @@ def test_an_incomplete_checkpoint_is_not_used(
 
 @pytest.mark.full
 def test_four_processes_share_parameters(overrides, whole_run, tmp_path):
-  """The sample and the evaluation also use the shared parameters.
+  """A run that is killed, then stopped by SIGTERM, ends as a run of two.
 
-  One process is killed. Later another one gets SIGTERM.
+  The sample and the evaluation also use the shared parameters.
   """
   workdir = tmp_path / "run"
   shared = [
@@ -543,8 +554,9 @@ def test_four_processes_share_parameters(overrides, whole_run, tmp_path):
     "--config.mesh.fsdp=2",
   ]
   with ProcessGroup(workdir, shared, count=4) as group:
+    # The checkpoint of step 10 has started.
     group.wait_for_output("step 15/")
-    kill(group, 2)
+    kill_and_check_others(group, killed=2)
   with ProcessGroup(workdir, shared, count=4) as group:
     group.wait_for_output("  loss ")
     group.processes[3].send_signal(signal.SIGTERM)
@@ -559,7 +571,8 @@ def test_four_processes_share_parameters(overrides, whole_run, tmp_path):
 
 @pytest.mark.full
 def test_ctrl_c_in_one_process_ends_a_process_in_a_collective(tmp_path):
-  program = ONE_FAILS.replace("FAILING", "0")
+  """Process 1 waits in the collective for process 0, which gets the signal."""
+  program = FAIL_IN_ONE_PROCESS.replace("FAILING", "0")
   programs = {0: program, 1: program}
   with ProcessGroup(tmp_path / "never", [], programs=programs) as group:
     group.wait_for_output("connected", 0)
@@ -578,13 +591,14 @@ def test_ctrl_c_in_one_process_ends_a_process_in_a_collective(tmp_path):
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_paused_process_learns_the_reason_of_the_end(tmp_path, failing):
   """Process 2 pauses longer than the others have to finish writing."""
-  program = ONE_FAILS.replace("FAILING", str(failing))
-  programs = dict.fromkeys(range(3), program)
+  program = FAIL_IN_ONE_PROCESS.replace("FAILING", str(failing))
+  programs = {0: program, 1: program, 2: program}
   workdir = tmp_path / "fail"
   with ProcessGroup(workdir, [], count=3, programs=programs) as group:
     for index in range(3):
       group.wait_for_output("connected", index)
     group.processes[2].send_signal(signal.SIGSTOP)
+    # The program fails when this file exists.
     workdir.touch()
     time.sleep(8)
     group.processes[2].send_signal(signal.SIGCONT)
@@ -623,6 +637,7 @@ def data_worker_of(process: subprocess.Popen) -> int:
 
 @pytest.mark.full
 def test_all_processes_end_if_a_data_worker_dies(overrides, tmp_path):
+  # The run lasts longer than this test.
   flags = [
     *overrides,
     "--config.data.num_workers=1",
@@ -642,6 +657,7 @@ def test_all_processes_end_if_a_data_worker_dies(overrides, tmp_path):
 
 @pytest.mark.full
 def test_all_processes_end_after_too_many_skipped_steps(overrides, tmp_path):
+  """Training skips steps whose loss is not finite."""
   diverging = [
     *overrides,
     "--config.optimizer.learning_rate=1e30",
@@ -670,19 +686,19 @@ def test_all_processes_end_after_too_many_skipped_steps(overrides, tmp_path):
   ids=repr,
 )
 def test_an_error_of_a_single_process_is_not_changed(monkeypatch, error):
-  """It does not read as a failure to connect with others."""
+  """`connected` ends only processes that have others to inform."""
+  # JAX raises this error on a machine without a cluster.
+  no_cluster = ValueError("coordinator_address should be defined.")
+  initialize = mock.Mock(side_effect=no_cluster)
+  end_process = mock.Mock()
+  monkeypatch.setattr(jax.distributed, "initialize", initialize)
+  monkeypatch.setattr(processes.signals, "end", end_process)
 
-  def detect_no_cluster(*_, **__):
-    raise ValueError("coordinator_address should be defined.")
-
-  def fail(message, code):
-    pytest.fail(message)
-
-  monkeypatch.setattr(jax.distributed, "initialize", detect_no_cluster)
-  monkeypatch.setattr(processes.signals, "end", fail)
   with pytest.raises(type(error)) as caught, connected():
     raise error
+
   assert caught.value is error
+  end_process.assert_not_called()
 
 
 def test_a_reason_is_requested_with_a_timeout_in_milliseconds():
@@ -706,11 +722,11 @@ def test_different_settings_are_named_with_their_processes(monkeypatch):
     "--workdir": "a",
   }
   third_settings = {"config": {"train": {"batch_size": 8, "seed": 3}}}
-
-  def gather_objects(value):
-    return [value, value, third_settings]
-
+  # The settings of processes 0, 1 and 2.
+  gathered = [settings, settings, third_settings]
+  gather_objects = mock.Mock(return_value=gathered)
   monkeypatch.setattr(processes, "gather_objects", gather_objects)
+
   with pytest.raises(UserError) as caught:
     processes.check_same(settings)
 
@@ -721,77 +737,78 @@ def test_different_settings_are_named_with_their_processes(monkeypatch):
 
 
 def test_equal_settings_are_accepted(monkeypatch):
-  def gather_objects(value):
-    return [value, value]
-
+  settings = {"config": {"train": {"seed": 0}}}
+  gather_objects = mock.Mock(return_value=[settings, settings])
   monkeypatch.setattr(processes, "gather_objects", gather_objects)
 
-  processes.check_same({"config": {"train": {"seed": 0}}})
+  processes.check_same(settings)
 
 
-@pytest.fixture
-def share_data_identities(monkeypatch):
-  """A function that sets what `check_same_data` gets from all processes."""
+def test_equal_data_are_accepted(monkeypatch):
+  files = {"the number of files": 1, "size of a.txt": 10}
+  gather_objects = mock.Mock(return_value=["digest", "digest"])
+  monkeypatch.setattr(processes, "gather_objects", gather_objects)
 
-  def share(*identities):
-    digests = [json.dumps(identity) for identity in identities]
-    directories = []
-    for process in range(len(identities)):
-      directories.append(f"/{process} on host")
-    # `check_same_data` gathers these in this order.
-    gathered = iter([digests, list(identities), directories])
-
-    def gather_objects(value):
-      return next(gathered)
-
-    monkeypatch.setattr(processes, "gather_objects", gather_objects)
-
-  return share
+  processes.check_same_data(files)
 
 
-NINE_FILES = {"the number of files": 9}
-for size in range(9):
-  NINE_FILES[f"size of {size}"] = size
-
-
-def test_equal_data_are_accepted(share_data_identities):
-  share_data_identities(NINE_FILES, NINE_FILES, NINE_FILES)
-
-  processes.check_same_data(NINE_FILES)
-
-
-def test_different_data_are_named_with_their_processes(share_data_identities):
-  one_file = {"the number of files": 1, "size of 0": 0, "size of 1": 7}
-  share_data_identities(NINE_FILES, NINE_FILES, one_file)
+def test_different_data_are_named_with_their_processes(monkeypatch):
+  files = {"the number of files": 2, "size of a.txt": 10, "size of b.txt": 20}
+  other_files = {"the number of files": 1, "size of a.txt": 10}
+  # `check_same_data` gathers digests, the files and the directories.
+  gather_objects = mock.Mock(
+    side_effect=[
+      ["digest", "digest", "other digest"],
+      [files, files, other_files],
+      ["/0 on host", "/1 on host", "/2 on host"],
+    ]
+  )
+  monkeypatch.setattr(processes, "gather_objects", gather_objects)
 
   with pytest.raises(UserError) as caught:
-    processes.check_same_data(NINE_FILES)
+    processes.check_same_data(files)
 
   message = str(caught.value)
-  assert "the number of files is 9 in process 0 and 1 in process 2" in message
-  assert "size of 1 is 1 in process 0 and 7 in process 2" in message
+  assert "the number of files is 2 in process 0 and 1 in process 2" in message
+  assert "size of b.txt is 20 in process 0 and None in process 2" in message
   assert "process 2 runs in /2 on host" in message
-  # Equal values are not named, and only the first differences are.
-  assert "size of 0" not in message
-  assert "size of 8" not in message
+  assert "size of a.txt" not in message
+
+
+def test_only_the_first_differences_of_data_are_named(monkeypatch):
+  files = {f"size of {index}.txt": 10 for index in range(9)}
+  other_files = {f"size of {index}.txt": 20 for index in range(9)}
+  gather_objects = mock.Mock(
+    side_effect=[
+      ["digest", "other digest"],
+      [files, other_files],
+      ["/0 on host", "/1 on host"],
+    ]
+  )
+  monkeypatch.setattr(processes, "gather_objects", gather_objects)
+
+  with pytest.raises(UserError) as caught:
+    processes.check_same_data(files)
+
+  message = str(caught.value)
+  assert "size of 0.txt is 10 in process 0 and 20 in process 1" in message
+  assert "size of 8.txt" not in message
+  # Four of nine differences are named.
   assert "and 5 more" in message
 
 
 @pytest.mark.full
 def test_all_processes_reject_different_data(overrides, tmp_path):
+  """Each process reads *.jsonl of its own directory. Process 1 lacks a file."""
   programs = {}
-  for process in range(2):
+  for process, num_files in ((0, 4), (1, 3)):
     directory = tmp_path / str(process)
     directory.mkdir()
-    programs[process] = IN_ANOTHER_DIRECTORY.replace(
+    programs[process] = TRAIN_IN_DIRECTORY.replace(
       "DIRECTORY", repr(str(directory))
     )
-    # Process 1 has one file less.
-    for index in range(4 - process):
-      lines = []
-      for line in range(99):
-        lines.append(json.dumps({"text": f"{index}-{line}"}))
-      (directory / f"{index}.jsonl").write_text("\n".join(lines))
+    for index in range(num_files):
+      write_jsonl_documents(directory / f"{index}.jsonl", index)
   streamed = [
     *overrides,
     "--config.data.mode=streamed",
@@ -815,6 +832,7 @@ def test_all_processes_reject_different_data(overrides, tmp_path):
 @pytest.mark.full
 def test_all_processes_reject_different_configs(overrides, tmp_path):
   own_flags = {1: ["--config.train.batch_size=16", "--config.data.seed=3"]}
+
   with ProcessGroup(tmp_path / "run", overrides, own_flags=own_flags) as group:
     codes, messages = group.wait()
 
@@ -832,59 +850,59 @@ def test_all_processes_reject_different_configs(overrides, tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("index", [0, 1])
-def test_a_process_without_the_others_ends_after_the_timeout(
-  overrides, tmp_path, index
+@pytest.mark.parametrize(("killed", "remaining"), [(1, 0), (0, 1)])
+def test_a_process_without_the_other_ends_after_the_timeout(
+  overrides, tmp_path, killed, remaining
 ):
   flags = [*overrides, "--connect_timeout=1"]
   with ProcessGroup(tmp_path / "run", flags) as group:
-    group.processes[1 - index].kill()
+    group.processes[killed].kill()
     codes, messages = group.wait(timeout=60)
 
-  assert codes[index] == 1
+  assert codes[remaining] == 1
   assert re.match(
     r"error: could not connect with the other processes \(2 in all; process 0"
     r" listens at localhost:\d+\) within 1 s: .*--connect_timeout",
-    messages[index],
+    messages[remaining],
   )
 
 
-@pytest.mark.parametrize(
-  ("arguments", "message"),
-  [
-    pytest.param(
-      ("localhost:9476", 0, -1),
-      "--num_processes=N and --process_id=I: missing",
-      id="only a coordinator",
-    ),
-    pytest.param(
-      ("", 2, 0), "--coordinator=HOST:PORT: missing", id="no coordinator"
-    ),
-    pytest.param(
-      ("localhost:9476", 2, 2),
-      "--process_id=2: must be less than --num_processes=2",
-      id="process_id too large",
-    ),
-    pytest.param(
-      ("localhost", 2, 0),
-      "--coordinator=localhost: must be HOST:PORT",
-      id="no port",
-    ),
-  ],
-)
-def test_contradicting_flags_are_rejected(arguments, message):
-  with pytest.raises(UserError, match=message), connected(*arguments):
+def connect(**arguments: Any) -> None:
+  """Connects with the other processes, and ends at once."""
+  with connected(**arguments):
     pass
+
+
+def test_a_coordinator_without_processes_is_rejected():
+  message = "--num_processes=N and --process_id=I: missing"
+  with pytest.raises(UserError, match=message):
+    connect(coordinator="localhost:9476")
+
+
+def test_processes_without_a_coordinator_are_rejected():
+  message = "--coordinator=HOST:PORT: missing"
+  with pytest.raises(UserError, match=message):
+    connect(num_processes=2, process_id=0)
+
+
+def test_a_process_id_must_be_less_than_the_number_of_processes():
+  message = "--process_id=2: must be less than --num_processes=2"
+  with pytest.raises(UserError, match=message):
+    connect(coordinator="localhost:9476", num_processes=2, process_id=2)
+
+
+def test_a_coordinator_without_a_port_is_rejected():
+  message = "--coordinator=localhost: must be HOST:PORT"
+  with pytest.raises(UserError, match=message):
+    connect(coordinator="localhost", num_processes=2, process_id=0)
 
 
 def test_a_port_in_use_is_rejected():
   with socket.socket() as listener:
     listener.bind(("localhost", 0))
     listener.listen()
-    port = listener.getsockname()[1]
-    message = f"--coordinator=localhost:{port}: process 0 cannot listen"
-    with (
-      pytest.raises(UserError, match=message),
-      connected(f"localhost:{port}", 2, 0),
-    ):
-      pass
+    address = f"localhost:{listener.getsockname()[1]}"
+
+    message = f"--coordinator={address}: process 0 cannot listen"
+    with pytest.raises(UserError, match=message):
+      connect(coordinator=address, num_processes=2, process_id=0)
