@@ -6,6 +6,7 @@ Every epoch has every row once.
 import collections
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import re
@@ -36,8 +37,6 @@ from diffjax.data.reader import Reader, prefetch
 from diffjax.data.row import HostBatch
 from tests.harness.tiers import full
 
-SEPARATOR = 255
-
 
 def take(batches, count) -> list[HostBatch]:
   """Returns the next batches."""
@@ -51,7 +50,7 @@ def stored_state(batches) -> dict[str, Any]:
 
 def open_share(config, index, count):
   """Returns the training batches of a process that reads a share."""
-  share = BatchShare(index, count)
+  share = BatchShare(index=index, count=count)
   return pipeline.training_batches(config, share=share, num_processes=count)
 
 
@@ -91,7 +90,7 @@ def numbered_texts(prefix, count) -> list[str]:
 @pytest.fixture
 def num_rows(make_config) -> int:
   """Returns the number of training rows, and prepares them."""
-  (target,) = prepared.prepare(make_config().data, 1)
+  (target,) = prepared.prepare(make_config().data, workers=1)
   return len(prepared.PreparedRows(target, "train"))
 
 
@@ -104,6 +103,7 @@ def num_rows(make_config) -> int:
 def test_a_run_continues_with_another_number_of_workers(
   make_config, num_workers, num_workers_after
 ):
+  """A stored position is the number of batches, whichever process read them."""
   expected = take(pipeline.training_batches(make_config()), 12)
 
   batches = pipeline.training_batches(make_config(num_workers=num_workers))
@@ -123,13 +123,14 @@ def test_a_run_continues_with_another_number_of_workers(
 def test_the_shares_of_all_processes_are_the_global_batches(
   make_config, num_processes
 ):
+  """Each process reads a block of the rows of every batch."""
   config = make_config()
-  prepared.prepare(config.data, 1)
+  prepared.prepare(config.data, workers=1)
   expected = take(pipeline.training_batches(config), 10)
 
   batches_of_shares = []
   for index in range(num_processes):
-    share = open_share(config, index, num_processes)
+    share = open_share(config, index=index, count=num_processes)
     batches_of_shares.append(take(share, 10))
 
   chex.assert_trees_all_equal(join_shares(batches_of_shares), expected)
@@ -137,10 +138,12 @@ def test_the_shares_of_all_processes_are_the_global_batches(
 
 def test_a_run_can_restart_at_every_step(make_config, texts, tmp_path):
   source = write_jsonl(tmp_path / "few.jsonl", texts[:60])
-  config = make_config(source=source)
-  (target,) = prepared.prepare(config.data, 1)
-  steps_per_epoch = len(prepared.PreparedRows(target, "train")) // 8
-  num_steps = 2 * steps_per_epoch + 3
+  batch_size = 8
+  config = make_config(source=source, batch_size=batch_size)
+  (target,) = prepared.prepare(config.data, workers=1)
+  num_rows = len(prepared.PreparedRows(target, "train"))
+  # Two epochs, and the start of a third.
+  num_steps = 2 * (num_rows // batch_size) + 3
   expected = take(pipeline.training_batches(config), num_steps + 2)
 
   batches = pipeline.training_batches(config)
@@ -166,13 +169,15 @@ def test_batches_can_go_back_to_an_earlier_state(make_config):
 
 
 def test_every_epoch_has_every_row_once_in_another_order(make_config, num_rows):
+  # With few rows, two epochs could have the same order by chance.
+  assert num_rows > 100
+  # One row in a batch, so an epoch has num_rows batches.
   batches = pipeline.training_batches(make_config(batch_size=1))
 
   epochs = []
   for _ in range(3):
     epochs.append(row_contents(take(batches, num_rows)))
 
-  assert num_rows > 100
   assert len(set(epochs[0])) == num_rows
   assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(epochs[2])
   assert epochs[0] != epochs[1]
@@ -216,7 +221,9 @@ def test_targets_are_the_next_tokens(make_config):
 def test_rows_hold_several_documents_between_separators(make_config):
   batches = take(pipeline.training_batches(make_config()), 50)
 
-  assert batches[0]["tokens"].max() == SEPARATOR
+  # Texts are UTF-8, which never has the byte 255.
+  separator = 255
+  assert batches[0]["tokens"].max() == separator
   assert max(batch["segment_ids"].max() for batch in batches) > 1
 
 
@@ -234,6 +241,10 @@ def test_rows_hold_several_documents_between_separators(make_config):
   ],
 )
 def test_a_state_of_other_fields_is_refused(make_config, change, message):
+  """The same number of batches would be another position in the rows.
+
+  The state is of the seed 0, batches of 8 rows, and rows of 64 tokens.
+  """
   state = pipeline.training_batches(make_config()).get_state()
   batches = pipeline.training_batches(make_config(**change))
 
@@ -309,6 +320,7 @@ def test_a_run_continues_with_its_old_rows_as_the_message_says(
 def test_the_message_says_if_the_old_rows_are_gone(
   make_config, interrupted_run
 ):
+  """Without the old rows, only the old text can continue the run."""
   shutil.rmtree(interrupted_run.directory)
   batches = pipeline.training_batches(make_config())
 
@@ -324,7 +336,8 @@ def test_changed_text_is_refused_for_states_of_earlier_versions(
   make_config, interrupted_run
 ):
   state = dict(interrupted_run.state)
-  # Earlier versions did not describe the rows.
+  # Earlier versions stored no description of the rows, so the message cannot
+  # tell changed text from changed fields.
   del state["rows"]
   batches = pipeline.training_batches(make_config())
 
@@ -335,7 +348,11 @@ def test_changed_text_is_refused_for_states_of_earlier_versions(
 def test_a_mixture_continues_with_the_links_of_the_message(
   make_config, jsonl, tmp_path
 ):
-  """The message has commands that link the old rows into one directory."""
+  """After a change of text, the old rows of all sources can still be used.
+
+  They are in separate directories. The message has shell commands that link
+  them into a directory "DIR".
+  """
   second_source = write_jsonl(tmp_path / "b.jsonl", numbered_texts("b", 500))
   validation_source = write_jsonl(tmp_path / "v.jsonl", numbered_texts("v", 50))
   fields = {
@@ -345,13 +362,16 @@ def test_a_mixture_continues_with_the_links_of_the_message(
   batches = pipeline.training_batches(make_config(**fields))
   state = batches.get_state()
   expected = take(batches, 2)
+  # The text of one source changes, so the run is refused.
   jsonl.write_text(jsonl.read_text().replace("document", "Document"))
   os.utime(jsonl, (1, 1))
-
+  batches = pipeline.training_batches(make_config(**fields))
   with pytest.raises(
     UserError, match=f"the text of 'jsonl:{jsonl}' has, "
   ) as caught:
-    pipeline.training_batches(make_config(**fields)).set_state(state)
+    batches.set_state(state)
+
+  # The user runs the commands of the message, "ln -s … DIR && ln -s … DIR".
   (tmp_path / "DIR").mkdir()
   commands = re.search("in which (.*); or", str(caught.value))[1]
   for command in commands.split(" && "):
@@ -371,7 +391,7 @@ def test_a_mixture_continues_with_the_links_of_the_message(
 @pytest.mark.parametrize(
   "share",
   [
-    pytest.param(BatchShare(0, 2), id="data parallelism"),
+    pytest.param(BatchShare(index=0, count=2), id="data parallelism"),
     # With context or tensor parallelism, processes can read the same rows.
     pytest.param(FULL_SHARE, id="context parallelism"),
   ],
@@ -400,9 +420,10 @@ def test_rows_that_are_not_prepared_cannot_be_opened(make_config, tmp_path):
 
 
 def test_opening_rows_writes_nothing(make_config, tmp_path):
+  """All processes of a run open the rows, which may be on a shared disk."""
   directory = tmp_path / "rows"
   config = make_config(prepared_dir=str(directory)).data
-  targets = prepared.prepare(config, 1)
+  targets = prepared.prepare(config, workers=1)
   times = {path: path.stat().st_mtime_ns for path in directory.iterdir()}
 
   for split in ("train", "validation"):
@@ -414,6 +435,10 @@ def test_opening_rows_writes_nothing(make_config, tmp_path):
 
 @pytest.mark.parametrize("mode", ["prepared", "streamed"])
 def test_only_workers_mark_flags_as_parsed(make_config, mode):
+  """Grain's worker processes need absl's flags to be parsed.
+
+  Without workers, the program can still define and parse its own flags.
+  """
   was_parsed = flags.FLAGS.is_parsed()
   flags.FLAGS.unparse_flags()
   try:
@@ -472,13 +497,16 @@ def read_data_identity(directory, monkeypatch, mode) -> dict[str, int | str]:
   batches = pipeline.training_batches(config)
   data_identity = batches.data_identity()
   batches.close()
-  validation_batches = pipeline.validation_batches(config, 8)
+  validation_batches = pipeline.validation_batches(config, batch_size=8)
   return data_identity | validation_batches.data_identity()
 
 
 @pytest.mark.parametrize("mode", ["prepared", "streamed"])
 def test_copies_of_the_data_have_the_same_identity(tmp_path, monkeypatch, mode):
-  """The copies have other directories and other times."""
+  """Processes of one run can read copies in other directories.
+
+  Their files also have other times of modification.
+  """
   write_copies(tmp_path / "a", time=1)
   write_copies(tmp_path / "b", time=2)
 
@@ -491,12 +519,14 @@ def test_copies_of_the_data_have_the_same_identity(tmp_path, monkeypatch, mode):
 @pytest.mark.parametrize("mode", ["prepared", "streamed"])
 @pytest.mark.parametrize("split", ["train", "validation"])
 def test_other_text_has_another_identity(tmp_path, monkeypatch, mode, split):
+  """The processes of a run compare identities, and stop if these differ."""
   write_copies(tmp_path / "a", time=1)
   write_copies(tmp_path / "b", time=1, split_of_change=split)
 
   identity = read_data_identity(tmp_path / "a", monkeypatch, mode)
   other_identity = read_data_identity(tmp_path / "b", monkeypatch, mode)
 
+  # Only values of the changed split differ.
   differences = []
   for name, value in identity.items():
     if other_identity.get(name) != value:
@@ -507,27 +537,48 @@ def test_other_text_has_another_identity(tmp_path, monkeypatch, mode, split):
 
 
 @pytest.mark.parametrize(
-  ("split", "kind"), [("train", "training"), ("validation", "validation")]
+  ("split", "count_name"),
+  [
+    ("train", "the number of training rows of 'jsonl:train/*.jsonl'"),
+    (
+      "validation",
+      "the number of validation rows of 'jsonl:validation/*.jsonl'",
+    ),
+  ],
 )
-@pytest.mark.parametrize("mode", ["prepared", "streamed"])
-def test_a_missing_file_is_counted_in_the_identity(
-  tmp_path, monkeypatch, mode, split, kind
+def test_the_identity_of_prepared_data_has_the_number_of_rows(
+  tmp_path, monkeypatch, split, count_name
 ):
-  write_copies(tmp_path / "a", time=1)
-  write_copies(tmp_path / "b", time=1)
-  (tmp_path / "b" / split / "1.jsonl").unlink()
+  """A process that lacks a file would otherwise train on other rows."""
+  write_copies(tmp_path / "complete", time=1)
+  write_copies(tmp_path / "incomplete", time=1)
+  (tmp_path / "incomplete" / split / "1.jsonl").unlink()
 
-  identity = read_data_identity(tmp_path / "a", monkeypatch, mode)
-  other_identity = read_data_identity(tmp_path / "b", monkeypatch, mode)
+  complete = read_data_identity(tmp_path / "complete", monkeypatch, "prepared")
+  incomplete = read_data_identity(
+    tmp_path / "incomplete", monkeypatch, "prepared"
+  )
 
-  spec = f"'jsonl:{split}/*.jsonl'"
-  if mode == "prepared":
-    name = f"the number of {kind} rows of {spec}"
-    assert other_identity[name] < identity[name]
-  else:
-    name = f"the number of files of {spec}"
-    assert identity[name] == 2
-    assert other_identity[name] == 1
+  assert incomplete[count_name] < complete[count_name]
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_the_identity_of_streamed_data_has_the_number_of_files(
+  tmp_path, monkeypatch, split
+):
+  """A process that lacks a file would otherwise train on other rows."""
+  write_copies(tmp_path / "complete", time=1)
+  write_copies(tmp_path / "incomplete", time=1)
+  (tmp_path / "incomplete" / split / "1.jsonl").unlink()
+
+  complete = read_data_identity(tmp_path / "complete", monkeypatch, "streamed")
+  incomplete = read_data_identity(
+    tmp_path / "incomplete", monkeypatch, "streamed"
+  )
+
+  count_name = f"the number of files of 'jsonl:{split}/*.jsonl'"
+  assert complete[count_name] == 2
+  assert incomplete[count_name] == 1
 
 
 @pytest.mark.parametrize("mode", ["prepared", "streamed"])
@@ -554,12 +605,14 @@ def letter_mixture(tmp_path) -> str:
 def test_a_mixture_has_the_proportions_of_its_weights(
   make_config, letter_mixture, mode
 ):
+  """The weights count, not the sizes of the sources."""
   config = make_config(mode=mode, source=letter_mixture)
   batches = take(pipeline.training_batches(config), 50)
 
   tokens = np.concatenate([batch["tokens"] for batch in batches])
   has_letter_a = (tokens == ord("a")).any(axis=1)
-  assert abs(has_letter_a.mean() - 0.75) < 0.01
+  # The weights are 3 for source "a" and 1 for source "b".
+  assert abs(has_letter_a.mean() - 3 / 4) < 0.01
 
 
 @pytest.mark.parametrize("mode", ["prepared", "streamed"])
@@ -577,25 +630,37 @@ def test_a_mixture_can_restart(make_config, letter_mixture, mode):
 
 
 def test_equal_components_are_shuffled_differently():
+  """Component i of a mixture has the seed of the mixture plus i."""
   rows = list(range(100))
-  order = list(prepared_batches.mix([rows], [1.0], 3, repeat=False))
-  next_order = list(prepared_batches.mix([rows], [1.0], 4, repeat=False))
+  order = list(
+    prepared_batches.mix([rows], weights=[1.0], seed=3, repeat=False)
+  )
+  next_order = list(
+    prepared_batches.mix([rows], weights=[1.0], seed=4, repeat=False)
+  )
 
-  mixture = prepared_batches.mix([rows, rows], [0.5, 0.5], 3, repeat=False)
+  mixture = prepared_batches.mix(
+    [rows, rows], weights=[0.5, 0.5], seed=3, repeat=False
+  )
 
+  # A mixture of equal weights takes turns between its components.
+  first_component = list(mixture)[::2]
+  second_component = list(mixture)[1::2]
   assert sorted(order) == rows
   assert sorted(next_order) == rows
   assert order != next_order
-  assert list(mixture)[::2] == order
-  assert list(mixture)[1::2] == next_order
+  assert first_component == order
+  assert second_component == next_order
 
 
 def test_the_first_epoch_has_the_order_of_a_single_pass():
   """Training repeats the rows, validation reads them once in the same order."""
   rows = list(range(100))
-  single_pass = list(prepared_batches.mix([rows], [1.0], 3, repeat=False))
+  single_pass = list(
+    prepared_batches.mix([rows], weights=[1.0], seed=3, repeat=False)
+  )
 
-  endless = prepared_batches.mix([rows], [1.0], 3, repeat=True)
+  endless = prepared_batches.mix([rows], weights=[1.0], seed=3, repeat=True)
 
   first_epoch = [endless[index] for index in range(100)]
   second_epoch = [endless[index] for index in range(100, 200)]
@@ -607,6 +672,7 @@ def test_the_first_epoch_has_the_order_of_a_single_pass():
 def test_a_state_of_other_mixture_weights_is_refused(
   make_config, jsonl, tmp_path
 ):
+  """The same number of batches would be another position in each source."""
   second_source = write_jsonl(tmp_path / "b.jsonl", numbered_texts("b", 500))
   config = make_config(source=f"jsonl:{jsonl}=0.5,{second_source}=0.5")
   other_config = make_config(source=f"jsonl:{jsonl}=0.25,{second_source}=0.5")
@@ -631,6 +697,7 @@ def test_a_state_of_other_mixture_weights_is_refused(
   ],
 )
 def test_a_stream_can_restart(make_config, halves, packing, num_workers, steps):
+  """A new iterator over the stream continues from a stored state."""
   config = make_config(
     mode="streamed", packing=packing, num_workers=num_workers, source=halves
   )
@@ -657,7 +724,7 @@ def test_a_stream_can_restart(make_config, halves, packing, num_workers, steps):
 def test_reading_ahead_does_not_change_earlier_states(
   make_config, halves, packing, num_workers
 ):
-  """Grain's states can be kept without a copy."""
+  """A state of Grain can be kept without a copy while batches are read."""
   config = make_config(
     mode="streamed", packing=packing, num_workers=num_workers, source=halves
   )
@@ -677,7 +744,9 @@ def test_reading_ahead_does_not_change_earlier_states(
     next(batches)
   batches.close()
 
-  assert [json.dumps(state) for state in states] == written_states
+  for state, written_state in zip(states, written_states, strict=True):
+    assert json.dumps(state) == written_state
+  # Otherwise the states would say nothing about the position.
   assert len(set(written_states)) == 30
 
 
@@ -685,6 +754,7 @@ def test_reading_ahead_does_not_change_earlier_states(
 def test_a_stream_passes_grains_test_of_checkpoints(
   make_config, tmp_path, packing
 ):
+  # Rows hold 64 tokens, so some documents are longer than a row.
   texts = ["x" * (index % 90) for index in range(60)]
   for part in range(3):
     write_jsonl(tmp_path / f"part{part}.jsonl", texts[part::3])
@@ -725,6 +795,7 @@ def test_a_single_pass_has_every_document_once(make_config, texts):
 def test_processes_share_the_documents_of_a_single_pass(
   make_config, halves, texts
 ):
+  """Together, two processes read every document once."""
   config = make_config(
     mode="streamed",
     source=halves,
@@ -735,7 +806,7 @@ def test_processes_share_the_documents_of_a_single_pass(
 
   documents = []
   for index in range(2):
-    share = BatchShare(index, 2)
+    share = BatchShare(index=index, count=2)
     dataset = pipeline.streamed_dataset(config, share, repeat=False)
     documents += read_documents(dataset)
 
@@ -744,6 +815,7 @@ def test_processes_share_the_documents_of_a_single_pass(
 
 @pytest.mark.parametrize("seed", range(3))
 def test_processes_stream_different_documents(make_config, tmp_path, seed):
+  """Each file is read by one of two processes."""
   for part in range(8):
     # Each file has documents of one character.
     write_jsonl(tmp_path / f"part{part}.jsonl", [str(part) * 40] * 50)
@@ -756,11 +828,15 @@ def test_processes_stream_different_documents(make_config, tmp_path, seed):
 
   characters = []
   for index in range(2):
-    batches = take(open_share(config, index, 2), 45)
+    batches = take(open_share(config, index=index, count=2), 45)
     tokens = np.concatenate([batch["tokens"] for batch in batches])
+    # A process has 4 of the 8 rows of each batch.
     chex.assert_shape(tokens, (45 * 4, 64))
-    characters.append(set(tokens.flat) - {0, SEPARATOR})
+    padding = 0
+    separator = 255
+    characters.append(set(tokens.flat) - {padding, separator})
 
+  # Each process reads 4 of the 8 files.
   assert len(characters[0]) == 4
   assert len(characters[1]) == 4
   assert characters[0].isdisjoint(characters[1])
@@ -798,7 +874,8 @@ def document_of_row(row) -> str:
 
 def test_processes_and_workers_share_the_row_groups_of_one_file(row_groups):
   """16 processes with 4 workers each read every row group once an epoch."""
-  # A row is exactly one document with its two separators.
+  # A row of 5 inputs and a last target is exactly one document, which has 4
+  # characters and two separators.
   config = DataConfig(
     source=row_groups,
     validation_fraction=0.0,
@@ -812,12 +889,13 @@ def test_processes_and_workers_share_the_row_groups_of_one_file(row_groups):
   epochs = [[], []]
   for index in range(16):
     rows = streamed_batches.stream_rows(
-      mixture, config, BatchShare(index, 16), repeat=True
+      mixture, config, BatchShare(index=index, count=16), repeat=True
     )
-    num_parts = len(range(index, 727, 16))
+    # Process i reads the row groups i, i + 16, i + 32, …
+    rows_per_epoch = len(range(index, 727, 16))
     iterator = read_with_threads(rows, num_threads=4)
     for epoch in epochs:
-      for row in take(iterator, num_parts):
+      for row in take(iterator, rows_per_epoch):
         epoch.append(document_of_row(row))
     iterator.close()
 
@@ -828,9 +906,12 @@ def test_processes_and_workers_share_the_row_groups_of_one_file(row_groups):
 
 
 def test_more_workers_than_parts_are_refused(row_groups):
+  """A worker without a row group would have nothing to read."""
+  # 16 · 46 = 736 workers are too many for 727 row groups, but 16 · 45 = 720
+  # are not.
   data = DataConfig(source=row_groups, mode="streamed", num_workers=46)
   config = Config(data=data, train=TrainConfig(batch_size=16))
-  share = BatchShare(0, 16)
+  share = BatchShare(index=0, count=16)
 
   with pytest.raises(UserError) as caught:
     pipeline.streamed_dataset(config, share)
@@ -891,7 +972,7 @@ def documents_by_epoch(
   num_rows = rows_per_source * len(files_per_source)
   epochs = [collections.Counter() for _ in range(num_epochs)]
   for process in range(num_processes):
-    share = BatchShare(process, num_processes)
+    share = BatchShare(index=process, count=num_processes)
     rows = streamed_batches.stream_rows(mixture, config, share, repeat=True)
     iterator = read_with_threads(rows, config.num_workers)
     rows_read = collections.Counter()
@@ -976,13 +1057,15 @@ def test_every_document_is_read_once_an_epoch(
 def test_too_many_workers_are_refused_with_a_number_that_works(
   tmp_path, files_per_source, num_processes, num_workers, max_workers
 ):
+  """Each worker of each process needs a file of every source."""
   config = make_numbered_config(tmp_path, files_per_source, num_workers)
   mixture = streamed_batches.open_sources(config, "train")
-  share = BatchShare(0, num_processes)
+  share = BatchShare(index=0, count=num_processes)
 
   with pytest.raises(UserError, match=f"num_workers to at most {max_workers},"):
     streamed_batches.stream_rows(mixture, config, share, repeat=True)
 
+  # The number of the message is accepted.
   config = dataclasses.replace(config, num_workers=max_workers)
   streamed_batches.stream_rows(mixture, config, share, repeat=True)
 
@@ -1024,6 +1107,7 @@ def test_a_stream_without_documents_is_an_error(make_config):
 def test_a_stream_does_not_continue_with_other_readers_or_fields(
   make_config, halves, fields, num_shares, message
 ):
+  """The position in a stream depends on who reads which file."""
   config = make_config(mode="streamed", source=halves)
   state = pipeline.training_batches(config).get_state()
   other_config = make_config(mode="streamed", source=halves, **fields)
@@ -1102,6 +1186,7 @@ def test_a_stream_does_not_continue_with_changed_text(
   before = path.stat()
   text = path.read_bytes()
   if is_at_the_end:
+    # The last three characters of a line, `"}` and its end, stay.
     path.write_bytes(text[:-4] + b"!" + text[-3:])
   else:
     path.write_bytes(text.replace(b"document", b"Document", 1))
@@ -1145,6 +1230,7 @@ def test_another_time_within_the_same_second_is_a_warning(
   stream_state, continue_stream, tmp_path
 ):
   path = tmp_path / "a.jsonl"
+  # One nanosecond later, or 0 after the last one.
   seconds, nanoseconds = divmod(path.stat().st_mtime_ns, 10**9)
   other_time = seconds * 10**9 + (nanoseconds + 1) % 10**9
   os.utime(path, ns=(other_time, other_time))
@@ -1155,15 +1241,18 @@ def test_another_time_within_the_same_second_is_a_warning(
 def test_states_of_earlier_versions_compare_times_in_seconds(
   stream_state, continue_stream, tmp_path
 ):
-  path = tmp_path / "a.jsonl"
+  """Their times of files had no nanoseconds."""
   for fingerprint in stream_state["files"].values():
     del fingerprint["nanoseconds"]
+  path = tmp_path / "a.jsonl"
 
+  # Another nanosecond of the same second.
   seconds, nanoseconds = divmod(path.stat().st_mtime_ns, 10**9)
   same_second = seconds * 10**9 + (nanoseconds + 1) % 10**9
   os.utime(path, ns=(same_second, same_second))
   assert continue_stream(stream_state) == ""
 
+  # Another second.
   os.utime(path, (1, 1))
   assert OTHER_TIMES in continue_stream(stream_state)
 
@@ -1181,6 +1270,7 @@ def test_states_without_files_continue_with_a_warning(
 
 
 def test_a_fingerprint_reads_at_most_32_files(tmp_path, monkeypatch):
+  """A sample of the files, with the first and the last, is enough and fast."""
   for index in range(200):
     (tmp_path / f"{index:03}.txt").write_text(f"{index}" * 5000)
   source = sources.documents(f"text:{tmp_path}/*.txt", "train", DataConfig())
@@ -1205,11 +1295,12 @@ def test_a_fingerprint_reads_at_most_32_files(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("num_workers", [0, *full([2])])
 def test_damaged_prepared_rows_are_named(make_config, halves, num_workers):
+  """The error is one line with the file and the row, also from a worker."""
   config = make_config(num_workers=num_workers, source=halves)
-  (target,) = prepared.prepare(config.data, 1)
-  shards = pathlib.Path(target.directory).glob("train*.array_record")
-  path = next(shards)
-  path.write_bytes(path.read_bytes()[: 1 << 14])
+  (target,) = prepared.prepare(config.data, workers=1)
+  # One file of rows loses all but its first 16 KiB.
+  path = next(pathlib.Path(target.directory).glob("train*.array_record"))
+  path.write_bytes(path.read_bytes()[: 16 * 1024])
   batches = pipeline.training_batches(config)
 
   with pytest.raises(
@@ -1225,6 +1316,8 @@ def test_damaged_prepared_rows_are_named(make_config, halves, num_workers):
 def test_a_damaged_line_of_a_stream_is_named(
   make_config, halves, tmp_path, num_workers
 ):
+  """The error is one line with the file and the line, also from a worker."""
+  # The fixture `halves` wrote 150 lines into each of two files.
   path = tmp_path / "half1.jsonl"
   with path.open("a") as file:
     file.write('{"text": 5}\n')
@@ -1246,24 +1339,28 @@ def test_a_damaged_line_of_a_stream_is_named(
 def test_validation_reads_the_first_rows_and_pads_the_last_batch(
   make_config, mode, eval_rows
 ):
-  all_batches = pipeline.validation_batches(make_config(mode=mode), 1)
+  all_batches = pipeline.validation_batches(
+    make_config(mode=mode), batch_size=1
+  )
   num_rows = all_batches.rows
   assert num_rows > 16
+  # config.eval.rows = -1 means all rows.
   if eval_rows != -1:
     num_rows = eval_rows
   config = make_config(mode=mode, eval_rows=eval_rows)
 
-  validation_batches = pipeline.validation_batches(config, 4)
+  validation_batches = pipeline.validation_batches(config, batch_size=4)
   batches = list(validation_batches)
 
   assert validation_batches.rows == num_rows
-  assert len(validation_batches) == -(-num_rows // 4)
+  assert len(validation_batches) == math.ceil(num_rows / 4)
   assert len(batches) == len(validation_batches)
   assert (
     row_contents(batches)[:num_rows] == row_contents(all_batches)[:num_rows]
   )
   for batch in batches:
     chex.assert_shape(batch["tokens"], (4, 64))
+  # The rest of the last batch is padding.
   for name in ("segment_ids", "weights"):
     values = np.concatenate([batch[name] for batch in batches])
     assert not values[num_rows:].any()
@@ -1271,8 +1368,10 @@ def test_validation_reads_the_first_rows_and_pads_the_last_batch(
 
 @pytest.mark.parametrize("mode", ["prepared", "streamed"])
 def test_validation_is_the_same_each_time_and_for_each_seed(make_config, mode):
-  batches = pipeline.validation_batches(make_config(mode=mode), 4)
-  other_seed = pipeline.validation_batches(make_config(mode=mode, seed=9), 4)
+  batches = pipeline.validation_batches(make_config(mode=mode), batch_size=4)
+  other_seed = pipeline.validation_batches(
+    make_config(mode=mode, seed=9), batch_size=4
+  )
 
   expected = list(batches)
 
@@ -1283,13 +1382,14 @@ def test_validation_is_the_same_each_time_and_for_each_seed(make_config, mode):
 @pytest.mark.parametrize("mode", ["prepared", "streamed"])
 @pytest.mark.parametrize("eval_rows", [-1, 5])
 def test_processes_share_the_validation_batches(make_config, mode, eval_rows):
+  """Each of two processes has half of the rows of every batch."""
   config = make_config(mode=mode, eval_rows=eval_rows)
-  expected = list(pipeline.validation_batches(config, 4))
+  expected = list(pipeline.validation_batches(config, batch_size=4))
 
   batches_of_shares = []
   for index in range(2):
     batches = pipeline.validation_batches(
-      config, 4, share=BatchShare(index, 2), num_processes=2
+      config, 4, share=BatchShare(index=index, count=2), num_processes=2
     )
     batches_of_shares.append(list(batches))
 
@@ -1297,8 +1397,9 @@ def test_processes_share_the_validation_batches(make_config, mode, eval_rows):
 
 
 def test_validation_and_training_share_no_rows(make_config, num_rows):
+  """A row with the same tokens in both splits would be a leak."""
   batches = pipeline.training_batches(make_config(batch_size=1))
-  validation_batches = pipeline.validation_batches(make_config(), 1)
+  validation_batches = pipeline.validation_batches(make_config(), batch_size=1)
 
   rows = set(row_contents(take(batches, num_rows)))
   validation_rows = set(row_contents(validation_batches))
@@ -1308,16 +1409,18 @@ def test_validation_and_training_share_no_rows(make_config, num_rows):
 
 
 def test_few_validation_rows_are_of_many_documents(make_config, tmp_path):
+  """The rows on disk are in the order of documents, so they are shuffled."""
   # Each document is one letter and fills many rows.
   letters = "ABCDEFGHIJKLMNOPQRST"
   texts = [letter * 1000 for letter in letters]
   source = write_jsonl(tmp_path / "v.jsonl", texts)
   config = make_config(validation_source=source, eval_rows=16)
 
-  batches = pipeline.validation_batches(config, 8)
+  batches = pipeline.validation_batches(config, batch_size=8)
 
   tokens = np.concatenate([batch["tokens"] for batch in batches])
   letters_of_rows = set(tokens.flat) & set(letters.encode())
+  # The first 16 rows on disk would be of two documents.
   assert len(letters_of_rows) > 8
 
 
@@ -1326,14 +1429,18 @@ def test_validation_without_documents_is_an_error(make_config, mode):
   config = make_config(mode=mode, validation_fraction=0.0)
 
   with pytest.raises(UserError, match="config.data.validation_fraction = 0.0"):
-    pipeline.validation_batches(config, 4)
+    pipeline.validation_batches(config, batch_size=4)
 
 
 @pytest.mark.parametrize("mode", ["prepared", "streamed"])
 def test_the_number_of_shares_must_divide_validation_batches(make_config, mode):
+  """Batches of 4 rows cannot be divided among 3 processes."""
   with pytest.raises(UserError, match="divisible by 3, the number of shares"):
     pipeline.validation_batches(
-      make_config(mode=mode), 4, share=BatchShare(0, 3), num_processes=3
+      make_config(mode=mode),
+      4,
+      share=BatchShare(index=0, count=3),
+      num_processes=3,
     )
 
 
@@ -1367,7 +1474,7 @@ if __name__ == "__main__":
   )
   for config in (default_config, streamed_config):
     next(pipeline.training_batches(config))
-    assert pipeline.validation_batches(config, 4).rows
+    assert pipeline.validation_batches(config, batch_size=4).rows
   assert imported("tensorflow_datasets")
   assert not imported("tensorflow", "tensorflow_text", "torch")
 """
