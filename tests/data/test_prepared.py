@@ -35,12 +35,10 @@ from diffjax.data.row import Row, decode_row, encode_row
 from diffjax.host import progress
 from tests.harness.tiers import full
 
-SEPARATOR = 255
-
 
 def prepare_rows(config, split="train") -> list[Row]:
   """Prepares the only source of a config, and returns its rows."""
-  (target,) = prepared.prepare(config, 1)
+  (target,) = prepared.prepare(config, workers=1)
   return list(prepared.PreparedRows(target, split))
 
 
@@ -68,25 +66,31 @@ def first_training_shard(target) -> pathlib.Path:
 
 
 def test_documents_are_rows_between_separators(make_config, texts):
+  """Without separators, the rows of both splits have the bytes of all texts."""
   config = make_config(packing="documents").data
 
+  # Without a tokenizer, tokens are bytes. Texts are UTF-8, which never has the
+  # byte 255.
+  separator = 255
   characters = bytearray()
   for split in ("train", "validation"):
-    # The pieces of a document can be in different rows.
     for row in prepare_rows(config, split):
-      tokens = row.tokens[row.tokens != SEPARATOR]
+      tokens = row.tokens[row.tokens != separator]
       characters += tokens.astype(np.uint8).tobytes()
 
+  # The pieces of a document can be in different rows, so the order is lost.
   assert sorted(characters) == sorted("".join(texts).encode())
 
 
 def test_concatenated_rows_hold_every_document_once(make_config, texts):
+  """Cut at the separators, the rows are the texts again."""
   config = make_config(packing="concat").data
 
   documents = []
   for split in ("train", "validation"):
     rows = prepare_rows(config, split)
     stream = np.concatenate([row.tokens for row in rows])
+    # Each document has the separator 0xFF before and after it.
     parts = stream.astype(np.uint8).tobytes().split(b"\xff\xff")
     documents += [part.strip(b"\xff") for part in parts]
 
@@ -96,8 +100,9 @@ def test_concatenated_rows_hold_every_document_once(make_config, texts):
 def test_the_metadata_counts_documents_bytes_tokens_and_rows(
   make_config, texts
 ):
+  """The numbers of both splits add up to those of the texts."""
   config = make_config().data
-  (target,) = prepared.prepare(config, 1)
+  (target,) = prepared.prepare(config, workers=1)
 
   meta = json.loads(pathlib.Path(target.directory, "meta.json").read_text())
 
@@ -116,7 +121,7 @@ def test_the_metadata_counts_documents_bytes_tokens_and_rows(
 
 def test_the_metadata_describes_the_rows(make_config):
   config = make_config().data
-  (target,) = prepared.prepare(config, 1)
+  (target,) = prepared.prepare(config, workers=1)
 
   meta = json.loads(pathlib.Path(target.directory, "meta.json").read_text())
 
@@ -131,12 +136,14 @@ def test_large_token_ids_are_stored_exactly():
     np.zeros(1, np.int32),
   )
 
-  decoded = decode_row(encode_row(row, 100_277, False))
+  decoded = decode_row(encode_row(row, vocab_size=100_277, with_prompts=False))
 
   chex.assert_trees_all_equal(decoded.tokens, row.tokens)
 
 
 def test_invalid_utf8_is_replaced_and_counted(tmp_path, capsys):
+  """Each invalid byte becomes the character U+FFFD."""
+  # File n has n bytes 0xE9, which are Latin-1 and not UTF-8.
   for index in range(20):
     (tmp_path / f"{index}.txt").write_bytes(b"caf\xe9" * index + b"%d" % index)
   config = DataConfig(
@@ -145,6 +152,7 @@ def test_invalid_utf8_is_replaced_and_counted(tmp_path, capsys):
 
   rows = prepare_rows(config)
 
+  # All but file 0.
   assert "19 documents were not UTF-8" in capsys.readouterr().err
   tokens = np.concatenate([row.tokens for row in rows])
   first_byte_of_replacement = "�".encode()[0]
@@ -157,7 +165,7 @@ def test_a_source_without_documents_is_an_error(tmp_path):
   config = DataConfig(source=f"jsonl:{tmp_path}/a.jsonl")
 
   with pytest.raises(UserError, match="empty: no document to train on"):
-    prepared.prepare(config, 1)
+    prepared.prepare(config, workers=1)
 
 
 # Workers, and processes that are killed.
@@ -181,8 +189,8 @@ def test_rows_do_not_depend_on_the_number_of_workers(four_files, tmp_path):
   alone = dataclasses.replace(config, prepared_dir=str(tmp_path / "alone"))
   shared = dataclasses.replace(config, prepared_dir=str(tmp_path / "shared"))
 
-  prepared.prepare(alone, 1)
-  prepared.prepare(shared, 3)
+  prepared.prepare(alone, workers=1)
+  prepared.prepare(shared, workers=3)
 
   assert read_directory(tmp_path / "shared") == read_directory(
     tmp_path / "alone"
@@ -192,13 +200,14 @@ def test_rows_do_not_depend_on_the_number_of_workers(four_files, tmp_path):
 def test_workers_start_if_the_script_comes_from_standard_input(
   four_files, monkeypatch, capsys
 ):
+  """Workers of `python < script.py` cannot import the script."""
   main_module = types.ModuleType("__main__")
   # Python names the script so. Workers that run it again find no such file.
   main_module.__file__ = "<stdin>"
   monkeypatch.setitem(sys.modules, "__main__", main_module)
   config = DataConfig(source=four_files, length=256)
 
-  (target,) = prepared.prepare(config, 2)
+  (target,) = prepared.prepare(config, workers=2)
 
   assert prepared.is_prepared(target)
   assert "with 2 workers" in capsys.readouterr().err
@@ -289,7 +298,7 @@ def check_preparing_continues_after_a_kill(source, num_workers, tmp_path):
   finished_shards = {}
   for path in directory.glob("*.array_record"):
     finished_shards[path] = path.stat()
-  prepared.prepare(config, 1)
+  prepared.prepare(config, workers=1)
 
   for path, before in finished_shards.items():
     after = path.stat()
@@ -325,13 +334,18 @@ def make_temporary_file(directory, monkeypatch, host, pid) -> pathlib.Path:
 def test_only_incomplete_files_of_dead_processes_of_this_host_are_removed(
   tmp_path, monkeypatch
 ):
+  """Other processes may be writing their files now."""
   dead_process = subprocess.Popen(["true"])
   dead_process.wait()
   dead_pid = dead_process.pid
-  leftover = make_temporary_file(tmp_path, monkeypatch, "here", dead_pid)
-  in_use = make_temporary_file(tmp_path, monkeypatch, "here", os.getpid())
+  leftover = make_temporary_file(
+    tmp_path, monkeypatch, host="here", pid=dead_pid
+  )
+  in_use = make_temporary_file(
+    tmp_path, monkeypatch, host="here", pid=os.getpid()
+  )
   of_another_host = make_temporary_file(
-    tmp_path, monkeypatch, "there.example", dead_pid
+    tmp_path, monkeypatch, host="there.example", pid=dead_pid
   )
   monkeypatch.setattr(socket, "gethostname", lambda: "here")
 
@@ -344,6 +358,7 @@ def test_only_incomplete_files_of_dead_processes_of_this_host_are_removed(
 
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_a_bad_document_stops_preparing_with_its_line(tmp_path, num_workers):
+  """The error is the same in this process and in worker processes."""
   for index in range(4):
     (tmp_path / f"{index}.jsonl").write_text('{"text": "fine"}\n' * 50)
   with (tmp_path / "2.jsonl").open("a") as file:
@@ -354,10 +369,11 @@ def test_a_bad_document_stops_preparing_with_its_line(tmp_path, num_workers):
   )
 
   with pytest.raises(UserError, match="2.jsonl:51: not JSON"):
-    prepared.prepare(config, num_workers)
+    prepared.prepare(config, workers=num_workers)
 
+  # The rows of the files before are kept, without incomplete files.
   assert list(directory.glob("*.array_record"))
-  assert not list(directory.glob("*.tmp")), "incomplete files are removed"
+  assert not list(directory.glob("*.tmp"))
 
 
 # The directory of the rows.
@@ -365,11 +381,11 @@ def test_a_bad_document_stops_preparing_with_its_line(tmp_path, num_workers):
 
 def test_rows_are_prepared_once(make_config, capsys):
   config = make_config().data
-  (target,) = prepared.prepare(config, 1)
+  (target,) = prepared.prepare(config, workers=1)
   times = modification_times(target.directory)
   capsys.readouterr()
 
-  prepared.prepare(config, 1)
+  prepared.prepare(config, workers=1)
 
   assert "already prepared" in capsys.readouterr().err
   assert modification_times(target.directory) == times
@@ -384,6 +400,7 @@ def cache_directory(config) -> str:
 def test_fields_that_change_the_rows_choose_another_directory(
   make_config, jsonl
 ):
+  """The name of a directory in the cache has a digest of these fields."""
   directories = [
     cache_directory(make_config()),
     cache_directory(make_config(length=32)),
@@ -416,7 +433,7 @@ def check_directory_is_refused(config, field):
   """Checks that config.data.prepared_dir is refused because of one field."""
   message = rf"prepared_dir.*rows holds other rows: config.data.{field} \(there"
   with pytest.raises(UserError, match=message) as caught:
-    prepared.prepare(config, 1)
+    prepared.prepare(config, workers=1)
   # Only the field that differs is named.
   assert str(caught.value).count("(there") == 1
 
@@ -438,8 +455,9 @@ def check_directory_is_refused(config, field):
 def test_a_directory_of_rows_of_other_fields_is_refused(
   make_config, tmp_path, field, value
 ):
+  """A run would otherwise train on rows that its config does not describe."""
   config = make_config(prepared_dir=str(tmp_path / "rows")).data
-  prepared.prepare(config, 1)
+  prepared.prepare(config, workers=1)
 
   other_config = dataclasses.replace(config, **{field: value})
 
@@ -449,8 +467,9 @@ def test_a_directory_of_rows_of_other_fields_is_refused(
 def test_a_directory_of_rows_of_another_tokenizer_is_refused(
   make_config, tmp_path
 ):
+  """The same token ids would be other text."""
   config = make_config(prepared_dir=str(tmp_path / "rows")).data
-  prepared.prepare(config, 1)
+  prepared.prepare(config, workers=1)
   tokenizer = tokenizer_training.train_tokenizer(["aab"] * 9, 258, tmp_path)
 
   other_config = dataclasses.replace(config, tokenizer=str(tokenizer))
@@ -461,13 +480,14 @@ def test_a_directory_of_rows_of_another_tokenizer_is_refused(
 def test_a_directory_of_rows_of_a_shorter_file_is_refused(
   make_config, jsonl, tmp_path
 ):
+  """The rows lack the text that was appended to the file since."""
   config = make_config(prepared_dir=str(tmp_path / "rows")).data
-  prepared.prepare(config, 1)
+  prepared.prepare(config, workers=1)
   with jsonl.open("a") as file:
     file.write('{"text": "more"}\n')
 
   with pytest.raises(UserError, match="held other files"):
-    prepared.prepare(config, 1)
+    prepared.prepare(config, workers=1)
 
   # Rows can be used without the files that they were made of.
   assert prepared.is_prepared(prepared.targets(config)[0])
@@ -477,53 +497,62 @@ def test_a_directory_of_rows_of_a_shorter_file_is_refused(
 def test_text_rewritten_within_a_second_is_not_prepared(
   make_config, jsonl, tmp_path, has_same_time
 ):
-  """The size stays the same. With the same time, only the text differs."""
-  second = 1_700_000_000 * 10**9
-  os.utime(jsonl, ns=(second, second))
+  """Rows of the text before are not used for a file of the same size.
+
+  Without another time of modification, only the text differs.
+  """
+  time_ns = 1_700_000_000 * 10**9
+  os.utime(jsonl, ns=(time_ns, time_ns))
   own_directory = make_config(prepared_dir=str(tmp_path / "rows")).data
-  prepared.prepare(own_directory, 1)
+  prepared.prepare(own_directory, workers=1)
   in_cache = make_config().data
-  (before,) = prepared.prepare(in_cache, 1)
+  (before,) = prepared.prepare(in_cache, workers=1)
 
   jsonl.write_text(jsonl.read_text().replace("document", "Document"))
-  new_time = second
   if not has_same_time:
-    new_time += 1
-  os.utime(jsonl, ns=(new_time, new_time))
+    time_ns += 1
+  os.utime(jsonl, ns=(time_ns, time_ns))
 
+  # In the cache, the new text has another directory. The directory that the
+  # user chose is refused.
   (after,) = prepared.targets(in_cache)
   assert after.directory != before.directory
   assert not prepared.is_prepared(after)
   with pytest.raises(UserError, match="held other files.*times or text"):
-    prepared.prepare(own_directory, 1)
+    prepared.prepare(own_directory, workers=1)
 
 
 def test_training_warns_if_the_text_has_changed_since(
   make_config, jsonl, tmp_path, capsys
 ):
+  """The rows in the directory that the user chose are used nevertheless."""
   config = make_config(prepared_dir=str(tmp_path / "rows"))
   pipeline.training_batches(config).close()
   text = jsonl.read_text()
 
-  for changed_text in (text + text, text.replace("document", "Document")):
+  longer_text = text + text
+  text_of_equal_size = text.replace("document", "Document")
+  for changed_text in (longer_text, text_of_equal_size):
     jsonl.write_text(changed_text)
 
     pipeline.training_batches(config).close()
     assert "prepared before the" in capsys.readouterr().err
 
-    pipeline.validation_batches(config, 4)
+    pipeline.validation_batches(config, batch_size=4)
     assert "prepared before the" in capsys.readouterr().err
 
 
 def test_training_does_not_warn_about_copied_or_missing_files(
   make_config, jsonl, tmp_path, capsys
 ):
+  """Rows can be copied to a machine without their text."""
   config = make_config(prepared_dir=str(tmp_path / "rows"))
   pipeline.training_batches(config).close()
 
-  # A copy has another time.
+  # A copy has another time of modification.
   os.utime(jsonl, (1_700_000_000, 1_700_000_000))
   pipeline.training_batches(config).close()
+
   jsonl.unlink()
   pipeline.training_batches(config).close()
 
@@ -533,26 +562,27 @@ def test_training_does_not_warn_about_copied_or_missing_files(
 def test_rows_of_an_earlier_version_stay_prepared(
   make_config, jsonl, tmp_path, monkeypatch, capsys
 ):
-  """Earlier versions identified files by other values."""
+  """An earlier version computed the identity of files in another way."""
   in_cache = make_config().data
   own_directory = make_config(prepared_dir=str(tmp_path / "rows")).data
+  # An earlier version prepares rows in the cache and in a chosen directory.
   with monkeypatch.context() as patch:
     source_class = file_source.FileSource
     patch.setattr(source_class, "identity", source_class.earlier_identity)
-    earlier = prepared.prepare(in_cache, 1)
-    earlier_own = prepared.prepare(own_directory, 1)
+    earlier = prepared.prepare(in_cache, workers=1)
+    earlier_own = prepared.prepare(own_directory, workers=1)
   capsys.readouterr()
 
-  assert prepared.prepare(in_cache, 1) == earlier
-  assert prepared.prepare(own_directory, 1) == earlier_own
+  assert prepared.prepare(in_cache, workers=1) == earlier
+  assert prepared.prepare(own_directory, workers=1) == earlier_own
   assert capsys.readouterr().err.count("already prepared") == 2
 
-  # Changes of the files are still noticed.
+  # A changed file is still detected.
   os.utime(jsonl, (1, 1))
   (after,) = prepared.targets(in_cache)
   assert after.directory != earlier[0].directory
   with pytest.raises(UserError, match="held other files"):
-    prepared.prepare(own_directory, 1)
+    prepared.prepare(own_directory, workers=1)
 
 
 def test_a_directory_that_cannot_be_created_is_an_error(make_config, tmp_path):
@@ -560,7 +590,7 @@ def test_a_directory_that_cannot_be_created_is_an_error(make_config, tmp_path):
   config = make_config(prepared_dir=str(tmp_path / "file" / "rows")).data
 
   with pytest.raises(UserError, match="cannot write prepared rows"):
-    prepared.prepare(config, 1)
+    prepared.prepare(config, workers=1)
 
 
 def test_the_directory_must_be_local(make_config):
@@ -573,12 +603,13 @@ def test_the_directory_must_be_local(make_config):
 def test_the_sources_of_a_mixture_have_their_own_directories(
   make_config, jsonl, tmp_path
 ):
+  """The rows of a source can then be used in other mixtures."""
   (tmp_path / "other.jsonl").write_text('{"text": "other"}\n' * 500)
   rows_dir = tmp_path / "rows"
   source = f"jsonl:{jsonl}=0.5,jsonl:{tmp_path}/other.jsonl=0.5"
   config = make_config(source=source, prepared_dir=str(rows_dir)).data
 
-  first, second = prepared.prepare(config, 1)
+  first, second = prepared.prepare(config, workers=1)
 
   assert first.directory != second.directory
   for target in (first, second):
@@ -588,6 +619,7 @@ def test_the_sources_of_a_mixture_have_their_own_directories(
 def test_the_weights_of_a_mixture_do_not_change_its_directories(
   make_config, jsonl, tmp_path
 ):
+  """Rows are mixed when they are read, so the weights do not change them."""
   (tmp_path / "other.jsonl").write_text('{"text": "other"}\n')
   source = f"jsonl:{jsonl}=0.5,jsonl:{tmp_path}/other.jsonl=0.5"
   other_weights = source.replace("0.5", "0.1")
@@ -604,7 +636,7 @@ def test_the_weights_of_a_mixture_do_not_change_its_directories(
 
 
 def test_a_missing_file_of_rows_is_named(make_config):
-  (target,) = prepared.prepare(make_config().data, 1)
+  (target,) = prepared.prepare(make_config().data, workers=1)
   rows = prepared.PreparedRows(target, "train")
   path = first_training_shard(target)
   path.unlink()
@@ -614,7 +646,7 @@ def test_a_missing_file_of_rows_is_named(make_config):
 
 
 def test_damaged_metadata_is_named(make_config):
-  (target,) = prepared.prepare(make_config().data, 1)
+  (target,) = prepared.prepare(make_config().data, workers=1)
   pathlib.Path(target.directory, "meta.json").write_text("{")
 
   with pytest.raises(UserError, match="meta.json: cannot be read"):
@@ -624,13 +656,13 @@ def test_damaged_metadata_is_named(make_config):
 def test_deleted_files_are_written_again(make_config):
   """Error messages advise to delete a damaged file, and meta.json."""
   config = make_config().data
-  (target,) = prepared.prepare(config, 1)
+  (target,) = prepared.prepare(config, workers=1)
   before = read_directory(target.directory)
-  # The totals of the file, which are beside it, stay.
+  # The JSON file with the totals of this file of rows stays.
   first_training_shard(target).unlink()
   pathlib.Path(target.directory, "meta.json").unlink()
 
-  prepared.prepare(config, 1)
+  prepared.prepare(config, workers=1)
 
   assert read_directory(target.directory) == before
 
@@ -642,19 +674,21 @@ def small_target(tmp_path, texts):
   lines = [json.dumps({"text": text}) + "\n" for text in texts[:40]]
   path.write_text("".join(lines))
   config = DataConfig(source=f"jsonl:{path}", length=64)
-  (target,) = prepared.prepare(config, 1)
+  (target,) = prepared.prepare(config, workers=1)
   return target
 
 
 def read_rows(target) -> tuple[str, list[bytes]]:
   """Returns the fingerprint of the training rows, and their records."""
   rows = prepared.PreparedRows(target, "train")
-  return rows.fingerprint, [encode_row(row, 256, False) for row in rows]
+  return rows.fingerprint, [
+    encode_row(row, vocab_size=256, with_prompts=False) for row in rows
+  ]
 
 
 @pytest.mark.parametrize("file", ["rows", "metadata"])
 def test_a_flipped_bit_never_gives_other_rows(small_target, file):
-  """The error is a line, or the fingerprint tells that the rows are others.
+  """Damaged rows are an error of one line, or have another fingerprint.
 
   The blocks of ArrayRecord have hashes. Damaged counts in the metadata do not
   agree with each other, and the fingerprint is compared when a run continues.
@@ -670,7 +704,9 @@ def test_a_flipped_bit_never_gives_other_rows(small_target, file):
   messages = []
   for _ in range(50):
     damaged = bytearray(content)
-    damaged[rng.integers(num_used_bytes)] ^= 1 << rng.integers(8)
+    byte = rng.integers(num_used_bytes)
+    bit = rng.integers(8)
+    damaged[byte] ^= 1 << bit
     path.write_bytes(damaged)
     try:
       damaged_fingerprint, rows = read_rows(small_target)
@@ -679,6 +715,7 @@ def test_a_flipped_bit_never_gives_other_rows(small_target, file):
     else:
       assert rows == expected_rows or damaged_fingerprint != fingerprint
 
+  # Most of the flips are in hashed blocks or break the JSON.
   assert len(messages) > 10
   for message in messages:
     assert small_target.directory in message
@@ -686,8 +723,10 @@ def test_a_flipped_bit_never_gives_other_rows(small_target, file):
 
 
 def test_counts_of_rows_that_do_not_agree_are_an_error(small_target):
+  """A damaged number would otherwise change which row has which index."""
   path = pathlib.Path(small_target.directory, "meta.json")
   meta = json.loads(path.read_text())
+  # The total number of rows is stored too, and stays.
   meta["splits"]["train"]["shard_rows"][0] -= 1
   path.write_text(json.dumps(meta))
 
@@ -699,7 +738,7 @@ def test_counts_of_rows_that_do_not_agree_are_an_error(small_target):
 def prepare_fingerprints(config) -> list[str]:
   """Prepares the rows anew, and returns the fingerprints of both splits."""
   shutil.rmtree(config.prepared_dir, ignore_errors=True)
-  (target,) = prepared.prepare(config, 1)
+  (target,) = prepared.prepare(config, workers=1)
   fingerprints = []
   for split in ("train", "validation"):
     rows = prepared.PreparedRows(target, split)
@@ -730,10 +769,10 @@ def test_without_a_terminal_progress_is_printed_in_lines(monkeypatch):
   monkeypatch.setattr(progress, "say", lines.append)
 
   with progress.Progress(
-    "preparing x", 10, first=0.01, interval=0.02
+    "preparing x", total=10, first=0.01, interval=0.02
   ) as reported:
     wait_until(lambda: lines)
-    reported.update(2.5, 2_000_000)
+    reported.update(parts=2.5, tokens=2_000_000)
     num_lines = len(lines)
     wait_until(lambda: len(lines) > num_lines + 2)
 
@@ -746,11 +785,12 @@ def test_without_a_terminal_progress_is_printed_in_lines(monkeypatch):
 
 
 def test_progress_counts_days(monkeypatch):
+  # Half of the work took 100,000 s, which are 1 day, 3:46:40. So does the rest.
   clock = iter([0.0, 100_000.0, 100_000.0])
   monkeypatch.setattr(progress.time, "monotonic", clock.__next__)
 
-  reported = progress.Progress("preparing x", 10)
-  reported.update(5, 1000)
+  reported = progress.Progress("preparing x", total=10)
+  reported.update(parts=5, tokens=1000)
 
   assert reported.line() == (
     "preparing x: 50.0%, 1K tokens, 0.01 tokens/s, 1 day, 3:46:40 left"
@@ -761,7 +801,7 @@ def test_progress_counts_days(monkeypatch):
 def test_progress_moves_within_a_compressed_file(
   tmp_path, monkeypatch, num_workers
 ):
-  """A compressed file is a single part. Its percents are reported."""
+  """A compressed file is one part, but fractions of it are reported."""
   reported_parts = []
   monkeypatch.setattr(
     progress.Progress,
@@ -770,6 +810,7 @@ def test_progress_moves_within_a_compressed_file(
   )
   # Newer versions of Python read 128 KiB at a time, all of these small files.
   monkeypatch.setattr(gzip, "READ_BUFFER_SIZE", 8192, raising=False)
+  # Two files of 200 random documents, because other text would be too small.
   rng = np.random.default_rng(0)
   for index in range(2):
     lines = []
@@ -781,7 +822,7 @@ def test_progress_moves_within_a_compressed_file(
     source=f"jsonl:{tmp_path}/*.gz", length=64, validation_fraction=0.0
   )
 
-  prepared.prepare(config, num_workers)
+  prepared.prepare(config, workers=num_workers)
 
   assert reported_parts == sorted(reported_parts)
   # Each of the two splits reads both files.
