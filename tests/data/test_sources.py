@@ -26,12 +26,11 @@ from diffjax.data import (
 )
 from diffjax.data.document import Document
 
-# Training has all documents.
-ALL = DataConfig(validation_fraction=0.0)
+WITHOUT_VALIDATION = DataConfig(validation_fraction=0.0)
 ROW_GROUP_SIZE = 70
 
 
-def read(spec, split="train", config=ALL) -> list[Document]:
+def read(spec, split="train", config=WITHOUT_VALIDATION) -> list[Document]:
   """Returns the documents of a split."""
   return read_parts(sources.documents(spec, split, config))
 
@@ -44,7 +43,7 @@ def read_parts(source) -> list[Document]:
   return documents
 
 
-def read_texts(spec, split="train", config=ALL) -> list[str]:
+def read_texts(spec, split="train", config=WITHOUT_VALIDATION) -> list[str]:
   """Returns the texts of the documents of a split."""
   return [document.text for document in read(spec, split, config)]
 
@@ -150,7 +149,7 @@ def tfds_dir(tmp_path_factory, texts) -> pathlib.Path:
 @pytest.fixture
 def tfds_config(tfds_dir) -> DataConfig:
   """Returns a config that finds the dataset "mine"."""
-  return dataclasses.replace(ALL, data_dir=str(tfds_dir))
+  return DataConfig(validation_fraction=0.0, data_dir=str(tfds_dir))
 
 
 @pytest.fixture
@@ -178,8 +177,9 @@ def records_file(directory) -> pathlib.Path:
   "name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"]
 )
 def test_record_files_yield_their_documents(tmp_path, texts, name):
+  """A source can be one file, or a pattern of files."""
   source = write(tmp_path / name, texts, field="content")
-  config = dataclasses.replace(ALL, text_field="content")
+  config = DataConfig(validation_fraction=0.0, text_field="content")
 
   assert read_texts(source, config=config) == texts
 
@@ -194,6 +194,7 @@ def test_text_files_are_documents_in_the_order_of_their_names(tmp_path, texts):
     path = tmp_path / f"{index % 2}" / f"{index:04}.txt"
     path.write_bytes(text.encode())
 
+  # Directory "0" has the texts of even index, directory "1" the others.
   assert read_texts(f"text:{tmp_path}/**/*.txt") == texts[::2] + texts[1::2]
 
 
@@ -201,18 +202,21 @@ def test_text_files_are_documents_in_the_order_of_their_names(tmp_path, texts):
 def test_parts_of_a_jsonl_file_have_every_line_once(
   tmp_path, texts, monkeypatch, part_bytes
 ):
+  """The borders of parts are anywhere, mostly within a line."""
   monkeypatch.setattr(jsonl_source, "PART_BYTES", part_bytes)
   source = write(tmp_path / "a.jsonl", texts)
 
-  assert len(sources.documents(source, "train", ALL).parts) > 5
+  assert len(sources.documents(source, "train", WITHOUT_VALIDATION).parts) > 5
   assert read_texts(source) == texts
 
 
 def test_a_line_that_begins_where_a_part_ends_is_read_once(
   tmp_path, monkeypatch
 ):
+  """It belongs to the part that begins there."""
   line = '{"text": "a"}\n'
   (tmp_path / "a.jsonl").write_text(line * 10)
+  # Each part has two lines.
   monkeypatch.setattr(jsonl_source, "PART_BYTES", 2 * len(line))
 
   assert read_texts(f"jsonl:{tmp_path}/a.jsonl") == ["a"] * 10
@@ -256,6 +260,7 @@ def test_copies_of_a_document_are_held_out_together(tmp_path, texts):
 def test_documents_of_a_tfds_dataset_without_validation_are_held_out(
   tfds_config, texts
 ):
+  """The dataset "mine/single" has a training split only."""
   config = dataclasses.replace(tfds_config, validation_fraction=0.2)
 
   check_documents_are_held_out("tfds:mine/single", config, texts)
@@ -285,12 +290,15 @@ def test_invalid_utf8_of_a_text_file_is_replaced_and_marked(tmp_path):
 
   documents = read(f"text:{tmp_path}/a.txt")
 
-  assert documents == [("caf\ufffd au lait", True, None)]
+  assert documents == [
+    Document(text="caf\ufffd au lait", replaced=True, prompt=None)
+  ]
 
 
 def test_invalid_utf8_and_half_surrogates_of_jsonl_are_replaced_and_marked(
   tmp_path,
 ):
+  """JSON can escape half of a surrogate pair, which UTF-8 cannot encode."""
   (tmp_path / "a.jsonl").write_bytes(
     b'{"text": "caf\xe9"}\n'
     b'{"text": "half \\ud83d of one"}\n'
@@ -300,9 +308,10 @@ def test_invalid_utf8_and_half_surrogates_of_jsonl_are_replaced_and_marked(
   documents = read(f"jsonl:{tmp_path}/a.jsonl")
 
   assert documents == [
-    ("caf\ufffd", True, None),
-    ("half \ufffd\ufffd\ufffd of one", True, None),
-    ("😀", False, None),
+    Document(text="caf\ufffd", replaced=True),
+    # Half a surrogate pair is three bytes, none of which is valid UTF-8.
+    Document(text="half \ufffd\ufffd\ufffd of one", replaced=True),
+    Document(text="😀", replaced=False),
   ]
 
 
@@ -313,7 +322,10 @@ def test_invalid_utf8_of_parquet_is_replaced_and_marked(tmp_path):
 
   documents = read(source)
 
-  assert documents == [("caf\ufffd au lait", True, None), ("tea", False, None)]
+  assert documents == [
+    Document(text="caf\ufffd au lait", replaced=True),
+    Document(text="tea", replaced=False),
+  ]
 
 
 def test_a_byte_order_mark_at_the_start_is_not_text(tmp_path):
@@ -376,12 +388,16 @@ def random_texts() -> list[str]:
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet"])
 def test_reading_records_reports_fractions(tmp_path, monkeypatch, name):
+  """They move the progress bar within a large file."""
+  # The file of 100 KB has three parts.
   monkeypatch.setattr(jsonl_source, "PART_BYTES", 35_000)
   # Newer versions of Python read 128 KiB at a time, all of this small file.
   monkeypatch.setattr(gzip, "READ_BUFFER_SIZE", 8192, raising=False)
   spec = write(tmp_path / name, random_texts())
 
-  check_fractions_are_reported(sources.documents(spec, "train", ALL))
+  check_fractions_are_reported(
+    sources.documents(spec, "train", WITHOUT_VALIDATION)
+  )
 
 
 def test_reading_text_files_reports_fractions(tmp_path):
@@ -389,7 +405,9 @@ def test_reading_text_files_reports_fractions(tmp_path):
     (tmp_path / f"{index:02}.txt").write_text(text)
   spec = f"text:{tmp_path}/*.txt"
 
-  check_fractions_are_reported(sources.documents(spec, "train", ALL))
+  check_fractions_are_reported(
+    sources.documents(spec, "train", WITHOUT_VALIDATION)
+  )
 
 
 def test_reading_a_tfds_dataset_reports_fractions(tfds_config):
@@ -462,7 +480,8 @@ def test_a_bad_mixture_is_an_error_of_one_line(spec, message):
 def test_the_fingerprint_of_a_dataset_does_not_depend_on_its_directory(
   tfds_config, tfds_copy, tmp_path
 ):
-  copy_config = dataclasses.replace(ALL, data_dir=str(tmp_path))
+  """A copy has the same fingerprint, and another dataset has not."""
+  copy_config = DataConfig(validation_fraction=0.0, data_dir=str(tmp_path))
   source = sources.documents("tfds:mine/single", "train", tfds_config)
   copy = sources.documents("tfds:mine/single", "train", copy_config)
   other = sources.documents("tfds:mine/split:1.0.0", "train", tfds_config)
@@ -486,7 +505,7 @@ def test_a_missing_version_is_an_error_that_lists_the_versions(tfds_config):
 
 
 def test_an_empty_data_dir_is_an_error(tmp_path):
-  config = dataclasses.replace(ALL, data_dir=str(tmp_path / "none"))
+  config = DataConfig(validation_fraction=0.0, data_dir=str(tmp_path / "none"))
 
   with pytest.raises(UserError, match="it holds no datasets"):
     read("tfds:c4/en", config=config)
@@ -496,6 +515,7 @@ def test_an_empty_data_dir_is_an_error(tmp_path):
 def test_a_dataset_without_the_text_field_lists_its_features(
   tfds_config, field
 ):
+  """The dataset has the fields text, and number, which is no text."""
   config = dataclasses.replace(tfds_config, text_field=field)
 
   message = (
@@ -509,13 +529,15 @@ def test_a_dataset_without_the_text_field_lists_its_features(
 def test_a_dataset_in_another_format_is_an_error_that_names_the_conversion(
   tfds_copy, tmp_path
 ):
+  """Only ArrayRecord files can be read at any index."""
+  # Make the metadata and the name of the file say that it is a TFRecord file.
   info_path = tfds_copy / "dataset_info.json"
   info = json.loads(info_path.read_text())
   info["fileFormat"] = "tfrecord"
   info_path.write_text(json.dumps(info))
   path = records_file(tfds_copy)
   path.rename(tfds_copy / path.name.replace("array_record", "tfrecord"))
-  config = dataclasses.replace(ALL, data_dir=str(tmp_path))
+  config = DataConfig(validation_fraction=0.0, data_dir=str(tmp_path))
 
   with pytest.raises(
     UserError, match="not stored as ArrayRecord.*tfds convert_format"
@@ -524,8 +546,8 @@ def test_a_dataset_in_another_format_is_an_error_that_names_the_conversion(
 
 
 def test_a_dangling_link_to_a_newer_version_is_an_error(tfds_copy, tmp_path):
-  """The older version would be read instead."""
-  config = dataclasses.replace(ALL, data_dir=str(tmp_path))
+  """Otherwise the older version would be read instead."""
+  config = DataConfig(validation_fraction=0.0, data_dir=str(tmp_path))
   sources.documents("tfds:mine/single", "train", config)
 
   (tfds_copy.parent / "1.1.0").symlink_to("gone")
@@ -538,10 +560,11 @@ def test_a_dataset_that_was_built_again_has_another_identity(
   tfds_copy, tmp_path
 ):
   """The names of the files and the number of records stay the same."""
-  config = dataclasses.replace(ALL, data_dir=str(tmp_path))
+  config = DataConfig(validation_fraction=0.0, data_dir=str(tmp_path))
   before = sources.documents("tfds:mine/single", "train", config).identity
   first_text = read_texts("tfds:mine/single", config=config)[0]
 
+  # Write the same records with other text into the same file.
   path = str(records_file(tfds_copy))
   reader = array_record_module.ArrayRecordReader(path)
   records = reader.read_all()
@@ -586,6 +609,7 @@ def test_parquet_without_rows_is_an_error(tmp_path):
 def test_a_file_that_was_cut_short_is_named(tmp_path, texts, name):
   path = tmp_path / name
   source = write(path, texts)
+
   path.write_bytes(path.read_bytes()[:-40])
 
   with pytest.raises(UserError, match=name):
@@ -611,13 +635,6 @@ def damaged_contents(content) -> list[bytes]:
   return damaged_contents
 
 
-def check_messages_name_the_file(messages, path):
-  """Checks that each error is a line with the path of the file."""
-  for message in messages:
-    assert str(path) in message
-    assert "\n" not in message
-
-
 @pytest.mark.parametrize(
   "name", ["a.txt", "a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"]
 )
@@ -635,7 +652,9 @@ def test_a_damaged_file_yields_documents_or_a_named_error(
     except UserError as error:
       messages.append(str(error))
 
-  check_messages_name_the_file(messages, path)
+  for message in messages:
+    assert str(path) in message
+    assert "\n" not in message
   # Any bytes are a text file. The other formats have a structure to break.
   if name != "a.txt":
     assert len(messages) > 4
@@ -654,26 +673,28 @@ def test_a_damaged_dataset_yields_documents_or_a_named_error(
     shutil.copytree(tfds_copy, directory)
     path = records_file(directory)
     path.write_bytes(damaged)
-    config = dataclasses.replace(ALL, data_dir=str(data_dir))
+    config = DataConfig(validation_fraction=0.0, data_dir=str(data_dir))
     try:
       read("tfds:mine/single", config=config)
     except UserError as error:
-      check_messages_name_the_file([str(error)], path)
+      assert str(path) in str(error)
+      assert "\n" not in str(error)
       num_errors += 1
 
   assert num_errors > 4
 
 
 def test_the_error_names_the_damaged_row_group(tmp_path, texts):
+  """The user can see from it how much of the file is good."""
   path = tmp_path / "a.parquet"
   source = write(path, texts)
   metadata = pyarrow.parquet.ParquetFile(path).metadata
   column = metadata.row_group(2).column(0)
   first_page = column.dictionary_page_offset or column.data_page_offset
-  middle = first_page + column.total_compressed_size // 2
+  middle_of_column = first_page + column.total_compressed_size // 2
 
   with path.open("r+b") as file:
-    file.seek(middle)
+    file.seek(middle_of_column)
     file.write(b"\xff" * 20)
 
   with pytest.raises(
@@ -685,7 +706,7 @@ def test_the_error_names_the_damaged_row_group(tmp_path, texts):
 def test_the_error_names_the_damaged_record(tfds_copy, tmp_path):
   path = records_file(tfds_copy)
   path.write_bytes(path.read_bytes()[:1000])
-  config = dataclasses.replace(ALL, data_dir=str(tmp_path))
+  config = DataConfig(validation_fraction=0.0, data_dir=str(tmp_path))
 
   with pytest.raises(UserError, match=f"{path}: record 0 cannot be read"):
     read("tfds:mine/single", config=config)
@@ -707,6 +728,7 @@ def test_the_error_names_the_damaged_record(tfds_copy, tmp_path):
   ],
 )
 def test_a_bad_line_is_named(tmp_path, line, message, part_bytes, monkeypatch):
+  """Its number is right also if the line is in a later part of the file."""
   monkeypatch.setattr(jsonl_source, "PART_BYTES", part_bytes)
   path = tmp_path / "a.jsonl"
   path.write_text(f'{{"text": "one"}}\n{{"text": "two"}}\n{line}\n')
@@ -719,7 +741,7 @@ def test_a_bad_line_is_named(tmp_path, line, message, part_bytes, monkeypatch):
 @pytest.mark.parametrize("field", ["body", "id"])
 def test_parquet_without_the_text_field_lists_its_columns(tmp_path, field):
   source = write(tmp_path / "a.parquet", ["one"])
-  config = dataclasses.replace(ALL, text_field=field)
+  config = DataConfig(validation_fraction=0.0, text_field=field)
 
   with pytest.raises(
     UserError, match=f"text_field = '{field}'.*columns are text.*id"
@@ -735,10 +757,12 @@ def test_parquet_without_the_text_field_lists_its_columns(tmp_path, field):
 )
 @pytest.mark.parametrize("is_directory", [False, True])
 def test_a_file_that_is_gone_is_an_error(tmp_path, texts, name, is_directory):
+  """The error names the file, and is not a crash."""
   path = tmp_path / name
-  source = sources.documents(write(path, texts), "train", ALL)
+  source = sources.documents(write(path, texts), "train", WITHOUT_VALIDATION)
 
   path.unlink()
+  # A directory can have taken the place of the file.
   if is_directory:
     path.mkdir()
 
@@ -756,7 +780,7 @@ def cut_after_a_line(path):
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
 def test_a_shorter_file_of_lines_can_be_read(tmp_path, texts, name):
   path = tmp_path / name
-  source = sources.documents(write(path, texts), "train", ALL)
+  source = sources.documents(write(path, texts), "train", WITHOUT_VALIDATION)
 
   cut_after_a_line(path)
 
@@ -765,8 +789,9 @@ def test_a_shorter_file_of_lines_can_be_read(tmp_path, texts, name):
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.parquet"])
 def test_a_shorter_compressed_file_is_an_error(tmp_path, texts, name):
+  """Without its end, a compressed file cannot be read."""
   path = tmp_path / name
-  source = sources.documents(write(path, texts), "train", ALL)
+  source = sources.documents(write(path, texts), "train", WITHOUT_VALIDATION)
 
   cut_after_a_line(path)
 
@@ -777,24 +802,27 @@ def test_a_shorter_compressed_file_is_an_error(tmp_path, texts, name):
 def test_a_parquet_file_rewritten_within_a_second_is_read_again(tmp_path):
   """The size stays the same, but the cached footer is another one."""
   path = tmp_path / "a.parquet"
-  source = write(path, ["aa"] * 3 + ["b"] * 3)
-  os.utime(path, ns=(10**18, 10**18))
-  assert read_texts(source) == ["aa"] * 3 + ["b"] * 3
+  time_ns = 10**18
+  source = write(path, ["aa", "aa", "aa", "b", "b", "b"])
+  os.utime(path, ns=(time_ns, time_ns))
+  assert read_texts(source) == ["aa", "aa", "aa", "b", "b", "b"]
   size = path.stat().st_size
-  footer = parquet.read_metadata(str(path))
+  cached_footer = parquet.read_metadata(str(path))
 
-  write(path, ["c"] * 3 + ["dd"] * 3)
+  write(path, ["c", "c", "c", "dd", "dd", "dd"])
   assert path.stat().st_size == size
-  os.utime(path, ns=(10**18 + 1, 10**18 + 1))
+  os.utime(path, ns=(time_ns + 1, time_ns + 1))
 
-  assert parquet.read_metadata(str(path)) is not footer
-  assert read_texts(source) == ["c"] * 3 + ["dd"] * 3
+  assert parquet.read_metadata(str(path)) is not cached_footer
+  assert read_texts(source) == ["c", "c", "c", "dd", "dd", "dd"]
 
 
 # Patterns and links.
 
 
 def test_local_patterns_match_as_in_the_standard_library(tmp_path, monkeypatch):
+  """The expected files are those of `glob.glob`."""
+  # Random directories, such as "a/.h/b", with three files each.
   rng = random.Random(0)
   for _ in range(60):
     depth = rng.randrange(4)
@@ -822,6 +850,7 @@ def test_local_patterns_match_as_in_the_standard_library(tmp_path, monkeypatch):
     "missing",
     f"{tmp_path}/**/b/*",
   ):
+    # Unlike glob, local_glob returns files only, once each, and sorted.
     paths = set(glob.glob(pattern, recursive=True))
     expected = [path for path in paths if os.path.isfile(path)]
     assert local_glob.match(pattern) == sorted(expected), pattern
@@ -839,7 +868,8 @@ def tree(tmp_path) -> pathlib.Path:
 
 @pytest.mark.parametrize("pattern", ["**/*.txt", "**", "**/**/*.txt"])
 def test_every_directory_is_searched_once(tree, tmp_path, pattern):
-  """Links to directories can form cycles."""
+  """Links to directories can form cycles, which would never end."""
+  # The tree has 0.txt, a/1.txt, a/deep/2.txt and b/3.txt.
   (tree / "self").symlink_to(".")
   # This name is sorted before the directory itself, "a".
   (tree / "0_first").symlink_to("a")
@@ -857,6 +887,7 @@ def test_every_directory_is_searched_once(tree, tmp_path, pattern):
 
 
 def test_files_that_a_repair_of_the_disk_found_are_skipped(tree):
+  # The tree has 0.txt, a/1.txt, a/deep/2.txt and b/3.txt.
   (tree / "lost+found").mkdir()
   (tree / "lost+found/5.txt").write_text("5")
 
@@ -892,7 +923,7 @@ def test_a_dangling_link_is_an_error(tree, pattern, link):
 
   message = f"^{path}: .*a link to 'gone', which does not exist"
   with pytest.raises(UserError, match=message):
-    sources.documents(f"text:{tree}/{pattern}", "train", ALL)
+    sources.documents(f"text:{tree}/{pattern}", "train", WITHOUT_VALIDATION)
 
 
 @DANGLING_LINKS
@@ -902,10 +933,10 @@ def test_a_link_to_itself_is_an_error(tree, pattern, link):
 
   message = f"^{path}: .*Too many levels of symbolic links"
   with pytest.raises(UserError, match=message):
-    sources.documents(f"text:{tree}/{pattern}", "train", ALL)
+    sources.documents(f"text:{tree}/{pattern}", "train", WITHOUT_VALIDATION)
 
 
-# Root can read everything, so missing permissions are simulated.
+# Missing permissions.
 
 
 def check_unreadable(tree, path):
@@ -913,12 +944,13 @@ def check_unreadable(tree, path):
   for pattern in ("**/*.txt", "*/*.txt"):
     message = f"^{path}: .*ermission denied"
     with pytest.raises(UserError, match=message):
-      sources.documents(f"text:{tree}/{pattern}", "train", ALL)
+      sources.documents(f"text:{tree}/{pattern}", "train", WITHOUT_VALIDATION)
 
-  sources.documents(f"text:{tree}/*.txt", "train", ALL)
+  sources.documents(f"text:{tree}/*.txt", "train", WITHOUT_VALIDATION)
 
 
 def test_an_unreadable_directory_is_an_error(tree, monkeypatch):
+  # Root can read every directory, so a missing permission is simulated.
   scandir = os.scandir
 
   def refusing_scandir(path):
@@ -932,6 +964,7 @@ def test_an_unreadable_directory_is_an_error(tree, monkeypatch):
 
 
 def test_an_unreadable_file_is_an_error(tree, monkeypatch):
+  # Root can read every file, so a missing permission is simulated.
   access = os.access
 
   def refusing_access(path, mode):
