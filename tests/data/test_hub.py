@@ -26,7 +26,7 @@ from diffjax.data import (
 from tests.harness import ROOT
 from tests.harness.hub_server import HubServer
 
-ALL = DataConfig(validation_fraction=0.0)
+WITHOUT_VALIDATION = DataConfig(validation_fraction=0.0)
 REPO = "datasets/org/name"
 # What to use if a source on the Hub cannot be reached.
 ALTERNATIVES = (
@@ -41,7 +41,7 @@ TOKENIZER_ALTERNATIVES = (
 
 
 @pytest.fixture
-def folder(tmp_path) -> pathlib.Path:
+def repo_dir(tmp_path) -> pathlib.Path:
   """Returns the directory of the files of the dataset org/name."""
   path = tmp_path / "hub" / REPO
   path.mkdir(parents=True)
@@ -49,7 +49,7 @@ def folder(tmp_path) -> pathlib.Path:
 
 
 @pytest.fixture
-def start(tmp_path, monkeypatch) -> Iterator[Callable[[], HubServer]]:
+def start_hub(tmp_path, monkeypatch) -> Iterator[Callable[[], HubServer]]:
   """Returns a function that serves the folders as the Hub of this test."""
   servers = []
 
@@ -69,7 +69,7 @@ def start(tmp_path, monkeypatch) -> Iterator[Callable[[], HubServer]]:
 
 
 @pytest.fixture(autouse=True)
-def waits(monkeypatch) -> list[float]:
+def retry_waits(monkeypatch) -> list[float]:
   """Returns the seconds of the waits between retries, which are skipped."""
   seconds = []
   clock = types.SimpleNamespace(sleep=seconds.append)
@@ -109,7 +109,7 @@ def read(source) -> list[str]:
 
 def read_spec(spec) -> list[str]:
   """Opens a source and returns its texts."""
-  return read(sources.documents(spec, "train", ALL))
+  return read(sources.documents(spec, "train", WITHOUT_VALIDATION))
 
 
 def error_message(function, *arguments) -> str:
@@ -125,38 +125,39 @@ def error_message(function, *arguments) -> str:
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst"])
-def test_jsonl_is_read_from_the_hub(folder, start, texts, name):
-  write_jsonl(folder / name, texts)
-  start()
+def test_jsonl_is_read_from_the_hub(repo_dir, start_hub, texts, name):
+  write_jsonl(repo_dir / name, texts)
+  start_hub()
 
   assert read_spec(f"jsonl:hf://{REPO}/{name}") == texts
 
 
 def test_a_large_jsonl_file_is_read_in_ranges(
-  folder, start, texts, monkeypatch
+  repo_dir, start_hub, texts, monkeypatch
 ):
+  # The sizes are small, so that a small file has several parts and requests.
   monkeypatch.setattr(jsonl_source, "PART_BYTES", 7919)
   monkeypatch.setattr(hub, "READ_AHEAD_BYTES", 1000)
-  write_jsonl(folder / "a.jsonl", texts)
-  server = start()
+  write_jsonl(repo_dir / "a.jsonl", texts)
+  server = start_hub()
 
   assert read_spec(f"jsonl:hf://{REPO}/a.jsonl") == texts
   assert len(server.fetched("a.jsonl")) > 10
 
 
-def test_each_text_file_is_one_request(folder, start, texts):
+def test_each_text_file_is_one_request(repo_dir, start_hub, texts):
   for index, text in enumerate(texts[:20]):
-    (folder / f"{index:02}.txt").write_bytes(text.encode())
-  server = start()
+    (repo_dir / f"{index:02}.txt").write_bytes(text.encode())
+  server = start_hub()
 
   assert read_spec(f"text:hf://{REPO}/*.txt") == texts[:20]
   for index in range(20):
     assert len(server.fetched(f"{index:02}.txt")) == 1
 
 
-def test_parquet_is_read_from_the_hub(folder, start, texts):
-  write_parquet(folder / "a.parquet", texts)
-  start()
+def test_parquet_is_read_from_the_hub(repo_dir, start_hub, texts):
+  write_parquet(repo_dir / "a.parquet", texts)
+  start_hub()
 
   assert read_spec(f"parquet:hf://{REPO}/a.parquet") == texts
 
@@ -169,17 +170,24 @@ def column_range(column) -> tuple[int, int]:
 
 @pytest.mark.parametrize("name", ["a.parquet", "b.parquet"])
 def test_only_the_footer_and_the_text_column_of_parquet_are_fetched(
-  folder, start, texts, name
+  repo_dir, start_hub, texts, name
 ):
-  write_parquet(folder / "a.parquet", texts)
-  write_parquet(folder / "b.parquet", texts)
-  server = start()
+  """Other columns of a dataset are often larger than its text.
+
+  The server lists the byte ranges of a file that were requested.
+  """
+  write_parquet(repo_dir / "a.parquet", texts)
+  write_parquet(repo_dir / "b.parquet", texts)
+  server = start_hub()
   spec = f"parquet:hf://{REPO}/*.parquet"
+
   assert read_spec(spec) == texts * 2
   # Another split of the same source needs no second footer.
-  assert sources.documents(spec, "validation", ALL).parts
+  assert sources.documents(spec, "validation", WITHOUT_VALIDATION).parts
 
-  metadata = pyarrow.parquet.read_metadata(folder / name)
+  # In each row group, column 0 is the text, and column 2 is the last one. The
+  # footer follows the last row group.
+  metadata = pyarrow.parquet.read_metadata(repo_dir / name)
   text_columns = []
   end_of_data = 0
   for index in range(metadata.num_row_groups):
@@ -197,23 +205,29 @@ def test_only_the_footer_and_the_text_column_of_parquet_are_fetched(
   assert len(fetched_footers) == 1
 
 
-def test_the_footers_of_many_files_are_fetched_once_each(folder, start, texts):
+def test_the_footers_of_many_files_are_fetched_once_each(
+  repo_dir, start_hub, texts
+):
   for index in range(20):
-    write_parquet(folder / f"{index:02}.parquet", texts[index : index + 1])
-  server = start()
-  source = sources.documents(f"parquet:hf://{REPO}/*.parquet", "train", ALL)
+    write_parquet(repo_dir / f"{index:02}.parquet", texts[index : index + 1])
+  server = start_hub()
+  source = sources.documents(
+    f"parquet:hf://{REPO}/*.parquet", "train", WITHOUT_VALIDATION
+  )
 
   assert len(source.parts) == 20
   for index in range(20):
     assert len(server.fetched(f"{index:02}.parquet")) == 1
 
 
-def test_opening_a_source_fetches_no_file(folder, start, texts):
+def test_opening_a_source_fetches_no_file(repo_dir, start_hub, texts):
   """A run whose rows are prepared only compares the identity of its files."""
-  write_parquet(folder / "a.parquet", texts)
-  server = start()
+  write_parquet(repo_dir / "a.parquet", texts)
+  server = start_hub()
 
-  sources.documents(f"parquet:hf://{REPO}/*.parquet", "train", ALL)
+  sources.documents(
+    f"parquet:hf://{REPO}/*.parquet", "train", WITHOUT_VALIDATION
+  )
 
   assert not server.fetched("a.parquet")
 
@@ -229,21 +243,26 @@ def test_opening_a_source_fetches_no_file(folder, start, texts):
     ("**/*.parquet", ["a", "b", "c"]),
   ],
 )
-def test_patterns_match_files_of_the_hub(folder, start, pattern, expected):
-  write_parquet(folder / "sample" / "b.parquet", ["b"])
-  write_parquet(folder / "sample" / "a.parquet", ["a"])
-  write_parquet(folder / "sample" / "more" / "c.parquet", ["c"])
-  (folder / "README.md").write_text("not data", encoding="utf-8")
-  start()
+def test_patterns_match_files_of_the_hub(
+  repo_dir, start_hub, pattern, expected
+):
+  """Files are read in the order of their names."""
+  write_parquet(repo_dir / "sample" / "b.parquet", ["b"])
+  write_parquet(repo_dir / "sample" / "a.parquet", ["a"])
+  write_parquet(repo_dir / "sample" / "more" / "c.parquet", ["c"])
+  (repo_dir / "README.md").write_text("not data", encoding="utf-8")
+  start_hub()
 
   assert read_spec(f"parquet:hf://{REPO}/{pattern}") == expected
 
 
-def test_a_revision_can_be_chosen(folder, start, texts):
-  write_parquet(folder / "a.parquet", texts[:100])
-  server = start()
+def test_a_revision_can_be_chosen(repo_dir, start_hub, texts):
+  """A source can name a commit or a branch. By default it is "main"."""
+  write_parquet(repo_dir / "a.parquet", texts[:100])
+  server = start_hub()
   old_commit = server.commit(REPO)
-  write_parquet(folder / "a.parquet", texts[100:])
+  # A second commit of the same file.
+  write_parquet(repo_dir / "a.parquet", texts[100:])
   server.commit(REPO)
 
   old_spec = f"parquet:hf://{REPO}@{old_commit}/a.parquet"
@@ -252,12 +271,15 @@ def test_a_revision_can_be_chosen(folder, start, texts):
   assert read_spec(f"parquet:hf://{REPO}/a.parquet") == texts[100:]
 
 
-def test_an_open_source_keeps_its_revision(folder, start, texts):
-  write_parquet(folder / "a.parquet", texts[:100])
-  server = start()
-  source = sources.documents(f"parquet:hf://{REPO}/*.parquet", "train", ALL)
+def test_an_open_source_keeps_its_revision(repo_dir, start_hub, texts):
+  """A commit during a run must not change what the run reads."""
+  write_parquet(repo_dir / "a.parquet", texts[:100])
+  server = start_hub()
+  source = sources.documents(
+    f"parquet:hf://{REPO}/*.parquet", "train", WITHOUT_VALIDATION
+  )
 
-  write_parquet(folder / "a.parquet", texts[100:])
+  write_parquet(repo_dir / "a.parquet", texts[100:])
   server.commit(REPO)
 
   assert read(source) == texts[:100]
@@ -282,10 +304,11 @@ def tokenizer_repo(request, tmp_path, texts) -> tuple[str, pathlib.Path]:
 
 
 def test_a_tokenizer_json_is_fetched_once_for_all_revisions(
-  tokenizer_repo, start, tmp_path
+  tokenizer_repo, start_hub, tmp_path
 ):
+  """Revisions with the same content share one file in the cache."""
   repo, directory = tokenizer_repo
-  server = start()
+  server = start_hub()
   commit = server.commit(str(directory.relative_to(tmp_path / "hub")))
   local = tokenizer.load_tokenizer(str(directory / "tokenizer.json"))
 
@@ -297,9 +320,9 @@ def test_a_tokenizer_json_is_fetched_once_for_all_revisions(
   assert len(server.fetched("tokenizer.json")) == 1
 
 
-def test_a_tiktoken_file_is_read_from_the_hub(tokenizer_repo, start, texts):
+def test_a_tiktoken_file_is_read_from_the_hub(tokenizer_repo, start_hub, texts):
   repo, directory = tokenizer_repo
-  start()
+  start_hub()
   local = tokenizer.load_tokenizer(str(directory / "tokenizer.tiktoken"))
 
   loaded = tokenizer.load_tokenizer(f"hf://{repo}/tokenizer.tiktoken")
@@ -312,15 +335,18 @@ def test_a_tiktoken_file_is_read_from_the_hub(tokenizer_repo, start, texts):
 
 def open_jsonl():
   """Returns the source of all JSONL files of the dataset."""
-  return sources.documents(f"jsonl:hf://{REPO}/*.jsonl", "train", ALL)
+  return sources.documents(
+    f"jsonl:hf://{REPO}/*.jsonl", "train", WITHOUT_VALIDATION
+  )
 
 
-def test_the_identity_does_not_depend_on_the_commit(folder, start, texts):
-  write_jsonl(folder / "a.jsonl", texts)
-  server = start()
+def test_the_identity_does_not_depend_on_the_commit(repo_dir, start_hub, texts):
+  """A run can continue after a commit that changes no data."""
+  write_jsonl(repo_dir / "a.jsonl", texts)
+  server = start_hub()
   before = open_jsonl()
 
-  (folder / "README.md").write_text("another commit", encoding="utf-8")
+  (repo_dir / "README.md").write_text("another commit", encoding="utf-8")
   server.commit(REPO)
 
   after = open_jsonl()
@@ -328,13 +354,14 @@ def test_the_identity_does_not_depend_on_the_commit(folder, start, texts):
   assert after.fingerprint() == before.fingerprint()
 
 
-def test_the_identity_depends_on_all_of_the_content(folder, start, texts):
+def test_the_identity_depends_on_all_of_the_content(repo_dir, start_hub, texts):
   """Samples of the file would not show a change in the middle."""
-  path = folder / "a.jsonl"
+  path = repo_dir / "a.jsonl"
   write_jsonl(path, texts)
-  server = start()
+  server = start_hub()
   before = open_jsonl()
 
+  # One letter in the middle, so the size stays the same.
   content = path.read_bytes()
   path.write_bytes(content.replace(b"document 150", b"Document 150"))
   server.commit(REPO)
@@ -348,31 +375,33 @@ def test_the_identity_depends_on_all_of_the_content(folder, start, texts):
 
 
 def test_prepared_rows_of_changed_files_are_refused(
-  folder, start, texts, make_config, tmp_path
+  repo_dir, start_hub, texts, make_config, tmp_path
 ):
-  write_parquet(folder / "a.parquet", texts, row_group_size=300)
-  server = start()
+  """The rows in the directory that the user chose have the text before."""
+  write_parquet(repo_dir / "a.parquet", texts, row_group_size=300)
+  server = start_hub()
   config = make_config(
     source=f"parquet:hf://{REPO}/*.parquet", prepared_dir=f"{tmp_path}/rows"
   ).data
-  prepared.prepare(config, 1)
+  prepared.prepare(config, workers=1)
 
-  write_parquet(folder / "a.parquet", texts[1:])
+  write_parquet(repo_dir / "a.parquet", texts[1:])
   server.commit(REPO)
 
   assert "held other files" in error_message(prepared.prepare, config, 1)
 
 
 def test_a_run_on_prepared_rows_does_not_continue_with_changed_files(
-  folder, start, texts, make_config
+  repo_dir, start_hub, texts, make_config
 ):
+  """The same position would be in other rows."""
   # With one row group, the rows are prepared in this process.
-  write_parquet(folder / "a.parquet", texts, row_group_size=300)
-  server = start()
+  write_parquet(repo_dir / "a.parquet", texts, row_group_size=300)
+  server = start_hub()
   config = make_config(source=f"parquet:hf://{REPO}/*.parquet")
   state = pipeline.training_batches(config).get_state()
 
-  write_parquet(folder / "a.parquet", texts[1:], row_group_size=300)
+  write_parquet(repo_dir / "a.parquet", texts[1:], row_group_size=300)
   server.commit(REPO)
 
   batches = pipeline.training_batches(config)
@@ -381,9 +410,9 @@ def test_a_run_on_prepared_rows_does_not_continue_with_changed_files(
 
 
 @pytest.fixture
-def stream_config(folder, texts, make_config):
+def stream_config(repo_dir, texts, make_config):
   """Writes a file, and returns a config that streams it."""
-  write_parquet(folder / "a.parquet", texts)
+  write_parquet(repo_dir / "a.parquet", texts)
   return make_config(mode="streamed", source=f"parquet:hf://{REPO}/*.parquet")
 
 
@@ -396,8 +425,8 @@ def read_stream_state(config) -> dict:
   return state
 
 
-def test_a_stream_continues_with_the_same_files(start, stream_config):
-  start()
+def test_a_stream_continues_with_the_same_files(start_hub, stream_config):
+  start_hub()
   state = read_stream_state(stream_config)
   batches = pipeline.training_batches(stream_config)
 
@@ -408,12 +437,13 @@ def test_a_stream_continues_with_the_same_files(start, stream_config):
 
 
 def test_a_stream_does_not_continue_with_changed_files(
-  folder, start, texts, stream_config
+  repo_dir, start_hub, texts, stream_config
 ):
-  server = start()
+  """The same position would be in other text."""
+  server = start_hub()
   state = read_stream_state(stream_config)
 
-  write_parquet(folder / "a.parquet", [text.upper() for text in texts])
+  write_parquet(repo_dir / "a.parquet", [text.upper() for text in texts])
   server.commit(REPO)
 
   batches = pipeline.training_batches(stream_config)
@@ -435,16 +465,17 @@ def read_streamed_tokens(config) -> list[list]:
   return tokens
 
 
-def test_workers_stream_from_the_hub(folder, start, texts, make_config):
-  write_parquet(folder / "a.parquet", texts)
-  start()
+def test_workers_stream_from_the_hub(repo_dir, start_hub, texts, make_config):
+  """They read the same tokens as this process reads from the local file."""
+  write_parquet(repo_dir / "a.parquet", texts)
+  start_hub()
   config = make_config(
     mode="streamed",
     source=f"parquet:hf://{REPO}/a.parquet",
     num_workers=1,
   )
   local_config = make_config(
-    mode="streamed", source=f"parquet:{folder}/a.parquet"
+    mode="streamed", source=f"parquet:{repo_dir}/a.parquet"
   )
 
   assert read_streamed_tokens(config) == read_streamed_tokens(local_config)
@@ -455,16 +486,19 @@ def prepare_totals(config, num_workers) -> list[bytes]:
 
   The totals have a digest of the rows.
   """
-  (target,) = prepared.prepare(config, num_workers)
+  (target,) = prepared.prepare(config, workers=num_workers)
   paths = sorted(pathlib.Path(target.directory).glob("*-*.json"))
   return [path.read_bytes() for path in paths]
 
 
-def test_workers_prepare_rows_from_the_hub(folder, start, texts, make_config):
-  write_parquet(folder / "a.parquet", texts)
-  start()
+def test_workers_prepare_rows_from_the_hub(
+  repo_dir, start_hub, texts, make_config
+):
+  """They write the same rows as this process writes from the local file."""
+  write_parquet(repo_dir / "a.parquet", texts)
+  start_hub()
   config = make_config(source=f"parquet:hf://{REPO}/a.parquet").data
-  local_config = make_config(source=f"parquet:{folder}/a.parquet").data
+  local_config = make_config(source=f"parquet:{repo_dir}/a.parquet").data
 
   totals = prepare_totals(config, 2)
 
@@ -482,23 +516,25 @@ def check_unreachable(message, endpoint, alternatives=ALTERNATIVES):
     assert alternative in message
 
 
-def test_a_refused_connection_is_an_error_at_once(folder, start, texts, waits):
-  write_parquet(folder / "a.parquet", texts)
-  server = start()
+def test_a_refused_connection_is_an_error_at_once(
+  repo_dir, start_hub, texts, retry_waits
+):
+  """Nothing has been read yet, so the user need not wait for retries."""
+  write_parquet(repo_dir / "a.parquet", texts)
+  server = start_hub()
   server.close()
 
   message = error_message(read_spec, f"parquet:hf://{REPO}/*.parquet")
 
   check_unreachable(message, server.url)
   assert "refused" in message
-  # Nothing has been read yet, so the user need not wait for retries.
-  assert not waits
+  assert not retry_waits
 
 
 def test_a_refused_connection_for_a_tokenizer_names_other_tokenizers(
-  folder, start
+  repo_dir, start_hub
 ):
-  server = start()
+  server = start_hub()
   server.close()
 
   message = error_message(
@@ -518,6 +554,7 @@ def test_an_unknown_host_is_an_error(monkeypatch):
 
 
 def test_a_host_that_does_not_answer_is_an_error(monkeypatch):
+  """The server accepts connections, but never sends a byte."""
   monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_ETAG_TIMEOUT", 0.1)
   with socket.create_server(("127.0.0.1", 0)) as silent_server:
     port = silent_server.getsockname()[1]
@@ -540,19 +577,22 @@ def test_the_offline_mode_is_an_error_that_names_its_variable(monkeypatch):
 
 
 def test_a_server_that_stops_during_a_read_is_retried(
-  folder, start, texts, waits
+  repo_dir, start_hub, texts, retry_waits
 ):
-  write_parquet(folder / "a.parquet", texts)
-  server = start()
-  source = sources.documents(f"parquet:hf://{REPO}/*.parquet", "train", ALL)
+  """A run of days should survive a short failure of the Hub."""
+  write_parquet(repo_dir / "a.parquet", texts)
+  server = start_hub()
+  source = sources.documents(
+    f"parquet:hf://{REPO}/*.parquet", "train", WITHOUT_VALIDATION
+  )
   part = source.parts[0]
   server.close()
 
   message = error_message(lambda: list(source.read(part)))
 
   check_unreachable(message, server.url)
-  # huggingface_hub retries.
-  assert len(waits) == 5
+  # huggingface_hub tries five times more.
+  assert len(retry_waits) == 5
 
 
 # Files that the Hub does not have, or does not give.
@@ -600,10 +640,11 @@ def test_a_server_that_stops_during_a_read_is_retried(
   ],
 )
 def test_a_missing_repository_revision_or_file_is_named(
-  folder, start, texts, path, message
+  repo_dir, start_hub, texts, path, message
 ):
-  write_parquet(folder / "a.parquet", texts)
-  start()
+  """The error is one line that names what is missing."""
+  write_parquet(repo_dir / "a.parquet", texts)
+  start_hub()
 
   assert message in error_message(read_spec, f"parquet:hf://{path}")
 
@@ -611,8 +652,8 @@ def test_a_missing_repository_revision_or_file_is_named(
 @pytest.mark.parametrize(
   "path", ["datasets/*.parquet", "datasets/name/a.parquet"]
 )
-def test_a_path_without_a_repository_is_an_error(start, path):
-  start()
+def test_a_path_without_a_repository_is_an_error(start_hub, path):
+  start_hub()
 
   message = error_message(read_spec, f"parquet:hf://{path}")
 
@@ -620,10 +661,10 @@ def test_a_path_without_a_repository_is_an_error(start, path):
 
 
 @pytest.fixture
-def gated_server(folder, start, texts) -> HubServer:
+def gated_server(repo_dir, start_hub, texts) -> HubServer:
   """Serves a dataset that can only be read with the token "hf_good"."""
-  write_parquet(folder / "a.parquet", texts)
-  server = start()
+  write_parquet(repo_dir / "a.parquet", texts)
+  server = start_hub()
   server.gate(REPO, token="hf_good")
   return server
 
@@ -640,6 +681,7 @@ def test_a_gated_dataset_without_a_token_is_an_error(gated_server):
 def test_a_gated_dataset_with_a_token_without_access_is_an_error(
   gated_server, monkeypatch
 ):
+  """A gated dataset can only be read with the token of a user with access."""
   monkeypatch.setenv("HF_TOKEN", "hf_bad")
 
   message = error_message(read_spec, f"parquet:hf://{REPO}/*.parquet")
@@ -660,32 +702,36 @@ def test_a_gated_dataset_can_be_read_with_its_token(monkeypatch, texts):
 @pytest.mark.parametrize("path", ["/api/", "/tree/", "/resolve/", "/storage/"])
 @pytest.mark.parametrize("status", [429, 503])
 def test_temporary_refusals_are_retried(
-  folder, start, texts, waits, path, status
+  repo_dir, start_hub, texts, retry_waits, path, status
 ):
-  write_parquet(folder / "a.parquet", texts)
-  server = start()
-  server.fail(2, status, retry_after=7, path=path)
+  """The server refuses two requests with the status and a time to wait."""
+  write_parquet(repo_dir / "a.parquet", texts)
+  server = start_hub()
+  server.fail(times=2, status=status, retry_after=7, path=path)
 
   assert read_spec(f"parquet:hf://{REPO}/*.parquet") == texts
 
-  # huggingface_hub adds a second, because the header is rounded.
-  assert len(waits) == 2
-  assert set(waits) <= {7, 8}
+  # The server asks for 7 seconds. huggingface_hub adds one, because the number
+  # is rounded.
+  assert len(retry_waits) == 2
+  assert set(retry_waits) <= {7, 8}
 
 
 @pytest.mark.parametrize("path", ["/api/", "/resolve/"])
 @pytest.mark.parametrize("status", [429, 503])
 def test_permanent_refusals_are_an_error_after_five_retries(
-  folder, start, texts, waits, path, status
+  repo_dir, start_hub, texts, retry_waits, path, status
 ):
-  write_parquet(folder / "a.parquet", texts)
-  server = start()
-  server.fail(1000, status, path=path)
+  """The waits between the tries become longer."""
+  write_parquet(repo_dir / "a.parquet", texts)
+  server = start_hub()
+  server.fail(times=1000, status=status, path=path)
 
   message = error_message(read_spec, f"parquet:hf://{REPO}/*.parquet")
 
   assert f"{server.url} still answers {status} after several tries" in message
-  assert waits == [1, 2, 4, 8, 8]
+  # Seconds. They double up to 8.
+  assert retry_waits == [1, 2, 4, 8, 8]
 
 
 # Answers that break off.
@@ -694,7 +740,7 @@ def test_permanent_refusals_are_an_error_after_five_retries(
 @pytest.fixture(
   params=["a.txt", "a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"]
 )
-def any_file(request, folder, texts, monkeypatch) -> tuple[str, list[str]]:
+def any_file(request, repo_dir, texts, monkeypatch) -> tuple[str, list[str]]:
   """Writes a file that is read by several requests, and returns its name.
 
   Returns:
@@ -704,72 +750,74 @@ def any_file(request, folder, texts, monkeypatch) -> tuple[str, list[str]]:
   name = request.param
   if name == "a.txt":
     text = "\n".join(texts)
-    (folder / name).write_bytes(text.encode())
+    (repo_dir / name).write_bytes(text.encode())
     return f"text:hf://{REPO}/{name}", [text]
   if name == "a.parquet":
-    write_parquet(folder / name, texts)
+    write_parquet(repo_dir / name, texts)
     return f"parquet:hf://{REPO}/{name}", texts
-  write_jsonl(folder / name, texts)
+  write_jsonl(repo_dir / name, texts)
   return f"jsonl:hf://{REPO}/{name}", texts
 
 
-def test_a_broken_connection_is_repeated(any_file, start):
+def test_a_broken_connection_is_repeated(any_file, start_hub):
   spec, texts = any_file
-  server = start()
-  server.break_bodies(2)
+  server = start_hub()
+  server.break_bodies(times=2)
 
   assert read_spec(spec) == texts
 
 
-def test_a_short_answer_is_repeated(any_file, start):
+def test_a_short_answer_is_repeated(any_file, start_hub):
   spec, texts = any_file
-  server = start()
-  server.shorten_bodies(2)
+  server = start_hub()
+  server.shorten_bodies(times=2)
 
   assert read_spec(spec) == texts
 
 
-def test_connections_that_always_break_are_an_error(any_file, start):
+def test_connections_that_always_break_are_an_error(any_file, start_hub):
   spec, _ = any_file
-  server = start()
-  server.break_bodies(1000)
+  server = start_hub()
+  server.break_bodies(times=1000)
 
   name = spec.rpartition("/")[2]
   assert name in error_message(read_spec, spec)
 
 
-def test_answers_that_are_always_short_are_an_error(any_file, start):
+def test_answers_that_are_always_short_are_an_error(any_file, start_hub):
   spec, _ = any_file
-  server = start()
-  server.shorten_bodies(1000)
+  server = start_hub()
+  server.shorten_bodies(times=1000)
 
   name = spec.rpartition("/")[2]
   assert name in error_message(read_spec, spec)
 
 
-def test_a_short_answer_is_described(folder, start):
-  (folder / "a.txt").write_bytes(b"x" * 1000)
-  server = start()
-  server.shorten_bodies(1000)
+def test_a_short_answer_is_described(repo_dir, start_hub):
+  (repo_dir / "a.txt").write_bytes(b"x" * 1000)
+  server = start_hub()
+  server.shorten_bodies(times=1000)
 
   message = error_message(read_spec, f"text:hf://{REPO}/a.txt")
 
+  # The server sends half of the file each time.
   assert "got 500 of 1000 bytes from byte 0 on, 3 times in a row" in message
 
 
 def test_a_connection_that_breaks_late_loses_no_document(
-  folder, start, texts, monkeypatch
+  repo_dir, start_hub, texts, monkeypatch
 ):
   """The documents before the break are not repeated either."""
   monkeypatch.setattr(jsonl_source, "PART_BYTES", 7919)
   monkeypatch.setattr(hub, "READ_AHEAD_BYTES", 1000)
-  write_jsonl(folder / "a.jsonl", texts)
-  server = start()
+  write_jsonl(repo_dir / "a.jsonl", texts)
+  server = start_hub()
   source = open_jsonl()
 
   documents = []
   for part in source.parts:
-    server.break_bodies(1)
+    # The next answer breaks off in its middle.
+    server.break_bodies(times=1)
     documents += [document.text for document in source.read(part)]
 
   assert documents == texts
@@ -777,14 +825,15 @@ def test_a_connection_that_breaks_late_loses_no_document(
 
 @pytest.mark.full
 def test_the_1b_config_downloads_prepares_trains_and_resumes(
-  start, texts, command, tmp_path
+  start_hub, texts, command, tmp_path
 ):
   """Flags only make the model small and avoid the tokenizer's download."""
   repo = "datasets/HuggingFaceFW/fineweb-edu"
   for number in range(3):
     path = tmp_path / "hub" / repo / f"sample/100BT/{number:03}_00000.parquet"
     write_parquet(path, [f"{text} {number}" for text in texts])
-  server = start()
+  server = start_hub()
+  # The revision that the config names.
   server.commit(repo, "87f09149ef4734204d70ed1d046ddc9ca3f2b8f9")
   flags = [
     f"--config={ROOT}/configs/diff_1b.py",
@@ -799,6 +848,7 @@ def test_the_1b_config_downloads_prepares_trains_and_resumes(
     "--config.eval.rows=4",
   ]
 
+  # The second command continues the run of the first one.
   for steps in (1, 2):
     steps_flag = f"--config.train.steps={steps}"
     result = command("diffjax.train", *flags, steps_flag, cwd=tmp_path)
