@@ -20,7 +20,7 @@ from diffjax.data.row import Row, decode_row, encode_row, make_batch
 from tests.harness.tiers import full
 
 LENGTH = 16
-ALL = DataConfig(
+QUESTION_AND_ANSWER = DataConfig(
   validation_fraction=0.0, prompt_field="question", text_field="answer"
 )
 
@@ -60,17 +60,19 @@ def learned_tokens(batch) -> list[int]:
   return sorted(batch["targets"][batch["weights"] > 0].tolist())
 
 
-# Two segments, "s p p | a a s" and "s p | a s", with separators s.
-KNOWN_ROW = Row(
-  tokens=np.arange(10, 20, dtype=np.int32),
-  segment_lengths=np.array([6, 4], np.int32),
-  prompt_lengths=np.array([3, 2], np.int32),
-)
-
-
 def test_the_weights_of_a_known_row():
-  batch = make_batch([KNOWN_ROW], 11)
+  """Only the tokens of answers have weight."""
+  # Two segments, "s p p | a a s" and "s p | a s": separators s, tokens p of the
+  # prompt, and tokens a of the answer.
+  row = Row(
+    tokens=np.arange(10, 20, dtype=np.int32),
+    segment_lengths=np.array([6, 4], np.int32),
+    prompt_lengths=np.array([3, 2], np.int32),
+  )
 
+  batch = make_batch([row], 11)
+
+  # The answers have weight, with the separators after them.
   targets = [11, 12, 13, 14, 15, 16, 17, 18, 19, 0, 0]
   weights = [0, 0, 1, 1, 1, 0, 0, 1, 1, 0, 0]
   segment_ids = [1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 0]
@@ -80,12 +82,19 @@ def test_the_weights_of_a_known_row():
 
 
 def test_without_prompts_only_the_weights_differ():
-  batch = make_batch([KNOWN_ROW], 11)
-  row_without_prompts = KNOWN_ROW._replace(prompt_lengths=np.zeros(2, np.int32))
+  """All tokens but the first of a segment are then learned."""
+  row = Row(
+    tokens=np.arange(10, 20, dtype=np.int32),
+    segment_lengths=np.array([6, 4], np.int32),
+    prompt_lengths=np.array([3, 2], np.int32),
+  )
+  row_without_prompts = row._replace(prompt_lengths=np.zeros(2, np.int32))
 
+  batch = make_batch([row], 11)
   batch_without_prompts = make_batch([row_without_prompts], 11)
 
   weights = batch_without_prompts.pop("weights")
+  # The last token of a segment has no target in its segment.
   assert weights.tolist() == [[1, 1, 1, 1, 1, 0, 1, 1, 1, 0, 0]]
   del batch["weights"]
   chex.assert_trees_all_equal(batch_without_prompts, batch)
@@ -106,6 +115,7 @@ def short_examples() -> list[packing.Example]:
 
 
 def test_every_answer_is_learned_once(short_examples):
+  """The targets with weight are the tokens of all answers."""
   packed = pack(short_examples)
 
   batch = make_batch(packed.rows, LENGTH)
@@ -121,6 +131,7 @@ def test_every_answer_is_learned_once(short_examples):
 def test_a_learned_target_is_of_the_same_example_as_its_input(short_examples):
   batch = make_batch(pack(short_examples).rows, LENGTH)
 
+  # Example n has tokens from 100n to 100n + 99.
   has_weight = batch["weights"] > 0
   example_of_target = batch["targets"][has_weight] // 100
   example_of_input = batch["tokens"][has_weight] // 100
@@ -128,6 +139,7 @@ def test_a_learned_target_is_of_the_same_example_as_its_input(short_examples):
 
 
 def test_segments_are_whole_examples_with_their_prompts(short_examples):
+  """Each segment has the length of an example, and the length of its prompt."""
   rows = pack(short_examples).rows
 
   example_by_first_token = {}
@@ -169,9 +181,12 @@ def test_examples_that_do_not_fit_are_counted(long_examples):
   counts = pack(long_examples).counts
 
   fitting = with_prompts_that_fit(long_examples)
+  # A row has LENGTH + 1 tokens. A last piece that is a separator alone is
+  # dropped, and does not count as cut.
   num_cut = sum(len(example.tokens) > LENGTH + 2 for example in fitting)
-  assert counts.skipped == 300 - len(fitting)
+  assert counts.skipped == len(long_examples) - len(fitting)
   assert counts.cut == num_cut
+  # The examples are of all three kinds.
   assert 50 < len(fitting) < 250
   assert num_cut > 50
 
@@ -183,6 +198,7 @@ def test_every_row_has_something_to_learn(long_examples):
 
 
 def test_all_pieces_of_a_long_answer_are_learned(long_examples):
+  """An answer that is longer than a row continues in other rows."""
   batch = make_batch(pack(long_examples).rows, LENGTH)
 
   expected = []
@@ -195,7 +211,8 @@ def test_all_pieces_of_a_long_answer_are_learned(long_examples):
 
 
 def test_a_prompt_may_leave_room_for_one_token_of_the_answer():
-  packed = pack([make_example(1, LENGTH - 1, 1)])
+  """The only weight of the row is on its last target."""
+  packed = pack([make_example(1, prompt_size=LENGTH - 1, answer_size=1)])
 
   batch = make_batch(packed.rows, LENGTH)
 
@@ -206,7 +223,7 @@ def test_a_prompt_may_leave_room_for_one_token_of_the_answer():
 
 
 def test_a_prompt_that_fills_a_row_is_skipped():
-  packed = pack([make_example(1, LENGTH, 5)])
+  packed = pack([make_example(1, prompt_size=LENGTH, answer_size=5)])
 
   assert not packed.rows
   assert packed.counts.skipped == 1
@@ -219,19 +236,22 @@ def test_a_prompt_that_fills_a_row_is_skipped():
 @pytest.mark.parametrize("vocab_size", [256, 100_000])
 def test_a_decoded_record_is_the_encoded_row(vocab_size):
   examples = [
-    make_example(1, 3, 4),
-    make_example(20, 2, 30),
-    make_example(60, 0, 1),
+    make_example(1, prompt_size=3, answer_size=4),
+    # Longer than a row of 16 inputs.
+    make_example(20, prompt_size=2, answer_size=30),
+    make_example(60, prompt_size=0, answer_size=1),
   ]
 
   for row in pack(examples).rows:
-    decoded = decode_row(encode_row(row, vocab_size, True))
+    decoded = decode_row(
+      encode_row(row, vocab_size=vocab_size, with_prompts=True)
+    )
     chex.assert_trees_all_equal(decoded, row)
 
 
 def test_a_record_that_was_cut_short_is_an_error():
-  (row,) = pack([make_example(1, 3, 4)]).rows
-  record = encode_row(row, 256, True)
+  (row,) = pack([make_example(1, prompt_size=3, answer_size=4)]).rows
+  record = encode_row(row, vocab_size=256, with_prompts=True)
 
   with pytest.raises(ValueError, match="tokens"):
     decode_row(record[:-1])
@@ -241,30 +261,35 @@ def test_a_record_that_was_cut_short_is_an_error():
 
 
 def test_a_row_without_prompts_has_the_bytes_of_earlier_versions():
+  # The bytes of "hi" and "!", with the separator 255.
   row = Row(
-    np.array([255, 104, 105, 255, 255, 33], np.int32),
-    np.array([4, 2], np.int32),
-    np.zeros(2, np.int32),
+    tokens=np.array([255, 104, 105, 255, 255, 33], np.int32),
+    segment_lengths=np.array([4, 2], np.int32),
+    prompt_lengths=np.zeros(2, np.int32),
   )
+  # Number of segments, their lengths, and the tokens in two bytes each.
   record = bytes.fromhex(
     "02000000 04000000 02000000 ff00 6800 6900 ff00 ff00 2100"
   )
 
-  assert encode_row(row, 256, False) == record
+  assert encode_row(row, vocab_size=256, with_prompts=False) == record
   assert decode_row(record).prompt_lengths.tolist() == [0, 0]
 
 
 def test_a_row_with_prompts_has_the_bytes_of_earlier_versions():
+  # The bytes of "hi" and "!", with the separator 255.
   row = Row(
-    np.array([255, 104, 105, 255, 255, 33], np.int32),
-    np.array([4, 2], np.int32),
-    np.array([2, 1], np.int32),
+    tokens=np.array([255, 104, 105, 255, 255, 33], np.int32),
+    segment_lengths=np.array([4, 2], np.int32),
+    prompt_lengths=np.array([2, 1], np.int32),
   )
+  # Minus the number of segments, their lengths, the lengths of their prompts,
+  # and the tokens in two bytes each.
   record = bytes.fromhex(
     "feffffff 04000000 02000000 02000000 01000000 ff00 6800 6900 ff00 ff00 2100"
   )
 
-  assert encode_row(row, 256, True) == record
+  assert encode_row(row, vocab_size=256, with_prompts=True) == record
 
 
 def test_rows_without_prompts_have_the_fields_of_earlier_versions(jsonl):
@@ -285,7 +310,7 @@ def test_rows_without_prompts_have_the_fields_of_earlier_versions(jsonl):
 # Records of questions and answers.
 
 
-def read(spec, config=ALL, split="train") -> list[Document]:
+def read(spec, config=QUESTION_AND_ANSWER, split="train") -> list[Document]:
   """Returns the documents of a source."""
   source = sources.documents(spec, split, config)
   documents = []
@@ -312,6 +337,7 @@ def write_parquet(path, records) -> str:
   "text_field", ["answer", "turns.1.value", "turns.-1.value"]
 )
 def test_the_answer_can_be_in_a_list_of_turns(tmp_path, write, text_field):
+  """A path such as turns.-1.value names the value of the last turn."""
   records = []
   expected = []
   for index in range(300):
@@ -322,11 +348,15 @@ def test_the_answer_can_be_in_a_list_of_turns(tmp_path, write, text_field):
       {"from": "model", "value": answer},
     ]
     records.append({"question": question, "answer": answer, "turns": turns})
+    # The default of config.data.prompt_template.
     prompt = f"Question: {question}\nAnswer:\n"
-    expected.append(Document(answer, False, prompt))
+    expected.append(Document(text=answer, replaced=False, prompt=prompt))
   source = write(tmp_path / "records", records)
+  config = DataConfig(
+    validation_fraction=0.0, prompt_field="question", text_field=text_field
+  )
 
-  documents = read(source, dataclasses.replace(ALL, text_field=text_field))
+  documents = read(source, config)
 
   assert documents == expected
 
@@ -335,7 +365,12 @@ def test_the_answer_can_be_in_a_list_of_turns(tmp_path, write, text_field):
 def test_the_prompt_template_can_have_braces(tmp_path, write):
   record = {"question": "3 + 1?", "answer": "4"}
   source = write(tmp_path / "records", [record])
-  config = dataclasses.replace(ALL, prompt_template="{{prompt}}!")
+  config = DataConfig(
+    validation_fraction=0.0,
+    prompt_field="question",
+    text_field="answer",
+    prompt_template="{{prompt}}!",
+  )
 
   (document,) = read(source, config)
 
@@ -345,7 +380,9 @@ def test_the_prompt_template_can_have_braces(tmp_path, write):
 def test_a_field_with_a_dot_in_its_name_comes_before_a_path(tmp_path):
   record = {"question": "?", "a.b": "name", "a": {"b": "path"}}
   source = write_jsonl(tmp_path / "a.jsonl", [record])
-  config = dataclasses.replace(ALL, text_field="a.b")
+  config = DataConfig(
+    validation_fraction=0.0, prompt_field="question", text_field="a.b"
+  )
 
   (document,) = read(source, config)
 
@@ -385,6 +422,7 @@ def test_a_field_with_a_dot_in_its_name_comes_before_a_path(tmp_path):
   ],
 )
 def test_a_bad_record_is_named(tmp_path, record, message):
+  """The error is one line with the file, the line, and the bad field."""
   path = tmp_path / "a.jsonl"
   good_record = '{"question": "a", "answer": "b"}'
   path.write_text(f"{good_record}\n{good_record}\n{record}\n")
@@ -408,7 +446,10 @@ def test_a_bad_record_is_named(tmp_path, record, message):
 def test_a_path_that_leads_nowhere_is_an_error(tmp_path, path):
   record = {"question": "a", "turns": [{"value": "b"}]}
   source = write_jsonl(tmp_path / "a.jsonl", [record])
-  config = dataclasses.replace(ALL, text_field=path)
+  config = DataConfig(
+    validation_fraction=0.0, prompt_field="question", text_field=path
+  )
+
   with pytest.raises(UserError, match="a.jsonl:1: config.data.text_field"):
     read(source, config)
 
@@ -435,6 +476,7 @@ def test_a_path_that_leads_nowhere_is_an_error(tmp_path, path):
   ],
 )
 def test_a_bad_row_of_parquet_is_named(tmp_path, changes, message):
+  """The error has the row, or the columns if one is missing."""
   records = [
     {"question": "a", "answer": "b", "turns": ["x"]},
     {"question": None, "answer": "c", "turns": []},
@@ -442,7 +484,7 @@ def test_a_bad_row_of_parquet_is_named(tmp_path, changes, message):
   source = write_parquet(tmp_path / "a.parquet", records)
 
   with pytest.raises(UserError, match=message):
-    read(source, dataclasses.replace(ALL, **changes))
+    read(source, dataclasses.replace(QUESTION_AND_ANSWER, **changes))
 
 
 def test_records_without_an_answer_are_skipped(tmp_path):
@@ -454,20 +496,26 @@ def test_records_without_an_answer_are_skipped(tmp_path):
 
   documents = read(write_jsonl(tmp_path / "a.jsonl", records))
 
-  assert documents == [Document("b", False, "Question: \nAnswer:\n")]
+  # The question may be empty.
+  prompt = "Question: \nAnswer:\n"
+  assert documents == [Document(text="b", replaced=False, prompt=prompt)]
 
 
 def test_all_answers_to_a_question_are_in_the_same_split(tmp_path):
+  """Otherwise the model would be validated on questions that it has seen."""
   records = []
   for index in range(1000):
     records.append({"question": f"{index % 100}", "answer": f"{index}"})
   source = write_jsonl(tmp_path / "a.jsonl", records)
-  config = dataclasses.replace(ALL, validation_fraction=0.2)
+  config = DataConfig(
+    validation_fraction=0.2, prompt_field="question", text_field="answer"
+  )
 
   train = read(source, config, "train")
   validation = read(source, config, "validation")
 
   assert len(train) + len(validation) == 1000
+  # About a fifth of the documents.
   assert len(validation) > 50
   train_prompts = {document.prompt for document in train}
   validation_prompts = {document.prompt for document in validation}
@@ -480,7 +528,7 @@ def test_a_prompt_field_of_plain_text_is_an_error(spec):
     UserError,
     match="config.data.prompt_field = 'question'.*plain text without fields",
   ):
-    sources.documents(spec, "train", ALL)
+    sources.documents(spec, "train", QUESTION_AND_ANSWER)
 
 
 # Prepared and streamed batches.
@@ -526,8 +574,9 @@ def check_only_answers_are_learned(batches, length, examples):
 def test_only_answers_of_prepared_rows_are_learned(
   make_example_config, examples
 ):
+  """Every answer that fits in a row has weight, and no prompt has."""
   config = make_example_config(validation_fraction=0.0).data
-  (target,) = prepared.prepare(config, 1)
+  (target,) = prepared.prepare(config, workers=1)
   rows = list(prepared.PreparedRows(target, "train"))
 
   batch = make_batch(rows, config.length)
@@ -536,6 +585,7 @@ def test_only_answers_of_prepared_rows_are_learned(
 
 
 def test_only_answers_of_a_stream_are_learned(make_example_config, examples):
+  """Every answer that fits in a row has weight, and no prompt has."""
   config = make_example_config(
     mode="streamed", validation_fraction=0.0, batch_size=1
   )
@@ -581,7 +631,7 @@ def test_a_run_on_prepared_rows_can_restart(
   make_example_config, num_workers, steps
 ):
   config = make_example_config(num_workers=num_workers)
-  prepared.prepare(config.data, 1)
+  prepared.prepare(config.data, workers=1)
 
   check_restarts(config, steps)
 
@@ -597,14 +647,15 @@ def test_a_stream_passes_grains_test_of_checkpoints(make_example_config):
 
 
 def test_two_processes_share_the_batches(make_example_config):
+  """Each process reads half of the rows of every batch."""
   config = make_example_config()
-  prepared.prepare(config.data, 1)
+  prepared.prepare(config.data, workers=1)
   global_batches = pipeline.training_batches(config)
   first = pipeline.training_batches(
-    config, share=BatchShare(0, 2), num_processes=2
+    config, share=BatchShare(index=0, count=2), num_processes=2
   )
   second = pipeline.training_batches(
-    config, share=BatchShare(1, 2), num_processes=2
+    config, share=BatchShare(index=1, count=2), num_processes=2
   )
 
   for _ in range(5):
@@ -622,19 +673,22 @@ def test_two_processes_share_the_batches(make_example_config):
 def test_prepared_examples_that_do_not_fit_are_reported(
   make_example_config, examples, capsys
 ):
-  config = make_example_config(length=32, validation_fraction=0.0)
+  """Prompts that fill a row are left out, and long answers are cut."""
+  length = 32
+  config = make_example_config(length=length, validation_fraction=0.0)
 
-  (target,) = prepared.prepare(config.data, 1)
+  (target,) = prepared.prepare(config.data, workers=1)
 
   num_skipped = 0
   num_cut = 0
   for question, answer in examples:
     num_prompt_tokens = prompt_length(question)
     num_tokens = num_prompt_tokens + len(answer.encode()) + 1
-    if num_prompt_tokens > 32:
+    if num_prompt_tokens > length:
       num_skipped += 1
-    # A last piece of a single token is dropped, and does not count as cut.
-    elif num_tokens > 34:
+    # A row has length + 1 tokens. A last piece of a single token is dropped,
+    # and does not count as cut.
+    elif num_tokens > length + 2:
       num_cut += 1
   assert 10 < num_skipped < 110
   assert num_cut > 5
@@ -669,12 +723,14 @@ def test_preparing_only_prompts_that_fill_a_row_is_an_error(
   with pytest.raises(
     UserError, match="empty: no document to train on.*prompts"
   ):
-    prepared.prepare(config.data, 1)
+    prepared.prepare(config.data, workers=1)
 
 
 def test_streaming_only_prompts_that_fill_a_row_is_an_error(
   make_example_config, monkeypatch
 ):
+  """Otherwise the search for an example would never end."""
+  # By default, it gives up after many more prompts.
   monkeypatch.setattr(packing.ExampleCounts, "MAX_SKIPPED_IN_A_ROW", 200)
   config = make_example_config(length=8, mode="streamed")
   batches = pipeline.training_batches(config)
@@ -725,8 +781,9 @@ def test_without_a_prompt_field_the_template_has_no_effect(make_example_config):
 def test_a_directory_with_rows_of_other_fields_is_refused(
   make_example_config, tmp_path, changes
 ):
+  """A run would otherwise train on rows that its config does not describe."""
   config = make_example_config(prepared_dir=str(tmp_path / "rows")).data
-  prepared.prepare(config, 1)
+  prepared.prepare(config, workers=1)
 
   (target,) = prepared.targets(dataclasses.replace(config, **changes))
 
@@ -742,6 +799,7 @@ def test_a_directory_with_rows_of_other_fields_is_refused(
 def test_a_stream_does_not_continue_with_other_fields(
   make_example_config, changes
 ):
+  """Its position would be one in other text."""
   config = make_example_config(mode="streamed")
   state = pipeline.training_batches(config).get_state()
   changed_config = make_example_config(mode="streamed", **changes)
@@ -754,11 +812,12 @@ def test_a_stream_does_not_continue_with_other_fields(
 def test_a_run_on_prepared_rows_does_not_continue_with_other_fields(
   make_example_config,
 ):
+  """The rows are prepared for both templates, but are not the same."""
   config = make_example_config()
-  prepared.prepare(config.data, 1)
+  prepared.prepare(config.data, workers=1)
   state = pipeline.training_batches(config).get_state()
   changed_config = make_example_config(prompt_template="{prompt}")
-  prepared.prepare(changed_config.data, 1)
+  prepared.prepare(changed_config.data, workers=1)
   batches = pipeline.training_batches(changed_config)
 
   with pytest.raises(UserError, match="the data"):
