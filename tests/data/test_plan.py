@@ -65,7 +65,7 @@ def local_source(files) -> str:
 
 
 @pytest.fixture
-def hub(files, monkeypatch) -> Iterator[HubServer]:
+def hub_of_eight_files(files, monkeypatch) -> Iterator[HubServer]:
   """Serves the files as a Hub. Samples of them are small."""
   monkeypatch.setattr(sample, "MAX_DOCUMENTS", 20)
   with HubServer(files) as server:
@@ -125,16 +125,19 @@ def first_characters(documents) -> set[str]:
 def test_the_automatic_mode_depends_on_the_number_of_processes(
   mode, num_processes, expected
 ):
+  """Rows are prepared by a single process, and several processes stream."""
   config = Config(data=DataConfig(mode=mode))
 
   assert resolve_data(config, num_processes).mode == expected
 
 
 @pytest.mark.parametrize("steps", [1, 20, 32, 60, 100])
-@pytest.mark.usefixtures("hub")
+@pytest.mark.usefixtures("hub_of_eight_files")
 def test_a_run_reads_just_enough_files_for_its_tokens(steps):
+  """A run of few steps does not download a whole corpus."""
   num_files = resolve_data(make_config(steps)).files
 
+  # A step takes 8 rows of 128 tokens.
   num_tokens = steps * 8 * 128
   file_tokens = DOCUMENTS_PER_FILE * DOCUMENT_TOKENS
   assert num_files * file_tokens >= num_tokens
@@ -142,7 +145,7 @@ def test_a_run_reads_just_enough_files_for_its_tokens(steps):
   assert (num_files - 1) * file_tokens <= 1.11 * num_tokens
 
 
-@pytest.mark.usefixtures("hub")
+@pytest.mark.usefixtures("hub_of_eight_files")
 def test_all_processes_and_starts_read_the_same_number_of_files():
   config = make_config(60)
 
@@ -152,41 +155,49 @@ def test_all_processes_and_starts_read_the_same_number_of_files():
   assert resolve_data(config, num_processes=16).files == num_files
 
 
-@pytest.mark.usefixtures("hub")
+@pytest.mark.usefixtures("hub_of_eight_files")
 def test_a_long_run_reads_all_files_several_times_and_says_so():
+  """A run with more tokens than all files repeats them."""
   lines = []
 
-  config = plan.resolve(make_config(1000), 1, lines.append)
+  config = plan.resolve(
+    make_config(steps=1000), process_count=1, note=lines.append
+  )
 
   assert config.data.files == NUM_FILES
+  # The line ends with a number such as "read 8.0 times".
   (line,) = lines
   num_times = float(line.rpartition("read ")[2].removesuffix(" times"))
+  # A step takes 8 rows of 128 tokens.
   assert num_times == pytest.approx(1000 * 8 * 128 / NUM_TOKENS, rel=0.02)
 
 
-@pytest.mark.usefixtures("hub")
+@pytest.mark.usefixtures("hub_of_eight_files")
 def test_the_number_of_files_is_printed():
   lines = []
 
-  plan.resolve(make_config(20), 1, lines.append)
+  plan.resolve(make_config(steps=20), process_count=1, note=lines.append)
 
+  # 20 steps of 8 · 128 tokens are 20.5K tokens. A file has 16K.
   (line,) = lines
   assert "reading 2 of 8 files" in line
   assert "for the run's 20.5K" in line
   assert "config.data.files" in line
 
 
-def test_the_number_of_files_is_estimated_from_the_first_file(hub):
+def test_the_number_of_files_is_estimated_from_the_first_file(
+  hub_of_eight_files,
+):
   resolve_data(make_config(60))
 
-  assert hub.fetched("000.parquet")
+  assert hub_of_eight_files.fetched("000.parquet")
   for number in range(1, NUM_FILES):
-    assert not hub.fetched(f"{number:03}.parquet")
+    assert not hub_of_eight_files.fetched(f"{number:03}.parquet")
 
 
-def test_a_number_of_files_that_is_set_is_kept(hub):
+def test_a_number_of_files_that_is_set_is_kept(hub_of_eight_files):
   assert resolve_data(make_config(60, files=3)).files == 3
-  assert not hub.requests
+  assert not hub_of_eight_files.requests
 
 
 def test_a_run_reads_all_local_files(local_source):
@@ -197,19 +208,20 @@ def test_a_run_reads_all_local_files(local_source):
   assert len(documents) == NUM_FILES * DOCUMENTS_PER_FILE
 
 
-@pytest.mark.usefixtures("hub")
+@pytest.mark.usefixtures("hub_of_eight_files")
 def test_a_source_with_half_the_weight_needs_half_the_tokens(files, tmp_path):
+  """60 steps on a source of weight 0.5 need as many files as 30 steps on it."""
   remote = f"parquet:hf://{REPO}/*.parquet"
   shutil.copy(files / REPO / "000.parquet", tmp_path / "local.parquet")
   local = f"parquet:{tmp_path}/*.parquet"
 
-  half = make_config(60, source=f"{remote}=0.5,{local}=0.5")
-  alone = make_config(30, source=remote)
+  half = make_config(steps=60, source=f"{remote}=0.5,{local}=0.5")
+  alone = make_config(steps=30, source=remote)
 
   assert resolve_data(half).files == resolve_data(alone).files
 
 
-@pytest.mark.usefixtures("hub")
+@pytest.mark.usefixtures("hub_of_eight_files")
 def test_a_mixture_reads_all_local_files(local_source):
   remote = f"parquet:hf://{REPO}/*.parquet"
   config = make_config(source=f"{remote}=0.5,{local_source}=0.5")
@@ -217,15 +229,18 @@ def test_a_mixture_reads_all_local_files(local_source):
   assert resolve_data(config).files == NUM_FILES
 
 
-def test_preparing_fetches_only_the_chosen_files(hub, tmp_path):
+def test_preparing_fetches_only_the_chosen_files(hub_of_eight_files, tmp_path):
+  """config.data.files = 2 chooses two of the eight files."""
   config = make_config(files=2, prepared_dir=str(tmp_path / "rows"))
 
-  prepared.prepare(config.data, 1)
+  prepared.prepare(config.data, workers=1)
 
+  # Requests with a range of bytes fetch a part of a file.
   fetched = set()
-  for request in hub.requests:
+  for request in hub_of_eight_files.requests:
     if request.range:
       fetched.add(pathlib.PurePosixPath(request.path).name)
+  # Two of the eight files, evenly spaced.
   assert fetched == {"000.parquet", "004.parquet"}
 
 
@@ -248,10 +263,14 @@ def test_the_number_of_files_limits_local_sources(local_source):
   ],
 )
 def test_the_chosen_items_are_evenly_spaced(count, expected):
+  """`spread` chooses some of seven items, or all if it is asked for more."""
   assert file_source.spread(range(7), count) == expected
 
 
-def test_validation_reads_some_row_groups_of_all_files(hub, files, monkeypatch):
+def test_validation_reads_some_row_groups_of_all_files(
+  hub_of_eight_files, files, monkeypatch
+):
+  """Of a large corpus, only a sample is read for validation."""
   # The size of half of the files.
   file_bytes = (files / REPO / "000.parquet").stat().st_size
   monkeypatch.setattr(file_source, "MAX_HUB_VALIDATION_BYTES", 4 * file_bytes)
@@ -295,19 +314,21 @@ def test_rows_of_all_files_are_described_as_in_earlier_versions(local_source):
 def test_prepared_rows_of_another_number_of_files_are_refused(
   local_source, tmp_path
 ):
+  """A run would otherwise train on rows that its config does not describe."""
   config = make_config(
     source=local_source, files=2, prepared_dir=str(tmp_path / "rows")
   ).data
-  prepared.prepare(config, 1)
+  prepared.prepare(config, workers=1)
 
   message = r"holds other rows: config.data.files \(there 2, asked for 3\)"
   with pytest.raises(UserError, match=message):
-    prepared.prepare(dataclasses.replace(config, files=3), 1)
+    prepared.prepare(dataclasses.replace(config, files=3), workers=1)
 
 
 def test_a_run_does_not_continue_with_another_number_of_files():
-  checkpoint = make_config(60, files=3).to_dict()
-  config = make_config(90, files=4).to_dict()
+  """The same position would be in other rows."""
+  checkpoint = make_config(steps=60, files=3).to_dict()
+  config = make_config(steps=90, files=4).to_dict()
 
   with pytest.raises(UserError) as caught:
     check_resume(checkpoint, config)
@@ -321,15 +342,15 @@ def test_a_run_does_not_continue_with_another_number_of_files():
 
 def test_a_longer_run_continues_with_the_same_number_of_files():
   """The check raises an error for a difference."""
-  checkpoint = make_config(60, files=3).to_dict()
+  checkpoint = make_config(steps=60, files=3).to_dict()
 
-  check_resume(checkpoint, make_config(90, files=3).to_dict())
+  check_resume(checkpoint, make_config(steps=90, files=3).to_dict())
 
 
 def test_other_fields_that_differ_are_named_with_the_number_of_files():
   """The number of files may differ because of the other field."""
   checkpoint = make_config(60, files=3).to_dict()
-  config = make_config(60, files=4, length=64).to_dict()
+  config = make_config(steps=60, files=4, length=64).to_dict()
 
   message = "another run: data.files was 3 and is 4; data.length was 128"
   with pytest.raises(UserError, match=message):
@@ -338,10 +359,11 @@ def test_other_fields_that_differ_are_named_with_the_number_of_files():
 
 def test_a_checkpoint_without_a_number_of_files_can_continue():
   """Earlier versions had no such field."""
-  checkpoint = make_config(60, source="stdlib").to_dict()
+  config = make_config(steps=60, source="stdlib").to_dict()
+  checkpoint = make_config(steps=60, source="stdlib").to_dict()
   del checkpoint["data"]["files"]
 
-  check_resume(checkpoint, make_config(60, source="stdlib").to_dict())
+  check_resume(checkpoint, config)
 
 
 # The estimate of the rows' size.
@@ -378,12 +400,13 @@ def local_config(local_source, tmp_path) -> DataConfig:
 def test_the_estimate_is_near_the_size_of_the_rows(
   local_config, validation_fraction
 ):
+  """It is computed from a sample of the documents."""
   config = dataclasses.replace(
     local_config, validation_fraction=validation_fraction
   )
 
   needs = estimate.estimate(open_work(config), config)
-  prepared.prepare(config, 1)
+  prepared.prepare(config, workers=1)
 
   row_bytes = 0
   for path in pathlib.Path(config.prepared_dir).glob("*.array_record"):
@@ -399,13 +422,14 @@ def full_disk(monkeypatch):
   set_free_bytes(monkeypatch, 1000)
 
 
-@pytest.mark.usefixtures("hub", "full_disk")
+@pytest.mark.usefixtures("hub_of_eight_files", "full_disk")
 def test_a_disk_that_is_too_small_is_an_error_that_names_remedies(tmp_path):
+  """The disk has one kilobyte free."""
   rows = tmp_path / "new" / "rows"
   config = make_config(files=6, prepared_dir=str(rows)).data
 
   with pytest.raises(UserError) as caught:
-    prepared.prepare(config, 1)
+    prepared.prepare(config, workers=1)
 
   message = str(caught.value)
   assert message.startswith(f"{rows}: the disk has 1KB free")
@@ -416,23 +440,25 @@ def test_a_disk_that_is_too_small_is_an_error_that_names_remedies(tmp_path):
 
 @pytest.mark.usefixtures("full_disk")
 def test_a_disk_that_is_too_small_stops_before_the_download(
-  hub, tmp_path, capsys
+  hub_of_eight_files, tmp_path, capsys
 ):
+  """The user learns of a full disk at once, and not hours later."""
   rows = tmp_path / "new" / "rows"
   config = make_config(files=6, prepared_dir=str(rows)).data
 
   with pytest.raises(UserError):
-    prepared.prepare(config, 1)
+    prepared.prepare(config, workers=1)
 
   assert "6 files to download" in capsys.readouterr().err
   assert not rows.parent.exists()
-  # Footers and the sample, but no row group of the other files.
+  # Footers and the sample are fetched, but not the four row groups of a file.
   for number in range(1, 6):
-    assert len(hub.fetched(f"{number:03}.parquet")) <= 2
+    assert len(hub_of_eight_files.fetched(f"{number:03}.parquet")) <= 2
 
 
 @pytest.mark.usefixtures("estimate_small_sources")
 def test_the_sources_of_a_mixture_share_the_disk(files, monkeypatch, tmp_path):
+  """The free space must suffice for the rows of both sources."""
   first = f"parquet:{files}/{REPO}/000.parquet"
   second = f"parquet:{files}/{REPO}/001.parquet"
   mixture = make_config(
@@ -441,19 +467,22 @@ def test_the_sources_of_a_mixture_share_the_disk(files, monkeypatch, tmp_path):
   single = make_config(source=first, prepared_dir=str(tmp_path / "single")).data
   needs = estimate.estimate(open_work(single), single)
 
+  # Enough for one of the two sources, which are of equal size.
   set_free_bytes(monkeypatch, 1.5 * needs.row_bytes)
 
-  prepared.prepare(single, 1)
+  prepared.prepare(single, workers=1)
   with pytest.raises(UserError, match="the rows need about"):
-    prepared.prepare(mixture, 1)
+    prepared.prepare(mixture, workers=1)
 
 
 @pytest.mark.usefixtures("estimate_small_sources")
 def test_only_missing_rows_need_space(local_config):
+  """Rows that were written before are not written again."""
   whole = estimate.estimate(open_work(local_config), local_config)
-  prepared.prepare(local_config, 1)
+  prepared.prepare(local_config, workers=1)
 
   rows = pathlib.Path(local_config.prepared_dir)
+  # Remove half of the files of rows, and the metadata of the complete result.
   (rows / "meta.json").unlink()
   paths = sorted(rows.glob("train-*.array_record"))
   for path in paths[: len(paths) // 2]:
@@ -467,12 +496,14 @@ def test_only_missing_rows_need_space(local_config):
 def test_a_small_local_source_is_prepared_without_a_sample(
   local_config, monkeypatch
 ):
+  """A sample would take longer than preparing the rows."""
+
   def fail(source, config):
     pytest.fail("a sample was taken")
 
   monkeypatch.setattr(estimate, "take_sample", fail)
 
-  (target,) = prepared.prepare(local_config, 1)
+  (target,) = prepared.prepare(local_config, workers=1)
 
   assert prepared.is_prepared(target)
 
@@ -482,6 +513,7 @@ def test_each_row_group_of_a_file_is_a_shard(files):
 
   missing_shards = open_work(config).missing
 
+  # The file has 40 documents in row groups of 10.
   splits = [shard.split for shard in missing_shards]
   assert splits.count("train") == DOCUMENTS_PER_FILE // 10
 
@@ -498,6 +530,7 @@ def test_each_row_group_of_a_file_is_a_shard(files):
 def test_the_number_of_workers_depends_on_cpus_and_shards(
   monkeypatch, requested, num_shards, expected
 ):
+  """0 stands for the number of CPUs. A shard is the work of one process."""
   monkeypatch.setattr(os, "cpu_count", lambda: 2)
 
   assert shards.worker_count(requested, num_shards) == expected
@@ -508,4 +541,4 @@ def test_a_source_without_training_documents_is_an_error(local_config):
   config = dataclasses.replace(local_config, validation_fraction=1.0)
 
   with pytest.raises(UserError, match="empty: no document to train on"):
-    prepared.prepare(config, 1)
+    prepared.prepare(config, workers=1)

@@ -102,6 +102,7 @@ def random_texts(seed, alphabet, count, max_length) -> list[str]:
 
 @pytest.mark.parametrize("text", UNUSUAL_TEXTS)
 def test_decoded_ids_are_the_encoded_text(any_tokenizer, text):
+  """The separator, which is between documents, is no part of a text."""
   separator = any_tokenizer.separator
 
   ids = any_tokenizer.encode(text)
@@ -141,13 +142,14 @@ def test_the_bytes_of_the_tokens_add_up_to_the_text(any_tokenizer):
 
 
 def test_half_a_character_is_decoded_to_a_replacement(any_tokenizer):
+  """A model can generate the first byte of a character without the others."""
+  # Every byte-level vocabulary has tokens that are half a character.
   half_characters = []
   for token in range(any_tokenizer.vocab_size):
     if any_tokenizer.decode([token]) == "\ufffd":
       half_characters.append(token)
-
-  # Every byte-level vocabulary has tokens that are half a character.
   assert half_characters
+
   ids = [half_characters[0], *any_tokenizer.encode("é")]
   assert any_tokenizer.decode(ids) == "\ufffdé"
 
@@ -160,6 +162,7 @@ def test_ids_outside_the_vocabulary_are_not_decoded(any_tokenizer):
 
 
 def test_both_formats_give_the_same_ids(trained):
+  """Training writes a BPE as tokenizer.tiktoken and as tokenizer.json."""
   from_tiktoken = tokenizer.load_tokenizer(trained.tiktoken)
   from_json = tokenizer.load_tokenizer(trained.json)
   alphabet = [
@@ -171,7 +174,9 @@ def test_both_formats_give_the_same_ids(trained):
     "\u200d",
     "def ",
   ]
-  texts = UNUSUAL_TEXTS + random_texts(1, alphabet, 2000, 80)
+  texts = UNUSUAL_TEXTS + random_texts(
+    seed=1, alphabet=alphabet, count=2000, max_length=80
+  )
 
   num_merged = 0
   for text in texts:
@@ -185,9 +190,11 @@ def test_both_formats_give_the_same_ids(trained):
 
 
 def test_both_formats_give_the_same_vocabulary(trained):
+  """Training writes a BPE as tokenizer.tiktoken and as tokenizer.json."""
   from_tiktoken = tokenizer.load_tokenizer(trained.tiktoken)
   from_json = tokenizer.load_tokenizer(trained.json)
 
+  # The fixture trained 300 tokens. The last one is the separator.
   assert from_tiktoken.vocab_size == 300
   assert from_json.vocab_size == 300
   assert from_tiktoken.separator == 299
@@ -245,7 +252,10 @@ def check_tokenizer_json(original, tmp_path):
     "  \n",
     "<|endoftext|>",
   ]
-  for text in UNUSUAL_TEXTS + random_texts(3, alphabet, 2000, 30):
+  texts = UNUSUAL_TEXTS + random_texts(
+    seed=3, alphabet=alphabet, count=2000, max_length=30
+  )
+  for text in texts:
     ids = original.encode(text)
     assert copy.encode(text) == ids, repr(text)
     assert original.decode(ids) == text
@@ -269,8 +279,9 @@ def test_cl100k_can_be_converted_to_json(tmp_path, monkeypatch):
 
 
 def test_tokenizers_have_different_fingerprints(trained, tmp_path):
+  """A fingerprint tells whether rows were made with the same tokenizer."""
   other = tokenizer_training.train_tokenizer(
-    ["abcabcabc abc abd abd"] * 9, 260, tmp_path
+    ["abcabcabc abc abd abd"] * 9, vocab_size=260, directory=tmp_path
   )
 
   fingerprints = set()
@@ -292,6 +303,7 @@ def test_the_fingerprint_of_bytes_is_that_of_earlier_versions():
 
 
 def test_the_fingerprint_of_a_bpe_is_that_of_earlier_versions(tmp_path):
+  # A file without merges: each byte is a token, and its id is its value.
   path = tmp_path / "tokenizer.tiktoken"
   lines = []
   for byte in range(256):
@@ -349,18 +361,23 @@ def save_sentencepiece_like(path) -> str:
 
 
 def test_a_file_with_sentencepieces_conventions_can_be_used(tmp_path):
+  """Many published models have such a tokenizer.json."""
   spec = save_sentencepiece_like(tmp_path / "tokenizer.json")
 
   loaded = tokenizer.load_tokenizer(spec)
 
+  # The ids are: 0 to 2 for control tokens, 3 to 258 for bytes, 259 for a space,
+  # 260 for "a", and 261 for " a".
   assert loaded.separator == 2
   assert loaded.vocab_size == 262
   text = "a a é"
   ids = loaded.encode(text)
+  # "é" is the bytes C3 A9.
   assert ids == [260, 261, 259, 3 + 0xC3, 3 + 0xA9]
   assert loaded.decode(ids) == text
-  assert loaded.token_bytes()[ids].tolist() == [1, 2, 1, 1, 1]
-  assert loaded.token_bytes()[:3].tolist() == [0, 0, 0]
+  num_bytes = loaded.token_bytes()
+  assert num_bytes[ids].tolist() == [1, 2, 1, 1, 1]
+  assert num_bytes[:3].tolist() == [0, 0, 0]
 
 
 def test_the_truncation_and_the_padding_of_a_file_are_not_used(tmp_path):
@@ -368,6 +385,7 @@ def test_the_truncation_and_the_padding_of_a_file_are_not_used(tmp_path):
 
   loaded = tokenizer.load_tokenizer(spec)
 
+  # The file asks for exactly 4 tokens, but a document has as many as it needs.
   assert len(loaded.encode("a a é")) == 5
   assert loaded.encode("a") == [260]
 
@@ -411,6 +429,7 @@ def test_cl100k_is_downloaded_once(cl100k_server):
 
 @pytest.mark.usefixtures("cl100k_server")
 def test_a_damaged_download_of_cl100k_is_replaced(tmp_path):
+  """An interrupted download leaves half a file in the cache."""
   tokenizer.load_tokenizer("cl100k_base")
   (path,) = (tmp_path / "cache").iterdir()
   content = path.read_bytes()
@@ -448,7 +467,7 @@ def test_cl100k_without_a_network_is_an_error(cl100k_server):
 
 
 def test_cl100k_that_the_server_refuses_is_an_error(cl100k_server):
-  cl100k_server.fail(1, status=503)
+  cl100k_server.fail(times=1, status=503)
 
   assert "503 Server Error" in cl100k_error()
 
@@ -468,8 +487,10 @@ def test_cl100k_that_cannot_be_stored_is_an_error(tmp_path):
 
 
 def test_the_constants_of_cl100k_are_tiktokens(monkeypatch):
+  """diffjax has its own copies of the constants of tiktoken."""
   from tiktoken_ext import openai_public
 
+  # tiktoken passes its URL and hash to this function, and returns the rest.
   declared = {}
 
   def load_tiktoken_bpe(url, expected_hash):
@@ -486,6 +507,7 @@ def test_the_constants_of_cl100k_are_tiktokens(monkeypatch):
 
 
 def test_cl100k_is_read_from_tiktokens_cache(tmp_path, monkeypatch, trained):
+  """A machine without a network can have the file there."""
   content = pathlib.Path(trained.tiktoken).read_bytes()
   use_as_cl100k(content, monkeypatch)
   monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
@@ -494,6 +516,7 @@ def test_cl100k_is_read_from_tiktokens_cache(tmp_path, monkeypatch, trained):
 
   loaded = tokenizer.load_tokenizer("cl100k_base")
 
+  # The published sizes of cl100k_base.
   assert loaded.vocab_size == 100277
   assert loaded.separator == 100257
   text = "it's <|endoftext|>"
@@ -551,6 +574,7 @@ def test_a_missing_file_is_named(tmp_path, name):
   ],
 )
 def test_a_bad_file_is_named(tmp_path, name, content, message):
+  """The error says which format was expected."""
   path = tmp_path / name
   path.write_text(content)
 
@@ -562,6 +586,7 @@ def test_a_tokenizer_without_separator_is_refused(tmp_path, trained):
   description = json.loads(pathlib.Path(trained.json).read_text())
   description["added_tokens"] = []
   (tmp_path / "tokenizer.json").write_text(json.dumps(description))
+
   with pytest.raises(UserError, match="no separator for documents"):
     tokenizer.load_tokenizer(str(tmp_path / "tokenizer.json"))
 
