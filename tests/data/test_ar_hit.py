@@ -42,11 +42,14 @@ def random_batch(seed, num_rows, length, vocab_size):
 @pytest.mark.parametrize("n", [2, 3, 5])
 @pytest.mark.parametrize("vocab_size", [2, 5, 30])
 def test_the_mask_equals_a_loop_over_the_targets(n, vocab_size):
-  batch = random_batch(seed=n, num_rows=6, length=200, vocab_size=vocab_size)
+  """The loop keeps a set of the n-grams that were seen in the segment."""
+  tokens, targets, segment_ids = random_batch(
+    seed=n, num_rows=6, length=200, vocab_size=vocab_size
+  )
 
-  mask = ar_hit_mask(*batch, n)
+  mask = ar_hit_mask(tokens, targets, segment_ids, n)
 
-  expected = ar_hit_mask_of_loop(*batch, n)
+  expected = ar_hit_mask_of_loop(tokens, targets, segment_ids, n)
   chex.assert_trees_all_equal(mask, expected)
   # Long n-grams of a large vocabulary do not repeat.
   if vocab_size**n <= 200:
@@ -77,6 +80,7 @@ def test_token_ids_can_be_large():
 
 
 def test_the_repeated_bigrams_of_a_sentence_are_hits():
+  """With n = 2, a target is a hit if the pair of input and target was seen."""
   text = np.frombuffer(b"the cat, the dog", np.uint8).astype(np.int32)[None]
   tokens = text[:, :-1]
   targets = text[:, 1:]
@@ -88,10 +92,12 @@ def test_the_repeated_bigrams_of_a_sentence_are_hits():
 
 
 def test_n_grams_of_another_segment_do_not_count():
+  """ "the " is in both segments, but repeats within none."""
   text = np.frombuffer(b"the cat, the dog", np.uint8).astype(np.int32)[None]
   tokens = text[:, :-1]
+  # The second segment is "the dog".
   segment_ids = np.ones_like(tokens)
-  segment_ids[:, 9:] = 2
+  segment_ids[:, len("the cat, ") :] = 2
 
   mask = ar_hit_mask(tokens, text[:, 1:], segment_ids, 2)
 
@@ -106,14 +112,17 @@ def test_n_must_be_two_or_more():
 
 
 def test_the_mask_is_fast_enough_to_be_computed_during_training():
-  batch = random_batch(seed=0, num_rows=32, length=2048, vocab_size=256)
+  """The limit is 5 million tokens per second."""
+  tokens, targets, segment_ids = random_batch(
+    seed=0, num_rows=32, length=2048, vocab_size=256
+  )
 
   seconds = []
   for _ in range(5):
     start = time.perf_counter()
-    ar_hit_mask(*batch, 2)
+    ar_hit_mask(tokens, targets, segment_ids, n=2)
     seconds.append(time.perf_counter() - start)
 
-  # 25 million tokens per second were measured.
-  tokens_per_second = batch[0].size / min(seconds)
+  # 25 million were measured. The limit is lower, because the machine may be busy.
+  tokens_per_second = tokens.size / min(seconds)
   assert tokens_per_second > 5e6

@@ -54,6 +54,7 @@ def count_bytes(loaded, ids) -> np.ndarray:
   ],
 )
 def test_the_names_of_control_tokens_are_text(published, text):
+  """A document about tokenizers must not become control tokens."""
   if "[UNK]" in published.tokenizer_json() and "<0x" in text:
     # This vocabulary has no bytes and splits at spaces.
     text = text.replace("><", "> <")
@@ -82,6 +83,7 @@ TEXTS = [SENTENCE, "hello world", "the", "fox , an hello"]
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_the_bytes_of_the_tokens_add_up_to_the_text(published, text):
+  """The separators have no bytes."""
   separator = published.separator
   ids = [separator, *published.encode(text), separator]
 
@@ -120,6 +122,7 @@ def test_the_bytes_of_rows_of_several_texts_add_up(published):
   ],
 )
 def test_the_bytes_of_added_tokens_add_up(tmp_path, kind, added_token, text):
+  """Also if an added token is at the start, or beside spaces."""
   backend = tokenizer_files.MAKERS[kind]()
   backend.add_tokens([tokenizers.AddedToken(added_token, normalized=True)])
   loaded = save_and_load(backend, tmp_path)
@@ -151,6 +154,7 @@ def test_the_bytes_after_an_unknown_token_include_the_space(tmp_path):
   ],
 )
 def test_a_sequence_is_found_where_it_begins(sequence, positions):
+  """The result marks the first token of each occurrence."""
   targets = np.array([1, 2, 7, 2, 1, 2])
 
   is_beginning = find_sequence(targets, sequence)
@@ -225,12 +229,15 @@ def test_without_a_file_the_tokenizer_determines_the_document_tokens(
 ):
   loaded = load_tokenizer(llama_path)
 
-  assert loaded.document_tokens == DocumentTokens((2,), (2,), (2,), 2)
+  assert loaded.document_tokens == DocumentTokens(
+    start=(2,), end=(2,), stop=(2,), no_context=2
+  )
 
 
 def test_a_file_of_document_tokens_is_used(llama_path, tmp_path):
+  """It replaces the tokens around documents, and so changes the fingerprint."""
   without_file = load_tokenizer(llama_path)
-  tokens = DocumentTokens((1,), (2,), (2, 3), 1)
+  tokens = DocumentTokens(start=(1,), end=(2,), stop=(2, 3), no_context=1)
   document_tokens.write(tmp_path, tokens)
 
   loaded = load_tokenizer(llama_path)
@@ -243,8 +250,11 @@ def test_a_file_of_document_tokens_is_used(llama_path, tmp_path):
 def test_without_start_tokens_only_an_empty_prompt_has_a_separator(
   llama_path, tmp_path
 ):
+  """A model needs at least one token to continue."""
   without_file = load_tokenizer(llama_path)
-  document_tokens.write(tmp_path, DocumentTokens((), (2,), (2,), 2))
+  document_tokens.write(
+    tmp_path, DocumentTokens(start=(), end=(2,), stop=(2,), no_context=2)
+  )
 
   loaded = load_tokenizer(llama_path)
 
@@ -262,7 +272,9 @@ def test_a_damaged_file_of_document_tokens_is_an_error(llama_path, tmp_path):
 def test_document_tokens_of_another_vocabulary_are_an_error(
   llama_path, tmp_path
 ):
-  document_tokens.write(tmp_path, DocumentTokens((9999,), (2,), (2,), 2))
+  document_tokens.write(
+    tmp_path, DocumentTokens(start=(9999,), end=(2,), stop=(2,), no_context=2)
+  )
 
   with pytest.raises(UserError, match="another model's"):
     load_tokenizer(llama_path)
@@ -270,7 +282,9 @@ def test_document_tokens_of_another_vocabulary_are_an_error(
 
 def test_a_stop_token_can_be_text(llama_path, tmp_path):
   comma = load_tokenizer(llama_path).encode(",")[-1]
-  document_tokens.write(tmp_path, DocumentTokens((), (2,), (comma, 2), 2))
+  document_tokens.write(
+    tmp_path, DocumentTokens(start=(), end=(2,), stop=(comma, 2), no_context=2)
+  )
 
   loaded = load_tokenizer(llama_path)
 

@@ -88,6 +88,7 @@ def test_concatenation_fills_all_rows_but_the_last():
 
 
 def test_segments_are_documents_or_pieces_of_long_documents():
+  """Only documents that are longer than a row are cut, into pieces of a row."""
   documents = make_documents()
 
   segments = split_segments(pack(documents, "documents"))
@@ -105,6 +106,7 @@ def test_segments_are_documents_or_pieces_of_long_documents():
 def test_short_documents_share_rows():
   rows = pack(make_documents(), "documents")
 
+  # Less than a tenth of the rows is padding.
   num_tokens = sum(len(row.tokens) for row in rows)
   assert num_tokens > 0.9 * len(rows) * ROW_TOKENS
   assert max(len(row.segment_lengths) for row in rows) > 1
@@ -114,6 +116,7 @@ def test_short_documents_share_rows():
 
 
 def test_the_arrays_of_a_known_row():
+  """The second row of the batch is empty: only padding."""
   row = make_row([7, 8, 9, 5, 6], segment_lengths=[3, 2])
 
   batch = make_batch([row, EMPTY_ROW], 7)
@@ -132,6 +135,7 @@ def test_the_arrays_of_a_known_row():
 
 
 def test_a_target_with_weight_is_the_next_token_of_its_document():
+  """The last token of a document has no target, and so no weight."""
   documents = make_documents()
   batch = make_batch(pack(documents, "documents"), LENGTH)
 
@@ -143,6 +147,7 @@ def test_a_target_with_weight_is_the_next_token_of_its_document():
   tokens = batch["tokens"][has_weight]
   targets = batch["targets"][has_weight]
 
+  # Tokens count up through all documents.
   chex.assert_trees_all_equal(targets, tokens + 1)
   chex.assert_trees_all_equal(
     document_of_token[targets], document_of_token[tokens]
@@ -187,14 +192,16 @@ def test_a_decoded_record_is_the_encoded_row(vocab_size):
     # The largest ids of the vocabulary.
     row = row._replace(tokens=vocab_size - 1 - row.tokens % 256)
 
-    decoded = decode_row(encode_row(row, vocab_size, False))
+    decoded = decode_row(
+      encode_row(row, vocab_size=vocab_size, with_prompts=False)
+    )
 
     chex.assert_trees_all_equal(decoded, row)
 
 
 def test_a_record_that_was_cut_short_is_an_error():
   row = make_row(np.arange(10), segment_lengths=[4, 6])
-  record = encode_row(row, 256, False)
+  record = encode_row(row, vocab_size=256, with_prompts=False)
 
   with pytest.raises(ValueError, match="10 tokens"):
     decode_row(record[:-1])

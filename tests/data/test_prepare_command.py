@@ -25,16 +25,20 @@ def get_config():
 def test_the_command_prepares_rows_with_a_tokenizer_that_it_trained(
   run, jsonl, tmp_path, texts
 ):
+  """Two commands: one trains a tokenizer, the other prepares rows with it."""
   source_flag = f"--config.data.source=jsonl:{jsonl}"
 
+  # The first command trains a tokenizer.
   result = run(
     source_flag, f"--train_tokenizer={tmp_path}/out", "--vocab_size=400"
   )
   assert result.returncode == 0, result.stderr
   trained = tokenizer.load_tokenizer(f"{tmp_path}/out/tokenizer.tiktoken")
   assert trained.vocab_size == 400
+  # A token has more than two bytes on average.
   assert len(trained.encode(texts[4])) < len(texts[4].encode()) / 2
 
+  # The second command prepares rows with it.
   result = run(
     source_flag,
     f"--config.data.tokenizer={tmp_path}/out/tokenizer.json",
@@ -58,6 +62,7 @@ def test_a_missing_source_is_an_error_of_one_line(run):
 def test_a_record_without_its_prompt_is_an_error_that_names_its_line(
   run, tmp_path
 ):
+  """The second line of the file has no question."""
   records = '{"question": "1 + 1?", "text": "2"}\n{"text": "3"}\n'
   (tmp_path / "a.jsonl").write_text(records)
 
