@@ -123,6 +123,6 @@ def test_the_mask_is_fast_enough_to_be_computed_during_training():
     ar_hit_mask(tokens, targets, segment_ids, n=2)
     seconds.append(time.perf_counter() - start)
 
-  # 25 million were measured. The limit is lower, because the machine may be busy.
+  # 25 million were measured, but the machine may be busy.
   tokens_per_second = tokens.size / min(seconds)
   assert tokens_per_second > 5e6

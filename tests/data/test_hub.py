@@ -208,6 +208,7 @@ def test_only_the_footer_and_the_text_column_of_parquet_are_fetched(
 def test_the_footers_of_many_files_are_fetched_once_each(
   repo_dir, start_hub, texts
 ):
+  """Counting the parts of a source needs the footer of every file."""
   for index in range(20):
     write_parquet(repo_dir / f"{index:02}.parquet", texts[index : index + 1])
   server = start_hub()

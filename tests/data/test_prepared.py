@@ -185,6 +185,7 @@ def four_files(tmp_path) -> str:
 
 @pytest.mark.full
 def test_rows_do_not_depend_on_the_number_of_workers(four_files, tmp_path):
+  """One process and three processes write the same bytes."""
   config = DataConfig(source=four_files, length=256)
   alone = dataclasses.replace(config, prepared_dir=str(tmp_path / "alone"))
   shared = dataclasses.replace(config, prepared_dir=str(tmp_path / "shared"))

@@ -178,6 +178,7 @@ def with_prompts_that_fit(examples) -> list[packing.Example]:
 
 
 def test_examples_that_do_not_fit_are_counted(long_examples):
+  """Prompts that fill a row are skipped, and long answers are cut."""
   counts = pack(long_examples).counts
 
   fitting = with_prompts_that_fit(long_examples)
@@ -235,6 +236,7 @@ def test_a_prompt_that_fills_a_row_is_skipped():
 
 @pytest.mark.parametrize("vocab_size", [256, 100_000])
 def test_a_decoded_record_is_the_encoded_row(vocab_size):
+  """Ids of a large vocabulary take four bytes instead of two."""
   examples = [
     make_example(1, prompt_size=3, answer_size=4),
     # Longer than a row of 16 inputs.
@@ -261,6 +263,7 @@ def test_a_record_that_was_cut_short_is_an_error():
 
 
 def test_a_row_without_prompts_has_the_bytes_of_earlier_versions():
+  """Rows that were prepared long ago must stay readable."""
   # The bytes of "hi" and "!", with the separator 255.
   row = Row(
     tokens=np.array([255, 104, 105, 255, 255, 33], np.int32),
@@ -277,6 +280,7 @@ def test_a_row_without_prompts_has_the_bytes_of_earlier_versions():
 
 
 def test_a_row_with_prompts_has_the_bytes_of_earlier_versions():
+  """Rows that were prepared long ago must stay readable."""
   # The bytes of "hi" and "!", with the separator 255.
   row = Row(
     tokens=np.array([255, 104, 105, 255, 255, 33], np.int32),
@@ -293,6 +297,7 @@ def test_a_row_with_prompts_has_the_bytes_of_earlier_versions():
 
 
 def test_rows_without_prompts_have_the_fields_of_earlier_versions(jsonl):
+  """Another field would make all prepared rows unusable."""
   (target,) = prepared.targets(DataConfig(source=f"jsonl:{jsonl}"))
 
   assert sorted(target.description) == [
@@ -363,6 +368,7 @@ def test_the_answer_can_be_in_a_list_of_turns(tmp_path, write, text_field):
 
 @pytest.mark.parametrize("write", [write_jsonl, write_parquet])
 def test_the_prompt_template_can_have_braces(tmp_path, write):
+  """Only {prompt} is replaced, so the other braces stay."""
   record = {"question": "3 + 1?", "answer": "4"}
   source = write(tmp_path / "records", [record])
   config = DataConfig(
@@ -444,6 +450,7 @@ def test_a_bad_record_is_named(tmp_path, record, message):
   ],
 )
 def test_a_path_that_leads_nowhere_is_an_error(tmp_path, path):
+  """The record has one turn, so turns.0.value would be right."""
   record = {"question": "a", "turns": [{"value": "b"}]}
   source = write_jsonl(tmp_path / "a.jsonl", [record])
   config = DataConfig(
@@ -488,6 +495,7 @@ def test_a_bad_row_of_parquet_is_named(tmp_path, changes, message):
 
 
 def test_records_without_an_answer_are_skipped(tmp_path):
+  """There is nothing to learn from them."""
   records = [
     {"question": "a", "answer": ""},
     {"question": "a", "answer": None},

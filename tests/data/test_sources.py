@@ -434,6 +434,7 @@ def test_reading_a_tfds_dataset_reports_fractions(tfds_config):
   ],
 )
 def test_a_mixture_is_a_list_of_sources_with_weights(spec, expected):
+  """Weights are divided by their sum. A source alone has no weight."""
   assert sources.parse_mixture(spec) == expected
 
 
@@ -467,6 +468,7 @@ def test_a_mixture_is_a_list_of_sources_with_weights(spec, expected):
   ],
 )
 def test_a_bad_mixture_is_an_error_of_one_line(spec, message):
+  """The error names the source and the field config.data.source."""
   with pytest.raises(UserError, match=message) as caught:
     sources.parse_mixture(spec)
 
@@ -641,6 +643,7 @@ def damaged_contents(content) -> list[bytes]:
 def test_a_damaged_file_yields_documents_or_a_named_error(
   tmp_path, texts, name
 ):
+  """Damage must not end a run with a traceback of a library."""
   path = tmp_path / name
   source = write(path, texts)
 
@@ -663,6 +666,7 @@ def test_a_damaged_file_yields_documents_or_a_named_error(
 def test_a_damaged_dataset_yields_documents_or_a_named_error(
   tfds_copy, tmp_path
 ):
+  """Damage must not end a run with a traceback of a library."""
   content = records_file(tfds_copy).read_bytes()
 
   num_errors = 0
@@ -950,6 +954,7 @@ def check_unreadable(tree, path):
 
 
 def test_an_unreadable_directory_is_an_error(tree, monkeypatch):
+  """Its files would otherwise be missing without a word."""
   # Root can read every directory, so a missing permission is simulated.
   scandir = os.scandir
 
@@ -964,6 +969,7 @@ def test_an_unreadable_directory_is_an_error(tree, monkeypatch):
 
 
 def test_an_unreadable_file_is_an_error(tree, monkeypatch):
+  """Patterns that do not include the file can be used."""
   # Root can read every file, so a missing permission is simulated.
   access = os.access
 
