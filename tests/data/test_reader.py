@@ -197,6 +197,8 @@ def test_a_slow_start_is_not_a_hang(make_reader):
 
 
 def test_an_interrupted_wait_loses_no_element(make_reader):
+  """After Ctrl-C in a notebook, reading continues with the same element."""
+  # Element 1 is not read before the event is set.
   may_continue = threading.Event()
   batches = make_reader(may_continue.wait, at=1, timeout=60.0)
   assert next(batches) == 0
@@ -204,6 +206,7 @@ def test_an_interrupted_wait_loses_no_element(make_reader):
   def raise_keyboard_interrupt(*_):
     raise KeyboardInterrupt
 
+  # The user interrupts the wait for element 1, and waits again.
   previous = signal.signal(signal.SIGALRM, raise_keyboard_interrupt)
   try:
     signal.setitimer(signal.ITIMER_REAL, 0.1)
@@ -230,6 +233,7 @@ def limited_address_space(monkeypatch):
 
 @pytest.mark.usefixtures("limited_address_space")
 def test_a_hang_in_a_limited_address_space_names_the_limit(make_reader):
+  """Threads that cannot start there make reading hang."""
   batches = make_reader(hang, at=0)
 
   message = (
@@ -249,6 +253,8 @@ def test_a_hang_in_a_limited_address_space_names_the_limit(make_reader):
   ],
 )
 def test_a_lack_of_memory_names_the_limit(make_reader, error):
+  """A small limit of the address space is the usual reason."""
+
   def raise_error():
     raise error
 
@@ -275,6 +281,7 @@ def blocked_array_record(monkeypatch):
 
 @pytest.mark.usefixtures("limited_address_space", "blocked_array_record")
 def test_array_record_threads_that_do_not_start_are_reported():
+  """In a small address space, ArrayRecord would wait for threads forever."""
   message = (
     "rows: the threads that read this file do not start;"
     " the address space is limited to 3.0 GiB"
@@ -299,33 +306,74 @@ def test_a_missing_file_is_not_an_error_of_the_threads():
 # The end of the process.
 
 
-def run_until_the_error(script, code):
-  """Runs code that reads batches, and checks that it ends with an error.
-
-  Args:
-    script: the path to write the code to.
-    code: the code. It defines a function `main` that reads batches until there
-      is an error.
-  """
-  script.write_text(f"""
-import multiprocessing
-import os
-import signal
+# The arguments of this program: the source.
+PROGRAM_WHOSE_FIFTH_READ_HANGS = """
 import sys
 import threading
 
 from diffjax.config import Config, DataConfig, TrainConfig, UserError
 from diffjax.data import pipeline, prepared
-{code}
+
+
+def hang(self, index):
+  threading.Event().wait()
+
+
 if __name__ == "__main__":
+  data = DataConfig(source=sys.argv[1], length=64, timeout=3.0)
+  config = Config(data=data, train=TrainConfig(batch_size=2))
+  batches = pipeline.training_batches(config)
+  for _ in range(4):
+    next(batches)
+  prepared.PreparedRows.__getitem__ = hang
   try:
-    main()
+    while True:
+      next(batches)
   except UserError as error:
     print(error)
     sys.exit(1)
-""")
+"""
+
+# The arguments of this program: the source.
+PROGRAM_THAT_STOPS_ITS_WORKERS = """
+import multiprocessing
+import os
+import signal
+import sys
+
+from diffjax.config import Config, DataConfig, TrainConfig, UserError
+from diffjax.data import pipeline
+
+if __name__ == "__main__":
+  data = DataConfig(
+    source=sys.argv[1],
+    length=64,
+    mode="streamed",
+    num_workers=2,
+    timeout=3.0,
+  )
+  config = Config(data=data, train=TrainConfig(batch_size=2))
+  batches = pipeline.training_batches(config)
+  for _ in range(4):
+    next(batches)
+  for child in multiprocessing.active_children():
+    os.kill(child.pid, signal.SIGSTOP)
+  try:
+    while True:
+      next(batches)
+  except UserError as error:
+    print(error)
+    sys.exit(1)
+"""
+
+
+def check_ends_with_a_timeout_error(program, source, tmp_path):
+  """Runs a program on a source, and checks that it ends with a UserError."""
+  # Worker processes import the script again, so it must be a file.
+  script = tmp_path / "script.py"
+  script.write_text(program)
   result = subprocess.run(
-    [sys.executable, script],
+    [sys.executable, script, source],
     env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     capture_output=True,
     text=True,
@@ -339,43 +387,17 @@ if __name__ == "__main__":
 
 @pytest.mark.full
 def test_the_process_ends_after_a_hang_of_its_own(halves, tmp_path):
-  run_until_the_error(
-    tmp_path / "script.py",
-    f"""
-def hang(self, index):
-  threading.Event().wait()
-
-def main():
-  data = DataConfig(source="{halves}", length=64, timeout=3.0)
-  config = Config(data=data, train=TrainConfig(batch_size=2))
-  batches = pipeline.training_batches(config)
-  for _ in range(4):
-    next(batches)
-  prepared.PreparedRows.__getitem__ = hang
-  while True:
-    next(batches)
-""",
+  """The thread that hangs must not keep the process alive."""
+  check_ends_with_a_timeout_error(
+    PROGRAM_WHOSE_FIFTH_READ_HANGS, halves, tmp_path
   )
 
 
 @pytest.mark.full
 def test_the_process_ends_after_its_workers_were_stopped(halves, tmp_path):
-  run_until_the_error(
-    tmp_path / "script.py",
-    f"""
-def main():
-  data = DataConfig(
-    source="{halves}", length=64, mode="streamed", num_workers=2, timeout=3.0
-  )
-  config = Config(data=data, train=TrainConfig(batch_size=2))
-  batches = pipeline.training_batches(config)
-  for _ in range(4):
-    next(batches)
-  for child in multiprocessing.active_children():
-    os.kill(child.pid, signal.SIGSTOP)
-  while True:
-    next(batches)
-""",
+  """The process must not wait for its stopped workers at its end."""
+  check_ends_with_a_timeout_error(
+    PROGRAM_THAT_STOPS_ITS_WORKERS, halves, tmp_path
   )
 
 
@@ -390,10 +412,7 @@ def is_alive(pid) -> bool:
   return state != "Z"
 
 
-@pytest.mark.full
-def test_workers_end_with_a_run_that_is_killed(tmp_path):
-  script = tmp_path / "run.py"
-  script.write_text("""
+PROGRAM_THAT_PRINTS_THE_ID_OF_ITS_WORKER = """
 import multiprocessing
 import time
 
@@ -408,21 +427,28 @@ if __name__ == "__main__":
   for worker in multiprocessing.active_children():
     print(worker.pid, flush=True)
   time.sleep(100)
-""")
+"""
+
+
+@pytest.mark.full
+def test_workers_end_with_a_run_that_is_killed(tmp_path):
+  """SIGKILL leaves a run no time to end its workers."""
+  script = tmp_path / "run.py"
+  script.write_text(PROGRAM_THAT_PRINTS_THE_ID_OF_ITS_WORKER)
   run = subprocess.Popen(
     [sys.executable, script],
     env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     stdout=subprocess.PIPE,
     text=True,
   )
-  worker = run.stdout.readline().strip()
-  assert is_alive(worker)
+  worker_pid = run.stdout.readline().strip()
+  assert is_alive(worker_pid)
 
   run.kill()
   run.wait()
   run.stdout.close()
 
   deadline = time.monotonic() + 10
-  while is_alive(worker) and time.monotonic() < deadline:
+  while is_alive(worker_pid) and time.monotonic() < deadline:
     time.sleep(0.05)
-  assert not is_alive(worker)
+  assert not is_alive(worker_pid)

@@ -50,6 +50,7 @@ def read_texts(split) -> list[str]:
 
 
 def test_the_corpus_is_the_text_of_the_standard_library():
+  """It is several megabytes of text, of which some files are for validation."""
   train = read_texts("train")
   validation = read_texts("validation")
 
@@ -66,6 +67,7 @@ def test_the_corpus_is_the_text_of_the_standard_library():
 def test_the_corpus_is_built_once_and_says_so(small_library, capsys):
   directory = stdlib_corpus.corpus_directory()
 
+  # One line on standard error.
   line = capsys.readouterr().err
   assert line.count("\n") == 1
   assert "built the embedded corpus" in line
@@ -86,7 +88,7 @@ def test_the_corpus_is_in_the_cache_under_the_version_of_python(small_library):
 def test_the_fingerprint_does_not_depend_on_when_the_corpus_was_built(
   monkeypatch, tmp_path
 ):
-  """The bytes of its files do. A stream must resume on a corpus built anew."""
+  """A stream must resume on a corpus that was built again."""
   fingerprint = sources.documents("stdlib", "train", DataConfig()).fingerprint()
 
   monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -111,16 +113,20 @@ def test_an_empty_cache_variable_counts_as_not_set(monkeypatch):
   assert os.fspath(cache_directory("rows")) == "/home/ann/.cache/diffjax/rows"
 
 
+PROGRAM_THAT_BUILDS_THE_CORPUS = """
+from diffjax.data import stdlib_corpus
+
+print(stdlib_corpus.corpus_directory())
+"""
+
+
 @pytest.mark.full
 def test_processes_that_build_at_once_have_one_corpus(tmp_path):
-  code = (
-    "from diffjax.data import stdlib_corpus\n"
-    "print(stdlib_corpus.corpus_directory())"
-  )
+  """The processes of a run may all find an empty cache."""
   processes = []
   for _ in range(2):
     process = subprocess.Popen(
-      [sys.executable, "-c", code],
+      [sys.executable, "-c", PROGRAM_THAT_BUILDS_THE_CORPUS],
       env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
       stdout=subprocess.PIPE,
       stderr=subprocess.PIPE,
@@ -135,8 +141,9 @@ def test_processes_that_build_at_once_have_one_corpus(tmp_path):
     directories.add(output)
 
   assert len(directories) == 1
+  # Incomplete corpora are removed.
   corpora = list((tmp_path / "diffjax" / "stdlib").iterdir())
-  assert len(corpora) == 1, "incomplete corpora are removed"
+  assert len(corpora) == 1
 
 
 def test_files_that_are_left_out_do_not_change_the_corpus(small_library):
