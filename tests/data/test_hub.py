@@ -194,6 +194,8 @@ def test_only_the_footer_and_the_text_column_of_parquet_are_fetched(
     row_group = metadata.row_group(index)
     text_columns.append(column_range(row_group.column(0)))
     _, end_of_data = column_range(row_group.column(2))
+
+  # Requests that begin and end before the footer are for data.
   fetched_data = []
   fetched_footers = []
   for first, last in server.fetched(name):
@@ -201,6 +203,7 @@ def test_only_the_footer_and_the_text_column_of_parquet_are_fetched(
       fetched_data.append((first, last))
     else:
       fetched_footers.append((first, last))
+
   assert fetched_data == text_columns
   assert len(fetched_footers) == 1
 

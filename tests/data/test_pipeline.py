@@ -137,6 +137,7 @@ def test_the_shares_of_all_processes_are_the_global_batches(
 
 
 def test_a_run_can_restart_at_every_step(make_config, texts, tmp_path):
+  """A state taken after a step gives the batches that followed the step."""
   source = write_jsonl(tmp_path / "few.jsonl", texts[:60])
   batch_size = 8
   config = make_config(source=source, batch_size=batch_size)
@@ -169,6 +170,7 @@ def test_batches_can_go_back_to_an_earlier_state(make_config):
 
 
 def test_every_epoch_has_every_row_once_in_another_order(make_config, num_rows):
+  """Training repeats the prepared rows, which `num_rows` counts."""
   # With few rows, two epochs could have the same order by chance.
   assert num_rows > 100
   # One row in a batch, so an epoch has num_rows batches.
@@ -197,6 +199,7 @@ def test_the_seed_determines_the_order_of_the_rows(make_config, num_rows):
 
 
 def test_a_batch_consists_of_five_arrays(make_config):
+  """Each array is of 8 rows of 64 tokens."""
   batch = next(pipeline.training_batches(make_config()))
 
   dtypes = {name: array.dtype.name for name, array in batch.items()}
@@ -287,6 +290,10 @@ def interrupted_run(make_config, jsonl) -> InterruptedRun:
 def test_changed_text_is_distinguished_from_changed_fields(
   make_config, interrupted_run
 ):
+  """The user must learn that the text is the reason.
+
+  `interrupted_run` has the state of a run whose text was changed afterwards.
+  """
   batches = pipeline.training_batches(make_config())
 
   with pytest.raises(UserError) as caught:
@@ -303,6 +310,10 @@ def test_changed_text_is_distinguished_from_changed_fields(
 def test_a_run_continues_with_its_old_rows_as_the_message_says(
   make_config, interrupted_run
 ):
+  """The rows of the text before the change are still in their directory.
+
+  `interrupted_run` has the state of a run whose text was changed afterwards.
+  """
   directory = interrupted_run.directory
   advice = (
     f"--config.data.prepared_dir={directory}, or start over with another"
@@ -617,6 +628,7 @@ def test_a_mixture_has_the_proportions_of_its_weights(
 
 @pytest.mark.parametrize("mode", ["prepared", "streamed"])
 def test_a_mixture_can_restart(make_config, letter_mixture, mode):
+  """A state includes the position in both sources."""
   config = make_config(mode=mode, source=letter_mixture)
   batches = pipeline.training_batches(config)
   take(batches, 20)
@@ -754,6 +766,7 @@ def test_reading_ahead_does_not_change_earlier_states(
 def test_a_stream_passes_grains_test_of_checkpoints(
   make_config, tmp_path, packing
 ):
+  """Grain checks that the output after each checkpoint is the same."""
   # Rows hold 64 tokens, so some documents are longer than a row.
   texts = ["x" * (index % 90) for index in range(60)]
   for part in range(3):
@@ -1033,9 +1046,16 @@ def make_numbered_config(tmp_path, files_per_source, num_workers):
 def test_every_document_is_read_once_an_epoch(
   tmp_path, files_per_source, num_processes, num_workers
 ):
+  """All workers of all processes together read each document once.
+
+  files_per_source {"a": 5, "b": 3} is a mixture of a source of five files and
+  one of three. File 0 of source "a" has the documents "a0-0" and "a0-1".
+  """
   config = make_numbered_config(tmp_path, files_per_source, num_workers)
 
-  epochs = documents_by_epoch(config, files_per_source, num_processes, 2)
+  epochs = documents_by_epoch(
+    config, files_per_source, num_processes, num_epochs=2
+  )
 
   expected = collections.Counter()
   for name, num_files in files_per_source.items():
@@ -1303,10 +1323,12 @@ def test_damaged_prepared_rows_are_named(make_config, halves, num_workers):
   path.write_bytes(path.read_bytes()[: 16 * 1024])
   batches = pipeline.training_batches(config)
 
+  # 500 batches are more than an epoch, so a damaged row is among them.
   with pytest.raises(
     UserError, match=rf"{path}: row \d+ cannot be read"
   ) as caught:
     take(batches, 500)
+  # Not a class that Grain makes of the error of a worker.
   assert type(caught.value) is UserError
   assert "\n" not in str(caught.value)
   batches.close()
@@ -1324,8 +1346,10 @@ def test_a_damaged_line_of_a_stream_is_named(
   config = make_config(mode="streamed", num_workers=num_workers, source=halves)
   batches = pipeline.training_batches(config)
 
+  # 500 batches are more than an epoch, so the damaged line is among them.
   with pytest.raises(UserError, match=f"{path}:151: .*text_field") as caught:
     take(batches, 500)
+  # Not a class that Grain makes of the error of a worker.
   assert type(caught.value) is UserError
   assert "\n" not in str(caught.value)
   batches.close()
@@ -1339,12 +1363,12 @@ def test_a_damaged_line_of_a_stream_is_named(
 def test_validation_reads_the_first_rows_and_pads_the_last_batch(
   make_config, mode, eval_rows
 ):
+  """config.eval.rows is the number of rows, and -1 stands for all rows."""
   all_batches = pipeline.validation_batches(
     make_config(mode=mode), batch_size=1
   )
   num_rows = all_batches.rows
   assert num_rows > 16
-  # config.eval.rows = -1 means all rows.
   if eval_rows != -1:
     num_rows = eval_rows
   config = make_config(mode=mode, eval_rows=eval_rows)
@@ -1447,16 +1471,14 @@ def test_the_number_of_shares_must_divide_validation_batches(make_config, mode):
 # Imports.
 
 
-def test_the_pipeline_never_imports_tensorflow(jsonl, tmp_path):
-  """It imports the libraries of file formats and tokenizers only when used."""
-  # A small standard library, for the default source.
-  for index in range(100):
-    (tmp_path / f"module{index}.py").write_text(f"x = {index}\n" * 50)
-  code = f"""
+# The arguments of this program: a directory that counts as the standard
+# library, which is the default source, and the source of a stream.
+PROGRAM_THAT_CHECKS_ITS_IMPORTS = """
 import sys
 import sysconfig
 
-sysconfig.get_path = lambda name: {str(tmp_path)!r}
+library, stream = sys.argv[1:]
+sysconfig.get_path = lambda name: library
 
 def imported(*names):
   return [name for name in names if name in sys.modules]
@@ -1469,13 +1491,28 @@ if __name__ == "__main__":
     "tensorflow_datasets", "pyarrow", "tokenizers", "tiktoken", "rustbpe"
   )
   default_config = Config()
-  streamed_config = Config(
-    data=DataConfig(source="jsonl:{jsonl}", mode="streamed")
-  )
+  streamed_config = Config(data=DataConfig(source=stream, mode="streamed"))
   for config in (default_config, streamed_config):
     next(pipeline.training_batches(config))
     assert pipeline.validation_batches(config, batch_size=4).rows
   assert imported("tensorflow_datasets")
   assert not imported("tensorflow", "tensorflow_text", "torch")
 """
-  subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_the_pipeline_never_imports_tensorflow(jsonl, tmp_path):
+  """It imports the libraries of file formats and tokenizers only when used."""
+  for index in range(100):
+    (tmp_path / f"module{index}.py").write_text(f"x = {index}\n" * 50)
+
+  subprocess.run(
+    [
+      sys.executable,
+      "-c",
+      PROGRAM_THAT_CHECKS_ITS_IMPORTS,
+      str(tmp_path),
+      f"jsonl:{jsonl}",
+    ],
+    check=True,
+    timeout=120,
+  )

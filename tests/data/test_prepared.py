@@ -336,6 +336,7 @@ def test_only_incomplete_files_of_dead_processes_of_this_host_are_removed(
   tmp_path, monkeypatch
 ):
   """Other processes may be writing their files now."""
+  # The program `true` ends at once.
   dead_process = subprocess.Popen(["true"])
   dead_process.wait()
   dead_pid = dead_process.pid

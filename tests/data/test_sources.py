@@ -804,7 +804,7 @@ def test_a_shorter_compressed_file_is_an_error(tmp_path, texts, name):
 
 
 def test_a_parquet_file_rewritten_within_a_second_is_read_again(tmp_path):
-  """The size stays the same, but the cached footer is another one."""
+  """The footer is cached. The size of the file stays the same."""
   path = tmp_path / "a.parquet"
   time_ns = 10**18
   source = write(path, ["aa", "aa", "aa", "b", "b", "b"])
@@ -943,16 +943,6 @@ def test_a_link_to_itself_is_an_error(tree, pattern, link):
 # Missing permissions.
 
 
-def check_unreadable(tree, path):
-  """Checks that only patterns that include an unreadable path are errors."""
-  for pattern in ("**/*.txt", "*/*.txt"):
-    message = f"^{path}: .*ermission denied"
-    with pytest.raises(UserError, match=message):
-      sources.documents(f"text:{tree}/{pattern}", "train", WITHOUT_VALIDATION)
-
-  sources.documents(f"text:{tree}/*.txt", "train", WITHOUT_VALIDATION)
-
-
 def test_an_unreadable_directory_is_an_error(tree, monkeypatch):
   """Its files would otherwise be missing without a word."""
   # Root can read every directory, so a missing permission is simulated.
@@ -965,11 +955,15 @@ def test_an_unreadable_directory_is_an_error(tree, monkeypatch):
 
   monkeypatch.setattr(os, "scandir", refusing_scandir)
 
-  check_unreadable(tree, tree / "b")
+  for pattern in ("**/*.txt", "*/*.txt"):
+    with pytest.raises(UserError, match=f"^{tree}/b: .*ermission denied"):
+      sources.documents(f"text:{tree}/{pattern}", "train", WITHOUT_VALIDATION)
+  # This pattern does not need the directory.
+  sources.documents(f"text:{tree}/*.txt", "train", WITHOUT_VALIDATION)
 
 
 def test_an_unreadable_file_is_an_error(tree, monkeypatch):
-  """Patterns that do not include the file can be used."""
+  """It would otherwise be missing without a word."""
   # Root can read every file, so a missing permission is simulated.
   access = os.access
 
@@ -978,4 +972,8 @@ def test_an_unreadable_file_is_an_error(tree, monkeypatch):
 
   monkeypatch.setattr(os, "access", refusing_access)
 
-  check_unreadable(tree, tree / "b/3.txt")
+  for pattern in ("**/*.txt", "*/*.txt"):
+    with pytest.raises(UserError, match=f"^{tree}/b/3.txt: .*ermission denied"):
+      sources.documents(f"text:{tree}/{pattern}", "train", WITHOUT_VALIDATION)
+  # This pattern does not match the file.
+  sources.documents(f"text:{tree}/*.txt", "train", WITHOUT_VALIDATION)
