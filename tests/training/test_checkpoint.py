@@ -4,6 +4,7 @@ test_damage.py has every kind of damage.
 """
 
 import copy
+import functools
 import json
 import logging
 import os
@@ -152,6 +153,7 @@ def saved_steps(workdir: pathlib.Path) -> list[str]:
 
 
 def test_a_state_is_restored_bit_for_bit(tmp_path):
+  """This includes its random key, which draws the same numbers."""
   save_run(tmp_path, [3, 12])
 
   state = restore_state(tmp_path)
@@ -174,13 +176,17 @@ def test_the_newest_checkpoint_has_its_step_data_state_and_config(tmp_path):
 
 
 def test_a_workdir_without_checkpoints_restores_none(tmp_path):
+  """A new run starts in an empty directory, or makes its directory."""
   assert restore(tmp_path) is None
   assert newest_config(tmp_path) is None
   assert newest_config(tmp_path / "absent") is None
 
 
 def test_a_state_may_be_donated_as_soon_as_save_returns(tmp_path, monkeypatch):
-  """`save` returns before the files are written."""
+  """`save` returns before the files are written, and copies the arrays before.
+
+  The next training step donates the state, so JAX overwrites its arrays.
+  """
   may_write = threading.Event()
   write = manifest.write
 
@@ -188,13 +194,9 @@ def test_a_state_may_be_donated_as_soon_as_save_returns(tmp_path, monkeypatch):
     may_write.wait(30)
     write(*arguments)
 
-  def zero_floats(leaf):
-    if leaf.dtype == jnp.float32:
-      return leaf * 0
-    return leaf
-
-  def zero_state(state):
-    return jax.tree.map(zero_floats, state)
+  @functools.partial(jax.jit, donate_argnums=0)
+  def multiply_by_zero(arrays):
+    return jax.tree.map(lambda array: 0 * array, arrays)
 
   monkeypatch.setattr(manifest, "write", wait_and_write)
   checkpoints = Checkpoints(tmp_path, keep=2)
@@ -203,7 +205,7 @@ def test_a_state_may_be_donated_as_soon_as_save_returns(tmp_path, monkeypatch):
   # A checkpoint without a manifest is not complete.
   assert newest_config(tmp_path) is None
 
-  jax.block_until_ready(jax.jit(zero_state, donate_argnums=0)(state))
+  jax.block_until_ready(multiply_by_zero((state.params, state.opt_state)))
   may_write.set()
   checkpoints.close()
 
@@ -265,20 +267,21 @@ def sharded_run(tmp_path_factory):
 
 
 def test_a_sharded_state_is_restored_on_another_mesh(sharded_run):
+  """A mesh of 1 x 8 devices saved it, and one of 2 x 4 restores it."""
   state = make_state(7)
   shapes = abstract_on_mesh(make_mesh(data=2, fsdp=4), state)
 
   restored = find_checkpoint(sharded_run).state(shapes)
 
   assert_states_equal(restored, state)
-  for leaf, shape in zip(
-    jax.tree.leaves(restored), jax.tree.leaves(shapes), strict=True
-  ):
-    assert leaf.sharding == shape.sharding
+  shardings = [leaf.sharding for leaf in jax.tree.leaves(restored)]
+  expected_shardings = [shape.sharding for shape in jax.tree.leaves(shapes)]
+  assert shardings == expected_shardings
   assert len(restored.params["embedding"].sharding.device_set) == 8
 
 
 def test_sharded_parameters_are_restored_on_one_device(sharded_run):
+  """Shapes without shardings, as of eval_shape, mean the default device."""
   state = make_state(7)
   shapes = jax.eval_shape(lambda: state.params)
 
@@ -289,7 +292,7 @@ def test_sharded_parameters_are_restored_on_one_device(sharded_run):
 
 
 @pytest.fixture(scope="module")
-def two_steps(tmp_path_factory):
+def workdir_of_steps_10_and_20(tmp_path_factory):
   """The workdir of a run with checkpoints of steps 10 and 20."""
   workdir = tmp_path_factory.mktemp("run")
   save_run(workdir, [10, 20])
@@ -301,11 +304,13 @@ def two_steps(tmp_path_factory):
   [pytest.param(None, 20, id="newest"), pytest.param(10, 10, id="step 10")],
 )
 def test_parameters_are_loaded_without_the_rest_of_the_state(
-  two_steps, requested_step, expected_step
+  workdir_of_steps_10_and_20, requested_step, expected_step
 ):
   expected = make_state(expected_step).params
 
-  params = open_checkpoint(two_steps, requested_step).params(abstract(expected))
+  params = open_checkpoint(workdir_of_steps_10_and_20, requested_step).params(
+    abstract(expected)
+  )
 
   chex.assert_trees_all_equal(params, expected, strict=True)
 
@@ -313,39 +318,47 @@ def test_parameters_are_loaded_without_the_rest_of_the_state(
 # Checkpoints that do not fit are refused.
 
 
-def test_parameters_of_another_shape_are_refused(two_steps):
+def test_parameters_of_another_shape_are_refused(workdir_of_steps_10_and_20):
+  """The checkpoint was saved with ffn_dim=16."""
   wanted = abstract(make_state(ffn_dim=24).params)
 
   message = r"layers/ffn/up is \[2, 8, 16\] there and \[2, 8, 24\] here"
   with pytest.raises(UserError, match=message):
-    open_checkpoint(two_steps).params(wanted)
+    open_checkpoint(workdir_of_steps_10_and_20).params(wanted)
 
 
-def test_a_checkpoint_that_lacks_a_parameter_is_refused(two_steps):
+def test_a_checkpoint_that_lacks_a_parameter_is_refused(
+  workdir_of_steps_10_and_20,
+):
   wanted = abstract(make_state().params)
   wanted["unembedding"] = wanted["embedding"]
 
   message = r"it has no unembedding, which is \[32, 8\] here"
   with pytest.raises(UserError, match=message):
-    open_checkpoint(two_steps).params(wanted)
+    open_checkpoint(workdir_of_steps_10_and_20).params(wanted)
 
 
-def test_a_checkpoint_with_an_additional_parameter_is_refused(two_steps):
+def test_a_checkpoint_with_an_additional_parameter_is_refused(
+  workdir_of_steps_10_and_20,
+):
   wanted = abstract(make_state().params)
   del wanted["layers"]["ffn_norm"]
 
   message = r"it has layers/ffn_norm \[2, 8\], which is not there here"
   with pytest.raises(UserError, match=message):
-    open_checkpoint(two_steps).params(wanted)
+    open_checkpoint(workdir_of_steps_10_and_20).params(wanted)
 
 
-def test_a_state_of_another_optimizer_is_refused(two_steps):
+def test_a_state_of_another_optimizer_is_refused(workdir_of_steps_10_and_20):
+  """The checkpoint has a state of Muon."""
   message = (
     r"opt_state/.*; config.train.init_from starts another --workdir from its"
     " parameters"
   )
   with pytest.raises(UserError, match=message):
-    restore(two_steps).state(abstract(make_state(optimizer="adamw")))
+    restore(workdir_of_steps_10_and_20).state(
+      abstract(make_state(optimizer="adamw"))
+    )
 
 
 def test_opening_a_workdir_without_checkpoints_is_an_error(tmp_path):
@@ -354,15 +367,18 @@ def test_opening_a_workdir_without_checkpoints_is_an_error(tmp_path):
     open_checkpoint(tmp_path)
 
 
-def test_opening_a_step_that_was_not_saved_is_an_error(two_steps):
+def test_opening_a_step_that_was_not_saved_is_an_error(
+  workdir_of_steps_10_and_20,
+):
   with pytest.raises(UserError, match="no complete checkpoint of step 11"):
-    open_checkpoint(two_steps, 11)
+    open_checkpoint(workdir_of_steps_10_and_20, 11)
 
 
 # Which checkpoints are kept.
 
 
 def test_the_newest_and_the_best_checkpoints_are_kept(tmp_path):
+  """Step 2 has the lowest validation loss, and 5 and 6 are the newest two."""
   losses = {1: 3.0, 2: 1.5, 3: float("nan"), 4: 2.0, 6: 1.75}
   with Checkpoints(tmp_path, keep=2) as checkpoints:
     for step in range(1, 7):
@@ -375,6 +391,7 @@ def test_the_newest_and_the_best_checkpoints_are_kept(tmp_path):
 
 
 def test_checkpoints_of_a_resumed_run_are_pruned_too(tmp_path):
+  """Step 1 was the best one of the first run, until step 3 had a lower loss."""
   with Checkpoints(tmp_path, keep=2) as checkpoints:
     save(checkpoints, 1, {"validation/loss": 2.0})
     save(checkpoints, 2)
@@ -386,20 +403,23 @@ def test_checkpoints_of_a_resumed_run_are_pruned_too(tmp_path):
 
 
 def test_a_temporary_directory_is_removed_by_a_run_with_a_warning(
-  two_steps, tmp_path, caplog
+  workdir_of_steps_10_and_20, tmp_path, caplog
 ):
-  """A reader of the workdir does not remove it: the save may be going on."""
-  workdir = shutil.copytree(two_steps, tmp_path / "run")
+  """Orbax writes into a temporary directory, which remains if a run is killed.
+
+  Whoever only reads the workdir does not remove it: a run may be saving there.
+  """
+  workdir = shutil.copytree(workdir_of_steps_10_and_20, tmp_path / "run")
   temporary = workdir / "checkpoints" / "30.orbax-checkpoint-tmp"
   shutil.copytree(workdir / "checkpoints" / "20", temporary)
-  # A directory of the user.
-  (workdir / "checkpoints" / "notes").mkdir()
+  # Reading changes nothing.
   assert newest_config(workdir) == CONFIG
   assert temporary.exists()
 
   with caplog.at_level(logging.WARNING):
-    assert restore(workdir).step == 20
+    checkpoint = restore(workdir)
 
+  assert checkpoint.step == 20
   assert not temporary.exists()
   assert "30.orbax-checkpoint-tmp" in caplog.text
 
@@ -413,15 +433,19 @@ def flip_bit_of_step_20(workdir: pathlib.Path) -> None:
   largest_file.write_bytes(bytes(content))
 
 
-def test_a_damaged_step_is_not_counted_and_is_overwritten(two_steps, tmp_path):
-  workdir = shutil.copytree(two_steps, tmp_path / "run")
+def test_a_damaged_newest_step_is_not_counted_and_is_overwritten(
+  workdir_of_steps_10_and_20, tmp_path
+):
+  workdir = shutil.copytree(workdir_of_steps_10_and_20, tmp_path / "run")
   flip_bit_of_step_20(workdir)
   assert find_checkpoint(workdir).step == 10
 
+  # The run is resumed from step 10, and keeps the two newest complete steps.
   with reopen(workdir, keep=2) as checkpoints:
     save(checkpoints, 15)
     checkpoints.wait()
     assert saved_steps(workdir) == ["10", "15", "20"]
+    # The run reaches step 20 again, and replaces the damaged checkpoint.
     save(checkpoints, 20)
     checkpoints.wait()
     assert_states_equal(restore_state(workdir), make_state(20))
@@ -430,8 +454,10 @@ def test_a_damaged_step_is_not_counted_and_is_overwritten(two_steps, tmp_path):
   assert saved_steps(workdir) == ["20", "30"]
 
 
-def test_a_damaged_step_before_the_newest_is_pruned_first(two_steps, tmp_path):
-  workdir = shutil.copytree(two_steps, tmp_path / "run")
+def test_a_damaged_step_is_pruned_before_older_complete_ones(
+  workdir_of_steps_10_and_20, tmp_path
+):
+  workdir = shutil.copytree(workdir_of_steps_10_and_20, tmp_path / "run")
   flip_bit_of_step_20(workdir)
 
   with reopen(workdir, keep=2) as checkpoints:
@@ -448,10 +474,10 @@ def test_a_damaged_step_before_the_newest_is_pruned_first(two_steps, tmp_path):
   ],
 )
 def test_nothing_is_deleted_in_a_directory_that_is_not_the_locked_one(
-  two_steps, tmp_path, monkeypatch, error
+  workdir_of_steps_10_and_20, tmp_path, monkeypatch, error
 ):
   """During a save, the workdir is moved and its path gets a new run."""
-  workdir = shutil.copytree(two_steps, tmp_path / "run")
+  workdir = shutil.copytree(workdir_of_steps_10_and_20, tmp_path / "run")
   new_files = [
     "10/file",
     "20/file",
@@ -554,6 +580,7 @@ def test_all_other_fields_may_not_change_on_resume():
 
 
 def test_a_refused_resume_names_every_difference_with_both_values():
+  """It does not name train.steps, which may change."""
   other_config = change(
     CONFIG,
     model__embed_dim=64,
@@ -572,6 +599,7 @@ def test_a_refused_resume_names_every_difference_with_both_values():
 
 
 def test_the_number_of_workers_of_a_stream_may_not_change():
+  """The order of streamed documents depends on it."""
   streamed = Config(data=DataConfig(mode="streamed", num_workers=2)).to_dict()
 
   check_resume(streamed, streamed)
@@ -580,6 +608,7 @@ def test_the_number_of_workers_of_a_stream_may_not_change():
 
 
 def test_a_field_that_an_older_checkpoint_lacks_counts_as_its_default():
+  """Such a checkpoint is of a version that did not have the field."""
   older = copy.deepcopy(CONFIG)
   del older["train"]["z_loss"]
   del older["eval"]
@@ -659,6 +688,10 @@ def run_with_failing_saves(tmp_path_factory):
 def test_a_failed_save_leaves_the_older_checkpoint_and_is_repeated(
   run_with_failing_saves,
 ):
+  """Step 1 is saved. Steps 2 to 5 fail on a full disk, and step 6 is saved.
+
+  After each step, the run prints the result and the saved steps.
+  """
   _, result = run_with_failing_saves
 
   first, *failures, last = result.stdout.splitlines()
@@ -667,25 +700,29 @@ def test_a_failed_save_leaves_the_older_checkpoint_and_is_repeated(
   for line in failures:
     assert "File too large" in line
     assert line.endswith(" | 1")
+  # Each of the four failing steps is tried twice.
   message = "not saved: cannot read or write the checkpoint"
-  assert result.stderr.count(message) == 8
+  assert result.stderr.count(message) == 4 * 2
 
 
 def test_metrics_that_cannot_be_written_are_written_later(
   run_with_failing_saves,
 ):
+  """The disk is full in steps 2 to 5, each of which writes two entries."""
   workdir, result = run_with_failing_saves
 
   steps = []
   for line in (workdir / "metrics.jsonl").read_text().splitlines():
     steps.append(json.loads(line)["step"])
   assert steps == [1, 2, 2, 3, 3, 4, 4, 5, 5, 6]
+  # The warning is not repeated.
   assert result.stderr.count("cannot write metrics in") == 1
 
 
 def test_a_save_that_does_not_fit_the_disk_does_not_start(
   tmp_path, monkeypatch
 ):
+  """Otherwise, it would fail after it has filled the disk."""
   full_disk = types.SimpleNamespace(total=10_000, used=9_900, free=100)
   with Checkpoints(tmp_path, keep=1) as checkpoints:
     save(checkpoints, 1)
@@ -697,6 +734,7 @@ def test_a_save_that_does_not_fit_the_disk_does_not_start(
       )
       with pytest.raises(UserError, match=message):
         checkpoints.wait()
+    # The older checkpoint is still there.
     assert saved_steps(tmp_path) == ["1"]
 
     # Now there is space.
@@ -706,6 +744,8 @@ def test_a_save_that_does_not_fit_the_disk_does_not_start(
 
 
 def test_an_unreadable_size_of_an_array_is_an_error_of_the_save(tmp_path):
+  """The size is read in the thread that saves, and `wait` raises its errors."""
+
   class UnreadableArray:
     @property
     def nbytes(self):
@@ -719,10 +759,17 @@ def test_an_unreadable_size_of_an_array_is_an_error_of_the_save(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["checkpoints", "."])
+@pytest.mark.parametrize(
+  "name",
+  [
+    pytest.param("checkpoints", id="checkpoints"),
+    pytest.param(".", id="workdir"),
+  ],
+)
 def test_a_save_fails_while_a_file_is_at_the_path_of_its_directory(
   tmp_path, name
 ):
+  """The next save succeeds after the directory is back."""
   workdir = tmp_path / "run"
   checkpoints = Checkpoints(workdir, keep=1)
   save(checkpoints, 1)
