@@ -187,7 +187,7 @@ def test_muon_updates_the_matrices_and_adam_the_other_parameters():
 
 
 def test_the_muon_of_optax_would_not_update_stacked_matrices():
-  """Optax selects arrays of rank 2, but the matrices of layers have a layer axis.
+  """Optax selects arrays of rank 2, but stacked matrices have a layer axis.
 
   This is why diffjax selects matrices by name.
   """
@@ -595,7 +595,10 @@ def test_the_rates_of_very_short_runs_are_finite(schedule, steps, warmup_steps):
 
 @pytest.fixture(scope="module", params=["adamw", "muon"])
 def started(request):
-  """Returns an optimizer's config, its jitted update, and its state after a step."""
+  """Returns an optimizer's config, its jitted update, and a state.
+
+  The state is that after a first step, step 0.
+  """
   config = dataclasses.replace(
     CONSTANT_RATE, name=request.param, schedule="linear", clip_norm=1.0
   )
@@ -805,7 +808,7 @@ def test_a_small_lasting_change_of_the_norm_is_not_skipped():
 
 
 def test_a_run_whose_loss_is_lost_skips_too_many_steps_in_a_row():
-  """The loss stays a thousand times as large, so the training loop must stop."""
+  """The loss stays a thousand times as large, so training must stop."""
   losses = noise(num_steps=400, mean=2.0, deviation=0.02)
   losses[300:] *= 1000
 
