@@ -11,7 +11,6 @@ import itertools
 import json
 import os
 import pathlib
-import re
 import shutil
 import signal
 import subprocess
@@ -272,6 +271,7 @@ def finished(finished_run):
 
 
 def test_each_step_is_logged(finished):
+  """The run takes six steps, and its log_interval is 1."""
   entries = training_entries(finished)
 
   assert steps_of(entries) == [1, 2, 3, 4, 5, 6]
@@ -285,6 +285,7 @@ def test_each_step_is_logged(finished):
 
 
 def test_the_validation_losses_are_logged_and_fall(finished):
+  """The run takes six steps, with an evaluation after each third one."""
   first, last = evaluation_entries(finished)
 
   assert (first["step"], last["step"]) == (3, 6)
@@ -300,12 +301,14 @@ def test_the_validation_losses_are_logged_and_fall(finished):
 
 def test_the_last_checkpoint_has_the_validation_losses(finished):
   """The best checkpoint is chosen by them."""
-  expected = {}
-  for name, value in evaluation_entries(finished)[-1].items():
+  last_evaluation = evaluation_entries(finished)[-1]
+  losses = {}
+  for name, value in last_evaluation.items():
     if name.startswith("validation/"):
-      expected[name] = value
+      losses[name] = value
 
-  assert saved_scores(finished, 6) == expected
+  assert last_evaluation["step"] == 6
+  assert saved_scores(finished, step=6) == losses
 
 
 def test_the_workdir_has_the_config(config, finished):
@@ -322,17 +325,21 @@ def test_the_workdir_has_a_plot_a_sample_and_a_tensorboard_log(finished):
 
 
 def test_each_evaluation_is_printed_once(finished_run):
+  """The first one in a line, and the last one as a table."""
   first, _ = evaluation_entries(finished_run.workdir)
 
-  lines = finished_run.output.splitlines()
-  assert [line for line in lines if "validation" in line] == [
-    f"step 3/6  validation on 8 rows: loss {first['validation/loss']:.4f},"
-    f" {first['validation/bits_per_byte']:.4f} bits per byte",
-    "step 6/6  validation on 8 rows:",
-  ]
+  output = finished_run.output.splitlines()
+  first_line, last_line = [line for line in output if "validation" in line]
+  loss = first["validation/loss"]
+  bits = first["validation/bits_per_byte"]
+  assert first_line == (
+    f"step 3/6  validation on 8 rows: loss {loss:.4f}, {bits:.4f} bits per byte"
+  )
+  assert last_line == "step 6/6  validation on 8 rows:"
 
 
 def test_the_last_evaluation_is_printed_with_explanations(finished_run):
+  """A line for each metric has its name, its value and a few words."""
   last = evaluation_entries(finished_run.workdir)[-1]
   lines = finished_run.output.splitlines()
 
@@ -340,12 +347,19 @@ def test_the_last_evaluation_is_printed_with_explanations(finished_run):
     if field.startswith("validation/"):
       name = field.removeprefix("validation/")
       [line] = [line for line in lines if line.startswith(f"  {name} ")]
-      assert re.fullmatch(rf"  {name} +{value:.4f}  \w.+", line)
+      printed_name, printed_value, explanation = line.split(maxsplit=2)
+      assert printed_name == name
+      assert printed_value == f"{value:.4f}"
+      assert explanation
       assert len(line) <= 80
 
 
 def test_the_logged_seconds_of_a_step_are_those_of_its_program(finished_run):
-  """This includes steps next to evaluations and saves."""
+  """They include no evaluations and saves.
+
+  `step_times` has the begin and the end of each step of the run, as measured by
+  this test.
+  """
   seconds_by_step = {}
   log = (finished_run.workdir / "metrics.jsonl").read_text()
   for line in log.splitlines():
@@ -356,6 +370,7 @@ def test_the_logged_seconds_of_a_step_are_those_of_its_program(finished_run):
   # The first step compiles, so its time is not logged.
   assert list(seconds_by_step) == [2, 3, 4, 5, 6]
   for step, seconds in seconds_by_step.items():
+    # The first step is step 1.
     begin, end = finished_run.step_times[step - 1]
     assert seconds >= end - begin
   _, first_end = finished_run.step_times[0]
@@ -364,7 +379,10 @@ def test_the_logged_seconds_of_a_step_are_those_of_its_program(finished_run):
 
 
 def test_the_log_begins_with_the_first_step(config, finished, tmp_path):
-  """A plot of the loss begins where training begins."""
+  """A plot of the loss then begins where training begins.
+
+  Only each fourth of the six steps is logged, besides the first and the last.
+  """
   seldom_logged = change(config, train__log_interval=4, eval__interval=0)
 
   loop.train(seldom_logged, str(tmp_path))
@@ -378,6 +396,7 @@ def test_the_log_begins_with_the_first_step(config, finished, tmp_path):
 def test_a_profile_names_its_steps_by_their_numbers_in_the_log(
   config, tmp_path
 ):
+  """The profile begins after step 1, and has two steps."""
   profiled = change(
     config,
     train__steps=4,
@@ -404,6 +423,7 @@ def test_a_profile_names_its_steps_by_their_numbers_in_the_log(
 def test_a_resumed_run_has_the_log_of_an_uninterrupted_one(
   config, finished, tmp_path, monkeypatch
 ):
+  """SIGTERM saves and ends the run, and the same call then resumes it."""
   with monkeypatch.context() as patch:
     call_before_batch(patch, 4, send_sigterm)
     loop.train(config, str(tmp_path))
@@ -415,6 +435,7 @@ def test_a_resumed_run_has_the_log_of_an_uninterrupted_one(
 
 
 def test_a_resume_writes_the_changed_config(config, finished, tmp_path):
+  """The file config.toml in the workdir is that of the last session."""
   workdir = shutil.copytree(finished, tmp_path / "run")
   changed = change(config, train__keep_checkpoints=2)
 
@@ -494,6 +515,10 @@ def test_a_resume_on_another_mesh_has_the_same_batches_and_losses(
 def test_a_signal_while_waiting_for_data_saves_and_ends_the_run(
   config, finished, tmp_path, monkeypatch
 ):
+  """The run takes four steps and waits for its fifth batch, which is blocked.
+
+  A thread sends SIGTERM during this wait.
+  """
   config = change(config, eval__interval=0)
   signal_times = []
   has_fifth_batch = threading.Event()
@@ -518,7 +543,8 @@ def test_a_signal_while_waiting_for_data_saves_and_ends_the_run(
     patch.setattr(prepared_batches.GlobalBatches, "__getitem__", read_batch)
     threading.Thread(target=send_sigterm_during_the_wait).start()
     loop.train(change(config, train__checkpoint_interval=100), str(tmp_path))
-  assert time.monotonic() - signal_times[0] < 4
+  seconds_after_signal = time.monotonic() - signal_times[0]
+  assert seconds_after_signal < 4
   has_fifth_batch.set()
   assert saved_steps(tmp_path) == [4]
 
@@ -527,20 +553,26 @@ def test_a_signal_while_waiting_for_data_saves_and_ends_the_run(
   assert training_entries(tmp_path) == training_entries(finished)
 
 
-def test_a_second_signal_ends_the_process_at_once():
-  """This includes long calls that run no Python, such as a compilation.
-
-  During such a call Python itself would treat two signals as one.
-  """
-  code = """
+# A process in a call of C code that takes minutes, as a compilation does.
+# Python runs no signal handlers during such a call.
+LONG_CALL = """
 import hashlib
+
 from diffjax.host.interruption import Interruption
+
 with Interruption():
   print("ready", flush=True)
   hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
 """
+
+
+def test_a_second_signal_ends_the_process_at_once():
+  """This holds also during a call of C code, such as a compilation.
+
+  During such a call Python itself would treat two signals as one.
+  """
   process = subprocess.Popen(
-    [sys.executable, "-c", code],
+    [sys.executable, "-c", LONG_CALL],
     stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,
     text=True,
@@ -597,7 +629,10 @@ def test_an_error_of_the_data_loses_no_steps(
 def test_a_batch_that_does_not_reach_the_devices_is_not_skipped(
   config, finished, tmp_path, monkeypatch
 ):
-  """Nothing is saved after a batch was read, so a resume repeats that batch."""
+  """The copy of the fifth batch to the devices fails, and the run ends.
+
+  It saved step 3 before, so the second run repeats the batches from there.
+  """
   config = change(config, train__checkpoint_interval=3, eval__interval=0)
   original = session.put_batch
   numbers = itertools.count(1)
@@ -617,6 +652,8 @@ def test_a_batch_that_does_not_reach_the_devices_is_not_skipped(
 
 
 def test_an_evaluation_that_fails_loses_no_steps(config, tmp_path, monkeypatch):
+  """The step is saved before its evaluation, which is due after step 3."""
+
   def fail(*_, **__):
     raise RuntimeError("a bug")
 
@@ -631,7 +668,10 @@ def test_an_evaluation_that_fails_loses_no_steps(config, tmp_path, monkeypatch):
 def test_a_resume_repeats_an_evaluation_that_failed(
   config, finished, tmp_path, monkeypatch
 ):
-  """The run is then equal to one that did not fail."""
+  """The evaluations after steps 3 and 6 fail once, and each ends a run.
+
+  The third run finishes with the log of a run that did not fail.
+  """
   steps_to_fail = [3, 6]
   original = session.Session.evaluate
 
@@ -645,6 +685,7 @@ def test_a_resume_repeats_an_evaluation_that_failed(
   for step in (3, 6):
     with pytest.raises(RuntimeError, match="out of memory"):
       loop.train(config, str(tmp_path))
+    # The step is saved without validation losses.
     assert saved_scores(tmp_path, step) == {}
   loop.train(config, str(tmp_path))
 
@@ -657,7 +698,11 @@ def test_a_resume_repeats_an_evaluation_that_failed(
 def test_a_restored_step_without_losses_is_evaluated_once(
   config, tmp_path, monkeypatch
 ):
-  """Losses that are not finite count as measured."""
+  """A first run saves step 1 without an evaluation. Two more runs restore it.
+
+  Losses of NaN count as measured, so the second of them does not evaluate
+  again.
+  """
   config = change(config, train__steps=1, eval__interval=0)
   loop.train(config, str(tmp_path))
   original = session.validation.measure_losses
@@ -672,7 +717,9 @@ def test_a_restored_step_without_losses_is_evaluated_once(
     assert steps_of(evaluation_entries(tmp_path)) == [1]
 
   scores = saved_scores(tmp_path, 1)
+  # JSON has no NaN.
   assert scores["validation/loss"] is None
+  # Such a checkpoint is not chosen as the best one.
   assert manifest.best({1: {"metrics": scores}}) is None
 
 
@@ -710,6 +757,7 @@ def test_a_run_that_does_not_fit_the_memory_says_how_to_reduce_it(
 
 
 def test_lack_of_memory_is_explained_with_the_mesh_to_use(config):
+  """There are eight devices, over which the parameters can be sharded."""
   mesh_shape = make_mesh(config.mesh).shape
 
   with pytest.raises(UserError, match=r"--config\.mesh\.fsdp=8"):
@@ -754,15 +802,19 @@ def test_a_warmup_longer_than_the_run_is_shortened_for_that_run_alone(
     " there, and goes on at 0.5, not at 1\n"
   ) in errors
   rates = [entry["train/learning_rate"] for entry in read_log(tmp_path)]
-  warmup_rates = [0, 1 / 4, 2 / 4, 3 / 4, 4 / 8, 5 / 8, 6 / 8, 7 / 8, 1]
-  assert rates == pytest.approx([*warmup_rates, 1 / 2])
+  # The run of 4 steps rises in quarters. The run of 10 steps continues at step
+  # 4 of a warmup of 8 steps, and then falls to 0 in 2 steps.
+  short_run = [0, 1 / 4, 2 / 4, 3 / 4]
+  longer_run = [4 / 8, 5 / 8, 6 / 8, 7 / 8, 1, 1 / 2]
+  assert rates == pytest.approx([*short_run, *longer_run])
 
 
 # Starting from the parameters of another run.
 
 
 def test_init_from_takes_the_parameters(config, finished, tmp_path):
-  # With this learning rate, the parameters do not change.
+  """A run from another run's parameters has that run's validation loss."""
+  # A learning rate of zero keeps the parameters.
   config = change(
     config,
     train__init_from=str(finished),
@@ -781,6 +833,7 @@ def test_init_from_takes_the_parameters(config, finished, tmp_path):
 def test_init_from_names_fields_that_change_what_the_model_computes(
   config, finished, tmp_path, capsys
 ):
+  """The parameters fit the model, but were trained with other values."""
   config = change(
     config,
     train__init_from=str(finished),
@@ -802,6 +855,7 @@ def test_init_from_names_fields_that_change_what_the_model_computes(
 def test_init_from_does_not_name_fields_that_change_no_values(
   config, finished, tmp_path, capsys
 ):
+  """Rematerialization changes memory and time, but not the model."""
   config = change(
     config,
     train__init_from=str(finished),
@@ -865,6 +919,7 @@ def run_with_tokenizer(config, tmp_path_factory):
 def test_init_from_another_tokenizer_of_the_same_size_is_refused(
   config, run_with_tokenizer, tmp_path
 ):
+  """The embedding would have the right shape, but rows of other tokens."""
   start = run_with_tokenizer
   other_tokenizer = tmp_path / "other.json"
   write_tokenizer(other_tokenizer, shift=1)
@@ -906,9 +961,10 @@ def test_init_from_another_built_in_tokenizer_is_refused_by_its_name(
     loop.train(config, str(tmp_path / "run"))
 
 
-def test_init_from_an_equal_tokenizer_in_another_file_is_accepted(
+def test_init_from_a_run_with_an_equal_tokenizer_is_accepted(
   config, run_with_tokenizer, tmp_path
 ):
+  """The run has a tokenizer file with the ids of the built-in "bytes"."""
   config = change(
     config,
     data__mode="streamed",
@@ -1092,7 +1148,11 @@ def test_a_resume_from_damaged_checkpoints_is_refused(stopped_runs):
 def test_a_checkpoint_of_another_run_is_refused_after_the_first_check_too(
   stopped_runs, monkeypatch
 ):
-  """Another run may save after the check in the session's constructor."""
+  """Another run may save between a session's constructor and its start.
+
+  Here, the constructor finds no checkpoint, and the start finds one of a run
+  with another data.seed.
+  """
   run = stopped_runs("prepared")
   before = file_contents(run.workdir)
   with monkeypatch.context() as patch:
@@ -1109,7 +1169,7 @@ def test_a_checkpoint_of_another_run_is_refused_after_the_first_check_too(
 def test_a_resume_removes_an_interrupted_save_and_later_log_lines(
   stopped_runs, tmp_path
 ):
-  """The refused runs above would have removed them if they had started."""
+  """A killed run left an unfinished save, and lines of the steps 9 and 10."""
   run = stopped_runs("prepared")
   workdir = shutil.copytree(run.workdir, tmp_path / "run")
 
@@ -1125,7 +1185,7 @@ def test_a_resume_removes_an_interrupted_save_and_later_log_lines(
 def test_a_second_run_in_the_same_process_is_refused(
   config, finished, tmp_path, monkeypatch
 ):
-  """For example from two threads of a notebook. The first run continues."""
+  """For example from another thread of a notebook. The first run continues."""
   config = change(config, eval__interval=0)
   refusals = []
 
@@ -1144,6 +1204,7 @@ def test_a_second_run_in_the_same_process_is_refused(
 def test_a_run_whose_workdir_is_replaced_ends_without_writing_there(
   config, finished, tmp_path, monkeypatch, capsys
 ):
+  """Another run takes the place of the workdir before the last step."""
   workdir = tmp_path / "run"
   old_workdir = tmp_path / "old"
   config = change(config, train__checkpoint_interval=100, eval__interval=0)
@@ -1164,6 +1225,7 @@ def test_a_run_whose_workdir_is_replaced_ends_without_writing_there(
 def test_a_workdir_that_is_replaced_after_training_gets_no_sample(
   config, finished, tmp_path, monkeypatch, capsys
 ):
+  """The workdir is moved away while its sample is generated."""
   workdir = tmp_path / "run"
   old_workdir = tmp_path / "old"
   config = change(
@@ -1204,6 +1266,7 @@ def test_a_workdir_that_is_deleted_ends_the_run(config, tmp_path, monkeypatch):
 def test_a_deleted_workdir_does_not_hide_the_error_of_the_run(
   config, tmp_path, monkeypatch
 ):
+  """The error is raised instead of LostWorkdir."""
   workdir = tmp_path / "run"
   config = change(config, train__checkpoint_interval=100, eval__interval=0)
 
@@ -1258,6 +1321,7 @@ def skipping_run(config, tmp_path_factory):
 
 
 def test_skipped_steps_are_counted(skipping_run):
+  """Steps 3 and 4 of the six have a loss of NaN."""
   workdir, _ = skipping_run
 
   entries = read_log(workdir)
@@ -1268,6 +1332,7 @@ def test_skipped_steps_are_counted(skipping_run):
 
 
 def test_skipped_steps_are_reported(skipping_run):
+  """Steps 3 and 4 of the six have a loss of NaN."""
   _, errors = skipping_run
 
   assert errors.count("update skipped") == 2
@@ -1281,6 +1346,7 @@ def test_skipped_steps_are_reported(skipping_run):
 
 
 def test_skipped_steps_change_no_parameters(config, skipping_run):
+  """Steps 3 and 4 are skipped, and steps 5 and 6 are not."""
   workdir, _ = skipping_run
   abstract_state = build(config, make_mesh(config.mesh)).abstract_state
 
@@ -1295,7 +1361,11 @@ def test_skipped_steps_change_no_parameters(config, skipping_run):
 def test_a_resume_between_skipped_steps_is_exact(
   config, skipping_run, tmp_path, monkeypatch, capsys
 ):
-  """The log includes the counts and the averages that detect bad steps."""
+  """The run skips steps 3 and 4, and is stopped and resumed between them.
+
+  The log includes the counts of skipped steps, and the averages of the loss
+  that detect bad steps.
+  """
   config = change(config, eval__interval=0)
   bad_weights = {3: np.inf, 4: np.nan}
   with monkeypatch.context() as patch:
@@ -1316,8 +1386,8 @@ def test_a_resume_between_skipped_steps_is_exact(
     loop.train(config, str(tmp_path))
 
   assert "resuming from step 3" in capsys.readouterr().err
-  expected_workdir, _ = skipping_run
-  assert read_log(tmp_path) == read_log(expected_workdir)
+  workdir_without_stop, _ = skipping_run
+  assert read_log(tmp_path) == read_log(workdir_without_stop)
 
 
 @pytest.mark.parametrize(
@@ -1430,6 +1500,7 @@ def hub_source(tmp_path, monkeypatch):
 def test_a_run_keeps_its_mode_and_its_number_of_files(
   config, tmp_path, hub_source
 ):
+  """The run chooses them by its steps, and a longer run would choose others."""
   workdir = tmp_path / "run"
   config = change(
     config,
@@ -1445,7 +1516,7 @@ def test_a_run_keeps_its_mode_and_its_number_of_files(
   assert stored_data.mode == "prepared"
   assert stored_data.files == 1
 
-  # A run of 40 steps would choose more files.
+  # A run of 40 steps would choose three files.
   longer = change(config, train__steps=40)
   with pytest.raises(UserError, match="config.data.files was 1 .* is 3"):
     loop.train(longer, str(workdir))
