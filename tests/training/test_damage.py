@@ -263,7 +263,14 @@ def assert_damaged_file_is_detected(
   kind: str,
   damage: Callable[[pathlib.Path], None],
 ) -> None:
-  """Damages one file of step 20, and checks that the step is skipped."""
+  """Damages one file of step 20, and checks that the step is skipped.
+
+  Args:
+    workdir: the workdir of a run with the steps 10 and 20.
+    caplog: has the log.
+    kind: the file, as in KINDS_OF_FILES.
+    damage: a function that damages the file at a path.
+  """
   step_20 = workdir / "checkpoints" / "20"
   path = find_file(step_20, kind)
 
@@ -283,6 +290,7 @@ def assert_damaged_file_is_detected(
 
 @pytest.mark.parametrize("damage", ALL_DAMAGES)
 def test_each_damage_of_a_file_is_detected(workdir, caplog, damage):
+  """`damage` is a function that truncates, deletes or replaces a file."""
   assert_damaged_file_is_detected(workdir, caplog, "manifest.json", damage)
 
 
@@ -322,13 +330,16 @@ def test_each_damage_of_an_empty_file_is_detected(workdir, caplog, damage):
 
 
 def test_the_kinds_of_files_are_all_that_a_checkpoint_has(saved_workdir):
+  """The tests above damage a file of each kind, so none may be forgotten."""
   step_20 = saved_workdir / "checkpoints" / "20"
   directories = tuple(kind for kind in KINDS_OF_FILES if kind.endswith("/"))
 
+  other_files = []
   for path in step_20.rglob("*"):
     name = str(path.relative_to(step_20))
     if path.is_file() and not name.startswith(directories):
-      assert name in [*KINDS_OF_FILES, EMPTY_FILE]
+      other_files.append(name)
+  assert set(other_files) <= {*KINDS_OF_FILES, EMPTY_FILE}
 
 
 # Damage of a whole checkpoint.
@@ -431,15 +442,18 @@ def test_a_manifest_of_another_step_is_detected(workdir, step_20, caplog):
 def test_a_manifest_of_another_run_is_detected(
   workdir, step_20, tmp_path, caplog
 ):
+  """It has the right step, but hashes of the other run's files."""
   other_workdir = save_run(tmp_path / "other", first_seed=5)
   shutil.copy(
     other_workdir / "checkpoints/20/manifest.json", step_20 / "manifest.json"
   )
 
+  # The warning names one of the files, which depends on their order.
   assert_step_is_skipped(workdir, caplog, reason="")
 
 
 def test_changed_metrics_in_a_manifest_are_detected(workdir, step_20, caplog):
+  """A manifest has a hash of its own content, too."""
   body = json.loads((step_20 / "manifest.json").read_text())
   body["metrics"] = {"validation/loss": 0.0}
   text = json.dumps(body, sort_keys=True, indent=1)
@@ -463,12 +477,16 @@ def test_changed_metrics_in_a_manifest_are_detected(workdir, step_20, caplog):
 def test_a_file_that_is_no_manifest_is_detected(
   workdir, step_20, caplog, content
 ):
+  """The manifest is a JSON object with a hash of its own content."""
   (step_20 / "manifest.json").write_bytes(content)
 
   assert_step_is_skipped(workdir, caplog, "manifest.json is damaged")
 
 
-def test_a_file_that_the_manifest_does_not_name_is_not_verified(step_20):
+def test_a_file_that_the_manifest_does_not_name_fails_its_verification(
+  step_20,
+):
+  """The manifest is written without the file, and so has no hash of it."""
   (step_20 / manifest.JSON_FILE).unlink()
   manifest.write(step_20, 20, {})
 
@@ -493,6 +511,7 @@ def assert_newest_step_is_restored(
 
 
 def test_other_files_in_a_step_are_harmless(workdir, step_20, caplog):
+  """Orbax does not read them, for example those of a file manager."""
   for name in ("notes.txt", "manifest.json.tmp", ".DS_Store", "process_1"):
     (step_20 / name).write_text("no part of a checkpoint")
   (step_20 / "state" / "d" / "directory").mkdir()
@@ -501,6 +520,7 @@ def test_other_files_in_a_step_are_harmless(workdir, step_20, caplog):
 
 
 def test_directories_whose_names_are_no_steps_are_harmless(workdir, caplog):
+  """The name of a step is a decimal number without leading zeros."""
   directory = workdir / "checkpoints"
   for name in ("020", "20.bak", "notes", "-30", "3_0", "³"):
     shutil.copytree(directory / "10", directory / name)
@@ -515,22 +535,30 @@ def test_a_step_may_be_a_link_to_another_directory(workdir, step_20, caplog):
   assert_newest_step_is_restored(workdir, caplog)
 
 
-def test_an_unfinished_save_is_listed_and_then_removed_by_a_run(
+def test_an_unfinished_save_is_listed_and_not_removed(workdir, step_20):
+  """It may be under way, so commands that only read must not remove it."""
+  unfinished = workdir / "checkpoints" / "30.orbax-checkpoint-tmp"
+  shutil.copytree(step_20, unfinished)
+
+  result = verify(workdir)
+  config = newest_config(workdir)
+
+  assert result.returncode == 0
+  assert (
+    "30.orbax-checkpoint-tmp: a save that is under way, or was interrupted"
+  ) in result.stdout
+  assert config == make_config(20)
+  assert unfinished.exists()
+
+
+def test_a_run_removes_an_unfinished_save_with_a_warning(
   workdir, step_20, caplog
 ):
   unfinished = workdir / "checkpoints" / "30.orbax-checkpoint-tmp"
   shutil.copytree(step_20, unfinished)
 
-  result = verify(workdir)
-  assert result.returncode == 0
-  assert (
-    "30.orbax-checkpoint-tmp: a save that is under way, or was interrupted"
-  ) in result.stdout
-  assert newest_config(workdir) == make_config(20)
-  # Readers delete nothing.
-  assert unfinished.exists()
-
   assert_restored(20, workdir)
+
   assert not unfinished.exists()
   [record] = caplog.records
   assert unfinished.name in record.getMessage()
@@ -541,6 +569,7 @@ def test_an_unfinished_save_is_listed_and_then_removed_by_a_run(
 
 @pytest.mark.parametrize("damage", [truncate, delete, flip_first_bit])
 def test_a_workdir_with_only_damaged_steps_is_an_error(workdir, damage):
+  """A run that started again there would delete what is left of the old one."""
   for step in ("10", "20"):
     damage(workdir / "checkpoints" / step / "_CHECKPOINT_METADATA")
 
@@ -555,6 +584,7 @@ def test_a_workdir_with_only_damaged_steps_is_an_error(workdir, damage):
 
 
 def test_a_workdir_that_has_lost_all_manifests_is_an_error(workdir):
+  """A killed run lacks at most the manifest of its newest step."""
   for step in ("10", "20"):
     (workdir / "checkpoints" / step / "manifest.json").unlink()
 
@@ -565,6 +595,7 @@ def test_a_workdir_that_has_lost_all_manifests_is_an_error(workdir):
 def test_a_run_whose_first_save_was_interrupted_starts_again(
   workdir, step_20, caplog
 ):
+  """The manifest is written last, so the interrupted save has none."""
   shutil.rmtree(workdir / "checkpoints" / "10")
   (step_20 / "manifest.json").unlink()
 
@@ -574,7 +605,7 @@ def test_a_run_whose_first_save_was_interrupted_starts_again(
 
 
 def test_a_run_whose_first_save_was_interrupted_twice_starts_again(tmp_path):
-  """Each time, the run is killed after Orbax's files, before the manifest."""
+  """Each time, it is killed after Orbax's files and before the manifest."""
   for step in (20, 10):
     restored = find_checkpoint(tmp_path)
     with Checkpoints(tmp_path, keep=10, restored=restored) as checkpoints:
