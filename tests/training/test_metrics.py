@@ -67,6 +67,10 @@ def test_an_entry_has_its_values_and_its_time(tmp_path):
 def test_a_resume_removes_the_entries_of_steps_that_it_repeats(
   tmp_path, monkeypatch, is_remote
 ):
+  """The run is killed after step 30, and its last checkpoint is of step 20.
+
+  It behaves the same in a directory and in an object store (`is_remote`).
+  """
   monkeypatch.setattr(metrics, "is_remote", lambda path: is_remote)
   write_steps(tmp_path, [10, 20, 30])
   # A killed run leaves an incomplete line.
@@ -84,7 +88,9 @@ def test_a_resume_removes_the_entries_of_steps_that_it_repeats(
 
 
 def test_an_entry_is_on_disk_as_soon_as_it_is_written(tmp_path):
+  """A kill of the run loses no entries."""
   writer = open_writer(tmp_path)
+
   writer.write(25, {"train/loss": 7.0})
 
   assert logged_steps(tmp_path) == [25]
@@ -102,7 +108,7 @@ def test_a_step_without_metrics_has_no_entry(tmp_path):
 def test_a_log_in_an_object_store_is_uploaded_once_a_minute(
   tmp_path, monkeypatch
 ):
-  """Such a store cannot append to a file."""
+  """Such a store cannot append to a file, so the whole log is uploaded."""
   now = 1000.0
   monkeypatch.setattr(metrics, "is_remote", lambda path: True)
   monkeypatch.setattr(time, "monotonic", lambda: now)
@@ -111,7 +117,8 @@ def test_a_log_in_an_object_store_is_uploaded_once_a_minute(
   writer.write(1, {"train/loss": 1.0})
   assert logged_steps(tmp_path) == []
 
-  now += 61
+  seconds_per_minute = 60
+  now += seconds_per_minute + 1
   writer.write(2, {"train/loss": 1.0})
   assert logged_steps(tmp_path) == [1, 2]
   assert list((tmp_path / "tensorboard").glob("events*"))
@@ -120,6 +127,7 @@ def test_a_log_in_an_object_store_is_uploaded_once_a_minute(
 def test_a_resume_that_cannot_write_the_log_does_not_change_it(
   tmp_path, monkeypatch
 ):
+  """A resume rewrites the log, and the disk is full after half of it."""
   write_steps(tmp_path, [10, 20, 30])
   log = tmp_path / "metrics.jsonl"
   before = log.read_text()
@@ -188,6 +196,7 @@ def events_of_a_resumed_run(tmp_path):
 
 
 def test_tensorboard_has_the_metrics(events_of_a_resumed_run):
+  """Both sessions of the run write a loss of 0.5, at step 3 and at step 5."""
   points = []
   for event in events_of_a_resumed_run:
     for value in event.summary.value:
@@ -199,7 +208,11 @@ def test_tensorboard_has_the_metrics(events_of_a_resumed_run):
 def test_tensorboard_hides_the_steps_that_a_resume_repeats(
   events_of_a_resumed_run,
 ):
-  """It hides older events from the step of a session's start on."""
+  """The run starts from step 0, and is resumed from step 2.
+
+  TensorBoard hides the older events from the step of a session's start on. The
+  first step of a session is the one after that from which it starts.
+  """
   session_starts = []
   for event in events_of_a_resumed_run:
     if event.WhichOneof("what") == "session_log":
@@ -227,6 +240,7 @@ class FileOnFullDisk(io.FileIO):
 def test_lines_and_events_are_complete_after_a_full_disk(
   tmp_path, monkeypatch, free_bytes
 ):
+  """The disk is full during the steps 2 to 299, and then has space again."""
   opened_paths = []
 
   def open_file(path, mode, buffering):
@@ -258,6 +272,7 @@ def test_lines_and_events_are_complete_after_a_full_disk(
 
 
 def test_other_processes_write_nothing(tmp_path):
+  """In a run of several processes, one of them is the writer."""
   writer = open_writer(tmp_path, is_writer=False)
   writer.write(1, {"train/loss": 1.0})
   writer.close()
@@ -269,6 +284,7 @@ def test_other_processes_write_nothing(tmp_path):
 
 
 def test_a_missing_wandb_is_an_error(tmp_path, monkeypatch):
+  # Importing the module then raises ImportError.
   monkeypatch.setitem(sys.modules, "wandb", None)
 
   message = (
@@ -299,6 +315,7 @@ class FakeWandb:
 
 
 def test_a_resume_continues_the_run_of_wandb(tmp_path, monkeypatch):
+  """The two sessions of a run pass the same id to `wandb.init`."""
   wandb = FakeWandb()
   monkeypatch.setitem(sys.modules, "wandb", wandb)
 
