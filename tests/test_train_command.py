@@ -52,7 +52,7 @@ def first_run(command, tmp_path_factory):
   return directory, result
 
 
-def test_a_run_goes_to_the_directory_of_its_config(first_run):
+def test_the_default_workdir_is_named_after_the_config(first_run):
   directory, result = first_run
 
   first_line = result.stderr.splitlines()[0]
@@ -79,6 +79,7 @@ def test_the_same_command_resumes_the_run(command, first_run):
 def test_another_learning_rate_in_the_same_directory_is_refused(
   command, first_run
 ):
+  """Both runs have the same --config, and so the same default workdir."""
   directory, _ = first_run
   flag = "--config.optimizer.learning_rate=0.1"
 
@@ -90,7 +91,7 @@ def test_another_learning_rate_in_the_same_directory_is_refused(
   assert "optimizer.learning_rate was 0.003 and is 0.1" in lines[-1]
 
 
-def test_a_workdir_that_is_named_is_used(command, tmp_path):
+def test_the_flag_workdir_replaces_the_default_workdir(command, tmp_path):
   result = train(command, tmp_path, "--workdir=mine", steps=0)
 
   assert result.returncode == 0, result.stderr
@@ -100,9 +101,12 @@ def test_a_workdir_that_is_named_is_used(command, tmp_path):
   assert not (tmp_path / "runs").exists()
 
 
-def test_the_config_of_a_run_has_no_directory_of_its_own(command, tmp_path):
+def test_a_config_from_a_file_needs_a_workdir(command, tmp_path):
+  """Every run has a config.toml, so its name says nothing about the run."""
   (tmp_path / "config.toml").write_text("")
+
   result = command("diffjax.train", "--config=config.toml", cwd=tmp_path)
+
   assert result.returncode == 2
   assert result.stderr == (
     "error: pass --workdir=DIR: a run with --config=config.toml"
@@ -117,6 +121,7 @@ MULTI_PROCESS_ERROR = (
 
 
 def test_several_processes_need_a_workdir(command, tmp_path):
+  """The default is a local directory, which the other machines do not see."""
   result = command(
     "diffjax.train",
     "--config=tiny",
@@ -125,7 +130,9 @@ def test_several_processes_need_a_workdir(command, tmp_path):
     "--process_id=0",
     cwd=tmp_path,
   )
-  assert (result.returncode, result.stderr) == (1, MULTI_PROCESS_ERROR)
+
+  assert result.returncode == 1
+  assert result.stderr == MULTI_PROCESS_ERROR
 
 
 # The command on a cluster of two processes, which it joins only after the flags
@@ -147,9 +154,13 @@ runpy.run_module("diffjax.train", run_name="__main__", alter_sys=True)
 
 
 def test_several_processes_of_a_cluster_need_a_workdir(command, tmp_path):
-  """Their number is known only after they have found each other."""
+  """JAX finds the processes of a cluster itself, without flags.
+
+  The command knows their number only after it has joined them.
+  """
   (tmp_path / "cluster_command.py").write_text(CLUSTER_COMMAND)
 
   result = command("cluster_command", cwd=tmp_path)
 
-  assert (result.returncode, result.stderr) == (1, MULTI_PROCESS_ERROR)
+  assert result.returncode == 1
+  assert result.stderr == MULTI_PROCESS_ERROR
