@@ -35,8 +35,9 @@ CHIP = Chip(
 TORUS = Torus(sizes=(2, 2), num_links=(1, 1), link_bytes_per_second=100.0)
 MESH = {"fsdp": 4}
 
-# The collectives of the programs receive 192 bytes over two links.
-GATHER_SECONDS = 8 * 16 * 2 * 3 / 4 / 200
+# An all-gather results in 8 x 16 elements of two bytes. A chip receives three
+# quarters of them (192 bytes) over its two links.
+GATHER_SECONDS = (8 * 16 * 2) * 3 / 4 / (2 * 100)
 
 
 def instruction(
@@ -173,12 +174,17 @@ def test_an_instruction_belongs_to_the_part_of_its_scope(
   ],
 )
 def test_copies_are_a_part_of_their_own(line):
+  """They do not count for the part of their scope, such as "feed-forward".
+
+  `line` is an instruction of 7 cycles of a millisecond.
+  """
   result = estimate_program([line], [NO_PRODUCT])
 
   assert result.parts == pytest.approx({"copies": 0.007})
 
 
 def test_a_fusion_of_a_copy_and_a_product_is_a_product():
+  """Its name is that of a copy, but it calls a computation with a product."""
   line = instruction(
     "bitcast_dynamic-update-slice_fusion.9",
     30,
@@ -191,7 +197,11 @@ def test_a_fusion_of_a_copy_and_a_product_is_a_product():
   assert result.parts == pytest.approx({"feed-forward": 0.03})
 
 
-def test_kernels_have_the_cycles_of_the_table():
+def test_kernels_have_the_given_cycles():
+  """The compiler has no estimate for Pallas kernels, so the caller passes them.
+
+  A kernel is found by the beginning of its name.
+  """
   custom_call = ', custom_call_target="tpu_custom_call"'
   lines = []
   for name in ("diff_attention_forward_v1.2", "diff_attention_backward_v1"):
@@ -206,10 +216,12 @@ def test_kernels_have_the_cycles_of_the_table():
     kernels={"diff_attention_forward": 1000, "diff_attention_backward": 2000},
   )
 
+  # 1000 + 2000 cycles of a millisecond.
   assert result.parts["attention kernels"] == pytest.approx(3.0)
 
 
 def test_the_time_of_a_step_is_the_sum_of_its_parts():
+  """A cycle takes a millisecond here."""
   lines = [
     instruction("f.1", 100, scope="optimizer/add"),
     instruction("f.2", 5000, scope="jvp(loss)/add"),
@@ -218,7 +230,7 @@ def test_the_time_of_a_step_is_the_sum_of_its_parts():
   result = estimate_program(lines)
 
   assert result.seconds == pytest.approx(5.1)
-  longest_seconds = result.longest[0][0]
+  longest_seconds, *_ = result.longest[0]
   assert longest_seconds == pytest.approx(5.0)
 
 
@@ -238,6 +250,10 @@ def loop(body: str, num_iterations: int) -> str:
 
 
 def test_the_time_of_a_loop_is_multiplied_by_its_iterations():
+  """The program has a loop of 3 iterations, and in it one of 5 iterations.
+
+  A cycle takes a millisecond here.
+  """
   inner = computation("inner", instruction("f.2", 10))
   outer = computation("outer", instruction("f.1", 1), loop("inner", 5))
 
@@ -245,11 +261,17 @@ def test_the_time_of_a_loop_is_multiplied_by_its_iterations():
     [loop("outer", 3), instruction("f.3", 100)], [inner, outer]
   )
 
-  assert result.seconds == pytest.approx(0.100 + 3 * (0.001 + 5 * 0.010))
+  seconds_of_inner = 5 * 0.010
+  seconds_of_outer = 3 * (0.001 + seconds_of_inner)
+  assert result.seconds == pytest.approx(seconds_of_outer + 0.100)
 
 
 def test_the_iterations_of_a_loop_are_read_from_its_counter():
-  """The compiler does not state them. The counter is 1, 3 and 5, below 6."""
+  """The compiler does not state them here.
+
+  The program is `i = 1; while i < 6: i += 2`, so the body runs for i = 1, 3 and
+  5.
+  """
   body = computation(
     "body",
     instruction("f.1", 10),
@@ -289,22 +311,28 @@ def test_a_loop_with_an_unknown_number_of_iterations_is_an_error():
   ["branch_computations={%f, %g}", "true_computation=%f, false_computation=%g"],
 )
 def test_a_condition_takes_as_long_as_its_longest_branch(branches):
-  """It also covers collectives for that time."""
+  """For that time, it also hides a collective that runs at the same time."""
   computations = [
     computation("f", instruction("f.1", 1000, scope="layers/ffn/mul")),
     computation("g", instruction("g.1", 2000)),
   ]
-  lines = [
+  start = (
     "%p = bf16[8,16]{1,0} collective-permute-start(%x),"
-    " source_target_pairs={{0,1},{1,2},{2,3},{3,0}}",
-    f"%c = (bf16[8]) conditional(%n, %x, %x), {branches}",
-    "%q = bf16[8,16]{1,0} collective-permute-done(%p)",
-  ]
+    " source_target_pairs={{0,1},{1,2},{2,3},{3,0}}"
+  )
+  condition = f"%c = (bf16[8]) conditional(%n, %x, %x), {branches}"
+  done = "%q = bf16[8,16]{1,0} collective-permute-done(%p)"
 
-  result = estimate_program(lines, computations)
+  result = estimate_program([start, condition, done], computations)
 
-  # 256 bytes over one link take 2.56 s, of which the condition covers 2 s.
-  expected = {"other": 2.0, "exposed collectives": 0.56}
+  # The longest branch has 2000 cycles of a millisecond.
+  branch_seconds = 2.0
+  # 8 x 16 elements of two bytes, over one link of 100 bytes per second.
+  permute_seconds = 8 * 16 * 2 / 100
+  expected = {
+    "other": branch_seconds,
+    "exposed collectives": permute_seconds - branch_seconds,
+  }
   assert result.parts == pytest.approx(expected)
 
 
@@ -376,6 +404,10 @@ SECOND_DONE = "%e = bf16[8,16] all-gather-done(%t)"
 def test_a_collective_is_exposed_where_no_computation_covers_it(
   lines, num_gathers, exposed_seconds
 ):
+  """Instructions between its start and its done cover it.
+
+  A cycle takes a millisecond here.
+  """
   chain = ', frontend_attributes={chain_id="7"}'
   computations = [
     computation(
@@ -420,7 +452,10 @@ def test_a_collective_is_exposed_where_no_computation_covers_it(
 def test_a_collective_takes_the_time_of_its_links(
   topology, gather_seconds, exchange_seconds
 ):
-  """Every chip receives 1 GB."""
+  """Every chip receives 1 GB, over all links that the topology has.
+
+  In a permutation, it uses only one link.
+  """
   sizes = topology.partition(":")[2].split("x")
   num_chips = math.prod(int(size) for size in sizes)
   torus = Torus.from_topology(topology)
@@ -429,6 +464,7 @@ def test_a_collective_takes_the_time_of_its_links(
     collective = Collective(kind, ("fsdp",), 1e9, 1)
     return torus.collective_seconds(collective, num_chips)
 
+  # A single chip has nothing to exchange.
   permute_seconds = 0.0
   if num_chips > 1:
     permute_seconds = 1e9 / torus.link_bytes_per_second
@@ -443,51 +479,65 @@ def test_a_collective_takes_the_time_of_its_links(
 def forward_cycles(
   length: int, D: int, V: int, generation: str = "v5e"
 ) -> float | None:
-  """Returns the cycles of the forward kernel with two maps in each head."""
+  """Returns the cycles of the forward kernel with two maps in each head.
+
+  Args:
+    length: the number of tokens of a row.
+    D: the width of queries and keys.
+    V: the width of values.
+    generation: the TPU generation.
+  """
   return cycles(generation, "forward", length, D, V, 2, 2)
 
 
 def test_cycles_of_estimated_kernels_are_those_of_the_table():
-  assert forward_cycles(2048, 128, 256) == 36335
-  assert forward_cycles(4096, 128, 256) == 122670
-  assert forward_cycles(2048, 64, 128) == 26290
+  """The numbers are the compiler's, in a committed table."""
+  assert forward_cycles(length=2048, D=128, V=256) == 36335
+  assert forward_cycles(length=4096, D=128, V=256) == 122670
+  assert forward_cycles(length=2048, D=64, V=128) == 26290
 
 
 def test_a_width_without_an_estimate_is_rounded_up():
-  assert forward_cycles(2048, 96, 192) == forward_cycles(2048, 128, 256)
+  """The next larger widths in the table are 128 of keys and 256 of values."""
+  assert forward_cycles(length=2048, D=96, V=192) == forward_cycles(
+    length=2048, D=128, V=256
+  )
 
 
 def test_a_generation_with_the_same_core_has_the_same_cycles():
-  v5p_cycles = forward_cycles(2048, 128, 256, generation="v5p")
+  v5p_cycles = forward_cycles(length=2048, D=128, V=256, generation="v5p")
 
-  assert v5p_cycles == forward_cycles(2048, 128, 256)
+  assert v5p_cycles == forward_cycles(length=2048, D=128, V=256)
 
 
 def test_cycles_of_longer_rows_are_extrapolated():
-  """They are linear·n + square·n², with n in units of 2048 tokens."""
-  one = forward_cycles(2048, 128, 256)
-  two = forward_cycles(4096, 128, 256)
-  square = two / 2 - one
-  linear = one - square
+  """The table ends at 4096 tokens.
+
+  A row of n * 2048 tokens takes linear * n + square * n**2 cycles. The two
+  coefficients follow from the cycles for n = 1 and n = 2.
+  """
+  cycles_of_1 = forward_cycles(length=2048, D=128, V=256)
+  cycles_of_2 = forward_cycles(length=4096, D=128, V=256)
+  square = (cycles_of_2 - 2 * cycles_of_1) / 2
+  linear = cycles_of_1 - square
 
   n = 65536 / 2048
   expected = linear * n + square * n**2
-  assert forward_cycles(65536, 128, 256) == pytest.approx(expected)
+  assert forward_cycles(length=65536, D=128, V=256) == pytest.approx(expected)
 
 
 def test_a_kernel_without_any_estimate_has_no_cycles():
-  assert forward_cycles(2048, 512, 512) is None
+  assert forward_cycles(length=2048, D=512, V=512) is None
 
 
 def test_cycles_of_other_libraries_and_of_other_masks_are_not_used(
   tmp_path, monkeypatch
 ):
-  case = (
-    "v6e D 128 V 256 G 2 M 2 T 2048 {}; forward 256×256 of 1024×1024;"
-    " backward 256×256 of 1024×1024"
-  )
-  causal = case.format("causal")
-  unmasked = case.format("full")
+  """The table has cycles of other kernels ("splash") and of full attention."""
+  shapes = "v6e D 128 V 256 G 2 M 2 T 2048"
+  blocks = "forward 256×256 of 1024×1024; backward 256×256 of 1024×1024"
+  causal = f"{shapes} causal; {blocks}"
+  unmasked = f"{shapes} full; {blocks}"
   table = {
     "estimated cycles, libtpu 1, jax 1, kernels ab": {
       causal: {"forward": 2},
@@ -499,10 +549,9 @@ def test_cycles_of_other_libraries_and_of_other_masks_are_not_used(
   }
   path = tmp_path / "cycles.json"
   path.write_text(json.dumps(table, ensure_ascii=False), encoding="utf-8")
-
   monkeypatch.setattr(tpu_cycles, "TABLE", path)
 
-  assert forward_cycles(2048, 128, 256, generation="v6e") == 2
+  assert forward_cycles(length=2048, D=128, V=256, generation="v6e") == 2
 
 
 MODEL = ModelConfig(
@@ -528,12 +577,14 @@ def test_each_kind_of_layer_has_the_cycles_of_its_kernels():
   """A kernel is called for each group of heads that share a noise map."""
   mesh = {"data": 2, "fsdp": 2, "context": 1, "tensor": 2}
 
-  result = kernel_cycles(CONFIG, mesh, "v6e", 1)
+  result = kernel_cycles(CONFIG, mesh, "v6e", num_cores=1)
 
-  # A device has the rows of a micro-batch, and half of the heads.
-  num_rows = 16 / 2 / 4
-  plain_cycles = cycles("v6e", "forward", 1024, 128, 128, 1, 1)
-  grouped_cycles = cycles("v6e", "forward", 1024, 128, 256, 5, 2)
+  # 16 rows in 2 micro-batches, over 2 x 2 devices of the axes data and fsdp.
+  num_rows = 16 / 2 / (2 * 2)
+  # The axis tensor has two devices, with half of the 16 plain heads (two maps
+  # for each of 8 heads) and half of the 2 groups each.
+  plain_cycles = cycles("v6e", "forward", length=1024, D=128, V=128, G=1, M=1)
+  grouped_cycles = cycles("v6e", "forward", length=1024, D=128, V=256, G=5, M=2)
   assert plain_cycles > 0
   assert grouped_cycles > 0
   expected_plain = plain_cycles * num_rows * 16 / 2
@@ -543,22 +594,29 @@ def test_each_kind_of_layer_has_the_cycles_of_its_kernels():
 
 
 def test_the_cores_of_a_chip_share_the_cycles_of_its_kernels():
+  """With two cores, the kernels take half of the cycles."""
   model = dataclasses.replace(MODEL, plain_layers=0, num_noise_heads=None)
   config = dataclasses.replace(CONFIG, model=model)
 
-  result = kernel_cycles(config, ONE_DEVICE, "v6e", 2)
+  result = kernel_cycles(config, ONE_DEVICE, "v6e", num_cores=2)
 
-  backward_cycles = cycles("v6e", "backward", 1024, 128, 256, 2, 2)
-  expected = backward_cycles * 8 * 8 / 2
+  backward_cycles = cycles(
+    "v6e", "backward", length=1024, D=128, V=256, G=2, M=2
+  )
+  # A micro-batch has 8 rows.
+  num_heads = 8
+  expected = backward_cycles * 8 * num_heads / 2
   assert result["diff_attention_backward_v1"] == expected
 
 
 def test_kernels_without_an_estimate_have_no_entry():
+  """The table has no cycles for two heads that share a noise map."""
   model = dataclasses.replace(MODEL, plain_layers=0, num_noise_heads=4)
   config = dataclasses.replace(CONFIG, model=model)
 
-  result = kernel_cycles(config, ONE_DEVICE, "v6e", 1)
+  result = kernel_cycles(config, ONE_DEVICE, "v6e", num_cores=1)
 
+  # Only the fallback kernel for overflow, which counts as no time.
   assert result == {"_online": 0.0}
 
 
@@ -657,12 +715,15 @@ def estimate_chains(
 def test_estimates_of_products_and_copies_are_near_the_limits_of_the_chip(
   topology, bytes_per_second
 ):
+  """The products are limited by peak FLOP/s, and the copies by bandwidth."""
   result = call_with_devices(estimate_chains, topology=topology)
 
   assert 0.85 * result.seconds <= result.peak_seconds <= result.seconds
   assert result.parts <= {"other products", "copies", "other"}
-  # A copy reads and writes all elements, which have two bytes.
-  num_bytes = NUM_ITERATIONS * NUM_PRODUCTS * 2 * NUM_ROWS * WIDTH * 2
-  copy_seconds = num_bytes / bytes_per_second
+  # A copy follows each product. It reads and writes bfloat16 elements.
+  num_copies = NUM_ITERATIONS * NUM_PRODUCTS
+  bytes_per_element = 2
+  bytes_per_copy = 2 * NUM_ROWS * WIDTH * bytes_per_element
+  copy_seconds = num_copies * bytes_per_copy / bytes_per_second
   additional_seconds = result.seconds_with_copies - result.seconds
   assert copy_seconds <= additional_seconds <= 4 * copy_seconds
