@@ -46,30 +46,38 @@ def interrupted_line(monkeypatch):
 
 
 def test_a_report_has_the_speed_of_the_steps(interrupted_line):
+  """Ten steps take five seconds on two H200, whose peak is 989.4 TFLOP/s."""
   values, _, _ = interrupted_line
 
   assert values["train/loss"] == 1.25
-  assert values["train/step_seconds"] == 0.5
-  # A step has 32 tokens.
-  assert values["train/tokens_per_second"] == 64
-  step_mfu = step_flops(CONFIG.model, 16, 32).training / (0.5 * 2 * 989.4e12)
-  assert values["train/mfu"] == pytest.approx(step_mfu)
+  assert values["train/step_seconds"] == 5 / 10
+  tokens_per_step = 2 * 16
+  assert values["train/tokens_per_second"] == tokens_per_step / 0.5
+  flops = step_flops(CONFIG.model, 16, tokens_per_step).training
+  peak_flops_per_second = 2 * 989.4e12
+  expected_mfu = flops / (0.5 * peak_flops_per_second)
+  assert values["train/mfu"] == pytest.approx(expected_mfu)
 
 
 def test_the_wait_before_the_first_step_is_not_counted(interrupted_line):
-  """The first step also waits for compilation."""
+  """The first step also waits for compilation.
+
+  The ten later waits of 0.1 s each are counted, in a window of 5 s.
+  """
   values, _, _ = interrupted_line
 
-  assert values["train/wait_fraction"] == pytest.approx(1.0 / 5)
+  assert values["train/wait_fraction"] == pytest.approx(10 * 0.1 / 5)
 
 
 def test_the_time_of_an_evaluation_is_not_counted(interrupted_line):
+  """The evaluation takes 95 s, and the four steps after it take 2 s."""
   _, values, _ = interrupted_line
 
-  assert values["train/step_seconds"] == 0.5
+  assert values["train/step_seconds"] == 2 / 4
 
 
 def test_reports_and_notes_are_lines_of_a_file(interrupted_line):
+  """On a terminal, a single line changes instead."""
   _, _, lines = interrupted_line
 
   report_line, note_line, _ = lines
@@ -81,6 +89,7 @@ def test_reports_and_notes_are_lines_of_a_file(interrupted_line):
 
 
 def test_a_chip_without_a_known_peak_has_no_mfu():
+  """Model FLOPs utilization (MFU) is a fraction of the chip's peak FLOP/s."""
   status_line = StatusLine(
     CONFIG, start_step=0, num_devices=1, device_kind="cpu", file=io.StringIO()
   )
@@ -105,6 +114,7 @@ def test_a_long_line_of_a_fast_run_fits_80_columns(monkeypatch):
   status_line.add_step(100)
   status_line.report(100, {"train/loss": 10.123456})
 
+  # 100 steps of 9 x 4096 tokens take 40 s. The other 18,900 take 2:06 hours.
   line = file.getvalue()
   assert re.fullmatch(
     r"step 100/19000  loss 10\.1235  92\.2K tokens/s  MFU \d+\.\d%"
