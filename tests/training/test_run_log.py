@@ -70,9 +70,9 @@ class Machine:
     return not self.dispatch_blocks and self.wait <= self.compute
 
 
-SYNCHRONOUS = Machine(0.5, 1.0, dispatch_blocks=True)
-DEVICE_BOUND = Machine(0.25, 1.0)
-DATA_BOUND = Machine(1.0, 0.03125)
+SYNCHRONOUS = Machine(wait=0.5, compute=1.0, dispatch_blocks=True)
+DEVICE_BOUND = Machine(wait=0.25, compute=1.0)
+DATA_BOUND = Machine(wait=1.0, compute=0.03125)
 
 
 class Simulation:
@@ -181,6 +181,7 @@ def logged_values(workdir: pathlib.Path, name: str) -> dict[int, float]:
 def test_the_logged_seconds_are_those_of_the_steps(
   machine, log_interval, tmp_path, monkeypatch
 ):
+  """The run is simulated on a clock, so its true seconds are known."""
   simulation = Simulation(machine, log_interval, tmp_path, monkeypatch)
 
   logged_seconds = logged_values(tmp_path, "train/step_seconds")
@@ -191,7 +192,10 @@ def test_the_logged_seconds_are_those_of_the_steps(
 def test_the_logged_seconds_are_nearly_exact_if_the_run_waits_for_data(
   log_interval, tmp_path, monkeypatch
 ):
-  """The loop cannot see the end of a step while it waits for a batch."""
+  """The loop cannot see the end of a step while it waits for a batch.
+
+  A batch takes 1 s here, and a step 0.03 s.
+  """
   simulation = Simulation(DATA_BOUND, log_interval, tmp_path, monkeypatch)
 
   logged_seconds = logged_values(tmp_path, "train/step_seconds")
@@ -204,7 +208,10 @@ def test_the_logged_seconds_are_nearly_exact_if_the_run_waits_for_data(
 def test_the_logged_seconds_add_up_to_those_of_the_run(
   machine, tmp_path, monkeypatch
 ):
-  simulation = Simulation(machine, 1, tmp_path, monkeypatch)
+  """The run is simulated on a clock. Evaluations and saves do not count."""
+  simulation = Simulation(
+    machine, log_interval=1, workdir=tmp_path, monkeypatch=monkeypatch
+  )
 
   logged_seconds = logged_values(tmp_path, "train/step_seconds")
   total_seconds = sum(logged_seconds.values())
@@ -212,9 +219,13 @@ def test_the_logged_seconds_add_up_to_those_of_the_run(
 
 
 def test_the_logged_wait_is_the_fraction_of_the_steps(tmp_path, monkeypatch):
-  Simulation(SYNCHRONOUS, 3, tmp_path, monkeypatch)
+  """The fraction of the time for which the run waits for data."""
+  machine = Machine(wait=0.5, compute=1.0, dispatch_blocks=True)
 
-  # A step waits for 0.5 s and computes for 1 s. The first step is logged
-  # without its times.
-  fractions = list(logged_values(tmp_path, "train/wait_fraction").values())
-  assert fractions == pytest.approx([1 / 3] * 8)
+  Simulation(machine, log_interval=3, workdir=tmp_path, monkeypatch=monkeypatch)
+
+  # Each third of the 24 steps is logged with its times.
+  fraction_by_step = logged_values(tmp_path, "train/wait_fraction")
+  assert list(fraction_by_step) == [3, 6, 9, 12, 15, 18, 21, 24]
+  for fraction in fraction_by_step.values():
+    assert fraction == pytest.approx(0.5 / (0.5 + 1.0))
