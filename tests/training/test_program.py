@@ -43,6 +43,7 @@ def program():
 
 
 def test_building_and_lowering_compile_nothing():
+  """A program for absent devices can be lowered, but not compiled, here."""
   events = []
 
   def record(name, *_, **__):
@@ -54,12 +55,13 @@ def test_building_and_lowering_compile_nothing():
   finally:
     jax.monitoring.clear_event_listeners()
 
-  # Otherwise, the listener would not work.
+  # The listener works, since tracing is reported.
   assert "/jax/core/compile/jaxpr_trace_duration" in events
   assert "/jax/core/compile/backend_compile_duration" not in events
 
 
 def test_the_initial_state_has_the_abstract_shapes_and_shardings(program):
+  """Checkpoints are restored by the abstract ones."""
   state = program.init()
 
   chex.assert_trees_all_equal_shapes_and_dtypes(state, program.abstract_state)
@@ -72,14 +74,14 @@ def test_the_initial_state_has_the_abstract_shapes_and_shardings(program):
 
 def test_the_lowered_step_is_the_step_that_trains(program):
   """A step for absent devices is lowered from shapes instead of arrays."""
-  ints = np.ones((8, 16), np.int32)
-  batch = dict(
-    tokens=ints,
-    targets=ints,
-    segment_ids=ints,
-    positions=ints,
-    weights=ints.astype(np.float32),
-  )
+  batch_shape = (8, 16)
+  batch = {
+    "tokens": np.ones(batch_shape, np.int32),
+    "targets": np.ones(batch_shape, np.int32),
+    "segment_ids": np.ones(batch_shape, np.int32),
+    "positions": np.ones(batch_shape, np.int32),
+    "weights": np.ones(batch_shape, np.float32),
+  }
   with jax.set_mesh(program.mesh), nn.logical_axis_rules(rules.ACTIVATIONS):
     training_step = program._jitted.train_step.lower(
       program.init(), put_batch(batch, program.mesh)
