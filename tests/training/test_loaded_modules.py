@@ -82,9 +82,11 @@ def loaded_modules(tmp_path_factory):
 
 
 def test_a_run_loads_only_modules_that_it_needs(loaded_modules):
-  unused = [name for name in loaded_modules if name.startswith(UNUSED)]
-  assert unused == []
+  unneeded = [name for name in loaded_modules if name.startswith(UNUSED)]
+
+  assert unneeded == []
 
 
 def test_a_run_loads_few_modules(loaded_modules):
+  """A reader of the training loop has to know all of them."""
   assert len(loaded_modules) <= MAX_MODULES, "\n".join(loaded_modules)

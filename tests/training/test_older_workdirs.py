@@ -9,6 +9,7 @@ import hashlib
 import json
 import pathlib
 import tarfile
+from typing import Any
 
 import jax
 import numpy as np
@@ -46,7 +47,7 @@ FIELDS = {
 }
 
 
-def digest(params):
+def digest(params: Any) -> str:
   """Returns the SHA-256 of the names and bytes of all parameters."""
   sha256 = hashlib.sha256()
   for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -56,7 +57,7 @@ def digest(params):
   return sha256.hexdigest()
 
 
-def unpack(name, directory):
+def unpack(name: str, directory: pathlib.Path) -> None:
   """Unpacks a run of version 0.1.0."""
   with tarfile.open(GOLDEN / f"{name}.tar.xz") as archive:
     # tarfile has extraction filters since Python 3.11.4.
@@ -64,7 +65,7 @@ def unpack(name, directory):
     archive.extractall(directory)
 
 
-def write_texts(directory):
+def write_texts(directory: pathlib.Path) -> None:
   """Writes the data of the runs: a file for each long paragraph of LICENSE."""
   directory.mkdir()
   paragraphs = (ROOT / "LICENSE").read_text().split("\n\n")
@@ -73,7 +74,7 @@ def write_texts(directory):
     (directory / f"{index:02d}.txt").write_text(text)
 
 
-def read_log(path):
+def read_log(path: pathlib.Path) -> list[dict[str, Any]]:
   """Returns the entries of a metrics.jsonl."""
   return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -82,12 +83,15 @@ def read_log(path):
 def test_a_run_of_an_earlier_version_is_restored_and_continues(
   command, tmp_path, name
 ):
+  """The run was saved at step 4 of 8, and logs the same losses after it."""
   unpack(name, tmp_path)
   (tmp_path / "configs").symlink_to(ROOT / "configs")
   write_texts(tmp_path / "text")
   workdir = tmp_path / name
+
   assert digest(load(workdir).params) == EXPECTED[name]["params_sha256"]
 
+  # A name such as "diff_v2_prepared" has a variant and a mode.
   variant, _, mode = name.rpartition("_")
   fields = FIELDS | {"data.mode": mode}
   flags = [f"--config.{field}={value}" for field, value in fields.items()]

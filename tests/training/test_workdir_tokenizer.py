@@ -7,11 +7,16 @@ from diffjax.training.workdir_tokenizer import load_workdir_tokenizer
 
 
 def test_the_copy_of_a_tokenizer_from_the_hub_must_exist(tmp_path):
-  """The error does not claim that the file on the Hub is missing."""
+  """A run copies its tokenizer into its workdir, which has none here.
+
+  The error does not claim that the file on the Hub is missing.
+  """
   spec = "hf://owner/model/tokenizer.json"
   config = Config(data=DataConfig(tokenizer=spec))
+
   with pytest.raises(UserError) as error:
     load_workdir_tokenizer(tmp_path, config)
+
   assert str(error.value) == (
     "there is no tokenizer beside the checkpoint:"
     f" {tmp_path / 'tokenizer.json'} does not exist; put the tokenizer used in"
@@ -20,7 +25,9 @@ def test_the_copy_of_a_tokenizer_from_the_hub_must_exist(tmp_path):
 
 
 def test_a_local_tokenizer_or_its_copy_must_exist(tmp_path):
+  """Neither the tokenizer of the config nor a copy in the workdir exists."""
   spec = str(tmp_path / "original.json")
   config = Config(data=DataConfig(tokenizer=spec))
+
   with pytest.raises(UserError, match="neither .* nor .*, exists"):
     load_workdir_tokenizer(tmp_path / "run", config)
