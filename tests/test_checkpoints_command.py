@@ -57,6 +57,7 @@ def workdir(tmp_path):
 def test_a_manifest_has_the_time_of_its_save(workdir):
   text = (workdir / "checkpoints/50/manifest.json").read_text()
 
+  # Seconds since 1970. This is a time in November 2023.
   assert json.loads(text)["time"] > 1.7e9
 
 

@@ -306,6 +306,7 @@ def workdir_of_steps_10_and_20(tmp_path_factory):
 def test_parameters_are_loaded_without_the_rest_of_the_state(
   workdir_of_steps_10_and_20, requested_step, expected_step
 ):
+  """For example to generate text. The newest step is 20."""
   expected = make_state(expected_step).params
 
   params = open_checkpoint(workdir_of_steps_10_and_20, requested_step).params(
@@ -440,7 +441,8 @@ def test_a_damaged_newest_step_is_not_counted_and_is_overwritten(
   flip_bit_of_step_20(workdir)
   assert find_checkpoint(workdir).step == 10
 
-  # The run is resumed from step 10, and keeps the two newest complete steps.
+  # The run is resumed from step 10. It keeps two complete steps, so the damaged
+  # step 20 does not displace step 10.
   with reopen(workdir, keep=2) as checkpoints:
     save(checkpoints, 15)
     checkpoints.wait()
@@ -566,6 +568,7 @@ def test_fields_that_do_not_change_the_training_may_change_on_resume():
 
 
 def test_all_other_fields_may_not_change_on_resume():
+  """Any other value is refused, here "other" for every field."""
   # data.files has a message of its own, which tests/data/test_plan.py tests.
   excluded = CHANGEABLE.keys() | {"data__files"}
   for section, fields in CONFIG.items():

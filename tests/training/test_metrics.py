@@ -49,10 +49,10 @@ def write_steps(workdir: pathlib.Path, steps: list[int]) -> None:
 
 
 def test_an_entry_has_its_values_and_its_time(tmp_path):
+  values = {"train/loss": jnp.float32(0.1), "train/grad_norm": math.inf}
+
   writer = open_writer(tmp_path)
-  writer.write(
-    10, {"train/loss": jnp.float32(0.1), "train/grad_norm": math.inf}
-  )
+  writer.write(10, values)
   writer.close()
 
   [entry] = read_log(tmp_path)
@@ -60,6 +60,7 @@ def test_an_entry_has_its_values_and_its_time(tmp_path):
   assert entry["train/loss"] == pytest.approx(0.1)
   # JSON has no infinity.
   assert entry["train/grad_norm"] is None
+  # Seconds since 1970. This is a time in November 2023.
   assert entry["time"] > 1.7e9
 
 

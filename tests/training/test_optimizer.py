@@ -282,6 +282,7 @@ def adamw_in_float64(
 
 
 def test_adamw_equals_its_formulas_in_float64():
+  """Four steps of a warmup and a linear schedule, some of them clipped."""
   config = OptimizerConfig(
     schedule="linear",
     warmup_steps=2,
@@ -319,6 +320,7 @@ def test_adamw_equals_its_formulas_in_float64():
   ],
 )
 def test_clipping_limits_the_norm_of_the_gradients(clip_norm, expected_norm):
+  """The gradients have a norm of 100. A clip_norm of 0 sets no limit."""
   config = dataclasses.replace(CONSTANT_RATE, clip_norm=clip_norm, b1=0.0)
   params = {"up": jnp.ones((2, 5, 10))}
   # 100 equal elements have a norm of 10 times the element, which is 100.
