@@ -484,7 +484,9 @@ def run_on_eight_devices(two_heads, tmp_path_factory):
 def test_a_resume_on_another_mesh_has_the_same_batches_and_losses(
   two_heads, run_on_eight_devices, tmp_path, monkeypatch, num_devices, axes
 ):
+  """Eight devices take six steps. Fewer devices then repeat the last four."""
   workdir = shutil.copytree(run_on_eight_devices, tmp_path / "run")
+  # Without these checkpoints, the run is resumed from step 2.
   for step in (4, 6):
     shutil.rmtree(workdir / "checkpoints" / str(step))
   config = dataclasses.replace(two_heads, mesh=MeshConfig(**axes))
@@ -499,6 +501,7 @@ def test_a_resume_on_another_mesh_has_the_same_batches_and_losses(
   expected_entries = read_log(run_on_eight_devices)
   for entry, expected in zip(entries, expected_entries, strict=True):
     assert entry["step"] == expected["step"]
+    # The numbers of tokens are equal if the batches are.
     assert entry.get("train/tokens") == expected.get("train/tokens")
     assert entry.keys() == expected.keys()
     for name, value in expected.items():
@@ -594,6 +597,10 @@ def test_a_second_signal_ends_the_process_at_once():
 def test_an_error_of_the_data_loses_no_steps(
   config, finished, tmp_path, monkeypatch, capsys, mode
 ):
+  """The fifth batch cannot be read, so the run saves step 4 and ends.
+
+  A resume then continues as if there had been no error.
+  """
   config = change(config, data__mode=mode, eval__interval=0)
   if mode == "prepared":
     module = prepared_batches
@@ -729,7 +736,7 @@ def test_a_restored_step_without_losses_is_evaluated_once(
 def test_a_run_that_does_not_fit_the_memory_says_how_to_reduce_it(
   command, config, tmp_path
 ):
-  # The feed-forward layer takes 4 PiB.
+  """Each matrix of its feed-forward layer has 2**52 elements."""
   overrides = {
     "data.source": config.data.source,
     "data.validation_fraction": config.data.validation_fraction,
@@ -874,6 +881,7 @@ def test_init_from_does_not_name_fields_that_change_no_values(
 def test_init_from_another_model_is_refused_before_files_are_written(
   config, finished, tmp_path
 ):
+  """The model of the finished run has ffn_dim=32."""
   config = change(
     config,
     train__init_from=str(finished),
@@ -1564,6 +1572,7 @@ def test_the_line_about_attention_comes_before_the_first_step_ends(
 def test_an_attention_that_the_config_names_is_reported_as_such(
   config, tmp_path, capsys
 ):
+  """Otherwise, the line would say that the machine is the reason."""
   config = change(
     config,
     train__steps=1,
