@@ -498,6 +498,7 @@ def test_nothing_is_deleted_in_a_directory_that_is_not_the_locked_one(
     if error is not None:
       raise error
 
+  # With keep=1, the save of step 30 would delete the steps 10 and 20.
   with lock(workdir) as workdir_lock:
     checkpoints = Checkpoints(
       workdir, keep=1, restored=find_checkpoint(workdir), lock=workdir_lock
@@ -779,12 +780,14 @@ def test_a_save_fails_while_a_file_is_at_the_path_of_its_directory(
   checkpoints.wait()
   directory = (workdir / name).resolve()
 
+  # A file takes the directory's place.
   directory.rename(tmp_path / "away")
   directory.write_text("")
   save(checkpoints, 2)
   with pytest.raises(UserError, match="checkpoints/2: .*Not a directory"):
     checkpoints.wait()
 
+  # The directory is back.
   directory.unlink()
   (tmp_path / "away").rename(directory)
   assert saved_steps(workdir) == ["1"]
