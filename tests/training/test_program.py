@@ -43,7 +43,7 @@ def program():
 
 
 def test_building_and_lowering_compile_nothing():
-  """A program for absent devices can be lowered, but not compiled, here."""
+  """A step can then be lowered for devices that this machine lacks."""
   events = []
 
   def record(name, *_, **__):

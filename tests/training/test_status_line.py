@@ -99,6 +99,7 @@ def test_a_chip_without_a_known_peak_has_no_mfu():
 
 
 def test_a_long_line_of_a_fast_run_fits_80_columns(monkeypatch):
+  """Large numbers are printed with units, and small waits not at all."""
   file = io.StringIO()
   config = Config(
     data=DataConfig(length=4096), train=TrainConfig(steps=19_000, batch_size=9)
