@@ -244,6 +244,8 @@ def test_an_unknown_argument_is_refused(cloud, script):
 def test_create_requests_a_slice_with_the_image_of_its_generation(
   cloud, kind, image
 ):
+  """The kind v5p-8 is of the generation v5p."""
+  # The state of the request after it has been made.
   cloud.write("create.1", "ACTIVE")
 
   status, output = cloud.run("create.sh", TPU_TYPE=kind)
@@ -273,6 +275,8 @@ def test_create_waits_until_the_slice_is_ready(cloud):
 
 
 def test_create_passes_the_options(cloud):
+  """Environment variables are the options of create.sh, and flags of gcloud."""
+  # The state of the request after it has been made.
   cloud.write("create.1", "ACTIVE")
 
   status, _ = cloud.run(
@@ -329,8 +333,10 @@ def test_create_reports_a_request_that_ends(cloud, state):
   [("SUSPENDED", "READY"), ("FAILED", "READY"), ("ACTIVE", "PREEMPTED")],
 )
 def test_create_replaces_a_slice_that_is_gone(cloud, request_state, node_state):
+  # A first request exists, whose slice cannot be used any more.
   cloud.write("request", request_state)
   cloud.write("node", node_state)
+  # The state of the request that replaces it.
   cloud.write("create.1", "ACTIVE")
 
   status, output = cloud.run("create.sh")
@@ -372,10 +378,12 @@ def test_create_ends_if_gcloud_keeps_failing(cloud):
 
 
 def test_setup_copies_the_working_tree_to_all_workers(cloud):
+  """Neither ignored files nor those of an earlier copy are on the workers."""
   repository = cloud.repository
   (repository / ".gitignore").write_text("ignored\n")
   (repository / "ignored").write_text("")
   (repository / "a new file").write_text("")
+  # Git still lists a file that has been deleted.
   (repository / "deleted").write_text("")
   subprocess.run(["git", "-C", repository, "add", "deleted"], check=True)
   (repository / "deleted").unlink()
@@ -441,6 +449,7 @@ def test_a_run_outlives_the_session_that_starts_it(running_cloud):
   ],
 )
 def test_a_second_run_is_refused(running_cloud, arguments):
+  """A slice of two workers trains one run at a time."""
   status, output = running_cloud.run("train.sh", *arguments)
 
   assert status == 1
@@ -470,6 +479,7 @@ def test_the_log_can_be_followed_on_a_worker(running_cloud):
 
 
 def test_following_ends_with_the_run(ready_cloud):
+  """--follow=1 prints the log of worker 1, and --follow that of worker 0."""
   ready_cloud.train()
   follower = ready_cloud.start("train.sh", "--follow=1")
   assert follower.stdout.readline()
@@ -507,6 +517,7 @@ def test_the_status_shows_how_a_run_ended(ready_cloud):
 def test_train_requires_a_config_and_a_workdir_in_a_bucket(
   cloud, flags, message
 ):
+  """All workers write into one workdir, which no local disk can hold."""
   status, output = cloud.run("train.sh", *flags)
 
   assert status == 1
@@ -568,7 +579,8 @@ def test_keep_alive_makes_a_slice_and_ends_with_the_run(cloud):
 
 
 def test_keep_alive_resumes_a_preempted_run(ready_cloud):
-  """A slice of the same kind gets the same training command."""
+  """With --keep_alive, a new slice of the same kind continues the run."""
+  # The states of the request for the second slice.
   ready_cloud.write("create.1", "WAITING_FOR_RESOURCES", "ACTIVE")
   watcher = ready_cloud.start(
     "train.sh", "--keep_alive", *TRAIN, *DIFFICULT, TPU_SPOT="1"
@@ -593,6 +605,7 @@ def test_keep_alive_resumes_a_preempted_run(ready_cloud):
 
 
 def test_keep_alive_restarts_after_the_loss_of_one_worker(ready_cloud):
+  """Workers compute each step together, so all of them start again."""
   first_worker, lost_worker = ready_cloud.workers
   watcher = ready_cloud.start("train.sh", "--keep_alive", *TRAIN)
   ready_cloud.wait_for_run(first_worker)
@@ -606,7 +619,6 @@ def test_keep_alive_restarts_after_the_loss_of_one_worker(ready_cloud):
   assert watcher.returncode == 0, output
   assert "the run is failed, failure 1 of 5 in a row" in output
   assert "worker-1: ended with status 1: " in output
-  # All workers start again.
   assert num_runs(first_worker) > 1
 
 
@@ -621,7 +633,10 @@ def test_keep_alive_gives_up_on_a_run_that_keeps_failing(ready_cloud):
 
 
 def test_an_interrupted_run_is_not_complete(ready_cloud):
-  """A machine that shuts down signals the run, which then ends with 0."""
+  """At SIGTERM, which a machine sends that shuts down, a run saves and exits.
+
+  Its exit status is then 0, as at the end of the training.
+  """
   ready_cloud.train()
   pid_file = ready_cloud.workers[0] / "diffjax/run/pid"
   training_pid = int(pid_file.read_text(encoding="utf-8"))
