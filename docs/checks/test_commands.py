@@ -72,7 +72,7 @@ def flags_of(module: str) -> set[str]:
 
 
 def flag_names(arguments: list[str]) -> set[str]:
-  """Returns the names of the flags: "train" for --train.steps=3."""
+  """Returns the names of flags up to the dot: "train" for --train.steps=3."""
   names = set()
   for argument in arguments:
     if argument.startswith("--"):
@@ -83,17 +83,20 @@ def flag_names(arguments: list[str]) -> set[str]:
 
 
 def config_error(module: str, arguments: list[str]) -> Exception | None:
-  """Returns the error of a command's --config or --set flags, or None.
+  """Reads the --config and --set flags of a command as the command would.
 
-  The flags are read as the command would read them.
+  Returns:
+    The error, or None if there is none.
   """
   command_line = [module]
   has_config = False
   for argument in arguments:
     if not re.match(r"--(config|set)\b", argument):
       continue
-    has_config = has_config or argument.startswith("--config=")
-    # A config of the package may be given by its name alone.
+    if argument.startswith("--config="):
+      has_config = True
+    # A config of the package may be given by its name alone. The parser of the
+    # flags needs a path: --config=tiny:diff becomes configs/tiny.py:diff.
     name_alone = r"^--config=(\w+)(?=:|$)"
     command_line.append(re.sub(name_alone, r"--config=configs/\1.py", argument))
   try:
@@ -143,7 +146,7 @@ def unknown_suites(arguments: list[str]) -> set[str]:
 
 
 def command_errors(text: str) -> list[str]:
-  """Returns what is wrong with the commands of a page."""
+  """Returns a message for each mistake in the commands of a page."""
   errors = []
   for module, arguments in commands(text):
     name = shlex.join([module, *arguments])
@@ -151,6 +154,7 @@ def command_errors(text: str) -> list[str]:
       errors.append(f"{name}: no such module")
       continue
     package, _, _ = module.partition(".")
+    # The flags of programs of others, such as pytest, are not known here.
     if package not in PACKAGES:
       continue
 
@@ -255,12 +259,14 @@ def test_commands_can_be_run(page, monkeypatch, tmp_path):
   ],
 )
 def test_a_wrong_command_is_reported(text, error, monkeypatch):
+  """A page is not right if its readers cannot run its commands."""
   monkeypatch.chdir(ROOT)
   (reported,) = command_errors(text)
   assert error in reported
 
 
 def test_a_command_ends_where_the_shell_ends_it():
+  """A comment, an operator, a quotation mark or a backtick ends a command."""
   text = r"""    python -m a.b --c='d e' --f=\$HOME/g   # no
   for i in 0 1; do python -m a --i=$i & done; wait
   on all ".venv/bin/python -m b --c" and `python -m c --d`, or

@@ -15,6 +15,7 @@ FOLDERS = [
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=str)
 def test_the_readme_counts_missing_runs(folder):
+  """Runs are missing that have failed, or that were not trained."""
   stored = json.loads((grid.FOLDER / folder / "results.json").read_text())
   experiment = grid.load(stored["experiment"], stored["grid"])
   runs = grid.expand(folder.parts[0], experiment.grids[stored["grid"]], {})

@@ -37,10 +37,15 @@ TENSOR_LINE = re.compile(
 def documented_shapes(
   docstring: str, sizes: dict[str, int], version: str = ""
 ) -> Shapes:
-  """Returns the shapes of the tensors of layer 0 and of those without layer.
+  """Returns the shape of each tensor of a checkpoint that a docstring lists.
+
+  Of the layers' tensors, it returns those of layer 0. A line of the docstring
+  has a name, maybe a version, and a shape:
+
+    layers.{}.self_attn.o_proj.weight  V2  [E, HD]
 
   Args:
-    docstring: The docstring of a layout.
+    docstring: The docstring of a layout of checkpoints.
     sizes: The sizes of the axes by letter.
     version: "V1" or "V2", for layouts that have both.
   """
@@ -139,13 +144,16 @@ MOTIF_FIELDS = {
   ],
 )
 def test_the_documented_tensors_are_written(layout, fields, version, tmp_path):
+  """The docstring of a layout's module lists all tensors with their shapes."""
   model = make_model(**fields)
+
   layout.write(str(tmp_path), model, "float32")
-  documented = documented_shapes(
-    layout.__doc__, sizes_of(model.config), version
-  )
+
   (file,) = tmp_path.glob("*.safetensors")
-  assert written_shapes(file) == documented
+  sizes = sizes_of(model.config)
+  assert written_shapes(file) == documented_shapes(
+    layout.__doc__, sizes, version
+  )
 
 
 LLAMA_CONFIG = {
@@ -168,7 +176,7 @@ LLAMA_SIZES = {"N": 256, "E": 32, "F": 24, "H": 4, "K": 2, "D": 8}
 
 
 def test_the_documented_tensors_of_a_llama_are_read(tmp_path):
-  """The reader rejects a directory without one of them or with another one."""
+  """The reader rejects a file with a missing or an extra tensor."""
   (tmp_path / "config.json").write_text(json.dumps(LLAMA_CONFIG))
   write_tokenizer(tmp_path, load_tokenizer("bytes"))
   tensors = {}
@@ -191,9 +199,15 @@ def test_the_documented_tensors_of_a_llama_are_read(tmp_path):
   ],
 )
 def test_the_documented_tensors_of_phi_flash_are_read(layer, rows):
+  """The docstring of phi_flash lists an attention layer's tensors.
+
+  Later layers have no keys and values of their own. R is the number of rows of
+  the matrix that computes queries and, in other layers, keys and values.
+  """
   config = json.loads((PHI_FLASH / "config.json").read_text())
   sizes = {
     "E": config["hidden_size"],
+    # The file counts attention maps. A head has two.
     "H": config["num_attention_heads"] // 2,
     "K": config["num_key_value_heads"] // 2,
     "D": config["hidden_size"] // config["num_attention_heads"],

@@ -73,6 +73,7 @@ def test_links_lead_to_files_and_headings(page):
   ],
 )
 def test_a_broken_link_is_reported(text, error):
+  """Targets are relative to the folder of the page."""
   (reported,) = link_errors(text, ROOT / "docs/README.md")
   assert reported.startswith(error)
 

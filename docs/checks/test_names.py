@@ -34,7 +34,7 @@ FILE = re.compile(rf"(?:{'|'.join(FOLDERS)})/[\w./-]*")
 
 
 def field_errors(text: str) -> list[str]:
-  """Returns the fields of a page that the config does not have."""
+  """Returns fields of a page, such as train.step, that the config lacks."""
   errors = []
   for code in inline_code(text):
     match = FIELD.fullmatch(code)
@@ -48,16 +48,16 @@ def field_errors(text: str) -> list[str]:
 
 
 def setting_errors(text: str) -> list[str]:
-  """Returns the settings of a page that no suite has."""
+  """Returns settings of a page, such as --set.needle.x, that no suite has."""
   errors = []
   for code in inline_code(text):
     match = SETTING.match(code)
     if match is None:
       continue
-    suite = match["suite"]
-    is_known = suite in SUITES and hasattr(
-      suite_class(suite)(), match["setting"]
-    )
+    is_known = False
+    if match["suite"] in SUITES:
+      suite = suite_class(match["suite"])()
+      is_known = hasattr(suite, match["setting"])
     if not is_known:
       errors.append(f"{code}: no such setting")
   return errors

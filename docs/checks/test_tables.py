@@ -103,9 +103,9 @@ def forward_flops(model: ModelConfig) -> float:
 
 @pytest.mark.parametrize("row", VARIANT_ROWS, ids=lambda row: row[0])
 def test_the_table_of_variants_has_their_cost(row):
-  """Each number is a ratio to a Transformer with keys and values of equal size.
+  """The costs are relative to a Transformer with equally many keys and values.
 
-  Both have the widths of diff_3b.
+  Both have the widths of the config diff_3b.
   """
   name, _, parameters, flops, _ = row
   attention, _, shared_noise_maps = name.partition(", ")
@@ -190,7 +190,10 @@ def test_the_table_of_ablations_is_complete():
 
 @pytest.mark.parametrize("row", ABLATION_ROWS, ids=lambda row: row[0])
 def test_the_table_of_ablations_has_the_committed_results(row):
-  """It has means, and Welch's intervals of differences to the Transformer."""
+  """For each metric there is a mean, and its difference from the Transformer's.
+
+  A difference has its 95 % interval: "−0.021 [−0.030, −0.012]".
+  """
   name, *cells = row
   committed = committed_ablations()
   variant = variants_by_name(committed)[name]
@@ -201,6 +204,7 @@ def test_the_table_of_ablations_has_the_committed_results(row):
     values = comparison.values_by_seed(committed, variant, key)
     mean, _, _ = comparison.mean_interval(list(values.values()))
     expected.append(f"{mean:.3f}")
+    # The Transformer has no difference from itself.
     if variant == "transformer":
       expected.append("")
       continue

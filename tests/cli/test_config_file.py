@@ -96,6 +96,7 @@ def get_config():
   ],
 )
 def test_an_error_in_the_users_file_is_one_line(tmp_path, text, message):
+  """--config=FILE executes a Python file. Users see no traceback."""
   file = tmp_path / "mine.py"
   file.write_text(text)
   line = error_line(f"--config={file}", "--workdir=x")
@@ -126,6 +127,7 @@ def test_an_error_in_the_users_file_is_one_line(tmp_path, text, message):
 def test_the_error_for_a_wrong_get_config_says_what_is_wrong(
   tmp_path, text, message
 ):
+  """A config is a Python file with a function get_config()."""
   file = tmp_path / "mine.py"
   file.write_text(text)
   line = error_line(f"--config={file}", "--workdir=x")
@@ -292,6 +294,7 @@ def test_the_names_of_the_configs_are_those_of_the_files_in_order():
   ],
 )
 def test_a_run_is_named_after_its_config_and_variant(spec, name):
+  """`spec` is the value of --config. A saved config.toml gives no name."""
   assert config_file.run_name(spec) == name
 
 
@@ -352,10 +355,9 @@ def test_the_comments_name_choices_and_bounds(printed_config):
   for fields in FIELDS.values():
     for field in fields:
       bound = field_info(field).bound
-      choices = ()
-      if bound is not None:
-        choices = bound.choices
-      for choice in choices:
+      if bound is None:
+        continue
+      for choice in bound.choices:
         assert choice in text
 
 
@@ -384,6 +386,7 @@ floats = st.floats(allow_nan=False, allow_infinity=False)
 @settings(derandomize=True, deadline=None, max_examples=100)
 @given(texts, floats, st.booleans())
 def test_a_written_config_is_read_exactly(tmp_path_factory, text, number, flag):
+  """Hypothesis draws the values, such as text with quotation marks."""
   path = tmp_path_factory.getbasetemp() / "config.toml"
   config = Config()
   model = dataclasses.replace(config.model, lambda_init=number, causal=flag)
