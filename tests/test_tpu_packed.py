@@ -24,8 +24,9 @@ def expected_runs(
 ) -> dict[str, int]:
   """Returns how often each run is needed, from the mask itself.
 
-  A tile has 2 × 2 sub-tiles. The runs are a whole tile, a tile that positions
-  cut, a whole strip of a tile where documents meet, and a sub-tile of one.
+  A run is a group of sub-tiles that a kernel computes at once. A tile has 2 × 2
+  of them. A letter of a run's name says what is compared in a sub-tile:
+  positions ("p"), documents ("d"), or nothing ("-").
   """
   ids = runs.segment_ids(documents)[0]
   is_causal = np.tri(LENGTH, dtype=bool)
@@ -39,9 +40,15 @@ def expected_runs(
       query_ids = ids[row : row + TILE]
       key_ids = ids[column : column + TILE]
       tile_ids = np.concatenate([query_ids, key_ids])
-      if tile_ids.min() == tile_ids.max():
-        counts["----" if tile.all() else "p-p"] += 1
+      has_one_document = tile_ids.min() == tile_ids.max()
+      if has_one_document and tile.all():
+        counts["----"] += 1
         continue
+      # The diagonal cuts this tile: the sub-tile above it is left out.
+      if has_one_document:
+        counts["p-p"] += 1
+        continue
+      # Documents meet. Only strips whose sub-tiles are all needed are one run.
       subtiles = tile.reshape(2, SUBTILE, 2, SUBTILE).any(axis=(1, 3))
       strips = subtiles if is_forward else subtiles.T
       for strip in strips:
@@ -69,6 +76,7 @@ def expected_runs(
 def test_a_kernel_takes_the_runs_that_the_mask_needs(
   documents, is_forward, span
 ):
+  """A kernel skips the parts of a tile that no query attends to."""
   blocks = Blocks(TILE, TILE, SUBTILE, SUBTILE, span=span)
   schedule = runs.causal_schedule(
     blocks, LENGTH, G=2, M=2, keys_move=is_forward, segments=True
@@ -106,8 +114,17 @@ def measure_repeated_run(case: Case) -> dict[str, float]:
 @pytest.fixture
 def row():
   """A row of four documents, with tiles of 2 × 2 sub-tiles."""
-  blocks = (TILE, SUBTILE, SUBTILE, SUBTILE, SUBTILE)
-  return Case("v6e", 128, 256, 2, 2, LENGTH, True, blocks, FOUR_DOCUMENTS)
+  return Case(
+    generation="v6e",
+    D=128,
+    V=256,
+    G=2,
+    M=2,
+    length=LENGTH,
+    causal=True,
+    blocks=(TILE, SUBTILE, SUBTILE, SUBTILE, SUBTILE),
+    documents=FOUR_DOCUMENTS,
+  )
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
