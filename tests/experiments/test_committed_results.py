@@ -41,7 +41,7 @@ def numbers_of(summary):
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=str)
 def test_results_have_the_settings_of_the_grid(folder):
-  """With other settings, the command that made them would refuse them."""
+  """The command that adds runs to results refuses those with other settings."""
   experiment = load_experiment(folder)
   name = folder.parts[0]
   grid_name = "cpu" if len(folder.parts) == 1 else folder.parts[1]
@@ -57,6 +57,7 @@ def test_results_have_the_settings_of_the_grid(folder):
     location_fields,
   )
 
+  # Runs may be missing. The others have the order of the grid.
   run_names = [run.name for run in runs]
   assert list(entries) == [name for name in run_names if name in entries]
   compatibility.check_python_versions(entries.values())
@@ -71,7 +72,7 @@ def test_the_table_shows_the_results(folder):
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=str)
 def test_the_summary_is_computed_from_the_results(folder):
-  """The last digits of a fit differ between machines."""
+  """A summary has fits to the results, whose last digits differ by machine."""
   stored = read_results(folder)
   experiment = load_experiment(folder)
   if experiment.summarise is None:

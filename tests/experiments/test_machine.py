@@ -43,6 +43,7 @@ def test_the_processor_is_the_machine_type_without_cpuinfo(tmp_path):
 def test_runs_side_by_side_share_devices_and_cores(
   devices, num_slots, expected
 ):
+  """Each of `num_slots` runs gets an equal part."""
   num_cores = max(1, NUM_CORES // num_slots)
 
   description = machine.describe(devices, num_slots)

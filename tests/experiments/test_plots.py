@@ -82,6 +82,7 @@ def test_options_do_not_change_the_colour():
   ],
 )
 def test_the_options_of_a_variant_are_words_of_its_name(variant, name):
+  """Names stand in legends, where Matplotlib reads $ and a first _ as markup."""
   assert plots.style(variant).name == name
 
 
@@ -141,6 +142,7 @@ def bounds_of(errorbar):
 
 
 def test_means_and_their_intervals_are_drawn():
+  # Losses of five seeds at four steps.
   values = np.random.default_rng(0).normal(3, 1, (5, 4))
 
   axes, errorbars = draw_over_seeds({"diff": values})
@@ -180,7 +182,10 @@ def test_a_suffix_follows_the_names():
 
 
 def test_learning_rates_are_those_of_the_name_or_the_config():
-  """There may be more settings than line styles."""
+  """Without an option "rate", it is the optimizer's in the run's config.
+
+  Six variants are more than there are line styles.
+  """
   runs = []
   for index in range(6):
     run = {
@@ -189,7 +194,12 @@ def test_learning_rates_are_those_of_the_name_or_the_config():
       "results": {"loss": float(index)},
     }
     runs.append(run)
-  runs.append({**runs[0], "variant": "diff,rate=0.5"})
+  with_rate = {
+    "variant": "diff,rate=0.5",
+    "config": {"optimizer.learning_rate": 0.25},
+    "results": {"loss": 7.0},
+  }
+  runs.append(with_rate)
 
   figure = plots.over_rates({"config": {}, "runs": runs}, "loss", "loss")
 
@@ -202,4 +212,4 @@ def test_learning_rates_are_those_of_the_name_or_the_config():
     rates += list(line.get_xdata())
     losses += list(line.get_ydata())
   assert rates == [0.25] * 6 + [0.5]
-  assert losses == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 0.0]
+  assert losses == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 7.0]

@@ -111,6 +111,7 @@ def test_names_of_rows_with_many_long_factors_are_short_and_differ():
 )
 def test_values_of_factors_keep_their_types(make_folder, field, value):
   """The text "True" is not a bool, and 2 is not 2.0."""
+  # A factor is a config field with the values that runs are trained with.
   factors = {field: [value]}
 
   (run,) = expand(make_folder(f"Grid.product('tiny', {factors})"))
@@ -146,6 +147,7 @@ def get_config(layers):
 def test_printed_commands_train_the_runs_of_the_grid(
   run, make_folder, tmp_path, base
 ):
+  """--print prints a diffjax.train command for each run, and trains nothing."""
   # The fields are of three sections, and the base's window is None.
   factors = {
     "optimizer.learning_rate": [1e-05, 0.25],
@@ -234,6 +236,7 @@ def test_none_is_refused_if_the_base_has_a_value(make_folder):
 def test_wrong_factors_are_reported_before_training(
   make_folder, factors, message
 ):
+  """A product has a run for each combination of its factors' values."""
   folder = make_folder(f"Grid.product('tiny', {factors})")
 
   with pytest.raises(UserError, match=message):
@@ -269,6 +272,7 @@ def test_an_unknown_baseline_is_an_error():
 def test_flags_that_contradict_the_factors_are_refused(
   run, make_folder, flag, message
 ):
+  """--set=FIELD=VALUE changes all runs, --set=ROW:FIELD=VALUE those of a row."""
   factors = {"model.lambda_init": [0.2], "train.steps": [9]}
   folder = make_folder(f"Grid.product('tiny', {factors})")
 
@@ -305,7 +309,10 @@ def test_the_flag_set_can_be_for_one_row(run, make_folder):
 def test_a_row_with_a_dotted_name_is_recognised_in_a_setting(
   setting, field, value
 ):
-  """The name "model.a=2" begins like the setting of a field."""
+  """A setting is FIELD=VALUE or ROW:FIELD=VALUE.
+
+  A row that is named after fields, such as "model.a=2", looks like the former.
+  """
   # The command defines flags when it is imported.
   with in_process.own_flags():
     from experiments.run import split_setting
@@ -326,16 +333,17 @@ def test_the_baseline_is_the_first_row_by_default():
 
 
 def test_the_variants_of_a_config_are_a_factor(make_folder):
-  """Variants have equal sizes, unlike the values of model.attention."""
+  """The config "tiny" has the variants "diff" and "transformer"."""
   factors = {"variant": ["diff", "transformer"], "model.rope": [True, False]}
   folder = make_folder(f"Grid.product('tiny', {factors})")
 
+  # The last of 2 × 2 runs.
   run = expand(folder)[3]
 
   assert run.variant == "variant=transformer,rope=False"
   assert run.base == "tiny:transformer"
   assert run.config.model.attention == "softmax"
-  # Twice the heads of DIFF.
+  # Twice the heads of DIFF, so that the sizes are equal.
   assert run.config.model.num_heads == 4
   assert run.fields["model.rope"] is False
   assert "variant" not in run.fields

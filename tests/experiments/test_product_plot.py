@@ -93,6 +93,7 @@ def test_lines_connect_the_means_over_seeds():
 
 
 def test_every_run_has_a_dot():
+  """A dot is at the value of the first factor and at the run's loss."""
   results = make_results(FACTORS, sum_of_factors)
 
   axes = draw_axes(FACTORS, results)
@@ -117,13 +118,17 @@ def test_axes_and_lines_are_named():
 
 def test_runs_without_a_number_are_left_out_and_counted():
   def loss_of(values, seed):
-    if values["model.lambda_init"] == 0.5 and seed == 1:
-      # One of the runs has failed, and the other one has diverged.
-      return None if values["model.head_norm"] else math.nan
+    is_without_number = values["model.lambda_init"] == 0.5 and seed == 1
+    # A run that has failed has no loss, and one that has diverged has NaN.
+    if is_without_number and values["model.head_norm"]:
+      return None
+    if is_without_number:
+      return math.nan
     return sum_of_factors(values, seed)
 
   axes = draw_axes(FACTORS, make_results(FACTORS, loss_of))
 
+  # Points (λ_init, mean loss). At 0.5 there is only the seed 0.
   with_norm = np.array([(0.2, 1.25), (0.5, 1.5), (0.8, 1.85)])
   chex.assert_trees_all_close(points_of_lines(axes)[0], with_norm, **FLOAT64)
   assert len(points_of_dots(axes)) == 12 - 2
@@ -142,6 +147,7 @@ def test_values_that_are_no_numbers_are_evenly_spaced():
 
 
 def test_special_characters_are_shown_in_the_legend():
+  """Matplotlib reads $ as mathematics, and hides labels that begin with _."""
   factors = {
     "model.head_norm": [True],
     "model.lambda_init": [0.2],

@@ -24,9 +24,11 @@ def make_results(losses: dict[tuple[str, int], list[float]]):
 
 
 def simulated_losses(rng: np.random.Generator, slope: float, spread: float):
-  """Returns the losses of two rows, three seeds each.
+  """Returns losses of DIFF and of the Transformer, three seeds each.
 
-  Both curves are bent. Their difference has the slope per factor e.
+  Their difference is linear in the logarithm of the tokens, with this slope.
+  Each curve by itself is not linear. The noise has the standard deviation
+  `spread`.
   """
   losses = {}
   for times in experiment.TIMES:
@@ -69,15 +71,14 @@ def test_the_interval_contains_the_slope_in_95_percent_of_simulations():
 
 
 def test_fairness_has_the_runs_with_once_the_tokens():
+  """The experiment "fairness" trains the same models on once the tokens."""
   longer = make_results({("diff", 4): [1.0, 2.0]})
-  fairness = {"runs": []}
-  for row in ("diff", "gated"):
-    run = {"variant": row, "seed": 10, "results": {"validation/loss": 3.0}}
-    fairness["runs"].append(run)
+  diff = {"variant": "diff", "seed": 10, "results": {"validation/loss": 3.0}}
+  gated = {"variant": "gated", "seed": 10, "results": {"validation/loss": 3.0}}
 
-  merged = experiment.with_fairness(longer, fairness)
+  merged = experiment.with_fairness(longer, {"runs": [diff, gated]})
 
-  # "gated" is not a row of this experiment.
+  # "gated" is no variant of this experiment.
   variants = series.column(merged["runs"], "variant")
   assert variants == ["diff,times=1", "diff,times=4", "diff,times=4"]
 
