@@ -152,7 +152,7 @@ def get_config():
 
 @pytest.mark.full
 def test_a_run_with_other_characters_is_written_and_read(tmp_path):
-  """The text, its files, the config and the prompt have such characters."""
+  """Text, names of files, the config and the prompt are not all ASCII."""
   for index in range(40):
     text = f"naïve café {index} λ 😀 " * 40
     (tmp_path / f"{index}é.txt").write_text(text, encoding="utf-8")
@@ -176,6 +176,7 @@ def test_a_run_with_other_characters_is_written_and_read(tmp_path):
   assert training.returncode == 0, training.stderr
   assert training.stdout.isascii()
   assert rb"\u03bb\xe9" in training.stdout
+  # The sample begins with the prompt of the config.
   sample = (tmp_path / "run/sample.txt").read_text(encoding="utf-8")
   assert sample.startswith("λé")
   assert evaluation.returncode == 0, evaluation.stderr

@@ -88,7 +88,7 @@ def test_a_kernel_with_a_wrong_output_is_wrong():
 
 def test_a_kernel_with_one_wrong_gradient_is_wrong():
   def wrong(q, *arrays, **mask):
-    # The value of q, with twice its gradient.
+    # This has the value of q, and doubles its gradient.
     doubled = 2 * q - jax.lax.stop_gradient(q)
     return correct(doubled, *arrays, **mask)
 
@@ -120,6 +120,7 @@ def test_a_kernel_whose_output_is_nan_is_wrong():
 
 
 def test_a_kernel_with_other_bits_in_its_second_run_is_not_deterministic():
+  """The check runs a kernel twice. Small differences are errors, too."""
   num_runs = 0
 
   def count_runs():
@@ -129,7 +130,7 @@ def test_a_kernel_with_other_bits_in_its_second_run_is_not_deterministic():
 
   def race(*arrays, **mask):
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
-    # Half of the distance of two numbers in bfloat16.
+    # Numbers near 1 are 0.004 to 0.008 apart in bfloat16.
     change = 0.002 * jax.pure_callback(count_runs, scalar)
     output = correct(*arrays, **mask)
     return (output * (1 + change)).astype(output.dtype)
@@ -142,10 +143,11 @@ def test_a_kernel_with_other_bits_in_its_second_run_is_not_deterministic():
 
 
 def test_a_wrong_gradient_is_found_where_the_right_one_is_zero():
-  """A query that sees one key has no gradient."""
+  """With one key, attention weights are 1, and q has the gradient 0."""
   case = inputs.Case("v2", D=64, B=2, T=1, H=64)
 
   def wrong(q, k, v, lam, **mask):
+    # The value of `change` is 0, and its gradient is 1.
     change = q - jax.lax.stop_gradient(q)
     logits = jnp.einsum("bthgd,bshmd->bth", change, k) / math.sqrt(case.D)
     return correct(q, k, v, lam, **mask) + 0.1 * logits[..., None] * v
@@ -164,7 +166,10 @@ def test_a_wrong_gradient_is_found_where_the_right_one_is_zero():
   ],
 )
 def test_ordinary_gradients_are_larger_than_the_smallest_divisor(options):
-  """So an error is relative to the gradient, except where terms cancel."""
+  """A check divides an error by the norm of the gradient.
+
+  A smallest divisor replaces the norm only where the gradient's terms cancel.
+  """
   case = inputs.Case(D=16, B=2, T=64, H=2, **options)
   arrays = inputs.arguments(case)
   gradient = inputs.output_gradient(arrays)
@@ -216,6 +221,7 @@ def test_every_kind_and_width_is_checked_with_the_smallest_shape_first():
 
 
 def test_programs_take_turns():
+  """A GPU that becomes slower must not affect one program alone."""
   order = []
 
   def sleep(name):
@@ -234,6 +240,7 @@ def test_programs_take_turns():
 
 
 def test_the_time_of_a_short_program_is_that_of_one_call():
+  """A short program is called many times between two readings of the clock."""
   num_calls = 0
 
   def sleep():
@@ -303,10 +310,11 @@ def test_committed_rates_follow_from_the_committed_times():
     if "backward_tflops" not in row:
       continue
     fields = dict(row["case"])
-    del fields["do"], fields["name"]
-    rates = timing.nominal_tflops(
-      inputs.Case(**fields), row["forward_ms"], row["both_ms"]
-    )
+    # What was timed and with which implementation are no fields of the case.
+    del fields["do"]
+    del fields["name"]
+    case = inputs.Case(**fields)
+    rates = timing.nominal_tflops(case, row["forward_ms"], row["both_ms"])
     assert rates["forward_tflops"] == pytest.approx(
       row["forward_tflops"], rel=1e-3
     )
@@ -504,6 +512,7 @@ def test_an_update_keeps_the_entries_of_other_devices(tmp_path):
 
 
 def test_auto_reads_the_table(tmp_path, monkeypatch):
+  """The implementation "auto" takes the fastest one in the table."""
   monkeypatch.setattr(measured, "TABLE", tmp_path / "measured.json")
   measured.table.cache_clear()
   rows = [
@@ -523,6 +532,7 @@ def test_auto_reads_the_table(tmp_path, monkeypatch):
     mask = Mask(length, length)
     choices[length] = measured.fastest("a GPU", q, q, v, mask)
   measured.table.cache_clear()
+  # The length 2048 was not measured.
   assert choices == {2048: None, 4096: "pallas_gpu", 16384: "two_call"}
 
 
@@ -549,6 +559,7 @@ def test_a_missing_gpu_is_one_sentence():
 def test_the_table_of_auto_needs_checks_and_a_gpu(
   flags, message, tmp_path, capsys
 ):
+  """--measured=FILE writes the table from which "auto" is chosen."""
   path = tmp_path / "measured.json"
 
   with pytest.raises(SystemExit):

@@ -112,6 +112,7 @@ print("violations:", violations)
 
 @pytest.mark.full
 def test_nothing_is_unpickled_or_executed(tmp_path):
+  """The program trains, resumes and converts, and lists each violation."""
   result = subprocess.run(
     [sys.executable, "-c", WATCHED_PROGRAM, tmp_path],
     capture_output=True,

@@ -78,10 +78,10 @@ FILES = package_files()
 
 
 def imported_modules(module: str) -> set[str]:
-  """Returns the modules that a file imports, anywhere in the file.
+  """Returns the modules that a module's file imports, also within functions.
 
   `from package import name` imports the module package.name if there is one,
-  and the package otherwise. The packages around a module do not count.
+  and the package otherwise.
   """
   imported = set()
   for node in ast.walk(ast.parse(FILES[module].read_text())):
