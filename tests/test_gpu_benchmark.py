@@ -70,6 +70,7 @@ def correct(*arrays: jax.Array, **mask: Any) -> jax.Array:
   ],
 )
 def test_a_correct_kernel_is_right(case):
+  """A check compares outputs and gradients with a reference in float32."""
   check = checks.check_attention(case, correct)
 
   assert check.is_right
@@ -338,7 +339,11 @@ class TimedStep(NamedTuple):
   scope="module", params=[True, False], ids=["packed", "one_document"]
 )
 def timed_step(request) -> Iterator[TimedStep]:
-  """A tiny step, timed with an implementation that records its calls."""
+  """A training step, timed with an attention that records what it is given.
+
+  Rows are packed with several documents, or consist of one.
+  """
+  # For each call, whether attention was given the documents' ids.
   has_documents = []
   chunked = implementations.implementation_of("chunked")
 
@@ -586,6 +591,7 @@ def test_an_old_jax_without_the_interpreter_is_one_sentence(cpu_settings):
 
 @needs_new_jax
 def test_interpreted_kernels_are_right(cpu_settings, tmp_path, capsys):
+  """--interpret runs the GPU's kernels on a CPU, with tiny shapes."""
   path = tmp_path / "rows.json"
 
   with host_callbacks():
@@ -607,6 +613,7 @@ def test_a_wrong_kernel_is_printed_and_ends_with_status_1(
   cpu_settings, monkeypatch, capsys
 ):
   def check_attention(case):
+    # The output has an error of 0.5, and 0.01 is tolerated.
     return checks.Check({"out": 0.5}, 1e-2, is_deterministic=True)
 
   monkeypatch.setattr(checks, "check_attention", check_attention)
