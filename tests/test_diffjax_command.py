@@ -70,6 +70,7 @@ def test_help_says_what_each_command_does(start, arguments):
 
 
 def test_help_for_a_closed_pipe_prints_no_error():
+  """In `diffjax | true`, nobody reads the output."""
   reader, writer = os.pipe()
   os.close(reader)
 

@@ -63,7 +63,8 @@ def wheel(tmp_path_factory):
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(wheel):
-  # diffjax/configs is a symbolic link, which rglob does not follow.
+  # diffjax/configs is a symbolic link, which rglob does not follow. The wheel
+  # has its files.
   expected = set()
   for folder in (ROOT / "diffjax", ROOT / "diffjax/configs"):
     for path in folder.rglob("*"):

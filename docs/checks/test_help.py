@@ -38,6 +38,7 @@ def test_a_help_page_has_two_examples(help_page):
 
 
 def test_a_help_page_explains_every_flag_and_gives_its_default(help_page):
+  """A default stands in brackets at the end: "--seed  Random seed. [0]"."""
   module, text = help_page
   source = (ROOT / f"{module.replace('.', '/')}.py").read_text()
 

@@ -25,9 +25,10 @@ SMALL = dict(
 
 @pytest.fixture
 def make_workdir(tmp_path):
-  """make_workdir("run", config, {"train.steps": 1}): a workdir and its config.
+  """A function that creates a workdir with the checkpoint of a small model.
 
-  The workdir has a checkpoint of a small model with random parameters.
+  make_workdir("run", config, {"train.steps": 1}) returns its path and its
+  config, which has the given fields. The parameters are random.
   """
   text_dir = tmp_path / "text"
   text_dir.mkdir()
@@ -68,9 +69,10 @@ def make_workdir(tmp_path):
 
 @pytest.fixture
 def make_results():
-  """make_results(name, experiment, measured, "cpu"): a results.json of a grid.
+  """A function that returns the results.json of an experiment's grid.
 
-  The results of each run are `measured(run)`.
+  In make_results("tokens", experiment, measured, "cpu"), the metrics of each
+  run are `measured(run)`, and nothing is trained.
   """
 
   def make(name, experiment, measured, chosen="cpu"):
@@ -92,10 +94,11 @@ def make_results():
 
 @pytest.fixture
 def run(command, monkeypatch):
-  """run("ablations", "--steps=2", code=0): the outputs of experiments.run.
+  """A function that runs the command experiments.run in this process.
 
-  It runs in this process. The commands that it starts are forked, one at a
-  time, and share compiled programs.
+  run("ablations", "--steps=2", code=0) checks the exit status and returns
+  stdout and stderr. The commands that experiments.run starts are forked, one at
+  a time, and share compiled programs.
   """
   one_at_a_time = threading.Lock()
   compiled = {
