@@ -74,6 +74,7 @@ CONFIG_ROWS = table("docs/training.md", CONFIGS_HEADING)
 
 @pytest.mark.parametrize("row", CONFIG_ROWS, ids=lambda row: row[0].strip("`"))
 def test_the_table_of_configs_has_their_sizes(row):
+  """`row` has the texts of the cells. The last one, of purposes, is free."""
   name, parameters, embed_dim, layers, heads, ffn_dim, tokens, _ = row
   config = load_config(name.strip("`"))
   model = config.model
