@@ -352,6 +352,7 @@ def test_the_comments_name_choices_and_bounds(printed_config):
   text = " ".join(line.removeprefix("# ") for line in lines)
   assert "H: heads that write to the residual stream" in text
   assert "Number of steps that are profiled. It must be at least 1." in text
+  # The fields of each section of the config.
   for fields in FIELDS.values():
     for field in fields:
       bound = field_info(field).bound
