@@ -147,12 +147,15 @@ def test_means_and_their_intervals_are_drawn():
 
   axes, errorbars = draw_over_seeds({"diff": values})
 
-  chex.assert_trees_all_close(
-    means_of(errorbars["DIFF"]), values.mean(axis=0), **FLOAT64
-  )
+  means = means_of(errorbars["DIFF"])
+  chex.assert_trees_all_close(means, values.mean(axis=0), **FLOAT64)
   bounds = np.array(bounds_of(errorbars["DIFF"]))
-  expected = [comparison.mean_interval(column)[1:] for column in values.T]
+  expected = []
+  for losses_of_step in values.T:
+    _, low, high = comparison.mean_interval(losses_of_step)
+    expected.append((low, high))
   chex.assert_trees_all_close(bounds, np.array(expected), **FLOAT64)
+  # The frame contains all intervals.
   bottom, top = axes.get_ylim()
   assert bottom < bounds.min()
   assert bounds.max() < top
