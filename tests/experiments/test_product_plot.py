@@ -117,6 +117,8 @@ def test_axes_and_lines_are_named():
 
 
 def test_runs_without_a_number_are_left_out_and_counted():
+  """There are 3 values of λ_init × 2 of the head norm × 2 seeds."""
+
   def loss_of(values, seed):
     is_without_number = values["model.lambda_init"] == 0.5 and seed == 1
     # A run that has failed has no loss, and one that has diverged has NaN.
@@ -187,7 +189,9 @@ def test_lines_of_three_factors_have_different_looks():
 def test_values_of_different_magnitudes_have_a_logarithmic_axis(
   field, values, scale
 ):
-  axes = draw_axes({field: values}, make_results({field: values}, constant))
+  factors = {field: values}
+
+  axes = draw_axes(factors, make_results(factors, constant))
 
   assert axes.get_xscale() == scale
 
