@@ -122,6 +122,7 @@ def test_the_fields_that_each_run_chooses_do_not_change_the_function():
 
 
 def test_a_printed_config_explains_every_field():
+  """The comment above a field has its documentation and its bound."""
   result = in_process.call("diffjax.train", "--config=tiny", "--print_config")
 
   comments = []
@@ -132,6 +133,7 @@ def test_a_printed_config_explains_every_field():
   text = " ".join(comments)
   for info in FIELDS.values():
     assert info.documentation in text
+    # For example: "Number of steps. It must be at least 1."
     if info.bound is not None and not info.bound.choices:
       assert f"{info.documentation} It {info.bound}." in text
 
