@@ -359,9 +359,10 @@ def test_a_stage_of_mathematics_follows_the_paper(
   name, tokens, learning_rate, variant
 ):
   config = load(name, variant)
-  batch_tokens = config.train.batch_size * config.data.length
-  assert config.train.steps * batch_tokens == pytest.approx(tokens, rel=0.01)
+  num_tokens = config.train.steps * config.train.batch_size * config.data.length
+  assert num_tokens == pytest.approx(tokens, rel=0.01)
   assert config.optimizer.learning_rate == learning_rate
+  # The user names the run to start from.
   assert config.train.init_from == ""
 
 
