@@ -78,6 +78,7 @@ def test_the_deprecated_table_of_architectures_works_and_warns():
   ],
 )
 def test_a_deprecated_name_of_styles_works_and_warns(name, replacement):
+  """The warning says what to use in its place."""
   with pytest.warns(DeprecationWarning, match=replacement):
     user = run_as_user(f"from diffjax.styles import {name}")
   assert callable(user[name])
