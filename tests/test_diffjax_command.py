@@ -109,8 +109,8 @@ def test_a_command_has_its_own_help(start):
 def test_ctrl_c_ends_the_command(start):
   process = start("train", "--help")
   directory = pathlib.Path(f"/proc/{process.pid}")
-  # Wait for the command's process image, and there for the thread that
-  # receives signals.
+  # `diffjax train` replaces its process by `python -m diffjax.train`. Wait for
+  # that, and there for the thread that receives signals.
   while process.poll() is None:
     program = (directory / "cmdline").read_bytes()
     num_threads = len(os.listdir(directory / "task"))
@@ -121,5 +121,6 @@ def test_ctrl_c_ends_the_command(start):
   process.send_signal(signal.SIGINT)
   _, errors = process.communicate(timeout=60)
 
+  # As in a shell: 128 + SIGINT.
   assert process.returncode == 130
   assert errors == "error: interrupted\n"
