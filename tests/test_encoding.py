@@ -76,6 +76,7 @@ def test_text_files_are_opened_as_utf8(folder):
   ],
 )
 def test_calls_that_open_text_are_recognized(code, is_text):
+  """A file that is opened as text needs an encoding, and one of bytes none."""
   call = ast.parse(code, mode="eval").body
   assert opens_text(call) == is_text
 
