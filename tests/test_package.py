@@ -76,6 +76,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
 
   packaged = {name for name in names if ".dist-info/" not in name}
   assert packaged == expected
+  # A file of the linked folder, and two templates.
   assert "diffjax/configs/tiny.py" in packaged
   assert "diffjax/evals/report/page.html.j2" in packaged
   assert "diffjax/interop/card.md.j2" in packaged
