@@ -95,9 +95,10 @@ def test_a_kernel_with_one_wrong_gradient_is_wrong():
 
   check = checks.check_attention(SMALL, wrong)
 
-  wrong_arrays = [
-    name for name, error in check.errors.items() if error > check.tolerance
-  ]
+  wrong_arrays = []
+  for name, error in check.errors.items():
+    if error > check.tolerance:
+      wrong_arrays.append(name)
   assert wrong_arrays == ["d_q"]
   assert str(check).startswith("WRONG")
 
@@ -261,11 +262,13 @@ def test_the_time_of_a_short_program_is_that_of_one_call():
 
 @pytest.mark.parametrize("kind", inputs.KINDS)
 def test_all_implementations_compute_the_same(kind):
+  """The programs that are timed compute one and the same attention."""
   case = inputs.Case(kind, D=16, B=1, T=24, H=2, dtype="float32")
   reference = functools.partial(diff_attention, implementation="reference")
   expected = jax.jit(reference)(*inputs.arguments(case))
 
   for name in timing.implementations(case):
+    # These need a GPU.
     if name in ("fused", "tokamax"):
       continue
     attend, arrays = timing.attention_program(case, name)
@@ -305,6 +308,7 @@ def read_h100_rows() -> tuple[str, list[tables.Row]]:
 
 
 def test_committed_rates_follow_from_the_committed_times():
+  """A rate is the number of operations divided by the time."""
   _, rows = read_h100_rows()
 
   for row in rows:
@@ -316,12 +320,8 @@ def test_committed_rates_follow_from_the_committed_times():
     del fields["name"]
     case = inputs.Case(**fields)
     rates = timing.nominal_tflops(case, row["forward_ms"], row["both_ms"])
-    assert rates["forward_tflops"] == pytest.approx(
-      row["forward_tflops"], rel=1e-3
-    )
-    assert rates["backward_tflops"] == pytest.approx(
-      row["backward_tflops"], rel=1e-3
-    )
+    for rate in ("forward_tflops", "backward_tflops"):
+      assert rates[rate] == pytest.approx(row[rate], rel=1e-3)
 
 
 # Training steps
@@ -503,6 +503,7 @@ def test_the_committed_table_follows_from_the_committed_rows():
 
 
 def test_an_update_keeps_the_entries_of_other_devices(tmp_path):
+  """The table of measured times has entries for each device."""
   path = tmp_path / "measured.json"
   rows = [timed_row("two_call", 1.0)]
 
@@ -617,6 +618,7 @@ def test_a_wrong_kernel_is_printed_and_ends_with_status_1(
     return checks.Check({"out": 0.5}, 1e-2, is_deterministic=True)
 
   monkeypatch.setattr(checks, "check_attention", check_attention)
+  # Decoding is not checked.
   monkeypatch.setattr(inputs, "tiny_decode_cases", lambda: [])
 
   with pytest.raises(SystemExit) as exit_info:
