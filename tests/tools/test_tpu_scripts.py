@@ -333,10 +333,11 @@ def test_create_reports_a_request_that_ends(cloud, state):
   [("SUSPENDED", "READY"), ("FAILED", "READY"), ("ACTIVE", "PREEMPTED")],
 )
 def test_create_replaces_a_slice_that_is_gone(cloud, request_state, node_state):
-  # A first request exists, whose slice cannot be used any more.
+  """A request may have failed, or its slice may have been taken away."""
+  # The first request and its slice.
   cloud.write("request", request_state)
   cloud.write("node", node_state)
-  # The state of the request that replaces it.
+  # The second request.
   cloud.write("create.1", "ACTIVE")
 
   status, output = cloud.run("create.sh")
