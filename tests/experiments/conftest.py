@@ -37,6 +37,7 @@ def make_workdir(tmp_path):
     (text_dir / f"{index}.txt").write_text(line * 8)
 
   def make(name, config, fields=None):
+    """Returns the workdir, and the config with the fields of a small model."""
     values = config.to_dict()
     values["model"].update(SMALL)
     values["data"].update(
@@ -76,6 +77,7 @@ def make_results():
   """
 
   def make(name, experiment, measured, chosen="cpu"):
+    """Returns results of the runs of a grid, with the metrics measured(run)."""
     entries = []
     for run in grid.expand(name, experiment.grids[chosen], {}):
       entries.append(
@@ -107,6 +109,7 @@ def run(command, monkeypatch):
   }
 
   def call(self, line, env=None, log=None, *, tail=False):
+    """Replaces `Launcher.call`: runs a command line in a forked process."""
     python, dash_m, module, *arguments = line
     assert (python, dash_m) == (sys.executable, "-m")
     environment = {**compiled, **(env or {})}
