@@ -259,7 +259,7 @@ def test_commands_can_be_run(page, monkeypatch, tmp_path):
   ],
 )
 def test_a_wrong_command_is_reported(text, error, monkeypatch):
-  """A page is not right if its readers cannot run its commands."""
+  """`text` is that of a page, and `error` a part of the message."""
   monkeypatch.chdir(ROOT)
   (reported,) = command_errors(text)
   assert error in reported
