@@ -88,9 +88,17 @@ def test_chosen_blocks_are_usable(
 def test_unknown_chip_has_the_blocks_of_the_nearest_older_one(
   generation, known
 ):
-  shape = ("backward", 4096, 4096, 128, 256, 2, "bfloat16")
+  arguments = {
+    "direction": "backward",
+    "q_length": 4096,
+    "kv_length": 4096,
+    "D": 128,
+    "V": 256,
+    "G": 2,
+    "dtype": "bfloat16",
+  }
 
-  assert choose(generation, *shape) == choose(known, *shape)
+  assert choose(generation, **arguments) == choose(known, **arguments)
   assert vmem_bytes(generation) == vmem_bytes(known)
 
 
@@ -126,21 +134,42 @@ def test_table_has_each_shape_once():
   assert len(shapes) == len(entries)
 
 
-def test_use_replaces_the_chosen_blocks():
-  shape = (300, 300, 128, 256, 2, "bfloat16")
-  chosen_forward = choose("v5e", "forward", *shape)
-  chosen_backward = choose("v5e", "backward", *shape)
+def choose_for_v5e(direction: str) -> Blocks:
+  """Returns the blocks of the forward or the backward kernel for one shape."""
+  return choose(
+    "v5e",
+    direction,
+    q_length=300,
+    kv_length=300,
+    D=128,
+    V=256,
+    G=2,
+    dtype="bfloat16",
+  )
+
+
+def test_use_replaces_the_blocks_of_one_direction():
   forced = Blocks(q=128, kv=256, q_inner=128, kv_inner=128, resident=128)
+  chosen_forward = choose_for_v5e("forward")
+  chosen_backward = choose_for_v5e("backward")
 
   with block_sizes.use(backward=forced):
-    assert choose("v5e", "backward", *shape) == forced
-    assert choose("v5e", "forward", *shape) == chosen_forward
-    with block_sizes.use(forward=forced):
-      assert choose("v5e", "backward", *shape) == forced
-      assert choose("v5e", "forward", *shape) == forced
+    assert choose_for_v5e("backward") == forced
+    assert choose_for_v5e("forward") == chosen_forward
 
-  assert choose("v5e", "forward", *shape) == chosen_forward
-  assert choose("v5e", "backward", *shape) == chosen_backward
+  assert choose_for_v5e("backward") == chosen_backward
+
+
+def test_inner_use_keeps_the_blocks_of_the_outer_one():
+  outer = Blocks(q=128, kv=256, q_inner=128, kv_inner=128, resident=128)
+  inner = Blocks(q=256, kv=256, q_inner=128, kv_inner=128)
+  chosen_forward = choose_for_v5e("forward")
+
+  with block_sizes.use(backward=outer):
+    with block_sizes.use(forward=inner):
+      assert choose_for_v5e("backward") == outer
+      assert choose_for_v5e("forward") == inner
+    assert choose_for_v5e("forward") == chosen_forward
 
 
 def test_use_refuses_other_directions():
@@ -190,13 +219,22 @@ def test_error_names_the_unusable_subtile(full_subtile, message):
 
 
 def test_blocks_of_another_chip_are_logged_once(caplog):
-  shape = ("forward", 2048, 2048, 128, 256, 2, "bfloat16")
+  """Nothing was measured on v4, so it uses blocks that were found for v5e."""
+  arguments = {
+    "direction": "forward",
+    "q_length": 2048,
+    "kv_length": 2048,
+    "D": 128,
+    "V": 256,
+    "G": 2,
+    "dtype": "bfloat16",
+  }
   block_sizes.log_borrowed_sizes.cache_clear()
 
   with caplog.at_level("INFO"):
-    choose("v4", *shape)
-    choose("v4", *shape)
-    choose("v6e", *shape)
+    choose("v4", **arguments)
+    choose("v4", **arguments)
+    choose("v6e", **arguments)
 
   assert len(caplog.records) == 1
   message = caplog.records[0].getMessage()
