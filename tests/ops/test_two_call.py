@@ -20,7 +20,7 @@ from diffjax.ops.diff_attention import (
 
 # The original functions, which `cudnn_calls` replaces.
 STOCK_ATTENTION = jax.nn.dot_product_attention
-HAS_CUDNN = two_call.has_cudnn.__wrapped__
+STOCK_HAS_CUDNN = two_call.has_cudnn
 
 
 class CudnnCall(NamedTuple):
@@ -29,6 +29,14 @@ class CudnnCall(NamedTuple):
   width: int
   has_mask: bool
   is_causal: bool
+
+
+@pytest.fixture(autouse=True)
+def forget_the_gpu():
+  """Forgets whether cuDNN supports the GPU, which is asked once per process."""
+  STOCK_HAS_CUDNN.cache_clear()
+  yield
+  STOCK_HAS_CUDNN.cache_clear()
 
 
 @pytest.fixture
@@ -111,15 +119,17 @@ def make_program(
 SHAPES = [
   pytest.param(
     {"D": 96, "V": 192, "causal": False},
-    [CudnnCall(96, False, False)] * 4,
+    [CudnnCall(width=96, has_mask=False, is_causal=False)] * 4,
     id="values_in_two_parts",
   ),
   pytest.param(
-    {"D": 20, "V": 150}, [CudnnCall(80, False, True)] * 4, id="padded_keys"
+    {"D": 20, "V": 150},
+    [CudnnCall(width=80, has_mask=False, is_causal=True)] * 4,
+    id="padded_keys",
   ),
   pytest.param(
     {"D": 64, "V": 64, "M": 1, "has_segments": True},
-    [CudnnCall(64, True, False)] * 2,
+    [CudnnCall(width=64, has_mask=True, is_causal=False)] * 2,
     id="shared_keys_and_segments",
   ),
 ]
@@ -130,20 +140,28 @@ SHAPES = [
   [
     *SHAPES,
     pytest.param(
-      {"D": 64, "V": 128}, [CudnnCall(128, False, True)] * 2, id="v1"
+      {"D": 64, "V": 128},
+      [CudnnCall(width=128, has_mask=False, is_causal=True)] * 2,
+      id="v1",
     ),
     pytest.param(
-      {"D": 128, "V": 256}, [CudnnCall(128, False, True)] * 4, id="v1_wide"
+      {"D": 128, "V": 256},
+      [CudnnCall(width=128, has_mask=False, is_causal=True)] * 4,
+      id="v1_wide",
     ),
     pytest.param(
-      {"D": 64, "V": 64, "M": 1}, [CudnnCall(64, False, True)] * 2, id="v2"
+      {"D": 64, "V": 64, "M": 1},
+      [CudnnCall(width=64, has_mask=False, is_causal=True)] * 2,
+      id="v2",
     ),
     pytest.param(
-      {"D": 10, "V": 20}, [CudnnCall(24, False, True)] * 2, id="width_of_8"
+      {"D": 10, "V": 20},
+      [CudnnCall(width=24, has_mask=False, is_causal=True)] * 2,
+      id="width_of_8",
     ),
     pytest.param(
       {"D": 64, "V": 128, "has_segments": True},
-      [CudnnCall(128, True, False)] * 2,
+      [CudnnCall(width=128, has_mask=True, is_causal=False)] * 2,
       id="segments",
     ),
     # cuDNN reads a mask as biases, and supports only even lengths of them.
@@ -176,14 +194,18 @@ def test_calls_of_cudnn_add_up_to_the_reference(
   program, arrays = make_program("reference", **shape)
   expected = jax.jit(program)(*arrays)
   assert cudnn_calls == expected_calls
-  for a, e in zip(
-    jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True
-  ):
-    a, e = np.float32(a), np.float32(e)
-    chex.assert_trees_all_close(a, e, rtol=0, atol=4e-3 * np.abs(e).max())
+  actual = [np.float32(array) for array in jax.tree.leaves(actual)]
+  expected = [np.float32(array) for array in jax.tree.leaves(expected)]
+  assert len(actual) == len(expected)
+  for index, expected_array in enumerate(expected):
+    largest = np.abs(expected_array).max()
+    chex.assert_trees_all_close(
+      actual[index], expected_array, rtol=0, atol=4e-3 * largest
+    )
 
 
 def test_cudnn_does_not_get_masks_of_2_gib(cudnn_calls):
+  """A mask of 4 sequences has 4 · 16384² numbers of 2 bytes: 2 GiB."""
   q = jax.ShapeDtypeStruct((4, 16384, 8, 2, 64), jnp.bfloat16)
   v = jax.ShapeDtypeStruct((4, 16384, 8, 128), jnp.bfloat16)
 
@@ -232,14 +254,18 @@ def test_auto_calls_cudnn_on_blackwell(
     compute_capability = "10.0"
 
   program, arrays = make_program("auto", D=D, V=V)
-  # `cudnn_calls` lets all GPUs have cuDNN.
-  monkeypatch.setattr(two_call, "has_cudnn", lambda backend: HAS_CUDNN("gpu"))
+  # `cudnn_calls` lets all GPUs have cuDNN. Here the original function decides,
+  # which is asked about a GPU although the tests run on a CPU.
+  monkeypatch.setattr(
+    two_call, "has_cudnn", lambda backend: STOCK_HAS_CUDNN("gpu")
+  )
   monkeypatch.setattr(api, "platform", lambda: "gpu")
   monkeypatch.setattr(jax, "devices", lambda *_: [BlackwellDevice])
 
   jax.eval_shape(program, *arrays)
 
-  assert cudnn_calls == [CudnnCall(128, False, True)] * num_calls
+  expected_call = CudnnCall(width=128, has_mask=False, is_causal=True)
+  assert cudnn_calls == [expected_call] * num_calls
 
 
 @pytest.mark.parametrize(
@@ -259,8 +285,8 @@ def test_cudnn_attention_needs_ampere(monkeypatch, capability, expected):
 
   monkeypatch.setattr(jax, "devices", lambda: [Device])
 
-  assert HAS_CUDNN("gpu") == expected
+  assert two_call.has_cudnn("gpu") == expected
 
 
 def test_other_backends_have_no_cudnn():
-  assert not HAS_CUDNN("cpu")
+  assert not two_call.has_cudnn("cpu")
