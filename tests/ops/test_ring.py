@@ -297,12 +297,14 @@ def test_ring_is_as_accurate_in_bfloat16_as_one_device():
   ),
 )
 def test_ring_of_tpu_kernels_equals_one_device(case):
-  # Pallas's interpreter for TPUs waits at each kernel for all devices. With a
-  # window, devices run different numbers of kernels. So that case needs
-  # Pallas's general interpreter.
-  params = True if case.window is not None else None
+  # None is Pallas's interpreter for TPUs, which waits at each kernel for all
+  # devices. With a window, devices run different numbers of kernels, so that
+  # case needs Pallas's general interpreter: True.
+  interpreter = None
+  if case.window is not None:
+    interpreter = True
 
-  with chip.interpreted(params):
+  with chip.interpreted(interpreter):
     actual = run_ring(case, np.float32, "pallas_tpu")
 
   assert_results_close(actual, expected_results(case), 2e-5)
@@ -310,31 +312,42 @@ def test_ring_of_tpu_kernels_equals_one_device(case):
 
 @pytest.mark.parametrize("name", ["chunked", "pallas_tpu"])
 def test_partial_results_are_float32(name):
-  """Results for a part of the keys are added up, so they are not rounded."""
+  """The ring adds up results for parts of the keys, so they are not rounded.
+
+  A result consists of the outputs of the two maps, `out` and `out2`, and of the
+  log-sum-exps `lse`.
+  """
   inputs = make_inputs(V1_GROUPED, jnp.bfloat16)
   implementation = implementations.implementation_of(name)
-  mask = Mask(32, 32)
+  mask = Mask(q_length=32, kv_length=32)
 
   def run_partial(q, k, v, lam, d_out):
-    arrays = Arrays(q, k, v, lam, None, None, None)
+    arrays = Arrays(q, k, v, lam, q_ids=None, kv_ids=None, offset=None)
     chosen = implementation.prepare(arrays, mask)
-    options = Options(0.3, save=True, chosen=chosen)
-    saved = implementation.partial.forward(arrays, mask, options)
-    rounded = saved._replace(
-      out=saved.out.astype(q.dtype), out2=saved.out2.astype(q.dtype)
+    options = Options(scale=0.3, save=True, chosen=chosen)
+    result = implementation.partial.forward(arrays, mask, options)
+    # The ring saves the sums of all parts for the backward pass, and these are
+    # rounded.
+    rounded = result._replace(
+      out=result.out.astype(jnp.bfloat16),
+      out2=result.out2.astype(jnp.bfloat16),
     )
     gradients = implementation.partial.backward(
       arrays, mask, options, rounded, d_out
     )
-    return saved, gradients
+    return result, gradients
 
   with chip.interpreted():
-    saved, gradients = jax.eval_shape(run_partial, *inputs.arrays, inputs.d_out)
+    result, gradients = jax.eval_shape(
+      run_partial, *inputs.arrays, inputs.d_out
+    )
 
-  for result in (*saved, *gradients):
-    assert result.dtype == jnp.float32
-  chex.assert_shape([saved.out, saved.out2], (2, 4, 32, 6))
-  chex.assert_shape(saved.lse, (2, 4, 2, 32))
+  for array in (*result, *gradients):
+    assert array.dtype == jnp.float32
+  # Two sequences, four heads, 32 queries and values of width 6.
+  chex.assert_shape([result.out, result.out2], (2, 4, 32, 6))
+  # One number for each of the two maps of a head.
+  chex.assert_shape(result.lse, (2, 4, 2, 32))
 
 
 @pytest.mark.usefixtures("optimised")
@@ -353,6 +366,10 @@ def test_partial_results_are_float32(name):
   ],
 )
 def test_compiled_ring_sends_keys_only_to_neighbors(case, num_moves):
+  """Arrays travel by `collective-permute`, and no device gathers all of them.
+
+  With a window, keys make only `num_moves` moves. None leaves that open.
+  """
   program = make_program(case, "chunked", make_sharding(case))
   text = program.lower(make_inputs(case, np.float32)).compile().as_text()
 
@@ -370,7 +387,12 @@ def test_compiled_ring_sends_keys_only_to_neighbors(case, num_moves):
 @pytest.mark.parametrize("order", ["balanced", "given"])
 @pytest.mark.parametrize("shards", [2, 8])
 def test_only_the_first_step_of_a_causal_ring_has_masks(order, shards):
-  """Later steps see all keys of another device, or none."""
+  """In step i, a device attends to the keys of the device i places before it.
+
+  In step 0 these are its own keys. Later its queries see all or none of the
+  keys of each call, so these calls need no mask. `step.calls` has a list of
+  calls for each device.
+  """
   length = 16
   steps = ring_plan.plan_steps(
     Mask(length, length), TokenSharding(("context",), shards, order)
@@ -388,28 +410,31 @@ def test_only_the_first_step_of_a_causal_ring_has_masks(order, shards):
 
 
 @pytest.mark.parametrize(
-  ("order", "expected_areas"),
+  ("order", "expected_pairs"),
   [
+    # Each device computes half of the pairs of its 16 queries and the 16 keys.
     pytest.param("balanced", {16 * 16 // 2}, id="balanced"),
+    # Some devices see none of the keys, and the others see all of them.
     pytest.param("given", {0, 16 * 16}, id="given"),
   ],
 )
 @pytest.mark.parametrize("shards", [2, 8])
 def test_balanced_order_gives_all_devices_equal_work(
-  order, expected_areas, shards
+  order, expected_pairs, shards
 ):
+  """A device's work in a step is the number of pairs of a query and a key."""
   steps = ring_plan.plan_steps(
     Mask(16, 16), TokenSharding(("context",), shards, order)
   )
 
   for step in steps[1:]:
-    areas = set()
-    for calls in step.calls:
-      area = 0
-      for call in calls:
-        area += call.mask.q_length * call.mask.kv_length
-      areas.add(area)
-    assert areas == expected_areas
+    pairs_of_devices = set()
+    for calls_of_device in step.calls:
+      num_pairs = 0
+      for call in calls_of_device:
+        num_pairs += call.mask.q_length * call.mask.kv_length
+      pairs_of_devices.add(num_pairs)
+    assert pairs_of_devices == expected_pairs
 
 
 def iterate_equations(jaxpr: Any) -> Iterator[Any]:
@@ -524,6 +549,10 @@ def find_lines(body: list[str], operation: str) -> list[int]:
 def test_remat_by_name_does_not_repeat_the_transfers(
   saved_names, num_transfers
 ):
+  """A checkpoint policy that saves the operation's results avoids them.
+
+  `ppermute` sends an array to another device.
+  """
   case = Case("balanced", shards=2)
   inputs = make_inputs(case, np.float32)
   sharding = make_sharding(case)
