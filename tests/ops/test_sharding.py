@@ -288,8 +288,8 @@ def test_spec_refers_to_the_mesh_that_is_set(axis_type):
   expected = program(q, k, v, lam)
   chex.assert_trees_all_close(actual, expected, **FLOAT32_MODEL)
   if axis_type == AxisType.Auto:
-    # With explicit axes, the gradient [B, T, H] of λ is gathered, because λ is
-    # on no axis.
+    # No device gathers arrays of others. With explicit axes it must gather the
+    # gradient [B, T, H] of λ, which has no sharding.
     assert "all-gather" not in text
 
 
@@ -318,18 +318,18 @@ def test_balanced_order_does_not_change_attention(spec, shards, implementation):
     implementation=implementation,
   )
 
-  loss, gradients = program(q[:, order], k[:, order], v[:, order], lam)
+  loss, (d_q, d_k, d_v, d_lam) = program(
+    q[:, order], k[:, order], v[:, order], lam
+  )
 
-  *array_gradients, lam_gradient = gradients
+  # Back to the order of the sequence.
   back = np.argsort(order)
-  array_gradients = [gradient[:, back] for gradient in array_gradients]
+  actual = (loss, (d_q[:, back], d_k[:, back], d_v[:, back], d_lam))
   program = loss_and_gradients(
     window=7, q_segment_ids=SEGMENT_IDS, implementation="reference"
   )
   expected = program(q, k, v, lam)
-  chex.assert_trees_all_close(
-    (loss, (*array_gradients, lam_gradient)), expected, **FLOAT32_MODEL
-  )
+  chex.assert_trees_all_close(actual, expected, **FLOAT32_MODEL)
 
 
 def make_decode_arguments() -> tuple[jax.Array, ...]:
@@ -362,24 +362,30 @@ def test_spec_of_decoding_refers_to_the_mesh_that_is_set():
 
 @pytest.mark.parametrize("window", [None, 5])
 def test_sharding_does_not_change_decoding(window):
-  *arrays, lengths = make_decode_arguments()
+  q, k, v, lam, lengths = make_decode_arguments()
 
-  def run(sharding):
-    def loss(*arrays):
-      out = decode_attention(
-        *arrays,
-        lengths,
-        window=window,
-        implementation="xla",
-        sharding=sharding,
-      )
-      return jnp.sum(jnp.sin(out))
+  def loss(q, k, v, lam, sharding):
+    out = decode_attention(
+      q,
+      k,
+      v,
+      lam,
+      lengths,
+      window=window,
+      implementation="xla",
+      sharding=sharding,
+    )
+    return jnp.sum(jnp.sin(out))
 
-    return jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)))(*arrays)
+  program = jax.jit(
+    jax.value_and_grad(loss, (0, 1, 2, 3)), static_argnames="sharding"
+  )
 
-  actual = run(NamedSharding(make_mesh(), P("rows", "columns")))
+  batch_and_heads = NamedSharding(make_mesh(), P("rows", "columns"))
+  actual = program(q, k, v, lam, sharding=batch_and_heads)
 
-  chex.assert_trees_all_close(actual, run(None), **FLOAT32_MODEL)
+  expected = program(q, k, v, lam, sharding=None)
+  chex.assert_trees_all_close(actual, expected, **FLOAT32_MODEL)
 
 
 def test_sharding_does_not_change_decoding_by_the_tpu_kernel():
@@ -401,7 +407,10 @@ def test_sharding_does_not_change_decoding_by_the_tpu_kernel():
 
 @pytest.mark.parametrize("implementation", ["xla", "pallas_tpu"])
 def test_each_shard_has_pages_of_its_own(implementation):
-  """The tables of a shard number its own pages from 0."""
+  """The block tables of a shard number its own pages from 0.
+
+  "rows" divides the four sequences, and so the eight pages, into two shards.
+  """
   q, k, v, lam, lengths = make_decode_arguments()
 
   def cut_into_pages(x):
@@ -475,6 +484,7 @@ def test_error_names_an_axis_that_the_mesh_lacks():
 
 
 def test_balanced_order_needs_two_pieces_per_shard():
+  """Six tokens cannot be cut into the eight pieces of four shards."""
   q, k, v, lam = make_attention_arguments()
 
   with pytest.raises(
