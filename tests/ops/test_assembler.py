@@ -87,20 +87,21 @@ def test_no_packaged_ptxas_is_found_without_the_package(site_packages):
 def test_packaged_ptxas_is_found_in_the_first_folder_that_has_it(
   site_packages, monkeypatch, tmp_path
 ):
-  second = tmp_path / "second"
-  monkeypatch.setattr(sys, "path", [str(site_packages), str(second)])
+  without_ptxas = tmp_path / "without_ptxas"
+  other = tmp_path / "other"
+  folders = [str(without_ptxas), str(site_packages), str(other)]
+  monkeypatch.setattr(sys, "path", folders)
+  ptxas = install_ptxas(site_packages / PACKAGE_FOLDER, "13.5")
+  install_ptxas(other / PACKAGE_FOLDER, "13.4")
 
-  second_ptxas = install_ptxas(second / PACKAGE_FOLDER, "13.4")
-  assert assembler.packaged() == second_ptxas
-
-  first_ptxas = install_ptxas(site_packages / PACKAGE_FOLDER, "13.5")
-  assert assembler.packaged() == first_ptxas
+  assert assembler.packaged() == ptxas
 
 
 @pytest.mark.parametrize("release_on_path", [None, "13.0", "12.9"])
 def test_packaged_ptxas_is_preferred_to_an_unsafe_one(
   site_packages, bin_folder, release_on_path
 ):
+  """Its folder becomes the first one on PATH. Before 13.3, ptxas is unsafe."""
   packaged = install_ptxas(site_packages / PACKAGE_FOLDER, "13.5")
   if release_on_path is not None:
     install_ptxas(bin_folder, release_on_path)
@@ -134,9 +135,10 @@ def test_packaged_ptxas_is_preferred_without_a_path(
     pytest.param("13.3", "14.0", id="newer_on_path"),
   ],
 )
-def test_path_does_not_change(
+def test_path_changes_only_if_it_replaces_an_unsafe_ptxas_by_a_safe_one(
   site_packages, bin_folder, packaged_release, release_on_path
 ):
+  """ptxas is safe from release 13.3 on. PATH stays in all these cases."""
   if packaged_release is not None:
     install_ptxas(site_packages / PACKAGE_FOLDER, packaged_release)
   if release_on_path is not None:
@@ -162,20 +164,25 @@ def test_path_does_not_change_if_the_package_is_not_executable(
 def test_packaged_ptxas_is_preferred_before_jax_looks_for_one(
   site_packages, bin_folder, monkeypatch
 ):
-  """JAX looks for its assembler once in a process."""
+  """JAX looks once in a process, so a later change of PATH has no effect.
+
+  `refusal` checks the assembler. `release` makes JAX look for it.
+  """
   packaged = install_ptxas(site_packages / PACKAGE_FOLDER, "13.5")
-  paths = []
+  paths_when_jax_looks = []
 
   def find_release():
-    paths.append(os.environ["PATH"])
+    paths_when_jax_looks.append(os.environ["PATH"])
     return (13, 5)
 
   monkeypatch.setattr(assembler, "release", find_release)
   monkeypatch.setattr(assembler, "is_nvjitlink_loaded", lambda: False)
 
-  assert assembler.refusal() is None
-  assert len(paths) == 1
-  assert paths[0].startswith(str(packaged.parent))
+  refusal = assembler.refusal()
+
+  assert refusal is None
+  expected_path = os.pathsep.join([str(packaged.parent), str(bin_folder)])
+  assert paths_when_jax_looks == [expected_path]
 
 
 @pytest.fixture
@@ -193,7 +200,7 @@ def set_jax(monkeypatch, site_packages, bin_folder):
 
 @pytest.mark.parametrize("release", [(13, 3), (13, 10), (14, 0)])
 def test_ptxas_of_13_3_or_newer_is_trusted(set_jax, release):
-  set_jax(release)
+  set_jax(release=release)
 
   assert assembler.refusal() is None
 
@@ -207,7 +214,7 @@ def test_ptxas_of_13_3_or_newer_is_trusted(set_jax, release):
   ],
 )
 def test_older_ptxas_is_refused(set_jax, release, name):
-  set_jax(release)
+  set_jax(release=release)
 
   assert assembler.refusal() == (
     f"needs ptxas 13.3 or newer, and JAX uses ptxas of CUDA {name} here, which"
@@ -237,7 +244,7 @@ def test_missing_ptxas_is_refused(set_jax, monkeypatch):
   ],
 )
 def test_jax_without_nvjitlink_is_trusted(set_jax, version, has_nvjitlink):
-  set_jax((13, 5), version, has_nvjitlink)
+  set_jax(release=(13, 5), version=version, has_nvjitlink=has_nvjitlink)
 
   assert assembler.refusal() is None
 
@@ -247,7 +254,7 @@ def test_jax_without_nvjitlink_is_trusted(set_jax, version, has_nvjitlink):
   [pytest.param((0, 12, 0), id="0.12"), pytest.param((0, 13, 0), id="0.13")],
 )
 def test_jax_with_nvjitlink_is_refused(set_jax, version):
-  set_jax((13, 5), version, has_nvjitlink=True)
+  set_jax(release=(13, 5), version=version, has_nvjitlink=True)
 
   assert assembler.refusal() == (
     f"needs ptxas, and JAX {jax.__version__} uses nvJitLink, which ignores"
@@ -267,7 +274,7 @@ def test_library_that_is_not_loaded_is_not_found():
   assert not assembler.is_loaded("libnvNothing")
 
 
-PROGRAM = """
+PROGRAM_THAT_COMPILES_A_KERNEL = """
 from benchmarks.gpu import static
 from diffjax.ops.diff_attention.gpu import assembler
 
@@ -284,7 +291,7 @@ print(assembler.release())
   reason="needs the compiler for Hopper and its packaged ptxas",
 )
 def test_pallas_compiles_with_the_packaged_ptxas(tmp_path):
-  """Not with the old one on PATH, also if a JAX backend is running."""
+  """PATH has an old ptxas, which is asked for its version and not used."""
   log = tmp_path / "log"
   old_ptxas = tmp_path / "bin/ptxas"
   install_program(
@@ -293,7 +300,7 @@ def test_pallas_compiles_with_the_packaged_ptxas(tmp_path):
 
   path = f"{old_ptxas.parent}:/usr/bin:/bin"
   result = subprocess.run(
-    [sys.executable, "-c", PROGRAM],
+    [sys.executable, "-c", PROGRAM_THAT_COMPILES_A_KERNEL],
     cwd=ROOT,
     env=os.environ | {"JAX_PLATFORMS": "cpu", "PATH": path},
     capture_output=True,
@@ -304,5 +311,4 @@ def test_pallas_compiles_with_the_packaged_ptxas(tmp_path):
   assert result.returncode == 0, result.stderr
   major, minor, *_ = assembler.version(assembler.packaged())
   assert result.stdout.splitlines()[-1] == str((major, minor))
-  # The old one was only asked for its version.
   assert set(log.read_text().split()) == {"--version"}
