@@ -468,6 +468,7 @@ def test_output_equals_the_reference(implementation, case):
   "case", by_name([V1, V2_LANES, V2_PAGES_WINDOW, V1_INT8_PAGES])
 )
 def test_finite_hidden_values_do_not_change_the_output(implementation, case):
+  """Hidden values are those that no new token sees. Other tests make them NaN."""
   arguments = make_arguments(case, hidden=1e3)
 
   out = compile_program(case, implementation)(arguments)
@@ -477,14 +478,20 @@ def test_finite_hidden_values_do_not_change_the_output(implementation, case):
 
 @pytest.mark.parametrize("case", by_name([V1, V1_TOKENS, V1_ONE_GROUP]))
 def test_token_without_keys_has_zero_output(implementation, case):
+  """A sequence may have fewer tokens than new ones.
+
+  Then its first new tokens have negative positions, and they see no key.
+  """
   out = compile_program(case, implementation)(make_arguments(case))
 
   tokens = case.T or 1
   out = np.asarray(out).reshape(len(case.lengths), tokens, case.H, case.V)
   positions = first_positions(case)[:, None] + np.arange(tokens)
-  assert (positions < 0).any()
-  assert (out[positions < 0] == 0).all()
-  assert (out[positions >= 0] != 0).any(axis=(1, 2)).all()
+  out_without_keys = out[positions < 0]  # [tokens, H, V]
+  out_with_keys = out[positions >= 0]
+  assert out_without_keys.size > 0
+  assert (out_without_keys == 0).all()
+  assert (out_with_keys != 0).any(axis=(1, 2)).all()
 
 
 @pytest.mark.parametrize(
@@ -525,6 +532,8 @@ def test_decoding_token_by_token_equals_the_whole_sequence(implementation):
     functools.partial(decode_attention, window=3, implementation=implementation)
   )
 
+  # The cache has room for eight tokens. A NaN would show that unused room is
+  # read. Both maps of a key are in one row.
   k_cache = np.full((1, 2, capacity, 12), np.nan, np.float32)
   v_cache = np.full((1, 2, capacity, 10), np.nan, np.float32)
   for t in range(length):
@@ -537,6 +546,7 @@ def test_decoding_token_by_token_equals_the_whole_sequence(implementation):
 
 
 def test_other_lengths_do_not_compile_again(implementation):
+  """The lengths change with each token, so they must not be static."""
   arguments = make_arguments(V1)
   program = compile_program(V1, implementation)
   first = program(arguments)
@@ -600,6 +610,7 @@ def test_tpu_kernel_has_no_races(case, monkeypatch):
   # JAX offers the result of its race detector only here.
   from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
+  # Blocks of 128 keys, the fewest possible.
   monkeypatch.setattr(tpu_decode, "BLOCK_BYTES", 1)
   with tpu_chip.interpreted(pltpu.InterpretParams(detect_races=True)):
     out = compile_program(case, "pallas_tpu")(make_arguments(case))
@@ -675,6 +686,7 @@ def test_tpu_kernel_reads_exactly_the_blocks_with_visible_keys(
 def test_xla_multiplies_once_with_keys_and_once_with_values(
   platform, num_products
 ):
+  """Each further product would read the keys or values again."""
   traced = compile_program(V1, "xla").trace(make_arguments(V1))
 
   text = traced.lower(lowering_platforms=(platform,)).as_text()
@@ -757,7 +769,8 @@ def test_error_names_the_bad_argument_of_pages(argument, value):
   arguments = make_arguments(Case("v1", page=128, int8=True, T=2))
   arguments[argument] = value
 
-  # Keys and values must fit each other, so the error may name the other one.
+  # Keys, values and their scales must fit each other, so the error may name
+  # another one of them.
   with pytest.raises(ValueError, match=f"^({argument}|v|k_scale) must .*got"):
     decode_attention(**arguments)
 
@@ -791,23 +804,30 @@ def test_tpu_kernel_is_refused_on_another_backend():
     decode_attention(**make_arguments(V1), implementation="pallas_tpu")
 
 
-def test_only_xla_takes_float16():
+def test_tpu_kernel_refuses_float16():
   arguments = make_arguments(Case("v1", dtype="float16"))
-  attend_tpu = functools.partial(decode_attention, implementation="pallas_tpu")
-  attend_xla = functools.partial(decode_attention, implementation="xla")
 
   with (
     tpu_chip.interpreted(),
     pytest.raises(ValueError, match="^q .*float16.*use implementation='xla'"),
   ):
-    attend_tpu(**arguments)
-  assert jax.eval_shape(attend_xla, **arguments).dtype == jnp.float16
+    decode_attention(**arguments, implementation="pallas_tpu")
+
+
+def test_xla_takes_float16():
+  arguments = make_arguments(Case("v1", dtype="float16"))
+  decode_by_xla = functools.partial(decode_attention, implementation="xla")
+
+  out = jax.eval_shape(decode_by_xla, **arguments)
+
+  assert out.dtype == jnp.float16
 
 
 @needs_gpu_interpreter
 @pytest.mark.parametrize("case", by_name(CASES, COMBINED_CASES))
 def test_gpu_kernel_equals_the_reference(case, monkeypatch):
-  # Sequences of 300 keys then have several splits.
+  # The kernel splits the keys of a sequence over several blocks of threads. With
+  # splits of 64 keys or more, sequences of 300 keys have several.
   monkeypatch.setattr(gpu_decode, "MIN_SPLIT_KEYS", 64)
   case = dataclasses.replace(case, dtype="float16")
 
@@ -904,6 +924,7 @@ def test_gpu_kernel_names_what_it_does_not_support(case, message):
 
 
 def test_auto_logs_its_choice_once(caplog):
+  # Other tests may have logged the same choice.
   choice.log_once.cache_clear()
   arguments = make_arguments(V1)
 
