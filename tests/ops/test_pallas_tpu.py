@@ -302,7 +302,9 @@ def race_detectors(monkeypatch):
 
 @pytest.mark.parametrize("case", by_name(CASES, COMBINED_CASES))
 def test_output_and_gradients_equal_the_reference(case, race_detectors):
+  """The same run also looks for races, since another one would take as long."""
   inputs = make_inputs(case)
+  # Reading memory that nothing was written to gives NaN.
   params = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)
 
   with (
@@ -312,7 +314,7 @@ def test_output_and_gradients_equal_the_reference(case, race_detectors):
     actual = run("pallas_tpu", inputs)
 
   assert_close_in_norm(actual, run("reference", inputs), FLOAT32_ERROR)
-  # The same run shows races, since another one would take as long.
+  # The forward and the backward kernel have a detector each.
   assert len(race_detectors) >= 2
   for detector in race_detectors:
     assert not detector.races_found
@@ -321,10 +323,15 @@ def test_output_and_gradients_equal_the_reference(case, race_detectors):
 @pytest.mark.full
 @pytest.mark.parametrize("case", by_name(CASES))
 def test_online_kernel_equals_the_reference(case):
-  """Large values make the forward pass subtract the running maximum."""
+  """The online kernel subtracts the running maximum of the logits.
+
+  It runs if the quick kernel, which does not, could be inaccurate. That is so
+  if a value exceeds 2⁴⁰.
+  """
   inputs = make_inputs(case)
   q, k, v, lam = inputs.arrays
-  inputs = inputs._replace(arrays=(q, k, v * 2.0**50, lam))
+  large_v = v * 2.0**50
+  inputs = inputs._replace(arrays=(q, k, large_v, lam))
 
   with (
     chip.interpreted(),
@@ -341,7 +348,7 @@ def test_online_kernel_equals_the_reference(case):
 def test_two_cores_share_the_keys_of_one_head(
   case, race_detectors, monkeypatch
 ):
-  """The devices of v4 and v5p have two cores."""
+  """The results on two cores, as in TPU v4 and v5p, equal the reference."""
   monkeypatch.setattr(chip, "cores", lambda: 2)
   inputs = make_inputs(case)
   # JAX's interpreter cannot run the loops of a kernel on two cores.
@@ -379,6 +386,7 @@ def parallel_sizes(kernel_call: Any) -> list[int]:
   "case", by_name(TWO_CORE_CASES, COMBINED_TWO_CORE_CASES)
 )
 def test_two_cores_get_equal_shares_of_the_backward_pass(case, monkeypatch):
+  """An axis of the kernel's grid that cores share has an even size."""
   monkeypatch.setattr(chip, "cores", lambda: 2)
   inputs = make_inputs(case)
 
@@ -394,7 +402,8 @@ def test_two_cores_get_equal_shares_of_the_backward_pass(case, monkeypatch):
   ]
   assert backward_calls
   for call in backward_calls:
-    assert any(size % 2 == 0 for size in parallel_sizes(call))
+    even_sizes = [size for size in parallel_sizes(call) if size % 2 == 0]
+    assert even_sizes
 
 
 # The next functions change q [B, T, Q, G, D], k [B, S, K, M, D] and v.
@@ -620,6 +629,8 @@ def test_forward_pass_is_accurate_for_adverse_inputs(
   assert (lse[:, :num_empty_rows] >= 1e29).all()
 
 
+# `rows` is a block of queries, and `hidden_keys` are keys in tiles that are
+# completely hidden from these queries.
 @pytest.mark.parametrize(
   ("case", "rows", "hidden_keys"),
   [
@@ -741,28 +752,34 @@ def tiles_of(mask: Mask) -> list[Tile]:
 
 
 def test_keys_of_contains_all_visible_keys(mask):
-  """It returns the first and the last key that a block of queries may see."""
-  is_visible = visible_pairs(mask)
-  for query in range(0, Q_LENGTH, Q_BLOCK):
-    first_query = mask.offset + query
-    first_key, last_key = mask.keys_of(first_query, first_query + Q_BLOCK - 1)
+  """`keys_of` returns the first and last key that a block of queries may see.
 
-    rows = is_visible[query : query + Q_BLOCK]
-    visible_keys = np.flatnonzero(rows.any(axis=0))
+  Here 21 queries are in blocks of 8. The first one has the position `offset`.
+  """
+  is_visible = visible_pairs(mask)  # [queries, keys]
 
+  for start in range(0, 21, 8):
+    first_position = mask.offset + start
+    first_key, last_key = mask.keys_of(first_position, first_position + 7)
+
+    is_key_visible = is_visible[start : start + 8].any(axis=0)
+    visible_keys = np.flatnonzero(is_key_visible)
     assert (visible_keys >= first_key).all()
     assert (visible_keys <= last_key).all()
 
 
 def test_rows_of_contains_all_queries_that_see_a_tile(mask):
-  """It returns the first and the last query that may see a block of keys."""
-  is_visible = visible_pairs(mask)
-  for key in range(0, KV_LENGTH, KV_BLOCK):
-    first_row, last_row = mask.rows_of(key, key + KV_BLOCK - 1)
+  """`rows_of` returns the first and last query that may see a block of keys.
 
-    columns = is_visible[:, key : key + KV_BLOCK]
-    rows = np.flatnonzero(columns.any(axis=1))
+  Here 18 keys are in blocks of 4.
+  """
+  is_visible = visible_pairs(mask)  # [queries, keys]
 
+  for start in range(0, 18, 4):
+    first_row, last_row = mask.rows_of(start, start + 3)
+
+    does_row_see_keys = is_visible[:, start : start + 4].any(axis=1)
+    rows = np.flatnonzero(does_row_see_keys)
     assert (rows >= first_row).all()
     assert (rows <= last_row).all()
 
@@ -780,7 +797,11 @@ def test_tile_with_all_pairs_visible_has_all(mask):
 
 
 def test_partial_differences_list_all_partially_visible_tiles(mask):
-  """A tile's difference is that of its first query and its first key."""
+  """A tile is listed by the position of its first query minus its first key.
+
+  A kernel can prepare a mask for each of these differences. The result is None
+  if a mask does not depend on them alone.
+  """
   differences = mask.partial_differences(Q_BLOCK, KV_BLOCK, most=99)
   if differences is None:
     return
@@ -799,7 +820,7 @@ def test_partial_differences_list_all_partially_visible_tiles(mask):
     pytest.param(jnp.float32, 8, 520, "V = 520.*up to 512", id="V"),
   ],
 )
-def test_error_names_what_is_supported(dtype, D, V, message):
+def test_error_names_the_unsupported_dtype_or_width(dtype, D, V, message):
   q = jnp.zeros((1, 8, 2, 2, D), dtype)
   v = jnp.zeros((1, 8, 2, V), dtype)
 
@@ -825,22 +846,24 @@ def test_another_backend_is_refused():
 
 
 def test_forward_kernel_without_gradient_saves_less():
-  """With a gradient it also writes the noise maps' outputs.
-
-  Without one, it writes the output and the log-sum-exps, which show whether
-  the quick kernel's result is accurate.
-  """
-  inputs = make_inputs(Case("v1", SQUARE, T=130))
+  q = jnp.zeros((2, 130, 2, 2, 8))
+  k = jnp.zeros((2, 130, 2, 2, 8))
+  v = jnp.zeros((2, 130, 2, 16))
+  lam = jnp.zeros((2, 130, 2))
 
   def attend(*arrays):
     return diff_attention(*arrays, implementation="pallas_tpu")
 
   def attend_and_save(*arrays):
-    return jax.vjp(attend, *arrays)[0]
+    out, _ = jax.vjp(attend, *arrays)
+    return out
 
+  # The forward kernel is the first one of a program.
   with chip.interpreted():
-    without_gradient = kernel_calls(attend, *inputs.arrays)[0]
-    with_gradient = kernel_calls(attend_and_save, *inputs.arrays)[0]
+    without_gradient = kernel_calls(attend, q, k, v, lam)[0]
+    with_gradient = kernel_calls(attend_and_save, q, k, v, lam)[0]
 
+  # The output, and the log-sum-exps, which show whether it is accurate.
   assert len(without_gradient.outvars) == 2
+  # The backward pass also needs the outputs of the noise maps.
   assert len(with_gradient.outvars) == 3
