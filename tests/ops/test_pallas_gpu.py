@@ -278,7 +278,10 @@ def test_bfloat16_is_rounded_only_at_the_end(case):
   ),
 )
 def test_results_are_deterministic(case):
-  """Each sum has one order. The interpreter's threads vary in speed."""
+  """The order of a sum does not depend on which thread is faster.
+
+  The interpreter runs a kernel on several threads, whose speed varies.
+  """
   inputs = make_inputs(case)
 
   first = run("pallas_gpu", inputs)
@@ -362,6 +365,8 @@ def test_shard_map_does_not_change_the_results():
   assert_close_in_norm(actual, expected_results(inputs), FLOAT16_ERROR)
 
 
+# `rows` is a block of queries, and `hidden_keys` are blocks of keys that these
+# queries do not see.
 @pytest.mark.parametrize(
   ("options", "second_document", "rows", "hidden_keys"),
   [
@@ -403,6 +408,7 @@ def test_hidden_blocks_are_not_computed(
   d_out = jnp.zeros_like(inputs.d_out)
   d_out = d_out.at[:, rows].set(inputs.d_out[:, rows])
   array_options = {}
+  # The second document starts at this token.
   if second_document is not None:
     segment_ids = (jnp.arange(256) >= second_document).astype(jnp.int32)
     array_options["q_segment_ids"] = segment_ids[None]
@@ -420,8 +426,12 @@ def test_hidden_blocks_are_not_computed(
 
 
 def test_row_without_keys_has_zero_output_and_no_gradient():
-  """Here whole blocks see no key, and one block has rows of both kinds."""
+  """Here whole blocks see no key, and one block has rows of both kinds.
+
+  A query sees the keys that have its segment id.
+  """
   inputs = make_inputs(Case("v1", T=70, causal=False))
+  # No key has the id 9, so queries 0 to 39 see no key.
   q_ids = jnp.full((2, 70), 9, jnp.int32).at[:, 40:].set(1)
   kv_ids = jnp.ones((2, 70), jnp.int32)
   segment_ids = {"q_segment_ids": q_ids, "kv_segment_ids": kv_ids}
@@ -445,7 +455,7 @@ def test_row_without_keys_has_zero_output_and_no_gradient():
     pytest.param(jnp.float16, 8, 264, "V = 264.*up to 256", id="V"),
   ],
 )
-def test_error_names_what_is_supported(dtype, D, V, message):
+def test_error_names_the_unsupported_dtype_or_width(dtype, D, V, message):
   q = jnp.zeros((1, 8, 2, 2, D), dtype)
   v = jnp.zeros((1, 8, 2, V), dtype)
 
@@ -492,6 +502,7 @@ def test_blackwell_is_refused(monkeypatch):
 
 
 def test_warning_names_an_assembler_that_corrupts_products(monkeypatch):
+  """`refusal` says what is wrong with ptxas, the assembler that JAX uses."""
   problem = "ptxas 13.0.88 can corrupt products"
   monkeypatch.setattr(chip.assembler, "refusal", lambda: problem)
 
