@@ -569,6 +569,7 @@ def stock_attention(
 
 
 def test_attention_with_lambda_zero_is_plain_attention(implementation):
+  """The output is (A₁ − λ A₂) V, with maps A₁ and A₂ of attention weights."""
   inputs = make_inputs(GROUPED)
   q, k, v, lam = inputs.arrays
 
@@ -599,6 +600,7 @@ def test_attention_with_one_map_is_plain_attention(implementation):
 
 
 def test_equal_maps_with_lambda_one_cancel(implementation):
+  """The output is (A₁ − λ A₂) V, with maps A₁ and A₂ of attention weights."""
   inputs = make_inputs(GROUPED)
   q, k, v, lam = inputs.arrays
   q[:, :, :, 1] = q[:, :, :, 0]
@@ -612,6 +614,7 @@ def test_equal_maps_with_lambda_one_cancel(implementation):
 
 
 def test_row_without_keys_has_zero_output_and_no_gradient(implementation):
+  """A query sees only keys with its segment id, and here some have none."""
   results = run(implementation, make_inputs(EMPTY_ROWS))
 
   # Queries 1 and 2 of the first sequence see no key. Query 3 does.
@@ -623,6 +626,7 @@ def test_row_without_keys_has_zero_output_and_no_gradient(implementation):
 
 def test_batch_without_visible_keys_has_only_zeros(implementation):
   inputs = make_inputs(EMPTY_ROWS)
+  # No key has the segment id 9.
   q_ids = np.full_like(inputs.array_options["q_segment_ids"], 9)
   array_options = inputs.array_options | {"q_segment_ids": q_ids}
 
@@ -645,20 +649,27 @@ def test_vmap_equals_separate_calls(implementation):
 
   arrays = jax.tree.map(stack, first.arrays, second.arrays)
   d_out = stack(first.d_out, second.d_out)
+  attend = functools.partial(diff_attention, implementation=implementation.name)
+
+  def output_and_gradients(arrays, d_out):
+    out, vjp = jax.vjp(attend, *arrays)
+    return Results(out, *vjp(d_out))
+
   # Pallas's interpreter for TPUs does not support the grid axis that vmap adds,
-  # so the general interpreter runs the kernels. The cached program contains the
-  # other interpreter: `__wrapped__` makes a new one.
-  program = compile_program.__wrapped__(
-    implementation, tuple(first.options.items())
-  )
+  # so the general interpreter runs the kernels.
   with tpu_chip.interpreted(True):
-    results = jax.vmap(program, in_axes=(0, 0, None))(arrays, d_out, {})
+    program = jax.jit(jax.vmap(output_and_gradients))
+    results = jax.block_until_ready(program(arrays, d_out))
 
   actual = jax.tree.map(lambda x: np.asarray(x, np.float64), results)
   assert_close_in_norm(actual, expected, implementation.tolerance)
 
 
 def test_remat_by_name_runs_the_forward_pass_once():
+  """The backward pass of a checkpoint normally runs the forward pass again.
+
+  A policy that saves the operation's results by their names prevents that.
+  """
   inputs = make_inputs(GROUPED)
   arrays = jax.tree.map(jnp.float32, inputs.arrays)
 
@@ -729,7 +740,11 @@ def test_gradients_of_the_reference_equal_finite_differences():
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [None, 3])
 def test_reference_weighs_exactly_the_visible_keys(causal, window):
-  """A key is visible if it passes the conditions of the docstring."""
+  """A query sees a key if both have the same segment id.
+
+  With a causal mask, the key must not be later than the query. With a window,
+  they must be less than `window` tokens apart.
+  """
   case = Case(
     "packed",
     T=7,
