@@ -351,12 +351,15 @@ def test_two_cores_share_the_keys_of_one_head(
   """The results on two cores, as in TPU v4 and v5p, equal the reference."""
   monkeypatch.setattr(chip, "cores", lambda: 2)
   inputs = make_inputs(case)
-  # JAX's interpreter cannot run the loops of a kernel on two cores.
-  has_loops = case.starts is not None or case.blocks.span > 1
+  # JAX's interpreter cannot run the loops of a kernel on two cores. Documents and
+  # spans of several blocks of keys need loops.
+  num_cores = 2
+  if case.starts is not None or case.blocks.span > 1:
+    num_cores = 1
   params = pltpu.InterpretParams(
     uninitialized_memory="nan",
     detect_races=True,
-    num_cores_or_threads=1 if has_loops else 2,
+    num_cores_or_threads=num_cores,
   )
 
   with (
@@ -686,7 +689,7 @@ def test_hidden_tiles_are_not_computed(case, rows, hidden_keys):
   chex.assert_tree_all_finite(results.out[:, rows])
   chex.assert_tree_all_finite(results.d_q[:, rows])
   chex.assert_tree_all_finite(results.d_lam[:, rows])
-  # Rows that see these keys are NaN.
+  # Rows that see the NaN keys are NaN.
   assert np.isnan(results.out[:, hidden_keys]).any()
 
 
