@@ -421,7 +421,7 @@ def test_hidden_blocks_are_not_computed(
   chex.assert_tree_all_finite(results.out[:, rows])
   chex.assert_tree_all_finite(results.d_q[:, rows])
   chex.assert_tree_all_finite(results.d_lam[:, rows])
-  # Rows that see these keys are NaN.
+  # Rows that see the NaN keys are NaN.
   assert np.isnan(results.out[:, hidden_keys]).any()
 
 
