@@ -257,6 +257,7 @@ def test_ring_equals_one_device(case):
 
 
 def test_ring_computes_float64_in_float64():
+  """Nothing is rounded to float32 between the steps of the ring."""
   with jax.enable_x64(True):
     actual = run_ring(V2_SEGMENTS, np.float64)
 
@@ -446,7 +447,11 @@ def iterate_equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def test_transfers_do_not_wait_for_attention():
-  """So a step's transfers can run at the same time as its attention."""
+  """So a step's transfers can run at the same time as its attention.
+
+  Each pass is a loop (`scan`) over the steps of the ring. `ppermute` sends keys
+  to the next device.
+  """
   case = Case("balanced")
   program = make_program(case, "chunked", make_sharding(case))
   jaxpr = jax.make_jaxpr(program)(make_inputs(case, np.float32)).jaxpr
@@ -509,7 +514,10 @@ def compile_for_tpu(devices, chips, available) -> str:
   reason="the TPU compiler, libtpu, is not installed",
 )
 def test_tpu_compiler_runs_transfers_at_the_same_time_as_kernels():
-  """In both loops, transfers start before the kernels and end after them."""
+  """In the loops of both passes, transfers start before the step's kernels.
+
+  They end after them.
+  """
   text = plan.call_with_devices(compile_for_tpu, topology="v5p:2x2x1")
 
   assert "all-gather" not in text
