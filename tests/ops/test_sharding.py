@@ -81,8 +81,8 @@ def test_cross_entropy_in_shard_map_sums_the_embedding_gradient_once(mesh):
 
   expected = expected_loss_and_gradients(hidden, embedding, targets, weights)
   chex.assert_trees_all_close(compiled(*arguments), expected, **FLOAT32_MODEL)
-  # The loop over chunks is a computation of its own. All collectives are
-  # outside of it, in the entry computation.
+  # The body of the loop over chunks is a computation of its own. All collectives
+  # are outside of it, in the entry computation, so they run once.
   text = compiled.as_text()
   entry = text[text.index("ENTRY") :]
   assert " while(" in entry
@@ -92,6 +92,7 @@ def test_cross_entropy_in_shard_map_sums_the_embedding_gradient_once(mesh):
 
 
 def test_cross_entropy_is_partitioned_automatically(mesh):
+  """XLA divides the program by the shardings of its arguments."""
   hidden, embedding, targets, weights = make_loss_arguments()
   sharding = NamedSharding(mesh, DATA)
 
@@ -115,6 +116,7 @@ def test_cross_entropy_is_partitioned_automatically(mesh):
 
 
 def test_per_token_cross_entropy_in_shard_map_equals_the_reference(mesh):
+  """The reference returns the weighted sum of the losses of all tokens."""
   hidden, embedding, targets, weights = make_loss_arguments()
   mapped = jax.shard_map(
     functools.partial(per_token_cross_entropy, chunk=16),
@@ -267,6 +269,7 @@ def test_sharding_works_with_each_implementation(implementation):
   ],
 )
 def test_spec_refers_to_the_mesh_that_is_set(axis_type):
+  """Without a mesh of its own, a PartitionSpec belongs to `jax.set_mesh`."""
   q, k, v, lam = make_attention_arguments()
   options = {"implementation": "chunked"}
 
@@ -308,6 +311,7 @@ def test_spec_refers_to_the_mesh_that_is_set(axis_type):
   ],
 )
 def test_balanced_order_does_not_change_attention(spec, shards, implementation):
+  """Balanced order gives all shards of a causal sequence equal work."""
   q, k, v, lam = make_attention_arguments()
   order = balanced_order(16, shards)
   program = loss_and_gradients(
@@ -342,6 +346,7 @@ def make_decode_arguments() -> tuple[jax.Array, ...]:
 
 
 def test_spec_of_decoding_refers_to_the_mesh_that_is_set():
+  """Without a mesh of its own, a PartitionSpec belongs to `jax.set_mesh`."""
   q, k, v, lam, lengths = make_decode_arguments()
   spec = P("rows", "columns")
 
