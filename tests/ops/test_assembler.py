@@ -223,6 +223,8 @@ def test_older_ptxas_is_refused(set_jax, release, name):
 
 
 def test_missing_ptxas_is_refused(set_jax, monkeypatch):
+  """The reason contains the first line of JAX's error."""
+
   def raise_error():
     raise RuntimeError("No PTX compilation provider is available.\nDetails")
 
@@ -244,6 +246,7 @@ def test_missing_ptxas_is_refused(set_jax, monkeypatch):
   ],
 )
 def test_jax_without_nvjitlink_is_trusted(set_jax, version, has_nvjitlink):
+  """nvJitLink assembles kernels in place of ptxas, and makes them spill."""
   set_jax(release=(13, 5), version=version, has_nvjitlink=has_nvjitlink)
 
   assert assembler.refusal() is None
@@ -254,6 +257,7 @@ def test_jax_without_nvjitlink_is_trusted(set_jax, version, has_nvjitlink):
   [pytest.param((0, 12, 0), id="0.12"), pytest.param((0, 13, 0), id="0.13")],
 )
 def test_jax_with_nvjitlink_is_refused(set_jax, version):
+  """From 0.12 on, JAX assembles kernels with nvJitLink if it is loaded."""
   set_jax(release=(13, 5), version=version, has_nvjitlink=True)
 
   assert assembler.refusal() == (
