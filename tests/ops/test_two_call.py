@@ -177,6 +177,7 @@ SHAPES = [
 def test_cudnn_is_called_where_it_supports_the_arrays(
   cudnn_calls, shape, expected_calls
 ):
+  """There is one call for each of two maps and each 128 columns of V."""
   program, arrays = make_program("two_call", **shape)
 
   jax.eval_shape(program, *arrays)
@@ -188,6 +189,7 @@ def test_cudnn_is_called_where_it_supports_the_arrays(
 def test_calls_of_cudnn_add_up_to_the_reference(
   cudnn_calls, shape, expected_calls
 ):
+  """The fixture `cudnn_calls` lets XLA compute the results of the calls."""
   program, arrays = make_program("two_call", **shape)
   actual = jax.jit(program)(*arrays)
 
@@ -229,6 +231,7 @@ def test_cudnn_does_not_get_masks_of_2_gib(cudnn_calls):
 def test_auto_takes_two_calls_where_cudnn_supports_them(
   cudnn_calls, monkeypatch, options, implementation
 ):
+  """`two_call` makes one call of cuDNN's attention for each of two maps."""
   monkeypatch.setattr(api, "platform", lambda: "gpu")
   program, arrays = make_program("auto", D=8, V=16, **options)
   choices = []
