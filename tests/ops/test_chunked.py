@@ -26,7 +26,9 @@ def test_bands_skip_hidden_keys(causal, window, max_share):
   Without bands, each query would read all keys.
   """
   length = 4096
-  bands = chunked.make_bands(Mask(length, length, causal, window), 128)
+  mask = Mask(length, length, causal, window)
+
+  bands = chunked.make_bands(mask, block_queries=128)
 
   num_logits = 0
   for band in bands:
@@ -38,7 +40,9 @@ def test_bands_skip_hidden_keys(causal, window, max_share):
 
 @pytest.mark.parametrize(("causal", "window", "max_share"), MASKS)
 def test_bands_contain_each_block_once(causal, window, max_share):
+  """A band is a series of blocks of queries that read equally many keys."""
   length, block = 4096, 128
+
   bands = chunked.make_bands(Mask(length, length, causal, window), block)
 
   first_queries = []
@@ -68,6 +72,7 @@ def test_memory_is_linear_in_length(monkeypatch):
   short_bytes = temporary_bytes(4096)
   long_bytes = temporary_bytes(16384)
 
+  # Four times as many tokens need about four times as many bytes.
   assert long_bytes < 5 * short_bytes
-  # The logits of one map and one head alone take four bytes per pair.
+  # The logits of one head alone would take four bytes per pair of tokens.
   assert long_bytes < 16384**2
