@@ -134,25 +134,29 @@ def test_value_and_gradients_on_a_tpu_equal_the_reference(tpu):
 
 
 def test_program_for_a_tpu_has_chunks_and_no_scatter(tpu):
-  hidden, *others = make_arguments()
+  hidden, embedding, targets, weights = make_arguments()
 
   def loss(hidden):
-    return fused_cross_entropy(hidden, *others)[0]
+    loss, _ = fused_cross_entropy(hidden, embedding, targets, weights)
+    return loss
 
   program = str(jax.make_jaxpr(jax.value_and_grad(loss))(hidden))
 
-  # 16 tokens of 3 rows are 5 tokens per row, rounded down to a power of two.
-  assert f"f32[{B},4,{N}]" in program
+  # A chunk of 16 tokens has 5 of each of the 3 rows, rounded down to a power of
+  # two: 4. These are the logits of a chunk, in a vocabulary of 50.
+  assert "f32[3,4,50]" in program
   assert "scatter" not in program
   assert "optimization_barrier" in program
 
 
 def test_tpu_with_enough_memory_has_one_chunk(tpu):
-  tpu.hbm_capacity_bytes *= B * T
+  # The memory of the fixture is enough for 16 tokens. There are 3 · 37.
+  tpu.hbm_capacity_bytes *= 3 * 37
 
   program = jax.make_jaxpr(fused_cross_entropy)(*make_arguments())
 
-  assert f"f32[{B},{T},{N}]" in str(program)
+  # The logits of 3 rows of 37 tokens, in a vocabulary of 50.
+  assert "f32[3,37,50]" in str(program)
 
 
 @pytest.mark.parametrize("chunk", [None, 20])
@@ -162,13 +166,15 @@ def test_gradient_of_the_embedding_is_summed_in_float32(chunk):
   hidden = hidden.astype(jnp.bfloat16)
 
   def loss(embedding):
-    return fused_cross_entropy(
+    loss, _ = fused_cross_entropy(
       hidden, embedding, targets, weights, chunk=chunk
-    )[0]
+    )
+    return loss
 
   gradient = jax.jit(jax.grad(loss))(embedding)
 
   assert gradient.dtype == jnp.float32
+  # Nearly all numbers would change if they were rounded to bfloat16.
   rounded = gradient.astype(jnp.bfloat16).astype(jnp.float32)
   assert jnp.mean(gradient != rounded) > 0.9
 
@@ -180,11 +186,12 @@ def test_gradients_are_multiplied_by_the_factor_of_the_loss():
     loss, _ = fused_cross_entropy(hidden, embedding, targets, weights, chunk=20)
     return factor * loss
 
-  gradient = jax.jit(jax.grad(loss, (0, 1, 2)))
-  multiplied = gradient(hidden, embedding, weights, -3.0)
+  gradients = jax.jit(jax.grad(loss, (0, 1, 2)))
 
-  gradients = gradient(hidden, embedding, weights, 1.0)
-  expected = jax.tree.map(lambda x: -3 * x, gradients)
+  multiplied = gradients(hidden, embedding, weights, -3.0)
+
+  d_hidden, d_embedding, d_weights = gradients(hidden, embedding, weights, 1.0)
+  expected = (-3 * d_hidden, -3 * d_embedding, -3 * d_weights)
   chex.assert_trees_all_close(multiplied, expected, rtol=1e-5)
 
 
@@ -192,8 +199,8 @@ def test_gradients_are_multiplied_by_the_factor_of_the_loss():
 def test_targets_without_weight_do_not_matter(chunk):
   hidden, embedding, targets, weights = make_arguments()
   weights = weights.at[:, 5:11].set(0)
-  # No token has these numbers.
-  invalid_targets = targets.at[:, 5:8].set(-100).at[:, 8:11].set(N + 7)
+  # The vocabulary has the numbers 0 to 49.
+  invalid_targets = targets.at[:, 5:8].set(-100).at[:, 8:11].set(57)
   run = functools.partial(
     value_and_gradients,
     fused_cross_entropy,
