@@ -14,7 +14,7 @@ import pytest
 from tests.harness import ROOT
 
 # This program runs in the environment that has only these packages.
-PROGRAM = """
+PROGRAM_THAT_USES_THE_OPERATIONS = """
 import sys
 
 import diffjax.ops.diff_attention as ops
@@ -105,13 +105,16 @@ def run_python(program: str, packages: pathlib.Path):
 
 
 def test_other_packages_are_missing_in_the_small_environment(small_environment):
+  """Flax is installed here, so this shows that the environment is separate."""
   process = run_python("import flax", small_environment)
 
   assert "No module named 'flax'" in process.stderr
 
 
 def test_operation_runs_in_the_small_environment(small_environment):
-  process = run_python(PROGRAM, small_environment)
+  """It has only jax, numpy, jaxtyping and what these need."""
+  process = run_python(PROGRAM_THAT_USES_THE_OPERATIONS, small_environment)
 
   assert process.returncode == 0, process.stdout + process.stderr
+  # The program prints this at its end.
   assert process.stdout.endswith("done\n")
