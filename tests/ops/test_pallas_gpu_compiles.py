@@ -137,9 +137,8 @@ def test_forward_kernel_computes_exponentials_during_products(quick_cases):
   """
   kernels_of_cases, _ = quick_cases
   kernels = kernels_of_cases[QUICK_CASES.index(V1_WIDE)]
-  [forward_kernel] = [
-    kernel for kernel in kernels if kernel.name == "forward_v1"
-  ]
+  kernels_by_name = {kernel.name: kernel for kernel in kernels}
+  forward_kernel = kernels_by_name["forward_v1"]
 
   for loop in forward_kernel.loops:
     assert loop.schedule == "8 N64, 4 N256, wait 1, 34 exp, wait 0"
