@@ -149,6 +149,11 @@ def test_registered_implementation_takes_a_sharding(mesh, spec):
 
 
 def test_remat_by_name_does_not_repeat_a_registered_implementation():
+  """A checkpoint that saves the output does not compute it again.
+
+  The exponentials of the softmax show how often the output is computed.
+  """
+
   def loss(*arrays):
     return jnp.sum(jnp.sin(diff_attention(*arrays, implementation="toy")))
 
