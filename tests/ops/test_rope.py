@@ -86,18 +86,23 @@ def test_error_lists_the_kinds_of_scaling():
 
 
 def test_products_depend_only_on_distance():
+  """Products of queries and keys stay if all tokens move by 500 positions."""
   q = normal(1, 6, 2, 16)
   k = normal(1, 6, 2, 16) + 1
 
-  def products(start):
-    positions = start + jnp.arange(6)[None]
+  def products(first_position):
+    positions = first_position + jnp.arange(6)[None]
     rotated_q = rope(q, positions, 1e4)
     rotated_k = rope(k, positions, 1e4)
     return jnp.einsum("bthd,bshd->bhts", rotated_q, rotated_k)
 
-  chex.assert_trees_all_close(products(0), products(500), atol=1e-3)
+  at_start = products(first_position=0)
+  moved = products(first_position=500)
+
+  chex.assert_trees_all_close(moved, at_start, atol=1e-3)
+  # They would also stay if nothing were rotated.
   without_rope = jnp.einsum("bthd,bshd->bhts", q, k)
-  assert not np.allclose(products(0), without_rope, atol=1e-1)
+  assert not np.allclose(at_start, without_rope, atol=1e-1)
 
 
 def test_rope_of_bfloat16_is_computed_in_float32():
@@ -144,6 +149,7 @@ def test_rotation_for_tpus_equals_the_other_one(dtype):
 
 
 def test_program_for_tpus_rotates_by_products(monkeypatch):
+  """Half of a head would not fill the registers of a TPU."""
   monkeypatch.setattr("diffjax.ops.rope.platform", lambda: "tpu")
   x = normal(1, 4, 2, 8)
   positions = jnp.zeros((1, 4), jnp.int32)
