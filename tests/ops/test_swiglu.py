@@ -43,6 +43,7 @@ def test_barriers_on_tpus_do_not_change_values_and_gradients(
   chex.assert_trees_all_close(actual, expected, **FLOAT32)
   text = str(jax.make_jaxpr(program)(gate, up, d_out))
   num_barriers = text.count("optimization_barrier")
-  assert num_barriers >= min_barriers
-  if min_barriers == 0:
+  if platform == "cpu":
     assert num_barriers == 0
+  else:
+    assert num_barriers >= min_barriers
