@@ -452,6 +452,7 @@ def test_bfloat16_is_rounded_only_at_the_end(implementation, case):
 
 
 def test_output_has_the_dtype_of_the_queries(implementation):
+  """`eval_shape` traces the program, and does not compute it."""
   inputs = make_inputs(GROUPED)
   to_bfloat16 = functools.partial(jnp.asarray, dtype=jnp.bfloat16)
   arrays, d_out = jax.tree.map(to_bfloat16, (inputs.arrays, inputs.d_out))
@@ -638,14 +639,10 @@ def test_batch_without_visible_keys_has_only_zeros(implementation):
 def test_vmap_equals_separate_calls(implementation):
   first = make_inputs(GROUPED, seed=0)
   second = make_inputs(GROUPED, seed=1)
-  expected = jax.tree.map(
-    lambda *x: np.stack(x),
-    run(implementation, first),
-    run(implementation, second),
-  )
 
-  def stack(*x):
-    return jnp.asarray(np.stack(x), implementation.dtype)
+  def stack(first_array, second_array):
+    stacked = np.stack([first_array, second_array])
+    return jnp.asarray(stacked, implementation.dtype)
 
   arrays = jax.tree.map(stack, first.arrays, second.arrays)
   d_out = stack(first.d_out, second.d_out)
@@ -661,8 +658,14 @@ def test_vmap_equals_separate_calls(implementation):
     program = jax.jit(jax.vmap(output_and_gradients))
     results = jax.block_until_ready(program(arrays, d_out))
 
-  actual = jax.tree.map(lambda x: np.asarray(x, np.float64), results)
-  assert_close_in_norm(actual, expected, implementation.tolerance)
+  expected_first = run(implementation, first)
+  expected_second = run(implementation, second)
+  for name in Results._fields:
+    actual = np.asarray(getattr(results, name), np.float64)
+    expected = np.stack(
+      [getattr(expected_first, name), getattr(expected_second, name)]
+    )
+    assert_close_in_norm(actual, expected, implementation.tolerance)
 
 
 def test_remat_by_name_runs_the_forward_pass_once():
@@ -780,11 +783,13 @@ def test_rows_of_a_map_sum_to_one():
 
   maps = attention_maps(jnp.float32(q), jnp.float32(k))
 
+  # The last axis is that of the keys.
   sums = maps.sum(axis=-1)
   chex.assert_trees_all_close(sums, jnp.ones_like(sums), **FLOAT32)
 
 
 def test_scale_is_a_factor_of_the_queries():
+  """The default scale is 1 / √D, with the width D of the queries."""
   q, k, v, lam = jax.tree.map(jnp.float32, make_inputs(GROUPED).arrays)
 
   doubled_scale = reference(q, k, v, lam, scale=2 * D**-0.5)
