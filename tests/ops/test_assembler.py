@@ -298,9 +298,10 @@ def test_pallas_compiles_with_the_packaged_ptxas(tmp_path):
   """PATH has an old ptxas, which is asked for its version and not used."""
   log = tmp_path / "log"
   old_ptxas = tmp_path / "bin/ptxas"
-  install_program(
-    old_ptxas, f"echo \"$@\" >> {log}\necho 'release 13.0, V13.0.88'"
-  )
+  # It appends its arguments to the log, and prints its version.
+  log_arguments = f'echo "$@" >> {log}'
+  print_version = "echo 'release 13.0, V13.0.88'"
+  install_program(old_ptxas, f"{log_arguments}\n{print_version}")
 
   path = f"{old_ptxas.parent}:/usr/bin:/bin"
   result = subprocess.run(
