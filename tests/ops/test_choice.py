@@ -89,7 +89,9 @@ def make_arrays(dtype=jnp.float32):
   ],
 )
 def test_choice_without_a_gpu_says_why(backend, dtype, line):
-  made = choice.choose(backend, *make_arrays(dtype), Mask(4, 4))
+  q, k, v = make_arrays(dtype)
+
+  made = choice.choose(backend, q, k, v, Mask(q_length=4, kv_length=4))
 
   assert str(made) == line
 
@@ -227,8 +229,10 @@ def test_assembler_is_not_checked_where_its_kernels_would_not_run(
   The kernels do not run on CPUs and TPUs, where another implementation is
   faster, for float32, or with an old JAX.
   """
+  q, k, v = make_arrays()
+
   for backend in ("cpu", "tpu"):
-    choice.choose(backend, *make_arrays(), Mask(4, 4))
+    choice.choose(backend, q, k, v, Mask(q_length=4, kv_length=4))
   choose_on_gpu(kind=A100)
   choose_on_gpu(G=1)
   choose_on_gpu(dtype=jnp.float32)
@@ -241,17 +245,22 @@ def test_assembler_is_not_checked_where_its_kernels_would_not_run(
 def test_assembler_is_checked_once_before_its_kernels_run(
   monkeypatch, choose_on_gpu, toolchain_not_imported
 ):
-  checks = []
+  num_checks = 0
 
   def refuse():
-    checks.append("check")
+    nonlocal num_checks
+    num_checks += 1
     return "needs ptxas 13.3"
 
   monkeypatch.setattr(assembler, "refusal", refuse)
 
-  assert choose_on_gpu().implementation == "two_call"
-  assert choose_on_gpu().implementation == "two_call"
-  assert len(checks) == 1
+  first = choose_on_gpu()
+  second = choose_on_gpu()
+
+  assert num_checks == 1
+  # Without its assembler, the fastest implementation cannot run.
+  assert first.implementation == "two_call"
+  assert second.implementation == "two_call"
 
 
 def test_auto_logs_its_choice_once(caplog):
@@ -335,7 +344,8 @@ def test_auto_depends_on_the_backend_of_the_program(
 ):
   """A program may be compiled for another machine than this one."""
   monkeypatch.setattr(two_call, "has_cudnn", lambda backend: has_cudnn)
+  q, k, v = make_arrays(dtype)
 
-  made = choice.choose(backend, *make_arrays(dtype), Mask(4, 4))
+  made = choice.choose(backend, q, k, v, Mask(q_length=4, kv_length=4))
 
   assert made.implementation == expected
