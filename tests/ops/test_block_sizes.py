@@ -161,6 +161,7 @@ def test_use_replaces_the_blocks_of_one_direction():
 
 
 def test_inner_use_keeps_the_blocks_of_the_outer_one():
+  """Each `use` replaces the blocks only of the direction that it names."""
   outer = Blocks(q=128, kv=256, q_inner=128, kv_inner=128, resident=128)
   inner = Blocks(q=256, kv=256, q_inner=128, kv_inner=128)
   chosen_forward = choose_for_v5e("forward")
