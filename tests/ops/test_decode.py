@@ -522,8 +522,9 @@ def test_bfloat16_is_rounded_only_at_the_end(implementation, case):
 
 
 def test_decoding_token_by_token_equals_the_whole_sequence(implementation):
-  length, capacity = 5, 8
+  length = 5
   rng = np.random.default_rng(1)
+  # One sequence, four heads and two key heads. Each key has two maps of width 6.
   q = jnp.float32(rng.standard_normal((1, length, 4, 2, 6)))
   k = jnp.float32(rng.standard_normal((1, length, 2, 2, 6)))
   v = jnp.float32(rng.standard_normal((1, length, 2, 10)))
@@ -534,8 +535,8 @@ def test_decoding_token_by_token_equals_the_whole_sequence(implementation):
 
   # The cache has room for eight tokens. A NaN would show that unused room is
   # read. Both maps of a key are in one row.
-  k_cache = np.full((1, 2, capacity, 12), np.nan, np.float32)
-  v_cache = np.full((1, 2, capacity, 10), np.nan, np.float32)
+  k_cache = np.full((1, 2, 8, 12), np.nan, np.float32)
+  v_cache = np.full((1, 2, 8, 10), np.nan, np.float32)
   for t in range(length):
     k_cache[:, :, t] = np.reshape(k[:, t], (1, 2, 12))
     v_cache[:, :, t] = v[:, t]
@@ -580,6 +581,7 @@ def decode_in_shard_map(case: Case, implementation: str, mesh: Mesh):
 
 
 def test_shard_map_does_not_change_the_output(implementation):
+  """Each of four devices has half of the sequences and half of the heads."""
   case = Case("v1", S=140, lengths=(0, 1, 140, 130), lam="H")
   devices = np.array(jax.devices()[:4]).reshape(2, 2)
 
