@@ -27,7 +27,6 @@ from tests.harness import ROOT
 from tests.harness.hub_server import HubServer
 
 WITHOUT_VALIDATION = DataConfig(validation_fraction=0.0)
-REPO = "datasets/org/name"
 # What to use if a source on the Hub cannot be reached.
 ALTERNATIVES = (
   "--config.data.source='parquet:/data/*.parquet'",
@@ -41,16 +40,19 @@ TOKENIZER_ALTERNATIVES = (
 
 
 @pytest.fixture
-def repo_dir(tmp_path) -> pathlib.Path:
+def hub_repo_dir(tmp_path) -> pathlib.Path:
   """Returns the directory of the files of the dataset org/name."""
-  path = tmp_path / "hub" / REPO
+  path = tmp_path / "hub" / "datasets/org/name"
   path.mkdir(parents=True)
   return path
 
 
 @pytest.fixture
-def start_hub(tmp_path, monkeypatch) -> Iterator[Callable[[], HubServer]]:
-  """Returns a function that serves the folders as the Hub of this test."""
+def serve_local_hub(tmp_path, monkeypatch) -> Iterator[Callable[[], HubServer]]:
+  """Returns a function that makes a local server the Hub of this test.
+
+  The server has the files of `hub_repo_dir` at hf://datasets/org/name.
+  """
   servers = []
 
   def start_server() -> HubServer:
@@ -125,41 +127,49 @@ def error_message(function, *arguments) -> str:
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst"])
-def test_jsonl_is_read_from_the_hub(repo_dir, start_hub, texts, name):
-  write_jsonl(repo_dir / name, texts)
-  start_hub()
+def test_jsonl_is_read_from_the_hub(hub_repo_dir, serve_local_hub, texts, name):
+  write_jsonl(hub_repo_dir / name, texts)
+  serve_local_hub()
 
-  assert read_spec(f"jsonl:hf://{REPO}/{name}") == texts
+  assert read_spec(f"jsonl:hf://datasets/org/name/{name}") == texts
 
 
 def test_a_large_jsonl_file_is_read_in_ranges(
-  repo_dir, start_hub, texts, monkeypatch
+  hub_repo_dir, serve_local_hub, texts, monkeypatch
 ):
+  """A large file could fill the memory if one request fetched it."""
   # The sizes are small, so that a small file has several parts and requests.
   monkeypatch.setattr(jsonl_source, "PART_BYTES", 7919)
   monkeypatch.setattr(hub, "READ_AHEAD_BYTES", 1000)
-  write_jsonl(repo_dir / "a.jsonl", texts)
-  server = start_hub()
+  write_jsonl(hub_repo_dir / "a.jsonl", texts)
+  server = serve_local_hub()
 
-  assert read_spec(f"jsonl:hf://{REPO}/a.jsonl") == texts
-  assert len(server.fetched("a.jsonl")) > 10
+  read_texts = read_spec("jsonl:hf://datasets/org/name/a.jsonl")
+
+  assert read_texts == texts
+  fetched_ranges = server.fetched("a.jsonl")
+  assert len(fetched_ranges) > 10
 
 
-def test_each_text_file_is_one_request(repo_dir, start_hub, texts):
-  for index, text in enumerate(texts[:20]):
-    (repo_dir / f"{index:02}.txt").write_bytes(text.encode())
-  server = start_hub()
+def test_each_text_file_is_one_request(hub_repo_dir, serve_local_hub, texts):
+  texts = texts[:20]
+  for index, text in enumerate(texts):
+    (hub_repo_dir / f"{index:02}.txt").write_bytes(text.encode())
+  server = serve_local_hub()
 
-  assert read_spec(f"text:hf://{REPO}/*.txt") == texts[:20]
+  read_texts = read_spec("text:hf://datasets/org/name/*.txt")
+
+  assert read_texts == texts
   for index in range(20):
-    assert len(server.fetched(f"{index:02}.txt")) == 1
+    requests = server.fetched(f"{index:02}.txt")
+    assert len(requests) == 1
 
 
-def test_parquet_is_read_from_the_hub(repo_dir, start_hub, texts):
-  write_parquet(repo_dir / "a.parquet", texts)
-  start_hub()
+def test_parquet_is_read_from_the_hub(hub_repo_dir, serve_local_hub, texts):
+  write_parquet(hub_repo_dir / "a.parquet", texts)
+  serve_local_hub()
 
-  assert read_spec(f"parquet:hf://{REPO}/a.parquet") == texts
+  assert read_spec("parquet:hf://datasets/org/name/a.parquet") == texts
 
 
 def column_range(column) -> tuple[int, int]:
@@ -170,16 +180,16 @@ def column_range(column) -> tuple[int, int]:
 
 @pytest.mark.parametrize("name", ["a.parquet", "b.parquet"])
 def test_only_the_footer_and_the_text_column_of_parquet_are_fetched(
-  repo_dir, start_hub, texts, name
+  hub_repo_dir, serve_local_hub, texts, name
 ):
   """Other columns of a dataset are often larger than its text.
 
   The server lists the byte ranges of a file that were requested.
   """
-  write_parquet(repo_dir / "a.parquet", texts)
-  write_parquet(repo_dir / "b.parquet", texts)
-  server = start_hub()
-  spec = f"parquet:hf://{REPO}/*.parquet"
+  write_parquet(hub_repo_dir / "a.parquet", texts)
+  write_parquet(hub_repo_dir / "b.parquet", texts)
+  server = serve_local_hub()
+  spec = "parquet:hf://datasets/org/name/*.parquet"
 
   assert read_spec(spec) == texts * 2
   # Another split of the same source needs no second footer.
@@ -187,7 +197,7 @@ def test_only_the_footer_and_the_text_column_of_parquet_are_fetched(
 
   # In each row group, column 0 is the text, and column 2 is the last one. The
   # footer follows the last row group.
-  metadata = pyarrow.parquet.read_metadata(repo_dir / name)
+  metadata = pyarrow.parquet.read_metadata(hub_repo_dir / name)
   text_columns = []
   end_of_data = 0
   for index in range(metadata.num_row_groups):
@@ -209,28 +219,35 @@ def test_only_the_footer_and_the_text_column_of_parquet_are_fetched(
 
 
 def test_the_footers_of_many_files_are_fetched_once_each(
-  repo_dir, start_hub, texts
+  hub_repo_dir, serve_local_hub, texts
 ):
   """Counting the parts of a source needs the footer of every file."""
   for index in range(20):
-    write_parquet(repo_dir / f"{index:02}.parquet", texts[index : index + 1])
-  server = start_hub()
+    write_parquet(
+      hub_repo_dir / f"{index:02}.parquet", texts[index : index + 1]
+    )
+  server = serve_local_hub()
   source = sources.documents(
-    f"parquet:hf://{REPO}/*.parquet", "train", WITHOUT_VALIDATION
+    "parquet:hf://datasets/org/name/*.parquet", "train", WITHOUT_VALIDATION
   )
 
+  # Each file has one row, and so one part.
   assert len(source.parts) == 20
   for index in range(20):
-    assert len(server.fetched(f"{index:02}.parquet")) == 1
+    requests = server.fetched(f"{index:02}.parquet")
+    assert len(requests) == 1
 
 
-def test_opening_a_source_fetches_no_file(repo_dir, start_hub, texts):
-  """A run whose rows are prepared only compares the identity of its files."""
-  write_parquet(repo_dir / "a.parquet", texts)
-  server = start_hub()
+def test_opening_a_source_fetches_no_file(hub_repo_dir, serve_local_hub, texts):
+  """A run whose rows are prepared only compares the identity of its files.
+
+  The server has the identity in its list of files.
+  """
+  write_parquet(hub_repo_dir / "a.parquet", texts)
+  server = serve_local_hub()
 
   sources.documents(
-    f"parquet:hf://{REPO}/*.parquet", "train", WITHOUT_VALIDATION
+    "parquet:hf://datasets/org/name/*.parquet", "train", WITHOUT_VALIDATION
   )
 
   assert not server.fetched("a.parquet")
@@ -248,43 +265,47 @@ def test_opening_a_source_fetches_no_file(repo_dir, start_hub, texts):
   ],
 )
 def test_patterns_match_files_of_the_hub(
-  repo_dir, start_hub, pattern, expected
+  hub_repo_dir, serve_local_hub, pattern, expected
 ):
   """Files are read in the order of their names."""
-  write_parquet(repo_dir / "sample" / "b.parquet", ["b"])
-  write_parquet(repo_dir / "sample" / "a.parquet", ["a"])
-  write_parquet(repo_dir / "sample" / "more" / "c.parquet", ["c"])
-  (repo_dir / "README.md").write_text("not data", encoding="utf-8")
-  start_hub()
+  write_parquet(hub_repo_dir / "sample" / "b.parquet", ["b"])
+  write_parquet(hub_repo_dir / "sample" / "a.parquet", ["a"])
+  write_parquet(hub_repo_dir / "sample" / "more" / "c.parquet", ["c"])
+  (hub_repo_dir / "README.md").write_text("not data", encoding="utf-8")
+  serve_local_hub()
 
-  assert read_spec(f"parquet:hf://{REPO}/{pattern}") == expected
+  assert read_spec(f"parquet:hf://datasets/org/name/{pattern}") == expected
 
 
-def test_a_revision_can_be_chosen(repo_dir, start_hub, texts):
+def test_a_revision_can_be_chosen(hub_repo_dir, serve_local_hub, texts):
   """A source can name a commit or a branch. By default it is "main"."""
-  write_parquet(repo_dir / "a.parquet", texts[:100])
-  server = start_hub()
-  old_commit = server.commit(REPO)
+  write_parquet(hub_repo_dir / "a.parquet", texts[:100])
+  server = serve_local_hub()
+  old_commit = server.commit("datasets/org/name")
   # A second commit of the same file.
-  write_parquet(repo_dir / "a.parquet", texts[100:])
-  server.commit(REPO)
+  write_parquet(hub_repo_dir / "a.parquet", texts[100:])
+  server.commit("datasets/org/name")
 
-  old_spec = f"parquet:hf://{REPO}@{old_commit}/a.parquet"
+  old_spec = f"parquet:hf://datasets/org/name@{old_commit}/a.parquet"
   assert read_spec(old_spec) == texts[:100]
-  assert read_spec(f"parquet:hf://{REPO}@main/a.parquet") == texts[100:]
-  assert read_spec(f"parquet:hf://{REPO}/a.parquet") == texts[100:]
+  main_spec = "parquet:hf://datasets/org/name@main/a.parquet"
+  assert read_spec(main_spec) == texts[100:]
+  default_spec = "parquet:hf://datasets/org/name/a.parquet"
+  assert read_spec(default_spec) == texts[100:]
 
 
-def test_an_open_source_keeps_its_revision(repo_dir, start_hub, texts):
+def test_an_open_source_keeps_its_revision(
+  hub_repo_dir, serve_local_hub, texts
+):
   """A commit during a run must not change what the run reads."""
-  write_parquet(repo_dir / "a.parquet", texts[:100])
-  server = start_hub()
+  write_parquet(hub_repo_dir / "a.parquet", texts[:100])
+  server = serve_local_hub()
   source = sources.documents(
-    f"parquet:hf://{REPO}/*.parquet", "train", WITHOUT_VALIDATION
+    "parquet:hf://datasets/org/name/*.parquet", "train", WITHOUT_VALIDATION
   )
 
-  write_parquet(repo_dir / "a.parquet", texts[100:])
-  server.commit(REPO)
+  write_parquet(hub_repo_dir / "a.parquet", texts[100:])
+  server.commit("datasets/org/name")
 
   assert read(source) == texts[:100]
 
@@ -292,7 +313,7 @@ def test_an_open_source_keeps_its_revision(repo_dir, start_hub, texts):
 # Tokenizers.
 
 
-@pytest.fixture(params=["org/name", REPO])
+@pytest.fixture(params=["org/name", "datasets/org/name"])
 def tokenizer_repo(request, tmp_path, texts) -> tuple[str, pathlib.Path]:
   """Trains a tokenizer in a repository of models or of datasets.
 
@@ -301,32 +322,38 @@ def tokenizer_repo(request, tmp_path, texts) -> tuple[str, pathlib.Path]:
   """
   repo = request.param
   directory = tmp_path / "hub" / "models" / repo
-  if repo == REPO:
+  if repo == "datasets/org/name":
     directory = tmp_path / "hub" / repo
   tokenizer_training.train_tokenizer(texts, 300, directory)
   return repo, directory
 
 
 def test_a_tokenizer_json_is_fetched_once_for_all_revisions(
-  tokenizer_repo, start_hub, tmp_path
+  tokenizer_repo, serve_local_hub, tmp_path
 ):
   """Revisions with the same content share one file in the cache."""
+  # The fixture trained a tokenizer in `directory`, which becomes `repo`.
   repo, directory = tokenizer_repo
-  server = start_hub()
+  server = serve_local_hub()
   commit = server.commit(str(directory.relative_to(tmp_path / "hub")))
   local = tokenizer.load_tokenizer(str(directory / "tokenizer.json"))
 
-  for revision in ("", f"@{commit}"):
-    spec = f"hf://{repo}{revision}/tokenizer.json"
-    loaded = tokenizer.load_tokenizer(spec)
-    assert loaded.fingerprint == local.fingerprint
-    assert loaded.spec == spec
+  newest = tokenizer.load_tokenizer(f"hf://{repo}/tokenizer.json")
+  pinned = tokenizer.load_tokenizer(f"hf://{repo}@{commit}/tokenizer.json")
+
+  assert newest.fingerprint == local.fingerprint
+  assert newest.spec == f"hf://{repo}/tokenizer.json"
+  assert pinned.fingerprint == local.fingerprint
+  assert pinned.spec == f"hf://{repo}@{commit}/tokenizer.json"
   assert len(server.fetched("tokenizer.json")) == 1
 
 
-def test_a_tiktoken_file_is_read_from_the_hub(tokenizer_repo, start_hub, texts):
+def test_a_tiktoken_file_is_read_from_the_hub(
+  tokenizer_repo, serve_local_hub, texts
+):
+  # The fixture trained a tokenizer in `directory`, which becomes `repo`.
   repo, directory = tokenizer_repo
-  start_hub()
+  serve_local_hub()
   local = tokenizer.load_tokenizer(str(directory / "tokenizer.tiktoken"))
 
   loaded = tokenizer.load_tokenizer(f"hf://{repo}/tokenizer.tiktoken")
@@ -337,76 +364,84 @@ def test_a_tiktoken_file_is_read_from_the_hub(tokenizer_repo, start_hub, texts):
 # The identity of files, which notices changes.
 
 
-def open_jsonl():
+def open_jsonl_of_hub():
   """Returns the source of all JSONL files of the dataset."""
   return sources.documents(
-    f"jsonl:hf://{REPO}/*.jsonl", "train", WITHOUT_VALIDATION
+    "jsonl:hf://datasets/org/name/*.jsonl", "train", WITHOUT_VALIDATION
   )
 
 
-def test_the_identity_does_not_depend_on_the_commit(repo_dir, start_hub, texts):
+def test_the_identity_does_not_depend_on_the_commit(
+  hub_repo_dir, serve_local_hub, texts
+):
   """A run can continue after a commit that changes no data."""
-  write_jsonl(repo_dir / "a.jsonl", texts)
-  server = start_hub()
-  before = open_jsonl()
+  write_jsonl(hub_repo_dir / "a.jsonl", texts)
+  server = serve_local_hub()
+  before = open_jsonl_of_hub()
 
-  (repo_dir / "README.md").write_text("another commit", encoding="utf-8")
-  server.commit(REPO)
+  (hub_repo_dir / "README.md").write_text("another commit", encoding="utf-8")
+  server.commit("datasets/org/name")
 
-  after = open_jsonl()
+  after = open_jsonl_of_hub()
   assert after.identity == before.identity
   assert after.fingerprint() == before.fingerprint()
 
 
-def test_the_identity_depends_on_all_of_the_content(repo_dir, start_hub, texts):
+def test_the_identity_depends_on_all_of_the_content(
+  hub_repo_dir, serve_local_hub, texts
+):
   """Samples of the file would not show a change in the middle."""
-  path = repo_dir / "a.jsonl"
+  path = hub_repo_dir / "a.jsonl"
   write_jsonl(path, texts)
-  server = start_hub()
-  before = open_jsonl()
+  server = serve_local_hub()
+  before = open_jsonl_of_hub()
 
-  # One letter in the middle, so the size stays the same.
+  # Change one letter in the middle, so that the size stays the same.
   content = path.read_bytes()
   path.write_bytes(content.replace(b"document 150", b"Document 150"))
-  server.commit(REPO)
+  server.commit("datasets/org/name")
 
-  after = open_jsonl()
-  fingerprint_before = before.fingerprint()
-  fingerprint = after.fingerprint()
+  after = open_jsonl_of_hub()
   assert after.identity != before.identity
-  assert fingerprint["text"] != fingerprint_before["text"]
-  assert fingerprint["names and sizes"] == fingerprint_before["names and sizes"]
+  old_fingerprint = before.fingerprint()
+  new_fingerprint = after.fingerprint()
+  assert new_fingerprint["text"] != old_fingerprint["text"]
+  assert (
+    new_fingerprint["names and sizes"] == old_fingerprint["names and sizes"]
+  )
 
 
 def test_prepared_rows_of_changed_files_are_refused(
-  repo_dir, start_hub, texts, make_config, tmp_path
+  hub_repo_dir, serve_local_hub, texts, make_config, tmp_path
 ):
-  """The rows in the directory that the user chose have the text before."""
-  write_parquet(repo_dir / "a.parquet", texts, row_group_size=300)
-  server = start_hub()
+  """The rows in the directory that the user chose are of the old text."""
+  write_parquet(hub_repo_dir / "a.parquet", texts, row_group_size=300)
+  server = serve_local_hub()
   config = make_config(
-    source=f"parquet:hf://{REPO}/*.parquet", prepared_dir=f"{tmp_path}/rows"
+    source="parquet:hf://datasets/org/name/*.parquet",
+    prepared_dir=f"{tmp_path}/rows",
   ).data
   prepared.prepare(config, workers=1)
 
-  write_parquet(repo_dir / "a.parquet", texts[1:])
-  server.commit(REPO)
+  write_parquet(hub_repo_dir / "a.parquet", texts[1:])
+  server.commit("datasets/org/name")
 
-  assert "held other files" in error_message(prepared.prepare, config, 1)
+  message = error_message(prepared.prepare, config, 1)
+  assert "held other files" in message
 
 
 def test_a_run_on_prepared_rows_does_not_continue_with_changed_files(
-  repo_dir, start_hub, texts, make_config
+  hub_repo_dir, serve_local_hub, texts, make_config
 ):
   """The same position would be in other rows."""
   # With one row group, the rows are prepared in this process.
-  write_parquet(repo_dir / "a.parquet", texts, row_group_size=300)
-  server = start_hub()
-  config = make_config(source=f"parquet:hf://{REPO}/*.parquet")
+  write_parquet(hub_repo_dir / "a.parquet", texts, row_group_size=300)
+  server = serve_local_hub()
+  config = make_config(source="parquet:hf://datasets/org/name/*.parquet")
   state = pipeline.training_batches(config).get_state()
 
-  write_parquet(repo_dir / "a.parquet", texts[1:], row_group_size=300)
-  server.commit(REPO)
+  write_parquet(hub_repo_dir / "a.parquet", texts[1:], row_group_size=300)
+  server.commit("datasets/org/name")
 
   batches = pipeline.training_batches(config)
   message = error_message(batches.set_state, state)
@@ -414,10 +449,12 @@ def test_a_run_on_prepared_rows_does_not_continue_with_changed_files(
 
 
 @pytest.fixture
-def stream_config(repo_dir, texts, make_config):
+def stream_config(hub_repo_dir, texts, make_config):
   """Writes a file, and returns a config that streams it."""
-  write_parquet(repo_dir / "a.parquet", texts)
-  return make_config(mode="streamed", source=f"parquet:hf://{REPO}/*.parquet")
+  write_parquet(hub_repo_dir / "a.parquet", texts)
+  return make_config(
+    mode="streamed", source="parquet:hf://datasets/org/name/*.parquet"
+  )
 
 
 def read_stream_state(config) -> dict:
@@ -429,8 +466,8 @@ def read_stream_state(config) -> dict:
   return state
 
 
-def test_a_stream_continues_with_the_same_files(start_hub, stream_config):
-  start_hub()
+def test_a_stream_continues_with_the_same_files(serve_local_hub, stream_config):
+  serve_local_hub()
   state = read_stream_state(stream_config)
   batches = pipeline.training_batches(stream_config)
 
@@ -441,14 +478,14 @@ def test_a_stream_continues_with_the_same_files(start_hub, stream_config):
 
 
 def test_a_stream_does_not_continue_with_changed_files(
-  repo_dir, start_hub, texts, stream_config
+  hub_repo_dir, serve_local_hub, texts, stream_config
 ):
   """The same position would be in other text."""
-  server = start_hub()
+  server = serve_local_hub()
   state = read_stream_state(stream_config)
 
-  write_parquet(repo_dir / "a.parquet", [text.upper() for text in texts])
-  server.commit(REPO)
+  write_parquet(hub_repo_dir / "a.parquet", [text.upper() for text in texts])
+  server.commit("datasets/org/name")
 
   batches = pipeline.training_batches(stream_config)
   message = error_message(batches.set_state, state)
@@ -469,17 +506,19 @@ def read_streamed_tokens(config) -> list[list]:
   return tokens
 
 
-def test_workers_stream_from_the_hub(repo_dir, start_hub, texts, make_config):
+def test_workers_stream_from_the_hub(
+  hub_repo_dir, serve_local_hub, texts, make_config
+):
   """They read the same tokens as this process reads from the local file."""
-  write_parquet(repo_dir / "a.parquet", texts)
-  start_hub()
+  write_parquet(hub_repo_dir / "a.parquet", texts)
+  serve_local_hub()
   config = make_config(
     mode="streamed",
-    source=f"parquet:hf://{REPO}/a.parquet",
+    source="parquet:hf://datasets/org/name/a.parquet",
     num_workers=1,
   )
   local_config = make_config(
-    mode="streamed", source=f"parquet:{repo_dir}/a.parquet"
+    mode="streamed", source=f"parquet:{hub_repo_dir}/a.parquet"
   )
 
   assert read_streamed_tokens(config) == read_streamed_tokens(local_config)
@@ -496,18 +535,18 @@ def prepare_totals(config, num_workers) -> list[bytes]:
 
 
 def test_workers_prepare_rows_from_the_hub(
-  repo_dir, start_hub, texts, make_config
+  hub_repo_dir, serve_local_hub, texts, make_config
 ):
   """They write the same rows as this process writes from the local file."""
-  write_parquet(repo_dir / "a.parquet", texts)
-  start_hub()
-  config = make_config(source=f"parquet:hf://{REPO}/a.parquet").data
-  local_config = make_config(source=f"parquet:{repo_dir}/a.parquet").data
+  write_parquet(hub_repo_dir / "a.parquet", texts)
+  serve_local_hub()
+  config = make_config(source="parquet:hf://datasets/org/name/a.parquet").data
+  local_config = make_config(source=f"parquet:{hub_repo_dir}/a.parquet").data
 
-  totals = prepare_totals(config, 2)
+  totals = prepare_totals(config, num_workers=2)
 
   assert totals, "no rows were written"
-  assert totals == prepare_totals(local_config, 1)
+  assert totals == prepare_totals(local_config, num_workers=1)
 
 
 # A Hub that cannot be reached.
@@ -521,28 +560,29 @@ def check_unreachable(message, endpoint, alternatives=ALTERNATIVES):
 
 
 def test_a_refused_connection_is_an_error_at_once(
-  repo_dir, start_hub, texts, retry_waits
+  hub_repo_dir, serve_local_hub, texts, retry_waits
 ):
   """Nothing has been read yet, so the user need not wait for retries."""
-  write_parquet(repo_dir / "a.parquet", texts)
-  server = start_hub()
+  write_parquet(hub_repo_dir / "a.parquet", texts)
+  server = serve_local_hub()
   server.close()
 
-  message = error_message(read_spec, f"parquet:hf://{REPO}/*.parquet")
+  message = error_message(read_spec, "parquet:hf://datasets/org/name/*.parquet")
 
   check_unreachable(message, server.url)
   assert "refused" in message
+  # The fixture `retry_waits` records every wait before a retry.
   assert not retry_waits
 
 
 def test_a_refused_connection_for_a_tokenizer_names_other_tokenizers(
-  repo_dir, start_hub
+  hub_repo_dir, serve_local_hub
 ):
-  server = start_hub()
+  server = serve_local_hub()
   server.close()
 
   message = error_message(
-    tokenizer.load_tokenizer, f"hf://{REPO}/tokenizer.json"
+    tokenizer.load_tokenizer, "hf://datasets/org/name/tokenizer.json"
   )
 
   check_unreachable(message, server.url, TOKENIZER_ALTERNATIVES)
@@ -552,7 +592,7 @@ def test_an_unknown_host_is_an_error(monkeypatch):
   # Names that end in .invalid never exist (RFC 2606).
   monkeypatch.setenv("HF_ENDPOINT", "http://hub.invalid")
 
-  message = error_message(read_spec, f"parquet:hf://{REPO}/*.parquet")
+  message = error_message(read_spec, "parquet:hf://datasets/org/name/*.parquet")
 
   check_unreachable(message, "http://hub.invalid")
 
@@ -565,7 +605,9 @@ def test_a_host_that_does_not_answer_is_an_error(monkeypatch):
     endpoint = f"http://127.0.0.1:{port}"
     monkeypatch.setenv("HF_ENDPOINT", endpoint)
 
-    message = error_message(read_spec, f"parquet:hf://{REPO}/*.parquet")
+    message = error_message(
+      read_spec, "parquet:hf://datasets/org/name/*.parquet"
+    )
 
   check_unreachable(message, endpoint)
   assert "timed out" in message
@@ -574,28 +616,30 @@ def test_a_host_that_does_not_answer_is_an_error(monkeypatch):
 def test_the_offline_mode_is_an_error_that_names_its_variable(monkeypatch):
   monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
 
-  message = error_message(read_spec, f"parquet:hf://{REPO}/*.parquet")
+  message = error_message(read_spec, "parquet:hf://datasets/org/name/*.parquet")
 
   check_unreachable(message, "https://huggingface.co")
   assert "HF_HUB_OFFLINE" in message
 
 
 def test_a_server_that_stops_during_a_read_is_retried(
-  repo_dir, start_hub, texts, retry_waits
+  hub_repo_dir, serve_local_hub, texts, retry_waits
 ):
   """A run of days should survive a short failure of the Hub."""
-  write_parquet(repo_dir / "a.parquet", texts)
-  server = start_hub()
+  write_parquet(hub_repo_dir / "a.parquet", texts)
+  server = serve_local_hub()
   source = sources.documents(
-    f"parquet:hf://{REPO}/*.parquet", "train", WITHOUT_VALIDATION
+    "parquet:hf://datasets/org/name/*.parquet", "train", WITHOUT_VALIDATION
   )
+  # Opening a part reads the footer of the file, so do it before the stop.
   part = source.parts[0]
   server.close()
 
   message = error_message(lambda: list(source.read(part)))
 
   check_unreachable(message, server.url)
-  # huggingface_hub tries five times more.
+  # huggingface_hub tries five times more, and waits before each try. The
+  # fixture `retry_waits` records the waits and skips them.
   assert len(retry_waits) == 5
 
 
@@ -612,43 +656,43 @@ def test_a_server_that_stops_during_a_read_is_retried(
     ),
     pytest.param("org/name/*.parquet", "no repository 'org/name'", id="model"),
     pytest.param(
-      f"{REPO}@v9/*.parquet",
+      "datasets/org/name@v9/*.parquet",
       "datasets/org/name has no revision 'v9'",
       id="revision",
     ),
     pytest.param(
-      f"{REPO}@{'0' * 40}/*.parquet",
+      f"datasets/org/name@{'0' * 40}/*.parquet",
       f"datasets/org/name has no revision '{'0' * 40}'",
       id="commit",
     ),
     pytest.param(
-      f"{REPO}/b.parquet",
+      "datasets/org/name/b.parquet",
       "has no such file at revision 'main'",
       id="file",
     ),
     pytest.param(
-      f"{REPO}/none/b.parquet",
+      "datasets/org/name/none/b.parquet",
       "has no such file at revision 'main'",
       id="file in a directory",
     ),
     pytest.param(
-      f"{REPO}/b*.parquet",
+      "datasets/org/name/b*.parquet",
       "no file of datasets/org/name matches 'b*.parquet'",
       id="pattern",
     ),
     pytest.param(
-      f"{REPO}/none/*",
+      "datasets/org/name/none/*",
       "no file of datasets/org/name matches 'none/*'",
       id="pattern in a directory",
     ),
   ],
 )
 def test_a_missing_repository_revision_or_file_is_named(
-  repo_dir, start_hub, texts, path, message
+  hub_repo_dir, serve_local_hub, texts, path, message
 ):
   """The error is one line that names what is missing."""
-  write_parquet(repo_dir / "a.parquet", texts)
-  start_hub()
+  write_parquet(hub_repo_dir / "a.parquet", texts)
+  serve_local_hub()
 
   assert message in error_message(read_spec, f"parquet:hf://{path}")
 
@@ -656,8 +700,8 @@ def test_a_missing_repository_revision_or_file_is_named(
 @pytest.mark.parametrize(
   "path", ["datasets/*.parquet", "datasets/name/a.parquet"]
 )
-def test_a_path_without_a_repository_is_an_error(start_hub, path):
-  start_hub()
+def test_a_path_without_a_repository_is_an_error(serve_local_hub, path):
+  serve_local_hub()
 
   message = error_message(read_spec, f"parquet:hf://{path}")
 
@@ -665,58 +709,60 @@ def test_a_path_without_a_repository_is_an_error(start_hub, path):
 
 
 @pytest.fixture
-def gated_server(repo_dir, start_hub, texts) -> HubServer:
+def gated_server(hub_repo_dir, serve_local_hub, texts) -> HubServer:
   """Serves a dataset that can only be read with the token "hf_good"."""
-  write_parquet(repo_dir / "a.parquet", texts)
-  server = start_hub()
-  server.gate(REPO, token="hf_good")
+  write_parquet(hub_repo_dir / "a.parquet", texts)
+  server = serve_local_hub()
+  server.gate("datasets/org/name", token="hf_good")
   return server
 
 
 def test_a_gated_dataset_without_a_token_is_an_error(gated_server):
-  message = error_message(read_spec, f"parquet:hf://{REPO}/*.parquet")
+  """The server gives the dataset only to users who accepted its terms."""
+  message = error_message(read_spec, "parquet:hf://datasets/org/name/*.parquet")
 
   assert "status 401" in message
   assert "no token is set" in message
-  page = f"{gated_server.url}/{REPO}"
+  page = f"{gated_server.url}/datasets/org/name"
   assert f"accept the terms on {page}, and set HF_TOKEN" in message
 
 
 def test_a_gated_dataset_with_a_token_without_access_is_an_error(
   gated_server, monkeypatch
 ):
-  """A gated dataset can only be read with the token of a user with access."""
+  """The server accepts the token "hf_good" only."""
   monkeypatch.setenv("HF_TOKEN", "hf_bad")
 
-  message = error_message(read_spec, f"parquet:hf://{REPO}/*.parquet")
+  message = error_message(read_spec, "parquet:hf://datasets/org/name/*.parquet")
 
   assert "status 403" in message
   assert "the token has no access" in message
-  page = f"{gated_server.url}/{REPO}"
+  page = f"{gated_server.url}/datasets/org/name"
   assert f"accept the terms on {page}, and set HF_TOKEN" in message
 
 
 @pytest.mark.usefixtures("gated_server")
 def test_a_gated_dataset_can_be_read_with_its_token(monkeypatch, texts):
+  """The server of this fixture accepts the token "hf_good" only."""
   monkeypatch.setenv("HF_TOKEN", "hf_good")
 
-  assert read_spec(f"parquet:hf://{REPO}/*.parquet") == texts
+  assert read_spec("parquet:hf://datasets/org/name/*.parquet") == texts
 
 
 @pytest.mark.parametrize("path", ["/api/", "/tree/", "/resolve/", "/storage/"])
 @pytest.mark.parametrize("status", [429, 503])
 def test_temporary_refusals_are_retried(
-  repo_dir, start_hub, texts, retry_waits, path, status
+  hub_repo_dir, serve_local_hub, texts, retry_waits, path, status
 ):
-  """The server refuses two requests with the status and a time to wait."""
-  write_parquet(repo_dir / "a.parquet", texts)
-  server = start_hub()
+  """The server refuses two requests, and says how long to wait."""
+  write_parquet(hub_repo_dir / "a.parquet", texts)
+  server = serve_local_hub()
   server.fail(times=2, status=status, retry_after=7, path=path)
 
-  assert read_spec(f"parquet:hf://{REPO}/*.parquet") == texts
+  assert read_spec("parquet:hf://datasets/org/name/*.parquet") == texts
 
-  # The server asks for 7 seconds. huggingface_hub adds one, because the number
-  # is rounded.
+  # The server asks for a wait of 7 seconds. huggingface_hub adds one, because
+  # the number is rounded. `retry_waits` records the waits and skips them.
   assert len(retry_waits) == 2
   assert set(retry_waits) <= {7, 8}
 
@@ -724,17 +770,17 @@ def test_temporary_refusals_are_retried(
 @pytest.mark.parametrize("path", ["/api/", "/resolve/"])
 @pytest.mark.parametrize("status", [429, 503])
 def test_permanent_refusals_are_an_error_after_five_retries(
-  repo_dir, start_hub, texts, retry_waits, path, status
+  hub_repo_dir, serve_local_hub, texts, retry_waits, path, status
 ):
   """The waits between the tries become longer."""
-  write_parquet(repo_dir / "a.parquet", texts)
-  server = start_hub()
+  write_parquet(hub_repo_dir / "a.parquet", texts)
+  server = serve_local_hub()
   server.fail(times=1000, status=status, path=path)
 
-  message = error_message(read_spec, f"parquet:hf://{REPO}/*.parquet")
+  message = error_message(read_spec, "parquet:hf://datasets/org/name/*.parquet")
 
   assert f"{server.url} still answers {status} after several tries" in message
-  # Seconds. They double up to 8.
+  # The waits in seconds, which are recorded and skipped. They double up to 8.
   assert retry_waits == [1, 2, 4, 8, 8]
 
 
@@ -744,7 +790,9 @@ def test_permanent_refusals_are_an_error_after_five_retries(
 @pytest.fixture(
   params=["a.txt", "a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"]
 )
-def any_file(request, repo_dir, texts, monkeypatch) -> tuple[str, list[str]]:
+def any_file(
+  request, hub_repo_dir, texts, monkeypatch
+) -> tuple[str, list[str]]:
   """Writes a file that is read by several requests, and returns its name.
 
   Returns:
@@ -754,69 +802,80 @@ def any_file(request, repo_dir, texts, monkeypatch) -> tuple[str, list[str]]:
   name = request.param
   if name == "a.txt":
     text = "\n".join(texts)
-    (repo_dir / name).write_bytes(text.encode())
-    return f"text:hf://{REPO}/{name}", [text]
+    (hub_repo_dir / name).write_bytes(text.encode())
+    return f"text:hf://datasets/org/name/{name}", [text]
   if name == "a.parquet":
-    write_parquet(repo_dir / name, texts)
-    return f"parquet:hf://{REPO}/{name}", texts
-  write_jsonl(repo_dir / name, texts)
-  return f"jsonl:hf://{REPO}/{name}", texts
+    write_parquet(hub_repo_dir / name, texts)
+    return f"parquet:hf://datasets/org/name/{name}", texts
+  write_jsonl(hub_repo_dir / name, texts)
+  return f"jsonl:hf://datasets/org/name/{name}", texts
 
 
-def test_a_broken_connection_is_repeated(any_file, start_hub):
+def test_a_broken_connection_is_repeated(any_file, serve_local_hub):
+  """The server closes two connections in the middle of a file."""
   spec, texts = any_file
-  server = start_hub()
+  server = serve_local_hub()
   server.break_bodies(times=2)
 
   assert read_spec(spec) == texts
 
 
-def test_a_short_answer_is_repeated(any_file, start_hub):
+def test_a_short_answer_is_repeated(any_file, serve_local_hub):
+  """Two answers have fewer bytes than were asked for."""
   spec, texts = any_file
-  server = start_hub()
+  server = serve_local_hub()
   server.shorten_bodies(times=2)
 
   assert read_spec(spec) == texts
 
 
-def test_connections_that_always_break_are_an_error(any_file, start_hub):
+def test_connections_that_always_break_are_an_error(any_file, serve_local_hub):
+  """The error names the file."""
   spec, _ = any_file
-  server = start_hub()
+  server = serve_local_hub()
+  # The server closes all connections in the middle of a file.
   server.break_bodies(times=1000)
 
-  name = spec.rpartition("/")[2]
-  assert name in error_message(read_spec, spec)
+  message = error_message(read_spec, spec)
+
+  file_name = spec.rpartition("/")[2]
+  assert file_name in message
 
 
-def test_answers_that_are_always_short_are_an_error(any_file, start_hub):
+def test_answers_that_are_always_short_are_an_error(any_file, serve_local_hub):
+  """The error names the file."""
   spec, _ = any_file
-  server = start_hub()
+  server = serve_local_hub()
+  # All answers have fewer bytes than were asked for.
   server.shorten_bodies(times=1000)
 
-  name = spec.rpartition("/")[2]
-  assert name in error_message(read_spec, spec)
+  message = error_message(read_spec, spec)
+
+  file_name = spec.rpartition("/")[2]
+  assert file_name in message
 
 
-def test_a_short_answer_is_described(repo_dir, start_hub):
-  (repo_dir / "a.txt").write_bytes(b"x" * 1000)
-  server = start_hub()
+def test_a_short_answer_is_described(hub_repo_dir, serve_local_hub):
+  (hub_repo_dir / "a.txt").write_bytes(b"x" * 1000)
+  server = serve_local_hub()
   server.shorten_bodies(times=1000)
 
-  message = error_message(read_spec, f"text:hf://{REPO}/a.txt")
+  message = error_message(read_spec, "text:hf://datasets/org/name/a.txt")
 
   # The server sends half of the file each time.
   assert "got 500 of 1000 bytes from byte 0 on, 3 times in a row" in message
 
 
 def test_a_connection_that_breaks_late_loses_no_document(
-  repo_dir, start_hub, texts, monkeypatch
+  hub_repo_dir, serve_local_hub, texts, monkeypatch
 ):
   """The documents before the break are not repeated either."""
+  # The sizes are small, so that a small file has several parts and requests.
   monkeypatch.setattr(jsonl_source, "PART_BYTES", 7919)
   monkeypatch.setattr(hub, "READ_AHEAD_BYTES", 1000)
-  write_jsonl(repo_dir / "a.jsonl", texts)
-  server = start_hub()
-  source = open_jsonl()
+  write_jsonl(hub_repo_dir / "a.jsonl", texts)
+  server = serve_local_hub()
+  source = open_jsonl_of_hub()
 
   documents = []
   for part in source.parts:
@@ -829,14 +888,14 @@ def test_a_connection_that_breaks_late_loses_no_document(
 
 @pytest.mark.full
 def test_the_1b_config_downloads_prepares_trains_and_resumes(
-  start_hub, texts, command, tmp_path
+  serve_local_hub, texts, command, tmp_path
 ):
   """Flags only make the model small and avoid the tokenizer's download."""
   repo = "datasets/HuggingFaceFW/fineweb-edu"
   for number in range(3):
     path = tmp_path / "hub" / repo / f"sample/100BT/{number:03}_00000.parquet"
     write_parquet(path, [f"{text} {number}" for text in texts])
-  server = start_hub()
+  server = serve_local_hub()
   # The revision that the config names.
   server.commit(repo, "87f09149ef4734204d70ed1d046ddc9ca3f2b8f9")
   flags = [
