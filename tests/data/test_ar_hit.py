@@ -9,8 +9,8 @@ import pytest
 from diffjax.data.ar_hit import ar_hit_mask
 
 
-def ar_hit_mask_of_loop(tokens, targets, segment_ids, n) -> np.ndarray:
-  """Returns the definition of the mask, as a loop over the targets."""
+def expected_mask(tokens, targets, segment_ids, n) -> np.ndarray:
+  """Computes the mask by its definition, in a loop over the targets."""
   hits = np.zeros(tokens.shape, bool)
   num_rows, length = tokens.shape
   for row in range(num_rows):
@@ -42,77 +42,91 @@ def random_batch(seed, num_rows, length, vocab_size):
 @pytest.mark.parametrize("n", [2, 3, 5])
 @pytest.mark.parametrize("vocab_size", [2, 5, 30])
 def test_the_mask_equals_a_loop_over_the_targets(n, vocab_size):
-  """The loop keeps a set of the n-grams that were seen in the segment."""
+  """A target is a hit if it ends an n-gram seen earlier in its segment."""
   tokens, targets, segment_ids = random_batch(
     seed=n, num_rows=6, length=200, vocab_size=vocab_size
   )
 
   mask = ar_hit_mask(tokens, targets, segment_ids, n)
 
-  expected = ar_hit_mask_of_loop(tokens, targets, segment_ids, n)
+  expected = expected_mask(tokens, targets, segment_ids, n)
   chex.assert_trees_all_equal(mask, expected)
-  # Long n-grams of a large vocabulary do not repeat.
-  if vocab_size**n <= 200:
+  # A row of 200 tokens has hits if there are few different n-grams.
+  num_different_ngrams = vocab_size**n
+  if num_different_ngrams <= 200:
     assert expected.any()
 
 
 @pytest.mark.parametrize("n", [4, 5, 6, 99])
 def test_n_grams_can_be_as_long_as_a_row_or_longer(n):
-  batch = random_batch(seed=n, num_rows=8, length=4, vocab_size=1)
+  """A row has 4 inputs and a last target, so no 6-gram fits."""
+  tokens, targets, segment_ids = random_batch(
+    seed=n, num_rows=8, length=4, vocab_size=1
+  )
 
-  mask = ar_hit_mask(*batch, n)
+  mask = ar_hit_mask(tokens, targets, segment_ids, n)
 
-  chex.assert_trees_all_equal(mask, ar_hit_mask_of_loop(*batch, n))
+  expected = expected_mask(tokens, targets, segment_ids, n)
+  chex.assert_trees_all_equal(mask, expected)
 
 
 def test_token_ids_can_be_large():
-  """The n-grams of large ids have more codes than an int64 can hold."""
+  """The 4-grams of large ids have more codes than an int64 can hold."""
   tokens, targets, segment_ids = random_batch(
     seed=0, num_rows=4, length=100, vocab_size=3
   )
+  # The ids 0, 1 and 2 become 0, 400 million and 800 million. Other ids do not
+  # change which n-grams are equal.
   scale = 400_000_000
 
-  mask = ar_hit_mask(tokens * scale, targets * scale, segment_ids, 4)
+  mask = ar_hit_mask(tokens * scale, targets * scale, segment_ids, n=4)
 
-  expected = ar_hit_mask_of_loop(tokens, targets, segment_ids, 4)
+  expected = expected_mask(tokens, targets, segment_ids, n=4)
   assert expected.any()
   chex.assert_trees_all_equal(mask, expected)
 
 
 def test_the_repeated_bigrams_of_a_sentence_are_hits():
-  """With n = 2, a target is a hit if the pair of input and target was seen."""
+  """A target is a hit if the pair of its input and itself was seen before.
+
+  The tokens are letters. "th", "he" and "e " are repeated, so the hits are "h",
+  "e" and " " of the second "the ".
+  """
   text = np.frombuffer(b"the cat, the dog", np.uint8).astype(np.int32)[None]
   tokens = text[:, :-1]
   targets = text[:, 1:]
+  one_segment = np.ones_like(tokens)
 
-  mask = ar_hit_mask(tokens, targets, np.ones_like(tokens), 2)
+  mask = ar_hit_mask(tokens, targets, one_segment, n=2)
 
-  # "th", "he" and "e " occur twice, but not "t,", ", ", " t" and " d".
-  assert bytes(targets[mask].tolist()) == b"he "
+  hits = targets[mask]
+  assert bytes(hits.tolist()) == b"he "
 
 
 def test_n_grams_of_another_segment_do_not_count():
   """ "the " is in both segments, but repeats within none."""
   text = np.frombuffer(b"the cat, the dog", np.uint8).astype(np.int32)[None]
   tokens = text[:, :-1]
+  targets = text[:, 1:]
   # The second segment is "the dog".
   segment_ids = np.ones_like(tokens)
   segment_ids[:, len("the cat, ") :] = 2
 
-  mask = ar_hit_mask(tokens, text[:, 1:], segment_ids, 2)
+  mask = ar_hit_mask(tokens, targets, segment_ids, n=2)
 
   assert not mask.any()
 
 
 def test_n_must_be_two_or_more():
-  batch = random_batch(seed=0, num_rows=1, length=4, vocab_size=3)
+  tokens, targets, segment_ids = random_batch(
+    seed=0, num_rows=1, length=4, vocab_size=3
+  )
 
   with pytest.raises(ValueError, match="at least 2"):
-    ar_hit_mask(*batch, n=1)
+    ar_hit_mask(tokens, targets, segment_ids, n=1)
 
 
 def test_the_mask_is_fast_enough_to_be_computed_during_training():
-  """The limit is 5 million tokens per second."""
   tokens, targets, segment_ids = random_batch(
     seed=0, num_rows=32, length=2048, vocab_size=256
   )
@@ -123,6 +137,6 @@ def test_the_mask_is_fast_enough_to_be_computed_during_training():
     ar_hit_mask(tokens, targets, segment_ids, n=2)
     seconds.append(time.perf_counter() - start)
 
-  # 25 million were measured, but the machine may be busy.
+  # 25 million were measured. The limit is lower, because machines can be busy.
   tokens_per_second = tokens.size / min(seconds)
-  assert tokens_per_second > 5e6
+  assert tokens_per_second > 5_000_000
