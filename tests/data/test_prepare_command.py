@@ -25,30 +25,34 @@ def get_config():
 def test_the_command_prepares_rows_with_a_tokenizer_that_it_trained(
   run, jsonl, tmp_path, texts
 ):
-  """Two commands: one trains a tokenizer, the other prepares rows with it."""
+  """The file `jsonl` has the documents `texts`."""
   source_flag = f"--config.data.source=jsonl:{jsonl}"
+  tokenizer_dir = tmp_path / "tokenizer"
+  rows_dir = tmp_path / "rows"
 
   # The first command trains a tokenizer.
-  result = run(
-    source_flag, f"--train_tokenizer={tmp_path}/out", "--vocab_size=400"
+  training = run(
+    source_flag, f"--train_tokenizer={tokenizer_dir}", "--vocab_size=400"
   )
-  assert result.returncode == 0, result.stderr
-  trained = tokenizer.load_tokenizer(f"{tmp_path}/out/tokenizer.tiktoken")
+  assert training.returncode == 0, training.stderr
+  trained = tokenizer.load_tokenizer(f"{tokenizer_dir}/tokenizer.tiktoken")
   assert trained.vocab_size == 400
   # A token has more than two bytes on average.
-  assert len(trained.encode(texts[4])) < len(texts[4].encode()) / 2
+  num_tokens = len(trained.encode(texts[4]))
+  num_bytes = len(texts[4].encode())
+  assert num_tokens < num_bytes / 2
 
-  # The second command prepares rows with it.
-  result = run(
+  # The second command prepares rows with the tokenizer.
+  preparing = run(
     source_flag,
-    f"--config.data.tokenizer={tmp_path}/out/tokenizer.json",
-    f"--config.data.prepared_dir={tmp_path}/rows",
+    f"--config.data.tokenizer={tokenizer_dir}/tokenizer.json",
+    f"--config.data.prepared_dir={rows_dir}",
     "--workers=1",
   )
-  assert result.returncode == 0, result.stderr
-  assert "documents" in result.stderr
-  assert "tokens/s" in result.stderr
-  assert (tmp_path / "rows" / "meta.json").exists()
+  assert preparing.returncode == 0, preparing.stderr
+  assert "documents" in preparing.stderr
+  assert "tokens/s" in preparing.stderr
+  assert (rows_dir / "meta.json").exists()
 
 
 def test_a_missing_source_is_an_error_of_one_line(run):
@@ -74,8 +78,8 @@ def test_a_record_without_its_prompt_is_an_error_that_names_its_line(
 
   assert result.returncode == 1
   assert "Traceback" not in result.stderr
-  message = (
+  last_line = result.stderr.splitlines()[-1]
+  assert last_line.startswith(
     f"error: {tmp_path}/a.jsonl:2:"
     " config.data.prompt_field = 'question' is not text here"
   )
-  assert result.stderr.splitlines()[-1].startswith(message)
