@@ -21,8 +21,8 @@ def empty_process_cache():
   stdlib_corpus.corpus_directory.cache_clear()
 
 
-def build_again():
-  """Returns the directory of the corpus as another process would."""
+def open_as_another_process():
+  """Returns the directory of the corpus, after its cached value is deleted."""
   stdlib_corpus.corpus_directory.cache_clear()
   return stdlib_corpus.corpus_directory()
 
@@ -56,28 +56,36 @@ def test_the_corpus_is_the_text_of_the_standard_library():
 
   train_bytes = sum(len(text.encode()) for text in train)
   validation_bytes = sum(len(text.encode()) for text in validation)
-  assert train_bytes + validation_bytes > 8e6
+  assert train_bytes + validation_bytes > 8_000_000
   assert 0.01 < validation_bytes / train_bytes < 0.15
+  # The module textwrap has this class.
   assert any("class TextWrapper" in text for text in train + validation)
   # Files of equal content count once.
   assert len(set(train)) == len(train)
   assert set(train).isdisjoint(validation)
 
 
-def test_the_corpus_is_built_once_and_says_so(small_library, capsys):
-  directory = stdlib_corpus.corpus_directory()
+@pytest.mark.usefixtures("small_library")
+def test_building_the_corpus_prints_one_line(capsys):
+  stdlib_corpus.corpus_directory()
 
-  # One line on standard error.
-  line = capsys.readouterr().err
-  assert line.count("\n") == 1
+  (line,) = capsys.readouterr().err.splitlines()
   assert "built the embedded corpus" in line
   assert platform.python_version() in line
 
-  assert build_again() == directory
+
+@pytest.mark.usefixtures("small_library")
+def test_the_corpus_is_built_once(capsys):
+  """Another process finds the corpus in the cache, and prints nothing."""
+  directory = stdlib_corpus.corpus_directory()
+  capsys.readouterr()
+
+  assert open_as_another_process() == directory
   assert capsys.readouterr().err == ""
 
 
-def test_the_corpus_is_in_the_cache_under_the_version_of_python(small_library):
+@pytest.mark.usefixtures("small_library")
+def test_the_corpus_is_in_the_cache_under_the_version_of_python():
   directory = os.fspath(stdlib_corpus.corpus_directory())
 
   assert directory.startswith(os.environ["XDG_CACHE_HOME"])
@@ -89,8 +97,10 @@ def test_the_fingerprint_does_not_depend_on_when_the_corpus_was_built(
   monkeypatch, tmp_path
 ):
   """A stream must resume on a corpus that was built again."""
-  fingerprint = sources.documents("stdlib", "train", DataConfig()).fingerprint()
+  original = sources.documents("stdlib", "train", DataConfig())
+  fingerprint = original.fingerprint()
 
+  # In an empty cache directory, the corpus is built again.
   monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
   stdlib_corpus.corpus_directory.cache_clear()
   rebuilt = sources.documents("stdlib", "train", DataConfig())
@@ -140,34 +150,43 @@ def test_processes_that_build_at_once_have_one_corpus(tmp_path):
     assert process.returncode == 0, errors
     directories.add(output)
 
+  # Both processes printed the same directory, and left no other one.
   assert len(directories) == 1
-  # Incomplete corpora are removed.
   corpora = list((tmp_path / "diffjax" / "stdlib").iterdir())
   assert len(corpora) == 1
 
 
 def test_files_that_are_left_out_do_not_change_the_corpus(small_library):
-  """These are packages, invalid UTF-8, copies and empty files."""
+  """These are installed packages, invalid UTF-8, copies, and empty files.
+
+  `small_library` is a directory of modules that counts as standard library.
+  """
   directory = stdlib_corpus.corpus_directory()
 
   (small_library / "site-packages").mkdir()
   (small_library / "site-packages" / "other.py").write_text("y = 1")
   (small_library / "latin.py").write_bytes(b"# caf\xe9")
+  # The file module1.py has the same text.
   (small_library / "copy.py").write_text("x = 1")
   (small_library / "blank.py").write_text("\n")
 
-  assert build_again() == directory
+  assert open_as_another_process() == directory
 
 
 def test_a_patched_library_is_another_corpus(small_library):
+  """Some distributions of Python patch its library.
+
+  `small_library` is a directory of modules that counts as standard library.
+  """
   directory = stdlib_corpus.corpus_directory()
 
   (small_library / "module1.py").write_text("x = 'patched'")
 
-  assert build_again() != directory
+  assert open_as_another_process() != directory
 
 
 def test_a_python_without_source_files_is_an_error(tmp_path, monkeypatch):
+  # The directory of the standard library is an empty one.
   monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
 
   with pytest.raises(
