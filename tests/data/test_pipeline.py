@@ -106,14 +106,15 @@ def test_a_run_continues_with_another_number_of_workers(
   """A stored position is the number of batches, whichever process read them."""
   expected = take(pipeline.training_batches(make_config()), 12)
 
+  # The run reads 7 of 12 batches, and then stops.
   batches = pipeline.training_batches(make_config(num_workers=num_workers))
   chex.assert_trees_all_equal(take(batches, 7), expected[:7])
   state = stored_state(batches)
   batches.close()
 
-  restarted = pipeline.training_batches(
-    make_config(num_workers=num_workers_after)
-  )
+  # It continues with the other 5 batches.
+  config = make_config(num_workers=num_workers_after)
+  restarted = pipeline.training_batches(config)
   restarted.set_state(state)
   chex.assert_trees_all_equal(take(restarted, 5), expected[7:])
   restarted.close()
@@ -161,16 +162,19 @@ def test_a_run_can_restart_at_every_step(make_config, texts, tmp_path):
 
 def test_batches_can_go_back_to_an_earlier_state(make_config):
   batches = pipeline.training_batches(make_config())
-  state = batches.get_state()
-  expected = take(batches, 5)
+  state_at_start = batches.get_state()
+  first_batches = take(batches, 5)
 
-  batches.set_state(state)
+  batches.set_state(state_at_start)
 
-  chex.assert_trees_all_equal(take(batches, 5), expected)
+  chex.assert_trees_all_equal(take(batches, 5), first_batches)
 
 
 def test_every_epoch_has_every_row_once_in_another_order(make_config, num_rows):
-  """Training repeats the prepared rows, which `num_rows` counts."""
+  """Training repeats the prepared rows.
+
+  `num_rows` is the number of prepared rows.
+  """
   # With few rows, two epochs could have the same order by chance.
   assert num_rows > 100
   # One row in a batch, so an epoch has num_rows batches.
@@ -188,6 +192,7 @@ def test_every_epoch_has_every_row_once_in_another_order(make_config, num_rows):
 
 
 def test_the_seed_determines_the_order_of_the_rows(make_config, num_rows):
+  """The first epoch, of `num_rows` rows, has the same rows for each seed."""
   batches = pipeline.training_batches(make_config(batch_size=1, seed=0))
   other_batches = pipeline.training_batches(make_config(batch_size=1, seed=1))
 
@@ -199,8 +204,9 @@ def test_the_seed_determines_the_order_of_the_rows(make_config, num_rows):
 
 
 def test_a_batch_consists_of_five_arrays(make_config):
-  """Each array is of 8 rows of 64 tokens."""
-  batch = next(pipeline.training_batches(make_config()))
+  config = make_config(batch_size=8, length=64)
+
+  batch = next(pipeline.training_batches(config))
 
   dtypes = {name: array.dtype.name for name, array in batch.items()}
   assert dtypes == {
@@ -224,10 +230,12 @@ def test_targets_are_the_next_tokens(make_config):
 def test_rows_hold_several_documents_between_separators(make_config):
   batches = take(pipeline.training_batches(make_config()), 50)
 
-  # Texts are UTF-8, which never has the byte 255.
+  # Tokens are bytes. Texts are UTF-8, which never has the byte 255.
   separator = 255
   assert batches[0]["tokens"].max() == separator
-  assert max(batch["segment_ids"].max() for batch in batches) > 1
+  # Segments are numbered from 1 in each row.
+  most_segments = max(batch["segment_ids"].max() for batch in batches)
+  assert most_segments > 1
 
 
 @pytest.mark.parametrize(
@@ -244,11 +252,9 @@ def test_rows_hold_several_documents_between_separators(make_config):
   ],
 )
 def test_a_state_of_other_fields_is_refused(make_config, change, message):
-  """The same number of batches would be another position in the rows.
-
-  The state is of the seed 0, batches of 8 rows, and rows of 64 tokens.
-  """
-  state = pipeline.training_batches(make_config()).get_state()
+  """The same number of batches would be another position in the rows."""
+  config = make_config(seed=0, batch_size=8, length=64)
+  state = pipeline.training_batches(config).get_state()
   batches = pipeline.training_batches(make_config(**change))
 
   with pytest.raises(UserError, match=message):
@@ -288,7 +294,7 @@ def interrupted_run(make_config, jsonl) -> InterruptedRun:
 
 
 def test_changed_text_is_distinguished_from_changed_fields(
-  make_config, interrupted_run
+  make_config, interrupted_run, jsonl
 ):
   """The user must learn that the text is the reason.
 
@@ -300,9 +306,7 @@ def test_changed_text_is_distinguished_from_changed_fields(
     batches.set_state(interrupted_run.state)
 
   message = str(caught.value)
-  assert re.search(
-    "no field has changed, but the text of 'jsonl:.* has", message
-  )
+  assert f"no field has changed, but the text of 'jsonl:{jsonl}' has" in message
   assert "prepared anew in" in message
   assert "\n" not in message
 
@@ -331,7 +335,10 @@ def test_a_run_continues_with_its_old_rows_as_the_message_says(
 def test_the_message_says_if_the_old_rows_are_gone(
   make_config, interrupted_run
 ):
-  """Without the old rows, only the old text can continue the run."""
+  """Without the old rows, only the old text can continue the run.
+
+  `interrupted_run` has the state of a run whose text was changed afterwards.
+  """
   shutil.rmtree(interrupted_run.directory)
   batches = pipeline.training_batches(make_config())
 
@@ -346,6 +353,7 @@ def test_the_message_says_if_the_old_rows_are_gone(
 def test_changed_text_is_refused_for_states_of_earlier_versions(
   make_config, interrupted_run
 ):
+  """`interrupted_run` has the state of a run whose text was changed after."""
   state = dict(interrupted_run.state)
   # Earlier versions stored no description of the rows, so the message cannot
   # tell changed text from changed fields.
@@ -408,26 +416,31 @@ def test_a_mixture_continues_with_the_links_of_the_message(
   ],
 )
 def test_several_processes_do_not_prepare_rows(make_config, share):
+  """The user must prepare the rows with a command before the run."""
   with pytest.raises(UserError, match="run python -m diffjax.prepare"):
     pipeline.training_batches(make_config(), share, num_processes=2)
 
 
 def test_one_process_prepares_rows_once_and_says_so(make_config, capsys):
+  """The first run prepares the rows, and the second one finds them."""
   pipeline.training_batches(make_config())
-  assert "not prepared yet; preparing them once" in capsys.readouterr().err
+  printed = capsys.readouterr().err
+  assert "not prepared yet; preparing them once" in printed
 
   pipeline.training_batches(make_config())
-  assert capsys.readouterr().err == ""
+  printed = capsys.readouterr().err
+  assert printed == ""
 
 
 def test_rows_that_are_not_prepared_cannot_be_opened(make_config, tmp_path):
-  config = make_config(prepared_dir=str(tmp_path / "rows")).data
+  directory = tmp_path / "rows"
+  config = make_config(prepared_dir=str(directory)).data
   targets = prepared.targets(config)
 
   with pytest.raises(UserError, match="are not prepared"):
     prepared_batches.open_rows(targets, "train", config)
 
-  assert not (tmp_path / "rows").exists()
+  assert not directory.exists()
 
 
 def test_opening_rows_writes_nothing(make_config, tmp_path):
@@ -453,7 +466,7 @@ def test_only_workers_mark_flags_as_parsed(make_config, mode):
   was_parsed = flags.FLAGS.is_parsed()
   flags.FLAGS.unparse_flags()
   try:
-    batches = pipeline.training_batches(make_config(mode=mode))
+    batches = pipeline.training_batches(make_config(mode=mode, num_workers=0))
     next(batches)
     batches.close()
     assert not flags.FLAGS.is_parsed()
@@ -462,6 +475,7 @@ def test_only_workers_mark_flags_as_parsed(make_config, mode):
     batches.close()
     assert flags.FLAGS.is_parsed()
   finally:
+    # Other tests need the state that the flags had before.
     if was_parsed:
       flags.FLAGS.mark_as_parsed()
 
@@ -530,20 +544,23 @@ def test_copies_of_the_data_have_the_same_identity(tmp_path, monkeypatch, mode):
 @pytest.mark.parametrize("mode", ["prepared", "streamed"])
 @pytest.mark.parametrize("split", ["train", "validation"])
 def test_other_text_has_another_identity(tmp_path, monkeypatch, mode, split):
-  """The processes of a run compare identities, and stop if these differ."""
+  """The processes of a run compare identities, and stop if these differ.
+
+  An identity has several values for each split. Their names have its source.
+  """
   write_copies(tmp_path / "a", time=1)
   write_copies(tmp_path / "b", time=1, split_of_change=split)
 
   identity = read_data_identity(tmp_path / "a", monkeypatch, mode)
   other_identity = read_data_identity(tmp_path / "b", monkeypatch, mode)
 
-  # Only values of the changed split differ.
-  differences = []
+  different_names = []
   for name, value in identity.items():
     if other_identity.get(name) != value:
-      differences.append(name)
-  assert differences
-  for name in differences:
+      different_names.append(name)
+  # Only values of the changed split differ.
+  assert different_names
+  for name in different_names:
     assert f"jsonl:{split}/*.jsonl" in name
 
 
@@ -561,6 +578,7 @@ def test_the_identity_of_prepared_data_has_the_number_of_rows(
   tmp_path, monkeypatch, split, count_name
 ):
   """A process that lacks a file would otherwise train on other rows."""
+  # Each split of the copies has the files 0.jsonl and 1.jsonl.
   write_copies(tmp_path / "complete", time=1)
   write_copies(tmp_path / "incomplete", time=1)
   (tmp_path / "incomplete" / split / "1.jsonl").unlink()
@@ -578,6 +596,7 @@ def test_the_identity_of_streamed_data_has_the_number_of_files(
   tmp_path, monkeypatch, split
 ):
   """A process that lacks a file would otherwise train on other rows."""
+  # Each split of the copies has the files 0.jsonl and 1.jsonl.
   write_copies(tmp_path / "complete", time=1)
   write_copies(tmp_path / "incomplete", time=1)
   (tmp_path / "incomplete" / split / "1.jsonl").unlink()
@@ -594,8 +613,11 @@ def test_the_identity_of_streamed_data_has_the_number_of_files(
 
 @pytest.mark.parametrize("mode", ["prepared", "streamed"])
 def test_the_number_of_shares_must_divide_the_batch(make_config, mode):
+  """A batch of 8 rows cannot be divided among 3 processes."""
+  config = make_config(mode=mode, batch_size=8)
+
   with pytest.raises(UserError, match="config.train.batch_size = 8.*3"):
-    open_share(make_config(mode=mode), 0, 3)
+    open_share(config, index=0, count=3)
 
 
 # Mixtures.
@@ -616,19 +638,22 @@ def letter_mixture(tmp_path) -> str:
 def test_a_mixture_has_the_proportions_of_its_weights(
   make_config, letter_mixture, mode
 ):
-  """The weights count, not the sizes of the sources."""
+  """Source "a" has the weight 3, and source "b" has the weight 1.
+
+  The documents of a source consist of its letter. Each row is of one source.
+  """
   config = make_config(mode=mode, source=letter_mixture)
+
   batches = take(pipeline.training_batches(config), 50)
 
   tokens = np.concatenate([batch["tokens"] for batch in batches])
-  has_letter_a = (tokens == ord("a")).any(axis=1)
-  # The weights are 3 for source "a" and 1 for source "b".
-  assert abs(has_letter_a.mean() - 3 / 4) < 0.01
+  is_row_of_source_a = (tokens == ord("a")).any(axis=1)
+  assert is_row_of_source_a.mean() == pytest.approx(3 / 4, abs=0.01)
 
 
 @pytest.mark.parametrize("mode", ["prepared", "streamed"])
 def test_a_mixture_can_restart(make_config, letter_mixture, mode):
-  """A state includes the position in both sources."""
+  """A state includes the position in both sources of `letter_mixture`."""
   config = make_config(mode=mode, source=letter_mixture)
   batches = pipeline.training_batches(config)
   take(batches, 20)
@@ -642,12 +667,15 @@ def test_a_mixture_can_restart(make_config, letter_mixture, mode):
 
 
 def test_equal_components_are_shuffled_differently():
-  """Component i of a mixture has the seed of the mixture plus i."""
+  """The first component has the seed of the mixture, and the second the next.
+
+  The order for a seed is that of a mixture with one component.
+  """
   rows = list(range(100))
-  order = list(
+  order_of_seed_3 = list(
     prepared_batches.mix([rows], weights=[1.0], seed=3, repeat=False)
   )
-  next_order = list(
+  order_of_seed_4 = list(
     prepared_batches.mix([rows], weights=[1.0], seed=4, repeat=False)
   )
 
@@ -655,14 +683,12 @@ def test_equal_components_are_shuffled_differently():
     [rows, rows], weights=[0.5, 0.5], seed=3, repeat=False
   )
 
-  # A mixture of equal weights takes turns between its components.
-  first_component = list(mixture)[::2]
-  second_component = list(mixture)[1::2]
-  assert sorted(order) == rows
-  assert sorted(next_order) == rows
-  assert order != next_order
-  assert first_component == order
-  assert second_component == next_order
+  # With equal weights, every second row is of the same component.
+  assert list(mixture)[::2] == order_of_seed_3
+  assert list(mixture)[1::2] == order_of_seed_4
+  assert sorted(order_of_seed_3) == rows
+  assert sorted(order_of_seed_4) == rows
+  assert order_of_seed_3 != order_of_seed_4
 
 
 def test_the_first_epoch_has_the_order_of_a_single_pass():
@@ -686,6 +712,7 @@ def test_a_state_of_other_mixture_weights_is_refused(
 ):
   """The same number of batches would be another position in each source."""
   second_source = write_jsonl(tmp_path / "b.jsonl", numbered_texts("b", 500))
+  # A source is followed by "=" and its weight.
   config = make_config(source=f"jsonl:{jsonl}=0.5,{second_source}=0.5")
   other_config = make_config(source=f"jsonl:{jsonl}=0.25,{second_source}=0.5")
   state = pipeline.training_batches(config).get_state()
@@ -699,7 +726,7 @@ def test_a_state_of_other_mixture_weights_is_refused(
 # Streamed batches.
 
 
-# Every restart with worker processes takes a second, so it has fewer steps.
+# A restart with worker processes takes a second, so there are fewer of them.
 @pytest.mark.parametrize(
   ("packing", "num_workers", "steps"),
   [
@@ -709,7 +736,10 @@ def test_a_state_of_other_mixture_weights_is_refused(
   ],
 )
 def test_a_stream_can_restart(make_config, halves, packing, num_workers, steps):
-  """A new iterator over the stream continues from a stored state."""
+  """A new iterator continues from the state that was stored before a step.
+
+  The restarts are at `steps`. The source has two files, one for each worker.
+  """
   config = make_config(
     mode="streamed", packing=packing, num_workers=num_workers, source=halves
   )
@@ -736,7 +766,10 @@ def test_a_stream_can_restart(make_config, halves, packing, num_workers, steps):
 def test_reading_ahead_does_not_change_earlier_states(
   make_config, halves, packing, num_workers
 ):
-  """A state of Grain can be kept without a copy while batches are read."""
+  """A state of Grain can be kept without a copy while batches are read.
+
+  If it changed, its JSON would be another one at the end.
+  """
   config = make_config(
     mode="streamed", packing=packing, num_workers=num_workers, source=halves
   )
@@ -758,7 +791,7 @@ def test_reading_ahead_does_not_change_earlier_states(
 
   for state, written_state in zip(states, written_states, strict=True):
     assert json.dumps(state) == written_state
-  # Otherwise the states would say nothing about the position.
+  # Each of the 30 states is another position.
   assert len(set(written_states)) == 30
 
 
@@ -767,8 +800,8 @@ def test_a_stream_passes_grains_test_of_checkpoints(
   make_config, tmp_path, packing
 ):
   """Grain checks that the output after each checkpoint is the same."""
-  # Rows hold 64 tokens, so some documents are longer than a row.
-  texts = ["x" * (index % 90) for index in range(60)]
+  # The documents have 0 to 59 bytes, so a row of 64 tokens has one or several.
+  texts = ["x" * num_bytes for num_bytes in range(60)]
   for part in range(3):
     write_jsonl(tmp_path / f"part{part}.jsonl", texts[part::3])
   config = make_config(
@@ -796,19 +829,21 @@ def read_documents(dataset) -> list[bytes]:
 
 
 def test_a_single_pass_has_every_document_once(make_config, texts):
+  """The documents of `texts` are the source of `make_config`."""
   config = make_config(
     mode="streamed", packing="concat", batch_size=1, validation_fraction=0.0
   )
 
-  documents = read_documents(pipeline.streamed_dataset(config, repeat=False))
+  dataset = pipeline.streamed_dataset(config, repeat=False)
 
-  assert documents == [text.encode() for text in texts]
+  expected = [text.encode() for text in texts]
+  assert read_documents(dataset) == expected
 
 
 def test_processes_share_the_documents_of_a_single_pass(
   make_config, halves, texts
 ):
-  """Together, two processes read every document once."""
+  """Each of two processes reads one of the two files of `halves`."""
   config = make_config(
     mode="streamed",
     source=halves,
@@ -823,14 +858,15 @@ def test_processes_share_the_documents_of_a_single_pass(
     dataset = pipeline.streamed_dataset(config, share, repeat=False)
     documents += read_documents(dataset)
 
+  # The first file has the first half of the documents.
   assert documents == [text.encode() for text in texts]
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_processes_stream_different_documents(make_config, tmp_path, seed):
-  """Each file is read by one of two processes."""
+  """Each of two processes reads half of the files."""
+  # File n has 50 documents that consist of the digit n.
   for part in range(8):
-    # Each file has documents of one character.
     write_jsonl(tmp_path / f"part{part}.jsonl", [str(part) * 40] * 50)
   config = make_config(
     mode="streamed",
@@ -915,7 +951,8 @@ def test_processes_and_workers_share_the_row_groups_of_one_file(row_groups):
   expected = [f"{index:04}" for index in range(727)]
   assert sorted(epochs[0]) == expected
   assert sorted(epochs[1]) == expected
-  assert epochs[0] != epochs[1], "each epoch has its own order"
+  # Each epoch has its own order.
+  assert epochs[0] != epochs[1]
 
 
 def test_more_workers_than_parts_are_refused(row_groups):
@@ -1077,7 +1114,11 @@ def test_every_document_is_read_once_an_epoch(
 def test_too_many_workers_are_refused_with_a_number_that_works(
   tmp_path, files_per_source, num_processes, num_workers, max_workers
 ):
-  """Each worker of each process needs a file of every source."""
+  """Each worker of each process needs a file of every source.
+
+  files_per_source {"a": 5, "b": 3} is a mixture of a source of five files and
+  one of three.
+  """
   config = make_numbered_config(tmp_path, files_per_source, num_workers)
   mixture = streamed_batches.open_sources(config, "train")
   share = BatchShare(index=0, count=num_processes)
@@ -1091,11 +1132,15 @@ def test_too_many_workers_are_refused_with_a_number_that_works(
 
 
 def test_more_processes_than_parts_are_refused(make_config):
+  """The only file of the source is one part, which two processes need."""
+  config = make_config(mode="streamed")
+
   with pytest.raises(UserError, match="has 1 parts.*fewer than the 2 shares"):
-    open_share(make_config(mode="streamed"), 0, 2)
+    open_share(config, index=0, count=2)
 
 
 def test_a_stream_without_documents_is_an_error(make_config):
+  # All documents are held out for validation.
   config = make_config(mode="streamed", validation_fraction=1.0)
   batches = pipeline.training_batches(config)
 
@@ -1127,17 +1172,21 @@ def test_a_stream_without_documents_is_an_error(make_config):
 def test_a_stream_does_not_continue_with_other_readers_or_fields(
   make_config, halves, fields, num_shares, message
 ):
-  """The position in a stream depends on who reads which file."""
+  """The position in a stream depends on who reads which file.
+
+  `halves` is a source of two files, which two workers or processes can share.
+  """
   config = make_config(mode="streamed", source=halves)
   state = pipeline.training_batches(config).get_state()
   other_config = make_config(mode="streamed", source=halves, **fields)
-  batches = open_share(other_config, 0, num_shares)
+  batches = open_share(other_config, index=0, count=num_shares)
 
   with pytest.raises(UserError, match=message):
     batches.set_state(state)
 
 
 def test_a_stream_does_not_continue_with_another_version_of_grain(make_config):
+  """A position is stored in Grain's own format, which may change."""
   batches = pipeline.training_batches(make_config(mode="streamed"))
   state = batches.get_state()
   state["grain"] = "0.0"
@@ -1161,39 +1210,46 @@ def stream_state(stream_config):
   return stored_state(batches)
 
 
-OTHER_FILES = (
-  "the names and sizes of the files of 'jsonl:.*' changed since.*--workdir"
-)
-
-
 def test_a_stream_does_not_continue_with_an_added_file(
   stream_config, stream_state, tmp_path
 ):
+  """The stream reads *.jsonl in `tmp_path`, which had only a.jsonl before."""
   (tmp_path / "b.jsonl").write_text('{"text": "more"}\n')
   batches = pipeline.training_batches(stream_config)
 
-  with pytest.raises(UserError, match=OTHER_FILES):
+  message = (
+    "the names and sizes of the files of 'jsonl:.*' changed since.*--workdir"
+  )
+  with pytest.raises(UserError, match=message):
     batches.set_state(stream_state)
 
 
 def test_a_stream_does_not_continue_with_a_renamed_file(
   stream_config, stream_state, tmp_path
 ):
+  """The stream reads *.jsonl in `tmp_path`, which had only a.jsonl before."""
   (tmp_path / "a.jsonl").rename(tmp_path / "b.jsonl")
   batches = pipeline.training_batches(stream_config)
 
-  with pytest.raises(UserError, match=OTHER_FILES):
+  message = (
+    "the names and sizes of the files of 'jsonl:.*' changed since.*--workdir"
+  )
+  with pytest.raises(UserError, match=message):
     batches.set_state(stream_state)
 
 
 def test_a_stream_does_not_continue_with_a_longer_file(
   stream_config, stream_state, tmp_path
 ):
+  """The stream reads *.jsonl in `tmp_path`, which has only a.jsonl."""
   with (tmp_path / "a.jsonl").open("a") as file:
     file.write('{"text": "more"}\n')
   batches = pipeline.training_batches(stream_config)
 
-  with pytest.raises(UserError, match=OTHER_FILES):
+  message = (
+    "the names and sizes of the files of 'jsonl:.*' changed since.*--workdir"
+  )
+  with pytest.raises(UserError, match=message):
     batches.set_state(stream_state)
 
 
@@ -1206,10 +1262,11 @@ def test_a_stream_does_not_continue_with_changed_text(
   before = path.stat()
   text = path.read_bytes()
   if is_at_the_end:
-    # The last three characters of a line, `"}` and its end, stay.
-    path.write_bytes(text[:-4] + b"!" + text[-3:])
+    # Replace the last letter of the text, which is before `"}` and a newline.
+    changed_text = text[:-4] + b"!" + text[-3:]
   else:
-    path.write_bytes(text.replace(b"document", b"Document", 1))
+    changed_text = text.replace(b"document", b"Document", 1)
+  path.write_bytes(changed_text)
   os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
   batches = pipeline.training_batches(stream_config)
 
@@ -1237,56 +1294,85 @@ def continue_stream(stream_config, capsys):
   return continue_from
 
 
-OTHER_TIMES = "have other times than at this checkpoint"
-
-
 def test_a_stream_of_unchanged_files_continues_without_a_warning(
   stream_state, continue_stream
 ):
-  assert continue_stream(stream_state) == ""
+  warnings = continue_stream(stream_state)
+
+  assert warnings == ""
+
+
+def set_time_within_second(path, nanoseconds):
+  """Changes the nanoseconds of a file's time of modification."""
+  seconds = path.stat().st_mtime_ns // 10**9
+  time_ns = seconds * 10**9 + nanoseconds
+  os.utime(path, ns=(time_ns, time_ns))
+
+
+@pytest.fixture
+def stream_state_at_nanosecond_5(stream_config, tmp_path):
+  """Returns the state after two batches of a file whose time ends with 5 ns."""
+  set_time_within_second(tmp_path / "a.jsonl", nanoseconds=5)
+  batches = pipeline.training_batches(stream_config)
+  take(batches, 2)
+  return stored_state(batches)
 
 
 def test_another_time_within_the_same_second_is_a_warning(
-  stream_state, continue_stream, tmp_path
+  stream_state_at_nanosecond_5, continue_stream, tmp_path
 ):
-  path = tmp_path / "a.jsonl"
-  # One nanosecond later, or 0 after the last one.
-  seconds, nanoseconds = divmod(path.stat().st_mtime_ns, 10**9)
-  other_time = seconds * 10**9 + (nanoseconds + 1) % 10**9
-  os.utime(path, ns=(other_time, other_time))
+  """The stream reads the file a.jsonl."""
+  set_time_within_second(tmp_path / "a.jsonl", nanoseconds=6)
 
-  assert OTHER_TIMES in continue_stream(stream_state)
+  warnings = continue_stream(stream_state_at_nanosecond_5)
+
+  assert "have other times than at this checkpoint" in warnings
 
 
-def test_states_of_earlier_versions_compare_times_in_seconds(
-  stream_state, continue_stream, tmp_path
-):
-  """Their times of files had no nanoseconds."""
-  for fingerprint in stream_state["files"].values():
+def without_nanoseconds(state) -> dict[str, Any]:
+  """Returns the state as earlier versions stored it."""
+  for fingerprint in state["files"].values():
     del fingerprint["nanoseconds"]
-  path = tmp_path / "a.jsonl"
+  return state
 
-  # Another nanosecond of the same second.
-  seconds, nanoseconds = divmod(path.stat().st_mtime_ns, 10**9)
-  same_second = seconds * 10**9 + (nanoseconds + 1) % 10**9
-  os.utime(path, ns=(same_second, same_second))
-  assert continue_stream(stream_state) == ""
 
-  # Another second.
-  os.utime(path, (1, 1))
-  assert OTHER_TIMES in continue_stream(stream_state)
+def test_states_of_earlier_versions_have_no_nanoseconds(
+  stream_state_at_nanosecond_5, continue_stream, tmp_path
+):
+  """A file with another time within the same second is no change."""
+  state = without_nanoseconds(stream_state_at_nanosecond_5)
+  set_time_within_second(tmp_path / "a.jsonl", nanoseconds=6)
+
+  warnings = continue_stream(state)
+
+  assert warnings == ""
+
+
+def test_states_of_earlier_versions_have_seconds(
+  stream_state, continue_stream, tmp_path
+):
+  """A file with a time in another second is a change."""
+  state = without_nanoseconds(stream_state)
+  # Second 1 of the year 1970.
+  os.utime(tmp_path / "a.jsonl", (1, 1))
+
+  warnings = continue_stream(state)
+
+  assert "have other times than at this checkpoint" in warnings
 
 
 def test_states_without_files_continue_with_a_warning(
   stream_state, continue_stream
 ):
-  # The first versions did not record the files.
+  """The first versions did not record the files."""
   del stream_state["files"]
 
-  warning = (
+  warnings = continue_stream(stream_state)
+
+  assert (
     "did not record which files it read; the files are not checked for changes"
+    in warnings
   )
-  assert warning in continue_stream(stream_state)
 
 
 def test_a_fingerprint_reads_at_most_32_files(tmp_path, monkeypatch):
@@ -1294,6 +1380,7 @@ def test_a_fingerprint_reads_at_most_32_files(tmp_path, monkeypatch):
   for index in range(200):
     (tmp_path / f"{index:03}.txt").write_text(f"{index}" * 5000)
   source = sources.documents(f"text:{tmp_path}/*.txt", "train", DataConfig())
+  # Record the names of all files that are opened.
   path_class = type(files.epath.Path(tmp_path))
   open_file = path_class.open
   opened_names = set()
@@ -1303,6 +1390,7 @@ def test_a_fingerprint_reads_at_most_32_files(tmp_path, monkeypatch):
     return open_file(path, *args, **kwargs)
 
   monkeypatch.setattr(path_class, "open", recording_open)
+
   source.fingerprint()
 
   assert len(opened_names) == 32
@@ -1320,7 +1408,8 @@ def test_damaged_prepared_rows_are_named(make_config, halves, num_workers):
   (target,) = prepared.prepare(config.data, workers=1)
   # One file of rows loses all but its first 16 KiB.
   path = next(pathlib.Path(target.directory).glob("train*.array_record"))
-  path.write_bytes(path.read_bytes()[: 16 * 1024])
+  first_bytes = path.read_bytes()[: 16 * 1024]
+  path.write_bytes(first_bytes)
   batches = pipeline.training_batches(config)
 
   # 500 batches are more than an epoch, so a damaged row is among them.
@@ -1364,10 +1453,12 @@ def test_validation_reads_the_first_rows_and_pads_the_last_batch(
   make_config, mode, eval_rows
 ):
   """config.eval.rows is the number of rows, and -1 stands for all rows."""
+  # With one row in a batch, no batch needs padding.
   all_batches = pipeline.validation_batches(
     make_config(mode=mode), batch_size=1
   )
-  num_rows = all_batches.rows
+  all_rows = row_contents(all_batches)
+  num_rows = len(all_rows)
   assert num_rows > 16
   if eval_rows != -1:
     num_rows = eval_rows
@@ -1379,9 +1470,7 @@ def test_validation_reads_the_first_rows_and_pads_the_last_batch(
   assert validation_batches.rows == num_rows
   assert len(validation_batches) == math.ceil(num_rows / 4)
   assert len(batches) == len(validation_batches)
-  assert (
-    row_contents(batches)[:num_rows] == row_contents(all_batches)[:num_rows]
-  )
+  assert row_contents(batches)[:num_rows] == all_rows[:num_rows]
   for batch in batches:
     chex.assert_shape(batch["tokens"], (4, 64))
   # The rest of the last batch is padding.
@@ -1392,15 +1481,17 @@ def test_validation_reads_the_first_rows_and_pads_the_last_batch(
 
 @pytest.mark.parametrize("mode", ["prepared", "streamed"])
 def test_validation_is_the_same_each_time_and_for_each_seed(make_config, mode):
-  batches = pipeline.validation_batches(make_config(mode=mode), batch_size=4)
-  other_seed = pipeline.validation_batches(
-    make_config(mode=mode, seed=9), batch_size=4
-  )
+  """config.data.seed determines the order of the training rows only."""
+  config = make_config(mode=mode, seed=0)
+  other_config = make_config(mode=mode, seed=9)
 
-  expected = list(batches)
+  batches = pipeline.validation_batches(config, batch_size=4)
+  other_batches = pipeline.validation_batches(other_config, batch_size=4)
 
-  chex.assert_trees_all_equal(list(batches), expected)
-  chex.assert_trees_all_equal(list(other_seed), expected)
+  first_pass = list(batches)
+  second_pass = list(batches)
+  chex.assert_trees_all_equal(second_pass, first_pass)
+  chex.assert_trees_all_equal(list(other_batches), first_pass)
 
 
 @pytest.mark.parametrize("mode", ["prepared", "streamed"])
@@ -1412,8 +1503,9 @@ def test_processes_share_the_validation_batches(make_config, mode, eval_rows):
 
   batches_of_shares = []
   for index in range(2):
+    share = BatchShare(index=index, count=2)
     batches = pipeline.validation_batches(
-      config, 4, share=BatchShare(index=index, count=2), num_processes=2
+      config, batch_size=4, share=share, num_processes=2
     )
     batches_of_shares.append(list(batches))
 
@@ -1421,20 +1513,23 @@ def test_processes_share_the_validation_batches(make_config, mode, eval_rows):
 
 
 def test_validation_and_training_share_no_rows(make_config, num_rows):
-  """A row with the same tokens in both splits would be a leak."""
+  """A row with the same tokens in both splits would be a leak.
+
+  `num_rows` is the number of training rows.
+  """
   batches = pipeline.training_batches(make_config(batch_size=1))
   validation_batches = pipeline.validation_batches(make_config(), batch_size=1)
 
-  rows = set(row_contents(take(batches, num_rows)))
+  training_rows = set(row_contents(take(batches, num_rows)))
   validation_rows = set(row_contents(validation_batches))
 
   assert validation_rows
-  assert rows.isdisjoint(validation_rows)
+  assert training_rows.isdisjoint(validation_rows)
 
 
 def test_few_validation_rows_are_of_many_documents(make_config, tmp_path):
   """The rows on disk are in the order of documents, so they are shuffled."""
-  # Each document is one letter and fills many rows.
+  # Each document is one letter and fills 15 rows of 64 tokens.
   letters = "ABCDEFGHIJKLMNOPQRST"
   texts = [letter * 1000 for letter in letters]
   source = write_jsonl(tmp_path / "v.jsonl", texts)
@@ -1444,12 +1539,13 @@ def test_few_validation_rows_are_of_many_documents(make_config, tmp_path):
 
   tokens = np.concatenate([batch["tokens"] for batch in batches])
   letters_of_rows = set(tokens.flat) & set(letters.encode())
-  # The first 16 rows on disk would be of two documents.
+  # The first 16 rows on disk would be of few documents.
   assert len(letters_of_rows) > 8
 
 
 @pytest.mark.parametrize("mode", ["prepared", "streamed"])
 def test_validation_without_documents_is_an_error(make_config, mode):
+  """A fraction of 0 holds out no documents for validation."""
   config = make_config(mode=mode, validation_fraction=0.0)
 
   with pytest.raises(UserError, match="config.data.validation_fraction = 0.0"):
@@ -1459,12 +1555,12 @@ def test_validation_without_documents_is_an_error(make_config, mode):
 @pytest.mark.parametrize("mode", ["prepared", "streamed"])
 def test_the_number_of_shares_must_divide_validation_batches(make_config, mode):
   """Batches of 4 rows cannot be divided among 3 processes."""
+  config = make_config(mode=mode)
+  share = BatchShare(index=0, count=3)
+
   with pytest.raises(UserError, match="divisible by 3, the number of shares"):
     pipeline.validation_batches(
-      make_config(mode=mode),
-      4,
-      share=BatchShare(index=0, count=3),
-      num_processes=3,
+      config, batch_size=4, share=share, num_processes=3
     )
 
 
@@ -1501,18 +1597,15 @@ if __name__ == "__main__":
 
 
 def test_the_pipeline_never_imports_tensorflow(jsonl, tmp_path):
-  """It imports the libraries of file formats and tokenizers only when used."""
-  for index in range(100):
-    (tmp_path / f"module{index}.py").write_text(f"x = {index}\n" * 50)
+  """It imports the libraries of file formats and tokenizers only when used.
 
-  subprocess.run(
-    [
-      sys.executable,
-      "-c",
-      PROGRAM_THAT_CHECKS_ITS_IMPORTS,
-      str(tmp_path),
-      f"jsonl:{jsonl}",
-    ],
-    check=True,
-    timeout=120,
-  )
+  The program asserts that these modules are not in `sys.modules`.
+  """
+  library = tmp_path / "library"
+  library.mkdir()
+  for index in range(100):
+    (library / f"module{index}.py").write_text(f"x = {index}\n" * 50)
+
+  program = [sys.executable, "-c", PROGRAM_THAT_CHECKS_ITS_IMPORTS]
+  arguments = [str(library), f"jsonl:{jsonl}"]
+  subprocess.run([*program, *arguments], check=True, timeout=120)
