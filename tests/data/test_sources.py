@@ -177,25 +177,34 @@ def records_file(directory) -> pathlib.Path:
   "name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"]
 )
 def test_record_files_yield_their_documents(tmp_path, texts, name):
-  """A source can be one file, or a pattern of files."""
+  """The text of a record is in the field config.data.text_field."""
   source = write(tmp_path / name, texts, field="content")
   config = DataConfig(validation_fraction=0.0, text_field="content")
 
   assert read_texts(source, config=config) == texts
 
+
+@pytest.mark.parametrize(
+  "name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"]
+)
+def test_a_source_can_be_a_pattern_of_files(tmp_path, name):
+  source = write(tmp_path / name, ["one", "two"])
   pattern = source.replace(name, "*")
-  assert read_texts(pattern, config=config) == texts
+
+  assert read_texts(pattern) == ["one", "two"]
 
 
 def test_text_files_are_documents_in_the_order_of_their_names(tmp_path, texts):
+  # Directory "0" has the texts of even index, and "1" has the others.
   for directory in ("0", "1"):
     (tmp_path / directory).mkdir()
   for index, text in enumerate(texts):
     path = tmp_path / f"{index % 2}" / f"{index:04}.txt"
     path.write_bytes(text.encode())
 
-  # Directory "0" has the texts of even index, directory "1" the others.
-  assert read_texts(f"text:{tmp_path}/**/*.txt") == texts[::2] + texts[1::2]
+  documents = read_texts(f"text:{tmp_path}/**/*.txt")
+
+  assert documents == texts[::2] + texts[1::2]
 
 
 @pytest.mark.parametrize("part_bytes", [97, 1000, 7919])
@@ -204,42 +213,53 @@ def test_parts_of_a_jsonl_file_have_every_line_once(
 ):
   """The borders of parts are anywhere, mostly within a line."""
   monkeypatch.setattr(jsonl_source, "PART_BYTES", part_bytes)
-  source = write(tmp_path / "a.jsonl", texts)
+  spec = write(tmp_path / "a.jsonl", texts)
+  source = sources.documents(spec, "train", WITHOUT_VALIDATION)
+  assert len(source.parts) > 5
 
-  assert len(sources.documents(source, "train", WITHOUT_VALIDATION).parts) > 5
-  assert read_texts(source) == texts
+  documents = read_parts(source)
+
+  assert [document.text for document in documents] == texts
 
 
 def test_a_line_that_begins_where_a_part_ends_is_read_once(
   tmp_path, monkeypatch
 ):
-  """It belongs to the part that begins there."""
+  """The line belongs to the part that begins there."""
   line = '{"text": "a"}\n'
   (tmp_path / "a.jsonl").write_text(line * 10)
   # Each part has two lines.
   monkeypatch.setattr(jsonl_source, "PART_BYTES", 2 * len(line))
 
-  assert read_texts(f"jsonl:{tmp_path}/a.jsonl") == ["a"] * 10
+  documents = read_texts(f"jsonl:{tmp_path}/a.jsonl")
+
+  assert documents == ["a"] * 10
 
 
 def test_a_tfds_dataset_is_read_in_its_newest_version(tfds_config, texts):
-  assert sorted(read_texts("tfds:mine/split", config=tfds_config)) == sorted(
-    texts
-  )
+  """The dataset mine/split has the versions 1.0.0 and 1.1.0."""
+  documents = read_texts("tfds:mine/split", config=tfds_config)
+
+  # TFDS stores documents in an order of its own.
+  assert sorted(documents) == sorted(texts)
 
 
 def test_a_tfds_dataset_can_be_read_in_another_version(tfds_config):
-  assert read_texts("tfds:mine/split:1.0.0", config=tfds_config) == ["old"]
+  """Version 1.0.0 of the dataset mine/split has one document, "old"."""
+  documents = read_texts("tfds:mine/split:1.0.0", config=tfds_config)
+
+  assert documents == ["old"]
 
 
 def test_a_tfds_dataset_has_its_own_validation_split(tfds_config):
+  """The validation split of mine/split has one document, "held out"."""
   validation = read_texts("tfds:mine/split", "validation", tfds_config)
 
   assert validation == ["held out"]
 
 
-def check_documents_are_held_out(source, config, texts):
-  """Checks that a fifth of the texts is for validation alone."""
+def check_a_fifth_is_held_out(source, config, texts):
+  """Checks that about a fifth of the texts is for validation only."""
   train = read_texts(source, "train", config)
   validation = read_texts(source, "validation", config)
 
@@ -251,10 +271,12 @@ def check_documents_are_held_out(source, config, texts):
 
 
 def test_copies_of_a_document_are_held_out_together(tmp_path, texts):
-  source = write(tmp_path / "a.jsonl", texts * 2)
+  """A model must not be validated on a copy of what it was trained on."""
+  two_copies = texts * 2
+  source = write(tmp_path / "a.jsonl", two_copies)
   config = DataConfig(validation_fraction=0.2)
 
-  check_documents_are_held_out(source, config, texts * 2)
+  check_a_fifth_is_held_out(source, config, two_copies)
 
 
 def test_documents_of_a_tfds_dataset_without_validation_are_held_out(
@@ -263,26 +285,34 @@ def test_documents_of_a_tfds_dataset_without_validation_are_held_out(
   """The dataset "mine/single" has a training split only."""
   config = dataclasses.replace(tfds_config, validation_fraction=0.2)
 
-  check_documents_are_held_out("tfds:mine/single", config, texts)
+  check_a_fifth_is_held_out("tfds:mine/single", config, texts)
 
 
 def test_with_a_validation_source_no_document_is_held_out(tmp_path, texts):
+  """The validation fraction then has no effect."""
   source = write(tmp_path / "a.jsonl", texts)
   validation_source = write(tmp_path / "b.jsonl", ["held out"])
   config = DataConfig(
     validation_fraction=0.2, validation_source=validation_source
   )
 
-  assert read_texts(source, "train", config) == texts
-  assert read_texts(validation_source, "validation", config) == ["held out"]
+  train = read_texts(source, "train", config)
+  validation = read_texts(validation_source, "validation", config)
+
+  assert train == texts
+  assert validation == ["held out"]
 
 
 def test_documents_without_text_are_skipped(tmp_path):
-  (tmp_path / "a.jsonl").write_text(
-    '{"text": "one"}\n\n{"text": ""}\n{"text": null}\n{"text": "two"}'
-  )
+  """An empty line, an empty text and null are no documents."""
+  lines = ['{"text": "one"}', "", '{"text": ""}', '{"text": null}']
+  # The last line of the file does not end with a newline.
+  lines.append('{"text": "two"}')
+  (tmp_path / "a.jsonl").write_text("\n".join(lines))
 
-  assert read_texts(f"jsonl:{tmp_path}/a.jsonl") == ["one", "two"]
+  documents = read_texts(f"jsonl:{tmp_path}/a.jsonl")
+
+  assert documents == ["one", "two"]
 
 
 def test_invalid_utf8_of_a_text_file_is_replaced_and_marked(tmp_path):
@@ -290,6 +320,7 @@ def test_invalid_utf8_of_a_text_file_is_replaced_and_marked(tmp_path):
 
   documents = read(f"text:{tmp_path}/a.txt")
 
+  # U+FFFD is the replacement character.
   assert documents == [
     Document(text="caf\ufffd au lait", replaced=True, prompt=None)
   ]
@@ -318,10 +349,12 @@ def test_invalid_utf8_and_half_surrogates_of_jsonl_are_replaced_and_marked(
 def test_invalid_utf8_of_parquet_is_replaced_and_marked(tmp_path):
   path = tmp_path / "a.parquet"
   source = write(path, ["caf? au lait", "tea"])
+  # pyarrow writes valid UTF-8 only, so change a byte of the file.
   path.write_bytes(path.read_bytes().replace(b"caf?", b"caf\xe9"))
 
   documents = read(source)
 
+  # U+FFFD is the replacement character.
   assert documents == [
     Document(text="caf\ufffd au lait", replaced=True),
     Document(text="tea", replaced=False),
@@ -329,9 +362,12 @@ def test_invalid_utf8_of_parquet_is_replaced_and_marked(tmp_path):
 
 
 def test_a_byte_order_mark_at_the_start_is_not_text(tmp_path):
+  """Elsewhere, the character U+FEFF is kept."""
   (tmp_path / "a.txt").write_text("\ufeffcafé\ufeff")
 
-  assert read_texts(f"text:{tmp_path}/a.txt") == ["café\ufeff"]
+  documents = read_texts(f"text:{tmp_path}/a.txt")
+
+  assert documents == ["café\ufeff"]
 
 
 def test_byte_order_marks_of_lines_are_not_text(tmp_path):
@@ -352,16 +388,23 @@ def test_a_line_that_would_fill_the_memory_is_refused(
 ):
   """A small compressed file can have a long line, so reading must stop."""
   monkeypatch.setattr(jsonl_source, "MAX_LINE_BYTES", 100)
-  # With the names of the fields, the last line has more than 100 bytes.
-  texts = ["x" * 70, "short", "x" * 80]
-  source = write(tmp_path / name, texts)
+  # A line has 21 bytes beside its text, so only the third line is too long.
+  source = write(tmp_path / name, ["x" * 70, "short", "x" * 80])
 
   message = f"{name}:3: the line is longer than .* MiB.*split it"
   with pytest.raises(UserError, match=message) as caught:
     read(source)
   assert "\n" not in str(caught.value)
 
-  assert read_texts(write(tmp_path / name, texts[:2])) == texts[:2]
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst"])
+def test_lines_up_to_the_limit_are_read(tmp_path, monkeypatch, name):
+  monkeypatch.setattr(jsonl_source, "MAX_LINE_BYTES", 100)
+  # A line has 21 bytes beside its text, so both lines are below the limit.
+  texts = ["x" * 70, "short"]
+  source = write(tmp_path / name, texts)
+
+  assert read_texts(source) == texts
 
 
 # The fraction of a part that has been read.
@@ -394,20 +437,18 @@ def test_reading_records_reports_fractions(tmp_path, monkeypatch, name):
   # Newer versions of Python read 128 KiB at a time, all of this small file.
   monkeypatch.setattr(gzip, "READ_BUFFER_SIZE", 8192, raising=False)
   spec = write(tmp_path / name, random_texts())
+  source = sources.documents(spec, "train", WITHOUT_VALIDATION)
 
-  check_fractions_are_reported(
-    sources.documents(spec, "train", WITHOUT_VALIDATION)
-  )
+  check_fractions_are_reported(source)
 
 
 def test_reading_text_files_reports_fractions(tmp_path):
   for index, text in enumerate(random_texts()):
     (tmp_path / f"{index:02}.txt").write_text(text)
   spec = f"text:{tmp_path}/*.txt"
+  source = sources.documents(spec, "train", WITHOUT_VALIDATION)
 
-  check_fractions_are_reported(
-    sources.documents(spec, "train", WITHOUT_VALIDATION)
-  )
+  check_fractions_are_reported(source)
 
 
 def test_reading_a_tfds_dataset_reports_fractions(tfds_config):
@@ -479,20 +520,25 @@ def test_a_bad_mixture_is_an_error_of_one_line(spec, message):
 # TFDS datasets.
 
 
+@pytest.mark.usefixtures("tfds_copy")
 def test_the_fingerprint_of_a_dataset_does_not_depend_on_its_directory(
-  tfds_config, tfds_copy, tmp_path
+  tfds_config, tmp_path
 ):
-  """A copy has the same fingerprint, and another dataset has not."""
+  """A copy has the same fingerprint, and another dataset has not.
+
+  The fixture `tfds_copy` copies the dataset mine/single to `tmp_path`.
+  """
   copy_config = DataConfig(validation_fraction=0.0, data_dir=str(tmp_path))
-  source = sources.documents("tfds:mine/single", "train", tfds_config)
+  original = sources.documents("tfds:mine/single", "train", tfds_config)
   copy = sources.documents("tfds:mine/single", "train", copy_config)
   other = sources.documents("tfds:mine/split:1.0.0", "train", tfds_config)
 
-  assert copy.fingerprint() == source.fingerprint()
-  assert other.fingerprint() != source.fingerprint()
+  assert copy.fingerprint() == original.fingerprint()
+  assert other.fingerprint() != original.fingerprint()
 
 
 def test_a_missing_dataset_is_an_error_that_lists_the_datasets(tfds_config):
+  """The directory has the datasets mine/single and mine/split."""
   message = (
     r"'tfds:c4/en': no such dataset in .*data_dir"
     r".*it holds mine/single, mine/split"
@@ -502,11 +548,12 @@ def test_a_missing_dataset_is_an_error_that_lists_the_datasets(tfds_config):
 
 
 def test_a_missing_version_is_an_error_that_lists_the_versions(tfds_config):
+  """The dataset mine/split has two versions."""
   with pytest.raises(UserError, match="has the versions 1.0.0, 1.1.0"):
     read("tfds:mine/split:9.9.9", config=tfds_config)
 
 
-def test_an_empty_data_dir_is_an_error(tmp_path):
+def test_a_data_dir_that_does_not_exist_is_an_error(tmp_path):
   config = DataConfig(validation_fraction=0.0, data_dir=str(tmp_path / "none"))
 
   with pytest.raises(UserError, match="it holds no datasets"):
@@ -517,7 +564,7 @@ def test_an_empty_data_dir_is_an_error(tmp_path):
 def test_a_dataset_without_the_text_field_lists_its_features(
   tfds_config, field
 ):
-  """The dataset has the fields text, and number, which is no text."""
+  """The dataset has no field "content", and its field "number" is no text."""
   config = dataclasses.replace(tfds_config, text_field=field)
 
   message = (
@@ -548,7 +595,10 @@ def test_a_dataset_in_another_format_is_an_error_that_names_the_conversion(
 
 
 def test_a_dangling_link_to_a_newer_version_is_an_error(tfds_copy, tmp_path):
-  """Otherwise the older version would be read instead."""
+  """Otherwise the older version would be read instead.
+
+  `tfds_copy` is the directory of version 1.0.0 of a dataset in `tmp_path`.
+  """
   config = DataConfig(validation_fraction=0.0, data_dir=str(tmp_path))
   sources.documents("tfds:mine/single", "train", config)
 
@@ -561,7 +611,10 @@ def test_a_dangling_link_to_a_newer_version_is_an_error(tfds_copy, tmp_path):
 def test_a_dataset_that_was_built_again_has_another_identity(
   tfds_copy, tmp_path
 ):
-  """The names of the files and the number of records stay the same."""
+  """The names of the files and the number of records stay the same.
+
+  `tfds_copy` is the directory of a dataset in `tmp_path`, with one file.
+  """
   config = DataConfig(validation_fraction=0.0, data_dir=str(tmp_path))
   before = sources.documents("tfds:mine/single", "train", config).identity
   first_text = read_texts("tfds:mine/single", config=config)[0]
@@ -593,7 +646,7 @@ def test_a_pattern_without_files_is_an_error(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["text", "jsonl", "parquet"])
-def test_empty_files_are_an_error(kind, tmp_path):
+def test_a_file_of_zero_bytes_is_an_error(kind, tmp_path):
   (tmp_path / "empty").write_bytes(b"")
 
   with pytest.raises(UserError, match="empty: the 1 files"):
@@ -601,7 +654,7 @@ def test_empty_files_are_an_error(kind, tmp_path):
 
 
 def test_parquet_without_rows_is_an_error(tmp_path):
-  source = write(tmp_path / "a.parquet", [])
+  source = write(tmp_path / "a.parquet", texts=[])
 
   with pytest.raises(UserError, match="empty"):
     read(source)
@@ -658,7 +711,8 @@ def test_a_damaged_file_yields_documents_or_a_named_error(
   for message in messages:
     assert str(path) in message
     assert "\n" not in message
-  # Any bytes are a text file. The other formats have a structure to break.
+  # Any bytes are a text file. The other formats have a structure, so several
+  # of the 21 damaged versions are errors.
   if name != "a.txt":
     assert len(messages) > 4
 
@@ -692,11 +746,13 @@ def test_the_error_names_the_damaged_row_group(tmp_path, texts):
   """The user can see from it how much of the file is good."""
   path = tmp_path / "a.parquet"
   source = write(path, texts)
+  # Column 0 is the text.
   metadata = pyarrow.parquet.ParquetFile(path).metadata
   column = metadata.row_group(2).column(0)
   first_page = column.dictionary_page_offset or column.data_page_offset
   middle_of_column = first_page + column.total_compressed_size // 2
 
+  # Overwrite 20 bytes of the text in row group 2.
   with path.open("r+b") as file:
     file.seek(middle_of_column)
     file.write(b"\xff" * 20)
@@ -708,8 +764,10 @@ def test_the_error_names_the_damaged_row_group(tmp_path, texts):
 
 
 def test_the_error_names_the_damaged_record(tfds_copy, tmp_path):
+  """`tfds_copy` is the directory of a dataset in `tmp_path`."""
   path = records_file(tfds_copy)
-  path.write_bytes(path.read_bytes()[:1000])
+  first_bytes = path.read_bytes()[:1000]
+  path.write_bytes(first_bytes)
   config = DataConfig(validation_fraction=0.0, data_dir=str(tmp_path))
 
   with pytest.raises(UserError, match=f"{path}: record 0 cannot be read"):
@@ -732,7 +790,7 @@ def test_the_error_names_the_damaged_record(tfds_copy, tmp_path):
   ],
 )
 def test_a_bad_line_is_named(tmp_path, line, message, part_bytes, monkeypatch):
-  """Its number is right also if the line is in a later part of the file."""
+  """The line number is right also if the file is read in parts of 10 bytes."""
   monkeypatch.setattr(jsonl_source, "PART_BYTES", part_bytes)
   path = tmp_path / "a.jsonl"
   path.write_text(f'{{"text": "one"}}\n{{"text": "two"}}\n{line}\n')
@@ -744,6 +802,7 @@ def test_a_bad_line_is_named(tmp_path, line, message, part_bytes, monkeypatch):
 
 @pytest.mark.parametrize("field", ["body", "id"])
 def test_parquet_without_the_text_field_lists_its_columns(tmp_path, field):
+  """The file has no column "body", and its column "id" has numbers."""
   source = write(tmp_path / "a.parquet", ["one"])
   config = DataConfig(validation_fraction=0.0, text_field=field)
 
@@ -804,21 +863,24 @@ def test_a_shorter_compressed_file_is_an_error(tmp_path, texts, name):
 
 
 def test_a_parquet_file_rewritten_within_a_second_is_read_again(tmp_path):
-  """The footer is cached. The size of the file stays the same."""
+  """Footers are cached by the size and the time of a file in nanoseconds."""
   path = tmp_path / "a.parquet"
   time_ns = 10**18
-  source = write(path, ["aa", "aa", "aa", "b", "b", "b"])
+  old_texts = ["aa", "aa", "aa", "b", "b", "b"]
+  source = write(path, old_texts)
   os.utime(path, ns=(time_ns, time_ns))
-  assert read_texts(source) == ["aa", "aa", "aa", "b", "b", "b"]
-  size = path.stat().st_size
-  cached_footer = parquet.read_metadata(str(path))
+  assert read_texts(source) == old_texts
+  old_size = path.stat().st_size
+  old_footer = parquet.read_metadata(str(path))
 
-  write(path, ["c", "c", "c", "dd", "dd", "dd"])
-  assert path.stat().st_size == size
+  # The new file has the same size, and is one nanosecond younger.
+  new_texts = ["c", "c", "c", "dd", "dd", "dd"]
+  write(path, new_texts)
+  assert path.stat().st_size == old_size
   os.utime(path, ns=(time_ns + 1, time_ns + 1))
 
-  assert parquet.read_metadata(str(path)) is not cached_footer
-  assert read_texts(source) == ["c", "c", "c", "dd", "dd", "dd"]
+  assert parquet.read_metadata(str(path)) is not old_footer
+  assert read_texts(source) == new_texts
 
 
 # Patterns and links.
@@ -891,6 +953,7 @@ def test_every_directory_is_searched_once(tree, tmp_path, pattern):
 
 
 def test_files_that_a_repair_of_the_disk_found_are_skipped(tree):
+  """A repair puts pieces of deleted files into the directory lost+found."""
   # The tree has 0.txt, a/1.txt, a/deep/2.txt and b/3.txt.
   (tree / "lost+found").mkdir()
   (tree / "lost+found/5.txt").write_text("5")
@@ -902,12 +965,15 @@ def test_files_that_a_repair_of_the_disk_found_are_skipped(tree):
 
 
 def test_a_link_to_a_file_counts_like_a_file(tree):
+  """The tree has the file 0.txt, whose text is "0"."""
   (tree / "again.txt").symlink_to("0.txt")
 
-  assert read_texts(f"text:{tree}/*.txt") == ["0", "0"]
+  documents = read_texts(f"text:{tree}/*.txt")
+
+  assert documents == ["0", "0"]
 
 
-DANGLING_LINKS = pytest.mark.parametrize(
+PATTERNS_AND_BAD_LINKS = pytest.mark.parametrize(
   ("pattern", "link"),
   [
     ("new.txt", "new.txt"),
@@ -920,8 +986,9 @@ DANGLING_LINKS = pytest.mark.parametrize(
 )
 
 
-@DANGLING_LINKS
+@PATTERNS_AND_BAD_LINKS
 def test_a_dangling_link_is_an_error(tree, pattern, link):
+  """Otherwise the file behind the link would be missing without a word."""
   path = tree / link
   path.symlink_to("gone")
 
@@ -930,8 +997,9 @@ def test_a_dangling_link_is_an_error(tree, pattern, link):
     sources.documents(f"text:{tree}/{pattern}", "train", WITHOUT_VALIDATION)
 
 
-@DANGLING_LINKS
+@PATTERNS_AND_BAD_LINKS
 def test_a_link_to_itself_is_an_error(tree, pattern, link):
+  """The system gives up following such a link."""
   path = tree / link
   path.symlink_to(path.name)
 
@@ -944,7 +1012,10 @@ def test_a_link_to_itself_is_an_error(tree, pattern, link):
 
 
 def test_an_unreadable_directory_is_an_error(tree, monkeypatch):
-  """Its files would otherwise be missing without a word."""
+  """Its files would otherwise be missing without a word.
+
+  The tree has the file 0.txt, and directories "a" and "b".
+  """
   # Root can read every directory, so a missing permission is simulated.
   scandir = os.scandir
 
@@ -963,7 +1034,10 @@ def test_an_unreadable_directory_is_an_error(tree, monkeypatch):
 
 
 def test_an_unreadable_file_is_an_error(tree, monkeypatch):
-  """It would otherwise be missing without a word."""
+  """It would otherwise be missing without a word.
+
+  The tree has the file b/3.txt.
+  """
   # Root can read every file, so a missing permission is simulated.
   access = os.access
 
