@@ -17,7 +17,6 @@ import sys
 import time
 import types
 
-import chex
 import numpy as np
 import pyarrow
 import pyarrow.parquet
@@ -44,9 +43,10 @@ def prepare_rows(config, split="train") -> list[Row]:
 
 def read_directory(directory) -> dict[str, bytes]:
   """Returns the content of each file."""
-  return {
-    path.name: path.read_bytes() for path in pathlib.Path(directory).iterdir()
-  }
+  contents = {}
+  for path in pathlib.Path(directory).iterdir():
+    contents[path.name] = path.read_bytes()
+  return contents
 
 
 def modification_times(directory) -> dict[str, int]:
@@ -69,17 +69,18 @@ def test_documents_are_rows_between_separators(make_config, texts):
   """Without separators, the rows of both splits have the bytes of all texts."""
   config = make_config(packing="documents").data
 
+  rows = prepare_rows(config, "train") + prepare_rows(config, "validation")
+
   # Without a tokenizer, tokens are bytes. Texts are UTF-8, which never has the
   # byte 255.
   separator = 255
-  characters = bytearray()
-  for split in ("train", "validation"):
-    for row in prepare_rows(config, split):
-      tokens = row.tokens[row.tokens != separator]
-      characters += tokens.astype(np.uint8).tobytes()
-
+  text_bytes = bytearray()
+  for row in rows:
+    tokens = row.tokens[row.tokens != separator]
+    text_bytes += tokens.astype(np.uint8).tobytes()
   # The pieces of a document can be in different rows, so the order is lost.
-  assert sorted(characters) == sorted("".join(texts).encode())
+  expected = "".join(texts).encode()
+  assert sorted(text_bytes) == sorted(expected)
 
 
 def test_concatenated_rows_hold_every_document_once(make_config, texts):
@@ -100,67 +101,81 @@ def test_concatenated_rows_hold_every_document_once(make_config, texts):
 def test_the_metadata_counts_documents_bytes_tokens_and_rows(
   make_config, texts
 ):
-  """The numbers of both splits add up to those of the texts."""
+  """The numbers of both splits add up to the numbers of the texts."""
   config = make_config().data
   (target,) = prepared.prepare(config, workers=1)
 
   meta = json.loads(pathlib.Path(target.directory, "meta.json").read_text())
 
-  totals = meta["splits"].values()
+  train = meta["splits"]["train"]
+  validation = meta["splits"]["validation"]
   num_bytes = sum(len(text.encode()) for text in texts)
-  assert sum(split["documents"] for split in totals) == len(texts)
-  assert sum(split["bytes"] for split in totals) == num_bytes
-  # Each document has two separators.
+  # A token is a byte, and each document has two separators.
   num_tokens = num_bytes + 2 * len(texts)
-  assert sum(split["tokens"] for split in totals) == num_tokens
-  for name, split in meta["splits"].items():
-    rows = prepare_rows(config, name)
-    assert split["rows"] == len(rows)
-    assert split["tokens"] == sum(len(row.tokens) for row in rows)
+  assert train["documents"] + validation["documents"] == len(texts)
+  assert train["bytes"] + validation["bytes"] == num_bytes
+  assert train["tokens"] + validation["tokens"] == num_tokens
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_the_metadata_counts_the_rows_of_a_split(make_config, split):
+  config = make_config().data
+  (target,) = prepared.prepare(config, workers=1)
+
+  meta = json.loads(pathlib.Path(target.directory, "meta.json").read_text())
+
+  rows = prepare_rows(config, split)
+  assert meta["splits"][split]["rows"] == len(rows)
+  num_tokens = sum(len(row.tokens) for row in rows)
+  assert meta["splits"][split]["tokens"] == num_tokens
 
 
 def test_the_metadata_describes_the_rows(make_config):
-  config = make_config().data
+  config = make_config(length=64).data
   (target,) = prepared.prepare(config, workers=1)
 
   meta = json.loads(pathlib.Path(target.directory, "meta.json").read_text())
 
-  assert meta["description"]["length"] == config.length
+  assert meta["description"]["length"] == 64
+  # Without a tokenizer, tokens are bytes.
   assert meta["tokenizer_spec"] == "bytes"
 
 
 def test_large_token_ids_are_stored_exactly():
+  """Two bytes hold ids up to 65,535 only."""
   row = Row(
-    np.array([0, 100_256, 65_536], np.int32),
-    np.array([3], np.int32),
-    np.zeros(1, np.int32),
+    tokens=np.array([0, 100_256, 65_536], np.int32),
+    segment_lengths=np.array([3], np.int32),
+    prompt_lengths=np.array([0], np.int32),
   )
 
-  decoded = decode_row(encode_row(row, vocab_size=100_277, with_prompts=False))
+  record = encode_row(row, vocab_size=100_277, with_prompts=False)
 
-  chex.assert_trees_all_equal(decoded.tokens, row.tokens)
+  decoded = decode_row(record)
+  assert decoded.tokens.tolist() == [0, 100_256, 65_536]
 
 
 def test_invalid_utf8_is_replaced_and_counted(tmp_path, capsys):
   """Each invalid byte becomes the character U+FFFD."""
-  # File n has n bytes 0xE9, which are Latin-1 and not UTF-8.
-  for index in range(20):
-    (tmp_path / f"{index}.txt").write_bytes(b"caf\xe9" * index + b"%d" % index)
+  # "café" in Latin-1 is not UTF-8.
+  (tmp_path / "0.txt").write_bytes(b"caf\xe9")
+  (tmp_path / "1.txt").write_bytes(b"caf\xe9 caf\xe9")
+  (tmp_path / "2.txt").write_bytes(b"tea")
   config = DataConfig(
     source=f"text:{tmp_path}/*.txt", length=32, validation_fraction=0.0
   )
 
   rows = prepare_rows(config)
 
-  # All but file 0.
-  assert "19 documents were not UTF-8" in capsys.readouterr().err
+  assert "2 documents were not UTF-8" in capsys.readouterr().err
   tokens = np.concatenate([row.tokens for row in rows])
-  first_byte_of_replacement = "�".encode()[0]
+  first_byte_of_replacement = "\ufffd".encode()[0]
   num_replaced = np.count_nonzero(tokens == first_byte_of_replacement)
-  assert num_replaced == sum(range(20))
+  assert num_replaced == 3
 
 
 def test_a_source_without_documents_is_an_error(tmp_path):
+  # A record without text is no document.
   (tmp_path / "a.jsonl").write_text('{"text": ""}\n')
   config = DataConfig(source=f"jsonl:{tmp_path}/a.jsonl")
 
@@ -186,24 +201,24 @@ def four_files(tmp_path) -> str:
 @pytest.mark.full
 def test_rows_do_not_depend_on_the_number_of_workers(four_files, tmp_path):
   """One process and three processes write the same bytes."""
+  one_dir = tmp_path / "one"
+  three_dir = tmp_path / "three"
   config = DataConfig(source=four_files, length=256)
-  alone = dataclasses.replace(config, prepared_dir=str(tmp_path / "alone"))
-  shared = dataclasses.replace(config, prepared_dir=str(tmp_path / "shared"))
+  config_of_one = dataclasses.replace(config, prepared_dir=str(one_dir))
+  config_of_three = dataclasses.replace(config, prepared_dir=str(three_dir))
 
-  prepared.prepare(alone, workers=1)
-  prepared.prepare(shared, workers=3)
+  prepared.prepare(config_of_one, workers=1)
+  prepared.prepare(config_of_three, workers=3)
 
-  assert read_directory(tmp_path / "shared") == read_directory(
-    tmp_path / "alone"
-  )
+  assert read_directory(three_dir) == read_directory(one_dir)
 
 
 def test_workers_start_if_the_script_comes_from_standard_input(
   four_files, monkeypatch, capsys
 ):
   """Workers of `python < script.py` cannot import the script."""
+  # Python gives such a script this name, but there is no file to import.
   main_module = types.ModuleType("__main__")
-  # Python names the script so. Workers that run it again find no such file.
   main_module.__file__ = "<stdin>"
   monkeypatch.setitem(sys.modules, "__main__", main_module)
   config = DataConfig(source=four_files, length=256)
@@ -373,7 +388,7 @@ def test_a_bad_document_stops_preparing_with_its_line(tmp_path, num_workers):
   with pytest.raises(UserError, match="2.jsonl:51: not JSON"):
     prepared.prepare(config, workers=num_workers)
 
-  # The rows of the files before are kept, without incomplete files.
+  # The rows of the files before it are kept, and there are no incomplete files.
   assert list(directory.glob("*.array_record"))
   assert not list(directory.glob("*.tmp"))
 
@@ -382,6 +397,7 @@ def test_a_bad_document_stops_preparing_with_its_line(tmp_path, num_workers):
 
 
 def test_rows_are_prepared_once(make_config, capsys):
+  """The second call writes no file."""
   config = make_config().data
   (target,) = prepared.prepare(config, workers=1)
   times = modification_times(target.directory)
@@ -418,17 +434,23 @@ def test_fields_that_change_the_rows_choose_another_directory(
 
 
 def test_files_with_other_times_choose_another_directory(make_config, jsonl):
-  before = cache_directory(make_config())
+  """The text of a file with another time may have changed.
+
+  `jsonl` is the file that the configs of `make_config` read.
+  """
+  directory_before = cache_directory(make_config())
 
   os.utime(jsonl, (1, 1))
 
-  assert cache_directory(make_config()) != before
+  assert cache_directory(make_config()) != directory_before
 
 
 def test_the_seed_and_the_workers_do_not_choose_another_directory(make_config):
-  config = make_config(seed=5, num_workers=3)
+  """They do not change the rows."""
+  config = make_config(seed=0, num_workers=0)
+  other_config = make_config(seed=5, num_workers=3)
 
-  assert cache_directory(config) == cache_directory(make_config())
+  assert cache_directory(other_config) == cache_directory(config)
 
 
 def check_directory_is_refused(config, field):
@@ -482,7 +504,7 @@ def test_a_directory_of_rows_of_another_tokenizer_is_refused(
 def test_a_directory_of_rows_of_a_shorter_file_is_refused(
   make_config, jsonl, tmp_path
 ):
-  """The rows lack the text that was appended to the file since."""
+  """The rows lack the text that is appended to the file `jsonl` afterwards."""
   config = make_config(prepared_dir=str(tmp_path / "rows")).data
   prepared.prepare(config, workers=1)
   with jsonl.open("a") as file:
@@ -491,17 +513,18 @@ def test_a_directory_of_rows_of_a_shorter_file_is_refused(
   with pytest.raises(UserError, match="held other files"):
     prepared.prepare(config, workers=1)
 
-  # Rows can be used without the files that they were made of.
-  assert prepared.is_prepared(prepared.targets(config)[0])
+  # A run can still use the rows, because it does not need the files.
+  (target,) = prepared.targets(config)
+  assert prepared.is_prepared(target)
 
 
 @pytest.mark.parametrize("has_same_time", [False, True])
 def test_text_rewritten_within_a_second_is_not_prepared(
   make_config, jsonl, tmp_path, has_same_time
 ):
-  """Rows of the text before are not used for a file of the same size.
+  """Rows of the old text are not used for a file of the same size.
 
-  Without another time of modification, only the text differs.
+  If the time of modification is also the same, only the text differs.
   """
   time_ns = 1_700_000_000 * 10**9
   os.utime(jsonl, ns=(time_ns, time_ns))
@@ -524,30 +547,38 @@ def test_text_rewritten_within_a_second_is_not_prepared(
     prepared.prepare(own_directory, workers=1)
 
 
+@pytest.mark.parametrize("has_same_size", [False, True])
 def test_training_warns_if_the_text_has_changed_since(
-  make_config, jsonl, tmp_path, capsys
+  make_config, jsonl, tmp_path, capsys, has_same_size
 ):
-  """The rows in the directory that the user chose are used nevertheless."""
+  """The old rows in the directory that the user chose are used nevertheless.
+
+  `jsonl` is the file that the configs of `make_config` read.
+  """
   config = make_config(prepared_dir=str(tmp_path / "rows"))
   pipeline.training_batches(config).close()
+  capsys.readouterr()
+
   text = jsonl.read_text()
+  if has_same_size:
+    jsonl.write_text(text.replace("document", "Document"))
+  else:
+    jsonl.write_text(text + text)
 
-  longer_text = text + text
-  text_of_equal_size = text.replace("document", "Document")
-  for changed_text in (longer_text, text_of_equal_size):
-    jsonl.write_text(changed_text)
+  pipeline.training_batches(config).close()
+  assert "prepared before the" in capsys.readouterr().err
 
-    pipeline.training_batches(config).close()
-    assert "prepared before the" in capsys.readouterr().err
-
-    pipeline.validation_batches(config, batch_size=4)
-    assert "prepared before the" in capsys.readouterr().err
+  pipeline.validation_batches(config, batch_size=4)
+  assert "prepared before the" in capsys.readouterr().err
 
 
 def test_training_does_not_warn_about_copied_or_missing_files(
   make_config, jsonl, tmp_path, capsys
 ):
-  """Rows can be copied to a machine without their text."""
+  """Rows can be copied to a machine without their text.
+
+  `jsonl` is the file that the configs of `make_config` read.
+  """
   config = make_config(prepared_dir=str(tmp_path / "rows"))
   pipeline.training_batches(config).close()
 
@@ -588,6 +619,7 @@ def test_rows_of_an_earlier_version_stay_prepared(
 
 
 def test_a_directory_that_cannot_be_created_is_an_error(make_config, tmp_path):
+  # The parent of the directory is a file.
   (tmp_path / "file").write_text("")
   config = make_config(prepared_dir=str(tmp_path / "file" / "rows")).data
 
@@ -596,6 +628,7 @@ def test_a_directory_that_cannot_be_created_is_an_error(make_config, tmp_path):
 
 
 def test_the_directory_must_be_local(make_config):
+  """Rows are read in random order, which is slow in a bucket."""
   config = make_config(prepared_dir="gs://bucket/rows").data
 
   with pytest.raises(UserError, match="must be a local path"):
@@ -608,6 +641,7 @@ def test_the_sources_of_a_mixture_have_their_own_directories(
   """The rows of a source can then be used in other mixtures."""
   (tmp_path / "other.jsonl").write_text('{"text": "other"}\n' * 500)
   rows_dir = tmp_path / "rows"
+  # A source is followed by "=" and its weight.
   source = f"jsonl:{jsonl}=0.5,jsonl:{tmp_path}/other.jsonl=0.5"
   config = make_config(source=source, prepared_dir=str(rows_dir)).data
 
@@ -622,12 +656,16 @@ def test_the_weights_of_a_mixture_do_not_change_its_directories(
   make_config, jsonl, tmp_path
 ):
   """Rows are mixed when they are read, so the weights do not change them."""
-  (tmp_path / "other.jsonl").write_text('{"text": "other"}\n')
-  source = f"jsonl:{jsonl}=0.5,jsonl:{tmp_path}/other.jsonl=0.5"
-  other_weights = source.replace("0.5", "0.1")
+  second = tmp_path / "second.jsonl"
+  second.write_text('{"text": "second"}\n')
+  # A source is followed by "=" and its weight.
+  config = make_config(source=f"jsonl:{jsonl}=0.5,jsonl:{second}=0.5").data
+  other_config = make_config(
+    source=f"jsonl:{jsonl}=0.1,jsonl:{second}=0.3"
+  ).data
 
-  targets = prepared.targets(make_config(source=source).data)
-  other_targets = prepared.targets(make_config(source=other_weights).data)
+  targets = prepared.targets(config)
+  other_targets = prepared.targets(other_config)
 
   directories = [target.directory for target in targets]
   other_directories = [target.directory for target in other_targets]
@@ -638,6 +676,7 @@ def test_the_weights_of_a_mixture_do_not_change_its_directories(
 
 
 def test_a_missing_file_of_rows_is_named(make_config):
+  """The error names the file and the row."""
   (target,) = prepared.prepare(make_config().data, workers=1)
   rows = prepared.PreparedRows(target, "train")
   path = first_training_shard(target)
@@ -725,10 +764,13 @@ def test_a_flipped_bit_never_gives_other_rows(small_target, file):
 
 
 def test_counts_of_rows_that_do_not_agree_are_an_error(small_target):
-  """A damaged number would otherwise change which row has which index."""
+  """A damaged number would otherwise change which row has which index.
+
+  `small_target` has the directory of prepared rows.
+  """
   path = pathlib.Path(small_target.directory, "meta.json")
   meta = json.loads(path.read_text())
-  # The total number of rows is stored too, and stays.
+  # The file has the number of rows of each shard, and their sum.
   meta["splits"]["train"]["shard_rows"][0] -= 1
   path.write_text(json.dumps(meta))
 
@@ -751,15 +793,19 @@ def prepare_fingerprints(config) -> list[str]:
 def test_the_fingerprint_depends_on_the_rows_alone(
   make_config, jsonl, tmp_path
 ):
-  """In a directory of the user, rows of changed text have no other sign."""
+  """In a directory of the user, only they tell rows of changed text.
+
+  `jsonl` is the file that the configs of `make_config` read.
+  """
   config = make_config(prepared_dir=str(tmp_path / "rows")).data
-  before = prepare_fingerprints(config)
+  fingerprints = prepare_fingerprints(config)
 
-  assert prepare_fingerprints(config) == before
-
+  fingerprints_of_same_text = prepare_fingerprints(config)
   jsonl.write_text(jsonl.read_text().replace("document", "Document"))
-  after = prepare_fingerprints(config)
-  assert set(after).isdisjoint(before)
+  fingerprints_of_other_text = prepare_fingerprints(config)
+
+  assert fingerprints_of_same_text == fingerprints
+  assert set(fingerprints_of_other_text).isdisjoint(fingerprints)
 
 
 # Progress.
@@ -770,16 +816,19 @@ def test_without_a_terminal_progress_is_printed_in_lines(monkeypatch):
   lines = []
   monkeypatch.setattr(progress, "say", lines.append)
 
-  with progress.Progress(
+  # A thread prints the first line after 0.01 s, and one every 0.02 s after it.
+  reporter = progress.Progress(
     "preparing x", total=10, first=0.01, interval=0.02
-  ) as reported:
-    wait_until(lambda: lines)
-    reported.update(parts=2.5, tokens=2_000_000)
+  )
+  with reporter:
+    wait_until(lambda: len(lines) > 0)
+    reporter.update(parts=2.5, tokens=2_000_000)
     num_lines = len(lines)
     wait_until(lambda: len(lines) > num_lines + 2)
 
   # The speed and the time left are unknown before the first update.
   assert lines[0] == "preparing x: 0.0%, 0:00:00 so far"
+  # 2.5 of 10 parts are 25%.
   assert re.fullmatch(
     r"preparing x: 25\.0%, 2M tokens, \d+(\.\d+)?[MG] tokens/s, 0:00:0\d left",
     lines[-1],
@@ -787,14 +836,18 @@ def test_without_a_terminal_progress_is_printed_in_lines(monkeypatch):
 
 
 def test_progress_counts_days(monkeypatch):
-  # Half of the work took 100,000 s, which are 1 day, 3:46:40. So does the rest.
-  clock = iter([0.0, 100_000.0, 100_000.0])
-  monkeypatch.setattr(progress.time, "monotonic", clock.__next__)
+  """Half of the work took 100,000 s, which are 1 day, 3:46:40.
 
-  reported = progress.Progress("preparing x", total=10)
-  reported.update(parts=5, tokens=1000)
+  The rest will take as long. The speed is 1,000 tokens / 100,000 s.
+  """
+  # The clock is read at the start, and for the time left and for the speed.
+  times = iter([0.0, 100_000.0, 100_000.0])
+  monkeypatch.setattr(progress.time, "monotonic", lambda: next(times))
 
-  assert reported.line() == (
+  reporter = progress.Progress("preparing x", total=10)
+  reporter.update(parts=5, tokens=1000)
+
+  assert reporter.line() == (
     "preparing x: 50.0%, 1K tokens, 0.01 tokens/s, 1 day, 3:46:40 left"
   )
 
