@@ -70,9 +70,9 @@ def test_the_weights_of_a_known_row():
     prompt_lengths=np.array([3, 2], np.int32),
   )
 
-  batch = make_batch([row], 11)
+  batch = make_batch([row], length=11)
 
-  # The answers have weight, with the separators after them.
+  # The answers have weight, with the separators after them. 0 is padding.
   targets = [11, 12, 13, 14, 15, 16, 17, 18, 19, 0, 0]
   weights = [0, 0, 1, 1, 1, 0, 0, 1, 1, 0, 0]
   segment_ids = [1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 0]
@@ -82,7 +82,7 @@ def test_the_weights_of_a_known_row():
 
 
 def test_without_prompts_only_the_weights_differ():
-  """All tokens but the first of a segment are then learned."""
+  """Without prompts, all tokens but the first of a segment are learned."""
   row = Row(
     tokens=np.arange(10, 20, dtype=np.int32),
     segment_lengths=np.array([6, 4], np.int32),
@@ -90,14 +90,14 @@ def test_without_prompts_only_the_weights_differ():
   )
   row_without_prompts = row._replace(prompt_lengths=np.zeros(2, np.int32))
 
-  batch = make_batch([row], 11)
-  batch_without_prompts = make_batch([row_without_prompts], 11)
+  batch = make_batch([row], length=11)
+  batch_without_prompts = make_batch([row_without_prompts], length=11)
 
-  weights = batch_without_prompts.pop("weights")
   # The last token of a segment has no target in its segment.
+  weights = batch_without_prompts["weights"]
   assert weights.tolist() == [[1, 1, 1, 1, 1, 0, 1, 1, 1, 0, 0]]
-  del batch["weights"]
-  chex.assert_trees_all_equal(batch_without_prompts, batch)
+  for name in ("tokens", "targets", "segment_ids", "positions"):
+    chex.assert_trees_all_equal(batch_without_prompts[name], batch[name])
 
 
 @pytest.fixture
@@ -115,7 +115,10 @@ def short_examples() -> list[packing.Example]:
 
 
 def test_every_answer_is_learned_once(short_examples):
-  """The targets with weight are the tokens of all answers."""
+  """The targets with weight are the tokens of all answers.
+
+  All of `short_examples` fit in a row, so none is skipped or cut.
+  """
   packed = pack(short_examples)
 
   batch = make_batch(packed.rows, LENGTH)
@@ -142,6 +145,7 @@ def test_segments_are_whole_examples_with_their_prompts(short_examples):
   """Each segment has the length of an example, and the length of its prompt."""
   rows = pack(short_examples).rows
 
+  # All tokens are different, so the first one identifies an example.
   example_by_first_token = {}
   for example in short_examples:
     example_by_first_token[example.tokens[0]] = example
@@ -193,9 +197,11 @@ def test_examples_that_do_not_fit_are_counted(long_examples):
 
 
 def test_every_row_has_something_to_learn(long_examples):
+  """A row of prompt tokens alone would be wasted computation."""
   batch = make_batch(pack(long_examples).rows, LENGTH)
 
-  assert batch["weights"].any(axis=1).all()
+  has_weight = batch["weights"].any(axis=1)
+  assert has_weight.all()
 
 
 def test_all_pieces_of_a_long_answer_are_learned(long_examples):
@@ -213,18 +219,21 @@ def test_all_pieces_of_a_long_answer_are_learned(long_examples):
 
 def test_a_prompt_may_leave_room_for_one_token_of_the_answer():
   """The only weight of the row is on its last target."""
-  packed = pack([make_example(1, prompt_size=LENGTH - 1, answer_size=1)])
+  # A separator and 15 tokens of the prompt are the 16 inputs of a row.
+  packed = pack([make_example(1, prompt_size=15, answer_size=1)])
 
-  batch = make_batch(packed.rows, LENGTH)
+  batch = make_batch(packed.rows, length=16)
 
-  assert batch["weights"].tolist() == [[0] * (LENGTH - 1) + [1]]
+  assert batch["weights"].tolist() == [[0] * 15 + [1]]
   # The rest is the last separator alone, which does not count as cut.
   assert packed.counts.skipped == 0
   assert packed.counts.cut == 0
 
 
 def test_a_prompt_that_fills_a_row_is_skipped():
-  packed = pack([make_example(1, prompt_size=LENGTH, answer_size=5)])
+  # A separator and 16 tokens of the prompt are the 17 tokens of a row, which
+  # are 16 inputs and a last target.
+  packed = pack([make_example(1, prompt_size=16, answer_size=5)])
 
   assert not packed.rows
   assert packed.counts.skipped == 1
@@ -245,18 +254,17 @@ def test_a_decoded_record_is_the_encoded_row(vocab_size):
   ]
 
   for row in pack(examples).rows:
-    decoded = decode_row(
-      encode_row(row, vocab_size=vocab_size, with_prompts=True)
-    )
-    chex.assert_trees_all_equal(decoded, row)
+    record = encode_row(row, vocab_size=vocab_size, with_prompts=True)
+    chex.assert_trees_all_equal(decode_row(record), row)
 
 
 def test_a_record_that_was_cut_short_is_an_error():
   (row,) = pack([make_example(1, prompt_size=3, answer_size=4)]).rows
   record = encode_row(row, vocab_size=256, with_prompts=True)
+  record_without_last_byte = record[:-1]
 
   with pytest.raises(ValueError, match="tokens"):
-    decode_row(record[:-1])
+    decode_row(record_without_last_byte)
 
 
 # Prepared rows of earlier versions are on disks, so their bytes stay the same.
@@ -297,7 +305,7 @@ def test_a_row_with_prompts_has_the_bytes_of_earlier_versions():
 
 
 def test_rows_without_prompts_have_the_fields_of_earlier_versions(jsonl):
-  """Another field would make all prepared rows unusable."""
+  """Rows on disk are used only if their description has the same fields."""
   (target,) = prepared.targets(DataConfig(source=f"jsonl:{jsonl}"))
 
   assert sorted(target.description) == [
@@ -343,27 +351,25 @@ def write_parquet(path, records) -> str:
 )
 def test_the_answer_can_be_in_a_list_of_turns(tmp_path, write, text_field):
   """A path such as turns.-1.value names the value of the last turn."""
-  records = []
-  expected = []
-  for index in range(300):
-    question = f"{index} + 1?"
-    answer = f"{index + 1}"
-    turns = [
+  record = {
+    "question": "3 + 1?",
+    "answer": "4",
+    "turns": [
       {"from": "user", "value": "?"},
-      {"from": "model", "value": answer},
-    ]
-    records.append({"question": question, "answer": answer, "turns": turns})
-    # The default of config.data.prompt_template.
-    prompt = f"Question: {question}\nAnswer:\n"
-    expected.append(Document(text=answer, replaced=False, prompt=prompt))
-  source = write(tmp_path / "records", records)
+      {"from": "model", "value": "4"},
+    ],
+  }
+  source = write(tmp_path / "records", [record, record])
   config = DataConfig(
     validation_fraction=0.0, prompt_field="question", text_field=text_field
   )
 
   documents = read(source, config)
 
-  assert documents == expected
+  # The prompt is made by the default of config.data.prompt_template.
+  prompt = "Question: 3 + 1?\nAnswer:\n"
+  document = Document(text="4", replaced=False, prompt=prompt)
+  assert documents == [document, document]
 
 
 @pytest.mark.parametrize("write", [write_jsonl, write_parquet])
@@ -384,6 +390,7 @@ def test_the_prompt_template_can_have_braces(tmp_path, write):
 
 
 def test_a_field_with_a_dot_in_its_name_comes_before_a_path(tmp_path):
+  """ "a.b" is a field of the record, and also the path to a field of "a"."""
   record = {"question": "?", "a.b": "name", "a": {"b": "path"}}
   source = write_jsonl(tmp_path / "a.jsonl", [record])
   config = DataConfig(
@@ -495,22 +502,23 @@ def test_a_bad_row_of_parquet_is_named(tmp_path, changes, message):
 
 
 def test_records_without_an_answer_are_skipped(tmp_path):
-  """There is nothing to learn from them."""
+  """There is nothing to learn from them. The question may be empty."""
   records = [
     {"question": "a", "answer": ""},
     {"question": "a", "answer": None},
     {"question": "", "answer": "b"},
   ]
+  source = write_jsonl(tmp_path / "a.jsonl", records)
 
-  documents = read(write_jsonl(tmp_path / "a.jsonl", records))
+  documents = read(source)
 
-  # The question may be empty.
   prompt = "Question: \nAnswer:\n"
   assert documents == [Document(text="b", replaced=False, prompt=prompt)]
 
 
 def test_all_answers_to_a_question_are_in_the_same_split(tmp_path):
   """Otherwise the model would be validated on questions that it has seen."""
+  # There are 10 answers to each of 100 questions.
   records = []
   for index in range(1000):
     records.append({"question": f"{index % 100}", "answer": f"{index}"})
@@ -532,11 +540,12 @@ def test_all_answers_to_a_question_are_in_the_same_split(tmp_path):
 
 @pytest.mark.parametrize("spec", ["stdlib", "text:*.py"])
 def test_a_prompt_field_of_plain_text_is_an_error(spec):
-  with pytest.raises(
-    UserError,
-    match="config.data.prompt_field = 'question'.*plain text without fields",
-  ):
-    sources.documents(spec, "train", QUESTION_AND_ANSWER)
+  """Only records have fields, which could be questions and answers."""
+  config = DataConfig(prompt_field="question", text_field="answer")
+
+  message = "config.data.prompt_field = 'question'.*plain text without fields"
+  with pytest.raises(UserError, match=message):
+    sources.documents(spec, "train", config)
 
 
 # Prepared and streamed batches.
@@ -659,17 +668,17 @@ def test_two_processes_share_the_batches(make_example_config):
   config = make_example_config()
   prepared.prepare(config.data, workers=1)
   global_batches = pipeline.training_batches(config)
-  first = pipeline.training_batches(
+  first_half_batches = pipeline.training_batches(
     config, share=BatchShare(index=0, count=2), num_processes=2
   )
-  second = pipeline.training_batches(
+  second_half_batches = pipeline.training_batches(
     config, share=BatchShare(index=1, count=2), num_processes=2
   )
 
   for _ in range(5):
     expected = next(global_batches)
-    first_half = next(first)
-    second_half = next(second)
+    first_half = next(first_half_batches)
+    second_half = next(second_half_batches)
     for name in expected:
       both_halves = np.concatenate([first_half[name], second_half[name]])
       chex.assert_trees_all_equal(both_halves, expected[name])
@@ -714,6 +723,7 @@ def test_prepared_examples_that_do_not_fit_are_reported(
 def test_the_first_streamed_example_that_does_not_fit_is_reported(
   make_example_config, capsys
 ):
+  """Some prompts of the examples fill a row of 32 tokens."""
   config = make_example_config(length=32, mode="streamed")
 
   next(pipeline.training_batches(config))
@@ -726,6 +736,7 @@ def test_the_first_streamed_example_that_does_not_fit_is_reported(
 def test_preparing_only_prompts_that_fill_a_row_is_an_error(
   make_example_config,
 ):
+  """Every prompt of the examples has more than 8 tokens."""
   config = make_example_config(length=8)
 
   with pytest.raises(
@@ -737,9 +748,11 @@ def test_preparing_only_prompts_that_fill_a_row_is_an_error(
 def test_streaming_only_prompts_that_fill_a_row_is_an_error(
   make_example_config, monkeypatch
 ):
-  """Otherwise the search for an example would never end."""
-  # By default, it gives up after many more prompts.
+  """Otherwise the search for an example that fits would never end."""
+  # The search gives up after 200 prompts that do not fit. By default, it gives
+  # up after thousands.
   monkeypatch.setattr(packing.ExampleCounts, "MAX_SKIPPED_IN_A_ROW", 200)
+  # Every prompt of the examples has more than 8 tokens.
   config = make_example_config(length=8, mode="streamed")
   batches = pipeline.training_batches(config)
 
@@ -753,7 +766,9 @@ def test_streaming_only_prompts_that_fill_a_row_is_an_error(
 
 # Other fields of prompts and answers.
 
-CHANGES = [
+# Changes of a config of `make_example_config`. Its fields are "problem" for
+# prompts, "turns.-1.value" for answers, and the template "Q: {prompt} A:".
+FIELD_CHANGES = [
   {"prompt_field": "turns.0.value"},
   {"prompt_template": "{prompt}"},
   {"text_field": "turns.1.value"},
@@ -768,14 +783,22 @@ def rows_directory(config) -> str:
 
 
 def test_other_fields_choose_another_directory(make_example_config):
+  """Rows of different fields are different."""
   config = make_example_config().data
+  other_prompt = dataclasses.replace(config, prompt_field="turns.0.value")
+  other_template = dataclasses.replace(config, prompt_template="{prompt}")
+  other_text = dataclasses.replace(config, text_field="turns.1.value")
+  no_prompt = dataclasses.replace(config, prompt_field="")
 
-  directories = {rows_directory(config)}
-  for changes in CHANGES:
-    changed = dataclasses.replace(config, **changes)
-    directories.add(rows_directory(changed))
+  directories = {
+    rows_directory(config),
+    rows_directory(other_prompt),
+    rows_directory(other_template),
+    rows_directory(other_text),
+    rows_directory(no_prompt),
+  }
 
-  assert len(directories) == 1 + len(CHANGES)
+  assert len(directories) == 5
 
 
 def test_without_a_prompt_field_the_template_has_no_effect(make_example_config):
@@ -785,7 +808,7 @@ def test_without_a_prompt_field_the_template_has_no_effect(make_example_config):
   assert rows_directory(other_template) == rows_directory(config)
 
 
-@pytest.mark.parametrize("changes", CHANGES)
+@pytest.mark.parametrize("changes", FIELD_CHANGES)
 def test_a_directory_with_rows_of_other_fields_is_refused(
   make_example_config, tmp_path, changes
 ):
@@ -803,11 +826,11 @@ def test_a_directory_with_rows_of_other_fields_is_refused(
     prepared.is_prepared(target)
 
 
-@pytest.mark.parametrize("changes", CHANGES)
+@pytest.mark.parametrize("changes", FIELD_CHANGES)
 def test_a_stream_does_not_continue_with_other_fields(
   make_example_config, changes
 ):
-  """Its position would be one in other text."""
+  """The same position would be in other text."""
   config = make_example_config(mode="streamed")
   state = pipeline.training_batches(config).get_state()
   changed_config = make_example_config(mode="streamed", **changes)
@@ -820,8 +843,8 @@ def test_a_stream_does_not_continue_with_other_fields(
 def test_a_run_on_prepared_rows_does_not_continue_with_other_fields(
   make_example_config,
 ):
-  """The rows are prepared for both templates, but are not the same."""
-  config = make_example_config()
+  """The same position would be in rows of another prompt template."""
+  config = make_example_config(prompt_template="Q: {prompt} A:")
   prepared.prepare(config.data, workers=1)
   state = pipeline.training_batches(config).get_state()
   changed_config = make_example_config(prompt_template="{prompt}")
