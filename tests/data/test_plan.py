@@ -28,28 +28,24 @@ from diffjax.data import (
 from diffjax.training.resume import check_resume
 from tests.harness.hub_server import HubServer
 
-REPO = "datasets/org/name"
-NUM_FILES = 8
-DOCUMENTS_PER_FILE = 40
-# 400 bytes and two separators.
-DOCUMENT_TOKENS = 402
-NUM_TOKENS = NUM_FILES * DOCUMENTS_PER_FILE * DOCUMENT_TOKENS
-
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> pathlib.Path:
-  """Writes eight Parquet files of equal size. Documents begin "FILE INDEX ".
+  """Writes 8 Parquet files of equal size, with 40 documents each.
+
+  A document begins with the number of its file. It has 400 bytes, which are 402
+  tokens with two separators.
 
   Returns:
-    The directory of the Hub, which has the files in `REPO`.
+    The directory of the Hub, which has the files in datasets/org/name.
   """
   root = tmp_path_factory.mktemp("hub")
-  folder = root / REPO
+  folder = root / "datasets/org/name"
   folder.mkdir(parents=True)
   rng = np.random.default_rng(0)
-  for number in range(NUM_FILES):
+  for number in range(8):
     texts = []
-    for index in range(DOCUMENTS_PER_FILE):
+    for index in range(40):
       text = f"{number} {index} {rng.bytes(200).hex()}"
       texts.append(text[:400])
     table = pyarrow.table({"text": texts, "score": range(len(texts))})
@@ -61,7 +57,7 @@ def files(tmp_path_factory) -> pathlib.Path:
 @pytest.fixture
 def local_source(files) -> str:
   """Returns the source of the files on the disk."""
-  return f"parquet:{files}/{REPO}/*.parquet"
+  return f"parquet:{files}/datasets/org/name/*.parquet"
 
 
 @pytest.fixture
@@ -81,7 +77,7 @@ def make_config(steps=1, **fields) -> Config:
     **fields: fields of DataConfig.
   """
   defaults = {
-    "source": f"parquet:hf://{REPO}/*.parquet",
+    "source": "parquet:hf://datasets/org/name/*.parquet",
     "length": 128,
     "validation_fraction": 0.0,
   }
@@ -135,24 +131,30 @@ def test_the_automatic_mode_depends_on_the_number_of_processes(
 @pytest.mark.usefixtures("hub_of_eight_files")
 def test_a_run_reads_just_enough_files_for_its_tokens(steps):
   """A run of few steps does not download a whole corpus."""
-  num_files = resolve_data(make_config(steps)).files
+  config = make_config(steps=steps)
 
-  # A step takes 8 rows of 128 tokens.
-  num_tokens = steps * 8 * 128
-  file_tokens = DOCUMENTS_PER_FILE * DOCUMENT_TOKENS
-  assert num_files * file_tokens >= num_tokens
-  # One file fewer would not hold the tokens and a margin of 10%.
-  assert (num_files - 1) * file_tokens <= 1.11 * num_tokens
+  num_files = resolve_data(config).files
+
+  # A step takes 8 rows of 128 tokens. A file has 40 documents of 402 tokens.
+  run_tokens = steps * 8 * 128
+  file_tokens = 40 * 402
+  assert num_files * file_tokens >= run_tokens
+  # One file fewer would not hold the tokens and a margin of 10%. The size of a
+  # file is estimated, so the limit is 11%.
+  assert (num_files - 1) * file_tokens <= 1.11 * run_tokens
 
 
 @pytest.mark.usefixtures("hub_of_eight_files")
 def test_all_processes_and_starts_read_the_same_number_of_files():
-  config = make_config(60)
+  """Otherwise a restarted run could not find its position."""
+  config = make_config(steps=60)
 
   num_files = resolve_data(config).files
+  num_files_after_restart = resolve_data(config).files
+  num_files_of_16_processes = resolve_data(config, num_processes=16).files
 
-  assert resolve_data(config).files == num_files
-  assert resolve_data(config, num_processes=16).files == num_files
+  assert num_files_after_restart == num_files
+  assert num_files_of_16_processes == num_files
 
 
 @pytest.mark.usefixtures("hub_of_eight_files")
@@ -164,12 +166,15 @@ def test_a_long_run_reads_all_files_several_times_and_says_so():
     make_config(steps=1000), process_count=1, note=lines.append
   )
 
-  assert config.data.files == NUM_FILES
+  assert config.data.files == 8
   # The line ends with a number such as "read 8.0 times".
   (line,) = lines
   num_times = float(line.rpartition("read ")[2].removesuffix(" times"))
-  # A step takes 8 rows of 128 tokens.
-  assert num_times == pytest.approx(1000 * 8 * 128 / NUM_TOKENS, rel=0.02)
+  # A step takes 8 rows of 128 tokens. Each of the 8 files has 40 documents of
+  # 402 tokens.
+  run_tokens = 1000 * 8 * 128
+  file_tokens = 40 * 402
+  assert num_times == pytest.approx(run_tokens / (8 * file_tokens), rel=0.02)
 
 
 @pytest.mark.usefixtures("hub_of_eight_files")
@@ -178,7 +183,7 @@ def test_the_number_of_files_is_printed():
 
   plan.resolve(make_config(steps=20), process_count=1, note=lines.append)
 
-  # 20 steps of 8 · 128 tokens are 20.5K tokens. A file has 16K.
+  # 20 steps of 8 rows of 128 tokens are 20.5K tokens. A file has 16K.
   (line,) = lines
   assert "reading 2 of 8 files" in line
   assert "for the run's 20.5K" in line
@@ -188,45 +193,59 @@ def test_the_number_of_files_is_printed():
 def test_the_number_of_files_is_estimated_from_the_first_file(
   hub_of_eight_files,
 ):
-  resolve_data(make_config(60))
+  """The other files are not fetched before the run reads them."""
+  resolve_data(make_config(steps=60))
 
   assert hub_of_eight_files.fetched("000.parquet")
-  for number in range(1, NUM_FILES):
+  for number in range(1, 8):
     assert not hub_of_eight_files.fetched(f"{number:03}.parquet")
 
 
 def test_a_number_of_files_that_is_set_is_kept(hub_of_eight_files):
-  assert resolve_data(make_config(60, files=3)).files == 3
+  """Nothing is estimated then, so the Hub gets no request."""
+  config = make_config(steps=60, files=3)
+
+  num_files = resolve_data(config).files
+
+  assert num_files == 3
   assert not hub_of_eight_files.requests
 
 
 def test_a_run_reads_all_local_files(local_source):
+  """The value 0 of config.data.files stands for all files."""
   config = make_config(source=local_source)
 
   assert resolve_data(config).files == 0
   documents = read_documents("train", config.data)
-  assert len(documents) == NUM_FILES * DOCUMENTS_PER_FILE
+  # There are 8 files of 40 documents.
+  assert len(documents) == 8 * 40
 
 
 @pytest.mark.usefixtures("hub_of_eight_files")
 def test_a_source_with_half_the_weight_needs_half_the_tokens(files, tmp_path):
   """60 steps on a source of weight 0.5 need as many files as 30 steps on it."""
-  remote = f"parquet:hf://{REPO}/*.parquet"
-  shutil.copy(files / REPO / "000.parquet", tmp_path / "local.parquet")
+  remote = "parquet:hf://datasets/org/name/*.parquet"
+  file = files / "datasets/org/name/000.parquet"
+  shutil.copy(file, tmp_path / "local.parquet")
   local = f"parquet:{tmp_path}/*.parquet"
+  # A source is followed by "=" and its weight.
+  config_of_mixture = make_config(steps=60, source=f"{remote}=0.5,{local}=0.5")
+  config_of_source = make_config(steps=30, source=remote)
 
-  half = make_config(steps=60, source=f"{remote}=0.5,{local}=0.5")
-  alone = make_config(steps=30, source=remote)
+  num_files_in_mixture = resolve_data(config_of_mixture).files
+  num_files_alone = resolve_data(config_of_source).files
 
-  assert resolve_data(half).files == resolve_data(alone).files
+  assert num_files_in_mixture == num_files_alone
 
 
 @pytest.mark.usefixtures("hub_of_eight_files")
 def test_a_mixture_reads_all_local_files(local_source):
-  remote = f"parquet:hf://{REPO}/*.parquet"
+  """config.data.files is one number for all sources, so it is 8 for both."""
+  remote = "parquet:hf://datasets/org/name/*.parquet"
+  # A source is followed by "=" and its weight.
   config = make_config(source=f"{remote}=0.5,{local_source}=0.5")
 
-  assert resolve_data(config).files == NUM_FILES
+  assert resolve_data(config).files == 8
 
 
 def test_preparing_fetches_only_the_chosen_files(hub_of_eight_files, tmp_path):
@@ -240,16 +259,19 @@ def test_preparing_fetches_only_the_chosen_files(hub_of_eight_files, tmp_path):
   for request in hub_of_eight_files.requests:
     if request.range:
       fetched.add(pathlib.PurePosixPath(request.path).name)
-  # Two of the eight files, evenly spaced.
+  # The chosen files are evenly spaced.
   assert fetched == {"000.parquet", "004.parquet"}
 
 
 def test_the_number_of_files_limits_local_sources(local_source):
+  """Two of the eight files are read. They are evenly spaced."""
   config = make_config(source=local_source, files=2).data
 
   documents = read_documents("train", config)
 
-  assert first_characters(documents) == {"0", "4"}
+  # A document begins with the number of its file.
+  numbers = first_characters(documents)
+  assert numbers == {"0", "4"}
 
 
 @pytest.mark.parametrize(
@@ -271,18 +293,19 @@ def test_validation_reads_some_row_groups_of_all_files(
   hub_of_eight_files, files, monkeypatch
 ):
   """Of a large corpus, only a sample is read for validation."""
-  # The size of half of the files.
-  file_bytes = (files / REPO / "000.parquet").stat().st_size
+  # The limit is the size of half of the files.
+  file_bytes = (files / "datasets/org/name/000.parquet").stat().st_size
   monkeypatch.setattr(file_source, "MAX_HUB_VALIDATION_BYTES", 4 * file_bytes)
   config = make_config(validation_fraction=0.3).data
 
   validation = read_documents("validation", config)
   train = read_documents("train", config)
 
+  # A document begins with the number of its file.
   assert first_characters(validation) == set("01234567")
   assert first_characters(train) == set("01234567")
-  # Half of the row groups, and three tenths of their documents.
-  num_documents = NUM_FILES * DOCUMENTS_PER_FILE
+  # Half of the row groups, and three tenths of their documents, are 0.15.
+  num_documents = 8 * 40
   assert 0.08 < len(validation) / num_documents < 0.22
   # The documents of the other row groups are held out too, so that the split
   # does not depend on which of them are read.
@@ -295,6 +318,7 @@ def test_validation_reads_some_row_groups_of_all_files(
 
 
 def test_the_number_of_files_chooses_the_directory_of_the_rows(local_source):
+  """Rows of other files are other rows. 0 stands for all files."""
   directories = set()
   for num_files in (0, 2, 3):
     config = make_config(source=local_source, files=num_files).data
@@ -341,15 +365,16 @@ def test_a_run_does_not_continue_with_another_number_of_files():
 
 
 def test_a_longer_run_continues_with_the_same_number_of_files():
-  """The check raises an error for a difference."""
+  """`check_resume` raises an error if the run cannot continue."""
   checkpoint = make_config(steps=60, files=3).to_dict()
+  config = make_config(steps=90, files=3).to_dict()
 
-  check_resume(checkpoint, make_config(steps=90, files=3).to_dict())
+  check_resume(checkpoint, config)
 
 
 def test_other_fields_that_differ_are_named_with_the_number_of_files():
   """The number of files may differ because of the other field."""
-  checkpoint = make_config(60, files=3).to_dict()
+  checkpoint = make_config(steps=60, files=3, length=128).to_dict()
   config = make_config(steps=60, files=4, length=64).to_dict()
 
   message = "another run: data.files was 3 and is 4; data.length was 128"
@@ -358,10 +383,13 @@ def test_other_fields_that_differ_are_named_with_the_number_of_files():
 
 
 def test_a_checkpoint_without_a_number_of_files_can_continue():
-  """Earlier versions had no such field."""
-  config = make_config(steps=60, source="stdlib").to_dict()
+  """Earlier versions had no such field.
+
+  `check_resume` raises an error if the run cannot continue.
+  """
   checkpoint = make_config(steps=60, source="stdlib").to_dict()
   del checkpoint["data"]["files"]
+  config = make_config(steps=60, source="stdlib").to_dict()
 
   check_resume(checkpoint, config)
 
@@ -406,14 +434,15 @@ def test_the_estimate_is_near_the_size_of_the_rows(
   )
 
   needs = estimate.estimate(open_work(config), config)
-  prepared.prepare(config, workers=1)
 
+  prepared.prepare(config, workers=1)
   row_bytes = 0
   for path in pathlib.Path(config.prepared_dir).glob("*.array_record"):
     row_bytes += path.stat().st_size
   assert needs.row_bytes == pytest.approx(row_bytes, rel=0.3)
-  assert needs.num_files == NUM_FILES
-  assert needs.tokens == pytest.approx(NUM_TOKENS, rel=0.05)
+  # There are 8 files of 40 documents of 402 tokens.
+  assert needs.num_files == 8
+  assert needs.tokens == pytest.approx(8 * 40 * 402, rel=0.05)
 
 
 @pytest.fixture
@@ -424,7 +453,7 @@ def full_disk(monkeypatch):
 
 @pytest.mark.usefixtures("hub_of_eight_files", "full_disk")
 def test_a_disk_that_is_too_small_is_an_error_that_names_remedies(tmp_path):
-  """The disk has one kilobyte free."""
+  """The fixture `full_disk` leaves one kilobyte free."""
   rows = tmp_path / "new" / "rows"
   config = make_config(files=6, prepared_dir=str(rows)).data
 
@@ -442,7 +471,10 @@ def test_a_disk_that_is_too_small_is_an_error_that_names_remedies(tmp_path):
 def test_a_disk_that_is_too_small_stops_before_the_download(
   hub_of_eight_files, tmp_path, capsys
 ):
-  """The user learns of a full disk at once, and not hours later."""
+  """The user learns of a full disk at once, and not hours later.
+
+  The fixture `full_disk` leaves one kilobyte free.
+  """
   rows = tmp_path / "new" / "rows"
   config = make_config(files=6, prepared_dir=str(rows)).data
 
@@ -459,15 +491,15 @@ def test_a_disk_that_is_too_small_stops_before_the_download(
 @pytest.mark.usefixtures("estimate_small_sources")
 def test_the_sources_of_a_mixture_share_the_disk(files, monkeypatch, tmp_path):
   """The free space must suffice for the rows of both sources."""
-  first = f"parquet:{files}/{REPO}/000.parquet"
-  second = f"parquet:{files}/{REPO}/001.parquet"
+  first = f"parquet:{files}/datasets/org/name/000.parquet"
+  second = f"parquet:{files}/datasets/org/name/001.parquet"
   mixture = make_config(
     source=f"{first}=0.5,{second}=0.5", prepared_dir=str(tmp_path / "rows")
   ).data
   single = make_config(source=first, prepared_dir=str(tmp_path / "single")).data
   needs = estimate.estimate(open_work(single), single)
 
-  # Enough for one of the two sources, which are of equal size.
+  # The sources have equal sizes, so this is enough for one of them.
   set_free_bytes(monkeypatch, 1.5 * needs.row_bytes)
 
   prepared.prepare(single, workers=1)
@@ -480,15 +512,15 @@ def test_only_missing_rows_need_space(local_config):
   """Rows that were written before are not written again."""
   whole = estimate.estimate(open_work(local_config), local_config)
   prepared.prepare(local_config, workers=1)
-
-  rows = pathlib.Path(local_config.prepared_dir)
   # Remove half of the files of rows, and the metadata of the complete result.
-  (rows / "meta.json").unlink()
-  paths = sorted(rows.glob("train-*.array_record"))
+  rows_dir = pathlib.Path(local_config.prepared_dir)
+  (rows_dir / "meta.json").unlink()
+  paths = sorted(rows_dir.glob("train-*.array_record"))
   for path in paths[: len(paths) // 2]:
     path.unlink()
 
   half = estimate.estimate(open_work(local_config), local_config)
+
   assert half.tokens == pytest.approx(whole.tokens / 2)
   assert half.row_bytes < 0.6 * whole.row_bytes
 
@@ -509,13 +541,16 @@ def test_a_small_local_source_is_prepared_without_a_sample(
 
 
 def test_each_row_group_of_a_file_is_a_shard(files):
-  config = make_config(source=f"parquet:{files}/{REPO}/000.parquet").data
+  """A shard is the work of one process, and becomes one file of rows."""
+  config = make_config(
+    source=f"parquet:{files}/datasets/org/name/000.parquet"
+  ).data
 
   missing_shards = open_work(config).missing
 
   # The file has 40 documents in row groups of 10.
   splits = [shard.split for shard in missing_shards]
-  assert splits.count("train") == DOCUMENTS_PER_FILE // 10
+  assert splits.count("train") == 4
 
 
 @pytest.mark.parametrize(
@@ -530,7 +565,10 @@ def test_each_row_group_of_a_file_is_a_shard(files):
 def test_the_number_of_workers_depends_on_cpus_and_shards(
   monkeypatch, requested, num_shards, expected
 ):
-  """0 stands for the number of CPUs. A shard is the work of one process."""
+  """The machine has 2 CPUs. The request 0 stands for one worker for each CPU.
+
+  A shard is the work of one process, so more workers would have nothing to do.
+  """
   monkeypatch.setattr(os, "cpu_count", lambda: 2)
 
   assert shards.worker_count(requested, num_shards) == expected
@@ -538,6 +576,7 @@ def test_the_number_of_workers_depends_on_cpus_and_shards(
 
 @pytest.mark.usefixtures("estimate_small_sources")
 def test_a_source_without_training_documents_is_an_error(local_config):
+  # All documents are held out for validation.
   config = dataclasses.replace(local_config, validation_fraction=1.0)
 
   with pytest.raises(UserError, match="empty: no document to train on"):
