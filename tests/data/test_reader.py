@@ -69,7 +69,7 @@ class ActAt:
 def make_reader(monkeypatch) -> Iterator[Callable[..., reader.Reader]]:
   """Returns a function that makes readers of the elements 0, 1, 2, …
 
-  Something goes wrong when an element is read.
+  A function, such as `hang`, is called before the element `at` is returned.
   """
   reader.let_grain_read_flags()
   monkeypatch.setattr(reader, "GRACE_SECONDS", 0.5)
@@ -77,7 +77,7 @@ def make_reader(monkeypatch) -> Iterator[Callable[..., reader.Reader]]:
 
   def make(
     action: Callable[[], None],
-    at: int = 4,
+    at: int,
     num_workers: int = 0,
     timeout: float = TIMEOUT,
   ) -> reader.Reader:
@@ -135,7 +135,8 @@ def check_death_is_reported(batches, exit_description):
 
 @pytest.mark.usefixtures("one_minute")
 def test_a_killed_worker_is_reported(make_reader):
-  batches = make_reader(kill_this_process, num_workers=1, timeout=60.0)
+  """The operating system kills processes if the memory is full."""
+  batches = make_reader(kill_this_process, at=4, num_workers=1, timeout=60.0)
 
   check_death_is_reported(batches, "SIGKILL: out of memory?")
 
@@ -144,7 +145,7 @@ def test_a_killed_worker_is_reported(make_reader):
 @pytest.mark.usefixtures("one_minute")
 def test_a_worker_that_exits_is_reported(make_reader):
   """Grain reports workers that fail, but not exit code 0."""
-  batches = make_reader(exit_this_process, num_workers=2, timeout=60.0)
+  batches = make_reader(exit_this_process, at=4, num_workers=2, timeout=60.0)
 
   check_death_is_reported(batches, "exit code 0")
 
@@ -161,14 +162,16 @@ def hang_message(readers):
 
 
 def test_a_hang_in_the_training_process_is_reported(make_reader):
-  batches = make_reader(hang)
+  """Without workers, the training process itself reads."""
+  batches = make_reader(hang, at=4, num_workers=0)
 
   with pytest.raises(UserError, match=hang_message("in the training process")):
     read_five(batches)
 
 
 def test_a_stopped_worker_is_reported(make_reader):
-  batches = make_reader(stop_this_process, num_workers=1)
+  """A stopped process exists, but does nothing."""
+  batches = make_reader(stop_this_process, at=4, num_workers=1)
 
   with pytest.raises(UserError, match=hang_message("by the data workers")):
     read_five(batches)
@@ -176,13 +179,14 @@ def test_a_stopped_worker_is_reported(make_reader):
 
 @pytest.mark.full
 def test_a_hang_in_a_worker_is_reported(make_reader):
-  batches = make_reader(hang, num_workers=2)
+  batches = make_reader(hang, at=4, num_workers=2)
 
   with pytest.raises(UserError, match=hang_message("by the data workers")):
     read_five(batches)
 
 
 def test_a_hang_of_the_first_read_is_reported(make_reader):
+  """The first read also starts the threads of the reader."""
   batches = make_reader(hang, at=0)
 
   with pytest.raises(UserError, match="no batch for"):
@@ -206,7 +210,7 @@ def test_an_interrupted_wait_loses_no_element(make_reader):
   def raise_keyboard_interrupt(*_):
     raise KeyboardInterrupt
 
-  # The user interrupts the wait for element 1, and waits again.
+  # An alarm in 0.1 s interrupts the wait for element 1, as Ctrl-C would.
   previous = signal.signal(signal.SIGALRM, raise_keyboard_interrupt)
   try:
     signal.setitimer(signal.ITIMER_REAL, 0.1)
@@ -233,7 +237,7 @@ def limited_address_space(monkeypatch):
 
 @pytest.mark.usefixtures("limited_address_space")
 def test_a_hang_in_a_limited_address_space_names_the_limit(make_reader):
-  """Threads that cannot start there make reading hang."""
+  """Reading hangs if its threads cannot start in the limited address space."""
   batches = make_reader(hang, at=0)
 
   message = (
@@ -281,7 +285,10 @@ def blocked_array_record(monkeypatch):
 
 @pytest.mark.usefixtures("limited_address_space", "blocked_array_record")
 def test_array_record_threads_that_do_not_start_are_reported():
-  """In a small address space, ArrayRecord would wait for threads forever."""
+  """In a small address space, ArrayRecord waits for its threads forever.
+
+  The fixture `blocked_array_record` makes opening any file do the same.
+  """
   message = (
     "rows: the threads that read this file do not start;"
     " the address space is limited to 3.0 GiB"
@@ -292,6 +299,7 @@ def test_array_record_threads_that_do_not_start_are_reported():
 
 @pytest.mark.usefixtures("blocked_array_record")
 def test_array_record_is_not_checked_without_a_limit(monkeypatch):
+  """The check would raise an error, because opening a file is blocked."""
   no_limits = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
   monkeypatch.setattr(resource, "getrlimit", lambda _: no_limits)
 
@@ -300,6 +308,7 @@ def test_array_record_is_not_checked_without_a_limit(monkeypatch):
 
 @pytest.mark.usefixtures("limited_address_space")
 def test_a_missing_file_is_not_an_error_of_the_threads():
+  """The check raises no error. Reading the file will."""
   address_space.check_array_record("/nowhere")
 
 
@@ -441,6 +450,7 @@ def test_workers_end_with_a_run_that_is_killed(tmp_path):
     stdout=subprocess.PIPE,
     text=True,
   )
+  # The program prints the process id of its worker.
   worker_pid = run.stdout.readline().strip()
   assert is_alive(worker_pid)
 
