@@ -114,35 +114,47 @@ def test_decoded_ids_are_the_encoded_text(any_tokenizer, text):
 
 
 def test_a_batch_is_encoded_like_its_texts(any_tokenizer):
-  expected = [any_tokenizer.encode(text) for text in UNUSUAL_TEXTS]
+  batch_ids = any_tokenizer.encode_batch(UNUSUAL_TEXTS)
 
-  assert any_tokenizer.encode_batch(UNUSUAL_TEXTS) == expected
+  expected = [any_tokenizer.encode(text) for text in UNUSUAL_TEXTS]
+  assert batch_ids == expected
 
 
 def test_ids_are_a_list_of_ints(any_tokenizer):
   """Callers join ids with +, and write them as JSON."""
-  for ids in (
-    any_tokenizer.encode("a é"),
-    any_tokenizer.encode_batch(["a é"])[0],
-    any_tokenizer.encode_prompt("a é"),
-  ):
+  text_ids = any_tokenizer.encode("a é")
+  (batch_ids,) = any_tokenizer.encode_batch(["a é"])
+  prompt_ids = any_tokenizer.encode_prompt("a é")
+
+  for ids in (text_ids, batch_ids, prompt_ids):
     assert type(ids) is list
-    assert {type(token) for token in ids} == {int}
+    for token in ids:
+      assert type(token) is int
 
 
-def test_the_bytes_of_the_tokens_add_up_to_the_text(any_tokenizer):
+def test_each_token_has_a_number_of_bytes(any_tokenizer):
   num_bytes = any_tokenizer.token_bytes()
 
   chex.assert_shape(num_bytes, (any_tokenizer.vocab_size,))
   assert num_bytes.dtype == np.int32
+  # The separator is no text.
   assert num_bytes[any_tokenizer.separator] == 0
+
+
+def test_the_bytes_of_the_tokens_add_up_to_the_text(any_tokenizer):
+  bytes_of_token = any_tokenizer.token_bytes()
+
   for text in UNUSUAL_TEXTS:
     ids = any_tokenizer.encode(text)
-    assert sum(num_bytes[token] for token in ids) == len(text.encode())
+    num_bytes = sum(bytes_of_token[token] for token in ids)
+    assert num_bytes == len(text.encode())
 
 
 def test_half_a_character_is_decoded_to_a_replacement(any_tokenizer):
-  """A model can generate the first byte of a character without the others."""
+  """A model can generate the first byte of a character without the others.
+
+  U+FFFD is the replacement character.
+  """
   # Every byte-level vocabulary has tokens that are half a character.
   half_characters = []
   for token in range(any_tokenizer.vocab_size):
@@ -155,6 +167,7 @@ def test_half_a_character_is_decoded_to_a_replacement(any_tokenizer):
 
 
 def test_ids_outside_the_vocabulary_are_not_decoded(any_tokenizer):
+  """A model can have more tokens than its tokenizer."""
   unknown_ids = [any_tokenizer.vocab_size, 10**6]
   ids = [*any_tokenizer.encode("é"), *unknown_ids]
 
@@ -262,20 +275,19 @@ def check_tokenizer_json(original, tmp_path):
     assert copy.decode(ids) == text
 
 
-@pytest.mark.parametrize("kind", ["bytes", "tiktoken", "json"])
-def test_a_tokenizer_can_be_converted_to_json(kind, trained, tmp_path):
-  original = tokenizer.load_tokenizer(spec_of(kind, trained))
-
-  check_tokenizer_json(original, tmp_path)
+def test_a_tokenizer_can_be_converted_to_json(any_tokenizer, tmp_path):
+  check_tokenizer_json(any_tokenizer, tmp_path)
 
 
 def test_cl100k_can_be_converted_to_json(tmp_path, monkeypatch):
+  """A small tokenizer with the pattern of cl100k_base stands in for it."""
   content = train_with_cl100k_pattern()
   use_as_cl100k(content, monkeypatch)
   path = tmp_path / "x.tiktoken"
   path.write_bytes(content)
+  original = tokenizer.load_tokenizer(str(path))
 
-  check_tokenizer_json(tokenizer.load_tokenizer(str(path)), tmp_path)
+  check_tokenizer_json(original, tmp_path)
 
 
 def test_tokenizers_have_different_fingerprints(trained, tmp_path):
@@ -287,6 +299,7 @@ def test_tokenizers_have_different_fingerprints(trained, tmp_path):
   fingerprints = set()
   for spec in ("bytes", trained.tiktoken, trained.json, str(other)):
     fingerprint = tokenizer.load_tokenizer(spec).fingerprint
+    # A second load gives the same fingerprint.
     assert tokenizer.load_tokenizer(spec).fingerprint == fingerprint
     fingerprints.add(fingerprint)
 
@@ -297,20 +310,26 @@ def test_tokenizers_have_different_fingerprints(trained, tmp_path):
 
 
 def test_the_fingerprint_of_bytes_is_that_of_earlier_versions():
-  assert tokenizer.load_tokenizer("bytes").fingerprint == (
+  """Rows that were prepared long ago hold this fingerprint."""
+  loaded = tokenizer.load_tokenizer("bytes")
+
+  assert loaded.fingerprint == (
     "277089d91c0bdf4f2e6862ba7e4a07605119431f5d13f726dd352b06f1b206a9"
   )
 
 
 def test_the_fingerprint_of_a_bpe_is_that_of_earlier_versions(tmp_path):
-  # A file without merges: each byte is a token, and its id is its value.
+  """Rows that were prepared long ago hold such fingerprints."""
+  # In this file without merges, each byte is a token, and its id is its value.
   path = tmp_path / "tokenizer.tiktoken"
   lines = []
   for byte in range(256):
     lines.append(base64.b64encode(bytes([byte])) + b" %d\n" % byte)
   path.write_bytes(b"".join(lines))
 
-  assert tokenizer.load_tokenizer(str(path)).fingerprint == (
+  loaded = tokenizer.load_tokenizer(str(path))
+
+  assert loaded.fingerprint == (
     "8f34d2f1d27563fbb2b9e147b939425f837e7713ea3a03d3f90bb24729f03dd0"
   )
 
@@ -319,12 +338,14 @@ def test_the_fingerprint_of_a_tokenizer_json_is_the_digest_of_its_text(
   tmp_path,
 ):
   # The text depends on the version of `tokenizers`, so it is not written here.
-  content = tokenizer.load_tokenizer("bytes").tokenizer_json()
+  text = tokenizer.load_tokenizer("bytes").tokenizer_json()
   path = tmp_path / "tokenizer.json"
-  path.write_text(content)
+  path.write_text(text)
 
-  digest = hashlib.sha256(content.encode()).hexdigest()
-  assert tokenizer.load_tokenizer(str(path)).fingerprint == digest
+  loaded = tokenizer.load_tokenizer(str(path))
+
+  digest = hashlib.sha256(text.encode()).hexdigest()
+  assert loaded.fingerprint == digest
 
 
 def save_sentencepiece_like(path) -> str:
@@ -381,19 +402,24 @@ def test_a_file_with_sentencepieces_conventions_can_be_used(tmp_path):
 
 
 def test_the_truncation_and_the_padding_of_a_file_are_not_used(tmp_path):
+  """The file asks for 4 tokens, but a document has as many as it needs."""
   spec = save_sentencepiece_like(tmp_path / "tokenizer.json")
 
   loaded = tokenizer.load_tokenizer(spec)
 
-  # The file asks for exactly 4 tokens, but a document has as many as it needs.
-  assert len(loaded.encode("a a é")) == 5
-  assert loaded.encode("a") == [260]
+  # The tokens are "a", " a", " ", and the two bytes of "é".
+  long_ids = loaded.encode("a a é")
+  assert len(long_ids) == 5
+  # The id of "a" is 260.
+  short_ids = loaded.encode("a")
+  assert short_ids == [260]
 
 
 @pytest.mark.parametrize(
   ("vocab_size", "message"), [(257, "at least 258"), (5000, "only yield")]
 )
 def test_training_refuses_impossible_sizes(tmp_path, vocab_size, message):
+  """256 bytes and a separator leave no merge. A word has few merges."""
   with pytest.raises(UserError, match=message):
     tokenizer_training.train_tokenizer(["text"], vocab_size, tmp_path)
 
@@ -419,17 +445,23 @@ def cl100k_server(
 
 
 def test_cl100k_is_downloaded_once(cl100k_server):
-  for _ in range(2):
-    loaded = tokenizer.load_tokenizer("cl100k_base")
-    assert loaded.vocab_size == 100277
-    assert loaded.separator == 100257
+  """The second time, the file is read from the cache."""
+  first = tokenizer.load_tokenizer("cl100k_base")
+  second = tokenizer.load_tokenizer("cl100k_base")
 
+  # The published sizes of cl100k_base.
+  for loaded in (first, second):
+    assert loaded.vocab_size == 100_277
+    assert loaded.separator == 100_257
   assert len(cl100k_server.requests) == 1
 
 
 @pytest.mark.usefixtures("cl100k_server")
 def test_a_damaged_download_of_cl100k_is_replaced(tmp_path):
-  """An interrupted download leaves half a file in the cache."""
+  """An interrupted download leaves half a file in the cache.
+
+  The fixture makes `tmp_path / "cache"` the cache of tiktoken.
+  """
   tokenizer.load_tokenizer("cl100k_base")
   (path,) = (tmp_path / "cache").iterdir()
   content = path.read_bytes()
@@ -440,7 +472,7 @@ def test_a_damaged_download_of_cl100k_is_replaced(tmp_path):
   assert path.read_bytes() == content
 
 
-def cl100k_error() -> str:
+def load_cl100k_with_error() -> str:
   """Returns the error of a download, and checks that it names alternatives."""
   with pytest.raises(UserError) as caught:
     tokenizer.load_tokenizer("cl100k_base")
@@ -463,51 +495,64 @@ def cl100k_error() -> str:
 def test_cl100k_without_a_network_is_an_error(cl100k_server):
   cl100k_server.close()
 
-  assert "Connection refused" in cl100k_error()
+  message = load_cl100k_with_error()
+
+  assert "Connection refused" in message
 
 
 def test_cl100k_that_the_server_refuses_is_an_error(cl100k_server):
   cl100k_server.fail(times=1, status=503)
 
-  assert "503 Server Error" in cl100k_error()
+  message = load_cl100k_with_error()
+
+  assert "503 Server Error" in message
 
 
 @pytest.mark.usefixtures("cl100k_server")
 def test_another_file_than_cl100k_is_an_error(monkeypatch):
+  """The hash of the downloaded file differs from the published one."""
   monkeypatch.setattr(tokenizer, "CL100K_SHA256", "0" * 64)
 
-  assert "Hash mismatch" in cl100k_error()
+  message = load_cl100k_with_error()
+
+  assert "Hash mismatch" in message
 
 
 @pytest.mark.usefixtures("cl100k_server")
 def test_cl100k_that_cannot_be_stored_is_an_error(tmp_path):
+  """A file is in the place of the cache directory."""
   (tmp_path / "cache").write_text("not a directory")
 
-  assert "File exists" in cl100k_error()
+  message = load_cl100k_with_error()
+
+  assert "File exists" in message
 
 
 def test_the_constants_of_cl100k_are_tiktokens(monkeypatch):
   """diffjax has its own copies of the constants of tiktoken."""
   from tiktoken_ext import openai_public
 
-  # tiktoken passes its URL and hash to this function, and returns the rest.
-  declared = {}
+  # tiktoken passes its URL and hash to this function, and returns the rest. The
+  # stand-in records them, and downloads nothing.
+  download = {}
 
   def load_tiktoken_bpe(url, expected_hash):
-    declared["url"] = url
-    declared["sha256"] = expected_hash
+    download["url"] = url
+    download["sha256"] = expected_hash
 
   monkeypatch.setattr(openai_public, "load_tiktoken_bpe", load_tiktoken_bpe)
-  declared.update(openai_public.cl100k_base())
 
-  assert declared["url"] == tokenizer.CL100K_URL
-  assert declared["sha256"] == tokenizer.CL100K_SHA256
-  assert declared["pat_str"] == tokenizer.CL100K_PATTERN
-  assert declared["special_tokens"] == tokenizer.CL100K_SPECIAL
+  encoding = openai_public.cl100k_base()
+
+  assert download["url"] == tokenizer.CL100K_URL
+  assert download["sha256"] == tokenizer.CL100K_SHA256
+  assert encoding["pat_str"] == tokenizer.CL100K_PATTERN
+  assert encoding["special_tokens"] == tokenizer.CL100K_SPECIAL
 
 
 def test_cl100k_is_read_from_tiktokens_cache(tmp_path, monkeypatch, trained):
   """A machine without a network can have the file there."""
+  # A small tokenizer stands in for cl100k_base.
   content = pathlib.Path(trained.tiktoken).read_bytes()
   use_as_cl100k(content, monkeypatch)
   monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
@@ -517,16 +562,20 @@ def test_cl100k_is_read_from_tiktokens_cache(tmp_path, monkeypatch, trained):
   loaded = tokenizer.load_tokenizer("cl100k_base")
 
   # The published sizes of cl100k_base.
-  assert loaded.vocab_size == 100277
-  assert loaded.separator == 100257
+  assert loaded.vocab_size == 100_277
+  assert loaded.separator == 100_257
   text = "it's <|endoftext|>"
   assert loaded.decode(loaded.encode(text)) == text
 
 
 def test_the_file_of_cl100k_at_another_path_is_cl100k(monkeypatch, trained):
+  """The file is recognized by its hash. A small one stands in for it."""
   use_as_cl100k(pathlib.Path(trained.tiktoken).read_bytes(), monkeypatch)
 
-  assert tokenizer.load_tokenizer(trained.tiktoken).separator == 100257
+  loaded = tokenizer.load_tokenizer(trained.tiktoken)
+
+  # The published id of <|endoftext|> in cl100k_base.
+  assert loaded.separator == 100_257
 
 
 # Bad files and vocabularies.
@@ -583,6 +632,7 @@ def test_a_bad_file_is_named(tmp_path, name, content, message):
 
 
 def test_a_tokenizer_without_separator_is_refused(tmp_path, trained):
+  """The separator is one of the added tokens of tokenizer.json."""
   description = json.loads(pathlib.Path(trained.json).read_text())
   description["added_tokens"] = []
   (tmp_path / "tokenizer.json").write_text(json.dumps(description))
@@ -592,7 +642,8 @@ def test_a_tokenizer_without_separator_is_refused(tmp_path, trained):
 
 
 @pytest.mark.parametrize("vocab_size", [256, 511])
-def test_the_vocabulary_of_the_model_can_be_up_to_twice_as_large(vocab_size):
+def test_the_model_can_have_up_to_255_unused_tokens(vocab_size):
+  """The tokenizer has 256 tokens. The check raises an error for a misfit."""
   config = Config(model=ModelConfig(vocab_size=vocab_size))
 
   check_vocabulary(config, tokenizer.load_tokenizer("bytes"))
@@ -600,6 +651,7 @@ def test_the_vocabulary_of_the_model_can_be_up_to_twice_as_large(vocab_size):
 
 @pytest.mark.parametrize("vocab_size", [255, 512])
 def test_a_model_with_another_vocabulary_is_refused(vocab_size):
+  """The tokenizer has 256 tokens. The model may have up to 255 more."""
   config = Config(model=ModelConfig(vocab_size=vocab_size))
 
   message = f"config.model.vocab_size = {vocab_size}.*data.tokenizer.*256"
