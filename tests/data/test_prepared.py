@@ -519,8 +519,8 @@ def test_a_directory_of_rows_of_a_shorter_file_is_refused(
 
 
 @pytest.mark.parametrize("has_same_time", [False, True])
-def test_text_rewritten_within_a_second_is_not_prepared(
-  make_config, jsonl, tmp_path, has_same_time
+def test_text_rewritten_within_a_second_has_another_cache_directory(
+  make_config, jsonl, has_same_time
 ):
   """Rows of the old text are not used for a file of the same size.
 
@@ -528,23 +528,36 @@ def test_text_rewritten_within_a_second_is_not_prepared(
   """
   time_ns = 1_700_000_000 * 10**9
   os.utime(jsonl, ns=(time_ns, time_ns))
-  own_directory = make_config(prepared_dir=str(tmp_path / "rows")).data
-  prepared.prepare(own_directory, workers=1)
-  in_cache = make_config().data
-  (before,) = prepared.prepare(in_cache, workers=1)
+  config = make_config().data
+  (before,) = prepared.prepare(config, workers=1)
 
   jsonl.write_text(jsonl.read_text().replace("document", "Document"))
   if not has_same_time:
     time_ns += 1
   os.utime(jsonl, ns=(time_ns, time_ns))
 
-  # In the cache, the new text has another directory. The directory that the
-  # user chose is refused.
-  (after,) = prepared.targets(in_cache)
+  (after,) = prepared.targets(config)
   assert after.directory != before.directory
   assert not prepared.is_prepared(after)
+
+
+@pytest.mark.parametrize("has_same_time", [False, True])
+def test_a_directory_of_rows_of_text_rewritten_within_a_second_is_refused(
+  make_config, jsonl, tmp_path, has_same_time
+):
+  """The file keeps its size. If it keeps its time, only the text differs."""
+  time_ns = 1_700_000_000 * 10**9
+  os.utime(jsonl, ns=(time_ns, time_ns))
+  config = make_config(prepared_dir=str(tmp_path / "rows")).data
+  prepared.prepare(config, workers=1)
+
+  jsonl.write_text(jsonl.read_text().replace("document", "Document"))
+  if not has_same_time:
+    time_ns += 1
+  os.utime(jsonl, ns=(time_ns, time_ns))
+
   with pytest.raises(UserError, match="held other files.*times or text"):
-    prepared.prepare(own_directory, workers=1)
+    prepared.prepare(config, workers=1)
 
 
 @pytest.mark.parametrize("has_same_size", [False, True])
@@ -592,30 +605,55 @@ def test_training_does_not_warn_about_copied_or_missing_files(
   assert "warning" not in capsys.readouterr().err
 
 
-def test_rows_of_an_earlier_version_stay_prepared(
-  make_config, jsonl, tmp_path, monkeypatch, capsys
-):
-  """An earlier version computed the identity of files in another way."""
-  in_cache = make_config().data
-  own_directory = make_config(prepared_dir=str(tmp_path / "rows")).data
-  # An earlier version prepares rows in the cache and in a chosen directory.
+def prepare_as_earlier_version(config, monkeypatch) -> prepared.Target:
+  """Prepares the only source as a version with another identity of files."""
   with monkeypatch.context() as patch:
     source_class = file_source.FileSource
     patch.setattr(source_class, "identity", source_class.earlier_identity)
-    earlier = prepared.prepare(in_cache, workers=1)
-    earlier_own = prepared.prepare(own_directory, workers=1)
+    (target,) = prepared.prepare(config, workers=1)
+  return target
+
+
+@pytest.mark.parametrize("is_in_cache", [False, True])
+def test_rows_of_an_earlier_version_stay_prepared(
+  make_config, tmp_path, monkeypatch, capsys, is_in_cache
+):
+  """Rows are in the cache, or in a directory that the user chose."""
+  prepared_dir = "" if is_in_cache else str(tmp_path / "rows")
+  config = make_config(prepared_dir=prepared_dir).data
+  earlier_target = prepare_as_earlier_version(config, monkeypatch)
   capsys.readouterr()
 
-  assert prepared.prepare(in_cache, workers=1) == earlier
-  assert prepared.prepare(own_directory, workers=1) == earlier_own
-  assert capsys.readouterr().err.count("already prepared") == 2
+  (target,) = prepared.prepare(config, workers=1)
 
-  # A changed file is still detected.
+  assert target == earlier_target
+  assert "already prepared" in capsys.readouterr().err
+
+
+def test_cached_rows_of_an_earlier_version_are_not_used_for_a_changed_file(
+  make_config, jsonl, monkeypatch
+):
+  """`jsonl` is the file that the configs of `make_config` read."""
+  config = make_config().data
+  earlier_target = prepare_as_earlier_version(config, monkeypatch)
+
   os.utime(jsonl, (1, 1))
-  (after,) = prepared.targets(in_cache)
-  assert after.directory != earlier[0].directory
+
+  (target,) = prepared.targets(config)
+  assert target.directory != earlier_target.directory
+
+
+def test_a_directory_of_an_earlier_version_is_refused_for_a_changed_file(
+  make_config, jsonl, tmp_path, monkeypatch
+):
+  """`jsonl` is the file that the configs of `make_config` read."""
+  config = make_config(prepared_dir=str(tmp_path / "rows")).data
+  prepare_as_earlier_version(config, monkeypatch)
+
+  os.utime(jsonl, (1, 1))
+
   with pytest.raises(UserError, match="held other files"):
-    prepared.prepare(own_directory, workers=1)
+    prepared.prepare(config, workers=1)
 
 
 def test_a_directory_that_cannot_be_created_is_an_error(make_config, tmp_path):
@@ -880,7 +918,7 @@ def test_progress_moves_within_a_compressed_file(
   prepared.prepare(config, workers=num_workers)
 
   assert reported_parts == sorted(reported_parts)
-  # Each of the two splits reads both files.
+  # Each of the two splits reads both files, which are 4 parts.
   assert max(reported_parts) == pytest.approx(4)
   # Workers report twice a second, which is too seldom for these files.
   if num_workers == 1:
