@@ -152,6 +152,7 @@ def test_a_large_jsonl_file_is_read_in_ranges(
 
 
 def test_each_text_file_is_one_request(hub_repo_dir, serve_local_hub, texts):
+  """A text file is one document, so it is never read in parts."""
   texts = texts[:20]
   for index, text in enumerate(texts):
     (hub_repo_dir / f"{index:02}.txt").write_bytes(text.encode())
@@ -467,6 +468,7 @@ def read_stream_state(config) -> dict:
 
 
 def test_a_stream_continues_with_the_same_files(serve_local_hub, stream_config):
+  """`stream_config` reads a file of the local Hub."""
   serve_local_hub()
   state = read_stream_state(stream_config)
   batches = pipeline.training_batches(stream_config)
@@ -480,7 +482,10 @@ def test_a_stream_continues_with_the_same_files(serve_local_hub, stream_config):
 def test_a_stream_does_not_continue_with_changed_files(
   hub_repo_dir, serve_local_hub, texts, stream_config
 ):
-  """The same position would be in other text."""
+  """The same position would be in other text.
+
+  `stream_config` reads the file a.parquet of the local Hub.
+  """
   server = serve_local_hub()
   state = read_stream_state(stream_config)
 
@@ -509,7 +514,7 @@ def read_streamed_tokens(config) -> list[list]:
 def test_workers_stream_from_the_hub(
   hub_repo_dir, serve_local_hub, texts, make_config
 ):
-  """They read the same tokens as this process reads from the local file."""
+  """The tokens are those that this process reads from the local file."""
   write_parquet(hub_repo_dir / "a.parquet", texts)
   serve_local_hub()
   config = make_config(
@@ -537,7 +542,7 @@ def prepare_totals(config, num_workers) -> list[bytes]:
 def test_workers_prepare_rows_from_the_hub(
   hub_repo_dir, serve_local_hub, texts, make_config
 ):
-  """They write the same rows as this process writes from the local file."""
+  """The rows are those that this process writes from the local file."""
   write_parquet(hub_repo_dir / "a.parquet", texts)
   serve_local_hub()
   config = make_config(source="parquet:hf://datasets/org/name/a.parquet").data
@@ -565,6 +570,7 @@ def test_a_refused_connection_is_an_error_at_once(
   """Nothing has been read yet, so the user need not wait for retries."""
   write_parquet(hub_repo_dir / "a.parquet", texts)
   server = serve_local_hub()
+  # From now on, the server refuses connections.
   server.close()
 
   message = error_message(read_spec, "parquet:hf://datasets/org/name/*.parquet")
@@ -579,6 +585,7 @@ def test_a_refused_connection_for_a_tokenizer_names_other_tokenizers(
   hub_repo_dir, serve_local_hub
 ):
   server = serve_local_hub()
+  # From now on, the server refuses connections.
   server.close()
 
   message = error_message(
@@ -856,13 +863,13 @@ def test_answers_that_are_always_short_are_an_error(any_file, serve_local_hub):
 
 
 def test_a_short_answer_is_described(hub_repo_dir, serve_local_hub):
+  """The server sends half of the file each time."""
   (hub_repo_dir / "a.txt").write_bytes(b"x" * 1000)
   server = serve_local_hub()
   server.shorten_bodies(times=1000)
 
   message = error_message(read_spec, "text:hf://datasets/org/name/a.txt")
 
-  # The server sends half of the file each time.
   assert "got 500 of 1000 bytes from byte 0 on, 3 times in a row" in message
 
 
@@ -890,7 +897,7 @@ def test_a_connection_that_breaks_late_loses_no_document(
 def test_the_1b_config_downloads_prepares_trains_and_resumes(
   serve_local_hub, texts, command, tmp_path
 ):
-  """Flags only make the model small and avoid the tokenizer's download."""
+  """The flags make the model small, and avoid the tokenizer's download."""
   repo = "datasets/HuggingFaceFW/fineweb-edu"
   for number in range(3):
     path = tmp_path / "hub" / repo / f"sample/100BT/{number:03}_00000.parquet"
@@ -911,13 +918,17 @@ def test_the_1b_config_downloads_prepares_trains_and_resumes(
     "--config.eval.rows=4",
   ]
 
+  first = command(
+    "diffjax.train", *flags, "--config.train.steps=1", cwd=tmp_path
+  )
   # The second command continues the run of the first one.
-  for steps in (1, 2):
-    steps_flag = f"--config.train.steps={steps}"
-    result = command("diffjax.train", *flags, steps_flag, cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
+  second = command(
+    "diffjax.train", *flags, "--config.train.steps=2", cwd=tmp_path
+  )
 
-  assert "resuming from step 1" in result.stderr
+  assert first.returncode == 0, first.stderr
+  assert second.returncode == 0, second.stderr
+  assert "resuming from step 1" in second.stderr
   assert (tmp_path / "runs/diff_1b/checkpoints/2").is_dir()
   # A single file has more tokens than the run needs.
   config = (tmp_path / "runs/diff_1b/config.toml").read_text(encoding="utf-8")
