@@ -35,7 +35,6 @@ from diffjax.data import (
 from diffjax.data.batches import FULL_SHARE, BatchShare
 from diffjax.data.reader import Reader, prefetch
 from diffjax.data.row import HostBatch
-from tests.harness.tiers import full
 
 
 def take(batches, count) -> list[HostBatch]:
@@ -98,7 +97,11 @@ def num_rows(make_config) -> int:
 
 
 @pytest.mark.parametrize(
-  ("num_workers", "num_workers_after"), [(2, 0), *full([(0, 3)])]
+  ("num_workers", "num_workers_after"),
+  [
+    pytest.param(2, 0, id="fewer"),
+    pytest.param(0, 3, id="more", marks=pytest.mark.full),
+  ],
 )
 def test_a_run_continues_with_another_number_of_workers(
   make_config, num_workers, num_workers_after
@@ -730,9 +733,10 @@ def test_a_state_of_other_mixture_weights_is_refused(
 @pytest.mark.parametrize(
   ("packing", "num_workers", "steps"),
   [
-    ("documents", 0, (0, 1, 17, 38)),
-    ("concat", 0, (17,)),
-    *full([("concat", 2, (17, 38)), ("documents", 2, (0, 38))]),
+    pytest.param("documents", 0, (0, 1, 17, 38)),
+    pytest.param("concat", 0, (17,)),
+    pytest.param("concat", 2, (17, 38), marks=pytest.mark.full),
+    pytest.param("documents", 2, (0, 38), marks=pytest.mark.full),
   ],
 )
 def test_a_stream_can_restart(make_config, halves, packing, num_workers, steps):
@@ -761,7 +765,11 @@ def test_a_stream_can_restart(make_config, halves, packing, num_workers, steps):
 
 @pytest.mark.parametrize(
   ("packing", "num_workers"),
-  [("documents", 0), *full([("concat", 0), ("documents", 2)])],
+  [
+    pytest.param("documents", 0),
+    pytest.param("concat", 0, marks=pytest.mark.full),
+    pytest.param("documents", 2, marks=pytest.mark.full),
+  ],
 )
 def test_reading_ahead_does_not_change_earlier_states(
   make_config, halves, packing, num_workers
@@ -795,7 +803,10 @@ def test_reading_ahead_does_not_change_earlier_states(
   assert len(set(written_states)) == 30
 
 
-@pytest.mark.parametrize("packing", ["documents", *full(["concat"])])
+@pytest.mark.parametrize(
+  "packing",
+  ["documents", pytest.param("concat", marks=pytest.mark.full)],
+)
 def test_a_stream_passes_grains_test_of_checkpoints(
   make_config, tmp_path, packing
 ):
@@ -1401,7 +1412,9 @@ def test_a_fingerprint_reads_at_most_32_files(tmp_path, monkeypatch):
 # Damaged data.
 
 
-@pytest.mark.parametrize("num_workers", [0, *full([2])])
+@pytest.mark.parametrize(
+  "num_workers", [0, pytest.param(2, marks=pytest.mark.full)]
+)
 def test_damaged_prepared_rows_are_named(make_config, halves, num_workers):
   """The error is one line with the file and the row, also from a worker."""
   config = make_config(num_workers=num_workers, source=halves)
@@ -1423,7 +1436,9 @@ def test_damaged_prepared_rows_are_named(make_config, halves, num_workers):
   batches.close()
 
 
-@pytest.mark.parametrize("num_workers", [0, *full([2])])
+@pytest.mark.parametrize(
+  "num_workers", [0, pytest.param(2, marks=pytest.mark.full)]
+)
 def test_a_damaged_line_of_a_stream_is_named(
   make_config, halves, tmp_path, num_workers
 ):

@@ -32,7 +32,6 @@ from diffjax.data import (
 )
 from diffjax.data.row import Row, decode_row, encode_row
 from diffjax.host import progress
-from tests.harness.tiers import full
 
 
 def prepare_rows(config, split="train") -> list[Row]:
@@ -890,7 +889,9 @@ def test_progress_counts_days(monkeypatch):
   )
 
 
-@pytest.mark.parametrize("num_workers", [1, *full([2])])
+@pytest.mark.parametrize(
+  "num_workers", [1, pytest.param(2, marks=pytest.mark.full)]
+)
 def test_progress_moves_within_a_compressed_file(
   tmp_path, monkeypatch, num_workers
 ):

@@ -17,7 +17,6 @@ from diffjax.data import packing, pipeline, prepared, sources
 from diffjax.data.batches import BatchShare
 from diffjax.data.document import Document
 from diffjax.data.row import Row, decode_row, encode_row, make_batch
-from tests.harness.tiers import full
 
 LENGTH = 16
 QUESTION_AND_ANSWER = DataConfig(
@@ -633,7 +632,8 @@ def check_restarts(config, steps):
 
 
 @pytest.mark.parametrize(
-  ("num_workers", "steps"), [(0, (0, 7, 28)), *full([(2, (7,))])]
+  ("num_workers", "steps"),
+  [(0, (0, 7, 28)), pytest.param(2, (7,), marks=pytest.mark.full)],
 )
 def test_a_stream_can_restart(make_example_config, num_workers, steps):
   config = make_example_config(mode="streamed", num_workers=num_workers)
@@ -642,7 +642,8 @@ def test_a_stream_can_restart(make_example_config, num_workers, steps):
 
 
 @pytest.mark.parametrize(
-  ("num_workers", "steps"), [(0, (7,)), *full([(2, (0, 28))])]
+  ("num_workers", "steps"),
+  [(0, (7,)), pytest.param(2, (0, 28), marks=pytest.mark.full)],
 )
 def test_a_run_on_prepared_rows_can_restart(
   make_example_config, num_workers, steps
