@@ -564,11 +564,6 @@ def learned_answers(batches) -> list[bytes]:
   return answers
 
 
-def prompt_length(question) -> int:
-  """Returns the number of tokens of a prompt and the first separator."""
-  return 1 + len(f"Q: {question} A:".encode())
-
-
 def check_only_answers_are_learned(batches, length, examples):
   """Checks the segments of batches that have every example once."""
   learned = learned_answers(batches)
@@ -579,7 +574,9 @@ def check_only_answers_are_learned(batches, length, examples):
 
   num_whole = 0
   for question, answer in examples:
-    num_tokens = prompt_length(question) + len(answer.encode()) + 1
+    # A separator is before the prompt, and one is after the answer.
+    prompt = f"Q: {question} A:"
+    num_tokens = 1 + len(prompt.encode()) + len(answer.encode()) + 1
     # A row holds one token more than it has inputs.
     if num_tokens <= length + 1:
       assert answer.encode() + b"\xff" in learned
@@ -688,37 +685,39 @@ def test_two_processes_share_the_batches(make_example_config):
 # Examples that do not fit.
 
 
-def test_prepared_examples_that_do_not_fit_are_reported(
-  make_example_config, examples, capsys
-):
-  """Prompts that fill a row are left out, and long answers are cut."""
-  length = 32
-  config = make_example_config(length=length, validation_fraction=0.0)
+def test_prepared_examples_that_do_not_fit_are_reported(tmp_path, capsys):
+  """Prompts that fill a row are left out, and long answers are cut.
 
-  (target,) = prepared.prepare(config.data, workers=1)
+  A token is a byte. A row has 32 inputs and a last target.
+  """
+  records = [
+    {"question": "1 + 1 = ", "answer": "2"},
+    # With the separator, these prompts have 33 and 51 tokens.
+    {"question": "?" * 32, "answer": "2"},
+    {"question": "?" * 50, "answer": "2"},
+    # These answers alone are longer than a row.
+    {"question": "1 + 1 = ", "answer": "2" * 40},
+    {"question": "1 + 1 = ", "answer": "2" * 50},
+    {"question": "1 + 1 = ", "answer": "2" * 60},
+  ]
+  config = DataConfig(
+    source=write_jsonl(tmp_path / "a.jsonl", records),
+    prompt_field="question",
+    text_field="answer",
+    prompt_template="{prompt}",
+    length=32,
+    validation_fraction=0.0,
+  )
 
-  num_skipped = 0
-  num_cut = 0
-  for question, answer in examples:
-    num_prompt_tokens = prompt_length(question)
-    num_tokens = num_prompt_tokens + len(answer.encode()) + 1
-    if num_prompt_tokens > length:
-      num_skipped += 1
-    # A row has length + 1 tokens. A last piece of a single token is dropped,
-    # and does not count as cut.
-    elif num_tokens > length + 2:
-      num_cut += 1
-  assert 10 < num_skipped < 110
-  assert num_cut > 5
+  (target,) = prepared.prepare(config, workers=1)
+
   with open(os.path.join(target.directory, "meta.json")) as file:
     totals = json.load(file)["splits"]["train"]
-  assert totals["skipped"] == num_skipped
-  assert totals["cut"] == num_cut
+  assert totals["skipped"] == 2
+  assert totals["cut"] == 3
   printed = capsys.readouterr().err
-  assert (
-    f"{num_skipped} documents are left out: their prompts fill a row" in printed
-  )
-  assert f"{num_cut} documents are longer than a row" in printed
+  assert "2 documents are left out: their prompts fill a row" in printed
+  assert "3 documents are longer than a row" in printed
 
 
 def test_the_first_streamed_example_that_does_not_fit_is_reported(
