@@ -114,10 +114,10 @@ def read_spec(spec) -> list[str]:
   return read(sources.documents(spec, "train", WITHOUT_VALIDATION))
 
 
-def error_message(function, *arguments) -> str:
-  """Returns the error message of a call, which is one line."""
+def read_with_error(spec) -> str:
+  """Returns the error message of reading a source, which is one line."""
   with pytest.raises(UserError) as caught:
-    function(*arguments)
+    read_spec(spec)
   message = str(caught.value)
   assert "\n" not in message
   return message
@@ -427,8 +427,9 @@ def test_prepared_rows_of_changed_files_are_refused(
   write_parquet(hub_repo_dir / "a.parquet", texts[1:])
   server.commit("datasets/org/name")
 
-  message = error_message(prepared.prepare, config, 1)
-  assert "held other files" in message
+  with pytest.raises(UserError, match="held other files") as caught:
+    prepared.prepare(config, workers=1)
+  assert "\n" not in str(caught.value)
 
 
 def test_a_run_on_prepared_rows_does_not_continue_with_changed_files(
@@ -445,8 +446,9 @@ def test_a_run_on_prepared_rows_does_not_continue_with_changed_files(
   server.commit("datasets/org/name")
 
   batches = pipeline.training_batches(config)
-  message = error_message(batches.set_state, state)
-  assert "the text of 'parquet:hf://" in message
+  with pytest.raises(UserError, match="the text of 'parquet:hf://") as caught:
+    batches.set_state(state)
+  assert "\n" not in str(caught.value)
 
 
 @pytest.fixture
@@ -493,9 +495,11 @@ def test_a_stream_does_not_continue_with_changed_files(
   server.commit("datasets/org/name")
 
   batches = pipeline.training_batches(stream_config)
-  message = error_message(batches.set_state, state)
+  message = "of the files of 'parquet:hf://"
+  with pytest.raises(UserError, match=message) as caught:
+    batches.set_state(state)
+  assert "\n" not in str(caught.value)
   batches.close()
-  assert "of the files of 'parquet:hf://" in message
 
 
 # Worker processes.
@@ -573,7 +577,7 @@ def test_a_refused_connection_is_an_error_at_once(
   # From now on, the server refuses connections.
   server.close()
 
-  message = error_message(read_spec, "parquet:hf://datasets/org/name/*.parquet")
+  message = read_with_error("parquet:hf://datasets/org/name/*.parquet")
 
   check_unreachable(message, server.url)
   assert "refused" in message
@@ -588,10 +592,11 @@ def test_a_refused_connection_for_a_tokenizer_names_other_tokenizers(
   # From now on, the server refuses connections.
   server.close()
 
-  message = error_message(
-    tokenizer.load_tokenizer, "hf://datasets/org/name/tokenizer.json"
-  )
+  with pytest.raises(UserError) as caught:
+    tokenizer.load_tokenizer("hf://datasets/org/name/tokenizer.json")
 
+  message = str(caught.value)
+  assert "\n" not in message
   check_unreachable(message, server.url, TOKENIZER_ALTERNATIVES)
 
 
@@ -599,7 +604,7 @@ def test_an_unknown_host_is_an_error(monkeypatch):
   # Names that end in .invalid never exist (RFC 2606).
   monkeypatch.setenv("HF_ENDPOINT", "http://hub.invalid")
 
-  message = error_message(read_spec, "parquet:hf://datasets/org/name/*.parquet")
+  message = read_with_error("parquet:hf://datasets/org/name/*.parquet")
 
   check_unreachable(message, "http://hub.invalid")
 
@@ -612,9 +617,7 @@ def test_a_host_that_does_not_answer_is_an_error(monkeypatch):
     endpoint = f"http://127.0.0.1:{port}"
     monkeypatch.setenv("HF_ENDPOINT", endpoint)
 
-    message = error_message(
-      read_spec, "parquet:hf://datasets/org/name/*.parquet"
-    )
+    message = read_with_error("parquet:hf://datasets/org/name/*.parquet")
 
   check_unreachable(message, endpoint)
   assert "timed out" in message
@@ -623,7 +626,7 @@ def test_a_host_that_does_not_answer_is_an_error(monkeypatch):
 def test_the_offline_mode_is_an_error_that_names_its_variable(monkeypatch):
   monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
 
-  message = error_message(read_spec, "parquet:hf://datasets/org/name/*.parquet")
+  message = read_with_error("parquet:hf://datasets/org/name/*.parquet")
 
   check_unreachable(message, "https://huggingface.co")
   assert "HF_HUB_OFFLINE" in message
@@ -642,8 +645,11 @@ def test_a_server_that_stops_during_a_read_is_retried(
   part = source.parts[0]
   server.close()
 
-  message = error_message(lambda: list(source.read(part)))
+  with pytest.raises(UserError) as caught:
+    list(source.read(part))
 
+  message = str(caught.value)
+  assert "\n" not in message
   check_unreachable(message, server.url)
   # huggingface_hub tries five times more, and waits before each try. The
   # fixture `retry_waits` records the waits and skips them.
@@ -701,7 +707,7 @@ def test_a_missing_repository_revision_or_file_is_named(
   write_parquet(hub_repo_dir / "a.parquet", texts)
   serve_local_hub()
 
-  assert message in error_message(read_spec, f"parquet:hf://{path}")
+  assert message in read_with_error(f"parquet:hf://{path}")
 
 
 @pytest.mark.parametrize(
@@ -710,7 +716,7 @@ def test_a_missing_repository_revision_or_file_is_named(
 def test_a_path_without_a_repository_is_an_error(serve_local_hub, path):
   serve_local_hub()
 
-  message = error_message(read_spec, f"parquet:hf://{path}")
+  message = read_with_error(f"parquet:hf://{path}")
 
   assert "is not a path on the Hugging Face Hub: write hf" in message
 
@@ -726,7 +732,7 @@ def gated_server(hub_repo_dir, serve_local_hub, texts) -> HubServer:
 
 def test_a_gated_dataset_without_a_token_is_an_error(gated_server):
   """The server gives the dataset only to users who accepted its terms."""
-  message = error_message(read_spec, "parquet:hf://datasets/org/name/*.parquet")
+  message = read_with_error("parquet:hf://datasets/org/name/*.parquet")
 
   assert "status 401" in message
   assert "no token is set" in message
@@ -740,7 +746,7 @@ def test_a_gated_dataset_with_a_token_without_access_is_an_error(
   """The server accepts the token "hf_good" only."""
   monkeypatch.setenv("HF_TOKEN", "hf_bad")
 
-  message = error_message(read_spec, "parquet:hf://datasets/org/name/*.parquet")
+  message = read_with_error("parquet:hf://datasets/org/name/*.parquet")
 
   assert "status 403" in message
   assert "the token has no access" in message
@@ -784,7 +790,7 @@ def test_permanent_refusals_are_an_error_after_five_retries(
   server = serve_local_hub()
   server.fail(times=1000, status=status, path=path)
 
-  message = error_message(read_spec, "parquet:hf://datasets/org/name/*.parquet")
+  message = read_with_error("parquet:hf://datasets/org/name/*.parquet")
 
   assert f"{server.url} still answers {status} after several tries" in message
   # The waits in seconds, which are recorded and skipped. They double up to 8.
@@ -843,7 +849,7 @@ def test_connections_that_always_break_are_an_error(any_file, serve_local_hub):
   # The server closes all connections in the middle of a file.
   server.break_bodies(times=1000)
 
-  message = error_message(read_spec, spec)
+  message = read_with_error(spec)
 
   file_name = spec.rpartition("/")[2]
   assert file_name in message
@@ -856,7 +862,7 @@ def test_answers_that_are_always_short_are_an_error(any_file, serve_local_hub):
   # All answers have fewer bytes than were asked for.
   server.shorten_bodies(times=1000)
 
-  message = error_message(read_spec, spec)
+  message = read_with_error(spec)
 
   file_name = spec.rpartition("/")[2]
   assert file_name in message
@@ -868,7 +874,7 @@ def test_a_short_answer_is_described(hub_repo_dir, serve_local_hub):
   server = serve_local_hub()
   server.shorten_bodies(times=1000)
 
-  message = error_message(read_spec, "text:hf://datasets/org/name/a.txt")
+  message = read_with_error("text:hf://datasets/org/name/a.txt")
 
   assert "got 500 of 1000 bytes from byte 0 on, 3 times in a row" in message
 
