@@ -585,9 +585,11 @@ def test_a_refused_connection_is_an_error_at_once(
   assert not retry_waits
 
 
+@pytest.mark.usefixtures("hub_repo_dir")
 def test_a_refused_connection_for_a_tokenizer_names_other_tokenizers(
-  hub_repo_dir, serve_local_hub
+  serve_local_hub,
 ):
+  """A tokenizer of bytes or of a local file needs no connection."""
   server = serve_local_hub()
   # From now on, the server refuses connections.
   server.close()
@@ -641,7 +643,7 @@ def test_a_server_that_stops_during_a_read_is_retried(
   source = sources.documents(
     "parquet:hf://datasets/org/name/*.parquet", "train", WITHOUT_VALIDATION
   )
-  # Opening a part reads the footer of the file, so do it before the stop.
+  # The footer of the file names its parts, so get one before the stop.
   part = source.parts[0]
   server.close()
 
