@@ -164,6 +164,7 @@ def test_a_run_can_restart_at_every_step(make_config, texts, tmp_path):
 
 
 def test_batches_can_go_back_to_an_earlier_state(make_config):
+  """A state can be set on batches that have been read further."""
   batches = pipeline.training_batches(make_config())
   state_at_start = batches.get_state()
   first_batches = take(batches, 5)
@@ -436,6 +437,7 @@ def test_one_process_prepares_rows_once_and_says_so(make_config, capsys):
 
 
 def test_rows_that_are_not_prepared_cannot_be_opened(make_config, tmp_path):
+  """The attempt creates no directory."""
   directory = tmp_path / "rows"
   config = make_config(prepared_dir=str(directory)).data
   targets = prepared.targets(config)

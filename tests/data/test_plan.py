@@ -179,6 +179,7 @@ def test_a_long_run_reads_all_files_several_times_and_says_so():
 
 @pytest.mark.usefixtures("hub_of_eight_files")
 def test_the_number_of_files_is_printed():
+  """The user can then set config.data.files to another number."""
   lines = []
 
   plan.resolve(make_config(steps=20), process_count=1, note=lines.append)

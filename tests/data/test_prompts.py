@@ -633,6 +633,7 @@ def check_restarts(config, steps):
   [(0, (0, 7, 28)), pytest.param(2, (7,), marks=pytest.mark.full)],
 )
 def test_a_stream_can_restart(make_example_config, num_workers, steps):
+  """A new iterator continues from the state that was stored before a step."""
   config = make_example_config(mode="streamed", num_workers=num_workers)
 
   check_restarts(config, steps)
@@ -645,6 +646,7 @@ def test_a_stream_can_restart(make_example_config, num_workers, steps):
 def test_a_run_on_prepared_rows_can_restart(
   make_example_config, num_workers, steps
 ):
+  """A new iterator continues from the state that was stored before a step."""
   config = make_example_config(num_workers=num_workers)
   prepared.prepare(config.data, workers=1)
 
@@ -652,6 +654,7 @@ def test_a_run_on_prepared_rows_can_restart(
 
 
 def test_a_stream_passes_grains_test_of_checkpoints(make_example_config):
+  """Grain checks that the output after each checkpoint is the same."""
   # With rows of 48 tokens, some prompts fill a row.
   config = make_example_config(mode="streamed", batch_size=8, length=48)
   dataset = pipeline.streamed_dataset(config, repeat=False)
@@ -802,10 +805,11 @@ def test_other_fields_choose_another_directory(make_example_config):
 
 
 def test_without_a_prompt_field_the_template_has_no_effect(make_example_config):
+  """Rows of either template are the same, and so is their directory."""
   config = make_example_config(prompt_field="").data
-  other_template = dataclasses.replace(config, prompt_template="{prompt}")
+  other_config = dataclasses.replace(config, prompt_template="{prompt}")
 
-  assert rows_directory(other_template) == rows_directory(config)
+  assert rows_directory(other_config) == rows_directory(config)
 
 
 @pytest.mark.parametrize("changes", FIELD_CHANGES)

@@ -662,10 +662,12 @@ def test_parquet_without_rows_is_an_error(tmp_path):
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
 def test_a_file_that_was_cut_short_is_named(tmp_path, texts, name):
+  """The last 40 bytes of a compressed file are missing."""
   path = tmp_path / name
   source = write(path, texts)
+  content = path.read_bytes()
 
-  path.write_bytes(path.read_bytes()[:-40])
+  path.write_bytes(content[:-40])
 
   with pytest.raises(UserError, match=name):
     read(source)
