@@ -20,15 +20,18 @@ from tests.harness.tiers import full
 def test_a_uniform_model_loses_log_n_at_every_position(
   make_trained, make_uniform
 ):
-  """The vocabulary has 256 tokens, and an octave of positions two steps."""
+  """The model gives each of the 256 tokens the probability 1 / 256."""
   trained = make_uniform(make_trained(num_layers=1))
+  suite = PositionNLL(rows=3, length=256, first=64, per_octave=2)
 
-  measurements = list(PositionNLL(rows=3, length=256).evaluate(trained))
+  measurements = list(suite.evaluate(trained))
 
+  # Each position is √2 times the one before it, rounded: 64 √2 is 90.5.
   positions = [measurement.at["position"] for measurement in measurements]
   assert positions == [64, 91, 128, 181, 256]
   for measurement in measurements:
-    assert len(measurement.units) == 3
+    num_rows = len(measurement.units)
+    assert num_rows == 3
     value = interval(measurement).value
     assert value == pytest.approx(math.log(256), rel=1e-6)
 
@@ -61,6 +64,7 @@ def test_a_measurement_is_the_mean_of_the_losses_so_far(make_trained, variant):
   measurements = list(suite.evaluate(trained))
 
   losses = losses_of_two_rows(trained, length=200)
+  # Positions double from the first one on. The last one is the row's length.
   positions = [measurement.at["position"] for measurement in measurements]
   assert positions == [10, 20, 40, 80, 160, 200]
   for position, measurement in zip(positions, measurements, strict=True):
@@ -69,35 +73,41 @@ def test_a_measurement_is_the_mean_of_the_losses_so_far(make_trained, variant):
 
 
 def test_a_row_that_is_not_full_is_left_out(make_trained):
-  """The text has fewer than 1,000 rows, so the last one is padded."""
+  """The text has fewer than 1,000 rows, so the last row ends with padding."""
   trained = make_trained()
-
-  rows = list(PositionNLL(length=300, rows=1000).load(trained))
-
-  assert rows
-  for row in rows:
-    assert row["weights"].all()
-  all_rows = validation_rows(
-    "position_nll", trained, 1000, length=300, packing="concat"
+  all_rows = list(
+    validation_rows(
+      "position_nll", trained, count=1000, length=300, packing="concat"
+    )
   )
-  num_all_rows = len(list(all_rows))
-  assert len(rows) == num_all_rows - 1
+
+  full_rows = list(PositionNLL(length=300, rows=1000).load(trained))
+
+  assert full_rows
+  for row in full_rows:
+    # Padding has the weight 0.
+    assert row["weights"].all()
+  assert len(full_rows) == len(all_rows) - 1
 
 
 def test_a_row_of_long_documents_begins_with_its_document(make_trained):
+  """Every document of the test text begins with "document "."""
   trained = make_trained()
 
   rows = list(PositionNLL(rows_of="long", length=300).load(trained))
 
   assert rows
   for row in rows:
-    first_ids = row["tokens"][0, 1:10]
-    assert first_ids.tolist() == list(b"document ")
+    # A separator precedes the nine bytes of "document ".
+    beginning = row["tokens"][0, 1 : 1 + 9]
+    assert beginning.tolist() == list(b"document ")
+    # Padding has the weight 0 and the segment id 0.
     assert row["weights"].all()
     assert row["segment_ids"].min() == 1
 
 
 def test_a_long_document_is_a_unit(make_trained, make_uniform):
+  """With rows of long documents, a row has one document and is one unit."""
   trained = make_uniform(make_trained(num_layers=1))
   suite = PositionNLL(rows_of="long", length=300, rows=1000)
   num_rows = len(list(suite.load(trained)))
@@ -117,14 +127,19 @@ def test_rows_beyond_the_models_length_need_a_setting(make_trained):
 
 def test_rows_can_be_longer_than_the_model_was_trained_for(make_trained):
   trained = make_trained(num_layers=1, max_length=64)
+  suite = PositionNLL(
+    length=100, rows=2, first=64, per_octave=2, beyond_limit=True
+  )
 
-  suite = PositionNLL(length=100, rows=2, beyond_limit=True)
   measurements = list(suite.evaluate(trained))
+
+  # The first position, 64 √2 = 90.5 rounded, and the length of the rows.
   positions = [measurement.at["position"] for measurement in measurements]
   assert positions == [64, 91, 100]
 
 
 def test_the_default_length_is_the_models(make_trained, make_uniform):
+  """The last position is the length of the rows."""
   trained = make_uniform(make_trained(num_layers=1, max_length=64))
 
   measurements = list(PositionNLL(rows=1).evaluate(trained))
@@ -157,6 +172,7 @@ def test_the_default_length_is_the_models(make_trained, make_uniform):
 )
 def test_an_invalid_setting_raises(make_trained, settings, message):
   trained = make_trained(num_layers=1)
+
   with pytest.raises(UserError, match=message):
     list(PositionNLL(**settings).evaluate(trained))
 
@@ -164,13 +180,14 @@ def test_an_invalid_setting_raises(make_trained, settings, message):
 @pytest.mark.parametrize(
   "first, last, per_octave, expected",
   [
-    (1, 8, 1, [1, 2, 4, 8]),
-    (4, 9, 1, [4, 8, 9]),
-    (64, 10, 2, [10]),
-    (5, 5, 3, [5]),
+    pytest.param(1, 8, 1, [1, 2, 4, 8], id="whole octaves"),
+    pytest.param(4, 9, 1, [4, 8, 9], id="last between octaves"),
+    pytest.param(64, 10, 2, [10], id="last before first"),
+    pytest.param(5, 5, 3, [5], id="last is first"),
   ],
 )
 def test_positions_are_spaced_by_octaves(first, last, per_octave, expected):
+  """An octave is a factor of 2. The last position is always included."""
   assert spaced(first, last, per_octave) == expected
 
 
