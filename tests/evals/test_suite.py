@@ -24,7 +24,10 @@ from tests.harness import own_variants
 
 @dataclasses.dataclass(frozen=True)
 class Counting(Suite):
-  """Yields the numbers that it is given."""
+  """Measures the mean of 0, 1, …, count − 1, multiplied by a number.
+
+  That number takes the place of a model.
+  """
 
   name: ClassVar[str] = "counting"
   table: ClassVar[TableSpec] = TableSpec(unit="numbers", notes=("x: a mean",))
@@ -73,8 +76,9 @@ def test_a_setting_outside_its_bound_raises(settings, message):
 
 
 def test_a_run_writes_both_models_and_their_difference(tmp_path, capsys):
-  """The models are the numbers 1 and 2. The suite multiplies them by 0 to 2."""
+  """The suite measures the mean of 0, 1 and 2, multiplied by a "model"."""
   suite = Counting(count=3)
+  # Numbers take the place of trained models.
   models = [Model(1.0, {"name": "one"}), Model(2.0, {"name": "two"})]
   data = [suite.load(model.trained) for model in models]
 
@@ -88,9 +92,11 @@ def test_a_run_writes_both_models_and_their_difference(tmp_path, capsys):
     "scale": 1.0,
   }
   (figure,) = suite_results["figures"]
+  # The mean of 0, 1 and 2 is 1. The second model doubles it.
   assert figure["value"] == 1.0
   assert figure["against"]["value"] == 2.0
   assert figure["difference"]["value"] == -1.0
+  # The command prints where the results are.
   assert str(path) in capsys.readouterr().out
 
 
@@ -129,11 +135,11 @@ def test_two_suites_cannot_have_one_name(suites):
 def test_the_suite_of_the_documentation_counts_confident_tokens(
   make_trained, tmp_path
 ):
-  """A token is confident if its probability is above 1/2."""
+  """A token counts if the model gives it a probability above 1/2."""
+  # This imports the documentation's example, which registers its suite.
   with own_variants.registered(tmp_path):
     confident_class = suite_class("confident")
-  # A model with random parameters is never confident. With large ones it is,
-  # and is right about once in 256 tokens.
+  # With large parameters, the model gives some tokens a high probability.
   trained = make_trained(num_layers=1)
   params = jax.tree.map(lambda leaf: 10 * leaf, trained.params)
   trained = dataclasses.replace(trained, params=params)
@@ -145,7 +151,7 @@ def test_the_suite_of_the_documentation_counts_confident_tokens(
   def compute_losses(batch):
     return token_losses(trained.model, trained.params, batch)
 
-  # The probability of each target token, from its loss.
+  # A loss is −log of the probability. Padding has the weight 0.
   num_confident = 0
   num_tokens = 0
   for batch in suite.load(trained):
@@ -210,6 +216,7 @@ def test_an_incomplete_suite_cannot_be_registered(suites, suite, message):
 
 
 def test_units_can_be_a_list():
-  measurement = Measurement("x", [[1, 1], [2, 1], [6, 1]])
+  # Each unit is a sum and a count. The value is (1 + 2 + 6) / (1 + 1 + 1).
+  measurement = Measurement("x", units=[[1, 1], [2, 1], [6, 1]])
 
   assert interval(measurement).value == 3
