@@ -33,6 +33,7 @@ def evaluate(trained: Trained, suite: Validation) -> dict[str, float]:
 
 
 def test_a_uniform_model_loses_log_n(make_trained, make_uniform):
+  """The model gives each of the 256 tokens the probability 1 / 256."""
   trained = make_uniform(make_trained())
 
   values = evaluate(trained, Validation(rows=7))
@@ -41,30 +42,36 @@ def test_a_uniform_model_loses_log_n(make_trained, make_uniform):
     loss = values[f"{name} (nats/token)"]
     assert loss == pytest.approx(math.log(256), rel=1e-6)
   assert values["perplexity"] == pytest.approx(256, rel=1e-5)
-  # Separators are predicted and are no bytes, so they add to the 8 bits.
+  # A token is a byte, log2(256) = 8 bits. Separators are predicted too, but they
+  # are not bytes of the text.
   assert 8 < values["bits per byte"] < 8.5
 
 
-def test_rows_that_fill_the_last_batch_are_no_units(make_trained):
-  """Seven rows are two batches of four."""
-  for measurement in Validation(rows=7).evaluate(make_trained()):
+def test_rows_that_fill_the_last_batch_are_not_measured(make_trained):
+  """Seven rows are two batches of four, so an empty row fills the last one."""
+  suite = Validation(rows=7, batch_size=4)
+
+  for measurement in suite.evaluate(make_trained()):
+    # Each row has five sums, from which the losses are computed.
     assert measurement.units.shape == (7, 5)
 
 
 def test_values_equal_those_of_the_training_loop(make_trained):
-  """The last batch of the 13 rows is not full, unless it has one row."""
-  trained = with_eval_rows(make_trained(), 13)
+  """The losses do not depend on the batches. 13 rows are not a multiple of 5."""
+  trained = with_eval_rows(make_trained(), rows=13)
   mesh = make_mesh(trained.config.mesh, jax.devices()[:1])
   program = build(trained.config, mesh)
+  rows = validation_rows("validation", trained, count=13, batch_size=4)
   logged = measure_losses(
     program.eval_step,
     trained.params,
-    validation_rows("validation", trained, 13, batch_size=4),
+    rows,
     mesh=mesh,
     tokenizer=trained.tokenizer,
     ngram=3,
   )
 
+  # Both have the same five losses in the same order.
   expected = list(logged.values())
   for batch_size in (1, 5):
     values = evaluate(trained, Validation(rows=13, batch_size=batch_size))
@@ -72,7 +79,7 @@ def test_values_equal_those_of_the_training_loop(make_trained):
 
 
 def test_rows_can_be_of_another_text_and_length(make_trained, tmp_path):
-  """1,000 bytes and a separator are eight rows of 128 tokens."""
+  """Tokens are bytes. The model's own text and its row length are not used."""
   (tmp_path / "other.txt").write_text("x" * 1000)
 
   all_rows = -1
@@ -85,6 +92,7 @@ def test_rows_can_be_of_another_text_and_length(make_trained, tmp_path):
   )
 
   tokens = np.concatenate([batch["tokens"] for batch in batches])
+  # 1,000 bytes and a separator take 7.8 rows of 128 tokens.
   assert tokens.shape == (8, 128)
   separator = 255
   padding = 0
@@ -119,7 +127,8 @@ def test_an_invalid_setting_raises(make_trained, settings, message):
 
 
 def test_a_run_without_validation_rows_raises(make_trained):
-  trained = with_eval_rows(make_trained(), 0)
+  """By default, the suite measures as many rows as the training did."""
+  trained = with_eval_rows(make_trained(), rows=0)
 
   with pytest.raises(UserError, match="the run's own config.eval.rows is 0"):
     list(Validation().evaluate(trained))
