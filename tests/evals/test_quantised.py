@@ -26,22 +26,29 @@ from diffjax.model.definition import broadcast_lambda, by_definition
 from diffjax.ops.diff_attention import diff_attention
 from tests.harness.tolerances import FLOAT32, FLOAT32_LAYER, FLOAT32_MODEL
 
-# Two queries and four keys. The first query does not see the last key.
-LOGITS = jnp.array([[14.0, -3.4, 0.9, 100.0], [1.0, 0.49, -0.51, 0.06]])
-MASK = jnp.array([[True, True, True, False], [True, True, True, True]])
 
+def round_logits(logits: jax.Array, mask: jax.Array, per: str) -> np.ndarray:
+  """Returns the logits of one map, rounded to 4 bits.
 
-def round_logits(logits: jax.Array, per: str) -> np.ndarray:
-  """Returns the logits [T, S] of one map, rounded to 4 bits."""
-  transform = LogitsQuantisation(4, per)
-  rounded = transform(logits[None, None, None], MASK[None])
+  Args:
+    logits: The logits, [queries, keys].
+    mask: Whether a query sees a key, [queries, keys].
+    per: The logits that share a scale: "tensor", "head" or "row".
+  """
+  transform = LogitsQuantisation(bits=4, per=per)
+  rounded = transform(logits[None, None, None], mask[None])
   return np.asarray(rounded)[0, 0, 0]
 
 
 def test_four_bits_per_row_by_hand():
   """The levels are −7 … 7 sevenths of the largest visible logit of a row."""
-  rounded = round_logits(LOGITS, "row")
+  logits = jnp.array([[14.0, -3.4, 0.9, 100.0], [1.0, 0.49, -0.51, 0.06]])
+  # The first query does not see the last key.
+  mask = jnp.array([[True, True, True, False], [True, True, True, True]])
 
+  rounded = round_logits(logits, mask, per="row")
+
+  # Multiples of 14 / 7, and multiples of 1 / 7.
   first_row = np.array([14, -4, 0])
   second_row = np.array([7, 3, -4, 0]) / 7
   chex.assert_trees_all_close(rounded[0, :3], first_row, atol=1e-6, rtol=0)
@@ -50,28 +57,37 @@ def test_four_bits_per_row_by_hand():
 
 def test_four_bits_per_tensor_by_hand():
   """The levels are −14, −12, … 14, because the largest visible logit is 14."""
-  rounded = round_logits(LOGITS, "tensor")
+  logits = jnp.array([[14.0, -3.4, 0.9, 100.0], [1.0, 0.49, -0.51, 0.06]])
+  # The first query does not see the last key.
+  mask = jnp.array([[True, True, True, False], [True, True, True, True]])
+
+  rounded = round_logits(logits, mask, per="tensor")
 
   expected = np.array([[14, -4, 0], [0, 0, 0]])
   chex.assert_trees_all_close(rounded[:, :3], expected, atol=1e-6, rtol=0)
 
 
 def test_zeros_stay_zeros():
+  """The largest logit is 0, and it does not become a divisor."""
   zeros = jnp.zeros((2, 4))
+  mask = jnp.ones((2, 4), bool)
 
-  chex.assert_trees_all_equal(round_logits(zeros, "row"), np.asarray(zeros))
+  rounded = round_logits(zeros, mask, per="row")
+
+  chex.assert_trees_all_equal(rounded, np.zeros((2, 4), np.float32))
 
 
-@pytest.mark.parametrize(
-  "per, changes_other_queries, changes_other_heads",
-  [("tensor", True, True), ("head", True, False), ("row", False, False)],
-)
-def test_an_outlier_changes_the_logits_that_share_its_scale(
-  per, changes_other_queries, changes_other_heads
-):
-  """Logits are rounded to multiples of a scale, which the largest one sets.
+def queries_changed_by_an_outlier(per: str) -> np.ndarray:
+  """Returns whether an outlier changes any rounded logit of a query.
 
-  The outlier is in sequence 0, query group 1, map 0 and query 3.
+  Logits are rounded to multiples of a scale, which the largest one sets. The
+  outlier is in sequence 0, query group 1, map 0 and query 3.
+
+  Args:
+    per: The logits that share a scale: "tensor", "head" or "row".
+
+  Returns:
+    Booleans, [sequences, query groups, maps, queries].
   """
   rng = np.random.default_rng(0)
   # [sequences, query groups, maps, queries, keys]
@@ -79,17 +95,40 @@ def test_an_outlier_changes_the_logits_that_share_its_scale(
   mask = np.tri(5, dtype=bool)[None].repeat(2, axis=0)
   logits_with_outlier = logits.copy()
   logits_with_outlier[0, 1, 0, 3, 2] = 1000
-  transform = LogitsQuantisation(8, per)
-
+  transform = LogitsQuantisation(bits=8, per=per)
   before = np.asarray(transform(logits, mask))
   after = np.asarray(transform(logits_with_outlier, mask))
+  return np.any(before != after, axis=-1)
 
-  is_changed = np.any(before != after, axis=-1)
-  assert not np.any(is_changed[1]), "another sequence"
+
+def test_with_a_scale_per_row_an_outlier_changes_only_its_query():
+  """A row is the logits of one query."""
+  is_changed = queries_changed_by_an_outlier(per="row")
+
+  # The sequence, query group, map and query of the outlier.
+  assert np.argwhere(is_changed).tolist() == [[0, 1, 0, 3]]
+
+
+def test_with_a_scale_per_head_an_outlier_changes_queries_of_its_map():
+  # The outlier is in sequence 0, query group 1, map 0 and query 3.
+  is_changed = queries_changed_by_an_outlier(per="head")
+
   assert is_changed[0, 1, 0, 3], "the query of the outlier"
-  assert is_changed[0, 1, 0, 4] == changes_other_queries, "another query"
-  assert is_changed[0, 1, 1, 4] == changes_other_heads, "another map"
-  assert is_changed[0, 2, 1, 4] == changes_other_heads, "another query group"
+  assert is_changed[0, 1, 0, 4], "another query"
+  assert not is_changed[0, 1, 1].any(), "another map"
+  assert not is_changed[0, 2].any(), "another query group"
+  assert not is_changed[1].any(), "another sequence"
+
+
+def test_with_a_scale_per_tensor_an_outlier_changes_its_whole_sequence():
+  # The outlier is in sequence 0, query group 1, map 0 and query 3.
+  is_changed = queries_changed_by_an_outlier(per="tensor")
+
+  assert is_changed[0, 1, 0, 3], "the query of the outlier"
+  assert is_changed[0, 1, 0, 4], "another query"
+  assert is_changed[0, 1, 1, 4], "another map"
+  assert is_changed[0, 2, 1, 4], "another query group"
+  assert not is_changed[1].any(), "another sequence"
 
 
 @pytest.mark.parametrize(
@@ -118,9 +157,12 @@ def test_many_bits_change_nothing_and_few_change_much(
       batch["positions"],
     )
 
+  many_bits = quantise(trained, bits=24, per="row")
+  few_bits = quantise(trained, bits=2, per="tensor")
+
   exact = apply(trained.model, trained.params)
-  fine = apply(quantise(trained, 24, "row").model, trained.params)
-  coarse = apply(quantise(trained, 2, "tensor").model, trained.params)
+  fine = apply(many_bits.model, trained.params)
+  coarse = apply(few_bits.model, trained.params)
 
   # The mantissa of float32 has 24 bits too.
   chex.assert_trees_all_close(fine, exact, atol=1e-5, rtol=0)
@@ -133,16 +175,20 @@ def test_padding_does_not_set_the_scale():
   q = jax.random.normal(keys[0], (1, 9, 4, 2, 8))
   k = jax.random.normal(keys[1], (1, 9, 2, 2, 8))
   v = jax.random.normal(keys[2], (1, 9, 2, 16))
-  # Six tokens and three of padding.
+  # Six tokens, then three of padding, whose id is 0.
   segment_ids = jnp.array([[1, 1, 1, 1, 1, 1, 0, 0, 0]])
-  layer = DiffAttention(
-    num_heads=4, head_dim=8, logits_transform=LogitsQuantisation(4, "tensor")
-  )
+  quantisation = LogitsQuantisation(bits=4, per="tensor")
+  layer = DiffAttention(num_heads=4, head_dim=8, logits_transform=quantisation)
 
   @jax.jit
   def attend(q, k, v, segment_ids):
-    mask = MaskArguments(segment_ids, segment_ids, True, None)
-    return layer.attend(q, k, v, 0.3, mask)
+    mask = MaskArguments(
+      q_segment_ids=segment_ids,
+      kv_segment_ids=segment_ids,
+      causal=True,
+      window=None,
+    )
+    return layer.attend(q, k, v, lam=0.3, mask=mask)
 
   alone = attend(q[:, :6], k[:, :6], v[:, :6], segment_ids[:, :6])
   q_with_large_padding = q.at[:, 6:].multiply(100)
@@ -152,7 +198,8 @@ def test_padding_does_not_set_the_scale():
 
 
 def test_a_row_does_not_depend_on_the_other_rows_of_its_batch(make_trained):
-  trained = quantise(make_trained(), 4, "tensor")
+  """Even if all logits of a row share a scale, each row has its own."""
+  trained = quantise(make_trained(), bits=4, per="tensor")
 
   alone = Validation(rows=7, batch_size=1).evaluate(trained)
   together = Validation(rows=7, batch_size=4).evaluate(trained)
@@ -162,9 +209,12 @@ def test_a_row_does_not_depend_on_the_other_rows_of_its_batch(make_trained):
 
 
 def test_reading_with_a_cache_is_quantised(make_trained):
-  """16 tokens are read at once, and two more one by one."""
+  """The outputs are the same with a cache, and not those without rounding.
+
+  16 tokens are read at once, and two more one by one.
+  """
   trained = make_trained("diff_v2")
-  model = quantise(trained, 3, "row").model
+  model = quantise(trained, bits=3, per="row").model
   tokens = jax.random.randint(jax.random.key(1), (2, 18), 0, 250)
   read = jax.jit(functools.partial(extend, model))
   weights = unstack(model, trained.params)
@@ -192,18 +242,18 @@ def test_reading_with_a_cache_is_quantised(make_trained):
   ],
 )
 def test_lambda_and_query_offsets_are_those_of_diff_attention(lam):
-  """With 24 bits, the quantised attention equals the usual one.
+  """With logits of 24 bits, attention equals that without rounding.
 
-  The three queries of the two rows begin at positions 2 and 5 of nine keys.
+  There are two rows with three queries and nine keys each. Their first queries
+  are at the positions 2 and 5.
   """
   keys = jax.random.split(jax.random.key(0), 3)
   q = jax.random.normal(keys[0], (2, 3, 4, 2, 8))
   k = jax.random.normal(keys[1], (2, 9, 2, 2, 8))
   v = jax.random.normal(keys[2], (2, 9, 2, 16))
   offsets = jnp.array([2, 5])
-  layer = DiffAttention(
-    num_heads=4, head_dim=8, logits_transform=LogitsQuantisation(24, "row")
-  )
+  quantisation = LogitsQuantisation(bits=24, per="row")
+  layer = DiffAttention(num_heads=4, head_dim=8, logits_transform=quantisation)
   attend = by_definition(diff_attention, layer.weights, layer.supports)
 
   quantised_output = jax.jit(attend)(
@@ -215,11 +265,17 @@ def test_lambda_and_query_offsets_are_those_of_diff_attention(lam):
 
 
 def test_a_variant_must_support_quantised_logits(make_trained, monkeypatch):
-  """The error is raised before anything is measured."""
+  """The error is raised before anything is measured.
+
+  A variant of attention lists in `supports` what can be done with it. The suite
+  needs "quantized_logits".
+  """
   monkeypatch.setattr(DiffAttention, "supports", frozenset())
+  suite = Quantised(measurements=("validation",))
+  trained = make_trained()
 
   with pytest.raises(UserError, match="--suite=quantised: .*quantized_logits"):
-    Quantised(measurements=("validation",)).evaluate(make_trained())
+    suite.evaluate(trained)
 
 
 @pytest.fixture
@@ -248,10 +304,13 @@ def needle_calls(
   return calls
 
 
-def test_each_suite_is_measured_without_and_with_quantisation(
-  make_trained, needle_calls
-):
-  """More bits change the losses of rows less."""
+# `needle_calls` replaces the suite "needle", which takes long.
+@pytest.mark.usefixtures("needle_calls")
+def test_each_suite_is_measured_without_and_with_quantisation(make_trained):
+  """The suites "validation" and "needle" are measured three times each.
+
+  That is with exact logits, of "all" bits, and with logits of 8 and of 4 bits.
+  """
   suite = Quantised(
     measurements=("validation", "needle"),
     bits=(8, 4),
@@ -273,6 +332,7 @@ def test_each_suite_is_measured_without_and_with_quantisation(
     ("needle: accuracy", 8, "row"),
     ("needle: accuracy", 4, "row"),
   ]
+  # More bits change the losses of rows less.
   exact_losses = measurements[0].units
   error_of_8_bits = np.abs(measurements[1].units - exact_losses).max()
   error_of_4_bits = np.abs(measurements[2].units - exact_losses).max()
@@ -282,7 +342,10 @@ def test_each_suite_is_measured_without_and_with_quantisation(
 def test_a_measured_suite_has_its_own_settings_and_coordinates(
   make_trained, needle_calls
 ):
-  """The suite "needle" has been replaced by one accuracy at each depth."""
+  """`needle_calls` replaces the suite "needle", which takes long.
+
+  It lists the models and the settings with which that suite is called.
+  """
   suite = Quantised(
     measurements=("needle",),
     bits=(8,),
