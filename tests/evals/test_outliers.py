@@ -85,35 +85,43 @@ def all_magnitudes(
 def test_top_values_are_exact_and_medians_close(
   make_trained, variant, num_layers
 ):
-  """The suite keeps only the largest magnitudes and a histogram of all.
+  """The suite keeps only the largest values of a row, and a histogram of all.
 
-  Five rows of 160 tokens hold the 750 tokens. A row has two blocks of queries,
-  and the last batch of two rows is not full.
+  Attention is computed for 128 queries at a time, so a row has two blocks. The
+  last batch of two rows is not full.
   """
   trained = make_trained(variant, num_layers=num_layers)
-  rows = validation_rows("outliers", trained, 5, length=160, batch_size=1)
+  rows = validation_rows("outliers", trained, count=5, length=160, batch_size=1)
   magnitudes = all_magnitudes(trained, rows)
+  # 750 tokens take five rows of 160.
   suite = Outliers(tokens=750, length=160, batch_size=2, median_every=1)
 
   measurements = list(suite.evaluate(trained))
 
-  assert len(measurements) == 2 * (len(RANKS) + 1)
+  # Of logits and of hidden states: the top-1, -2, -3, -10, -100 and the median.
+  assert len(measurements) == 2 * (5 + 1)
   for measurement in measurements:
-    assert len(measurement.units) == 5
+    num_rows = len(measurement.units)
+    assert num_rows == 5
     values = np.concatenate(magnitudes[measurement.name])
     value = interval(measurement).value
     if measurement.at["value"] == "median":
       assert value == pytest.approx(np.median(values), rel=0.005)
     else:
+      # "top-3" is the third largest value.
       rank = int(measurement.at["value"].removeprefix("top-"))
       assert value == pytest.approx(np.sort(values)[-rank], rel=1e-5)
 
 
 def test_top_values_of_resampled_rows_are_exact(make_trained):
-  """The bootstrap draws the rows of a measurement again, here 0, 0 and 3."""
+  """A bootstrap computes each value again from rows that it draws.
+
+  It may draw a row twice. Here it draws the rows 0, 0 and 3.
+  """
   trained = make_trained("softmax", num_layers=1)
-  rows = validation_rows("outliers", trained, 5, length=160, batch_size=1)
+  rows = validation_rows("outliers", trained, count=5, length=160, batch_size=1)
   magnitudes = all_magnitudes(trained, rows)
+  # 750 tokens take five rows of 160.
   suite = Outliers(tokens=750, length=160, batch_size=2, median_every=1)
 
   measurements = list(suite.evaluate(trained))
@@ -124,12 +132,13 @@ def test_top_values_of_resampled_rows_are_exact(make_trained):
     resampled = measurement.statistic(measurement.units[[0, 0, 3]])
     by_row = magnitudes[measurement.name]
     values = np.concatenate([by_row[0], by_row[0], by_row[3]])
+    # "top-3" is the third largest value.
     rank = int(measurement.at["value"].removeprefix("top-"))
     assert resampled == pytest.approx(np.sort(values)[-rank], rel=1e-5)
 
 
 def test_padding_does_not_count(make_trained):
-  """Eleven tokens in a row of 64 give the same values as alone."""
+  """A row of 11 tokens has the same values if padding follows them."""
   # Two layers of two heads with two maps each, and an embedding of size 16.
   trained = make_trained("diff")
   row = Row(np.arange(11), np.array([11]), np.array([0]))
@@ -137,6 +146,7 @@ def test_padding_does_not_count(make_trained):
     functools.partial(outliers.row_summaries, trained.model, every=1)
   )
 
+  # Rows of 11 and of 64 tokens.
   alone = summarize(trained.params, make_batch([row], 11))
   padded = summarize(trained.params, make_batch([row], 64))
 
@@ -180,7 +190,7 @@ def medians(trained: Trained, every: int) -> dict[str, float]:
 def test_a_sample_of_queries_gives_nearly_the_same_median(
   make_trained, medians_of_all, every, tolerance
 ):
-  """The median over every n-th query is compared with that over all queries."""
+  """To save time, the median can be of every n-th query and token only."""
   sampled = medians(make_trained(num_layers=1), every)
 
   assert sampled == pytest.approx(medians_of_all, rel=tolerance)
@@ -188,9 +198,15 @@ def test_a_sample_of_queries_gives_nearly_the_same_median(
 
 
 def test_the_largest_values_are_found_in_any_group():
-  """Row 0 has many large values in one group, and row 1 has equal values."""
+  """`top_values` returns the 100 largest values of each row.
+
+  It sorts only the 100 groups with the largest maxima, of 500 here.
+  """
+  # [rows, groups, values]
   values = np.random.default_rng(0).random((3, 500, 7)).astype(np.float32)
+  # All large values of the first row are in one group.
   values[0, 3] += 10
+  # The second row has many equal values.
   values[1, ::2] = 0.5
 
   top = jax.jit(outliers.top_values)(values)
@@ -200,13 +216,18 @@ def test_the_largest_values_are_found_in_any_group():
 
 
 def test_missing_values_are_filled_up():
+  """`top_values` returns 100 values of a row. −1 stands for a missing one."""
+  # Three rows of 2 * 7 values.
   values = np.random.default_rng(0).random((3, 2, 7)).astype(np.float32)
 
   top = np.asarray(jax.jit(outliers.top_values)(values))
 
-  descending = np.sort(values.reshape(3, -1), axis=1)[:, ::-1]
-  chex.assert_trees_all_equal(top[:, :14], descending)
-  chex.assert_trees_all_equal(top[:, 14:], np.full((3, 86), -1, np.float32))
+  num_values = 14
+  num_missing = 100 - num_values
+  descending = np.sort(values.reshape(3, num_values), axis=1)[:, ::-1]
+  missing = np.full((3, num_missing), -1, np.float32)
+  chex.assert_trees_all_equal(top[:, :num_values], descending)
+  chex.assert_trees_all_equal(top[:, num_values:], missing)
 
 
 def test_the_ranks_are_those_of_the_documentation():
@@ -215,24 +236,33 @@ def test_the_ranks_are_those_of_the_documentation():
 
 @pytest.mark.parametrize("rank, expected", [(1, 9), (2, 8), (3, 7)])
 def test_largest_by_hand(rank, expected):
-  """−1 fills up the first row, which has two values."""
+  """The rank 2 is the second largest value of all rows."""
+  # −1 fills up the first row, which has only two values.
   top = np.array([[9.0, 2.0, -1.0], [8.0, 7.0, 6.0]])
 
   assert largest(rank, top[:, :rank]) == expected
 
 
 def test_largest_of_too_few_values_is_nan():
-  assert np.isnan(largest(3, np.array([[1.0, -1.0, -1.0]])))
-  assert np.isnan(largest(3, np.zeros((0, 3))))
+  """There is no third largest value. −1 stands for a missing value."""
+  one_value = np.array([[1.0, -1.0, -1.0]])
+  no_rows = np.zeros((0, 3))
+
+  assert np.isnan(largest(3, one_value))
+  assert np.isnan(largest(3, no_rows))
 
 
 def test_median_by_hand():
-  """One value in [0, 1) and three in [2, 4)."""
+  """The values in a bin of a histogram count as evenly spread."""
   bin_edges = np.array([0.0, 1.0, 2.0, 4.0])
+  # Two rows have together one value in [0, 1), and three values in [2, 4).
   counts = np.array([[1, 0, 1], [0, 0, 2]])
 
-  # One of the three values in the last bin is below the median.
-  assert median(bin_edges, counts) == pytest.approx(2 + 2 * 1 / 3)
+  value = median(bin_edges, counts)
+
+  # Two of the four values are below the median: the one in [0, 1), and one of
+  # the three in [2, 4). So it is at a third of the last bin, which is 2 wide.
+  assert value == pytest.approx(2 + 2 * 1 / 3)
 
 
 def test_median_of_no_values_is_nan():
@@ -241,6 +271,7 @@ def test_median_of_no_values_is_nan():
 
 def test_each_value_is_in_the_bin_between_its_edges():
   rng = np.random.default_rng(0)
+  # From about 2⁻²³ to 2¹⁹. The bins reach from 2⁻²⁴ to 2²⁰.
   values = np.exp(rng.uniform(-16, 13, 1000)).astype(np.float32)
 
   bins = np.asarray(jax.jit(outliers.bin_indices)(values))
@@ -250,19 +281,23 @@ def test_each_value_is_in_the_bin_between_its_edges():
 
 
 def test_the_outer_bins_contain_smaller_and_larger_values():
+  """The bins reach from 2⁻²⁴ to 2²⁰."""
   values = np.array([0, 1e-30, 1e30], np.float32)
 
   bins = np.asarray(jax.jit(outliers.bin_indices)(values))
 
-  last_bin = len(edges()) - 2
+  # A bin has two edges, and bins are counted from 0.
+  num_bins = len(edges()) - 1
+  last_bin = num_bins - 1
   chex.assert_trees_all_equal(bins, np.array([0, 0, last_bin], np.int32))
 
 
 def test_bins_are_narrow():
-  """A bin is at most a sixteenth of an octave at its lower end."""
-  # The first bin begins at 0.
+  """The upper edge of a bin is at most 17/16 of its lower edge."""
+  # The first bin is left out, because it begins at 0.
   octaves = np.log2(edges()[1:])
 
+  # log2(17 / 16) is 0.087.
   assert np.all(np.diff(octaves) < 0.09)
 
 
