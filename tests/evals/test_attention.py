@@ -161,7 +161,7 @@ def test_a_uniform_second_map_gives_other_parts_negative_shares(
   So the weights sum to 1 / 2, to which shares are relative. Of 512 tokens, n
   have the share −n / 512, and 2 more if they are the answer.
   """
-  trained = make_digit_seeker(make_trained, variant, [0])
+  trained = make_digit_seeker(make_trained, variant, maps=[0])
 
   shares = measure_one_depth(trained)
 
@@ -181,7 +181,7 @@ def test_absolute_shares_are_relative_to_the_sum_of_absolute_weights(
   make_trained, variant
 ):
   """The weights are A₁ − A₂ / 2, with A₁ on five digits and A₂ uniform."""
-  trained = make_digit_seeker(make_trained, variant, [0])
+  trained = make_digit_seeker(make_trained, variant, maps=[0])
 
   shares = measure_one_depth(trained)
 
@@ -199,22 +199,24 @@ def test_uniform_attention_gives_each_part_its_length(make_trained):
 
   shares = measure_one_depth(trained)
 
-  # The prompt has 512 tokens, and the answer's needle about 42.
+  # One token of the prompt's 512 is its start ("BOS").
   assert shares["BOS", "signed", "mean"] == pytest.approx(1 / 512, rel=1e-4)
+  # The sentence with the answer has about 42 tokens, 0.08 of the prompt.
   assert 0.05 < shares["answer", "signed", "mean"] < 0.1
+  # All weights are positive, so they equal their absolute values.
   signed_noise = shares["noise", "signed", "mean"]
   assert signed_noise == pytest.approx(shares["noise", "absolute", "mean"])
 
 
 def test_the_last_query_of_a_window_attends_to_the_window(make_trained):
+  """A token sees the five tokens up to itself."""
   trained = make_trained(window=5, num_layers=1)
   tokens = np.arange(12)[None]
+  last_query = jax.jit(attention.last_query, static_argnums=0)
 
-  weights = jax.jit(attention.last_query, static_argnums=0)(
-    trained.model, trained.params, tokens
-  )
+  weights = last_query(trained.model, trained.params, tokens)
 
-  # The last five of twelve tokens.
+  # The last token has the index 11.
   attended = np.flatnonzero(weights[0])
   assert attended.tolist() == [7, 8, 9, 10, 11]
 
@@ -266,7 +268,9 @@ def test_absolute_shares_by_hand():
 
 
 def test_shares_of_weights_that_sum_to_0_are_nan():
-  shares = attention.shares_of(np.zeros(8), PROMPT_OF_8_TOKENS)
+  weights = np.zeros(8)
+
+  shares = attention.shares_of(weights, PROMPT_OF_8_TOKENS)
 
   assert np.isnan(shares["answer", "signed"])
 
