@@ -223,13 +223,13 @@ def write_verdicts(
   write_records(model_dir(data_dir) / "verdicts.jsonl", verdicts)
 
 
-def test_fractions_have_intervals_of_proportions_and_rouge_does_not(
-  data_dir, sampler
-):
+@pytest.mark.usefixtures("sampler")
+def test_fractions_have_intervals_of_proportions_and_rouge_does_not(data_dir):
   """Three outputs of three are right, which leaves wide intervals.
 
   ROUGE-L is a mean over outputs. It has no interval, because all are equal.
   """
+  # The first evaluation writes the outputs, on which a judge gives verdicts.
   evaluate(data_dir, sets=("hotpotqa",))
   write_verdicts(data_dir, make_verdicts(data_dir))
 
@@ -250,15 +250,18 @@ def test_fractions_have_intervals_of_proportions_and_rouge_does_not(
   assert np.isnan(interval_of["ROUGE-L"].high)
 
 
-def test_outputs_are_compared_with_references(data_dir, sampler):
+# The fixture `sampler` makes the model write the reference of each question.
+@pytest.mark.usefixtures("sampler")
+def test_outputs_are_compared_with_references(data_dir):
   """The model writes the summaries of "xsum" and the answers of "hotpotqa"."""
   values = evaluate(data_dir)
 
   assert values == {
     ("ROUGE-L", "xsum"): 1.0,
     ("empty outputs", "xsum"): 0.0,
-    # "The 30." equals "30" without its article and full stop.
+    # The answers are "The 30." and so on, and the references are "30".
     ("ROUGE-L", "hotpotqa"): 0.0,
+    # An exact match ignores articles and full stops.
     ("exact match", "hotpotqa"): 1.0,
     ("empty outputs", "hotpotqa"): 0.0,
   }
@@ -267,7 +270,7 @@ def test_outputs_are_compared_with_references(data_dir, sampler):
 def test_prompts_contain_source_and_question(data_dir, sampler):
   evaluate(data_dir)
 
-  # Five summaries are asked for, then the answers.
+  # The prompts of five summaries come first, then those of answers.
   summary_prompt = sampler.prompts[0]
   assert summary_prompt == (
     "Document: The river rose by 1 metres. Nobody was hurt.\n\nSummary:"
@@ -276,9 +279,12 @@ def test_prompts_contain_source_and_question(data_dir, sampler):
   assert answer_prompt == "Ann is 30.\n\nQuestion: How old is Ann?\nAnswer:"
 
 
-def test_outputs_are_written_to_a_file(data_dir, sampler):
+# The fixture `sampler` makes the model write the reference of each question.
+@pytest.mark.usefixtures("sampler")
+def test_outputs_are_written_to_a_file(data_dir):
   evaluate(data_dir)
 
+  # The name ends with a hash, so that similar names have other directories.
   directory = model_dir(data_dir)
   assert directory.name.startswith("runs-diff-at-step-5-")
   outputs = {}
@@ -296,9 +302,8 @@ def test_outputs_are_written_to_a_file(data_dir, sampler):
   }
 
 
-def test_each_output_has_a_judge_prompt_with_its_hash(
-  data_dir, sampler, capsys
-):
+@pytest.mark.usefixtures("sampler")
+def test_each_output_has_a_judge_prompt_with_its_hash(data_dir, capsys):
   """A judge answers whether the output says more than its source."""
   evaluate(data_dir)
 
@@ -307,12 +312,14 @@ def test_each_output_has_a_judge_prompt_with_its_hash(
   for output, prompt in zip(outputs, prompts, strict=True):
     assert prompt["id"] == output["id"]
     text = prompt["prompt"]
-    assert prompt["sha256"] == hashlib.sha256(text.encode()).hexdigest()
     assert text.strip().endswith(output["output"])
+    # The hash tells later whether a verdict is on this prompt.
+    assert prompt["sha256"] == hashlib.sha256(text.encode()).hexdigest()
   assert "send these prompts to a judge" in capsys.readouterr().err
 
 
-def test_judge_prompts_contain_source_and_question(data_dir, sampler):
+@pytest.mark.usefixtures("sampler")
+def test_judge_prompts_contain_source_and_question(data_dir):
   evaluate(data_dir)
 
   prompts = read_records(model_dir(data_dir) / "judge_prompts.jsonl")
@@ -326,32 +333,39 @@ def test_judge_prompts_contain_source_and_question(data_dir, sampler):
   assert "Answer:" in answer_prompt
 
 
-def test_verdicts_are_counted(data_dir, sampler):
+@pytest.mark.usefixtures("sampler")
+def test_verdicts_are_counted(data_dir):
+  """Of five summaries and three answers, one summary is a hallucination."""
+  # The first evaluation writes the outputs, on which a judge gives verdicts.
   evaluate(data_dir)
   verdicts = make_verdicts(data_dir, hallucinations=["xsum/3"])
   write_verdicts(data_dir, verdicts)
 
   values = evaluate(data_dir)
 
-  # One of the five summaries is a hallucination, and no answer.
   assert values["free of hallucination", "xsum"] == pytest.approx(4 / 5)
-  assert values["free of hallucination", "hotpotqa"] == 1.0
+  assert values["free of hallucination", "hotpotqa"] == 3 / 3
 
 
-def test_existing_outputs_are_used_again(data_dir, sampler, monkeypatch):
+@pytest.mark.usefixtures("sampler")
+def test_existing_outputs_are_used_again(data_dir, monkeypatch):
+  """A second evaluation asks the model nothing.
+
+  The fixture `sampler` makes the model write the reference of each question.
+  """
   evaluate(data_dir)
   write_verdicts(data_dir, make_verdicts(data_dir))
+  # From here on, the model would write something else.
   other_sampler = use_sampler(monkeypatch, write_other_text)
 
   values = evaluate(data_dir)
 
-  assert values["ROUGE-L", "xsum"] == 1.0
   assert not other_sampler.prompts
+  assert values["ROUGE-L", "xsum"] == 1.0
 
 
-def test_verdicts_on_another_models_outputs_raise(
-  data_dir, sampler, monkeypatch
-):
+@pytest.mark.usefixtures("sampler")
+def test_verdicts_on_another_models_outputs_raise(data_dir, monkeypatch):
   """A model of the same name, but with other parameters, writes new outputs.
 
   Verdicts on the old outputs say nothing about them.
@@ -360,32 +374,37 @@ def test_verdicts_on_another_models_outputs_raise(
   write_verdicts(data_dir, make_verdicts(data_dir))
   new_sampler = use_sampler(monkeypatch, write_nothing)
   new_params = {"embedding": jnp.ones((2, 2))}
+  new_model = dataclasses.replace(TRAINED, params=new_params)
 
   message = "a verdict on an older prompt of 'xsum/1'"
   with pytest.raises(UserError, match=message):
-    evaluate(data_dir, dataclasses.replace(TRAINED, params=new_params))
+    evaluate(data_dir, new_model)
   num_outputs = len(NEWS) + len(FACTS)
   assert len(new_sampler.prompts) == num_outputs
 
 
-def test_each_model_has_its_own_directory(data_dir, sampler, monkeypatch):
+@pytest.mark.usefixtures("sampler")
+def test_each_model_has_its_own_directory(data_dir, monkeypatch):
   """The verdicts on one model do not count for another one."""
   evaluate(data_dir)
   write_verdicts(data_dir, make_verdicts(data_dir))
-  use_sampler(monkeypatch, write_nothing)
   other = dataclasses.replace(TRAINED, name="runs/other at step 5")
+  use_sampler(monkeypatch, write_nothing)
 
   values = evaluate(data_dir, other)
 
   assert values["empty outputs", "xsum"] == 1.0
+  # The other model has no verdicts yet.
   assert ("free of hallucination", "xsum") not in values
-  assert len(list((data_dir / "judged").iterdir())) == 2
+  model_directories = list((data_dir / "judged").iterdir())
+  assert len(model_directories) == 2
 
 
+@pytest.mark.usefixtures("sampler")
 def test_a_new_limit_generates_only_outputs_that_it_affects(
-  data_dir, sampler, monkeypatch
+  data_dir, monkeypatch
 ):
-  """Summaries are written again, answers of questions are not."""
+  """With longer summaries, the answers to questions are not written again."""
   evaluate(data_dir, summary_tokens=9)
   new_sampler = use_sampler(monkeypatch, write_reference)
 
@@ -416,10 +435,10 @@ def test_a_new_limit_generates_only_outputs_that_it_affects(
     ),
   ],
 )
-def test_an_invalid_verdict_is_reported_in_one_line(
-  data_dir, sampler, changes, message
-):
+@pytest.mark.usefixtures("sampler")
+def test_an_invalid_verdict_is_reported_in_one_line(data_dir, changes, message):
   """The second of 8 verdicts, on the output "xsum/2", is changed."""
+  # The first evaluation writes the outputs, on which a judge gives verdicts.
   evaluate(data_dir)
   verdicts = make_verdicts(data_dir)
   verdicts[1].update(changes)
@@ -430,7 +449,9 @@ def test_an_invalid_verdict_is_reported_in_one_line(
   assert "\n" not in str(error.value)
 
 
-def test_a_record_without_a_verdict_raises(data_dir, sampler):
+@pytest.mark.usefixtures("sampler")
+def test_a_record_without_a_verdict_raises(data_dir):
+  # The first evaluation writes the outputs, on which a judge gives verdicts.
   evaluate(data_dir)
   verdicts = make_verdicts(data_dir)
   del verdicts[1]["verdict"]
@@ -441,17 +462,22 @@ def test_a_record_without_a_verdict_raises(data_dir, sampler):
     evaluate(data_dir)
 
 
-def test_a_second_verdict_on_an_output_raises(data_dir, sampler):
+@pytest.mark.usefixtures("sampler")
+def test_a_second_verdict_on_an_output_raises(data_dir):
+  # The first evaluation writes 8 outputs, on which a judge gives verdicts.
   evaluate(data_dir)
   verdicts = make_verdicts(data_dir)
   write_verdicts(data_dir, [*verdicts, verdicts[0]])
 
+  # The ninth line of the file has the second verdict.
   message = "verdicts.jsonl:9: a second verdict on 'xsum/1'"
   with pytest.raises(UserError, match=message):
     evaluate(data_dir)
 
 
-def test_an_output_without_a_verdict_raises(data_dir, sampler):
+@pytest.mark.usefixtures("sampler")
+def test_an_output_without_a_verdict_raises(data_dir):
+  """The judge has forgotten the third of 8 outputs."""
   evaluate(data_dir)
   verdicts = make_verdicts(data_dir)
   del verdicts[2]
@@ -465,7 +491,8 @@ def test_an_output_without_a_verdict_raises(data_dir, sampler):
     evaluate(data_dir)
 
 
-def test_a_file_without_verdicts_raises(data_dir, sampler):
+@pytest.mark.usefixtures("sampler")
+def test_a_file_without_verdicts_raises(data_dir):
   evaluate(data_dir)
   write_verdicts(data_dir, [])
 
@@ -494,10 +521,12 @@ def test_the_end_of_a_long_source_is_cut(data_dir, sampler, caplog):
 
   (prompt,) = sampler.prompts
   assert prompt.endswith("y\n\nSummary:")
+  # A summary has at most 128 tokens by default.
   num_separators = 1
   num_summary_tokens = 128
   assert num_separators + len(prompt) + num_summary_tokens == 400
   (record,) = read_records(model_dir(data_dir) / "judge_prompts.jsonl")
+  # Most of the 1,000 "y" were cut.
   assert 50 <= record["prompt"].count("y") < 300
   assert (
     "1 of 1 sources do not fit into 400 tokens and lost their end"
@@ -543,8 +572,9 @@ def test_the_end_of_a_long_source_is_cut(data_dir, sampler, caplog):
     pytest.param("xsum", [], "xsum.jsonl: is empty", id="empty file"),
   ],
 )
+@pytest.mark.usefixtures("sampler")
 def test_an_invalid_record_is_reported_in_one_line(
-  data_dir, sampler, name, records, message
+  data_dir, name, records, message
 ):
   write_records(data_dir / f"{name}.jsonl", records)
 
@@ -553,7 +583,8 @@ def test_an_invalid_record_is_reported_in_one_line(
   assert "\n" not in str(error.value)
 
 
-def test_a_missing_set_raises(data_dir, sampler):
+@pytest.mark.usefixtures("sampler")
+def test_a_missing_set_raises(data_dir):
   (data_dir / "xsum.jsonl").unlink()
 
   with pytest.raises(UserError, match="xsum.jsonl: cannot be read"):
@@ -577,8 +608,9 @@ def test_a_missing_set_raises(data_dir, sampler):
     ),
   ],
 )
+@pytest.mark.usefixtures("sampler")
 def test_an_invalid_setting_is_reported_in_one_line(
-  data_dir, sampler, settings, message
+  data_dir, settings, message
 ):
   """The model takes at most 400 tokens."""
   with pytest.raises(UserError, match=message) as error:
