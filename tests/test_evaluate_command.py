@@ -309,7 +309,11 @@ def test_each_model_is_loaded_once(pair):
 def test_several_devices_measure_what_one_does(
   pair, runs, tmp_path, monkeypatch
 ):
-  """The first model of the pair is measured again, split over two devices."""
+  """The first model of the pair is measured again, split over two devices.
+
+  `pair` has the results of the same suites and settings on one device.
+  """
+  # The bounds of intervals are not compared, and few resamples are faster.
   monkeypatch.setattr(intervals, "RESAMPLES", 99)
 
   evaluate_successfully(
@@ -332,17 +336,21 @@ def test_several_devices_measure_what_one_does(
 
 def test_the_losses_are_those_of_training(runs, tmp_path):
   """The run measured its five validation rows after its last step."""
+  log = read_log(runs.diff / "metrics.jsonl")
+  last_line = log[-1]
+
   result = evaluate_successfully(
     "--suite=validation", f"--workdir={runs.diff}", f"--out={tmp_path}"
   )
 
   assert result.stdout.startswith("validation: 5 rows\n")
-  log = read_log(runs.diff / "metrics.jsonl")[-1]
+  # In the order of the results.
   names = ("loss", "perplexity", "bits_per_byte", "ar_hit", "others")
   figures = read_strict_json(tmp_path / "validation.json")["figures"]
   for name, figure in zip(names, figures, strict=True):
     assert figure["units"] == 5
-    assert figure["value"] == pytest.approx(log[f"validation/{name}"], rel=1e-5)
+    logged = last_line[f"validation/{name}"]
+    assert figure["value"] == pytest.approx(logged, rel=1e-5)
 
 
 class ValidationRun(NamedTuple):
@@ -393,25 +401,32 @@ def test_results_contain_the_settings(pair_validation):
 
 
 def test_the_output_shows_the_difference_of_two_models(pair_validation):
-  loss = pair_validation.results["figures"][0]
+  """`pair_validation` has the results and the output of a comparison."""
+  output = pair_validation.output
 
+  # The loss is the first figure.
+  loss = pair_validation.results["figures"][0]
   difference = loss["difference"]["value"]
   expected = loss["value"] - loss["against"]["value"]
   assert difference == pytest.approx(expected)
-  assert f"validation: {loss['units']} rows" in pair_validation.output
-  assert "AR-Hit (nats/token)" in pair_validation.output
-  assert f"{difference:.4g} [" in pair_validation.output
+  assert f"validation: {loss['units']} rows" in output
+  assert "AR-Hit (nats/token)" in output
+  # The interval is in brackets after the difference.
+  assert f"{difference:.4g} [" in output
 
 
 def test_the_second_model_is_measured_on_the_rows_of_the_first(
   transformer_validation, pair_validation
 ):
-  """The first model's rows are twice as long, so there are fewer."""
+  """The second model is a Transformer, whose own rows are half as long.
+
+  `transformer_validation` has its results on its own rows, which are more.
+  """
   loss = pair_validation.results["figures"][0]
-  num_own_rows = transformer_validation.results["figures"][0]["units"]
+  loss_alone = transformer_validation.results["figures"][0]
 
   assert loss["units"] == loss["against"]["units"]
-  assert loss["units"] < 0.7 * num_own_rows
+  assert loss["units"] < 0.7 * loss_alone["units"]
 
 
 @pytest.mark.full
@@ -436,7 +451,8 @@ def test_the_harness_measures_both_models_of_a_pair(runs, tmp_path):
     "--set.harness.batch_tokens=1024",
   )
 
-  accuracy = read_strict_json(tmp_path / "harness.json")["figures"][0]
+  figures = read_strict_json(tmp_path / "harness.json")["figures"]
+  accuracy = figures[0]
   assert accuracy["name"] == "acc"
   assert accuracy["at"] == {"task": "piqa"}
   assert accuracy["value"] == 0.5
@@ -445,7 +461,10 @@ def test_the_harness_measures_both_models_of_a_pair(runs, tmp_path):
 
 @pytest.mark.full
 def test_each_model_of_a_pair_writes_prompts_for_a_judge(runs, tmp_path):
-  """Without a judge's verdicts, the suite "hallucination" has two figures."""
+  """The suite "hallucination" asks a judge about the outputs of a model.
+
+  Before there are verdicts, it has only two figures.
+  """
   pytest.importorskip("rouge_score")
   news = {"document": "The river rose.", "summary": "River rises"}
   (tmp_path / "xsum.jsonl").write_text(f"{json.dumps(news)}\n")
@@ -469,7 +488,10 @@ def test_each_model_of_a_pair_writes_prompts_for_a_judge(runs, tmp_path):
 
 
 def test_another_vocabulary_is_refused_before_anything_runs(runs, tmp_path):
-  """Losses per token of two vocabularies cannot be compared."""
+  """Losses per token of two vocabularies cannot be compared.
+
+  The tokenizer of `runs.diff` has 256 tokens, and that of `runs.other` 300.
+  """
   out = tmp_path / "out"
 
   result = evaluate(
@@ -566,6 +588,7 @@ def error_line(result: subprocess.CompletedProcess) -> str:
 def test_a_mistake_in_the_flags_is_reported_in_one_line(arguments, message):
   result = evaluate(*arguments)
 
+  # The exit status of an invalid command line.
   assert result.returncode == 2
   line = error_line(result)
   assert line.startswith("error: ")
@@ -628,6 +651,7 @@ def test_a_mistake_in_the_flags_is_reported_in_one_line(arguments, message):
 def test_a_value_that_does_not_fit_the_run_is_reported_in_one_line(
   runs, arguments, message
 ):
+  """The run has a checkpoint of step 2, and its model takes 512 tokens."""
   result = evaluate(f"--workdir={runs.diff}", *arguments)
 
   assert result.returncode == 1
@@ -694,13 +718,16 @@ def test_all_settings_are_checked_before_the_first_measurement(
   )
 
   assert result.returncode == 1
-  assert message in result.stderr.splitlines()[-1]
+  last_line = result.stderr.splitlines()[-1]
+  assert message in last_line
+  # Nothing was measured: no summary was printed, and no file was written.
   assert not result.stdout
   assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", [name for name in SUITES if name != "report"])
 def test_the_notes_of_a_table_fit_80_columns(name):
+  """Each suite prints a table of its results, with notes below it."""
   table = suite_class(name).table
 
   assert table.unit
@@ -711,7 +738,10 @@ def test_the_notes_of_a_table_fit_80_columns(name):
 
 @pytest.mark.parametrize("name", SUITES)
 def test_load_is_no_generator(name):
-  """A generator would raise errors only after the suites before it."""
+  """All suites load their data, and then they are measured one by one.
+
+  A generator would raise its errors only when the suite is measured.
+  """
   suite = suite_class(name)
 
   assert suite.name == name
@@ -719,19 +749,23 @@ def test_load_is_no_generator(name):
 
 
 def test_the_flags_are_checked_before_large_imports():
+  """A mistake in the flags is reported at once, and not after seconds."""
+  # Exits with the status 1 if the module imports a large package.
   code = """
 import sys
 import diffjax.evaluate
 large = {"jax", "flax", "matplotlib", "etils"}
 sys.exit(bool(large.intersection(sys.modules)))
 """
+
   result = subprocess.run([sys.executable, "-c", code], cwd=ROOT)
 
   assert result.returncode == 0
 
 
 def test_the_report_shows_a_suite_from_outside_the_package(runs, tmp_path):
-  """A module in `tmp_path` defines the suite "confident"."""
+  """A module that `--import` names defines the suite "confident"."""
+  # This writes the module to `tmp_path`, from which it can be imported.
   with own_variants.registered(tmp_path):
     evaluate_successfully(
       f"--import={own_variants.SUITE_MODULE}",
