@@ -55,6 +55,7 @@ def find_needles(prompt: NeedlePrompt) -> list[Needle]:
 
 @pytest.mark.parametrize("num_needles, num_asked", [(1, 1), (6, 2)])
 def test_prompts_have_their_length_and_distinct_needles(num_needles, num_asked):
+  """A needle is a sentence with a city and its number in a long text."""
   prompts = make(num_needles=num_needles, num_asked=num_asked, samples=20)
 
   for prompt in prompts:
@@ -80,6 +81,7 @@ def test_the_question_names_the_cities_of_the_answers(
   )
 
   for prompt in prompts:
+    # The cities whose numbers are the answers.
     needles = {needle.number: needle for needle in find_needles(prompt)}
     answer_cities = []
     for number, span in zip(prompt.answers, prompt.answer_spans, strict=True):
@@ -93,8 +95,9 @@ def test_the_question_names_the_cities_of_the_answers(
     question = BYTES.decode(prompt.ids[start:stop])
     assert question.startswith("\nWhat ")
     assert question.endswith(":")
-    _, answer_words = question.split("?")
-    words = re.findall(r"\w+", answer_words)
+    # The cities are named again behind the question mark.
+    _, after_question = question.split("?")
+    words = re.findall(r"\w+", after_question)
     asked_cities = [word for word in words if word in needle_prompts.CITIES]
     assert asked_cities == answer_cities
 
@@ -111,9 +114,11 @@ def test_the_first_answer_is_at_its_depth(depth, num_needles, num_asked):
   )
 
   for prompt in prompts:
+    # A separator and the opening come before the haystack. Tokens are bytes.
     haystack_start = 1 + len(needle_prompts.OPENING)
     answer_start, _ = prompt.answer_spans[0]
-    # Numbers of tokens of the haystack, without needles.
+    # The tokens of the haystack before the answer, and all of them. The tokens
+    # of needles are subtracted.
     before = answer_start - haystack_start
     total = prompt.query_span[0] - haystack_start
     for needle in find_needles(prompt):
@@ -134,19 +139,27 @@ def many_prompts() -> list[NeedlePrompt]:
 
 
 def test_other_needles_are_at_random_depths(many_prompts):
-  depths = [prompt.answer_spans[1][0] / 3000 for prompt in many_prompts]
+  """The first needle of the 200 prompts is at the depth 0."""
+  depths = []
+  for prompt in many_prompts:
+    second_start, _ = prompt.answer_spans[1]
+    depths.append(second_start / 3000)
 
   assert min(depths) < 0.2
   assert max(depths) > 0.8
-  assert 0.4 < sum(depths) / 200 < 0.65
+  mean_depth = sum(depths) / 200
+  assert 0.4 < mean_depth < 0.65
 
 
 def test_samples_differ(many_prompts):
-  assert len({tuple(prompt.ids) for prompt in many_prompts}) == 200
+  distinct_prompts = {tuple(prompt.ids) for prompt in many_prompts}
+
+  assert len(distinct_prompts) == 200
 
 
 def test_samples_begin_at_different_pieces_of_the_haystack(many_prompts):
-  # The first needle takes fewer than 60 tokens.
+  """The text behind the first needle differs in most of the 200 prompts."""
+  # The first needle follows the opening, and takes fewer than 60 tokens.
   start = len(needle_prompts.OPENING) + 60
   beginnings = set()
   for prompt in many_prompts:
@@ -155,13 +168,24 @@ def test_samples_begin_at_different_pieces_of_the_haystack(many_prompts):
   assert len(beginnings) > 50
 
 
-@pytest.mark.parametrize("depth", [0.0, 1.0])
-def test_the_answer_is_the_first_or_last_of_adjacent_needles(depth):
+def test_the_answer_at_depth_0_is_the_first_of_adjacent_needles():
   """In a short prompt, needles are at the same place of the haystack."""
-  for prompt in make(length=600, num_needles=6, depth=depth, samples=20):
+  prompts = make(length=600, num_needles=6, depth=0.0, samples=20)
+
+  for prompt in prompts:
+    answer_start, _ = prompt.answer_spans[0]
     starts = [needle.start for needle in find_needles(prompt)]
-    expected = min(starts) if depth == 0 else max(starts)
-    assert prompt.answer_spans[0][0] == expected
+    assert answer_start == min(starts)
+
+
+def test_the_answer_at_depth_1_is_the_last_of_adjacent_needles():
+  """In a short prompt, needles are at the same place of the haystack."""
+  prompts = make(length=600, num_needles=6, depth=1.0, samples=20)
+
+  for prompt in prompts:
+    answer_start, _ = prompt.answer_spans[0]
+    starts = [needle.start for needle in find_needles(prompt)]
+    assert answer_start == max(starts)
 
 
 def test_no_city_is_part_of_another():
@@ -188,7 +212,8 @@ def test_other_depths_have_other_numbers():
 
 
 def test_the_length_is_exact_if_tokens_have_several_bytes(tmp_path):
-  """Prompts are filled up with pieces of several tokens, and with single ones."""
+  """Prompts of 400 to 429 tokens have exactly these lengths."""
+  # A tokenizer that has learned the needles has tokens of several bytes.
   text = needle_prompts.OPENING
   for index, city in enumerate(needle_prompts.CITIES):
     number = 12345 + 7 * index
@@ -221,6 +246,7 @@ def with_validation_source(trained: Trained, source: str) -> Trained:
 
 
 def test_the_validation_haystack_is_the_validation_text(make_trained, tmp_path):
+  """The pieces of the haystack are the lines of the text, as tokens."""
   lines = [f"held line {number}" for number in range(100)]
   (tmp_path / "held.txt").write_text("\n".join(lines))
   trained = with_validation_source(make_trained(), f"text:{tmp_path}/held.txt")
