@@ -78,8 +78,9 @@ def pair_requests(pairs: Sequence[tuple[str, str]]) -> list[Instance]:
 def test_likelihoods_equal_a_softmax_over_all_logits(model, log_softmax):
   """A likelihood is the sum of the log-probabilities of a continuation.
 
-  It is greedy if each of its tokens is the likeliest one.
+  A continuation is greedy if each of its tokens is the likeliest one.
   """
+  # Contexts and continuations. Tokens are bytes.
   text_pairs = [
     ("The cat", " sat"),
     ("", "alone"),
@@ -126,13 +127,16 @@ def test_a_long_context_loses_its_oldest_tokens_except_the_separator(
   """The model takes 48 inputs.
 
   These are the separator (255), the context and the continuation without its
-  last token.
+  last token. The fixture `pairs` records what would be scored.
   """
-  text_pairs = [("x" * 30 + "y" * 40, "zz"), ("x", "z" * 48), ("y", "zz")]
+  requests = pair_requests(
+    [("x" * 30 + "y" * 40, "zz"), ("x", "z" * 48), ("y", "zz")]
+  )
 
-  DiffjaxLM(model, batch_tokens=128).loglikelihood(pair_requests(text_pairs))
+  DiffjaxLM(model, batch_tokens=128).loglikelihood(requests)
 
   assert pairs == [
+    # The separator, 6 x's, 40 y's and the first z are 48 inputs.
     ([255, *b"x" * 6, *b"y" * 40], [*b"zz"]),
     ([255], [*b"z" * 48]),
     ([255, *b"y"], [*b"zz"]),
@@ -144,13 +148,20 @@ def test_a_long_context_loses_its_oldest_tokens_except_the_separator(
 
 
 def test_a_context_that_is_cut_completely_is_reported(model, pairs, caplog):
-  """A continuation of the maximum length leaves no room for a context."""
-  text_pairs = [("x", "z" * 48), ("", "z" * 48), ("x" * 9, "z" * 47)]
+  """The model takes 48 tokens, so 48 z's leave no room for the first x.
 
-  DiffjaxLM(model, batch_tokens=128).loglikelihood(pair_requests(text_pairs))
+  The fixture `pairs` records the contexts and continuations that are scored.
+  """
+  requests = pair_requests(
+    [("x", "z" * 48), ("", "z" * 48), ("x" * 9, "z" * 47)]
+  )
 
+  DiffjaxLM(model, batch_tokens=128).loglikelihood(requests)
+
+  # 47 z's leave room for one of nine x's, after the separator.
   last_context, _ = pairs[2]
   assert last_context == [255, *b"x"]
+  # Only the first context lost all of its text. The second one had none.
   assert "1 of these contexts were cut completely" in caplog.text
 
 
@@ -174,6 +185,10 @@ class JoiningTokenizer:
 
 
 def test_a_token_of_context_and_continuation_is_split(model, pairs):
+  """The tokenizer joins "a" and "b" to one token, so "b" would have none.
+
+  The fixture `pairs` records the contexts and continuations that are scored.
+  """
   joining_model = dataclasses.replace(model, tokenizer=JoiningTokenizer())
   lm = DiffjaxLM(joining_model, batch_tokens=128)
 
@@ -183,7 +198,10 @@ def test_a_token_of_context_and_continuation_is_split(model, pairs):
 
 
 def test_a_rolling_likelihood_is_summed_over_windows(model, log_softmax):
-  """A window has 48 tokens, and each token is scored in the first with it."""
+  """A text is read in windows of 48 tokens, which the model takes at most.
+
+  Each token is scored in the first window that contains it.
+  """
   texts = [
     "short",
     "x" * 48,
@@ -196,14 +214,17 @@ def test_a_rolling_likelihood_is_summed_over_windows(model, log_softmax):
   sums = DiffjaxLM(model, batch_tokens=256).loglikelihood_rolling(requests)
 
   for text, log_likelihood in zip(texts, sums, strict=True):
+    # A separator comes first, so the n-th character has the index n of `ids`.
     ids = [255, *text.encode()]
     expected = 0.0
     for first_scored in range(0, len(text), 48):
       stop = min(first_scored + 48, len(text))
+      # A window is full unless the text is shorter.
       start = max(stop - 48, 0)
       table = log_softmax(ids[start:stop])
       for position in range(first_scored, stop):
-        expected += table[position - start, ids[position + 1]]
+        next_id = ids[position + 1]
+        expected += table[position - start, next_id]
     assert log_likelihood == pytest.approx(expected, rel=1e-5)
 
 
@@ -221,7 +242,10 @@ def greedy_ids(
 
 
 def test_generation_stops_before_the_stop_string(model, greedy_ids):
-  """The stop string is the text of the greedy answer at positions 5 and 6."""
+  """The stop string is two characters in the middle of the greedy answer.
+
+  `greedy_ids` is the model's greedy answer of 12 tokens to "Hello".
+  """
   greedy_text = BYTES.decode(greedy_ids)
   stop_string = greedy_text[5:7]
   whole = {"until": [], "max_gen_toks": 12}
@@ -243,7 +267,10 @@ def test_generation_stops_before_the_stop_string(model, greedy_ids):
 
 
 def test_generation_samples_if_asked_to(model, greedy_ids):
-  """Twelve drawn tokens are hardly ever the twelve likeliest ones."""
+  """Twelve sampled tokens are hardly ever the twelve likeliest ones.
+
+  Those are `greedy_ids`, the model's greedy answer to "Hello".
+  """
   options = {
     "until": [],
     "max_gen_toks": 12,
@@ -296,9 +323,12 @@ def generate(model: Trained, texts: Sequence[str], max_gen_toks: int) -> None:
 
 @pytest.mark.parametrize("length", [1, 10, 22, 23, 24, 25, 46, 47, 58])
 def test_an_answer_leaves_room_for_its_context(model, generations, length):
-  """The model takes 48 tokens, of which a context keeps 24 if it has as many.
+  """The model takes 48 tokens: a separator, a context and an answer.
 
-  An answer gets fewer tokens than it may have only if they do not fit.
+  A context loses tokens only down to half of them, 24 with the separator. An
+  answer gets less than `max_gen_toks` only if both do not fit.
+
+  The fixture `generations` records the prompts and the lengths of answers.
   """
   context = list(range(65, 65 + length))
   text = bytes(context).decode()
@@ -310,6 +340,7 @@ def test_an_answer_leaves_room_for_its_context(model, generations, length):
     [(prompt, num_new)] = generations
     separator = 255
     assert prompt[0] == separator
+    # A context that is too long loses its beginning.
     kept = prompt[1:]
     assert kept == context[length - len(kept) :]
     assert len(prompt) >= min(1 + length, 24)
@@ -320,14 +351,26 @@ def test_an_answer_leaves_room_for_its_context(model, generations, length):
 
 
 def test_a_shortened_answer_is_reported(model, generations, caplog):
-  generate(model, ["x" * 30], 256)
+  """Half of the model's 48 tokens are for the answer.
 
+  The fixture `generations` records the prompts and the lengths of answers.
+  """
+  generate(model, ["x" * 30], max_gen_toks=256)
+
+  # The prompt is a separator and the last 23 of 30 x's.
   assert generations == [([255, *b"x" * 23], 24)]
   assert "1 answers have at most 24 of 256 tokens" in caplog.text
 
 
 def test_requests_of_one_call_can_have_different_limits(model, generations):
-  generate(model, ["x" * 7, "y" * 30, "z" * 7, "w" * 8], 40)
+  """40 of the model's 48 tokens leave 8 for a separator and a context.
+
+  After a longer context, an answer has only 24 tokens. Requests with the same
+  limit are answered together, so the order changes.
+
+  The fixture `generations` records the prompts and the lengths of answers.
+  """
+  generate(model, ["x" * 7, "y" * 30, "z" * 7, "w" * 8], max_gen_toks=40)
 
   limits = []
   for prompt, num_new in generations:
