@@ -57,9 +57,12 @@ def capture(trained: Trained, batch: dict[str, Any]) -> dict[str, Any]:
 def test_measured_values_are_those_that_the_model_captures(
   make_trained, variant
 ):
-  """Two layers read two rows."""
+  """Flax can capture the queries, keys and hidden states of each layer.
+
+  The results of `inside.measure` are the same arrays.
+  """
   trained = make_trained(variant)
-  batch = next(iter(validation_rows("x", trained, 2, batch_size=2)))
+  batch = next(iter(validation_rows("x", trained, count=2, batch_size=2)))
 
   def select_arrays(inputs):
     return {
@@ -93,15 +96,18 @@ def select_lambda(inputs: inside.AttentionInputs) -> dict[str, Any]:
 def test_measured_lambda_has_the_mean_that_the_model_reports(
   make_trained, variant
 ):
-  """Two layers read two rows of 64 tokens."""
+  """λ is the factor of an attention layer's second map."""
   trained = make_trained(variant)
-  batch = next(iter(validation_rows("x", trained, 2, batch_size=2)))
+  batch = next(iter(validation_rows("x", trained, count=2, batch_size=2)))
 
   measured = measure_jitted(trained, batch, attention=select_lambda)
 
   lam = measured["attention"]["lam"]
+  num_layers = 2
+  num_rows = 2
+  row_length = 64
   num_heads = trained.config.model.num_heads
-  chex.assert_shape(lam, (2, 2, 64, num_heads))
+  chex.assert_shape(lam, (num_layers, num_rows, row_length, num_heads))
   metrics = capture(trained, batch)["metrics"]["layers"]
   (mean_lambdas,) = metrics["attention"]["lambda"]
   mean_by_layer = jnp.mean(lam, axis=(1, 2, 3))
@@ -109,6 +115,7 @@ def test_measured_lambda_has_the_mean_that_the_model_reports(
 
 
 def test_softmax_attention_has_no_lambda(make_trained):
+  """λ is the factor of a second map, and softmax attention has only one."""
   trained = make_trained("softmax")
   batch = {"tokens": np.arange(16).reshape(1, 16)}
 
@@ -118,9 +125,10 @@ def test_softmax_attention_has_no_lambda(make_trained):
 
 
 def test_measuring_under_remat_does_not_change_the_model(make_trained):
-  """Layers are intercepted while they are measured, and not after that.
+  """A measurement intercepts calls of layers, but only while it runs.
 
-  With remat, JAX caches what it has traced of a layer.
+  With remat, JAX caches the traced layers. A cached layer with the measurement
+  inside would change the model afterwards.
   """
   trained = make_trained(remat="full", num_layers=3)
   tokens = np.arange(32).reshape(2, 16)
@@ -143,11 +151,10 @@ def test_measuring_under_remat_does_not_change_the_model(make_trained):
   chex.assert_trees_all_equal(after, before)
 
 
-def test_the_example_in_the_docstring(make_trained):
-  """The largest logit of a layer is found block by block, and from all at once.
+def test_the_largest_logit_is_found_block_by_block(make_trained):
+  """The docstring's example gives the same as all queries at once.
 
-  The model has two layers and rows of 64 tokens, so blocks of 24 queries do not
-  divide them.
+  The last block is not full: rows of 64 queries are two blocks of 24, and 16.
   """
 
   def add_block(largest, queries):
@@ -157,16 +164,15 @@ def test_the_example_in_the_docstring(make_trained):
 
   def largest_logits(inputs):
     start = jnp.float32(-jnp.inf)
-    all_queries = inputs.queries(0, inputs.q.shape[1])
-    return {
-      "blocks": inside.fold_query_blocks(
-        add_block, start, inputs, block_size=24
-      ),
-      "all": add_block(start, all_queries),
-    }
+    num_queries = inputs.q.shape[1]
+    all_queries = inputs.queries(first=0, count=num_queries)
+    of_blocks = inside.fold_query_blocks(
+      add_block, start, inputs, block_size=24
+    )
+    return {"blocks": of_blocks, "all": add_block(start, all_queries)}
 
   trained = make_trained("diff")
-  batch = next(iter(validation_rows("x", trained, 2, batch_size=2)))
+  batch = next(iter(validation_rows("x", trained, count=2, batch_size=2)))
 
   results = measure_jitted(trained, batch, attention=largest_logits)
 
@@ -179,10 +185,10 @@ def test_the_example_in_the_docstring(make_trained):
 # Without remat, the layers are unrolled. With it, they are scanned.
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_every_layer_is_measured_with_its_own_window(make_trained, remat):
-  """The last of 16 queries has weights on the 16 or 3 keys that its layer sees.
+  """The last of 16 queries sees 3 keys in a window, and else all 16.
 
-  The pattern "wf" alternates layers with a window of 3 and full ones. The first
-  layer is a plain one, whose attention is softmax.
+  The pattern "wf" alternates layers with a window and full ones. The first
+  layer is a plain one: its attention is softmax.
   """
   trained = make_trained(
     num_layers=4, plain_layers=1, window=3, window_pattern="wf", remat=remat
@@ -190,7 +196,7 @@ def test_every_layer_is_measured_with_its_own_window(make_trained, remat):
   tokens = np.arange(16).reshape(1, 16)
 
   def count_keys(inputs):
-    last_query = inputs.queries(15, 1)
+    last_query = inputs.queries(first=15, count=1)
     weights_of_first_head = last_query.weights()[:, 0, 0]  # [B, S]
     return jnp.sum(weights_of_first_head != 0, axis=-1)
 
@@ -230,12 +236,12 @@ def test_blocks_of_queries_give_the_whole_map(length, block, window):
     return squares, num_visible + jnp.sum(queries.mask)
 
   inputs = inside.AttentionInputs(
-    DiffAttention(num_heads=4, head_dim=8, num_kv_heads=2),
-    q,
-    k,
-    v,
-    lam,
-    MaskArguments(ids, ids, causal=True, window=window),
+    layer=DiffAttention(num_heads=4, head_dim=8, num_kv_heads=2),
+    q=q,
+    k=k,
+    v=v,
+    lam=lam,
+    mask=MaskArguments(ids, ids, causal=True, window=window),
   )
 
   squares, num_visible = inside.fold_query_blocks(
@@ -256,21 +262,25 @@ def test_blocks_of_queries_give_the_whole_map(length, block, window):
 
 
 def test_a_layer_that_needs_all_queries_gets_one_block():
-  """Weights may depend on other queries if a layer has no cached decoding."""
+  """A layer that can decode with a cache computes each query on its own.
+
+  A layer that does not support it may need all 37 queries at once.
+  """
 
   class NeedsAllQueries(DiffAttention):
+    # Without "cached_decoding".
     supports = frozenset()
 
   q = jax.random.normal(jax.random.key(0), (2, 37, 2, 2, 8))
   k = jax.random.normal(jax.random.key(1), (2, 37, 2, 2, 8))
   ids = jnp.ones((2, 37), jnp.int32)
   inputs = inside.AttentionInputs(
-    NeedsAllQueries(num_heads=2, head_dim=8),
-    q,
-    k,
-    jnp.zeros((2, 37, 2, 16)),
-    jnp.full((2, 37, 2), 0.3),
-    MaskArguments(ids, ids, causal=True, window=None),
+    layer=NeedsAllQueries(num_heads=2, head_dim=8),
+    q=q,
+    k=k,
+    v=jnp.zeros((2, 37, 2, 16)),
+    lam=jnp.full((2, 37, 2), 0.3),
+    mask=MaskArguments(ids, ids, causal=True, window=None),
   )
   block_sizes = []
 
@@ -280,16 +290,20 @@ def test_a_layer_that_needs_all_queries_gets_one_block():
 
   num_visible = inside.fold_query_blocks(count_keys, 0, inputs, block_size=8)
 
+  assert set(block_sizes) == {37}
+  # The n-th query of a row sees n keys.
   num_rows = 2
   num_causal_pairs = 37 * (37 + 1) // 2
   assert num_visible == num_rows * num_causal_pairs
-  assert set(block_sizes) == {37}
 
 
 def test_a_layer_that_does_not_attend_cannot_be_measured(
   make_trained, monkeypatch
 ):
-  """Its heads return the values, without a call of `attend`."""
+  """Attention is measured where the layer calls `attend`.
+
+  The heads of this layer are the values, without a call of `attend`.
+  """
 
   def compute_heads(self, q, k, v, lam, mask):
     return jnp.repeat(v, self.num_heads // v.shape[2], axis=2)
@@ -298,12 +312,10 @@ def test_a_layer_that_does_not_attend_cannot_be_measured(
     return inputs.q
 
   trained = make_trained("softmax")
+  batch = {"tokens": np.arange(8)[None]}
   monkeypatch.setattr(Attention, "compute_heads", compute_heads)
 
   with pytest.raises(UserError, match="does not call Attention.attend"):
     inside.measure(
-      trained.model,
-      trained.params,
-      {"tokens": np.arange(8)[None]},
-      attention=select_queries,
+      trained.model, trained.params, batch, attention=select_queries
     )
