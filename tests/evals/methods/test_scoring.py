@@ -79,12 +79,14 @@ def score_directly(
 
 
 def test_scores_equal_a_direct_computation(model_and_params, compute_logits):
-  """A context and its continuation have up to 101 tokens, of a vocabulary of 50.
+  """The score of a continuation is its log-probability after a context.
 
   Batches have three rows. Logits are computed for seven positions at a time, so
   the last chunk of a row is padded.
   """
   model, params = model_and_params
+  # Contexts and continuations. Together they have at most 101 tokens: the model
+  # reads 100, and not the last one. The vocabulary has 50 tokens.
   pairs = [([3], [4]), ([3] * 100, [4]), ([3], [4] * 100), ([1, 2], [3, 4])]
   rng = np.random.default_rng(0)
   for context_length, continuation_length in rng.integers(1, 50, (9, 2)):
@@ -111,8 +113,9 @@ def test_scores_equal_a_direct_computation(model_and_params, compute_logits):
 def test_a_continuation_is_greedy_if_all_its_tokens_are(
   model_and_params, compute_logits
 ):
-  """The second continuation differs from the first one in its last token."""
+  """A continuation is not greedy if only its last token is not the likeliest."""
   model, params = model_and_params
+  # The model continues the token 5 greedily.
   ids = [5]
   for _ in range(6):
     next_token = compute_logits(ids)[-1].argmax()
@@ -133,30 +136,41 @@ def test_a_continuation_is_greedy_if_all_its_tokens_are(
 
 
 def test_rows_of_one_padded_length_compile_once(model_and_params):
+  """Rows of 42 to 50 tokens are padded to 64. One program scores them all."""
   model, params = model_and_params
-  before = scoring._score_rows._cache_size()
-  for count in (1, 2, 5, 9):
-    pairs = [([1] * length, [2] * 3) for length in range(40, 40 + count)]
+  num_programs_before = scoring._score_rows._cache_size()
+
+  for num_pairs in (1, 2, 5, 9):
+    pairs = [([1] * length, [2] * 3) for length in range(40, 40 + num_pairs)]
     scoring.score(model, params, pairs, batch_tokens=256)
-  assert scoring._score_rows._cache_size() <= before + 1
+
+  num_programs = scoring._score_rows._cache_size()
+  assert num_programs <= num_programs_before + 1
 
 
 def test_a_uniform_model_gives_each_token_log_n(model_and_params):
+  """With parameters of 0, each of 50 tokens has the probability 1 / 50."""
   model, params = model_and_params
   zero_params = jax.tree.map(jnp.zeros_like, params)
+
   (score,) = scoring.score(model, zero_params, [([1], [2, 3, 4])])
-  assert score.log_probability == pytest.approx(-3 * np.log(50), rel=1e-6)
+
+  # The continuation has three tokens.
+  expected = 3 * np.log(1 / 50)
+  assert score.log_probability == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_pair_that_is_longer_than_the_model_takes_raises(model_and_params):
+  """The model would read 101 tokens: all except the last one."""
   model, params = model_and_params
+  pairs = [([1] * 100, [2, 3])]
 
   message = (
     "a continuation of 2 tokens after 100 does not fit the model, whose"
     " config.model.max_length is 100"
   )
   with pytest.raises(UserError, match=message):
-    scoring.score(model, params, [([1] * 100, [2, 3])])
+    scoring.score(model, params, pairs)
 
 
 @pytest.mark.parametrize(
@@ -176,23 +190,35 @@ def test_an_empty_context_or_continuation_raises(
 
 
 @pytest.mark.parametrize("token", [50, -1, 7.9, True, float("nan")], ids=repr)
-def test_an_id_outside_the_vocabulary_raises(model_and_params, token):
+def test_an_id_of_a_context_outside_the_vocabulary_raises(
+  model_and_params, token
+):
   """The vocabulary has 50 tokens. Pairs are counted from 0."""
   model, params = model_and_params
-  good = ([1, 2], [3])
-  wrong_context = ([1, token], [2])
-  wrong_continuation = ([1], [2, token])
+  good_pair = ([1, 2], [3])
+  wrong_pair = ([1, token], [2])
 
   message = "^pair 1: the context has .* at position 1: .* from 0 to 49,"
   with pytest.raises(UserError, match=message):
-    scoring.score(model, params, [good, wrong_context])
+    scoring.score(model, params, [good_pair, wrong_pair])
+
+
+@pytest.mark.parametrize("token", [50, -1, 7.9, True, float("nan")], ids=repr)
+def test_an_id_of_a_continuation_outside_the_vocabulary_raises(
+  model_and_params, token
+):
+  """The vocabulary has 50 tokens. Pairs are counted from 0."""
+  model, params = model_and_params
+  good_pair = ([1, 2], [3])
+  wrong_pair = ([1], [2, token])
 
   message = "^pair 1: the continuation has .* at position 1: .* from 0 to 49,"
   with pytest.raises(UserError, match=message):
-    scoring.score(model, params, [good, wrong_continuation])
+    scoring.score(model, params, [good_pair, wrong_pair])
 
 
 def test_texts_instead_of_ids_raise(model_and_params):
+  """Texts must be tokenized first."""
   model, params = model_and_params
 
   with pytest.raises(UserError, match="^pair 0: the context has 'a'"):
@@ -201,6 +227,9 @@ def test_texts_instead_of_ids_raise(model_and_params):
 
 def test_arrays_are_scored_as_lists(model_and_params):
   model, params = model_and_params
-  expected = scoring.score(model, params, [([1, 2], [3])])
+  lists = [([1, 2], [3])]
   arrays = [(np.array([1, 2], np.uint16), jnp.array([3], jnp.int8))]
-  assert scoring.score(model, params, arrays) == expected
+
+  scores = scoring.score(model, params, arrays)
+
+  assert scores == scoring.score(model, params, lists)
