@@ -117,22 +117,29 @@ def test_decoding_takes_the_likeliest_token_that_leads_to_a_label():
 
 
 def test_any_logits_give_a_label():
+  """Decoding can write only labels. With random logits, it writes each once."""
   labels = ["a", "ab", "abc", "b", "ba", "entity", "entity:animal"]
   tree = LabelTree.grow(encode_labels(labels))
+  # A sampler of three rows.
   sampler = RandomSampler()
 
   decoded = set()
   for _ in range(200):
-    decoded.update(decode_labels(sampler, sampler.state(), 3, tree))
+    indices = decode_labels(sampler, sampler.state(), count=3, tree=tree)
+    decoded.update(indices)
 
-  assert decoded == set(range(len(labels)))
+  assert decoded == {0, 1, 2, 3, 4, 5, 6}
 
 
 def test_a_single_label_is_always_decoded():
+  # A sampler of three rows.
   sampler = RandomSampler()
+  # The only label has the token 1.
   tree = LabelTree.grow([[1]])
 
-  assert decode_labels(sampler, sampler.state(), 3, tree) == [0, 0, 0]
+  indices = decode_labels(sampler, sampler.state(), count=3, tree=tree)
+
+  assert indices == [0, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -143,6 +150,7 @@ def test_a_single_label_is_always_decoded():
   ],
 )
 def test_labels_that_cannot_be_told_apart_raise(labels):
+  """Each label is a list of tokens."""
   message = "labels 0, 1 .counted from 0. have the same tokens"
   with pytest.raises(UserError, match=message):
     LabelTree.grow(labels)
