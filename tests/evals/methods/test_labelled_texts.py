@@ -21,20 +21,30 @@ def words_by_label(dataset: Dataset) -> dict[str, set[str]]:
   return words
 
 
-def test_a_seed_determines_the_texts(dataset):
-  assert synthetic_dataset(5, 3, seed=1) == dataset
-  assert synthetic_dataset(5, 3, seed=2).train != dataset.train
+def test_a_seed_determines_the_texts():
+  first = synthetic_dataset(num_classes=5, num_words=3, seed=1)
+  again = synthetic_dataset(num_classes=5, num_words=3, seed=1)
+  other = synthetic_dataset(num_classes=5, num_words=3, seed=2)
+
+  assert again == first
+  assert other.train != first.train
 
 
 def test_the_test_set_is_balanced(dataset):
+  """The fixture `dataset` has five classes."""
   train_labels = {example.label for example in dataset.train}
   test_counts = collections.Counter(example.label for example in dataset.test)
 
   assert len(train_labels) == 5
+  # 200 examples of each class.
   assert test_counts == dict.fromkeys(train_labels, 200)
 
 
 def test_each_class_has_words_that_no_other_class_has(dataset):
+  """The fixture `dataset` has five classes with three words each.
+
+  All classes share 20 other words.
+  """
   words = words_by_label(dataset)
   shared = set.intersection(*words.values())
 
