@@ -32,6 +32,10 @@ def balanced_examples() -> list[Example]:
 
 
 def test_rounds_are_balanced_until_a_class_has_no_more(balanced_examples):
+  """A round has one example of each class that has examples left.
+
+  The classes are "a" with 3 examples, and "b", "c" and "d" with 50 each.
+  """
   # Three rounds contain all four labels, and later ones only b, c and d.
   num_with_all_labels = 3 * 4
   for stop in range(1, len(balanced_examples)):
@@ -44,15 +48,20 @@ def test_rounds_are_balanced_until_a_class_has_no_more(balanced_examples):
 
 
 def test_rounds_have_different_orders_of_labels(balanced_examples):
+  """The classes are "a" with 3 examples, and "b", "c" and "d" with 50 each."""
+  # Three rounds of four examples come first, then rounds of b, c and d.
   orders = set()
-  for start in range(12, 150, 3):
+  for start in range(3 * 4, 150, 3):
     round_examples = balanced_examples[start : start + 3]
     orders.add(tuple(example.label for example in round_examples))
+
+  # Three labels have six orders.
   assert len(orders) > 3
 
 
 @pytest.mark.parametrize("order", [shuffled, alternating])
 def test_each_order_has_the_same_demonstrations(order):
+  """`order` is a function that draws an order of examples."""
   examples = make_examples({"a": 10, "b": 9, "c": 9})
   rng = np.random.default_rng(0)
 
@@ -65,10 +74,14 @@ def test_each_order_has_the_same_demonstrations(order):
 
 
 def test_alternating_repeats_one_order_of_the_labels():
+  """For example, the labels are "bca" nine times, and then "a"."""
   examples = make_examples({"a": 10, "b": 9, "c": 9})
   rng = np.random.default_rng(0)
+
   for _ in range(5):
-    labels = "".join(example.label for example in alternating(examples, rng))
+    ordered = alternating(examples, rng)
+
+    labels = "".join(example.label for example in ordered)
     first_round = labels[:3]
     assert collections.Counter(first_round) == {"a": 1, "b": 1, "c": 1}
     # "a" has one example more.
