@@ -190,6 +190,7 @@ def test_answers_of_a_group_are_the_same(group):
 
 @pytest.mark.parametrize("group", SAME, ids=operator.itemgetter(0))
 def test_answers_of_other_groups_are_different(group):
+  """The answers of a group in SAME are equal, for example "1/2" and "0.5"."""
   for other_group in SAME:
     if other_group is group:
       continue
@@ -281,10 +282,15 @@ def test_an_extracted_answer_equals_itself(pieces):
 
 
 def test_math_verify_ends_at_its_time_limit(caplog):
-  """Python computes the power in C code, which no exception interrupts."""
+  """The library math-verify runs in a process, which is killed after a second.
+
+  It computes the power in C code, which no exception interrupts.
+  """
   worker = equivalence.Worker(time_limit=1)
 
-  assert not worker.compare("9^{9^{9}}", "1")
+  is_equal = worker.compare("9^{9^{9}}", "1")
+
+  assert not is_equal
   assert "ended while it compared '9^{9^{9}}'" in caplog.text
   # The next comparison starts a new process.
   assert worker.compare("x + 1", "1 + x")
@@ -292,6 +298,8 @@ def test_math_verify_ends_at_its_time_limit(caplog):
 
 
 def test_math_verify_compares_in_any_thread():
+  """All threads use one process. Requests must not get each other's replies."""
+
   def is_commutative(number: int) -> bool:
     return is_same_answer(f"x+{number}", f"{number}+x")
 
@@ -300,6 +308,7 @@ def test_math_verify_compares_in_any_thread():
 
 
 def test_the_error_without_math_verify_names_the_extra(tmp_path):
+  """The process prints the error of the import, and the user gets it."""
   program = tmp_path / "worker.py"
   program.write_text("print(\"No module named 'math_verify'\")")
   worker = equivalence.Worker(program=program)
@@ -310,6 +319,8 @@ def test_the_error_without_math_verify_names_the_extra(tmp_path):
 
 
 def test_numbers_are_compared_without_math_verify(monkeypatch):
+  """Only other expressions need that library, which takes long."""
+
   def raise_error(answer: str, reference: str) -> bool:
     raise AssertionError("math-verify is not needed")
 
