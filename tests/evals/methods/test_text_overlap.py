@@ -38,7 +38,10 @@ def test_other_texts_do_not_match(text, reference):
 
 
 def test_rouge_l_of_ascii_texts_is_that_of_rouge_score():
-  """The texts have words that its tokenizer and stemmer change."""
+  """The library `rouge_score` splits texts into words, and takes their stems.
+
+  The texts here have words that it changes, such as "running" and "U.S.A.".
+  """
   rouge_scorer = pytest.importorskip("rouge_score.rouge_scorer")
   original = rouge_scorer.RougeScorer(["rougeL"], use_stemmer=True)
   rouge_l = text_overlap.load_rouge_l()
@@ -87,7 +90,9 @@ def test_rouge_l_of_other_scripts(reference, text, expected):
   """
   pytest.importorskip("rouge_score")
   rouge_l = text_overlap.load_rouge_l()
+
   assert rouge_l(reference, text) == pytest.approx(expected)
+  # F1 is symmetric.
   assert rouge_l(text, reference) == pytest.approx(expected)
 
 
@@ -112,6 +117,7 @@ def test_rouge_l_of_other_scripts(reference, text, expected):
   ],
 )
 def test_rouge_l_of_known_texts(reference, text, expected):
+  """ROUGE-L is the F1 of the longest common subsequence of words."""
   pytest.importorskip("rouge_score")
   rouge_l = text_overlap.load_rouge_l()
 
