@@ -177,7 +177,10 @@ def answer_right(prompt: str) -> str:
 
 
 def test_right_answers_score_1(monkeypatch, files):
-  """The three files have 6, 4 and 4 questions."""
+  """The files "gsm8k", "math" and "math500" have 6, 4 and 4 questions.
+
+  "ended" is the share of answers that end before their maximum length.
+  """
   suite = Mathematics(files=",".join(files), new_tokens=100)
 
   results = evaluate(monkeypatch, suite, answer_right).results
@@ -207,12 +210,12 @@ def test_right_answers_score_1(monkeypatch, files):
   ],
 )
 def test_wrong_answers_score_0(monkeypatch, files, wrong_answer):
-  """All questions get the same wrong answer."""
+  """All questions of the three files get the same wrong answer."""
+  suite = Mathematics(files=",".join(files), new_tokens=100)
 
   def answer_wrong(prompt: str) -> str:
     return wrong_answer
 
-  suite = Mathematics(files=",".join(files), new_tokens=100)
   results = evaluate(monkeypatch, suite, answer_wrong).results
 
   for file in ("gsm8k", "math", "math500", "mean"):
@@ -220,23 +223,27 @@ def test_wrong_answers_score_0(monkeypatch, files, wrong_answer):
 
 
 def test_files_have_equal_weight_in_the_mean(monkeypatch, files):
-  """All six answers of one file are right, and none of the other's four."""
+  """All six answers of one file are right, and none of the other's four.
+
+  The mean over files is 1/2, and not 6/10.
+  """
+  suite = Mathematics(files=f"{files.gsm8k},{files.math}", new_tokens=100)
 
   def answer_gsm8k_only(prompt: str) -> str:
+    # Only questions of the file "gsm8k" begin with "What".
     return answer_right(prompt) if "What" in prompt else ""
 
-  suite = Mathematics(files=f"{files.gsm8k},{files.math}", new_tokens=100)
   results = evaluate(monkeypatch, suite, answer_gsm8k_only).results
 
   gsm8k = results["accuracy", "gsm8k"]
-  assert gsm8k["value"] == 1.0
   math = results["accuracy", "math"]
+  mean = results["accuracy", "mean"]
+  assert gsm8k["value"] == 1.0
   assert math["value"] == 0.0
+  assert mean["value"] == pytest.approx((1 + 0) / 2)
   # So few answers leave wide intervals.
   assert gsm8k["low"] < 0.7
   assert math["high"] > 0.3
-  mean = results["accuracy", "mean"]
-  assert mean["value"] == pytest.approx(0.5)
   assert mean["low"] < 0.5 < mean["high"]
 
 
@@ -247,12 +254,11 @@ def test_text_after_the_next_question_does_not_count(monkeypatch, files):
     next_question = "\n\nExercise 9: What is 1 + 1?\nA: 2."
     return answer_right(prompt) + next_question
 
-  evaluation = evaluate(
-    monkeypatch,
-    Mathematics(files=",".join(files), new_tokens=200),
-    answer_and_ask,
-    trained=with_template("Exercise 9: {prompt}\nA:"),
-  )
+  # The template of prompts with which the model was fine-tuned.
+  trained = with_template("Exercise 9: {prompt}\nA:")
+  suite = Mathematics(files=",".join(files), new_tokens=200)
+
+  evaluation = evaluate(monkeypatch, suite, answer_and_ask, trained)
 
   assert evaluation.prompts[0] == "Exercise 9: What is 3 + 3?\nA:"
   for result in evaluation.results.values():
@@ -261,36 +267,39 @@ def test_text_after_the_next_question_does_not_count(monkeypatch, files):
 
 def test_a_number_in_the_template_is_not_an_answer(monkeypatch, files):
   """The last number of a text is the answer, but not the 9 of "Exercise 9"."""
+  # The template of prompts with which the model was fine-tuned.
+  trained = with_template("Exercise 9: {prompt}\nA:")
+  suite = Mathematics(files=files.gsm8k, new_tokens=200)
 
   def answer_and_ask(prompt: str) -> str:
     # The prompt begins with, for example, "Exercise 9: What is 3 + 3?".
     number = int(prompt.split()[4])
     return f"{2 * number}\nExercise 9: What"
 
-  evaluation = evaluate(
-    monkeypatch,
-    Mathematics(files=files.gsm8k, new_tokens=200),
-    answer_and_ask,
-    trained=with_template("Exercise 9: {prompt}\nA:"),
-  )
+  evaluation = evaluate(monkeypatch, suite, answer_and_ask, trained)
 
   assert evaluation.results["accuracy", "gsm8k"]["value"] == 1
 
 
 def test_an_answer_of_the_maximum_length_has_not_ended(monkeypatch, files):
+  """Of six answers, one is cut after 50 tokens, which are bytes."""
+  suite = Mathematics(files=files.gsm8k, new_tokens=50)
+
   def answer_first_question_at_length(prompt: str) -> str:
+    # Only the first question is "What is 3 + 3?".
     return "3" * 200 if "3 + 3" in prompt else "no"
 
-  suite = Mathematics(files=files.gsm8k, new_tokens=50)
   evaluation = evaluate(monkeypatch, suite, answer_first_question_at_length)
 
-  # One of the six answers was cut.
   ended = evaluation.results["ended", "gsm8k"]
   assert ended["value"] == pytest.approx(5 / 6)
 
 
 def test_demonstrations_precede_each_question(monkeypatch, files):
-  """The first two records of math500 are shown, with their solutions."""
+  """The first two records of the file "math500" are shown as demonstrations.
+
+  Three questions of the file "gsm8k" are asked.
+  """
   suite = Mathematics(
     files=files.gsm8k,
     shots=2,
@@ -337,13 +346,11 @@ def test_prompts_are_those_of_fine_tuning(monkeypatch, tmp_path):
   def answer_4(prompt: str) -> str:
     return "4"
 
-  evaluation = evaluate(
-    monkeypatch,
-    Mathematics(files=path, new_tokens=100),
-    answer_4,
-    trained=with_template(template),
-  )
+  suite = Mathematics(files=path, new_tokens=100)
 
+  evaluation = evaluate(monkeypatch, suite, answer_4, with_template(template))
+
+  # The same question and answer, as fine-tuning reads them.
   prompt_text = template.replace("{prompt}", "2 + 2?")
   document = Document("4", False, prompt_text)
   example = Tokenize("bytes")(document)
@@ -404,11 +411,12 @@ def test_an_invalid_record_is_reported_in_one_line(tmp_path, record, message):
 
 
 def test_an_answer_can_be_a_number(tmp_path):
-  path = write_records(
-    tmp_path / "aime.jsonl", [{"problem": "?", "answer": 25}]
-  )
+  """A JSON number instead of a string, as the benchmark AIME has it."""
+  record = {"problem": "?", "answer": 25}
+  path = write_records(tmp_path / "aime.jsonl", [record])
 
   (question,) = mathematics.read(path)
+
   assert question.answer == "25"
 
 
@@ -454,9 +462,9 @@ def test_an_invalid_setting_raises(files, settings, message):
 
 
 def test_more_demonstrations_than_records_raise(files):
+  """The file "math" of this test has four questions."""
   suite = Mathematics(files=files.gsm8k, shots=9, shots_file=files.math)
 
-  # The file "math" of this test has four questions.
   message = "set.mathematics.shots = 9: .*math.jsonl has 4 records"
   with pytest.raises(UserError, match=message):
     list(suite.evaluate(TRAINED))
@@ -503,6 +511,7 @@ def test_the_command_writes_the_results(files, workdir):
   rows = []
   for figure in suite_results["figures"]:
     rows.append((figure["name"], figure["at"]["file"], figure["units"]))
+  # The last number is that of questions.
   assert rows == [
     ("accuracy", "gsm8k", 3),
     ("ended", "gsm8k", 3),
