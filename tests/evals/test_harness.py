@@ -200,6 +200,7 @@ def value(measurement: Measurement) -> float:
 
 @pytest.mark.full
 def test_the_papers_tasks_are_found_among_all_tasks(monkeypatch, data_dir):
+  """Other tests read the files of a few tasks only. They are the same files."""
   monkeypatch.setattr(harness_tasks, "task_manager", all_tasks)
   monkeypatch.setattr(adapter, "score", score_twos)
 
@@ -214,7 +215,8 @@ def test_the_papers_tasks_are_found_among_all_tasks(monkeypatch, data_dir):
 def test_the_papers_tasks_have_the_known_accuracies(monkeypatch, data_dir):
   """The model prefers the choice with the most 2s.
 
-  For example, ARC asks four questions, whose answers are the digits 0 to 3.
+  For example, "arc_easy" has four questions, whose answers are the digits 0 to
+  3. So one answer is right.
   """
   monkeypatch.setattr(adapter, "score", score_twos)
 
@@ -232,6 +234,7 @@ def test_the_papers_tasks_have_the_known_accuracies(monkeypatch, data_dir):
   for task, expected in accuracies.items():
     accuracy = measurements["acc", task]
     assert value(accuracy) == pytest.approx(expected)
+    # Each question is a unit.
     assert len(accuracy.units) == len(QUESTIONS[task])
 
 
@@ -249,11 +252,13 @@ def test_the_mean_uses_the_accuracy_by_length_where_a_task_has_one(
     "arc_easy": 1 / 4,
     "arc_challenge": 1.0,
     "boolq": 2 / 3,
+    # This is acc_norm.
     "hellaswag": 2 / 3,
     "openbookqa": 1.0,
     "piqa": 1 / 2,
     "winogrande": 1.0,
   }
+  # The mean belongs to no task.
   mean = measurements["mean accuracy", None]
   expected = np.mean(list(accuracies.values()))
   assert value(mean) == pytest.approx(expected)
@@ -301,18 +306,22 @@ class ScoreRecorder:
 
 
 def test_limit_is_the_number_of_questions(monkeypatch, data_dir):
+  """Two of the four questions of "arc_easy" are asked."""
   recorder = ScoreRecorder()
   monkeypatch.setattr(adapter, "score", recorder)
 
   measurements = evaluate(data_dir=str(data_dir), tasks=("arc_easy",), limit=2)
 
-  assert len(measurements["acc", "arc_easy"].units) == 2
+  num_questions = len(measurements["acc", "arc_easy"].units)
+  assert num_questions == 2
+  # Each choice is scored as a continuation of its question.
   num_choices = 4
   assert len(recorder.pairs) == 2 * num_choices
 
 
 def test_examples_are_from_the_training_file(monkeypatch, data_dir):
   """Each scored prompt begins with the only training question."""
+  # It records the pairs of a context and a continuation that are scored.
   recorder = ScoreRecorder()
   monkeypatch.setattr(adapter, "score", recorder)
   example = {**arc_record(3), "question": "An example?"}
@@ -345,12 +354,10 @@ def gsm8k_records(numbers: Sequence[int]) -> list[dict[str, Any]]:
   return records
 
 
-# The scored questions have numbers that begin with 1. Other questions have
-# numbers that begin with 2.
+# Questions with numbers from 10 to 17.
 SCORED = gsm8k_records(range(10, 18))
-OTHER = gsm8k_records(range(20, 26))
 
-# The scored questions with other answers.
+# The same questions with other answers.
 REWORDED = [{**record, "answer": "It is 7.\n#### 7"} for record in SCORED]
 
 
@@ -380,18 +387,21 @@ def prompts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_no_prompt_shows_a_scored_question(
   prompts, tmp_path, num_fewshot, num_shown
 ):
-  """Some questions of the training file are scored, so they are not shown.
+  """A prompt shows examples from the training file, but no scored question.
 
-  Questions 10 to 17 are scored, and 20 to 25 are not. -1 is the task's default
-  number of examples, which is 5.
+  -1 is the task's default number of examples, which is 5. The fixture `prompts`
+  records the prompts.
   """
-  write_split(tmp_path, "gsm8k", "test", SCORED)
-  write_split(tmp_path, "gsm8k", "train", [*SCORED[:3], *OTHER])
+  scored = gsm8k_records([10, 11, 12, 13, 14, 15, 16, 17])
+  other = gsm8k_records([20, 21, 22, 23, 24, 25])
+  write_split(tmp_path, "gsm8k", "test", scored)
+  write_split(tmp_path, "gsm8k", "train", [*scored[:3], *other])
 
   evaluate(tasks=("gsm8k",), data_dir=str(tmp_path), num_fewshot=num_fewshot)
 
-  for record, prompt in zip(SCORED, prompts, strict=True):
+  for record, prompt in zip(scored, prompts, strict=True):
     assert prompt.count("Question:") == num_shown + 1
+    # The numbers of scored questions begin with 1. There is only its own.
     assert prompt.count("number 1") == 1
     assert prompt.endswith(f"{record['question']}\nAnswer:")
 
@@ -405,10 +415,12 @@ def test_no_prompt_shows_a_scored_question(
     pytest.param(REWORDED, id="other answers"),
   ],
 )
-def test_examples_that_are_scored_questions_raise(
-  prompts, tmp_path, train, num_fewshot
-):
-  """An example with the answer of a scored question would give it away."""
+@pytest.mark.usefixtures("prompts")
+def test_examples_that_are_scored_questions_raise(tmp_path, train, num_fewshot):
+  """All questions of the training file are scored, or there is no such file.
+
+  An example with the answer of a scored question would give it away.
+  """
   write_split(tmp_path, "gsm8k", "test", SCORED)
   if train is not None:
     write_split(tmp_path, "gsm8k", "train", train)
@@ -418,6 +430,7 @@ def test_examples_that_are_scored_questions_raise(
 
 
 def test_without_examples_no_training_file_is_needed(prompts, tmp_path):
+  """The fixture `prompts` records the prompts."""
   scored = gsm8k_records([10, 11])
   write_split(tmp_path, "gsm8k", "test", scored)
 
@@ -429,9 +442,9 @@ def test_without_examples_no_training_file_is_needed(prompts, tmp_path):
   ]
 
 
-def test_the_error_names_the_tasks_default_number_of_examples(
-  prompts, tmp_path
-):
+@pytest.mark.usefixtures("prompts")
+def test_the_error_names_the_tasks_default_number_of_examples(tmp_path):
+  """By default, a prompt of "gsm8k" shows five examples. There are none."""
   write_split(tmp_path, "gsm8k", "test", SCORED)
 
   message = (
@@ -443,6 +456,7 @@ def test_the_error_names_the_tasks_default_number_of_examples(
 
 
 def test_a_validation_file_is_a_source_of_examples(prompts, tmp_path):
+  """There is no training file. The fixture `prompts` records the prompts."""
   scored = gsm8k_records([10, 11])
   others = gsm8k_records([20, 21, 22, 23, 24, 25])
   write_split(tmp_path, "gsm8k", "test", scored)
@@ -450,7 +464,7 @@ def test_a_validation_file_is_a_source_of_examples(prompts, tmp_path):
 
   evaluate(tasks=("gsm8k",), data_dir=str(tmp_path))
 
-  # The task shows five examples by default.
+  # The task shows five examples by default. Their numbers begin with 2.
   assert prompts
   for prompt in prompts:
     assert prompt.count("number 2") == 5
@@ -493,15 +507,16 @@ def task_with_scored_examples(
 def test_examples_from_the_scored_split_raise(
   task_with_scored_examples, prompts, name
 ):
-  """An own task takes its examples from "test", which it also scores.
+  """The task "own_gsm8k" takes its examples from the split that it scores.
 
-  Without examples it can be measured.
+  The task "own_group" is a group of it. Without examples both can be measured.
   """
   message = "own_gsm8k shows 5 examples, and has 0"
   with pytest.raises(UserError, match=message):
     evaluate(tasks=(name,))
 
   evaluate(tasks=(name,), num_fewshot=0)
+  # A prompt has only the scored question, whose number begins with 1.
   assert prompts
   for prompt in prompts:
     assert prompt.count("number 1") == 1
@@ -517,6 +532,7 @@ def test_perplexity_is_of_words_and_of_bytes(monkeypatch, tmp_path):
 
   byte_perplexity = measurements["byte_perplexity", "wikitext"]
   assert value(byte_perplexity) == pytest.approx(np.exp(2))
+  # A word has num_bytes / num_words bytes on average.
   num_bytes = len("four words are here") + len("and two")
   num_words = 4 + 2
   word_perplexity = measurements["word_perplexity", "wikitext"]
@@ -622,6 +638,7 @@ def test_invalid_tasks_raise(tmp_path, tasks, message):
 
 
 def test_without_the_hub_the_error_names_data_dir(monkeypatch):
+  """Without `data_dir`, the questions come from the Hugging Face Hub."""
   import datasets
 
   def raise_connection_error(*arguments: Any, **options: Any) -> None:
@@ -635,6 +652,7 @@ def test_without_the_hub_the_error_names_data_dir(monkeypatch):
 
 
 def test_the_suite_needs_lm_eval(monkeypatch):
+  # None makes the import of a module fail.
   monkeypatch.setitem(sys.modules, "diffjax.evals.methods.lm_eval", None)
 
   message = r"the harness needs lm-eval, .*pip install 'diffjax\[eval\]'"
