@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import json
 import pathlib
 import re
@@ -198,6 +199,7 @@ def oracle_accuracies(
 def test_the_number_of_demonstrations_doubles_up_to_the_limit(
   oracle_accuracies,
 ):
+  """The last number is that of demonstrations that fit into 4,096 tokens."""
   counts = [accuracy.at["demonstrations"] for accuracy in oracle_accuracies]
 
   assert counts[:6] == [1, 2, 4, 8, 16, 32]
@@ -207,34 +209,44 @@ def test_the_number_of_demonstrations_doubles_up_to_the_limit(
 def test_an_oracle_answers_every_query_after_enough_demonstrations(
   oracle_accuracies,
 ):
-  assert value(oracle_accuracies[0]) < 0.5
-  assert value(oracle_accuracies[-1]) == 1.0
+  """The oracle looks up the label of a word of the query in demonstrations."""
+  after_one_demonstration = value(oracle_accuracies[0])
+  after_most_demonstrations = value(oracle_accuracies[-1])
+
+  assert after_one_demonstration < 0.5
+  assert after_most_demonstrations == 1.0
 
 
 def test_a_query_is_one_unit_for_all_sets_of_demonstrations(
   oracle_measurements, oracle_accuracies
 ):
+  """20 queries are asked after each of two sets of demonstrations."""
   for measurement in oracle_measurements:
     assert len(measurement.units) == 20
-  # The lower bound of 20 right answers of 20.
+  # The lower bound for 20 right answers of 20. It would be higher for 40 of 40.
   assert 0.8 < intervals.interval(oracle_accuracies[-1]).low < 0.9
 
 
 def test_the_longest_prompts_fill_the_models_length(
   oracle_accuracies, oracle_sampler
 ):
+  """The model takes 4,096 tokens, here bytes.
+
+  The last prompts have no room for one more demonstration.
+  """
   num_tokens = [accuracy.at["tokens"] for accuracy in oracle_accuracies]
 
   assert num_tokens == sorted(num_tokens)
   assert 4096 - 150 < num_tokens[-1] < 4096
   assert max(len(prompt) for prompt in oracle_sampler.prompts) < 4096
-  assert oracle_sampler.batch_size == 8
+  # By default, a batch has 32,768 tokens.
+  assert oracle_sampler.batch_size == 32_768 // 4096
 
 
 def test_the_order_of_demonstrations_does_not_change_an_oracle(
   oracle_measurements,
 ):
-  """The oracle looks up labels, so its best and worst order are equal."""
+  """The oracle looks up labels, so its best and worst accuracy are equal."""
   ranges = []
   for measurement in oracle_measurements:
     if measurement.name == "best minus worst":
@@ -243,6 +255,7 @@ def test_the_order_of_demonstrations_does_not_change_an_oracle(
   assert [item.at["order"] for item in ranges] == ["random", "alternating"]
   for measurement in ranges:
     assert value(measurement) == 0.0
+    # All queries are alike, and a bootstrap of equal units has no bounds.
     assert np.isnan(intervals.interval(measurement).high)
 
 
@@ -254,13 +267,16 @@ def test_a_model_that_repeats_the_first_label_depends_on_the_order(monkeypatch):
 
   for measurement in measurements:
     if measurement.name == "best minus worst":
-      num_right_by_order = measurement.units.sum(axis=0)
+      # Whether a query is answered right, [60 queries, 6 orders].
+      is_right = measurement.units
+      num_right_by_order = is_right.sum(axis=0)
       num_best = num_right_by_order.max()
       num_worst = num_right_by_order.min()
       expected = (num_best - num_worst) / 60
       assert value(measurement) == pytest.approx(expected)
       assert value(measurement) > 0
     else:
+      # The accuracy. One label of six is right by chance.
       assert value(measurement) < 0.4
 
 
@@ -278,21 +294,26 @@ def queries_of_one_set() -> dict[str, set[str]]:
 
 
 def test_each_query_is_asked_after_the_same_demonstrations(queries_of_one_set):
+  """20 queries follow each list of demonstrations."""
   for queries in queries_of_one_set.values():
     assert len(queries) == 20
 
 
 def test_more_demonstrations_continue_fewer_ones(queries_of_one_set):
+  """The keys of the fixture are the texts of demonstrations."""
   texts = sorted(queries_of_one_set, key=len)
 
+  # A blank line separates demonstrations.
   counts = [len(text.split("\n\n")) for text in texts]
   assert counts[:4] == [1, 2, 4, 8]
-  for shorter, longer in zip(texts[:-1], texts[1:], strict=True):
+  for shorter, longer in itertools.pairwise(texts):
     assert longer.startswith(shorter)
 
 
 def test_demonstrations_are_balanced(queries_of_one_set):
+  """The keys of the fixture are the texts of demonstrations, of six classes."""
   longest = max(queries_of_one_set, key=len)
+  # The label is at the end of a demonstration.
   labels = [block.rpartition(": ")[2] for block in longest.split("\n\n")]
   counts = collections.Counter(labels)
 
@@ -318,11 +339,12 @@ def test_no_prompt_shows_a_query(monkeypatch, tmp_path):
     data_dir=str(tmp_path),
   )
 
+  # Of the training file "mine", the three records of TRAIN are left.
   counts = []
   for measurement in measurements:
     if measurement.at["dataset"] == "mine":
       counts.append(measurement.at["demonstrations"])
-  assert max(counts) == len(TRAIN)
+  assert max(counts) == 3
   prompts = [parse(prompt) for prompt in sampler.prompts]
   asked = {prompt.query for prompt in prompts}
   for prompt in prompts:
@@ -331,7 +353,7 @@ def test_no_prompt_shows_a_query(monkeypatch, tmp_path):
 
 
 def test_no_synthetic_demonstration_is_a_query():
-  """Texts repeat by chance, too rarely for one run to show it."""
+  """Random texts repeat only rarely, so all texts of a dataset are compared."""
   dataset = ManyShot().load(TRAINED)["synthetic"]
 
   train_texts = {example.text for example in dataset.train}
@@ -491,10 +513,10 @@ def test_the_default_dataset_is_synthetic():
 
 def test_the_plot_shows_one_or_two_models(monkeypatch, tmp_path):
   path = tmp_path / "many_shot.png"
-  first = evaluate(monkeypatch, FakeSampler(look_up), orders=0, max_tokens=600)
-  second = evaluate(
-    monkeypatch, FakeSampler(answer_unknown), orders=0, max_tokens=600
-  )
+  oracle = FakeSampler(look_up)
+  ignorant = FakeSampler(answer_unknown)
+  first = evaluate(monkeypatch, oracle, orders=0, max_tokens=600)
+  second = evaluate(monkeypatch, ignorant, orders=0, max_tokens=600)
   one_model = {
     "models": [{"name": "one"}],
     "figures": list(intervals.compare(first)),
@@ -537,7 +559,8 @@ def test_a_real_model_and_sampler():
 
   measurements = list(suite.evaluate(trained))
 
-  # The accuracies, then the effects of two kinds of order.
+  # The accuracies after 1, 2 and 3 demonstrations. Then the effects of two kinds
+  # of order, which are measured with all three.
   counts = [item.at["demonstrations"] for item in measurements]
   assert counts == [1, 2, 3, 3, 3]
   for measurement in measurements:
