@@ -95,15 +95,22 @@ def evaluate(
 
 
 def test_a_model_that_answers_all_has_accuracy_1(monkeypatch):
-  measurements = evaluate(monkeypatch, SMALL, answer_all)
+  """The function `answer_all` takes the place of a model."""
+  suite = Needle(
+    pairs=("1/1", "4/2"), lengths=(1000, 2000), samples=10, haystack="synthetic"
+  )
+
+  measurements = evaluate(monkeypatch, suite, answer_all)
 
   for measurement in measurements:
     assert intervals.interval(measurement).value == 1.0
 
 
 def test_a_model_that_answers_one_of_two_has_accuracy_one_half(monkeypatch):
-  # Of four needles, two are asked for.
-  suite = dataclasses.replace(SMALL, pairs=("4/2",))
+  """Of four needles, two are asked for ("4/2")."""
+  suite = Needle(
+    pairs=("4/2",), lengths=(1000, 2000), samples=10, haystack="synthetic"
+  )
 
   measurements = evaluate(monkeypatch, suite, answer_first)
 
@@ -112,7 +119,10 @@ def test_a_model_that_answers_one_of_two_has_accuracy_one_half(monkeypatch):
 
 
 def test_each_pair_length_and_depth_has_a_measurement(monkeypatch):
-  """The default is five depths. The mean over them is measured too."""
+  """The pair "4/2" asks for two of four needles.
+
+  The default is five depths. The mean over them is measured too.
+  """
   suite = Needle(
     pairs=("1/1", "4/2"),
     lengths=(1000, 2000),
@@ -127,14 +137,18 @@ def test_each_pair_length_and_depth_has_a_measurement(monkeypatch):
   num_depths = 5
   assert len(measurements) == num_pairs * num_lengths * (num_depths + 1)
   for measurement in measurements:
+    num_prompts = len(measurement.units)
     if measurement.at["depth"] == "mean":
-      assert len(measurement.units) == 10 * num_depths
+      assert num_prompts == 10 * num_depths
     else:
-      assert len(measurement.units) == 10
+      assert num_prompts == 10
 
 
 def test_two_prompts_do_not_make_an_accuracy_certain(monkeypatch):
-  """Two wrong answers of two leave a wide interval."""
+  """Two wrong answers of two leave a wide interval.
+
+  A second model with the same answers takes part in the comparison.
+  """
   suite = Needle(
     lengths=(1000,), samples=2, depths=(0.5,), haystack="synthetic"
   )
@@ -150,6 +164,7 @@ def test_two_prompts_do_not_make_an_accuracy_certain(monkeypatch):
 
 
 def test_a_model_that_guesses_has_almost_no_accuracy(monkeypatch):
+  """The function `guess` answers with numbers from 10,000 to 50,000."""
   measurements = evaluate(monkeypatch, SMALL, guess)
 
   values = []
@@ -162,13 +177,16 @@ def test_a_model_that_guesses_has_almost_no_accuracy(monkeypatch):
 def test_the_default_is_the_papers_table_at_4096_tokens_or_fewer(
   monkeypatch, max_length, length
 ):
-  """The paper asks for 1 of 1, 2 of 2, 2 of 4 and 2 of 6 needles."""
+  """The paper asks for 1 of 1, 2 of 2, 2 of 4 and 2 of 6 needles.
+
+  A model that takes fewer than 4,096 tokens is measured at its own maximum.
+  """
+  trained = make_model(max_length)
   suite = Needle(samples=1, haystack="synthetic")
 
-  measurements = evaluate(
-    monkeypatch, suite, answer_all, make_model(max_length)
-  )
+  measurements = evaluate(monkeypatch, suite, answer_all, trained)
 
+  # Numbers of needles, and of those that are asked for.
   rows = set()
   for measurement in measurements:
     at = measurement.at
@@ -229,7 +247,10 @@ def heat_maps(monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
 def test_the_plot_of_two_models_has_heat_maps_of_their_difference(
   monkeypatch, heat_maps, tmp_path
 ):
-  """The first model answers all questions, the second one of two."""
+  """The first model answers all questions, the second only the first of two.
+
+  The fixture `heat_maps` records the values that are drawn.
+  """
   first = evaluate(monkeypatch, PLOTTED, answer_all)
   second = evaluate(monkeypatch, PLOTTED, answer_first)
   suite_results = {
@@ -260,16 +281,16 @@ def test_the_plot_of_two_models_has_heat_maps_of_their_difference(
 def test_the_plot_of_one_model_has_a_heat_map_for_each_pair(
   monkeypatch, heat_maps
 ):
-  """The pairs are 1 of 1 needles and 2 of 4 needles."""
+  """The fixture `heat_maps` records the values that are drawn."""
   measurements = evaluate(monkeypatch, PLOTTED, answer_all)
+  suite_results = {
+    "models": [{"name": "one"}],
+    "figures": list(intervals.compare(measurements)),
+  }
 
-  PLOTTED.plot(
-    {
-      "models": [{"name": "one"}],
-      "figures": list(intervals.compare(measurements)),
-    }
-  )
+  PLOTTED.plot(suite_results)
 
+  # One asks for 1 of 1 needles, and the other for 2 of 4.
   num_pairs = 2
   assert len(heat_maps) == num_pairs
 
@@ -315,8 +336,12 @@ def test_the_plot_of_one_model_has_a_heat_map_for_each_pair(
 )
 def test_an_invalid_setting_raises(settings, message):
   """The model takes at most 4,096 tokens."""
+  trained = make_model(max_length=4096)
+
   with pytest.raises(UserError, match=message):
-    list(dataclasses.replace(SMALL, **settings).evaluate(make_model()))
+    # Some settings are checked here, and others when the data is loaded.
+    suite = dataclasses.replace(SMALL, **settings)
+    list(suite.evaluate(trained))
 
 
 def test_missing_validation_text_raises(tmp_path):
