@@ -45,7 +45,10 @@ def bootstrap_estimates() -> list[Interval]:
 
 
 def test_bootstraps_cover_the_truth(bootstrap_estimates):
-  """A percentile bootstrap is known to fall a little short of 95%."""
+  """A percentile bootstrap is known to fall a little short of 95%.
+
+  The estimates are of a mean whose true value is 1.
+  """
   covers = [item.low <= 1 <= item.high for item in bootstrap_estimates]
 
   assert 0.88 <= np.mean(covers) <= 0.98
@@ -54,17 +57,24 @@ def test_bootstraps_cover_the_truth(bootstrap_estimates):
 def test_bootstraps_are_as_wide_as_an_interval_of_normal_means(
   bootstrap_estimates,
 ):
+  """The estimates are of means of 60 draws with the standard deviation 1."""
   widths = [item.high - item.low for item in bootstrap_estimates]
 
-  expected = 2 * 1.96 / math.sqrt(60)
+  # 95% of a normal distribution are within 1.96 standard deviations.
+  standard_error = 1 / math.sqrt(60)
+  expected = 2 * 1.96 * standard_error
   assert np.mean(widths) == pytest.approx(expected, rel=0.1)
 
 
 def test_a_paired_difference_is_tighter_than_its_parts():
-  """The units differ by 1, the two models by 0.05 and the noise by 0.01."""
+  """Both models measure the same 100 units. The second one is 0.05 higher.
+
+  The units differ much more from each other.
+  """
   rng = np.random.default_rng(1)
   difficulty = rng.normal(size=100)
-  first = mean_of("x", difficulty + 0.01 * rng.normal(size=100))
+  noise = 0.01 * rng.normal(size=100)
+  first = mean_of("x", difficulty + noise)
   second = mean_of("x", difficulty + 0.05)
 
   difference = interval(first, second)
@@ -88,12 +98,19 @@ def test_a_difference_is_of_the_two_values():
 
 
 def test_a_ratio_counts_tokens_not_rows():
+  # The summed loss and the number of tokens of two rows.
   sums_and_tokens = np.array([[10.0, 1.0], [10.0, 9.0]])
-  assert interval(Measurement("loss", sums_and_tokens)).value == 2.0
+
+  estimate = interval(Measurement("loss", sums_and_tokens))
+
+  # The mean of the rows' mean losses would be (10 / 1 + 10 / 9) / 2.
+  assert estimate.value == (10 + 10) / (1 + 9)
 
 
 def test_a_bootstrap_of_one_unit_has_no_bounds():
+  """If a single unit is drawn again and again, the mean does not vary."""
   estimate = interval(mean_of("x", [3.0]))
+
   assert estimate.value == 3
   assert math.isnan(estimate.low)
   assert math.isnan(estimate.high)
@@ -124,11 +141,15 @@ def test_a_measurement_without_units_is_nan(measurement):
   ],
 )
 def test_different_measurements_cannot_be_paired(other):
+  """The difference of two models is of the same measurement on the same units."""
+  measurement = mean_of("x", [1.0, 2.0])
+
   with pytest.raises(ValueError, match="cannot be paired"):
-    interval(mean_of("x", [1.0, 2.0]), other)
+    interval(measurement, against=other)
 
 
 def test_a_bootstrap_of_equal_units_has_no_bounds():
+  """Whichever units are drawn, their mean does not vary."""
   estimate = interval(mean_of("x", [0.0] * 4))
 
   assert estimate.value == 0
@@ -137,7 +158,10 @@ def test_a_bootstrap_of_equal_units_has_no_bounds():
 
 
 def test_a_difference_has_bounds_if_the_units_of_one_model_differ():
-  difference = interval(mean_of("x", [1.0, 2.0, 4.0]), mean_of("x", [0.0] * 3))
+  first = mean_of("x", [1.0, 2.0, 4.0])
+  second = mean_of("x", [0.0, 0.0, 0.0])
+
+  difference = interval(first, against=second)
 
   assert difference.low > 0
 
@@ -155,11 +179,12 @@ def test_no_proportion_of_few_units_excludes_a_half():
 
 
 def test_no_results_of_two_prompts_make_two_models_differ():
+  """Not even if one model is right in both, and the other in none."""
   none_right = proportion("accuracy", [0, 0])
   all_right = proportion("accuracy", [1, 1])
 
   for first, second in itertools.product((none_right, all_right), repeat=2):
-    difference = interval(first, second)
+    difference = interval(first, against=second)
     assert difference.low < 0 < difference.high
     assert difference.low <= difference.value <= difference.high
 
@@ -168,13 +193,15 @@ def test_no_results_of_two_prompts_make_two_models_differ():
 def test_proportions_cover_the_truth_with_few_units(count, rate):
   """Wilson's interval covers the truth in 95% of cases, on average over rates.
 
-  At single rates it is between 84% and 100%.
+  At single rates it does in 84% to 100%. Here it is tried 300 times.
   """
   rng = np.random.default_rng(0)
   measurements = []
   for _ in range(300):
-    measurements.append([proportion("x", rng.random(count) < rate)])
-  assert coverage(measurements, rate) >= 0.83
+    outcomes = rng.random(count) < rate
+    measurements.append([proportion("x", outcomes)])
+
+  assert coverage(measurements, truth=rate) >= 0.83
 
 
 @pytest.mark.parametrize(
@@ -186,8 +213,10 @@ def test_paired_differences_cover_the_truth_with_few_units(
 ):
   """An interval of 95% contains the true difference in 88% of 300 trials.
 
-  The arguments are the number of units, and the probabilities that only the
-  first or only the second model is right.
+  Args:
+    count: The number of units.
+    only_first: The probability that only the first model is right.
+    only_second: The probability that only the second model is right.
   """
   rng = np.random.default_rng(0)
   equal = 1 - only_first - only_second
@@ -204,7 +233,8 @@ def test_paired_differences_cover_the_truth_with_few_units(
     second = np.where(kinds == "equal", is_right_by_both, kinds == "second")
     pairs.append([proportion("x", first), proportion("x", second)])
 
-  assert coverage(pairs, only_first - only_second) >= 0.88
+  true_difference = only_first - only_second
+  assert coverage(pairs, truth=true_difference) >= 0.88
 
 
 def test_equal_answers_to_one_prompt_count_as_one_answer():
@@ -223,11 +253,14 @@ def test_shares_of_dependent_answers_cover_the_truth():
   rng = np.random.default_rng(0)
   measurements = []
   for _ in range(300):
+    # Twelve prompts, of which about half are easy.
     is_easy = rng.random(12) < 0.5
     rates = np.where(is_easy, 0.95, 0.05)
     answers = rng.random((12, 2)) < rates[:, None]
-    measurements.append([proportion("x", answers.mean(axis=1))])
-  assert coverage(measurements, 0.5) >= 0.93
+    shares = answers.mean(axis=1)
+    measurements.append([proportion("x", shares)])
+
+  assert coverage(measurements, truth=0.5) >= 0.93
 
 
 def test_groups_have_equal_weight_and_their_own_spread():
@@ -251,20 +284,26 @@ def test_groups_have_equal_weight_and_their_own_spread():
 
 
 def test_means_over_groups_cover_the_truth():
+  """The groups have the rates 0.9 and 0.1, and the same weight."""
   rng = np.random.default_rng(0)
   groups = [0] * 12 + [1] * 4
   measurements = []
   for _ in range(300):
     outcomes = np.concatenate([rng.random(12) < 0.9, rng.random(4) < 0.1])
     measurements.append([proportion("x", outcomes, groups)])
-  assert coverage(measurements, 0.5) >= 0.93
+
+  true_mean = (0.9 + 0.1) / 2
+  assert coverage(measurements, true_mean) >= 0.93
 
 
-def test_equal_models_differ_by_at_most_the_interval_of_their_groups():
+def test_two_models_without_right_answers_have_a_symmetric_difference():
+  """Two questions in each of two groups say little, so the interval is wide."""
   groups = [0, 0, 1, 1]
-  difference = interval(
-    proportion("x", [0] * 4, groups), proportion("x", [0] * 4, groups)
-  )
+  first = proportion("x", [0, 0, 0, 0], groups)
+  second = proportion("x", [0, 0, 0, 0], groups)
+
+  difference = interval(first, against=second)
+
   assert difference.low == pytest.approx(-difference.high)
   assert difference.high > 0.3
 
