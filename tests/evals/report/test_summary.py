@@ -44,7 +44,10 @@ def results_of(suite: str, *figures: dict[str, Any]) -> dict[str, Any]:
 def test_a_verdict_needs_an_interval_without_0(
   suite, name, settings, difference, verdict
 ):
-  """The interval is the difference ± 1. Of some figures neither end is better."""
+  """A difference is clear if its interval, here ± 1, does not contain 0.
+
+  A lower loss is better. A sparsity is neither better nor worse.
+  """
   results = results_of(suite, figure(name, difference, **settings))
 
   (headline,) = summary.headlines(results)
@@ -53,21 +56,25 @@ def test_a_verdict_needs_an_interval_without_0(
 
 
 def test_the_last_figure_with_the_settings_is_the_main_one():
+  """The main figure of the suite "needle" is the mean over depths."""
   results = results_of(
     "needle",
     figure("accuracy", 1.0, depth="mean", length=1),
     figure("accuracy", 2.0, depth="mean", length=2),
     figure("accuracy", 3.0, depth=0.5, length=2),
   )
+
   (headline,) = summary.headlines(results)
+
   assert headline.number.value == "2"
 
 
 def test_the_sentence_names_two_figures_for_each_verdict():
   """Three figures are better, so the third one is only counted.
 
-  Each interval is the difference ± 1, so that of 0.5 contains 0.
+  The interval of a difference is ± 1, so only that of 0.5 contains 0.
   """
+  # Lower losses and higher accuracies are better.
   results = {
     **results_of("validation", figure("loss", -2.0), figure("AR-Hit", -3.0)),
     **results_of("needle", figure("accuracy", 4.0, depth="mean")),
@@ -86,9 +93,11 @@ def test_the_sentence_names_two_figures_for_each_verdict():
 
 
 def test_the_sentence_without_clear_differences():
+  """The interval of the difference, 0.5 ± 1, contains 0."""
   results = results_of("validation", figure("loss", 0.5))
 
   screen = summary.first_screen(results, num_models=2)
+
   assert screen.sentence == "does not differ clearly."
 
 
@@ -105,15 +114,22 @@ def test_one_model_has_headlines_and_no_sentence():
 @pytest.mark.parametrize(
   "difference, low, value, high",
   [
-    (interval(1.0, -1.0, 2.0), "54.0", "146.0", "192.0"),
-    (interval(-1.0, None, None), "8.0", "8.0", "8.0"),
-    (interval(0.0, 0.0, 0.0), "100.0", "100.0", "100.0"),
+    # 2 is at 192. −1 is at 100 − 92 / 2, and 1 is at 100 + 92 / 2.
+    pytest.param(
+      interval(1.0, -1.0, 2.0), "54.0", "146.0", "192.0", id="interval"
+    ),
+    pytest.param(
+      interval(-1.0, None, None), "8.0", "8.0", "8.0", id="no bounds"
+    ),
+    pytest.param(
+      interval(0.0, 0.0, 0.0), "100.0", "100.0", "100.0", id="zeros"
+    ),
   ],
 )
 def test_the_largest_bound_ends_the_bar(difference, low, value, high):
-  """The bar of a difference reaches from 8 to 192, and 0 is at 100.
+  """A bar shows a difference and its interval, on a scale of its own.
 
-  An interval from −1 to 2 begins at 100 − 92 / 2 = 54, and 1 is at 146.
+  0 is at the x coordinate 100, and the largest number is at 8 or at 192.
   """
   row = {**figure("loss", 1.0), "difference": difference}
 
@@ -126,5 +142,7 @@ def test_the_largest_bound_ends_the_bar(difference, low, value, high):
 
 def test_a_difference_without_a_value_has_no_bar():
   row = {**figure("loss", 1.0), "difference": interval(None, None, None)}
+
   (headline,) = summary.headlines(results_of("validation", row))
+
   assert headline.bar is None
