@@ -11,17 +11,19 @@ def texts(words: Sequence[Word]) -> list[str]:
 
 
 def test_tokens_form_words_and_groups_of_punctuation():
+  """A word has the index of its first token, and the one after its last."""
   tokens = ["d", "e", "f", " ", "a", "_", "1", "(", ")", ":", "\n"]
   tokens += [" the", " cat", "s"]
 
   words = words_of(tokens)
 
   assert texts(words) == ["def", "a_1", "():", "the", "cats"]
-  assert words[1] == (4, 7, "a_1")
-  assert words[4] == (12, 14, "cats")
+  assert words[1] == Word(start=4, end=7, text="a_1")
+  assert words[4] == Word(start=12, end=14, text="cats")
 
 
 def test_words_are_preferred_to_punctuation():
+  """Labels are at least `gap` tokens apart, so that they do not overlap."""
   words = words_of(["x", "=", "y", ";", "z"])
 
   assert texts(readable(words, gap=1)) == ["x", "=", "y", ";", "z"]
