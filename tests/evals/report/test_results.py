@@ -95,18 +95,19 @@ def line_with(text: str, lines: list[str]) -> str:
 
 
 def test_nan_is_null_in_json(tmp_path):
-  """A bootstrap of one unit has no bounds."""
+  """The bounds of the second figure are NaN, because it has only one unit."""
   path = epath.Path(tmp_path) / "x.json"
 
-  results.write(path, make_results(2))
+  results.write(path, make_results(num_models=2))
 
   text = path.read_text()
   assert "NaN" not in text
-  single = json.loads(text)["figures"][1]
+  _, single = json.loads(text)["figures"]
   assert single["low"] is None
 
 
 def test_a_file_that_cannot_be_written_whole_is_not_replaced(tmp_path):
+  """NaN is no JSON, so the second result cannot be written."""
   path = epath.Path(tmp_path) / "x.json"
   results.write(path, {"value": 1.0})
   text = path.read_text()
@@ -115,25 +116,41 @@ def test_a_file_that_cannot_be_written_whole_is_not_replaced(tmp_path):
     results.write(path, {"value": math.nan})
 
   assert path.read_text() == text
+  # No temporary file remains.
   assert [file.name for file in tmp_path.iterdir()] == ["x.json"]
 
 
-def test_a_missing_directory_raises(tmp_path):
+def test_a_missing_directory_of_results_raises(tmp_path):
   directory = epath.Path(tmp_path) / "missing"
 
   with pytest.raises(UserError, match="cannot write"):
     results.write(directory / "x.json", {})
+
+
+def test_a_missing_directory_of_a_table_raises(tmp_path):
+  directory = epath.Path(tmp_path) / "missing"
+  suite_results = make_depth_results(num_models=2)
+
   with pytest.raises(UserError, match="cannot write"):
-    results.write_table(directory / "x.md", make_depth_results(2), TABLE)
+    results.write_table(directory / "x.md", suite_results, TABLE)
 
 
 def test_one_model_is_shown_with_its_intervals_and_the_number_of_samples():
-  suite_results = make_depth_results(1)
+  """The suite "x" has measured 50 prompts at three depths, and their mean.
 
-  lines = draw_summary(suite_results).splitlines()
+  The summary shows the mean, and a note about its terms.
+  """
+  spec = results.TableSpec(
+    unit="prompts", summary={"depth": "mean"}, notes=("noise: the rest",)
+  )
+  suite_results = make_depth_results(num_models=1)
+  (model,) = suite_results["models"]
+
+  lines = draw_summary(suite_results, spec).splitlines()
 
   assert lines[0] == "x: 50 prompts"
-  assert lines[1] == f"model: {suite_results['models'][0]['name']}"
+  assert lines[1] == f"model: {model['name']}"
+  # The mean over depths is the last figure.
   mean = suite_results["figures"][-1]
   assert results.number(mean) in line_with("answer", lines)
   assert lines[-1] == "noise: the rest"
@@ -141,7 +158,7 @@ def test_one_model_is_shown_with_its_intervals_and_the_number_of_samples():
 
 def test_two_models_are_shown_with_the_interval_of_their_difference():
   """The mean over depths is the last figure. Its difference is not clear."""
-  suite_results = make_depth_results(2)
+  suite_results = make_depth_results(num_models=2)
   first_model, second_model = suite_results["models"]
 
   lines = draw_summary(suite_results).splitlines()
@@ -160,7 +177,7 @@ def test_two_models_are_shown_with_the_interval_of_their_difference():
 def test_a_difference_whose_interval_excludes_zero_is_bold():
   spec = results.TableSpec(unit="prompts")
 
-  lines = draw_summary(make_results(2), spec).splitlines()
+  lines = draw_summary(make_results(num_models=2), spec).splitlines()
 
   assert BOLD in line_with("accuracy", lines)
 
@@ -168,7 +185,7 @@ def test_a_difference_whose_interval_excludes_zero_is_bold():
 def test_one_model_has_no_column_of_differences():
   spec = results.TableSpec(unit="prompts")
 
-  assert "difference" not in draw_summary(make_results(1), spec)
+  assert "difference" not in draw_summary(make_results(num_models=1), spec)
 
 
 def test_an_interval_without_a_bound_excludes_nothing():
@@ -178,9 +195,12 @@ def test_an_interval_without_a_bound_excludes_nothing():
 
 
 def test_a_suite_without_figures_for_the_summary_prints_its_heading():
+  """No figure of the suite "x" has the depth "none"."""
   spec = results.TableSpec(unit="prompts", summary={"depth": "none"})
 
-  assert draw_summary(make_depth_results(2), spec).startswith("x\n")
+  text = draw_summary(make_depth_results(num_models=2), spec)
+
+  assert text.startswith("x\n")
 
 
 @pytest.mark.parametrize("num_models", [1, 2])
@@ -198,15 +218,16 @@ def test_the_table_fits_80_columns(num_models, name, spec):
   for figure in suite_results["figures"]:
     figure["name"] = name
 
-  styled_text = draw_summary(suite_results, spec)
+  styled_text = draw_summary(suite_results, spec, width=80)
 
+  # Escape sequences, which make text bold, have no width.
   text = re.sub(r"\x1b\[\d*m", "", styled_text)
   for line in text.splitlines():
     assert len(line) <= 80 or line.startswith(("model: ", "against: "))
 
 
 def test_a_narrow_terminal_cuts_no_number():
-  suite_results = make_depth_results(2)
+  suite_results = make_depth_results(num_models=2)
 
   text = draw_summary(suite_results, width=30)
 
@@ -215,17 +236,20 @@ def test_a_narrow_terminal_cuts_no_number():
 
 
 def test_the_number_of_samples_is_a_column_where_figures_differ_in_it():
+  """The figure "accuracy" is of 50 prompts, and "single" is of one."""
   spec = results.TableSpec(unit="prompts")
 
-  lines = draw_summary(make_results(1), spec).splitlines()
+  lines = draw_summary(make_results(num_models=1), spec).splitlines()
 
+  # The heading is the name of the suite only.
   assert lines[0] == "x"
   assert " 50 " in line_with("accuracy", lines)
   assert " 1 " in line_with("single", lines)
 
 
 def test_a_setting_that_all_figures_share_is_in_the_heading():
-  results_of_one_depth = make_depth_results(1)
+  """Of three figures, only the first one is left. Its depth is 0.0."""
+  results_of_one_depth = make_depth_results(num_models=1)
   del results_of_one_depth["figures"][1:]
   spec = results.TableSpec(unit="prompts")
 
@@ -238,23 +262,26 @@ def test_a_setting_that_all_figures_share_is_in_the_heading():
 def test_a_column_can_be_renamed():
   spec = results.TableSpec(unit="prompts", headers={"depth": "at"})
 
-  text = draw_summary(make_depth_results(1), spec)
+  text = draw_summary(make_depth_results(num_models=1), spec)
 
   assert "depth" not in text
   assert " at " in text
 
 
 def test_a_column_can_be_hidden():
+  """An empty header hides the column of depths, one of which is 0.5."""
   spec = results.TableSpec(unit="prompts", headers={"depth": ""})
 
-  assert "0.5" not in draw_summary(make_depth_results(1), spec)
+  text = draw_summary(make_depth_results(num_models=1), spec)
+
+  assert "0.5" not in text
 
 
 def test_a_name_is_shown_only_in_its_first_row():
   """The three rows are the depths 0.0 and 0.5, and their mean."""
   spec = results.TableSpec(unit="prompts")
 
-  text = draw_summary(make_depth_results(1), spec)
+  text = draw_summary(make_depth_results(num_models=1), spec)
 
   first, second, third = text.splitlines()[-3:]
   name = "answer (share)"
@@ -270,13 +297,14 @@ def test_a_name_is_shown_only_in_its_first_row():
 def test_the_file_has_the_whole_table(tmp_path):
   """The Markdown table has a row for each depth, of 50 units."""
   path = epath.Path(tmp_path) / "x.md"
-  suite_results = make_depth_results(2)
+  suite_results = make_depth_results(num_models=2)
 
   results.write_table(path, suite_results, TABLE)
 
   lines = path.read_text().splitlines()
   assert lines[0].startswith("# x")
   header, rule, *rows = [line for line in lines if line.startswith("|")]
+  # The line below the header, such as "|---|---:|".
   assert set(rule) == {"|", "-", " ", ":"}
   assert rule.count("|") == header.count("|")
   for row, figure in zip(rows, suite_results["figures"], strict=True):
@@ -289,7 +317,7 @@ def test_the_file_has_the_whole_table(tmp_path):
 
 def test_by_model_gives_each_model_its_own_numbers():
   """The accuracy of the model "[one]" is about 1 above that of "two"."""
-  first, second = plots.by_model(make_results(2))
+  first, second = plots.by_model(make_results(num_models=2))
 
   first_style, first_figures = first
   second_style, second_figures = second
@@ -305,13 +333,17 @@ def test_by_model_gives_each_model_its_own_numbers():
 
 
 def test_by_model_can_select_figures_by_name():
-  ((style, figures),) = plots.by_model(make_results(1), "single")
+  """The model "[one]" has the figures "accuracy" and "single"."""
+  suite_results = make_results(num_models=1)
+
+  ((style, figures),) = plots.by_model(suite_results, name="single")
 
   assert style.name == "[one]"
   assert [figure["name"] for figure in figures] == ["single"]
 
 
 def test_an_architecture_has_the_same_style_beside_any_other():
+  """A style is the name and the color of a model in plots."""
   transformer = {"name": "a", "attention": "softmax"}
   diff = {"name": "b", "attention": "diff"}
 
@@ -322,6 +354,7 @@ def test_an_architecture_has_the_same_style_beside_any_other():
 
 
 def test_two_models_of_an_architecture_have_the_names_of_their_runs():
+  """Both would be named "DIFF" otherwise. The second one gets another color."""
   diff = {"name": "b", "attention": "diff"}
   other_diff = {"name": "c", "attention": "diff"}
 
@@ -355,9 +388,11 @@ def test_categories_are_not_joined_by_lines_and_have_intervals():
   plots.draw_points(axes, categories, rows, style, shift=0.1)
 
   labels = [label.get_text() for label in axes.get_xticklabels()]
-  assert labels == categories
+  assert labels == ["top-1", "median"]
+  # Matplotlib's result of `errorbar`: points, caps, and bars.
   (container,) = axes.containers
   points, _, (bars,) = container.lines
   assert points.get_linestyle() == "None"
+  # The lower and upper ends of the intervals.
   heights = [segment[:, 1].tolist() for segment in bars.get_segments()]
   assert heights == [[1.0, 4.0], [3.0, 3.0]]
