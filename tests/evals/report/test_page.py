@@ -205,8 +205,10 @@ def html_tags(report: MadeReport) -> TagReader:
 
 
 def test_nothing_in_the_page_points_outside(report, html_tags):
+  """Pictures are part of the page ("data:"), and links stay in it ("#")."""
   for address in html_tags.addresses:
     assert address.startswith(("data:", "#"))
+  # Style sheets can load files too.
   text = report.page.read_text()
   assert "url(" not in text
   assert "@import" not in text
@@ -220,7 +222,10 @@ def test_the_page_is_a_whole_document_with_unique_ids(report, html_tags):
 
 
 def test_text_is_escaped(html_tags):
-  """Names, prompts and figures contain tags, and none becomes an element."""
+  """Names, prompts and figures contain tags, and none becomes an element.
+
+  A model's name contains <b>, a figure's <x>, and the prompt <script>.
+  """
   assert "b" not in html_tags.tags
   assert "x" not in html_tags.tags
   # The data of two panels, and the page's own script.
@@ -228,9 +233,13 @@ def test_text_is_escaped(html_tags):
 
 
 def test_the_page_contains_all_pictures(html_tags):
+  # Curves of the losses and of λ.
   num_curves = 2
+  # One head of DIFF.
   num_head_pictures = 1
+  # The three maps of DIFF, and the single one of the Transformer.
   num_panel_maps = 3 + 1
+  # The plot of the suite "needle".
   num_plots = 1
   num_pictures = num_curves + num_head_pictures + num_panel_maps + num_plots
   assert html_tags.tags.count("img") == num_pictures
@@ -295,11 +304,13 @@ def shown(browser_contents: BrowserContents) -> dict[str, Any]:
 
 
 def test_a_browser_requests_nothing_and_reports_no_error(report, shown):
+  """The only request is for the page itself. "said" has the errors."""
   assert shown["requests"] == [f"file://{report.page}"]
   assert not shown["said"]
 
 
 def test_the_browser_would_see_a_request_and_an_error(browser_contents):
+  """The faulty page has a picture of another site, and calls `missing()`."""
   faulty = browser_contents.faulty
 
   assert "http://example.com/a.png" in faulty["requests"]
@@ -307,7 +318,7 @@ def test_the_browser_would_see_a_request_and_an_error(browser_contents):
 
 
 def test_a_browser_loads_all_pictures(shown):
-  """Also those after another layer and head were chosen."""
+  """The browser then chooses another layer and head, which changes pictures."""
   assert len(shown["images"]) == 8
   images = shown["images"] + shown["changed_images"]
   for _, is_complete, width, height, shown_width in images:
@@ -399,7 +410,10 @@ def test_the_first_screen_needs_no_scrolling(shown):
 
 
 def test_figures_without_information_are_folded(shown):
-  """The loss is a main figure, so it is not folded."""
+  """A click on a line, such as "settings", shows what is folded.
+
+  The loss is a main figure of "validation", so it is not folded there.
+  """
   folded = shown["folded"]
 
   unclear = "2 rows without a clear difference"
@@ -414,18 +428,24 @@ def test_a_narrow_page_scrolls_only_in_its_parts(shown):
 
 
 def test_each_model_has_its_maps_with_the_tokens_beside_them(shown):
+  """A panel shows the attention maps of a model for the prompt."""
   diff, transformer = shown["panels"]
 
+  # A₁, λA₂ and their difference.
   assert diff["images"] == 3
   assert transformer["images"] == 1
+  # The prompt begins with "if a < b".
   assert diff["labels"][:4] == ["if", "a", "<", "b"]
 
 
 def test_the_maps_change_with_layer_and_head(shown):
+  """A panel shows the attention maps of a model, of a layer and head to choose.
+
+  The models have two layers. The report shows two heads, and the mean over all.
+  """
   for panel in shown["panels"]:
     assert panel["layers"] == 2
-    # The mean over heads, and two heads.
-    assert panel["heads"] == 3
+    assert panel["heads"] == 2 + 1
     assert panel["changed"]
     assert float(panel["scale"]) > 0
 
@@ -452,8 +472,10 @@ def test_the_picture_beside_the_page_is_sharp_and_opaque(report):
   """It stands on light and dark pages, such as the README."""
   pixels = image.imread(report.directory / "maps.png")
 
-  assert pixels.shape[1] == 2400
+  # [height, width, channels], with the channels red, green, blue and alpha.
+  width = pixels.shape[1]
   alpha = pixels[..., 3]
+  assert width == 2400
   assert (alpha == 1).all()
 
 
@@ -471,14 +493,16 @@ def make_section(
 
 
 def test_equal_numbers_of_units_are_a_sentence(tmp_path):
-  """The units of the suite "needle" are prompts."""
-  section = make_section(
-    tmp_path,
-    [
-      mean_of("accuracy", np.zeros(1000), depth=0.5),
-      mean_of("accuracy", np.ones(1000), depth="mean"),
-    ],
-  )
+  """The units of the suite "needle" are prompts.
+
+  Both figures are of 1,000 prompts, so the table needs no column for that.
+  """
+  figures = [
+    mean_of("accuracy", np.zeros(1000), depth=0.5),
+    mean_of("accuracy", np.ones(1000), depth="mean"),
+  ]
+
+  section = make_section(tmp_path, figures)
 
   assert section.units == "1,000 prompts"
   assert "prompts" not in section.main.header
@@ -487,18 +511,18 @@ def test_equal_numbers_of_units_are_a_sentence(tmp_path):
 
 def test_different_numbers_of_units_are_a_column(tmp_path):
   """The suite "needle" shows the mean over depths, and folds single depths."""
-  section = make_section(
-    tmp_path,
-    [
-      mean_of("accuracy", np.zeros(1000), depth=0.5),
-      mean_of("accuracy", np.ones(1000), depth="mean"),
-      mean_of("time", [1.0, 2.0]),
-    ],
-  )
+  figures = [
+    mean_of("accuracy", np.zeros(1000), depth=0.5),
+    mean_of("accuracy", np.ones(1000), depth="mean"),
+    mean_of("time", [1.0, 2.0]),
+  ]
+
+  section = make_section(tmp_path, figures)
 
   assert section.units == ""
   assert section.main.header == ["depth", "prompts", "DIFF"]
   assert section.folded.header == ["depth", "prompts", "DIFF"]
+  # The depth and the number of prompts of the figures that are not folded.
   details = [row.details for row in section.main.rows]
   assert details == [["mean", "1,000"], ["", "2"]]
 
@@ -550,6 +574,7 @@ def page_of_one_model(
 
 
 def test_one_model_without_logs_or_results(make_trained, tmp_path):
+  """The page says what is missing."""
   trained = make_trained("diff_v2", num_layers=1)
   description = describe(tmp_path, "a model", "diff_v2")
 
@@ -571,9 +596,9 @@ def test_layers_and_heads_are_limited_to_those_of_the_model(
 
   page = make_page(suite, models, epath.Path(tmp_path))
 
-  num_layers = 1
-  mean_and_heads = 1 + 4
-  assert page.read_text().count("<option") == num_layers + mean_and_heads
+  # An option is a layer, a head, or the mean over heads.
+  num_options = page.read_text().count("<option")
+  assert num_options == 1 + 4 + 1
 
 
 @pytest.mark.parametrize(
