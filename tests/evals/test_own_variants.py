@@ -295,8 +295,13 @@ def compute_weights_by_hand(
 
 
 def test_difference_map_measures_the_variants_weights(trained):
-  """The weights by hand give the same sums, in rows of two query blocks."""
-  rows = validation_rows("difference_map", trained, 2, length=150, batch_size=2)
+  """The sums equal those of weights that NumPy computes by their definition.
+
+  A row of 150 tokens has two blocks of queries.
+  """
+  rows = validation_rows(
+    "difference_map", trained, count=2, length=150, batch_size=2
+  )
   batch = next(iter(rows))
   segment_ids = batch["segment_ids"].copy()
   # The first row has two documents, and the second one has padding.
@@ -339,24 +344,32 @@ def short_text(trained: Trained) -> ShortText:
 
 
 def test_attention_measures_the_variants_weights(trained, short_text):
-  weights = jax.jit(attention.last_query, static_argnums=0)(
-    trained.model, trained.params, short_text.tokens
-  )
+  """The suite "attention" measures the weights of the last query of a row.
+
+  `short_text` has the weights that NumPy computes by their definition.
+  """
+  last_query = jax.jit(attention.last_query, static_argnums=0)
+
+  weights = last_query(trained.model, trained.params, short_text.tokens)
 
   last_weights = [layer.weights[:, :, -1] for layer in short_text.layers]
-  expected = np.mean(last_weights, axis=(0, 2))  # layers and heads
+  # The mean over layers and heads.
+  expected = np.mean(last_weights, axis=(0, 2))
   chex.assert_trees_all_close(
     weights, jnp.asarray(expected, jnp.float32), atol=1e-5, rtol=0
   )
 
 
 def test_the_maps_of_the_report_are_the_variants(trained, short_text):
-  """The report shows the variant's maps and weights, of each head and mean."""
-  variant = OWN_VARIANTS[trained.config.model.attention]
+  """The report shows the maps and weights of each head, and their mean.
 
-  report_maps = jax.jit(maps.maps_of, static_argnums=0)(
-    trained.model, trained.params, short_text.tokens[:1]
-  )
+  `short_text` has those that NumPy computes by their definition.
+  """
+  variant = OWN_VARIANTS[trained.config.model.attention]
+  maps_of = jax.jit(maps.maps_of, static_argnums=0)
+  first_row = short_text.tokens[:1]
+
+  report_maps = maps_of(trained.model, trained.params, first_row)
 
   assert report_maps.titles == variant.titles
   for layer, hand in enumerate(short_text.layers):
@@ -416,6 +429,7 @@ def test_the_suite_gives_finite_values(trained, suite):
 
 
 def test_needles_are_asked_with_and_without_quantisation(trained):
+  """The suite "needle" is measured with exact logits ("all"), and with 8 bits."""
   needles = Needle(
     pairs=("1/1",),
     lengths=(330,),
@@ -431,21 +445,25 @@ def test_needles_are_asked_with_and_without_quantisation(trained):
 
   measurements = list(suite.evaluate(trained))
 
-  assert [measurement.at["bits"] for measurement in measurements] == ["all", 8]
+  bits = [measurement.at["bits"] for measurement in measurements]
+  assert bits == ["all", 8]
   for measurement in measurements:
     assert 0 <= interval(measurement).value <= 1
 
 
 def test_many_bits_change_nothing_and_few_change_much(trained):
+  """The logits of attention are rounded to 24 and to 2 bits."""
   tokens = np.arange(40, 80).reshape(2, 20)
+  many_bits = quantise(trained, bits=24, per="row")
+  few_bits = quantise(trained, bits=2, per="tensor")
 
   @functools.partial(jax.jit, static_argnums=0)
   def apply(model, params):
     return model.apply({"params": params}, tokens)
 
   exact = apply(trained.model, trained.params)
-  fine = apply(quantise(trained, 24, "row").model, trained.params)
-  coarse = apply(quantise(trained, 2, "tensor").model, trained.params)
+  fine = apply(many_bits.model, trained.params)
+  coarse = apply(few_bits.model, trained.params)
 
   # The mantissa of float32 has 24 bits too.
   chex.assert_trees_all_close(fine, exact, atol=1e-5, rtol=0)
@@ -453,8 +471,13 @@ def test_many_bits_change_nothing_and_few_change_much(trained):
 
 
 def test_a_variant_without_quantised_logits_raises(trained, monkeypatch):
+  """A variant lists in `supports` what can be done with it.
+
+  The suite "quantised" needs QUANTIZED_LOGITS.
+  """
   layer_class = ATTENTION[trained.config.model.attention]
   monkeypatch.setattr(layer_class, "supports", frozenset({WINDOWS}))
+  suite = Quantised()
 
   with pytest.raises(UserError, match="does not declare that it supports"):
-    Quantised().evaluate(trained)
+    suite.evaluate(trained)
