@@ -23,16 +23,12 @@ def test_single_proportions_of_newcombe(yes, count, low, high):
   """Newcombe, "Two-sided confidence intervals for the single proportion",
   Statistics in Medicine 17 (1998), table I, method 3.
   """
-  estimate = proportions.single(zeros_and_ones(yes, count))
+  outcomes = np.repeat([1.0, 0.0], [yes, count - yes])
 
+  estimate = proportions.single(outcomes)
+
+  # The table has four decimals.
   assert estimate == pytest.approx((yes / count, low, high), abs=6e-5)
-
-
-def zeros_and_ones(yes: int, count: int) -> np.ndarray:
-  """Returns `count` outcomes. The first `yes` of them are 1."""
-  outcomes = np.zeros(count)
-  outcomes[:yes] = 1
-  return outcomes
 
 
 def paired_outcomes(
@@ -78,21 +74,25 @@ def test_paired_differences_of_fagerland(
 
 
 def test_the_interval_of_swapped_models_is_the_negative_interval():
-  outcomes, against = paired_outcomes(1, 1, 7, 12)
+  """For example, [−0.5, −0.1] becomes [0.1, 0.5]."""
+  outcomes, against = paired_outcomes(
+    both_right=1, only_first=1, only_second=7, none_right=12
+  )
 
   estimate = proportions.paired_difference(outcomes, against)
   swapped = proportions.paired_difference(against, outcomes)
 
-  assert swapped == pytest.approx(
-    (-estimate.value, -estimate.high, -estimate.low)
-  )
+  assert swapped.value == pytest.approx(-estimate.value)
+  assert swapped.low == pytest.approx(-estimate.high)
+  assert swapped.high == pytest.approx(-estimate.low)
 
 
 @pytest.mark.parametrize("count", [2, 9, 30])
 def test_excluding_0_means_that_mcnemars_test_is_significant(count):
-  """McNemar's z is (b − c) / √(b + c), for b and c units with one model right.
+  """McNemar's z is (b − c) / √(b + c).
 
-  All numbers b and c of `count` units are tried.
+  b is the number of units where only the first model is right, and c of those
+  where only the second one is. All b and c of `count` units are tried.
   """
   critical_value = scipy.stats.norm.ppf(0.975)
   for only_first in range(count + 1):
@@ -113,14 +113,22 @@ def test_excluding_0_means_that_mcnemars_test_is_significant(count):
 
 
 def test_shares_that_sum_to_a_whole_number_count_as_that_number():
-  """The sum of three thirds is rounded."""
+  """A share is of several answers, for example one of three is right.
+
+  The sum of three thirds may be slightly more or less than 1.
+  """
   thirds = proportions.single(np.array([1 / 3, 1 / 3, 1 / 3, 0, 0]))
 
-  assert thirds == pytest.approx(proportions.single(zeros_and_ones(1, 5)))
+  one_of_five = proportions.single(np.array([1.0, 0, 0, 0, 0]))
+  assert thirds == pytest.approx(one_of_five)
 
 
 def test_shares_are_bounded_by_the_whole_numbers_around_their_total():
-  halves = proportions.single(np.array([0.5, 0.5, 0.5, 0, 0]))
-  below = proportions.single(zeros_and_ones(1, 5))
-  above = proportions.single(zeros_and_ones(2, 5))
-  assert halves == pytest.approx((0.3, below.low, above.high))
+  """The total is 1.5 of 5, which is between 1 of 5 and 2 of 5."""
+  estimate = proportions.single(np.array([0.5, 0.5, 0.5, 0, 0]))
+
+  one_of_five = proportions.single(np.array([1.0, 0, 0, 0, 0]))
+  two_of_five = proportions.single(np.array([1.0, 1.0, 0, 0, 0]))
+  assert estimate.value == pytest.approx(1.5 / 5)
+  assert estimate.low == pytest.approx(one_of_five.low)
+  assert estimate.high == pytest.approx(two_of_five.high)
