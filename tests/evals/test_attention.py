@@ -186,15 +186,19 @@ def test_absolute_shares_are_relative_to_the_sum_of_absolute_weights(
   shares = measure_one_depth(trained)
 
   noise_length = mean_part_lengths(trained)["noise"]
+  # What A₂ / 2 takes from each of the 512 tokens. A₁ adds 1 to the five digits.
   weight_of_a2 = 1 / 2 / 512
-  sum_of_digits = 1 - 5 * weight_of_a2
-  sum_of_others = 507 * weight_of_a2
+  num_digits = 5
+  num_others = 512 - num_digits
+  sum_of_digits = 1 - num_digits * weight_of_a2
+  sum_of_others = num_others * weight_of_a2
   expected = noise_length * weight_of_a2 / (sum_of_digits + sum_of_others)
   noise = shares["noise", "absolute", "mean"]
   assert noise == pytest.approx(expected, rel=1e-4)
 
 
 def test_uniform_attention_gives_each_part_its_length(make_trained):
+  # No map attends to digits only, so the single map is uniform.
   trained = make_digit_seeker(make_trained, "softmax", maps=[])
 
   shares = measure_one_depth(trained)
@@ -232,7 +236,11 @@ PROMPT_OF_8_TOKENS = NeedlePrompt(
 
 
 def test_signed_shares_by_hand():
-  """Tokens 3 and 4 are the answer, and 6 and 7 the query. The sum is 0.5."""
+  """Token 0 is the start, 3 and 4 are the answer, and 6 and 7 the query.
+
+  A share is relative to the sum of all weights, which is 0.5. Noise is the
+  context before and after the answer.
+  """
   weights = np.array([0.1, 0.2, -0.2, 0.3, 0.1, -0.1, 0.05, 0.05])
 
   shares = attention.shares_of(weights, PROMPT_OF_8_TOKENS)
@@ -250,7 +258,11 @@ def test_signed_shares_by_hand():
 
 
 def test_absolute_shares_by_hand():
-  """Tokens 3 and 4 are the answer, and 6 and 7 the query. The sum is 1.1."""
+  """Token 0 is the start, 3 and 4 are the answer, and 6 and 7 the query.
+
+  A share is relative to the sum of absolute weights, which is 1.1. Noise is the
+  context before and after the answer.
+  """
   weights = np.array([0.1, 0.2, -0.2, 0.3, 0.1, -0.1, 0.05, 0.05])
 
   shares = attention.shares_of(weights, PROMPT_OF_8_TOKENS)
@@ -272,6 +284,7 @@ def test_shares_of_weights_that_sum_to_0_are_nan():
 
   shares = attention.shares_of(weights, PROMPT_OF_8_TOKENS)
 
+  # It would be 0 / 0.
   assert np.isnan(shares["answer", "signed"])
 
 
