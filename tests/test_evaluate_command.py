@@ -240,7 +240,10 @@ def pair(
 
 
 def test_results_describe_both_models(pair, runs):
-  """Each file of results names the models, their parameters and their time."""
+  """Each file of results names the models, their parameters and their time.
+
+  `pair` is a comparison of a DIFF model with a Transformer by several suites.
+  """
   for suite in pair.suites:
     suite_results = pair.read(suite)
     assert suite_results["suite"] == suite
@@ -255,6 +258,10 @@ def test_results_describe_both_models(pair, runs):
 
 
 def test_both_models_are_measured_on_the_same_units(pair):
+  """`pair` is a comparison of two models ("against") by several suites.
+
+  A figure is of independent units, such as prompts.
+  """
   for suite in pair.suites:
     figures = pair.read(suite)["figures"]
     assert figures
@@ -265,11 +272,14 @@ def test_both_models_are_measured_on_the_same_units(pair):
 
 
 def test_each_suite_has_a_table_with_all_figures(pair):
+  """`pair` is an evaluation by several suites. SUITE.md has a table of each."""
   for suite in pair.suites:
+    figures = pair.read(suite)["figures"]
     table = (pair.out / f"{suite}.md").read_text()
     rows = [line for line in table.splitlines() if line.startswith("|")]
+    # The header, and the line below it.
     num_header_lines = 2
-    assert len(rows) == num_header_lines + len(pair.read(suite)["figures"])
+    assert len(rows) == num_header_lines + len(figures)
 
 
 def test_each_suite_except_validation_has_a_plot(pair):
@@ -391,8 +401,11 @@ def pair_validation(
 
 
 def test_results_of_one_model_have_no_difference(transformer_validation):
-  assert len(transformer_validation.results["models"]) == 1
-  assert "against" not in transformer_validation.results["figures"][0]
+  suite_results = transformer_validation.results
+
+  assert len(suite_results["models"]) == 1
+  for figure in suite_results["figures"]:
+    assert "against" not in figure
   assert "difference" not in transformer_validation.output
 
 
