@@ -340,6 +340,7 @@ def test_a_browser_shows_all_sections(shown):
 
 
 def test_suites_of_other_models_and_without_results_are_named(shown):
+  """Only DIFF was measured by "outliers", and both models by two suites."""
   text = shown["text"]
 
   assert f"Measured of {NASTY_NAME}, not of this page's models." in text
@@ -347,6 +348,7 @@ def test_suites_of_other_models_and_without_results_are_named(shown):
 
 
 def test_the_table_of_models_describes_both(shown):
+  """`shown` is what a browser shows of the report: the cells of its tables."""
   table = dict(shown["tables"])["models"]
 
   assert table[0] == ["", "DIFF", "Transformer"]
@@ -382,7 +384,9 @@ def test_the_table_of_one_model_has_no_difference(shown):
 
 
 def test_the_first_screen_says_in_a_sentence_what_differs(report, shown):
+  """Only the first figure, the accuracy of "needle", differs clearly."""
   accuracy = report.pair_figures[0]
+  # The numbers without their intervals.
   value = results.number(accuracy).partition(" ")[0]
   against = results.number(accuracy["against"]).partition(" ")[0]
   assert (
