@@ -296,11 +296,12 @@ def test_the_validation_losses_are_logged_and_fall(finished):
     "validation/others",
   }
   assert expected_fields <= first.keys()
+  # An untrained model of bytes has a loss of about ln(256) = 5.5.
   assert last["validation/loss"] < first["validation/loss"] < 6
 
 
 def test_the_last_checkpoint_has_the_validation_losses(finished):
-  """The best checkpoint is chosen by them."""
+  """The best checkpoint of a run is chosen by these losses."""
   last_evaluation = evaluation_entries(finished)[-1]
   losses = {}
   for name, value in last_evaluation.items():
@@ -343,22 +344,19 @@ def test_the_last_evaluation_is_printed_with_explanations(finished_run):
   last = evaluation_entries(finished_run.workdir)[-1]
   lines = finished_run.output.splitlines()
 
-  for field, value in last.items():
-    if field.startswith("validation/"):
-      name = field.removeprefix("validation/")
-      [line] = [line for line in lines if line.startswith(f"  {name} ")]
-      printed_name, printed_value, explanation = line.split(maxsplit=2)
-      assert printed_name == name
-      assert printed_value == f"{value:.4f}"
-      assert explanation
-      assert len(line) <= 80
+  for name in ("loss", "perplexity", "bits_per_byte", "ar_hit", "others"):
+    [line] = [line for line in lines if line.startswith(f"  {name} ")]
+    _, printed_value, explanation = line.split(maxsplit=2)
+    value = last[f"validation/{name}"]
+    assert printed_value == f"{value:.4f}"
+    assert explanation
+    assert len(line) <= 80
 
 
 def test_the_logged_seconds_of_a_step_are_those_of_its_program(finished_run):
   """They include no evaluations and saves.
 
-  `step_times` has the begin and the end of each step of the run, as measured by
-  this test.
+  The fixture has measured when each step began and ended.
   """
   seconds_by_step = {}
   log = (finished_run.workdir / "metrics.jsonl").read_text()
@@ -393,6 +391,18 @@ def test_the_log_begins_with_the_first_step(config, finished, tmp_path):
   assert entries[0]["train/loss"] == first_entry["train/loss"]
 
 
+def steps_in_profile(workdir: pathlib.Path) -> list[int]:
+  """Returns the numbers of the training steps in the profile of a run."""
+  [path] = (workdir / "profile").rglob("*.xplane.pb")
+  steps = []
+  for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+    for line in plane.lines:
+      for event in line.events:
+        if event.name == "train":
+          steps.append(dict(event.stats)["step_num"])
+  return sorted(steps)
+
+
 def test_a_profile_names_its_steps_by_their_numbers_in_the_log(
   config, tmp_path
 ):
@@ -407,14 +417,7 @@ def test_a_profile_names_its_steps_by_their_numbers_in_the_log(
 
   loop.train(profiled, str(tmp_path))
 
-  [path] = (tmp_path / "profile").rglob("*.xplane.pb")
-  profiled_steps = []
-  for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
-    for line in plane.lines:
-      for event in line.events:
-        if event.name == "train":
-          profiled_steps.append(dict(event.stats)["step_num"])
-  assert sorted(profiled_steps) == [2, 3]
+  assert steps_in_profile(tmp_path) == [2, 3]
 
 
 # A stop, and a restart.
@@ -425,8 +428,9 @@ def test_a_resumed_run_has_the_log_of_an_uninterrupted_one(
 ):
   """SIGTERM saves and ends the run, and the same call then resumes it."""
   with monkeypatch.context() as patch:
-    call_before_batch(patch, 4, send_sigterm)
+    call_before_batch(patch, number=4, action=send_sigterm)
     loop.train(config, str(tmp_path))
+  # The signal arrives before step 4, and the run saves its last step.
   assert 3 <= max(saved_steps(tmp_path)) < 6
 
   loop.train(config, str(tmp_path))
@@ -501,7 +505,7 @@ def test_a_resume_on_another_mesh_has_the_same_batches_and_losses(
   expected_entries = read_log(run_on_eight_devices)
   for entry, expected in zip(entries, expected_entries, strict=True):
     assert entry["step"] == expected["step"]
-    # The numbers of tokens are equal if the batches are.
+    # Other batches would have other numbers of tokens.
     assert entry.get("train/tokens") == expected.get("train/tokens")
     assert entry.keys() == expected.keys()
     for name, value in expected.items():
@@ -524,12 +528,12 @@ def test_a_signal_while_waiting_for_data_saves_and_ends_the_run(
   """
   config = change(config, eval__interval=0)
   signal_times = []
-  has_fifth_batch = threading.Event()
+  fifth_batch_arrives = threading.Event()
   original = prepared_batches.GlobalBatches.__getitem__
 
   def read_batch(self, index):
     if index >= 4:
-      has_fifth_batch.wait()
+      fifth_batch_arrives.wait()
     return original(self, index)
 
   def send_sigterm_during_the_wait():
@@ -548,7 +552,7 @@ def test_a_signal_while_waiting_for_data_saves_and_ends_the_run(
     loop.train(change(config, train__checkpoint_interval=100), str(tmp_path))
   seconds_after_signal = time.monotonic() - signal_times[0]
   assert seconds_after_signal < 4
-  has_fifth_batch.set()
+  fifth_batch_arrives.set()
   assert saved_steps(tmp_path) == [4]
 
   loop.train(config, str(tmp_path))
@@ -582,6 +586,7 @@ def test_a_second_signal_ends_the_process_at_once():
   )
   assert process.stdout.readline() == "ready\n"
 
+  # The call would go on for minutes after the first signal.
   process.send_signal(signal.SIGINT)
   assert "SIGINT: saving after this step" in process.stderr.readline()
   process.send_signal(signal.SIGTERM)
@@ -610,10 +615,10 @@ def test_an_error_of_the_data_loses_no_steps(
     loop.train(config, str(tmp_path / "expected"))
     expected = training_entries(tmp_path / "expected")
   original = module.make_batch
-  numbers = itertools.count(1)
+  batch_numbers = itertools.count(1)
 
   def make_batch(rows, length):
-    if next(numbers) == 5:
+    if next(batch_numbers) == 5:
       raise UserError("row 7 is damaged")
     return original(rows, length)
 
@@ -642,10 +647,10 @@ def test_a_batch_that_does_not_reach_the_devices_is_not_skipped(
   """
   config = change(config, train__checkpoint_interval=3, eval__interval=0)
   original = session.put_batch
-  numbers = itertools.count(1)
+  batch_numbers = itertools.count(1)
 
   def put_batch(batch, mesh):
-    if next(numbers) == 5:
+    if next(batch_numbers) == 5:
       raise RuntimeError("no memory on the device")
     return original(batch, mesh)
 
@@ -795,13 +800,16 @@ def test_a_warmup_longer_than_the_run_is_shortened_for_that_run_alone(
   )
 
   loop.train(change(config, train__steps=4), str(tmp_path))
+
   message = (
     "config.optimizer.warmup_steps = 8 is cut to config.train.steps = 4\n"
   )
   assert message in capsys.readouterr().err
   assert open_checkpoint(tmp_path).config["optimizer"]["warmup_steps"] == 8
 
+  # The same run is continued to step 10.
   loop.train(change(config, train__steps=10), str(tmp_path))
+
   errors = capsys.readouterr().err
   assert "is cut" not in errors
   assert (
@@ -809,8 +817,8 @@ def test_a_warmup_longer_than_the_run_is_shortened_for_that_run_alone(
     " there, and goes on at 0.5, not at 1\n"
   ) in errors
   rates = [entry["train/learning_rate"] for entry in read_log(tmp_path)]
-  # The run of 4 steps rises in quarters. The run of 10 steps continues at step
-  # 4 of a warmup of 8 steps, and then falls to 0 in 2 steps.
+  # The rate of the 4 steps rises in quarters. The longer run continues at step
+  # 4 of a warmup of 8 steps, and its rate then falls to 0 in 2 steps.
   short_run = [0, 1 / 4, 2 / 4, 3 / 4]
   longer_run = [4 / 8, 5 / 8, 6 / 8, 7 / 8, 1, 1 / 2]
   assert rates == pytest.approx([*short_run, *longer_run])
@@ -862,7 +870,10 @@ def test_init_from_names_fields_that_change_what_the_model_computes(
 def test_init_from_does_not_name_fields_that_change_no_values(
   config, finished, tmp_path, capsys
 ):
-  """Rematerialization changes memory and time, but not the model."""
+  """Rematerialization changes memory and time, but not the model.
+
+  A message about a changed field would end with "there".
+  """
   config = change(
     config,
     train__init_from=str(finished),
@@ -930,6 +941,7 @@ def test_init_from_another_tokenizer_of_the_same_size_is_refused(
   """The embedding would have the right shape, but rows of other tokens."""
   start = run_with_tokenizer
   other_tokenizer = tmp_path / "other.json"
+  # The run's tokenizer has shift=0, so each byte has another id there.
   write_tokenizer(other_tokenizer, shift=1)
   config = change(
     config,
@@ -955,6 +967,7 @@ def test_init_from_another_built_in_tokenizer_is_refused_by_its_name(
 ):
   """A built-in tokenizer has no file in the workdir."""
   other_tokenizer = tmp_path / "other.json"
+  # Byte 1 has the id 0, so this is another tokenizer than "bytes".
   write_tokenizer(other_tokenizer, shift=1)
   config = change(
     config,
@@ -1107,6 +1120,7 @@ def assert_refused(message: str, config: Config, workdir: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("mode", ["prepared", "streamed"])
 def test_a_resume_with_another_tokenizer_is_refused(stopped_runs, mode):
+  """The file of the tokenizer gets other ids after step 2 of 4."""
   run = stopped_runs(mode)
 
   with restored_file(run.tokenizer):
@@ -1117,6 +1131,7 @@ def test_a_resume_with_another_tokenizer_is_refused(stopped_runs, mode):
 
 @pytest.mark.parametrize("mode", ["prepared", "streamed"])
 def test_a_resume_with_a_changed_document_is_refused(stopped_runs, mode):
+  """A document gets another line after step 2 of 4."""
   run = stopped_runs(mode)
 
   with restored_file(run.document):
@@ -1129,21 +1144,24 @@ def test_a_resume_without_the_package_of_its_log_is_refused(
   stopped_runs, monkeypatch
 ):
   run = stopped_runs("prepared")
+  config = change(run.config, train__wandb_project="project")
+  # Importing the module then raises ImportError.
   monkeypatch.setitem(sys.modules, "wandb", None)
 
-  config = change(run.config, train__wandb_project="project")
   assert_refused("needs wandb", config, run.workdir)
 
 
 def test_a_resume_with_kernels_of_another_platform_is_refused(stopped_runs):
+  """The kernels are for GPUs, and the tests run on CPUs."""
   run = stopped_runs("prepared")
-
   config = change(run.config, model__attention_implementation="pallas_gpu")
+
   message = "attention_implementation = 'pallas_gpu'"
   assert_refused(message, config, run.workdir)
 
 
 def test_a_resume_from_damaged_checkpoints_is_refused(stopped_runs):
+  """The only checkpoint, of step 2, lacks the last byte of a file."""
   run = stopped_runs("prepared")
   array_files = (run.workdir / "checkpoints/2/state/d").iterdir()
   largest_file = max(array_files, key=lambda file: file.stat().st_size)
@@ -1162,13 +1180,18 @@ def test_a_checkpoint_of_another_run_is_refused_after_the_first_check_too(
   with another data.seed.
   """
   run = stopped_runs("prepared")
+  config = change(run.config, data__seed=1)
   before = file_contents(run.workdir)
+
+  def find_no_checkpoint(*_, **__):
+    return None
+
   with monkeypatch.context() as patch:
-    patch.setattr(session, "find_checkpoint", lambda *_, **__: None)
-    opened = session.Session(change(run.config, data__seed=1), str(run.workdir))
+    patch.setattr(session, "find_checkpoint", find_no_checkpoint)
+    new_session = session.Session(config, str(run.workdir))
 
   with pytest.raises(UserError, match="data.seed was 0 and is 1"):
-    with opened:
+    with new_session:
       pass
 
   assert file_contents(run.workdir) == before
@@ -1195,14 +1218,15 @@ def test_a_second_run_in_the_same_process_is_refused(
 ):
   """For example from another thread of a notebook. The first run continues."""
   config = change(config, eval__interval=0)
+  other_config = change(config, data__seed=7)
   refusals = []
 
   def start_second_run():
     with pytest.raises(UserError, match="another run of this process") as error:
-      loop.train(change(config, data__seed=7), str(tmp_path))
+      loop.train(other_config, str(tmp_path))
     refusals.append(error)
 
-  call_before_batch(monkeypatch, 2, start_second_run)
+  call_before_batch(monkeypatch, number=2, action=start_second_run)
   loop.train(config, str(tmp_path))
 
   assert len(refusals) == 1
@@ -1221,7 +1245,7 @@ def test_a_run_whose_workdir_is_replaced_ends_without_writing_there(
     workdir.rename(old_workdir)
     shutil.copytree(finished, workdir)
 
-  call_before_batch(monkeypatch, 6, replace_workdir)
+  call_before_batch(monkeypatch, number=6, action=replace_workdir)
   with pytest.raises(LostWorkdir, match=f"{workdir} is no longer"):
     train_and_finish(config, workdir)
 
@@ -1264,7 +1288,10 @@ def test_a_workdir_that_is_deleted_ends_the_run(config, tmp_path, monkeypatch):
   workdir = tmp_path / "run"
   config = change(config, train__checkpoint_interval=100, eval__interval=0)
 
-  call_before_batch(monkeypatch, 4, lambda: shutil.rmtree(workdir))
+  def delete_workdir():
+    shutil.rmtree(workdir)
+
+  call_before_batch(monkeypatch, number=4, action=delete_workdir)
   with pytest.raises(LostWorkdir, match="is no longer"):
     loop.train(config, str(workdir))
 
@@ -1282,7 +1309,7 @@ def test_a_deleted_workdir_does_not_hide_the_error_of_the_run(
     shutil.rmtree(workdir)
     raise RuntimeError("a bug")
 
-  call_before_batch(monkeypatch, 4, delete_workdir_and_fail)
+  call_before_batch(monkeypatch, number=4, action=delete_workdir_and_fail)
   with pytest.raises(RuntimeError, match="a bug"):
     loop.train(config, str(workdir))
 
@@ -1480,7 +1507,7 @@ def test_skipped_steps_do_not_hide_the_error_of_the_data(
     raise UserError("row 7 is damaged")
 
   spoil_batches(monkeypatch, {4: np.nan})
-  call_before_batch(monkeypatch, 5, fail)
+  call_before_batch(monkeypatch, number=5, action=fail)
   with pytest.raises(UserError, match="row 7 is damaged"):
     loop.train(config, str(tmp_path))
 
