@@ -213,12 +213,14 @@ def test_a_state_may_be_donated_as_soon_as_save_returns(tmp_path, monkeypatch):
 
 
 def test_a_step_that_was_just_saved_is_not_saved_again(tmp_path):
+  """`save` returns whether it saves the step."""
   with Checkpoints(tmp_path, keep=2) as checkpoints:
     assert save(checkpoints, 4)
     assert not save(checkpoints, 4)
 
 
 def test_a_step_that_was_restored_is_not_saved_again(tmp_path):
+  """A run that ends without a further step would save the same state."""
   save_run(tmp_path, [4])
 
   with reopen(tmp_path, keep=2) as checkpoints:
@@ -259,10 +261,9 @@ def sharded_run(tmp_path_factory):
   state = make_state(7)
   shapes = abstract_on_mesh(make_mesh(data=1, fsdp=8), state)
   shardings = jax.tree.map(lambda shape: shape.sharding, shapes)
+  sharded_state = jax.device_put(state, shardings)
   with Checkpoints(workdir, keep=1) as checkpoints:
-    checkpoints.save(
-      7, jax.device_put(state, shardings), data_state={}, config=CONFIG
-    )
+    checkpoints.save(7, sharded_state, data_state={}, config=CONFIG)
   return workdir
 
 
@@ -308,10 +309,9 @@ def test_parameters_are_loaded_without_the_rest_of_the_state(
 ):
   """For example to generate text. The newest step is 20."""
   expected = make_state(expected_step).params
+  checkpoint = open_checkpoint(workdir_of_steps_10_and_20, requested_step)
 
-  params = open_checkpoint(workdir_of_steps_10_and_20, requested_step).params(
-    abstract(expected)
-  )
+  params = checkpoint.params(abstract(expected))
 
   chex.assert_trees_all_equal(params, expected, strict=True)
 
@@ -321,45 +321,51 @@ def test_parameters_are_loaded_without_the_rest_of_the_state(
 
 def test_parameters_of_another_shape_are_refused(workdir_of_steps_10_and_20):
   """The checkpoint was saved with ffn_dim=16."""
-  wanted = abstract(make_state(ffn_dim=24).params)
+  checkpoint = open_checkpoint(workdir_of_steps_10_and_20)
+  shapes = abstract(make_state(ffn_dim=24).params)
 
   message = r"layers/ffn/up is \[2, 8, 16\] there and \[2, 8, 24\] here"
   with pytest.raises(UserError, match=message):
-    open_checkpoint(workdir_of_steps_10_and_20).params(wanted)
+    checkpoint.params(shapes)
 
 
 def test_a_checkpoint_that_lacks_a_parameter_is_refused(
   workdir_of_steps_10_and_20,
 ):
-  wanted = abstract(make_state().params)
-  wanted["unembedding"] = wanted["embedding"]
+  """The model has an unembedding of shape [32, 8], as its embedding."""
+  checkpoint = open_checkpoint(workdir_of_steps_10_and_20)
+  shapes = abstract(make_state().params)
+  shapes["unembedding"] = shapes["embedding"]
 
   message = r"it has no unembedding, which is \[32, 8\] here"
   with pytest.raises(UserError, match=message):
-    open_checkpoint(workdir_of_steps_10_and_20).params(wanted)
+    checkpoint.params(shapes)
 
 
 def test_a_checkpoint_with_an_additional_parameter_is_refused(
   workdir_of_steps_10_and_20,
 ):
-  wanted = abstract(make_state().params)
-  del wanted["layers"]["ffn_norm"]
+  """The model has no "ffn_norm", and the checkpoint has one."""
+  checkpoint = open_checkpoint(workdir_of_steps_10_and_20)
+  shapes = abstract(make_state().params)
+  del shapes["layers"]["ffn_norm"]
 
   message = r"it has layers/ffn_norm \[2, 8\], which is not there here"
   with pytest.raises(UserError, match=message):
-    open_checkpoint(workdir_of_steps_10_and_20).params(wanted)
+    checkpoint.params(shapes)
 
 
 def test_a_state_of_another_optimizer_is_refused(workdir_of_steps_10_and_20):
   """The checkpoint has a state of Muon."""
+  checkpoint = open_checkpoint(workdir_of_steps_10_and_20)
+  shapes = abstract(make_state(optimizer="adamw"))
+
   message = (
     r"opt_state/.*; config.train.init_from starts another --workdir from its"
     " parameters"
   )
   with pytest.raises(UserError, match=message):
-    restore(workdir_of_steps_10_and_20).state(
-      abstract(make_state(optimizer="adamw"))
-    )
+    checkpoint.state(shapes)
 
 
 def test_opening_a_workdir_without_checkpoints_is_an_error(tmp_path):
@@ -380,19 +386,22 @@ def test_opening_a_step_that_was_not_saved_is_an_error(
 
 def test_the_newest_and_the_best_checkpoints_are_kept(tmp_path):
   """Step 2 has the lowest validation loss, and 5 and 6 are the newest two."""
-  losses = {1: 3.0, 2: 1.5, 3: float("nan"), 4: 2.0, 6: 1.75}
   with Checkpoints(tmp_path, keep=2) as checkpoints:
-    for step in range(1, 7):
-      scores = None
-      if step in losses:
-        scores = {"validation/loss": losses[step]}
-      save(checkpoints, step, scores)
+    save(checkpoints, 1, {"validation/loss": 3.0})
+    save(checkpoints, 2, {"validation/loss": 1.5})
+    save(checkpoints, 3, {"validation/loss": float("nan")})
+    save(checkpoints, 4, {"validation/loss": 2.0})
+    save(checkpoints, 5)
+    save(checkpoints, 6, {"validation/loss": 1.75})
 
   assert saved_steps(tmp_path) == ["2", "5", "6"]
 
 
 def test_checkpoints_of_a_resumed_run_are_pruned_too(tmp_path):
-  """Step 1 was the best one of the first run, until step 3 had a lower loss."""
+  """Step 1 was the best one of the first run, until step 3 had a lower loss.
+
+  Step 3 is the newest and the best step then, so the others are deleted.
+  """
   with Checkpoints(tmp_path, keep=2) as checkpoints:
     save(checkpoints, 1, {"validation/loss": 2.0})
     save(checkpoints, 2)
@@ -459,6 +468,7 @@ def test_a_damaged_newest_step_is_not_counted_and_is_overwritten(
 def test_a_damaged_step_is_pruned_before_older_complete_ones(
   workdir_of_steps_10_and_20, tmp_path
 ):
+  """Two steps are kept, which are the complete steps 10 and 25."""
   workdir = shutil.copytree(workdir_of_steps_10_and_20, tmp_path / "run")
   flip_bit_of_step_20(workdir)
 
@@ -565,6 +575,7 @@ CHANGEABLE = {
 
 
 def test_fields_that_do_not_change_the_training_may_change_on_resume():
+  # An error is raised for a field that may not change.
   check_resume(CONFIG, change(CONFIG, **CHANGEABLE))
 
 
@@ -575,12 +586,14 @@ def test_all_other_fields_may_not_change_on_resume():
   for section, fields in CONFIG.items():
     for name in fields:
       field = f"{section}__{name}"
-      if field not in excluded:
-        message = (
-          rf"{section}\.{name} was .* and is 'other'; use another --workdir"
-        )
-        with pytest.raises(UserError, match=message):
-          check_resume(CONFIG, change(CONFIG, **{field: "other"}))
+      if field in excluded:
+        continue
+      other_config = change(CONFIG, **{field: "other"})
+      message = (
+        rf"{section}\.{name} was .* and is 'other'; use another --workdir"
+      )
+      with pytest.raises(UserError, match=message):
+        check_resume(CONFIG, other_config)
 
 
 def test_a_refused_resume_names_every_difference_with_both_values():
@@ -604,22 +617,25 @@ def test_a_refused_resume_names_every_difference_with_both_values():
 
 def test_the_number_of_workers_of_a_stream_may_not_change():
   """The order of streamed documents depends on it."""
-  streamed = Config(data=DataConfig(mode="streamed", num_workers=2)).to_dict()
+  old_config = Config(data=DataConfig(mode="streamed", num_workers=2)).to_dict()
+  new_config = Config(data=DataConfig(mode="streamed", num_workers=4)).to_dict()
 
-  check_resume(streamed, streamed)
+  check_resume(old_config, old_config)
   with pytest.raises(UserError, match="data.num_workers was 2 and is 4"):
-    check_resume(streamed, change(streamed, data__num_workers=4))
+    check_resume(old_config, new_config)
 
 
 def test_a_field_that_an_older_checkpoint_lacks_counts_as_its_default():
   """Such a checkpoint is of a version that did not have the field."""
-  older = copy.deepcopy(CONFIG)
-  del older["train"]["z_loss"]
-  del older["eval"]
+  default_config = Config().to_dict()
+  other_config = change(default_config, train__z_loss=0.1)
+  older_config = copy.deepcopy(default_config)
+  del older_config["train"]["z_loss"]
+  del older_config["eval"]
 
-  check_resume(older, CONFIG)
+  check_resume(older_config, default_config)
   with pytest.raises(UserError, match="train.z_loss was 0.0 and is 0.1"):
-    check_resume(older, change(CONFIG, train__z_loss=0.1))
+    check_resume(older_config, other_config)
 
 
 # Saves that fail.
@@ -797,21 +813,24 @@ def test_a_save_fails_while_a_file_is_at_the_path_of_its_directory(
 
 
 def test_a_workdir_that_cannot_be_created_is_an_error(tmp_path):
-  (tmp_path / "file").write_text("")
+  """The workdir is a file, in which there can be no directory."""
+  workdir = tmp_path / "file"
+  workdir.write_text("")
 
   with pytest.raises(UserError, match="file/checkpoints"):
-    Checkpoints(tmp_path / "file", keep=1)
+    Checkpoints(workdir, keep=1)
 
 
 def test_a_workdir_that_is_moved_is_created_again(tmp_path):
-  with Checkpoints(tmp_path / "run", keep=1) as checkpoints:
+  workdir = tmp_path / "run"
+  with Checkpoints(workdir, keep=1) as checkpoints:
     save(checkpoints, 1)
     checkpoints.wait()
-    (tmp_path / "run").rename(tmp_path / "moved")
+    workdir.rename(tmp_path / "moved")
 
     save(checkpoints, 2)
 
-  assert saved_steps(tmp_path / "run") == ["2"]
+  assert saved_steps(workdir) == ["2"]
   assert saved_steps(tmp_path / "moved") == ["1"]
 
 
