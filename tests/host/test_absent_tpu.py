@@ -59,10 +59,14 @@ def make_machine(monkeypatch):
 
 @pytest.mark.parametrize(
   "machine",
-  [{}, {"vendors": ["0x8086"]}, {"plugins": ["xla_cuda13"]}],
-  ids=str,
+  [
+    pytest.param({}, id="no devices"),
+    pytest.param({"vendors": ["0x8086"]}, id="PCI device of Intel"),
+    pytest.param({"plugins": ["xla_cuda13"]}, id="CUDA without a GPU"),
+  ],
 )
 def test_a_machine_without_accelerators_uses_its_cpu(make_machine, machine):
+  """The machine has libtpu. Without JAX_PLATFORMS, JAX would look for TPUs."""
   make_machine(**machine)
 
   absent_tpu.skip()
@@ -73,19 +77,23 @@ def test_a_machine_without_accelerators_uses_its_cpu(make_machine, machine):
 @pytest.mark.parametrize(
   "machine",
   [
-    {"libtpu": False},
-    {"devices": ["/dev/accel0"]},
-    {"devices": ["/dev/vfio/0"]},
-    {"vendors": ["0x8086", "0x1ae0"]},
-    {"plugins": ["xla_cuda13"], "devices": ["/dev/nvidia0"]},
-    {"plugins": ["xla_cuda12"], "devices": ["/dev/dxg"]},
-    {"plugins": ["another"]},
+    pytest.param({"libtpu": False}, id="no libtpu"),
+    pytest.param({"devices": ["/dev/accel0"]}, id="TPU"),
+    pytest.param({"devices": ["/dev/vfio/0"]}, id="TPU through VFIO"),
+    pytest.param({"vendors": ["0x8086", "0x1ae0"]}, id="PCI device of Google"),
+    pytest.param(
+      {"plugins": ["xla_cuda13"], "devices": ["/dev/nvidia0"]}, id="GPU"
+    ),
+    pytest.param(
+      {"plugins": ["xla_cuda12"], "devices": ["/dev/dxg"]}, id="GPU in WSL"
+    ),
+    pytest.param({"plugins": ["another"]}, id="plugin of other hardware"),
   ],
-  ids=str,
 )
 def test_a_machine_that_may_have_an_accelerator_is_left_alone(
   make_machine, machine
 ):
+  """JAX chooses its devices itself if JAX_PLATFORMS is not set."""
   make_machine(**machine)
 
   absent_tpu.skip()
@@ -99,6 +107,7 @@ def test_a_machine_that_may_have_an_accelerator_is_left_alone(
 def test_jax_looks_for_a_tpu_if_a_variable_asks_for_one(
   make_machine, monkeypatch, name
 ):
+  # A machine with libtpu and without accelerators.
   make_machine()
   monkeypatch.setenv(name, "tpu")
 
@@ -108,6 +117,7 @@ def test_jax_looks_for_a_tpu_if_a_variable_asks_for_one(
 
 
 def test_platforms_that_the_user_chose_are_kept(make_machine, monkeypatch):
+  # Without the variable, JAX would use the CPU of this machine.
   make_machine()
   monkeypatch.setenv("JAX_PLATFORMS", "tpu")
 
@@ -132,6 +142,7 @@ def test_other_variables_do_not_ask_for_a_tpu(make_machine, monkeypatch, name):
 def test_a_module_jax_plugins_that_is_not_a_package_is_no_plugin(
   make_machine, monkeypatch
 ):
+  """JAX finds plugins in the modules of a package of this name."""
   make_machine()
   module = importlib.machinery.ModuleSpec("jax_plugins", loader=None)
   specs = {"libtpu": object(), "jax_plugins": module}
@@ -142,8 +153,8 @@ def test_a_module_jax_plugins_that_is_not_a_package_is_no_plugin(
   assert os.environ["JAX_PLATFORMS"] == "cpu"
 
 
-def run_without_platforms(code):
-  """Runs Python code, and returns its output and errors."""
+def run_without_platforms(code: str) -> tuple[str, str]:
+  """Runs Python code without JAX_PLATFORMS, and returns stdout and stderr."""
   environment = dict(os.environ)
   environment.pop("JAX_PLATFORMS", None)
   # Another process may have loaded libtpu.
@@ -180,8 +191,9 @@ print(jax.devices()[0].platform)
   ],
 )
 def test_jax_prints_nothing_about_absent_tpus(program):
-  _, errors = run_without_platforms(PRINT_PLATFORM)
-  if "TPU" not in errors:
+  """A notebook may have imported JAX before TPUs are skipped."""
+  _, errors_without_skip = run_without_platforms(PRINT_PLATFORM)
+  if "TPU" not in errors_without_skip:
     pytest.skip("JAX prints nothing about TPUs on this machine")
 
   out, errors = run_without_platforms(program)
