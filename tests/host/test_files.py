@@ -16,22 +16,27 @@ def test_a_path_with_a_scheme_is_remote(path, expected):
   assert files.is_remote(path) == expected
 
 
-@pytest.mark.parametrize("content", ["λ\n", b"\x00\xff"])
-def test_the_content_is_written(tmp_path, content):
+@pytest.mark.parametrize(
+  ("content", "expected"),
+  [
+    pytest.param("λ\n", b"\xce\xbb\n", id="text in UTF-8"),
+    pytest.param(b"\x00\xff", b"\x00\xff", id="bytes"),
+  ],
+)
+def test_the_content_is_written(tmp_path, content, expected):
   path = tmp_path / "file"
   path.write_text("old")
 
   files.write_atomically(path, content)
 
-  expected = content
-  if isinstance(content, str):
-    expected = content.encode("utf-8")
   assert path.read_bytes() == expected
+  # No temporary file is left.
   assert os.listdir(tmp_path) == ["file"]
 
 
 @pytest.mark.parametrize("error", [OSError, ValueError, KeyboardInterrupt])
 def test_an_error_while_a_file_is_written_keeps_the_old_one(tmp_path, error):
+  """The new content is in a temporary file, which is deleted."""
   path = tmp_path / "file"
   path.write_text("old")
 
@@ -57,6 +62,7 @@ def test_a_directory_at_the_path_of_a_file_is_an_error(tmp_path):
 
 
 def test_an_object_of_a_store_is_written_without_a_temporary_one(monkeypatch):
+  """A write to an object store is atomic already."""
   written = {}
 
   def write_bytes(path, content):
