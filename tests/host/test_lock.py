@@ -92,11 +92,13 @@ def test_a_killed_process_frees_its_workdir_although_its_children_live(holder):
   # Signal 0 raises an error if a process does not exist.
   for child in holder.children:
     os.kill(child, 0)
+  # This raises an error if another process holds the lock.
   with lock(holder.workdir):
     pass
 
 
 def test_training_in_a_workdir_in_use_is_refused(holder, tmp_path):
+  """The run writes no file there, beside the lock of the other process."""
   (tmp_path / "text").mkdir()
   for index in range(20):
     (tmp_path / "text" / f"{index}.txt").write_text(f"document {index}\n" * 20)
@@ -145,7 +147,7 @@ def test_a_process_can_lock_two_workdirs(tmp_path):
 
 
 def test_a_second_run_of_a_process_in_a_workdir_is_refused(tmp_path):
-  """The paths of the two runs may differ."""
+  """Also if the second run has another path of the same directory."""
   workdir = tmp_path / "run"
   link = tmp_path / "link"
   link.symlink_to(workdir)
@@ -156,10 +158,12 @@ def test_a_second_run_of_a_process_in_a_workdir_is_refused(tmp_path):
         with lock(path):
           pass
 
+  # The lock is free after the first run.
   with lock(link):
     pass
 
 
+# Locks the workdir of the first argument.
 LOCK_WORKDIR = """
 import sys
 from diffjax.host.lock import lock
@@ -170,13 +174,14 @@ with lock(sys.argv[1]):
 
 
 def test_a_refused_second_run_does_not_free_the_lock(tmp_path):
-  """Another process could write in the workdir then."""
+  """Otherwise, another process could write in the workdir then."""
   workdir = tmp_path / "run"
 
   with lock(workdir):
     with pytest.raises(UserError):
       with lock(workdir):
         pass
+    # A third run, in another process, is refused too.
     result = subprocess.run(
       [sys.executable, "-c", LOCK_WORKDIR, workdir],
       capture_output=True,
@@ -187,15 +192,17 @@ def test_a_refused_second_run_does_not_free_the_lock(tmp_path):
 
 
 def test_a_renamed_workdir_is_lost_until_it_is_renamed_back(tmp_path):
+  """`check` raises LostWorkdir if the run must not write at its path."""
   workdir = tmp_path / "run"
+  renamed_workdir = tmp_path / "renamed"
 
   with lock(workdir) as run_lock:
     run_lock.check()
-    workdir.rename(tmp_path / "renamed")
+    workdir.rename(renamed_workdir)
     with pytest.raises(LostWorkdir, match=f"{workdir} is no longer the dir"):
       run_lock.check()
 
-    (tmp_path / "renamed").rename(workdir)
+    renamed_workdir.rename(workdir)
     run_lock.check()
 
 
@@ -213,20 +220,23 @@ def test_a_workdir_with_a_new_directory_in_its_place_is_lost(tmp_path):
 
 
 def test_a_workdir_whose_link_points_elsewhere_is_lost(tmp_path):
-  (tmp_path / "run").mkdir()
+  """The other directory has a lock too, which is not that of the run."""
+  workdir = tmp_path / "run"
+  other_workdir = tmp_path / "other"
+  workdir.mkdir()
   link = tmp_path / "link"
-  link.symlink_to(tmp_path / "run")
+  link.symlink_to(workdir)
 
-  # The other directory has a lock too.
-  with lock(link) as run_lock, lock(tmp_path / "other"):
+  with lock(link) as run_lock, lock(other_workdir):
     run_lock.check()
     link.unlink()
-    link.symlink_to(tmp_path / "other")
+    link.symlink_to(other_workdir)
     with pytest.raises(LostWorkdir):
       run_lock.check()
 
 
 def test_a_workdir_without_its_lock_file_is_lost(tmp_path):
+  """Another run could make the file again and lock it."""
   workdir = tmp_path / "run"
 
   with lock(workdir) as run_lock:
@@ -236,17 +246,19 @@ def test_a_workdir_without_its_lock_file_is_lost(tmp_path):
 
 
 def test_a_workdir_that_cannot_be_made_is_an_error(tmp_path):
-  (tmp_path / "file").write_text("")
-  with pytest.raises(
-    UserError, match="cannot write in the workdir .*/file/run: Not a directory"
-  ):
-    with lock(tmp_path / "file" / "run"):
+  file = tmp_path / "file"
+  file.write_text("")
+
+  message = "cannot write in the workdir .*/file/run: Not a directory"
+  with pytest.raises(UserError, match=message):
+    with lock(file / "run"):
       pass
 
 
 def test_object_stores_have_no_lock(tmp_path, monkeypatch):
+  """Two runs can have the same workdir there, and no file is written."""
   monkeypatch.chdir(tmp_path)
 
   with lock("gs://bucket/run"), lock("gs://bucket/run"):
-    # A directory named "gs:" would be a mistake.
+    # A local directory named "gs:" would be a mistake.
     assert not list(tmp_path.iterdir())
