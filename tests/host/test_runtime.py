@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import signal
 import subprocess
 import sys
 
@@ -68,11 +69,20 @@ def compile_events():
 def test_a_step_is_traced_and_compiled_once_and_moves_nothing(
   monkeypatch, compile_events, accumulation
 ):
+  """Any further compilation or transfer would make steps slower."""
   train = dataclasses.replace(
     CONFIG.train, accumulation=accumulation, batch_size=16
   )
   config = dataclasses.replace(CONFIG, train=train)
   mesh = make_mesh(config.mesh)
+  batch_shape = (16, 32)
+  host_batch = {
+    "tokens": np.ones(batch_shape, np.int32),
+    "targets": np.ones(batch_shape, np.int32),
+    "segment_ids": np.ones(batch_shape, np.int32),
+    "positions": np.ones(batch_shape, np.int32),
+    "weights": np.ones(batch_shape, np.float32),
+  }
   chex.clear_trace_counter()
   jit = jax.jit
 
@@ -82,17 +92,7 @@ def test_a_step_is_traced_and_compiled_once_and_moves_nothing(
   monkeypatch.setattr(jax, "jit", jit_traced_once)
   program = build(config, mesh)
   state = program.init()
-  ints = np.ones((16, 32), np.int32)
-  batch = put_batch(
-    dict(
-      tokens=ints,
-      targets=ints,
-      segment_ids=ints,
-      positions=ints,
-      weights=ints.astype(np.float32),
-    ),
-    mesh,
-  )
+  batch = put_batch(host_batch, mesh)
   state, _ = program.train_step(state, batch)
   # Otherwise, the listener would not work.
   assert compile_events
@@ -207,6 +207,7 @@ def replace(content):
 def test_damaged_programs_are_compiled_again(
   run_program, tmp_path, pattern, damage
 ):
+  """The seal of a program is a file with its sha256, which shows damage."""
   run_program(COMPILE)
   paths = list((tmp_path / "diffjax" / "compiled").glob(pattern))
   assert paths
@@ -221,57 +222,111 @@ def test_damaged_programs_are_compiled_again(
   assert "cache_hits" in run_program(COMPILE)
 
 
-START = (
-  "import jax, os, pathlib, signal, subprocess, sys;"
-  " from diffjax.host import runtime; runtime.keep_compiled_programs();"
-  " program = pathlib.Path(jax.config.jax_compilation_cache_dir, 'NAME-cache');"
-)
-WRITE = "program.write_bytes(b'half');"
+# Writes a program to the cache of this process, as JAX does after compilation.
+WRITE_PROGRAM = """
+import pathlib
+
+import jax
+
+from diffjax.host import runtime
+
+runtime.keep_compiled_programs()
+cache_dir = pathlib.Path(jax.config.jax_compilation_cache_dir)
+(cache_dir / "NAME-cache").write_bytes(b"half")
+"""
+
+KILL_ITSELF = """
+import os
+import signal
+
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+# Lives from before the beginning of child.py until after its end.
+RUN_CHILD = """
+import subprocess
+import sys
+
+from diffjax.host import runtime
+
+runtime.keep_compiled_programs()
+print(subprocess.run([sys.executable, "child.py"]).returncode)
+"""
+
+PRINT_WHETHER_PROGRAM_EXISTS = """
+import pathlib
+
+import jax
+
+from diffjax.host import runtime
+
+runtime.keep_compiled_programs()
+cache_dir = pathlib.Path(jax.config.jax_compilation_cache_dir)
+print((cache_dir / "NAME-cache").exists())
+"""
 
 
 def test_a_half_written_program_of_a_killed_process_is_deleted(
   run_program, tmp_path
 ):
-  """Even if a process that lived at that time ends later."""
-  kill = "os.kill(os.getpid(), signal.SIGKILL)"
-  child = START + WRITE + kill
-  run_program(f"{START} subprocess.run([sys.executable, '-c', {child!r}])")
+  """JAX would run it unchecked. The parent outlives the killed process."""
   kept_dir = tmp_path / "diffjax" / "compiled"
+  child = tmp_path / "programs" / "child.py"
+  child.write_text(WRITE_PROGRAM + KILL_ITSELF)
+
+  assert run_program(RUN_CHILD) == f"{-signal.SIGKILL}\n"
+
   assert not list(kept_dir.glob("NAME*"))
   # The next process deletes the directory of the killed one.
-  run_program(START)
+  run_program(PRINT_WHETHER_PROGRAM_EXISTS)
   assert not list(kept_dir.iterdir())
 
 
 def test_a_program_is_sealed_by_the_process_that_wrote_it(
   run_program, tmp_path
 ):
-  child = START + WRITE
-  run_program(
-    f"{START} subprocess.run([sys.executable, '-c', {child!r}], check=True)"
-  )
+  """The seal is a file with the program's sha256, which shows later damage."""
   kept_dir = tmp_path / "diffjax" / "compiled"
+  child = tmp_path / "programs" / "child.py"
+  child.write_text(WRITE_PROGRAM)
+
+  assert run_program(RUN_CHILD) == "0\n"
+
   assert sorted(os.listdir(kept_dir)) == ["NAME-cache", "NAME-cache.sha256"]
-  assert run_program(f"{START} print(program.exists())") == "True\n"
+  assert run_program(PRINT_WHETHER_PROGRAM_EXISTS) == "True\n"
+
+
+COMPUTE = """
+import jax
+
+from diffjax.host import runtime
+
+runtime.keep_compiled_programs()
+print(jax.jit(lambda x: x * 3)(2))
+"""
 
 
 def test_programs_are_compiled_where_none_can_be_kept(run_program, tmp_path):
   # A directory cannot be created in a file.
   (tmp_path / "diffjax").write_text("")
-  code = (
-    "import jax; from diffjax.host import runtime;"
-    " runtime.keep_compiled_programs(); print(jax.jit(lambda x: x * 3)(2))"
-  )
-  assert run_program(code).strip() == "6"
+
+  assert run_program(COMPUTE) == "6\n"
+
+
+PRINT_CACHE_OF_USER = """
+import jax
+
+jax.config.update("jax_compilation_cache_dir", "/elsewhere")
+
+from diffjax.host import runtime
+
+runtime.keep_compiled_programs()
+print(jax.config.jax_compilation_cache_dir)
+"""
 
 
 def test_the_users_own_compilation_cache_is_left_alone(run_program):
-  code = (
-    "import jax; jax.config.update('jax_compilation_cache_dir', '/elsewhere');"
-    " from diffjax.host import runtime; runtime.keep_compiled_programs();"
-    " print(jax.config.jax_compilation_cache_dir)"
-  )
-  assert run_program(code).strip() == "/elsewhere"
+  assert run_program(PRINT_CACHE_OF_USER) == "/elsewhere\n"
 
 
 linux_only = pytest.mark.skipif(
@@ -287,13 +342,8 @@ def run_with_system_allocator(code: str) -> str:
   return result.stdout
 
 
-@linux_only
-def test_freed_pages_are_kept(system_allocator):
-  """A program with 64 MB of temporaries needs no new pages at every call.
-
-  At some calls, the temporaries may move.
-  """
-  code = """
+# Prints the lowest number of page faults of a call with 64 MB of temporaries.
+COUNT_PAGE_FAULTS = """
 import resource, jax, jax.numpy as jnp
 from diffjax.host import runtime
 runtime.keep_freed_memory()
@@ -310,18 +360,23 @@ for _ in range(15):
   faults.append(num_page_faults() - before)
 print(min(faults))
 """
-  # 64 MB are 16,384 pages.
-  assert int(run_with_system_allocator(code)) < 1000
 
 
 @linux_only
-def test_other_threads_leave_the_main_threads_heap_alone(system_allocator):
-  """No thread allocates where the temporaries are.
+def test_freed_pages_are_kept(system_allocator):
+  """A program with 64 MB of temporaries needs no new pages at every call.
 
-  By default, glibc has 8 arenas per core. There are more threads than that, and
-  all exist at the same time.
+  At some calls, the temporaries may move, so the lowest number counts.
   """
-  code = """
+  num_page_faults = int(run_with_system_allocator(COUNT_PAGE_FAULTS))
+
+  # 64 MB are 16,384 pages.
+  assert num_page_faults < 1000
+
+
+# Allocates 8 MiB in each of 40 threads. Prints by how many bytes the heap of the
+# main thread grows.
+MEASURE_HEAP = """
 import os
 os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
 import threading, numpy as np
@@ -348,13 +403,24 @@ for thread in threads: thread.start()
 for thread in threads: thread.join()
 print(heap_size() - before)
 """
-  # A block has 8 MiB.
-  assert int(run_with_system_allocator(code)) < 2**20
 
 
 @linux_only
-def test_freed_pages_can_be_given_back(system_allocator):
-  code = """
+def test_other_threads_leave_the_main_threads_heap_alone(system_allocator):
+  """No thread allocates where the temporaries are.
+
+  By default, glibc has 8 arenas per core. There are more threads than that, and
+  all exist at the same time.
+  """
+  growth_in_bytes = int(run_with_system_allocator(MEASURE_HEAP))
+
+  # A thread allocates 8 MiB.
+  assert growth_in_bytes < 2**20
+
+
+# Allocates and frees 128 MiB in several ways. Prints how many MiB the process
+# has kept, and the page faults of the last time.
+RELEASE_MEMORY = """
 import resource, threading, numpy as np
 from diffjax.host import runtime
 runtime.keep_freed_memory()
@@ -367,7 +433,8 @@ def resident_mib():
 def num_page_faults():
   return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
-def allocate():  # 128 MiB in 32,768 pages, which are freed again
+# 128 MiB in 32,768 pages, which are freed again.
+def allocate():
   blocks = [np.ones(1 << 18) for _ in range(64)]
 
 before = resident_mib()
@@ -385,11 +452,19 @@ print("faults", num_page_faults() - faults)
 runtime.trim_freed_memory()
 print("trimmed", resident_mib() - before)
 """
+
+
+@linux_only
+def test_freed_pages_can_be_given_back(system_allocator):
+  """At first 128 MiB are released, then kept, and at last trimmed."""
   values = {}
-  for line in run_with_system_allocator(code).splitlines():
+  for line in run_with_system_allocator(RELEASE_MEMORY).splitlines():
     name, value = line.split()
     values[name] = int(value)
+
+  # MiB that the process has kept.
   assert values["released"] < 16
   assert values["kept"] > 120
-  assert values["faults"] < 1000
   assert values["trimmed"] < 16
+  # The kept memory has 32,768 pages, which are used again.
+  assert values["faults"] < 1000
