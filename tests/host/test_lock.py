@@ -174,7 +174,7 @@ with lock(sys.argv[1]):
 
 
 def test_a_refused_second_run_does_not_free_the_lock(tmp_path):
-  """Otherwise, another process could write in the workdir then."""
+  """Otherwise, another process could write in the workdir."""
   workdir = tmp_path / "run"
 
   with lock(workdir):
