@@ -43,7 +43,9 @@ def start():
     process.wait()
 
 
-def assert_result(process, *, out="", errors="", code=0):
+def assert_result(
+  process: subprocess.Popen, *, out: str = "", errors: str = "", code: int = 0
+) -> None:
   """Waits for a process, and compares its output and exit code."""
   actual_out, actual_errors = process.communicate(timeout=60)
   assert actual_errors == errors
@@ -53,6 +55,7 @@ def assert_result(process, *, out="", errors="", code=0):
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_ctrl_c_ends_a_command_while_it_imports_modules(start, name):
+  """The command ends with a message instead of a traceback."""
   process = start("-m", f"diffjax.{name}", "--help")
   # Ctrl-C is handled when the process has a second thread, for signals.
   threads = f"/proc/{process.pid}/task"
@@ -63,9 +66,10 @@ def test_ctrl_c_ends_a_command_while_it_imports_modules(start, name):
 
   _, errors = process.communicate(timeout=60)
   assert errors == "error: interrupted\n"
-  assert process.returncode == 130
+  assert process.returncode == 128 + signal.SIGINT
 
 
+# Prints whether the handler of SIGINT is as before, and the number of threads.
 COMPARE_HANDLERS = """
 import signal
 import threading
@@ -78,7 +82,10 @@ print(after == before, threading.active_count())
 
 
 def test_importing_the_package_changes_no_signal_handler(start):
-  assert_result(start("-c", COMPARE_HANDLERS), out="True 1\n")
+  """The process also has no other thread than the main one."""
+  process = start("-c", COMPARE_HANDLERS)
+
+  assert_result(process, out="True 1\n")
 
 
 # The beginning of a command.
@@ -127,7 +134,7 @@ def test_ctrl_c_ends_a_command_whatever_its_main_thread_does(start, work):
 
   process.send_signal(signal.SIGINT)
 
-  assert process.wait(timeout=30) == 130
+  assert process.wait(timeout=30) == 128 + signal.SIGINT
   assert process.stderr.read() == "error: interrupted\n"
 
 
@@ -139,10 +146,10 @@ def test_ctrl_c_ends_a_command_whose_terminal_is_closed(start):
 
   process.send_signal(signal.SIGINT)
 
-  assert process.wait(timeout=30) == 130
+  assert process.wait(timeout=30) == 128 + signal.SIGINT
 
 
-# Sends itself the signal of its first argument, and tells whether the run stops.
+# Sends itself the signal of its first argument. Prints whether the run stops.
 # The other arguments are "command", "started" (training) and "nohup".
 RUN_WITH_A_SIGNAL = """
 import os
@@ -180,13 +187,17 @@ SAVING_AFTER = (
 def test_ctrl_c_ends_a_run_that_has_not_started(start):
   process = start("-c", RUN_WITH_A_SIGNAL, "SIGINT", "command")
 
-  assert_result(process, errors="error: interrupted\n", code=130)
+  assert_result(
+    process, errors="error: interrupted\n", code=128 + signal.SIGINT
+  )
 
 
 def test_sighup_ends_a_run_that_has_not_started(start):
   process = start("-c", RUN_WITH_A_SIGNAL, "SIGHUP", "command")
 
-  assert_result(process, errors="error: ended by SIGHUP\n", code=129)
+  assert_result(
+    process, errors="error: ended by SIGHUP\n", code=128 + signal.SIGHUP
+  )
 
 
 def test_a_run_that_has_started_saves_and_stops_at_sighup(start):
@@ -249,7 +260,9 @@ print(state() == before)
 
 def test_of_two_watches_the_inner_one_reacts_to_a_signal(start):
   """Handlers and open files are as before after both have ended."""
-  assert_result(start("-c", NEST_TWO_WATCHES), out="True\n")
+  process = start("-c", NEST_TWO_WATCHES)
+
+  assert_result(process, out="True\n")
 
 
 def put_signal_mask(queue):
@@ -258,6 +271,7 @@ def put_signal_mask(queue):
 
 
 def test_workers_ignore_ctrl_c_from_their_start():
+  """Ctrl-C reaches all processes of a terminal, but only the main one stops."""
   context = multiprocessing.get_context("spawn")
   queue = context.SimpleQueue()
   worker = context.Process(target=put_signal_mask, args=(queue,))
@@ -294,15 +308,18 @@ pathlib.Path(sys.argv[2]).touch()
 
 
 def test_a_command_goes_on_if_its_standard_output_is_closed(start, tmp_path):
-  process = start(
-    "-c", PRINT_IN_THREE_STEPS, tmp_path / "closed", tmp_path / "ended"
-  )
-  process.stdout.readline()
+  """The command prints only after the test has closed its output."""
+  closed = tmp_path / "closed"
+  ended = tmp_path / "ended"
+  process = start("-c", PRINT_IN_THREE_STEPS, closed, ended)
+  assert process.stdout.readline() == "begun\n"
+
   process.stdout.close()
-  (tmp_path / "closed").touch()
+  # The command waits for this file.
+  closed.touch()
 
   assert process.wait(timeout=60) == 0
-  assert (tmp_path / "ended").exists()
+  assert ended.exists()
   first_line, *lines = process.stderr.read().splitlines()
   assert (
     "cannot write to standard output (Broken pipe); training goes on"
@@ -312,15 +329,18 @@ def test_a_command_goes_on_if_its_standard_output_is_closed(start, tmp_path):
 
 
 def test_a_command_goes_on_if_its_standard_error_is_closed(start, tmp_path):
-  process = start(
-    "-c", PRINT_IN_THREE_STEPS, tmp_path / "closed", tmp_path / "ended"
-  )
-  process.stdout.readline()
+  """The command prints only after the test has closed its output."""
+  closed = tmp_path / "closed"
+  ended = tmp_path / "ended"
+  process = start("-c", PRINT_IN_THREE_STEPS, closed, ended)
+  assert process.stdout.readline() == "begun\n"
+
   process.stderr.close()
-  (tmp_path / "closed").touch()
+  # The command waits for this file.
+  closed.touch()
 
   assert process.wait(timeout=60) == 0
-  assert (tmp_path / "ended").exists()
+  assert ended.exists()
   assert (
     "cannot write to standard error (Broken pipe); training goes on"
     in process.stdout.read()
@@ -328,34 +348,37 @@ def test_a_command_goes_on_if_its_standard_error_is_closed(start, tmp_path):
 
 
 def test_a_command_goes_on_if_both_of_its_outputs_are_closed(start, tmp_path):
-  process = start(
-    "-c", PRINT_IN_THREE_STEPS, tmp_path / "closed", tmp_path / "ended"
-  )
-  process.stdout.readline()
+  """The command prints only after the test has closed its outputs."""
+  closed = tmp_path / "closed"
+  ended = tmp_path / "ended"
+  process = start("-c", PRINT_IN_THREE_STEPS, closed, ended)
+  assert process.stdout.readline() == "begun\n"
+
   process.stdout.close()
   process.stderr.close()
-  (tmp_path / "closed").touch()
+  # The command waits for this file.
+  closed.touch()
 
   assert process.wait(timeout=60) == 0
-  assert (tmp_path / "ended").exists()
+  assert ended.exists()
 
 
 def test_a_command_goes_on_if_the_disk_of_its_output_is_full(tmp_path):
-  (tmp_path / "closed").touch()
+  """Writes to the device /dev/full fail as on a full disk."""
+  closed = tmp_path / "closed"
+  ended = tmp_path / "ended"
+  # The command waits for this file, so it prints at once here.
+  closed.touch()
+
   with open("/dev/full", "w") as full_disk:
     process = subprocess.run(
-      [
-        sys.executable,
-        "-c",
-        PRINT_IN_THREE_STEPS,
-        tmp_path / "closed",
-        tmp_path / "ended",
-      ],
+      [sys.executable, "-c", PRINT_IN_THREE_STEPS, closed, ended],
       cwd=ROOT,
       stdout=full_disk,
       stderr=subprocess.PIPE,
       text=True,
     )
+
   assert process.returncode == 0
-  assert (tmp_path / "ended").exists()
+  assert ended.exists()
   assert "No space left on device" in process.stderr
