@@ -374,8 +374,8 @@ def test_freed_pages_are_kept(system_allocator):
   assert num_page_faults < 1000
 
 
-# Allocates 8 MiB in each of 40 threads. Prints by how many bytes the heap of the
-# main thread grows.
+# Allocates 8 MiB in each of 40 threads. Prints by how many bytes the heap of
+# the main thread grows.
 MEASURE_HEAP = """
 import os
 os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
