@@ -151,10 +151,11 @@ def test_losses_and_the_update_equal_the_plain_formulas(tie_embeddings):
 def test_a_batch_of_padding_has_no_loss_and_no_gradient():
   """Padding is a token with a weight of zero."""
   program = compiled_program(CONFIG)
+  state = program.init()
   batch = make_batch()
   batch["weights"] = np.zeros_like(batch["weights"])
 
-  _, metrics = take_step(program, program.init(), batch)
+  _, metrics = take_step(program, state, batch)
 
   assert float(metrics["loss"]) == 0.0
   assert float(metrics["grad_norm"]) == 0.0
@@ -202,6 +203,7 @@ def test_targets_in_prompts_do_not_change_the_step(prompt_batch):
   """The model is trained to predict answers, not prompts."""
   is_in_answer = prompt_batch["weights"] > 0
   targets = prompt_batch["targets"]
+  # Tokens have the ids 0 to 63, so 63 - targets are other tokens.
   other_targets = np.where(is_in_answer, targets, 63 - targets)
 
   params = params_after_step({**prompt_batch, "targets": other_targets})
@@ -211,8 +213,8 @@ def test_targets_in_prompts_do_not_change_the_step(prompt_batch):
 
 
 def test_targets_in_answers_change_the_step(prompt_batch):
+  """The first answer begins with token 6, which is replaced by token 7."""
   targets = prompt_batch["targets"]
-  # Token 6 is the first one of the first answer.
   other_targets = np.where(targets == 6, 7, targets)
 
   params = params_after_step({**prompt_batch, "targets": other_targets})
@@ -225,7 +227,7 @@ def test_a_batch_of_prompts_has_no_gradient():
   """Each row has two prompts of 9 and 8 tokens, without answers."""
   tokens = np.arange(1, 18, dtype=np.int32)
   document_lengths = np.array([9, 8], np.int32)
-  prompt_lengths = document_lengths
+  prompt_lengths = np.array([9, 8], np.int32)
   row = rows.Row(tokens, document_lengths, prompt_lengths)
   batch = rows.make_batch([row] * 4, 16)
   program = compiled_program(CONFIG)
@@ -245,18 +247,21 @@ def test_the_optimizer_compares_a_step_with_the_losses_before_it():
   At the second step, that mean is the value of the first one.
   """
   program = compiled_program(CONFIG)
+  batch = make_batch()
 
-  state, first = take_step(program, program.init(), make_batch())
-  _, second = take_step(program, state, make_batch())
+  state, metrics_1 = take_step(program, program.init(), batch)
+  _, metrics_2 = take_step(program, state, batch)
 
-  np.testing.assert_allclose(second["loss_mean"], first["loss"], rtol=1e-5)
   np.testing.assert_allclose(
-    second["grad_norm_mean"], first["grad_norm"], rtol=1e-5
+    metrics_2["loss_mean"], metrics_1["loss"], rtol=1e-5
+  )
+  np.testing.assert_allclose(
+    metrics_2["grad_norm_mean"], metrics_1["grad_norm"], rtol=1e-5
   )
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_counted():
-  """It keeps the parameters, but its number is used."""
+  """A weight of NaN makes the loss NaN, and the parameters stay the same."""
   program = compiled_program(CONFIG)
   state = program.init()
   params = to_numpy(state.params)
@@ -266,13 +271,15 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted():
   state, metrics = take_step(program, state, bad_batch)
 
   assert int(metrics["skipped_steps"]) == 1
-  assert int(state.step) == 1
   chex.assert_trees_all_equal(to_numpy(state.params), params)
+  # The next step is step 2.
+  assert int(state.step) == 1
 
 
 def test_a_step_after_a_skipped_one_is_taken():
   """The count of skipped steps stays at one, and the loss is finite again."""
   program = compiled_program(CONFIG)
+  # A weight of NaN makes the loss NaN.
   bad_batch = make_batch()
   bad_batch["weights"][0, 0] = np.nan
   state, _ = take_step(program, program.init(), bad_batch)
@@ -313,16 +320,20 @@ def initial_embedding(config: Config) -> np.ndarray:
 
 
 def test_initial_parameters_depend_on_the_seed_of_training():
+  """The default seed is 0."""
   train = dataclasses.replace(CONFIG.train, seed=3)
   config = dataclasses.replace(CONFIG, train=train)
 
-  assert np.all(initial_embedding(config) != initial_embedding(CONFIG))
+  embedding = initial_embedding(config)
+
+  assert np.all(embedding != initial_embedding(CONFIG))
 
 
 def test_initial_parameters_do_not_depend_on_the_seed_of_the_data():
+  """The default seed is 0."""
   data = dataclasses.replace(CONFIG.data, seed=3)
   config = dataclasses.replace(CONFIG, data=data)
 
-  np.testing.assert_array_equal(
-    initial_embedding(config), initial_embedding(CONFIG)
-  )
+  embedding = initial_embedding(config)
+
+  np.testing.assert_array_equal(embedding, initial_embedding(CONFIG))
