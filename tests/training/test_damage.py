@@ -332,7 +332,8 @@ def test_each_damage_of_an_empty_file_is_detected(workdir, caplog, damage):
 def test_the_kinds_of_files_are_all_that_a_checkpoint_has(saved_workdir):
   """The tests above damage a file of each kind, so none may be forgotten."""
   step_20 = saved_workdir / "checkpoints" / "20"
-  directories = tuple(kind for kind in KINDS_OF_FILES if kind.endswith("/"))
+  # The names of the files in these directories differ between saves.
+  directories = ("state/d/", "state/ocdbt.process_0/d/")
 
   other_files = []
   for path in step_20.rglob("*"):
@@ -454,10 +455,11 @@ def test_a_manifest_of_another_run_is_detected(
 
 def test_changed_metrics_in_a_manifest_are_detected(workdir, step_20, caplog):
   """A manifest has a hash of its own content, too."""
-  body = json.loads((step_20 / "manifest.json").read_text())
-  body["metrics"] = {"validation/loss": 0.0}
-  text = json.dumps(body, sort_keys=True, indent=1)
-  (step_20 / "manifest.json").write_text(text)
+  path = step_20 / "manifest.json"
+  content = json.loads(path.read_text())
+  content["metrics"] = {"validation/loss": 0.0}
+  # These are the options with which manifests are written.
+  path.write_text(json.dumps(content, sort_keys=True, indent=1))
 
   assert_step_is_skipped(workdir, caplog, "manifest.json is damaged")
 
@@ -487,11 +489,11 @@ def test_a_file_that_the_manifest_does_not_name_fails_its_verification(
   step_20,
 ):
   """The manifest is written without the file, and so has no hash of it."""
-  (step_20 / manifest.JSON_FILE).unlink()
-  manifest.write(step_20, 20, {})
+  (step_20 / "_CHECKPOINT_METADATA").unlink()
+  manifest.write(step_20, step=20, scores={})
 
   with pytest.raises(manifest.Damage, match="_CHECKPOINT_METADATA"):
-    manifest.verify(step_20, 20, only=manifest.JSON_FILE)
+    manifest.verify(step_20, step=20, only="_CHECKPOINT_METADATA")
 
 
 # Harmless changes.
@@ -570,23 +572,26 @@ def test_a_run_removes_an_unfinished_save_with_a_warning(
 @pytest.mark.parametrize("damage", [truncate, delete, flip_first_bit])
 def test_a_workdir_with_only_damaged_steps_is_an_error(workdir, damage):
   """A run that started again there would delete what is left of the old one."""
-  for step in ("10", "20"):
-    damage(workdir / "checkpoints" / step / "_CHECKPOINT_METADATA")
+  damage(workdir / "checkpoints/10/_CHECKPOINT_METADATA")
+  damage(workdir / "checkpoints/20/_CHECKPOINT_METADATA")
 
   message = (
     r"every checkpoint in .*/checkpoints is damaged \(20: _CHECKPOINT"
     ".*intact copy.*another --workdir"
   )
-  for read in (restore, open_checkpoint, newest_config):
-    with pytest.raises(UserError, match=message):
-      read(workdir)
+  with pytest.raises(UserError, match=message):
+    restore(workdir)
+  with pytest.raises(UserError, match=message):
+    open_checkpoint(workdir)
+  with pytest.raises(UserError, match=message):
+    newest_config(workdir)
   assert verify(workdir).stderr == "error: not complete: 10, 20\n"
 
 
 def test_a_workdir_that_has_lost_all_manifests_is_an_error(workdir):
   """A killed run lacks at most the manifest of its newest step."""
-  for step in ("10", "20"):
-    (workdir / "checkpoints" / step / "manifest.json").unlink()
+  (workdir / "checkpoints/10/manifest.json").unlink()
+  (workdir / "checkpoints/20/manifest.json").unlink()
 
   with pytest.raises(UserError, match="every checkpoint in"):
     restore(workdir)
@@ -595,7 +600,10 @@ def test_a_workdir_that_has_lost_all_manifests_is_an_error(workdir):
 def test_a_run_whose_first_save_was_interrupted_starts_again(
   workdir, step_20, caplog
 ):
-  """The manifest is written last, so the interrupted save has none."""
+  """The manifest is written last, so the interrupted save has none.
+
+  The only step of this run is step 20.
+  """
   shutil.rmtree(workdir / "checkpoints" / "10")
   (step_20 / "manifest.json").unlink()
 
@@ -605,13 +613,17 @@ def test_a_run_whose_first_save_was_interrupted_starts_again(
 
 
 def test_a_run_whose_first_save_was_interrupted_twice_starts_again(tmp_path):
-  """Each time, it is killed after Orbax's files and before the manifest."""
+  """Each time, it is killed after Orbax's files and before the manifest.
+
+  The second run has another checkpoint_interval, and saves step 10 first.
+  """
   for step in (20, 10):
+    state = make_state(step)
+    config = make_config(step)
     restored = find_checkpoint(tmp_path)
     with Checkpoints(tmp_path, keep=10, restored=restored) as checkpoints:
-      checkpoints.save(
-        step, make_state(step), data_state={}, config=make_config(step)
-      )
+      checkpoints.save(step, state, data_state={}, config=config)
+    # The kill comes before the manifest is written.
     (tmp_path / "checkpoints" / str(step) / "manifest.json").unlink()
 
   assert restore(tmp_path) is None
