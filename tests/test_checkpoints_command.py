@@ -97,24 +97,26 @@ def test_the_list_has_the_validation_loss(tmp_path):
 
 
 def test_sizes_are_in_mib(tmp_path):
-  mib = 2**20
-  save(tmp_path, 10, num_bytes=3 * mib)
+  save(tmp_path, 10, num_bytes=3 * 2**20)
 
   heading, line = run(f"--workdir={tmp_path}").stdout.splitlines()
 
+  # The time, in the second column, has two words.
   assert heading.split()[2] == "MiB"
   assert line.split()[3] == "3.0"
 
 
 def test_verifying_reports_a_damaged_step(workdir):
-  """A file of step 40 has other bytes than those that were saved."""
+  """Step 40 is damaged: its file has other bytes than those that were saved."""
   result = run(f"--workdir={workdir}", "--verify")
 
   assert result.returncode == 1
   assert result.stderr == "error: not complete: 40\n"
+  # A heading and the steps 10, 20 and 30 come first.
+  line_of_step_40 = result.stdout.splitlines()[4]
   assert (
     "not complete: state/data is not as it was written: its sha256 differs"
-  ) in result.stdout.splitlines()[4]
+  ) in line_of_step_40
 
 
 def test_pruning_keeps_the_newest_and_the_best_step(workdir):
@@ -123,16 +125,17 @@ def test_pruning_keeps_the_newest_and_the_best_step(workdir):
 
   assert result.returncode == 0
   assert not result.stderr
-  # A line names a deleted directory, and then says why.
-  deleted = []
+  # Each line has the path of a deleted directory, a colon and the reason.
+  deleted_names = []
   for line in result.stdout.splitlines():
     path, _, _ = line.partition(":")
-    deleted.append(pathlib.Path(path).name)
-  assert deleted == ["60.orbax-checkpoint-tmp", "10", "30", "40"]
+    deleted_names.append(pathlib.Path(path).name)
+  assert deleted_names == ["60.orbax-checkpoint-tmp", "10", "30", "40"]
   assert sorted(os.listdir(workdir / "checkpoints")) == ["20", "50"]
 
 
 def test_pruned_checkpoints_are_complete(workdir):
+  """The damaged step 40 is deleted, and steps 20 and 50 remain."""
   run(f"--workdir={workdir}", "--prune", "--keep=1")
 
   result = run(f"--workdir={workdir}", "--verify")
@@ -143,6 +146,7 @@ def test_pruned_checkpoints_are_complete(workdir):
 
 
 def test_pruning_deletes_nothing_if_no_step_is_complete(tmp_path):
+  """The only step lacks a file, but its other files may be of use."""
   directory = save(tmp_path, 10)
   (directory / "state/data").unlink()
 
@@ -190,6 +194,7 @@ def test_pruning_deletes_nothing_if_no_step_is_complete(tmp_path):
 def test_a_wrong_argument_is_explained_in_one_line(
   arguments, exit_code, message
 ):
+  """The exit code of wrong usage is 2, and that of other errors is 1."""
   result = run(*arguments)
 
   assert result.returncode == exit_code
@@ -198,6 +203,7 @@ def test_a_wrong_argument_is_explained_in_one_line(
 
 
 def test_an_empty_directory_of_checkpoints_is_an_error(tmp_path):
+  """The workdir may be the wrong one."""
   (tmp_path / "checkpoints").mkdir()
 
   result = run(f"--workdir={tmp_path}")
