@@ -28,7 +28,7 @@ DEFAULT_WORKDIR = "runs/tiny_transformer_heads_2"
 def train(
   command: Commands, directory: pathlib.Path, *flags: str, steps: int
 ) -> subprocess.CompletedProcess:
-  """Trains a small model in a directory, on texts that it writes there."""
+  """Writes texts into a directory, and trains a small model there."""
   for index in range(20):
     line = f"document {index}: {index * 7 % 97}\n"
     (directory / f"{index}.txt").write_text(line * 20)
@@ -53,11 +53,13 @@ def first_run(command, tmp_path_factory):
 
 
 def test_the_default_workdir_is_named_after_the_config(first_run):
+  """The run has --config=tiny:transformer,heads=2, and no --workdir."""
   directory, result = first_run
 
   first_line = result.stderr.splitlines()[0]
-  assert first_line == f"diffjax: workdir {DEFAULT_WORKDIR}: a new run"
-  assert (directory / DEFAULT_WORKDIR / "checkpoints" / "1").exists()
+  workdir = "runs/tiny_transformer_heads_2"
+  assert first_line == f"diffjax: workdir {workdir}: a new run"
+  assert (directory / workdir / "checkpoints" / "1").exists()
 
 
 RESUME_LINE = (
@@ -66,6 +68,7 @@ RESUME_LINE = (
 
 
 def test_the_same_command_resumes_the_run(command, first_run):
+  """The first run has taken its only step."""
   directory, _ = first_run
 
   result = train(command, directory, steps=1)
@@ -92,6 +95,7 @@ def test_another_learning_rate_in_the_same_directory_is_refused(
 
 
 def test_the_flag_workdir_replaces_the_default_workdir(command, tmp_path):
+  """The default would be a directory below "runs"."""
   result = train(command, tmp_path, "--workdir=mine", steps=0)
 
   assert result.returncode == 0, result.stderr
@@ -121,7 +125,10 @@ MULTI_PROCESS_ERROR = (
 
 
 def test_several_processes_need_a_workdir(command, tmp_path):
-  """The default is a local directory, which the other machines do not see."""
+  """The default is a local directory, which the other machines do not see.
+
+  The command ends before it looks for the other process.
+  """
   result = command(
     "diffjax.train",
     "--config=tiny",
