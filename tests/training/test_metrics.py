@@ -50,8 +50,8 @@ def write_steps(workdir: pathlib.Path, steps: list[int]) -> None:
 
 def test_an_entry_has_its_values_and_its_time(tmp_path):
   values = {"train/loss": jnp.float32(0.1), "train/grad_norm": math.inf}
-
   writer = open_writer(tmp_path)
+
   writer.write(10, values)
   writer.close()
 
@@ -68,7 +68,7 @@ def test_an_entry_has_its_values_and_its_time(tmp_path):
 def test_a_resume_removes_the_entries_of_steps_that_it_repeats(
   tmp_path, monkeypatch, is_remote
 ):
-  """The run is killed after step 30, and its last checkpoint is of step 20.
+  """The run is killed after step 30, and is resumed from step 20.
 
   It behaves the same in a directory and in an object store (`is_remote`).
   """
@@ -100,6 +100,7 @@ def test_an_entry_is_on_disk_as_soon_as_it_is_written(tmp_path):
 
 def test_a_step_without_metrics_has_no_entry(tmp_path):
   writer = open_writer(tmp_path)
+
   writer.write(26, {})
   writer.close()
 
@@ -113,13 +114,13 @@ def test_a_log_in_an_object_store_is_uploaded_once_a_minute(
   now = 1000.0
   monkeypatch.setattr(metrics, "is_remote", lambda path: True)
   monkeypatch.setattr(time, "monotonic", lambda: now)
-
   writer = open_writer(tmp_path)
+
   writer.write(1, {"train/loss": 1.0})
   assert logged_steps(tmp_path) == []
 
-  seconds_per_minute = 60
-  now += seconds_per_minute + 1
+  # The next entry is written 61 seconds later.
+  now += 61
   writer.write(2, {"train/loss": 1.0})
   assert logged_steps(tmp_path) == [1, 2]
   assert list((tmp_path / "tensorboard").glob("events*"))
@@ -251,12 +252,12 @@ def test_lines_and_events_are_complete_after_a_full_disk(
 
   monkeypatch.setattr(metrics, "open", open_file, raising=False)
   writer = open_writer(tmp_path)
-  # The log and TensorBoard's file.
+  # The files are the log and that of TensorBoard.
   assert len(opened_paths) == 2
   writer.write(1, {"train/loss": 1.0})
   with monkeypatch.context() as patch:
     patch.setattr(FileOnFullDisk, "free_bytes", free_bytes)
-    # These are more bytes than Python's buffers hold.
+    # So many entries do not fit into the buffers of Python.
     for step in range(2, 300):
       writer.write(step, {"train/loss": 1.0, "train/grad_norm": 1.0})
   writer.write(300, {"train/loss": 1.0})
@@ -268,13 +269,14 @@ def test_lines_and_events_are_complete_after_a_full_disk(
   for event in read_events(tmp_path):
     if event.summary.value:
       event_steps.append(event.step)
-  # The event of step 0 has the config.
+  # TensorBoard also has an event of step 0, with the config.
   assert event_steps == [0, *steps]
 
 
 def test_other_processes_write_nothing(tmp_path):
   """In a run of several processes, one of them is the writer."""
   writer = open_writer(tmp_path, is_writer=False)
+
   writer.write(1, {"train/loss": 1.0})
   writer.close()
 
@@ -285,6 +287,7 @@ def test_other_processes_write_nothing(tmp_path):
 
 
 def test_a_missing_wandb_is_an_error(tmp_path, monkeypatch):
+  """The config names a project of Weights & Biases, without the package."""
   # Importing the module then raises ImportError.
   monkeypatch.setitem(sys.modules, "wandb", None)
 
