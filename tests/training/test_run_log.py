@@ -182,7 +182,12 @@ def test_the_logged_seconds_are_those_of_the_steps(
   machine, log_interval, tmp_path, monkeypatch
 ):
   """The run is simulated on a clock, so its true seconds are known."""
-  simulation = Simulation(machine, log_interval, tmp_path, monkeypatch)
+  simulation = Simulation(
+    machine,
+    log_interval=log_interval,
+    workdir=tmp_path,
+    monkeypatch=monkeypatch,
+  )
 
   logged_seconds = logged_values(tmp_path, "train/step_seconds")
   assert logged_seconds == pytest.approx(simulation.true_seconds)
@@ -196,7 +201,14 @@ def test_the_logged_seconds_are_nearly_exact_if_the_run_waits_for_data(
 
   A batch takes 1 s here, and a step 0.03 s.
   """
-  simulation = Simulation(DATA_BOUND, log_interval, tmp_path, monkeypatch)
+  machine = Machine(wait=1.0, compute=0.03125)
+
+  simulation = Simulation(
+    machine,
+    log_interval=log_interval,
+    workdir=tmp_path,
+    monkeypatch=monkeypatch,
+  )
 
   logged_seconds = logged_values(tmp_path, "train/step_seconds")
   assert logged_seconds == pytest.approx(simulation.true_seconds, rel=0.05)
@@ -208,7 +220,7 @@ def test_the_logged_seconds_are_nearly_exact_if_the_run_waits_for_data(
 def test_the_logged_seconds_add_up_to_those_of_the_run(
   machine, tmp_path, monkeypatch
 ):
-  """The run is simulated on a clock. Evaluations and saves do not count."""
+  """The run is simulated on a clock. Evaluations and saves are not counted."""
   simulation = Simulation(
     machine, log_interval=1, workdir=tmp_path, monkeypatch=monkeypatch
   )
@@ -219,7 +231,7 @@ def test_the_logged_seconds_add_up_to_those_of_the_run(
 
 
 def test_the_logged_wait_is_the_fraction_of_the_steps(tmp_path, monkeypatch):
-  """The fraction of the time for which the run waits for data."""
+  """A step waits for its batch for 0.5 s, and then computes for 1 s."""
   machine = Machine(wait=0.5, compute=1.0, dispatch_blocks=True)
 
   Simulation(machine, log_interval=3, workdir=tmp_path, monkeypatch=monkeypatch)
