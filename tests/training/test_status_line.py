@@ -81,6 +81,8 @@ def test_reports_and_notes_are_lines_of_a_file(interrupted_line):
   _, _, lines = interrupted_line
 
   report_line, note_line, _ = lines
+  # A step has 32 tokens and takes 0.5 s, and 70 steps are left. The ten steps
+  # waited 1 s of 5 s for data.
   assert report_line == (
     "step 30/100  loss 1.2500  64 tokens/s  MFU 0.0%"
     "  waited for data 20%  0:00:35 left"
@@ -107,6 +109,7 @@ def test_a_long_line_of_a_fast_run_fits_80_columns(monkeypatch):
   status_line = StatusLine(
     config, start_step=0, num_devices=1, device_kind="NVIDIA H200", file=file
   )
+  # The first step begins at 0 s, and step 100 ends at 40 s.
   set_clock(monkeypatch, [0.0, 40.0])
   status_line.add_wait(1.0)
   status_line.add_step(1)
@@ -146,7 +149,7 @@ def terminal(monkeypatch):
   return Terminal()
 
 
-def test_a_terminal_has_a_line_that_changes(terminal):
+def test_a_terminal_shows_the_step_and_the_loss(terminal):
   status_line = StatusLine(
     CONFIG, start_step=0, num_devices=1, device_kind="cpu", file=terminal
   )
@@ -159,6 +162,7 @@ def test_a_terminal_has_a_line_that_changes(terminal):
 
 
 def test_the_cursor_is_visible_at_the_end(terminal):
+  """It is hidden only while the line may change."""
   status_line = StatusLine(
     CONFIG, start_step=0, num_devices=1, device_kind="cpu", file=terminal
   )
