@@ -46,6 +46,7 @@ def test_building_and_lowering_compile_nothing():
   """A step can then be lowered for devices that this machine lacks."""
   events = []
 
+  # JAX reports each trace and each compilation as an event with a name.
   def record(name, *_, **__):
     events.append(name)
 
@@ -55,13 +56,13 @@ def test_building_and_lowering_compile_nothing():
   finally:
     jax.monitoring.clear_event_listeners()
 
-  # The listener works, since tracing is reported.
+  # The listener works, because it has recorded that the step is traced.
   assert "/jax/core/compile/jaxpr_trace_duration" in events
   assert "/jax/core/compile/backend_compile_duration" not in events
 
 
 def test_the_initial_state_has_the_abstract_shapes_and_shardings(program):
-  """Checkpoints are restored by the abstract ones."""
+  """Checkpoints are restored as `abstract_state` says."""
   state = program.init()
 
   chex.assert_trees_all_equal_shapes_and_dtypes(state, program.abstract_state)
@@ -82,6 +83,7 @@ def test_the_lowered_step_is_the_step_that_trains(program):
     "positions": np.ones(batch_shape, np.int32),
     "weights": np.ones(batch_shape, np.float32),
   }
+  # Training lowers the step with a state and a batch of arrays.
   with jax.set_mesh(program.mesh), nn.logical_axis_rules(rules.ACTIVATIONS):
     training_step = program._jitted.train_step.lower(
       program.init(), put_batch(batch, program.mesh)
