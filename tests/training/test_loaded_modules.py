@@ -82,6 +82,7 @@ def loaded_modules(tmp_path_factory):
 
 
 def test_a_run_loads_only_modules_that_it_needs(loaded_modules):
+  """UNUSED lists modules for other runs, such as the kernels of GPUs."""
   unneeded = [name for name in loaded_modules if name.startswith(UNUSED)]
 
   assert unneeded == []
