@@ -551,9 +551,10 @@ def test_a_signal_while_waiting_for_data_saves_and_ends_the_run(
     threading.Thread(target=send_sigterm_during_the_wait).start()
     loop.train(change(config, train__checkpoint_interval=100), str(tmp_path))
   seconds_after_signal = time.monotonic() - signal_times[0]
+  # The run has ended without its fifth batch.
   assert seconds_after_signal < 4
-  fifth_batch_arrives.set()
   assert saved_steps(tmp_path) == [4]
+  fifth_batch_arrives.set()
 
   loop.train(config, str(tmp_path))
 
@@ -788,26 +789,41 @@ def test_other_errors_of_the_runtime_are_not_explained(config):
 # The learning rate's schedule.
 
 
-def test_a_warmup_longer_than_the_run_is_shortened_for_that_run_alone(
-  config, tmp_path, capsys
-):
-  """The checkpoint keeps the config's warmup, so a longer run has all of it."""
+def test_a_warmup_longer_than_the_run_is_shortened(config, tmp_path, capsys):
+  """The rate rises in quarters to its peak of 1, instead of in eighths."""
   config = change(
     config,
+    train__steps=4,
     optimizer__warmup_steps=8,
     optimizer__learning_rate=1.0,
     eval__interval=0,
   )
 
-  loop.train(change(config, train__steps=4), str(tmp_path))
+  loop.train(config, str(tmp_path))
 
   message = (
     "config.optimizer.warmup_steps = 8 is cut to config.train.steps = 4\n"
   )
   assert message in capsys.readouterr().err
-  assert open_checkpoint(tmp_path).config["optimizer"]["warmup_steps"] == 8
+  rates = [entry["train/learning_rate"] for entry in read_log(tmp_path)]
+  assert rates == pytest.approx([0, 1 / 4, 2 / 4, 3 / 4])
 
-  # The same run is continued to step 10.
+
+def test_a_shortened_warmup_has_all_of_its_steps_in_a_longer_run(
+  config, tmp_path, capsys
+):
+  """A run of 4 steps is continued to step 10. Its warmup has 8 steps."""
+  config = change(
+    config,
+    train__steps=4,
+    optimizer__warmup_steps=8,
+    optimizer__learning_rate=1.0,
+    eval__interval=0,
+  )
+  loop.train(config, str(tmp_path))
+  assert open_checkpoint(tmp_path).config["optimizer"]["warmup_steps"] == 8
+  capsys.readouterr()
+
   loop.train(change(config, train__steps=10), str(tmp_path))
 
   errors = capsys.readouterr().err
@@ -817,11 +833,8 @@ def test_a_warmup_longer_than_the_run_is_shortened_for_that_run_alone(
     " there, and goes on at 0.5, not at 1\n"
   ) in errors
   rates = [entry["train/learning_rate"] for entry in read_log(tmp_path)]
-  # The rate of the 4 steps rises in quarters. The longer run continues at step
-  # 4 of a warmup of 8 steps, and its rate then falls to 0 in 2 steps.
-  short_run = [0, 1 / 4, 2 / 4, 3 / 4]
-  longer_run = [4 / 8, 5 / 8, 6 / 8, 7 / 8, 1, 1 / 2]
-  assert rates == pytest.approx([*short_run, *longer_run])
+  # From step 4 on, the rate rises in eighths, and then falls to 0 in 2 steps.
+  assert rates[4:] == pytest.approx([4 / 8, 5 / 8, 6 / 8, 7 / 8, 1, 1 / 2])
 
 
 # Starting from the parameters of another run.
@@ -1551,7 +1564,8 @@ def test_a_run_keeps_its_mode_and_its_number_of_files(
   assert stored_data.mode == "prepared"
   assert stored_data.files == 1
 
-  # A run of 40 steps would choose three files.
+  # 40 steps of 8 rows of 32 tokens have 10,240 tokens, and a file has 4,800. So
+  # a run of 40 steps would choose three files.
   longer = change(config, train__steps=40)
   with pytest.raises(UserError, match="config.data.files was 1 .* is 3"):
     loop.train(longer, str(workdir))
