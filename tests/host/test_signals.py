@@ -128,8 +128,10 @@ time.sleep(100)
   "work", [COMPUTE_IN_C, CALL_PYTHON_FROM_C, WRITE_TO_A_FULL_PIPE]
 )
 def test_ctrl_c_ends_a_command_whatever_its_main_thread_does(start, work):
+  """The main thread may be in C code, in which Python handles no signals."""
   process = start("-c", READY + work)
   assert process.stdout.readline() == "ready\n"
+  # The work begins within 0.2 s.
   time.sleep(0.2)
 
   process.send_signal(signal.SIGINT)
