@@ -488,7 +488,10 @@ def test_a_damaged_step_is_pruned_before_older_complete_ones(
 def test_nothing_is_deleted_in_a_directory_that_is_not_the_locked_one(
   workdir_of_steps_10_and_20, tmp_path, monkeypatch, error
 ):
-  """During a save, the workdir is moved and its path gets a new run."""
+  """During a save, the workdir is moved and its path gets a new run.
+
+  The old run then neither deletes files of the new one nor saves there.
+  """
   workdir = shutil.copytree(workdir_of_steps_10_and_20, tmp_path / "run")
   new_files = [
     "10/file",
@@ -522,6 +525,7 @@ def test_nothing_is_deleted_in_a_directory_that_is_not_the_locked_one(
       save(checkpoints, 50)
     checkpoints.close()
 
+  # The new run has all of its files, and the old run has its save.
   directory = workdir / "checkpoints"
   remaining_files = []
   for path in directory.rglob("*"):
