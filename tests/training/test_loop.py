@@ -615,6 +615,8 @@ def test_an_error_of_the_data_loses_no_steps(
     module = streamed_batches
     loop.train(config, str(tmp_path / "expected"))
     expected = training_entries(tmp_path / "expected")
+  workdir = tmp_path / "run"
+  saved_only_at_the_end = change(config, train__checkpoint_interval=100)
   original = module.make_batch
   batch_numbers = itertools.count(1)
 
@@ -626,17 +628,15 @@ def test_an_error_of_the_data_loses_no_steps(
   with monkeypatch.context() as patch:
     patch.setattr(module, "make_batch", make_batch)
     with pytest.raises(UserError, match="row 7 is damaged"):
-      loop.train(
-        change(config, train__checkpoint_interval=100), str(tmp_path / "run")
-      )
+      loop.train(saved_only_at_the_end, str(workdir))
   message = "saving step 4, before the run ends with an error"
   assert message in capsys.readouterr().err
-  assert saved_steps(tmp_path / "run") == [4]
+  assert saved_steps(workdir) == [4]
 
   # Now the row can be read.
-  loop.train(config, str(tmp_path / "run"))
+  loop.train(config, str(workdir))
 
-  assert training_entries(tmp_path / "run") == expected
+  assert training_entries(workdir) == expected
 
 
 def test_a_batch_that_does_not_reach_the_devices_is_not_skipped(
@@ -666,13 +666,14 @@ def test_a_batch_that_does_not_reach_the_devices_is_not_skipped(
 
 def test_an_evaluation_that_fails_loses_no_steps(config, tmp_path, monkeypatch):
   """The step is saved before its evaluation, which is due after step 3."""
+  config = change(config, train__checkpoint_interval=100)
 
   def fail(*_, **__):
     raise RuntimeError("a bug")
 
   monkeypatch.setattr(session.validation, "measure_losses", fail)
   with pytest.raises(RuntimeError, match="^a bug$"):
-    loop.train(change(config, train__checkpoint_interval=100), str(tmp_path))
+    loop.train(config, str(tmp_path))
 
   assert saved_steps(tmp_path) == [3]
   assert steps_of(read_log(tmp_path)) == [1, 2, 3]
@@ -725,6 +726,7 @@ def test_a_restored_step_without_losses_is_evaluated_once(
     return dict.fromkeys(losses, float("nan"))
 
   monkeypatch.setattr(session.validation, "measure_losses", measure_losses)
+  # Both runs have no steps left, so they could only evaluate step 1.
   for _ in range(2):
     loop.train(change(config, eval__interval=5), str(tmp_path))
     assert steps_of(evaluation_entries(tmp_path)) == [1]
