@@ -127,8 +127,10 @@ def test_the_loop_compiles_nothing_after_the_second_step(
 
   def put_batch_guarded(batch, mesh):
     compiled_before_step.append(len(compile_events))
+    step = len(compiled_before_step)
     guard = "allow"
-    if 2 < len(compiled_before_step) < num_steps:
+    # The beginning and the end of the run may transfer arrays.
+    if 2 < step < num_steps:
       guard = "disallow"
     jax.config.update("jax_transfer_guard", guard)
     return put_batch(batch, mesh)
@@ -142,6 +144,7 @@ def test_the_loop_compiles_nothing_after_the_second_step(
   assert len(compiled_before_step) == num_steps
   # The first step compiles. Otherwise, the listener would not work.
   assert compiled_before_step[1] > compiled_before_step[0]
+  # Nothing is compiled between the third step and the last one.
   assert compiled_before_step[-1] == compiled_before_step[2]
 
 
