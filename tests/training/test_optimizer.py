@@ -751,6 +751,7 @@ def test_spikes_are_skipped_and_their_neighbours_are_not(monitored):
   """A step is skipped if its loss or gradient norm is far above the mean."""
   losses = noise(num_steps=300, mean=2.0, deviation=0.1)
   norms = noise(num_steps=300, mean=0.5, deviation=0.1, seed=1)
+  # The spikes are put into one of the two arrays.
   spiking = losses
   if monitored == "norm":
     spiking = norms
