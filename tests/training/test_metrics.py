@@ -250,10 +250,12 @@ def test_lines_and_events_are_complete_after_a_full_disk(
     opened_paths.append(path)
     return FileOnFullDisk(path, mode)
 
+  # The module then opens its files by this function.
   monkeypatch.setattr(metrics, "open", open_file, raising=False)
   writer = open_writer(tmp_path)
   # The files are the log and that of TensorBoard.
   assert len(opened_paths) == 2
+
   writer.write(1, {"train/loss": 1.0})
   with monkeypatch.context() as patch:
     patch.setattr(FileOnFullDisk, "free_bytes", free_bytes)
