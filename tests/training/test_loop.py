@@ -1365,7 +1365,7 @@ def skipping_run(config, tmp_path_factory):
     pytest.MonkeyPatch.context() as patch,
     contextlib.redirect_stderr(io.StringIO()) as errors,
   ):
-    spoil_batches(patch, {3: np.inf, 4: np.nan})
+    spoil_batches(patch, weights={3: np.inf, 4: np.nan})
     loop.train(change(config, eval__interval=0), str(workdir))
   return workdir, errors.getvalue()
 
@@ -1419,7 +1419,7 @@ def test_a_resume_between_skipped_steps_is_exact(
   config = change(config, eval__interval=0)
   bad_weights = {3: np.inf, 4: np.nan}
   with monkeypatch.context() as patch:
-    spoil_batches(patch, bad_weights)
+    spoil_batches(patch, weights=bad_weights)
     original = session.Session.train_step
     numbers = itertools.count(1)
 
@@ -1432,7 +1432,7 @@ def test_a_resume_between_skipped_steps_is_exact(
     loop.train(config, str(tmp_path))
 
   with monkeypatch.context() as patch:
-    spoil_batches(patch, bad_weights, first_step=4)
+    spoil_batches(patch, weights=bad_weights, first_step=4)
     loop.train(config, str(tmp_path))
 
   assert "resuming from step 3" in capsys.readouterr().err
@@ -1495,7 +1495,8 @@ def test_too_many_skipped_steps_in_a_row_end_the_run(
     eval__interval=0,
   )
   bad_steps = [2, *range(4, 21)]
-  spoil_batches(monkeypatch, dict.fromkeys(bad_steps, np.nan))
+  weights = dict.fromkeys(bad_steps, np.nan)
+  spoil_batches(monkeypatch, weights=weights)
 
   message = (
     "stopped at step 6: 3 steps in a row .* the last one has loss nan;"
@@ -1504,6 +1505,7 @@ def test_too_many_skipped_steps_in_a_row_end_the_run(
   with pytest.raises(UserError, match=message):
     loop.train(config, str(tmp_path))
 
+  # Besides the first step, only skipped steps are logged.
   assert steps_of(read_log(tmp_path)) == [1, 2, 4, 5, 6]
 
 
@@ -1521,7 +1523,8 @@ def test_skipped_steps_do_not_hide_the_error_of_the_data(
   def fail():
     raise UserError("row 7 is damaged")
 
-  spoil_batches(monkeypatch, {4: np.nan})
+  # A token with a weight of NaN makes the loss of step 4 NaN.
+  spoil_batches(monkeypatch, weights={4: np.nan})
   call_before_batch(monkeypatch, number=5, action=fail)
   with pytest.raises(UserError, match="row 7 is damaged"):
     loop.train(config, str(tmp_path))
