@@ -16,7 +16,10 @@ FILES = ("table.md", "plot.png", "plot.svg")
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-  """A copy of an experiment's folder with results.json alone."""
+  """A copy of the folder of eight_heads with results.json alone.
+
+  `draw.main` finds no other folder.
+  """
   folder = tmp_path / "eight_heads"
   folder.mkdir()
   shutil.copy(SOURCE / "results.json", folder)
@@ -45,6 +48,7 @@ def test_the_results_of_a_grid_in_a_subfolder_are_drawn(folder):
   (folder / "gpu").mkdir()
   (folder / "results.json").rename(folder / "gpu/results.json")
 
+  # Without a name, all experiments are drawn.
   draw.main([])
 
   for file in FILES:
@@ -53,34 +57,36 @@ def test_the_results_of_a_grid_in_a_subfolder_are_drawn(folder):
 
 def test_a_missing_summary_is_computed(folder):
   path = folder / "results.json"
-  stored = json.loads(path.read_text())
-  path.write_text(json.dumps({**stored, "summary": []}))
+  committed = json.loads(path.read_text())
+  path.write_text(json.dumps({**committed, "summary": []}))
 
-  draw.main([])
+  draw.main(["eight_heads"])
 
-  expected = json.loads((SOURCE / "results.json").read_text())["summary"]
-  assert len(json.loads(path.read_text())["summary"]) == len(expected)
+  summary = json.loads(path.read_text())["summary"]
+  assert len(summary) == len(committed["summary"])
+  # The table shows the numbers of the summary.
   assert (folder / "table.md").read_text() == (SOURCE / "table.md").read_text()
 
 
-def test_results_are_unchanged_if_the_summary_differs_in_its_last_digits(
-  folder,
-):
-  """The last digits of a fit differ between machines."""
+def test_results_json_is_kept_if_only_last_digits_of_its_summary_differ(folder):
+  """The last digits of a summary that is computed again differ by machine."""
   path = folder / "results.json"
   stored = json.loads(path.read_text())
   for row in stored["summary"]:
+    # A difference of losses, and the bounds of its interval.
     value, low, high = row["loss, difference"]
     row["loss, difference"] = [value * (1 + 1e-9), low, high]
   path.write_text(json.dumps(stored))
   before = path.read_bytes()
 
-  draw.main([])
+  draw.main(["eight_heads"])
 
   assert path.read_bytes() == before
 
 
-def test_an_unknown_experiment_is_an_error(folder):
+# The folder is the only experiment that the error can list.
+@pytest.mark.usefixtures("folder")
+def test_an_unknown_experiment_is_an_error():
   with pytest.raises(
     UserError, match="there is no experiment 'nothing'; there are eight_heads,"
   ):
