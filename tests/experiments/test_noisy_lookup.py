@@ -114,13 +114,11 @@ def test_the_logits_are_those_of_the_decoders_layer(row):
   chex.assert_shape(weights, (NUM_CONTEXTS, num_heads, task.ASKED, num_keys))
 
 
-@pytest.mark.parametrize(
-  "row, has_effect", [("diff_lambda_zero", False), ("diff", True)]
-)
-def test_the_second_map_has_an_effect_unless_lambda_is_zero(row, has_effect):
-  """DIFF attends with its first attention map minus λ times its second."""
+def largest_change_by_the_second_map(row: str) -> float:
+  """Returns how much logits change with the parameters of the second map."""
   model = make_config(row).model
   batch = make_batch(noise=0.5)
+  # The rows "diff" and "diff_lambda_zero" have the same parameters.
   params = task.init(make_config("diff_lambda_zero"))
   changed = jax.tree.map(jnp.copy, params)
   attention = changed["layers"]["attention"]
@@ -129,18 +127,23 @@ def test_the_second_map_has_an_effect_unless_lambda_is_zero(row, has_effect):
   attention["key"] = attention["key"].at[..., 1, :].add(1.0)
 
   forward = jax.jit(task.forward, static_argnums=0)
-  actual, _ = forward(model, changed, batch)
+  logits_before, _ = forward(model, params, batch)
+  logits_after, _ = forward(model, changed, batch)
+  return float(np.abs(logits_after - logits_before).max())
 
-  expected, _ = forward(model, params, batch)
-  largest_change = np.abs(actual - expected).max()
-  if has_effect:
-    assert largest_change > 1e-3
-  else:
-    assert largest_change == 0
+
+def test_diff_uses_its_second_attention_map():
+  """It attends with its first map minus λ times its second one."""
+  assert largest_change_by_the_second_map("diff") > 1e-3
+
+
+def test_the_second_attention_map_has_no_effect_if_lambda_is_zero():
+  assert largest_change_by_the_second_map("diff_lambda_zero") == 0
 
 
 def test_training_leaves_frozen_lambda_vectors_at_zero():
   config = make_config("diff_lambda_zero", steps=2)
+  # The evaluations, which this test does not read, have two contexts each.
   sizes = task.Task(
     pairs=NUM_PAIRS, noises=(0.5,), multiples=(1,), contexts=2, followed=2
   )
@@ -152,6 +155,7 @@ def test_training_leaves_frozen_lambda_vectors_at_zero():
 
 
 def test_an_untrained_model_guesses():
+  """Its accuracy is that of random values, up to five standard errors."""
   config = make_config("transformer_norm")
   num_contexts = 16
 
@@ -188,28 +192,39 @@ def test_training_lowers_the_loss_and_can_be_repeated():
   assert repeated == evaluations
 
 
-def test_an_endpoint_is_the_mean_over_the_noises_with_the_most_pairs():
-  # The accuracy is 0.4 with 40 pairs, 0.8 with 80, and 0.1 more with noise.
-  grid = []
-  for noise in (0.0, 1.0):
-    for pairs in (40, 80):
-      record = {
-        "noise": noise,
-        "pairs": pairs,
-        "accuracy": pairs / 100 + noise / 10,
-        "signed": 0.3,
-        "absolute": 0.2,
-      }
-      grid.append(record)
-  curve = [{"step": 2, "accuracy": 0.8}, {"step": 4, "accuracy": 0.9}]
+# The shares of attention on the answers, which are averaged like accuracies.
+ATTENTION = {"signed": 0.3, "absolute": 0.2}
+
+
+def test_the_accuracies_of_a_run_are_means_over_its_evaluations():
+  # Contexts of the training have 40 pairs. Evaluations also have twice as many.
   sizes = task.Task(pairs=40, multiples=(1, 2))
+  evaluations = [
+    {"noise": 0.0, "pairs": 40, "accuracy": 0.4, **ATTENTION},
+    {"noise": 0.0, "pairs": 80, "accuracy": 0.8, **ATTENTION},
+    {"noise": 1.0, "pairs": 40, "accuracy": 0.5, **ATTENTION},
+    {"noise": 1.0, "pairs": 80, "accuracy": 0.9, **ATTENTION},
+  ]
 
-  endpoints = experiment.summary({"grid": grid, "curve": curve}, sizes)
+  numbers = experiment.summary({"grid": evaluations, "curve": []}, sizes)
 
-  assert endpoints["accuracy"] == pytest.approx((0.8 + 0.9) / 2)
-  # With as many pairs as in training.
-  assert endpoints["accuracy_n"] == pytest.approx((0.4 + 0.5) / 2)
-  # With a noise of 1.
-  assert endpoints["accuracy_1.0"] == pytest.approx(0.9)
-  assert endpoints["signed"] == pytest.approx(0.3)
-  assert endpoints["steps_to_90"] == 4
+  # The main accuracy is the mean over both noises with 80 pairs.
+  assert numbers["accuracy"] == pytest.approx((0.8 + 0.9) / 2)
+  # "n" stands for 40 pairs, and "1.0" for the noise with 80 pairs.
+  assert numbers["accuracy_n"] == pytest.approx((0.4 + 0.5) / 2)
+  assert numbers["accuracy_1.0"] == pytest.approx(0.9)
+  assert numbers["signed"] == pytest.approx(0.3)
+
+
+def test_a_run_has_the_first_step_whose_accuracy_reached_90_percent():
+  curve = [
+    {"step": 2, "accuracy": 0.8},
+    {"step": 4, "accuracy": 0.9},
+    {"step": 6, "accuracy": 0.95},
+  ]
+  evaluation = {"noise": 0.0, "pairs": 40, "accuracy": 0.95, **ATTENTION}
+  sizes = task.Task(pairs=40, multiples=(1,))
+
+  numbers = experiment.summary({"grid": [evaluation], "curve": curve}, sizes)
+
+  assert numbers["steps_to_90"] == 4
