@@ -95,9 +95,10 @@ def flags(tmp_path):
   return [f"--workdir={tmp_path}/runs", f"--out={tmp_path}/out", "--steps=2"]
 
 
-def test_a_slice_does_not_collect_results(
-  run, trained_workdirs, flags, tmp_path
-):
+# Here, trainings take no time.
+@pytest.mark.usefixtures("trained_workdirs")
+def test_a_slice_does_not_collect_results(run, flags, tmp_path):
+  """A slice is one host's part of the runs: here the second half of two."""
   _, errors = run(
     "ablations",
     *flags,
@@ -106,20 +107,20 @@ def test_a_slice_does_not_collect_results(
     "--slice=1/2",
   )
 
-  # The second half of two runs.
   assert "1 of 1 runs to do" in errors
   assert "this slice is done" in errors
   assert not (tmp_path / "out/results.json").exists()
 
 
-def test_finished_runs_are_not_repeated(
-  run, trained_workdirs, finished_run, flags, tmp_path
-):
+# diff/seed_0 has finished.
+@pytest.mark.usefixtures("finished_run")
+def test_finished_runs_are_not_repeated(run, trained_workdirs, flags, tmp_path):
   out, errors = run("ablations", *flags, "--only=diff/seed_[01]")
 
-  assert "1 of 2 runs to do" in errors
-  assert "(2 of 65 runs)" in out
   assert trained_workdirs == [f"{tmp_path}/runs/ablations/cpu/diff/seed_1"]
+  assert "1 of 2 runs to do" in errors
+  # The grid has 13 variants with five seeds. The table has the finished runs.
+  assert "(2 of 65 runs)" in out
 
 
 def test_runs_side_by_side_write_their_output_to_their_workdirs(
@@ -175,9 +176,10 @@ def test_a_run_in_results_json_is_not_repeated_without_its_workdir(
   assert not trained_workdirs
 
 
-def test_the_progress_tells_how_many_runs_are_left(
-  run, trained_workdirs, flags
-):
+# Here, trainings take no time.
+@pytest.mark.usefixtures("trained_workdirs")
+def test_the_progress_tells_how_many_runs_are_left(run, flags):
+  # The first half of four runs.
   _, errors = run(
     "ablations",
     *flags,
@@ -186,13 +188,15 @@ def test_the_progress_tells_how_many_runs_are_left(
     "--side_by_side=2",
   )
 
-  # After the first of the two runs of the slice.
+  # This line comes after the first of two runs.
   assert "1 run left, about " in errors
 
 
+@pytest.mark.usefixtures("trained_workdirs")
 def test_a_results_json_of_another_config_is_refused(
-  run, trained_workdirs, finished_run, flags, tmp_path
+  run, finished_run, flags, tmp_path
 ):
+  """One table cannot have runs with batches of 16 rows and of 4 rows."""
   write_results_json(tmp_path / "out/results.json", finished_run)
 
   _, errors = run("ablations", *flags, "--set=train.batch_size=4", code=1)
@@ -202,9 +206,12 @@ def test_a_results_json_of_another_config_is_refused(
   assert "train.batch_size is 16 there and 4 now" in errors
 
 
+# diff/seed_0 has finished, with batches of 16 rows.
+@pytest.mark.usefixtures("finished_run")
 def test_results_that_cannot_be_collected_are_refused_before_training(
-  run, trained_workdirs, finished_run, flags
+  run, trained_workdirs, flags
 ):
+  """Results of different configs are not collected in one table."""
   _, errors = run(
     "ablations",
     *flags,
@@ -219,6 +226,7 @@ def test_results_that_cannot_be_collected_are_refused_before_training(
 
 def test_a_workdir_of_another_config_is_refused(run, flags, make_workdir):
   (diff,) = grid.expand("ablations", grid.Grid(("diff",), "diff"), {})
+  # The checkpoint has two layers in place of four.
   make_workdir("runs/ablations/cpu/diff/seed_0", diff.config)
 
   _, errors = run("ablations", *flags, "--only=diff/seed_0", code=1)
@@ -227,11 +235,14 @@ def test_a_workdir_of_another_config_is_refused(run, flags, make_workdir):
   assert "model.num_layers is 2 there and 4 now" in errors
 
 
-def test_a_notebook_runs_and_collects_a_study(trained_workdirs, tmp_path):
+# Here, trainings take no time, and end with a loss of 2.
+@pytest.mark.usefixtures("trained_workdirs")
+def test_a_notebook_runs_and_collects_a_study(tmp_path):
   """The test makes the calls in the docstring of experiments/study.py."""
   options = study.Options(
     steps=20, only=("diff/seed_0",), workdir=f"{tmp_path}/runs"
   )
+
   ablations = study.plan("ablations", options)
   ablations = study.prepare(ablations)
   missing = collect.missing_runs(ablations)
@@ -244,7 +255,9 @@ def test_a_notebook_runs_and_collects_a_study(trained_workdirs, tmp_path):
   assert "(1 of 65 runs)" in text
 
 
-def test_a_notebook_trains_a_single_run(trained_workdirs, tmp_path):
+# Here, trainings take no time, and end with a loss of 2.
+@pytest.mark.usefixtures("trained_workdirs")
+def test_a_notebook_trains_a_single_run(tmp_path):
   options = study.Options(
     steps=20, only=("diff/seed_0",), workdir=f"{tmp_path}/runs"
   )
@@ -261,17 +274,18 @@ def test_a_notebook_trains_a_single_run(trained_workdirs, tmp_path):
   assert machine_name == slot.machine
 
 
-def test_the_time_of_a_command_is_added_to_that_of_earlier_commands(
-  trained_workdirs, tmp_path
-):
-  """A run that was stopped continues with the same workdir."""
+# The launcher is replaced: it starts no program.
+@pytest.mark.usefixtures("trained_workdirs")
+def test_the_time_of_a_command_is_added_to_that_of_earlier_commands(tmp_path):
+  """A run that was stopped continues in the same workdir."""
   earlier = {"seconds": 1e6, "machine": "old"}
   results.write(tmp_path / "spent.json", earlier)
   slot = execute.Slot(launch.Launcher(), environment={}, machine="new")
 
-  slot.call(["command"], tmp_path)
+  slot.call(["a command"], workdir=tmp_path)
 
   seconds, machine_name = execute.time_spent(tmp_path)
+  # The new command has taken less than a second.
   assert seconds >= 1e6
   assert machine_name == "new"
 
@@ -293,7 +307,7 @@ def test_variants_and_seeds_train_side_by_side(run, flags, tmp_path):
   assert names == ["transformer/seed_0", "diff/seed_0", "diff/seed_1"]
   assert stored["config"]["train.steps"] == 2
   losses = {entry["results"]["validation/loss"] for entry in stored["runs"]}
-  # Seeds and variants have different losses.
+  # All three losses are different.
   assert len(losses) == 3
   assert min(losses) > 0
   assert "| diff | " in (tmp_path / "out/table.md").read_text()
@@ -488,6 +502,7 @@ NAMES = ", ".join(grid.names())
   ],
 )
 def test_a_mistake_is_reported_in_one_line(run, tmp_path, args, code, message):
+  """The exit status is 2 for wrong usage, and 1 for other errors."""
   _, errors = run(*args, f"--out={tmp_path}", code=code)
 
   assert errors.startswith(message)
@@ -510,6 +525,7 @@ def test_cost_of_a_large_grid_is_in_chip_hours(run):
   _, seeds, parameters, tokens, flops, *_ = table_row(out, "diff,size=1b")
   assert seeds == "1"
   assert parameters == "1,410 M"
+  # 40,000 steps of 128 rows of 2,048 tokens.
   assert tokens == "10.5 B"
   assert flops == "9.82e+19"
 
@@ -595,18 +611,20 @@ def test_cost_ignores_runs_of_another_config(
 
 
 def workdir_name(run, *flags):
-  """Returns the directory below runs/ in which a run is trained."""
+  """Returns NAME if flags of `ablations` make it train in runs/NAME/."""
   out, _ = run("ablations", "--print", "--only=diff/seed_0", *flags)
   match = re.search(r"--workdir=\S+/runs/(\S+)/ablations/cpu/diff/seed_0", out)
   return match[1]
 
 
 def test_a_field_that_does_not_affect_results_keeps_the_workdir(run):
+  """The fields of the mesh say how arrays are divided among devices."""
   assert workdir_name(run) == "experiments"
   assert workdir_name(run, "--set=mesh.fsdp=1") == "experiments"
 
 
 def test_changed_grids_have_workdirs_of_their_own(run):
+  """The names of the workdirs end with a hash of the changed fields."""
   fewer_steps = workdir_name(run, "--steps=2")
   fewer_rows = workdir_name(run, "--steps=2", "--set=eval.rows=8")
 
@@ -663,9 +681,10 @@ def configs_to_train(name, grid_name, seed, changes, root):
 def test_printed_commands_have_the_configs_of_the_grid(
   run, tmp_path, name, grid_name
 ):
+  # One seed is enough, since seeds differ in two fields only.
   seed = grid.load(name, grid_name).grids[grid_name].seeds[-1]
   changes = {"train.steps": 6, "optimizer.warmup_steps": 1, "eval.interval": 2}
-  expected = configs_to_train(name, grid_name, seed, changes, tmp_path)
+  expected = configs_to_train(name, grid_name, seed, changes, root=tmp_path)
 
   out, _ = run(
     name,
@@ -713,7 +732,7 @@ def test_aot_compiles_each_variant_once(run):
   _, _, _, *rows = out.splitlines()
   assert len(rows) == 1
   _, memory, fits, _, seconds = table_row(out, "diff")
-  # The GiB of a v5e chip.
+  # A v5e chip has 15.75 GiB.
   assert re.fullmatch(r"0\.\d\d of 15\.75", memory)
   assert fits == "yes"
   assert re.fullmatch(r"\d+ s", seconds)
@@ -746,6 +765,7 @@ def test_aot_names_the_variants_that_are_too_large(run, monkeypatch):
   out, errors = run("ablations", "--aot=v5e:1x1", "--only=transformer", code=1)
 
   assert compiled == [("softmax", "v5e:1x1")]
+  # The parameters and the state of the optimizer take 9 GiB each.
   assert "| transformer | 18.00 of 15.75 | no |" in out
   assert errors == (
     "error: transformer: too large for v5e:1x1; python -m diffjax.aot says how"
@@ -770,6 +790,7 @@ def test_retrieval_is_trained_measured_and_drawn(run, tmp_path):
   assert stored["task"]["samples"] == 200
   assert "data.source" not in stored["config"]
   (entry,) = stored["runs"]
+  # The accuracy is measured for every length and number of distractors.
   assert len(entry["results"]["grid"]) == len(stored["task"]["cells"])
   (last_evaluation,) = entry["results"]["curve"]
   assert last_evaluation["step"] == 2
