@@ -45,72 +45,81 @@ def runs(variant, seeds, changes=None):
 
 
 def one_run(variant="diff", changes=None, seed=0):
-  """Returns a run of a small model."""
+  """Returns a run of a small model. Without changes it has 600 steps."""
   (run,) = runs(variant, (seed,), changes)
   return run
 
 
 @pytest.fixture
 def finished_pace():
-  """A pace after three runs of DIFF took 10, 20 and 50 seconds."""
+  """The estimates after three runs of DIFF took 10, 20 and 50 seconds."""
   first, second, third = runs("diff", seeds=(1, 2, 3))
   finished = [(first, 50.0), (second, 10.0), (third, 20.0)]
-  return Pace(finished, [], slots=1, resumes=True)
+  return Pace(finished, runs=[], slots=1, resumes=True)
 
 
 def test_a_run_is_expected_to_take_the_median_of_its_shape(finished_pace):
   seconds, num_runs = finished_pace.expected(one_run())
 
+  # The median of three runs, which took 10, 20 and 50 seconds.
   assert seconds == 20.0
-  # The number of runs whose median it is.
   assert num_runs == 3
 
 
-def test_learning_rates_and_lambda_init_do_not_change_the_shape(finished_pace):
+def test_learning_rates_and_lambda_init_do_not_change_the_time(finished_pace):
+  """They are numbers, and change no shape of an array."""
   run = one_run("diff_lambda_0.8", {"optimizer.learning_rate": 0.1})
 
   seconds, num_runs = finished_pace.expected(run)
 
+  # The median of the three finished runs.
   assert seconds == 20.0
   assert num_runs == 3
 
 
 def test_a_run_with_twice_the_steps_takes_twice_as_long(finished_pace):
-  # The finished runs have 600 steps.
+  # The finished runs have 600 steps, and their median is 20 seconds.
   run = one_run(changes={"train.steps": 1200})
 
   seconds, num_runs = finished_pace.expected(run)
 
   assert seconds == pytest.approx(2 * 20.0)
-  # No finished run has its shape.
+  # No finished run has as many steps.
   assert num_runs == 0
 
 
-def test_a_run_of_another_shape_takes_its_share_of_flops(finished_pace):
+def test_a_run_of_another_shape_takes_time_in_proportion_to_flops(
+  finished_pace,
+):
+  # The finished runs have a width of 32, and their median is 20 seconds.
+  finished_flops = pace.training_flops(one_run().config)
   wider = one_run(changes={"model.ffn_dim": 64})
 
   seconds, num_runs = finished_pace.expected(wider)
 
-  flops = pace.training_flops(one_run().config)
-  factor = pace.training_flops(wider.config) / flops
+  factor = pace.training_flops(wider.config) / finished_flops
   assert factor > 1
   assert seconds == pytest.approx(20.0 * factor)
+  # No finished run has its shape.
   assert num_runs == 0
 
 
 def test_nothing_is_expected_before_a_run_has_finished():
   run = one_run()
+  estimates = Pace(finished=[], runs=[run], slots=1, resumes=True)
 
-  assert Pace([], [run], slots=1, resumes=True).expected(run) is None
+  assert estimates.expected(run) is None
 
 
 def test_runs_that_train_nothing_are_expected_to_take_equally_long():
   diff = one_run("diff", {"train.steps": 0})
   transformer = one_run("transformer", {"train.steps": 0})
-
-  estimates = Pace([(diff, 30.0)], [transformer], slots=1, resumes=False)
+  estimates = Pace(
+    finished=[(diff, 30.0)], runs=[transformer], slots=1, resumes=False
+  )
 
   seconds, _ = estimates.expected(transformer)
+
   assert seconds == 30.0
 
 
@@ -121,7 +130,7 @@ def seconds_left(text):
 
 @pytest.fixture
 def short_runs():
-  """Four runs that are expected to take 10 seconds."""
+  """Four runs that are expected to take 10 seconds each."""
   return runs("diff", (0, 1, 2, 3))
 
 
@@ -133,7 +142,7 @@ def long_run():
 
 @pytest.fixture
 def finished():
-  """A short and a long run that have finished."""
+  """A short run that took 10 seconds, and a long one that took 60 seconds."""
   short = one_run(seed=9)
   long = one_run(changes={"train.steps": 3000}, seed=9)
   return [(short, 10.0), (long, 60.0)]
@@ -142,6 +151,7 @@ def finished():
 def test_short_runs_fit_beside_a_long_one(
   clock, finished, short_runs, long_run
 ):
+  """Two runs go on at a time. Short runs take 10 seconds, the long one 60."""
   todo = [long_run, *short_runs]
   estimates = Pace(finished, todo, slots=2, resumes=True)
   estimates.begin(long_run)
@@ -150,14 +160,15 @@ def test_short_runs_fit_beside_a_long_one(
 
   text = estimates.end(short_runs[0], seconds=10.0)
 
-  # The long run has 50 of 60 seconds left. In the meantime, the three short
-  # runs take 30 seconds in the other slot.
-  assert seconds_left(text) == 50
+  # The long run has 50 seconds left. In the meantime, three short runs take
+  # 3 * 10 seconds in the other slot.
+  assert seconds_left(text) == 60 - 10
 
 
 def test_a_long_run_that_starts_last_delays_the_end(
   clock, finished, short_runs, long_run
 ):
+  """Two runs go on at a time. Short runs take 10 seconds, the long one 60."""
   todo = [*short_runs, long_run]
   estimates = Pace(finished, todo, slots=2, resumes=True)
   estimates.begin(short_runs[0])
@@ -166,8 +177,8 @@ def test_a_long_run_that_starts_last_delays_the_end(
 
   text = estimates.end(short_runs[0], seconds=10.0)
 
-  # The second short run ends now. Two more take 10 seconds side by side. Then
-  # the long one takes 60.
+  # The second short run ends now, too. The two others take 10 seconds side by
+  # side. Then the long run takes 60.
   assert seconds_left(text) == 10 + 60
 
 
@@ -181,7 +192,7 @@ def test_runs_in_one_slot_take_the_sum_of_their_times(
 
   text = estimates.end(long_run, seconds=60.0)
 
-  # Four short runs.
+  # Four short runs of 10 seconds are left.
   assert seconds_left(text) == 4 * 10
 
 
@@ -197,59 +208,89 @@ def evening(monkeypatch):
   monkeypatch.setattr(pace.datetime, "datetime", Evening)
 
 
-def test_a_text_after_each_run_tells_how_long_the_others_take(clock, evening):
-  first, second, third, fourth = runs("diff", (0, 1, 2, 3))
-  estimates = Pace([], [first, second, third, fourth], slots=1, resumes=True)
+def test_there_is_no_text_after_the_last_run():
+  run = one_run()
+  estimates = Pace(finished=[], runs=[run], slots=1, resumes=True)
+  estimates.begin(run)
 
-  # The time of the first run is not known, since another launcher trained it.
+  text = estimates.end(run, seconds=3000.0)
+
+  assert text == ""
+
+
+def test_a_run_of_unknown_time_tells_only_how_many_runs_are_left(clock):
+  first, second = runs("diff", (0, 1))
+  estimates = Pace(finished=[], runs=[first, second], slots=1, resumes=True)
   estimates.begin(first)
   clock.now += 3000
-  assert estimates.end(first, seconds=None) == "3 runs left"
 
-  # The second run took 1,000 of its 4,000 seconds in an earlier start. Two
-  # further runs of 4,000 seconds take 2 h 13 min.
-  estimates.begin(second)
+  # Another launcher has trained the run.
+  text = estimates.end(first, seconds=None)
+
+  assert text == "1 run left"
+
+
+@pytest.mark.usefixtures("evening")
+def test_a_text_tells_when_the_last_run_will_end(clock):
+  """It is 22:00 on Wednesday, 25 November."""
+  first, second, third = runs("diff", (0, 1, 2))
+  estimates = Pace([], runs=[first, second, third], slots=1, resumes=True)
+  estimates.begin(first)
+  # The run took 1,000 of its 4,000 seconds in an earlier start.
   clock.now += 3000
-  text = estimates.end(second, seconds=4000.0)
+
+  text = estimates.end(first, seconds=4000.0)
+
+  # Two further runs of 4,000 seconds take 8,000 seconds.
   assert text == "2 runs left, about 2 h 13 min, until Thu 26 Nov 00:13"
 
-  # The median of 3,000 and 4,000 seconds is 58 minutes.
-  estimates.begin(third)
-  clock.now += 3000
-  text = estimates.end(third, seconds=3000.0)
-  assert text == "1 run left, about 58 min, until 22:58"
 
-  estimates.begin(fourth)
-  assert estimates.end(fourth, seconds=3000.0) == ""
+@pytest.mark.usefixtures("evening")
+def test_a_text_after_two_runs_uses_their_median(clock):
+  """It is 22:00."""
+  first, second, third = runs("diff", (0, 1, 2))
+  estimates = Pace(
+    finished=[(first, 4000.0)], runs=[second, third], slots=1, resumes=True
+  )
+  estimates.begin(second)
+  clock.now += 3000
+
+  text = estimates.end(second, seconds=3000.0)
+
+  # The median of 3,000 and 4,000 seconds is 58 minutes.
+  assert text == "1 run left, about 58 min, until 22:58"
 
 
 def test_a_grid_that_is_stopped_before_its_first_run_has_no_estimate():
-  todo = runs("diff", (0, 1, 2))
-  estimates = Pace([], todo, slots=1, resumes=True)
-
   # Five of the eight runs of the grid had finished before.
-  assert estimates.stopped(total=8) == (
-    "5 of 8 runs are done; the same command goes on"
-  )
+  todo = runs("diff", (0, 1, 2))
+  estimates = Pace(finished=[], runs=todo, slots=1, resumes=True)
+
+  text = estimates.stopped(total=8)
+
+  assert text == "5 of 8 runs are done; the same command goes on"
 
 
-# Of two runs of 450 seconds, 300 seconds are done.
 @pytest.mark.parametrize(
   "resumes, time_left",
   [
+    # The second run has 150 seconds left, and the third one 450.
     pytest.param(True, "10 min", id="resumes"),
+    # Both runs have 450 seconds left.
     pytest.param(False, "15 min", id="starts again"),
   ],
 )
 def test_a_stopped_grid_tells_the_time_left(clock, resumes, time_left):
-  todo = runs("diff", (0, 1, 2))
-  estimates = Pace([], todo, slots=1, resumes=resumes)
-  estimates.begin(todo[0])
+  first, second, third = runs("diff", (0, 1, 2))
+  todo = [first, second, third]
+  estimates = Pace(finished=[], runs=todo, slots=1, resumes=resumes)
+  estimates.begin(first)
   clock.now += 450
-  estimates.end(todo[0], 450.0)
-  estimates.begin(todo[1])
+  estimates.end(first, seconds=450.0)
+  estimates.begin(second)
   clock.now += 300
 
+  # Five of the eight runs of the grid had finished before.
   assert estimates.stopped(total=8) == (
     f"6 of 8 runs are done; the rest would take about {time_left} at this pace;"
     " the same command goes on"
@@ -269,5 +310,5 @@ def test_a_stopped_grid_tells_the_time_left(clock, resumes, time_left):
     (200_000, "2 days 7 h"),
   ],
 )
-def test_times_are_told_in_two_units(seconds, words):
+def test_a_time_is_told_in_its_two_largest_units(seconds, words):
   assert pace.in_words(seconds) == words
