@@ -39,7 +39,7 @@ def table_rows(text):
 
 
 @pytest.fixture
-def timed(monkeypatch):
+def timed_configs(monkeypatch):
   """Makes a step take half a second. Returns the configs that are timed."""
   configs = []
 
@@ -52,7 +52,7 @@ def timed(monkeypatch):
 
 
 def estimate(name, chosen, finished, slots=1):
-  """Returns the table for this machine.
+  """Returns the table of what runs cost on this machine.
 
   Args:
     name: The experiment.
@@ -80,7 +80,9 @@ def finished_transformers(ablations):
   return [(first, 300), (second, 3000), (third, 360)]
 
 
-def test_finished_runs_tell_the_time(timed, ablations, finished_transformers):
+@pytest.mark.usefixtures("timed_configs")
+def test_finished_runs_tell_the_time(ablations, finished_transformers):
+  """The three runs of the Transformer took 300, 360 and 3,000 seconds."""
   text = estimate("ablations", ablations, finished_transformers)
 
   assert text.startswith(f"hours of {MACHINE}, 1 at a time\n")
@@ -89,15 +91,15 @@ def test_finished_runs_tell_the_time(timed, ablations, finished_transformers):
   assert row["parameters"] == "0.837 M"
   # 600 steps of 16 rows of 256 tokens.
   assert row["tokens"] == "2.46 M"
+  # The median.
   assert row["seconds a run"] == "360"
-  # Three runs of 360 seconds.
-  assert row["hours"] == "0.3"
+  assert row["hours"] == str(3 * 360 / 3600)
   assert row["by"] == "3 finished runs"
 
 
-def test_steps_tell_the_time_of_other_shapes(
-  timed, ablations, finished_transformers
-):
+# Here, a step takes half a second.
+@pytest.mark.usefixtures("timed_configs")
+def test_steps_tell_the_time_of_other_shapes(ablations, finished_transformers):
   text = estimate("ablations", ablations, finished_transformers)
 
   rows = table_rows(text)
@@ -109,15 +111,17 @@ def test_steps_tell_the_time_of_other_shapes(
   assert "as busy as it is now" in text
 
 
-def test_a_shape_is_timed_once(timed, ablations, finished_transformers):
-  """DIFF with another λ_init has the shape of DIFF."""
+def test_a_shape_is_timed_once(timed_configs, ablations, finished_transformers):
+  """The variants are the Transformer, DIFF with two λ_init, and DIFF V2."""
   estimate("ablations", ablations, finished_transformers)
 
-  timed_models = [config.model.attention for config in timed]
+  # λ_init is no shape. The Transformer has finished runs in place of steps.
+  timed_models = [config.model.attention for config in timed_configs]
   assert timed_models == ["diff", "diff_v2"]
 
 
-def test_flops_are_those_of_all_runs_of_a_variant(timed, ablations):
+@pytest.mark.usefixtures("timed_configs")
+def test_flops_are_those_of_all_runs_of_a_variant(ablations):
   text = estimate("ablations", ablations, finished=[])
 
   expected = 0.0
@@ -128,11 +132,12 @@ def test_flops_are_those_of_all_runs_of_a_variant(timed, ablations):
   assert flops == pytest.approx(expected, rel=0.01)
 
 
-# The sum over the Transformer, 0.3 h, and three others, 0.25 h.
+@pytest.mark.usefixtures("timed_configs")
 @pytest.mark.parametrize("slots, hours", [(1, "1.05"), (2, "0.525")])
 def test_runs_side_by_side_divide_the_hours(
-  timed, ablations, finished_transformers, slots, hours
+  ablations, finished_transformers, slots, hours
 ):
+  """The Transformer takes 0.3 hours, and three other variants 0.25 each."""
   text = estimate("ablations", ablations, finished_transformers, slots)
 
   assert table_rows(text)["all"]["hours"] == hours
@@ -145,7 +150,7 @@ def throughput():
   return runs("throughput", shapes, seeds=(0,))
 
 
-def test_runs_that_train_nothing_are_not_timed(timed, throughput):
+def test_runs_that_train_nothing_are_not_timed(timed_configs, throughput):
   text = estimate("throughput", throughput, finished=[])
 
   rows = table_rows(text)
@@ -156,12 +161,12 @@ def test_runs_that_train_nothing_are_not_timed(timed, throughput):
     "No run has finished on this machine, and these runs take no training steps"
     " that could be timed."
   )
-  assert not timed
+  assert not timed_configs
 
 
-def test_runs_that_train_nothing_are_estimated_from_other_shapes(
-  timed, throughput
-):
+@pytest.mark.usefixtures("timed_configs")
+def test_runs_that_train_nothing_are_estimated_from_other_shapes(throughput):
+  """Their seconds are proportional to the FLOPs of their shapes."""
   short, long = throughput
 
   text = estimate("throughput", throughput, finished=[(short, 36.0)])
@@ -176,7 +181,9 @@ def test_runs_that_train_nothing_are_estimated_from_other_shapes(
   assert long_row["by"] == "finished runs of other shapes"
 
 
-def test_the_table_names_the_command_for_the_runs_that_others_start_from(timed):
+@pytest.mark.usefixtures("timed_configs")
+def test_the_table_names_the_command_for_the_runs_that_are_measured():
+  """The experiment "outliers" measures runs that "ablations" trains."""
   outliers = runs("outliers", ("transformer", "diff"))
 
   text = estimate("outliers", outliers, finished=[])
@@ -201,7 +208,7 @@ def test_chip_hours_follow_from_the_peak():
   for run in chosen:
     if run.variant == "diff,size=125m":
       flops += pace.training_flops(run.config)
-  # 40% of the peak of an H100.
+  # The table assumes 40% of the peak. An H100 has a peak of 989.4 TFLOP/s.
   flops_per_second = 0.4 * 989.4e12
   h100_hours = float(rows["diff,size=125m"]["H100"])
   assert h100_hours == pytest.approx(flops / flops_per_second / 3600, rel=0.01)
@@ -236,7 +243,7 @@ def test_larger_steps_take_longer(small_config):
 
 @pytest.mark.full
 def test_steps_that_cannot_be_timed_are_an_error(small_config):
-  # There are fewer devices.
+  # This machine has fewer than seven devices.
   seven_devices = dataclasses.replace(small_config.mesh, data=7)
   config = dataclasses.replace(small_config, mesh=seven_devices)
 
