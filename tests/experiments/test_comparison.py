@@ -29,13 +29,13 @@ def make_results(losses, baseline="transformer"):
 
 
 def test_the_interval_of_a_mean_is_students_t_interval():
-  values = np.random.default_rng(0).normal(size=5)
+  values = np.array([2.1, 1.9, 2.4, 2.0, 2.3])
 
   actual = comparison.mean_interval(values)
 
   mean = values.mean()
   standard_error = values.std(ddof=1) / 5**0.5
-  margin = scipy.stats.t.ppf(0.975, df=4) * standard_error
+  margin = scipy.stats.t.ppf(0.975, df=5 - 1) * standard_error
   chex.assert_trees_all_close(
     tuple(actual), (mean, mean - margin, mean + margin), **FLOAT64
   )
@@ -45,7 +45,8 @@ def test_a_single_value_has_no_interval():
   mean, low, high = comparison.mean_interval([2.0])
 
   assert mean == 2.0
-  assert np.isnan([low, high]).all()
+  assert np.isnan(low)
+  assert np.isnan(high)
 
 
 def test_equal_values_have_an_interval_of_no_width():
@@ -62,6 +63,7 @@ def test_equal_values_have_an_interval_of_no_width():
   ],
 )
 def test_the_interval_of_a_difference_is_welchs(variant, against):
+  """Welch's interval does not assume that both samples have one variance."""
   rng = np.random.default_rng(0)
   losses = {
     "transformer": rng.normal(1, 0.3, 5),
@@ -114,6 +116,7 @@ def test_the_order_of_the_seeds_does_not_change_a_difference():
   ],
 )
 def test_incomplete_samples_have_no_difference(variant, against):
+  """A sample needs two runs or more, and a number from each of them."""
   results = make_results(
     {
       "transformer": [1.0, 1.0],
@@ -138,24 +141,29 @@ def test_one_sample_of_equal_values_can_be_compared():
 
   estimate = comparison.difference(results, "gated", LOSS)
 
-  assert estimate.value == 0.5
+  assert estimate.value == 1.5 - 1.0
+  # The interval is wider than the range of the values.
   assert estimate.low < 0
   assert estimate.high > 1
 
 
 def test_a_baseline_may_have_a_star_in_its_name():
-  """Only "NAME,*" stands for the baselines of each option."""
+  """Only a star after a comma, as in "NAME,*", stands for options."""
   results = make_results(
     {"wide*": [2.0, 2.1], "$x,y": [3.0, 3.1]}, baseline="wide*"
   )
 
   estimate = comparison.difference(results, "$x,y", LOSS)
 
-  assert estimate.value == pytest.approx(1.0)
+  assert estimate.value == pytest.approx(3.05 - 2.05)
 
 
 def make_results_of_two_sizes():
-  """Returns results of three architectures, each compared at its own size."""
+  """Returns results of three architectures at two sizes.
+
+  The losses of DIFF and V2 are 0.1 and 0.2 above those of the Transformer of
+  the same size.
+  """
   losses = {}
   for size in (1, 2):
     losses[f"transformer,size={size}"] = size + NOISE
@@ -169,12 +177,15 @@ def test_variants_are_compared_with_the_baseline_of_the_same_size():
 
   estimate = comparison.difference(results, "diff,size=2", LOSS)
 
+  # The difference from "transformer,size=1" would be 1.1.
   assert estimate.value == pytest.approx(0.1)
+  # A baseline is not compared with itself.
   baseline = comparison.difference(results, "transformer,size=2", LOSS)
   assert baseline is None
 
 
 def test_dunnetts_test_corrects_for_the_variants_of_the_same_size():
+  """The p-values of one size do not depend on the runs of the other."""
   both_sizes = make_results_of_two_sizes()
   size_1_runs = []
   for run in both_sizes["runs"]:
@@ -189,36 +200,43 @@ def test_dunnetts_test_corrects_for_the_variants_of_the_same_size():
   assert p_values["v2,size=1"] == expected["v2,size=1"]
 
 
-def test_samples_without_variance_have_no_p_values():
+def test_samples_of_equal_values_have_no_p_values():
   results = make_results({"transformer": [1.0, 1.0], "diff": [2.0, 2.0]})
 
   assert comparison.dunnett_p_values(results, LOSS) == {}
 
 
 def test_a_small_difference_is_not_significant_among_many_variants():
-  """One of many variants differs by chance."""
+  """Among many variants, one may differ as much by chance."""
   losses = {"transformer": 1.0 + NOISE, "diff": 1.014 + NOISE}
-  few = make_results(losses)
-  # The difference of diff_v2 is large, so it stays significant.
+  two_variants = make_results(losses)
+  # A large difference stays significant.
   losses["diff_v2"] = 1.1 + NOISE
   for number in range(10):
     losses[f"row_{number}"] = 1.0 + NOISE
-  many = make_results(losses)
+  many_variants = make_results(losses)
 
-  assert comparison.difference(many, "diff", LOSS).low > 0
-  assert comparison.significant_variants(few, LOSS) == {"diff"}
-  assert comparison.significant_variants(many, LOSS) == {"diff_v2"}
+  assert comparison.significant_variants(two_variants, LOSS) == {"diff"}
+  assert comparison.significant_variants(many_variants, LOSS) == {"diff_v2"}
+  # The interval of DIFF itself excludes 0 also among many variants.
+  assert comparison.difference(many_variants, "diff", LOSS).low > 0
 
 
-def test_significance_requires_that_the_variants_own_interval_excludes_0():
-  """Dunnett's test pools the variances. That of diff is the largest one."""
+def test_a_variant_whose_own_interval_includes_0_is_not_significant():
+  """Dunnett's test alone would call DIFF significant.
+
+  The test uses one variance for all variants. DIFF varies six times as much as
+  the others, which make that variance small.
+  """
   losses = {"transformer": 1.0 + NOISE, "diff": 1.05 + 6 * NOISE}
   for number in range(4):
     losses[f"row_{number}"] = 1.0 + NOISE
   results = make_results(losses)
 
+  significant = comparison.significant_variants(results, LOSS)
+
+  assert significant == set()
   assert comparison.dunnett_p_values(results, LOSS)["diff"] < 0.05
-  assert comparison.significant_variants(results, LOSS) == set()
 
 
 def test_contrasts_leave_out_pairs_with_a_single_run():
@@ -229,5 +247,6 @@ def test_contrasts_leave_out_pairs_with_a_single_run():
 
   rows = comparison.contrasts(results, "loss", LOSS, pairs)
 
+  # "gated" has a single run.
   difference = comparison.difference(results, "diff", LOSS)
   assert rows == [{"": "diff − transformer", "loss, difference": difference}]
