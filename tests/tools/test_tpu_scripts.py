@@ -107,14 +107,14 @@ class Cloud:
     status, output = self.run("train.sh", *TRAIN, *arguments)
     assert status == 0, output
 
-  def finish(self, status: int) -> None:
-    """Ends the training on all workers with an exit status."""
+  def finish(self, *, exit_status: int) -> None:
+    """Ends the training on all workers."""
     for worker in self.workers:
-      self.finish_worker(worker, status)
+      self.finish_worker(worker, exit_status=exit_status)
 
-  def finish_worker(self, worker: pathlib.Path, status: int) -> None:
-    """Ends the training on a worker with an exit status."""
-    (worker / "finish").write_text(f"{status}\n", encoding="utf-8")
+  def finish_worker(self, worker: pathlib.Path, *, exit_status: int) -> None:
+    """Ends the training on a worker."""
+    (worker / "finish").write_text(f"{exit_status}\n", encoding="utf-8")
 
   def wait_for(self, condition: Callable[[], bool]) -> None:
     """Waits until a condition holds."""
@@ -160,7 +160,7 @@ def num_runs(worker: pathlib.Path) -> int:
 
 def end_processes(cloud: Cloud) -> None:
   """Ends the training and the scripts of a cloud."""
-  cloud.finish(0)
+  cloud.finish(exit_status=0)
   for process in cloud.processes:
     process.kill()
     process.communicate()
@@ -216,6 +216,7 @@ def test_help_names_the_variables(cloud, script):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_missing_variable_is_named(cloud, script):
+  """No call of gcloud is made without a zone."""
   status, output = cloud.run(script, TPU_ZONE="")
 
   assert status == 1
@@ -263,6 +264,7 @@ def test_create_requests_a_slice_with_the_image_of_its_generation(
 
 
 def test_create_waits_until_the_slice_is_ready(cloud):
+  # The states of the request, one after the other. ERROR is a failed call.
   cloud.write("create.1", "ACCEPTED", "PROVISIONING", "ERROR", "ACTIVE")
 
   status, output = cloud.run("create.sh")
@@ -297,6 +299,7 @@ def test_create_passes_the_options(cloud):
 
 
 def test_create_does_not_guess_the_image_of_an_unknown_generation(cloud):
+  """TPU_RUNTIME_VERSION is the name of the image."""
   status, output = cloud.run("create.sh", TPU_TYPE="tpu7x-8")
 
   assert status == 1
@@ -305,12 +308,14 @@ def test_create_does_not_guess_the_image_of_an_unknown_generation(cloud):
 
 
 def test_create_says_that_a_zone_has_no_capacity_and_keeps_waiting(cloud):
+  # The states of the request, one after the other.
   waiting = ["WAITING_FOR_RESOURCES"] * 4
   cloud.write("create.1", *waiting, "PROVISIONING", "ACTIVE")
 
   status, output = cloud.run("create.sh")
 
   assert status == 0, output
+  # It says so once, not after each of the four states.
   assert output.count("No capacity for v5litepod-16 in a-zone") == 1
   assert "TPU_ZONE=ANOTHER-ZONE tools/tpu/create.sh" in output
   assert "my-slice is ready" in output
@@ -318,6 +323,7 @@ def test_create_says_that_a_zone_has_no_capacity_and_keeps_waiting(cloud):
 
 @pytest.mark.parametrize("state", ["FAILED", "SUSPENDED"])
 def test_create_reports_a_request_that_ends(cloud, state):
+  # The states of the request, one after the other.
   cloud.write("create.1", "ACCEPTED", state)
 
   status, output = cloud.run("create.sh")
@@ -350,6 +356,7 @@ def test_create_replaces_a_slice_that_is_gone(cloud, request_state, node_state):
 
 
 def test_create_waits_for_a_request_that_exists(cloud):
+  # The states of the request and of its slice, one after the other.
   cloud.write("request", "WAITING_FOR_RESOURCES", "ACTIVE")
   cloud.write("node", "CREATING", "READY")
 
@@ -359,7 +366,8 @@ def test_create_waits_for_a_request_that_exists(cloud):
   assert cloud.calls("queued-resources", "create") == []
 
 
-def test_create_continues_if_the_first_question_fails(cloud):
+def test_create_continues_if_gcloud_fails_once(cloud):
+  # The first call that asks for the state of the request fails.
   cloud.write("create.1", "ERROR", "ACTIVE")
 
   status, output = cloud.run("create.sh")
@@ -369,6 +377,7 @@ def test_create_continues_if_the_first_question_fails(cloud):
 
 
 def test_create_ends_if_gcloud_keeps_failing(cloud):
+  # Every call that asks for the state of the request fails.
   cloud.write("request", "ERROR")
 
   status, output = cloud.run("create.sh")
@@ -406,6 +415,7 @@ def test_setup_copies_the_working_tree_to_all_workers(cloud):
 
 def test_setup_reports_a_worker_that_gets_no_copy(cloud):
   cloud.write("request", "ACTIVE")
+  # With this file, no command succeeds on worker 1.
   cloud.write("workers/1.broken")
 
   status, output = cloud.run("setup.sh")
@@ -413,11 +423,13 @@ def test_setup_reports_a_worker_that_gets_no_copy(cloud):
   assert status == 1
   assert "No space left on device" in output
   assert "the copy failed on at least one worker" in output
+  # The installation, which uses ssh, is not tried.
   assert cloud.calls("tpu-vm", "ssh") == []
 
 
 def test_setup_reports_a_worker_that_cannot_install(cloud):
   cloud.write("request", "ACTIVE")
+  # On worker 1, uv fails with this text.
   cloud.write("workers/1/uv_error", "No solution found")
 
   status, output = cloud.run("setup.sh")
@@ -429,14 +441,17 @@ def test_setup_reports_a_worker_that_cannot_install(cloud):
 
 
 def test_train_passes_all_arguments_to_all_workers(running_cloud):
+  """A run has been started with arguments that a shell could expand."""
   expected = ["-m", "diffjax.train", *TRAIN, *DIFFICULT]
   for worker in running_cloud.workers:
     assert training_arguments(worker) == expected
 
 
 def test_a_run_outlives_the_session_that_starts_it(running_cloud):
+  """The session of ssh in which the run was started has ended."""
   _, output = running_cloud.run("train.sh", "--status")
 
+  # There are two workers.
   assert output.count(": running: diffjax.train --config=configs/tiny.py") == 2
 
 
@@ -456,7 +471,9 @@ def test_a_second_run_is_refused(running_cloud, arguments):
   assert status == 1
   assert "run is in progress" in output
   assert "diffjax.train --config=configs/tiny.py" in output
-  assert [num_runs(worker) for worker in running_cloud.workers] == [1, 1]
+  first_worker, second_worker = running_cloud.workers
+  assert num_runs(first_worker) == 1
+  assert num_runs(second_worker) == 1
 
 
 def test_setup_is_refused_during_a_run(running_cloud):
@@ -479,31 +496,40 @@ def test_the_log_can_be_followed_on_a_worker(running_cloud):
   assert running_cloud.followed_workers() == ["--worker=1"]
 
 
-def test_following_ends_with_the_run(ready_cloud):
-  """--follow=1 prints the log of worker 1, and --follow that of worker 0."""
+def test_following_a_log_ends_with_the_run(ready_cloud):
+  """--follow=1 prints the lines of worker 1's log as they are written."""
   ready_cloud.train()
   follower = ready_cloud.start("train.sh", "--follow=1")
-  assert follower.stdout.readline()
+  first_line = follower.stdout.readline()
+  assert first_line
 
-  ready_cloud.finish(3)
+  ready_cloud.finish(exit_status=3)
+
+  # The command ends by itself. Else this would raise an error.
   follower.communicate(timeout=20)
 
+
+def test_the_log_of_a_finished_run_is_shown(ready_cloud):
+  """--follow prints the log of worker 0."""
+  ready_cloud.train()
+  ready_cloud.finish(exit_status=3)
   ready_cloud.wait_for(ready_cloud.has_ended)
+
   _, output = ready_cloud.run("train.sh", "--follow")
 
   assert "step 1" in output
   assert "ended with status 3" in output
-  assert ready_cloud.followed_workers() == ["--worker=1", "--worker=0"]
+  assert ready_cloud.followed_workers() == ["--worker=0"]
 
 
 def test_the_status_shows_how_a_run_ended(ready_cloud):
   ready_cloud.train()
-
-  ready_cloud.finish(0)
+  ready_cloud.finish(exit_status=0)
   ready_cloud.wait_for(ready_cloud.has_ended)
 
   _, output = ready_cloud.run("train.sh", "--status")
 
+  # There are two workers.
   assert output.count(": ended with status 0: diffjax.train") == 2
 
 
@@ -527,7 +553,9 @@ def test_train_requires_a_config_and_a_workdir_in_a_bucket(
 
 
 def test_a_worker_that_cannot_start_stops_the_others(ready_cloud):
+  """The others would wait for it in their first step."""
   (ready_cloud.workers[1] / "diffjax/venv/bin/python").unlink()
+
   status, output = ready_cloud.run("train.sh", *TRAIN)
 
   assert status == 1
@@ -537,6 +565,7 @@ def test_a_worker_that_cannot_start_stops_the_others(ready_cloud):
 
 
 def test_train_says_that_a_slice_is_not_set_up(cloud):
+  # The request was granted, but setup.sh has not run.
   cloud.write("request", "ACTIVE")
 
   status, output = cloud.run("train.sh", *TRAIN)
@@ -551,6 +580,7 @@ def test_stop_lets_the_run_save(ready_cloud):
   status, output = ready_cloud.run("train.sh", "--stop")
 
   assert status == 0
+  # There are two workers.
   assert output.count(": stopped: ") == 2
   for worker in ready_cloud.workers:
     log = (worker / "diffjax/run/log").read_text(encoding="utf-8")
@@ -568,13 +598,14 @@ def test_the_same_command_starts_a_stopped_run_again(ready_cloud):
 
 
 def test_keep_alive_makes_a_slice_and_ends_with_the_run(cloud):
+  # The state of the request after it has been made.
   cloud.write("create.1", "ACTIVE")
-
   watcher = cloud.start("train.sh", "--keep_alive", *TRAIN)
   cloud.wait_for_run(cloud.workers[1])
-  cloud.finish(0)
 
+  cloud.finish(exit_status=0)
   output, _ = watcher.communicate(timeout=20)
+
   assert watcher.returncode == 0
   assert "the run is complete" in output
 
@@ -593,7 +624,7 @@ def test_keep_alive_resumes_a_preempted_run(ready_cloud):
   ready_cloud.write("node", "PREEMPTED")
   ready_cloud.wait_for_run(worker, number=2)
   second_arguments = training_arguments(worker)
-  ready_cloud.finish(0)
+  ready_cloud.finish(exit_status=0)
   output, _ = watcher.communicate(timeout=20)
 
   assert watcher.returncode == 0, output
@@ -612,9 +643,9 @@ def test_keep_alive_restarts_after_the_loss_of_one_worker(ready_cloud):
   ready_cloud.wait_for_run(first_worker)
   ready_cloud.wait_for_run(lost_worker)
 
-  ready_cloud.finish_worker(lost_worker, 1)
+  ready_cloud.finish_worker(lost_worker, exit_status=1)
   ready_cloud.wait_for_run(lost_worker, number=2)
-  ready_cloud.finish(0)
+  ready_cloud.finish(exit_status=0)
   output, _ = watcher.communicate(timeout=20)
 
   assert watcher.returncode == 0, output
@@ -624,7 +655,8 @@ def test_keep_alive_restarts_after_the_loss_of_one_worker(ready_cloud):
 
 
 def test_keep_alive_gives_up_on_a_run_that_keeps_failing(ready_cloud):
-  ready_cloud.finish(1)
+  # Every run ends with an error as soon as it has started.
+  ready_cloud.finish(exit_status=1)
 
   status, output = ready_cloud.run("train.sh", "--keep_alive", *TRAIN)
 
@@ -643,7 +675,7 @@ def test_an_interrupted_run_is_not_complete(ready_cloud):
   training_pid = int(pid_file.read_text(encoding="utf-8"))
 
   os.killpg(os.getpgid(training_pid), signal.SIGTERM)
-  ready_cloud.finish_worker(ready_cloud.workers[1], 0)
+  ready_cloud.finish_worker(ready_cloud.workers[1], exit_status=0)
   ready_cloud.wait_for(ready_cloud.has_ended)
 
   _, output = ready_cloud.run("train.sh", "--status")
@@ -656,11 +688,10 @@ def test_keep_alive_ends_if_the_run_is_stopped(ready_cloud):
   watcher = ready_cloud.start("train.sh", "--keep_alive", *TRAIN)
   ready_cloud.wait_for_run(ready_cloud.workers[1])
 
-  status, _ = ready_cloud.run("train.sh", "--stop")
-
-  assert status == 0
+  stop_status, _ = ready_cloud.run("train.sh", "--stop")
   output, _ = watcher.communicate(timeout=20)
 
+  assert stop_status == 0
   assert watcher.returncode == 0
   assert "the run is stopped" in output
 
@@ -679,6 +710,7 @@ def test_delete_says_what_it_deletes(cloud):
 
 
 def test_delete_asks_first(cloud):
+  """Without a terminal nobody can answer, so nothing is deleted."""
   cloud.write("request", "ACTIVE")
 
   status, output = cloud.run("delete.sh")
