@@ -476,7 +476,7 @@ def test_a_second_run_is_refused(running_cloud, arguments):
   assert num_runs(second_worker) == 1
 
 
-def test_setup_is_refused_during_a_run(running_cloud):
+def test_setup_does_not_replace_the_code_of_a_run_in_progress(running_cloud):
   status, output = running_cloud.run("setup.sh")
 
   assert status == 1
