@@ -77,6 +77,7 @@ def test_the_timed_loss_is_the_loss_of_training(small_config, mesh):
   programs = experiment.compile_programs(small_config, mesh)
   params = programs.make_params()
 
+  # "both" is the forward and the backward pass.
   forward_loss = programs.passes["forward"](params, tokens, targets)
   loss, gradients = programs.passes["both"](params, tokens, targets)
 
@@ -92,6 +93,7 @@ def test_the_timed_loss_is_the_loss_of_training(small_config, mesh):
 def test_speeds_are_tokens_over_median_times(small_config):
   measured = experiment.measure("", small_config)
 
+  # "both" is the forward and the backward pass.
   seconds = measured["seconds"]["diff"]["both"]
   # train.steps is the number of repetitions.
   assert len(seconds) == 3
@@ -137,6 +139,7 @@ def test_only_as_many_layers_are_timed_as_fit_the_memory():
     layers=9, limit=399, needed=needs_100_bytes_per_layer
   )
 
+  # Three layers take 300 bytes, and four take 400.
   assert actual == 3
 
 
@@ -149,6 +152,7 @@ def test_all_layers_are_timed_if_they_fit_the_memory():
 
 
 def test_the_memory_of_a_model_with_two_layers_is_not_checked():
+  """Fewer than two layers are never timed."""
   actual = experiment.layers_that_fit(
     layers=2, limit=1, needed=needs_100_bytes_per_layer
   )
@@ -160,18 +164,20 @@ def test_two_layers_fit_if_the_compiler_refuses_three():
   def needed_bytes(layers):
     if layers == 2:
       return 100.0
-    # compiled_bytes returns infinity if the compiler runs out of memory.
+    # The compiler runs out of memory.
     return math.inf
 
-  assert experiment.layers_that_fit(9, limit=1e12, needed=needed_bytes) == 2
+  actual = experiment.layers_that_fit(layers=9, limit=1e12, needed=needed_bytes)
+
+  assert actual == 2
 
 
 def test_an_error_is_raised_if_two_layers_do_not_fit():
-  message = (
-    "2 layers take more than the 0.0 GiB .* make train.batch_size smaller"
-  )
-
-  with pytest.raises(UserError, match=message):
+  # The limit of 99 bytes is 0.0 GiB.
+  with pytest.raises(
+    UserError,
+    match="2 layers take more than the 0.0 GiB .* make train.batch_size smaller",
+  ):
     experiment.layers_that_fit(
       layers=4, limit=99, needed=needs_100_bytes_per_layer
     )
@@ -179,11 +185,11 @@ def test_an_error_is_raised_if_two_layers_do_not_fit():
 
 def test_an_error_is_raised_if_the_compiler_refuses_two_layers():
   def needed_bytes(layers):
-    # compiled_bytes returns infinity if the compiler runs out of memory.
+    # The compiler runs out of memory.
     return math.inf
 
   with pytest.raises(UserError, match="2 layers take more than the 3.0 GiB"):
-    experiment.layers_that_fit(4, limit=3 * GIB, needed=needed_bytes)
+    experiment.layers_that_fit(layers=4, limit=3 * GIB, needed=needed_bytes)
 
 
 def one_or_two_gib_per_layer(config, mesh, kind):
@@ -198,28 +204,37 @@ def one_or_two_gib_per_layer(config, mesh, kind):
 
 
 def test_the_largest_architecture_limits_the_layers(small_config, mesh):
-  # Three layers of DIFF take 12 GiB, forward and backward. Nine tenths of the
-  # memory can be used.
-  exact_memory = 12 * GIB / 0.9
+  # A layer of DIFF takes 4 GiB, forward and backward. Nine tenths of the memory
+  # of a device are used.
+  memory_of_three_layers = 3 * 4 * GIB / 0.9
 
-  more = experiment.layers_on_device(
-    small_config, mesh, exact_memory + 1000, one_or_two_gib_per_layer
+  with_enough_memory = experiment.layers_on_device(
+    small_config,
+    mesh,
+    memory=memory_of_three_layers + 1000,
+    needed_bytes=one_or_two_gib_per_layer,
   )
-  less = experiment.layers_on_device(
-    small_config, mesh, exact_memory - 1000, one_or_two_gib_per_layer
+  with_less_memory = experiment.layers_on_device(
+    small_config,
+    mesh,
+    memory=memory_of_three_layers - 1000,
+    needed_bytes=one_or_two_gib_per_layer,
   )
 
-  assert more == 3
-  assert less == 2
+  assert with_enough_memory == 3
+  assert with_less_memory == 2
+
+
+def test_the_memory_of_a_device_without_statistics_is_unknown():
+  device = types.SimpleNamespace(memory_stats=lambda: None)
+
+  assert experiment.memory_limit(device) is None
 
 
 def test_all_layers_are_timed_if_the_memory_is_unknown(small_config, mesh):
-  device = types.SimpleNamespace(memory_stats=lambda: None)
+  actual = experiment.layers_on_device(small_config, mesh, memory=None)
 
-  memory = experiment.memory_limit(device)
-
-  assert memory is None
-  assert experiment.layers_on_device(small_config, mesh, memory) == 4
+  assert actual == small_config.model.num_layers == 4
 
 
 def test_the_memory_limit_is_what_jax_can_allocate():
@@ -229,9 +244,12 @@ def test_the_memory_limit_is_what_jax_can_allocate():
 
 
 def test_a_plan_has_the_layers_and_the_memory_of_each_pass(small_config, mesh):
-  # Three of the four layers fit: DIFF takes 12 of 0.9 * 14 = 12.6 GiB.
+  # With three layers DIFF takes 12 GiB, and nine tenths of 14 are 12.6 GiB.
   rows = experiment.plan_rows(
-    small_config, mesh, 14 * GIB, one_or_two_gib_per_layer
+    small_config,
+    mesh,
+    memory=14 * GIB,
+    needed_bytes=one_or_two_gib_per_layer,
   )
 
   assert series.column(rows, "architecture") == [
@@ -249,9 +267,14 @@ def test_a_plan_has_the_layers_and_the_memory_of_each_pass(small_config, mesh):
 
 
 def test_a_plan_needs_memory_for_two_layers(small_config, mesh):
-  # Two layers of DIFF take 8 GiB. Nine tenths of 8 GiB can be used.
+  # Two layers of DIFF take 8 GiB. Nine tenths of 8 GiB are 7.2 GiB.
   with pytest.raises(UserError, match="2 layers take more than the 7.2 GiB"):
-    experiment.plan_rows(small_config, mesh, 8 * GIB, one_or_two_gib_per_layer)
+    experiment.plan_rows(
+      small_config,
+      mesh,
+      memory=8 * GIB,
+      needed_bytes=one_or_two_gib_per_layer,
+    )
 
 
 @needs_libtpu
@@ -269,7 +292,7 @@ def test_the_programs_compile_for_tpus_that_are_not_attached(small_config):
   assert names == ["transformer", "diff", "diff_v2"]
   for row in rows:
     assert row["layers"] == "2 of 2"
-    # The GiB of a v5e chip.
+    # A v5e chip has 15.75 GiB.
     assert row["of"] == "15.75"
     forward = float(row["forward, GiB"])
     assert 0 < forward < float(row["forward + backward, GiB"]) < 15.75
@@ -283,13 +306,13 @@ def test_a_model_that_is_too_large_for_a_tpu_is_refused(small_config):
   )
   config = dataclasses.replace(small_config, model=model)
 
-  # Nine tenths of the 15.75 GiB of a v5e chip.
+  # A v5e chip has 15.75 GiB, of which nine tenths are used.
   with pytest.raises(UserError, match="2 layers take more than the 14.2 GiB"):
     experiment.plan(config, "v5e:1x1")
 
 
 def test_runs_that_share_a_cpu_are_not_timed(monkeypatch):
-  # experiments.run sets NPROC for runs side by side.
+  # With NPROC, experiments.run divides the cores among runs side by side.
   monkeypatch.setenv("NPROC", "1")
   config = from_config_dict(get_config("tiny,length=256"))
 
@@ -400,7 +423,7 @@ def test_the_table_has_speeds_and_their_differences(gpu_results):
 def test_the_summary_has_the_papers_differences(gpu_results):
   differences = series.column(gpu_results["summary"], "paper's")
 
-  # Forward, and forward and backward, of each of the three shapes.
+  # Each of three shapes has the forward pass alone, and both passes.
   assert differences == ["−9%", "−8%", "−9%", "−10%", "−5%", "−6%"]
 
 
