@@ -42,13 +42,13 @@ def test_the_first_table_has_means_and_the_difference_of_the_first_metric():
     {"transformer": [1.99, 2.0, 2.01], "diff": [1.89, 1.9, 1.91]}
   )
 
-  header, _, transformer, diff, *_ = table.markdown(
-    EXPERIMENT, results
-  ).splitlines()
+  text = table.markdown(EXPERIMENT, results)
 
+  header, _, transformer, diff, *_ = text.splitlines()
   _, low, high = comparison.difference(results, "diff", "validation/loss")
+  # The difference is bold, since it is significant.
   difference = f"**-0.1000 [{low:+.4f}, {high:+.4f}]**"
-  # No run has a number of hits.
+  # The runs have no result "hits".
   no_hits = "–"
   assert cells_of(header) == [
     "",
@@ -77,21 +77,28 @@ def test_the_first_table_has_means_and_the_difference_of_the_first_metric():
 
 
 def test_the_second_table_has_the_differences_of_the_other_metrics():
+  """The loss, whose difference is in the first table, is not repeated."""
   results = make_results({"transformer": [2.0, 2.0], "diff": [2.0, 2.0]})
-  hits = [0.1, 0.2, 0.5, 0.7]
-  for run, run_hits in zip(results["runs"], hits, strict=True):
-    run["results"]["hits"] = run_hits
+  first_transformer, second_transformer, first_diff, second_diff = results[
+    "runs"
+  ]
+  first_transformer["results"]["hits"] = 0.1
+  second_transformer["results"]["hits"] = 0.2
+  first_diff["results"]["hits"] = 0.5
+  second_diff["results"]["hits"] = 0.7
 
   lines = table.markdown(EXPERIMENT, results).splitlines()
 
-  start = lines.index("| − transformer's | hits |")
-  row = lines[start + 2]
+  # A line of dashes follows the header.
+  header_index = lines.index("| − transformer's | hits |")
+  row = lines[header_index + 2]
   _, low, high = comparison.difference(results, "diff", "hits")
-  # The mean hits are 0.15 and 0.6.
+  # The difference of the means 0.6 and 0.15.
   assert cells_of(row) == ["diff", f"+0.4500 [{low:+.4f}, {high:+.4f}]"]
 
 
 def test_a_table_of_one_seed_has_neither_deviations_nor_differences():
+  # A deviation follows "±", and the header of a difference has a minus sign.
   results = make_results({"transformer": [2.0], "diff": [1.9]})
 
   text = table.markdown(EXPERIMENT, results)
@@ -107,10 +114,13 @@ def test_a_mean_without_the_diverged_runs_says_how_many_runs_it_has():
 
   lines = table.markdown(EXPERIMENT, results).splitlines()
 
-  assert cells_of(lines[3]) == ["diff", "1 M", "2", "1.9000 (1 of 2)", "–"]
+  # A header, a line of dashes, and the Transformer come first.
+  diff_row = cells_of(lines[3])
+  assert diff_row == ["diff", "1 M", "2", "1.9000 (1 of 2)", "–"]
 
 
 def test_vertical_bars_in_names_are_escaped():
+  """In Markdown, a vertical bar would end the cell."""
   results = make_results(
     {"a|b": [1.0, 1.1], "wide*": [2.0, 2.1]}, baseline="a|b"
   )
@@ -124,7 +134,7 @@ def test_vertical_bars_in_names_are_escaped():
 def test_the_summary_of_an_experiment_is_the_last_table():
   results = make_results({"transformer": [2.0, 2.1]})
   results["summary"] = [
-    # A share has the limits of its interval.
+    # The share is a value with the bounds of its interval.
     {"what": "a", "share": [0.6234, 0.5, 0.75], "speed": 51234.5},
     {"what": "b", "share": None, "speed": 0.01234},
   ]
@@ -141,7 +151,8 @@ def test_the_summary_of_an_experiment_is_the_last_table():
 
 
 def test_significant_differences_are_bold():
-  # A difference of 0.02 is within the range of the losses, and 0.3 is not.
+  # DIFF differs from the Transformer by 0.02, which is as much as its seeds
+  # differ. DIFF V2 differs by 0.3.
   results = make_results(
     {
       "transformer": [0.99, 1.0, 1.01],
@@ -152,6 +163,7 @@ def test_significant_differences_are_bold():
 
   lines = table.markdown(EXPERIMENT, results).splitlines()
 
+  # The last column of the rows of DIFF and DIFF V2.
   small_difference = cells_of(lines[3])[-1]
   large_difference = cells_of(lines[4])[-1]
   assert small_difference.startswith("+0.0200 [")
@@ -190,6 +202,7 @@ def test_significant_differences_are_bold():
 def test_the_legend_says_among_how_many_rows_a_test_compares(
   variants, baseline, compared
 ):
+  """Dunnett's test corrects for the number of compared variants."""
   losses = dict.fromkeys(variants, [1.9, 2.0, 2.1])
 
   text = table.markdown(EXPERIMENT, make_results(losses, baseline))
