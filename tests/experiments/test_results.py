@@ -58,10 +58,11 @@ def test_an_entry_describes_its_run(entries, runs):
 
 
 def test_a_run_without_a_result_has_no_entry(runs, tmp_path):
-  assert (
-    results.read_run(tmp_path / "nothing", runs[0], TASK, location_fields=())
-    is None
-  )
+  missing_dir = tmp_path / "missing"
+
+  entry = results.read_run(missing_dir, runs[0], TASK, location_fields=())
+
+  assert entry is None
 
 
 @pytest.mark.parametrize(
@@ -71,17 +72,21 @@ def test_a_run_without_a_result_has_no_entry(runs, tmp_path):
     pytest.param("data.source", "text:x", id="location"),
   ],
 )
-def test_an_entry_may_differ_in_irrelevant_fields(
-  entries, runs, tmp_path, field, value
-):
+@pytest.mark.usefixtures("entries")
+def test_an_entry_may_differ_in_irrelevant_fields(runs, tmp_path, field, value):
+  """The run has finished, with other values of fields that do not matter."""
   run = grid.with_fields(runs[0], {field: value})
 
-  entry = results.read_run(tmp_path / run.name, run, TASK, ("data.source",))
+  entry = results.read_run(
+    tmp_path / run.name, run, TASK, location_fields=("data.source",)
+  )
 
   assert entry is not None
 
 
-def test_an_entry_of_another_config_is_refused(entries, runs, tmp_path):
+@pytest.mark.usefixtures("entries")
+def test_an_entry_of_another_config_is_refused(runs, tmp_path):
+  """The run has finished, with 600 steps."""
   run = grid.with_fields(runs[0], {"train.steps": 700})
 
   with pytest.raises(
@@ -92,20 +97,23 @@ def test_an_entry_of_another_config_is_refused(entries, runs, tmp_path):
     results.read_run(tmp_path / run.name, run, TASK, location_fields=())
 
 
-def test_an_entry_of_another_task_is_refused(entries, runs, tmp_path):
+@pytest.mark.usefixtures("entries")
+def test_an_entry_of_another_task_is_refused(runs, tmp_path):
+  """The run has finished. It was measured with three samples."""
   run = runs[0]
+  other_task = {"samples": 4}
 
   with pytest.raises(
     UserError, match="the task's samples is 3 there and 4 now"
   ):
-    results.read_run(
-      tmp_path / run.name, run, {"samples": 4}, location_fields=()
-    )
+    results.read_run(tmp_path / run.name, run, other_task, location_fields=())
 
 
+@pytest.mark.usefixtures("entries")
 def test_an_error_names_two_changed_fields_and_counts_the_others(
-  entries, runs, tmp_path
+  runs, tmp_path
 ):
+  """The run has finished, with other values of three fields."""
   fields = {"train.steps": 700, "eval.interval": 7, "model.num_layers": 1}
   run = grid.with_fields(runs[0], fields)
 
@@ -114,14 +122,13 @@ def test_an_error_names_two_changed_fields_and_counts_the_others(
 
 
 def test_a_folder_without_results_has_no_entries(runs, tmp_path):
-  path = tmp_path / "results.json"
+  missing_path = tmp_path / "results.json"
 
-  assert (
-    results.read_folder(
-      path, "ablations", "cpu", runs, TASK, location_fields=()
-    )
-    == {}
+  stored = results.read_folder(
+    missing_path, "ablations", "cpu", runs, TASK, location_fields=()
   )
+
+  assert stored == {}
 
 
 def test_a_folder_returns_the_entries_that_were_written(
@@ -143,6 +150,7 @@ def test_a_folder_stores_shared_fields_once(entries, tmp_path):
   write_folder(path, entries)
 
   stored = json.loads(path.read_text())
+  # All runs have 600 steps. They differ in the seed and in the architecture.
   assert stored["config"]["train.steps"] == 600
   first_config = stored["runs"][0]["config"]
   assert "train.steps" not in first_config
@@ -187,13 +195,14 @@ def test_a_folder_with_a_run_of_another_grid_is_refused(
 ):
   path = tmp_path / "results.json"
   write_folder(path, entries)
+  without_first_run = runs[1:]
 
   with pytest.raises(
     UserError,
     match="results of 'transformer/seed_0', which the grid does not have now",
   ):
     results.read_folder(
-      path, "ablations", "cpu", runs[1:], TASK, location_fields=()
+      path, "ablations", "cpu", without_first_run, TASK, location_fields=()
     )
 
 
@@ -212,27 +221,37 @@ def test_a_folder_of_another_config_is_refused(entries, runs, tmp_path):
     )
 
 
-def test_a_field_that_is_newer_than_the_results_has_its_default(
-  entries, runs, tmp_path
-):
-  path = tmp_path / "results.json"
+@pytest.fixture
+def older_results(entries, tmp_path):
+  """A results.json from before the field model.remat existed."""
   for entry in entries:
     del entry["config"]["model.remat"]
+  path = tmp_path / "results.json"
   write_folder(path, entries)
+  return path
 
+
+def test_results_without_a_newer_field_fit_its_default(older_results, runs):
   stored = results.read_folder(
-    path, "ablations", "cpu", runs, TASK, location_fields=()
+    older_results, "ablations", "cpu", runs, TASK, location_fields=()
   )
 
   assert len(stored) == len(runs)
+
+
+def test_results_without_a_newer_field_do_not_fit_another_value(
+  older_results, runs
+):
   changed_runs = [
     grid.with_fields(run, {"model.remat": "full"}) for run in runs
   ]
+
+  # The default is "none".
   with pytest.raises(
     UserError, match="model.remat is 'none' there and 'full' now"
   ):
     results.read_folder(
-      path, "ablations", "cpu", changed_runs, TASK, location_fields=()
+      older_results, "ablations", "cpu", changed_runs, TASK, location_fields=()
     )
 
 
@@ -270,7 +289,7 @@ def test_unreadable_results_of_a_folder_are_named(runs, tmp_path, content):
 
 
 def test_variants_with_a_failed_run_are_left_out():
-  """The other runs of the variant would be a biased sample."""
+  """The runs of the variant that did not fail would be a biased sample."""
   stored = {
     "baseline": "transformer",
     "runs": [
@@ -294,6 +313,7 @@ def test_the_summary_is_computed_from_the_results(entries, tmp_path):
   def summarise(stored):
     return [{"runs": len(stored["runs"])}]
 
+  # There are six entries.
   stored = results.write_folder(
     path, "ablations", "cpu", "transformer", entries, summarise
   )
@@ -303,16 +323,17 @@ def test_the_summary_is_computed_from_the_results(entries, tmp_path):
 
 
 def test_results_of_one_version_of_python_can_be_compared(entries):
-  """Their text is Python's standard library, which differs by version."""
+  """Models are trained on the standard library, which differs by version."""
   python = entries[0]["versions"]["python"]
 
+  # These calls raise no error. The version is that of the runs to come.
   compatibility.check_python_versions(entries)
   compatibility.check_python_versions(entries, python)
   compatibility.check_python_versions([], "3.99")
 
 
-def test_texts_of_different_pythons_are_not_compared(entries):
-  """By default, the text is the standard library."""
+def test_results_of_different_pythons_are_not_compared(entries):
+  """Models are trained on the standard library, which differs by version."""
   changed = {**entries[0], "versions": {"python": "3.99"}}
 
   with pytest.raises(UserError, match="cannot be compared"):
@@ -320,7 +341,7 @@ def test_texts_of_different_pythons_are_not_compared(entries):
 
 
 def test_further_runs_need_the_same_python(entries):
-  """By default, their text is the standard library."""
+  """Models are trained on the standard library, which differs by version."""
   with pytest.raises(
     UserError,
     match="data.source = stdlib under Python .*3.99.* cannot be compared",
@@ -333,4 +354,5 @@ def test_a_text_of_the_user_is_independent_of_python():
   first = {"config": own_text, "versions": {"python": "3.11"}}
   second = {"config": own_text, "versions": {"python": "3.99"}}
 
+  # This raises no error.
   compatibility.check_python_versions([first, second])
