@@ -8,7 +8,7 @@ from diffjax.training.checkpoint import Checkpoints
 from experiments import grid, training_log
 from experiments.grid import Grid
 
-# A log of two steps that ends within a line.
+# The metrics.jsonl of a run of two steps. Its last line is incomplete.
 LOG = """\
 {"step": 1, "train/loss": 3.0}
 {"step": 2, "train/loss": 2.0}
@@ -45,58 +45,52 @@ def test_a_finished_run_has_the_last_value_of_each_metric(run, tmp_path):
   assert metrics == {"step": 2, "train/loss": 2.0, "validation/loss": 1.5}
 
 
-def test_a_missing_workdir_has_not_finished(run, tmp_path):
-  path = tmp_path / "nothing"
-
-  assert (
-    training_log.final_metrics(path, run.config, location_fields=()) is None
-  )
+def has_finished(workdir, run):
+  """Returns whether a workdir has the final metrics of a run."""
+  metrics = training_log.final_metrics(workdir, run.config, location_fields=())
+  return metrics is not None
 
 
-def test_a_log_without_a_checkpoint_has_not_finished(run, tmp_path):
+def test_a_run_without_a_workdir_has_not_finished(run, tmp_path):
+  assert not has_finished(tmp_path / "missing", run)
+
+
+def test_a_run_without_a_checkpoint_has_not_finished(run, tmp_path):
   (tmp_path / "metrics.jsonl").write_text(LOG)
 
-  assert (
-    training_log.final_metrics(tmp_path, run.config, location_fields=()) is None
-  )
+  assert not has_finished(tmp_path, run)
 
 
-def test_a_checkpoint_without_a_log_has_not_finished(run, tmp_path):
+def test_a_run_without_a_log_has_not_finished(run, tmp_path):
   save_checkpoint(tmp_path, run.config, step=2)
 
-  assert (
-    training_log.final_metrics(tmp_path, run.config, location_fields=()) is None
-  )
+  assert not has_finished(tmp_path, run)
 
 
-def test_a_checkpoint_of_an_earlier_step_has_not_finished(run, tmp_path):
+def test_a_run_with_only_an_earlier_checkpoint_has_not_finished(run, tmp_path):
+  """The run has two steps."""
   save_checkpoint(tmp_path, run.config, step=1)
   (tmp_path / "metrics.jsonl").write_text(LOG)
 
-  assert (
-    training_log.final_metrics(tmp_path, run.config, location_fields=()) is None
-  )
+  assert not has_finished(tmp_path, run)
 
 
-def test_a_validation_of_an_earlier_step_has_not_finished(run, tmp_path):
+def test_a_run_with_only_an_earlier_validation_has_not_finished(run, tmp_path):
+  """The run has two steps."""
   save_checkpoint(tmp_path, run.config, step=2)
   (tmp_path / "metrics.jsonl").write_text(
     '{"step": 1, "validation/loss": 1.5}\n{"step": 2, "train/loss": 2.0}\n'
   )
 
-  assert (
-    training_log.final_metrics(tmp_path, run.config, location_fields=()) is None
-  )
+  assert not has_finished(tmp_path, run)
 
 
-def test_a_damaged_checkpoint_has_not_finished(run, tmp_path):
+def test_a_run_with_a_damaged_checkpoint_has_not_finished(run, tmp_path):
   save_checkpoint(tmp_path, run.config, step=2)
   (tmp_path / "metrics.jsonl").write_text(LOG)
   (tmp_path / "checkpoints/2/manifest.json").unlink()
 
-  assert (
-    training_log.final_metrics(tmp_path, run.config, location_fields=()) is None
-  )
+  assert not has_finished(tmp_path, run)
 
 
 @pytest.mark.parametrize("step", [1, 2], ids=["unfinished", "finished"])
@@ -117,6 +111,7 @@ def test_a_damaged_checkpoint_has_not_finished(run, tmp_path):
 def test_a_run_of_another_config_is_refused(
   run, tmp_path, step, field, value, message
 ):
+  """It must not be continued, and its metrics must not be used."""
   save_checkpoint(tmp_path, run.config, step)
   (tmp_path / "metrics.jsonl").write_text(LOG)
   changed = grid.with_fields(run, {field: value})
@@ -136,7 +131,10 @@ def test_a_run_of_another_config_is_refused(
     pytest.param("data.num_workers", 3, id="workers"),
   ],
 )
-def test_irrelevant_fields_may_differ(run, tmp_path, field, value):
+def test_fields_that_do_not_affect_results_may_differ(
+  run, tmp_path, field, value
+):
+  """Location fields only say where data is."""
   save_checkpoint(tmp_path, run.config, step=2)
   (tmp_path / "metrics.jsonl").write_text(LOG)
   changed = grid.with_fields(run, {field: value})
