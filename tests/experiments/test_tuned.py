@@ -42,6 +42,7 @@ def best_of(tmp_path, monkeypatch):
 
 
 def test_the_variant_with_the_best_mean_is_chosen(best_of):
+  # The accuracies of two seeds, by learning rate.
   best = best_of(
     {
       0.002: (0.5, 0.5),
@@ -57,6 +58,7 @@ def test_the_variant_with_the_best_mean_is_chosen(best_of):
 
 @pytest.mark.parametrize("diverged", [None, float("nan")])
 def test_a_variant_with_a_diverged_run_is_not_chosen(best_of, diverged):
+  # The accuracies of two seeds, by learning rate.
   best = best_of(
     {
       0.002: (0.5, 0.5),
@@ -70,6 +72,7 @@ def test_a_variant_with_a_diverged_run_is_not_chosen(best_of, diverged):
 
 
 def test_an_error_is_raised_if_every_rate_has_a_diverged_run(best_of):
+  # A diverged run has no accuracy.
   diverged = None
 
   with pytest.raises(UserError, match="no setting of diff .* finite accuracy"):
@@ -84,12 +87,13 @@ def test_an_error_is_raised_if_every_rate_has_a_diverged_run(best_of):
 
 
 def test_an_error_is_raised_if_runs_are_missing(best_of):
-  """The grid has two seeds."""
+  """The grid has two seeds, of which only the first one has finished."""
   with pytest.raises(UserError, match="diff has not been tuned"):
     best_of({0.002: (0.5,), 0.004: (0.5,), 0.008: (0.5,), 0.016: (0.5,)})
 
 
 def test_a_grid_without_results_is_an_error(tmp_path, monkeypatch):
+  # The folder of all experiments is empty.
   monkeypatch.setattr(tuned, "FOLDER", tmp_path)
 
   with pytest.raises(
@@ -149,8 +153,10 @@ def test_the_config_of_tokens_has_the_settings_tuned_for_fairness(row):
 @pytest.mark.parametrize("row", eight_heads.ROWS)
 def test_the_config_of_eight_heads_has_half_the_rate_at_twice_the_width(row):
   """The rate and the width are relative to the tuned config of fairness."""
-  # fairness has no row with wide heads alone.
-  tuned_row = "transformer_norm" if row == "transformer_wide" else row
+  tuned_row = row
+  # fairness has no row with wide heads alone, without a head norm.
+  if row == "transformer_wide":
+    tuned_row = "transformer_norm"
   variant = tuned.best("fairness", tuned_row, "validation/loss", "min")
 
   config = eight_heads.get_config(row)
@@ -187,4 +193,5 @@ def test_the_command_prints_the_best_variant_of_each_row(capsys):
 
   lines = capsys.readouterr().out.splitlines()
   assert len(lines) == len(fairness.ROWS)
+  # The committed results of tuning decide this.
   assert lines[0] == "transformer: transformer,scale=1,rate=0.003"
