@@ -148,7 +148,8 @@ def test_one_file_makes_runs_a_table_and_a_plot(run, training, folder):
 
   out, errors = run("lambda_study")
 
-  assert len(training.started) == 12
+  # Three values of λ_init, with and without the head norm, with two seeds.
+  assert len(training.started) == 3 * 2 * 2
   assert f"{folder}: results.json, table.md, plot.png, plot.svg" in out
   assert "(12 of 12 runs)" in out
   assert f"results in {folder}" in errors
@@ -161,7 +162,9 @@ def test_one_file_makes_runs_a_table_and_a_plot(run, training, folder):
   assert loss.startswith("2.5000 ± ")
 
 
-def test_results_have_the_values_of_the_factors(run, training, folder):
+# Here, trainings take no time.
+@pytest.mark.usefixtures("training")
+def test_results_have_the_values_of_the_factors(run, folder):
   (folder / "experiment.py").write_text(TWO_FACTORS)
   name = "lambda_init=0.8,head_norm=False/seed_1"
 
@@ -174,16 +177,20 @@ def test_results_have_the_values_of_the_factors(run, training, folder):
 
 
 def test_finished_runs_are_not_repeated(run, training, folder):
+  """The experiment has three values of λ_init with two seeds each."""
   run("lambda_study")
+  training.started.clear()
 
   # The folder's path is another way to name it.
   _, errors = run(str(folder))
 
+  assert training.started == []
   assert "0 of 6 runs to do" in errors
-  assert len(training.started) == 6
 
 
-def test_a_trial_leaves_the_folder_unchanged(run, training, folder):
+# Here, trainings take no time.
+@pytest.mark.usefixtures("training")
+def test_a_trial_leaves_the_folder_unchanged(run, folder):
   """--steps is for trials, whose results are not those of the grid."""
   before = sorted(folder.glob("*.*"))
 
@@ -203,14 +210,15 @@ def test_a_run_is_trained_again_after_its_trial(run, training, folder):
 
 
 def test_other_runs_go_on_after_a_failure(run, training, folder):
+  """The experiment has three values of λ_init with two seeds each."""
   training.errors = {
     "lambda_init=0.2/seed_0": "diverged",
     "lambda_init=0.5/seed_1": "out of memory",
   }
 
-  out, errors = run("lambda_study", code=1)
+  out, errors = run(str(folder), code=1)
 
-  assert len(training.started) == 6
+  assert len(training.started) == 3 * 2
   assert "(4 of 6 runs)" in out
   assert errors.endswith(
     "error: 2 of 6 runs failed: lambda_init=0.2/seed_0, lambda_init=0.5/seed_1;"
@@ -226,6 +234,7 @@ def test_a_row_with_a_failed_run_has_the_mean_of_the_others(
 
   run("lambda_study", code=1)
 
+  # The columns are the name, the parameters, the seeds and the loss.
   row = table_row(folder, "lambda_init=0.2")
   assert row == ["lambda_init=0.2", "0.838 M", "1 of 2", "3.0000 (1 of 2)"]
   lines = (folder / "table.md").read_text().splitlines()
@@ -240,8 +249,9 @@ def test_a_row_without_finished_runs_has_their_error(run, training, folder):
 
   run("lambda_study", code=1)
 
-  row = table_row(folder, "lambda_init=0.5")
-  assert row[2:4] == ["0 of 2", "failed: out of memory"]
+  _, _, seeds, loss, *_ = table_row(folder, "lambda_init=0.5")
+  assert seeds == "0 of 2"
+  assert loss == "failed: out of memory"
 
 
 def test_the_entry_of_a_failed_run_has_its_error_and_no_results(
@@ -257,6 +267,7 @@ def test_the_entry_of_a_failed_run_has_its_error_and_no_results(
 
 
 def test_only_the_chosen_failed_runs_are_tried_again(run, training, folder):
+  # Two runs fail.
   training.errors = {
     "lambda_init=0.2/seed_0": "diverged",
     "lambda_init=0.5/seed_0": "diverged",
@@ -276,14 +287,16 @@ def test_only_the_chosen_failed_runs_are_tried_again(run, training, folder):
 
 
 def test_a_run_that_fails_again_stays_failed(run, training, folder):
+  # Two runs fail.
   training.errors = {
     "lambda_init=0.2/seed_0": "diverged",
     "lambda_init=0.5/seed_0": "diverged",
   }
   run("lambda_study", code=1)
-  training.errors = {"lambda_init=0.5/seed_0": "diverged"}
   training.started.clear()
 
+  # Both are tried again, and one of them fails again.
+  training.errors = {"lambda_init=0.5/seed_0": "diverged"}
   run("lambda_study", code=1)
 
   assert training.started == [
@@ -298,8 +311,8 @@ def test_a_run_that_fails_again_stays_failed(run, training, folder):
 def test_a_failure_is_forgotten_after_success(run, training, folder):
   training.errors = {"lambda_init=0.2/seed_0": "diverged"}
   run("lambda_study", code=1)
-  training.errors = {}
 
+  training.errors = {}
   run("lambda_study")
 
   assert not list(folder.parent.rglob("failed.json"))
@@ -308,10 +321,10 @@ def test_a_failure_is_forgotten_after_success(run, training, folder):
 
 
 def test_a_slice_reports_its_failed_runs(run, training, folder):
+  """A slice is one host's part of the runs: here the first third of six."""
   training.errors = {"lambda_init=0.2/seed_0": "diverged"}
 
-  # The first third of six runs.
-  _, errors = run("lambda_study", "--slice=0/3", code=1)
+  _, errors = run(str(folder), "--slice=0/3", code=1)
 
   assert "this slice is done" in errors
   assert "1 of 2 runs failed: lambda_init=0.2/seed_0" in errors
@@ -321,12 +334,13 @@ def test_a_command_without_slice_tries_the_failed_runs_of_a_slice_again(
   run, training, folder
 ):
   training.errors = {"lambda_init=0.2/seed_0": "diverged"}
-  run("lambda_study", "--slice=0/3", code=1)
-  training.errors = {}
+  run(str(folder), "--slice=0/3", code=1)
 
-  out, _ = run("lambda_study")
+  training.errors = {}
+  out, _ = run(str(folder))
 
   assert "(6 of 6 runs)" in out
+  # It was tried by both commands.
   assert training.started.count("lambda_init=0.2/seed_0") == 2
 
 
@@ -335,7 +349,8 @@ def test_failures_of_another_config_are_ignored(run, training, folder):
   training.errors = {"lambda_init=0.2/seed_0": "diverged"}
   run("lambda_study", "--only=lambda_init=0.2/seed_0", code=1)
 
-  # By default, changed settings have another workdir and no results.json.
+  # The same directories are given, since a command with changed settings uses
+  # others by default.
   out, _ = run(
     "lambda_study",
     "--only=lambda_init=0.2/seed_1",
@@ -349,6 +364,7 @@ def test_failures_of_another_config_are_ignored(run, training, folder):
 
 
 def test_no_run_starts_after_an_interrupt(run, training, folder):
+  # This interrupts the second of six runs.
   training.errors = {"lambda_init=0.5/seed_0": KeyboardInterrupt()}
 
   _, errors = run("lambda_study", code=130)
@@ -371,6 +387,8 @@ def test_a_run_without_a_loss_has_finished(run, training, folder):
   run("lambda_study", "--only=lambda_init=0.2")
 
   assert "failed" not in read_entries(folder)["lambda_init=0.2/seed_0"]
+  # The columns are the name, the parameters, the seeds and the loss. The mean
+  # loss is of one of two runs.
   row = table_row(folder, "lambda_init=0.2")
   assert row == ["lambda_init=0.2", "0.838 M", "2", "3.0000 (1 of 2)"]
 
@@ -399,6 +417,7 @@ def plotted_rows(folder):
 
 
 def test_a_plot_gets_no_rows_with_a_failed_run(run, training, plotted_rows):
+  """The other runs of such a row would be a biased sample."""
   training.errors = {"lambda_init=0.2/seed_1": "diverged"}
 
   run("lambda_study", code=1)
@@ -411,25 +430,30 @@ def test_there_is_no_plot_if_all_rows_have_a_failed_run(
 ):
   training.errors = {"lambda_init=0.5/seed_0": "diverged"}
 
+  # No other run is started.
   run("lambda_study", "--only=lambda_init=0.5/seed_0", code=1)
 
   assert not plotted_rows.exists()
   assert "failed: diverged" in (folder / "table.md").read_text()
 
 
-def test_folders_of_the_same_name_have_different_workdirs(run, tmp_path):
-  workdirs = []
-  for parent in ("a", "b"):
-    path = tmp_path / parent / "study"
-    path.mkdir(parents=True)
-    (path / "experiment.py").write_text(SIX_RUNS)
-    out, _ = run(str(path), "--print", "--workdir=/runs")
-    workdirs.append(re.search(r"--workdir=/runs/(\S+)/cpu/", out)[1])
+def make_study_and_print_its_workdir(run, parent):
+  """Returns NAME if the runs of PARENT/study are trained in /runs/NAME."""
+  folder = parent / "study"
+  folder.mkdir(parents=True)
+  (folder / "experiment.py").write_text(SIX_RUNS)
+  out, _ = run(str(folder), "--print", "--workdir=/runs")
+  return re.search(r"--workdir=/runs/(\S+)/cpu/", out)[1]
 
-  # The name ends with a hash of the folder's path.
-  assert re.fullmatch(r"study_[0-9a-f]{8}", workdirs[0])
-  assert re.fullmatch(r"study_[0-9a-f]{8}", workdirs[1])
-  assert workdirs[0] != workdirs[1]
+
+def test_folders_of_the_same_name_have_different_workdirs(run, tmp_path):
+  """The name of a workdir ends with a hash of the folder's path."""
+  first = make_study_and_print_its_workdir(run, tmp_path / "a")
+  second = make_study_and_print_its_workdir(run, tmp_path / "b")
+
+  assert re.fullmatch(r"study_[0-9a-f]{8}", first)
+  assert re.fullmatch(r"study_[0-9a-f]{8}", second)
+  assert first != second
 
 
 @pytest.mark.parametrize(
@@ -552,8 +576,9 @@ def test_commands_find_the_modules_of_the_folder(monkeypatch, tmp_path):
   monkeypatch.chdir(tmp_path)
   monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["repo", "/absolute"]))
 
-  environment = folders.environment("/me/study", ["my_module"])
+  environment = folders.environment("/me/study", modules=["my_module"])
 
+  # The folder, the current directory, and the paths from before.
   assert environment["PYTHONPATH"].split(os.pathsep) == [
     "/me/study",
     str(tmp_path),
@@ -565,10 +590,12 @@ def test_commands_find_the_modules_of_the_folder(monkeypatch, tmp_path):
 def test_commands_of_the_repository_need_no_path(monkeypatch):
   monkeypatch.delenv("PYTHONPATH", raising=False)
 
-  assert folders.environment("ablations", []) == {}
+  assert folders.environment("ablations", modules=[]) == {}
 
 
-def test_a_folder_can_be_drawn_again(run, training, folder):
+# Here, trainings take no time.
+@pytest.mark.usefixtures("training")
+def test_a_folder_can_be_drawn_again(run, folder):
   run("lambda_study")
   before = (folder / "plot.svg").read_bytes()
   (folder / "plot.svg").unlink()
@@ -597,8 +624,10 @@ def folder_with_module(folder, monkeypatch):
 def test_all_commands_import_the_modules_of_import(
   run, training, folder_with_module
 ):
+  """Such a module can register an attention variant."""
   run("lambda_study", "--only=*/seed_0", "--import=my_attention_module")
 
+  # There are three runs.
   assert len(training.commands) > 2
   for command, environment in training.commands:
     assert "--import=my_attention_module" in command
@@ -606,13 +635,14 @@ def test_all_commands_import_the_modules_of_import(
     assert str(folder_with_module) in paths
 
 
-def test_printed_commands_import_the_modules_of_import(
-  run, training, folder_with_module
-):
+@pytest.mark.usefixtures("training", "folder_with_module")
+def test_printed_commands_import_the_modules_of_import(run):
+  """The folder lambda_study is in the current directory."""
   out, _ = run(
     "lambda_study", "--print", "--only=*/seed_0", "--import=my_attention_module"
   )
 
+  # There are three values of λ_init with the seed 0.
   lines = out.splitlines()
   assert len(lines) == 3
   for line in lines:
@@ -621,7 +651,7 @@ def test_printed_commands_import_the_modules_of_import(
 
 @pytest.fixture
 def parse_import_flags(monkeypatch):
-  """parse_import_flags("--import=a"): parses as a command's first step."""
+  """parse_import_flags("--import=a") parses the flags of this process."""
   values = flags.FlagValues()
   monkeypatch.setattr(flags, "FLAGS", values)
   flags.DEFINE_multi_string("import", [], "", flag_values=values)
@@ -633,6 +663,7 @@ def parse_import_flags(monkeypatch):
 
 
 def test_a_command_without_import_passes_no_modules(monkeypatch):
+  # No flag is defined.
   monkeypatch.setattr(flags, "FLAGS", flags.FlagValues())
 
   assert imports.modules() == []
@@ -650,8 +681,11 @@ def test_modules_that_register_variants_are_passed_on(
 ):
   parse_import_flags("--import=a,d")
 
+  # In this context, modules of the test have registered attention variants.
   with own_variants.registered(tmp_path):
-    assert imports.modules() == ["a", "d", *own_variants.MODULES]
+    modules = imports.modules()
+
+  assert modules == ["a", "d", *own_variants.MODULES]
 
 
 def test_import_flags_are_split_from_other_arguments():
