@@ -90,11 +90,13 @@ UNKNOWN_VARIANTS = [f"row {index}" for index in range(40)]
 
 
 def test_unknown_variants_get_unused_looks():
+  """A look is a color and a marker."""
   variants = ["diff", *UNKNOWN_VARIANTS, "transformer"]
 
   styles = plots.styles_of(variants)
 
   assert list(styles) == variants
+  # Known variants keep their look.
   assert styles["diff"] == plots.ROWS["diff"]
   looks = {(style.color, style.marker) for style in styles.values()}
   assert len(looks) == len(variants)
@@ -105,20 +107,25 @@ def test_unknown_variants_get_unused_colours_first():
 
   styles = plots.styles_of(variants)
 
-  assert len({style.color for style in styles.values()}) == 9
+  colors = {style.color for style in styles.values()}
+  assert len(colors) == 2 + 7
 
 
 def test_another_variant_does_not_change_the_looks():
   variants = ["diff", *UNKNOWN_VARIANTS, "transformer"]
 
-  styles = plots.styles_of([*variants, "one more"])
+  styles = plots.styles_of([*variants, "another"])
 
-  del styles["one more"]
+  del styles["another"]
   assert styles == plots.styles_of(variants)
 
 
 def draw_over_seeds(rows, suffix=""):
-  """Returns the axes, and the drawn error bars by their names."""
+  """Draws the values [seeds, 4] of some variants at four steps.
+
+  Returns:
+    The axes, and the drawn error bars by the name in the legend.
+  """
   axes = Figure().subplots()
   plots.over_seeds(axes, [1, 2, 4, 8], rows, suffix=suffix)
   handles, labels = axes.get_legend_handles_labels()
@@ -162,15 +169,19 @@ def test_means_and_their_intervals_are_drawn():
 
 
 def test_a_single_seed_has_no_interval():
-  _, errorbars = draw_over_seeds({"diff_v2": [[1.0, 2.0, 3.0, 4.0]]})
+  values_of_one_seed = [1.0, 2.0, 3.0, 4.0]
+
+  _, errorbars = draw_over_seeds({"diff_v2": [values_of_one_seed]})
 
   assert bounds_of(errorbars["DIFF V2"]) == []
 
 
 def test_there_is_no_mean_where_a_run_lacks_the_number():
-  values = [[1.0, None, 2.0, 3.0], [1.0, 5.0, 2.0, 3.0]]
+  """A mean of the other runs alone would be biased."""
+  first_seed = [1.0, None, 2.0, 3.0]
+  second_seed = [1.0, 5.0, 2.0, 3.0]
 
-  _, errorbars = draw_over_seeds({"gated": values})
+  _, errorbars = draw_over_seeds({"gated": [first_seed, second_seed]})
 
   means = means_of(errorbars["Gated attention"])
   chex.assert_trees_all_equal(means, np.array([1.0, np.nan, 2.0, 3.0]))
@@ -179,24 +190,24 @@ def test_there_is_no_mean_where_a_run_lacks_the_number():
 def test_a_suffix_follows_the_names():
   values = [[1.0, 2.0, 3.0, 4.0]]
 
-  _, errorbars = draw_over_seeds({"diff": values, "gated": values}, ", after")
+  _, errorbars = draw_over_seeds(
+    {"diff": values, "gated": values}, suffix=", after"
+  )
 
   assert list(errorbars) == ["DIFF, after", "Gated attention, after"]
 
 
 def test_learning_rates_are_those_of_the_name_or_the_config():
-  """Without an option "rate", it is the optimizer's in the run's config.
-
-  Six variants are more than there are line styles.
-  """
+  """A variant such as "diff,rate=0.5" names the rate. Others do not."""
+  # Six variants, which are more than there are line styles.
   runs = []
   for index in range(6):
-    run = {
+    without_rate = {
       "variant": f"mine,a_{index}",
       "config": {"optimizer.learning_rate": 0.25},
       "results": {"loss": float(index)},
     }
-    runs.append(run)
+    runs.append(without_rate)
   with_rate = {
     "variant": "diff,rate=0.5",
     "config": {"optimizer.learning_rate": 0.25},
@@ -204,7 +215,9 @@ def test_learning_rates_are_those_of_the_name_or_the_config():
   }
   runs.append(with_rate)
 
-  figure = plots.over_rates({"config": {}, "runs": runs}, "loss", "loss")
+  figure = plots.over_rates(
+    {"config": {}, "runs": runs}, metric="loss", title="loss"
+  )
 
   figure.draw_without_rendering()
   # Each line of means is followed by the dots of its runs.
