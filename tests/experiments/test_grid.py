@@ -56,14 +56,14 @@ def num_initialised_parameters(model: ModelConfig) -> int:
 OTHER_NAMES = sorted(set(grid.names()) - {"order_robustness"})
 
 
+# `full` leaves the other experiments to the full tier.
 @pytest.mark.parametrize("name", ["order_robustness", *full(OTHER_NAMES)])
 def test_every_run_of_every_grid_has_a_model(name):
+  """The model can be initialized, and has the computed number of parameters."""
   for chosen in all_grids(name).values():
+    # Seeds do not change the model.
     one_seed = dataclasses.replace(chosen, seeds=chosen.seeds[:1])
-
-    runs = grid.expand(name, one_seed, {})
-
-    for run in runs:
+    for run in grid.expand(name, one_seed, {}):
       model = run.config.model
       assert num_initialised_parameters(model) == parameter_count(model)
 
@@ -71,8 +71,8 @@ def test_every_run_of_every_grid_has_a_model(name):
 @pytest.mark.parametrize("name", grid.names())
 def test_no_two_variants_of_a_grid_have_the_same_settings(name):
   for chosen in all_grids(name).values():
+    # Without further seeds, there is one run for each variant.
     one_seed = dataclasses.replace(chosen, seeds=chosen.seeds[:1])
-
     settings = set()
     for run in grid.expand(name, one_seed, {}):
       config = run.config
@@ -153,7 +153,10 @@ def distinct_small_configs():
 
 @pytest.mark.full
 def test_a_step_of_every_ablation_moves_all_parameters_that_are_not_frozen():
-  """Other grids train no further kinds of models."""
+  """The optimizer does not change the parameters in `optimizer.frozen`.
+
+  The other experiments train no further kinds of models.
+  """
   for config in distinct_small_configs():
     program = build(config, make_mesh(config.mesh, jax.devices()[:1]))
     state = program.init()
@@ -236,27 +239,34 @@ def test_a_row_of_diff_differs_in_one_field(row, changes, size):
 
 @SIZES
 def test_heads_of_wide_transformers_are_twice_as_wide_as_those_of_diff(size):
-  head_dim = config_of("ablations", f"diff{size}").model.head_dim
+  """A row "transformer_norm" has the head norm of DIFF, too."""
+  diff_head_dim = config_of("ablations", f"diff{size}").model.head_dim
 
-  assert changes_from_diff("transformer_norm", size) == {
+  changes_with_norm = changes_from_diff("transformer_norm", size)
+  changes_without_norm = changes_from_diff("transformer_wide", size)
+
+  assert changes_with_norm == {
     "model.attention": "softmax",
-    "model.head_dim": 2 * head_dim,
+    "model.head_dim": 2 * diff_head_dim,
   }
-  assert changes_from_diff("transformer_wide", size) == {
+  assert changes_without_norm == {
     "model.attention": "softmax",
-    "model.head_dim": 2 * head_dim,
+    "model.head_dim": 2 * diff_head_dim,
     "model.head_norm": False,
   }
 
 
 @SIZES
 def test_the_transformer_has_twice_the_heads_of_diff(size):
-  num_heads = config_of("ablations", f"diff{size}").model.num_heads
+  """A head of DIFF has two attention maps, and so the work of two heads."""
+  num_diff_heads = config_of("ablations", f"diff{size}").model.num_heads
 
-  assert changes_from_diff("transformer", size) == {
+  changes = changes_from_diff("transformer", size)
+
+  assert changes == {
     "model.attention": "softmax",
-    "model.num_heads": 2 * num_heads,
-    "model.num_kv_heads": 2 * num_heads,
+    "model.num_heads": 2 * num_diff_heads,
+    "model.num_kv_heads": 2 * num_diff_heads,
     "model.head_norm": False,
   }
 
@@ -265,11 +275,10 @@ def test_the_transformer_has_twice_the_heads_of_diff(size):
 def test_linear_diff_v2_differs_from_diff_v2_in_its_attention(size):
   diff_v2 = changes_from_diff("diff_v2", size)
 
+  linear_diff_v2 = changes_from_diff("diff_v2_linear", size)
+
   assert diff_v2["model.attention"] == "diff_v2"
-  assert changes_from_diff("diff_v2_linear", size) == {
-    **diff_v2,
-    "model.attention": "diff_v2_linear",
-  }
+  assert linear_diff_v2 == {**diff_v2, "model.attention": "diff_v2_linear"}
 
 
 @SIZES
@@ -279,6 +288,7 @@ def test_another_number_of_heads_keeps_the_width(heads, size):
 
   assert model.num_heads == heads
   assert model.num_kv_heads == heads
+  # Each head has two queries of size head_dim.
   assert 2 * heads * model.head_dim == model.embed_dim
 
 
@@ -287,20 +297,20 @@ def test_another_number_of_heads_keeps_the_width(heads, size):
   [("", 0.02), (",size=125m", 0.001), (",size=1b", 0.001)],
 )
 def test_rows_have_almost_as_many_parameters(size, tolerance):
-  """Rows differ in the λ vectors, the gains and the width of V2's feed-forward.
-
-  The width is rounded.
-  """
-  counts = []
-  for row in (
+  """Only some have λ vectors or gains, and the widths of V2 are rounded."""
+  rows = [
     "transformer",
     "transformer_wide",
     "transformer_norm",
     "diff",
     "diff,heads=4",
     "diff_v2",
-  ):
-    counts.append(parameter_count(config_of("ablations", row + size).model))
+  ]
+
+  counts = []
+  for row in rows:
+    model = config_of("ablations", row + size).model
+    counts.append(parameter_count(model))
 
   assert max(counts) < min(counts) * (1 + tolerance)
 
@@ -320,6 +330,7 @@ def test_rows_have_almost_as_many_parameters(size, tolerance):
 )
 @pytest.mark.parametrize("name", ["ablations", "long_context"])
 def test_the_error_of_an_unknown_variant_lists_the_known_ones(name, variant):
+  """A variant is ROW, ROW,size=SIZE, ROW,heads=NUMBER, or has both options."""
   with pytest.raises(
     UserError,
     match=r"^variant .*; variants are transformer\|.*\|diff_v2_linear"
@@ -331,6 +342,7 @@ def test_the_error_of_an_unknown_variant_lists_the_known_ones(name, variant):
 @pytest.mark.parametrize("variant", ["nothing", "diff,size=1b", ""])
 @pytest.mark.parametrize("name", ["order_robustness", "retrieval"])
 def test_the_error_of_an_unknown_row_lists_the_known_ones(name, variant):
+  """In these experiments, a variant is a row without options."""
   with pytest.raises(
     UserError,
     match=r"^variant .*; variants are transformer\|.*\|diff_v2_linear$",
@@ -347,18 +359,21 @@ def test_heads_that_do_not_divide_the_width_are_an_error():
 
 @pytest.mark.parametrize("name", grid.names())
 def test_the_names_of_runs_are_safe_in_files_and_shells(name):
+  """A name is, for example, "diff,heads=4/seed_0"."""
   for chosen in all_grids(name).values():
     names = set()
     for variant in chosen.variants:
       for seed in chosen.seeds:
-        run_name = f"{variant}/seed_{seed}"
-        names.add(run_name)
-        assert re.fullmatch(
-          r"[a-z0-9_.]+(,[a-z]+=[a-z0-9.]+)*/seed_[0-9]+", run_name
-        )
-        assert shlex.quote(run_name) == run_name
+        names.add(f"{variant}/seed_{seed}")
 
+    # No two runs have the same name.
     assert len(names) == len(chosen.variants) * len(chosen.seeds)
+    for run_name in names:
+      assert re.fullmatch(
+        r"[a-z0-9_.]+(,[a-z]+=[a-z0-9.]+)*/seed_[0-9]+", run_name
+      )
+      # A shell reads it as one word.
+      assert shlex.quote(run_name) == run_name
 
 
 def test_the_error_of_an_unknown_experiment_lists_the_known_ones():
@@ -394,7 +409,7 @@ def test_a_grid_can_be_expanded_with_changed_fields():
   assert run.config.train.steps == 700
   assert run.config.optimizer.learning_rate == 1.0
   assert run.config.data.source == "text:a"
-  # The fields that the command of the run sets.
+  # The command that trains the run sets these fields.
   assert run.fields == {"train.seed": 0, "data.seed": 0, **changes}
 
 
@@ -427,6 +442,7 @@ def test_a_change_can_be_for_one_variant():
   ],
 )
 def test_a_change_that_is_not_possible_is_an_error(field, message):
+  """A change is for a FIELD of all runs, or for VARIANT:FIELD."""
   with pytest.raises(UserError, match=message):
     grid.expand("ablations", DIFF, {field: 1})
 
@@ -445,7 +461,7 @@ def test_the_value_of_a_flag_is_a_number_a_bool_or_a_text(text, expected):
   actual = grid.read_value(text)
 
   assert actual == expected
-  # In Python, 1 == True == 1.0.
+  # Equality is not enough, since 1 == True == 1.0 in Python.
   assert type(actual) is type(expected)
 
 
@@ -497,6 +513,7 @@ def test_slices_divide_the_runs_evenly(ablations):
   second = grid.choose(ablations, only=[], slice_="1/3")
   third = grid.choose(ablations, only=[], slice_="2/3")
 
+  # Each run is in one slice.
   names = names_of([*first, *second, *third])
   assert sorted(names) == sorted(names_of(ablations))
   sizes = [len(first), len(second), len(third)]
@@ -521,7 +538,8 @@ def test_a_malformed_slice_is_an_error(ablations, text):
 def test_only_fields_that_affect_results_are_compared():
   config = config_of("ablations", "diff").to_dict()
 
-  # Fields that only say where data lies are left out on request.
+  # The second argument has fields that are left out on request, since they only
+  # say where data is.
   fields = grid.comparable(config, ["data.source"])
 
   for field in ("train.steps", "eval.rows", "model.dtype"):
@@ -541,4 +559,6 @@ def test_a_field_that_was_removed_from_the_config_is_compared():
   config = config_of("ablations", "diff").to_dict()
   config["model"]["removed"] = 1
 
-  assert "model.removed" in grid.comparable(config, [])
+  fields = grid.comparable(config, [])
+
+  assert "model.removed" in fields
