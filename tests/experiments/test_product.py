@@ -69,6 +69,7 @@ def test_rows_are_named_by_the_values_of_the_factors():
 def test_factors_with_the_same_last_part_have_dotted_names():
   names = product.short_names(["train.steps", "data.steps", "model.rope"])
 
+  # Two of the fields would be called "steps".
   assert names == {
     "train.steps": "train.steps",
     "data.steps": "data.steps",
@@ -83,18 +84,21 @@ def test_names_of_rows_can_be_names_of_files_and_differ():
   names = list(product.make("tiny", factors).rows())
 
   assert len(set(names)) == len(values)
+  # A name has at most 250 characters, and none that a file cannot have.
   for name in names:
     assert re.fullmatch(r"[\w.,=+-]{1,250}", name, re.ASCII)
 
 
 def test_names_of_rows_with_many_long_factors_are_short_and_differ():
   num_factors = 8
+  long_name = "f" * 30
   factors = {}
   for index in range(num_factors):
-    factors[f"section.{'f' * 30}{index}"] = [True, False]
+    factors[f"section.{long_name}{index}"] = [True, False]
 
   names = list(product.make("tiny", factors).rows())
 
+  # Each factor has two values.
   assert len(set(names)) == 2**num_factors
   for name in names:
     assert len(name) < 250
@@ -113,20 +117,25 @@ def test_values_of_factors_keep_their_types(make_folder, field, value):
   """The text "True" is not a bool, and 2 is not 2.0."""
   # A factor is a config field with the values that runs are trained with.
   factors = {field: [value]}
+  folder = make_folder(f"Grid.product('tiny', {factors})")
 
-  (run,) = expand(make_folder(f"Grid.product('tiny', {factors})"))
+  (run,) = expand(folder)
 
   section, name = field.split(".")
   actual = run.settings()[section][name]
   assert actual == value
+  # Equality is not enough, since 2 == 2.0 and 0 == False in Python.
   assert type(actual) is type(value)
   assert run.factors == {field: value}
 
 
 def test_numpy_numbers_become_python_numbers():
-  crossed = product.make("tiny", {"model.lambda_init": np.linspace(0, 1, 3)})
+  """Numbers of NumPy could not be written as JSON."""
+  numpy_values = np.linspace(0, 1, 3)
 
-  values = crossed.factors["model.lambda_init"]
+  made = product.make("tiny", {"model.lambda_init": numpy_values})
+
+  values = made.factors["model.lambda_init"]
   assert values == (0.0, 0.5, 1.0)
   for value in values:
     assert type(value) is float
@@ -148,7 +157,7 @@ def test_printed_commands_train_the_runs_of_the_grid(
   run, make_folder, tmp_path, base
 ):
   """--print prints a diffjax.train command for each run, and trains nothing."""
-  # The fields are of three sections, and the base's window is None.
+  # The texts of these values are hard to tell apart: "True" is no bool here.
   factors = {
     "optimizer.learning_rate": [1e-05, 0.25],
     "data.source": ["True", "text:/x/*.txt"],
@@ -159,6 +168,7 @@ def test_printed_commands_train_the_runs_of_the_grid(
 
   out, _ = run(folder, "--print", f"--workdir={tmp_path}/runs", "--steps=5")
 
+  # The configs of the printed commands, and those of the grid, by workdir.
   printed = {}
   for line in out.splitlines():
     workdir, config = parsed(line)
@@ -167,6 +177,7 @@ def test_printed_commands_train_the_runs_of_the_grid(
   expected = {}
   for each_run in expand(folder, {"train.steps": 5, "eval.interval": 5}):
     expected[str(runs_dir / each_run.name)] = each_run.config
+  # Each of three factors has two values.
   assert len(printed) == 2 * 2 * 2
   assert printed == expected
 
@@ -244,6 +255,7 @@ def test_wrong_factors_are_reported_before_training(
 
 
 def test_an_unknown_baseline_is_an_error():
+  # The only row is "window=1".
   with pytest.raises(UserError, match="there is no row 'x'"):
     Grid.product("tiny", {"model.window": [1]}, baseline="x")
 
@@ -285,10 +297,11 @@ def test_flags_that_contradict_the_factors_are_refused(
 def test_the_flag_set_can_be_for_one_row(run, make_folder):
   factors = {"data.length": [64, 128], "model.max_length": [256]}
   folder = make_folder(f"Grid.product('tiny', {factors})")
-  row = "length=64,max_length=256"
+  first_row = "length=64,max_length=256"
 
-  out, _ = run(folder, "--print", f"--set={row}:eval.rows=4")
+  out, _ = run(folder, "--print", f"--set={first_row}:eval.rows=4")
 
+  # One command is printed for each of the two rows.
   first_command, second_command = out.splitlines()
   assert "--config.eval.rows=4" in first_command
   assert "--config.eval.rows=4" not in second_command
@@ -311,23 +324,27 @@ def test_a_row_with_a_dotted_name_is_recognised_in_a_setting(
 ):
   """A setting is FIELD=VALUE or ROW:FIELD=VALUE.
 
-  A row that is named after fields, such as "model.a=2", looks like the former.
+  The row "model.a=2,data.a=x" itself begins like FIELD=VALUE.
   """
   # The command defines flags when it is imported.
   with in_process.own_flags():
     from experiments.run import split_setting
+  rows = ["model.a=2,data.a=x"]
 
-  assert split_setting(setting, ["model.a=2,data.a=x"]) == (field, value)
+  assert split_setting(setting, rows) == (field, value)
 
 
 def test_rows_can_be_compared_with_one_value_of_the_first_factor():
+  """The star stands for the values of the other factors."""
   made = Grid.product("tiny", FACTORS, baseline="lambda_init=0.2,*")
 
   assert made.baseline == "lambda_init=0.2,*"
 
 
 def test_the_baseline_is_the_first_row_by_default():
-  made = Grid.product("tiny", FACTORS)
+  factors = {"model.lambda_init": [0.8, 0.2], "model.head_norm": [True, False]}
+
+  made = Grid.product("tiny", factors)
 
   assert made.baseline == "lambda_init=0.8,head_norm=True"
 
@@ -337,17 +354,17 @@ def test_the_variants_of_a_config_are_a_factor(make_folder):
   factors = {"variant": ["diff", "transformer"], "model.rope": [True, False]}
   folder = make_folder(f"Grid.product('tiny', {factors})")
 
-  # The last of 2 × 2 runs.
-  run = expand(folder)[3]
+  *_, last_run = expand(folder)
 
-  assert run.variant == "variant=transformer,rope=False"
-  assert run.base == "tiny:transformer"
-  assert run.config.model.attention == "softmax"
-  # Twice the heads of DIFF, so that the sizes are equal.
-  assert run.config.model.num_heads == 4
-  assert run.fields["model.rope"] is False
-  assert "variant" not in run.fields
-  assert run.factors == {"variant": "transformer", "model.rope": False}
+  assert last_run.variant == "variant=transformer,rope=False"
+  assert last_run.base == "tiny:transformer"
+  assert last_run.config.model.attention == "softmax"
+  # The Transformer has twice the heads of DIFF, so that the sizes are equal.
+  assert last_run.config.model.num_heads == 2 * 2
+  assert last_run.fields["model.rope"] is False
+  # A variant is no field of the config.
+  assert "variant" not in last_run.fields
+  assert last_run.factors == {"variant": "transformer", "model.rope": False}
 
 
 def test_a_base_with_a_variant_cannot_have_the_factor_variant():
