@@ -83,9 +83,10 @@ def legend_texts(axes):
 
 
 def test_lines_connect_the_means_over_seeds():
+  """A loss is λ_init + 1 with the head norm + 0.1 with the second seed."""
   axes = draw_axes(FACTORS, make_results(FACTORS, sum_of_factors))
 
-  # Points (λ_init, loss). The mean of the seeds adds 0.05.
+  # Points (λ_init, loss). The mean over the two seeds adds 0.1 / 2.
   with_norm = [(0.2, 1.25), (0.5, 1.55), (0.8, 1.85)]
   without_norm = [(0.2, 0.25), (0.5, 0.55), (0.8, 0.85)]
   expected = np.array([with_norm, without_norm])
@@ -108,6 +109,7 @@ def test_every_run_has_a_dot():
 
 
 def test_axes_and_lines_are_named():
+  """The factors are λ_init, for the x-axis, and the head norm, for the lines."""
   axes = draw_axes(FACTORS, make_results(FACTORS, sum_of_factors))
 
   assert legend_texts(axes) == ["head_norm = True", "head_norm = False"]
@@ -117,31 +119,34 @@ def test_axes_and_lines_are_named():
 
 
 def test_runs_without_a_number_are_left_out_and_counted():
-  """There are 3 values of λ_init × 2 of the head norm × 2 seeds."""
+  """A run that has failed has no loss, and one that has diverged has NaN.
 
-  def loss_of(values, seed):
-    is_without_number = values["model.lambda_init"] == 0.5 and seed == 1
-    # A run that has failed has no loss, and one that has diverged has NaN.
-    if is_without_number and values["model.head_norm"]:
-      return None
-    if is_without_number:
-      return math.nan
-    return sum_of_factors(values, seed)
+  A loss is λ_init + 1 with the head norm + 0.1 with the second seed.
+  """
+  results = make_results(FACTORS, sum_of_factors)
+  for run in results["runs"]:
+    if run["factors"]["model.lambda_init"] == 0.5 and run["seed"] == 1:
+      has_norm = run["factors"]["model.head_norm"]
+      run["results"][LOSS] = None if has_norm else math.nan
 
-  axes = draw_axes(FACTORS, make_results(FACTORS, loss_of))
+  axes = draw_axes(FACTORS, results)
 
   # Points (λ_init, mean loss). At 0.5 there is only the seed 0.
   with_norm = np.array([(0.2, 1.25), (0.5, 1.5), (0.8, 1.85)])
   chex.assert_trees_all_close(points_of_lines(axes)[0], with_norm, **FLOAT64)
-  assert len(points_of_dots(axes)) == 12 - 2
+  # Three values of λ_init, two of the head norm, and two seeds.
+  num_runs = 3 * 2 * 2
+  assert len(points_of_dots(axes)) == num_runs - 2
   assert axes.get_title() == "2 of 12 runs failed or have no number"
 
 
 def test_values_that_are_no_numbers_are_evenly_spaced():
+  """A loss is λ_init + 1 with the head norm + 0.1 with the second seed."""
   factors = {"model.head_norm": [True, False], "model.lambda_init": [0.2]}
 
   axes = draw_axes(factors, make_results(factors, sum_of_factors))
 
+  # True is at 0 and False at 1. The mean over the two seeds adds 0.1 / 2.
   expected = np.array([[(0, 1.25), (1, 0.25)]])
   chex.assert_trees_all_close(points_of_lines(axes), expected, **FLOAT64)
   ticks = [text.get_text() for text in axes.get_xticklabels()]
@@ -169,7 +174,8 @@ def test_lines_of_three_factors_have_different_looks():
 
   axes = draw_axes(factors, make_results(factors, constant))
 
-  # The second factor is the colour, and the third one the style of a line.
+  # The color shows one of two values of the second factor, and the style of the
+  # line shows one of three values of the third.
   lines = axes.get_legend().get_lines()
   colors = {line.get_color() for line in lines}
   looks = {(line.get_color(), line.get_linestyle()) for line in lines}
@@ -197,6 +203,7 @@ def test_values_of_different_magnitudes_have_a_logarithmic_axis(
 
 
 def test_the_line_of_a_single_factor_is_named():
+  """The factor is on the x-axis, so there is one line."""
   rates = {"optimizer.learning_rate": [1e-2, 1e-4]}
 
   axes = draw_axes(rates, make_results(rates, constant))
@@ -215,6 +222,7 @@ def test_a_product_is_drawn_if_the_experiment_has_no_plot(tmp_path):
 
 
 def test_other_grids_have_no_default_plot(tmp_path):
+  """A grid without factors has nothing for an x-axis."""
   made = Grid.product("tiny", FACTORS, seeds=(0, 1))
   plain = Grid(made.variants, made.baseline, made.seeds)
   experiment = Experiment("?", {"cpu": plain}, {"loss": LOSS})
