@@ -157,7 +157,7 @@ def test_printed_commands_train_the_runs_of_the_grid(
   run, make_folder, tmp_path, base
 ):
   """--print prints a diffjax.train command for each run, and trains nothing."""
-  # The texts of these values are hard to tell apart: "True" is no bool here.
+  # "True" is a text here. The window may be None, since it is in the base.
   factors = {
     "optimizer.learning_rate": [1e-05, 0.25],
     "data.source": ["True", "text:/x/*.txt"],
