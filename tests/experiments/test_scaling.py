@@ -49,13 +49,13 @@ def num_parameters(variant: str) -> int:
 
 
 def test_a_fit_finds_the_parameters_of_power_laws():
+  """The losses are c + 0.4 (x / share)^-b with c = 1.1 and b = 0.3."""
   curves = {}
   for name, share in SHARES.items():
     curves[name] = (SIZES, power_law(SIZES, share))
 
   fitted = fit(curves, at=SIZES[-1])
 
-  # The defaults of power_law.
   assert fitted.c == pytest.approx(1.1, abs=1e-4)
   for b in fitted.b.values():
     assert b == pytest.approx(0.3, abs=1e-4)
@@ -68,6 +68,7 @@ def test_a_fit_finds_the_parameters_of_power_laws():
 
 
 def test_curves_with_different_exponents_have_equal_losses_at_the_share():
+  """A share is a number of parameters relative to that of the Transformer."""
   curves = {
     "transformer": (SIZES, power_law(SIZES, share=1.0, b=0.3)),
     "diff": (SIZES, power_law(SIZES, share=0.8, b=0.4)),
@@ -105,14 +106,16 @@ def test_a_fit_of_the_papers_losses_gives_about_its_shares():
 def test_the_jackknife_interval_of_a_mean_is_its_t_interval():
   """The jackknife computes an interval from estimates that omit one value."""
   values = np.random.default_rng(0).normal(size=5)
-  left_out = [np.delete(values, index).mean() for index in range(5)]
+  mean = values.mean()
+  means_without_one = [np.delete(values, index).mean() for index in range(5)]
 
-  low, high = interval(values.mean(), left_out)
+  low, high = interval(mean, means_without_one)
 
-  # The quantile of Student's t with four degrees of freedom.
-  reach = 2.7764 * values.std(ddof=1) / 5**0.5
-  assert low == pytest.approx(values.mean() - reach, rel=1e-4)
-  assert high == pytest.approx(values.mean() + reach, rel=1e-4)
+  # The 97.5% quantile of Student's t with four degrees of freedom.
+  quantile = 2.7764
+  margin = quantile * values.std(ddof=1) / 5**0.5
+  assert low == pytest.approx(mean - margin, rel=1e-4)
+  assert high == pytest.approx(mean + margin, rel=1e-4)
 
 
 def simulate(points, true_fit, spread, rng):
@@ -259,11 +262,11 @@ def test_the_summary_has_a_row_for_each_axis_and_architecture(summary):
   ]
 
 
-@pytest.mark.parametrize("name", ["diff", "diff_v2"])
-def test_the_summary_has_the_shares_with_intervals(summary, name):
+@pytest.mark.parametrize("name, true_share", [("diff", 0.62), ("diff_v2", 0.7)])
+def test_the_summary_has_the_shares_with_intervals(summary, name, true_share):
+  """The losses are simulated with the true share."""
   share, low, high = summary["tokens", name]["share"]
 
-  true_share = SHARES[name]
   assert low < true_share < high
   assert high / low < 1.3
   assert share == pytest.approx(true_share, rel=0.1)
@@ -278,16 +281,17 @@ def test_the_summary_has_the_papers_shares(summary):
 
 
 def test_shares_are_at_the_transformers_most_tokens(summary):
-  multiple = 4
-  steps = 480
+  """The runs on the most tokens have four times the usual 480 steps."""
+  steps = 4 * 480
   rows = 4
   tokens_per_row = 256
-  millions = multiple * steps * rows * tokens_per_row / 1e6
+  millions = steps * rows * tokens_per_row / 1e6
 
   assert summary["tokens", "diff"]["at (M)"] == pytest.approx(millions)
 
 
 def test_shares_are_at_the_transformers_most_parameters(summary):
+  """The largest size is 1.2m."""
   millions = num_parameters("transformer,size=1.2m") / 1e6
 
   assert summary["parameters", "diff"]["at (M)"] == pytest.approx(millions)
@@ -324,7 +328,7 @@ def test_the_summary_of_one_seed_has_no_intervals():
   # Three architectures on two axes.
   assert len(rows) == 3 * 2
   for row in rows:
-    # With an interval it is a list of three numbers.
+    # With an interval, the exponent b would be a list of three numbers.
     assert isinstance(row["b"], float)
 
 
@@ -333,19 +337,23 @@ def test_a_curve_of_two_sizes_is_not_fitted():
     _, size, _ = parts(run.variant)
     return size in ("0.1m", "0.2m")
 
-  simulated = simulated_results([0, 1], only=is_small)
+  simulated = simulated_results(seeds=[0, 1], only=is_small)
 
-  # The smallest size has been trained on more numbers of tokens.
+  # There is no fit to the parameters. The smallest size has been trained on
+  # more than two numbers of tokens.
   axes = series.column(simulated["summary"], "against")
   assert set(axes) == {"tokens"}
+  # The plot leaves out what is not fitted.
   assert experiment.plot(simulated)
 
 
 def test_nothing_is_fitted_without_the_transformer():
+  """Shares are relative to the Transformer."""
+
   def is_diff(run):
     return run.variant.startswith("diff,")
 
-  simulated = simulated_results([0, 1], only=is_diff)
+  simulated = simulated_results(seeds=[0, 1], only=is_diff)
 
   assert simulated["summary"] == []
   assert experiment.plot(simulated)
@@ -353,13 +361,15 @@ def test_nothing_is_fitted_without_the_transformer():
 
 def test_a_seed_that_has_not_finished_all_sizes_is_left_out():
   def is_finished(run):
+    # The third seed has finished one size of DIFF.
     return run.seed < 2 or run.variant == "diff,size=0.8m"
 
-  third_has_begun = simulated_results([0, 1, 2], only=is_finished)
+  three_seeds = simulated_results(seeds=[0, 1, 2], only=is_finished)
 
-  # The runs of a third seed come last, so the losses of two seeds are the same.
-  two_seeds = simulated_results([0, 1])
-  assert third_has_begun["summary"] == two_seeds["summary"]
+  # The runs of the third seed come last, so the losses of the others are the
+  # same without it.
+  two_seeds = simulated_results(seeds=[0, 1])
+  assert three_seeds["summary"] == two_seeds["summary"]
 
 
 @pytest.mark.parametrize("size", SMALL)
@@ -370,7 +380,7 @@ def test_small_models_have_the_dimensions_of_their_size(size):
 
   assert model.num_layers == num_layers
   assert model.ffn_dim == ffn_dim
-  # Heads are equally wide at every size, and DIFF has two or more.
+  # Heads are equally wide at every size. Each has two queries of size 16.
   assert model.head_dim == 16
   assert 2 * model.num_heads * model.head_dim == embed_dim
   assert model.num_heads >= 2
@@ -448,6 +458,7 @@ def test_times_multiplies_the_steps(variant, steps):
 def test_the_warmup_is_a_tenth_of_the_multiplied_steps():
   config = get_config("diff,size=0.1m,times=4")
 
+  assert config.train.steps == 4 * 480
   assert config.optimizer.warmup_steps == 192
 
 
