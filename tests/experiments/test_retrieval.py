@@ -33,7 +33,7 @@ def write_data(directory, count=40):
 def test_a_context_has_pairs_of_different_keys_and_fillers(
   distractors, fillers
 ):
-  """Distractors are the pairs that are not asked for."""
+  """A pair is a word like "k7:v4". Distractors are not asked for."""
   example = task.make_example(
     np.random.default_rng(0), asked=3, distractors=distractors, fillers=fillers
   )
@@ -51,7 +51,7 @@ def test_the_answer_of_an_example_has_pairs_of_its_context():
     np.random.default_rng(0), asked=3, distractors=5, fillers=3
   )
 
-  # The answer is "key value key value key value".
+  # The answer is "key value key value key value", for the pairs at `places`.
   assert len(example.answer) == 2 * 3
   for index, position in enumerate(example.places):
     key = example.answer[2 * index]
@@ -63,18 +63,19 @@ def test_the_answer_of_an_example_has_pairs_of_its_context():
 def test_a_context_has_one_pair_with_the_key_of_the_question(
   tmp_path, length, distractors
 ):
-  tokenizer = load_tokenizer(write_data(tmp_path, 4)["data.tokenizer"])
+  """The context has `length` words. The question is "?" and a key."""
+  tokenizer_dir = write_data(tmp_path, count=4)["data.tokenizer"]
+  tokenizer = load_tokenizer(tokenizer_dir)
 
   questions = experiment.make_questions(
     tokenizer, length, distractors, num_samples=40
   )
 
-  # The separator, the context, "?" and the key.
+  # A separator comes first.
   assert questions.tokens.shape == (40, 1 + length + 2)
   for index in range(40):
-    *context, mark, key = [
-      task.WORDS[token] for token in questions.tokens[index]
-    ]
+    words = [task.WORDS[token] for token in questions.tokens[index]]
+    *context, mark, key = words
     value = task.WORDS[questions.values[index]]
     assert mark == "?"
     assert context[questions.places[index]] == f"{key}:{value}"
@@ -87,6 +88,10 @@ def test_the_cell_of_reference_is_measured():
 
 
 def test_the_shares_of_given_attention_weights():
+  """Shares are the weights on the answer and on the other words of the context.
+
+  They are relative to all weights. Weights of DIFF can be negative.
+  """
   # The positions are the separator, five words, "?" and the key. The answer of
   # the first question is at position 2, and that of the second one at 3.
   weights = np.array(
@@ -98,15 +103,19 @@ def test_the_shares_of_given_attention_weights():
 
   measured = experiment.shares(weights, places=np.array([2, 3]))
 
+  # The sums of both questions.
   answer = 0.5 + 0.7
-  # The other words.
-  noise = -0.1 - 0.1
+  other_words = -0.1 - 0.1
   total = 0.8 + 0.8
   assert measured["answer_signed"] == pytest.approx(answer / total)
-  assert measured["noise_signed"] == pytest.approx(noise / total)
+  assert measured["noise_signed"] == pytest.approx(other_words / total)
+  # The sums of absolute weights.
+  absolute_other_words = 0.1 + 0.1
   absolute_total = 1.0 + 1.0
   assert measured["answer_absolute"] == pytest.approx(answer / absolute_total)
-  assert measured["noise_absolute"] == pytest.approx(0.2 / absolute_total)
+  assert measured["noise_absolute"] == pytest.approx(
+    absolute_other_words / absolute_total
+  )
 
 
 @pytest.fixture
@@ -141,11 +150,13 @@ def measure_checkpoints(make_workdir, tmp_path):
 def test_the_checkpoints_of_evaluations_and_the_last_one_are_measured(
   measure_checkpoints,
 ):
-  """A resumed run has a checkpoint of another step."""
+  """A resumed run has a further checkpoint, here that of step 3."""
+  # Numbers of words and of distractors.
   cells = [(24, 5), experiment.REFERENCE]
 
-  measured = measure_checkpoints([2, 3, 4, 5], cells)
+  measured = measure_checkpoints(steps=[2, 3, 4, 5], cells=cells)
 
+  # There is an evaluation every two steps, and step 5 is the last one.
   assert series.column(measured["curve"], "step") == [2, 4, 5]
   lengths = series.column(measured["grid"], "length")
   distractors = series.column(measured["grid"], "distractors")
@@ -156,8 +167,9 @@ def test_the_checkpoints_of_evaluations_and_the_last_one_are_measured(
 def test_a_run_without_its_last_checkpoint_is_not_measured(
   measure_checkpoints,
 ):
+  """The run has five steps."""
   with pytest.raises(UserError, match="no complete checkpoint of step 5"):
-    measure_checkpoints([2, 3, 4])
+    measure_checkpoints(steps=[2, 3, 4])
 
 
 def test_runs_side_by_side_can_write_the_data_at_once(tmp_path):
@@ -165,14 +177,17 @@ def test_runs_side_by_side_can_write_the_data_at_once(tmp_path):
   shared_dir.mkdir()
 
   with concurrent.futures.ThreadPoolExecutor(4) as pool:
-    written = list(pool.map(write_data, [shared_dir] * 4))
+    written_by_threads = list(pool.map(write_data, [shared_dir] * 4))
 
-  assert written == [written[0]] * 4
+  # All have the same config fields, which point to one directory.
+  fields = written_by_threads[0]
+  assert written_by_threads == [fields] * 4
   assert len(list(shared_dir.iterdir())) == 1
-  expected = write_data(tmp_path / "alone")
-  for field, location in written[0].items():
+  # The files are those of a single run.
+  expected_fields = write_data(tmp_path / "alone")
+  for field, location in fields.items():
     actual_path = pathlib.Path(location.removeprefix("jsonl:"))
-    expected_path = pathlib.Path(expected[field].removeprefix("jsonl:"))
+    expected_path = pathlib.Path(expected_fields[field].removeprefix("jsonl:"))
     assert actual_path.parent.name == expected_path.parent.name
     assert actual_path.read_bytes() == expected_path.read_bytes()
 
@@ -211,7 +226,9 @@ def test_training_learns_only_the_words_after_the_question(tmp_path):
 
 
 def test_larger_models_are_the_runs_of_ablations():
+  """They are measured, not trained."""
   gpu_grid = grid.load("retrieval", "gpu").grids["gpu"]
+
   run, *_ = grid.expand("retrieval", gpu_grid, {})
 
   assert not experiment.LARGE.trains
@@ -236,6 +253,7 @@ def test_needles_of_a_model_with_random_parameters(make_workdir, monkeypatch):
     workdir, config, needles=("6/2",), num_prompts=1
   )
 
+  # "6/2" are six needles, of which two are asked for.
   assert measured["accuracy_6/2"] == 0
   assert 0 < measured["answer_absolute"] < 0.2
   assert 0.2 < measured["noise_absolute"] < 1
@@ -250,7 +268,9 @@ def test_the_plot_of_needles_has_every_row(make_results):
     return numbers | {"accuracy_6/2": 0.1 * run.seed}
 
   grid_results = make_results("retrieval", experiment.LARGE, measured, "gpu")
+
   accuracy, _ = experiment.plot_needles(grid_results).axes
 
+  # The Transformer, DIFF and DIFF V2.
   _, labels = accuracy.get_legend_handles_labels()
   assert len(labels) == 3
