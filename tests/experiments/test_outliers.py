@@ -33,19 +33,21 @@ def validation_loss(workdir, config):
 
 
 def test_the_measurements_of_a_run(run_of_ablations):
-  """They are one test, since measuring takes long."""
+  """Several properties are checked here, since a measurement takes long."""
   workdir, config = run_of_ablations
 
   measured = experiment.measure(workdir, config)
 
-  # VALUES begins with the largest magnitude, and ends with the median.
+  # VALUES begins with the largest magnitude, and ends with the median. "hidden"
+  # are the hidden states.
   for kind in ("logits", "hidden"):
     magnitudes = [measured[f"{kind}_{value}"] for value in experiment.VALUES]
     assert magnitudes == sorted(magnitudes, reverse=True)
     assert magnitudes[0] > magnitudes[-1] > 0
     assert measured[f"{kind}_ratio"] == magnitudes[0] / magnitudes[-1]
 
-  # Logits of 4 bits change the loss more than logits of 8 bits.
+  # "rise" is the change of the loss if attention logits are rounded. Logits of
+  # 4 bits change it more than logits of 8 bits.
   for scaled_per in experiment.SCALED_PER:
     change_with_8_bits = abs(measured[f"rise_{scaled_per}_8"])
     change_with_4_bits = abs(measured[f"rise_{scaled_per}_4"])
@@ -60,17 +62,19 @@ def test_the_measurements_of_a_run(run_of_ablations):
 
 
 def test_the_measured_runs_are_those_of_ablations():
+  """This experiment does not train."""
   changes = {"train.steps": 700}
-  runs = grid.expand("outliers", experiment.EXPERIMENT.grids["gpu"], changes)
+  gpu_grid_of_ablations = grid.load("ablations").grids["gpu"]
   ablations = {}
-  gpu_grid = grid.load("ablations").grids["gpu"]
-  for run in grid.expand("ablations", gpu_grid, changes):
+  for run in grid.expand("ablations", gpu_grid_of_ablations, changes):
     ablations[run.name] = run
+
+  runs = grid.expand("outliers", experiment.EXPERIMENT.grids["gpu"], changes)
 
   assert not experiment.EXPERIMENT.trains
   for run in runs:
-    assert run.pretrained.config == run.config
     assert run.config == ablations[run.name].config
+    assert run.pretrained.config == run.config
 
 
 def test_the_plot_has_a_line_for_each_row_and_scale(make_results):
@@ -85,11 +89,13 @@ def test_the_plot_has_a_line_for_each_row_and_scale(make_results):
     return numbers
 
   grid_results = make_results("outliers", experiment.EXPERIMENT, measured)
+
   logits, hidden, bits = experiment.plot(grid_results).axes
 
   _, labels = logits.get_legend_handles_labels()
   assert labels == ["Transformer", "DIFF", "DIFF V2"]
   assert hidden.get_title() == "Absolute hidden states"
+  # Three rows with a scale per tensor, then three with a scale per row.
   _, labels = bits.get_legend_handles_labels()
   assert labels[1] == "DIFF, scaled per tensor"
   assert labels[4] == "DIFF, scaled per row"
