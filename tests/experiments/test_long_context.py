@@ -30,12 +30,13 @@ def configs(row: str, size: str):
 def test_the_rope_base_grows_with_the_length(size):
   short, extended = configs("diff", size)
 
+  # Rows are 8 times as long, or 32 times.
   factor = extended.data.length / short.data.length
   assert factor in (8, 32)
   assert extended.model.max_length == extended.data.length
-  assert extended.model.rope_base == pytest.approx(
-    short.model.rope_base * factor**1.5
-  )
+  # The rule of the paper's extension.
+  expected_base = short.model.rope_base * factor**1.5
+  assert extended.model.rope_base == pytest.approx(expected_base)
 
 
 @SIZES
@@ -99,7 +100,7 @@ def measure(make_workdir):
 
 
 def test_the_curves_differ_by_the_rope_base_alone(measure):
-  # The run has the base 10,000.
+  # The extension has the parameters of the run, whose base is 10,000.
   same = measure("same", rope_base=10_000.0)
   larger = measure("larger", rope_base=80_000.0)
 
@@ -110,29 +111,32 @@ def test_the_curves_differ_by_the_rope_base_alone(measure):
 
   # The columns of the table are values of the curves: "short" is the loss at
   # the run's own length, and the others are the loss at the last position.
-  assert larger["positions"] == [16, 23, 32, 45, 64, 91, 128, 181, 256]
+  positions = [16, 23, 32, 45, 64, 91, 128, 181, 256]
+  assert larger["positions"] == positions
   assert larger["own_length"] == 64
-  assert larger["before_short"] == larger["curve_before"][4]
+  own = positions.index(64)
+  assert larger["before_short"] == larger["curve_before"][own]
   assert larger["before"] == larger["curve_before"][-1]
-  assert larger["after_short"] == larger["curve_after"][4]
+  assert larger["after_short"] == larger["curve_after"][own]
   assert larger["after"] == larger["curve_after"][-1]
   assert larger["gain"] == larger["after_short"] - larger["after"]
   assert larger.keys() >= set(experiment.EXPERIMENT.metrics.values())
 
 
 def test_the_plot_has_the_curves_before_and_after(make_results):
-  positions = [64, 256, 1024, 2048]
+  """The right panel compares the curves after the extension."""
 
   def measured(run):
     loss = 1.5 + 0.01 * run.seed
     return {
       "own_length": 256,
-      "positions": positions,
+      "positions": [64, 256, 1024, 2048],
       "curve_before": np.full(4, loss + 1),
       "curve_after": np.full(4, loss),
     }
 
   grid_results = make_results("long_context", experiment.EXPERIMENT, measured)
+
   left, right = experiment.plot(grid_results).axes
 
   _, labels = left.get_legend_handles_labels()
