@@ -9,8 +9,6 @@ from experiments import grid
 from experiments.one_gpu.config import ARCHITECTURES, LEARNING_RATES, RATES
 from experiments.one_gpu.experiment import EXPERIMENT
 
-LABELS = ["Transformer", "DIFF", "DIFF V2"]
-
 
 @pytest.fixture(scope="module")
 def tune_runs() -> list[grid.Run]:
@@ -34,30 +32,31 @@ def test_all_models_have_27_million_parameters(runs):
   sizes = [parameter_count(run.config.model) for run in runs]
 
   assert max(sizes) < 27.3e6
+  # The smallest model has at least 99.9% of the parameters of the largest one.
   assert max(sizes) < 1.001 * min(sizes)
 
 
 def test_diff_has_eight_heads_and_the_others_have_sixteen(runs):
-  heads = {}
+  """A head of DIFF has two attention maps. All heads have the size 32."""
+  num_heads = {}
   for run in runs:
-    model = run.config.model
-    heads[run.variant] = (model.num_heads, model.head_dim)
+    num_heads[run.variant] = run.config.model.num_heads
+    assert run.config.model.head_dim == 32
 
-  assert heads == {
-    "transformer": (16, 32),
-    "diff": (8, 32),
-    "diff_v2": (16, 32),
-  }
+  assert num_heads == {"transformer": 16, "diff": 8, "diff_v2": 16}
 
 
 def test_tuning_takes_a_quarter_of_the_tokens(runs, tune_runs):
+  tokens_of_comparison = 78_643_200
+
   for run in runs:
-    assert num_tokens(run) == 78_643_200
+    assert num_tokens(run) == tokens_of_comparison
   for run in tune_runs:
-    assert num_tokens(run) == 78_643_200 // 4
+    assert num_tokens(run) == tokens_of_comparison // 4
 
 
 def test_the_seed_of_tuning_is_not_a_seed_of_the_comparison(runs, tune_runs):
+  """Rates that were tuned on a seed of the comparison would favor it."""
   seeds = {run.seed for run in runs}
 
   assert seeds == {0, 1, 2}
@@ -68,6 +67,7 @@ def test_the_seed_of_tuning_is_not_a_seed_of_the_comparison(runs, tune_runs):
 def test_each_architecture_tries_each_rate(tune_runs):
   tried = set()
   for run in tune_runs:
+    # A variant is, for example, "diff,rate=0.001".
     architecture, _, _ = run.variant.partition(",")
     tried.add((architecture, run.config.optimizer.learning_rate))
 
@@ -84,11 +84,14 @@ def test_each_architecture_has_one_of_the_tried_rates(runs):
 def test_architectures_differ_only_in_the_model_and_the_rate(runs):
   settings = []
   for run in runs:
+    # Seeds differ in further settings.
     if run.seed == 0:
       optimizer = dataclasses.replace(run.config.optimizer, learning_rate=0.0)
       settings.append((run.config.data, run.config.train, optimizer))
 
-  assert settings == [settings[0]] * len(ARCHITECTURES)
+  assert len(settings) == len(ARCHITECTURES)
+  for settings_of_architecture in settings:
+    assert settings_of_architecture == settings[0]
 
 
 def test_all_runs_have_the_same_implementation_of_attention(runs, tune_runs):
@@ -101,9 +104,11 @@ def test_the_figure_of_tuning_has_losses_over_learning_rates(make_results):
     return {"validation/loss": 3.0 + run.config.optimizer.learning_rate}
 
   results = make_results("one_gpu", EXPERIMENT, measure, "tune")
+
   axes = EXPERIMENT.plot({**results, "grid": "tune"}).axes[0]
 
-  assert axes.get_legend_handles_labels()[1] == LABELS
+  _, labels = axes.get_legend_handles_labels()
+  assert labels == ["Transformer", "DIFF", "DIFF V2"]
   for line in axes.get_lines():
     assert list(line.get_xdata()) == list(RATES)
     assert list(line.get_ydata()) == [3.0 + rate for rate in RATES]
@@ -116,6 +121,8 @@ def test_the_figure_of_the_comparison_has_a_row_for_each_architecture(
     return {"validation/loss": 3.0 + run.seed}
 
   results = make_results("one_gpu", EXPERIMENT, measure, "gpu")
+
   axes = EXPERIMENT.plot({**results, "grid": "gpu"}).axes[0]
 
-  assert [label.get_text() for label in axes.get_yticklabels()] == LABELS
+  labels = [label.get_text() for label in axes.get_yticklabels()]
+  assert labels == ["Transformer", "DIFF", "DIFF V2"]
