@@ -8,8 +8,6 @@ import pytest
 from experiments import machine
 from experiments.launch import Devices
 
-NUM_CORES = os.cpu_count() or 1
-
 
 def test_the_processor_is_named_in_cpuinfo(tmp_path):
   cpu_info = tmp_path / "cpuinfo"
@@ -29,7 +27,7 @@ def test_the_processor_is_the_machine_type_without_cpuinfo(tmp_path):
 
 
 @pytest.mark.parametrize(
-  "devices, num_slots, expected",
+  "devices, num_slots, devices_of_a_run",
   [
     pytest.param(Devices("gpu", "H100", 8), 1, "8 × H100 (gpu)", id="all_gpus"),
     pytest.param(
@@ -41,11 +39,12 @@ def test_the_processor_is_the_machine_type_without_cpuinfo(tmp_path):
   ],
 )
 def test_runs_side_by_side_share_devices_and_cores(
-  devices, num_slots, expected
+  devices, num_slots, devices_of_a_run
 ):
-  """Each of `num_slots` runs gets an equal part."""
-  num_cores = max(1, NUM_CORES // num_slots)
+  """Each of `num_slots` runs gets an equal part, and at least one core."""
+  num_cores = max(1, (os.cpu_count() or 1) // num_slots)
+  cores_of_a_run = f"{num_cores} × {machine.processor()}"
 
   description = machine.describe(devices, num_slots)
 
-  assert description == f"{expected}, {num_cores} × {machine.processor()}"
+  assert description == f"{devices_of_a_run}, {cores_of_a_run}"
