@@ -24,7 +24,7 @@ def panels():
 
 
 def points_of_row(points, row):
-  """Returns the points of an architecture."""
+  """Returns the points of an architecture, such as "diff"."""
   return [point for point in points if point.row == row]
 
 
@@ -42,35 +42,39 @@ def test_points_are_differences_from_the_baseline(ablations, tmp_path):
   (point,) = points_of_row(points, "diff")
   assert point.against == "transformer"
   assert point.estimate == comparison.difference(ablations, "diff", LOSS)
+  # 600 steps of 16 rows of 256 tokens.
   assert point.tokens == 600 * 16 * 256
+  # The baseline itself has no point.
   assert points_of_row(points, "transformer") == []
 
 
 def test_variants_with_other_numbers_of_heads_are_left_out(ablations, tmp_path):
+  assert "diff,heads=4" in comparison.variant_names(ablations)
   results.write(tmp_path / "ablations/results.json", ablations)
 
   points = first_page.project_points(tmp_path)
 
-  assert "diff,heads=4" in comparison.variant_names(ablations)
+  # Only "diff" itself has a point.
   assert len(points_of_row(points, "diff")) == 1
 
 
 def test_points_of_an_experiment_appear_with_its_results(ablations, tmp_path):
-  """The experiment "tokens" has other baselines than the ablations."""
+  """The experiment "tokens" trains on more tokens.
+
+  For example, its variant "diff,times=4" is trained on 4 times as many.
+  """
   results.write(tmp_path / "ablations/results.json", ablations)
-  before = first_page.project_points(tmp_path)
-  # Its variants are trained on more tokens: "diff,times=4" on 4 times as many.
+  points_before = first_page.project_points(tmp_path)
   runs = []
   for run in ablations["runs"]:
-    if run["variant"] == "diff":
-      runs.append({**run, "variant": "diff,times=4"})
-    elif run["variant"] == "transformer_norm":
-      runs.append({**run, "variant": "transformer_norm,times=4"})
+    if run["variant"] in ("diff", "transformer_norm"):
+      runs.append({**run, "variant": f"{run['variant']},times=4"})
   tokens = {**ablations, "baseline": "transformer_norm,*", "runs": runs}
-
   results.write(tmp_path / "tokens/results.json", tokens)
 
-  (added,) = set(first_page.project_points(tmp_path)) - set(before)
+  points = first_page.project_points(tmp_path)
+
+  (added,) = set(points) - set(points_before)
   assert added.row == "diff"
   assert added.against == "transformer_norm"
 
@@ -143,6 +147,7 @@ def test_every_published_source_is_named(panels):
 
 
 def test_every_point_is_in_the_frame():
+  """The frame has the limits of the y-axis."""
   bottom, top = first_page.FRAME
 
   for point in [*first_page.project_points(), *first_page.published_points()]:
@@ -150,7 +155,7 @@ def test_every_point_is_in_the_frame():
 
 
 def test_every_interval_that_leaves_the_frame_has_an_arrow(panels):
-  """Arrows are markers at the lower or the upper edge of the figure."""
+  """Arrows are markers at the lower or the upper edge of the frame."""
   bottom, top = first_page.FRAME
   num_below = 0
   num_above = 0
