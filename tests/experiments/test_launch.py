@@ -1,5 +1,11 @@
-"""Commands side by side: their devices, their errors and their end."""
+"""Commands side by side: their devices, their errors and their end.
 
+A slot is an equal share of this machine's devices. The commands of a slot get
+environment variables, with which they see only these devices.
+"""
+
+import concurrent.futures
+import functools
 import os
 import signal
 import subprocess
@@ -39,6 +45,7 @@ def test_two_slots_share_the_gpus():
 
 
 def test_slots_share_only_the_visible_gpus(monkeypatch):
+  # This process sees half of the GPUs of a machine.
   monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
   visible_gpus = Devices(backend="gpu", kind="H100", number=4)
 
@@ -59,17 +66,19 @@ def test_each_slot_has_one_tpu(slot):
 
 
 def test_slots_divide_the_cores_of_a_cpu(monkeypatch):
+  """XLA starts as many threads as NPROC says."""
   monkeypatch.setattr(os, "cpu_count", lambda: 16)
   cpu = Devices(backend="cpu", kind="cpu", number=1)
 
   variables = environment(cpu, slot=1, slots=2)
 
-  # XLA starts as many threads as NPROC says.
+  # Half of the 16 cores.
   assert variables == {"NPROC": "8"}
 
 
 @pytest.mark.parametrize("backend", ["cpu", "gpu", "tpu"])
 def test_a_single_slot_has_the_whole_machine(backend):
+  """Its commands see all devices without an environment variable."""
   machine = Devices(backend, kind="a device", number=4)
 
   assert environment(machine, slot=0, slots=1) == {}
@@ -102,26 +111,22 @@ def test_devices_are_those_of_this_machine():
 def test_two_slots_run_two_jobs_at_a_time_in_order():
   started_jobs = []
   used_slots = []
-  lock = threading.Lock()
   # A job waits here for a second one, so it ends only if two run at a time.
   two_jobs = threading.Barrier(2, timeout=30)
 
-  def make_job(number):
-    def job(slot):
-      with lock:
-        started_jobs.append(number)
-        used_slots.append(slot)
-      two_jobs.wait()
-
-    return job
+  def start(name, slot):
+    started_jobs.append(name)
+    used_slots.append(slot)
+    two_jobs.wait()
 
   jobs = []
-  for number in range(4):
-    jobs.append((f"job {number}", make_job(number)))
+  for name in ("a", "b", "c", "d"):
+    jobs.append((name, functools.partial(start, name)))
+
   Launcher().side_by_side(jobs, slots=2)
 
-  assert set(started_jobs[:2]) == {0, 1}
-  assert set(started_jobs[2:]) == {2, 3}
+  assert set(started_jobs[:2]) == {"a", "b"}
+  assert set(started_jobs[2:]) == {"c", "d"}
   assert set(used_slots) == {0, 1}
 
 
@@ -193,6 +198,7 @@ def test_the_error_of_a_failed_command_names_its_log(tmp_path):
   ],
 )
 def test_the_reason_of_a_failure_is_read_from_standard_error(program, reason):
+  """It is the last line "error: …", or else the last line."""
   with pytest.raises(Failed) as failure:
     Launcher().call(python(program), tail=True)
 
@@ -210,7 +216,7 @@ def test_the_reason_of_a_failure_is_read_from_standard_error(program, reason):
 def test_the_reason_of_a_failure_is_read_from_its_part_of_the_log(
   tmp_path, program, reason
 ):
-  """The commands of a run append to one log."""
+  """The commands of a run append to one log. Earlier lines do not count."""
   log = tmp_path / "log.txt"
   log.write_text("error: of an earlier command\n")
 
@@ -251,8 +257,9 @@ def test_the_launcher_does_not_wait_for_processes_that_a_command_leaves():
   with pytest.raises(Failed, match="as said above") as failure:
     launcher.call(command, tail=True)
 
+  seconds = time.monotonic() - start
   assert failure.value.reason == "gone"
-  assert time.monotonic() - start < 25
+  assert seconds < 25
 
 
 def wait_for(path):
@@ -276,23 +283,19 @@ time.sleep(60)
 def test_stop_ends_the_running_command(tmp_path):
   launcher = Launcher()
   command = [*python(SLEEPS_FOR_60_SECONDS), str(tmp_path / "started")]
-  errors = []
 
-  def call():
-    try:
-      launcher.call(command)
-    except Stopped as error:
-      errors.append(error)
+  with concurrent.futures.ThreadPoolExecutor(max_workers=1) as pool:
+    call = pool.submit(launcher.call, command)
+    wait_for(tmp_path / "started")
+    start = time.monotonic()
+    launcher.stop()
 
-  thread = threading.Thread(target=call)
-  thread.start()
-  wait_for(tmp_path / "started")
-  start = time.monotonic()
-  launcher.stop()
-  thread.join()
+    # The call ends with this error.
+    with pytest.raises(Stopped):
+      call.result()
 
-  assert len(errors) == 1
-  assert time.monotonic() - start < 30
+  seconds = time.monotonic() - start
+  assert seconds < 30
 
 
 def test_a_stopped_launcher_starts_no_command():
@@ -347,7 +350,7 @@ with Launcher() as launcher:
 
 
 @pytest.mark.parametrize(
-  "number, jobs",
+  "signal_number, jobs",
   [
     (signal.SIGTERM, "without jobs"),
     (signal.SIGHUP, "without jobs"),
@@ -356,7 +359,7 @@ with Launcher() as launcher:
   ],
 )
 def test_at_a_signal_the_command_gets_sigterm_and_can_save(
-  tmp_path, number, jobs
+  tmp_path, signal_number, jobs
 ):
   process = subprocess.Popen(
     [
@@ -370,7 +373,7 @@ def test_at_a_signal_the_command_gets_sigterm_and_can_save(
   )
   wait_for(tmp_path / "started")
 
-  process.send_signal(number)
+  process.send_signal(signal_number)
   _, errors = process.communicate(timeout=30)
 
   assert process.returncode != 0, errors
