@@ -123,15 +123,18 @@ def test_finished_runs_are_not_repeated(run, trained_workdirs, flags, tmp_path):
   assert "(2 of 65 runs)" in out
 
 
+# Here, trainings take no time.
+@pytest.mark.usefixtures("trained_workdirs")
 def test_runs_side_by_side_write_their_output_to_their_workdirs(
-  run, trained_workdirs, monkeypatch, flags, tmp_path
+  run, monkeypatch, flags, tmp_path
 ):
   """A run of long_context trains a run of ablations and its extension."""
   modules_by_log = {}
-  fake_call = launch.Launcher.call
+  call_without_program = launch.Launcher.call
 
   def call(launcher, command, env=None, log=None, *, tail=False):
-    fake_call(launcher, command, env, log, tail=tail)
+    """Records a command, which takes no time."""
+    call_without_program(launcher, command, env, log, tail=tail)
     python, dash_m, module, *_ = command
     if module == "experiments.measure":
       workdir = pathlib.Path(command[-2])
@@ -167,13 +170,14 @@ def write_results_json(path, entry):
 def test_a_run_in_results_json_is_not_repeated_without_its_workdir(
   run, trained_workdirs, finished_run, flags, tmp_path
 ):
+  """Results are committed, and workdirs are not."""
   write_results_json(tmp_path / "out/results.json", finished_run)
   (tmp_path / "runs/ablations/cpu/diff/seed_0/result.json").unlink()
 
   _, errors = run("ablations", *flags, "--only=diff/seed_0", "--slice=0/2")
 
+  assert trained_workdirs == []
   assert "0 of 1 runs to do" in errors
-  assert not trained_workdirs
 
 
 # Here, trainings take no time.
@@ -344,6 +348,23 @@ def wait_for_step(workdir, step, process):
     time.sleep(0.02)
 
 
+def stop_at_step_5(workdir, flags):
+  """Sends SIGTERM to experiments.run at step 5 of a run of ablations.
+
+  Args:
+    workdir: The workdir of the run.
+    flags: The flags of experiments.run.
+
+  Returns:
+    The exit status, and the text of the standard error.
+  """
+  process = start("ablations", *flags)
+  wait_for_step(workdir, 5, process)
+  process.send_signal(signal.SIGTERM)
+  _, errors = process.communicate(timeout=120)
+  return process.returncode, errors
+
+
 @pytest.mark.full
 def test_a_run_that_sigterm_stopped_is_resumed(run, tmp_path):
   flags = [
@@ -358,23 +379,22 @@ def test_a_run_that_sigterm_stopped_is_resumed(run, tmp_path):
   ]
   workdir = tmp_path / "runs/ablations/cpu/diff/seed_0"
 
-  process = start("ablations", *flags)
-  wait_for_step(workdir, 5, process)
-  process.send_signal(signal.SIGTERM)
-  _, errors = process.communicate(timeout=120)
+  exit_status, errors = stop_at_step_5(workdir, flags)
 
-  assert process.returncode == 130, errors
+  assert exit_status == 130, errors
   assert "SIGTERM: saving" in errors
   assert "0 of 1 runs are done; the same command goes on\n" in errors
   assert "error: interrupted" in errors
   last_step = logged_steps(workdir)[-1]
   assert 5 <= last_step < 600
+  # There are no results yet.
   assert not (workdir / "result.json").exists()
   assert not list((tmp_path / "out").glob("*"))
   seconds, machine_name = execute.time_spent(workdir)
   assert seconds > 0
 
-  # The time of the stopped process counts. Make it longer than any other.
+  # The time of the stopped process counts. Here it is made longer than that of
+  # any other process.
   stopped_seconds = 1e6
   results.write(
     workdir / "spent.json",
