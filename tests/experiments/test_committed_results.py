@@ -41,10 +41,16 @@ def numbers_of(summary):
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=str)
 def test_results_have_the_settings_of_the_grid(folder):
-  """The command that adds runs to results refuses those with other settings."""
+  """The command that adds runs to results refuses those with other settings.
+
+  The folder NAME has the results of the grid "cpu". The results of other grids
+  are in NAME/GRID.
+  """
   experiment = load_experiment(folder)
-  name = folder.parts[0]
-  grid_name = "cpu" if len(folder.parts) == 1 else folder.parts[1]
+  name, *subfolders = folder.parts
+  grid_name = "cpu"
+  if subfolders:
+    (grid_name,) = subfolders
   runs = grid.expand(name, experiment.grids[grid_name], {})
   location_fields = LOCATION_FIELDS if experiment.prepare else ()
 
@@ -64,7 +70,7 @@ def test_results_have_the_settings_of_the_grid(folder):
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=str)
-def test_the_table_shows_the_results(folder):
+def test_the_committed_table_shows_the_results(folder):
   text = table.markdown(load_experiment(folder), read_results(folder))
 
   assert text == (grid.FOLDER / folder / "table.md").read_text()
@@ -72,7 +78,7 @@ def test_the_table_shows_the_results(folder):
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=str)
 def test_the_summary_is_computed_from_the_results(folder):
-  """A summary has fits to the results, whose last digits differ by machine."""
+  """The last digits of fits differ between machines."""
   stored = read_results(folder)
   experiment = load_experiment(folder)
   if experiment.summarise is None:
@@ -87,6 +93,7 @@ def test_the_summary_is_computed_from_the_results(folder):
 @pytest.mark.parametrize("file", ["plot.png", "plot.svg"])
 @pytest.mark.parametrize("folder", FOLDERS, ids=str)
 def test_results_have_figures(folder, file):
+  # A file of an empty figure is smaller.
   assert (grid.FOLDER / folder / file).stat().st_size > 20_000
 
 
@@ -101,7 +108,7 @@ def figures():
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=str)
 def test_all_axes_have_labels(figures, folder):
-  """A y-axis may have words at its ticks, or share the label of another."""
+  """A y-axis needs none if its ticks are words, or if panels share the axis."""
   for axes in figures[folder].axes:
     if not axes.axison:
       continue
@@ -117,7 +124,10 @@ def test_all_axes_have_labels(figures, folder):
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=str)
 def test_no_line_connects_categories(figures, folder):
-  """Numbers of bits are categories with an order, so lines may connect them."""
+  """A line would suggest values between two categories.
+
+  Numbers of bits are categories with an order, so lines may connect them.
+  """
   for axes in figures[folder].axes:
     locator = axes.xaxis.get_major_locator()
     has_categories = isinstance(locator, matplotlib.category.StrCategoryLocator)
