@@ -69,6 +69,7 @@ def test_the_right_label_is_the_most_frequent_one_of_a_word(seed):
 
 
 def test_training_episodes_have_the_share_of_wrong_labels():
+  """Demonstrations are texts like "w7:y4": a word and its label."""
   rng = np.random.default_rng(0)
   num_right = 0
   num_shown = 0
@@ -219,31 +220,43 @@ def test_a_row_of_the_training_is_one_episode(training_rows):
   assert (batch["targets"][:, -1] == tokenizer.separator).all()
 
 
-def test_training_learns_queries_and_labels_after_the_demonstrations(
-  training_rows,
-):
+def words_of_row(tokenizer, batch, row):
+  """Returns the words of a row without a loss, and the words with a loss.
+
+  The separators at both ends of the row are left out.
+  """
+  has_loss = batch["weights"][row] > 0
+  context = batch["tokens"][row][1:][~has_loss[1:]]
+  learned = batch["targets"][row][:-1][has_loss[:-1]]
+  return tokenizer.decode(context).split(), tokenizer.decode(learned).split()
+
+
+def test_training_learns_queries_and_their_labels_in_turn(training_rows):
   tokenizer, batch = training_rows
 
   for row in range(4):
-    is_learned = batch["weights"][row] > 0
-    # Without the separators at both ends of the row.
-    tokens = batch["tokens"][row][1:][~is_learned[1:]]
-    targets = batch["targets"][row][:-1][is_learned[:-1]]
-    # The last word of the context is the first query.
-    *demonstrations, _ = tokenizer.decode(tokens).split()
-    learned = tokenizer.decode(targets).split()
-    queries = learned[::2]
-    labels = learned[1::2]
+    _, learned = words_of_row(tokenizer, batch, row)
 
-    assert len(queries) == len(labels) == SIZES.queries
+    assert len(learned) == 2 * SIZES.queries
+    for label in learned[1::2]:
+      assert label.startswith("y")
+
+
+def test_queries_are_about_words_of_the_demonstrations(training_rows):
+  tokenizer, batch = training_rows
+
+  for row in range(4):
+    context, learned = words_of_row(tokenizer, batch, row)
+    # The last word of the context is the first query.
+    *demonstrations, _ = context
+    queries = learned[::2]
+
     shown_words = set()
     for demonstration in demonstrations:
       word, colon, _ = demonstration.partition(":")
       assert colon
       shown_words.add(word)
     assert set(queries) <= shown_words
-    for label in labels:
-      assert label.startswith("y")
 
 
 class CountingModel:
