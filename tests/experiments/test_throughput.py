@@ -112,6 +112,7 @@ def test_speeds_are_tokens_over_median_times(small_config):
 
 
 def test_every_layer_takes_the_same_memory(small_config, mesh):
+  """So the layers that fit follow from the memory of two and three layers."""
   # Without rematerialization, few layers are unrolled on a CPU. With it they
   # are scanned, as on GPUs and TPUs.
   model = dataclasses.replace(small_config.model, remat="attention")
@@ -127,7 +128,10 @@ def test_every_layer_takes_the_same_memory(small_config, mesh):
   assert mean_of_four == pytest.approx(third_layer, rel=0.05)
   for layers in (3, 7):
     memory = 1.01 * needed_bytes(layers)
-    assert experiment.layers_that_fit(9, memory, needed_bytes) == layers
+    actual = experiment.layers_that_fit(
+      layers=9, limit=memory, needed=needed_bytes
+    )
+    assert actual == layers
 
 
 def needs_100_bytes_per_layer(layers):
