@@ -64,8 +64,10 @@ def test_the_answers_are_the_values_of_the_pairs_that_are_asked_for():
 
 @pytest.mark.parametrize("noise", [0.0, 0.5, 1.0])
 def test_only_the_keys_of_pairs_have_noise(noise):
+  """A question is the key of a pair without the noise."""
   batch = make_batch(noise)
 
+  # `places` are the positions of the pairs that the questions are about.
   question_keys = batch.keys[:, NUM_PAIRS:]
   pair_keys = jnp.take_along_axis(batch.keys, batch.places[..., None], axis=1)
   noise_rms = np.sqrt(np.mean((pair_keys - question_keys) ** 2))
