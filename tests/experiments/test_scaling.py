@@ -94,13 +94,13 @@ def test_a_fit_of_the_papers_losses_gives_about_its_shares():
     "diff": (billions, [3.138, 3.062, 2.977, 2.934, 2.872]),
   }
 
-  factor = fit(curves, at=6.837).share("transformer", "diff")
-  share = fit(curves, at=13.123).share("diff", "transformer")
+  transformer_share = fit(curves, at=6.837).share("transformer", "diff")
+  diff_share = fit(curves, at=13.123).share("diff", "transformer")
 
-  # A share of 6.837 / 10.6, which is 65%.
-  transformer_billions = 6.837 * factor
+  # 6.837 billions of DIFF equal 10.6 billions of the Transformer: 65%.
+  transformer_billions = 6.837 * transformer_share
   assert transformer_billions == pytest.approx(10.6, abs=0.05)
-  assert share == pytest.approx(0.632, abs=5e-4)
+  assert diff_share == pytest.approx(0.632, abs=5e-4)
 
 
 def test_the_jackknife_interval_of_a_mean_is_its_t_interval():
@@ -179,12 +179,13 @@ def test_about_95_percent_of_intervals_contain_the_true_share(axis):
   num_hits = {"diff": 0, "diff_v2": 0}
   for _ in range(num_grids):
     simulated = simulate(points, true_fit, spread, rng)
-    intervals = log_share_intervals(simulated, num_hits)
+    intervals = log_share_intervals(simulated, names=["diff", "diff_v2"])
     for name, (low, high) in intervals.items():
-      if low < np.log(true_fit.share(name, "transformer")) < high:
+      true_share = true_fit.share(name, "transformer")
+      if low < np.log(true_share) < high:
         num_hits[name] += 1
 
-  # A share of 120 draws has a standard deviation of 0.02.
+  # The fraction of 120 hits has a standard deviation of 0.02.
   assert 0.9 < num_hits["diff"] / num_grids < 0.98
   assert 0.9 < num_hits["diff_v2"] / num_grids < 0.98
 
