@@ -150,18 +150,18 @@ def bounds_of(errorbar):
 
 def test_means_and_their_intervals_are_drawn():
   # Losses of five seeds at four steps.
-  values = np.random.default_rng(0).normal(3, 1, (5, 4))
+  losses = np.random.default_rng(0).normal(3, 1, size=(5, 4))
 
-  axes, errorbars = draw_over_seeds({"diff": values})
+  axes, errorbars = draw_over_seeds({"diff": losses})
 
   means = means_of(errorbars["DIFF"])
-  chex.assert_trees_all_close(means, values.mean(axis=0), **FLOAT64)
-  bounds = np.array(bounds_of(errorbars["DIFF"]))
-  expected = []
-  for losses_of_step in values.T:
+  chex.assert_trees_all_close(means, losses.mean(axis=0), **FLOAT64)
+  expected_bounds = []
+  for losses_of_step in losses.T:
     _, low, high = comparison.mean_interval(losses_of_step)
-    expected.append((low, high))
-  chex.assert_trees_all_close(bounds, np.array(expected), **FLOAT64)
+    expected_bounds.append((low, high))
+  bounds = np.array(bounds_of(errorbars["DIFF"]))
+  chex.assert_trees_all_close(bounds, np.array(expected_bounds), **FLOAT64)
   # The frame contains all intervals.
   bottom, top = axes.get_ylim()
   assert bottom < bounds.min()
