@@ -211,7 +211,8 @@ def test_training_learns_only_the_words_after_the_question(tmp_path):
 
   batch = next(pipeline.training_batches(run.config))
 
-  # A segment of a row is an example.
+  # A segment of a row is an example. Its answer has a key and a value for each
+  # pair that is asked for. The loss begins at the question.
   for row in range(2):
     segments = batch["segment_ids"][row]
     for segment in range(1, segments.max() + 1):
