@@ -42,6 +42,7 @@ def write_folder(path, entries):
 
 
 def test_an_entry_describes_its_run(entries, runs):
+  # The second run is diff/seed_0.
   entry = entries[1]
 
   assert entry["name"] == "diff/seed_0"
@@ -209,6 +210,7 @@ def test_a_folder_with_a_run_of_another_grid_is_refused(
 def test_a_folder_of_another_config_is_refused(entries, runs, tmp_path):
   path = tmp_path / "results.json"
   write_folder(path, entries)
+  # The results are of 600 steps.
   changed_runs = [grid.with_fields(run, {"train.steps": 200}) for run in runs]
 
   with pytest.raises(
