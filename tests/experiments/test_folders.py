@@ -696,20 +696,13 @@ def test_import_flags_are_split_from_other_arguments():
 
 
 def test_the_command_that_measures_imports_the_modules(tmp_path):
+  """It reports a module that it cannot import."""
+  command = [sys.executable, "-m", "experiments.measure", "--import=no_such"]
+  # The experiment, its grid, and two directories that are not reached.
+  command += ["ablations", "cpu", str(tmp_path), str(tmp_path)]
+
   result = subprocess.run(
-    [
-      sys.executable,
-      "-m",
-      "experiments.measure",
-      "--import=no_such",
-      "ablations",
-      "cpu",
-      str(tmp_path),
-      str(tmp_path),
-    ],
-    cwd=grid.FOLDER.parent,
-    capture_output=True,
-    text=True,
+    command, cwd=grid.FOLDER.parent, capture_output=True, text=True
   )
 
   assert result.returncode == 1
@@ -816,6 +809,7 @@ def test_a_variant_of_the_user_is_trained_and_compared(small_run, folder):
   own_variants.write_modules(folder)
   (folder / "experiment.py").write_text(VARIANT_OF_THE_USER_AND_DIFF)
 
+  # The registry of variants belongs to this process.
   with own_variants.restore_registry():
     out, _ = small_run(steps=2)
 
