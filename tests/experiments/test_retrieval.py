@@ -268,7 +268,9 @@ def test_the_plot_of_needles_has_every_row(make_results):
     numbers = dict.fromkeys(experiment.LARGE.metrics.values(), 0.5)
     return numbers | {"accuracy_6/2": 0.1 * run.seed}
 
-  grid_results = make_results("retrieval", experiment.LARGE, measured, "gpu")
+  grid_results = make_results(
+    "retrieval", experiment.LARGE, measured, chosen="gpu"
+  )
 
   accuracy, _ = experiment.plot_needles(grid_results).axes
 
