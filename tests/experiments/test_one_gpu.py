@@ -104,7 +104,7 @@ def test_the_figure_of_tuning_has_losses_over_learning_rates(make_results):
   def measure(run):
     return {"validation/loss": 3.0 + run.config.optimizer.learning_rate}
 
-  results = make_results("one_gpu", EXPERIMENT, measure, "tune")
+  results = make_results("one_gpu", EXPERIMENT, measure, chosen="tune")
 
   axes = EXPERIMENT.plot({**results, "grid": "tune"}).axes[0]
 
@@ -121,7 +121,7 @@ def test_the_figure_of_the_comparison_has_a_row_for_each_architecture(
   def measure(run):
     return {"validation/loss": 3.0 + run.seed}
 
-  results = make_results("one_gpu", EXPERIMENT, measure, "gpu")
+  results = make_results("one_gpu", EXPERIMENT, measure, chosen="gpu")
 
   axes = EXPERIMENT.plot({**results, "grid": "gpu"}).axes[0]
 
