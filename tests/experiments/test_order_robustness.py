@@ -405,7 +405,7 @@ def test_many_shot_measurements_have_the_columns_of_table_and_plot(
     return measured
 
   grid_results = make_results(
-    "order_robustness", experiment.LARGE, same_for_all, "gpu"
+    "order_robustness", experiment.LARGE, same_for_all, chosen="gpu"
   )
   curve, spreads = experiment.plot_many_shot(grid_results).axes
   _, labels = curve.get_legend_handles_labels()
