@@ -245,7 +245,7 @@ def test_an_unknown_argument_is_refused(cloud, script):
 def test_create_requests_a_slice_with_the_image_of_its_generation(
   cloud, kind, image
 ):
-  """The kind v5p-8 is of the generation v5p."""
+  """The kind v5p-8, for example, is of the generation v5p."""
   # The state of the request after it has been made.
   cloud.write("create.1", "ACTIVE")
 
@@ -340,10 +340,10 @@ def test_create_reports_a_request_that_ends(cloud, state):
 )
 def test_create_replaces_a_slice_that_is_gone(cloud, request_state, node_state):
   """A request may have failed, or its slice may have been taken away."""
-  # The first request and its slice.
+  # The states of the first request and of its slice.
   cloud.write("request", request_state)
   cloud.write("node", node_state)
-  # The second request.
+  # The state of the second request after it has been made.
   cloud.write("create.1", "ACTIVE")
 
   status, output = cloud.run("create.sh")
@@ -388,7 +388,7 @@ def test_create_ends_if_gcloud_keeps_failing(cloud):
 
 
 def test_setup_copies_the_working_tree_to_all_workers(cloud):
-  """Neither ignored files nor those of an earlier copy are on the workers."""
+  """Ignored and deleted files, and those of an earlier copy, are not there."""
   repository = cloud.repository
   (repository / ".gitignore").write_text("ignored\n")
   (repository / "ignored").write_text("")
@@ -408,9 +408,11 @@ def test_setup_copies_the_working_tree_to_all_workers(cloud):
     source = worker / "diffjax/source"
     names = {path.name for path in source.iterdir()}
     assert names == {".gitignore", "a new file", "tools"}
-    uv_calls = (worker / "uv_calls").read_text(encoding="utf-8").splitlines()
-    assert "--python=3.12" in uv_calls[0].split()
-    assert uv_calls[1].endswith(f"--editable {source}[tpu,gcs]")
+    # The arguments of the two calls of uv.
+    text = (worker / "uv_calls").read_text(encoding="utf-8")
+    make_environment, install = text.splitlines()
+    assert "--python=3.12" in make_environment.split()
+    assert install.endswith(f"--editable {source}[tpu,gcs]")
 
 
 def test_setup_reports_a_worker_that_gets_no_copy(cloud):
