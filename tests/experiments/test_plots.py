@@ -197,35 +197,46 @@ def test_a_suffix_follows_the_names():
   assert list(errorbars) == ["DIFF, after", "Gated attention, after"]
 
 
-def test_learning_rates_are_those_of_the_name_or_the_config():
-  """A variant such as "diff,rate=0.5" names the rate. Others do not."""
-  # Six variants, which are more than there are line styles.
-  runs = []
-  for index in range(6):
-    without_rate = {
-      "variant": f"mine,a_{index}",
-      "config": {"optimizer.learning_rate": 0.25},
-      "results": {"loss": float(index)},
-    }
-    runs.append(without_rate)
-  with_rate = {
-    "variant": "diff,rate=0.5",
-    "config": {"optimizer.learning_rate": 0.25},
-    "results": {"loss": 7.0},
+def run_with_rate(variant, learning_rate, loss):
+  """Returns a run of a results.json, with the learning rate of its config."""
+  return {
+    "variant": variant,
+    "config": {"optimizer.learning_rate": learning_rate},
+    "results": {"loss": loss},
   }
-  runs.append(with_rate)
 
+
+def drawn_means(runs):
+  """Returns the points [learning rate, mean loss] of all lines."""
   figure = plots.over_rates(
     {"config": {}, "runs": runs}, metric="loss", title="loss"
   )
-
   figure.draw_without_rendering()
+  points = []
   # Each line of means is followed by the dots of its runs.
-  lines_of_means = figure.axes[0].lines[::2]
-  rates = []
-  losses = []
-  for line in lines_of_means:
-    rates += list(line.get_xdata())
-    losses += list(line.get_ydata())
-  assert rates == [0.25] * 6 + [0.5]
-  assert losses == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 7.0]
+  for line in figure.axes[0].lines[::2]:
+    points += line.get_xydata().tolist()
+  return points
+
+
+def test_learning_rates_are_those_of_the_name_or_the_config():
+  """A variant such as "diff,rate=0.5" names the rate. Others do not."""
+  runs = [
+    run_with_rate("diff,rate=0.5", learning_rate=0.25, loss=7.0),
+    run_with_rate("gated", learning_rate=0.25, loss=6.0),
+  ]
+
+  points = drawn_means(runs)
+
+  assert points == [[0.5, 7.0], [0.25, 6.0]]
+
+
+def test_more_options_than_line_styles_are_drawn():
+  """Options other than the learning rate have line styles."""
+  runs = [run_with_rate("diff", learning_rate=0.5, loss=7.0)]
+  for index in range(6):
+    runs.append(run_with_rate(f"mine,a_{index}", learning_rate=0.25, loss=6.0))
+
+  points = drawn_means(runs)
+
+  assert points == [[0.5, 7.0]] + 6 * [[0.25, 6.0]]
