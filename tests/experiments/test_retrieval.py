@@ -87,35 +87,37 @@ def test_the_cell_of_reference_is_measured():
   assert experiment.REFERENCE in experiment.CELLS
 
 
-def test_the_shares_of_given_attention_weights():
-  """Shares are the weights on the answer and on the other words of the context.
+def test_attention_to_the_answer_and_to_other_words_is_relative_to_the_sum():
+  """Weights of DIFF can be negative."""
+  # The positions are the separator, five words, "?" and the key of a question.
+  # The answer is the word at position 2.
+  weights = np.array([[0.1, 0.0, 0.5, 0.0, -0.1, 0.0, 0.1, 0.2]])
 
-  They are relative to all weights. Weights of DIFF can be negative.
-  """
-  # The positions are the separator, five words, "?" and the key. The answer of
-  # the first question is at position 2, and that of the second one at 3.
+  measured = experiment.shares(weights, places=np.array([2]))
+
+  total = 0.1 + 0.5 - 0.1 + 0.1 + 0.2
+  assert measured["answer_signed"] == pytest.approx(0.5 / total)
+  assert measured["noise_signed"] == pytest.approx(-0.1 / total)
+  absolute_total = 0.1 + 0.5 + 0.1 + 0.1 + 0.2
+  assert measured["answer_absolute"] == pytest.approx(0.5 / absolute_total)
+  assert measured["noise_absolute"] == pytest.approx(0.1 / absolute_total)
+
+
+def test_attention_shares_of_questions_are_ratios_of_sums():
+  """The weights of a single question may add up to nearly 0."""
+  # The positions are the separator, two words, "?" and the key of a question.
   weights = np.array(
     [
-      [0.1, 0.0, 0.5, 0.0, -0.1, 0.0, 0.1, 0.2],
-      [0.0, 0.0, 0.0, 0.7, -0.1, 0.0, 0.0, 0.2],
+      [0.0, 0.5, -0.1, 0.1, 0.3],
+      [0.0, -0.2, 0.7, 0.0, -0.3],
     ]
   )
 
-  measured = experiment.shares(weights, places=np.array([2, 3]))
+  measured = experiment.shares(weights, places=np.array([1, 2]))
 
-  # The sums of both questions.
-  answer = 0.5 + 0.7
-  other_words = -0.1 - 0.1
-  total = 0.8 + 0.8
-  assert measured["answer_signed"] == pytest.approx(answer / total)
-  assert measured["noise_signed"] == pytest.approx(other_words / total)
-  # The sums of absolute weights.
-  absolute_other_words = 0.1 + 0.1
-  absolute_total = 1.0 + 1.0
-  assert measured["answer_absolute"] == pytest.approx(answer / absolute_total)
-  assert measured["noise_absolute"] == pytest.approx(
-    absolute_other_words / absolute_total
-  )
+  total = 0.8 + 0.2
+  assert measured["answer_signed"] == pytest.approx((0.5 + 0.7) / total)
+  assert measured["noise_signed"] == pytest.approx((-0.1 - 0.2) / total)
 
 
 @pytest.fixture
