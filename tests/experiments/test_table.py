@@ -37,43 +37,49 @@ def cells_of(line):
   return [cell.strip() for cell in line.split("|")[1:-1]]
 
 
-def test_the_first_table_has_means_and_the_difference_of_the_first_metric():
+def first_table(results):
+  """Returns the rows of the first table: rows["diff"]["loss"] is a cell."""
+  header, _, *lines = table.markdown(EXPERIMENT, results).splitlines()
+  rows = {}
+  for line in lines:
+    # The table ends with an empty line.
+    if not line:
+      break
+    cells = cells_of(line)
+    rows[cells[0]] = dict(zip(cells_of(header), cells, strict=True))
+  return rows
+
+
+def test_the_first_table_has_the_means_and_deviations_of_all_metrics():
   results = make_results(
     {"transformer": [1.99, 2.0, 2.01], "diff": [1.89, 1.9, 1.91]}
   )
 
-  text = table.markdown(EXPERIMENT, results)
+  rows = first_table(results)
 
-  header, _, transformer, diff, *_ = text.splitlines()
+  assert rows["transformer"] == {
+    "": "transformer",
+    "parameters": "1 M",
+    "seeds": "3",
+    "loss": "2.0000 ± 0.0100",
+    # The runs have no result "hits".
+    "hits": "–",
+    "loss − transformer's": "",
+  }
+  assert rows["diff"]["loss"] == "1.9000 ± 0.0100"
+
+
+def test_the_first_table_has_the_difference_of_the_first_metric():
+  results = make_results(
+    {"transformer": [1.99, 2.0, 2.01], "diff": [1.89, 1.9, 1.91]}
+  )
+
+  rows = first_table(results)
+
   _, low, high = comparison.difference(results, "diff", "validation/loss")
-  # The difference is bold, since it is significant.
+  # It is bold, since it is significant.
   difference = f"**-0.1000 [{low:+.4f}, {high:+.4f}]**"
-  # The runs have no result "hits".
-  no_hits = "–"
-  assert cells_of(header) == [
-    "",
-    "parameters",
-    "seeds",
-    "loss",
-    "hits",
-    "loss − transformer's",
-  ]
-  assert cells_of(transformer) == [
-    "transformer",
-    "1 M",
-    "3",
-    "2.0000 ± 0.0100",
-    no_hits,
-    "",
-  ]
-  assert cells_of(diff) == [
-    "diff",
-    "1 M",
-    "3",
-    "1.9000 ± 0.0100",
-    no_hits,
-    difference,
-  ]
+  assert rows["diff"]["loss − transformer's"] == difference
 
 
 def test_the_second_table_has_the_differences_of_the_other_metrics():
