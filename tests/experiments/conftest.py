@@ -72,8 +72,8 @@ def make_workdir(tmp_path):
 def make_results():
   """A function that returns the results.json of an experiment's grid.
 
-  In make_results("tokens", experiment, measured, "cpu"), the metrics of each
-  run are `measured(run)`, and nothing is trained.
+  In make_results("tokens", experiment, measured, chosen="cpu"), the metrics of
+  each run of the grid "cpu" are `measured(run)`, and nothing is trained.
   """
 
   def make(name, experiment, measured, chosen="cpu"):
