@@ -11,6 +11,15 @@ from tests.harness import in_process
 _WORKDIR = "--workdir="
 
 
+def configs_by_workdir(output):
+  """Returns the config of each printed `diffjax.train` command, by workdir."""
+  configs = {}
+  for line in output.splitlines():
+    workdir, config = parsed(line)
+    configs[workdir] = config
+  return configs
+
+
 def parsed(line):
   """Returns the workdir and the config of a printed `diffjax.train` command."""
   python, dash_m, module, *arguments = shlex.split(line)
