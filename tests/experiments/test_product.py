@@ -8,7 +8,7 @@ import pytest
 from diffjax.config import UserError
 from experiments import folders, grid, product
 from experiments.grid import Grid
-from tests.experiments.printed import parsed
+from tests.experiments.printed import configs_by_workdir
 from tests.harness import in_process
 
 FACTORS = {
@@ -168,18 +168,13 @@ def test_printed_commands_train_the_runs_of_the_grid(
 
   out, _ = run(folder, "--print", f"--workdir={tmp_path}/runs", "--steps=5")
 
-  # The configs of the printed commands, and those of the grid, by workdir.
-  printed = {}
-  for line in out.splitlines():
-    workdir, config = parsed(line)
-    printed[workdir] = config
   runs_dir = tmp_path / "runs" / folders.identifier(folder) / "cpu"
   expected = {}
   for each_run in expand(folder, {"train.steps": 5, "eval.interval": 5}):
     expected[str(runs_dir / each_run.name)] = each_run.config
   # Each of three factors has two values.
-  assert len(printed) == 2 * 2 * 2
-  assert printed == expected
+  assert len(expected) == 2 * 2 * 2
+  assert configs_by_workdir(out) == expected
 
 
 CONFIG_WITH_LAMBDA_INIT = """
