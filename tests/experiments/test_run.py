@@ -23,7 +23,7 @@ from experiments import (
   study,
   training_log,
 )
-from tests.experiments.printed import parsed
+from tests.experiments.printed import configs_by_workdir
 
 # Flags of a model so small that the start of a command takes most of its time.
 SMALL_MODEL = [
@@ -717,11 +717,7 @@ def test_printed_commands_have_the_configs_of_the_grid(
     "--set=eval.interval=2",
   )
 
-  printed = {}
-  for line in out.splitlines():
-    workdir, config = parsed(line)
-    printed[workdir] = config
-  assert printed == expected
+  assert configs_by_workdir(out) == expected
 
 
 @pytest.mark.parametrize("name", ["noisy_lookup", "throughput"])
