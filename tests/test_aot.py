@@ -132,9 +132,11 @@ def test_a_collective_is_read_with_its_axes_and_bytes(kind, axes):
   def program(x):
     return communicate(kind, x, axes)
 
-  expected_bytes = received_bytes(kind, num_devices=2 ** len(axes))
-  expected = Collective(kind, axes, expected_bytes, times=1)
-  assert compiled_collectives(program) == [expected]
+  found = compiled_collectives(program)
+
+  num_devices = 2 ** len(axes)
+  expected_bytes = received_bytes(kind, num_devices)
+  assert found == [Collective(kind, axes, expected_bytes, times=1)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -153,15 +155,15 @@ def test_a_collective_in_nested_loops_counts_each_iteration(kind):
     x, _ = jax.lax.scan(outer_step, x, None, length=5)
     return x
 
-  # data = 2 and fsdp = 2 are four devices.
+  found = compiled_collectives(program)
+
+  # The axes data and fsdp have two devices each, so four in all.
   expected_bytes = received_bytes(kind, num_devices=4)
-  expected = Collective(kind, axes, expected_bytes, times=5 * 3)
-  assert compiled_collectives(program) == [expected]
+  assert found == [Collective(kind, axes, expected_bytes, times=5 * 3)]
 
 
 # The collectives in text as TPU compilers write it. Eight devices.
 
-MESH = {"data": 2, "fsdp": 4}
 ALONG_FSDP = "replica_groups=[2,4]<=[8]"
 ALONG_DATA = "replica_groups=[4,2]<=[2,4]T(1,0)"
 
@@ -192,7 +194,6 @@ LOOP = [
   "%loop = (s32[], f32[8]) while(%tuple), condition=%condition, body=%body,"
   " metadata={}",
 ]
-LOOP_ITERATIONS = 11
 
 
 def loop_computations(*instructions: str) -> str:
@@ -257,13 +258,15 @@ def test_every_notation_of_groups_is_read(groups, axes):
     "%a = bf16[8,16]{1,0:T(8,128)(2,1)} all-gather(%x), channel_id=1,"
     f" {groups}, dimensions={{0}}"
   )
+  mesh = {"data": 2, "fsdp": 4}
 
-  num_devices = math.prod(MESH[axis] for axis in axes)
+  found = collectives(text, mesh)
+
+  group_size = math.prod(mesh[axis] for axis in axes)
   result_bytes = 8 * 16 * 2
   # Each device already has its own part of the result.
-  received = result_bytes * (num_devices - 1) / num_devices
-  expected = Collective("all-gather", axes, received, times=1)
-  assert collectives(text, MESH) == [expected]
+  received = result_bytes * (group_size - 1) / group_size
+  assert found == [Collective("all-gather", axes, received, times=1)]
 
 
 def test_an_all_reduce_of_several_arrays_counts_all_of_them():
@@ -272,15 +275,18 @@ def test_an_all_reduce_of_several_arrays_counts_all_of_them():
     f" %y), channel_id=9, {ALONG_DATA}, to_apply=%add"
   )
 
-  # 16 numbers and one more, each of 4 bytes. A ring of n devices passes each
-  # array on 2 (n − 1) / n times.
-  received = (16 + 1) * 4 * 2 * (2 - 1) / 2
-  expected = Collective("all-reduce", ("data",), received, times=1)
-  assert collectives(text, {"data": 2, "fsdp": 4}) == [expected]
+  found = collectives(text, {"data": 2, "fsdp": 4})
+
+  # The arrays f32[16] and f32[].
+  array_bytes = (16 + 1) * 4
+  # In a ring of n devices, each receives 2 (n − 1) / n of an array. `data` has
+  # two devices.
+  received = array_bytes * 2 * (2 - 1) / 2
+  assert found == [Collective("all-reduce", ("data",), received, times=1)]
 
 
-def test_the_start_and_the_end_of_a_collective_count_once():
-  """An asynchronous collective is two instructions: "start" and "done"."""
+def test_an_asynchronous_collective_counts_once():
+  """It is two instructions, with the suffixes "start" and "done"."""
   text = program_text(
     "%p = (bf16[8,16]{1,0}, bf16[8,16]{1,0}, u32[]{:S(2)}, u32[]{:S(2)})"
     " collective-permute-start(%x), source_target_pairs={{0,1},{1,0}}",
@@ -290,10 +296,12 @@ def test_the_start_and_the_end_of_a_collective_count_once():
     "%t = bf16[8,16]{1,0} all-to-all-done(%s)",
   )
 
+  found = collectives(text, {"data": 2, "fsdp": 4})
+
   array_bytes = 8 * 16 * 2
-  assert collectives(text, {"data": 2, "fsdp": 4}) == [
+  assert found == [
     Collective("collective-permute", ("fsdp",), array_bytes, times=1),
-    # A device keeps its own quarter.
+    # A device keeps its own quarter, and receives the rest.
     Collective("all-to-all", ("fsdp",), array_bytes * 3 / 4, times=1),
   ]
 
@@ -313,11 +321,12 @@ def test_an_all_reduce_and_a_slice_in_a_loop_are_a_reduce_scatter():
   )
   text = program_text(*LOOP, computations=reduce_scatter + body)
 
-  # The all-reduce has a result of float32 [16, 8]. A device sums a quarter.
+  found = collectives(text, {"data": 2, "fsdp": 4})
+
+  # The all-reduce is of float32 [16, 8]. A device receives three quarters.
   received = 16 * 8 * 4 * 3 / 4
-  assert collectives(text, {"data": 2, "fsdp": 4}) == [
-    Collective("reduce-scatter", ("fsdp",), received, times=LOOP_ITERATIONS)
-  ]
+  # LOOP counts from 2 to 24 by 2, which are 11 iterations.
+  assert found == [Collective("reduce-scatter", ("fsdp",), received, times=11)]
 
 
 def gather_part(name: str, channel: int, chain: int) -> str:
@@ -355,11 +364,14 @@ def test_the_parts_of_a_gather_count_once():
     computations=computations,
   )
 
-  # The whole gather has a result of bfloat16 [16, 8].
+  found = collectives(text, {"data": 2, "fsdp": 4})
+
+  # A gather is of bfloat16 [16, 8]. A device receives three quarters.
   received = 16 * 8 * 2 * 3 / 4
-  assert collectives(text, {"data": 2, "fsdp": 4}) == [
+  # LOOP counts from 2 to 24 by 2, which are 11 iterations.
+  assert found == [
     Collective("all-gather", ("fsdp",), received, times=1),
-    Collective("all-gather", ("fsdp",), received, times=LOOP_ITERATIONS),
+    Collective("all-gather", ("fsdp",), received, times=11),
   ]
 
 
@@ -395,7 +407,10 @@ def test_the_exchange_between_slices_is_along_the_axis_of_slices():
 
 
 def test_windowed_einsums_are_counted():
-  """They are matrix products as loops over shards. Another loop is not one."""
+  """A windowed einsum is a matrix product that loops over shards.
+
+  The first two loops are such products, and the third is not.
+  """
   text = program_text(
     "%w.1 = (bf16[8]) while(%t), condition=%c,"
     " body=%wide.windowed_dot_general_body_ag.1.clone, metadata={}",
@@ -408,7 +423,7 @@ def test_windowed_einsums_are_counted():
 
 
 def test_a_loop_without_collectives_needs_no_count():
-  """Without instructions, the condition does not tell the iterations."""
+  """The condition is empty, so the number of iterations is unknown."""
   body = computation_text("body", "%y = s32[] add(%x, %x)")
   condition = computation_text("condition")
   text = program_text(
@@ -416,11 +431,11 @@ def test_a_loop_without_collectives_needs_no_count():
     computations=body + condition,
   )
 
-  assert collectives(text, MESH) == []
+  assert collectives(text, {"data": 2, "fsdp": 4}) == []
 
 
 def test_a_collective_in_a_loop_without_a_count_is_an_error():
-  """Without instructions, the condition does not tell the iterations."""
+  """The condition is empty, so the number of iterations is unknown."""
   body = computation_text(
     "body", "%y = s32[8] all-reduce(%x), replica_groups={}, to_apply=%add"
   )
@@ -431,7 +446,7 @@ def test_a_collective_in_a_loop_without_a_count_is_an_error():
   )
 
   with pytest.raises(ValueError, match="iterations"):
-    collectives(text, MESH)
+    collectives(text, {"data": 2, "fsdp": 4})
 
 
 def test_groups_in_an_unknown_notation_are_an_error():
@@ -441,7 +456,7 @@ def test_groups_in_an_unknown_notation_are_an_error():
   )
 
   with pytest.raises(ValueError, match="devices"):
-    collectives(text, MESH)
+    collectives(text, {"data": 2, "fsdp": 4})
 
 
 def test_the_platform_is_that_of_the_meshs_devices():
@@ -507,12 +522,16 @@ PLAN = planning.Plan(
 
 
 def test_a_step_fits_if_it_needs_at_most_the_available_memory():
+  # The parameters and the optimizer leave 15 − 4 − 8 = 3 GiB.
   plan = dataclasses.replace(
     PLAN, parameters=4 * GIB, optimizer=8 * GIB, available=15 * GIB
   )
 
-  assert dataclasses.replace(plan, temporaries=3 * GIB).fits
-  assert not dataclasses.replace(plan, temporaries=3 * GIB + 1).fits
+  fitting = dataclasses.replace(plan, temporaries=3 * GIB)
+  too_large = dataclasses.replace(plan, temporaries=3 * GIB + 1)
+
+  assert fitting.fits
+  assert not too_large.fits
 
 
 def test_changes_that_reduce_temporaries_come_first_if_they_are_large():
@@ -712,6 +731,7 @@ def test_policies_are_compared_and_the_quickest_that_fits_is_named(
     return plans[config.model.remat]
 
   monkeypatch.setattr(planning, "compile_plan", compile_plan)
+  # This runs the command in the same process, so that it calls the fake.
   result = in_process.call(
     "diffjax.aot", "--config=configs/tiny.py", "--topology=v5e:2x2", "--remat"
   )
@@ -726,7 +746,7 @@ def test_policies_are_compared_and_the_quickest_that_fits_is_named(
     rows_by_policy[policy] = " ".join(cells[1:])
   assert list(rows_by_policy) == list(plans)
   assert rows_by_policy["none"].endswith("does not fit")
-  # The bound on MFU is 0.5 / 2 seconds.
+  # The memory in GiB, the seconds, and the bound on MFU: 0.5 / 2 seconds.
   assert rows_by_policy["dots"].endswith("12.00 of 15.00 2.0000 25.0%")
   assert lines[-1] == "quickest that fits: --config.model.remat=ffn"
 
@@ -736,6 +756,7 @@ def test_a_comparison_in_which_no_policy_fits_is_an_error(monkeypatch):
     return plan_of_policy(gib=16, seconds=1.0)
 
   monkeypatch.setattr(planning, "compile_plan", compile_plan)
+  # This runs the command in the same process, so that it calls the fake.
   result = in_process.call(
     "diffjax.aot", "--config=configs/tiny.py", "--topology=v5e:2x2", "--remat"
   )
@@ -923,7 +944,10 @@ def describe_mesh(
 @needs_libtpu
 @pytest.mark.parametrize("num_slices", [1, 2])
 def test_axes_may_share_a_dimension_of_the_torus(num_slices):
-  """fsdp = 8 and context = 2 share a plane of 4 × 4 chips."""
+  """A slice of v6e:4x4 is a torus of 4 × 4 chips.
+
+  The axes fsdp = 8 and context = 2 share these chips.
+  """
   mesh = planning.call_with_devices(
     describe_mesh, num_slices, topology="v6e:4x4", slices=num_slices
   )
