@@ -85,19 +85,32 @@ def make_profile(cycles: dict[str, int]) -> str:
   ],
 )
 def test_a_profile_is_read(cycles, kernels, expected):
-  assert read_profile(make_profile(cycles), kernels) == expected
+  """`kernels` has the names of the operations that count, by direction."""
+  profile = make_profile(cycles)
+
+  assert read_profile(profile, kernels) == expected
 
 
 def test_an_estimate_below_the_peak_is_dropped():
   """The compiler's estimate must not be faster than the chip's peak."""
-  case = Splash("jax", "v6e", 128, 256, 1024, "full", (512, 512, 512))
-  # A product of all pairs of 1,024 positions takes 2 FLOPs for each of its width.
-  flops_per_width = 2 * 1024**2
+  case = Splash(
+    library="jax",
+    generation="v6e",
+    D=128,
+    V=256,
+    length=1024,
+    mask="full",
+    tile=(512, 512, 512),
+  )
+  # The FLOPs of all pairs of positions, for each element of a vector.
+  flops_per_element = 2 * 1024**2
+  # Forward: q·k and weights·v. Backward: three products with D, two with V.
+  forward_flops = flops_per_element * (128 + 256)
+  backward_flops = flops_per_element * (3 * 128 + 2 * 256)
+  # The peak of v6e.
   flops_per_cycle = 524_288
-  forward_widths = 128 + 256
-  backward_widths = 3 * 128 + 2 * 256
-  forward_at_peak = flops_per_width * forward_widths // flops_per_cycle
-  backward_at_peak = flops_per_width * backward_widths // flops_per_cycle
+  forward_at_peak = forward_flops // flops_per_cycle
+  backward_at_peak = backward_flops // flops_per_cycle
 
   plausible = case.plausible(
     {"forward": forward_at_peak - 1, "backward": backward_at_peak + 1}
@@ -109,6 +122,7 @@ def test_an_estimate_below_the_peak_is_dropped():
 @pytest.mark.parametrize(
   "library, tile, expected",
   [
+    # The mask of 4 × 4 tiles has 6 whole tiles, and cuts 4 on the diagonal.
     pytest.param(
       "tokamax",
       (1024, 1024, 512),
@@ -121,6 +135,7 @@ def test_an_estimate_below_the_peak_is_dropped():
       10 * 3 / 16,
       id="jax_compares_positions_in_all_visible_tiles",
     ),
+    # The mask of 4 × 2 tiles has 2 whole tiles, and cuts 4.
     pytest.param(
       "tokamax", (1024, 2048, 512), (2 * 1 + 4 * 3) / 8, id="wide_tiles"
     ),
@@ -130,8 +145,11 @@ def test_an_estimate_below_the_peak_is_dropped():
 def test_a_causal_mask_is_composed_of_whole_and_cut_tiles(
   library, tile, expected
 ):
-  # A row costs 1 if all its tiles are whole, and 3 if all compare positions.
-  composed = splash.composed(library, tile, 4096, full=1, cut=3)
+  """All tiles together cost 1 if they are whole, and 3 if the mask cuts them.
+
+  The sizes of a tile are its queries, its keys, and the keys computed at once.
+  """
+  composed = splash.composed(library, tile, length=4096, full=1, cut=3)
 
   assert composed == pytest.approx(expected)
 
@@ -157,8 +175,14 @@ def fake_library_cost(case: Splash) -> dict[str, float]:
   ],
 )
 def test_a_library_has_its_best_tiles_in_each_direction(length, tiles_forward):
+  """The fake cost is lowest for large tiles forward, and small ones backward."""
   costs = compare.library_cost(
-    "jax", "v6e", 256, length, "full", fake_library_cost
+    library="jax",
+    generation="v6e",
+    V=256,
+    length=length,
+    mask="full",
+    measure=fake_library_cost,
   )
 
   assert costs == {
@@ -169,26 +193,44 @@ def test_a_library_has_its_best_tiles_in_each_direction(length, tiles_forward):
 
 def test_a_library_skips_hidden_tiles_under_a_causal_mask():
   costs = compare.library_cost(
-    "jax", "v6e", 256, 2048, "causal", fake_library_cost
+    library="jax",
+    generation="v6e",
+    V=256,
+    length=2048,
+    mask="causal",
+    measure=fake_library_cost,
   )
 
-  # One of four tiles of 1024 is hidden.
+  # One of four tiles of 1024 × 1024 is hidden. A backward kernel with these
+  # tiles costs 1e6 + 1024 + 1024 in fake_library_cost.
   expected = Cost(0.75 * (1e6 + 2048), is_computed=True)
   assert costs["backward"] == expected
 
 
 def test_the_cost_of_a_long_row_is_proportional_to_its_pairs():
+  """The compiler estimates rows of at most 2048. This one has 4 times the pairs."""
   costs = compare.library_cost(
-    "tokamax", "v6e", 256, 4096, "full", fake_library_cost
+    library="tokamax",
+    generation="v6e",
+    V=256,
+    length=4096,
+    mask="full",
+    measure=fake_library_cost,
   )
 
-  # 2048 is the longest row that is estimated.
+  # A forward kernel with tiles of 2048 × 2048 costs 1e6 - 2048 - 2048 in
+  # fake_library_cost.
   assert costs["forward"] == Cost(4 * (1e6 - 4096), is_computed=True)
 
 
 def test_a_library_without_estimates_has_no_costs():
   costs = compare.library_cost(
-    "tokamax", "v6e", 256, 4096, "causal", lambda case: None
+    library="tokamax",
+    generation="v6e",
+    V=256,
+    length=4096,
+    mask="causal",
+    measure=lambda case: None,
   )
 
   assert costs == {}
@@ -206,7 +248,16 @@ def test_our_causal_cost_is_composed_of_kernels_without_conditions():
     cost_of_tile = 8 if case.causal else 10
     return dict.fromkeys(DIRECTIONS, 3 + cost_of_tile * num_tiles)
 
-  case = Case("v6e", *compare.FUSED, 4096, True, (1024, 256, 256, 512, 512))
+  case = Case(
+    generation="v6e",
+    D=128,
+    V=256,
+    G=2,
+    M=2,
+    length=4096,
+    causal=True,
+    blocks=(1024, 256, 256, 512, 512),
+  )
   costs = compare.composed_cost(case, measure)
 
   # A causal mask of 4 × 4 tiles has 6 whole tiles and 4 on the diagonal.
@@ -217,27 +268,33 @@ def test_our_causal_cost_is_composed_of_kernels_without_conditions():
 
 
 def test_a_row_of_the_comparison_names_the_best_calls():
+  """Cells are in thousands of cycles. "~" marks a cost that is computed."""
   ours = CallCosts(wide=Cost(100e3), plain=Cost(40e3))
   tokamax = CallCosts(wide=Cost(70e3, is_computed=True), plain=None)
   costs = {"ours": ours, "jax": CallCosts(None, None), "tokamax": tokamax}
 
-  cells = compare.row_cells(Cost(200e3), costs)
+  cells = compare.row_cells(fused=Cost(200e3), costs_by_library=costs)
 
-  # Ours: four calls with half of V cost less than two with all of it.
   assert cells == [
+    # The fused kernel.
     "200.0",
+    # Ours: 4 calls with half of V, 40 each, cost less than 2 with V whole.
     "160.0",
     "no estimate",
+    # tokamax: 2 calls with V whole. Relative to the fused kernel, 140 / 200.
     "~140.0",
     "~0.70",
     "tokamax, V whole",
+    # The two heads of a Transformer, and 80 / 200.
     "80.0",
     "0.40 ours",
   ]
 
 
 def test_a_row_without_costs_says_so():
-  cells = compare.row_cells(None, {"ours": CallCosts(None, None)})
+  costs = {"ours": CallCosts(wide=None, plain=None)}
+
+  cells = compare.row_cells(fused=None, costs_by_library=costs)
 
   assert cells == ["no estimate", "no estimate", "", "", "no estimate", ""]
 
@@ -309,6 +366,7 @@ def test_the_file_keeps_libraries_and_drops_kernels_that_have_changed(
 
   assert cost.cost(case, timeout=1, path=costs_file) == estimated
 
+  # The file has costs of older kernels, under "kernels 00000000".
   kept = [
     "splash of tokamax 9.9",
     "constant-maximum splash of tokamax 9.9",
