@@ -84,6 +84,7 @@ def test_a_kernel_with_a_wrong_output_is_wrong():
   check = checks.check_attention(SMALL, wrong)
 
   assert not check.is_right
+  # The error of the output is about 2%, which is printed as 2.0e-02.
   assert str(check).startswith("WRONG (out 2.")
 
 
@@ -179,9 +180,11 @@ def test_ordinary_gradients_are_larger_than_the_smallest_divisor(options):
 
   outputs = jax.jit(inputs.with_gradients(attend))(gradient, *arrays)
 
-  divisors = checks.min_norms(gradient, *arrays[:3])
-  for output, divisor in zip(outputs, divisors, strict=False):
-    assert checks.norm(output) > divisor
+  q, k, v = arrays[:3]
+  divisors = checks.min_norms(gradient, q, k, v)
+  # The output and its gradients. Plain attention has no gradient of λ.
+  for array, divisor in zip(outputs, divisors, strict=False):
+    assert checks.norm(array) > divisor
 
 
 def test_references_are_computed_in_float32_with_the_highest_precision():
@@ -200,14 +203,18 @@ def test_references_are_computed_in_float32_with_the_highest_precision():
 def test_a_correct_decoding_kernel_is_right():
   decode = functools.partial(decode_attention, implementation="xla")
 
-  assert checks.check_decoding(SMALL_DECODE, decode).is_right
+  check = checks.check_decoding(SMALL_DECODE, decode)
+
+  assert check.is_right
 
 
 def test_a_wrong_decoding_kernel_is_wrong():
   def wrong(*arguments):
     return 1.02 * decode_attention(*arguments, implementation="xla")
 
-  assert not checks.check_decoding(SMALL_DECODE, wrong).is_right
+  check = checks.check_decoding(SMALL_DECODE, wrong)
+
+  assert not check.is_right
 
 
 def test_every_kind_and_width_is_checked_with_the_smallest_shape_first():
@@ -399,12 +406,17 @@ def check_row(*, right: bool = True, D: int = 128) -> tables.Row:
 
 
 def test_a_line_has_the_times_and_the_ratio():
+  """Each cell has the milliseconds of the forward pass, and of both passes.
+
+  In `timed_row`, the forward pass takes a third of both.
+  """
   fused = timed_row("fused", 2.0)
   fused |= {"forward_tflops": 597.4, "backward_tflops": 422.1}
   rows = [fused, timed_row("two_call", 4.5), timed_row("tokamax", 6.0)]
 
   line = tables.line(rows)
 
+  # The last cell says how much faster `fused` is than `two_call`: 4.5 / 2.
   assert line == (
     "| v1 D 128 | 4096 | 0.667, 2 | 1.5, 4.5 | – | – | – | 2, 6 | 597, 422 |"
     " 2.25 |"
@@ -483,6 +495,10 @@ def test_without_the_fused_kernels_there_is_no_ratio():
   ],
 )
 def test_auto_takes_the_fastest_right_implementation(rows, choice):
+  """The choice of "auto" is not its default if another one is 3% faster.
+
+  The fused kernels, "pallas_gpu", must also have passed all their checks.
+  """
   [entry] = tables.measured_entries(rows)
 
   assert entry["implementation"] == choice
@@ -518,7 +534,7 @@ def test_an_update_keeps_the_entries_of_other_devices(tmp_path):
 
 
 def test_auto_reads_the_table(tmp_path, monkeypatch):
-  """The implementation "auto" takes the fastest one in the table."""
+  """The table of measured times tells the fastest implementation by length."""
   monkeypatch.setattr(measured, "TABLE", tmp_path / "measured.json")
   measured.table.cache_clear()
   rows = [
@@ -546,6 +562,7 @@ def test_auto_reads_the_table(tmp_path, monkeypatch):
 
 
 def test_a_missing_gpu_is_one_sentence():
+  """The tests run on CPUs."""
   with pytest.raises(SystemExit) as exit_info:
     command.main([])
 
@@ -562,10 +579,10 @@ def test_a_missing_gpu_is_one_sentence():
     pytest.param(["--interpret"], "leave one of them out", id="interpreter"),
   ],
 )
-def test_the_table_of_auto_needs_checks_and_a_gpu(
+def test_a_table_of_measured_times_needs_checks_and_a_gpu(
   flags, message, tmp_path, capsys
 ):
-  """--measured=FILE writes the table from which "auto" is chosen."""
+  """--measured=FILE writes a table, from which attention takes the fastest."""
   path = tmp_path / "measured.json"
 
   with pytest.raises(SystemExit):
@@ -585,16 +602,19 @@ def cpu_settings(monkeypatch):
 @pytest.mark.skipif(
   jax.__version_info__ >= (0, 11, 2), reason="this JAX has the interpreter"
 )
-def test_an_old_jax_without_the_interpreter_is_one_sentence(cpu_settings):
+@pytest.mark.usefixtures("cpu_settings")
+def test_an_old_jax_without_the_interpreter_is_one_sentence():
   with pytest.raises(SystemExit, match="^error: pallas_gpu needs JAX 0.11.2"):
     command.main(["--interpret"])
 
 
 @needs_new_jax
-def test_interpreted_kernels_are_right(cpu_settings, tmp_path, capsys):
+@pytest.mark.usefixtures("cpu_settings")
+def test_interpreted_kernels_are_right(tmp_path, capsys):
   """--interpret runs the GPU's kernels on a CPU, with tiny shapes."""
   path = tmp_path / "rows.json"
 
+  # The context makes the interpreter faster.
   with host_callbacks():
     command.main(
       ["--interpret", "--parts", "checks", "--kinds", "plain", f"--json={path}"]
@@ -610,15 +630,17 @@ def test_interpreted_kernels_are_right(cpu_settings, tmp_path, capsys):
 
 
 @needs_new_jax
-def test_a_wrong_kernel_is_printed_and_ends_with_status_1(
-  cpu_settings, monkeypatch, capsys
-):
+@pytest.mark.usefixtures("cpu_settings")
+def test_a_wrong_kernel_is_printed_and_ends_with_status_1(monkeypatch, capsys):
   def check_attention(case):
     # The output has an error of 0.5, and 0.01 is tolerated.
-    return checks.Check({"out": 0.5}, 1e-2, is_deterministic=True)
+    return checks.Check(
+      errors={"out": 0.5}, tolerance=1e-2, is_deterministic=True
+    )
 
+  # The command calls this in place of the check of a kernel.
   monkeypatch.setattr(checks, "check_attention", check_attention)
-  # Decoding is not checked.
+  # There are no cases of decoding.
   monkeypatch.setattr(inputs, "tiny_decode_cases", lambda: [])
 
   with pytest.raises(SystemExit) as exit_info:
