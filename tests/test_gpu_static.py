@@ -37,7 +37,7 @@ kernel:
 
 
 def test_a_step_is_the_shortest_path_around_the_innermost_loop():
-  """The kernel jumps over the mask's instructions where nothing is masked."""
+  """CODE jumps over the mask's instructions where nothing is masked."""
   [loop] = static.inner_loops(CODE)
 
   expected = static.Loop(
@@ -57,6 +57,7 @@ def test_products_that_wait_for_the_one_before_are_serialized():
   lines = []
   for line in CODE.splitlines():
     lines.append(line)
+    # After each matrix product, add an instruction that waits for its end.
     if "HGMMA" in line:
       lines.append("  /*0065*/ WARPGROUP.DEPBAR.LE gsb0, 0x0 ;")
 
@@ -67,6 +68,7 @@ def test_products_that_wait_for_the_one_before_are_serialized():
 
 
 def test_code_without_products_has_no_inner_loops():
+  # HGMMA is the instruction of a matrix product.
   lines = [line for line in CODE.splitlines() if "HGMMA" not in line]
 
   assert static.inner_loops("\n".join(lines)) == []
@@ -120,7 +122,14 @@ def test_the_kind_of_attention_follows_from_its_maps(case, kind):
 
 def test_spills_of_a_kernel_are_those_of_all_its_loops():
   [loop] = static.inner_loops(CODE)
-  two_loops = (loop, dataclasses.replace(loop, spills=3))
-  kernel = static.Kernel("d_q_v1", 168, 44, serialized=False, loops=two_loops)
+  first_loop = dataclasses.replace(loop, spills=1)
+  second_loop = dataclasses.replace(loop, spills=3)
+  kernel = static.Kernel(
+    name="d_q_v1",
+    registers=168,
+    spilled=44,
+    serialized=False,
+    loops=(first_loop, second_loop),
+  )
 
   assert kernel.spills == 1 + 3
