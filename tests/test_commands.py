@@ -122,7 +122,8 @@ def test_a_config_that_cannot_be_trained_is_one_line_and_exit_code_1(
 def test_without_network_the_error_names_sources_that_need_none(
   command, tmp_path
 ):
-  # Nothing listens on this port.
+  """The config's text is on the web, and so is its tokenizer."""
+  # Nothing listens on this port, so every request fails.
   nowhere = "http://127.0.0.1:9"
 
   result = command(
@@ -141,9 +142,10 @@ def test_without_network_the_error_names_sources_that_need_none(
   last_line = result.stderr.strip().splitlines()[-1]
   assert "cannot reach http://127.0.0.1:9" in last_line
   assert "--config.data.source='parquet:/data/*.parquet'" in last_line
-  tfds_flags = "--config.data.source=tfds:NAME --config.data.data_dir=DIR"
-  assert tfds_flags in last_line
-  assert TINY in last_line
+  assert (
+    "--config.data.source=tfds:NAME --config.data.data_dir=DIR" in last_line
+  )
+  assert "--config=configs/tiny.py" in last_line
 
 
 @pytest.mark.parametrize(
@@ -168,9 +170,17 @@ def test_the_short_flag_of_help_works_beside_other_flags(module):
   assert result.stdout == help_page
 
 
-@pytest.mark.parametrize("arguments", [["--help"], [TINY, "--print_config"]])
+@pytest.mark.parametrize(
+  "arguments",
+  [
+    pytest.param(["--help"], id="help"),
+    pytest.param(["--config=configs/tiny.py", "--print_config"], id="config"),
+  ],
+)
 def test_a_command_that_prints_into_a_closed_pipe_prints_no_error(arguments):
+  """For example, `head` closes the pipe after the lines that it shows."""
   reader, writer = os.pipe()
+  # Nobody reads what the command prints.
   os.close(reader)
 
   result = subprocess.run(
@@ -182,6 +192,7 @@ def test_a_command_that_prints_into_a_closed_pipe_prints_no_error(arguments):
   )
   os.close(writer)
 
+  # A shell reports this code for a process that SIGPIPE has ended.
   assert result.returncode == 128 + signal.SIGPIPE
   assert not result.stderr
 
@@ -339,15 +350,19 @@ def test_documented_commands_on_tiny(command, tmp_path):
   "arguments",
   [
     # With this seed, a process is killed once while it starts again.
-    ["--times=3", "--steps=120", "--seed=142"],
-    ["--times=2", "--steps=80", "--mode=streamed"],
-    ["--times=1", "--steps=60", "--processes=2"],
+    pytest.param(["--times=3", "--steps=120", "--seed=142"], id="prepared"),
+    pytest.param(["--times=2", "--steps=80", "--mode=streamed"], id="streamed"),
+    pytest.param(["--times=1", "--steps=60", "--processes=2"], id="processes"),
   ],
 )
 def test_a_run_that_sigkill_stops_at_random_moments_has_the_same_result(
   arguments,
 ):
-  """docs/reliability.md has the full measurements."""
+  """The benchmark exits with 1 if the result is not that of an undisturbed run.
+
+  `--times` is how often it kills the run. docs/reliability.md has the full
+  measurements.
+  """
   result = subprocess.run(
     [sys.executable, "-m", "benchmarks.kill", *arguments],
     cwd=ROOT,
@@ -361,9 +376,10 @@ def test_a_run_that_sigkill_stops_at_random_moments_has_the_same_result(
 
 @pytest.mark.full
 def test_ctrl_c_ends_a_command_at_random_moments_of_its_start():
-  """By default, the benchmark has a limit of two seconds.
+  """The benchmark exits with 1 if a command ends in another way, or too late.
 
-  The limit is longer here, since the machine of the tests may be busy.
+  Its limit is two seconds by default, and longer here, because the machine of
+  the tests may be busy.
   """
   result = subprocess.run(
     [
@@ -410,7 +426,10 @@ growth.main()
 @pytest.mark.full
 @pytest.mark.usefixtures("optimised", "system_allocator")
 def test_the_memory_of_training_does_not_grow(tmp_path):
-  """docs/reliability.md has the measurement with tiny itself."""
+  """The program exits with 1 if the memory grows by more than 5%.
+
+  docs/reliability.md has the measurement with tiny itself.
+  """
   for index in range(40):
     text = f"line {index} of a document\n" * 100
     (tmp_path / f"{index}.txt").write_text(text)
