@@ -74,7 +74,9 @@ def test_every_config_belongs_to_the_paper_or_is_listed_here():
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_parameter_count_is_that_of_the_decoder(name, variant):
+  """`parameter_count` is a formula. The decoder creates the parameters."""
   model = load(name, variant).model
+
   assert parameter_count(model) == initialized_size(model)
 
 
@@ -94,11 +96,13 @@ def test_a_twin_has_as_many_parameters(name, variant):
   assert parameter_count(model) == expected
 
 
-@pytest.mark.parametrize("name", PAPER)
-def test_a_model_of_the_paper_has_its_size(name):
-  billions = PAPER[name]
-  tolerance = 5e-4 * max(1.0, billions)
+@pytest.mark.parametrize(("name", "billions"), PAPER.items())
+def test_a_model_of_the_paper_has_its_size(name, billions):
+  """The tables of the paper have the shapes, from which `billions` follow."""
   size = parameter_count(load(name).model)
+
+  # Half of the last digit, or 0.05% of a larger model.
+  tolerance = 5e-4 * max(1.0, billions)
   assert size / 1e9 == pytest.approx(billions, abs=tolerance)
 
 
@@ -245,6 +249,7 @@ def test_a_registered_variant_has_a_twin(restored_registry):
 def test_a_transformer_has_no_fields_of_v1_and_the_same_matrices(
   fields, expected
 ):
+  """`fields` belong to V1, and `expected` are their values in the twin."""
   diff = ModelConfig(
     num_layers=2,
     embed_dim=64,
@@ -257,6 +262,7 @@ def test_a_transformer_has_no_fields_of_v1_and_the_same_matrices(
 
   twin = Attention.twin(diff)
 
+  # A head of V1 has two attention maps, so the Transformer has twice the heads.
   assert twin.num_heads == 8
   assert twin.num_kv_heads == 4
   for field, value in expected.items():
@@ -265,20 +271,29 @@ def test_a_transformer_has_no_fields_of_v1_and_the_same_matrices(
 
 def test_any_variant_can_become_any_other():
   v2 = load("diff_1b", "diff_v2").model
-  assert ATTENTION["diff"].twin(v2) == load("diff_1b").model
-  assert Attention.twin(v2) == load("diff_1b", "transformer").model
+
+  diff = ATTENTION["diff"].twin(v2)
+  transformer = Attention.twin(v2)
+
+  assert diff == load("diff_1b").model
+  assert transformer == load("diff_1b", "transformer").model
 
 
 def test_a_feed_forward_layer_that_would_vanish_is_an_error():
+  """V2's larger attention takes its parameters from the feed-forward layer."""
   narrow = dataclasses.replace(load("diff_1b").model, ffn_dim=688)
-  message = "ffn_dim = 688: too narrow for 'diff_v2'"
-  with pytest.raises(UserError, match=message):
+
+  with pytest.raises(
+    UserError, match="ffn_dim = 688: too narrow for 'diff_v2'"
+  ):
     ATTENTION["diff_v2"].twin(narrow)
 
 
 def test_a_number_of_heads_that_cannot_be_converted_is_an_error(
   restored_registry,
 ):
+  # Values are three times as wide as keys, and in "diff" twice as wide. So the 8
+  # heads of "diff" would become 8 · 2 / 3.
   @register("own")
   class Own(Attention):
     value_dim_factor = 3
@@ -288,12 +303,20 @@ def test_a_number_of_heads_that_cannot_be_converted_is_an_error(
     load("diff_1b", "own")
 
 
+@pytest.mark.parametrize(("name", "billions"), PUBLISHED.items())
+def test_a_published_model_has_its_size(name, billions):
+  model = load(name).model
+
+  size = parameter_count(model)
+
+  assert size == initialized_size(model)
+  assert size / 1e9 == pytest.approx(billions, abs=5e-4)
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_model_is_tuned_from_its_weights(name):
   config = load(name)
-  size = parameter_count(config.model)
-  assert initialized_size(config.model) == size
-  assert size / 1e9 == pytest.approx(PUBLISHED[name], abs=5e-4)
+
   assert config.train.init_from == f"runs/{name}"
   assert config.data.tokenizer == f"runs/{name}/tokenizer.json"
 
@@ -302,6 +325,7 @@ def test_a_published_model_is_tuned_from_its_weights(name):
 def test_the_heads_of_a_model_of_the_paper_fill_its_width(name):
   """E = 2·d·h. The twins have twice the heads with the same d."""
   diff = load(name).model
+
   assert diff.embed_dim == 2 * diff.head_dim * diff.num_heads
   assert diff.head_norm
 
@@ -316,6 +340,7 @@ def test_the_heads_of_a_model_of_the_paper_fill_its_width(name):
 )
 def test_an_adapted_model_is_a_llama_with_added_parameters(name, num_added):
   model = load(name).model
+
   num_parameters_of_llama = 1_235_814_400
   assert parameter_count(model) == num_parameters_of_llama + num_added
 
@@ -325,10 +350,12 @@ def test_an_adapted_model_trains_some_parameters_of_a_converted_llama(name):
   """`optimizer.trained` has the names of the parameters that are trained."""
   config = load(name)
   trained = set(config.optimizer.trained.split(","))
-  names = set(parameter_shapes(config.model))
-  assert trained.issubset(names)
-  assert trained != names
+  all_names = set(parameter_shapes(config.model))
+
+  assert trained.issubset(all_names)
+  assert trained != all_names
   assert not config.optimizer.frozen
+  # The weights of Llama, converted for this model.
   assert config.train.init_from == f"runs/{name}"
 
 
@@ -343,11 +370,12 @@ PAPER_BATCHES = {
 }
 
 
-@pytest.mark.parametrize("name", PAPER_BATCHES)
-def test_a_batch_has_as_many_tokens_as_in_the_paper(name):
+@pytest.mark.parametrize(("name", "tokens"), PAPER_BATCHES.items())
+def test_a_batch_has_as_many_tokens_as_in_the_paper(name, tokens):
   config = load(name)
-  tokens = config.train.batch_size * config.data.length
-  assert tokens == pytest.approx(PAPER_BATCHES[name], rel=0.05)
+
+  num_tokens = config.train.batch_size * config.data.length
+  assert num_tokens == pytest.approx(tokens, rel=0.05)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -359,6 +387,7 @@ def test_a_stage_of_mathematics_follows_the_paper(
   name, tokens, learning_rate, variant
 ):
   config = load(name, variant)
+
   num_tokens = config.train.steps * config.train.batch_size * config.data.length
   assert num_tokens == pytest.approx(tokens, rel=0.01)
   assert config.optimizer.learning_rate == learning_rate
@@ -374,7 +403,7 @@ def test_a_stage_of_mathematics_can_start_from_the_pretrained_model(
   pretrained = load("diff_3b_64k", variant).model
   model = load(name, variant).model
 
-  # What the backward pass recomputes has no effect on the parameters.
+  # The policy of rematerialization has no effect on the parameters.
   assert dataclasses.replace(model, remat=pretrained.remat) == pretrained
 
 
@@ -459,11 +488,16 @@ def test_a_variant_gives_values_by_name_in_any_order(text, values):
   assert read_variant(text) == values
 
 
-@pytest.mark.parametrize("times", ["9" * 400, "nan", "inf", "-1", "0", "x"])
-def test_a_number_of_a_variant_is_positive_and_finite(times):
+@pytest.mark.parametrize(
+  "number",
+  # As a float, 400 digits are infinite.
+  ["9" * 400, "nan", "inf", "-1", "0", "x"],
+)
+def test_a_number_of_a_variant_is_positive_and_finite(number):
+  """The error lists the variants that `read_variant` allows."""
   usage = r"a\|b\[,size=1b\|2b\]\[,times=NUMBER\]\[,heads=NUMBER\]"
   with pytest.raises(UserError, match=f"not allowed; variants are {usage}"):
-    read_variant(f"a,times={times}")
+    read_variant(f"a,times={number}")
 
 
 # Billions of training tokens in the files of FineWeb-Edu.
