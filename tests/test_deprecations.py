@@ -30,15 +30,24 @@ def library(stacklevel: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stacklevel", [1, 2])
 def test_only_deprecated_calls_of_our_own_are_errors(stacklevel):
+  """The made-up library warns about its own call, and about that of this test.
+
+  Libraries attribute a warning to themselves (`stacklevel` 1) or to their
+  caller (2).
+  """
   module = library(stacklevel)
+
   module["uses_a_deprecated_function"]()
   with pytest.raises(DeprecationWarning, match="use another"):
     module["deprecated"]()
 
 
 def test_a_warning_from_further_down_that_is_attributed_to_us_is_an_error():
+  """Level 3 is the caller of the library's function: this test."""
+  module = library(stacklevel=3)
+
   with pytest.raises(DeprecationWarning, match="use another"):
-    library(stacklevel=3)["uses_a_deprecated_function"]()
+    module["uses_a_deprecated_function"]()
 
 
 def run_as_user(code: str, **variables: Any) -> dict[str, Any]:
@@ -54,18 +63,21 @@ def run_as_user(code: str, **variables: Any) -> dict[str, Any]:
 def test_the_deprecated_table_of_matrices_works_and_warns():
   with pytest.warns(DeprecationWarning, match="use is_matrix"):
     user = run_as_user("from diffjax.parameters import MATRICES")
+
   assert "query" in user["MATRICES"]
 
 
 def test_the_deprecated_table_of_specs_works_and_warns():
   with pytest.warns(DeprecationWarning, match="parameter_spec"):
     user = run_as_user("from diffjax.parallel.rules import SPECS")
+
   assert "query" in user["SPECS"]
 
 
 def test_the_deprecated_table_of_architectures_works_and_warns():
   with pytest.warns(DeprecationWarning, match="variant_styles"):
     user = run_as_user("from diffjax.styles import ARCHITECTURES")
+
   assert "diff" in user["ARCHITECTURES"]
 
 
@@ -81,6 +93,7 @@ def test_a_deprecated_name_of_styles_works_and_warns(name, replacement):
   """The warning says what to use in its place."""
   with pytest.warns(DeprecationWarning, match=replacement):
     user = run_as_user(f"from diffjax.styles import {name}")
+
   assert callable(user[name])
 
 
@@ -95,6 +108,7 @@ narrow_ffn(config, 48)
 def test_narrow_ffn_works_and_warns():
   with pytest.warns(DeprecationWarning, match="narrow_ffn is deprecated"):
     user = run_as_user(NARROW_FFN)
+
   # Each of the three feed-forward matrices, of width 352, gives 16 columns.
   assert user["config"].model.ffn_dim == 352 - 48 / 3
 
@@ -128,6 +142,7 @@ def test_a_command_can_be_called_as_the_function_that_it_was(
 
   The call still works, whether or not the module has been imported.
   """
+  # The module is imported in this test only.
   forget_module(old_name)
   calls = []
 
@@ -135,6 +150,7 @@ def test_a_command_can_be_called_as_the_function_that_it_was(
     calls.append((arguments, options))
 
   monkeypatch.setattr(f"diffjax.inference.notebook.{new_name}", new_function)
+  # Without this, a second import would define the same flags again.
   with own_flags():
     if is_imported:
       importlib.import_module(f"diffjax.{old_name}")
@@ -149,6 +165,7 @@ def test_an_imported_command_is_its_module(name, forget_module):
   forget_module(name)
   with own_flags():
     module = importlib.import_module(f"diffjax.{name}")
+
   assert getattr(diffjax, name) is module
   assert callable(module.main)
 
