@@ -78,6 +78,7 @@ def test_text_files_are_opened_as_utf8(folder):
 def test_calls_that_open_text_are_recognized(code, is_text):
   """A file that is opened as text needs an encoding, and one of bytes none."""
   call = ast.parse(code, mode="eval").body
+
   assert opens_text(call) == is_text
 
 
@@ -105,8 +106,10 @@ command.run(lambda: print('\u03bb'), with_config=False)
 
 
 def test_characters_that_a_terminal_cannot_show_are_escaped():
+  """The locale has the encoding ASCII, so λ is printed as its code point."""
   result = run_python("-c", PRINT_LAMBDA)
-  assert result.returncode == 0
+
+  assert result.returncode == 0, result.stderr
   assert result.stdout == rb"\u03bb" + b"\n"
   assert result.stderr == b""
 
@@ -115,8 +118,10 @@ def test_arguments_that_the_locale_cannot_decode_are_rejected(tmp_path):
   result = run_python(
     "-m", "diffjax.generate", f"--workdir={tmp_path}", "--prompt=λ"
   )
+
   assert result.returncode == 2
   [line] = result.stderr.splitlines()
+  # λ is two bytes, ce and bb. Python keeps each of them as a surrogate.
   assert rb"--prompt=\udcce\udcbb: this locale's encoding is ascii" in line
   assert b"PYTHONUTF8=1" in line
 
