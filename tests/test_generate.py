@@ -103,7 +103,7 @@ def abc_result(workdir):
 
 @pytest.fixture(scope="module")
 def answers(workdir):
-  """The sampler's answers to the prompts "abc" and "a longer one"."""
+  """The sampler's 20 tokens for "abc" and "a longer one", with seed 3."""
   trained = load(workdir)
   sampler = Sampler(trained, batch_size=2, capacity=CAPACITY)
   prompts = ["abc", "a longer one"]
@@ -121,9 +121,12 @@ def test_standard_error_says_that_the_model_is_loading(abc_result):
 def test_several_prompts_are_numbered_and_end_before_a_stop_string(
   workdir, answers
 ):
-  """`answers` are the sampler's texts for both prompts, without a stop."""
+  """`answers` are the texts for both prompts without a stop string.
+
+  They have the same seed as the command.
+  """
   first, second = answers
-  # Two characters that the second answer certainly has.
+  # Two characters of the second answer, as a stop string that it contains.
   middle = len(second) // 2
   stop = second[middle : middle + 2]
 
@@ -200,6 +203,7 @@ def test_a_stop_string_may_begin_with_a_space(kind, tmp_path):
   has_stop = StopStrings(tokenizer, prompts=[prompt], stops=[" world"])
 
   assert has_stop(answer)
+  # Without its last token, the answer is only a part of " world".
   assert not has_stop(answer[:-1])
 
 
@@ -274,6 +278,7 @@ def world_model(tmp_path):
 
 
 def test_a_sampler_of_texts_returns_the_space_after_a_prompt(world_model):
+  """`world_model` continues every prompt with the word "world"."""
   sampler = Sampler(world_model, capacity=CAPACITY)
 
   assert sampler.generate(["hello"], 1) == [" world"]
@@ -290,19 +295,18 @@ def test_the_sample_of_a_run_has_the_space_after_its_prompt(
   (workdir / "metrics.jsonl").write_text('{"step": 1, "train/loss": 5.0}\n')
   train = TrainConfig(steps=1, sample_prompt="hello", sample_tokens=1)
   config = dataclasses.replace(world_model.config, train=train)
-
-  finish.finish(
-    TrainResult(
-      config=config,
-      workdir=str(workdir),
-      mesh=make_mesh(config.mesh),
-      model=world_model.model,
-      params=world_model.params,
-      tokenizer=world_model.tokenizer,
-      step=1,
-      check_lock=held.check,
-    )
+  result = TrainResult(
+    config=config,
+    workdir=str(workdir),
+    mesh=make_mesh(config.mesh),
+    model=world_model.model,
+    params=world_model.params,
+    tokenizer=world_model.tokenizer,
+    step=1,
+    check_lock=held.check,
   )
+
+  finish.finish(result)
 
   assert (workdir / "sample.txt").read_text() == "hello world"
 
@@ -315,7 +319,7 @@ def test_each_device_holds_its_part_of_the_parameters(workdir):
   two_devices = load(workdir, tensor=2).params
 
   query = two_devices["layers"]["attention"]["query"]
-  # The axes of the query matrices are layer, input, head, ...
+  # The shape is [layers, inputs, heads, ...].
   num_heads_of_device = query.addressable_shards[1].data.shape[2]
   assert num_heads_of_device == MODEL.num_heads // 2
   chex.assert_trees_all_equal(jax.device_get(two_devices), one_device)
@@ -340,6 +344,7 @@ def test_several_devices_print_the_text_of_one(workdir, abc_result):
 def test_a_loaded_model_has_the_attention_of_its_config(
   tensor, tmp_path, capsys
 ):
+  """`tensor` is the number of devices that share the heads."""
   save_run(tmp_path, random_parameters(), attention_implementation="reference")
 
   attention = load(tmp_path, tensor=tensor).model.attention_fn
@@ -383,7 +388,8 @@ def test_weights_in_int8_print_the_text_of_a_rounded_model(workdir):
   """The printed text is that of a sampler with the same rounded weights."""
   pytest.importorskip("qwix")
   rounded = load(workdir, weight_dtype="int8")
-  [text] = Sampler(rounded, capacity=CAPACITY).generate(["abc"], 20)
+  sampler = Sampler(rounded, capacity=CAPACITY)
+  [text] = sampler.generate(["abc"], max_new_tokens=20)
 
   result = run_generate(
     f"--workdir={workdir}",
@@ -399,6 +405,7 @@ def test_weights_in_int8_print_the_text_of_a_rounded_model(workdir):
 
 
 def test_int8_without_qwix_says_what_to_install(workdir, monkeypatch):
+  # With None in sys.modules, an import fails as if it were not installed.
   monkeypatch.setitem(sys.modules, "qwix", None)
 
   result = run_generate(
@@ -538,12 +545,10 @@ def test_parameters_that_are_not_finite_are_rejected(
 
 def test_a_damaged_checkpoint_is_an_error(tmp_path):
   save_run(tmp_path, random_parameters())
-  # Invert one bit of the largest file, which holds parameters.
-  files = []
-  for path in (tmp_path / "checkpoints/0").rglob("*"):
-    if path.is_file():
-      files.append((path.stat().st_size, path))
-  _, largest_file = max(files)
+  paths = (tmp_path / "checkpoints/0").rglob("*")
+  files = [path for path in paths if path.is_file()]
+  # The largest file holds parameters. Invert one of its bits.
+  largest_file = max(files, key=lambda file: file.stat().st_size)
   content = bytearray(largest_file.read_bytes())
   content[1000] ^= 1
   largest_file.write_bytes(content)
