@@ -113,7 +113,7 @@ class FakeCommands:
 
 @pytest.fixture
 def fake_commands(monkeypatch):
-  """Stands in for the processes of the recipe, and lists what it starts."""
+  """Replaces the commands that the recipe starts, and lists them."""
   fake_commands = FakeCommands()
 
   def call(launcher, arguments):
@@ -142,6 +142,7 @@ def read_figures(out: pathlib.Path) -> dict[str, dict[str, list[float]]]:
 def test_each_seed_trains_both_models_and_measures_them(
   fake_commands, tmp_path
 ):
+  """The recipe starts two trainings and one measurement for each seed."""
   run_recipe(tmp_path, seeds=2)
 
   assert fake_commands.started == [
@@ -157,6 +158,7 @@ def test_each_seed_trains_both_models_and_measures_them(
 def test_a_finished_recipe_runs_nothing_again(fake_commands, tmp_path):
   run_recipe(tmp_path, seeds=2)
   figures = read_figures(tmp_path)
+  # Forget what the first run has started.
   fake_commands.started.clear()
 
   run_recipe(tmp_path, seeds=2)
@@ -167,6 +169,7 @@ def test_a_finished_recipe_runs_nothing_again(fake_commands, tmp_path):
 
 def test_more_seeds_run_only_the_new_ones(fake_commands, tmp_path):
   run_recipe(tmp_path, seeds=1)
+  # Forget what the first run has started.
   fake_commands.started.clear()
 
   run_recipe(tmp_path, seeds=2)
@@ -175,18 +178,18 @@ def test_more_seeds_run_only_the_new_ones(fake_commands, tmp_path):
 
 
 def test_other_parameters_are_measured_again(fake_commands, tmp_path):
-  """If a run is trained again, the results of its pair are no longer valid."""
+  """If a model is trained again, the results of its pair are no longer valid."""
   run_recipe(tmp_path, seeds=1)
   fake_commands.started.clear()
-
-  # Without its workdir, the run is trained again.
+  # Without its workdir, the model is trained again.
   (tmp_path / "diff_0").rename(tmp_path / "elsewhere")
+
   run_recipe(tmp_path, seeds=1)
 
   assert fake_commands.started == ["diff_0", "pair_0"]
 
 
-def test_other_settings_are_measured_again(fake_commands, tmp_path):
+def test_a_measurement_with_other_settings_is_not_done(fake_commands, tmp_path):
   transformer = tiny_pair.Training(
     "transformer", seed=0, workdir=tmp_path / "transformer_0", fields={}
   )
@@ -199,6 +202,7 @@ def test_other_settings_are_measured_again(fake_commands, tmp_path):
     settings=["--set.validation.rows=8"],
     report=True,
   )
+  # `fake_commands` stands in for the launcher of processes.
   transformer.run(fake_commands)
   diff.run(fake_commands)
   measurement.run(fake_commands)
@@ -225,6 +229,7 @@ def test_other_defaults_of_a_suite_are_measured_again(
   monkeypatch.setattr(validation, "Validation", ChangedValidation)
   run_recipe(tmp_path, seeds=1)
 
+  # The models are not trained again.
   assert fake_commands.started == ["pair_0"]
 
 
@@ -243,9 +248,8 @@ def test_an_interrupted_run_is_an_error(fake_commands, tmp_path):
   ) in result.stderr
 
 
-def test_a_run_of_another_config_is_an_error(
-  fake_commands, monkeypatch, tmp_path
-):
+@pytest.mark.usefixtures("fake_commands")
+def test_a_run_of_another_config_is_an_error(monkeypatch, tmp_path):
   """A run that is there may have been trained before its config changed."""
   run_recipe(tmp_path, seeds=1)
   get_config = tiny.get_config
@@ -269,18 +273,20 @@ def test_a_run_of_another_config_is_an_error(
 # What is printed.
 
 
-def test_the_table_shows_the_figures_of_every_seed(fake_commands, tmp_path):
+@pytest.mark.usefixtures("fake_commands")
+def test_the_table_shows_the_figures_of_every_seed(tmp_path):
   result = run_recipe(tmp_path, seeds=2)
 
   figures = read_figures(tmp_path)
   assert list(figures) == list(tiny_pair.ROWS)
-  # The figures that `fake_commands` gives for seeds 0 and 1.
+  # `fake_commands` writes 1 − seed for the Transformer, and 2 + seed for DIFF.
   for values in figures.values():
     assert values == {"transformer": [1.0, 0.0], "diff": [2.0, 3.0]}
   assert result.stdout.endswith(tiny_pair.table(figures) + "\n")
 
 
-def test_a_line_for_each_job_says_when_all_is_done(fake_commands, tmp_path):
+@pytest.mark.usefixtures("fake_commands")
+def test_a_line_for_each_job_says_when_all_is_done(tmp_path):
   result = run_recipe(tmp_path, seeds=2)
 
   # For each of two seeds, two models are trained, and the pair is measured.
@@ -308,6 +314,7 @@ def test_the_interval_of_a_mean_is_students():
   half_width = scipy.stats.t.ppf(0.975, df=5 - 1) * standard_error
   low, high = mean - half_width, mean + half_width
   last_row = text.splitlines()[-1]
+  # The mean of `diff` is 1.202.
   assert last_row.startswith(
     f"| loss | {mean:.3f} [{low:.3f}, {high:.3f}] | 1.202 ["
   )
