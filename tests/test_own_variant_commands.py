@@ -172,6 +172,7 @@ def read_log(workdir: Path) -> list[dict[str, float]]:
 
 
 def test_a_resumed_run_logs_every_step(directory, variant):
+  """`variant` has a run of two steps, which was resumed for two more."""
   steps = []
   for line in read_log(directory / variant.workdir):
     if "train/loss" in line:
@@ -181,6 +182,7 @@ def test_a_resumed_run_logs_every_step(directory, variant):
 
 
 def test_a_run_logs_the_metric_of_every_layer(directory, variant):
+  """The model has two layers. Each line of the log has some metrics."""
   metrics = set()
   for line in read_log(directory / variant.workdir):
     metrics.update(line)
@@ -195,7 +197,7 @@ def test_a_run_logs_the_metric_of_every_layer(directory, variant):
 def test_generate_without_the_import_names_the_flag(
   command, directory, variant
 ):
-  """A user's module, which --import names, defines the run's attention."""
+  """The run's attention is defined in a user's module, which is not imported."""
   result = command(
     "diffjax.generate",
     f"--workdir={variant.workdir}",
@@ -209,7 +211,7 @@ def test_generate_without_the_import_names_the_flag(
 
 
 def test_train_without_the_import_names_the_flag(command, directory, variant):
-  """A user's module, which --import names, defines the run's attention."""
+  """The run's attention is defined in a user's module, which is not imported."""
   result = command(
     "diffjax.train",
     f"--workdir={variant.workdir}",
@@ -224,7 +226,7 @@ def test_train_without_the_import_names_the_flag(command, directory, variant):
 
 
 def test_load_without_the_import_names_the_argument(directory, variant):
-  """A user's module, which `imports` names, defines the run's attention."""
+  """The run's attention is defined in a user's module, which is not imported."""
   with pytest.raises(UserError, match="imports=.MODULE."):
     diffjax.load(directory / variant.workdir)
 
@@ -261,7 +263,8 @@ def generate_greedily(trained, prompt: str, num_tokens: int) -> str:
 def test_generate_continues_like_a_loop_over_the_model(
   command, directory, variant, monkeypatch
 ):
-  """The key-value cache of the command does not change the text."""
+  """The command has a key-value cache, and the loop has none."""
+  # This process imports the variant's module from the user's directory.
   monkeypatch.syspath_prepend(str(directory))
 
   text = run(
@@ -324,6 +327,7 @@ def test_checkpoints_are_listed(command, directory, variant):
     cwd=directory,
   )
 
+  # The run has one checkpoint, of step 4.
   assert "4" in listing
 
 
@@ -402,7 +406,8 @@ def test_published_formats_reject_the_variant(
 def test_a_module_that_cannot_be_imported_is_one_error(
   command, directory, flag, message
 ):
-  # The module of --import=broken.
+  """--import=MODULE imports a module of the user before the command runs."""
+  # --import=broken imports this module.
   (directory / "broken.py").write_text("raise RuntimeError('on purpose')\n")
 
   result = command("diffjax.train", "--config=tiny", flag, cwd=directory)
@@ -426,9 +431,11 @@ def test_every_command_has_the_import_flag(command):
 
 
 def test_the_registry_lists_imported_modules(directory, monkeypatch):
+  """The module, of an attention variant, is in the user's directory."""
   monkeypatch.syspath_prepend(str(directory))
   assert registry.imported_modules() == []
 
+  # The variant is registered within this context only.
   with own_variants.restore_registry():
     registry.import_modules([own_variants.MODULE])
 
