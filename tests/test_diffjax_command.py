@@ -41,6 +41,7 @@ def start():
 
 
 def test_every_command_is_listed():
+  """A command is a module of diffjax/ that runs as `python -m`."""
   names = set()
   for path in (ROOT / "diffjax").glob("*.py"):
     source = path.read_text()
@@ -50,7 +51,7 @@ def test_every_command_is_listed():
   assert set(diffjax_command.COMMANDS) == names
 
 
-def summary_of(name):
+def summary_of(name: str) -> str:
   """Returns the first line of the docstring of a command's module."""
   source = (ROOT / f"diffjax/{name}.py").read_text()
   return ast.get_docstring(ast.parse(source)).splitlines()[0]
@@ -65,6 +66,7 @@ def test_help_says_what_each_command_does(start, arguments):
     assert len(line) <= 100
   for name in diffjax_command.COMMANDS:
     pattern = rf"^  {name} .*$"
+    # Exactly one line begins with the command.
     [line] = re.findall(pattern, out, re.MULTILINE)
     assert line.endswith(summary_of(name))
 
@@ -82,6 +84,7 @@ def test_help_for_a_closed_pipe_prints_no_error():
   )
   os.close(writer)
 
+  # The signal has ended the process itself.
   assert result.returncode == -signal.SIGPIPE
   assert not result.stderr
 
@@ -100,7 +103,10 @@ def test_the_error_for_an_unknown_command_lists_the_commands(start):
 
 
 def test_a_command_has_its_own_help(start):
-  out, errors = start("train", "--help").communicate(timeout=60)
+  """`diffjax train --help` prints that of `python -m diffjax.train`."""
+  process = start("train", "--help")
+
+  out, errors = process.communicate(timeout=60)
 
   assert not errors
   assert out == in_process.call("diffjax.train", "--help").stdout
