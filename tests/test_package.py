@@ -63,6 +63,7 @@ def wheel(tmp_path_factory):
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(wheel):
+  """`wheel` was built from a copy of this repository."""
   # diffjax/configs is a symbolic link, which rglob does not follow. The wheel
   # has its files.
   expected = set()
@@ -74,6 +75,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
   with zipfile.ZipFile(wheel) as archive:
     names = archive.namelist()
 
+  # The folder NAME.dist-info has the wheel's own metadata.
   packaged = {name for name in names if ".dist-info/" not in name}
   assert packaged == expected
   # A file of the linked folder, and two templates.
@@ -85,6 +87,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
 def test_code_imports_configs_as_diffjax_configs():
   """The top-level folder configs/ is not in the wheel."""
   statement = re.compile(r"^ *(import|from) configs\b", re.MULTILINE)
+
   for folder in FOLDERS:
     for path in (ROOT / folder).rglob("*.py"):
       assert not statement.search(path.read_text()), path
