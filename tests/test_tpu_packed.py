@@ -88,6 +88,7 @@ def test_a_kernel_takes_the_runs_that_the_mask_needs(
 
 
 def test_a_row_without_ids_compares_no_documents():
+  """No run has a "d", which is a comparison of documents in a sub-tile."""
   blocks = Blocks(TILE, TILE, 256, 256, span=4, full_subtile=(256, 512))
   schedule = runs.causal_schedule(
     blocks, LENGTH, G=2, M=2, keys_move=True, segments=False
@@ -95,6 +96,9 @@ def test_a_row_without_ids_compares_no_documents():
 
   counts = runs.count_runs(schedule, ids=None)
 
+  # Below the diagonal, 6 tiles have 4 × 2 whole sub-tiles of 256 × 512. On it, 4
+  # tiles have rows of 1 to 4 sub-tiles of 256 × 256. The last of each compares
+  # positions ("p").
   assert counts == {"-" * 8: 6, "p-p--p---p": 4}
 
 
@@ -131,6 +135,7 @@ def row():
 def test_a_row_costs_as_much_as_its_runs(row, direction):
   costs = packed.row_costs(row, measure_repeated_run)
 
+  # Each of the four rows of tiles costs 50, in addition to its runs.
   expected = 4 * 50
   counts = expected_runs(row.documents, direction == "forward")
   for run, count in counts.items():
@@ -139,6 +144,8 @@ def test_a_row_costs_as_much_as_its_runs(row, direction):
 
 
 def test_a_row_with_a_run_without_estimate_has_no_cost(row):
+  """The row needs the run "dd", which compares documents in two sub-tiles."""
+
   def measure(case: Case) -> dict[str, float]:
     run, _ = case.run
     if run == "dd":
