@@ -99,7 +99,9 @@ def test_an_error_in_the_users_file_is_one_line(tmp_path, text, message):
   """--config=FILE executes a Python file. Users see no traceback."""
   file = tmp_path / "mine.py"
   file.write_text(text)
+
   line = error_line(f"--config={file}", "--workdir=x")
+
   assert line.startswith(f"error: {message.format(file=file)}")
 
 
@@ -130,7 +132,9 @@ def test_the_error_for_a_wrong_get_config_says_what_is_wrong(
   """A config is a Python file with a function get_config()."""
   file = tmp_path / "mine.py"
   file.write_text(text)
+
   line = error_line(f"--config={file}", "--workdir=x")
+
   assert line.startswith(f"error: {message.format(file=file)}")
 
 
@@ -138,7 +142,10 @@ def test_an_error_in_an_imported_file_names_that_file(tmp_path, monkeypatch):
   (tmp_path / "mine_too.py").write_text("\nx = 1 / 0\n")
   (tmp_path / "mine.py").write_text("import mine_too\n")
   monkeypatch.syspath_prepend(str(tmp_path))
-  assert error_line(f"--config={tmp_path}/mine.py") == (
+
+  line = error_line(f"--config={tmp_path}/mine.py")
+
+  assert line == (
     f"error: {tmp_path}/mine_too.py:2: ZeroDivisionError: division by zero"
   )
 
@@ -204,20 +211,28 @@ def test_an_error_in_an_imported_file_names_that_file(tmp_path, monkeypatch):
   ],
 )
 def test_the_error_for_a_wrong_path_is_one_line(tmp_path, value, message):
+  """`value` is that of --config. In it, {folder} is the test's directory."""
   (tmp_path / "empty").mkdir()
   (tmp_path / "run").mkdir()
   (tmp_path / "run/config.toml").write_text("")
+  # This is not TOML.
   (tmp_path / "no.toml").write_text("[model\n")
+  # This is TOML, but the field is misspelled.
   (tmp_path / "wrong.toml").write_text("[train]\nstepz = 3\n")
 
   line = error_line(f"--config={value.format(folder=tmp_path)}")
+
   assert line.startswith(f"error: --config={message.format(folder=tmp_path)}")
 
 
 def test_a_file_without_variants_says_so(tmp_path):
+  """A variant is passed as FILE:VARIANT. This get_config has no argument."""
   file = tmp_path / "no_variant.py"
   file.write_text(WITHOUT_VARIANTS)
-  assert error_line(f"--config={file}:diff") == (
+
+  line = error_line(f"--config={file}:diff")
+
+  assert line == (
     f"error: {file}: get_config: it takes no variant; pass --config={file}"
   )
 
@@ -225,11 +240,14 @@ def test_a_file_without_variants_says_so(tmp_path):
 def test_an_error_in_a_config_of_the_package_names_its_line(tmp_path):
   """Users edit these files too, although they lie in the package."""
   file = tmp_path / "mine.py"
+  # The call of `base` fails inside base.py, since None has no model.
   file.write_text(
     "from diffjax.configs import base\n\n"
     "def get_config():\n  base.with_heads(None, 1)\n"
   )
+
   line = error_line(f"--config={file}")
+
   assert line.startswith(f"error: {ROOT}/diffjax/configs/base.py:")
   assert "AttributeError" in line
 
@@ -238,17 +256,29 @@ def test_an_error_in_a_config_of_the_package_names_its_line(tmp_path):
 def test_a_config_of_the_package_is_read_by_its_name(
   tmp_path, monkeypatch, variant
 ):
+  """The current directory has no file of that name."""
   monkeypatch.chdir(tmp_path)
-  expected = from_config_dict(tiny.get_config(variant))
+
   values = config_file.read(f"tiny:{variant}")
+
+  expected = from_config_dict(tiny.get_config(variant))
   assert from_config_dict(values) == expected
 
 
-def test_a_file_with_the_name_of_a_config_needs_a_path(tmp_path, monkeypatch):
+def test_a_file_does_not_replace_the_config_of_its_name(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   (tmp_path / "tiny").write_text("")
-  expected = from_config_dict(tiny.get_config())
-  assert from_config_dict(config_file.read("tiny")) == expected
+
+  values = config_file.read("tiny")
+
+  assert from_config_dict(values) == from_config_dict(tiny.get_config())
+
+
+def test_a_file_with_the_name_of_a_config_needs_a_path(tmp_path, monkeypatch):
+  """The file is empty, so reading it is an error that names it."""
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / "tiny").write_text("")
+
   with pytest.raises(UserError, match=r"\./tiny has no get_config\(\)"):
     config_file.read("./tiny")
 
@@ -256,15 +286,19 @@ def test_a_file_with_the_name_of_a_config_needs_a_path(tmp_path, monkeypatch):
 def test_a_file_in_the_current_directory_may_have_any_other_name(
   tmp_path, monkeypatch
 ):
+  """A name that is not one of a config of the package is that of a file."""
   monkeypatch.chdir(tmp_path)
   (tmp_path / "mine").write_text("from diffjax.configs.tiny import get_config")
-  expected = from_config_dict(tiny.get_config())
-  assert from_config_dict(config_file.read("mine")) == expected
+
+  values = config_file.read("mine")
+
+  assert from_config_dict(values) == from_config_dict(tiny.get_config())
 
 
 @pytest.mark.parametrize("name", ["motif_2_6b", "configs/motif_2_6b.py"])
 def test_a_config_without_variants_says_so(name, monkeypatch):
   monkeypatch.chdir(ROOT)
+
   message = f"{name}: get_config: it takes no variant; pass --config={name}"
   with pytest.raises(UserError, match=f"^{message}$"):
     config_file.read(f"{name}:diff")
@@ -272,8 +306,9 @@ def test_a_config_without_variants_says_so(name, monkeypatch):
 
 def test_the_names_of_the_configs_are_those_of_the_files_in_order():
   files = (ROOT / "configs").glob("*.py")
-  names = {file.stem for file in files} - {"__init__"}
-  assert config_file.names() == sorted(names)
+  expected = {file.stem for file in files} - {"__init__"}
+
+  assert config_file.names() == sorted(expected)
 
 
 @pytest.mark.parametrize(
@@ -315,28 +350,34 @@ def printed_config(tmp_path):
 
 
 def test_a_printed_config_holds_the_variant_and_the_overrides(printed_config):
+  """`printed_config` is a file that was printed with these two changes."""
+  values = config_file.read(str(printed_config))
+
   expected = tiny.get_config("transformer")
   expected.train.steps = 7
   expected.model.window = 9
-  values = config_file.read(str(printed_config))
   assert from_config_dict(values) == from_config_dict(expected)
 
 
 def test_a_printed_config_is_printed_again_without_a_change(printed_config):
   result = train(f"--config={printed_config}", "--print_config")
+
   assert result.stdout == printed_config.read_text()
 
 
 def test_a_printed_config_can_be_overridden(printed_config):
+  """The printed file has `steps = 7`."""
   result = train(
     f"--config={printed_config}", "--config.train.steps=8", "--print_config"
   )
+
   assert "steps = 8\n" in result.stdout
 
 
 def test_a_printed_config_has_a_comment_above_each_field(printed_config):
+  """A section such as [model] has a line for each of its fields, in order."""
   lines = printed_config.read_text().splitlines()
-  assert max(map(len, lines)) <= 100
+
   number = 0
   for section, fields in FIELDS.items():
     number = lines.index(f"[{section}]", number)
@@ -347,9 +388,16 @@ def test_a_printed_config_has_a_comment_above_each_field(printed_config):
       assert lines[number - 1].startswith("# "), (section, field.name)
 
 
+def test_the_lines_of_a_printed_config_are_short(printed_config):
+  for line in printed_config.read_text().splitlines():
+    assert len(line) <= 100
+
+
 def test_the_comments_name_choices_and_bounds(printed_config):
   lines = printed_config.read_text().splitlines()
+  # A comment may continue on the next line.
   text = " ".join(line.removeprefix("# ") for line in lines)
+
   assert "H: heads that write to the residual stream" in text
   assert "Number of steps that are profiled. It must be at least 1." in text
   # The fields of each section of the config.
@@ -397,19 +445,27 @@ def test_a_written_config_is_read_exactly(tmp_path_factory, text, number, flag):
   config = dataclasses.replace(config, model=model, data=data)
 
   config_file.write(epath.Path(path), config)
-  assert from_config_dict(config_file.read(str(path))) == config
+  values = config_file.read(str(path))
+
+  assert from_config_dict(values) == config
 
 
 def test_a_failed_write_is_one_line_and_leaves_no_file(tmp_path):
   target = tmp_path / "config.toml"
+  # A file cannot replace a directory that is not empty.
   target.mkdir()
   (target / "file").touch()
+
   with pytest.raises(UserError, match=f"^cannot write {target}: "):
     config_file.write(epath.Path(target), Config())
+
   assert list(tmp_path.iterdir()) == [target]
 
 
 def test_nothing_of_a_toml_file_is_executed(tmp_path):
-  (tmp_path / "config.toml").write_text("import os\nos.abort()\n")
+  """A config.toml may come from others. Python in it must not run."""
+  file = tmp_path / "config.toml"
+  file.write_text("import os\nos.abort()\n")
+
   with pytest.raises(UserError, match="not TOML"):
-    config_file.read(str(tmp_path / "config.toml"))
+    config_file.read(str(file))
