@@ -81,14 +81,16 @@ def by_name(params):
 
 
 def test_only_matrices_of_the_layers_are_rounded(params, rounded):
+  """`rounded` has the values of `params`, with some arrays in int8."""
+  originals = by_name(params)
   rounded_names = set()
   for name, leaf in by_name(rounded).items():
     if is_quantised(leaf):
       rounded_names.add(name)
     else:
-      chex.assert_trees_all_equal(leaf, by_name(params)[name])
+      chex.assert_trees_all_equal(leaf, originals[name])
 
-  assert rounded_names == set(INPUT_AXES)
+  assert rounded_names == {"query", "key", "value", "out", "gate", "up", "down"}
 
 
 @pytest.mark.parametrize(("name", "input_axes"), INPUT_AXES.items())
@@ -101,7 +103,7 @@ def test_rounding_changes_a_weight_by_at_most_half_a_step(
 
   step = np.abs(matrix).max(axis=input_axes, keepdims=True) / 127
   error = np.abs(dequantised(rounded_matrix) - matrix)
-  # The division itself may round, too.
+  # A little more than 0.5, because the division by the step rounds, too.
   assert np.all(error <= 0.5001 * step)
   assert rounded_matrix.qvalue.dtype == jnp.int8
 
@@ -126,12 +128,13 @@ def test_int8_matrices_compute_what_their_float32_values_do(model, rounded):
 def test_the_sampler_gives_the_logits_of_the_model(
   model, params, rounded, sampler
 ):
-  """The sampler has int8 matrices, and the model their float32 values."""
+  """The sampler has int8 matrices, and the model has their float32 values."""
   tokens = jnp.array([LONG_PROMPT])
 
   state = sampler.prefill([[5], LONG_PROMPT])
 
   hidden = model.apply({"params": dequantise_all(rounded)}, tokens)
+  # The logits after the last token of the long prompt, which is the second.
   expected = logits(params, hidden)[0, -1]
   chex.assert_trees_all_close(state.logits[1], expected, **FLOAT32_MODEL)
 
@@ -168,6 +171,7 @@ def split(params, mesh):
 
 
 def test_each_device_holds_its_part_of_a_rounded_matrix(split):
+  """`split` are parameters on four devices. Only rounded ones are compared."""
   for leaf in jax.tree.leaves(split, is_leaf=is_quantised):
     if is_quantised(leaf):
       shard = leaf.qvalue.addressable_shards[0].data
