@@ -54,9 +54,6 @@ ALLOWED = {
 }
 ALLOWED["commands"] = {*ALLOWED}
 
-# What ops imports from outside the standard library.
-OPS_LIBRARIES = {"jax", "jaxtyping", "numpy"}
-
 
 def module_name(path: pathlib.Path) -> str:
   """Returns the name of a file's module, or of an __init__.py's package."""
@@ -122,6 +119,7 @@ FOLDERS = sorted({folder_of(module) for module in FILES})
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_a_folder_imports_only_allowed_folders(folder):
+  """ALLOWED has the folders that each folder may import."""
   assert folder in ALLOWED, f"diffjax/{folder} is not in the table of this file"
   allowed = ALLOWED[folder] | {folder}
   for module, imported in IMPORTS.items():
@@ -132,6 +130,7 @@ def test_a_folder_imports_only_allowed_folders(folder):
 
 
 def test_folders_are_not_allowed_to_import_each_other_in_a_circle():
+  # This raises CycleError if there is a circle.
   graphlib.TopologicalSorter(ALLOWED).prepare()
 
 
@@ -139,6 +138,7 @@ def test_files_do_not_import_each_other_in_a_circle():
   graph = {}
   for module, imported in IMPORTS.items():
     graph[module] = imported & FILES.keys()
+
   try:
     graphlib.TopologicalSorter(graph).prepare()
   except graphlib.CycleError as error:
@@ -147,7 +147,9 @@ def test_files_do_not_import_each_other_in_a_circle():
 
 
 def test_ops_needs_few_libraries():
-  allowed = OPS_LIBRARIES | {"diffjax"} | sys.stdlib_module_names
+  """The folder of the kernels needs only JAX, jaxtyping and NumPy."""
+  allowed = {"jax", "jaxtyping", "numpy", "diffjax"} | sys.stdlib_module_names
+
   for module, imported in IMPORTS.items():
     if folder_of(module) != "ops":
       continue
