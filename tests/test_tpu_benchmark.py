@@ -237,6 +237,7 @@ def test_a_library_without_estimates_has_no_costs():
 
 
 def test_our_causal_cost_is_composed_of_kernels_without_conditions():
+  """The cost follows from a whole tile, a cut one, and four whole tiles."""
   measured = set()
 
   def measure(case: Case) -> dict[str, float]:
@@ -258,6 +259,7 @@ def test_our_causal_cost_is_composed_of_kernels_without_conditions():
     causal=True,
     blocks=(1024, 256, 256, 512, 512),
   )
+
   costs = compare.composed_cost(case, measure)
 
   # A causal mask of 4 × 4 tiles has 6 whole tiles and 4 on the diagonal.
@@ -300,7 +302,13 @@ def test_a_row_without_costs_says_so():
 
 
 TOKAMAX_CASE = Splash(
-  "tokamax", "v6e", 128, 256, 2048, "full", (1024, 1024, 512)
+  library="tokamax",
+  generation="v6e",
+  D=128,
+  V=256,
+  length=2048,
+  mask="full",
+  tile=(1024, 1024, 512),
 )
 
 
@@ -324,16 +332,19 @@ def costs_file(tmp_path):
 def test_a_library_that_is_not_installed_has_costs_from_the_file(
   costs_file, monkeypatch
 ):
+  # The library has no version, as if it were not installed.
   monkeypatch.setattr(splash, "version", lambda library: None)
 
   costs = cost.cost_of_library(TOKAMAX_CASE, timeout=1, path=costs_file)
 
+  # The file has these costs for version 9.9 of tokamax.
   assert costs == {"forward": 5}
 
 
 def test_a_library_that_is_not_installed_may_have_no_costs(
   tmp_path, monkeypatch
 ):
+  # The library has no version, as if it were not installed.
   monkeypatch.setattr(splash, "version", lambda library: None)
 
   costs = cost.cost_of_library(
@@ -354,18 +365,29 @@ def test_costs_of_a_version_are_not_estimated_again(costs_file, monkeypatch):
 
   costs = cost.cost_of_library(TOKAMAX_CASE, timeout=1, path=costs_file)
 
+  # The file has these costs for version 9.9 of tokamax.
   assert costs == {"forward": 5}
 
 
 def test_the_file_keeps_libraries_and_drops_kernels_that_have_changed(
   costs_file, monkeypatch
 ):
+  """The costs of our kernels count only for one version of their code."""
   estimated = {"forward": 7, "backward": 8}
   monkeypatch.setattr(cost, "estimate", lambda case, timeout: estimated)
-  case = Case("v6e", *compare.FUSED, 2048, causal=True)
+  case = Case(
+    generation="v6e",
+    D=128,
+    V=256,
+    G=2,
+    M=2,
+    length=2048,
+    causal=True,
+  )
 
-  assert cost.cost(case, timeout=1, path=costs_file) == estimated
+  costs = cost.cost(case, timeout=1, path=costs_file)
 
+  assert costs == estimated
   # The file has costs of older kernels, under "kernels 00000000".
   kept = [
     "splash of tokamax 9.9",
@@ -479,11 +501,14 @@ def test_a_search_tries_nothing_twice(search_on_tpu):
 def test_a_search_writes_the_best_sizes_of_each_shape(
   search_on_tpu, shape, direction
 ):
-  key = ("7x", direction, shape.D, shape.V, shape.G)
+  """The table has an entry for each chip, direction and shape."""
   entries = []
   for entry in search_on_tpu.entries:
-    fields = ("generation", "direction", "D", "V", "G")
-    if tuple(entry[field] for field in fields) == key:
+    is_for_chip = entry["generation"] == "7x"
+    is_for_direction = entry["direction"] == direction
+    widths = (entry["D"], entry["V"], entry["G"])
+    is_for_shape = widths == (shape.D, shape.V, shape.G)
+    if is_for_chip and is_for_direction and is_for_shape:
       entries.append(entry)
   cases = []
   for case in search_on_tpu.cases:
@@ -523,15 +548,23 @@ def best_cut_subtile(cases: list[Case], tile: int) -> tuple[int, int]:
   return min(subtiles, key=area)
 
 
-def test_a_search_without_a_tpu_uses_single_steps_where_others_are_incomplete(
-  table,
-):
+@pytest.mark.usefixtures("table")
+def test_a_search_for_v5p_without_a_tpu_estimates_a_single_tile():
+  """The compiler's estimates of more tiles are incomplete for v5p."""
   cases = run_search("v5p")
 
-  assert {(case.blocks[0], case.length) for case in cases} == {(1024, 1024)}
+  tiles = {case.blocks[0] for case in cases}
+  lengths = {case.length for case in cases}
+  assert tiles == {1024}
+  assert lengths == {1024}
 
 
-def test_a_search_tries_no_sub_tile_that_skips_nothing(table):
+@pytest.mark.usefixtures("table")
+def test_a_search_tries_no_sub_tile_that_skips_nothing():
+  """Under a causal mask, a sub-tile as long as the tile of 1024 skips nothing.
+
+  A full mask allows these sub-tiles, too.
+  """
   cases = run_search("v5p")
 
   full = {case.blocks[1:3] for case in cases if not case.causal}
@@ -541,20 +574,25 @@ def test_a_search_tries_no_sub_tile_that_skips_nothing(table):
   assert cut == {subtile for subtile in expected if max(subtile) < 1024}
 
 
-def test_a_search_ends_when_its_time_is_over(table, capsys):
+@pytest.mark.usefixtures("table")
+def test_a_search_ends_when_its_time_is_over(capsys):
   cases = run_search("v6e", minutes=3)
 
   # A candidate has two kernels of 20 seconds, so five begin in 180 seconds.
   assert len(cases) == 5 * 2
   printed = capsys.readouterr()
   assert "3 minutes are over: 5 of" in printed.out
+  # The first candidate ends after 40 seconds.
   assert "1 of" in printed.err
   assert "2.3 minutes left" in printed.err
 
 
-def test_a_search_starts_with_the_sizes_of_the_table(table):
+@pytest.mark.usefixtures("table")
+def test_a_search_starts_with_the_sizes_of_the_table():
+  """The fixture `table` has tiles of 1024 and sub-tiles of 256 × 256."""
   cases = run_search("v6e", minutes=3)
 
+  # In 3 minutes, the search tries one candidate for each of five shapes.
   blocks = {case.blocks for case in cases}
   shapes = {(case.D, case.V, case.G, case.M) for case in cases}
   assert blocks == {(1024, 256, 256, 256, 256)}
