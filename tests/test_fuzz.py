@@ -140,6 +140,7 @@ config_names = st.sampled_from([*FIELDS, "model.x", "x.steps", "train.", "."])
 @many_examples
 @given(st.dictionaries(config_names, nested_values, min_size=1, max_size=3))
 def test_values_of_fields_are_accepted_or_one_error_line(changes):
+  """Hypothesis draws `changes`, such as {"train.steps": "nan"}."""
   nested = Config().to_dict()
   for field, value in changes.items():
     section, name = field.split(".")
@@ -155,6 +156,7 @@ sections = st.dictionaries(section_names, nested_values, max_size=3)
 @many_examples
 @given(st.one_of(nested_values, sections))
 def test_whole_configs_are_accepted_or_one_error_line(nested):
+  """Hypothesis draws `nested`, such as {"train": 3}."""
   check_valid_or_one_error_line(nested)
 
 
@@ -249,6 +251,7 @@ arguments = st.one_of(
 @many_examples
 @given(st.lists(arguments, min_size=1, max_size=3))
 def test_command_lines_are_accepted_or_one_error_line(arguments):
+  """Hypothesis draws `arguments`, such as ["--config.train.steps=nan"]."""
   result = run_command(["--config=configs/tiny.py", *arguments])
 
   check_config_or_one_error_line(result)
@@ -267,6 +270,7 @@ variants = st.lists(variant_parts, min_size=1, max_size=3).map(",".join)
 @many_examples
 @given(variants)
 def test_variants_are_accepted_or_one_error_line(variant):
+  """Hypothesis draws `variant`, such as "diff,heads=nan"."""
   result = run_command([f"--config=configs/tiny.py:{variant}"])
 
   check_config_or_one_error_line(result)
@@ -407,6 +411,7 @@ def check_trained_or_one_error_line(
 def test_small_runs_end_or_give_one_error_line(
   corpus, tmp_path_factory, changes
 ):
+  """Hypothesis draws `changes`, such as {"optimizer.b1": 0.0}."""
   changes["data.source"] = f"text:{corpus}/*.txt"
   check_trained_or_one_error_line(changes, tmp_path_factory.mktemp("run"))
 
@@ -490,11 +495,13 @@ def input_files(draw):
 def test_input_files_give_a_batch_or_one_error_line_with_their_name(
   corpus, tmp_path_factory, file, mode
 ):
+  """Hypothesis draws `file`, whose content may be damaged."""
   path = tmp_path_factory.mktemp("input") / "input"
   # For example, "text:/tmp/input.txt".
   source = file.source.format(path)
   _, _, file_name = source.partition(":")
   pathlib.Path(file_name).write_bytes(file.content)
+  # The rows for validation come from other texts, which are sound.
   data = DataConfig(
     source=source,
     validation_source=f"text:{corpus}/*.txt",
