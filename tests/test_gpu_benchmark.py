@@ -384,19 +384,20 @@ def test_the_row_of_a_step_has_its_throughput(timed_step):
 
 
 def test_only_packed_rows_have_documents(timed_step):
+  """Attention gets the ids of documents if a row has several of them."""
   assert timed_step.has_documents == timed_step.case.packed
 
 
 # Tables
 
 
-def timed_row(name: str, milliseconds: float, **case: Any) -> tables.Row:
+def timed_row(name: str, ms: float, **case: Any) -> tables.Row:
   """Returns the row of an implementation of V1 at D 128."""
   fields = {"kind": "v1", "D": 128, "T": 4096, "packed": False, **case}
   return {
     "case": {"do": "attention", "name": name, **fields},
-    "forward_ms": milliseconds / 3,
-    "both_ms": milliseconds,
+    "forward_ms": ms / 3,
+    "both_ms": ms,
   }
 
 
@@ -410,9 +411,9 @@ def test_a_line_has_the_times_and_the_ratio():
 
   In `timed_row`, the forward pass takes a third of both.
   """
-  fused = timed_row("fused", 2.0)
+  fused = timed_row("fused", ms=2.0)
   fused |= {"forward_tflops": 597.4, "backward_tflops": 422.1}
-  rows = [fused, timed_row("two_call", 4.5), timed_row("tokamax", 6.0)]
+  rows = [fused, timed_row("two_call", ms=4.5), timed_row("tokamax", ms=6.0)]
 
   line = tables.line(rows)
 
@@ -424,51 +425,54 @@ def test_a_line_has_the_times_and_the_ratio():
 
 
 def test_the_header_has_as_many_columns_as_a_line():
-  line = tables.line([timed_row("fused", 1.0)])
+  line = tables.line([timed_row("fused", ms=1.0)])
 
   for header_line in tables.header().splitlines():
     assert header_line.count("|") == line.count("|")
 
 
 def test_without_the_fused_kernels_there_is_no_ratio():
-  assert tables.line([timed_row("two_call", 1.0)]).endswith("| – | – |")
+  """The last two cells are the rates of the fused kernels, and the ratio."""
+  line = tables.line([timed_row("two_call", ms=1.0)])
+
+  assert line.endswith("| – | – |")
 
 
 @pytest.mark.parametrize(
   ("rows", "choice"),
   [
     pytest.param(
-      [check_row(), timed_row("fused", 1.0), timed_row("two_call", 1.04)],
+      [check_row(), timed_row("fused", ms=1.0), timed_row("two_call", ms=1.04)],
       "pallas_gpu",
       id="fused_is_4_percent_faster",
     ),
     pytest.param(
-      [check_row(), timed_row("fused", 1.0), timed_row("two_call", 1.02)],
+      [check_row(), timed_row("fused", ms=1.0), timed_row("two_call", ms=1.02)],
       "two_call",
       id="fused_is_2_percent_faster",
     ),
     pytest.param(
       [
         check_row(),
-        timed_row("fused", 1.0),
-        timed_row("two_call", 1.5),
-        timed_row("cudnn", 0.5),
+        timed_row("fused", ms=1.0),
+        timed_row("two_call", ms=1.5),
+        timed_row("cudnn", ms=0.5),
       ],
       "pallas_gpu",
       id="auto_cannot_take_cudnn",
     ),
     pytest.param(
-      [check_row(), timed_row("fused", 1.0), timed_row("chunked", 1.2)],
+      [check_row(), timed_row("fused", ms=1.0), timed_row("chunked", ms=1.2)],
       "pallas_gpu",
       id="two_call_cannot_run",
     ),
     pytest.param(
-      [timed_row("two_call", 2.0), timed_row("chunked", 1.0)],
+      [timed_row("two_call", ms=2.0), timed_row("chunked", ms=1.0)],
       "chunked",
       id="chunked_is_faster",
     ),
     pytest.param(
-      [timed_row("fused", 1.0), timed_row("two_call", 2.0)],
+      [timed_row("fused", ms=1.0), timed_row("two_call", ms=2.0)],
       "two_call",
       id="fused_is_not_checked",
     ),
@@ -476,8 +480,8 @@ def test_without_the_fused_kernels_there_is_no_ratio():
       [
         check_row(),
         check_row(right=False, D=96),
-        timed_row("fused", 1.0),
-        timed_row("two_call", 2.0),
+        timed_row("fused", ms=1.0),
+        timed_row("two_call", ms=2.0),
       ],
       "two_call",
       id="fused_is_wrong_at_a_width_that_is_padded_to_this_one",
@@ -486,8 +490,8 @@ def test_without_the_fused_kernels_there_is_no_ratio():
       [
         check_row(),
         check_row(right=False, D=64),
-        timed_row("fused", 1.0),
-        timed_row("two_call", 2.0),
+        timed_row("fused", ms=1.0),
+        timed_row("two_call", ms=2.0),
       ],
       "pallas_gpu",
       id="fused_is_wrong_at_another_width",
@@ -505,7 +509,10 @@ def test_auto_takes_the_fastest_right_implementation(rows, choice):
 
 
 def test_there_is_no_entry_without_the_time_of_a_default():
-  assert tables.measured_entries([check_row(), timed_row("fused", 1.0)]) == []
+  """The defaults are the implementations "two_call" and "chunked"."""
+  rows = [check_row(), timed_row("fused", ms=1.0)]
+
+  assert tables.measured_entries(rows) == []
 
 
 def test_the_committed_table_follows_from_the_committed_rows():
@@ -521,7 +528,7 @@ def test_the_committed_table_follows_from_the_committed_rows():
 def test_an_update_keeps_the_entries_of_other_devices(tmp_path):
   """The table of measured times has entries for each device."""
   path = tmp_path / "measured.json"
-  rows = [timed_row("two_call", 1.0)]
+  rows = [timed_row("two_call", ms=1.0)]
 
   tables.update_measured(path, "one GPU", rows)
   tables.update_measured(path, "another GPU", rows)
@@ -533,28 +540,30 @@ def test_an_update_keeps_the_entries_of_other_devices(tmp_path):
   }
 
 
-def test_auto_reads_the_table(tmp_path, monkeypatch):
-  """The table of measured times tells the fastest implementation by length."""
+def test_the_table_tells_the_fastest_implementation(tmp_path, monkeypatch):
+  """The implementation "auto" runs the one that the table tells."""
   monkeypatch.setattr(measured, "TABLE", tmp_path / "measured.json")
+  # The table is read once.
   measured.table.cache_clear()
   rows = [
     check_row(),
-    timed_row("fused", 1.0),
-    timed_row("two_call", 2.0),
-    timed_row("fused", 2.0, T=16384),
-    timed_row("two_call", 1.0, T=16384),
+    timed_row("fused", ms=1.0, T=4096),
+    timed_row("two_call", ms=2.0, T=4096),
+    timed_row("fused", ms=2.0, T=16384),
+    timed_row("two_call", ms=1.0, T=16384),
   ]
-
   tables.update_measured(measured.TABLE, "a GPU", rows)
 
+  # The widths of V1 at D = 128, to which the rows belong.
   q = jnp.zeros((1, 2, 1, 2, 128))
   v = jnp.zeros((1, 2, 1, 256))
   choices = {}
   for length in (2048, 4096, 16384):
-    mask = Mask(length, length)
+    mask = Mask(q_length=length, kv_length=length)
     choices[length] = measured.fastest("a GPU", q, q, v, mask)
+
   measured.table.cache_clear()
-  # The length 2048 was not measured.
+  # No length up to 2048 was measured. "pallas_gpu" has the fused kernels.
   assert choices == {2048: None, 4096: "pallas_gpu", 16384: "two_call"}
 
 
