@@ -164,6 +164,7 @@ def test_a_collective_in_nested_loops_counts_each_iteration(kind):
 
 # The collectives in text as TPU compilers write it. Eight devices.
 
+# The groups of devices along an axis, in a mesh with data = 2 and fsdp = 4.
 ALONG_FSDP = "replica_groups=[2,4]<=[8]"
 ALONG_DATA = "replica_groups=[4,2]<=[2,4]T(1,0)"
 
@@ -394,12 +395,14 @@ def test_the_exchange_between_slices_is_along_the_axis_of_slices():
     '_xla_host_transfer_handler_name="xla_megascale_runtime"}',
   )
 
+  found = collectives(text, {"data": 2, "fsdp": 4})
+
   gathered_bytes = 16 * 8 * 2
   reduced_bytes = 16 * 4
   exchanged_bytes = 23 * 8 * 128 * 2
   # A ring of n devices passes on (n − 1) / n of a gather, and of a reduction
   # twice as much.
-  assert collectives(text, {"data": 2, "fsdp": 4}) == [
+  assert found == [
     Collective("all-gather", ("fsdp",), gathered_bytes * 3 / 4, times=1),
     Collective("all-reduce", ("fsdp",), 2 * reduced_bytes * 3 / 4, times=1),
     Collective("all-reduce", ("data",), 2 * exchanged_bytes * 1 / 2, times=1),
@@ -481,6 +484,7 @@ def test_a_message_about_temporaries_is_read():
 
   assert refusal.needed == 9.25 * GIB
   assert refusal.available == 15.75 * GIB
+  # The message counts only the temporaries, without parameters.
   assert refusal.is_temporaries
 
 
@@ -646,11 +650,15 @@ def test_the_report_shows_the_exposed_part_of_collectives(capsys):
 
 
 def test_the_report_shows_windowed_einsums_if_there_are_any(capsys):
-  assert "windowed einsums: 3" in printed_report(capsys, windowed=3)
-  assert "windowed" not in printed_report(capsys, windowed=0)
+  with_three = printed_report(capsys, windowed=3)
+  without = printed_report(capsys, windowed=0)
+
+  assert "windowed einsums: 3" in with_three
+  assert "windowed" not in without
 
 
 def test_the_report_says_that_kernels_have_no_estimate(capsys):
+  """Then the bound on MFU is that of the other operations."""
   estimate = Estimate(
     parts={"feed-forward": 0.5, "other": 0.25}, collectives={}, longest=[]
   )
@@ -694,6 +702,7 @@ def test_the_report_counts_the_calls_of_each_kernel(capsys):
   ],
 )
 def test_the_report_says_why_there_is_no_estimate(capsys, unread, reason):
+  """`unread` is the part of the program that could not be read, or ""."""
   text = printed_report(capsys, unread=unread)
 
   assert f"the compiler's estimate: none, {reason}" in text
