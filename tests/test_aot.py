@@ -597,7 +597,9 @@ def test_the_suggested_topology_has_sufficient_memory(chips, mesh, num_slices):
     available=15 * GIB,
   )
 
-  suggestions = report.changes(config, "v5e:2x2", num_slices, plan)
+  suggestions = report.changes(
+    config, topology="v5e:2x2", slices=num_slices, plan=plan
+  )
 
   assert suggestions[-1] == "--topology=v5e:4x8"
 
@@ -886,6 +888,7 @@ def test_slices_are_searched_with_few_compilations(
     needed_gib = 62 / chips + rows * row_gib
     return types.SimpleNamespace(
       total=needed_gib * GIB,
+      # A chip of v5e has 15.75 GiB.
       fits=needed_gib <= 15.75,
       estimate=types.SimpleNamespace(has_kernels=True),
       mfu_bound=0.3 + rows / 40,
@@ -901,7 +904,9 @@ def test_slices_are_searched_with_few_compilations(
   topologies.main()
 
   table = capsys.readouterr().out
-  # The smallest slice that fits, and the smallest with a bound of half.
+  # The smallest slice that fits, and the smallest with a bound of half. One row
+  # at a time needs 62 / 4 + 1 · 0.25 GiB on each of 4 chips, and all 16 rows need
+  # 62 / 8 + 16 · 0.5 GiB on each of 8. Both are 15.75 GiB.
   assert (
     "`v5e:2x2`, accumulation 32, remat full: 15.8 GiB, 32%"
     "<br>`v5e:2x4`: 15.8 GiB, 70%"
