@@ -166,8 +166,10 @@ def test_every_variant_has_a_twin(name, variant):
   assert twin.head_norm == ATTENTION[variant].head_norm
   assert twin.ffn_dim % 16 == 0
   # The width of the three feed-forward matrices is rounded to a multiple of 16,
-  # so by up to 8 columns. They do not compensate for vectors, such as λ.
+  # so by up to 8 columns.
   rounding = twin.num_layers * 3 * twin.embed_dim * 8
+  # They do not compensate for vectors. In a layer, "diff" has four of width D
+  # for λ and a gain of width 2·D. A twin has up to two numbers for each head.
   vectors = twin.num_layers * (6 * diff.head_dim + 2 * twin.num_heads)
   difference = parameter_count(twin) - parameter_count(diff)
   assert abs(difference) <= rounding + vectors
