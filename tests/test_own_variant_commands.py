@@ -216,6 +216,7 @@ def test_train_without_the_import_names_the_flag(command, directory, variant):
     "diffjax.train",
     f"--workdir={variant.workdir}",
     f"--config={variant.workdir}/config.toml",
+    # The run was last trained on two devices, with fsdp = 2.
     "--config.mesh.fsdp=1",
     cwd=directory,
   )
