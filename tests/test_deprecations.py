@@ -30,10 +30,10 @@ def library(stacklevel: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stacklevel", [1, 2])
 def test_only_deprecated_calls_of_our_own_are_errors(stacklevel):
-  """The made-up library warns about its own call, and about that of this test.
+  """The library may call its deprecated function, and this test may not.
 
-  Libraries attribute a warning to themselves (`stacklevel` 1) or to their
-  caller (2).
+  A library attributes the warning to itself (`stacklevel` 1) or to the caller
+  of the function (2).
   """
   module = library(stacklevel)
 
