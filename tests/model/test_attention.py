@@ -174,6 +174,7 @@ def test_output_and_gradients_equal_the_authors_layers(name, implementation):
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_a_class_declares_the_sizes_and_parameters_of_its_paper(name):
+  """`EXPECTED` has what the papers say, independently of the code."""
   assert declared(name) == EXPECTED[name]
 
 
@@ -212,6 +213,7 @@ def test_parameters_have_the_axes_of_the_paper(name):
   sizes = dict(E=32, H=2, K=2, G=G, M=M, D=8, V=V, U=V)
   sizes |= layer_class.extra_axes
   axes = {"query": "EHGD", "key": "EKMD", "value": "EKV", "out": "HVE"}
+  # The axes of the parameters that only this variant has.
   axes |= VARIANTS[name].extra
   if layer_class.head_norm:
     axes["head_gain"] = "V"
@@ -223,6 +225,7 @@ def test_parameters_have_the_axes_of_the_paper(name):
 
   assert params.keys() == axes.keys()
   for parameter, letters in axes.items():
+    # For example, "EKV" stands for (32, 2, V).
     expected_shape = tuple(sizes[letter] for letter in letters)
     assert params[parameter].shape == expected_shape, parameter
 
@@ -258,6 +261,7 @@ def test_a_layer_records_its_queries_and_its_lambda_once(name):
 
   _, recorded = jax.eval_shape(apply_layer, params, x, lambda_init)
 
+  # Flax appends to a tuple if a layer records a name again.
   assert len(recorded["intermediates"]["query"]) == 1
   # Classes with a λ override this method.
   has_lambda = layer_class.compute_lambda is not Attention.compute_lambda
@@ -314,6 +318,7 @@ def test_a_config_that_contradicts_its_variant_is_rejected(fields, message):
 
 
 def test_attention_without_a_noise_map_rejects_noise_heads():
+  """A layer checks its fields when its parameters are made."""
   layer = Attention(num_heads=4, head_dim=8, num_noise_heads=2)
   message = "num_noise_heads must be None for Attention, .*; got 2"
   with pytest.raises(ValueError, match=message):
@@ -324,6 +329,7 @@ def test_attention_without_a_noise_map_rejects_noise_heads():
 def test_the_number_of_noise_heads_must_divide_the_number_of_heads(
   num_noise_heads,
 ):
+  """A layer checks its fields when its parameters are made."""
   layer = DiffAttention(
     num_heads=4, head_dim=8, num_noise_heads=num_noise_heads
   )
@@ -337,6 +343,7 @@ def test_the_number_of_noise_heads_must_divide_the_number_of_heads(
 
 @pytest.mark.parametrize("rope_dim", [3, 10])
 def test_rope_dim_must_be_even_and_at_most_head_dim(rope_dim):
+  """A layer checks its fields when its parameters are made."""
   layer = DiffAttentionV2(num_heads=4, head_dim=8, rope_dim=rope_dim)
   message = (
     "rope_dim must be even and from 2 to head_dim = 8, or None for all; got"
@@ -358,11 +365,11 @@ def test_a_layer_with_lambda_init_requires_it(name):
 
 
 def test_lambda_init_schedule_has_the_values_of_the_paper():
-  np.testing.assert_allclose(
-    lambda_init_schedule(jnp.arange(5)),
-    [0.2, 0.3555, 0.4707, 0.5561, 0.6193],
-    atol=5e-5,
-  )
+  """λ_init of layer l is 0.8 − 0.6·exp(−0.3·l)."""
+  schedule = lambda_init_schedule(jnp.arange(5))
+
+  expected = [0.2, 0.3555, 0.4707, 0.5561, 0.6193]
+  np.testing.assert_allclose(schedule, expected, atol=5e-5)
 
 
 def test_diff_with_lambda_0_ignores_its_second_map():
@@ -491,6 +498,10 @@ def test_dex_is_attention_with_another_output_projection():
 
 
 def test_dex_starts_as_attention_and_learns_its_matrix_first():
+  """DEX subtracts λ_h O_h W_D from a head's output, and W_D starts at 0.
+
+  So the gradient of λ is 0 in the first step, and that of W_D is not.
+  """
   x = jax.random.normal(jax.random.key(0), (2, 9, 16))
   lambda_init = 0.7
   dex = ATTENTION["dex"](num_heads=4, num_kv_heads=2, head_dim=6, value_dim=5)
@@ -501,6 +512,7 @@ def test_dex_starts_as_attention_and_learns_its_matrix_first():
 
   gradient = jax.jit(jax.grad(loss))(params)
 
+  # W_D and the learned part of λ.
   assert not params["dex_matrix"].any()
   assert not params["dex_lambda"].any()
   assert jnp.abs(gradient["dex_matrix"]).min() > 0
@@ -547,16 +559,20 @@ def test_head_norm_is_an_option_of_every_layer(layer_class):
 
 
 def test_head_norm_has_the_epsilon_of_the_model():
-  """An ε far above every mean square divides the heads' outputs by √ε."""
+  """An ε far above every mean square divides the heads' outputs by √ε.
+
+  So an ε that is four times as large halves the output.
+  """
   x = jax.random.normal(jax.random.key(0), (1, 8, 16))
   layer = DiffAttention(num_heads=2, head_dim=4, norm_eps=1e6)
   params = random_parameters(layer, x, lambda_init=0.5)
 
   output = apply(layer, params, x, lambda_init=0.5)
-  output_with_4_eps = apply(layer.clone(norm_eps=4e6), params, x, 0.5)
 
-  error = np.linalg.norm(output - 2 * output_with_4_eps)
-  assert error < 1e-5 * np.linalg.norm(2 * output_with_4_eps)
+  layer_with_4_eps = layer.clone(norm_eps=4e6)
+  expected = 2 * apply(layer_with_4_eps, params, x, lambda_init=0.5)
+  error = np.linalg.norm(output - expected)
+  assert error < 1e-5 * np.linalg.norm(expected)
 
 
 # Positions.
@@ -568,11 +584,12 @@ def test_captured_queries_and_keys_are_rotated():
   params = random_parameters(layer, x, lambda_init=0.2)
   apply_layer = functools.partial(layer.apply, mutable=["intermediates"])
 
-  _, variables = jax.jit(apply_layer)({"params": params}, x, 0.2)
+  lambda_init = 0.2
+  _, variables = jax.jit(apply_layer)({"params": params}, x, lambda_init)
 
   (queries,) = variables["intermediates"]["query"]
   (keys,) = variables["intermediates"]["key"]
-  # Row, token, head, map, and number of the head.
+  # One row of 6 tokens, with 2 heads of 2 maps and the head_dim 4.
   chex.assert_shape([queries, keys], (1, 6, 2, 2, 4))
   unrotated = jnp.einsum("BTE,EHGD->BTHGD", x, params["query"])
   # Position 0 is rotated by an angle of 0.
@@ -600,12 +617,13 @@ def test_rope_dim_rotates_only_the_last_numbers_of_a_head(projection):
 
 
 def test_values_can_have_their_own_width():
+  """By default, the values of a DIFF head are twice as wide as its keys."""
+  x = jnp.zeros((1, 6, 16))
   layer = DiffAttention(num_heads=2, head_dim=8, value_dim=5)
 
-  params = random_parameters(
-    layer, jax.random.normal(jax.random.key(0), (1, 6, 16)), 0.3
-  )
+  params = random_parameters(layer, x, lambda_init=0.3)
 
+  # 16 inputs, and 2 heads of width 5.
   chex.assert_shape(params["value"], (16, 2, 5))
   chex.assert_shape(params["out"], (2, 5, 16))
   chex.assert_shape(params["head_gain"], (5,))
@@ -659,7 +677,8 @@ def test_shared_noise_maps_equal_repeated_ones(name, num_kv_heads):
   single = shared.clone(num_noise_heads=None)
   params = random_parameters(shared, x, 0.3)
   query = params["query"]
-  chex.assert_shape(query, (16, 2, 4, 4))
+  # 16 inputs, 2 groups, 3 signal maps and a noise map each, and head_dim = 4.
+  chex.assert_shape(query, (16, 2, 3 + 1, 4))
   chex.assert_shape(params["out"], (6, None, 16))
   signal = query[:, :, :3]
   noise = jnp.repeat(query[:, :, 3:], 3, axis=2)
@@ -750,6 +769,7 @@ def test_window_and_causality_define_the_mask(name, causal):
 
   actual = apply(layer, params, x, lambda_init=0.3)
 
+  # MaskedAttention uses `visible` in place of the layer's own mask.
   masked = layer.clone(
     causal=True, window=None, attention_fn=MaskedAttention(visible)
   )
@@ -883,6 +903,7 @@ def test_a_layer_with_given_keys_has_no_projections_to_keys(cross):
 
 
 def test_a_layer_uses_given_keys_like_its_own(cross):
+  """The keys and values are those that the layer computed for `output`."""
   actual = jax.jit(cross.attend)(cross.keys_values)
 
   chex.assert_trees_all_close(actual, cross.output, rtol=1e-5, atol=1e-6)
@@ -895,8 +916,10 @@ def test_a_query_sees_the_given_keys_and_values_in_its_window(cross):
   gradients = jax.jit(jax.grad(output_of_query_6))(cross.other_keys_values)
 
   for gradient in gradients:
+    # The first two axes are those of rows and tokens. All others are summed.
     influence = np.abs(gradient).sum(axis=tuple(range(2, gradient.ndim)))
     rows, keys = np.nonzero(influence)
+    # Query 6 of row 0 has a window of 4 tokens.
     assert rows.tolist() == [0, 0, 0, 0]
     assert keys.tolist() == [3, 4, 5, 6]
 
@@ -909,9 +932,11 @@ def test_keys_and_values_of_another_input_change_the_output(cross):
 
 def test_given_values_of_a_wrong_shape_are_rejected(cross):
   keys, values = cross.keys_values
+  # One of two heads is missing.
+  values_of_one_head = values[:, :, :1]
   message = (
     r"the values in keys_values must be \[B, T, K, V\] = \[B, T, 2, \d\];"
     r" got shape \(2, 9, 1, "
   )
   with pytest.raises(ValueError, match=message):
-    cross.attend((keys, values[:, :, :1]))
+    cross.attend((keys, values_of_one_head))

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import math
 import operator
 from typing import Any
 from unittest import mock
@@ -95,7 +96,6 @@ def test_parameters_have_the_documented_layout():
   )
 
   shapes = jax.tree.map(jnp.shape, variables["params"])
-
   assert shapes == {
     "embedding": (64, E),
     "final_norm": (E,),
@@ -279,14 +279,20 @@ def has_loop(config: ModelConfig) -> bool:
 
 
 def test_many_layers_are_scanned():
-  assert has_loop(dataclasses.replace(CONFIG, num_layers=9))
+  """A scan is a loop, so its program has the same size for any depth."""
+  config = dataclasses.replace(CONFIG, num_layers=9)
+
+  assert has_loop(config)
 
 
 @pytest.mark.parametrize(
   ("remat", "expected"), [("none", False), ("full", True)]
 )
 def test_few_layers_are_unrolled_without_remat(remat, expected):
-  assert has_loop(dataclasses.replace(CONFIG, remat=remat)) is expected
+  """The model has three layers."""
+  config = dataclasses.replace(CONFIG, remat=remat)
+
+  assert has_loop(config) is expected
 
 
 def test_the_initialisation_is_scanned():
@@ -306,6 +312,7 @@ def test_a_layer_is_traced_once():
   params = random_parameters(CONFIG)
   model = Decoder(CONFIG)
 
+  # The mock counts the calls of a layer, and passes them on.
   with mock.patch.object(
     Block, "__call__", autospec=True, side_effect=Block.__call__
   ) as call:
@@ -466,22 +473,29 @@ def test_each_layer_has_its_own_lambda_init(remat):
 
 
 def test_lambda_init_follows_the_schedule():
+  """λ_init of layer l is 0.8 − 0.6·exp(−0.3·l)."""
+  config = dataclasses.replace(CONFIG, num_layers=3)
+
   np.testing.assert_allclose(
-    lambda_inits(CONFIG), [0.2, 0.3555, 0.4707], atol=5e-5
+    lambda_inits(config), [0.2, 0.3555, 0.4707], atol=5e-5
   )
 
 
 @pytest.mark.parametrize("constant", [0.5, 0.0])
 def test_lambda_init_can_be_a_constant(constant):
-  config = dataclasses.replace(CONFIG, lambda_init=constant)
+  config = dataclasses.replace(CONFIG, num_layers=3, lambda_init=constant)
 
   np.testing.assert_allclose(lambda_inits(config), [constant] * 3)
 
 
 def test_lambda_init_offset_delays_the_schedule():
-  """The first layer of Motif has 0.8 − 0.6·exp(0.3)."""
-  config = dataclasses.replace(CONFIG, lambda_init_offset=1)
+  """Layer l gets the λ_init of layer l − 1, that is 0.8 − 0.6·exp(−0.3(l − 1)).
 
+  Motif has such layers.
+  """
+  config = dataclasses.replace(CONFIG, num_layers=3, lambda_init_offset=1)
+
+  # The first one is 0.8 − 0.6·exp(0.3).
   np.testing.assert_allclose(
     lambda_inits(config), [-0.00992, 0.2, 0.3555], atol=5e-5
   )
@@ -503,7 +517,10 @@ def test_metrics_have_the_lambda_of_each_layer():
 
 
 def test_metrics_are_those_of_the_call_and_not_of_init():
-  """Flax's examples pass all variables of `init` to `apply`."""
+  """Flax's examples pass all variables of `init` to `apply`.
+
+  Metrics among them would come before those of the call.
+  """
   ids = random_tokens(1, 8)
   model = Decoder(CONFIG)
   variables = jax.jit(model.init)(jax.random.key(0), ids)
@@ -523,24 +540,31 @@ def test_metrics_are_those_of_the_call_and_not_of_init():
 
 
 def test_only_distances_between_positions_matter():
-  """RoPE rotates queries and keys by the same angles."""
-  # A base that is not the default one.
+  """RoPE rotates a query and a key by angles proportional to their positions.
+
+  So their product depends only on the difference of the positions.
+  """
+  # A small base, so that all angles differ clearly between tokens.
   config = dataclasses.replace(CONFIG, rope_base=20.0)
   params = random_parameters(CONFIG)
   ids = random_tokens(2, 16)
   positions = np.broadcast_to(np.arange(16), (2, 16))
 
-  expected = apply(config, params, ids, positions=positions)
+  logits_at_start = apply(config, params, ids, positions=positions)
   shifted = apply(config, params, ids, positions=positions + 9)
   stretched = apply(config, params, ids, positions=2 * positions)
 
-  chex.assert_trees_all_close(shifted, expected, rtol=0, atol=1e-5)
-  assert np.abs(stretched - expected).max() > 1e-3
+  chex.assert_trees_all_close(shifted, logits_at_start, rtol=0, atol=1e-5)
+  assert np.abs(stretched - logits_at_start).max() > 1e-3
 
 
 def test_more_tokens_than_max_length_are_rejected():
+  config = dataclasses.replace(CONFIG, max_length=32)
+  params = random_parameters(config)
+  ids = random_tokens(1, 33)
+
   with pytest.raises(ValueError, match="max_length is 32"):
-    apply(CONFIG, random_parameters(CONFIG), random_tokens(1, 33))
+    apply(config, params, ids)
 
 
 @pytest.mark.parametrize("matrix", ["embedding", "unembedding"])
@@ -551,9 +575,10 @@ def test_logits_are_products_with_the_output_matrix(matrix):
   params = {"embedding": rng.standard_normal((5, 8), np.float32)}
   params[matrix] = rng.standard_normal((5, 8), np.float32)
 
-  np.testing.assert_allclose(
-    logits(params, hidden), hidden @ params[matrix].T, rtol=1e-5
-  )
+  actual = logits(params, hidden)
+
+  expected = hidden @ params[matrix].T
+  np.testing.assert_allclose(actual, expected, rtol=1e-5)
 
 
 def test_embed_scale_scales_the_input_and_not_the_logits():
@@ -572,7 +597,9 @@ def test_embed_scale_scales_the_input_and_not_the_logits():
   }
   expected = apply(untied_config, untied_params, ids)
   chex.assert_trees_all_close(actual, expected, rtol=0, atol=1e-5)
-  assert np.abs(apply(CONFIG, params, ids) - expected).max() > 1e-2
+  # The scale does change the logits.
+  unscaled = apply(CONFIG, params, ids)
+  assert np.abs(unscaled - expected).max() > 1e-2
 
 
 # Which tokens a token sees.
@@ -602,6 +629,7 @@ def influence_on(position: int, config: ModelConfig) -> jax.Array:
   ["diff", "softmax", *full(sorted(VARIANTS.keys() - {"diff", "softmax"}))],
 )
 def test_a_token_sees_all_earlier_tokens_and_no_later_ones(name):
+  """A row has 12 tokens. The output at position 5 depends on these inputs."""
   influence = influence_on(position=5, config=VARIANTS[name])
 
   assert np.flatnonzero(influence).tolist() == [0, 1, 2, 3, 4, 5]
@@ -618,7 +646,7 @@ def test_a_token_sees_all_earlier_tokens_and_no_later_ones(name):
   ids=str,
 )
 def test_the_config_defines_which_tokens_a_token_sees(fields, expected):
-  """Token 5 of 12 sees these tokens in a model of one layer."""
+  """Token 5 of 12 sees the tokens `expected` in a model of one layer."""
   config = dataclasses.replace(CONFIG, num_layers=1, **fields)
 
   influence = influence_on(position=5, config=config)
@@ -728,6 +756,7 @@ def test_activations_are_kept_in_bfloat16_and_not_in_float32(name):
   """The model keeps them for the gradients of a batch of 5 rows of 16 tokens."""
   batch_shape = (5, 16)
   config = dataclasses.replace(VARIANTS[name], remat="none")
+  # Plain layers have stacked activations of their own.
   num_layers = config.num_layers - config.plain_layers
 
   saved = saved_for_backward(config, batch_shape)
@@ -739,11 +768,12 @@ def test_activations_are_kept_in_bfloat16_and_not_in_float32(name):
     is_activation = batch_shape in (leaf.shape[:2], leaf.shape[1:3])
     if leaf.dtype == jnp.float32 and is_activation:
       # Statistics of norms and softmax are smaller than hidden states.
-      assert leaf.size < 5 * 16 * config.embed_dim
+      assert leaf.size < math.prod(batch_shape) * config.embed_dim
 
 
 @pytest.mark.parametrize("name", FUSED)
 def test_no_bfloat16_copy_of_a_parameter_is_kept(name):
+  """The backward pass casts the float32 parameters again, to save memory."""
   config = dataclasses.replace(VARIANTS[name], remat="none")
   matrix_shapes = set()
   for leaf in jax.tree.leaves(random_parameters(config)):
@@ -794,14 +824,14 @@ def test_initial_matrices_have_the_standard_deviation_of_their_inputs(name):
 
 @pytest.mark.parametrize("embed_dim", [32, 128])
 def test_initial_logits_have_unit_scale(embed_dim):
-  """So the first loss is near log N for every width."""
+  """So the first loss is near log(vocab_size) for every width."""
   config = dataclasses.replace(CONFIG, embed_dim=embed_dim)
+  params = initial_parameters(config)
+  ids = random_tokens(4, 32)
 
-  deviation = apply(
-    config, initial_parameters(config), random_tokens(4, 32)
-  ).std()
+  initial_logits = apply(config, params, ids)
 
-  assert 0.7 < float(deviation) < 1.4
+  assert 0.7 < float(initial_logits.std()) < 1.4
 
 
 @pytest.mark.parametrize(
