@@ -56,6 +56,7 @@ TOKENS = np.random.default_rng(0).integers(0, 64, (2, 12)).astype(np.int32)
 
 @pytest.fixture(autouse=True, scope="module")
 def registered_variants(tmp_path_factory):
+  """Registers "strange", "strange_sum" and the documentation's examples."""
   with own_variants.registered(tmp_path_factory.mktemp("own")):
     yield
 
@@ -195,26 +196,32 @@ def test_the_documented_dint_equals_its_equations(window):
 
 @pytest.mark.parametrize("window", [None, 3])
 def test_key_distances_count_tokens_between_a_query_and_its_keys(window):
+  """Distances follow from the mask. They count only for visible keys."""
+  # Two documents, of 4 and 3 tokens.
   segment_ids = np.array([1] * 4 + [2] * 3)
   visible = visible_keys(7, window=window, segment_ids=segment_ids)
+
+  (distances,) = np.asarray(key_distances(jnp.asarray(visible)[None]))
+
   query, key = np.indices((7, 7))
-
-  distances = np.asarray(key_distances(jnp.asarray(visible)[None]))[0]
-
-  np.testing.assert_array_equal(distances[visible], (query - key)[visible])
+  expected = query - key
+  np.testing.assert_array_equal(distances[visible], expected[visible])
 
 
 # Whole models.
 
 
 @pytest.mark.parametrize("name", own_variants.NAMES)
-def test_the_table_of_shapes_has_the_parameters(name):
-  model, params = decoder(name)
-  shapes = {}
+def test_parameter_shapes_include_those_that_a_variant_declares(name):
+  """The variants declare strange_bias with the axes L, H and R = 2."""
+  model, params = decoder(name, num_layers=2, num_heads=4)
+  expected = {}
   for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-    shapes[path[-1].key] = leaf.shape
+    expected[path[-1].key] = leaf.shape
 
-  assert shapes == parameter_shapes(model.config)
+  shapes = parameter_shapes(model.config)
+
+  assert shapes == expected
   assert shapes["strange_bias"] == (2, 4, 2)
 
 
@@ -255,6 +262,7 @@ def test_a_cache_does_not_change_the_hidden_states(name):
   layers = unstack(model, params)
   extend_cache = jax.jit(functools.partial(extend, model))
 
+  # A cache for two rows of up to 16 tokens.
   cache = empty_cache(model, 2, 16)
   first, cache = extend_cache(layers, TOKENS[:, :6], cache)
   second, _ = extend_cache(layers, TOKENS[:, 6:], cache)
@@ -347,6 +355,7 @@ def test_recomputing_rows_gives_the_tokens_and_logits_of_the_cache(monkeypatch):
     return answers, np.asarray(state.logits)
 
   answers, logits_of_cache = answers_and_logits()
+  # Without the feature "cached_decoding", the sampler uses no cache.
   monkeypatch.setattr(ATTENTION["strange"], "supports", set())
   recomputed_answers, recomputed_logits = answers_and_logits()
 
@@ -382,18 +391,24 @@ def test_generation_calls_an_implementation_that_a_user_registered():
 
 
 def test_a_variant_without_cached_decoding_has_no_cache():
+  """The weights of "strange_sum" need the queries of earlier tokens."""
   model, _ = decoder("strange_sum")
   with pytest.raises(UserError, match="does not declare .* cached_decoding"):
     empty_cache(model, 1, 16)
 
 
 def test_a_variant_without_cached_decoding_rejects_a_cache_dtype():
+  """The weights of "strange_sum" need the queries of earlier tokens."""
   model, params = decoder("strange_sum")
   with pytest.raises(UserError, match="cache_dtype = 'int8': must be None"):
     Sampler(model, params, cache_dtype="int8")
 
 
 def test_a_variant_without_an_implementation_rejects_one():
+  """Implementations such as "chunked" compute softmax maps.
+
+  "strange_sum" is computed from its own weights.
+  """
   model, params = decoder("strange_sum")
   config = dataclasses.replace(model.config, attention_implementation="chunked")
   with pytest.raises(UserError, match="'auto' for 'strange_sum'"):
@@ -401,6 +416,7 @@ def test_a_variant_without_an_implementation_rejects_one():
 
 
 def test_a_variant_with_its_own_weights_rejects_another_attention_fn():
+  """The weights of "strange_sum" would ignore the scale."""
   model, params = decoder("strange_sum")
   scaled_attention = functools.partial(diff_attention, scale=0.5)
   model = model.clone(attention_fn=scaled_attention)
@@ -409,6 +425,7 @@ def test_a_variant_with_its_own_weights_rejects_another_attention_fn():
 
 
 def test_a_variant_without_windows_rejects_one(monkeypatch):
+  # A class names the optional features that it supports.
   monkeypatch.setattr(ATTENTION["strange_sum"], "supports", set())
   model, params = decoder("strange_sum")
   config = dataclasses.replace(model.config, window=4)
@@ -417,6 +434,11 @@ def test_a_variant_without_windows_rejects_one(monkeypatch):
 
 
 def test_a_variant_without_quantized_logits_rejects_a_transform(monkeypatch):
+  """A `logits_transform` changes attention logits, for example by rounding.
+
+  A class has it only if it declares the feature "quantized_logits".
+  """
+
   def unchanged(logits, mask):
     return logits
 
@@ -428,7 +450,10 @@ def test_a_variant_without_quantized_logits_rejects_a_transform(monkeypatch):
 
 
 def test_a_layer_that_does_not_call_its_attention_cannot_be_cached(monkeypatch):
+  """The cache gets keys and values from the calls of `attention_fn`."""
+
   def attend(self, q, k, v, lam, mask):
+    # Each of two key heads serves two query heads.
     return jnp.repeat(v, 2, axis=2)
 
   model, params = decoder("strange")
@@ -513,25 +538,31 @@ def test_a_mesh_does_not_change_training(name, mesh):
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_training_step_reports_every_metric_of_a_layer(accumulation):
+  """The layers of "strange" record a metric "strangeness" of their own."""
   config = train_config("strange", accumulation=accumulation)
 
-  metrics = run_steps(config)[0]
+  first_step, *_ = run_steps(config)
 
-  chex.assert_shape([metrics["strangeness"], metrics["lambda"]], (2,))
+  # The model has two layers.
+  chex.assert_shape(first_step["strangeness"], (2,))
+  chex.assert_shape(first_step["lambda"], (2,))
 
 
 def test_metrics_of_layers_are_means_over_micro_batches():
-  whole_batch = run_steps(train_config("strange"))[0]
+  whole_batch = train_config("strange", accumulation=1)
+  micro_batches = train_config("strange", accumulation=2)
 
-  metrics = run_steps(train_config("strange", accumulation=2))[0]
+  first_step, *_ = run_steps(micro_batches)
 
+  expected, *_ = run_steps(whole_batch)
   chex.assert_trees_all_close(
-    metrics["lambda"], whole_batch["lambda"], rtol=1e-5, atol=1e-7
+    first_step["lambda"], expected["lambda"], rtol=1e-5, atol=1e-7
   )
 
 
 def test_rows_cannot_be_split_unless_the_variant_supports_it():
-  config = train_config("strange_sum", MeshConfig(1, 1, 2, 1))
+  """The axis "context" splits the tokens of a row over devices."""
+  config = train_config("strange_sum", MeshConfig(data=1, context=2))
   with pytest.raises(UserError, match="config.mesh.context = 2: .*strange_sum"):
     build_program(config, num_devices=2)
 
@@ -540,6 +571,7 @@ def test_rows_cannot_be_split_unless_the_variant_supports_it():
 
 
 def test_a_parameter_that_is_used_must_be_declared(monkeypatch):
+  """The layer "strange" asks for `strange_mix`, which is removed here."""
   layer_class = ATTENTION["strange"]
   declared = dict(layer_class.extra_parameters)
   del declared["strange_mix"]
@@ -550,21 +582,29 @@ def test_a_parameter_that_is_used_must_be_declared(monkeypatch):
 
 def test_a_parameter_that_is_declared_must_be_used(monkeypatch):
   layer_class = ATTENTION["strange"]
+  # A vector with an element for each head, in each layer.
   unused = Parameter("LH")
   declared = {**layer_class.extra_parameters, "unused": unused}
   monkeypatch.setattr(layer_class, "extra_parameters", declared)
+  # Registering the class again would add it to this table.
   monkeypatch.setitem(PARAMETERS, "unused", unused)
   with pytest.raises(UserError, match="the layer does not make it"):
     build_program(train_config("strange"))
 
 
 def test_a_parameter_of_flax_must_be_declared(monkeypatch):
+  """`extra_parameters` declares what a class adds to those of `Attention`.
+
+  Without it, the program does not know how to split a parameter over devices.
+  """
+
   def compute_lambda(self, x, lambda_init):
     zeros = jax.nn.initializers.zeros
     self.param("forgotten", zeros, (self.num_heads,))
     return jnp.zeros(self.num_heads)
 
   monkeypatch.setattr(ATTENTION["strange"], "compute_lambda", compute_lambda)
+
   with pytest.raises(
     (UserError, ValueError), match="forgotten.*extra_parameters"
   ):
