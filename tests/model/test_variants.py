@@ -115,6 +115,7 @@ def test_the_fused_operation_computes_the_weights_times_the_values(
 
 @pytest.mark.parametrize("method", ["weights", "maps", "logits"])
 def test_a_class_with_its_own_weights_is_not_fused(method):
+  """A fused operation would compute the weights of the parent class."""
   own_class = subclass(DiffAttention, **{method: lambda self: None})
 
   assert DiffAttention.fused
@@ -143,6 +144,7 @@ COMPUTATIONS = [
 
 @pytest.mark.parametrize("method", COMPUTATIONS)
 def test_a_class_with_its_own_computation_inherits_no_features(method):
+  """Features, such as windows, work only if the computation allows them."""
   own_class = subclass(DiffAttention, **{method: lambda self: None})
 
   assert DiffAttention.supports == FEATURES
@@ -171,6 +173,8 @@ def test_a_class_with_another_default_inherits_features_but_no_names():
 
 
 def test_the_weights_of_a_mixin_count_as_the_class_own():
+  """A class with weights of its own is not fused and inherits no features."""
+
   class Mixin:
     def weights(self, q, k, lam, mask):
       return jnp.zeros((q.shape[0], self.num_heads, *mask.shape[1:]))
@@ -183,6 +187,7 @@ def test_the_weights_of_a_mixin_count_as_the_class_own():
 
 
 def test_transforms_of_flax_keep_the_declarations():
+  """Flax makes a subclass with methods of its own."""
   lifted = nn.remat(DiffAttention)
 
   assert lifted.fused
@@ -190,6 +195,7 @@ def test_transforms_of_flax_keep_the_declarations():
 
 
 def test_an_unknown_feature_is_rejected():
+  """The feature has the name "windows", with an s."""
   with pytest.raises(ValueError, match="Own.supports has 'window': must be"):
     subclass(Attention, supports={"window"})
 
@@ -294,7 +300,7 @@ def test_a_class_that_is_defined_again_replaces_the_old_one(restored_registry):
 def register_with_parameters(
   **extra_parameters: Parameter,
 ) -> type[Attention]:
-  """Registers a class that declares these parameters."""
+  """Registers a class "own" that declares these parameters."""
   own_class = subclass(Attention, extra_parameters=extra_parameters)
   return register("own")(own_class)
 
@@ -322,6 +328,7 @@ def test_a_rejected_new_definition_keeps_the_old_one(restored_registry):
 
 
 def test_other_processes_cannot_import_a_class_of_a_notebook(restored_registry):
+  # Cells of a notebook define classes in the module __main__.
   own_class = subclass(Attention, __module__="__main__")
   register("own")(own_class)
 
@@ -335,6 +342,7 @@ def test_other_processes_cannot_import_a_class_of_a_notebook(restored_registry):
 def test_weights_of_a_wrong_shape_are_rejected():
   class Own(Attention):
     def weights(self, q, k, lam, mask):
+      # [B, T, S, H]: the axis of heads is the last one.
       return jnp.zeros((*mask.shape, self.num_heads))
 
   layer = Own(num_heads=2, head_dim=4)
@@ -348,6 +356,7 @@ def test_lambda_of_a_wrong_shape_is_rejected():
       return jnp.zeros((q.shape[0], self.num_heads, *mask.shape[1:]))
 
     def compute_lambda(self, x, lambda_init):
+      # λ may be one number, or have one for each head, or for each token too.
       return jnp.zeros((self.num_heads, 3))
 
   layer = Own(num_heads=2, head_dim=4)
@@ -398,6 +407,7 @@ def init_biased(**fields: Any) -> Any:
 
 
 def test_a_vector_has_the_shape_of_its_axes():
+  """The layer has two heads, and the vector has the axis of heads."""
   chex.assert_shape(init_biased()["own_bias"], (2,))
 
 
