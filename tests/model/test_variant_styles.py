@@ -37,7 +37,8 @@ def test_every_variant_has_a_named_style(name):
   assert variant_styles.style(name).name
 
 
-# Checkpoints may name variants that are not registered in this process.
+# Checkpoints may name variants that are not registered in this process. The
+# fixture `restored_registry` forgets the styles that a test assigns to them.
 UNREGISTERED = [f"unregistered_{number}" for number in range(30)]
 
 
@@ -56,11 +57,13 @@ def test_variants_without_a_style_look_different(restored_registry):
 
   looks = looks_of(styles)
   assert [style.name for style in styles] == UNREGISTERED
+  # No two of the 30 names have the same colour and marker.
   assert len(set(looks)) == 30
   assert set(looks).isdisjoint(looks_of(list(PUBLISHED.values())))
 
 
 def test_colours_are_repeated_only_after_all_seven(restored_registry):
+  """Each variant without a style gets the next colour when it is requested."""
   first_styles = styles_of(UNREGISTERED[:7])
 
   assert len({style.color for style in first_styles}) == 7
@@ -75,22 +78,25 @@ def test_a_style_does_not_change_when_it_is_requested_again(restored_registry):
 
 
 def test_registered_variants_get_their_styles_first(restored_registry):
-  """So every figure of a process has the same style for them."""
+  """Their styles do not depend on which variants a figure requests first."""
   for name in ("own_one", "own_two"):
     register(name)(type(name, (Attention,), {}))
 
   styles_of_unregistered = styles_of(UNREGISTERED[:5])
   styles_of_registered = styles_of(["own_one", "own_two"])
 
-  # The first seven styles have different colours.
+  # The first seven styles have different colours, and these are 2 + 5 styles.
   first_seven = styles_of_registered + styles_of_unregistered
   assert len({style.color for style in first_seven}) == 7
 
 
 def test_more_variants_than_looks_still_have_styles(restored_registry):
-  styles = [variant_styles.style(f"stored_{number}") for number in range(99)]
+  """A look is a colour and a marker. With 99 variants, looks are repeated."""
+  names = [f"stored_{number}" for number in range(99)]
 
-  assert len({style.name for style in styles}) == 99
+  styles = styles_of(names)
+
+  assert [style.name for style in styles] == names
 
 
 def test_a_class_can_have_a_style_of_its_own(restored_registry):
@@ -109,7 +115,7 @@ def test_a_subclass_does_not_inherit_the_style(restored_registry):
 
 
 def test_variants_with_different_colours_keep_their_styles_in_a_figure():
-  styles = variant_styles.distinct_styles(["softmax", "diff"], ["a", "b"])
+  styles = variant_styles.distinct_styles(["softmax", "diff"], names=["a", "b"])
 
   assert list(styles) == [
     Style("Transformer", BLACK, "o"),
@@ -118,14 +124,14 @@ def test_variants_with_different_colours_keep_their_styles_in_a_figure():
 
 
 def test_two_models_of_a_variant_have_their_own_names_and_colours():
-  styles = variant_styles.distinct_styles(["diff", "diff"], ["a", "b"])
+  styles = variant_styles.distinct_styles(["diff", "diff"], names=["a", "b"])
 
   assert list(styles) == [Style("a", RED, "s"), Style("b", GREY, "o")]
 
 
 def test_the_second_of_two_variants_with_the_same_colour_is_grey():
   styles = variant_styles.distinct_styles(
-    ["diff", "diff_per_token"], ["a", "b"]
+    ["diff", "diff_per_token"], names=["a", "b"]
   )
 
   assert list(styles) == [
