@@ -182,9 +182,12 @@ def test_a_mesh_does_not_change_training(name, sizes):
   """The sizes are those of the axes data, fsdp, context and tensor."""
   model = VARIANTS[name]
   mesh = MeshConfig(*sizes)
-  expected_params, expected_metrics = run_steps(make_config(model), 1)
 
-  params, metrics = run_steps(make_config(model, mesh))
+  params, metrics = run_steps(make_config(model, mesh), num_devices=8)
+
+  expected_params, expected_metrics = run_steps(
+    make_config(model), num_devices=1
+  )
 
   chex.assert_trees_all_close(metrics, expected_metrics, rtol=2e-5)
   chex.assert_trees_all_close(params, expected_params, atol=2e-6)
@@ -194,11 +197,18 @@ def test_a_mesh_does_not_change_training(name, sizes):
 
 @pytest.mark.parametrize("num_devices", [1, *full([4])])
 def test_accumulation_does_not_change_training(num_devices):
-  """The loss is Σ loss / Σ tokens, and not a mean of micro-batches' means."""
-  expected_params, expected_metrics = run_steps(make_config(), num_devices)
+  """The gradients of four micro-batches are added up before a step.
 
-  params, metrics = run_steps(make_config(accumulation=4), num_devices)
+  The loss is Σ loss / Σ tokens, and not a mean of micro-batches' means.
+  """
+  whole_batch = make_config(accumulation=1)
+  micro_batches = make_config(accumulation=4)
 
+  params, metrics = run_steps(micro_batches, num_devices=num_devices)
+
+  expected_params, expected_metrics = run_steps(
+    whole_batch, num_devices=num_devices
+  )
   chex.assert_trees_all_close(metrics, expected_metrics, rtol=2e-5)
   chex.assert_trees_all_close(params, expected_params, atol=2e-6)
 
@@ -244,7 +254,9 @@ def test_parameters_and_moments_of_adam_are_sharded():
 
 
 def test_evaluation_is_summed_over_the_mesh():
+  """Each device evaluates its rows. The sums over all rows do not change."""
   batch = make_batch()
+  # Which targets end a repeated n-gram, and how many bytes each target has.
   batch["hits"] = (batch["tokens"] % 2).astype(np.float32)
   batch["bytes"] = np.ones((B, T), np.float32)
 
@@ -256,7 +268,8 @@ def test_evaluation_is_summed_over_the_mesh():
 
   sums = evaluate(num_devices=8)
 
-  chex.assert_trees_all_close(sums, evaluate(num_devices=1), rtol=1e-5)
+  expected = evaluate(num_devices=1)
+  chex.assert_trees_all_close(sums, expected, rtol=1e-5)
   assert sums["weight"] == batch["weights"].sum()
   # An untrained model of 64 tokens has a loss near log 64 = 4.2.
   mean_loss = sums["nll"] / sums["weight"]
@@ -288,11 +301,11 @@ def test_a_mesh_skips_a_step_with_a_far_larger_gradient():
   batch = put_batch(make_batch(seed=2), program.mesh)
   state, metrics = program.train_step(state, batch)
 
+  assert int(metrics["skipped_steps"]) == 1
+  assert int(metrics["skipped_in_a_row"]) == 1
   skip, _ = state.opt_state
   chex.assert_trees_all_equal(jax.device_get(state.params), params_before)
   chex.assert_trees_all_equal(jax.device_get(skip.inner), adam_before)
-  assert int(metrics["skipped_steps"]) == 1
-  assert int(metrics["skipped_in_a_row"]) == 1
 
 
 def sizes_of_arrays(pattern: str, text: str) -> list[int]:
@@ -429,9 +442,12 @@ def test_attention_with_heads_on_a_tensor_axis_gathers_nothing():
   ],
 )
 def test_attention_on_a_mesh_has_the_options_of_attention(options):
-  """The tokens of a row are split over the context axis, in balanced order."""
+  """The tokens of a row are split over the context axis, in balanced order.
+
+  This order gives both shards early and late tokens.
+  """
   mesh = make_mesh(MeshConfig(data=2, context=2, tensor=2))
-  order = balanced_order(32, 2)
+  order = balanced_order(32, shards=2)
   # Rows, tokens, heads, maps of a head, and numbers of a map.
   q, k, v = random_arrays((4, 32, 4, 2, 6), (4, 32, 2, 2, 6), (4, 32, 2, 12))
   lam = 0.4
@@ -447,14 +463,15 @@ def test_attention_on_a_mesh_has_the_options_of_attention(options):
 
 
 def test_balanced_order_gives_every_shard_the_same_work():
-  order = balanced_order(48, 4)
+  """The order of 48 tokens, of which each of 4 shards gets 12."""
+  order = balanced_order(48, shards=4)
 
   assert sorted(order) == list(range(48))
   # A causal query sees its own key and all keys before.
   num_keys = order + 1
   work_of_shards = num_keys.reshape(4, 12).sum(axis=1)
-  # All queries together see 1 + 2 + … + 48 keys.
-  assert work_of_shards.tolist() == [48 * 49 // 2 // 4] * 4
+  # All queries together see 1 + 2 + … + 48 = 1176 keys, and 1176 / 4 = 294.
+  assert work_of_shards.tolist() == [294, 294, 294, 294]
 
 
 # Sizes that a mesh cannot have.
@@ -468,6 +485,7 @@ def test_balanced_order_gives_every_shard_the_same_work():
   ],
 )
 def test_axes_must_multiply_to_the_number_of_devices(mesh, message):
+  """An axis of -1 has all devices that the other axes leave."""
   with pytest.raises(UserError, match=message):
     make_mesh(mesh)
 
@@ -515,6 +533,7 @@ def test_a_model_that_a_mesh_cannot_split_is_rejected(model, mesh, message):
 
 
 def test_rows_that_the_context_axis_cannot_split_are_rejected():
+  """Each of 4 shards has two pieces of a row, so the multiple is 2 * 4 = 8."""
   config = make_config(mesh=MeshConfig(context=4, tensor=2))
   config = dataclasses.replace(config, data=DataConfig(length=36))
   message = (
@@ -526,6 +545,7 @@ def test_rows_that_the_context_axis_cannot_split_are_rejected():
 
 
 def test_a_batch_that_the_devices_cannot_share_is_rejected():
+  """The data axis has all eight devices."""
   config = dataclasses.replace(make_config(), train=TrainConfig(batch_size=12))
   with pytest.raises(UserError, match="batch_size = 12 .* multiple of 8"):
     build(config, make_mesh(config.mesh))
@@ -533,6 +553,7 @@ def test_a_batch_that_the_devices_cannot_share_is_rejected():
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_a_mesh_axis_splits_only_one_axis_of_a_parameter(name):
+  """JAX rejects a sharding that names a mesh axis twice."""
   mesh_axes = [axis for axis in rules.parameter_spec(name) if axis is not None]
 
   assert len(mesh_axes) == len(set(mesh_axes))
@@ -619,6 +640,7 @@ def test_each_process_reads_its_share_of_the_batch(
 
 
 def test_unequal_shares_of_the_batch_are_rejected():
+  # Process 0 has three of four devices.
   mesh = mesh_of_processes((4, 1, 1, 1), [0, 0, 0, 1])
   with pytest.raises(UserError, match="cannot split the batch into equal"):
     batch_share(mesh)
@@ -642,7 +664,8 @@ def devices_of_two_slices(monkeypatch):
 
 
 def test_the_data_axis_separates_slices(devices_of_two_slices):
-  mesh = make_mesh(MeshConfig(data=-1, fsdp=4), devices_of_two_slices)
+  """The data axis communicates least, and slices have a slow connection."""
+  mesh = make_mesh(MeshConfig(data=2, fsdp=4), devices_of_two_slices)
 
   slices = []
   for row in mesh.devices:
