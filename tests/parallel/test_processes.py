@@ -389,6 +389,10 @@ def log_of_one_process(command, overrides, tmp_path_factory):
 
 
 def test_two_processes_train_as_one(stopped_run, log_of_one_process):
+  """The log of two processes has the numbers that one process logs alone.
+
+  The two processes were stopped earlier than the one.
+  """
   expected = []
   for line in log_of_one_process:
     if line["step"] <= stopped_run.step:
@@ -398,8 +402,10 @@ def test_two_processes_train_as_one(stopped_run, log_of_one_process):
 
 
 def test_sigterm_in_one_process_stops_both_after_a_checkpoint(stopped_run):
+  """The fixture sends SIGTERM to process 1 after step 15."""
   result = stopped_run.result
 
+  # A run that was stopped is no failure: both exit with status 0.
   assert result.codes == [0, 0]
   assert "SIGTERM: saving" in result.messages[1]
   assert 15 <= stopped_run.step < NUM_STEPS
@@ -428,8 +434,9 @@ def test_training_needs_no_terminal(overrides, whole_run, tmp_path):
   """A run goes on if nothing reads its output any more."""
   workdir = tmp_path / "run"
   with ProcessGroup(workdir, overrides, is_read=False) as group:
-    assert group.wait().codes == [0, 0]
+    result = group.wait()
 
+  assert result.codes == [0, 0]
   assert read_log(workdir) == read_log(whole_run)
 
 
@@ -612,7 +619,7 @@ def test_a_paused_process_learns_the_reason_of_the_end(tmp_path, failing):
 
 @pytest.mark.full
 def test_all_processes_end_with_the_reason_of_one(overrides, tmp_path):
-  """Only process 0 needs the lock of the directory."""
+  """Only process 0 locks the directory. Here the test has the lock already."""
   workdir = tmp_path / "run"
   with lock(workdir), ProcessGroup(workdir, overrides) as group:
     codes, messages = group.wait()
@@ -637,10 +644,11 @@ def data_worker_of(process: subprocess.Popen) -> int:
 
 @pytest.mark.full
 def test_all_processes_end_if_a_data_worker_dies(overrides, tmp_path):
-  # The run lasts longer than this test.
+  """Process 1 loses its worker, and process 0 prints the reason too."""
   flags = [
     *overrides,
     "--config.data.num_workers=1",
+    # The run lasts longer than this test.
     "--config.train.steps=100000",
   ]
   with ProcessGroup(tmp_path / "run", flags) as group:
@@ -649,6 +657,7 @@ def test_all_processes_end_if_a_data_worker_dies(overrides, tmp_path):
     os.kill(worker, signal.SIGKILL)
     codes, messages = group.wait(timeout=60)
 
+  # The beginning of "data worker 123 (SIGKILL …".
   reason = rf"data worker {worker} \(SIGKILL"
   assert codes == [1, 1]
   assert re.match(f"error: {reason}", messages[1])
@@ -660,6 +669,7 @@ def test_all_processes_end_after_too_many_skipped_steps(overrides, tmp_path):
   """Training skips steps whose loss is not finite."""
   diverging = [
     *overrides,
+    # With this rate, the loss is soon not finite.
     "--config.optimizer.learning_rate=1e30",
     "--config.train.max_skipped_in_a_row=3",
   ]
@@ -686,7 +696,10 @@ def test_all_processes_end_after_too_many_skipped_steps(overrides, tmp_path):
   ids=repr,
 )
 def test_an_error_of_a_single_process_is_not_changed(monkeypatch, error):
-  """`connected` ends only processes that have others to inform."""
+  """`connected` ends only processes that have others to inform.
+
+  Without others, an error passes through it.
+  """
   # JAX raises this error on a machine without a cluster.
   no_cluster = ValueError("coordinator_address should be defined.")
   initialize = mock.Mock(side_effect=no_cluster)
@@ -702,15 +715,18 @@ def test_an_error_of_a_single_process_is_not_changed(monkeypatch, error):
 
 
 def test_a_reason_is_requested_with_a_timeout_in_milliseconds():
-  """JAX's client of the coordination service expects milliseconds."""
+  """A process asks JAX's coordination service why another one ended the run.
+
+  The client of the service expects milliseconds.
+  """
 
   class Client:
     def blocking_key_value_get(self, key, timeout_in_ms):
       return f"reason after {timeout_in_ms} ms"
 
-  reason = processes._SharedReason(Client())
+  shared_reason = processes._SharedReason(Client())
 
-  assert reason.wait(seconds=2.5) == "reason after 2500 ms"
+  assert shared_reason.wait(seconds=2.5) == "reason after 2500 ms"
 
 
 # Different settings and data.
@@ -721,6 +737,7 @@ def test_different_settings_are_named_with_their_processes(monkeypatch):
     "config": {"train": {"batch_size": 8, "seed": 0}},
     "--workdir": "a",
   }
+  # The third process has another seed, and no workdir.
   third_settings = {"config": {"train": {"batch_size": 8, "seed": 3}}}
   # The settings of processes 0, 1 and 2.
   gathered = [settings, settings, third_settings]
@@ -737,6 +754,7 @@ def test_different_settings_are_named_with_their_processes(monkeypatch):
 
 
 def test_equal_settings_are_accepted(monkeypatch):
+  """`check_same` gathers the settings of all processes, here of two."""
   settings = {"config": {"train": {"seed": 0}}}
   gather_objects = mock.Mock(return_value=[settings, settings])
   monkeypatch.setattr(processes, "gather_objects", gather_objects)
@@ -745,11 +763,14 @@ def test_equal_settings_are_accepted(monkeypatch):
 
 
 def test_equal_data_are_accepted(monkeypatch):
+  """If all processes have the same digest of their files, only it is sent."""
   files = {"the number of files": 1, "size of a.txt": 10}
   gather_objects = mock.Mock(return_value=["digest", "digest"])
   monkeypatch.setattr(processes, "gather_objects", gather_objects)
 
   processes.check_same_data(files)
+
+  gather_objects.assert_called_once()
 
 
 def test_different_data_are_named_with_their_processes(monkeypatch):
@@ -776,8 +797,10 @@ def test_different_data_are_named_with_their_processes(monkeypatch):
 
 
 def test_only_the_first_differences_of_data_are_named(monkeypatch):
+  # All nine files differ.
   files = {f"size of {index}.txt": 10 for index in range(9)}
   other_files = {f"size of {index}.txt": 20 for index in range(9)}
+  # `check_same_data` gathers digests, the files and the directories.
   gather_objects = mock.Mock(
     side_effect=[
       ["digest", "other digest"],
@@ -793,7 +816,7 @@ def test_only_the_first_differences_of_data_are_named(monkeypatch):
   message = str(caught.value)
   assert "size of 0.txt is 10 in process 0 and 20 in process 1" in message
   assert "size of 8.txt" not in message
-  # Four of nine differences are named.
+  # The message names four differences, and 4 + 5 = 9.
   assert "and 5 more" in message
 
 
@@ -854,6 +877,7 @@ def test_all_processes_reject_different_configs(overrides, tmp_path):
 def test_a_process_without_the_other_ends_after_the_timeout(
   overrides, tmp_path, killed, remaining
 ):
+  """One of two processes is killed before they have connected."""
   flags = [*overrides, "--connect_timeout=1"]
   with ProcessGroup(tmp_path / "run", flags) as group:
     group.processes[killed].kill()
@@ -874,18 +898,21 @@ def connect(**arguments: Any) -> None:
 
 
 def test_a_coordinator_without_processes_is_rejected():
+  """The three settings of several processes belong together."""
   message = "--num_processes=N and --process_id=I: missing"
   with pytest.raises(UserError, match=message):
     connect(coordinator="localhost:9476")
 
 
 def test_processes_without_a_coordinator_are_rejected():
+  """The three settings of several processes belong together."""
   message = "--coordinator=HOST:PORT: missing"
   with pytest.raises(UserError, match=message):
     connect(num_processes=2, process_id=0)
 
 
 def test_a_process_id_must_be_less_than_the_number_of_processes():
+  """The ids of two processes are 0 and 1."""
   message = "--process_id=2: must be less than --num_processes=2"
   with pytest.raises(UserError, match=message):
     connect(coordinator="localhost:9476", num_processes=2, process_id=2)
@@ -899,6 +926,7 @@ def test_a_coordinator_without_a_port_is_rejected():
 
 def test_a_port_in_use_is_rejected():
   with socket.socket() as listener:
+    # Port 0 stands for any free port.
     listener.bind(("localhost", 0))
     listener.listen()
     address = f"localhost:{listener.getsockname()[1]}"
