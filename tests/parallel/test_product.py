@@ -121,13 +121,13 @@ def as_float64(arrays: Any) -> Any:
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_product_without_a_mesh_equals_float64(name):
+  """The product of activations x with a parameter, and both gradients."""
   run = jax.jit(functools.partial(value_and_gradients, name, jnp.float32))
 
   actual = run(*make_arrays(name))
 
-  chex.assert_trees_all_close(
-    as_float64(actual), expected_value_and_gradients(name), **FLOAT32_LAYER
-  )
+  expected = expected_value_and_gradients(name)
+  chex.assert_trees_all_close(as_float64(actual), expected, **FLOAT32_LAYER)
 
 
 @pytest.mark.parametrize(
@@ -144,15 +144,14 @@ def test_a_product_without_a_mesh_equals_float64(name):
   ],
 )
 def test_a_product_on_a_mesh_equals_float64(name, mesh_config):
-  """The values and gradients of the product of x with a parameter."""
+  """The product of activations x with a parameter, and both gradients."""
   mesh = make_mesh(mesh_config)
   with jax.set_mesh(mesh):
     run = sharded_value_and_gradients(name, mesh, jnp.float32)
     actual = run(*make_arrays(name))
 
-  chex.assert_trees_all_close(
-    as_float64(actual), expected_value_and_gradients(name), **FLOAT32_LAYER
-  )
+  expected = expected_value_and_gradients(name)
+  chex.assert_trees_all_close(as_float64(actual), expected, **FLOAT32_LAYER)
 
 
 @pytest.mark.parametrize(
@@ -169,6 +168,7 @@ def test_a_product_on_a_mesh_equals_float64(name, mesh_config):
 def test_small_meshes_without_sparse_cores_exchange_gradients(
   device_kind, data, fsdp, expected
 ):
+  """An all-to-all of gradients takes the place of a reduce-scatter there."""
   device = jax.sharding.AbstractDevice(
     device_kind=device_kind, num_cores=None, platform="tpu"
   )
@@ -178,7 +178,10 @@ def test_small_meshes_without_sparse_cores_exchange_gradients(
 
 
 def test_a_mesh_of_an_unknown_device_exchanges_gradients():
-  assert uses_exchange(AbstractMesh((1, 8), ("data", "fsdp")))
+  """An abstract mesh has a device kind only if it is given one."""
+  mesh = AbstractMesh((1, 8), ("data", "fsdp"))
+
+  assert uses_exchange(mesh)
 
 
 def choose_summation(
@@ -211,10 +214,10 @@ def test_a_reduce_scatter_gives_the_gradients_of_an_exchange(name, monkeypatch):
     lowered = run.lower(*arrays)
     actual = lowered.compile()(*arrays)
 
+  # An exchange would be an all-to-all.
   assert "all_to_all" not in lowered.as_text()
-  chex.assert_trees_all_close(
-    as_float64(actual), expected_value_and_gradients(name), **FLOAT32_LAYER
-  )
+  expected = expected_value_and_gradients(name)
+  chex.assert_trees_all_close(as_float64(actual), expected, **FLOAT32_LAYER)
 
 
 # How gradients are rounded.
@@ -329,6 +332,7 @@ def test_gradients_are_exchanged_in_bfloat16(lowered_product, name):
   """
   text = lowered_product(name).as_text()
 
+  # For example, the end of a line is "-> tensor<32x8xbf16>".
   exchanged = sizes_and_dtypes(r"all_to_all.*?-> tensor<([\dx]+)x(\w+)>", text)
 
   _, parameter, _ = make_arrays(name)
@@ -367,10 +371,14 @@ def test_parameters_are_gathered_only_along_fsdp_and_in_one_piece(
 def test_gather_and_cast_without_a_mesh_only_casts():
   w = jnp.ones((E, F))
 
-  assert gather_and_cast(w, "gate", jnp.bfloat16).dtype == jnp.bfloat16
+  cast = gather_and_cast(w, "gate", jnp.bfloat16)
+
+  chex.assert_trees_all_equal(cast, jnp.ones((E, F), jnp.bfloat16))
+  assert cast.dtype == jnp.bfloat16
 
 
 def test_gather_and_cast_gathers_only_along_fsdp():
+  """The tensor axis still splits the result."""
   mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
   w = jax.device_put(jnp.ones((E, F)), NamedSharding(mesh, P("fsdp", "tensor")))
 
@@ -417,7 +425,10 @@ def remat_config(remat: str, mesh_config: MeshConfig) -> Config:
   ],
 )
 def test_remat_repeats_the_products_of_its_policy(mesh_config):
-  """JAX's own policies do not see products inside `shard_map`."""
+  """Remat computes some activations again in the backward pass, to save memory.
+
+  JAX's own policies do not see products inside `shard_map`.
+  """
   num_devices = math.prod(dataclasses.astuple(mesh_config))
   mesh = make_mesh(mesh_config, jax.devices()[:num_devices])
 
@@ -427,14 +438,15 @@ def test_remat_repeats_the_products_of_its_policy(mesh_config):
     text = build(config, mesh).lower_train_step().as_text()
     num_products[remat] = text.count("stablehlo.dot_general")
 
-  stored = num_products["none"]
-  assert num_products["dots"] == stored
-  # Query, key, value and out.
-  assert num_products["ffn"] == stored + 4
-  # The same and up.
-  assert num_products["gate"] == stored + 5
-  # The same and gate.
-  assert num_products["attention"] == stored + 6
+  without_remat = num_products["none"]
+  # This policy stores the results of all products.
+  assert num_products["dots"] == without_remat
+  # The products with query, key, value and out are repeated.
+  assert num_products["ffn"] == without_remat + 4
+  # The product with up is repeated too.
+  assert num_products["gate"] == without_remat + 5
+  # The products with up and gate are repeated too.
+  assert num_products["attention"] == without_remat + 6
   assert num_products["full"] > num_products["attention"]
 
 
