@@ -148,10 +148,12 @@ CALLS_PRODUCT = ", calls=%product"
 def test_an_instruction_belongs_to_the_part_of_its_scope(
   scope, attributes, part
 ):
-  line = instruction("f.1", 100, scope=scope, attributes=attributes)
+  """The scope is the JAX function that an instruction comes from."""
+  line = instruction("f.1", cycles=100, scope=scope, attributes=attributes)
 
-  result = estimate_program([line], [PRODUCT])
+  result = estimate_program([line], computations=[PRODUCT])
 
+  # 100 cycles of a millisecond are 0.1 seconds.
   assert result.parts == pytest.approx({part: 0.1})
 
 
@@ -174,12 +176,10 @@ def test_an_instruction_belongs_to_the_part_of_its_scope(
   ],
 )
 def test_copies_are_a_part_of_their_own(line):
-  """They do not count for the part of their scope, such as "feed-forward".
+  """They do not count for the part of their scope, such as "feed-forward"."""
+  result = estimate_program([line], computations=[NO_PRODUCT])
 
-  `line` is an instruction of 7 cycles of a millisecond.
-  """
-  result = estimate_program([line], [NO_PRODUCT])
-
+  # The line has 7 cycles, and a cycle takes a millisecond.
   assert result.parts == pytest.approx({"copies": 0.007})
 
 
@@ -187,55 +187,62 @@ def test_a_fusion_of_a_copy_and_a_product_is_a_product():
   """Its name is that of a copy, but it calls a computation with a product."""
   line = instruction(
     "bitcast_dynamic-update-slice_fusion.9",
-    30,
+    cycles=30,
     scope="jvp(Decoder)/layers/ffn/dot_general",
     attributes=CALLS_PRODUCT,
   )
 
-  result = estimate_program([line], [PRODUCT])
+  result = estimate_program([line], computations=[PRODUCT])
 
+  # 30 cycles of a millisecond are 0.03 seconds.
   assert result.parts == pytest.approx({"feed-forward": 0.03})
 
 
 def test_kernels_have_the_given_cycles():
-  """The compiler has no estimate for Pallas kernels, so the caller passes them.
+  """The compiler does not estimate the cycles of Pallas kernels.
 
-  A kernel is found by the beginning of its name.
+  So the caller passes them, by the beginning of a kernel's name.
   """
-  custom_call = ', custom_call_target="tpu_custom_call"'
-  lines = []
-  for name in ("diff_attention_forward_v1.2", "diff_attention_backward_v1"):
-    lines.append(
-      instruction(name, operation="custom-call", attributes=custom_call)
-    )
-  # Without any estimate of the compiler, there is no estimate of the program.
-  lines.append(instruction("f.1", 1, scope="optimizer/add"))
+  target = ', custom_call_target="tpu_custom_call"'
+  lines = [
+    instruction(
+      "diff_attention_forward_v1.2", operation="custom-call", attributes=target
+    ),
+    instruction(
+      "diff_attention_backward_v1", operation="custom-call", attributes=target
+    ),
+    # A program in which no instruction has cycles would have no estimate.
+    instruction("f.1", cycles=1, scope="optimizer/add"),
+  ]
 
   result = estimate_program(
     lines,
     kernels={"diff_attention_forward": 1000, "diff_attention_backward": 2000},
   )
 
-  # 1000 + 2000 cycles of a millisecond.
+  # The kernels have 3000 cycles, and a cycle takes a millisecond here.
   assert result.parts["attention kernels"] == pytest.approx(3.0)
 
 
 def test_the_time_of_a_step_is_the_sum_of_its_parts():
   """A cycle takes a millisecond here."""
   lines = [
-    instruction("f.1", 100, scope="optimizer/add"),
-    instruction("f.2", 5000, scope="jvp(loss)/add"),
+    instruction("f.1", cycles=100, scope="optimizer/add"),
+    instruction("f.2", cycles=5000, scope="jvp(loss)/add"),
   ]
 
   result = estimate_program(lines)
 
-  assert result.seconds == pytest.approx(5.1)
+  assert result.seconds == pytest.approx(0.1 + 5.0)
   longest_seconds, *_ = result.longest[0]
   assert longest_seconds == pytest.approx(5.0)
 
 
 def test_a_program_without_cycles_has_no_estimate():
-  assert estimate_program([gather("a")]) is None
+  """Only TPU compilers write cycles. Here the program has only an all-gather."""
+  lines = [gather("a")]
+
+  assert estimate_program(lines) is None
 
 
 # Loops and conditions.
@@ -254,12 +261,13 @@ def test_the_time_of_a_loop_is_multiplied_by_its_iterations():
 
   A cycle takes a millisecond here.
   """
-  inner = computation("inner", instruction("f.2", 10))
-  outer = computation("outer", instruction("f.1", 1), loop("inner", 5))
-
-  result = estimate_program(
-    [loop("outer", 3), instruction("f.3", 100)], [inner, outer]
+  inner = computation("inner", instruction("f.2", cycles=10))
+  outer = computation(
+    "outer", instruction("f.1", cycles=1), loop("inner", num_iterations=5)
   )
+  lines = [loop("outer", num_iterations=3), instruction("f.3", cycles=100)]
+
+  result = estimate_program(lines, computations=[inner, outer])
 
   seconds_of_inner = 5 * 0.010
   seconds_of_outer = 3 * (0.001 + seconds_of_inner)
@@ -274,7 +282,7 @@ def test_the_iterations_of_a_loop_are_read_from_its_counter():
   """
   body = computation(
     "body",
-    instruction("f.1", 10),
+    instruction("f.1", cycles=10),
     "%i.1 = s32[] get-tuple-element(%x), index=0",
     "%step = s32[] constant(2)",
     "%next = s32[] add(%i.1, %step)",
@@ -292,18 +300,18 @@ def test_the_iterations_of_a_loop_are_read_from_its_counter():
     "%w = (s32[]) while(%t), condition=%condition, body=%body",
   ]
 
-  result = estimate_program(lines, [body, condition])
+  result = estimate_program(lines, computations=[body, condition])
 
   assert result.seconds == pytest.approx(3 * 0.010)
 
 
 def test_a_loop_with_an_unknown_number_of_iterations_is_an_error():
-  inner = computation("inner", instruction("f.2", 10))
+  """The compiler does not state it here, and the condition %c is missing."""
+  inner = computation("inner", instruction("f.2", cycles=10))
+  loop_line = "%w = (s32[]) while(%t), condition=%c, body=%inner"
 
   with pytest.raises(ValueError, match="iterations"):
-    estimate_program(
-      ["%w = (s32[]) while(%t), condition=%c, body=%inner"], [inner]
-    )
+    estimate_program([loop_line], computations=[inner])
 
 
 @pytest.mark.parametrize(
@@ -313,8 +321,8 @@ def test_a_loop_with_an_unknown_number_of_iterations_is_an_error():
 def test_a_condition_takes_as_long_as_its_longest_branch(branches):
   """For that time, it also hides a collective that runs at the same time."""
   computations = [
-    computation("f", instruction("f.1", 1000, scope="layers/ffn/mul")),
-    computation("g", instruction("g.1", 2000)),
+    computation("f", instruction("f.1", cycles=1000, scope="layers/ffn/mul")),
+    computation("g", instruction("g.1", cycles=2000)),
   ]
   start = (
     "%p = bf16[8,16]{1,0} collective-permute-start(%x),"
@@ -487,7 +495,7 @@ def forward_cycles(
     V: the width of values.
     generation: the TPU generation.
   """
-  return cycles(generation, "forward", length, D, V, 2, 2)
+  return cycles(generation, "forward", length=length, D=D, V=V, G=2, M=2)
 
 
 def test_cycles_of_estimated_kernels_are_those_of_the_table():
@@ -505,6 +513,7 @@ def test_a_width_without_an_estimate_is_rounded_up():
 
 
 def test_a_generation_with_the_same_core_has_the_same_cycles():
+  """The table has no estimates for v5p. Its cores are like those of v5e."""
   v5p_cycles = forward_cycles(length=2048, D=128, V=256, generation="v5p")
 
   assert v5p_cycles == forward_cycles(length=2048, D=128, V=256)
@@ -527,6 +536,7 @@ def test_cycles_of_longer_rows_are_extrapolated():
 
 
 def test_a_kernel_without_any_estimate_has_no_cycles():
+  """The table has no widths as large as 512."""
   assert forward_cycles(length=2048, D=512, V=512) is None
 
 
@@ -574,7 +584,10 @@ ONE_DEVICE = {"data": 1, "fsdp": 1, "context": 1, "tensor": 1}
 
 
 def test_each_kind_of_layer_has_the_cycles_of_its_kernels():
-  """A kernel is called for each group of heads that share a noise map."""
+  """The model has a plain layer and a DIFF layer.
+
+  The kernel of DIFF is called for each group of heads that share a noise map.
+  """
   mesh = {"data": 2, "fsdp": 2, "context": 1, "tensor": 2}
 
   result = kernel_cycles(CONFIG, mesh, "v6e", num_cores=1)
@@ -603,9 +616,11 @@ def test_the_cores_of_a_chip_share_the_cycles_of_its_kernels():
   backward_cycles = cycles(
     "v6e", "backward", length=1024, D=128, V=256, G=2, M=2
   )
-  # A micro-batch has 8 rows.
+  # 16 rows in 2 micro-batches.
+  num_rows = 16 / 2
   num_heads = 8
-  expected = backward_cycles * 8 * num_heads / 2
+  num_cores = 2
+  expected = backward_cycles * num_rows * num_heads / num_cores
   assert result["diff_attention_backward_v1"] == expected
 
 
