@@ -239,7 +239,7 @@ def test_the_time_of_a_step_is_the_sum_of_its_parts():
 
 
 def test_a_program_without_cycles_has_no_estimate():
-  """Only TPU compilers write cycles. Here the program has only an all-gather."""
+  """The compiler writes the cycles of fusions. This program has none."""
   lines = [gather("a")]
 
   assert estimate_program(lines) is None
