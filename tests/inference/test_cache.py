@@ -90,17 +90,21 @@ def perturbed(params):
 
 @functools.cache
 def model_and_params(config_name):
+  """Returns a small decoder of `CONFIGS`, and its parameters."""
   model = Decoder(CONFIGS[config_name])
   return model, perturbed(parameters(model, TOKENS[:1, :1]))
 
 
 def contiguous_cache(model, capacity):
-  """Returns an empty cache in which each row has one page."""
+  """Returns an empty cache for three rows, in which each row has one page."""
   return empty_cache(model, NUM_ROWS, capacity)
 
 
 def paged_cache(model, capacity, **options):
-  """Returns an empty cache with pages of 8 tokens, in reversed order."""
+  """Returns an empty cache for three rows, with pages of 8 tokens.
+
+  The rows have their pages in reversed order.
+  """
   pages_per_row = math.ceil(capacity / 8)
   num_pages = NUM_ROWS * pages_per_row
   cache = empty_cache(
@@ -145,15 +149,16 @@ def read_in_pieces(model, params, cache, ends):
 def test_pieces_give_the_hidden_states_of_the_whole(config_name, make_cache):
   """Three rows of 24 tokens are read up to token 20, in pieces and at once."""
   model, params = model_and_params(config_name)
-  expected = jax.jit(model.apply)({"params": params}, TOKENS)
+  cache = make_cache(model, capacity=24)
 
   # Pieces of one token are decoded. Longer ones are read like prompts.
-  ends = (8, 9, 10, 11, 19, 20)
-  cache = make_cache(model, capacity=24)
-  hidden, cache = read_in_pieces(model, params, cache, ends)
+  hidden, cache = read_in_pieces(
+    model, params, cache, ends=(8, 9, 10, 11, 19, 20)
+  )
 
-  chex.assert_trees_all_close(hidden, expected[:, :20], **FLOAT32_LAYER)
-  assert cache.lengths.tolist() == [20] * NUM_ROWS
+  at_once = jax.jit(model.apply)({"params": params}, TOKENS)
+  chex.assert_trees_all_close(hidden, at_once[:, :20], **FLOAT32_LAYER)
+  assert cache.lengths.tolist() == [20, 20, 20]
 
 
 @pytest.mark.parametrize(
@@ -196,15 +201,20 @@ def test_padding_of_shorter_rows_is_invisible(config_name):
   "config_name", ["diff, grouped heads", *full(["diff_v2", "softmax, window"])]
 )
 def test_an_int8_cache_approximates_the_hidden_states(config_name):
-  """13 tokens are written at once, then two are appended to a page."""
-  model, params = model_and_params(config_name)
-  expected = jax.jit(model.apply)({"params": params}, TOKENS)[:, :15]
+  """Keys and values are rounded to 8 bits when they are stored.
 
+  The first 13 tokens are stored at once, and two more one by one.
+  """
+  model, params = model_and_params(config_name)
   cache = paged_cache(model, capacity=24, dtype="int8")
+
   hidden, cache = read_in_pieces(model, params, cache, ends=(13, 14, 15))
 
+  # The model has two layers.
   assert cache.keys[0].tokens.dtype == jnp.int8
   assert cache.values[1].tokens.dtype == jnp.int8
+  without_cache = jax.jit(model.apply)({"params": params}, TOKENS)
+  expected = without_cache[:, :15]
   distance = jnp.linalg.norm(hidden - expected, axis=-1)
   relative_error = distance / jnp.linalg.norm(expected, axis=-1)
   # An error of 0 would mean that the cache is not in int8.
@@ -246,12 +256,14 @@ def test_the_cache_is_not_copied(make_cache, num_tokens, monkeypatch):
   ids=["int8 without pages", "int16"],
 )
 def test_an_unsupported_dtype_is_rejected(options):
+  """In int8, each page has scales. So int8 needs a number of pages."""
+  model = Decoder(CONFIG)
   message = (
     r"^dtype = int(8|16): must be None for the model's float32, or int8"
     " together with num_pages"
   )
   with pytest.raises(UserError, match=message):
-    empty_cache(Decoder(CONFIG), 1, 8, **options)
+    empty_cache(model, batch_size=1, capacity=8, **options)
 
 
 def test_weights_are_cast_once_and_vectors_stay_float32():
@@ -259,6 +271,7 @@ def test_weights_are_cast_once_and_vectors_stay_float32():
 
   weights = unstack(model.clone(dtype=jnp.bfloat16), params)
 
+  # `unstack` gives each layer its own arrays.
   layer = weights["layers"][1]
   assert weights["embedding"].dtype == jnp.bfloat16
   assert layer["attention"]["query"].dtype == jnp.bfloat16
@@ -273,19 +286,23 @@ def test_weights_are_cast_once_and_vectors_stay_float32():
 
 @pytest.fixture
 def encoder():
+  """A model in which a token also sees later tokens."""
   return Decoder(dataclasses.replace(CONFIG, causal=False))
 
 
 def test_a_model_that_is_not_causal_has_no_cache(encoder):
   with pytest.raises(UserError, match="config.model.causal = False"):
-    empty_cache(encoder, 1, 8)
+    empty_cache(encoder, batch_size=1, capacity=8)
 
 
 def test_a_model_that_is_not_causal_is_not_decoded(encoder):
+  # The cache and the weights are those of a causal model.
   model, params = model_and_params("diff")
   cache = contiguous_cache(model, capacity=8)
+  weights = unstack(model, params)
+
   with pytest.raises(ValueError, match="causal = False"):
-    extend(encoder, unstack(model, params), TOKENS[:, :8], cache)
+    extend(encoder, weights, TOKENS[:, :8], cache)
 
 
 class ScaledAttention(Attention):
@@ -309,21 +326,22 @@ def test_a_variant_with_an_argument_that_decoding_lacks_is_rejected(
   model = Decoder(config)
   params = parameters(model, TOKENS[:1, :1])
   cache = contiguous_cache(model, capacity=8)
+  weights = unstack(model, params)
 
   with pytest.raises(TypeError, match="'scale'"):
-    extend(model, unstack(model, params), TOKENS[:, :8], cache)
+    extend(model, weights, TOKENS[:, :8], cache)
 
 
 def test_decoding_uses_the_scale_of_the_models_attention_function():
-  """Logits are multiplied by 1 instead of 1/√D."""
-  model, params = model_and_params("diff, grouped heads")
+  """The scale of attention logits is 1 here. By default it is 1/√D."""
+  default_model, params = model_and_params("diff, grouped heads")
   scaled_attention = functools.partial(
     diff_attention, scale=1.0, implementation="reference"
   )
-  model = model.clone(attention_fn=scaled_attention)
-  expected = jax.jit(model.apply)({"params": params}, TOKENS[:, :8])
-
+  model = default_model.clone(attention_fn=scaled_attention)
   cache = contiguous_cache(model, capacity=8)
+
   hidden, _ = read_in_pieces(model, params, cache, ends=(8,))
 
+  expected = jax.jit(model.apply)({"params": params}, TOKENS[:, :8])
   chex.assert_trees_all_close(hidden, expected, **FLOAT32_LAYER)
