@@ -103,7 +103,7 @@ def test_rows_find_their_tokens_in_their_pages(head_dim):
 
 
 def test_without_tables_each_row_is_a_page():
-  """Tokens beyond the 12 of a row are dropped."""
+  """Row 0 writes to page 0, and so on. Tokens beyond a row's 12 are dropped."""
   row_size = 12
   pieces = make_pieces(HEAD_DIM)
   shape = (NUM_ROWS, NUM_HEADS, row_size, HEAD_DIM)
@@ -120,14 +120,21 @@ def test_without_tables_each_row_is_a_page():
 
 
 def test_a_row_without_pages_writes_nothing():
-  shape = (2, NUM_HEADS, PAGE_SIZE, HEAD_DIM)
-  tables = np.full((1, 2), 2, np.int32)
+  """Otherwise its tokens would overwrite those of another row."""
+  num_pages = 2
+  shape = (num_pages, NUM_HEADS, PAGE_SIZE, HEAD_DIM)
+  # The pages are 0 and 1, so entries of 2 are no pages.
+  tables = np.array([[2, 2]], np.int32)
   tokens = np.ones((1, 5, NUM_HEADS, HEAD_DIM), np.float32)
+  starts = np.array([2])
+  counts = np.array([5])
   float32_pool = Pool(jnp.full(shape, UNWRITTEN))
-  int8_pool = Pool(jnp.full(shape, 77, jnp.int8), jnp.ones((2, NUM_HEADS)))
+  int8_pool = Pool(
+    jnp.full(shape, 77, jnp.int8), scale=jnp.ones((num_pages, NUM_HEADS))
+  )
 
   for pool in (float32_pool, int8_pool):
-    after = write(pool, tables, tokens, np.array([2]), np.array([5]))
+    after = write(pool, tables, tokens, starts, counts)
     chex.assert_trees_all_equal(after, pool)
 
 
@@ -201,12 +208,15 @@ def test_a_reused_page_does_not_keep_its_old_scale():
   """With a scale of a million, a new token of 0.5 would be rounded to 0."""
   used_pool = Pool(
     jnp.full((1, NUM_HEADS, PAGE_SIZE, HEAD_DIM), 127, jnp.int8),
-    jnp.full((1, NUM_HEADS), 1e6),
+    scale=jnp.full((1, NUM_HEADS), 1e6),
   )
   tables = np.array([[0]], np.int32)
   token = np.full((1, 1, NUM_HEADS, HEAD_DIM), 0.5, np.float32)
+  # The token is the first one of a new row.
+  starts = np.array([0])
+  counts = np.array([1])
 
-  pool = write(used_pool, tables, token, np.array([0]), np.array([1]))
+  pool = write(used_pool, tables, token, starts, counts)
 
   stored = read_rows(pool, tables, jnp.float32)[0, 0]
   chex.assert_trees_all_close(np.asarray(stored), token[0, 0], **FLOAT32)
@@ -216,7 +226,11 @@ def test_a_reused_page_does_not_keep_its_old_scale():
 
 
 def test_rows_get_only_the_pages_that_they_need():
-  tables = allocate([9, 0, 4, 1], num_pages=5, pages_per_row=4, size=PAGE_SIZE)
+  """Rows of 9, 0, 4 and 1 tokens need 3, 0, 1 and 1 pages of four tokens.
+
+  A table has further entries of 5, which are no pages.
+  """
+  tables = allocate([9, 0, 4, 1], num_pages=5, pages_per_row=4, size=4)
 
   chex.assert_shape(tables, (4, 4))
   assert tables.dtype == np.int32
@@ -233,4 +247,4 @@ def test_too_few_pages_are_an_error():
     " give it more"
   )
   with pytest.raises(UserError, match=message):
-    allocate([9, 9], num_pages=5, pages_per_row=4, size=PAGE_SIZE)
+    allocate([9, 9], num_pages=5, pages_per_row=4, size=4)
