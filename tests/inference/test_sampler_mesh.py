@@ -35,6 +35,7 @@ class SmallModel(NamedTuple):
   params: dict
 
   def sampler(self, **cache_options):
+    """Returns a sampler of three rows of up to 200 tokens."""
     return Sampler(
       self.decoder, self.params, batch_size=3, capacity=200, **cache_options
     )
@@ -90,12 +91,11 @@ def test_several_devices_give_the_answers_of_one(attention, mesh, cache):
   one_device = model.sampler(**cache)
   several_devices = split_over(mesh, model).sampler(**cache)
 
-  expected = one_device.generate(PROMPTS, 11)
-  assert several_devices.generate(PROMPTS, 11) == expected
-
-  expected = one_device.generate(PROMPTS, 11, temperature=1.3, top_p=0.8)
+  greedy = several_devices.generate(PROMPTS, 11)
   drawn = several_devices.generate(PROMPTS, 11, temperature=1.3, top_p=0.8)
-  assert drawn == expected
+
+  assert greedy == one_device.generate(PROMPTS, 11)
+  assert drawn == one_device.generate(PROMPTS, 11, temperature=1.3, top_p=0.8)
 
 
 @pytest.mark.parametrize(
@@ -108,13 +108,14 @@ def test_several_devices_give_the_logits_of_one(attention, cache):
   one_device = model.sampler(**cache)
   several_devices = split_over(TENSOR_4, model).sampler(**cache)
 
-  expected = one_device.prefill(PROMPTS, 20)
+  # The cache has room for 20 new tokens of each row.
   state = several_devices.prefill(PROMPTS, 20)
+  expected = one_device.prefill(PROMPTS, 20)
   chex.assert_trees_all_close(state.logits, expected.logits, **FLOAT32_LAYER)
 
-  for tokens in ([1, 2, 3], [9, 8, 7]):
-    expected = one_device.step(expected, tokens)
-    state = several_devices.step(state, tokens)
+  for tokens_of_rows in ([1, 2, 3], [9, 8, 7]):
+    state = several_devices.step(state, tokens_of_rows)
+    expected = one_device.step(expected, tokens_of_rows)
     chex.assert_trees_all_close(state.logits, expected.logits, **FLOAT32_LAYER)
 
 
@@ -122,11 +123,13 @@ def test_several_devices_give_the_logits_of_one(attention, cache):
   scope="module", params=[{}, {"cache_dtype": "int8"}], ids=["float32", "int8"]
 )
 def split_sampler(request):
+  """A sampler of DIFF on four devices."""
   model = split_over(TENSOR_4, small_model("diff"))
   return model.sampler(**request.param)
 
 
 def test_the_cache_is_split_over_its_heads(split_sampler):
+  """Each of four devices has a quarter of the heads, which are axis 1."""
   state = split_sampler.prefill(PROMPTS, 20)
 
   for pool in jax.tree.leaves((state.cache.keys, state.cache.values)):
@@ -153,6 +156,7 @@ def test_a_step_exchanges_two_sums_a_layer_and_the_logits(split_sampler):
   So they sum hidden states after the embedding and in both halves of the two
   layers, and gather the logits of the 64 tokens.
   """
+  # The sampler has three rows. A step reads one token of each row.
   tokens = jnp.zeros(3, jnp.int32)
   state = split_sampler.prefill(PROMPTS)
 
@@ -167,8 +171,8 @@ def test_a_step_exchanges_two_sums_a_layer_and_the_logits(split_sampler):
   for result in collectives:
     shapes.extend(re.findall(r"\w+\[([\d,]*)\]", result))
 
-  # Three rows of one token and 32 features.
+  # Hidden states have three rows of one token and 32 features.
   num_layers = 2
   hidden_states = ["3,1,32"] * (1 + 2 * num_layers)
   logits = ["3,64"]
-  assert sorted(shapes) == hidden_states + logits
+  assert sorted(shapes) == [*hidden_states, *logits]
