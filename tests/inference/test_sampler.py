@@ -41,6 +41,7 @@ def params(model):
 
 @pytest.fixture(scope="module")
 def sampler(model, params):
+  """A sampler that answers four prompts at a time, of up to 200 tokens each."""
   return Sampler(model, params, batch_size=4, capacity=200)
 
 
@@ -113,11 +114,13 @@ def test_prompts_can_share_a_prefix_that_is_read_once(
 
 
 def test_generation_continues_after_a_shared_prefix(sampler, next_logits):
+  """Four rows read the prefix, then other tails, then one more token each."""
   prefix = sampler.prefill([PROMPT_OF_140] * 4)
   state = sampler.read(prefix, [[5], [7], [8, 9], [4]])
 
   state = sampler.step(state, [1, 2, 3, 4])
 
+  # Row 2 has the tail 8, 9 and the next token 3.
   expected = next_logits([*PROMPT_OF_140, 8, 9, 3])
   chex.assert_trees_all_close(state.logits[2], expected, **FLOAT32_MODEL)
 
@@ -144,10 +147,11 @@ def test_a_tail_must_fit_behind_its_prefix(sampler, tails, message):
 
 
 def test_greedy_generation_equals_a_loop_over_the_model(sampler, next_logits):
-  # 21 tokens are two bursts of the sampler and a part of a third.
-  expected = [generate_greedily(next_logits, prompt, 21) for prompt in PROMPTS]
+  """The sampler generates bursts of tokens: here two, and a part of a third."""
+  answers = sampler.generate(PROMPTS, 21)
 
-  assert sampler.generate(PROMPTS, 21) == expected
+  for prompt, answer in zip(PROMPTS, answers, strict=True):
+    assert answer == generate_greedily(next_logits, prompt, 21)
 
 
 @pytest.mark.parametrize(
@@ -161,31 +165,35 @@ def test_the_number_of_prompts_does_not_change_the_answers(sampler, prompts):
   """The sampler answers four prompts at a time. Each is also answered alone."""
   answers = sampler.generate(prompts, 5)
 
-  answers_alone = [sampler.generate([prompt], 5)[0] for prompt in prompts]
-  assert answers == answers_alone
+  for prompt, answer in zip(prompts, answers, strict=True):
+    assert sampler.generate([prompt], 5) == [answer]
 
 
 def test_a_stop_token_ends_only_its_own_row(sampler):
-  answers = sampler.generate(PROMPTS, 20)
-  stop_id = answers[1][5]
+  """An answer ends before its first stop token."""
+  whole_answers = sampler.generate(PROMPTS, 20)
+  # A token that row 1 generates.
+  stop_id = whole_answers[1][5]
+
+  answers = sampler.generate(PROMPTS, 20, stop_ids=[stop_id])
+
   expected = []
-  for answer in answers:
+  for answer in whole_answers:
     if stop_id in answer:
       answer = answer[: answer.index(stop_id)]
     expected.append(answer)
-
-  assert sampler.generate(PROMPTS, 20, stop_ids=[stop_id]) == expected
-  assert len(expected[1]) < 20
+  assert answers == expected
+  assert len(answers[1]) < 20
 
 
 def test_a_stop_predicate_ends_a_row_after_the_token_it_accepts(sampler):
   def has_eleven_tokens(ids):
     return len(ids) == 11
 
-  answers = sampler.generate(PROMPTS, 20)
-  expected = [answer[:11] for answer in answers]
+  answers = sampler.generate(PROMPTS, 20, stop=has_eleven_tokens)
 
-  assert sampler.generate(PROMPTS, 20, stop=has_eleven_tokens) == expected
+  whole_answers = sampler.generate(PROMPTS, 20)
+  assert answers == [answer[:11] for answer in whole_answers]
 
 
 # Random draws.
@@ -246,6 +254,7 @@ def test_draws_follow_the_probabilities_of_the_model(
 
 def test_draws_do_not_depend_on_the_batch_size(model, params, sampler):
   options = dict(temperature=4.0, seed=5)
+  # `sampler` answers four prompts at a time, and this one two.
   narrow_sampler = Sampler(model, params, batch_size=2, capacity=160)
 
   answers = narrow_sampler.generate(PROMPTS, 12, **options)
@@ -255,26 +264,34 @@ def test_draws_do_not_depend_on_the_batch_size(model, params, sampler):
 
 def test_draws_depend_on_the_seed(sampler):
   answers = sampler.generate(PROMPTS, 12, temperature=4.0, seed=5)
+  other_answers = sampler.generate(PROMPTS, 12, temperature=4.0, seed=6)
 
-  assert sampler.generate(PROMPTS, 12, temperature=4.0, seed=6) != answers
+  assert answers != other_answers
 
 
 def test_draws_depend_on_the_row(sampler):
-  first, second = sampler.generate([PROMPTS[0]] * 2, 12, temperature=4, seed=5)
+  prompt = [5]
+
+  first, second = sampler.generate([prompt, prompt], 12, temperature=4, seed=5)
 
   assert first != second
 
 
 def test_draws_from_one_token_are_greedy(sampler):
+  """top_k = 1 leaves only the most likely token."""
   answers = sampler.generate(PROMPTS, 12, temperature=4.0, top_k=1, seed=5)
 
+  # The default temperature is 0, so this is greedy.
   assert answers == sampler.generate(PROMPTS, 12)
 
 
 def test_each_position_has_its_own_noise(sampler):
-  # At this temperature all tokens are equally likely. If all positions had the
-  # same noise, they would get the same token.
-  (answer,) = sampler.generate([PROMPTS[0]], 20, temperature=1e6, seed=5)
+  """A draw adds noise to the logits, and takes the largest one.
+
+  At this temperature all tokens are equally likely. If all positions had the
+  same noise, they would get the same token.
+  """
+  (answer,) = sampler.generate([[5]], 20, temperature=1e6, seed=5)
 
   assert len(set(answer)) > 10
 
@@ -284,14 +301,16 @@ def test_draws_do_not_depend_on_the_default_generator_of_jax(
 ):
   """With "rbg", the numbers of a row would depend on the other rows."""
   options = dict(temperature=4.0, seed=5)
-  expected = sampler.generate(PROMPTS, 12, **options)
 
   with jax.default_prng_impl("rbg"):
     other_sampler = Sampler(model, params, batch_size=2, capacity=160)
-    assert other_sampler.generate(PROMPTS, 12, **options) == expected
+    answers = other_sampler.generate(PROMPTS, 12, **options)
+
+  assert answers == sampler.generate(PROMPTS, 12, **options)
 
 
 def test_lengths_and_settings_do_not_recompile(model, params):
+  """Prompts of any length and all settings use the same two programs."""
   sampler = Sampler(model, params, batch_size=2, capacity=64)
 
   sampler.generate([[1], [2, 3]], 9, temperature=0.5, top_k=3)
@@ -300,6 +319,7 @@ def test_lengths_and_settings_do_not_recompile(model, params):
   prefix = sampler.prefill([list(range(20))] * 2)
   sampler.read(prefix, [[1], [2, 3]])
 
+  # JAX's number of compiled versions of a jitted function.
   assert sampler._prefill._cache_size() == 1
   assert sampler._draw._cache_size() == 1
 
@@ -373,11 +393,13 @@ def test_prompts_are_all_texts_or_all_sequences_of_ids(
 
 
 def test_prefill_rejects_texts(sampler):
+  """Otherwise the characters of a text would count as prompts."""
   with pytest.raises(UserError, match="^prompt 0 has 't' at position 0"):
     sampler.prefill("text")
 
 
 def test_a_step_needs_a_token_for_each_row(sampler):
+  """Also rows without a prompt need one. The sampler has four rows."""
   state = sampler.prefill([[1]])
   with pytest.raises(UserError, match="^tokens has 1 token ids: .* 4"):
     sampler.step(state, [1])
@@ -405,10 +427,14 @@ def test_every_method_rejects_wrong_ids_in_prompts(sampler, wrong_id):
 
 
 def test_all_prompts_are_checked_before_the_first_is_read(sampler, wrong_id):
-  answers_seen = []
+  """The wrong id is in the third batch of four prompts."""
   prompts = [[1]] * 9 + [[wrong_id]]
+  # The sampler calls `stop` with every answer so far.
+  answers_seen = []
+
   with pytest.raises(UserError, match="^prompt 9 has "):
     sampler.generate(prompts, 2, stop=answers_seen.append)
+
   assert not answers_seen
 
 
@@ -432,62 +458,79 @@ def test_a_step_rejects_wrong_ids(sampler, wrong_id):
   ],
 )
 def test_prompts_can_be_arrays_and_tuples(sampler, prompts):
-  expected = sampler.generate([[5, 6], [7, 8]], 3)
+  answers = sampler.generate(prompts, 3)
 
-  assert sampler.generate(prompts, np.int64(3)) == expected
+  assert answers == sampler.generate([[5, 6], [7, 8]], 3)
+
+
+def test_the_number_of_new_tokens_can_be_an_integer_of_numpy(sampler):
+  answers = sampler.generate([[5, 6]], np.int64(3))
+
+  assert answers == sampler.generate([[5, 6]], 3)
 
 
 # Pages of the cache.
 
 
-def test_a_cache_with_few_pages_gives_the_same_answers(model, params, sampler):
+@pytest.fixture(scope="module")
+def three_page_sampler(model, params):
+  """A sampler of four rows, whose cache has only three pages of 128 tokens."""
+  return Sampler(
+    model, params, batch_size=4, capacity=200, cache_tokens=3 * 128
+  )
+
+
+def test_a_cache_with_few_pages_gives_the_same_answers(
+  three_page_sampler, sampler
+):
   """With few pages, the sampler answers fewer prompts at a time.
 
   With 21 new tokens, the prompts of 1, 3, 59 and 140 tokens need 1, 1, 1 and 2
   pages of 128 tokens. The cache has three pages, so there are two batches.
   """
-  small_cache = Sampler(
-    model, params, batch_size=4, capacity=200, cache_tokens=3 * 128
-  )
+  answers = three_page_sampler.generate(PROMPTS, 21)
 
-  expected = sampler.generate(PROMPTS, 21)
-  assert small_cache.generate(PROMPTS, 21) == expected
+  assert answers == sampler.generate(PROMPTS, 21)
 
+
+def test_a_cache_with_few_pages_gives_the_same_draws(
+  three_page_sampler, sampler
+):
+  """With few pages, the sampler answers fewer prompts at a time.
+
+  Draws depend on the number of the prompt, and not on its row in a batch.
+  """
+  prompts = [*PROMPTS, [5]]
   options = dict(temperature=4.0, seed=5)
-  prompts = [*PROMPTS, PROMPTS[0]]
-  expected = sampler.generate(prompts, 9, **options)
-  assert small_cache.generate(prompts, 9, **options) == expected
+
+  answers = three_page_sampler.generate(prompts, 9, **options)
+
+  assert answers == sampler.generate(prompts, 9, **options)
 
 
-def test_a_cache_has_as_many_pages_as_it_was_given(model, params):
-  sampler = Sampler(
-    model, params, batch_size=4, capacity=200, cache_tokens=3 * 128
-  )
-
-  state = sampler.prefill(PROMPTS[:1], 9)
+def test_a_cache_has_as_many_pages_as_it_was_given(three_page_sampler):
+  """A page has 128 tokens."""
+  state = three_page_sampler.prefill([[5]], 9)
 
   for pool in state.cache.keys:
     assert pool.tokens.shape[0] == 3
 
 
-def test_too_few_pages_for_a_batch_are_an_error(model, params):
-  sampler = Sampler(
-    model, params, batch_size=4, capacity=200, cache_tokens=3 * 128
-  )
+def test_too_few_pages_for_a_batch_are_an_error(three_page_sampler):
   message = (
     "rows of 21.* need 5 pages of 128 tokens, and the cache has 3:"
     " give it more .cache_tokens."
   )
   with pytest.raises(UserError, match=message):
-    next(sampler.stream(PROMPTS, 20))
+    next(three_page_sampler.stream(PROMPTS, 20))
 
 
-def test_without_a_limit_a_row_gets_pages_for_the_whole_capacity(model, params):
-  sampler = Sampler(
-    model, params, batch_size=4, capacity=200, cache_tokens=3 * 128
-  )
+def test_without_a_limit_a_row_gets_pages_for_the_whole_capacity(
+  three_page_sampler,
+):
+  """Each of two rows of up to 200 tokens needs two pages of 128 tokens."""
   with pytest.raises(UserError, match="rows of 200, 200 tokens need 4 pages"):
-    sampler.prefill(PROMPTS[:2])
+    three_page_sampler.prefill([[5], [7, 3, 9]])
 
 
 def test_a_prefix_reserves_the_tokens_that_were_requested(model, params):
@@ -512,14 +555,15 @@ def test_an_int8_cache_approximates_the_logits(model, params, next_logits):
   sampler = Sampler(
     model, params, batch_size=4, capacity=200, cache_dtype="int8"
   )
-  tokens = [1, 2, 3, 4]
+  next_tokens = [1, 2, 3, 4]
 
-  state = sampler.step(sampler.prefill(PROMPTS), tokens)
+  state = sampler.prefill(PROMPTS)
+  state = sampler.step(state, next_tokens)
 
   for pool in (*state.cache.keys, *state.cache.values):
     assert pool.tokens.dtype == jnp.int8
   expected = []
-  for prompt, token in zip(PROMPTS, tokens, strict=True):
+  for prompt, token in zip(PROMPTS, next_tokens, strict=True):
     expected.append(next_logits([*prompt, token]))
   distance = np.linalg.norm(state.logits - np.array(expected), axis=1)
   relative_error = distance / np.linalg.norm(expected, axis=1)
@@ -539,12 +583,14 @@ def test_an_int8_cache_approximates_the_logits(model, params, next_logits):
   ids=str,
 )
 def test_an_impossible_cache_is_rejected(model, params, options, message):
-  sampler_options = dict(capacity=20, **options)
   with pytest.raises(UserError, match=message):
-    Sampler(model, params, **sampler_options).prefill([[1]])
+    sampler = Sampler(model, params, capacity=20, **options)
+    # The cache is allocated here.
+    sampler.prefill([[1]])
 
 
 def test_a_capacity_beyond_the_limit_of_the_model_is_rejected(model, params):
+  """The model has max_length = 300."""
   message = "301 tokens a row: the model takes 1 to 300"
   with pytest.raises(UserError, match=message):
     Sampler(model, params, capacity=301)
