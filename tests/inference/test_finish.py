@@ -18,6 +18,7 @@ from diffjax.plots.styles import Style
 from diffjax.training.metrics import read_log
 from diffjax.training.result import TrainResult
 
+# The lines of metrics.jsonl.
 LOG = [
   '{"step": 1, "train/loss": 5.0}',
   # Written by an earlier version, which measured a trigram model too.
@@ -46,10 +47,14 @@ def loss_axes(tmp_path):
 
 
 def test_the_first_plot_shows_the_whole_run_on_a_log_axis(loss_axes):
-  """The last line of the log was cut when the run was killed; it is ignored."""
+  """LOG has losses of steps 1, 2 and 10.
+
+  Its last line was cut when the run was killed. Such a line is ignored.
+  """
   whole_run, _ = loss_axes
 
   assert whole_run.get_xscale() == "log"
+  # Lists of steps and of losses.
   assert lines_of(whole_run) == {
     "DIFF, training": [[1, 10], [5.0, 1.0]],
     "DIFF, validation": [[2], [1.9]],
@@ -57,6 +62,7 @@ def test_the_first_plot_shows_the_whole_run_on_a_log_axis(loss_axes):
 
 
 def test_the_second_plot_shows_the_second_half(loss_axes):
+  """LOG ends at step 10, so this half has only that step."""
   _, second_half = loss_axes
 
   assert second_half.get_xscale() == "linear"
@@ -82,9 +88,13 @@ def loss_png(tmp_path):
 
 
 def test_the_picture_has_the_resolution_of_a_page(loss_png):
-  width_and_height = struct.unpack(">II", loss_png.read_bytes()[16:24])
+  header = loss_png.read_bytes()[:24]
 
-  assert width_and_height == (2000, 800)
+  # Two integers at the end of this part of a PNG file.
+  width, height = struct.unpack(">II", header[16:24])
+
+  assert width == 2000
+  assert height == 800
 
 
 def test_the_picture_has_the_color_of_the_variant(loss_png):
@@ -95,6 +105,7 @@ def test_the_picture_has_the_color_of_the_variant(loss_png):
   pixels = image.imread(loss_png)[..., :3] * 255
 
   difference = np.abs(pixels - color).max(axis=-1)
+  # The lines have at least 50 pixels of nearly this colour.
   assert np.count_nonzero(difference < 2) > 50
 
 
@@ -119,6 +130,7 @@ def finished_run(tmp_path):
 
 
 def file_names(result):
+  """Returns the names of the files in the workdir of a run."""
   return sorted(path.name for path in epath.Path(result.workdir).iterdir())
 
 
@@ -145,19 +157,27 @@ def test_the_plot_is_written_while_the_workdir_is_locked(
 
 
 def test_a_stopped_run_writes_nothing(finished_run):
-  finish.finish(dataclasses.replace(finished_run, step=1))
-  assert file_names(finished_run) == ["lock", "metrics.jsonl"]
+  """A run of two steps that was stopped after one will continue."""
+  stopped_run = dataclasses.replace(finished_run, step=1)
+
+  finish.finish(stopped_run)
+
+  assert file_names(stopped_run) == ["lock", "metrics.jsonl"]
 
 
 def test_nothing_is_written_while_another_run_has_the_lock(finished_run):
   with lock(finished_run.workdir):
     with pytest.raises(UserError, match="in use by another run"):
       finish.finish(finished_run)
+
   assert file_names(finished_run) == ["lock", "metrics.jsonl"]
 
 
 def test_a_deleted_workdir_is_not_created_again(finished_run):
-  epath.Path(finished_run.workdir).rmtree()
+  workdir = epath.Path(finished_run.workdir)
+  workdir.rmtree()
+
   with pytest.raises(LostWorkdir):
     finish.finish(finished_run)
-  assert not epath.Path(finished_run.workdir).exists()
+
+  assert not workdir.exists()
