@@ -32,9 +32,12 @@ def test_integers_of_every_type_are_accepted(ids):
 
 
 def test_a_type_without_the_size_of_the_vocabulary_is_accepted():
+  """An int4 is at most 7, so it cannot hold the vocabulary's size of 100."""
   ids = jnp.array([0, 7], jnp.int4)
 
-  assert validated_token_ids(ids, vocab_size=100, name="ids").tolist() == [0, 7]
+  validated = validated_token_ids(ids, vocab_size=100, name="ids")
+
+  assert validated.tolist() == [0, 7]
 
 
 @pytest.mark.parametrize(
@@ -46,7 +49,9 @@ def test_a_type_without_the_size_of_the_vocabulary_is_accepted():
   ],
 )
 def test_empty_sequences_are_accepted(ids):
-  assert validated_token_ids(ids, vocab_size=100, name="ids").shape == (0,)
+  validated = validated_token_ids(ids, vocab_size=100, name="ids")
+
+  assert validated.shape == (0,)
 
 
 @pytest.mark.parametrize(
@@ -94,6 +99,7 @@ def test_the_error_names_the_first_wrong_id(token, text):
   ids=repr,
 )
 def test_arrays_with_wrong_ids_are_rejected(ids, message):
+  """Ids of a vocabulary of 100 tokens are integers from 0 to 99."""
   with pytest.raises(UserError, match=f"^ids {message}"):
     validated_token_ids(ids, vocab_size=100, name="ids")
 
