@@ -50,6 +50,7 @@ def config(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def workdir(config, tmp_path_factory):
+  """The directory of a run of two steps."""
   workdir = tmp_path_factory.mktemp("run")
   trained = diffjax.fit(config, workdir)
   assert trained.name == f"{workdir} at step 2"
@@ -58,58 +59,83 @@ def workdir(config, tmp_path_factory):
 
 
 def test_texts_and_token_ids_have_the_same_continuations(workdir):
+  """A text begins a document, and its continuation ends with the document.
+
+  The separator is the token between documents.
+  """
   trained = diffjax.load(workdir)
-  [text] = diffjax.Sampler(trained).generate(["def "], 20)
   tokenizer = trained.tokenizer
+
+  (text,) = diffjax.Sampler(trained).generate(["def "], 20)
+
   prompt_ids = [tokenizer.separator, *tokenizer.encode("def ")]
   sampler = diffjax.Sampler(trained.model, trained.params)
-  [ids] = sampler.generate([prompt_ids], 20, stop_ids=[tokenizer.separator])
+  (ids,) = sampler.generate([prompt_ids], 20, stop_ids=[tokenizer.separator])
   assert text == tokenizer.decode(ids)
 
 
 def test_a_sampler_without_a_tokenizer_rejects_texts(workdir):
   trained = diffjax.load(workdir)
+  # The sampler gets only the model and its parameters.
   sampler = diffjax.Sampler(trained.model, trained.params)
+
   message = "only a sampler made from a trained model"
   with pytest.raises(ValueError, match=message):
     sampler.generate(["def "], 20)
 
 
 def test_loading_a_step_without_a_checkpoint_is_an_error(workdir):
+  """The run has only the checkpoint of its end, at step 2."""
   with pytest.raises(UserError, match="no complete checkpoint of step 1"):
-    diffjax.load(workdir, 1)
+    diffjax.load(workdir, step=1)
 
 
 def test_complete_returns_the_continuations_of_a_sampler(workdir):
   trained = diffjax.load(workdir)
   prompts = ["def ", "document 1\ndocument", ""]
   options = dict(temperature=1.0, top_k=20, top_p=0.9, seed=3)
+
   texts = diffjax.complete(trained, prompts, 20, **options)
+
   sampler = diffjax.Sampler(trained, batch_size=3)
   assert texts == sampler.generate(prompts, 20, **options)
+
+
+def test_no_prompts_have_no_continuations(workdir):
+  trained = diffjax.load(workdir)
+
   assert diffjax.complete(trained, []) == []
 
 
 def test_one_text_counts_as_a_list_of_one(workdir):
   trained = diffjax.load(workdir)
   options = dict(temperature=1.0, seed=3)
-  texts = diffjax.complete(trained, ["def "], 20, **options)
-  assert diffjax.complete(trained, "def ", 20, **options) == texts
-  assert diffjax.Sampler(trained).generate("def ", 20, **options) == texts
+
+  completed = diffjax.complete(trained, "def ", 20, **options)
+  generated = diffjax.Sampler(trained).generate("def ", 20, **options)
+
+  expected = diffjax.complete(trained, ["def "], 20, **options)
+  assert completed == expected
+  assert generated == expected
 
 
 def test_prompts_do_not_affect_each_other(workdir):
   trained = diffjax.load(workdir)
   options = dict(temperature=1.0, top_k=20, top_p=0.9, seed=3)
-  texts = diffjax.complete(trained, ["def ", "document"], 20, **options)
-  assert diffjax.complete(trained, "def ", 20, **options) == texts[:1]
+
+  first, _ = diffjax.complete(trained, ["def ", "document"], 20, **options)
+
+  assert [first] == diffjax.complete(trained, "def ", 20, **options)
 
 
 def test_complete_accepts_more_prompts_than_a_batch(workdir):
   trained = diffjax.load(workdir)
   prompts = [f"document {number}\n" for number in range(20)]
-  sampler = diffjax.Sampler(trained, batch_size=20)
+
   texts = diffjax.complete(trained, prompts, 4, temperature=0)
+
+  # This sampler takes all prompts at a time, and is greedy.
+  sampler = diffjax.Sampler(trained, batch_size=20)
   assert texts == sampler.generate(prompts, 4)
 
 
@@ -130,10 +156,12 @@ def test_options_out_of_range_are_rejected(
 
 
 def signal_handlers():
+  """Returns what this process does at SIGTERM and at SIGINT."""
   return [signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)]
 
 
 def test_a_second_call_resumes(config, tmp_path):
+  """A run of two steps goes on to a third one."""
   diffjax.fit(config, tmp_path)
   longer_config = config.copy_and_resolve_references()
   longer_config.train.steps = 3
@@ -146,7 +174,9 @@ def test_a_second_call_resumes(config, tmp_path):
 def test_the_same_config_gives_the_same_parameters(config, workdir, tmp_path):
   trained = diffjax.fit(config, tmp_path)
 
-  chex.assert_trees_all_equal(trained.params, diffjax.load(workdir).params)
+  # `workdir` has another run of this config.
+  expected = diffjax.load(workdir)
+  chex.assert_trees_all_equal(trained.params, expected.params)
 
 
 def test_fit_restores_signal_handlers(config, tmp_path):
@@ -156,6 +186,7 @@ def test_fit_restores_signal_handlers(config, tmp_path):
   diffjax.fit(config, tmp_path)
 
   assert signal_handlers() == handlers
+  # This returns the previous value. -1 means that there is no file.
   assert signal.set_wakeup_fd(-1) == -1
 
 
@@ -195,27 +226,35 @@ def test_fit_works_in_another_thread(config, workdir, tmp_path):
     )
   trained = training.result()
 
+  # `workdir` has a run of the same config in the main thread.
   expected = diffjax.load(workdir)
   chex.assert_trees_all_equal(trained.params, expected.params)
   assert signal_handlers() == handlers
 
 
 def test_an_invalid_config_is_rejected_before_anything_is_written(tmp_path):
+  invalid_config = Config(train=TrainConfig(batch_size=0))
+
   message = "config.train.batch_size = 0: must be at least 1"
   with pytest.raises(UserError, match=message):
-    diffjax.fit(Config(train=TrainConfig(batch_size=0)), tmp_path)
+    diffjax.fit(invalid_config, tmp_path)
+
   assert not list(tmp_path.iterdir())
 
 
 def test_unknown_fields_of_a_config_are_rejected(config, tmp_path):
-  values = config.to_dict() | {"modle": {}}
+  values = config.to_dict()
+  values["modle"] = {}
+
   message = "config.modle is not a config field: did you mean model"
   with pytest.raises(UserError, match=message):
     diffjax.fit(values, tmp_path)
+
   assert not list(tmp_path.iterdir())
 
 
 def test_the_package_lists_its_public_names():
+  """`dir` has them too, although they are imported when they are used."""
   assert set(diffjax.__all__) == {
     "Attention",
     "DiffAttention",
@@ -392,14 +431,18 @@ def texts_of(cells):
 
 def test_the_committed_notebook_was_executed():
   text = NOTEBOOK.read_text()
+
+  # Large pictures would make the repository large.
   assert len(text) < 300_000
   check_outputs(json.loads(text)["cells"])
   assert plots.style("diff").color in text
 
 
 def test_the_committed_notebook_has_no_paths_of_a_machine():
-  # "preparing" is printed where rows were not prepared before.
   cells = json.loads(NOTEBOOK.read_text())["cells"]
+
+  # "preparing" is printed together with a path, where rows were not prepared
+  # before.
   path = r"/(home|root|tmp|work|Users|usr|opt)/|\\\\Users|preparing"
   assert not re.search(path, texts_of(cells))
 
