@@ -94,7 +94,6 @@ def test_an_adapted_llama_has_the_same_logits(
   """An adapted model has another attention, which training can then use."""
   tensors = write_llama(tmp_path, is_tied=is_tied)
   token_ids = np.random.default_rng(0).integers(0, 128, size=(2, 20))
-  expected = np.stack([llama_logits(tensors, row) for row in token_ids])
 
   model = adapted(llama.read(str(tmp_path)), attention, num_noise_heads)
 
@@ -103,6 +102,7 @@ def test_an_adapted_llama_has_the_same_logits(
   assert model.config.tie_embeddings is is_tied
   assert not model.config.head_norm
   logits = model_logits(model, token_ids)
+  expected = np.stack([llama_logits(tensors, row) for row in token_ids])
   atol = relative_error * np.abs(expected).max()
   chex.assert_trees_all_close(logits, expected, rtol=0, atol=atol)
 
@@ -111,8 +111,6 @@ def test_an_adapted_workdir_has_the_same_logits(tmp_path):
   """A Transformer with biases becomes a DIFF V2 with two noise maps."""
   model = make_model("softmax", projection_biases=True)
   workdir.write(str(tmp_path / "run"), model)
-  token_ids = np.random.default_rng(0).integers(0, 128, size=(2, 20))
-  expected = model_logits(model, token_ids)
 
   result = convert(
     f"--from=diffjax:{tmp_path}/run",
@@ -124,12 +122,15 @@ def test_an_adapted_workdir_has_the_same_logits(tmp_path):
   assert result.returncode == 0, result.stderr
   assert "--config.model.num_noise_heads=2" in result.stdout
   adapted_model = workdir.read(str(tmp_path / "adapted"))
+  token_ids = np.random.default_rng(0).integers(0, 128, size=(2, 20))
   logits = model_logits(adapted_model, token_ids)
+  expected = model_logits(model, token_ids)
   atol = 5e-6 * np.abs(expected).max()
   chex.assert_trees_all_close(logits, expected, rtol=0, atol=atol)
 
 
 def test_an_adapted_model_is_written_in_the_authors_layout(tmp_path):
+  """A layout is a file format of models, with its own names of tensors."""
   write_llama(tmp_path / "llama")
   model = adapted(llama.read(str(tmp_path / "llama")), "diff_v2")
 
@@ -186,6 +187,7 @@ def assert_adaptation_fails(
 def test_models_other_than_a_plain_transformer_are_not_adapted(
   fields, message, tmp_path
 ):
+  """The command prints the message, and writes nothing."""
   assert_adaptation_fails(
     tmp_path,
     model=make_model(num_layers=1, **fields),
@@ -228,6 +230,7 @@ def test_a_wrong_number_of_noise_heads_is_rejected(
 
 
 def test_an_attention_that_a_transformer_cannot_get_is_rejected():
+  """A gate would change the outputs of the heads."""
   model = make_model("softmax")
 
   message = (
@@ -350,8 +353,9 @@ def test_the_optimizer_has_moments_only_of_trained_parameters(recipe):
 
 
 def test_a_resumed_recipe_equals_an_unbroken_one(recipe, tmp_path):
-  # Without its last checkpoint, the run of three steps resumes at step 2.
+  """The run has three steps, and is repeated from the checkpoint of step 2."""
   run = shutil.copytree(recipe.trained_workdir, tmp_path / "run")
+  # A run resumes from its last checkpoint.
   shutil.rmtree(run / "checkpoints/3")
 
   loop.train(recipe.config, str(run))
@@ -362,18 +366,22 @@ def test_a_resumed_recipe_equals_an_unbroken_one(recipe, tmp_path):
 
 
 def test_a_trained_recipe_generates_its_most_likely_tokens(recipe):
-  """Generation with a cache agrees with the logits of the whole sequence."""
+  """The sampler is greedy, and reads one new token at a time with a cache.
+
+  The expected tokens are computed from the whole sequence, without a cache.
+  """
   loaded = trained.load(recipe.trained_workdir)
   prompt = [3, 4, 5]
-
   sampler = Sampler(loaded.model, loaded.params, batch_size=1, capacity=16)
+
   (tokens,) = sampler.generate([prompt], 8)
 
   model = Model(loaded.config.model, loaded.params, loaded.tokenizer)
-  logits = model_logits(model, [[*prompt, *tokens]])
-  # The logits at a token predict the next one.
-  expected = logits[0, len(prompt) - 1 : -1].argmax(axis=-1)
-  assert tokens == expected.tolist()
+  sequence = [*prompt, *tokens]
+  (logits,) = model_logits(model, [sequence])
+  most_likely = logits.argmax(axis=-1)
+  # The logits at a token predict the next one, from the prompt's last token on.
+  assert tokens == most_likely[len(prompt) - 1 : -1].tolist()
 
 
 def test_a_run_cannot_resume_from_parameters_alone(recipe):
