@@ -64,6 +64,7 @@ class RoundTrip(NamedTuple):
 
 @pytest.fixture(scope="module", params=GOLDEN_NAMES)
 def round_trip(request, tmp_path_factory):
+  """Converts a golden checkpoint to a workdir, and that back to a DiffLlama."""
   home = tmp_path_factory.mktemp("round_trip")
   source = copy_golden(request.param, home / "source").path
   run = home / "run"
@@ -86,9 +87,8 @@ def test_a_converted_checkpoint_has_its_logits(round_trip):
 
   logits = model_logits(model, round_trip.golden.ids)
 
-  chex.assert_trees_all_close(
-    logits, round_trip.golden.logits, rtol=0, atol=1e-5
-  )
+  expected = round_trip.golden.logits
+  chex.assert_trees_all_close(logits, expected, rtol=0, atol=1e-5)
 
 
 def test_the_command_prints_the_flag_that_starts_training(round_trip):
@@ -109,6 +109,7 @@ def test_an_exported_safetensors_file_names_its_format(round_trip):
 
 
 def test_exported_files_have_equal_permissions(round_trip):
+  """Files that are written as temporary ones could be private."""
   modes = {path.stat().st_mode for path in round_trip.exported.iterdir()}
 
   assert len(modes) == 1
@@ -144,6 +145,7 @@ def test_the_exported_config_is_that_of_the_checkpoint(round_trip):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_is_read_exactly(dtype, tmp_path):
+  """float32 has every number of bfloat16 and float16."""
   source = copy_golden("diffllama_tiny", tmp_path / "source").path
   half_tensors = cast(read_tensors(source), dtype)
   safetensors.numpy.save_file(half_tensors, source / "model.safetensors")
@@ -152,13 +154,13 @@ def test_half_precision_is_read_exactly(dtype, tmp_path):
 
   for leaf in jax.tree.leaves(model.params):
     assert leaf.dtype == np.float32
-  # Written in float32 and cast to half precision, the tensors are the same.
   diffllama.write(str(tmp_path / "out"), model, "float32")
-  written = cast(read_tensors(tmp_path / "out"), dtype)
-  assert_same_tensors(written, half_tensors)
+  written = read_tensors(tmp_path / "out")
+  assert_same_tensors(cast(written, dtype), half_tensors)
 
 
 def test_bfloat16_is_written_exactly(tmp_path):
+  """A checkpoint in bfloat16 is read into float32, and written as it was."""
   source = copy_golden("diffllama_tiny", tmp_path / "source").path
   half_tensors = cast(read_tensors(source), ml_dtypes.bfloat16)
   safetensors.numpy.save_file(half_tensors, source / "model.safetensors")
@@ -171,7 +173,10 @@ def test_bfloat16_is_written_exactly(tmp_path):
 
 
 def test_weights_are_multiplied_with_the_head_gain_before_rounding(tmp_path):
-  """DiffLlama has no head gain, so the output projection contains it."""
+  """DiffLlama has no head gain, so the output projection contains it.
+
+  The product is computed in float32, and rounded once.
+  """
   model = make_model("diff")
 
   diffllama.write(str(tmp_path / "float32"), model, "float32")
@@ -227,7 +232,8 @@ def test_a_written_model_keeps_its_tokenizer(tmp_path):
   diffllama.write(str(tmp_path), model, "float32")
 
   tokenizer = diffllama.read(str(tmp_path)).tokenizer
-  # Tokens are bytes. The separator of documents is a byte that no UTF-8 has.
+  # Each byte is a token. Byte 255 occurs in no UTF-8 text, and separates
+  # documents.
   assert model.tokenizer.separator == 255
   assert tokenizer.separator == 255
   assert tokenizer.encode("é 1") == model.tokenizer.encode("é 1")
@@ -239,7 +245,9 @@ def test_rope_scaling_by_a_factor_of_1_is_read_as_no_scaling(tmp_path):
   scaling = {"type": "linear", "factor": 1.0}
   edit_config(tmp_path, {"rope_parameters": None, "rope_scaling": scaling})
 
-  assert diffllama.read(str(tmp_path)).config == model.config
+  config = diffllama.read(str(tmp_path)).config
+
+  assert config == model.config
 
 
 # Several files.
@@ -256,6 +264,7 @@ class WrittenTwice(NamedTuple):
 
 @pytest.fixture
 def written(tmp_path, monkeypatch):
+  """Writes a model in one file, and in files of at most SHARD_BYTES."""
   model = make_model("diff", tie_embeddings=False)
   directories = WrittenTwice(tmp_path / "one_file", tmp_path / "many_files")
   diffllama.write(str(directories.one_file), model, "float32")
@@ -277,9 +286,10 @@ def test_files_of_a_model_have_the_names_that_transformers_expects(written):
 
 def test_a_file_exceeds_the_limit_only_if_it_has_a_single_tensor(written):
   for path in written.many_files.glob("*.safetensors"):
-    tensors = safetensors.numpy.load_file(path).values()
-    num_bytes = sum(tensor.nbytes for tensor in tensors)
-    assert num_bytes <= SHARD_BYTES or len(tensors) == 1
+    tensors = safetensors.numpy.load_file(path)
+    if len(tensors) > 1:
+      num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+      assert num_bytes <= SHARD_BYTES
 
 
 def test_the_index_names_the_file_of_each_tensor(written):
@@ -314,6 +324,7 @@ def test_many_files_are_read_like_a_single_file(written):
 
 
 def test_a_config_of_transformers_5_is_read(tmp_path):
+  """The golden checkpoint was written by version 5."""
   source = copy_golden("diffllama_tiny_gqa", tmp_path / "source").path
 
   config = diffllama.read(str(source)).config
@@ -342,7 +353,9 @@ def test_a_config_of_transformers_4_is_read_like_one_of_5(tmp_path):
     source, {"rope_theta": 640_000, "rope_scaling": None, "head_dim": None}
   )
 
-  assert diffllama.read(str(source)).config == expected
+  config = diffllama.read(str(source)).config
+
+  assert config == expected
 
 
 def test_missing_fields_have_the_defaults_of_transformers(tmp_path):
