@@ -100,6 +100,7 @@ def test_from_must_name_a_layout_and_a_path(arguments, end_of_message):
   ],
 )
 def test_to_must_name_a_layout_and_a_path(arguments, end_of_message):
+  """A layout is a file format of models. "gguf" is none of diffjax's."""
   result = convert("--from=diffjax:runs/tiny", *arguments)
 
   assert result.returncode == 2
@@ -145,6 +146,7 @@ def test_to_must_name_a_layout_and_a_path(arguments, end_of_message):
   ],
 )
 def test_wrong_flags_are_rejected_with_exit_code_2(arguments, message):
+  """The exit code of other errors is 1."""
   result = convert(*arguments)
 
   assert result.returncode == 2
@@ -271,6 +273,7 @@ def test_an_unknown_field_of_a_config_is_rejected(
 def test_an_invalid_field_of_a_config_is_rejected(
   field, value, message, tmp_path
 ):
+  """None is written as null, which counts as a missing field."""
   write_llama(tmp_path / "llama")
   edit_config(tmp_path / "llama", {field: value})
 
@@ -282,8 +285,6 @@ def test_an_invalid_field_of_a_config_is_rejected(
 @pytest.mark.parametrize(
   ("field", "value", "message"),
   [
-    # The tensors are those of 2 layers, 4 heads of size 8, 2 key/value heads
-    # and 128 tokens. They are not tied.
     (
       "num_hidden_layers",
       2_000_000_000,
@@ -318,6 +319,10 @@ def test_an_invalid_field_of_a_config_is_rejected(
 def test_a_config_that_contradicts_the_tensors_is_rejected(
   field, value, message, tmp_path
 ):
+  """The tensors are those of an untied model with a vocabulary of 128 tokens.
+
+  It has 2 layers, 4 heads of size 8, and 2 key/value heads.
+  """
   write_llama(tmp_path / "llama")
   edit_config(tmp_path / "llama", {field: value})
 
@@ -382,6 +387,7 @@ def test_a_truncated_safetensors_file_is_rejected(end, message, tmp_path):
   ],
 )
 def test_the_error_names_a_missing_file(file_name, message, tmp_path):
+  """These are the three files of a model."""
   write_llama(tmp_path / "llama")
   (tmp_path / "llama" / file_name).unlink()
 
@@ -391,6 +397,7 @@ def test_the_error_names_a_missing_file(file_name, message, tmp_path):
 
 
 def test_a_missing_directory_is_named(tmp_path):
+  # The directory "llama" does not exist.
   assert_conversion_fails(
     source=f"llama:{tmp_path}/llama",
     target=tmp_path / "out",
@@ -407,6 +414,7 @@ def test_a_missing_directory_is_named(tmp_path):
   ],
 )
 def test_a_config_must_be_a_json_object(content, message, tmp_path):
+  """Python's parser fails at 100,000 nested lists with an error of its own."""
   write_llama(tmp_path / "llama")
   (tmp_path / "llama/config.json").write_bytes(content)
 
@@ -417,6 +425,7 @@ def test_a_config_must_be_a_json_object(content, message, tmp_path):
 
 def test_a_tokenizer_in_another_format_is_rejected(tmp_path):
   write_llama(tmp_path / "llama")
+  # The JSON is valid, but has no vocabulary.
   (tmp_path / "llama/tokenizer.json").write_text("{}")
 
   assert_conversion_fails(
@@ -455,6 +464,7 @@ def test_a_wrong_index_of_shards_is_rejected(content, message, tmp_path):
 
 
 def test_a_missing_tensor_is_named(tmp_path):
+  """A Llama without its last norm is no Llama."""
   tensors = write_llama(tmp_path / "llama")
   del tensors["model.norm.weight"]
   safetensors.numpy.save_file(tensors, tmp_path / "llama/model.safetensors")
@@ -467,6 +477,7 @@ def test_a_missing_tensor_is_named(tmp_path):
 
 
 def test_a_llama_with_biases_is_rejected(tmp_path):
+  """Its config.json does not say that there are biases. The tensors do."""
   tensors = write_llama(tmp_path / "llama")
   name = "model.layers.0.self_attn.q_proj.bias"
   tensors[name] = np.ones(32, np.float32)
@@ -563,6 +574,7 @@ def test_an_invalid_unilm_config_is_rejected(field, value, message, tmp_path):
 
 
 def test_a_missing_field_of_a_unilm_config_is_named(tmp_path):
+  """unilm is the layout of the authors' code."""
   unilm.write(str(tmp_path / "source"), make_model("diff"), "float32")
   path = tmp_path / "source/config.json"
   config = json.loads(path.read_text())
@@ -607,10 +619,12 @@ def test_a_missing_field_of_a_unilm_config_is_named(tmp_path):
 def test_diffllama_rejects_a_model_that_it_cannot_represent(
   attention, fields, message, tmp_path
 ):
+  """transformers would compute other logits from the written files."""
   model = make_model(attention, **fields)
 
   with pytest.raises(UserError, match=message):
     diffllama.write(str(tmp_path / "out"), model, "float32")
+
   assert not (tmp_path / "out").exists()
 
 
@@ -662,10 +676,12 @@ def test_diffllama_rejects_a_model_that_it_cannot_represent(
 def test_unilm_rejects_a_model_that_it_cannot_represent(
   attention, fields, message, tmp_path
 ):
+  """The authors' code would compute other logits from the written files."""
   model = make_model(attention, **fields)
 
   with pytest.raises(UserError, match=message):
     unilm.write(str(tmp_path / "out"), model, "float32")
+
   assert not (tmp_path / "out").exists()
 
 
@@ -685,6 +701,7 @@ def word_workdir(tmp_path_factory):
 
 
 def test_convert_rejects_a_model_that_the_target_cannot_represent(tmp_path):
+  """The model is a Transformer, and the target a DIFF Transformer."""
   workdir.write(str(tmp_path / "run"), make_model("softmax", num_layers=1))
 
   assert_conversion_fails(
@@ -696,6 +713,7 @@ def test_convert_rejects_a_model_that_the_target_cannot_represent(tmp_path):
 
 
 def test_a_workdir_without_a_checkpoint_is_rejected(tmp_path):
+  # The directory "nowhere" does not exist.
   assert_conversion_fails(
     source=f"diffjax:{tmp_path}/nowhere",
     target=tmp_path / "out",
@@ -714,13 +732,14 @@ def test_a_tokenizer_that_is_not_the_one_of_training_is_rejected(
   assert_conversion_fails(
     source=f"diffjax:{run}",
     target=tmp_path / "out",
-    message="was trained with 128 tokens, but its tokenizer .* has 200: it is another"
-    " one",
+    message="was trained with 128 tokens, but its tokenizer .* has 200: it is"
+    " another one",
     target_layout="diffllama",
   )
 
 
 def test_a_workdir_without_its_tokenizer_is_rejected(word_workdir, tmp_path):
+  """Token ids have no meaning without the tokenizer of training."""
   run = shutil.copytree(word_workdir, tmp_path / "run")
   (run / "tokenizer.json").unlink()
 
@@ -733,11 +752,11 @@ def test_a_workdir_without_its_tokenizer_is_rejected(word_workdir, tmp_path):
 
 
 def test_a_damaged_checkpoint_is_rejected(word_workdir, tmp_path):
+  """One byte of the embedding is lost."""
   run = shutil.copytree(word_workdir, tmp_path / "run")
   embedding = run / "checkpoints/0/state/params.embedding/c"
-  chunks = [path for path in embedding.rglob("*") if path.is_file()]
-  # One byte of the embedding is lost.
-  chunks[0].write_bytes(chunks[0].read_bytes()[:-1])
+  chunk, *_ = [path for path in embedding.rglob("*") if path.is_file()]
+  chunk.write_bytes(chunk.read_bytes()[:-1])
 
   result = convert(f"--from=diffjax:{run}", f"--to=diffllama:{tmp_path}/out")
 
@@ -818,6 +837,7 @@ def test_convert_does_not_write_to_an_existing_target(
   ],
 )
 def test_a_path_that_cannot_exist_is_rejected(source, message, tmp_path):
+  """Such a path is an error of the user, and not of the program."""
   result = convert(f"--from=llama:{source}", f"--to=unilm:{tmp_path}/out")
 
   assert result.returncode == 1
@@ -826,6 +846,7 @@ def test_a_path_that_cannot_exist_is_rejected(source, message, tmp_path):
 
 @pytest.mark.parametrize("target_layout", ["diffjax", "unilm"])
 def test_a_target_inside_a_file_is_rejected(target_layout, tmp_path):
+  """A directory cannot be made below a file."""
   write_llama(tmp_path / "llama")
   (tmp_path / "file").write_text("text")
 
@@ -974,7 +995,10 @@ def write_run(run: pathlib.Path) -> Config:
 
 @pytest.fixture(scope="module")
 def exported_run(tmp_path_factory):
-  """Returns a run that was exported to DiffLlama in bfloat16, and to others."""
+  """Returns a run that was converted to each of LAYOUTS.
+
+  Only the DiffLlama is in bfloat16.
+  """
   directory = tmp_path_factory.mktemp("exported_run")
   config = write_run(directory / "run")
   for layout in LAYOUTS:
@@ -1056,13 +1080,15 @@ def test_a_model_card_says_whether_the_weights_are_rounded(
   """Only the DiffLlama was written with --dtype=bfloat16."""
   card = exported_run.card(layout)
 
-  assert ("rounded to bfloat16" in card) == is_rounded
+  says_rounded = "rounded to bfloat16" in card
+  assert says_rounded is is_rounded
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_config_in_a_model_card_is_the_config_of_the_run(
   exported_run, layout, tmp_path
 ):
+  """The card has a block of TOML, which is a config file of diffjax."""
   card = exported_run.card(layout)
   toml = re.search("```toml\n(.*?)```", card, re.DOTALL)[1]
   (tmp_path / "config.toml").write_text(toml)
