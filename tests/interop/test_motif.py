@@ -99,7 +99,7 @@ def test_our_config_of_a_published_model_equals_its_config_json(name, tmp_path):
 
   published = motif.read_config(tmp_path)
 
-  # Rematerialization is not a property of the model.
+  # `remat` saves memory in training. A config.json has no such field.
   assert dataclasses.replace(config, remat=published.remat) == published
 
 
@@ -112,10 +112,12 @@ def test_the_layout_has_the_tensors_of_motif_2_6b(tmp_path):
   assert len(shapes) == 32 * 16 + 2
   assert shapes["model.embed_tokens.weight"] == (219520, 2048)
   attention = "model.layers.0.self_attn"
+  # 8 heads have two maps of size 128 each, and values of size 256.
   assert shapes[f"{attention}.q_proj.weight"] == (2048, 2048)
   assert shapes[f"{attention}.k_proj.weight"] == (2048, 2048)
   assert shapes[f"{attention}.v_proj.weight"] == (2048, 2048)
   assert shapes[f"{attention}.o_proj.weight"] == (2048, 2048)
+  # The norm of the heads has a gain for each number of a value.
   assert shapes[f"{attention}.subln.weight"] == (256,)
   assert shapes["model.layers.0.mlp.act_fn.bias"] == (1,)
 
@@ -204,6 +206,7 @@ def test_written_tensors_are_the_tensors_that_were_read(golden, tmp_path):
   config = json.loads((golden.path / "config.json").read_text())
   model = motif.read(str(golden.path))
 
+  # The golden checkpoints have different dtypes.
   motif.write(str(tmp_path / "out"), model, config["torch_dtype"])
 
   written = read_tensors(tmp_path / "out")
@@ -226,6 +229,7 @@ def test_a_written_config_describes_the_same_model(golden, tmp_path):
     "rms_norm_eps",
     "rope_theta",
   ):
+    # Not every checkpoint has every field.
     assert written.get(field) == source.get(field), field
   assert motif.read(str(tmp_path / "out")).config == model.config
 
@@ -269,6 +273,7 @@ def test_commands_convert_a_motif_to_a_workdir_and_back(tmp_path):
   ],
 )
 def test_a_model_that_is_written_and_read_is_the_same(fields, tmp_path):
+  """These models have Motif's norms, λ_init and feed-forward layers."""
   model = make_model(
     "diff",
     head_norm_eps=1e-3,
@@ -329,6 +334,7 @@ def test_a_written_model_has_the_same_logits_by_the_reference(tmp_path):
 def test_a_model_that_motif_cannot_represent_is_not_written(
   fields, message, tmp_path
 ):
+  """`fields` has the difference from a model that Motif can represent."""
   supported_fields = {
     "attention": "diff",
     "lambda_init_offset": 1,
@@ -338,6 +344,7 @@ def test_a_model_that_motif_cannot_represent_is_not_written(
 
   with pytest.raises(UserError, match=message):
     motif.write(str(tmp_path / "out"), model, "float32")
+
   assert not (tmp_path / "out").exists()
 
 
@@ -412,6 +419,7 @@ def test_numbers_of_heads_that_do_not_divide_are_rejected(
 def test_a_field_with_an_unsupported_value_is_rejected(
   field, value, supported, tmp_path
 ):
+  """`supported` is the only value that the reader accepts."""
   source = copy_golden("motif_2_tiny", tmp_path / "source").path
   edit_config(source, {field: value})
 
@@ -457,6 +465,7 @@ def test_a_field_with_an_unsupported_value_is_rejected(
   ],
 )
 def test_an_unsupported_config_is_rejected(changes, message, tmp_path):
+  """diffjax would compute other logits than the model's own code."""
   source = copy_golden("motif_2_tiny", tmp_path / "source").path
   edit_config(source, changes)
 
@@ -465,8 +474,9 @@ def test_an_unsupported_config_is_rejected(changes, message, tmp_path):
 
 
 def test_a_missing_safetensors_file_is_named(tmp_path):
+  """An index names all files of a model."""
   source = copy_golden("motif_2_tiny", tmp_path / "source").path
-  shard = sorted(source.glob("*.safetensors"))[1]
+  _, shard, *_ = sorted(source.glob("*.safetensors"))
   shard.unlink()
 
   message = (
@@ -484,10 +494,10 @@ def test_a_missing_safetensors_file_is_named(tmp_path):
 def test_a_tensor_in_two_files_is_rejected(difference, tmp_path):
   """A reader that takes one of them could take the wrong one."""
   source = copy_golden("motif_2_tiny", tmp_path / "source").path
-  files = sorted(source.glob("*.safetensors"))
-  first, last = files[0], files[-1]
+  first, *_, last = sorted(source.glob("*.safetensors"))
   first_tensors = safetensors.numpy.load_file(first)
   last_tensors = safetensors.numpy.load_file(last)
+  # The last file also gets a tensor of the first one, equal or changed.
   name = min(first_tensors)
   tensor = first_tensors[name]
   last_tensors[name] = tensor + tensor.dtype.type(difference)
@@ -534,6 +544,7 @@ def test_two_devices_compute_the_golden_logits(golden_and_workdir):
 
   logits = prefill_logits(run, golden.ids.tolist(), tensor=2)
 
+  # These predict the token after each row.
   expected = golden.logits[:, -1]
   atol = 1e-5 * np.abs(expected).max()
   chex.assert_trees_all_close(logits, expected, rtol=0, atol=atol)
