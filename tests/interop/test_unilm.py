@@ -214,7 +214,7 @@ def reference_logits(
 def test_a_written_model_has_the_same_logits_by_the_reference(
   attention, is_tied, tmp_path
 ):
-  """The reference is NumPy code, after the description of the layout."""
+  """The reference computes the logits in NumPy, from the written files."""
   model = make_model(attention, tie_embeddings=is_tied)
   token_ids = np.random.default_rng(0).integers(0, 128, size=16)
 
@@ -232,6 +232,7 @@ def test_a_written_model_has_the_same_logits_by_the_reference(
 def test_a_model_that_is_written_and_read_is_the_same(
   attention, is_tied, tmp_path
 ):
+  """With tied embeddings, the embedding is also the output projection."""
   model = make_model(attention, tie_embeddings=is_tied)
 
   unilm.write(str(tmp_path), model, "float32")
@@ -253,6 +254,7 @@ def test_a_model_that_is_written_and_read_is_the_same(
 def test_a_model_that_is_read_and_written_again_has_the_same_file(
   file_name, tmp_path
 ):
+  """Files of a model that was read and not changed are equal in every byte."""
   first = tmp_path / "first"
   second = tmp_path / "second"
   unilm.write(str(first), make_model("diff"), "bfloat16")
