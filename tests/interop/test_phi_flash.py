@@ -3,6 +3,7 @@
 The golden checkpoint has the outputs of the authors' own code.
 """
 
+import dataclasses
 import functools
 import json
 import math
@@ -54,6 +55,7 @@ class Arrays(NamedTuple):
 
 @pytest.fixture(scope="module")
 def config():
+  """Returns the config.json of the checkpoint."""
   return json.loads((PATH / "config.json").read_text())
 
 
@@ -80,7 +82,7 @@ def golden():
 
 
 def test_the_reference_knows_the_kinds_of_layers(config, golden):
-  """Windowed, full, or cross: with the keys and values of the full layer."""
+  """A cross layer attends to the keys and values of the full layer."""
   assert golden.keys() == LAYER_KINDS.keys()
   for layer, kind in LAYER_KINDS.items():
     assert phi_flash_reference.layer_kind(config, layer) == kind
@@ -125,6 +127,7 @@ def test_only_the_cross_layer_has_no_keys_and_values(layer, has_keys_values):
   ("layer", "window"), [(1, 4), (3, 4), (5, None), (7, None)]
 )
 def test_only_the_first_attention_layers_have_a_window(layer, window):
+  """A token of layers 1 and 3 sees 4 tokens, including itself."""
   attention, _ = phi_flash.read_attention(str(PATH), layer)
 
   assert attention.window == window
@@ -185,16 +188,13 @@ def test_an_attention_layer_computes_its_golden_output(
     diff_attention, implementation=implementation
   )
   apply = jax.jit(attention.clone(attention_fn=attention_fn).apply)
-  output = apply(
-    {"params": params},
-    normed_input(config, tensors, golden, layer),
-    lambda_init_schedule(layer),
-    keys_values=keys_values,
-  )
+  x = normed_input(config, tensors, golden, layer)
+  lambda_init = lambda_init_schedule(layer)
 
-  chex.assert_trees_all_close(
-    output, golden[layer].attention, rtol=0, atol=1e-5
-  )
+  output = apply({"params": params}, x, lambda_init, keys_values=keys_values)
+
+  expected = golden[layer].attention
+  chex.assert_trees_all_close(output, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -257,11 +257,13 @@ def test_a_layer_without_attention_is_rejected(layer, message):
 def test_an_unsupported_config_is_rejected(
   field, value, message, config, tmp_path
 ):
+  """diffjax would compute other outputs than the authors' code."""
   shutil.copy(PATH / "model.safetensors", tmp_path)
-  (tmp_path / "config.json").write_text(json.dumps({**config, field: value}))
+  unsupported_config = {**config, field: value}
+  (tmp_path / "config.json").write_text(json.dumps(unsupported_config))
 
   with pytest.raises(UserError, match=message):
-    phi_flash.read_attention(str(tmp_path), 1)
+    phi_flash.read_attention(str(tmp_path), layer=1)
 
 
 def test_a_missing_tensor_of_a_layer_is_named(config, tmp_path):
@@ -275,7 +277,7 @@ def test_a_missing_tensor_of_a_layer_is_named(config, tmp_path):
     r" must be \[32, 32\]"
   )
   with pytest.raises(UserError, match=message):
-    phi_flash.read_attention(str(tmp_path), 15)
+    phi_flash.read_attention(str(tmp_path), layer=15)
 
 
 @pytest.mark.parametrize("layout", ["llama", "diffllama", "motif"])
@@ -297,7 +299,7 @@ def test_convert_rejects_a_whole_phi_flash_with_a_hint(layout, tmp_path):
 
 
 def test_written_tensors_are_the_tensors_that_were_read(tensors):
-  """Only attention layers are read and written."""
+  """Only the tensors of attention layers are read and written."""
   expected = {}
   for name, tensor in tensors.items():
     if ".attn." in name:
@@ -377,11 +379,16 @@ def block_parameters(
 
 
 def test_the_window_pattern_of_a_decoder_can_be_that_of_phi_flash():
-  windows = layer_windows(DECODER_CONFIG)
+  """The pattern names a letter for each layer: w for a window, f for none."""
+  config = dataclasses.replace(
+    DECODER_CONFIG, num_layers=6, window=4, window_pattern="wwwwff"
+  )
+
+  windows = layer_windows(config)
 
   assert windows[1] == 4
   assert windows[3] == 4
-  assert windows[FULL_LAYER] is None
+  assert windows[5] is None
 
 
 def test_blocks_of_the_decoder_compute_the_golden_outputs(tensors, golden):
@@ -395,10 +402,10 @@ def test_blocks_of_the_decoder_compute_the_golden_outputs(tensors, golden):
     output, _ = apply(
       {"params": block_parameters(tensors, layer)},
       golden[layer].x,
-      lambda_inits(DECODER_CONFIG)[layer],
-      jnp.int32(window_index),
-      None,
-      None,
+      lambda_init=lambda_inits(DECODER_CONFIG)[layer],
+      window_index=jnp.int32(window_index),
+      segment_ids=None,
+      positions=None,
     )
     chex.assert_trees_all_close(output, golden[layer].output, rtol=0, atol=1e-5)
 
