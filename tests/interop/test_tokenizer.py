@@ -126,6 +126,7 @@ def test_the_document_tokens_are_read_from_published_files(
 def test_an_end_of_text_that_the_tokenizer_lacks_is_ignored(
   unknown_id, tmp_path, capsys
 ):
+  """A warning on stderr names it."""
   write_files(tmp_path, config={"eos_token_id": [EOS, unknown_id]})
 
   tokens = read_tokenizer(tmp_path, vocab_size=1000).document_tokens
@@ -137,6 +138,7 @@ def test_an_end_of_text_that_the_tokenizer_lacks_is_ignored(
 
 @pytest.mark.parametrize("wrong_id", [True, "</s>", 2.0])
 def test_an_end_of_text_that_is_not_an_integer_is_rejected(wrong_id, tmp_path):
+  """The list has a valid id, and a wrong one."""
   write_files(tmp_path, config={"eos_token_id": [EOS, wrong_id]})
 
   with pytest.raises(UserError, match="config.json has eos_token_id"):
@@ -165,13 +167,16 @@ def test_ids_of_letters_in_the_config_are_not_document_tokens(tmp_path):
 
 
 def test_padding_of_the_tokenizer_file_is_not_part_of_a_document(tmp_path):
+  """Padding does not count as a token that begins or ends documents."""
   tokenizer = tokenizer_files.with_first_token(tokenizer_files.llama_2(), "<s>")
+  # This tokenizer pads each text to 16 tokens, and cuts it to one token.
   tokenizer.enable_padding(length=16, pad_id=PAD, pad_token="<pad>")
   tokenizer.enable_truncation(max_length=1)
   tokenizer.save(str(tmp_path / "tokenizer.json"))
 
   tokens = read_tokenizer(tmp_path, vocab_size=1000).document_tokens
 
+  # BOS and EOS are the ids of <s> and </s>.
   assert tokens == DocumentTokens(
     start=(BOS,), end=(EOS,), stop=(EOS,), no_context=BOS
   )
@@ -220,6 +225,7 @@ def test_an_exported_config_has_the_document_tokens(exported):
 
 
 def test_the_command_prints_the_document_tokens(imported):
+  """TEXT stands for the text of a document."""
   _, output = imported
 
   expected = "documents: <s> TEXT </s>; generation stops at </s> or <pad>\n"
@@ -227,11 +233,14 @@ def test_the_command_prints_the_document_tokens(imported):
 
 
 def test_a_workdir_keeps_the_document_tokens(imported):
+  """Generation loads the workdir, and another conversion reads it."""
   run, _ = imported
 
-  assert load(run).tokenizer.document_tokens == PUBLISHED_TOKENS
-  read_again = workdir.read(str(run))
-  assert read_again.tokenizer.document_tokens == PUBLISHED_TOKENS
+  loaded = load(run)
+  read = workdir.read(str(run))
+
+  assert loaded.tokenizer.document_tokens == PUBLISHED_TOKENS
+  assert read.tokenizer.document_tokens == PUBLISHED_TOKENS
 
 
 @pytest.fixture(scope="module")
@@ -247,6 +256,7 @@ def tokenize(imported):
 def test_training_documents_have_the_document_tokens(
   tokenize, published_tokenizer
 ):
+  """A document begins with <s> and ends with </s>."""
   example = tokenize(Document("the fox", replaced=False, prompt=None))
 
   ids = published_tokenizer.encode("the fox")
@@ -268,12 +278,17 @@ def test_the_first_token_is_part_of_a_training_prompt(
 
 
 def test_an_exported_model_of_diffjax_keeps_its_separator(tmp_path):
-  """diffjax trains with one separator before and after each document."""
+  """diffjax trains with one separator before and after each document.
+
+  In a tokenizer of bytes it is 255, which occurs in no UTF-8 text.
+  """
   diffllama.write(str(tmp_path), make_model("diff"), "float32")
 
-  assert document_tokens.read(tmp_path) == separated_by(255)
-  tokenizer = diffllama.read(str(tmp_path)).tokenizer
-  assert tokenizer.document_tokens == separated_by(255)
+  written = document_tokens.read(tmp_path)
+  read = diffllama.read(str(tmp_path)).tokenizer.document_tokens
+
+  assert written == separated_by(255)
+  assert read == separated_by(255)
 
 
 def test_the_file_of_the_separator_does_not_change_the_fingerprint(tmp_path):
