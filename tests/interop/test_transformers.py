@@ -88,13 +88,13 @@ def test_rotary_frequencies_are_scaled_as_in_transformers(
     head_dim=head_dim,
     rope_parameters=rope_parameters,
   )
-  expected, expected_scale = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
 
   exponents = -jnp.arange(0, head_dim, 2) / head_dim
   unscaled = jnp.float32(base) ** exponents
   scaling = Scaling(kind, factor, original_length)
   frequencies, scale = scaling.scale_frequencies(unscaled, base)
 
+  expected, expected_scale = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
   chex.assert_trees_all_close(frequencies, expected.numpy(), rtol=2e-6, atol=0)
   assert scale == pytest.approx(expected_scale, rel=1e-12)
 
@@ -118,6 +118,7 @@ class Exported(NamedTuple):
 
 @pytest.fixture(scope="module", params=["bytes", "bpe"])
 def exported(request, bpe, tmp_path_factory):
+  """Exports a model with a tokenizer of bytes, and one with a BPE tokenizer."""
   home = tmp_path_factory.mktemp("exported")
   if request.param == "bytes":
     model = make_model("diff")
@@ -149,6 +150,7 @@ def test_an_exported_model_has_the_same_logits(exported):
 
 @pytest.mark.parametrize("text", ["it's a test", "é 1234\n\n  ", "a  b"])
 def test_an_exported_tokenizer_gives_the_same_tokens(exported, text):
+  """transformers loads the tokenizer that `diffjax.convert` has written."""
   tokenizer = transformers.AutoTokenizer.from_pretrained(exported.directory)
 
   ids = tokenizer.encode(text)
@@ -158,7 +160,10 @@ def test_an_exported_tokenizer_gives_the_same_tokens(exported, text):
 
 
 def test_an_exported_model_has_its_separator(exported):
-  """diffjax trains with one separator before and after each document."""
+  """diffjax trains with one separator before and after each document.
+
+  transformers has names for both: bos before it, and eos after it.
+  """
   tokenizer = transformers.AutoTokenizer.from_pretrained(exported.directory)
   config = transformers.AutoConfig.from_pretrained(exported.directory)
 
@@ -169,21 +174,21 @@ def test_an_exported_model_has_its_separator(exported):
 
 
 def test_an_exported_model_generates_the_same_tokens(exported, tmp_path):
-  """Both generate the most likely tokens."""
+  """transformers and diffjax generate the 24 most likely tokens after "it's"."""
+  workdir.write(str(tmp_path), exported.model)
+  prompt = exported.model.tokenizer.encode("it's")
+  (answer,) = Sampler(load(tmp_path)).generate([prompt], 24)
+
   tokenizer = transformers.AutoTokenizer.from_pretrained(exported.directory)
   hf_model = load_whole(exported.directory)
   # Without an end token, transformers always generates 24 tokens.
   hf_model.generation_config.eos_token_id = None
   inputs = tokenizer("it's", return_tensors="pt")
-  sequences = hf_model.generate(
+  (sequence,) = hf_model.generate(
     **inputs, max_new_tokens=24, do_sample=False, pad_token_id=0
   )
 
-  workdir.write(str(tmp_path), exported.model)
-  prompt = exported.model.tokenizer.encode("it's")
-  (answer,) = Sampler(load(tmp_path)).generate([prompt], 24)
-
-  assert sequences[0].tolist() == [*prompt, *answer]
+  assert sequence.tolist() == [*prompt, *answer]
   # The test would say little if the answer repeated one token.
   assert len(set(answer)) > 3
 
@@ -192,12 +197,14 @@ def test_an_exported_model_generates_the_same_tokens(exported, tmp_path):
 def test_transformers_loads_a_model_in_several_files(
   dtype, monkeypatch, tmp_path
 ):
+  # Files have at most 20 kB.
   monkeypatch.setattr(directory, "SHARD_BYTES", 20_000)
   model = make_model("diff", tie_embeddings=False)
 
   diffllama.write(str(tmp_path), model, dtype)
 
   assert len(list(tmp_path.glob("*.safetensors"))) > 1
+  # "auto" is the dtype of the files.
   hf_model = load_whole(tmp_path, dtype="auto")
   assert hf_model.dtype == getattr(torch, dtype)
   # Both compute in float32, with the weights of the files.
@@ -230,6 +237,7 @@ def save_in_shards(hf_model: torch.nn.Module, path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_a_diffllama_of_transformers_has_the_same_logits(is_tied, tmp_path):
+  """transformers writes a random model, and diffjax reads it."""
   torch.manual_seed(0)
   config = transformers.DiffLlamaConfig(
     tie_word_embeddings=is_tied, **SMALL_MODEL_FIELDS
@@ -245,6 +253,7 @@ def test_a_diffllama_of_transformers_has_the_same_logits(is_tied, tmp_path):
 
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_a_llama_of_transformers_has_the_same_logits(is_tied, tmp_path):
+  """transformers writes a random model, and diffjax reads it."""
   torch.manual_seed(0)
   config = transformers.LlamaConfig(
     tie_word_embeddings=is_tied, **SMALL_MODEL_FIELDS
