@@ -68,6 +68,7 @@ def test_a_written_workdir_has_the_model_and_its_tokenizer(
     assert config.data.tokenizer == "bytes"
   else:
     assert config.data.tokenizer == str(run / f"tokenizer.{kind}")
+  # The checkpoint of step 0 is complete.
   manifest.verify(epath.Path(run / "checkpoints/0"), 0)
   loaded = trained.load(run)
   assert loaded.config == config
@@ -96,6 +97,7 @@ def test_an_export_and_its_import_keep_config_and_tokens(
 
 
 def test_a_moved_workdir_keeps_its_tokenizer(tokenizer_specs, tmp_path):
+  """The config names the tokenizer by its old path, which exists no longer."""
   model = make_model("diff", tokenizer=tokenizer_specs["json"], num_layers=1)
   workdir.write(str(tmp_path / "run"), model)
 
@@ -133,6 +135,7 @@ def test_large_parameters_are_read_into_files(in_pieces, monkeypatch, tmp_path):
 
 
 def test_a_model_with_a_parameter_that_is_nan_is_rejected(tmp_path):
+  """A single NaN makes all outputs NaN."""
   model = make_model("diff")
   up_projection = model.params["layers"]["ffn"]["up"]
   up_projection[1, 2, 3] = np.nan
