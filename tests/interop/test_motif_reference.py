@@ -17,11 +17,13 @@ NAMES = ["motif_tiny", "motif_2_tiny", "motif_2_tiny_gqa"]
 
 @pytest.fixture(params=NAMES)
 def golden(request, tmp_path):
+  """Returns a golden checkpoint, with logits by another implementation."""
   return copy_golden(request.param, tmp_path / "source")
 
 
 @pytest.fixture
 def config(golden):
+  """Returns the config.json of the checkpoint."""
   return json.loads((golden.path / "config.json").read_text())
 
 
@@ -73,4 +75,6 @@ def test_the_numpy_reference_computes_the_golden_attention_of_every_layer(
 )
 def test_lambda_init_is_the_schedule_of_the_layer_before(layer, expected):
   """Motif has 0.8 - 0.6 exp(-0.3 (layer - 1)), with layers from 0."""
-  assert round(motif_reference.lambda_init(layer), 4) == expected
+  lambda_init = motif_reference.lambda_init(layer)
+
+  assert round(lambda_init, 4) == expected
