@@ -56,8 +56,8 @@ def test_a_layout_reads_what_it_writes(name, num_kv_heads, is_tied):
     attention, num_kv_heads=num_kv_heads, tie_embeddings=is_tied
   )
   if name == "diffllama":
-    # DiffLlama has no such tensor. diffllama.write multiplies the output
-    # projection with it before.
+    # DiffLlama has no such tensor. `diffllama.write` multiplies it into the
+    # output projection before it uses the layout.
     del model.params["layers"]["attention"]["head_gain"]
   model_layout = make_layout(name, model.config)
 
@@ -87,7 +87,11 @@ class TensorsInUseOneAtATime(Tensors):
 
 
 def test_tensors_are_read_one_at_a_time(monkeypatch):
-  """Parameters are in files, so only one tensor needs to be in memory."""
+  """Parameters are in files, so only one tensor needs to be in memory.
+
+  TensorsInUseOneAtATime fails at a read while another tensor is in use.
+  """
+  # All parameters are in files, and not only large ones.
   monkeypatch.setattr(layout, "MIN_FILE_BYTES", 1)
   model = make_model()
   model_layout = diffllama.make_layout(model.config)
@@ -104,9 +108,11 @@ def test_large_parameters_are_files(monkeypatch):
   monkeypatch.setattr(layout, "MIN_FILE_BYTES", 1)
   model = make_model()
   model_layout = diffllama.make_layout(model.config)
+  tensors = convert_params(model_layout, model.params)
 
-  params = model_layout.params(convert_params(model_layout, model.params))
+  params = model_layout.params(tensors)
 
+  # NumPy reads a memmap from its file when it is used.
   for leaf in jax.tree.leaves(params):
     assert isinstance(leaf, np.memmap)
 
@@ -133,18 +139,23 @@ def test_writing_holds_the_tensors_of_one_file(monkeypatch, tmp_path):
   # A tensor has 10 * 100 values of 4 bytes, so that three fit into a file.
   monkeypatch.setattr(directory, "SHARD_BYTES", 3 * 10 * 100 * 4)
   tensors = NineTensors()
+  tokenizer = make_model().tokenizer
+  config = {}
 
-  directory.write(tmp_path, {}, tensors, make_model().tokenizer, "float32")
+  directory.write(tmp_path, config, tensors, tokenizer, "float32")
 
   assert len(tensors.arrays) == 9
   assert len(list(tmp_path.glob("*.safetensors"))) == 3
 
 
 def test_a_full_disk_is_reported_when_a_parameter_is_allocated(monkeypatch):
+  """A large parameter is a temporary file, whose space is reserved at once."""
+
   def raise_no_space(file, offset, size):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
   monkeypatch.setattr(os, "posix_fallocate", raise_no_space)
+  # 2**28 elements of 4 bytes.
   shape_of_1_gib = (2**14, 2**14)
 
   message = (
@@ -158,6 +169,7 @@ def test_a_full_disk_is_reported_when_a_parameter_is_allocated(monkeypatch):
 def test_a_missing_temporary_directory_is_reported(monkeypatch):
   """Large parameters are temporary files."""
   monkeypatch.setenv("TMPDIR", "/nowhere")
+  # 2**28 elements of 4 bytes.
   shape_of_1_gib = (2**14, 2**14)
 
   message = (
@@ -169,8 +181,11 @@ def test_a_missing_temporary_directory_is_reported(monkeypatch):
 
 
 def test_a_config_of_two_billion_layers_is_rejected_at_once():
-  """Even the list of its tensors would not fit into memory."""
-  model = make_model()
+  """The files have two layers. The config says two billion.
+
+  Even a list of the names of so many tensors would not fit into memory.
+  """
+  model = make_model(num_layers=2)
   layout_of_model = diffllama.make_layout(model.config)
   tensors = convert_params(layout_of_model, model.params)
   config = dataclasses.replace(model.config, num_layers=2_000_000_000)
