@@ -36,6 +36,7 @@ def install_ptxas(folder: pathlib.Path, release: str) -> pathlib.Path:
 
 @pytest.fixture(autouse=True)
 def refusal_is_not_cached():
+  """`refusal` is computed once per process: forgets that of other tests."""
   assembler.refusal.cache_clear()
   yield
   assembler.refusal.cache_clear()
@@ -87,6 +88,7 @@ def test_no_packaged_ptxas_is_found_without_the_package(site_packages):
 def test_packaged_ptxas_is_found_in_the_first_folder_that_has_it(
   site_packages, monkeypatch, tmp_path
 ):
+  """Of three folders on sys.path, the second one and the third have a ptxas."""
   without_ptxas = tmp_path / "without_ptxas"
   other = tmp_path / "other"
   folders = [str(without_ptxas), str(site_packages), str(other)]
@@ -94,7 +96,9 @@ def test_packaged_ptxas_is_found_in_the_first_folder_that_has_it(
   ptxas = install_ptxas(site_packages / PACKAGE_FOLDER, "13.5")
   install_ptxas(other / PACKAGE_FOLDER, "13.4")
 
-  assert assembler.packaged() == ptxas
+  found = assembler.packaged()
+
+  assert found == ptxas
 
 
 @pytest.mark.parametrize("release_on_path", [None, "13.0", "12.9"])
@@ -115,6 +119,7 @@ def test_packaged_ptxas_is_preferred_to_an_unsafe_one(
 def test_packaged_ptxas_is_preferred_without_a_path(
   site_packages, bin_folder, monkeypatch
 ):
+  """The environment variable PATH does not exist."""
   packaged = install_ptxas(site_packages / PACKAGE_FOLDER, "13.5")
   monkeypatch.delenv("PATH")
 
@@ -154,6 +159,7 @@ def test_path_does_not_change_if_the_package_is_not_executable(
 ):
   packaged = install_ptxas(site_packages / PACKAGE_FOLDER, "13.5")
   packaged.chmod(0o644)
+  # An unsafe ptxas, which a usable package would replace.
   install_ptxas(bin_folder, "13.0")
 
   assembler.prefer_packaged()
@@ -270,8 +276,9 @@ def test_jax_with_nvjitlink_is_refused(set_jax, version):
 def test_loaded_library_is_found():
   # jaxlib's library is loaded in each process that imports jax.
   library = pathlib.Path(jaxlib._jax.__file__)
+  name, *_ = library.name.split(".")
 
-  assert assembler.is_loaded(library.name.split(".")[0])
+  assert assembler.is_loaded(name)
 
 
 def test_library_that_is_not_loaded_is_not_found():
