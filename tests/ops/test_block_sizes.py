@@ -36,6 +36,7 @@ WIDTHS = st.sampled_from(
 
 
 def round_up(number: int, multiple: int) -> int:
+  """Returns the smallest multiple that is at least the number."""
   return -(-number // multiple) * multiple
 
 
@@ -103,7 +104,10 @@ def test_unknown_chip_has_the_blocks_of_the_nearest_older_one(
 
 
 def test_shape_of_the_table_has_the_blocks_of_its_entry():
-  """The table lists the fastest blocks of measured shapes."""
+  """The table lists the fastest blocks of measured shapes.
+
+  The entry "whole" has the sub-tiles of tiles without any hidden pair.
+  """
   for entry in block_sizes.table():
     length = max(entry["length"], *entry["blocks"])
 
@@ -124,6 +128,7 @@ def test_shape_of_the_table_has_the_blocks_of_its_entry():
 
 
 def test_table_has_each_shape_once():
+  """Otherwise only one of two entries would have an effect."""
   names = ("generation", "direction", "D", "V", "G", "length")
   entries = json.loads(block_sizes.TABLE.read_text())
 
@@ -149,6 +154,7 @@ def choose_for_v5e(direction: str) -> Blocks:
 
 
 def test_use_replaces_the_blocks_of_one_direction():
+  """`choose` returns the blocks of `use` while its context is open."""
   forced = Blocks(q=128, kv=256, q_inner=128, kv_inner=128, resident=128)
   chosen_forward = choose_for_v5e("forward")
   chosen_backward = choose_for_v5e("backward")
@@ -162,18 +168,19 @@ def test_use_replaces_the_blocks_of_one_direction():
 
 def test_inner_use_keeps_the_blocks_of_the_outer_one():
   """Each `use` replaces the blocks only of the direction that it names."""
-  outer = Blocks(q=128, kv=256, q_inner=128, kv_inner=128, resident=128)
-  inner = Blocks(q=256, kv=256, q_inner=128, kv_inner=128)
+  backward = Blocks(q=128, kv=256, q_inner=128, kv_inner=128, resident=128)
+  forward = Blocks(q=256, kv=256, q_inner=128, kv_inner=128)
   chosen_forward = choose_for_v5e("forward")
 
-  with block_sizes.use(backward=outer):
-    with block_sizes.use(forward=inner):
-      assert choose_for_v5e("backward") == outer
-      assert choose_for_v5e("forward") == inner
+  with block_sizes.use(backward=backward):
+    with block_sizes.use(forward=forward):
+      assert choose_for_v5e("backward") == backward
+      assert choose_for_v5e("forward") == forward
     assert choose_for_v5e("forward") == chosen_forward
 
 
 def test_use_refuses_other_directions():
+  """The directions are the forward and the backward kernel."""
   blocks = Blocks(q=128, kv=256, q_inner=128, kv_inner=128)
 
   with (
@@ -193,6 +200,7 @@ def test_use_refuses_other_directions():
   ],
 )
 def test_error_names_the_unusable_size(name, sizes):
+  """A block consists of inner blocks, and these have multiples of 128 rows."""
   usable = {"q": 256, "kv": 256, "q_inner": 128, "kv_inner": 128}
 
   with pytest.raises(ValueError, match=f"^{name} must be a multiple of"):
@@ -215,6 +223,7 @@ def test_error_names_the_unusable_size(name, sizes):
   ],
 )
 def test_error_names_the_unusable_subtile(full_subtile, message):
+  """A sub-tile is a part of a block: numbers of queries and of keys."""
   with pytest.raises(ValueError, match=message):
     Blocks(q=256, kv=256, q_inner=128, kv_inner=128, full_subtile=full_subtile)
 
@@ -230,6 +239,7 @@ def test_blocks_of_another_chip_are_logged_once(caplog):
     "G": 2,
     "dtype": "bfloat16",
   }
+  # Other tests may have logged the same message.
   block_sizes.log_borrowed_sizes.cache_clear()
 
   with caplog.at_level("INFO"):
@@ -237,6 +247,6 @@ def test_blocks_of_another_chip_are_logged_once(caplog):
     choose("v4", **arguments)
     choose("v6e", **arguments)
 
-  assert len(caplog.records) == 1
-  message = caplog.records[0].getMessage()
+  (record,) = caplog.records
+  message = record.getMessage()
   assert message.startswith("block sizes for v4 are those found for v5e;")
