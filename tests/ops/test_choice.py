@@ -89,6 +89,7 @@ def make_arrays(dtype=jnp.float32):
   ],
 )
 def test_choice_without_a_gpu_says_why(backend, dtype, line):
+  """The choice of `auto`, as a text, is the line in the log."""
   q, k, v = make_arrays(dtype)
 
   made = choice.choose(backend, q, k, v, Mask(q_length=4, kv_length=4))
@@ -143,6 +144,7 @@ def test_choice_without_a_gpu_says_why(backend, dtype, line):
   ],
 )
 def test_choice_on_a_gpu_says_why(choose_on_gpu, options, line):
+  """`options` differ from V1 in bfloat16 with 4096 tokens on an H100."""
   made = choose_on_gpu(**options)
 
   assert str(made) == f"attention: {line}"
@@ -166,9 +168,11 @@ def old_jax(monkeypatch):
     pytest.param((3, 12, 1), "JAX 0.11.2", "3.12", id="python_3.12"),
   ],
 )
+@pytest.mark.usefixtures("old_jax")
 def test_choice_names_the_version_that_the_kernels_need(
-  monkeypatch, old_jax, python, needed, in_use
+  monkeypatch, python, needed, in_use
 ):
+  """This is an H100 with cuDNN, JAX 0.10.2 and the given Python."""
   monkeypatch.setattr(two_call, "has_cudnn", lambda backend: True)
   monkeypatch.setattr(choice, "device_kind", lambda: H100)
   monkeypatch.setattr(sys, "version_info", python)
@@ -204,6 +208,7 @@ def test_choice_names_no_version_where_the_kernels_are_not_faster(
 
 
 def test_choice_names_an_old_assembler(monkeypatch, choose_on_gpu):
+  """Without its assembler, the fastest implementation cannot run."""
   monkeypatch.setattr(toolchain, "ASSEMBLER_PROBLEM", "needs ptxas 13.3")
 
   made = choose_on_gpu()
@@ -221,8 +226,9 @@ def toolchain_not_imported(monkeypatch):
   monkeypatch.delitem(sys.modules, toolchain.__name__)
 
 
+@pytest.mark.usefixtures("toolchain_not_imported")
 def test_assembler_is_not_checked_where_its_kernels_would_not_run(
-  monkeypatch, choose_on_gpu, toolchain_not_imported
+  monkeypatch, choose_on_gpu
 ):
   """Importing `toolchain` checks the assembler, which may change PATH.
 
@@ -242,9 +248,11 @@ def test_assembler_is_not_checked_where_its_kernels_would_not_run(
   assert toolchain.__name__ not in sys.modules
 
 
+@pytest.mark.usefixtures("toolchain_not_imported")
 def test_assembler_is_checked_once_before_its_kernels_run(
-  monkeypatch, choose_on_gpu, toolchain_not_imported
+  monkeypatch, choose_on_gpu
 ):
+  """Importing `toolchain` checks the assembler."""
   num_checks = 0
 
   def refuse():
@@ -264,6 +272,7 @@ def test_assembler_is_checked_once_before_its_kernels_run(
 
 
 def test_auto_logs_its_choice_once(caplog):
+  """A model calls the operation in each layer."""
   q, k, v = make_arrays()
 
   with caplog.at_level("INFO"):
@@ -310,6 +319,7 @@ def test_choice_that_a_listener_received_is_never_logged(caplog):
 
 
 def test_reported_choice_is_the_implementation_that_runs(monkeypatch):
+  """The operation loads an implementation by its name before it runs it."""
   loaded = []
   load = implementations.implementation_of
 
