@@ -40,10 +40,15 @@ def test_bands_skip_hidden_keys(causal, window, max_share):
 
 @pytest.mark.parametrize(("causal", "window", "max_share"), MASKS)
 def test_bands_contain_each_block_once(causal, window, max_share):
-  """A band is a series of blocks of queries that read equally many keys."""
-  length, block = 4096, 128
+  """A band is a series of blocks of queries that read equally many keys.
 
-  bands = chunked.make_bands(Mask(length, length, causal, window), block)
+  Here 4096 queries are in 32 blocks of 128.
+  """
+  length = 4096
+  block = 128
+  mask = Mask(length, length, causal, window)
+
+  bands = chunked.make_bands(mask, block_queries=block)
 
   first_queries = []
   for band in bands:
@@ -55,6 +60,7 @@ def test_bands_contain_each_block_once(causal, window, max_share):
 
 
 def test_memory_is_linear_in_length(monkeypatch):
+  """With all logits in memory, it would grow with the square of the length."""
   # Fewer bands compile faster.
   monkeypatch.setattr(chunked, "MAX_BANDS", 2)
 
