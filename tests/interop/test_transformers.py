@@ -174,7 +174,7 @@ def test_an_exported_model_has_its_separator(exported):
 
 
 def test_an_exported_model_generates_the_same_tokens(exported, tmp_path):
-  """transformers and diffjax generate the 24 most likely tokens after "it's"."""
+  """Both generate the 24 most likely tokens after the prompt "it's"."""
   workdir.write(str(tmp_path), exported.model)
   prompt = exported.model.tokenizer.encode("it's")
   (answer,) = Sampler(load(tmp_path)).generate([prompt], 24)
