@@ -13,7 +13,7 @@ def test_layer_norm_equals_flax():
   gain = jax.random.normal(jax.random.key(1), (8,))
   shift = jax.random.normal(jax.random.key(2), (8,))
 
-  actual = layer_norm(x, gain, shift, 0.1)
+  actual = layer_norm(x, gain, shift, eps=0.1)
 
   params = {"scale": gain, "bias": shift}
   expected = nn.LayerNorm(epsilon=0.1).apply({"params": params}, x)
@@ -34,6 +34,8 @@ def test_layer_norm_of_bfloat16_is_computed_in_float32():
 
 
 def test_gradient_of_equal_numbers_is_finite():
+  """Their variance is 0. Without ε, the norm would divide by 0."""
+
   def sum_of_norm(x):
     return jnp.sum(layer_norm(x, jnp.ones(8), jnp.zeros(8)))
 
