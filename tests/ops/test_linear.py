@@ -35,16 +35,18 @@ def test_values_and_gradients_equal_numpys(
   y, vjp = jax.vjp(linear, jnp.asarray(x, dtype), jnp.asarray(w, dtype))
   dx, dw = vjp(jnp.asarray(dy, dtype))
 
-  expected_results = [
-    (y, x @ w),
-    (dx, dy @ w.T),
-    (dw, np.einsum("bti,bto->io", x, dy)),
-  ]
-  for actual, expected in expected_results:
-    assert actual.dtype == dtype
+  # y = x w, and the gradients of x and w for a gradient dy of y.
+  actual = {"y": y, "dx": dx, "dw": dw}
+  expected = {
+    "y": x @ w,
+    "dx": dy @ w.T,
+    "dw": np.einsum("bti,bto->io", x, dy),
+  }
+  for name, array in actual.items():
+    assert array.dtype == dtype
     chex.assert_trees_all_close(
-      np.asarray(actual, np.float64),
-      expected,
+      np.asarray(array, np.float64),
+      expected[name],
       rtol=tolerance,
-      atol=tolerance * np.abs(expected).max(),
+      atol=tolerance * np.abs(expected[name]).max(),
     )
