@@ -59,6 +59,7 @@ def toy(monkeypatch):
   register("toy", Implementation(toy_forward, toy_backward))
 
 
+# Documents of 5, 5 and 2 tokens in each of 4 sequences.
 SEGMENT_IDS = jnp.broadcast_to(jnp.arange(12) // 5, (4, 12))
 
 
@@ -96,6 +97,7 @@ def loss_and_gradients(implementation: str, **options):
   ],
 )
 def test_registered_implementation_has_masks_and_gradients(options):
+  """`options` are arguments of `diff_attention`."""
   actual = loss_and_gradients("toy", **options)
 
   expected = loss_and_gradients("reference", **options)
@@ -104,6 +106,7 @@ def test_registered_implementation_has_masks_and_gradients(options):
 
 @pytest.fixture
 def mesh():
+  """A mesh of 2 × 2 devices."""
   devices = np.array(jax.devices()[:4]).reshape(2, 2)
   return Mesh(devices, ("rows", "columns"))
 
@@ -140,6 +143,7 @@ def test_registered_implementation_works_in_shard_map(mesh):
   ],
 )
 def test_registered_implementation_takes_a_sharding(mesh, spec):
+  """`spec` says how q [batch, tokens, heads] is divided over the devices."""
   actual = loss_and_gradients(
     "toy", q_segment_ids=SEGMENT_IDS, sharding=NamedSharding(mesh, spec)
   )
@@ -171,7 +175,7 @@ def test_remat_by_name_does_not_repeat_a_registered_implementation():
 
 @pytest.mark.parametrize("name", ["toy", "chunked", "auto"])
 def test_name_in_use_is_refused(name):
-  with pytest.raises(
-    ValueError, match=f"^name must be a new one, got '{name}'"
-  ):
+  """The fixture of all tests here has registered "toy"."""
+  message = f"^name must be a new one, got '{name}'"
+  with pytest.raises(ValueError, match=message):
     register(name, Implementation(toy_forward))
