@@ -11,6 +11,7 @@ from tests.harness.tolerances import FLOAT32
 
 
 def numpy_rms_norm(x: jax.Array, eps: float) -> np.ndarray:
+  """Returns x divided by the root of its mean square."""
   x = np.asarray(x)
   mean_square = np.mean(x**2, axis=-1, keepdims=True)
   return x / np.sqrt(mean_square + eps)
@@ -21,16 +22,17 @@ def test_rms_norm_equals_the_formula():
 
   actual = rms_norm(x, eps=0.1)
 
-  chex.assert_trees_all_close(actual, numpy_rms_norm(x, 0.1), **FLOAT32)
+  expected = numpy_rms_norm(x, eps=0.1)
+  chex.assert_trees_all_close(actual, expected, **FLOAT32)
 
 
 def test_gain_is_a_factor():
   x = jax.random.normal(jax.random.key(0), (3, 5, 8))
   gain = np.arange(8, dtype=np.float32)
 
-  actual = rms_norm(x, gain, 0.1)
+  actual = rms_norm(x, gain, eps=0.1)
 
-  expected = numpy_rms_norm(x, 0.1) * gain
+  expected = numpy_rms_norm(x, eps=0.1) * gain
   chex.assert_trees_all_close(actual, expected, **FLOAT32)
 
 
@@ -48,6 +50,8 @@ def test_rms_norm_of_bfloat16_is_computed_in_float32():
 
 
 def test_gradient_of_zeros_is_finite():
+  """Without ε, the norm would divide by 0."""
+
   def sum_of_norm(x):
     return jnp.sum(rms_norm(x))
 
@@ -57,5 +61,8 @@ def test_gradient_of_zeros_is_finite():
 
 
 def test_gain_must_be_as_wide_as_x():
+  x = jnp.ones((2, 8))
+  gain = jnp.ones(4)
+
   with pytest.raises(ValueError, match="gain"):
-    rms_norm(jnp.ones((2, 8)), jnp.ones(4))
+    rms_norm(x, gain)
