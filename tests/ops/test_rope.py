@@ -27,6 +27,7 @@ def test_rope_equals_complex_rotation():
 
   actual = rope(x, jnp.array(positions), 100.0)
 
+  # A head of 8 numbers has 4 pairs, with a frequency each.
   frequencies = 100.0 ** (-np.arange(4) * 2 / 8)
   angles = positions[:, :, None, None, None] * frequencies
   expected = rotate_in_numpy(x, angles)
@@ -79,9 +80,8 @@ def test_scaling_equals_transformers(kind, frequencies, factor):
 
 
 def test_error_lists_the_kinds_of_scaling():
-  with pytest.raises(
-    ValueError, match="kind must be 'linear', 'llama3' or 'yarn'; got 'dynamic'"
-  ):
+  message = "kind must be 'linear', 'llama3' or 'yarn'; got 'dynamic'"
+  with pytest.raises(ValueError, match=message):
     Scaling("dynamic", 2.0, 1000)
 
 
@@ -139,6 +139,7 @@ def rotation_and_gradient(rotate, dtype):
   ],
 )
 def test_rotation_for_tpus_equals_the_other_one(dtype):
+  """`rotate_by_product` is for TPUs, and `rotate_halves` for other devices."""
   actual = rotation_and_gradient(rotate_by_product, dtype)
 
   expected = rotation_and_gradient(rotate_halves, dtype)
@@ -149,7 +150,10 @@ def test_rotation_for_tpus_equals_the_other_one(dtype):
 
 
 def test_program_for_tpus_rotates_by_products(monkeypatch):
-  """Half of a head would not fill the registers of a TPU."""
+  """On other devices, x is split into halves.
+
+  Half of a head would not fill the registers of a TPU.
+  """
   monkeypatch.setattr("diffjax.ops.rope.platform", lambda: "tpu")
   x = normal(1, 4, 2, 8)
   positions = jnp.zeros((1, 4), jnp.int32)
@@ -161,10 +165,18 @@ def test_program_for_tpus_rotates_by_products(monkeypatch):
 
 
 def test_width_must_be_even():
+  """RoPE rotates pairs of numbers."""
+  x = normal(1, 4, 2, 7)
+  positions = jnp.zeros((1, 4), jnp.int32)
+
   with pytest.raises(ValueError, match="x's last axis"):
-    rope(normal(1, 4, 2, 7), jnp.zeros((1, 4), jnp.int32))
+    rope(x, positions)
 
 
 def test_positions_must_have_a_batch():
+  """Each sequence has positions of its own."""
+  x = normal(1, 4, 2, 8)
+  positions = jnp.zeros((4,), jnp.int32)
+
   with pytest.raises(ValueError, match="positions"):
-    rope(normal(1, 4, 2, 8), jnp.zeros((4,), jnp.int32))
+    rope(x, positions)
