@@ -12,10 +12,12 @@ from tests.harness.tolerances import FLOAT32
 
 
 def reference_swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+  """Returns silu(gate) * up, by the definition."""
   return gate / (1 + jnp.exp(-gate)) * up
 
 
 def value_and_gradients(function, gate, up, d_out):
+  """Returns the output of a function, and the gradients of gate and up."""
   out, vjp = jax.vjp(function, gate, up)
   return out, vjp(d_out)
 
@@ -31,6 +33,7 @@ def value_and_gradients(function, gate, up, d_out):
 def test_barriers_on_tpus_do_not_change_values_and_gradients(
   platform, generation, min_barriers, monkeypatch
 ):
+  """A barrier keeps XLA from fusing an operation with others."""
   monkeypatch.setattr("diffjax.ops.swiglu.platform", lambda: platform)
   monkeypatch.setattr("diffjax.ops.swiglu.tpu_generation", lambda: generation)
   gate, up, d_out = jax.random.normal(jax.random.key(0), (3, 2, 5, 7))
