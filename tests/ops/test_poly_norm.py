@@ -48,7 +48,7 @@ def test_default_eps_is_1e_6():
 
 
 def test_cubes_of_large_bfloat16_numbers_do_not_overflow():
-  """The mean square of x³ has the sixth power of numbers near 10⁴: 10²⁴."""
+  """Cubes of numbers near 10⁴ are near 10¹², and their squares near 10²⁴."""
   x = 1e4 * jax.random.normal(jax.random.key(0), (4, 64))
   x = x.astype(jnp.bfloat16)
 
