@@ -251,9 +251,11 @@ def assert_results_close(
 
 @pytest.mark.parametrize("case", by_name(CASES, COMBINED_CASES))
 def test_ring_equals_one_device(case):
+  """The output and the gradients of q, k, v and λ are compared."""
   actual = run_ring(case, np.float32)
 
-  assert_results_close(actual, expected_results(case), 5e-6)
+  expected = expected_results(case)
+  assert_results_close(actual, expected, error=5e-6)
 
 
 def test_ring_computes_float64_in_float64():
@@ -301,17 +303,19 @@ def test_ring_is_as_accurate_in_bfloat16_as_one_device():
   ),
 )
 def test_ring_of_tpu_kernels_equals_one_device(case):
-  # None is Pallas's interpreter for TPUs, which waits at each kernel for all
-  # devices. With a window, devices run different numbers of kernels, so that
-  # case needs Pallas's general interpreter: True.
+  """The kernels run in an interpreter of Pallas."""
+  # None is the interpreter for TPUs, in which a kernel waits for all devices.
+  # With a window, devices run different numbers of kernels, so that case needs
+  # the general interpreter: True.
   interpreter = None
   if case.window is not None:
     interpreter = True
 
   with chip.interpreted(interpreter):
-    actual = run_ring(case, np.float32, "pallas_tpu")
+    actual = run_ring(case, np.float32, implementation="pallas_tpu")
 
-  assert_results_close(actual, expected_results(case), 2e-5)
+  expected = expected_results(case)
+  assert_results_close(actual, expected, error=2e-5)
 
 
 @pytest.mark.parametrize("name", ["chunked", "pallas_tpu"])
@@ -358,10 +362,11 @@ def test_partial_results_are_float32(name):
 @pytest.mark.parametrize(
   ("case", "num_moves"),
   [
+    # Without a window, the number of moves is left open.
     pytest.param(Case("balanced", has_segments=True), None, id="balanced"),
-    # In balanced order, consecutive pieces are on neighbors of either side: two
-    # moves.
+    # In balanced order, the next tokens are on the device before or after.
     pytest.param(Case("window", shards=8, window=3), 2, id="window"),
+    # In the given order, they are on the next device.
     pytest.param(
       Case("window_given", shards=8, order="given", window=3),
       1,
@@ -370,22 +375,27 @@ def test_partial_results_are_float32(name):
   ],
 )
 def test_compiled_ring_sends_keys_only_to_neighbors(case, num_moves):
-  """Arrays travel by `collective-permute`, and no device gathers all of them.
+  """Each move sends an array to a neighbor, by a `collective-permute`.
 
-  With a window, keys make only `num_moves` moves. None leaves that open.
+  With a window of 3 tokens, a device needs only the keys of its neighbors.
   """
   program = make_program(case, "chunked", make_sharding(case))
-  text = program.lower(make_inputs(case, np.float32)).compile().as_text()
+  inputs = make_inputs(case, np.float32)
 
+  text = program.lower(inputs).compile().as_text()
+
+  # No device gathers the arrays of all devices.
   assert "all-gather" not in text
   assert "all-reduce" not in text
   assert "all-to-all" not in text
   num_transfers = len(re.findall(r" collective-permute\(", text))
   assert num_transfers > 0
   if num_moves is not None:
-    # k and v move in the forward pass, and the backward pass reuses them. dk
-    # and dv make the same moves, and one more to the device of their keys.
-    assert num_transfers == 2 * num_moves + 2 * (num_moves + 1)
+    # k and v move in the forward pass. The backward pass reuses them.
+    transfers_of_keys = 2 * num_moves
+    # Their gradients dk and dv move too, and at last return to their device.
+    transfers_of_gradients = 2 * (num_moves + 1)
+    assert num_transfers == transfers_of_keys + transfers_of_gradients
 
 
 @pytest.mark.parametrize("order", ["balanced", "given"])
@@ -397,15 +407,16 @@ def test_only_the_first_step_of_a_causal_ring_has_masks(order, shards):
   keys of each call, so these calls need no mask. `step.calls` has a list of
   calls for each device.
   """
-  length = 16
-  steps = ring_plan.plan_steps(
-    Mask(length, length), TokenSharding(("context",), shards, order)
-  )
+  causal_mask = Mask(q_length=16, kv_length=16)
+  sharding = TokenSharding(("context",), shards, order)
+
+  steps = ring_plan.plan_steps(causal_mask, sharding)
 
   assert [step.distance for step in steps] == list(range(shards))
-  for calls in steps[0].calls:
-    assert [call.mask for call in calls] == [Mask(length, length)]
-  for step in steps[1:]:
+  first_step, *later_steps = steps
+  for calls in first_step.calls:
+    assert [call.mask for call in calls] == [causal_mask]
+  for step in later_steps:
     for calls in step.calls:
       assert len(calls) <= 1
       for call in calls:
@@ -427,11 +438,13 @@ def test_balanced_order_gives_all_devices_equal_work(
   order, expected_pairs, shards
 ):
   """A device's work in a step is the number of pairs of a query and a key."""
-  steps = ring_plan.plan_steps(
-    Mask(16, 16), TokenSharding(("context",), shards, order)
-  )
+  mask = Mask(q_length=16, kv_length=16)
+  sharding = TokenSharding(("context",), shards, order)
 
-  for step in steps[1:]:
+  # In the first step, each device has its own keys.
+  _, *later_steps = ring_plan.plan_steps(mask, sharding)
+
+  for step in later_steps:
     pairs_of_devices = set()
     for calls_of_device in step.calls:
       num_pairs = 0
@@ -517,9 +530,9 @@ def compile_for_tpu(devices, chips, available) -> str:
   reason="the TPU compiler, libtpu, is not installed",
 )
 def test_tpu_compiler_runs_transfers_at_the_same_time_as_kernels():
-  """In the loops of both passes, transfers start before the step's kernels.
+  """Both passes are loops over the steps of the ring.
 
-  They end after them.
+  The transfers of a step start before its kernels, and end after them.
   """
   text = plan.call_with_devices(compile_for_tpu, topology="v5p:2x2x1")
 
@@ -550,19 +563,19 @@ def find_lines(body: list[str], operation: str) -> list[int]:
 @pytest.mark.parametrize(
   ("saved_names", "num_transfers"),
   [
-    # k and v in each pass, and their gradients to the same devices, and to the
-    # device of their keys.
+    # k and v are sent in each pass. Their gradients are sent with them, and
+    # then to the device of their keys: 2 + 2 + 2 + 2.
     pytest.param(RESIDUAL_NAMES, 8, id="names_of_residuals"),
-    # k and v once more, in the repeated forward pass.
+    # k and v are also sent in the repeated forward pass.
     pytest.param(("other",), 10, id="other_names"),
   ],
 )
 def test_remat_by_name_does_not_repeat_the_transfers(
   saved_names, num_transfers
 ):
-  """A checkpoint policy that saves the operation's results avoids them.
+  """A checkpoint normally runs the forward pass again in the backward pass.
 
-  `ppermute` sends an array to another device.
+  A policy that saves the operation's results by their names prevents that.
   """
   case = Case("balanced", shards=2)
   inputs = make_inputs(case, np.float32)
@@ -580,6 +593,7 @@ def test_remat_by_name_does_not_repeat_the_transfers(
   policy = jax.checkpoint_policies.save_only_these_names(*saved_names)
   gradient = jax.grad(jax.checkpoint(loss, policy=policy))
 
-  jaxpr = jax.make_jaxpr(gradient)(*inputs.arrays)
+  program = str(jax.make_jaxpr(gradient)(*inputs.arrays))
 
-  assert str(jaxpr).count(" ppermute[") == num_transfers
+  # `ppermute` sends an array to another device.
+  assert program.count(" ppermute[") == num_transfers
