@@ -34,11 +34,13 @@ DATA = P("data")
 
 
 def normal(seed: int, *shape: int) -> jax.Array:
+  """Returns normally distributed numbers."""
   return jax.random.normal(jax.random.key(seed), shape)
 
 
 @pytest.fixture
 def mesh():
+  """A mesh of four devices, which share the sequences of a batch."""
   return Mesh(jax.devices()[:4], ("data",))
 
 
@@ -116,7 +118,7 @@ def test_cross_entropy_is_partitioned_automatically(mesh):
 
 
 def test_per_token_cross_entropy_in_shard_map_equals_the_reference(mesh):
-  """The reference returns the weighted sum of the losses of all tokens."""
+  """The losses of all tokens are compared by their weighted sum."""
   hidden, embedding, targets, weights = make_loss_arguments()
   mapped = jax.shard_map(
     functools.partial(per_token_cross_entropy, chunk=16),
@@ -127,10 +129,9 @@ def test_per_token_cross_entropy_in_shard_map_equals_the_reference(mesh):
 
   losses = jax.jit(mapped)(hidden, embedding, targets)
 
+  weighted_sum = jnp.sum(weights * losses)
   expected, _ = reference_cross_entropy(hidden, embedding, targets, weights)
-  chex.assert_trees_all_close(
-    jnp.sum(weights * losses), expected, **FLOAT32_MODEL
-  )
+  chex.assert_trees_all_close(weighted_sum, expected, **FLOAT32_MODEL)
 
 
 @pytest.mark.parametrize(
@@ -233,6 +234,7 @@ def loss_and_gradients(**options: Any):
   ],
 )
 def test_sharding_does_not_change_attention(spec, options):
+  """`spec` says how the axes of q are divided over four devices."""
   arguments = make_attention_arguments()
   options = options | {"implementation": "chunked"}
   sharding = NamedSharding(make_mesh(), spec)
@@ -258,7 +260,8 @@ def test_sharding_works_with_each_implementation(implementation):
     actual = program(*arguments)
 
   program = loss_and_gradients(implementation="reference", **options)
-  chex.assert_trees_all_close(actual, program(*arguments), **FLOAT32_MODEL)
+  expected = program(*arguments)
+  chex.assert_trees_all_close(actual, expected, **FLOAT32_MODEL)
 
 
 @pytest.mark.parametrize(
@@ -394,6 +397,7 @@ def test_sharding_does_not_change_decoding(window):
 
 
 def test_sharding_does_not_change_decoding_by_the_tpu_kernel():
+  """Each device has half of the heads. An interpreter runs the kernel."""
   arguments = make_decode_arguments()
   sharding = NamedSharding(make_mesh(), P("rows", "columns"))
   decode = functools.partial(
@@ -412,26 +416,30 @@ def test_sharding_does_not_change_decoding_by_the_tpu_kernel():
 
 @pytest.mark.parametrize("implementation", ["xla", "pallas_tpu"])
 def test_each_shard_has_pages_of_its_own(implementation):
-  """The block tables of a shard number its own pages from 0.
+  """A cache has pages of tokens. A block table lists the pages of a sequence.
 
-  "rows" divides the four sequences, and so the eight pages, into two shards.
+  The axis "rows" divides the four sequences into two shards, which number their
+  pages from 0.
   """
   q, k, v, lam, lengths = make_decode_arguments()
 
   def cut_into_pages(x):
-    # Two pages of 8 tokens per sequence.
-    return x.reshape(4, 2, 2, 8, 16).swapaxes(1, 2).reshape(8, 2, 8, 16)
+    """Cuts [sequences, heads, 16, width] into two pages for each sequence."""
+    pages = x.reshape(4, 2, 2, 8, 16).swapaxes(1, 2)
+    return pages.reshape(8, 2, 8, 16)
 
-  tables = jnp.array([[0, 1], [2, 3], [0, 1], [2, 3]])
+  pages_of_sequences = jnp.array([[0, 1], [2, 3], [0, 1], [2, 3]])
   decode = functools.partial(
     decode_attention,
-    block_tables=tables,
+    block_tables=pages_of_sequences,
     implementation=implementation,
     sharding=NamedSharding(make_mesh(), P("rows", "columns")),
   )
+  k_pages = cut_into_pages(k)
+  v_pages = cut_into_pages(v)
 
   with chip.interpreted():
-    out = jax.jit(decode)(q, cut_into_pages(k), cut_into_pages(v), lam, lengths)
+    out = jax.jit(decode)(q, k_pages, v_pages, lam, lengths)
 
   expected = decode_attention(q, k, v, lam, lengths, implementation="xla")
   chex.assert_trees_all_close(out, expected, **FLOAT32_MODEL)
@@ -472,20 +480,21 @@ def test_each_shard_has_pages_of_its_own(implementation):
   ],
 )
 def test_error_says_why_a_sharding_does_not_fit(sharding, message):
+  """q has 4 sequences of 16 tokens with 4 heads, and k and v have K = 2."""
   with pytest.raises(ValueError, match=message):
     diff_attention(*make_attention_arguments(), sharding=sharding)
 
 
 def test_error_names_an_axis_that_the_mesh_lacks():
+  arguments = make_attention_arguments()
   spec = P("rows", None, "tensor")
 
+  message = "must use axes of the mesh, rows, columns; got tensor"
   with (
     jax.set_mesh(make_mesh()),
-    pytest.raises(
-      ValueError, match="must use axes of the mesh, rows, columns; got tensor"
-    ),
+    pytest.raises(ValueError, match=message),
   ):
-    diff_attention(*make_attention_arguments(), sharding=spec)
+    diff_attention(*arguments, sharding=spec)
 
 
 def test_balanced_order_needs_two_pieces_per_shard():
@@ -506,8 +515,8 @@ def test_balanced_order_needs_two_pieces_per_shard():
 
 
 def test_error_lists_the_orders_of_tokens():
-  with pytest.raises(
-    ValueError,
-    match="^token_order must be one of given, balanced; got 'zigzag'",
-  ):
-    diff_attention(*make_attention_arguments(), token_order="zigzag")
+  arguments = make_attention_arguments()
+
+  message = "^token_order must be one of given, balanced; got 'zigzag'"
+  with pytest.raises(ValueError, match=message):
+    diff_attention(*arguments, token_order="zigzag")
