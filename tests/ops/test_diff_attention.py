@@ -399,7 +399,7 @@ def test_output_and_gradients_equal_the_reference(implementation, case):
 
 
 @pytest.mark.parametrize(
-  ("case", "option"),
+  ("case", "unsupported_option"),
   [
     pytest.param(Case("window", window=4), "window", id="window"),
     pytest.param(Case("offset", q_offset=6), "q_offset", id="offset"),
@@ -408,9 +408,13 @@ def test_output_and_gradients_equal_the_reference(implementation, case):
     ),
   ],
 )
-def test_two_call_names_an_unsupported_option(case, option):
-  with pytest.raises(ValueError, match=f"^{option} .*use implementation="):
-    run(IMPLEMENTATIONS["two_call"], make_inputs(case))
+def test_two_call_names_an_unsupported_option(case, unsupported_option):
+  """`two_call` calls stock attention, which lacks these options."""
+  inputs = make_inputs(case)
+
+  message = f"^{unsupported_option} .*use implementation="
+  with pytest.raises(ValueError, match=message):
+    run(IMPLEMENTATIONS["two_call"], inputs)
 
 
 @pytest.mark.parametrize(
@@ -422,6 +426,7 @@ def test_two_call_names_an_unsupported_option(case, option):
   ],
 )
 def test_float64_is_computed_in_float64_or_refused(implementation, case):
+  """The kernels for TPUs and GPUs do not support float64."""
   inputs = make_inputs(case)
   with jax.enable_x64(True):
     if implementation.float64_tolerance is None:
@@ -444,7 +449,10 @@ def test_float64_is_computed_in_float64_or_refused(implementation, case):
   ],
 )
 def test_bfloat16_is_rounded_only_at_the_end(implementation, case):
-  actual = run(implementation, make_inputs(case), jnp.bfloat16)
+  """Sums are in float32, so errors are those of single bfloat16 numbers."""
+  inputs = make_inputs(case)
+
+  actual = run(implementation, inputs, dtype=jnp.bfloat16)
 
   expected = expected_results(case, "bfloat16")
   # Results of 7 bits of mantissa have errors of 2e-3 to 4e-3.
@@ -468,6 +476,7 @@ def test_lambda_is_not_rounded_to_the_dtype_of_the_queries():
   # In bfloat16, this would be 1, and the output would be 0.
   lam = jnp.float32(1 - 2**-10)
   q, k, v, _ = make_inputs(GROUPED).arrays
+  # The fourth axis has the two maps.
   q[:, :, :, 1] = q[:, :, :, 0]
   k[:, :, :, 1] = k[:, :, :, 0]
 
@@ -528,6 +537,7 @@ def test_loss_of_a_row_has_no_gradient_for_later_keys(implementation):
 def test_loss_of_a_document_has_no_gradient_for_other_documents(
   implementation,
 ):
+  """A query sees only the keys that have its segment id."""
   inputs = make_inputs(EMPTY_ROWS)
   kv_ids = inputs.array_options["kv_segment_ids"][0]
   # The five queries belong to the documents 7, 7, 7, 3 and 3. The loss reads
@@ -573,10 +583,9 @@ def test_attention_with_lambda_zero_is_plain_attention(implementation):
   """The output is (A₁ − λ A₂) V, with maps A₁ and A₂ of attention weights."""
   inputs = make_inputs(GROUPED)
   q, k, v, lam = inputs.arrays
+  without_noise = inputs._replace(arrays=(q, k, v, np.zeros_like(lam)))
 
-  results = run(
-    implementation, inputs._replace(arrays=(q, k, v, np.zeros_like(lam)))
-  )
+  results = run(implementation, without_noise)
 
   expected = stock_attention(inputs, scale=None, dtype=implementation.dtype)
   chex.assert_trees_all_close(
@@ -588,6 +597,7 @@ def test_attention_with_lambda_zero_is_plain_attention(implementation):
 
 
 def test_attention_with_one_map_is_plain_attention(implementation):
+  """JAX's own attention computes the expected output."""
   inputs = make_inputs(PLAIN_GROUPED)
 
   results = run(implementation, inputs)
@@ -604,12 +614,12 @@ def test_equal_maps_with_lambda_one_cancel(implementation):
   """The output is (A₁ − λ A₂) V, with maps A₁ and A₂ of attention weights."""
   inputs = make_inputs(GROUPED)
   q, k, v, lam = inputs.arrays
+  # The fourth axis has the two maps.
   q[:, :, :, 1] = q[:, :, :, 0]
   k[:, :, :, 1] = k[:, :, :, 0]
+  with_equal_maps = inputs._replace(arrays=(q, k, v, np.ones_like(lam)))
 
-  results = run(
-    implementation, inputs._replace(arrays=(q, k, v, np.ones_like(lam)))
-  )
+  results = run(implementation, with_equal_maps)
 
   assert np.abs(results.out).max() <= implementation.output_atol
 
@@ -626,14 +636,15 @@ def test_row_without_keys_has_zero_output_and_no_gradient(implementation):
 
 
 def test_batch_without_visible_keys_has_only_zeros(implementation):
+  """A query sees only keys with its segment id. No key has the id 9."""
   inputs = make_inputs(EMPTY_ROWS)
-  # No key has the segment id 9.
   q_ids = np.full_like(inputs.array_options["q_segment_ids"], 9)
   array_options = inputs.array_options | {"q_segment_ids": q_ids}
 
   results = run(implementation, inputs._replace(array_options=array_options))
 
-  chex.assert_trees_all_equal(results, jax.tree.map(np.zeros_like, results))
+  zeros = jax.tree.map(np.zeros_like, results)
+  chex.assert_trees_all_equal(results, zeros)
 
 
 def test_vmap_equals_separate_calls(implementation):
@@ -698,6 +709,7 @@ def test_remat_by_name_runs_the_forward_pass_once():
 
 
 def test_remat_by_name_does_not_change_gradients():
+  """A checkpoint saves the operation's results by their names."""
   inputs = make_inputs(GROUPED)
   arrays = jax.tree.map(jnp.float32, inputs.arrays)
 
@@ -779,6 +791,7 @@ def test_reference_weighs_exactly_the_visible_keys(causal, window):
 
 
 def test_rows_of_a_map_sum_to_one():
+  """A row of a map has the weights of all keys for one query."""
   q, k, _, _ = make_inputs(GROUPED).arrays
 
   maps = attention_maps(jnp.float32(q), jnp.float32(k))
@@ -791,8 +804,9 @@ def test_rows_of_a_map_sum_to_one():
 def test_scale_is_a_factor_of_the_queries():
   """The default scale is 1 / √D, with the width D of the queries."""
   q, k, v, lam = jax.tree.map(jnp.float32, make_inputs(GROUPED).arrays)
+  default_scale = D**-0.5
 
-  doubled_scale = reference(q, k, v, lam, scale=2 * D**-0.5)
+  doubled_scale = reference(q, k, v, lam, scale=2 * default_scale)
 
   doubled_queries = reference(2 * q, k, v, lam)
   chex.assert_trees_all_close(doubled_scale, doubled_queries, **FLOAT32)
@@ -800,12 +814,15 @@ def test_scale_is_a_factor_of_the_queries():
 
 def test_keys_have_the_segment_ids_of_the_queries_by_default():
   q, k, v, lam = jax.tree.map(jnp.float32, make_inputs(GROUPED).arrays)
+  # Three documents in each sequence of 13 tokens.
   ids = segment_ids(PACKED)
-  attend = functools.partial(diff_attention, q, k, v, lam, q_segment_ids=ids)
+  attend = functools.partial(
+    diff_attention, q, k, v, lam, q_segment_ids=ids, implementation="reference"
+  )
 
-  by_default = attend(implementation="reference")
+  by_default = attend()
 
-  given = attend(kv_segment_ids=ids, implementation="reference")
+  given = attend(kv_segment_ids=ids)
   chex.assert_trees_all_equal(by_default, given)
 
 
