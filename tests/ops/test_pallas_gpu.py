@@ -252,7 +252,8 @@ def test_output_and_gradients_equal_the_reference(case):
 
   actual = run("pallas_gpu", inputs)
 
-  assert_close_in_norm(actual, expected_results(inputs), FLOAT16_ERROR)
+  expected = expected_results(inputs)
+  assert_close_in_norm(actual, expected, FLOAT16_ERROR)
 
 
 @pytest.mark.parametrize(
@@ -263,11 +264,13 @@ def test_output_and_gradients_equal_the_reference(case):
   ),
 )
 def test_bfloat16_is_rounded_only_at_the_end(case):
+  """Sums are in float32, so errors are those of single bfloat16 numbers."""
   inputs = make_inputs(case)
 
   actual = run("pallas_gpu", inputs)
 
-  assert_close_in_norm(actual, expected_results(inputs), BFLOAT16_ERROR)
+  expected = expected_results(inputs)
+  assert_close_in_norm(actual, expected, BFLOAT16_ERROR)
 
 
 @pytest.mark.parametrize(
@@ -291,6 +294,7 @@ def test_results_are_deterministic(case):
 
 
 def test_output_is_the_same_without_a_gradient():
+  """With a gradient, the forward kernel also saves other results."""
   inputs = make_inputs(V1)
   attend = functools.partial(diff_attention, implementation="pallas_gpu")
 
@@ -298,8 +302,8 @@ def test_output_is_the_same_without_a_gradient():
     out = jax.jit(attend)(*inputs.arrays)
 
   assert out.dtype == jnp.float16
-  expected = run("pallas_gpu", inputs).out
-  chex.assert_trees_all_equal(np.asarray(out, np.float32), expected)
+  with_gradient = run("pallas_gpu", inputs)
+  chex.assert_trees_all_equal(np.asarray(out, np.float32), with_gradient.out)
 
 
 @pytest.mark.parametrize(
@@ -313,6 +317,7 @@ def test_output_is_the_same_without_a_gradient():
   ),
 )
 def test_kernels_have_no_races(case):
+  """The interpreter finds threads that write what others read."""
   # JAX offers the result of its race detector only here.
   from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
@@ -456,6 +461,7 @@ def test_row_without_keys_has_zero_output_and_no_gradient():
   ],
 )
 def test_error_names_the_unsupported_dtype_or_width(dtype, D, V, message):
+  """D is the width of queries and keys, and V that of the values."""
   q = jnp.zeros((1, 8, 2, 2, D), dtype)
   v = jnp.zeros((1, 8, 2, V), dtype)
 
@@ -469,6 +475,7 @@ def test_error_names_the_unsupported_dtype_or_width(dtype, D, V, message):
 
 
 def test_another_backend_is_refused():
+  """The tests run on a CPU, here without the interpreter."""
   q = jnp.zeros((1, 8, 2, 2, 8), jnp.float16)
   v = jnp.zeros((1, 8, 2, 16), jnp.float16)
 
@@ -507,6 +514,7 @@ def test_warning_names_an_assembler_that_corrupts_products(monkeypatch):
   monkeypatch.setattr(chip.assembler, "refusal", lambda: problem)
 
   with pytest.warns(UserWarning, match=r"ptxas 13\.0\.88"):
+    # A kernel that does nothing.
     chip.make_kernel(
       lambda: None,
       "nothing",
