@@ -191,10 +191,11 @@ def test_calls_of_cudnn_add_up_to_the_reference(
 ):
   """The fixture `cudnn_calls` lets XLA compute the results of the calls."""
   program, arrays = make_program("two_call", **shape)
+  reference_program, _ = make_program("reference", **shape)
+
   actual = jax.jit(program)(*arrays)
 
-  program, arrays = make_program("reference", **shape)
-  expected = jax.jit(program)(*arrays)
+  expected = jax.jit(reference_program)(*arrays)
   assert cudnn_calls == expected_calls
   actual = [np.float32(array) for array in jax.tree.leaves(actual)]
   expected = [np.float32(array) for array in jax.tree.leaves(expected)]
@@ -207,7 +208,10 @@ def test_calls_of_cudnn_add_up_to_the_reference(
 
 
 def test_cudnn_does_not_get_masks_of_2_gib(cudnn_calls):
-  """A mask of 4 sequences has 4 · 16384² numbers of 2 bytes: 2 GiB."""
+  """A mask of 4 sequences has 4 · 16384² numbers of 2 bytes: 2 GiB.
+
+  The fixture `cudnn_calls` makes this machine one with cuDNN.
+  """
   q = jax.ShapeDtypeStruct((4, 16384, 8, 2, 64), jnp.bfloat16)
   v = jax.ShapeDtypeStruct((4, 16384, 8, 128), jnp.bfloat16)
 
@@ -283,13 +287,16 @@ def test_auto_calls_cudnn_on_blackwell(
   ],
 )
 def test_cudnn_attention_needs_ampere(monkeypatch, capability, expected):
+  """Ampere is compute capability 8.0. AMD's GPUs have names instead."""
+
   class Device:
     compute_capability = capability
 
   monkeypatch.setattr(jax, "devices", lambda: [Device])
 
-  assert two_call.has_cudnn("gpu") == expected
+  assert two_call.has_cudnn("gpu") is expected
 
 
 def test_other_backends_have_no_cudnn():
+  """cuDNN is a library for GPUs of NVIDIA."""
   assert not two_call.has_cudnn("cpu")
