@@ -459,7 +459,10 @@ def assert_equals_reference(
   by_name(CASES + PAGED_CASES, COMBINED_CASES + COMBINED_PAGED_CASES),
 )
 def test_output_equals_the_reference(implementation, case):
-  out = compile_program(case, implementation)(make_arguments(case))
+  """New tokens attend to the keys and values in a cache."""
+  program = compile_program(case, implementation)
+
+  out = program(make_arguments(case))
 
   assert_equals_reference(out, case, FLOAT32_ERROR)
 
@@ -469,9 +472,9 @@ def test_output_equals_the_reference(implementation, case):
 )
 def test_finite_hidden_values_do_not_change_the_output(implementation, case):
   """Hidden values are those that no new token sees. Other tests make them NaN."""
-  arguments = make_arguments(case, hidden=1e3)
+  program = compile_program(case, implementation)
 
-  out = compile_program(case, implementation)(arguments)
+  out = program(make_arguments(case, hidden=1e3))
 
   assert_equals_reference(out, case, FLOAT32_ERROR)
 
@@ -499,6 +502,7 @@ def test_token_without_keys_has_zero_output(implementation, case):
   by_name([V1, V1_ONE_GROUP, V2_PAGES_WINDOW, SHARED_NOISE_PAGES, V1_TOKENS]),
 )
 def test_xla_computes_float64_in_float64(case):
+  """The implementation "xla" is for all devices. The kernels lack float64."""
   with jax.enable_x64(True):
     arguments = make_arguments(case, jnp.float64)
     out = compile_program(case, "xla")(arguments)
@@ -515,7 +519,10 @@ def test_xla_computes_float64_in_float64(case):
   ),
 )
 def test_bfloat16_is_rounded_only_at_the_end(implementation, case):
-  out = compile_program(case, implementation)(make_arguments(case))
+  """Sums are in float32, so errors are those of single bfloat16 numbers."""
+  program = compile_program(case, implementation)
+
+  out = program(make_arguments(case))
 
   assert out.dtype == jnp.bfloat16
   assert_equals_reference(out, case, BFLOAT16_ERROR)
@@ -549,11 +556,13 @@ def test_decoding_token_by_token_equals_the_whole_sequence(implementation):
 def test_other_lengths_do_not_compile_again(implementation):
   """The lengths change with each token, so they must not be static."""
   arguments = make_arguments(V1)
+  shorter = arguments | {"lengths": arguments["lengths"] // 2}
   program = compile_program(V1, implementation)
   first = program(arguments)
+  # JAX's number of compiled versions of a jitted function.
   num_compiled = program._cache_size()
 
-  program(arguments | {"lengths": arguments["lengths"] // 2})
+  program(shorter)
   again = program(arguments)
 
   assert program._cache_size() == num_compiled
@@ -609,6 +618,7 @@ def test_shard_map_does_not_change_the_output(implementation):
   ),
 )
 def test_tpu_kernel_has_no_races(case, monkeypatch):
+  """The interpreter finds copies that are read before they have ended."""
   # JAX offers the result of its race detector only here.
   from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
@@ -731,12 +741,12 @@ def test_xla_multiplies_once_with_keys_and_once_with_values(
   ],
 )
 def test_error_names_the_bad_argument(argument, value):
+  """One argument is replaced. The others have 4 sequences of up to 300 keys."""
   arguments = make_arguments(V1)
   arguments[argument] = value
 
-  with pytest.raises(
-    ValueError, match=f"^{argument} (must|has) .*(got|must divide)"
-  ):
+  message = f"^{argument} (must|has) .*(got|must divide)"
+  with pytest.raises(ValueError, match=message):
     decode_attention(**arguments)
 
 
@@ -768,6 +778,7 @@ def test_error_names_the_bad_argument(argument, value):
   ],
 )
 def test_error_names_the_bad_argument_of_pages(argument, value):
+  """One argument is replaced. The others have 15 pages of 128 keys."""
   arguments = make_arguments(Case("v1", page=128, int8=True, T=2))
   arguments[argument] = value
 
@@ -778,6 +789,7 @@ def test_error_names_the_bad_argument_of_pages(argument, value):
 
 
 def test_scales_are_refused_without_int8():
+  """An int8 cache has a scale for each page and head."""
   arguments = make_arguments(Case("v1", page=128))
   arguments["v_scale"] = jnp.ones((15, 2))
 
@@ -790,6 +802,7 @@ def test_scales_are_refused_without_int8():
 
 
 def test_lambda_is_refused_with_one_map():
+  """λ is the factor of the second map, and plain attention has one map."""
   arguments = make_arguments(Case("plain", G=1, M=1))
   arguments["lam"] = 0.3
 
@@ -798,12 +811,14 @@ def test_lambda_is_refused_with_one_map():
 
 
 def test_tpu_kernel_is_refused_on_another_backend():
-  with pytest.raises(
-    ValueError,
-    match="^implementation = 'pallas_tpu' needs a TPU"
-    ".*use implementation='xla'",
-  ):
-    decode_attention(**make_arguments(V1), implementation="pallas_tpu")
+  """The tests run on a CPU, here without the interpreter."""
+  arguments = make_arguments(V1)
+
+  message = (
+    "^implementation = 'pallas_tpu' needs a TPU.*use implementation='xla'"
+  )
+  with pytest.raises(ValueError, match=message):
+    decode_attention(**arguments, implementation="pallas_tpu")
 
 
 def test_tpu_kernel_refuses_float16():
@@ -817,6 +832,7 @@ def test_tpu_kernel_refuses_float16():
 
 
 def test_xla_takes_float16():
+  """`eval_shape` traces the program, and does not compute it."""
   arguments = make_arguments(Case("v1", dtype="float16"))
   decode_by_xla = functools.partial(decode_attention, implementation="xla")
 
@@ -888,6 +904,7 @@ def test_shard_map_does_not_change_the_output_of_the_gpu_kernel():
 
 @needs_gpu_interpreter
 def test_gpu_kernel_is_refused_on_another_backend():
+  """The tests run on a CPU, here without the interpreter."""
   arguments = make_arguments(Case("v1", dtype="float16"))
 
   with pytest.raises(
@@ -918,11 +935,13 @@ def test_gpu_kernel_is_refused_on_another_backend():
   ],
 )
 def test_gpu_kernel_names_what_it_does_not_support(case, message):
+  arguments = make_arguments(case)
+
   with (
     gpu_chip.interpreted(),
     pytest.raises(ValueError, match=f"^{message}.*use implementation='xla'"),
   ):
-    decode_attention(**make_arguments(case), implementation="pallas_gpu")
+    decode_attention(**arguments, implementation="pallas_gpu")
 
 
 def test_auto_logs_its_choice_once(caplog):
@@ -951,8 +970,11 @@ def test_auto_logs_its_choice_once(caplog):
 def test_auto_takes_the_kernel_where_a_tpu_supports_it(
   backend, dtype, implementation
 ):
+  """The kernel takes bfloat16 and float32."""
   arguments = make_arguments(V1)
   q = arguments["q"].astype(dtype)
   v = arguments["v"].astype(dtype)
 
-  assert choice.choose(backend, q, v) == implementation
+  chosen = choice.choose(backend, q, v)
+
+  assert chosen == implementation
