@@ -313,7 +313,8 @@ def test_output_and_gradients_equal_the_reference(case, race_detectors):
   ):
     actual = run("pallas_tpu", inputs)
 
-  assert_close_in_norm(actual, run("reference", inputs), FLOAT32_ERROR)
+  expected = run("reference", inputs)
+  assert_close_in_norm(actual, expected, FLOAT32_ERROR)
   # The forward and the backward kernel have a detector each.
   assert len(race_detectors) >= 2
   for detector in race_detectors:
@@ -339,7 +340,8 @@ def test_online_kernel_equals_the_reference(case):
   ):
     actual = run("pallas_tpu", inputs)
 
-  assert_close_in_norm(actual, run("reference", inputs), FLOAT32_ERROR)
+  expected = run("reference", inputs)
+  assert_close_in_norm(actual, expected, FLOAT32_ERROR)
 
 
 @pytest.mark.parametrize(
@@ -368,7 +370,9 @@ def test_two_cores_share_the_keys_of_one_head(
   ):
     actual = run("pallas_tpu", inputs)
 
-  assert_close_in_norm(actual, run("reference", inputs), FLOAT32_ERROR)
+  expected = run("reference", inputs)
+  assert_close_in_norm(actual, expected, FLOAT32_ERROR)
+  # The forward and the backward kernel have a detector each.
   assert len(race_detectors) >= 2
   for detector in race_detectors:
     assert not detector.races_found
@@ -788,12 +792,20 @@ def test_rows_of_contains_all_queries_that_see_a_tile(mask):
 
 
 def test_tile_without_any_visible_pair_has_none(mask):
+  """`any_visible` is false only for tiles that a kernel may skip.
+
+  A tile is a block of 8 queries and a block of 4 keys.
+  """
   for tile in tiles_of(mask):
     if not mask.any_visible(*tile.bounds):
       assert not tile.is_visible.any()
 
 
 def test_tile_with_all_pairs_visible_has_all(mask):
+  """`all_visible` is true only for tiles that need no mask.
+
+  A tile is a block of 8 queries and a block of 4 keys.
+  """
   for tile in tiles_of(mask):
     if mask.all_visible(*tile.bounds):
       assert tile.is_visible.all()
@@ -824,6 +836,7 @@ def test_partial_differences_list_all_partially_visible_tiles(mask):
   ],
 )
 def test_error_names_the_unsupported_dtype_or_width(dtype, D, V, message):
+  """D is the width of queries and keys, and V that of the values."""
   q = jnp.zeros((1, 8, 2, 2, D), dtype)
   v = jnp.zeros((1, 8, 2, V), dtype)
 
@@ -837,18 +850,20 @@ def test_error_names_the_unsupported_dtype_or_width(dtype, D, V, message):
 
 
 def test_another_backend_is_refused():
+  """The tests run on a CPU, here without the interpreter."""
   q = jnp.zeros((1, 8, 2, 2, 8))
   v = jnp.zeros((1, 8, 2, 16))
 
-  with pytest.raises(
-    ValueError,
-    match="^implementation = 'pallas_tpu' needs a TPU, and the backend is"
-    " 'cpu'; use implementation=",
-  ):
+  message = (
+    "^implementation = 'pallas_tpu' needs a TPU, and the backend is 'cpu'; use"
+    " implementation="
+  )
+  with pytest.raises(ValueError, match=message):
     diff_attention(q, q, v, 0.5, implementation="pallas_tpu")
 
 
 def test_forward_kernel_without_gradient_saves_less():
+  """A kernel's results show what it saves for the backward pass."""
   q = jnp.zeros((2, 130, 2, 2, 8))
   k = jnp.zeros((2, 130, 2, 2, 8))
   v = jnp.zeros((2, 130, 2, 16))
@@ -863,8 +878,8 @@ def test_forward_kernel_without_gradient_saves_less():
 
   # The forward kernel is the first one of a program.
   with chip.interpreted():
-    without_gradient = kernel_calls(attend, q, k, v, lam)[0]
-    with_gradient = kernel_calls(attend_and_save, q, k, v, lam)[0]
+    without_gradient, *_ = kernel_calls(attend, q, k, v, lam)
+    with_gradient, *_ = kernel_calls(attend_and_save, q, k, v, lam)
 
   # The output, and the log-sum-exps, which show whether it is accurate.
   assert len(without_gradient.outvars) == 2
