@@ -441,8 +441,7 @@ def test_the_committed_notebook_was_executed():
 def test_the_committed_notebook_has_no_paths_of_a_machine():
   cells = json.loads(NOTEBOOK.read_text())["cells"]
 
-  # "preparing" is printed together with a path, where rows were not prepared
-  # before.
+  # "preparing" is printed with a path, where rows were not prepared before.
   path = r"/(home|root|tmp|work|Users|usr|opt)/|\\\\Users|preparing"
   assert not re.search(path, texts_of(cells))
 

@@ -391,7 +391,7 @@ def log_of_one_process(command, overrides, tmp_path_factory):
 def test_two_processes_train_as_one(stopped_run, log_of_one_process):
   """The log of two processes has the numbers that one process logs alone.
 
-  The two processes were stopped earlier than the one.
+  The run of two processes was stopped earlier, so only its steps are compared.
   """
   expected = []
   for line in log_of_one_process:
