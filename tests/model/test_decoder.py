@@ -671,8 +671,10 @@ def test_packed_documents_do_not_see_each_other(name):
   segment_ids = jnp.asarray([[1] * 7 + [2] * 9])
   positions = jnp.asarray([[*range(7), *range(9)]])
 
+  # The cached parameters are shared with other tests, which need float32.
+  float32_params = random_parameters(config)
   with jax.enable_x64(True):
-    params = jax.tree.map(np.float64, random_parameters(config))
+    params = jax.tree.map(np.float64, float32_params)
 
     @jax.jit
     def compute_logits(ids, segment_ids=None, positions=None):
