@@ -147,6 +147,7 @@ def test_a_large_jsonl_file_is_read_in_ranges(
   read_texts = read_spec("jsonl:hf://datasets/org/name/a.jsonl")
 
   assert read_texts == texts
+  # A single request for the whole file would be one range.
   fetched_ranges = server.fetched("a.jsonl")
   assert len(fetched_ranges) > 10
 
@@ -375,17 +376,20 @@ def open_jsonl_of_hub():
 def test_the_identity_does_not_depend_on_the_commit(
   hub_repo_dir, serve_local_hub, texts
 ):
-  """A run can continue after a commit that changes no data."""
+  """A run can continue after a commit that changes no data.
+
+  A run that continues compares the identity and the fingerprint of its source.
+  """
   write_jsonl(hub_repo_dir / "a.jsonl", texts)
   server = serve_local_hub()
-  before = open_jsonl_of_hub()
+  source = open_jsonl_of_hub()
 
   (hub_repo_dir / "README.md").write_text("another commit", encoding="utf-8")
   server.commit("datasets/org/name")
 
-  after = open_jsonl_of_hub()
-  assert after.identity == before.identity
-  assert after.fingerprint() == before.fingerprint()
+  source_after_commit = open_jsonl_of_hub()
+  assert source_after_commit.identity == source.identity
+  assert source_after_commit.fingerprint() == source.fingerprint()
 
 
 def test_the_identity_depends_on_all_of_the_content(
@@ -395,17 +399,17 @@ def test_the_identity_depends_on_all_of_the_content(
   path = hub_repo_dir / "a.jsonl"
   write_jsonl(path, texts)
   server = serve_local_hub()
-  before = open_jsonl_of_hub()
+  source = open_jsonl_of_hub()
 
   # Change one letter in the middle, so that the size stays the same.
   content = path.read_bytes()
   path.write_bytes(content.replace(b"document 150", b"Document 150"))
   server.commit("datasets/org/name")
 
-  after = open_jsonl_of_hub()
-  assert after.identity != before.identity
-  old_fingerprint = before.fingerprint()
-  new_fingerprint = after.fingerprint()
+  changed_source = open_jsonl_of_hub()
+  assert changed_source.identity != source.identity
+  old_fingerprint = source.fingerprint()
+  new_fingerprint = changed_source.fingerprint()
   assert new_fingerprint["text"] != old_fingerprint["text"]
   assert (
     new_fingerprint["names and sizes"] == old_fingerprint["names and sizes"]
@@ -416,6 +420,7 @@ def test_prepared_rows_of_changed_files_are_refused(
   hub_repo_dir, serve_local_hub, texts, make_config, tmp_path
 ):
   """The rows in the directory that the user chose are of the old text."""
+  # All 300 texts are one row group, so the rows are prepared in this process.
   write_parquet(hub_repo_dir / "a.parquet", texts, row_group_size=300)
   server = serve_local_hub()
   config = make_config(
@@ -436,7 +441,7 @@ def test_a_run_on_prepared_rows_does_not_continue_with_changed_files(
   hub_repo_dir, serve_local_hub, texts, make_config
 ):
   """The same position would be in other rows."""
-  # With one row group, the rows are prepared in this process.
+  # All 300 texts are one row group, so the rows are prepared in this process.
   write_parquet(hub_repo_dir / "a.parquet", texts, row_group_size=300)
   server = serve_local_hub()
   config = make_config(source="parquet:hf://datasets/org/name/*.parquet")
@@ -613,6 +618,7 @@ def test_an_unknown_host_is_an_error(monkeypatch):
 
 def test_a_host_that_does_not_answer_is_an_error(monkeypatch):
   """The server accepts connections, but never sends a byte."""
+  # huggingface_hub waits for this number of seconds.
   monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_ETAG_TIMEOUT", 0.1)
   with socket.create_server(("127.0.0.1", 0)) as silent_server:
     port = silent_server.getsockname()[1]
@@ -634,7 +640,7 @@ def test_the_offline_mode_is_an_error_that_names_its_variable(monkeypatch):
   assert "HF_HUB_OFFLINE" in message
 
 
-def test_a_server_that_stops_during_a_read_is_retried(
+def test_a_server_that_stops_during_a_read_is_an_error_after_five_retries(
   hub_repo_dir, serve_local_hub, texts, retry_waits
 ):
   """A run of days should survive a short failure of the Hub."""
@@ -769,7 +775,10 @@ def test_a_gated_dataset_can_be_read_with_its_token(monkeypatch, texts):
 def test_temporary_refusals_are_retried(
   hub_repo_dir, serve_local_hub, texts, retry_waits, path, status
 ):
-  """The server refuses two requests, and says how long to wait."""
+  """The server refuses two requests, and says how long to wait.
+
+  Only requests whose address contains `path` are refused.
+  """
   write_parquet(hub_repo_dir / "a.parquet", texts)
   server = serve_local_hub()
   server.fail(times=2, status=status, retry_after=7, path=path)
@@ -787,7 +796,10 @@ def test_temporary_refusals_are_retried(
 def test_permanent_refusals_are_an_error_after_five_retries(
   hub_repo_dir, serve_local_hub, texts, retry_waits, path, status
 ):
-  """The waits between the tries become longer."""
+  """The waits between the tries become longer.
+
+  Only requests whose address contains `path` are refused.
+  """
   write_parquet(hub_repo_dir / "a.parquet", texts)
   server = serve_local_hub()
   server.fail(times=1000, status=status, path=path)
@@ -884,7 +896,7 @@ def test_a_short_answer_is_described(hub_repo_dir, serve_local_hub):
 def test_a_connection_that_breaks_late_loses_no_document(
   hub_repo_dir, serve_local_hub, texts, monkeypatch
 ):
-  """The documents before the break are not repeated either."""
+  """Each document is read once, also those before the break."""
   # The sizes are small, so that a small file has several parts and requests.
   monkeypatch.setattr(jsonl_source, "PART_BYTES", 7919)
   monkeypatch.setattr(hub, "READ_AHEAD_BYTES", 1000)
