@@ -209,7 +209,10 @@ def encode_world_after_hello(loaded) -> list[int]:
 
 
 def test_a_continuation_keeps_its_space(published):
-  """Decoders strip the space at the start of a text, but this is no start."""
+  """A decoder strips the space at the start of a text.
+
+  A continuation is not at the start, so its space must stay.
+  """
   prompt = published.encode_prompt("hello")
   world = encode_world_after_hello(published)
 
