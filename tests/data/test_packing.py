@@ -179,7 +179,7 @@ def test_padding_has_no_weight():
 
 
 def test_positions_count_from_the_start_of_each_segment():
-  """They are 0, 1, 2, … in each segment."""
+  """The positions of a segment are 0, 1, 2, …"""
   batch = make_batch(pack(make_documents(), "documents"), LENGTH)
 
   for segment_ids, positions in zip(
