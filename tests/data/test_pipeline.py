@@ -175,7 +175,7 @@ def test_batches_can_go_back_to_an_earlier_state(make_config):
 
 
 def test_every_epoch_has_every_row_once_in_another_order(make_config, num_rows):
-  """Training repeats the prepared rows.
+  """Each epoch of training reads all prepared rows, in a new order.
 
   `num_rows` is the number of prepared rows.
   """
@@ -551,7 +551,8 @@ def test_copies_of_the_data_have_the_same_identity(tmp_path, monkeypatch, mode):
 def test_other_text_has_another_identity(tmp_path, monkeypatch, mode, split):
   """The processes of a run compare identities, and stop if these differ.
 
-  An identity has several values for each split. Their names have its source.
+  An identity has several values for each split. The name of a value contains
+  the source of its split.
   """
   write_copies(tmp_path / "a", time=1)
   write_copies(tmp_path / "b", time=1, split_of_change=split)
@@ -645,7 +646,8 @@ def test_a_mixture_has_the_proportions_of_its_weights(
 ):
   """Source "a" has the weight 3, and source "b" has the weight 1.
 
-  The documents of a source consist of its letter. Each row is of one source.
+  The documents of a source consist of its letter. All documents of a row are
+  from one source.
   """
   config = make_config(mode=mode, source=letter_mixture)
 
@@ -672,11 +674,12 @@ def test_a_mixture_can_restart(make_config, letter_mixture, mode):
 
 
 def test_equal_components_are_shuffled_differently():
-  """The first component has the seed of the mixture, and the second the next.
+  """Component i of a mixture is shuffled with `seed + i`.
 
-  The order for a seed is that of a mixture with one component.
+  With the same seed for both, each row would follow its own copy.
   """
   rows = list(range(100))
+  # A mixture with one component shows the order of a seed.
   order_of_seed_3 = list(
     prepared_batches.mix([rows], weights=[1.0], seed=3, repeat=False)
   )
@@ -697,7 +700,7 @@ def test_equal_components_are_shuffled_differently():
 
 
 def test_the_first_epoch_has_the_order_of_a_single_pass():
-  """Training repeats the rows, validation reads them once in the same order."""
+  """Training repeats the rows (`repeat=True`), and validation does not."""
   rows = list(range(100))
   single_pass = list(
     prepared_batches.mix([rows], weights=[1.0], seed=3, repeat=False)
@@ -776,9 +779,9 @@ def test_a_stream_can_restart(make_config, halves, packing, num_workers, steps):
 def test_reading_ahead_does_not_change_earlier_states(
   make_config, halves, packing, num_workers
 ):
-  """A state of Grain can be kept without a copy while batches are read.
+  """A stored state stays the same while later batches are read.
 
-  If it changed, its JSON would be another one at the end.
+  The JSON of each state is written at once, and again at the end.
   """
   config = make_config(
     mode="streamed", packing=packing, num_workers=num_workers, source=halves
@@ -892,7 +895,10 @@ def test_processes_stream_different_documents(make_config, tmp_path, seed):
   for index in range(2):
     batches = take(open_share(config, index=index, count=2), 45)
     tokens = np.concatenate([batch["tokens"] for batch in batches])
-    # A process has 4 of the 8 rows of each batch.
+    # A process has 4 of the 8 rows of each batch. A document of 40 bytes fills
+    # more than half of a row, so it has a row for itself. The 4 files of a
+    # process have 4 · 50 = 200 documents, so 45 · 4 = 180 rows are of all of
+    # these files.
     chex.assert_shape(tokens, (45 * 4, 64))
     padding = 0
     separator = 255
@@ -955,6 +961,7 @@ def test_processes_and_workers_share_the_row_groups_of_one_file(row_groups):
     )
     # Process i reads the row groups i, i + 16, i + 32, …
     rows_per_epoch = len(range(index, 727, 16))
+    # Threads stand in for worker processes, which take longer to start.
     iterator = read_with_threads(rows, num_threads=4)
     for epoch in epochs:
       for row in take(iterator, rows_per_epoch):
@@ -1130,7 +1137,8 @@ def test_too_many_workers_are_refused_with_a_number_that_works(
   """Each worker of each process needs a file of every source.
 
   files_per_source {"a": 5, "b": 3} is a mixture of a source of five files and
-  one of three.
+  one of three. Two processes share these three files, so a process can have
+  3 // 2 = 1 worker.
   """
   config = make_numbered_config(tmp_path, files_per_source, num_workers)
   mixture = streamed_batches.open_sources(config, "train")
@@ -1272,7 +1280,7 @@ def test_a_stream_does_not_continue_with_changed_text(
 ):
   """The file has the same size and the same time, so only the text differs."""
   path = tmp_path / "a.jsonl"
-  before = path.stat()
+  old_status = path.stat()
   text = path.read_bytes()
   if is_at_the_end:
     # Replace the last letter of the text, which is before `"}` and a newline.
@@ -1280,7 +1288,7 @@ def test_a_stream_does_not_continue_with_changed_text(
   else:
     changed_text = text.replace(b"document", b"Document", 1)
   path.write_bytes(changed_text)
-  os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+  os.utime(path, ns=(old_status.st_atime_ns, old_status.st_mtime_ns))
   batches = pipeline.training_batches(stream_config)
 
   message = "the text of the files of 'jsonl:.*' changed since.*--workdir"
@@ -1334,7 +1342,7 @@ def stream_state_at_nanosecond_5(stream_config, tmp_path):
 def test_another_time_within_the_same_second_is_a_warning(
   stream_state_at_nanosecond_5, continue_stream, tmp_path
 ):
-  """The stream reads the file a.jsonl."""
+  """The stream reads a.jsonl, whose text is still the same."""
   set_time_within_second(tmp_path / "a.jsonl", nanoseconds=6)
 
   warnings = continue_stream(stream_state_at_nanosecond_5)
@@ -1349,10 +1357,10 @@ def without_nanoseconds(state) -> dict[str, Any]:
   return state
 
 
-def test_states_of_earlier_versions_have_no_nanoseconds(
+def test_a_state_without_nanoseconds_allows_a_time_within_the_same_second(
   stream_state_at_nanosecond_5, continue_stream, tmp_path
 ):
-  """A file with another time within the same second is no change."""
+  """Earlier versions stored the time of a file in seconds only."""
   state = without_nanoseconds(stream_state_at_nanosecond_5)
   set_time_within_second(tmp_path / "a.jsonl", nanoseconds=6)
 
@@ -1361,10 +1369,10 @@ def test_states_of_earlier_versions_have_no_nanoseconds(
   assert warnings == ""
 
 
-def test_states_of_earlier_versions_have_seconds(
+def test_a_state_without_nanoseconds_warns_of_a_time_in_another_second(
   stream_state, continue_stream, tmp_path
 ):
-  """A file with a time in another second is a change."""
+  """Earlier versions stored the time of a file in seconds only."""
   state = without_nanoseconds(stream_state)
   # Second 1 of the year 1970.
   os.utime(tmp_path / "a.jsonl", (1, 1))
@@ -1432,7 +1440,7 @@ def test_damaged_prepared_rows_are_named(make_config, halves, num_workers):
     UserError, match=rf"{path}: row \d+ cannot be read"
   ) as caught:
     take(batches, 500)
-  # Not a class that Grain makes of the error of a worker.
+  # The class is not one that Grain makes for the errors of workers.
   assert type(caught.value) is UserError
   assert "\n" not in str(caught.value)
   batches.close()
@@ -1455,7 +1463,7 @@ def test_a_damaged_line_of_a_stream_is_named(
   # 500 batches are more than an epoch, so the damaged line is among them.
   with pytest.raises(UserError, match=f"{path}:151: .*text_field") as caught:
     take(batches, 500)
-  # Not a class that Grain makes of the error of a worker.
+  # The class is not one that Grain makes for the errors of workers.
   assert type(caught.value) is UserError
   assert "\n" not in str(caught.value)
   batches.close()
@@ -1546,7 +1554,8 @@ def test_validation_and_training_share_no_rows(make_config, num_rows):
 
 def test_few_validation_rows_are_of_many_documents(make_config, tmp_path):
   """The rows on disk are in the order of documents, so they are shuffled."""
-  # Each document is one letter and fills 15 rows of 64 tokens.
+  # Each document repeats one letter. Its 1000 tokens fill 15 rows of 65 tokens
+  # (64 inputs and a last target).
   letters = "ABCDEFGHIJKLMNOPQRST"
   texts = [letter * 1000 for letter in letters]
   source = write_jsonl(tmp_path / "v.jsonl", texts)
