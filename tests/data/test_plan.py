@@ -184,7 +184,8 @@ def test_the_number_of_files_is_printed():
 
   plan.resolve(make_config(steps=20), process_count=1, note=lines.append)
 
-  # 20 steps of 8 rows of 128 tokens are 20.5K tokens. A file has 16K.
+  # The run needs 20 steps · 8 rows · 128 tokens = 20,480 tokens. A file has 40
+  # documents · 402 tokens = 16,080 tokens, so one is too few.
   (line,) = lines
   assert "reading 2 of 8 files" in line
   assert "for the run's 20.5K" in line
@@ -224,7 +225,7 @@ def test_a_run_reads_all_local_files(local_source):
 
 @pytest.mark.usefixtures("hub_of_eight_files")
 def test_a_source_with_half_the_weight_needs_half_the_tokens(files, tmp_path):
-  """60 steps on a source of weight 0.5 need as many files as 30 steps on it."""
+  """60 steps at weight 0.5 need as many files as 30 steps without a mixture."""
   remote = "parquet:hf://datasets/org/name/*.parquet"
   file = files / "datasets/org/name/000.parquet"
   shutil.copy(file, tmp_path / "local.parquet")
@@ -286,7 +287,10 @@ def test_the_number_of_files_limits_local_sources(local_source):
   ],
 )
 def test_the_chosen_items_are_evenly_spaced(count, expected):
-  """`spread` chooses some of seven items, or all if it is asked for more."""
+  """`spread` chooses `count` of seven items, or all if there are fewer.
+
+  The index of choice i is i * 7 // count.
+  """
   assert file_source.spread(range(7), count) == expected
 
 
@@ -305,7 +309,7 @@ def test_validation_reads_some_row_groups_of_all_files(
   # A document begins with the number of its file.
   assert first_characters(validation) == set("01234567")
   assert first_characters(train) == set("01234567")
-  # Half of the row groups, and three tenths of their documents, are 0.15.
+  # 0.3 of the documents in half of the row groups are 0.3 / 2 = 0.15 of all.
   num_documents = 8 * 40
   assert 0.08 < len(validation) / num_documents < 0.22
   # The documents of the other row groups are held out too, so that the split
@@ -351,7 +355,7 @@ def test_prepared_rows_of_another_number_of_files_are_refused(
 
 
 def test_a_run_does_not_continue_with_another_number_of_files():
-  """The same position would be in other rows."""
+  """A position in the rows of three files is another one in four files."""
   checkpoint = make_config(steps=60, files=3).to_dict()
   config = make_config(steps=90, files=4).to_dict()
 
@@ -491,7 +495,11 @@ def test_a_disk_that_is_too_small_stops_before_the_download(
 
 @pytest.mark.usefixtures("estimate_small_sources")
 def test_the_sources_of_a_mixture_share_the_disk(files, monkeypatch, tmp_path):
-  """The free space must suffice for the rows of both sources."""
+  """The free space must suffice for the rows of both sources.
+
+  The fixture `estimate_small_sources` makes even small sources be compared with
+  the free space.
+  """
   first = f"parquet:{files}/datasets/org/name/000.parquet"
   second = f"parquet:{files}/datasets/org/name/001.parquet"
   mixture = make_config(
@@ -500,7 +508,7 @@ def test_the_sources_of_a_mixture_share_the_disk(files, monkeypatch, tmp_path):
   single = make_config(source=first, prepared_dir=str(tmp_path / "single")).data
   needs = estimate.estimate(open_work(single), single)
 
-  # The sources have equal sizes, so this is enough for one of them.
+  # The sources have equal sizes, so this is enough for one, but not for two.
   set_free_bytes(monkeypatch, 1.5 * needs.row_bytes)
 
   prepared.prepare(single, workers=1)
@@ -549,7 +557,7 @@ def test_each_row_group_of_a_file_is_a_shard(files):
 
   missing_shards = open_work(config).missing
 
-  # The file has 40 documents in row groups of 10.
+  # The file has 40 documents in row groups of 10, and 40 / 10 = 4.
   splits = [shard.split for shard in missing_shards]
   assert splits.count("train") == 4
 
