@@ -25,7 +25,10 @@ def get_config():
 def test_the_command_prepares_rows_with_a_tokenizer_that_it_trained(
   run, jsonl, tmp_path, texts
 ):
-  """The file `jsonl` has the documents `texts`."""
+  """The second command reads the tokenizer.json that the first one wrote.
+
+  The file `jsonl` has the documents `texts`.
+  """
   source_flag = f"--config.data.source=jsonl:{jsonl}"
   tokenizer_dir = tmp_path / "tokenizer"
   rows_dir = tmp_path / "rows"
