@@ -156,7 +156,7 @@ def test_large_token_ids_are_stored_exactly():
 
 def test_invalid_utf8_is_replaced_and_counted(tmp_path, capsys):
   """Each invalid byte becomes the character U+FFFD."""
-  # "café" in Latin-1 is not UTF-8.
+  # "café" in Latin-1 is not UTF-8. Two files have 1 + 2 = 3 invalid bytes.
   (tmp_path / "0.txt").write_bytes(b"caf\xe9")
   (tmp_path / "1.txt").write_bytes(b"caf\xe9 caf\xe9")
   (tmp_path / "2.txt").write_bytes(b"tea")
@@ -445,7 +445,7 @@ def test_files_with_other_times_choose_another_directory(make_config, jsonl):
 
 
 def test_the_seed_and_the_workers_do_not_choose_another_directory(make_config):
-  """They do not change the rows."""
+  """The seed and the number of workers do not change the rows."""
   config = make_config(seed=0, num_workers=0)
   other_config = make_config(seed=5, num_workers=3)
 
@@ -493,7 +493,10 @@ def test_a_directory_of_rows_of_another_tokenizer_is_refused(
   """The same token ids would be other text."""
   config = make_config(prepared_dir=str(tmp_path / "rows")).data
   prepared.prepare(config, workers=1)
-  tokenizer = tokenizer_training.train_tokenizer(["aab"] * 9, 258, tmp_path)
+  # 258 ids are 256 bytes, one merge ("aa" or "ab"), and the separator.
+  tokenizer = tokenizer_training.train_tokenizer(
+    ["aab"] * 9, vocab_size=258, directory=tmp_path
+  )
 
   other_config = dataclasses.replace(config, tokenizer=str(tokenizer))
 
@@ -528,16 +531,16 @@ def test_text_rewritten_within_a_second_has_another_cache_directory(
   time_ns = 1_700_000_000 * 10**9
   os.utime(jsonl, ns=(time_ns, time_ns))
   config = make_config().data
-  (before,) = prepared.prepare(config, workers=1)
+  (old_target,) = prepared.prepare(config, workers=1)
 
   jsonl.write_text(jsonl.read_text().replace("document", "Document"))
   if not has_same_time:
     time_ns += 1
   os.utime(jsonl, ns=(time_ns, time_ns))
 
-  (after,) = prepared.targets(config)
-  assert after.directory != before.directory
-  assert not prepared.is_prepared(after)
+  (new_target,) = prepared.targets(config)
+  assert new_target.directory != old_target.directory
+  assert not prepared.is_prepared(new_target)
 
 
 @pytest.mark.parametrize("has_same_time", [False, True])
@@ -617,7 +620,10 @@ def prepare_as_earlier_version(config, monkeypatch) -> prepared.Target:
 def test_rows_of_an_earlier_version_stay_prepared(
   make_config, tmp_path, monkeypatch, capsys, is_in_cache
 ):
-  """Rows are in the cache, or in a directory that the user chose."""
+  """Nobody should have to prepare a large corpus again after an update.
+
+  Rows are in the cache, or in a directory that the user chose.
+  """
   prepared_dir = "" if is_in_cache else str(tmp_path / "rows")
   config = make_config(prepared_dir=prepared_dir).data
   earlier_target = prepare_as_earlier_version(config, monkeypatch)
@@ -735,14 +741,14 @@ def test_deleted_files_are_written_again(make_config):
   """Error messages advise to delete a damaged file, and meta.json."""
   config = make_config().data
   (target,) = prepared.prepare(config, workers=1)
-  before = read_directory(target.directory)
-  # The JSON file with the totals of this file of rows stays.
+  complete = read_directory(target.directory)
+  # Each file of rows has a JSON file with its totals, which stays.
   first_training_shard(target).unlink()
   pathlib.Path(target.directory, "meta.json").unlink()
 
   prepared.prepare(config, workers=1)
 
-  assert read_directory(target.directory) == before
+  assert read_directory(target.directory) == complete
 
 
 @pytest.fixture
@@ -830,7 +836,7 @@ def prepare_fingerprints(config) -> list[str]:
 def test_the_fingerprint_depends_on_the_rows_alone(
   make_config, jsonl, tmp_path
 ):
-  """In a directory of the user, only they tell rows of changed text.
+  """A run that continues compares fingerprints, to notice rows of other text.
 
   `jsonl` is the file that the configs of `make_config` read.
   """
@@ -873,11 +879,13 @@ def test_without_a_terminal_progress_is_printed_in_lines(monkeypatch):
 
 
 def test_progress_counts_days(monkeypatch):
-  """Half of the work took 100,000 s, which are 1 day, 3:46:40.
+  """Half of the work took 100,000 s, so the other half takes 100,000 s too.
 
-  The rest will take as long. The speed is 1,000 tokens / 100,000 s.
+  100,000 s = 86,400 s + 13,600 s = 1 day + 3:46:40. The speed is 1,000 tokens /
+  100,000 s = 0.01 tokens/s.
   """
-  # The clock is read at the start, and for the time left and for the speed.
+  # The clock is read three times: at the start, for the time left, and for the
+  # speed.
   times = iter([0.0, 100_000.0, 100_000.0])
   monkeypatch.setattr(progress.time, "monotonic", lambda: next(times))
 
