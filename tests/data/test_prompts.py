@@ -185,8 +185,8 @@ def test_examples_that_do_not_fit_are_counted(long_examples):
   counts = pack(long_examples).counts
 
   fitting = with_prompts_that_fit(long_examples)
-  # A row has LENGTH + 1 tokens. A last piece that is a separator alone is
-  # dropped, and does not count as cut.
+  # A row holds LENGTH + 1 tokens. If only the last separator does not fit, it
+  # is dropped, which does not count as a cut.
   num_cut = sum(len(example.tokens) > LENGTH + 2 for example in fitting)
   assert counts.skipped == len(long_examples) - len(fitting)
   assert counts.cut == num_cut
@@ -277,7 +277,8 @@ def test_a_row_without_prompts_has_the_bytes_of_earlier_versions():
     segment_lengths=np.array([4, 2], np.int32),
     prompt_lengths=np.zeros(2, np.int32),
   )
-  # Number of segments, their lengths, and the tokens in two bytes each.
+  # The number of segments (02000000 is 2, the lowest byte first), their
+  # lengths, and the tokens in two bytes each.
   record = bytes.fromhex(
     "02000000 04000000 02000000 ff00 6800 6900 ff00 ff00 2100"
   )
@@ -294,8 +295,8 @@ def test_a_row_with_prompts_has_the_bytes_of_earlier_versions():
     segment_lengths=np.array([4, 2], np.int32),
     prompt_lengths=np.array([2, 1], np.int32),
   )
-  # Minus the number of segments, their lengths, the lengths of their prompts,
-  # and the tokens in two bytes each.
+  # Minus the number of segments (feffffff is -2, the lowest byte first), their
+  # lengths, the lengths of their prompts, and the tokens in two bytes each.
   record = bytes.fromhex(
     "feffffff 04000000 02000000 02000000 01000000 ff00 6800 6900 ff00 ff00 2100"
   )
@@ -501,7 +502,7 @@ def test_a_bad_row_of_parquet_is_named(tmp_path, changes, message):
 
 
 def test_records_without_an_answer_are_skipped(tmp_path):
-  """There is nothing to learn from them. The question may be empty."""
+  """Without an answer, there is nothing to learn. The question may be empty."""
   records = [
     {"question": "a", "answer": ""},
     {"question": "a", "answer": None},
@@ -530,7 +531,7 @@ def test_all_answers_to_a_question_are_in_the_same_split(tmp_path):
   validation = read(source, config, "validation")
 
   assert len(train) + len(validation) == 1000
-  # About a fifth of the documents.
+  # About a fifth of 1000. The number varies, because whole questions are drawn.
   assert len(validation) > 50
   train_prompts = {document.prompt for document in train}
   validation_prompts = {document.prompt for document in validation}
@@ -633,7 +634,7 @@ def check_restarts(config, steps):
   [(0, (0, 7, 28)), pytest.param(2, (7,), marks=pytest.mark.full)],
 )
 def test_a_stream_can_restart(make_example_config, num_workers, steps):
-  """A new iterator continues from the state that was stored before a step."""
+  """A new iterator continues from the state before each of `steps`, of 30."""
   config = make_example_config(mode="streamed", num_workers=num_workers)
 
   check_restarts(config, steps)
@@ -646,7 +647,7 @@ def test_a_stream_can_restart(make_example_config, num_workers, steps):
 def test_a_run_on_prepared_rows_can_restart(
   make_example_config, num_workers, steps
 ):
-  """A new iterator continues from the state that was stored before a step."""
+  """A new iterator continues from the state before each of `steps`, of 30."""
   config = make_example_config(num_workers=num_workers)
   prepared.prepare(config.data, workers=1)
 
