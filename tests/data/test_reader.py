@@ -23,6 +23,7 @@ from diffjax.config import UserError
 from diffjax.data import reader
 from diffjax.host import address_space
 
+# The seconds after which a read counts as a hang.
 TIMEOUT = 0.5
 
 
@@ -135,7 +136,10 @@ def check_death_is_reported(batches, exit_description):
 
 @pytest.mark.usefixtures("one_minute")
 def test_a_killed_worker_is_reported(make_reader):
-  """The operating system kills processes if the memory is full."""
+  """The operating system kills processes if the memory is full.
+
+  The error comes long before the timeout of a minute.
+  """
   batches = make_reader(kill_this_process, at=4, num_workers=1, timeout=60.0)
 
   check_death_is_reported(batches, "SIGKILL: out of memory?")
@@ -144,7 +148,10 @@ def test_a_killed_worker_is_reported(make_reader):
 @pytest.mark.full
 @pytest.mark.usefixtures("one_minute")
 def test_a_worker_that_exits_is_reported(make_reader):
-  """Grain reports workers that fail, but not exit code 0."""
+  """Grain reports workers that fail, but not exit code 0.
+
+  The error comes long before the timeout of a minute.
+  """
   batches = make_reader(exit_this_process, at=4, num_workers=2, timeout=60.0)
 
   check_death_is_reported(batches, "exit code 0")
