@@ -388,7 +388,8 @@ def test_a_line_that_would_fill_the_memory_is_refused(
 ):
   """A small compressed file can have a long line, so reading must stop."""
   monkeypatch.setattr(jsonl_source, "MAX_LINE_BYTES", 100)
-  # A line has 21 bytes beside its text, so only the third line is too long.
+  # The rest of a line, {"text": "", "id": 0}, has 21 bytes. Only the third
+  # line, of 80 + 21 = 101 bytes, is longer than the limit.
   source = write(tmp_path / name, ["x" * 70, "short", "x" * 80])
 
   message = f"{name}:3: the line is longer than .* MiB.*split it"
@@ -400,7 +401,8 @@ def test_a_line_that_would_fill_the_memory_is_refused(
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst"])
 def test_lines_up_to_the_limit_are_read(tmp_path, monkeypatch, name):
   monkeypatch.setattr(jsonl_source, "MAX_LINE_BYTES", 100)
-  # A line has 21 bytes beside its text, so both lines are below the limit.
+  # The rest of a line, {"text": "", "id": 0}, has 21 bytes, so the first line
+  # has 70 + 21 = 91 bytes.
   texts = ["x" * 70, "short"]
   source = write(tmp_path / name, texts)
 
@@ -431,7 +433,7 @@ def random_texts() -> list[str]:
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet"])
 def test_reading_records_reports_fractions(tmp_path, monkeypatch, name):
-  """They move the progress bar within a large file."""
+  """The fractions move the progress bar within a large file."""
   # The file of 100 KB has three parts.
   monkeypatch.setattr(jsonl_source, "PART_BYTES", 35_000)
   # Newer versions of Python read 128 KiB at a time, all of this small file.
@@ -616,7 +618,7 @@ def test_a_dataset_that_was_built_again_has_another_identity(
   `tfds_copy` is the directory of a dataset in `tmp_path`, with one file.
   """
   config = DataConfig(validation_fraction=0.0, data_dir=str(tmp_path))
-  before = sources.documents("tfds:mine/single", "train", config).identity
+  identity = sources.documents("tfds:mine/single", "train", config).identity
   first_text = read_texts("tfds:mine/single", config=config)[0]
 
   # Write the same records with other text into the same file.
@@ -629,8 +631,8 @@ def test_a_dataset_that_was_built_again_has_another_identity(
     writer.write(record.replace(b"document", b"Document"))
   writer.close()
 
-  after = sources.documents("tfds:mine/single", "train", config).identity
-  assert after != before
+  rebuilt = sources.documents("tfds:mine/single", "train", config)
+  assert rebuilt.identity != identity
   # The file is opened again.
   changed_text = first_text.replace("document", "Document")
   assert read_texts("tfds:mine/single", config=config)[0] == changed_text
@@ -745,7 +747,7 @@ def test_a_damaged_dataset_yields_documents_or_a_named_error(
 
 
 def test_the_error_names_the_damaged_row_group(tmp_path, texts):
-  """The user can see from it how much of the file is good."""
+  """The number of the row group tells how much of the file is good."""
   path = tmp_path / "a.parquet"
   source = write(path, texts)
   # Column 0 is the text.
@@ -990,7 +992,7 @@ PATTERNS_AND_BAD_LINKS = pytest.mark.parametrize(
 
 @PATTERNS_AND_BAD_LINKS
 def test_a_dangling_link_is_an_error(tree, pattern, link):
-  """Otherwise the file behind the link would be missing without a word."""
+  """Otherwise a run would not notice that the linked file is missing."""
   path = tree / link
   path.symlink_to("gone")
 
@@ -1014,7 +1016,7 @@ def test_a_link_to_itself_is_an_error(tree, pattern, link):
 
 
 def test_an_unreadable_directory_is_an_error(tree, monkeypatch):
-  """Its files would otherwise be missing without a word.
+  """Otherwise a run would not notice that the files in it are missing.
 
   The tree has the file 0.txt, and directories "a" and "b".
   """
@@ -1036,7 +1038,7 @@ def test_an_unreadable_directory_is_an_error(tree, monkeypatch):
 
 
 def test_an_unreadable_file_is_an_error(tree, monkeypatch):
-  """It would otherwise be missing without a word.
+  """Otherwise a run would not notice that a file is missing.
 
   The tree has the file b/3.txt.
   """
