@@ -397,7 +397,9 @@ def test_a_file_with_sentencepieces_conventions_can_be_used(tmp_path):
   assert ids == [260, 261, 259, 3 + 0xC3, 3 + 0xA9]
   assert loaded.decode(ids) == text
   num_bytes = loaded.token_bytes()
+  # The tokens are "a", " a", " ", and the two bytes of "é".
   assert num_bytes[ids].tolist() == [1, 2, 1, 1, 1]
+  # Control tokens are no text.
   assert num_bytes[:3].tolist() == [0, 0, 0]
 
 
@@ -419,7 +421,10 @@ def test_the_truncation_and_the_padding_of_a_file_are_not_used(tmp_path):
   ("vocab_size", "message"), [(257, "at least 258"), (5000, "only yield")]
 )
 def test_training_refuses_impossible_sizes(tmp_path, vocab_size, message):
-  """256 bytes and a separator leave no merge. A word has few merges."""
+  """257 ids are 256 bytes and a separator, which leave no merge.
+
+  The text "text" has too few pairs of letters for 5000 ids.
+  """
   with pytest.raises(UserError, match=message):
     tokenizer_training.train_tokenizer(["text"], vocab_size, tmp_path)
 
@@ -493,6 +498,7 @@ def load_cl100k_with_error() -> str:
 
 
 def test_cl100k_without_a_network_is_an_error(cl100k_server):
+  # From now on, the server refuses connections.
   cl100k_server.close()
 
   message = load_cl100k_with_error()
@@ -643,7 +649,10 @@ def test_a_tokenizer_without_separator_is_refused(tmp_path, trained):
 
 @pytest.mark.parametrize("vocab_size", [256, 511])
 def test_the_model_can_have_up_to_255_unused_tokens(vocab_size):
-  """The tokenizer has 256 tokens. The check raises an error for a misfit."""
+  """The tokenizer has 256 tokens, and 256 + 255 = 511.
+
+  `check_vocabulary` raises an error if the sizes do not fit.
+  """
   config = Config(model=ModelConfig(vocab_size=vocab_size))
 
   check_vocabulary(config, tokenizer.load_tokenizer("bytes"))
@@ -651,7 +660,7 @@ def test_the_model_can_have_up_to_255_unused_tokens(vocab_size):
 
 @pytest.mark.parametrize("vocab_size", [255, 512])
 def test_a_model_with_another_vocabulary_is_refused(vocab_size):
-  """The tokenizer has 256 tokens. The model may have up to 255 more."""
+  """The tokenizer has 256 tokens. 255 are too few, and 256 + 256 too many."""
   config = Config(model=ModelConfig(vocab_size=vocab_size))
 
   message = f"config.model.vocab_size = {vocab_size}.*data.tokenizer.*256"
