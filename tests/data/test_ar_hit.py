@@ -59,7 +59,10 @@ def test_the_mask_equals_a_loop_over_the_targets(n, vocab_size):
 
 @pytest.mark.parametrize("n", [4, 5, 6, 99])
 def test_n_grams_can_be_as_long_as_a_row_or_longer(n):
-  """A row has 4 inputs and a last target, so no 6-gram fits."""
+  """A row has 4 inputs and a last target, so no 6-gram fits.
+
+  With a single token id, all n-grams of the same length are equal.
+  """
   tokens, targets, segment_ids = random_batch(
     seed=n, num_rows=8, length=4, vocab_size=1
   )
@@ -71,7 +74,7 @@ def test_n_grams_can_be_as_long_as_a_row_or_longer(n):
 
 
 def test_token_ids_can_be_large():
-  """The 4-grams of large ids have more codes than an int64 can hold."""
+  """An int64 cannot number all 4-grams of such ids: (8 · 10^8)^4 > 2^63."""
   tokens, targets, segment_ids = random_batch(
     seed=0, num_rows=4, length=100, vocab_size=3
   )
