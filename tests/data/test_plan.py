@@ -433,7 +433,7 @@ def local_config(local_source, tmp_path) -> DataConfig:
 def test_the_estimate_is_near_the_size_of_the_rows(
   local_config, validation_fraction
 ):
-  """It is computed from a sample of the documents."""
+  """The estimate is computed from a sample of the documents."""
   config = dataclasses.replace(
     local_config, validation_fraction=validation_fraction
   )
