@@ -279,7 +279,7 @@ def test_copies_of_a_document_are_held_out_together(tmp_path, texts):
   check_a_fifth_is_held_out(source, config, two_copies)
 
 
-def test_documents_of_a_tfds_dataset_without_validation_are_held_out(
+def test_a_fifth_of_a_tfds_dataset_without_a_validation_split_is_held_out(
   tfds_config, texts
 ):
   """The dataset "mine/single" has a training split only."""
@@ -704,6 +704,8 @@ def test_a_damaged_file_yields_documents_or_a_named_error(
   path = tmp_path / name
   source = write(path, texts)
 
+  # 12 versions have a flipped bit, 4 are cut short, 4 have overwritten bytes,
+  # and 1 is random.
   messages = []
   for content in damaged_contents(path.read_bytes()):
     path.write_bytes(content)
@@ -727,6 +729,8 @@ def test_a_damaged_dataset_yields_documents_or_a_named_error(
   """Damage must not end a run with a traceback of a library."""
   content = records_file(tfds_copy).read_bytes()
 
+  # 12 versions have a flipped bit, 4 are cut short, 4 have overwritten bytes,
+  # and 1 is random.
   num_errors = 0
   for index, damaged in enumerate(damaged_contents(content)):
     # Open files are cached by their paths.
@@ -977,6 +981,7 @@ def test_a_link_to_a_file_counts_like_a_file(tree):
   assert documents == ["0", "0"]
 
 
+# Each pattern can match the link, or a file behind it.
 PATTERNS_AND_BAD_LINKS = pytest.mark.parametrize(
   ("pattern", "link"),
   [
@@ -993,6 +998,7 @@ PATTERNS_AND_BAD_LINKS = pytest.mark.parametrize(
 @PATTERNS_AND_BAD_LINKS
 def test_a_dangling_link_is_an_error(tree, pattern, link):
   """Otherwise a run would not notice that the linked file is missing."""
+  # The tree has 0.txt, a/1.txt, a/deep/2.txt and b/3.txt.
   path = tree / link
   path.symlink_to("gone")
 
@@ -1004,6 +1010,7 @@ def test_a_dangling_link_is_an_error(tree, pattern, link):
 @PATTERNS_AND_BAD_LINKS
 def test_a_link_to_itself_is_an_error(tree, pattern, link):
   """The system gives up following such a link."""
+  # The tree has 0.txt, a/1.txt, a/deep/2.txt and b/3.txt.
   path = tree / link
   path.symlink_to(path.name)
 
