@@ -158,7 +158,7 @@ def test_processes_that_build_at_once_have_one_corpus(tmp_path):
 
 
 def test_files_that_are_left_out_do_not_change_the_corpus(small_library):
-  """These are installed packages, invalid UTF-8, copies, and empty files.
+  """Installed packages, invalid UTF-8, copies and empty files are left out.
 
   `small_library` is a directory of modules that counts as standard library.
   """
