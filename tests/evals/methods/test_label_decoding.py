@@ -117,7 +117,10 @@ def test_decoding_takes_the_likeliest_token_that_leads_to_a_label():
 
 
 def test_any_logits_give_a_label():
-  """Decoding can write only labels. With random logits, it writes each once."""
+  """Decoding can write only labels.
+
+  With random logits, 600 rows are enough to write each of seven at least once.
+  """
   labels = ["a", "ab", "abc", "b", "ba", "entity", "entity:animal"]
   tree = LabelTree.grow(encode_labels(labels))
   # A sampler of three rows.
