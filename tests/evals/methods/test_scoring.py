@@ -126,7 +126,8 @@ def test_a_continuation_is_greedy_if_all_its_tokens_are(
   not_greedy = [*greedy[:-1], other_token]
   pairs = [(context, greedy), (context, not_greedy)]
 
-  # Rows of 32 positions in chunks of seven.
+  # A batch has 192 / 32 = 6 rows of 32 positions. Logits of 50 tokens are
+  # computed for seven positions at a time.
   first, second = scoring.score(
     model, params, pairs, batch_tokens=3 * 64, chunk_logits=50 * 6 * 7
   )
