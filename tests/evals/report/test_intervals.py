@@ -82,6 +82,8 @@ def test_a_paired_difference_is_tighter_than_its_parts():
 
   # The first model is clearly below the second one.
   assert difference.high < 0
+  # An interval of 95% is 2 * 1.96 / √100 = 0.39 standard deviations wide. These
+  # are 0.01 for the differences, and about 1 for the units.
   assert difference.high - difference.low < 0.01
   assert estimate.high - estimate.low > 0.3
 
@@ -260,6 +262,7 @@ def test_shares_of_dependent_answers_cover_the_truth():
     shares = answers.mean(axis=1)
     measurements.append([proportion("x", shares)])
 
+  # The true share is (0.95 + 0.05) / 2. 95% of the intervals should contain it.
   assert coverage(measurements, truth=0.5) >= 0.93
 
 
