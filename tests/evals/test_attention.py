@@ -94,7 +94,7 @@ def test_attention_to_digits_only_is_all_on_the_answer(
 ):
   """The answer has the only digits of a prompt, and all maps attend to them.
 
-  The weights A₁ − λA₂ sum to 1 − λ, but shares are relative to that sum.
+  The weights A₁ − λA₂ sum to 1 − λ = 1/2. A share is relative to that sum.
   """
   trained = make_digit_seeker(make_trained, variant, maps)
   suite = AttentionShares(
@@ -158,8 +158,9 @@ def test_a_uniform_second_map_gives_other_parts_negative_shares(
 ):
   """The weights are A₁ − A₂ / 2. A₁ is on the answer only, A₂ is uniform.
 
-  So the weights sum to 1 / 2, to which shares are relative. Of 512 tokens, n
-  have the share −n / 512, and 2 more if they are the answer.
+  A part of n tokens has the weight −(n / 512) / 2, and the answer has 1 more.
+  All weights sum to 1 / 2. So the share of a part is −n / 512, plus 2 for the
+  answer.
   """
   trained = make_digit_seeker(make_trained, variant, maps=[0])
 
@@ -323,6 +324,7 @@ def test_the_plot_of_two_models_is_drawn(make_trained, tmp_path):
     length=512, needles=1, depths=(0.0, 1.0), samples=2, haystack="synthetic"
   )
   measurements = list(suite.evaluate(trained))
+  # The content of the results file, for a model that is compared with itself.
   suite_results = results.finite(
     {
       "suite": "attention",
@@ -334,4 +336,5 @@ def test_the_plot_of_two_models_is_drawn(make_trained, tmp_path):
 
   plots.save(suite.plot(suite_results), tmp_path / "attention.png")
 
+  # An image, and not an empty file.
   assert (tmp_path / "attention.png").stat().st_size > 1000
