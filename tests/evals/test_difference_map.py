@@ -106,6 +106,7 @@ def test_only_visible_keys_of_queries_with_two_or_more_count():
   for row, head, query in np.ndindex(2, 3, 9):
     visible_weights = weights[row, head, query, mask[row, query]]
     if len(visible_weights) >= 2:
+      # The 1 counts the query.
       expected[row] += [*measures_of_query(visible_weights), 1]
   chex.assert_trees_all_close(sums, expected, **FLOAT32)
   # All 9 and 5 queries count, except the first one of a row.
@@ -133,13 +134,14 @@ def test_uniform_maps_are_not_sparse(make_trained, variant):
 
   measurements = list(suite.evaluate(trained))
 
-  # Each measure is of both layers, and then of all.
+  # Each measure has a value for layer 0, for layer 1 and for all layers.
   num_measures = 4
   layers = [measurement.at["layer"] for measurement in measurements]
   assert layers == [0, 1, "all"] * num_measures
   expected = {
     "negative share": 0,
     "small share": 0,
+    # As a fraction of the visible keys: all of them count.
     "effective keys": 1,
     "Hoyer sparsity": 0,
   }
