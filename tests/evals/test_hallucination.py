@@ -227,7 +227,8 @@ def write_verdicts(
 def test_fractions_have_intervals_of_proportions_and_rouge_does_not(data_dir):
   """Three outputs of three are right, which leaves wide intervals.
 
-  ROUGE-L is a mean over outputs. It has no interval, because all are equal.
+  ROUGE-L is a mean over outputs, and has a bootstrap interval. There is none
+  here, because all outputs have the same ROUGE-L.
   """
   # The first evaluation writes the outputs, on which a judge gives verdicts.
   evaluate(data_dir, sets=("hotpotqa",))
@@ -244,6 +245,7 @@ def test_fractions_have_intervals_of_proportions_and_rouge_does_not(data_dir):
     "exact match",
     "empty outputs",
   }
+  # Both are 3 of 3, and 0 of 3 outputs are empty.
   free_of_hallucination = interval_of["free of hallucination"]
   assert free_of_hallucination.low == interval_of["exact match"].low < 0.5
   assert interval_of["empty outputs"].high > 0.5
@@ -368,7 +370,7 @@ def test_existing_outputs_are_used_again(data_dir, monkeypatch):
 def test_verdicts_on_another_models_outputs_raise(data_dir, monkeypatch):
   """A model of the same name, but with other parameters, writes new outputs.
 
-  Verdicts on the old outputs say nothing about them.
+  Verdicts on the old outputs say nothing about the new ones.
   """
   evaluate(data_dir)
   write_verdicts(data_dir, make_verdicts(data_dir))
@@ -404,14 +406,19 @@ def test_each_model_has_its_own_directory(data_dir, monkeypatch):
 def test_a_new_limit_generates_only_outputs_that_it_affects(
   data_dir, monkeypatch
 ):
-  """With longer summaries, the answers to questions are not written again."""
+  """The limit of summaries changes, so the three answers are used again.
+
+  `sampler` and `new_sampler` both write the references.
+  """
+  # Nine tokens, here bytes, cut the summary "River rises by 1 metres".
   evaluate(data_dir, summary_tokens=9)
   new_sampler = use_sampler(monkeypatch, write_reference)
 
   values = evaluate(data_dir, summary_tokens=128)
 
+  # The new summaries are whole. There are five.
   assert values["ROUGE-L", "xsum"] == 1.0
-  assert len(new_sampler.prompts) == len(NEWS)
+  assert len(new_sampler.prompts) == 5
 
 
 @pytest.mark.parametrize(
@@ -526,7 +533,8 @@ def test_the_end_of_a_long_source_is_cut(data_dir, sampler, caplog):
   num_summary_tokens = 128
   assert num_separators + len(prompt) + num_summary_tokens == 400
   (record,) = read_records(model_dir(data_dir) / "judge_prompts.jsonl")
-  # Most of the 1,000 "y" were cut.
+  # The prompt has 400 − 1 − 128 = 271 characters: 120 of other text and 151 "y".
+  # The judge's instructions have some more.
   assert 50 <= record["prompt"].count("y") < 300
   assert (
     "1 of 1 sources do not fit into 400 tokens and lost their end"
@@ -633,7 +641,7 @@ def test_the_suite_needs_rouge_score(monkeypatch):
 
 
 def test_a_real_model_and_sampler(data_dir):
-  """A model with random parameters writes two wrong answers."""
+  """Nothing is replaced. Random parameters give two wrong answers."""
   config = ModelConfig(
     num_layers=1,
     embed_dim=16,
