@@ -213,22 +213,25 @@ def test_the_papers_tasks_are_found_among_all_tasks(monkeypatch, data_dir):
 
 
 def test_the_papers_tasks_have_the_known_accuracies(monkeypatch, data_dir):
-  """The model prefers the choice with the most 2s.
-
-  For example, "arc_easy" has four questions, whose answers are the digits 0 to
-  3. So one answer is right.
-  """
+  """The model prefers the choice with the most 2s (see `QUESTIONS`)."""
   monkeypatch.setattr(adapter, "score", score_twos)
 
   measurements = evaluate(data_dir=str(data_dir))
 
   accuracies = {
+    # The right answers are 0, 1, 2 and 3.
     "arc_easy": 1 / 4,
+    # The right answer is 2.
     "arc_challenge": 1.0,
+    # Neither "no" nor "yes" has a 2. The first, "no", is right twice.
     "boolq": 2 / 3,
+    # The second ending has the most 2s, and is right once.
     "hellaswag": 1 / 3,
+    # The right choice is "2".
     "openbookqa": 1.0,
+    # The second solution has a 2, and is right once.
     "piqa": 1 / 2,
+    # The right option is "Ann 2".
     "winogrande": 1.0,
   }
   for task, expected in accuracies.items():
@@ -241,7 +244,12 @@ def test_the_papers_tasks_have_the_known_accuracies(monkeypatch, data_dir):
 def test_the_mean_uses_the_accuracy_by_length_where_a_task_has_one(
   monkeypatch, data_dir
 ):
-  """HellaSwag's acc_norm divides the score of an ending by its length."""
+  """HellaSwag's acc_norm divides the score of an ending by its length.
+
+  The model prefers the ending with the most 2s. That is the second one, which
+  is right once in three questions. For its length, the first one has the most
+  2s, and it is right twice.
+  """
   monkeypatch.setattr(adapter, "score", score_twos)
 
   measurements = evaluate(data_dir=str(data_dir))
@@ -267,7 +275,10 @@ def test_the_mean_uses_the_accuracy_by_length_where_a_task_has_one(
 def test_one_right_answer_does_not_make_an_accuracy_certain(
   monkeypatch, data_dir
 ):
-  """There is one question of OpenBookQA, and the model is right."""
+  """The model answers the only question of OpenBookQA, and is right.
+
+  One right answer of one leaves a wide interval.
+  """
   monkeypatch.setattr(adapter, "score", score_twos)
 
   measurements = evaluate(data_dir=str(data_dir), tasks=("openbookqa",))
@@ -280,7 +291,10 @@ def test_one_right_answer_does_not_make_an_accuracy_certain(
 def test_two_evaluations_have_the_same_questions_in_order(
   monkeypatch, data_dir
 ):
-  """Otherwise the differences of two models could not be paired."""
+  """Otherwise the differences of two models could not be paired.
+
+  Here the same model is evaluated twice, so that all differences are 0.
+  """
   monkeypatch.setattr(adapter, "score", score_twos)
   tasks = ("arc_easy", "hellaswag")
 
@@ -419,7 +433,8 @@ def test_no_prompt_shows_a_scored_question(
 def test_examples_that_are_scored_questions_raise(tmp_path, train, num_fewshot):
   """All questions of the training file are scored, or there is no such file.
 
-  An example with the answer of a scored question would give it away.
+  An example with the answer of a scored question would give it away. For
+  `num_fewshot`, −1 is the default of the task, which is five examples.
   """
   write_split(tmp_path, "gsm8k", "test", SCORED)
   if train is not None:
