@@ -213,6 +213,7 @@ def test_an_oracle_answers_every_query_after_enough_demonstrations(
   after_one_demonstration = value(oracle_accuracies[0])
   after_most_demonstrations = value(oracle_accuracies[-1])
 
+  # One demonstration shows one label of six.
   assert after_one_demonstration < 0.5
   assert after_most_demonstrations == 1.0
 
@@ -299,8 +300,10 @@ def test_each_query_is_asked_after_the_same_demonstrations(queries_of_one_set):
     assert len(queries) == 20
 
 
-def test_more_demonstrations_continue_fewer_ones(queries_of_one_set):
-  """The keys of the fixture are the texts of demonstrations."""
+def test_a_longer_list_of_demonstrations_begins_with_the_shorter_one(
+  queries_of_one_set,
+):
+  """The keys of `queries_of_one_set` are lists of demonstrations, as text."""
   texts = sorted(queries_of_one_set, key=len)
 
   # A blank line separates demonstrations.
@@ -311,7 +314,10 @@ def test_more_demonstrations_continue_fewer_ones(queries_of_one_set):
 
 
 def test_demonstrations_are_balanced(queries_of_one_set):
-  """The keys of the fixture are the texts of demonstrations, of six classes."""
+  """Each of the six classes has nearly the same number of demonstrations.
+
+  The keys of `queries_of_one_set` are lists of demonstrations, as text.
+  """
   longest = max(queries_of_one_set, key=len)
   # The label is at the end of a demonstration.
   labels = [block.rpartition(": ")[2] for block in longest.split("\n\n")]
@@ -322,7 +328,10 @@ def test_demonstrations_are_balanced(queries_of_one_set):
 
 
 def test_no_prompt_shows_a_query(monkeypatch, tmp_path):
-  """Two of three queries are in the training file too. They are left out."""
+  """Two of three queries are in the training file too.
+
+  Demonstrations come from that file, but not these two.
+  """
   queries = [
     {"text": "what is query0?", "label": "class 0"},
     {"text": "what is query1?", "label": "class 1"},
@@ -418,6 +427,7 @@ def test_a_public_dataset_has_its_own_form_of_prompts(
     assert measurement.at["dataset"] == name
     num_tokens = measurement.at["demonstrations"] * tokens_of_one
     assert measurement.at["tokens"] == num_tokens
+  # After all three demonstrations, the oracle knows all labels.
   assert value(measurements[-1]) == 1.0
   for prompt in sampler.prompts:
     assert re.match(form, prompt)
