@@ -241,7 +241,7 @@ def test_files_have_equal_weight_in_the_mean(monkeypatch, files):
   assert gsm8k["value"] == 1.0
   assert math["value"] == 0.0
   assert mean["value"] == pytest.approx((1 + 0) / 2)
-  # So few answers leave wide intervals.
+  # 6 of 6 and 0 of 4 right answers leave wide intervals.
   assert gsm8k["low"] < 0.7
   assert math["high"] > 0.3
   assert mean["low"] < 0.5 < mean["high"]
@@ -261,12 +261,16 @@ def test_text_after_the_next_question_does_not_count(monkeypatch, files):
   evaluation = evaluate(monkeypatch, suite, answer_and_ask, trained)
 
   assert evaluation.prompts[0] == "Exercise 9: What is 3 + 3?\nA:"
+  # All answers are right, and all end before the maximum length.
   for result in evaluation.results.values():
     assert result["value"] == 1
 
 
 def test_a_number_in_the_template_is_not_an_answer(monkeypatch, files):
-  """The last number of a text is the answer, but not the 9 of "Exercise 9"."""
+  """The last number of a text is the answer, unless it is of the template.
+
+  The model writes "6", for example, and then "Exercise 9: What".
+  """
   # The template of prompts with which the model was fine-tuned.
   trained = with_template("Exercise 9: {prompt}\nA:")
   suite = Mathematics(files=files.gsm8k, new_tokens=200)
@@ -282,7 +286,10 @@ def test_a_number_in_the_template_is_not_an_answer(monkeypatch, files):
 
 
 def test_an_answer_of_the_maximum_length_has_not_ended(monkeypatch, files):
-  """Of six answers, one is cut after 50 tokens, which are bytes."""
+  """One answer of six has 200 tokens, here bytes, and is cut after 50.
+
+  "ended" is the share of answers that end before their maximum length.
+  """
   suite = Mathematics(files=files.gsm8k, new_tokens=50)
 
   def answer_first_question_at_length(prompt: str) -> str:
