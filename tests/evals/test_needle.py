@@ -164,8 +164,12 @@ def test_two_prompts_do_not_make_an_accuracy_certain(monkeypatch):
 
 
 def test_a_model_that_guesses_has_almost_no_accuracy(monkeypatch):
-  """The function `guess` answers with numbers from 10,000 to 50,000."""
-  measurements = evaluate(monkeypatch, SMALL, guess)
+  """The function `guess` answers with two of 40,000 numbers."""
+  suite = Needle(
+    pairs=("1/1", "4/2"), lengths=(1000, 2000), samples=10, haystack="synthetic"
+  )
+
+  measurements = evaluate(monkeypatch, suite, guess)
 
   values = []
   for measurement in measurements:
