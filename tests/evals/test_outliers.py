@@ -190,7 +190,10 @@ def medians(trained: Trained, every: int) -> dict[str, float]:
 def test_a_sample_of_queries_gives_nearly_the_same_median(
   make_trained, medians_of_all, every, tolerance
 ):
-  """To save time, the median can be of every n-th query and token only."""
+  """To save time, the median can be of every n-th query and token only.
+
+  The fewer queries are in the sample, the larger is the error.
+  """
   sampled = medians(make_trained(num_layers=1), every)
 
   assert sampled == pytest.approx(medians_of_all, rel=tolerance)
