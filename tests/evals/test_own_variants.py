@@ -390,7 +390,10 @@ def test_the_maps_of_the_report_are_the_variants(trained, short_text):
 def test_the_page_shows_a_picture_of_variants_with_a_noise_map(
   trained, tmp_path
 ):
-  """The picture is of a head whose noise map, "λA₂", takes away most of A₁."""
+  """The picture is of a head whose noise map, "λA₂", takes away most of A₁.
+
+  Of the two variants here, only "sigmoid_noise" has a map with this title.
+  """
   name = trained.config.model.attention
   description = {
     "name": "a model",
@@ -451,8 +454,8 @@ def test_needles_are_asked_with_and_without_quantisation(trained):
     assert 0 <= interval(measurement).value <= 1
 
 
-def test_many_bits_change_nothing_and_few_change_much(trained):
-  """The logits of attention are rounded to 24 and to 2 bits."""
+def test_logits_of_24_bits_change_nothing_and_of_2_bits_much(trained):
+  """The suite "quantised" rounds the logits of attention to a number of bits."""
   tokens = np.arange(40, 80).reshape(2, 20)
   many_bits = quantise(trained, bits=24, per="row")
   few_bits = quantise(trained, bits=2, per="tensor")
@@ -471,9 +474,9 @@ def test_many_bits_change_nothing_and_few_change_much(trained):
 
 
 def test_a_variant_without_quantised_logits_raises(trained, monkeypatch):
-  """A variant lists in `supports` what can be done with it.
+  """A variant lists its optional features in `supports`.
 
-  The suite "quantised" needs QUANTIZED_LOGITS.
+  Here that is only WINDOWS. The suite "quantised" needs QUANTIZED_LOGITS.
   """
   layer_class = ATTENTION[trained.config.model.attention]
   monkeypatch.setattr(layer_class, "supports", frozenset({WINDOWS}))
