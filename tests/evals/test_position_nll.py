@@ -20,13 +20,14 @@ from tests.harness.tiers import full
 def test_a_uniform_model_loses_log_n_at_every_position(
   make_trained, make_uniform
 ):
-  """The model gives each of the 256 tokens the probability 1 / 256."""
+  """Each of n = 256 tokens has the probability 1 / 256: the loss is log(256)."""
   trained = make_uniform(make_trained(num_layers=1))
   suite = PositionNLL(rows=3, length=256, first=64, per_octave=2)
 
   measurements = list(suite.evaluate(trained))
 
-  # Each position is √2 times the one before it, rounded: 64 √2 is 90.5.
+  # Two per octave: each position is √2 times the one before it, rounded.
+  # 64 √2 is 90.5, and 128 √2 is 181.02.
   positions = [measurement.at["position"] for measurement in measurements]
   assert positions == [64, 91, 128, 181, 256]
   for measurement in measurements:
@@ -87,6 +88,7 @@ def test_a_row_that_is_not_full_is_left_out(make_trained):
   for row in full_rows:
     # Padding has the weight 0.
     assert row["weights"].all()
+  # Only the last row is left out.
   assert len(full_rows) == len(all_rows) - 1
 
 
@@ -133,7 +135,7 @@ def test_rows_can_be_longer_than_the_model_was_trained_for(make_trained):
 
   measurements = list(suite.evaluate(trained))
 
-  # The first position, 64 √2 = 90.5 rounded, and the length of the rows.
+  # The first position, then 64 √2 = 90.5 rounded, then the last one.
   positions = [measurement.at["position"] for measurement in measurements]
   assert positions == [64, 91, 100]
 
@@ -195,6 +197,7 @@ def test_the_plot_of_two_models_is_drawn(make_trained, make_uniform, tmp_path):
   trained = make_uniform(make_trained(num_layers=1))
   suite = PositionNLL(length=128, rows=1)
   measurements = list(suite.evaluate(trained))
+  # The content of the results file, for a model that is compared with itself.
   suite_results = results.finite(
     {
       "suite": "position_nll",
@@ -206,4 +209,5 @@ def test_the_plot_of_two_models_is_drawn(make_trained, make_uniform, tmp_path):
 
   plots.save(suite.plot(suite_results), tmp_path / "position_nll.png")
 
+  # An image, and not an empty file.
   assert (tmp_path / "position_nll.png").stat().st_size > 1000
