@@ -41,14 +41,17 @@ def round_logits(logits: jax.Array, mask: jax.Array, per: str) -> np.ndarray:
 
 
 def test_four_bits_per_row_by_hand():
-  """The levels are −7 … 7 sevenths of the largest visible logit of a row."""
+  """Four bits have the levels −7, −6, … 7, which are multiplied by a scale.
+
+  The scale of a row is its largest visible logit, divided by 7.
+  """
   logits = jnp.array([[14.0, -3.4, 0.9, 100.0], [1.0, 0.49, -0.51, 0.06]])
   # The first query does not see the last key.
   mask = jnp.array([[True, True, True, False], [True, True, True, True]])
 
   rounded = round_logits(logits, mask, per="row")
 
-  # Multiples of 14 / 7, and multiples of 1 / 7.
+  # Multiples of 14 / 7 = 2, and multiples of 1 / 7.
   first_row = np.array([14, -4, 0])
   second_row = np.array([7, 3, -4, 0]) / 7
   chex.assert_trees_all_close(rounded[0, :3], first_row, atol=1e-6, rtol=0)
@@ -56,7 +59,10 @@ def test_four_bits_per_row_by_hand():
 
 
 def test_four_bits_per_tensor_by_hand():
-  """The levels are −14, −12, … 14, because the largest visible logit is 14."""
+  """Four bits have 15 levels. Here they are −14, −12, … 14.
+
+  All queries share the scale, which the largest visible logit, 14, sets.
+  """
   logits = jnp.array([[14.0, -3.4, 0.9, 100.0], [1.0, 0.49, -0.51, 0.06]])
   # The first query does not see the last key.
   mask = jnp.array([[True, True, True, False], [True, True, True, True]])
@@ -96,9 +102,9 @@ def queries_changed_by_an_outlier(per: str) -> np.ndarray:
   logits_with_outlier = logits.copy()
   logits_with_outlier[0, 1, 0, 3, 2] = 1000
   transform = LogitsQuantisation(bits=8, per=per)
-  before = np.asarray(transform(logits, mask))
-  after = np.asarray(transform(logits_with_outlier, mask))
-  return np.any(before != after, axis=-1)
+  rounded = np.asarray(transform(logits, mask))
+  rounded_with_outlier = np.asarray(transform(logits_with_outlier, mask))
+  return np.any(rounded != rounded_with_outlier, axis=-1)
 
 
 def test_with_a_scale_per_row_an_outlier_changes_only_its_query():
@@ -141,10 +147,10 @@ def test_with_a_scale_per_tensor_an_outlier_changes_its_whole_sequence():
     ),
   ],
 )
-def test_many_bits_change_nothing_and_few_change_much(
+def test_logits_of_24_bits_change_nothing_and_of_2_bits_much(
   make_trained, variant, fields
 ):
-  """The logits of attention are rounded to 24 and to 2 bits."""
+  """The suite rounds the logits of attention to a number of bits."""
   trained = make_trained(variant, **fields)
   batch = next(iter(validation_rows("quantised", trained, 3, batch_size=3)))
 
@@ -198,7 +204,10 @@ def test_padding_does_not_set_the_scale():
 
 
 def test_a_row_does_not_depend_on_the_other_rows_of_its_batch(make_trained):
-  """Even if all logits of a row share a scale, each row has its own."""
+  """With `per="tensor"`, all logits of a row share a scale.
+
+  Another row has another scale.
+  """
   trained = quantise(make_trained(), bits=4, per="tensor")
 
   alone = Validation(rows=7, batch_size=1).evaluate(trained)
@@ -209,7 +218,7 @@ def test_a_row_does_not_depend_on_the_other_rows_of_its_batch(make_trained):
 
 
 def test_reading_with_a_cache_is_quantised(make_trained):
-  """The outputs are the same with a cache, and not those without rounding.
+  """Reading with a cache rounds the logits to 3 bits, as reading without one.
 
   16 tokens are read at once, and two more one by one.
   """
@@ -217,8 +226,9 @@ def test_reading_with_a_cache_is_quantised(make_trained):
   model = quantise(trained, bits=3, per="row").model
   tokens = jax.random.randint(jax.random.key(1), (2, 18), 0, 250)
   read = jax.jit(functools.partial(extend, model))
+  # `extend` takes the parameters of each layer as a separate tree.
   weights = unstack(model, trained.params)
-  cache = empty_cache(model, 2, 32)
+  cache = empty_cache(model, batch_size=2, capacity=32)
 
   first, cache = read(weights, tokens[:, :16], cache)
   second, cache = read(weights, tokens[:, 16:17], cache)
@@ -228,6 +238,7 @@ def test_reading_with_a_cache_is_quantised(make_trained):
   variables = {"params": trained.params}
   without_cache = jax.jit(model.apply)(variables, tokens)
   chex.assert_trees_all_close(with_cache, without_cache, **FLOAT32_LAYER)
+  # The model without rounding has other outputs.
   exact = jax.jit(trained.model.apply)(variables, tokens)
   assert np.abs(without_cache - exact).max() > 0.01
 
@@ -236,14 +247,16 @@ def test_reading_with_a_cache_is_quantised(make_trained):
   "lam",
   [
     pytest.param(np.float32(0.3), id="scalar"),
+    # For each row, query and head.
     pytest.param(
       np.linspace(0, 1, 24, dtype=np.float32).reshape(2, 3, 4), id="per token"
     ),
   ],
 )
 def test_lambda_and_query_offsets_are_those_of_diff_attention(lam):
-  """With logits of 24 bits, attention equals that without rounding.
+  """Both functions apply λ and the positions of the queries in the same way.
 
+  Rounding to 24 bits, as many as the mantissa of float32 has, changes nothing.
   There are two rows with three queries and nine keys each. Their first queries
   are at the positions 2 and 5.
   """
@@ -254,10 +267,12 @@ def test_lambda_and_query_offsets_are_those_of_diff_attention(lam):
   offsets = jnp.array([2, 5])
   quantisation = LogitsQuantisation(bits=24, per="row")
   layer = DiffAttention(num_heads=4, head_dim=8, logits_transform=quantisation)
+  # Takes the place of `diff_attention`, and computes the matrix of all weights
+  # with `layer.weights`, which rounds the logits.
   attend = by_definition(diff_attention, layer.weights, layer.supports)
 
   quantised_output = jax.jit(attend)(
-    q, k, v, broadcast_lambda(lam, q, 4), q_offset=offsets
+    q, k, v, broadcast_lambda(lam, q, num_heads=4), q_offset=offsets
   )
 
   output = jax.jit(diff_attention)(q, k, v, lam, q_offset=offsets)
@@ -407,6 +422,7 @@ def test_the_plot_is_drawn(make_trained, tmp_path):
     validation=Validation(rows=4),
   )
   figures = list(intervals.compare(suite.evaluate(trained)))
+  # The content of the results file.
   suite_results = results.finite(
     {
       "suite": "quantised",
@@ -418,4 +434,5 @@ def test_the_plot_is_drawn(make_trained, tmp_path):
 
   plots.save(suite.plot(suite_results), tmp_path / "quantised.png")
 
+  # An image, and not an empty file.
   assert (tmp_path / "quantised.png").stat().st_size > 1000
