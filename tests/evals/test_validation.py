@@ -33,7 +33,7 @@ def evaluate(trained: Trained, suite: Validation) -> dict[str, float]:
 
 
 def test_a_uniform_model_loses_log_n(make_trained, make_uniform):
-  """The model gives each of the 256 tokens the probability 1 / 256."""
+  """Each of n = 256 tokens has the probability 1 / 256: the loss is log(256)."""
   trained = make_uniform(make_trained())
 
   values = evaluate(trained, Validation(rows=7))
@@ -57,7 +57,10 @@ def test_rows_that_fill_the_last_batch_are_not_measured(make_trained):
 
 
 def test_values_equal_those_of_the_training_loop(make_trained):
-  """The losses do not depend on the batches. 13 rows are not a multiple of 5."""
+  """The losses do not depend on the size of batches.
+
+  13 rows are not a multiple of 4 or 5, so the last batch is not full.
+  """
   trained = with_eval_rows(make_trained(), rows=13)
   mesh = make_mesh(trained.config.mesh, jax.devices()[:1])
   program = build(trained.config, mesh)
