@@ -337,6 +337,7 @@ def test_several_devices_measure_what_one_does(
   for suite in pair.suites:
     one_device = pair.read(suite)["figures"]
     two_devices = read_strict_json(tmp_path / f"{suite}.json")["figures"]
+    # A figure is a value of the suite, such as a loss.
     for expected, actual in zip(one_device, two_devices, strict=True):
       assert actual["name"] == expected["name"]
       assert actual["value"] == pytest.approx(
@@ -439,12 +440,16 @@ def test_the_second_model_is_measured_on_the_rows_of_the_first(
   loss_alone = transformer_validation.results["figures"][0]
 
   assert loss["units"] == loss["against"]["units"]
+  # A unit is a row. The longer rows of the first model are about half as many.
   assert loss["units"] < 0.7 * loss_alone["units"]
 
 
 @pytest.mark.full
 def test_the_harness_measures_both_models_of_a_pair(runs, tmp_path):
-  """Each model is right in exactly one of two opposite questions."""
+  """The two questions are the same, with opposite right answers.
+
+  So each model is right in exactly one, and has the accuracy 0.5.
+  """
   pytest.importorskip("lm_eval")
   question = {"goal": "To eat", "sol1": "use a fork", "sol2": "use a car"}
   first_is_right = {**question, "label": 0}
@@ -750,7 +755,7 @@ def test_the_notes_of_a_table_fit_80_columns(name):
 
 
 @pytest.mark.parametrize("name", SUITES)
-def test_load_is_no_generator(name):
+def test_load_is_not_a_generator(name):
   """All suites load their data, and then they are measured one by one.
 
   A generator would raise its errors only when the suite is measured.
