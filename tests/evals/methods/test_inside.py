@@ -140,21 +140,21 @@ def test_measuring_under_remat_does_not_change_the_model(make_trained):
 
     return jax.jit(apply)(trained.params)
 
-  before = run_model()
+  output_before = run_model()
   measured = measure_jitted(trained, {"tokens": tokens}, hidden=identity)
-  after = run_model()
+  output_after = run_model()
 
   assert set(measured) == {"hidden"}
   num_layers = 3
   embed_dim = 16
   chex.assert_shape(measured["hidden"], (num_layers, 2, 16, embed_dim))
-  chex.assert_trees_all_equal(after, before)
+  chex.assert_trees_all_equal(output_after, output_before)
 
 
 def test_the_largest_logit_is_found_block_by_block(make_trained):
-  """The docstring's example gives the same as all queries at once.
+  """The maximum over blocks of queries is that of all queries at once.
 
-  The last block is not full: rows of 64 queries are two blocks of 24, and 16.
+  A row of 64 queries has two blocks of 24, and a last one of 16.
   """
 
   def add_block(largest, queries):
@@ -185,8 +185,9 @@ def test_the_largest_logit_is_found_block_by_block(make_trained):
 # Without remat, the layers are unrolled. With it, they are scanned.
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_every_layer_is_measured_with_its_own_window(make_trained, remat):
-  """The last of 16 queries sees 3 keys in a window, and else all 16.
+  """The last of 16 queries sees 3 keys in layers with a window of 3.
 
+  In other layers it sees all 16 keys.
   The pattern "wf" alternates layers with a window and full ones. The first
   layer is a plain one: its attention is softmax.
   """
@@ -229,8 +230,8 @@ def test_blocks_of_queries_give_the_whole_map(length, block, window):
     q, k, lam, q_segment_ids=ids, kv_segment_ids=ids, window=window
   )
 
-  def add_block(total, queries):
-    squares, num_visible = total
+  def add_block(sums, queries):
+    squares, num_visible = sums
     weights = jnp.where(queries.mask[:, None], queries.weights(), 0)
     squares += jnp.sum(weights**2, axis=(2, 3))
     return squares, num_visible + jnp.sum(queries.mask)
