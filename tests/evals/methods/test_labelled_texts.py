@@ -10,7 +10,7 @@ from diffjax.evals.methods.labelled_texts import Dataset, synthetic_dataset
 @pytest.fixture(scope="module")
 def dataset() -> Dataset:
   """Five classes with three words each."""
-  return synthetic_dataset(5, 3, seed=1)
+  return synthetic_dataset(num_classes=5, num_words=3, seed=1)
 
 
 def words_by_label(dataset: Dataset) -> dict[str, set[str]]:
