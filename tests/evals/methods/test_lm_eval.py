@@ -247,6 +247,7 @@ def test_generation_stops_before_the_stop_string(model, greedy_ids):
   `greedy_ids` is the model's greedy answer of 12 tokens to "Hello".
   """
   greedy_text = BYTES.decode(greedy_ids)
+  # `until` has the stop strings, and `max_gen_toks` is the maximum length.
   stop_string = greedy_text[5:7]
   whole = {"until": [], "max_gen_toks": 12}
   stopped = {"until": [stop_string, "never there"], "max_gen_toks": 12}
