@@ -119,17 +119,17 @@ def test_the_first_answer_is_at_its_depth(depth, num_needles, num_asked):
     answer_start, _ = prompt.answer_spans[0]
     # The tokens of the haystack before the answer, and all of them. The tokens
     # of needles are subtracted.
-    before = answer_start - haystack_start
-    total = prompt.query_span[0] - haystack_start
+    tokens_before = answer_start - haystack_start
+    all_tokens = prompt.query_span[0] - haystack_start
     for needle in find_needles(prompt):
       needle_length = needle.stop - needle.start
-      total -= needle_length
+      all_tokens -= needle_length
       if needle.start < answer_start:
-        before -= needle_length
+        tokens_before -= needle_length
     half_piece = needle_prompts.MAX_PIECE_TOKENS / 2
-    assert abs(before - depth * total) <= half_piece
-    assert (before == 0) == (depth == 0)
-    assert (before == total) == (depth == 1)
+    assert abs(tokens_before - depth * all_tokens) <= half_piece
+    assert (tokens_before == 0) == (depth == 0)
+    assert (tokens_before == all_tokens) == (depth == 1)
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +145,7 @@ def test_other_needles_are_at_random_depths(many_prompts):
     second_start, _ = prompt.answer_spans[1]
     depths.append(second_start / 3000)
 
+  # Random depths are spread from 0 to 1, with a mean of about 1/2.
   assert min(depths) < 0.2
   assert max(depths) > 0.8
   mean_depth = sum(depths) / 200
@@ -216,6 +217,7 @@ def test_the_length_is_exact_if_tokens_have_several_bytes(tmp_path):
   # A tokenizer that has learned the needles has tokens of several bytes.
   text = needle_prompts.OPENING
   for index, city in enumerate(needle_prompts.CITIES):
+    # Any numbers of five digits.
     number = 12345 + 7 * index
     text += f"The special magic {city} number is: {number}\n"
   tokenizer = load_tokenizer(str(train_tokenizer([text] * 3, 400, tmp_path)))
