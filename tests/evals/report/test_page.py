@@ -319,7 +319,8 @@ def test_the_browser_would_see_a_request_and_an_error(browser_contents):
 
 def test_a_browser_loads_all_pictures(shown):
   """The browser then chooses another layer and head, which changes pictures."""
-  assert len(shown["images"]) == 8
+  # Two curves, the picture of a head, four maps, and the plot of a suite.
+  assert len(shown["images"]) == 2 + 1 + 4 + 1
   images = shown["images"] + shown["changed_images"]
   for _, is_complete, width, height, shown_width in images:
     assert is_complete
@@ -374,6 +375,7 @@ def test_the_table_of_a_suite_has_both_models_and_their_difference(
     results.number(accuracy["against"]),
     results.number(accuracy["difference"]),
   ]
+  # It is π, measured on one prompt.
   assert single_row == ["single", "", "1", "3.142", "–", "–"]
 
 
@@ -420,10 +422,13 @@ def test_figures_without_information_are_folded(shown):
   """
   folded = shown["folded"]
 
+  # The figures "loss" and "alike".
   unclear = "2 rows without a clear difference"
   assert folded["needle"] == [unclear, "settings"]
+  # Only "alike".
   unclear = "1 row without a clear difference"
   assert folded["validation"] == [unclear, "settings"]
+  # The figure "none" is 0.
   assert folded["outliers"] == ["1 row of 0", "settings"]
 
 
@@ -473,7 +478,7 @@ def test_a_map_names_the_tokens_under_the_mouse(shown):
 
 
 def test_the_picture_beside_the_page_is_sharp_and_opaque(report):
-  """It stands on light and dark pages, such as the README."""
+  """Other pages, such as the README, show the picture on light and dark."""
   pixels = image.imread(report.directory / "maps.png")
 
   # [height, width, channels], with the channels red, green, blue and alpha.
