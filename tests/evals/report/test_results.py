@@ -157,7 +157,7 @@ def test_one_model_is_shown_with_its_intervals_and_the_number_of_samples():
 
 
 def test_two_models_are_shown_with_the_interval_of_their_difference():
-  """The mean over depths is the last figure. Its difference is not clear."""
+  """The interval of their difference contains 0, so it is not bold."""
   suite_results = make_depth_results(num_models=2)
   first_model, second_model = suite_results["models"]
 
@@ -166,11 +166,12 @@ def test_two_models_are_shown_with_the_interval_of_their_difference():
   assert lines[1] == f"model: {first_model['name']}"
   assert lines[2] == f"against: {second_model['name']}"
   row = line_with("answer", lines)
+  # The mean over depths is the last figure.
   mean = suite_results["figures"][-1]
   assert f"{mean['value']:.4g}" in row.split()
   assert f"{mean['against']['value']:.4g}" in row.split()
   assert results.number(mean["difference"]) in row
-  # Only clear differences are bold.
+  # Only a difference whose interval excludes 0 is bold.
   assert BOLD not in row
 
 
@@ -325,7 +326,7 @@ def test_by_model_gives_each_model_its_own_numbers():
   assert second_style.name == "two"
   assert first_style.color != second_style.color
   assert len(first_figures) == 2
-  # The second model has no "single".
+  # The first model has "accuracy" and "single", the second only "accuracy".
   (accuracy,) = second_figures
   assert first_figures[0]["value"] == pytest.approx(
     accuracy["value"] + 1, abs=0.01
