@@ -66,6 +66,7 @@ def test_the_last_figure_with_the_settings_is_the_main_one():
 
   (headline,) = summary.headlines(results)
 
+  # The third figure is of a single depth.
   assert headline.number.value == "2"
 
 
@@ -114,10 +115,12 @@ def test_one_model_has_headlines_and_no_sentence():
 @pytest.mark.parametrize(
   "difference, low, value, high",
   [
-    # 2 is at 192. −1 is at 100 − 92 / 2, and 1 is at 100 + 92 / 2.
+    # The largest number, 2, is at 192, which is 92 to the right of 0. So −1 is
+    # at 100 − 92 / 2, and 1 is at 100 + 92 / 2.
     pytest.param(
       interval(1.0, -1.0, 2.0), "54.0", "146.0", "192.0", id="interval"
     ),
+    # The largest number is −1 itself. It is at 100 − 92.
     pytest.param(
       interval(-1.0, None, None), "8.0", "8.0", "8.0", id="no bounds"
     ),
