@@ -18,6 +18,7 @@ def test_tokens_form_words_and_groups_of_punctuation():
   words = words_of(tokens)
 
   assert texts(words) == ["def", "a_1", "():", "the", "cats"]
+  # The tokens 4 to 6, and the tokens 12 and 13.
   assert words[1] == Word(start=4, end=7, text="a_1")
   assert words[4] == Word(start=12, end=14, text="cats")
 
