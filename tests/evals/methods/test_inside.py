@@ -212,8 +212,9 @@ def test_every_layer_is_measured_with_its_own_window(make_trained, remat):
   [(37, 8, 7), *full([(16, 16, None), (5, 128, 3)])],
 )
 def test_blocks_of_queries_give_the_whole_map(length, block, window):
-  """The sum of squared weights, and of visible keys, is found block by block.
+  """The sums over blocks of queries equal those over all queries.
 
+  They are the sum of squared weights, and the number of visible keys.
   A row has two documents and two tokens of padding.
   """
   keys = jax.random.split(jax.random.key(0), 3)
