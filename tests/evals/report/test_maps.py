@@ -15,9 +15,9 @@ from tests.harness.tiers import full
 
 @pytest.mark.parametrize("variant", ["diff", *full(["softmax", "diff_v2"])])
 def test_maps_are_those_of_the_model(make_trained, variant):
-  """The reference computes them from the queries and keys of a layer.
+  """`attention_maps` computes the expected maps from the queries and keys.
 
-  The first head of the report is the mean over the others.
+  In the report, the mean over heads comes before the first head.
   """
   trained = make_trained(variant)
   num_tokens = 20
