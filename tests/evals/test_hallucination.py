@@ -351,7 +351,7 @@ def test_verdicts_are_counted(data_dir):
 
 @pytest.mark.usefixtures("sampler")
 def test_existing_outputs_are_used_again(data_dir, monkeypatch):
-  """A second evaluation asks the model nothing.
+  """A second evaluation reads the outputs from a file.
 
   The fixture `sampler` makes the model write the reference of each question.
   """
