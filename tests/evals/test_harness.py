@@ -335,7 +335,7 @@ def test_limit_is_the_number_of_questions(monkeypatch, data_dir):
 
 def test_examples_are_from_the_training_file(monkeypatch, data_dir):
   """Each scored prompt begins with the only training question."""
-  # It records the pairs of a context and a continuation that are scored.
+  # Records the pairs of a context and a continuation that are scored.
   recorder = ScoreRecorder()
   monkeypatch.setattr(adapter, "score", recorder)
   example = {**arc_record(3), "question": "An example?"}
@@ -459,7 +459,10 @@ def test_without_examples_no_training_file_is_needed(prompts, tmp_path):
 
 @pytest.mark.usefixtures("prompts")
 def test_the_error_names_the_tasks_default_number_of_examples(tmp_path):
-  """By default, a prompt of "gsm8k" shows five examples. There are none."""
+  """By default, a prompt of "gsm8k" shows five examples.
+
+  They come from the training file, which is missing here.
+  """
   write_split(tmp_path, "gsm8k", "test", SCORED)
 
   message = (
