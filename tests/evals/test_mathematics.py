@@ -359,7 +359,7 @@ def test_prompts_are_those_of_fine_tuning(monkeypatch, tmp_path):
 
   # The same question and answer, as fine-tuning reads them.
   prompt_text = template.replace("{prompt}", "2 + 2?")
-  document = Document("4", False, prompt_text)
+  document = Document(text="4", replaced=False, prompt=prompt_text)
   example = Tokenize("bytes")(document)
   prompt_tokens = example.tokens[: example.prompt_length].tolist()
   assert evaluation.prompt_ids == [prompt_tokens]
