@@ -190,7 +190,7 @@ def test_the_default_is_the_papers_table_at_4096_tokens_or_fewer(
 
   measurements = evaluate(monkeypatch, suite, answer_all, trained)
 
-  # Numbers of needles, and of those that are asked for.
+  # The number of needles, and how many of them a question asks for.
   rows = set()
   for measurement in measurements:
     at = measurement.at
