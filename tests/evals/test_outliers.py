@@ -93,7 +93,7 @@ def test_top_values_are_exact_and_medians_close(
   trained = make_trained(variant, num_layers=num_layers)
   rows = validation_rows("outliers", trained, count=5, length=160, batch_size=1)
   magnitudes = all_magnitudes(trained, rows)
-  # 750 tokens take five rows of 160.
+  # 750 tokens take five rows of 160. The median is of all queries.
   suite = Outliers(tokens=750, length=160, batch_size=2, median_every=1)
 
   measurements = list(suite.evaluate(trained))
@@ -106,6 +106,7 @@ def test_top_values_are_exact_and_medians_close(
     values = np.concatenate(magnitudes[measurement.name])
     value = interval(measurement).value
     if measurement.at["value"] == "median":
+      # A histogram has only approximate medians.
       assert value == pytest.approx(np.median(values), rel=0.005)
     else:
       # "top-3" is the third largest value.
@@ -141,7 +142,13 @@ def test_padding_does_not_count(make_trained):
   """A row of 11 tokens has the same values if padding follows them."""
   # Two layers of two heads with two maps each, and an embedding of size 16.
   trained = make_trained("diff")
-  row = Row(np.arange(11), np.array([11]), np.array([0]))
+  row = Row(
+    tokens=np.arange(11),
+    segment_lengths=np.array([11]),
+    prompt_lengths=np.array([0]),
+  )
+  # A summary has the largest values, and a histogram of every n-th query: here
+  # of all.
   summarize = jax.jit(
     functools.partial(outliers.row_summaries, trained.model, every=1)
   )
