@@ -46,7 +46,7 @@ def losses_of_two_rows(trained: Trained, length: int) -> np.ndarray:
     return jax.nn.log_softmax(logits(trained.params, hidden))
 
   rows = validation_rows(
-    "position_nll", trained, 2, length=length, packing="concat"
+    "position_nll", trained, count=2, length=length, packing="concat"
   )
   losses = []
   for batch in rows:
