@@ -152,7 +152,8 @@ def test_logits_of_24_bits_change_nothing_and_of_2_bits_much(
 ):
   """The suite rounds the logits of attention to a number of bits."""
   trained = make_trained(variant, **fields)
-  batch = next(iter(validation_rows("quantised", trained, 3, batch_size=3)))
+  rows = validation_rows("quantised", trained, count=3, batch_size=3)
+  batch = next(iter(rows))
 
   @functools.partial(jax.jit, static_argnums=0)
   def apply(model, params):
@@ -178,6 +179,8 @@ def test_logits_of_24_bits_change_nothing_and_of_2_bits_much(
 def test_padding_does_not_set_the_scale():
   """Large queries at positions of padding do not make the rounding coarser."""
   keys = jax.random.split(jax.random.key(0), 3)
+  # One row of nine positions, and four heads with two maps, of size 8. Two heads
+  # share their keys and values.
   q = jax.random.normal(keys[0], (1, 9, 4, 2, 8))
   k = jax.random.normal(keys[1], (1, 9, 2, 2, 8))
   v = jax.random.normal(keys[2], (1, 9, 2, 16))
