@@ -65,6 +65,7 @@ def test_values_equal_those_of_the_training_loop(make_trained):
   mesh = make_mesh(trained.config.mesh, jax.devices()[:1])
   program = build(trained.config, mesh)
   rows = validation_rows("validation", trained, count=13, batch_size=4)
+  # What the training loop logs. The models of these tests have ngram=3 too.
   logged = measure_losses(
     program.eval_step,
     trained.params,
