@@ -253,6 +253,7 @@ def test_results_describe_both_models(pair, runs):
     assert transformer["attention"] == "softmax"
     assert transformer["name"] == f"{runs.transformer} at step 2"
     for model in (diff, transformer):
+      # The embedding alone has 256 * 16 = 4,096 parameters.
       assert model["parameters"] > 5000
       assert model["seconds"] >= 0
 
@@ -501,6 +502,7 @@ def test_each_model_of_a_pair_writes_prompts_for_a_judge(runs, tmp_path):
   figures = read_strict_json(tmp_path / "hallucination.json")["figures"]
   names = {figure["name"] for figure in figures}
   assert names == {"ROUGE-L", "empty outputs"}
+  # One file for each model.
   judge_prompts = list((tmp_path / "judged").glob("*/judge_prompts.jsonl"))
   assert len(judge_prompts) == 2
 
