@@ -94,7 +94,8 @@ def test_attention_to_digits_only_is_all_on_the_answer(
 ):
   """The answer has the only digits of a prompt, and all maps attend to them.
 
-  The weights A₁ − λA₂ sum to 1 − λ = 1/2. A share is relative to that sum.
+  A share is relative to the sum of all weights. It is 1 for softmax attention,
+  and 1 − λ = 1/2 for the weights A₁ − λA₂.
   """
   trained = make_digit_seeker(make_trained, variant, maps)
   suite = AttentionShares(
