@@ -139,17 +139,17 @@ def test_other_variables_do_not_ask_for_a_tpu(make_machine, monkeypatch, name):
   assert os.environ["JAX_PLATFORMS"] == "cpu"
 
 
-def test_a_module_jax_plugins_that_is_not_a_package_is_no_plugin(
-  make_machine, monkeypatch
-):
-  """JAX finds plugins in the modules of a package of this name."""
+def test_jax_plugins_must_be_a_package(make_machine, monkeypatch):
+  """JAX looks for plugins in a package jax_plugins. Here, it is a module."""
   make_machine()
-  module = importlib.machinery.ModuleSpec("jax_plugins", loader=None)
-  specs = {"libtpu": object(), "jax_plugins": module}
-  monkeypatch.setattr(absent_tpu.importlib.util, "find_spec", specs.get)
+  module_spec = importlib.machinery.ModuleSpec("jax_plugins", loader=None)
+  spec_by_name = {"libtpu": object(), "jax_plugins": module_spec}
+  # The stand-in for find_spec returns None for every other name.
+  monkeypatch.setattr(absent_tpu.importlib.util, "find_spec", spec_by_name.get)
 
   absent_tpu.skip()
 
+  # A plugin could use other hardware, so JAX would choose its devices itself.
   assert os.environ["JAX_PLATFORMS"] == "cpu"
 
 
@@ -191,7 +191,8 @@ print(jax.devices()[0].platform)
   ],
 )
 def test_jax_prints_nothing_about_absent_tpus(program):
-  """A notebook may have imported JAX before TPUs are skipped."""
+  """Otherwise, libtpu complains. A notebook may have imported JAX before."""
+  # The test needs a machine on which JAX prints such a complaint.
   _, errors_without_skip = run_without_platforms(PRINT_PLATFORM)
   if "TPU" not in errors_without_skip:
     pytest.skip("JAX prints nothing about TPUs on this machine")
