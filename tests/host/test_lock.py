@@ -86,6 +86,7 @@ def test_a_workdir_in_use_by_another_process_is_refused(holder):
 
 
 def test_a_killed_process_frees_its_workdir_although_its_children_live(holder):
+  """The children inherit the open lock file, but not the lock itself."""
   holder.process.kill()
   holder.process.wait()
 
@@ -98,7 +99,7 @@ def test_a_killed_process_frees_its_workdir_although_its_children_live(holder):
 
 
 def test_training_in_a_workdir_in_use_is_refused(holder, tmp_path):
-  """The run writes no file there, beside the lock of the other process."""
+  """Its workdir then still has one file, the lock of the other process."""
   (tmp_path / "text").mkdir()
   for index in range(20):
     (tmp_path / "text" / f"{index}.txt").write_text(f"document {index}\n" * 20)
@@ -147,7 +148,7 @@ def test_a_process_can_lock_two_workdirs(tmp_path):
 
 
 def test_a_second_run_of_a_process_in_a_workdir_is_refused(tmp_path):
-  """Also if the second run has another path of the same directory."""
+  """It is refused by each path of the same directory, also through a link."""
   workdir = tmp_path / "run"
   link = tmp_path / "link"
   link.symlink_to(workdir)
@@ -220,7 +221,7 @@ def test_a_workdir_with_a_new_directory_in_its_place_is_lost(tmp_path):
 
 
 def test_a_workdir_whose_link_points_elsewhere_is_lost(tmp_path):
-  """The other directory has a lock too, which is not that of the run."""
+  """The link then leads to a directory that another run has locked."""
   workdir = tmp_path / "run"
   other_workdir = tmp_path / "other"
   workdir.mkdir()
