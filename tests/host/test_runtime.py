@@ -109,9 +109,9 @@ def test_a_step_is_traced_and_compiled_once_and_moves_nothing(
 def test_the_loop_compiles_nothing_after_the_second_step(
   monkeypatch, tmp_path, compile_events
 ):
-  """This includes saves and log lines.
+  """Saves and log lines compile no further program and hide no transfer.
 
-  Nothing is transferred, except explicitly: batches and metrics.
+  Explicit transfers, of batches and metrics, are allowed.
   """
   for index in range(20):
     (tmp_path / f"{index}.txt").write_text(f"document {index} " * 40)
@@ -125,6 +125,7 @@ def test_the_loop_compiles_nothing_after_the_second_step(
   # For each step, the number of programs that were compiled before it.
   compiled_before_step = []
 
+  # The loop calls this function once before each step.
   def put_batch_guarded(batch, mesh):
     compiled_before_step.append(len(compile_events))
     step = len(compiled_before_step)
@@ -272,11 +273,12 @@ print((cache_dir / "NAME-cache").exists())
 def test_a_half_written_program_of_a_killed_process_is_deleted(
   run_program, tmp_path
 ):
-  """JAX would run it unchecked. The parent outlives the killed process."""
+  """JAX does not check programs of its cache, and would run half of one."""
   kept_dir = tmp_path / "diffjax" / "compiled"
   child = tmp_path / "programs" / "child.py"
   child.write_text(WRITE_PROGRAM + KILL_ITSELF)
 
+  # The parent prints the exit status of its child, which was killed.
   assert run_program(RUN_CHILD) == f"{-signal.SIGKILL}\n"
 
   assert not list(kept_dir.glob("NAME*"))
@@ -293,6 +295,7 @@ def test_a_program_is_sealed_by_the_process_that_wrote_it(
   child = tmp_path / "programs" / "child.py"
   child.write_text(WRITE_PROGRAM)
 
+  # The parent prints the exit status of its child.
   assert run_program(RUN_CHILD) == "0\n"
 
   assert sorted(os.listdir(kept_dir)) == ["NAME-cache", "NAME-cache.sha256"]
@@ -373,7 +376,7 @@ def test_freed_pages_are_kept(system_allocator):
   """
   num_page_faults = int(run_with_system_allocator(COUNT_PAGE_FAULTS))
 
-  # 64 MB are 16,384 pages.
+  # 64 MiB are 16,384 pages of 4 KiB. New pages would cause a fault each.
   assert num_page_faults < 1000
 
 
@@ -410,14 +413,14 @@ print(heap_size() - before)
 
 @linux_only
 def test_other_threads_leave_the_main_threads_heap_alone(system_allocator):
-  """No thread allocates where the temporaries are.
+  """The heap of the main thread is kept for temporary arrays of programs.
 
   By default, glibc has 8 arenas per core. There are more threads than that, and
   all exist at the same time.
   """
   growth_in_bytes = int(run_with_system_allocator(MEASURE_HEAP))
 
-  # A thread allocates 8 MiB.
+  # Each of the 40 threads allocates 8 MiB, outside of this heap.
   assert growth_in_bytes < 2**20
 
 
