@@ -311,6 +311,7 @@ pathlib.Path(sys.argv[2]).touch()
 
 def test_a_command_goes_on_if_its_standard_output_is_closed(start, tmp_path):
   """The command prints only after the test has closed its output."""
+  # The test makes the first file, and the command the second.
   closed = tmp_path / "closed"
   ended = tmp_path / "ended"
   process = start("-c", PRINT_IN_THREE_STEPS, closed, ended)
@@ -322,6 +323,7 @@ def test_a_command_goes_on_if_its_standard_output_is_closed(start, tmp_path):
 
   assert process.wait(timeout=60) == 0
   assert ended.exists()
+  # The first line says that output is lost. The warnings are still printed.
   first_line, *lines = process.stderr.read().splitlines()
   assert (
     "cannot write to standard output (Broken pipe); training goes on"
@@ -332,6 +334,7 @@ def test_a_command_goes_on_if_its_standard_output_is_closed(start, tmp_path):
 
 def test_a_command_goes_on_if_its_standard_error_is_closed(start, tmp_path):
   """The command prints only after the test has closed its output."""
+  # The test makes the first file, and the command the second.
   closed = tmp_path / "closed"
   ended = tmp_path / "ended"
   process = start("-c", PRINT_IN_THREE_STEPS, closed, ended)
@@ -351,6 +354,7 @@ def test_a_command_goes_on_if_its_standard_error_is_closed(start, tmp_path):
 
 def test_a_command_goes_on_if_both_of_its_outputs_are_closed(start, tmp_path):
   """The command prints only after the test has closed its outputs."""
+  # The test makes the first file, and the command the second.
   closed = tmp_path / "closed"
   ended = tmp_path / "ended"
   process = start("-c", PRINT_IN_THREE_STEPS, closed, ended)
@@ -367,6 +371,7 @@ def test_a_command_goes_on_if_both_of_its_outputs_are_closed(start, tmp_path):
 
 def test_a_command_goes_on_if_the_disk_of_its_output_is_full(tmp_path):
   """Writes to the device /dev/full fail as on a full disk."""
+  # The test makes the first file, and the command the second.
   closed = tmp_path / "closed"
   ended = tmp_path / "ended"
   # The command waits for this file, so it prints at once here.
