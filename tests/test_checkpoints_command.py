@@ -93,6 +93,7 @@ def test_the_list_has_the_validation_loss(tmp_path):
   heading, line = run(f"--workdir={tmp_path}").stdout.splitlines()
 
   assert "loss" in heading
+  # Losses have four decimals.
   assert "2.0000" in line.split()
 
 
