@@ -91,6 +91,7 @@ def test_another_learning_rate_in_the_same_directory_is_refused(
   assert result.returncode == 1
   lines = result.stderr.splitlines()
   assert lines[0] == RESUME_LINE
+  # The config "tiny" has a learning rate of 0.003.
   assert "optimizer.learning_rate was 0.003 and is 0.1" in lines[-1]
 
 
