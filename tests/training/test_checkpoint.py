@@ -170,6 +170,7 @@ def test_the_newest_checkpoint_has_its_step_data_state_and_config(tmp_path):
   checkpoint = restore(tmp_path)
 
   assert checkpoint.step == 12
+  # The helper `save` stores this as the state of the data.
   assert checkpoint.data_state == {"batch": 12, "seed": [1, None]}
   assert checkpoint.config == CONFIG
   assert newest_config(tmp_path) == CONFIG
@@ -320,7 +321,7 @@ def test_parameters_are_loaded_without_the_rest_of_the_state(
 
 
 def test_parameters_of_another_shape_are_refused(workdir_of_steps_10_and_20):
-  """The checkpoint was saved with ffn_dim=16."""
+  """The last axis is ffn_dim, which was 16 when the checkpoint was saved."""
   checkpoint = open_checkpoint(workdir_of_steps_10_and_20)
   shapes = abstract(make_state(ffn_dim=24).params)
 
@@ -493,6 +494,7 @@ def test_nothing_is_deleted_in_a_directory_that_is_not_the_locked_one(
   The old run then neither deletes files of the new one nor saves there.
   """
   workdir = shutil.copytree(workdir_of_steps_10_and_20, tmp_path / "run")
+  # The new run has steps of the same numbers, and a save that is under way.
   new_files = [
     "10/file",
     "20/file",
@@ -601,7 +603,10 @@ def test_all_other_fields_may_not_change_on_resume():
 
 
 def test_a_refused_resume_names_every_difference_with_both_values():
-  """It does not name train.steps, which may change."""
+  """It does not name train.steps, which may change.
+
+  The checkpoint has the default values, 128 and 0.001.
+  """
   other_config = change(
     CONFIG,
     model__embed_dim=64,
