@@ -537,6 +537,7 @@ def test_a_signal_while_waiting_for_data_saves_and_ends_the_run(
     return original(self, index)
 
   def send_sigterm_during_the_wait():
+    # Waits until three steps are logged.
     log = tmp_path / "metrics.jsonl"
     while not log.exists() or log.read_text().count('"train/loss"') < 3:
       time.sleep(0.01)
@@ -714,7 +715,7 @@ def test_a_restored_step_without_losses_is_evaluated_once(
 ):
   """A first run saves step 1 without an evaluation. Two more runs restore it.
 
-  Losses of NaN count as measured, so the second of them does not evaluate
+  Losses of NaN count as measured, so the third run does not evaluate step 1
   again.
   """
   config = change(config, train__steps=1, eval__interval=0)
@@ -732,7 +733,7 @@ def test_a_restored_step_without_losses_is_evaluated_once(
     assert steps_of(evaluation_entries(tmp_path)) == [1]
 
   scores = saved_scores(tmp_path, 1)
-  # JSON has no NaN.
+  # JSON has no NaN, so the loss is stored as null.
   assert scores["validation/loss"] is None
   # Such a checkpoint is not chosen as the best one.
   assert manifest.best({1: {"metrics": scores}}) is None
@@ -830,6 +831,7 @@ def test_a_shortened_warmup_has_all_of_its_steps_in_a_longer_run(
 
   errors = capsys.readouterr().err
   assert "is cut" not in errors
+  # The rate of step 4 is 4 / 8 now. With the warmup of 4 steps, it would be 1.
   assert (
     "config.train.steps was 4 and is 10: the learning rate's schedule now ends"
     " there, and goes on at 0.5, not at 1\n"
@@ -1127,10 +1129,10 @@ def restored_file(path: pathlib.Path) -> Iterator[None]:
 
 def assert_refused(message: str, config: Config, workdir: pathlib.Path) -> None:
   """Checks that a resume fails with a message and changes no file."""
-  before = file_contents(workdir)
+  contents_before = file_contents(workdir)
   with pytest.raises(UserError, match=message):
     loop.train(config, str(workdir))
-  assert file_contents(workdir) == before
+  assert file_contents(workdir) == contents_before
 
 
 @pytest.mark.parametrize("mode", ["prepared", "streamed"])
@@ -1196,7 +1198,7 @@ def test_a_checkpoint_of_another_run_is_refused_after_the_first_check_too(
   """
   run = stopped_runs("prepared")
   config = change(run.config, data__seed=1)
-  before = file_contents(run.workdir)
+  contents_before = file_contents(run.workdir)
 
   def find_no_checkpoint(*_, **__):
     return None
@@ -1209,7 +1211,7 @@ def test_a_checkpoint_of_another_run_is_refused_after_the_first_check_too(
     with new_session:
       pass
 
-  assert file_contents(run.workdir) == before
+  assert file_contents(run.workdir) == contents_before
 
 
 def test_a_resume_removes_an_interrupted_save_and_later_log_lines(
@@ -1400,12 +1402,12 @@ def test_skipped_steps_change_no_parameters(config, skipping_run):
   workdir, _ = skipping_run
   abstract_state = build(config, make_mesh(config.mesh)).abstract_state
 
-  before = open_checkpoint(workdir, 2).params(abstract_state.params)
+  before_skips = open_checkpoint(workdir, 2).params(abstract_state.params)
   after_skips = open_checkpoint(workdir, 4).params(abstract_state.params)
   after_steps = open_checkpoint(workdir, 6).params(abstract_state.params)
 
-  chex.assert_trees_all_equal(after_skips, before)
-  assert np.any(after_steps["embedding"] != before["embedding"])
+  chex.assert_trees_all_equal(after_skips, before_skips)
+  assert np.any(after_steps["embedding"] != before_skips["embedding"])
 
 
 def test_a_resume_between_skipped_steps_is_exact(
@@ -1498,6 +1500,7 @@ def test_too_many_skipped_steps_in_a_row_end_the_run(
   weights = dict.fromkeys(bad_steps, np.nan)
   spoil_batches(monkeypatch, weights=weights)
 
+  # Steps 4, 5 and 6 are three skipped steps in a row.
   message = (
     "stopped at step 6: 3 steps in a row .* the last one has loss nan;"
     f" .*{named}"
@@ -1537,7 +1540,7 @@ def test_skipped_steps_do_not_hide_the_error_of_the_data(
 
 @pytest.fixture
 def hub_source(tmp_path, monkeypatch):
-  """Four Parquet files on a Hub, each with 4,800 tokens of bytes."""
+  """Four Parquet files on a Hub, each with 80 x 60 = 4,800 tokens of bytes."""
   folder = tmp_path / "hub" / "datasets" / "org" / "name"
   folder.mkdir(parents=True)
   rng = np.random.default_rng(0)
