@@ -117,6 +117,7 @@ def test_a_log_in_an_object_store_is_uploaded_once_a_minute(
   writer = open_writer(tmp_path)
 
   writer.write(1, {"train/loss": 1.0})
+  # The first minute is not over.
   assert logged_steps(tmp_path) == []
 
   # The next entry is written 61 seconds later.
@@ -132,7 +133,7 @@ def test_a_resume_that_cannot_write_the_log_does_not_change_it(
   """A resume rewrites the log, and the disk is full after half of it."""
   write_steps(tmp_path, [10, 20, 30])
   log = tmp_path / "metrics.jsonl"
-  before = log.read_text()
+  old_content = log.read_text()
 
   def write_half(path, data):
     with open(path, "wb") as file:
@@ -144,7 +145,7 @@ def test_a_resume_that_cannot_write_the_log_does_not_change_it(
   with pytest.raises(UserError, match=message):
     open_writer(tmp_path, start_step=20)
 
-  assert log.read_text() == before
+  assert log.read_text() == old_content
 
 
 def test_lines_that_are_no_entries_are_not_read(tmp_path):
@@ -242,7 +243,10 @@ class FileOnFullDisk(io.FileIO):
 def test_lines_and_events_are_complete_after_a_full_disk(
   tmp_path, monkeypatch, free_bytes
 ):
-  """The disk is full during the steps 2 to 299, and then has space again."""
+  """Only `free_bytes` are free from step 2 on, until there is space again.
+
+  The disk is full until step 299. No entry of these steps is lost or cut.
+  """
   opened_paths = []
 
   def open_file(path, mode, buffering):
@@ -325,6 +329,7 @@ def test_a_resume_continues_the_run_of_wandb(tmp_path, monkeypatch):
   wandb = FakeWandb()
   monkeypatch.setitem(sys.modules, "wandb", wandb)
 
+  # The first session takes step 1, and the second session step 2.
   for start_step in (0, 1):
     writer = open_writer(tmp_path, wandb_project="mine", start_step=start_step)
     writer.write(start_step + 1, {"train/loss": 2.0})
