@@ -159,12 +159,12 @@ def test_weight_decay_shrinks_only_the_matrices_of_layers(name):
   updates = first_update(make_optimizer(config), gradients, params)
 
   expected = {}
-  for name, leaf in by_name(params).items():
-    if name in MATRICES:
+  for parameter, leaf in by_name(params).items():
+    if parameter in MATRICES:
       # The learning rate times the weight decay.
-      expected[name] = -0.5 * 0.25 * leaf
+      expected[parameter] = -0.5 * 0.25 * leaf
     else:
-      expected[name] = jnp.zeros_like(leaf)
+      expected[parameter] = jnp.zeros_like(leaf)
   chex.assert_trees_all_close(updates, expected, rtol=1e-6)
 
 
@@ -422,7 +422,7 @@ def test_other_parameters_move_as_if_the_frozen_ones_had_no_gradient(name):
   A run passes only the trained parameters to the optimizer. This must equal an
   update of all parameters with gradients of zero for the frozen ones.
   """
-  config = config_with_frozen(name, "frozen")
+  config = config_with_frozen(name, field="frozen")
   params = random_tree(0)
   gradients = random_tree(1)
   transformation = make_optimizer(config)
@@ -455,7 +455,8 @@ def test_other_parameters_move_as_if_the_frozen_ones_had_no_gradient(name):
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_frozen_parameters_have_no_moments(name, field):
   """Adam and Muon then need no memory for them."""
-  config = config_with_frozen(name, field)
+  # This freezes lambda_q1, lambda_k2 and value.
+  config = config_with_frozen(name, field=field)
   params = optimizer.trained_part(config, random_tree(0))
 
   state = make_optimizer(config).init(params)
@@ -471,7 +472,8 @@ def test_frozen_parameters_have_no_moments(name, field):
 @pytest.mark.parametrize("field", ["frozen", "trained"])
 def test_updated_and_frozen_parameters_are_merged(field):
   """Here, an update adds 1 to every trained parameter."""
-  config = config_with_frozen("adamw", field)
+  # This freezes lambda_q1, lambda_k2 and value.
+  config = config_with_frozen(name="adamw", field=field)
   params = random_tree(0)
 
   trained = optimizer.trained_part(config, params)
@@ -525,7 +527,9 @@ def test_the_state_has_the_structure_of_older_checkpoints():
   paths = []
   for path, _ in jax.tree_util.tree_leaves_with_path(state):
     paths.append(jax.tree_util.keystr(path))
+  # The step of the learning rate's schedule.
   assert paths[-1] == "[1].count"
+  # Adam's first moment.
   assert "[0].inner[1].mu['embedding']" in paths
 
 
@@ -542,6 +546,7 @@ def test_the_state_has_the_structure_of_older_checkpoints():
         0: 0,
         5: 1,
         10: 2,
+        # A quarter of the fall: cos(π/4) is the root of 0.5.
         35: 0.2 + 1.8 * (1 + np.sqrt(0.5)) / 2,
         60: 1.1,
         110: 0.2,
@@ -554,8 +559,8 @@ def test_the_state_has_the_structure_of_older_checkpoints():
 def test_a_schedule_has_its_values_at_key_points(schedule, rate_at_step):
   """The rate rises to 2 at step 10, and falls to 0.2 at step 110.
 
-  "wsd" (warmup, stable, decay) falls only in the last fifth of the 110 steps,
-  from step 88 on.
+  Halfway through the fall, it is 1.1. "wsd" (warmup, stable, decay) falls only
+  in the last fifth of the 110 steps, from step 88 on.
   """
   config = OptimizerConfig(
     schedule=schedule,
