@@ -236,7 +236,7 @@ def test_the_logged_wait_is_the_fraction_of_the_steps(tmp_path, monkeypatch):
 
   Simulation(machine, log_interval=3, workdir=tmp_path, monkeypatch=monkeypatch)
 
-  # Each third of the 24 steps is logged with its times.
+  # Every third of the 24 steps is logged with its times.
   fraction_by_step = logged_values(tmp_path, "train/wait_fraction")
   assert list(fraction_by_step) == [3, 6, 9, 12, 15, 18, 21, 24]
   for fraction in fraction_by_step.values():
