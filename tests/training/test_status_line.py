@@ -33,6 +33,8 @@ def interrupted_line(monkeypatch):
   status_line = StatusLine(
     CONFIG, start_step=20, num_devices=2, device_kind="NVIDIA H200", file=file
   )
+  # The times of step 21, of the first report, of the end of the evaluation and
+  # of the second report.
   set_clock(monkeypatch, [100.0, 105.0, 200.0, 202.0])
   for step in range(21, 32):
     status_line.add_wait(0.1)
@@ -81,8 +83,8 @@ def test_reports_and_notes_are_lines_of_a_file(interrupted_line):
   _, _, lines = interrupted_line
 
   report_line, note_line, _ = lines
-  # A step has 32 tokens and takes 0.5 s, and 70 steps are left. The ten steps
-  # waited 1 s of 5 s for data.
+  # A step has 2 x 16 = 32 tokens and takes 0.5 s, so 64 tokens take 1 s. The 70
+  # steps that are left take 35 s. The ten steps waited 1 s of 5 s for data.
   assert report_line == (
     "step 30/100  loss 1.2500  64 tokens/s  MFU 0.0%"
     "  waited for data 20%  0:00:35 left"
@@ -118,7 +120,8 @@ def test_a_long_line_of_a_fast_run_fits_80_columns(monkeypatch):
   status_line.add_step(100)
   status_line.report(100, {"train/loss": 10.123456})
 
-  # 100 steps of 9 x 4096 tokens take 40 s. The other 18,900 take 2:06 hours.
+  # 100 steps of 9 x 4096 tokens take 40 s, which are 92,160 tokens/s. The other
+  # 18,900 steps of 0.4 s take 7,560 s, which are 2 hours and 6 minutes.
   line = file.getvalue()
   assert re.fullmatch(
     r"step 100/19000  loss 10\.1235  92\.2K tokens/s  MFU \d+\.\d%"
@@ -183,7 +186,7 @@ def test_the_line_no_longer_says_compiling_after_the_first_step(terminal):
   status_line.add_step(1)
   status_line.close()
 
-  before, _, after = terminal.getvalue().rpartition("1/100")
-  assert "compiling" in before
-  assert "training" in after
-  assert "compiling" not in after
+  text_before, _, text_after = terminal.getvalue().rpartition("1/100")
+  assert "compiling" in text_before
+  assert "training" in text_after
+  assert "compiling" not in text_after
