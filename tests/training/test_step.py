@@ -190,7 +190,8 @@ def test_only_the_tokens_of_answers_are_counted(prompt_batch):
 
   _, metrics = take_step(program, program.init(), prompt_batch)
 
-  # Targets are shifted by one token, and those in prompts have no weight.
+  # The first token of a row is no target. So each document has four targets in
+  # its prompt, whose weight is 0, and four in its answer.
   document_weights = [0, 0, 0, 0, 1, 1, 1, 1]
   assert prompt_batch["weights"][0].tolist() == 2 * document_weights
   num_rows = 4
@@ -213,7 +214,7 @@ def test_targets_in_prompts_do_not_change_the_step(prompt_batch):
 
 
 def test_targets_in_answers_change_the_step(prompt_batch):
-  """The first answer begins with token 6, which is replaced by token 7."""
+  """Tokens 1 to 5 are the first prompt, so token 6 begins its answer."""
   targets = prompt_batch["targets"]
   other_targets = np.where(targets == 6, 7, targets)
 
@@ -272,7 +273,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted():
 
   assert int(metrics["skipped_steps"]) == 1
   chex.assert_trees_all_equal(to_numpy(state.params), params)
-  # The next step is step 2.
+  # The skipped step counts as a step.
   assert int(state.step) == 1
 
 
