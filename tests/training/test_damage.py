@@ -291,16 +291,20 @@ def assert_damaged_file_is_detected(
 @pytest.mark.parametrize("damage", ALL_DAMAGES)
 def test_each_damage_of_a_file_is_detected(workdir, caplog, damage):
   """`damage` is a function that truncates, deletes or replaces a file."""
-  assert_damaged_file_is_detected(workdir, caplog, "manifest.json", damage)
+  assert_damaged_file_is_detected(
+    workdir, caplog, kind="manifest.json", damage=damage
+  )
 
 
 @pytest.mark.parametrize("kind", KINDS_OF_FILES[1:])
 def test_damage_of_each_kind_of_file_is_detected(workdir, caplog, kind):
-  assert_damaged_file_is_detected(workdir, caplog, kind, truncate)
+  assert_damaged_file_is_detected(workdir, caplog, kind=kind, damage=truncate)
 
 
 def test_a_missing_empty_file_is_detected(workdir, caplog):
-  assert_damaged_file_is_detected(workdir, caplog, EMPTY_FILE, delete)
+  assert_damaged_file_is_detected(
+    workdir, caplog, kind=EMPTY_FILE, damage=delete
+  )
 
 
 @pytest.mark.parametrize("kind", ["commit_success.txt", EMPTY_FILE])
@@ -311,7 +315,9 @@ def test_a_pipe_in_place_of_a_file_is_not_opened(workdir, caplog, kind):
     path.unlink()
     os.mkfifo(path)
 
-  assert_damaged_file_is_detected(workdir, caplog, kind, replace_by_pipe)
+  assert_damaged_file_is_detected(
+    workdir, caplog, kind=kind, damage=replace_by_pipe
+  )
 
 
 @pytest.mark.full
@@ -320,13 +326,15 @@ def test_a_pipe_in_place_of_a_file_is_not_opened(workdir, caplog, kind):
 def test_each_damage_of_each_kind_of_file_is_detected(
   workdir, caplog, kind, damage
 ):
-  assert_damaged_file_is_detected(workdir, caplog, kind, damage)
+  assert_damaged_file_is_detected(workdir, caplog, kind=kind, damage=damage)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("damage", DAMAGES_OF_ALL_FILES[1:])
 def test_each_damage_of_an_empty_file_is_detected(workdir, caplog, damage):
-  assert_damaged_file_is_detected(workdir, caplog, EMPTY_FILE, damage)
+  assert_damaged_file_is_detected(
+    workdir, caplog, kind=EMPTY_FILE, damage=damage
+  )
 
 
 def test_the_kinds_of_files_are_all_that_a_checkpoint_has(saved_workdir):
@@ -556,6 +564,7 @@ def test_an_unfinished_save_is_listed_and_not_removed(workdir, step_20):
 def test_a_run_removes_an_unfinished_save_with_a_warning(
   workdir, step_20, caplog
 ):
+  """A run is the only writer of its workdir, so no save is under way."""
   unfinished = workdir / "checkpoints" / "30.orbax-checkpoint-tmp"
   shutil.copytree(step_20, unfinished)
 
