@@ -68,7 +68,7 @@ RESUME_LINE = (
 
 
 def test_the_same_command_resumes_the_run(command, first_run):
-  """The first run has taken its only step."""
+  """The first run has taken its only step, so no step is left."""
   directory, _ = first_run
 
   result = train(command, directory, steps=1)
@@ -90,6 +90,7 @@ def test_another_learning_rate_in_the_same_directory_is_refused(
 
   assert result.returncode == 1
   lines = result.stderr.splitlines()
+  # The command names the workdir before it compares the configs.
   assert lines[0] == RESUME_LINE
   # The config "tiny" has a learning rate of 0.003.
   assert "optimizer.learning_rate was 0.003 and is 0.1" in lines[-1]
