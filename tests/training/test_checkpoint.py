@@ -390,6 +390,7 @@ def test_the_newest_and_the_best_checkpoints_are_kept(tmp_path):
   with Checkpoints(tmp_path, keep=2) as checkpoints:
     save(checkpoints, 1, {"validation/loss": 3.0})
     save(checkpoints, 2, {"validation/loss": 1.5})
+    # NaN is never the lowest loss.
     save(checkpoints, 3, {"validation/loss": float("nan")})
     save(checkpoints, 4, {"validation/loss": 2.0})
     save(checkpoints, 5)
@@ -447,6 +448,7 @@ def flip_bit_of_step_20(workdir: pathlib.Path) -> None:
 def test_a_damaged_newest_step_is_not_counted_and_is_overwritten(
   workdir_of_steps_10_and_20, tmp_path
 ):
+  """Otherwise, it would be one of the two steps that are kept."""
   workdir = shutil.copytree(workdir_of_steps_10_and_20, tmp_path / "run")
   flip_bit_of_step_20(workdir)
   assert find_checkpoint(workdir).step == 10
@@ -752,6 +754,7 @@ def test_a_save_that_does_not_fit_the_disk_does_not_start(
   tmp_path, monkeypatch
 ):
   """Otherwise, it would fail after it has filled the disk."""
+  # Stands for the bytes that shutil.disk_usage returns.
   full_disk = types.SimpleNamespace(total=10_000, used=9_900, free=100)
   with Checkpoints(tmp_path, keep=1) as checkpoints:
     save(checkpoints, 1)
@@ -831,6 +834,7 @@ def test_a_workdir_that_cannot_be_created_is_an_error(tmp_path):
 
 
 def test_a_workdir_that_is_moved_is_created_again(tmp_path):
+  """There is no lock here, which would end the run instead."""
   workdir = tmp_path / "run"
   with Checkpoints(workdir, keep=1) as checkpoints:
     save(checkpoints, 1)
