@@ -371,6 +371,7 @@ def test_the_logged_seconds_of_a_step_are_those_of_its_program(finished_run):
     # The first step is step 1.
     begin, end = finished_run.step_times[step - 1]
     assert seconds >= end - begin
+  # Steps 2 to 6 lie between the ends of the first and the last step.
   _, first_end = finished_run.step_times[0]
   _, last_end = finished_run.step_times[-1]
   assert sum(seconds_by_step.values()) <= last_end - first_end + 0.01
@@ -513,6 +514,7 @@ def test_a_resume_on_another_mesh_has_the_same_batches_and_losses(
         # JSON has no NaN.
         assert entry[name] is None, name
       else:
+        # Sums in float32 have another order on other devices.
         assert entry[name] == pytest.approx(value, rel=2e-4), name
 
 
@@ -1268,6 +1270,7 @@ def test_a_run_whose_workdir_is_replaced_ends_without_writing_there(
 
   assert file_contents(workdir) == file_contents(finished)
   assert saved_steps(old_workdir) == []
+  # A command prints this at its end, before the files that it has written.
   assert "written to" not in capsys.readouterr().out
 
 
@@ -1297,6 +1300,7 @@ def test_a_workdir_that_is_replaced_after_training_gets_no_sample(
 
   assert file_contents(workdir) == file_contents(finished)
   assert saved_steps(old_workdir) == [1]
+  # A command prints this at its end, before the files that it has written.
   assert "written to" not in capsys.readouterr().out
 
 
@@ -1578,6 +1582,7 @@ def test_a_run_keeps_its_mode_and_its_number_of_files(
   with pytest.raises(UserError, match="config.data.files was 1 .* is 3"):
     loop.train(longer, str(workdir))
 
+  # With the one file of the first run, the longer run can be resumed.
   one_file = change(longer, data__files=1)
   with session.Session(one_file, str(workdir)) as resumed:
     assert resumed.start_step == 2
