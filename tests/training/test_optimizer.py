@@ -259,6 +259,7 @@ def test_muon_updates_each_matrix_of_each_layer_as_optax_does():
       )
       # An orthogonal matrix has the singular value 1. Five steps of
       # Newton–Schulz end between 0.7 and 1.2 (Keller Jordan's post on Muon).
+      # Here, the matrix is multiplied by 0.2 times the root of its longer side.
       scale = 0.2 * np.sqrt(max(shape))
       singular_values = np.linalg.svd(update, compute_uv=False) / scale
       assert singular_values.min() > 0.6
@@ -685,12 +686,13 @@ def test_a_good_step_after_skipped_ones_has_the_rate_of_its_own_step(started):
   state = state_after_step_0
   for _ in range(3):
     _, state = update(gradients, state, params, value=jnp.float32(np.nan))
+  # The first part of the state counts the skipped steps.
   assert int(state[0].in_a_row) == 3
   updates, state = update(gradients, state, params, value=loss)
 
   # Without the skipped steps, the same update is step 1.
   expected, _ = update(gradients, state_after_step_0, params, value=loss)
-  rate = optimizer.make_schedule(config, 10)
+  rate = optimizer.make_schedule(config, steps=10)
   chex.assert_trees_all_close(
     by_name(updates)["up"] / rate(4),
     by_name(expected)["up"] / rate(1),
@@ -787,7 +789,7 @@ def weighted_statistics(values: np.ndarray) -> tuple[float, float]:
 
 
 def test_a_spike_enters_the_running_averages_at_the_limit():
-  """The loss of a skipped step counts as the mean plus 6 deviations."""
+  """The loss of 50 counts as the limit: 6 deviations above the running mean."""
   losses = noise(num_steps=200, mean=2.0, deviation=0.1)
   norms = noise(num_steps=200, mean=0.5, deviation=0.1, seed=1)
   losses[130] = 50.0
@@ -860,7 +862,7 @@ CONSTANT_NORMS = np.full(400, 0.5)
 
 
 def test_a_bump_of_the_loss_on_a_plateau_is_no_spike():
-  """A spike is at least 6% above the mean, which is 2.12 here."""
+  """A spike is at least 6% above the mean of 2, and 2.05 is 2.5% above it."""
   losses = noise(num_steps=400, mean=2.0, deviation=1e-6)
   losses[300] += 0.05
 
@@ -868,7 +870,7 @@ def test_a_bump_of_the_loss_on_a_plateau_is_no_spike():
 
 
 def test_a_large_rise_of_the_loss_on_a_plateau_is_a_spike():
-  """The limit is 6% above the mean, which is 2.12 here."""
+  """A spike is at least 6% above the mean of 2, and 2.2 is 10% above it."""
   losses = np.full(400, 2.0)
   losses[300] += 0.2
 
