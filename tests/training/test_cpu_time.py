@@ -82,7 +82,7 @@ def test_the_flops_of_a_run_are_proportional_to_its_steps():
 
 
 def test_the_flops_of_a_token_are_at_least_six_for_each_parameter():
-  """The forward pass has two, and the backward pass four. Attention has more."""
+  """The forward pass has two, the backward pass four, and attention more."""
   tokens_per_step = CONFIG.train.batch_size * CONFIG.data.length
   num_tokens = tokens_per_step * CONFIG.train.steps
 
