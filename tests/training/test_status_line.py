@@ -55,7 +55,7 @@ def test_a_report_has_the_speed_of_the_steps(interrupted_line):
   assert values["train/step_seconds"] == 5 / 10
   tokens_per_step = 2 * 16
   assert values["train/tokens_per_second"] == tokens_per_step / 0.5
-  flops = step_flops(CONFIG.model, 16, tokens_per_step).training
+  flops = step_flops(CONFIG.model, length=16, tokens=tokens_per_step).training
   peak_flops_per_second = 2 * 989.4e12
   expected_mfu = flops / (0.5 * peak_flops_per_second)
   assert values["train/mfu"] == pytest.approx(expected_mfu)
