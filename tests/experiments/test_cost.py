@@ -115,7 +115,8 @@ def test_a_shape_is_timed_once(timed_configs, ablations, finished_transformers):
   """The variants are the Transformer, DIFF with two λ_init, and DIFF V2."""
   estimate("ablations", ablations, finished_transformers)
 
-  # λ_init is no shape. The Transformer has finished runs in place of steps.
+  # λ_init changes no shape. The steps of the Transformer are not timed, since
+  # its runs have finished.
   timed_models = [config.model.attention for config in timed_configs]
   assert timed_models == ["diff", "diff_v2"]
 
@@ -138,7 +139,7 @@ def test_runs_side_by_side_divide_the_hours(
   ablations, finished_transformers, slots, hours
 ):
   """The Transformer takes 0.3 hours, and three other variants 0.25 each."""
-  text = estimate("ablations", ablations, finished_transformers, slots)
+  text = estimate("ablations", ablations, finished_transformers, slots=slots)
 
   assert table_rows(text)["all"]["hours"] == hours
 
