@@ -35,11 +35,12 @@ def read_files(folder):
 
 def test_drawing_twice_gives_the_same_files(folder):
   draw.main(["eight_heads"])
-  before = read_files(folder)
+  first_files = read_files(folder)
 
   draw.main(["eight_heads"])
 
-  assert read_files(folder) == before
+  assert read_files(folder) == first_files
+  # Matplotlib would write the date, which differs each time.
   assert b"<dc:date>" not in (folder / "plot.svg").read_bytes()
 
 
@@ -48,7 +49,7 @@ def test_the_results_of_a_grid_in_a_subfolder_are_drawn(folder):
   (folder / "gpu").mkdir()
   (folder / "results.json").rename(folder / "gpu/results.json")
 
-  # Without a name, all experiments are drawn.
+  # Without a name, all experiments are drawn: here only that of the fixture.
   draw.main([])
 
   for file in FILES:
@@ -77,11 +78,11 @@ def test_results_json_is_kept_if_only_last_digits_of_its_summary_differ(folder):
     value, low, high = row["loss, difference"]
     row["loss, difference"] = [value * (1 + 1e-9), low, high]
   path.write_text(json.dumps(stored))
-  before = path.read_bytes()
+  stored_bytes = path.read_bytes()
 
   draw.main(["eight_heads"])
 
-  assert path.read_bytes() == before
+  assert path.read_bytes() == stored_bytes
 
 
 # The folder is the only experiment that the error can list.
