@@ -153,7 +153,7 @@ def test_one_file_makes_runs_a_table_and_a_plot(run, training, folder):
   assert f"{folder}: results.json, table.md, plot.png, plot.svg" in out
   assert "(12 of 12 runs)" in out
   assert f"results in {folder}" in errors
-  name, parameters, seeds, loss, *_ = table_row(
+  _, parameters, seeds, loss, *_ = table_row(
     folder, "lambda_init=0.2,head_norm=True"
   )
   assert parameters == "0.838 M"
@@ -192,15 +192,16 @@ def test_finished_runs_are_not_repeated(run, training, folder):
 @pytest.mark.usefixtures("training")
 def test_a_trial_leaves_the_folder_unchanged(run, folder):
   """--steps is for trials, whose results are not those of the grid."""
-  before = sorted(folder.glob("*.*"))
+  files_before = sorted(folder.glob("*.*"))
 
   out, _ = run("lambda_study", "--steps=20")
 
   assert "(6 of 6 runs)" in out
-  assert sorted(folder.glob("*.*")) == before
+  assert sorted(folder.glob("*.*")) == files_before
 
 
 def test_a_run_is_trained_again_after_its_trial(run, training, folder):
+  """--steps makes a trial, whose results are not those of the grid."""
   run("lambda_study", "--only=lambda_init=0.2/seed_0", "--steps=20")
 
   run("lambda_study", "--only=lambda_init=0.2/seed_0")
@@ -333,6 +334,7 @@ def test_a_slice_reports_its_failed_runs(run, training, folder):
 def test_a_command_without_slice_tries_the_failed_runs_of_a_slice_again(
   run, training, folder
 ):
+  """The slice "0/3" is the first third of the runs."""
   training.errors = {"lambda_init=0.2/seed_0": "diverged"}
   run(str(folder), "--slice=0/3", code=1)
 
@@ -345,7 +347,7 @@ def test_a_command_without_slice_tries_the_failed_runs_of_a_slice_again(
 
 
 def test_failures_of_another_config_are_ignored(run, training, folder):
-  """The changed setting may be the fix."""
+  """After a failure, a changed setting may be the fix."""
   training.errors = {"lambda_init=0.2/seed_0": "diverged"}
   run("lambda_study", "--only=lambda_init=0.2/seed_0", code=1)
 
@@ -367,6 +369,7 @@ def test_no_run_starts_after_an_interrupt(run, training, folder):
   # This interrupts the second of six runs.
   training.errors = {"lambda_init=0.5/seed_0": KeyboardInterrupt()}
 
+  # 130 is the exit status of a command that was interrupted.
   _, errors = run("lambda_study", code=130)
 
   assert training.started == [
@@ -596,13 +599,14 @@ def test_commands_of_the_repository_need_no_path(monkeypatch):
 # Here, trainings take no time.
 @pytest.mark.usefixtures("training")
 def test_a_folder_can_be_drawn_again(run, folder):
+  """draw.main draws the plot from results.json and trains nothing."""
   run("lambda_study")
-  before = (folder / "plot.svg").read_bytes()
+  first_plot = (folder / "plot.svg").read_bytes()
   (folder / "plot.svg").unlink()
 
   draw.main([str(folder)])
 
-  assert (folder / "plot.svg").read_bytes() == before
+  assert (folder / "plot.svg").read_bytes() == first_plot
 
 
 # Fails unless the module was imported before experiment.py.
@@ -621,13 +625,13 @@ def folder_with_module(folder, monkeypatch):
   return folder
 
 
-def test_all_commands_import_the_modules_of_import(
+def test_all_commands_import_the_modules_of_the_flag_import(
   run, training, folder_with_module
 ):
-  """Such a module can register an attention variant."""
+  """A module of --import can register an attention variant."""
   run("lambda_study", "--only=*/seed_0", "--import=my_attention_module")
 
-  # There are three runs.
+  # There are three runs, one for each λ_init, with at least one command each.
   assert len(training.commands) > 2
   for command, environment in training.commands:
     assert "--import=my_attention_module" in command
@@ -636,7 +640,7 @@ def test_all_commands_import_the_modules_of_import(
 
 
 @pytest.mark.usefixtures("training", "folder_with_module")
-def test_printed_commands_import_the_modules_of_import(run):
+def test_printed_commands_import_the_modules_of_the_flag_import(run):
   """The folder lambda_study is in the current directory."""
   out, _ = run(
     "lambda_study", "--print", "--only=*/seed_0", "--import=my_attention_module"
