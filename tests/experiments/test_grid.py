@@ -160,13 +160,13 @@ def test_a_step_of_every_ablation_moves_all_parameters_that_are_not_frozen():
   for config in distinct_small_configs():
     program = build(config, make_mesh(config.mesh, jax.devices()[:1]))
     state = program.init()
-    before = jax.tree.map(np.asarray, state.params)
+    initial_params = jax.tree.map(np.asarray, state.params)
     batch = put_batch(random_batch(), program.mesh)
 
     state, metrics = program.train_step(state, batch)
 
     assert np.isfinite(metrics["loss"])
-    has_moved = jax.tree.map(np.not_equal, before, state.params)
+    has_moved = jax.tree.map(np.not_equal, initial_params, state.params)
     frozen_names = config.optimizer.frozen.split(",")
     for path, moved in jax.tree_util.tree_leaves_with_path(has_moved):
       is_frozen = path[-1].key in frozen_names
@@ -176,7 +176,7 @@ def test_a_step_of_every_ablation_moves_all_parameters_that_are_not_frozen():
 # order_robustness trains, and outliers measures the runs of ablations.
 @pytest.mark.parametrize("name", ["order_robustness", "outliers"])
 def test_all_variants_of_a_seed_come_before_the_next_seed(name):
-  """A grid that is stopped then has complete comparisons."""
+  """A grid that is stopped early has all variants of its first seeds."""
   chosen = grid.load(name).grids["cpu"]
 
   seeds = [run.seed for run in grid.expand(name, chosen, {})]
@@ -234,12 +234,13 @@ SIZES = pytest.mark.parametrize("size", ["", ",size=125m", ",size=1b"])
   ],
 )
 def test_a_row_of_diff_differs_in_one_field(row, changes, size):
+  """Each of these variants of ablations changes one config field of DIFF."""
   assert changes_from_diff(row, size) == changes
 
 
 @SIZES
 def test_heads_of_wide_transformers_are_twice_as_wide_as_those_of_diff(size):
-  """A row "transformer_norm" has the head norm of DIFF, too."""
+  """The row transformer_norm has a head norm, as DIFF; the other has none."""
   diff_head_dim = config_of("ablations", f"diff{size}").model.head_dim
 
   changes_with_norm = changes_from_diff("transformer_norm", size)
@@ -296,8 +297,8 @@ def test_another_number_of_heads_keeps_the_width(heads, size):
   "size, tolerance",
   [("", 0.02), (",size=125m", 0.001), (",size=1b", 0.001)],
 )
-def test_rows_have_almost_as_many_parameters(size, tolerance):
-  """Only some have λ vectors or gains, and the widths of V2 are rounded."""
+def test_rows_have_almost_equally_many_parameters(size, tolerance):
+  """λ vectors, gains and rounded widths make small differences."""
   rows = [
     "transformer",
     "transformer_wide",
