@@ -259,6 +259,7 @@ def test_the_launcher_does_not_wait_for_processes_that_a_command_leaves():
 
   seconds = time.monotonic() - start
   assert failure.value.reason == "gone"
+  # The process that is left ends after 30 seconds.
   assert seconds < 25
 
 
@@ -295,6 +296,7 @@ def test_stop_ends_the_running_command(tmp_path):
       call.result()
 
   seconds = time.monotonic() - start
+  # Without a stop, the command would sleep for 60 seconds.
   assert seconds < 30
 
 
