@@ -133,7 +133,7 @@ def largest_change_by_the_second_map(row: str) -> float:
 
 
 def test_diff_uses_its_second_attention_map():
-  """It attends with its first map minus λ times its second one."""
+  """DIFF attends with its first map minus λ times its second one."""
   assert largest_change_by_the_second_map("diff") > 1e-3
 
 
