@@ -372,7 +372,7 @@ def test_the_plot_has_every_row(make_results):
 
 
 def test_larger_models_are_the_runs_of_ablations():
-  """They are measured, not trained."""
+  """The grid for GPUs measures models of ablations, and trains none."""
   gpu_grid = grid.load("order_robustness", "gpu").grids["gpu"]
 
   run, *_ = grid.expand("order_robustness", gpu_grid, {})
