@@ -241,13 +241,14 @@ def test_a_text_tells_when_the_last_run_will_end(clock):
 
   text = estimates.end(first, seconds=4000.0)
 
-  # Two further runs of 4,000 seconds take 8,000 seconds.
+  # Two further runs of 4,000 seconds take 8,000 seconds, or 133 minutes. From
+  # 22:00, that is until 00:13.
   assert text == "2 runs left, about 2 h 13 min, until Thu 26 Nov 00:13"
 
 
 @pytest.mark.usefixtures("evening")
 def test_a_text_after_two_runs_uses_their_median(clock):
-  """It is 22:00."""
+  """It is 22:00. The two runs took 4,000 and 3,000 seconds."""
   first, second, third = runs("diff", (0, 1, 2))
   estimates = Pace(
     finished=[(first, 4000.0)], runs=[second, third], slots=1, resumes=True
@@ -257,7 +258,7 @@ def test_a_text_after_two_runs_uses_their_median(clock):
 
   text = estimates.end(second, seconds=3000.0)
 
-  # The median of 3,000 and 4,000 seconds is 58 minutes.
+  # Their median is 3,500 seconds, or 58 minutes.
   assert text == "1 run left, about 58 min, until 22:58"
 
 
@@ -274,9 +275,9 @@ def test_a_grid_that_is_stopped_before_its_first_run_has_no_estimate():
 @pytest.mark.parametrize(
   "resumes, time_left",
   [
-    # The second run has 150 seconds left, and the third one 450.
+    # The second run has 450 - 300 seconds left, and the third one 450.
     pytest.param(True, "10 min", id="resumes"),
-    # Both runs have 450 seconds left.
+    # The second run starts again, so both runs have 450 seconds left.
     pytest.param(False, "15 min", id="starts again"),
   ],
 )
@@ -290,7 +291,7 @@ def test_a_stopped_grid_tells_the_time_left(clock, resumes, time_left):
   estimates.begin(second)
   clock.now += 300
 
-  # Five of the eight runs of the grid had finished before.
+  # Five of the eight runs had finished before, and the first run makes six.
   assert estimates.stopped(total=8) == (
     f"6 of 8 runs are done; the rest would take about {time_left} at this pace;"
     " the same command goes on"
