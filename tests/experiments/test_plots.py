@@ -103,6 +103,7 @@ def test_unknown_variants_get_unused_looks():
 
 
 def test_unknown_variants_get_unused_colours_first():
+  """Nine variants, of which seven are unknown, get nine colours."""
   variants = ["diff", "transformer", *UNKNOWN_VARIANTS[:7]]
 
   styles = plots.styles_of(variants)
@@ -239,4 +240,5 @@ def test_more_options_than_line_styles_are_drawn():
 
   points = drawn_means(runs)
 
+  # Each of the seven variants has one point.
   assert points == [[0.5, 7.0]] + 6 * [[0.25, 6.0]]
