@@ -77,7 +77,7 @@ def test_factors_with_the_same_last_part_have_dotted_names():
   }
 
 
-def test_names_of_rows_can_be_names_of_files_and_differ():
+def test_names_of_rows_are_different_and_valid_names_of_files():
   values = ["text:/a/*", "text:/a/?", "a b", "x" * 300, "x" * 301, ""]
   factors = {"data.source": values, "a.b": ["y" * 300]}
 
