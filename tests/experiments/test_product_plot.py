@@ -41,7 +41,7 @@ def make_results(factors, loss_of):
 
 
 def sum_of_factors(values, seed):
-  """Returns λ_init + 1 with the head norm + 0.1 with the second seed."""
+  """Returns λ_init + 0.1 * seed, plus 1 with the head norm."""
   loss = values["model.lambda_init"] + 0.1 * seed
   if values["model.head_norm"]:
     loss += 1
@@ -83,10 +83,10 @@ def legend_texts(axes):
 
 
 def test_lines_connect_the_means_over_seeds():
-  """A loss is λ_init + 1 with the head norm + 0.1 with the second seed."""
+  """Here loss = λ_init + 0.1 * seed, plus 1 with the head norm."""
   axes = draw_axes(FACTORS, make_results(FACTORS, sum_of_factors))
 
-  # Points (λ_init, loss). The mean over the two seeds adds 0.1 / 2.
+  # Points (λ_init, loss). The mean over the seeds 0 and 1 adds 0.1 / 2.
   with_norm = [(0.2, 1.25), (0.5, 1.55), (0.8, 1.85)]
   without_norm = [(0.2, 0.25), (0.5, 0.55), (0.8, 0.85)]
   expected = np.array([with_norm, without_norm])
@@ -121,7 +121,7 @@ def test_axes_and_lines_are_named():
 def test_runs_without_a_number_are_left_out_and_counted():
   """A run that has failed has no loss, and one that has diverged has NaN.
 
-  A loss is λ_init + 1 with the head norm + 0.1 with the second seed.
+  Here loss = λ_init + 0.1 * seed, plus 1 with the head norm.
   """
   results = make_results(FACTORS, sum_of_factors)
   for run in results["runs"]:
@@ -131,7 +131,7 @@ def test_runs_without_a_number_are_left_out_and_counted():
 
   axes = draw_axes(FACTORS, results)
 
-  # Points (λ_init, mean loss). At 0.5 there is only the seed 0.
+  # Points (λ_init, mean loss). At 0.5 only the seed 0 has a loss.
   with_norm = np.array([(0.2, 1.25), (0.5, 1.5), (0.8, 1.85)])
   chex.assert_trees_all_close(points_of_lines(axes)[0], with_norm, **FLOAT64)
   # Three values of λ_init, two of the head norm, and two seeds.
@@ -141,12 +141,13 @@ def test_runs_without_a_number_are_left_out_and_counted():
 
 
 def test_values_that_are_no_numbers_are_evenly_spaced():
-  """A loss is λ_init + 1 with the head norm + 0.1 with the second seed."""
+  """Here loss = λ_init + 0.1 * seed, plus 1 with the head norm."""
   factors = {"model.head_norm": [True, False], "model.lambda_init": [0.2]}
 
   axes = draw_axes(factors, make_results(factors, sum_of_factors))
 
-  # True is at 0 and False at 1. The mean over the two seeds adds 0.1 / 2.
+  # True is at x = 0 and False at x = 1. The losses are 0.2 + 1 + 0.1 / 2 and
+  # 0.2 + 0.1 / 2, since they are means over the seeds 0 and 1.
   expected = np.array([[(0, 1.25), (1, 0.25)]])
   chex.assert_trees_all_close(points_of_lines(axes), expected, **FLOAT64)
   ticks = [text.get_text() for text in axes.get_xticklabels()]
