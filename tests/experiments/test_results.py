@@ -118,6 +118,7 @@ def test_an_error_names_two_changed_fields_and_counts_the_others(
   fields = {"train.steps": 700, "eval.interval": 7, "model.num_layers": 1}
   run = grid.with_fields(runs[0], fields)
 
+  # A named field ends with its value "now". There is one further field.
   with pytest.raises(UserError, match=" now; .* now and 1 more; choose"):
     results.read_run(tmp_path / run.name, run, TASK, location_fields=())
 
