@@ -90,7 +90,8 @@ def test_the_cell_of_reference_is_measured():
 def test_attention_to_the_answer_and_to_other_words_is_relative_to_the_sum():
   """Weights of DIFF can be negative."""
   # The positions are the separator, five words, "?" and the key of a question.
-  # The answer is the word at position 2.
+  # The answer is the word at position 2. The only other word with a weight is
+  # that at position 4.
   weights = np.array([[0.1, 0.0, 0.5, 0.0, -0.1, 0.0, 0.1, 0.2]])
 
   measured = experiment.shares(weights, places=np.array([2]))
@@ -115,6 +116,7 @@ def test_attention_shares_of_questions_are_ratios_of_sums():
 
   measured = experiment.shares(weights, places=np.array([1, 2]))
 
+  # The weights of the first question add up to 0.8, those of the second to 0.2.
   total = 0.8 + 0.2
   assert measured["answer_signed"] == pytest.approx((0.5 + 0.7) / total)
   assert measured["noise_signed"] == pytest.approx((-0.1 - 0.2) / total)
@@ -229,7 +231,7 @@ def test_training_learns_only_the_words_after_the_question(tmp_path):
 
 
 def test_larger_models_are_the_runs_of_ablations():
-  """They are measured, not trained."""
+  """The grid for GPUs measures models of ablations, and trains none."""
   gpu_grid = grid.load("retrieval", "gpu").grids["gpu"]
 
   run, *_ = grid.expand("retrieval", gpu_grid, {})
@@ -256,7 +258,8 @@ def test_needles_of_a_model_with_random_parameters(make_workdir, monkeypatch):
     workdir, config, needles=("6/2",), num_prompts=1
   )
 
-  # "6/2" are six needles, of which two are asked for.
+  # "6/2" are six needles, of which two are asked for. A model with random
+  # parameters finds none of them.
   assert measured["accuracy_6/2"] == 0
   assert 0 < measured["answer_absolute"] < 0.2
   assert 0.2 < measured["noise_absolute"] < 1
