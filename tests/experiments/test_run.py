@@ -70,7 +70,7 @@ def trained_workdirs(run, monkeypatch):
 
 @pytest.fixture
 def finished_run(tmp_path):
-  """The results of diff/seed_0 in ablations, which are in its workdir."""
+  """The results of the run diff/seed_0, written into its workdir."""
   options = study.Options(
     steps=2, only=("diff/seed_0",), workdir=f"{tmp_path}/runs"
   )
@@ -155,6 +155,7 @@ def test_runs_side_by_side_write_their_output_to_their_workdirs(
   )
 
   runs_dir = tmp_path / "runs/long_context/cpu/diff"
+  # A run is trained, then its extension, which is measured at the end.
   modules = ["diffjax.train", "diffjax.train", "experiments.measure"]
   assert modules_by_log == {
     runs_dir / "seed_0/output.txt": modules,
@@ -230,7 +231,7 @@ def test_results_that_cannot_be_collected_are_refused_before_training(
 
 def test_a_workdir_of_another_config_is_refused(run, flags, make_workdir):
   (diff,) = grid.expand("ablations", grid.Grid(("diff",), "diff"), {})
-  # The checkpoint has two layers in place of four.
+  # The checkpoint has two layers, and the models of the grid have four.
   make_workdir("runs/ablations/cpu/diff/seed_0", diff.config)
 
   _, errors = run("ablations", *flags, "--only=diff/seed_0", code=1)
@@ -255,6 +256,7 @@ def test_a_notebook_runs_and_collects_a_study(tmp_path):
 
   assert [run.name for run in missing] == ["diff/seed_0"]
   assert failed == []
+  # The cells are the variant, the parameters, the seeds and the loss.
   assert "| diff | 0.838 M | 1 | 2.0000 |" in text
   assert "(1 of 65 runs)" in text
 
@@ -381,6 +383,7 @@ def test_a_run_that_sigterm_stopped_is_resumed(run, tmp_path):
 
   exit_status, errors = stop_at_step_5(workdir, flags)
 
+  # The status of a command that was interrupted.
   assert exit_status == 130, errors
   assert "SIGTERM: saving" in errors
   assert "0 of 1 runs are done; the same command goes on\n" in errors
@@ -547,6 +550,7 @@ def test_cost_of_a_large_grid_is_in_chip_hours(run):
   assert parameters == "1,410 M"
   # 40,000 steps of 128 rows of 2,048 tokens.
   assert tokens == "10.5 B"
+  # Each token takes about 6 FLOPs per parameter, and those of attention.
   assert flops == "9.82e+19"
 
 
@@ -614,7 +618,10 @@ def test_cost_uses_the_runs_that_finished_on_this_machine(
 def test_cost_ignores_runs_of_another_config(
   run, finished_ablations, monkeypatch
 ):
+  """The finished runs have another number of steps."""
+
   def time_steps(config_by_shape, env):
+    """Stands for a measurement: a step of every model takes 0.25 seconds."""
     return dict.fromkeys(config_by_shape, 0.25)
 
   monkeypatch.setattr(cost, "time_steps", time_steps)
@@ -745,6 +752,7 @@ def test_aot_compiles_each_variant_once(run):
     "--only=diff",
   )
 
+  # Three lines come before the rows of the table.
   _, _, _, *rows = out.splitlines()
   assert len(rows) == 1
   _, memory, fits, _, seconds = table_row(out, "diff")
@@ -758,6 +766,7 @@ def test_aot_names_the_variants_that_are_too_large(run, monkeypatch):
   compiled = []
 
   def compile_plan(config, topology):
+    """Stands for the compiler: every program needs 18 GiB of 15.75 GiB."""
     compiled.append((config.model.attention, topology))
     gib = 2**30
     return plan.Plan(
