@@ -127,6 +127,7 @@ def test_every_layer_takes_the_same_memory(small_config, mesh):
   mean_of_four = (needed_bytes(7) - needed_bytes(3)) / 4
   assert mean_of_four == pytest.approx(third_layer, rel=0.05)
   for layers in (3, 7):
+    # These layers fit with 1% to spare, and one more does not.
     memory = 1.01 * needed_bytes(layers)
     actual = experiment.layers_that_fit(
       layers=9, limit=memory, needed=needed_bytes
@@ -412,6 +413,7 @@ def gpu_results():
 def test_the_table_has_speeds_and_their_differences(gpu_results):
   text = table.markdown(experiment.EXPERIMENT, gpu_results)
 
+  # 46,000 tokens per second are 8% fewer than 50,000.
   forward_row = {
     "shape": "3b,length=2048",
     "layers": "20 of 28",
