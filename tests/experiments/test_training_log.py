@@ -111,7 +111,7 @@ def test_a_run_with_a_damaged_checkpoint_has_not_finished(run, tmp_path):
 def test_a_run_of_another_config_is_refused(
   run, tmp_path, step, field, value, message
 ):
-  """It must not be continued, and its metrics must not be used."""
+  """Such a run must not be continued, and its metrics must not be used."""
   save_checkpoint(tmp_path, run.config, step)
   (tmp_path / "metrics.jsonl").write_text(LOG)
   changed = grid.with_fields(run, {field: value})
