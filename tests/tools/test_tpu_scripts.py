@@ -206,6 +206,7 @@ def running_cloud(set_up_directory, tmp_path_factory) -> Iterator[Cloud]:
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_help_names_the_variables(cloud, script):
+  """Help is available before the variables are set."""
   status, output = cloud.run(script, "--help", TPU_NAME="", TPU_ZONE="")
 
   assert status == 0
@@ -623,6 +624,7 @@ def test_keep_alive_resumes_a_preempted_run(ready_cloud):
   ready_cloud.wait_for_run(worker)
   first_arguments = training_arguments(worker)
 
+  # The slice is taken away.
   ready_cloud.write("node", "PREEMPTED")
   ready_cloud.wait_for_run(worker, number=2)
   second_arguments = training_arguments(worker)
@@ -653,6 +655,7 @@ def test_keep_alive_restarts_after_the_loss_of_one_worker(ready_cloud):
   assert watcher.returncode == 0, output
   assert "the run is failed, failure 1 of 5 in a row" in output
   assert "worker-1: ended with status 1: " in output
+  # The training of this worker did not fail, and yet it started again.
   assert num_runs(first_worker) > 1
 
 
@@ -664,6 +667,7 @@ def test_keep_alive_gives_up_on_a_run_that_keeps_failing(ready_cloud):
 
   assert status == 1
   assert "gives up; the log: " in output
+  # The limit is five failures in a row.
   assert num_runs(ready_cloud.workers[0]) == 5
 
 
