@@ -35,6 +35,7 @@ def points_of_source(source):
 
 
 def test_points_are_differences_from_the_baseline(ablations, tmp_path):
+  # The directory stands for the folder of all experiments.
   results.write(tmp_path / "ablations/results.json", ablations)
 
   points = first_page.project_points(tmp_path)
@@ -49,6 +50,7 @@ def test_points_are_differences_from_the_baseline(ablations, tmp_path):
 
 
 def test_variants_with_other_numbers_of_heads_are_left_out(ablations, tmp_path):
+  # The committed results have such a variant.
   assert "diff,heads=4" in comparison.variant_names(ablations)
   results.write(tmp_path / "ablations/results.json", ablations)
 
@@ -74,6 +76,7 @@ def test_points_of_an_experiment_appear_with_its_results(ablations, tmp_path):
 
   points = first_page.project_points(tmp_path)
 
+  # DIFF is compared with transformer_norm, the baseline of "tokens".
   (added,) = set(points) - set(points_before)
   assert added.row == "diff"
   assert added.against == "transformer_norm"
