@@ -28,6 +28,7 @@ def configs(row: str, size: str):
 
 @SIZES
 def test_the_rope_base_grows_with_the_length(size):
+  """An extension trains a finished run further, with longer rows."""
   short, extended = configs("diff", size)
 
   # Rows are 8 times as long, or 32 times.
