@@ -171,23 +171,23 @@ def test_random_orders_mix_the_classes(demonstrations):
   assert len(set(first_block)) > 1
 
 
-def test_the_numbers_of_given_answers():
+def test_accuracy_spread_and_changed_answers_are_computed():
   # Two sets of demonstrations with two queries each, in three orders.
   labels = np.array([[1, 2], [3, 4]])
   answers_of_first_set = [[1, 2], [1, 1], [1, 1]]
   answers_of_second_set = [[3, 4], [3, 4], [3, 4]]
   answers = np.array([answers_of_first_set, answers_of_second_set])
 
-  numbers = experiment.spread(answers, labels)
+  measured = experiment.spread(answers, labels)
 
   # Two of twelve answers are wrong.
-  assert numbers["accuracy"] == pytest.approx(10 / 12)
+  assert measured["accuracy"] == pytest.approx(10 / 12)
   # The spread is the best accuracy of a set minus its worst one: 1 − 0.5 for
   # the first set, and 1 − 1 for the second.
-  assert numbers["spread"] == (0.5 + 0.0) / 2
+  assert measured["spread"] == (0.5 + 0.0) / 2
   # There are three pairs of orders for each of four queries. In two of these
   # pairs, the answers to the second query of the first set differ.
-  assert numbers["changed"] == pytest.approx(2 / 12)
+  assert measured["changed"] == pytest.approx(2 / 12)
 
 
 @pytest.fixture
