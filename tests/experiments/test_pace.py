@@ -232,11 +232,12 @@ def test_a_run_of_unknown_time_tells_only_how_many_runs_are_left(clock):
 
 @pytest.mark.usefixtures("evening")
 def test_a_text_tells_when_the_last_run_will_end(clock):
-  """It is 22:00 on Wednesday, 25 November."""
+  """The first run ends at 22:00 on Wednesday, 25 November."""
   first, second, third = runs("diff", (0, 1, 2))
-  estimates = Pace([], runs=[first, second, third], slots=1, resumes=True)
+  todo = [first, second, third]
+  estimates = Pace(finished=[], runs=todo, slots=1, resumes=True)
   estimates.begin(first)
-  # The run took 1,000 of its 4,000 seconds in an earlier start.
+  # This start of the run takes 3,000 seconds, and an earlier one took 1,000.
   clock.now += 3000
 
   text = estimates.end(first, seconds=4000.0)
