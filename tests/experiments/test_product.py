@@ -170,6 +170,7 @@ def test_printed_commands_train_the_runs_of_the_grid(
 
   runs_dir = tmp_path / "runs" / folders.identifier(folder) / "cpu"
   expected = {}
+  # With --steps=5, the interval of evaluations is 5, too.
   for each_run in expand(folder, {"train.steps": 5, "eval.interval": 5}):
     expected[str(runs_dir / each_run.name)] = each_run.config
   # Each of three factors has two values.
@@ -354,7 +355,7 @@ def test_the_variants_of_a_config_are_a_factor(make_folder):
   assert last_run.variant == "variant=transformer,rope=False"
   assert last_run.base == "tiny:transformer"
   assert last_run.config.model.attention == "softmax"
-  # The Transformer has twice the heads of DIFF, so that the sizes are equal.
+  # DIFF has two heads. The Transformer has twice as many, for the same size.
   assert last_run.config.model.num_heads == 2 * 2
   assert last_run.fields["model.rope"] is False
   # A variant is no field of the config.
