@@ -154,10 +154,11 @@ def measure_checkpoints(make_workdir, tmp_path):
 def test_the_checkpoints_of_evaluations_and_the_last_one_are_measured(
   measure_checkpoints,
 ):
-  """A resumed run has a further checkpoint, here that of step 3."""
+  """A stop of the run leaves a further checkpoint, which is not measured."""
   # Numbers of words and of distractors.
   cells = [(24, 5), experiment.REFERENCE]
 
+  # The run was stopped at step 3.
   measured = measure_checkpoints(steps=[2, 3, 4, 5], cells=cells)
 
   # There is an evaluation every two steps, and step 5 is the last one.
@@ -177,6 +178,7 @@ def test_a_run_without_its_last_checkpoint_is_not_measured(
 
 
 def test_runs_side_by_side_can_write_the_data_at_once(tmp_path):
+  """All runs of the experiment read the same files, which each may write."""
   shared_dir = tmp_path / "shared"
   shared_dir.mkdir()
 
@@ -187,11 +189,12 @@ def test_runs_side_by_side_can_write_the_data_at_once(tmp_path):
   fields = written_by_threads[0]
   assert written_by_threads == [fields] * 4
   assert len(list(shared_dir.iterdir())) == 1
-  # The files are those of a single run.
+  # The files are those of a single run. A field is a path or "jsonl:PATH".
   expected_fields = write_data(tmp_path / "alone")
   for field, location in fields.items():
     actual_path = pathlib.Path(location.removeprefix("jsonl:"))
     expected_path = pathlib.Path(expected_fields[field].removeprefix("jsonl:"))
+    # The name of the directory is a hash of what determines its files.
     assert actual_path.parent.name == expected_path.parent.name
     assert actual_path.read_bytes() == expected_path.read_bytes()
 
