@@ -284,6 +284,7 @@ def test_a_notebook_trains_a_single_run(tmp_path):
 @pytest.mark.usefixtures("trained_workdirs")
 def test_the_time_of_a_command_is_added_to_that_of_earlier_commands(tmp_path):
   """A run that was stopped continues in the same workdir."""
+  # spent.json has the time of the commands that the run has had so far.
   earlier = {"seconds": 1e6, "machine": "old"}
   results.write(tmp_path / "spent.json", earlier)
   slot = execute.Slot(launch.Launcher(), environment={}, machine="new")
@@ -369,6 +370,7 @@ def stop_at_step_5(workdir, flags):
 
 @pytest.mark.full
 def test_a_run_that_sigterm_stopped_is_resumed(run, tmp_path):
+  """A run of 600 steps is stopped at step 5, and the command is repeated."""
   flags = [
     *text_flags(tmp_path),
     *SMALL_MODEL,
