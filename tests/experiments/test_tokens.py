@@ -83,7 +83,7 @@ def test_about_95_percent_of_intervals_contain_the_slope():
     if low <= true_slope <= high:
       num_hits += 1
 
-  # The share of 400 hits has a standard deviation of 0.01.
+  # With 400 simulations, a share of 0.95 has a standard deviation of 0.01.
   assert 0.92 <= num_hits / num_simulations <= 0.985
 
 
