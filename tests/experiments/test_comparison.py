@@ -71,7 +71,9 @@ def test_the_interval_of_a_difference_is_welchs(variant, against):
     "diff_v2": rng.normal(3, 0.2, 4),
   }
 
-  actual = comparison.difference(make_results(losses), variant, LOSS, against)
+  actual = comparison.difference(
+    make_results(losses), variant, LOSS, against=against
+  )
 
   welch = scipy.stats.ttest_ind(
     losses[variant], losses[against], equal_var=False
@@ -88,7 +90,9 @@ def test_a_difference_is_from_the_baseline_by_default():
 
   actual = comparison.difference(results, "diff", LOSS)
 
-  assert actual == comparison.difference(results, "diff", LOSS, "transformer")
+  assert actual == comparison.difference(
+    results, "diff", LOSS, against="transformer"
+  )
 
 
 def test_the_order_of_the_seeds_does_not_change_a_difference():
