@@ -415,7 +415,7 @@ def test_a_grid_can_be_expanded_with_changed_fields():
 
 
 def test_a_change_can_be_for_one_variant():
-  rows = grid.Grid(("transformer", "diff"), "diff")
+  rows = grid.Grid(variants=("transformer", "diff"), baseline="diff")
 
   transformer, diff = grid.expand(
     "ablations", rows, {"eval.rows": 4, "diff:eval.rows": 8}
