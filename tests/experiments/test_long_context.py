@@ -81,7 +81,7 @@ def measure(make_workdir):
 
   The run of 64 tokens and its extension to 256 have the same parameters.
   """
-  grid_of_one = grid.Grid(("diff",), "diff")
+  grid_of_one = grid.Grid(variants=("diff",), baseline="diff")
   (run,) = grid.expand("long_context", grid_of_one, {})
   short = run.pretrained.config
   start, _ = make_workdir("start", short, {"model.max_length": 64})
