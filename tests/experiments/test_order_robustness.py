@@ -195,7 +195,7 @@ def training_rows(tmp_path):
   """A tokenizer and a batch of four rows for training."""
   (run,) = grid.expand(
     "order_robustness",
-    grid.Grid(("diff",), "diff"),
+    grid.Grid(variants=("diff",), baseline="diff"),
     {"train.batch_size": 4, "train.steps": 50},
   )
   run = grid.with_fields(run, experiment.prepare(tmp_path, run.config))
@@ -302,7 +302,9 @@ class CountingModel:
 @pytest.fixture
 def measure(tmp_path, monkeypatch):
   """measure(counts_all=True): the measurements of a CountingModel."""
-  (run,) = grid.expand("order_robustness", grid.Grid(("diff",), "diff"), {})
+  (run,) = grid.expand(
+    "order_robustness", grid.Grid(variants=("diff",), baseline="diff"), {}
+  )
   tokenizer = load_tokenizer(task.write(tmp_path, 4, SIZES)["data.tokenizer"])
   params = {"embedding": jnp.eye(len(task.VOCABULARY))}
   # Fewer sets are enough to see a difference.
@@ -385,7 +387,9 @@ def test_larger_models_are_the_runs_of_ablations():
 def test_many_shot_measurements_have_the_columns_of_table_and_plot(
   make_workdir, make_results, monkeypatch
 ):
-  (run,) = grid.expand("ablations", grid.Grid(("diff",), "diff"), {})
+  (run,) = grid.expand(
+    "ablations", grid.Grid(variants=("diff",), baseline="diff"), {}
+  )
   workdir, config = make_workdir("run", run.config, {"model.max_length": 512})
   # Small batches take less time.
   small_suite = functools.partial(many_shot.ManyShot, batch_tokens=1024)
