@@ -16,7 +16,9 @@ from experiments.outliers import experiment
 @pytest.fixture
 def run_of_ablations(make_workdir):
   """The workdir and the config of a small run, with three validation rows."""
-  (run,) = grid.expand("ablations", grid.Grid(("diff",), "diff"), {})
+  (run,) = grid.expand(
+    "ablations", grid.Grid(variants=("diff",), baseline="diff"), {}
+  )
   workdir, config = make_workdir("run", run.config)
   rows = dataclasses.replace(config.eval, rows=3)
   return workdir, dataclasses.replace(config, eval=rows)
