@@ -40,7 +40,7 @@ def runs(variant, seeds, changes=None):
     seeds: The seeds.
     changes: Further config fields, such as {"train.steps": 4}.
   """
-  chosen = grid.Grid((variant,), baseline=variant, seeds=seeds)
+  chosen = grid.Grid(variants=(variant,), baseline=variant, seeds=seeds)
   return grid.expand("ablations", chosen, {**SMALL, **(changes or {})})
 
 
@@ -153,7 +153,7 @@ def test_short_runs_fit_beside_a_long_one(
 ):
   """Two runs go on at a time. Short runs take 10 seconds, the long one 60."""
   todo = [long_run, *short_runs]
-  estimates = Pace(finished, todo, slots=2, resumes=True)
+  estimates = Pace(finished, runs=todo, slots=2, resumes=True)
   estimates.begin(long_run)
   estimates.begin(short_runs[0])
   clock.now += 10
@@ -170,7 +170,7 @@ def test_a_long_run_that_starts_last_delays_the_end(
 ):
   """Two runs go on at a time. Short runs take 10 seconds, the long one 60."""
   todo = [*short_runs, long_run]
-  estimates = Pace(finished, todo, slots=2, resumes=True)
+  estimates = Pace(finished, runs=todo, slots=2, resumes=True)
   estimates.begin(short_runs[0])
   estimates.begin(short_runs[1])
   clock.now += 10
@@ -186,7 +186,7 @@ def test_runs_in_one_slot_take_the_sum_of_their_times(
   clock, finished, short_runs, long_run
 ):
   todo = [long_run, *short_runs]
-  estimates = Pace(finished, todo, slots=1, resumes=True)
+  estimates = Pace(finished, runs=todo, slots=1, resumes=True)
   estimates.begin(long_run)
   clock.now += 60
 
