@@ -214,7 +214,9 @@ def test_the_line_of_a_single_factor_is_named():
 
 def test_a_product_is_drawn_if_the_experiment_has_no_plot(tmp_path):
   made = Grid.product("tiny", FACTORS, seeds=(0, 1))
-  experiment = Experiment("?", {"cpu": made}, {"loss": LOSS})
+  experiment = Experiment(
+    question="?", grids={"cpu": made}, metrics={"loss": LOSS}
+  )
   results = make_results(FACTORS, sum_of_factors)
 
   files = draw.draw(experiment, results, tmp_path)
@@ -225,8 +227,10 @@ def test_a_product_is_drawn_if_the_experiment_has_no_plot(tmp_path):
 def test_other_grids_have_no_default_plot(tmp_path):
   """A grid without factors has nothing for an x-axis."""
   made = Grid.product("tiny", FACTORS, seeds=(0, 1))
-  plain = Grid(made.variants, made.baseline, made.seeds)
-  experiment = Experiment("?", {"cpu": plain}, {"loss": LOSS})
+  plain = Grid(variants=made.variants, baseline=made.baseline, seeds=made.seeds)
+  experiment = Experiment(
+    question="?", grids={"cpu": plain}, metrics={"loss": LOSS}
+  )
 
   files = draw.draw(experiment, make_results(FACTORS, constant), tmp_path)
 
