@@ -15,7 +15,9 @@ TASK = {"samples": 3}
 @pytest.fixture
 def runs():
   """Six runs: both variants with seed 0, then with seed 1, then with seed 2."""
-  chosen = Grid(("transformer", "diff"), "transformer", seeds=(0, 1, 2))
+  chosen = Grid(
+    variants=("transformer", "diff"), baseline="transformer", seeds=(0, 1, 2)
+  )
   return grid.expand("ablations", chosen, {})
 
 
