@@ -128,7 +128,9 @@ def measure_checkpoints(make_workdir, tmp_path):
 
   The run has five steps and an evaluation every two steps.
   """
-  (run,) = grid.expand("retrieval", grid.Grid(("diff",), "diff"), {})
+  (run,) = grid.expand(
+    "retrieval", grid.Grid(variants=("diff",), baseline="diff"), {}
+  )
   fields = {
     "data.tokenizer": write_data(tmp_path / "words", 4)["data.tokenizer"],
     "train.steps": 5,
@@ -209,7 +211,9 @@ def test_existing_data_is_used_again(tmp_path):
 
 def test_training_learns_only_the_words_after_the_question(tmp_path):
   changes = {"train.batch_size": 2}
-  (run,) = grid.expand("retrieval", grid.Grid(("diff",), "diff"), changes)
+  (run,) = grid.expand(
+    "retrieval", grid.Grid(variants=("diff",), baseline="diff"), changes
+  )
   run = grid.with_fields(run, write_data(tmp_path))
   tokenizer = load_tokenizer(run.config.data.tokenizer)
   assert run.config.model.vocab_size >= tokenizer.vocab_size
@@ -245,7 +249,9 @@ def test_larger_models_are_the_runs_of_ablations():
 
 @pytest.mark.full
 def test_needles_of_a_model_with_random_parameters(make_workdir, monkeypatch):
-  (run,) = grid.expand("ablations", grid.Grid(("diff",), "diff"), {})
+  (run,) = grid.expand(
+    "ablations", grid.Grid(variants=("diff",), baseline="diff"), {}
+  )
   workdir, config = make_workdir("run", run.config, {"model.max_length": 1024})
   # Small batches take less time.
   monkeypatch.setattr(
