@@ -230,7 +230,9 @@ def test_results_that_cannot_be_collected_are_refused_before_training(
 
 
 def test_a_workdir_of_another_config_is_refused(run, flags, make_workdir):
-  (diff,) = grid.expand("ablations", grid.Grid(("diff",), "diff"), {})
+  (diff,) = grid.expand(
+    "ablations", grid.Grid(variants=("diff",), baseline="diff"), {}
+  )
   # The checkpoint has two layers, and the models of the grid have four.
   make_workdir("runs/ablations/cpu/diff/seed_0", diff.config)
 
@@ -573,11 +575,15 @@ def finished_ablations(tmp_path):
   Two finished on this machine, in 100 and 200 seconds. One finished on another
   machine, and the time of the last one is not known.
   """
-  this_machine = machine.describe(launch.Devices("cpu", "cpu", 1), 1)
-  another_machine = machine.describe(launch.Devices("cpu", "other", 1), 1)
+  this_machine = machine.describe(
+    launch.Devices(backend="cpu", kind="cpu", number=1), num_slots=1
+  )
+  another_machine = machine.describe(
+    launch.Devices(backend="cpu", kind="other", number=1), num_slots=1
+  )
   runs = grid.expand(
     "ablations",
-    grid.Grid(("diff",), "diff", seeds=range(4)),
+    grid.Grid(variants=("diff",), baseline="diff", seeds=range(4)),
     {"data.source": "text:x"},
   )
 
@@ -608,7 +614,9 @@ def test_cost_uses_the_runs_that_finished_on_this_machine(
 ):
   out, _ = run("ablations", *finished_ablations, "--cost")
 
-  this_machine = machine.describe(launch.Devices("cpu", "cpu", 1), 1)
+  this_machine = machine.describe(
+    launch.Devices(backend="cpu", kind="cpu", number=1), num_slots=1
+  )
   assert out.startswith(f"hours of {this_machine}, 1 at a time\n")
   seconds, hours, basis = table_row(out, "diff")[-3:]
   # The median of 100 and 200 seconds, for each of five seeds.
