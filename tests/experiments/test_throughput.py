@@ -45,7 +45,7 @@ def small_config():
     "train.steps": 3,
   }
   variant = "tiny,length=256"
-  one = grid.Grid((variant,), variant)
+  one = grid.Grid(variants=(variant,), baseline=variant)
   (run,) = grid.expand("throughput", one, changes)
   return run.config
 
