@@ -19,7 +19,9 @@ LOG = """\
 @pytest.fixture
 def run():
   """A run of two steps."""
-  (run,) = grid.expand("ablations", Grid(("diff",), "diff"), {})
+  (run,) = grid.expand(
+    "ablations", Grid(variants=("diff",), baseline="diff"), {}
+  )
   fields = {"train.steps": 2, "optimizer.warmup_steps": 1}
   return grid.with_fields(run, fields)
 
