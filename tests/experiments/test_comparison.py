@@ -84,6 +84,7 @@ def test_the_interval_of_a_difference_is_welchs(variant, against):
 
 
 def test_a_difference_is_from_the_baseline_by_default():
+  """The baseline of these results is the Transformer."""
   results = make_results(
     {"transformer": [1.0, 1.2], "diff": [2.0, 2.1], "gated": [3.0, 3.1]}
   )
@@ -96,6 +97,7 @@ def test_a_difference_is_from_the_baseline_by_default():
 
 
 def test_the_order_of_the_seeds_does_not_change_a_difference():
+  """Runs with the same seed are not paired."""
   transformer = [1.0, 1.1, 1.3]
   diff = [2.0, 2.3, 2.4]
   results = make_results({"transformer": transformer, "diff": diff})
