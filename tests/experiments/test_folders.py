@@ -165,6 +165,7 @@ def test_one_file_makes_runs_a_table_and_a_plot(run, training, folder):
 # Here, trainings take no time.
 @pytest.mark.usefixtures("training")
 def test_results_have_the_values_of_the_factors(run, folder):
+  """A factor is a config field in which the runs of a product differ."""
   (folder / "experiment.py").write_text(TWO_FACTORS)
   name = "lambda_init=0.8,head_norm=False/seed_1"
 
@@ -258,6 +259,7 @@ def test_a_row_without_finished_runs_has_their_error(run, training, folder):
 def test_the_entry_of_a_failed_run_has_its_error_and_no_results(
   run, training, folder
 ):
+  """An entry is a run in results.json."""
   training.errors = {"lambda_init=0.2/seed_0": "diverged"}
 
   run("lambda_study", code=1)
@@ -551,6 +553,7 @@ EXPERIMENT = Experiment(
 
 
 def test_a_folder_may_have_a_config_and_modules(run, folder):
+  """config.py and experiment.py import a module that says LAYERS = 3."""
   (folder / "lambda_study_task.py").write_text("LAYERS = 3\n")
   (folder / "config.py").write_text(CONFIG_THAT_IMPORTS_A_MODULE)
   (folder / "experiment.py").write_text(EXPERIMENT_THAT_IMPORTS_A_MODULE)
@@ -564,6 +567,7 @@ def test_a_folder_may_have_a_config_and_modules(run, folder):
 
 
 def test_the_base_of_a_folders_runs_is_its_config(folder):
+  """The base of a run is the config whose fields the run changes."""
   (folder / "lambda_study_task.py").write_text("LAYERS = 3\n")
   (folder / "config.py").write_text(CONFIG_THAT_IMPORTS_A_MODULE)
   (folder / "experiment.py").write_text(EXPERIMENT_THAT_IMPORTS_A_MODULE)
@@ -783,6 +787,7 @@ EXPERIMENT = Experiment(
 
 @pytest.mark.full
 def test_a_training_that_diverges_is_reported(small_run, folder):
+  """The learning rate of the only run is 1e9."""
   (folder / "experiment.py").write_text(RATE_WITH_WHICH_TRAINING_DIVERGES)
 
   out, errors = small_run(steps=6, code=1)
