@@ -486,6 +486,7 @@ def test_all_runs_are_chosen_without_patterns(ablations):
 
 
 def test_a_variant_is_chosen_with_all_its_seeds(ablations):
+  """A pattern of --only without a seed matches all seeds."""
   chosen = grid.choose(ablations, only=["diff"], slice_=ALL)
 
   assert names_of(chosen) == [
