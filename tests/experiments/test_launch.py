@@ -131,6 +131,7 @@ def test_two_slots_run_two_jobs_at_a_time_in_order():
 
 
 def test_no_job_starts_after_one_has_failed():
+  """With one slot, the second job waits for the first."""
   started_jobs = []
 
   def failing_job(slot):
@@ -363,6 +364,7 @@ with Launcher() as launcher:
 def test_at_a_signal_the_command_gets_sigterm_and_can_save(
   tmp_path, signal_number, jobs
 ):
+  """The launcher calls the command itself or in a job, as `jobs` says."""
   process = subprocess.Popen(
     [
       *python(CALLS_THE_COMMAND_IN_A_LAUNCHER),
