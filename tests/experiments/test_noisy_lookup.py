@@ -219,6 +219,7 @@ def test_the_accuracies_of_a_run_are_means_over_its_evaluations():
 
 
 def test_a_run_has_the_first_step_whose_accuracy_reached_90_percent():
+  """The curve has the accuracies at some steps of the training."""
   curve = [
     {"step": 2, "accuracy": 0.8},
     {"step": 4, "accuracy": 0.9},
