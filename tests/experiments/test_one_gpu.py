@@ -101,6 +101,8 @@ def test_all_runs_have_the_same_implementation_of_attention(runs, tune_runs):
 
 
 def test_the_figure_of_tuning_has_losses_over_learning_rates(make_results):
+  """Each loss is 3 plus the learning rate."""
+
   def measure(run):
     return {"validation/loss": 3.0 + run.config.optimizer.learning_rate}
 
@@ -118,6 +120,8 @@ def test_the_figure_of_tuning_has_losses_over_learning_rates(make_results):
 def test_the_figure_of_the_comparison_has_a_row_for_each_architecture(
   make_results,
 ):
+  """Each loss is 3 plus the seed."""
+
   def measure(run):
     return {"validation/loss": 3.0 + run.seed}
 
