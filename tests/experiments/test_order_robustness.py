@@ -232,6 +232,7 @@ def words_of_row(tokenizer, batch, row):
 
 
 def test_training_learns_queries_and_their_labels_in_turn(training_rows):
+  """The words with a loss are, for example, "w7 y4 w2 y1"."""
   tokenizer, batch = training_rows
 
   for row in range(4):
