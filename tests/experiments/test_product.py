@@ -54,6 +54,7 @@ def expand(folder, changes=None):
 
 
 def test_rows_are_named_by_the_values_of_the_factors():
+  """A row is a combination of the factors' values."""
   rows = product.make("tiny", FACTORS).rows()
 
   assert list(rows) == [
