@@ -213,6 +213,7 @@ def test_the_line_of_a_single_factor_is_named():
 
 
 def test_a_product_is_drawn_if_the_experiment_has_no_plot(tmp_path):
+  """plot.png and plot.svg are the default figure of a product."""
   made = Grid.product("tiny", FACTORS, seeds=(0, 1))
   experiment = Experiment(
     question="?", grids={"cpu": made}, metrics={"loss": LOSS}
