@@ -266,6 +266,7 @@ def test_a_notebook_runs_and_collects_a_study(tmp_path):
 # Here, trainings take no time, and end with a loss of 2.
 @pytest.mark.usefixtures("trained_workdirs")
 def test_a_notebook_trains_a_single_run(tmp_path):
+  """A slot is a share of this machine's devices for one run at a time."""
   options = study.Options(
     steps=20, only=("diff/seed_0",), workdir=f"{tmp_path}/runs"
   )
