@@ -22,6 +22,7 @@ WORKFLOW = 'matrix:\n  python: ["3.11", "3.13"]\n'
 
 
 def test_the_page_agrees_with_pyproject_and_the_workflow():
+  """This test reads the files of the repository."""
   table = tested_versions.read_table(
     tested_versions.PAGE.read_text(encoding="utf-8")
   )
