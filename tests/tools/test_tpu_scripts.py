@@ -487,6 +487,7 @@ def test_setup_does_not_replace_the_code_of_a_run_in_progress(running_cloud):
 
 
 def test_the_log_can_be_followed_on_a_worker(running_cloud):
+  """--follow=1 prints the log of worker 1 while the run goes on."""
   follower = running_cloud.start("train.sh", "--follow=1")
 
   first_line = follower.stdout.readline()
@@ -691,6 +692,7 @@ def test_an_interrupted_run_is_not_complete(ready_cloud):
 
 
 def test_keep_alive_ends_if_the_run_is_stopped(ready_cloud):
+  """--keep_alive restarts a run that fails, but not one that a user stops."""
   watcher = ready_cloud.start("train.sh", "--keep_alive", *TRAIN)
   ready_cloud.wait_for_run(ready_cloud.workers[1])
 
@@ -703,6 +705,7 @@ def test_keep_alive_ends_if_the_run_is_stopped(ready_cloud):
 
 
 def test_delete_says_what_it_deletes(cloud):
+  """With --quiet, the script deletes without a question."""
   cloud.write("request", "ACTIVE")
 
   status, output = cloud.run("delete.sh", "--quiet")
