@@ -240,7 +240,7 @@ def test_a_row_of_diff_differs_in_one_field(row, changes, size):
 
 @SIZES
 def test_heads_of_wide_transformers_are_twice_as_wide_as_those_of_diff(size):
-  """The row transformer_norm has a head norm, as DIFF; the other has none."""
+  """transformer_norm has DIFF's head norm, and transformer_wide has none."""
   diff_head_dim = config_of("ablations", f"diff{size}").model.head_dim
 
   changes_with_norm = changes_from_diff("transformer_norm", size)
