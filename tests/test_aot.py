@@ -278,7 +278,7 @@ def test_an_all_reduce_of_several_arrays_counts_all_of_them():
 
   found = collectives(text, {"data": 2, "fsdp": 4})
 
-  # The arrays f32[16] and f32[].
+  # The arrays f32[16] and f32[]. A float32 has four bytes.
   array_bytes = (16 + 1) * 4
   # In a ring of n devices, each receives 2 (n − 1) / n of an array. `data` has
   # two devices.
@@ -287,7 +287,7 @@ def test_an_all_reduce_of_several_arrays_counts_all_of_them():
 
 
 def test_an_asynchronous_collective_counts_once():
-  """It is two instructions, with the suffixes "start" and "done"."""
+  """A program starts it with one instruction, and ends it with another."""
   text = program_text(
     "%p = (bf16[8,16]{1,0}, bf16[8,16]{1,0}, u32[]{:S(2)}, u32[]{:S(2)})"
     " collective-permute-start(%x), source_target_pairs={{0,1},{1,0}}",
@@ -307,8 +307,8 @@ def test_an_asynchronous_collective_counts_once():
   ]
 
 
-def test_an_all_reduce_and_a_slice_in_a_loop_are_a_reduce_scatter():
-  """The TPU compiler writes a reduce-scatter as a fusion of these two."""
+def test_a_fusion_of_an_all_reduce_and_a_slice_is_a_reduce_scatter():
+  """The TPU compiler writes a reduce-scatter so. Here, it is in a loop."""
   reduce_scatter = computation_text(
     "all-reduce-scatter.4.clone",
     f"%b = f32[16,8]{{1,0}} all-reduce(%x), channel_id=4, {ALONG_FSDP},"
@@ -494,12 +494,14 @@ def test_a_message_about_all_memory_is_read():
     " 95.25G hbm. Exceeded hbm capacity by 1G."
   )
 
+  # "T" are tebibytes.
   assert refusal.needed == 1.5 * 1024 * GIB
   assert refusal.available == 95.25 * GIB
   assert not refusal.is_temporaries
 
 
 def test_another_message_of_the_compiler_is_an_error():
+  """Only messages about memory say that a step does not fit."""
   message = "refuses the step: INTERNAL: Mosaic failed"
   with pytest.raises(UserError, match=message):
     planning.read_refusal("INTERNAL: Mosaic failed to compile TPU kernel")
@@ -526,7 +528,7 @@ PLAN = planning.Plan(
 
 
 def test_a_step_fits_if_it_needs_at_most_the_available_memory():
-  # The parameters and the optimizer leave 15 − 4 − 8 = 3 GiB.
+  # The parameters and the optimizer leave 15 − 4 − 8 = 3 GiB for temporaries.
   plan = dataclasses.replace(
     PLAN, parameters=4 * GIB, optimizer=8 * GIB, available=15 * GIB
   )
@@ -539,7 +541,10 @@ def test_a_step_fits_if_it_needs_at_most_the_available_memory():
 
 
 def test_changes_that_reduce_temporaries_come_first_if_they_are_large():
-  """The temporaries, such as activations, need more than the training state."""
+  """The temporaries, such as activations, need 16 GiB of a chip.
+
+  The training state, of parameters and optimizer, needs 4 + 8 GiB.
+  """
   config = Config(train=TrainConfig(batch_size=128), mesh=MeshConfig(data=-1))
   plan = dataclasses.replace(
     PLAN, parameters=4 * GIB, optimizer=8 * GIB, temporaries=16 * GIB
@@ -559,13 +564,13 @@ def test_changes_that_reduce_temporaries_come_first_if_they_are_large():
     "--config.train.loss_chunk=512",
     # This shards the training state.
     "--config.mesh.data=1",
-    # Four chips need 4 × 28 GiB, which is 14 GiB on each of eight.
+    # Each of four chips needs 4 + 8 + 16 = 28 GiB, so each of eight needs 14.
     "--topology=v5e:2x4",
   ]
 
 
 def test_changes_that_reduce_the_training_state_come_first_if_it_is_large():
-  """The training state, 4 + 8 GiB, needs more than the temporaries."""
+  """The training state needs 4 + 8 GiB of a chip, and the temporaries 4."""
   config = Config(train=TrainConfig(batch_size=128), mesh=MeshConfig(data=-1))
   plan = dataclasses.replace(
     PLAN, parameters=4 * GIB, optimizer=8 * GIB, temporaries=4 * GIB
@@ -585,7 +590,10 @@ def test_changes_that_reduce_the_training_state_come_first_if_it_is_large():
   ],
 )
 def test_the_suggested_topology_has_sufficient_memory(chips, mesh, num_slices):
-  """A slice of 4 chips needs 4 × 112 GiB, which is 14 GiB on each of 32."""
+  """Each of 4 chips needs 4 + 8 + 100 = 112 GiB, so each of 32 needs 14.
+
+  A chip has 15 GiB. With two slices, the topology is that of each slice.
+  """
   config = Config(train=TrainConfig(batch_size=128), mesh=MeshConfig(data=-1))
   plan = dataclasses.replace(
     PLAN,
@@ -644,7 +652,7 @@ def test_the_report_shows_the_exposed_part_of_collectives(capsys):
 
   text = printed_report(capsys, estimate=estimate, peak_seconds=0.6)
 
-  # 0.25 of the 0.625 seconds of both.
+  # Nothing overlaps 0.25 of the 0.5 + 0.125 seconds, which is 40%.
   assert (
     "0.2500: 40% of all collectives; all-gather 0.1250 of 0.5000,"
     " all-reduce 0.1250 of 0.1250\n"
@@ -652,6 +660,7 @@ def test_the_report_shows_the_exposed_part_of_collectives(capsys):
 
 
 def test_the_report_shows_windowed_einsums_if_there_are_any(capsys):
+  """A windowed einsum is a matrix product that loops over shards."""
   with_three = printed_report(capsys, windowed=3)
   without = printed_report(capsys, windowed=0)
 
@@ -757,13 +766,16 @@ def test_policies_are_compared_and_the_quickest_that_fits_is_named(
     rows_by_policy[policy] = " ".join(cells[1:])
   assert list(rows_by_policy) == list(plans)
   assert rows_by_policy["none"].endswith("does not fit")
-  # The memory in GiB, the seconds, and the bound on MFU: 0.5 / 2 seconds.
+  # The memory in GiB, the seconds, and the bound on MFU: of the 2 seconds, the
+  # chip needs 0.5 at its peak.
   assert rows_by_policy["dots"].endswith("12.00 of 15.00 2.0000 25.0%")
+  # It takes 1.5 seconds. Only "none" is quicker, and does not fit.
   assert lines[-1] == "quickest that fits: --config.model.remat=ffn"
 
 
 def test_a_comparison_in_which_no_policy_fits_is_an_error(monkeypatch):
   def compile_plan(config, topology, num_slices):
+    # The chip has 15 GiB.
     return plan_of_policy(gib=16, seconds=1.0)
 
   monkeypatch.setattr(planning, "compile_plan", compile_plan)
@@ -803,7 +815,9 @@ def test_a_comparison_in_which_no_policy_fits_is_an_error(monkeypatch):
     ),
   ],
 )
-def test_invalid_flags_are_one_line(command, arguments, returncode, message):
+def test_the_error_for_an_invalid_flag_is_one_line(
+  command, arguments, returncode, message
+):
   result = command("diffjax.aot", "--config=configs/tiny.py", *arguments)
 
   assert result.returncode == returncode, result.stderr
@@ -835,7 +849,7 @@ def test_invalid_flags_are_one_line(command, arguments, returncode, message):
     ),
   ],
 )
-def test_a_config_that_does_not_divide_over_the_chips_is_one_line(
+def test_the_error_for_a_config_that_does_not_fit_the_chips_is_one_line(
   command, flag, message
 ):
   """v5e:2x2 has four chips. The tiny config has two key-value heads."""
@@ -905,12 +919,14 @@ def test_slices_are_searched_with_few_compilations(
 
   table = capsys.readouterr().out
   # The smallest slice that fits, and the smallest with a bound of half. One row
-  # at a time needs 62 / 4 + 1 · 0.25 GiB on each of 4 chips, and all 16 rows need
-  # 62 / 8 + 16 · 0.5 GiB on each of 8. Both are 15.75 GiB.
+  # at a time needs 62 / 4 + 1 · 0.25 GiB on each of 4 chips, and all 16 rows
+  # need 62 / 8 + 16 · 0.5 GiB on each of 8. Both are 15.75 GiB. The bounds on
+  # MFU are 0.3 + 1 / 40 and 0.3 + 16 / 40.
   assert (
     "`v5e:2x2`, accumulation 32, remat full: 15.8 GiB, 32%"
     "<br>`v5e:2x4`: 15.8 GiB, 70%"
   ) in table
+  # The flag --configs names diff_1b alone.
   assert "not compiled: diff_3b v5e:2x2" in table
   assert len(compiled_steps) <= 10
   # No step is compiled twice.
