@@ -78,7 +78,7 @@ NO_SUCH_CONFIG = "no such config or file"
     ),
   ],
 )
-def test_a_wrong_command_line_is_one_line_and_exit_code_2(
+def test_a_wrong_command_line_ends_with_one_line_and_exit_code_2(
   command, arguments, message
 ):
   result = command("diffjax.train", *arguments)
@@ -107,7 +107,7 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(
     ),
   ],
 )
-def test_a_config_that_cannot_be_trained_is_one_line_and_exit_code_1(
+def test_a_config_that_cannot_be_trained_ends_with_one_line_and_exit_code_1(
   command, override, message
 ):
   result = command("diffjax.train", TINY, override, "--workdir=x")
@@ -180,7 +180,7 @@ def test_the_short_flag_of_help_works_beside_other_flags(module):
 def test_a_command_that_prints_into_a_closed_pipe_prints_no_error(arguments):
   """For example, `head` closes the pipe after the lines that it shows."""
   reader, writer = os.pipe()
-  # Nobody reads what the command prints.
+  # Without a reader, printing into the pipe fails.
   os.close(reader)
 
   result = subprocess.run(
@@ -231,6 +231,7 @@ def test_the_gpu_benchmark_needs_few_packages():
     timeout=300,
   )
 
+  # The program could import all that it needs, and then found no GPU.
   assert result.returncode == 1
   assert result.stderr == (
     "error: this needs a GPU, and JAX's backend is 'cpu';"
@@ -328,6 +329,7 @@ def test_documented_commands_on_tiny(command, tmp_path):
   assert (run / "loss.png").exists()
   assert (run / "sample.txt").exists()
   assert (run / "checkpoints/120").exists()
+  # The run has 120 steps, and the list has its last checkpoint.
   assert "120" in printed["diffjax.checkpoints"]
   assert printed["diffjax.generate"].startswith("def main(")
   assert (tmp_path / "exported/model.safetensors").exists()
@@ -358,10 +360,10 @@ def test_documented_commands_on_tiny(command, tmp_path):
 def test_a_run_that_sigkill_stops_at_random_moments_has_the_same_result(
   arguments,
 ):
-  """The benchmark exits with 1 if the result is not that of an undisturbed run.
+  """The benchmark compares a run that it kills with a run that it does not.
 
-  `--times` is how often it kills the run. docs/reliability.md has the full
-  measurements.
+  It exits with 1 if the results differ. `--times` is the number of kills.
+  docs/reliability.md has the full measurements.
   """
   result = subprocess.run(
     [sys.executable, "-m", "benchmarks.kill", *arguments],
@@ -376,10 +378,10 @@ def test_a_run_that_sigkill_stops_at_random_moments_has_the_same_result(
 
 @pytest.mark.full
 def test_ctrl_c_ends_a_command_at_random_moments_of_its_start():
-  """The benchmark exits with 1 if a command ends in another way, or too late.
+  """The benchmark exits with 1 if Ctrl-C does not end a command in time.
 
-  Its limit is two seconds by default, and longer here, because the machine of
-  the tests may be busy.
+  The limit is 30 seconds in place of two, because the machine of the tests may
+  be busy.
   """
   result = subprocess.run(
     [
