@@ -116,18 +116,30 @@ def test_a_run_does_not_resume_with_another_value_of_any_other_field(name):
 
 @pytest.mark.parametrize("name", FUNCTION_FIELDS)
 def test_a_start_from_parameters_of_another_function_is_reported(name):
-  """train.init_from names the run whose parameters another one starts from."""
-  assert resume.other_model(with_other_value(name), Config())
+  """train.init_from names the run whose parameters another one starts from.
+
+  A field such as model.window changes what a model computes from them.
+  """
+  # `other_model` returns a text about the fields that differ, or "".
+  assert resume.other_model(with_other_value(name), Config()) != ""
 
 
 @pytest.mark.parametrize("name", OTHER_FIELDS)
 def test_a_start_from_parameters_of_the_same_function_is_not_reported(name):
-  """train.init_from names the run whose parameters another one starts from."""
+  """train.init_from names the run whose parameters another one starts from.
+
+  A field such as train.steps does not change what a model computes from them.
+  """
+  # `other_model` returns a text about the fields that differ, or "".
   assert resume.other_model(with_other_value(name), Config()) == ""
 
 
 def test_experiments_compare_the_fields_that_affect_results():
-  """WITHOUT_EFFECT lists the fields that do not affect results."""
+  """WITHOUT_EFFECT lists the fields that do not affect results.
+
+  The mesh, which is how a run uses its devices, does not affect them, either.
+  """
+  # `places` are fields that say where data is. Here, they are compared, too.
   compared = grid.comparable(Config().to_dict(), places=())
 
   not_compared = {name for name in FIELDS if name not in compared}
@@ -170,7 +182,7 @@ for package in packages - sys.stdlib_module_names:
 
 def test_the_config_needs_only_the_standard_library():
   result = subprocess.run(
-    # Without site-packages, whose .pth files may import more.
+    # With -S, Python has no site-packages, whose .pth files may import more.
     [sys.executable, "-S", "-c", PRINT_LOADED_PACKAGES],
     cwd=ROOT,
     capture_output=True,
@@ -478,15 +490,18 @@ def test_a_value_inside_of_a_bound_is_allowed(name):
     ("data.mode", "must be one of prepared, streamed, auto"),
   ],
 )
-def test_a_bound_is_shown_as_a_rule(name, rule):
-  """Errors of a field contain its rule. There is one case for each kind."""
+def test_the_text_of_a_bound_is_its_rule(name, rule):
+  """Errors contain this text. There is one case for each kind of bound."""
   assert str(FIELDS[name].bound) == rule
 
 
 @pytest.mark.parametrize("name", ["b1", "b2", "muon_momentum"])
 @pytest.mark.parametrize("value", [1.0, 1 - 1e-8, math.nan, -0.1])
 def test_decay_rates_outside_their_bounds_are_refused(name, value):
-  """With 1, Adam's bias correction is 0 / 0. 1 − 1e-8 is 1 in float32."""
+  """With a decay rate of 1, Adam's bias correction divides 0 by 0.
+
+  The optimizer computes in float32, in which 1 − 1e-8 is 1.
+  """
   rule = f"config.optimizer.{name} = {value}: must lie between 0 and 0.99"
   assert refusal(f"optimizer.{name}", value).startswith(rule)
 
@@ -500,7 +515,7 @@ def test_numbers_that_are_not_finite_are_refused(name):
 
 @pytest.mark.parametrize("name", OPTIMIZER_FLOATS)
 def test_numbers_that_the_optimizer_cannot_compute_with_are_refused(name):
-  """In float32 they are infinite or 0, and the first update would be NaN."""
+  """In float32, 1e39 is infinite and 1e-300 is 0. The update would be NaN."""
   for value in (1e39, 1e-300):
     assert refusal(name, value) is not None
 
@@ -512,6 +527,7 @@ def test_every_number_of_the_config_has_a_bound(name):
 
 
 def test_prompts_must_be_packed_as_documents():
+  """data.prompt_field is the field of a record that has the prompt."""
   values = Config().to_dict()
   values["data"] |= {"prompt_field": "question", "packing": "concat"}
   rule = (
