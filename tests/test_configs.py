@@ -168,8 +168,8 @@ def test_every_variant_has_a_twin(name, variant):
   # The width of the three feed-forward matrices is rounded to a multiple of 16,
   # so by up to 8 columns.
   rounding = twin.num_layers * 3 * twin.embed_dim * 8
-  # They do not compensate for vectors. In a layer, "diff" has four of width D
-  # for λ and a gain of width 2·D. A twin has up to two numbers for each head.
+  # The width does not compensate for vectors. A layer of "diff" has 4·D numbers
+  # for λ and a gain of 2·D. One of a twin has up to two numbers for each head.
   vectors = twin.num_layers * (6 * diff.head_dim + 2 * twin.num_heads)
   difference = parameter_count(twin) - parameter_count(diff)
   assert abs(difference) <= rounding + vectors
@@ -181,7 +181,7 @@ def test_every_variant_can_have_one_head(variant):
 
 
 def test_a_registered_variant_has_a_twin(restored_registry):
-  """A variant that a user registers keeps the size by a narrower F, too."""
+  """The feed-forward layer becomes narrower, so that the size stays."""
 
   # Three attention maps with separate keys, and a matrix [E, 7] for λ in each
   # layer.
@@ -234,13 +234,15 @@ def test_a_registered_variant_has_a_twin(restored_registry):
       id="plain_layers",
     ),
     # Two noise maps and four signal maps have 2 · 16 fewer columns of queries
-    # than the Transformer's eight heads. 96 − 32/3 is rounded to 80.
+    # than the Transformer's eight heads. The three feed-forward matrices give
+    # as many: 96 − 32/3, which is rounded to 80, a multiple of 16.
     pytest.param(
       {"num_noise_heads": 2},
       {"num_noise_heads": None, "ffn_dim": 80},
       id="num_noise_heads",
     ),
-    # If one layer of two has them, F shrinks half as much, which rounds to 0.
+    # Noise maps in one layer of two need half of that: 96 − 16/3 is rounded to
+    # 96.
     pytest.param(
       {"num_noise_heads": 2, "plain_layers": 1},
       {"num_noise_heads": None, "ffn_dim": 96},
@@ -272,6 +274,7 @@ def test_a_transformer_has_no_fields_of_v1_and_the_same_matrices(
 
 
 def test_any_variant_can_become_any_other():
+  """A twin of a config has another attention and as many parameters."""
   v2 = load("diff_1b", "diff_v2").model
 
   diff = ATTENTION["diff"].twin(v2)
@@ -294,8 +297,8 @@ def test_a_feed_forward_layer_that_would_vanish_is_an_error():
 def test_a_number_of_heads_that_cannot_be_converted_is_an_error(
   restored_registry,
 ):
-  # Values are three times as wide as keys, and in "diff" twice as wide. So the 8
-  # heads of "diff" would become 8 · 2 / 3.
+  # Values are three times as wide as keys, and in "diff" twice as wide. So the
+  # 8 heads of "diff" would become 8 · 2 / 3.
   @register("own")
   class Own(Attention):
     value_dim_factor = 3
@@ -332,7 +335,9 @@ def test_the_heads_of_a_model_of_the_paper_fill_its_width(name):
   assert diff.head_norm
 
 
-# Llama 3.2 1B has 16 layers, 32 heads of width 64, and E = 2048.
+# Llama 3.2 1B has 16 layers, 32 heads of width 64, and E = 2048. In each layer,
+# "dex" adds a matrix [64, 64] and a λ for each head, and "gda" adds queries of
+# 8 noise heads and a column for λ of each head.
 @pytest.mark.parametrize(
   ("name", "num_added"),
   [
