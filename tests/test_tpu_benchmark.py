@@ -104,7 +104,8 @@ def test_an_estimate_below_the_peak_is_dropped():
   )
   # The FLOPs of all pairs of positions, for each element of a vector.
   flops_per_element = 2 * 1024**2
-  # Forward: q·k and weights·v. Backward: three products with D, two with V.
+  # The forward pass has one product of width D and one of width V, and the
+  # backward pass three and two.
   forward_flops = flops_per_element * (128 + 256)
   backward_flops = flops_per_element * (3 * 128 + 2 * 256)
   # The peak of v6e.
@@ -170,12 +171,15 @@ def fake_library_cost(case: Splash) -> dict[str, float]:
   "length, tiles_forward",
   [
     pytest.param(2048, 4096, id="all_tiles"),
-    # 1024 is no multiple of the larger tiles.
+    # Tiles of 2048 do not divide a row of 1024.
     pytest.param(1024, 2048, id="tiles_that_divide_the_length"),
   ],
 )
 def test_a_library_has_its_best_tiles_in_each_direction(length, tiles_forward):
-  """The fake cost is lowest for large tiles forward, and small ones backward."""
+  """In the fake cost, forward calls are best with large tiles.
+
+  Backward calls are best with small ones.
+  """
   costs = compare.library_cost(
     library="jax",
     generation="v6e",
@@ -185,6 +189,8 @@ def test_a_library_has_its_best_tiles_in_each_direction(length, tiles_forward):
     measure=fake_library_cost,
   )
 
+  # The fake cost changes by the queries and keys of a tile: 2048 + 2048 or
+  # 1024 + 1024 for the largest one, and 1024 + 1024 for the smallest one.
   assert costs == {
     "forward": Cost(1e6 - tiles_forward),
     "backward": Cost(1e6 + 2048),
@@ -208,7 +214,10 @@ def test_a_library_skips_hidden_tiles_under_a_causal_mask():
 
 
 def test_the_cost_of_a_long_row_is_proportional_to_its_pairs():
-  """The compiler estimates rows of at most 2048. This one has 4 times the pairs."""
+  """The compiler estimates rows of at most 2048 positions.
+
+  This row of 4096 has four times as many pairs of a query and a key.
+  """
   costs = compare.library_cost(
     library="tokamax",
     generation="v6e",
@@ -237,7 +246,11 @@ def test_a_library_without_estimates_has_no_costs():
 
 
 def test_our_causal_cost_is_composed_of_kernels_without_conditions():
-  """The cost follows from a whole tile, a cut one, and four whole tiles."""
+  """The cost of a causal row is computed from the costs of smaller kernels.
+
+  They have one whole tile, one tile that the mask cuts, and four whole tiles.
+  """
+  # The lengths of the measured kernels, and whether these are causal.
   measured = set()
 
   def measure(case: Case) -> dict[str, float]:
@@ -262,7 +275,7 @@ def test_our_causal_cost_is_composed_of_kernels_without_conditions():
 
   costs = compare.composed_cost(case, measure)
 
-  # A causal mask of 4 × 4 tiles has 6 whole tiles and 4 on the diagonal.
+  # A causal mask of 4 × 4 tiles has 6 whole tiles, and cuts 4 on the diagonal.
   for direction in DIRECTIONS:
     assert costs[direction].value == pytest.approx(3 + 6 * 10 + 4 * 8)
     assert costs[direction].is_computed
@@ -271,6 +284,7 @@ def test_our_causal_cost_is_composed_of_kernels_without_conditions():
 
 def test_a_row_of_the_comparison_names_the_best_calls():
   """Cells are in thousands of cycles. "~" marks a cost that is computed."""
+  # A call computes one attention map, with V whole ("wide") or halved ("plain").
   ours = CallCosts(wide=Cost(100e3), plain=Cost(40e3))
   tokamax = CallCosts(wide=Cost(70e3, is_computed=True), plain=None)
   costs = {"ours": ours, "jax": CallCosts(None, None), "tokamax": tokamax}
@@ -280,20 +294,23 @@ def test_a_row_of_the_comparison_names_the_best_calls():
   assert cells == [
     # The fused kernel.
     "200.0",
-    # Ours: 4 calls with half of V, 40 each, cost less than 2 with V whole.
+    # Ours: 4 · 40 with V halved is less than 2 · 100 with V whole.
     "160.0",
+    # JAX's library, whose costs are unknown.
     "no estimate",
-    # tokamax: 2 calls with V whole. Relative to the fused kernel, 140 / 200.
+    # tokamax: 2 · 70 with V whole.
     "~140.0",
+    # The cheapest of these, relative to the fused kernel: 140 / 200.
     "~0.70",
     "tokamax, V whole",
-    # The two heads of a Transformer, and 80 / 200.
+    # Two heads of a Transformer, 2 · 40, and relative to the fused kernel.
     "80.0",
     "0.40 ours",
   ]
 
 
 def test_a_row_without_costs_says_so():
+  # None is an unknown cost.
   costs = {"ours": CallCosts(wide=None, plain=None)}
 
   cells = compare.row_cells(fused=None, costs_by_library=costs)
@@ -515,6 +532,7 @@ def test_a_search_writes_the_best_sizes_of_each_shape(
     if (case.D, case.V, case.G, case.M) == shape:
       cases.append(case)
 
+  # An entry has sub-tiles of whole tiles ("whole") and of cut ones ("blocks").
   (entry,) = entries
   tile, full_q, full_kv = best_full_blocks(cases, direction)
   assert entry["whole"] == [full_q, full_kv]
@@ -578,11 +596,11 @@ def test_a_search_tries_no_sub_tile_that_skips_nothing():
 def test_a_search_ends_when_its_time_is_over(capsys):
   cases = run_search("v6e", minutes=3)
 
-  # A candidate has two kernels of 20 seconds, so five begin in 180 seconds.
+  # A candidate takes 40 seconds, for two kernels. In 180 seconds, five begin.
   assert len(cases) == 5 * 2
   printed = capsys.readouterr()
   assert "3 minutes are over: 5 of" in printed.out
-  # The first candidate ends after 40 seconds.
+  # When the first candidate ends, 180 − 40 seconds are left.
   assert "1 of" in printed.err
   assert "2.3 minutes left" in printed.err
 
@@ -595,5 +613,6 @@ def test_a_search_starts_with_the_sizes_of_the_table():
   # In 3 minutes, the search tries one candidate for each of five shapes.
   blocks = {case.blocks for case in cases}
   shapes = {(case.D, case.V, case.G, case.M) for case in cases}
+  # The tile, and the sub-tiles of cut tiles and of whole ones.
   assert blocks == {(1024, 256, 256, 256, 256)}
   assert len(shapes) == 5
