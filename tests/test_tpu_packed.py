@@ -76,7 +76,11 @@ def expected_runs(
 def test_a_kernel_takes_the_runs_that_the_mask_needs(
   documents, is_forward, span
 ):
-  """A kernel skips the parts of a tile that no query attends to."""
+  """A kernel skips the parts of a tile that no query attends to.
+
+  What it computes at once is a run. `count_runs` counts them by what they
+  compare, and so does `expected_runs`, from the mask.
+  """
   blocks = Blocks(TILE, TILE, SUBTILE, SUBTILE, span=span)
   schedule = runs.causal_schedule(
     blocks, LENGTH, G=2, M=2, keys_move=is_forward, segments=True
@@ -135,7 +139,8 @@ def row():
 def test_a_row_costs_as_much_as_its_runs(row, direction):
   costs = packed.row_costs(row, measure_repeated_run)
 
-  # Each of the four rows of tiles costs 50, in addition to its runs.
+  # In `measure_repeated_run`, a row of tiles costs 50 and its runs. There are
+  # 4096 / 1024 rows of tiles.
   expected = 4 * 50
   counts = expected_runs(row.documents, direction == "forward")
   for run, count in counts.items():
@@ -144,7 +149,10 @@ def test_a_row_costs_as_much_as_its_runs(row, direction):
 
 
 def test_a_row_with_a_run_without_estimate_has_no_cost(row):
-  """The row needs the run "dd", which compares documents in two sub-tiles."""
+  """A run is a group of sub-tiles that a kernel computes at once.
+
+  The row needs the run "dd", which compares documents in two sub-tiles.
+  """
 
   def measure(case: Case) -> dict[str, float]:
     run, _ = case.run
@@ -156,6 +164,7 @@ def test_a_row_with_a_run_without_estimate_has_no_cost(row):
 
 
 def test_random_documents_fill_their_rows():
+  """Each row consists of four documents of random lengths."""
   rows = packed.draw_rows(4, LENGTH)
 
   assert len(set(rows)) == packed.NUM_DRAWS
