@@ -43,11 +43,14 @@ def test_a_step_is_the_shortest_path_around_the_innermost_loop():
   expected = static.Loop(
     # 15 from .L_x_1 to the jump back, without the two FSEL of the mask.
     instructions=15 - 2,
-    # HGMMA instructions have 64, 64 and 256 columns, two for each cycle.
+    # HGMMA instructions have 64, 64 and 256 columns. Two columns
+    # take a cycle.
     tensor_cycles=32 + 32 + 128,
     global_loads=1,
     spills=1,
     serialized=False,
+    # Two products with 64 columns, and one with 256. "wait 1" goes on when at
+    # most one product has not ended. "exp" is the instruction MUFU.EX2.
     schedule="2 N64, N256, wait 1, exp, wait 0, exp",
   )
   assert loop == expected
@@ -117,6 +120,10 @@ def test_a_warning_of_ptxas_marks_a_kernel_as_serialized():
   ],
 )
 def test_the_kind_of_attention_follows_from_its_maps(case, kind):
+  """G is the number of maps of a head, and M of those with their own keys.
+
+  Both are 2 by default.
+  """
   assert static.kind_of(case) == kind
 
 
