@@ -42,8 +42,11 @@ def test_only_deprecated_calls_of_our_own_are_errors(stacklevel):
     module["deprecated"]()
 
 
-def test_a_warning_from_further_down_that_is_attributed_to_us_is_an_error():
-  """Level 3 is the caller of the library's function: this test."""
+def test_a_warning_that_a_library_attributes_to_our_call_is_an_error():
+  """The library's function calls another one of its own, which warns.
+
+  With `stacklevel` 3, the warning names the caller of the first: this test.
+  """
   module = library(stacklevel=3)
 
   with pytest.raises(DeprecationWarning, match="use another"):
@@ -142,7 +145,7 @@ def test_a_command_can_be_called_as_the_function_that_it_was(
 
   The call still works, whether or not the module has been imported.
   """
-  # The module is imported in this test only.
+  # After the test, the module is as if it had not been imported.
   forget_module(old_name)
   calls = []
 
@@ -162,6 +165,7 @@ def test_a_command_can_be_called_as_the_function_that_it_was(
 
 @pytest.mark.parametrize("name", ["train", "generate"])
 def test_an_imported_command_is_its_module(name, forget_module):
+  # After the test, the module is as if it had not been imported.
   forget_module(name)
   with own_flags():
     module = importlib.import_module(f"diffjax.{name}")
@@ -172,6 +176,8 @@ def test_an_imported_command_is_its_module(name, forget_module):
 
 @pytest.mark.parametrize("name", ["train", "generate"])
 def test_a_command_that_is_not_imported_is_a_module(name, forget_module):
+  """Until the command is imported, diffjax.train is an empty module."""
+  # After the test, the module is as if it had not been imported.
   forget_module(name)
   with own_flags():
     assert isinstance(getattr(diffjax, name), types.ModuleType)
