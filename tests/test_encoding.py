@@ -51,6 +51,7 @@ def opens_text(call: ast.Call) -> bool:
   ["diffjax", "experiments", "benchmarks", "configs", "recipes", "tools"],
 )
 def test_text_files_are_opened_as_utf8(folder):
+  """Without an argument `encoding`, the locale would choose the encoding."""
   for path in sorted((ROOT / folder).rglob("*.py")):
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
       if isinstance(node, ast.Call) and opens_text(node):
