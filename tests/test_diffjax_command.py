@@ -113,6 +113,7 @@ def test_a_command_has_its_own_help(start):
 
 
 def test_ctrl_c_ends_the_command(start):
+  """Ctrl-C sends the signal SIGINT."""
   process = start("train", "--help")
   directory = pathlib.Path(f"/proc/{process.pid}")
   # `diffjax train` replaces its process by `python -m diffjax.train`. Wait for
