@@ -40,7 +40,7 @@ SMALL_DECODE = inputs.DecodeCase("v1", D=16, B=2, S=32, H=2)
 
 
 def correct(*arrays: jax.Array, **mask: Any) -> jax.Array:
-  """Attention in bfloat16 that is not the checks' own reference."""
+  """Computes attention in bfloat16, in another way than the checks do."""
   return diff_attention(*arrays, **mask, implementation="chunked")
 
 
@@ -78,6 +78,8 @@ def test_a_correct_kernel_is_right(case):
 
 
 def test_a_kernel_with_a_wrong_output_is_wrong():
+  """In bfloat16, a check tolerates an error of 1%."""
+
   def wrong(*arrays, **mask):
     return 1.02 * correct(*arrays, **mask)
 
@@ -104,7 +106,9 @@ def test_a_kernel_with_one_wrong_gradient_is_wrong():
   assert str(check).startswith("WRONG")
 
 
-def test_a_kernel_with_a_mask_that_is_wrong_by_one_key_is_wrong():
+def test_a_kernel_with_a_window_that_is_too_short_by_one_key_is_wrong():
+  """With a window of 5, a query attends to the last 5 keys."""
+
   def wrong(*arrays, window, **mask):
     return correct(*arrays, window=window - 1, **mask)
 
@@ -114,6 +118,8 @@ def test_a_kernel_with_a_mask_that_is_wrong_by_one_key_is_wrong():
 
 
 def test_a_kernel_whose_output_is_nan_is_wrong():
+  """A comparison of NaN with the tolerance must not pass."""
+
   def wrong(*arrays, **mask):
     return math.nan * correct(*arrays, **mask)
 
@@ -123,7 +129,7 @@ def test_a_kernel_whose_output_is_nan_is_wrong():
 
 
 def test_a_kernel_with_other_bits_in_its_second_run_is_not_deterministic():
-  """The check runs a kernel twice. Small differences are errors, too."""
+  """A check runs a kernel twice, and compares all bits of both results."""
   num_runs = 0
 
   def count_runs():
@@ -133,7 +139,8 @@ def test_a_kernel_with_other_bits_in_its_second_run_is_not_deterministic():
 
   def race(*arrays, **mask):
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
-    # Numbers near 1 are 0.004 to 0.008 apart in bfloat16.
+    # Each run changes the output by another multiple of 0.2%, which is less
+    # than the tolerance of 1%.
     change = 0.002 * jax.pure_callback(count_runs, scalar)
     output = correct(*arrays, **mask)
     return (output * (1 + change)).astype(output.dtype)
@@ -146,7 +153,10 @@ def test_a_kernel_with_other_bits_in_its_second_run_is_not_deterministic():
 
 
 def test_a_wrong_gradient_is_found_where_the_right_one_is_zero():
-  """With one key, attention weights are 1, and q has the gradient 0."""
+  """With one key, the attention weight is 1 for any q, whose gradient is 0.
+
+  The error is not divided by that 0, but by a smallest divisor.
+  """
   case = inputs.Case("v2", D=64, B=2, T=1, H=64)
 
   def wrong(q, k, v, lam, **mask):
@@ -209,6 +219,8 @@ def test_a_correct_decoding_kernel_is_right():
 
 
 def test_a_wrong_decoding_kernel_is_wrong():
+  """A check tolerates an error of 1%."""
+
   def wrong(*arguments):
     return 1.02 * decode_attention(*arguments, implementation="xla")
 
@@ -230,7 +242,7 @@ def test_every_kind_and_width_is_checked_with_the_smallest_shape_first():
 
 
 def test_programs_take_turns():
-  """A GPU that becomes slower must not affect one program alone."""
+  """If a GPU becomes slower, this must not affect only one of the programs."""
   order = []
 
   def sleep(name):
@@ -243,7 +255,8 @@ def test_programs_take_turns():
   }
   times = timing.median_milliseconds(programs, repetitions=2)
 
-  # The first two calls of each are a warm-up and an estimate.
+  # The first two calls of each are a warm-up and an estimate. Then both are
+  # called in turn, in each of two repetitions.
   assert order == ["a", "a", "b", "b", "a", "b", "a", "b"]
   assert times["a"] >= 1e3 * timing.SAMPLE_SECONDS
 
@@ -275,7 +288,7 @@ def test_all_implementations_compute_the_same(kind):
   expected = jax.jit(reference)(*inputs.arguments(case))
 
   for name in timing.implementations(case):
-    # These need a GPU.
+    # The fused kernels and tokamax need a GPU.
     if name in ("fused", "tokamax"):
       continue
     attend, arrays = timing.attention_program(case, name)
@@ -295,6 +308,7 @@ def test_an_implementation_that_cannot_run_has_the_reason_in_its_row():
 
 
 def test_decoding_is_timed_and_its_bytes_are_counted():
+  """The implementation "xla" can run on a CPU, and "pallas_gpu" cannot."""
   rows = timing.time_decoding(SMALL_DECODE, repetitions=1)
 
   by_name = {row["case"]["name"]: row for row in rows}
@@ -315,7 +329,10 @@ def read_h100_rows() -> tuple[str, list[tables.Row]]:
 
 
 def test_committed_rates_follow_from_the_committed_times():
-  """A rate is the number of operations divided by the time."""
+  """A rate is the number of operations divided by the time.
+
+  benchmarks/gpu/gpu.json has both, as they were measured on a GPU.
+  """
   _, rows = read_h100_rows()
 
   for row in rows:
@@ -417,7 +434,9 @@ def test_a_line_has_the_times_and_the_ratio():
 
   line = tables.line(rows)
 
-  # The last cell says how much faster `fused` is than `two_call`: 4.5 / 2.
+  # A dash is an implementation without a row. The last but one cell has the
+  # rates of `fused`, and the last one how much faster it is than `two_call`:
+  # 4.5 / 2.
   assert line == (
     "| v1 D 128 | 4096 | 0.667, 2 | 1.5, 4.5 | – | – | – | 2, 6 | 597, 422 |"
     " 2.25 |"
@@ -499,9 +518,10 @@ def test_without_the_fused_kernels_there_is_no_ratio():
   ],
 )
 def test_auto_takes_the_fastest_right_implementation(rows, choice):
-  """The choice of "auto" is not its default if another one is 3% faster.
+  """A default is replaced only by an implementation that is 3% faster.
 
-  The fused kernels, "pallas_gpu", must also have passed all their checks.
+  The defaults are "two_call", and "chunked" where that cannot run. The fused
+  kernels, "pallas_gpu", must also have passed all their checks.
   """
   [entry] = tables.measured_entries(rows)
 
