@@ -284,7 +284,8 @@ def test_our_causal_cost_is_composed_of_kernels_without_conditions():
 
 def test_a_row_of_the_comparison_names_the_best_calls():
   """Cells are in thousands of cycles. "~" marks a cost that is computed."""
-  # A call computes one attention map, with V whole ("wide") or halved ("plain").
+  # A call computes one attention map, with V whole ("wide") or with half of it
+  # ("plain").
   ours = CallCosts(wide=Cost(100e3), plain=Cost(40e3))
   tokamax = CallCosts(wide=Cost(70e3, is_computed=True), plain=None)
   costs = {"ours": ours, "jax": CallCosts(None, None), "tokamax": tokamax}
