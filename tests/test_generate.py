@@ -121,9 +121,9 @@ def test_standard_error_says_that_the_model_is_loading(abc_result):
 def test_several_prompts_are_numbered_and_end_before_a_stop_string(
   workdir, answers
 ):
-  """`answers` are the texts for both prompts without a stop string.
+  """`answers` are what a sampler returns for both prompts without a stop string.
 
-  They have the same seed as the command.
+  The command has the same seed, so its answers are the same until they stop.
   """
   first, second = answers
   # Two characters of the second answer, as a stop string that it contains.
@@ -148,13 +148,14 @@ def test_several_prompts_are_numbered_and_end_before_a_stop_string(
 
 
 def test_the_terminal_gets_no_partial_character_or_stop_string(capsys):
+  """A StreamPrinter prints an answer while its tokens arrive."""
   tokenizer = load_tokenizer("bytes")
   prompt_ids = tokenizer.encode_prompt("p: ")
   answer_ids = tokenizer.encode("größer€ STOP and more")
   printer = StreamPrinter("p: ", tokenizer, prompt_ids, stops=["STOP", "€€"])
 
-  # A token is one byte, so "ö" and "€" are incomplete at first. "€" is also
-  # the beginning of a stop string, but does not become one.
+  # A token is one byte. "ö" has two and "€" three, so they are incomplete at
+  # first. "€" is also the beginning of the stop string "€€".
   for num_tokens in range(len(answer_ids) + 1):
     printer.update(answer_ids[:num_tokens])
   printer.finish(answer_ids)
@@ -237,6 +238,7 @@ def test_a_stop_string_must_be_in_the_answers_to_all_prompts(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", ["llama_2", "word_piece"])
 def test_the_command_prints_the_space_after_a_prompt(kind, tmp_path, capsys):
+  """In these tokenizers, the token of " world" is also that of "world"."""
   tokenizer = load_tokenizer(tokenizer_files.save(tmp_path, kind))
   prompt_ids = tokenizer.encode_prompt("hello")
   # The token ids of " world" after "hello".
@@ -315,11 +317,12 @@ def test_the_sample_of_a_run_has_the_space_after_its_prompt(
 
 
 def test_each_device_holds_its_part_of_the_parameters(workdir):
+  """With `tensor=2`, two devices share the heads."""
   one_device = load(workdir).params
   two_devices = load(workdir, tensor=2).params
 
   query = two_devices["layers"]["attention"]["query"]
-  # The shape is [layers, inputs, heads, ...].
+  # The shape is [layers, inputs, heads, ...]. Shard 1 is on the second device.
   num_heads_of_device = query.addressable_shards[1].data.shape[2]
   assert num_heads_of_device == MODEL.num_heads // 2
   chex.assert_trees_all_equal(jax.device_get(two_devices), one_device)
@@ -344,7 +347,10 @@ def test_several_devices_print_the_text_of_one(workdir, abc_result):
 def test_a_loaded_model_has_the_attention_of_its_config(
   tensor, tmp_path, capsys
 ):
-  """`tensor` is the number of devices that share the heads."""
+  """A model on several devices must not fall back to another implementation.
+
+  `tensor` is the number of devices that share the heads.
+  """
   save_run(tmp_path, random_parameters(), attention_implementation="reference")
 
   attention = load(tmp_path, tensor=tensor).model.attention_fn
@@ -400,7 +406,7 @@ def test_weights_in_int8_print_the_text_of_a_rounded_model(workdir):
   )
 
   assert result.stdout == f"abc{text}\n", result.stderr
-  # Results of evaluations name the model, so its name tells the rounding.
+  # Results of evaluations contain this name, so they tell the rounding.
   assert rounded.name.endswith("at step 0, weights in int8")
 
 
@@ -478,7 +484,7 @@ def test_options_that_do_not_fit_the_model_are_one_error(
 ):
   """The model has 2 heads and rows of at most 600 tokens.
 
-  A prompt has a first token before its text, so 700 bytes are 701 tokens.
+  A token is a byte. A prompt has one more before its text, so 701 for 700 bytes.
   """
   result = run_generate(f"--workdir={workdir}", *arguments)
 
@@ -547,7 +553,7 @@ def test_a_damaged_checkpoint_is_an_error(tmp_path):
   save_run(tmp_path, random_parameters())
   paths = (tmp_path / "checkpoints/0").rglob("*")
   files = [path for path in paths if path.is_file()]
-  # The largest file holds parameters. Invert one of its bits.
+  # The largest file holds parameters. Invert one bit of its byte 1000.
   largest_file = max(files, key=lambda file: file.stat().st_size)
   content = bytearray(largest_file.read_bytes())
   content[1000] ^= 1
