@@ -117,6 +117,7 @@ def dequantise_all(params):
 
 
 def test_int8_matrices_compute_what_their_float32_values_do(model, rounded):
+  """The value of a weight is its int8 number times the scale of its column."""
   tokens = jnp.array([LONG_PROMPT])
 
   hidden = model.apply({"params": rounded}, tokens)
@@ -128,7 +129,10 @@ def test_int8_matrices_compute_what_their_float32_values_do(model, rounded):
 def test_the_sampler_gives_the_logits_of_the_model(
   model, params, rounded, sampler
 ):
-  """The sampler has int8 matrices, and the model has their float32 values."""
+  """The sampler has int8 matrices, and the model has their float32 values.
+
+  The prompts are a single token, 5, and one of 140 tokens.
+  """
   tokens = jnp.array([LONG_PROMPT])
 
   state = sampler.prefill([[5], LONG_PROMPT])
@@ -148,7 +152,7 @@ def test_matrices_stay_in_int8_with_float32_scales_for_generation(
 
   leaves = jax.tree.leaves(prepared["layers"], is_leaf=is_quantised)
   matrices = [leaf for leaf in leaves if is_quantised(leaf)]
-  # Two layers of seven matrices.
+  # Each of two layers has four matrices of attention and three feed-forward.
   assert len(matrices) == 2 * 7
   for matrix in matrices:
     assert matrix.qvalue.dtype == jnp.int8
@@ -171,7 +175,7 @@ def split(params, mesh):
 
 
 def test_each_device_holds_its_part_of_a_rounded_matrix(split):
-  """`split` are parameters on four devices. Only rounded ones are compared."""
+  """`split` has the parameters on four devices, which share each int8 matrix."""
   for leaf in jax.tree.leaves(split, is_leaf=is_quantised):
     if is_quantised(leaf):
       shard = leaf.qvalue.addressable_shards[0].data
