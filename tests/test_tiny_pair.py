@@ -156,6 +156,7 @@ def test_each_seed_trains_both_models_and_measures_them(
 
 
 def test_a_finished_recipe_runs_nothing_again(fake_commands, tmp_path):
+  """The second call finds all results in the directory of the first."""
   run_recipe(tmp_path, seeds=2)
   figures = read_figures(tmp_path)
   # Forget what the first run has started.
@@ -168,6 +169,7 @@ def test_a_finished_recipe_runs_nothing_again(fake_commands, tmp_path):
 
 
 def test_more_seeds_run_only_the_new_ones(fake_commands, tmp_path):
+  """With two seeds in place of one, seed 1 is new, and seed 0 is done."""
   run_recipe(tmp_path, seeds=1)
   # Forget what the first run has started.
   fake_commands.started.clear()
@@ -180,6 +182,7 @@ def test_more_seeds_run_only_the_new_ones(fake_commands, tmp_path):
 def test_other_parameters_are_measured_again(fake_commands, tmp_path):
   """If a model is trained again, the results of its pair are no longer valid."""
   run_recipe(tmp_path, seeds=1)
+  # Forget what the first run has started.
   fake_commands.started.clear()
   # Without its workdir, the model is trained again.
   (tmp_path / "diff_0").rename(tmp_path / "elsewhere")
@@ -190,6 +193,7 @@ def test_other_parameters_are_measured_again(fake_commands, tmp_path):
 
 
 def test_a_measurement_with_other_settings_is_not_done(fake_commands, tmp_path):
+  """Results count as done only for the settings that they were measured with."""
   transformer = tiny_pair.Training(
     "transformer", seed=0, workdir=tmp_path / "transformer_0", fields={}
   )
@@ -220,10 +224,12 @@ def test_other_defaults_of_a_suite_are_measured_again(
 ):
   """A new version of the project may have other defaults."""
   run_recipe(tmp_path, seeds=1)
+  # Forget what the first run has started.
   fake_commands.started.clear()
 
   @dataclasses.dataclass(frozen=True)
   class ChangedValidation(validation.Validation):
+    # Another default than that of the suite "validation".
     batch_size: int = field(9, "Rows in a batch.")
 
   monkeypatch.setattr(validation, "Validation", ChangedValidation)
@@ -265,6 +271,7 @@ def test_a_run_of_another_config_is_an_error(monkeypatch, tmp_path):
   )
 
   assert result.returncode == 1
+  # The run that is there has the batch size of tiny, 16.
   assert (
     "a run of another config: train.batch_size is 16 there and 2 now"
   ) in result.stderr
@@ -304,6 +311,7 @@ def test_a_line_for_each_job_says_when_all_is_done(tmp_path):
 
 
 def test_the_interval_of_a_mean_is_students():
+  """The table has the mean over seeds, with Student's 95% interval."""
   transformer = [1.02, 0.97, 1.01, 0.99, 1.06]
   diff = [1.21, 1.19, 1.20, 1.22, 1.19]
 
@@ -311,6 +319,7 @@ def test_the_interval_of_a_mean_is_students():
 
   mean = np.mean(transformer)
   standard_error = np.std(transformer, ddof=1) / 5**0.5
+  # The interval leaves out 2.5% on each side.
   half_width = scipy.stats.t.ppf(0.975, df=5 - 1) * standard_error
   low, high = mean - half_width, mean + half_width
   last_row = text.splitlines()[-1]
@@ -321,7 +330,7 @@ def test_the_interval_of_a_mean_is_students():
 
 
 def test_the_interval_of_a_difference_is_welchs():
-  """Welch's interval does not assume that both variances are the same."""
+  """Welch's 95% interval does not assume that both variances are the same."""
   transformer = [1.02, 0.97, 1.01, 0.99, 1.06]
   diff = [1.21, 1.19, 1.20, 1.22, 1.19]
 
@@ -348,6 +357,7 @@ def test_the_interval_of_a_difference_is_welchs():
   ],
 )
 def test_significant_differences_are_bold(diff, is_bold):
+  """A difference is significant if its 95% interval does not contain 0."""
   transformer = [1.02, 0.97, 1.01]
 
   text = tiny_pair.table({"loss": {"transformer": transformer, "diff": diff}})
@@ -359,6 +369,7 @@ def test_one_seed_has_no_intervals():
   text = tiny_pair.table({"loss": {"transformer": [1.0], "diff": [1.2]}})
 
   last_row = text.splitlines()[-1]
+  # The cells are both models' figures, and the difference.
   assert "one seed" in text
   assert last_row == "| loss | 1.000 | 1.200 | 0.200 |"
 
