@@ -101,8 +101,8 @@ def test_a_row_without_ids_compares_no_documents():
   counts = runs.count_runs(schedule, ids=None)
 
   # Below the diagonal, 6 tiles have 4 × 2 whole sub-tiles of 256 × 512. On it,
-  # 4 tiles have rows of 1 to 4 sub-tiles of 256 × 256. The last of each compares
-  # positions ("p").
+  # 4 tiles have rows of 1 to 4 sub-tiles of 256 × 256. In each row, the last
+  # one compares positions ("p").
   assert counts == {"-" * 8: 6, "p-p--p---p": 4}
 
 
