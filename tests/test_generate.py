@@ -121,7 +121,7 @@ def test_standard_error_says_that_the_model_is_loading(abc_result):
 def test_several_prompts_are_numbered_and_end_before_a_stop_string(
   workdir, answers
 ):
-  """`answers` are what a sampler returns for both prompts without a stop string.
+  """`answers` are a sampler's texts for both prompts, without a stop string.
 
   The command has the same seed, so its answers are the same until they stop.
   """
@@ -484,7 +484,7 @@ def test_options_that_do_not_fit_the_model_are_one_error(
 ):
   """The model has 2 heads and rows of at most 600 tokens.
 
-  A token is a byte. A prompt has one more before its text, so 701 for 700 bytes.
+  A token is a byte. A prompt has one more before its text, so 700 + 1 here.
   """
   result = run_generate(f"--workdir={workdir}", *arguments)
 
@@ -535,7 +535,7 @@ def test_a_checkpoint_without_its_tokenizer_is_an_error(tmp_path):
 def test_parameters_that_are_not_finite_are_rejected(
   module, argument, tmp_path
 ):
-  """A model with NaN would generate zero bytes, and its results would be NaN."""
+  """With NaN, a model would generate zero bytes, and results would be NaN."""
   params = random_parameters()
   params["layers"]["attention"]["query"] *= np.nan
   save_run(tmp_path, params)
