@@ -175,7 +175,7 @@ def split(params, mesh):
 
 
 def test_each_device_holds_its_part_of_a_rounded_matrix(split):
-  """`split` has the parameters on four devices, which share each int8 matrix."""
+  """`split` are parameters on four devices, which share each int8 matrix."""
   for leaf in jax.tree.leaves(split, is_leaf=is_quantised):
     if is_quantised(leaf):
       shard = leaf.qvalue.addressable_shards[0].data
