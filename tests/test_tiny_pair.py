@@ -180,7 +180,7 @@ def test_more_seeds_run_only_the_new_ones(fake_commands, tmp_path):
 
 
 def test_other_parameters_are_measured_again(fake_commands, tmp_path):
-  """If a model is trained again, the results of its pair are no longer valid."""
+  """If a model is trained again, results of its pair are no longer valid."""
   run_recipe(tmp_path, seeds=1)
   # Forget what the first run has started.
   fake_commands.started.clear()
@@ -193,7 +193,7 @@ def test_other_parameters_are_measured_again(fake_commands, tmp_path):
 
 
 def test_a_measurement_with_other_settings_is_not_done(fake_commands, tmp_path):
-  """Results count as done only for the settings that they were measured with."""
+  """Results are valid only for the settings that they were measured with."""
   transformer = tiny_pair.Training(
     "transformer", seed=0, workdir=tmp_path / "transformer_0", fields={}
   )
