@@ -172,7 +172,7 @@ def read_log(workdir: Path) -> list[dict[str, float]]:
 
 
 def test_a_resumed_run_logs_every_step(directory, variant):
-  """`variant` has a run of two steps, which was resumed for two more."""
+  """The fixture `variant` trained for two steps, and resumed for two more."""
   steps = []
   for line in read_log(directory / variant.workdir):
     if "train/loss" in line:
@@ -197,7 +197,7 @@ def test_a_run_logs_the_metric_of_every_layer(directory, variant):
 def test_generate_without_the_import_names_the_flag(
   command, directory, variant
 ):
-  """The run's attention is defined in a user's module, which is not imported."""
+  """A user's module defines the run's attention. Here, it is not imported."""
   result = command(
     "diffjax.generate",
     f"--workdir={variant.workdir}",
@@ -211,7 +211,7 @@ def test_generate_without_the_import_names_the_flag(
 
 
 def test_train_without_the_import_names_the_flag(command, directory, variant):
-  """The run's attention is defined in a user's module, which is not imported."""
+  """A user's module defines the run's attention. Here, it is not imported."""
   result = command(
     "diffjax.train",
     f"--workdir={variant.workdir}",
@@ -227,7 +227,7 @@ def test_train_without_the_import_names_the_flag(command, directory, variant):
 
 
 def test_load_without_the_import_names_the_argument(directory, variant):
-  """The run's attention is defined in a user's module, which is not imported."""
+  """A user's module defines the run's attention. Here, it is not imported."""
   with pytest.raises(UserError, match="imports=.MODULE."):
     diffjax.load(directory / variant.workdir)
 
@@ -264,7 +264,10 @@ def generate_greedily(trained, prompt: str, num_tokens: int) -> str:
 def test_generate_continues_like_a_loop_over_the_model(
   command, directory, variant, monkeypatch
 ):
-  """The command has a key-value cache, and the loop has none."""
+  """The command has a key-value cache, and the loop has none.
+
+  So the cache must hold what an attention from outside the package needs.
+  """
   # This process imports the variant's module from the user's directory.
   monkeypatch.syspath_prepend(str(directory))
 
@@ -305,12 +308,14 @@ def evals(command, directory, variant):
 
 @pytest.mark.parametrize("suite", SUITES)
 def test_the_suite_measures_the_variant(evals, suite):
+  """`evals` has a file of results for each suite of evaluations."""
   results = json.loads((evals / f"{suite}.json").read_text())
 
   assert results["figures"]
 
 
 def test_the_report_has_the_formula_of_the_variant(evals, variant):
+  """The module that registers the variant says its formula."""
   page = (evals / "report.html").read_text()
 
   assert variant.formula in page
@@ -334,6 +339,7 @@ def test_checkpoints_are_listed(command, directory, variant):
 
 @pytest.mark.full
 def test_a_converted_run_generates_the_same_text(command, directory, variant):
+  """From and to the project's own format, the conversion makes a copy."""
   converted_workdir = f"{variant.workdir}_copy"
   generate_flags = ["--prompt=a", "--temperature=0", "--max_new_tokens=20"]
 
@@ -419,6 +425,7 @@ def test_a_module_that_cannot_be_imported_is_one_error(
 
 
 def test_every_command_has_the_import_flag(command):
+  """--import=MODULE imports a user's module, such as one with a variant."""
   # The modules of commands are those that call `command.run(main)`.
   names = set()
   for path in (ROOT / "diffjax").glob("*.py"):
