@@ -139,6 +139,7 @@ def test_the_error_for_a_wrong_get_config_says_what_is_wrong(
 
 
 def test_an_error_in_an_imported_file_names_that_file(tmp_path, monkeypatch):
+  """The user's file imports another one, whose second line divides by 0."""
   (tmp_path / "mine_too.py").write_text("\nx = 1 / 0\n")
   (tmp_path / "mine.py").write_text("import mine_too\n")
   monkeypatch.syspath_prepend(str(tmp_path))
@@ -266,6 +267,7 @@ def test_a_config_of_the_package_is_read_by_its_name(
 
 
 def test_a_file_does_not_replace_the_config_of_its_name(tmp_path, monkeypatch):
+  """The name of a config of the package never means a file of the user."""
   monkeypatch.chdir(tmp_path)
   (tmp_path / "tiny").write_text("")
 
@@ -286,7 +288,7 @@ def test_a_file_with_the_name_of_a_config_needs_a_path(tmp_path, monkeypatch):
 def test_a_file_in_the_current_directory_may_have_any_other_name(
   tmp_path, monkeypatch
 ):
-  """A name that is not one of a config of the package is that of a file."""
+  """There is no config "mine" in the package, so this is the user's file."""
   monkeypatch.chdir(tmp_path)
   (tmp_path / "mine").write_text("from diffjax.configs.tiny import get_config")
 
@@ -297,6 +299,7 @@ def test_a_file_in_the_current_directory_may_have_any_other_name(
 
 @pytest.mark.parametrize("name", ["motif_2_6b", "configs/motif_2_6b.py"])
 def test_a_config_without_variants_says_so(name, monkeypatch):
+  """A variant is passed as NAME:VARIANT. This config has none."""
   monkeypatch.chdir(ROOT)
 
   message = f"{name}: get_config: it takes no variant; pass --config={name}"
@@ -360,6 +363,7 @@ def test_a_printed_config_holds_the_variant_and_the_overrides(printed_config):
 
 
 def test_a_printed_config_is_printed_again_without_a_change(printed_config):
+  """A file in the printed format is read, and printed in the same format."""
   result = train(f"--config={printed_config}", "--print_config")
 
   assert result.stdout == printed_config.read_text()
@@ -375,7 +379,10 @@ def test_a_printed_config_can_be_overridden(printed_config):
 
 
 def test_a_printed_config_has_a_comment_above_each_field(printed_config):
-  """A section such as [model] has a line for each of its fields, in order."""
+  """A section such as [model] has a line for each of its fields, in order.
+
+  The comment explains the field.
+  """
   lines = printed_config.read_text().splitlines()
 
   number = 0
@@ -451,8 +458,9 @@ def test_a_written_config_is_read_exactly(tmp_path_factory, text, number, flag):
 
 
 def test_a_failed_write_is_one_line_and_leaves_no_file(tmp_path):
+  """A config is written to a temporary file, which then gets its name."""
   target = tmp_path / "config.toml"
-  # A file cannot replace a directory that is not empty.
+  # A file cannot take the name of a directory that is not empty.
   target.mkdir()
   (target / "file").touch()
 
