@@ -495,7 +495,10 @@ def input_files(draw):
 def test_input_files_give_a_batch_or_one_error_line_with_their_name(
   corpus, tmp_path_factory, file, mode
 ):
-  """Hypothesis draws `file`, whose content may be damaged."""
+  """Hypothesis draws `file`, whose content may be damaged.
+
+  The training batches of its texts have 2 rows of 8 tokens.
+  """
   path = tmp_path_factory.mktemp("input") / "input"
   # For example, "text:/tmp/input.txt".
   source = file.source.format(path)
