@@ -85,7 +85,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
 
 
 def test_code_imports_configs_as_diffjax_configs():
-  """The top-level folder configs/ is not in the wheel."""
+  """The wheel has no package `configs`, so `import configs` would fail."""
   statement = re.compile(r"^ *(import|from) configs\b", re.MULTILINE)
 
   for folder in FOLDERS:
