@@ -130,11 +130,13 @@ def test_a_folder_imports_only_allowed_folders(folder):
 
 
 def test_folders_are_not_allowed_to_import_each_other_in_a_circle():
+  """ALLOWED has the folders that each folder may import."""
   # This raises CycleError if there is a circle.
   graphlib.TopologicalSorter(ALLOWED).prepare()
 
 
 def test_files_do_not_import_each_other_in_a_circle():
+  """In a circle, Python would import a module that is not yet complete."""
   graph = {}
   for module, imported in IMPORTS.items():
     graph[module] = imported & FILES.keys()
@@ -159,6 +161,7 @@ def test_ops_needs_few_libraries():
 
 
 def test_the_package_does_not_import_other_folders_of_the_repository():
+  """An installed package has no folder but diffjax/."""
   folders = {path.name for path in ROOT.iterdir() if path.is_dir()}
   folders.remove("diffjax")
   assert {"experiments", "benchmarks", "tests"} <= folders
