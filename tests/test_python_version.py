@@ -20,6 +20,7 @@ def test_setup_rejects_an_older_python_than_the_metadata_allows():
   # For example ">=3.11".
   required = metadata["project"]["requires-python"]
   minor = int(required.removeprefix(">=3."))
+  # The major and the minor version.
   older = ["3", str(minor - 1)]
 
   result = subprocess.run(
