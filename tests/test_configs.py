@@ -114,7 +114,7 @@ def test_the_variant_diff_changes_nothing(name):
 @pytest.mark.parametrize("variant", ["transformer", "softmax"])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_transformer_differs_only_in_its_heads(name, variant):
-  """A head of DIFF has two attention maps, so a Transformer has twice the heads.
+  """A head of DIFF has two attention maps. A Transformer has twice the heads.
 
   Only the heads of DIFF have a norm at their output.
   """
@@ -274,7 +274,7 @@ def test_a_transformer_has_no_fields_of_v1_and_the_same_matrices(
 
 
 def test_any_variant_can_become_any_other():
-  """A twin of a config has another attention and as many parameters."""
+  """`twin` gives a config another attention, and keeps the size of the model."""
   v2 = load("diff_1b", "diff_v2").model
 
   diff = ATTENTION["diff"].twin(v2)
@@ -555,6 +555,7 @@ def test_another_number_of_heads_hardly_changes_the_size(name, variant, factor):
     tolerance = 3e-2
   expected_size = pytest.approx(parameter_count(model), rel=tolerance)
   assert parameter_count(changed) == expected_size
+  # The fields of heads are the only ones that differ.
   with_original_heads = dataclasses.replace(
     changed,
     num_heads=model.num_heads,
