@@ -1,4 +1,4 @@
-"""The recipe of the tiny pair trains, measures and tabulates pairs of models."""
+"""The recipe of the tiny pair trains, measures and compares pairs of models."""
 
 import dataclasses
 import json
