@@ -373,7 +373,7 @@ for field, unfitting_values in UNFITTING.items():
 
 @st.composite
 def run_fields(draw):
-  """Returns fitting values of fields. One in two has a value that may not fit."""
+  """Draws values of fields that fit. One in two draws has one that may not."""
   fields = {}
   for field, fitting_values in FITTING.items():
     fields[field] = draw(st.sampled_from(fitting_values))
