@@ -274,7 +274,7 @@ def test_a_transformer_has_no_fields_of_v1_and_the_same_matrices(
 
 
 def test_any_variant_can_become_any_other():
-  """`twin` gives a config another attention, and keeps the size of the model."""
+  """`twin` gives a model another attention, and keeps the model's size."""
   v2 = load("diff_1b", "diff_v2").model
 
   diff = ATTENTION["diff"].twin(v2)
