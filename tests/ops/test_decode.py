@@ -26,6 +26,7 @@ from diffjax.ops.diff_attention.decode import gpu as gpu_decode
 from diffjax.ops.diff_attention.decode import tpu as tpu_decode
 from diffjax.ops.diff_attention.gpu import chip as gpu_chip
 from diffjax.ops.diff_attention.tpu import chip as tpu_chip
+from tests.harness.tiers import by_name
 from tests.harness.tolerances import FLOAT32
 
 # Largest errors, relative to the norm of a token's output.
@@ -169,18 +170,6 @@ needs_gpu_interpreter = pytest.mark.skipif(
   jax.__version_info__ < (0, 11, 2),
   reason="the interpreter of Mosaic GPU kernels needs JAX 0.11.2",
 )
-
-
-def by_name(cases: list[Case], full_cases: list[Case] | None = None) -> list:
-  """Returns parameters with the names of the cases as ids.
-
-  Only the full tier runs `full_cases`.
-  """
-  parameters = [pytest.param(case, id=case.name) for case in cases]
-  for case in full_cases or []:
-    parameter = pytest.param(case, id=case.name, marks=pytest.mark.full)
-    parameters.append(parameter)
-  return parameters
 
 
 @pytest.fixture(params=["xla", "pallas_tpu"])

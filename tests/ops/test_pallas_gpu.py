@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from diffjax.ops.diff_attention import diff_attention
 from diffjax.ops.diff_attention.gpu import chip
+from tests.harness.tiers import by_name
 from tests.harness.tolerances import assert_close_in_norm
 
 # Largest errors, relative to the norm of an array.
@@ -120,18 +121,6 @@ COMBINED_CASES = [
   Case("no_scale", T=70, H=1, has_segments=True, scale=0.0),
 ]
 V1 = Case("v1", T=100)
-
-
-def by_name(cases: list[Case], full_cases: list[Case] | None = None) -> list:
-  """Returns parameters with the names of the cases as ids.
-
-  Only the full tier runs `full_cases`.
-  """
-  parameters = [pytest.param(case, id=case.name) for case in cases]
-  for case in full_cases or []:
-    parameter = pytest.param(case, id=case.name, marks=pytest.mark.full)
-    parameters.append(parameter)
-  return parameters
 
 
 class Inputs(NamedTuple):

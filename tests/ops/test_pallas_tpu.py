@@ -31,6 +31,7 @@ from diffjax.ops.diff_attention.tpu import (
   forward,
 )
 from diffjax.ops.diff_attention.tpu.block_sizes import Blocks
+from tests.harness.tiers import by_name
 from tests.harness.tolerances import assert_close_in_norm
 
 # Largest error, relative to the norm of an array.
@@ -176,18 +177,6 @@ COMBINED_TWO_CORE_CASES = [
     q_offset=(5, 0, 40),
   ),
 ]
-
-
-def by_name(cases: list[Case], full_cases: list[Case] | None = None) -> list:
-  """Returns parameters with the names of the cases as ids.
-
-  Only the full tier runs `full_cases`.
-  """
-  parameters = [pytest.param(case, id=case.name) for case in cases]
-  for case in full_cases or []:
-    parameter = pytest.param(case, id=case.name, marks=pytest.mark.full)
-    parameters.append(parameter)
-  return parameters
 
 
 class Inputs(NamedTuple):

@@ -36,6 +36,7 @@ from diffjax.ops.diff_attention import (
 from diffjax.ops.diff_attention.mask import Mask
 from diffjax.ops.diff_attention.sharded import TokenSharding
 from diffjax.ops.diff_attention.tpu import block_sizes, chip
+from tests.harness.tiers import by_name
 from tests.harness.tolerances import FLOAT64
 
 
@@ -116,18 +117,6 @@ COMBINED_CASES = [
     scale=0.3,
   ),
 ]
-
-
-def by_name(cases: list[Case], full_cases: list[Case] | None = None) -> list:
-  """Returns parameters with the names of the cases as ids.
-
-  Only the full tier runs `full_cases`.
-  """
-  parameters = [pytest.param(case, id=case.name) for case in cases]
-  for case in full_cases or []:
-    parameter = pytest.param(case, id=case.name, marks=pytest.mark.full)
-    parameters.append(parameter)
-  return parameters
 
 
 class Inputs(NamedTuple):
