@@ -66,8 +66,8 @@ def best(name: str, row: str, metric: str, better: str) -> str:
       means[variant] = mean
   if not means:
     raise UserError(
-      f"{name}: no setting of {row} in {path} has a finite {metric}; widen the"
-      ' grid "tune"'
+      f"{name}: no setting of {row} in {path} has a finite {metric}; check"
+      ' the name of the number, or widen the grid "tune"'
     )
   if better == "min":
     return min(means, key=means.__getitem__)
