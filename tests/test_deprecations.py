@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import diffjax
+from diffjax.inference import notebook
 from tests.harness.in_process import own_flags
 
 
@@ -136,29 +137,32 @@ def forget_module():
     vars(diffjax).pop(name, None)
 
 
-@pytest.mark.parametrize("is_imported", [False, True])
-@pytest.mark.parametrize(("old_name", "new_name"), OLD_NAMES)
+@pytest.mark.parametrize("imported", ["diffjax", "diffjax.{command}"])
+@pytest.mark.parametrize(("command", "new_name"), OLD_NAMES)
 def test_a_command_can_be_called_as_the_function_that_it_was(
-  old_name, new_name, is_imported, forget_module, monkeypatch
+  command, new_name, imported, forget_module, monkeypatch
 ):
-  """diffjax.train(...) was a function before diffjax.train was a module.
+  """diffjax.train is a module. In earlier versions, it was a function.
 
-  The call still works, whether or not the module has been imported.
+  Calling the module calls the function, which has a new name.
   """
-  # After the test, the module is as if it had not been imported.
-  forget_module(old_name)
   calls = []
 
   def new_function(*arguments, **options):
     calls.append((arguments, options))
 
-  monkeypatch.setattr(f"diffjax.inference.notebook.{new_name}", new_function)
-  # Without this, a second import would define the same flags again.
+  monkeypatch.setattr(notebook, new_name, new_function)
+  code = f"""
+import {imported.format(command=command)}
+diffjax.{command}("first", second=2)
+"""
+
+  # After the test, the module is as if it had not been imported. Its flags can
+  # be defined again.
+  forget_module(command)
   with own_flags():
-    if is_imported:
-      importlib.import_module(f"diffjax.{old_name}")
     with pytest.warns(DeprecationWarning, match=f"call diffjax.{new_name}"):
-      run_as_user(f"diffjax.{old_name}('first', second=2)", diffjax=diffjax)
+      run_as_user(code)
 
   assert calls == [(("first",), {"second": 2})]
 

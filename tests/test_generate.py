@@ -22,7 +22,7 @@ from diffjax.config import (
   UserError,
 )
 from diffjax.data.stop_strings import StopStrings
-from diffjax.data.tokenizer import load_tokenizer
+from diffjax.data.tokenizer import Tokenizer, load_tokenizer
 from diffjax.host.lock import lock
 from diffjax.inference import finish
 from diffjax.inference.sampler import Sampler
@@ -189,66 +189,73 @@ def test_a_closed_pipe_ends_the_command_quietly(workdir):
   assert result.stderr == f"diffjax: loading {workdir}\n"
 
 
-# Words that begin with a space. In these tokenizers, the same token is a word
-# with a space before it, and a word without a space at the start of a text.
+# Words that begin with a space. These tokenizers drop the space at the start of
+# a text, so the same tokens are " world" after "hello", and "world" at a start.
+
+
+def tokens_after(prompt: str, answer: str, tokenizer: Tokenizer) -> list[int]:
+  """Returns the tokens of an answer that continues a prompt."""
+  prompt_length = len(tokenizer.encode(prompt))
+  return tokenizer.encode(prompt + answer)[prompt_length:]
 
 
 @pytest.mark.parametrize("kind", tokenizer_files.MAKERS)
 def test_a_stop_string_may_begin_with_a_space(kind, tmp_path):
   tokenizer = load_tokenizer(tokenizer_files.save(tmp_path, kind))
   prompt = tokenizer.encode_prompt("hello")
-  # The token ids of " world" after "hello".
-  hello_length = len(tokenizer.encode("hello"))
-  answer = tokenizer.encode("hello world")[hello_length:]
+  world = tokens_after("hello", " world", tokenizer)
+  *beginning_of_world, _ = world
 
   has_stop = StopStrings(tokenizer, prompts=[prompt], stops=[" world"])
 
-  assert has_stop(answer)
-  # Without its last token, the answer is only a part of " world".
-  assert not has_stop(answer[:-1])
+  assert has_stop(world)
+  assert not has_stop(beginning_of_world)
 
 
 @pytest.mark.parametrize("kind", tokenizer_files.MAKERS)
 def test_a_word_after_an_empty_prompt_has_no_space(kind, tmp_path):
-  """The same tokens are "world" after no text, and " world" after "hello"."""
+  """The tokens of " world" after "hello" are "world" after an empty prompt."""
   tokenizer = load_tokenizer(tokenizer_files.save(tmp_path, kind))
   empty_prompt = tokenizer.encode_prompt("")
-  hello_length = len(tokenizer.encode("hello"))
-  answer = tokenizer.encode("hello world")[hello_length:]
+  world = tokens_after("hello", " world", tokenizer)
 
   has_stop = StopStrings(tokenizer, prompts=[empty_prompt], stops=[" world"])
 
-  assert not has_stop(answer)
+  assert not has_stop(world)
 
 
 @pytest.mark.parametrize("kind", tokenizer_files.MAKERS)
-def test_a_stop_string_must_be_in_the_answers_to_all_prompts(kind, tmp_path):
-  """The same tokens are "world" after no text, and " world" after "hello"."""
+def test_an_answer_stops_if_all_prompts_have_a_stop_string_after_them(
+  kind, tmp_path
+):
+  """The same answer is a different text after each of several prompts.
+
+  The tokens of " world" after "hello" are "world" after an empty prompt.
+  """
   tokenizer = load_tokenizer(tokenizer_files.save(tmp_path, kind))
   prompts = [tokenizer.encode_prompt(""), tokenizer.encode_prompt("hello")]
-  hello_length = len(tokenizer.encode("hello"))
-  answer = tokenizer.encode("hello world")[hello_length:]
+  world = tokens_after("hello", " world", tokenizer)
 
-  has_stop_with_space = StopStrings(tokenizer, prompts, stops=[" world"])
-  has_stop = StopStrings(tokenizer, prompts, stops=["world"])
+  stop_after_one_prompt = StopStrings(tokenizer, prompts, stops=[" world"])
+  stop_after_both_prompts = StopStrings(tokenizer, prompts, stops=["world"])
 
-  assert not has_stop_with_space(answer)
-  assert has_stop(answer)
+  assert not stop_after_one_prompt(world)
+  assert stop_after_both_prompts(world)
 
 
 @pytest.mark.parametrize("kind", ["llama_2", "word_piece"])
 def test_the_command_prints_the_space_after_a_prompt(kind, tmp_path, capsys):
-  """In these tokenizers, the token of " world" is also that of "world"."""
+  """The answer alone would be decoded to "world", without its space."""
   tokenizer = load_tokenizer(tokenizer_files.save(tmp_path, kind))
-  prompt_ids = tokenizer.encode_prompt("hello")
-  # The token ids of " world" after "hello".
-  hello_length = len(tokenizer.encode("hello"))
-  answer_ids = tokenizer.encode("hello world")[hello_length:]
-  printer = StreamPrinter("hello", tokenizer, prompt_ids, stops=[])
+  world = tokens_after("hello", " world", tokenizer)
+  printer = StreamPrinter(
+    "hello", tokenizer, tokenizer.encode_prompt("hello"), stops=[]
+  )
 
-  for num_tokens in range(len(answer_ids) + 1):
-    printer.update(answer_ids[:num_tokens])
-  printer.finish(answer_ids)
+  # The answer has no token at first, and then one more each time.
+  for num_tokens in range(len(world) + 1):
+    printer.update(world[:num_tokens])
+  printer.finish(world)
 
   assert capsys.readouterr().out == "hello world\n"
 

@@ -153,20 +153,23 @@ def test_a_kernel_with_other_bits_in_its_second_run_is_not_deterministic():
 
 
 def test_a_wrong_gradient_is_found_where_the_right_one_is_zero():
-  """With one key, the attention weight is 1 for any q, whose gradient is 0.
+  """With a single key, attention weights are 1 for any q. So dQ is 0.
 
-  The error is not divided by that 0, but by a smallest divisor.
+  The error is not divided by the norm 0, but by a smallest divisor.
   """
   case = inputs.Case("v2", D=64, B=2, T=1, H=64)
 
-  def wrong(q, k, v, lam, **mask):
-    # The value of `change` is 0, and its gradient is 1.
-    change = q - jax.lax.stop_gradient(q)
-    logits = jnp.einsum("bthgd,bshmd->bth", change, k) / math.sqrt(case.D)
-    return correct(q, k, v, lam, **mask) + 0.1 * logits[..., None] * v
+  def with_wrong_d_q(q, k, v, lam, **mask):
+    # The value is 0, and the gradient is 1.
+    zero = q - jax.lax.stop_gradient(q)
+    # [B, T, H]: the sum over the two maps.
+    zero_logits = jnp.sum(zero * k, axis=(-2, -1)) / math.sqrt(case.D)
+    # This adds the gradient of a weight that is 10% of the logit.
+    return correct(q, k, v, lam, **mask) + 0.1 * zero_logits[..., None] * v
 
-  check = checks.check_attention(case, wrong)
+  check = checks.check_attention(case, with_wrong_d_q)
 
+  # The tolerance is 1%, so rounding could not be the reason of such an error.
   assert check.errors["d_q"] > 3 * check.tolerance
 
 
@@ -179,22 +182,22 @@ def test_a_wrong_gradient_is_found_where_the_right_one_is_zero():
   ],
 )
 def test_ordinary_gradients_are_larger_than_the_smallest_divisor(options):
-  """A check divides an error by the norm of the gradient.
+  """A check divides an error by the norm of the array, or by a larger divisor.
 
-  A smallest divisor replaces the norm only where the gradient's terms cancel.
+  The divisor is larger only if an array is almost 0.
   """
   case = inputs.Case(D=16, B=2, T=64, H=2, **options)
   arrays = inputs.arguments(case)
-  gradient = inputs.output_gradient(arrays)
+  gradient_of_output = inputs.output_gradient(arrays)
   attend = functools.partial(correct, **inputs.options(case))
+  attend_with_gradients = jax.jit(inputs.with_gradients(attend))
 
-  outputs = jax.jit(inputs.with_gradients(attend))(gradient, *arrays)
+  output_and_gradients = attend_with_gradients(gradient_of_output, *arrays)
 
-  q, k, v = arrays[:3]
-  divisors = checks.min_norms(gradient, q, k, v)
-  # The output and its gradients. Plain attention has no gradient of λ.
-  for array, divisor in zip(outputs, divisors, strict=False):
-    assert checks.norm(array) > divisor
+  q, k, v, *_ = arrays
+  divisors = checks.min_norms(gradient_of_output, q, k, v)
+  for index, array in enumerate(output_and_gradients):
+    assert checks.norm(array) > divisors[index]
 
 
 def test_references_are_computed_in_float32_with_the_highest_precision():
@@ -229,13 +232,20 @@ def test_a_wrong_decoding_kernel_is_wrong():
   assert not check.is_right
 
 
-def test_every_kind_and_width_is_checked_with_the_smallest_shape_first():
-  cases = inputs.check_cases()
+def test_every_kind_and_width_is_checked():
+  """The kernels have the widths D = 64 and 128. Others are padded."""
+  kinds_and_widths = {(case.kind, case.D) for case in inputs.check_cases()}
 
-  checked = {(case.kind, case.D) for case in cases}
-  for kind in inputs.KINDS:
-    assert {(kind, 64), (kind, 128)} <= checked
-  assert cases[0].T == 1
+  for kind in ("v1", "v2", "plain"):
+    assert (kind, 64) in kinds_and_widths
+    assert (kind, 128) in kinds_and_widths
+
+
+def test_a_row_of_one_position_is_checked_first():
+  """The smallest shape compiles quickly, so that a mistake is found early."""
+  first_case, *_ = inputs.check_cases()
+
+  assert first_case.T == 1
 
 
 # Times
@@ -263,49 +273,76 @@ def test_programs_take_turns():
 
 def test_the_time_of_a_short_program_is_that_of_one_call():
   """A short program is called many times between two readings of the clock."""
+  milliseconds_of_a_call = 5
   num_calls = 0
 
   def sleep():
     nonlocal num_calls
     num_calls += 1
-    time.sleep(0.005)
+    time.sleep(milliseconds_of_a_call / 1e3)
 
   start = time.perf_counter()
   times = timing.median_milliseconds({"short": sleep}, repetitions=1)
-  elapsed = 1e3 * (time.perf_counter() - start)
+  elapsed_milliseconds = 1e3 * (time.perf_counter() - start)
 
-  assert times["short"] >= 5
-  # The sample has all calls after the first two, which took less time than all
-  # calls together. If `times` had the time of the sample, this would not hold.
-  assert num_calls > 3
-  assert times["short"] * (num_calls - 2) < elapsed
+  # Two calls are a warm-up and an estimate.
+  num_timed_calls = num_calls - 2
+  assert num_timed_calls > 1
+  assert times["short"] >= milliseconds_of_a_call
+  # The timed calls together are a part of all that was done.
+  assert times["short"] * num_timed_calls < elapsed_milliseconds
 
 
 @pytest.mark.parametrize("kind", inputs.KINDS)
-def test_all_implementations_compute_the_same(kind):
-  """The programs that are timed compute one and the same attention."""
+def test_all_timed_programs_compute_the_same_attention(kind):
+  """Each implementation has a program, with the same random arrays."""
   case = inputs.Case(kind, D=16, B=1, T=24, H=2, dtype="float32")
   reference = functools.partial(diff_attention, implementation="reference")
   expected = jax.jit(reference)(*inputs.arguments(case))
 
-  for name in timing.implementations(case):
-    # The fused kernels and tokamax need a GPU.
-    if name in ("fused", "tokamax"):
-      continue
+  needing_a_gpu = {"fused", "tokamax"}
+  for name in set(timing.implementations(case)) - needing_a_gpu:
     attend, arrays = timing.attention_program(case, name)
     actual = jax.jit(attend)(*arrays)
     chex.assert_trees_all_close(actual, expected, **FLOAT32_LAYER)
 
 
-def test_an_implementation_that_cannot_run_has_the_reason_in_its_row():
+@pytest.fixture(scope="module")
+def rows_by_implementation_on_a_cpu() -> dict[str, tables.Row]:
+  """The times of V1 on a CPU, where "fused" and "tokamax" cannot run."""
   rows = timing.time_attention(SMALL, repetitions=1)
+  return {row["case"]["name"]: row for row in rows}
 
-  by_name = {row["case"]["name"]: row for row in rows}
-  assert by_name["two_call"]["both_ms"] > 0
-  assert by_name["cudnn halved"]["forward_ms"] > 0
-  assert "pallas_gpu" in by_name["fused"]["error"]
-  if importlib.util.find_spec("tokamax") is None:
-    assert by_name["tokamax"]["error"] == "not installed"
+
+def test_the_row_of_an_implementation_has_the_times_of_its_passes(
+  rows_by_implementation_on_a_cpu,
+):
+  row = rows_by_implementation_on_a_cpu["two_call"]
+  # This one computes the values in two halves.
+  row_with_halves = rows_by_implementation_on_a_cpu["cudnn halved"]
+
+  # "both" are the forward and the backward pass.
+  assert row["both_ms"] > 0
+  assert row_with_halves["forward_ms"] > 0
+
+
+def test_an_implementation_that_cannot_run_has_the_reason_in_its_row(
+  rows_by_implementation_on_a_cpu,
+):
+  """ "fused" is the implementation pallas_gpu, which needs a GPU."""
+  row = rows_by_implementation_on_a_cpu["fused"]
+
+  assert "pallas_gpu" in row["error"]
+
+
+@pytest.mark.skipif(
+  importlib.util.find_spec("tokamax") is not None,
+  reason="tokamax is installed",
+)
+def test_a_library_that_is_not_installed_has_this_reason_in_its_row(
+  rows_by_implementation_on_a_cpu,
+):
+  assert rows_by_implementation_on_a_cpu["tokamax"]["error"] == "not installed"
 
 
 def test_decoding_is_timed_and_its_bytes_are_counted():
@@ -336,15 +373,15 @@ def test_committed_rates_follow_from_the_committed_times():
   """
   _, rows = read_h100_rows()
 
-  for row in rows:
-    if "backward_tflops" not in row:
-      continue
-    fields = dict(row["case"])
-    # What was timed and with which implementation are no fields of the case.
-    del fields["do"]
-    del fields["name"]
-    case = inputs.Case(**fields)
-    rates = timing.nominal_tflops(case, row["forward_ms"], row["both_ms"])
+  rows_with_rates = [row for row in rows if "backward_tflops" in row]
+  for row in rows_with_rates:
+    # "do" and "name" are "attention" and the name of the implementation.
+    shape = {**row["case"]}
+    del shape["do"], shape["name"]
+    rates = timing.nominal_tflops(
+      inputs.Case(**shape), row["forward_ms"], row["both_ms"]
+    )
+    # Rates in the file are rounded to 0.1, and times to 0.0001 ms.
     for rate in ("forward_tflops", "backward_tflops"):
       assert rates[rate] == pytest.approx(row[rate], rel=1e-3)
 
@@ -561,31 +598,40 @@ def test_an_update_keeps_the_entries_of_other_devices(tmp_path):
   }
 
 
-def test_the_table_tells_the_fastest_implementation(tmp_path, monkeypatch):
-  """The implementation "auto" runs the one that the table tells."""
+@pytest.fixture
+def table_without_times(tmp_path, monkeypatch) -> Iterator[None]:
+  """Replaces the table of measured times, which is read once, by a new one."""
   monkeypatch.setattr(measured, "TABLE", tmp_path / "measured.json")
-  # The table is read once.
   measured.table.cache_clear()
+  yield
+  measured.table.cache_clear()
+
+
+@pytest.mark.usefixtures("table_without_times")
+def test_the_fastest_implementation_of_a_length_is_in_the_table():
+  """The implementation "auto" runs the fastest one for the length of a row.
+
+  The name "fused" in a row stands for the implementation "pallas_gpu".
+  """
   rows = [
-    check_row(),
-    timed_row("fused", ms=1.0, T=4096),
-    timed_row("two_call", ms=2.0, T=4096),
-    timed_row("fused", ms=2.0, T=16384),
-    timed_row("two_call", ms=1.0, T=16384),
+    check_row(right=True, D=128),
+    timed_row("fused", ms=1.0, D=128, T=4096),
+    timed_row("two_call", ms=2.0, D=128, T=4096),
+    timed_row("fused", ms=2.0, D=128, T=16384),
+    timed_row("two_call", ms=1.0, D=128, T=16384),
   ]
   tables.update_measured(measured.TABLE, "a GPU", rows)
 
-  # The widths of V1 at D = 128, to which the rows belong.
+  # The shapes of V1: [B, T, H, maps, D] and [B, T, H, 2 · D].
   q = jnp.zeros((1, 2, 1, 2, 128))
   v = jnp.zeros((1, 2, 1, 256))
-  choices = {}
+  fastest = {}
   for length in (2048, 4096, 16384):
     mask = Mask(q_length=length, kv_length=length)
-    choices[length] = measured.fastest("a GPU", q, q, v, mask)
+    fastest[length] = measured.fastest("a GPU", q, q, v, mask)
 
-  measured.table.cache_clear()
-  # No length up to 2048 was measured. "pallas_gpu" has the fused kernels.
-  assert choices == {2048: None, 4096: "pallas_gpu", 16384: "two_call"}
+  # No length up to 2048 was timed.
+  assert fastest == {2048: None, 4096: "pallas_gpu", 16384: "two_call"}
 
 
 # The command

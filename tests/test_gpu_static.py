@@ -57,17 +57,26 @@ def test_a_step_is_the_shortest_path_around_the_innermost_loop():
 
 
 def test_products_that_wait_for_the_one_before_are_serialized():
-  lines = []
-  for line in CODE.splitlines():
-    lines.append(line)
-    # After each matrix product, add an instruction that waits for its end.
-    if "HGMMA" in line:
-      lines.append("  /*0065*/ WARPGROUP.DEPBAR.LE gsb0, 0x0 ;")
+  # HGMMA is a matrix product, here with 64 columns and two with 256. DEPBAR
+  # waits until no product (0x0) is running.
+  code = """
+//--------------------- .text.kernel --------------------------
+kernel:
+.L_x_0:
+  /*0000*/ HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], RZ, gsb0 ;
+  /*0010*/ WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+  /*0020*/ HGMMA.64x256x16.F32.BF16 R56, R200, gdesc[UR12], R56, gsb0 ;
+  /*0030*/ WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+  /*0040*/ HGMMA.64x256x16.F32.BF16 R56, R200, gdesc[UR12], R56, gsb0 ;
+  /*0050*/ WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+  /*0060*/ @P4 BRA `(.L_x_0) ;
+  /*0070*/ EXIT ;
+"""
 
-  [loop] = static.inner_loops("\n".join(lines))
+  [loop] = static.inner_loops(code)
 
   assert loop.serialized
-  assert loop.schedule.startswith("N64, wait 0, N64, wait 0, N256, wait 0")
+  assert loop.schedule == "N64, wait 0, N256, wait 0, N256, wait 0"
 
 
 def test_code_without_products_has_no_inner_loops():
@@ -78,21 +87,35 @@ def test_code_without_products_has_no_inner_loops():
 
 
 def test_registers_and_spills_are_read_from_the_output_of_ptxas():
-  """The output of the compiler is followed by the machine code of a kernel."""
-  dump = (
+  # The function of the kernel "d_q_v1".
+  function = "diff_attention_d_q_v1_mosaic_gpu"
+  output_of_ptxas = (
+    f"ptxas info    : Compiling entry function '{function}' for 'sm_90a'\n"
+    "    0 bytes stack frame, 20 bytes spill stores, 24 bytes spill loads\n"
+    "ptxas info    : Used 168 registers, used 3 barriers\n"
+  )
+
+  [kernel] = static.parse_kernels(output_of_ptxas)
+
+  assert kernel.name == "d_q_v1"
+  assert kernel.registers == 168
+  assert kernel.spilled == 20 + 24
+  # There is no warning about serialized products.
+  assert not kernel.serialized
+
+
+def test_the_loops_of_a_kernel_are_read_from_its_machine_code():
+  """The machine code of a kernel follows the messages of the compiler."""
+  output_of_ptxas = (
     "ptxas info    : Compiling entry function"
     " 'diff_attention_d_q_v1_mosaic_gpu' for 'sm_90a'\n"
     "    0 bytes stack frame, 20 bytes spill stores, 24 bytes spill loads\n"
     "ptxas info    : Used 168 registers, used 3 barriers\n"
   )
 
-  [kernel] = static.parse_kernels(dump + CODE)
+  [kernel] = static.parse_kernels(output_of_ptxas + CODE)
 
-  assert kernel.name == "d_q_v1"
-  assert kernel.registers == 168
-  assert kernel.spilled == 20 + 24
   assert kernel.loops == tuple(static.inner_loops(CODE))
-  assert not kernel.serialized
 
 
 def test_a_warning_of_ptxas_marks_a_kernel_as_serialized():
@@ -128,12 +151,20 @@ def test_the_kind_of_attention_follows_from_its_maps(case, kind):
 
 
 def test_spills_of_a_kernel_are_those_of_all_its_loops():
-  [loop] = static.inner_loops(CODE)
-  first_loop = dataclasses.replace(loop, spills=1)
-  second_loop = dataclasses.replace(loop, spills=3)
+  first_loop = static.Loop(
+    instructions=13,
+    tensor_cycles=192,
+    global_loads=1,
+    spills=1,
+    serialized=False,
+    schedule="N64",
+  )
+  second_loop = dataclasses.replace(first_loop, spills=3)
+
   kernel = static.Kernel(
     name="d_q_v1",
     registers=168,
+    # The bytes of all spills, also outside of loops.
     spilled=44,
     serialized=False,
     loops=(first_loop, second_loop),

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-WATCHED_PROGRAM = r"""
+TRAIN_AND_CONVERT_WITH_AN_AUDIT_HOOK = r"""
 import pathlib
 import pickle
 import sys
@@ -112,16 +112,23 @@ print("violations:", violations)
 
 @pytest.mark.full
 def test_nothing_is_unpickled_or_executed(tmp_path):
-  """The program trains, resumes and converts, and lists each violation."""
+  """Data and checkpoints of others can be read without running their code.
+
+  Python calls an audit hook whenever code is unpickled, executed or imported.
+  The hook of the program records such an event as a violation, if it concerns
+  the directory of the run.
+  """
   result = subprocess.run(
-    [sys.executable, "-c", WATCHED_PROGRAM, tmp_path],
+    [sys.executable, "-c", TRAIN_AND_CONVERT_WITH_AN_AUDIT_HOOK, tmp_path],
     capture_output=True,
     text=True,
     timeout=100,
   )
 
   assert result.returncode == 0, result.stderr
-  assert result.stdout.splitlines()[-1] == "violations: []"
-  # The program did what it should.
+  last_line = result.stdout.splitlines()[-1]
+  assert last_line == "violations: []"
+  # The program resumes a run with prepared data, and one with streamed data. It
+  # starts one of them from the parameters of the other.
   assert result.stderr.count("resuming from step 1") == 2
   assert "starting from the parameters" in result.stderr

@@ -17,13 +17,6 @@ BUILD_WHEEL = """
 from setuptools import build_meta
 build_meta.build_wheel("dist")
 """
-PRINT_LOCATIONS = """
-import importlib.util
-import diffjax
-
-print(diffjax.__file__)
-print(importlib.util.find_spec("configs"))
-"""
 # The folders with code that uses the configs.
 FOLDERS = (
   "benchmarks",
@@ -96,44 +89,43 @@ def test_code_imports_configs_as_diffjax_configs():
 @pytest.mark.longest
 @pytest.mark.full
 def test_an_installed_wheel_trains_and_generates(wheel, tmp_path):
-  """The environment has only the wheel and its dependencies."""
-  run(sys.executable, "-m", "venv", tmp_path / "venv", cwd=tmp_path)
-  programs = tmp_path / "venv/bin"
-  python = programs / "python"
+  """The commands work in an environment without a clone of the repository."""
+  venv = tmp_path / "venv"
+  run(sys.executable, "-m", "venv", venv, cwd=tmp_path)
+  python = venv / "bin/python"
   install = [python, "-m", "pip", "install", "-q", "--no-compile", wheel]
   run(*install, cwd=tmp_path)
-  # The commands run outside of the clone.
   directory = tmp_path / "empty"
   directory.mkdir()
   environment = dict(os.environ)
   environment.pop("PYTHONPATH", None)
 
-  run(
-    programs / "diffjax",
+  def run_diffjax(*arguments):
+    diffjax = venv / "bin/diffjax"
+    return run(diffjax, *arguments, cwd=directory, environment=environment)
+
+  run_diffjax(
     "train",
     "--config=tiny",
     "--config.model.num_layers=1",
     "--config.train.steps=2",
     "--config.train.sample_tokens=4",
     "--config.eval.interval=0",
-    cwd=directory,
-    environment=environment,
   )
-  assert (directory / "runs/tiny/checkpoints/2").exists()
-  text = run(
-    programs / "diffjax",
-    "generate",
-    "--workdir=runs/tiny",
-    "--prompt=def ",
-    "--max_new_tokens=4",
-    cwd=directory,
-    environment=environment,
+  text = run_diffjax(
+    "generate", "--workdir=runs/tiny", "--prompt=def ", "--max_new_tokens=4"
   )
-  assert text.startswith("def ")
 
-  printed = run(
-    python, "-c", PRINT_LOCATIONS, cwd=directory, environment=environment
-  )
-  package, configs = printed.split()
-  assert pathlib.Path(package).is_relative_to(tmp_path / "venv")
+  assert (directory / "runs/tiny/checkpoints/2").exists()
+  assert text.startswith("def ")
+  # Only the wheel can be imported. A clone also has a folder "configs".
+  location, configs = run(
+    python,
+    "-c",
+    "import importlib.util, diffjax;"
+    "print(diffjax.__file__, importlib.util.find_spec('configs'))",
+    cwd=directory,
+    environment=environment,
+  ).split()
+  assert pathlib.Path(location).is_relative_to(venv)
   assert configs == "None"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import pathlib
 import re
 import subprocess
@@ -310,43 +311,50 @@ def test_a_line_for_each_job_says_when_all_is_done(tmp_path):
   )
 
 
-def test_the_interval_of_a_mean_is_students():
-  """The table has the mean over seeds, with Student's 95% interval."""
+def test_a_mean_has_students_95_percent_interval():
+  """The values of a model are those of runs with different seeds."""
+  num_seeds = 5
   transformer = [1.02, 0.97, 1.01, 0.99, 1.06]
   diff = [1.21, 1.19, 1.20, 1.22, 1.19]
 
   text = tiny_pair.table({"loss": {"transformer": transformer, "diff": diff}})
 
   mean = np.mean(transformer)
-  standard_error = np.std(transformer, ddof=1) / 5**0.5
+  standard_error = np.std(transformer, ddof=1) / math.sqrt(num_seeds)
   # The interval leaves out 2.5% on each side.
-  half_width = scipy.stats.t.ppf(0.975, df=5 - 1) * standard_error
-  low, high = mean - half_width, mean + half_width
+  quantile = scipy.stats.t.ppf(0.975, df=num_seeds - 1)
+  low = mean - quantile * standard_error
+  high = mean + quantile * standard_error
   last_row = text.splitlines()[-1]
-  # The mean of `diff` is 1.202.
   assert last_row.startswith(
-    f"| loss | {mean:.3f} [{low:.3f}, {high:.3f}] | 1.202 ["
+    f"| loss | {mean:.3f} [{low:.3f}, {high:.3f}] | {np.mean(diff):.3f} ["
   )
 
 
-def test_the_interval_of_a_difference_is_welchs():
-  """Welch's 95% interval does not assume that both variances are the same."""
+def test_a_difference_has_welchs_95_percent_interval():
+  """Welch's interval does not assume that both variances are the same."""
+  num_seeds = 5
   transformer = [1.02, 0.97, 1.01, 0.99, 1.06]
   diff = [1.21, 1.19, 1.20, 1.22, 1.19]
 
   text = tiny_pair.table({"loss": {"transformer": transformer, "diff": diff}})
 
-  mean = np.mean(diff) - np.mean(transformer)
-  # The squared standard error of each mean, with 5 − 1 degrees of freedom.
-  transformer_error = np.var(transformer, ddof=1) / 5
-  diff_error = np.var(diff, ddof=1) / 5
-  error = transformer_error + diff_error
-  # The degrees of freedom by the Welch–Satterthwaite equation.
-  degrees = error**2 / (transformer_error**2 / 4 + diff_error**2 / 4)
-  half_width = scipy.stats.t.ppf(0.975, degrees) * error**0.5
-  low, high = mean - half_width, mean + half_width
+  difference = np.mean(diff) - np.mean(transformer)
+  # The variances of the means, and of their difference.
+  transformer_variance = np.var(transformer, ddof=1) / num_seeds
+  diff_variance = np.var(diff, ddof=1) / num_seeds
+  variance = transformer_variance + diff_variance
+  # The Welch–Satterthwaite equation.
+  degrees_of_freedom = variance**2 / (
+    transformer_variance**2 / (num_seeds - 1)
+    + diff_variance**2 / (num_seeds - 1)
+  )
+  # The interval leaves out 2.5% on each side.
+  quantile = scipy.stats.t.ppf(0.975, degrees_of_freedom)
+  low = difference - quantile * math.sqrt(variance)
+  high = difference + quantile * math.sqrt(variance)
   last_row = text.splitlines()[-1]
-  assert last_row.endswith(f"| **{mean:.3f} [{low:.3f}, {high:.3f}]** |")
+  assert last_row.endswith(f"| **{difference:.3f} [{low:.3f}, {high:.3f}]** |")
 
 
 @pytest.mark.parametrize(

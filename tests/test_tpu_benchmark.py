@@ -4,6 +4,7 @@ No test compiles a kernel. Costs are functions of the case, or are in a file.
 """
 
 import contextlib
+import itertools
 import json
 import pathlib
 from typing import NamedTuple
@@ -93,31 +94,37 @@ def test_a_profile_is_read(cycles, kernels, expected):
 
 def test_an_estimate_below_the_peak_is_dropped():
   """The compiler's estimate must not be faster than the chip's peak."""
+  D = 128
+  V = 256
+  length = 1024
   case = Splash(
     library="jax",
     generation="v6e",
-    D=128,
-    V=256,
-    length=1024,
+    D=D,
+    V=V,
+    length=length,
     mask="full",
     tile=(512, 512, 512),
   )
-  # The FLOPs of all pairs of positions, for each element of a vector.
-  flops_per_element = 2 * 1024**2
-  # The forward pass has one product of width D and one of width V, and the
-  # backward pass three and two.
-  forward_flops = flops_per_element * (128 + 256)
-  backward_flops = flops_per_element * (3 * 128 + 2 * 256)
-  # The peak of v6e.
-  flops_per_cycle = 524_288
-  forward_at_peak = forward_flops // flops_per_cycle
-  backward_at_peak = backward_flops // flops_per_cycle
+  # One forward product has vectors of width D, and one of width V. Backward,
+  # there are three and two.
+  forward_widths = D + V
+  backward_widths = 3 * D + 2 * V
+  # For each pair of positions, a multiplication and an addition of each element.
+  flops_per_element = 2 * length**2
+  flops_per_cycle = splash.PEAK_FLOPS["v6e"]
+  forward_cycles_at_peak = flops_per_element * forward_widths / flops_per_cycle
+  backward_cycles_at_peak = (
+    flops_per_element * backward_widths / flops_per_cycle
+  )
+  too_fast = forward_cycles_at_peak - 1
+  slower_than_peak = backward_cycles_at_peak + 1
 
   plausible = case.plausible(
-    {"forward": forward_at_peak - 1, "backward": backward_at_peak + 1}
+    {"forward": too_fast, "backward": slower_than_peak}
   )
 
-  assert plausible == {"backward": backward_at_peak + 1}
+  assert plausible == {"backward": slower_than_peak}
 
 
 @pytest.mark.parametrize(
@@ -245,22 +252,25 @@ def test_a_library_without_estimates_has_no_costs():
   assert costs == {}
 
 
-def test_our_causal_cost_is_composed_of_kernels_without_conditions():
-  """The cost of a causal row is computed from the costs of smaller kernels.
+def test_our_causal_cost_is_composed_of_the_costs_of_its_tiles():
+  """The compiler's estimate of a causal row has no meaning.
 
-  They have one whole tile, one tile that the mask cuts, and four whole tiles.
+  So the costs of its tiles follow from three other kernels, and are added.
   """
-  # The lengths of the measured kernels, and whether these are causal.
-  measured = set()
+  start = 3
+  whole_tile = 10
+  cut_tile = 8
+  # The costs of these kernels, by length and by whether the mask is causal.
+  costs_of_kernels = {
+    (1024, False): start + whole_tile,
+    (1024, True): start + cut_tile,
+    # 2 × 2 tiles.
+    (2048, False): start + 4 * whole_tile,
+  }
 
   def measure(case: Case) -> dict[str, float]:
-    """The start costs 3, a whole tile 10 and a cut one 8."""
-    measured.add((case.length, case.causal))
-    num_tiles = (case.length // 1024) ** 2
-    if case.causal and num_tiles > 1:
-      raise AssertionError("the estimate of a causal grid has no meaning")
-    cost_of_tile = 8 if case.causal else 10
-    return dict.fromkeys(DIRECTIONS, 3 + cost_of_tile * num_tiles)
+    cost_of_kernel = costs_of_kernels[case.length, case.causal]
+    return dict.fromkeys(DIRECTIONS, cost_of_kernel)
 
   case = Case(
     generation="v6e",
@@ -276,38 +286,44 @@ def test_our_causal_cost_is_composed_of_kernels_without_conditions():
   costs = compare.composed_cost(case, measure)
 
   # A causal mask of 4 × 4 tiles has 6 whole tiles, and cuts 4 on the diagonal.
+  expected = start + 6 * whole_tile + 4 * cut_tile
   for direction in DIRECTIONS:
-    assert costs[direction].value == pytest.approx(3 + 6 * 10 + 4 * 8)
+    assert costs[direction].value == pytest.approx(expected)
     assert costs[direction].is_computed
-  assert measured == {(1024, False), (1024, True), (2048, False)}
 
 
 def test_a_row_of_the_comparison_names_the_best_calls():
-  """Cells are in thousands of cycles. "~" marks a cost that is computed."""
-  # A call computes one attention map, with V whole ("wide") or with half of it
-  # ("plain").
-  ours = CallCosts(wide=Cost(100e3), plain=Cost(40e3))
-  tokamax = CallCosts(wide=Cost(70e3, is_computed=True), plain=None)
-  costs = {"ours": ours, "jax": CallCosts(None, None), "tokamax": tokamax}
+  """A library without a fused kernel calls a kernel with one attention map.
 
-  cells = compare.row_cells(fused=Cost(200e3), costs_by_library=costs)
+  A head of differential attention needs two calls with V whole ("wide"), or
+  four with half of V ("plain"). Cells are in thousands of cycles. "~" marks a
+  cost that is computed.
+  """
+  fused = Cost(200e3)
+  costs_by_library = {
+    "ours": CallCosts(wide=Cost(100e3), plain=Cost(40e3)),
+    "jax": CallCosts(wide=None, plain=None),
+    "tokamax": CallCosts(wide=Cost(70e3, is_computed=True), plain=None),
+  }
 
-  assert cells == [
-    # The fused kernel.
-    "200.0",
-    # Ours: 4 · 40 with V halved is less than 2 · 100 with V whole.
-    "160.0",
-    # JAX's library, whose costs are unknown.
-    "no estimate",
-    # tokamax: 2 · 70 with V whole.
-    "~140.0",
-    # The cheapest of these, relative to the fused kernel: 140 / 200.
-    "~0.70",
-    "tokamax, V whole",
-    # Two heads of a Transformer, 2 · 40, and relative to the fused kernel.
-    "80.0",
-    "0.40 ours",
-  ]
+  cells = compare.row_cells(fused, costs_by_library)
+
+  expected = {
+    "fused kernel": "200.0",
+    # 4 · 40 is less than 2 · 100.
+    "our calls": "160.0",
+    "calls of jax": "no estimate",
+    # 2 · 70.
+    "calls of tokamax": "~140.0",
+    # 140 / 200.
+    "cheapest calls, relative to the fused kernel": "~0.70",
+    "name of the cheapest calls": "tokamax, V whole",
+    # A Transformer's head is one call with half of V: 2 · 40.
+    "two heads of a Transformer": "80.0",
+    # 80 / 200.
+    "two heads, relative to the fused kernel": "0.40 ours",
+  }
+  assert cells == list(expected.values())
 
 
 def test_a_row_without_costs_says_so():
@@ -388,40 +404,41 @@ def test_costs_of_a_version_are_not_estimated_again(costs_file, monkeypatch):
 
 
 def test_the_file_keeps_libraries_and_drops_kernels_that_have_changed(
-  costs_file, monkeypatch
+  tmp_path, monkeypatch
 ):
   """The costs of our kernels count only for one version of their code."""
-  estimated = {"forward": 7, "backward": 8}
-  monkeypatch.setattr(cost, "estimate", lambda case, timeout: estimated)
+  measurement = cost.measurement_name()
+  changed_kernels = f"{measurement}, kernels 00000000"
+  library = f"{measurement}, splash of tokamax 9.9"
+  variant = f"{measurement}, constant-maximum splash of tokamax 9.9"
+  old_costs = {"a case": {"forward": 1}}
+  path = tmp_path / "cycles.json"
+  path.write_text(
+    json.dumps(dict.fromkeys([changed_kernels, library, variant], old_costs))
+  )
+  new_costs = {"forward": 7, "backward": 8}
+  monkeypatch.setattr(cost, "estimate", lambda case, timeout: new_costs)
   case = Case(
-    generation="v6e",
-    D=128,
-    V=256,
-    G=2,
-    M=2,
-    length=2048,
-    causal=True,
+    generation="v6e", D=128, V=256, G=2, M=2, length=2048, causal=True
   )
 
-  costs = cost.cost(case, timeout=1, path=costs_file)
+  cost.cost(case, timeout=1, path=path)
 
-  assert costs == estimated
-  # The file has costs of older kernels, under "kernels 00000000".
-  kept = [
-    "splash of tokamax 9.9",
-    "constant-maximum splash of tokamax 9.9",
-    cost.kernels_name(),
-  ]
-  kinds = list(json.loads(costs_file.read_text(encoding="utf-8")))
-  assert kinds == [f"{cost.measurement_name()}, {name}" for name in kept]
+  # This name depends on the code of our kernels.
+  present_kernels = f"{measurement}, {cost.kernels_name()}"
+  assert json.loads(path.read_text(encoding="utf-8")) == {
+    library: old_costs,
+    variant: old_costs,
+    present_kernels: {case.key: new_costs},
+  }
 
 
 class FakeChip:
   """Kernels whose cost is a simple function of the sizes of their blocks.
 
-  Forward, large tiles and few queries per sub-tile are best. Backward, small
-  tiles and few keys are. Small sub-tiles are best in tiles that the mask cuts.
-  A kernel takes 20 seconds.
+  Forward, large tiles are best, and backward, small ones. In whole tiles, large
+  sub-tiles are best, and in tiles that the mask cuts, small ones. A kernel
+  takes 20 seconds.
   """
 
   def __init__(self):
@@ -436,16 +453,19 @@ class FakeChip:
     self.measured.append(case)
     tile, q, kv, *full_subtile = case.blocks
     assert full_subtile == [q, kv]
+    area = q * kv
     if case.causal:
-      return dict.fromkeys(DIRECTIONS, q * kv)
+      return dict.fromkeys(DIRECTIONS, area)
+    # The area is at most 1024². It changes the costs less than the tile does.
     return {
-      "forward": forward_cost(tile, q),
-      "backward": tile / 512 + kv / 1000,
+      "forward": 4096 / tile - area / 1e7,
+      "backward": tile / 512 - area / 1e7,
     }
 
 
-def forward_cost(tile: int, q: int) -> float:
-  return 4096 / tile + q / 1000
+def shape_of(case: Case) -> compare.Widths:
+  """Returns the widths and the numbers of maps of a case."""
+  return compare.Widths(case.D, case.V, case.G, case.M)
 
 
 @contextlib.contextmanager
@@ -471,7 +491,7 @@ def small_table(directory: pathlib.Path):
 
 
 @pytest.fixture
-def table(tmp_path):
+def table_with_tiles_of_1024_and_sub_tiles_of_256(tmp_path):
   with small_table(tmp_path):
     yield
 
@@ -502,72 +522,52 @@ def search_on_tpu(tmp_path_factory):
 
 
 def test_a_search_on_a_tpu_tries_all_tiles_of_all_shapes(search_on_tpu):
-  cases = search_on_tpu.cases
+  """A shape has the widths of queries and values, and the numbers of maps."""
+  tried = set()
+  for case in search_on_tpu.cases:
+    tile, *_ = case.blocks
+    tried.add((tile, shape_of(case)))
 
-  tiles = {case.blocks[0] for case in cases}
-  shapes = {(case.D, case.V, case.G, case.M) for case in cases}
-  assert tiles == {512, 1024, 2048}
-  assert shapes == set(search.SHAPES)
+  all_tiles = (512, 1024, 2048)
+  assert tried == set(itertools.product(all_tiles, search.SHAPES))
 
 
 def test_a_search_tries_nothing_twice(search_on_tpu):
   assert len(search_on_tpu.cases) == len(set(search_on_tpu.cases))
 
 
-@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize(
+  ("direction", "tile", "largest_subtile"),
+  [("forward", 2048, [1024, 1024]), ("backward", 512, [512, 512])],
+)
 @pytest.mark.parametrize("shape", search.SHAPES, ids=str)
 def test_a_search_writes_the_best_sizes_of_each_shape(
-  search_on_tpu, shape, direction
+  search_on_tpu, shape, direction, tile, largest_subtile
 ):
-  """The table has an entry for each chip, direction and shape."""
-  entries = []
-  for entry in search_on_tpu.entries:
-    is_for_chip = entry["generation"] == "7x"
-    is_for_direction = entry["direction"] == direction
-    widths = (entry["D"], entry["V"], entry["G"])
-    is_for_shape = widths == (shape.D, shape.V, shape.G)
-    if is_for_chip and is_for_direction and is_for_shape:
-      entries.append(entry)
-  cases = []
-  for case in search_on_tpu.cases:
-    if (case.D, case.V, case.G, case.M) == shape:
-      cases.append(case)
+  """The costs are those of a fake chip, on which the best sizes are known.
 
-  # An entry has sub-tiles of whole tiles ("whole") and of cut ones ("blocks").
-  (entry,) = entries
-  tile, full_q, full_kv = best_full_blocks(cases, direction)
-  assert entry["whole"] == [full_q, full_kv]
-  assert entry["blocks"] == [tile, tile, *best_cut_subtile(cases, tile)]
+  Its best tiles are large forward, and small backward. Its best sub-tiles are
+  large in whole tiles, and small in tiles that the mask cuts.
+  """
+  key = {
+    "generation": "7x",
+    "direction": direction,
+    "D": shape.D,
+    "V": shape.V,
+    "G": shape.G,
+  }
 
+  entries = [e for e in search_on_tpu.entries if key.items() <= e.items()]
 
-def best_full_blocks(cases: list[Case], direction: str) -> tuple[int, ...]:
-  """Returns the tile and sub-tile that FakeChip prefers under a full mask."""
-
-  def cost_and_blocks(blocks):
-    tile, q, kv = blocks
-    if direction == "forward":
-      return forward_cost(tile, q), blocks
-    return tile / 512 + kv / 1000, blocks
-
-  full = [case.blocks[:3] for case in cases if not case.causal]
-  return min(full, key=cost_and_blocks)
+  [entry] = entries
+  smallest_subtile = [128, 256]
+  # The queries and keys of a tile, and of a sub-tile in tiles that are cut.
+  assert entry["blocks"] == [tile, tile, *smallest_subtile]
+  # The queries and keys of a sub-tile in whole tiles.
+  assert entry["whole"] == largest_subtile
 
 
-def best_cut_subtile(cases: list[Case], tile: int) -> tuple[int, int]:
-  """Returns the sub-tile that FakeChip prefers under a causal mask."""
-
-  def area(subtile):
-    q, kv = subtile
-    return q * kv, subtile
-
-  subtiles = []
-  for case in cases:
-    if case.causal and case.blocks[0] == tile:
-      subtiles.append(case.blocks[1:3])
-  return min(subtiles, key=area)
-
-
-@pytest.mark.usefixtures("table")
+@pytest.mark.usefixtures("table_with_tiles_of_1024_and_sub_tiles_of_256")
 def test_a_search_for_v5p_without_a_tpu_estimates_a_single_tile():
   """The compiler's estimates of more tiles are incomplete for v5p."""
   cases = run_search("v5p")
@@ -578,22 +578,26 @@ def test_a_search_for_v5p_without_a_tpu_estimates_a_single_tile():
   assert lengths == {1024}
 
 
-@pytest.mark.usefixtures("table")
+@pytest.mark.usefixtures("table_with_tiles_of_1024_and_sub_tiles_of_256")
 def test_a_search_tries_no_sub_tile_that_skips_nothing():
-  """Under a causal mask, a sub-tile as long as the tile of 1024 skips nothing.
+  """A kernel skips the sub-tiles of a tile that a causal mask hides.
 
-  A full mask allows these sub-tiles, too.
+  A sub-tile as long as its tile, of 1024, is never hidden. A full mask hides
+  nothing, so these sub-tiles are tried, too.
   """
-  cases = run_search("v5p")
+  subtiles = {"full": set(), "causal": set()}
+  for case in run_search("v5p"):
+    _, num_queries, num_keys, _, _ = case.blocks
+    mask = "causal" if case.causal else "full"
+    subtiles[mask].add((num_queries, num_keys))
 
-  full = {case.blocks[1:3] for case in cases if not case.causal}
-  cut = {case.blocks[1:3] for case in cases if case.causal}
-  expected = {(q, kv) for q in (128, 256, 512, 1024) for kv in (256, 512, 1024)}
-  assert full == expected
-  assert cut == {subtile for subtile in expected if max(subtile) < 1024}
+  all_sizes = itertools.product((128, 256, 512, 1024), (256, 512, 1024))
+  shorter_than_tile = itertools.product((128, 256, 512), (256, 512))
+  assert subtiles["full"] == set(all_sizes)
+  assert subtiles["causal"] == set(shorter_than_tile)
 
 
-@pytest.mark.usefixtures("table")
+@pytest.mark.usefixtures("table_with_tiles_of_1024_and_sub_tiles_of_256")
 def test_a_search_ends_when_its_time_is_over(capsys):
   cases = run_search("v6e", minutes=3)
 
@@ -606,14 +610,26 @@ def test_a_search_ends_when_its_time_is_over(capsys):
   assert "2.3 minutes left" in printed.err
 
 
-@pytest.mark.usefixtures("table")
+@pytest.mark.usefixtures("table_with_tiles_of_1024_and_sub_tiles_of_256")
 def test_a_search_starts_with_the_sizes_of_the_table():
-  """The fixture `table` has tiles of 1024 and sub-tiles of 256 × 256."""
-  cases = run_search("v6e", minutes=3)
+  first_case, *_ = run_search("v6e")
 
-  # In 3 minutes, the search tries one candidate for each of five shapes.
-  blocks = {case.blocks for case in cases}
-  shapes = {(case.D, case.V, case.G, case.M) for case in cases}
-  # The tile, and the sub-tiles of cut tiles and of whole ones.
-  assert blocks == {(1024, 256, 256, 256, 256)}
-  assert len(shapes) == 5
+  tile = 1024
+  subtile_of_cut_tiles = (256, 256)
+  subtile_of_whole_tiles = (256, 256)
+  assert first_case.blocks == (
+    tile,
+    *subtile_of_cut_tiles,
+    *subtile_of_whole_tiles,
+  )
+
+
+@pytest.mark.usefixtures("table_with_tiles_of_1024_and_sub_tiles_of_256")
+def test_a_search_tries_a_candidate_of_each_shape_before_any_second_one():
+  cases = run_search("v6e")
+
+  # A candidate is measured under a full mask, and under a causal one.
+  first_cases = cases[: 2 * len(search.SHAPES)]
+  assert {shape_of(case) for case in first_cases} == set(search.SHAPES)
+  # Each first candidate has the sizes of the table.
+  assert len({case.blocks for case in first_cases}) == 1

@@ -5,6 +5,7 @@ mask itself needs, pair by pair.
 """
 
 import argparse
+import collections
 
 import numpy as np
 import pytest
@@ -16,10 +17,9 @@ from diffjax.ops.diff_attention.tpu.block_sizes import Blocks
 LENGTH = 4096
 TILE = 1024
 SUBTILE = 512
-FOUR_DOCUMENTS = (1100, 900, 1300, 796)
 
 
-def expected_runs(
+def runs_needed_by_the_mask(
   documents: tuple[int, ...], is_forward: bool
 ) -> dict[str, int]:
   """Returns how often each run is needed, from the mask itself.
@@ -31,7 +31,7 @@ def expected_runs(
   ids = runs.segment_ids(documents)[0]
   is_causal = np.tri(LENGTH, dtype=bool)
   is_visible = (ids[:, None] == ids[None]) & is_causal
-  counts = dict.fromkeys(("----", "p-p", "dd", "d"), 0)
+  counts = collections.Counter()
   for row in range(0, LENGTH, TILE):
     for column in range(0, LENGTH, TILE):
       tile = is_visible[row : row + TILE, column : column + TILE]
@@ -54,69 +54,88 @@ def expected_runs(
       for strip in strips:
         if strip.all():
           counts["dd"] += 1
-        else:
-          counts["d"] += int(strip.sum())
-  return {run: count for run, count in counts.items() if count}
+        elif strip.any():
+          counts["d"] += 1
+  return dict(counts)
 
 
-@pytest.mark.parametrize("span", [1, 4])
+@pytest.mark.parametrize("tiles_loaded_at_once", [1, 4])
 @pytest.mark.parametrize(
   "is_forward", [True, False], ids=["forward", "backward"]
 )
 @pytest.mark.parametrize(
   "documents",
   [
-    pytest.param((LENGTH,), id="one_document"),
-    pytest.param((1024,) * 4, id="documents_end_with_tiles"),
-    pytest.param(FOUR_DOCUMENTS, id="documents_end_within_tiles"),
+    pytest.param((4096,), id="one_document"),
+    pytest.param((1024, 1024, 1024, 1024), id="documents_end_with_tiles"),
+    pytest.param((1100, 900, 1300, 796), id="documents_end_within_tiles"),
     pytest.param((512, 1024, 2560), id="documents_end_with_sub_tiles"),
     pytest.param((7, 2, 4080, 7), id="short_documents"),
   ],
 )
 def test_a_kernel_takes_the_runs_that_the_mask_needs(
-  documents, is_forward, span
+  documents, is_forward, tiles_loaded_at_once
 ):
-  """A kernel skips the parts of a tile that no query attends to.
+  """A run is a group of sub-tiles that a kernel computes under one condition.
 
-  What it computes at once is a run. `count_runs` counts them by what they
-  compare, and so does `expected_runs`, from the mask.
+  Other sub-tiles are skipped, because their queries attend to no key there.
+  `count_runs` evaluates the kernel's conditions for documents of these lengths.
   """
-  blocks = Blocks(TILE, TILE, SUBTILE, SUBTILE, span=span)
+  blocks = Blocks(
+    q=1024, kv=1024, q_inner=512, kv_inner=512, span=tiles_loaded_at_once
+  )
+  # A forward kernel loads tiles of keys, and a backward kernel tiles of queries.
   schedule = runs.causal_schedule(
-    blocks, LENGTH, G=2, M=2, keys_move=is_forward, segments=True
+    blocks, length=4096, G=2, M=2, keys_move=is_forward, segments=True
   )
 
   counts = runs.count_runs(schedule, runs.segment_ids(documents))
 
-  assert counts == expected_runs(documents, is_forward)
+  assert counts == runs_needed_by_the_mask(documents, is_forward)
 
 
 def test_a_row_without_ids_compares_no_documents():
-  """No run has a "d", which is a comparison of documents in a sub-tile."""
-  blocks = Blocks(TILE, TILE, 256, 256, span=4, full_subtile=(256, 512))
+  """The name of a run has a letter for each of its sub-tiles.
+
+  "-" is a sub-tile without a mask, and in "p" positions are compared. There is
+  no "d", which would be a comparison of documents.
+  """
+  num_tiles = 4
+  blocks = Blocks(
+    q=1024,
+    kv=1024,
+    q_inner=256,
+    kv_inner=256,
+    full_subtile=(256, 512),
+    span=num_tiles,
+  )
   schedule = runs.causal_schedule(
-    blocks, LENGTH, G=2, M=2, keys_move=True, segments=False
+    blocks, num_tiles * 1024, G=2, M=2, keys_move=True, segments=False
   )
 
   counts = runs.count_runs(schedule, ids=None)
 
-  # Below the diagonal, 6 tiles have 4 × 2 whole sub-tiles of 256 × 512. On it,
-  # 4 tiles have rows of 1 to 4 sub-tiles of 256 × 256. In each row, the last
-  # one compares positions ("p").
-  assert counts == {"-" * 8: 6, "p-p--p---p": 4}
-
-
-def cost_of_run(run: str) -> int:
-  """100 for each sub-tile, and 7 more if it compares documents."""
-  return 100 * len(run) + 7 * run.count("d")
+  # A tile below the diagonal has 4 × 2 sub-tiles of 256 × 512.
+  whole_tile = "--" * 4
+  # A tile on the diagonal has four rows of sub-tiles of 256 × 256. The last one
+  # of each is on the diagonal.
+  tile_on_diagonal = "p" + "-p" + "--p" + "---p"
+  assert counts == {
+    whole_tile: num_tiles * (num_tiles - 1) // 2,
+    tile_on_diagonal: num_tiles,
+  }
 
 
 def measure_repeated_run(case: Case) -> dict[str, float]:
-  """Returns the cost of a kernel of one tile: 50, and its repeated run."""
+  """Returns the cost of a kernel of one tile that repeats one run.
+
+  Starting costs 50, a sub-tile 100, and a comparison of documents 7.
+  """
   assert case.length == TILE
   assert case.documents == (TILE,)
   run, times = case.run
-  return dict.fromkeys(DIRECTIONS, 50 + times * cost_of_run(run))
+  cost_of_run = 100 * len(run) + 7 * run.count("d")
+  return dict.fromkeys(DIRECTIONS, 50 + times * cost_of_run)
 
 
 @pytest.fixture
@@ -131,20 +150,26 @@ def row():
     length=LENGTH,
     causal=True,
     blocks=(TILE, SUBTILE, SUBTILE, SUBTILE, SUBTILE),
-    documents=FOUR_DOCUMENTS,
+    documents=(1100, 900, 1300, 796),
   )
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_a_row_costs_as_much_as_its_runs(row, direction):
+  """A run is a group of sub-tiles that a kernel computes under one condition.
+
+  In `measure_repeated_run`, starting a row of tiles costs 50, a sub-tile costs
+  100, and 7 more if documents are compared there.
+  """
   costs = packed.row_costs(row, measure_repeated_run)
 
-  # In `measure_repeated_run`, a row of tiles costs 50 and its runs. There are
-  # 4096 / 1024 rows of tiles.
-  expected = 4 * 50
-  counts = expected_runs(row.documents, direction == "forward")
+  num_rows_of_tiles = 4
+  expected = num_rows_of_tiles * 50
+  counts = runs_needed_by_the_mask(row.documents, direction == "forward")
   for run, count in counts.items():
-    expected += count * cost_of_run(run)
+    # In the name of a run, such as "dd", a letter stands for each sub-tile, and
+    # "d" for a comparison of documents.
+    expected += count * (100 * len(run) + 7 * run.count("d"))
   assert costs[direction] == expected
 
 

@@ -13,7 +13,7 @@ FLAG_DEFINITION = re.compile(
   r'flags\.DEFINE_\w+\(\s*"(?P<name>\w+)", (?P<default>[^,]+),'
 )
 # How a help page shows a default that the source writes in another way.
-SHOWN_DEFAULTS = {"False": "off", "None": "", "[]": "", '""': ""}
+SHOWN_DEFAULTS = {"False": "off", "None": "", "[]": ""}
 
 
 @pytest.fixture(scope="module", params=MODULES)
@@ -37,20 +37,35 @@ def test_a_help_page_has_two_examples(help_page):
   assert text.count(f"\n    python -m {module} ") >= 2
 
 
+def ends_of_explanations(module: str) -> dict[str, str]:
+  """Returns the end of a help page's explanation of each flag of a module.
+
+  It is the default, such as "[0]", or nothing for an empty default.
+  """
+  source = (ROOT / f"{module.replace('.', '/')}.py").read_text()
+  ends = {}
+  for flag in FLAG_DEFINITION.finditer(source):
+    default = flag["default"].strip('"')
+    shown = SHOWN_DEFAULTS.get(default, default)
+    ends[flag["name"]] = f"[{shown}]\n" if shown else ""
+  return ends
+
+
+def explanation_of(flag: str, page: str) -> str:
+  """Returns the text from a flag to the next flag, with a line break."""
+  _, _, rest_of_page = page.partition(f"\n  --{flag}")
+  explanation, _, _ = rest_of_page.partition("\n  --")
+  return f"{explanation}\n"
+
+
 def test_a_help_page_explains_every_flag_and_gives_its_default(help_page):
   """A default stands in brackets at the end: "--seed  Random seed. [0]"."""
-  module, text = help_page
-  source = (ROOT / f"{module.replace('.', '/')}.py").read_text()
+  module, page = help_page
 
-  for flag in FLAG_DEFINITION.finditer(source):
-    name = flag["name"]
-    default = flag["default"]
-    _, _, rest_of_page = text.partition(f"\n  --{name}")
-    explanation, _, _ = rest_of_page.partition("\n  --")
-    assert explanation, name
-    shown_default = SHOWN_DEFAULTS.get(default, default.strip('"'))
-    if shown_default:
-      assert f"[{shown_default}]\n" in f"{explanation}\n", name
+  for flag, default_in_brackets in ends_of_explanations(module).items():
+    explanation = explanation_of(flag, page)
+    assert explanation.strip(), flag
+    assert default_in_brackets in explanation, flag
 
 
 def test_a_help_page_says_where_fields_are_explained(help_page):

@@ -22,6 +22,7 @@ from diffjax.interop import diffllama, llama, motif, phi_flash, unilm
 from diffjax.interop.layout import Model
 from diffjax.interop.tokenizer import write_tokenizer
 from diffjax.model.decoder import Decoder
+from diffjax.model.flops import parameter_count
 from tests.harness import ROOT
 from tests.harness.parameters import parameters
 
@@ -121,14 +122,6 @@ def make_model(**fields: Any) -> Model:
   return Model(config, params, tokenizer)
 
 
-MOTIF_FIELDS = {
-  "num_noise_heads": 2,
-  "num_kv_heads": 1,
-  "lambda_init_offset": 1,
-  "ffn_activation": "poly_norm",
-}
-
-
 @pytest.mark.parametrize(
   ("layout", "fields", "version"),
   [
@@ -140,47 +133,62 @@ MOTIF_FIELDS = {
       "V2",
       id="unilm V2",
     ),
-    pytest.param(motif, MOTIF_FIELDS, "", id="motif"),
+    pytest.param(
+      motif,
+      {
+        "num_noise_heads": 2,
+        "num_kv_heads": 1,
+        "lambda_init_offset": 1,
+        "ffn_activation": "poly_norm",
+      },
+      "",
+      id="motif",
+    ),
   ],
 )
 def test_the_documented_tensors_are_written(layout, fields, version, tmp_path):
-  """The docstring of a layout's module lists all tensors with their shapes."""
+  """The docstring of a layout's module lists all tensors with their shapes.
+
+  Some of its lines are only for V1 or V2 of attention: `version` selects them.
+  """
   model = make_model(**fields)
 
   layout.write(str(tmp_path), model, "float32")
 
-  (file,) = tmp_path.glob("*.safetensors")
+  [file] = tmp_path.glob("*.safetensors")
+  # The sizes of the letters in the docstring, such as E for embed_dim.
   sizes = sizes_of(model.config)
-  assert written_shapes(file) == documented_shapes(
-    layout.__doc__, sizes, version
-  )
-
-
-LLAMA_CONFIG = {
-  "architectures": ["LlamaForCausalLM"],
-  "model_type": "llama",
-  "vocab_size": 256,
-  "hidden_size": 32,
-  "intermediate_size": 24,
-  "num_hidden_layers": 1,
-  "num_attention_heads": 4,
-  "num_key_value_heads": 2,
-  "max_position_embeddings": 32,
-  "rms_norm_eps": 1e-6,
-  "hidden_act": "silu",
-  "rope_theta": 500.0,
-  "rope_scaling": None,
-  "tie_word_embeddings": False,
-}
-LLAMA_SIZES = {"N": 256, "E": 32, "F": 24, "H": 4, "K": 2, "D": 8}
+  documented = documented_shapes(layout.__doc__, sizes, version)
+  assert written_shapes(file) == documented
 
 
 def test_the_documented_tensors_of_a_llama_are_read(tmp_path):
-  """The reader rejects a file with a missing or an extra tensor."""
-  (tmp_path / "config.json").write_text(json.dumps(LLAMA_CONFIG))
+  """A missing or an extra tensor in the file would be an error.
+
+  The docstring of the module `llama` lists all tensors with their shapes.
+  """
+  config = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 256,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "rope_theta": 500.0,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+  }
+  (tmp_path / "config.json").write_text(json.dumps(config))
   write_tokenizer(tmp_path, load_tokenizer("bytes"))
+  # The same sizes, by their letters in the docstring. D is 32 / 4.
+  sizes = {"N": 256, "E": 32, "F": 24, "H": 4, "K": 2, "D": 8}
   tensors = {}
-  for name, shape in documented_shapes(llama.__doc__, LLAMA_SIZES).items():
+  for name, shape in documented_shapes(llama.__doc__, sizes).items():
     tensors[name] = np.zeros(shape, np.float32)
   safetensors.numpy.save_file(
     tensors, tmp_path / "model.safetensors", metadata={"format": "pt"}
@@ -188,34 +196,42 @@ def test_the_documented_tensors_of_a_llama_are_read(tmp_path):
 
   model = llama.read(str(tmp_path))
 
-  assert model.config.attention == "softmax"
+  num_documented = sum(tensor.size for tensor in tensors.values())
+  assert parameter_count(model.config) == num_documented
 
 
 @pytest.mark.parametrize(
-  ("layer", "rows"),
+  ("layers_above_the_middle", "has_keys_and_values"),
   [
-    pytest.param(5, "2HD + 4KD", id="layer with keys and values"),
-    pytest.param(7, "2HD", id="layer with shared keys and values"),
+    pytest.param(1, True, id="layer with keys and values"),
+    pytest.param(3, False, id="layer with shared keys and values"),
   ],
 )
-def test_the_documented_tensors_of_phi_flash_are_read(layer, rows):
-  """The docstring of phi_flash lists an attention layer's tensors.
+def test_the_documented_tensors_of_phi_flash_are_read(
+  layers_above_the_middle, has_keys_and_values
+):
+  """The docstring of the module `phi_flash` lists the tensors of a layer.
 
-  Later layers have no keys and values of their own. R is the number of rows of
-  the matrix that computes queries and, in other layers, keys and values.
+  The highest layers share the keys and values of a lower one.
   """
   config = json.loads((PHI_FLASH / "config.json").read_text())
-  sizes = {
-    "E": config["hidden_size"],
-    # The file counts attention maps. A head has two.
-    "H": config["num_attention_heads"] // 2,
-    "K": config["num_key_value_heads"] // 2,
-    "D": config["hidden_size"] // config["num_attention_heads"],
-  }
-  sizes["R"] = evaluate(rows, sizes)
+  layer = config["num_hidden_layers"] // 2 + layers_above_the_middle
+  # The file counts attention maps. A head has two.
+  num_heads = config["num_attention_heads"] // 2
+  num_kv_heads = config["num_key_value_heads"] // 2
+  head_dim = config["hidden_size"] // config["num_attention_heads"]
+  # A matrix computes queries of two maps and, in some layers, keys of two maps
+  # and values of twice the width.
+  num_rows = 2 * num_heads * head_dim
+  if has_keys_and_values:
+    num_rows += (2 + 2) * num_kv_heads * head_dim
 
   _, params = phi_flash.read_attention(str(PHI_FLASH), layer)
+  # The names in `documented` are those of layer 0.
   tensors = phi_flash.tensors_of(params, layer=0)
 
-  shapes = {name: tensor.shape for name, tensor in tensors.items()}
-  assert documented_shapes(phi_flash.__doc__, sizes) == shapes
+  # The letters of these sizes in the docstring.
+  sizes = {"E": config["hidden_size"], "H": num_heads, "K": num_kv_heads}
+  sizes |= {"D": head_dim, "R": num_rows}
+  documented = documented_shapes(phi_flash.__doc__, sizes)
+  assert {name: tensor.shape for name, tensor in tensors.items()} == documented

@@ -408,11 +408,19 @@ def test_setup_copies_the_working_tree_to_all_workers(cloud):
   for worker in cloud.workers:
     source = worker / "diffjax/source"
     names = {path.name for path in source.iterdir()}
+    # The folder tools/tpu of the repository has the scripts.
     assert names == {".gitignore", "a new file", "tools"}
-    # The arguments of the two calls of uv.
+
+
+def test_setup_installs_the_copy_on_all_workers(cloud):
+  cloud.set_up()
+
+  for worker in cloud.workers:
+    # The arguments of the two calls of uv on the worker.
     text = (worker / "uv_calls").read_text(encoding="utf-8")
     make_environment, install = text.splitlines()
     assert "--python=3.12" in make_environment.split()
+    source = worker / "diffjax/source"
     assert install.endswith(f"--editable {source}[tpu,gcs]")
 
 
