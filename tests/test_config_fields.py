@@ -1,8 +1,8 @@
 """The config's fields: their declarations, who reads them, and their checks."""
 
-import copy
 import dataclasses
 import math
+import re
 import subprocess
 import sys
 from typing import Any
@@ -76,12 +76,18 @@ NUMBERS_WITH_BOUNDS = [
 ]
 
 
-def with_other_value(name: str) -> dict[str, dict[str, Any]]:
-  """Returns a config as nested dicts, in which one field differs."""
-  values = copy.deepcopy(Config().to_dict())
-  section, field = name.split(".")
-  values[section][field] = "other"
+def config_with(changes: dict[str, Any]) -> dict[str, Any]:
+  """Returns the default config as nested dicts, with changed fields."""
+  values = Config().to_dict()
+  for name, value in changes.items():
+    section, field = name.split(".")
+    values[section][field] = value
   return values
+
+
+def with_other_value(name: str) -> dict[str, dict[str, Any]]:
+  """Returns the default config as nested dicts, in which one field differs."""
+  return config_with({name: "other"})
 
 
 def test_every_field_is_listed():
@@ -194,232 +200,152 @@ def test_the_config_needs_only_the_standard_library():
 
 
 @pytest.mark.parametrize(
-  ("field", "value", "message"),
+  ("name", "message"),
   [
-    pytest.param(
-      "model.num_layer",
-      3,
-      "config.model.num_layer is not a config field: did you mean"
-      " model.num_layers",
-      id="model.num_layer = 3",
+    ("model.num_layer", "is not a config field: did you mean model.num_layers"),
+    ("model.banana", "is not a config field: there are attention, "),
+  ],
+)
+def test_an_unknown_field_is_an_error(name, message):
+  with pytest.raises(UserError, match=f"^config.{name} {message}"):
+    from_config_dict(config_with({name: 3}))
+
+
+@pytest.mark.parametrize(
+  ("name", "value", "type_name"),
+  [
+    ("model.num_layers", "3", "int"),
+    ("model.num_layers", 2.5, "int"),
+    # In Python, a bool is an int.
+    ("model.num_layers", True, "int"),
+    ("model.rope", 0, "bool"),
+    ("model.projection_biases", "qkv", "bool"),
+  ],
+)
+def test_a_value_of_another_type_is_an_error(name, value, type_name):
+  message = f"config.{name} must be {type_name}; got {value!r}"
+  with pytest.raises(UserError, match=message):
+    from_config_dict(config_with({name: value}))
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_number_that_is_not_finite_is_an_error(value):
+  message = f"config.optimizer.learning_rate must be finite; got {value}"
+  with pytest.raises(UserError, match=message):
+    from_config_dict(config_with({"optimizer.learning_rate": value}))
+
+
+def test_a_section_without_fields_is_an_error():
+  values = Config().to_dict() | {"model": 3}
+
+  with pytest.raises(UserError, match="config.model must be a section"):
+    from_config_dict(values)
+
+
+@pytest.mark.parametrize(
+  ("name", "value", "rule"),
+  [
+    ("model.num_layers", 0, "must be at least 1"),
+    ("model.window_pattern", "wx", "must be letters w"),
+    ("model.value_dim", 0, "must be at least 1, or None"),
+    ("model.head_norm_eps", 0.0, "must be positive, or None"),
+    ("model.head_dim", 33, "must be even"),
+    ("model.window", 0, "must be at least 1"),
+    ("data.validation_fraction", 1.5, "must lie between 0 and 1"),
+    ("data.prompt_template", "Question:", "must hold {prompt} once"),
+    ("optimizer.name", "sgd", "must be one of adamw, muon"),
+  ],
+)
+def test_a_value_that_a_field_cannot_have_is_an_error(name, value, rule):
+  message = re.escape(f"config.{name} = {value!r}: {rule}")
+  with pytest.raises(UserError, match=message):
+    from_config_dict(config_with({name: value}))
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    (
+      {"model.num_heads": 2, "model.num_kv_heads": 3},
+      "model.num_kv_heads = 3: must divide model.num_heads = 2",
     ),
-    pytest.param(
-      "model.banana",
-      3,
-      "config.model.banana is not a config field: there are attention, ",
-      id="model.banana = 3",
+    (
+      {"model.num_heads": 2, "model.num_noise_heads": 3},
+      "model.num_noise_heads = 3: must divide model.num_heads = 2, or be None",
     ),
-    pytest.param(
-      "model.num_layers",
-      "3",
-      "config.model.num_layers must be int; got '3'",
-      id="model.num_layers = str",
+    (
+      {"model.num_noise_heads": 1, "model.num_kv_heads": 2},
+      "model.num_kv_heads = 2: must divide model.num_noise_heads = 1",
     ),
-    pytest.param(
-      "model.num_layers",
-      2.5,
-      "config.model.num_layers must be int; got 2.5",
-      id="model.num_layers = 2.5",
+    (
+      {"model.num_layers": 4, "model.plain_layers": 4},
+      "model.plain_layers = 4: must be less than num_layers = 4",
     ),
-    pytest.param(
-      "model.num_layers",
-      True,
-      "config.model.num_layers must be int; got True",
-      id="model.num_layers = True",
+    (
+      {"model.window_pattern": "wf", "model.window": None},
+      "model.window = None: must be a number of keys with a window_pattern",
     ),
-    pytest.param(
-      "model.num_layers",
-      0,
-      "config.model.num_layers = 0: must be at least 1",
-      id="model.num_layers = 0",
+    (
+      {"model.head_dim": 32, "model.rope_dim": 3},
+      "model.rope_dim = 3: must be even and at most model.head_dim = 32",
     ),
-    pytest.param(
-      "model.num_kv_heads",
-      3,
-      "config.model.num_kv_heads = 3: must divide model.num_heads = 2",
-      id="model.num_kv_heads = 3",
-    ),
-    pytest.param(
-      "model.num_noise_heads",
-      3,
-      "config.model.num_noise_heads = 3: must divide model.num_heads = 2,"
-      " or be None",
-      id="model.num_noise_heads = 3",
-    ),
-    pytest.param(
-      "model.num_noise_heads",
-      1,
-      "config.model.num_kv_heads = 2: must divide model.num_noise_heads = 1",
-      id="model.num_noise_heads = 1",
-    ),
-    pytest.param(
-      "model.plain_layers",
-      4,
-      "config.model.plain_layers = 4: must be less than num_layers = ",
-      id="model.plain_layers = 4",
-    ),
-    pytest.param(
-      "model.window_pattern",
-      "wx",
-      "config.model.window_pattern = 'wx': must be letters w",
-      id="model.window_pattern = wx",
-    ),
-    pytest.param(
-      "model.window_pattern",
-      "wf",
-      "config.model.window = None: must be a number of keys with a"
-      " window_pattern",
-      id="model.window_pattern = wf",
-    ),
-    pytest.param(
-      "model.rope",
-      0,
-      "config.model.rope must be bool; got 0",
-      id="model.rope = 0",
-    ),
-    pytest.param(
-      "model.projection_biases",
-      "qkv",
-      "config.model.projection_biases must be bool; got 'qkv'",
-      id="model.projection_biases = qkv",
-    ),
-    pytest.param(
-      "model.rope_dim",
-      3,
-      "config.model.rope_dim = 3: must be even and at most model.head_dim = ",
-      id="model.rope_dim = 3",
-    ),
-    pytest.param(
-      "model",
-      {"rope_scaling": "linear"},
-      "config.model.rope_factor = 1.0: must be above 1 with"
+    (
+      {"model.rope_scaling": "linear", "model.rope_factor": 1.0},
+      "model.rope_factor = 1.0: must be above 1 with"
       " model.rope_scaling = 'linear'",
-      id="model: rope_scaling",
     ),
-    pytest.param(
-      "model",
-      {"rope_scaling": "yarn", "rope_factor": 2.0, "rope_base": 1.0},
-      "config.model.rope_base = 1.0: must be above 1 with"
-      " model.rope_scaling = 'yarn'",
-      id="model: rope_scaling, rope_factor, rope_base",
+    (
+      {
+        "model.rope_scaling": "yarn",
+        "model.rope_factor": 2.0,
+        "model.rope_base": 1.0,
+      },
+      "model.rope_base = 1.0: must be above 1 with model.rope_scaling = 'yarn'",
     ),
-    pytest.param(
-      "model.value_dim",
-      0,
-      "config.model.value_dim = 0: must be at least 1, or None",
-      id="model.value_dim = 0",
+    (
+      {"model.window": 9, "model.attention_implementation": "two_call"},
+      "model.window = 9: must be None with model.attention_implementation ="
+      " 'two_call', which takes no window; 'auto' and 'chunked' do",
     ),
-    pytest.param(
-      "model.head_norm_eps",
-      0.0,
-      "config.model.head_norm_eps = 0.0: must be positive, or None",
-      id="model.head_norm_eps = 0.0",
+    (
+      {"data.length": 256, "model.max_length": 100},
+      "data.length = 256: must be at most model.max_length = 100",
     ),
-    pytest.param(
-      "model.head_dim",
-      33,
-      "config.model.head_dim = 33: must be even",
-      id="model.head_dim = 33",
+    (
+      {"data.text_field": "text", "data.prompt_field": "text"},
+      "data.prompt_field = 'text': must be another field than data.text_field",
     ),
-    pytest.param(
-      "model.window",
-      0,
-      "config.model.window = 0: must be at least 1",
-      id="model.window = 0",
+    (
+      {"data.prompt_field": "question", "data.packing": "concat"},
+      "data.packing = 'concat': must be 'documents' with"
+      " config.data.prompt_field = 'question'",
     ),
-    pytest.param(
-      "model",
-      {"window": 9, "attention_implementation": "two_call"},
-      "config.model.window = 9: must be None with .*'two_call'.* 'chunked'",
-      id="model: window, attention_implementation",
+    (
+      {"train.batch_size": 16, "train.accumulation": 3},
+      "train.accumulation = 3: must divide train.batch_size = 16",
     ),
-    pytest.param(
-      "model.max_length",
-      100,
-      "config.data.length = 256: must be at most model.max_length = 100",
-      id="model.max_length = 100",
-    ),
-    pytest.param(
-      "optimizer.learning_rate",
-      math.inf,
-      "config.optimizer.learning_rate must be finite; got inf",
-      id="optimizer.learning_rate = math.inf",
-    ),
-    pytest.param(
-      "optimizer.learning_rate",
-      math.nan,
-      "config.optimizer.learning_rate must be finite; got nan",
-      id="optimizer.learning_rate = math.nan",
-    ),
-    pytest.param(
-      "data.validation_fraction",
-      1.5,
-      "config.data.validation_fraction = 1.5: must lie between 0 and 1",
-      id="data.validation_fraction = 1.5",
-    ),
-    pytest.param(
-      "data.prompt_template",
-      "Question:",
-      r"config.data.prompt_template = 'Question:': must hold \{prompt\} once",
-      id="data.prompt_template = Question:",
-    ),
-    pytest.param(
-      "data.prompt_field",
-      "text",
-      "config.data.prompt_field = 'text': must be another field than"
-      " data.text_field",
-      id="data.prompt_field = text",
-    ),
-    pytest.param(
-      "train.accumulation",
-      3,
-      "config.train.accumulation = 3: must divide train.batch_size = 16",
-      id="train.accumulation = 3",
-    ),
-    pytest.param(
-      "optimizer",
-      {"frozen": "query", "trained": "key"},
-      "config.optimizer.trained = 'key': must be \"\" with"
-      " config.optimizer.frozen",
-      id="optimizer: frozen, trained",
-    ),
-    pytest.param(
-      "optimizer.name",
-      "sgd",
-      "config.optimizer.name = 'sgd': must be one of adamw, muon",
-      id="optimizer.name = sgd",
-    ),
-    pytest.param(
-      "mesh.data",
-      0,
-      "config.mesh = .*every axis must be positive",
-      id="mesh.data = 0",
-    ),
-    pytest.param(
-      "mesh.fsdp",
-      -1,
-      "config.mesh = .*on one axis at most",
-      id="mesh.fsdp = -1",
-    ),
-    pytest.param(
-      "model",
-      3,
-      "config.model must be a section",
-      id="model = 3",
+    (
+      {"optimizer.frozen": "query", "optimizer.trained": "key"},
+      "optimizer.trained = 'key': must be \"\" with config.optimizer.frozen",
     ),
   ],
 )
-def test_a_wrong_field_is_an_error(field, value, message):
-  """`field` is "section.name", or a section that is replaced."""
-  values = Config().to_dict()
-  section, _, name = field.partition(".")
-  if name:
-    values[section][name] = value
-  else:
-    values[section] = value
+def test_fields_that_do_not_fit_each_other_are_an_error(changes, message):
+  with pytest.raises(UserError, match=re.escape(f"config.{message}")):
+    from_config_dict(config_with(changes))
 
-  with pytest.raises(UserError, match=message):
-    from_config_dict(values)
+
+@pytest.mark.parametrize(
+  ("changes", "rule"),
+  [
+    ({"mesh.data": 0}, "every axis must be positive"),
+    ({"mesh.data": -1, "mesh.fsdp": -1}, "−1 on one axis at most"),
+  ],
+)
+def test_a_mesh_without_a_shape_is_an_error(changes, rule):
+  """An axis of −1 takes the devices that the other axes leave."""
+  with pytest.raises(UserError, match=f"config.mesh = .*{rule}"):
+    from_config_dict(config_with(changes))
 
 
 def refusal(name: str, value: Any) -> str | None:
@@ -524,16 +450,3 @@ def test_numbers_that_the_optimizer_cannot_compute_with_are_refused(name):
 def test_every_number_of_the_config_has_a_bound(name):
   """So a wrong number is an error in one line, before the run starts."""
   assert FIELDS[name].bound is not None
-
-
-def test_prompts_must_be_packed_as_documents():
-  """data.prompt_field is the field of a record that has the prompt."""
-  values = Config().to_dict()
-  values["data"] |= {"prompt_field": "question", "packing": "concat"}
-  rule = (
-    "config.data.packing = 'concat': must be 'documents' with"
-    " config.data.prompt_field = 'question'"
-  )
-
-  with pytest.raises(UserError, match=rule):
-    from_config_dict(values)
