@@ -133,7 +133,7 @@ def compiled_collectives(
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_collective_is_read_with_its_axes_and_bytes(kind, axes):
-  """The axes are those of the mesh along which the devices communicate."""
+  """Devices communicate along some axes of the mesh."""
   mesh_shape = {"data": 2, "fsdp": 2, "tensor": 2}
   shard_shape = (32, 4)
 
@@ -340,10 +340,10 @@ def test_an_asynchronous_collective_counts_once():
 
 
 def test_a_fusion_of_an_all_reduce_and_a_slice_is_a_reduce_scatter():
-  """The TPU compiler has no instruction for a reduce-scatter.
+  """The TPU compiler writes a reduce-scatter as a fusion.
 
-  It fuses an all-reduce with a slice of the result, the part that a device
-  keeps. Here, a loop calls this fusion.
+  It consists of an all-reduce and a slice of the result, the part that a device
+  keeps. Here, the body of a loop calls the fusion.
   """
   all_reduce_and_slice = computation_text(
     "all-reduce-scatter.4.clone",
@@ -364,7 +364,7 @@ def test_a_fusion_of_an_all_reduce_and_a_slice_is_a_reduce_scatter():
 
   float32_bytes = 4
   reduced_bytes = 16 * 8 * float32_bytes
-  # A device adds its own part to those of the three others of its group.
+  # In a ring of four devices, each receives three quarters of the array.
   received = reduced_bytes * 3 / 4
   assert actual == [Collective("reduce-scatter", ("fsdp",), received, times=11)]
 
@@ -385,8 +385,8 @@ def part_of_gather(name: str, chain: int) -> str:
 def test_the_parts_of_a_gather_count_once():
   """The compiler may cut a gather into a chain of parts, one in each fusion.
 
-  A gather runs as often as its first part: chain 0 in each iteration of a loop,
-  and chain 1 once, because its first part comes before the loop.
+  A gather runs as often as its least frequent part: chain 0 in each iteration
+  of a loop, and chain 1 once, because its first part comes before the loop.
   """
   parts = (
     part_of_gather("chain_0.part_1", chain=0)
@@ -421,8 +421,8 @@ def test_the_exchange_between_slices_is_along_the_axis_of_slices():
   """Two slices of four TPUs each: `data` = 2 is the axis of slices.
 
   A program numbers only the four devices of its slice. Data of the other slice
-  arrives through the host, by the instruction "recv". The attribute
-  "transfer_type" says of which collective this is a part.
+  arrives through the host, by the instruction "recv". Its attribute
+  "transfer_type" names the collective.
   """
   mesh = {"data": 2, "fsdp": 4}
   gather_in_the_slice = (
@@ -661,7 +661,7 @@ def test_changes_that_reduce_the_training_state_come_first_if_it_is_large():
 def test_the_suggested_topology_has_sufficient_memory(chips, mesh, num_slices):
   """Each of 4 chips needs 4 + 8 + 100 = 112 GiB, so each of 32 needs 14.
 
-  A chip has 15 GiB. With two slices, the topology is that of each slice.
+  A chip has 15 GiB. The topology is the shape of each slice.
   """
   config = Config(train=TrainConfig(batch_size=128), mesh=MeshConfig(data=-1))
   plan = dataclasses.replace(
@@ -738,7 +738,7 @@ def test_the_report_shows_windowed_einsums_if_there_are_any(capsys):
 
 
 def test_the_report_says_that_kernels_have_no_estimate(capsys):
-  """Then the bound on MFU is that of the other operations."""
+  """Then the bound on MFU is computed from the other operations."""
   estimate = Estimate(
     parts={"feed-forward": 0.5, "other": 0.25}, collectives={}, longest=[]
   )
@@ -1019,8 +1019,9 @@ def test_the_table_has_the_smallest_slices_that_fit_and_reach_half_of_mfu(
 ):
   """On each slice, the config has the fewest changes with which it fits.
 
-  First, accumulation divides the batch. Full rematerialisation is the last
-  change. The batch of diff_1b has 128 rows.
+  First, accumulation divides the batch, which has 128 rows. The last change is
+  full rematerialisation. The bound on MFU is 7% for each row that a chip
+  computes at once.
   """
 
   def needed_gib(step):

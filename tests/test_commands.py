@@ -343,10 +343,9 @@ def test_documented_commands_on_tiny(command, tmp_path):
   blocks = documented_code_on_tiny()
   assert blocks
   for block in blocks:
-    # diffjax.configs has the config with more steps.
+    # The config in diffjax.configs has more steps.
     with_small_config = block.replace("from diffjax.configs", "from configs")
     (tmp_path / "documented_code.py").write_text(with_small_config)
-    # Each block prints a continuation of "def ".
     assert "def " in run_in(tmp_path, command, "documented_code")
 
 

@@ -183,7 +183,7 @@ def test_a_twin_differs_from_diff_by_vectors_and_rounding(name, variant):
   rounding = 3 * twin.embed_dim * 8
   # "diff" has four vectors for λ, and a gain that is twice as long.
   vectors_of_diff = 4 * diff.head_dim + 2 * diff.head_dim
-  # A twin has at most two numbers for each head, such as biases of gates.
+  # A twin has at most two numbers for each head.
   vectors_of_twin = 2 * twin.num_heads
   limit = twin.num_layers * (rounding + vectors_of_diff + vectors_of_twin)
   assert abs(parameter_count(twin) - parameter_count(diff)) <= limit
@@ -213,8 +213,8 @@ def test_a_registered_variant_has_a_twin(restored_registry):
 
   twin = load("diff_1b", "own").model
 
-  # In "diff", a head has two maps. Its values have twice the width of those of
-  # "own", so the twin has twice the heads.
+  # A head of "diff" has two maps, and values of twice the width. So the twin has
+  # twice the heads.
   num_heads = 2 * diff.num_heads
   added_maps = 3 * num_heads - 2 * diff.num_heads
   # A map has queries and keys of width head_dim.

@@ -242,7 +242,7 @@ def test_every_kind_and_width_is_checked():
 
 
 def test_a_row_of_one_position_is_checked_first():
-  """The smallest shape compiles quickly, so that a mistake is found early."""
+  """The cases are sorted by their size."""
   first_case, *_ = inputs.check_cases()
 
   assert first_case.T == 1

@@ -115,8 +115,8 @@ def test_nothing_is_unpickled_or_executed(tmp_path):
   """Data and checkpoints of others can be read without running their code.
 
   Python calls an audit hook whenever code is unpickled, executed or imported.
-  The hook of the program records such an event as a violation, if it concerns
-  the directory of the run.
+  The hook of the program records any unpickling as a violation, and execution
+  and imports of files from the run's directory.
   """
   result = subprocess.run(
     [sys.executable, "-c", TRAIN_AND_CONVERT_WITH_AN_AUDIT_HOOK, tmp_path],

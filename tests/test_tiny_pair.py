@@ -312,7 +312,7 @@ def test_a_line_for_each_job_says_when_all_is_done(tmp_path):
 
 
 def test_a_mean_has_students_95_percent_interval():
-  """The values of a model are those of runs with different seeds."""
+  """Each value of a model comes from a run with another seed."""
   num_seeds = 5
   transformer = [1.02, 0.97, 1.01, 0.99, 1.06]
   diff = [1.21, 1.19, 1.20, 1.22, 1.19]

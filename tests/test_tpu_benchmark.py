@@ -253,9 +253,9 @@ def test_a_library_without_estimates_has_no_costs():
 
 
 def test_our_causal_cost_is_composed_of_the_costs_of_its_tiles():
-  """The compiler's estimate of a causal row has no meaning.
+  """The compiler's estimate of a causal row is too large.
 
-  So the costs of its tiles follow from three other kernels, and are added.
+  So the costs of its tiles are added. They follow from three smaller kernels.
   """
   start = 3
   whole_tile = 10
@@ -544,12 +544,13 @@ def test_a_search_tries_nothing_twice(search_on_tpu):
 def test_a_search_writes_the_best_sizes_of_each_shape(
   search_on_tpu, shape, direction, tile, largest_subtile
 ):
-  """The costs are those of a fake chip, on which the best sizes are known.
+  """The costs come from a fake chip, on which the best sizes are known.
 
   Its best tiles are large forward, and small backward. Its best sub-tiles are
   large in whole tiles, and small in tiles that the mask cuts.
   """
-  key = {
+  # An entry has these fields and the sizes.
+  chip_and_shape = {
     "generation": "7x",
     "direction": direction,
     "D": shape.D,
@@ -557,7 +558,10 @@ def test_a_search_writes_the_best_sizes_of_each_shape(
     "G": shape.G,
   }
 
-  entries = [e for e in search_on_tpu.entries if key.items() <= e.items()]
+  entries = []
+  for entry in search_on_tpu.entries:
+    if entry | chip_and_shape == entry:
+      entries.append(entry)
 
   [entry] = entries
   smallest_subtile = [128, 256]

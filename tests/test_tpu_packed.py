@@ -78,7 +78,7 @@ def test_a_kernel_takes_the_runs_that_the_mask_needs(
 ):
   """A run is a group of sub-tiles that a kernel computes under one condition.
 
-  Other sub-tiles are skipped, because their queries attend to no key there.
+  The other sub-tiles are skipped: their queries attend to none of their keys.
   `count_runs` evaluates the kernel's conditions for documents of these lengths.
   """
   blocks = Blocks(

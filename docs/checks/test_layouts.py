@@ -227,7 +227,7 @@ def test_the_documented_tensors_of_phi_flash_are_read(
     num_rows += (2 + 2) * num_kv_heads * head_dim
 
   _, params = phi_flash.read_attention(str(PHI_FLASH), layer)
-  # The names in `documented` are those of layer 0.
+  # `documented` has the names of layer 0.
   tensors = phi_flash.tensors_of(params, layer=0)
 
   # The letters of these sizes in the docstring.

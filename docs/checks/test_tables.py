@@ -213,7 +213,7 @@ def test_the_table_of_ablations_is_complete():
 
 @pytest.mark.parametrize("row", ABLATION_ROWS, ids=lambda row: row[0])
 def test_the_table_of_ablations_has_the_committed_means(row):
-  """A mean is that of the runs with different seeds."""
+  """Runs of a variant differ in their seeds."""
   # Each metric has its mean, and the difference from the Transformer's mean.
   name, loss, _, ar_hit, _, others, _ = row
   committed = committed_ablations()
