@@ -605,7 +605,6 @@ def test_changes_that_reduce_temporaries_come_first_if_they_are_large():
     train=TrainConfig(batch_size=batch_size, accumulation=1, loss_chunk=0),
     mesh=MeshConfig(data=-1),
   )
-  # Of each chip, in GiB.
   plan = dataclasses.replace(
     PLAN,
     chips=num_chips,
@@ -794,14 +793,7 @@ def test_the_report_says_why_there_is_no_estimate(capsys, unread, reason):
 def plan_of_policy(
   gib: float, available_gib: float, seconds: float, seconds_at_peak: float = 0.5
 ) -> planning.Plan:
-  """Returns the plan of a step that needs some memory and time.
-
-  Args:
-    gib: memory that a chip needs.
-    available_gib: memory of a chip.
-    seconds: the estimated time of the step.
-    seconds_at_peak: its time if all chips computed at their peak.
-  """
+  """Returns the plan of a step, with its memory and its estimated time."""
   return dataclasses.replace(
     PLAN,
     parameters=0,

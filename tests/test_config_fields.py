@@ -85,11 +85,6 @@ def config_with(changes: dict[str, Any]) -> dict[str, Any]:
   return values
 
 
-def with_other_value(name: str) -> dict[str, dict[str, Any]]:
-  """Returns the default config as nested dicts, in which one field differs."""
-  return config_with({name: "other"})
-
-
 def test_every_field_is_listed():
   names = []
   for section, values in Config().to_dict().items():
@@ -109,7 +104,7 @@ UNCHANGEABLE = [name for name in FIELDS if name not in CHANGEABLE]
 def test_a_run_resumes_with_another_value_of_a_changeable_field(name):
   saved = Config().to_dict()
 
-  resume.check_resume(saved, with_other_value(name))
+  resume.check_resume(saved, config_with({name: "other"}))
 
 
 @pytest.mark.parametrize("name", UNCHANGEABLE)
@@ -117,7 +112,7 @@ def test_a_run_does_not_resume_with_another_value_of_any_other_field(name):
   saved = Config().to_dict()
 
   with pytest.raises(UserError, match=f"{name} was .* and is '?other'?"):
-    resume.check_resume(saved, with_other_value(name))
+    resume.check_resume(saved, config_with({name: "other"}))
 
 
 @pytest.mark.parametrize("name", FUNCTION_FIELDS)
@@ -127,7 +122,7 @@ def test_a_start_from_parameters_of_another_function_is_reported(name):
   A field such as model.window changes what a model computes from them.
   """
   # `other_model` returns a text about the fields that differ, or "".
-  assert resume.other_model(with_other_value(name), Config()) != ""
+  assert resume.other_model(config_with({name: "other"}), Config()) != ""
 
 
 @pytest.mark.parametrize("name", OTHER_FIELDS)
@@ -137,7 +132,7 @@ def test_a_start_from_parameters_of_the_same_function_is_not_reported(name):
   A field such as train.steps does not change what a model computes from them.
   """
   # `other_model` returns a text about the fields that differ, or "".
-  assert resume.other_model(with_other_value(name), Config()) == ""
+  assert resume.other_model(config_with({name: "other"}), Config()) == ""
 
 
 def test_experiments_compare_the_fields_that_affect_results():

@@ -314,14 +314,13 @@ def rows_by_implementation_on_a_cpu() -> dict[str, tables.Row]:
   return {row["case"]["name"]: row for row in rows}
 
 
-def test_the_row_of_an_implementation_has_the_times_of_its_passes(
+def test_the_row_of_an_implementation_has_its_times(
   rows_by_implementation_on_a_cpu,
 ):
   row = rows_by_implementation_on_a_cpu["two_call"]
   # This one computes the values in two halves.
   row_with_halves = rows_by_implementation_on_a_cpu["cudnn halved"]
 
-  # "both" are the forward and the backward pass.
   assert row["both_ms"] > 0
   assert row_with_halves["forward_ms"] > 0
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks.tpu import packed, runs
-from benchmarks.tpu.case import DIRECTIONS, Case
+from benchmarks.tpu.case import Case
 from diffjax.ops.diff_attention.tpu.block_sizes import Blocks
 
 LENGTH = 4096
@@ -126,18 +126,6 @@ def test_a_row_without_ids_compares_no_documents():
   }
 
 
-def measure_repeated_run(case: Case) -> dict[str, float]:
-  """Returns the cost of a kernel of one tile that repeats one run.
-
-  Starting costs 50, a sub-tile 100, and a comparison of documents 7.
-  """
-  assert case.length == TILE
-  assert case.documents == (TILE,)
-  run, times = case.run
-  cost_of_run = 100 * len(run) + 7 * run.count("d")
-  return dict.fromkeys(DIRECTIONS, 50 + times * cost_of_run)
-
-
 @pytest.fixture
 def row():
   """A row of four documents, with tiles of 2 × 2 sub-tiles."""
@@ -154,27 +142,43 @@ def row():
   )
 
 
-@pytest.mark.parametrize("direction", DIRECTIONS)
-def test_a_row_costs_as_much_as_its_runs(row, direction):
+@pytest.mark.parametrize(
+  ("direction", "num_runs"),
+  [
+    ("forward", {"p-p": 2, "dd": 4, "d": 5}),
+    ("backward", {"p-p": 2, "dd": 3, "d": 7}),
+  ],
+)
+def test_a_row_costs_as_much_as_its_runs(row, direction, num_runs):
   """A run is a group of sub-tiles that a kernel computes under one condition.
 
-  In `measure_repeated_run`, starting a row of tiles costs 50, a sub-tile costs
-  100, and 7 more if documents are compared there.
+  Its name has a letter for each sub-tile. A "d" compares documents there.
+  `num_runs` has the runs that the mask of this row needs.
   """
-  costs = packed.row_costs(row, measure_repeated_run)
+  start_of_a_row_of_tiles = 50
+  subtile = 100
+  comparison_of_documents = 7
 
-  num_rows_of_tiles = 4
-  expected = num_rows_of_tiles * 50
-  counts = runs_needed_by_the_mask(row.documents, direction == "forward")
-  for run, count in counts.items():
-    # In the name of a run, such as "dd", a letter stands for each sub-tile, and
-    # "d" for a comparison of documents.
-    expected += count * (100 * len(run) + 7 * run.count("d"))
+  def cost_of_run(run):
+    return subtile * len(run) + comparison_of_documents * run.count("d")
+
+  def measure(case):
+    # The kernel consists of one run, which is repeated.
+    run, times = case.run
+    cost = start_of_a_row_of_tiles + times * cost_of_run(run)
+    return {"forward": cost, "backward": cost}
+
+  costs = packed.row_costs(row, measure)
+
+  num_rows_of_tiles = row.length // 1024
+  expected = num_rows_of_tiles * start_of_a_row_of_tiles
+  for run, num in num_runs.items():
+    expected += num * cost_of_run(run)
   assert costs[direction] == expected
 
 
 def test_a_row_with_a_run_without_estimate_has_no_cost(row):
-  """A run is a group of sub-tiles that a kernel computes at once.
+  """A run is a group of sub-tiles that a kernel computes under one condition.
 
   The row needs the run "dd", which compares documents in two sub-tiles.
   """
@@ -183,9 +187,22 @@ def test_a_row_with_a_run_without_estimate_has_no_cost(row):
     run, _ = case.run
     if run == "dd":
       return {}
-    return measure_repeated_run(case)
+    return {"forward": 100, "backward": 100}
 
   assert packed.row_costs(row, measure) == {}
+
+
+def test_the_runs_of_a_row_are_measured_in_kernels_of_one_tile(row):
+  measured = []
+
+  def measure(case: Case) -> dict[str, float]:
+    measured.append((case.length, case.documents))
+    return {"forward": 100, "backward": 100}
+
+  packed.row_costs(row, measure)
+
+  # A tile has 1024 queries and keys. It has ids of documents, as the row has.
+  assert set(measured) == {(1024, (1024,))}
 
 
 def test_random_documents_fill_their_rows():
