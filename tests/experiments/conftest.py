@@ -89,7 +89,11 @@ def make_results():
           "results": measured(run),
         }
       )
-    return {"baseline": experiment.grids[chosen].baseline, "runs": entries}
+    return {
+      "grid": chosen,
+      "baseline": experiment.grids[chosen].baseline,
+      "runs": entries,
+    }
 
   return make
 

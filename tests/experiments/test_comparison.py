@@ -9,8 +9,6 @@ from experiments import comparison
 from tests.harness.tolerances import FLOAT64
 
 LOSS = "validation/loss"
-# Five losses around 0 with a standard deviation of 0.008.
-NOISE = np.array([-0.01, -0.005, 0.0, 0.005, 0.01])
 
 
 def make_results(losses, baseline="transformer"):
@@ -62,25 +60,28 @@ def test_equal_values_have_an_interval_of_no_width():
     pytest.param("transformer", "diff", id="baseline_minus_variant"),
   ],
 )
-def test_the_interval_of_a_difference_is_welchs(variant, against):
-  """Welch's interval does not assume that both samples have one variance."""
+def test_the_interval_of_a_difference_is_that_of_welchs_t_test(
+  variant, against
+):
+  """Welch's test does not assume that both samples have one variance."""
   rng = np.random.default_rng(0)
   losses = {
-    "transformer": rng.normal(1, 0.3, 5),
-    "diff": rng.normal(2, 0.1, 7),
-    "diff_v2": rng.normal(3, 0.2, 4),
+    "transformer": rng.normal(loc=1, scale=0.3, size=5),
+    "diff": rng.normal(loc=2, scale=0.1, size=7),
+    "diff_v2": rng.normal(loc=3, scale=0.2, size=4),
   }
+  results = make_results(losses)
 
-  actual = comparison.difference(
-    make_results(losses), variant, LOSS, against=against
-  )
+  estimate = comparison.difference(results, variant, LOSS, against=against)
 
   welch = scipy.stats.ttest_ind(
     losses[variant], losses[against], equal_var=False
   )
   low, high = welch.confidence_interval(0.95)
-  mean = losses[variant].mean() - losses[against].mean()
-  chex.assert_trees_all_close(tuple(actual), (mean, low, high), **FLOAT64)
+  mean_difference = losses[variant].mean() - losses[against].mean()
+  assert estimate.value == pytest.approx(mean_difference, rel=FLOAT64["rtol"])
+  assert estimate.low == pytest.approx(low, rel=FLOAT64["rtol"])
+  assert estimate.high == pytest.approx(high, rel=FLOAT64["rtol"])
 
 
 def test_a_difference_is_from_the_baseline_by_default():
@@ -164,27 +165,19 @@ def test_a_baseline_may_have_a_star_in_its_name():
   assert estimate.value == pytest.approx(3.05 - 2.05)
 
 
-def make_results_of_two_sizes():
-  """Returns results of three architectures at two sizes.
-
-  The losses of DIFF and V2 are 0.1 and 0.2 above those of the Transformer of
-  the same size.
-  """
-  losses = {}
-  for size in (1, 2):
-    losses[f"transformer,size={size}"] = size + NOISE
-    losses[f"diff,size={size}"] = size + 0.1 + NOISE
-    losses[f"v2,size={size}"] = size + 0.2 + NOISE
-  return make_results(losses, baseline="transformer,*")
-
-
 def test_variants_are_compared_with_the_baseline_of_the_same_size():
-  results = make_results_of_two_sizes()
+  results = make_results(
+    {
+      "transformer,size=1": [1.0, 1.1],
+      "transformer,size=2": [2.0, 2.1],
+      "diff,size=2": [2.3, 2.4],
+    },
+    baseline="transformer,*",
+  )
 
   estimate = comparison.difference(results, "diff,size=2", LOSS)
 
-  # The difference from "transformer,size=1" would be 1.1.
-  assert estimate.value == pytest.approx(0.1)
+  assert estimate.value == pytest.approx(2.35 - 2.05)
   # A baseline is not compared with itself.
   baseline = comparison.difference(results, "transformer,size=2", LOSS)
   assert baseline is None
@@ -192,18 +185,24 @@ def test_variants_are_compared_with_the_baseline_of_the_same_size():
 
 def test_dunnetts_test_corrects_for_the_variants_of_the_same_size():
   """The p-values of one size do not depend on the runs of the other."""
-  both_sizes = make_results_of_two_sizes()
-  size_1_runs = []
-  for run in both_sizes["runs"]:
-    if run["variant"].endswith("size=1"):
-      size_1_runs.append(run)
-  size_1 = {**both_sizes, "runs": size_1_runs}
+  size_1 = {
+    "transformer,size=1": [1.0, 1.1, 1.2],
+    "diff,size=1": [1.1, 1.2, 1.3],
+    "diff_v2,size=1": [1.2, 1.3, 1.4],
+  }
+  size_2 = {
+    "transformer,size=2": [2.0, 2.1, 2.2],
+    "diff,size=2": [2.1, 2.2, 2.3],
+    "diff_v2,size=2": [2.2, 2.3, 2.4],
+  }
+  results = make_results({**size_1, **size_2}, baseline="transformer,*")
+  results_of_size_1 = make_results(size_1, baseline="transformer,*")
 
-  p_values = comparison.dunnett_p_values(both_sizes, LOSS)
+  p_values = comparison.dunnett_p_values(results, LOSS)
 
-  expected = comparison.dunnett_p_values(size_1, LOSS)
+  expected = comparison.dunnett_p_values(results_of_size_1, LOSS)
   assert p_values["diff,size=1"] == expected["diff,size=1"]
-  assert p_values["v2,size=1"] == expected["v2,size=1"]
+  assert p_values["diff_v2,size=1"] == expected["diff_v2,size=1"]
 
 
 def test_samples_of_equal_values_have_no_p_values():
@@ -213,36 +212,47 @@ def test_samples_of_equal_values_have_no_p_values():
 
 
 def test_a_small_difference_is_not_significant_among_many_variants():
-  """Among many variants, one may differ by 0.014 by chance."""
-  losses = {"transformer": 1.0 + NOISE, "diff": 1.014 + NOISE}
+  """With many variants, one may be 2.8 standard errors away by chance.
+
+  Dunnett's test therefore requires 3.2 standard errors for 12 variants besides
+  the baseline. For a single one, it requires 2.3.
+  """
+  noise_of_seeds = np.array([-0.01, -0.005, 0.0, 0.005, 0.01])
+  standard_error = noise_of_seeds.std(ddof=1) * np.sqrt(1 / 5 + 1 / 5)
+  same_loss = 1.0 + noise_of_seeds
+  small_difference = same_loss + 2.8 * standard_error
+  large_difference = same_loss + 20 * standard_error
+  losses = {"transformer": same_loss, "diff": small_difference}
   two_variants = make_results(losses)
-  # A large difference stays significant.
-  losses["diff_v2"] = 1.1 + NOISE
+  losses["diff_v2"] = large_difference
   for number in range(10):
-    losses[f"row_{number}"] = 1.0 + NOISE
+    losses[f"row_{number}"] = same_loss
   many_variants = make_results(losses)
 
   assert comparison.significant_variants(two_variants, LOSS) == {"diff"}
   assert comparison.significant_variants(many_variants, LOSS) == {"diff_v2"}
-  # The interval of DIFF itself excludes 0 also among many variants.
+  # Not even though the interval of DIFF, which is not corrected, excludes 0.
   assert comparison.difference(many_variants, "diff", LOSS).low > 0
 
 
 def test_a_variant_whose_own_interval_includes_0_is_not_significant():
   """Dunnett's test alone would call DIFF significant.
 
-  The test uses one variance for all variants. DIFF varies six times as much as
-  the others, which make that variance small.
+  The test assumes the same variance for all variants. Here, the losses of DIFF
+  vary six times as much as those of the others.
   """
-  losses = {"transformer": 1.0 + NOISE, "diff": 1.05 + 6 * NOISE}
+  noise_of_seeds = np.array([-0.01, -0.005, 0.0, 0.005, 0.01])
+  same_loss = 1.0 + noise_of_seeds
+  losses = {"transformer": same_loss, "diff": 1.05 + 6 * noise_of_seeds}
   for number in range(4):
-    losses[f"row_{number}"] = 1.0 + NOISE
+    losses[f"row_{number}"] = same_loss
   results = make_results(losses)
 
   significant = comparison.significant_variants(results, LOSS)
 
   assert significant == set()
   assert comparison.dunnett_p_values(results, LOSS)["diff"] < 0.05
+  assert comparison.difference(results, "diff", LOSS).low < 0
 
 
 def test_contrasts_leave_out_pairs_with_a_single_run():

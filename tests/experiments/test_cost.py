@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from diffjax.config import UserError
+from diffjax.model.flops import parameter_count
 from experiments import cost, grid, machine, pace
 from experiments.launch import Devices
 
@@ -39,16 +40,20 @@ def table_rows(text):
 
 
 @pytest.fixture
-def timed_configs(monkeypatch):
-  """Makes a step take half a second. Returns the configs that are timed."""
-  configs = []
+def steps_take_half_a_second(monkeypatch):
+  """Makes a training step take half a second.
+
+  Returns:
+    The list of the configs that are timed, which is filled later.
+  """
+  timed_configs = []
 
   def time_steps(config_by_shape, env):
-    configs.extend(config_by_shape.values())
+    timed_configs.extend(config_by_shape.values())
     return dict.fromkeys(config_by_shape, 0.5)
 
   monkeypatch.setattr(cost, "time_steps", time_steps)
-  return configs
+  return timed_configs
 
 
 def estimate(name, chosen, finished, slots=1):
@@ -80,48 +85,71 @@ def finished_transformers(ablations):
   return [(first, 300), (second, 3000), (third, 360)]
 
 
-@pytest.mark.usefixtures("timed_configs")
-def test_finished_runs_tell_the_time(ablations, finished_transformers):
-  """The three runs of the Transformer took 300, 360 and 3,000 seconds."""
-  text = estimate("ablations", ablations, finished_transformers)
+@pytest.mark.usefixtures("steps_take_half_a_second")
+def test_a_run_takes_the_median_time_of_the_finished_runs():
+  first, second, third = runs("ablations", ("transformer",), seeds=(0, 1, 2))
+  seconds_of_runs = [(first, 300), (second, 3000), (third, 360)]
+  median_seconds = 360
+
+  text = estimate("ablations", [first, second, third], seconds_of_runs)
 
   assert text.startswith(f"hours of {MACHINE}, 1 at a time\n")
   row = table_rows(text)["transformer"]
-  assert row["runs"] == "3"
-  assert row["parameters"] == "0.837 M"
-  # 600 steps of 16 rows of 256 tokens.
-  assert row["tokens"] == "2.46 M"
-  # The median.
-  assert row["seconds a run"] == "360"
-  assert row["hours"] == str(3 * 360 / 3600)
+  assert row["seconds a run"] == str(median_seconds)
+  assert row["hours"] == str(3 * median_seconds / 3600)
   assert row["by"] == "3 finished runs"
 
 
-# Here, a step takes half a second.
-@pytest.mark.usefixtures("timed_configs")
-def test_steps_tell_the_time_of_other_shapes(ablations, finished_transformers):
-  text = estimate("ablations", ablations, finished_transformers)
+@pytest.mark.usefixtures("steps_take_half_a_second")
+def test_the_table_has_the_sizes_of_each_variant():
+  chosen = runs("ablations", ("transformer",), seeds=(0, 1, 2))
 
-  rows = table_rows(text)
+  row = table_rows(estimate("ablations", chosen, finished=[]))["transformer"]
+
+  config = chosen[0].config
+  tokens_per_step = config.train.batch_size * config.data.length
+  millions_of_tokens = config.train.steps * tokens_per_step / 1e6
+  millions_of_parameters = parameter_count(config.model) / 1e6
+  assert row["runs"] == "3"
+  assert row["parameters"] == f"{millions_of_parameters:.3g} M"
+  assert row["tokens"] == f"{millions_of_tokens:.3g} M"
+
+
+@pytest.mark.usefixtures("steps_take_half_a_second")
+def test_shapes_without_finished_runs_are_estimated_from_timed_steps():
+  (finished_run,) = runs("ablations", ("transformer",), seeds=(0,))
+  diff_runs = runs("ablations", ("diff", "diff_lambda_0.8"), seeds=(0, 1, 2))
+
+  text = estimate(
+    "ablations", [finished_run, *diff_runs], finished=[(finished_run, 300)]
+  )
+
+  num_steps = 600
+  assert diff_runs[0].config.train.steps == num_steps
+  seconds = num_steps * 0.5
   for variant in ("diff", "diff_lambda_0.8"):
-    # 600 steps of 0.5 seconds, for each of three runs.
-    assert rows[variant]["seconds a run"] == "300"
-    assert rows[variant]["hours"] == "0.25"
-    assert rows[variant]["by"] == "steps of 0.5 s"
+    row = table_rows(text)[variant]
+    assert row["seconds a run"] == f"{seconds:.0f}"
+    assert row["hours"] == str(3 * seconds / 3600)
+    assert row["by"] == "steps of 0.5 s"
+  # Other programs slow down the timed steps.
   assert "as busy as it is now" in text
 
 
-def test_a_shape_is_timed_once(timed_configs, ablations, finished_transformers):
+def test_a_shape_is_timed_once(
+  steps_take_half_a_second, ablations, finished_transformers
+):
   """The variants are the Transformer, DIFF with two λ_init, and DIFF V2."""
   estimate("ablations", ablations, finished_transformers)
 
   # λ_init changes no shape. The steps of the Transformer are not timed, since
   # its runs have finished.
+  timed_configs = steps_take_half_a_second
   timed_models = [config.model.attention for config in timed_configs]
   assert timed_models == ["diff", "diff_v2"]
 
 
-@pytest.mark.usefixtures("timed_configs")
+@pytest.mark.usefixtures("steps_take_half_a_second")
 def test_flops_are_those_of_all_runs_of_a_variant(ablations):
   text = estimate("ablations", ablations, finished=[])
 
@@ -133,7 +161,7 @@ def test_flops_are_those_of_all_runs_of_a_variant(ablations):
   assert flops == pytest.approx(expected, rel=0.01)
 
 
-@pytest.mark.usefixtures("timed_configs")
+@pytest.mark.usefixtures("steps_take_half_a_second")
 @pytest.mark.parametrize("slots, hours", [(1, "1.05"), (2, "0.525")])
 def test_runs_side_by_side_divide_the_hours(
   ablations, finished_transformers, slots, hours
@@ -144,45 +172,50 @@ def test_runs_side_by_side_divide_the_hours(
   assert table_rows(text)["all"]["hours"] == hours
 
 
-@pytest.fixture
-def throughput():
-  """Two runs of an experiment that trains nothing, of different shapes."""
+def test_runs_without_training_steps_are_not_timed(steps_take_half_a_second):
+  """The experiment "throughput" trains no model."""
   shapes = ("tiny,length=256", "tiny,length=2048")
-  return runs("throughput", shapes, seeds=(0,))
+  chosen = runs("throughput", shapes, seeds=(0,))
 
+  text = estimate("throughput", chosen, finished=[])
 
-def test_runs_that_train_nothing_are_not_timed(timed_configs, throughput):
-  text = estimate("throughput", throughput, finished=[])
-
-  rows = table_rows(text)
-  for shape in ("tiny,length=256", "tiny,length=2048"):
-    for column in ("tokens", "FLOPs", "seconds a run", "hours", "by"):
-      assert rows[shape][column] == "–"
+  timed_configs = steps_take_half_a_second
+  assert timed_configs == []
+  for shape in shapes:
+    row = table_rows(text)[shape]
+    assert row["tokens"] == "–"
+    assert row["FLOPs"] == "–"
+    assert row["seconds a run"] == "–"
+    assert row["hours"] == "–"
+    assert row["by"] == "–"
   assert text.endswith(
     "No run has finished on this machine, and these runs take no training steps"
     " that could be timed."
   )
-  assert not timed_configs
 
 
-@pytest.mark.usefixtures("timed_configs")
-def test_runs_that_train_nothing_are_estimated_from_other_shapes(throughput):
-  """Their seconds are proportional to the FLOPs of their shapes."""
-  short, long = throughput
+@pytest.mark.usefixtures("steps_take_half_a_second")
+def test_runs_without_training_steps_are_estimated_by_their_flops():
+  """The experiment "throughput" trains no model. One of its runs took 36 s."""
+  shapes = ("tiny,length=256", "tiny,length=2048")
+  finished_run, other_run = runs("throughput", shapes, seeds=(0,))
 
-  text = estimate("throughput", throughput, finished=[(short, 36.0)])
+  text = estimate(
+    "throughput", [finished_run, other_run], finished=[(finished_run, 36.0)]
+  )
 
-  short_row = table_rows(text)["tiny,length=256"]
-  assert short_row["seconds a run"] == "36"
-  assert short_row["by"] == "1 finished run"
-  long_row = table_rows(text)["tiny,length=2048"]
-  factor = pace.training_flops(long.config) / pace.training_flops(short.config)
-  seconds = float(long_row["seconds a run"])
-  assert seconds == pytest.approx(36 * factor, rel=0.01)
-  assert long_row["by"] == "finished runs of other shapes"
+  rows = table_rows(text)
+  assert rows["tiny,length=256"]["seconds a run"] == "36"
+  assert rows["tiny,length=256"]["by"] == "1 finished run"
+  finished_flops = pace.training_flops(finished_run.config)
+  other_flops = pace.training_flops(other_run.config)
+  seconds = float(rows["tiny,length=2048"]["seconds a run"])
+  # The table rounds to three digits.
+  assert seconds == pytest.approx(36 * other_flops / finished_flops, rel=0.01)
+  assert rows["tiny,length=2048"]["by"] == "finished runs of other shapes"
 
 
-@pytest.mark.usefixtures("timed_configs")
+@pytest.mark.usefixtures("steps_take_half_a_second")
 def test_the_table_names_the_command_for_the_runs_that_are_measured():
   """The experiment "outliers" measures runs that "ablations" trains."""
   outliers = runs("outliers", ("transformer", "diff"))
@@ -200,7 +233,7 @@ def test_only_small_models_are_for_this_machine():
   assert not cost.for_this_machine(large)
 
 
-def test_chip_hours_follow_from_the_peak():
+def test_hours_of_chips_assume_40_percent_of_the_peak():
   chosen = runs("ablations", ("diff,size=125m", "transformer,size=125m"))
 
   rows = table_rows(cost.on_chips(chosen))
@@ -209,12 +242,20 @@ def test_chip_hours_follow_from_the_peak():
   for run in chosen:
     if run.variant == "diff,size=125m":
       flops += pace.training_flops(run.config)
-  # The table assumes 40% of the peak. An H100 has a peak of 989.4 TFLOP/s.
-  flops_per_second = 0.4 * 989.4e12
-  h100_hours = float(rows["diff,size=125m"]["H100"])
-  assert h100_hours == pytest.approx(flops / flops_per_second / 3600, rel=0.01)
-  # Two variants with two seeds.
-  assert rows["all"]["runs"] == "4"
+  h100_peak_flops_per_second = 989.4e12
+  seconds = flops / (0.4 * h100_peak_flops_per_second)
+  # The table rounds to three digits.
+  hours = float(rows["diff,size=125m"]["H100"])
+  assert hours == pytest.approx(seconds / 3600, rel=0.01)
+
+
+def test_the_last_row_of_the_table_of_chips_has_all_runs():
+  variants = ("diff,size=125m", "transformer,size=125m")
+  chosen = runs("ablations", variants, seeds=(0, 1))
+
+  rows = table_rows(cost.on_chips(chosen))
+
+  assert rows["all"]["runs"] == str(2 * 2)
 
 
 @pytest.fixture

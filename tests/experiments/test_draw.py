@@ -7,22 +7,22 @@ import shutil
 import pytest
 
 from diffjax.config import UserError
-from experiments import draw, grid
+from experiments import draw, grid, series
 
 # The committed results, whose summary takes little time.
-SOURCE = pathlib.Path(draw.__file__).parent / "eight_heads"
+COMMITTED_FOLDER = pathlib.Path(draw.__file__).parent / "eight_heads"
 FILES = ("table.md", "plot.png", "plot.svg")
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-  """A copy of the folder of eight_heads with results.json alone.
+def eight_heads_dir(tmp_path, monkeypatch):
+  """The directory of the only experiment that `draw.main` finds, eight_heads.
 
-  `draw.main` finds no other folder.
+  It is a copy with the committed results.json alone.
   """
   folder = tmp_path / "eight_heads"
   folder.mkdir()
-  shutil.copy(SOURCE / "results.json", folder)
+  shutil.copy(COMMITTED_FOLDER / "results.json", folder)
   monkeypatch.setattr(grid, "FOLDER", tmp_path)
   monkeypatch.setattr(grid, "names", lambda: ["eight_heads"])
   return folder
@@ -33,50 +33,57 @@ def read_files(folder):
   return [(folder / file).read_bytes() for file in FILES]
 
 
-def test_drawing_twice_gives_the_same_files(folder):
+def test_drawing_twice_gives_the_same_files(eight_heads_dir):
   draw.main(["eight_heads"])
-  first_files = read_files(folder)
+  first_files = read_files(eight_heads_dir)
 
   draw.main(["eight_heads"])
 
-  assert read_files(folder) == first_files
+  assert read_files(eight_heads_dir) == first_files
   # Matplotlib would write the date, which differs each time.
-  assert b"<dc:date>" not in (folder / "plot.svg").read_bytes()
+  assert b"<dc:date>" not in (eight_heads_dir / "plot.svg").read_bytes()
 
 
-def test_the_results_of_a_grid_in_a_subfolder_are_drawn(folder):
+def test_the_results_of_a_grid_in_a_subfolder_are_drawn(eight_heads_dir):
   """Results of larger grids are in subfolders named by the grid."""
-  (folder / "gpu").mkdir()
-  (folder / "results.json").rename(folder / "gpu/results.json")
+  (eight_heads_dir / "gpu").mkdir()
+  (eight_heads_dir / "results.json").rename(
+    eight_heads_dir / "gpu/results.json"
+  )
 
   # Without a name, all experiments are drawn: here only that of the fixture.
   draw.main([])
 
   for file in FILES:
-    assert (folder / "gpu" / file).exists()
+    assert (eight_heads_dir / "gpu" / file).exists()
 
 
-def test_a_missing_summary_is_computed(folder):
-  path = folder / "results.json"
+def test_a_missing_summary_is_computed(eight_heads_dir):
+  """The table of the experiment shows the numbers of the summary."""
+  path = eight_heads_dir / "results.json"
   committed = json.loads(path.read_text())
   path.write_text(json.dumps({**committed, "summary": []}))
 
   draw.main(["eight_heads"])
 
   summary = json.loads(path.read_text())["summary"]
-  assert len(summary) == len(committed["summary"])
-  # The table shows the numbers of the summary.
-  assert (folder / "table.md").read_text() == (SOURCE / "table.md").read_text()
+  # The names of the rows.
+  assert series.column(summary, "") == series.column(committed["summary"], "")
+  committed_table = (COMMITTED_FOLDER / "table.md").read_text()
+  assert (eight_heads_dir / "table.md").read_text() == committed_table
 
 
-def test_results_json_is_kept_if_only_last_digits_of_its_summary_differ(folder):
+def test_results_json_is_kept_if_the_rounded_summary_is_the_same(
+  eight_heads_dir,
+):
   """The last digits of a summary that is computed again differ by machine."""
-  path = folder / "results.json"
+  path = eight_heads_dir / "results.json"
   stored = json.loads(path.read_text())
   for row in stored["summary"]:
-    # A difference of losses, and the bounds of its interval.
-    value, low, high = row["loss, difference"]
-    row["loss, difference"] = [value * (1 + 1e-9), low, high]
+    # A difference of losses, and the bounds of its interval. The table rounds
+    # them to three digits.
+    numbers = row["loss, difference"]
+    row["loss, difference"] = [number * (1 + 1e-9) for number in numbers]
   path.write_text(json.dumps(stored))
   stored_bytes = path.read_bytes()
 
@@ -86,7 +93,7 @@ def test_results_json_is_kept_if_only_last_digits_of_its_summary_differ(folder):
 
 
 # The folder is the only experiment that the error can list.
-@pytest.mark.usefixtures("folder")
+@pytest.mark.usefixtures("eight_heads_dir")
 def test_an_unknown_experiment_is_an_error():
   with pytest.raises(
     UserError, match="there is no experiment 'nothing'; there are eight_heads,"

@@ -8,13 +8,26 @@ from matplotlib.markers import CARETDOWNBASE, CARETUPBASE
 
 from experiments import comparison, first_page, grid, results
 
-LOSS = "validation/loss"
 
+def make_results(losses, baseline):
+  """Returns a results.json with a run for each loss.
 
-@pytest.fixture(scope="module")
-def ablations():
-  """The committed results of ablations."""
-  return json.loads((grid.FOLDER / "ablations/results.json").read_text())
+  Args:
+    losses: The losses of each variant.
+    baseline: The variant with which the others are compared.
+  """
+  runs = []
+  for variant, losses_of_variant in losses.items():
+    for loss in losses_of_variant:
+      run = {
+        "variant": variant,
+        "parameters": 838_000,
+        "config": {},
+        "results": {"validation/loss": loss},
+      }
+      runs.append(run)
+  config = {"train.steps": 600, "train.batch_size": 16, "data.length": 256}
+  return {"baseline": baseline, "config": config, "runs": runs}
 
 
 @pytest.fixture(scope="module")
@@ -34,52 +47,61 @@ def points_of_source(source):
   return [point for point in points if point.source == source]
 
 
-def test_points_are_differences_from_the_baseline(ablations, tmp_path):
-  # The directory stands for the folder of all experiments.
+def test_points_are_differences_from_the_baseline(tmp_path):
+  """A point is a variant's mean loss minus the baseline's."""
+  losses = {"transformer": [2.0, 2.1], "diff": [1.9, 1.8]}
+  ablations = make_results(losses, baseline="transformer")
   results.write(tmp_path / "ablations/results.json", ablations)
 
-  points = first_page.project_points(tmp_path)
+  # The baseline has no point.
+  (point,) = first_page.project_points(folder=tmp_path)
 
-  (point,) = points_of_row(points, "diff")
+  assert point.row == "diff"
   assert point.against == "transformer"
-  assert point.estimate == comparison.difference(ablations, "diff", LOSS)
-  # 600 steps of 16 rows of 256 tokens.
-  assert point.tokens == 600 * 16 * 256
-  # The baseline itself has no point.
-  assert points_of_row(points, "transformer") == []
+  assert point.estimate.value == pytest.approx(1.85 - 2.05)
+  assert point.estimate == comparison.difference(
+    ablations, "diff", "validation/loss"
+  )
 
 
-def test_variants_with_other_numbers_of_heads_are_left_out(ablations, tmp_path):
-  # The committed results have such a variant.
-  assert "diff,heads=4" in comparison.variant_names(ablations)
+def test_points_have_the_tokens_of_a_run(tmp_path):
+  losses = {"transformer": [2.0, 2.1], "diff": [1.9, 1.8]}
+  ablations = make_results(losses, baseline="transformer")
   results.write(tmp_path / "ablations/results.json", ablations)
 
-  points = first_page.project_points(tmp_path)
+  (point,) = first_page.project_points(folder=tmp_path)
 
-  # Only "diff" itself has a point.
-  assert len(points_of_row(points, "diff")) == 1
+  config = ablations["config"]
+  tokens_per_step = config["train.batch_size"] * config["data.length"]
+  assert point.tokens == config["train.steps"] * tokens_per_step
 
 
-def test_points_of_an_experiment_appear_with_its_results(ablations, tmp_path):
-  """The experiment "tokens" trains on more tokens.
-
-  For example, its variant "diff,times=4" is trained on 4 times as many.
-  """
+def test_variants_with_other_numbers_of_heads_are_left_out(tmp_path):
+  losses = {
+    "transformer": [2.0, 2.1],
+    "diff": [1.9, 1.8],
+    "diff,heads=4": [1.7, 1.6],
+  }
+  ablations = make_results(losses, baseline="transformer")
   results.write(tmp_path / "ablations/results.json", ablations)
-  points_before = first_page.project_points(tmp_path)
-  runs = []
-  for run in ablations["runs"]:
-    if run["variant"] in ("diff", "transformer_norm"):
-      runs.append({**run, "variant": f"{run['variant']},times=4"})
-  tokens = {**ablations, "baseline": "transformer_norm,*", "runs": runs}
+
+  points = first_page.project_points(folder=tmp_path)
+
+  (diff_point,) = points_of_row(points, "diff")
+  assert diff_point.estimate.value == pytest.approx(1.85 - 2.05)
+
+
+def test_the_points_of_variants_with_options_name_the_architectures(tmp_path):
+  """In the experiment "tokens", "times=4" stands for 4 times the tokens."""
+  losses = {"transformer_norm,times=4": [2.0, 2.1], "diff,times=4": [1.9, 1.8]}
+  # Each variant is compared with transformer_norm at the same options.
+  tokens = make_results(losses, baseline="transformer_norm,*")
   results.write(tmp_path / "tokens/results.json", tokens)
 
-  points = first_page.project_points(tmp_path)
+  (point,) = first_page.project_points(folder=tmp_path)
 
-  # DIFF is compared with transformer_norm, the baseline of "tokens".
-  (added,) = set(points) - set(points_before)
-  assert added.row == "diff"
-  assert added.against == "transformer_norm"
+  assert point.row == "diff"
+  assert point.against == "transformer_norm"
 
 
 def test_published_losses_have_sources():
@@ -160,18 +182,21 @@ def test_every_point_is_in_the_frame():
 def test_every_interval_that_leaves_the_frame_has_an_arrow(panels):
   """Arrows are markers at the lower or the upper edge of the frame."""
   bottom, top = first_page.FRAME
-  num_below = 0
-  num_above = 0
+  intervals_below = []
+  intervals_above = []
   for point in [*first_page.project_points(), *first_page.published_points()]:
     if point.estimate.low < bottom:
-      num_below += 1
+      intervals_below.append(point)
     if point.estimate.high > top:
-      num_above += 1
+      intervals_above.append(point)
 
   markers = []
   for axes in panels:
     markers += [line.get_marker() for line in axes.lines]
 
-  assert markers.count(CARETDOWNBASE) == num_below
-  assert markers.count(CARETUPBASE) == num_above
-  assert num_below + num_above > 0
+  downward_arrow = CARETDOWNBASE
+  upward_arrow = CARETUPBASE
+  assert markers.count(downward_arrow) == len(intervals_below)
+  assert markers.count(upward_arrow) == len(intervals_above)
+  # Otherwise, this test would check nothing.
+  assert intervals_below or intervals_above

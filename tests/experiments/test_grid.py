@@ -153,10 +153,7 @@ def distinct_small_configs():
 
 @pytest.mark.full
 def test_a_step_of_every_ablation_moves_all_parameters_that_are_not_frozen():
-  """The optimizer does not change the parameters in `optimizer.frozen`.
-
-  The other experiments train no further kinds of models.
-  """
+  """The models of the other experiments are of the same kinds."""
   for config in distinct_small_configs():
     program = build(config, make_mesh(config.mesh, jax.devices()[:1]))
     state = program.init()
@@ -166,11 +163,17 @@ def test_a_step_of_every_ablation_moves_all_parameters_that_are_not_frozen():
     state, metrics = program.train_step(state, batch)
 
     assert np.isfinite(metrics["loss"])
-    has_moved = jax.tree.map(np.not_equal, initial_params, state.params)
-    frozen_names = config.optimizer.frozen.split(",")
-    for path, moved in jax.tree_util.tree_leaves_with_path(has_moved):
-      is_frozen = path[-1].key in frozen_names
-      assert np.any(moved) != is_frozen, (config.model, path)
+    changes = jax.tree.map(np.not_equal, initial_params, state.params)
+    names_of_frozen = config.optimizer.frozen.split(",")
+    frozen_paths = []
+    unmoved_paths = []
+    for path, is_changed in jax.tree_util.tree_leaves_with_path(changes):
+      parameter_name = path[-1].key
+      if parameter_name in names_of_frozen:
+        frozen_paths.append(path)
+      if not np.any(is_changed):
+        unmoved_paths.append(path)
+    assert unmoved_paths == frozen_paths, config.model
 
 
 # order_robustness trains, and outliers measures the runs of ablations.
@@ -358,23 +361,37 @@ def test_heads_that_do_not_divide_the_width_are_an_error():
     config_of("ablations", "diff,heads=3")
 
 
-@pytest.mark.parametrize("name", grid.names())
-def test_the_names_of_runs_are_safe_in_files_and_shells(name):
-  """A name is, for example, "diff,heads=4/seed_0"."""
+def run_names(name: str) -> list[str]:
+  """Returns the names of the runs of all grids of an experiment."""
+  names = []
   for chosen in all_grids(name).values():
-    names = set()
-    for variant in chosen.variants:
-      for seed in chosen.seeds:
-        names.add(f"{variant}/seed_{seed}")
+    names += [run.name for run in grid.expand(name, chosen, {})]
+  return names
 
-    # No two runs have the same name.
+
+@pytest.mark.parametrize("name", grid.names())
+def test_the_names_of_runs_are_paths_with_two_parts(name):
+  """A name is, for example, "diff,heads=4/seed_0"."""
+  row = "[a-z0-9_.]+"
+  option = ",[a-z]+=[a-z0-9.]+"
+
+  for run_name in run_names(name):
+    assert re.fullmatch(f"{row}({option})*/seed_[0-9]+", run_name)
+
+
+@pytest.mark.parametrize("name", grid.names())
+def test_shells_read_the_name_of_a_run_as_one_word(name):
+  for run_name in run_names(name):
+    # A name with special characters would be quoted.
+    assert shlex.quote(run_name) == run_name
+
+
+@pytest.mark.parametrize("name", grid.names())
+def test_the_runs_of_a_grid_have_different_names(name):
+  for chosen in all_grids(name).values():
+    names = {run.name for run in grid.expand(name, chosen, {})}
+
     assert len(names) == len(chosen.variants) * len(chosen.seeds)
-    for run_name in names:
-      assert re.fullmatch(
-        r"[a-z0-9_.]+(,[a-z]+=[a-z0-9.]+)*/seed_[0-9]+", run_name
-      )
-      # A shell reads it as one word.
-      assert shlex.quote(run_name) == run_name
 
 
 def test_the_error_of_an_unknown_experiment_lists_the_known_ones():

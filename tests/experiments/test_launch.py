@@ -5,7 +5,6 @@ environment variables, with which they see only these devices.
 """
 
 import concurrent.futures
-import functools
 import os
 import signal
 import subprocess
@@ -109,25 +108,26 @@ def test_devices_are_those_of_this_machine():
 
 
 def test_two_slots_run_two_jobs_at_a_time_in_order():
+  """A job ends when a second job has started, or fails after 30 seconds."""
   started_jobs = []
-  used_slots = []
-  # A job waits here for a second one, so it ends only if two run at a time.
-  two_jobs = threading.Barrier(2, timeout=30)
+  used_slots = set()
+  second_job = threading.Barrier(parties=2, timeout=30)
 
-  def start(name, slot):
-    started_jobs.append(name)
-    used_slots.append(slot)
-    two_jobs.wait()
+  def make_job(name):
+    def job(slot):
+      started_jobs.append(name)
+      used_slots.add(slot)
+      second_job.wait()
 
-  jobs = []
-  for name in ("a", "b", "c", "d"):
-    jobs.append((name, functools.partial(start, name)))
+    return name, job
 
+  jobs = [make_job("a"), make_job("b"), make_job("c"), make_job("d")]
   Launcher().side_by_side(jobs, slots=2)
 
-  assert set(started_jobs[:2]) == {"a", "b"}
-  assert set(started_jobs[2:]) == {"c", "d"}
-  assert set(used_slots) == {0, 1}
+  first, second, third, fourth = started_jobs
+  assert {first, second} == {"a", "b"}
+  assert {third, fourth} == {"c", "d"}
+  assert used_slots == {0, 1}
 
 
 def test_no_job_starts_after_one_has_failed():
@@ -327,8 +327,8 @@ signal.signal(signal.SIGTERM, save)
 time.sleep(60)
 """
 
-# The arguments are "with jobs" or "without jobs", and then a command.
-CALLS_THE_COMMAND_IN_A_LAUNCHER = """
+# The arguments are "directly" or "in a job", and then a command.
+LAUNCHES_A_COMMAND = """
 import signal
 import sys
 from experiments.launch import Launcher
@@ -337,15 +337,14 @@ from experiments.launch import Launcher
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-has_jobs = sys.argv[1] == "with jobs"
-command = sys.argv[2:]
+way, *command = sys.argv[1:]
 
 with Launcher() as launcher:
 
   def job(slot):
     launcher.call(command)
 
-  if has_jobs:
+  if way == "in a job":
     launcher.side_by_side([("a", job), ("b", job)], slots=1)
   else:
     launcher.call(command)
@@ -353,32 +352,32 @@ with Launcher() as launcher:
 
 
 @pytest.mark.parametrize(
-  "signal_number, jobs",
+  "signal_number, way",
   [
-    (signal.SIGTERM, "without jobs"),
-    (signal.SIGHUP, "without jobs"),
-    (signal.SIGTERM, "with jobs"),
-    (signal.SIGINT, "with jobs"),
+    (signal.SIGTERM, "directly"),
+    (signal.SIGHUP, "directly"),
+    (signal.SIGTERM, "in a job"),
+    (signal.SIGINT, "in a job"),
   ],
 )
 def test_at_a_signal_the_command_gets_sigterm_and_can_save(
-  tmp_path, signal_number, jobs
+  tmp_path, signal_number, way
 ):
-  """The launcher calls the command itself or in a job, as `jobs` says."""
+  """The process with the launcher gets a signal while its command runs.
+
+  The command writes the files "started" and, at SIGTERM, "saved".
+  """
+  command = [*python(SAVES_AT_SIGTERM), str(tmp_path)]
   process = subprocess.Popen(
-    [
-      *python(CALLS_THE_COMMAND_IN_A_LAUNCHER),
-      jobs,
-      *python(SAVES_AT_SIGTERM),
-      str(tmp_path),
-    ],
+    [*python(LAUNCHES_A_COMMAND), way, *command],
     cwd=FOLDER.parent,
     stderr=subprocess.PIPE,
   )
   wait_for(tmp_path / "started")
 
   process.send_signal(signal_number)
-  _, errors = process.communicate(timeout=30)
 
-  assert process.returncode != 0, errors
+  _, errors = process.communicate(timeout=30)
   assert (tmp_path / "saved").exists(), errors
+  # The launcher fails, so that the caller does not take the run for finished.
+  assert process.returncode != 0, errors

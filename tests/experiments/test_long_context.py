@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
 
 from diffjax.config import from_config_dict
@@ -11,8 +10,6 @@ from experiments import grid
 from experiments.ablations import config as ablations
 from experiments.long_context import config as long_context
 from experiments.long_context import experiment
-
-SIZES = pytest.mark.parametrize("size", ["tiny", "125m", "1b"])
 
 
 def configs(row: str, size: str):
@@ -26,21 +23,21 @@ def configs(row: str, size: str):
   return short, extended
 
 
-@SIZES
-def test_the_rope_base_grows_with_the_length(size):
-  """An extension trains a finished run further, with longer rows."""
+@pytest.mark.parametrize(
+  "size, length_factor", [("tiny", 8), ("125m", 8), ("1b", 32)]
+)
+def test_the_rope_base_grows_with_the_length(size, length_factor):
   short, extended = configs("diff", size)
 
-  # Rows are 8 times as long, or 32 times.
-  factor = extended.data.length / short.data.length
-  assert factor in (8, 32)
+  assert extended.data.length == length_factor * short.data.length
   assert extended.model.max_length == extended.data.length
-  # The rule of the paper's extension.
-  expected_base = short.model.rope_base * factor**1.5
+  # The paper's extension has the same exponent: its rows are 16 times as long,
+  # and its RoPE base is 16**1.5 = 64 times as large.
+  expected_base = short.model.rope_base * length_factor**1.5
   assert extended.model.rope_base == pytest.approx(expected_base)
 
 
-@SIZES
+@pytest.mark.parametrize("size", ["tiny", "125m", "1b"])
 def test_an_extension_has_the_tokens_of_a_step_and_a_quarter_of_the_rate(size):
   short, extended = configs("diff", size)
 
@@ -50,7 +47,7 @@ def test_an_extension_has_the_tokens_of_a_step_and_a_quarter_of_the_rate(size):
   assert extended.optimizer.learning_rate == short_rate / 4
 
 
-@SIZES
+@pytest.mark.parametrize("size", ["tiny", "125m", "1b"])
 @pytest.mark.parametrize("row", ["transformer", "diff", "diff_v2"])
 def test_the_parameters_of_a_run_fit_its_extension(size, row):
   short, extended = configs(row, size)
@@ -65,84 +62,95 @@ def test_the_parameters_of_a_run_fit_its_extension(size, row):
   assert same_shapes == short.model
 
 
-def test_the_papers_extension_has_the_same_rope_base_and_rate_rules():
+def test_the_papers_extension_has_a_larger_rope_base_and_a_smaller_rate():
   short = diff_3b.get_config()
   extended = diff_3b_64k.get_config()
 
-  factor = extended.data.length / short.data.length
-  assert extended.model.rope_base == short.model.rope_base * factor**1.5
-  short_rate = short.optimizer.learning_rate
-  assert extended.optimizer.learning_rate == short_rate / 4
+  assert extended.data.length == 16 * short.data.length
+  assert extended.model.rope_base == 64 * short.model.rope_base
+  assert extended.optimizer.learning_rate == short.optimizer.learning_rate / 4
 
 
 @pytest.fixture
-def measure(make_workdir):
-  """measure("name", rope_base=8e4): the measurements of an extension.
+def measure_extension(make_workdir):
+  """Returns a function that measures a run of 64 tokens before and after.
 
-  The run of 64 tokens and its extension to 256 have the same parameters.
+  measure_extension(new_length=256, rope_base=8e4) returns the measurements of
+  an extension of the run. Both have the same parameters. The RoPE base of the
+  run is 10,000.
   """
   grid_of_one = grid.Grid(variants=("diff",), baseline="diff")
   (run,) = grid.expand("long_context", grid_of_one, {})
   short = run.pretrained.config
   start, _ = make_workdir("start", short, {"model.max_length": 64})
 
-  def measure_extension(name, rope_base):
+  def measure(new_length, rope_base):
     fields = {
       "train.init_from": start,
-      "data.length": 256,
-      "model.max_length": 256,
+      "data.length": new_length,
+      "model.max_length": new_length,
       "model.rope_base": rope_base,
       "eval.rows": 3,
     }
+    name = f"extension_{rope_base}"
     workdir, config = make_workdir(name, run.config, fields)
     return experiment.measure(workdir, config)
 
-  return measure_extension
+  return measure
 
 
-def test_the_curves_differ_by_the_rope_base_alone(measure):
-  # The extension has the parameters of the run, whose base is 10,000.
-  same = measure("same", rope_base=10_000.0)
-  larger = measure("larger", rope_base=80_000.0)
+def test_only_the_losses_after_the_extension_depend_on_its_rope_base(
+  measure_extension,
+):
+  """The parameters are equal, and the run before the extension has 10,000."""
+  same_base = measure_extension(new_length=256, rope_base=10_000.0)
+  larger_base = measure_extension(new_length=256, rope_base=80_000.0)
 
-  # The curves are losses by position, before and after the extension.
-  assert same["curve_before"] == same["curve_after"]
-  assert larger["curve_before"] == same["curve_before"]
-  assert larger["curve_after"] != same["curve_after"]
+  # A curve has the losses by position.
+  assert same_base["curve_after"] == same_base["curve_before"]
+  assert larger_base["curve_before"] == same_base["curve_before"]
+  assert larger_base["curve_after"] != same_base["curve_after"]
 
-  # The columns of the table are values of the curves: "short" is the loss at
-  # the run's own length, and the others are the loss at the last position.
-  # Each position is about √2 times the one before.
+
+def test_the_table_has_the_losses_at_the_old_and_the_new_length(
+  measure_extension,
+):
+  """The run has 64 tokens in a row before the extension, and 256 after it."""
+  measured = measure_extension(new_length=256, rope_base=80_000.0)
+
+  # There are two positions for each factor of two.
   positions = [16, 23, 32, 45, 64, 91, 128, 181, 256]
-  assert larger["positions"] == positions
-  assert larger["own_length"] == 64
-  own = positions.index(64)
-  assert larger["before_short"] == larger["curve_before"][own]
-  assert larger["before"] == larger["curve_before"][-1]
-  assert larger["after_short"] == larger["curve_after"][own]
-  assert larger["after"] == larger["curve_after"][-1]
-  assert larger["gain"] == larger["after_short"] - larger["after"]
-  assert larger.keys() >= set(experiment.EXPERIMENT.metrics.values())
+  assert measured["positions"] == positions
+  assert measured["own_length"] == 64
+  loss_before = dict(zip(positions, measured["curve_before"], strict=True))
+  loss_after = dict(zip(positions, measured["curve_after"], strict=True))
+  columns = experiment.EXPERIMENT.metrics.values()
+  assert {column: measured[column] for column in columns} == {
+    "before_short": loss_before[64],
+    "before": loss_before[256],
+    "after_short": loss_after[64],
+    "after": loss_after[256],
+    "gain": loss_after[64] - loss_after[256],
+  }
 
 
-def test_the_plot_has_the_curves_before_and_after(make_results):
-  """The right panel compares the curves after the extension."""
+def test_the_legends_name_the_curves_of_both_panels(make_results):
+  """The left panel has the losses before and after, the right one only after."""
 
   def measured(run):
-    loss = 1.5 + 0.01 * run.seed
     return {
       "own_length": 256,
       "positions": [64, 256, 1024, 2048],
-      "curve_before": np.full(4, loss + 1),
-      "curve_after": np.full(4, loss),
+      "curve_before": [2.5, 2.5, 2.5, 2.5],
+      "curve_after": [1.5, 1.5, 1.5, 1.5],
     }
 
   grid_results = make_results("long_context", experiment.EXPERIMENT, measured)
 
   left, right = experiment.plot(grid_results).axes
 
-  _, labels = left.get_legend_handles_labels()
-  assert "DIFF, before" in labels
-  assert "DIFF, after" in labels
-  _, labels = right.get_legend_handles_labels()
-  assert labels == ["Transformer", "DIFF", "DIFF V2"]
+  _, left_labels = left.get_legend_handles_labels()
+  assert "DIFF, before" in left_labels
+  assert "DIFF, after" in left_labels
+  _, right_labels = right.get_legend_handles_labels()
+  assert right_labels == ["Transformer", "DIFF", "DIFF V2"]

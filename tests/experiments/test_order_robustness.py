@@ -1,7 +1,7 @@
 """Classification from demonstrations: episodes, orders and what is measured."""
 
 import collections
-import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -68,24 +68,24 @@ def test_the_right_label_is_the_most_frequent_one_of_a_word(seed):
     assert sorted(counts_of_word.values()) == [1, 2]
 
 
-def test_training_episodes_have_the_share_of_wrong_labels():
-  """Demonstrations are texts like "w7:y4": a word and its label."""
+def test_a_third_of_the_training_demonstrations_have_a_wrong_label():
+  """A demonstration such as "w7:y4" shows the label y4 for the word w7."""
+  sizes = task.Sizes(mislabelled=1 / 3)
   rng = np.random.default_rng(0)
-  num_right = 0
-  num_shown = 0
-  for _ in range(300):
-    episode = task.training_episode(rng, SIZES)
-    right_labels = {query.text: query.label for query in episode.queries}
-    for example in episode.demonstrations:
-      word, label = example.text.split(":")
-      # The right label is known only for the words that are asked for.
-      if word in right_labels:
-        num_shown += 1
-        if label == right_labels[word]:
-          num_right += 1
 
-  share_right = num_right / num_shown
-  assert share_right == pytest.approx(1 - SIZES.mislabelled, abs=0.01)
+  is_right = []
+  for _ in range(300):
+    episode = task.training_episode(rng, sizes)
+    # A query is a word with its right label.
+    right_labels = {query.text: query.label for query in episode.queries}
+    for demonstration in episode.demonstrations:
+      word, _ = demonstration.text.split(":")
+      if word in right_labels:
+        is_right.append(demonstration.label == right_labels[word])
+
+  # Two standard errors of a share of 2/3 among 10,000 demonstrations.
+  assert len(is_right) > 10_000
+  assert np.mean(is_right) == pytest.approx(1 - 1 / 3, abs=0.01)
 
 
 def test_training_episodes_have_the_same_length():
@@ -98,18 +98,20 @@ def test_training_episodes_have_the_same_length():
     assert len(episode.queries) == SIZES.queries
 
 
-def test_half_of_the_training_episodes_use_less_than_half_of_the_words():
+def test_training_episodes_use_few_words_more_often_than_many():
+  """The logarithm of the number of words is uniform, between 2 and 24."""
   rng = np.random.default_rng(0)
 
   num_words = []
   for _ in range(100):
     episode = task.training_episode(rng, SIZES)
-    num_words.append(len(label_counts(episode.demonstrations)))
+    words = label_counts(episode.demonstrations).keys()
+    num_words.append(len(words))
 
-  # There are 24 words.
-  assert np.median(num_words) < task.WORDS / 2
   assert min(num_words) == 2
-  assert max(num_words) > 20
+  assert 20 < max(num_words) <= 24
+  # The median of uniform numbers would be 13.
+  assert np.median(num_words) < 24 / 2
 
 
 @pytest.fixture
@@ -220,56 +222,43 @@ def test_a_row_of_the_training_is_one_episode(training_rows):
   assert (batch["targets"][:, -1] == tokenizer.separator).all()
 
 
-def words_of_row(tokenizer, batch, row):
-  """Returns the words of a row without a loss, and the words with a loss.
-
-  The separators at both ends of the row are left out.
-  """
-  has_loss = batch["weights"][row] > 0
-  context = batch["tokens"][row][1:][~has_loss[1:]]
-  learned = batch["targets"][row][:-1][has_loss[:-1]]
-  return tokenizer.decode(context).split(), tokenizer.decode(learned).split()
-
-
-def test_training_learns_queries_and_their_labels_in_turn(training_rows):
+def test_the_loss_covers_the_queries_and_their_labels(training_rows):
   """The words with a loss are, for example, "w7 y4 w2 y1"."""
   tokenizer, batch = training_rows
 
+  # The last target of a row is a separator.
+  targets = batch["targets"][:, :-1]
+  has_loss = batch["weights"][:, :-1] > 0
   for row in range(4):
-    _, learned = words_of_row(tokenizer, batch, row)
+    text = tokenizer.decode(targets[row][has_loss[row]])
 
-    assert len(learned) == 2 * SIZES.queries
-    for label in learned[1::2]:
-      assert label.startswith("y")
+    # There are 16 queries, each with a label.
+    assert re.fullmatch(r"w\d+ y\d+( w\d+ y\d+){15}", text)
 
 
 def test_queries_are_about_words_of_the_demonstrations(training_rows):
+  """A row is, for example, "w7:y4 w2:y1 w7:y4 w2 y1 w7 y4"."""
   tokenizer, batch = training_rows
 
-  for row in range(4):
-    context, learned = words_of_row(tokenizer, batch, row)
-    # The last word of the context is the first query.
-    *demonstrations, _ = context
-    queries = learned[::2]
+  for tokens in batch["tokens"]:
+    text = tokenizer.decode(tokens)
+    words_of_demonstrations = re.findall(r"(w\d+):", text)
+    words_of_queries = re.findall(r"(w\d+) ", text)
 
-    shown_words = set()
-    for demonstration in demonstrations:
-      word, colon, _ = demonstration.partition(":")
-      assert colon
-      shown_words.add(word)
-    assert set(queries) <= shown_words
+    assert len(words_of_queries) == 16
+    assert set(words_of_queries) <= set(words_of_demonstrations)
 
 
 class CountingModel:
   """A model that answers with the most frequent label of the query's word.
 
-  It counts all demonstrations of the word, or only the last one.
+  It counts "all" demonstrations of the word, or only the "last" one.
   """
 
-  def __init__(self, counts_all: bool):
+  def __init__(self, counted: str):
     # The token of a demonstration "word:label" is an index of VOCABULARY, and
     # so are the tokens of its word and of its label.
-    self._counts_all = counts_all
+    self._counted = counted
     words = np.zeros(len(task.VOCABULARY), int)
     labels = np.zeros(len(task.VOCABULARY), int)
     for index, name in enumerate(task.VOCABULARY):
@@ -291,7 +280,7 @@ class CountingModel:
     demonstrations = tokens[:, 1:-1]
     query = tokens[:, -1:]
     is_counted = self._words[demonstrations] == query
-    if not self._counts_all:
+    if self._counted == "last":
       number = jnp.arange(1, 1 + demonstrations.shape[1])
       last = jnp.max(is_counted * number, axis=1, keepdims=True)
       is_counted = is_counted & (number == last)
@@ -302,7 +291,7 @@ class CountingModel:
 
 @pytest.fixture
 def measure(tmp_path, monkeypatch):
-  """measure(counts_all=True): the measurements of a CountingModel."""
+  """A function that returns the measurements of a CountingModel."""
   (run,) = grid.expand(
     "order_robustness", grid.Grid(variants=("diff",), baseline="diff"), {}
   )
@@ -311,9 +300,7 @@ def measure(tmp_path, monkeypatch):
   # Fewer sets are enough to see a difference.
   monkeypatch.setattr(experiment, "SETS", 8)
 
-  def measure_model(counts_all):
-    model = CountingModel(counts_all)
-
+  def measure_model(model):
     def load(workdir):
       return trained.Trained(workdir, run.config, model, params, tokenizer)
 
@@ -325,42 +312,62 @@ def measure(tmp_path, monkeypatch):
 
 def test_a_model_that_counts_all_demonstrations_ignores_the_order(measure):
   """It answers with the most frequent label of a word, which is right."""
-  measured = measure(counts_all=True)
+  measured = measure(CountingModel(counted="all"))
 
-  for kind in experiment.ORDERS:
-    assert measured[f"{kind}_accuracy"] == 1
-    assert measured[f"{kind}_spread"] == 0
-    assert measured[f"{kind}_changed"] == 0
-  # The curve is the accuracy over the number of demonstrations. A few do not
-  # show every word.
-  assert measured["curve"][0] < 0.5
-  assert measured["curve"][-1] == 1
-  assert measured.keys() >= set(experiment.EXPERIMENT.metrics.values())
+  expected = {}
+  for kind in ("random", "alternating", "blocked"):
+    expected[f"{kind}_accuracy"] = 1
+    # The best accuracy of an order minus the worst.
+    expected[f"{kind}_spread"] = 0
+    # The share of answers that differ between two orders.
+    expected[f"{kind}_changed"] = 0
+  columns = experiment.EXPERIMENT.metrics.values()
+  assert {column: measured[column] for column in columns} == expected
+
+
+def test_the_curve_has_the_accuracy_by_the_number_of_demonstrations(measure):
+  """The model knows the label of a word if a demonstration shows the word."""
+  measured = measure(CountingModel(counted="all"))
+
+  accuracy = dict(zip(experiment.COUNTS, measured["curve"], strict=True))
+  # Six demonstrations show at most 6 of the 24 words. All of them show each
+  # word three times.
+  assert accuracy[6] < 0.5
+  assert accuracy[72] == 1
 
 
 def test_a_model_that_counts_the_last_demonstration_depends_on_the_order(
   measure,
 ):
-  """It answers with the last label of a word, which is wrong in a third."""
-  measured = measure(counts_all=False)
+  measured = measure(CountingModel(counted="last"))
 
-  for kind in experiment.ORDERS:
-    assert 0.4 < measured[f"{kind}_accuracy"] < 0.9
-    assert measured[f"{kind}_changed"] > 0.2
+  # Far from the 0 of a model that ignores the order. A change is another answer
+  # to a query, and a spread is the best accuracy of an order minus the worst.
+  assert measured["random_changed"] > 0.2
+  assert measured["alternating_changed"] > 0.2
+  assert measured["blocked_changed"] > 0.2
   assert measured["random_spread"] > 0.2
   assert measured["alternating_spread"] > 0.2
-  assert measured["random_accuracy"] == pytest.approx(1 - 1 / 3, abs=0.05)
-  # A blocked order shows one class after the other. The class of a word's wrong
-  # label comes last for half of the words.
+
+
+def test_the_last_demonstration_of_a_word_is_often_wrong(measure):
+  """A word has two demonstrations with its right label and one with a wrong."""
+  measured = measure(CountingModel(counted="last"))
+
+  assert measured["random_accuracy"] == pytest.approx(2 / 3, abs=0.05)
+  assert measured["alternating_accuracy"] == pytest.approx(2 / 3, abs=0.05)
+  # A blocked order shows one class after the other. In each order, the wrong
+  # labels are in the later block for half of the words.
   assert measured["blocked_accuracy"] == 0.5
   assert measured["blocked_spread"] == 0
 
 
-def test_the_plot_has_every_row(make_results):
+def test_each_panel_of_the_plot_has_all_architectures(make_results):
   def measured(run):
-    numbers = dict.fromkeys(experiment.EXPERIMENT.metrics.values(), 0.3)
-    numbers["random_spread"] = 0.1 * run.seed
-    return numbers | {"curve": [0.2, 0.3, 0.4, 0.5, 0.6]}
+    numbers = {"curve": [0.2, 0.3, 0.4, 0.5, 0.6]}
+    for column in experiment.EXPERIMENT.metrics.values():
+      numbers[column] = 0.3
+    return numbers
 
   grid_results = make_results(
     "order_robustness", experiment.EXPERIMENT, measured
@@ -368,10 +375,14 @@ def test_the_plot_has_every_row(make_results):
 
   figure = experiment.plot(grid_results)
 
-  # Two Transformers, DIFF and DIFF V2.
   for axes in figure.axes:
     _, labels = axes.get_legend_handles_labels()
-    assert len(labels) == 4
+    assert labels == [
+      "Transformer",
+      "Transformer with wide heads and head norm",
+      "DIFF",
+      "DIFF V2",
+    ]
 
 
 def test_larger_models_are_the_runs_of_ablations():
@@ -385,33 +396,50 @@ def test_larger_models_are_the_runs_of_ablations():
 
 
 @pytest.mark.full
-def test_many_shot_measurements_have_the_columns_of_table_and_plot(
-  make_workdir, make_results, monkeypatch
+def test_many_shot_accuracies_are_measured_by_the_number_of_demonstrations(
+  make_workdir, monkeypatch
 ):
   (run,) = grid.expand(
     "ablations", grid.Grid(variants=("diff",), baseline="diff"), {}
   )
   workdir, config = make_workdir("run", run.config, {"model.max_length": 512})
-  # Small batches take less time.
-  small_suite = functools.partial(many_shot.ManyShot, batch_tokens=1024)
-  monkeypatch.setattr(many_shot, "ManyShot", small_suite)
+  many_shot_suite = many_shot.ManyShot
+
+  def with_small_batches(**settings):
+    """Small batches take less time."""
+    return many_shot_suite(batch_tokens=1024, **settings)
+
+  monkeypatch.setattr(many_shot, "ManyShot", with_small_batches)
 
   measured = experiment.measure_many_shot(
     workdir, config, num_orders=2, num_queries=4
   )
 
-  # The curve is the accuracy over the number of demonstrations.
-  assert measured["counts"][:3] == [1, 2, 4]
+  # The numbers of demonstrations double as far as the model's length allows.
+  assert measured["counts"] == [1, 2, 4]
   assert len(measured["curve"]) == len(measured["counts"])
   assert measured["accuracy"] == measured["curve"][-1]
   assert measured.keys() >= set(experiment.LARGE.metrics.values())
 
-  def same_for_all(run):
-    return measured
+
+def test_the_many_shot_plot_has_all_architectures(make_results):
+  def measured(run):
+    return {
+      "counts": [1, 2, 4],
+      "curve": [0.2, 0.3, 0.4],
+      "random_spread": 0.1,
+      "alternating_spread": 0.1,
+    }
 
   grid_results = make_results(
-    "order_robustness", experiment.LARGE, same_for_all, chosen="gpu"
+    "order_robustness", experiment.LARGE, measured, chosen="gpu"
   )
-  curve, spreads = experiment.plot_many_shot(grid_results).axes
+
+  curve, _ = experiment.plot_many_shot(grid_results).axes
+
   _, labels = curve.get_legend_handles_labels()
-  assert len(labels) == 3
+  assert labels == [
+    "Transformer, size 125m",
+    "DIFF, size 125m",
+    "DIFF V2, size 125m",
+  ]

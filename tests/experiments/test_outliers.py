@@ -34,70 +34,94 @@ def validation_loss(workdir, config):
   return float(np.sum(losses * batch["weights"]) / np.sum(batch["weights"]))
 
 
-def test_the_measurements_of_a_run(run_of_ablations):
-  """Several properties are checked here, since a measurement takes long."""
+def test_magnitudes_are_sorted_and_have_a_ratio(run_of_ablations):
+  """Magnitudes are absolute attention logits and absolute hidden states."""
   workdir, config = run_of_ablations
 
   measured = experiment.measure(workdir, config)
 
-  # VALUES begins with the largest magnitude, and ends with the median. "hidden"
-  # are the hidden states.
+  ranks = ("top_1", "top_2", "top_3", "top_10", "top_100", "median")
   for kind in ("logits", "hidden"):
-    magnitudes = [measured[f"{kind}_{value}"] for value in experiment.VALUES]
+    magnitudes = [measured[f"{kind}_{rank}"] for rank in ranks]
     assert magnitudes == sorted(magnitudes, reverse=True)
-    assert magnitudes[0] > magnitudes[-1] > 0
-    assert measured[f"{kind}_ratio"] == magnitudes[0] / magnitudes[-1]
+    largest = measured[f"{kind}_top_1"]
+    median = measured[f"{kind}_median"]
+    assert largest > median > 0
+    assert measured[f"{kind}_ratio"] == largest / median
 
-  # "rise" is the change of the loss if attention logits are rounded. Logits of
-  # 4 bits change it more than logits of 8 bits.
-  for scaled_per in experiment.SCALED_PER:
-    change_with_8_bits = abs(measured[f"rise_{scaled_per}_8"])
-    change_with_4_bits = abs(measured[f"rise_{scaled_per}_4"])
-    assert 0 < change_with_8_bits < change_with_4_bits
-    assert change_with_4_bits < 0.1 * measured["loss"]
+
+def test_logits_of_fewer_bits_change_the_loss_more(run_of_ablations):
+  """A rise is the loss with rounded attention logits minus the exact loss.
+
+  The scale of the rounding is that of a whole tensor or of a single row.
+  """
+  workdir, config = run_of_ablations
+
+  measured = experiment.measure(workdir, config)
+
+  # The parameters are random, so rounded logits change the loss only a little.
+  small = 0.1 * measured["loss"]
+  assert 0 < abs(measured["rise_tensor_8"]) < abs(measured["rise_tensor_4"])
+  assert abs(measured["rise_tensor_4"]) < small
+  assert 0 < abs(measured["rise_row_8"]) < abs(measured["rise_row_4"])
+  assert abs(measured["rise_row_4"]) < small
+
+
+def test_the_loss_of_a_run_is_measured_in_its_validation_rows(run_of_ablations):
+  workdir, config = run_of_ablations
+
+  measured = experiment.measure(workdir, config)
 
   expected_loss = validation_loss(workdir, config)
   assert measured["loss"] == pytest.approx(expected_loss, rel=1e-5)
-
   columns_of_the_table = set(experiment.EXPERIMENT.metrics.values())
   assert measured.keys() >= columns_of_the_table
 
 
 def test_the_measured_runs_are_those_of_ablations():
-  """This experiment does not train."""
+  """The experiment "outliers" trains no model."""
   changes = {"train.steps": 700}
   gpu_grid_of_ablations = grid.load("ablations").grids["gpu"]
-  ablations = {}
+  ablations_configs = {}
   for run in grid.expand("ablations", gpu_grid_of_ablations, changes):
-    ablations[run.name] = run
+    ablations_configs[run.name] = run.config
 
   runs = grid.expand("outliers", experiment.EXPERIMENT.grids["gpu"], changes)
 
   assert not experiment.EXPERIMENT.trains
   for run in runs:
-    assert run.config == ablations[run.name].config
-    assert run.pretrained.config == run.config
+    assert run.config == ablations_configs[run.name]
+    # The run whose parameters are measured.
+    assert run.pretrained.config == ablations_configs[run.name]
 
 
-def test_the_plot_has_a_line_for_each_row_and_scale(make_results):
+def test_the_plot_has_a_line_for_each_architecture_and_scale(make_results):
+  """Attention logits are rounded with one scale per tensor or per row."""
+
   def measured(run):
     numbers = {}
-    for kind in ("logits", "hidden"):
-      for rank, value in enumerate(experiment.VALUES):
-        numbers[f"{kind}_{value}"] = 60.0 / (1 + rank) + run.seed
-    for per in experiment.SCALED_PER:
-      for bits in experiment.BITS:
-        numbers[f"rise_{per}_{bits}"] = 0.01 * run.seed + 4.0**-bits
+    for rank in experiment.VALUES:
+      numbers[f"logits_{rank}"] = 60.0
+      numbers[f"hidden_{rank}"] = 60.0
+    for bits in experiment.BITS:
+      numbers[f"rise_tensor_{bits}"] = 0.01
+      numbers[f"rise_row_{bits}"] = 0.01
     return numbers
 
   grid_results = make_results("outliers", experiment.EXPERIMENT, measured)
 
-  logits, hidden, bits = experiment.plot(grid_results).axes
+  logits, hidden, rises = experiment.plot(grid_results).axes
 
-  _, labels = logits.get_legend_handles_labels()
-  assert labels == ["Transformer", "DIFF", "DIFF V2"]
-  assert hidden.get_title() == "Absolute hidden states"
-  # Three rows with a scale per tensor, then three with a scale per row.
-  _, labels = bits.get_legend_handles_labels()
-  assert labels[1] == "DIFF, scaled per tensor"
-  assert labels[4] == "DIFF, scaled per row"
+  _, labels_of_logits = logits.get_legend_handles_labels()
+  assert labels_of_logits == ["Transformer", "DIFF", "DIFF V2"]
+  _, labels_of_hidden_states = hidden.get_legend_handles_labels()
+  assert labels_of_hidden_states == ["Transformer", "DIFF", "DIFF V2"]
+  _, labels_of_rises = rises.get_legend_handles_labels()
+  assert labels_of_rises == [
+    "Transformer, scaled per tensor",
+    "DIFF, scaled per tensor",
+    "DIFF V2, scaled per tensor",
+    "Transformer, scaled per row",
+    "DIFF, scaled per row",
+    "DIFF V2, scaled per row",
+  ]

@@ -150,20 +150,27 @@ def bounds_of(errorbar):
 
 
 def test_means_and_their_intervals_are_drawn():
-  # Losses of five seeds at four steps.
-  losses = np.random.default_rng(0).normal(3, 1, size=(5, 4))
+  num_seeds = 5
+  num_steps = 4
+  rng = np.random.default_rng(0)
+  losses = rng.normal(loc=3, scale=1, size=(num_seeds, num_steps))
 
-  axes, errorbars = draw_over_seeds({"diff": losses})
+  _, errorbars = draw_over_seeds({"diff": losses})
 
   means = means_of(errorbars["DIFF"])
-  chex.assert_trees_all_close(means, losses.mean(axis=0), **FLOAT64)
-  expected_bounds = []
-  for losses_of_step in losses.T:
-    _, low, high = comparison.mean_interval(losses_of_step)
-    expected_bounds.append((low, high))
+  bounds = bounds_of(errorbars["DIFF"])
+  for step in range(num_steps):
+    mean, low, high = comparison.mean_interval(losses[:, step])
+    assert means[step] == pytest.approx(mean, rel=FLOAT64["rtol"])
+    assert bounds[step] == pytest.approx([low, high], rel=FLOAT64["rtol"])
+
+
+def test_the_frame_contains_all_intervals():
+  losses_of_seeds = [[1.0, 2.0, 3.0, 4.0], [5.0, 1.0, 7.0, 4.5]]
+
+  axes, errorbars = draw_over_seeds({"diff": losses_of_seeds})
+
   bounds = np.array(bounds_of(errorbars["DIFF"]))
-  chex.assert_trees_all_close(bounds, np.array(expected_bounds), **FLOAT64)
-  # The frame contains all intervals.
   bottom, top = axes.get_ylim()
   assert bottom < bounds.min()
   assert bounds.max() < top
@@ -232,13 +239,17 @@ def test_learning_rates_are_those_of_the_name_or_the_config():
   assert points == [[0.5, 7.0], [0.25, 6.0]]
 
 
-def test_more_options_than_line_styles_are_drawn():
-  """Options other than the learning rate have line styles."""
-  runs = [run_with_rate("diff", learning_rate=0.5, loss=7.0)]
-  for index in range(6):
-    runs.append(run_with_rate(f"mine,a_{index}", learning_rate=0.25, loss=6.0))
+def test_more_variants_than_line_styles_are_drawn():
+  """Variants of an architecture with different options have line styles.
+
+  Matplotlib has four line styles. Then they repeat.
+  """
+  runs = []
+  for layers in (1, 2, 3, 4, 5, 6):
+    variant = f"diff,layers={layers}"
+    runs.append(run_with_rate(variant, learning_rate=0.25, loss=6.0))
 
   points = drawn_means(runs)
 
-  # Each of the seven variants has one point.
-  assert points == [[0.5, 7.0]] + 6 * [[0.25, 6.0]]
+  # Each variant has one point, (learning rate, mean loss).
+  assert points == [[0.25, 6.0]] * 6

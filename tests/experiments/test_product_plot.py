@@ -119,37 +119,44 @@ def test_axes_and_lines_are_named():
 
 
 def test_runs_without_a_number_are_left_out_and_counted():
-  """A run that has failed has no loss, and one that has diverged has NaN.
+  """A run that has failed has no loss, and one that has diverged has NaN."""
+  factors = {"model.lambda_init": [0.2, 0.5, 0.8]}
+  losses_of_seeds = {
+    0.2: [2.0, 4.0],
+    0.5: [3.0, None],
+    0.8: [math.nan, 5.0],
+  }
 
-  Here loss = λ_init + 0.1 * seed, plus 1 with the head norm.
-  """
-  results = make_results(FACTORS, sum_of_factors)
-  for run in results["runs"]:
-    if run["factors"]["model.lambda_init"] == 0.5 and run["seed"] == 1:
-      has_norm = run["factors"]["model.head_norm"]
-      run["results"][LOSS] = None if has_norm else math.nan
+  def loss_of(values, seed):
+    lambda_init = values["model.lambda_init"]
+    return losses_of_seeds[lambda_init][seed]
 
-  axes = draw_axes(FACTORS, results)
+  axes = draw_axes(factors, make_results(factors, loss_of))
 
-  # Points (λ_init, mean loss). At 0.5 only the seed 0 has a loss.
-  with_norm = np.array([(0.2, 1.25), (0.5, 1.5), (0.8, 1.85)])
-  chex.assert_trees_all_close(points_of_lines(axes)[0], with_norm, **FLOAT64)
-  # Three values of λ_init, two of the head norm, and two seeds.
-  num_runs = 3 * 2 * 2
-  assert len(points_of_dots(axes)) == num_runs - 2
-  assert axes.get_title() == "2 of 12 runs failed or have no number"
+  # Points (λ_init, mean loss).
+  line = [(0.2, (2.0 + 4.0) / 2), (0.5, 3.0), (0.8, 5.0)]
+  chex.assert_trees_all_close(
+    points_of_lines(axes), np.array([line]), **FLOAT64
+  )
+  dots = [(0.2, 2.0), (0.2, 4.0), (0.5, 3.0), (0.8, 5.0)]
+  chex.assert_trees_all_close(points_of_dots(axes), np.array(dots), **FLOAT64)
+  assert axes.get_title() == "2 of 6 runs failed or have no number"
 
 
 def test_values_that_are_no_numbers_are_evenly_spaced():
-  """Here loss = λ_init + 0.1 * seed, plus 1 with the head norm."""
-  factors = {"model.head_norm": [True, False], "model.lambda_init": [0.2]}
+  factors = {"model.head_norm": [True, False]}
+  losses = {True: 3.0, False: 2.0}
 
-  axes = draw_axes(factors, make_results(factors, sum_of_factors))
+  def loss_of(values, seed):
+    return losses[values["model.head_norm"]]
 
-  # True is at x = 0 and False at x = 1. The losses are 0.2 + 1 + 0.1 / 2 and
-  # 0.2 + 0.1 / 2, since they are means over the seeds 0 and 1.
-  expected = np.array([[(0, 1.25), (1, 0.25)]])
-  chex.assert_trees_all_close(points_of_lines(axes), expected, **FLOAT64)
+  axes = draw_axes(factors, make_results(factors, loss_of))
+
+  # Points (position, loss): True is at 0, and False at 1.
+  line = [(0, 3.0), (1, 2.0)]
+  chex.assert_trees_all_close(
+    points_of_lines(axes), np.array([line]), **FLOAT64
+  )
   ticks = [text.get_text() for text in axes.get_xticklabels()]
   assert ticks == ["True", "False"]
 

@@ -43,21 +43,31 @@ def write_folder(path, entries):
   results.write_folder(path, "ablations", "cpu", "transformer", entries)
 
 
-def test_an_entry_describes_its_run(entries, runs):
-  # The second run is diff/seed_0.
-  entry = entries[1]
+def test_an_entry_describes_its_run(runs, tmp_path):
+  run = runs[1]
+  results.write_run(
+    tmp_path,
+    run,
+    task={"samples": 3},
+    results={"validation/loss": 2.5},
+    seconds=12.345,
+    machine="a machine",
+  )
+
+  entry = results.read_run(tmp_path, run, {"samples": 3}, location_fields=())
 
   assert entry["name"] == "diff/seed_0"
   assert entry["variant"] == "diff"
   assert entry["seed"] == 0
-  # 12.345 seconds are rounded to tenths.
+  assert entry["config"] == grid.comparable(run.config.to_dict(), ())
+  assert entry["task"] == {"samples": 3}
+  assert entry["results"] == {"validation/loss": 2.5}
+  # Rounded to tenths.
   assert entry["seconds"] == 12.3
   assert entry["machine"] == "a machine"
-  assert entry["task"] == TASK
-  assert entry["results"] == {"validation/loss": 2.0}
-  assert entry["config"] == grid.comparable(runs[1].config.to_dict(), ())
+  # These depend on the machine and on the model.
+  assert {"versions", "date", "parameters"} <= entry.keys()
   assert {"python", "jax"} <= entry["versions"].keys()
-  assert {"date", "parameters"} <= entry.keys()
 
 
 def test_a_run_without_a_result_has_no_entry(runs, tmp_path):
@@ -148,20 +158,35 @@ def test_a_folder_returns_the_entries_that_were_written(
   assert list(stored.values()) == entries
 
 
-def test_a_folder_stores_shared_fields_once(entries, tmp_path):
+def test_a_folder_stores_fields_with_one_value_once(entries, tmp_path):
+  """The runs differ in the seed and in the architecture, not in the steps."""
   path = tmp_path / "results.json"
+  num_steps = entries[0]["config"]["train.steps"]
 
   write_folder(path, entries)
 
   stored = json.loads(path.read_text())
-  # All runs have 600 steps. They differ in the seed and in the architecture.
-  assert stored["config"]["train.steps"] == 600
-  first_config = stored["runs"][0]["config"]
-  assert "train.steps" not in first_config
-  own_fields = {"train.seed", "data.seed", "model.attention", "model.num_heads"}
-  assert own_fields <= first_config.keys()
+  assert stored["config"]["train.steps"] == num_steps
+  fields_of_runs = {
+    "train.seed",
+    "data.seed",
+    "model.attention",
+    "model.num_heads",
+  }
   for run in stored["runs"]:
-    assert run["config"].keys() == first_config.keys()
+    assert "train.steps" not in run["config"]
+    assert fields_of_runs <= run["config"].keys()
+
+
+def test_all_runs_of_a_folder_store_the_same_fields(entries, tmp_path):
+  """A field is stored for all runs if two of them differ in its value."""
+  path = tmp_path / "results.json"
+
+  write_folder(path, entries)
+
+  first, *others = json.loads(path.read_text())["runs"]
+  for run in others:
+    assert run["config"].keys() == first["config"].keys()
 
 
 @pytest.mark.parametrize(
@@ -213,7 +238,7 @@ def test_a_folder_with_a_run_of_another_grid_is_refused(
 def test_a_folder_of_another_config_is_refused(entries, runs, tmp_path):
   path = tmp_path / "results.json"
   write_folder(path, entries)
-  # The results are of 600 steps.
+  assert runs[0].config.train.steps == 600
   changed_runs = [grid.with_fields(run, {"train.steps": 200}) for run in runs]
 
   with pytest.raises(
@@ -222,7 +247,12 @@ def test_a_folder_of_another_config_is_refused(entries, runs, tmp_path):
     " train.steps is 600 there and 200 now",
   ):
     results.read_folder(
-      path, "ablations", "cpu", changed_runs, TASK, location_fields=()
+      path,
+      name="ablations",
+      grid="cpu",
+      runs=changed_runs,
+      task=TASK,
+      location_fields=(),
     )
 
 
@@ -315,15 +345,19 @@ def test_variants_with_a_failed_run_are_left_out():
 def test_the_summary_is_computed_from_the_results(entries, tmp_path):
   path = tmp_path / "results.json"
 
-  def summarise(stored):
-    return [{"runs": len(stored["runs"])}]
+  def count_runs(stored):
+    return [{"number of runs": len(stored["runs"])}]
 
-  # There are six entries.
   stored = results.write_folder(
-    path, "ablations", "cpu", "transformer", entries, summarise
+    path,
+    name="ablations",
+    grid="cpu",
+    baseline="transformer",
+    entries=entries,
+    summarise=count_runs,
   )
 
-  assert stored["summary"] == [{"runs": 6}]
+  assert stored["summary"] == [{"number of runs": len(entries)}]
   assert json.loads(path.read_text()) == stored
 
 

@@ -1,8 +1,7 @@
 """Associative recall: the examples, the questions and what is measured."""
 
 import concurrent.futures
-import functools
-import pathlib
+import re
 
 import numpy as np
 import pytest
@@ -10,7 +9,6 @@ import pytest
 from diffjax.config import UserError
 from diffjax.data import pipeline
 from diffjax.data.tokenizer import load_tokenizer
-from diffjax.evals import attention, needle
 from diffjax.inference.trained import load
 from diffjax.training.checkpoint import Checkpoints
 from experiments import grid, series
@@ -59,146 +57,174 @@ def test_the_answer_of_an_example_has_pairs_of_its_context():
     assert example.context[position] == f"{key}:{value}"
 
 
-@pytest.mark.parametrize("length, distractors", experiment.CELLS)
+@pytest.mark.parametrize("num_words, num_distractors", experiment.CELLS)
 def test_a_context_has_one_pair_with_the_key_of_the_question(
-  tmp_path, length, distractors
+  tmp_path, num_words, num_distractors
 ):
-  """The context has `length` words. The question is "?" and a key."""
+  """A prompt is a separator, the words of the context, "?" and a key."""
   tokenizer_dir = write_data(tmp_path, count=4)["data.tokenizer"]
   tokenizer = load_tokenizer(tokenizer_dir)
 
   questions = experiment.make_questions(
-    tokenizer, length, distractors, num_samples=40
+    tokenizer, num_words, num_distractors, num_samples=40
   )
 
-  # A separator comes first.
-  assert questions.tokens.shape == (40, 1 + length + 2)
-  for index in range(40):
-    words = [task.WORDS[token] for token in questions.tokens[index]]
-    *context, mark, key = words
-    value = task.WORDS[questions.values[index]]
-    assert mark == "?"
-    assert context[questions.places[index]] == f"{key}:{value}"
-    matches = [word for word in context if word.startswith(f"{key}:")]
-    assert len(matches) == 1
+  assert len(questions.tokens) == 40
+  for tokens, value, position in zip(*questions, strict=True):
+    prompt = [task.WORDS[token] for token in tokens]
+    _, *context, question_mark, key = prompt
+    pair = f"{key}:{task.WORDS[value]}"
+    assert len(context) == num_words
+    assert question_mark == "?"
+    assert [word for word in context if word.startswith(f"{key}:")] == [pair]
+    assert prompt[position] == pair
 
 
 def test_the_cell_of_reference_is_measured():
   assert experiment.REFERENCE in experiment.CELLS
 
 
-def test_attention_to_the_answer_and_to_other_words_is_relative_to_the_sum():
-  """Weights of DIFF can be negative."""
-  # The positions are the separator, five words, "?" and the key of a question.
-  # The answer is the word at position 2. The only other word with a weight is
-  # that at position 4.
-  weights = np.array([[0.1, 0.0, 0.5, 0.0, -0.1, 0.0, 0.1, 0.2]])
+def test_attention_shares_are_weights_divided_by_their_sum():
+  """The noise are the words of the context except the answer.
 
-  measured = experiment.shares(weights, places=np.array([2]))
+  Weights of DIFF can be negative, so there are also shares of absolute values.
+  """
+  separator = 0.1
+  first_noise = -0.2
+  answer = 0.5
+  second_noise = 0.1
+  question_mark = 0.1
+  key = 0.2
+  weights = np.array(
+    [[separator, first_noise, answer, second_noise, question_mark, key]]
+  )
+  answer_position = np.array([2])
 
-  total = 0.1 + 0.5 - 0.1 + 0.1 + 0.2
+  measured = experiment.shares(weights, answer_position)
+
+  total = weights.sum()
   assert measured["answer_signed"] == pytest.approx(0.5 / total)
-  assert measured["noise_signed"] == pytest.approx(-0.1 / total)
-  absolute_total = 0.1 + 0.5 + 0.1 + 0.1 + 0.2
+  assert measured["noise_signed"] == pytest.approx((-0.2 + 0.1) / total)
+  absolute_total = np.abs(weights).sum()
   assert measured["answer_absolute"] == pytest.approx(0.5 / absolute_total)
-  assert measured["noise_absolute"] == pytest.approx(0.1 / absolute_total)
+  absolute_noise = 0.2 + 0.1
+  assert measured["noise_absolute"] == pytest.approx(
+    absolute_noise / absolute_total
+  )
 
 
 def test_attention_shares_of_questions_are_ratios_of_sums():
-  """The weights of a single question may add up to nearly 0."""
-  # The positions are the separator, two words, "?" and the key of a question.
-  weights = np.array(
-    [
-      [0.0, 0.5, -0.1, 0.1, 0.3],
-      [0.0, -0.2, 0.7, 0.0, -0.3],
-    ]
+  """A mean of ratios could be large: a single sum may be nearly 0."""
+  # The weights of a separator, two words, "?" and the key of a question.
+  first_weights = [0.0, 0.5, -0.1, 0.1, 0.3]
+  first_answer_position = 1
+  second_weights = [0.0, -0.2, 0.7, 0.0, -0.3]
+  second_answer_position = 2
+
+  measured = experiment.shares(
+    np.array([first_weights, second_weights]),
+    np.array([first_answer_position, second_answer_position]),
   )
 
-  measured = experiment.shares(weights, places=np.array([1, 2]))
-
-  # The weights of the first question add up to 0.8, those of the second to 0.2.
-  total = 0.8 + 0.2
-  assert measured["answer_signed"] == pytest.approx((0.5 + 0.7) / total)
-  assert measured["noise_signed"] == pytest.approx((-0.1 - 0.2) / total)
+  total = sum(first_weights) + sum(second_weights)
+  answers = 0.5 + 0.7
+  noise = -0.1 - 0.2
+  assert measured["answer_signed"] == pytest.approx(answers / total)
+  assert measured["noise_signed"] == pytest.approx(noise / total)
 
 
 @pytest.fixture
-def measure_checkpoints(make_workdir, tmp_path):
-  """measure_checkpoints([2, 4]): the measurements of a run with these steps.
+def make_run(make_workdir, tmp_path):
+  """A function that returns the workdir and the config of a run.
 
-  The run has five steps and an evaluation every two steps.
+  make_run(num_steps=5, eval_interval=2, saved_steps=[2, 4, 5]) makes a run of
+  five steps with three checkpoints.
   """
-  (run,) = grid.expand(
+  (expanded,) = grid.expand(
     "retrieval", grid.Grid(variants=("diff",), baseline="diff"), {}
   )
-  fields = {
-    "data.tokenizer": write_data(tmp_path / "words", 4)["data.tokenizer"],
-    "train.steps": 5,
-    "eval.interval": 2,
-    "optimizer.warmup_steps": 1,
-  }
-  workdir, config = make_workdir("run", run.config, fields)
-  params = load(workdir).params
 
-  def measure(steps, cells=(experiment.REFERENCE,)):
+  def make(num_steps, eval_interval, saved_steps):
+    fields = {
+      "data.tokenizer": write_data(tmp_path / "words", 4)["data.tokenizer"],
+      "train.steps": num_steps,
+      "eval.interval": eval_interval,
+      "optimizer.warmup_steps": 1,
+    }
+    workdir, config = make_workdir("run", expanded.config, fields)
+    params = load(workdir).params
     with Checkpoints(workdir, keep=9) as checkpoints:
-      for step in steps:
+      for step in saved_steps:
         checkpoints.save(
           step, {"params": params}, data_state={}, config=config.to_dict()
         )
         checkpoints.wait()
-    return experiment.measure(workdir, config, cells, num_samples=8)
+    return workdir, config
 
-  return measure
+  return make
 
 
 @pytest.mark.full
-def test_the_checkpoints_of_evaluations_and_the_last_one_are_measured(
-  measure_checkpoints,
-):
-  """A stop of the run leaves a further checkpoint, which is not measured."""
-  # Numbers of words and of distractors.
-  cells = [(24, 5), experiment.REFERENCE]
+def test_the_checkpoints_of_evaluations_and_the_last_one_are_measured(make_run):
+  """Step 3 has a checkpoint because the run was stopped there."""
+  workdir, config = make_run(
+    num_steps=5, eval_interval=2, saved_steps=[2, 3, 4, 5]
+  )
 
-  # The run was stopped at step 3.
-  measured = measure_checkpoints(steps=[2, 3, 4, 5], cells=cells)
+  measured = experiment.measure(
+    workdir, config, cells=[experiment.REFERENCE], num_samples=8
+  )
 
-  # There is an evaluation every two steps, and step 5 is the last one.
   assert series.column(measured["curve"], "step") == [2, 4, 5]
-  lengths = series.column(measured["grid"], "length")
-  distractors = series.column(measured["grid"], "distractors")
-  assert list(zip(lengths, distractors, strict=True)) == cells
 
 
 @pytest.mark.full
-def test_a_run_without_its_last_checkpoint_is_not_measured(
-  measure_checkpoints,
-):
-  """The run has five steps."""
+def test_the_accuracy_is_measured_in_each_cell(make_run):
+  """A cell is a number of words in the context and of distractors."""
+  workdir, config = make_run(num_steps=2, eval_interval=2, saved_steps=[2])
+  cells = [(24, 5), (96, 95)]
+
+  measured = experiment.measure(workdir, config, cells, num_samples=8)
+
+  words = series.column(measured["grid"], "length")
+  distractors = series.column(measured["grid"], "distractors")
+  assert list(zip(words, distractors, strict=True)) == cells
+
+
+@pytest.mark.full
+def test_a_run_without_its_last_checkpoint_is_not_measured(make_run):
+  workdir, config = make_run(
+    num_steps=5, eval_interval=2, saved_steps=[2, 3, 4]
+  )
+
   with pytest.raises(UserError, match="no complete checkpoint of step 5"):
-    measure_checkpoints(steps=[2, 3, 4])
+    experiment.measure(
+      workdir, config, cells=[experiment.REFERENCE], num_samples=8
+    )
+
+
+def read_files(directory):
+  """Returns the contents of all files below a directory, by relative path."""
+  contents = {}
+  for path in directory.rglob("*"):
+    if path.is_file():
+      contents[path.relative_to(directory)] = path.read_bytes()
+  return contents
 
 
 def test_runs_side_by_side_can_write_the_data_at_once(tmp_path):
   """All runs of the experiment read the same files, which each may write."""
+  dir_of_one_run = tmp_path / "alone"
+  write_data(dir_of_one_run)
   shared_dir = tmp_path / "shared"
   shared_dir.mkdir()
 
   with concurrent.futures.ThreadPoolExecutor(4) as pool:
-    written_by_threads = list(pool.map(write_data, [shared_dir] * 4))
+    fields_of_runs = list(pool.map(write_data, [shared_dir] * 4))
 
-  # All have the same config fields, which point to one directory.
-  fields = written_by_threads[0]
-  assert written_by_threads == [fields] * 4
-  assert len(list(shared_dir.iterdir())) == 1
-  # The files are those of a single run. A field is a path or "jsonl:PATH".
-  expected_fields = write_data(tmp_path / "alone")
-  for field, location in fields.items():
-    actual_path = pathlib.Path(location.removeprefix("jsonl:"))
-    expected_path = pathlib.Path(expected_fields[field].removeprefix("jsonl:"))
-    # The name of the directory is a hash of what determines its files.
-    assert actual_path.parent.name == expected_path.parent.name
-    assert actual_path.read_bytes() == expected_path.read_bytes()
+  # These config fields point to the files.
+  assert fields_of_runs == [fields_of_runs[0]] * 4
+  assert read_files(shared_dir) == read_files(dir_of_one_run)
 
 
 def test_existing_data_is_used_again(tmp_path):
@@ -209,32 +235,42 @@ def test_existing_data_is_used_again(tmp_path):
   assert first == second
 
 
-def test_training_learns_only_the_words_after_the_question(tmp_path):
-  changes = {"train.batch_size": 2}
+@pytest.fixture
+def training_data(tmp_path):
+  """The tokenizer, and the config of a run that trains on two rows a step."""
   (run,) = grid.expand(
-    "retrieval", grid.Grid(variants=("diff",), baseline="diff"), changes
+    "retrieval",
+    grid.Grid(variants=("diff",), baseline="diff"),
+    {"train.batch_size": 2},
   )
-  run = grid.with_fields(run, write_data(tmp_path))
-  tokenizer = load_tokenizer(run.config.data.tokenizer)
-  assert run.config.model.vocab_size >= tokenizer.vocab_size
+  config = grid.with_fields(run, write_data(tmp_path)).config
+  return load_tokenizer(config.data.tokenizer), config
+
+
+def test_the_tokenizer_has_the_vocabulary_of_the_task(training_data):
+  tokenizer, config = training_data
+
   assert tokenizer.vocab_size == len(task.WORDS)
-  (question,) = tokenizer.encode("?")
+  assert config.model.vocab_size >= tokenizer.vocab_size
 
-  batch = next(pipeline.training_batches(run.config))
 
-  # A segment of a row is an example. Its answer has a key and a value for each
-  # pair that is asked for. The loss begins at the question.
+def test_the_loss_covers_the_words_after_the_question(training_data):
+  """An example is, for example, "k17:v3 n5 k90:v2 ? k90 v2 k17 v3"."""
+  tokenizer, config = training_data
+
+  batch = next(pipeline.training_batches(config))
+
+  # A row has several examples, which are its segments.
   for row in range(2):
-    segments = batch["segment_ids"][row]
-    for segment in range(1, segments.max() + 1):
-      in_segment = segments == segment
-      is_learned = in_segment & (batch["weights"][row] > 0)
-      learned = tokenizer.decode(batch["targets"][row][is_learned])
-      assert len(learned.split()) == 2 * task.ASKED
+    for segment in range(1, batch["segment_ids"][row].max() + 1):
+      in_segment = batch["segment_ids"][row] == segment
+      targets = batch["targets"][row][in_segment]
+      has_loss = batch["weights"][row][in_segment] > 0
+      _, answer = tokenizer.decode(targets).split(" ? ")
 
-      is_question = in_segment & (batch["tokens"][row] == question)
-      (start,) = np.flatnonzero(is_question)
-      assert np.flatnonzero(is_learned)[0] == start
+      assert tokenizer.decode(targets[has_loss]) == answer
+      # Eight pairs are asked for.
+      assert re.fullmatch(r"k\d+ v\d+( k\d+ v\d+){7}", answer)
 
 
 def test_larger_models_are_the_runs_of_ablations():
@@ -248,39 +284,37 @@ def test_larger_models_are_the_runs_of_ablations():
 
 
 @pytest.mark.full
-def test_needles_of_a_model_with_random_parameters(make_workdir, monkeypatch):
+def test_a_model_with_random_parameters_finds_no_needles(make_workdir):
   (run,) = grid.expand(
     "ablations", grid.Grid(variants=("diff",), baseline="diff"), {}
   )
   workdir, config = make_workdir("run", run.config, {"model.max_length": 1024})
-  # Small batches take less time.
-  monkeypatch.setattr(
-    attention,
-    "AttentionShares",
-    functools.partial(attention.AttentionShares, batch_tokens=1024),
-  )
-  monkeypatch.setattr(
-    needle, "Needle", functools.partial(needle.Needle, batch_tokens=1024)
-  )
 
+  # There are six needles, of which two are asked for.
   measured = experiment.measure_needles(
     workdir, config, needles=("6/2",), num_prompts=1
   )
 
-  # "6/2" are six needles, of which two are asked for. A model with random
-  # parameters finds none of them.
+  assert measured.keys() == {
+    "accuracy_6/2",
+    "answer_signed",
+    "noise_signed",
+    "answer_absolute",
+    "noise_absolute",
+  }
   assert measured["accuracy_6/2"] == 0
+  # Random parameters attend to all tokens. The answer is one sentence of the
+  # text, and the noise is the rest.
   assert 0 < measured["answer_absolute"] < 0.2
   assert 0.2 < measured["noise_absolute"] < 1
-  # All columns of the table are there, but for other numbers of needles.
-  missing = set(experiment.LARGE.metrics.values()) - measured.keys()
-  assert missing == {"accuracy_1/1", "accuracy_2/2", "accuracy_4/2"}
 
 
-def test_the_plot_of_needles_has_every_row(make_results):
+def test_the_plot_of_needles_has_all_architectures(make_results):
   def measured(run):
-    numbers = dict.fromkeys(experiment.LARGE.metrics.values(), 0.5)
-    return numbers | {"accuracy_6/2": 0.1 * run.seed}
+    numbers = {}
+    for column in experiment.LARGE.metrics.values():
+      numbers[column] = 0.5
+    return numbers
 
   grid_results = make_results(
     "retrieval", experiment.LARGE, measured, chosen="gpu"
@@ -288,6 +322,9 @@ def test_the_plot_of_needles_has_every_row(make_results):
 
   accuracy, _ = experiment.plot_needles(grid_results).axes
 
-  # The Transformer, DIFF and DIFF V2.
   _, labels = accuracy.get_legend_handles_labels()
-  assert len(labels) == 3
+  assert labels == [
+    "Transformer, size 125m",
+    "DIFF, size 125m",
+    "DIFF V2, size 125m",
+  ]

@@ -9,7 +9,7 @@ from experiments import grid, training_log
 from experiments.grid import Grid
 
 # The metrics.jsonl of a run of two steps. Its last line is incomplete.
-LOG = """\
+LOG_OF_TWO_STEPS = """\
 {"step": 1, "train/loss": 3.0}
 {"step": 2, "train/loss": 2.0}
 {"step": 2, "validation/loss": 1.5}
@@ -17,7 +17,7 @@ LOG = """\
 
 
 @pytest.fixture
-def run():
+def run_of_two_steps():
   """A run of two steps."""
   (run,) = grid.expand(
     "ablations", Grid(variants=("diff",), baseline="diff"), {}
@@ -38,11 +38,15 @@ def save_checkpoint(workdir, config, step):
     checkpoints.wait()
 
 
-def test_a_finished_run_has_the_last_value_of_each_metric(run, tmp_path):
-  save_checkpoint(tmp_path, run.config, step=2)
-  (tmp_path / "metrics.jsonl").write_text(LOG)
+def test_a_finished_run_has_the_last_value_of_each_metric(
+  run_of_two_steps, tmp_path
+):
+  save_checkpoint(tmp_path, run_of_two_steps.config, step=2)
+  (tmp_path / "metrics.jsonl").write_text(LOG_OF_TWO_STEPS)
 
-  metrics = training_log.final_metrics(tmp_path, run.config, location_fields=())
+  metrics = training_log.final_metrics(
+    tmp_path, run_of_two_steps.config, location_fields=()
+  )
 
   assert metrics == {"step": 2, "train/loss": 2.0, "validation/loss": 1.5}
 
@@ -53,96 +57,101 @@ def has_finished(workdir, run):
   return metrics is not None
 
 
-def test_a_run_without_a_workdir_has_not_finished(run, tmp_path):
-  assert not has_finished(tmp_path / "missing", run)
+def test_a_run_without_a_workdir_has_not_finished(run_of_two_steps, tmp_path):
+  assert not has_finished(tmp_path / "missing", run_of_two_steps)
 
 
-def test_a_run_without_a_checkpoint_has_not_finished(run, tmp_path):
-  (tmp_path / "metrics.jsonl").write_text(LOG)
+def test_a_run_without_a_checkpoint_has_not_finished(
+  run_of_two_steps, tmp_path
+):
+  (tmp_path / "metrics.jsonl").write_text(LOG_OF_TWO_STEPS)
 
-  assert not has_finished(tmp_path, run)
-
-
-def test_a_run_without_a_log_has_not_finished(run, tmp_path):
-  save_checkpoint(tmp_path, run.config, step=2)
-
-  assert not has_finished(tmp_path, run)
+  assert not has_finished(tmp_path, run_of_two_steps)
 
 
-def test_a_run_with_only_an_earlier_checkpoint_has_not_finished(run, tmp_path):
-  """The run has two steps."""
-  save_checkpoint(tmp_path, run.config, step=1)
-  (tmp_path / "metrics.jsonl").write_text(LOG)
+def test_a_run_without_a_log_has_not_finished(run_of_two_steps, tmp_path):
+  save_checkpoint(tmp_path, run_of_two_steps.config, step=2)
 
-  assert not has_finished(tmp_path, run)
+  assert not has_finished(tmp_path, run_of_two_steps)
 
 
-def test_a_run_with_only_an_earlier_validation_has_not_finished(run, tmp_path):
-  """The run has two steps."""
-  save_checkpoint(tmp_path, run.config, step=2)
+def test_a_run_with_only_an_earlier_checkpoint_has_not_finished(
+  run_of_two_steps, tmp_path
+):
+  save_checkpoint(tmp_path, run_of_two_steps.config, step=1)
+  (tmp_path / "metrics.jsonl").write_text(LOG_OF_TWO_STEPS)
+
+  assert not has_finished(tmp_path, run_of_two_steps)
+
+
+def test_a_run_with_only_an_earlier_validation_has_not_finished(
+  run_of_two_steps, tmp_path
+):
+  save_checkpoint(tmp_path, run_of_two_steps.config, step=2)
   (tmp_path / "metrics.jsonl").write_text(
     '{"step": 1, "validation/loss": 1.5}\n{"step": 2, "train/loss": 2.0}\n'
   )
 
-  assert not has_finished(tmp_path, run)
+  assert not has_finished(tmp_path, run_of_two_steps)
 
 
-def test_a_run_with_a_damaged_checkpoint_has_not_finished(run, tmp_path):
-  save_checkpoint(tmp_path, run.config, step=2)
-  (tmp_path / "metrics.jsonl").write_text(LOG)
+def test_a_run_with_a_damaged_checkpoint_has_not_finished(
+  run_of_two_steps, tmp_path
+):
+  save_checkpoint(tmp_path, run_of_two_steps.config, step=2)
+  (tmp_path / "metrics.jsonl").write_text(LOG_OF_TWO_STEPS)
   (tmp_path / "checkpoints/2/manifest.json").unlink()
 
-  assert not has_finished(tmp_path, run)
+  assert not has_finished(tmp_path, run_of_two_steps)
 
 
-@pytest.mark.parametrize("step", [1, 2], ids=["unfinished", "finished"])
 @pytest.mark.parametrize(
-  "field, value, message",
+  "saved_step",
+  [pytest.param(1, id="unfinished"), pytest.param(2, id="finished")],
+)
+@pytest.mark.parametrize(
+  "field, stored, changed",
   [
-    pytest.param(
-      "optimizer.learning_rate",
-      0.01,
-      "optimizer.learning_rate is 0.003 there and 0.01 now; choose",
-      id="learning_rate",
-    ),
-    pytest.param(
-      "train.steps", 3, "train.steps is 2 there and 3 now", id="steps"
-    ),
+    pytest.param("optimizer.learning_rate", 0.003, 0.01, id="learning_rate"),
+    pytest.param("train.steps", 2, 3, id="steps"),
   ],
 )
 def test_a_run_of_another_config_is_refused(
-  run, tmp_path, step, field, value, message
+  run_of_two_steps, tmp_path, saved_step, field, stored, changed
 ):
   """Such a run must not be continued, and its metrics must not be used."""
-  save_checkpoint(tmp_path, run.config, step)
-  (tmp_path / "metrics.jsonl").write_text(LOG)
-  changed = grid.with_fields(run, {field: value})
+  stored_run = grid.with_fields(run_of_two_steps, {field: stored})
+  save_checkpoint(tmp_path, stored_run.config, saved_step)
+  (tmp_path / "metrics.jsonl").write_text(LOG_OF_TWO_STEPS)
+  changed_run = grid.with_fields(run_of_two_steps, {field: changed})
 
-  with pytest.raises(
-    UserError, match=f"holds a run of another config: {message}"
-  ):
-    training_log.final_metrics(tmp_path, changed.config, location_fields=())
+  message = (
+    f"holds a run of another config: {field} is {stored} there and {changed}"
+    " now; choose another"
+  )
+  with pytest.raises(UserError, match=message):
+    training_log.final_metrics(tmp_path, changed_run.config, location_fields=())
 
 
 @pytest.mark.parametrize(
   "field, value",
   [
-    pytest.param("data.source", "text:x", id="location_of_data"),
-    pytest.param("train.init_from", "elsewhere", id="location_of_start"),
+    pytest.param("data.source", "text:x", id="path_of_the_data"),
+    pytest.param("train.init_from", "elsewhere", id="path_of_a_checkpoint"),
     pytest.param("mesh.fsdp", 1, id="mesh"),
     pytest.param("data.num_workers", 3, id="workers"),
   ],
 )
 def test_fields_that_do_not_affect_results_may_differ(
-  run, tmp_path, field, value
+  run_of_two_steps, tmp_path, field, value
 ):
-  """Location fields only say where data is."""
-  save_checkpoint(tmp_path, run.config, step=2)
-  (tmp_path / "metrics.jsonl").write_text(LOG)
-  changed = grid.with_fields(run, {field: value})
+  save_checkpoint(tmp_path, run_of_two_steps.config, step=2)
+  log = '{"step": 2, "validation/loss": 1.5}\n'
+  (tmp_path / "metrics.jsonl").write_text(log)
+  changed_run = grid.with_fields(run_of_two_steps, {field: value})
 
   metrics = training_log.final_metrics(
-    tmp_path, changed.config, location_fields=("data.source",)
+    tmp_path, changed_run.config, location_fields=("data.source",)
   )
 
-  assert metrics is not None
+  assert metrics == {"step": 2, "validation/loss": 1.5}
