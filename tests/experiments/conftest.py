@@ -89,11 +89,8 @@ def make_results():
           "results": measured(run),
         }
       )
-    return {
-      "grid": chosen,
-      "baseline": experiment.grids[chosen].baseline,
-      "runs": entries,
-    }
+    baseline = experiment.grids[chosen].baseline
+    return {"grid": chosen, "baseline": baseline, "runs": entries}
 
   return make
 

@@ -212,11 +212,7 @@ def test_samples_of_equal_values_have_no_p_values():
 
 
 def test_a_small_difference_is_not_significant_among_many_variants():
-  """With many variants, one may be 2.8 standard errors away by chance.
-
-  Dunnett's test therefore requires 3.2 standard errors for 12 variants besides
-  the baseline. For a single one, it requires 2.3.
-  """
+  """Among many variants, one may be 2.8 standard errors away by chance."""
   noise_of_seeds = np.array([-0.01, -0.005, 0.0, 0.005, 0.01])
   standard_error = noise_of_seeds.std(ddof=1) * np.sqrt(1 / 5 + 1 / 5)
   same_loss = 1.0 + noise_of_seeds
@@ -238,8 +234,8 @@ def test_a_small_difference_is_not_significant_among_many_variants():
 def test_a_variant_whose_own_interval_includes_0_is_not_significant():
   """Dunnett's test alone would call DIFF significant.
 
-  The test assumes the same variance for all variants. Here, the losses of DIFF
-  vary six times as much as those of the others.
+  The test assumes that all variants have the same variance. Here, the losses of
+  DIFF vary six times as much as other losses.
   """
   noise_of_seeds = np.array([-0.01, -0.005, 0.0, 0.005, 0.01])
   same_loss = 1.0 + noise_of_seeds

@@ -69,22 +69,6 @@ def estimate(name, chosen, finished, slots=1):
   return cost.on_this_machine(experiment, chosen, finished, MACHINE, slots, {})
 
 
-@pytest.fixture
-def ablations():
-  """Three runs of each of four variants. Two of them have the same shape."""
-  variants = ("transformer", "diff", "diff_lambda_0.8", "diff_v2")
-  return runs("ablations", variants, seeds=(0, 1, 2))
-
-
-@pytest.fixture
-def finished_transformers(ablations):
-  """The Transformer's runs and their seconds. The median is 360."""
-  first, second, third = [
-    run for run in ablations if run.variant == "transformer"
-  ]
-  return [(first, 300), (second, 3000), (third, 360)]
-
-
 @pytest.mark.usefixtures("steps_take_half_a_second")
 def test_a_run_takes_the_median_time_of_the_finished_runs():
   first, second, third = runs("ablations", ("transformer",), seeds=(0, 1, 2))
@@ -106,12 +90,11 @@ def test_the_table_has_the_sizes_of_each_variant():
 
   row = table_rows(estimate("ablations", chosen, finished=[]))["transformer"]
 
-  config = chosen[0].config
-  tokens_per_step = config.train.batch_size * config.data.length
-  millions_of_tokens = config.train.steps * tokens_per_step / 1e6
-  millions_of_parameters = parameter_count(config.model) / 1e6
   assert row["runs"] == "3"
+  millions_of_parameters = parameter_count(chosen[0].config.model) / 1e6
   assert row["parameters"] == f"{millions_of_parameters:.3g} M"
+  # 600 steps of 16 rows of 256 tokens.
+  millions_of_tokens = 600 * 16 * 256 / 1e6
   assert row["tokens"] == f"{millions_of_tokens:.3g} M"
 
 
@@ -124,9 +107,7 @@ def test_shapes_without_finished_runs_are_estimated_from_timed_steps():
     "ablations", [finished_run, *diff_runs], finished=[(finished_run, 300)]
   )
 
-  num_steps = 600
-  assert diff_runs[0].config.train.steps == num_steps
-  seconds = num_steps * 0.5
+  seconds = diff_runs[0].config.train.steps * 0.5
   for variant in ("diff", "diff_lambda_0.8"):
     row = table_rows(text)[variant]
     assert row["seconds a run"] == f"{seconds:.0f}"
@@ -136,38 +117,38 @@ def test_shapes_without_finished_runs_are_estimated_from_timed_steps():
   assert "as busy as it is now" in text
 
 
-def test_a_shape_is_timed_once(
-  steps_take_half_a_second, ablations, finished_transformers
-):
-  """The variants are the Transformer, DIFF with two λ_init, and DIFF V2."""
-  estimate("ablations", ablations, finished_transformers)
+def test_a_shape_is_timed_once(steps_take_half_a_second):
+  """λ_init changes no shape, and a finished run of a shape needs no timing."""
+  variants = ("transformer", "diff", "diff_lambda_0.8", "diff_v2")
+  chosen = runs("ablations", variants, seeds=(0,))
+  finished_transformer = chosen[0]
 
-  # λ_init changes no shape. The steps of the Transformer are not timed, since
-  # its runs have finished.
+  estimate("ablations", chosen, finished=[(finished_transformer, 300)])
+
   timed_configs = steps_take_half_a_second
   timed_models = [config.model.attention for config in timed_configs]
   assert timed_models == ["diff", "diff_v2"]
 
 
 @pytest.mark.usefixtures("steps_take_half_a_second")
-def test_flops_are_those_of_all_runs_of_a_variant(ablations):
-  text = estimate("ablations", ablations, finished=[])
+def test_flops_are_those_of_all_runs_of_a_variant():
+  first, second = runs("ablations", ("diff",), seeds=(0, 1))
 
-  expected = 0.0
-  for run in ablations:
-    if run.variant == "diff":
-      expected += pace.training_flops(run.config)
+  text = estimate("ablations", [first, second], finished=[])
+
+  flops_of_first = pace.training_flops(first.config)
+  expected = flops_of_first + pace.training_flops(second.config)
   flops = float(table_rows(text)["diff"]["FLOPs"])
   assert flops == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.usefixtures("steps_take_half_a_second")
-@pytest.mark.parametrize("slots, hours", [(1, "1.05"), (2, "0.525")])
-def test_runs_side_by_side_divide_the_hours(
-  ablations, finished_transformers, slots, hours
-):
-  """The Transformer takes 0.3 hours, and three other variants 0.25 each."""
-  text = estimate("ablations", ablations, finished_transformers, slots=slots)
+@pytest.mark.parametrize("slots, hours", [(1, "0.5"), (2, "0.25")])
+def test_runs_side_by_side_divide_the_hours(slots, hours):
+  """There are six runs with 600 steps, and a step takes half a second."""
+  chosen = runs("ablations", ("diff", "diff_v2"), seeds=(0, 1, 2))
+
+  text = estimate("ablations", chosen, finished=[], slots=slots)
 
   assert table_rows(text)["all"]["hours"] == hours
 
@@ -183,11 +164,8 @@ def test_runs_without_training_steps_are_not_timed(steps_take_half_a_second):
   assert timed_configs == []
   for shape in shapes:
     row = table_rows(text)[shape]
-    assert row["tokens"] == "–"
-    assert row["FLOPs"] == "–"
-    assert row["seconds a run"] == "–"
-    assert row["hours"] == "–"
-    assert row["by"] == "–"
+    for column in ("tokens", "FLOPs", "seconds a run", "hours", "by"):
+      assert row[column] == "–"
   assert text.endswith(
     "No run has finished on this machine, and these runs take no training steps"
     " that could be timed."
@@ -247,15 +225,7 @@ def test_hours_of_chips_assume_40_percent_of_the_peak():
   # The table rounds to three digits.
   hours = float(rows["diff,size=125m"]["H100"])
   assert hours == pytest.approx(seconds / 3600, rel=0.01)
-
-
-def test_the_last_row_of_the_table_of_chips_has_all_runs():
-  variants = ("diff,size=125m", "transformer,size=125m")
-  chosen = runs("ablations", variants, seeds=(0, 1))
-
-  rows = table_rows(cost.on_chips(chosen))
-
-  assert rows["all"]["runs"] == str(2 * 2)
+  assert rows["all"]["runs"] == str(len(chosen))
 
 
 @pytest.fixture

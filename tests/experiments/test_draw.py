@@ -67,7 +67,6 @@ def test_a_missing_summary_is_computed(eight_heads_dir):
   draw.main(["eight_heads"])
 
   summary = json.loads(path.read_text())["summary"]
-  # The names of the rows.
   assert series.column(summary, "") == series.column(committed["summary"], "")
   committed_table = (COMMITTED_FOLDER / "table.md").read_text()
   assert (eight_heads_dir / "table.md").read_text() == committed_table

@@ -9,13 +9,8 @@ from matplotlib.markers import CARETDOWNBASE, CARETUPBASE
 from experiments import comparison, first_page, grid, results
 
 
-def make_results(losses, baseline):
-  """Returns a results.json with a run for each loss.
-
-  Args:
-    losses: The losses of each variant.
-    baseline: The variant with which the others are compared.
-  """
+def write_results(path, losses, baseline):
+  """Writes a results.json with a run for each loss of each variant."""
   runs = []
   for variant, losses_of_variant in losses.items():
     for loss in losses_of_variant:
@@ -27,7 +22,7 @@ def make_results(losses, baseline):
       }
       runs.append(run)
   config = {"train.steps": 600, "train.batch_size": 16, "data.length": 256}
-  return {"baseline": baseline, "config": config, "runs": runs}
+  results.write(path, {"baseline": baseline, "config": config, "runs": runs})
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +44,9 @@ def points_of_source(source):
 
 def test_points_are_differences_from_the_baseline(tmp_path):
   """A point is a variant's mean loss minus the baseline's."""
+  path = tmp_path / "ablations/results.json"
   losses = {"transformer": [2.0, 2.1], "diff": [1.9, 1.8]}
-  ablations = make_results(losses, baseline="transformer")
-  results.write(tmp_path / "ablations/results.json", ablations)
+  write_results(path, losses, baseline="transformer")
 
   # The baseline has no point.
   (point,) = first_page.project_points(folder=tmp_path)
@@ -59,19 +54,10 @@ def test_points_are_differences_from_the_baseline(tmp_path):
   assert point.row == "diff"
   assert point.against == "transformer"
   assert point.estimate.value == pytest.approx(1.85 - 2.05)
-  assert point.estimate == comparison.difference(
-    ablations, "diff", "validation/loss"
-  )
-
-
-def test_points_have_the_tokens_of_a_run(tmp_path):
-  losses = {"transformer": [2.0, 2.1], "diff": [1.9, 1.8]}
-  ablations = make_results(losses, baseline="transformer")
-  results.write(tmp_path / "ablations/results.json", ablations)
-
-  (point,) = first_page.project_points(folder=tmp_path)
-
-  config = ablations["config"]
+  stored = json.loads(path.read_text())
+  loss = "validation/loss"
+  assert point.estimate == comparison.difference(stored, "diff", loss)
+  config = stored["config"]
   tokens_per_step = config["train.batch_size"] * config["data.length"]
   assert point.tokens == config["train.steps"] * tokens_per_step
 
@@ -82,8 +68,8 @@ def test_variants_with_other_numbers_of_heads_are_left_out(tmp_path):
     "diff": [1.9, 1.8],
     "diff,heads=4": [1.7, 1.6],
   }
-  ablations = make_results(losses, baseline="transformer")
-  results.write(tmp_path / "ablations/results.json", ablations)
+  path = tmp_path / "ablations/results.json"
+  write_results(path, losses, baseline="transformer")
 
   points = first_page.project_points(folder=tmp_path)
 
@@ -95,8 +81,8 @@ def test_the_points_of_variants_with_options_name_the_architectures(tmp_path):
   """In the experiment "tokens", "times=4" stands for 4 times the tokens."""
   losses = {"transformer_norm,times=4": [2.0, 2.1], "diff,times=4": [1.9, 1.8]}
   # Each variant is compared with transformer_norm at the same options.
-  tokens = make_results(losses, baseline="transformer_norm,*")
-  results.write(tmp_path / "tokens/results.json", tokens)
+  path = tmp_path / "tokens/results.json"
+  write_results(path, losses, baseline="transformer_norm,*")
 
   (point,) = first_page.project_points(folder=tmp_path)
 
@@ -129,7 +115,7 @@ def test_published_losses_have_sources():
 def test_published_differences_are_those_of_their_source(
   source, difference, tolerance
 ):
-  """A difference is the loss of DIFF − that of the Transformer.
+  """A difference is the loss of DIFF minus the loss of the Transformer.
 
   A loss is the logarithm of a perplexity.
   """

@@ -43,22 +43,12 @@ EXPERIMENT = Experiment(
 )
 """
 
-# The product of two config fields, with two seeds: 3 × 2 × 2 runs.
-TWO_FACTORS = """
-from experiments.grid import Experiment, Grid
 
-EXPERIMENT = Experiment(
-  question="Does the head norm interact with λ_init?",
-  grids={
-    "cpu": Grid.product(
-      "tiny",
-      {"model.lambda_init": [0.2, 0.5, 0.8], "model.head_norm": [True, False]},
-      seeds=range(2),
-    )
-  },
-  metrics={"loss": "validation/loss", "AR-Hit": "validation/ar_hit"},
-)
-"""
+def documented_ablation():
+  """Returns the last example of docs/variants.md, an experiment.py."""
+  page = grid.FOLDER.parent / "docs/variants.md"
+  *_, last_example = python_blocks(page.read_text(encoding="utf-8"))
+  return last_example
 
 
 @pytest.fixture
@@ -144,21 +134,27 @@ def table_row(folder, variant):
 
 
 def test_one_file_makes_runs_a_table_and_a_plot(run, training, folder):
-  (folder / "experiment.py").write_text(TWO_FACTORS)
-
+  """The file has three values of λ_init with two seeds each."""
   out, errors = run("lambda_study")
 
-  # Three values of λ_init, with and without the head norm, with two seeds.
-  assert len(training.started) == 3 * 2 * 2
+  assert len(training.started) == 3 * 2
+  assert "(6 of 6 runs)" in out
   assert f"{folder}: results.json, table.md, plot.png, plot.svg" in out
-  assert "(12 of 12 runs)" in out
   assert f"results in {folder}" in errors
-  _, parameters, seeds, loss, *_ = table_row(
-    folder, "lambda_init=0.2,head_norm=True"
-  )
+
+
+def test_a_row_of_the_table_has_the_mean_of_its_seeds(run, training, folder):
+  training.losses = {
+    "lambda_init=0.2/seed_0": 2.0,
+    "lambda_init=0.2/seed_1": 3.0,
+  }
+
+  run("lambda_study")
+
+  _, parameters, seeds, loss, *_ = table_row(folder, "lambda_init=0.2")
+  # These are the parameters of the config `tiny`.
   assert parameters == "0.838 M"
   assert seeds == "2"
-  # The losses of the seeds 0 and 1 are 2 and 3.
   assert loss.startswith("2.5000 ± ")
 
 
@@ -166,7 +162,7 @@ def test_one_file_makes_runs_a_table_and_a_plot(run, training, folder):
 @pytest.mark.usefixtures("training")
 def test_results_have_the_values_of_the_factors(run, folder):
   """A factor is a config field in which the runs of a product differ."""
-  (folder / "experiment.py").write_text(TWO_FACTORS)
+  (folder / "experiment.py").write_text(documented_ablation())
   name = "lambda_init=0.8,head_norm=False/seed_1"
 
   run("lambda_study", f"--only={name}")
@@ -192,7 +188,7 @@ def test_finished_runs_are_not_repeated(run, training, folder):
 # Here, trainings take no time.
 @pytest.mark.usefixtures("training")
 def test_a_trial_leaves_the_folder_unchanged(run, folder):
-  """--steps is for trials, whose results are not those of the grid."""
+  """--steps is for trials, whose results do not belong to the grid."""
   files_before = sorted(folder.glob("*.*"))
 
   out, _ = run("lambda_study", "--steps=20")
@@ -202,7 +198,7 @@ def test_a_trial_leaves_the_folder_unchanged(run, folder):
 
 
 def test_a_run_is_trained_again_after_its_trial(run, training, folder):
-  """--steps makes a trial, whose results are not those of the grid."""
+  """--steps makes a trial, whose results do not belong to the grid."""
   run("lambda_study", "--only=lambda_init=0.2/seed_0", "--steps=20")
 
   run("lambda_study", "--only=lambda_init=0.2/seed_0")
@@ -231,16 +227,19 @@ def test_other_runs_go_on_after_a_failure(run, training, folder):
 def test_a_row_with_a_failed_run_has_the_mean_of_the_others(
   run, training, folder
 ):
-  training.errors = {"lambda_init=0.2/seed_0": "diverged | at step 3"}
+  """The row has two seeds. The first one fails."""
+  # In the table, a vertical bar would end a cell. The error is below the table.
+  error = "diverged | at step 3"
+  training.errors = {"lambda_init=0.2/seed_0": error}
   training.losses = {"lambda_init=0.2/seed_1": 3.0}
 
   run("lambda_study", code=1)
 
-  # The columns are the name, the parameters, the seeds and the loss.
-  row = table_row(folder, "lambda_init=0.2")
-  assert row == ["lambda_init=0.2", "0.838 M", "1 of 2", "3.0000 (1 of 2)"]
+  _, _, seeds, loss = table_row(folder, "lambda_init=0.2")
+  assert seeds == "1 of 2"
+  assert loss == "3.0000 (1 of 2)"
   lines = (folder / "table.md").read_text().splitlines()
-  assert "- lambda_init=0.2/seed_0 failed: diverged | at step 3" in lines
+  assert f"- lambda_init=0.2/seed_0 failed: {error}" in lines
 
 
 def test_a_row_without_finished_runs_has_their_error(run, training, folder):
@@ -290,25 +289,14 @@ def test_only_the_chosen_failed_runs_are_tried_again(run, training, folder):
 
 
 def test_a_run_that_fails_again_stays_failed(run, training, folder):
-  # Two runs fail.
-  training.errors = {
-    "lambda_init=0.2/seed_0": "diverged",
-    "lambda_init=0.5/seed_0": "diverged",
-  }
+  training.errors = {"lambda_init=0.5/seed_0": "diverged"}
   run("lambda_study", code=1)
   training.started.clear()
 
-  # Both are tried again, and one of them fails again.
-  training.errors = {"lambda_init=0.5/seed_0": "diverged"}
   run("lambda_study", code=1)
 
-  assert training.started == [
-    "lambda_init=0.2/seed_0",
-    "lambda_init=0.5/seed_0",
-  ]
-  entries = read_entries(folder)
-  assert "failed" not in entries["lambda_init=0.2/seed_0"]
-  assert "failed" in entries["lambda_init=0.5/seed_0"]
+  assert training.started == ["lambda_init=0.5/seed_0"]
+  assert "failed" in read_entries(folder)["lambda_init=0.5/seed_0"]
 
 
 def test_a_failure_is_forgotten_after_success(run, training, folder):
@@ -349,21 +337,16 @@ def test_a_command_without_slice_tries_the_failed_runs_of_a_slice_again(
 
 
 def test_failures_of_another_config_are_ignored(run, training, folder):
-  """After a failure, a changed setting may be the fix."""
+  """The results of a new config do not list a run that failed with the old."""
+  directories = (f"--workdir={folder.parent}/runs", f"--out={folder}")
   training.errors = {"lambda_init=0.2/seed_0": "diverged"}
-  run("lambda_study", "--only=lambda_init=0.2/seed_0", code=1)
+  first_seed = "--only=lambda_init=0.2/seed_0"
+  run("lambda_study", first_seed, *directories, code=1)
 
-  # The same directories are given, since a command with changed settings uses
-  # others by default.
-  out, _ = run(
-    "lambda_study",
-    "--only=lambda_init=0.2/seed_1",
-    "--set=optimizer.learning_rate=1e-5",
-    f"--workdir={folder.parent}/runs/experiments",
-    f"--out={folder}",
-  )
+  second_seed = "--only=lambda_init=0.2/seed_1"
+  new_config = "--set=optimizer.learning_rate=1e-5"
+  run("lambda_study", second_seed, new_config, *directories)
 
-  assert "(1 of 6 runs)" in out
   assert list(read_entries(folder)) == ["lambda_init=0.2/seed_1"]
 
 
@@ -566,14 +549,12 @@ def test_a_folder_may_have_a_config_and_modules(run, folder):
   }
 
 
-def test_the_base_of_a_folders_runs_is_its_config(folder):
+def test_the_runs_of_a_folder_start_from_its_config(folder):
   """The base of a run is the config whose fields the run changes."""
-  (folder / "lambda_study_task.py").write_text("LAYERS = 3\n")
-  (folder / "config.py").write_text(CONFIG_THAT_IMPORTS_A_MODULE)
-  (folder / "experiment.py").write_text(EXPERIMENT_THAT_IMPORTS_A_MODULE)
+  (folder / "config.py").write_text("from diffjax.configs.tiny import *\n")
+  one_run = grid.Grid(variants=("diff_v2",), baseline="diff_v2")
 
-  experiment = grid.load(str(folder))
-  (expanded,) = grid.expand(str(folder), experiment.grids["cpu"], {})
+  (expanded,) = grid.expand(str(folder), one_run, {})
 
   assert expanded.base == f"{folder}/config.py:diff_v2"
 
@@ -613,30 +594,25 @@ def test_a_folder_can_be_drawn_again(run, folder):
   assert (folder / "plot.svg").read_bytes() == first_plot
 
 
-# Fails unless the module was imported before experiment.py.
-REQUIRE_MY_ATTENTION = """
-import sys
-assert "my_attention_module" in sys.modules
-"""
-
-
 @pytest.fixture
 def folder_with_module(folder, monkeypatch):
   """The folder, if its experiment.py needs --import=my_attention_module."""
   monkeypatch.syspath_prepend(str(folder))
   (folder / "my_attention_module.py").write_text("")
-  (folder / "experiment.py").write_text(REQUIRE_MY_ATTENTION + SIX_RUNS)
+  # This fails unless the module was imported before.
+  requirement = 'import sys\nassert "my_attention_module" in sys.modules\n'
+  (folder / "experiment.py").write_text(requirement + SIX_RUNS)
   return folder
 
 
-def test_all_commands_import_the_modules_of_the_flag_import(
+def test_the_flag_import_is_passed_to_all_commands(
   run, training, folder_with_module
 ):
   """A module of --import can register an attention variant."""
   run("lambda_study", "--only=*/seed_0", "--import=my_attention_module")
 
-  # There are three runs, one for each λ_init, with at least one command each.
-  assert len(training.commands) > 2
+  # Each of the three runs, one for each λ_init, has a command or more.
+  assert len(training.commands) >= 3
   for command, environment in training.commands:
     assert "--import=my_attention_module" in command
     paths = environment["PYTHONPATH"].split(os.pathsep)
@@ -703,11 +679,13 @@ def test_import_flags_are_split_from_other_arguments():
   assert arguments == ["x", "y"]
 
 
-def test_the_command_that_measures_imports_the_modules(tmp_path):
-  """It reports a module that it cannot import."""
+def test_the_command_that_measures_reports_a_module_that_is_missing(tmp_path):
+  experiment = "ablations"
+  grid_name = "cpu"
+  workdir = str(tmp_path)
+  result_dir = str(tmp_path)
   command = [sys.executable, "-m", "experiments.measure", "--import=no_such"]
-  # The experiment, its grid, and two directories that are not reached.
-  command += ["ablations", "cpu", str(tmp_path), str(tmp_path)]
+  command += [experiment, grid_name, workdir, result_dir]
 
   result = subprocess.run(
     command, cwd=grid.FOLDER.parent, capture_output=True, text=True
@@ -718,20 +696,18 @@ def test_the_command_that_measures_imports_the_modules(tmp_path):
 
 
 def test_the_documented_ablation_runs(run, training, folder):
-  """It is the last example of docs/variants.md."""
-  examples = python_blocks(own_variants.PAGE.read_text())
-  (folder / "experiment.py").write_text(examples[-1])
+  (folder / "experiment.py").write_text(documented_ablation())
 
   out, _ = run("lambda_study")
 
   # Three values of λ_init, with and without the head norm, with two seeds.
-  num_runs = 3 * 2 * 2
-  assert len(training.started) == num_runs
-  assert f"({num_runs} of {num_runs} runs)" in out
+  assert len(training.started) == 3 * 2 * 2
+  assert "(12 of 12 runs)" in out
   table = (folder / "table.md").read_text()
   for lambda_init in (0.2, 0.5, 0.8):
     assert f"| lambda_init={lambda_init},head_norm=True |" in table
     assert f"| lambda_init={lambda_init},head_norm=False |" in table
+  # An empty figure takes fewer bytes.
   assert (folder / "plot.png").stat().st_size > 5000
 
 
@@ -774,7 +750,9 @@ def small_run(run, folder, tmp_path):
   return train
 
 
-RATE_WITH_WHICH_TRAINING_DIVERGES = """
+@pytest.mark.full
+def test_a_training_that_diverges_is_reported(small_run, folder):
+  (folder / "experiment.py").write_text("""
 from experiments.grid import Experiment, Grid
 
 EXPERIMENT = Experiment(
@@ -782,13 +760,7 @@ EXPERIMENT = Experiment(
   grids={"cpu": Grid.product("tiny", {"optimizer.learning_rate": [1e9]})},
   metrics={"loss": "validation/loss"},
 )
-"""
-
-
-@pytest.mark.full
-def test_a_training_that_diverges_is_reported(small_run, folder):
-  """The learning rate of the only run is 1e9."""
-  (folder / "experiment.py").write_text(RATE_WITH_WHICH_TRAINING_DIVERGES)
+""")
 
   out, errors = small_run(steps=6, code=1)
 
@@ -799,9 +771,14 @@ def test_a_training_that_diverges_is_reported(small_run, folder):
   assert entry["failed"].startswith("stopped at step ")
 
 
-# The module `dint` registers an attention variant. The factor "variant" gives
-# both models the same size.
-VARIANT_OF_THE_USER_AND_DIFF = """
+@pytest.mark.full
+def test_a_variant_of_the_user_is_trained_and_compared(small_run, folder):
+  """The module dint.py of docs/variants.md registers the variant "dint".
+
+  The factor "variant" gives all models the same size.
+  """
+  own_variants.write_modules(folder)
+  (folder / "experiment.py").write_text("""
 import dint
 from experiments.grid import Experiment, Grid
 
@@ -810,15 +787,9 @@ EXPERIMENT = Experiment(
   grids={"cpu": Grid.product("tiny", {"variant": ["diff", "dint"]})},
   metrics={"loss": "validation/loss"},
 )
-"""
+""")
 
-
-@pytest.mark.full
-def test_a_variant_of_the_user_is_trained_and_compared(small_run, folder):
-  own_variants.write_modules(folder)
-  (folder / "experiment.py").write_text(VARIANT_OF_THE_USER_AND_DIFF)
-
-  # The registry of variants belongs to this process.
+  # This process forgets the variant afterwards.
   with own_variants.restore_registry():
     out, _ = small_run(steps=2)
 
@@ -830,7 +801,8 @@ def test_a_variant_of_the_user_is_trained_and_compared(small_run, folder):
   diff_loss = diff["results"]["validation/loss"]
   dint_loss = dint["results"]["validation/loss"]
   assert diff_loss > 0
-  assert dint_loss not in (None, diff_loss)
+  assert dint_loss > 0
+  assert dint_loss != diff_loss
   assert diff["seconds"] > 0
   # An empty figure takes fewer bytes.
   assert (folder / "plot.png").stat().st_size > 5000

@@ -361,29 +361,17 @@ def test_heads_that_do_not_divide_the_width_are_an_error():
     config_of("ablations", "diff,heads=3")
 
 
-def run_names(name: str) -> list[str]:
-  """Returns the names of the runs of all grids of an experiment."""
-  names = []
-  for chosen in all_grids(name).values():
-    names += [run.name for run in grid.expand(name, chosen, {})]
-  return names
-
-
 @pytest.mark.parametrize("name", grid.names())
-def test_the_names_of_runs_are_paths_with_two_parts(name):
+def test_the_names_of_runs_are_safe_in_files_and_shells(name):
   """A name is, for example, "diff,heads=4/seed_0"."""
   row = "[a-z0-9_.]+"
   option = ",[a-z]+=[a-z0-9.]+"
 
-  for run_name in run_names(name):
-    assert re.fullmatch(f"{row}({option})*/seed_[0-9]+", run_name)
-
-
-@pytest.mark.parametrize("name", grid.names())
-def test_shells_read_the_name_of_a_run_as_one_word(name):
-  for run_name in run_names(name):
-    # A name with special characters would be quoted.
-    assert shlex.quote(run_name) == run_name
+  for chosen in all_grids(name).values():
+    for run in grid.expand(name, chosen, {}):
+      assert re.fullmatch(f"{row}({option})*/seed_[0-9]+", run.name)
+      # A shell would need quotes for special characters.
+      assert shlex.quote(run.name) == run.name
 
 
 @pytest.mark.parametrize("name", grid.names())

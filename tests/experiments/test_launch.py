@@ -166,16 +166,9 @@ print("two", file=sys.stderr)
 sys.exit(3)
 """
 
-FAILS_SILENTLY = """
-import sys
-sys.exit(3)
-"""
+FAILS_SILENTLY = "raise SystemExit(3)"
 
-KILLS_ITSELF = """
-import os
-import signal
-os.kill(os.getpid(), signal.SIGKILL)
-"""
+KILLS_ITSELF = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
 
 
 def test_the_error_of_a_failed_command_names_its_log(tmp_path):

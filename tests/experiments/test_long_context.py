@@ -73,11 +73,9 @@ def test_the_papers_extension_has_a_larger_rope_base_and_a_smaller_rate():
 
 @pytest.fixture
 def measure_extension(make_workdir):
-  """Returns a function that measures a run of 64 tokens before and after.
+  """Returns a function that measures an extension of a run of 64 tokens.
 
-  measure_extension(new_length=256, rope_base=8e4) returns the measurements of
-  an extension of the run. Both have the same parameters. The RoPE base of the
-  run is 10,000.
+  Both have the same parameters. The RoPE base of the run is 10,000.
   """
   grid_of_one = grid.Grid(variants=("diff",), baseline="diff")
   (run,) = grid.expand("long_context", grid_of_one, {})
@@ -135,7 +133,7 @@ def test_the_table_has_the_losses_at_the_old_and_the_new_length(
 
 
 def test_the_legends_name_the_curves_of_both_panels(make_results):
-  """The left panel has the losses before and after, the right one only after."""
+  """The left panel has losses before and after, the right one only after."""
 
   def measured(run):
     return {

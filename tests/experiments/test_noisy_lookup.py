@@ -72,8 +72,7 @@ def test_only_the_keys_of_pairs_have_noise(noise):
   question_keys = batch.keys[:, NUM_PAIRS:]
   differences = []
   for context in range(NUM_CONTEXTS):
-    positions_of_pairs = batch.places[context]
-    asked_keys = pair_keys[context][positions_of_pairs]
+    asked_keys = pair_keys[context][batch.places[context]]
     differences.append(asked_keys - question_keys[context])
 
   # The RMS of 4 · 32 · 64 random numbers has a standard error of 0.8%.
@@ -113,29 +112,14 @@ def test_the_logits_are_those_of_the_decoders_layer(row):
   batch = make_batch(noise=0.5)
 
   forward = jax.jit(functools.partial(task.forward, config.model))
-  actual, _ = forward(params, batch)
+  actual, weights = forward(params, batch)
 
   forward_of_decoder = jax.jit(functools.partial(decoder_logits, config.model))
   expected = forward_of_decoder(params, batch)
   chex.assert_trees_all_close(actual, expected, **FLOAT32_LAYER)
-
-
-@pytest.mark.parametrize(
-  "row", ["diff", "diff_v2", "transformer_norm", "diff_without_norm"]
-)
-def test_the_attention_weights_of_the_questions_are_recorded(row):
-  config = make_config(row)
-  params = task.init(config)
-  batch = make_batch(noise=0.5)
-
-  forward = functools.partial(task.forward, config.model)
-  _, weights = jax.eval_shape(forward, params, batch)
-
   num_heads = config.model.num_heads
-  num_questions = task.ASKED
-  # Keys are pairs and questions.
-  num_keys = NUM_PAIRS + num_questions
-  assert weights.shape == (NUM_CONTEXTS, num_heads, num_questions, num_keys)
+  num_keys = NUM_PAIRS + task.ASKED
+  chex.assert_shape(weights, (NUM_CONTEXTS, num_heads, task.ASKED, num_keys))
 
 
 def largest_change_by_the_second_map(row: str) -> float:
@@ -193,10 +177,9 @@ def test_an_untrained_model_guesses():
   assert answers["accuracy"] == pytest.approx(chance, abs=5 * standard_error)
 
 
-@pytest.fixture
-def one_evaluation_every_15_steps():
-  """Sizes of a training whose evaluations ask in 16 contexts without noise."""
-  return task.Task(
+def train_for_30_steps(config):
+  """Returns the evaluations. The curve has those at the steps 15 and 30."""
+  sizes = task.Task(
     pairs=NUM_PAIRS,
     noises=(0.0,),
     multiples=(1,),
@@ -204,40 +187,33 @@ def one_evaluation_every_15_steps():
     followed=16,
     interval=15,
   )
+  _, evaluations = task.train(config, sizes)
+  return evaluations
 
 
-def test_training_lowers_the_loss(one_evaluation_every_15_steps):
+def test_training_lowers_the_loss():
   config = make_config("transformer_norm", steps=30, batch_size=8)
   before_training = task.ask(
     config, task.init(config), noise=0.0, pairs=NUM_PAIRS, contexts=16
   )
 
-  _, evaluations = task.train(config, one_evaluation_every_15_steps)
+  at_step_15, at_step_30 = train_for_30_steps(config)["curve"]
 
-  evaluation_of_step_15, evaluation_of_step_30 = evaluations["curve"]
-  assert evaluation_of_step_15["step"] == 15
-  assert evaluation_of_step_30["step"] == 30
-  assert evaluation_of_step_30["loss"] < before_training["loss"]
+  assert at_step_15["step"] == 15
+  assert at_step_30["step"] == 30
+  assert at_step_30["loss"] < before_training["loss"]
 
 
-def test_training_can_be_repeated(one_evaluation_every_15_steps):
+def test_training_can_be_repeated():
   config = make_config("transformer_norm", steps=30, batch_size=8)
 
-  _, evaluations = task.train(config, one_evaluation_every_15_steps)
-  _, repeated_evaluations = task.train(config, one_evaluation_every_15_steps)
+  evaluations = train_for_30_steps(config)
 
-  assert repeated_evaluations == evaluations
+  assert train_for_30_steps(config) == evaluations
 
 
 def evaluation(noise, pairs, accuracy, attention):
-  """Returns a record of `task.train`.
-
-  Args:
-    noise: The noise on the keys.
-    pairs: The number of pairs in a context.
-    accuracy: The share of questions that are answered correctly.
-    attention: The share of attention on the answers.
-  """
+  """Returns a record of `task.train` with the attention on the answers."""
   return {
     "noise": noise,
     "pairs": pairs,

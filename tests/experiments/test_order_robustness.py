@@ -339,27 +339,20 @@ def test_the_curve_has_the_accuracy_by_the_number_of_demonstrations(measure):
 def test_a_model_that_counts_the_last_demonstration_depends_on_the_order(
   measure,
 ):
+  """The last of a word's three demonstrations is wrong in a third of orders."""
   measured = measure(CountingModel(counted="last"))
 
-  # Far from the 0 of a model that ignores the order. A change is another answer
-  # to a query, and a spread is the best accuracy of an order minus the worst.
+  assert measured["random_accuracy"] == pytest.approx(2 / 3, abs=0.05)
+  assert measured["alternating_accuracy"] == pytest.approx(2 / 3, abs=0.05)
+  # In each blocked order, half of the words have their wrong label last.
+  assert measured["blocked_accuracy"] == 0.5
+  assert measured["blocked_spread"] == 0
+  # Far from the 0 of a model that ignores the order.
   assert measured["random_changed"] > 0.2
   assert measured["alternating_changed"] > 0.2
   assert measured["blocked_changed"] > 0.2
   assert measured["random_spread"] > 0.2
   assert measured["alternating_spread"] > 0.2
-
-
-def test_the_last_demonstration_of_a_word_is_often_wrong(measure):
-  """A word has two demonstrations with its right label and one with a wrong."""
-  measured = measure(CountingModel(counted="last"))
-
-  assert measured["random_accuracy"] == pytest.approx(2 / 3, abs=0.05)
-  assert measured["alternating_accuracy"] == pytest.approx(2 / 3, abs=0.05)
-  # A blocked order shows one class after the other. In each order, the wrong
-  # labels are in the later block for half of the words.
-  assert measured["blocked_accuracy"] == 0.5
-  assert measured["blocked_spread"] == 0
 
 
 def test_each_panel_of_the_plot_has_all_architectures(make_results):
@@ -438,8 +431,5 @@ def test_the_many_shot_plot_has_all_architectures(make_results):
   curve, _ = experiment.plot_many_shot(grid_results).axes
 
   _, labels = curve.get_legend_handles_labels()
-  assert labels == [
-    "Transformer, size 125m",
-    "DIFF, size 125m",
-    "DIFF V2, size 125m",
-  ]
+  names = [label.removesuffix(", size 125m") for label in labels]
+  assert names == ["Transformer", "DIFF", "DIFF V2"]

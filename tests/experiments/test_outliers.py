@@ -11,6 +11,7 @@ from diffjax.inference.trained import load
 from diffjax.training.validation import token_losses
 from experiments import grid
 from experiments.outliers import experiment
+from tests.harness.tolerances import FLOAT32_LAYER
 
 
 @pytest.fixture
@@ -50,30 +51,22 @@ def test_magnitudes_are_sorted_and_have_a_ratio(run_of_ablations):
     assert measured[f"{kind}_ratio"] == largest / median
 
 
-def test_logits_of_fewer_bits_change_the_loss_more(run_of_ablations):
+def test_logits_of_fewer_bits_change_the_validation_loss_more(run_of_ablations):
   """A rise is the loss with rounded attention logits minus the exact loss.
 
-  The scale of the rounding is that of a whole tensor or of a single row.
+  The rounding has one scale per tensor or one per row of logits.
   """
   workdir, config = run_of_ablations
 
   measured = experiment.measure(workdir, config)
 
+  loss = validation_loss(workdir, config)
+  assert measured["loss"] == pytest.approx(loss, rel=FLOAT32_LAYER["rtol"])
   # The parameters are random, so rounded logits change the loss only a little.
-  small = 0.1 * measured["loss"]
   assert 0 < abs(measured["rise_tensor_8"]) < abs(measured["rise_tensor_4"])
-  assert abs(measured["rise_tensor_4"]) < small
+  assert abs(measured["rise_tensor_4"]) < 0.1 * loss
   assert 0 < abs(measured["rise_row_8"]) < abs(measured["rise_row_4"])
-  assert abs(measured["rise_row_4"]) < small
-
-
-def test_the_loss_of_a_run_is_measured_in_its_validation_rows(run_of_ablations):
-  workdir, config = run_of_ablations
-
-  measured = experiment.measure(workdir, config)
-
-  expected_loss = validation_loss(workdir, config)
-  assert measured["loss"] == pytest.approx(expected_loss, rel=1e-5)
+  assert abs(measured["rise_row_4"]) < 0.1 * loss
   columns_of_the_table = set(experiment.EXPERIMENT.metrics.values())
   assert measured.keys() >= columns_of_the_table
 
@@ -114,14 +107,8 @@ def test_the_plot_has_a_line_for_each_architecture_and_scale(make_results):
 
   _, labels_of_logits = logits.get_legend_handles_labels()
   assert labels_of_logits == ["Transformer", "DIFF", "DIFF V2"]
-  _, labels_of_hidden_states = hidden.get_legend_handles_labels()
-  assert labels_of_hidden_states == ["Transformer", "DIFF", "DIFF V2"]
+  assert hidden.get_title() == "Absolute hidden states"
   _, labels_of_rises = rises.get_legend_handles_labels()
-  assert labels_of_rises == [
-    "Transformer, scaled per tensor",
-    "DIFF, scaled per tensor",
-    "DIFF V2, scaled per tensor",
-    "Transformer, scaled per row",
-    "DIFF, scaled per row",
-    "DIFF V2, scaled per row",
-  ]
+  for architecture in ("Transformer", "DIFF", "DIFF V2"):
+    assert f"{architecture}, scaled per tensor" in labels_of_rises
+    assert f"{architecture}, scaled per row" in labels_of_rises

@@ -13,6 +13,7 @@ from diffjax.inference.trained import load
 from diffjax.training.checkpoint import Checkpoints
 from experiments import grid, series
 from experiments.retrieval import experiment, task
+from experiments.retrieval.config import get_config
 
 
 def write_data(directory, count=40):
@@ -85,32 +86,27 @@ def test_the_cell_of_reference_is_measured():
 
 
 def test_attention_shares_are_weights_divided_by_their_sum():
-  """The noise are the words of the context except the answer.
-
-  Weights of DIFF can be negative, so there are also shares of absolute values.
-  """
+  """Weights of DIFF can be negative. So there are shares of absolute values."""
+  # A prompt is a separator, a context with the answer, and a question.
   separator = 0.1
-  first_noise = -0.2
   answer = 0.5
+  first_noise = -0.2
   second_noise = 0.1
-  question_mark = 0.1
-  key = 0.2
+  question = [0.1, 0.2]
   weights = np.array(
-    [[separator, first_noise, answer, second_noise, question_mark, key]]
+    [[separator, first_noise, answer, second_noise, *question]]
   )
-  answer_position = np.array([2])
 
-  measured = experiment.shares(weights, answer_position)
+  measured = experiment.shares(weights, places=np.array([2]))
 
   total = weights.sum()
-  assert measured["answer_signed"] == pytest.approx(0.5 / total)
-  assert measured["noise_signed"] == pytest.approx((-0.2 + 0.1) / total)
+  assert measured["answer_signed"] == pytest.approx(answer / total)
+  noise = first_noise + second_noise
+  assert measured["noise_signed"] == pytest.approx(noise / total)
   absolute_total = np.abs(weights).sum()
-  assert measured["answer_absolute"] == pytest.approx(0.5 / absolute_total)
-  absolute_noise = 0.2 + 0.1
-  assert measured["noise_absolute"] == pytest.approx(
-    absolute_noise / absolute_total
-  )
+  assert measured["answer_absolute"] == pytest.approx(answer / absolute_total)
+  absolute_noise_share = (0.2 + 0.1) / absolute_total
+  assert measured["noise_absolute"] == pytest.approx(absolute_noise_share)
 
 
 def test_attention_shares_of_questions_are_ratios_of_sums():
@@ -186,9 +182,10 @@ def test_the_accuracy_is_measured_in_each_cell(make_run):
 
   measured = experiment.measure(workdir, config, cells, num_samples=8)
 
-  words = series.column(measured["grid"], "length")
-  distractors = series.column(measured["grid"], "distractors")
-  assert list(zip(words, distractors, strict=True)) == cells
+  measured_cells = []
+  for record in measured["grid"]:
+    measured_cells.append((record["length"], record["distractors"]))
+  assert measured_cells == cells
 
 
 @pytest.mark.full
@@ -204,12 +201,9 @@ def test_a_run_without_its_last_checkpoint_is_not_measured(make_run):
 
 
 def read_files(directory):
-  """Returns the contents of all files below a directory, by relative path."""
-  contents = {}
-  for path in directory.rglob("*"):
-    if path.is_file():
-      contents[path.relative_to(directory)] = path.read_bytes()
-  return contents
+  """Returns the contents of the JSON and JSONL files, by relative path."""
+  paths = directory.rglob("*.json*")
+  return {path.relative_to(directory): path.read_bytes() for path in paths}
 
 
 def test_runs_side_by_side_can_write_the_data_at_once(tmp_path):
@@ -235,28 +229,23 @@ def test_existing_data_is_used_again(tmp_path):
   assert first == second
 
 
-@pytest.fixture
-def training_data(tmp_path):
-  """The tokenizer, and the config of a run that trains on two rows a step."""
+def test_the_tokenizer_has_the_vocabulary_of_the_task(tmp_path):
+  tokenizer = load_tokenizer(write_data(tmp_path)["data.tokenizer"])
+  config = get_config("diff")
+
+  assert tokenizer.vocab_size == len(task.WORDS)
+  assert config.model.vocab_size >= tokenizer.vocab_size
+
+
+def test_the_loss_covers_the_words_after_the_question(tmp_path):
+  """An example is, for example, "k17:v3 n5 k90:v2 ? k90 v2 k17 v3"."""
   (run,) = grid.expand(
     "retrieval",
     grid.Grid(variants=("diff",), baseline="diff"),
     {"train.batch_size": 2},
   )
   config = grid.with_fields(run, write_data(tmp_path)).config
-  return load_tokenizer(config.data.tokenizer), config
-
-
-def test_the_tokenizer_has_the_vocabulary_of_the_task(training_data):
-  tokenizer, config = training_data
-
-  assert tokenizer.vocab_size == len(task.WORDS)
-  assert config.model.vocab_size >= tokenizer.vocab_size
-
-
-def test_the_loss_covers_the_words_after_the_question(training_data):
-  """An example is, for example, "k17:v3 n5 k90:v2 ? k90 v2 k17 v3"."""
-  tokenizer, config = training_data
+  tokenizer = load_tokenizer(config.data.tokenizer)
 
   batch = next(pipeline.training_batches(config))
 
@@ -290,7 +279,7 @@ def test_a_model_with_random_parameters_finds_no_needles(make_workdir):
   )
   workdir, config = make_workdir("run", run.config, {"model.max_length": 1024})
 
-  # There are six needles, of which two are asked for.
+  # There are six needles. Two are asked for.
   measured = experiment.measure_needles(
     workdir, config, needles=("6/2",), num_prompts=1
   )
@@ -323,8 +312,5 @@ def test_the_plot_of_needles_has_all_architectures(make_results):
   accuracy, _ = experiment.plot_needles(grid_results).axes
 
   _, labels = accuracy.get_legend_handles_labels()
-  assert labels == [
-    "Transformer, size 125m",
-    "DIFF, size 125m",
-    "DIFF V2, size 125m",
-  ]
+  names = [label.removesuffix(", size 125m") for label in labels]
+  assert names == ["Transformer", "DIFF", "DIFF V2"]

@@ -109,8 +109,7 @@ def test_speeds_are_tokens_over_median_times(small_config):
 
   # "both" is the forward and the backward pass.
   seconds_of_calls = measured["seconds"]["diff"]["both"]
-  num_repetitions = small_config.train.steps
-  assert len(seconds_of_calls) == num_repetitions
+  assert len(seconds_of_calls) == small_config.train.steps
   tokens_per_call = small_config.train.batch_size * small_config.data.length
   expected = tokens_per_call / np.median(seconds_of_calls)
   actual = measured["tokens_per_second"]["diff"]["both"]
@@ -119,28 +118,24 @@ def test_speeds_are_tokens_over_median_times(small_config):
 
 @pytest.mark.full
 def test_ratios_of_speeds_are_inverse_ratios_of_times(small_config):
-  """A ratio is the speed of an architecture over that of the Transformer."""
+  """A ratio is the speed of an architecture over the Transformer's speed."""
   measured = experiment.measure(workdir="", config=small_config)
 
-  seconds = measured["seconds"]
-  for architecture in ("diff", "diff_v2"):
-    for timed_pass in ("forward", "both"):
-      transformer_seconds = np.median(seconds["transformer"][timed_pass])
-      ratio = transformer_seconds / np.median(seconds[architecture][timed_pass])
-      actual = measured[f"{architecture}_{timed_pass}"]
-      assert actual == pytest.approx(ratio)
-  columns_of_the_table = set(experiment.EXPERIMENT.metrics.values())
-  assert measured.keys() >= columns_of_the_table
+  transformer_seconds = np.median(measured["seconds"]["transformer"]["forward"])
+  diff_v2_seconds = np.median(measured["seconds"]["diff_v2"]["forward"])
+  ratio = transformer_seconds / diff_v2_seconds
+  assert measured["diff_v2_forward"] == pytest.approx(ratio)
+  assert measured.keys() >= set(experiment.EXPERIMENT.metrics.values())
+  # The memory of a CPU is unknown, so all layers are timed.
+  assert measured["layers"] == small_config.model.num_layers
 
 
 # Compilation takes seconds.
 @functools.cache
 def bytes_of_scanned_layers(config, mesh, num_layers):
-  """Returns the memory of the forward and backward pass of a model.
-
-  Without rematerialization, few layers are unrolled on a CPU. With it they are
-  a loop (`jax.lax.scan`), as on GPUs and TPUs.
-  """
+  """Returns the memory of the forward and backward pass of a model."""
+  # Without rematerialization, few layers are unrolled on a CPU. With it they
+  # are scanned, as on GPUs and TPUs.
   model = dataclasses.replace(config.model, remat="attention")
   scanned = dataclasses.replace(config, model=model)
   with_layers = experiment.with_layers(scanned, num_layers)
@@ -165,11 +160,9 @@ def test_layers_that_fit_are_predicted_from_two_and_three_layers(
     return bytes_of_scanned_layers(small_config, mesh, layers)
 
   # One percent is much less than the memory of a layer.
-  memory = 1.01 * needed_bytes(num_layers)
+  limit = 1.01 * needed_bytes(num_layers)
 
-  actual = experiment.layers_that_fit(
-    layers=9, limit=memory, needed=needed_bytes
-  )
+  actual = experiment.layers_that_fit(9, limit, needed_bytes)
 
   assert actual == num_layers
 
@@ -238,10 +231,7 @@ def test_an_error_is_raised_if_the_compiler_refuses_two_layers():
 
 
 def twice_as_much_for_diff(config, mesh, kind):
-  """Returns fake bytes of a pass: 2 GiB per layer of DIFF, 1 GiB of others.
-
-  With the backward pass, it is twice as much.
-  """
+  """Returns 2 GiB per layer of DIFF, 1 GiB of others; backward doubles it."""
   gib_per_layer = 1
   if config.model.attention == "diff":
     gib_per_layer = 2
@@ -256,17 +246,12 @@ def test_the_largest_architecture_limits_the_layers(small_config, mesh):
   three_layers_of_diff = 3 * 4 * GIB
   memory = three_layers_of_diff / experiment.USABLE_MEMORY
 
+  few_bytes = 1000
   with_enough_memory = experiment.layers_on_device(
-    small_config,
-    mesh,
-    memory=1.001 * memory,
-    needed_bytes=twice_as_much_for_diff,
+    small_config, mesh, memory + few_bytes, needed_bytes=twice_as_much_for_diff
   )
   with_less_memory = experiment.layers_on_device(
-    small_config,
-    mesh,
-    memory=0.999 * memory,
-    needed_bytes=twice_as_much_for_diff,
+    small_config, mesh, memory - few_bytes, needed_bytes=twice_as_much_for_diff
   )
 
   assert with_enough_memory == 3
@@ -294,14 +279,10 @@ def test_the_memory_limit_is_what_jax_can_allocate():
 
 def test_a_plan_has_the_layers_and_the_memory_of_each_pass(small_config, mesh):
   """A layer takes 2 GiB in DIFF and 1 GiB in others, twice with backward."""
-  rows = experiment.plan_rows(
-    small_config,
-    mesh,
-    memory=14 * GIB,
-    needed_bytes=twice_as_much_for_diff,
+  transformer, diff, diff_v2 = experiment.plan_rows(
+    small_config, mesh, 14 * GIB, needed_bytes=twice_as_much_for_diff
   )
 
-  transformer, diff, diff_v2 = rows
   # Four layers of DIFF would take 16 GiB, more than the device has.
   assert diff == {
     "architecture": "diff",
@@ -320,10 +301,7 @@ def test_a_plan_needs_memory_for_two_layers(small_config, mesh):
   # Two layers of DIFF take 8 GiB. Nine tenths of 8 GiB are 7.2 GiB.
   with pytest.raises(UserError, match="2 layers take more than the 7.2 GiB"):
     experiment.plan_rows(
-      small_config,
-      mesh,
-      memory=8 * GIB,
-      needed_bytes=twice_as_much_for_diff,
+      small_config, mesh, 8 * GIB, needed_bytes=twice_as_much_for_diff
     )
 
 

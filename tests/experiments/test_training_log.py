@@ -105,10 +105,7 @@ def test_a_run_with_a_damaged_checkpoint_has_not_finished(
   assert not has_finished(tmp_path, run_of_two_steps)
 
 
-@pytest.mark.parametrize(
-  "saved_step",
-  [pytest.param(1, id="unfinished"), pytest.param(2, id="finished")],
-)
+@pytest.mark.parametrize("saved_step", [1, 2], ids=["unfinished", "finished"])
 @pytest.mark.parametrize(
   "field, stored, changed",
   [

@@ -174,14 +174,10 @@ def test_the_config_of_eight_heads_has_half_the_rate_at_twice_the_width(
 @pytest.mark.parametrize(
   "config_module, tuned_experiment, metric, better",
   [
-    pytest.param(fairness, "fairness", "validation/loss", "min", id="fairness"),
-    pytest.param(
-      noisy_lookup, "noisy_lookup", "accuracy", "max", id="noisy_lookup"
-    ),
-    pytest.param(tokens, "fairness", "validation/loss", "min", id="tokens"),
-    pytest.param(
-      eight_heads, "fairness", "validation/loss", "min", id="eight_heads"
-    ),
+    (fairness, "fairness", "validation/loss", "min"),
+    (noisy_lookup, "noisy_lookup", "accuracy", "max"),
+    (tokens, "fairness", "validation/loss", "min"),
+    (eight_heads, "fairness", "validation/loss", "min"),
   ],
 )
 def test_a_comment_in_a_config_names_the_tuned_variant_of_each_row(
@@ -189,7 +185,7 @@ def test_a_comment_in_a_config_names_the_tuned_variant_of_each_row(
 ):
   """The comment says where the learning rate in the next line comes from."""
   source = pathlib.Path(config_module.__file__).read_text(encoding="utf-8")
-  # fairness does not tune this row. Its settings are those of another row.
+  # fairness does not tune this row. It has the settings of another row.
   tuned_rows = {("fairness", "transformer_wide"): "transformer_norm"}
 
   for row in config_module.ROWS:
