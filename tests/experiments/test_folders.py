@@ -682,8 +682,7 @@ def test_import_flags_are_split_from_other_arguments():
 def test_the_command_that_measures_reports_a_module_that_is_missing(tmp_path):
   experiment = "ablations"
   grid_name = "cpu"
-  workdir = str(tmp_path)
-  result_dir = str(tmp_path)
+  workdir = result_dir = str(tmp_path)
   command = [sys.executable, "-m", "experiments.measure", "--import=no_such"]
   command += [experiment, grid_name, workdir, result_dir]
 

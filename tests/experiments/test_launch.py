@@ -111,13 +111,13 @@ def test_two_slots_run_two_jobs_at_a_time_in_order():
   """A job ends when a second job has started, or fails after 30 seconds."""
   started_jobs = []
   used_slots = set()
-  second_job = threading.Barrier(parties=2, timeout=30)
+  two_started_jobs = threading.Barrier(parties=2, timeout=30)
 
   def make_job(name):
     def job(slot):
       started_jobs.append(name)
       used_slots.add(slot)
-      second_job.wait()
+      two_started_jobs.wait()
 
     return name, job
 
@@ -356,9 +356,10 @@ with Launcher() as launcher:
 def test_at_a_signal_the_command_gets_sigterm_and_can_save(
   tmp_path, signal_number, way
 ):
-  """The process with the launcher gets a signal while its command runs.
+  """The process of a launcher gets a signal while a command runs in it.
 
-  The command writes the files "started" and, at SIGTERM, "saved".
+  The command writes "started" and, at SIGTERM, "saved". It runs directly in the
+  launcher, or in one of several jobs.
   """
   command = [*python(SAVES_AT_SIGTERM), str(tmp_path)]
   process = subprocess.Popen(

@@ -408,8 +408,9 @@ def test_many_shot_accuracies_are_measured_by_the_number_of_demonstrations(
     workdir, config, num_orders=2, num_queries=4
   )
 
-  # The numbers of demonstrations double as far as the model's length allows.
-  assert measured["counts"] == [1, 2, 4]
+  # The accuracy is measured after 1, 2, 4 and so on, and after all that fit.
+  first, second, third, *_ = measured["counts"]
+  assert (first, second, third) == (1, 2, 4)
   assert len(measured["curve"]) == len(measured["counts"])
   assert measured["accuracy"] == measured["curve"][-1]
   assert measured.keys() >= set(experiment.LARGE.metrics.values())

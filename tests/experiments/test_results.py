@@ -65,7 +65,6 @@ def test_an_entry_describes_its_run(runs, tmp_path):
   # Rounded to tenths.
   assert entry["seconds"] == 12.3
   assert entry["machine"] == "a machine"
-  # These depend on the machine and on the model.
   assert {"versions", "date", "parameters"} <= entry.keys()
   assert {"python", "jax"} <= entry["versions"].keys()
 
