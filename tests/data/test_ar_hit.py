@@ -9,8 +9,8 @@ import pytest
 from diffjax.data.ar_hit import ar_hit_mask
 
 
-def expected_mask(tokens, targets, segment_ids, n) -> np.ndarray:
-  """Computes the mask by its definition, in a loop over the targets."""
+def mask_by_definition(tokens, targets, segment_ids, n) -> np.ndarray:
+  """Returns whether each target ends an n-gram seen before in its segment."""
   hits = np.zeros(tokens.shape, bool)
   num_rows, length = tokens.shape
   for row in range(num_rows):
@@ -42,19 +42,18 @@ def random_batch(seed, num_rows, length, vocab_size):
 @pytest.mark.parametrize("n", [2, 3, 5])
 @pytest.mark.parametrize("vocab_size", [2, 5, 30])
 def test_the_mask_equals_a_loop_over_the_targets(n, vocab_size):
-  """A target is a hit if it ends an n-gram seen earlier in its segment."""
+  """A target is a hit if it ends an n-gram seen earlier in its segment.
+
+  A model can recall such a target from its context (associative recall, AR).
+  """
   tokens, targets, segment_ids = random_batch(
-    seed=n, num_rows=6, length=200, vocab_size=vocab_size
+    seed=0, num_rows=6, length=200, vocab_size=vocab_size
   )
 
   mask = ar_hit_mask(tokens, targets, segment_ids, n)
 
-  expected = expected_mask(tokens, targets, segment_ids, n)
+  expected = mask_by_definition(tokens, targets, segment_ids, n)
   chex.assert_trees_all_equal(mask, expected)
-  # A row of 200 tokens has hits if there are few different n-grams.
-  num_different_ngrams = vocab_size**n
-  if num_different_ngrams <= 200:
-    assert expected.any()
 
 
 @pytest.mark.parametrize("n", [4, 5, 6, 99])
@@ -69,22 +68,25 @@ def test_n_grams_can_be_as_long_as_a_row_or_longer(n):
 
   mask = ar_hit_mask(tokens, targets, segment_ids, n)
 
-  expected = expected_mask(tokens, targets, segment_ids, n)
+  expected = mask_by_definition(tokens, targets, segment_ids, n)
   chex.assert_trees_all_equal(mask, expected)
 
 
 def test_token_ids_can_be_large():
-  """An int64 cannot number all 4-grams of such ids: (8 · 10^8)^4 > 2^63."""
+  """The number of possible 4-grams need not fit in an int64."""
   tokens, targets, segment_ids = random_batch(
     seed=0, num_rows=4, length=100, vocab_size=3
   )
-  # The ids 0, 1 and 2 become 0, 400 million and 800 million. Other ids do not
-  # change which n-grams are equal.
-  scale = 400_000_000
+  # The ids 0, 1 and 2 become 0, 400 million and 800 million.
+  large_tokens = 400_000_000 * tokens
+  large_targets = 400_000_000 * targets
+  largest_id = 800_000_000
+  assert largest_id**4 > 2**63
 
-  mask = ar_hit_mask(tokens * scale, targets * scale, segment_ids, n=4)
+  mask = ar_hit_mask(large_tokens, large_targets, segment_ids, n=4)
 
-  expected = expected_mask(tokens, targets, segment_ids, n=4)
+  # Other ids do not change which n-grams are equal.
+  expected = mask_by_definition(tokens, targets, segment_ids, n=4)
   assert expected.any()
   chex.assert_trees_all_equal(mask, expected)
 
