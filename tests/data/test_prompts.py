@@ -2,7 +2,8 @@
 
 import dataclasses
 import json
-import os
+import pathlib
+import struct
 from typing import NamedTuple
 
 import chex
@@ -80,8 +81,25 @@ def test_the_weights_of_a_known_row():
   assert batch["segment_ids"].tolist() == [segment_ids]
 
 
-def test_without_prompts_only_the_weights_differ():
-  """Without prompts, all tokens but the first of a segment are learned."""
+def test_without_prompts_all_tokens_but_separators_before_texts_are_learned():
+  """Plain text has no prompts, so their lengths are zero."""
+  # Two segments, "s a a a a s" and "s a a s": separators s and tokens a.
+  row = Row(
+    tokens=np.arange(10, 20, dtype=np.int32),
+    segment_lengths=np.array([6, 4], np.int32),
+    prompt_lengths=np.array([0, 0], np.int32),
+  )
+
+  batch = make_batch([row], length=11)
+
+  # Target 16 begins the second segment, and 0 is padding.
+  targets = [11, 12, 13, 14, 15, 16, 17, 18, 19, 0, 0]
+  weights = [1, 1, 1, 1, 1, 0, 1, 1, 1, 0, 0]
+  assert batch["targets"].tolist() == [targets]
+  assert batch["weights"].tolist() == [weights]
+
+
+def test_prompts_change_only_the_weights():
   row = Row(
     tokens=np.arange(10, 20, dtype=np.int32),
     segment_lengths=np.array([6, 4], np.int32),
@@ -92,11 +110,9 @@ def test_without_prompts_only_the_weights_differ():
   batch = make_batch([row], length=11)
   batch_without_prompts = make_batch([row_without_prompts], length=11)
 
-  # The last token of a segment has no target in its segment.
-  weights = batch_without_prompts["weights"]
-  assert weights.tolist() == [[1, 1, 1, 1, 1, 0, 1, 1, 1, 0, 0]]
-  for name in ("tokens", "targets", "segment_ids", "positions"):
-    chex.assert_trees_all_equal(batch_without_prompts[name], batch[name])
+  del batch["weights"]
+  del batch_without_prompts["weights"]
+  chex.assert_trees_all_equal(batch_without_prompts, batch)
 
 
 @pytest.fixture
@@ -141,24 +157,31 @@ def test_a_learned_target_is_of_the_same_example_as_its_input(short_examples):
 
 
 def test_segments_are_whole_examples_with_their_prompts(short_examples):
-  """Each segment has the length of an example, and the length of its prompt."""
+  """Each segment has the length of an example, and the length of its prompt.
+
+  All tokens of `short_examples` are different, so the first one identifies an
+  example.
+  """
   rows = pack(short_examples).rows
 
-  # All tokens are different, so the first one identifies an example.
-  example_by_first_token = {}
-  for example in short_examples:
-    example_by_first_token[example.tokens[0]] = example
+  segments = []
   for row in rows:
-    start = 0
-    for length, prompt_length in zip(
-      row.segment_lengths, row.prompt_lengths, strict=True
-    ):
-      example = example_by_first_token[row.tokens[start]]
-      assert length == len(example.tokens)
-      assert prompt_length == example.prompt_length
-      start += length
-  # Examples share rows.
-  assert max(len(row.segment_lengths) for row in rows) > 1
+    segment_starts = np.cumsum(row.segment_lengths) - row.segment_lengths
+    first_tokens = row.tokens[segment_starts]
+    segments += zip(
+      first_tokens, row.segment_lengths, row.prompt_lengths, strict=True
+    )
+  expected = []
+  for example in short_examples:
+    first_token = example.tokens[0]
+    expected.append((first_token, len(example.tokens), example.prompt_length))
+  assert sorted(segments) == sorted(expected)
+
+
+def test_examples_share_rows(short_examples):
+  rows = pack(short_examples).rows
+
+  assert len(rows) < len(short_examples)
 
 
 @pytest.fixture
@@ -175,24 +198,30 @@ def long_examples() -> list[packing.Example]:
   return long_examples
 
 
-def with_prompts_that_fit(examples) -> list[packing.Example]:
-  """Returns the examples whose prompts leave room in a row."""
-  return [example for example in examples if example.prompt_length <= LENGTH]
+def test_examples_that_do_not_fit_are_counted():
+  """Prompts that fill a row are skipped, and long answers are cut.
 
+  A row has 16 inputs and a last target, so it holds 17 tokens. A separator is
+  before the prompt, and one is after the answer.
+  """
+  fitting = [
+    make_example(100, prompt_size=2, answer_size=13),
+    # Only the last separator does not fit. It is dropped, which is no cut.
+    make_example(200, prompt_size=2, answer_size=14),
+  ]
+  with_long_answers = [
+    make_example(300, prompt_size=2, answer_size=15),
+    make_example(400, prompt_size=2, answer_size=90),
+  ]
+  with_long_prompts = [
+    make_example(500, prompt_size=16, answer_size=1),
+    make_example(600, prompt_size=80, answer_size=1),
+  ]
 
-def test_examples_that_do_not_fit_are_counted(long_examples):
-  """Prompts that fill a row are skipped, and long answers are cut."""
-  counts = pack(long_examples).counts
+  packed = pack(fitting + with_long_answers + with_long_prompts)
 
-  fitting = with_prompts_that_fit(long_examples)
-  # A row holds LENGTH + 1 tokens. If only the last separator does not fit, it
-  # is dropped, which does not count as a cut.
-  num_cut = sum(len(example.tokens) > LENGTH + 2 for example in fitting)
-  assert counts.skipped == len(long_examples) - len(fitting)
-  assert counts.cut == num_cut
-  # The examples are of all three kinds.
-  assert 50 < len(fitting) < 250
-  assert num_cut > 50
+  assert packed.counts.cut == len(with_long_answers)
+  assert packed.counts.skipped == len(with_long_prompts)
 
 
 def test_every_row_has_something_to_learn(long_examples):
@@ -204,15 +233,21 @@ def test_every_row_has_something_to_learn(long_examples):
 
 
 def test_all_pieces_of_a_long_answer_are_learned(long_examples):
-  """An answer that is longer than a row continues in other rows."""
-  batch = make_batch(pack(long_examples).rows, LENGTH)
+  """An answer that is longer than a row continues in other rows.
 
-  expected = []
-  for example in with_prompts_that_fit(long_examples):
-    for index in range(example.prompt_length, len(example.tokens)):
-      # The first token of a piece has no input before it.
-      if index % (LENGTH + 1) != 0:
-        expected.append(example.tokens[index])
+  All tokens of `long_examples` are different.
+  """
+  batch = make_batch(pack(long_examples).rows, length=16)
+
+  # A row holds 16 inputs and a last target.
+  tokens_per_row = 17
+  expected = set()
+  for example in long_examples:
+    # Examples without room for an answer beside the prompt are skipped.
+    if example.prompt_length < tokens_per_row:
+      expected.update(example.tokens[example.prompt_length :])
+    # The first token of each row is not a target.
+    expected.difference_update(example.tokens[::tokens_per_row])
   assert learned_tokens(batch) == sorted(expected)
 
 
@@ -272,36 +307,44 @@ def test_a_record_that_was_cut_short_is_an_error():
 def test_a_row_without_prompts_has_the_bytes_of_earlier_versions():
   """Rows that were prepared long ago must stay readable."""
   # The bytes of "hi" and "!", with the separator 255.
+  tokens = [255, 104, 105, 255, 255, 33]
   row = Row(
-    tokens=np.array([255, 104, 105, 255, 255, 33], np.int32),
+    tokens=np.array(tokens, np.int32),
     segment_lengths=np.array([4, 2], np.int32),
-    prompt_lengths=np.zeros(2, np.int32),
-  )
-  # The number of segments (02000000 is 2, the lowest byte first), their
-  # lengths, and the tokens in two bytes each.
-  record = bytes.fromhex(
-    "02000000 04000000 02000000 ff00 6800 6900 ff00 ff00 2100"
+    prompt_lengths=np.array([0, 0], np.int32),
   )
 
-  assert encode_row(row, vocab_size=256, with_prompts=False) == record
-  assert decode_row(record).prompt_lengths.tolist() == [0, 0]
+  record = encode_row(row, vocab_size=256, with_prompts=False)
+
+  # The numbers are little-endian, of four bytes and of two bytes.
+  num_segments = struct.pack("<i", 2)
+  segment_lengths = struct.pack("<2i", 4, 2)
+  token_ids = struct.pack("<6H", *tokens)
+  assert record == num_segments + segment_lengths + token_ids
+  chex.assert_trees_all_equal(decode_row(record), row)
 
 
 def test_a_row_with_prompts_has_the_bytes_of_earlier_versions():
   """Rows that were prepared long ago must stay readable."""
   # The bytes of "hi" and "!", with the separator 255.
+  tokens = [255, 104, 105, 255, 255, 33]
   row = Row(
-    tokens=np.array([255, 104, 105, 255, 255, 33], np.int32),
+    tokens=np.array(tokens, np.int32),
     segment_lengths=np.array([4, 2], np.int32),
     prompt_lengths=np.array([2, 1], np.int32),
   )
-  # Minus the number of segments (feffffff is -2, the lowest byte first), their
-  # lengths, the lengths of their prompts, and the tokens in two bytes each.
-  record = bytes.fromhex(
-    "feffffff 04000000 02000000 02000000 01000000 ff00 6800 6900 ff00 ff00 2100"
-  )
 
-  assert encode_row(row, vocab_size=256, with_prompts=True) == record
+  record = encode_row(row, vocab_size=256, with_prompts=True)
+
+  # The numbers are little-endian, of four bytes and of two bytes. A negative
+  # number of segments tells that there are lengths of prompts.
+  num_segments = struct.pack("<i", -2)
+  segment_lengths = struct.pack("<2i", 4, 2)
+  prompt_lengths = struct.pack("<2i", 2, 1)
+  token_ids = struct.pack("<6H", *tokens)
+  expected = num_segments + segment_lengths + prompt_lengths + token_ids
+  assert record == expected
+  chex.assert_trees_all_equal(decode_row(record), row)
 
 
 def test_rows_without_prompts_have_the_fields_of_earlier_versions(jsonl):
@@ -565,48 +608,34 @@ def learned_answers(batches) -> list[bytes]:
   return answers
 
 
-def check_only_answers_are_learned(batches, length, examples):
-  """Checks the segments of batches that have every example once."""
-  learned = learned_answers(batches)
-  assert len(set(learned)) == len(learned)
-  for answer in learned:
-    assert b"Q:" not in answer
-    assert b"question" not in answer
-
-  num_whole = 0
-  for question, answer in examples:
-    # A separator is before the prompt, and one is after the answer.
-    prompt = f"Q: {question} A:"
-    num_tokens = 1 + len(prompt.encode()) + len(answer.encode()) + 1
-    # A row holds one token more than it has inputs.
-    if num_tokens <= length + 1:
-      assert answer.encode() + b"\xff" in learned
-      num_whole += 1
-  assert num_whole > 60
-
-
 def test_only_answers_of_prepared_rows_are_learned(
   make_example_config, examples
 ):
-  """Every answer that fits in a row has weight, and no prompt has."""
-  config = make_example_config(validation_fraction=0.0).data
+  """The tokens with weight are the bytes of the answers, and a separator."""
+  # All questions fit in a row together with their answers.
+  config = make_example_config(validation_fraction=0.0, length=512).data
   (target,) = prepared.prepare(config, workers=1)
   rows = list(prepared.PreparedRows(target, "train"))
 
-  batch = make_batch(rows, config.length)
+  batch = make_batch(rows, length=512)
 
-  check_only_answers_are_learned([batch], config.length, examples)
+  separator = b"\xff"
+  expected = [answer.encode() + separator for _, answer in examples]
+  assert sorted(learned_answers([batch])) == sorted(expected)
 
 
 def test_only_answers_of_a_stream_are_learned(make_example_config, examples):
-  """Every answer that fits in a row has weight, and no prompt has."""
+  """The tokens with weight are the bytes of the answers, and a separator."""
+  # All questions fit in a row together with their answers.
   config = make_example_config(
-    mode="streamed", validation_fraction=0.0, batch_size=1
+    mode="streamed", validation_fraction=0.0, length=512, batch_size=1
   )
 
   batches = list(pipeline.streamed_dataset(config, repeat=False))
 
-  check_only_answers_are_learned(batches, config.data.length, examples)
+  separator = b"\xff"
+  expected = [answer.encode() + separator for _, answer in examples]
+  assert sorted(learned_answers(batches)) == sorted(expected)
 
 
 def check_restarts(config, steps):
@@ -689,39 +718,50 @@ def test_two_processes_share_the_batches(make_example_config):
 # Examples that do not fit.
 
 
-def test_prepared_examples_that_do_not_fit_are_reported(tmp_path, capsys):
-  """Prompts that fill a row are left out, and long answers are cut.
-
-  A token is a byte. A row has 32 inputs and a last target.
-  """
+@pytest.fixture
+def two_long_prompts_and_three_long_answers(tmp_path) -> DataConfig:
+  """Returns a config of six examples, of which five do not fit in a row."""
   records = [
     {"question": "1 + 1 = ", "answer": "2"},
-    # With the separator, these prompts have 33 and 51 tokens.
-    {"question": "?" * 32, "answer": "2"},
+    {"question": "?" * 40, "answer": "2"},
     {"question": "?" * 50, "answer": "2"},
-    # These answers alone are longer than a row.
     {"question": "1 + 1 = ", "answer": "2" * 40},
     {"question": "1 + 1 = ", "answer": "2" * 50},
     {"question": "1 + 1 = ", "answer": "2" * 60},
   ]
-  config = DataConfig(
+  return DataConfig(
     source=write_jsonl(tmp_path / "a.jsonl", records),
     prompt_field="question",
     text_field="answer",
     prompt_template="{prompt}",
+    # A token is a byte.
     length=32,
     validation_fraction=0.0,
   )
 
-  (target,) = prepared.prepare(config, workers=1)
 
-  with open(os.path.join(target.directory, "meta.json")) as file:
-    totals = json.load(file)["splits"]["train"]
-  assert totals["skipped"] == 2
-  assert totals["cut"] == 3
+def test_prepared_examples_that_do_not_fit_are_reported(
+  two_long_prompts_and_three_long_answers, capsys
+):
+  """Prompts that fill a row are left out, and long answers are cut."""
+  prepared.prepare(two_long_prompts_and_three_long_answers, workers=1)
+
   printed = capsys.readouterr().err
   assert "2 documents are left out: their prompts fill a row" in printed
   assert "3 documents are longer than a row" in printed
+
+
+def test_the_metadata_counts_examples_that_do_not_fit(
+  two_long_prompts_and_three_long_answers,
+):
+  """Prompts that fill a row are skipped, and long answers are cut."""
+  (target,) = prepared.prepare(
+    two_long_prompts_and_three_long_answers, workers=1
+  )
+
+  meta = json.loads(pathlib.Path(target.directory, "meta.json").read_text())
+  assert meta["splits"]["train"]["skipped"] == 2
+  assert meta["splits"]["train"]["cut"] == 3
 
 
 def test_the_first_streamed_example_that_does_not_fit_is_reported(
@@ -770,15 +810,6 @@ def test_streaming_only_prompts_that_fill_a_row_is_an_error(
 
 # Other fields of prompts and answers.
 
-# Changes of a config of `make_example_config`. Its fields are "problem" for
-# prompts, "turns.-1.value" for answers, and the template "Q: {prompt} A:".
-FIELD_CHANGES = [
-  {"prompt_field": "turns.0.value"},
-  {"prompt_template": "{prompt}"},
-  {"text_field": "turns.1.value"},
-  {"prompt_field": ""},
-]
-
 
 def rows_directory(config) -> str:
   """Returns the directory of the rows that a config asks for."""
@@ -813,32 +844,46 @@ def test_without_a_prompt_field_the_template_has_no_effect(make_example_config):
   assert rows_directory(other_config) == rows_directory(config)
 
 
-@pytest.mark.parametrize("changes", FIELD_CHANGES)
+@pytest.mark.parametrize(
+  ("field", "value"),
+  [
+    ("prompt_field", "turns.0.value"),
+    ("prompt_field", ""),
+    ("prompt_template", "{prompt}"),
+    ("text_field", "turns.1.value"),
+  ],
+)
 def test_a_directory_with_rows_of_other_fields_is_refused(
-  make_example_config, tmp_path, changes
+  make_example_config, tmp_path, field, value
 ):
   """A run would otherwise train on rows that its config does not describe."""
-  config = make_example_config(prepared_dir=str(tmp_path / "rows")).data
-  prepared.prepare(config, workers=1)
+  rows_dir = str(tmp_path / "rows")
+  config = make_example_config(prepared_dir=rows_dir)
+  prepared.prepare(config.data, workers=1)
+  other_config = make_example_config(prepared_dir=rows_dir, **{field: value})
+  (target,) = prepared.targets(other_config.data)
 
-  (target,) = prepared.targets(dataclasses.replace(config, **changes))
-
-  message = (
-    r"holds other rows:"
-    r" config.data.(prompt_field|prompt_template|text_field) \(there"
-  )
+  message = rf"holds other rows: config.data.{field} \(there"
   with pytest.raises(UserError, match=message):
     prepared.is_prepared(target)
 
 
-@pytest.mark.parametrize("changes", FIELD_CHANGES)
+@pytest.mark.parametrize(
+  ("field", "value"),
+  [
+    ("prompt_field", "turns.0.value"),
+    ("prompt_field", ""),
+    ("prompt_template", "{prompt}"),
+    ("text_field", "turns.1.value"),
+  ],
+)
 def test_a_stream_does_not_continue_with_other_fields(
-  make_example_config, changes
+  make_example_config, field, value
 ):
   """The same position would be in other text."""
   config = make_example_config(mode="streamed")
   state = pipeline.training_batches(config).get_state()
-  changed_config = make_example_config(mode="streamed", **changes)
+  changed_config = make_example_config(mode="streamed", **{field: value})
   batches = pipeline.training_batches(changed_config)
 
   with pytest.raises(UserError, match="the data"):
