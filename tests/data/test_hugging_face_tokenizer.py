@@ -52,21 +52,42 @@ def count_bytes(loaded, ids) -> np.ndarray:
     "[CLS] hello",
     "<unk> x",
     "<0x41> fox",
-    "hello <0xE2><0x96><0x81> world",
+    "hello <0xE2> <0x96> <0x81> world",
   ],
 )
 def test_the_names_of_control_tokens_are_text(published, text):
   """A document about tokenizers must not become control tokens."""
-  if "[UNK]" in published.tokenizer_json() and "<0x" in text:
-    # This vocabulary has no bytes and splits at spaces.
-    text = text.replace("><", "> <")
-
   ids = published.encode(text)
 
   for token in ids:
     assert published.has_text([token])
   assert published.decode(ids) == text
-  assert published.encode_batch(["hello", text])[1] == ids
+
+
+@pytest.mark.parametrize(
+  "kind", ["unigram", "unigram_without_space_mark", "llama_2"]
+)
+def test_the_names_of_bytes_are_text(tmp_path, kind):
+  """These vocabularies have a token such as <0xE2> for each byte."""
+  loaded = load_tokenizer(tokenizer_files.save(tmp_path, kind))
+  # As bytes, E2 96 81 would be the character "▁".
+  text = "hello <0xE2><0x96><0x81> world"
+
+  ids = loaded.encode(text)
+
+  for token in ids:
+    assert loaded.has_text([token])
+  assert loaded.decode(ids) == text
+
+
+def test_a_batch_with_names_of_control_tokens_is_encoded_like_its_texts(
+  published,
+):
+  texts = ["hello", "<s>hello</s>", "[CLS] hello", "<unk> x", "<0x41> fox"]
+
+  batch_ids = published.encode_batch(texts)
+
+  assert batch_ids == [published.encode(text) for text in texts]
 
 
 def test_the_names_of_bytes_in_other_characters_are_text(tmp_path):
@@ -137,16 +158,22 @@ def test_the_bytes_of_rows_of_several_texts_add_up(published):
   "text", ["hello     world", "hello <tool> the", "        the", "the"]
 )
 @pytest.mark.parametrize(
-  ("kind", "added_token"),
+  ("make_backend", "added_token"),
   [
-    # Gemma has runs of spaces as tokens.
-    pytest.param("llama_2", "▁▁▁▁", id="spaces"),
-    pytest.param("word_piece", "<tool>", id="word"),
+    # Four spaces, as in Gemma: this tokenizer writes "▁" for a space.
+    pytest.param(tokenizer_files.llama_2, "▁▁▁▁", id="spaces"),
+    pytest.param(tokenizer_files.word_piece, "<tool>", id="word"),
   ],
 )
-def test_the_bytes_of_added_tokens_add_up(tmp_path, kind, added_token, text):
-  """An added token can be at the start of the text, or beside spaces."""
-  backend = tokenizer_files.MAKERS[kind]()
+def test_the_bytes_of_a_text_with_added_tokens_are_counted(
+  tmp_path, make_backend, added_token, text
+):
+  """Tokens that are added to a trained vocabulary can contain spaces, too.
+
+  The texts have them at the start, in the middle, or not at all.
+  """
+  backend = make_backend()
+  # The token is looked for after the normalizer has replaced the spaces.
   backend.add_tokens([tokenizers.AddedToken(added_token, normalized=True)])
   loaded = save_and_load(backend, tmp_path)
   ids = [loaded.separator, *loaded.encode(text)]
@@ -253,17 +280,14 @@ def test_a_control_token_is_an_empty_continuation(published):
 def test_a_continuation_can_be_half_a_character(tmp_path):
   """An incomplete character is decoded to the replacement character U+FFFD."""
   loaded = load_tokenizer(tokenizer_files.save(tmp_path, "llama_2"))
+  # The vocabulary has no token for "€" (E2 82 AC), but one for each byte. Their
+  # ids follow those of four control tokens.
+  euro = [4 + 0xE2, 4 + 0x82, 4 + 0xAC]
+  first_byte = [4 + 0xE2]
   prompt = loaded.encode_prompt("hello €")
-  # The character is three bytes, and so three tokens. A space comes before it.
-  euro = loaded.encode("€")[1:]
-  assert len(euro) == 3
-  assert prompt[-3:] == euro
 
-  first_byte = loaded.decode_after(prompt, euro[:1])
-  all_bytes = loaded.decode_after(prompt, euro)
-
-  assert first_byte == "\ufffd"
-  assert all_bytes == "€"
+  assert loaded.decode_after(prompt, first_byte) == "\ufffd"
+  assert loaded.decode_after(prompt, euro) == "€"
 
 
 # A file beside the tokenizer that names the tokens around documents.
@@ -275,10 +299,8 @@ def llama_path(tmp_path) -> str:
   return tokenizer_files.save(tmp_path, "llama_2")
 
 
-def test_without_a_file_the_tokenizer_determines_the_document_tokens(
-  llama_path,
-):
-  """One separator, </s>, is before and after each document."""
+def test_without_document_tokens_json_the_separator_is_used(llama_path):
+  """</s> is before and after each document."""
   loaded = load_tokenizer(llama_path)
 
   # The id of </s> is 2.
@@ -287,33 +309,59 @@ def test_without_a_file_the_tokenizer_determines_the_document_tokens(
   )
 
 
-def test_a_file_of_document_tokens_is_used(llama_path, tmp_path):
-  """The file is in the directory of tokenizer.json, which is `tmp_path`."""
-  without_file = load_tokenizer(llama_path)
-  tokens = DocumentTokens(start=(1,), end=(2,), stop=(2, 3), no_context=1)
+def test_document_tokens_json_names_the_tokens_around_documents(
+  llama_path, tmp_path
+):
+  """It is in the directory of tokenizer.json, which is `tmp_path`."""
+  # The ids of the control tokens <s>, </s> and <pad>.
+  bos, eos, pad = 1, 2, 3
+  tokens = DocumentTokens(
+    start=(bos,), end=(eos,), stop=(eos, pad), no_context=bos
+  )
   document_tokens.write(tmp_path, tokens)
 
   loaded = load_tokenizer(llama_path)
 
   assert loaded.document_tokens == tokens
-  # A prompt begins with the start token, 1.
-  assert loaded.encode_prompt("the") == [1, *without_file.encode("the")]
-  assert loaded.fingerprint != without_file.fingerprint
 
 
-def test_without_start_tokens_only_an_empty_prompt_has_a_separator(
-  llama_path, tmp_path
-):
-  """A model needs at least one token to continue."""
-  without_file = load_tokenizer(llama_path)
-  # The file is read from the directory of the tokenizer.
-  tokens = DocumentTokens(start=(), end=(2,), stop=(2,), no_context=2)
+def test_a_prompt_begins_with_the_start_tokens(llama_path, tmp_path):
+  ids_of_text = load_tokenizer(llama_path).encode("the")
+  # The ids of the control tokens <s> and </s>.
+  bos, eos = 1, 2
+  tokens = DocumentTokens(start=(bos,), end=(eos,), stop=(eos,), no_context=bos)
   document_tokens.write(tmp_path, tokens)
 
   loaded = load_tokenizer(llama_path)
 
-  assert loaded.encode_prompt("the") == without_file.encode("the")
-  assert loaded.encode_prompt("") == [2]
+  assert loaded.encode_prompt("the") == [bos, *ids_of_text]
+
+
+def test_other_document_tokens_have_another_fingerprint(llama_path, tmp_path):
+  """Rows that were prepared with other tokens must not be used."""
+  original = load_tokenizer(llama_path)
+  tokens = DocumentTokens(start=(1,), end=(2,), stop=(2, 3), no_context=1)
+  document_tokens.write(tmp_path, tokens)
+
+  changed = load_tokenizer(llama_path)
+
+  assert changed.fingerprint != original.fingerprint
+
+
+def test_without_start_tokens_only_an_empty_prompt_gets_a_token(
+  llama_path, tmp_path
+):
+  """A model needs at least one token to continue."""
+  ids_of_text = load_tokenizer(llama_path).encode("the")
+  # The id of the control token </s>.
+  eos = 2
+  tokens = DocumentTokens(start=(), end=(eos,), stop=(eos,), no_context=eos)
+  document_tokens.write(tmp_path, tokens)
+
+  loaded = load_tokenizer(llama_path)
+
+  assert loaded.encode_prompt("the") == ids_of_text
+  assert loaded.encode_prompt("") == [eos]
 
 
 def test_a_damaged_file_of_document_tokens_is_an_error(llama_path, tmp_path):
@@ -336,14 +384,21 @@ def test_document_tokens_of_another_vocabulary_are_an_error(
 
 
 def test_a_stop_token_can_be_text(llama_path, tmp_path):
-  """Generation stops at a comma, but a comma in a text is kept."""
-  comma = load_tokenizer(llama_path).encode(",")[-1]
-  tokens = DocumentTokens(start=(), end=(2,), stop=(comma, 2), no_context=2)
+  """A comma that ends a generated answer is not removed from other texts."""
+  # Llama 2 puts a space before each text.
+  _, comma = load_tokenizer(llama_path).encode(",")
+  # The id of the control token </s>.
+  eos = 2
+  tokens = DocumentTokens(
+    start=(), end=(eos,), stop=(comma, eos), no_context=eos
+  )
   document_tokens.write(tmp_path, tokens)
 
   loaded = load_tokenizer(llama_path)
 
-  assert loaded.decode(loaded.encode("a,b")) == "a,b"
+  ids = loaded.encode("a,b")
+  assert comma in ids
+  assert loaded.decode(ids) == "a,b"
 
 
 # Words that end with the mark </w>, for which the decoder puts a space.
