@@ -6,6 +6,7 @@ import pathlib
 import socket
 import types
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import huggingface_hub
 import pyarrow
@@ -71,7 +72,7 @@ def serve_local_hub(tmp_path, monkeypatch) -> Iterator[Callable[[], HubServer]]:
 
 
 @pytest.fixture(autouse=True)
-def retry_waits(monkeypatch) -> list[float]:
+def skipped_waits(monkeypatch) -> list[float]:
   """Returns the seconds of the waits between retries, which are skipped."""
   seconds = []
   clock = types.SimpleNamespace(sleep=seconds.append)
@@ -174,50 +175,53 @@ def test_parquet_is_read_from_the_hub(hub_repo_dir, serve_local_hub, texts):
   assert read_spec("parquet:hf://datasets/org/name/a.parquet") == texts
 
 
-def column_range(column) -> tuple[int, int]:
-  """Returns the first and the last byte of a column of a row group."""
-  first = column.dictionary_page_offset or column.data_page_offset
-  return first, first + column.total_compressed_size - 1
+def text_column_ranges(path) -> list[tuple[int, int]]:
+  """Returns the first and the last byte of the text in each row group."""
+  metadata = pyarrow.parquet.read_metadata(path)
+  ranges = []
+  for index in range(metadata.num_row_groups):
+    # Column 0 is the text.
+    column = metadata.row_group(index).column(0)
+    first = column.dictionary_page_offset or column.data_page_offset
+    last = first + column.total_compressed_size - 1
+    ranges.append((first, last))
+  return ranges
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "b.parquet"])
 def test_only_the_footer_and_the_text_column_of_parquet_are_fetched(
   hub_repo_dir, serve_local_hub, texts, name
 ):
-  """Other columns of a dataset are often larger than its text.
+  """Other columns of a dataset are often larger than its text."""
+  for file_name in ("a.parquet", "b.parquet"):
+    write_parquet(hub_repo_dir / file_name, texts)
+  server = serve_local_hub()
 
-  The server lists the byte ranges of a file that were requested.
-  """
+  read_texts = read_spec("parquet:hf://datasets/org/name/*.parquet")
+
+  assert read_texts == texts + texts
+  # The footer is at the end of the file, and has the positions of the columns.
+  path = hub_repo_dir / name
+  footer_range, *data_ranges = server.fetched(name)
+  _, last_byte = footer_range
+  assert last_byte == path.stat().st_size - 1
+  assert data_ranges == text_column_ranges(path)
+
+
+def test_both_splits_share_the_footer_of_a_file(
+  hub_repo_dir, serve_local_hub, texts
+):
+  """The parts of a source are the row groups, which the footer lists."""
   write_parquet(hub_repo_dir / "a.parquet", texts)
-  write_parquet(hub_repo_dir / "b.parquet", texts)
   server = serve_local_hub()
   spec = "parquet:hf://datasets/org/name/*.parquet"
 
-  assert read_spec(spec) == texts * 2
-  # Another split of the same source needs no second footer.
-  assert sources.documents(spec, "validation", WITHOUT_VALIDATION).parts
+  train = sources.documents(spec, "train", WITHOUT_VALIDATION)
+  validation = sources.documents(spec, "validation", WITHOUT_VALIDATION)
 
-  # In each row group, column 0 is the text, and column 2 is the last one. The
-  # footer follows the last row group.
-  metadata = pyarrow.parquet.read_metadata(hub_repo_dir / name)
-  text_columns = []
-  end_of_data = 0
-  for index in range(metadata.num_row_groups):
-    row_group = metadata.row_group(index)
-    text_columns.append(column_range(row_group.column(0)))
-    _, end_of_data = column_range(row_group.column(2))
-
-  # Requests that begin and end before the footer are for data.
-  fetched_data = []
-  fetched_footers = []
-  for first, last in server.fetched(name):
-    if last <= end_of_data:
-      fetched_data.append((first, last))
-    else:
-      fetched_footers.append((first, last))
-
-  assert fetched_data == text_columns
-  assert len(fetched_footers) == 1
+  assert train.parts
+  assert validation.parts
+  assert len(server.fetched("a.parquet")) == 1
 
 
 def test_the_footers_of_many_files_are_fetched_once_each(
@@ -315,52 +319,68 @@ def test_an_open_source_keeps_its_revision(
 # Tokenizers.
 
 
-@pytest.fixture(params=["org/name", "datasets/org/name"])
-def tokenizer_repo(request, tmp_path, texts) -> tuple[str, pathlib.Path]:
-  """Trains a tokenizer in a repository of models or of datasets.
+class TokenizerRepo(NamedTuple):
+  """A repository of the local Hub with a tokenizer."""
 
-  Returns:
-    The repository, and the directory of its files.
-  """
-  repo = request.param
-  directory = tmp_path / "hub" / "models" / repo
-  if repo == "datasets/org/name":
-    directory = tmp_path / "hub" / repo
-  tokenizer_training.train_tokenizer(texts, 300, directory)
-  return repo, directory
+  # Such as "org/name", which follows hf://.
+  name: str
+  # Such as "models/org/name".
+  path_on_server: str
+  local_dir: pathlib.Path
+
+
+@pytest.fixture(params=["org/name", "datasets/org/name"])
+def tokenizer_repo(request, tmp_path, texts) -> TokenizerRepo:
+  """Trains a tokenizer in a repository of models or of datasets."""
+  name = request.param
+  path_on_server = f"models/{name}"
+  if name == "datasets/org/name":
+    path_on_server = name
+  local_dir = tmp_path / "hub" / path_on_server
+  tokenizer_training.train_tokenizer(texts, 300, local_dir)
+  return TokenizerRepo(name, path_on_server, local_dir)
 
 
 def test_a_tokenizer_json_is_fetched_once_for_all_revisions(
-  tokenizer_repo, serve_local_hub, tmp_path
+  tokenizer_repo, serve_local_hub
 ):
   """Revisions with the same content share one file in the cache."""
-  # The fixture trained a tokenizer in `directory`, which becomes `repo`.
-  repo, directory = tokenizer_repo
+  repo = tokenizer_repo
   server = serve_local_hub()
-  commit = server.commit(str(directory.relative_to(tmp_path / "hub")))
-  local = tokenizer.load_tokenizer(str(directory / "tokenizer.json"))
+  commit = server.commit(repo.path_on_server)
+  local = tokenizer.load_tokenizer(f"{repo.local_dir}/tokenizer.json")
 
-  newest = tokenizer.load_tokenizer(f"hf://{repo}/tokenizer.json")
-  pinned = tokenizer.load_tokenizer(f"hf://{repo}@{commit}/tokenizer.json")
+  newest = tokenizer.load_tokenizer(f"hf://{repo.name}/tokenizer.json")
+  pinned = tokenizer.load_tokenizer(f"hf://{repo.name}@{commit}/tokenizer.json")
 
   assert newest.fingerprint == local.fingerprint
-  assert newest.spec == f"hf://{repo}/tokenizer.json"
   assert pinned.fingerprint == local.fingerprint
-  assert pinned.spec == f"hf://{repo}@{commit}/tokenizer.json"
   assert len(server.fetched("tokenizer.json")) == 1
+
+
+def test_a_tokenizer_keeps_the_revision_in_its_spec(
+  tokenizer_repo, serve_local_hub
+):
+  """A later run loads the tokenizer by its spec."""
+  server = serve_local_hub()
+  commit = server.commit(tokenizer_repo.path_on_server)
+  newest_spec = f"hf://{tokenizer_repo.name}/tokenizer.json"
+  pinned_spec = f"hf://{tokenizer_repo.name}@{commit}/tokenizer.json"
+
+  assert tokenizer.load_tokenizer(newest_spec).spec == newest_spec
+  assert tokenizer.load_tokenizer(pinned_spec).spec == pinned_spec
 
 
 def test_a_tiktoken_file_is_read_from_the_hub(
   tokenizer_repo, serve_local_hub, texts
 ):
-  # The fixture trained a tokenizer in `directory`, which becomes `repo`.
-  repo, directory = tokenizer_repo
+  repo = tokenizer_repo
   serve_local_hub()
-  local = tokenizer.load_tokenizer(str(directory / "tokenizer.tiktoken"))
+  local = tokenizer.load_tokenizer(f"{repo.local_dir}/tokenizer.tiktoken")
 
-  loaded = tokenizer.load_tokenizer(f"hf://{repo}/tokenizer.tiktoken")
+  loaded = tokenizer.load_tokenizer(f"hf://{repo.name}/tokenizer.tiktoken")
 
-  assert loaded.encode(texts[4]) == local.encode(texts[4])
+  assert loaded.encode_batch(texts) == local.encode_batch(texts)
 
 
 # The identity of files, which notices changes.
@@ -574,7 +594,7 @@ def check_unreachable(message, endpoint, alternatives=ALTERNATIVES):
 
 
 def test_a_refused_connection_is_an_error_at_once(
-  hub_repo_dir, serve_local_hub, texts, retry_waits
+  hub_repo_dir, serve_local_hub, texts, skipped_waits
 ):
   """Nothing has been read yet, so the user need not wait for retries."""
   write_parquet(hub_repo_dir / "a.parquet", texts)
@@ -586,8 +606,8 @@ def test_a_refused_connection_is_an_error_at_once(
 
   check_unreachable(message, server.url)
   assert "refused" in message
-  # The fixture `retry_waits` records every wait before a retry.
-  assert not retry_waits
+  # The fixture `skipped_waits` records every wait before a retry.
+  assert not skipped_waits
 
 
 @pytest.mark.usefixtures("hub_repo_dir")
@@ -641,7 +661,7 @@ def test_the_offline_mode_is_an_error_that_names_its_variable(monkeypatch):
 
 
 def test_a_server_that_stops_during_a_read_is_an_error_after_five_retries(
-  hub_repo_dir, serve_local_hub, texts, retry_waits
+  hub_repo_dir, serve_local_hub, texts, skipped_waits
 ):
   """A run of days should survive a short failure of the Hub."""
   write_parquet(hub_repo_dir / "a.parquet", texts)
@@ -660,8 +680,8 @@ def test_a_server_that_stops_during_a_read_is_an_error_after_five_retries(
   assert "\n" not in message
   check_unreachable(message, server.url)
   # huggingface_hub tries five times more, and waits before each try. The
-  # fixture `retry_waits` records the waits and skips them.
-  assert len(retry_waits) == 5
+  # fixture `skipped_waits` records the waits and skips them.
+  assert len(skipped_waits) == 5
 
 
 # Files that the Hub does not have, or does not give.
@@ -773,32 +793,34 @@ def test_a_gated_dataset_can_be_read_with_its_token(monkeypatch, texts):
 @pytest.mark.parametrize("path", ["/api/", "/tree/", "/resolve/", "/storage/"])
 @pytest.mark.parametrize("status", [429, 503])
 def test_temporary_refusals_are_retried(
-  hub_repo_dir, serve_local_hub, texts, retry_waits, path, status
+  hub_repo_dir, serve_local_hub, texts, skipped_waits, path, status
 ):
   """The server refuses two requests, and says how long to wait.
 
-  Only requests whose address contains `path` are refused.
+  `path` is in the addresses of the API (/api/), of its list of files (/tree/),
+  of a file (/resolve/), or of the storage of its content (/storage/).
   """
   write_parquet(hub_repo_dir / "a.parquet", texts)
   server = serve_local_hub()
   server.fail(times=2, status=status, retry_after=7, path=path)
 
-  assert read_spec("parquet:hf://datasets/org/name/*.parquet") == texts
+  read_texts = read_spec("parquet:hf://datasets/org/name/*.parquet")
 
-  # The server asks for a wait of 7 seconds. huggingface_hub adds one, because
-  # the number is rounded. `retry_waits` records the waits and skips them.
-  assert len(retry_waits) == 2
-  assert set(retry_waits) <= {7, 8}
+  assert read_texts == texts
+  # The server asks for a wait of 7 seconds. huggingface_hub may add one.
+  assert len(skipped_waits) == 2
+  for seconds in skipped_waits:
+    assert seconds in (7, 8)
 
 
 @pytest.mark.parametrize("path", ["/api/", "/resolve/"])
 @pytest.mark.parametrize("status", [429, 503])
 def test_permanent_refusals_are_an_error_after_five_retries(
-  hub_repo_dir, serve_local_hub, texts, retry_waits, path, status
+  hub_repo_dir, serve_local_hub, texts, skipped_waits, path, status
 ):
-  """The waits between the tries become longer.
+  """The waits before the retries become longer.
 
-  Only requests whose address contains `path` are refused.
+  `path` is in the addresses of the API (/api/) or of a file (/resolve/).
   """
   write_parquet(hub_repo_dir / "a.parquet", texts)
   server = serve_local_hub()
@@ -807,8 +829,8 @@ def test_permanent_refusals_are_an_error_after_five_retries(
   message = read_with_error("parquet:hf://datasets/org/name/*.parquet")
 
   assert f"{server.url} still answers {status} after several tries" in message
-  # The waits in seconds, which are recorded and skipped. They double up to 8.
-  assert retry_waits == [1, 2, 4, 8, 8]
+  # The waits before the five retries double, up to 8 seconds.
+  assert skipped_waits == [1, 2, 4, 8, 8]
 
 
 # Answers that break off.
@@ -914,17 +936,20 @@ def test_a_connection_that_breaks_late_loses_no_document(
 
 
 @pytest.mark.full
-def test_the_1b_config_downloads_prepares_trains_and_resumes(
+def test_the_1b_config_trains_on_a_file_of_the_hub_and_resumes(
   serve_local_hub, texts, command, tmp_path
 ):
-  """The flags make the model small, and avoid the tokenizer's download."""
-  repo = "datasets/HuggingFaceFW/fineweb-edu"
+  """The second command continues the run of the first one."""
+  # The dataset and the revision that the config names, with three small files.
+  dataset = "datasets/HuggingFaceFW/fineweb-edu"
+  revision = "87f09149ef4734204d70ed1d046ddc9ca3f2b8f9"
+  directory = tmp_path / "hub" / dataset / "sample/100BT"
   for number in range(3):
-    path = tmp_path / "hub" / repo / f"sample/100BT/{number:03}_00000.parquet"
+    path = directory / f"{number:03}_00000.parquet"
     write_parquet(path, [f"{text} {number}" for text in texts])
   server = serve_local_hub()
-  # The revision that the config names.
-  server.commit(repo, "87f09149ef4734204d70ed1d046ddc9ca3f2b8f9")
+  server.commit(dataset, revision)
+  # A small model of bytes, whose tokenizer needs no download.
   flags = [
     f"--config={ROOT}/configs/diff_1b.py",
     "--config.data.tokenizer=bytes",
@@ -941,7 +966,6 @@ def test_the_1b_config_downloads_prepares_trains_and_resumes(
   first = command(
     "diffjax.train", *flags, "--config.train.steps=1", cwd=tmp_path
   )
-  # The second command continues the run of the first one.
   second = command(
     "diffjax.train", *flags, "--config.train.steps=2", cwd=tmp_path
   )
@@ -949,7 +973,8 @@ def test_the_1b_config_downloads_prepares_trains_and_resumes(
   assert first.returncode == 0, first.stderr
   assert second.returncode == 0, second.stderr
   assert "resuming from step 1" in second.stderr
-  assert (tmp_path / "runs/diff_1b/checkpoints/2").is_dir()
-  # A single file has more tokens than the run needs.
-  config = (tmp_path / "runs/diff_1b/config.toml").read_text(encoding="utf-8")
+  run_dir = tmp_path / "runs/diff_1b"
+  assert (run_dir / "checkpoints/2").is_dir()
+  # One of the three files has enough tokens for the run.
+  config = (run_dir / "config.toml").read_text(encoding="utf-8")
   assert "files = 1\n" in config
