@@ -2,7 +2,7 @@
 
 import pytest
 
-from diffjax.data import tokenizer
+from diffjax.data import tokenizer, tokenizer_training
 
 
 @pytest.fixture
@@ -22,39 +22,41 @@ def get_config():
   return run
 
 
-def test_the_command_prepares_rows_with_a_tokenizer_that_it_trained(
+def test_the_command_trains_a_tokenizer(run, jsonl, tmp_path):
+  """The tokenizer is written in both formats."""
+  tokenizer_dir = tmp_path / "tokenizer"
+
+  result = run(
+    f"--config.data.source=jsonl:{jsonl}",
+    f"--train_tokenizer={tokenizer_dir}",
+    "--vocab_size=400",
+  )
+
+  assert result.returncode == 0, result.stderr
+  for name in ("tokenizer.tiktoken", "tokenizer.json"):
+    trained = tokenizer.load_tokenizer(f"{tokenizer_dir}/{name}")
+    assert trained.vocab_size == 400
+    # The documents of the file `jsonl` have this word many times.
+    assert len(trained.encode(" self")) == 1
+
+
+def test_the_command_prepares_rows_with_a_trained_tokenizer(
   run, jsonl, tmp_path, texts
 ):
-  """The second command reads the tokenizer.json that the first one wrote.
-
-  The file `jsonl` has the documents `texts`.
-  """
-  source_flag = f"--config.data.source=jsonl:{jsonl}"
-  tokenizer_dir = tmp_path / "tokenizer"
+  """The file `jsonl` has the documents `texts`."""
+  tokenizer_training.train_tokenizer(texts, 400, tmp_path / "tokenizer")
   rows_dir = tmp_path / "rows"
 
-  # The first command trains a tokenizer.
-  training = run(
-    source_flag, f"--train_tokenizer={tokenizer_dir}", "--vocab_size=400"
-  )
-  assert training.returncode == 0, training.stderr
-  trained = tokenizer.load_tokenizer(f"{tokenizer_dir}/tokenizer.tiktoken")
-  assert trained.vocab_size == 400
-  # A token has more than two bytes on average.
-  num_tokens = len(trained.encode(texts[4]))
-  num_bytes = len(texts[4].encode())
-  assert num_tokens < num_bytes / 2
-
-  # The second command prepares rows with the tokenizer.
-  preparing = run(
-    source_flag,
-    f"--config.data.tokenizer={tokenizer_dir}/tokenizer.json",
+  result = run(
+    f"--config.data.source=jsonl:{jsonl}",
+    f"--config.data.tokenizer={tmp_path}/tokenizer/tokenizer.json",
     f"--config.data.prepared_dir={rows_dir}",
     "--workers=1",
   )
-  assert preparing.returncode == 0, preparing.stderr
-  assert "documents" in preparing.stderr
-  assert "tokens/s" in preparing.stderr
+
+  assert result.returncode == 0, result.stderr
+  assert "documents" in result.stderr
+  assert "tokens/s" in result.stderr
   assert (rows_dir / "meta.json").exists()
 
 
