@@ -61,7 +61,7 @@ def write_two_files(
 
 
 @pytest.fixture
-def halves(jsonl: pathlib.Path, tmp_path: pathlib.Path) -> str:
+def two_files(jsonl: pathlib.Path, tmp_path: pathlib.Path) -> str:
   """Returns the source of the documents in two JSONL files."""
   lines = jsonl.read_text().splitlines(keepends=True)
   return write_two_files(tmp_path, "half", lines)

@@ -4,6 +4,7 @@ Every epoch has every row once.
 """
 
 import collections
+import contextlib
 import dataclasses
 import json
 import math
@@ -26,6 +27,7 @@ from absl import flags
 from diffjax.config import Config, DataConfig, TrainConfig, UserError
 from diffjax.data import (
   files,
+  fingerprint,
   pipeline,
   prepared,
   prepared_batches,
@@ -86,11 +88,16 @@ def numbered_texts(prefix, count) -> list[str]:
   return [f"{prefix}{index}" for index in range(count)]
 
 
+def prepare_and_count_rows(data: DataConfig) -> int:
+  """Prepares the rows of a source, and returns how many are for training."""
+  (target,) = prepared.prepare(data, workers=1)
+  return len(prepared.PreparedRows(target, "train"))
+
+
 @pytest.fixture
 def num_rows(make_config) -> int:
   """Returns the number of training rows, and prepares them."""
-  (target,) = prepared.prepare(make_config().data, workers=1)
-  return len(prepared.PreparedRows(target, "train"))
+  return prepare_and_count_rows(make_config().data)
 
 
 # Prepared batches.
@@ -141,25 +148,26 @@ def test_the_shares_of_all_processes_are_the_global_batches(
 
 
 def test_a_run_can_restart_at_every_step(make_config, texts, tmp_path):
-  """A state taken after a step gives the batches that followed the step."""
+  """A state taken before a step gives the batches of this and later steps."""
   source = write_jsonl(tmp_path / "few.jsonl", texts[:60])
   batch_size = 8
   config = make_config(source=source, batch_size=batch_size)
-  (target,) = prepared.prepare(config.data, workers=1)
-  num_rows = len(prepared.PreparedRows(target, "train"))
+  batches_per_epoch = prepare_and_count_rows(config.data) // batch_size
   # Two epochs, and the start of a third.
-  num_steps = 2 * (num_rows // batch_size) + 3
-  expected = take(pipeline.training_batches(config), num_steps + 2)
+  num_batches = 2 * batches_per_epoch + 5
+  expected = take(pipeline.training_batches(config), num_batches)
 
   batches = pipeline.training_batches(config)
-  for step in range(num_steps):
-    # The reader has read later batches by now. They do not count.
+  for step in range(num_batches - 1):
     state = stored_state(batches)
+    # The batches that the reader has read ahead do not count.
     assert state["batch"] == step
 
     restarted = pipeline.training_batches(config)
     restarted.set_state(state)
-    chex.assert_trees_all_equal(take(restarted, 2), expected[step : step + 2])
+    chex.assert_trees_all_equal(next(restarted), expected[step])
+    chex.assert_trees_all_equal(next(restarted), expected[step + 1])
+
     chex.assert_trees_all_equal(next(batches), expected[step])
 
 
@@ -268,22 +276,16 @@ def test_a_state_of_other_fields_is_refused(make_config, change, message):
 # Text that has changed since a checkpoint.
 
 
-class InterruptedRun(NamedTuple):
-  """A run whose text was changed after two batches.
+class EarlierRun(NamedTuple):
+  """A run that stopped after step 2, before the text was changed."""
 
-  Attributes:
-    state: the state after two batches.
-    next_batches: the batches that followed.
-    directory: the directory of its rows.
-  """
-
-  state: dict[str, Any]
-  next_batches: list[HostBatch]
-  directory: str
+  state_after_step_2: dict[str, Any]
+  batches_of_steps_3_and_4: list[HostBatch]
+  rows_dir: str
 
 
 @pytest.fixture
-def interrupted_run(make_config, jsonl) -> InterruptedRun:
+def run_before_text_change(make_config, jsonl) -> EarlierRun:
   """Reads two batches and stores the state, and then changes the text."""
   batches = pipeline.training_batches(make_config())
   take(batches, 2)
@@ -294,20 +296,17 @@ def interrupted_run(make_config, jsonl) -> InterruptedRun:
   jsonl.write_text(jsonl.read_text().replace("document", "Document", 1))
   # The new text has the same size, so only its time or content can tell.
   os.utime(jsonl, (1, 1))
-  return InterruptedRun(state, next_batches, target.directory)
+  return EarlierRun(state, next_batches, target.directory)
 
 
 def test_changed_text_is_distinguished_from_changed_fields(
-  make_config, interrupted_run, jsonl
+  make_config, run_before_text_change, jsonl
 ):
-  """The user must learn that the text is the reason.
-
-  `interrupted_run` has the state of a run whose text was changed afterwards.
-  """
+  """The user must learn that the text of the file `jsonl` is the reason."""
   batches = pipeline.training_batches(make_config())
 
   with pytest.raises(UserError) as caught:
-    batches.set_state(interrupted_run.state)
+    batches.set_state(run_before_text_change.state_after_step_2)
 
   message = str(caught.value)
   assert f"no field has changed, but the text of 'jsonl:{jsonl}' has" in message
@@ -315,52 +314,52 @@ def test_changed_text_is_distinguished_from_changed_fields(
   assert "\n" not in message
 
 
-def test_a_run_continues_with_its_old_rows_as_the_message_says(
-  make_config, interrupted_run
+def test_the_message_names_the_directory_of_the_old_rows(
+  make_config, run_before_text_change
 ):
-  """The rows of the text before the change are still in their directory.
+  """The rows of the text before the change are still in their directory."""
+  batches = pipeline.training_batches(make_config())
 
-  `interrupted_run` has the state of a run whose text was changed afterwards.
-  """
-  directory = interrupted_run.directory
   advice = (
-    f"--config.data.prepared_dir={directory}, or start over with another"
-    " --workdir"
+    f"--config.data.prepared_dir={run_before_text_change.rows_dir},"
+    " or start over with another --workdir"
   )
   with pytest.raises(UserError, match=re.escape(advice)):
-    pipeline.training_batches(make_config()).set_state(interrupted_run.state)
+    batches.set_state(run_before_text_change.state_after_step_2)
 
-  batches = pipeline.training_batches(make_config(prepared_dir=directory))
-  batches.set_state(interrupted_run.state)
 
-  chex.assert_trees_all_equal(take(batches, 2), interrupted_run.next_batches)
+def test_a_run_continues_with_its_old_rows(make_config, run_before_text_change):
+  """config.data.prepared_dir chooses the rows of the text before the change."""
+  config = make_config(prepared_dir=run_before_text_change.rows_dir)
+  batches = pipeline.training_batches(config)
+
+  batches.set_state(run_before_text_change.state_after_step_2)
+
+  expected = run_before_text_change.batches_of_steps_3_and_4
+  chex.assert_trees_all_equal(take(batches, 2), expected)
 
 
 def test_the_message_says_if_the_old_rows_are_gone(
-  make_config, interrupted_run
+  make_config, run_before_text_change
 ):
-  """Without the old rows, only the old text can continue the run.
-
-  `interrupted_run` has the state of a run whose text was changed afterwards.
-  """
-  shutil.rmtree(interrupted_run.directory)
+  """Without the old rows, only the old text can continue the run."""
+  rows_dir = run_before_text_change.rows_dir
+  shutil.rmtree(rows_dir)
   batches = pipeline.training_batches(make_config())
 
-  message = (
-    f"old rows are no longer in {interrupted_run.directory}:"
-    " put the old text back"
-  )
+  message = f"old rows are no longer in {rows_dir}: put the old text back"
   with pytest.raises(UserError, match=message):
-    batches.set_state(interrupted_run.state)
+    batches.set_state(run_before_text_change.state_after_step_2)
 
 
 def test_changed_text_is_refused_for_states_of_earlier_versions(
-  make_config, interrupted_run
+  make_config, run_before_text_change
 ):
-  """`interrupted_run` has the state of a run whose text was changed after."""
-  state = dict(interrupted_run.state)
-  # Earlier versions stored no description of the rows, so the message cannot
-  # tell changed text from changed fields.
+  """Earlier versions stored no description of the rows.
+
+  Then the message cannot tell changed text from changed fields.
+  """
+  state = dict(run_before_text_change.state_after_step_2)
   del state["rows"]
   batches = pipeline.training_batches(make_config())
 
@@ -371,41 +370,38 @@ def test_changed_text_is_refused_for_states_of_earlier_versions(
 def test_a_mixture_continues_with_the_links_of_the_message(
   make_config, jsonl, tmp_path
 ):
-  """After a change of text, the old rows of all sources can still be used.
+  """After a change of text, a run can still use the old rows of its sources.
 
-  They are in separate directories. The message has shell commands that link
-  them into a directory "DIR".
+  Each source has its own directory of rows. The message has shell commands that
+  link all of them into a new directory, "DIR".
   """
   second_source = write_jsonl(tmp_path / "b.jsonl", numbered_texts("b", 500))
   validation_source = write_jsonl(tmp_path / "v.jsonl", numbered_texts("v", 50))
-  fields = {
+  mixture = {
     "source": f"jsonl:{jsonl}=0.5,{second_source}=0.5",
     "validation_source": validation_source,
   }
-  batches = pipeline.training_batches(make_config(**fields))
-  state = batches.get_state()
-  expected = take(batches, 2)
-  # The text of one source changes, so the run is refused.
+  batches = pipeline.training_batches(make_config(**mixture))
+  state_at_start = batches.get_state()
+  first_batches = take(batches, 2)
   jsonl.write_text(jsonl.read_text().replace("document", "Document"))
-  os.utime(jsonl, (1, 1))
-  batches = pipeline.training_batches(make_config(**fields))
-  with pytest.raises(
-    UserError, match=f"the text of 'jsonl:{jsonl}' has, "
-  ) as caught:
-    batches.set_state(state)
+  batches_of_new_text = pipeline.training_batches(make_config(**mixture))
 
-  # The user runs the commands of the message, "ln -s … DIR && ln -s … DIR".
-  (tmp_path / "DIR").mkdir()
-  commands = re.search("in which (.*); or", str(caught.value))[1]
-  for command in commands.split(" && "):
-    subprocess.run(command.split(), cwd=tmp_path, check=True)
+  message = f"the text of 'jsonl:{jsonl}' has, "
+  with pytest.raises(UserError, match=message) as caught:
+    batches_of_new_text.set_state(state_at_start)
+  # The message ends with "in which ln -s … && ln -s …; or start over …".
+  commands = re.search("in which (ln -s .*); or", str(caught.value))[1]
+  link_dir = tmp_path / "DIR"
+  link_dir.mkdir()
+  subprocess.run(commands, shell=True, cwd=tmp_path, check=True)
 
-  config = make_config(**fields, prepared_dir=str(tmp_path / "DIR"))
+  config = make_config(**mixture, prepared_dir=str(link_dir))
   for target in prepared.targets(config.data):
     assert prepared.is_prepared(target)
   restarted = pipeline.training_batches(config)
-  restarted.set_state(state)
-  chex.assert_trees_all_equal(take(restarted, 2), expected)
+  restarted.set_state(state_at_start)
+  chex.assert_trees_all_equal(take(restarted, 2), first_batches)
 
 
 # Who prepares rows.
@@ -462,39 +458,46 @@ def test_opening_rows_writes_nothing(make_config, tmp_path):
   assert times_after == times
 
 
-@pytest.mark.parametrize("mode", ["prepared", "streamed"])
-def test_only_workers_mark_flags_as_parsed(make_config, mode):
-  """Grain's worker processes need absl's flags to be parsed.
-
-  Without workers, the program can still define and parse its own flags.
-  """
+@pytest.fixture
+def unparsed_flags():
+  """Returns absl's flags, which are not parsed during the test."""
   was_parsed = flags.FLAGS.is_parsed()
   flags.FLAGS.unparse_flags()
-  try:
-    batches = pipeline.training_batches(make_config(mode=mode, num_workers=0))
-    next(batches)
-    batches.close()
-    assert not flags.FLAGS.is_parsed()
+  yield flags.FLAGS
+  # Other tests need the state that the flags had before.
+  if was_parsed:
+    flags.FLAGS.mark_as_parsed()
 
-    batches = pipeline.training_batches(make_config(mode=mode, num_workers=1))
-    batches.close()
-    assert flags.FLAGS.is_parsed()
-  finally:
-    # Other tests need the state that the flags had before.
-    if was_parsed:
-      flags.FLAGS.mark_as_parsed()
+
+@pytest.mark.parametrize("mode", ["prepared", "streamed"])
+def test_without_workers_flags_stay_unparsed(make_config, unparsed_flags, mode):
+  """A program can still define and parse its own flags afterwards."""
+  batches = pipeline.training_batches(make_config(mode=mode, num_workers=0))
+  next(batches)
+  batches.close()
+
+  assert not unparsed_flags.is_parsed()
+
+
+@pytest.mark.parametrize("mode", ["prepared", "streamed"])
+def test_workers_mark_flags_as_parsed(make_config, unparsed_flags, mode):
+  """Grain starts no worker process before absl's flags are parsed."""
+  batches = pipeline.training_batches(make_config(mode=mode, num_workers=1))
+  batches.close()
+
+  assert unparsed_flags.is_parsed()
 
 
 # The identity of the data, which all processes must share.
 
 
-def write_copies(directory, time, split_of_change=None):
+def write_copies(directory, time, changed_split=None):
   """Writes two training files and two validation files of the same text.
 
   Args:
     directory: the directory of the copies.
     time: the time of modification of the files, in seconds.
-    split_of_change: "train" or "validation". The text of one file of this split
+    changed_split: "train" or "validation". The text of one file of this split
       is another one of the same size. By default, all texts are equal.
   """
   lines = []
@@ -506,7 +509,7 @@ def write_copies(directory, time, split_of_change=None):
     for index in range(2):
       path = directory / split / f"{index}.jsonl"
       path.write_text(text)
-      if split == split_of_change and index == 1:
+      if split == changed_split and index == 1:
         path.write_text(text.replace("document", "Document"))
       os.utime(path, (time, time))
 
@@ -549,41 +552,37 @@ def test_copies_of_the_data_have_the_same_identity(tmp_path, monkeypatch, mode):
 @pytest.mark.parametrize("mode", ["prepared", "streamed"])
 @pytest.mark.parametrize("split", ["train", "validation"])
 def test_other_text_has_another_identity(tmp_path, monkeypatch, mode, split):
-  """The processes of a run compare identities, and stop if these differ.
+  """Processes that read different text must stop.
 
-  An identity has several values for each split. The name of a value contains
-  the source of its split.
+  They compare a dict of values, for example the number of rows. Each name
+  contains the source of its split, so that the error can name the source.
   """
   write_copies(tmp_path / "a", time=1)
-  write_copies(tmp_path / "b", time=1, split_of_change=split)
+  write_copies(tmp_path / "b", time=1, changed_split=split)
 
   identity = read_data_identity(tmp_path / "a", monkeypatch, mode)
   other_identity = read_data_identity(tmp_path / "b", monkeypatch, mode)
 
   different_names = []
   for name, value in identity.items():
-    if other_identity.get(name) != value:
+    if other_identity[name] != value:
       different_names.append(name)
-  # Only values of the changed split differ.
-  assert different_names
+  assert len(different_names) > 0
   for name in different_names:
     assert f"jsonl:{split}/*.jsonl" in name
 
 
 @pytest.mark.parametrize(
-  ("split", "count_name"),
-  [
-    ("train", "the number of training rows of 'jsonl:train/*.jsonl'"),
-    (
-      "validation",
-      "the number of validation rows of 'jsonl:validation/*.jsonl'",
-    ),
-  ],
+  ("split", "kind_of_rows"),
+  [("train", "training rows"), ("validation", "validation rows")],
 )
 def test_the_identity_of_prepared_data_has_the_number_of_rows(
-  tmp_path, monkeypatch, split, count_name
+  tmp_path, monkeypatch, split, kind_of_rows
 ):
-  """A process that lacks a file would otherwise train on other rows."""
+  """Processes compare the number, which is lower if one of them lacks a file.
+
+  With other rows, each process would train on other batches.
+  """
   # Each split of the copies has the files 0.jsonl and 1.jsonl.
   write_copies(tmp_path / "complete", time=1)
   write_copies(tmp_path / "incomplete", time=1)
@@ -594,7 +593,8 @@ def test_the_identity_of_prepared_data_has_the_number_of_rows(
     tmp_path / "incomplete", monkeypatch, "prepared"
   )
 
-  assert incomplete[count_name] < complete[count_name]
+  name = f"the number of {kind_of_rows} of 'jsonl:{split}/*.jsonl'"
+  assert incomplete[name] < complete[name]
 
 
 @pytest.mark.parametrize("split", ["train", "validation"])
@@ -676,27 +676,28 @@ def test_a_mixture_can_restart(make_config, letter_mixture, mode):
 def test_equal_components_are_shuffled_differently():
   """Component i of a mixture is shuffled with `seed + i`.
 
-  With the same seed for both, each row would follow its own copy.
+  With the same seed, the two components would be in the same order.
   """
   rows = list(range(100))
-  # A mixture with one component shows the order of a seed.
-  order_of_seed_3 = list(
-    prepared_batches.mix([rows], weights=[1.0], seed=3, repeat=False)
+  # A mixture of one component shows the order of a seed.
+  rows_with_seed_3 = prepared_batches.mix(
+    [rows], weights=[1.0], seed=3, repeat=False
   )
-  order_of_seed_4 = list(
-    prepared_batches.mix([rows], weights=[1.0], seed=4, repeat=False)
+  rows_with_seed_4 = prepared_batches.mix(
+    [rows], weights=[1.0], seed=4, repeat=False
   )
 
   mixture = prepared_batches.mix(
     [rows, rows], weights=[0.5, 0.5], seed=3, repeat=False
   )
 
-  # With equal weights, every second row is of the same component.
-  assert list(mixture)[::2] == order_of_seed_3
-  assert list(mixture)[1::2] == order_of_seed_4
-  assert sorted(order_of_seed_3) == rows
-  assert sorted(order_of_seed_4) == rows
-  assert order_of_seed_3 != order_of_seed_4
+  # With equal weights, the components take turns.
+  rows_of_mixture = list(mixture)
+  rows_of_component_0 = rows_of_mixture[0::2]
+  rows_of_component_1 = rows_of_mixture[1::2]
+  assert rows_of_component_0 == list(rows_with_seed_3)
+  assert rows_of_component_1 == list(rows_with_seed_4)
+  assert rows_of_component_0 != rows_of_component_1
 
 
 def test_the_first_epoch_has_the_order_of_a_single_pass():
@@ -734,7 +735,8 @@ def test_a_state_of_other_mixture_weights_is_refused(
 # Streamed batches.
 
 
-# A restart with worker processes takes a second, so there are fewer of them.
+# The run has 40 steps, and two steps are compared after each restart. A restart
+# with workers takes a second, so there are fewer of them.
 @pytest.mark.parametrize(
   ("packing", "num_workers", "steps"),
   [
@@ -744,27 +746,26 @@ def test_a_state_of_other_mixture_weights_is_refused(
     pytest.param("documents", 2, (0, 38), marks=pytest.mark.full),
   ],
 )
-def test_a_stream_can_restart(make_config, halves, packing, num_workers, steps):
-  """A new iterator continues from the state that was stored before a step.
-
-  The restarts are at `steps`. The source has two files, one for each worker.
-  """
+def test_a_stream_can_restart(
+  make_config, two_files, packing, num_workers, steps
+):
+  """A new iterator continues from the state that was stored before a step."""
   config = make_config(
-    mode="streamed", packing=packing, num_workers=num_workers, source=halves
+    mode="streamed", packing=packing, num_workers=num_workers, source=two_files
   )
   batches = pipeline.training_batches(config)
-  states = []
-  expected = []
+  state_before_step = []
+  batch_of_step = []
   for _ in range(40):
-    states.append(stored_state(batches))
-    expected.append(next(batches))
+    state_before_step.append(stored_state(batches))
+    batch_of_step.append(next(batches))
+  batches.close()
 
   restarted = pipeline.training_batches(config)
   for step in steps:
-    restarted.set_state(states[step])
-    chex.assert_trees_all_equal(take(restarted, 2), expected[step : step + 2])
-
-  batches.close()
+    restarted.set_state(state_before_step[step])
+    chex.assert_trees_all_equal(next(restarted), batch_of_step[step])
+    chex.assert_trees_all_equal(next(restarted), batch_of_step[step + 1])
   restarted.close()
 
 
@@ -777,35 +778,33 @@ def test_a_stream_can_restart(make_config, halves, packing, num_workers, steps):
   ],
 )
 def test_reading_ahead_does_not_change_earlier_states(
-  make_config, halves, packing, num_workers
+  make_config, two_files, packing, num_workers
 ):
-  """A stored state stays the same while later batches are read.
-
-  The JSON of each state is written at once, and again at the end.
-  """
+  """A state stays the same while later batches are read."""
   config = make_config(
-    mode="streamed", packing=packing, num_workers=num_workers, source=halves
+    mode="streamed", packing=packing, num_workers=num_workers, source=two_files
   )
   mixture = streamed_batches.open_sources(config.data, "train")
   dataset = streamed_batches.stream_batches(
     mixture, config, BatchShare(), repeat=True
   )
+  # `pipeline.training_batches` would return copies of this reader's states.
   iterator = iter(prefetch(dataset, num_workers))
-  batches = Reader(iterator, halves, num_workers, timeout=300)
+  batches = Reader(iterator, two_files, num_workers, timeout=300)
 
   states = []
-  written_states = []
+  json_of_states = []
   for _ in range(30):
     state = batches.get_state()
     states.append(state)
-    written_states.append(json.dumps(state))
+    json_of_states.append(json.dumps(state))
     next(batches)
   batches.close()
 
-  for state, written_state in zip(states, written_states, strict=True):
-    assert json.dumps(state) == written_state
+  json_of_states_at_end = [json.dumps(state) for state in states]
+  assert json_of_states_at_end == json_of_states
   # Each of the 30 states is another position.
-  assert len(set(written_states)) == 30
+  assert len(set(json_of_states)) == 30
 
 
 @pytest.mark.parametrize(
@@ -816,14 +815,16 @@ def test_a_stream_passes_grains_test_of_checkpoints(
   make_config, tmp_path, packing
 ):
   """Grain checks that the output after each checkpoint is the same."""
-  # The documents have 0 to 59 bytes, so a row of 64 tokens has one or several.
-  texts = ["x" * num_bytes for num_bytes in range(60)]
-  for part in range(3):
-    write_jsonl(tmp_path / f"part{part}.jsonl", texts[part::3])
+  # Each file has documents of 0, 3, 6, … 57 bytes, so that a row of 64 tokens
+  # has one or several.
+  for letter in "abc":
+    documents = [letter * num_bytes for num_bytes in range(0, 60, 3)]
+    write_jsonl(tmp_path / f"{letter}.jsonl", documents)
   config = make_config(
     mode="streamed",
     packing=packing,
-    source=f"jsonl:{tmp_path}/part*.jsonl",
+    source=f"jsonl:{tmp_path}/[abc].jsonl",
+    length=64,
     batch_size=2,
   )
   dataset = pipeline.streamed_dataset(config, repeat=False)
@@ -857,12 +858,12 @@ def test_a_single_pass_has_every_document_once(make_config, texts):
 
 
 def test_processes_share_the_documents_of_a_single_pass(
-  make_config, halves, texts
+  make_config, two_files, texts
 ):
-  """Each of two processes reads one of the two files of `halves`."""
+  """Each of two processes reads one of the two files of `two_files`."""
   config = make_config(
     mode="streamed",
-    source=halves,
+    source=two_files,
     packing="concat",
     batch_size=2,
     validation_fraction=0.0,
@@ -878,44 +879,51 @@ def test_processes_share_the_documents_of_a_single_pass(
   assert documents == [text.encode() for text in texts]
 
 
+def characters_read(batches, characters) -> set[str]:
+  """Returns the characters whose bytes are tokens of the batches."""
+  tokens = np.concatenate([batch["tokens"] for batch in batches])
+  return {character for character in characters if ord(character) in tokens}
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_processes_stream_different_documents(make_config, tmp_path, seed):
   """Each of two processes reads half of the files."""
-  # File n has 50 documents that consist of the digit n.
-  for part in range(8):
-    write_jsonl(tmp_path / f"part{part}.jsonl", [str(part) * 40] * 50)
+  digits = "01234567"
+  documents_per_file = 50
+  for digit in digits:
+    # Two documents of 40 bytes do not fit in a row of 64 tokens, so each
+    # document has a row for itself.
+    documents = [digit * 40] * documents_per_file
+    write_jsonl(tmp_path / f"{digit}.jsonl", documents)
   config = make_config(
     mode="streamed",
-    source=f"jsonl:{tmp_path}/part*.jsonl",
+    source=f"jsonl:{tmp_path}/[0-7].jsonl",
     validation_fraction=0.0,
+    length=64,
+    batch_size=8,
     seed=seed,
   )
+  batches_of_process_0 = open_share(config, index=0, count=2)
+  batches_of_process_1 = open_share(config, index=1, count=2)
 
-  characters = []
-  for index in range(2):
-    batches = take(open_share(config, index=index, count=2), 45)
-    tokens = np.concatenate([batch["tokens"] for batch in batches])
-    # A process has 4 of the 8 rows of each batch. A document of 40 bytes fills
-    # more than half of a row, so it has a row for itself. The 4 files of a
-    # process have 4 · 50 = 200 documents, so 45 · 4 = 180 rows are of all of
-    # these files.
-    chex.assert_shape(tokens, (45 * 4, 64))
-    padding = 0
-    separator = 255
-    characters.append(set(tokens.flat) - {padding, separator})
+  rows_per_process = documents_per_file * len(digits) // 2
+  rows_per_batch = 8 // 2
+  num_batches = rows_per_process // rows_per_batch
+  epoch_of_process_0 = take(batches_of_process_0, num_batches)
+  epoch_of_process_1 = take(batches_of_process_1, num_batches)
 
-  # Each process reads 4 of the 8 files.
-  assert len(characters[0]) == 4
-  assert len(characters[1]) == 4
-  assert characters[0].isdisjoint(characters[1])
+  digits_of_process_0 = characters_read(epoch_of_process_0, digits)
+  digits_of_process_1 = characters_read(epoch_of_process_1, digits)
+  assert len(digits_of_process_0) == 4
+  assert len(digits_of_process_1) == 4
+  assert digits_of_process_0.isdisjoint(digits_of_process_1)
 
 
 @pytest.fixture
-def row_groups(tmp_path) -> str:
-  """Returns the source of a Parquet file with 727 row groups.
+def file_with_727_row_groups(tmp_path) -> str:
+  """Returns a source with as many row groups as a file of FineWeb-Edu.
 
-  A file of FineWeb-Edu has as many. Each row group has one document, its index
-  in four digits.
+  Each row group has one document, its index in four digits.
   """
   path = tmp_path / "one.parquet"
   texts = [f"{index:04}" for index in range(727)]
@@ -935,51 +943,58 @@ def read_with_threads(rows, num_threads):
   return iter(dataset)
 
 
-def document_of_row(row) -> str:
-  """Returns the document of a row that holds one, with two separators."""
-  return bytes(row.tokens[1:-1].astype(np.uint8)).decode()
+def next_documents(rows, count) -> list[str]:
+  """Returns the documents of rows, each of which is between two separators."""
+  documents = []
+  for row in take(rows, count):
+    document = row.tokens[1:-1]
+    documents.append(bytes(document.astype(np.uint8)).decode())
+  return documents
 
 
-def test_processes_and_workers_share_the_row_groups_of_one_file(row_groups):
+def test_processes_and_workers_share_the_row_groups_of_one_file(
+  file_with_727_row_groups,
+):
   """16 processes with 4 workers each read every row group once an epoch."""
-  # A row of 5 inputs and a last target is exactly one document, which has 4
-  # characters and two separators.
+  num_processes = 16
   config = DataConfig(
-    source=row_groups,
+    source=file_with_727_row_groups,
     validation_fraction=0.0,
     packing="concat",
+    # Row group n has one document, the number n in four digits. With two
+    # separators, it fills a row of 5 inputs and a last target.
     length=5,
     mode="streamed",
     num_workers=4,
   )
   mixture = streamed_batches.open_sources(config, "train")
 
-  epochs = [[], []]
-  for index in range(16):
-    rows = streamed_batches.stream_rows(
-      mixture, config, BatchShare(index=index, count=16), repeat=True
-    )
-    # Process i reads the row groups i, i + 16, i + 32, …
-    rows_per_epoch = len(range(index, 727, 16))
+  first_epoch = []
+  second_epoch = []
+  for process in range(num_processes):
+    share = BatchShare(index=process, count=num_processes)
+    rows = streamed_batches.stream_rows(mixture, config, share, repeat=True)
     # Threads stand in for worker processes, which take longer to start.
     iterator = read_with_threads(rows, num_threads=4)
-    for epoch in epochs:
-      for row in take(iterator, rows_per_epoch):
-        epoch.append(document_of_row(row))
+    row_groups_of_process = range(process, 727, num_processes)
+    first_epoch += next_documents(iterator, len(row_groups_of_process))
+    second_epoch += next_documents(iterator, len(row_groups_of_process))
     iterator.close()
 
-  expected = [f"{index:04}" for index in range(727)]
-  assert sorted(epochs[0]) == expected
-  assert sorted(epochs[1]) == expected
+  all_documents = [f"{number:04}" for number in range(727)]
+  assert sorted(first_epoch) == all_documents
+  assert sorted(second_epoch) == all_documents
   # Each epoch has its own order.
-  assert epochs[0] != epochs[1]
+  assert first_epoch != second_epoch
 
 
-def test_more_workers_than_parts_are_refused(row_groups):
+def test_more_workers_than_parts_are_refused(file_with_727_row_groups):
   """A worker without a row group would have nothing to read."""
   # 16 · 46 = 736 workers are too many for 727 row groups, but 16 · 45 = 720
   # are not.
-  data = DataConfig(source=row_groups, mode="streamed", num_workers=46)
+  data = DataConfig(
+    source=file_with_727_row_groups, mode="streamed", num_workers=46
+  )
   config = Config(data=data, train=TrainConfig(batch_size=16))
   share = BatchShare(index=0, count=16)
 
@@ -1015,7 +1030,7 @@ def write_numbered_files(directory, name, num_files) -> str:
   return f"jsonl:{directory}/*.jsonl"
 
 
-def documents_by_epoch(
+def count_documents_by_epoch(
   config, files_per_source, num_processes, num_epochs
 ) -> list[collections.Counter]:
   """Returns how often each document is read in each epoch, by all processes.
@@ -1046,8 +1061,7 @@ def documents_by_epoch(
     rows = streamed_batches.stream_rows(mixture, config, share, repeat=True)
     iterator = read_with_threads(rows, config.num_workers)
     rows_read = collections.Counter()
-    for row_index, row in enumerate(take(iterator, num_rows)):
-      document = document_of_row(row)
+    for row_index, document in enumerate(next_documents(iterator, num_rows)):
       source = document[0]
       reader = row_index % num_readers
       part_of_reader = rows_read[source, reader] // DOCUMENTS_PER_FILE
@@ -1106,49 +1120,50 @@ def test_every_document_is_read_once_an_epoch(
   """All workers of all processes together read each document once.
 
   files_per_source {"a": 5, "b": 3} is a mixture of a source of five files and
-  one of three. File 0 of source "a" has the documents "a0-0" and "a0-1".
+  one of three. Each file has two documents, such as "a0-0" and "a0-1".
   """
   config = make_numbered_config(tmp_path, files_per_source, num_workers)
 
-  epochs = documents_by_epoch(
+  first_epoch, second_epoch = count_documents_by_epoch(
     config, files_per_source, num_processes, num_epochs=2
   )
 
-  expected = collections.Counter()
-  for name, num_files in files_per_source.items():
-    for index in range(num_files):
-      expected.update(numbered_texts(f"{name}{index}-", DOCUMENTS_PER_FILE))
-  assert epochs == [expected, expected]
+  count_by_document = {}
+  for source, num_files in files_per_source.items():
+    for file in range(num_files):
+      count_by_document[f"{source}{file}-0"] = 1
+      count_by_document[f"{source}{file}-1"] = 1
+  assert first_epoch == count_by_document
+  assert second_epoch == count_by_document
 
 
 @pytest.mark.parametrize(
-  ("files_per_source", "num_processes", "num_workers", "max_workers"),
+  ("files_per_source", "num_processes", "max_workers"),
   [
-    pytest.param({"a": 1}, 1, 2, 1, id="one file"),
-    pytest.param({"a": 3}, 1, 4, 3, id="3 files"),
-    pytest.param({"a": 5}, 2, 4, 2, id="5 files, 2 processes"),
-    pytest.param({"a": 5, "b": 3}, 1, 4, 3, id="a mixture"),
-    pytest.param({"a": 5, "b": 3}, 2, 2, 1, id="a mixture, 2 processes"),
+    pytest.param({"a": 1}, 1, 1, id="one file"),
+    pytest.param({"a": 3}, 1, 3, id="3 files"),
+    pytest.param({"a": 5}, 2, 2, id="5 files for 2 processes"),
+    pytest.param({"a": 5, "b": 3}, 1, 3, id="5 and 3 files"),
+    pytest.param({"a": 5, "b": 3}, 2, 1, id="5 and 3 files for 2 processes"),
   ],
 )
 def test_too_many_workers_are_refused_with_a_number_that_works(
-  tmp_path, files_per_source, num_processes, num_workers, max_workers
+  tmp_path, files_per_source, num_processes, max_workers
 ):
   """Each worker of each process needs a file of every source.
 
   files_per_source {"a": 5, "b": 3} is a mixture of a source of five files and
-  one of three. Two processes share these three files, so a process can have
-  3 // 2 = 1 worker.
+  one of three.
   """
-  config = make_numbered_config(tmp_path, files_per_source, num_workers)
+  config = make_numbered_config(tmp_path, files_per_source, max_workers)
+  too_many_workers = dataclasses.replace(config, num_workers=max_workers + 1)
   mixture = streamed_batches.open_sources(config, "train")
   share = BatchShare(index=0, count=num_processes)
 
   with pytest.raises(UserError, match=f"num_workers to at most {max_workers},"):
-    streamed_batches.stream_rows(mixture, config, share, repeat=True)
+    streamed_batches.stream_rows(mixture, too_many_workers, share, repeat=True)
 
   # The number of the message is accepted.
-  config = dataclasses.replace(config, num_workers=max_workers)
   streamed_batches.stream_rows(mixture, config, share, repeat=True)
 
 
@@ -1173,37 +1188,37 @@ def test_a_stream_without_documents_is_an_error(make_config):
 
 
 @pytest.mark.parametrize(
-  ("fields", "num_shares", "message"),
+  ("change", "message"),
   [
-    pytest.param(
-      {"num_workers": 2},
-      1,
-      "config.data.num_workers was 0 and is 2",
-      id="workers",
-    ),
-    pytest.param(
-      {},
-      2,
-      "number of shares that the processes read was 1 and is 2",
-      id="shares",
-    ),
-    pytest.param({"seed": 1}, 1, "field of config.data has changed", id="seed"),
+    ({"num_workers": 2}, "config.data.num_workers was 0 and is 2"),
+    ({"seed": 1}, "field of config.data has changed"),
   ],
 )
-def test_a_stream_does_not_continue_with_other_readers_or_fields(
-  make_config, halves, fields, num_shares, message
+def test_a_stream_does_not_continue_with_other_fields(
+  make_config, two_files, change, message
 ):
-  """The position in a stream depends on who reads which file.
-
-  `halves` is a source of two files, which two workers or processes can share.
-  """
-  config = make_config(mode="streamed", source=halves)
+  """The position in a stream depends on who reads which file."""
+  config = make_config(mode="streamed", source=two_files, num_workers=0, seed=0)
   state = pipeline.training_batches(config).get_state()
-  other_config = make_config(mode="streamed", source=halves, **fields)
-  batches = open_share(other_config, index=0, count=num_shares)
+  data = dataclasses.replace(config.data, **change)
+  changed_config = dataclasses.replace(config, data=data)
+  batches = pipeline.training_batches(changed_config)
 
   with pytest.raises(UserError, match=message):
     batches.set_state(state)
+
+
+def test_a_stream_does_not_continue_with_another_number_of_processes(
+  make_config, two_files
+):
+  """One process reads both files, but each of two processes reads one."""
+  config = make_config(mode="streamed", source=two_files)
+  state_of_one_process = open_share(config, index=0, count=1).get_state()
+  batches_of_two_processes = open_share(config, index=0, count=2)
+
+  message = "number of shares that the processes read was 1 and is 2"
+  with pytest.raises(UserError, match=message):
+    batches_of_two_processes.set_state(state_of_one_process)
 
 
 def test_a_stream_does_not_continue_with_another_version_of_grain(make_config):
@@ -1274,26 +1289,30 @@ def test_a_stream_does_not_continue_with_a_longer_file(
     batches.set_state(stream_state)
 
 
-@pytest.mark.parametrize("is_at_the_end", [False, True])
+@pytest.mark.parametrize(
+  ("old_word", "new_word"), [("first", "First"), ("last", "Last")]
+)
 def test_a_stream_does_not_continue_with_changed_text(
-  stream_config, stream_state, tmp_path, is_at_the_end
+  make_config, texts, tmp_path, old_word, new_word
 ):
-  """The file has the same size and the same time, so only the text differs."""
+  """A change at the start or the end of a file is noticed.
+
+  The file keeps its size and its time, so only its text tells.
+  """
   path = tmp_path / "a.jsonl"
-  old_status = path.stat()
-  text = path.read_bytes()
-  if is_at_the_end:
-    # Replace the last letter of the text, which is before `"}` and a newline.
-    changed_text = text[:-4] + b"!" + text[-3:]
-  else:
-    changed_text = text.replace(b"document", b"Document", 1)
-  path.write_bytes(changed_text)
-  os.utime(path, ns=(old_status.st_atime_ns, old_status.st_mtime_ns))
-  batches = pipeline.training_batches(stream_config)
+  source = write_jsonl(path, ["first", *texts, "last"])
+  os.utime(path, (1, 1))
+  config = make_config(mode="streamed", source=source)
+  state = pipeline.training_batches(config).get_state()
+
+  text = path.read_text()
+  path.write_text(text.replace(old_word, new_word))
+  os.utime(path, (1, 1))
+  batches = pipeline.training_batches(config)
 
   message = "the text of the files of 'jsonl:.*' changed since.*--workdir"
   with pytest.raises(UserError, match=message) as caught:
-    batches.set_state(stream_state)
+    batches.set_state(state)
   assert "\n" not in str(caught.value)
 
 
@@ -1352,8 +1371,8 @@ def test_another_time_within_the_same_second_is_a_warning(
 
 def without_nanoseconds(state) -> dict[str, Any]:
   """Returns the state as earlier versions stored it."""
-  for fingerprint in state["files"].values():
-    del fingerprint["nanoseconds"]
+  for digests in state["files"].values():
+    del digests["nanoseconds"]
   return state
 
 
@@ -1399,18 +1418,15 @@ def test_states_without_files_continue_with_a_warning(
 def test_a_fingerprint_reads_at_most_32_files(tmp_path, monkeypatch):
   """A sample of the files, with the first and the last, is enough and fast."""
   for index in range(200):
-    (tmp_path / f"{index:03}.txt").write_text(f"{index}" * 5000)
+    (tmp_path / f"{index:03}.txt").write_text("text")
   source = sources.documents(f"text:{tmp_path}/*.txt", "train", DataConfig())
-  # Record the names of all files that are opened.
-  path_class = type(files.epath.Path(tmp_path))
-  open_file = path_class.open
-  opened_names = set()
+  opened_names = []
 
-  def recording_open(path, *args, **kwargs):
-    opened_names.add(path.name)
-    return open_file(path, *args, **kwargs)
+  def open_and_record(path):
+    opened_names.append(pathlib.Path(path).name)
+    return files.open_file(path)
 
-  monkeypatch.setattr(path_class, "open", recording_open)
+  monkeypatch.setattr(fingerprint, "open_file", open_and_record)
 
   source.fingerprint()
 
@@ -1425,69 +1441,90 @@ def test_a_fingerprint_reads_at_most_32_files(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
   "num_workers", [0, pytest.param(2, marks=pytest.mark.full)]
 )
-def test_damaged_prepared_rows_are_named(make_config, halves, num_workers):
+def test_damaged_prepared_rows_are_named(make_config, two_files, num_workers):
   """The error is one line with the file and the row, also from a worker."""
-  config = make_config(num_workers=num_workers, source=halves)
+  config = make_config(num_workers=num_workers, source=two_files)
   (target,) = prepared.prepare(config.data, workers=1)
-  # One file of rows loses all but its first 16 KiB.
-  path = next(pathlib.Path(target.directory).glob("train*.array_record"))
-  first_bytes = path.read_bytes()[: 16 * 1024]
-  path.write_bytes(first_bytes)
+  path = min(pathlib.Path(target.directory).glob("train*.array_record"))
+  content = path.read_bytes()
+  first_half = content[: len(content) // 2]
+  path.write_bytes(first_half)
   batches = pipeline.training_batches(config)
 
   # 500 batches are more than an epoch, so a damaged row is among them.
-  with pytest.raises(
-    UserError, match=rf"{path}: row \d+ cannot be read"
-  ) as caught:
+  message = rf"{path}: row \d+ cannot be read"
+  with (
+    contextlib.closing(batches),
+    pytest.raises(UserError, match=message) as caught,
+  ):
     take(batches, 500)
-  # The class is not one that Grain makes for the errors of workers.
+
+  # Grain may not replace the error of a worker by one of another class.
   assert type(caught.value) is UserError
   assert "\n" not in str(caught.value)
-  batches.close()
 
 
 @pytest.mark.parametrize(
   "num_workers", [0, pytest.param(2, marks=pytest.mark.full)]
 )
 def test_a_damaged_line_of_a_stream_is_named(
-  make_config, halves, tmp_path, num_workers
+  make_config, tmp_path, num_workers
 ):
   """The error is one line with the file and the line, also from a worker."""
-  # The fixture `halves` wrote 150 lines into each of two files.
-  path = tmp_path / "half1.jsonl"
-  with path.open("a") as file:
-    file.write('{"text": 5}\n')
-  config = make_config(mode="streamed", num_workers=num_workers, source=halves)
+  good_line = '{"text": "fine"}\n'
+  (tmp_path / "a.jsonl").write_text(good_line * 50)
+  bad_path = tmp_path / "b.jsonl"
+  bad_path.write_text(good_line * 50 + '{"text": 5}\n')
+  config = make_config(
+    mode="streamed",
+    num_workers=num_workers,
+    source=f"jsonl:{tmp_path}/[ab].jsonl",
+    validation_fraction=0.0,
+  )
   batches = pipeline.training_batches(config)
 
   # 500 batches are more than an epoch, so the damaged line is among them.
-  with pytest.raises(UserError, match=f"{path}:151: .*text_field") as caught:
+  with (
+    contextlib.closing(batches),
+    pytest.raises(UserError, match=f"{bad_path}:51: .*text_field") as caught,
+  ):
     take(batches, 500)
-  # The class is not one that Grain makes for the errors of workers.
+
+  # Grain may not replace the error of a worker by one of another class.
   assert type(caught.value) is UserError
   assert "\n" not in str(caught.value)
-  batches.close()
 
 
 # Validation batches.
 
 
 @pytest.mark.parametrize("mode", ["prepared", "streamed"])
-@pytest.mark.parametrize("eval_rows", [-1, 5, 16])
-def test_validation_reads_the_first_rows_and_pads_the_last_batch(
-  make_config, mode, eval_rows
-):
+@pytest.mark.parametrize("eval_rows", [5, 16])
+def test_validation_reads_the_first_rows(make_config, mode, eval_rows):
   """config.eval.rows is the number of rows, and -1 stands for all rows."""
-  # With one row in a batch, no batch needs padding.
   all_batches = pipeline.validation_batches(
-    make_config(mode=mode), batch_size=1
+    make_config(mode=mode, eval_rows=-1), batch_size=1
   )
   all_rows = row_contents(all_batches)
-  num_rows = len(all_rows)
-  assert num_rows > 16
-  if eval_rows != -1:
-    num_rows = eval_rows
-  config = make_config(mode=mode, eval_rows=eval_rows)
+
+  first_batches = pipeline.validation_batches(
+    make_config(mode=mode, eval_rows=eval_rows), batch_size=1
+  )
+  first_rows = row_contents(first_batches)
+
+  assert len(all_rows) > eval_rows
+  assert first_batches.rows == eval_rows
+  assert first_rows == all_rows[:eval_rows]
+
+
+@pytest.mark.parametrize("mode", ["prepared", "streamed"])
+@pytest.mark.parametrize("eval_rows", [-1, 5, 16])
+def test_the_last_validation_batch_is_padded(make_config, mode, eval_rows):
+  """All batches have the same shape, so that a model is compiled once."""
+  config = make_config(mode=mode, eval_rows=eval_rows, length=64)
+  # With one row in a batch, no batch needs padding.
+  rows = row_contents(pipeline.validation_batches(config, batch_size=1))
+  num_rows = len(rows)
 
   validation_batches = pipeline.validation_batches(config, batch_size=4)
   batches = list(validation_batches)
@@ -1495,13 +1532,13 @@ def test_validation_reads_the_first_rows_and_pads_the_last_batch(
   assert validation_batches.rows == num_rows
   assert len(validation_batches) == math.ceil(num_rows / 4)
   assert len(batches) == len(validation_batches)
-  assert row_contents(batches)[:num_rows] == all_rows[:num_rows]
   for batch in batches:
     chex.assert_shape(batch["tokens"], (4, 64))
-  # The rest of the last batch is padding.
+  assert row_contents(batches)[:num_rows] == rows
   for name in ("segment_ids", "weights"):
     values = np.concatenate([batch[name] for batch in batches])
-    assert not values[num_rows:].any()
+    padding = values[num_rows:]
+    assert not padding.any()
 
 
 @pytest.mark.parametrize("mode", ["prepared", "streamed"])
@@ -1552,22 +1589,20 @@ def test_validation_and_training_share_no_rows(make_config, num_rows):
   assert training_rows.isdisjoint(validation_rows)
 
 
-def test_few_validation_rows_are_of_many_documents(make_config, tmp_path):
-  """The rows on disk are in the order of documents, so they are shuffled."""
-  # Each document repeats one letter. Its 1000 tokens fill 15 rows of 65 tokens
-  # (64 inputs and a last target).
+def test_a_few_validation_rows_come_from_many_documents(make_config, tmp_path):
+  """Rows are shuffled, because they are on disk in the order of documents."""
   letters = "ABCDEFGHIJKLMNOPQRST"
+  # Each document repeats its letter in 1000 / 65 > 15 rows of 65 tokens (64
+  # inputs and a last target).
   texts = [letter * 1000 for letter in letters]
   source = write_jsonl(tmp_path / "v.jsonl", texts)
-  config = make_config(validation_source=source, eval_rows=16)
+  config = make_config(validation_source=source, eval_rows=16, length=64)
 
   batches = pipeline.validation_batches(config, batch_size=8)
 
-  tokens = np.concatenate([batch["tokens"] for batch in batches])
-  letters_of_rows = set(tokens.flat) & set(letters.encode())
-  # 16 random rows have about 11 of the 20 letters. The first 16 rows on disk
-  # would be of few documents.
-  assert len(letters_of_rows) > 8
+  # The first 16 rows on disk have 2 letters. 16 random rows have about 11.
+  documents = characters_read(batches, letters)
+  assert len(documents) > 8
 
 
 @pytest.mark.parametrize("mode", ["prepared", "streamed"])

@@ -3,6 +3,7 @@
 Afterwards the process can end.
 """
 
+import contextlib
 import dataclasses
 import os
 import pathlib
@@ -207,27 +208,33 @@ def test_a_slow_start_is_not_a_hang(make_reader):
   assert next(batches) == 0
 
 
-def test_an_interrupted_wait_loses_no_element(make_reader):
-  """After Ctrl-C in a notebook, reading continues with the same element."""
-  # Element 1 is not read before the event is set.
-  may_continue = threading.Event()
-  batches = make_reader(may_continue.wait, at=1, timeout=60.0)
-  assert next(batches) == 0
+@contextlib.contextmanager
+def keyboard_interrupt_after(seconds) -> Iterator[None]:
+  """Raises KeyboardInterrupt in the block after a time, as Ctrl-C does."""
 
   def raise_keyboard_interrupt(*_):
     raise KeyboardInterrupt
 
-  # An alarm in 0.1 s interrupts the wait for element 1, as Ctrl-C would.
   previous = signal.signal(signal.SIGALRM, raise_keyboard_interrupt)
-  try:
-    signal.setitimer(signal.ITIMER_REAL, 0.1)
-    with pytest.raises(KeyboardInterrupt):
-      next(batches)
-  finally:
-    signal.signal(signal.SIGALRM, previous)
+  signal.setitimer(signal.ITIMER_REAL, seconds)
+  yield
+  signal.setitimer(signal.ITIMER_REAL, 0)
+  signal.signal(signal.SIGALRM, previous)
 
-  assert batches.get_state()["next_index"] == 1
+
+def test_an_interrupted_wait_loses_no_element(make_reader):
+  """After Ctrl-C in a notebook, reading continues with the same element."""
+  # The reader calls the function before it returns element 1.
+  may_continue = threading.Event()
+  batches = make_reader(may_continue.wait, at=1, timeout=60.0)
+  assert next(batches) == 0
+
+  with keyboard_interrupt_after(0.1), pytest.raises(KeyboardInterrupt):
+    next(batches)
+  state_after_interrupt = batches.get_state()
   may_continue.set()
+
+  assert state_after_interrupt["next_index"] == 1
   assert next(batches) == 1
   assert next(batches) == 2
 
@@ -402,18 +409,18 @@ def check_ends_with_a_timeout_error(program, source, tmp_path):
 
 
 @pytest.mark.full
-def test_the_process_ends_after_a_hang_of_its_own(halves, tmp_path):
+def test_the_process_ends_after_a_hang_of_its_own(two_files, tmp_path):
   """The thread that hangs must not keep the process alive."""
   check_ends_with_a_timeout_error(
-    PROGRAM_WHOSE_FIFTH_READ_HANGS, halves, tmp_path
+    PROGRAM_WHOSE_FIFTH_READ_HANGS, two_files, tmp_path
   )
 
 
 @pytest.mark.full
-def test_the_process_ends_after_its_workers_were_stopped(halves, tmp_path):
+def test_the_process_ends_after_its_workers_were_stopped(two_files, tmp_path):
   """The process must not wait for its stopped workers at its end."""
   check_ends_with_a_timeout_error(
-    PROGRAM_THAT_STOPS_ITS_WORKERS, halves, tmp_path
+    PROGRAM_THAT_STOPS_ITS_WORKERS, two_files, tmp_path
   )
 
 
