@@ -1459,7 +1459,7 @@ def test_damaged_prepared_rows_are_named(make_config, two_files, num_workers):
   ):
     take(batches, 500)
 
-  # Grain may not replace the error of a worker by one of another class.
+  # Grain must not replace the error of a worker by one of another class.
   assert type(caught.value) is UserError
   assert "\n" not in str(caught.value)
 
@@ -1490,7 +1490,7 @@ def test_a_damaged_line_of_a_stream_is_named(
   ):
     take(batches, 500)
 
-  # Grain may not replace the error of a worker by one of another class.
+  # Grain must not replace the error of a worker by one of another class.
   assert type(caught.value) is UserError
   assert "\n" not in str(caught.value)
 

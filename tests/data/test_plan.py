@@ -455,7 +455,6 @@ def test_the_estimate_is_near_the_size_of_the_rows(
   estimated = estimate.estimate(find_missing_shards(config), config)
 
   assert estimated.num_files == 8
-  # Each split is estimated from its fraction of the sample.
   assert estimated.tokens == pytest.approx(num_tokens, rel=0.05)
   # Most bytes of these small files are padding, of which the sample has more.
   prepared.prepare(config, workers=1)

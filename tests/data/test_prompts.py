@@ -81,7 +81,7 @@ def test_the_weights_of_a_known_row():
   assert batch["segment_ids"].tolist() == [segment_ids]
 
 
-def test_without_prompts_all_tokens_but_separators_before_texts_are_learned():
+def test_without_prompts_all_tokens_of_a_text_are_learned():
   """Plain text has no prompts, so their lengths are zero."""
   # Two segments, "s a a a a s" and "s a a s": separators s and tokens a.
   row = Row(

@@ -217,9 +217,11 @@ def keyboard_interrupt_after(seconds) -> Iterator[None]:
 
   previous = signal.signal(signal.SIGALRM, raise_keyboard_interrupt)
   signal.setitimer(signal.ITIMER_REAL, seconds)
-  yield
-  signal.setitimer(signal.ITIMER_REAL, 0)
-  signal.signal(signal.SIGALRM, previous)
+  try:
+    yield
+  finally:
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, previous)
 
 
 def test_an_interrupted_wait_loses_no_element(make_reader):
