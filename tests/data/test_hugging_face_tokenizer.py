@@ -83,7 +83,8 @@ def test_the_names_of_bytes_are_text(tmp_path, kind):
 def test_a_batch_with_names_of_control_tokens_is_encoded_like_its_texts(
   published,
 ):
-  texts = ["hello", "<s>hello</s>", "[CLS] hello", "<unk> x", "<0x41> fox"]
+  texts = ["hello", "the </s> fox", "<pad>", "<s>hello</s>", "[SEP]"]
+  texts += ["[CLS] hello", "<unk> x", "<0x41> fox", "<0xE2><0x96><0x81>"]
 
   batch_ids = published.encode_batch(texts)
 
@@ -280,8 +281,8 @@ def test_a_control_token_is_an_empty_continuation(published):
 def test_a_continuation_can_be_half_a_character(tmp_path):
   """An incomplete character is decoded to the replacement character U+FFFD."""
   loaded = load_tokenizer(tokenizer_files.save(tmp_path, "llama_2"))
-  # The vocabulary has no token for "€" (E2 82 AC), but one for each byte. Their
-  # ids follow those of four control tokens.
+  # The vocabulary has no token for "€" (E2 82 AC), but one for each byte.
+  # The ids of bytes follow the four control tokens.
   euro = [4 + 0xE2, 4 + 0x82, 4 + 0xAC]
   first_byte = [4 + 0xE2]
   prompt = loaded.encode_prompt("hello €")

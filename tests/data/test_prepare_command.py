@@ -23,7 +23,6 @@ def get_config():
 
 
 def test_the_command_trains_a_tokenizer(run, jsonl, tmp_path):
-  """The tokenizer is written in both formats."""
   tokenizer_dir = tmp_path / "tokenizer"
 
   result = run(
