@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+import itertools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import chex
@@ -14,11 +15,11 @@ import pytest
 from diffjax.config import UserError
 from diffjax.data.row import Row, make_batch
 from diffjax.evals import outliers
+from diffjax.evals.measurement import Measurement
 from diffjax.evals.methods.validation_rows import validation_rows
 from diffjax.evals.outliers import (
   HIDDEN,
   LOGITS,
-  RANKS,
   Outliers,
   edges,
   largest,
@@ -26,7 +27,7 @@ from diffjax.evals.outliers import (
 )
 from diffjax.evals.report.intervals import interval
 from diffjax.inference.trained import Trained
-from tests.harness.tolerances import FLOAT32
+from tests.harness.tolerances import FLOAT32, FLOAT32_LAYER
 
 
 def all_magnitudes(
@@ -74,102 +75,126 @@ def all_magnitudes(
   return magnitudes
 
 
-@pytest.mark.parametrize(
-  "variant, num_layers",
-  [
-    pytest.param("softmax", 1, id="softmax"),
-    pytest.param("diff", 2, id="diff"),
-    pytest.param("diff_v2", 1, id="diff_v2"),
-  ],
+@pytest.fixture(
+  scope="module",
+  params=[("softmax", 1), ("diff", 2), ("diff_v2", 1)],
+  ids=["softmax", "diff", "diff_v2"],
 )
-def test_top_values_are_exact_and_medians_close(
-  make_trained, variant, num_layers
-):
-  """The suite keeps only the largest values of a row, and a histogram of all.
+def five_rows(
+  request: pytest.FixtureRequest, make_trained: Callable[..., Trained]
+) -> tuple[dict[tuple[str, str], Measurement], dict[str, list[np.ndarray]]]:
+  """The measurements of five rows, and all magnitudes as NumPy computes them.
 
-  Attention is computed for 128 queries at a time, so a row has two blocks. The
-  last batch of two rows is not full.
+  The measurements are by name and value, such as "top-3". The magnitudes are by
+  name and row. Attention is computed for 128 queries at a time, so a row has
+  two blocks. The last batch of two rows is not full. The median is of all
+  queries.
   """
+  variant, num_layers = request.param
   trained = make_trained(variant, num_layers=num_layers)
   rows = validation_rows("outliers", trained, count=5, length=160, batch_size=1)
-  magnitudes = all_magnitudes(trained, rows)
-  # 750 tokens take five rows of 160. The median is of all queries.
+  # 750 tokens take five rows of 160.
   suite = Outliers(tokens=750, length=160, batch_size=2, median_every=1)
-
-  measurements = list(suite.evaluate(trained))
-
-  # Of logits and of hidden states: the top-1, -2, -3, -10, -100 and the median.
-  assert len(measurements) == 2 * (5 + 1)
-  for measurement in measurements:
-    num_rows = len(measurement.units)
-    assert num_rows == 5
-    values = np.concatenate(magnitudes[measurement.name])
-    value = interval(measurement).value
-    if measurement.at["value"] == "median":
-      # A histogram has only approximate medians.
-      assert value == pytest.approx(np.median(values), rel=0.005)
-    else:
-      # "top-3" is the third largest value.
-      rank = int(measurement.at["value"].removeprefix("top-"))
-      assert value == pytest.approx(np.sort(values)[-rank], rel=1e-5)
+  measurements = {}
+  for measurement in suite.evaluate(trained):
+    measurements[measurement.name, measurement.at["value"]] = measurement
+  return measurements, all_magnitudes(trained, rows)
 
 
-def test_top_values_of_resampled_rows_are_exact(make_trained):
-  """A bootstrap computes each value again from rows that it draws.
+@pytest.mark.parametrize("name", [LOGITS, HIDDEN])
+def test_top_values_are_exact(five_rows, name):
+  """The value "top-3" is the third largest magnitude of all rows."""
+  measurements, magnitudes = five_rows
+  values = np.concatenate(magnitudes[name])
+  descending = np.flip(np.sort(values))
+
+  for rank in (1, 2, 3, 10, 100):
+    top = measurements[name, f"top-{rank}"]
+    expected = descending[rank - 1]
+    assert interval(top).value == pytest.approx(
+      expected, rel=FLOAT32_LAYER["rtol"]
+    )
+
+
+@pytest.mark.parametrize("name", [LOGITS, HIDDEN])
+def test_medians_are_nearly_those_of_all_values(five_rows, name):
+  """The suite keeps a histogram of all values, not the values themselves."""
+  measurements, magnitudes = five_rows
+  median_of_histogram = interval(measurements[name, "median"]).value
+
+  expected = np.median(np.concatenate(magnitudes[name]))
+  # A bin is up to 1/16 wide, relative to its values. They are evenly spread.
+  assert median_of_histogram == pytest.approx(expected, rel=0.005)
+
+
+def test_logits_and_hidden_states_have_five_ranks_and_a_median(five_rows):
+  measurements, _ = five_rows
+
+  values = ("top-1", "top-2", "top-3", "top-10", "top-100", "median")
+  expected = itertools.product(("attention logits", "hidden states"), values)
+  assert list(measurements) == list(expected)
+
+
+@pytest.mark.parametrize("name", [LOGITS, HIDDEN])
+def test_top_values_of_resampled_rows_are_exact(five_rows, name):
+  """A bootstrap computes values again from rows that it draws.
 
   It may draw a row twice. Here it draws the rows 0, 0 and 3.
   """
-  trained = make_trained("softmax", num_layers=1)
-  rows = validation_rows("outliers", trained, count=5, length=160, batch_size=1)
-  magnitudes = all_magnitudes(trained, rows)
-  # 750 tokens take five rows of 160.
-  suite = Outliers(tokens=750, length=160, batch_size=2, median_every=1)
+  measurements, magnitudes = five_rows
+  row_0, _, _, row_3, _ = magnitudes[name]
+  values = np.concatenate([row_0, row_0, row_3])
+  descending = np.flip(np.sort(values))
 
-  measurements = list(suite.evaluate(trained))
-
-  for measurement in measurements:
-    if measurement.at["value"] == "median":
-      continue
-    resampled = measurement.statistic(measurement.units[[0, 0, 3]])
-    by_row = magnitudes[measurement.name]
-    values = np.concatenate([by_row[0], by_row[0], by_row[3]])
-    # "top-3" is the third largest value.
-    rank = int(measurement.at["value"].removeprefix("top-"))
-    assert resampled == pytest.approx(np.sort(values)[-rank], rel=1e-5)
+  for rank in (1, 2, 3, 10, 100):
+    top = measurements[name, f"top-{rank}"]
+    resampled = top.statistic(top.units[[0, 0, 3]])
+    expected = descending[rank - 1]
+    assert resampled == pytest.approx(expected, rel=FLOAT32_LAYER["rtol"])
 
 
-def test_padding_does_not_count(make_trained):
-  """A row of 11 tokens has the same values if padding follows them."""
-  # Two layers of two heads with two maps each, and an embedding of size 16.
-  trained = make_trained("diff")
+def summarize_row(
+  trained: Trained, num_tokens: int, length: int
+) -> dict[str, outliers.Summary]:
+  """Returns the largest values and histograms of a row, padded to a length."""
   row = Row(
-    tokens=np.arange(11),
-    segment_lengths=np.array([11]),
+    tokens=np.arange(num_tokens),
+    segment_lengths=np.array([num_tokens]),
     prompt_lengths=np.array([0]),
   )
-  # A summary has the largest values, and a histogram of every n-th query: here
-  # of all.
-  summarize = jax.jit(
-    functools.partial(outliers.row_summaries, trained.model, every=1)
+  # The histograms are of all queries or tokens.
+  row_summaries = functools.partial(
+    outliers.row_summaries, trained.model, every=1
+  )
+  return jax.jit(row_summaries)(trained.params, make_batch([row], length))
+
+
+@pytest.mark.parametrize("name", [LOGITS, HIDDEN])
+def test_padding_does_not_count(make_trained, name):
+  trained = make_trained("diff")
+
+  alone = summarize_row(trained, num_tokens=11, length=11)[name]
+  padded = summarize_row(trained, num_tokens=11, length=64)[name]
+
+  chex.assert_trees_all_close(padded.top, alone.top, **FLOAT32)
+  assert padded.counts.sum() == alone.counts.sum()
+
+
+def test_all_visible_logits_and_all_hidden_states_count(make_trained):
+  """A query sees its own key and the keys before it."""
+  num_layers, num_heads, num_maps, embed_dim = 2, 2, 2, 16
+  num_tokens = 11
+  trained = make_trained(
+    "diff", num_layers=num_layers, num_heads=num_heads, embed_dim=embed_dim
   )
 
-  # Rows of 11 and of 64 tokens.
-  alone = summarize(trained.params, make_batch([row], 11))
-  padded = summarize(trained.params, make_batch([row], 64))
+  summaries = summarize_row(trained, num_tokens, length=64)
 
-  for name in (LOGITS, HIDDEN):
-    chex.assert_trees_all_close(padded[name].top, alone[name].top, **FLOAT32)
-    num_values = float(alone[name].counts.sum())
-    assert float(padded[name].counts.sum()) == num_values
-  num_layers = 2
-  num_heads = 2
-  num_maps = 2
-  # The first query sees one key, and the eleventh one sees 11.
-  num_pairs = sum(range(1, 11 + 1))
-  num_logits = num_layers * num_heads * num_maps * num_pairs
-  assert float(padded[LOGITS].counts.sum()) == num_logits
-  num_hidden_values = num_layers * 11 * 16
-  assert float(padded[HIDDEN].counts.sum()) == num_hidden_values
+  num_visible_pairs = num_tokens * (num_tokens + 1) // 2
+  num_logits = num_layers * num_heads * num_maps * num_visible_pairs
+  assert summaries[LOGITS].counts.sum() == num_logits
+  num_hidden_values = num_layers * num_tokens * embed_dim
+  assert summaries[HIDDEN].counts.sum() == num_hidden_values
 
 
 @pytest.fixture(scope="module")
@@ -207,22 +232,25 @@ def test_a_sample_of_queries_gives_nearly_the_same_median(
   assert sampled != medians_of_all
 
 
-def test_the_largest_values_are_found_in_any_group():
-  """`top_values` returns the 100 largest values of each row.
+def test_top_values_are_the_100_largest_of_each_row():
+  """The values of a row are in groups.
 
-  It sorts only the 100 groups with the largest maxima, of 500 here.
+  Only the 100 groups with the largest maxima are sorted, because the others
+  cannot have one of the 100 largest values.
   """
-  # [rows, groups, values]
-  values = np.random.default_rng(0).random((3, 500, 7)).astype(np.float32)
-  # All large values of the first row are in one group.
+  num_rows, num_groups, group_size = 3, 500, 7
+  rng = np.random.default_rng(0)
+  values = rng.random((num_rows, num_groups, group_size)).astype(np.float32)
+  # One group of the first row has the seven largest values.
   values[0, 3] += 10
-  # The second row has many equal values.
+  # Every second group of the second row has seven equal values.
   values[1, ::2] = 0.5
 
-  top = jax.jit(outliers.top_values)(values)
+  top = np.asarray(jax.jit(outliers.top_values)(values))
 
-  descending = np.sort(values.reshape(3, -1), axis=1)[:, ::-1]
-  chex.assert_trees_all_equal(np.asarray(top), descending[:, :100])
+  ascending = np.sort(values.reshape(num_rows, -1), axis=1)
+  descending = np.flip(ascending, axis=1)
+  chex.assert_trees_all_equal(top, descending[:, :100])
 
 
 def test_missing_values_are_filled_up():
@@ -238,10 +266,6 @@ def test_missing_values_are_filled_up():
   missing = np.full((3, num_missing), -1, np.float32)
   chex.assert_trees_all_equal(top[:, :num_values], descending)
   chex.assert_trees_all_equal(top[:, num_values:], missing)
-
-
-def test_the_ranks_are_those_of_the_documentation():
-  assert RANKS == (1, 2, 3, 10, 100)
 
 
 @pytest.mark.parametrize("rank, expected", [(1, 9), (2, 8), (3, 7)])
