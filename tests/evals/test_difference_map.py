@@ -8,70 +8,44 @@ import numpy as np
 import pytest
 
 from diffjax.evals import difference_map
-from diffjax.evals.difference_map import MEASURES, DifferenceMap
+from diffjax.evals.difference_map import DifferenceMap
 from diffjax.evals.report.intervals import interval
 from diffjax.inference.trained import Trained
-from tests.harness.tolerances import FLOAT32
+from tests.harness.tolerances import FLOAT32, FLOAT32_MODEL
 
 
 @pytest.mark.parametrize(
-  "weights, expected",
+  "weights, negative_share, small_share, effective_keys, hoyer_sparsity",
   [
+    pytest.param([0.25, 0.25, 0.25, 0.25], 0, 0, 1, 0, id="uniform"),
+    pytest.param([0, 0, 1, 0], 0, 3 / 4, 1 / 4, 1, id="one key"),
+    # n = 4 keys, Σ|w| = 16 and √Σw² = 10. The formulas of the last two measures
+    # are (Σ|w|)² / (n Σw²) and (√n − Σ|w| / √Σw²) / (√n − 1).
     pytest.param(
-      [0.25, 0.25, 0.25, 0.25],
-      {
-        "negative share": 0,
-        "small share": 0,
-        "effective keys": 1,
-        "Hoyer sparsity": 0,
-      },
-      id="uniform",
-    ),
-    pytest.param(
-      [0, 0, 1, 0],
-      {
-        "negative share": 0,
-        "small share": 3 / 4,
-        "effective keys": 1 / 4,
-        "Hoyer sparsity": 1,
-      },
-      id="one key",
-    ),
-    # Two keys with Σ|w| = 4 and Σw² = 10.
-    pytest.param(
-      [3, -1],
-      {
-        "negative share": 1 / 4,
-        "small share": 0,
-        "effective keys": 4**2 / 10 / 2,
-        "Hoyer sparsity": (2**0.5 - 4 / 10**0.5) / (2**0.5 - 1),
-      },
+      [7, -1, 1, 7],
+      1 / 16,
+      0,
+      16**2 / (4 * 10**2),
+      (2 - 16 / 10) / (2 - 1),
       id="difference",
     ),
-    pytest.param(
-      [0, 0],
-      {
-        "negative share": 0,
-        "small share": 0,
-        "effective keys": 1,
-        "Hoyer sparsity": 0,
-      },
-      id="zeros",
-    ),
+    # If all weights of a query are 0, they count as uniform.
+    pytest.param([0, 0], 0, 0, 1, 0, id="zeros"),
   ],
 )
-def test_measures_of_one_query_by_hand(weights, expected):
-  num_keys = len(weights)
-  weights = jnp.asarray(weights, jnp.float32).reshape(1, 1, 1, num_keys)
-  mask = jnp.ones((1, 1, num_keys), bool)
+def test_measures_of_one_query_by_hand(
+  weights, negative_share, small_share, effective_keys, hoyer_sparsity
+):
+  # One row with one head and one query, which sees all keys.
+  row_weights = jnp.array([[[weights]]], jnp.float32)
+  mask = jnp.ones((1, 1, len(weights)), bool)
 
-  sums = np.asarray(difference_map.row_sums(weights, mask))[0]
+  (sums,) = np.asarray(difference_map.row_sums(row_weights, mask))
 
-  # A row of sums over queries: the four measures, and the number of queries.
-  *measures, num_queries = sums
-  actual = dict(zip(MEASURES, measures, strict=True))
-  assert actual == pytest.approx(expected, abs=1e-6)
-  assert num_queries == 1
+  # The last sum is the number of queries.
+  *measures, _ = sums
+  expected = [negative_share, small_share, effective_keys, hoyer_sparsity]
+  assert measures == pytest.approx(expected, abs=FLOAT32["atol"])
 
 
 def measures_of_query(weights: np.ndarray) -> list[float]:
@@ -87,31 +61,57 @@ def measures_of_query(weights: np.ndarray) -> list[float]:
   ]
 
 
-def test_only_visible_keys_of_queries_with_two_or_more_count():
-  """The first query sees one key, and the queries of padding see none."""
-  rng = np.random.default_rng(0)
-  # [rows, heads, queries, keys]
-  weights = rng.normal(size=(2, 3, 9, 9))
+def row_sums_in_float64(weights: np.ndarray, mask: np.ndarray) -> np.ndarray:
+  """Returns the four sums of measures and the number of queries of each row.
+
+  Queries that see fewer than two keys do not count. The axes are as in
+  `difference_map.row_sums`.
+  """
+  sums = np.zeros((len(weights), 5))
+  for row, head, query in np.ndindex(weights.shape[:3]):
+    is_visible = mask[row, query]
+    if is_visible.sum() >= 2:
+      visible_weights = weights[row, head, query][is_visible]
+      sums[row, :4] += measures_of_query(visible_weights)
+      sums[row, 4] += 1
+  return sums
+
+
+def mask_with_padding() -> np.ndarray:
+  """Returns whether a query sees a key, for rows of nine positions.
+
+  The second row has five tokens and padding.
+  """
   causal = np.tri(9, dtype=bool)
   mask = np.stack([causal, causal])
-  # The second row has five tokens and padding.
   mask[1, 5:] = False
+  return mask
+
+
+def test_sums_equal_those_of_the_visible_keys_of_each_query():
+  # [rows, heads, queries, keys]
+  weights = np.random.default_rng(0).normal(size=(2, 3, 9, 9))
+  mask = mask_with_padding()
 
   sums = difference_map.row_sums(
     jnp.asarray(weights, jnp.float32), jnp.asarray(mask)
   )
 
-  # Four sums of measures and the number of queries, for each row.
-  expected = np.zeros((2, 5))
-  for row, head, query in np.ndindex(2, 3, 9):
-    visible_weights = weights[row, head, query, mask[row, query]]
-    if len(visible_weights) >= 2:
-      # The 1 counts the query.
-      expected[row] += [*measures_of_query(visible_weights), 1]
+  expected = row_sums_in_float64(weights, mask)
   chex.assert_trees_all_close(sums, expected, **FLOAT32)
-  # All 9 and 5 queries count, except the first one of a row.
+
+
+def test_queries_that_see_fewer_than_two_keys_do_not_count():
+  """The first query of a row sees one key, and queries of padding see none."""
   num_heads = 3
-  num_queries = expected[:, -1].tolist()
+  weights = jnp.ones((2, num_heads, 9, 9))  # [rows, heads, queries, keys]
+  # The rows have nine and five tokens. Padding fills up the second one.
+  mask = jnp.asarray(mask_with_padding())
+
+  sums = difference_map.row_sums(weights, mask)
+
+  # The last sum of a row is the number of queries of all heads.
+  num_queries = sums[:, -1].tolist()
   assert num_queries == [num_heads * (9 - 1), num_heads * (5 - 1)]
 
 
@@ -130,26 +130,34 @@ def with_uniform_maps(trained: Trained) -> Trained:
 def test_uniform_maps_are_not_sparse(make_trained, variant):
   """All keys have the same weight, so none is negative or small."""
   trained = with_uniform_maps(make_trained(variant))
-  suite = DifferenceMap(rows=6, batch_size=4)
 
-  measurements = list(suite.evaluate(trained))
+  measurements = list(DifferenceMap(rows=6, batch_size=4).evaluate(trained))
 
-  # Each measure has a value for layer 0, for layer 1 and for all layers.
-  num_measures = 4
-  layers = [measurement.at["layer"] for measurement in measurements]
-  assert layers == [0, 1, "all"] * num_measures
   expected = {
     "negative share": 0,
     "small share": 0,
-    # As a fraction of the visible keys: all of them count.
+    # A fraction of the visible keys. 1 stands for all of them.
     "effective keys": 1,
     "Hoyer sparsity": 0,
   }
   for measurement in measurements:
+    value = interval(measurement).value
+    assert value == pytest.approx(
+      expected[measurement.name], abs=FLOAT32_MODEL["atol"]
+    )
+
+
+def test_each_measure_is_of_each_layer_and_of_all_layers(make_trained):
+  trained = make_trained("softmax", num_layers=2)
+
+  measurements = list(DifferenceMap(rows=6, batch_size=4).evaluate(trained))
+
+  num_measures = 4
+  layers = [measurement.at["layer"] for measurement in measurements]
+  assert layers == [0, 1, "all"] * num_measures
+  for measurement in measurements:
     num_rows = len(measurement.units)
     assert num_rows == 6
-    value = interval(measurement).value
-    assert value == pytest.approx(expected[measurement.name], abs=1e-4)
 
 
 def negative_shares(trained: Trained) -> list[float]:
