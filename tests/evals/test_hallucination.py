@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import pathlib
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,8 +22,6 @@ from diffjax.evals.hallucination import Hallucination
 from diffjax.evals.measurement import Measurement
 from diffjax.evals.report import intervals
 from diffjax.inference.trained import Trained
-from diffjax.model.decoder import Decoder
-from tests.harness.parameters import parameters
 
 BYTES = load_tokenizer("bytes")
 TRAINED = Trained(
@@ -195,24 +194,16 @@ def model_dir(data_dir: pathlib.Path) -> pathlib.Path:
   return directory
 
 
-def make_verdicts(
-  data_dir: pathlib.Path, hallucinations: Sequence[str] = ()
+def judge_outputs(
+  data_dir: pathlib.Path, **settings: Any
 ) -> list[dict[str, Any]]:
-  """Returns a verdict on each judge prompt.
-
-  Args:
-    data_dir: The directory of the sets.
-    hallucinations: The ids of the outputs with the verdict "Yes.". All other
-      outputs have the verdict " no".
-  """
+  """Evaluates once, and returns the verdict " no" on each output."""
+  evaluate(data_dir, **settings)
   verdicts = []
   for prompt in read_records(model_dir(data_dir) / "judge_prompts.jsonl"):
-    verdict = {
-      "id": prompt["id"],
-      "sha256": prompt["sha256"],
-      "verdict": "Yes." if prompt["id"] in hallucinations else " no",
-    }
-    verdicts.append(verdict)
+    verdicts.append(
+      {"id": prompt["id"], "sha256": prompt["sha256"], "verdict": " no"}
+    )
   return verdicts
 
 
@@ -224,32 +215,34 @@ def write_verdicts(
 
 
 @pytest.mark.usefixtures("sampler")
-def test_fractions_have_intervals_of_proportions_and_rouge_does_not(data_dir):
-  """Three outputs of three are right, which leaves wide intervals.
-
-  ROUGE-L is a mean over outputs, and has a bootstrap interval. There is none
-  here, because all outputs have the same ROUGE-L.
-  """
-  # The first evaluation writes the outputs, on which a judge gives verdicts.
-  evaluate(data_dir, sets=("hotpotqa",))
-  write_verdicts(data_dir, make_verdicts(data_dir))
+def test_three_equal_outcomes_leave_wide_intervals_of_fractions(data_dir):
+  """All of three answers are right, free of hallucination, and not empty."""
+  verdicts = judge_outputs(data_dir, sets=("hotpotqa",))
+  write_verdicts(data_dir, verdicts)
 
   measurements = measure(data_dir, sets=("hotpotqa",))
 
-  interval_of = {}
-  for (name, _), measurement in measurements.items():
-    interval_of[name] = intervals.interval(measurement)
-  assert interval_of.keys() == {
-    "free of hallucination",
-    "ROUGE-L",
-    "exact match",
-    "empty outputs",
-  }
-  # Both are 3 of 3, and 0 of 3 outputs are empty.
-  free_of_hallucination = interval_of["free of hallucination"]
-  assert free_of_hallucination.low == interval_of["exact match"].low < 0.5
-  assert interval_of["empty outputs"].high > 0.5
-  assert np.isnan(interval_of["ROUGE-L"].high)
+  exact_match = intervals.interval(measurements["exact match", "hotpotqa"])
+  assert exact_match.value == 1
+  assert exact_match.low < 0.5
+  free_of_hallucination = intervals.interval(
+    measurements["free of hallucination", "hotpotqa"]
+  )
+  assert free_of_hallucination == exact_match
+  empty = intervals.interval(measurements["empty outputs", "hotpotqa"])
+  assert empty.value == 0
+  assert empty.high > 0.5
+
+
+@pytest.mark.usefixtures("sampler")
+def test_rouge_of_equal_values_has_no_interval(data_dir):
+  """All three scores are 0, so each draw of a bootstrap has the same mean."""
+  measurements = measure(data_dir, sets=("hotpotqa",))
+
+  rouge = intervals.interval(measurements["ROUGE-L", "hotpotqa"])
+  assert rouge.value == 0
+  assert np.isnan(rouge.low)
+  assert np.isnan(rouge.high)
 
 
 # The fixture `sampler` makes the model write the reference of each question.
@@ -281,16 +274,16 @@ def test_prompts_contain_source_and_question(data_dir, sampler):
   assert answer_prompt == "Ann is 30.\n\nQuestion: How old is Ann?\nAnswer:"
 
 
-# The fixture `sampler` makes the model write the reference of each question.
 @pytest.mark.usefixtures("sampler")
 def test_outputs_are_written_to_a_file(data_dir):
+  """The fixture `sampler` makes the model write the reference of each source.
+
+  These are five summaries of xsum.jsonl and three answers of hotpotqa.jsonl.
+  """
   evaluate(data_dir)
 
-  # The name ends with a hash, so that similar names have other directories.
-  directory = model_dir(data_dir)
-  assert directory.name.startswith("runs-diff-at-step-5-")
   outputs = {}
-  for record in read_records(directory / "generations.jsonl"):
+  for record in read_records(model_dir(data_dir) / "generations.jsonl"):
     outputs[record["id"]] = record["output"]
   assert outputs == {
     "xsum/1": "River rises by 1 metres",
@@ -305,18 +298,43 @@ def test_outputs_are_written_to_a_file(data_dir):
 
 
 @pytest.mark.usefixtures("sampler")
-def test_each_output_has_a_judge_prompt_with_its_hash(data_dir, capsys):
-  """A judge answers whether the output says more than its source."""
+def test_the_directory_of_a_model_has_its_name_and_a_hash(data_dir):
+  """The hash distinguishes, for example, "diff/1" from "diff 1"."""
+  model = dataclasses.replace(TRAINED, name="runs/diff at step 5")
+
+  evaluate(data_dir, model)
+
+  directory_name = model_dir(data_dir).name
+  assert re.fullmatch("runs-diff-at-step-5-[0-9a-f]+", directory_name)
+
+
+@pytest.mark.usefixtures("sampler")
+def test_each_output_has_a_judge_prompt(data_dir):
+  """A judge reads an output at the end of a prompt, and gives a verdict."""
   evaluate(data_dir)
 
   outputs = read_records(model_dir(data_dir) / "generations.jsonl")
   prompts = read_records(model_dir(data_dir) / "judge_prompts.jsonl")
   for output, prompt in zip(outputs, prompts, strict=True):
     assert prompt["id"] == output["id"]
-    text = prompt["prompt"]
-    assert text.strip().endswith(output["output"])
-    # The hash tells later whether a verdict is on this prompt.
-    assert prompt["sha256"] == hashlib.sha256(text.encode()).hexdigest()
+    prompt_text = prompt["prompt"].strip()
+    assert prompt_text.endswith(output["output"])
+
+
+@pytest.mark.usefixtures("sampler")
+def test_each_judge_prompt_has_its_hash(data_dir):
+  """The hash tells later whether a verdict is on this prompt."""
+  evaluate(data_dir)
+
+  for prompt in read_records(model_dir(data_dir) / "judge_prompts.jsonl"):
+    prompt_bytes = prompt["prompt"].encode()
+    assert prompt["sha256"] == hashlib.sha256(prompt_bytes).hexdigest()
+
+
+@pytest.mark.usefixtures("sampler")
+def test_a_message_asks_for_a_judge(data_dir, capsys):
+  evaluate(data_dir)
+
   assert "send these prompts to a judge" in capsys.readouterr().err
 
 
@@ -335,18 +353,16 @@ def test_judge_prompts_contain_source_and_question(data_dir):
   assert "Answer:" in answer_prompt
 
 
+# The fixture `sampler` makes the model write the reference of each source.
 @pytest.mark.usefixtures("sampler")
 def test_verdicts_are_counted(data_dir):
-  """Of five summaries and three answers, one summary is a hallucination."""
-  # The first evaluation writes the outputs, on which a judge gives verdicts.
-  evaluate(data_dir)
-  verdicts = make_verdicts(data_dir, hallucinations=["xsum/3"])
-  write_verdicts(data_dir, verdicts)
+  """A judge finds a hallucination in one of the five summaries of "xsum"."""
+  first, *remaining = judge_outputs(data_dir, sets=("xsum",))
+  write_verdicts(data_dir, [{**first, "verdict": "Yes."}, *remaining])
 
-  values = evaluate(data_dir)
+  values = evaluate(data_dir, sets=("xsum",))
 
   assert values["free of hallucination", "xsum"] == pytest.approx(4 / 5)
-  assert values["free of hallucination", "hotpotqa"] == 3 / 3
 
 
 @pytest.mark.usefixtures("sampler")
@@ -355,8 +371,7 @@ def test_existing_outputs_are_used_again(data_dir, monkeypatch):
 
   The fixture `sampler` makes the model write the reference of each question.
   """
-  evaluate(data_dir)
-  write_verdicts(data_dir, make_verdicts(data_dir))
+  write_verdicts(data_dir, judge_outputs(data_dir))
   # From here on, the model would write something else.
   other_sampler = use_sampler(monkeypatch, write_other_text)
 
@@ -367,13 +382,12 @@ def test_existing_outputs_are_used_again(data_dir, monkeypatch):
 
 
 @pytest.mark.usefixtures("sampler")
-def test_verdicts_on_another_models_outputs_raise(data_dir, monkeypatch):
+def test_verdicts_on_outputs_of_other_parameters_raise(data_dir, monkeypatch):
   """A model of the same name, but with other parameters, writes new outputs.
 
-  Verdicts on the old outputs say nothing about the new ones.
+  A judge prompt contains the output, so the verdicts are on older prompts.
   """
-  evaluate(data_dir)
-  write_verdicts(data_dir, make_verdicts(data_dir))
+  write_verdicts(data_dir, judge_outputs(data_dir))
   new_sampler = use_sampler(monkeypatch, write_nothing)
   new_params = {"embedding": jnp.ones((2, 2))}
   new_model = dataclasses.replace(TRAINED, params=new_params)
@@ -381,15 +395,15 @@ def test_verdicts_on_another_models_outputs_raise(data_dir, monkeypatch):
   message = "a verdict on an older prompt of 'xsum/1'"
   with pytest.raises(UserError, match=message):
     evaluate(data_dir, new_model)
-  num_outputs = len(NEWS) + len(FACTS)
-  assert len(new_sampler.prompts) == num_outputs
+
+  num_new_outputs = len(new_sampler.prompts)
+  assert num_new_outputs == len(NEWS) + len(FACTS)
 
 
 @pytest.mark.usefixtures("sampler")
 def test_each_model_has_its_own_directory(data_dir, monkeypatch):
   """The verdicts on one model do not count for another one."""
-  evaluate(data_dir)
-  write_verdicts(data_dir, make_verdicts(data_dir))
+  write_verdicts(data_dir, judge_outputs(data_dir))
   other = dataclasses.replace(TRAINED, name="runs/other at step 5")
   use_sampler(monkeypatch, write_nothing)
 
@@ -436,7 +450,7 @@ def test_a_new_limit_generates_only_outputs_that_it_affects(
     ),
     pytest.param(
       {"verdict": "maybe"},
-      "verdicts.jsonl:2: the verdict must be yes .a hallucination. or no; got"
+      "verdicts.jsonl:2: the verdict must be yes (a hallucination) or no; got"
       " 'maybe'",
       id="neither yes nor no",
     ),
@@ -444,23 +458,19 @@ def test_a_new_limit_generates_only_outputs_that_it_affects(
 )
 @pytest.mark.usefixtures("sampler")
 def test_an_invalid_verdict_is_reported_in_one_line(data_dir, changes, message):
-  """The second of 8 verdicts, on the output "xsum/2", is changed."""
-  # The first evaluation writes the outputs, on which a judge gives verdicts.
-  evaluate(data_dir)
-  verdicts = make_verdicts(data_dir)
-  verdicts[1].update(changes)
-  write_verdicts(data_dir, verdicts)
+  """The second of 8 verdicts is changed. It is on the output "xsum/2"."""
+  first, second, *remaining = judge_outputs(data_dir)
+  assert second["id"] == "xsum/2"
+  write_verdicts(data_dir, [first, {**second, **changes}, *remaining])
 
-  with pytest.raises(UserError, match=message) as error:
+  with pytest.raises(UserError, match=re.escape(message)) as error:
     evaluate(data_dir)
   assert "\n" not in str(error.value)
 
 
 @pytest.mark.usefixtures("sampler")
 def test_a_record_without_a_verdict_raises(data_dir):
-  # The first evaluation writes the outputs, on which a judge gives verdicts.
-  evaluate(data_dir)
-  verdicts = make_verdicts(data_dir)
+  verdicts = judge_outputs(data_dir)
   del verdicts[1]["verdict"]
   write_verdicts(data_dir, verdicts)
 
@@ -471,9 +481,7 @@ def test_a_record_without_a_verdict_raises(data_dir):
 
 @pytest.mark.usefixtures("sampler")
 def test_a_second_verdict_on_an_output_raises(data_dir):
-  # The first evaluation writes 8 outputs, on which a judge gives verdicts.
-  evaluate(data_dir)
-  verdicts = make_verdicts(data_dir)
+  verdicts = judge_outputs(data_dir)
   write_verdicts(data_dir, [*verdicts, verdicts[0]])
 
   # The ninth line of the file has the second verdict.
@@ -485,8 +493,7 @@ def test_a_second_verdict_on_an_output_raises(data_dir):
 @pytest.mark.usefixtures("sampler")
 def test_an_output_without_a_verdict_raises(data_dir):
   """The judge has forgotten the third of 8 outputs."""
-  evaluate(data_dir)
-  verdicts = make_verdicts(data_dir)
+  verdicts = judge_outputs(data_dir)
   del verdicts[2]
   write_verdicts(data_dir, verdicts)
 
@@ -513,33 +520,49 @@ def test_samples_are_drawn(data_dir, sampler):
   assert len(sampler.prompts) == 2
 
 
-def test_the_end_of_a_long_source_is_cut(data_dir, sampler, caplog):
-  """The judge gets the same part of the source as the model.
+@pytest.fixture
+def long_document(data_dir: pathlib.Path) -> str:
+  """The only document of "xsum". It is longer than the model's 400 tokens."""
+  document = "y" * 1000
+  record = {"document": document, "summary": "?"}
+  write_records(data_dir / "xsum.jsonl", [record])
+  return document
 
-  The model reads and writes at most 400 tokens, here bytes: the prompt with a
-  separator before it, and a summary.
-  """
-  document = "rose by 1 " + "x" * 90 + "y" * 1000
-  write_records(
-    data_dir / "xsum.jsonl", [{"document": document, "summary": "?"}]
-  )
 
-  evaluate(data_dir, sets=("xsum",))
-
-  (prompt,) = sampler.prompts
-  assert prompt.endswith("y\n\nSummary:")
-  # A summary has at most 128 tokens by default.
+def test_the_end_of_a_long_source_is_cut(data_dir, sampler, long_document):
+  """The prompt and the summary fill up the model's 400 tokens, here bytes."""
+  start, end = "Document: ", "\n\nSummary:"
   num_separators = 1
   num_summary_tokens = 128
-  assert num_separators + len(prompt) + num_summary_tokens == 400
+  num_prompt_tokens = 400 - num_separators - num_summary_tokens
+  num_source_tokens = num_prompt_tokens - len(start) - len(end)
+
+  evaluate(data_dir, sets=("xsum",), summary_tokens=num_summary_tokens)
+
+  cut_document = long_document[:num_source_tokens]
+  assert sampler.prompts == [f"{start}{cut_document}{end}"]
+
+
+@pytest.mark.usefixtures("long_document")
+def test_a_judge_reads_the_same_part_of_a_long_source_as_the_model(
+  data_dir, sampler
+):
+  """A document of 1,000 letters "y" is cut at its end."""
+  evaluate(data_dir, sets=("xsum",))
+
+  (model_prompt,) = sampler.prompts
+  part = model_prompt.removeprefix("Document: ").removesuffix("\n\nSummary:")
   (record,) = read_records(model_dir(data_dir) / "judge_prompts.jsonl")
-  # The prompt has 400 − 1 − 128 = 271 characters: 120 of other text and 151 "y".
-  # The judge's instructions have some more.
-  assert 50 <= record["prompt"].count("y") < 300
-  assert (
-    "1 of 1 sources do not fit into 400 tokens and lost their end"
-    in caplog.text
-  )
+  assert part in record["prompt"]
+  assert part + "y" not in record["prompt"]
+
+
+@pytest.mark.usefixtures("long_document", "sampler")
+def test_a_warning_says_how_many_sources_are_cut(data_dir, caplog):
+  evaluate(data_dir, sets=("xsum",))
+
+  message = "1 of 1 sources do not fit into 400 tokens and lost their end"
+  assert message in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -640,20 +663,9 @@ def test_the_suite_needs_rouge_score(monkeypatch):
     list(Hallucination().evaluate(TRAINED))
 
 
-def test_a_real_model_and_sampler(data_dir):
-  """Nothing is replaced. Random parameters give two wrong answers."""
-  config = ModelConfig(
-    num_layers=1,
-    embed_dim=16,
-    num_heads=1,
-    num_kv_heads=1,
-    head_dim=8,
-    ffn_dim=16,
-    max_length=256,
-  )
-  model = Decoder(config)
-  params = parameters(model, jnp.zeros((1, 1), jnp.int32))
-  trained = Trained("real", Config(model=config), model, params, BYTES)
+def test_random_parameters_give_wrong_answers(make_trained, data_dir):
+  """The model and the sampler are real. All other tests replace them."""
+  trained = make_trained("softmax", num_layers=1, max_length=256)
 
   values = evaluate(
     data_dir,
