@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import pathlib
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -198,47 +199,56 @@ def value(measurement: Measurement) -> float:
   return intervals.interval(measurement).value
 
 
+PAPER_TASKS = tuple(QUESTIONS)
+
+
 @pytest.mark.full
-def test_the_papers_tasks_are_found_among_all_tasks(monkeypatch, data_dir):
-  """Other tests read the files of a few tasks only. They are the same files."""
+def test_the_papers_tasks_are_measured_with_all_tasks_of_lm_eval(
+  monkeypatch, data_dir
+):
+  """In the other tests, lm-eval knows only a few tasks, to save time."""
   monkeypatch.setattr(harness_tasks, "task_manager", all_tasks)
   monkeypatch.setattr(adapter, "score", score_twos)
 
   measurements = evaluate(data_dir=str(data_dir))
 
-  assert {task for _, task in measurements} == {*QUESTIONS, None}
-  for task in QUESTIONS:
-    path = used_tasks().task_index[task].yaml_path
-    assert all_tasks().task_index[task].yaml_path == path
+  measured_tasks = {task for name, task in measurements if name == "acc"}
+  assert measured_tasks == set(PAPER_TASKS)
 
 
-def test_the_papers_tasks_have_the_known_accuracies(monkeypatch, data_dir):
-  """The model prefers the choice with the most 2s (see `QUESTIONS`)."""
+@pytest.mark.full
+@pytest.mark.parametrize("task", PAPER_TASKS)
+def test_other_tests_use_the_same_task_files_as_lm_eval(task):
+  """In the other tests, lm-eval knows only a few tasks, to save time."""
+  file_among_all_tasks = all_tasks().task_index[task].yaml_path
+  file_in_other_tests = used_tasks().task_index[task].yaml_path
+
+  assert file_in_other_tests == file_among_all_tasks
+
+
+def test_an_accuracy_is_the_share_of_right_choices(monkeypatch, data_dir):
+  """The model always chooses the text with the most 2s."""
   monkeypatch.setattr(adapter, "score", score_twos)
 
   measurements = evaluate(data_dir=str(data_dir))
 
-  accuracies = {
-    # The right answers are 0, 1, 2 and 3.
-    "arc_easy": 1 / 4,
-    # The right answer is 2.
-    "arc_challenge": 1.0,
-    # Neither "no" nor "yes" has a 2. The first, "no", is right twice.
-    "boolq": 2 / 3,
-    # The second ending has the most 2s, and is right once.
-    "hellaswag": 1 / 3,
-    # The right choice is "2".
-    "openbookqa": 1.0,
-    # The second solution has a 2, and is right once.
-    "piqa": 1 / 2,
-    # The right option is "Ann 2".
-    "winogrande": 1.0,
+  # The choice of the model, and the right choices of all questions in a task.
+  choices = {
+    "arc_easy": ("2", ["0", "1", "2", "3"]),
+    "arc_challenge": ("2", ["2"]),
+    # Neither "no" nor "yes" has a 2. Then the model chooses the first.
+    "boolq": ("no", ["no", "no", "yes"]),
+    "hellaswag": ("2 and 2", ["steps 2", "steps 2", "2 and 2"]),
+    "openbookqa": ("2", ["2"]),
+    "piqa": ("use 2 forks", ["use a fork", "use 2 forks"]),
+    "winogrande": ("Ann 2", ["Ann 2"]),
   }
-  for task, expected in accuracies.items():
+  for task, (choice, right_choices) in choices.items():
     accuracy = measurements["acc", task]
+    num_questions = len(right_choices)
+    expected = right_choices.count(choice) / num_questions
     assert value(accuracy) == pytest.approx(expected)
-    # Each question is a unit.
-    assert len(accuracy.units) == len(QUESTIONS[task])
+    assert len(accuracy.units) == num_questions
 
 
 def test_the_mean_uses_the_accuracy_by_length_where_a_task_has_one(
@@ -246,30 +256,26 @@ def test_the_mean_uses_the_accuracy_by_length_where_a_task_has_one(
 ):
   """HellaSwag's acc_norm divides the score of an ending by its length.
 
-  The model prefers the ending with the most 2s. That is the second one, which
-  is right once in three questions. For its length, the first one has the most
-  2s, and it is right twice.
+  The score is the number of 2s. The ending "2 and 2" has the best score, and is
+  right once in three questions. "[steps]2" has the best score by length, since
+  lm-eval removes the brackets, and is right twice.
   """
   monkeypatch.setattr(adapter, "score", score_twos)
 
-  measurements = evaluate(data_dir=str(data_dir))
+  measurements = evaluate(
+    data_dir=str(data_dir), tasks=("hellaswag", "piqa", "winogrande")
+  )
 
-  assert value(measurements["acc", "hellaswag"]) == pytest.approx(1 / 3)
-  assert value(measurements["acc_norm", "hellaswag"]) == pytest.approx(2 / 3)
-  accuracies = {
-    "arc_easy": 1 / 4,
-    "arc_challenge": 1.0,
-    "boolq": 2 / 3,
-    # This is acc_norm.
-    "hellaswag": 2 / 3,
-    "openbookqa": 1.0,
-    "piqa": 1 / 2,
-    "winogrande": 1.0,
-  }
+  hellaswag_acc = value(measurements["acc", "hellaswag"])
+  hellaswag_acc_norm = value(measurements["acc_norm", "hellaswag"])
+  assert hellaswag_acc == pytest.approx(1 / 3)
+  assert hellaswag_acc_norm == pytest.approx(2 / 3)
+  piqa_acc = 1 / 2
+  winogrande_acc = 1.0
   # The mean belongs to no task.
-  mean = measurements["mean accuracy", None]
-  expected = np.mean(list(accuracies.values()))
-  assert value(mean) == pytest.approx(expected)
+  mean = value(measurements["mean accuracy", None])
+  expected = (hellaswag_acc_norm + piqa_acc + winogrande_acc) / 3
+  assert mean == pytest.approx(expected)
 
 
 def test_one_right_answer_does_not_make_an_accuracy_certain(
@@ -334,20 +340,22 @@ def test_limit_is_the_number_of_questions(monkeypatch, data_dir):
 
 
 def test_examples_are_from_the_training_file(monkeypatch, data_dir):
-  """Each scored prompt begins with the only training question."""
+  """Each scored prompt begins with the only question of the training file."""
   # Records the pairs of a context and a continuation that are scored.
   recorder = ScoreRecorder()
   monkeypatch.setattr(adapter, "score", recorder)
-  example = {**arc_record(3), "question": "An example?"}
+  choices = {"text": ["yes", "no"], "label": ["A", "B"]}
+  example = {"question": "An example?", "choices": choices, "answerKey": "B"}
   write_split(data_dir, "arc_easy", "train", [example])
 
   evaluate(data_dir=str(data_dir), tasks=("arc_easy",), num_fewshot=1)
 
-  beginning = "Question: An example?\nAnswer: 3\n\nQuestion: Which is"
   assert recorder.pairs
   for context, _ in recorder.pairs:
-    assert context[0] == BYTES.separator
-    assert BYTES.decode(context[1:]).startswith(beginning)
+    separator, *prompt = context
+    assert separator == BYTES.separator
+    example_text = "Question: An example?\nAnswer: no\n\n"
+    assert BYTES.decode(prompt).startswith(f"{example_text}Question: Which is")
 
 
 def test_examples_without_a_training_file_raise(data_dir):
@@ -401,23 +409,27 @@ def prompts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_no_prompt_shows_a_scored_question(
   prompts, tmp_path, num_fewshot, num_shown
 ):
-  """A prompt shows examples from the training file, but no scored question.
+  """Examples are from the training file, without questions that are scored.
 
   -1 is the task's default number of examples, which is 5. The fixture `prompts`
   records the prompts.
   """
-  scored = gsm8k_records([10, 11, 12, 13, 14, 15, 16, 17])
-  other = gsm8k_records([20, 21, 22, 23, 24, 25])
-  write_split(tmp_path, "gsm8k", "test", scored)
-  write_split(tmp_path, "gsm8k", "train", [*scored[:3], *other])
+  scored = [10, 11, 12, 13, 14, 15, 16, 17]
+  not_scored = [20, 21, 22, 23, 24, 25]
+  # A question of GSM8K is, for example, "What is number 10?".
+  train_records = gsm8k_records([10, 11, 12, *not_scored])
+  write_split(tmp_path, "gsm8k", "test", gsm8k_records(scored))
+  write_split(tmp_path, "gsm8k", "train", train_records)
 
   evaluate(tasks=("gsm8k",), data_dir=str(tmp_path), num_fewshot=num_fewshot)
 
-  for record, prompt in zip(scored, prompts, strict=True):
-    assert prompt.count("Question:") == num_shown + 1
-    # The numbers of scored questions begin with 1. There is only its own.
-    assert prompt.count("number 1") == 1
-    assert prompt.endswith(f"{record['question']}\nAnswer:")
+  for number, prompt in zip(scored, prompts, strict=True):
+    questions = re.findall(r"Question: What is number (\d+)\?", prompt)
+    *shown, scored_number = map(int, questions)
+    assert len(shown) == num_shown
+    assert set(shown) <= set(not_scored)
+    assert scored_number == number
+    assert prompt.endswith(f"What is number {number}?\nAnswer:")
 
 
 @pytest.mark.parametrize("num_fewshot", [-1, 3])
@@ -541,22 +553,33 @@ def test_examples_from_the_scored_split_raise(
 
 
 def test_perplexity_is_of_words_and_of_bytes(monkeypatch, tmp_path):
-  """Each byte costs 2 nats, and a perplexity is the exponential of a mean."""
+  """A perplexity is the exponential of the mean loss of a word or a byte."""
+  nats_per_byte = 2
   monkeypatch.setattr(adapter, "score", score_two_nats_per_byte)
   records = [{"page": "four words are here"}, {"page": "and two"}]
   write_split(tmp_path, "wikitext", "test", records)
 
   measurements = evaluate(data_dir=str(tmp_path), tasks=("wikitext",))
 
-  byte_perplexity = measurements["byte_perplexity", "wikitext"]
-  assert value(byte_perplexity) == pytest.approx(np.exp(2))
-  # A word has num_bytes / num_words bytes on average.
+  byte_perplexity = value(measurements["byte_perplexity", "wikitext"])
+  assert byte_perplexity == pytest.approx(np.exp(nats_per_byte))
   num_bytes = len("four words are here") + len("and two")
   num_words = 4 + 2
-  word_perplexity = measurements["word_perplexity", "wikitext"]
-  expected = np.exp(2 * num_bytes / num_words)
-  assert value(word_perplexity) == pytest.approx(expected)
-  assert np.isfinite(intervals.interval(word_perplexity).low)
+  nats_per_word = nats_per_byte * num_bytes / num_words
+  word_perplexity = value(measurements["word_perplexity", "wikitext"])
+  assert word_perplexity == pytest.approx(np.exp(nats_per_word))
+
+
+def test_perplexity_has_an_interval(monkeypatch, tmp_path):
+  monkeypatch.setattr(adapter, "score", score_two_nats_per_byte)
+  # Pages with different numbers of bytes per word.
+  records = [{"page": "four words are here"}, {"page": "and two"}]
+  write_split(tmp_path, "wikitext", "test", records)
+
+  measurements = evaluate(data_dir=str(tmp_path), tasks=("wikitext",))
+
+  estimate = intervals.interval(measurements["word_perplexity", "wikitext"])
+  assert np.isfinite([estimate.low, estimate.high]).all()
 
 
 @pytest.mark.parametrize(
@@ -566,31 +589,32 @@ def test_perplexity_is_of_words_and_of_bytes(monkeypatch, tmp_path):
       "boolq",
       [boolq_record(0), {"passage": "x", "label": 0}],
       "boolq/validation.jsonl:2: the field 'question' is missing",
-      id="field",
+      id="missing field",
     ),
     pytest.param(
       "arc_easy",
       [arc_record(0), {**arc_record(0), "answerKey": "E"}],
-      "jsonl:2: arc_easy cannot read this",
-      id="arc_easy, second record",
+      "test.jsonl:2: arc_easy cannot read this",
+      id="no choice has the label E, second record",
     ),
+    # lm-eval reads the first question while it loads a task.
     pytest.param(
       "arc_easy",
       [{**arc_record(0), "answerKey": "E"}],
       "'arc_easy' cannot be loaded .*; see .*test.jsonl:1",
-      id="arc_easy, first record",
+      id="no choice has the label E, first record",
     ),
     pytest.param(
       "winogrande",
       [{**WINOGRANDE_RECORD, "sentence": "no gap"}],
       "'winogrande' cannot be loaded",
-      id="winogrande",
+      id="no gap in the sentence",
     ),
     pytest.param(
       "hellaswag",
-      [hellaswag_record("x")],
+      [{**hellaswag_record("0"), "label": "x"}],
       "'hellaswag' cannot be loaded",
-      id="hellaswag",
+      id="label that is no number",
     ),
     pytest.param("piqa", [], "validation.jsonl: is empty", id="empty file"),
   ],
@@ -598,6 +622,7 @@ def test_perplexity_is_of_words_and_of_bytes(monkeypatch, tmp_path):
 def test_an_invalid_question_is_reported_in_one_line(
   monkeypatch, tmp_path, task, records, message
 ):
+  """The error names the task, or the file and the line of the question."""
   monkeypatch.setattr(adapter, "score", score_twos)
   write_questions(tmp_path, task, records)
 
