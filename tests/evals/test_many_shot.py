@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import itertools
 import json
 import pathlib
@@ -11,23 +12,27 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from etils import epath
 
 from diffjax.config import Config, ModelConfig, UserError
 from diffjax.data.tokenizer import load_tokenizer
 from diffjax.evals import many_shot
 from diffjax.evals.many_shot import ManyShot
 from diffjax.evals.measurement import Measurement
-from diffjax.evals.report import intervals, plots
+from diffjax.evals.report import intervals
+from diffjax.evals.suite import Model
 from diffjax.inference.trained import Trained
-from diffjax.model.decoder import Decoder
-from tests.harness.parameters import parameters
 
 BYTES = load_tokenizer("bytes")
 TRAINED = Trained(
   "model", Config(model=ModelConfig(max_length=4096)), None, None, BYTES
+)
+
+# All synthetic demonstrations have as many letters as this one.
+SYNTHETIC_DEMONSTRATION = (
+  "utterance: midana kokati bugolu fezusi\nintent: tarive\n\n"
 )
 
 TRAIN = [
@@ -148,11 +153,6 @@ def repeat_first_label(prompt: str) -> str:
   return first_label
 
 
-def answer_unknown(prompt: str) -> str:
-  """Returns no label."""
-  return "?"
-
-
 def evaluate(
   monkeypatch: pytest.MonkeyPatch, sampler: FakeSampler, **settings: Any
 ) -> list[Measurement]:
@@ -196,14 +196,19 @@ def oracle_accuracies(
   return [item for item in oracle_measurements if item.name == "accuracy"]
 
 
-def test_the_number_of_demonstrations_doubles_up_to_the_limit(
-  oracle_accuracies,
-):
-  """The last number is that of demonstrations that fit into 4,096 tokens."""
-  counts = [accuracy.at["demonstrations"] for accuracy in oracle_accuracies]
+def test_the_number_of_demonstrations_doubles_up_to_the_limit(monkeypatch):
+  """The last number is that of demonstrations that fit into a prompt."""
+  tokens_of_one = len(SYNTHETIC_DEMONSTRATION)
+  # A prompt of 1,000 tokens has a separator, demonstrations, and the query with
+  # its label, which takes as many tokens as a demonstration.
+  num_fitting = (1000 - 1) // tokens_of_one - 1
 
-  assert counts[:6] == [1, 2, 4, 8, 16, 32]
-  assert counts[-2] < counts[-1] < 2 * counts[-2]
+  measurements = evaluate(
+    monkeypatch, FakeSampler(look_up), orders=0, max_tokens=1000
+  )
+
+  counts = [item.at["demonstrations"] for item in measurements]
+  assert counts == [1, 2, 4, 8, 16, num_fitting]
 
 
 def test_an_oracle_answers_every_query_after_enough_demonstrations(
@@ -228,19 +233,22 @@ def test_a_query_is_one_unit_for_all_sets_of_demonstrations(
   assert 0.8 < intervals.interval(oracle_accuracies[-1]).low < 0.9
 
 
-def test_the_longest_prompts_fill_the_models_length(
-  oracle_accuracies, oracle_sampler
-):
-  """The model takes 4,096 tokens, here bytes.
+def test_the_longest_prompts_fill_the_models_length(oracle_accuracies):
+  """The model takes 4,096 tokens, here bytes."""
+  tokens_of_one = len(SYNTHETIC_DEMONSTRATION)
+  # A prompt has a separator, demonstrations, and the query with its label. That
+  # takes as many tokens as a demonstration.
+  num_fitting = (4096 - 1) // tokens_of_one - 1
 
-  The last prompts have no room for one more demonstration.
-  """
   num_tokens = [accuracy.at["tokens"] for accuracy in oracle_accuracies]
 
   assert num_tokens == sorted(num_tokens)
-  assert 4096 - 150 < num_tokens[-1] < 4096
-  assert max(len(prompt) for prompt in oracle_sampler.prompts) < 4096
-  # By default, a batch has 32,768 tokens.
+  assert num_tokens[-1] == num_fitting * tokens_of_one
+
+
+@pytest.mark.usefixtures("oracle_measurements")
+def test_a_batch_has_32768_tokens(oracle_sampler):
+  """A prompt of the model has at most 4,096 tokens."""
   assert oracle_sampler.batch_size == 32_768 // 4096
 
 
@@ -248,117 +256,113 @@ def test_the_order_of_demonstrations_does_not_change_an_oracle(
   oracle_measurements,
 ):
   """The oracle looks up labels, so its best and worst accuracy are equal."""
-  ranges = []
+  range_by_order = {}
   for measurement in oracle_measurements:
     if measurement.name == "best minus worst":
-      ranges.append(measurement)
+      range_by_order[measurement.at["order"]] = value(measurement)
 
-  assert [item.at["order"] for item in ranges] == ["random", "alternating"]
-  for measurement in ranges:
-    assert value(measurement) == 0.0
-    # All queries are alike, and a bootstrap of equal units has no bounds.
-    assert np.isnan(intervals.interval(measurement).high)
+  assert range_by_order == {"random": 0.0, "alternating": 0.0}
 
 
 def test_a_model_that_repeats_the_first_label_depends_on_the_order(monkeypatch):
-  """Its accuracy differs between six orders of the same demonstrations."""
+  """The best of six orders of the demonstrations is better than the worst."""
   sampler = FakeSampler(repeat_first_label)
 
   measurements = evaluate(monkeypatch, sampler, samples=60, orders=6)
 
-  for measurement in measurements:
-    if measurement.name == "best minus worst":
-      # Whether a query is answered right, [60 queries, 6 orders].
-      is_right = measurement.units
-      num_right_by_order = is_right.sum(axis=0)
-      num_best = num_right_by_order.max()
-      num_worst = num_right_by_order.min()
-      expected = (num_best - num_worst) / 60
-      assert value(measurement) == pytest.approx(expected)
-      assert value(measurement) > 0
-    else:
-      # The accuracy. One label of six is right by chance.
-      assert value(measurement) < 0.4
+  by_order = {item.at.get("order"): item for item in measurements}
+  for order in ("random", "alternating"):
+    best_minus_worst = by_order[order]
+    # Whether a query is answered right, [60 queries, 6 orders].
+    is_right = best_minus_worst.units
+    accuracies = is_right.mean(axis=0)
+    expected = accuracies.max() - accuracies.min()
+    assert value(best_minus_worst) == pytest.approx(expected)
+    assert value(best_minus_worst) > 0
+
+
+def test_a_model_that_repeats_the_first_label_has_a_low_accuracy(monkeypatch):
+  """It is right by chance, for one query of six."""
+  sampler = FakeSampler(repeat_first_label)
+
+  accuracies = evaluate(monkeypatch, sampler, samples=60, orders=0)
+
+  for accuracy in accuracies:
+    assert value(accuracy) < 0.4
 
 
 @pytest.fixture(scope="module")
-def queries_of_one_set() -> dict[str, set[str]]:
-  """The queries after each list of demonstrations, of one set of those."""
+def prompts_of_one_set() -> list[ParsedPrompt]:
+  """The prompts for one set of demonstrations, which fill up 1,000 tokens."""
   sampler = FakeSampler(look_up)
   with pytest.MonkeyPatch.context() as patch:
     evaluate(patch, sampler, sets=1, orders=0, max_tokens=1000)
-  queries = collections.defaultdict(set)
-  for prompt in sampler.prompts:
-    demonstrations, _, query = prompt.rpartition("\n\n")
-    queries[demonstrations].add(query)
-  return queries
+  return [parse(prompt) for prompt in sampler.prompts]
 
 
-def test_each_query_is_asked_after_the_same_demonstrations(queries_of_one_set):
+@pytest.fixture(scope="module")
+def demonstration_lists(
+  prompts_of_one_set: list[ParsedPrompt],
+) -> list[list[tuple[str, str]]]:
+  """The lists of demonstrations (text, label), the shortest one first."""
+  lists = []
+  for prompt in prompts_of_one_set:
+    if prompt.demonstrations not in lists:
+      lists.append(prompt.demonstrations)
+  return sorted(lists, key=len)
+
+
+def test_each_query_is_asked_after_the_same_demonstrations(
+  prompts_of_one_set, demonstration_lists
+):
   """20 queries follow each list of demonstrations."""
-  for queries in queries_of_one_set.values():
+  for demonstrations in demonstration_lists:
+    queries = set()
+    for prompt in prompts_of_one_set:
+      if prompt.demonstrations == demonstrations:
+        queries.add(prompt.query)
     assert len(queries) == 20
 
 
 def test_a_longer_list_of_demonstrations_begins_with_the_shorter_one(
-  queries_of_one_set,
+  demonstration_lists,
 ):
-  """The keys of `queries_of_one_set` are lists of demonstrations, as text."""
-  texts = sorted(queries_of_one_set, key=len)
-
-  # A blank line separates demonstrations.
-  counts = [len(text.split("\n\n")) for text in texts]
-  assert counts[:4] == [1, 2, 4, 8]
-  for shorter, longer in itertools.pairwise(texts):
-    assert longer.startswith(shorter)
+  """The lists have 1, 2, 4, … demonstrations."""
+  for shorter, longer in itertools.pairwise(demonstration_lists):
+    assert len(shorter) < len(longer)
+    assert longer[: len(shorter)] == shorter
 
 
-def test_demonstrations_are_balanced(queries_of_one_set):
-  """Each of the six classes has nearly the same number of demonstrations.
+def test_demonstrations_are_balanced(demonstration_lists):
+  """Each of the six classes has nearly the same number of demonstrations."""
+  longest_list = demonstration_lists[-1]
 
-  The keys of `queries_of_one_set` are lists of demonstrations, as text.
-  """
-  longest = max(queries_of_one_set, key=len)
-  # The label is at the end of a demonstration.
-  labels = [block.rpartition(": ")[2] for block in longest.split("\n\n")]
-  counts = collections.Counter(labels)
+  counts = collections.Counter(label for _, label in longest_list)
 
   assert len(counts) == 6
   assert max(counts.values()) - min(counts.values()) <= 1
 
 
 def test_no_prompt_shows_a_query(monkeypatch, tmp_path):
-  """Two of three queries are in the training file too.
-
-  Demonstrations come from that file, but not these two.
-  """
-  queries = [
-    {"text": "what is query0?", "label": "class 0"},
-    {"text": "what is query1?", "label": "class 1"},
-    {"text": "what is query2?", "label": "class 2"},
+  """Demonstrations are texts of the training file that are not queries."""
+  shared = {"text": "what is query0?", "label": "class 0"}
+  train = [
+    shared,
+    {"text": "what is word0?", "label": "class 0"},
+    {"text": "what is word1?", "label": "class 1"},
   ]
-  write_records(tmp_path / "mine" / "train.jsonl", [*queries[:2], *TRAIN])
+  queries = [shared, {"text": "what is query1?", "label": "class 1"}]
+  write_records(tmp_path / "mine" / "train.jsonl", train)
   write_records(tmp_path / "mine" / "test.jsonl", queries)
   sampler = FakeSampler(look_up)
 
-  measurements = evaluate(
-    monkeypatch,
-    sampler,
-    datasets=("mine", "synthetic"),
-    data_dir=str(tmp_path),
-  )
+  evaluate(monkeypatch, sampler, datasets=("mine",), data_dir=str(tmp_path))
 
-  # Of the training file "mine", the three records of TRAIN are left.
-  counts = []
-  for measurement in measurements:
-    if measurement.at["dataset"] == "mine":
-      counts.append(measurement.at["demonstrations"])
-  assert max(counts) == 3
-  prompts = [parse(prompt) for prompt in sampler.prompts]
-  asked = {prompt.query for prompt in prompts}
-  for prompt in prompts:
-    for text, _ in prompt.demonstrations:
-      assert text not in asked
+  shown_texts = set()
+  for prompt in sampler.prompts:
+    for text, _ in parse(prompt).demonstrations:
+      shown_texts.add(text)
+  assert shown_texts == {"what is word0?", "what is word1?"}
 
 
 def test_no_synthetic_demonstration_is_a_query():
@@ -380,57 +384,67 @@ def test_a_label_needs_a_demonstration_that_is_no_query(monkeypatch, tmp_path):
   ]
   write_records(tmp_path / "mine" / "train.jsonl", train)
   write_records(tmp_path / "mine" / "test.jsonl", [query])
+  suite = ManyShot(datasets=("mine",), data_dir=str(tmp_path))
 
-  message = "test.jsonl:1: every demonstration of the label 'class 2' is also a"
+  message = (
+    "test.jsonl:1: every demonstration of the label 'class 2' is also a query;"
+    " add other texts to .*train.jsonl"
+  )
   with pytest.raises(UserError, match=message):
-    evaluate(
-      monkeypatch,
-      FakeSampler(look_up),
-      datasets=("mine",),
-      data_dir=str(tmp_path),
-    )
+    suite.load(TRAINED)
 
 
 @pytest.mark.parametrize(
-  "name, form",
+  "name, demonstration_pattern",
   [
-    pytest.param(
-      "trec_fine",
-      r"Question: what is word\d\?\nType: class \d\n\n",
-      id="trec_fine",
-    ),
-    pytest.param("banking77", "utterance: .*\nintent: ", id="banking77"),
+    ("trec_fine", r"Question: what is word\d\?\nType: class \d\n\n"),
+    ("banking77", r"utterance: what is word\d\?\nintent: class \d\n\n"),
   ],
 )
-def test_a_public_dataset_has_its_own_form_of_prompts(
-  monkeypatch, tmp_path, name, form
+def test_the_name_of_a_dataset_determines_the_words_of_its_prompts(
+  monkeypatch, tmp_path, name, demonstration_pattern
 ):
-  """Prompts of trec_fine name their parts "Question" and "Type", for example."""
-  queries = [
-    {"text": "what is word0? please", "label": "class 0"},
-    {"text": "what is word1? please", "label": "class 1"},
-    {"text": "what is word2? please", "label": "class 2"},
-  ]
+  """Texts of TREC are questions, and texts of other datasets are utterances."""
   write_records(tmp_path / name / "train.jsonl", TRAIN)
-  write_records(tmp_path / name / "test.jsonl", queries)
+  query = {"text": "what is word0? please", "label": "class 0"}
+  write_records(tmp_path / name / "test.jsonl", [query])
   sampler = FakeSampler(look_up)
 
+  evaluate(monkeypatch, sampler, datasets=(name,), data_dir=str(tmp_path))
+
+  assert sampler.prompts
+  for prompt in sampler.prompts:
+    assert re.match(demonstration_pattern, prompt)
+
+
+def test_a_dataset_is_read_from_files(monkeypatch, tmp_path):
+  """The oracle looks up the label of "word0?", for example."""
+  train = [
+    {"text": "what is word0?", "label": "class 0"},
+    {"text": "what is word1?", "label": "class 1"},
+    {"text": "what is word2?", "label": "class 2"},
+  ]
+  queries = [
+    {"text": "explain word0?", "label": "class 0"},
+    {"text": "explain word1?", "label": "class 1"},
+    {"text": "explain word2?", "label": "class 2"},
+  ]
+  write_records(tmp_path / "mine" / "train.jsonl", train)
+  write_records(tmp_path / "mine" / "test.jsonl", queries)
+  oracle = FakeSampler(look_up)
+
   measurements = evaluate(
-    monkeypatch, sampler, datasets=(name,), data_dir=str(tmp_path), orders=0
+    monkeypatch, oracle, datasets=("mine",), data_dir=str(tmp_path), orders=0
   )
 
-  # TRAIN has three demonstrations of the same length.
-  counts = [item.at["demonstrations"] for item in measurements]
-  assert counts == [1, 2, 3]
-  tokens_of_one = measurements[0].at["tokens"]
-  for measurement in measurements:
-    assert measurement.at["dataset"] == name
-    num_tokens = measurement.at["demonstrations"] * tokens_of_one
-    assert measurement.at["tokens"] == num_tokens
+  tokens_of_one = len("utterance: what is word0?\nintent: class 0\n\n")
+  assert [measurement.at for measurement in measurements] == [
+    {"dataset": "mine", "demonstrations": 1, "tokens": 1 * tokens_of_one},
+    {"dataset": "mine", "demonstrations": 2, "tokens": 2 * tokens_of_one},
+    {"dataset": "mine", "demonstrations": 3, "tokens": 3 * tokens_of_one},
+  ]
   # After all three demonstrations, the oracle knows all labels.
   assert value(measurements[-1]) == 1.0
-  for prompt in sampler.prompts:
-    assert re.match(form, prompt)
 
 
 @pytest.mark.parametrize(
@@ -521,43 +535,25 @@ def test_the_default_dataset_is_synthetic():
   assert ManyShot().datasets == ("synthetic",)
 
 
-def test_the_plot_shows_one_or_two_models(monkeypatch, tmp_path):
-  path = tmp_path / "many_shot.png"
-  oracle = FakeSampler(look_up)
-  ignorant = FakeSampler(answer_unknown)
-  first = evaluate(monkeypatch, oracle, orders=0, max_tokens=600)
-  second = evaluate(monkeypatch, ignorant, orders=0, max_tokens=600)
-  one_model = {
-    "models": [{"name": "one"}],
-    "figures": list(intervals.compare(first)),
-  }
-  two_models = {
-    "models": [{"name": "one"}, {"name": "other"}],
-    "figures": list(intervals.compare(first, second)),
-  }
+@pytest.mark.parametrize("names", [("one",), ("one", "other")])
+def test_one_or_two_models_are_plotted(monkeypatch, tmp_path, names):
+  monkeypatch.setattr(many_shot, "Sampler", FakeSampler(look_up))
+  suite = ManyShot(samples=20, sets=2, orders=0, max_tokens=600)
+  models = [Model(TRAINED, {"name": name}) for name in names]
+  data = [suite.load(TRAINED) for _ in models]
 
-  for suite_results in (one_model, two_models):
-    plots.save(ManyShot().plot(suite_results), path)
-    assert path.read_bytes().startswith(b"\x89PNG")
-    path.unlink()
+  suite.run(models, data, epath.Path(tmp_path))
+
+  image = (tmp_path / "many_shot.png").read_bytes()
+  assert image.startswith(b"\x89PNG")
 
 
-def test_a_real_model_and_sampler():
-  """At most three demonstrations fit into the model's 256 tokens."""
-  config = ModelConfig(
-    num_layers=1,
-    embed_dim=16,
-    num_heads=1,
-    num_kv_heads=1,
-    head_dim=8,
-    ffn_dim=16,
-    max_length=256,
-  )
-  model = Decoder(config)
-  params = parameters(model, jnp.zeros((1, 1), jnp.int32))
-  # Large parameters, so that the probabilities are not nearly uniform.
-  params = jax.tree.map(lambda leaf: 3 * leaf, params)
-  trained = Trained("real", Config(model=config), model, params, BYTES)
+def test_random_parameters_give_accuracies_between_0_and_1(make_trained):
+  """The model and the sampler are real. All other tests replace them."""
+  trained = make_trained("softmax", num_layers=1, max_length=256)
+  # With large parameters, the probabilities of tokens are not nearly uniform.
+  params = jax.tree.map(lambda leaf: 3 * leaf, trained.params)
+  trained = dataclasses.replace(trained, params=params)
   suite = ManyShot(
     samples=4,
     sets=1,
@@ -569,9 +565,16 @@ def test_a_real_model_and_sampler():
 
   measurements = list(suite.evaluate(trained))
 
-  # The accuracies after 1, 2 and 3 demonstrations. Then the effects of two kinds
-  # of order, which are measured with all three.
-  counts = [item.at["demonstrations"] for item in measurements]
-  assert counts == [1, 2, 3, 3, 3]
+  names_and_counts = []
   for measurement in measurements:
     assert 0 <= value(measurement) <= 1
+    count = measurement.at["demonstrations"]
+    names_and_counts.append((measurement.name, count))
+  # At most three demonstrations fit into 256 tokens.
+  assert names_and_counts == [
+    ("accuracy", 1),
+    ("accuracy", 2),
+    ("accuracy", 3),
+    ("best minus worst", 3),
+    ("best minus worst", 3),
+  ]
