@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -176,6 +177,13 @@ def answer_right(prompt: str) -> str:
   return rf"So \boxed{{{number / 2}}}"
 
 
+def answer_gsm8k_only(prompt: str) -> str:
+  """Returns right answers to questions of GSM8K, and nothing to others."""
+  if prompt.startswith("Q: What is"):
+    return answer_right(prompt)
+  return ""
+
+
 def test_right_answers_score_1(monkeypatch, files):
   """The files "gsm8k", "math" and "math500" have 6, 4 and 4 questions.
 
@@ -223,66 +231,70 @@ def test_wrong_answers_score_0(monkeypatch, files, wrong_answer):
 
 
 def test_files_have_equal_weight_in_the_mean(monkeypatch, files):
-  """All six answers of one file are right, and none of the other's four.
-
-  The mean over files is 1/2, and not 6/10.
-  """
+  """All six answers of one file are right, and none of the other's four."""
   suite = Mathematics(files=f"{files.gsm8k},{files.math}", new_tokens=100)
-
-  def answer_gsm8k_only(prompt: str) -> str:
-    # Only questions of the file "gsm8k" begin with "What".
-    return answer_right(prompt) if "What" in prompt else ""
 
   results = evaluate(monkeypatch, suite, answer_gsm8k_only).results
 
-  gsm8k = results["accuracy", "gsm8k"]
-  math = results["accuracy", "math"]
+  gsm8k_accuracy = 6 / 6
+  math_accuracy = 0 / 4
+  assert results["accuracy", "gsm8k"]["value"] == gsm8k_accuracy
+  assert results["accuracy", "math"]["value"] == math_accuracy
+  mean = results["accuracy", "mean"]["value"]
+  assert mean == pytest.approx((gsm8k_accuracy + math_accuracy) / 2)
+
+
+def test_few_answers_leave_wide_intervals(monkeypatch, files):
+  """6 of 6 answers are right in one file, and 0 of 4 in the other."""
+  suite = Mathematics(files=f"{files.gsm8k},{files.math}", new_tokens=100)
+
+  results = evaluate(monkeypatch, suite, answer_gsm8k_only).results
+
+  assert results["accuracy", "gsm8k"]["low"] < 0.7
+  assert results["accuracy", "math"]["high"] > 0.3
   mean = results["accuracy", "mean"]
-  assert gsm8k["value"] == 1.0
-  assert math["value"] == 0.0
-  assert mean["value"] == pytest.approx((1 + 0) / 2)
-  # 6 of 6 and 0 of 4 right answers leave wide intervals.
-  assert gsm8k["low"] < 0.7
-  assert math["high"] > 0.3
   assert mean["low"] < 0.5 < mean["high"]
 
 
-def test_text_after_the_next_question_does_not_count(monkeypatch, files):
+@pytest.mark.parametrize("right_answer", ["The answer is 6.", r"\boxed{6}"])
+def test_text_after_the_next_question_does_not_count(
+  monkeypatch, tmp_path, right_answer
+):
   """A model often continues its answer with a question of its own."""
-
-  def answer_and_ask(prompt: str) -> str:
-    next_question = "\n\nExercise 9: What is 1 + 1?\nA: 2."
-    return answer_right(prompt) + next_question
-
   # The template of prompts with which the model was fine-tuned.
   trained = with_template("Exercise 9: {prompt}\nA:")
-  suite = Mathematics(files=",".join(files), new_tokens=200)
+  record = {"question": "What is 3 + 3?", "answer": "6"}
+  path = write_records(tmp_path / "a.jsonl", [record])
+  suite = Mathematics(files=path, new_tokens=200)
 
-  evaluation = evaluate(monkeypatch, suite, answer_and_ask, trained)
+  def answer_and_ask(prompt: str) -> str:
+    return f"{right_answer}\n\nExercise 9: What is 1 + 1?\nA: 2."
 
-  assert evaluation.prompts[0] == "Exercise 9: What is 3 + 3?\nA:"
-  # All answers are right, and all end before the maximum length.
-  for result in evaluation.results.values():
-    assert result["value"] == 1
+  results = evaluate(monkeypatch, suite, answer_and_ask, trained).results
+
+  assert results["accuracy", "a"]["value"] == 1
+  # The answer ends before the maximum length of 200 tokens, here bytes.
+  assert results["ended", "a"]["value"] == 1
 
 
-def test_a_number_in_the_template_is_not_an_answer(monkeypatch, files):
-  """The last number of a text is the answer, unless it is of the template.
+def test_a_number_in_the_template_is_not_an_answer(monkeypatch, tmp_path):
+  """The last number of a text is the answer.
 
-  The model writes "6", for example, and then "Exercise 9: What".
+  Here the text ends with the template of the next question, whose number 9 does
+  not count.
   """
   # The template of prompts with which the model was fine-tuned.
   trained = with_template("Exercise 9: {prompt}\nA:")
-  suite = Mathematics(files=files.gsm8k, new_tokens=200)
+  record = {"question": "What is 3 + 3?", "answer": "6"}
+  path = write_records(tmp_path / "a.jsonl", [record])
+  suite = Mathematics(files=path, new_tokens=200)
 
   def answer_and_ask(prompt: str) -> str:
-    # The prompt begins with, for example, "Exercise 9: What is 3 + 3?".
-    number = int(prompt.split()[4])
-    return f"{2 * number}\nExercise 9: What"
+    return "6\nExercise 9: What"
 
-  evaluation = evaluate(monkeypatch, suite, answer_and_ask, trained)
+  results = evaluate(monkeypatch, suite, answer_and_ask, trained).results
 
-  assert evaluation.results["accuracy", "gsm8k"]["value"] == 1
+  assert results["accuracy", "a"]["value"] == 1
 
 
 def test_an_answer_of_the_maximum_length_has_not_ended(monkeypatch, files):
@@ -345,24 +357,22 @@ def test_a_demonstration_that_is_a_scored_question_raises(monkeypatch, files):
 
 def test_prompts_are_those_of_fine_tuning(monkeypatch, tmp_path):
   """A prompt has the tokens that precede the answer in a training example."""
-  template = DataConfig().prompt_template
-  path = write_records(
-    tmp_path / "a.jsonl", [{"question": "2 + 2?", "answer": "4"}]
-  )
+  record = {"question": "2 + 2?", "answer": "4"}
+  path = write_records(tmp_path / "a.jsonl", [record])
+  trained = with_template("Q: {prompt}\nA:")
+  training_document = Document(text="4", replaced=False, prompt="Q: 2 + 2?\nA:")
+  tokenize = Tokenize("bytes")
+  training_example = tokenize(training_document)
+  suite = Mathematics(files=path, new_tokens=100)
 
   def answer_4(prompt: str) -> str:
     return "4"
 
-  suite = Mathematics(files=path, new_tokens=100)
+  evaluation = evaluate(monkeypatch, suite, answer_4, trained)
 
-  evaluation = evaluate(monkeypatch, suite, answer_4, with_template(template))
-
-  # The same question and answer, as fine-tuning reads them.
-  prompt_text = template.replace("{prompt}", "2 + 2?")
-  document = Document(text="4", replaced=False, prompt=prompt_text)
-  example = Tokenize("bytes")(document)
-  prompt_tokens = example.tokens[: example.prompt_length].tolist()
-  assert evaluation.prompt_ids == [prompt_tokens]
+  num_prompt_tokens = training_example.prompt_length
+  expected = training_example.tokens[:num_prompt_tokens].tolist()
+  assert evaluation.prompt_ids == [expected]
 
 
 @pytest.mark.parametrize(
@@ -382,7 +392,7 @@ def test_prompts_are_those_of_fine_tuning(monkeypatch, tmp_path):
     ),
     pytest.param(
       {"question": "5?", "answer": ["5"]},
-      r"a.jsonl:2: the field 'answer' must be a string; got \"\['5'\]\"",
+      "a.jsonl:2: the field 'answer' must be a string; got \"['5']\"",
       id="list",
     ),
     pytest.param(
@@ -400,20 +410,23 @@ def test_prompts_are_those_of_fine_tuning(monkeypatch, tmp_path):
       "a.jsonl:2: there is no final answer",
       id="empty box",
     ),
+    # The template "Q: {prompt}\nA:" and a separator take 7 tokens, here bytes.
     pytest.param(
       {"question": "x" * 700, "answer": "5"},
-      "a.jsonl:2: a prompt of 707 tokens.*new_tokens = 50 are more than the"
-      " model's 700",
+      "a.jsonl:2: a prompt of 707 tokens, demonstrations included, and"
+      " set.mathematics.new_tokens = 50 are more than the model's 700",
       id="long question",
     ),
   ],
 )
 def test_an_invalid_record_is_reported_in_one_line(tmp_path, record, message):
+  """The invalid record is the second line of the file "a.jsonl"."""
   valid = {"question": "What is 3 + 3?", "answer": "6"}
   path = write_records(tmp_path / "a.jsonl", [valid, record])
+  suite = Mathematics(files=path, new_tokens=50)
 
-  with pytest.raises(UserError, match=message) as error:
-    list(Mathematics(files=path, new_tokens=50).evaluate(TRAINED))
+  with pytest.raises(UserError, match=re.escape(message)) as error:
+    list(suite.evaluate(TRAINED))
   assert "\n" not in str(error.value)
 
 
