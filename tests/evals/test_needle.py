@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import matplotlib.axes
 import numpy as np
 import pytest
+from etils import epath
 
 from diffjax.config import Config, DataConfig, ModelConfig, UserError
 from diffjax.data.tokenizer import load_tokenizer
 from diffjax.evals import needle
 from diffjax.evals.measurement import Measurement
 from diffjax.evals.needle import Needle
-from diffjax.evals.report import intervals, plots
+from diffjax.evals.report import intervals
+from diffjax.evals.suite import Model
 from diffjax.inference.trained import Trained
-from diffjax.model.decoder import Decoder
-from tests.harness.parameters import parameters
 
 BYTES = load_tokenizer("bytes")
-SMALL = Needle(
-  pairs=("1/1", "4/2"), lengths=(1000, 2000), samples=10, haystack="synthetic"
-)
 
 
 def make_model(max_length: int = 4096) -> Trained:
@@ -77,6 +72,11 @@ def answer_first(prompt: str) -> str:
   return answer_all(prompt).split(" and ")[0]
 
 
+def answer_nothing(prompt: str) -> str:
+  """Returns an empty text."""
+  return ""
+
+
 def guess(prompt: str) -> str:
   """Returns two random numbers."""
   rng = random.Random(prompt)
@@ -124,10 +124,7 @@ def test_each_pair_length_and_depth_has_a_measurement(monkeypatch):
   The default is five depths. The mean over them is measured too.
   """
   suite = Needle(
-    pairs=("1/1", "4/2"),
-    lengths=(1000, 2000),
-    samples=10,
-    haystack="synthetic",
+    pairs=("1/1", "4/2"), lengths=(1000, 2000), samples=10, haystack="synthetic"
   )
 
   measurements = evaluate(monkeypatch, suite, answer_all)
@@ -145,22 +142,33 @@ def test_each_pair_length_and_depth_has_a_measurement(monkeypatch):
 
 
 def test_two_prompts_do_not_make_an_accuracy_certain(monkeypatch):
-  """Two wrong answers of two leave a wide interval.
-
-  A second model with the same answers takes part in the comparison.
-  """
+  """The interval of 0 right answers of 2 reaches to 1/2 and more."""
   suite = Needle(
     lengths=(1000,), samples=2, depths=(0.5,), haystack="synthetic"
   )
 
-  measurements = evaluate(monkeypatch, suite, guess)
+  measurements = evaluate(monkeypatch, suite, answer_nothing)
 
-  for result in intervals.compare(measurements, measurements):
-    assert result["value"] == 0
-    assert result["low"] == 0
-    assert result["high"] > 0.5
-    assert result["difference"]["low"] < -0.5
-    assert result["difference"]["high"] > 0.5
+  for measurement in measurements:
+    accuracy = intervals.interval(measurement)
+    assert accuracy.value == 0
+    assert accuracy.low == 0
+    assert accuracy.high > 0.5
+
+
+def test_two_prompts_do_not_make_a_difference_of_models_certain(monkeypatch):
+  """Both models have 0 right answers of 2."""
+  suite = Needle(
+    lengths=(1000,), samples=2, depths=(0.5,), haystack="synthetic"
+  )
+
+  first = evaluate(monkeypatch, suite, answer_nothing)
+  second = evaluate(monkeypatch, suite, answer_nothing)
+
+  for result in intervals.compare(first, second):
+    difference = result["difference"]
+    assert difference["low"] < -0.5
+    assert difference["high"] > 0.5
 
 
 def test_a_model_that_guesses_has_almost_no_accuracy(monkeypatch):
@@ -178,41 +186,37 @@ def test_a_model_that_guesses_has_almost_no_accuracy(monkeypatch):
 
 
 @pytest.mark.parametrize("max_length, length", [(65536, 4096), (2048, 2048)])
-def test_the_default_is_the_papers_table_at_4096_tokens_or_fewer(
+def test_default_prompts_have_4096_tokens_or_as_many_as_the_model_takes(
   monkeypatch, max_length, length
 ):
-  """The paper asks for 1 of 1, 2 of 2, 2 of 4 and 2 of 6 needles.
-
-  A model that takes fewer than 4,096 tokens is measured at its own maximum.
-  """
   trained = make_model(max_length)
   suite = Needle(samples=1, haystack="synthetic")
 
   measurements = evaluate(monkeypatch, suite, answer_all, trained)
 
-  # The number of needles, and how many of them a question asks for.
-  rows = set()
+  lengths = {measurement.at["length"] for measurement in measurements}
+  assert lengths == {length}
+
+
+def test_default_questions_are_those_of_the_paper(monkeypatch):
+  """The paper asks for 1 of 1, 2 of 2, 2 of 4 and 2 of 6 needles."""
+  suite = Needle(samples=1, haystack="synthetic")
+
+  measurements = evaluate(monkeypatch, suite, answer_all)
+
+  asked_and_needles = set()
   for measurement in measurements:
     at = measurement.at
-    assert at["length"] == length
-    rows.add((at["needles"], at["asked"]))
-  assert rows == {(1, 1), (2, 2), (4, 2), (6, 2)}
+    asked_and_needles.add((at["asked"], at["needles"]))
+  assert asked_and_needles == {(1, 1), (2, 2), (2, 4), (2, 6)}
 
 
-def test_a_real_model_and_sampler():
-  """A model with random parameters is asked, and answers nothing right."""
-  config = ModelConfig(
-    num_layers=1,
-    embed_dim=16,
-    num_heads=1,
-    num_kv_heads=1,
-    head_dim=8,
-    ffn_dim=16,
-    max_length=320,
-  )
-  model = Decoder(config)
-  params = parameters(model, jnp.zeros((1, 1), jnp.int32))
-  trained = Trained("model", Config(model=config), model, params, BYTES)
+def test_random_parameters_give_no_right_answer(make_trained):
+  """The model and the sampler are real. All other tests replace them.
+
+  A right answer is one of 40,000 numbers.
+  """
+  trained = make_trained("softmax", num_layers=1, max_length=320)
   suite = Needle(
     pairs=("1/1",),
     depths=(0.5,),
@@ -221,19 +225,11 @@ def test_a_real_model_and_sampler():
     batch_tokens=640,
   )
 
-  measurements = list(suite.evaluate(trained))
+  at_one_depth, mean_over_depths = suite.evaluate(trained)
 
-  # One depth, and the mean over depths.
-  assert len(measurements) == 2
-  for measurement in measurements:
+  for measurement in (at_one_depth, mean_over_depths):
     assert measurement.at["length"] == 320
     assert intervals.interval(measurement).value == 0.0
-
-
-# Two pairs of needles and asked ones, two lengths, and the five default depths.
-PLOTTED = Needle(
-  pairs=("1/1", "4/2"), lengths=(1000, 2000), samples=2, haystack="synthetic"
-)
 
 
 @pytest.fixture
@@ -249,54 +245,55 @@ def heat_maps(monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
 
 
 def test_the_plot_of_two_models_has_heat_maps_of_their_difference(
-  monkeypatch, heat_maps, tmp_path
+  monkeypatch, heat_maps
 ):
-  """The first model answers all questions, the second only the first of two.
+  """The first model answers all questions. The second names one number only.
 
-  The fixture `heat_maps` records the values that are drawn.
+  So the second accuracy is 1 if one needle is asked for, and 1/2 if two are.
   """
-  first = evaluate(monkeypatch, PLOTTED, answer_all)
-  second = evaluate(monkeypatch, PLOTTED, answer_first)
+  suite = Needle(
+    pairs=("1/1", "4/2"),
+    lengths=(1000, 2000),
+    depths=(0.0, 0.5, 1.0),
+    samples=2,
+    haystack="synthetic",
+  )
+  first = evaluate(monkeypatch, suite, answer_all)
+  second = evaluate(monkeypatch, suite, answer_first)
   suite_results = {
     "models": [{"name": "one"}, {"name": "other"}],
     "figures": list(intervals.compare(first, second)),
   }
 
-  plots.save(PLOTTED.plot(suite_results), tmp_path / "needle.png")
+  suite.plot(suite_results)
 
-  assert (tmp_path / "needle.png").read_bytes().startswith(b"\x89PNG")
-  for values in heat_maps:
-    num_depths = 5
-    num_lengths = 2
-    assert values.shape == (num_depths, num_lengths)
-  distinct_values = [set(values.flat) for values in heat_maps]
-  assert distinct_values == [
+  num_depths, num_lengths = 3, 2
+  ones = np.ones((num_depths, num_lengths))
+  expected = [
     # One needle: first model, second model, difference.
-    {1.0},
-    {1.0},
-    {0.0},
+    1 * ones,
+    1 * ones,
+    0 * ones,
     # Two of four needles: first model, second model, difference.
-    {1.0},
-    {0.5},
-    {0.5},
+    1 * ones,
+    0.5 * ones,
+    0.5 * ones,
   ]
+  np.testing.assert_array_equal(heat_maps, expected)
 
 
 def test_the_plot_of_one_model_has_a_heat_map_for_each_pair(
-  monkeypatch, heat_maps
+  monkeypatch, heat_maps, tmp_path
 ):
   """The fixture `heat_maps` records the values that are drawn."""
-  measurements = evaluate(monkeypatch, PLOTTED, answer_all)
-  suite_results = {
-    "models": [{"name": "one"}],
-    "figures": list(intervals.compare(measurements)),
-  }
+  monkeypatch.setattr(needle, "Sampler", FakeSampler(answer_all))
+  pairs = ("1/1", "4/2")
+  suite = Needle(pairs=pairs, lengths=(1000,), samples=2, haystack="synthetic")
+  model = Model(make_model(), {"name": "one"})
 
-  PLOTTED.plot(suite_results)
+  suite.run([model], [suite.load(model.trained)], epath.Path(tmp_path))
 
-  # One asks for 1 of 1 needles, and the other for 2 of 4.
-  num_pairs = 2
-  assert len(heat_maps) == num_pairs
+  assert len(heat_maps) == len(pairs)
 
 
 @pytest.mark.parametrize(
@@ -344,15 +341,19 @@ def test_an_invalid_setting_raises(settings, message):
 
   with pytest.raises(UserError, match=message):
     # Some settings are checked here, and others when the data is loaded.
-    suite = dataclasses.replace(SMALL, **settings)
-    list(suite.evaluate(trained))
+    suite = Needle(**{"haystack": "synthetic", **settings})
+    suite.load(trained)
 
 
 def test_missing_validation_text_raises(tmp_path):
+  """The needles are hidden in the model's validation text, or in generated one.
+
+  The error names the missing file, and the setting that needs no file.
+  """
   data = DataConfig(source=f"text:{tmp_path}/gone.txt")
-  trained = dataclasses.replace(make_model(), config=Config(data=data))
-  suite = dataclasses.replace(SMALL, haystack="validation")
+  trained = Trained("model", Config(data=data), None, None, BYTES)
+  suite = Needle(haystack="validation")
 
   message = "gone.txt.*haystack = 'synthetic' needs no data"
   with pytest.raises(UserError, match=message):
-    list(suite.evaluate(trained))
+    suite.load(trained)
