@@ -1,11 +1,13 @@
 """The interface that all suites share, and a suite from outside the package."""
 
 import dataclasses
+import functools
 import json
 import math
+import pathlib
 import re
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -44,6 +46,14 @@ class Counting(Suite):
       yield mean_of("x", [trained * number for number in numbers], kind=kind)
 
 
+def run_counting(directory: pathlib.Path, **settings: Any) -> dict[str, Any]:
+  """Runs the suite on the number 1, and returns the content of its JSON file."""
+  suite = Counting(**settings)
+  model = Model(1.0, {"name": "one"})
+  suite.run([model], [suite.load(model.trained)], epath.Path(directory))
+  return json.loads((directory / "counting.json").read_text())
+
+
 @pytest.fixture
 def suites() -> Iterator[dict[str, str]]:
   """The table of suites. It is restored after the test."""
@@ -75,36 +85,41 @@ def test_a_setting_outside_its_bound_raises(settings, message):
   assert str(error.value) == message
 
 
-def test_a_run_writes_both_models_and_their_difference(tmp_path, capsys):
-  """The suite measures the mean of 0, 1 and 2, multiplied by a "model"."""
+def test_a_run_writes_both_models_and_their_difference(tmp_path):
+  """The suite measures the mean of 0, 1 and 2, multiplied by a "model".
+
+  Numbers take the place of trained models.
+  """
   suite = Counting(count=3)
-  # Numbers take the place of trained models.
   models = [Model(1.0, {"name": "one"}), Model(2.0, {"name": "two"})]
   data = [suite.load(model.trained) for model in models]
 
   suite.run(models, data, epath.Path(tmp_path))
 
-  path = tmp_path / "counting.json"
-  suite_results = json.loads(path.read_text())
-  assert suite_results["settings"] == {
-    "count": 3,
-    "kinds": ["a"],
-    "scale": 1.0,
-  }
+  suite_results = json.loads((tmp_path / "counting.json").read_text())
   (figure,) = suite_results["figures"]
-  # The mean of 0, 1 and 2 is 1. The second model doubles it.
-  assert figure["value"] == 1.0
-  assert figure["against"]["value"] == 2.0
-  assert figure["difference"]["value"] == -1.0
-  # The command prints where the results are.
-  assert str(path) in capsys.readouterr().out
+  mean = (0 + 1 + 2) / 3
+  assert figure["value"] == 1.0 * mean
+  # The result of the second model.
+  assert figure["against"]["value"] == 2.0 * mean
+  assert figure["difference"]["value"] == (1.0 - 2.0) * mean
+
+
+def test_a_run_writes_the_settings_with_their_defaults(tmp_path):
+  suite_results = run_counting(tmp_path, count=2)
+
+  defaults = {"kinds": ["a"], "scale": 1.0}
+  assert suite_results["settings"] == {"count": 2, **defaults}
+
+
+def test_a_run_prints_the_path_of_the_results(tmp_path, capsys):
+  run_counting(tmp_path)
+
+  assert str(tmp_path / "counting.json") in capsys.readouterr().out
 
 
 def test_a_suite_without_a_plot_writes_json_and_a_table(tmp_path):
-  suite = Counting()
-  models = [Model(1.0, {"name": "one"})]
-
-  suite.run(models, [suite.load(1.0)], epath.Path(tmp_path))
+  run_counting(tmp_path)
 
   written = sorted(path.name for path in tmp_path.iterdir())
   assert written == ["counting.json", "counting.md"]
@@ -132,36 +147,39 @@ def test_two_suites_cannot_have_one_name(suites):
     register(Other)
 
 
-def test_the_suite_of_the_documentation_counts_confident_tokens(
+def count_confident(losses: np.ndarray, weights: np.ndarray) -> list[int]:
+  """Returns how many tokens have a probability above 1/2, and their number."""
+  # A loss is −log of the probability. Padding has the weight 0.
+  probabilities = np.exp(-losses)[weights > 0]
+  num_confident = np.sum(probabilities > 0.5)
+  return [int(num_confident), probabilities.size]
+
+
+def test_the_suite_in_the_documentation_counts_confident_tokens(
   make_trained, tmp_path
 ):
-  """A token counts if the model gives it a probability above 1/2."""
-  # This imports the documentation's example, which registers its suite.
+  """The suite is an example in evaluation.md.
+
+  It measures the share of tokens with a probability above 1/2.
+  """
+  # This imports the example, which registers its suite.
   with own_variants.registered(tmp_path):
     confident_class = suite_class("confident")
-  # With large parameters, the model gives some tokens a high probability.
   trained = make_trained(num_layers=1)
+  # With large parameters, the model gives some tokens a high probability.
   params = jax.tree.map(lambda leaf: 10 * leaf, trained.params)
   trained = dataclasses.replace(trained, params=params)
   suite = confident_class(rows=30)
 
   (measurement,) = suite.evaluate(trained)
 
-  @jax.jit
-  def compute_losses(batch):
-    return token_losses(trained.model, trained.params, batch)
-
-  # A loss is −log of the probability. Padding has the weight 0.
-  num_confident = 0
-  num_tokens = 0
-  for batch in suite.load(trained):
-    losses = np.asarray(compute_losses(batch))
-    probabilities = np.exp(-losses)[batch["weights"] > 0]
-    num_confident += np.sum(probabilities > 0.5)
-    num_tokens += probabilities.size
-  assert measurement.units.shape == (30, 2)
-  assert measurement.units.sum(axis=0).tolist() == [num_confident, num_tokens]
-  assert 0 < num_confident < num_tokens
+  compute_losses = jax.jit(functools.partial(token_losses, trained.model))
+  expected = []
+  for row in suite.load(trained):
+    losses = np.asarray(compute_losses(params, row))
+    expected.append(count_confident(losses, row["weights"]))
+  assert measurement.units.tolist() == expected
+  assert 0 < interval(measurement).value < 1
 
 
 class NotADataclass(Counting):
