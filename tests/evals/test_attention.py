@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from etils import epath
 
 from diffjax.config import UserError
 from diffjax.evals import attention
 from diffjax.evals.attention import AttentionShares
 from diffjax.evals.methods.needle_prompts import NeedlePrompt
-from diffjax.evals.report import intervals, plots, results
+from diffjax.evals.report import intervals
+from diffjax.evals.suite import Model
 from diffjax.inference.trained import Trained
 from tests.harness.tiers import full
+from tests.harness.tolerances import FLOAT32_LAYER, FLOAT32_MODEL
 
-# The only digits of a prompt are those of the needle's number.
+# A prompt has digits only in the needle's number.
 DIGITS = np.array(list(b"0123456789"))
 
 
+# Which maps of a head attend only to digits.
+ALL_MAPS = slice(None)
+FIRST_MAP = slice(1)
+NO_MAP = slice(0)
+
+
 def make_digit_seeker(
-  make_trained: Callable[..., Trained], variant: str, maps: Sequence[int]
+  make_trained: Callable[..., Trained], variant: str, maps_on_digits: slice
 ) -> Trained:
   """Returns a model whose chosen maps attend only to digits.
 
@@ -37,7 +47,7 @@ def make_digit_seeker(
   Args:
     make_trained: The fixture.
     variant: The name of the variant.
-    maps: The indices of the chosen maps.
+    maps_on_digits: `ALL_MAPS`, `FIRST_MAP` or `NO_MAP`.
   """
   lambda_init = 0.5 if variant == "diff" else None
   trained = make_trained(
@@ -46,13 +56,13 @@ def make_digit_seeker(
   params = jax.tree.map(jnp.zeros_like, trained.params)
 
   embedding = params["embedding"].at[:, 1].set(1.0)
-  embedding = embedding.at[DIGITS, 0].set(1.0).at[DIGITS, 1].set(0.0)
+  embedding = embedding.at[DIGITS, 0].set(1.0)
+  embedding = embedding.at[DIGITS, 1].set(0.0)
 
   query = params["layers"]["attention"]["query"]  # [L, E, ..., G, D]
   key = params["layers"]["attention"]["key"]
   slowest = query.shape[-1] // 2 - 1
-  for index in maps:
-    query = query.at[:, 1, :, index, slowest].set(10.0)
+  query = query.at[:, 1, :, maps_on_digits, slowest].set(10.0)
   key = key.at[:, 0, :, :, slowest].set(10.0)
 
   layers = {
@@ -85,37 +95,29 @@ def measure_shares(
   return shares
 
 
-@pytest.mark.parametrize(
-  "variant, maps",
-  [("diff", [0, 1]), *full([("softmax", [0]), ("diff_v2", [0, 1])])],
-)
-def test_attention_to_digits_only_is_all_on_the_answer(
-  make_trained, variant, maps
+@pytest.mark.parametrize("variant", ["diff", *full(["softmax", "diff_v2"])])
+def test_the_answer_has_the_whole_share_if_all_maps_attend_to_it(
+  make_trained, variant
 ):
-  """The answer has the only digits of a prompt, and all maps attend to them.
+  """A prompt has digits only in the answer.
 
-  A share is relative to the sum of all weights. It is 1 for softmax attention,
-  and 1 − λ = 1/2 for the weights A₁ − λA₂.
+  A share is relative to the sum of all weights. So it is 1 for the answer,
+  although the weights A₁ − λA₂ sum to 1 − λ.
   """
-  trained = make_digit_seeker(make_trained, variant, maps)
+  trained = make_digit_seeker(make_trained, variant, ALL_MAPS)
+  depths = (0.0, 0.5, 1.0)
   suite = AttentionShares(
-    length=512,
-    needles=1,
-    depths=(0.0, 0.5, 1.0),
-    samples=3,
-    haystack="synthetic",
+    length=512, needles=1, depths=depths, samples=3, haystack="synthetic"
   )
 
   shares = measure_shares(trained, suite)
 
-  for weights in ("signed", "absolute"):
-    for depth in (0.0, 0.5, 1.0, "mean"):
-      answer = shares["answer", weights, depth]
-      assert answer == pytest.approx(1.0, abs=1e-5)
-      noise = shares["noise", weights, depth]
-      assert noise == pytest.approx(0.0, abs=1e-5)
-  for part in ("BOS", "query"):
-    assert shares[part, "signed", "mean"] == pytest.approx(0.0, abs=1e-5)
+  kinds_of_shares = itertools.product(("signed", "absolute"), (*depths, "mean"))
+  for weights, depth in kinds_of_shares:
+    answer = shares["answer", weights, depth]
+    noise = shares["noise", weights, depth]
+    assert answer == pytest.approx(1.0, abs=FLOAT32_LAYER["atol"])
+    assert noise == pytest.approx(0.0, abs=FLOAT32_LAYER["atol"])
 
 
 def measure_one_depth(
@@ -157,61 +159,63 @@ def mean_part_lengths(trained: Trained) -> dict[str, float]:
 def test_a_uniform_second_map_gives_other_parts_negative_shares(
   make_trained, variant
 ):
-  """The weights are A₁ − A₂ / 2. A₁ is on the answer only, A₂ is uniform.
-
-  A part of n tokens has the weight −(n / 512) / 2, and the answer has 1 more.
-  All weights sum to 1 / 2. So the share of a part is −n / 512, plus 2 for the
-  answer.
-  """
-  trained = make_digit_seeker(make_trained, variant, maps=[0])
+  """The weights are A₁ − λA₂. A₁ is on the answer only, and A₂ is uniform."""
+  trained = make_digit_seeker(make_trained, variant, FIRST_MAP)
+  lam = 1 / 2  # The λ of every such model.
+  num_tokens = 512
 
   shares = measure_one_depth(trained)
 
   lengths = mean_part_lengths(trained)
+  # λA₂ takes this weight from each token.
+  taken = lam / num_tokens
+  sum_of_weights = 1 - lam
   expected = {
-    "BOS": -lengths["BOS"] / 512,
-    "query": -lengths["query"] / 512,
-    "answer": 2 - lengths["answer"] / 512,
-    "noise": -lengths["noise"] / 512,
+    "BOS": -taken * lengths["BOS"] / sum_of_weights,
+    "query": -taken * lengths["query"] / sum_of_weights,
+    "answer": (1 - taken * lengths["answer"]) / sum_of_weights,
+    "noise": -taken * lengths["noise"] / sum_of_weights,
   }
-  signed = {part: shares[part, "signed", "mean"] for part in expected}
-  assert signed == pytest.approx(expected, rel=1e-4)
+  signed_shares = {part: shares[part, "signed", "mean"] for part in expected}
+  assert signed_shares == pytest.approx(expected, rel=FLOAT32_MODEL["rtol"])
 
 
 @pytest.mark.parametrize("variant", ["diff", "diff_v2"])
 def test_absolute_shares_are_relative_to_the_sum_of_absolute_weights(
   make_trained, variant
 ):
-  """The weights are A₁ − A₂ / 2, with A₁ on five digits and A₂ uniform."""
-  trained = make_digit_seeker(make_trained, variant, maps=[0])
+  """The weights are A₁ − λA₂. A₁ is on the answer's digits, A₂ is uniform."""
+  trained = make_digit_seeker(make_trained, variant, FIRST_MAP)
+  lam = 1 / 2  # The λ of every such model.
+  num_tokens = 512
+  num_digits = 5
 
   shares = measure_one_depth(trained)
 
+  weight_of_digit = 1 / num_digits - lam / num_tokens
+  weight_of_other_token = -lam / num_tokens
+  num_other_tokens = num_tokens - num_digits
+  sum_over_digits = num_digits * abs(weight_of_digit)
+  sum_over_others = num_other_tokens * abs(weight_of_other_token)
+  # "noise" is the text around the sentence with the answer.
   noise_length = mean_part_lengths(trained)["noise"]
-  # What A₂ / 2 takes from each of the 512 tokens. A₁ adds 1 to the five digits.
-  weight_of_a2 = 1 / 2 / 512
-  num_digits = 5
-  num_others = 512 - num_digits
-  sum_of_digits = 1 - num_digits * weight_of_a2
-  sum_of_others = num_others * weight_of_a2
-  expected = noise_length * weight_of_a2 / (sum_of_digits + sum_of_others)
-  noise = shares["noise", "absolute", "mean"]
-  assert noise == pytest.approx(expected, rel=1e-4)
+  sum_over_noise = noise_length * abs(weight_of_other_token)
+  expected = sum_over_noise / (sum_over_digits + sum_over_others)
+  absolute_share = shares["noise", "absolute", "mean"]
+  assert absolute_share == pytest.approx(expected, rel=FLOAT32_MODEL["rtol"])
 
 
 def test_uniform_attention_gives_each_part_its_length(make_trained):
-  # No map attends to digits only, so the single map is uniform.
-  trained = make_digit_seeker(make_trained, "softmax", maps=[])
+  """The share of a part is its number of tokens, divided by all 512."""
+  trained = make_digit_seeker(make_trained, "softmax", NO_MAP)
 
   shares = measure_one_depth(trained)
 
-  # One token of the prompt's 512 is its start ("BOS").
-  assert shares["BOS", "signed", "mean"] == pytest.approx(1 / 512, rel=1e-4)
-  # The sentence with the answer has about 42 tokens, 0.08 of the prompt.
-  assert 0.05 < shares["answer", "signed", "mean"] < 0.1
-  # All weights are positive, so they equal their absolute values.
-  signed_noise = shares["noise", "signed", "mean"]
-  assert signed_noise == pytest.approx(shares["noise", "absolute", "mean"])
+  lengths = mean_part_lengths(trained)
+  for part in ("BOS", "answer", "query", "noise"):
+    share = shares[part, "signed", "mean"]
+    expected = lengths[part] / 512
+    assert share == pytest.approx(expected, rel=FLOAT32_MODEL["rtol"])
 
 
 def test_the_last_query_of_a_window_attends_to_the_window(make_trained):
@@ -321,21 +325,13 @@ def test_an_invalid_setting_raises(make_trained, settings, message):
 
 def test_the_plot_of_two_models_is_drawn(make_trained, tmp_path):
   trained = make_trained("softmax", num_layers=1)
+  models = [Model(trained, {"name": "a"}), Model(trained, {"name": "b"})]
   suite = AttentionShares(
     length=512, needles=1, depths=(0.0, 1.0), samples=2, haystack="synthetic"
   )
-  measurements = list(suite.evaluate(trained))
-  # The content of the results file, for a model that is compared with itself.
-  suite_results = results.finite(
-    {
-      "suite": "attention",
-      "settings": {},
-      "models": [{"name": "a"}, {"name": "b"}],
-      "figures": list(intervals.compare(measurements, measurements)),
-    }
-  )
+  data = [suite.load(model.trained) for model in models]
 
-  plots.save(suite.plot(suite_results), tmp_path / "attention.png")
+  suite.run(models, data, epath.Path(tmp_path))
 
-  # An image, and not an empty file.
-  assert (tmp_path / "attention.png").stat().st_size > 1000
+  image = (tmp_path / "attention.png").read_bytes()
+  assert image.startswith(b"\x89PNG")
