@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -37,6 +38,7 @@ from diffjax.model.registry import ATTENTION, register
 from diffjax.ops.diff_attention.reference import masked_softmax
 from diffjax.parameters import Parameter
 from tests.harness.own_variants import restore_registry
+from tests.harness.tolerances import FLOAT32_LAYER
 
 # The layers of the models: a full one, and one with a window.
 NUM_LAYERS = 2
@@ -188,22 +190,15 @@ def mean_noise_weights(inputs: LayerInputs) -> HandWeights:
 
 
 class OwnVariant(NamedTuple):
-  """A variant, its definition in NumPy, and the titles of its maps."""
+  """A variant and its definition in NumPy."""
 
   layer_class: type[Attention]
   weights_by_hand: Callable[[LayerInputs], HandWeights]
-  titles: tuple[str, ...]
 
 
 OWN_VARIANTS = {
-  "sigmoid_noise": OwnVariant(
-    SigmoidNoiseAttention,
-    sigmoid_noise_weights,
-    ("A₁", "λA₂", "μS", "A₁ − λA₂ − μS"),
-  ),
-  "mean_noise": OwnVariant(
-    MeanNoiseAttention, mean_noise_weights, ("A₁", "λM", "A₁ − λM")
-  ),
+  "sigmoid_noise": OwnVariant(SigmoidNoiseAttention, sigmoid_noise_weights),
+  "mean_noise": OwnVariant(MeanNoiseAttention, mean_noise_weights),
 }
 
 
@@ -294,34 +289,33 @@ def compute_weights_by_hand(
   return weights
 
 
-def test_difference_map_measures_the_variants_weights(trained):
-  """The sums equal those of weights that NumPy computes by their definition.
+def test_difference_map_measures_the_weights_of_a_variant(trained):
+  """NumPy computes the weights by their definition, query by query.
 
-  A row of 150 tokens has two blocks of queries.
+  The suite computes blocks of 128 queries, so rows of 150 have two blocks.
   """
   rows = validation_rows(
     "difference_map", trained, count=2, length=150, batch_size=2
   )
   batch = next(iter(rows))
   segment_ids = batch["segment_ids"].copy()
-  # The first row has two documents, and the second one has padding.
+  # The first row has a second document from token 60 on.
   segment_ids[0, 60:] = 2
+  # The second row ends with ten tokens of padding, whose id is 0.
   segment_ids[1, 140:] = 0
   batch = {**batch, "segment_ids": segment_ids}
+  layer_sums = jax.jit(difference_map.layer_sums, static_argnums=0)
 
-  sums = jax.jit(difference_map.layer_sums, static_argnums=0)(
-    trained.model, trained.params, batch
-  )
+  sums_of_layers = layer_sums(trained.model, trained.params, batch)
 
-  weights = compute_weights_by_hand(trained, batch)
+  layers = compute_weights_by_hand(trained, batch)
   masks = layer_masks(segment_ids)
-  for layer in range(NUM_LAYERS):
-    expected = difference_map.row_sums(
-      jnp.asarray(weights[layer].weights, jnp.float32),
-      jnp.asarray(masks[layer]),
-    )
+  for sums, layer, mask in zip(sums_of_layers, layers, masks, strict=True):
+    weights = jnp.asarray(layer.weights, jnp.float32)
+    # test_difference_map.py tests `row_sums` by hand.
+    expected = difference_map.row_sums(weights, jnp.asarray(mask))
     # A weight near the bound of small ones may be rounded across it.
-    chex.assert_trees_all_close(sums[layer], expected, rtol=2e-4)
+    chex.assert_trees_all_close(sums, expected, rtol=2e-4)
 
 
 class ShortText(NamedTuple):
@@ -343,76 +337,99 @@ def short_text(trained: Trained) -> ShortText:
   return ShortText(tokens, compute_weights_by_hand(trained, batch))
 
 
-def test_attention_measures_the_variants_weights(trained, short_text):
+def test_attention_measures_the_weights_of_a_variant(trained, short_text):
   """The suite "attention" measures the weights of the last query of a row.
 
-  `short_text` has the weights that NumPy computes by their definition.
+  They are averaged over layers and heads. `short_text` has the weights that
+  NumPy computes by their definition.
   """
   last_query = jax.jit(attention.last_query, static_argnums=0)
 
   weights = last_query(trained.model, trained.params, short_text.tokens)
 
-  last_weights = [layer.weights[:, :, -1] for layer in short_text.layers]
-  # The mean over layers and heads.
-  expected = np.mean(last_weights, axis=(0, 2))
+  # [layers, rows, heads, queries, keys]
+  weights_of_layers = np.stack([layer.weights for layer in short_text.layers])
+  mean_over_heads = weights_of_layers.mean(axis=2)
+  mean_over_layers = mean_over_heads.mean(axis=0)  # [rows, queries, keys]
+  expected = mean_over_layers[:, -1].astype(np.float32)
   chex.assert_trees_all_close(
-    weights, jnp.asarray(expected, jnp.float32), atol=1e-5, rtol=0
+    weights, expected, atol=FLOAT32_LAYER["atol"], rtol=0
   )
 
 
-def test_the_maps_of_the_report_are_the_variants(trained, short_text):
-  """The report shows the maps and weights of each head, and their mean.
-
-  `short_text` has those that NumPy computes by their definition.
-  """
-  variant = OWN_VARIANTS[trained.config.model.attention]
+@pytest.fixture(scope="module")
+def report_maps(trained: Trained, short_text: ShortText) -> maps.LayerMaps:
+  """The maps of the first row of `short_text`, as the report computes them."""
   maps_of = jax.jit(maps.maps_of, static_argnums=0)
-  first_row = short_text.tokens[:1]
+  return maps_of(trained.model, trained.params, short_text.tokens[:1])
 
-  report_maps = maps_of(trained.model, trained.params, first_row)
 
-  assert report_maps.titles == variant.titles
-  for layer, hand in enumerate(short_text.layers):
-    maps_and_weights = np.stack([*hand.maps, hand.weights])
-    # From [maps, B, H, T, S] to [H, maps, T, S] of the first row.
-    by_head = np.moveaxis(maps_and_weights[:, 0], 0, 1)
-    mean = by_head.mean(axis=0, keepdims=True)
-    # The first head of the report is the mean over heads.
-    expected = np.concatenate([mean, by_head])
+def test_the_report_shows_the_maps_and_weights_of_each_head(
+  report_maps, short_text
+):
+  """`short_text` has the maps that NumPy computes by their definition.
+
+  The report shows their mean over heads first, and the weights after the maps.
+  """
+  for layer, definition in enumerate(short_text.layers):
+    # [maps and weights, rows, heads, queries, keys]
+    maps_and_weights = np.stack([*definition.maps, definition.weights])
+    maps_of_first_row = maps_and_weights[:, 0].astype(np.float32)
+    mean_over_heads = maps_of_first_row.mean(axis=1, keepdims=True)
+    expected = np.concatenate([mean_over_heads, maps_of_first_row], axis=1)
+    # The report's axes are [mean and heads, maps and weights, queries, keys].
     chex.assert_trees_all_close(
       report_maps.weights[layer],
-      jnp.asarray(expected, jnp.float32),
-      atol=1e-5,
+      np.swapaxes(expected, 0, 1),
+      atol=FLOAT32_LAYER["atol"],
       rtol=0,
     )
 
 
-def test_the_page_shows_a_picture_of_variants_with_a_noise_map(
-  trained, tmp_path
-):
-  """The picture is of a head whose noise map, "λA₂", takes away most of A₁.
-
-  Of the two variants here, only "sigmoid_noise" has a map with this title.
-  """
-  name = trained.config.model.attention
+@pytest.fixture(scope="module")
+def report_dir(
+  trained: Trained, tmp_path_factory: pytest.TempPathFactory
+) -> pathlib.Path:
+  """The directory with the report on the model, for a text of 30 tokens."""
+  directory = tmp_path_factory.mktemp("report")
   description = {
     "name": "a model",
-    "workdir": str(tmp_path),
-    "attention": name,
+    "workdir": str(directory),
+    "attention": trained.config.model.attention,
     "parameters": 1,
   }
   suite = Report(tokens=30)
-  models = [Model(trained, description)]
+  model = Model(trained, description)
+  suite.run([model], [suite.load(trained)], epath.Path(directory))
+  return directory
 
-  suite.run(models, [suite.load(trained)], epath.Path(tmp_path))
 
-  text = (tmp_path / "report.html").read_text()
-  titles = OWN_VARIANTS[name].titles
+def test_the_report_names_the_maps_of_a_variant(
+  trained, report_maps, report_dir
+):
+  """The last title is the formula of the weights, as a sum of the maps."""
+  titles_of_variants = {
+    "sigmoid_noise": ("A₁", "λA₂", "μS", "A₁ − λA₂ − μS"),
+    "mean_noise": ("A₁", "λM", "A₁ − λM"),
+  }
+
+  titles = titles_of_variants[trained.config.model.attention]
+
+  assert report_maps.titles == titles
+  report = (report_dir / "report.html").read_text()
   for title in titles:
-    assert f"<figcaption>{title}</figcaption>" in text
-  has_noise_map = "λA₂" in titles
-  assert (tmp_path / "maps.png").exists() == has_noise_map
-  assert ("takes away most of" in text) == has_noise_map
+    assert f"<figcaption>{title}</figcaption>" in report
+
+
+def test_a_report_with_a_noise_map_has_a_picture(trained, report_dir):
+  """The picture shows a head in which the map "λA₂" takes away most of A₁."""
+  has_picture = {"sigmoid_noise": True, "mean_noise": False}
+
+  report = (report_dir / "report.html").read_text()
+
+  variant = trained.config.model.attention
+  assert (report_dir / "maps.png").exists() == has_picture[variant]
+  assert ("takes away most of" in report) == has_picture[variant]
 
 
 @pytest.mark.parametrize(
@@ -421,6 +438,23 @@ def test_the_page_shows_a_picture_of_variants_with_a_noise_map(
     pytest.param(Validation(rows=3), id="validation"),
     pytest.param(PositionNLL(rows=2, length=100), id="position_nll"),
     pytest.param(Outliers(tokens=150), id="outliers"),
+    pytest.param(
+      Quantised(
+        measurements=("needle",),
+        bits=(8,),
+        per=("row",),
+        needle=Needle(
+          pairs=("1/1",),
+          lengths=(330,),
+          depths=(0.5,),
+          samples=2,
+          haystack="synthetic",
+          new_tokens=6,
+          batch_tokens=2 * 330,
+        ),
+      ),
+      id="needle with exact logits and with 8 bits",
+    ),
   ],
 )
 def test_the_suite_gives_finite_values(trained, suite):
@@ -431,46 +465,26 @@ def test_the_suite_gives_finite_values(trained, suite):
     assert np.isfinite(interval(measurement).value), measurement
 
 
-def test_needles_are_asked_with_and_without_quantisation(trained):
-  """The suite "needle" is measured with exact logits ("all"), and with 8 bits."""
-  needles = Needle(
-    pairs=("1/1",),
-    lengths=(330,),
-    depths=(0.5,),
-    samples=2,
-    haystack="synthetic",
-    new_tokens=6,
-    batch_tokens=2 * 330,
-  )
-  suite = Quantised(
-    measurements=("needle",), bits=(8,), per=("row",), needle=needles
-  )
-
-  measurements = list(suite.evaluate(trained))
-
-  bits = [measurement.at["bits"] for measurement in measurements]
-  assert bits == ["all", 8]
-  for measurement in measurements:
-    assert 0 <= interval(measurement).value <= 1
-
-
 def test_logits_of_24_bits_change_nothing_and_of_2_bits_much(trained):
-  """The suite "quantised" rounds the logits of attention to a number of bits."""
+  """Numbers in float32 have 24 significant bits, so 24 bits are exact."""
   tokens = np.arange(40, 80).reshape(2, 20)
-  many_bits = quantise(trained, bits=24, per="row")
-  few_bits = quantise(trained, bits=2, per="tensor")
+  model_of_24_bits = quantise(trained, bits=24, per="row").model
+  model_of_2_bits = quantise(trained, bits=2, per="row").model
 
   @functools.partial(jax.jit, static_argnums=0)
-  def apply(model, params):
+  def apply_to_tokens(model, params):
     return model.apply({"params": params}, tokens)
 
-  exact = apply(trained.model, trained.params)
-  fine = apply(many_bits.model, trained.params)
-  coarse = apply(few_bits.model, trained.params)
+  exact = apply_to_tokens(trained.model, trained.params)
+  with_24_bits = apply_to_tokens(model_of_24_bits, trained.params)
+  with_2_bits = apply_to_tokens(model_of_2_bits, trained.params)
 
-  # The mantissa of float32 has 24 bits too.
-  chex.assert_trees_all_close(fine, exact, atol=1e-5, rtol=0)
-  assert np.abs(coarse - exact).max() > 0.01
+  chex.assert_trees_all_close(
+    with_24_bits, exact, atol=FLOAT32_LAYER["atol"], rtol=0
+  )
+  change = np.abs(with_2_bits - exact)
+  # A thousand times the rounding errors of the exact output.
+  assert change.max() > 1000 * FLOAT32_LAYER["atol"]
 
 
 def test_a_variant_without_quantised_logits_raises(trained, monkeypatch):
