@@ -184,30 +184,31 @@ def test_a_workdir_without_checkpoints_restores_none(tmp_path):
 
 
 def test_a_state_may_be_donated_as_soon_as_save_returns(tmp_path, monkeypatch):
-  """`save` returns before the files are written, and copies the arrays before.
+  """`save` copies the arrays, returns, and writes the files in a thread.
 
   The next training step donates the state, so JAX overwrites its arrays.
   """
-  may_write = threading.Event()
+  is_donated = threading.Event()
   write = manifest.write
 
-  def wait_and_write(*arguments):
-    may_write.wait(30)
+  def write_after_donation(*arguments):
+    # With a timeout, so that an error in the test does not block this thread.
+    is_donated.wait(timeout=30)
     write(*arguments)
 
   @functools.partial(jax.jit, donate_argnums=0)
-  def multiply_by_zero(arrays):
+  def overwrite_with_zeros(arrays):
     return jax.tree.map(lambda array: 0 * array, arrays)
 
-  monkeypatch.setattr(manifest, "write", wait_and_write)
+  monkeypatch.setattr(manifest, "write", write_after_donation)
   checkpoints = Checkpoints(tmp_path, keep=2)
   state = make_state(5)
-  checkpoints.save(5, state, data_state={}, config=CONFIG)
-  # A checkpoint without a manifest is not complete.
-  assert newest_config(tmp_path) is None
 
-  jax.block_until_ready(multiply_by_zero((state.params, state.opt_state)))
-  may_write.set()
+  checkpoints.save(5, state, data_state={}, config=CONFIG)
+  jax.block_until_ready(overwrite_with_zeros((state.params, state.opt_state)))
+  # A checkpoint is complete when it has a manifest, which is written last.
+  assert find_checkpoint(tmp_path) is None
+  is_donated.set()
   checkpoints.close()
 
   assert_states_equal(restore_state(tmp_path), make_state(5))
@@ -445,24 +446,31 @@ def flip_bit_of_step_20(workdir: pathlib.Path) -> None:
   largest_file.write_bytes(bytes(content))
 
 
-def test_a_damaged_newest_step_is_not_counted_and_is_overwritten(
+def test_a_damaged_newest_step_is_not_counted(
   workdir_of_steps_10_and_20, tmp_path
 ):
-  """Otherwise, it would be one of the two steps that are kept."""
+  """If it were one of the two steps that are kept, step 10 would be deleted."""
   workdir = shutil.copytree(workdir_of_steps_10_and_20, tmp_path / "run")
   flip_bit_of_step_20(workdir)
+  # The run is resumed from step 10.
   assert find_checkpoint(workdir).step == 10
 
-  # The run is resumed from step 10. It keeps two complete steps, so the damaged
-  # step 20 does not displace step 10.
   with reopen(workdir, keep=2) as checkpoints:
     save(checkpoints, 15)
-    checkpoints.wait()
-    assert saved_steps(workdir) == ["10", "15", "20"]
-    # The run reaches step 20 again, and replaces the damaged checkpoint.
+
+  assert saved_steps(workdir) == ["10", "15", "20"]
+
+
+def test_a_damaged_step_is_overwritten(workdir_of_steps_10_and_20, tmp_path):
+  """The run is resumed from step 10, and reaches step 20 again."""
+  workdir = shutil.copytree(workdir_of_steps_10_and_20, tmp_path / "run")
+  flip_bit_of_step_20(workdir)
+
+  with reopen(workdir, keep=2) as checkpoints:
     save(checkpoints, 20)
     checkpoints.wait()
     assert_states_equal(restore_state(workdir), make_state(20))
+    # Step 20 is now one of the two steps that are kept, and step 10 is not.
     save(checkpoints, 30)
 
   assert saved_steps(workdir) == ["20", "30"]
@@ -488,56 +496,64 @@ def test_a_damaged_step_is_pruned_before_older_complete_ones(
     pytest.param(OSError("no space left"), id="save fails"),
   ],
 )
-def test_nothing_is_deleted_in_a_directory_that_is_not_the_locked_one(
+def test_a_save_deletes_nothing_in_a_workdir_that_was_replaced(
   workdir_of_steps_10_and_20, tmp_path, monkeypatch, error
 ):
-  """During a save, the workdir is moved and its path gets a new run.
+  """A run with keep=1 saves step 30, and then deletes the steps 10 and 20.
 
-  The old run then neither deletes files of the new one nor saves there.
+  Between the two, its workdir is moved and a new run gets the path. The run
+  must not delete the checkpoints of the new one.
   """
   workdir = shutil.copytree(workdir_of_steps_10_and_20, tmp_path / "run")
-  # The new run has steps of the same numbers, and a save that is under way.
-  new_files = [
-    "10/file",
-    "20/file",
-    "30/file",
-    "40.orbax-checkpoint-tmp/file",
-  ]
+  old_workdir = tmp_path / "old"
+  checkpoints_dir = workdir / "checkpoints"
   write = manifest.write
 
-  def write_and_replace_workdir(path, step, scores):
+  def write_manifest_and_replace_workdir(path, step, scores):
     write(path, step, scores)
-    workdir.rename(tmp_path / "old")
-    for name in new_files:
-      file = workdir / "checkpoints" / name
-      file.parent.mkdir(parents=True)
-      file.write_text("of the new run")
+    workdir.rename(old_workdir)
+    for name in ("10", "20", "30", "40.orbax-checkpoint-tmp"):
+      (checkpoints_dir / name).mkdir(parents=True)
+      (checkpoints_dir / name / "file").write_text("of the new run")
     if error is not None:
       raise error
 
-  # With keep=1, the save of step 30 would delete the steps 10 and 20.
+  monkeypatch.setattr(manifest, "write", write_manifest_and_replace_workdir)
   with lock(workdir) as workdir_lock:
     checkpoints = Checkpoints(
       workdir, keep=1, restored=find_checkpoint(workdir), lock=workdir_lock
     )
-    with monkeypatch.context() as patch:
-      patch.setattr(manifest, "write", write_and_replace_workdir)
-      save(checkpoints, 30)
-      with pytest.raises(LostWorkdir):
-        checkpoints.wait()
+    save(checkpoints, 30)
+    with pytest.raises(LostWorkdir):
+      checkpoints.wait()
+    checkpoints.close()
+
+  assert sorted(checkpoints_dir.rglob("*")) == [
+    checkpoints_dir / "10",
+    checkpoints_dir / "10/file",
+    checkpoints_dir / "20",
+    checkpoints_dir / "20/file",
+    checkpoints_dir / "30",
+    checkpoints_dir / "30/file",
+    checkpoints_dir / "40.orbax-checkpoint-tmp",
+    checkpoints_dir / "40.orbax-checkpoint-tmp/file",
+  ]
+  assert restore(old_workdir).step == 30
+
+
+def test_a_save_in_a_workdir_that_was_replaced_is_an_error(tmp_path):
+  """The lock is that of the moved directory, and the new one is empty."""
+  workdir = tmp_path / "run"
+  with lock(workdir) as workdir_lock:
+    checkpoints = Checkpoints(workdir, keep=1, lock=workdir_lock)
+    workdir.rename(tmp_path / "old")
+    workdir.mkdir()
+
     with pytest.raises(LostWorkdir):
       save(checkpoints, 50)
     checkpoints.close()
 
-  # The new run has all of its files, and the old run has its save.
-  directory = workdir / "checkpoints"
-  remaining_files = []
-  for path in directory.rglob("*"):
-    if path.is_file():
-      remaining_files.append(str(path.relative_to(directory)))
-  assert sorted(remaining_files) == new_files
-  assert len(os.listdir(directory)) == len(new_files)
-  assert restore(tmp_path / "old").step == 30
+  assert not list(workdir.iterdir())
 
 
 # Configs of a resumed run.
@@ -610,10 +626,7 @@ def test_a_refused_resume_names_every_difference_with_both_values():
   The checkpoint has the default values, 128 and 0.001.
   """
   other_config = change(
-    CONFIG,
-    model__embed_dim=64,
-    optimizer__learning_rate=0.5,
-    train__steps=3,
+    CONFIG, model__embed_dim=64, optimizer__learning_rate=0.5, train__steps=3
   )
 
   with pytest.raises(UserError) as error:
@@ -721,19 +734,22 @@ def test_a_failed_save_leaves_the_older_checkpoint_and_is_repeated(
 ):
   """Step 1 is saved. Steps 2 to 5 fail on a full disk, and step 6 is saved.
 
-  After each step, the run prints the result and the saved steps.
+  After each of them, the run prints the result and the steps in its workdir.
+  With keep=1, a save that succeeds deletes the older step.
   """
   _, result = run_with_failing_saves
 
-  first, *failures, last = result.stdout.splitlines()
-  assert first == "saved | 1"
-  assert last == "saved | 6"
-  for line in failures:
+  lines = result.stdout.splitlines()
+  line_1, line_2, line_3, line_4, line_5, line_6 = lines
+  assert line_1 == "saved | 1"
+  for line in (line_2, line_3, line_4, line_5):
     assert "File too large" in line
     assert line.endswith(" | 1")
-  # Each of the four failing steps is tried twice.
+  assert line_6 == "saved | 6"
+  num_failing_steps = 4
+  tries_per_step = 2
   message = "not saved: cannot read or write the checkpoint"
-  assert result.stderr.count(message) == 4 * 2
+  assert result.stderr.count(message) == num_failing_steps * tries_per_step
 
 
 def test_metrics_that_cannot_be_written_are_written_later(
@@ -791,33 +807,25 @@ def test_an_unreadable_size_of_an_array_is_an_error_of_the_save(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-  "name",
-  [
-    pytest.param("checkpoints", id="checkpoints"),
-    pytest.param(".", id="workdir"),
-  ],
-)
-def test_a_save_fails_while_a_file_is_at_the_path_of_its_directory(
-  tmp_path, name
+@pytest.mark.parametrize("replaced_directory", ["run", "run/checkpoints"])
+def test_a_save_fails_while_a_file_replaces_its_directory(
+  tmp_path, replaced_directory
 ):
   """The next save succeeds after the directory is back."""
   workdir = tmp_path / "run"
   checkpoints = Checkpoints(workdir, keep=1)
   save(checkpoints, 1)
   checkpoints.wait()
-  directory = (workdir / name).resolve()
 
-  # A file takes the directory's place.
-  directory.rename(tmp_path / "away")
-  directory.write_text("")
+  directory = tmp_path / replaced_directory
+  directory.rename(tmp_path / "moved")
+  directory.write_text("a file")
   save(checkpoints, 2)
   with pytest.raises(UserError, match="checkpoints/2: .*Not a directory"):
     checkpoints.wait()
 
-  # The directory is back.
   directory.unlink()
-  (tmp_path / "away").rename(directory)
+  (tmp_path / "moved").rename(directory)
   assert saved_steps(workdir) == ["1"]
   save(checkpoints, 2)
   checkpoints.close()

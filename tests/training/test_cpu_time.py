@@ -25,18 +25,19 @@ def fail_if_timed() -> float:
 
 
 @pytest.mark.parametrize(
-  ("days", "printed_days"),
-  [(3_812, "3,000"), (12.4, "10"), (0.04, "0.04")],
+  ("days", "printed_days"), [(3_812, "3,000"), (12.4, "10"), (0.04, "0.04")]
 )
 def test_the_warning_says_how_long_a_large_model_takes(
   monkeypatch, days, printed_days
 ):
-  """The days are rounded down to one digit.
+  """The days are rounded down to one digit, as for "at least".
 
-  The measured speed of the CPU is replaced by one that takes this many days.
+  The model of CONFIG has 125 million parameters.
   """
-  seconds = days * 24 * 60 * 60
-  flops_per_second = cpu_time.run_flops(CONFIG) / seconds
+  flops_per_day = cpu_time.run_flops(CONFIG) / days
+  seconds_per_day = 24 * 60 * 60
+  flops_per_second = flops_per_day / seconds_per_day
+  # The measurement then finds a CPU on which the run takes these days.
   monkeypatch.setattr(
     cpu_time, "product_flops_per_second", lambda: flops_per_second
   )

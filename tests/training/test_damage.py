@@ -337,18 +337,20 @@ def test_each_damage_of_an_empty_file_is_detected(workdir, caplog, damage):
   )
 
 
-def test_the_kinds_of_files_are_all_that_a_checkpoint_has(saved_workdir):
-  """The tests above damage a file of each kind, so none may be forgotten."""
+def test_every_file_of_a_checkpoint_is_of_a_kind_that_the_tests_damage(
+  saved_workdir,
+):
+  """KINDS_OF_FILES must be complete. "state/d/" means all files in it."""
   step_20 = saved_workdir / "checkpoints" / "20"
-  # The names of the files in these directories differ between saves.
   directories = ("state/d/", "state/ocdbt.process_0/d/")
 
-  other_files = []
+  names = set()
   for path in step_20.rglob("*"):
     name = str(path.relative_to(step_20))
     if path.is_file() and not name.startswith(directories):
-      other_files.append(name)
-  assert set(other_files) <= {*KINDS_OF_FILES, EMPTY_FILE}
+      names.add(name)
+
+  assert names <= {*KINDS_OF_FILES, EMPTY_FILE}
 
 
 # Damage of a whole checkpoint.
@@ -493,9 +495,7 @@ def test_a_file_that_is_no_manifest_is_detected(
   assert_step_is_skipped(workdir, caplog, "manifest.json is damaged")
 
 
-def test_a_file_that_the_manifest_does_not_name_fails_its_verification(
-  step_20,
-):
+def test_a_file_that_the_manifest_does_not_name_fails_its_verification(step_20):
   """The manifest is written without the file, and so has no hash of it."""
   (step_20 / "_CHECKPOINT_METADATA").unlink()
   manifest.write(step_20, step=20, scores={})
@@ -621,18 +621,19 @@ def test_a_run_whose_first_save_was_interrupted_starts_again(
   assert "its save or its deletion was interrupted" in caplog.text
 
 
-def test_a_run_whose_first_save_was_interrupted_twice_starts_again(tmp_path):
-  """Each time, it is killed after Orbax's files and before the manifest.
+def save_without_manifest(workdir: pathlib.Path, step: int) -> None:
+  """Leaves a step as a kill does that comes before its manifest is written."""
+  restored = find_checkpoint(workdir)
+  with Checkpoints(workdir, keep=10, restored=restored) as checkpoints:
+    checkpoints.save(
+      step, make_state(step), data_state={}, config=make_config(step)
+    )
+  (workdir / "checkpoints" / str(step) / "manifest.json").unlink()
 
-  The second run has another checkpoint_interval, and saves step 10 first.
-  """
-  for step in (20, 10):
-    state = make_state(step)
-    config = make_config(step)
-    restored = find_checkpoint(tmp_path)
-    with Checkpoints(tmp_path, keep=10, restored=restored) as checkpoints:
-      checkpoints.save(step, state, data_state={}, config=config)
-    # The kill comes before the manifest is written.
-    (tmp_path / "checkpoints" / str(step) / "manifest.json").unlink()
+
+def test_a_run_without_a_complete_save_starts_again(tmp_path):
+  """Two sessions were killed during their first save, of another step each."""
+  save_without_manifest(tmp_path, step=20)
+  save_without_manifest(tmp_path, step=10)
 
   assert restore(tmp_path) is None

@@ -239,44 +239,41 @@ class FileOnFullDisk(io.FileIO):
     return written
 
 
+def steps_of_events(workdir: pathlib.Path) -> list[int]:
+  """Returns the steps of TensorBoard's events with values."""
+  return [event.step for event in read_events(workdir) if event.summary.value]
+
+
 @pytest.mark.parametrize("free_bytes", [0, 10, 100])
-def test_lines_and_events_are_complete_after_a_full_disk(
+def test_no_entry_is_lost_or_cut_on_a_full_disk(
   tmp_path, monkeypatch, free_bytes
 ):
-  """Only `free_bytes` are free from step 2 on, until there is space again.
+  """The disk is full during steps 2 to 299, after it took a few more bytes.
 
-  The disk is full until step 299. No entry of these steps is lost or cut.
+  These entries are more than the buffers of Python hold.
   """
-  opened_paths = []
 
-  def open_file(path, mode, buffering):
+  def open_file_on_full_disk(path, mode, buffering):
     assert buffering == 0
-    opened_paths.append(path)
     return FileOnFullDisk(path, mode)
 
-  # The module then opens its files by this function.
-  monkeypatch.setattr(metrics, "open", open_file, raising=False)
+  # The module has no name "open", so this hides Python's function from it.
+  monkeypatch.setattr(metrics, "open", open_file_on_full_disk, raising=False)
   writer = open_writer(tmp_path)
-  # The files are the log and that of TensorBoard.
-  assert len(opened_paths) == 2
 
   writer.write(1, {"train/loss": 1.0})
   with monkeypatch.context() as patch:
     patch.setattr(FileOnFullDisk, "free_bytes", free_bytes)
-    # So many entries do not fit into the buffers of Python.
     for step in range(2, 300):
       writer.write(step, {"train/loss": 1.0, "train/grad_norm": 1.0})
+    assert FileOnFullDisk.free_bytes == 0
   writer.write(300, {"train/loss": 1.0})
   writer.close()
 
-  steps = list(range(1, 301))
-  assert logged_steps(tmp_path) == steps
-  event_steps = []
-  for event in read_events(tmp_path):
-    if event.summary.value:
-      event_steps.append(event.step)
+  steps_1_to_300 = list(range(1, 301))
+  assert logged_steps(tmp_path) == steps_1_to_300
   # TensorBoard also has an event of step 0, with the config.
-  assert event_steps == [0, *steps]
+  assert steps_of_events(tmp_path) == [0, *steps_1_to_300]
 
 
 def test_other_processes_write_nothing(tmp_path):

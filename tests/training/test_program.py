@@ -74,7 +74,10 @@ def test_the_initial_state_has_the_abstract_shapes_and_shardings(program):
 
 
 def test_the_lowered_step_is_the_step_that_trains(program):
-  """A step for absent devices is lowered from shapes instead of arrays."""
+  """`lower_train_step` needs only shapes, so it works for absent devices.
+
+  Training lowers the same function with a state and a batch of arrays.
+  """
   batch_shape = (8, 16)
   batch = {
     "tokens": np.ones(batch_shape, np.int32),
@@ -83,9 +86,10 @@ def test_the_lowered_step_is_the_step_that_trains(program):
     "positions": np.ones(batch_shape, np.int32),
     "weights": np.ones(batch_shape, np.float32),
   }
-  # Training lowers the step with a state and a batch of arrays.
+  train_step = program._jitted.train_step
+  # The step shards its activations by these rules, over this mesh.
   with jax.set_mesh(program.mesh), nn.logical_axis_rules(rules.ACTIVATIONS):
-    training_step = program._jitted.train_step.lower(
+    training_step = train_step.lower(
       program.init(), put_batch(batch, program.mesh)
     )
 

@@ -40,10 +40,7 @@ Z_LOSS = 0.1
 CONFIG = Config(
   model=MODEL,
   optimizer=OptimizerConfig(
-    learning_rate=LEARNING_RATE,
-    warmup_steps=0,
-    clip_norm=0.0,
-    weight_decay=0.0,
+    learning_rate=LEARNING_RATE, warmup_steps=0, clip_norm=0.0, weight_decay=0.0
   ),
   train=TrainConfig(steps=10, batch_size=4, z_loss=Z_LOSS),
 )
@@ -118,34 +115,51 @@ def reference_loss(
 
 
 @pytest.mark.parametrize("tie_embeddings", [True, *full([False])])
-def test_losses_and_the_update_equal_the_plain_formulas(tie_embeddings):
-  """The first step of Adam, without weight decay and clipping."""
+def test_the_losses_of_a_step_equal_the_plain_formulas(tie_embeddings):
+  """`reference_loss` computes the loss and the z-loss by their definitions."""
   model = dataclasses.replace(MODEL, tie_embeddings=tie_embeddings)
   program = compiled_program(dataclasses.replace(CONFIG, model=model))
   batch = make_batch()
   state = program.init()
   params = to_numpy(state.params)
+
+  _, metrics = take_step(program, state, batch)
+
   gradient_fn = jax.jit(jax.grad(reference_loss, has_aux=True))
   gradients, (expected_loss, expected_z_loss) = gradient_fn(params, batch)
+  expected_norm = optax.tree.norm(gradients)
+  chex.assert_trees_all_close(metrics["loss"], expected_loss, rtol=1e-6)
+  chex.assert_trees_all_close(metrics["z_loss"], expected_z_loss, rtol=1e-6)
+  # The norm is a long sum.
+  chex.assert_trees_all_close(metrics["grad_norm"], expected_norm, rtol=1e-5)
+  assert metrics["tokens"] == batch["weights"].sum()
 
-  state, metrics = take_step(program, state, batch)
 
-  grad_norm = optax.tree.norm(gradients)
-  np.testing.assert_allclose(metrics["loss"], expected_loss, rtol=1e-6)
-  np.testing.assert_allclose(metrics["z_loss"], expected_z_loss, rtol=1e-6)
-  np.testing.assert_allclose(metrics["grad_norm"], grad_norm, rtol=1e-5)
-  np.testing.assert_allclose(metrics["tokens"], batch["weights"].sum())
+@pytest.mark.parametrize("tie_embeddings", [True, *full([False])])
+def test_the_first_update_of_adam_has_the_sign_of_the_gradient(tie_embeddings):
+  """Each element moves by the learning rate, against its gradient.
 
-  # The first update of Adam is the learning rate times the gradient's sign. It
-  # is smaller where the gradient is as small as Adam's eps, so such elements
-  # are not compared.
-  def expected_update(gradient, update):
-    is_large = np.abs(gradient) > 1e-5
-    return np.where(is_large, -LEARNING_RATE * np.sign(gradient), update)
+  The optimizer has no weight decay and no clipping here.
+  """
+  model = dataclasses.replace(MODEL, tie_embeddings=tie_embeddings)
+  program = compiled_program(dataclasses.replace(CONFIG, model=model))
+  batch = make_batch()
+  state = program.init()
+  params = to_numpy(state.params)
 
+  state, _ = take_step(program, state, batch)
+
+  gradient_fn = jax.jit(jax.grad(reference_loss, has_aux=True))
+  gradients, _ = gradient_fn(params, batch)
   updates = jax.tree.map(np.subtract, to_numpy(state.params), params)
-  expected_updates = jax.tree.map(expected_update, gradients, updates)
-  chex.assert_trees_all_close(updates, expected_updates, rtol=2e-3)
+  gradient_leaves = jax.tree.leaves(to_numpy(gradients))
+  update_leaves = jax.tree.leaves(updates)
+  for gradient, update in zip(gradient_leaves, update_leaves, strict=True):
+    # Adam divides g by |g| + eps, with eps = 1e-8. Only elements for which eps
+    # is less than a thousandth of |g| are compared.
+    is_large = np.abs(gradient) > 1e-5
+    expected = -LEARNING_RATE * np.sign(gradient[is_large])
+    np.testing.assert_allclose(update[is_large], expected, rtol=2e-3)
 
 
 def test_a_batch_of_padding_has_no_loss_and_no_gradient():
@@ -299,20 +313,6 @@ def test_a_step_donates_its_state():
   take_step(program, state, make_batch())
 
   assert state.params["embedding"].is_deleted()
-
-
-def test_a_step_is_compiled_once():
-  """The new state has the shardings of the old one, from the first step on.
-
-  Otherwise, the second step would be compiled again.
-  """
-  program = compiled_program(CONFIG)
-  state = program.init()
-
-  for _ in range(3):
-    state, _ = take_step(program, state, make_batch())
-
-  assert program._jitted.train_step._cache_size() == 1
 
 
 def initial_embedding(config: Config) -> np.ndarray:
