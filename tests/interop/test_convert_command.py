@@ -64,6 +64,13 @@ def assert_conversion_fails(
   assert not target.exists()
 
 
+def assert_llama_is_rejected(directory: pathlib.Path, message: str) -> None:
+  """Asserts that the conversion of directory/"llama" fails with a message."""
+  assert_conversion_fails(
+    f"llama:{directory}/llama", directory / "out", message
+  )
+
+
 # The flags.
 
 
@@ -194,11 +201,7 @@ def test_wrong_flags_are_rejected_with_exit_code_2(arguments, message):
     ),
     (
       "rope_parameters",
-      {
-        "rope_type": "default",
-        "rope_theta": 1e4,
-        "partial_rotary_factor": 0.5,
-      },
+      {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
       "scales its rotary angles",
     ),
     (
@@ -215,9 +218,7 @@ def test_a_llama_with_unsupported_parts_is_rejected(
   write_llama(tmp_path / "llama")
   edit_config(tmp_path / "llama", {field: value})
 
-  assert_conversion_fails(
-    source=f"llama:{tmp_path}/llama", target=tmp_path / "out", message=message
-  )
+  assert_llama_is_rejected(tmp_path, message)
 
 
 @pytest.mark.parametrize(
@@ -245,9 +246,7 @@ def test_an_unknown_field_of_a_config_is_rejected(
   write_llama(tmp_path / "llama")
   edit_config(tmp_path / "llama", {field: value})
 
-  assert_conversion_fails(
-    source=f"llama:{tmp_path}/llama", target=tmp_path / "out", message=message
-  )
+  assert_llama_is_rejected(tmp_path, message)
 
 
 @pytest.mark.parametrize(
@@ -277,9 +276,7 @@ def test_an_invalid_field_of_a_config_is_rejected(
   write_llama(tmp_path / "llama")
   edit_config(tmp_path / "llama", {field: value})
 
-  assert_conversion_fails(
-    source=f"llama:{tmp_path}/llama", target=tmp_path / "out", message=message
-  )
+  assert_llama_is_rejected(tmp_path, message)
 
 
 @pytest.mark.parametrize(
@@ -326,9 +323,7 @@ def test_a_config_that_contradicts_the_tensors_is_rejected(
   write_llama(tmp_path / "llama")
   edit_config(tmp_path / "llama", {field: value})
 
-  assert_conversion_fails(
-    source=f"llama:{tmp_path}/llama", target=tmp_path / "out", message=message
-  )
+  assert_llama_is_rejected(tmp_path, message)
 
 
 def test_untied_embeddings_need_an_output_projection(tmp_path):
@@ -336,10 +331,8 @@ def test_untied_embeddings_need_an_output_projection(tmp_path):
   write_llama(tmp_path / "llama", is_tied=True)
   edit_config(tmp_path / "llama", {"tie_word_embeddings": False})
 
-  assert_conversion_fails(
-    source=f"llama:{tmp_path}/llama",
-    target=tmp_path / "out",
-    message="no tensor lm_head.weight.*set tie_word_embeddings to true",
+  assert_llama_is_rejected(
+    tmp_path, "no tensor lm_head.weight.*set tie_word_embeddings to true"
   )
 
 
@@ -368,10 +361,8 @@ def test_a_truncated_safetensors_file_is_rejected(end, message, tmp_path):
   path = tmp_path / "llama/model.safetensors"
   path.write_bytes(path.read_bytes()[:end])
 
-  assert_conversion_fails(
-    source=f"llama:{tmp_path}/llama",
-    target=tmp_path / "out",
-    message=f"model.safetensors is not a whole safetensors file, {message}",
+  assert_llama_is_rejected(
+    tmp_path, f"model.safetensors is not a whole safetensors file, {message}"
   )
 
 
@@ -391,17 +382,13 @@ def test_the_error_names_a_missing_file(file_name, message, tmp_path):
   write_llama(tmp_path / "llama")
   (tmp_path / "llama" / file_name).unlink()
 
-  assert_conversion_fails(
-    source=f"llama:{tmp_path}/llama", target=tmp_path / "out", message=message
-  )
+  assert_llama_is_rejected(tmp_path, message)
 
 
 def test_a_missing_directory_is_named(tmp_path):
   # The directory "llama" does not exist.
-  assert_conversion_fails(
-    source=f"llama:{tmp_path}/llama",
-    target=tmp_path / "out",
-    message="cannot read .*llama/config.json: No such file",
+  assert_llama_is_rejected(
+    tmp_path, "cannot read .*llama/config.json: No such file"
   )
 
 
@@ -418,9 +405,7 @@ def test_a_config_must_be_a_json_object(content, message, tmp_path):
   write_llama(tmp_path / "llama")
   (tmp_path / "llama/config.json").write_bytes(content)
 
-  assert_conversion_fails(
-    source=f"llama:{tmp_path}/llama", target=tmp_path / "out", message=message
-  )
+  assert_llama_is_rejected(tmp_path, message)
 
 
 def test_a_tokenizer_in_another_format_is_rejected(tmp_path):
@@ -428,11 +413,7 @@ def test_a_tokenizer_in_another_format_is_rejected(tmp_path):
   # The JSON is valid, but has no vocabulary.
   (tmp_path / "llama/tokenizer.json").write_text("{}")
 
-  assert_conversion_fails(
-    source=f"llama:{tmp_path}/llama",
-    target=tmp_path / "out",
-    message="not a Hugging Face tokenizer.json",
-  )
+  assert_llama_is_rejected(tmp_path, "not a Hugging Face tokenizer.json")
 
 
 @pytest.mark.parametrize(
@@ -458,9 +439,7 @@ def test_a_wrong_index_of_shards_is_rejected(content, message, tmp_path):
   (tmp_path / "llama/model.safetensors").unlink()
   (tmp_path / "llama/model.safetensors.index.json").write_text(content)
 
-  assert_conversion_fails(
-    source=f"llama:{tmp_path}/llama", target=tmp_path / "out", message=message
-  )
+  assert_llama_is_rejected(tmp_path, message)
 
 
 def test_a_missing_tensor_is_named(tmp_path):
@@ -469,11 +448,7 @@ def test_a_missing_tensor_is_named(tmp_path):
   del tensors["model.norm.weight"]
   safetensors.numpy.save_file(tensors, tmp_path / "llama/model.safetensors")
 
-  assert_conversion_fails(
-    source=f"llama:{tmp_path}/llama",
-    target=tmp_path / "out",
-    message="has no tensor model.norm.weight",
-  )
+  assert_llama_is_rejected(tmp_path, "has no tensor model.norm.weight")
 
 
 def test_a_llama_with_biases_is_rejected(tmp_path):
@@ -483,10 +458,8 @@ def test_a_llama_with_biases_is_rejected(tmp_path):
   tensors[name] = np.ones(32, np.float32)
   safetensors.numpy.save_file(tensors, tmp_path / "llama/model.safetensors")
 
-  assert_conversion_fails(
-    source=f"llama:{tmp_path}/llama",
-    target=tmp_path / "out",
-    message=f"has a tensor {name}.*: biases are not supported",
+  assert_llama_is_rejected(
+    tmp_path, f"has a tensor {name}.*: biases are not supported"
   )
 
 
@@ -505,9 +478,7 @@ def test_tensors_other_than_floats_of_at_most_32_bits_are_rejected(
   tensors["model.norm.weight"] = np.ones(32, dtype)
   safetensors.numpy.save_file(tensors, tmp_path / "llama/model.safetensors")
 
-  assert_conversion_fails(
-    source=f"llama:{tmp_path}/llama", target=tmp_path / "out", message=message
-  )
+  assert_llama_is_rejected(tmp_path, message)
 
 
 # Other layouts.
@@ -651,11 +622,7 @@ def test_diffllama_rejects_a_model_that_it_cannot_represent(
       {"lambda_init": 0.8},
       "lambda_init = None, the schedule; the model has 0.8",
     ),
-    (
-      "diff",
-      {"head_norm": False},
-      "V1 layer supports only head_norm = True",
-    ),
+    ("diff", {"head_norm": False}, "V1 layer supports only head_norm = True"),
     (
       "diff_v2",
       {"head_norm": True},
@@ -666,11 +633,7 @@ def test_diffllama_rejects_a_model_that_it_cannot_represent(
       {"norm_eps": 1e-6},
       "norm_eps = 1e-05, the ε of its head norm; the model has 1e-06",
     ),
-    (
-      "diff",
-      {"head_dim": 8},
-      "the model has 32, which is not 2 · 8 · 4",
-    ),
+    ("diff", {"head_dim": 8}, "the model has 32, which is not 2 · 8 · 4"),
   ],
 )
 def test_unilm_rejects_a_model_that_it_cannot_represent(
@@ -695,8 +658,8 @@ def word_workdir(tmp_path_factory):
   write_tokenizer(directory)
   model = make_model("diff", tokenizer=str(directory / "tokenizer.json"))
   workdir.write(str(directory / "written"), model)
-  # The config names the tokenizer by its path, which exists no longer. So a copy
-  # of the workdir has only its own tokenizer.
+  # The path of the tokenizer in the config exists no longer. So a copy of the
+  # workdir has only its own tokenizer.
   return (directory / "written").rename(directory / "run")
 
 
@@ -802,12 +765,15 @@ def test_a_bucket_needs_gcsfs(arguments):
 def test_convert_does_not_write_to_an_existing_target(
   existing_file, target_layout, tmp_path
 ):
-  """The target may only be a new path or an empty directory."""
+  """The target must be a new path or an empty directory.
+
+  Here, it is the path "target", and `existing_file` is this path or below it.
+  """
   write_llama(tmp_path / "llama")
   target = tmp_path / "target"
-  existing = tmp_path / existing_file
-  existing.parent.mkdir(parents=True, exist_ok=True)
-  existing.write_text("text")
+  file = tmp_path / existing_file
+  file.parent.mkdir(parents=True, exist_ok=True)
+  file.write_text("text")
   paths_before = sorted(tmp_path.rglob("*"))
 
   result = convert(
@@ -820,7 +786,7 @@ def test_convert_does_not_write_to_an_existing_target(
     " another one, or delete it\n"
   )
   assert sorted(tmp_path.rglob("*")) == paths_before
-  assert existing.read_text() == "text"
+  assert file.read_text() == "text"
 
 
 @pytest.mark.parametrize(
@@ -865,7 +831,7 @@ def test_a_target_inside_a_file_is_rejected(target_layout, tmp_path):
 
 
 def test_the_printed_flags_include_fields_that_are_false(tmp_path):
-  """`diffjax.train` needs these flags to build a model with the same tensors."""
+  """`diffjax.train` needs them to build a model with the same tensors."""
   write_llama(tmp_path / "llama")
 
   result = convert(
@@ -1014,11 +980,7 @@ def exported_run(tmp_path_factory):
 
 @pytest.mark.parametrize(
   ("layout", "library"),
-  [
-    ("diffllama", "transformers"),
-    ("unilm", "diffjax"),
-    ("diffjax", "diffjax"),
-  ],
+  [("diffllama", "transformers"), ("unilm", "diffjax"), ("diffjax", "diffjax")],
 )
 def test_a_model_card_begins_with_the_metadata_of_the_hub(
   exported_run, layout, library
@@ -1062,7 +1024,7 @@ def test_a_model_card_has_the_latest_losses_up_to_the_exported_step(
 def test_a_model_card_has_the_first_twelve_figures_of_an_evaluation(
   exported_run, layout
 ):
-  """The evaluation "needle" has 20 equal figures: 0.25, between 0.125 and 0.5."""
+  """The evaluation "needle" has 20 equal values of 0.25."""
   card = exported_run.card(layout)
 
   assert card.count("| accuracy | depth 0.5 | 0.25 [0.125, 0.5] |") == 12

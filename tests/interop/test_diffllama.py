@@ -358,24 +358,42 @@ def test_a_config_of_transformers_4_is_read_like_one_of_5(tmp_path):
   assert config == expected
 
 
-def test_missing_fields_have_the_defaults_of_transformers(tmp_path):
-  """By default each head has its own keys and values, and nothing is tied."""
+def test_a_missing_rope_base_is_10_000(tmp_path):
+  """transformers has the same default."""
   source = copy_golden("diffllama_tiny_gqa", tmp_path / "source").path
-  remove_fields(source, "rope_parameters", "tie_word_embeddings")
-  edit_config(source, {"num_key_value_heads": None})
-  # The tensors are changed to have the shapes of the defaults: 4 instead of 2
-  # key/value heads, and an output projection.
+  remove_fields(source, "rope_parameters")
+
+  config = diffllama.read(str(source)).config
+
+  assert config.rope_base == 10_000.0
+
+
+def test_embeddings_are_not_tied_by_default(tmp_path):
+  """The checkpoint then has an output projection."""
+  source = copy_golden("diffllama_tiny_gqa", tmp_path / "source").path
+  remove_fields(source, "tie_word_embeddings")
   tensors = read_tensors(source)
-  for name, tensor in tensors.items():
-    if name.endswith(("k_proj.weight", "v_proj.weight")):
-      tensors[name] = np.concatenate([tensor, tensor])
   tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
   safetensors.numpy.save_file(tensors, source / "model.safetensors")
 
   config = diffllama.read(str(source)).config
 
-  assert config.rope_base == 10_000.0
   assert not config.tie_embeddings
+
+
+def test_each_head_has_its_own_keys_and_values_by_default(tmp_path):
+  """The golden checkpoint has 4 heads, and 2 of keys and values."""
+  source = copy_golden("diffllama_tiny_gqa", tmp_path / "source").path
+  edit_config(source, {"num_key_value_heads": None})
+  # The projections get the rows of two more heads.
+  tensors = read_tensors(source)
+  for name, tensor in tensors.items():
+    if name.endswith(("k_proj.weight", "v_proj.weight")):
+      tensors[name] = np.concatenate([tensor, tensor])
+  safetensors.numpy.save_file(tensors, source / "model.safetensors")
+
+  config = diffllama.read(str(source)).config
+
   assert config.num_kv_heads == 4
 
 

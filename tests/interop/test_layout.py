@@ -35,9 +35,7 @@ def make_layout(name: str, config: ModelConfig) -> layout.Layout:
   return unilm.make_layout(config, version)
 
 
-def convert_params(
-  model_layout: layout.Layout, params: dict[str, Any]
-) -> Tensors:
+def tensors_of(model_layout: layout.Layout, params: dict[str, Any]) -> Tensors:
   """Returns all tensors of a model in a layout."""
   tensors = Tensors()
   for name in model_layout.shapes():
@@ -48,31 +46,37 @@ def convert_params(
 @pytest.mark.parametrize(
   ("num_kv_heads", "is_tied"), [(1, True), (2, False), (4, True)]
 )
-@pytest.mark.parametrize("name", ["diffllama", "unilm V1", "unilm V2"])
-def test_a_layout_reads_what_it_writes(name, num_kv_heads, is_tied):
+@pytest.mark.parametrize(
+  ("name", "attention"),
+  [("diffllama", "diff"), ("unilm V1", "diff"), ("unilm V2", "diff_v2")],
+)
+def test_a_layout_reads_what_it_writes(name, attention, num_kv_heads, is_tied):
   """A layout converts parameters to the tensors of a file format, and back."""
-  attention = "diff_v2" if name == "unilm V2" else "diff"
   model = make_model(
     attention, num_kv_heads=num_kv_heads, tie_embeddings=is_tied
   )
+  params = model.params
   if name == "diffllama":
     # DiffLlama has no such tensor. `diffllama.write` multiplies it into the
     # output projection before it uses the layout.
-    del model.params["layers"]["attention"]["head_gain"]
+    del params["layers"]["attention"]["head_gain"]
   model_layout = make_layout(name, model.config)
 
-  tensors = convert_params(model_layout, model.params)
-  params = model_layout.params(tensors)
+  tensors = tensors_of(model_layout, params)
+  read_params = model_layout.params(tensors)
 
   assert tensors.shapes() == model_layout.shapes()
-  chex.assert_trees_all_equal(params, model.params)
+  chex.assert_trees_all_equal(read_params, params)
 
 
 # Memory. A model may be larger than the memory.
 
 
 class TensorsInUseOneAtATime(Tensors):
-  """Tensors that may be in use only one at a time."""
+  """Tensors that may be in use only one at a time.
+
+  `copies` has a weak reference to each tensor that was read.
+  """
 
   def __init__(self, tensors):
     super().__init__(tensors)
@@ -80,7 +84,7 @@ class TensorsInUseOneAtATime(Tensors):
 
   def read(self, name):
     for copy in self.copies:
-      assert copy() is None
+      assert copy() is None, "another tensor is still in use"
     tensor = self[name].copy()
     self.copies.append(weakref.ref(tensor))
     return tensor
@@ -91,15 +95,16 @@ def test_tensors_are_read_one_at_a_time(monkeypatch):
 
   TensorsInUseOneAtATime fails at a read while another tensor is in use.
   """
-  # All parameters are in files, and not only large ones.
+  # All parameters are then in files, and not only large ones.
   monkeypatch.setattr(layout, "MIN_FILE_BYTES", 1)
   model = make_model()
   model_layout = diffllama.make_layout(model.config)
-  tensors = TensorsInUseOneAtATime(convert_params(model_layout, model.params))
+  tensors = TensorsInUseOneAtATime(tensors_of(model_layout, model.params))
 
   model_layout.params(tensors)
 
-  assert len(tensors.copies) == len(model_layout.shapes())
+  num_reads = len(tensors.copies)
+  assert num_reads == len(tensors)
 
 
 def test_large_parameters_are_files(monkeypatch):
@@ -108,7 +113,7 @@ def test_large_parameters_are_files(monkeypatch):
   monkeypatch.setattr(layout, "MIN_FILE_BYTES", 1)
   model = make_model()
   model_layout = diffllama.make_layout(model.config)
-  tensors = convert_params(model_layout, model.params)
+  tensors = tensors_of(model_layout, model.params)
 
   params = model_layout.params(tensors)
 
@@ -118,34 +123,41 @@ def test_large_parameters_are_files(monkeypatch):
 
 
 class NineTensors:
-  """Nine tensors of which at most three may be in memory at a time."""
+  """Nine tensors of 4000 bytes each.
+
+  Attributes:
+    read_tensors: a weak reference to each tensor that was read.
+    most_in_memory: the largest number of tensors in memory at a time.
+  """
 
   def __init__(self):
-    self.arrays = []
+    self.read_tensors = []
+    self.most_in_memory = 0
 
   def shapes(self):
     return {f"tensor_{index}": (10, 100) for index in range(9)}
 
   def read(self, name):
-    array = np.ones(self.shapes()[name], np.float32)
-    self.arrays.append(weakref.ref(array))
-    num_in_memory = sum(array() is not None for array in self.arrays)
-    assert num_in_memory <= 3
-    return array
+    tensor = np.ones(self.shapes()[name], np.float32)
+    self.read_tensors.append(weakref.ref(tensor))
+    in_memory = [ref for ref in self.read_tensors if ref() is not None]
+    self.most_in_memory = max(self.most_in_memory, len(in_memory))
+    return tensor
 
 
-def test_writing_holds_the_tensors_of_one_file(monkeypatch, tmp_path):
-  """NineTensors.read fails if more than three tensors are in memory."""
-  # A tensor has 10 * 100 values of 4 bytes, so that three fit into a file.
-  monkeypatch.setattr(directory, "SHARD_BYTES", 3 * 10 * 100 * 4)
+def test_writing_holds_at_most_the_tensors_of_one_file(monkeypatch, tmp_path):
+  """Nine tensors are written to three files."""
+  tensor_bytes = 10 * 100 * 4
+  monkeypatch.setattr(directory, "SHARD_BYTES", 3 * tensor_bytes)
   tensors = NineTensors()
   tokenizer = make_model().tokenizer
   config = {}
 
   directory.write(tmp_path, config, tensors, tokenizer, "float32")
 
-  assert len(tensors.arrays) == 9
   assert len(list(tmp_path.glob("*.safetensors"))) == 3
+  assert len(tensors.read_tensors) == 9
+  assert tensors.most_in_memory == 3
 
 
 def test_a_full_disk_is_reported_when_a_parameter_is_allocated(monkeypatch):
@@ -187,7 +199,7 @@ def test_a_config_of_two_billion_layers_is_rejected_at_once():
   """
   model = make_model(num_layers=2)
   layout_of_model = diffllama.make_layout(model.config)
-  tensors = convert_params(layout_of_model, model.params)
+  tensors = tensors_of(layout_of_model, model.params)
   config = dataclasses.replace(model.config, num_layers=2_000_000_000)
   layout_of_config = diffllama.make_layout(config)
 

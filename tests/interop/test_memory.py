@@ -13,9 +13,10 @@ from tests.harness import ROOT
 @pytest.mark.usefixtures("system_allocator")
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_conversion_holds_at_most_a_third_of_the_model(tmp_path):
-  """A model of 770 MB is converted to a workdir, and the workdir back.
+  """The module writes a model of 770 MB to "source", and converts it twice.
 
-  The program converts "source" to "run", and "run" to "out".
+  It converts "source" to the workdir "run", and then "run" to "out". It prints
+  the most memory that each conversion has taken, in MB.
   """
   command = [sys.executable, "-m", "tests.interop.conversion_memory", tmp_path]
   result = subprocess.run(
@@ -23,10 +24,9 @@ def test_a_conversion_holds_at_most_a_third_of_the_model(tmp_path):
   )
 
   assert result.returncode == 0, result.stderr
-  # The command prints the peak of each conversion, in MB.
-  peak_to_run, peak_to_out = result.stdout.split()
-  assert int(peak_to_run) < 770 / 3
-  assert int(peak_to_out) < 770 / 3
-  # The files that come back are those of the source.
+  mb_to_run, mb_to_out = result.stdout.split()
+  assert int(mb_to_run) < 770 / 3
+  assert int(mb_to_out) < 770 / 3
+  # The files of "out" equal the files of the source.
   for source in (tmp_path / "source").glob("*.safetensors"):
     assert filecmp.cmp(source, tmp_path / "out" / source.name, shallow=False)

@@ -104,41 +104,58 @@ def test_our_config_of_a_published_model_equals_its_config_json(name, tmp_path):
 
 
 def test_the_layout_has_the_tensors_of_motif_2_6b(tmp_path):
+  """It has 8 heads with two maps of size 128, and values of size 256."""
   write_published_config("motif_2_6b", tmp_path)
 
   shapes = motif.make_layout(motif.read_config(tmp_path)).shapes()
 
-  # 32 layers of 16 tensors, the embedding and the last norm.
-  assert len(shapes) == 32 * 16 + 2
-  assert shapes["model.embed_tokens.weight"] == (219520, 2048)
+  num_layers, width, vocab_size = 32, 2048, 219_520
+  num_heads, value_size = 8, 256
+  # 3 norms, 4 matrices and 4 λ vectors of the attention, 3 matrices and the
+  # weight and bias of the activation of the feed-forward layer.
+  tensors_per_layer = 3 + 4 + 4 + 3 + 2
+  embedding, last_norm = 1, 1
+  assert len(shapes) == num_layers * tensors_per_layer + embedding + last_norm
+  assert shapes["model.embed_tokens.weight"] == (vocab_size, width)
   attention = "model.layers.0.self_attn"
-  # 8 heads have two maps of size 128 each, and values of size 256.
-  assert shapes[f"{attention}.q_proj.weight"] == (2048, 2048)
-  assert shapes[f"{attention}.k_proj.weight"] == (2048, 2048)
-  assert shapes[f"{attention}.v_proj.weight"] == (2048, 2048)
-  assert shapes[f"{attention}.o_proj.weight"] == (2048, 2048)
-  # The norm of the heads has a gain for each number of a value.
-  assert shapes[f"{attention}.subln.weight"] == (256,)
+  assert shapes[f"{attention}.q_proj.weight"] == (num_heads * 2 * 128, width)
+  assert shapes[f"{attention}.k_proj.weight"] == (num_heads * 2 * 128, width)
+  assert shapes[f"{attention}.v_proj.weight"] == (num_heads * value_size, width)
+  assert shapes[f"{attention}.o_proj.weight"] == (width, num_heads * value_size)
+  # This is the gain of the norm of the heads.
+  assert shapes[f"{attention}.subln.weight"] == (value_size,)
   assert shapes["model.layers.0.mlp.act_fn.bias"] == (1,)
 
 
 def test_the_layout_has_the_tensors_of_motif_2_12b(tmp_path):
+  """Its 40 query heads are 32 signal heads and 8 noise heads.
+
+  A noise head has only a map, which 4 signal heads subtract from theirs. So
+  only signal heads have an output, which has the size of two values.
+  """
   write_published_config("motif_2_12b", tmp_path)
 
   shapes = motif.make_layout(motif.read_config(tmp_path)).shapes()
 
-  # 40 layers of 16 tensors, the embedding, the last norm and lm_head.
-  assert len(shapes) == 40 * 16 + 3
-  assert shapes["model.embed_tokens.weight"] == (219520, 4096)
+  num_layers, width, vocab_size = 40, 4096, 219_520
+  num_query_heads, num_signal_heads, num_kv_heads, head_size = 40, 32, 16, 128
+  # As many as in Motif-2.6B.
+  tensors_per_layer = 16
+  embedding, last_norm, lm_head = 1, 1, 1
+  assert len(shapes) == (
+    num_layers * tensors_per_layer + embedding + last_norm + lm_head
+  )
+  assert shapes["model.embed_tokens.weight"] == (vocab_size, width)
   attention = "model.layers.0.self_attn"
-  # 40 query heads and 16 key/value heads of size 128.
-  assert shapes[f"{attention}.q_proj.weight"] == (40 * 128, 4096)
-  assert shapes[f"{attention}.k_proj.weight"] == (16 * 128, 4096)
-  assert shapes[f"{attention}.v_proj.weight"] == (16 * 128, 4096)
-  # The 40 query heads are 32 signal heads and 8 noise heads. A signal head has
-  # an output of size 256.
-  assert shapes[f"{attention}.o_proj.weight"] == (4096, 32 * 256)
-  assert shapes[f"{attention}.subln.weight"] == (256,)
+  query_shape = (num_query_heads * head_size, width)
+  key_shape = (num_kv_heads * head_size, width)
+  assert shapes[f"{attention}.q_proj.weight"] == query_shape
+  assert shapes[f"{attention}.k_proj.weight"] == key_shape
+  assert shapes[f"{attention}.v_proj.weight"] == key_shape
+  output_size = 2 * head_size
+  out_shape = (width, num_signal_heads * output_size)
+  assert shapes[f"{attention}.o_proj.weight"] == out_shape
+  assert shapes[f"{attention}.subln.weight"] == (output_size,)
   assert shapes["model.layers.0.mlp.act_fn.bias"] == (1,)
 
 
@@ -163,10 +180,10 @@ def test_a_golden_checkpoint_has_its_logits(golden):
 
 
 def test_every_attention_layer_computes_its_golden_output(golden):
+  """A transcription of the authors' code has computed the golden outputs."""
   model = motif.read(str(golden.path))
   config = model.config
-  # Inputs and outputs of the attention of each layer, by a transcription of the
-  # authors' code.
+  all_layers = model.params["layers"]["attention"]
   data = np.load(golden.path / "golden_logits.npz")
   attention = DiffAttention(
     num_heads=config.num_heads,
@@ -178,28 +195,41 @@ def test_every_attention_layer_computes_its_golden_output(golden):
   )
   apply = jax.jit(attention.apply)
 
-  for layer in range(config.num_layers):
-    params = {}
-    for name, all_layers in model.params["layers"]["attention"].items():
-      params[name] = all_layers[layer]
+  for layer, lambda_init in enumerate(lambda_inits(config)):
+    params = {name: stacked[layer] for name, stacked in all_layers.items()}
     x = data["attention_input"][layer]
+    output = apply({"params": params}, x, lambda_init)
+
     expected = data["attention_output"][layer]
-    output = apply({"params": params}, x, lambda_inits(config)[layer])
     atol = 1e-5 * np.abs(expected).max()
     chex.assert_trees_all_close(output, expected, rtol=0, atol=atol)
 
 
-def test_queries_are_in_groups_that_share_a_noise_head(golden):
-  """A group has the queries of its signal heads and of one noise head."""
-  model = motif.read(str(golden.path))
+@pytest.mark.parametrize(
+  ("name", "num_groups", "signal_heads_per_group"),
+  [
+    # Each of 3 signal heads has a noise head of its own.
+    ("motif_tiny", 3, 1),
+    # 8 signal heads share 2 noise heads, and 8 others share 4.
+    ("motif_2_tiny", 2, 4),
+    ("motif_2_tiny_gqa", 4, 2),
+  ],
+)
+def test_queries_are_in_groups_that_share_a_noise_head(
+  name, num_groups, signal_heads_per_group, tmp_path
+):
+  """A group has signal heads, and a noise head whose map they subtract."""
+  source = copy_golden(name, tmp_path / "source").path
 
-  config = model.config
-  num_groups = config.num_noise_heads or config.num_heads
-  signal_heads_per_group = config.num_heads // num_groups
+  model = motif.read(str(source))
+
   query = model.params["layers"]["attention"]["query"]
-  _, _, groups, heads_per_group, _ = query.shape
-  assert groups == num_groups
-  assert heads_per_group == signal_heads_per_group + 1
+  num_layers = model.config.num_layers
+  width = model.config.embed_dim
+  head_dim = model.config.head_dim
+  heads_per_group = signal_heads_per_group + 1
+  expected_shape = (num_layers, width, num_groups, heads_per_group, head_dim)
+  assert query.shape == expected_shape
 
 
 def test_written_tensors_are_the_tensors_that_were_read(golden, tmp_path):
@@ -292,10 +322,7 @@ def test_a_model_that_is_written_and_read_is_the_same(fields, tmp_path):
 def test_a_written_model_has_the_same_logits_by_the_reference(tmp_path):
   """The reference computes Motif in NumPy, from the written files."""
   model = make_model(
-    "diff",
-    head_norm_eps=1e-3,
-    lambda_init_offset=1,
-    ffn_activation="poly_norm",
+    "diff", head_norm_eps=1e-3, lambda_init_offset=1, ffn_activation="poly_norm"
   )
   token_ids = np.arange(1, 20)
 
@@ -311,30 +338,25 @@ def test_a_written_model_has_the_same_logits_by_the_reference(tmp_path):
 @pytest.mark.parametrize(
   ("fields", "message"),
   [
-    (
-      {"lambda_init_offset": 0},
-      "this format supports only lambda_init_offset = 1; the model has 0",
-    ),
+    ({"lambda_init_offset": 0}, "lambda_init_offset = 1; the model has 0"),
     (
       {"ffn_activation": "silu"},
-      "this format supports only ffn_activation = 'poly_norm'",
+      "ffn_activation = 'poly_norm'; the model has 'silu'",
     ),
-    (
-      {"lambda_init": 0.8},
-      "this format supports only lambda_init = None; the model has 0.8",
-    ),
+    ({"lambda_init": 0.8}, "lambda_init = None; the model has 0.8"),
+    # DIFF V2 has no λ_init and no head norm.
     (
       {"attention": "diff_v2", "lambda_init_offset": 0, "head_norm": False},
-      "this format supports only attention = 'diff'; the model has 'diff_v2'",
+      "attention = 'diff'; the model has 'diff_v2'",
     ),
-    ({"plain_layers": 1}, "this format supports only plain_layers = 0"),
-    ({"window": 9}, "this format supports only window = None"),
+    ({"plain_layers": 1}, "plain_layers = 0; the model has 1"),
+    ({"window": 9}, "window = None; the model has 9"),
   ],
 )
 def test_a_model_that_motif_cannot_represent_is_not_written(
   fields, message, tmp_path
 ):
-  """`fields` has the difference from a model that Motif can represent."""
+  """Without `fields`, the model would be one that Motif can represent."""
   supported_fields = {
     "attention": "diff",
     "lambda_init_offset": 1,
@@ -342,7 +364,7 @@ def test_a_model_that_motif_cannot_represent_is_not_written(
   }
   model = make_model(**(supported_fields | fields))
 
-  with pytest.raises(UserError, match=message):
+  with pytest.raises(UserError, match=f"supports only {message}"):
     motif.write(str(tmp_path / "out"), model, "float32")
 
   assert not (tmp_path / "out").exists()
@@ -488,8 +510,7 @@ def test_a_missing_safetensors_file_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-  "difference",
-  [pytest.param(0, id="equal"), pytest.param(1, id="different")],
+  "difference", [pytest.param(0, id="equal"), pytest.param(1, id="different")]
 )
 def test_a_tensor_in_two_files_is_rejected(difference, tmp_path):
   """A reader that takes one of them could take the wrong one."""
@@ -552,16 +573,20 @@ def test_two_devices_compute_the_golden_logits(golden_and_workdir):
 
 @pytest.mark.full
 def test_two_devices_compute_the_int8_logits_of_one_device(golden_and_workdir):
+  """With tensor=2, each device has a half of each large matrix in int8."""
   pytest.importorskip("qwix")
   golden, run = golden_and_workdir
   prompts = golden.ids.tolist()
 
-  expected = prefill_logits(run, prompts, weight_dtype="int8")
-  logits = prefill_logits(run, prompts, weight_dtype="int8", tensor=2)
+  on_one_device = prefill_logits(run, prompts, weight_dtype="int8")
+  on_two_devices = prefill_logits(run, prompts, weight_dtype="int8", tensor=2)
 
-  # The weights are in int8 only if the logits differ from those in float64.
-  exact = golden.logits[:, -1]
-  rounding_error = np.abs(expected - exact).max() / np.abs(expected).max()
+  largest = np.abs(on_one_device).max()
+  chex.assert_trees_all_close(
+    on_two_devices, on_one_device, rtol=0, atol=1e-5 * largest
+  )
+  # int8 rounds a weight by up to 1/254 of the largest one, and float32 by less
+  # than 1e-7. So this shows that the weights are in int8.
+  exact_logits = golden.logits[:, -1]
+  rounding_error = np.abs(on_one_device - exact_logits).max() / largest
   assert 1e-4 < rounding_error < 0.1
-  atol = 1e-5 * np.abs(expected).max()
-  chex.assert_trees_all_close(logits, expected, rtol=0, atol=atol)

@@ -28,7 +28,6 @@ from diffjax.model.decoder import (
 )
 from diffjax.ops.diff_attention import diff_attention
 from diffjax.ops.layer_norm import layer_norm
-from tests.harness.parameters import parameters
 from tests.interop import phi_flash_reference
 from tests.interop.small_models import GOLDEN, convert
 
@@ -36,7 +35,6 @@ PATH = GOLDEN / "phi_flash_tiny"
 # The layers with attention. The others are Mamba-1 and gated memory.
 LAYER_KINDS = {1: "windowed", 3: "windowed", 5: "full", 7: "cross"}
 FULL_LAYER = 5
-CROSS_LAYER = 7
 
 
 class Arrays(NamedTuple):
@@ -88,25 +86,32 @@ def test_the_reference_knows_the_kinds_of_layers(config, golden):
     assert phi_flash_reference.layer_kind(config, layer) == kind
 
 
+@pytest.mark.parametrize("row", [0, 1])
 def test_the_numpy_reference_computes_the_golden_outputs(
-  config, tensors, golden
+  config, tensors, golden, row
 ):
-  """The golden outputs are those of the authors' code in PyTorch."""
+  """The authors' code in PyTorch has computed the golden outputs."""
   exact = {name: value.astype(np.float64) for name, value in tensors.items()}
 
-  for row in range(2):
-    keys_values = None
-    # The cross layer comes last, after the full layer whose keys it reads.
-    for layer, arrays in golden.items():
-      x = arrays.x[row].astype(np.float64)
-      outputs = phi_flash_reference.block(config, exact, layer, x, keys_values)
-      keys_values = outputs.keys_values
-      chex.assert_trees_all_close(
-        outputs.output, arrays.output[row], rtol=0, atol=1e-6
-      )
-      chex.assert_trees_all_close(
-        outputs.attention, arrays.attention[row], rtol=0, atol=1e-6
-      )
+  def block(layer, keys_values):
+    x = golden[layer].x[row].astype(np.float64)
+    return phi_flash_reference.block(config, exact, layer, x, keys_values)
+
+  outputs = {
+    1: block(layer=1, keys_values=None),
+    3: block(layer=3, keys_values=None),
+    5: block(layer=5, keys_values=None),
+  }
+  # Layer 7 is the cross layer, which reads the keys and values of layer 5.
+  outputs[7] = block(layer=7, keys_values=outputs[5].keys_values)
+
+  for layer, arrays in golden.items():
+    chex.assert_trees_all_close(
+      outputs[layer].output, arrays.output[row], rtol=0, atol=1e-6
+    )
+    chex.assert_trees_all_close(
+      outputs[layer].attention, arrays.attention[row], rtol=0, atol=1e-6
+    )
 
 
 # Reading.
@@ -172,28 +177,46 @@ def keys_values_of_full_layer(
   return keys_values(normed_input(config, tensors, golden, FULL_LAYER))
 
 
-@pytest.mark.parametrize("implementation", ["reference", "chunked"])
-@pytest.mark.parametrize("layer", [3, FULL_LAYER, CROSS_LAYER])
-def test_an_attention_layer_computes_its_golden_output(
-  config, tensors, golden, layer, implementation
-):
-  """The golden output is that of the authors' code."""
+def attention_output(
+  layer: int, implementation: str, x: jax.Array, keys_values: Any = None
+) -> jax.Array:
+  """Returns the output of an attention layer that diffjax has read."""
   attention, params = phi_flash.read_attention(str(PATH), layer)
-  # The cross layer has no keys and values of its own.
-  keys_values = None
-  if layer == CROSS_LAYER:
-    keys_values = keys_values_of_full_layer(config, tensors, golden)
-
   attention_fn = functools.partial(
     diff_attention, implementation=implementation
   )
   apply = jax.jit(attention.clone(attention_fn=attention_fn).apply)
-  x = normed_input(config, tensors, golden, layer)
   lambda_init = lambda_init_schedule(layer)
+  return apply({"params": params}, x, lambda_init, keys_values=keys_values)
 
-  output = apply({"params": params}, x, lambda_init, keys_values=keys_values)
+
+@pytest.mark.parametrize("implementation", ["reference", "chunked"])
+@pytest.mark.parametrize(
+  "layer", [pytest.param(3, id="windowed"), pytest.param(5, id="full")]
+)
+def test_an_attention_layer_computes_its_golden_output(
+  config, tensors, golden, layer, implementation
+):
+  """The authors' code has computed the golden output."""
+  x = normed_input(config, tensors, golden, layer)
+
+  output = attention_output(layer, implementation, x)
 
   expected = golden[layer].attention
+  chex.assert_trees_all_close(output, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "chunked"])
+def test_the_cross_layer_computes_its_golden_output(
+  config, tensors, golden, implementation
+):
+  """Layer 7 has queries of its own, and the keys and values of layer 5."""
+  x = normed_input(config, tensors, golden, layer=7)
+  keys_values = keys_values_of_full_layer(config, tensors, golden)
+
+  output = attention_output(7, implementation, x, keys_values)
+
+  expected = golden[7].attention
   chex.assert_trees_all_close(output, expected, rtol=0, atol=1e-5)
 
 
@@ -224,6 +247,7 @@ def test_a_layer_without_attention_is_rejected(layer, message):
       "phi3",
       "model_type = 'phi3': this layout supports only 'phi4flash'",
     ),
+    # Each third layer instead of each second one would have attention.
     ("mb_per_layer", 3, "mb_per_layer = 3: diffjax supports only 2"),
     (
       "num_hidden_layers",
@@ -235,6 +259,7 @@ def test_a_layer_without_attention_is_rejected(layer, message):
       7,
       "num_attention_heads = 7: it must be a positive multiple of 4",
     ),
+    # The tensor has 64 rows, for 8 query heads and 4 key/value heads.
     (
       "num_key_value_heads",
       2,
@@ -242,16 +267,13 @@ def test_a_layer_without_attention_is_rejected(layer, message):
       r" config.json it must be \[48, 32\]",
     ),
     ("sliding_window", None, "has no sliding_window"),
+    # A list with a window for each layer is not supported.
     (
       "sliding_window",
       [None, 4],
       r"sliding_window = \[None, 4\]: it must be a positive multiple of 1",
     ),
-    (
-      "qk_norm",
-      True,
-      "has fields that diffjax does not know: qk_norm = True",
-    ),
+    ("qk_norm", True, "has fields that diffjax does not know: qk_norm = True"),
   ],
 )
 def test_an_unsupported_config_is_rejected(
@@ -314,28 +336,25 @@ def test_written_tensors_are_the_tensors_that_were_read(tensors):
 
 
 def test_a_written_layer_has_the_same_output_by_the_reference(config, golden):
-  """diffjax and NumPy compute the same from the same random parameters."""
-  attention, _ = phi_flash.read_attention(str(PATH), FULL_LAYER)
-  x = golden[FULL_LAYER].x[0]
-  lambda_init = 0.5
-  initial = parameters(attention, x[None], lambda_init)
-  # Noise makes the biases differ from zero and the gains from one.
+  """diffjax and NumPy compute the same from the same random parameters.
+
+  The reference reads them as the tensors of the layout.
+  """
+  attention, read_params = phi_flash.read_attention(str(PATH), FULL_LAYER)
   rng = np.random.default_rng(0)
   params = {}
-  for name, leaf in initial.items():
-    noise = 0.1 * rng.normal(size=leaf.shape)
-    params[name] = np.asarray(leaf, np.float64) + noise
+  for name, leaf in read_params.items():
+    params[name] = rng.normal(scale=0.3, size=leaf.shape).astype(np.float32)
+  one_row = golden[FULL_LAYER].x[:1]
 
   tensors = phi_flash.tensors_of(params, FULL_LAYER)
 
+  exact_tensors = jax.tree.map(np.float64, tensors)
   expected, _ = phi_flash_reference.attention(
-    config, tensors, FULL_LAYER, x.astype(np.float64)
+    config, exact_tensors, FULL_LAYER, one_row[0].astype(np.float64)
   )
-  output = jax.jit(attention.apply)(
-    {"params": jax.tree.map(jnp.float32, params)},
-    x[None],
-    lambda_init_schedule(FULL_LAYER),
-  )
+  lambda_init = lambda_init_schedule(FULL_LAYER)
+  output = jax.jit(attention.apply)({"params": params}, one_row, lambda_init)
   chex.assert_trees_all_close(output[0], expected, rtol=0, atol=1e-5)
 
 
@@ -391,37 +410,35 @@ def test_the_window_pattern_of_a_decoder_can_be_that_of_phi_flash():
   assert windows[5] is None
 
 
-def test_blocks_of_the_decoder_compute_the_golden_outputs(tensors, golden):
+# Layers 1 and 3 have a window, and layer 5 has none.
+@pytest.mark.parametrize("layer", [1, 3, 5])
+def test_blocks_of_the_decoder_compute_the_golden_outputs(
+  tensors, golden, layer
+):
   """A block is a whole layer: attention, feed-forward layer and norms."""
-  windows = layer_windows(DECODER_CONFIG)
   block = Block(DECODER_CONFIG, jnp.float32, diff_attention)
-  apply = jax.jit(block.apply)
+  params = block_parameters(tensors, layer)
+  # A block gets the index of its window in the list of the model's windows.
+  window = layer_windows(DECODER_CONFIG)[layer]
+  window_index = distinct_windows(DECODER_CONFIG).index(window)
 
-  for layer in (1, 3, FULL_LAYER):
-    window_index = distinct_windows(DECODER_CONFIG).index(windows[layer])
-    output, _ = apply(
-      {"params": block_parameters(tensors, layer)},
-      golden[layer].x,
-      lambda_init=lambda_inits(DECODER_CONFIG)[layer],
-      window_index=jnp.int32(window_index),
-      segment_ids=None,
-      positions=None,
-    )
-    chex.assert_trees_all_close(output, golden[layer].output, rtol=0, atol=1e-5)
+  output, _ = jax.jit(block.apply)(
+    {"params": params},
+    golden[layer].x,
+    lambda_init=lambda_inits(DECODER_CONFIG)[layer],
+    window_index=jnp.int32(window_index),
+    segment_ids=None,
+    positions=None,
+  )
+
+  chex.assert_trees_all_close(output, golden[layer].output, rtol=0, atol=1e-5)
 
 
 # The size of the published model.
 
 PUBLISHED_LAYER = DiffAttention(
-  num_heads=20,
-  num_kv_heads=10,
-  head_dim=64,
-  rope=False,
-  projection_biases=True,
+  num_heads=20, num_kv_heads=10, head_dim=64, rope=False, projection_biases=True
 )
-PUBLISHED_WIDTH = 2560
-# The four λ vectors, and the gain of the head norm.
-NUM_SMALL_PARAMETERS = 4 * 64 + 128
 
 
 def count_parameters(
@@ -435,29 +452,42 @@ def count_parameters(
 
 
 def test_a_published_attention_layer_has_19_67_million_parameters():
-  x = jax.ShapeDtypeStruct((1, 3, PUBLISHED_WIDTH), jnp.float32)
+  """These are the sizes of Phi-4-mini-flash-reasoning."""
+  width = 2560
+  x = jax.ShapeDtypeStruct((1, 3, width), jnp.float32)
 
   num_parameters = count_parameters(PUBLISHED_LAYER, x, lambda_init=0.5)
 
-  # 40 queries and 20 keys of size 64, and 10 values of size 128.
-  num_qkv_rows = 40 * 64 + 20 * 64 + 10 * 128
-  matrices = (num_qkv_rows + PUBLISHED_WIDTH) * PUBLISHED_WIDTH
-  biases = num_qkv_rows + PUBLISHED_WIDTH
-  assert num_parameters == matrices + biases + NUM_SMALL_PARAMETERS
+  # 20 heads with two queries each, and 10 with two keys and a wide value.
+  num_qkv_rows = (20 * 2 * 64) + (10 * 2 * 64) + (10 * 128)
+  qkv_projection = num_qkv_rows * width + num_qkv_rows
+  out_projection = width * width + width
+  lambda_vectors = 4 * 64
+  head_norm_gain = 128
+  assert num_parameters == (
+    qkv_projection + out_projection + lambda_vectors + head_norm_gain
+  )
   assert round(num_parameters / 1e6, 2) == 19.67
 
 
 def test_a_published_cross_layer_has_13_11_million_parameters():
-  """Only queries and the output are projected."""
-  x = jax.ShapeDtypeStruct((1, 3, PUBLISHED_WIDTH), jnp.float32)
-  keys = jax.ShapeDtypeStruct((1, 3, 10, 2, 64), jnp.float32)
-  values = jax.ShapeDtypeStruct((1, 3, 10, 128), jnp.float32)
+  """It projects only queries and the output. Another layer has the keys."""
+  width = 2560
+  batch_size, num_tokens = 1, 3
+  x = jax.ShapeDtypeStruct((batch_size, num_tokens, width), jnp.float32)
+  # 10 heads with two keys of size 64, and a value of size 128.
+  keys = jax.ShapeDtypeStruct((batch_size, num_tokens, 10, 2, 64), jnp.float32)
+  values = jax.ShapeDtypeStruct((batch_size, num_tokens, 10, 128), jnp.float32)
 
   num_parameters = count_parameters(
     PUBLISHED_LAYER, x, lambda_init=0.5, keys_values=(keys, values)
   )
 
-  matrices = 2 * PUBLISHED_WIDTH * PUBLISHED_WIDTH
-  biases = 2 * PUBLISHED_WIDTH
-  assert num_parameters == matrices + biases + NUM_SMALL_PARAMETERS
+  query_projection = width * width + width
+  out_projection = width * width + width
+  lambda_vectors = 4 * 64
+  head_norm_gain = 128
+  assert num_parameters == (
+    query_projection + out_projection + lambda_vectors + head_norm_gain
+  )
   assert round(num_parameters / 1e6, 2) == 13.11

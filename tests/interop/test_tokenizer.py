@@ -48,12 +48,12 @@ def write_files(
     pytest.param(
       {},
       DocumentTokens(start=(), end=(EOS,), stop=(EOS,), no_context=EOS),
-      id="nothing is known",
+      id="no JSON file: the usual name </s>",
     ),
     pytest.param(
       {"config": {"bos_token_id": BOS, "eos_token_id": EOS}},
       DocumentTokens(start=(), end=(EOS,), stop=(EOS,), no_context=BOS),
-      id="nothing is added",
+      id="ids in config.json, and no token added to a text",
     ),
     pytest.param(
       {
@@ -61,17 +61,17 @@ def write_files(
         "config": {"bos_token_id": BOS, "eos_token_id": EOS},
       },
       DocumentTokens(start=(BOS,), end=(EOS,), stop=(EOS,), no_context=BOS),
-      id="a post-processor",
+      id="ids in config.json, and <s> added to each text",
     ),
     pytest.param(
       {"tokenizer_config": {"bos_token": "<s>", "eos_token": "</s>"}},
       DocumentTokens(start=(), end=(EOS,), stop=(EOS,), no_context=BOS),
-      id="only names",
+      id="names in tokenizer_config.json",
     ),
     pytest.param(
       {"tokenizer_config": {"eos_token": {"content": "<pad>"}}},
       DocumentTokens(start=(), end=(PAD,), stop=(PAD,), no_context=PAD),
-      id="another end than the usual name",
+      id="another name in tokenizer_config.json",
     ),
     pytest.param(
       {
@@ -80,7 +80,7 @@ def write_files(
         "tokenizer_config": {"eos_token": "</s>"},
       },
       DocumentTokens(start=(BOS,), end=(EOS,), stop=(PAD, EOS), no_context=BOS),
-      id="several ends",
+      id="two stops, and the name of one of them",
     ),
     pytest.param(
       {
@@ -89,11 +89,10 @@ def write_files(
         "tokenizer_config": {"eos_token": "<s>"},
       },
       DocumentTokens(start=(), end=(PAD,), stop=(PAD, EOS), no_context=PAD),
-      id="ends of generation",
+      id="generation_config.json before the other files",
     ),
     pytest.param(
       {
-        # An export of diffjax 0.1.0.
         "config": {"bos_token_id": EOS, "eos_token_id": EOS},
         "tokenizer_config": {
           "tokenizer_class": "PreTrainedTokenizerFast",
@@ -104,14 +103,22 @@ def write_files(
         },
       },
       separated_by(EOS),
-      id="an old export",
+      id="an export of diffjax 0.1.0",
     ),
   ],
 )
 def test_the_document_tokens_are_read_from_published_files(
   tmp_path, files, expected
 ):
-  """A published model names them in one or more of its JSON files."""
+  """Several JSON files of a published model may name them, by id or by text.
+
+  - `start` and `end` surround a document. A prompt begins with `start`.
+  - Generation stops at one of `stop`.
+  - An empty prompt is replaced by `no_context`.
+
+  The ids of <s>, </s> and <pad> are BOS, EOS and PAD. If `files` has a
+  first_token, the tokenizer adds it to each text.
+  """
   write_files(tmp_path, **files)
 
   tokenizer = read_tokenizer(tmp_path, vocab_size=1000)
@@ -145,8 +152,11 @@ def test_an_end_of_text_that_is_not_an_integer_is_rejected(wrong_id, tmp_path):
     read_tokenizer(tmp_path, vocab_size=1000)
 
 
-def test_ids_of_letters_in_the_config_are_not_document_tokens(tmp_path):
-  """A config.json may have default ids that mean text in this tokenizer."""
+def test_ids_of_letters_in_the_config_do_not_surround_documents(tmp_path):
+  """A config.json may have default ids, which mean letters in this tokenizer.
+
+  Only generation stops at such an id, as it does in transformers.
+  """
   letters = tokenizer_files.llama_2()
   id_of_a = letters.token_to_id("a")
   id_of_b = letters.token_to_id("b")
@@ -158,27 +168,32 @@ def test_ids_of_letters_in_the_config_are_not_document_tokens(tmp_path):
 
   tokenizer = read_tokenizer(tmp_path, vocab_size=1000)
 
-  # transformers also stops at the id of the config.
-  expected = DocumentTokens(
-    start=(), end=(EOS,), stop=(id_of_b, EOS), no_context=EOS
-  )
-  assert tokenizer.document_tokens == expected
+  id_of_eos = letters.token_to_id("</s>")
+  document_tokens = tokenizer.document_tokens
+  assert document_tokens.start == ()
+  assert document_tokens.end == (id_of_eos,)
+  assert document_tokens.stop == (id_of_b, id_of_eos)
+  assert document_tokens.no_context == id_of_eos
   assert tokenizer.decode(tokenizer.encode("a b ab")) == "a b ab"
 
 
-def test_padding_of_the_tokenizer_file_is_not_part_of_a_document(tmp_path):
-  """Padding does not count as a token that begins or ends documents."""
+def test_settings_for_batches_do_not_change_the_document_tokens(tmp_path):
+  """Document tokens are found by tokenizing a text.
+
+  It must not be padded or cut, as this tokenizer.json says for batches.
+  """
   tokenizer = tokenizer_files.with_first_token(tokenizer_files.llama_2(), "<s>")
-  # This tokenizer pads each text to 16 tokens, and cuts it to one token.
-  tokenizer.enable_padding(length=16, pad_id=PAD, pad_token="<pad>")
+  bos = tokenizer.token_to_id("<s>")
+  eos = tokenizer.token_to_id("</s>")
+  pad = tokenizer.token_to_id("<pad>")
+  tokenizer.enable_padding(length=16, pad_id=pad, pad_token="<pad>")
   tokenizer.enable_truncation(max_length=1)
   tokenizer.save(str(tmp_path / "tokenizer.json"))
 
   tokens = read_tokenizer(tmp_path, vocab_size=1000).document_tokens
 
-  # BOS and EOS are the ids of <s> and </s>.
   assert tokens == DocumentTokens(
-    start=(BOS,), end=(EOS,), stop=(EOS,), no_context=BOS
+    start=(bos,), end=(eos,), stop=(eos,), no_context=bos
   )
 
 

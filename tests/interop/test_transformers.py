@@ -76,25 +76,34 @@ def load_whole(path: pathlib.Path, **options: Any) -> torch.nn.Module:
 def test_rotary_frequencies_are_scaled_as_in_transformers(
   kind, head_dim, base, factor, original_length
 ):
-  """The factor stretches RoPE to texts longer than the original length."""
-  rope_parameters = {"rope_type": kind, "factor": factor, "rope_theta": base}
-  if kind != "linear":
-    rope_parameters["original_max_position_embeddings"] = original_length
-  if kind == "llama3":
-    rope_parameters |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-  config = transformers.LlamaConfig(
+  """The factor stretches RoPE to texts longer than the original length.
+
+  The kinds differ in how much they change the high and the low frequencies.
+  """
+  # A kind ignores the fields that it does not need.
+  rope_parameters = {
+    "rope_type": kind,
+    "rope_theta": base,
+    "factor": factor,
+    "original_max_position_embeddings": original_length,
+    # diffjax supports only these values, the values of Llama 3.
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+  }
+  hf_config = transformers.LlamaConfig(
     hidden_size=2 * head_dim,
     num_attention_heads=2,
     head_dim=head_dim,
     rope_parameters=rope_parameters,
   )
+  expected, expected_scale = ROPE_INIT_FUNCTIONS[kind](hf_config, "cpu")
 
+  # Pair i of a head rotates by base^(-2i / head_dim) for each token.
   exponents = -jnp.arange(0, head_dim, 2) / head_dim
   unscaled = jnp.float32(base) ** exponents
   scaling = Scaling(kind, factor, original_length)
   frequencies, scale = scaling.scale_frequencies(unscaled, base)
 
-  expected, expected_scale = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
   chex.assert_trees_all_close(frequencies, expected.numpy(), rtol=2e-6, atol=0)
   assert scale == pytest.approx(expected_scale, rel=1e-12)
 
@@ -124,11 +133,7 @@ def exported(request, bpe, tmp_path_factory):
     model = make_model("diff")
   else:
     model = make_model(
-      "diff",
-      tokenizer=bpe,
-      num_kv_heads=4,
-      tie_embeddings=False,
-      rope_base=5e5,
+      "diff", tokenizer=bpe, num_kv_heads=4, tie_embeddings=False, rope_base=5e5
     )
   workdir.write(str(home / "run"), model)
 
@@ -341,51 +346,78 @@ def publish_llama(
   return stop_ids
 
 
-@pytest.mark.parametrize(
-  ("kind", "has_bos", "num_stop_ids"),
-  [
-    ("llama_2", False, 1),
-    ("llama_2", True, 2),
-    ("unigram", True, 1),
-    ("unigram", False, 2),
+class PublishedLlama(NamedTuple):
+  """A Llama that transformers has written, and its answer to PROMPT.
+
+  Attributes:
+    workdir: has the model that `diffjax.convert` has made of it.
+    hf_tokenizer: its tokenizer in transformers.
+    answer: the answer of transformers, without the stop token.
+  """
+
+  workdir: pathlib.Path
+  hf_tokenizer: transformers.PreTrainedTokenizerFast
+  answer: list[int]
+
+
+@pytest.fixture(
+  scope="module",
+  params=[
+    pytest.param(("llama_2", False, 1), id="BPE"),
+    pytest.param(("llama_2", True, 2), id="BPE, <s>, two stop tokens"),
+    pytest.param(("unigram", True, 1), id="Unigram, <s>"),
+    pytest.param(("unigram", False, 2), id="Unigram, two stop tokens"),
   ],
 )
-def test_a_published_llama_answers_as_in_transformers(
-  tmp_path, kind, has_bos, num_stop_ids
-):
-  """The tokens of the prompt, the answer and its end are the same."""
-  published = tmp_path / "published"
+def published_llama(request, tmp_path_factory):
+  """Llamas whose tokenizers do or do not add a first token <s> to a prompt."""
+  kind, adds_first_token, num_stop_ids = request.param
+  home = tmp_path_factory.mktemp("llama")
+  published = home / "published"
   tokenizer = tokenizer_files.MAKERS[kind]()
-  if has_bos:
+  if adds_first_token:
     tokenizer = tokenizer_files.with_first_token(tokenizer, "<s>")
   hf_tokenizer = transformers.PreTrainedTokenizerFast(
     tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>"
   )
   stop_ids = publish_llama(published, hf_tokenizer, num_stop_ids)
   hf_model = transformers.LlamaForCausalLM.from_pretrained(published).eval()
-  expected = generate(hf_model, published)
+  answer = generate(hf_model, published)
   if num_stop_ids == 2:
-    assert expected[-1] == stop_ids[1]
-  # The answer of diffjax is without the stop token.
-  while expected and expected[-1] in stop_ids:
-    expected.pop()
+    assert answer[-1] == stop_ids[1]
+  if answer[-1] in stop_ids:
+    answer.pop()
 
   result = convert(
     f"--from=llama:{published}",
-    f"--to=diffjax:{tmp_path / 'run'}",
+    f"--to=diffjax:{home / 'run'}",
     "--attention=softmax",
   )
   assert result.returncode == 0, result.stderr
-  trained = load(tmp_path / "run")
-  sampler = Sampler(trained)
-  prompt = trained.tokenizer.encode_prompt(PROMPT)
-  (answer,) = sampler.generate(
-    [prompt], 24, stop_ids=trained.tokenizer.document_tokens.stop
-  )
-  (text,) = sampler.generate([PROMPT], 24)
+  return PublishedLlama(home / "run", hf_tokenizer, answer)
 
+
+def test_a_published_llama_generates_the_tokens_of_transformers(
+  published_llama,
+):
+  """Both take the most likely token, until a stop token or the 24th token."""
+  trained = load(published_llama.workdir)
+  prompt = trained.tokenizer.encode_prompt(PROMPT)
+  stop_ids = trained.tokenizer.document_tokens.stop
+
+  (answer,) = Sampler(trained).generate([prompt], 24, stop_ids=stop_ids)
+
+  assert answer == published_llama.answer
   assert len(answer) > 1
-  assert answer == expected
-  assert text == trained.tokenizer.decode_after(prompt, expected)
-  whole = hf_tokenizer.decode([*prompt, *expected], skip_special_tokens=True)
-  assert PROMPT + text == whole
+
+
+def test_a_published_llama_generates_the_text_of_transformers(published_llama):
+  """The text continues the prompt, so a space between the two is kept."""
+  trained = load(published_llama.workdir)
+  prompt = trained.tokenizer.encode_prompt(PROMPT)
+
+  (text,) = Sampler(trained).generate([PROMPT], 24)
+
+  assert PROMPT + text == published_llama.hf_tokenizer.decode(
+    [*prompt, *published_llama.answer], skip_special_tokens=True
+  )

@@ -1,14 +1,12 @@
 """The authors' layers: models are written in their layout, and read again."""
 
-import ast
 import json
 import math
 import pathlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -20,6 +18,7 @@ from diffjax.model.attention import (
   lambda_init_schedule,
 )
 from tests.harness import ROOT
+from tests.harness.tolerances import assert_close_in_norm
 from tests.interop import transformer_reference as parts
 from tests.interop.small_models import make_model, model_logits, read_tensors
 
@@ -27,8 +26,28 @@ Tensors = dict[str, np.ndarray]
 
 # Single layers with the outputs of the authors' code.
 GOLDEN = ROOT / "tests/model/golden"
-ATTENTIONS = {"v1": "diff", "v2": "diff_v2"}
-MODULES = {"v1": DiffAttention, "v2": DiffAttentionV2}
+
+
+class GoldenLayer(NamedTuple):
+  """The tensors of a layer of the authors' code, an input x and its output y.
+
+  x and y have the shape [rows, tokens, width].
+  """
+
+  tensors: Tensors
+  x: np.ndarray
+  y: np.ndarray
+
+
+def load_golden_layer(name: str) -> GoldenLayer:
+  """Returns a layer from the golden files of the model's tests."""
+  tensors = {}
+  with np.load(GOLDEN / f"{name}.npz", allow_pickle=False) as data:
+    for key, value in data.items():
+      group, _, tensor_name = key.partition("/")
+      if group == "param":
+        tensors[tensor_name] = value.astype(np.float32)
+    return GoldenLayer(tensors, data["x"].astype(np.float32), data["y"])
 
 
 def replace_attention(
@@ -47,45 +66,62 @@ def replace_attention(
   assert attention_names == {prefix + name for name in golden_tensors}
   for name, tensor in golden_tensors.items():
     assert tensors[prefix + name].shape == tensor.shape
-    tensors[prefix + name] = tensor.astype(np.float32)
+    tensors[prefix + name] = tensor
   safetensors.numpy.save_file(tensors, directory / "model.safetensors")
 
 
-@pytest.mark.parametrize("name", ["v1_mha_depth0", "v1_gqa_depth5", "v2_gqa"])
-def test_a_layer_with_golden_tensors_computes_the_golden_output(name, tmp_path):
-  """The authors' code has computed the output from these tensors."""
-  with np.load(GOLDEN / f"{name}.npz", allow_pickle=False) as file:
-    data = dict(file)
-  meta = ast.literal_eval(str(data["meta"]))
-  depth = meta["depth"]
-  sizes = {}
-  for field in ("num_heads", "num_kv_heads", "head_dim", "rope_base"):
-    sizes[field] = meta[field]
-  model = make_model(
-    ATTENTIONS[meta["kind"]],
-    num_layers=depth + 1,
-    embed_dim=meta["embed_dim"],
-    **sizes,
-  )
-  golden_tensors = {}
-  for key, tensor in data.items():
-    if key.startswith("param/"):
-      golden_tensors[key.removeprefix("param/")] = tensor
+@pytest.mark.parametrize(
+  ("name", "variant", "attention", "layer"),
+  [
+    (
+      "v1_mha_depth0",
+      "diff",
+      DiffAttention(num_heads=2, num_kv_heads=2, head_dim=16),
+      0,
+    ),
+    (
+      "v1_gqa_depth5",
+      "diff",
+      DiffAttention(num_heads=4, num_kv_heads=2, head_dim=8),
+      5,
+    ),
+    (
+      "v2_gqa",
+      "diff_v2",
+      DiffAttentionV2(num_heads=4, num_kv_heads=2, head_dim=16),
+      0,
+    ),
+  ],
+  ids=["v1_mha_depth0", "v1_gqa_depth5", "v2_gqa"],
+)
+def test_a_layer_with_golden_tensors_computes_the_golden_output(
+  name, variant, attention, layer, tmp_path
+):
+  """The authors' code has computed the golden output from these tensors.
 
-  # The model's last layer gets the golden tensors.
-  unilm.write(str(tmp_path), model, "float32")
-  replace_attention(tmp_path, depth, golden_tensors)
+  They replace the last layer's tensors in a written model, which is then read.
+  """
+  golden = load_golden_layer(name)
+  random_model = make_model(
+    variant,
+    num_layers=layer + 1,
+    embed_dim=golden.x.shape[-1],
+    num_heads=attention.num_heads,
+    num_kv_heads=attention.num_kv_heads,
+    head_dim=attention.head_dim,
+    rope_base=attention.rope_base,
+  )
+  unilm.write(str(tmp_path), random_model, "float32")
+  replace_attention(tmp_path, layer, golden.tensors)
+
   model = unilm.read(str(tmp_path))
+
   params = {}
   for key, all_layers in model.params["layers"]["attention"].items():
-    params[key] = all_layers[depth]
-  output = jax.jit(MODULES[meta["kind"]](**sizes).apply)(
-    {"params": params},
-    jnp.asarray(data["x"], jnp.float32),
-    lambda_init_schedule(depth),
-  )
-  error = np.linalg.norm(output - data["y"])
-  assert error < 2e-6 * np.linalg.norm(data["y"])
+    params[key] = all_layers[layer]
+  apply = jax.jit(attention.apply)
+  output = apply({"params": params}, golden.x, lambda_init_schedule(layer))
+  assert_close_in_norm(output, golden.y, tolerance=2e-6)
 
 
 # Whole models, against the description of the layout.

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from etils import epath
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from diffjax.config import Config, DataConfig, UserError
@@ -16,7 +15,7 @@ from diffjax.data.tokenizer_training import train_tokenizer
 from diffjax.inference import trained
 from diffjax.interop import diffllama, layout, workdir
 from diffjax.interop.layout import Model
-from diffjax.training import checkpoint, manifest
+from diffjax.training import checkpoint
 from diffjax.training.checkpoint import Checkpoints
 from tests.interop.small_models import make_model
 
@@ -60,20 +59,33 @@ def test_a_written_workdir_has_the_model_and_its_tokenizer(
 ):
   """A converted model is loaded like one that was trained in this workdir."""
   model = make_model("diff", tokenizer=tokenizer_specs[kind], num_layers=1)
-  run = tmp_path / "run"
 
-  config = workdir.write(str(run), model)
+  config = workdir.write(str(tmp_path), model)
 
-  if kind == "bytes":
-    assert config.data.tokenizer == "bytes"
-  else:
-    assert config.data.tokenizer == str(run / f"tokenizer.{kind}")
-  # The checkpoint of step 0 is complete.
-  manifest.verify(epath.Path(run / "checkpoints/0"), 0)
-  loaded = trained.load(run)
+  # This raises an error if a file of the checkpoint is missing or damaged.
+  loaded = trained.load(tmp_path)
   assert loaded.config == config
   assert loaded.tokenizer.fingerprint == model.tokenizer.fingerprint
   chex.assert_trees_all_equal(loaded.params, model.params)
+
+
+@pytest.mark.parametrize(
+  ("kind", "expected"),
+  [
+    ("bytes", "bytes"),
+    ("tiktoken", "{workdir}/tokenizer.tiktoken"),
+    ("json", "{workdir}/tokenizer.json"),
+  ],
+)
+def test_a_written_config_names_the_tokenizer(
+  tokenizer_specs, kind, expected, tmp_path
+):
+  """The tokenizer's file is copied to the workdir. Bytes need no file."""
+  model = make_model("diff", tokenizer=tokenizer_specs[kind], num_layers=1)
+
+  config = workdir.write(str(tmp_path), model)
+
+  assert config.data.tokenizer == expected.format(workdir=tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["bytes", "tiktoken", "json"])
@@ -111,25 +123,34 @@ def test_a_moved_workdir_keeps_its_tokenizer(tokenizer_specs, tmp_path):
 
 
 @pytest.mark.parametrize(
-  "in_pieces",
-  [pytest.param(True, id="converted"), pytest.param(False, id="trained")],
+  ("in_pieces", "has_ocdbt"),
+  [
+    pytest.param(True, False, id="converted"),
+    pytest.param(False, True, id="trained"),
+  ],
 )
-def test_large_parameters_are_read_into_files(in_pieces, monkeypatch, tmp_path):
-  """Converted and trained checkpoints have different formats of Orbax."""
+def test_large_parameters_are_read_into_files(
+  in_pieces, has_ocdbt, monkeypatch, tmp_path
+):
+  """A model may be larger than the memory.
+
+  Training saves in Orbax's format OCDBT, which has a manifest. Conversions save
+  large parameters in pieces, in another format.
+  """
   # The chunks of 999 bytes do not divide any array evenly.
   monkeypatch.setattr(checkpoint, "CHUNK_BYTES", 999)
   # Every parameter is large enough for a file.
   monkeypatch.setattr(layout, "MIN_FILE_BYTES", 1)
   model = make_model("diff", num_layers=3)
   save_run(tmp_path, model, in_pieces=in_pieces)
-  # Only the format of trained checkpoints, OCDBT, has this file.
-  has_ocdbt = (tmp_path / "checkpoints/0/state/manifest.ocdbt").exists()
-  assert has_ocdbt is not in_pieces
+  ocdbt_manifest = tmp_path / "checkpoints/0/state/manifest.ocdbt"
+  assert ocdbt_manifest.exists() == has_ocdbt
 
   read = workdir.read(str(tmp_path))
 
   assert read.config == model.config
   chex.assert_trees_all_equal(read.params, model.params)
+  # NumPy reads a memmap from its file when it is used.
   for leaf in jax.tree.leaves(read.params):
     assert isinstance(leaf, np.memmap)
 
