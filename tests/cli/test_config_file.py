@@ -1,6 +1,8 @@
 """Config files: errors of the user's Python in one line, and TOML."""
 
 import dataclasses
+import pathlib
+import re
 import subprocess
 import typing
 
@@ -10,15 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diffjax.cli import config_file
-from diffjax.config import Config, UserError, field_info, from_config_dict
+from diffjax.config import (
+  Config,
+  DataConfig,
+  ModelConfig,
+  UserError,
+  field_info,
+  from_config_dict,
+)
 from diffjax.configs import tiny
 from tests.harness import ROOT, in_process
-
-# Which fields each section has.
-FIELDS = {
-  section.name: dataclasses.fields(section.default)
-  for section in dataclasses.fields(Config)
-}
 
 WITHOUT_VARIANTS = """
 from diffjax.configs import tiny
@@ -77,9 +80,7 @@ def get_config():
     ),
     pytest.param(WRONG_CALL, "{file}:6: TypeError: ", id="call of a library"),
     pytest.param(
-      "def get_config():\n  return {}['x']\n",
-      "{file}:2: KeyError: x",
-      id="key",
+      "def get_config():\n  return {}['x']\n", "{file}:2: KeyError: x", id="key"
     ),
     pytest.param(
       "def get_config():\n  raise ValueError('one\\n two')\n",
@@ -152,78 +153,84 @@ def test_an_error_in_an_imported_file_names_that_file(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-  ("value", "message"),
+  ("value", "name"),
   [
-    pytest.param(
-      "configs",
-      "configs: that is a directory; name a file in it: configs/base.py, ",
-      id="the folder of configs",
-    ),
-    pytest.param(
-      "{folder}/run",
-      "{folder}/run: that is a directory; name a file in it:"
-      " {folder}/run/config.toml",
-      id="the workdir of a run",
-    ),
-    pytest.param(
-      "{folder}/empty",
-      "{folder}/empty: that is a directory; name a file; the configs are base,"
-      " ",
-      id="an empty directory",
-    ),
-    pytest.param(
-      "{folder}/none.toml",
-      "{folder}/none.toml: no such config or file; the configs are base, ",
-      id="a missing TOML file",
-    ),
-    pytest.param(
-      "{folder}/no.toml", "{folder}/no.toml: not TOML: ", id="not TOML"
-    ),
-    pytest.param(
-      "{folder}/wrong.toml",
-      "{folder}/wrong.toml: config.train.stepz is not a config field:"
-      " did you mean train.steps?",
-      id="TOML with an unknown field",
-    ),
-    pytest.param(
-      "{folder}/run/config.toml:diff",
-      "{folder}/run/config.toml:diff: a TOML file has no variants;"
-      " pass --config=",
-      id="TOML with a variant",
-    ),
-    pytest.param(
-      "", ": no such config or file; the configs are base, ", id="nothing"
-    ),
-    pytest.param(
-      "nope",
-      "nope: no such config or file; the configs are base, diff_125m, ",
-      id="an unknown name",
-    ),
-    pytest.param(
-      "nope:diff",
-      "nope: no such config or file; the configs are base, ",
-      id="an unknown name with a variant",
-    ),
-    pytest.param(
-      "tiny.py",
-      "tiny.py: no such config or file; the configs are base, ",
-      id="a file without its folder",
-    ),
+    pytest.param("", "", id="nothing"),
+    pytest.param("nope", "nope", id="unknown name"),
+    pytest.param("nope:diff", "nope", id="unknown name with a variant"),
+    pytest.param("tiny.py", "tiny.py", id="file without its folder"),
+    pytest.param("none.toml", "none.toml", id="missing TOML file"),
   ],
 )
-def test_the_error_for_a_wrong_path_is_one_line(tmp_path, value, message):
-  """`value` is that of --config. In it, {folder} is the test's directory."""
-  (tmp_path / "empty").mkdir()
-  (tmp_path / "run").mkdir()
-  (tmp_path / "run/config.toml").write_text("")
-  # This is not TOML.
-  (tmp_path / "no.toml").write_text("[model\n")
-  # This is TOML, but the field is misspelled.
-  (tmp_path / "wrong.toml").write_text("[train]\nstepz = 3\n")
+def test_the_error_for_a_missing_config_lists_the_configs(value, name):
+  line = error_line(f"--config={value}")
 
-  line = error_line(f"--config={value.format(folder=tmp_path)}")
+  assert line.startswith(
+    f"error: --config={name}: no such config or file; the configs are base,"
+    " diff_125m, "
+  )
 
-  assert line.startswith(f"error: --config={message.format(folder=tmp_path)}")
+
+def test_the_error_for_the_folder_of_configs_lists_its_files():
+  line = error_line("--config=configs")
+
+  assert line.startswith(
+    "error: --config=configs: that is a directory; name a file in it:"
+    " configs/base.py, "
+  )
+
+
+def test_the_error_for_a_workdir_names_its_config_file(tmp_path):
+  (tmp_path / "config.toml").write_text("")
+
+  line = error_line(f"--config={tmp_path}")
+
+  assert line.startswith(
+    f"error: --config={tmp_path}: that is a directory; name a file in it:"
+    f" {tmp_path}/config.toml"
+  )
+
+
+def test_the_error_for_an_empty_directory_lists_the_configs(tmp_path):
+  line = error_line(f"--config={tmp_path}")
+
+  assert line.startswith(
+    f"error: --config={tmp_path}: that is a directory; name a file; the"
+    " configs are base, "
+  )
+
+
+def test_a_file_that_is_not_toml_is_an_error(tmp_path):
+  file = tmp_path / "mine.toml"
+  file.write_text("[model\n")
+
+  line = error_line(f"--config={file}")
+
+  assert line.startswith(f"error: --config={file}: not TOML: ")
+
+
+def test_a_misspelled_field_of_a_toml_file_is_an_error(tmp_path):
+  file = tmp_path / "mine.toml"
+  file.write_text("[train]\nstepz = 3\n")
+
+  line = error_line(f"--config={file}")
+
+  assert line.startswith(
+    f"error: --config={file}: config.train.stepz is not a config field:"
+    " did you mean train.steps?"
+  )
+
+
+def test_a_variant_of_a_toml_file_is_an_error(tmp_path):
+  """A variant is passed as FILE:VARIANT. Only Python files have variants."""
+  file = tmp_path / "mine.toml"
+  file.write_text("")
+
+  line = error_line(f"--config={file}:diff")
+
+  assert line.startswith(
+    f"error: --config={file}:diff: a TOML file has no variants; pass --config="
+  )
 
 
 def test_a_file_without_variants_says_so(tmp_path):
@@ -378,21 +385,25 @@ def test_a_printed_config_can_be_overridden(printed_config):
   assert "steps = 8\n" in result.stdout
 
 
-def test_a_printed_config_has_a_comment_above_each_field(printed_config):
-  """A section such as [model] has a line for each of its fields, in order.
+def section_text(text: str, name: str) -> str:
+  """Returns the lines of a TOML text below [name], up to the next section."""
+  _, _, following_text = text.partition(f"[{name}]\n")
+  return re.split(r"^\[", following_text, maxsplit=1, flags=re.MULTILINE)[0]
 
-  The comment explains the field.
+
+def test_a_printed_config_has_all_fields_with_comments(printed_config):
+  """A section such as [model] has its fields in order, each below a comment.
+
+  The line of a field without a value is commented out: "# window = 9".
   """
-  lines = printed_config.read_text().splitlines()
+  comment_and_field = re.compile(r"^# .+\n(?:# )?(\w+) = ", re.MULTILINE)
+  for section in dataclasses.fields(Config):
+    text = section_text(printed_config.read_text(), section.name)
 
-  number = 0
-  for section, fields in FIELDS.items():
-    number = lines.index(f"[{section}]", number)
-    for field in fields:
-      # The line of a field without a value is a comment.
-      while not lines[number].removeprefix("# ").startswith(f"{field.name} ="):
-        number += 1
-      assert lines[number - 1].startswith("# "), (section, field.name)
+    commented_names = comment_and_field.findall(text)
+
+    fields = dataclasses.fields(section.default)
+    assert commented_names == [field.name for field in fields]
 
 
 def test_the_lines_of_a_printed_config_are_short(printed_config):
@@ -400,28 +411,43 @@ def test_the_lines_of_a_printed_config_are_short(printed_config):
     assert len(line) <= 100
 
 
-def test_the_comments_name_choices_and_bounds(printed_config):
-  lines = printed_config.read_text().splitlines()
-  # A comment may continue on the next line.
-  text = " ".join(line.removeprefix("# ") for line in lines)
+def comments(file: pathlib.Path) -> str:
+  """Returns the lines of a printed config as one line, without their "# ".
+
+  A comment may continue on the next line.
+  """
+  lines = file.read_text().splitlines()
+  return " ".join(line.removeprefix("# ") for line in lines)
+
+
+def test_the_comments_explain_the_fields_and_their_bounds(printed_config):
+  text = comments(printed_config)
 
   assert "H: heads that write to the residual stream" in text
   assert "Number of steps that are profiled. It must be at least 1." in text
-  # The fields of each section of the config.
-  for fields in FIELDS.values():
-    for field in fields:
+
+
+def test_the_comments_name_all_choices(printed_config):
+  """For example, the mode of reading data is "prepared" or "streamed"."""
+  choices = []
+  for section in dataclasses.fields(Config):
+    for field in dataclasses.fields(section.default):
       bound = field_info(field).bound
-      if bound is None:
-        continue
-      for choice in bound.choices:
-        assert choice in text
+      if bound is not None:
+        choices.extend(bound.choices)
+
+  text = comments(printed_config)
+
+  assert choices
+  for choice in choices:
+    assert choice in text
 
 
 def test_a_field_that_may_be_none_has_the_default_none():
   """TOML has no None, so such a field is left out and read as its default."""
   for section in dataclasses.fields(Config):
     types_by_name = typing.get_type_hints(type(section.default))
-    for field in FIELDS[section.name]:
+    for field in dataclasses.fields(section.default):
       if type(None) in typing.get_args(types_by_name[field.name]):
         assert field.default is None, (section.name, field.name)
 
@@ -435,21 +461,28 @@ def can_be_decoded(text: str) -> bool:
 
 
 # Also text that no encoding has: Python keeps a path's odd bytes as surrogates.
-texts = st.text(st.characters(codec=None), max_size=9).filter(can_be_decoded)
-floats = st.floats(allow_nan=False, allow_infinity=False)
+encodable_texts = st.text(st.characters(codec=None), max_size=9).filter(
+  can_be_decoded
+)
 
 
 @settings(derandomize=True, deadline=None, max_examples=100)
-@given(texts, floats, st.booleans())
-def test_a_written_config_is_read_exactly(tmp_path_factory, text, number, flag):
-  """Hypothesis draws the values, such as text with quotation marks."""
+@given(
+  # Such as text with quotation marks.
+  source=encodable_texts,
+  lambda_init=st.floats(allow_nan=False, allow_infinity=False),
+  timeout=st.floats(min_value=0, exclude_min=True, allow_infinity=False),
+  causal=st.booleans(),
+)
+def test_a_written_config_is_read_exactly(
+  tmp_path_factory, source, lambda_init, timeout, causal
+):
+  """Hypothesis draws texts, numbers and booleans for four of the fields."""
+  config = Config(
+    model=ModelConfig(lambda_init=lambda_init, causal=causal),
+    data=DataConfig(source=source, timeout=timeout),
+  )
   path = tmp_path_factory.getbasetemp() / "config.toml"
-  config = Config()
-  model = dataclasses.replace(config.model, lambda_init=number, causal=flag)
-  # A timeout is above 0.
-  timeout = abs(number) or 1.0
-  data = dataclasses.replace(config.data, source=text, timeout=timeout)
-  config = dataclasses.replace(config, model=model, data=data)
 
   config_file.write(epath.Path(path), config)
   values = config_file.read(str(path))
