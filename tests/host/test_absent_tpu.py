@@ -139,17 +139,24 @@ def test_other_variables_do_not_ask_for_a_tpu(make_machine, monkeypatch, name):
   assert os.environ["JAX_PLATFORMS"] == "cpu"
 
 
-def test_jax_plugins_must_be_a_package(make_machine, monkeypatch):
-  """JAX looks for plugins in a package jax_plugins. Here, it is a module."""
+def test_a_module_named_jax_plugins_has_no_plugins(make_machine, monkeypatch):
+  """JAX looks for plugins in a package with this name, and not in a module.
+
+  A plugin could use other hardware, so JAX would choose its devices itself.
+  """
   make_machine()
-  module_spec = importlib.machinery.ModuleSpec("jax_plugins", loader=None)
-  spec_by_name = {"libtpu": object(), "jax_plugins": module_spec}
-  # The stand-in for find_spec returns None for every other name.
-  monkeypatch.setattr(absent_tpu.importlib.util, "find_spec", spec_by_name.get)
+  # The spec of a package has the directories in which its modules are.
+  module = importlib.machinery.ModuleSpec(
+    "jax_plugins", loader=None, is_package=False
+  )
+
+  def find_spec(name):
+    return {"libtpu": object(), "jax_plugins": module}.get(name)
+
+  monkeypatch.setattr(absent_tpu.importlib.util, "find_spec", find_spec)
 
   absent_tpu.skip()
 
-  # A plugin could use other hardware, so JAX would choose its devices itself.
   assert os.environ["JAX_PLATFORMS"] == "cpu"
 
 

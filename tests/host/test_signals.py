@@ -55,11 +55,14 @@ def assert_result(
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_ctrl_c_ends_a_command_while_it_imports_modules(start, name):
-  """The command ends with a message instead of a traceback."""
+  """The command ends with a message instead of a traceback.
+
+  It first starts a thread that handles signals, and then imports modules.
+  """
   process = start("-m", f"diffjax.{name}", "--help")
-  # Ctrl-C is handled when the process has a second thread, for signals.
-  threads = f"/proc/{process.pid}/task"
-  while len(os.listdir(threads)) < 2 and process.poll() is None:
+  # Linux has a directory with an entry for each thread of a process.
+  threads_dir = f"/proc/{process.pid}/task"
+  while len(os.listdir(threads_dir)) < 2 and process.poll() is None:
     time.sleep(0.001)
 
   process.send_signal(signal.SIGINT)
@@ -267,18 +270,23 @@ def test_of_two_watches_the_inner_one_reacts_to_a_signal(start):
   assert_result(process, out="True\n")
 
 
-def put_signal_mask(queue):
+def blocked_signals() -> set[signal.Signals]:
+  """Returns the signals that this thread blocks, so that they do not arrive."""
+  # This call blocks no further signals, and returns the blocked ones.
+  return signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+def put_blocked_signals(queue):
   """Puts the signals that this process blocks into a queue."""
-  queue.put(signal.pthread_sigmask(signal.SIG_BLOCK, []))
+  queue.put(blocked_signals())
 
 
-def test_workers_ignore_ctrl_c_from_their_start():
+def test_workers_block_ctrl_c_from_their_start():
   """Ctrl-C reaches all processes of a terminal, but only the main one stops."""
   context = multiprocessing.get_context("spawn")
   queue = context.SimpleQueue()
-  worker = context.Process(target=put_signal_mask, args=(queue,))
-  # This call changes nothing, and returns the blocked signals.
-  blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+  worker = context.Process(target=put_blocked_signals, args=(queue,))
+  blocked_before = blocked_signals()
 
   with starting_workers():
     worker.start()
@@ -286,12 +294,13 @@ def test_workers_ignore_ctrl_c_from_their_start():
   blocked_in_worker = queue.get()
   worker.join()
   assert signal.SIGINT in blocked_in_worker
-  blocked_after = signal.pthread_sigmask(signal.SIG_BLOCK, [])
-  assert blocked_after == blocked_before
+  # The main process still receives Ctrl-C.
+  assert blocked_signals() == blocked_before
 
 
-# Prints when the file of the first argument exists, and then makes the other.
-PRINT_IN_THREE_STEPS = """
+# Waits for the file of the first argument. Then prints three lines to each
+# output, and makes the file of the second argument.
+PRINT_LATER = """
 import pathlib
 import sys
 import time
@@ -309,21 +318,27 @@ pathlib.Path(sys.argv[2]).touch()
 """
 
 
-def test_a_command_goes_on_if_its_standard_output_is_closed(start, tmp_path):
-  """The command prints only after the test has closed its output."""
-  # The test makes the first file, and the command the second.
-  closed = tmp_path / "closed"
-  ended = tmp_path / "ended"
-  process = start("-c", PRINT_IN_THREE_STEPS, closed, ended)
+def run_with_closed_outputs(start, directory, outputs):
+  """Runs PRINT_LATER, which prints after some of its outputs are closed.
+
+  Checks that it goes on to its end, and returns the process.
+  """
+  closed_file = directory / "outputs_are_closed"
+  ended_file = directory / "command_has_ended"
+  process = start("-c", PRINT_LATER, closed_file, ended_file)
   assert process.stdout.readline() == "begun\n"
-
-  process.stdout.close()
-  # The command waits for this file.
-  closed.touch()
-
+  for output in outputs:
+    getattr(process, output).close()
+  closed_file.touch()
   assert process.wait(timeout=60) == 0
-  assert ended.exists()
-  # The first line says that output is lost. The warnings are still printed.
+  assert ended_file.exists()
+  return process
+
+
+def test_a_command_goes_on_if_its_standard_output_is_closed(start, tmp_path):
+  """It says that its output is lost, and prints three more warnings."""
+  process = run_with_closed_outputs(start, tmp_path, outputs=["stdout"])
+
   first_line, *lines = process.stderr.read().splitlines()
   assert (
     "cannot write to standard output (Broken pipe); training goes on"
@@ -333,19 +348,9 @@ def test_a_command_goes_on_if_its_standard_output_is_closed(start, tmp_path):
 
 
 def test_a_command_goes_on_if_its_standard_error_is_closed(start, tmp_path):
-  """The command prints only after the test has closed its output."""
-  # The test makes the first file, and the command the second.
-  closed = tmp_path / "closed"
-  ended = tmp_path / "ended"
-  process = start("-c", PRINT_IN_THREE_STEPS, closed, ended)
-  assert process.stdout.readline() == "begun\n"
+  """It says on its standard output that its warnings are lost."""
+  process = run_with_closed_outputs(start, tmp_path, outputs=["stderr"])
 
-  process.stderr.close()
-  # The command waits for this file.
-  closed.touch()
-
-  assert process.wait(timeout=60) == 0
-  assert ended.exists()
   assert (
     "cannot write to standard error (Broken pipe); training goes on"
     in process.stdout.read()
@@ -353,33 +358,22 @@ def test_a_command_goes_on_if_its_standard_error_is_closed(start, tmp_path):
 
 
 def test_a_command_goes_on_if_both_of_its_outputs_are_closed(start, tmp_path):
-  """The command prints only after the test has closed its outputs."""
-  # The test makes the first file, and the command the second.
-  closed = tmp_path / "closed"
-  ended = tmp_path / "ended"
-  process = start("-c", PRINT_IN_THREE_STEPS, closed, ended)
-  assert process.stdout.readline() == "begun\n"
+  """It prints three lines to each output, and fails at neither."""
+  process = run_with_closed_outputs(start, tmp_path, ["stdout", "stderr"])
 
-  process.stdout.close()
-  process.stderr.close()
-  # The command waits for this file.
-  closed.touch()
-
-  assert process.wait(timeout=60) == 0
-  assert ended.exists()
+  assert process.returncode == 0
 
 
 def test_a_command_goes_on_if_the_disk_of_its_output_is_full(tmp_path):
   """Writes to the device /dev/full fail as on a full disk."""
-  # The test makes the first file, and the command the second.
-  closed = tmp_path / "closed"
-  ended = tmp_path / "ended"
+  closed_file = tmp_path / "output_is_closed"
+  ended_file = tmp_path / "command_has_ended"
   # The command waits for this file, so it prints at once here.
-  closed.touch()
+  closed_file.touch()
 
   with open("/dev/full", "w") as full_disk:
     process = subprocess.run(
-      [sys.executable, "-c", PRINT_IN_THREE_STEPS, closed, ended],
+      [sys.executable, "-c", PRINT_LATER, closed_file, ended_file],
       cwd=ROOT,
       stdout=full_disk,
       stderr=subprocess.PIPE,
@@ -387,5 +381,5 @@ def test_a_command_goes_on_if_the_disk_of_its_output_is_full(tmp_path):
     )
 
   assert process.returncode == 0
-  assert ended.exists()
+  assert ended_file.exists()
   assert "No space left on device" in process.stderr

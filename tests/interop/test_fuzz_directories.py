@@ -96,10 +96,9 @@ def assert_read_or_rejected(
 def test_configs_with_odd_fields_are_read_or_rejected(
   valid_files, scratch, data
 ):
-  """One or two fields get odd values, such as -1, None or a list.
+  """One or two fields get odd values, such as -1, and a field may be missing.
 
-  Half of the configs also lack a field. Any error must be a UserError of one
-  line.
+  Any error must be a UserError of one line.
   """
   layout = data.draw(layouts)
   files = valid_files[layout]

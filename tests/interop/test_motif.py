@@ -139,12 +139,9 @@ def test_the_layout_has_the_tensors_of_motif_2_12b(tmp_path):
 
   num_layers, width, vocab_size = 40, 4096, 219_520
   num_query_heads, num_signal_heads, num_kv_heads, head_size = 40, 32, 16, 128
-  # As many as in Motif-2.6B.
-  tensors_per_layer = 16
-  embedding, last_norm, lm_head = 1, 1, 1
-  assert len(shapes) == (
-    num_layers * tensors_per_layer + embedding + last_norm + lm_head
-  )
+  # As in Motif-2.6B, a layer has 16 tensors. The others are the embedding, the
+  # last norm and lm_head.
+  assert len(shapes) == num_layers * 16 + 3
   assert shapes["model.embed_tokens.weight"] == (vocab_size, width)
   attention = "model.layers.0.self_attn"
   query_shape = (num_query_heads * head_size, width)
@@ -210,7 +207,7 @@ def test_every_attention_layer_computes_its_golden_output(golden):
   [
     # Each of 3 signal heads has a noise head of its own.
     ("motif_tiny", 3, 1),
-    # 8 signal heads share 2 noise heads, and 8 others share 4.
+    # 8 signal heads share 2 noise heads, and in the last model 4.
     ("motif_2_tiny", 2, 4),
     ("motif_2_tiny_gqa", 4, 2),
   ],

@@ -452,7 +452,7 @@ def count_parameters(
 
 
 def test_a_published_attention_layer_has_19_67_million_parameters():
-  """These are the sizes of Phi-4-mini-flash-reasoning."""
+  """These are the sizes of Phi-4-mini-flash."""
   width = 2560
   x = jax.ShapeDtypeStruct((1, 3, width), jnp.float32)
 

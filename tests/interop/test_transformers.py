@@ -76,10 +76,7 @@ def load_whole(path: pathlib.Path, **options: Any) -> torch.nn.Module:
 def test_rotary_frequencies_are_scaled_as_in_transformers(
   kind, head_dim, base, factor, original_length
 ):
-  """The factor stretches RoPE to texts longer than the original length.
-
-  The kinds differ in how much they change the high and the low frequencies.
-  """
+  """The factor stretches RoPE to texts longer than the original length."""
   # A kind ignores the fields that it does not need.
   rope_parameters = {
     "rope_type": kind,

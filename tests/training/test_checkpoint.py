@@ -542,7 +542,7 @@ def test_a_save_deletes_nothing_in_a_workdir_that_was_replaced(
 
 
 def test_a_save_in_a_workdir_that_was_replaced_is_an_error(tmp_path):
-  """The lock is that of the moved directory, and the new one is empty."""
+  """The run has locked the moved directory. The new directory is empty."""
   workdir = tmp_path / "run"
   with lock(workdir) as workdir_lock:
     checkpoints = Checkpoints(workdir, keep=1, lock=workdir_lock)

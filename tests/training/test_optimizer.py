@@ -150,7 +150,7 @@ def test_only_the_matrices_of_layers_decay():
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_weight_decay_shrinks_only_the_matrices_of_layers(name):
-  """Gradients are zero, so that the updates are those of weight decay alone."""
+  """Gradients are zero, so only weight decay changes the parameters."""
   config = dataclasses.replace(
     CONSTANT_RATE, name=name, weight_decay=0.25, learning_rate=0.5
   )
@@ -184,7 +184,7 @@ def test_a_parameter_that_is_not_in_the_table_is_an_error(name):
 
 
 def test_muon_updates_the_matrices_and_adam_the_other_parameters():
-  """The other updates are those of AdamW with the same config."""
+  """AdamW with the same config computes the other updates."""
   params = random_tree(0)
   gradients = random_tree(1)
   config = dataclasses.replace(
@@ -222,6 +222,7 @@ def test_the_muon_of_optax_would_not_update_stacked_matrices():
   }
   params = jax.tree.map(jnp.zeros_like, gradients)
   muon = optax.contrib.muon(1.0, adam_b1=0.9, adam_b2=0.95, eps=1e-8)
+  # The Adam of optax.contrib.muon also has Nesterov momentum.
   adam = optax.adam(1.0, b1=0.9, b2=0.95, eps=1e-8, nesterov=True)
 
   muon_updates = first_update(muon, gradients, params)
@@ -448,9 +449,8 @@ def config_with_frozen(name: str, field: str) -> OptimizerConfig:
 def test_other_parameters_move_as_if_the_frozen_ones_had_no_gradient(name):
   """Frozen gradients do not count for the norm that is clipped.
 
-  A run passes only the trained parameters to the optimizer. Their updates must
-  equal those of a run that passes all parameters, with gradients of zero for
-  the frozen ones.
+  A run passes only the trained parameters to the optimizer. This must
+  equal an update of all parameters with gradients of zero for the frozen ones.
   """
   # This freezes lambda_q1, lambda_k2 and value.
   config = config_with_frozen(name, field="frozen")
@@ -552,8 +552,8 @@ def test_the_state_has_the_structure_of_older_checkpoints():
   paths = set()
   for path, _ in jax.tree_util.tree_leaves_with_path(state):
     paths.add(jax.tree_util.keystr(path))
-  # The state is that of a chain: of Adam within a transformation that skips bad
-  # steps, and of the schedule.
+  # The state has two parts: Adam within a transformation that skips bad steps,
+  # and the schedule.
   path_of_first_moment = "[0].inner[1].mu['embedding']"
   path_of_schedule_step = "[1].count"
   assert path_of_first_moment in paths
