@@ -110,8 +110,7 @@ def test_configs_with_odd_fields_are_read_or_rejected(
 
   odd_fields = st.dictionaries(field_names, odd_values, min_size=1, max_size=2)
   config |= data.draw(odd_fields)
-  has_missing_field = data.draw(st.booleans())
-  if has_missing_field:
+  if data.draw(st.booleans()):
     missing_field = data.draw(field_names)
     config.pop(missing_field, None)
 

@@ -103,8 +103,7 @@ def test_tensors_are_read_one_at_a_time(monkeypatch):
 
   model_layout.params(tensors)
 
-  num_reads = len(tensors.copies)
-  assert num_reads == len(tensors)
+  assert len(tensors.copies) == len(tensors)
 
 
 def test_large_parameters_are_files(monkeypatch):

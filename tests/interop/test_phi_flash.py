@@ -462,8 +462,7 @@ def test_a_published_attention_layer_has_19_67_million_parameters():
   num_qkv_rows = (20 * 2 * 64) + (10 * 2 * 64) + (10 * 128)
   qkv_projection = num_qkv_rows * width + num_qkv_rows
   out_projection = width * width + width
-  lambda_vectors = 4 * 64
-  head_norm_gain = 128
+  lambda_vectors, head_norm_gain = 4 * 64, 128
   assert num_parameters == (
     qkv_projection + out_projection + lambda_vectors + head_norm_gain
   )
@@ -485,8 +484,7 @@ def test_a_published_cross_layer_has_13_11_million_parameters():
 
   query_projection = width * width + width
   out_projection = width * width + width
-  lambda_vectors = 4 * 64
-  head_norm_gain = 128
+  lambda_vectors, head_norm_gain = 4 * 64, 128
   assert num_parameters == (
     query_projection + out_projection + lambda_vectors + head_norm_gain
   )

@@ -150,7 +150,6 @@ def test_large_parameters_are_read_into_files(
 
   assert read.config == model.config
   chex.assert_trees_all_equal(read.params, model.params)
-  # NumPy reads a memmap from its file when it is used.
   for leaf in jax.tree.leaves(read.params):
     assert isinstance(leaf, np.memmap)
 

@@ -746,8 +746,7 @@ def test_a_failed_save_leaves_the_older_checkpoint_and_is_repeated(
     assert "File too large" in line
     assert line.endswith(" | 1")
   assert line_6 == "saved | 6"
-  num_failing_steps = 4
-  tries_per_step = 2
+  num_failing_steps, tries_per_step = 4, 2
   message = "not saved: cannot read or write the checkpoint"
   assert result.stderr.count(message) == num_failing_steps * tries_per_step
 

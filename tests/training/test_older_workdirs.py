@@ -20,11 +20,11 @@ from tests.harness.tiers import full
 
 ROOT = pathlib.Path(__file__).parents[2]
 GOLDEN = pathlib.Path(__file__).parent / "golden"
-EXPECTED = json.loads((GOLDEN / "expected.json").read_text())
+RESULTS_OF_VERSION_0_1_0 = json.loads((GOLDEN / "expected.json").read_text())
 # These runs have every variant and both modes of reading data. The full tier
 # has the other combinations.
 RUNS = ["diff_streamed", "diff_v2_prepared", "transformer_prepared"]
-OTHER_RUNS = sorted(EXPECTED.keys() - set(RUNS))
+OTHER_RUNS = sorted(RESULTS_OF_VERSION_0_1_0.keys() - set(RUNS))
 # The fields of the runs that differ from configs/tiny.py.
 FIELDS = {
   "model.num_layers": 2,
@@ -80,23 +80,31 @@ def read_log(path: pathlib.Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", [*RUNS, *full(OTHER_RUNS)])
-def test_a_run_of_an_earlier_version_is_restored_and_continues(
+def test_parameters_of_an_earlier_version_are_restored(tmp_path, name):
+  """They have the SHA-256 that version 0.1.0 computed when it saved them."""
+  unpack(name, tmp_path)
+
+  params = load(tmp_path / name).params
+
+  assert digest(params) == RESULTS_OF_VERSION_0_1_0[name]["params_sha256"]
+
+
+@pytest.mark.parametrize("name", [*RUNS, *full(OTHER_RUNS)])
+def test_a_run_of_an_earlier_version_continues_with_the_same_losses(
   command, tmp_path, name
 ):
-  """The run was saved at step 4 of 8, and logs the same losses after it."""
+  """The run was saved at step 4 of 8. Version 0.1.0 also took the other steps.
+
+  Its log of them is in golden/expected.json.
+  """
   unpack(name, tmp_path)
   (tmp_path / "configs").symlink_to(ROOT / "configs")
   write_texts(tmp_path / "text")
-  workdir = tmp_path / name
-  expected_digest = EXPECTED[name]["params_sha256"]
-  expected_entries = EXPECTED[name]["after"]
-
-  assert digest(load(workdir).params) == expected_digest
-
-  # A name such as "diff_v2_prepared" has a variant and a mode.
-  variant, _, mode = name.rpartition("_")
+  # For example, "diff_v2_prepared" has the variant "diff_v2" and this mode.
+  variant, mode = name.rsplit("_", maxsplit=1)
   fields = FIELDS | {"data.mode": mode}
   flags = [f"--config.{field}={value}" for field, value in fields.items()]
+
   result = command(
     "diffjax.train",
     f"--config=configs/tiny.py:{variant}",
@@ -107,8 +115,9 @@ def test_a_run_of_an_earlier_version_is_restored_and_continues(
 
   assert result.returncode == 0, result.stderr
   assert "resuming from step 4" in result.stderr
-  entries = read_log(workdir / "metrics.jsonl")
+  entries = read_log(tmp_path / name / "metrics.jsonl")
   new_entries = [entry for entry in entries if entry["step"] > 4]
+  expected_entries = RESULTS_OF_VERSION_0_1_0[name]["after"]
   for entry, expected in zip(new_entries, expected_entries, strict=True):
     assert entry["step"] == expected["step"]
     # Other batches would have other numbers of tokens.
