@@ -170,23 +170,21 @@ def test_path_does_not_change_if_the_package_is_not_executable(
 def test_packaged_ptxas_is_preferred_before_jax_looks_for_one(
   site_packages, bin_folder, monkeypatch
 ):
-  """JAX looks once in a process, so a later change of PATH has no effect.
-
-  `refusal` checks the assembler. `release` makes JAX look for it.
-  """
+  """JAX looks once in a process, so a later change of PATH has no effect."""
   packaged = install_ptxas(site_packages / PACKAGE_FOLDER, "13.5")
   paths_when_jax_looks = []
 
-  def find_release():
+  def record_path_and_return_release():
     paths_when_jax_looks.append(os.environ["PATH"])
     return (13, 5)
 
-  monkeypatch.setattr(assembler, "release", find_release)
+  # This function makes JAX look for ptxas.
+  monkeypatch.setattr(assembler, "release", record_path_and_return_release)
   monkeypatch.setattr(assembler, "is_nvjitlink_loaded", lambda: False)
 
-  refusal = assembler.refusal()
+  reason_to_refuse = assembler.refusal()
 
-  assert refusal is None
+  assert reason_to_refuse is None
   expected_path = os.pathsep.join([str(packaged.parent), str(bin_folder)])
   assert paths_when_jax_looks == [expected_path]
 
@@ -285,42 +283,45 @@ def test_library_that_is_not_loaded_is_not_found():
   assert not assembler.is_loaded("libnvNothing")
 
 
-PROGRAM_THAT_COMPILES_A_KERNEL = """
+@pytest.mark.skipif(
+  jax.__version_info__ < (0, 11, 2),
+  reason="the GPU kernels need JAX 0.11.2 or newer",
+)
+@pytest.mark.skipif(
+  importlib.util.find_spec("jax_cuda13_plugin") is None,
+  reason="the compiler for GPUs is not installed",
+)
+@pytest.mark.skipif(
+  assembler.packaged() is None, reason="the package with ptxas is missing"
+)
+def test_pallas_compiles_with_the_packaged_ptxas(bin_folder, tmp_path):
+  """PATH has an old ptxas, which is asked for its version and not used."""
+  arguments_of_old_ptxas = tmp_path / "arguments"
+  install_program(
+    bin_folder / "ptxas",
+    f'echo "$@" >> {arguments_of_old_ptxas}\necho "release 13.0, V13.0.88"',
+  )
+  program = """
 from benchmarks.gpu import static
 from diffjax.ops.diff_attention.gpu import assembler
 
 assert assembler.refusal() is None, assembler.refusal()
 static.compile_small_kernel()
-print(assembler.release())
+major, minor = assembler.release()
+print(f"JAX uses ptxas {major}.{minor}")
 """
 
-
-@pytest.mark.skipif(
-  jax.__version_info__ < (0, 11, 2)
-  or importlib.util.find_spec("jax_cuda13_plugin") is None
-  or assembler.packaged() is None,
-  reason="needs the compiler for Hopper and its packaged ptxas",
-)
-def test_pallas_compiles_with_the_packaged_ptxas(tmp_path):
-  """PATH has an old ptxas, which is asked for its version and not used."""
-  log = tmp_path / "log"
-  old_ptxas = tmp_path / "bin/ptxas"
-  # It appends its arguments to the log, and prints its version.
-  log_arguments = f'echo "$@" >> {log}'
-  print_version = "echo 'release 13.0, V13.0.88'"
-  install_program(old_ptxas, f"{log_arguments}\n{print_version}")
-
-  path = f"{old_ptxas.parent}:/usr/bin:/bin"
   result = subprocess.run(
-    [sys.executable, "-c", PROGRAM_THAT_COMPILES_A_KERNEL],
+    [sys.executable, "-c", program],
     cwd=ROOT,
-    env=os.environ | {"JAX_PLATFORMS": "cpu", "PATH": path},
+    env=os.environ
+    | {"JAX_PLATFORMS": "cpu", "PATH": f"{bin_folder}:/usr/bin:/bin"},
     capture_output=True,
     text=True,
     timeout=300,
   )
 
   assert result.returncode == 0, result.stderr
-  major, minor, *_ = assembler.version(assembler.packaged())
-  assert result.stdout.splitlines()[-1] == str((major, minor))
-  assert set(log.read_text().split()) == {"--version"}
+  major, minor, _ = assembler.version(assembler.packaged())
+  assert result.stdout.endswith(f"JAX uses ptxas {major}.{minor}\n")
+  assert set(arguments_of_old_ptxas.read_text().split()) == {"--version"}

@@ -52,26 +52,53 @@ def round_up(number: int, multiple: int) -> int:
 def test_chosen_blocks_are_usable(
   generation, direction, q_length, kv_length, widths, dtype
 ):
-  D, V, G = widths
+  """Blocks have whole registers, little padding, and fit in vector memory."""
+  key_width, value_width, num_maps = widths
 
-  blocks = choose(generation, direction, q_length, kv_length, D, V, G, dtype)
+  blocks = choose(
+    generation,
+    direction,
+    q_length,
+    kv_length,
+    D=key_width,
+    V=value_width,
+    G=num_maps,
+    dtype=dtype,
+  )
 
-  # Blocks consist of inner blocks, and these of rows of vector registers.
+  # Blocks consist of inner blocks, and these of registers with 128 numbers.
   assert blocks.q % blocks.q_inner == 0
   assert blocks.kv % blocks.kv_inner == 0
   assert blocks.q_inner % 128 == 0
   assert blocks.kv_inner % 128 == 0
-  # At most a quarter of the rows is padding.
+  # Blocks need at most a quarter more rows than registers do.
   for block, length in ((blocks.q, q_length), (blocks.kv, kv_length)):
     assert round_up(length, block) <= 1.25 * round_up(length, 128)
-  # They fit the vector memory.
-  bytes_per_number = 2 if dtype == "bfloat16" else 4
-  num_bytes = footprint(direction, blocks, D, V, G, bytes_per_number)
+  bytes_per_number = {"bfloat16": 2, "float32": 4}[dtype]
+  num_bytes = footprint(
+    direction, blocks, key_width, value_width, num_maps, bytes_per_number
+  )
   assert num_bytes <= vmem_bytes(generation)
-  # dQ of at least four blocks stays in vector memory.
-  if direction == "backward":
-    assert blocks.resident % blocks.q == 0
-    assert blocks.resident >= min(4 * blocks.q, round_up(q_length, blocks.q))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+  generation=st.sampled_from(GENERATIONS),
+  q_length=LENGTHS,
+  kv_length=LENGTHS,
+  widths=WIDTHS,
+  dtype=st.sampled_from(["bfloat16", "float32"]),
+)
+def test_backward_kernel_keeps_four_blocks_of_gradients_in_vector_memory(
+  generation, q_length, kv_length, widths, dtype
+):
+  """`resident` is the number of queries whose gradient stays there."""
+  blocks = choose(generation, "backward", q_length, kv_length, *widths, dtype)
+
+  assert blocks.resident % blocks.q == 0
+  # A short sequence has fewer than four blocks.
+  whole_sequence = round_up(q_length, blocks.q)
+  assert blocks.resident >= min(4 * blocks.q, whole_sequence)
 
 
 @pytest.mark.parametrize(
@@ -106,20 +133,22 @@ def test_unknown_chip_has_the_blocks_of_the_nearest_older_one(
 def test_shape_of_the_table_has_the_blocks_of_its_entry():
   """The table lists the fastest blocks of measured shapes.
 
-  The entry "whole" has the sub-tiles of tiles without any hidden pair.
+  A block consists of sub-tiles. "whole" is the size of a sub-tile if the mask
+  hides no pair of the block.
   """
   for entry in block_sizes.table():
+    # A sequence must not be shorter than its blocks.
     length = max(entry["length"], *entry["blocks"])
 
     blocks = choose(
-      entry["generation"],
-      entry["direction"],
-      length,
-      length,
-      entry["D"],
-      entry["V"],
-      entry["G"],
-      "bfloat16",
+      generation=entry["generation"],
+      direction=entry["direction"],
+      q_length=length,
+      kv_length=length,
+      D=entry["D"],
+      V=entry["V"],
+      G=entry["G"],
+      dtype="bfloat16",
     )
 
     sizes = [blocks.q, blocks.kv, blocks.q_inner, blocks.kv_inner]

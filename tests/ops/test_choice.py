@@ -151,41 +151,43 @@ def test_choice_on_a_gpu_says_why(choose_on_gpu, options, line):
   assert not made.is_fallback
 
 
-@pytest.fixture
-def old_jax(monkeypatch):
-  """Sets JAX 0.10.2, with which the GPU kernels do not run."""
-  monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
-  monkeypatch.setattr(jax, "__version__", "0.10.2")
-
-
 @pytest.mark.parametrize(
-  ("python", "needed", "in_use"),
+  ("python_version", "reason"),
   [
-    # No JAX for Python 3.11 runs the kernels.
     pytest.param(
-      (3, 11, 7), "JAX 0.11.2 and Python 3.12", "3.11", id="python_3.11"
+      # No JAX for Python 3.11 runs the kernels.
+      (3, 11, 7),
+      "pallas_gpu needs JAX 0.11.2 and Python 3.12 or newer,"
+      " and this is JAX 0.10.2 on Python 3.11",
+      id="python_3.11",
     ),
-    pytest.param((3, 12, 1), "JAX 0.11.2", "3.12", id="python_3.12"),
+    pytest.param(
+      (3, 12, 1),
+      "pallas_gpu needs JAX 0.11.2 or newer,"
+      " and this is JAX 0.10.2 on Python 3.12",
+      id="python_3.12",
+    ),
   ],
 )
-@pytest.mark.usefixtures("old_jax")
 def test_choice_names_the_version_that_the_kernels_need(
-  monkeypatch, python, needed, in_use
+  monkeypatch, python_version, reason
 ):
-  """This is an H100 with cuDNN, JAX 0.10.2 and the given Python."""
+  """With newer versions, `auto` would choose pallas_gpu on an H100."""
+  monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
+  monkeypatch.setattr(jax, "__version__", "0.10.2")
+  monkeypatch.setattr(sys, "version_info", python_version)
   monkeypatch.setattr(two_call, "has_cudnn", lambda backend: True)
-  monkeypatch.setattr(choice, "device_kind", lambda: H100)
-  monkeypatch.setattr(sys, "version_info", python)
+  monkeypatch.setattr(choice, "device_kind", lambda: "NVIDIA H100 80GB HBM3")
   q = jax.ShapeDtypeStruct((1, 4096, 8, 2, 128), jnp.bfloat16)
   v = jax.ShapeDtypeStruct((1, 4096, 8, 256), jnp.bfloat16)
+  causal = Mask(q_length=4096, kv_length=4096)
 
-  made = choice.choose("gpu", q, q, v, Mask(4096, 4096))
+  choice_of_auto = choice.choose("gpu", q, q, v, causal)
 
-  assert str(made) == (
-    f"attention: two_call (stock attention), because pallas_gpu needs {needed}"
-    f" or newer, and this is JAX 0.10.2 on Python {in_use}"
+  assert str(choice_of_auto) == (
+    f"attention: two_call (stock attention), because {reason}"
   )
-  assert made.is_fallback
+  assert choice_of_auto.is_fallback
 
 
 @pytest.mark.parametrize(

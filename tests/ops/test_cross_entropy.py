@@ -127,6 +127,18 @@ def tpu(monkeypatch):
   return device
 
 
+@pytest.fixture
+def program_with_chunks_of_16_tokens(tpu):
+  """The program of a loss and its gradient, for the small TPU."""
+  hidden, embedding, targets, weights = make_arguments()
+
+  def loss(hidden):
+    loss, _ = fused_cross_entropy(hidden, embedding, targets, weights)
+    return loss
+
+  return str(jax.make_jaxpr(jax.value_and_grad(loss))(hidden))
+
+
 def test_value_and_gradients_on_a_tpu_equal_the_reference(tpu):
   arguments = make_arguments()
 
@@ -138,21 +150,25 @@ def test_value_and_gradients_on_a_tpu_equal_the_reference(tpu):
   chex.assert_trees_all_close(actual, expected, **FLOAT32_LAYER)
 
 
-def test_program_for_a_tpu_has_chunks_and_no_scatter(tpu):
-  """The memory of the fixture is so small that a chunk has 16 tokens."""
-  hidden, embedding, targets, weights = make_arguments()
+def test_program_for_a_tpu_has_chunks(program_with_chunks_of_16_tokens):
+  """Each chunk has equally many tokens of each row, a power of two."""
+  rows = 3
+  vocabulary = 50
+  # 5 tokens of each row would be 15 of 16 tokens. The next power of two is 4.
+  logits_of_a_chunk = f"f32[{rows},4,{vocabulary}]"
+  assert logits_of_a_chunk in program_with_chunks_of_16_tokens
 
-  def loss(hidden):
-    loss, _ = fused_cross_entropy(hidden, embedding, targets, weights)
-    return loss
 
-  program = str(jax.make_jaxpr(jax.value_and_grad(loss))(hidden))
+def test_program_for_a_tpu_has_no_scatter(program_with_chunks_of_16_tokens):
+  """TPUs are slow at writing to single indices, such as those of targets."""
+  assert "scatter" not in program_with_chunks_of_16_tokens
 
-  # A chunk of 16 tokens has 5 of each of the 3 rows, rounded down to a power of
-  # two: 4. These are the logits of a chunk, in a vocabulary of 50.
-  assert "f32[3,4,50]" in program
-  assert "scatter" not in program
-  assert "optimization_barrier" in program
+
+def test_program_for_a_tpu_computes_gradients_of_logits_once(
+  program_with_chunks_of_16_tokens,
+):
+  """Without a barrier, each product that reads them would compute them again."""
+  assert "optimization_barrier" in program_with_chunks_of_16_tokens
 
 
 def test_tpu_with_enough_memory_has_one_chunk(tpu):
@@ -205,57 +221,83 @@ def test_gradients_are_multiplied_by_the_factor_of_the_loss():
 
 
 @pytest.mark.parametrize("chunk", [None, 12])
-def test_targets_without_weight_do_not_matter(chunk):
-  """Padding has no weight, and may have targets outside the vocabulary."""
+@pytest.mark.parametrize("invalid_target", [-100, 57])
+def test_targets_without_weight_do_not_matter(chunk, invalid_target):
+  """Padding has no weight, and may have targets outside the vocabulary.
+
+  The vocabulary has the numbers 0 to 49.
+  """
   hidden, embedding, targets, weights = make_arguments()
-  weights = weights.at[:, 5:11].set(0)
-  # The vocabulary has the numbers 0 to 49.
-  invalid_targets = targets.at[:, 5:8].set(-100).at[:, 8:11].set(57)
-  run = functools.partial(
-    value_and_gradients,
+  padding = slice(5, 11)
+  weights = weights.at[:, padding].set(0)
+  targets_with_padding = targets.at[:, padding].set(invalid_target)
+  options = {"z_loss": 0.1, "chunk": chunk}
+
+  actual = value_and_gradients(
     fused_cross_entropy,
     hidden,
     embedding,
-    weights=weights,
-    z_loss=0.1,
-    chunk=chunk,
+    targets_with_padding,
+    weights,
+    **options,
   )
 
-  value, (d_hidden, d_embedding, _) = run(targets=invalid_targets)
-
-  expected_value, (expected_d_hidden, expected_d_embedding, _) = run(
-    targets=targets
+  expected = value_and_gradients(
+    fused_cross_entropy, hidden, embedding, targets, weights, **options
   )
+  value, (d_hidden, d_embedding, _) = actual
+  expected_value, (expected_d_hidden, expected_d_embedding, _) = expected
   chex.assert_trees_all_equal(value, expected_value)
   chex.assert_trees_all_equal(d_hidden, expected_d_hidden)
   chex.assert_trees_all_equal(d_embedding, expected_d_embedding)
-  assert (d_hidden[:, 5:11] == 0).all()
+  assert (d_hidden[:, padding] == 0).all()
 
 
 def test_loss_of_bfloat16_hidden_states_is_float32():
   hidden, embedding, targets, weights = make_arguments()
-  hidden = hidden.astype(jnp.bfloat16)
 
   (loss, _), (d_hidden, d_embedding, _) = value_and_gradients(
-    fused_cross_entropy, hidden, embedding, targets, weights, chunk=12
+    fused_cross_entropy,
+    hidden.astype(jnp.bfloat16),
+    embedding,
+    targets,
+    weights,
+    chunk=12,
   )
 
   assert loss.dtype == jnp.float32
   assert d_hidden.dtype == jnp.bfloat16
   assert d_embedding.dtype == jnp.float32
-  # Products of bfloat16 numbers are exact in float32, so the logits are equal.
-  (expected, _), gradients = value_and_gradients(
-    reference_cross_entropy,
-    hidden.astype(jnp.float32),
-    embedding.astype(jnp.bfloat16).astype(jnp.float32),
-    targets,
-    weights,
+
+
+def test_loss_of_bfloat16_hidden_states_equals_the_reference():
+  """Hidden states and embedding are rounded before the products, not after."""
+  hidden, embedding, targets, weights = make_arguments()
+  bfloat16_hidden = hidden.astype(jnp.bfloat16)
+  bfloat16_embedding = embedding.astype(jnp.bfloat16)
+
+  (loss, _), (d_hidden, d_embedding, _) = value_and_gradients(
+    fused_cross_entropy, bfloat16_hidden, embedding, targets, weights, chunk=12
   )
-  chex.assert_trees_all_close(loss, expected, rtol=1e-5)
-  # The gradients have rounding errors of several bfloat16 numbers.
-  chex.assert_trees_all_close(d_embedding, gradients[1], atol=2e-2, rtol=2e-2)
+
+  (expected_loss, _), (expected_d_hidden, expected_d_embedding, _) = (
+    value_and_gradients(
+      reference_cross_entropy,
+      bfloat16_hidden.astype(jnp.float32),
+      bfloat16_embedding.astype(jnp.float32),
+      targets,
+      weights,
+    )
+  )
+  # Products of bfloat16 numbers are exact in float32.
+  chex.assert_trees_all_close(loss, expected_loss, rtol=1e-5)
+  # The gradients are products with bfloat16 numbers, whose errors of up to 2⁻⁹
+  # add up. Those of the hidden states are also rounded to bfloat16.
   chex.assert_trees_all_close(
-    d_hidden.astype(jnp.float32), gradients[0], atol=4e-2, rtol=2e-2
+    d_embedding, expected_d_embedding, atol=2e-2, rtol=2e-2
+  )
+  chex.assert_trees_all_close(
+    d_hidden.astype(jnp.float32), expected_d_hidden, atol=4e-2, rtol=2e-2
   )
 
 

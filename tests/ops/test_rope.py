@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from diffjax.ops.rope import Scaling, rope, rotate_by_product, rotate_halves
+from tests.harness.tolerances import FLOAT32
 
 
 def normal(*shape: int) -> jax.Array:
@@ -21,58 +22,54 @@ def rotate_in_numpy(x: jax.Array, angles: np.ndarray) -> np.ndarray:
   return rotated.astype(np.float32)
 
 
-def test_rope_equals_complex_rotation():
-  x = normal(2, 5, 3, 2, 8)
-  positions = np.array([[0, 1, 2, 0, 1], [7, 8, 9, 4000, 3]])
-
-  actual = rope(x, jnp.array(positions), 100.0)
-
-  # A head of 8 numbers has 4 pairs, with a frequency each.
-  frequencies = 100.0 ** (-np.arange(4) * 2 / 8)
-  angles = positions[:, :, None, None, None] * frequencies
-  expected = rotate_in_numpy(x, angles)
-  # An angle of thousands has an error of 1e-4 in float32.
-  chex.assert_trees_all_close(actual, expected, rtol=0, atol=2e-3)
-  chex.assert_trees_all_close(actual[0], expected[0], rtol=1e-6, atol=1e-6)
-
-
-# The results of transformers 5.24 for D = 16, base 500,000, factor 2.5 and
-# sequences of 1000 tokens: the frequencies, and the factor of queries and keys.
 @pytest.mark.parametrize(
-  ("kind", "frequencies", "factor"),
+  ("positions", "tolerance"),
   [
-    pytest.param(
-      "linear",
-      [0.4, 0.0775691, 0.0150424, 0.00291707]
-      + [0.000565685, 0.000109699, 2.12732e-05, 4.12535e-06],
-      1.0,
-      id="linear",
-    ),
-    pytest.param(
-      "llama3",
-      [1.0, 0.193923, 0.037606, 0.0031514]
-      + [0.000565685, 0.000109699, 2.12732e-05, 4.12535e-06],
-      1.0,
-      id="llama3",
-    ),
-    pytest.param(
+    ([[0, 1, 2, 0, 1], [2, 3, 0, 1, 2]], FLOAT32),
+    # An angle of thousands has an error of 1e-4 in float32.
+    ([[0, 1, 2, 0, 1], [7, 8, 9, 4000, 3]], {"rtol": 0, "atol": 2e-3}),
+  ],
+)
+def test_rope_equals_complex_rotation(positions, tolerance):
+  """Pair i of N is rotated by an angle of position · base^(−i / N)."""
+  x = normal(2, 5, 3, 2, 8)  # [batch, tokens, heads, maps, width]
+
+  actual = rope(x, jnp.array(positions), base=100.0)
+
+  # The 8 numbers of a head are 4 pairs.
+  frequencies = np.array([1, 100**-0.25, 100**-0.5, 100**-0.75])
+  angles = np.multiply.outer(positions, frequencies)  # [batch, tokens, pairs]
+  expected = rotate_in_numpy(x, angles[:, :, None, None])
+  chex.assert_trees_all_close(actual, expected, **tolerance)
+
+
+@pytest.mark.parametrize(
+  ("kind", "high_frequencies", "factor"),
+  [
+    ("linear", [0.4, 0.0775691, 0.0150424, 0.00291707], 1.0),
+    ("llama3", [1.0, 0.193923, 0.037606, 0.0031514], 1.0),
+    (
       "yarn",
-      [1.0, 0.164834, 0.0263242, 0.00401097]
-      + [0.000565685, 0.000109699, 2.12732e-05, 4.12535e-06],
+      [1.0, 0.164834, 0.0263242, 0.00401097],
+      # YaRN multiplies queries and keys by 1 + 0.1 log 2.5.
       1.0916290731874154,
-      id="yarn",
     ),
   ],
 )
-def test_scaling_equals_transformers(kind, frequencies, factor):
-  x = normal(1, 5, 1, 16)
-  positions = np.array([[0, 1, 30, 400, 2400]])
+def test_scaling_equals_transformers(kind, high_frequencies, factor):
+  """The expected frequencies were computed with transformers 5.24."""
+  # All kinds divide the frequencies of long waves, base^(−i / N), by 2.5.
+  low_frequencies = [0.000565685, 0.000109699, 2.12732e-05, 4.12535e-06]
+  frequencies = high_frequencies + low_frequencies
+  positions = [0, 1, 30, 400, 2400]
+  x = normal(1, 5, 1, 16)  # [batch, tokens, heads, width]
 
-  actual = rope(x, jnp.array(positions), 500_000.0, Scaling(kind, 2.5, 1000))
+  scaling = Scaling(kind, factor=2.5, original_length=1000)
+  actual = rope(x, jnp.array([positions]), base=500_000.0, scaling=scaling)
 
-  angles = positions[:, :, None, None] * np.array(frequencies)
-  expected = rotate_in_numpy(x, angles) * np.float32(factor)
-  # Errors of the angles grow with the position.
+  angles = np.outer(positions, frequencies)
+  expected = rotate_in_numpy(x, angles[None, :, None]) * np.float32(factor)
+  # The frequencies have six digits, so errors of angles grow with the position.
   chex.assert_trees_all_close(actual, expected, rtol=1e-7, atol=4e-3)
   chex.assert_trees_all_close(
     actual[:, :3], expected[:, :3], rtol=1e-7, atol=1e-4
