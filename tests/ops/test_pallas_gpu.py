@@ -319,9 +319,7 @@ def test_kernels_have_no_races(case):
 
 def test_shard_map_does_not_change_the_results():
   inputs = make_inputs(Case("v1", T=100, has_segments=True, lam="scalar"))
-  segment_ids = inputs.array_options["q_segment_ids"]
-  # The interpreter supports only one device. Inside shard_map, arrays vary over
-  # the mesh nevertheless, except λ, which all devices share.
+  # The interpreter supports only one device.
   mesh = jax.make_mesh(
     (1,),
     ("data",),
@@ -339,8 +337,9 @@ def test_shard_map_does_not_change_the_results():
       implementation="pallas_gpu",
     )
 
+  # The mesh divides all arrays but λ, which its devices share.
   data = P("data")
-  mapped = jax.shard_map(
+  attend_on_mesh = jax.shard_map(
     attend,
     mesh=mesh,
     in_specs=(data, data, data, P(), data),
@@ -348,75 +347,74 @@ def test_shard_map_does_not_change_the_results():
   )
 
   @jax.jit
-  def program(arrays, d_out):
-    out, vjp = jax.vjp(lambda *arrays: mapped(*arrays, segment_ids), *arrays)
-    return Results(out, *vjp(d_out))
+  def program(arrays, d_out, segment_ids):
+    out, vjp = jax.vjp(attend_on_mesh, *arrays, segment_ids)
+    *gradients, _ = vjp(d_out)
+    return Results(out, *gradients)
 
   with chip.interpreted():
-    results = jax.block_until_ready(program(inputs.arrays, inputs.d_out))
+    segment_ids = inputs.array_options["q_segment_ids"]
+    actual = program(inputs.arrays, inputs.d_out, segment_ids)
+    jax.block_until_ready(actual)
 
-  actual = jax.tree.map(lambda x: np.asarray(x, np.float32), results)
   assert_close_in_norm(actual, expected_results(inputs), FLOAT16_ERROR)
 
 
-# `rows` is a block of queries, and `hidden_keys` are blocks of keys that these
-# queries do not see.
 @pytest.mark.parametrize(
-  ("options", "second_document", "rows", "hidden_keys"),
+  ("options", "array_options", "queries", "hidden_keys"),
   [
     pytest.param(
+      # Query 128 sees keys 65 to 128, and query 191 sees keys 128 to 191.
       {"window": 64},
-      None,
-      slice(128, 192),
-      np.r_[:64, 192:256],
+      {},
+      range(128, 192),
+      [*range(64), *range(192, 256)],
       id="window",
     ),
     pytest.param(
+      # The queries are one document, and the other keys are another one.
       {"causal": False},
-      64,
-      slice(0, 64),
-      np.r_[64:256],
+      {"q_segment_ids": np.repeat([[0, 1]], [64, 192], axis=1)},
+      range(64),
+      range(64, 256),
       id="segments",
     ),
     pytest.param(
+      # The hidden keys come after the queries.
       {},
-      None,
-      slice(0, 64),
-      np.r_[64:256],
+      {},
+      range(64),
+      range(64, 256),
       id="causal",
       marks=pytest.mark.full,
     ),
   ],
 )
 def test_hidden_blocks_are_not_computed(
-  options, second_document, rows, hidden_keys
+  options, array_options, queries, hidden_keys
 ):
-  """Rows have finite results although the keys that they do not see are NaN.
+  """Queries have finite results although keys that they do not see are NaN.
 
-  A product with NaN is NaN, even if a mask follows. A block has 64 keys.
+  A product with NaN is NaN, even if a mask follows. A block has 64 tokens.
   """
+  queries = np.array(queries)
+  hidden_keys = np.array(hidden_keys)
   inputs = make_inputs(Case("one_head", T=256, B=1, H=1, **options))
   q, k, v, lam = inputs.arrays
   k = k.at[:, hidden_keys].set(jnp.nan)
   v = v.at[:, hidden_keys].set(jnp.nan)
-  d_out = jnp.zeros_like(inputs.d_out)
-  d_out = d_out.at[:, rows].set(inputs.d_out[:, rows])
-  array_options = {}
-  # The second document starts at this token.
-  if second_document is not None:
-    segment_ids = (jnp.arange(256) >= second_document).astype(jnp.int32)
-    array_options["q_segment_ids"] = segment_ids[None]
 
   results = run(
     "pallas_gpu",
-    Inputs((q, k, v, lam), d_out, inputs.options, array_options),
+    inputs._replace(arrays=(q, k, v, lam), array_options=array_options),
   )
 
-  chex.assert_tree_all_finite(results.out[:, rows])
-  chex.assert_tree_all_finite(results.d_q[:, rows])
-  chex.assert_tree_all_finite(results.d_lam[:, rows])
-  # Rows that see the NaN keys are NaN.
-  assert np.isnan(results.out[:, hidden_keys]).any()
+  chex.assert_tree_all_finite(results.out[:, queries])
+  chex.assert_tree_all_finite(results.d_q[:, queries])
+  chex.assert_tree_all_finite(results.d_lam[:, queries])
+  # The query at the position of a NaN key sees that key.
+  queries_that_see_nan = hidden_keys
+  assert np.isnan(results.out[:, queries_that_see_nan]).any()
 
 
 def test_row_without_keys_has_zero_output_and_no_gradient():

@@ -129,16 +129,29 @@ def test_kernels_compile_without_spills_for_each_shape_and_mask():
 
 
 def test_forward_kernel_computes_exponentials_during_products(quick_cases):
-  """They run while weights are multiplied with V, in blocks that no mask cuts.
+  """It computes weights while earlier weights are multiplied with the values.
 
-  The schedule names products by their number of columns: 8 compute the logits
-  of 64 keys, and 4 multiply weights with the 256 columns of V. "wait 1" waits
-  for all groups of products but the last one, here for the logits.
+  In a step, 128 threads compute 64 queries and 64 keys of one map. A product of
+  the tensor cores sums over 16 numbers.
   """
   kernels_of_cases, _ = quick_cases
-  kernels = kernels_of_cases[QUICK_CASES.index(V1_WIDE)]
-  kernels_by_name = {kernel.name: kernel for kernel in kernels}
-  forward_kernel = kernels_by_name["forward_v1"]
+  # The first quick case is V1_WIDE, with D = 128 and V = 256.
+  (forward_kernel,) = [
+    kernel for kernel in kernels_of_cases[0] if kernel.name == "forward_v1"
+  ]
 
-  for loop in forward_kernel.loops:
-    assert loop.schedule == "8 N64, 4 N256, wait 1, 34 exp, wait 0"
+  # The sum over D. A product has a column for each key.
+  products_of_logits = f"{128 // 16} N64"
+  # The sum over the keys. A product has a column for each number of a value.
+  products_of_values = f"{64 // 16} N256"
+  # Each thread has 32 weights of two queries, and a correction for each query.
+  exponentials = f"{64 * 64 // 128 + 2} exp"
+  expected = (
+    f"{products_of_logits}, {products_of_values}, "
+    # Waits for all groups of products but the last one: the logits are needed.
+    "wait 1, "
+    f"{exponentials}, "
+    # Waits for all products.
+    "wait 0"
+  )
+  assert {loop.schedule for loop in forward_kernel.loops} == {expected}

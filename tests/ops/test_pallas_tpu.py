@@ -289,9 +289,17 @@ def race_detectors(monkeypatch):
   return detectors
 
 
+def assert_no_races(race_detectors) -> None:
+  """Checks that no kernel reads memory while it is written."""
+  # The forward and the backward kernel have a detector each.
+  assert len(race_detectors) >= 2
+  for detector in race_detectors:
+    assert not detector.races_found
+
+
 @pytest.mark.parametrize("case", by_name(CASES, COMBINED_CASES))
 def test_output_and_gradients_equal_the_reference(case, race_detectors):
-  """The same run also looks for races, since another one would take as long."""
+  """The kernels have no races either, which the interpreter detects."""
   inputs = make_inputs(case)
   # Reading memory that nothing was written to gives NaN.
   params = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)
@@ -304,19 +312,16 @@ def test_output_and_gradients_equal_the_reference(case, race_detectors):
 
   expected = run("reference", inputs)
   assert_close_in_norm(actual, expected, FLOAT32_ERROR)
-  # The forward and the backward kernel have a detector each.
-  assert len(race_detectors) >= 2
-  for detector in race_detectors:
-    assert not detector.races_found
+  assert_no_races(race_detectors)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", by_name(CASES))
 def test_online_kernel_equals_the_reference(case):
-  """The online kernel subtracts the running maximum of the logits.
+  """Values that exceed 2⁴⁰ need the online kernel.
 
-  It runs if the quick kernel, which does not, could be inaccurate. That is so
-  if a value exceeds 2⁴⁰.
+  This kernel subtracts the running maximum from the logits. For smaller values,
+  the quick kernel is accurate without that.
   """
   inputs = make_inputs(case)
   q, k, v, lam = inputs.arrays
@@ -339,18 +344,18 @@ def test_online_kernel_equals_the_reference(case):
 def test_two_cores_share_the_keys_of_one_head(
   case, race_detectors, monkeypatch
 ):
-  """The results on two cores, as in TPU v4 and v5p, equal the reference."""
+  """The kernels for chips with two cores, TPU v4 and v5p, are correct."""
+  # The kernels divide their work by the number of cores of the chip.
   monkeypatch.setattr(chip, "cores", lambda: 2)
   inputs = make_inputs(case)
-  # JAX's interpreter cannot run the loops of a kernel on two cores. Documents and
-  # spans of several blocks of keys need loops.
-  num_cores = 2
-  if case.starts is not None or case.blocks.span > 1:
-    num_cores = 1
+  # JAX's interpreter cannot run the loops of a kernel on two cores. Then one
+  # core does the work of both. Kernels loop over tiles of keys if there are
+  # documents, or if several tiles are loaded together (`span`).
+  has_loops = case.starts is not None or case.blocks.span > 1
   params = pltpu.InterpretParams(
     uninitialized_memory="nan",
     detect_races=True,
-    num_cores_or_threads=num_cores,
+    num_cores_or_threads=1 if has_loops else 2,
   )
 
   with (
@@ -361,10 +366,7 @@ def test_two_cores_share_the_keys_of_one_head(
 
   expected = run("reference", inputs)
   assert_close_in_norm(actual, expected, FLOAT32_ERROR)
-  # The forward and the backward kernel have a detector each.
-  assert len(race_detectors) >= 2
-  for detector in race_detectors:
-    assert not detector.races_found
+  assert_no_races(race_detectors)
 
 
 def parallel_sizes(kernel_call: Any) -> list[int]:
@@ -382,7 +384,7 @@ def parallel_sizes(kernel_call: Any) -> list[int]:
   "case", by_name(TWO_CORE_CASES, COMBINED_TWO_CORE_CASES)
 )
 def test_two_cores_get_equal_shares_of_the_backward_pass(case, monkeypatch):
-  """An axis of the kernel's grid that cores share has an even size."""
+  """Cores share an axis of a kernel's grid. Its size is even."""
   monkeypatch.setattr(chip, "cores", lambda: 2)
   inputs = make_inputs(case)
 
@@ -392,14 +394,13 @@ def test_two_cores_get_equal_shares_of_the_backward_pass(case, monkeypatch):
   ):
     calls = kernel_calls(lambda: run("pallas_tpu", inputs))
 
-  # Only the backward kernels have grids of five axes.
-  backward_calls = [
-    call for call in calls if len(call.params["grid_mapping"].grid) == 5
-  ]
+  backward_calls = []
+  for call in calls:
+    if "backward" in call.params["name"]:
+      backward_calls.append(call)
   assert backward_calls
   for call in backward_calls:
-    even_sizes = [size for size in parallel_sizes(call) if size % 2 == 0]
-    assert even_sizes
+    assert any(size % 2 == 0 for size in parallel_sizes(call))
 
 
 # The next functions change q [B, T, Q, G, D], k [B, S, K, M, D] and v.
@@ -625,65 +626,64 @@ def test_forward_pass_is_accurate_for_adverse_inputs(
   assert (lse[:, :num_empty_rows] >= 1e29).all()
 
 
-# `rows` is a block of queries, and `hidden_keys` are keys in tiles that are
-# completely hidden from these queries.
 @pytest.mark.parametrize(
-  ("case", "rows", "hidden_keys"),
+  ("case", "queries", "hidden_keys"),
   [
     pytest.param(
+      # Query 256 sees keys 193 to 256, and query 383 sees keys 320 to 383.
       Case("window", SQUARE, B=1, T=512, H=1, window=64),
-      slice(256, 384),
-      np.r_[:128, 384:512],
+      range(256, 384),
+      [*range(128), *range(384, 512)],
       id="window",
     ),
     pytest.param(
+      # The queries are one document, and the other keys are another one.
       Case("segments", FINE, B=1, T=384, H=1, causal=False, starts=(128,)),
-      slice(0, 128),
-      np.r_[128:384],
+      range(128),
+      range(128, 384),
       id="segments_within_a_tile",
     ),
     pytest.param(
+      # The hidden keys come after the queries.
       Case("causal", SQUARE, B=1, T=384, H=1),
-      slice(0, 128),
-      np.r_[128:384],
+      range(128),
+      range(128, 384),
       id="causal",
       marks=pytest.mark.full,
     ),
     pytest.param(
       Case("segments", SQUARE, B=1, T=384, H=1, causal=False, starts=(128,)),
-      slice(0, 128),
-      np.r_[128:384],
+      range(128),
+      range(128, 384),
       id="segments",
       marks=pytest.mark.full,
     ),
   ],
 )
-def test_hidden_tiles_are_not_computed(case, rows, hidden_keys):
-  """Rows have finite results although the keys that they do not see are NaN.
+def test_hidden_tiles_are_not_computed(case, queries, hidden_keys):
+  """Queries have finite results although keys that they do not see are NaN.
 
-  A product with NaN is NaN, even if a mask follows. A tile has 128 queries and
-  keys, or 256.
+  A product with NaN is NaN, even if a mask follows. A tile has 128 tokens.
   """
+  queries = np.array(queries)
+  hidden_keys = np.array(hidden_keys)
   inputs = make_inputs(case)
   q, k, v, lam = inputs.arrays
   k = k.at[:, hidden_keys].set(jnp.nan)
   v = v.at[:, hidden_keys].set(jnp.nan)
-  d_out = jnp.zeros_like(inputs.d_out)
-  d_out = d_out.at[:, rows].set(inputs.d_out[:, rows])
 
   with (
     chip.interpreted(pltpu.InterpretParams()),
     block_sizes.use(forward=case.blocks, backward=case.blocks),
   ):
-    results = run(
-      "pallas_tpu", inputs._replace(arrays=(q, k, v, lam), d_out=d_out)
-    )
+    results = run("pallas_tpu", inputs._replace(arrays=(q, k, v, lam)))
 
-  chex.assert_tree_all_finite(results.out[:, rows])
-  chex.assert_tree_all_finite(results.d_q[:, rows])
-  chex.assert_tree_all_finite(results.d_lam[:, rows])
-  # Rows that see the NaN keys are NaN.
-  assert np.isnan(results.out[:, hidden_keys]).any()
+  chex.assert_tree_all_finite(results.out[:, queries])
+  chex.assert_tree_all_finite(results.d_q[:, queries])
+  chex.assert_tree_all_finite(results.d_lam[:, queries])
+  # The query at the position of a NaN key sees that key.
+  queries_that_see_nan = hidden_keys
+  assert np.isnan(results.out[:, queries_that_see_nan]).any()
 
 
 # The tiles of the next tests have 8 queries and 4 keys. The last one of each
@@ -800,20 +800,40 @@ def test_tile_with_all_pairs_visible_has_all(mask):
       assert tile.is_visible.all()
 
 
-def test_partial_differences_list_all_partially_visible_tiles(mask):
-  """A tile is listed by the position of its first query minus its first key.
+@pytest.mark.parametrize(
+  ("kv_length", "causal", "window", "offset"),
+  [
+    # All tiles of 4 keys are complete.
+    *itertools.product([20], [True, False], [None, 1, 5, 8, 11], [-9, 0, 3, 8]),
+    # The last tile has only 2 keys. No causal query sees the keys after them.
+    *itertools.product([18], [True], [None, 1, 5, 8, 11], [-9]),
+  ],
+)
+def test_partial_differences_list_all_partially_visible_tiles(
+  kv_length, causal, window, offset
+):
+  """The difference of a tile is its first query's position minus its first key.
 
-  A kernel can prepare a mask for each of these differences. The result is None
-  if a mask does not depend on them alone.
+  Partially visible tiles with equal differences have equal masks. So a kernel
+  can prepare a mask for each difference.
   """
+  mask = Mask(Q_LENGTH, kv_length, causal, window, offset)
+
   differences = mask.partial_differences(Q_BLOCK, KV_BLOCK, most=99)
-  if differences is None:
-    return
 
   for tile in tiles_of(mask):
-    any_visible = mask.any_visible(*tile.bounds)
-    if any_visible and not mask.all_visible(*tile.bounds):
+    is_visible = mask.any_visible(*tile.bounds)
+    is_full = mask.all_visible(*tile.bounds)
+    if is_visible and not is_full:
       assert tile.first_query - tile.first_key in differences
+
+
+def test_mask_with_visible_padding_has_no_partial_differences():
+  """The mask of a tile then also depends on where the keys end."""
+  # The last tile of 4 keys has only 2.
+  mask = Mask(q_length=24, kv_length=18, causal=False)
+
+  assert mask.partial_differences(q_block=8, kv_block=4, most=99) is None
 
 
 @pytest.mark.parametrize(
@@ -853,10 +873,11 @@ def test_another_backend_is_refused():
 
 def test_forward_kernel_without_gradient_saves_less():
   """A kernel's results show what it saves for the backward pass."""
-  q = jnp.zeros((2, 130, 2, 2, 8))
-  k = jnp.zeros((2, 130, 2, 2, 8))
-  v = jnp.zeros((2, 130, 2, 16))
-  lam = jnp.zeros((2, 130, 2))
+  B, T, H, D, V = 2, 130, 2, 8, 16
+  q = jnp.zeros((B, T, H, 2, D))
+  k = jnp.zeros((B, T, H, 2, D))
+  v = jnp.zeros((B, T, H, V))
+  lam = jnp.zeros((B, T, H))
 
   def attend(*arrays):
     return diff_attention(*arrays, implementation="pallas_tpu")
@@ -865,12 +886,14 @@ def test_forward_kernel_without_gradient_saves_less():
     out, _ = jax.vjp(attend, *arrays)
     return out
 
-  # The forward kernel is the first one of a program.
   with chip.interpreted():
-    without_gradient, *_ = kernel_calls(attend, q, k, v, lam)
-    with_gradient, *_ = kernel_calls(attend_and_save, q, k, v, lam)
+    calls_without_gradient = kernel_calls(attend, q, k, v, lam)
+    calls_with_gradient = kernel_calls(attend_and_save, q, k, v, lam)
 
-  # The output, and the log-sum-exps, which show whether it is accurate.
-  assert len(without_gradient.outvars) == 2
-  # The backward pass also needs the outputs of the noise maps.
-  assert len(with_gradient.outvars) == 3
+  # The forward kernel is the first one of a program.
+  results_without_gradient = calls_without_gradient[0].outvars
+  results_with_gradient = calls_with_gradient[0].outvars
+  # The output, and the log-sum-exps, which show whether the output is accurate.
+  assert len(results_without_gradient) == 2
+  # Also the outputs of the noise maps, which only the backward pass needs.
+  assert len(results_with_gradient) == 3

@@ -200,16 +200,17 @@ def test_kernels_compile():
 @pytest.mark.longest
 @pytest.mark.full
 def test_kernels_compile_for_each_generation():
+  """`find_problems` compiles cases in a process. Two processes run at a time."""
   cases = GRADIENT_CASES + DECODE_CASES + MODEL_CASES + MULTI_CHIP_CASES
-  cases += [longest_case(generation) for generation in TOPOLOGIES]
-  # Each process gets cases of all generations, so that all take equally long.
-  num_processes = 4
-  groups = [cases[start::num_processes] for start in range(num_processes)]
-
-  with concurrent.futures.ThreadPoolExecutor(2) as pool:
-    results = list(pool.map(find_problems, groups))
+  for generation in TOPOLOGIES:
+    cases.append(longest_case(generation))
+  # Each group has cases of all generations, so that all take equally long.
+  num_groups = 4
+  groups = [cases[start::num_groups] for start in range(num_groups)]
 
   problems = []
-  for result in results:
-    problems += result
+  with concurrent.futures.ThreadPoolExecutor(max_workers=2) as pool:
+    for problems_of_group in pool.map(find_problems, groups):
+      problems += problems_of_group
+
   assert not problems, "\n".join(problems)
