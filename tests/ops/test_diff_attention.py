@@ -24,7 +24,11 @@ from diffjax.ops.diff_attention import RESIDUAL_NAMES, chunked, diff_attention
 from diffjax.ops.diff_attention.gpu import chip as gpu_chip
 from diffjax.ops.diff_attention.reference import attention_maps, reference
 from diffjax.ops.diff_attention.tpu import chip as tpu_chip
-from tests.harness.tolerances import FLOAT32, assert_close_in_norm
+from tests.harness.tolerances import (
+  FLOAT32,
+  FLOAT32_LAYER,
+  assert_close_in_norm,
+)
 
 B, D = 2, 6
 
@@ -418,6 +422,11 @@ def test_two_call_names_an_unsupported_option(case, unsupported_option):
 
 
 @pytest.mark.parametrize(
+  "implementation",
+  ["reference", "chunked", "chunked_small_blocks", "two_call"],
+  indirect=True,
+)
+@pytest.mark.parametrize(
   "case",
   [
     pytest.param(GROUPED, id="grouped"),
@@ -425,19 +434,23 @@ def test_two_call_names_an_unsupported_option(case, unsupported_option):
     pytest.param(PACKED_GROUPED, id="packed", marks=pytest.mark.full),
   ],
 )
-def test_float64_is_computed_in_float64_or_refused(implementation, case):
-  """The kernels for TPUs and GPUs do not support float64."""
-  inputs = make_inputs(case)
+def test_float64_is_computed_in_float64(implementation, case):
   with jax.enable_x64(True):
-    if implementation.float64_tolerance is None:
-      with pytest.raises(ValueError, match="float64.*use implementation="):
-        run(implementation, inputs, np.float64)
-      return
-
-    actual = run(implementation, inputs, np.float64)
+    actual = run(implementation, make_inputs(case), np.float64)
 
   expected = expected_results(case, "float64")
   assert_close_in_norm(actual, expected, implementation.float64_tolerance)
+
+
+@pytest.mark.parametrize(
+  "implementation", ["pallas_tpu", "pallas_gpu"], indirect=True
+)
+def test_kernels_refuse_float64(implementation):
+  with (
+    jax.enable_x64(True),
+    pytest.raises(ValueError, match="float64.*use implementation="),
+  ):
+    run(implementation, make_inputs(GROUPED), np.float64)
 
 
 @pytest.mark.parametrize(
@@ -472,13 +485,15 @@ def test_output_has_the_dtype_of_the_queries(implementation):
 
 
 def test_lambda_is_not_rounded_to_the_dtype_of_the_queries():
-  """With two equal maps, the output is (1 − λ) times plain attention."""
-  # In bfloat16, this would be 1, and the output would be 0.
+  """With two equal maps A, the output is A V − λ A V = (1 − λ) A V."""
   lam = jnp.float32(1 - 2**-10)
+  # With a rounded λ, the output would be zero.
+  assert lam.astype(jnp.bfloat16) == 1
   q, k, v, _ = make_inputs(GROUPED).arrays
-  # The fourth axis has the two maps.
-  q[:, :, :, 1] = q[:, :, :, 0]
-  k[:, :, :, 1] = k[:, :, :, 0]
+  # q is [B, T, H, maps, D], and k is [B, S, K, maps, D].
+  first_map = slice(0, 1)
+  q = np.repeat(q[:, :, :, first_map], 2, axis=3)
+  k = np.repeat(k[:, :, :, first_map], 2, axis=3)
 
   out = diff_attention(
     jnp.asarray(q, jnp.bfloat16),
@@ -498,25 +513,26 @@ def test_lambda_is_not_rounded_to_the_dtype_of_the_queries():
   indirect=True,
 )
 def test_row_sums_of_the_backward_pass_are_not_rounded(implementation):
-  """With one visible key, queries and keys have no gradient.
+  """If a query sees only one key, their logit has no gradient.
 
-  Their gradients are products with dP − rowsum(dO ∘ O), for dP = dO Vᵀ. With
-  one key, O is exact in bfloat16 here, and the difference is zero unless the
-  sum is rounded.
+  The weight of the key is 1 for any logit. The backward pass computes the zero
+  as a difference of equal sums over the width of the values: of dO ∘ v, and of
+  dO ∘ O, where O = v is the output of a map. A rounded sum would not cancel.
   """
   inputs = make_inputs(GROUPED)
   q, k, v, _ = inputs.arrays
-  # In a causal window of 1, each query sees only its own key. Multiples of 0.5
-  # are exact.
-  inputs = inputs._replace(
-    arrays=(q, k, v.round(), np.float64(0.5)),
-    options=inputs.options | {"window": 1},
-  )
+  # With integers in v, the output of the call, (1 − λ) v, is exact in bfloat16.
+  integers = v.round()
+  lam = np.float64(0.5)
+  # In a causal window of 1, each query sees only its own key.
+  options = inputs.options | {"window": 1}
+  inputs = inputs._replace(arrays=(q, k, integers, lam), options=options)
 
   results = run(implementation, inputs, jnp.bfloat16)
 
-  assert np.abs(results.d_q).max() < 1e-5
-  assert np.abs(results.d_k).max() < 1e-5
+  # Sums of bfloat16 would have errors of about 2⁻⁹.
+  assert np.abs(results.d_q).max() < FLOAT32_LAYER["atol"]
+  assert np.abs(results.d_k).max() < FLOAT32_LAYER["atol"]
 
 
 def test_loss_of_a_row_has_no_gradient_for_later_keys(implementation):
@@ -538,25 +554,28 @@ def test_loss_of_a_document_has_no_gradient_for_other_documents(
   implementation,
 ):
   """A query sees only the keys that have its segment id."""
-  inputs = make_inputs(EMPTY_ROWS)
-  kv_ids = inputs.array_options["kv_segment_ids"][0]
-  # The five queries belong to the documents 7, 7, 7, 3 and 3. The loss reads
-  # only those of document 7, in the first sequence.
-  q_ids = np.stack([kv_ids[6:11], kv_ids[6:11]])
+  inputs = make_inputs(
+    Case(
+      "two_documents",
+      T=5,
+      S=13,
+      q_ids=(7, 7, 7, 3, 3),
+      kv_ids=(0, 0, 0, 0, 0, 7, 7, 7, 7, 3, 3, 3, 3),
+      causal=False,
+    )
+  )
+  # The loss reads only the first sequence's document 7: three queries.
   d_out = np.zeros_like(inputs.d_out)
   d_out[0, :3] = inputs.d_out[0, :3]
-  inputs = inputs._replace(
-    d_out=d_out,
-    array_options=inputs.array_options | {"q_segment_ids": q_ids},
-  )
 
-  results = run(implementation, inputs)
+  results = run(implementation, inputs._replace(d_out=d_out))
 
   for gradient in (results.d_k, results.d_v):
-    assert (gradient[0, kv_ids != 7] == 0).all()
-    assert (gradient[1] == 0).all()
-    gradient_of_key = np.abs(gradient[0, kv_ids == 7]).sum(axis=(1, -1))
-    assert (gradient_of_key != 0).all()
+    gradient_of_document_7 = gradient[0, 5:9]
+    assert (gradient_of_document_7 != 0).any(axis=-1).all()
+    # The gradients of all other keys.
+    gradient[0, 5:9] = 0
+    assert (gradient == 0).all()
 
 
 def stock_attention(
@@ -652,31 +671,41 @@ def test_vmap_equals_separate_calls(implementation):
   second = make_inputs(GROUPED, seed=1)
 
   def stack(first_array, second_array):
-    stacked = np.stack([first_array, second_array])
-    return jnp.asarray(stacked, implementation.dtype)
+    return np.stack([first_array, second_array])
 
-  arrays = jax.tree.map(stack, first.arrays, second.arrays)
-  d_out = stack(first.d_out, second.d_out)
-  attend = functools.partial(diff_attention, implementation=implementation.name)
+  def to_dtype(array):
+    return jnp.asarray(array, implementation.dtype)
 
-  def output_and_gradients(arrays, d_out):
-    out, vjp = jax.vjp(attend, *arrays)
+  def output_and_gradients(q, k, v, lam, d_out):
+    attend = functools.partial(
+      diff_attention, implementation=implementation.name
+    )
+    out, vjp = jax.vjp(attend, q, k, v, lam)
     return Results(out, *vjp(d_out))
 
+  arguments = jax.tree.map(
+    stack, (*first.arrays, first.d_out), (*second.arrays, second.d_out)
+  )
   # Pallas's interpreter for TPUs does not support the grid axis that vmap adds,
   # so the general interpreter runs the kernels.
   with tpu_chip.interpreted(True):
     program = jax.jit(jax.vmap(output_and_gradients))
-    results = jax.block_until_ready(program(arrays, d_out))
+    actual = program(*jax.tree.map(to_dtype, arguments))
+    jax.block_until_ready(actual)
 
-  expected_first = run(implementation, first)
-  expected_second = run(implementation, second)
-  for name in Results._fields:
-    actual = np.asarray(getattr(results, name), np.float64)
-    expected = np.stack(
-      [getattr(expected_first, name), getattr(expected_second, name)]
-    )
-    assert_close_in_norm(actual, expected, implementation.tolerance)
+  expected = jax.tree.map(
+    stack, run(implementation, first), run(implementation, second)
+  )
+  assert_close_in_norm(actual, expected, implementation.tolerance)
+
+
+def count_row_maxima(loss, arrays: tuple) -> int:
+  """Returns how often the program of a gradient computes maxima of rows.
+
+  Only the forward pass of attention does, for its softmax.
+  """
+  gradient = jax.grad(loss, argnums=(0, 1, 2, 3))
+  return str(jax.make_jaxpr(gradient)(*arrays)).count(" reduce_max[")
 
 
 def test_remat_by_name_runs_the_forward_pass_once():
@@ -688,24 +717,22 @@ def test_remat_by_name_runs_the_forward_pass_once():
   arrays = jax.tree.map(jnp.float32, inputs.arrays)
 
   def loss(*arrays):
-    inputs_of_layer = [jnp.cos(x) for x in arrays]
-    out = diff_attention(*inputs_of_layer, implementation="chunked")
+    # Like the layers before attention, the cosine is cheap to compute again.
+    q, k, v, lam = jax.tree.map(jnp.cos, arrays)
+    out = diff_attention(q, k, v, lam, implementation="chunked")
+    # The gradient of the sine needs the output.
     return jnp.sum(jnp.sin(out))
 
-  def count_forward_passes(function):
-    # Only the forward pass computes the maximum of a row.
-    gradient = jax.grad(function, (0, 1, 2, 3))
-    return str(jax.make_jaxpr(gradient)(*arrays)).count(" reduce_max[")
+  policies = jax.checkpoint_policies
+  save_by_name = policies.save_only_these_names(*RESIDUAL_NAMES)
+  saving_loss = jax.checkpoint(loss, policy=save_by_name)
+  repeating_loss = jax.checkpoint(loss, policy=policies.nothing_saveable)
 
-  save_names = jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES)
-  save_nothing = jax.checkpoint_policies.nothing_saveable
-  without_remat = count_forward_passes(loss)
-  with_names = count_forward_passes(jax.checkpoint(loss, policy=save_names))
-  with_nothing = count_forward_passes(jax.checkpoint(loss, policy=save_nothing))
+  num_without_checkpoint = count_row_maxima(loss, arrays)
 
-  assert without_remat > 0
-  assert with_names == without_remat
-  assert with_nothing == 2 * without_remat
+  assert num_without_checkpoint > 0
+  assert count_row_maxima(saving_loss, arrays) == num_without_checkpoint
+  assert count_row_maxima(repeating_loss, arrays) == 2 * num_without_checkpoint
 
 
 def test_remat_by_name_does_not_change_gradients():
@@ -726,17 +753,11 @@ def test_remat_by_name_does_not_change_gradients():
 
 
 def test_gradients_of_the_reference_equal_finite_differences():
-  inputs = make_inputs(
-    Case(
-      "small",
-      T=4,
-      H=2,
-      K=1,
-      V=3,
-      q_ids=(0, 0, 5, 1),
-      kv_ids=(0, 0, 1, 1),
-    )
+  # The query with the id 5 sees no key.
+  case = Case(
+    "small", T=4, H=2, K=1, V=3, q_ids=(0, 0, 5, 1), kv_ids=(0, 0, 1, 1)
   )
+  inputs = make_inputs(case)
   attend = functools.partial(
     diff_attention, implementation="reference", **inputs.array_options
   )
@@ -747,47 +768,49 @@ def test_gradients_of_the_reference_equal_finite_differences():
       inputs.arrays,
       order=1,
       modes=["rev"],
+      # A finite difference of step h has errors of h² and of ε / h.
       atol=1e-7,
       rtol=1e-7,
     )
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("window", [None, 3])
-def test_reference_weighs_exactly_the_visible_keys(causal, window):
-  """A query sees a key if both have the same segment id.
+@pytest.mark.parametrize(
+  ("causal", "window", "keys_from_token_1", "keys_from_token_3"),
+  [
+    (True, None, [[0, 1], [0, 1, 2], [3]], [[3], [3, 4], [3, 4, 5]]),
+    (True, 2, [[0, 1], [1, 2], [3]], [[3], [3, 4], [4, 5]]),
+    (False, None, [[0, 1, 2], [0, 1, 2], [3, 4, 5]], [[3, 4, 5]] * 3),
+    (False, 2, [[0, 1, 2], [1, 2], [3, 4]], [[3, 4], [3, 4, 5], [4, 5]]),
+  ],
+)
+def test_reference_weighs_exactly_the_visible_keys(
+  causal, window, keys_from_token_1, keys_from_token_3
+):
+  """A query sees the keys of its document.
 
-  With a causal mask, the key must not be later than the query. With a window,
-  they must be less than `window` tokens apart.
+  With a causal mask, the keys must not be later than the query. With a window,
+  they must be less than `window` tokens away.
   """
-  case = Case(
-    "packed",
-    T=7,
-    S=13,
-    q_offset=(2, 9),
-    q_ids=PACKED[:7],
-    kv_ids=PACKED,
-    causal=causal,
-    window=window,
-  )
-  inputs = make_inputs(case)
+  # Each of two sequences has the documents 0, 1, 2 and 3, 4, 5. The queries are
+  # the tokens 1, 2, 3 of the first sequence, and 3, 4, 5 of the second one.
+  inputs = make_inputs(Case("packed", T=3, S=6))
   q, k, _, _ = inputs.arrays
 
   maps = attention_maps(
-    jnp.float32(q), jnp.float32(k), **inputs.options, **inputs.array_options
-  )  # [B, H, G, T, S]
+    jnp.float32(q),
+    jnp.float32(k),
+    q_segment_ids=jnp.array([[0, 0, 7], [7, 7, 7]]),
+    kv_segment_ids=jnp.array([[0, 0, 0, 7, 7, 7]] * 2),
+    q_offset=jnp.array([1, 3]),
+    causal=causal,
+    window=window,
+  )
 
-  q_positions = np.array(case.q_offset)[:, None] + np.arange(case.T)
-  distance = q_positions[:, :, None] - np.arange(case.S)  # [B, T, S]
-  q_ids = inputs.array_options["q_segment_ids"]
-  kv_ids = inputs.array_options["kv_segment_ids"]
-  is_visible = q_ids[:, :, None] == kv_ids[:, None, :]
-  if causal:
-    is_visible &= distance >= 0
-  if window is not None:
-    is_visible &= np.abs(distance) < window
-  expected = np.broadcast_to(is_visible[:, None, None], maps.shape)
-  chex.assert_trees_all_equal(np.asarray(maps) > 0, expected)
+  B, H, num_maps, T, S = maps.shape
+  expected_keys = [keys_from_token_1, keys_from_token_3]
+  for b, h, g, t in np.ndindex(B, H, num_maps, T):
+    visible_keys = np.flatnonzero(maps[b, h, g, t])
+    assert visible_keys.tolist() == expected_keys[b][t]
 
 
 def test_rows_of_a_map_sum_to_one():
@@ -829,6 +852,9 @@ def test_keys_have_the_segment_ids_of_the_queries_by_default():
 @pytest.mark.parametrize(
   ("argument", "changes"),
   [
+    # The valid shapes are q [2, 5, 4, 2, 6] (sequences, queries, heads, maps,
+    # width), k [2, 5, 2, 2, 6], v [2, 5, 2, 8], and λ of one number. The ids
+    # say what is wrong.
     pytest.param("q", {"q": jnp.zeros((2, 5, 4, 6))}, id="q_without_maps"),
     pytest.param(
       "q", {"q": jnp.zeros((2, 5, 4, 2, 6), jnp.int32)}, id="q_of_integers"
@@ -861,6 +887,7 @@ def test_keys_have_the_segment_ids_of_the_queries_by_default():
       id="lambda_of_one_map",
     ),
     pytest.param(
+      # Ids of keys need ids of queries.
       "q_segment_ids",
       {"kv_segment_ids": jnp.zeros((2, 5), jnp.int32)},
       id="only_ids_of_keys",
@@ -898,7 +925,7 @@ def test_keys_have_the_segment_ids_of_the_queries_by_default():
   ],
 )
 def test_error_names_the_bad_argument(argument, changes):
-  arguments = {
+  valid_arguments = {
     "q": jnp.zeros((2, 5, 4, 2, 6)),
     "k": jnp.zeros((2, 5, 2, 2, 6)),
     "v": jnp.zeros((2, 5, 2, 8)),
@@ -907,4 +934,4 @@ def test_error_names_the_bad_argument(argument, changes):
   }
 
   with pytest.raises(ValueError, match=f"^{argument} "):
-    diff_attention(**(arguments | changes))
+    diff_attention(**(valid_arguments | changes))

@@ -53,67 +53,90 @@ def make_loss_arguments() -> tuple[jax.Array, ...]:
   return hidden, embedding, targets, weights
 
 
-def expected_loss_and_gradients(hidden, embedding, targets, weights):
-  """Returns the loss of one device and its gradients."""
+def loss_and_gradients_of_cross_entropy(cross_entropy):
+  """Returns a jitted function of the arguments of a loss.
 
-  def loss(hidden, embedding, weights):
-    return reference_cross_entropy(
-      hidden, embedding, targets, weights, z_loss=1e-2
-    )[0]
-
-  program = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))
-  return program(hidden, embedding, weights)
+  The gradients are those of hidden states, embedding and weights.
+  """
+  return jax.jit(jax.value_and_grad(cross_entropy, argnums=(0, 1, 3)))
 
 
-def test_cross_entropy_in_shard_map_sums_the_embedding_gradient_once(mesh):
-  hidden, embedding, targets, weights = make_loss_arguments()
+def reference_loss(hidden, embedding, targets, weights):
+  """Returns the loss by its definition, with a z-loss of 0.01."""
+  loss, _ = reference_cross_entropy(
+    hidden, embedding, targets, weights, z_loss=1e-2
+  )
+  return loss
 
-  def local_loss(hidden, embedding, weights, targets):
+
+@pytest.fixture
+def cross_entropy_in_shard_map(mesh):
+  """The compiled loss and gradients, for chunks of 16 tokens per device."""
+
+  def local_loss(hidden, embedding, targets, weights):
     loss, _ = fused_cross_entropy(
       hidden, embedding, targets, weights, z_loss=1e-2, chunk=16
     )
     return jax.lax.psum(loss, "data")
 
-  mapped = jax.shard_map(
+  loss = jax.shard_map(
     local_loss, mesh=mesh, in_specs=(DATA, P(), DATA, DATA), out_specs=P()
   )
-  arguments = (hidden, embedding, weights, targets)
-  program = jax.jit(jax.value_and_grad(mapped, (0, 1, 2)))
-  compiled = program.lower(*arguments).compile()
+  program = loss_and_gradients_of_cross_entropy(loss)
+  return program.lower(*make_loss_arguments()).compile()
 
-  expected = expected_loss_and_gradients(hidden, embedding, targets, weights)
-  chex.assert_trees_all_close(compiled(*arguments), expected, **FLOAT32_MODEL)
-  # The body of the loop over chunks is a computation of its own. All collectives
-  # are outside of it, in the entry computation, so they run once.
-  text = compiled.as_text()
-  entry = text[text.index("ENTRY") :]
-  assert " while(" in entry
-  assert entry.count(" all-reduce(") > 0
-  assert text.count(" all-reduce(") == entry.count(" all-reduce(")
+
+def test_cross_entropy_in_shard_map_equals_one_device(
+  cross_entropy_in_shard_map,
+):
+  arguments = make_loss_arguments()
+
+  actual = cross_entropy_in_shard_map(*arguments)
+
+  expected = loss_and_gradients_of_cross_entropy(reference_loss)(*arguments)
+  chex.assert_trees_all_close(actual, expected, **FLOAT32_MODEL)
+
+
+def test_cross_entropy_in_shard_map_sums_the_embedding_gradient_once(
+  cross_entropy_in_shard_map,
+):
+  """Summing it over devices for each chunk would take longer."""
+  text = cross_entropy_in_shard_map.as_text()
+
+  # The text has the bodies of loops before the entry computation.
+  loop_bodies, _, entry_computation = text.partition("ENTRY")
+  assert " while(" in entry_computation
+  assert " all-reduce(" in entry_computation
+  assert " all-reduce(" not in loop_bodies
   assert "all-gather" not in text
 
 
 def test_cross_entropy_is_partitioned_automatically(mesh):
-  """XLA divides the program by the shardings of its arguments."""
-  hidden, embedding, targets, weights = make_loss_arguments()
-  sharding = NamedSharding(mesh, DATA)
+  """`jit` divides a loss if its arguments are divided over devices."""
 
-  def loss(hidden, embedding, weights, targets):
-    return fused_cross_entropy(
+  def loss(hidden, embedding, targets, weights):
+    loss, _ = fused_cross_entropy(
       hidden, embedding, targets, weights, z_loss=1e-2, chunk=64
-    )[0]
+    )
+    return loss
 
-  arguments = (
+  arguments = make_loss_arguments()
+  hidden, embedding, targets, weights = arguments
+  sharding = NamedSharding(mesh, DATA)
+  sharded_arguments = (
     jax.device_put(hidden, sharding),
     embedding,
-    jax.device_put(weights, sharding),
     jax.device_put(targets, sharding),
+    jax.device_put(weights, sharding),
   )
-  program = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))
-  compiled = program.lower(*arguments).compile()
+  program = loss_and_gradients_of_cross_entropy(loss)
+  compiled = program.lower(*sharded_arguments).compile()
 
-  expected = expected_loss_and_gradients(hidden, embedding, targets, weights)
-  chex.assert_trees_all_close(compiled(*arguments), expected, **FLOAT32_MODEL)
+  actual = compiled(*sharded_arguments)
+
+  expected = loss_and_gradients_of_cross_entropy(reference_loss)(*arguments)
+  chex.assert_trees_all_close(actual, expected, **FLOAT32_MODEL)
+  # No device gets the hidden states of others.
   assert "all-gather" not in compiled.as_text()
 
 
@@ -140,46 +163,42 @@ def test_per_token_cross_entropy_in_shard_map_equals_the_reference(mesh):
 def test_attention_in_shard_map_equals_one_device(
   mesh, implementation, monkeypatch
 ):
-  # `chunked` then has several bands and groups of heads, which are scans.
+  """All devices share λ, as in the model. Its gradient is a sum over devices."""
+  # With limits this small, `chunked` loops over blocks of queries and heads.
   monkeypatch.setattr(chunked, "BLOCK_QUERIES", 8)
   monkeypatch.setattr(chunked, "MAX_BANDS", 2)
   monkeypatch.setattr(chunked, "MAX_BLOCK_LOGITS", 2000)
-  q = normal(0, 4, 37, 4, 2, 8)
-  k = normal(1, 4, 37, 2, 2, 8)
-  v = normal(2, 4, 37, 2, 16)
-  # All devices share λ, as in the model. So its gradient is a sum over devices.
+  B, T, H, K, num_maps, D, V = 4, 37, 4, 2, 2, 8, 16
+  q = normal(0, B, T, H, num_maps, D)
+  k = normal(1, B, T, K, num_maps, D)
+  v = normal(2, B, T, K, V)
   lam = jnp.float32(0.4)
-  segment_ids = jnp.broadcast_to(jnp.arange(37) // 10, (4, 37))
+  segment_ids = jnp.broadcast_to(jnp.arange(T) // 10, (B, T))
 
-  def loss(q, k, v, lam, segment_ids, implementation):
+  def local_loss(q, k, v, lam, segment_ids):
     out = diff_attention(
       q, k, v, lam, q_segment_ids=segment_ids, implementation=implementation
     )
-    return jnp.sum(jnp.sin(out))
+    return jax.lax.psum(jnp.sum(jnp.sin(out)), "data")
 
-  def local_loss(*arguments):
-    return jax.lax.psum(loss(*arguments, implementation), "data")
-
-  mapped = jax.shard_map(
+  loss = jax.shard_map(
     local_loss,
     mesh=mesh,
     in_specs=(DATA, DATA, DATA, P(), DATA),
     out_specs=P(),
   )
   with chip.interpreted():
-    program = jax.jit(jax.value_and_grad(mapped, (0, 1, 2, 3)))
+    program = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3)))
     actual = program(q, k, v, lam, segment_ids)
 
-  reference_loss = functools.partial(loss, implementation="reference")
-  program = jax.jit(jax.value_and_grad(reference_loss, (0, 1, 2, 3)))
-  expected = program(q, k, v, lam, segment_ids)
+  reference = loss_and_gradients(
+    implementation="reference", q_segment_ids=segment_ids
+  )
+  expected = reference(q, k, v, lam)
   chex.assert_trees_all_close(actual, expected, **FLOAT32_MODEL)
 
 
 # The next tests use a mesh with names of axes that diffjax does not use.
-BATCH_AND_HEADS = P("rows", None, "columns")
-BATCH_AND_TOKENS = P("rows", "columns")
-TOKENS = P(None, ("rows", "columns"))
 SEGMENT_IDS = jnp.broadcast_to(jnp.arange(16) // 5, (4, 16))
 
 
@@ -213,9 +232,9 @@ def loss_and_gradients(**options: Any):
 @pytest.mark.parametrize(
   "spec",
   [
-    pytest.param(BATCH_AND_HEADS, id="batch_and_heads"),
-    pytest.param(BATCH_AND_TOKENS, id="batch_and_tokens"),
-    pytest.param(TOKENS, id="tokens"),
+    pytest.param(P("rows", None, "columns"), id="batch_and_heads"),
+    pytest.param(P("rows", "columns"), id="batch_and_tokens"),
+    pytest.param(P(None, ("rows", "columns")), id="tokens"),
   ],
 )
 @pytest.mark.parametrize(
@@ -226,6 +245,7 @@ def loss_and_gradients(**options: Any):
     ),
     pytest.param({"causal": False}, id="not_causal", marks=pytest.mark.full),
     pytest.param(
+      # An offset for each of four sequences.
       {"q_offset": jnp.array([0, 3, -2, 9]), "window": 6},
       id="offset_per_row_window",
       marks=pytest.mark.full,
@@ -234,7 +254,10 @@ def loss_and_gradients(**options: Any):
   ],
 )
 def test_sharding_does_not_change_attention(spec, options):
-  """`spec` says how the axes of q are divided over four devices."""
+  """`spec` names the mesh axes that divide batch, tokens and heads.
+
+  The mesh has 2 × 2 devices with the axes "rows" and "columns".
+  """
   arguments = make_attention_arguments()
   options = options | {"implementation": "chunked"}
   sharding = NamedSharding(make_mesh(), spec)
@@ -251,7 +274,7 @@ def test_sharding_does_not_change_attention(spec, options):
 def test_sharding_works_with_each_implementation(implementation):
   arguments = make_attention_arguments()
   options = {"q_segment_ids": SEGMENT_IDS}
-  sharding = NamedSharding(make_mesh(), BATCH_AND_HEADS)
+  sharding = NamedSharding(make_mesh(), P("rows", None, "columns"))
 
   with chip.interpreted():
     program = loss_and_gradients(
@@ -272,71 +295,92 @@ def test_sharding_works_with_each_implementation(implementation):
   ],
 )
 def test_spec_refers_to_the_mesh_that_is_set(axis_type):
-  """Without a mesh of its own, a PartitionSpec belongs to `jax.set_mesh`."""
+  """A PartitionSpec names axes of the mesh of `jax.set_mesh`."""
   q, k, v, lam = make_attention_arguments()
-  options = {"implementation": "chunked"}
+  batch_and_heads = P("rows", None, "columns")
 
   with jax.set_mesh(make_mesh(axis_type)):
-    arguments = (
-      jax.device_put(q, BATCH_AND_HEADS),
-      jax.device_put(k, BATCH_AND_HEADS),
-      jax.device_put(v, BATCH_AND_HEADS),
-      lam,
-    )
     segment_ids = jax.device_put(SEGMENT_IDS, P("rows"))
     program = loss_and_gradients(
-      sharding=BATCH_AND_HEADS, q_segment_ids=segment_ids, **options
+      implementation="chunked",
+      sharding=batch_and_heads,
+      q_segment_ids=segment_ids,
     )
-    actual = jax.tree.map(np.asarray, program(*arguments))
-    text = program.lower(*arguments).compile().as_text()
+    actual = program(
+      jax.device_put(q, batch_and_heads),
+      jax.device_put(k, batch_and_heads),
+      jax.device_put(v, batch_and_heads),
+      lam,
+    )
+    actual = jax.tree.map(np.asarray, actual)
 
-  program = loss_and_gradients(q_segment_ids=SEGMENT_IDS, **options)
+  program = loss_and_gradients(
+    implementation="chunked", q_segment_ids=SEGMENT_IDS
+  )
   expected = program(q, k, v, lam)
   chex.assert_trees_all_close(actual, expected, **FLOAT32_MODEL)
-  if axis_type == AxisType.Auto:
-    # No device gathers arrays of others. With explicit axes it must gather the
-    # gradient [B, T, H] of λ, which has no sharding.
-    assert "all-gather" not in text
+
+
+def test_devices_do_not_gather_sequences_and_heads():
+  """Each device attends only to its own sequences, with its own heads."""
+  q, k, v, lam = make_attention_arguments()
+  batch_and_heads = P("rows", None, "columns")
+
+  with jax.set_mesh(make_mesh()):
+    q, k, v = jax.device_put((q, k, v), batch_and_heads)
+    program = loss_and_gradients(
+      implementation="chunked",
+      sharding=batch_and_heads,
+      q_segment_ids=jax.device_put(SEGMENT_IDS, P("rows")),
+    )
+    compiled = program.lower(q, k, v, lam).compile()
+
+  assert "all-gather" not in compiled.as_text()
 
 
 @pytest.mark.parametrize(
   "implementation",
   [
+    # Devices send keys around a ring.
     pytest.param("chunked", id="ring"),
+    # Each device gathers all keys.
     pytest.param("reference", id="gathered_keys"),
   ],
 )
 @pytest.mark.parametrize(
   ("spec", "shards"),
   [
-    pytest.param(BATCH_AND_TOKENS, 2, id="batch_and_tokens"),
-    pytest.param(TOKENS, 4, id="tokens"),
+    pytest.param(P("rows", "columns"), 2, id="batch_and_tokens"),
+    pytest.param(P(None, ("rows", "columns")), 4, id="tokens"),
   ],
 )
 def test_balanced_order_does_not_change_attention(spec, shards, implementation):
-  """Balanced order gives all shards of a causal sequence equal work."""
+  """This order of tokens gives all shards of a sequence equal work."""
   q, k, v, lam = make_attention_arguments()
-  order = balanced_order(16, shards)
-  program = loss_and_gradients(
+  num_tokens = q.shape[1]
+  order = balanced_order(num_tokens, shards)
+  program_on_mesh = loss_and_gradients(
     sharding=NamedSharding(make_mesh(), spec),
     token_order="balanced",
     window=7,
     q_segment_ids=SEGMENT_IDS[:, order],
     implementation=implementation,
   )
+  reference = loss_and_gradients(
+    window=7, q_segment_ids=SEGMENT_IDS, implementation="reference"
+  )
 
-  loss, (d_q, d_k, d_v, d_lam) = program(
+  actual_loss, actual_gradients = program_on_mesh(
     q[:, order], k[:, order], v[:, order], lam
   )
 
-  # Back to the order of the sequence.
-  back = np.argsort(order)
-  actual = (loss, (d_q[:, back], d_k[:, back], d_v[:, back], d_lam))
-  program = loss_and_gradients(
-    window=7, q_segment_ids=SEGMENT_IDS, implementation="reference"
+  expected_loss, (d_q, d_k, d_v, d_lam) = reference(q, k, v, lam)
+  expected_gradients = (d_q[:, order], d_k[:, order], d_v[:, order], d_lam)
+  chex.assert_trees_all_close(
+    (actual_loss, actual_gradients),
+    (expected_loss, expected_gradients),
+    **FLOAT32_MODEL,
   )
-  expected = program(q, k, v, lam)
-  chex.assert_trees_all_close(actual, expected, **FLOAT32_MODEL)
 
 
 def make_decode_arguments() -> tuple[jax.Array, ...]:
@@ -416,27 +460,31 @@ def test_sharding_does_not_change_decoding_by_the_tpu_kernel():
 
 @pytest.mark.parametrize("implementation", ["xla", "pallas_tpu"])
 def test_each_shard_has_pages_of_its_own(implementation):
-  """A cache has pages of tokens. A block table lists the pages of a sequence.
+  """A block table lists the pages of the cache in which a sequence is.
 
-  The axis "rows" divides the four sequences into two shards, which number their
-  pages from 0.
+  The mesh axis "rows" divides four sequences into two shards. Each shard has
+  its own pages, with numbers from 0 on.
   """
   q, k, v, lam, lengths = make_decode_arguments()
+  block_tables = jnp.array([[0, 1], [2, 3], [0, 1], [2, 3]])
+  B, num_pages = block_tables.shape
 
-  def cut_into_pages(x):
-    """Cuts [sequences, heads, 16, width] into two pages for each sequence."""
-    pages = x.reshape(4, 2, 2, 8, 16).swapaxes(1, 2)
-    return pages.reshape(8, 2, 8, 16)
+  def divide_into_pages(cache):
+    """Divides [B, K, tokens, width] into [B · pages, K, tokens, width]."""
+    _, K, num_tokens, width = cache.shape
+    page = num_tokens // num_pages
+    pages = cache.reshape(B, K, num_pages, page, width)
+    pages = jnp.swapaxes(pages, 1, 2)
+    return pages.reshape(B * num_pages, K, page, width)
 
-  pages_of_sequences = jnp.array([[0, 1], [2, 3], [0, 1], [2, 3]])
+  k_pages = divide_into_pages(k)
+  v_pages = divide_into_pages(v)
   decode = functools.partial(
     decode_attention,
-    block_tables=pages_of_sequences,
+    block_tables=block_tables,
     implementation=implementation,
     sharding=NamedSharding(make_mesh(), P("rows", "columns")),
   )
-  k_pages = cut_into_pages(k)
-  v_pages = cut_into_pages(v)
 
   with chip.interpreted():
     out = jax.jit(decode)(q, k_pages, v_pages, lam, lengths)
@@ -509,7 +557,7 @@ def test_balanced_order_needs_two_pieces_per_shard():
       k[:, :6],
       v[:, :6],
       lam,
-      sharding=NamedSharding(make_mesh(), TOKENS),
+      sharding=NamedSharding(make_mesh(), P(None, ("rows", "columns"))),
       token_order="balanced",
     )
 
