@@ -6,7 +6,6 @@ import importlib.util
 import math
 import re
 from typing import Any
-from unittest import mock
 
 import chex
 import jax
@@ -144,14 +143,22 @@ def test_a_product_without_a_mesh_equals_float64(name):
   ],
 )
 def test_a_product_on_a_mesh_equals_float64(name, mesh_config):
-  """The product of activations x with a parameter, and both gradients."""
+  """The product y = x w with the parameter `name`, and the gradients dx, dw.
+
+  The mesh divides x, w and dy as in training. NumPy computes the expected
+  arrays on one device.
+  """
+  x, w, dy = make_arrays(name)
   mesh = make_mesh(mesh_config)
+
   with jax.set_mesh(mesh):
     run = sharded_value_and_gradients(name, mesh, jnp.float32)
-    actual = run(*make_arrays(name))
+    actual_y, actual_dx, actual_dw = run(x, w, dy)
 
-  expected = expected_value_and_gradients(name)
-  chex.assert_trees_all_close(as_float64(actual), expected, **FLOAT32_LAYER)
+  y, dx, dw = expected_value_and_gradients(name)
+  np.testing.assert_allclose(actual_y, y, **FLOAT32_LAYER)
+  np.testing.assert_allclose(actual_dx, dx, **FLOAT32_LAYER)
+  np.testing.assert_allclose(actual_dw, dw, **FLOAT32_LAYER)
 
 
 @pytest.mark.parametrize(
@@ -184,38 +191,43 @@ def test_a_mesh_of_an_unknown_device_exchanges_gradients():
   assert uses_exchange(mesh)
 
 
-def choose_summation(
-  monkeypatch: pytest.MonkeyPatch,
-  *,
-  with_exchange: bool,
-  with_sparse_cores: bool,
+def use_reduce_scatter(
+  monkeypatch: pytest.MonkeyPatch, *, has_sparse_cores: bool
 ) -> None:
-  """Makes products sum gradients as on other kinds of devices."""
-  module = "diffjax.parallel.product"
+  """Makes products sum gradients as on large meshes, or with sparse cores."""
+  product_module = "diffjax.parallel.product"
+  monkeypatch.setattr(f"{product_module}.uses_exchange", lambda mesh: False)
   monkeypatch.setattr(
-    f"{module}.uses_exchange", mock.Mock(return_value=with_exchange)
-  )
-  monkeypatch.setattr(
-    f"{module}.uses_sparse_cores", mock.Mock(return_value=with_sparse_cores)
+    f"{product_module}.uses_sparse_cores", lambda mesh: has_sparse_cores
   )
   # Functions that were traced before sum gradients in another way.
   jax.clear_caches()
 
 
+@pytest.fixture(params=["exchange", "sparse_cores"])
+def has_sparse_cores(request, monkeypatch):
+  """Whether sparse cores sum gradients, or devices after an exchange."""
+  if request.param == "exchange":
+    jax.clear_caches()
+    return False
+  use_reduce_scatter(monkeypatch, has_sparse_cores=True)
+  return True
+
+
 # One parameter for each position of the axis that fsdp splits.
 @pytest.mark.parametrize("name", ["query", "down", "out"])
-def test_a_reduce_scatter_gives_the_gradients_of_an_exchange(name, monkeypatch):
-  """Large meshes sum gradients by a reduce-scatter, and small ones do not."""
-  choose_summation(monkeypatch, with_exchange=False, with_sparse_cores=False)
+def test_a_product_with_a_reduce_scatter_equals_float64(name, monkeypatch):
+  """Small meshes exchange gradients by an all-to-all instead."""
+  use_reduce_scatter(monkeypatch, has_sparse_cores=False)
   mesh = make_mesh(ALL_AXES)
   arrays = make_arrays(name)
+
   with jax.set_mesh(mesh):
     run = sharded_value_and_gradients(name, mesh, jnp.float32)
     lowered = run.lower(*arrays)
     actual = lowered.compile()(*arrays)
 
-  # An exchange would be an all-to-all.
-  assert "all_to_all" not in lowered.as_text()
+  assert "reduce_scatter" in lowered.as_text()
   expected = expected_value_and_gradients(name)
   chex.assert_trees_all_close(as_float64(actual), expected, **FLOAT32_LAYER)
 
@@ -223,60 +235,44 @@ def test_a_reduce_scatter_gives_the_gradients_of_an_exchange(name, monkeypatch):
 # How gradients are rounded.
 
 
-@pytest.mark.parametrize("has_sparse_cores", [False, True])
-def test_sums_over_devices_are_not_rounded(has_sparse_cores, monkeypatch):
-  """The sum of 512 and seven times 1 + 2⁻⁷ has too many digits for bfloat16.
-
-  With sparse cores, also the summand of a device may have too many digits, such
-  as 1 + 2⁻⁷ + 2⁻⁹.
-  """
-  choose_summation(
-    monkeypatch,
-    with_exchange=not has_sparse_cores,
-    with_sparse_cores=has_sparse_cores,
-  )
+def test_sums_over_devices_are_not_rounded(has_sparse_cores):
+  """The gradient of a bfloat16 product is a sum over devices in float32."""
   mesh = make_mesh(MeshConfig(data=1, fsdp=8))
-  small = 2**-9 if has_sparse_cores else 0.0
-  # Each of the eight devices has a row of two tokens. With x = 1, dw is the sum
-  # of dy over all tokens.
+  # Each of eight devices has a row of two tokens, and dy [rows, tokens].
+  dy_of_tokens = np.array([[512, 0]] + 7 * [[1 + 2**-7, 0]])
+  if has_sparse_cores:
+    # The sum of a device's two tokens has too many digits for bfloat16, too.
+    dy_of_tokens[1:, 1] = 2**-9
+  dy = np.broadcast_to(dy_of_tokens[:, :, None], (8, 2, F))
+  dy = jnp.asarray(dy, jnp.bfloat16)
+  # With x = 1, dw is the sum of dy over all tokens.
   x = jnp.ones((8, 2, E), jnp.bfloat16)
   w = jnp.zeros((E, F))
-  dy_of_tokens = jnp.array([[512, 0]] + 7 * [[1 + 2**-7, small]], jnp.bfloat16)
-  dy = jnp.broadcast_to(dy_of_tokens[..., None], (8, 2, F))
 
   with jax.set_mesh(mesh):
     run = sharded_value_and_gradients("gate", mesh, jnp.bfloat16)
     _, _, dw = run(x, w, dy)
 
   assert dw.dtype == jnp.float32
-  expected = np.float32(512 + 7 * (1 + 2**-7 + small))
-  np.testing.assert_array_equal(dw, expected)
+  # bfloat16 has 8 digits. Near 519, it has only multiples of 4.
+  np.testing.assert_array_equal(dw, dy_of_tokens.sum())
 
 
-@pytest.mark.parametrize("has_sparse_cores", [False, True])
-def test_sums_of_gather_parameter_are_not_rounded(
-  has_sparse_cores, monkeypatch
-):
-  """The gradient of a gathered parameter is a sum over devices.
-
-  The sum of 512 and seven times 1 + 2⁻⁷ has too many digits for bfloat16.
-  """
-  choose_summation(
-    monkeypatch,
-    with_exchange=not has_sparse_cores,
-    with_sparse_cores=has_sparse_cores,
-  )
+@pytest.mark.usefixtures("has_sparse_cores")
+def test_sums_of_gather_parameter_are_not_rounded():
+  """The gradient of a gathered parameter is a sum over devices in float32."""
   mesh = make_mesh(MeshConfig(data=1, fsdp=8))
-  # A row for each of eight devices.
-  dy = jnp.full((8, 16), 1 + 2**-7, jnp.bfloat16).at[0].set(512)
+  # A number for each of eight devices. The sum is not a bfloat16 number, which
+  # has 8 binary digits.
+  dy_of_devices = np.array([512] + 7 * [1 + 2**-7])
+  length = 16
 
   def local_gradient(shard, dy):
-    def gather(shard):
-      return gather_parameter(shard, 0, "fsdp", jnp.bfloat16)
+    def gather_and_multiply(shard):
+      gathered = gather_parameter(shard, 0, "fsdp", jnp.bfloat16)
+      return jnp.sum(gathered * dy)
 
-    _, vjp = jax.vjp(gather, shard)
-    (gradient,) = vjp(dy[0])
-    return gradient
+    return jax.grad(gather_and_multiply)(shard)
 
   with jax.set_mesh(mesh):
     run = jax.shard_map(
@@ -285,11 +281,11 @@ def test_sums_of_gather_parameter_are_not_rounded(
       out_specs=P("fsdp"),
       check_vma=False,
     )
-    gradient = jax.jit(run)(jnp.zeros(16), dy)
+    parameter = jnp.zeros(length)
+    gradient = jax.jit(run)(parameter, jnp.asarray(dy_of_devices, jnp.bfloat16))
 
   assert gradient.dtype == jnp.float32
-  expected = np.float32(512 + 7 * (1 + 2**-7))
-  np.testing.assert_array_equal(gradient, expected)
+  np.testing.assert_array_equal(gradient, dy_of_devices.sum())
 
 
 # What devices send.
@@ -356,15 +352,18 @@ def test_sums_over_the_data_axis_are_in_float32(lowered_product, name):
 def test_parameters_are_gathered_only_along_fsdp_and_in_one_piece(
   lowered_product, name
 ):
-  """A loop would gather a parameter in several pieces."""
+  """The mesh has two devices along each of the axes data, fsdp and tensor."""
   text = lowered_product(name).compile().as_text()
 
+  # For example, "bf16[32,24]{1,0} all-gather(" is a tensor of 32 * 24 numbers.
+  shapes = re.findall(r"\[([\d,]+)\]\S* all-gather\(", text)
   gathered_sizes = set()
-  for shape in re.findall(r"\[([\d,]+)\]\S* all-gather\(", text):
-    gathered_sizes.add(math.prod(int(size) for size in shape.split(",")))
+  for shape in shapes:
+    gathered_sizes.add(math.prod(int(length) for length in shape.split(",")))
   _, parameter, _ = make_arrays(name)
   # The tensor axis still splits the parameter in two.
   assert gathered_sizes == {parameter.size // 2}
+  # A loop would gather a parameter in several pieces.
   assert "while(" not in text
 
 
@@ -438,16 +437,20 @@ def test_remat_repeats_the_products_of_its_policy(mesh_config):
     text = build(config, mesh).lower_train_step().as_text()
     num_products[remat] = text.count("stablehlo.dot_general")
 
-  without_remat = num_products["none"]
-  # This policy stores the results of all products.
-  assert num_products["dots"] == without_remat
-  # The products with query, key, value and out are repeated.
-  assert num_products["ffn"] == without_remat + 4
-  # The product with up is repeated too.
-  assert num_products["gate"] == without_remat + 5
-  # The products with up and gate are repeated too.
-  assert num_products["attention"] == without_remat + 6
-  assert num_products["full"] > num_products["attention"]
+  num_repeated = {}
+  for remat in REMAT:
+    num_repeated[remat] = num_products[remat] - num_products["none"]
+  products_of_attention = len(["query", "key", "value", "out"])
+  # "dots" stores the results of all products.
+  assert num_repeated["dots"] == 0
+  assert num_repeated["ffn"] == products_of_attention
+  assert num_repeated["gate"] == products_of_attention + len(["up"])
+  assert num_repeated["attention"] == products_of_attention + len(
+    ["up", "gate"]
+  )
+  # "full" also repeats the products of queries with keys, and of weights with
+  # values.
+  assert num_repeated["full"] > num_repeated["attention"]
 
 
 # The overlap with computation, as the TPU compiler schedules it.
@@ -505,25 +508,24 @@ def estimate_collectives(
   reason="the TPU compiler, libtpu, is not installed",
 )
 @pytest.mark.parametrize(
-  "topology",
-  ["v5e:4x4", *full(["v5p:2x2x2", "v6e:4x8"])],
+  ("topology", "kind_of_gradients"),
+  [
+    # v5e exchanges gradients. Other chips have sparse cores, which sum them.
+    ("v5e:4x4", "all-to-all"),
+    *full([("v5p:2x2x2", "reduce-scatter"), ("v6e:4x8", "reduce-scatter")]),
+  ],
 )
-def test_computation_hides_communication(topology):
-  """The TPU compiler schedules collectives at the same time as products.
-
-  Each layer gathers two parameters of equal size. Nothing runs before the first
-  gather, so at most the second one is hidden.
-  """
+def test_computation_hides_communication(topology, kind_of_gradients):
+  """The TPU compiler schedules collectives at the same time as products."""
   collectives = call_with_devices(
     estimate_collectives, topology, topology=topology
   )
 
-  # v5e exchanges gradients. Other chips have sparse cores, which sum them.
-  kind_of_gradients = "reduce-scatter"
-  if topology.startswith("v5e"):
-    kind_of_gradients = "all-to-all"
   assert collectives.keys() == {"all-gather", kind_of_gradients}
+  # Each layer gathers two parameters of equal size. Nothing can run during the
+  # first one, so half of the time is exposed. 1% more is allowed.
   seconds, exposed_seconds = collectives["all-gather"]
   assert exposed_seconds < 0.51 * seconds
+  # Nothing runs after the last gradients, so a part of their time is exposed.
   seconds, exposed_seconds = collectives[kind_of_gradients]
   assert exposed_seconds < 0.2 * seconds
