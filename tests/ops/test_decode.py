@@ -468,22 +468,18 @@ def test_finite_hidden_values_do_not_change_the_output(implementation, case):
   assert_equals_reference(out, case, FLOAT32_ERROR)
 
 
-@pytest.mark.parametrize("case", by_name([V1, V1_TOKENS, V1_ONE_GROUP]))
-def test_token_without_keys_has_zero_output(implementation, case):
-  """A sequence may have fewer tokens than new ones.
+def test_token_without_keys_has_zero_output(implementation):
+  """A sequence with 3 tokens has no keys for the first two of 5 new ones."""
+  num_new_tokens = 5
+  case = Case("few_tokens", T=num_new_tokens, window=7, lengths=(0, 3, 300))
 
-  Then its first new tokens have negative positions, and they see no key.
-  """
   out = compile_program(case, implementation)(make_arguments(case))
 
-  tokens = case.T or 1
-  out = np.asarray(out).reshape(len(case.lengths), tokens, case.H, case.V)
-  positions = first_positions(case)[:, None] + np.arange(tokens)
-  out_without_keys = out[positions < 0]  # [tokens, H, V]
-  out_with_keys = out[positions >= 0]
-  assert out_without_keys.size > 0
-  assert (out_without_keys == 0).all()
-  assert (out_with_keys != 0).any(axis=(1, 2)).all()
+  out_of_tokens = np.asarray(out)  # [sequences, new tokens, heads, width]
+  assert (out_of_tokens[0] == 0).all()
+  assert (out_of_tokens[1, :2] == 0).all()
+  assert (out_of_tokens[1, 2:] != 0).any(axis=-1).all()
+  assert (out_of_tokens[2] != 0).any(axis=-1).all()
 
 
 @pytest.mark.parametrize(
@@ -518,28 +514,31 @@ def test_bfloat16_is_rounded_only_at_the_end(implementation, case):
 
 
 def test_decoding_token_by_token_equals_the_whole_sequence(implementation):
-  length = 5
+  length, H, K, num_maps, D, V = 5, 4, 2, 2, 6, 10
   rng = np.random.default_rng(1)
-  # One sequence, four heads and two key heads. Each key has two maps of width 6.
-  q = jnp.float32(rng.standard_normal((1, length, 4, 2, 6)))
-  k = jnp.float32(rng.standard_normal((1, length, 2, 2, 6)))
-  v = jnp.float32(rng.standard_normal((1, length, 2, 10)))
-  expected = diff_attention(q, k, v, 0.3, window=3, implementation="reference")
-  step = jax.jit(
-    functools.partial(decode_attention, window=3, implementation=implementation)
+  q = jnp.float32(rng.standard_normal((1, length, H, num_maps, D)))
+  k = jnp.float32(rng.standard_normal((1, length, K, num_maps, D)))
+  v = jnp.float32(rng.standard_normal((1, length, K, V)))
+  decode = functools.partial(
+    decode_attention, window=3, implementation=implementation
   )
-
+  decode = jax.jit(decode)
   # The cache has room for eight tokens. A NaN would show that unused room is
-  # read. Both maps of a key are in one row.
-  k_cache = np.full((1, 2, 8, 12), np.nan, np.float32)
-  v_cache = np.full((1, 2, 8, 10), np.nan, np.float32)
-  for t in range(length):
-    k_cache[:, :, t] = np.reshape(k[:, t], (1, 2, 12))
-    v_cache[:, :, t] = v[:, t]
-    lengths = np.array([t + 1], np.int32)
-    out = step(q[:, t], k_cache, v_cache, 0.3, lengths)
+  # read.
+  k_cache = np.full((1, K, 8, num_maps * D), np.nan, np.float32)
+  v_cache = np.full((1, K, 8, V), np.nan, np.float32)
 
-    chex.assert_trees_all_close(out, expected[:, t], **FLOAT32)
+  outputs = []
+  for t in range(length):
+    k_cache[:, :, t] = np.reshape(k[:, t], (1, K, num_maps * D))
+    v_cache[:, :, t] = v[:, t]
+    num_tokens = np.array([t + 1], np.int32)
+    # The caches change in the next step, so this step gets copies.
+    out = decode(q[:, t], k_cache.copy(), v_cache.copy(), 0.3, num_tokens)
+    outputs.append(out)
+
+  expected = diff_attention(q, k, v, 0.3, window=3, implementation="reference")
+  chex.assert_trees_all_close(jnp.stack(outputs, axis=1), expected, **FLOAT32)
 
 
 def test_other_lengths_do_not_compile_again(implementation):
@@ -591,28 +590,22 @@ def test_shard_map_does_not_change_the_output(implementation):
 
 
 @pytest.mark.parametrize(
-  "case",
-  by_name(
-    [
-      Case("without_pages", window=150, lengths=(0, 5, 300, 170)),
-      Case(
-        "int8_pages",
-        window=150,
-        lengths=(0, 5, 300, 170),
-        page=128,
-        int8=True,
-        T=2,
-      ),
-    ]
-  ),
+  "options",
+  [
+    pytest.param({}, id="without_pages"),
+    pytest.param({"page": 128, "int8": True, "T": 2}, id="int8_pages"),
+  ],
 )
-def test_tpu_kernel_has_no_races(case, monkeypatch):
+def test_tpu_kernel_has_no_races(options, monkeypatch):
   """The interpreter finds copies that are read before they have ended."""
   # JAX offers the result of its race detector only here.
   from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
-  # Blocks of 128 keys, the fewest possible.
+  # The smallest limit gives the smallest blocks, 128 keys. So the sequence of
+  # 300 keys has several, and the kernel copies one while it reads another.
   monkeypatch.setattr(tpu_decode, "BLOCK_BYTES", 1)
+  case = Case("races", S=300, lengths=(0, 5, 300, 170), window=150, **options)
+
   with tpu_chip.interpreted(pltpu.InterpretParams(detect_races=True)):
     out = compile_program(case, "pallas_tpu")(make_arguments(case))
     jax.block_until_ready(out)
@@ -847,45 +840,46 @@ def test_gpu_kernel_equals_the_reference(case, monkeypatch):
 
 @needs_gpu_interpreter
 @pytest.mark.parametrize(
-  "case",
-  by_name(
-    [
-      Case("v1", S=600, lengths=(0, 600, 450), dtype="float16"),
-      Case("window", S=600, lengths=(0, 600, 450), window=100, dtype="float16"),
-      Case(
-        "plain_bfloat16",
-        S=600,
-        lengths=(0, 600, 450),
-        G=1,
-        M=1,
-        dtype="bfloat16",
-      ),
-    ]
-  ),
+  ("options", "tolerance"),
+  [
+    pytest.param({"dtype": "float16"}, FLOAT16_ERROR, id="v1"),
+    pytest.param(
+      {"dtype": "float16", "window": 100}, FLOAT16_ERROR, id="window"
+    ),
+    pytest.param(
+      # Plain attention has one map.
+      {"dtype": "bfloat16", "G": 1, "M": 1},
+      BFLOAT16_ERROR,
+      id="plain_bfloat16",
+    ),
+  ],
 )
-def test_gpu_kernel_has_no_races(case):
+def test_gpu_kernel_has_no_races(options, tolerance):
+  """Several blocks of threads share the keys of a long sequence."""
   # JAX offers the result of its race detector only here.
   from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
   from jax.experimental.pallas import mosaic_gpu as plgpu
+
+  case = Case("races", S=600, lengths=(0, 600, 450), **options)
 
   with gpu_chip.interpreted(plgpu.InterpretGPUParams(detect_races=True)):
     out = compile_program(case, "pallas_gpu")(make_arguments(case))
     jax.block_until_ready(out)
 
   assert not interpret_pallas_call.get_races().races_found
-  assert_equals_reference(out, case, BFLOAT16_ERROR)
+  assert_equals_reference(out, case, tolerance)
 
 
 @needs_gpu_interpreter
 def test_shard_map_does_not_change_the_output_of_the_gpu_kernel():
-  case = Case("v1", lam="H", dtype="float16")
+  lam_per_head = "H"
+  case = Case("v1", lam=lam_per_head, dtype="float16")
   # The interpreter supports only one device.
-  devices = np.array(jax.devices()[:1]).reshape(1, 1)
+  device = np.array(jax.devices()[:1]).reshape(1, 1)
+  mesh = Mesh(device, ("data", "tensor"))
 
   with gpu_chip.interpreted():
-    out = decode_in_shard_map(
-      case, "pallas_gpu", Mesh(devices, ("data", "tensor"))
-    )
+    out = decode_in_shard_map(case, "pallas_gpu", mesh)
     jax.block_until_ready(out)
 
   assert_equals_reference(out, case, FLOAT16_ERROR)
