@@ -66,22 +66,32 @@ checkpoint.ocp.save_checkpointables_async = save_and_die
 command.run(main)
 """
 
-# The training command in another directory. Only relative paths depend on it.
-TRAIN_IN_DIRECTORY = """
+
+def training_in_directory(directory: pathlib.Path) -> str:
+  """Returns the training command in a directory, for relative paths of data."""
+  return f"""
 import os
 from diffjax.cli import command
 from diffjax.train import main
 
 def main_in_directory(config):
-  os.chdir(DIRECTORY)
+  os.chdir({str(directory)!r})
   main(config)
 
 command.run(main_in_directory)
 """
 
-# The process FAILING fails when the file --workdir exists. The others wait for
-# it in a collective.
-FAIL_IN_ONE_PROCESS = """
+
+def program_that_fails_in(process: int) -> str:
+  """Returns a program for several processes, of which one fails.
+
+  It fails when the directory --workdir exists. The other processes wait for it
+  in a collective.
+  """
+  return PROGRAM_THAT_FAILS.replace("FAILING", str(process))
+
+
+PROGRAM_THAT_FAILS = """
 import pathlib, sys, time
 from diffjax.config import UserError
 from diffjax.parallel.processes import connected, gather_objects
@@ -462,7 +472,10 @@ def write_jsonl_documents(path: pathlib.Path, index: int) -> None:
 
 @pytest.mark.full
 def test_each_process_resumes_its_own_part_of_a_stream(overrides, tmp_path):
-  """A stopped run and its continuation read what an unstopped run reads."""
+  """A resumed run continues at different places in the files of its processes.
+
+  Then it reads what an uninterrupted run reads, so it has the same log.
+  """
   for index in range(4):
     write_jsonl_documents(tmp_path / f"{index}.jsonl", index)
   streamed = [
@@ -470,14 +483,13 @@ def test_each_process_resumes_its_own_part_of_a_stream(overrides, tmp_path):
     "--config.data.mode=streamed",
     f"--config.data.source=jsonl:{tmp_path}/*.jsonl",
   ]
-  whole_workdir = tmp_path / "whole"
-  with ProcessGroup(whole_workdir, streamed) as group:
-    result = group.wait()
-    assert result.codes == [0, 0], result.messages
+  uninterrupted_workdir = tmp_path / "uninterrupted"
+  with ProcessGroup(uninterrupted_workdir, streamed) as group:
+    assert group.wait().codes == [0, 0]
 
   workdir = tmp_path / "run"
   with ProcessGroup(workdir, streamed) as group:
-    # Now the processes are at different positions of their files.
+    # Late in the run of 60 steps. Files of different lengths were read by then.
     group.wait_for_output("step 42/")
     group.processes[0].send_signal(hangup_signal())
     assert group.wait().codes == [0, 0]
@@ -485,7 +497,7 @@ def test_each_process_resumes_its_own_part_of_a_stream(overrides, tmp_path):
     assert group.wait().codes == [0, 0]
     assert "resuming from step" in group.output(0)
 
-  assert read_log(workdir) == read_log(whole_workdir)
+  assert read_log(workdir) == read_log(uninterrupted_workdir)
 
 
 # One process ends, and all others end too.
@@ -549,45 +561,47 @@ def test_an_incomplete_checkpoint_is_not_used(
 
 @pytest.mark.full
 def test_four_processes_share_parameters(overrides, whole_run, tmp_path):
-  """A run that is killed, then stopped by SIGTERM, ends as a run of two.
-
-  The sample and the evaluation also use the shared parameters.
-  """
+  """Four processes, interrupted twice, log what two uninterrupted ones log."""
+  log_of_two_processes = read_log(whole_run)
   workdir = tmp_path / "run"
   shared = [
     *overrides,
+    # The sample also uses the shared parameters.
     SAMPLED,
     "--config.mesh.data=2",
     "--config.mesh.fsdp=2",
   ]
+
   with ProcessGroup(workdir, shared, count=4) as group:
     # The checkpoint of step 10 has started.
     group.wait_for_output("step 15/")
     kill_and_check_others(group, killed=2)
   with ProcessGroup(workdir, shared, count=4) as group:
+    # The first line about a step contains its loss.
     group.wait_for_output("  loss ")
     group.processes[3].send_signal(signal.SIGTERM)
-    result = group.wait()
-    assert result.codes == [0, 0, 0, 0], result.messages
+    assert group.wait().codes == [0, 0, 0, 0]
   with ProcessGroup(workdir, shared, count=4) as group:
     assert group.wait().codes == [0, 0, 0, 0]
     assert group.output(0).count("resuming from step") == 1
 
-  assert_logs_close(read_log(workdir), read_log(whole_run))
+  assert_logs_close(read_log(workdir), log_of_two_processes)
 
 
 @pytest.mark.full
 def test_ctrl_c_in_one_process_ends_a_process_in_a_collective(tmp_path):
-  """Process 1 waits in the collective for process 0, which gets the signal."""
-  program = FAIL_IN_ONE_PROCESS.replace("FAILING", "0")
+  """Process 1 waits for process 0, which gets the signal of Ctrl-C, SIGINT."""
+  program = program_that_fails_in(process=0)
   programs = {0: program, 1: program}
-  with ProcessGroup(tmp_path / "never", [], programs=programs) as group:
-    group.wait_for_output("connected", 0)
-    group.wait_for_output("connected", 1)
+  # Process 0 waits for this directory.
+  missing_workdir = tmp_path / "missing"
+  with ProcessGroup(missing_workdir, [], programs=programs) as group:
+    group.wait_for_output("connected", index=0)
+    group.wait_for_output("connected", index=1)
     group.processes[0].send_signal(signal.SIGINT)
     result = group.wait(timeout=60)
 
-  assert result.codes == [130, 1]
+  assert result.codes == [128 + signal.SIGINT, 1]
   assert result.messages == [
     "error: interrupted",
     "error: process 0 stopped: interrupted",
@@ -597,17 +611,18 @@ def test_ctrl_c_in_one_process_ends_a_process_in_a_collective(tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_paused_process_learns_the_reason_of_the_end(tmp_path, failing):
-  """Process 2 pauses longer than the others have to finish writing."""
-  program = FAIL_IN_ONE_PROCESS.replace("FAILING", str(failing))
+  """Process 2 pauses while another process fails."""
+  program = program_that_fails_in(failing)
   programs = {0: program, 1: program, 2: program}
   workdir = tmp_path / "fail"
   with ProcessGroup(workdir, [], count=3, programs=programs) as group:
     for index in range(3):
       group.wait_for_output("connected", index)
     group.processes[2].send_signal(signal.SIGSTOP)
-    # The program fails when this file exists.
-    workdir.touch()
-    time.sleep(8)
+    # Now the program fails.
+    workdir.mkdir()
+    # By then, the other processes have ended.
+    time.sleep(processes._GRACE_SECONDS + 3)
     group.processes[2].send_signal(signal.SIGCONT)
     result = group.wait(timeout=60)
 
@@ -797,15 +812,18 @@ def test_different_data_are_named_with_their_processes(monkeypatch):
 
 
 def test_only_the_first_differences_of_data_are_named(monkeypatch):
-  # All nine files differ.
+  """The message names four of nine different files."""
   files = {f"size of {index}.txt": 10 for index in range(9)}
   other_files = {f"size of {index}.txt": 20 for index in range(9)}
-  # `check_same_data` gathers digests, the files and the directories.
+  digests_of_processes = ["digest", "other digest"]
+  files_of_processes = [files, other_files]
+  directories_of_processes = ["/0 on host", "/1 on host"]
+  # `check_same_data` gathers these from all processes, in this order.
   gather_objects = mock.Mock(
     side_effect=[
-      ["digest", "other digest"],
-      [files, other_files],
-      ["/0 on host", "/1 on host"],
+      digests_of_processes,
+      files_of_processes,
+      directories_of_processes,
     ]
   )
   monkeypatch.setattr(processes, "gather_objects", gather_objects)
@@ -814,28 +832,29 @@ def test_only_the_first_differences_of_data_are_named(monkeypatch):
     processes.check_same_data(files)
 
   message = str(caught.value)
+  assert message.count("size of ") == 4
   assert "size of 0.txt is 10 in process 0 and 20 in process 1" in message
-  assert "size of 8.txt" not in message
-  # The message names four differences, and 4 + 5 = 9.
   assert "and 5 more" in message
 
 
 @pytest.mark.full
 def test_all_processes_reject_different_data(overrides, tmp_path):
-  """Each process reads *.jsonl of its own directory. Process 1 lacks a file."""
-  programs = {}
-  for process, num_files in ((0, 4), (1, 3)):
-    directory = tmp_path / str(process)
-    directory.mkdir()
-    programs[process] = TRAIN_IN_DIRECTORY.replace(
-      "DIRECTORY", repr(str(directory))
-    )
-    for index in range(num_files):
-      write_jsonl_documents(directory / f"{index}.jsonl", index)
+  """Both processes read *.jsonl, each in its own directory."""
+  directory_0 = tmp_path / "0"
+  directory_0.mkdir()
+  for index in range(4):
+    write_jsonl_documents(directory_0 / f"{index}.jsonl", index)
+  directory_1 = shutil.copytree(directory_0, tmp_path / "1")
+  (directory_1 / "3.jsonl").unlink()
+  programs = {
+    0: training_in_directory(directory_0),
+    1: training_in_directory(directory_1),
+  }
   streamed = [
     *overrides,
     "--config.data.mode=streamed",
     "--config.data.source=jsonl:*.jsonl",
+    # Evaluates all rows.
     "--config.eval.rows=-1",
   ]
 
@@ -848,7 +867,7 @@ def test_all_processes_reject_different_data(overrides, tmp_path):
       "the number of files of 'jsonl:*.jsonl' is 4 in process 0 and 3 in"
       " process 1; the size of 3.jsonl is "
     ) in message
-    assert f"process 1 runs in {tmp_path}/1 on " in message
+    assert f"process 1 runs in {directory_1} on " in message
   assert not (tmp_path / "run").exists()
 
 
@@ -877,7 +896,7 @@ def test_all_processes_reject_different_configs(overrides, tmp_path):
 def test_a_process_without_the_other_ends_after_the_timeout(
   overrides, tmp_path, killed, remaining
 ):
-  """One of two processes is killed before they have connected."""
+  """One of two processes is killed right after its start, while it imports."""
   flags = [*overrides, "--connect_timeout=1"]
   with ProcessGroup(tmp_path / "run", flags) as group:
     group.processes[killed].kill()
