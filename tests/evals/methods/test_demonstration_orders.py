@@ -1,6 +1,7 @@
 """Orders of demonstrations: balanced rounds, shuffles and alternation."""
 
 import collections
+import itertools
 
 import numpy as np
 import pytest
@@ -22,51 +23,42 @@ def make_examples(counts: dict[str, int]) -> list[Example]:
   return examples
 
 
-@pytest.fixture(scope="module")
-def balanced_examples() -> list[Example]:
-  """Balanced examples: three of the label "a", and 50 of each other label."""
+def test_a_round_has_one_example_of_each_label_that_is_left():
+  """The label "a" has three examples, so it is in the first three rounds."""
   examples = make_examples({"a": 3, "b": 50, "c": 50, "d": 50})
+
   ordered = balanced(examples, np.random.default_rng(0))
-  assert sorted(ordered) == sorted(examples)
-  return ordered
+
+  labels = [example.label for example in ordered]
+  # Three rounds of four labels, and then 47 rounds of three labels.
+  num_labels_with_a = 3 * 4
+  rounds_with_a = np.reshape(labels[:num_labels_with_a], (3, 4))
+  rounds_without_a = np.reshape(labels[num_labels_with_a:], (47, 3))
+  for round_labels in rounds_with_a:
+    assert sorted(round_labels) == ["a", "b", "c", "d"]
+  for round_labels in rounds_without_a:
+    assert sorted(round_labels) == ["b", "c", "d"]
 
 
-def test_rounds_are_balanced_until_a_class_has_no_more(balanced_examples):
-  """A round has one example of each class that has examples left.
+def test_rounds_have_different_orders_of_labels():
+  """In 50 rounds, all six orders of three labels occur."""
+  examples = make_examples({"b": 50, "c": 50, "d": 50})
 
-  The classes are "a" with 3 examples, and "b", "c" and "d" with 50 each.
-  """
-  # Three rounds contain all four labels, and later ones only b, c and d.
-  num_with_all_labels = 3 * 4
-  for stop in range(1, len(balanced_examples)):
-    labels = [example.label for example in balanced_examples[:stop]]
-    counts = [labels.count("b"), labels.count("c"), labels.count("d")]
-    assert max(counts) - min(counts) <= 1
-    if stop <= num_with_all_labels:
-      counts.append(labels.count("a"))
-      assert max(counts) - min(counts) <= 1
+  ordered = balanced(examples, np.random.default_rng(0))
+
+  labels = [example.label for example in ordered]
+  rounds = np.reshape(labels, (50, 3)).tolist()
+  orders = {tuple(round_labels) for round_labels in rounds}
+  assert orders == set(itertools.permutations("bcd"))
 
 
-def test_rounds_have_different_orders_of_labels(balanced_examples):
-  """The classes are "a" with 3 examples, and "b", "c" and "d" with 50 each."""
-  # Three rounds of four examples come first, then rounds of b, c and d.
-  orders = set()
-  for start in range(3 * 4, 150, 3):
-    round_examples = balanced_examples[start : start + 3]
-    orders.add(tuple(example.label for example in round_examples))
-
-  # Three labels have six orders.
-  assert len(orders) > 3
-
-
-@pytest.mark.parametrize("order", [shuffled, alternating])
-def test_each_order_has_the_same_demonstrations(order):
-  """`order` is a function that draws an order of examples."""
+@pytest.mark.parametrize("draw_order", [balanced, shuffled, alternating])
+def test_each_order_has_the_same_demonstrations(draw_order):
   examples = make_examples({"a": 10, "b": 9, "c": 9})
   rng = np.random.default_rng(0)
 
-  first = order(examples, rng)
-  second = order(examples, rng)
+  first = draw_order(examples, rng)
+  second = draw_order(examples, rng)
 
   assert sorted(first) == sorted(examples)
   assert sorted(second) == sorted(examples)

@@ -36,8 +36,21 @@ def measure_jitted(
   return measure(trained.params)
 
 
-def capture(trained: Trained, batch: dict[str, Any]) -> dict[str, Any]:
-  """Returns the intermediates and metrics that the model itself stores."""
+def two_validation_rows(trained: Trained) -> dict[str, Any]:
+  """Returns a batch of two rows of 64 tokens of validation text."""
+  rows = validation_rows("a test", trained, count=2, batch_size=2)
+  (batch,) = rows
+  return batch
+
+
+def stored_by_layers(
+  trained: Trained, batch: dict[str, Any], collection: str
+) -> dict[str, Any]:
+  """Returns what the model's layers themselves store in a Flax collection.
+
+  Each value is a tuple with one array, because each layer is called once. The
+  first axis of the array is the layers.
+  """
 
   @jax.jit
   def run_model(params):
@@ -46,9 +59,9 @@ def capture(trained: Trained, batch: dict[str, Any]) -> dict[str, Any]:
       batch["tokens"],
       batch["segment_ids"],
       batch["positions"],
-      mutable=["intermediates", "metrics"],
+      mutable=[collection],
     )
-    return variables
+    return variables[collection]["layers"]
 
   return run_model(trained.params)
 
@@ -57,17 +70,15 @@ def capture(trained: Trained, batch: dict[str, Any]) -> dict[str, Any]:
 def test_measured_values_are_those_that_the_model_captures(
   make_trained, variant
 ):
-  """Flax can capture the queries, keys and hidden states of each layer.
-
-  The results of `inside.measure` are the same arrays.
-  """
-  trained = make_trained(variant)
-  batch = next(iter(validation_rows("x", trained, count=2, batch_size=2)))
+  """`inside.measure` sees the arrays that Flax captures as intermediates."""
+  num_layers = 2
+  trained = make_trained(variant, num_layers=num_layers)
+  batch = two_validation_rows(trained)
 
   def select_arrays(inputs):
     return {
-      "q": inputs.q,
-      "k": inputs.k,
+      "queries": inputs.q,
+      "keys": inputs.k,
       "segment_ids": inputs.mask.q_segment_ids,
     }
 
@@ -75,16 +86,17 @@ def test_measured_values_are_those_that_the_model_captures(
     trained, batch, attention=select_arrays, hidden=identity
   )
 
-  layers = capture(trained, batch)["intermediates"]["layers"]
-  (queries,) = layers["attention"]["query"]
-  (keys,) = layers["attention"]["key"]
-  (hidden,) = layers["hidden"]
+  captured = stored_by_layers(trained, batch, "intermediates")
+  (queries,) = captured["attention"]["query"]
+  (keys,) = captured["attention"]["key"]
+  (hidden,) = captured["hidden"]
+  # All layers have the segment ids of the batch.
+  segment_ids = np.stack([batch["segment_ids"]] * num_layers)
   attention = measured["attention"]
-  chex.assert_trees_all_equal(attention["q"], queries)
-  chex.assert_trees_all_equal(attention["k"], keys)
+  chex.assert_trees_all_equal(attention["queries"], queries)
+  chex.assert_trees_all_equal(attention["keys"], keys)
+  chex.assert_trees_all_equal(attention["segment_ids"], segment_ids)
   chex.assert_trees_all_equal(measured["hidden"], hidden)
-  for layer_segment_ids in np.asarray(attention["segment_ids"]):
-    chex.assert_trees_all_equal(layer_segment_ids, batch["segment_ids"])
 
 
 def select_lambda(inputs: inside.AttentionInputs) -> dict[str, Any]:
@@ -96,19 +108,18 @@ def select_lambda(inputs: inside.AttentionInputs) -> dict[str, Any]:
 def test_measured_lambda_has_the_mean_that_the_model_reports(
   make_trained, variant
 ):
-  """λ is the factor of an attention layer's second map."""
-  trained = make_trained(variant)
-  batch = next(iter(validation_rows("x", trained, count=2, batch_size=2)))
+  """The model stores the mean λ of each layer as the metric "lambda"."""
+  num_layers = 2
+  num_heads = 4
+  trained = make_trained(variant, num_layers=num_layers, num_heads=num_heads)
+  batch = two_validation_rows(trained)
 
   measured = measure_jitted(trained, batch, attention=select_lambda)
 
+  num_rows, row_length = batch["tokens"].shape
   lam = measured["attention"]["lam"]
-  num_layers = 2
-  num_rows = 2
-  row_length = 64
-  num_heads = trained.config.model.num_heads
   chex.assert_shape(lam, (num_layers, num_rows, row_length, num_heads))
-  metrics = capture(trained, batch)["metrics"]["layers"]
+  metrics = stored_by_layers(trained, batch, "metrics")
   (mean_lambdas,) = metrics["attention"]["lambda"]
   mean_by_layer = jnp.mean(lam, axis=(1, 2, 3))
   chex.assert_trees_all_close(mean_by_layer, mean_lambdas, **FLOAT32)
@@ -125,10 +136,10 @@ def test_softmax_attention_has_no_lambda(make_trained):
 
 
 def test_measuring_under_remat_does_not_change_the_model(make_trained):
-  """A measurement intercepts calls of layers, but only while it runs.
+  """The model's output is the same before and after a measurement.
 
-  With remat, JAX caches the traced layers. A cached layer with the measurement
-  inside would change the model afterwards.
+  With remat, JAX caches traced layers. The cache must not keep a layer that
+  contains the measurement.
   """
   trained = make_trained(remat="full", num_layers=3)
   tokens = np.arange(32).reshape(2, 16)
@@ -141,70 +152,93 @@ def test_measuring_under_remat_does_not_change_the_model(make_trained):
     return jax.jit(apply)(trained.params)
 
   output_before = run_model()
-  measured = measure_jitted(trained, {"tokens": tokens}, hidden=identity)
+  measure_jitted(trained, {"tokens": tokens}, hidden=identity)
   output_after = run_model()
 
-  assert set(measured) == {"hidden"}
-  num_layers = 3
-  embed_dim = 16
-  chex.assert_shape(measured["hidden"], (num_layers, 2, 16, embed_dim))
   chex.assert_trees_all_equal(output_after, output_before)
 
 
-def test_the_largest_logit_is_found_block_by_block(make_trained):
-  """The maximum over blocks of queries is that of all queries at once.
+def test_hidden_states_are_measured_in_each_layer_under_remat(make_trained):
+  num_layers = 3
+  trained = make_trained(remat="full", num_layers=num_layers, embed_dim=16)
+  num_rows = 2
+  row_length = 16
+  tokens = np.zeros((num_rows, row_length), np.int32)
 
-  A row of 64 queries has two blocks of 24, and a last one of 16.
+  measured = measure_jitted(trained, {"tokens": tokens}, hidden=identity)
+
+  assert set(measured) == {"hidden"}
+  chex.assert_shape(measured["hidden"], (num_layers, num_rows, row_length, 16))
+
+
+def test_the_largest_logit_is_found_block_by_block(make_trained):
+  """The maximum over three blocks of queries is the maximum over all queries.
+
+  A row has 64 queries: two blocks of 24, and a last block of 16.
   """
 
-  def add_block(largest, queries):
-    is_visible = queries.mask[:, None, None]
+  def largest_visible_logit(queries):
+    is_visible = queries.mask[:, None, None, :, :]  # [B, 1, 1, t, S]
     logits = jnp.where(is_visible, queries.logits(), -jnp.inf)
-    return jnp.maximum(largest, jnp.max(logits))
+    return jnp.max(logits)
 
-  def largest_logits(inputs):
-    start = jnp.float32(-jnp.inf)
-    num_queries = inputs.q.shape[1]
-    all_queries = inputs.queries(first=0, count=num_queries)
-    of_blocks = inside.fold_query_blocks(
-      add_block, start, inputs, block_size=24
+  def update_maximum(maximum, queries):
+    return jnp.maximum(maximum, largest_visible_logit(queries))
+
+  def measure_in_blocks_and_at_once(inputs):
+    maximum_over_blocks = inside.fold_query_blocks(
+      update_maximum, jnp.float32(-jnp.inf), inputs, block_size=24
     )
-    return {"blocks": of_blocks, "all": add_block(start, all_queries)}
+    all_queries = inputs.queries(first=0, count=64)
+    return {
+      "in_blocks": maximum_over_blocks,
+      "at_once": largest_visible_logit(all_queries),
+    }
 
-  trained = make_trained("diff")
-  batch = next(iter(validation_rows("x", trained, count=2, batch_size=2)))
-
-  results = measure_jitted(trained, batch, attention=largest_logits)
-
-  largest = results["attention"]
   num_layers = 2
-  chex.assert_shape(largest["all"], (num_layers,))
-  chex.assert_trees_all_close(largest["blocks"], largest["all"], rtol=1e-6)
+  trained = make_trained("diff", num_layers=num_layers)
+  batch = two_validation_rows(trained)
+
+  measured = measure_jitted(
+    trained, batch, attention=measure_in_blocks_and_at_once
+  )
+
+  largest_logit = measured["attention"]
+  chex.assert_shape(largest_logit["at_once"], (num_layers,))
+  chex.assert_trees_all_close(
+    largest_logit["in_blocks"], largest_logit["at_once"], **FLOAT32
+  )
 
 
 # Without remat, the layers are unrolled. With it, they are scanned.
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_every_layer_is_measured_with_its_own_window(make_trained, remat):
-  """The last of 16 queries sees 3 keys in layers with a window of 3.
+  """The last query sees 3 keys in a layer with a window of 3, or all 16 keys.
 
-  In other layers it sees all 16 keys.
-  The pattern "wf" alternates layers with a window and full ones. The first
-  layer is a plain one: its attention is softmax.
+  The lowest layer is "plain": it has softmax attention, but also a window.
   """
+  num_tokens = 16
+  window = 3
   trained = make_trained(
-    num_layers=4, plain_layers=1, window=3, window_pattern="wf", remat=remat
+    num_layers=4,
+    plain_layers=1,
+    window=window,
+    # Layers with a window (w) and with full attention (f) alternate.
+    window_pattern="wf",
+    remat=remat,
   )
-  tokens = np.arange(16).reshape(1, 16)
+  tokens = np.arange(num_tokens).reshape(1, num_tokens)
 
   def count_keys(inputs):
-    last_query = inputs.queries(first=15, count=1)
-    weights_of_first_head = last_query.weights()[:, 0, 0]  # [B, S]
-    return jnp.sum(weights_of_first_head != 0, axis=-1)
+    last_query = inputs.queries(first=num_tokens - 1, count=1)
+    weights = last_query.weights()  # [B, H, 1, S]
+    first_head_weights = weights[0, 0]
+    return jnp.count_nonzero(first_head_weights)
 
-  results = measure_jitted(trained, {"tokens": tokens}, attention=count_keys)
+  measured = measure_jitted(trained, {"tokens": tokens}, attention=count_keys)
 
-  num_keys_by_layer = results["attention"][:, 0].tolist()
-  assert num_keys_by_layer == [3, 16, 3, 16]
+  num_keys_by_layer = measured["attention"].tolist()
+  assert num_keys_by_layer == [window, num_tokens, window, num_tokens]
 
 
 @pytest.mark.parametrize(
@@ -263,59 +297,65 @@ def test_blocks_of_queries_give_the_whole_map(length, block, window):
   assert num_visible == num_rows * num_keys_per_row
 
 
+class LayerThatNeedsAllQueries(DiffAttention):
+  """DIFF attention that does not declare that it can decode with a cache."""
+
+  supports = frozenset()
+
+
 def test_a_layer_that_needs_all_queries_gets_one_block():
-  """A layer that can decode with a cache computes each query on its own.
+  """A layer that can decode with a cache needs only one query at a time.
 
-  A layer that does not support it may need all 37 queries at once.
+  The weights of other layers may depend on all queries of a row, so the
+  `block_size` is ignored.
   """
-
-  class NeedsAllQueries(DiffAttention):
-    # Without "cached_decoding".
-    supports = frozenset()
-
-  q = jax.random.normal(jax.random.key(0), (2, 37, 2, 2, 8))
-  k = jax.random.normal(jax.random.key(1), (2, 37, 2, 2, 8))
-  ids = jnp.ones((2, 37), jnp.int32)
+  num_rows = 2
+  length = 37
+  head_dim = 8
+  shape = (num_rows, length, 2, 2, head_dim)  # [B, T, heads, maps, D]
+  ids = jnp.ones((num_rows, length), jnp.int32)
   inputs = inside.AttentionInputs(
-    layer=NeedsAllQueries(num_heads=2, head_dim=8),
-    q=q,
-    k=k,
-    v=jnp.zeros((2, 37, 2, 16)),
-    lam=jnp.full((2, 37, 2), 0.3),
+    layer=LayerThatNeedsAllQueries(num_heads=2, head_dim=head_dim),
+    q=jax.random.normal(jax.random.key(0), shape),
+    k=jax.random.normal(jax.random.key(1), shape),
+    v=jnp.zeros((num_rows, length, 2, 2 * head_dim)),
+    lam=jnp.full((num_rows, length, 2), 0.3),
     mask=MaskArguments(ids, ids, causal=True, window=None),
   )
-  block_sizes = []
 
-  def count_keys(total, queries):
-    block_sizes.append(queries.q.shape[1])
-    return total + jnp.sum(queries.mask)
+  def count_blocks(num_blocks, queries):
+    return num_blocks + 1
 
-  num_visible = inside.fold_query_blocks(count_keys, 0, inputs, block_size=8)
+  def count_visible_keys(num_visible, queries):
+    return num_visible + jnp.sum(queries.mask)
 
-  assert set(block_sizes) == {37}
+  num_blocks = inside.fold_query_blocks(count_blocks, 0, inputs, block_size=8)
+  num_visible = inside.fold_query_blocks(
+    count_visible_keys, 0, inputs, block_size=8
+  )
+
+  assert num_blocks == 1
   # The n-th query of a row sees n keys.
-  num_rows = 2
-  num_causal_pairs = 37 * (37 + 1) // 2
-  assert num_visible == num_rows * num_causal_pairs
+  num_visible_per_row = sum(range(1, length + 1))
+  assert num_visible == num_rows * num_visible_per_row
 
 
 def test_a_layer_that_does_not_attend_cannot_be_measured(
   make_trained, monkeypatch
 ):
-  """Attention is measured where the layer calls `attend`.
+  """Attention is measured where `compute_heads` calls `attend`."""
 
-  The heads of this layer are the values, without a call of `attend`.
-  """
-
-  def compute_heads(self, q, k, v, lam, mask):
-    return jnp.repeat(v, self.num_heads // v.shape[2], axis=2)
+  def return_values(layer, q, k, v, lam, mask):
+    """Stands for a method `compute_heads` that never calls `attend`."""
+    return v
 
   def select_queries(inputs):
     return inputs.q
 
-  trained = make_trained("softmax")
-  batch = {"tokens": np.arange(8)[None]}
-  monkeypatch.setattr(Attention, "compute_heads", compute_heads)
+  # With as many key heads as heads, the values have the shape of the heads.
+  trained = make_trained("softmax", num_heads=4, num_kv_heads=4)
+  batch = {"tokens": np.arange(8).reshape(1, 8)}
+  monkeypatch.setattr(Attention, "compute_heads", return_values)
 
   with pytest.raises(UserError, match="does not call Attention.attend"):
     inside.measure(

@@ -1,5 +1,7 @@
 """Records of a JSONL file, and errors with the line that they are in."""
 
+import json
+
 import pytest
 
 from diffjax.config import UserError
@@ -8,11 +10,13 @@ from diffjax.evals.methods import jsonl
 
 def test_records_keep_their_lines(tmp_path):
   """Blank lines are skipped, but they count as an editor counts lines."""
-  record = '{"text": "a", "choices": {"label": ["A"]}, "more": 2}'
+  record = '{"text": "a", "choices": {"label": ["A"]}, "more": null}'
   path = tmp_path / "some.jsonl"
   path.write_text(f"\n{record}\r\n\n  \n{record}", encoding="utf-8")
+  # A field of the type `object` can have any value, also null.
+  fields = {"text": str, "choices.label": list, "more": object}
 
-  first, second = jsonl.read(path, {"text": str, "choices.label": list})
+  first, second = jsonl.read(path, fields)
 
   assert first.location == f"{path}:2"
   assert second.location == f"{path}:5"
@@ -22,43 +26,56 @@ def test_records_keep_their_lines(tmp_path):
 @pytest.mark.parametrize(
   "line, message",
   [
-    pytest.param(b'{"text": "a"', ":2: not JSON", id="no JSON"),
-    pytest.param(b"\xff", ":2: not JSON", id="no UTF-8"),
-    pytest.param(b"[1]", r":2: not a JSON object, but '\[1\]'", id="list"),
+    pytest.param(b'{"text": "a"', "not JSON", id="no JSON"),
+    pytest.param(b"\xff", "not JSON", id="no UTF-8"),
+    pytest.param(b"[1]", r"not a JSON object, but '\[1\]'", id="list"),
+  ],
+)
+def test_a_line_that_is_no_json_object_is_reported(tmp_path, line, message):
+  """The first line of the file is right, and the second one is not."""
+  path = tmp_path / "some.jsonl"
+  path.write_bytes(b'{"text": "a"}\n' + line)
+
+  with pytest.raises(UserError, match=f"^{path}:2: {message}") as error:
+    jsonl.read(path, {"text": str})
+  assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+  "record, message",
+  [
     pytest.param(
-      b'{"choices": {"label": []}, "n": 1, "any": 1}',
-      ":2: the field 'text' is missing; there are 'choices', 'n', 'any'",
+      {"choices": {"label": []}, "count": 1},
+      "the field 'text' is missing; there are 'choices', 'count'",
       id="no field",
     ),
     pytest.param(
-      b'{"text": "a", "choices": [], "n": 1, "any": 1}',
-      ":2: the field 'choices.label' is missing",
+      {"text": "a", "choices": [], "count": 1},
+      "the field 'choices.label' is missing",
       id="no nested field",
     ),
     pytest.param(
-      b'{"text": 3, "choices": {"label": []}, "n": 1, "any": 1}',
-      ":2: the field 'text' must be a string; got '3'",
+      {"text": 3, "choices": {"label": []}, "count": 1},
+      "the field 'text' must be a string; got '3'",
       id="number instead of string",
     ),
     pytest.param(
-      b'{"text": "", "choices": {"label": []}, "n": true, "any": 1}',
-      ":2: the field 'n' must be a whole number",
+      {"text": "a", "choices": {"label": []}, "count": True},
+      "the field 'count' must be a whole number",
       id="bool instead of number",
     ),
   ],
 )
-def test_an_invalid_record_is_reported_in_one_line(tmp_path, line, message):
-  """The second line of the file has an error, and the first one is right."""
-  fields = {"text": str, "choices.label": list, "n": int, "any": object}
-  good = b'{"text": "a", "choices": {"label": ["A"]}, "n": 1, "any": null}\n'
+def test_an_invalid_record_is_reported_in_one_line(tmp_path, record, message):
+  """The first record of the file is right, and the second one is not."""
+  valid_record = {"text": "a", "choices": {"label": ["A"]}, "count": 1}
   path = tmp_path / "some.jsonl"
-  path.write_bytes(good + line)
+  path.write_text(f"{json.dumps(valid_record)}\n{json.dumps(record)}")
+  fields = {"text": str, "choices.label": list, "count": int}
 
-  with pytest.raises(UserError, match=message) as error:
+  with pytest.raises(UserError, match=f"^{path}:2: {message}") as error:
     jsonl.read(path, fields)
-  text = str(error.value)
-  assert "\n" not in text
-  assert text.startswith(str(path))
+  assert "\n" not in str(error.value)
 
 
 def test_a_file_without_records_raises(tmp_path):

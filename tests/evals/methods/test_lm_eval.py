@@ -44,10 +44,10 @@ def model() -> Trained:
 
 
 @pytest.fixture(scope="module")
-def log_softmax(model: Trained) -> Callable[[Sequence[int]], np.ndarray]:
-  """A function that returns log-probabilities [T, N] of the next tokens.
+def next_log_probabilities(model: Trained) -> Callable[[bytes], np.ndarray]:
+  """A function that returns log-probabilities [N] of the token after a text.
 
-  It computes them in float64 from the logits of a single row of ids.
+  It computes them in float64 from the logits of a single row. Tokens are bytes.
   """
 
   @jax.jit
@@ -55,12 +55,36 @@ def log_softmax(model: Trained) -> Callable[[Sequence[int]], np.ndarray]:
     hidden = model.model.apply({"params": model.params}, tokens)
     return logits(model.params, hidden)
 
-  def compute(ids):
+  def compute(text):
     row = np.zeros((1, CONFIG.max_length), np.int32)
-    row[0, : len(ids)] = ids
-    row_logits = np.asarray(forward(row)[0, : len(ids)], np.float64)
-    normalizer = np.log(np.exp(row_logits).sum(-1, keepdims=True))
-    return row_logits - normalizer
+    row[0, : len(text)] = list(text)
+    last_position = len(text) - 1
+    last_logits = np.asarray(forward(row)[0, last_position], np.float64)
+    return last_logits - np.log(np.exp(last_logits).sum())
+
+  return compute
+
+
+@pytest.fixture(scope="module")
+def direct_score(
+  next_log_probabilities: Callable[[bytes], np.ndarray],
+) -> Callable[[bytes, bytes], Score]:
+  """A function that scores a continuation by the definition.
+
+  Its log-probability is the sum over its tokens, each after all tokens before
+  it. It is greedy if each token is the likeliest one.
+  """
+
+  def compute(context, continuation):
+    text = context
+    log_probability = 0.0
+    is_greedy = True
+    for token in continuation:
+      log_probabilities = next_log_probabilities(text)
+      log_probability += log_probabilities[token]
+      is_greedy &= bool(token == log_probabilities.argmax())
+      text += bytes([token])
+    return Score(log_probability, is_greedy)
 
   return compute
 
@@ -75,35 +99,29 @@ def pair_requests(pairs: Sequence[tuple[str, str]]) -> list[Instance]:
   return [request("loglikelihood", *pair) for pair in pairs]
 
 
-def test_likelihoods_equal_a_softmax_over_all_logits(model, log_softmax):
-  """A likelihood is the sum of the log-probabilities of a continuation.
+def test_likelihoods_equal_a_softmax_over_all_logits(model, direct_score):
+  """The score of a continuation equals its definition, `direct_score`.
 
-  A continuation is greedy if each of its tokens is the likeliest one.
+  A separator precedes the context. Tokens are bytes.
   """
-  # Contexts and continuations. Tokens are bytes.
+  # Contexts and continuations.
   text_pairs = [
     ("The cat", " sat"),
     ("", "alone"),
-    ("ends in spaces  ", "word"),
     ("Ünï", " cödé"),
     ("Q", "A" * 46),
   ]
+  lm = DiffjaxLM(model, batch_tokens=128)
 
-  results = DiffjaxLM(model, batch_tokens=128).loglikelihood(
-    pair_requests(text_pairs), disable_tqdm=True
-  )
+  results = lm.loglikelihood(pair_requests(text_pairs), disable_tqdm=True)
 
+  separator = b"\xff"
   for (context, continuation), result in zip(text_pairs, results, strict=True):
     log_probability, is_greedy = result
-    separator = 255
-    ids = [separator, *(context + continuation).encode()]
-    # lm-eval moves spaces at the end of a context to the continuation.
-    first_scored = len(context.rstrip().encode())
-    targets = ids[first_scored + 1 :]
-    table = log_softmax(ids[:-1])[first_scored:]  # [targets, N]
-    target_values = table[np.arange(len(targets)), targets]
-    assert log_probability == pytest.approx(target_values.sum(), rel=1e-5)
-    assert is_greedy == np.array_equal(table.argmax(axis=-1), targets)
+    expected = direct_score(separator + context.encode(), continuation.encode())
+    # The model computes in float32.
+    assert log_probability == pytest.approx(expected.log_probability, rel=1e-5)
+    assert is_greedy == expected.is_greedy
 
 
 @pytest.fixture
@@ -121,47 +139,62 @@ def pairs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
   return collected
 
 
-def test_a_long_context_loses_its_oldest_tokens_except_the_separator(
-  model, pairs, caplog
+def test_spaces_at_the_end_of_a_context_are_part_of_the_continuation(
+  model, pairs
 ):
-  """The model takes 48 inputs.
+  """The fixture `pairs` records the contexts and continuations to score."""
+  lm = DiffjaxLM(model, batch_tokens=128)
 
-  These are the separator (255), the context and the continuation without its
-  last token. The fixture `pairs` records what would be scored.
+  lm.loglikelihood([request("loglikelihood", "The cat  ", "sat")])
+
+  separator = 255
+  assert pairs == [([separator, *b"The cat"], [*b"  sat"])]
+
+
+def test_a_long_context_loses_its_oldest_tokens_except_the_separator(
+  model, pairs
+):
+  """The model reads 48 tokens: all except the last one of the continuation.
+
+  The fixture `pairs` records the contexts and continuations to score.
+  """
+  context = "x" * 30 + "y" * 40
+  continuation = "zz"
+  lm = DiffjaxLM(model, batch_tokens=128)
+
+  lm.loglikelihood([request("loglikelihood", context, continuation)])
+
+  separator = 255
+  # The separator, 46 tokens of the context and the first z are 48 tokens.
+  end_of_context = b"x" * 6 + b"y" * 40
+  assert pairs == [([separator, *end_of_context], [*b"zz"])]
+
+
+def test_contexts_that_are_cut_are_reported(model, pairs, caplog):
+  """The model reads 48 tokens: all except the last one of the continuation.
+
+  The fixture `pairs` records the contexts and continuations to score.
   """
   requests = pair_requests(
-    [("x" * 30 + "y" * 40, "zz"), ("x", "z" * 48), ("y", "zz")]
+    [
+      # A separator and 47 of 48 z's are 48 tokens, so "x" is cut completely.
+      ("x", "z" * 48),
+      # There is no context to cut.
+      ("", "z" * 48),
+      # With one z less, there is room for one of nine x's.
+      ("x" * 9, "z" * 47),
+    ]
   )
 
   DiffjaxLM(model, batch_tokens=128).loglikelihood(requests)
 
-  assert pairs == [
-    # The separator, 6 x's, 40 y's and the first z are 48 inputs.
-    ([255, *b"x" * 6, *b"y" * 40], [*b"zz"]),
-    ([255], [*b"z" * 48]),
-    ([255, *b"y"], [*b"zz"]),
-  ]
+  separator = 255
+  contexts = [context for context, _ in pairs]
+  assert contexts == [[separator], [separator], [separator, *b"x"]]
   assert (
     "2 of 3 contexts are longer than the model takes (48 tokens) and were cut"
     in caplog.text
   )
-
-
-def test_a_context_that_is_cut_completely_is_reported(model, pairs, caplog):
-  """The model takes 48 tokens, so 48 z's leave no room for the first x.
-
-  The fixture `pairs` records the contexts and continuations that are scored.
-  """
-  requests = pair_requests(
-    [("x", "z" * 48), ("", "z" * 48), ("x" * 9, "z" * 47)]
-  )
-
-  DiffjaxLM(model, batch_tokens=128).loglikelihood(requests)
-
-  # 47 z's leave room for one of nine x's, after the separator.
-  last_context, _ = pairs[2]
-  assert last_context == [255, *b"x"]
-  # Only the first context lost all of its text. The second one had none.
   assert "1 of these contexts were cut completely" in caplog.text
 
 
@@ -173,98 +206,103 @@ def test_a_continuation_that_is_longer_than_the_model_takes_raises(model):
     lm.loglikelihood([request("loglikelihood", "x", "z" * 49)])
 
 
-class JoiningTokenizer:
-  """A tokenizer with one token for "ab", "a" and "b" each."""
-
-  document_tokens = separated_by(255)
-
-  def encode(self, text: str) -> list[int]:
-    if text == "ab":
-      return [200]
-    return [ord(text)]
-
-
 def test_a_token_of_context_and_continuation_is_split(model, pairs):
-  """The tokenizer joins "a" and "b" to one token, so "b" would have none.
+  """The tokenizer encodes "a" followed by "b" as one token.
 
-  The fixture `pairs` records the contexts and continuations that are scored.
+  The continuation "b" is scored as a token of its own. The fixture `pairs`
+  records the contexts and continuations to score.
   """
+
+  class JoiningTokenizer:
+    document_tokens = separated_by(255)
+
+    def encode(self, text: str) -> list[int]:
+      return {"a": [1], "b": [2], "ab": [3]}[text]
+
   joining_model = dataclasses.replace(model, tokenizer=JoiningTokenizer())
   lm = DiffjaxLM(joining_model, batch_tokens=128)
 
   lm.loglikelihood([request("loglikelihood", "a", "b")])
 
-  assert pairs == [([255, ord("a")], [ord("b")])]
+  separator = 255
+  assert pairs == [([separator, 1], [2])]
 
 
-def test_a_rolling_likelihood_is_summed_over_windows(model, log_softmax):
-  """A text is read in windows of 48 tokens, which the model takes at most.
+def test_a_rolling_likelihood_is_summed_over_windows(model, direct_score):
+  """The model reads a text in windows of 48 tokens, after a separator.
 
-  Each token is scored in the first window that contains it.
+  Windows may overlap, but each token is scored once. `direct_score` is the
+  score by the definition.
   """
-  texts = [
-    "short",
-    "x" * 48,
-    # Three windows of 48 tokens. The last one overlaps the second.
-    "a longer text, which the model reads in windows that are as long as it"
-    " takes: three of them, the last full ",
-  ]
-  requests = [request("loglikelihood_rolling", text) for text in texts]
+  first_part = b"abcdefgh" * 6
+  second_part = b"ijklmnop" * 6
+  last_part = b"qrstuvwx"
+  long_text = first_part + second_part + last_part
+  texts = [b"short", b"x" * 48, long_text]
+  requests = [request("loglikelihood_rolling", text.decode()) for text in texts]
 
   sums = DiffjaxLM(model, batch_tokens=256).loglikelihood_rolling(requests)
 
-  for text, log_likelihood in zip(texts, sums, strict=True):
-    # A separator comes first, so the n-th character has the index n of `ids`.
-    ids = [255, *text.encode()]
-    expected = 0.0
-    for first_scored in range(0, len(text), 48):
-      stop = min(first_scored + 48, len(text))
-      # A window is full unless the text is shorter.
-      start = max(stop - 48, 0)
-      table = log_softmax(ids[start:stop])
-      for position in range(first_scored, stop):
-        next_id = ids[position + 1]
-        expected += table[position - start, next_id]
-    assert log_likelihood == pytest.approx(expected, rel=1e-5)
+  separator = b"\xff"
+  # The last window has 48 tokens: 41 tokens of context, and the last part
+  # without its last token, which is not read.
+  last_context = (first_part + second_part)[-41:]
+  scores_of_windows = [
+    direct_score(separator, first_part),
+    direct_score(b"h", second_part),
+    direct_score(last_context, last_part),
+  ]
+  expected = [
+    direct_score(separator, b"short").log_probability,
+    direct_score(separator, b"x" * 48).log_probability,
+    sum(score.log_probability for score in scores_of_windows),
+  ]
+  # The model computes in float32.
+  assert sums == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.fixture(scope="module")
 def greedy_ids(
-  log_softmax: Callable[[Sequence[int]], np.ndarray],
+  next_log_probabilities: Callable[[bytes], np.ndarray],
 ) -> list[int]:
   """The 12 likeliest tokens after "Hello", each after those before it."""
-  prompt = [255, *b"Hello"]
+  text = b"\xffHello"
   ids: list[int] = []
   for _ in range(12):
-    next_log_probabilities = log_softmax(prompt + ids)[-1]
-    ids.append(int(next_log_probabilities.argmax()))
+    likeliest_token = int(next_log_probabilities(text).argmax())
+    ids.append(likeliest_token)
+    text += bytes([likeliest_token])
   return ids
 
 
 def test_generation_stops_before_the_stop_string(model, greedy_ids):
-  """The stop string is two characters in the middle of the greedy answer.
-
-  `greedy_ids` is the model's greedy answer of 12 tokens to "Hello".
-  """
+  """`greedy_ids` is the model's greedy answer of 12 tokens to "Hello"."""
   greedy_text = BYTES.decode(greedy_ids)
-  # `until` has the stop strings, and `max_gen_toks` is the maximum length.
   stop_string = greedy_text[5:7]
-  whole = {"until": [], "max_gen_toks": 12}
-  stopped = {"until": [stop_string, "never there"], "max_gen_toks": 12}
-  short = {"until": stop_string, "max_gen_toks": 3}
+  text_before_stop, _, _ = greedy_text.partition(stop_string)
+  no_stop = {"until": [], "max_gen_toks": 12}
+  one_stop = {"until": stop_string, "max_gen_toks": 12}
+  two_stops = {"until": [stop_string, "never there"], "max_gen_toks": 12}
   requests = [
-    request("generate_until", "Hello", whole),
-    request("generate_until", "Hello", stopped),
-    request("generate_until", "Hello", short),
+    request("generate_until", "Hello", no_stop),
+    request("generate_until", "Hello", one_stop),
+    request("generate_until", "Hello", two_stops),
   ]
 
   texts = DiffjaxLM(model, batch_tokens=128).generate_until(requests)
 
-  assert texts == [
-    greedy_text,
-    greedy_text[: greedy_text.index(stop_string)],
-    BYTES.decode(greedy_ids[:3]).partition(stop_string)[0],
-  ]
+  assert texts == [greedy_text, text_before_stop, text_before_stop]
+
+
+def test_generation_stops_after_the_maximum_number_of_tokens(model, greedy_ids):
+  """`greedy_ids` is the model's greedy answer of 12 tokens to "Hello"."""
+  options = {"until": [], "max_gen_toks": 3}
+  lm = DiffjaxLM(model, batch_tokens=128)
+
+  (text,) = lm.generate_until([request("generate_until", "Hello", options)])
+
+  first_three_tokens = greedy_ids[:3]
+  assert text == BYTES.decode(first_three_tokens)
 
 
 def test_generation_samples_if_asked_to(model, greedy_ids):
@@ -322,33 +360,54 @@ def generate(model: Trained, texts: Sequence[str], max_gen_toks: int) -> None:
   DiffjaxLM(model, batch_tokens=128).generate_until(requests)
 
 
-@pytest.mark.parametrize("length", [1, 10, 22, 23, 24, 25, 46, 47, 58])
-def test_an_answer_leaves_room_for_its_context(model, generations, length):
+@pytest.mark.parametrize(
+  "context_size, max_gen_toks, kept_context_size, answer_size",
+  [
+    # A separator, the context and the answer fit: they are 48 tokens.
+    (1, 46, 1, 46),
+    (10, 37, 10, 37),
+    (22, 25, 22, 25),
+    (23, 24, 23, 24),
+    (24, 23, 24, 23),
+    (25, 22, 25, 22),
+    (46, 1, 46, 1),
+    # An answer of 24 tokens at most is not shortened, but the context is.
+    (24, 24, 23, 24),
+    (25, 23, 24, 23),
+    (46, 2, 45, 2),
+    (47, 1, 46, 1),
+    (58, 1, 46, 1),
+    (58, 24, 23, 24),
+    # A longer answer is shortened to 24 tokens.
+    (1, 47, 1, 24),
+    (10, 38, 10, 24),
+    (22, 26, 22, 24),
+    (23, 25, 23, 24),
+    (24, 25, 23, 24),
+    (58, 79, 23, 24),
+  ],
+)
+def test_an_answer_leaves_room_for_its_context(
+  model,
+  generations,
+  context_size,
+  max_gen_toks,
+  kept_context_size,
+  answer_size,
+):
   """The model takes 48 tokens: a separator, a context and an answer.
 
-  A context loses tokens only down to half of them, 24 with the separator. An
-  answer gets less than `max_gen_toks` only if both do not fit.
-
-  The fixture `generations` records the prompts and the lengths of answers.
+  A context that is too long loses its beginning. The fixture `generations`
+  records the prompts and the lengths of answers.
   """
-  context = list(range(65, 65 + length))
-  text = bytes(context).decode()
+  context = bytes(range(65, 65 + context_size))
 
-  for max_gen_toks in range(1, 80, 3):
-    generations.clear()
-    generate(model, [text], max_gen_toks)
+  generate(model, [context.decode()], max_gen_toks)
 
-    [(prompt, num_new)] = generations
-    separator = 255
-    assert prompt[0] == separator
-    # A context that is too long loses its beginning.
-    kept = prompt[1:]
-    assert kept == context[length - len(kept) :]
-    assert len(prompt) >= min(1 + length, 24)
-    if max_gen_toks <= 24 or 1 + length + max_gen_toks <= 48:
-      assert num_new == max_gen_toks
-    else:
-      assert 24 <= num_new < max_gen_toks
+  separator = 255
+  num_lost = context_size - kept_context_size
+  prompt = [separator, *context[num_lost:]]
+  assert generations == [(prompt, answer_size)]
 
 
 def test_a_shortened_answer_is_reported(model, generations, caplog):
@@ -364,27 +423,36 @@ def test_a_shortened_answer_is_reported(model, generations, caplog):
 
 
 def test_requests_of_one_call_can_have_different_limits(model, generations):
-  """40 of the model's 48 tokens leave 8 for a separator and a context.
+  """The model takes 48 tokens: a separator, a context and an answer.
 
-  After a longer context, an answer has only 24 tokens. Requests with the same
-  limit are answered together, so the order changes.
+  If a context leaves no room for 40 tokens, its answer has at most 24. Answers
+  of the same length are generated together.
 
   The fixture `generations` records the prompts and the lengths of answers.
   """
-  generate(model, ["x" * 7, "y" * 30, "z" * 7, "w" * 8], max_gen_toks=40)
+  texts = ["x" * 7, "y" * 8, "z" * 7, "w" * 8]
 
-  limits = []
-  for prompt, num_new in generations:
-    first_byte = bytes(prompt[1:2])
-    limits.append((first_byte, num_new))
-  assert limits == [(b"x", 40), (b"z", 40), (b"y", 24), (b"w", 24)]
+  generate(model, texts, max_gen_toks=40)
+
+  separator = 255
+  assert generations == [
+    ([separator, *b"xxxxxxx"], 40),
+    ([separator, *b"zzzzzzz"], 40),
+    ([separator, *b"yyyyyyyy"], 24),
+    ([separator, *b"wwwwwwww"], 24),
+  ]
 
 
 def test_a_model_that_is_too_short_for_an_answer_raises(model):
-  short = Config(model=dataclasses.replace(CONFIG, max_length=3))
-  lm = DiffjaxLM(dataclasses.replace(model, config=short), batch_tokens=128)
-  with pytest.raises(UserError, match="config.model.max_length = 3: a context"):
-    lm.generate_until([request("generate_until", "Hello", {"max_gen_toks": 9})])
+  """A context and an answer have at least two tokens each."""
+  short_config = Config(model=dataclasses.replace(CONFIG, max_length=3))
+  short_model = dataclasses.replace(model, config=short_config)
+  lm = DiffjaxLM(short_model, batch_tokens=128)
+  options = {"max_gen_toks": 9}
+
+  message = "max_length = 3: a context and an answer need at least 4 tokens"
+  with pytest.raises(UserError, match=message):
+    lm.generate_until([request("generate_until", "Hello", options)])
 
 
 def test_the_adapter_is_not_registered_in_lm_eval():

@@ -2,13 +2,15 @@
 
 import dataclasses
 import itertools
+import math
 import re
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
 from diffjax.config import UserError
-from diffjax.data.tokenizer import load_tokenizer
+from diffjax.data.tokenizer import Tokenizer, load_tokenizer
 from diffjax.data.tokenizer_training import train_tokenizer
 from diffjax.evals.methods import needle_prompts
 from diffjax.evals.methods.needle_prompts import NeedlePrompt
@@ -53,6 +55,23 @@ def find_needles(prompt: NeedlePrompt) -> list[Needle]:
   return needles
 
 
+class Haystack(NamedTuple):
+  """The text before and after an answer's needle, without other needles."""
+
+  before: str
+  after: str
+
+
+def haystack_around(prompt: NeedlePrompt, answer_index: int) -> Haystack:
+  """Returns the haystack around the needle of an answer."""
+  needle_start, needle_stop = prompt.answer_spans[answer_index]
+  question_start, _ = prompt.query_span
+  before = BYTES.decode(prompt.ids[:needle_start])
+  before = before.removeprefix(needle_prompts.OPENING)
+  after = BYTES.decode(prompt.ids[needle_stop:question_start])
+  return Haystack(NEEDLE.sub("", before), NEEDLE.sub("", after))
+
+
 @pytest.mark.parametrize("num_needles, num_asked", [(1, 1), (6, 2)])
 def test_prompts_have_their_length_and_distinct_needles(num_needles, num_asked):
   """A needle is a sentence with a city and its number in a long text."""
@@ -69,67 +88,77 @@ def test_prompts_have_their_length_and_distinct_needles(num_needles, num_asked):
 
 @pytest.mark.parametrize("depth", [0.0, 0.25, 0.5, 0.75, 1.0])
 @pytest.mark.parametrize("num_needles, num_asked", [(1, 1), (6, 2)])
-def test_the_question_names_the_cities_of_the_answers(
-  depth, num_needles, num_asked
-):
-  """A needle is a sentence with a city and its number in a long text.
-
-  A prompt of 3,000 tokens ends with a question for the numbers of some cities.
-  """
+def test_the_spans_of_answers_are_their_needles(depth, num_needles, num_asked):
+  """A needle is a sentence with a city and a number, which is the answer."""
   prompts = make(
     depth=depth, num_needles=num_needles, num_asked=num_asked, samples=20
   )
 
   for prompt in prompts:
-    # The cities whose numbers are the answers.
-    needles = {needle.number: needle for needle in find_needles(prompt)}
-    answer_cities = []
-    for number, span in zip(prompt.answers, prompt.answer_spans, strict=True):
-      needle = needles[number]
-      assert span == (needle.start, needle.stop)
-      answer_cities.append(needle.city)
-    assert len(answer_cities) == num_asked
+    spans = {}
+    for needle in find_needles(prompt):
+      spans[needle.number] = (needle.start, needle.stop)
+    expected = [spans[number] for number in prompt.answers]
+    assert prompt.answer_spans == expected
 
+
+@pytest.mark.parametrize(
+  "num_asked, question",
+  [
+    (1, "What is the special magic A number? The special magic A number is:"),
+    (
+      2,
+      "What are the special magic A and B numbers?"
+      " The special magic A and B numbers are:",
+    ),
+  ],
+)
+def test_the_question_names_the_cities_of_the_answers(num_asked, question):
+  """A and B stand for the cities of the first and the second answer."""
+  prompts = make(length=3000, num_needles=6, num_asked=num_asked, samples=20)
+
+  for prompt in prompts:
+    assert len(prompt.answers) == num_asked
+    cities = {needle.number: needle.city for needle in find_needles(prompt)}
+    expected = question
+    for letter, number in zip("AB", prompt.answers, strict=False):
+      expected = expected.replace(f" {letter} ", f" {cities[number]} ")
     start, stop = prompt.query_span
+    assert BYTES.decode(prompt.ids[start:stop]) == f"\n{expected}"
     assert stop == 3000
-    question = BYTES.decode(prompt.ids[start:stop])
-    assert question.startswith("\nWhat ")
-    assert question.endswith(":")
-    # The cities are named again behind the question mark.
-    _, after_question = question.split("?")
-    words = re.findall(r"\w+", after_question)
-    asked_cities = [word for word in words if word in needle_prompts.CITIES]
-    assert asked_cities == answer_cities
 
 
 @pytest.mark.parametrize("depth", [0.0, 0.25, 0.5, 0.75, 1.0])
 @pytest.mark.parametrize("num_needles, num_asked", [(1, 1), (6, 2)])
 def test_the_first_answer_is_at_its_depth(depth, num_needles, num_asked):
-  """The depth is the share of the haystack's tokens before the answer.
+  """The depth is the share of the haystack that precedes the answer's needle.
 
-  Needles go between sentences, so a depth is off by half a sentence at most.
+  The haystack is the text that the needles are hidden in.
   """
   prompts = make(
     depth=depth, num_needles=num_needles, num_asked=num_asked, samples=20
   )
 
+  # Needles go between the pieces of the haystack, so they are at most half a
+  # piece away from their depth. Tokens are characters.
+  half_piece = needle_prompts.MAX_PIECE_TOKENS / 2
   for prompt in prompts:
-    # A separator and the opening come before the haystack. Tokens are bytes.
-    haystack_start = 1 + len(needle_prompts.OPENING)
-    answer_start, _ = prompt.answer_spans[0]
-    # The tokens of the haystack before the answer, and all of them. The tokens
-    # of needles are subtracted.
-    tokens_before = answer_start - haystack_start
-    all_tokens = prompt.query_span[0] - haystack_start
-    for needle in find_needles(prompt):
-      needle_length = needle.stop - needle.start
-      all_tokens -= needle_length
-      if needle.start < answer_start:
-        tokens_before -= needle_length
-    half_piece = needle_prompts.MAX_PIECE_TOKENS / 2
-    assert abs(tokens_before - depth * all_tokens) <= half_piece
-    assert (tokens_before == 0) == (depth == 0)
-    assert (tokens_before == all_tokens) == (depth == 1)
+    haystack = haystack_around(prompt, answer_index=0)
+    haystack_length = len(haystack.before) + len(haystack.after)
+    expected = depth * haystack_length
+    assert len(haystack.before) == pytest.approx(expected, abs=half_piece)
+
+
+@pytest.mark.parametrize("num_needles", [1, 6])
+def test_an_answer_at_depth_0_precedes_the_whole_haystack(num_needles):
+  for prompt in make(depth=0.0, num_needles=num_needles, num_asked=1):
+    assert haystack_around(prompt, answer_index=0).before == ""
+
+
+@pytest.mark.parametrize("num_needles", [1, 6])
+def test_an_answer_at_depth_1_follows_the_whole_haystack(num_needles):
+  for prompt in make(depth=1.0, num_needles=num_needles, num_asked=1):
+    assert haystack_around(prompt, answer_index=0).after == ""
 
 
 @pytest.fixture(scope="module")
@@ -138,18 +167,22 @@ def many_prompts() -> list[NeedlePrompt]:
   return make(depth=0.0, num_needles=2, num_asked=2, samples=200)
 
 
-def test_other_needles_are_at_random_depths(many_prompts):
-  """The first needle of the 200 prompts is at the depth 0."""
-  depths = []
-  for prompt in many_prompts:
-    second_start, _ = prompt.answer_spans[1]
-    depths.append(second_start / 3000)
+def test_other_needles_are_at_random_depths():
+  """Only the needle of the first answer is at the given depth."""
+  num_prompts = 200
+  prompts = make(depth=0.0, num_needles=2, num_asked=2, samples=num_prompts)
 
-  # Random depths are spread from 0 to 1, with a mean of about 1/2.
-  assert min(depths) < 0.2
-  assert max(depths) > 0.8
-  mean_depth = sum(depths) / 200
-  assert 0.4 < mean_depth < 0.65
+  depths = []
+  for prompt in prompts:
+    haystack = haystack_around(prompt, answer_index=1)
+    haystack_length = len(haystack.before) + len(haystack.after)
+    depths.append(len(haystack.before) / haystack_length)
+
+  # Uniform depths have the mean 1/2 and the standard deviation 1/√12.
+  standard_error = 1 / math.sqrt(12 * num_prompts)
+  assert np.mean(depths) == pytest.approx(1 / 2, abs=5 * standard_error)
+  assert min(depths) < 0.1
+  assert max(depths) > 0.9
 
 
 def test_samples_differ(many_prompts):
@@ -212,32 +245,45 @@ def test_other_depths_have_other_numbers():
   assert middle_answers.isdisjoint(early_answers)
 
 
-def test_the_length_is_exact_if_tokens_have_several_bytes(tmp_path):
-  """Prompts of 400 to 429 tokens have exactly these lengths."""
-  # A tokenizer that has learned the needles has tokens of several bytes.
-  text = needle_prompts.OPENING
-  for index, city in enumerate(needle_prompts.CITIES):
-    # Any numbers of five digits.
-    number = 12345 + 7 * index
-    text += f"The special magic {city} number is: {number}\n"
-  tokenizer = load_tokenizer(str(train_tokenizer([text] * 3, 400, tmp_path)))
-  haystack = needle_prompts.synthetic_haystack(tokenizer, tokens=3000)
+def make_for_subwords(tokenizer: Tokenizer, length: int) -> list[NeedlePrompt]:
+  """Returns two prompts with two needles, one of which is asked for."""
+  return needle_prompts.make_prompts(
+    tokenizer,
+    length=length,
+    num_needles=2,
+    num_asked=1,
+    depth=0.5,
+    samples=2,
+    seed=0,
+    haystack=needle_prompts.synthetic_haystack(tokenizer, tokens=3000),
+  )
 
-  for length in range(400, 430):
-    prompts = needle_prompts.make_prompts(
-      tokenizer,
-      length=length,
-      num_needles=2,
-      num_asked=1,
-      depth=0.5,
-      samples=2,
-      seed=0,
-      haystack=haystack,
-    )
-    for prompt in prompts:
-      assert len(prompt.ids) == length
-      start, stop = prompt.answer_spans[0]
-      assert prompt.answers[0] in tokenizer.decode(prompt.ids[start:stop])
+
+@pytest.fixture(scope="module")
+def subword_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+  """A tokenizer whose tokens have several bytes, trained on needles."""
+  text = needle_prompts.OPENING
+  for city in needle_prompts.CITIES:
+    text += needle_prompts.NEEDLE.format(city=city, number=12345)
+  directory = tmp_path_factory.mktemp("tokenizer")
+  path = train_tokenizer([text], vocab_size=400, directory=directory)
+  return load_tokenizer(str(path))
+
+
+@pytest.mark.parametrize("length", range(400, 430))
+def test_the_length_is_exact_if_tokens_have_several_bytes(
+  subword_tokenizer, length
+):
+  for prompt in make_for_subwords(subword_tokenizer, length):
+    assert len(prompt.ids) == length
+
+
+def test_the_span_of_an_answer_counts_tokens(subword_tokenizer):
+  """Each token has several bytes."""
+  for prompt in make_for_subwords(subword_tokenizer, length=400):
+    (answer,) = prompt.answers
+    ((start, stop),) = prompt.answer_spans
+    assert answer in subword_tokenizer.decode(prompt.ids[start:stop])
 
 
 def with_validation_source(trained: Trained, source: str) -> Trained:

@@ -78,75 +78,98 @@ def score_directly(
   return scoring.Score(target_values.sum(), is_greedy)
 
 
+def random_pairs(rng: np.random.Generator, count: int) -> list[Any]:
+  """Returns pairs of a context and a continuation of 1 to 49 tokens each."""
+  pairs = []
+  for _ in range(count):
+    context_length, continuation_length = rng.integers(1, 50, size=2)
+    context = rng.integers(CONFIG.vocab_size, size=context_length)
+    continuation = rng.integers(CONFIG.vocab_size, size=continuation_length)
+    pairs.append((context.tolist(), continuation.tolist()))
+  return pairs
+
+
 def test_scores_equal_a_direct_computation(model_and_params, compute_logits):
   """The score of a continuation is its log-probability after a context.
 
-  Batches have three rows. Logits are computed for seven positions at a time, so
-  the last chunk of a row is padded.
+  `score_directly` computes it from the softmax of a single row.
   """
   model, params = model_and_params
-  # Contexts and continuations. Together they have at most 101 tokens: the model
-  # reads 100, and not the last one. The vocabulary has 50 tokens.
-  pairs = [([3], [4]), ([3] * 100, [4]), ([3], [4] * 100), ([1, 2], [3, 4])]
-  rng = np.random.default_rng(0)
-  for context_length, continuation_length in rng.integers(1, 50, (9, 2)):
-    context = rng.integers(50, size=context_length).tolist()
-    continuation = rng.integers(50, size=continuation_length).tolist()
-    pairs.append((context, continuation))
+  # The model reads at most 100 tokens: the context and the continuation
+  # without its last token.
+  edge_cases = [
+    ([3], [4]),
+    ([3] * 100, [4]),
+    ([3], [4] * 100),
+    ([1, 2], [3, 4]),
+  ]
+  pairs = edge_cases + random_pairs(np.random.default_rng(0), count=9)
+  num_rows = 3
+  # Logits are computed for chunks of seven positions. Rows have 64 positions,
+  # which are no multiple of seven, so the last chunk is padded.
+  chunk_length = 7
 
   scores = scoring.score(
     model,
     params,
     pairs,
-    batch_tokens=3 * 64,
-    chunk_logits=50 * 3 * 7,
+    batch_tokens=num_rows * 64,
+    chunk_logits=num_rows * chunk_length * CONFIG.vocab_size,
   )
 
   for score, (context, continuation) in zip(scores, pairs, strict=True):
     expected = score_directly(compute_logits, context, continuation)
+    # The model computes in float32.
     assert score.log_probability == pytest.approx(
       expected.log_probability, rel=1e-5, abs=1e-5
     )
     assert score.is_greedy == expected.is_greedy
 
 
-def test_a_continuation_is_greedy_if_all_its_tokens_are(
+def continue_greedily(
+  compute_logits: Callable[[Sequence[int]], np.ndarray],
+  context: list[int],
+  num_tokens: int,
+) -> list[int]:
+  """Returns the likeliest tokens, each after the context and those before."""
+  continuation: list[int] = []
+  for _ in range(num_tokens):
+    next_logits = compute_logits(context + continuation)[-1]
+    continuation.append(int(next_logits.argmax()))
+  return continuation
+
+
+def test_a_continuation_is_greedy_if_all_its_tokens_are_the_likeliest(
   model_and_params, compute_logits
 ):
-  """A continuation is not greedy if only its last token is not the likeliest."""
+  """A single other token makes a continuation not greedy, here the last one."""
   model, params = model_and_params
-  # The model continues the token 5 greedily.
-  ids = [5]
-  for _ in range(6):
-    next_token = compute_logits(ids)[-1].argmax()
-    ids.append(int(next_token))
-  context = ids[:2]
-  greedy = ids[2:]
-  other_token = (greedy[-1] + 1) % 50
-  not_greedy = [*greedy[:-1], other_token]
+  context = [5]
+  greedy = continue_greedily(compute_logits, context, num_tokens=6)
+  *first_tokens, last_token = greedy
+  other_token = (last_token + 1) % CONFIG.vocab_size
+  not_greedy = [*first_tokens, other_token]
   pairs = [(context, greedy), (context, not_greedy)]
 
-  # A batch has 192 / 32 = 6 rows of 32 positions. Logits of 50 tokens are
-  # computed for seven positions at a time.
-  first, second = scoring.score(
-    model, params, pairs, batch_tokens=3 * 64, chunk_logits=50 * 6 * 7
-  )
+  score, other_score = scoring.score(model, params, pairs, batch_tokens=64)
 
-  assert first.is_greedy
-  assert not second.is_greedy
+  assert score.is_greedy
+  assert not other_score.is_greedy
 
 
 def test_rows_of_one_padded_length_compile_once(model_and_params):
-  """Rows of 42 to 50 tokens are padded to 64. One program scores them all."""
+  """Rows of 33 to 64 tokens are padded to 64. One program scores them all."""
   model, params = model_and_params
-  num_programs_before = scoring._score_rows._cache_size()
+  # The cache of a jitted function has an entry for each compiled program.
+  scoring._score_rows.clear_cache()
 
   for num_pairs in (1, 2, 5, 9):
-    pairs = [([1] * length, [2] * 3) for length in range(40, 40 + num_pairs)]
+    pairs = []
+    for context_length in range(40, 40 + num_pairs):
+      pairs.append(([1] * context_length, [2] * 3))
     scoring.score(model, params, pairs, batch_tokens=256)
 
-  num_programs = scoring._score_rows._cache_size()
-  assert num_programs <= num_programs_before + 1
+  assert scoring._score_rows._cache_size() == 1
 
 
 def test_a_uniform_model_gives_each_token_log_n(model_and_params):

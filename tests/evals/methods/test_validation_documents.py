@@ -1,6 +1,8 @@
 """Validation documents are whole, in order, and of the right source."""
 
+import math
 import pathlib
+from glob import glob
 
 import pytest
 
@@ -24,18 +26,24 @@ def test_documents_of_a_source_have_its_order(make_trained, two_files):
   assert texts == ["a", "bb", "ccc", "dd"]
 
 
-def test_documents_are_whole_documents_of_the_training_text(make_trained):
-  """Rows of the data have 64 tokens, but documents are not cut.
+def test_documents_are_whole_documents_of_the_training_text(
+  make_trained, text_source
+):
+  """Training cuts the text into rows of 64 tokens. Documents are not cut.
 
-  The text has 60 documents of up to 1,500 bytes. About half are for validation.
+  The text has 60 documents, of which half are for validation.
   """
+  pattern = text_source.removeprefix("text:")
+  training_texts = {pathlib.Path(path).read_text() for path in glob(pattern)}
+
   documents = list(validation_documents(make_trained()))
 
-  assert 10 < len(documents) < 50
-  for document in documents:
-    assert document.text.startswith("document ")
-  longest = max(len(document.text) for document in documents)
-  assert longest > 1000
+  texts = {document.text for document in documents}
+  assert texts < training_texts
+  # Each document is drawn with a probability of 1/2. The number is within five
+  # standard deviations of its mean.
+  standard_deviation = math.sqrt(60 * 1 / 2 * 1 / 2)
+  assert abs(len(texts) - 30) < 5 * standard_deviation
 
 
 def test_a_missing_source_is_reported_before_reading(
