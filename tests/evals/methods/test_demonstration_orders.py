@@ -23,13 +23,17 @@ def make_examples(counts: dict[str, int]) -> list[Example]:
   return examples
 
 
+def labels_of(examples: list[Example]) -> list[str]:
+  return [example.label for example in examples]
+
+
 def test_a_round_has_one_example_of_each_label_that_is_left():
   """The label "a" has three examples, so it is in the first three rounds."""
   examples = make_examples({"a": 3, "b": 50, "c": 50, "d": 50})
 
   ordered = balanced(examples, np.random.default_rng(0))
 
-  labels = [example.label for example in ordered]
+  labels = labels_of(ordered)
   # Three rounds of four labels, and then 47 rounds of three labels.
   num_labels_with_a = 3 * 4
   rounds_with_a = np.reshape(labels[:num_labels_with_a], (3, 4))
@@ -46,7 +50,7 @@ def test_rounds_have_different_orders_of_labels():
 
   ordered = balanced(examples, np.random.default_rng(0))
 
-  labels = [example.label for example in ordered]
+  labels = labels_of(ordered)
   rounds = np.reshape(labels, (50, 3)).tolist()
   orders = {tuple(round_labels) for round_labels in rounds}
   assert orders == set(itertools.permutations("bcd"))
@@ -73,7 +77,7 @@ def test_alternating_repeats_one_order_of_the_labels():
   for _ in range(5):
     ordered = alternating(examples, rng)
 
-    labels = "".join(example.label for example in ordered)
+    labels = "".join(labels_of(ordered))
     first_round = labels[:3]
     assert collections.Counter(first_round) == {"a": 1, "b": 1, "c": 1}
     # "a" has one example more.

@@ -26,9 +26,9 @@ def test_records_keep_their_lines(tmp_path):
 @pytest.mark.parametrize(
   "line, message",
   [
-    pytest.param(b'{"text": "a"', "not JSON", id="no JSON"),
-    pytest.param(b"\xff", "not JSON", id="no UTF-8"),
-    pytest.param(b"[1]", r"not a JSON object, but '\[1\]'", id="list"),
+    (b'{"text": "a"', "not JSON"),
+    (b"\xff", "not JSON"),
+    (b"[1]", r"not a JSON object, but '\[1\]'"),
   ],
 )
 def test_a_line_that_is_no_json_object_is_reported(tmp_path, line, message):
@@ -44,25 +44,21 @@ def test_a_line_that_is_no_json_object_is_reported(tmp_path, line, message):
 @pytest.mark.parametrize(
   "record, message",
   [
-    pytest.param(
+    (
       {"choices": {"label": []}, "count": 1},
       "the field 'text' is missing; there are 'choices', 'count'",
-      id="no field",
     ),
-    pytest.param(
+    (
       {"text": "a", "choices": [], "count": 1},
       "the field 'choices.label' is missing",
-      id="no nested field",
     ),
-    pytest.param(
+    (
       {"text": 3, "choices": {"label": []}, "count": 1},
       "the field 'text' must be a string; got '3'",
-      id="number instead of string",
     ),
-    pytest.param(
+    (
       {"text": "a", "choices": {"label": []}, "count": True},
       "the field 'count' must be a whole number",
-      id="bool instead of number",
     ),
   ],
 )

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,8 @@ from diffjax.model.decoder import Decoder, logits  # noqa: E402
 from tests.harness.parameters import parameters  # noqa: E402
 
 BYTES = load_tokenizer("bytes")
+# The token that begins a document.
+SEPARATOR = 255
 CONFIG = ModelConfig(
   num_layers=1,
   embed_dim=16,
@@ -125,8 +127,8 @@ def test_likelihoods_equal_a_softmax_over_all_logits(model, direct_score):
 
 
 @pytest.fixture
-def pairs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-  """The pairs that are scored during a test. All have the score 0."""
+def scored_pairs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+  """The contexts and continuations that are scored. The scores are 0."""
   collected = []
 
   def collect(
@@ -140,41 +142,32 @@ def pairs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_spaces_at_the_end_of_a_context_are_part_of_the_continuation(
-  model, pairs
+  model, scored_pairs
 ):
-  """The fixture `pairs` records the contexts and continuations to score."""
   lm = DiffjaxLM(model, batch_tokens=128)
 
   lm.loglikelihood([request("loglikelihood", "The cat  ", "sat")])
 
-  separator = 255
-  assert pairs == [([separator, *b"The cat"], [*b"  sat"])]
+  assert scored_pairs == [([SEPARATOR, *b"The cat"], [*b"  sat"])]
 
 
 def test_a_long_context_loses_its_oldest_tokens_except_the_separator(
-  model, pairs
+  model, scored_pairs
 ):
-  """The model reads 48 tokens: all except the last one of the continuation.
-
-  The fixture `pairs` records the contexts and continuations to score.
-  """
+  """The model reads 48 tokens: all except the last one of the continuation."""
   context = "x" * 30 + "y" * 40
   continuation = "zz"
   lm = DiffjaxLM(model, batch_tokens=128)
 
   lm.loglikelihood([request("loglikelihood", context, continuation)])
 
-  separator = 255
   # The separator, 46 tokens of the context and the first z are 48 tokens.
   end_of_context = b"x" * 6 + b"y" * 40
-  assert pairs == [([separator, *end_of_context], [*b"zz"])]
+  assert scored_pairs == [([SEPARATOR, *end_of_context], [*b"zz"])]
 
 
-def test_contexts_that_are_cut_are_reported(model, pairs, caplog):
-  """The model reads 48 tokens: all except the last one of the continuation.
-
-  The fixture `pairs` records the contexts and continuations to score.
-  """
+def test_contexts_that_are_cut_are_reported(model, scored_pairs, caplog):
+  """The model reads 48 tokens: all except the last one of the continuation."""
   requests = pair_requests(
     [
       # A separator and 47 of 48 z's are 48 tokens, so "x" is cut completely.
@@ -188,9 +181,11 @@ def test_contexts_that_are_cut_are_reported(model, pairs, caplog):
 
   DiffjaxLM(model, batch_tokens=128).loglikelihood(requests)
 
-  separator = 255
-  contexts = [context for context, _ in pairs]
-  assert contexts == [[separator], [separator], [separator, *b"x"]]
+  assert scored_pairs == [
+    ([SEPARATOR], [*b"z" * 48]),
+    ([SEPARATOR], [*b"z" * 48]),
+    ([SEPARATOR, *b"x"], [*b"z" * 47]),
+  ]
   assert (
     "2 of 3 contexts are longer than the model takes (48 tokens) and were cut"
     in caplog.text
@@ -206,15 +201,14 @@ def test_a_continuation_that_is_longer_than_the_model_takes_raises(model):
     lm.loglikelihood([request("loglikelihood", "x", "z" * 49)])
 
 
-def test_a_token_of_context_and_continuation_is_split(model, pairs):
+def test_a_token_of_context_and_continuation_is_split(model, scored_pairs):
   """The tokenizer encodes "a" followed by "b" as one token.
 
-  The continuation "b" is scored as a token of its own. The fixture `pairs`
-  records the contexts and continuations to score.
+  The continuation "b" is scored as a token of its own.
   """
 
   class JoiningTokenizer:
-    document_tokens = separated_by(255)
+    document_tokens = separated_by(SEPARATOR)
 
     def encode(self, text: str) -> list[int]:
       return {"a": [1], "b": [2], "ab": [3]}[text]
@@ -224,8 +218,7 @@ def test_a_token_of_context_and_continuation_is_split(model, pairs):
 
   lm.loglikelihood([request("loglikelihood", "a", "b")])
 
-  separator = 255
-  assert pairs == [([separator, 1], [2])]
+  assert scored_pairs == [([SEPARATOR, 1], [2])]
 
 
 def test_a_rolling_likelihood_is_summed_over_windows(model, direct_score):
@@ -247,15 +240,13 @@ def test_a_rolling_likelihood_is_summed_over_windows(model, direct_score):
   # The last window has 48 tokens: 41 tokens of context, and the last part
   # without its last token, which is not read.
   last_context = (first_part + second_part)[-41:]
-  scores_of_windows = [
-    direct_score(separator, first_part),
-    direct_score(b"h", second_part),
-    direct_score(last_context, last_part),
-  ]
+  first_window = direct_score(separator, first_part).log_probability
+  second_window = direct_score(b"h", second_part).log_probability
+  last_window = direct_score(last_context, last_part).log_probability
   expected = [
     direct_score(separator, b"short").log_probability,
     direct_score(separator, b"x" * 48).log_probability,
-    sum(score.log_probability for score in scores_of_windows),
+    first_window + second_window + last_window,
   ]
   # The model computes in float32.
   assert sums == pytest.approx(expected, rel=1e-5)
@@ -323,30 +314,21 @@ def test_generation_samples_if_asked_to(model, greedy_ids):
   assert sampled != BYTES.decode(greedy_ids)
 
 
-class Generation(NamedTuple):
-  """A prompt, and the maximum number of tokens that are generated for it."""
-
-  prompt: list[int]
-  num_new: int
-
-
 @pytest.fixture
-def generations(monkeypatch: pytest.MonkeyPatch) -> list[Generation]:
-  """The generations of a test, which fit the model's 48 tokens."""
-  recorded: list[Generation] = []
+def recorded_generations(
+  monkeypatch: pytest.MonkeyPatch,
+) -> list[tuple[list[int], int]]:
+  """The prompts of a test, each with the maximum length of its answer."""
+  recorded = []
 
   class RecordingSampler:
-    def __init__(
-      self, model: Any, params: Any, *, batch_size: int, capacity: int
-    ):
+    def __init__(self, model, params, *, batch_size, capacity):
       self.capacity = capacity
 
-    def generate(
-      self, prompts: Sequence[list[int]], max_new_tokens: int, **options: Any
-    ) -> list[list[int]]:
+    def generate(self, prompts, max_new_tokens, **options):
       for prompt in prompts:
         assert len(prompt) + max_new_tokens <= self.capacity <= 48
-        recorded.append(Generation(prompt, max_new_tokens))
+        recorded.append((prompt, max_new_tokens))
       return [list(b"answer")] * len(prompts)
 
   monkeypatch.setattr(adapter, "Sampler", RecordingSampler)
@@ -361,7 +343,7 @@ def generate(model: Trained, texts: Sequence[str], max_gen_toks: int) -> None:
 
 
 @pytest.mark.parametrize(
-  "context_size, max_gen_toks, kept_context_size, answer_size",
+  "context_size, max_gen_toks, kept_size, num_new",
   [
     # A separator, the context and the answer fit: they are 48 tokens.
     (1, 46, 1, 46),
@@ -388,58 +370,47 @@ def generate(model: Trained, texts: Sequence[str], max_gen_toks: int) -> None:
   ],
 )
 def test_an_answer_leaves_room_for_its_context(
-  model,
-  generations,
-  context_size,
-  max_gen_toks,
-  kept_context_size,
-  answer_size,
+  model, recorded_generations, context_size, max_gen_toks, kept_size, num_new
 ):
   """The model takes 48 tokens: a separator, a context and an answer.
 
-  A context that is too long loses its beginning. The fixture `generations`
-  records the prompts and the lengths of answers.
+  A context that is too long loses its beginning.
   """
   context = bytes(range(65, 65 + context_size))
 
   generate(model, [context.decode()], max_gen_toks)
 
-  separator = 255
-  num_lost = context_size - kept_context_size
-  prompt = [separator, *context[num_lost:]]
-  assert generations == [(prompt, answer_size)]
+  num_lost = context_size - kept_size
+  prompt = [SEPARATOR, *context[num_lost:]]
+  assert recorded_generations == [(prompt, num_new)]
 
 
-def test_a_shortened_answer_is_reported(model, generations, caplog):
-  """Half of the model's 48 tokens are for the answer.
-
-  The fixture `generations` records the prompts and the lengths of answers.
-  """
+def test_a_shortened_answer_is_reported(model, recorded_generations, caplog):
+  """Half of the model's 48 tokens are for the answer."""
   generate(model, ["x" * 30], max_gen_toks=256)
 
   # The prompt is a separator and the last 23 of 30 x's.
-  assert generations == [([255, *b"x" * 23], 24)]
+  assert recorded_generations == [([SEPARATOR, *b"x" * 23], 24)]
   assert "1 answers have at most 24 of 256 tokens" in caplog.text
 
 
-def test_requests_of_one_call_can_have_different_limits(model, generations):
+def test_requests_of_one_call_can_have_different_limits(
+  model, recorded_generations
+):
   """The model takes 48 tokens: a separator, a context and an answer.
 
   If a context leaves no room for 40 tokens, its answer has at most 24. Answers
   of the same length are generated together.
-
-  The fixture `generations` records the prompts and the lengths of answers.
   """
   texts = ["x" * 7, "y" * 8, "z" * 7, "w" * 8]
 
   generate(model, texts, max_gen_toks=40)
 
-  separator = 255
-  assert generations == [
-    ([separator, *b"xxxxxxx"], 40),
-    ([separator, *b"zzzzzzz"], 40),
-    ([separator, *b"yyyyyyyy"], 24),
-    ([separator, *b"wwwwwwww"], 24),
+  assert recorded_generations == [
+    ([SEPARATOR, *b"xxxxxxx"], 40),
+    ([SEPARATOR, *b"zzzzzzz"], 40),
+    ([SEPARATOR, *b"yyyyyyyy"], 24),
+    ([SEPARATOR, *b"wwwwwwww"], 24),
   ]
 
 

@@ -98,34 +98,42 @@ def test_the_spans_of_answers_are_their_needles(depth, num_needles, num_asked):
     spans = {}
     for needle in find_needles(prompt):
       spans[needle.number] = (needle.start, needle.stop)
-    expected = [spans[number] for number in prompt.answers]
-    assert prompt.answer_spans == expected
+    for number, span in zip(prompt.answers, prompt.answer_spans, strict=True):
+      assert span == spans[number]
 
 
-@pytest.mark.parametrize(
-  "num_asked, question",
-  [
-    (1, "What is the special magic A number? The special magic A number is:"),
-    (
-      2,
-      "What are the special magic A and B numbers?"
-      " The special magic A and B numbers are:",
-    ),
-  ],
-)
-def test_the_question_names_the_cities_of_the_answers(num_asked, question):
-  """A and B stand for the cities of the first and the second answer."""
-  prompts = make(length=3000, num_needles=6, num_asked=num_asked, samples=20)
+def question_of(prompt: NeedlePrompt) -> str:
+  """Returns the text at the end of a prompt that asks for the answers."""
+  start, stop = prompt.query_span
+  assert stop == len(prompt.ids)
+  return BYTES.decode(prompt.ids[start:stop])
 
-  for prompt in prompts:
-    assert len(prompt.answers) == num_asked
-    cities = {needle.number: needle.city for needle in find_needles(prompt)}
-    expected = question
-    for letter, number in zip("AB", prompt.answers, strict=False):
-      expected = expected.replace(f" {letter} ", f" {cities[number]} ")
-    start, stop = prompt.query_span
-    assert BYTES.decode(prompt.ids[start:stop]) == f"\n{expected}"
-    assert stop == 3000
+
+def cities_of_answers(prompt: NeedlePrompt) -> list[str]:
+  """Returns the cities whose numbers are the answers, in their order."""
+  city_by_number = {}
+  for needle in find_needles(prompt):
+    city_by_number[needle.number] = needle.city
+  return [city_by_number[number] for number in prompt.answers]
+
+
+@pytest.mark.parametrize("num_needles", [1, 6])
+def test_a_question_for_one_number_names_its_city(num_needles):
+  for prompt in make(num_needles=num_needles, num_asked=1, samples=20):
+    (city,) = cities_of_answers(prompt)
+    assert question_of(prompt) == (
+      f"\nWhat is the special magic {city} number?"
+      f" The special magic {city} number is:"
+    )
+
+
+def test_a_question_for_two_numbers_names_their_cities():
+  for prompt in make(num_needles=6, num_asked=2, samples=20):
+    first_city, second_city = cities_of_answers(prompt)
+    assert question_of(prompt) == (
+      f"\nWhat are the special magic {first_city} and {second_city} numbers?"
+      f" The special magic {first_city} and {second_city} numbers are:"
+    )
 
 
 @pytest.mark.parametrize("depth", [0.0, 0.25, 0.5, 0.75, 1.0])
@@ -150,13 +158,9 @@ def test_the_first_answer_is_at_its_depth(depth, num_needles, num_asked):
 
 
 @pytest.mark.parametrize("num_needles", [1, 6])
-def test_an_answer_at_depth_0_precedes_the_whole_haystack(num_needles):
+def test_depths_0_and_1_are_the_ends_of_the_haystack(num_needles):
   for prompt in make(depth=0.0, num_needles=num_needles, num_asked=1):
     assert haystack_around(prompt, answer_index=0).before == ""
-
-
-@pytest.mark.parametrize("num_needles", [1, 6])
-def test_an_answer_at_depth_1_follows_the_whole_haystack(num_needles):
   for prompt in make(depth=1.0, num_needles=num_needles, num_asked=1):
     assert haystack_around(prompt, answer_index=0).after == ""
 
@@ -246,7 +250,7 @@ def test_other_depths_have_other_numbers():
 
 
 def make_for_subwords(tokenizer: Tokenizer, length: int) -> list[NeedlePrompt]:
-  """Returns two prompts with two needles, one of which is asked for."""
+  """Returns two prompts with two needles and a question for one of them."""
   return needle_prompts.make_prompts(
     tokenizer,
     length=length,
@@ -315,19 +319,14 @@ def test_missing_validation_text_raises(make_trained, tmp_path):
 @pytest.mark.parametrize(
   "changes, message",
   [
-    pytest.param(
-      {"num_asked": 5}, "5 of 4 needles cannot be asked for", id="num_asked"
-    ),
-    pytest.param(
-      {"num_needles": 0, "num_asked": 0}, "0 of 0 needles", id="no needles"
-    ),
-    pytest.param({"num_needles": 1000}, "of at most", id="many needles"),
-    pytest.param({"depth": 1.5}, "between 0 .beginning. and 1", id="depth"),
-    pytest.param(
+    ({"num_asked": 5}, "5 of 4 needles cannot be asked for"),
+    ({"num_needles": 0, "num_asked": 0}, "0 of 0 needles"),
+    ({"num_needles": 1000}, "of at most"),
+    ({"depth": 1.5}, "between 0 .beginning. and 1"),
+    (
       {"length": 200},
       "200 tokens do not hold 4 needles with opening and question, which take"
       " 4",
-      id="length",
     ),
   ],
 )

@@ -126,30 +126,19 @@ def test_scores_equal_a_direct_computation(model_and_params, compute_logits):
     assert score.is_greedy == expected.is_greedy
 
 
-def continue_greedily(
-  compute_logits: Callable[[Sequence[int]], np.ndarray],
-  context: list[int],
-  num_tokens: int,
-) -> list[int]:
-  """Returns the likeliest tokens, each after the context and those before."""
-  continuation: list[int] = []
-  for _ in range(num_tokens):
-    next_logits = compute_logits(context + continuation)[-1]
-    continuation.append(int(next_logits.argmax()))
-  return continuation
-
-
 def test_a_continuation_is_greedy_if_all_its_tokens_are_the_likeliest(
   model_and_params, compute_logits
 ):
   """A single other token makes a continuation not greedy, here the last one."""
   model, params = model_and_params
   context = [5]
-  greedy = continue_greedily(compute_logits, context, num_tokens=6)
+  greedy = []
+  for _ in range(6):
+    next_logits = compute_logits(context + greedy)[-1]
+    greedy.append(int(next_logits.argmax()))
   *first_tokens, last_token = greedy
   other_token = (last_token + 1) % CONFIG.vocab_size
-  not_greedy = [*first_tokens, other_token]
-  pairs = [(context, greedy), (context, not_greedy)]
+  pairs = [(context, greedy), (context, [*first_tokens, other_token])]
 
   score, other_score = scoring.score(model, params, pairs, batch_tokens=64)
 

@@ -19,7 +19,7 @@ def two_files(tmp_path: pathlib.Path) -> str:
 
 
 def test_documents_of_a_source_have_its_order(make_trained, two_files):
-  """The first file has the documents "a" and "bb", the second "ccc" and "dd"."""
+  """The first file has the documents "a" and "bb", the other "ccc" and "dd"."""
   documents = list(validation_documents(make_trained(), two_files))
 
   texts = [document.text for document in documents]
@@ -31,7 +31,7 @@ def test_documents_are_whole_documents_of_the_training_text(
 ):
   """Training cuts the text into rows of 64 tokens. Documents are not cut.
 
-  The text has 60 documents, of which half are for validation.
+  The text has 60 documents. Half of them are for validation.
   """
   pattern = text_source.removeprefix("text:")
   training_texts = {pathlib.Path(path).read_text() for path in glob(pattern)}
