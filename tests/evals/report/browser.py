@@ -35,13 +35,13 @@ OVERFLOW = """
 """
 
 IMAGES = """
-() => [...document.images].map(image => [
-  image.alt,
-  image.complete,
-  image.naturalWidth,
-  image.naturalHeight,
-  image.clientWidth,
-])
+() => [...document.images].map(image => ({
+  alt: image.alt,
+  complete: image.complete,
+  width: image.naturalWidth,
+  height: image.naturalHeight,
+  shown_width: image.clientWidth,
+}))
 """
 
 ALL_LOADED = "() => [...document.images].every(image => image.complete)"
@@ -84,8 +84,8 @@ CONTENTS = """
     title: document.title,
     text: document.body.innerText,
     lead: text(document.querySelector(".lead") || document.body),
-    tables: sections.map(section =>
-      [section.id, [...section.querySelectorAll("tr")].map(cells)]),
+    tables: Object.fromEntries(sections.map(section =>
+      [section.id, [...section.querySelectorAll("tr")].map(cells)])),
     targets: all("nav a").every(link =>
       document.querySelector(link.getAttribute("href"))),
     headlines: all(".headlines tr").map(cells),

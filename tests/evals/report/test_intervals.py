@@ -6,26 +6,19 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+import scipy.stats
 
 from diffjax.evals.measurement import Measurement, mean_of, proportion
 from diffjax.evals.report import intervals
 from diffjax.evals.report.intervals import Interval, compare, interval
 
 
-def coverage(
-  measurements: Sequence[Sequence[Measurement]], truth: float
-) -> float:
-  """Returns the share of samples whose interval contains the truth.
-
-  Args:
-    measurements: for each sample the arguments of `interval`.
-    truth: the number that the measurements estimate.
-  """
+def coverage(estimates: Sequence[Interval], truth: float) -> float:
+  """Returns the share of intervals that contain the truth."""
   num_covering = 0
-  for arguments in measurements:
-    estimate = interval(*arguments)
+  for estimate in estimates:
     num_covering += estimate.low <= truth <= estimate.high
-  return num_covering / len(measurements)
+  return num_covering / len(estimates)
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +42,7 @@ def test_bootstraps_cover_the_truth(bootstrap_estimates):
 
   The estimates are of a mean whose true value is 1.
   """
-  covers = [item.low <= 1 <= item.high for item in bootstrap_estimates]
-
-  assert 0.88 <= np.mean(covers) <= 0.98
+  assert 0.88 <= coverage(bootstrap_estimates, truth=1) <= 0.98
 
 
 def test_bootstraps_are_as_wide_as_an_interval_of_normal_means(
@@ -67,25 +58,27 @@ def test_bootstraps_are_as_wide_as_an_interval_of_normal_means(
 
 
 def test_a_paired_difference_is_tighter_than_its_parts():
-  """Both models measure the same 100 units. The second one is 0.05 higher.
-
-  The units differ much more from each other.
-  """
+  """Two models measure the same units, which differ more than the models do."""
+  num_units = 100
+  noise_deviation = 0.01
   rng = np.random.default_rng(1)
-  difficulty = rng.normal(size=100)
-  noise = 0.01 * rng.normal(size=100)
-  first = mean_of("x", difficulty + noise)
-  second = mean_of("x", difficulty + 0.05)
+  difficulty = rng.normal(size=num_units)
+  noise = noise_deviation * rng.normal(size=num_units)
+  first = mean_of("x", difficulty)
+  second = mean_of("x", difficulty + 0.05 + noise)
 
-  difference = interval(first, second)
   estimate = interval(first)
+  difference = interval(first, against=second)
 
-  # The first model is clearly below the second one.
-  assert difference.high < 0
-  # An interval of 95% is 2 * 1.96 / √100 = 0.39 standard deviations wide. These
-  # are 0.01 for the differences, and about 1 for the units.
-  assert difference.high - difference.low < 0.01
-  assert estimate.high - estimate.low > 0.3
+  # 95% of a normal distribution are within 1.96 standard deviations. The
+  # difficulty has the standard deviation 1.
+  width_of_one = 2 * 1.96 / math.sqrt(num_units)
+  width_of_noise = noise_deviation * width_of_one
+  # The standard deviation of 100 draws has an error of about 7%.
+  assert estimate.high - estimate.low == pytest.approx(width_of_one, rel=0.2)
+  assert difference.high - difference.low == pytest.approx(
+    width_of_noise, rel=0.2
+  )
 
 
 def test_a_difference_is_of_the_two_values():
@@ -193,17 +186,20 @@ def test_no_results_of_two_prompts_make_two_models_differ():
 
 @pytest.mark.parametrize("count, rate", [(3, 0.05), (10, 0.3), (3, 0.9)])
 def test_proportions_cover_the_truth_with_few_units(count, rate):
-  """Wilson's interval covers the truth in 95% of cases, on average over rates.
+  """Wilson's interval contains the truth in 84% to 100% of samples.
 
-  At single rates it does in 84% to 100%. Here it is tried 300 times.
+  A sample has `count` units. Each is right with the probability `rate`. All
+  numbers of right units are tried.
   """
-  rng = np.random.default_rng(0)
-  measurements = []
-  for _ in range(300):
-    outcomes = rng.random(count) < rate
-    measurements.append([proportion("x", outcomes)])
+  probability_of_covering = 0.0
+  for num_right in range(count + 1):
+    outcomes = np.arange(count) < num_right
+    estimate = interval(proportion("accuracy", outcomes))
+    is_covering = estimate.low <= rate <= estimate.high
+    probability = scipy.stats.binom.pmf(num_right, count, rate)
+    probability_of_covering += is_covering * probability
 
-  assert coverage(measurements, truth=rate) >= 0.83
+  assert probability_of_covering >= 0.84
 
 
 @pytest.mark.parametrize(
@@ -213,30 +209,24 @@ def test_proportions_cover_the_truth_with_few_units(count, rate):
 def test_paired_differences_cover_the_truth_with_few_units(
   count, only_first, only_second
 ):
-  """An interval of 95% contains the true difference in 88% of 300 trials.
+  """The interval contains the true difference in at least 88% of samples.
 
-  Args:
-    count: The number of units.
-    only_first: The probability that only the first model is right.
-    only_second: The probability that only the second model is right.
+  A sample has `count` units. Only the first model is right with the probability
+  `only_first`, and only the second one with the probability `only_second`.
   """
   rng = np.random.default_rng(0)
   equal = 1 - only_first - only_second
-  pairs = []
+  # Whether the first and the second model are right.
+  outcomes_of_both = np.array([[1, 0], [0, 1], [1, 1], [0, 0]])
+  probabilities = [only_first, only_second, equal / 2, equal / 2]
+  estimates = []
   for _ in range(300):
-    kinds = rng.choice(
-      ["first", "second", "equal"],
-      count,
-      p=[only_first, only_second, equal],
-    )
-    # In half of the units with equal outcomes, both models are right.
-    is_right_by_both = rng.random(count) < 0.5
-    first = np.where(kinds == "equal", is_right_by_both, kinds == "first")
-    second = np.where(kinds == "equal", is_right_by_both, kinds == "second")
-    pairs.append([proportion("x", first), proportion("x", second)])
+    sample = rng.choice(outcomes_of_both, size=count, p=probabilities)
+    first, second = sample.T
+    estimates.append(interval(proportion("x", first), proportion("x", second)))
 
   true_difference = only_first - only_second
-  assert coverage(pairs, truth=true_difference) >= 0.88
+  assert coverage(estimates, truth=true_difference) >= 0.88
 
 
 def test_equal_answers_to_one_prompt_count_as_one_answer():
@@ -252,21 +242,22 @@ def test_equal_answers_to_one_prompt_count_as_one_answer():
 
 def test_shares_of_dependent_answers_cover_the_truth():
   """A prompt is easy or hard, and both of its answers depend on that."""
+  num_prompts = 12
   rng = np.random.default_rng(0)
-  measurements = []
+  estimates = []
   for _ in range(300):
-    # Twelve prompts, of which about half are easy.
-    is_easy = rng.random(12) < 0.5
+    is_easy = rng.random(num_prompts) < 0.5
     rates = np.where(is_easy, 0.95, 0.05)
-    answers = rng.random((12, 2)) < rates[:, None]
-    shares = answers.mean(axis=1)
-    measurements.append([proportion("x", shares)])
+    answers = rng.random((num_prompts, 2)) < rates[:, None]
+    share_of_right_answers = answers.mean(axis=1)
+    estimates.append(interval(proportion("accuracy", share_of_right_answers)))
 
-  # The true share is (0.95 + 0.05) / 2. 95% of the intervals should contain it.
-  assert coverage(measurements, truth=0.5) >= 0.93
+  true_accuracy = (0.95 + 0.05) / 2
+  # 95%, less the error of 300 samples: √(0.95 * 0.05 / 300) = 0.013.
+  assert coverage(estimates, true_accuracy) >= 0.95 - 2 * 0.01
 
 
-def test_groups_have_equal_weight_and_their_own_spread():
+def test_groups_have_equal_weight():
   """The large group has 3 of 4 right, and the small group none."""
   large_group = [1] * 30 + [0] * 10
   small_group = [0] * 10
@@ -276,39 +267,59 @@ def test_groups_have_equal_weight_and_their_own_spread():
 
   assert estimate.value == (3 / 4 + 0) / 2
   assert estimate.units == 40 + 10
-  assert 0 < estimate.low < estimate.value < estimate.high
-  # The distances to the bounds of independent groups add up as squares.
+
+
+def test_errors_of_groups_add_up_as_squares():
+  """Groups are independent, so the error of a sum is the root of squares."""
+  large_group = [1] * 30 + [0] * 10
+  small_group = [0] * 10
+  groups = [0] * 40 + [1] * 10
+
+  estimate = interval(proportion("x", large_group + small_group, groups))
+
   large = interval(proportion("x", large_group))
   small = interval(proportion("x", small_group))
-  large_distance = large.high - large.value
-  small_distance = small.high - small.value
-  expected = math.hypot(large_distance, small_distance) / 2
-  assert estimate.high - estimate.value == pytest.approx(expected)
+  error_of_large = large.high - large.value
+  error_of_small = small.high - small.value
+  error_of_sum = math.sqrt(error_of_large**2 + error_of_small**2)
+  error_of_mean = error_of_sum / 2
+  assert estimate.high - estimate.value == pytest.approx(error_of_mean)
+  assert 0 < estimate.low < estimate.value
 
 
 def test_means_over_groups_cover_the_truth():
   """The groups have the rates 0.9 and 0.1, and the same weight."""
+  easy_group_size = 12
+  hard_group_size = 4
+  groups = [0] * easy_group_size + [1] * hard_group_size
   rng = np.random.default_rng(0)
-  groups = [0] * 12 + [1] * 4
-  measurements = []
+  estimates = []
   for _ in range(300):
-    outcomes = np.concatenate([rng.random(12) < 0.9, rng.random(4) < 0.1])
-    measurements.append([proportion("x", outcomes, groups)])
+    easy_outcomes = rng.random(easy_group_size) < 0.9
+    hard_outcomes = rng.random(hard_group_size) < 0.1
+    outcomes = np.concatenate([easy_outcomes, hard_outcomes])
+    estimates.append(interval(proportion("accuracy", outcomes, groups)))
 
   true_mean = (0.9 + 0.1) / 2
-  assert coverage(measurements, true_mean) >= 0.93
+  # 95%, less the error of 300 samples: √(0.95 * 0.05 / 300) = 0.013.
+  assert coverage(estimates, true_mean) >= 0.95 - 2 * 0.01
 
 
 def test_two_models_without_right_answers_have_a_symmetric_difference():
-  """Two questions in each of two groups say little, so the interval is wide."""
+  """The first and the second model are equally likely to be the better one."""
+  questions_per_group = 2
   groups = [0, 0, 1, 1]
-  first = proportion("x", [0, 0, 0, 0], groups)
-  second = proportion("x", [0, 0, 0, 0], groups)
+  none_right = proportion("accuracy", outcomes=[0, 0, 0, 0], groups=groups)
 
-  difference = interval(first, against=second)
+  difference = interval(none_right, against=none_right)
 
-  assert difference.low == pytest.approx(-difference.high)
-  assert difference.high > 0.3
+  # Tango's interval of n equal outcomes is ±z² / (n + z²). The errors of two
+  # groups add up as squares, and the mean is half of the sum.
+  z = 1.96
+  bound_of_group = z**2 / (questions_per_group + z**2)
+  bound_of_mean = math.sqrt(2 * bound_of_group**2) / 2
+  assert difference.high == pytest.approx(bound_of_mean, rel=1e-4)
+  assert difference.low == pytest.approx(-bound_of_mean, rel=1e-4)
 
 
 def test_outcomes_lie_between_0_and_1():

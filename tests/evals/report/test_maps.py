@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import chex
 import jax
+import matplotlib.axes
 import numpy as np
 import pytest
 
@@ -104,24 +105,47 @@ def test_the_head_that_cancels_most_is_found(maps_with_noise):
   assert share == 0.5
 
 
-def test_the_picture_is_of_the_head_that_cancels_most(maps_with_noise):
-  """Of two layers with two heads, only head 1 of layer 1 cancels anything."""
-  figure, caption = map_pictures.head_picture(maps_with_noise)
+def test_the_caption_names_the_head_that_cancels_most(maps_with_noise):
+  """Half of the signal is cancelled in head 1 of layer 1 and none elsewhere."""
+  _, caption = map_pictures.head_picture(maps_with_noise)
 
-  # Half of the head's signal is cancelled.
   assert caption.startswith("Layer 1 of 2, head 1 of 2,")
   assert "50%" in caption
-  panels = [axes for axes in figure.axes if axes.get_title()]
+
+
+@pytest.fixture
+def panels(maps_with_noise: maps.Maps) -> list[matplotlib.axes.Axes]:
+  """The parts of the picture that have a title: one for each map."""
+  figure, _ = map_pictures.head_picture(maps_with_noise)
+  return [axes for axes in figure.axes if axes.get_title()]
+
+
+def test_the_picture_shows_the_maps_of_the_head_that_cancels_most(
+  maps_with_noise, panels
+):
+  """Weights above the diagonal, of keys after the query, are not drawn."""
+  layer = 1
+  head = 1
+  # The mean over heads comes before the first head.
+  head_weights = maps_with_noise.weights[layer, 1 + head]
   titles = tuple(axes.get_title() for axes in panels)
   assert titles == maps_with_noise.titles
-  # The mean over heads comes before head 0.
-  head_weights = maps_with_noise.weights[1, 1 + 1]
+  is_drawn = np.tri(6, dtype=bool)
   for axes, weights in zip(panels, head_weights, strict=True):
-    # Weights above the diagonal are masked and not drawn. Here they become 9.
-    values = axes.images[0].get_array().filled(9)
-    expected = np.where(np.tri(6), weights, 9)
-    chex.assert_trees_all_equal(values, expected)
-    # The tokens are "(start)", "a", "b", " ", "+" and "=".
+    (image,) = axes.images
+    drawn = image.get_array()
+    chex.assert_trees_all_equal(~drawn.mask, is_drawn)
+    chex.assert_trees_all_equal(drawn.data[is_drawn], weights[is_drawn])
+
+
+def test_the_axes_of_the_picture_have_words_as_labels(panels):
+  """The tokens are "(start)", "a", "b", " ", "+" and "="."""
+  for axes in panels:
     labels = [label.get_text() for label in axes.get_xticklabels()]
     assert labels == ["(start)", "ab", "+="]
-    assert axes.images[0].norm is panels[0].images[0].norm, "one scale"
+
+
+def test_all_maps_of_the_picture_have_one_color_scale(panels):
+  scales = {axes.images[0].norm for axes in panels}
+
+  assert len(scales) == 1

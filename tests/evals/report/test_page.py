@@ -318,15 +318,15 @@ def test_the_browser_would_see_a_request_and_an_error(browser_contents):
 
 
 def test_a_browser_loads_all_pictures(shown):
-  """The browser then chooses another layer and head, which changes pictures."""
-  # Two curves, the picture of a head, four maps, and the plot of a suite.
-  assert len(shown["images"]) == 2 + 1 + 4 + 1
+  """The pictures change after a choice of another layer and head."""
   images = shown["images"] + shown["changed_images"]
-  for _, is_complete, width, height, shown_width in images:
-    assert is_complete
-    assert width > 10
-    assert height > 10
-    assert shown_width > 100
+  assert images
+  for picture in images:
+    assert picture["complete"]
+    # A missing picture has no size.
+    assert picture["width"] > 10
+    assert picture["height"] > 10
+    assert picture["shown_width"] > 100
 
 
 def test_each_link_leads_to_a_section(shown):
@@ -335,7 +335,7 @@ def test_each_link_leads_to_a_section(shown):
 
 def test_a_browser_shows_all_sections(shown):
   assert shown["title"] == "DIFF and Transformer"
-  sections = [section for section, _ in shown["tables"]]
+  sections = list(shown["tables"])
   assert sections == ["training", "attention-maps", *MEASURED, "models"]
   assert PROMPT in shown["text"]
 
@@ -349,24 +349,26 @@ def test_suites_of_other_models_and_without_results_are_named(shown):
 
 
 def test_the_table_of_models_describes_both(shown):
-  """`shown` is what a browser shows of the report: the cells of its tables."""
-  table = dict(shown["tables"])["models"]
+  """A browser shows the report of a DIFF model and a Transformer.
 
-  assert table[0] == ["", "DIFF", "Transformer"]
-  assert table[1] == ["run", NASTY_NAME, "a transformer"]
-  assert ["parameters", "12,345", "12,345"] in table
-  assert ["tokenizer", NASTY_NAME, "bytes"] in table
+  The name of DIFF's run and tokenizer, NASTY_NAME, has characters of HTML.
+  """
+  rows = shown["tables"]["models"]
+
+  assert ["", "DIFF", "Transformer"] in rows
+  assert ["run", NASTY_NAME, "a transformer"] in rows
+  assert ["parameters", "12,345", "12,345"] in rows
+  assert ["tokenizer", NASTY_NAME, "bytes"] in rows
 
 
 def test_the_table_of_a_suite_has_both_models_and_their_difference(
   report, shown
 ):
-  """The second model has no figure "single". A browser shows the table."""
-  header, accuracy_row, single_row, *_ = dict(shown["tables"])["needle"]
+  """Both models have the figure "accuracy <x>" of 20 prompts."""
+  header, accuracy_row, *_ = shown["tables"]["needle"]
 
-  # The figures differ in their number of prompts, so it has a column.
+  accuracy, *_ = report.pair_figures
   assert header == ["", "depth", "prompts", "DIFF", "Transformer", "difference"]
-  accuracy = report.pair_figures[0]
   assert accuracy_row == [
     "accuracy <x>",
     "mean",
@@ -375,40 +377,68 @@ def test_the_table_of_a_suite_has_both_models_and_their_difference(
     results.number(accuracy["against"]),
     results.number(accuracy["difference"]),
   ]
-  # It is π, measured on one prompt.
-  assert single_row == ["single", "", "1", "3.142", "–", "–"]
+
+
+def test_a_figure_of_the_first_model_only_has_dashes_for_the_second(shown):
+  """The figure "single" is π, measured on one prompt."""
+  rows = shown["tables"]["needle"]
+
+  # The cells are name, depth, prompts, both models and their difference.
+  assert ["single", "", "1", "3.142", "–", "–"] in rows
 
 
 def test_the_table_of_one_model_has_no_difference(shown):
-  header = dict(shown["tables"])["outliers"][0]
+  header, *_ = shown["tables"]["outliers"]
 
   assert header == ["", "depth", "rows", "DIFF"]
 
 
 def test_the_first_screen_says_in_a_sentence_what_differs(report, shown):
-  """Only the first figure, the accuracy of "needle", differs clearly."""
-  accuracy = report.pair_figures[0]
-  # The numbers without their intervals.
-  value = results.number(accuracy).partition(" ")[0]
-  against = results.number(accuracy["against"]).partition(" ")[0]
-  assert (
+  """The main figures are the loss and the accuracy of the suite "needle".
+
+  Only the accuracy, which the page calls "needles found", differs clearly.
+  """
+  accuracy, *_ = report.pair_figures
+  value = f"{accuracy['value']:.4g}"
+  against = f"{accuracy['against']['value']:.4g}"
+
+  difference = (
     "DIFF against Transformer: DIFF is better in needles found"
     f" ({value} against {against})."
-  ) in shown["lead"]
+  )
   no_difference = "1 of 2 main figures shows no clear difference."
+  assert difference in shown["lead"]
   assert no_difference in shown["lead"]
 
 
 def test_the_first_screen_has_a_line_for_each_main_figure(shown):
-  """Results of other models than the page's are not on it."""
+  """The main figures are the loss and the accuracy of the suite "needle".
+
+  The accuracy, which the page calls "needles found", differs clearly.
+  """
   header, loss, needles = shown["headlines"]
-  assert header[:3] == ["main figures", "DIFF", "Transformer"]
-  assert header[-1] == "DIFF is"
-  assert loss[0] == "loss lower is better"
-  assert loss[-1] == "unclear"
-  assert needles[0] == "needles found higher is better"
-  assert needles[-1] == "better"
-  assert shown["bars"] == [False, True], "whether each point is filled"
+
+  assert header == [
+    "main figures",
+    "DIFF",
+    "Transformer",
+    "← lower · higher →",
+    "DIFF is",
+  ]
+  title, *_, verdict = loss
+  assert title == "loss lower is better"
+  assert verdict == "unclear"
+  title, *_, verdict = needles
+  assert title == "needles found higher is better"
+  assert verdict == "better"
+
+
+def test_only_clear_differences_have_filled_points(shown):
+  """The first bar is of the loss, and the second one of needles found."""
+  loss_is_filled, needles_are_filled = shown["bars"]
+
+  assert not loss_is_filled
+  assert needles_are_filled
 
 
 def test_the_first_screen_needs_no_scrolling(shown):
@@ -462,19 +492,23 @@ def test_the_maps_change_with_layer_and_head(shown):
 def test_a_map_names_the_tokens_under_the_mouse(shown):
   """The mouse is over the last query and the key in the middle.
 
-  Tokens are the bytes of the prompt behind a start token.
+  The tokens are a start token and the bytes of the prompt.
   """
-  num_tokens = len(PROMPT.encode()) + 1
+  prompt_bytes = PROMPT.encode()
+  num_tokens = 1 + len(prompt_bytes)
   last_query = num_tokens - 1
   middle_key = num_tokens // 2
-  # The last token is the second byte of "é", so it is no whole character.
-  key_text = PROMPT[middle_key - 1]
-  expected = (
-    f'query {last_query} "\ufffd" looks at key {middle_key} "{key_text}"'
-  )
+  # The start token is not part of the prompt's bytes.
+  key_text = chr(prompt_bytes[middle_key - 1])
+  # The prompt ends with "é", which has two bytes. The second one alone is not
+  # a character, and the page shows the replacement character.
+  query_text = "\ufffd"
 
   for panel in shown["panels"]:
-    assert panel["said"] == expected
+    assert panel["said"] == (
+      f'query {last_query} "{query_text}" looks at key {middle_key}'
+      f' "{key_text}"'
+    )
 
 
 def test_the_picture_beside_the_page_is_sharp_and_opaque(report):
@@ -501,11 +535,9 @@ def make_section(
   return measurements.section(suite_results, ["a model"], epath.Path(directory))
 
 
-def test_equal_numbers_of_units_are_a_sentence(tmp_path):
-  """The units of the suite "needle" are prompts.
-
-  Both figures are of 1,000 prompts, so the table needs no column for that.
-  """
+def test_the_number_of_prompts_is_not_a_column_if_all_figures_share_it(
+  tmp_path,
+):
   figures = [
     mean_of("accuracy", np.zeros(1000), depth=0.5),
     mean_of("accuracy", np.ones(1000), depth="mean"),
@@ -515,15 +547,14 @@ def test_equal_numbers_of_units_are_a_sentence(tmp_path):
 
   assert section.units == "1,000 prompts"
   assert "prompts" not in section.main.header
-  assert section.notes == suite_class("needle").table.notes
 
 
-def test_different_numbers_of_units_are_a_column(tmp_path):
-  """The suite "needle" shows the mean over depths, and folds single depths."""
+def test_the_number_of_prompts_is_a_column_if_figures_differ_in_it(tmp_path):
+  """The main table has all figures that are not of a single depth."""
   figures = [
     mean_of("accuracy", np.zeros(1000), depth=0.5),
     mean_of("accuracy", np.ones(1000), depth="mean"),
-    mean_of("time", [1.0, 2.0]),
+    mean_of("time of two prompts", [1.0, 2.0]),
   ]
 
   section = make_section(tmp_path, figures)
@@ -531,46 +562,9 @@ def test_different_numbers_of_units_are_a_column(tmp_path):
   assert section.units == ""
   assert section.main.header == ["depth", "prompts", "DIFF"]
   assert section.folded.header == ["depth", "prompts", "DIFF"]
-  # The depth and the number of prompts of the figures that are not folded.
-  details = [row.details for row in section.main.rows]
-  assert details == [["mean", "1,000"], ["", "2"]]
-
-
-def test_results_of_one_model_have_units_and_notes(make_trained, tmp_path):
-  """Other JSON files in the directory of results do no harm."""
-  description = describe(tmp_path, "a model", "softmax")
-  accuracy = mean_of("accuracy", np.ones(1000))
-  figures = list(intervals.compare([accuracy]))
-  write_results(epath.Path(tmp_path), "needle", [description], figures)
-  (tmp_path / "settings.json").write_text('{"suite": "settings"}')
-  (tmp_path / "broken.json").write_text("{")
-
-  text = page_of_one_model(
-    make_trained("softmax", num_layers=1), description, tmp_path
-  )
-
-  assert "Measured on 1,000 prompts." in text
-  for note in suite_class("needle").table.notes:
-    assert note in text
-
-
-def test_a_suite_from_a_module_that_is_not_imported_is_named(
-  make_trained, tmp_path
-):
-  """There are results of "mine", but no suite of this name is registered."""
-  description = describe(tmp_path, "a model", "softmax")
-  accuracy = mean_of("accuracy", np.ones(1000))
-  figures = list(intervals.compare([accuracy]))
-  write_results(epath.Path(tmp_path), "needle", [description], figures)
-  write_results(epath.Path(tmp_path), "mine", [description], figures)
-
-  text = page_of_one_model(
-    make_trained("softmax", num_layers=1), description, tmp_path
-  )
-
-  unknown = "was measured, but is not known here: pass --import=MODULE."
-  assert f"<p>mine {unknown}</p>" in text
-  assert text.count(unknown) == 1
+  accuracy_row, time_row = section.main.rows
+  assert accuracy_row.details == ["mean", "1,000"]
+  assert time_row.details == ["", "2"]
 
 
 def page_of_one_model(
@@ -582,17 +576,74 @@ def page_of_one_model(
   return page.read_text()
 
 
-def test_one_model_without_logs_or_results(make_trained, tmp_path):
-  """The page says what is missing."""
+def write_accuracy(
+  directory: pathlib.Path, suite: str, description: dict[str, Any]
+) -> None:
+  """Writes results of one model for a suite: the accuracy of 1,000 prompts."""
+  accuracy = mean_of("accuracy", np.ones(1000))
+  figures = list(intervals.compare([accuracy]))
+  write_results(epath.Path(directory), suite, [description], figures)
+
+
+def test_the_page_has_the_number_of_prompts_and_the_notes_of_a_suite(
+  make_trained, tmp_path
+):
+  trained = make_trained("softmax", num_layers=1)
+  description = describe(tmp_path, "a model", "softmax")
+  write_accuracy(tmp_path, "needle", description)
+
+  text = page_of_one_model(trained, description, tmp_path)
+
+  assert "Measured on 1,000 prompts." in text
+  for note in suite_class("needle").table.notes:
+    assert note in text
+
+
+def test_json_files_without_results_of_a_suite_are_ignored(
+  make_trained, tmp_path
+):
+  trained = make_trained("softmax", num_layers=1)
+  description = describe(tmp_path, "a model", "softmax")
+  write_accuracy(tmp_path, "needle", description)
+  (tmp_path / "settings.json").write_text('{"suite": "settings"}')
+  (tmp_path / "broken.json").write_text("{")
+
+  text = page_of_one_model(trained, description, tmp_path)
+
+  assert "Measured on 1,000 prompts." in text
+
+
+def test_the_page_names_measured_suites_that_are_not_registered(
+  make_trained, tmp_path
+):
+  """The module of the suite "mine" has not been imported."""
+  trained = make_trained("softmax", num_layers=1)
+  description = describe(tmp_path, "a model", "softmax")
+  write_accuracy(tmp_path, "needle", description)
+  write_accuracy(tmp_path, "mine", description)
+
+  text = page_of_one_model(trained, description, tmp_path)
+
+  unknown = "was measured, but is not known here: pass --import=MODULE."
+  assert f"<p>mine {unknown}</p>" in text
+  # The suite "needle" is registered, so only "mine" has this sentence.
+  assert text.count(unknown) == 1
+
+
+def test_the_page_says_that_logs_and_results_are_missing(
+  make_trained, tmp_path
+):
   trained = make_trained("diff_v2", num_layers=1)
   description = describe(tmp_path, "a model", "diff_v2")
 
   text = page_of_one_model(trained, description, tmp_path)
 
+  # The name that the page gives a model with the attention "diff_v2".
   assert f"DIFF V2: no metrics.jsonl in {tmp_path}." in text
   assert "No suite has been measured here" in text
-  other_suites = [name for name in SUITES if name != "report"]
-  assert f"Not measured here: {', '.join(other_suites)}." in text
+  # The page itself is made by a suite, "report", which measures nothing.
+  measuring_suites = [name for name in SUITES if name != "report"]
+  assert f"Not measured here: {', '.join(measuring_suites)}." in text
 
 
 def test_layers_and_heads_are_limited_to_those_of_the_model(
@@ -639,15 +690,15 @@ def test_an_invalid_setting_raises(make_trained, tmp_path, settings, message):
 @pytest.mark.parametrize(
   "content, message",
   [
-    pytest.param("{", "needle.json holds no results", id="no JSON"),
+    pytest.param("{", "needle.json holds no results of a suite", id="no JSON"),
     pytest.param(
-      '{"suite": "validation", "models": [1], "figures": []}',
+      '{"suite": "validation", "models": ["a model"], "figures": []}',
       "needle.json holds no results of the suite needle",
       id="another suite",
     ),
     pytest.param(
-      '{"suite": "needle", "models": [{}], "figures": [3]}',
-      "needle.json holds no results",
+      '{"suite": "needle", "models": [{}], "figures": ["no figure"]}',
+      "needle.json holds no results of a suite",
       id="no figures",
     ),
   ],
@@ -655,10 +706,10 @@ def test_an_invalid_setting_raises(make_trained, tmp_path, settings, message):
 def test_a_file_without_results_raises(
   make_trained, tmp_path, content, message
 ):
-  """The page would show the results in needle.json."""
+  """A file SUITE.json must have the results of this suite."""
   (tmp_path / "needle.json").write_text(content)
+  trained = make_trained(num_layers=1)
   description = describe(tmp_path, "a model", "diff")
-  models = [Model(make_trained(num_layers=1), description)]
 
   with pytest.raises(UserError, match=message):
-    make_page(Report(), models, epath.Path(tmp_path))
+    page_of_one_model(trained, description, tmp_path)

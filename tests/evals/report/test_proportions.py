@@ -51,17 +51,17 @@ def paired_outcomes(
 @pytest.mark.parametrize(
   "both_right, only_first, only_second, none_right, low, high",
   [
-    (1, 1, 7, 12, -0.5172, -0.0260),
-    (59, 6, 16, 80, -0.1240, -0.0054),
-    (2, 0, 0, 0, -0.6576, 0.6576),
+    pytest.param(1, 1, 7, 12, -0.5172, -0.0260, id="Bentur et al. (2009)"),
+    pytest.param(59, 6, 16, 80, -0.1240, -0.0054, id="Cavo et al. (2012)"),
   ],
 )
 def test_paired_differences_of_fagerland(
   both_right, only_first, only_second, none_right, low, high
 ):
-  """Fagerland, Lydersen and Laake, "Statistical Analysis of Contingency Tables"
-  (2017), chapter 8: Tango's intervals of the data of Bentur et al. (2009) and
-  Cavo et al. (2012). Without discordant units the bounds are ±z² / (n + z²).
+  """The bounds are Tango's intervals in a textbook, of data of two studies.
+
+  Fagerland, Lydersen and Laake, "Statistical Analysis of Contingency Tables"
+  (2017), chapter 8.
   """
   outcomes, against = paired_outcomes(
     both_right, only_first, only_second, none_right
@@ -70,7 +70,17 @@ def test_paired_differences_of_fagerland(
   estimate = proportions.paired_difference(outcomes, against)
 
   difference = (only_first - only_second) / len(outcomes)
+  # The textbook has four decimals.
   assert estimate == pytest.approx((difference, low, high), abs=6e-5)
+
+
+def test_a_paired_difference_of_equal_outcomes_has_tangos_bounds():
+  """If all n outcomes are equal, Tango's bounds are ±z² / (n + z²)."""
+  estimate = proportions.paired_difference(np.ones(2), np.ones(2))
+
+  z = scipy.stats.norm.ppf(0.975)
+  bound = z**2 / (2 + z**2)
+  assert estimate == pytest.approx((0, -bound, bound), abs=6e-5)
 
 
 def test_the_interval_of_swapped_models_is_the_negative_interval():
@@ -89,27 +99,29 @@ def test_the_interval_of_swapped_models_is_the_negative_interval():
 
 @pytest.mark.parametrize("count", [2, 9, 30])
 def test_excluding_0_means_that_mcnemars_test_is_significant(count):
-  """McNemar's z is (b − c) / √(b + c).
+  """McNemar's statistic is (b − c)² / (b + c), with one degree of freedom.
 
-  b is the number of units where only the first model is right, and c of those
-  where only the second one is. All b and c of `count` units are tried.
+  b is the number of units where only the first model is right, and c where only
+  the second one is. All b and c with a sum of at most `count` are tried.
   """
-  critical_value = scipy.stats.norm.ppf(0.975)
-  for only_first in range(count + 1):
-    for only_second in range(count + 1 - only_first):
-      both_right = count - only_first - only_second
+  critical_value = scipy.stats.chi2.ppf(0.95, df=1)
+  for num_different in range(count + 1):
+    for b in range(num_different + 1):
+      c = num_different - b
       outcomes, against = paired_outcomes(
-        both_right, only_first, only_second, none_right=0
+        both_right=count - num_different,
+        only_first=b,
+        only_second=c,
+        none_right=0,
       )
 
       value, low, high = proportions.paired_difference(outcomes, against)
 
-      assert -1 <= low <= value <= high <= 1
-      excludes_zero = low > 0 or high < 0
-      standard_error = np.sqrt(only_first + only_second)
-      difference = abs(only_first - only_second)
-      is_significant = difference > critical_value * standard_error
+      # Multiplied by b + c, since that may be 0.
+      is_significant = (b - c) ** 2 > critical_value * (b + c)
+      excludes_zero = not low <= 0 <= high
       assert excludes_zero == is_significant
+      assert -1 <= low <= value <= high <= 1
 
 
 def test_shares_that_sum_to_a_whole_number_count_as_that_number():

@@ -3,7 +3,6 @@
 import io
 import json
 import math
-import re
 from typing import Any
 
 import matplotlib.figure
@@ -81,11 +80,20 @@ def draw_summary(
   suite_results: dict[str, Any],
   spec: results.TableSpec = TABLE,
   width: int = 80,
+  *,
+  styles: bool = True,
 ) -> str:
-  """Returns what a terminal of this width shows, with its styles."""
+  """Returns what a terminal of this width shows, if wanted with its styles."""
   console = rich.console.Console(width=width, record=True, file=io.StringIO())
   results.draw_summary(console, suite_results, spec)
-  return console.export_text(styles=True)
+  return console.export_text(styles=styles)
+
+
+def mean_over_depths(suite_results: dict[str, Any]) -> dict[str, Any]:
+  """Returns the only figure with the depth "mean"."""
+  figures = suite_results["figures"]
+  (mean,) = [figure for figure in figures if figure["at"]["depth"] == "mean"]
+  return mean
 
 
 def line_with(text: str, lines: list[str]) -> str:
@@ -135,52 +143,62 @@ def test_a_missing_directory_of_a_table_raises(tmp_path):
     results.write_table(directory / "x.md", suite_results, TABLE)
 
 
-def test_one_model_is_shown_with_its_intervals_and_the_number_of_samples():
-  """The suite "x" has measured 50 prompts at three depths, and their mean.
-
-  The summary shows the mean, and a note about its terms.
-  """
-  spec = results.TableSpec(
-    unit="prompts", summary={"depth": "mean"}, notes=("noise: the rest",)
-  )
+def test_one_model_is_shown_with_its_interval():
+  spec = results.TableSpec(unit="prompts", summary={"depth": "mean"})
   suite_results = make_depth_results(num_models=1)
-  (model,) = suite_results["models"]
 
   lines = draw_summary(suite_results, spec).splitlines()
 
-  assert lines[0] == "x: 50 prompts"
-  assert lines[1] == f"model: {model['name']}"
-  # The mean over depths is the last figure.
-  mean = suite_results["figures"][-1]
-  assert results.number(mean) in line_with("answer", lines)
-  assert lines[-1] == "noise: the rest"
+  # A number with its interval, such as "0.5 [0.4, 0.6]".
+  number = results.number(mean_over_depths(suite_results))
+  assert number in line_with("answer", lines)
 
 
-def test_two_models_are_shown_with_the_interval_of_their_difference():
-  """The interval of their difference contains 0, so it is not bold."""
+def test_notes_are_below_the_table():
+  spec = results.TableSpec(unit="prompts", notes=("noise: the rest",))
+
+  text = draw_summary(make_depth_results(num_models=1), spec)
+
+  assert text.endswith("\nnoise: the rest\n")
+
+
+def test_the_table_begins_with_the_suite_and_the_models():
   suite_results = make_depth_results(num_models=2)
   first_model, second_model = suite_results["models"]
 
   lines = draw_summary(suite_results).splitlines()
 
-  assert lines[1] == f"model: {first_model['name']}"
-  assert lines[2] == f"against: {second_model['name']}"
+  heading, first_line, second_line, *_ = lines
+  assert heading == "x: 50 prompts"
+  assert first_line == f"model: {first_model['name']}"
+  assert second_line == f"against: {second_model['name']}"
+
+
+def test_two_models_are_shown_with_the_interval_of_their_difference():
+  spec = results.TableSpec(unit="prompts", summary={"depth": "mean"})
+  suite_results = make_depth_results(num_models=2)
+
+  lines = draw_summary(suite_results, spec).splitlines()
+
   row = line_with("answer", lines)
-  # The mean over depths is the last figure.
-  mean = suite_results["figures"][-1]
-  assert f"{mean['value']:.4g}" in row.split()
-  assert f"{mean['against']['value']:.4g}" in row.split()
+  mean = mean_over_depths(suite_results)
+  value = f"{mean['value']:.4g}"
+  against = f"{mean['against']['value']:.4g}"
+  assert value in row.split()
+  assert against in row.split()
+  # A number with its interval, such as "0.5 [0.4, 0.6]".
   assert results.number(mean["difference"]) in row
-  # Only a difference whose interval excludes 0 is bold.
-  assert BOLD not in row
 
 
 def test_a_difference_whose_interval_excludes_zero_is_bold():
+  """The accuracies differ clearly. The answers at several depths do not."""
   spec = results.TableSpec(unit="prompts")
 
-  lines = draw_summary(make_results(num_models=2), spec).splitlines()
+  accuracies = draw_summary(make_results(num_models=2), spec).splitlines()
+  answers = draw_summary(make_depth_results(num_models=2)).splitlines()
 
-  assert BOLD in line_with("accuracy", lines)
+  assert BOLD in line_with("accuracy", accuracies)
+  assert BOLD not in line_with("answer", answers)
 
 
 def test_one_model_has_no_column_of_differences():
@@ -214,17 +232,16 @@ def test_a_suite_without_figures_for_the_summary_prints_its_heading():
   ],
 )
 def test_the_table_fits_80_columns(num_models, name, spec):
-  """A long name of the figures is wrapped. Only paths may be longer."""
+  """Long names of figures are wrapped. The paths of models are not."""
   suite_results = make_depth_results(num_models)
   for figure in suite_results["figures"]:
     figure["name"] = name
 
-  styled_text = draw_summary(suite_results, spec, width=80)
+  text = draw_summary(suite_results, spec, width=80, styles=False)
 
-  # Escape sequences, which make text bold, have no width.
-  text = re.sub(r"\x1b\[\d*m", "", styled_text)
   for line in text.splitlines():
-    assert len(line) <= 80 or line.startswith(("model: ", "against: "))
+    is_path = line.startswith(("model: ", "against: "))
+    assert is_path or len(line) <= 80
 
 
 def test_a_narrow_terminal_cuts_no_number():
@@ -296,41 +313,45 @@ def test_a_name_is_shown_only_in_its_first_row():
 
 
 def test_the_file_has_the_whole_table(tmp_path):
-  """The Markdown table has a row for each depth, of 50 units."""
+  """The Markdown table has a row for each depth, of 50 prompts."""
   path = epath.Path(tmp_path) / "x.md"
   suite_results = make_depth_results(num_models=2)
 
   results.write_table(path, suite_results, TABLE)
 
-  lines = path.read_text().splitlines()
-  assert lines[0].startswith("# x")
-  header, rule, *rows = [line for line in lines if line.startswith("|")]
-  # The line below the header, such as "|---|---:|".
-  assert set(rule) == {"|", "-", " ", ":"}
-  assert rule.count("|") == header.count("|")
-  for row, figure in zip(rows, suite_results["figures"], strict=True):
-    assert row.count("|") == header.count("|")
-    assert f"| {figure['at']['depth']} |" in row
-    assert "| 50 |" in row
-    for interval in (figure, figure["against"], figure["difference"]):
-      assert f"| {results.number(interval)} |" in row
+  rows = [
+    "| figure | depth | prompts | model | against | difference |",
+    "| --- | ---: | ---: | ---: | ---: | ---: |",
+  ]
+  for figure in suite_results["figures"]:
+    depth = figure["at"]["depth"]
+    # Numbers with their intervals, such as "0.5 [0.4, 0.6]".
+    model = results.number(figure)
+    against = results.number(figure["against"])
+    difference = results.number(figure["difference"])
+    rows.append(
+      f"| answer (share) | {depth} | 50 | {model} | {against} | {difference} |"
+    )
+  table = "\n".join(rows)
+  text = path.read_text()
+  assert text.startswith("# x\n")
+  assert f"\n\n{table}\n\n" in text
 
 
-def test_by_model_gives_each_model_its_own_numbers():
-  """The accuracy of the model "[one]" is about 1 above that of "two"."""
+def test_by_model_gives_the_style_and_the_figures_of_each_model():
+  """The accuracy of the model "[one]" is 1 higher than for the model "two"."""
   first, second = plots.by_model(make_results(num_models=2))
 
-  first_style, first_figures = first
-  second_style, second_figures = second
+  first_style, (first_accuracy, single) = first
+  second_style, (second_accuracy,) = second
   assert first_style.name == "[one]"
   assert second_style.name == "two"
   assert first_style.color != second_style.color
-  assert len(first_figures) == 2
-  # The first model has "accuracy" and "single", the second only "accuracy".
-  (accuracy,) = second_figures
-  assert first_figures[0]["value"] == pytest.approx(
-    accuracy["value"] + 1, abs=0.01
-  )
+  # The second model has no figure "single".
+  assert single["name"] == "single"
+  # The values differ by 1, except for noise of 0.01.
+  difference = first_accuracy["value"] - second_accuracy["value"]
+  assert difference == pytest.approx(1, abs=0.01)
 
 
 def test_by_model_can_select_figures_by_name():
@@ -390,10 +411,12 @@ def test_categories_are_not_joined_by_lines_and_have_intervals():
 
   labels = [label.get_text() for label in axes.get_xticklabels()]
   assert labels == ["top-1", "median"]
-  # Matplotlib's result of `errorbar`: points, caps, and bars.
-  (container,) = axes.containers
-  points, _, (bars,) = container.lines
+  (errorbar,) = axes.containers
+  points, _, (intervals,) = errorbar.lines
   assert points.get_linestyle() == "None"
-  # The lower and upper ends of the intervals.
-  heights = [segment[:, 1].tolist() for segment in bars.get_segments()]
-  assert heights == [[1.0, 4.0], [3.0, 3.0]]
+  # An interval is a line with two points (x, y), its bounds.
+  first_interval, second_interval = intervals.get_segments()
+  _, heights = first_interval.T
+  assert heights.tolist() == [1.0, 4.0]
+  _, heights = second_interval.T
+  assert heights.tolist() == [3.0, 3.0]

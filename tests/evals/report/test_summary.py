@@ -71,16 +71,22 @@ def test_the_last_figure_with_the_settings_is_the_main_one():
 
 
 def test_the_sentence_names_two_figures_for_each_verdict():
-  """Three figures are better, so the third one is only counted.
+  """Three figures are better. The sentence names two of them and counts one.
 
-  The interval of a difference is ± 1, so only that of 0.5 contains 0.
+  A lower loss is better, and a higher accuracy. All figures of the second model
+  are 0.
   """
-  # Lower losses and higher accuracies are better.
+  loss = figure("loss", difference=-2.0)
+  loss_on_ngrams = figure("AR-Hit", difference=-3.0)
+  needle_accuracy = figure("accuracy", difference=4.0, depth="mean")
+  many_shot_accuracy = figure("accuracy", difference=-5.0)
+  # The interval 0.5 ± 1 contains 0.
+  unclear_accuracy = figure("mean accuracy", difference=0.5)
   results = {
-    **results_of("validation", figure("loss", -2.0), figure("AR-Hit", -3.0)),
-    **results_of("needle", figure("accuracy", 4.0, depth="mean")),
-    **results_of("many_shot", figure("accuracy", -5.0)),
-    **results_of("harness", figure("mean accuracy", 0.5)),
+    **results_of("validation", loss, loss_on_ngrams),
+    **results_of("needle", needle_accuracy),
+    **results_of("many_shot", many_shot_accuracy),
+    **results_of("harness", unclear_accuracy),
   }
 
   screen = summary.first_screen(results, num_models=2)
@@ -90,7 +96,17 @@ def test_the_sentence_names_two_figures_for_each_verdict():
     " against 0) and 1 more; worse in many-shot accuracy (-5 against 0). 1 of 5"
     " main figures shows no clear difference."
   )
-  assert "Of all 5 differences on this page 4 exclude 0." in screen.note
+
+
+def test_the_note_counts_the_differences_that_exclude_0():
+  """Intervals are differences ± 1, so the interval of 0.5 contains 0."""
+  clear_figure = figure("loss", difference=-2.0)
+  unclear_figure = figure("AR-Hit", difference=0.5)
+  results = results_of("validation", clear_figure, clear_figure, unclear_figure)
+
+  screen = summary.first_screen(results, num_models=2)
+
+  assert "Of all 3 differences on this page 2 exclude 0." in screen.note
 
 
 def test_the_sentence_without_clear_differences():
@@ -115,32 +131,27 @@ def test_one_model_has_headlines_and_no_sentence():
 @pytest.mark.parametrize(
   "difference, low, value, high",
   [
-    # The largest number, 2, is at 192, which is 92 to the right of 0. So −1 is
-    # at 100 − 92 / 2, and 1 is at 100 + 92 / 2.
-    pytest.param(
-      interval(1.0, -1.0, 2.0), "54.0", "146.0", "192.0", id="interval"
-    ),
-    # The largest number is −1 itself. It is at 100 − 92.
-    pytest.param(
-      interval(-1.0, None, None), "8.0", "8.0", "8.0", id="no bounds"
-    ),
-    pytest.param(
-      interval(0.0, 0.0, 0.0), "100.0", "100.0", "100.0", id="zeros"
-    ),
+    # Shares of the largest number, 2.
+    pytest.param(interval(1.0, -1.0, 2.0), -0.5, 0.5, 1.0, id="interval"),
+    pytest.param(interval(-1.0, None, None), -1.0, -1.0, -1.0, id="no bounds"),
+    pytest.param(interval(0.0, 0.0, 0.0), 0.0, 0.0, 0.0, id="zeros"),
   ],
 )
 def test_the_largest_bound_ends_the_bar(difference, low, value, high):
-  """A bar shows a difference and its interval, on a scale of its own.
+  """The bar of a difference ends at the largest of its value and bounds.
 
-  0 is at the x coordinate 100, and the largest number is at 8 or at 192.
+  `low`, `value` and `high` are parts of the way from 0 to that end.
   """
   row = {**figure("loss", 1.0), "difference": difference}
 
   (headline,) = summary.headlines(results_of("validation", row))
 
-  assert headline.bar.low == low
-  assert headline.bar.value == value
-  assert headline.bar.high == high
+  x_of_zero = 100
+  x_of_end = 192
+  length = x_of_end - x_of_zero
+  assert float(headline.bar.low) == x_of_zero + low * length
+  assert float(headline.bar.value) == x_of_zero + value * length
+  assert float(headline.bar.high) == x_of_zero + high * length
 
 
 def test_a_difference_without_a_value_has_no_bar():
