@@ -55,21 +55,14 @@ def find_needles(prompt: NeedlePrompt) -> list[Needle]:
   return needles
 
 
-class Haystack(NamedTuple):
-  """The text before and after an answer's needle, without other needles."""
-
-  before: str
-  after: str
-
-
-def haystack_around(prompt: NeedlePrompt, answer_index: int) -> Haystack:
-  """Returns the haystack around the needle of an answer."""
+def haystack_around(prompt: NeedlePrompt, answer_index: int) -> tuple[str, str]:
+  """Returns the text before and after an answer, without any needles."""
   needle_start, needle_stop = prompt.answer_spans[answer_index]
   question_start, _ = prompt.query_span
   before = BYTES.decode(prompt.ids[:needle_start])
   before = before.removeprefix(needle_prompts.OPENING)
   after = BYTES.decode(prompt.ids[needle_stop:question_start])
-  return Haystack(NEEDLE.sub("", before), NEEDLE.sub("", after))
+  return NEEDLE.sub("", before), NEEDLE.sub("", after)
 
 
 @pytest.mark.parametrize("num_needles, num_asked", [(1, 1), (6, 2)])
@@ -151,18 +144,20 @@ def test_the_first_answer_is_at_its_depth(depth, num_needles, num_asked):
   # piece away from their depth. Tokens are characters.
   half_piece = needle_prompts.MAX_PIECE_TOKENS / 2
   for prompt in prompts:
-    haystack = haystack_around(prompt, answer_index=0)
-    haystack_length = len(haystack.before) + len(haystack.after)
+    before, after = haystack_around(prompt, answer_index=0)
+    haystack_length = len(before) + len(after)
     expected = depth * haystack_length
-    assert len(haystack.before) == pytest.approx(expected, abs=half_piece)
+    assert len(before) == pytest.approx(expected, abs=half_piece)
 
 
-@pytest.mark.parametrize("num_needles", [1, 6])
-def test_depths_0_and_1_are_the_ends_of_the_haystack(num_needles):
-  for prompt in make(depth=0.0, num_needles=num_needles, num_asked=1):
-    assert haystack_around(prompt, answer_index=0).before == ""
-  for prompt in make(depth=1.0, num_needles=num_needles, num_asked=1):
-    assert haystack_around(prompt, answer_index=0).after == ""
+@pytest.mark.parametrize("num_needles, num_asked", [(1, 1), (6, 2)])
+def test_depths_0_and_1_are_the_ends_of_the_haystack(num_needles, num_asked):
+  for prompt in make(depth=0.0, num_needles=num_needles, num_asked=num_asked):
+    before, _ = haystack_around(prompt, answer_index=0)
+    assert before == ""
+  for prompt in make(depth=1.0, num_needles=num_needles, num_asked=num_asked):
+    _, after = haystack_around(prompt, answer_index=0)
+    assert after == ""
 
 
 @pytest.fixture(scope="module")
@@ -178,9 +173,9 @@ def test_other_needles_are_at_random_depths():
 
   depths = []
   for prompt in prompts:
-    haystack = haystack_around(prompt, answer_index=1)
-    haystack_length = len(haystack.before) + len(haystack.after)
-    depths.append(len(haystack.before) / haystack_length)
+    before, after = haystack_around(prompt, answer_index=1)
+    haystack_length = len(before) + len(after)
+    depths.append(len(before) / haystack_length)
 
   # Uniform depths have the mean 1/2 and the standard deviation 1/√12.
   standard_error = 1 / math.sqrt(12 * num_prompts)

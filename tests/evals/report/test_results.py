@@ -31,10 +31,7 @@ TABLE = results.TableSpec(
 def make_results(num_models: int) -> dict[str, Any]:
   """Returns results of "accuracy" and "single".
 
-  The second model has no "single".
-
-  Args:
-    num_models: 1 or 2.
+  The second of two models has no "single".
   """
   rng = np.random.default_rng(0)
   base = rng.normal(size=50)
