@@ -131,62 +131,66 @@ def seconds_left(text):
 @pytest.fixture
 def short_runs():
   """Four runs that are expected to take 10 seconds each."""
-  return runs("diff", (0, 1, 2, 3))
+  return runs("diff", seeds=(0, 1, 2, 3), changes={"train.steps": 100})
 
 
 @pytest.fixture
 def long_run():
   """A run that is expected to take 60 seconds."""
-  return one_run(changes={"train.steps": 3000}, seed=4)
+  return one_run(changes={"train.steps": 600}, seed=4)
 
 
 @pytest.fixture
-def finished():
-  """A short run that took 10 seconds, and a long one that took 60 seconds."""
-  short = one_run(seed=9)
-  long = one_run(changes={"train.steps": 3000}, seed=9)
-  return [(short, 10.0), (long, 60.0)]
+def runs_of_10_and_60_seconds():
+  """A run as long as the short runs, and one as long as the long run."""
+  finished_short_run = one_run(changes={"train.steps": 100}, seed=9)
+  finished_long_run = one_run(changes={"train.steps": 600}, seed=9)
+  return [(finished_short_run, 10.0), (finished_long_run, 60.0)]
 
 
 def test_short_runs_fit_beside_a_long_one(
-  clock, finished, short_runs, long_run
+  clock, runs_of_10_and_60_seconds, short_runs, long_run
 ):
   """Two runs go on at a time. Short runs take 10 seconds, the long one 60."""
-  todo = [long_run, *short_runs]
-  estimates = Pace(finished, runs=todo, slots=2, resumes=True)
+  first, second, third, fourth = short_runs
+  todo = [long_run, first, second, third, fourth]
+  estimates = Pace(runs_of_10_and_60_seconds, todo, slots=2, resumes=True)
   estimates.begin(long_run)
-  estimates.begin(short_runs[0])
+  estimates.begin(first)
   clock.now += 10
 
-  text = estimates.end(short_runs[0], seconds=10.0)
+  text = estimates.end(first, seconds=10.0)
 
-  # The long run has 50 seconds left. In the meantime, three short runs take
-  # 3 * 10 seconds in the other slot.
-  assert seconds_left(text) == 60 - 10
+  left_of_long_run = 60 - 10
+  left_of_short_runs = 3 * 10
+  # The short runs follow each other beside the long one.
+  assert seconds_left(text) == max(left_of_long_run, left_of_short_runs)
 
 
 def test_a_long_run_that_starts_last_delays_the_end(
-  clock, finished, short_runs, long_run
+  clock, runs_of_10_and_60_seconds, short_runs, long_run
 ):
   """Two runs go on at a time. Short runs take 10 seconds, the long one 60."""
-  todo = [*short_runs, long_run]
-  estimates = Pace(finished, runs=todo, slots=2, resumes=True)
-  estimates.begin(short_runs[0])
-  estimates.begin(short_runs[1])
+  first, second, third, fourth = short_runs
+  todo = [first, second, third, fourth, long_run]
+  estimates = Pace(runs_of_10_and_60_seconds, todo, slots=2, resumes=True)
+  estimates.begin(first)
+  estimates.begin(second)
   clock.now += 10
 
-  text = estimates.end(short_runs[0], seconds=10.0)
+  text = estimates.end(first, seconds=10.0)
 
-  # The second short run ends now, too. The two others take 10 seconds side by
-  # side. Then the long run takes 60.
-  assert seconds_left(text) == 10 + 60
+  # The second run ends now, too.
+  third_beside_fourth = 10
+  long_run_alone = 60
+  assert seconds_left(text) == third_beside_fourth + long_run_alone
 
 
 def test_runs_in_one_slot_take_the_sum_of_their_times(
-  clock, finished, short_runs, long_run
+  clock, runs_of_10_and_60_seconds, short_runs, long_run
 ):
   todo = [long_run, *short_runs]
-  estimates = Pace(finished, runs=todo, slots=1, resumes=True)
+  estimates = Pace(runs_of_10_and_60_seconds, todo, slots=1, resumes=True)
   estimates.begin(long_run)
   clock.now += 60
 
@@ -232,19 +236,30 @@ def test_a_run_of_unknown_time_tells_only_how_many_runs_are_left(clock):
 
 @pytest.mark.usefixtures("evening")
 def test_a_text_tells_when_the_last_run_will_end(clock):
-  """The first run ends at 22:00 on Wednesday, 25 November."""
+  """The first of three runs ends at 22:00 on Wednesday, 25 November."""
+  minutes = 60
   first, second, third = runs("diff", (0, 1, 2))
   todo = [first, second, third]
   estimates = Pace(finished=[], runs=todo, slots=1, resumes=True)
   estimates.begin(first)
-  # This start of the run takes 3,000 seconds, and an earlier one took 1,000.
-  clock.now += 3000
+  clock.now += 65 * minutes
 
-  text = estimates.end(first, seconds=4000.0)
+  text = estimates.end(first, seconds=65 * minutes)
 
-  # Two further runs of 4,000 seconds take 8,000 seconds, or 133 minutes. From
-  # 22:00, that is until 00:13.
-  assert text == "2 runs left, about 2 h 13 min, until Thu 26 Nov 00:13"
+  # Two runs of 65 minutes take 130 minutes, from 22:00 until 00:10.
+  assert text == "2 runs left, about 2 h 10 min, until Thu 26 Nov 00:10"
+
+
+def test_the_time_of_a_run_includes_its_earlier_starts(clock):
+  first, second = runs("diff", (0, 1))
+  estimates = Pace(finished=[], runs=[first, second], slots=1, resumes=True)
+  estimates.begin(first)
+  # This start takes 50 seconds, and an earlier one took 30.
+  clock.now += 50
+
+  text = estimates.end(first, seconds=50.0 + 30.0)
+
+  assert seconds_left(text) == 50 + 30
 
 
 @pytest.mark.usefixtures("evening")
@@ -274,28 +289,31 @@ def test_a_grid_that_is_stopped_before_its_first_run_has_no_estimate():
 
 
 @pytest.mark.parametrize(
-  "resumes, time_left",
+  "resumes, minutes_left",
   [
-    # The second run has 450 - 300 seconds left, and the third one 450.
-    pytest.param(True, "10 min", id="resumes"),
-    # The second run starts again, so both runs have 450 seconds left.
-    pytest.param(False, "15 min", id="starts again"),
+    # The second run goes on after 5 of 10 minutes, and the third one takes 10.
+    pytest.param(True, 5 + 10, id="resumes"),
+    # The second run starts again, so both runs take 10 minutes.
+    pytest.param(False, 10 + 10, id="starts again"),
   ],
 )
-def test_a_stopped_grid_tells_the_time_left(clock, resumes, time_left):
+def test_a_stopped_grid_tells_the_time_left(clock, resumes, minutes_left):
+  """The grid is stopped in the middle of the second of three runs."""
+  minutes = 60
   first, second, third = runs("diff", (0, 1, 2))
   todo = [first, second, third]
   estimates = Pace(finished=[], runs=todo, slots=1, resumes=resumes)
   estimates.begin(first)
-  clock.now += 450
-  estimates.end(first, seconds=450.0)
+  clock.now += 10 * minutes
+  estimates.end(first, seconds=10 * minutes)
   estimates.begin(second)
-  clock.now += 300
+  clock.now += 5 * minutes
 
-  # Five of the eight runs had finished before, and the first run makes six.
-  assert estimates.stopped(total=8) == (
-    f"6 of 8 runs are done; the rest would take about {time_left} at this pace;"
-    " the same command goes on"
+  text = estimates.stopped(total=3)
+
+  assert text == (
+    f"1 of 3 runs are done; the rest would take about {minutes_left} min at"
+    " this pace; the same command goes on"
   )
 
 

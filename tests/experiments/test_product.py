@@ -79,15 +79,25 @@ def test_factors_with_the_same_last_part_have_dotted_names():
 
 
 def test_names_of_rows_are_different_and_valid_names_of_files():
-  values = ["text:/a/*", "text:/a/?", "a b", "x" * 300, "x" * 301, ""]
-  factors = {"data.source": values, "a.b": ["y" * 300]}
+  values = [
+    # They differ only in a character that a file name cannot have.
+    "text:/a/*",
+    "text:/a/?",
+    "a b",
+    # They differ only after the length of a file name.
+    "x" * 300,
+    "x" * 301,
+    "",
+  ]
+  factors = {"data.source": values, "model.name": ["y" * 300]}
 
   names = list(product.make("tiny", factors).rows())
 
   assert len(set(names)) == len(values)
-  # A name has at most 250 characters, and none that a file cannot have.
+  # The text is 1 to 250 letters, digits or other allowed characters.
+  valid_name = r"[\w.,=+-]{1,250}"
   for name in names:
-    assert re.fullmatch(r"[\w.,=+-]{1,250}", name, re.ASCII)
+    assert re.fullmatch(valid_name, name, re.ASCII)
 
 
 def test_names_of_rows_with_many_long_factors_are_short_and_differ():
@@ -106,28 +116,27 @@ def test_names_of_rows_with_many_long_factors_are_short_and_differ():
 
 
 @pytest.mark.parametrize(
-  "field, value",
+  "section, name, value",
   [
-    ("model.lambda_init", 0.2),
-    ("model.head_norm", False),
-    ("model.num_layers", 2),
-    ("data.source", "True"),
+    ("model", "lambda_init", 0.2),
+    ("model", "head_norm", False),
+    ("model", "num_layers", 2),
+    # The text "True" is not a bool.
+    ("data", "source", "True"),
   ],
 )
-def test_values_of_factors_keep_their_types(make_folder, field, value):
-  """The text "True" is not a bool, and 2 is not 2.0."""
-  # A factor is a config field with the values that runs are trained with.
-  factors = {field: [value]}
+def test_values_of_factors_keep_their_types(make_folder, section, name, value):
+  """A factor is a config field with the values that runs are trained with."""
+  factors = {f"{section}.{name}": [value]}
   folder = make_folder(f"Grid.product('tiny', {factors})")
 
   (run,) = expand(folder)
 
-  section, name = field.split(".")
-  actual = run.settings()[section][name]
-  assert actual == value
+  value_of_run = run.settings()[section][name]
+  assert value_of_run == value
   # Equality is not enough, since 2 == 2.0 and 0 == False in Python.
-  assert type(actual) is type(value)
-  assert run.factors == {field: value}
+  assert type(value_of_run) is type(value)
+  assert run.factors == {f"{section}.{name}": value}
 
 
 def test_numpy_numbers_become_python_numbers():
@@ -142,44 +151,47 @@ def test_numpy_numbers_become_python_numbers():
     assert type(value) is float
 
 
-# The file mine.py. "mine.py:4" is the config with four layers.
-CONFIG_WITH_LAYERS = """
-from diffjax.configs import tiny
-
-def get_config(layers):
-  config = tiny.get_config()
-  config.model.num_layers = int(layers)
-  return config
-"""
-
-
 @pytest.mark.parametrize("base", ["tiny", "tiny:transformer", "mine.py:4"])
 def test_printed_commands_train_the_runs_of_the_grid(
   run, make_folder, tmp_path, base
 ):
   """--print prints a diffjax.train command for each run, and trains nothing."""
-  # "True" is a text here. The window may be None, since it is in the base.
   factors = {
     "optimizer.learning_rate": [1e-05, 0.25],
+    # "True" is a text here.
     "data.source": ["True", "text:/x/*.txt"],
+    # None is the value in all base configs. Commands can set no other to None.
     "model.window": [None, 7],
   }
-  grid_code = f"Grid.product({base!r}, {factors})"
-  folder = make_folder(grid_code, mine=CONFIG_WITH_LAYERS)
+  # "mine.py:4" calls get_config("4").
+  config_with_layers = """
+from diffjax.configs import tiny
+
+def get_config(num_layers):
+  config = tiny.get_config()
+  config.model.num_layers = int(num_layers)
+  return config
+"""
+  folder = make_folder(
+    f"Grid.product('{base}', {factors})", mine=config_with_layers
+  )
 
   out, _ = run(folder, "--print", f"--workdir={tmp_path}/runs", "--steps=5")
 
+  # With --steps=5, the interval of evaluations is 5, too.
+  expected_runs = expand(folder, {"train.steps": 5, "eval.interval": 5})
   runs_dir = tmp_path / "runs" / folders.identifier(folder) / "cpu"
   expected = {}
-  # With --steps=5, the interval of evaluations is 5, too.
-  for each_run in expand(folder, {"train.steps": 5, "eval.interval": 5}):
-    expected[str(runs_dir / each_run.name)] = each_run.config
+  for expected_run in expected_runs:
+    expected[str(runs_dir / expected_run.name)] = expected_run.config
   # Each of three factors has two values.
   assert len(expected) == 2 * 2 * 2
   assert configs_by_workdir(out) == expected
 
 
-CONFIG_WITH_LAMBDA_INIT = """
+def test_none_is_refused_if_the_base_has_a_value(make_folder):
+  """Flags of the command that trains cannot set None."""
+  config_with_lambda_init = """
 from diffjax.configs import tiny
 
 def get_config():
@@ -187,14 +199,12 @@ def get_config():
   config.model.lambda_init = 0.5
   return config
 """
+  folder = make_folder(
+    "Grid.product('mine.py', {'model.lambda_init': [0.2, None]})",
+    mine=config_with_lambda_init,
+  )
 
-
-def test_none_is_refused_if_the_base_has_a_value(make_folder):
-  """Flags of the command that trains cannot set None."""
-  grid_code = "Grid.product('mine.py', {'model.lambda_init': [0.2, None]})"
-  folder = make_folder(grid_code, mine=CONFIG_WITH_LAMBDA_INIT)
   message = r"^lambda_init=None/seed_0: model.lambda_init = None: .*0.5"
-
   with pytest.raises(UserError, match=message):
     expand(folder)
 
@@ -202,43 +212,24 @@ def test_none_is_refused_if_the_base_has_a_value(make_folder):
 @pytest.mark.parametrize(
   "factors, message",
   [
-    pytest.param(
+    (
       {"model.lamda_init": [0.2]},
       "model.lamda_init is not a config field: did you mean model.lambda_init",
-      id="unknown_field",
     ),
-    pytest.param(
+    (
       {"model.num_heads": [2, 4], "model.num_kv_heads": [2, 3]},
       r"^num_heads=2,num_kv_heads=3/seed_0: config.model.num_kv_heads = 3",
-      id="impossible_combination",
     ),
-    pytest.param(
+    (
       {"model.attention": ["diff", "gated"], "model.lambda_init": [0.5]},
       "attention=gated,.*/seed_0: .*has no λ_init",
-      id="field_that_a_variant_lacks",
     ),
-    pytest.param(
-      {"model.head_norm": ["True"]},
-      "head_norm must be bool; got 'True'",
-      id="wrong_type",
-    ),
-    pytest.param(
-      {"model.head_norm": "True"},
-      "must have a list of values; got 'True'",
-      id="no_list",
-    ),
-    pytest.param(
-      {"model.lambda_init": [0.2, 0.2]},
-      "has the value 0.2 twice",
-      id="value_twice",
-    ),
-    pytest.param({"model.lambda_init": []}, "has no values", id="no_values"),
-    pytest.param({}, "there are no factors", id="no_factors"),
-    pytest.param(
-      {"train.seed": [1, 2]},
-      "train.seed cannot be a factor; set seeds=",
-      id="seed",
-    ),
+    ({"model.head_norm": ["True"]}, "head_norm must be bool; got 'True'"),
+    ({"model.head_norm": "True"}, "must have a list of values; got 'True'"),
+    ({"model.lambda_init": [0.2, 0.2]}, "has the value 0.2 twice"),
+    ({"model.lambda_init": []}, "has no values"),
+    ({}, "there are no factors"),
+    ({"train.seed": [1, 2]}, "train.seed cannot be a factor; set seeds="),
   ],
 )
 def test_wrong_factors_are_reported_before_training(
@@ -260,28 +251,19 @@ def test_an_unknown_baseline_is_an_error():
 @pytest.mark.parametrize(
   "flag, message",
   [
-    pytest.param(
-      "--set=model.lambda_init=1", "that is a factor of the grid", id="factor"
-    ),
-    pytest.param(
-      "--steps=3", "--steps=3: train.steps is a factor of the grid", id="steps"
-    ),
-    pytest.param(
+    ("--set=model.lambda_init=1", "that is a factor of the grid"),
+    ("--steps=3", "--steps=3: train.steps is a factor of the grid"),
+    (
       "--set=eval.interval=0",
       "lambda_init=0.2,steps=9/seed_0: config.eval.interval = 0",
-      id="impossible_value",
     ),
-    pytest.param(
-      "--set=lambda_init=0.3:eval.rows=4",
-      "the grid has no variant",
-      id="unknown_row",
-    ),
+    ("--set=lambda_init=0.3:eval.rows=4", "the grid has no variant"),
   ],
 )
 def test_flags_that_contradict_the_factors_are_refused(
   run, make_folder, flag, message
 ):
-  """--set=FIELD=VALUE changes all runs, --set=ROW:FIELD=VALUE those of a row."""
+  """--set=FIELD=VALUE is for all runs, and --set=ROW:FIELD=VALUE for one row."""
   factors = {"model.lambda_init": [0.2], "train.steps": [9]}
   folder = make_folder(f"Grid.product('tiny', {factors})")
 
@@ -348,20 +330,32 @@ def test_the_baseline_is_the_first_row_by_default():
 
 def test_the_variants_of_a_config_are_a_factor(make_folder):
   """The config "tiny" has the variants "diff" and "transformer"."""
-  factors = {"variant": ["diff", "transformer"], "model.rope": [True, False]}
+  factors = {"variant": ["diff", "transformer"]}
   folder = make_folder(f"Grid.product('tiny', {factors})")
 
-  *_, last_run = expand(folder)
+  diff_run, transformer_run = expand(folder)
 
-  assert last_run.variant == "variant=transformer,rope=False"
-  assert last_run.base == "tiny:transformer"
-  assert last_run.config.model.attention == "softmax"
-  # DIFF has two heads. The Transformer has twice as many, for the same size.
-  assert last_run.config.model.num_heads == 2 * 2
-  assert last_run.fields["model.rope"] is False
-  # A variant is no field of the config.
-  assert "variant" not in last_run.fields
-  assert last_run.factors == {"variant": "transformer", "model.rope": False}
+  assert diff_run.variant == "variant=diff"
+  assert diff_run.base == "tiny:diff"
+  assert diff_run.config.model.attention == "diff"
+  assert transformer_run.variant == "variant=transformer"
+  assert transformer_run.base == "tiny:transformer"
+  assert transformer_run.config.model.attention == "softmax"
+  # For the same size, the Transformer has twice as many heads.
+  num_diff_heads = diff_run.config.model.num_heads
+  assert transformer_run.config.model.num_heads == 2 * num_diff_heads
+
+
+def test_a_variant_is_a_factor_but_no_field_of_the_config(make_folder):
+  factors = {"variant": ["transformer"], "model.rope": [False]}
+  folder = make_folder(f"Grid.product('tiny', {factors})")
+
+  (run,) = expand(folder)
+
+  assert run.variant == "variant=transformer,rope=False"
+  assert run.factors == {"variant": "transformer", "model.rope": False}
+  assert "variant" not in run.fields
+  assert run.fields["model.rope"] is False
 
 
 def test_a_base_with_a_variant_cannot_have_the_factor_variant():

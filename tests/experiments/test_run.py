@@ -9,9 +9,12 @@ import subprocess
 import sys
 import time
 
+import matplotlib.image
 import pytest
 
 from diffjax.compiled import plan
+from diffjax.config import from_config_dict
+from diffjax.model.flops import parameter_count
 from experiments import (
   collect,
   cost,
@@ -19,10 +22,12 @@ from experiments import (
   grid,
   launch,
   machine,
+  pace,
   results,
   study,
   training_log,
 )
+from experiments.ablations.config import get_config
 from tests.experiments.printed import configs_by_workdir
 
 # Flags of a model so small that the start of a command takes most of its time.
@@ -50,13 +55,23 @@ def text_flags(directory):
 
 @pytest.fixture
 def trained_workdirs(run, monkeypatch):
-  """Makes trainings take no time. Returns the workdirs that were trained."""
+  """Makes trainings take no time. Returns the workdirs that were trained.
+
+  A command only adds the name of its module to its log, if it has one.
+  """
   trained = []
 
   def call(launcher, command, env=None, log=None, *, tail=False):
     for argument in command:
       if argument.startswith("--workdir="):
         trained.append(argument.removeprefix("--workdir="))
+    _, _, module, *_ = command
+    if module == "experiments.measure":
+      *_, workdir, _ = command
+      (pathlib.Path(workdir) / "measured.json").write_text("{}")
+    if log is not None:
+      with log.open("a") as file:
+        file.write(f"{module}\n")
 
   def final_metrics(workdir, config, location_fields):
     if str(workdir) in trained:
@@ -123,44 +138,27 @@ def test_finished_runs_are_not_repeated(run, trained_workdirs, flags, tmp_path):
   assert "(2 of 65 runs)" in out
 
 
-# Here, trainings take no time.
+# Here, commands only write their names.
 @pytest.mark.usefixtures("trained_workdirs")
 def test_runs_side_by_side_write_their_output_to_their_workdirs(
-  run, monkeypatch, flags, tmp_path
+  run, flags, tmp_path
 ):
-  """A run of long_context trains a run of ablations and its extension."""
-  modules_by_log = {}
-  call_without_program = launch.Launcher.call
-
-  def call(launcher, command, env=None, log=None, *, tail=False):
-    """Records a command, which takes no time."""
-    call_without_program(launcher, command, env, log, tail=tail)
-    python, dash_m, module, *_ = command
-    if module == "experiments.measure":
-      workdir = pathlib.Path(command[-2])
-      (workdir / "measured.json").write_text("{}")
-    # Rows are prepared before the runs, without a log.
-    if log is not None:
-      modules_by_log.setdefault(log, []).append(module)
-
-  monkeypatch.setattr(launch.Launcher, "call", call)
-
-  # The first and the third of three runs. A slice collects no results.
   run(
     "long_context",
     *flags,
     "--only=diff/seed_[012]",
+    # The first and the third of three runs.
     "--slice=0/2",
     "--side_by_side=2",
   )
 
   runs_dir = tmp_path / "runs/long_context/cpu/diff"
-  # A run is trained, then its extension, which is measured at the end.
-  modules = ["diffjax.train", "diffjax.train", "experiments.measure"]
-  assert modules_by_log == {
-    runs_dir / "seed_0/output.txt": modules,
-    runs_dir / "seed_2/output.txt": modules,
-  }
+  outputs = {}
+  for path in runs_dir.glob("*/output.txt"):
+    outputs[path.parent.name] = path.read_text()
+  # A model is trained on short rows, then on long ones, and then measured.
+  commands = "diffjax.train\ndiffjax.train\nexperiments.measure\n"
+  assert outputs == {"seed_0": commands, "seed_2": commands}
 
 
 def write_results_json(path, entry):
@@ -233,8 +231,10 @@ def test_a_workdir_of_another_config_is_refused(run, flags, make_workdir):
   (diff,) = grid.expand(
     "ablations", grid.Grid(variants=("diff",), baseline="diff"), {}
   )
-  # The checkpoint has two layers, and the models of the grid have four.
-  make_workdir("runs/ablations/cpu/diff/seed_0", diff.config)
+  # The models of the grid have four layers.
+  make_workdir(
+    "runs/ablations/cpu/diff/seed_0", diff.config, {"model.num_layers": 2}
+  )
 
   _, errors = run("ablations", *flags, "--only=diff/seed_0", code=1)
 
@@ -245,7 +245,7 @@ def test_a_workdir_of_another_config_is_refused(run, flags, make_workdir):
 # Here, trainings take no time, and end with a loss of 2.
 @pytest.mark.usefixtures("trained_workdirs")
 def test_a_notebook_runs_and_collects_a_study(tmp_path):
-  """The test makes the calls in the docstring of experiments/study.py."""
+  """A notebook calls functions instead of the command experiments.run."""
   options = study.Options(
     steps=20, only=("diff/seed_0",), workdir=f"{tmp_path}/runs"
   )
@@ -258,50 +258,71 @@ def test_a_notebook_runs_and_collects_a_study(tmp_path):
 
   assert [run.name for run in missing] == ["diff/seed_0"]
   assert failed == []
-  # The cells are the variant, the parameters, the seeds and the loss.
-  assert "| diff | 0.838 M | 1 | 2.0000 |" in text
-  assert "(1 of 65 runs)" in text
+  (run,) = missing
+  millions = parameter_count(run.config.model) / 1e6
+  num_seeds = 1
+  assert f"| diff | {millions:.3f} M | {num_seeds} | 2.0000 |" in text
+  # The grid has 13 variants with five seeds.
+  assert f"(1 of {13 * 5} runs)" in text
 
 
 # Here, trainings take no time, and end with a loss of 2.
 @pytest.mark.usefixtures("trained_workdirs")
 def test_a_notebook_trains_a_single_run(tmp_path):
-  """A slot is a share of this machine's devices for one run at a time."""
+  """A notebook calls functions instead of the command experiments.run."""
   options = study.Options(
     steps=20, only=("diff/seed_0",), workdir=f"{tmp_path}/runs"
   )
   ablations = study.plan("ablations", options)
-  (training,) = study.trainings(ablations, ablations.chosen[0])
+  (run,) = ablations.chosen
+  (training,) = study.trainings(ablations, run)
 
   with launch.Launcher() as launcher:
+    # A slot is a part of this machine's devices, which does one run at a time.
     (slot,) = execute.make_slots(ablations, launcher)
-    logged = execute.train(training, ablations.places, slot)
+    losses = execute.train(training, ablations.places, slot)
 
-  assert logged == {"validation/loss": 2.0}
+  assert losses == {"validation/loss": 2.0}
   seconds, machine_name = execute.time_spent(training.workdir)
   assert seconds >= 0
   assert machine_name == slot.machine
 
 
-# The launcher is replaced: it starts no program.
-@pytest.mark.usefixtures("trained_workdirs")
-def test_the_time_of_a_command_is_added_to_that_of_earlier_commands(tmp_path):
-  """A run that was stopped continues in the same workdir."""
-  # spent.json has the time of the commands that the run has had so far.
-  earlier = {"seconds": 1e6, "machine": "old"}
-  results.write(tmp_path / "spent.json", earlier)
+def test_the_time_of_a_command_is_added_to_that_of_earlier_commands(
+  monkeypatch, tmp_path
+):
+  """A run that was stopped continues with another command.
+
+  The file spent.json in its workdir has the time of the earlier ones.
+  """
+
+  def take_no_time(launcher, command, *arguments, **options):
+    """Stands for `Launcher.call`, which starts a process."""
+
+  monkeypatch.setattr(launch.Launcher, "call", take_no_time)
+  earlier_seconds = 1e6
+  results.write(
+    tmp_path / "spent.json", {"seconds": earlier_seconds, "machine": "old"}
+  )
   slot = execute.Slot(launch.Launcher(), environment={}, machine="new")
 
   slot.call(["a command"], workdir=tmp_path)
 
   seconds, machine_name = execute.time_spent(tmp_path)
-  # The new command has taken less than a second.
-  assert seconds >= 1e6
+  assert earlier_seconds <= seconds < earlier_seconds + 1
   assert machine_name == "new"
 
 
+def check_is_a_plot(path):
+  """Checks that a file is a picture with several colors."""
+  pixels = matplotlib.image.imread(path)
+  assert pixels.min() < pixels.max()
+
+
 @pytest.mark.full
-def test_variants_and_seeds_train_side_by_side(run, flags, tmp_path):
+def test_runs_that_are_trained_side_by_side_have_their_own_losses(
+  run, flags, tmp_path
+):
   run(
     "ablations",
     *flags,
@@ -313,15 +334,20 @@ def test_variants_and_seeds_train_side_by_side(run, flags, tmp_path):
   )
 
   stored = json.loads((tmp_path / "out/results.json").read_text())
-  names = [entry["name"] for entry in stored["runs"]]
-  assert names == ["transformer/seed_0", "diff/seed_0", "diff/seed_1"]
   assert stored["config"]["train.steps"] == 2
-  losses = {entry["results"]["validation/loss"] for entry in stored["runs"]}
-  # All three losses are different.
-  assert len(losses) == 3
-  assert min(losses) > 0
+  loss_by_name = {}
+  for entry in stored["runs"]:
+    loss_by_name[entry["name"]] = entry["results"]["validation/loss"]
+  # The baseline comes first.
+  assert list(loss_by_name) == [
+    "transformer/seed_0",
+    "diff/seed_0",
+    "diff/seed_1",
+  ]
+  assert len(set(loss_by_name.values())) == 3
+  assert min(loss_by_name.values()) > 0
   assert "| diff | " in (tmp_path / "out/table.md").read_text()
-  assert (tmp_path / "out/plot.png").stat().st_size > 5000
+  check_is_a_plot(tmp_path / "out/plot.png")
 
 
 def start(*args):
@@ -354,26 +380,12 @@ def wait_for_step(workdir, step, process):
     time.sleep(0.02)
 
 
-def stop_at_step_5(workdir, flags):
-  """Sends SIGTERM to experiments.run at step 5 of a run of ablations.
+@pytest.fixture
+def run_stopped_at_step_5(tmp_path):
+  """An ended process: its arguments, exit status and standard error.
 
-  Args:
-    workdir: The workdir of the run.
-    flags: The flags of experiments.run.
-
-  Returns:
-    The exit status, and the text of the standard error.
+  The process got SIGTERM at step 5 of the 600 steps of a run.
   """
-  process = start("ablations", *flags)
-  wait_for_step(workdir, 5, process)
-  process.send_signal(signal.SIGTERM)
-  _, errors = process.communicate(timeout=120)
-  return process.returncode, errors
-
-
-@pytest.mark.full
-def test_a_run_that_sigterm_stopped_is_resumed(run, tmp_path):
-  """A run of 600 steps is stopped at step 5, and the command is repeated."""
   flags = [
     *text_flags(tmp_path),
     *SMALL_MODEL,
@@ -384,37 +396,56 @@ def test_a_run_that_sigterm_stopped_is_resumed(run, tmp_path):
     f"--workdir={tmp_path}/runs",
     f"--out={tmp_path}/out",
   ]
-  workdir = tmp_path / "runs/ablations/cpu/diff/seed_0"
+  process = start("ablations", *flags)
+  wait_for_step(tmp_path / "runs/ablations/cpu/diff/seed_0", 5, process)
+  process.send_signal(signal.SIGTERM)
+  _, errors = process.communicate(timeout=120)
+  return subprocess.CompletedProcess(
+    ["ablations", *flags], process.returncode, stderr=errors
+  )
 
-  exit_status, errors = stop_at_step_5(workdir, flags)
 
-  # The status of a command that was interrupted.
-  assert exit_status == 130, errors
+@pytest.mark.full
+def test_sigterm_saves_the_run_and_writes_no_results(
+  run_stopped_at_step_5, tmp_path
+):
+  errors = run_stopped_at_step_5.stderr
+
+  # 130 is the status of interrupted commands.
+  assert run_stopped_at_step_5.returncode == 130, errors
   assert "SIGTERM: saving" in errors
   assert "0 of 1 runs are done; the same command goes on\n" in errors
   assert "error: interrupted" in errors
-  last_step = logged_steps(workdir)[-1]
-  assert 5 <= last_step < 600
-  # There are no results yet.
+  workdir = tmp_path / "runs/ablations/cpu/diff/seed_0"
   assert not (workdir / "result.json").exists()
   assert not list((tmp_path / "out").glob("*"))
+
+
+@pytest.mark.full
+def test_a_run_that_sigterm_stopped_is_resumed(
+  run, run_stopped_at_step_5, tmp_path
+):
+  """The same command trains the rest of the 600 steps."""
+  workdir = tmp_path / "runs/ablations/cpu/diff/seed_0"
+  last_step = logged_steps(workdir)[-1]
+  assert 5 <= last_step < 600
   seconds, machine_name = execute.time_spent(workdir)
   assert seconds > 0
-
-  # The time of the stopped process counts. Here it is made longer than that of
-  # any other process.
-  stopped_seconds = 1e6
+  # As if the stopped process had taken days, so that its time is visible in the
+  # time of both.
+  seconds_of_stopped_process = 1e6
   results.write(
     workdir / "spent.json",
-    {"seconds": stopped_seconds, "machine": machine_name},
+    {"seconds": seconds_of_stopped_process, "machine": machine_name},
   )
-  out, errors = run("ablations", *flags)
+
+  out, errors = run(*run_stopped_at_step_5.args)
 
   assert f"resuming from step {last_step}" in errors
-  assert "(1 of 65 runs)" in out
+  assert "| diff |" in out
   result = json.loads((workdir / "result.json").read_text())
   assert result["config"]["train"]["steps"] == 600
-  assert result["seconds"] > stopped_seconds
+  assert result["seconds"] > seconds_of_stopped_process
 
 
 NAMES = ", ".join(grid.names())
@@ -423,109 +454,79 @@ NAMES = ", ".join(grid.names())
 @pytest.mark.parametrize(
   "args, code, message",
   [
-    pytest.param(
+    (
       [],
       2,
       "error: name an experiment: python -m experiments.run NAME; there are"
       f" {NAMES}",
-      id="no experiment",
     ),
-    pytest.param(
+    (
       ["nothing"],
       1,
       f"error: there is no experiment 'nothing'; there are {NAMES}",
-      id="unknown experiment",
     ),
-    pytest.param(
-      ["--only=diff", "banana"],
-      1,
-      "error: there is no experiment 'banana'",
-      id="unknown experiment after a flag",
-    ),
-    pytest.param(
-      ["ablations", "banana"],
-      2,
-      "error: unexpected argument 'banana'",
-      id="two experiments",
-    ),
-    pytest.param(
+    (["--only=diff", "banana"], 1, "error: there is no experiment 'banana'"),
+    (["ablations", "banana"], 2, "error: unexpected argument 'banana'"),
+    (
       ["ablations", "--grid=moon"],
       1,
       "error: --grid=moon: ablations has no such grid; there are cpu, gpu, tpu",
-      id="unknown grid",
     ),
-    pytest.param(
-      ["ablations", "--only=banana"],
-      1,
-      "error: --only=banana matches no run",
-      id="unknown run",
-    ),
-    pytest.param(
+    (["ablations", "--only=banana"], 1, "error: --only=banana matches no run"),
+    (
       ["ablations", "--slice=2/2"],
       1,
       "error: --slice=2/2: must be INDEX/COUNT",
-      id="malformed slice",
     ),
-    pytest.param(
-      ["ablations", "--steps=0"], 2, "error: flag --steps=0", id="no steps"
-    ),
-    pytest.param(
+    (["ablations", "--steps=0"], 2, "error: flag --steps=0"),
+    (
       ["ablations", "--set=train.step=3"],
       1,
       "error: config.train.step is not a config field: did you mean"
       " train.steps?",
-      id="unknown field",
     ),
-    pytest.param(
+    (
       ["ablations", "--set=dif:eval.rows=4"],
       1,
       "error: --set=dif:eval.rows: the grid has no variant 'dif'; there are"
       " transformer",
-      id="unknown variant",
     ),
-    pytest.param(
+    (
       ["ablations", "--set=train"],
       1,
       "error: --set=train: must be FIELD=VALUE",
-      id="malformed setting",
     ),
-    pytest.param(
+    (
       ["ablations", "--set=data.seed=7"],
       1,
       "error: --set=data.seed: seeds are the grid's, 0, 1, 2, 3, 4;"
       " --only='*/seed_0' chooses one",
-      id="seed",
     ),
-    pytest.param(
+    (
       ["ablations", "--workdir=gs://bucket/runs"],
       1,
       "error: --workdir=gs://bucket/runs: must be a local directory",
-      id="remote directory",
     ),
-    pytest.param(
+    (
       ["ablations", "--grid=gpu", "--workdir=/proc/nowhere"],
       1,
       "error: cannot write in /proc/nowhere/ablations/gpu: No such",
-      id="directory that cannot be written",
     ),
-    pytest.param(
+    (
       ["throughput", "--grid=gpu", "--cost"],
       1,
       "error: throughput trains nothing",
-      id="cost of large runs that train nothing",
     ),
-    pytest.param(
+    (
       ["noisy_lookup", "--aot=v5e:1x1"],
       1,
       "error: noisy_lookup takes no step of diffjax.train, so there is nothing"
       " to compile",
-      id="nothing to compile",
     ),
-    pytest.param(
+    (
       ["ablations", "--aot=v5e:3x3"],
       1,
       "error: transformer: --topology=v5e:3x3: there is no such slice",
-      id="unknown topology",
     ),
   ],
 )
@@ -538,25 +539,40 @@ def test_a_mistake_is_reported_in_one_line(run, tmp_path, args, code, message):
 
 
 def table_row(text, name):
-  """Returns the cells of the row of a table that begins with a name."""
+  """Returns a row of a Markdown table, by the names of the columns.
+
+  Args:
+    text: A text with one table.
+    name: The first cell of the row.
+  """
+  table = []
   for line in text.splitlines():
-    cells = [cell.strip() for cell in line.split("|")[1:-1]]
-    if cells and cells[0] == name:
-      return cells
-  raise AssertionError(f"no row {name}")
+    if line.startswith("|"):
+      table.append([cell.strip() for cell in line.strip("|").split("|")])
+  header, _, *rows = table
+  (row,) = [row for row in rows if row[0] == name]
+  return dict(zip(header, row, strict=True))
 
 
 def test_cost_of_a_large_grid_is_in_chip_hours(run):
+  """The table has the size, the tokens and the FLOPs of each variant."""
   out, _ = run("ablations", "--grid=tpu", "--cost")
 
   assert out.startswith("chip-hours at 40% of the peak\n")
-  _, seeds, parameters, tokens, flops, *_ = table_row(out, "diff,size=1b")
-  assert seeds == "1"
-  assert parameters == "1,410 M"
-  # 40,000 steps of 128 rows of 2,048 tokens.
-  assert tokens == "10.5 B"
-  # Each token takes about 6 FLOPs per parameter, and those of attention.
-  assert flops == "9.82e+19"
+  row = table_row(out, "diff,size=1b")
+  config = from_config_dict(get_config("diff,size=1b"))
+  parameters = parameter_count(config.model)
+  steps = 40_000
+  rows_per_step = 128
+  tokens_per_row = 2048
+  tokens = steps * rows_per_step * tokens_per_row
+  assert row["runs"] == "1"
+  assert row["parameters"] == f"{parameters / 1e6:,.0f} M"
+  assert row["tokens"] == f"{tokens / 1e9:.3g} B"
+  assert row["FLOPs"] == f"{pace.training_flops(config):.2e}"
+  # Each token takes 6 FLOPs per parameter, and the attention takes a few more.
+  flops_of_parameters = 6 * parameters * tokens
+  assert 1 < float(row["FLOPs"]) / flops_of_parameters < 1.2
 
 
 def test_print_prints_the_commands_that_train(run):
@@ -569,6 +585,12 @@ def test_print_prints_the_commands_that_train(run):
   )
 
 
+def this_machine():
+  """Returns the name of this machine, as the results of runs have it."""
+  devices = launch.Devices(backend="cpu", kind="cpu", number=1)
+  return machine.describe(devices, num_slots=1)
+
+
 @pytest.fixture
 def finished_ablations(tmp_path):
   """Flags for a grid in which four runs of DIFF have finished.
@@ -576,9 +598,6 @@ def finished_ablations(tmp_path):
   Two finished on this machine, in 100 and 200 seconds. One finished on another
   machine, and the time of the last one is not known.
   """
-  this_machine = machine.describe(
-    launch.Devices(backend="cpu", kind="cpu", number=1), num_slots=1
-  )
   another_machine = machine.describe(
     launch.Devices(backend="cpu", kind="other", number=1), num_slots=1
   )
@@ -598,10 +617,10 @@ def finished_ablations(tmp_path):
       machine=machine_name,
     )
 
-  finish(runs[0], 100.0, this_machine)
-  finish(runs[1], 200.0, this_machine)
+  finish(runs[0], 100.0, this_machine())
+  finish(runs[1], 200.0, this_machine())
   finish(runs[2], 900.0, another_machine)
-  finish(runs[3], None, this_machine)
+  finish(runs[3], None, this_machine())
   return [
     "--set=data.source=text:x",
     f"--workdir={tmp_path}",
@@ -613,23 +632,23 @@ def finished_ablations(tmp_path):
 def test_cost_uses_the_runs_that_finished_on_this_machine(
   run, finished_ablations
 ):
+  """Two runs finished here, in 100 and 200 seconds, and one elsewhere."""
   out, _ = run("ablations", *finished_ablations, "--cost")
 
-  this_machine = machine.describe(
-    launch.Devices(backend="cpu", kind="cpu", number=1), num_slots=1
-  )
-  assert out.startswith(f"hours of {this_machine}, 1 at a time\n")
-  seconds, hours, basis = table_row(out, "diff")[-3:]
-  # The median of 100 and 200 seconds, for each of five seeds.
-  assert seconds == "150"
-  assert hours == f"{5 * 150 / 3600:.3g}"
-  assert basis == "2 finished runs"
+  median_seconds = 150
+  num_seeds = 5
+  hours = num_seeds * median_seconds / 3600
+  assert out.startswith(f"hours of {this_machine()}, 1 at a time\n")
+  row = table_row(out, "diff")
+  assert row["seconds a run"] == "150"
+  assert row["hours"] == f"{hours:.3g}"
+  assert row["by"] == "2 finished runs"
 
 
 def test_cost_ignores_runs_of_another_config(
   run, finished_ablations, monkeypatch
 ):
-  """The finished runs have another number of steps."""
+  """The finished runs have more than 400 steps, so a step is measured."""
 
   def time_steps(config_by_shape, env):
     """Stands for a measurement: a step of every model takes 0.25 seconds."""
@@ -641,11 +660,13 @@ def test_cost_ignores_runs_of_another_config(
     "ablations", *finished_ablations, "--cost", "--set=train.steps=400"
   )
 
-  seconds, hours, basis = table_row(out, "diff")[-3:]
-  # 400 steps of 0.25 seconds, for each of five seeds.
-  assert seconds == "100"
-  assert hours == f"{5 * 100 / 3600:.3g}"
-  assert basis == "steps of 0.25 s"
+  seconds_per_run = 400 * 0.25
+  num_seeds = 5
+  hours = num_seeds * seconds_per_run / 3600
+  row = table_row(out, "diff")
+  assert row["seconds a run"] == f"{seconds_per_run:.0f}"
+  assert row["hours"] == f"{hours:.3g}"
+  assert row["by"] == "steps of 0.25 s"
 
 
 def workdir_name(run, *flags):
@@ -719,22 +740,21 @@ def configs_to_train(name, grid_name, seed, changes, root):
 def test_printed_commands_have_the_configs_of_the_grid(
   run, tmp_path, name, grid_name
 ):
-  # One seed is enough, since seeds differ in two fields only.
-  seed = grid.load(name, grid_name).grids[grid_name].seeds[-1]
   changes = {"train.steps": 6, "optimizer.warmup_steps": 1, "eval.interval": 2}
-  expected = configs_to_train(name, grid_name, seed, changes, root=tmp_path)
-
-  out, _ = run(
-    name,
+  # One seed is enough: runs of other seeds differ only in the fields train.seed
+  # and data.seed.
+  *_, seed = grid.load(name, grid_name).grids[grid_name].seeds
+  flags = [
     f"--grid={grid_name}",
-    "--print",
     f"--workdir={tmp_path}",
     f"--only=*/seed_{seed}",
-    "--set=train.steps=6",
-    "--set=optimizer.warmup_steps=1",
-    "--set=eval.interval=2",
-  )
+  ]
+  for field, value in changes.items():
+    flags.append(f"--set={field}={value}")
 
+  out, _ = run(name, "--print", *flags)
+
+  expected = configs_to_train(name, grid_name, seed, changes, root=tmp_path)
   assert configs_by_workdir(out) == expected
 
 
@@ -753,7 +773,7 @@ def test_print_is_an_error_without_commands_that_train(run, name):
   reason="the TPU compiler, libtpu, is not installed",
 )
 def test_aot_compiles_each_variant_once(run):
-  """The seeds of a variant have the same program."""
+  """The five seeds of a variant have the same program, and one row."""
   out, _ = run(
     "ablations",
     "--aot=v5e:1x1",
@@ -763,46 +783,44 @@ def test_aot_compiles_each_variant_once(run):
     "--only=diff",
   )
 
-  # Three lines come before the rows of the table.
-  _, _, _, *rows = out.splitlines()
-  assert len(rows) == 1
-  _, memory, fits, _, seconds = table_row(out, "diff")
-  # A v5e chip has 15.75 GiB.
-  assert re.fullmatch(r"0\.\d\d of 15\.75", memory)
-  assert fits == "yes"
-  assert re.fullmatch(r"\d+ s", seconds)
+  row = table_row(out, "diff")
+  # The small model takes less than 1 GiB. A v5e chip has 15.75 GiB.
+  assert re.fullmatch(r"0\.\d\d of 15\.75", row["GiB a chip"])
+  assert row["fits"] == "yes"
+  assert re.fullmatch(r"\d+ s", row["compiled in"])
 
 
 def test_aot_names_the_variants_that_are_too_large(run, monkeypatch):
+  """The flag --aot compiles ahead of time, for a machine that is not here."""
+  gib = 2**30
   compiled = []
+  too_large = plan.Plan(
+    chips=1,
+    device_kind="TPU v5 lite",
+    mesh={},
+    parameters=9 * gib,
+    optimizer=9 * gib,
+    batch=0,
+    temporaries=0,
+    program=0,
+    available=15 * gib,
+    received={},
+    unread="",
+    kernels=(),
+    seconds=1.0,
+  )
 
   def compile_plan(config, topology):
-    """Stands for the compiler: every program needs 18 GiB of 15.75 GiB."""
+    """Stands for the compiler. Every program needs 9 + 9 of 15 GiB."""
     compiled.append((config.model.attention, topology))
-    gib = 2**30
-    return plan.Plan(
-      chips=1,
-      device_kind="TPU v5 lite",
-      mesh={},
-      parameters=9 * gib,
-      optimizer=9 * gib,
-      batch=0,
-      temporaries=0,
-      program=0,
-      available=round(15.75 * gib),
-      received={},
-      unread="",
-      kernels=(),
-      seconds=1.0,
-    )
+    return too_large
 
   monkeypatch.setattr(plan, "compile_plan", compile_plan)
 
   out, errors = run("ablations", "--aot=v5e:1x1", "--only=transformer", code=1)
 
   assert compiled == [("softmax", "v5e:1x1")]
-  # The parameters and the state of the optimizer take 9 GiB each.
-  assert "| transformer | 18.00 of 15.75 | no |" in out
+  assert "| transformer | 18.00 of 15.00 | no |" in out
   assert errors == (
     "error: transformer: too large for v5e:1x1; python -m diffjax.aot says how"
     " to reduce memory\n"
@@ -810,79 +828,59 @@ def test_aot_names_the_variants_that_are_too_large(run, monkeypatch):
 
 
 @pytest.mark.full
-def test_retrieval_is_trained_measured_and_drawn(run, tmp_path):
-  flags = [
-    "--steps=2",
+def test_retrieval_is_trained_measured_and_drawn(run, flags, tmp_path):
+  """The models of the experiment learn to find numbers in generated text."""
+  run(
+    "retrieval",
+    *flags,
     "--set=eval.rows=4",
     "--set=train.batch_size=2",
     "--only=diff_without_norm/seed_0",
-    f"--workdir={tmp_path}/runs",
-    f"--out={tmp_path}/out",
-  ]
-  out, _ = run("retrieval", *flags)
+  )
 
-  assert "(1 of 30 runs)" in out
   stored = json.loads((tmp_path / "out/results.json").read_text())
-  assert stored["task"]["samples"] == 200
+  # The experiment makes its text, so the source of the data is no setting.
   assert "data.source" not in stored["config"]
   (entry,) = stored["runs"]
-  # The accuracy is measured for every length and number of distractors.
-  assert len(entry["results"]["grid"]) == len(stored["task"]["cells"])
-  (last_evaluation,) = entry["results"]["curve"]
-  assert last_evaluation["step"] == 2
-  assert 0 <= entry["results"]["accuracy"] <= 1
-  assert (tmp_path / "out/plot.png").stat().st_size > 5000
+  measured = entry["results"]
+  # The only evaluation is after the last of two steps.
+  (evaluation,) = measured["curve"]
+  assert evaluation["step"] == 2
+  assert 0 <= measured["accuracy"] <= 1
+  # The cells are the lengths and numbers of distractors of the task.
+  assert len(measured["grid"]) == len(stored["task"]["cells"])
+  check_is_a_plot(tmp_path / "out/plot.png")
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-  "name, variants, settings",
+  "name, variants",
   [
-    pytest.param(
-      "ablations",
-      ["transformer_norm", "diff_v2_linear"],
-      ["--set=data.validation_fraction=0.3"],
-      id="ablations",
-    ),
-    pytest.param("eight_heads", ["diff"], [], id="eight_heads"),
-    pytest.param("fairness", ["gated"], [], id="fairness"),
-    pytest.param(
-      "long_context",
-      ["diff_v2"],
-      ["--set=model.num_layers=1"],
-      id="long_context",
-    ),
-    pytest.param("noisy_lookup", ["diff_lambda_zero"], [], id="noisy_lookup"),
-    pytest.param(
-      "order_robustness", ["transformer_norm"], [], id="order_robustness"
-    ),
-    pytest.param("outliers", ["diff"], [], id="outliers"),
-    pytest.param(
-      "scaling",
-      ["diff,size=0.1m,times=0.5", "diff_v2,size=0.2m"],
-      [],
-      id="scaling",
-    ),
-    pytest.param("throughput", ["tiny,length=256"], [], id="throughput"),
-    pytest.param("tokens", ["diff_v2,times=4"], [], id="tokens"),
+    ("ablations", ["transformer_norm", "diff_v2_linear"]),
+    ("eight_heads", ["diff"]),
+    ("fairness", ["gated"]),
+    ("long_context", ["diff_v2"]),
+    ("noisy_lookup", ["diff_lambda_zero"]),
+    ("order_robustness", ["transformer_norm"]),
+    ("outliers", ["diff"]),
+    ("scaling", ["diff,size=0.1m,times=0.5", "diff_v2,size=0.2m"]),
+    ("throughput", ["tiny,length=256"]),
+    ("tokens", ["diff_v2,times=4"]),
   ],
 )
 def test_an_experiment_runs_from_its_data_to_its_table(
-  run, tmp_path, name, variants, settings
+  run, tmp_path, name, variants
 ):
-  """The models have the sizes of the grid, except for one with long rows.
+  """Two steps of the first seed of each variant are trained and measured.
 
   Retrieval has a test of its own, and one_gpu has no grid for this machine.
   """
   flags = [
-    *settings,
     "--steps=2",
     "--set=eval.rows=4",
     "--set=train.batch_size=2",
     f"--workdir={tmp_path}",
   ]
-  if name == "ablations":
-    flags += text_flags(tmp_path)
   first_seed = grid.load(name).grids["cpu"].seeds[0]
   for variant in variants:
     flags.append(f"--only={variant}/seed_{first_seed}")
