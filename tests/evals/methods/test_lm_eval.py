@@ -237,10 +237,12 @@ def test_a_rolling_likelihood_is_summed_over_windows(model, direct_score):
   sums = DiffjaxLM(model, batch_tokens=256).loglikelihood_rolling(requests)
 
   separator = b"\xff"
-  # The last window has 48 tokens: 41 tokens of context, and the last part
-  # without its last token, which is not read.
-  last_context = (first_part + second_part)[-41:]
+  # The last window has 48 tokens, too: the last part without its last token,
+  # which is not read, and the tokens before that part.
+  num_context = 48 - (len(last_part) - 1)
+  last_context = (first_part + second_part)[-num_context:]
   first_window = direct_score(separator, first_part).log_probability
+  # The second window begins with the last token of the first part.
   second_window = direct_score(b"h", second_part).log_probability
   last_window = direct_score(last_context, last_part).log_probability
   expected = [

@@ -70,6 +70,8 @@ def test_a_paired_difference_is_tighter_than_its_parts():
   estimate = interval(first)
   difference = interval(first, against=second)
 
+  # The first model is below the second one.
+  assert difference.high < 0
   # 95% of a normal distribution are within 1.96 standard deviations. The
   # difficulty has the standard deviation 1.
   width_of_one = 2 * 1.96 / math.sqrt(num_units)
