@@ -648,18 +648,13 @@ def test_layers_and_heads_are_limited_to_those_of_the_model(
 @pytest.mark.parametrize(
   "settings, message",
   [
-    pytest.param(
+    (
       {"prompt": "x" * 200},
       "set.report.prompt has 201 tokens with its start token, and at most 96"
       " are allowed: set.report.tokens = 96",
-      id="more than tokens",
     ),
-    pytest.param(
-      {"prompt": "x" * 600, "tokens": 1000},
-      "config.model.max_length = 512",
-      id="more than max_length",
-    ),
-    pytest.param({"layers": 0}, "set.report.layers = 0", id="layers"),
+    ({"prompt": "x" * 600, "tokens": 1000}, "config.model.max_length = 512"),
+    ({"layers": 0}, "set.report.layers = 0"),
   ],
 )
 def test_an_invalid_setting_raises(make_trained, tmp_path, settings, message):
@@ -674,16 +669,14 @@ def test_an_invalid_setting_raises(make_trained, tmp_path, settings, message):
 @pytest.mark.parametrize(
   "content, message",
   [
-    pytest.param("{", "needle.json holds no results of a suite", id="no JSON"),
-    pytest.param(
+    ("{", "needle.json holds no results of a suite"),
+    (
       '{"suite": "validation", "models": ["a model"], "figures": []}',
       "needle.json holds no results of the suite needle",
-      id="another suite",
     ),
-    pytest.param(
+    (
       '{"suite": "needle", "models": [{}], "figures": ["no figure"]}',
       "needle.json holds no results of a suite",
-      id="no figures",
     ),
   ],
 )
