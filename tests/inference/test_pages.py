@@ -18,16 +18,9 @@ from diffjax.inference.pages import (
 )
 from tests.harness.tolerances import FLOAT32
 
-PAGE_SIZE = 4
-NUM_HEADS = 2
-HEAD_DIM = 3
 NUM_ROWS = 3
-NUM_PAGES = 9
+NUM_HEADS = 2
 UNWRITTEN = 77.0
-# The first row has three pages, the second one and the third two. Entries of
-# NUM_PAGES are no pages.
-TABLES = np.array([[7, 1, 3], [0, 9, 9], [5, 8, 9]], np.int32)
-PAGES_PER_ROW = (3, 1, 2)
 
 write = jax.jit(write_tokens)
 
@@ -45,7 +38,7 @@ class Piece(NamedTuple):
 
 
 def make_pieces(head_dim):
-  """Returns pieces with different numbers of tokens in each row.
+  """Returns five pieces of three rows, which get 12, 8 and 15 tokens in all.
 
   Tokens that do not count are NaN, so that any use of them is seen.
   """
@@ -79,166 +72,176 @@ def tokens_of_row(pieces, row):
 
 @pytest.mark.parametrize("head_dim", [3, 128])
 def test_rows_find_their_tokens_in_their_pages(head_dim):
-  """Each row is written to the pages in its table, and to no other ones.
+  """A table lists the pages of each row. The row's tokens fill them in order.
 
-  Pages have four tokens. The first row has the pages 7, 1 and 3, the second one
-  has page 0, and the third one has 5 and 8. A row's other tokens are dropped.
+  The rows have 12, 8 and 15 tokens. Tokens are dropped if a row has no page.
   """
+  # The pages are 0 to 8. A 9 means no page.
+  tables = np.array([[7, 1, 3], [0, 9, 9], [5, 8, 9]], np.int32)
+  tokens_per_page = 4
   pieces = make_pieces(head_dim)
-  shape = (NUM_PAGES, NUM_HEADS, PAGE_SIZE, head_dim)
-  empty = Pool(jnp.full(shape, UNWRITTEN))
+  pool = Pool(jnp.full((9, NUM_HEADS, tokens_per_page, head_dim), UNWRITTEN))
 
-  pool = write_pieces(empty, TABLES, pieces)
+  pool = write_pieces(pool, tables, pieces)
 
-  rows = read_rows(pool, TABLES, jnp.float32)
-  for row, num_pages in enumerate(PAGES_PER_ROW):
-    room = num_pages * PAGE_SIZE
-    expected = tokens_of_row(pieces, row)[:room]
-    num_tokens = len(expected)
-    chex.assert_trees_all_equal(np.asarray(rows[row, :num_tokens]), expected)
-    # The end of the last page is not written.
-    assert (rows[row, num_tokens:room] == UNWRITTEN).all()
-  other_pages = np.asarray(pool.tokens)[[2, 4, 6]]
-  assert (other_pages == UNWRITTEN).all()
+  rows = np.asarray(read_rows(pool, tables, jnp.float32))
+  chex.assert_trees_all_equal(rows[0], tokens_of_row(pieces, 0))
+  chex.assert_trees_all_equal(rows[1, :4], tokens_of_row(pieces, 1)[:4])
+  chex.assert_trees_all_equal(rows[2, :8], tokens_of_row(pieces, 2)[:8])
+  for page_of_no_row in (2, 4, 6):
+    assert (pool.tokens[page_of_no_row] == UNWRITTEN).all()
 
 
 def test_without_tables_each_row_is_a_page():
-  """Row 0 writes to page 0, and so on. Tokens beyond a row's 12 are dropped."""
-  row_size = 12
-  pieces = make_pieces(HEAD_DIM)
-  shape = (NUM_ROWS, NUM_HEADS, row_size, HEAD_DIM)
-  empty = Pool(jnp.full(shape, UNWRITTEN))
+  """Row 0 writes to page 0, and so on.
 
-  pool = write_pieces(empty, None, pieces)
+  A page holds 12 tokens. The rows have 12, 8 and 15 tokens.
+  """
+  no_tables = None
+  tokens_per_page = 12
+  pieces = make_pieces(head_dim=3)
+  pool = Pool(jnp.full((3, NUM_HEADS, tokens_per_page, 3), UNWRITTEN))
 
-  rows = read_rows(pool, None, jnp.float32)
-  for row in range(NUM_ROWS):
-    expected = tokens_of_row(pieces, row)[:row_size]
-    num_tokens = len(expected)
-    chex.assert_trees_all_equal(np.asarray(rows[row, :num_tokens]), expected)
-    assert (rows[row, num_tokens:] == UNWRITTEN).all()
+  pool = write_pieces(pool, no_tables, pieces)
+
+  rows = np.asarray(read_rows(pool, no_tables, jnp.float32))
+  chex.assert_trees_all_equal(rows[0], tokens_of_row(pieces, 0))
+  chex.assert_trees_all_equal(rows[1, :8], tokens_of_row(pieces, 1))
+  assert (rows[1, 8:] == UNWRITTEN).all()
+  chex.assert_trees_all_equal(rows[2], tokens_of_row(pieces, 2)[:12])
 
 
 def test_a_row_without_pages_writes_nothing():
   """Otherwise its tokens would overwrite those of another row."""
   num_pages = 2
-  shape = (num_pages, NUM_HEADS, PAGE_SIZE, HEAD_DIM)
-  # The pages are 0 and 1, so entries of 2 are no pages.
-  tables = np.array([[2, 2]], np.int32)
-  tokens = np.ones((1, 5, NUM_HEADS, HEAD_DIM), np.float32)
+  # The pages have the numbers 0 and 1.
+  no_page = 2
+  tables = np.array([[no_page, no_page]], np.int32)
+  pages_heads_tokens_dim = (num_pages, 1, 4, 3)
+  float32_pool = Pool(jnp.full(pages_heads_tokens_dim, 7.0))
+  int8_pool = Pool(
+    jnp.full(pages_heads_tokens_dim, 7, jnp.int8),
+    scale=jnp.ones((num_pages, 1)),
+  )
+  # The row has two tokens, and gets five more.
+  new_tokens = np.ones((1, 5, 1, 3), np.float32)
   starts = np.array([2])
   counts = np.array([5])
-  float32_pool = Pool(jnp.full(shape, UNWRITTEN))
-  int8_pool = Pool(
-    jnp.full(shape, 77, jnp.int8), scale=jnp.ones((num_pages, NUM_HEADS))
-  )
 
-  for pool in (float32_pool, int8_pool):
-    after = write(pool, tables, tokens, starts, counts)
-    chex.assert_trees_all_equal(after, pool)
+  float32_pool_after = write(float32_pool, tables, new_tokens, starts, counts)
+  int8_pool_after = write(int8_pool, tables, new_tokens, starts, counts)
+
+  chex.assert_trees_all_equal(float32_pool_after, float32_pool)
+  chex.assert_trees_all_equal(int8_pool_after, int8_pool)
 
 
 # int8. Each page has a scale for each head: its largest value / 127.
 
 
-def max_rounding_error(tokens, final_scale):
-  """Returns how far an int8 token may be from the original, [tokens, heads].
+@pytest.mark.parametrize(
+  ("row", "page", "first_token"),
+  [(0, 7, 0), (0, 1, 4), (0, 3, 8), (1, 0, 0), (2, 5, 0), (2, 8, 4)],
+)
+def test_an_int8_page_has_a_scale_for_each_head(row, page, first_token):
+  """The scale is the largest magnitude in the page and head, divided by 127."""
+  # The pages are 0 to 8. A 9 means no page.
+  tables = np.array([[7, 1, 3], [0, 9, 9], [5, 8, 9]], np.int32)
+  tokens_per_page = 4
+  pieces = make_pieces(head_dim=3)
+  pool = empty_pool(9, NUM_HEADS, tokens_per_page, 3, jnp.int8)
 
-  A token is rounded when it is written, and again whenever a larger token
-  raises the scale of the page. Each rounding adds at most half of a step.
+  pool = write_pieces(pool, tables, pieces)
 
-  Args:
-    tokens: the tokens of a page, [tokens, heads, dim].
-    final_scale: the scale of the page, [heads].
+  end = first_token + tokens_per_page
+  tokens = tokens_of_row(pieces, row)[first_token:end]
+  largest_of_heads = np.abs(tokens).max(axis=(0, 2))
+  scale = np.asarray(pool.scale[page])
+  chex.assert_trees_all_close(scale, largest_of_heads / 127, **FLOAT32)
+  # A token is rounded by at most half a step in each of up to four writes.
+  stored = read_rows(pool, tables, jnp.float32)[row, first_token:end]
+  error = np.abs(stored - tokens).max(axis=(0, 2))
+  assert (error <= 4 * scale / 2).all()
+
+
+def test_int8_tokens_are_rounded_when_the_scale_grows():
+  """A token is rounded once when it is written, and once for each new scale.
+
+  Each rounding changes a number by at most half a step of the scale.
   """
-  largest_so_far = np.maximum.accumulate(np.abs(tokens).max(axis=2))
-  scales = largest_so_far / 127
-  bounds = np.zeros_like(scales)
-  for index in range(len(tokens)):
-    for head in range(NUM_HEADS):
-      later_scales = np.append(scales[index:, head], final_scale[head])
-      distinct_scales = np.unique(later_scales.astype(np.float32))
-      bounds[index, head] = distinct_scales.sum() / 2
-  return bounds
-
-
-def test_int8_tokens_are_rounded_to_the_scales_of_their_pages():
-  """The scale of a page and head is its largest magnitude, divided by 127."""
-  pieces = make_pieces(HEAD_DIM)
-  pool = empty_pool(NUM_PAGES, NUM_HEADS, PAGE_SIZE, HEAD_DIM, jnp.int8)
-
-  pool = write_pieces(pool, TABLES, pieces)
-
-  assert pool.tokens.dtype == jnp.int8
-  assert pool.scale.dtype == jnp.float32
-  rows = np.asarray(read_rows(pool, TABLES, jnp.float32))
-  for row, num_pages in enumerate(PAGES_PER_ROW):
-    for page in range(num_pages):
-      start = page * PAGE_SIZE
-      tokens = tokens_of_row(pieces, row)[start : start + PAGE_SIZE]
-      scale = np.asarray(pool.scale[TABLES[row, page]])
-      expected_scale = np.abs(tokens).max(axis=(0, 2)) / 127
-      chex.assert_trees_all_close(scale, expected_scale, **FLOAT32)
-
-      stored = rows[row, start : start + len(tokens)]
-      error = np.abs(stored - tokens).max(axis=2)
-      assert (error <= max_rounding_error(tokens, scale) * 1.001).all()
-      assert error.max() > 0
-
-
-def test_int8_tokens_stay_the_same_while_the_scale_does():
-  """Tokens are written one by one. The scale is 1/127 from the first one on."""
-  rng = np.random.default_rng(1)
-  shape = (1, PAGE_SIZE, NUM_HEADS, HEAD_DIM)
-  tokens = rng.uniform(-1, 1, shape).astype(np.float32)
-  # The first token is the largest and determines the scale.
-  tokens[0, 0, :, 0] = 1
-  expected = np.round(tokens[0].swapaxes(0, 1) * 127).astype(np.int8)
-  pool = empty_pool(1, NUM_HEADS, PAGE_SIZE, HEAD_DIM, jnp.int8)
+  # Four tokens, one head, and two numbers. The first number is the largest.
+  tokens = np.array(
+    [[1.0, 0.333], [2.0, -0.777], [1.9, 0.123], [4.0, 1.234]], np.float32
+  ).reshape(1, 4, 1, 2)
+  # The scale becomes 1/127, 2/127 and 4/127. The third token does not change it.
+  sums_of_steps = np.array([1 + 2 + 4, 2 + 4, 2 + 4, 4]) / 127
   tables = np.array([[0]], np.int32)
+  pool = empty_pool(1, 1, 4, 2, jnp.int8)
 
-  for index in range(PAGE_SIZE):
+  for index in range(4):
     token = tokens[:, [index]]
     pool = write(pool, tables, token, np.array([index]), np.array([1]))
-    stored = np.asarray(pool.tokens)[0, :, : index + 1]
-    chex.assert_trees_all_equal(stored, expected[:, : index + 1])
+
+  stored = read_rows(pool, tables, jnp.float32)
+  error = np.abs(stored - tokens).max(axis=(0, 2, 3))
+  assert (error <= sums_of_steps / 2 + FLOAT32["atol"]).all()
+  assert pool.tokens.dtype == jnp.int8
+
+
+def test_smaller_tokens_do_not_change_the_int8_tokens_before():
+  """The first token has the largest number, 1, so the scale stays at 1/127."""
+  tokens = np.array(
+    [[1.0, 0.2], [-0.3, 0.7], [0.4, -1.0], [0.9, 0.1]], np.float32
+  )
+  # The tokens times 127, rounded.
+  expected = np.array([[127, 25], [-38, 89], [51, -127], [114, 13]], np.int8)
+  tables = np.array([[0]], np.int32)
+  pool = empty_pool(1, 1, 4, 2, jnp.int8)
+
+  for index in range(4):
+    # One row, one token, one head, and two numbers.
+    token = tokens[index].reshape(1, 1, 1, 2)
+    pool = write(pool, tables, token, np.array([index]), np.array([1]))
+    stored = np.asarray(pool.tokens[0, 0, : index + 1])
+    chex.assert_trees_all_equal(stored, expected[: index + 1])
 
 
 def test_a_reused_page_does_not_keep_its_old_scale():
-  """With a scale of a million, a new token of 0.5 would be rounded to 0."""
+  """With the scale of a million, a new token of 0.5 would be rounded to 0."""
+  largest_int8 = 127
+  # One page, one head, four tokens and three numbers.
   used_pool = Pool(
-    jnp.full((1, NUM_HEADS, PAGE_SIZE, HEAD_DIM), 127, jnp.int8),
-    scale=jnp.full((1, NUM_HEADS), 1e6),
+    jnp.full((1, 1, 4, 3), largest_int8, jnp.int8), scale=jnp.full((1, 1), 1e6)
   )
   tables = np.array([[0]], np.int32)
-  token = np.full((1, 1, NUM_HEADS, HEAD_DIM), 0.5, np.float32)
-  # The token is the first one of a new row.
+  # One row with one token, which is the first one of the row.
+  new_token = np.full((1, 1, 1, 3), 0.5, np.float32)
   starts = np.array([0])
   counts = np.array([1])
 
-  pool = write(used_pool, tables, token, starts, counts)
+  pool = write(used_pool, tables, new_token, starts, counts)
 
-  stored = read_rows(pool, tables, jnp.float32)[0, 0]
-  chex.assert_trees_all_close(np.asarray(stored), token[0, 0], **FLOAT32)
+  row = read_rows(pool, tables, jnp.float32)
+  stored_token = np.asarray(row[:, :1])
+  chex.assert_trees_all_close(stored_token, new_token, **FLOAT32)
 
 
 # Allocation.
 
 
 def test_rows_get_only_the_pages_that_they_need():
-  """Rows of 9, 0, 4 and 1 tokens need 3, 0, 1 and 1 pages of four tokens.
-
-  A table has further entries of 5, which are no pages.
-  """
+  """Rows of 9, 0, 4 and 1 tokens need 3, 0, 1 and 1 pages of four tokens."""
   tables = allocate([9, 0, 4, 1], num_pages=5, pages_per_row=4, size=4)
 
-  chex.assert_shape(tables, (4, 4))
+  # The pages have the numbers 0 to 4.
+  no_page = 5
+  expected = [
+    [0, 1, 2, no_page],
+    [no_page, no_page, no_page, no_page],
+    [3, no_page, no_page, no_page],
+    [4, no_page, no_page, no_page],
+  ]
+  assert tables.tolist() == expected
   assert tables.dtype == np.int32
-  is_page = tables < 5
-  assert is_page.sum(axis=1).tolist() == [3, 0, 1, 1]
-  # The pages of a row come first, and no two rows share one.
-  assert (np.sort(~is_page, axis=1) == ~is_page).all()
-  assert sorted(tables[is_page]) == [0, 1, 2, 3, 4]
 
 
 def test_too_few_pages_are_an_error():
