@@ -147,17 +147,18 @@ def read_in_pieces(model, params, cache, ends):
   ],
 )
 def test_pieces_give_the_hidden_states_of_the_whole(config_name, make_cache):
-  """Three rows of 24 tokens are read up to token 20, in pieces and at once."""
+  """A decoder reads 20 tokens of each row in six pieces, or all at once.
+
+  Pieces of one token are decoded. Longer ones are read like prompts.
+  """
   model, params = model_and_params(config_name)
   cache = make_cache(model, capacity=24)
+  ends_of_pieces = (8, 9, 10, 11, 19, 20)
 
-  # Pieces of one token are decoded. Longer ones are read like prompts.
-  hidden, cache = read_in_pieces(
-    model, params, cache, ends=(8, 9, 10, 11, 19, 20)
-  )
+  hidden, cache = read_in_pieces(model, params, cache, ends_of_pieces)
 
-  at_once = jax.jit(model.apply)({"params": params}, TOKENS)
-  chex.assert_trees_all_close(hidden, at_once[:, :20], **FLOAT32_LAYER)
+  expected = jax.jit(model.apply)({"params": params}, TOKENS[:, :20])
+  chex.assert_trees_all_close(hidden, expected, **FLOAT32_LAYER)
   assert cache.lengths.tolist() == [20, 20, 20]
 
 
@@ -165,36 +166,33 @@ def test_pieces_give_the_hidden_states_of_the_whole(config_name, make_cache):
   "config_name", ["diff_v2, grouped heads, untied", *full(["diff"])]
 )
 def test_padding_of_shorter_rows_is_invisible(config_name):
-  """Prompts of 2, 5 and 8 tokens are read together, then each grows by 3.
+  """Three prompts are padded to 8 tokens. Then each row grows by three tokens.
 
-  Each row alone, read by the whole model without a cache, is the reference.
+  The hidden states of the new tokens are those of a model that reads each row
+  alone, without padding and without a cache.
   """
   model, params = model_and_params(config_name)
-  weights = unstack(model, params)
-  extend_cache = jax.jit(functools.partial(extend, model))
-  apply = jax.jit(model.apply)
   prompt_lengths = np.array([2, 5, 8])
-  num_new_tokens = 3
-  new_tokens = jax.random.randint(
-    jax.random.key(2), (NUM_ROWS, num_new_tokens), 0, 64
-  )
+  prompts = jax.random.randint(jax.random.key(1), (3, 8), 0, 64)
+  new_tokens = jax.random.randint(jax.random.key(2), (3, 3), 0, 64)
+  weights = unstack(model, params)
+  cache = empty_cache(model, batch_size=3, capacity=24)
+  extend_cache = jax.jit(functools.partial(extend, model))
 
-  cache = contiguous_cache(model, capacity=24)
-  _, cache = extend_cache(weights, TOKENS[:, :8], cache, prompt_lengths)
-  assert cache.lengths.tolist() == prompt_lengths.tolist()
-  pieces = []
-  for step in range(num_new_tokens):
+  _, cache = extend_cache(weights, prompts, cache, prompt_lengths)
+  hidden_of_steps = []
+  for step in range(3):
     hidden, cache = extend_cache(weights, new_tokens[:, [step]], cache)
-    pieces.append(hidden)
-  decoded = jnp.concatenate(pieces, axis=1)
+    hidden_of_steps.append(hidden)
+  actual = jnp.concatenate(hidden_of_steps, axis=1)
 
+  assert cache.lengths.tolist() == [5, 8, 11]
   for row, prompt_length in enumerate(prompt_lengths):
-    end = prompt_length + num_new_tokens
-    ids = np.zeros((1, 16), np.int32)
-    ids[0, :end] = [*TOKENS[row, :prompt_length], *new_tokens[row]]
-    hidden = apply({"params": params}, ids)
-    expected = hidden[0, prompt_length:end]
-    chex.assert_trees_all_close(decoded[row], expected, **FLOAT32_LAYER)
+    prompt = prompts[row, :prompt_length]
+    whole_row = jnp.concatenate([prompt, new_tokens[row]])
+    hidden = jax.jit(model.apply)({"params": params}, whole_row[None])
+    expected = hidden[0, prompt_length:]
+    chex.assert_trees_all_close(actual[row], expected, **FLOAT32_LAYER)
 
 
 @pytest.mark.parametrize(
@@ -203,51 +201,66 @@ def test_padding_of_shorter_rows_is_invisible(config_name):
 def test_an_int8_cache_approximates_the_hidden_states(config_name):
   """Keys and values are rounded to 8 bits when they are stored.
 
-  The first 13 tokens are stored at once, and two more one by one.
+  The first 13 tokens of each row are stored at once, and two more one by one.
   """
   model, params = model_and_params(config_name)
   cache = paged_cache(model, capacity=24, dtype="int8")
 
   hidden, cache = read_in_pieces(model, params, cache, ends=(13, 14, 15))
 
-  # The model has two layers.
-  assert cache.keys[0].tokens.dtype == jnp.int8
-  assert cache.values[1].tokens.dtype == jnp.int8
-  without_cache = jax.jit(model.apply)({"params": params}, TOKENS)
-  expected = without_cache[:, :15]
+  for pool in (*cache.keys, *cache.values):
+    assert pool.tokens.dtype == jnp.int8
+  expected = jax.jit(model.apply)({"params": params}, TOKENS[:, :15])
   distance = jnp.linalg.norm(hidden - expected, axis=-1)
   relative_error = distance / jnp.linalg.norm(expected, axis=-1)
-  # An error of 0 would mean that the cache is not in int8.
-  assert 1e-4 < relative_error.max() < 0.05
+  # int8 has steps of 1/127 of the largest number, which is about 1%.
+  assert relative_error.max() < 0.05
+  # Without rounding, the error would be below 1e-4.
+  assert relative_error.max() > 1e-4
+
+
+def sizes_of_copies(hlo):
+  """Returns the sizes of the arrays that a compiled program copies or moves.
+
+  The text of a program has lines such as
+  "%copy.3 = f32[3,2,16]{2,1,0} copy(%argument)", with the shape [3, 2, 16].
+  """
+  shape_of_a_copy = (
+    r"= \w+\[([\d,]+)\]\S* (?:transpose|copy|gather|concatenate)\("
+  )
+  sizes = []
+  for shape in re.findall(shape_of_a_copy, hlo):
+    axes = [int(axis) for axis in shape.split(",")]
+    sizes.append(math.prod(axes))
+  return sizes
 
 
 @pytest.mark.parametrize("make_cache", [contiguous_cache, paged_cache])
 @pytest.mark.parametrize("num_tokens", [1, 8], ids=["decoding", "prompt"])
 def test_the_cache_is_not_copied(make_cache, num_tokens, monkeypatch):
-  """The program moves no array of the size of a layer's keys or values.
+  """The compiled program moves no array as large as a layer's keys or values.
 
   A copy of the cache for each token would cost more than the token itself.
   """
-  # Keys are read in pieces. Few logits make them smaller than this small cache.
-  monkeypatch.setattr(decode_xla, "_PIECE_LOGITS", 1 << 14)
+  capacity = 16_384
+  # Attention reads the keys in pieces of at most this many logits, and may copy
+  # a piece. By default, a piece could hold all keys of this small cache.
+  monkeypatch.setattr(decode_xla, "_PIECE_LOGITS", 16_384)
   model, params = model_and_params("diff, grouped heads")
-  weights = jax.eval_shape(functools.partial(unstack, model), params)
-  cache = jax.eval_shape(functools.partial(make_cache, model, 1 << 14))
-  tokens = jax.ShapeDtypeStruct((NUM_ROWS, num_tokens), jnp.int32)
+  weights = unstack(model, params)
+  cache = make_cache(model, capacity)
+  tokens = jnp.zeros((NUM_ROWS, num_tokens), jnp.int32)
 
-  # XLA may write into the cache, the argument 2, because it is donated.
-  extend_cache = jax.jit(functools.partial(extend, model), donate_argnums=2)
-  hlo = extend_cache.lower(weights, tokens, cache).compile().as_text()
+  def extend_cache(weights, tokens, cache):
+    return extend(model, weights, tokens, cache)
 
-  moved_shapes = re.findall(
-    r"= \w+\[([\d,]+)\]\S* (?:transpose|copy|gather|concatenate)\(", hlo
-  )
-  moved_sizes = []
-  for shape in moved_shapes:
-    axes = [int(axis) for axis in shape.split(",")]
-    moved_sizes.append(math.prod(axes))
+  # XLA may write into a cache that is donated.
+  program = jax.jit(extend_cache, donate_argnames="cache")
+  hlo = program.lower(weights, tokens, cache).compile().as_text()
+
   pool_sizes = [pool.tokens.size for pool in (*cache.keys, *cache.values)]
-  assert max(moved_sizes) < min(pool_sizes) / 4
+  # A piece has less than a quarter of the keys.
+  assert max(sizes_of_copies(hlo)) < min(pool_sizes) / 4
 
 
 @pytest.mark.parametrize(
@@ -267,69 +280,65 @@ def test_an_unsupported_dtype_is_rejected(options):
 
 
 def test_weights_are_cast_once_and_vectors_stay_float32():
+  """`unstack` gives each layer its own arrays, with matrices in bfloat16."""
   model, params = model_and_params("diff")
+  bfloat16_model = model.clone(dtype=jnp.bfloat16)
 
-  weights = unstack(model.clone(dtype=jnp.bfloat16), params)
+  weights = unstack(bfloat16_model, params)
 
-  # `unstack` gives each layer its own arrays.
-  layer = weights["layers"][1]
+  second_layer = weights["layers"][1]
+  attention = second_layer["attention"]
   assert weights["embedding"].dtype == jnp.bfloat16
-  assert layer["attention"]["query"].dtype == jnp.bfloat16
-  assert layer["attention"]["lambda_q1"].dtype == jnp.float32
-  assert layer["ffn_norm"].dtype == jnp.float32
-  up = params["layers"]["ffn"]["up"][1]
-  chex.assert_trees_all_equal(layer["ffn"]["up"], up.astype(jnp.bfloat16))
+  assert attention["query"].dtype == jnp.bfloat16
+  assert attention["lambda_q1"].dtype == jnp.float32
+  assert second_layer["ffn_norm"].dtype == jnp.float32
+  up_of_all_layers = params["layers"]["ffn"]["up"]
+  expected_up = up_of_all_layers[1].astype(jnp.bfloat16)
+  chex.assert_trees_all_equal(second_layer["ffn"]["up"], expected_up)
 
 
 # Models that cannot be decoded.
 
 
-@pytest.fixture
-def encoder():
-  """A model in which a token also sees later tokens."""
-  return Decoder(dataclasses.replace(CONFIG, causal=False))
-
-
-def test_a_model_that_is_not_causal_has_no_cache(encoder):
+def test_a_model_that_is_not_causal_has_no_cache():
+  encoder = Decoder(dataclasses.replace(CONFIG, causal=False))
   with pytest.raises(UserError, match="config.model.causal = False"):
     empty_cache(encoder, batch_size=1, capacity=8)
 
 
-def test_a_model_that_is_not_causal_is_not_decoded(encoder):
-  # The cache and the weights are those of a causal model.
-  model, params = model_and_params("diff")
-  cache = contiguous_cache(model, capacity=8)
-  weights = unstack(model, params)
+def test_a_model_that_is_not_causal_is_not_decoded():
+  causal_model, params = model_and_params("diff")
+  weights = unstack(causal_model, params)
+  # A model that is not causal has no cache, so this is another model's cache.
+  cache = empty_cache(causal_model, batch_size=3, capacity=8)
+  config = dataclasses.replace(causal_model.config, causal=False)
+  model = Decoder(config)
 
   with pytest.raises(ValueError, match="causal = False"):
-    extend(encoder, weights, TOKENS[:, :8], cache)
+    extend(model, weights, TOKENS[:, :8], cache)
 
 
-class ScaledAttention(Attention):
-  """Softmax attention with its own scale."""
+def test_decoding_rejects_a_variant_that_scales_its_logits(monkeypatch):
+  """Attention with a cache has no argument `scale`.
 
-  supports = {"cached_decoding"}
-
-  def compute_heads(self, q, k, v, lam, mask):
-    return self.attention_fn(q, k, v, None, scale=3.0)
-
-
-def test_a_variant_with_an_argument_that_decoding_lacks_is_rejected(
-  monkeypatch,
-):
-  """Decoding has no `scale`, which this variant gives to its attention.
-
-  Otherwise it would be decoded as if it had the usual scale.
+  If decoding ignored the argument, the logits would have the usual scale.
   """
+
+  class ScaledAttention(Attention):
+    supports = {"cached_decoding"}
+
+    def compute_heads(self, q, k, v, lam, mask):
+      return self.attention_fn(q, k, v, None, scale=3.0)
+
   monkeypatch.setitem(ATTENTION, "scaled", ScaledAttention)
   config = dataclasses.replace(CONFIG, attention="scaled", head_norm=False)
   model = Decoder(config)
-  params = parameters(model, TOKENS[:1, :1])
-  cache = contiguous_cache(model, capacity=8)
-  weights = unstack(model, params)
+  ids = jnp.zeros((1, 8), jnp.int32)
+  weights = unstack(model, parameters(model, ids))
+  cache = empty_cache(model, batch_size=1, capacity=8)
 
-  with pytest.raises(TypeError, match="'scale'"):
-    extend(model, weights, TOKENS[:, :8], cache)
+  with pytest.raises(TypeError, match="unexpected keyword argument 'scale'"):
+    extend(model, weights, ids, cache)
 
 
 def test_decoding_uses_the_scale_of_the_models_attention_function():
@@ -339,9 +348,11 @@ def test_decoding_uses_the_scale_of_the_models_attention_function():
     diff_attention, scale=1.0, implementation="reference"
   )
   model = default_model.clone(attention_fn=scaled_attention)
-  cache = contiguous_cache(model, capacity=8)
+  weights = unstack(model, params)
+  cache = empty_cache(model, batch_size=3, capacity=8)
+  ids = TOKENS[:, :8]
 
-  hidden, _ = read_in_pieces(model, params, cache, ends=(8,))
+  hidden, _ = extend(model, weights, ids, cache)
 
-  expected = jax.jit(model.apply)({"params": params}, TOKENS[:, :8])
+  expected = model.apply({"params": params}, ids)
   chex.assert_trees_all_close(hidden, expected, **FLOAT32_LAYER)
