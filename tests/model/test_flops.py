@@ -14,7 +14,6 @@ from diffjax.model import flops
 from diffjax.model.attention import ATTENTION
 from tests.harness.variants import VARIANTS
 
-B, T = 2, 16
 SMALL = dict(
   vocab_size=96,
   num_layers=3,
@@ -78,12 +77,12 @@ def einsum_flops(equation: str, sizes: dict[str, int]) -> float:
   return xla_flops(equation, *shapes)
 
 
-def expected_forward_flops(name: str) -> float:
-  """Returns XLA's count of all products of a small model."""
+def xla_flops_of_all_products(name: str, num_rows: int, length: int) -> float:
+  """Returns XLA's count for the matrix products of a model with SMALL sizes."""
   G, M, value_factor = VARIANTS[name].sizes
   V = value_factor * 6
-  sizes = dict(b=B, t=T, s=T, e=32, h=4, k=2, g=G, m=M, d=6, v=V, u=V, f=40)
-  sizes["n"] = 96
+  sizes = dict(b=num_rows, t=length, s=length, n=96)
+  sizes |= dict(e=32, h=4, k=2, g=G, m=M, d=6, v=V, u=V, f=40)
   for axis, size in ATTENTION[name].extra_axes.items():
     sizes[axis.lower()] = size
 
@@ -117,7 +116,7 @@ def expected_forward_flops(name: str) -> float:
     # The values are multiplied with the sum of the maps.
     attention += einsum_flops("bhts,bshv->bthv", sizes)
   # A causal mask shows T(T + 1)/2 of T² pairs.
-  visible_share = (T + 1) / (2 * T)
+  visible_share = (length + 1) / (2 * length)
   layer += visible_share * attention
 
   vocabulary = einsum_flops("bte,ne->btn", sizes)
@@ -126,27 +125,32 @@ def expected_forward_flops(name: str) -> float:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_flops_equal_xlas_count_of_the_matrix_products(name):
+  """The backward pass has two products for each one of the forward pass.
+
+  These are the gradients of the two matrices.
+  """
+  num_rows = 2
+  length = 16
   model = ModelConfig(attention=name, **SMALL)
 
-  counted = flops.step_flops(model, length=T, tokens=B * T)
+  counted = flops.step_flops(model, length=length, tokens=num_rows * length)
 
-  # A gradient has two products for each one of the forward pass.
-  assert counted.forward == pytest.approx(
-    expected_forward_flops(name), rel=1e-6
-  )
+  expected = xla_flops_of_all_products(name, num_rows, length)
+  assert counted.forward == pytest.approx(expected, rel=1e-6)
   assert counted.training == 3 * counted.forward
 
 
 def test_frozen_matrices_need_no_gradients():
-  """A training step omits the product for the gradient of a frozen matrix."""
+  """A training step omits one product for each matrix that is not trained."""
   num_layers = 3
+  num_plain_layers = 1
   embed_dim = 32
   num_heads = 4
   head_dim = 6
   vocab_size = 96
   model = ModelConfig(
     attention="dex",
-    plain_layers=1,
+    plain_layers=num_plain_layers,
     num_layers=num_layers,
     embed_dim=embed_dim,
     num_heads=num_heads,
@@ -155,36 +159,32 @@ def test_frozen_matrices_need_no_gradients():
     ffn_dim=40,
     vocab_size=vocab_size,
   )
-  trained = flops.step_flops(model, length=16, tokens=32)
+  frozen_names = {"query", "embedding", "dex_matrix"}
 
-  matrices = {"query", "embedding", "dex_matrix"}
-  # Vectors and names that the model lacks change nothing.
-  without_products = {"dex_lambda", "final_norm", "lambda_hat"}
-  frozen = flops.step_flops(
-    model, length=16, tokens=32, frozen=matrices | without_products
-  )
+  trained = flops.step_flops(model, length=16, tokens=32)
+  frozen = flops.step_flops(model, length=16, tokens=32, frozen=frozen_names)
 
   query = num_layers * embed_dim * num_heads * head_dim
   # A tied embedding is also the matrix of the logits.
   embedding = vocab_size * embed_dim
-  # All layers but the plain one multiply each head with the matrix of DEX.
-  dex_matrix = (num_layers - 1) * num_heads * head_dim * head_dim
-  # A multiply-add is two FLOPs, and there are 32 tokens.
-  omitted = 2 * 32 * (query + embedding + dex_matrix)
+  # In layers that are not plain, the matrix of DEX multiplies each head.
+  num_dex_layers = num_layers - num_plain_layers
+  dex_matrix = num_dex_layers * num_heads * head_dim * head_dim
+  multiply_adds = 32 * (query + embedding + dex_matrix)
+  flops_per_multiply_add = 2
+  omitted = trained.training - frozen.training
+  assert omitted == flops_per_multiply_add * multiply_adds
   assert frozen.forward == trained.forward
-  assert frozen.training == trained.training - omitted
 
 
-def test_the_sigmoid_of_lambda_costs_nothing():
-  """λ of DIFF V2 is the sigmoid of λ of its linear variant.
+@pytest.mark.parametrize("name", ["dex_lambda", "final_norm", "lambda_hat"])
+def test_frozen_vectors_and_parameters_of_other_variants_change_nothing(name):
+  """DEX has no lambda_hat. The other two are vectors, without a product."""
+  model = ModelConfig(attention="dex", **SMALL)
 
-  Only products of matrices count as FLOPs.
-  """
-  v2 = ModelConfig(attention="diff_v2", **SMALL)
-  linear = ModelConfig(attention="diff_v2_linear", **SMALL)
+  frozen = flops.step_flops(model, length=16, tokens=32, frozen={name})
 
-  assert forward_flops(v2, length=16) == forward_flops(linear, length=16)
-  assert flops.parameter_count(v2) == flops.parameter_count(linear)
+  assert frozen == flops.step_flops(model, length=16, tokens=32)
 
 
 # Masks.
@@ -195,18 +195,21 @@ def test_the_sigmoid_of_lambda_costs_nothing():
   [(True, 5), (True, 16), (True, 99), (False, None), (False, 5), (False, 99)],
 )
 def test_only_visible_pairs_of_queries_and_keys_count(causal, window):
-  """Models with other masks differ by the FLOPs of the pairs that they see."""
+  """The model is compared with one in which a token sees only itself.
+
+  The row has 16 tokens. A window may be as long as the row, or longer.
+  """
   length = 16
-  num_layers = 3
-  num_heads = 4
   head_dim = 6
-  causal_model = ModelConfig(
-    num_layers=num_layers,
-    num_heads=num_heads,
-    num_kv_heads=num_heads,
+  model = ModelConfig(
+    num_layers=1,
+    num_heads=1,
+    num_kv_heads=1,
     head_dim=head_dim,
+    causal=causal,
+    window=window,
   )
-  model = dataclasses.replace(causal_model, causal=causal, window=window)
+  smallest_model = dataclasses.replace(model, window=1)
   query, key = np.indices((length, length))
   visible = np.ones((length, length), bool)
   if causal:
@@ -214,15 +217,14 @@ def test_only_visible_pairs_of_queries_and_keys_count(causal, window):
   if window is not None:
     visible &= abs(query - key) < window
 
-  difference = forward_flops(model, length) - forward_flops(
-    causal_model, length
-  )
+  model_flops = forward_flops(model, length)
+  smallest_flops = forward_flops(smallest_model, length)
 
-  # The two maps of a DIFF head multiply keys, and values of twice their width.
-  multiply_adds = 2 * (head_dim + 2 * head_dim)
-  flops_of_pair = 2 * num_layers * num_heads * multiply_adds
-  num_causal_pairs = length * (length + 1) // 2
-  assert difference == flops_of_pair * (visible.sum() - num_causal_pairs)
+  num_additional_pairs = visible.sum() - length
+  # A head has two maps, and values that are twice as wide as its keys.
+  multiply_adds_of_pair = 2 * (head_dim + 2 * head_dim)
+  flops_of_pair = 2 * multiply_adds_of_pair
+  assert model_flops - smallest_flops == num_additional_pairs * flops_of_pair
 
 
 def test_each_layer_has_its_own_pairs_and_maps():
@@ -231,12 +233,14 @@ def test_each_layer_has_its_own_pairs_and_maps():
   "fw" repeats: full attention, then a window of 4 tokens.
   """
   length = 16
+  num_heads = 4
+  num_noise_heads = 2
   head_dim = 6
   model = ModelConfig(
     num_layers=3,
     plain_layers=1,
-    num_heads=4,
-    num_noise_heads=2,
+    num_heads=num_heads,
+    num_noise_heads=num_noise_heads,
     num_kv_heads=2,
     head_dim=head_dim,
     window=4,
@@ -247,44 +251,53 @@ def test_each_layer_has_its_own_pairs_and_maps():
 
   difference = forward_flops(model, length) - forward_flops(smallest, length)
 
-  full_pairs = length * (length + 1) // 2 - length
-  # The first three tokens see 1, 2 and 3 tokens, and all others see 4.
-  windowed_pairs = (1 + 2 + 3 + 4 * (length - 3)) - length
-  # A plain layer has 8 maps, and values as wide as its keys.
-  plain_layer = 8 * (head_dim + head_dim) * full_pairs
-  # A DIFF layer has 4 signal and 2 noise maps. Its values are twice as wide.
-  windowed_layer = (4 + 2) * (head_dim + 2 * head_dim) * windowed_pairs
-  full_layer = (4 + 2) * (head_dim + 2 * head_dim) * full_pairs
-  assert difference == 2 * (plain_layer + windowed_layer + full_layer)
+  # Pairs of different tokens. A window of 4 shows up to 3 earlier tokens.
+  full_pairs = length * (length - 1) // 2
+  windowed_pairs = 0 + 1 + 2 + 3 * (length - 3)
+  # A plain layer has twice as many heads as DIFF, with values of head_dim.
+  plain_maps = 2 * num_heads
+  plain_layer = plain_maps * (head_dim + head_dim) * full_pairs
+  # A DIFF layer has values of twice that width.
+  diff_maps = num_heads + num_noise_heads
+  windowed_layer = diff_maps * (head_dim + 2 * head_dim) * windowed_pairs
+  full_layer = diff_maps * (head_dim + 2 * head_dim) * full_pairs
+  flops_per_multiply_add = 2
+  multiply_adds = plain_layer + windowed_layer + full_layer
+  assert difference == flops_per_multiply_add * multiply_adds
 
 
 # The papers.
 
 
-def test_attention_of_diff_has_six_to_four_of_its_transformers_products():
+@pytest.mark.parametrize(
+  ("model", "expected"),
+  [
+    pytest.param(PAPER_1B, 6, id="DIFF"),
+    pytest.param(PAPER_1B_SOFTMAX, 4, id="Transformer"),
+  ],
+)
+def test_attention_has_the_flops_of_the_paper(model, expected):
   """Section 1 of the paper: a DIFF head has 6 N²d, its Transformer 4 N²d.
 
-  The models are those with 1.4 billion parameters.
+  The models are those with 1.4 billion parameters. Both are compared with
+  models in which a token sees only itself, so that other products cancel.
   """
   length = 2048
   num_layers = 24
-  num_heads = 8
+  num_diff_heads = 8
   head_dim = 128
-  embed_dim = 2048
-  ffn_dim = 5440
-  vocab_size = 100_288
+  smallest_model = dataclasses.replace(model, window=1)
 
-  diff = forward_flops(PAPER_1B, length)
-  transformer = forward_flops(PAPER_1B_SOFTMAX, length)
+  attention_flops = forward_flops(model, length) - forward_flops(
+    smallest_model, length
+  )
 
-  num_pairs = length * (length + 1) // 2
-  # Two FLOPs for each pair of tokens and each number of a head.
-  unit = 2 * num_pairs * num_layers * num_heads * head_dim
-  assert diff - transformer == (6 - 4) * unit
-  # Query, key, value and out, and the three matrices of the SwiGLU.
-  layer = 4 * embed_dim**2 + 3 * embed_dim * ffn_dim
-  matrices = 2 * length * (num_layers * layer + vocab_size * embed_dim)
-  assert transformer - matrices == 4 * unit
+  # The paper's N²: a multiply-add is two FLOPs, and half of N² pairs are causal.
+  num_pairs_of_different_tokens = length * (length - 1) // 2
+  n_squared = 2 * num_pairs_of_different_tokens
+  assert attention_flops == (
+    num_layers * num_diff_heads * expected * n_squared * head_dim
+  )
 
 
 # Sizes that differ from those of the model with 1.4 billion parameters, and the

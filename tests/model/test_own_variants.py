@@ -6,7 +6,7 @@ A part that knows only the package's variants would compute another variant.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -24,7 +24,7 @@ from diffjax.config import (
 )
 from diffjax.inference.cache import empty_cache, extend, unstack
 from diffjax.inference.sampler import Sampler
-from diffjax.model.attention import ATTENTION, register
+from diffjax.model.attention import ATTENTION, Attention, register
 from diffjax.model.decoder import Decoder, logits
 from diffjax.model.definition import key_distances
 from diffjax.model.shapes import parameter_shapes
@@ -35,7 +35,7 @@ from diffjax.ops.diff_attention import (
 )
 from diffjax.ops.diff_attention.reference import IMPLEMENTATION
 from diffjax.parallel.mesh import make_mesh, put_batch
-from diffjax.parameters import PARAMETERS, Parameter
+from diffjax.parameters import Parameter
 from diffjax.training.program import Program, build
 from tests.harness import own_variants
 from tests.harness.parameters import parameters
@@ -87,64 +87,95 @@ def visible_keys(
 # A layer equals its definition.
 
 
-def expected_heads(
-  params: dict[str, np.ndarray],
-  x: np.ndarray,
-  visible: np.ndarray,
-  *,
-  has_sum: bool,
-) -> np.ndarray:
-  """Returns the outputs of a strange layer's heads [T, H, V].
+class LayerCase(NamedTuple):
+  """A layer's output for one row of inputs, and its parameters, in float64."""
 
-  Args:
-    params: the parameters of the layer.
-    x: one row of inputs [T, E].
-    visible: which keys each query sees [T, S].
-    has_sum: whether the weights of earlier queries are added.
+  output: np.ndarray  # [T, E]
+  params: dict[str, np.ndarray]
+  x: np.ndarray  # [T, E]
+  visible: np.ndarray  # Which keys each query sees [T, S].
+
+
+def random_case(
+  name: str, window: int | None, lambda_init: float | None = None
+) -> LayerCase:
+  """Returns the output of a layer for two documents, of 7 and 5 tokens.
+
+  Two heads share their keys and values.
   """
-  q = np.einsum("TE,EHGD->THGD", x, params["query"])
-  k = np.einsum("TE,EKGD->TKGD", x, params["key"])
-  v = np.einsum("TE,EKV->TKV", x, params["value"])
-  mix = np.tanh(x @ params["strange_mix"])
-  bias = params["strange_bias"][..., None, None]
-  # Two heads share their keys and values.
-  k = np.repeat(k, 2, axis=1)
-  v = np.repeat(v, 2, axis=1)
-
-  s = np.einsum("THGD,SHGD->HGTS", q, k) / np.sqrt(q.shape[-1])
-  sigmoid = 1 / (1 + np.exp(-(s[:, 0] + bias[:, 0])))
-  tanh = np.tanh(s[:, 1] + bias[:, 1]) / 4
-  third_map = mix.T[..., None] * s[:, 2] / 8
-  weights = np.where(visible, sigmoid - tanh + third_map, 0)
-  if has_sum:
-    weights = weights + visible.astype(float) @ weights / 16
-  return np.einsum("HTS,SHV->THV", weights, v)
-
-
-@pytest.mark.parametrize("name", own_variants.NAMES)
-@pytest.mark.parametrize("window", [None, 4])
-def test_a_layer_equals_its_definition(name, window):
   segment_ids = np.array([1] * 7 + [2] * 5)
   rng = np.random.default_rng(1)
   x = rng.normal(size=(1, 12, 16)).astype(np.float32)
   layer = ATTENTION[name](
-    num_heads=4, num_kv_heads=2, head_dim=8, rope=False, window=window
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    rope=False,
+    window=window,
+    head_norm=False,
   )
-  params = parameters(layer, jnp.asarray(x))
-  bias = rng.normal(size=(4, 2)).astype(np.float32)
-  params["strange_bias"] = jnp.asarray(bias)
+  params = parameters(layer, jnp.asarray(x), lambda_init)
+  if "strange_bias" in params:
+    params["strange_bias"] = jnp.asarray(rng.normal(size=(4, 2)), jnp.float32)
+  output = jax.jit(layer.apply)(
+    {"params": params}, x, lambda_init, segment_ids=segment_ids[None]
+  )
+  return LayerCase(
+    output=np.float64(output[0]),
+    params=jax.tree.map(np.float64, params),
+    x=np.float64(x[0]),
+    visible=visible_keys(12, window=window, segment_ids=segment_ids),
+  )
 
-  actual = jax.jit(layer.apply)(
-    {"params": params}, x, segment_ids=segment_ids[None]
-  )
 
-  exact_params = jax.tree.map(np.float64, params)
-  visible = visible_keys(12, window=window, segment_ids=segment_ids)
-  heads = expected_heads(
-    exact_params, np.float64(x[0]), visible, has_sum=name == "strange_sum"
+def logits_of_maps(case: LayerCase) -> np.ndarray:
+  """Returns the logits of each head and map [H, G, T, S]."""
+  q = np.einsum("TE,EHGD->THGD", case.x, case.params["query"])
+  k = np.einsum("TE,EKGD->TKGD", case.x, case.params["key"])
+  k = np.repeat(k, 2, axis=1)
+  return np.einsum("THGD,SHGD->HGTS", q, k) / np.sqrt(q.shape[-1])
+
+
+def output_from_weights(case: LayerCase, weights: np.ndarray) -> np.ndarray:
+  """Returns the projected sum of the heads' weighted values [T, E]."""
+  v = np.einsum("TE,EKV->TKV", case.x, case.params["value"])
+  v = np.repeat(v, 2, axis=1)
+  heads = np.einsum("HTS,SHV->THV", weights, v)
+  return np.einsum("THV,HVE->TE", heads, case.params["out"])
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_the_layer_strange_equals_its_definition(window):
+  """The weights are σ(s₁ + b₁) − tanh(s₂ + b₂) / 4 + mix · s₃ / 8."""
+  case = random_case("strange", window)
+  s1, s2, s3 = np.moveaxis(logits_of_maps(case), 1, 0)
+  # b₁ and b₂ have an element for each head.
+  b1, b2 = case.params["strange_bias"].T[..., None, None]
+  mix = np.tanh(case.x @ case.params["strange_mix"])
+
+  weights = (
+    1 / (1 + np.exp(-(s1 + b1)))
+    - np.tanh(s2 + b2) / 4
+    + mix.T[..., None] * s3 / 8
   )
-  expected = np.einsum("THV,HVE->TE", heads, exact_params["out"])
-  chex.assert_trees_all_close(np.float64(actual[0]), expected, **FLOAT32)
+  visible_weights = np.where(case.visible, weights, 0)
+  expected = output_from_weights(case, visible_weights)
+
+  chex.assert_trees_all_close(case.output, expected, **FLOAT32)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_the_layer_strange_sum_equals_its_definition(window):
+  """The weights are W + M W / 16, with the weights W of "strange".
+
+  M is 1 for visible keys. So an output y becomes y + M y / 16.
+  """
+  strange = random_case("strange", window)
+  strange_sum = random_case("strange_sum", window)
+
+  expected = strange.output + strange.visible @ strange.output / 16
+
+  chex.assert_trees_all_close(strange_sum.output, expected, **FLOAT32)
 
 
 @pytest.mark.parametrize("window", [None, 5])
@@ -154,54 +185,38 @@ def test_the_documented_dint_equals_its_equations(window):
   Row i of A₃ is the mean of the rows of A₁ that query i sees as keys.
   """
   lambda_init = 0.3
-  segment_ids = np.array([1] * 7 + [2] * 5)
-  rng = np.random.default_rng(3)
-  x = rng.normal(size=(1, 12, 16)).astype(np.float32)
-  layer = ATTENTION["dint"](
-    num_heads=2, head_dim=8, rope=False, window=window, head_norm=False
-  )
-  params = parameters(layer, x, lambda_init)
+  case = random_case("dint", window, lambda_init)
 
-  actual = jax.jit(layer.apply)(
-    {"params": params},
-    x,
-    lambda_init,
-    segment_ids=segment_ids[None],
-  )
-
-  exact_params = jax.tree.map(np.float64, params)
-  row = np.float64(x[0])
-  q = np.einsum("TE,EHGD->THGD", row, exact_params["query"])
-  k = np.einsum("TE,EHGD->THGD", row, exact_params["key"])
-  v = np.einsum("TE,EHV->THV", row, exact_params["value"])
-  first = np.exp(exact_params["lambda_q1"] @ exact_params["lambda_k1"])
-  second = np.exp(exact_params["lambda_q2"] @ exact_params["lambda_k2"])
-  lam = first - second + lambda_init
-  visible = visible_keys(12, window=window, segment_ids=segment_ids)
-  scores = np.einsum("THGD,SHGD->HGTS", q, k) / np.sqrt(8)
-  exponentials = np.where(visible, np.exp(scores), 0)
+  exponentials = np.where(case.visible, np.exp(logits_of_maps(case)), 0)
   maps = exponentials / exponentials.sum(axis=-1, keepdims=True)
   a1 = maps[:, 0]
   a2 = maps[:, 1]
   a3 = np.zeros_like(a1)
   for query in range(12):
-    a3[:, query] = a1[:, visible[query]].mean(axis=1)
+    a3[:, query] = a1[:, case.visible[query]].mean(axis=1)
+  first = np.exp(case.params["lambda_q1"] @ case.params["lambda_k1"])
+  second = np.exp(case.params["lambda_q2"] @ case.params["lambda_k2"])
+  lam = first - second + lambda_init
   weights = a1 - lam * a2 + lam * a3
+  expected = output_from_weights(case, weights)
+
   # The weights of each query sum to 1, which is the purpose of DINT.
-  chex.assert_trees_all_close(weights.sum(axis=-1), np.ones((2, 12)), **FLOAT64)
-  heads = np.einsum("HTS,SHV->THV", weights, v)
-  expected = np.einsum("THV,HVE->TE", heads, exact_params["out"])
-  chex.assert_trees_all_close(np.float64(actual[0]), expected, **FLOAT32)
+  chex.assert_trees_all_close(weights.sum(axis=-1), np.ones((4, 12)), **FLOAT64)
+  chex.assert_trees_all_close(case.output, expected, **FLOAT32)
 
 
 @pytest.mark.parametrize("window", [None, 3])
 def test_key_distances_count_tokens_between_a_query_and_its_keys(window):
-  """Distances follow from the mask. They count only for visible keys."""
-  # Two documents, of 4 and 3 tokens.
-  segment_ids = np.array([1] * 4 + [2] * 3)
-  visible = visible_keys(7, window=window, segment_ids=segment_ids)
+  """`key_distances` computes them from a mask, without positions.
 
-  (distances,) = np.asarray(key_distances(jnp.asarray(visible)[None]))
+  Distances of keys that a query does not see have no meaning.
+  """
+  # Two documents, of 4 and 3 tokens.
+  segment_ids = np.array([1, 1, 1, 1, 2, 2, 2])
+  visible = visible_keys(7, window=window, segment_ids=segment_ids)
+  mask_of_one_row = jnp.asarray(visible)[None]
+
+  (distances,) = key_distances(mask_of_one_row)
 
   query, key = np.indices((7, 7))
   expected = query - key
@@ -213,57 +228,81 @@ def test_key_distances_count_tokens_between_a_query_and_its_keys(window):
 
 @pytest.mark.parametrize("name", own_variants.NAMES)
 def test_parameter_shapes_include_those_that_a_variant_declares(name):
-  """The variants declare strange_bias with the axes L, H and R = 2."""
-  model, params = decoder(name, num_layers=2, num_heads=4)
-  expected = {}
-  for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-    expected[path[-1].key] = leaf.shape
+  """The variants declare strange_bias with the axes layers, heads and 2."""
+  num_layers = 2
+  num_heads = 4
+  model, params = decoder(name, num_layers=num_layers, num_heads=num_heads)
 
   shapes = parameter_shapes(model.config)
 
-  assert shapes == expected
-  assert shapes["strange_bias"] == (2, 4, 2)
+  assert shapes["strange_bias"] == (num_layers, num_heads, 2)
+  shapes_of_model = {}
+  for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    shapes_of_model[path[-1].key] = leaf.shape
+  assert shapes == shapes_of_model
 
 
 @pytest.mark.parametrize("name", own_variants.NAMES)
-def test_a_token_sees_only_earlier_tokens_of_its_document(name):
-  # The first layer has a window, and the second one has none.
-  model, params = decoder(name, window=4, window_pattern="wf")
-  apply = jax.jit(functools.partial(model.apply, {"params": params}))
-  # Each row has a document of 7 tokens and one of 5.
-  segment_ids = np.array([[1] * 7 + [2] * 5] * 2)
-  positions = np.array([[*range(7), *range(5)]] * 2)
-  hidden = apply(TOKENS, segment_ids, positions)
-
-  with_documents_swapped = apply(
-    np.roll(TOKENS, 5, axis=1),
-    np.roll(segment_ids, 5, axis=1),
-    np.roll(positions, 5, axis=1),
-  )
+def test_a_token_sees_no_later_tokens(name):
+  """The first layer has a window of 4 tokens, and the second one has none."""
+  model, params = decoder(name, num_layers=2, window=4, window_pattern="wf")
   other_tokens = TOKENS.copy()
-  other_tokens[:, 6:] = (TOKENS[:, 6:] + 1) % 64
-  with_later_tokens_changed = apply(other_tokens, segment_ids, positions)
+  # The vocabulary has the ids 0 to 63, so all of these tokens change.
+  other_tokens[:, 6:] = 63 - TOKENS[:, 6:]
+  apply = jax.jit(model.apply)
 
-  chex.assert_trees_all_close(
-    with_documents_swapped[:, :5], hidden[:, 7:], **FLOAT32
+  hidden = apply({"params": params}, TOKENS)
+  other_hidden = apply({"params": params}, other_tokens)
+
+  chex.assert_trees_all_close(hidden[:, :6], other_hidden[:, :6], **FLOAT32)
+
+
+@pytest.mark.parametrize("name", own_variants.NAMES)
+def test_a_document_has_the_same_hidden_states_first_or_second_in_a_row(name):
+  """The first layer has a window of 4 tokens, and the second one has none."""
+  model, params = decoder(name, num_layers=2, window=4, window_pattern="wf")
+  apply = jax.jit(model.apply)
+  seven, five = TOKENS[:, :7], TOKENS[:, 7:]
+  seven_then_five = np.concatenate([seven, five], axis=1)
+  five_then_seven = np.concatenate([five, seven], axis=1)
+
+  hidden = apply(
+    {"params": params},
+    seven_then_five,
+    segment_ids=np.array([[1] * 7 + [2] * 5] * 2),
+    positions=np.array([[*range(7), *range(5)]] * 2),
   )
-  chex.assert_trees_all_close(
-    with_later_tokens_changed[:, :6], hidden[:, :6], **FLOAT32
+  hidden_of_swapped = apply(
+    {"params": params},
+    five_then_seven,
+    segment_ids=np.array([[1] * 5 + [2] * 7] * 2),
+    positions=np.array([[*range(5), *range(7)]] * 2),
   )
 
+  five_as_second = hidden[:, 7:]
+  five_as_first = hidden_of_swapped[:, :5]
+  chex.assert_trees_all_close(five_as_first, five_as_second, **FLOAT32)
 
-@pytest.mark.parametrize("name", ["strange", "distance_sigmoid"])
-def test_a_cache_does_not_change_the_hidden_states(name):
-  """A row can be read in two parts, of which the cache keeps the first."""
-  model, params = decoder(name, window=4, window_pattern="wf")
-  if name == "distance_sigmoid":
-    # A slope of 0 would hide the distances.
-    params["layers"]["attention"]["sigmoid_slope"] = jnp.full((2, 4), 0.3)
+
+@pytest.mark.parametrize(
+  ("name", "changed_params"),
+  [
+    ("strange", {}),
+    # The slope starts at 0, so that distances have no effect.
+    ("distance_sigmoid", {"sigmoid_slope": np.full((2, 4), 0.3)}),
+  ],
+)
+def test_a_cache_does_not_change_the_hidden_states(name, changed_params):
+  """Rows of 12 tokens are read at once, or in two parts with a cache.
+
+  The first layer has a window of 4 tokens, and the second one has none.
+  """
+  model, params = decoder(name, num_layers=2, window=4, window_pattern="wf")
+  params["layers"]["attention"].update(changed_params)
   layers = unstack(model, params)
+  cache = empty_cache(model, batch_size=2, capacity=16)
   extend_cache = jax.jit(functools.partial(extend, model))
 
-  # A cache for two rows of up to 16 tokens.
-  cache = empty_cache(model, 2, 16)
   first, cache = extend_cache(layers, TOKENS[:, :6], cache)
   second, _ = extend_cache(layers, TOKENS[:, 6:], cache)
 
@@ -321,15 +360,19 @@ def test_greedy_generation_equals_a_loop_over_the_model(name):
 
 
 def test_generation_without_cache_warns_once_for_a_variant(capfd):
-  # A new variant, for which no other test has constructed a sampler.
-  register("warned")(type("Warned", (ATTENTION["strange_sum"],), {}))
+  # No other test has made a sampler for this variant.
+  @register("warned")
+  class Warned(ATTENTION["strange_sum"]):
+    pass
+
   model, params = decoder("warned")
 
   Sampler(model, params, batch_size=2, capacity=24)
   Sampler(model, params, batch_size=2, capacity=24)
 
   errors = capfd.readouterr().err
-  assert errors.count("every new token computes its whole") == 1
+  warning = "slow, since every new token computes its whole row again"
+  assert errors.count(warning) == 1
 
 
 def test_generation_with_cache_does_not_warn(capfd):
@@ -340,27 +383,33 @@ def test_generation_with_cache_does_not_warn(capfd):
   assert "every new token" not in capfd.readouterr().err
 
 
-def test_recomputing_rows_gives_the_tokens_and_logits_of_the_cache(monkeypatch):
-  """A sampler computes whole rows for a variant without `cached_decoding`."""
-  model, params = decoder("strange")
+def answers_and_logits(
+  model: Decoder, params: dict[str, Any]
+) -> tuple[list[list[int]], jax.Array]:
+  """Returns random answers to two prompts, and logits after other tokens."""
   prompts = [TOKENS[0, :9].tolist(), TOKENS[1, :4].tolist()]
+  sampler = Sampler(model, params, batch_size=2, capacity=32)
+  answers = sampler.generate(prompts, 12, temperature=0.8, top_p=0.9, seed=3)
+  state = sampler.prefill(prompts)
+  # Further tokens of each row: first several, and then one.
+  state = sampler.read(state, [[1, 2, 3], [4]])
+  state = sampler.step(state, np.array([5, 6]))
+  return answers, state.logits
 
-  def answers_and_logits():
-    sampler = Sampler(model, params, batch_size=2, capacity=32)
-    answers = sampler.generate(prompts, 12, temperature=0.8, top_p=0.9, seed=3)
-    state = sampler.prefill(prompts)
-    # Further tokens of each row: first several, and then one.
-    state = sampler.read(state, [[1, 2, 3], [4]])
-    state = sampler.step(state, np.array([5, 6]))
-    return answers, np.asarray(state.logits)
 
-  answers, logits_of_cache = answers_and_logits()
-  # Without the feature "cached_decoding", the sampler uses no cache.
+def test_generation_is_the_same_with_and_without_a_cache(monkeypatch):
+  """A class declares in `supports` that it can be decoded with a cache.
+
+  Without a cache, the sampler computes the whole row for each new token.
+  """
+  model, params = decoder("strange")
+  answers, logits_with_cache = answers_and_logits(model, params)
+
   monkeypatch.setattr(ATTENTION["strange"], "supports", set())
-  recomputed_answers, recomputed_logits = answers_and_logits()
+  answers_without_cache, actual_logits = answers_and_logits(model, params)
 
-  assert recomputed_answers == answers
-  chex.assert_trees_all_close(recomputed_logits, logits_of_cache, **FLOAT32)
+  assert answers_without_cache == answers
+  chex.assert_trees_all_close(actual_logits, logits_with_cache, **FLOAT32)
 
 
 def negated_forward(arrays, mask, options):
@@ -424,43 +473,58 @@ def test_a_variant_with_its_own_weights_rejects_another_attention_fn():
     trace(model, params)
 
 
-def test_a_variant_without_windows_rejects_one(monkeypatch):
-  # A class names the optional features that it supports.
-  monkeypatch.setattr(ATTENTION["strange_sum"], "supports", set())
-  model, params = decoder("strange_sum")
+def test_a_variant_without_windows_rejects_one(restored_registry):
+  @register("without_windows")
+  class WithoutWindows(ATTENTION["strange"]):
+    # A class names the optional features that it has, such as "windows".
+    supports = set()
+
+  model, params = decoder("without_windows")
   config = dataclasses.replace(model.config, window=4)
-  with pytest.raises(UserError, match="config.model.window = 4: 'strange_sum'"):
+
+  message = "config.model.window = 4: 'without_windows'"
+  with pytest.raises(UserError, match=message):
     trace(Decoder(config), params)
 
 
-def test_a_variant_without_quantized_logits_rejects_a_transform(monkeypatch):
-  """A `logits_transform` changes attention logits, for example by rounding.
+def test_a_variant_without_quantized_logits_rejects_a_transform(
+  restored_registry,
+):
+  """A `logits_transform` changes attention logits, for example by rounding."""
 
-  A class has it only if it declares the feature "quantized_logits".
-  """
+  @register("without_transforms")
+  class WithoutTransforms(ATTENTION["strange"]):
+    # To accept a transform, a class must name the feature "quantized_logits".
+    supports = set()
 
   def unchanged(logits, mask):
     return logits
 
-  monkeypatch.setattr(ATTENTION["strange_sum"], "supports", set())
-  model, params = decoder("strange_sum")
+  model, params = decoder("without_transforms")
   model = model.clone(logits_transform=unchanged)
-  with pytest.raises(ValueError, match="logits_transform: StrangeSum"):
+
+  with pytest.raises(ValueError, match="logits_transform: WithoutTransforms"):
     trace(model, params)
 
 
-def test_a_layer_that_does_not_call_its_attention_cannot_be_cached(monkeypatch):
+def test_a_cache_requires_that_a_layer_calls_its_attention_fn(
+  restored_registry,
+):
   """The cache gets keys and values from the calls of `attention_fn`."""
 
-  def attend(self, q, k, v, lam, mask):
-    # Each of two key heads serves two query heads.
-    return jnp.repeat(v, 2, axis=2)
+  @register("uncalled")
+  class Uncalled(Attention):
+    supports = {"cached_decoding"}
 
-  model, params = decoder("strange")
-  monkeypatch.setattr(ATTENTION["strange"], "attend", attend)
-  read = functools.partial(extend, model)
+    def attend(self, q, k, v, lam, mask):
+      # The attention of DIFF or of a Transformer would be called here.
+      return jnp.zeros((*q.shape[:2], self.num_heads, v.shape[-1]))
+
+  model, params = decoder("uncalled")
   layers = unstack(model, params)
-  cache = empty_cache(model, 2, 16)
+  cache = empty_cache(model, batch_size=2, capacity=16)
+  read = functools.partial(extend, model)
+
   with pytest.raises(ValueError, match="called its attention_fn 0 times"):
     jax.eval_shape(read, layers, TOKENS, cache)
 
@@ -521,19 +585,20 @@ def run_steps(config: Config, num_devices: int = 1) -> list[dict[str, Any]]:
   ],
 )
 def test_a_mesh_does_not_change_training(name, mesh):
-  on_one_device = run_steps(train_config(name))
+  """Three steps have the same losses and gradients on one device and on four.
 
-  on_mesh = run_steps(train_config(name, mesh), num_devices=4)
+  Devices add float32 numbers in another order. The norm sums more of them.
+  """
+  steps_on_one_device = run_steps(train_config(name))
 
-  for step in range(3):
-    actual = on_mesh[step]
-    expected = on_one_device[step]
-    np.testing.assert_allclose(actual["loss"], expected["loss"], rtol=2e-6)
-    np.testing.assert_allclose(
-      actual["grad_norm"], expected["grad_norm"], rtol=2e-5
-    )
-  # The steps do change the parameters.
-  assert on_one_device[0]["loss"] != on_one_device[2]["loss"]
+  steps_on_mesh = run_steps(train_config(name, mesh), num_devices=4)
+
+  for metric, tolerance in [("loss", 2e-6), ("grad_norm", 2e-5)]:
+    actual = [step[metric] for step in steps_on_mesh]
+    expected = [step[metric] for step in steps_on_one_device]
+    np.testing.assert_allclose(actual, expected, rtol=tolerance)
+    # A step does change the parameters.
+    assert expected[0] != expected[2]
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -570,42 +635,31 @@ def test_rows_cannot_be_split_unless_the_variant_supports_it():
 # Parameters that a class declares, and parameters that it makes.
 
 
-def test_a_parameter_that_is_used_must_be_declared(monkeypatch):
-  """The layer "strange" asks for `strange_mix`, which is removed here."""
-  layer_class = ATTENTION["strange"]
-  declared = dict(layer_class.extra_parameters)
-  del declared["strange_mix"]
-  monkeypatch.setattr(layer_class, "extra_parameters", declared)
-  with pytest.raises(ValueError, match="no parameter 'strange_mix'"):
-    build_program(train_config("strange"))
+def test_a_parameter_that_is_declared_must_be_used(restored_registry):
+  @register("declaring")
+  class Declaring(Attention):
+    supports = {"windows"}
+    # The class does not override a method that would make this vector.
+    extra_parameters = {"unused": Parameter("LH")}
+
+  with pytest.raises(UserError, match="'unused' .* the layer does not make it"):
+    build_program(train_config("declaring"))
 
 
-def test_a_parameter_that_is_declared_must_be_used(monkeypatch):
-  layer_class = ATTENTION["strange"]
-  # A vector with an element for each head, in each layer.
-  unused = Parameter("LH")
-  declared = {**layer_class.extra_parameters, "unused": unused}
-  monkeypatch.setattr(layer_class, "extra_parameters", declared)
-  # Registering the class again would add it to this table.
-  monkeypatch.setitem(PARAMETERS, "unused", unused)
-  with pytest.raises(UserError, match="the layer does not make it"):
-    build_program(train_config("strange"))
-
-
-def test_a_parameter_of_flax_must_be_declared(monkeypatch):
+def test_a_parameter_of_flax_must_be_declared(restored_registry):
   """`extra_parameters` declares what a class adds to those of `Attention`.
 
-  Without it, the program does not know how to split a parameter over devices.
+  The declared axes say how a parameter is split over devices.
   """
 
-  def compute_lambda(self, x, lambda_init):
-    zeros = jax.nn.initializers.zeros
-    self.param("forgotten", zeros, (self.num_heads,))
-    return jnp.zeros(self.num_heads)
+  @register("forgetful")
+  class Forgetful(Attention):
+    supports = {"windows"}
 
-  monkeypatch.setattr(ATTENTION["strange"], "compute_lambda", compute_lambda)
+    def scale_heads(self, heads, x, lambda_init):
+      zeros = jax.nn.initializers.zeros
+      self.param("forgotten", zeros, (self.num_heads,))
+      return heads
 
-  with pytest.raises(
-    (UserError, ValueError), match="forgotten.*extra_parameters"
-  ):
-    build_program(train_config("strange"))
+  with pytest.raises(ValueError, match="forgotten.*extra_parameters"):
+    build_program(train_config("forgetful"))

@@ -13,6 +13,7 @@ from diffjax.plots.styles import (
   RED,
   Style,
 )
+from tests.harness.own_variants import restore_registry
 
 # The styles of published figures.
 PUBLISHED = {
@@ -47,19 +48,18 @@ def styles_of(names: list[str]) -> list[Style]:
   return [variant_styles.style(name) for name in names]
 
 
-def looks_of(styles: list[Style]) -> list[tuple[str, str]]:
-  """Returns the colour and the marker of each style."""
-  return [(style.color, style.marker) for style in styles]
-
-
 def test_variants_without_a_style_look_different(restored_registry):
-  styles = styles_of(UNREGISTERED)
+  """A look is a colour and a marker. Those of published variants are taken."""
+  names = [f"unregistered_{number}" for number in range(30)]
 
-  looks = looks_of(styles)
-  assert [style.name for style in styles] == UNREGISTERED
-  # No two of the 30 names have the same colour and marker.
-  assert len(set(looks)) == 30
-  assert set(looks).isdisjoint(looks_of(list(PUBLISHED.values())))
+  styles = [variant_styles.style(name) for name in names]
+
+  looks = {(style.color, style.marker) for style in styles}
+  published_looks = {
+    (style.color, style.marker) for style in PUBLISHED.values()
+  }
+  assert len(looks) == len(names)
+  assert looks.isdisjoint(published_looks)
 
 
 def test_colours_are_repeated_only_after_all_seven(restored_registry):
@@ -77,17 +77,27 @@ def test_a_style_does_not_change_when_it_is_requested_again(restored_registry):
   assert styles == first_styles[::-1]
 
 
-def test_registered_variants_get_their_styles_first(restored_registry):
-  """Their styles do not depend on which variants a figure requests first."""
-  for name in ("own_one", "own_two"):
-    register(name)(type(name, (Attention,), {}))
+def style_of_new_variant(*, requested_before: list[str]) -> Style:
+  """Returns the style of a new variant, after requests for other styles."""
+  with restore_registry():
 
-  styles_of_unregistered = styles_of(UNREGISTERED[:5])
-  styles_of_registered = styles_of(["own_one", "own_two"])
+    @register("own")
+    class Own(Attention):
+      pass
 
-  # The first seven styles have different colours, and these are 2 + 5 styles.
-  first_seven = styles_of_registered + styles_of_unregistered
-  assert len({style.color for style in first_seven}) == 7
+    for name in requested_before:
+      variant_styles.style(name)
+    return variant_styles.style("own")
+
+
+def test_the_style_of_a_registered_variant_does_not_depend_on_requests():
+  """Otherwise figures with other variants would show it in other colours."""
+  first_request = style_of_new_variant(requested_before=[])
+  later_request = style_of_new_variant(
+    requested_before=["unregistered", "stored"]
+  )
+
+  assert later_request == first_request
 
 
 def test_more_variants_than_looks_still_have_styles(restored_registry):

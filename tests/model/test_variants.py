@@ -10,18 +10,19 @@ import numpy as np
 import optax
 import pytest
 
-from diffjax.config import ModelConfig, UserError
+from diffjax.config import UserError
 from diffjax.model.attention import (
   ATTENTION,
   FEATURES,
   Attention,
   DiffAttention,
-  attention_class,
+  DiffAttentionV2,
   register,
 )
 from diffjax.model.registry import imported_modules
 from diffjax.parameters import PARAMETERS, Parameter
 from tests.harness.parameters import parameters as random_parameters
+from tests.harness.tolerances import assert_close_in_norm
 
 
 def subclass(
@@ -81,33 +82,39 @@ def fused_cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(
-  ("name", "fields", "dtype", "tolerance"), fused_cases()
+  ("name", "options", "dtype", "tolerance"), fused_cases()
 )
 def test_the_fused_operation_computes_the_weights_times_the_values(
-  name, fields, dtype, tolerance
+  name, options, dtype, tolerance
 ):
-  """A fused operation does not store the weights of attention."""
-  layer_class = ATTENTION[name]
-  # This class computes its weights, and multiplies them with the values.
-  unfused_class = type("Unfused", (layer_class,), {"fused": False})
-  fields = dict(num_heads=4, num_kv_heads=2, head_dim=4, **fields)
-  x = np.random.default_rng(0).normal(size=(2, 9, 16))
-  params = random_parameters(layer_class(**fields), x, lambda_init=0.3)
+  """A fused operation does not store the weights of attention.
 
+  The reference is a subclass that computes its weights, and multiplies them
+  with the values.
+  """
+  layer_class = ATTENTION[name]
+
+  class UnfusedLayer(layer_class):
+    fused = False
+
+  fields = dict(num_heads=4, num_kv_heads=2, head_dim=4, **options)
+  float64_x = np.random.default_rng(0).normal(size=(2, 9, 16))
+  float32_params = random_parameters(
+    layer_class(**fields), float64_x, lambda_init=0.3
+  )
+
+  # Without this context, JAX has no float64.
   with jax.enable_x64(True):
-    x = jnp.asarray(x, dtype)
-    params = optax.tree.cast(params, dtype)
+    x = jnp.asarray(float64_x, dtype)
+    params = optax.tree.cast(float32_params, dtype)
     fused_layer = layer_class(**fields, dtype=dtype)
-    unfused_layer = unfused_class(**fields, dtype=dtype)
-    output, gradients = output_and_gradients(fused_layer, params, x)
+    unfused_layer = UnfusedLayer(**fields, dtype=dtype)
+    actual = output_and_gradients(fused_layer, params, x)
     expected = output_and_gradients(unfused_layer, params, x)
 
+  output, _ = actual
   assert output.dtype == dtype
-  arrays = jax.tree.leaves((output, gradients))
-  expected_arrays = jax.tree.leaves(expected)
-  for actual_array, expected_array in zip(arrays, expected_arrays, strict=True):
-    error = np.linalg.norm(actual_array - expected_array)
-    assert error <= tolerance * np.linalg.norm(expected_array)
+  assert_close_in_norm(actual, expected, tolerance)
 
 
 # What a subclass inherits.
@@ -172,16 +179,17 @@ def test_a_class_with_another_default_inherits_features_but_no_names():
   assert Same.model_name is None
 
 
-def test_the_weights_of_a_mixin_count_as_the_class_own():
-  """A class with weights of its own is not fused and inherits no features."""
+def test_a_class_with_the_weights_of_a_mixin_inherits_no_declarations():
+  """The fused operation and the features of `Attention` are for its weights."""
 
   class Mixin:
     def weights(self, q, k, lam, mask):
-      return jnp.zeros((q.shape[0], self.num_heads, *mask.shape[1:]))
+      raise NotImplementedError
 
   class Own(Mixin, Attention):
     pass
 
+  assert Attention.fused
   assert not Own.fused
   assert Own.supports == set()
 
@@ -259,42 +267,46 @@ def test_an_unknown_feature_is_rejected():
 def test_a_rejected_registration_changes_nothing(
   name, declarations, message, restored_registry
 ):
-  """The registry and the table of parameters stay as they were."""
-  own_class = subclass(Attention, **declarations)
-  classes = dict(ATTENTION)
-  table = dict(PARAMETERS)
+  """The tables of variants and of parameters stay as they were.
+
+  A parameter has one letter for each axis: L for layers, E for the width of the
+  model, H for heads.
+  """
+  own_class = type("Own", (Attention,), declarations)
+  variants_before = dict(ATTENTION)
+  parameters_before = dict(PARAMETERS)
 
   with pytest.raises(ValueError, match=message):
     register(name)(own_class)
 
-  assert classes == ATTENTION
-  assert table == PARAMETERS
+  assert variants_before == ATTENTION
+  assert parameters_before == PARAMETERS
 
 
-def register_with_bias(bias: float) -> type[Attention]:
+def run_cell_that_registers_a_class(initial_bias: float) -> type[Attention]:
   """Registers a class as a cell of a notebook does, each time it is run."""
 
   @register("own")
   class Own(Attention):
+    # A matrix [H, R] in each layer, with R = 3.
     extra_parameters = {"own_bias": Parameter("LHR")}
     extra_axes = {"R": 3}
 
     def scale_heads(self, heads, x, lambda_init):
-      own_bias = self.parameter("own_bias", nn.initializers.constant(bias))
-      return heads + own_bias.sum(axis=-1)[:, None]
+      self.parameter("own_bias", nn.initializers.constant(initial_bias))
+      return heads
 
   return Own
 
 
 def test_a_class_that_is_defined_again_replaces_the_old_one(restored_registry):
-  register_with_bias(1.0)
-  own_class = register_with_bias(2.0)
+  run_cell_that_registers_a_class(initial_bias=1.0)
+  new_class = run_cell_that_registers_a_class(initial_bias=2.0)
 
-  layer_class = attention_class(ModelConfig(attention="own", head_norm=False))
-
-  assert layer_class is own_class
-  params = init(layer_class(num_heads=2, head_dim=4))
-  chex.assert_trees_all_equal(params["own_bias"], jnp.full((2, 3), 2.0))
+  assert ATTENTION["own"] is new_class
+  params = init(ATTENTION["own"](num_heads=2, head_dim=4))
+  expected_bias = jnp.full((2, 3), 2.0)
+  chex.assert_trees_all_equal(params["own_bias"], expected_bias)
 
 
 def register_with_parameters(
@@ -351,13 +363,15 @@ def test_weights_of_a_wrong_shape_are_rejected():
 
 
 def test_lambda_of_a_wrong_shape_is_rejected():
-  class Own(Attention):
-    def weights(self, q, k, lam, mask):
-      return jnp.zeros((q.shape[0], self.num_heads, *mask.shape[1:]))
+  """λ may be one number, one for each head, or one for each token and head."""
+
+  class Own(DiffAttentionV2):
+    # The fused operation has a check of its own.
+    fused = False
 
     def compute_lambda(self, x, lambda_init):
-      # λ may be one number, or have one for each head, or for each token too.
-      return jnp.zeros((self.num_heads, 3))
+      three_for_each_head = (self.num_heads, 3)
+      return jnp.zeros(three_for_each_head)
 
   layer = Own(num_heads=2, head_dim=4)
   with pytest.raises(ValueError, match="compute_lambda must return a scalar"):
@@ -367,23 +381,27 @@ def test_lambda_of_a_wrong_shape_is_rejected():
 def test_a_matrix_starts_with_the_standard_deviation_of_its_inputs(
   restored_registry,
 ):
-  """It is 1/√inputs."""
+  """A matrix with n inputs starts with the standard deviation 1/√n."""
+  embed_dim = 64
+  num_heads = 4
+  # The matrix has so many elements that its standard deviation is precise.
+  num_outputs_of_head = 40
 
   @register("own")
   class Own(Attention):
-    # A matrix [E, H, R] in each of L layers, with R = 40.
+    # The axes are layers, inputs, heads and outputs. A layer has no axis L.
     extra_parameters = {"own_gate": Parameter("LEHR", inputs="E")}
-    extra_axes = {"R": 40}
+    extra_axes = {"R": num_outputs_of_head}
 
     def scale_heads(self, heads, x, lambda_init):
-      gate = jnp.einsum("BTE,EHR->BTH", x, self.parameter("own_gate"))
-      return heads * gate[..., None]
+      self.parameter("own_gate")
+      return heads
 
-  params = init(Own(num_heads=4, head_dim=8), embed_dim=64)
+  params = init(Own(num_heads=num_heads, head_dim=8), embed_dim=embed_dim)
 
-  chex.assert_shape(params["own_gate"], (64, 4, 40))
-  deviation = float(params["own_gate"].std())
-  assert deviation == pytest.approx(1 / np.sqrt(64), rel=0.05)
+  gate = params["own_gate"]
+  chex.assert_shape(gate, (embed_dim, num_heads, num_outputs_of_head))
+  assert float(gate.std()) == pytest.approx(1 / np.sqrt(embed_dim), rel=0.05)
 
 
 class Biased(Attention):
