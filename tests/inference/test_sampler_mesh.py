@@ -72,7 +72,7 @@ def split_over(mesh_config, model):
 
 
 @pytest.mark.parametrize(
-  ("attention", "mesh", "cache"),
+  ("attention", "mesh", "cache_options"),
   [
     ("diff", TENSOR_4, {}),
     ("diff_v2", TENSOR_4, {"cache_tokens": 512}),
@@ -85,38 +85,45 @@ def split_over(mesh_config, model):
     ),
   ],
 )
-def test_several_devices_give_the_answers_of_one(attention, mesh, cache):
-  """Eleven tokens are generated greedily, then drawn with the same seed."""
+def test_several_devices_give_the_answers_of_one(
+  attention, mesh, cache_options
+):
+  """A model that is split over 4 or 8 devices generates the same tokens."""
+  prompts = [[5], [7, 3, 9], PROMPT_OF_140]
   model = small_model(attention)
-  one_device = model.sampler(**cache)
-  several_devices = split_over(mesh, model).sampler(**cache)
+  one_device = model.sampler(**cache_options)
+  several_devices = split_over(mesh, model).sampler(**cache_options)
+  draw_options = dict(temperature=1.3, top_p=0.8, seed=0)
 
-  greedy = several_devices.generate(PROMPTS, 11)
-  drawn = several_devices.generate(PROMPTS, 11, temperature=1.3, top_p=0.8)
+  most_likely_tokens = several_devices.generate(prompts, 11)
+  drawn_tokens = several_devices.generate(prompts, 11, **draw_options)
 
-  assert greedy == one_device.generate(PROMPTS, 11)
-  assert drawn == one_device.generate(PROMPTS, 11, temperature=1.3, top_p=0.8)
+  assert most_likely_tokens == one_device.generate(prompts, 11)
+  assert drawn_tokens == one_device.generate(prompts, 11, **draw_options)
 
 
 @pytest.mark.parametrize(
-  ("attention", "cache"),
+  ("attention", "cache_options"),
   [("diff", {}), ("diff_v2", {"cache_tokens": 512})],
 )
-def test_several_devices_give_the_logits_of_one(attention, cache):
+def test_several_devices_give_the_logits_of_one(attention, cache_options):
   """Three prompts are read, then two tokens are appended to each of them."""
   model = small_model(attention)
-  one_device = model.sampler(**cache)
-  several_devices = split_over(TENSOR_4, model).sampler(**cache)
+  model_on_four_devices = split_over(TENSOR_4, model)
 
-  # The cache has room for 20 new tokens of each row.
-  state = several_devices.prefill(PROMPTS, 20)
-  expected = one_device.prefill(PROMPTS, 20)
-  chex.assert_trees_all_close(state.logits, expected.logits, **FLOAT32_LAYER)
+  def logits_after_each_step(sampler):
+    after_prompts = sampler.prefill([[5], [7, 3, 9], PROMPT_OF_140], 20)
+    after_one_token = sampler.step(after_prompts, [1, 2, 3])
+    after_two_tokens = sampler.step(after_one_token, [9, 8, 7])
+    states = (after_prompts, after_one_token, after_two_tokens)
+    return [state.logits for state in states]
 
-  for tokens_of_rows in ([1, 2, 3], [9, 8, 7]):
-    state = several_devices.step(state, tokens_of_rows)
-    expected = one_device.step(expected, tokens_of_rows)
-    chex.assert_trees_all_close(state.logits, expected.logits, **FLOAT32_LAYER)
+  actual = logits_after_each_step(
+    model_on_four_devices.sampler(**cache_options)
+  )
+
+  expected = logits_after_each_step(model.sampler(**cache_options))
+  chex.assert_trees_all_close(actual, expected, **FLOAT32_LAYER)
 
 
 @pytest.fixture(
@@ -150,29 +157,36 @@ def test_each_device_has_a_quarter_of_the_cache_and_of_the_matrices(
       assert leaf.addressable_shards[0].data.size == leaf.size // 4
 
 
-def test_a_step_exchanges_two_sums_a_layer_and_the_logits(split_sampler):
-  """Devices hold parts of the vocabulary, of the heads and of the FFN.
+def shapes_of_collectives(hlo):
+  """Returns the shapes of the arrays that devices exchange, in sorted order.
 
-  So they sum hidden states after the embedding and in both halves of the two
-  layers, and gather the logits of the 64 tokens.
+  The text of a compiled program has lines such as
+  "%sum.2 = f32[3,1,32]{2,1,0} all-reduce(%part)", with the shape "3,1,32".
   """
-  # The sampler has three rows. A step reads one token of each row.
-  tokens = jnp.zeros(3, jnp.int32)
-  state = split_sampler.prefill(PROMPTS)
-
-  lowered = split_sampler._step.lower(split_sampler._params, state, tokens)
-  hlo = lowered.compile().as_text()
-
-  # The result types of collective operations, for example "f32[3,1,32]{2,1,0}".
   collectives = re.findall(
     r"= (.*) (?:all-gather|all-reduce|all-to-all|collective-permute)\(", hlo
   )
   shapes = []
-  for result in collectives:
-    shapes.extend(re.findall(r"\w+\[([\d,]*)\]", result))
+  for result_types in collectives:
+    shapes.extend(re.findall(r"\w+\[([\d,]*)\]", result_types))
+  return sorted(shapes)
 
-  # Hidden states have three rows of one token and 32 features.
+
+def test_devices_exchange_only_hidden_states_and_logits(split_sampler):
+  """Each device has a part of the vocabulary, of the heads and of the FFN.
+
+  So devices sum the hidden states after the embedding, and after the attention
+  and the FFN of each layer. At the end they collect the logits.
+  """
   num_layers = 2
-  hidden_states = ["3,1,32"] * (1 + 2 * num_layers)
-  logits = ["3,64"]
-  assert sorted(shapes) == [*hidden_states, *logits]
+  rows_tokens_features = "3,1,32"
+  rows_vocabulary = "3,64"
+  state = split_sampler.prefill(PROMPTS)
+  next_tokens = jnp.zeros(3, jnp.int32)
+
+  lowered = split_sampler._step.lower(split_sampler._params, state, next_tokens)
+  hlo = lowered.compile().as_text()
+
+  num_sums = 1 + 2 * num_layers
+  expected = [rows_tokens_features] * num_sums + [rows_vocabulary]
+  assert shapes_of_collectives(hlo) == expected
