@@ -95,22 +95,24 @@ def test_prefill_and_steps_give_the_logits_of_the_model(sampler, next_logits):
 @pytest.mark.parametrize(
   "tails",
   [
-    pytest.param([[5], [7, 3, 9], list(range(1, 60)), [4, 4]], id="full batch"),
-    pytest.param([list(range(1, 60)), [4, 4]], id="half a batch"),
+    pytest.param([[5], [7, 3, 9], [6] * 59, [4, 4]], id="full batch"),
+    pytest.param([[6] * 59, [4, 4]], id="half a batch"),
   ],
 )
 def test_prompts_can_share_a_prefix_that_is_read_once(
   sampler, next_logits, tails
 ):
-  """The sampler has four rows. Prompts of 140 tokens continue differently."""
+  """Four rows read the same 140 tokens. Then each row reads another tail.
+
+  The expected logits are those of the model for a prefix and its tail.
+  """
   prefix = sampler.prefill([PROMPT_OF_140] * 4)
 
   state = sampler.read(prefix, tails)
 
-  expected = np.array([next_logits([*PROMPT_OF_140, *tail]) for tail in tails])
-  chex.assert_trees_all_close(
-    state.logits[: len(tails)], expected, **FLOAT32_MODEL
-  )
+  for row, tail in enumerate(tails):
+    expected = next_logits([*PROMPT_OF_140, *tail])
+    chex.assert_trees_all_close(state.logits[row], expected, **FLOAT32_MODEL)
 
 
 def test_generation_continues_after_a_shared_prefix(sampler, next_logits):
@@ -199,7 +201,7 @@ def test_a_stop_predicate_ends_a_row_after_the_token_it_accepts(sampler):
 # Random draws.
 
 
-def filtered_probabilities(scaled_logits, top_k, top_p):
+def probabilities_of_kept_tokens(scaled_logits, top_k, top_p):
   """Returns the probabilities of the tokens that top-k and top-p keep."""
   order = np.argsort(-scaled_logits)
   probabilities = np.exp(scaled_logits - scaled_logits.max())
@@ -214,42 +216,44 @@ def filtered_probabilities(scaled_logits, top_k, top_p):
   return probabilities / probabilities.sum()
 
 
-@pytest.fixture(scope="module")
-def wide_sampler(model, params):
-  """A sampler that draws many answers at a time."""
-  return Sampler(model, params, batch_size=500, capacity=4)
-
-
 @pytest.mark.parametrize(
-  ("top_k", "top_p"), [(0, 1.0), (5, 1.0), (0, 0.6), (8, 0.7)]
+  ("top_k", "top_p"),
+  [
+    pytest.param(0, 1.0, id="all tokens"),
+    pytest.param(5, 1.0, id="top-k"),
+    pytest.param(0, 0.6, id="top-p"),
+    pytest.param(8, 0.7, id="top-k and top-p"),
+  ],
 )
 def test_draws_follow_the_probabilities_of_the_model(
-  wide_sampler, next_logits, top_k, top_p
+  model, params, next_logits, top_k, top_p
 ):
-  """Frequencies are within five standard errors of the probabilities.
-
-  top_k = 0 and top_p = 1 leave out no token.
-  """
+  """The frequencies of the next token approximate its probabilities."""
   prompt = [7, 3, 9]
   temperature = 1.7
   num_draws = 4000
+  vocab_size = 64
   scaled_logits = np.float64(next_logits(prompt)) / temperature
-  expected = filtered_probabilities(scaled_logits, top_k, top_p)
+  expected = probabilities_of_kept_tokens(scaled_logits, top_k, top_p)
+  sampler = Sampler(model, params, batch_size=500, capacity=4)
 
-  draws = wide_sampler.generate(
+  answers = sampler.generate(
     [prompt] * num_draws,
-    1,
+    max_new_tokens=1,
     temperature=temperature,
     top_k=top_k,
     top_p=top_p,
     seed=3,
   )
 
-  frequencies = np.bincount(np.ravel(draws), minlength=64) / num_draws
-  standard_error = np.sqrt(expected.max() / num_draws)
+  draws = np.concatenate(answers)
+  frequencies = np.bincount(draws, minlength=vocab_size) / num_draws
+  # The standard error of a frequency is √(p(1 − p) / draws), and p(1 − p) is
+  # less than the largest p.
+  max_standard_error = np.sqrt(expected.max() / num_draws)
   assert np.count_nonzero(expected) > 1
   assert not frequencies[expected == 0].any()
-  assert np.abs(frequencies - expected).max() < 5 * standard_error
+  assert np.abs(frequencies - expected).max() < 5 * max_standard_error
 
 
 def test_draws_do_not_depend_on_the_batch_size(model, params, sampler):
@@ -296,32 +300,38 @@ def test_each_position_has_its_own_noise(sampler):
   assert len(set(answer)) > 10
 
 
-def test_draws_do_not_depend_on_the_default_generator_of_jax(
-  model, params, sampler
-):
-  """With "rbg", the numbers of a row would depend on the other rows."""
+def test_draws_do_not_depend_on_the_default_generator_of_jax(model, params):
+  """A row's draws are the same in batches of two and of four rows.
+
+  JAX's generator "rbg" would draw other numbers for another batch size.
+  """
   options = dict(temperature=4.0, seed=5)
+  sampler = Sampler(model, params, batch_size=4, capacity=200)
+  expected = sampler.generate(PROMPTS, 12, **options)
 
   with jax.default_prng_impl("rbg"):
-    other_sampler = Sampler(model, params, batch_size=2, capacity=160)
-    answers = other_sampler.generate(PROMPTS, 12, **options)
+    rbg_sampler = Sampler(model, params, batch_size=2, capacity=160)
+    answers = rbg_sampler.generate(PROMPTS, 12, **options)
 
-  assert answers == sampler.generate(PROMPTS, 12, **options)
+  assert answers == expected
 
 
 def test_lengths_and_settings_do_not_recompile(model, params):
-  """Prompts of any length and all settings use the same two programs."""
+  """All prompts of up to 64 tokens share a program, and so do all draws."""
   sampler = Sampler(model, params, batch_size=2, capacity=64)
 
+  # The prompts, the answers and all settings differ between the calls.
   sampler.generate([[1], [2, 3]], 9, temperature=0.5, top_k=3)
-  sampler.generate([[4, 5]], 30, temperature=0.9, top_k=7, top_p=0.3, seed=9)
-  sampler.generate([list(range(50)), [1]], 3, temperature=2.0, top_p=0.9)
-  prefix = sampler.prefill([list(range(20))] * 2)
+  sampler.generate([[4] * 50], 3, temperature=0.9, top_p=0.3, seed=9)
+  sampler.generate([[5, 6]], 30, temperature=2.0, top_k=7, top_p=0.9)
+  prefix = sampler.prefill([[7] * 20, [7] * 20])
   sampler.read(prefix, [[1], [2, 3]])
 
-  # JAX's number of compiled versions of a jitted function.
-  assert sampler._prefill._cache_size() == 1
-  assert sampler._draw._cache_size() == 1
+  # A jitted function of JAX counts its compiled versions.
+  num_programs_for_prompts = sampler._prefill._cache_size()
+  num_programs_for_draws = sampler._draw._cache_size()
+  assert num_programs_for_prompts == 1
+  assert num_programs_for_draws == 1
 
 
 # Wrong arguments.
@@ -412,16 +422,17 @@ def wrong_id(request):
 
 
 def test_every_method_rejects_wrong_ids_in_prompts(sampler, wrong_id):
-  """Ids that are not integers from 0 to 63 are wrong."""
+  """The wrong ids are 64, -1, 7.9, True and NaN. The vocabulary has 64 ids."""
   prompts = [[1], [2, wrong_id]]
+  prefix = sampler.prefill([[1], [1]])
   message = "^prompt 1 has .* at position 1: .* from 0 to 63,"
+
   with pytest.raises(UserError, match=message):
     sampler.prefill(prompts)
   with pytest.raises(UserError, match=message):
-    sampler.generate(prompts, 2)
+    sampler.generate(prompts, max_new_tokens=2)
   with pytest.raises(UserError, match=message):
-    next(sampler.stream(prompts, 2))
-  prefix = sampler.prefill([[1], [1]])
+    next(sampler.stream(prompts, max_new_tokens=2))
   with pytest.raises(UserError, match=message):
     sampler.read(prefix, prompts)
 
@@ -533,42 +544,50 @@ def test_without_a_limit_a_row_gets_pages_for_the_whole_capacity(
     three_page_sampler.prefill([[5], [7, 3, 9]])
 
 
-def test_a_prefix_reserves_the_tokens_that_were_requested(model, params):
-  """A prefix of 100 tokens with 20 to come fills a page of 128 tokens.
+def test_a_tail_may_fill_the_last_page_of_its_prefix(model, params):
+  """A prefix with 20 tokens to come reserves whole pages of 128 tokens."""
+  page_size = 128
+  prefix_length = 100
+  tail_length = page_size - prefix_length
+  sampler = Sampler(model, params, batch_size=1, capacity=200, cache_tokens=200)
+  prefix = sampler.prefill([[5] * prefix_length], 20)
 
-  So a tail has at most 28 tokens.
-  """
-  sampler = Sampler(model, params, batch_size=2, capacity=200, cache_tokens=200)
+  state = sampler.read(prefix, [[1] * tail_length])
+  state = sampler.step(state, [3])
+
+  assert state.cache.lengths.tolist() == [prefix_length + tail_length + 1]
+
+
+def test_a_tail_must_fit_in_the_pages_of_its_prefix(model, params):
+  """The prefix of 100 tokens has one page, with room for 28 more tokens."""
+  sampler = Sampler(model, params, batch_size=1, capacity=200, cache_tokens=200)
   prefix = sampler.prefill([[5] * 100], 20)
 
-  state = sampler.read(prefix, [[1] * 28])
-  state = sampler.step(state, [3, 3])
-
-  assert state.cache.lengths[0] == 100 + 28 + 1
   message = "a prompt of 29 tokens behind 100 others: it must have 1 to 28"
   with pytest.raises(UserError, match=message):
     sampler.read(prefix, [[1] * 29])
 
 
 def test_an_int8_cache_approximates_the_logits(model, params, next_logits):
-  """The sampler reads four prompts, and then one more token after each."""
+  """The sampler reads two prompts, and then one more token after each."""
   sampler = Sampler(
-    model, params, batch_size=4, capacity=200, cache_dtype="int8"
+    model, params, batch_size=2, capacity=200, cache_dtype="int8"
   )
-  next_tokens = [1, 2, 3, 4]
 
-  state = sampler.prefill(PROMPTS)
-  state = sampler.step(state, next_tokens)
+  state = sampler.prefill([[7, 3, 9], PROMPT_OF_140])
+  state = sampler.step(state, [1, 2])
 
   for pool in (*state.cache.keys, *state.cache.values):
     assert pool.tokens.dtype == jnp.int8
-  expected = []
-  for prompt, token in zip(PROMPTS, next_tokens, strict=True):
-    expected.append(next_logits([*prompt, token]))
-  distance = np.linalg.norm(state.logits - np.array(expected), axis=1)
+  expected = np.stack(
+    [next_logits([7, 3, 9, 1]), next_logits([*PROMPT_OF_140, 2])]
+  )
+  distance = np.linalg.norm(state.logits - expected, axis=1)
   relative_error = distance / np.linalg.norm(expected, axis=1)
-  # An error of 0 would mean that the cache is not in int8.
-  assert 1e-4 < relative_error.max() < 0.03
+  # int8 has steps of 1/127 of the largest number, which is about 1%.
+  assert relative_error.max() < 0.03
+  # Without rounding, the error would be below 1e-4.
+  assert relative_error.max() > 1e-4
 
 
 @pytest.mark.parametrize(
