@@ -370,8 +370,7 @@ def test_lambda_of_a_wrong_shape_is_rejected():
     fused = False
 
     def compute_lambda(self, x, lambda_init):
-      three_for_each_head = (self.num_heads, 3)
-      return jnp.zeros(three_for_each_head)
+      return jnp.zeros((self.num_heads, 3))
 
   layer = Own(num_heads=2, head_dim=4)
   with pytest.raises(ValueError, match="compute_lambda must return a scalar"):
