@@ -1,4 +1,4 @@
-"""Settings and fixtures of all tests. tests/harness/README.md describes them."""
+"""Settings and fixtures of all tests: see tests/harness/README.md."""
 
 import gc
 import importlib.metadata
@@ -8,15 +8,15 @@ from collections.abc import Iterator
 
 # XLA reads its flags when JAX creates a backend.
 #
-# Eight devices share a few cores. On a busy machine one device can wait long for
-# the others. By default XLA ends the process after 40 seconds.
+# Eight devices share a few cores. On a busy machine one device can wait long
+# for the others. By default XLA ends the process after 40 seconds.
 _USERS_XLA_FLAGS = (
   "--xla_cpu_collective_call_terminate_timeout_seconds=600"
   f" {os.environ.get('XLA_FLAGS', '')}"
 )
 _TEST_XLA_FLAGS = f"{_USERS_XLA_FLAGS} --xla_cpu_parallel_codegen_split_count=1"
-# XLA's older emitters compile the tests' programs faster: in 40% of the time with
-# JAX 0.10, and in 89 to 96% with JAX 0.12.
+# XLA's older emitters compile the tests' programs faster: in 40% of the time
+# with JAX 0.10, and in 89 to 96% with JAX 0.12.
 _jaxlib_version = importlib.metadata.version("jaxlib")
 if _jaxlib_version.startswith("0.10."):
   _TEST_XLA_FLAGS += " --xla_cpu_use_fusion_emitters=false"
@@ -30,7 +30,7 @@ import pytest  # noqa: E402
 from tests.harness import deprecations  # noqa: E402
 from tests.harness.commands import Commands  # noqa: E402
 
-# JAX traces with millions of small objects, of which few are in cycles. With
+# JAX traces with millions of small objects, and few of them are in cycles. With
 # Python's default thresholds, garbage collection took 6% of the time.
 gc.set_threshold(20_000, 20, 100)
 
@@ -42,8 +42,8 @@ if "JAX_PLATFORMS" not in os.environ:
   os.environ["JAX_PLATFORMS"] = "cpu"
 
 # Compiling thousands of small programs takes most of the tests' time, so their
-# machine code is not optimized, here and in the commands that tests start. Tests
-# of the compiler's optimizations use the fixture `optimised`.
+# machine code is not optimized, here and in the commands that tests start.
+# Tests of the compiler's optimizations use the fixture `optimised`.
 jax.config.update("jax_disable_most_optimizations", True)
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 
@@ -63,8 +63,8 @@ def cache_home(tmp_path_factory: pytest.TempPathFactory) -> None:
   All workers share it, so the embedded corpus is prepared once. Two environment
   variables let several runs of the suite share their caches:
 
-  - DIFFJAX_TESTS_CACHE is the cache directory of the commands. It holds prepared
-    rows and the programs that commands compile.
+  - DIFFJAX_TESTS_CACHE is the cache directory of the commands. It holds
+    prepared rows and the programs that commands compile.
   - DIFFJAX_TESTS_COMPILED holds the programs that the tests compile themselves.
   """
   session_directory = tmp_path_factory.getbasetemp()

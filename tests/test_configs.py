@@ -213,8 +213,8 @@ def test_a_registered_variant_has_a_twin(restored_registry):
 
   twin = load("diff_1b", "own").model
 
-  # A head of "diff" has two maps, and values of twice the width. So the twin has
-  # twice the heads.
+  # A head of "diff" has two maps, and values of twice the width. So the twin
+  # has twice the heads.
   num_heads = 2 * diff.num_heads
   added_maps = 3 * num_heads - 2 * diff.num_heads
   # A map has queries and keys of width head_dim.

@@ -315,7 +315,7 @@ def test_the_suite_measures_the_variant(evals, suite):
 
 
 def test_the_report_has_the_formula_of_the_variant(evals, variant):
-  """The class of a variant may give a formula. Otherwise, the report has "A"."""
+  """The class of a variant may give a formula. Otherwise the report has "A"."""
   page = (evals / "report.html").read_text()
 
   assert variant.formula in page

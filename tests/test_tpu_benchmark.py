@@ -110,7 +110,7 @@ def test_an_estimate_below_the_peak_is_dropped():
   # there are three and two.
   forward_widths = D + V
   backward_widths = 3 * D + 2 * V
-  # For each pair of positions, a multiplication and an addition of each element.
+  # Each pair of positions multiplies and adds each element.
   flops_per_element = 2 * length**2
   flops_per_cycle = splash.PEAK_FLOPS["v6e"]
   forward_cycles_at_peak = flops_per_element * forward_widths / flops_per_cycle

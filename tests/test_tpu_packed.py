@@ -84,7 +84,7 @@ def test_a_kernel_takes_the_runs_that_the_mask_needs(
   blocks = Blocks(
     q=1024, kv=1024, q_inner=512, kv_inner=512, span=tiles_loaded_at_once
   )
-  # A forward kernel loads tiles of keys, and a backward kernel tiles of queries.
+  # A forward kernel loads tiles of keys, a backward kernel tiles of queries.
   schedule = runs.causal_schedule(
     blocks, length=4096, G=2, M=2, keys_move=is_forward, segments=True
   )

@@ -83,7 +83,7 @@ WINOGRANDE_RECORD = {
   "answer": "1",
 }
 
-# The questions of the paper's tasks, for a model that prefers 2s (`score_twos`).
+# Questions of the paper's tasks, for a model that prefers 2s (`score_twos`).
 QUESTIONS = {
   "arc_easy": [arc_record(0), arc_record(1), arc_record(2), arc_record(3)],
   "arc_challenge": [arc_record(2)],

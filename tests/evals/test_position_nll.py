@@ -21,7 +21,7 @@ from tests.harness.tolerances import FLOAT32_LAYER
 def test_a_uniform_model_loses_log_n_at_every_position(
   make_trained, make_uniform
 ):
-  """Each of n = 256 tokens has the probability 1 / 256: the loss is log(256)."""
+  """Each of 256 tokens has the probability 1 / 256, so the loss is log(256)."""
   trained = make_uniform(make_trained(num_layers=1))
   suite = PositionNLL(rows=3, length=256, first=64, per_octave=2)
 
@@ -77,7 +77,7 @@ def test_a_measurement_is_the_mean_of_the_losses_so_far(make_trained, variant):
 
 
 def test_a_row_that_is_not_full_is_left_out(make_trained, tmp_path):
-  """1,000 bytes are three rows of 300 tokens, and 100 tokens in a fourth one."""
+  """1,000 bytes are three rows of 300 tokens and a fourth row of 100."""
   (tmp_path / "a.txt").write_text("x" * 1000)
   suite = PositionNLL(source=f"text:{tmp_path}/*.txt", length=300)
 

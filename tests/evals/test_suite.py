@@ -47,7 +47,7 @@ class Counting(Suite):
 
 
 def run_counting(directory: pathlib.Path, **settings: Any) -> dict[str, Any]:
-  """Runs the suite on the number 1, and returns the content of its JSON file."""
+  """Runs the suite on the number 1 and returns the content of its JSON file."""
   suite = Counting(**settings)
   model = Model(1.0, {"name": "one"})
   suite.run([model], [suite.load(model.trained)], epath.Path(directory))

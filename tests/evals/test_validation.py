@@ -33,7 +33,7 @@ def evaluate(trained: Trained, suite: Validation) -> dict[str, float]:
 
 
 def test_a_uniform_model_loses_log_n(make_trained, make_uniform):
-  """Each of n = 256 tokens has the probability 1 / 256: the loss is log(256)."""
+  """Each of 256 tokens has the probability 1 / 256, so the loss is log(256)."""
   trained = make_uniform(make_trained())
 
   values = evaluate(trained, Validation(rows=7))

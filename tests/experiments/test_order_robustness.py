@@ -21,7 +21,7 @@ SIZES = task.SIZES
 
 
 def label_counts(demonstrations):
-  """Returns how often each word is shown with each label: counts[word][label]."""
+  """Returns how often each word has each label: counts[word][label]."""
   counts = collections.defaultdict(collections.Counter)
   for example in demonstrations:
     word, label = example.text.split(":")

@@ -82,7 +82,7 @@ def test_options_do_not_change_the_colour():
   ],
 )
 def test_the_options_of_a_variant_are_words_of_its_name(variant, name):
-  """Names stand in legends, where Matplotlib reads $ and a first _ as markup."""
+  """In a legend, Matplotlib reads $ and a leading _ as markup."""
   assert plots.style(variant).name == name
 
 

@@ -263,7 +263,7 @@ def test_an_unknown_baseline_is_an_error():
 def test_flags_that_contradict_the_factors_are_refused(
   run, make_folder, flag, message
 ):
-  """--set=FIELD=VALUE is for all runs, and --set=ROW:FIELD=VALUE for one row."""
+  """--set=FIELD=VALUE is for all runs, --set=ROW:FIELD=VALUE for one row."""
   factors = {"model.lambda_init": [0.2], "train.steps": [9]}
   folder = make_folder(f"Grid.product('tiny', {factors})")
 

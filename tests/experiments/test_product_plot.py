@@ -109,7 +109,7 @@ def test_every_run_has_a_dot():
 
 
 def test_axes_and_lines_are_named():
-  """The factors are λ_init, for the x-axis, and the head norm, for the lines."""
+  """The factors are λ_init (the x-axis) and the head norm (the lines)."""
   axes = draw_axes(FACTORS, make_results(FACTORS, sum_of_factors))
 
   assert legend_texts(axes) == ["head_norm = True", "head_norm = False"]

@@ -17,7 +17,8 @@ Older commits stay, so that a pinned revision still gives the old files.
 Failures are switched on for a number of requests, optionally only for those
 whose path contains a text ("/api/", "/resolve/", "a.parquet"):
 
-    server.gate("datasets/ORG/NAME", token="hf_ok")  # 401 without a token, 403 with another one
+    # 401 without a token, 403 with another one
+    server.gate("datasets/ORG/NAME", token="hf_ok")
     server.fail(2, status=429, retry_after=0)
     server.break_bodies(1)     # closes the connection in the middle of a file
     server.shorten_bodies(1)   # answers fewer bytes than were asked for

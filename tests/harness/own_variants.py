@@ -1,7 +1,7 @@
 """Attention variants that are defined outside the package.
 
-Tests run every feature with them. A place that knows only the package's variants
-would compute them as another variant, or fail.
+Tests run every feature with them. A place that knows only the package's own
+variants would compute them as another variant, or fail.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from diffjax.parameters import Parameter
 
 @diffjax.register("strange")
 class StrangeAttention(diffjax.Attention):
-  """weights = σ(s₁ + b₁) − tanh(s₂ + b₂) / 4 + s₃ / 8, over the visible keys."""
+  """weights = σ(s₁ + b₁) − tanh(s₂ + b₂) / 4 + s₃ / 8 over visible keys."""
 
   extra_parameters = {
     "strange_bias": Parameter("LHR"),

@@ -2,8 +2,8 @@
 
 `pytest` runs the default tier. CI also runs the full tier (`pytest -m full`),
 which has further combinations and tests that take minutes. A test joins the
-full tier with `@pytest.mark.full`. Single cases of a test join it with `full`, and cases that
-have names with `by_name`:
+full tier with `@pytest.mark.full`. Single cases of a test join it with `full`,
+and named cases with `by_name`:
 
     @pytest.mark.parametrize("length", [16, *full([1024, 4096])])
     @pytest.mark.parametrize("case", by_name([GROUPED], full_cases=[PACKED]))

@@ -1,4 +1,4 @@
-"""The attention variants: what the tests of all parts of the package run over."""
+"""The attention variants that the tests of all parts of the package run."""
 
 import dataclasses
 from typing import Any, NamedTuple

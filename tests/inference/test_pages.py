@@ -172,7 +172,7 @@ def test_int8_tokens_are_rounded_when_the_scale_grows():
   tokens = np.array(
     [[1.0, 0.333], [2.0, -0.777], [1.9, 0.123], [4.0, 1.234]], np.float32
   ).reshape(1, 4, 1, 2)
-  # The scale becomes 1/127, 2/127 and 4/127. The third token does not change it.
+  # The scale becomes 1/127, 2/127 and 4/127. The third token keeps it.
   sums_of_steps = np.array([1 + 2 + 4, 2 + 4, 2 + 4, 4]) / 127
   tables = np.array([[0]], np.int32)
   pool = empty_pool(1, 1, 4, 2, jnp.int8)

@@ -292,7 +292,7 @@ def test_attention_has_the_flops_of_the_paper(model, expected):
     smallest_model, length
   )
 
-  # The paper's N²: a multiply-add is two FLOPs, and half of N² pairs are causal.
+  # A multiply-add is two FLOPs, and half of the N² pairs are causal.
   num_pairs_of_different_tokens = length * (length - 1) // 2
   n_squared = 2 * num_pairs_of_different_tokens
   assert attention_flops == (

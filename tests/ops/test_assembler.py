@@ -191,7 +191,7 @@ def test_packaged_ptxas_is_preferred_before_jax_looks_for_one(
 
 @pytest.fixture
 def set_jax(monkeypatch, site_packages, bin_folder):
-  """Sets JAX's version, the release of its ptxas, and whether it has nvJitLink."""
+  """Sets JAX's version, its ptxas release, and whether it has nvJitLink."""
 
   def set_versions(release, version=(0, 11, 2), has_nvjitlink=False):
     monkeypatch.setattr(assembler, "release", lambda: release)

@@ -1,4 +1,4 @@
-"""The block sizes of the TPU kernels: usable for each shape, and small enough."""
+"""The block sizes of the TPU kernels are usable for each shape."""
 
 from __future__ import annotations
 

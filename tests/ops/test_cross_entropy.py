@@ -167,7 +167,7 @@ def test_program_for_a_tpu_has_no_scatter(program_with_chunks_of_16_tokens):
 def test_program_for_a_tpu_computes_gradients_of_logits_once(
   program_with_chunks_of_16_tokens,
 ):
-  """Without a barrier, each product that reads them would compute them again."""
+  """Without a barrier, each product that reads them computes them again."""
   assert "optimization_barrier" in program_with_chunks_of_16_tokens
 
 

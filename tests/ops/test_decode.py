@@ -460,7 +460,7 @@ def test_output_equals_the_reference(implementation, case):
   "case", by_name([V1, V2_LANES, V2_PAGES_WINDOW, V1_INT8_PAGES])
 )
 def test_finite_hidden_values_do_not_change_the_output(implementation, case):
-  """Hidden values are those that no new token sees. Other tests make them NaN."""
+  """No new token sees hidden keys and values. Other tests make them NaN."""
   program = compile_program(case, implementation)
 
   out = program(make_arguments(case, hidden=1e3))
@@ -826,8 +826,8 @@ def test_xla_takes_float16():
 @needs_gpu_interpreter
 @pytest.mark.parametrize("case", by_name(CASES, COMBINED_CASES))
 def test_gpu_kernel_equals_the_reference(case, monkeypatch):
-  # The kernel splits the keys of a sequence over several blocks of threads. With
-  # splits of 64 keys or more, sequences of 300 keys have several.
+  # The kernel splits the keys of a sequence over several blocks of threads.
+  # With splits of 64 keys or more, sequences of 300 keys have several.
   monkeypatch.setattr(gpu_decode, "MIN_SPLIT_KEYS", 64)
   case = dataclasses.replace(case, dtype="float16")
 

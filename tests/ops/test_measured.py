@@ -67,7 +67,7 @@ def write_table(*entries: dict) -> None:
   ],
 )
 def test_cudnn_is_the_default_without_a_table(choose, options, implementation):
-  """`two_call` calls cuDNN. `chunked` replaces it where cuDNN has no support."""
+  """`two_call` calls cuDNN. `chunked` replaces it where cuDNN cannot run."""
   assert not measured.TABLE.exists()
 
   chosen = choose(**options)
@@ -92,8 +92,8 @@ def test_cudnn_is_the_default_without_a_table(choose, options, implementation):
 def test_measured_implementation_is_chosen(choose, options, implementation):
   """A measurement holds up to the next measured length.
 
-  Entries are for variant V1 with D = 128 and 4096 tokens, where `pallas_gpu` was
-  the fastest, unless they say otherwise. `choose` has the same defaults.
+  Entries are for variant V1 with D = 128 and 4096 tokens, where `pallas_gpu`
+  was the fastest, unless they say otherwise. `choose` has the same defaults.
   """
   write_table(
     {},
@@ -126,7 +126,7 @@ def test_cudnn_is_the_default_where_nothing_was_measured(
 ):
   """Only causal V1 with D = 128, from 4096 tokens on, was measured: on an H100.
 
-  `two_call` calls cuDNN. `chunked` replaces it where cuDNN has no support.
+  `two_call` calls cuDNN. `chunked` replaces it where cuDNN cannot run.
   """
   # An entry with all defaults.
   write_table({})

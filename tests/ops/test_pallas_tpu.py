@@ -507,7 +507,7 @@ def exact_attention(
 
 
 def run_forward(q, k, v, lam, num_empty_rows: int) -> vjp.Saved:
-  """Returns what the forward pass of the TPU kernels saves for the backward one.
+  """Returns what the TPU kernels' forward pass saves for the backward pass.
 
   Query t sees keys 0 to t − num_empty_rows, as in `exact_attention`.
   """

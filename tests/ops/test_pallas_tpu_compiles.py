@@ -200,7 +200,7 @@ def test_kernels_compile():
 @pytest.mark.longest
 @pytest.mark.full
 def test_kernels_compile_for_each_generation():
-  """`find_problems` compiles cases in a process. Two processes run at a time."""
+  """Two processes run `find_problems` at a time."""
   cases = GRADIENT_CASES + DECODE_CASES + MODEL_CASES + MULTI_CHIP_CASES
   for generation in TOPOLOGIES:
     cases.append(longest_case(generation))

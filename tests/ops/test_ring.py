@@ -385,7 +385,7 @@ def test_compiled_ring_only_sends_arrays_from_device_to_device():
   ],
 )
 def test_compiled_ring_sends_keys_only_to_neighbors(order, num_neighbors):
-  """With a window of 3 tokens, a device needs only the keys of its neighbors."""
+  """With a window of 3 tokens, a device needs only its neighbors' keys."""
   case = Case("window", shards=8, order=order, window=3)
 
   num_transfers = count_transfers_of_program(case)
@@ -433,8 +433,8 @@ def test_keys_move_by_one_device_per_step(order, shards):
 @pytest.mark.parametrize(
   ("order", "expected_pairs"),
   [
-    # Each device has 16 queries. In a step, it computes half of their pairs with
-    # the 16 keys of another device.
+    # Each device has 16 queries. In a step, it computes half of their pairs
+    # with the 16 keys of another device.
     pytest.param("balanced", {16 * 16 // 2}, id="balanced"),
     # A device with earlier tokens computes no pair. The others compute all.
     pytest.param("given", {0, 16 * 16}, id="given"),

@@ -163,7 +163,7 @@ def test_per_token_cross_entropy_in_shard_map_equals_the_reference(mesh):
 def test_attention_in_shard_map_equals_one_device(
   mesh, implementation, monkeypatch
 ):
-  """All devices share λ, as in the model. Its gradient is a sum over devices."""
+  """All devices share λ. Its gradient is a sum over devices."""
   # With limits this small, `chunked` loops over blocks of queries and heads.
   monkeypatch.setattr(chunked, "BLOCK_QUERIES", 8)
   monkeypatch.setattr(chunked, "MAX_BANDS", 2)

@@ -138,7 +138,7 @@ def test_a_measurement_without_units_is_nan(measurement):
   ],
 )
 def test_different_measurements_cannot_be_paired(other):
-  """The difference of two models is of the same measurement on the same units."""
+  """Models are compared in the same measurement, on the same units."""
   measurement = mean_of("x", [1.0, 2.0])
 
   with pytest.raises(ValueError, match="cannot be paired"):
