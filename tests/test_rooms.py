@@ -4,6 +4,7 @@ Folders and files do not import each other in circles.
 """
 
 import ast
+import functools
 import graphlib
 import pathlib
 import sys
@@ -95,7 +96,14 @@ def imported_modules(module: str) -> set[str]:
   return imported
 
 
-IMPORTS = {module: imported_modules(module) for module in FILES}
+@functools.cache
+def all_imports() -> dict[str, set[str]]:
+  """Returns what each module of the package imports, by the module's name.
+
+  Parsing 250 files takes half a second, so the tests call this, and not the
+  collection of tests.
+  """
+  return {module: imported_modules(module) for module in FILES}
 
 
 def folder_of(module: str) -> str:
@@ -122,7 +130,7 @@ def test_a_folder_imports_only_allowed_folders(folder):
   """ALLOWED has the folders that each folder may import."""
   assert folder in ALLOWED, f"diffjax/{folder} is not in the table of this file"
   allowed = ALLOWED[folder] | {folder}
-  for module, imported in IMPORTS.items():
+  for module, imported in all_imports().items():
     if folder_of(module) != folder:
       continue
     for other in imported & FILES.keys():
@@ -138,7 +146,7 @@ def test_folders_are_not_allowed_to_import_each_other_in_a_circle():
 def test_files_do_not_import_each_other_in_a_circle():
   """In a circle, Python would import a module that is not yet complete."""
   graph = {}
-  for module, imported in IMPORTS.items():
+  for module, imported in all_imports().items():
     graph[module] = imported & FILES.keys()
 
   try:
@@ -152,7 +160,7 @@ def test_ops_needs_few_libraries():
   """The folder of the kernels needs only JAX, jaxtyping and NumPy."""
   allowed = {"jax", "jaxtyping", "numpy", "diffjax"} | sys.stdlib_module_names
 
-  for module, imported in IMPORTS.items():
+  for module, imported in all_imports().items():
     if folder_of(module) != "ops":
       continue
     for other in imported:
@@ -166,7 +174,7 @@ def test_the_package_does_not_import_other_folders_of_the_repository():
   folders.remove("diffjax")
   assert {"experiments", "benchmarks", "tests"} <= folders
 
-  for module, imported in IMPORTS.items():
+  for module, imported in all_imports().items():
     for other in imported:
       package, _, _ = other.partition(".")
       assert package not in folders, f"{module} imports {other}"
