@@ -46,6 +46,9 @@ if "JAX_PLATFORMS" not in os.environ:
 # Tests of the compiler's optimizations use the fixture `optimised`.
 jax.config.update("jax_disable_most_optimizations", True)
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+# Commands keep all programs that they compile, and not only those that took a
+# second, so that later commands of the tests need not compile them again.
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

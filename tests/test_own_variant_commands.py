@@ -65,16 +65,16 @@ TRAINING_FLAGS = [
   "--config.train.log_interval=1",
   "--config.eval.rows=8",
 ]
-# The suites that need no data from elsewhere. "report" shows their results.
-SUITES = [
-  "validation",
-  "difference_map",
+# Suites that need no data from elsewhere: those of the default tier, and others.
+# "report" shows their results.
+FEW_SUITES = ("validation", "difference_map")
+OTHER_SUITES = (
   "attention",
   "outliers",
   "position_nll",
   "needle",
   "quantised",
-]
+)
 SUITE_FLAGS = [
   "--set.validation.rows=8",
   "--set.difference_map.rows=4",
@@ -148,6 +148,8 @@ def variant(command, directory, request):
     "diffjax.train",
     *flags,
     "--config.train.steps=2",
+    # The second command writes a sample.
+    "--config.train.sample_tokens=0",
     cwd=directory,
   )
   run(
@@ -290,33 +292,52 @@ def test_generate_continues_like_a_loop_over_the_model(
   assert text.rstrip("\n") == f"def {continuation}"
 
 
-@pytest.fixture(scope="module")
-def evals(command, directory, variant):
-  """The directory of the results of all suites."""
-  suites = ",".join([*SUITES, "report"])
+class Evaluation(NamedTuple):
+  """The results of an evaluation.
+
+  Attributes:
+    suites: the names of its suites, without the report.
+    directory: the directory of the results.
+  """
+
+  suites: tuple[str, ...]
+  directory: Path
+
+
+@pytest.fixture(
+  scope="module",
+  params=[
+    pytest.param(FEW_SUITES, id="few"),
+    pytest.param(OTHER_SUITES, id="other", marks=pytest.mark.full),
+  ],
+)
+def evaluation(command, directory, variant, request):
+  """Evaluates the run by several suites. The last one is the report."""
+  suites = request.param
+  results = directory / variant.workdir / f"evals_{request.param_index}"
   run(
     command,
     "diffjax.evaluate",
     variant.import_flag,
     f"--workdir={variant.workdir}",
-    f"--suite={suites}",
+    f"--suite={','.join(suites)},report",
+    f"--out={results}",
     *SUITE_FLAGS,
     cwd=directory,
   )
-  return directory / variant.workdir / "evals"
+  return Evaluation(suites, results)
 
 
-@pytest.mark.parametrize("suite", SUITES)
-def test_the_suite_measures_the_variant(evals, suite):
-  """`evals` has a file of results for each suite of evaluations."""
-  results = json.loads((evals / f"{suite}.json").read_text())
+def test_the_suites_measure_the_variant(evaluation):
+  """There is a file of results for each suite of the evaluation."""
+  for suite in evaluation.suites:
+    results = json.loads((evaluation.directory / f"{suite}.json").read_text())
+    assert results["figures"]
 
-  assert results["figures"]
 
-
-def test_the_report_has_the_formula_of_the_variant(evals, variant):
+def test_the_report_has_the_formula_of_the_variant(evaluation, variant):
   """The class of a variant may give a formula. Otherwise the report has "A"."""
-  page = (evals / "report.html").read_text()
+  page = (evaluation.directory / "report.html").read_text()
 
   assert variant.formula in page
 

@@ -101,21 +101,16 @@ def run(command, monkeypatch):
 
   run("ablations", "--steps=2", code=0) checks the exit status and returns
   stdout and stderr. The commands that experiments.run starts are forked, one at
-  a time, and share compiled programs.
+  a time.
   """
   one_at_a_time = threading.Lock()
-  compiled = {
-    "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-  }
 
   def call(self, line, env=None, log=None, *, tail=False):
     """Replaces `Launcher.call`: runs a command line in a forked process."""
     python, dash_m, module, *arguments = line
     assert (python, dash_m) == (sys.executable, "-m")
-    environment = {**compiled, **(env or {})}
     with one_at_a_time:
-      result = command(module, *arguments, environment=environment)
+      result = command(module, *arguments, environment=env)
     output = result.stdout + result.stderr
     if log:
       log.write_text(output)
