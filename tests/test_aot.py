@@ -7,6 +7,7 @@ TPUs.
 
 import dataclasses
 import importlib.util
+import itertools
 import math
 import re
 import subprocess
@@ -41,6 +42,7 @@ from diffjax.ops.platform import platform
 from diffjax.parallel.mesh import make_mesh
 from diffjax.training.program import build
 from tests.harness import ROOT, in_process
+from tests.harness.tiers import full
 
 GIB = 2**30
 pytestmark = pytest.mark.usefixtures("optimised")
@@ -119,19 +121,33 @@ def compiled_collectives(
   return collectives(text, mesh.shape)
 
 
-@pytest.mark.parametrize(
-  "axes",
-  [
-    ("data",),
-    ("fsdp",),
-    ("tensor",),
-    ("data", "fsdp"),
-    ("data", "tensor"),
-    ("data", "fsdp", "tensor"),
-  ],
-  ids="-".join,
-)
-@pytest.mark.parametrize("kind", KINDS)
+AXES = [
+  ("data",),
+  ("fsdp",),
+  ("tensor",),
+  ("data", "fsdp"),
+  ("data", "tensor"),
+  ("data", "fsdp", "tensor"),
+]
+
+
+def kinds_and_axes() -> list:
+  """Returns all pairs of a kind and some axes, as parameters of a test.
+
+  The default tier has an all-gather along all of these axes, and all kinds along
+  two axes that are not neighbours.
+  """
+  parameters = []
+  for kind, axes in itertools.product(KINDS, AXES):
+    marks = pytest.mark.full
+    if kind == "all-gather" or axes == ("data", "tensor"):
+      marks = ()
+    name = f"{kind}-{'-'.join(axes)}"
+    parameters.append(pytest.param(kind, axes, id=name, marks=marks))
+  return parameters
+
+
+@pytest.mark.parametrize(("kind", "axes"), kinds_and_axes())
 def test_a_collective_is_read_with_its_axes_and_bytes(kind, axes):
   """Devices communicate along some axes of the mesh."""
   mesh_shape = {"data": 2, "fsdp": 2, "tensor": 2}
@@ -892,9 +908,11 @@ def test_a_comparison_in_which_no_policy_fits_is_an_error(monkeypatch):
   ],
 )
 def test_the_error_for_an_invalid_flag_is_one_line(
-  command, arguments, returncode, message
+  arguments, returncode, message
 ):
-  result = command("diffjax.aot", "--config=configs/tiny.py", *arguments)
+  result = in_process.call(
+    "diffjax.aot", "--config=configs/tiny.py", *arguments
+  )
 
   assert result.returncode == returncode, result.stderr
   [line] = result.stderr.splitlines()
@@ -926,10 +944,10 @@ def test_the_error_for_an_invalid_flag_is_one_line(
   ],
 )
 def test_the_error_for_a_config_that_does_not_fit_the_chips_is_one_line(
-  command, flag, message
+  flag, message
 ):
   """v5e:2x2 has four chips. The tiny config has two key-value heads."""
-  result = command(
+  result = in_process.call(
     "diffjax.aot", "--config=configs/tiny.py", "--topology=v5e:2x2", flag
   )
 
@@ -939,13 +957,12 @@ def test_the_error_for_a_config_that_does_not_fit_the_chips_is_one_line(
 
 
 @needs_libtpu
-def test_a_compiler_that_ends_its_process_is_an_error(command):
+def test_a_compiler_that_ends_its_process_is_an_error(monkeypatch):
   """For an unknown flag, libtpu ends the process without an exception."""
-  result = command(
-    "diffjax.aot",
-    "--config=configs/tiny.py",
-    "--topology=v5e:2x2",
-    environment={"LIBTPU_INIT_ARGS": "--no_such_flag=1"},
+  monkeypatch.setenv("LIBTPU_INIT_ARGS", "--no_such_flag=1")
+
+  result = in_process.call(
+    "diffjax.aot", "--config=configs/tiny.py", "--topology=v5e:2x2"
   )
 
   assert result.returncode == 1, result.stderr
@@ -1104,7 +1121,7 @@ def describe_mesh(
 
 
 @needs_libtpu
-@pytest.mark.parametrize("num_slices", [1, 2])
+@pytest.mark.parametrize("num_slices", [*full([1]), 2])
 def test_axes_may_share_a_dimension_of_the_torus(num_slices):
   """A slice of v6e:4x4 is a torus of 4 × 4 chips.
 

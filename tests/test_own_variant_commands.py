@@ -1,6 +1,7 @@
 """Every command works with attention variants from outside the package."""
 
 import json
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,7 +62,7 @@ TRAINING_FLAGS = [
   "--config.data.validation_fraction=0.3",
   "--config.data.length=64",
   "--config.train.batch_size=4",
-  "--config.train.sample_tokens=4",
+  "--config.train.sample_tokens=0",
   "--config.train.log_interval=1",
   "--config.eval.rows=8",
 ]
@@ -148,9 +149,10 @@ def variant(command, directory, request):
     "diffjax.train",
     *flags,
     "--config.train.steps=2",
-    # The second command writes a sample.
-    "--config.train.sample_tokens=0",
     cwd=directory,
+  )
+  two_devices = (
+    f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2"
   )
   run(
     command,
@@ -159,7 +161,7 @@ def variant(command, directory, request):
     "--config.train.steps=4",
     "--config.mesh.fsdp=2",
     cwd=directory,
-    environment={"XLA_FLAGS": "--xla_force_host_platform_device_count=2"},
+    environment={"XLA_FLAGS": two_devices},
   )
   return variant
 
