@@ -13,12 +13,15 @@ import sys
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from diffjax.config import (
   Config,
   DataConfig,
   EvalConfig,
+  MeshConfig,
   ModelConfig,
   OptimizerConfig,
   TrainConfig,
@@ -27,12 +30,13 @@ from diffjax.data.tokenizer_training import train_tokenizer
 from diffjax.evals import SUITES, harness
 from diffjax.evals.report import intervals
 from diffjax.evals.suite import suite_class
+from diffjax.model.decoder import Decoder
 from diffjax.parallel.mesh import make_mesh
-from diffjax.training import loop
+from diffjax.training import loop, session
 from diffjax.training.checkpoint import Checkpoints
 from diffjax.training.metrics import read_log
-from diffjax.training.program import build
 from tests.harness import ROOT, in_process, own_variants
+from tests.harness.parameters import parameters
 
 # Suites of the default tier, and the other suites that need no data or library.
 FEW_SUITES = ("validation", "needle")
@@ -112,7 +116,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     eval=EvalConfig(interval=2, rows=5),
     train=TrainConfig(steps=2, batch_size=8, log_interval=1, sample_tokens=0),
   )
-  loop.train(config, str(path / "diff"))
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(session, "make_mesh", make_mesh_of_one_device)
+    loop.train(config, str(path / "diff"))
 
   transformer = dataclasses.replace(
     config,
@@ -145,12 +151,18 @@ def make_texts() -> list[str]:
   return texts
 
 
+def make_mesh_of_one_device(config: MeshConfig) -> Mesh:
+  """Replaces `make_mesh`: training on eight devices takes longer to compile."""
+  return make_mesh(config, jax.devices()[:1])
+
+
 def save_untrained(workdir: pathlib.Path, config: Config) -> None:
-  """Saves a model with its initial parameters as if after two steps."""
-  mesh = make_mesh(config.mesh, jax.devices()[:1])
-  program = build(config, mesh)
+  """Saves a model with random parameters as if after two steps."""
+  params = parameters(Decoder(config.model), np.zeros((1, 1), np.int32))
   with Checkpoints(str(workdir), keep=1) as checkpoints:
-    checkpoints.save(2, program.init(), data_state={}, config=config.to_dict())
+    checkpoints.save(
+      2, {"params": params}, data_state={}, config=config.to_dict()
+    )
     checkpoints.wait()
 
 

@@ -55,7 +55,9 @@ def correct(*arrays: jax.Array, **mask: Any) -> jax.Array:
       id="v1_packed_rows_and_shared_keys",
     ),
     pytest.param(
-      dataclasses.replace(SMALL, kind="v2", causal=False), id="v2_not_causal"
+      dataclasses.replace(SMALL, kind="v2", causal=False),
+      id="v2_not_causal",
+      marks=pytest.mark.full,
     ),
     pytest.param(
       dataclasses.replace(SMALL, kind="plain", window=5, dtype="float16"),

@@ -568,6 +568,7 @@ def prepare_totals(config, num_workers) -> list[bytes]:
   return [path.read_bytes() for path in paths]
 
 
+@pytest.mark.full
 def test_workers_prepare_rows_from_the_hub(
   hub_repo_dir, serve_local_hub, texts, make_config
 ):
