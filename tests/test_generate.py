@@ -10,7 +10,6 @@ from typing import Any
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -54,8 +53,8 @@ CAPACITY = 256
 
 def random_parameters() -> dict[str, Any]:
   """Returns parameters of MODEL with logits that are far apart."""
-  params = parameters(Decoder(MODEL), jnp.zeros((1, 1), jnp.int32))
-  params["embedding"] *= 3
+  params = parameters(Decoder(MODEL), np.zeros((1, 1), np.int32))
+  params["embedding"] = 3 * np.asarray(params["embedding"])
   return params
 
 
@@ -269,14 +268,14 @@ def world_model(tmp_path):
     MODEL, vocab_size=tokenizer.vocab_size, tie_embeddings=False
   )
   model = Decoder(config)
-  params = parameters(model, jnp.zeros((1, 1), jnp.int32))
+  params = parameters(model, np.zeros((1, 1), np.int32))
 
   # The layers add nothing to the hidden states, which are all ones.
-  params["layers"] = jax.tree.map(jnp.zeros_like, params["layers"])
-  params["embedding"] = jnp.ones_like(params["embedding"])
+  params["layers"] = jax.tree.map(np.zeros_like, params["layers"])
+  params["embedding"] = np.ones_like(params["embedding"])
   # Only "world" has a positive logit.
-  unembedding = jnp.zeros_like(params["unembedding"])
-  params["unembedding"] = unembedding.at[world_id].set(9)
+  params["unembedding"] = np.zeros_like(params["unembedding"])
+  params["unembedding"][world_id] = 9
   return Trained(
     name="run",
     config=Config(model=config),
@@ -544,7 +543,8 @@ def test_parameters_that_are_not_finite_are_rejected(
 ):
   """With NaN, a model would generate zero bytes, and results would be NaN."""
   params = random_parameters()
-  params["layers"]["attention"]["query"] *= np.nan
+  attention = params["layers"]["attention"]
+  attention["query"] = np.full_like(attention["query"], np.nan)
   save_run(tmp_path, params)
 
   result = in_process.call(module, f"--workdir={tmp_path}", argument)

@@ -1,5 +1,7 @@
 """Models run on matrices in int8, on one device and on several."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -51,15 +53,31 @@ def model():
 @pytest.fixture(scope="module")
 def params(model):
   """Parameters in float32, with logits that are far apart."""
-  params = parameters(model, jnp.zeros((1, 1), jnp.int32))
-  return params | {"embedding": 3 * params["embedding"]}
+  params = parameters(model, np.zeros((1, 1), np.int32))
+  return params | {"embedding": 3 * np.asarray(params["embedding"])}
 
 
 @pytest.fixture(scope="module")
 def rounded(params):
   """The same parameters, with the matrices of the layers in int8."""
   # `quantise` donates the matrices, so it gets a copy.
-  return quantise(jax.tree.map(jnp.copy, params))
+  return quantise(jax.device_get(params))
+
+
+@pytest.fixture(scope="module")
+def exact(rounded):
+  """The float32 values of the rounded parameters."""
+
+  def dequantise_all(params):
+    return jax.tree.map(dequantised, params, is_leaf=is_quantised)
+
+  return jax.jit(dequantise_all)(rounded)
+
+
+@pytest.fixture(scope="module")
+def exact_hidden(model, exact):
+  """The hidden states of LONG_PROMPT with the values of `exact`."""
+  return jax.jit(model.apply)({"params": exact}, np.array([LONG_PROMPT]))
 
 
 @pytest.fixture(scope="module")
@@ -95,14 +113,18 @@ def test_only_matrices_of_the_layers_are_rounded(params, rounded):
 
 @pytest.mark.parametrize(("name", "input_axes"), INPUT_AXES.items())
 def test_rounding_changes_a_weight_by_at_most_half_a_step(
-  params, rounded, name, input_axes
+  params, rounded, exact, name, input_axes
 ):
-  """A step is 1/127 of the largest weight in the same column."""
-  matrix = by_name(params)[name]
+  """A step is 1/127 of the largest weight in the same column.
+
+  `exact` has the values of `rounded` in float32.
+  """
+  matrix = np.asarray(by_name(params)[name])
+  exact_matrix = np.asarray(by_name(exact)[name])
   rounded_matrix = by_name(rounded)[name]
 
   step = np.abs(matrix).max(axis=input_axes, keepdims=True) / 127
-  error = np.abs(dequantised(rounded_matrix) - matrix)
+  error = np.abs(exact_matrix - matrix)
   # A little more than 0.5, because the division by the step rounds, too.
   assert np.all(error <= 0.5001 * step)
   assert rounded_matrix.qvalue.dtype == jnp.int8
@@ -111,36 +133,31 @@ def test_rounding_changes_a_weight_by_at_most_half_a_step(
 # Running on rounded weights.
 
 
-def dequantise_all(params):
-  """Returns the parameters with rounded matrices in float32."""
-  return jax.tree.map(dequantised, params, is_leaf=is_quantised)
-
-
-def test_int8_matrices_compute_what_their_float32_values_do(model, rounded):
+def test_int8_matrices_compute_what_their_float32_values_do(
+  model, rounded, exact_hidden
+):
   """The value of a weight is its int8 number times the scale of its column."""
-  tokens = jnp.array([LONG_PROMPT])
+  apply = jax.jit(model.apply)
 
-  hidden = model.apply({"params": rounded}, tokens)
+  hidden = apply({"params": rounded}, np.array([LONG_PROMPT]))
 
-  expected = model.apply({"params": dequantise_all(rounded)}, tokens)
-  chex.assert_trees_all_close(hidden, expected, **FLOAT32_LAYER)
+  chex.assert_trees_all_close(hidden, exact_hidden, **FLOAT32_LAYER)
 
 
 def test_the_sampler_gives_the_logits_of_the_model(
-  model, params, rounded, sampler
+  params, sampler, exact_hidden
 ):
   """The sampler has int8 matrices, and the model has their float32 values.
 
   The prompts are a single token, 5, and one of 140 tokens.
   """
-  tokens = jnp.array([LONG_PROMPT])
-
   state = sampler.prefill([[5], LONG_PROMPT])
 
-  hidden = model.apply({"params": dequantise_all(rounded)}, tokens)
   # The logits after the last token of the long prompt, which is the second.
-  expected = logits(params, hidden)[0, -1]
-  chex.assert_trees_all_close(state.logits[1], expected, **FLOAT32_MODEL)
+  last_hidden = np.asarray(exact_hidden)[:, -1:]
+  expected = jax.jit(logits)(params, last_hidden)[0, 0]
+  actual = np.asarray(state.logits)[1]
+  chex.assert_trees_all_close(actual, expected, **FLOAT32_MODEL)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -148,7 +165,8 @@ def test_matrices_stay_in_int8_with_float32_scales_for_generation(
   model, rounded, dtype
 ):
   """Generation converts other parameters to the compute dtype in advance."""
-  prepared = unstack(model.clone(dtype=dtype), rounded)
+  unstack_parameters = functools.partial(unstack, model.clone(dtype=dtype))
+  prepared = jax.jit(unstack_parameters)(rounded)
 
   leaves = jax.tree.leaves(prepared["layers"], is_leaf=is_quantised)
   matrices = [leaf for leaf in leaves if is_quantised(leaf)]
@@ -170,7 +188,7 @@ def mesh():
 @pytest.fixture(scope="module")
 def split(params, mesh):
   """The rounded parameters on four devices."""
-  copy = jax.tree.map(jnp.copy, params)
+  copy = jax.device_get(params)
   return quantise(jax.device_put(copy, shardings(params, mesh)))
 
 

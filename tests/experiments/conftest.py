@@ -4,7 +4,7 @@ import sys
 import threading
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from diffjax.config import from_config_dict
@@ -23,14 +23,9 @@ SMALL = dict(
 )
 
 
-@pytest.fixture
-def make_workdir(tmp_path):
-  """A function that creates a workdir with the checkpoint of a small model.
-
-  make_workdir("run", config, {"train.steps": 1}) returns its path and its
-  config, which has the given fields. The parameters are random.
-  """
-  text_dir = tmp_path / "text"
+def workdir_maker(directory):
+  """Returns the function of the fixture `make_workdir`, for a directory."""
+  text_dir = directory / "text"
   text_dir.mkdir()
   for index in range(8):
     line = f"line {index} of a text that goes on and on\n"
@@ -53,8 +48,8 @@ def make_workdir(tmp_path):
     # test_outliers.py compares losses, which depend on the drawn values. So
     # these are not the parameters of tests/harness/parameters.py.
     initialise = jax.jit(Decoder(config.model).init)
-    variables = initialise(jax.random.key(0), jnp.zeros((1, 4), jnp.int32))
-    workdir = str(tmp_path / name)
+    variables = initialise(jax.random.key(0), np.zeros((1, 4), np.int32))
+    workdir = str(directory / name)
     with Checkpoints(workdir, keep=1) as checkpoints:
       checkpoints.save(
         0,
@@ -66,6 +61,22 @@ def make_workdir(tmp_path):
     return workdir, config
 
   return make
+
+
+@pytest.fixture
+def make_workdir(tmp_path):
+  """A function that creates a workdir with the checkpoint of a small model.
+
+  make_workdir("run", config, {"train.steps": 1}) returns its path and its
+  config, which has the given fields. The parameters are random.
+  """
+  return workdir_maker(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def make_shared_workdir(tmp_path_factory):
+  """The same as `make_workdir`, for workdirs that the tests of a module share."""
+  return workdir_maker(tmp_path_factory.mktemp("workdirs"))
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Length extensions of ablations' runs, and the loss by position."""
 
 import dataclasses
+import functools
 
 import pytest
 
@@ -71,8 +72,8 @@ def test_the_papers_extension_has_a_larger_rope_base_and_a_smaller_rate():
   assert extended.optimizer.learning_rate == short.optimizer.learning_rate / 4
 
 
-@pytest.fixture
-def measure_extension(make_workdir):
+@pytest.fixture(scope="module")
+def measure_extension(make_shared_workdir):
   """Returns a function that measures an extension of a run of 64 tokens.
 
   Both have the same parameters. The RoPE base of the run is 10,000.
@@ -80,8 +81,9 @@ def measure_extension(make_workdir):
   grid_of_one = grid.Grid(variants=("diff",), baseline="diff")
   (run,) = grid.expand("long_context", grid_of_one, {})
   short = run.pretrained.config
-  start, _ = make_workdir("start", short, {"model.max_length": 64})
+  start, _ = make_shared_workdir("start", short, {"model.max_length": 64})
 
+  @functools.cache
   def measure(new_length, rope_base):
     fields = {
       "train.init_from": start,
@@ -91,7 +93,7 @@ def measure_extension(make_workdir):
       "eval.rows": 3,
     }
     name = f"extension_{rope_base}"
-    workdir, config = make_workdir(name, run.config, fields)
+    workdir, config = make_shared_workdir(name, run.config, fields)
     return experiment.measure(workdir, config)
 
   return measure

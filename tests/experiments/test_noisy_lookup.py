@@ -9,11 +9,18 @@ import numpy as np
 import pytest
 
 from diffjax.config import from_config_dict
-from diffjax.model.decoder import Block, embed, lambda_inits, logits
+from diffjax.model.decoder import (
+  Block,
+  Decoder,
+  embed,
+  lambda_inits,
+  logits,
+)
 from diffjax.ops.diff_attention import diff_attention
 from diffjax.ops.rms_norm import rms_norm
 from experiments.noisy_lookup import experiment, task
 from experiments.noisy_lookup.config import get_config
+from tests.harness.parameters import parameters
 from tests.harness.tiers import full
 from tests.harness.tolerances import FLOAT32_LAYER
 
@@ -31,10 +38,16 @@ def make_config(row: str, steps: int = 4, batch_size: int = 3):
   return from_config_dict(config.to_dict())
 
 
+# Compiled once for all tests.
+_forward = jax.jit(task.forward, static_argnums=0)
+
+
+@functools.cache
 def make_batch(noise: float) -> task.Batch:
   """Returns four contexts of 40 pairs, with one noise on the pairs' keys."""
-  noises = jnp.full(NUM_CONTEXTS, noise)
-  return task.make_batch(jax.random.key(3), noises, NUM_PAIRS, width=64)
+  noises = np.full(NUM_CONTEXTS, noise, np.float32)
+  key = jax.random.key(3)
+  return jax.device_get(task.make_batch(key, noises, NUM_PAIRS, width=64))
 
 
 def test_a_context_has_pairs_and_then_questions():
@@ -108,11 +121,10 @@ def decoder_logits(model, params, batch):
 def test_the_logits_are_those_of_the_decoders_layer(row):
   """`task.forward` computes the layer itself, to record attention weights."""
   config = make_config(row)
-  params = task.init(config)
+  params = parameters(Decoder(config.model), np.zeros((1, 1), np.int32))
   batch = make_batch(noise=0.5)
 
-  forward = jax.jit(functools.partial(task.forward, config.model))
-  actual, weights = forward(params, batch)
+  actual, weights = _forward(config.model, params, batch)
 
   forward_of_decoder = jax.jit(functools.partial(decoder_logits, config.model))
   expected = forward_of_decoder(params, batch)
@@ -128,16 +140,16 @@ def largest_change_by_the_second_map(row: str) -> float:
   batch = make_batch(noise=0.5)
   # The rows "diff" and "diff_lambda_zero" have the same parameters.
   params = task.init(make_config("diff_lambda_zero"))
-  changed = jax.tree.map(jnp.copy, params)
+  changed = jax.tree.map(np.array, params)
   attention = changed["layers"]["attention"]
   # The last axes of queries and keys are the map and the width of a head.
-  attention["query"] = attention["query"].at[..., 1, :].add(1.0)
-  attention["key"] = attention["key"].at[..., 1, :].add(1.0)
+  attention["query"][..., 1, :] += 1.0
+  attention["key"][..., 1, :] += 1.0
 
-  forward = jax.jit(task.forward, static_argnums=0)
-  logits_before, _ = forward(model, params, batch)
-  logits_after, _ = forward(model, changed, batch)
-  return float(np.abs(logits_after - logits_before).max())
+  logits_before, _ = _forward(model, params, batch)
+  logits_after, _ = _forward(model, changed, batch)
+  change = np.asarray(logits_after) - np.asarray(logits_before)
+  return float(np.abs(change).max())
 
 
 def test_diff_uses_its_second_attention_map():
@@ -159,7 +171,7 @@ def test_training_leaves_frozen_lambda_vectors_at_zero():
   trained, _ = task.train(config, sizes)
 
   for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
-    assert not trained["layers"]["attention"][name].any()
+    assert not np.any(trained["layers"]["attention"][name])
 
 
 def test_an_untrained_model_guesses():
@@ -177,7 +189,10 @@ def test_an_untrained_model_guesses():
   assert answers["accuracy"] == pytest.approx(chance, abs=5 * standard_error)
 
 
-def train_for_30_steps(config):
+TRAINED = make_config("transformer_norm", steps=30, batch_size=8)
+
+
+def train_for_30_steps():
   """Returns the evaluations. The curve has those at the steps 15 and 30."""
   sizes = task.Task(
     pairs=NUM_PAIRS,
@@ -187,29 +202,29 @@ def train_for_30_steps(config):
     followed=16,
     interval=15,
   )
-  _, evaluations = task.train(config, sizes)
+  _, evaluations = task.train(TRAINED, sizes)
   return evaluations
 
 
-def test_training_lowers_the_loss():
-  config = make_config("transformer_norm", steps=30, batch_size=8)
+@pytest.fixture(scope="module")
+def evaluations():
+  """The evaluations of a run of 30 steps."""
+  return train_for_30_steps()
+
+
+def test_training_lowers_the_loss(evaluations):
   before_training = task.ask(
-    config, task.init(config), noise=0.0, pairs=NUM_PAIRS, contexts=16
+    TRAINED, task.init(TRAINED), noise=0.0, pairs=NUM_PAIRS, contexts=16
   )
 
-  at_step_15, at_step_30 = train_for_30_steps(config)["curve"]
-
+  at_step_15, at_step_30 = evaluations["curve"]
   assert at_step_15["step"] == 15
   assert at_step_30["step"] == 30
   assert at_step_30["loss"] < before_training["loss"]
 
 
-def test_training_can_be_repeated():
-  config = make_config("transformer_norm", steps=30, batch_size=8)
-
-  evaluations = train_for_30_steps(config)
-
-  assert train_for_30_steps(config) == evaluations
+def test_training_can_be_repeated(evaluations):
+  assert train_for_30_steps() == evaluations
 
 
 def evaluation(noise, pairs, accuracy, attention):

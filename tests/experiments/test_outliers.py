@@ -14,15 +14,22 @@ from experiments.outliers import experiment
 from tests.harness.tolerances import FLOAT32_LAYER
 
 
-@pytest.fixture
-def run_of_ablations(make_workdir):
+@pytest.fixture(scope="module")
+def run_of_ablations(make_shared_workdir):
   """The workdir and the config of a small run, with three validation rows."""
   (run,) = grid.expand(
     "ablations", grid.Grid(variants=("diff",), baseline="diff"), {}
   )
-  workdir, config = make_workdir("run", run.config)
+  workdir, config = make_shared_workdir("run", run.config)
   rows = dataclasses.replace(config.eval, rows=3)
   return workdir, dataclasses.replace(config, eval=rows)
+
+
+@pytest.fixture(scope="module")
+def measured(run_of_ablations):
+  """The measurements of the run."""
+  workdir, config = run_of_ablations
+  return experiment.measure(workdir, config)
 
 
 def validation_loss(workdir, config):
@@ -35,12 +42,8 @@ def validation_loss(workdir, config):
   return float(np.sum(losses * batch["weights"]) / np.sum(batch["weights"]))
 
 
-def test_magnitudes_are_sorted_and_have_a_ratio(run_of_ablations):
+def test_magnitudes_are_sorted_and_have_a_ratio(measured):
   """Magnitudes are absolute attention logits and absolute hidden states."""
-  workdir, config = run_of_ablations
-
-  measured = experiment.measure(workdir, config)
-
   ranks = ("top_1", "top_2", "top_3", "top_10", "top_100", "median")
   for kind in ("logits", "hidden"):
     magnitudes = [measured[f"{kind}_{rank}"] for rank in ranks]
@@ -51,14 +54,14 @@ def test_magnitudes_are_sorted_and_have_a_ratio(run_of_ablations):
     assert measured[f"{kind}_ratio"] == largest / median
 
 
-def test_logits_of_fewer_bits_change_the_validation_loss_more(run_of_ablations):
+def test_logits_of_fewer_bits_change_the_validation_loss_more(
+  run_of_ablations, measured
+):
   """A rise is the loss with rounded attention logits minus the exact loss.
 
   The rounding has one scale per tensor or one per row of logits.
   """
   workdir, config = run_of_ablations
-
-  measured = experiment.measure(workdir, config)
 
   loss = validation_loss(workdir, config)
   assert measured["loss"] == pytest.approx(loss, rel=FLOAT32_LAYER["rtol"])

@@ -33,7 +33,7 @@ def mesh():
   return make_mesh(MeshConfig(), jax.devices()[:1])
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def small_config():
   """The config of a shape that compiles quickly."""
   changes = {
@@ -49,6 +49,12 @@ def small_config():
   one = grid.Grid(variants=(variant,), baseline=variant)
   (run,) = grid.expand("throughput", one, changes)
   return run.config
+
+
+@pytest.fixture(scope="module")
+def programs(small_config, mesh):
+  """The programs that are timed."""
+  return experiment.compile_programs(small_config, mesh)
 
 
 def num_elements(tree) -> int:
@@ -73,9 +79,8 @@ def evaluation_loss(config, mesh, params, tokens, targets) -> float:
   return float(np.sum(sums["nll"]) / np.sum(sums["weight"]))
 
 
-def test_the_timed_loss_is_the_loss_of_training(small_config, mesh):
+def test_the_timed_loss_is_the_loss_of_training(small_config, mesh, programs):
   tokens, targets = experiment.batch(small_config)
-  programs = experiment.compile_programs(small_config, mesh)
   params = programs.make_params()
   forward = programs.passes["forward"]
   forward_and_backward = programs.passes["both"]
@@ -90,10 +95,9 @@ def test_the_timed_loss_is_the_loss_of_training(small_config, mesh):
 
 
 def test_the_timed_backward_pass_has_gradients_of_all_parameters(
-  small_config, mesh
+  small_config, programs
 ):
   tokens, targets = experiment.batch(small_config)
-  programs = experiment.compile_programs(small_config, mesh)
   forward_and_backward = programs.passes["both"]
 
   _, gradients = forward_and_backward(programs.make_params(), tokens, targets)

@@ -7,7 +7,6 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 from scipy import special
 
@@ -47,14 +46,15 @@ def parameters(
   out_scale = _out_scale(module)
   rng = np.random.default_rng(seed)
 
-  def draw(path: Sequence[Any], leaf: jax.ShapeDtypeStruct) -> jax.Array:
+  def draw(path: Sequence[Any], leaf: jax.ShapeDtypeStruct) -> np.ndarray:
     name = path[-1].key
     values = _initial_values(name, leaf.shape, rng)
     if name in RESIDUAL:
       values *= out_scale
-    return jnp.asarray(values.astype(leaf.dtype))
+    return values.astype(leaf.dtype)
 
-  return jax.tree.map_with_path(draw, shapes)
+  # `jnp.asarray` would compile a program for each shape.
+  return jax.device_put(jax.tree.map_with_path(draw, shapes))
 
 
 def _out_scale(module: nn.Module) -> float:
