@@ -32,8 +32,14 @@ def test_values_and_gradients_equal_numpys(
   w = rng.standard_normal((num_inputs, num_outputs))
   dy = rng.standard_normal((2, 5, num_outputs))
 
-  y, vjp = jax.vjp(linear, jnp.asarray(x, dtype), jnp.asarray(w, dtype))
-  dx, dw = vjp(jnp.asarray(dy, dtype))
+  @jax.jit
+  def value_and_gradients(x, w, dy):
+    y, vjp = jax.vjp(linear, x, w)
+    return y, *vjp(dy)
+
+  y, dx, dw = value_and_gradients(
+    x.astype(dtype), w.astype(dtype), dy.astype(dtype)
+  )
 
   # y = x w, and the gradients of x and w for a gradient dy of y.
   actual = {"y": y, "dx": dx, "dw": dw}

@@ -60,15 +60,16 @@ def toy(monkeypatch):
 
 
 # Documents of 5, 5 and 2 tokens in each of 4 sequences.
-SEGMENT_IDS = jnp.broadcast_to(jnp.arange(12) // 5, (4, 12))
+SEGMENT_IDS = np.tile(np.arange(12, dtype=np.int32) // 5, (4, 1))
 
 
-def make_arguments() -> tuple[jax.Array, ...]:
+def make_arguments() -> tuple[np.ndarray, ...]:
   """Returns q, k, v and one λ for all heads."""
-  q = jax.random.normal(jax.random.key(0), (4, 12, 4, 2, 6))
-  k = jax.random.normal(jax.random.key(1), (4, 12, 4, 2, 6))
-  v = jax.random.normal(jax.random.key(2), (4, 12, 4, 8))
-  return q, k, v, jnp.float32(0.4)
+  rng = np.random.default_rng(0)
+  q = rng.standard_normal((4, 12, 4, 2, 6), np.float32)
+  k = rng.standard_normal((4, 12, 4, 2, 6), np.float32)
+  v = rng.standard_normal((4, 12, 4, 8), np.float32)
+  return q, k, v, np.float32(0.4)
 
 
 def loss_and_gradients(implementation: str, **options):
