@@ -6,6 +6,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from diffjax.ops.diff_attention import (
@@ -58,8 +59,8 @@ def choose_on_gpu(monkeypatch):
 
 def make_arrays(dtype=jnp.float32):
   """Returns q, k and v."""
-  q = jnp.zeros((1, 4, 2, 2, 8), dtype)
-  v = jnp.zeros((1, 4, 2, 16), dtype)
+  q = np.zeros((1, 4, 2, 2, 8), dtype)
+  v = np.zeros((1, 4, 2, 16), dtype)
   return q, q, v
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from diffjax.ops.diff_attention import choice, two_call
@@ -33,9 +34,9 @@ def choose(monkeypatch, tmp_path):
   ):
     monkeypatch.setattr(choice, "device_kind", lambda: device)
     G, M, relative_width = SHAPES[kind]
-    q = jnp.zeros((1, 2, 1, G, D), dtype)
-    k = jnp.zeros((1, 2, 1, M, D), dtype)
-    v = jnp.zeros((1, 2, 1, relative_width * D), dtype)
+    q = np.zeros((1, 2, 1, G, D), dtype)
+    k = np.zeros((1, 2, 1, M, D), dtype)
+    v = np.zeros((1, 2, 1, relative_width * D), dtype)
     made = choice.choose("gpu", q, k, v, Mask(T, S or T, **mask))
     return made.implementation
 

@@ -78,7 +78,7 @@ def make_program(
   dtype: Any = jnp.float16,
   has_segments: bool = False,
   **options: Any,
-) -> tuple[Callable, tuple[jax.Array, ...]]:
+) -> tuple[Callable, tuple[np.ndarray, ...]]:
   """Returns a function that computes output and gradients, and its arguments.
 
   Args:
@@ -92,13 +92,13 @@ def make_program(
     **options: other arguments of `diff_attention`.
   """
   rng = np.random.default_rng(0)
-  q = jnp.asarray(rng.standard_normal((2, T, 4, 2, D)), dtype)
-  k = jnp.asarray(rng.standard_normal((2, T, 2, M, D)), dtype)
-  v = jnp.asarray(rng.standard_normal((2, T, 2, V)), dtype)
-  lam = jnp.asarray(rng.uniform(-0.5, 1.2, (2, T, 4)), jnp.float32)
+  q = rng.standard_normal((2, T, 4, 2, D)).astype(dtype)
+  k = rng.standard_normal((2, T, 2, M, D)).astype(dtype)
+  v = rng.standard_normal((2, T, 2, V)).astype(dtype)
+  lam = rng.uniform(-0.5, 1.2, (2, T, 4)).astype(np.float32)
   segment_ids = None
   if has_segments:
-    segment_ids = jnp.asarray(np.sort(rng.integers(0, 3, (2, T)), axis=1))
+    segment_ids = np.sort(rng.integers(0, 3, (2, T), np.int32), axis=1)
 
   def attend(*arrays):
     return diff_attention(
@@ -206,8 +206,9 @@ def test_calls_of_cudnn_add_up_to_the_reference(
   ):
     # Rounding to float16 changes a number by up to 2⁻¹¹ of it. The error is a
     # sum of a few of these.
-    largest_error = 8 * 2**-11 * jnp.abs(expected_array).max()
-    error = jnp.abs(jnp.float32(actual_array) - jnp.float32(expected_array))
+    expected_array = np.asarray(expected_array, np.float32)
+    largest_error = 8 * 2**-11 * np.abs(expected_array).max()
+    error = np.abs(np.asarray(actual_array, np.float32) - expected_array)
     assert error.max() <= largest_error
 
 
@@ -231,7 +232,7 @@ def test_cudnn_does_not_get_masks_of_2_gib(cudnn_calls):
     pytest.param({"window": 4}, "chunked", id="window"),
     pytest.param({"q_offset": 3}, "chunked", id="offset"),
     pytest.param(
-      {"q_offset": jnp.zeros(2, jnp.int32)}, "chunked", id="offset_per_row"
+      {"q_offset": np.zeros(2, np.int32)}, "chunked", id="offset_per_row"
     ),
     pytest.param({"dtype": jnp.float32}, "chunked", id="float32"),
   ],

@@ -124,6 +124,12 @@ def first_state(config: Config) -> TrainState:
   return program_of(config, num_devices=1).init()
 
 
+@jax.jit
+def copy_arrays(tree: Any) -> Any:
+  """Returns a tree with copies of its arrays."""
+  return jax.tree.map(jnp.copy, tree)
+
+
 def put_first_state(program: Program) -> TrainState:
   """Returns the state of one device before the first step, on a mesh.
 
@@ -131,7 +137,7 @@ def put_first_state(program: Program) -> TrainState:
   """
   config = dataclasses.replace(program.config, mesh=DATA)
   # A step donates its state, so the step gets a copy.
-  state = jax.tree.map(jnp.copy, first_state(config))
+  state = copy_arrays(first_state(config))
   shardings = jax.tree.map(lambda leaf: leaf.sharding, program.abstract_state)
   return jax.device_put(state, shardings)
 
@@ -171,7 +177,7 @@ def mesh_cases() -> list[tuple[str, tuple[int, ...]]]:
   return cases
 
 
-DEFAULT_TIER = [("diff", (1, 2, 2, 2)), ("diff_v2", (2, 4))]
+DEFAULT_TIER = [("diff", (1, 2, 2, 2))]
 FULL_TIER = [case for case in mesh_cases() if case not in DEFAULT_TIER]
 
 
@@ -276,7 +282,7 @@ def test_evaluation_is_summed_over_the_mesh():
 
 def test_a_mesh_skips_a_step_with_a_far_larger_gradient():
   """A skipped step changes neither the parameters nor the moments of Adam."""
-  config = make_config(VARIANTS["diff_v2"], MeshConfig(data=2, fsdp=4))
+  config = make_config(VARIANTS["diff"], MeshConfig(1, 2, 2, 2))
   program = program_of(config)
   state = put_first_state(program)
   # A step without a history is not skipped. It fills the moments of Adam.
@@ -404,12 +410,10 @@ def test_rows_too_long_for_a_device_are_split_over_eight():
 # Attention.
 
 
-def random_arrays(*shapes: tuple[int, ...]) -> list[jax.Array]:
+def random_arrays(*shapes: tuple[int, ...]) -> list[np.ndarray]:
   """Returns normally distributed arrays."""
-  arrays = []
-  for seed, shape in enumerate(shapes):
-    arrays.append(jax.random.normal(jax.random.key(seed), shape))
-  return arrays
+  rng = np.random.default_rng(0)
+  return [rng.standard_normal(shape, np.float32) for shape in shapes]
 
 
 def test_attention_with_heads_on_a_tensor_axis_gathers_nothing():
@@ -419,9 +423,9 @@ def test_attention_with_heads_on_a_tensor_axis_gathers_nothing():
   q, k, v = random_arrays(
     (B, T, H, num_maps, D), (B, T, K, num_maps, D), (B, T, K, V)
   )
-  lam = jnp.float32(0.4)
+  lam = np.float32(0.4)
   # Documents of 10 tokens.
-  segment_ids = jnp.broadcast_to(jnp.arange(T) // 10, (B, T))
+  segment_ids = np.tile(np.arange(T, dtype=np.int32) // 10, (B, 1))
 
   def loss(attention, q, k, v, lam):
     output = attention(
@@ -468,9 +472,10 @@ def test_attention_on_a_mesh_has_the_options_of_attention(options):
 
   actual = jax.jit(attention)(q[:, order], k[:, order], v[:, order], lam)
 
-  in_given_order = diff_attention(
-    q, k, v, lam, implementation="reference", **options
+  reference = functools.partial(
+    diff_attention, implementation="reference", **options
   )
+  in_given_order = np.asarray(jax.jit(reference)(q, k, v, lam))
   expected = in_given_order[:, order]
   chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=1e-5)
 
