@@ -3,6 +3,7 @@
 import ast
 import functools
 import pathlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import chex
@@ -25,7 +26,7 @@ from diffjax.model.definition import apply_weights, attention_from_weights
 from diffjax.ops.diff_attention import diff_attention
 from diffjax.ops.rope import rope
 from diffjax.parameters import BIASES
-from tests.harness.parameters import parameters as random_parameters
+from tests.harness.parameters import parameters
 from tests.harness.tiers import full
 from tests.harness.tolerances import FLOAT32_LAYER, assert_close_in_norm
 from tests.harness.variants import supporting
@@ -34,20 +35,31 @@ GOLDEN = pathlib.Path(__file__).parent / "golden"
 LAMBDA_VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 
 
+def normal(*shape: int) -> np.ndarray:
+  """Returns normally distributed numbers in float32."""
+  return np.random.default_rng(0).standard_normal(shape, np.float32)
+
+
+def random_parameters(layer: nn.Module, *inputs: Any, **options: Any) -> Any:
+  """Returns random parameters of a layer, as NumPy arrays."""
+  return jax.device_get(parameters(layer, *inputs, **options))
+
+
 def apply(
   layer: nn.Module,
   params: Any,
-  x: jax.Array,
+  x: np.ndarray,
   lambda_init: float | None = None,
-) -> Any:
+) -> np.ndarray:
   """Returns the output of a layer."""
-  return jax.jit(layer.apply)({"params": params}, x, lambda_init)
+  output = jax.jit(layer.apply)({"params": params}, x, lambda_init)
+  return np.asarray(output)
 
 
 def mean_lambda(
   layer: nn.Module,
   params: Any,
-  x: jax.Array,
+  x: np.ndarray,
   lambda_init: float | None = None,
 ) -> Any:
   """Returns the mean λ that a layer records as a metric."""
@@ -159,7 +171,7 @@ def test_output_and_gradients_equal_the_authors_layers(name, implementation):
     return y, *vjp(dy)
 
   inputs = (params, data["x"], data["dy"])
-  inputs = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), inputs)
+  inputs = jax.tree.map(np.float32, inputs)
   y, dparams, dx = output_and_gradients(*inputs)
 
   actual = {"output": y, "input gradient": dx, **dparams}
@@ -180,9 +192,11 @@ class ModuleOfAUser(nn.Module):
     return layer(nn.Dense(32)(x), lambda_init=0.8)
 
 
-@pytest.mark.parametrize("name", ATTENTION)
+@pytest.mark.parametrize(
+  "name", ["diff", *full(name for name in ATTENTION if name != "diff")]
+)
 def test_a_layer_can_be_part_of_a_users_module(name):
-  x = jax.random.normal(jax.random.key(0), (2, 6, 16))
+  x = normal(2, 6, 16)
   module = ModuleOfAUser(name)
 
   y, _ = jax.jit(module.init_with_output)(jax.random.key(1), x)
@@ -224,7 +238,7 @@ def test_parameters_have_the_shapes_of_the_paper(
   head_dim = 8
   value_dim = key_maps * head_dim
   layer = ATTENTION[name](num_heads=num_heads, head_dim=head_dim)
-  x = jnp.zeros((1, 6, embed_dim))
+  x = np.zeros((1, 6, embed_dim), np.float32)
 
   variables = jax.eval_shape(layer.init, jax.random.key(0), x, 0.8)
 
@@ -247,7 +261,7 @@ def test_parameters_have_the_shapes_of_the_paper(
 )
 def test_init_of_a_layer_returns_only_parameters(name, mutable):
   """A call records metrics and queries. `init` records nothing."""
-  x = jnp.ones((1, 6, 16))
+  x = np.ones((1, 6, 16), np.float32)
   layer = ATTENTION[name](num_heads=2, head_dim=4)
   init = functools.partial(layer.init, lambda_init=0.3, mutable=mutable)
 
@@ -262,7 +276,7 @@ def recorded_by_a_call(name: str) -> dict[str, Any]:
   Flax appends to a tuple if a name is recorded again.
   """
   layer = ATTENTION[name](num_heads=2, head_dim=4)
-  x = jnp.ones((1, 6, 16))
+  x = np.ones((1, 6, 16), np.float32)
   params = random_parameters(layer, x, lambda_init=0.3)
   apply_layer = functools.partial(layer.apply, mutable=True)
   _, recorded = jax.eval_shape(apply_layer, {"params": params}, x, 0.3)
@@ -342,7 +356,7 @@ def test_attention_without_a_noise_map_rejects_noise_heads():
   layer = Attention(num_heads=4, head_dim=8, num_noise_heads=2)
   message = "num_noise_heads must be None for Attention, .*; got 2"
   with pytest.raises(ValueError, match=message):
-    random_parameters(layer, jnp.zeros((1, 4, 16)))
+    random_parameters(layer, np.zeros((1, 4, 16), np.float32))
 
 
 @pytest.mark.parametrize("num_noise_heads", [0, 3])
@@ -357,7 +371,7 @@ def test_the_number_of_noise_heads_must_divide_the_number_of_heads(
     f" per head; got {num_noise_heads}"
   )
   with pytest.raises(ValueError, match=message):
-    random_parameters(layer, jnp.zeros((1, 4, 16)), lambda_init=0.5)
+    random_parameters(layer, np.zeros((1, 4, 16), np.float32), lambda_init=0.5)
 
 
 @pytest.mark.parametrize("rope_dim", [3, 10])
@@ -368,7 +382,7 @@ def test_rope_dim_must_be_even_and_at_most_head_dim(rope_dim):
     f" {rope_dim}"
   )
   with pytest.raises(ValueError, match=message):
-    random_parameters(layer, jnp.zeros((1, 4, 16)))
+    random_parameters(layer, np.zeros((1, 4, 16), np.float32))
 
 
 @pytest.mark.parametrize("name", ["diff", "diff_per_token", "dex"])
@@ -376,7 +390,7 @@ def test_a_layer_with_lambda_init_requires_it(name):
   layer = ATTENTION[name](num_heads=2, head_dim=8)
   message = f"{type(layer).__name__} needs lambda_init.*lambda_init_schedule"
   with pytest.raises(ValueError, match=message):
-    random_parameters(layer, jnp.zeros((1, 4, 16)))
+    random_parameters(layer, np.zeros((1, 4, 16), np.float32))
 
 
 # λ.
@@ -384,23 +398,24 @@ def test_a_layer_with_lambda_init_requires_it(name):
 
 def test_lambda_init_schedule_has_the_values_of_the_paper():
   """λ_init of layer l is 0.8 − 0.6·exp(−0.3·l)."""
-  schedule = lambda_init_schedule(jnp.arange(5))
+  schedule = jax.jit(lambda_init_schedule)(np.arange(5))
 
   expected = [0.2, 0.3555, 0.4707, 0.5561, 0.6193]
   np.testing.assert_allclose(schedule, expected, atol=5e-5)
 
 
 def test_diff_with_lambda_0_ignores_its_second_map():
-  x = jax.random.normal(jax.random.key(0), (2, 8, 16))
+  x = normal(2, 8, 16)
   layer = DiffAttention(num_heads=2, head_dim=4, head_norm=False)
   params = random_parameters(layer, x, lambda_init=0.0)
   # λ = exp(λ_q1·λ_k1) − exp(λ_q2·λ_k2) + λ_init is 1 − 1 + 0.
   for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
-    params[name] = jnp.zeros(4)
+    params[name] = np.zeros(4, np.float32)
   # The third axis has the two maps of a head.
+  change_of_second_map = np.float32([[0.0], [1.0]])
   other_second_map = params | {
-    "query": params["query"].at[:, :, 1].add(1.0),
-    "key": params["key"].at[:, :, 1].add(1.0),
+    "query": params["query"] + change_of_second_map,
+    "key": params["key"] + change_of_second_map,
   }
   apply_layer = jax.jit(functools.partial(layer.apply, lambda_init=0.0))
 
@@ -411,36 +426,37 @@ def test_diff_with_lambda_0_ignores_its_second_map():
 
 
 def test_lambda_of_v2_is_the_sigmoid_of_its_logit():
-  x = jax.random.normal(jax.random.key(0), (1, 6, 16))
+  x = normal(1, 6, 16)
   layer = ATTENTION["diff_v2"](num_heads=2, head_dim=4)
   params = random_parameters(layer, x)
 
   actual = mean_lambda(layer, params, x)
 
-  expected = jnp.mean(jax.nn.sigmoid(x @ params["lambda_hat"]))
+  logits_of_lambda = x @ params["lambda_hat"]
+  expected = np.mean(1 / (1 + np.exp(-logits_of_lambda)))
   np.testing.assert_allclose(actual, expected, rtol=1e-5)
 
 
 def test_lambda_of_linear_v2_is_its_logit():
-  x = jax.random.normal(jax.random.key(0), (1, 6, 16))
+  x = normal(1, 6, 16)
   layer = ATTENTION["diff_v2_linear"](num_heads=2, head_dim=4)
   params = random_parameters(layer, x)
 
   actual = mean_lambda(layer, params, x)
 
-  expected = jnp.mean(x @ params["lambda_hat"])
+  expected = np.mean(x @ params["lambda_hat"])
   np.testing.assert_allclose(actual, expected, rtol=1e-5)
 
 
 def test_the_output_of_linear_v2_is_linear_in_lambda():
-  x = jax.random.normal(jax.random.key(0), (1, 6, 16))
+  x = normal(1, 6, 16)
   layer = ATTENTION["diff_v2_linear"](num_heads=2, head_dim=4)
   params = random_parameters(layer, x)
   apply_layer = jax.jit(layer.apply)
 
   def output_with_scaled_lambda(scale):
     scaled = params | {"lambda_hat": scale * params["lambda_hat"]}
-    return apply_layer({"params": scaled}, x)
+    return np.asarray(apply_layer({"params": scaled}, x))
 
   output_without_lambda = output_with_scaled_lambda(0.0)
   change = output_with_scaled_lambda(1.0) - output_without_lambda
@@ -451,20 +467,20 @@ def test_the_output_of_linear_v2_is_linear_in_lambda():
 def test_lambda_per_token_is_lambda_init_if_its_matrix_is_0():
   """The layer is compared with a DIFF layer that also has λ = λ_init."""
   lambda_init = 0.3
-  x = jax.random.normal(jax.random.key(0), (1, 6, 16))
+  x = normal(1, 6, 16)
   layer = ATTENTION["diff_per_token"](num_heads=2, head_dim=4)
   params = random_parameters(layer, x, lambda_init)
-  params["lambda_hat"] = jnp.zeros((16, 2))
+  params["lambda_hat"] = np.zeros((16, 2), np.float32)
 
   actual = apply(layer, params, x, lambda_init)
 
   # λ of DIFF is exp(λ_q1·λ_k1) − exp(λ_q2·λ_k2) + λ_init = 1 − 1 + λ_init.
   diff = DiffAttention(num_heads=2, head_dim=4)
   diff_params = params | {
-    "lambda_q1": jnp.zeros(4),
-    "lambda_k1": jnp.zeros(4),
-    "lambda_q2": jnp.zeros(4),
-    "lambda_k2": jnp.zeros(4),
+    "lambda_q1": np.zeros(4, np.float32),
+    "lambda_k1": np.zeros(4, np.float32),
+    "lambda_q2": np.zeros(4, np.float32),
+    "lambda_k2": np.zeros(4, np.float32),
   }
   del diff_params["lambda_hat"]
   expected = apply(diff, diff_params, x, lambda_init)
@@ -473,14 +489,14 @@ def test_lambda_per_token_is_lambda_init_if_its_matrix_is_0():
 
 def test_lambda_per_token_is_a_sigmoid_around_lambda_init():
   """λ = sigmoid(x W_λ + log(λ_init / (1 − λ_init)))."""
-  x = jax.random.normal(jax.random.key(0), (1, 6, 16))
+  x = normal(1, 6, 16)
   lambda_init = 0.3
   layer = ATTENTION["diff_per_token"](num_heads=2, head_dim=4)
   params = random_parameters(layer, x, lambda_init)
 
   actual = mean_lambda(layer, params, x, lambda_init)
 
-  logits = np.asarray(x @ params["lambda_hat"])
+  logits = x @ params["lambda_hat"]
   offset = np.log(lambda_init / (1 - lambda_init))
   expected = 1 / (1 + np.exp(-logits - offset))
   # The tokens have different λ.
@@ -522,7 +538,7 @@ def test_dex_is_attention_with_another_output_projection():
     "query": params["query"],
     "key": params["key"],
     "value": params["value"],
-    "out": jnp.stack(projections),
+    "out": np.stack(projections).astype(np.float32),
   }
   expected = apply(Attention(**sizes), plain_params, x)
   assert_close_in_norm(actual, expected, 2e-6)
@@ -533,15 +549,16 @@ def test_dex_learns_its_matrix_before_its_lambda():
 
   So the first gradient of λ is 0. The first gradient of W is not.
   """
-  x = jax.random.normal(jax.random.key(0), (2, 9, 16))
+  x = normal(2, 9, 16)
   lambda_init = 0.7
   dex = ATTENTION["dex"](num_heads=4, num_kv_heads=2, head_dim=6, value_dim=5)
   params = jax.jit(dex.init)(jax.random.key(0), x, lambda_init)["params"]
+  params = jax.device_get(params)
 
   def loss(params):
     return jnp.sum(dex.apply({"params": params}, x, lambda_init) ** 2)
 
-  gradient = jax.jit(jax.grad(loss))(params)
+  gradient = jax.device_get(jax.jit(jax.grad(loss))(params))
 
   assert not params["dex_matrix"].any()
   assert gradient["dex_matrix"].all()
@@ -555,19 +572,19 @@ def test_a_gate_scales_each_number_of_the_heads_outputs():
   num_heads = 4
   head_dim = 4
   embed_dim = num_heads * head_dim
-  x = jax.random.normal(jax.random.key(0), (1, 6, embed_dim))
+  x = normal(1, 6, embed_dim)
   gated = ATTENTION["gated"](num_heads=num_heads, head_dim=head_dim)
   plain = ATTENTION["softmax"](num_heads=num_heads, head_dim=head_dim)
   params = random_parameters(gated, x)
   # With the identity as projection, a layer returns the outputs of its heads.
-  identity = jnp.eye(embed_dim)
+  identity = np.eye(embed_dim, dtype=np.float32)
   params["out"] = identity.reshape(num_heads, head_dim, embed_dim)
   plain_params = dict(params)
   gate_matrix = plain_params.pop("head_gate").reshape(embed_dim, embed_dim)
 
   actual = apply(gated, params, x)
 
-  gates = jax.nn.sigmoid(x @ gate_matrix)
+  gates = 1 / (1 + np.exp(-x @ gate_matrix))
   expected = gates * apply(plain, plain_params, x)
   chex.assert_trees_all_close(actual, expected, rtol=1e-5, atol=1e-6)
 
@@ -578,7 +595,7 @@ def test_a_gate_scales_each_number_of_the_heads_outputs():
 @pytest.mark.parametrize("layer_class", [Attention, DiffAttention])
 def test_head_norm_is_an_option_of_every_layer(layer_class):
   """The paper's ablations have a Transformer with it, and DIFF without it."""
-  x = jax.random.normal(jax.random.key(0), (1, 8, 16))
+  x = normal(1, 8, 16)
   normed = layer_class(num_heads=2, head_dim=4, head_norm=True)
   unnormed = layer_class(num_heads=2, head_dim=4, head_norm=False)
 
@@ -598,7 +615,7 @@ def test_head_norm_has_the_epsilon_of_the_model():
   So an ε that is four times as large halves the output.
   """
   epsilon = 1e6
-  x = jax.random.normal(jax.random.key(0), (1, 8, 16))
+  x = normal(1, 8, 16)
   layer = DiffAttention(num_heads=2, head_dim=4, norm_eps=epsilon)
   layer_with_larger_epsilon = layer.clone(norm_eps=4 * epsilon)
   params = random_parameters(layer, x, lambda_init=0.5)
@@ -612,20 +629,27 @@ def test_head_norm_has_the_epsilon_of_the_model():
 # Positions.
 
 
+def capture(
+  layer: nn.Module, params: Any, x: np.ndarray, projection: str
+) -> np.ndarray:
+  """Returns the queries or the keys that a layer records."""
+  apply_layer = functools.partial(layer.apply, mutable=["intermediates"])
+  _, variables = jax.jit(apply_layer)({"params": params}, x, 0.3)
+  (captured,) = variables["intermediates"][projection]
+  return np.asarray(captured)
+
+
 @pytest.mark.parametrize("projection", ["query", "key"])
 def test_captured_queries_and_keys_are_rotated(projection):
-  x = jax.random.normal(jax.random.key(0), (1, 6, 16))
+  x = normal(1, 6, 16)
   layer = DiffAttention(num_heads=2, head_dim=4)
   params = random_parameters(layer, x, lambda_init=0.2)
 
-  _, variables = layer.apply(
-    {"params": params}, x, lambda_init=0.2, mutable=["intermediates"]
-  )
+  captured = capture(layer, params, x, projection)
 
-  (captured,) = variables["intermediates"][projection]
-  unrotated = jnp.tensordot(x, params[projection], axes=1)
-  positions = jnp.arange(6)[None]
-  rotated = rope(unrotated, positions)
+  unrotated = np.tensordot(x, params[projection], axes=1)
+  positions = np.arange(6)[None]
+  rotated = jax.jit(rope)(unrotated, positions)
   chex.assert_trees_all_close(captured, rotated, rtol=0, atol=1e-6)
   assert not np.allclose(captured, unrotated)
 
@@ -636,20 +660,21 @@ def test_rope_dim_rotates_only_the_last_numbers_of_a_head(projection):
 
   Multi-head latent attention rotates a part of its queries and keys.
   """
-  x = jax.random.normal(jax.random.key(0), (1, 6, 16))
+  x = normal(1, 6, 16)
   layer = DiffAttention(num_heads=2, head_dim=8, rope_dim=4)
   params = random_parameters(layer, x, lambda_init=0.3)
 
-  _, variables = layer.apply(
-    {"params": params}, x, lambda_init=0.3, mutable=["intermediates"]
-  )
+  captured = capture(layer, params, x, projection)
 
-  (captured,) = variables["intermediates"][projection]
-  first_half, second_half = jnp.split(captured, 2, axis=-1)
-  unrotated = jnp.tensordot(x, params[projection], axes=1)
-  expected_first_half, unrotated_second_half = jnp.split(unrotated, 2, axis=-1)
-  positions = jnp.arange(6)[None]
-  expected_second_half = rope(unrotated_second_half, positions)
+  first_half, second_half = np.split(captured, 2, axis=-1)
+  unrotated = jax.jit(jnp.tensordot, static_argnames="axes")(
+    x, params[projection], axes=1
+  )
+  expected_first_half, unrotated_second_half = np.split(
+    np.asarray(unrotated), 2, axis=-1
+  )
+  positions = np.arange(6)[None]
+  expected_second_half = jax.jit(rope)(unrotated_second_half, positions)
   chex.assert_trees_all_equal(first_half, expected_first_half)
   chex.assert_trees_all_close(
     second_half, expected_second_half, rtol=0, atol=1e-6
@@ -658,7 +683,7 @@ def test_rope_dim_rotates_only_the_last_numbers_of_a_head(projection):
 
 def test_values_can_have_their_own_width():
   """By default, the values of a DIFF head are twice as wide as its keys."""
-  x = jnp.zeros((1, 6, 16))
+  x = np.zeros((1, 6, 16), np.float32)
   layer = DiffAttention(num_heads=2, head_dim=8, value_dim=5)
 
   params = random_parameters(layer, x, lambda_init=0.3)
@@ -672,28 +697,30 @@ def test_values_can_have_their_own_width():
 @pytest.mark.parametrize("name", ATTENTION)
 def test_without_rope_and_mask_the_order_of_tokens_does_not_matter(name):
   token_order = np.array([3, 8, 0, 5, 1, 7, 2, 6, 4])
-  x = jax.random.normal(jax.random.key(0), (1, 9, 16))
+  x = normal(1, 9, 16)
   layer = ATTENTION[name](num_heads=2, head_dim=4, rope=False, causal=False)
   params = random_parameters(layer, x, lambda_init=0.3)
   apply_layer = jax.jit(functools.partial(layer.apply, lambda_init=0.3))
 
   actual = apply_layer({"params": params}, x[:, token_order])
 
-  expected = apply_layer({"params": params}, x)[:, token_order]
+  output = np.asarray(apply_layer({"params": params}, x))
+  expected = output[:, token_order]
   chex.assert_trees_all_close(actual, expected, **FLOAT32_LAYER)
 
 
 @pytest.mark.parametrize("name", ATTENTION)
 def test_rope_makes_the_order_of_tokens_matter(name):
   token_order = np.array([3, 8, 0, 5, 1, 7, 2, 6, 4])
-  x = jax.random.normal(jax.random.key(0), (1, 9, 16))
+  x = normal(1, 9, 16)
   layer = ATTENTION[name](num_heads=2, head_dim=4, causal=False)
   params = random_parameters(layer, x, lambda_init=0.3)
   apply_layer = jax.jit(functools.partial(layer.apply, lambda_init=0.3))
 
   output = apply_layer({"params": params}, x[:, token_order])
 
-  reordered = apply_layer({"params": params}, x)[:, token_order]
+  output_in_given_order = np.asarray(apply_layer({"params": params}, x))
+  reordered = output_in_given_order[:, token_order]
   assert not np.allclose(output, reordered, atol=1e-3)
 
 
@@ -710,7 +737,7 @@ def test_shared_noise_maps_equal_repeated_ones(name, num_kv_heads):
   has the same output. The gradient of a shared row is the sum of the gradients
   of its copies.
   """
-  x = jax.random.normal(jax.random.key(0), (2, 9, 16))
+  x = normal(2, 9, 16)
   shared = ATTENTION[name](
     num_heads=6, num_noise_heads=2, num_kv_heads=num_kv_heads, head_dim=4
   )
@@ -721,8 +748,8 @@ def test_shared_noise_maps_equal_repeated_ones(name, num_kv_heads):
   chex.assert_shape(query, (16, 2, 3 + 1, 4))
   chex.assert_shape(params["out"], (6, None, 16))
   signal = query[:, :, :3]
-  noise = jnp.repeat(query[:, :, 3:], 3, axis=2)
-  repeated_query = jnp.stack([signal, noise], axis=3).reshape(16, 6, 2, 4)
+  noise = np.repeat(query[:, :, 3:], 3, axis=2)
+  repeated_query = np.stack([signal, noise], axis=3).reshape(16, 6, 2, 4)
 
   def output_and_gradient(layer, query):
     def loss(query):
@@ -730,7 +757,7 @@ def test_shared_noise_maps_equal_repeated_ones(name, num_kv_heads):
       return jnp.sum(jnp.sin(y)), y
 
     gradient, y = jax.jit(jax.grad(loss, has_aux=True))(query)
-    return y, gradient
+    return y, np.asarray(gradient)
 
   y, gradient = output_and_gradient(shared, query)
 
@@ -790,14 +817,17 @@ def dense_attention(visible, q, k, v, lam):
 
 
 # The test of the order of tokens covers layers without any mask.
-@pytest.mark.parametrize("name", supporting("windows"))
 @pytest.mark.parametrize(
-  "causal",
-  [pytest.param(True, id="causal"), pytest.param(False, id="both sides")],
+  ("name", "causal"),
+  [
+    *[(name, True) for name in supporting("windows")],
+    ("diff", False),
+    *full((name, False) for name in supporting("windows") if name != "diff"),
+  ],
 )
 def test_window_and_causality_define_the_mask(name, causal):
   """A window of 3 shows keys that are at most 2 tokens away."""
-  x = jax.random.normal(jax.random.key(0), (2, 9, 16))
+  x = normal(2, 9, 16)
   layer = ATTENTION[name](
     num_heads=4, num_kv_heads=2, head_dim=4, causal=causal, window=3
   )
@@ -818,30 +848,31 @@ def test_window_and_causality_define_the_mask(name, causal):
 # Biases of the projections.
 
 
-def with_random_biases(params: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def with_random_biases(params: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
   """Returns the parameters with normally distributed biases."""
+  rng = np.random.default_rng(2)
   biases = {}
   for name in BIASES:
     shape = params[name].shape
-    biases[name] = jax.random.normal(jax.random.key(2), shape)
+    biases[name] = rng.standard_normal(shape, np.float32)
   return params | biases
 
 
 def with_biases_as_the_last_row(
-  params: dict[str, jax.Array],
-) -> dict[str, jax.Array]:
+  params: dict[str, np.ndarray],
+) -> dict[str, np.ndarray]:
   """Returns parameters for one more input, whose weights are the biases."""
   widened = {}
   for name, leaf in params.items():
     if name in BIASES:
       continue
     if f"{name}_bias" in BIASES and name != "out":
-      leaf = jnp.concatenate([leaf, params[f"{name}_bias"][None]])
+      leaf = np.concatenate([leaf, params[f"{name}_bias"][None]])
     elif name == "out":
-      leaf = jnp.pad(leaf, [(0, 0), (0, 0), (0, 1)])
+      leaf = np.pad(leaf, [(0, 0), (0, 0), (0, 1)])
     elif leaf.shape[0] == 16:
       # Other matrices multiply the layer's input too.
-      leaf = jnp.pad(leaf, [(0, 1)] + [(0, 0)] * (leaf.ndim - 1))
+      leaf = np.pad(leaf, [(0, 1)] + [(0, 0)] * (leaf.ndim - 1))
     widened[name] = leaf
   return widened
 
@@ -853,7 +884,7 @@ def test_projection_biases_equal_the_weights_of_an_input_of_ones(name):
   So a layer with biases equals a layer without biases that has one more input.
   """
   embed_dim = 16
-  x = jax.random.normal(jax.random.key(0), (1, 9, embed_dim))
+  x = normal(1, 9, embed_dim)
   layer = ATTENTION[name](
     num_heads=4, num_kv_heads=2, head_dim=4, projection_biases=True
   )
@@ -863,7 +894,8 @@ def test_projection_biases_equal_the_weights_of_an_input_of_ones(name):
 
   layer_without_biases = layer.clone(projection_biases=False)
   wider_params = with_biases_as_the_last_row(params)
-  wider_x = jnp.concatenate([x, jnp.ones((1, 9, 1))], axis=-1)
+  ones = np.ones((1, 9, 1), np.float32)
+  wider_x = np.concatenate([x, ones], axis=-1)
   wider_output = apply(layer_without_biases, wider_params, wider_x, 0.3)
   expected = wider_output[..., :embed_dim] + params["out_bias"]
   chex.assert_trees_all_close(actual, expected, **FLOAT32_LAYER)
@@ -891,48 +923,53 @@ class StoringAttention:
 
 
 class CrossAttention(NamedTuple):
-  """A layer, its parameters, and keys and values that it computed."""
+  """A layer, its input and output, and keys and values that it computed."""
 
   layer: nn.Module
-  # The parameters that are no projections to keys and values.
-  params_without_keys: dict[str, jax.Array]
-  x: jax.Array
-  output: jax.Array
-  keys_values: tuple[jax.Array, jax.Array]
+  x: np.ndarray
+  # Returns the layer's output for given keys and values.
+  attend: Callable[[Any], jax.Array]
+  output: np.ndarray
+  keys_values: tuple[np.ndarray, np.ndarray]
   # Keys and values of another input.
-  other_keys_values: tuple[jax.Array, jax.Array]
-
-  def attend(self, keys_values: Any) -> jax.Array:
-    """Returns the layer's output for given keys and values."""
-    variables = {"params": self.params_without_keys}
-    return self.layer.apply(variables, self.x, 0.3, keys_values=keys_values)
+  other_keys_values: tuple[np.ndarray, np.ndarray]
 
 
 # Variants with windows, so that it is known which keys a query sees.
 @pytest.fixture(scope="module", params=supporting("windows", "cached_decoding"))
 def cross(request):
   """A layer that can attend to its own keys, or to those of another input."""
-  x, other_x = jax.random.normal(jax.random.key(0), (2, 2, 9, 16))
+  x, other_x = normal(2, 2, 9, 16)
   layer = ATTENTION[request.param](
     num_heads=4, num_kv_heads=2, head_dim=4, projection_biases=True, window=4
   )
   params = with_random_biases(random_parameters(layer, x, lambda_init=0.3))
-  # The keys and values that the layer computes for each of two inputs.
-  attention = StoringAttention()
-  storing_layer = layer.clone(attention_fn=attention)
-  output = storing_layer.apply({"params": params}, x, 0.3)
-  keys_values = attention.keys_values
-  storing_layer.apply({"params": params}, other_x, 0.3)
+
+  @jax.jit
+  def output_and_keys_values(x):
+    attention = StoringAttention()
+    storing_layer = layer.clone(attention_fn=attention)
+    output = storing_layer.apply({"params": params}, x, 0.3)
+    return output, attention.keys_values
+
+  output, keys_values = jax.device_get(output_and_keys_values(x))
+  _, other_keys_values = jax.device_get(output_and_keys_values(other_x))
   params_without_keys = dict(params)
   for name in ("key", "key_bias", "value", "value_bias"):
     del params_without_keys[name]
+
+  @jax.jit
+  def attend(keys_values):
+    variables = {"params": params_without_keys}
+    return layer.apply(variables, x, 0.3, keys_values=keys_values)
+
   return CrossAttention(
     layer=layer,
-    params_without_keys=params_without_keys,
     x=x,
+    attend=attend,
     output=output,
     keys_values=keys_values,
-    other_keys_values=attention.keys_values,
+    other_keys_values=other_keys_values,
   )
 
 
@@ -952,7 +989,7 @@ def test_a_layer_with_given_keys_and_values_has_no_matrices_for_them(cross):
 
 def test_a_layer_uses_given_keys_like_its_own(cross):
   """The keys and values are those that the layer computed for `output`."""
-  actual = jax.jit(cross.attend)(cross.keys_values)
+  actual = cross.attend(cross.keys_values)
 
   chex.assert_trees_all_close(actual, cross.output, rtol=1e-5, atol=1e-6)
 
@@ -968,7 +1005,7 @@ def test_a_query_sees_the_given_keys_and_values_in_its_window(cross):
     return output[0, 6].sum()
 
   gradient_function = jax.jit(jax.grad(output_of_query_6_in_row_0))
-  gradients = gradient_function(cross.other_keys_values)
+  gradients = jax.device_get(gradient_function(cross.other_keys_values))
 
   for gradient in gradients:
     # Two rows of nine tokens. The heads and their numbers are summed.
@@ -979,7 +1016,7 @@ def test_a_query_sees_the_given_keys_and_values_in_its_window(cross):
 
 
 def test_keys_and_values_of_another_input_change_the_output(cross):
-  output = jax.jit(cross.attend)(cross.other_keys_values)
+  output = cross.attend(cross.other_keys_values)
 
   assert not np.allclose(output, cross.output, atol=1e-2)
 
@@ -993,4 +1030,4 @@ def test_given_values_of_a_wrong_shape_are_rejected(cross):
     r" got shape \(2, 9, 1, "
   )
   with pytest.raises(ValueError, match=message):
-    cross.attend((keys, values_of_one_head))
+    jax.eval_shape(cross.attend, (keys, values_of_one_head))

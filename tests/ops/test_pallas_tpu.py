@@ -242,8 +242,8 @@ def make_inputs(case: Case) -> Inputs:
   return Inputs((q, k, v, lam), d_out, options)
 
 
-def run(implementation: str, inputs: Inputs) -> Results:
-  """Returns the output and all gradients."""
+def make_program(implementation: str, inputs: Inputs) -> Callable:
+  """Returns a jitted function from q, k, v and λ to Results."""
   attend = functools.partial(
     diff_attention, implementation=implementation, **inputs.options
   )
@@ -253,6 +253,12 @@ def run(implementation: str, inputs: Inputs) -> Results:
     out, pull_back = jax.vjp(attend, *arrays)
     return Results(out, *pull_back(inputs.d_out))
 
+  return program
+
+
+def run(implementation: str, inputs: Inputs) -> Results:
+  """Returns the output and all gradients."""
+  program = make_program(implementation, inputs)
   return jax.tree.map(np.asarray, program(inputs.arrays))
 
 
@@ -396,7 +402,8 @@ def test_two_cores_get_equal_shares_of_the_backward_pass(case, monkeypatch):
     chip.interpreted(),
     block_sizes.use(forward=case.blocks, backward=case.blocks),
   ):
-    calls = kernel_calls(lambda: run("pallas_tpu", inputs))
+    program = make_program("pallas_tpu", inputs)
+    calls = kernel_calls(program, inputs.arrays)
 
   backward_calls = []
   for call in calls:
