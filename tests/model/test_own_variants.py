@@ -65,7 +65,7 @@ def decoder(name: str, **fields: Any) -> tuple[Decoder, dict[str, Any]]:
   """Returns a small model of a variant, and its parameters."""
   config = dataclasses.replace(CONFIG, attention=name, **fields)
   model = Decoder(config)
-  return model, parameters(model, jnp.asarray(TOKENS))
+  return model, jax.device_get(parameters(model, TOKENS))
 
 
 def trace(model: Decoder, params: dict[str, Any]) -> None:
@@ -114,14 +114,14 @@ def random_case(
     window=window,
     head_norm=False,
   )
-  params = parameters(layer, jnp.asarray(x), lambda_init)
+  params = parameters(layer, x, lambda_init)
   if "strange_bias" in params:
-    params["strange_bias"] = jnp.asarray(rng.normal(size=(4, 2)), jnp.float32)
+    params["strange_bias"] = rng.normal(size=(4, 2)).astype(np.float32)
   output = jax.jit(layer.apply)(
     {"params": params}, x, lambda_init, segment_ids=segment_ids[None]
   )
   return LayerCase(
-    output=np.float64(output[0]),
+    output=np.asarray(output, np.float64)[0],
     params=jax.tree.map(np.float64, params),
     x=np.float64(x[0]),
     visible=visible_keys(12, window=window, segment_ids=segment_ids),
@@ -214,9 +214,9 @@ def test_key_distances_count_tokens_between_a_query_and_its_keys(window):
   # Two documents, of 4 and 3 tokens.
   segment_ids = np.array([1, 1, 1, 1, 2, 2, 2])
   visible = visible_keys(7, window=window, segment_ids=segment_ids)
-  mask_of_one_row = jnp.asarray(visible)[None]
+  mask_of_one_row = visible[None]
 
-  (distances,) = key_distances(mask_of_one_row)
+  (distances,) = jax.device_get(jax.jit(key_distances)(mask_of_one_row))
 
   query, key = np.indices((7, 7))
   expected = query - key
@@ -251,8 +251,8 @@ def test_a_token_sees_no_later_tokens(name):
   other_tokens[:, 6:] = 63 - TOKENS[:, 6:]
   apply = jax.jit(model.apply)
 
-  hidden = apply({"params": params}, TOKENS)
-  other_hidden = apply({"params": params}, other_tokens)
+  hidden = np.asarray(apply({"params": params}, TOKENS))
+  other_hidden = np.asarray(apply({"params": params}, other_tokens))
 
   chex.assert_trees_all_close(hidden[:, :6], other_hidden[:, :6], **FLOAT32)
 
@@ -279,8 +279,8 @@ def test_a_document_has_the_same_hidden_states_first_or_second_in_a_row(name):
     positions=np.array([[*range(5), *range(7)]] * 2),
   )
 
-  five_as_second = hidden[:, 7:]
-  five_as_first = hidden_of_swapped[:, :5]
+  five_as_second = np.asarray(hidden)[:, 7:]
+  five_as_first = np.asarray(hidden_of_swapped)[:, :5]
   chex.assert_trees_all_close(five_as_first, five_as_second, **FLOAT32)
 
 
@@ -331,7 +331,8 @@ def greedy_function(
     for _ in range(num_tokens):
       row = np.zeros((1, 24), np.int32)
       row[0, : len(ids)] = ids
-      ids.append(int(np.argmax(all_logits(row)[0, len(ids) - 1])))
+      logits_of_row = np.asarray(all_logits(row))
+      ids.append(int(np.argmax(logits_of_row[0, len(ids) - 1])))
     return ids[len(prompt) :]
 
   return generate
@@ -581,6 +582,7 @@ def run_steps(config: Config, num_devices: int = 1) -> list[dict[str, Any]]:
       "strange_sum",
       MeshConfig(data=1, fsdp=2, tensor=2),
       id="fsdp, tensor",
+      marks=pytest.mark.full,
     ),
   ],
 )

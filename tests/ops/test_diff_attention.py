@@ -211,7 +211,6 @@ IMPLEMENTATIONS = {
     default_cases=(
       "plain_grouped_scale",
       "grouped",
-      "shared_keys_window_lambda_per_head",
       "shared_noise_grouped",
       "offset_per_row_packed_window",
     ),

@@ -28,6 +28,7 @@ from diffjax.ops.diff_attention import (
   diff_attention,
 )
 from diffjax.ops.diff_attention.tpu import chip
+from tests.harness.tiers import full
 from tests.harness.tolerances import FLOAT32_MODEL
 
 DATA = P("data")
@@ -271,8 +272,9 @@ def test_sharding_does_not_change_attention(spec, options):
   chex.assert_trees_all_close(actual, expected, **FLOAT32_MODEL)
 
 
+# The ring of TPU kernels in test_ring.py has a sharding in the default tier.
 @pytest.mark.parametrize(
-  "implementation", ["reference", "two_call", "pallas_tpu"]
+  "implementation", ["reference", "two_call", *full(["pallas_tpu"])]
 )
 def test_sharding_works_with_each_implementation(implementation):
   arguments = make_attention_arguments()
@@ -353,10 +355,10 @@ def test_devices_do_not_gather_sequences_and_heads():
 @pytest.mark.parametrize(
   ("spec", "shards"),
   [
+    pytest.param(P("rows", "columns"), 2, id="batch_and_tokens"),
     pytest.param(
-      P("rows", "columns"), 2, id="batch_and_tokens", marks=pytest.mark.full
+      P(None, ("rows", "columns")), 4, id="tokens", marks=pytest.mark.full
     ),
-    pytest.param(P(None, ("rows", "columns")), 4, id="tokens"),
   ],
 )
 def test_balanced_order_does_not_change_attention(spec, shards, implementation):
