@@ -119,9 +119,18 @@ def change(config: Config, **fields: Any) -> Config:
   return config
 
 
+def make_mesh_of_two(mesh_config: MeshConfig) -> jax.sharding.Mesh:
+  """Returns a mesh of two of the tests' eight devices."""
+  return make_mesh(mesh_config, jax.devices()[:2])
+
+
 @pytest.fixture(autouse=True, scope="module")
 def shared_programs():
-  """Runs of equal models share a program, so that it is traced only once."""
+  """Runs of equal models share a program, so that it is traced only once.
+
+  Runs use two devices, because programs for eight take longer to compile.
+  Returns the programs. A test that clears them makes the next run trace.
+  """
   programs = {}
 
   def build_once(config, mesh):
@@ -140,7 +149,8 @@ def shared_programs():
 
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(session, "build", build_once)
-    yield
+    patch.setattr(session, "make_mesh", make_mesh_of_two)
+    yield programs
 
 
 def train_and_finish(config: Config, workdir: pathlib.Path) -> None:
@@ -259,7 +269,7 @@ class FinishedRun(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def finished_run(config, tmp_path_factory):
+def finished_run(config, shared_programs, tmp_path_factory):
   workdir = tmp_path_factory.mktemp("finished")
   original = session.Session.train_step
   step_times = {}
@@ -280,7 +290,7 @@ def finished_run(config, tmp_path_factory):
   ):
     patch.setattr(session.Session, "train_step", train_step)
     # The attention is chosen and printed while a program is traced.
-    patch.setattr(session, "build", build)
+    shared_programs.clear()
     train_and_finish(change(config, train__sample_tokens=5), workdir)
   return FinishedRun(workdir, output.getvalue(), errors.getvalue(), step_times)
 
@@ -432,7 +442,6 @@ def test_a_profile_names_its_steps_by_their_numbers_in_the_log(
   """The profile begins after step 1, and has two steps."""
   profiled = change(
     config,
-    train__steps=4,
     train__profile_step=1,
     train__profile_steps=2,
     eval__interval=0,
@@ -499,7 +508,9 @@ def two_heads(config):
 def run_on_eight_devices(two_heads, tmp_path_factory):
   """The workdir of a run whose batches all of the tests' devices share."""
   workdir = tmp_path_factory.mktemp("eight")
-  loop.train(two_heads, str(workdir))
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(session, "make_mesh", make_mesh)
+    loop.train(two_heads, str(workdir))
   return workdir
 
 
@@ -763,13 +774,16 @@ def test_a_restored_step_without_losses_is_evaluated_once(
 
 
 def test_a_run_that_does_not_fit_the_memory_says_how_to_reduce_it(
-  command, tmp_path
+  config, command, tmp_path
 ):
   """Each matrix of its feed-forward layer has 2**22 * 2**30 elements."""
   result = command(
     "diffjax.train",
     "--config=configs/tiny.py",
     f"--workdir={tmp_path}",
+    f"--config.data.source={config.data.source}",
+    f"--config.data.prepared_dir={tmp_path / 'rows'}",
+    "--config.data.validation_fraction=0.2",
     "--config.model.num_layers=1",
     f"--config.model.embed_dim={2**22}",
     f"--config.model.ffn_dim={2**30}",
@@ -803,66 +817,70 @@ def test_other_errors_of_the_runtime_are_not_explained(config):
 # The learning rate's schedule.
 
 
-def test_a_warmup_longer_than_the_run_is_shortened(config, tmp_path, capsys):
-  """The rate rises in quarters to its peak of 1, instead of in eighths."""
-  config = change(
+class ProlongedRun(NamedTuple):
+  """A run of 4 steps that is then prolonged to 10 steps.
+
+  Its warmup has 8 steps, and the peak of its learning rate is 1.
+
+  Attributes:
+    learning_rates: the logged learning rates of all 10 steps.
+    errors_of_4_steps: the standard error of the run of 4 steps.
+    errors_of_10_steps: the standard error of its continuation.
+  """
+
+  learning_rates: list[float]
+  errors_of_4_steps: str
+  errors_of_10_steps: str
+
+
+@pytest.fixture(scope="module")
+def prolonged_run(config, tmp_path_factory):
+  workdir = tmp_path_factory.mktemp("prolonged")
+  run_of_4_steps = change(
     config,
     train__steps=4,
     optimizer__warmup_steps=8,
     optimizer__learning_rate=1.0,
     eval__interval=0,
   )
+  run_of_10_steps = change(run_of_4_steps, train__steps=10)
+  with contextlib.redirect_stderr(io.StringIO()) as errors_of_4_steps:
+    loop.train(run_of_4_steps, str(workdir))
+  with contextlib.redirect_stderr(io.StringIO()) as errors_of_10_steps:
+    loop.train(run_of_10_steps, str(workdir))
+  return ProlongedRun(
+    [entry["train/learning_rate"] for entry in read_log(workdir)],
+    errors_of_4_steps.getvalue(),
+    errors_of_10_steps.getvalue(),
+  )
 
-  loop.train(config, str(tmp_path))
 
+def test_a_warmup_longer_than_the_run_is_shortened(prolonged_run):
+  """The rate rises in quarters to its peak of 1, instead of in eighths."""
   message = (
     "config.optimizer.warmup_steps = 8 is cut to config.train.steps = 4\n"
   )
-  assert message in capsys.readouterr().err
-  rates = [entry["train/learning_rate"] for entry in read_log(tmp_path)]
-  assert rates == pytest.approx([0, 1 / 4, 2 / 4, 3 / 4])
-
-
-@pytest.fixture
-def run_shorter_than_its_warmup(config):
-  """The config of a run of 4 steps, with a warmup of 8 steps to a rate of 1."""
-  return change(
-    config,
-    train__steps=4,
-    optimizer__warmup_steps=8,
-    optimizer__learning_rate=1.0,
-    eval__interval=0,
-  )
+  assert message in prolonged_run.errors_of_4_steps
+  rates_of_steps_1_to_4 = prolonged_run.learning_rates[:4]
+  assert rates_of_steps_1_to_4 == pytest.approx([0, 1 / 4, 2 / 4, 3 / 4])
 
 
 def test_a_shortened_warmup_has_all_of_its_steps_in_a_longer_run(
-  run_shorter_than_its_warmup, tmp_path
+  prolonged_run,
 ):
   """The run of 4 steps is continued to step 10. Its warmup has 8 steps."""
-  loop.train(run_shorter_than_its_warmup, str(tmp_path))
+  rates_of_steps_5_to_10 = prolonged_run.learning_rates[4:]
 
-  longer_run = change(run_shorter_than_its_warmup, train__steps=10)
-  loop.train(longer_run, str(tmp_path))
-
-  rates = [entry["train/learning_rate"] for entry in read_log(tmp_path)]
-  rates_of_steps_5_to_10 = rates[4:]
   # The rate rises in eighths to its peak of 1, and then falls to 0 in 2 steps.
   assert rates_of_steps_5_to_10 == pytest.approx(
     [4 / 8, 5 / 8, 6 / 8, 7 / 8, 1, 1 / 2]
   )
 
 
-def test_a_longer_run_says_how_the_learning_rate_changes(
-  run_shorter_than_its_warmup, tmp_path, capsys
-):
+def test_a_longer_run_says_how_the_learning_rate_changes(prolonged_run):
   """A warmup of 4 steps would be at its end. A warmup of 8 is at 4 / 8."""
-  loop.train(run_shorter_than_its_warmup, str(tmp_path))
-  capsys.readouterr()
+  errors = prolonged_run.errors_of_10_steps
 
-  longer_run = change(run_shorter_than_its_warmup, train__steps=10)
-  loop.train(longer_run, str(tmp_path))
-
-  errors = capsys.readouterr().err
   assert (
     "config.train.steps was 4 and is 10: the learning rate's schedule now ends"
     " there, and goes on at 0.5, not at 1\n"
@@ -876,13 +894,9 @@ def test_a_longer_run_says_how_the_learning_rate_changes(
 
 def test_init_from_takes_the_parameters(config, finished, tmp_path):
   """A run from another run's parameters has that run's validation loss."""
-  # A learning rate of zero keeps the parameters.
-  config = change(
-    config,
-    train__init_from=str(finished),
-    train__steps=1,
-    optimizer__learning_rate=0.0,
-  )
+  # The learning rate is zero in the first step of the warmup, so this step does
+  # not change the parameters.
+  config = change(config, train__init_from=str(finished), train__steps=1)
 
   loop.train(config, str(tmp_path))
 

@@ -114,6 +114,9 @@ def reference_loss(
   return mean_nll + mean_z_loss, (mean_nll, mean_z_loss)
 
 
+reference_gradients = jax.jit(jax.grad(reference_loss, has_aux=True))
+
+
 @pytest.mark.parametrize("tie_embeddings", [True, *full([False])])
 def test_the_losses_of_a_step_equal_the_plain_formulas(tie_embeddings):
   """`reference_loss` computes the loss and the z-loss by their definitions."""
@@ -125,9 +128,10 @@ def test_the_losses_of_a_step_equal_the_plain_formulas(tie_embeddings):
 
   _, metrics = take_step(program, state, batch)
 
-  gradient_fn = jax.jit(jax.grad(reference_loss, has_aux=True))
-  gradients, (expected_loss, expected_z_loss) = gradient_fn(params, batch)
-  expected_norm = optax.tree.norm(gradients)
+  gradients, (expected_loss, expected_z_loss) = reference_gradients(
+    params, batch
+  )
+  expected_norm = jax.jit(optax.tree.norm)(gradients)
   chex.assert_trees_all_close(metrics["loss"], expected_loss, rtol=1e-6)
   chex.assert_trees_all_close(metrics["z_loss"], expected_z_loss, rtol=1e-6)
   # The norm is a long sum.
@@ -149,8 +153,7 @@ def test_the_first_update_of_adam_has_the_sign_of_the_gradient(tie_embeddings):
 
   state, _ = take_step(program, state, batch)
 
-  gradient_fn = jax.jit(jax.grad(reference_loss, has_aux=True))
-  gradients, _ = gradient_fn(params, batch)
+  gradients, _ = reference_gradients(params, batch)
   updates = jax.tree.map(np.subtract, to_numpy(state.params), params)
   gradient_leaves = jax.tree.leaves(to_numpy(gradients))
   update_leaves = jax.tree.leaves(updates)
