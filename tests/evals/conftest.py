@@ -7,7 +7,8 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-import jax.numpy as jnp
+import jax
+import numpy as np
 import pytest
 
 from diffjax.config import Config, DataConfig, EvalConfig, ModelConfig
@@ -74,7 +75,7 @@ def make_trained(text_source: str) -> Callable[..., Trained]:
     model_config = ModelConfig(**{**SIZES, **VARIANTS[variant], **fields})
     config = Config(model=model_config, data=data, eval=EvalConfig(ngram=3))
     model = Decoder(model_config)
-    params = parameters(model, jnp.zeros((1, 4), jnp.int32))
+    params = parameters(model, jax.ShapeDtypeStruct((1, 4), np.int32))
     tokenizer = load_tokenizer("bytes")
     return Trained(f"a {variant} model", config, model, params, tokenizer)
 
@@ -86,7 +87,7 @@ def make_uniform() -> Callable[[Trained], Trained]:
   """A function that makes a model predict all tokens with equal probability."""
 
   def make(trained: Trained) -> Trained:
-    embedding = jnp.zeros_like(trained.params["embedding"])
+    embedding = np.zeros_like(trained.params["embedding"])
     params = {**trained.params, "embedding": embedding}
     return dataclasses.replace(trained, params=params)
 

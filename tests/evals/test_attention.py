@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from etils import epath
@@ -53,30 +52,22 @@ def make_digit_seeker(
   trained = make_trained(
     variant, num_layers=1, rope_base=1e30, lambda_init=lambda_init
   )
-  params = jax.tree.map(jnp.zeros_like, trained.params)
+  params = jax.tree.map(np.zeros_like, trained.params)
 
-  embedding = params["embedding"].at[:, 1].set(1.0)
-  embedding = embedding.at[DIGITS, 0].set(1.0)
-  embedding = embedding.at[DIGITS, 1].set(0.0)
+  embedding = params["embedding"]
+  embedding[:, 1] = 1.0
+  embedding[DIGITS, 0] = 1.0
+  embedding[DIGITS, 1] = 0.0
 
   query = params["layers"]["attention"]["query"]  # [L, E, ..., G, D]
   key = params["layers"]["attention"]["key"]
   slowest = query.shape[-1] // 2 - 1
-  query = query.at[:, 1, :, maps_on_digits, slowest].set(10.0)
-  key = key.at[:, 0, :, :, slowest].set(10.0)
+  query[:, 1, :, maps_on_digits, slowest] = 10.0
+  key[:, 0, :, :, slowest] = 10.0
 
-  layers = {
-    **params["layers"],
-    "attention": {**params["layers"]["attention"], "query": query, "key": key},
-  }
   for name in ("attention_norm", "ffn_norm"):
-    layers[name] = trained.params["layers"][name]
-  params = {
-    **params,
-    "embedding": embedding,
-    "final_norm": trained.params["final_norm"],
-    "layers": layers,
-  }
+    params["layers"][name] = trained.params["layers"][name]
+  params["final_norm"] = trained.params["final_norm"]
   return dataclasses.replace(trained, params=params)
 
 

@@ -52,13 +52,13 @@ def all_magnitudes(
 
   magnitudes: dict[str, list[np.ndarray]] = {LOGITS: [], HIDDEN: []}
   for batch in batches:
-    layers = capture(batch)
+    layers = jax.device_get(capture(batch))
     (queries,) = layers["attention"]["query"]
     (keys,) = layers["attention"]["key"]
     (hidden,) = layers["hidden"]
     # Query heads and maps may share keys, so k is repeated along both axes.
-    q = np.asarray(queries[:, 0], np.float64)  # [L, T, H, G, D]
-    k = np.asarray(keys[:, 0], np.float64)  # [L, S, K, M, D]
+    q = queries[:, 0].astype(np.float64)  # [L, T, H, G, D]
+    k = keys[:, 0].astype(np.float64)  # [L, S, K, M, D]
     k = np.repeat(k, q.shape[2] // k.shape[2], axis=2)
     k = np.repeat(k, q.shape[3] // k.shape[3], axis=3)
     logits = np.einsum("lthgd,lshgd->lhgts", q, k) / np.sqrt(q.shape[-1])
@@ -70,7 +70,7 @@ def all_magnitudes(
     visible_logits = logits[..., is_visible]
     magnitudes[LOGITS].append(np.abs(visible_logits).ravel())
 
-    token_states = np.asarray(hidden)[:, 0, is_token]  # [L, tokens, E]
+    token_states = hidden[:, 0, is_token]  # [L, tokens, E]
     magnitudes[HIDDEN].append(np.abs(token_states).ravel())
   return magnitudes
 

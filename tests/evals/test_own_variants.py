@@ -230,7 +230,7 @@ def with_random_biases(trained: Trained) -> Trained:
   biases = np.random.default_rng(0).normal(size=shape)
   attention_params = {
     **layers["attention"],
-    "noise_bias": jnp.asarray(biases, jnp.float32),
+    "noise_bias": biases.astype(np.float32),
   }
   layers = {**layers, "attention": attention_params}
   return dataclasses.replace(
@@ -268,7 +268,9 @@ def compute_weights_by_hand(
 ) -> list[HandWeights]:
   """Returns the maps and the weights of each layer, by their definition."""
   variant = OWN_VARIANTS[trained.config.model.attention]
-  captured = capture_attention(trained.model, trained.params, batch)
+  captured = jax.device_get(
+    capture_attention(trained.model, trained.params, batch)
+  )
   (queries,) = captured["query"]
   (keys,) = captured["key"]
   (lam,) = captured["lam"]
@@ -277,11 +279,11 @@ def compute_weights_by_hand(
   for layer, mask in enumerate(layer_masks(batch["segment_ids"])):
     params = {}
     for name, leaf in attention_params.items():
-      params[name] = np.asarray(leaf[layer])
+      params[name] = np.asarray(leaf)[layer]
     inputs = LayerInputs(
-      np.asarray(queries[layer], np.float64),
-      np.asarray(keys[layer], np.float64),
-      np.asarray(lam[layer], np.float64),
+      queries[layer].astype(np.float64),
+      keys[layer].astype(np.float64),
+      lam[layer].astype(np.float64),
       mask,
       params,
     )
@@ -310,10 +312,10 @@ def test_difference_map_measures_the_weights_of_a_variant(trained):
 
   layers = compute_weights_by_hand(trained, batch)
   masks = layer_masks(segment_ids)
+  row_sums = jax.jit(difference_map.row_sums)
   for sums, layer, mask in zip(sums_of_layers, layers, masks, strict=True):
-    weights = jnp.asarray(layer.weights, jnp.float32)
     # test_difference_map.py tests `row_sums` by hand.
-    expected = difference_map.row_sums(weights, jnp.asarray(mask))
+    expected = row_sums(layer.weights.astype(np.float32), mask)
     # A weight near the bound of small ones may be rounded across it.
     chex.assert_trees_all_close(sums, expected, rtol=2e-4)
 

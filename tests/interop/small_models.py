@@ -141,8 +141,8 @@ def model_logits(model: Model, ids: np.ndarray) -> np.ndarray:
     model: the model.
     ids: token ids of shape [rows, tokens].
   """
-  params = jax.tree.map(jnp.asarray, model.params)
-  return np.asarray(_logits(model.config, params, jnp.asarray(ids, jnp.int32)))
+  int32_ids = np.asarray(ids, np.int32)
+  return np.asarray(_logits(model.config, model.params, int32_ids))
 
 
 @functools.partial(jax.jit, static_argnums=0)

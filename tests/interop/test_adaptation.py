@@ -331,7 +331,7 @@ def test_a_recipe_changes_only_the_parameters_that_it_names(recipe):
 
   assert before.keys() == after.keys()
   for path, old in before.items():
-    is_changed = np.asarray(old != after[path])
+    is_changed = np.asarray(old) != np.asarray(after[path])
     if path[-1] in recipe.trained_names:
       # The first axis is the layer. Every layer has changed.
       num_layers = len(is_changed)

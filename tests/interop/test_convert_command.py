@@ -12,7 +12,6 @@ import subprocess
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -938,7 +937,7 @@ def write_run(run: pathlib.Path) -> Config:
     data=DataConfig(source="text:a|b/*.txt", length=16),
     train=TrainConfig(steps=7, batch_size=2),
   )
-  state: dict[str, Any] = {"params": jax.tree.map(jnp.asarray, model.params)}
+  state: dict[str, Any] = {"params": jax.device_put(model.params)}
   with Checkpoints(str(run), keep=1) as checkpoints:
     checkpoints.save(
       5, state, data_state={"shares": []}, config=config.to_dict()

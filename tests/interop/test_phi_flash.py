@@ -36,6 +36,8 @@ PATH = GOLDEN / "phi_flash_tiny"
 LAYER_KINDS = {1: "windowed", 3: "windowed", 5: "full", 7: "cross"}
 FULL_LAYER = 5
 
+jitted_layer_norm = jax.jit(layer_norm, static_argnums=3)
+
 
 class Arrays(NamedTuple):
   """The golden arrays of one layer, of shape [rows, tokens, width].
@@ -146,8 +148,8 @@ def normed_input(
 ) -> jax.Array:
   """Returns the input of a layer's attention, after the norm before it."""
   name = f"model.layers.{layer}.input_layernorm"
-  return layer_norm(
-    jnp.asarray(golden[layer].x),
+  return jitted_layer_norm(
+    golden[layer].x,
     tensors[f"{name}.weight"],
     tensors[f"{name}.bias"],
     config["layer_norm_eps"],
@@ -426,7 +428,7 @@ def test_blocks_of_the_decoder_compute_the_golden_outputs(
     {"params": params},
     golden[layer].x,
     lambda_init=lambda_inits(DECODER_CONFIG)[layer],
-    window_index=jnp.int32(window_index),
+    window_index=np.int32(window_index),
     segment_ids=None,
     positions=None,
   )

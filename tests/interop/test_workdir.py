@@ -5,7 +5,6 @@ import pathlib
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -25,7 +24,7 @@ def save_run(path: pathlib.Path, model: Model, *, in_pieces: bool) -> None:
   config = Config(model=model.config, data=DataConfig(length=16))
   params = model.params
   if not in_pieces:
-    params = jax.tree.map(jnp.asarray, params)
+    params = jax.device_put(params)
   with Checkpoints(str(path), keep=1) as checkpoints:
     checkpoints.save(
       0,
