@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -28,7 +27,7 @@ TRAINED = Trained(
   "runs/diff at step 5",
   Config(model=ModelConfig(max_length=400)),
   None,
-  {"embedding": jnp.zeros((2, 2))},
+  {"embedding": np.zeros((2, 2))},
   BYTES,
 )
 
@@ -389,7 +388,7 @@ def test_verdicts_on_outputs_of_other_parameters_raise(data_dir, monkeypatch):
   """
   write_verdicts(data_dir, judge_outputs(data_dir))
   new_sampler = use_sampler(monkeypatch, write_nothing)
-  new_params = {"embedding": jnp.ones((2, 2))}
+  new_params = {"embedding": np.ones((2, 2))}
   new_model = dataclasses.replace(TRAINED, params=new_params)
 
   message = "a verdict on an older prompt of 'xsum/1'"

@@ -552,7 +552,7 @@ def test_random_parameters_give_accuracies_between_0_and_1(make_trained):
   """The model and the sampler are real. All other tests replace them."""
   trained = make_trained("softmax", num_layers=1, max_length=256)
   # With large parameters, the probabilities of tokens are not nearly uniform.
-  params = jax.tree.map(lambda leaf: 3 * leaf, trained.params)
+  params = jax.tree.map(lambda leaf: 3 * np.asarray(leaf), trained.params)
   trained = dataclasses.replace(trained, params=params)
   suite = ManyShot(
     samples=4,

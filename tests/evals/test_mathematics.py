@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import pytest
 
 from diffjax.config import Config, DataConfig, ModelConfig, UserError
@@ -20,10 +21,10 @@ from diffjax.evals import mathematics
 from diffjax.evals.mathematics import Mathematics
 from diffjax.evals.report import intervals
 from diffjax.inference.trained import Trained
-from diffjax.parallel.mesh import make_mesh
+from diffjax.model.decoder import Decoder
 from diffjax.training.checkpoint import Checkpoints
-from diffjax.training.program import build
 from tests.harness import in_process
+from tests.harness.parameters import parameters
 
 BYTES = load_tokenizer("bytes")
 TRAINED = Trained(
@@ -504,12 +505,12 @@ def workdir(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
       max_length=256,
     )
   )
-  mesh = make_mesh(config.mesh, jax.devices()[:1])
-  program = build(config, mesh)
+  tokens = jax.ShapeDtypeStruct((1, 4), np.int32)
+  params = parameters(Decoder(config.model), tokens)
   directory = tmp_path_factory.mktemp("run")
   with Checkpoints(directory, keep=1) as checkpoints:
     checkpoints.save(
-      0, program.init(), data_state={}, config=config.to_dict(), scores={}
+      0, {"params": params}, data_state={}, config=config.to_dict(), scores={}
     )
     checkpoints.wait()
   return directory

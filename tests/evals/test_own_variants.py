@@ -434,28 +434,30 @@ def test_a_report_with_a_noise_map_has_a_picture(trained, report_dir):
   assert ("takes away most of" in report) == has_picture[variant]
 
 
+ONE_NEEDLE = Needle(
+  pairs=("1/1",),
+  lengths=(330,),
+  depths=(0.5,),
+  samples=2,
+  haystack="synthetic",
+  new_tokens=6,
+  batch_tokens=2 * 330,
+)
+
+
 @pytest.mark.parametrize(
   "suite",
   [
     pytest.param(Validation(rows=3), id="validation"),
     pytest.param(PositionNLL(rows=2, length=100), id="position_nll"),
     pytest.param(Outliers(tokens=150), id="outliers"),
+    pytest.param(ONE_NEEDLE, id="needle"),
     pytest.param(
       Quantised(
-        measurements=("needle",),
-        bits=(8,),
-        per=("row",),
-        needle=Needle(
-          pairs=("1/1",),
-          lengths=(330,),
-          depths=(0.5,),
-          samples=2,
-          haystack="synthetic",
-          new_tokens=6,
-          batch_tokens=2 * 330,
-        ),
+        measurements=("needle",), bits=(8,), per=("row",), needle=ONE_NEEDLE
       ),
       id="needle with exact logits and with 8 bits",
+      marks=pytest.mark.full,
     ),
   ],
 )

@@ -167,7 +167,7 @@ def test_the_suite_in_the_documentation_counts_confident_tokens(
     confident_class = suite_class("confident")
   trained = make_trained(num_layers=1)
   # With large parameters, the model gives some tokens a high probability.
-  params = jax.tree.map(lambda leaf: 10 * leaf, trained.params)
+  params = jax.tree.map(lambda leaf: 10 * np.asarray(leaf), trained.params)
   trained = dataclasses.replace(trained, params=params)
   suite = confident_class(rows=30)
 

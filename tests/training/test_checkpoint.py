@@ -19,7 +19,6 @@ from typing import Any
 import chex
 import flax.struct
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
@@ -56,7 +55,7 @@ def make_state(
   rng = np.random.default_rng(seed)
 
   def normal(*shape):
-    return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    return jax.device_put(rng.standard_normal(shape, np.float32))
 
   params = {
     "embedding": normal(32, 8),
@@ -67,15 +66,17 @@ def make_state(
   }
 
   def random_leaf(leaf):
-    if leaf.dtype == jnp.float32:
+    if leaf.dtype == np.float32:
       return normal(*leaf.shape)
-    return leaf + seed
+    return jax.device_put(np.full(leaf.shape, seed, leaf.dtype))
 
   transformation = make_optimizer(
     OptimizerConfig(name=optimizer), lambda step: 1e-3
   )
-  opt_state = jax.tree.map(random_leaf, transformation.init(params))
-  return State(jnp.int32(seed), params, opt_state, jax.random.key(seed))
+  opt_state_shapes = jax.eval_shape(transformation.init, params)
+  opt_state = jax.tree.map(random_leaf, opt_state_shapes)
+  step = jax.device_put(np.int32(seed))
+  return State(step, params, opt_state, jax.random.key(seed))
 
 
 def abstract(tree: Any) -> Any:
@@ -246,7 +247,7 @@ def abstract_on_mesh(mesh: jax.sharding.Mesh, state: State) -> State:
 
   def abstract_leaf(leaf):
     spec = P()
-    if leaf.ndim > 0 and leaf.dtype == jnp.float32:
+    if leaf.ndim > 0 and leaf.dtype == np.float32:
       if leaf.shape[-1] % mesh.shape["fsdp"] == 0:
         unsharded_axes = [None] * (leaf.ndim - 1)
         spec = P(*unsharded_axes, "fsdp")
@@ -671,14 +672,16 @@ import pathlib
 import resource
 import sys
 
-import jax.numpy as jnp
+import jax
+import numpy as np
 
 from diffjax.config import UserError
 from diffjax.training.checkpoint import Checkpoints
 from diffjax.training.metrics import MetricWriter
 
 workdir = pathlib.Path(sys.argv[1])
-state = {"params": {"weight": jnp.arange(4096.0)}, "step": jnp.int32(1)}
+weight = np.arange(4096, dtype=np.float32)
+state = jax.device_put({"params": {"weight": weight}, "step": np.int32(1)})
 checkpoints = Checkpoints(workdir, keep=1)
 metrics = MetricWriter(workdir, {}, start_step=0)
 

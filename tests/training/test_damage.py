@@ -16,7 +16,6 @@ from typing import Any
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -35,10 +34,10 @@ def make_state(seed: int) -> dict[str, Any]:
   """Returns a state with random parameters."""
   rng = np.random.default_rng(seed)
   params = {
-    "query": jnp.asarray(rng.standard_normal((4, 8)), jnp.float32),
-    "value": jnp.asarray(rng.standard_normal((4, 8)), jnp.float32),
+    "query": rng.standard_normal((4, 8), np.float32),
+    "value": rng.standard_normal((4, 8), np.float32),
   }
-  return {"params": params, "step": jnp.int32(seed)}
+  return jax.device_put({"params": params, "step": np.int32(seed)})
 
 
 def make_config(step: int) -> dict[str, Any]:
