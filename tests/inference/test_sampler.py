@@ -32,8 +32,9 @@ def model():
 
 @pytest.fixture(scope="module")
 def params(model):
-  ids = jnp.zeros((1, 1), jnp.int32)
+  ids = np.zeros((1, 1), np.int32)
   params = jax.jit(model.init)(jax.random.key(0), ids)["params"]
+  params = jax.device_get(params)
   # Larger embeddings separate the logits, so that rounding errors do not change
   # which token is the most likely one.
   return params | {"embedding": 3 * params["embedding"]}
@@ -59,7 +60,7 @@ def next_logits(model, params):
   def last_logits(ids):
     window = np.zeros((1, 200), np.int32)
     window[0, : len(ids)] = ids
-    return np.asarray(all_logits(window)[0, len(ids) - 1])
+    return np.asarray(all_logits(window))[0, len(ids) - 1]
 
   return last_logits
 
