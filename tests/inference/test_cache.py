@@ -317,7 +317,9 @@ def test_a_model_that_is_not_causal_is_not_decoded():
   model = Decoder(config)
 
   with pytest.raises(ValueError, match="causal = False"):
-    jax.eval_shape(functools.partial(extend, model), weights, TOKENS[:, :8], cache)
+    jax.eval_shape(
+      functools.partial(extend, model), weights, TOKENS[:, :8], cache
+    )
 
 
 def test_decoding_rejects_a_variant_that_scales_its_logits(monkeypatch):

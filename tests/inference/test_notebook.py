@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -58,13 +59,18 @@ def workdir(config, tmp_path_factory):
   return workdir
 
 
-def test_texts_and_token_ids_have_the_same_continuations(workdir):
+@pytest.fixture(scope="module")
+def trained(workdir):
+  """The model of the run."""
+  return diffjax.load(workdir)
+
+
+def test_texts_and_token_ids_have_the_same_continuations(trained):
   """The separator is the token between documents.
 
   A text begins a document, so the separator comes before its tokens.
   Its continuation ends with the document, before the next separator.
   """
-  trained = diffjax.load(workdir)
   separator = trained.tokenizer.separator
   prompt_ids = [separator, *trained.tokenizer.encode("def ")]
   sampler_of_texts = diffjax.Sampler(trained)
@@ -76,8 +82,7 @@ def test_texts_and_token_ids_have_the_same_continuations(workdir):
   assert text == trained.tokenizer.decode(ids)
 
 
-def test_a_sampler_without_a_tokenizer_rejects_texts(workdir):
-  trained = diffjax.load(workdir)
+def test_a_sampler_without_a_tokenizer_rejects_texts(trained):
   # The sampler gets only the model and its parameters.
   sampler = diffjax.Sampler(trained.model, trained.params)
 
@@ -92,8 +97,7 @@ def test_loading_a_step_without_a_checkpoint_is_an_error(workdir):
     diffjax.load(workdir, step=1)
 
 
-def test_complete_returns_the_continuations_of_a_sampler(workdir):
-  trained = diffjax.load(workdir)
+def test_complete_returns_the_continuations_of_a_sampler(trained):
   prompts = ["def ", "document 1\ndocument", ""]
   options = dict(temperature=1.0, top_k=20, top_p=0.9, seed=3)
 
@@ -103,14 +107,11 @@ def test_complete_returns_the_continuations_of_a_sampler(workdir):
   assert texts == sampler.generate(prompts, 20, **options)
 
 
-def test_no_prompts_have_no_continuations(workdir):
-  trained = diffjax.load(workdir)
-
+def test_no_prompts_have_no_continuations(trained):
   assert diffjax.complete(trained, []) == []
 
 
-def test_one_text_counts_as_a_list_of_one(workdir):
-  trained = diffjax.load(workdir)
+def test_one_text_counts_as_a_list_of_one(trained):
   options = dict(temperature=1.0, seed=3)
 
   completed = diffjax.complete(trained, "def ", 20, **options)
@@ -121,8 +122,7 @@ def test_one_text_counts_as_a_list_of_one(workdir):
   assert generated == expected
 
 
-def test_prompts_do_not_affect_each_other(workdir):
-  trained = diffjax.load(workdir)
+def test_prompts_do_not_affect_each_other(trained):
   options = dict(temperature=1.0, top_k=20, top_p=0.9, seed=3)
 
   first, _ = diffjax.complete(trained, ["def ", "document"], 20, **options)
@@ -130,8 +130,7 @@ def test_prompts_do_not_affect_each_other(workdir):
   assert [first] == diffjax.complete(trained, "def ", 20, **options)
 
 
-def test_complete_accepts_more_prompts_than_a_batch(workdir):
-  trained = diffjax.load(workdir)
+def test_complete_accepts_more_prompts_than_a_batch(trained):
   prompts = [f"document {number}\n" for number in range(20)]
 
   texts = diffjax.complete(trained, prompts, 4, temperature=0)
@@ -149,10 +148,9 @@ def test_complete_accepts_more_prompts_than_a_batch(workdir):
   ],
 )
 def test_options_out_of_range_are_rejected(
-  workdir, max_new_tokens, options, message
+  trained, max_new_tokens, options, message
 ):
   """The model takes 64 tokens. The prompt has a separator and four bytes."""
-  trained = diffjax.load(workdir)
   with pytest.raises(UserError, match=message):
     diffjax.complete(trained, ["def "], max_new_tokens, **options)
 
@@ -171,32 +169,39 @@ def signal_settings():
   ]
 
 
-def test_a_second_call_resumes(config, tmp_path):
+def test_a_second_call_resumes(config, workdir, tmp_path):
   """A run of two steps goes on to a third one."""
-  diffjax.fit(config, tmp_path)
+  copied_workdir = shutil.copytree(workdir, tmp_path / "run")
   longer_config = config.copy_and_resolve_references()
   longer_config.train.steps = 3
 
-  trained = diffjax.fit(longer_config, tmp_path)
+  trained = diffjax.fit(longer_config, copied_workdir)
 
   assert trained.name.endswith("at step 3")
 
 
-def test_the_same_config_gives_the_same_parameters(config, workdir, tmp_path):
-  trained = diffjax.fit(config, tmp_path)
+class SecondRun(typing.NamedTuple):
+  """A second run of the config, and the signal settings around it."""
 
-  # `workdir` has another run of this config.
-  expected = diffjax.load(workdir)
-  chex.assert_trees_all_equal(trained.params, expected.params)
+  params: dict
+  settings_before: list
+  settings_after: list
 
 
-def test_fit_restores_signal_handlers(config, tmp_path):
+@pytest.fixture(scope="module")
+def second_run(config, tmp_path_factory):
+  settings_before = signal_settings()
+  trained = diffjax.fit(config, tmp_path_factory.mktemp("second_run"))
+  return SecondRun(trained.params, settings_before, signal_settings())
+
+
+def test_the_same_config_gives_the_same_parameters(second_run, trained):
+  chex.assert_trees_all_equal(second_run.params, trained.params)
+
+
+def test_fit_restores_signal_handlers(second_run):
   """A run handles SIGTERM and SIGINT only while it trains."""
-  settings = signal_settings()
-
-  diffjax.fit(config, tmp_path)
-
-  assert signal_settings() == settings
+  assert second_run.settings_after == second_run.settings_before
 
 
 def test_fit_restores_signal_handlers_after_an_error(config, workdir):
@@ -226,7 +231,7 @@ def test_fit_unlocks_the_workdir_after_an_error(config, workdir):
   run_program(program_that_locks_a_workdir, str(workdir))
 
 
-def test_fit_works_in_another_thread(config, workdir, tmp_path):
+def test_fit_works_in_another_thread(config, trained, tmp_path):
   """Only the main thread may set signal handlers, so `fit` leaves them."""
   settings = signal_settings()
 
@@ -234,11 +239,10 @@ def test_fit_works_in_another_thread(config, workdir, tmp_path):
     training = executor.submit(
       diffjax.fit, from_config_dict(config), str(tmp_path)
     )
-  trained = training.result()
+  trained_in_thread = training.result()
 
-  # `workdir` has a run of the same config in the main thread.
-  expected = diffjax.load(workdir)
-  chex.assert_trees_all_equal(trained.params, expected.params)
+  # `trained` is from a run of the same config in the main thread.
+  chex.assert_trees_all_equal(trained_in_thread.params, trained.params)
   assert signal_settings() == settings
 
 

@@ -25,6 +25,16 @@ UNWRITTEN = 77.0
 write = jax.jit(write_tokens)
 
 
+@jax.jit
+def read_in_float32(pool, tables):
+  return read_rows(pool, tables, jnp.float32)
+
+
+def read(pool, tables):
+  """Returns the tokens of all rows as a NumPy array in float32."""
+  return np.asarray(read_in_float32(pool, tables))
+
+
 class Piece(NamedTuple):
   """Tokens that are written at once.
 
@@ -51,6 +61,11 @@ def make_pieces(head_dim):
       tokens[row, count:] = np.nan
     pieces.append(Piece(tokens, np.array(counts, np.int32)))
   return pieces
+
+
+def unwritten(*shape):
+  """Returns the tokens of a pool to which nothing was written."""
+  return np.full(shape, UNWRITTEN, np.float32)
 
 
 def write_pieces(pool, tables, pieces):
@@ -80,16 +95,16 @@ def test_rows_find_their_tokens_in_their_pages(head_dim):
   tables = np.array([[7, 1, 3], [0, 9, 9], [5, 8, 9]], np.int32)
   tokens_per_page = 4
   pieces = make_pieces(head_dim)
-  pool = Pool(jnp.full((9, NUM_HEADS, tokens_per_page, head_dim), UNWRITTEN))
+  pool = Pool(unwritten(9, NUM_HEADS, tokens_per_page, head_dim))
 
   pool = write_pieces(pool, tables, pieces)
 
-  rows = np.asarray(read_rows(pool, tables, jnp.float32))
+  rows = read(pool, tables)
   chex.assert_trees_all_equal(rows[0], tokens_of_row(pieces, 0))
   chex.assert_trees_all_equal(rows[1, :4], tokens_of_row(pieces, 1)[:4])
   chex.assert_trees_all_equal(rows[2, :8], tokens_of_row(pieces, 2)[:8])
   for page_of_no_row in (2, 4, 6):
-    assert (pool.tokens[page_of_no_row] == UNWRITTEN).all()
+    assert (np.asarray(pool.tokens)[page_of_no_row] == UNWRITTEN).all()
 
 
 def test_without_tables_each_row_is_a_page():
@@ -100,11 +115,11 @@ def test_without_tables_each_row_is_a_page():
   no_tables = None
   tokens_per_page = 12
   pieces = make_pieces(head_dim=3)
-  pool = Pool(jnp.full((3, NUM_HEADS, tokens_per_page, 3), UNWRITTEN))
+  pool = Pool(unwritten(3, NUM_HEADS, tokens_per_page, 3))
 
   pool = write_pieces(pool, no_tables, pieces)
 
-  rows = np.asarray(read_rows(pool, no_tables, jnp.float32))
+  rows = read(pool, no_tables)
   chex.assert_trees_all_equal(rows[0], tokens_of_row(pieces, 0))
   chex.assert_trees_all_equal(rows[1, :8], tokens_of_row(pieces, 1))
   assert (rows[1, 8:] == UNWRITTEN).all()
@@ -118,10 +133,10 @@ def test_a_row_without_pages_writes_nothing():
   no_page = 2
   tables = np.array([[no_page, no_page]], np.int32)
   pages_heads_tokens_dim = (num_pages, 1, 4, 3)
-  float32_pool = Pool(jnp.full(pages_heads_tokens_dim, 7.0))
+  float32_pool = Pool(np.full(pages_heads_tokens_dim, 7, np.float32))
   int8_pool = Pool(
-    jnp.full(pages_heads_tokens_dim, 7, jnp.int8),
-    scale=jnp.ones((num_pages, 1)),
+    np.full(pages_heads_tokens_dim, 7, np.int8),
+    scale=np.ones((num_pages, 1), np.float32),
   )
   # The row has two tokens, and gets five more.
   new_tokens = np.ones((1, 5, 1, 3), np.float32)
@@ -155,10 +170,10 @@ def test_an_int8_page_has_a_scale_for_each_head(row, page, first_token):
   end = first_token + tokens_per_page
   tokens = tokens_of_row(pieces, row)[first_token:end]
   largest_of_heads = np.abs(tokens).max(axis=(0, 2))
-  scale = np.asarray(pool.scale[page])
+  scale = np.asarray(pool.scale)[page]
   chex.assert_trees_all_close(scale, largest_of_heads / 127, **FLOAT32)
   # A token is rounded by at most half a step in each of up to four writes.
-  stored = read_rows(pool, tables, jnp.float32)[row, first_token:end]
+  stored = read(pool, tables)[row, first_token:end]
   error = np.abs(stored - tokens).max(axis=(0, 2))
   assert (error <= 4 * scale / 2).all()
 
@@ -181,7 +196,7 @@ def test_int8_tokens_are_rounded_when_the_scale_grows():
     token = tokens[:, [index]]
     pool = write(pool, tables, token, np.array([index]), np.array([1]))
 
-  stored = read_rows(pool, tables, jnp.float32)
+  stored = read(pool, tables)
   error = np.abs(stored - tokens).max(axis=(0, 2, 3))
   assert (error <= sums_of_steps / 2 + FLOAT32["atol"]).all()
   assert pool.tokens.dtype == jnp.int8
@@ -201,7 +216,7 @@ def test_smaller_tokens_do_not_change_the_int8_tokens_before():
     # One row, one token, one head, and two numbers.
     token = tokens[index].reshape(1, 1, 1, 2)
     pool = write(pool, tables, token, np.array([index]), np.array([1]))
-    stored = np.asarray(pool.tokens[0, 0, : index + 1])
+    stored = np.asarray(pool.tokens)[0, 0, : index + 1]
     chex.assert_trees_all_equal(stored, expected[: index + 1])
 
 
@@ -210,7 +225,8 @@ def test_a_reused_page_does_not_keep_its_old_scale():
   largest_int8 = 127
   # One page, one head, four tokens and three numbers.
   used_pool = Pool(
-    jnp.full((1, 1, 4, 3), largest_int8, jnp.int8), scale=jnp.full((1, 1), 1e6)
+    np.full((1, 1, 4, 3), largest_int8, np.int8),
+    scale=np.full((1, 1), 1e6, np.float32),
   )
   tables = np.array([[0]], np.int32)
   # One row with one token, which is the first one of the row.
@@ -220,8 +236,8 @@ def test_a_reused_page_does_not_keep_its_old_scale():
 
   pool = write(used_pool, tables, new_token, starts, counts)
 
-  row = read_rows(pool, tables, jnp.float32)
-  stored_token = np.asarray(row[:, :1])
+  row = read(pool, tables)
+  stored_token = row[:, :1]
   chex.assert_trees_all_close(stored_token, new_token, **FLOAT32)
 
 

@@ -202,6 +202,12 @@ def test_a_stop_predicate_ends_a_row_after_the_token_it_accepts(sampler):
 # Random draws.
 
 
+@pytest.fixture(scope="module")
+def wide_sampler(model, params):
+  """A sampler that answers 500 prompts at a time, of up to 3 tokens each."""
+  return Sampler(model, params, batch_size=500, capacity=4)
+
+
 def probabilities_of_kept_tokens(scaled_logits, top_k, top_p):
   """Returns the probabilities of the tokens that top-k and top-p keep."""
   order = np.argsort(-scaled_logits)
@@ -227,7 +233,7 @@ def probabilities_of_kept_tokens(scaled_logits, top_k, top_p):
   ],
 )
 def test_draws_follow_the_probabilities_of_the_model(
-  model, params, next_logits, top_k, top_p
+  wide_sampler, next_logits, top_k, top_p
 ):
   """The frequencies of the next token approximate its probabilities."""
   prompt = [7, 3, 9]
@@ -236,9 +242,8 @@ def test_draws_follow_the_probabilities_of_the_model(
   vocab_size = 64
   scaled_logits = np.float64(next_logits(prompt)) / temperature
   expected = probabilities_of_kept_tokens(scaled_logits, top_k, top_p)
-  sampler = Sampler(model, params, batch_size=500, capacity=4)
 
-  answers = sampler.generate(
+  answers = wide_sampler.generate(
     [prompt] * num_draws,
     max_new_tokens=1,
     temperature=temperature,

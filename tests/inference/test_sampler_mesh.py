@@ -127,7 +127,11 @@ def test_several_devices_give_the_logits_of_one(attention, cache_options):
 
 
 @pytest.fixture(
-  scope="module", params=[{}, {"cache_dtype": "int8"}], ids=["float32", "int8"]
+  scope="module",
+  params=[
+    pytest.param({}, id="float32"),
+    pytest.param({"cache_dtype": "int8"}, id="int8", marks=pytest.mark.full),
+  ],
 )
 def split_sampler(request):
   """A sampler of DIFF on four devices."""

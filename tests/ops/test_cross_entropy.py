@@ -339,13 +339,19 @@ def test_chunks_need_less_memory_than_all_logits():
 @pytest.mark.parametrize(
   ("argument", "value"),
   [
-    pytest.param("hidden", np.zeros((T, E), np.float32), id="hidden_without_batch"),
-    pytest.param("embedding", np.zeros((N, E + 1), np.float32), id="embedding_width"),
+    pytest.param(
+      "hidden", np.zeros((T, E), np.float32), id="hidden_without_batch"
+    ),
+    pytest.param(
+      "embedding", np.zeros((N, E + 1), np.float32), id="embedding_width"
+    ),
     pytest.param(
       "targets", np.zeros((B, T + 1), np.int32), id="targets_length"
     ),
     pytest.param("targets", np.zeros((B, T), np.float32), id="targets_dtype"),
-    pytest.param("weights", np.zeros((B,), np.float32), id="weights_without_tokens"),
+    pytest.param(
+      "weights", np.zeros((B,), np.float32), id="weights_without_tokens"
+    ),
     pytest.param("chunk", 0, id="chunk_of_no_token"),
   ],
 )

@@ -887,9 +887,7 @@ def zeros(*shape: int, dtype: Any = np.float32) -> np.ndarray:
       {"q": zeros(2, 5, 4, 3, 6), "k": zeros(2, 5, 2, 3, 6)},
       id="three_maps_of_keys",
     ),
-    pytest.param(
-      "k", {"k": zeros(2, 5, 2, 3, 6)}, id="more_maps_of_keys"
-    ),
+    pytest.param("k", {"k": zeros(2, 5, 2, 3, 6)}, id="more_maps_of_keys"),
     pytest.param("k", {"k": zeros(2, 5, 3, 2, 6)}, id="k_heads"),
     pytest.param("k", {"k": zeros(1, 5, 2, 2, 6)}, id="k_batch"),
     pytest.param(

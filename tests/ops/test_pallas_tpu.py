@@ -305,9 +305,7 @@ def assert_no_races(race_detectors) -> None:
     assert not detector.races_found
 
 
-@pytest.mark.parametrize(
-  "case", by_name(CASES, FURTHER_CASES + COMBINED_CASES)
-)
+@pytest.mark.parametrize("case", by_name(CASES, FURTHER_CASES + COMBINED_CASES))
 def test_output_and_gradients_equal_the_reference(case, race_detectors):
   """The kernels have no races either, which the interpreter detects."""
   inputs = make_inputs(case)

@@ -35,7 +35,6 @@ from diffjax.parallel.product import (
 )
 from diffjax.parallel.rules import parameter_spec
 from diffjax.training.program import build, compiler_options
-from tests.harness.tiers import full
 from tests.harness.tolerances import FLOAT32_LAYER
 
 pytestmark = pytest.mark.usefixtures("optimised")
@@ -505,6 +504,7 @@ def estimate_collectives(
   return estimate(text, mesh.shape, chip, torus, {}).collectives
 
 
+@pytest.mark.full
 @pytest.mark.skipif(
   importlib.util.find_spec("libtpu") is None,
   reason="the TPU compiler, libtpu, is not installed",
@@ -514,7 +514,8 @@ def estimate_collectives(
   [
     # v5e exchanges gradients. Other chips have sparse cores, which sum them.
     ("v5e:4x4", "all-to-all"),
-    *full([("v5p:2x2x2", "reduce-scatter"), ("v6e:4x8", "reduce-scatter")]),
+    ("v5p:2x2x2", "reduce-scatter"),
+    ("v6e:4x8", "reduce-scatter"),
   ],
 )
 def test_computation_hides_communication(topology, kind_of_gradients):
