@@ -227,8 +227,8 @@ def probabilities_of_kept_tokens(scaled_logits, top_k, top_p):
   ("top_k", "top_p"),
   [
     pytest.param(0, 1.0, id="all tokens"),
-    pytest.param(5, 1.0, id="top-k"),
-    pytest.param(0, 0.6, id="top-p"),
+    pytest.param(5, 1.0, id="top-k", marks=pytest.mark.full),
+    pytest.param(0, 0.6, id="top-p", marks=pytest.mark.full),
     pytest.param(8, 0.7, id="top-k and top-p"),
   ],
 )

@@ -370,6 +370,7 @@ def count_transfers_of_program(case: Case) -> int:
   return text.count(" collective-permute(")
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("optimised")
 def test_compiled_ring_only_sends_arrays_from_device_to_device():
   """Gathering the keys of all devices would need more memory."""
