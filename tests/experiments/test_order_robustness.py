@@ -192,15 +192,16 @@ def test_accuracy_spread_and_changed_answers_are_computed():
   assert measured["changed"] == pytest.approx(2 / 12)
 
 
-@pytest.fixture
-def training_rows(tmp_path):
+@pytest.fixture(scope="module")
+def training_rows(tmp_path_factory):
   """A tokenizer and a batch of four rows for training."""
   (run,) = grid.expand(
     "order_robustness",
     grid.Grid(variants=("diff",), baseline="diff"),
     {"train.batch_size": 4, "train.steps": 50},
   )
-  run = grid.with_fields(run, experiment.prepare(tmp_path, run.config))
+  path = tmp_path_factory.mktemp("rows")
+  run = grid.with_fields(run, experiment.prepare(path, run.config))
   tokenizer = load_tokenizer(run.config.data.tokenizer)
   assert run.config.model.vocab_size == tokenizer.vocab_size
   return tokenizer, next(pipeline.training_batches(run.config))
