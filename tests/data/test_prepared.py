@@ -301,12 +301,12 @@ def wait_until(condition):
     time.sleep(0.005)
 
 
-def check_preparing_continues_after_a_kill(source, num_workers, tmp_path):
-  """Checks that the result is complete, and that finished shards are kept."""
-  directory = tmp_path / "killed"
-  config = DataConfig(source=source, length=256, prepared_dir=str(directory))
-  prepare_and_kill(config, num_workers, tmp_path)
+def check_preparing_continues_after_a_kill(config, tmp_path):
+  """Checks that the result is complete, and that finished shards are kept.
 
+  The process that prepared the rows of the config has been killed.
+  """
+  directory = pathlib.Path(config.prepared_dir)
   (target,) = prepared.targets(config)
   assert not prepared.is_prepared(target), "the kill came too late"
   with pytest.raises(UserError, match="not prepared.*diffjax.prepare"):
@@ -326,15 +326,67 @@ def check_preparing_continues_after_a_kill(source, num_workers, tmp_path):
   assert read_directory(directory) == read_directory(whole)
 
 
-def test_preparing_continues_after_a_kill_of_two_workers(
-  parquet_file, tmp_path
+# A program that prepares the rows of a config, and kills itself while it writes
+# the third shard. Each shard has a JSON file of its totals.
+PREPARE_TWO_SHARDS = """
+import os
+import signal
+
+from diffjax.config import DataConfig
+from diffjax.data import prepared, shards
+
+paths = []
+write_json = shards.write_json
+
+def write_json_or_die(path, content):
+  if len(paths) == 2:
+    os.kill(os.getpid(), signal.SIGKILL)
+  paths.append(path)
+  write_json(path, content)
+
+shards.write_json = write_json_or_die
+prepared.prepare(CONFIG, workers=1)
+"""
+
+
+def test_preparing_continues_after_a_kill_without_workers(
+  four_files, command, tmp_path
 ):
-  check_preparing_continues_after_a_kill(parquet_file, 2, tmp_path)
+  config = DataConfig(
+    source=four_files, length=256, prepared_dir=str(tmp_path / "killed")
+  )
+  program = PREPARE_TWO_SHARDS.replace("CONFIG", repr(config))
+  (tmp_path / "prepare_two_shards.py").write_text(program)
+
+  result = command("prepare_two_shards", cwd=tmp_path)
+
+  assert result.returncode == -signal.SIGKILL, result.stderr
+  check_preparing_continues_after_a_kill(config, tmp_path)
 
 
 @pytest.mark.full
-def test_preparing_continues_after_a_kill_without_workers(text_files, tmp_path):
-  check_preparing_continues_after_a_kill(text_files, 1, tmp_path)
+def test_preparing_continues_after_a_kill_of_two_workers(
+  parquet_file, tmp_path
+):
+  config = DataConfig(
+    source=parquet_file, length=256, prepared_dir=str(tmp_path / "killed")
+  )
+
+  prepare_and_kill(config, 2, tmp_path)
+
+  check_preparing_continues_after_a_kill(config, tmp_path)
+
+
+@pytest.mark.full
+def test_preparing_continues_after_a_kill_at_any_time(text_files, tmp_path):
+  """The process has no workers. It is killed after its first two shards."""
+  config = DataConfig(
+    source=text_files, length=256, prepared_dir=str(tmp_path / "killed")
+  )
+
+  prepare_and_kill(config, 1, tmp_path)
+
+  check_preparing_continues_after_a_kill(config, tmp_path)
 
 
 def make_temporary_file(directory, monkeypatch, host, pid) -> pathlib.Path:
