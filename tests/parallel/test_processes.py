@@ -27,6 +27,7 @@ from diffjax.host.lock import lock
 from diffjax.parallel import processes
 from diffjax.parallel.processes import connected
 from tests.harness import ROOT
+from tests.harness.commands import Commands, StartedCommand
 
 # Fields of the log that depend on the time.
 TIME_FIELDS = {
@@ -166,13 +167,6 @@ def process_environment() -> dict[str, str]:
   return os.environ | {"PATH": f"{interpreters}:{os.environ['PATH']}"}
 
 
-def unread_pipe() -> Any:
-  """Returns a file to write to, of a pipe whose reader has ended."""
-  reader, writer = os.pipe()
-  os.close(reader)
-  return open(writer, "w")
-
-
 class Result(NamedTuple):
   """How processes ended.
 
@@ -190,6 +184,7 @@ class ProcessGroup:
 
   def __init__(
     self,
+    commands: Commands,
     workdir: pathlib.Path,
     overrides: Sequence[str],
     *,
@@ -201,6 +196,7 @@ class ProcessGroup:
     """Starts the processes.
 
     Args:
+      commands: starts the processes.
       workdir: the directory of the run. Output goes to files beside it.
       overrides: flags of all processes.
       count: the number of processes.
@@ -211,7 +207,7 @@ class ProcessGroup:
     own_flags = own_flags or {}
     programs = programs or {}
     port = free_port()
-    self.processes: list[subprocess.Popen] = []
+    self.processes: list[StartedCommand] = []
     self._outputs: list[pathlib.Path] = []
     for index in range(count):
       command = COMMAND.replace("runs/two", str(workdir))
@@ -219,26 +215,17 @@ class ProcessGroup:
       command = command.replace("=2 ", f"={count} ")
       command = command.replace("$i", str(index))
       # The command begins with python -m diffjax.train.
-      _, dash_m, module, *flags = command.split()
-      program = [dash_m, module]
-      if index in programs:
-        program = ["-c", programs[index]]
+      _, _, module, *flags = command.split()
       output = pathlib.Path(f"{workdir}.{index}.log")
-      output.touch()
-      with open(output, "w") if is_read else unread_pipe() as file:
-        process = subprocess.Popen(
-          [
-            sys.executable,
-            *program,
-            *flags,
-            *overrides,
-            *own_flags.get(index, []),
-          ],
-          cwd=ROOT,
-          env=process_environment(),
-          stdout=file,
-          stderr=subprocess.STDOUT,
-        )
+      output.write_text("")
+      process = commands.start(
+        module,
+        *flags,
+        *overrides,
+        *own_flags.get(index, []),
+        output=output if is_read else None,
+        code=programs.get(index),
+      )
       self.processes.append(process)
       self._outputs.append(output)
 
@@ -271,7 +258,7 @@ class ProcessGroup:
   def __exit__(self, *_: Any) -> None:
     for process in self.processes:
       process.kill()
-      process.wait()
+      process.wait(timeout=60)
 
 
 def last_message(output: str) -> str:
@@ -348,10 +335,12 @@ def run_documented_line(
 
 
 @pytest.fixture(scope="module")
-def whole_run(overrides, tmp_path_factory):
-  """The directory of an uninterrupted run of the documented line."""
+def whole_run(command, overrides, tmp_path_factory):
+  """The directory of an uninterrupted run of two processes."""
   workdir = tmp_path_factory.mktemp("whole") / "run"
-  run_documented_line(workdir, overrides)
+  with ProcessGroup(command, workdir, overrides) as group:
+    result = group.wait()
+  assert result.codes == [0, 0], result.messages
   return workdir
 
 
@@ -365,9 +354,9 @@ class StoppedRun(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def stopped_run(overrides, tmp_path_factory):
+def stopped_run(command, overrides, tmp_path_factory):
   workdir = tmp_path_factory.mktemp("stopped") / "run"
-  with ProcessGroup(workdir, [*overrides, SAMPLED]) as group:
+  with ProcessGroup(command, workdir, [*overrides, SAMPLED]) as group:
     group.wait_for_output("step 15/")
     group.processes[1].send_signal(signal.SIGTERM)
     result = group.wait()
@@ -440,10 +429,10 @@ def test_the_documented_line_resumes_a_stopped_run(
 
 
 @pytest.mark.full
-def test_training_needs_no_terminal(overrides, whole_run, tmp_path):
+def test_training_needs_no_terminal(command, overrides, whole_run, tmp_path):
   """A run goes on if nothing reads its output any more."""
   workdir = tmp_path / "run"
-  with ProcessGroup(workdir, overrides, is_read=False) as group:
+  with ProcessGroup(command, workdir, overrides, is_read=False) as group:
     result = group.wait()
 
   assert result.codes == [0, 0]
@@ -471,7 +460,9 @@ def write_jsonl_documents(path: pathlib.Path, index: int) -> None:
 
 
 @pytest.mark.full
-def test_each_process_resumes_its_own_part_of_a_stream(overrides, tmp_path):
+def test_each_process_resumes_its_own_part_of_a_stream(
+  command, overrides, tmp_path
+):
   """A resumed run continues at different places in the files of its processes.
 
   Then it reads what an uninterrupted run reads, so it has the same log.
@@ -484,16 +475,16 @@ def test_each_process_resumes_its_own_part_of_a_stream(overrides, tmp_path):
     f"--config.data.source=jsonl:{tmp_path}/*.jsonl",
   ]
   uninterrupted_workdir = tmp_path / "uninterrupted"
-  with ProcessGroup(uninterrupted_workdir, streamed) as group:
+  with ProcessGroup(command, uninterrupted_workdir, streamed) as group:
     assert group.wait().codes == [0, 0]
 
   workdir = tmp_path / "run"
-  with ProcessGroup(workdir, streamed) as group:
+  with ProcessGroup(command, workdir, streamed) as group:
     # Late in the run of 60 steps. Files of different lengths were read by then.
     group.wait_for_output("step 42/")
     group.processes[0].send_signal(hangup_signal())
     assert group.wait().codes == [0, 0]
-  with ProcessGroup(workdir, streamed) as group:
+  with ProcessGroup(command, workdir, streamed) as group:
     assert group.wait().codes == [0, 0]
     assert "resuming from step" in group.output(0)
 
@@ -522,16 +513,16 @@ def kill_and_check_others(group: ProcessGroup, killed: int) -> None:
 
 @pytest.mark.full
 def test_a_run_continues_after_the_coordinator_was_killed(
-  overrides, whole_run, tmp_path
+  command, overrides, whole_run, tmp_path
 ):
   """The coordinator is process 0. The same command starts the run again."""
   workdir = tmp_path / "run"
-  with ProcessGroup(workdir, overrides) as group:
+  with ProcessGroup(command, workdir, overrides) as group:
     # The checkpoint of step 20 has started, so that of step 10 is complete.
     group.wait_for_output("step 25/")
     kill_and_check_others(group, killed=0)
 
-  with ProcessGroup(workdir, overrides) as group:
+  with ProcessGroup(command, workdir, overrides) as group:
     assert group.wait().codes == [0, 0]
     assert "resuming from step" in group.output(0)
 
@@ -541,18 +532,18 @@ def test_a_run_continues_after_the_coordinator_was_killed(
 @pytest.mark.full
 @pytest.mark.parametrize("killed", [0, 1])
 def test_an_incomplete_checkpoint_is_not_used(
-  overrides, whole_run, tmp_path, killed
+  command, overrides, whole_run, tmp_path, killed
 ):
   """A process is killed while it writes the checkpoint of step 30."""
   workdir = tmp_path / "run"
   programs = {killed: TRAIN_AND_DIE_IN_THE_SAVE_OF_STEP_30}
-  with ProcessGroup(workdir, overrides, programs=programs) as group:
+  with ProcessGroup(command, workdir, overrides, programs=programs) as group:
     codes, _ = group.wait()
   assert codes[killed] == -signal.SIGKILL
   assert codes[1 - killed] == 1
   assert saved_steps(workdir) == [10, 20]
 
-  with ProcessGroup(workdir, overrides) as group:
+  with ProcessGroup(command, workdir, overrides) as group:
     assert group.wait().codes == [0, 0]
     assert "resuming from step 20" in group.output(0)
 
@@ -560,7 +551,9 @@ def test_an_incomplete_checkpoint_is_not_used(
 
 
 @pytest.mark.full
-def test_four_processes_share_parameters(overrides, whole_run, tmp_path):
+def test_four_processes_share_parameters(
+  command, overrides, whole_run, tmp_path
+):
   """Four processes, interrupted twice, log what two uninterrupted ones log."""
   log_of_two_processes = read_log(whole_run)
   workdir = tmp_path / "run"
@@ -572,16 +565,16 @@ def test_four_processes_share_parameters(overrides, whole_run, tmp_path):
     "--config.mesh.fsdp=2",
   ]
 
-  with ProcessGroup(workdir, shared, count=4) as group:
+  with ProcessGroup(command, workdir, shared, count=4) as group:
     # The checkpoint of step 10 has started.
     group.wait_for_output("step 15/")
     kill_and_check_others(group, killed=2)
-  with ProcessGroup(workdir, shared, count=4) as group:
+  with ProcessGroup(command, workdir, shared, count=4) as group:
     # The first line about a step contains its loss.
     group.wait_for_output("  loss ")
     group.processes[3].send_signal(signal.SIGTERM)
     assert group.wait().codes == [0, 0, 0, 0]
-  with ProcessGroup(workdir, shared, count=4) as group:
+  with ProcessGroup(command, workdir, shared, count=4) as group:
     assert group.wait().codes == [0, 0, 0, 0]
     assert group.output(0).count("resuming from step") == 1
 
@@ -589,13 +582,15 @@ def test_four_processes_share_parameters(overrides, whole_run, tmp_path):
 
 
 @pytest.mark.full
-def test_ctrl_c_in_one_process_ends_a_process_in_a_collective(tmp_path):
+def test_ctrl_c_in_one_process_ends_a_process_in_a_collective(
+  command, tmp_path
+):
   """Process 1 waits for process 0, which gets the signal of Ctrl-C, SIGINT."""
   program = program_that_fails_in(process=0)
   programs = {0: program, 1: program}
   # Process 0 waits for this directory.
   missing_workdir = tmp_path / "missing"
-  with ProcessGroup(missing_workdir, [], programs=programs) as group:
+  with ProcessGroup(command, missing_workdir, [], programs=programs) as group:
     group.wait_for_output("connected", index=0)
     group.wait_for_output("connected", index=1)
     group.processes[0].send_signal(signal.SIGINT)
@@ -610,12 +605,14 @@ def test_ctrl_c_in_one_process_ends_a_process_in_a_collective(tmp_path):
 
 @pytest.mark.full
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_paused_process_learns_the_reason_of_the_end(tmp_path, failing):
+def test_a_paused_process_learns_the_reason_of_the_end(
+  command, tmp_path, failing
+):
   """Process 2 pauses while another process fails."""
   program = program_that_fails_in(failing)
   programs = {0: program, 1: program, 2: program}
   workdir = tmp_path / "fail"
-  with ProcessGroup(workdir, [], count=3, programs=programs) as group:
+  with ProcessGroup(command, workdir, [], count=3, programs=programs) as group:
     for index in range(3):
       group.wait_for_output("connected", index)
     group.processes[2].send_signal(signal.SIGSTOP)
@@ -633,10 +630,10 @@ def test_a_paused_process_learns_the_reason_of_the_end(tmp_path, failing):
 
 
 @pytest.mark.full
-def test_all_processes_end_with_the_reason_of_one(overrides, tmp_path):
+def test_all_processes_end_with_the_reason_of_one(command, overrides, tmp_path):
   """Only process 0 locks the directory. Here the test has the lock already."""
   workdir = tmp_path / "run"
-  with lock(workdir), ProcessGroup(workdir, overrides) as group:
+  with lock(workdir), ProcessGroup(command, workdir, overrides) as group:
     codes, messages = group.wait()
 
   reason = rf".*/run is in use by process {os.getpid()} on "
@@ -645,7 +642,7 @@ def test_all_processes_end_with_the_reason_of_one(overrides, tmp_path):
   assert re.match(f"error: process 0 stopped: {reason}", messages[1])
 
 
-def data_worker_of(process: subprocess.Popen) -> int:
+def data_worker_of(process: StartedCommand) -> int:
   """Returns the id of the only data worker of a process."""
   workers = []
   for children in pathlib.Path(f"/proc/{process.pid}/task").glob("*/children"):
@@ -658,7 +655,7 @@ def data_worker_of(process: subprocess.Popen) -> int:
 
 
 @pytest.mark.full
-def test_all_processes_end_if_a_data_worker_dies(overrides, tmp_path):
+def test_all_processes_end_if_a_data_worker_dies(command, overrides, tmp_path):
   """Process 1 loses its worker, and process 0 prints the reason too."""
   flags = [
     *overrides,
@@ -666,7 +663,7 @@ def test_all_processes_end_if_a_data_worker_dies(overrides, tmp_path):
     # The run lasts longer than this test.
     "--config.train.steps=100000",
   ]
-  with ProcessGroup(tmp_path / "run", flags) as group:
+  with ProcessGroup(command, tmp_path / "run", flags) as group:
     group.wait_for_output("step 5/")
     worker = data_worker_of(group.processes[1])
     os.kill(worker, signal.SIGKILL)
@@ -680,7 +677,9 @@ def test_all_processes_end_if_a_data_worker_dies(overrides, tmp_path):
 
 
 @pytest.mark.full
-def test_all_processes_end_after_too_many_skipped_steps(overrides, tmp_path):
+def test_all_processes_end_after_too_many_skipped_steps(
+  command, overrides, tmp_path
+):
   """Training skips steps whose loss is not finite."""
   diverging = [
     *overrides,
@@ -688,7 +687,7 @@ def test_all_processes_end_after_too_many_skipped_steps(overrides, tmp_path):
     "--config.optimizer.learning_rate=1e30",
     "--config.train.max_skipped_in_a_row=3",
   ]
-  with ProcessGroup(tmp_path / "run", diverging) as group:
+  with ProcessGroup(command, tmp_path / "run", diverging) as group:
     codes, messages = group.wait()
 
   assert codes == [1, 1]
@@ -838,7 +837,7 @@ def test_only_the_first_differences_of_data_are_named(monkeypatch):
 
 
 @pytest.mark.full
-def test_all_processes_reject_different_data(overrides, tmp_path):
+def test_all_processes_reject_different_data(command, overrides, tmp_path):
   """Both processes read *.jsonl, each in its own directory."""
   directory_0 = tmp_path / "0"
   directory_0.mkdir()
@@ -858,7 +857,9 @@ def test_all_processes_reject_different_data(overrides, tmp_path):
     "--config.eval.rows=-1",
   ]
 
-  with ProcessGroup(tmp_path / "run", streamed, programs=programs) as group:
+  with ProcessGroup(
+    command, tmp_path / "run", streamed, programs=programs
+  ) as group:
     codes, messages = group.wait(timeout=100)
 
   assert codes == [1, 1], messages
@@ -872,10 +873,12 @@ def test_all_processes_reject_different_data(overrides, tmp_path):
 
 
 @pytest.mark.full
-def test_all_processes_reject_different_configs(overrides, tmp_path):
+def test_all_processes_reject_different_configs(command, overrides, tmp_path):
   own_flags = {1: ["--config.train.batch_size=16", "--config.data.seed=3"]}
 
-  with ProcessGroup(tmp_path / "run", overrides, own_flags=own_flags) as group:
+  with ProcessGroup(
+    command, tmp_path / "run", overrides, own_flags=own_flags
+  ) as group:
     codes, messages = group.wait()
 
   assert codes == [1, 1]
@@ -894,11 +897,11 @@ def test_all_processes_reject_different_configs(overrides, tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize(("killed", "remaining"), [(1, 0), (0, 1)])
 def test_a_process_without_the_other_ends_after_the_timeout(
-  overrides, tmp_path, killed, remaining
+  command, overrides, tmp_path, killed, remaining
 ):
-  """One of two processes is killed right after its start, while it imports."""
+  """One of two processes is killed right after its start."""
   flags = [*overrides, "--connect_timeout=1"]
-  with ProcessGroup(tmp_path / "run", flags) as group:
+  with ProcessGroup(command, tmp_path / "run", flags) as group:
     group.processes[killed].kill()
     codes, messages = group.wait(timeout=60)
 
