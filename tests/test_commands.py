@@ -354,9 +354,13 @@ def test_documented_commands_on_tiny(command, tmp_path):
 @pytest.mark.parametrize(
   "arguments",
   [
-    # With this seed, a process is killed once while it starts again.
-    pytest.param(["--times=3", "--steps=120", "--seed=142"], id="prepared"),
-    pytest.param(["--times=2", "--steps=80", "--mode=streamed"], id="streamed"),
+    # With this seed, a process is killed a second after its second step, and
+    # then once more while it starts again.
+    pytest.param(["--times=2", "--steps=60", "--seed=1182"], id="prepared"),
+    pytest.param(
+      ["--times=1", "--steps=60", "--seed=1182", "--mode=streamed"],
+      id="streamed",
+    ),
     pytest.param(["--times=1", "--steps=60", "--processes=2"], id="processes"),
   ],
 )
@@ -391,7 +395,8 @@ def test_ctrl_c_ends_a_command_at_random_moments_of_its_start():
       sys.executable,
       "-m",
       "benchmarks.interrupt",
-      "--times=4",
+      # With this seed, after 2% and after 72% of the time to the first step.
+      "--times=2",
       "--seed=1",
       "--limit=30",
     ],
