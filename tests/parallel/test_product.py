@@ -469,7 +469,7 @@ def estimate_collectives(
     hides.
   """
   mesh = make_mesh(MeshConfig(fsdp=num_chips), devices)
-  shapes = {"gate": (4, 2048, 8192), "down": (4, 8192, 2048)}
+  shapes = {"gate": (4, 1024, 2048), "down": (4, 2048, 1024)}
   shardings = {}
   params = {}
   for name, shape in shapes.items():
@@ -478,7 +478,7 @@ def estimate_collectives(
       shape, jnp.float32, sharding=shardings[name]
     )
   x = jax.ShapeDtypeStruct(
-    (8 * num_chips, 2048, 2048),
+    (8 * num_chips, 2048, 1024),
     jnp.bfloat16,
     sharding=NamedSharding(mesh, P(("data", "fsdp"))),
   )
