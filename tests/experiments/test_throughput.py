@@ -107,10 +107,14 @@ def test_the_timed_backward_pass_has_gradients_of_all_parameters(
     assert np.abs(gradient).max() > 0
 
 
-@pytest.mark.full
-def test_speeds_are_tokens_over_median_times(small_config):
-  measured = experiment.measure(workdir="", config=small_config)
+@pytest.fixture(scope="module")
+def measured(small_config):
+  """The result of the experiment for the small shape."""
+  return experiment.measure(workdir="", config=small_config)
 
+
+@pytest.mark.full
+def test_speeds_are_tokens_over_median_times(small_config, measured):
   # "both" is the forward and the backward pass.
   seconds_of_calls = measured["seconds"]["diff"]["both"]
   assert len(seconds_of_calls) == small_config.train.steps
@@ -121,10 +125,8 @@ def test_speeds_are_tokens_over_median_times(small_config):
 
 
 @pytest.mark.full
-def test_ratios_of_speeds_are_inverse_ratios_of_times(small_config):
+def test_ratios_of_speeds_are_inverse_ratios_of_times(small_config, measured):
   """A ratio is the speed of an architecture over the Transformer's speed."""
-  measured = experiment.measure(workdir="", config=small_config)
-
   transformer_seconds = np.median(measured["seconds"]["transformer"]["forward"])
   diff_v2_seconds = np.median(measured["seconds"]["diff_v2"]["forward"])
   ratio = transformer_seconds / diff_v2_seconds
