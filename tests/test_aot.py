@@ -1282,7 +1282,13 @@ def compile_policies(devices, num_chips, chip_memory) -> list[str]:
     values = tiny.get_config()
     # A small step, which compiles quickly.
     values.update_from_flattened_dict(
-      {"model.remat": policy, "model.num_layers": 1, "data.length": 128}
+      {
+        "model.remat": policy,
+        "model.num_layers": 1,
+        "data.length": 128,
+        # A row for each chip.
+        "train.batch_size": 4,
+      }
     )
     config = from_config_dict(values)
     program = build(config, make_mesh(config.mesh, devices))
