@@ -200,16 +200,16 @@ def test_kernels_compile():
 @pytest.mark.longest
 @pytest.mark.full
 def test_kernels_compile_for_each_generation():
-  """Two processes run `find_problems` at a time."""
+  """Two processes run `find_problems`, each with half of the cases."""
   cases = GRADIENT_CASES + DECODE_CASES + MODEL_CASES + MULTI_CHIP_CASES
   for generation in TOPOLOGIES:
     cases.append(longest_case(generation))
-  # Each group has cases of all generations, so that all take equally long.
-  num_groups = 4
-  groups = [cases[start::num_groups] for start in range(num_groups)]
+  # Each process gets cases of all generations, so that both take equally long.
+  num_processes = 2
+  groups = [cases[start::num_processes] for start in range(num_processes)]
 
   problems = []
-  with concurrent.futures.ThreadPoolExecutor(max_workers=2) as pool:
+  with concurrent.futures.ThreadPoolExecutor(num_processes) as pool:
     for problems_of_group in pool.map(find_problems, groups):
       problems += problems_of_group
 
