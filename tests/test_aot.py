@@ -134,8 +134,8 @@ AXES = [
 def kinds_and_axes() -> list:
   """Returns all pairs of a kind and some axes, as parameters of a test.
 
-  The default tier has an all-gather along all of these axes, and all kinds along
-  two axes that are not neighbours.
+  The default tier has an all-gather along all of these axes, and all kinds
+  along two axes that are not neighbours.
   """
   parameters = []
   for kind, axes in itertools.product(KINDS, AXES):

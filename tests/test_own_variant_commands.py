@@ -66,7 +66,7 @@ TRAINING_FLAGS = [
   "--config.train.log_interval=1",
   "--config.eval.rows=8",
 ]
-# Suites that need no data from elsewhere: those of the default tier, and others.
+# Suites that need no downloaded data, in the default tier and in the full tier.
 # "report" shows their results.
 FEW_SUITES = ("validation", "difference_map")
 OTHER_SUITES = (

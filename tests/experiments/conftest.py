@@ -75,7 +75,7 @@ def make_workdir(tmp_path):
 
 @pytest.fixture(scope="module")
 def make_shared_workdir(tmp_path_factory):
-  """The same as `make_workdir`, for workdirs that the tests of a module share."""
+  """Like `make_workdir`, for workdirs that the tests of a module share."""
   return workdir_maker(tmp_path_factory.mktemp("workdirs"))
 
 

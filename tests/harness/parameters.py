@@ -19,7 +19,7 @@ LAMBDA_VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 # The matrices that write to the residual stream.
 RESIDUAL = ("out", "down")
 
-# The standard deviation of a standard normal distribution that is cut off at ±2.
+# The standard deviation of a standard normal distribution truncated at ±2.
 _TRUNCATED_NORMAL_STD = 0.87962566103423978
 
 
