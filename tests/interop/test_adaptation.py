@@ -24,7 +24,7 @@ from diffjax.interop import llama, unilm, workdir
 from diffjax.interop.adapt import adapted
 from diffjax.interop.layout import Model
 from diffjax.parallel.mesh import make_mesh
-from diffjax.training import loop
+from diffjax.training import loop, session
 from diffjax.training.program import build
 from tests.harness.tiers import full
 from tests.interop import transformer_reference as parts
@@ -288,7 +288,10 @@ def parse_config(arguments: list[str]) -> Config:
 
 @pytest.fixture(scope="module", params=RECIPES)
 def recipe(request, tmp_path_factory):
-  """Converts a Llama and trains it by a recipe, as its docstring says."""
+  """Converts a Llama and trains it by a recipe, as its docstring says.
+
+  Runs use two devices, because programs for all eight take longer to compile.
+  """
   name = request.param
   directory = tmp_path_factory.mktemp(name)
   write_llama(directory / "llama")
@@ -315,13 +318,19 @@ def recipe(request, tmp_path_factory):
       *SMALL_RUN_FLAGS,
     ]
   )
-  loop.train(config, str(directory / "run"))
-  return Recipe(
-    config,
-    initial_workdir=directory / "start",
-    trained_workdir=directory / "run",
-    trained_names=set(config.optimizer.trained.split(",")),
-  )
+
+  def make_mesh_of_two(mesh_config):
+    return make_mesh(mesh_config, jax.devices()[:2])
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(session, "make_mesh", make_mesh_of_two)
+    loop.train(config, str(directory / "run"))
+    yield Recipe(
+      config,
+      initial_workdir=directory / "start",
+      trained_workdir=directory / "run",
+      trained_names=set(config.optimizer.trained.split(",")),
+    )
 
 
 def test_a_recipe_changes_only_the_parameters_that_it_names(recipe):
