@@ -121,7 +121,7 @@ def test_measured_lambda_has_the_mean_that_the_model_reports(
   chex.assert_shape(lam, (num_layers, num_rows, row_length, num_heads))
   metrics = stored_by_layers(trained, batch, "metrics")
   (mean_lambdas,) = metrics["attention"]["lambda"]
-  mean_by_layer = jnp.mean(lam, axis=(1, 2, 3))
+  mean_by_layer = np.mean(lam, axis=(1, 2, 3))
   chex.assert_trees_all_close(mean_by_layer, mean_lambdas, **FLOAT32)
 
 
@@ -240,17 +240,18 @@ def test_blocks_of_queries_give_the_whole_map(length, block, window):
   They are the sum of squared weights, and the number of visible keys.
   A row has two documents and two tokens of padding.
   """
-  keys = jax.random.split(jax.random.key(0), 3)
-  q = jax.random.normal(keys[0], (2, length, 4, 2, 8))
-  k = jax.random.normal(keys[1], (2, length, 2, 2, 8))
-  v = jnp.zeros((2, length, 2, 16))
-  lam = jax.random.uniform(keys[2], (2, length, 4))
+  rng = np.random.default_rng(0)
+  q = rng.standard_normal((2, length, 4, 2, 8), np.float32)
+  k = rng.standard_normal((2, length, 2, 2, 8), np.float32)
+  v = np.zeros((2, length, 2, 16), np.float32)
+  lam = rng.random((2, length, 4), np.float32)
   num_padding = 2
   first_size = length // 2
   second_size = length - first_size - num_padding
   row_ids = np.repeat([1, 2, 0], [first_size, second_size, num_padding])
-  ids = jnp.asarray([row_ids] * 2)
-  all_weights = attention_weights(
+  ids = np.asarray([row_ids] * 2, np.int32)
+  compute_weights = jax.jit(attention_weights, static_argnames="window")
+  all_weights = compute_weights(
     q, k, lam, q_segment_ids=ids, kv_segment_ids=ids, window=window
   )
 
@@ -260,22 +261,24 @@ def test_blocks_of_queries_give_the_whole_map(length, block, window):
     squares += jnp.sum(weights**2, axis=(2, 3))
     return squares, num_visible + jnp.sum(queries.mask)
 
-  inputs = inside.AttentionInputs(
-    layer=DiffAttention(num_heads=4, head_dim=8, num_kv_heads=2),
-    q=q,
-    k=k,
-    v=v,
-    lam=lam,
-    mask=MaskArguments(ids, ids, causal=True, window=window),
-  )
+  @jax.jit
+  def sum_over_blocks(q, k, v, lam, ids):
+    inputs = inside.AttentionInputs(
+      layer=DiffAttention(num_heads=4, head_dim=8, num_kv_heads=2),
+      q=q,
+      k=k,
+      v=v,
+      lam=lam,
+      mask=MaskArguments(ids, ids, causal=True, window=window),
+    )
+    start = (jnp.zeros((2, 4)), 0)
+    return inside.fold_query_blocks(add_block, start, inputs, block_size=block)
 
-  squares, num_visible = inside.fold_query_blocks(
-    add_block, (jnp.zeros((2, 4)), 0), inputs, block_size=block
-  )
+  squares, num_visible = sum_over_blocks(q, k, v, lam, ids)
 
   # Padding sees nothing.
-  weights = all_weights[:, :, : length - num_padding]
-  expected = jnp.sum(weights**2, axis=(2, 3))
+  weights = np.asarray(all_weights)[:, :, : length - num_padding]
+  expected = np.sum(weights**2, axis=(2, 3))
   chex.assert_trees_all_close(squares, expected, **FLOAT32)
   num_keys_per_row = 0
   for num_tokens in (first_size, second_size):
@@ -302,13 +305,14 @@ def test_a_layer_that_needs_all_queries_gets_one_block():
   length = 37
   head_dim = 8
   shape = (num_rows, length, 2, 2, head_dim)  # [B, T, heads, maps, D]
-  ids = jnp.ones((num_rows, length), jnp.int32)
+  ids = np.ones((num_rows, length), np.int32)
+  rng = np.random.default_rng(0)
   inputs = inside.AttentionInputs(
     layer=LayerThatNeedsAllQueries(num_heads=2, head_dim=head_dim),
-    q=jax.random.normal(jax.random.key(0), shape),
-    k=jax.random.normal(jax.random.key(1), shape),
-    v=jnp.zeros((num_rows, length, 2, 2 * head_dim)),
-    lam=jnp.full((num_rows, length, 2), 0.3),
+    q=rng.standard_normal(shape, np.float32),
+    k=rng.standard_normal(shape, np.float32),
+    v=np.zeros((num_rows, length, 2, 2 * head_dim), np.float32),
+    lam=np.full((num_rows, length, 2), 0.3, np.float32),
     mask=MaskArguments(ids, ids, causal=True, window=None),
   )
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -35,12 +34,17 @@ class ScoredModel(NamedTuple):
   params: Any
 
 
+def triple(leaf: jax.Array) -> np.ndarray:
+  """Returns three times a parameter."""
+  return 3 * np.asarray(leaf)
+
+
 @pytest.fixture(scope="module")
 def model_and_params() -> ScoredModel:
   """A model whose probabilities are not nearly uniform."""
   model = Decoder(CONFIG)
-  params = parameters(model, jnp.zeros((1, 1), jnp.int32))
-  return ScoredModel(model, jax.tree.map(lambda leaf: 3 * leaf, params))
+  params = parameters(model, jax.ShapeDtypeStruct((1, 1), np.int32))
+  return ScoredModel(model, jax.tree.map(triple, params))
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +61,8 @@ def compute_logits(
   def compute(ids):
     padded = np.zeros((1, CONFIG.max_length), np.int32)
     padded[0, : len(ids)] = ids
-    return np.asarray(forward(padded)[0, : len(ids)], np.float64)
+    padded_logits = np.asarray(forward(padded), np.float64)
+    return padded_logits[0, : len(ids)]
 
   return compute
 
@@ -164,7 +169,7 @@ def test_rows_of_one_padded_length_compile_once(model_and_params):
 def test_a_uniform_model_gives_each_token_log_n(model_and_params):
   """With parameters of 0, each of 50 tokens has the probability 1 / 50."""
   model, params = model_and_params
-  zero_params = jax.tree.map(jnp.zeros_like, params)
+  zero_params = jax.tree.map(np.zeros_like, params)
 
   (score,) = scoring.score(model, zero_params, [([1], [2, 3, 4])])
 
@@ -241,7 +246,7 @@ def test_texts_instead_of_ids_raise(model_and_params):
 def test_arrays_are_scored_as_lists(model_and_params):
   model, params = model_and_params
   lists = [([1, 2], [3])]
-  arrays = [(np.array([1, 2], np.uint16), jnp.array([3], jnp.int8))]
+  arrays = [(np.array([1, 2], np.uint16), jax.device_put(np.array([3], np.int8)))]
 
   scores = scoring.score(model, params, arrays)
 
