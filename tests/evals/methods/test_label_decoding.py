@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -83,9 +82,9 @@ def test_decoding_takes_the_likeliest_token_that_leads_to_a_label():
     max_length=128,
   )
   model = Decoder(config)
-  params = parameters(model, jnp.zeros((1, 1), jnp.int32))
+  params = parameters(model, jax.ShapeDtypeStruct((1, 1), np.int32))
   # Large parameters, so that the probabilities are not nearly uniform.
-  params = jax.tree.map(lambda leaf: 3 * leaf, params)
+  params = jax.tree.map(lambda leaf: 3 * np.asarray(leaf), params)
   labels = encode_labels(["cat", "cat food", "catalogue", "dog", "do"])
   beginning = BYTES.encode("A beginning that all share. ")
   texts = ["x", "what is it?", "y" * 70, "cats", "a", "bb", "Z" * 9, "dog"]

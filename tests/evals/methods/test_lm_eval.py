@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -40,8 +39,8 @@ CONFIG = ModelConfig(
 def model() -> Trained:
   """A model that takes 48 tokens. Its probabilities are not nearly uniform."""
   model = Decoder(CONFIG)
-  params = parameters(model, jnp.zeros((1, 1), jnp.int32))
-  params = jax.tree.map(lambda leaf: 3 * leaf, params)
+  params = parameters(model, jax.ShapeDtypeStruct((1, 1), np.int32))
+  params = jax.tree.map(lambda leaf: 3 * np.asarray(leaf), params)
   return Trained("model", Config(model=CONFIG), model, params, BYTES)
 
 
@@ -61,7 +60,7 @@ def next_log_probabilities(model: Trained) -> Callable[[bytes], np.ndarray]:
     row = np.zeros((1, CONFIG.max_length), np.int32)
     row[0, : len(text)] = list(text)
     last_position = len(text) - 1
-    last_logits = np.asarray(forward(row)[0, last_position], np.float64)
+    last_logits = np.asarray(forward(row), np.float64)[0, last_position]
     return last_logits - np.log(np.exp(last_logits).sum())
 
   return compute

@@ -34,17 +34,13 @@ class ScoredModel(NamedTuple):
   params: Any
 
 
-def triple(leaf: jax.Array) -> np.ndarray:
-  """Returns three times a parameter."""
-  return 3 * np.asarray(leaf)
-
-
 @pytest.fixture(scope="module")
 def model_and_params() -> ScoredModel:
   """A model whose probabilities are not nearly uniform."""
   model = Decoder(CONFIG)
   params = parameters(model, jax.ShapeDtypeStruct((1, 1), np.int32))
-  return ScoredModel(model, jax.tree.map(triple, params))
+  params = jax.tree.map(lambda leaf: 3 * np.asarray(leaf), params)
+  return ScoredModel(model, params)
 
 
 @pytest.fixture(scope="module")
@@ -246,7 +242,9 @@ def test_texts_instead_of_ids_raise(model_and_params):
 def test_arrays_are_scored_as_lists(model_and_params):
   model, params = model_and_params
   lists = [([1, 2], [3])]
-  arrays = [(np.array([1, 2], np.uint16), jax.device_put(np.array([3], np.int8)))]
+  arrays = [
+    (np.array([1, 2], np.uint16), jax.device_put(np.array([3], np.int8)))
+  ]
 
   scores = scoring.score(model, params, arrays)
 

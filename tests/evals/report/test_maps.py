@@ -25,7 +25,8 @@ def test_maps_are_those_of_the_model(make_trained, variant):
   num_heads = trained.config.model.num_heads
   tokens = np.arange(num_tokens)[None]
 
-  layers = maps.maps_of(trained.model, trained.params, tokens)
+  maps_of = jax.jit(maps.maps_of, static_argnums=0)
+  layers = maps_of(trained.model, trained.params, tokens)
 
   weights = np.asarray(layers.weights)
   if variant == "softmax":
@@ -42,8 +43,9 @@ def test_maps_are_those_of_the_model(make_trained, variant):
   chex.assert_trees_all_close(mean, heads.mean(axis=1), atol=1e-6, rtol=0)
 
   queries, keys = queries_and_keys(trained, tokens)
+  compute_reference = jax.jit(attention_maps)
   for layer in range(2):
-    reference = jax.jit(attention_maps)(queries[layer], keys[layer])
+    reference = compute_reference(queries[layer], keys[layer])
     reference = np.asarray(reference[0])  # [H, maps, T, T]
     chex.assert_trees_all_close(
       heads[layer, :, 0], reference[:, 0], atol=1e-6, rtol=0
@@ -59,7 +61,7 @@ def test_maps_are_those_of_the_model(make_trained, variant):
 
 def queries_and_keys(
   trained: Trained, tokens: np.ndarray
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[np.ndarray, np.ndarray]:
   """Returns the queries and keys of all layers, after RoPE."""
 
   @jax.jit
@@ -68,7 +70,7 @@ def queries_and_keys(
       {"params": params}, tokens, mutable=["intermediates"]
     )
 
-  _, variables = run(trained.params)
+  _, variables = jax.device_get(run(trained.params))
   captured = variables["intermediates"]["layers"]["attention"]
   return captured["query"][0], captured["key"][0]
 
