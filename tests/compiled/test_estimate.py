@@ -146,13 +146,16 @@ CALLS_PRODUCT = ", calls=%product"
 def test_an_instruction_belongs_to_the_part_of_its_scope(
   scope, attributes, part
 ):
-  """The scope is the JAX function that an instruction comes from."""
+  """The scope is the JAX function that an instruction comes from.
+
+  An instruction with CALLS_PRODUCT computes a matrix product.
+  """
   line = instruction("f.1", cycles=100, scope=scope, attributes=attributes)
 
   result = estimate_program([line], computations=[PRODUCT])
 
-  # 100 cycles of a millisecond are 0.1 seconds.
-  assert result.parts == pytest.approx({part: 0.1})
+  # The chip of these tests has 1000 cycles per second.
+  assert result.parts == pytest.approx({part: 100 / 1000})
 
 
 @pytest.mark.parametrize(
@@ -173,15 +176,15 @@ def test_an_instruction_belongs_to_the_part_of_its_scope(
   ],
 )
 def test_copies_are_a_part_of_their_own(line):
-  """They do not count for the part of their scope, such as "feed-forward"."""
+  """A copy does not count for the part of its scope, such as "feed-forward"."""
   result = estimate_program([line], computations=[NO_PRODUCT])
 
-  # The line has 7 cycles, and a cycle takes a millisecond.
-  assert result.parts == pytest.approx({"copies": 0.007})
+  # The line has 7 cycles. The chip has 1000 cycles per second.
+  assert result.parts == pytest.approx({"copies": 7 / 1000})
 
 
 def test_a_fusion_of_a_copy_and_a_product_is_a_product():
-  """Its name says that it copies, but it calls a computation with a product."""
+  """The name says that the fusion copies. But it calls a matrix product."""
   line = instruction(
     "bitcast_dynamic-update-slice_fusion.9",
     cycles=30,
@@ -191,8 +194,8 @@ def test_a_fusion_of_a_copy_and_a_product_is_a_product():
 
   result = estimate_program([line], computations=[PRODUCT])
 
-  # 30 cycles of a millisecond are 0.03 seconds.
-  assert result.parts == pytest.approx({"feed-forward": 0.03})
+  # The chip of these tests has 1000 cycles per second.
+  assert result.parts == pytest.approx({"feed-forward": 30 / 1000})
 
 
 def test_kernels_have_the_given_cycles():
@@ -211,13 +214,13 @@ def test_kernels_have_the_given_cycles():
 
   result = estimate_program(lines, kernels={"forward": 1000, "backward": 2000})
 
-  seconds_per_cycle = 0.001
-  kernel_seconds = (1000 + 2000) * seconds_per_cycle
+  cycles_per_second = 1000
+  kernel_seconds = (1000 + 2000) / cycles_per_second
   assert result.parts["attention kernels"] == pytest.approx(kernel_seconds)
 
 
 def test_the_time_of_a_step_is_the_sum_of_its_parts():
-  """A cycle takes a millisecond here."""
+  """The chip of these tests has 1000 cycles per second."""
   lines = [
     instruction("f.1", cycles=100, scope="optimizer/add"),
     instruction("f.2", cycles=5000, scope="jvp(loss)/add"),
@@ -249,9 +252,9 @@ def loop(body: str, num_iterations: int) -> str:
 
 
 def test_the_time_of_a_loop_is_multiplied_by_its_iterations():
-  """The program has a loop of 3 iterations, and in it one of 5 iterations.
+  """The outer loop has 3 iterations. In each, the inner loop has 5 iterations.
 
-  A cycle takes a millisecond here.
+  The chip has 1000 cycles per second.
   """
   inner = computation("inner", instruction("f.2", cycles=10))
   outer = computation(
@@ -261,13 +264,14 @@ def test_the_time_of_a_loop_is_multiplied_by_its_iterations():
 
   result = estimate_program(lines, computations=[inner, outer])
 
-  seconds_of_inner = 5 * 0.010
-  seconds_of_outer = 3 * (0.001 + seconds_of_inner)
-  assert result.seconds == pytest.approx(seconds_of_outer + 0.100)
+  cycles_of_inner = 5 * 10
+  cycles_of_outer = 3 * (1 + cycles_of_inner)
+  cycles_of_program = cycles_of_outer + 100
+  assert result.seconds == pytest.approx(cycles_of_program / 1000)
 
 
 def test_the_iterations_of_a_loop_are_read_from_its_counter():
-  """The compiler does not state their number here.
+  """This loop does not state its number of iterations.
 
   The program is `i = 1; while i < 6: i += 2`. Its body has 10 cycles.
   """
@@ -293,15 +297,15 @@ def test_the_iterations_of_a_loop_are_read_from_its_counter():
 
   result = estimate_program(lines, computations=[condition, body])
 
-  # The body runs for i = 1, 3 and 5.
+  # The body runs for i = 1, 3 and 5. The chip has 1000 cycles per second.
   num_iterations = 3
-  seconds_per_cycle = 0.001
-  expected = num_iterations * 10 * seconds_per_cycle
+  seconds_per_iteration = 10 / 1000
+  expected = num_iterations * seconds_per_iteration
   assert result.seconds == pytest.approx(expected)
 
 
 def test_a_loop_with_an_unknown_number_of_iterations_is_an_error():
-  """The compiler does not state it here, and the condition %c is missing."""
+  """The loop does not state the number, and its condition %c is missing."""
   inner = computation("inner", instruction("f.2", cycles=10))
   loop_line = "%w = (s32[]) while(%t), condition=%c, body=%inner"
 
@@ -325,8 +329,8 @@ def test_a_condition_takes_as_long_as_its_longest_branch(branches):
 
   result = estimate_program([condition], computations)
 
-  # The long branch has 2000 cycles of a millisecond, and no scope.
-  assert result.parts == pytest.approx({"other": 2.0})
+  # The long branch has no scope. The chip has 1000 cycles per second.
+  assert result.parts == pytest.approx({"other": 2000 / 1000})
 
 
 def test_a_condition_covers_a_collective():
@@ -344,7 +348,7 @@ def test_a_condition_covers_a_collective():
 
   # 8 x 16 elements of two bytes, over one link of 100 bytes per second.
   permute_seconds = (8 * 16 * 2) / 100
-  # 2000 cycles of a millisecond.
+  # 2000 cycles, at 1000 cycles per second.
   branch_seconds = 2.0
   exposed = result.parts["exposed collectives"]
   assert exposed == pytest.approx(permute_seconds - branch_seconds)
@@ -393,7 +397,11 @@ def test_a_blocking_collective_is_exposed():
 def test_instructions_between_start_and_done_cover_a_collective(
   cycles_in_between, exposed_seconds
 ):
-  """An all-gather takes 0.96 seconds here, and a cycle a millisecond."""
+  """Data is sent while the chip computes. Only the rest of the time is exposed.
+
+  A chip receives 192 bytes over two links of 100 bytes per second, which takes
+  0.96 seconds. The chip has 1000 cycles per second.
+  """
   lines = [
     gather("start", operation="all-gather-start"),
     instruction("f", cycles=cycles_in_between),
@@ -408,9 +416,10 @@ def test_instructions_between_start_and_done_cover_a_collective(
 
 
 def test_collectives_at_the_same_time_share_the_links():
-  """They take as long as one after the other.
+  """Two collectives take as long as one after the other.
 
-  An all-gather takes 0.96 seconds here, and a cycle a millisecond.
+  In an all-gather, a chip receives 192 bytes over two links of 100 bytes per
+  second.
   """
   lines = [
     gather("start.1", operation="all-gather-start"),
@@ -422,7 +431,8 @@ def test_collectives_at_the_same_time_share_the_links():
 
   result = estimate_program(lines)
 
-  both_seconds = 0.96 + 0.96
+  both_seconds = 2 * 192 / (2 * 100)
+  # "f" has 1000 cycles. The chip has 1000 cycles per second.
   covered_seconds = 1.0
   assert_all_gathers_take(result, both_seconds, both_seconds - covered_seconds)
 
@@ -430,8 +440,7 @@ def test_collectives_at_the_same_time_share_the_links():
 def test_parts_of_a_collective_in_fusions_are_one_collective():
   """The compiler puts the start, the middle and the end into three fusions.
 
-  The same chain_id says that they are one all-gather. It takes 0.96 seconds
-  here, and a cycle a millisecond.
+  The same chain_id says that they are one all-gather.
   """
   chain = ', frontend_attributes={chain_id="7"}'
   computations = [
@@ -457,14 +466,15 @@ def test_parts_of_a_collective_in_fusions_are_one_collective():
 
   result = estimate_program(lines, computations)
 
-  assert_all_gathers_take(result, seconds=0.96, exposed_seconds=0.96 - 0.7)
+  # A chip receives 192 bytes over two links of 100 bytes per second.
+  seconds = 192 / (2 * 100)
+  # "f.2" has 700 cycles. The chip has 1000 cycles per second.
+  covered_seconds = 0.7
+  assert_all_gathers_take(result, seconds, seconds - covered_seconds)
 
 
 def test_a_collective_on_a_sparse_core_is_covered():
-  """Another core of the chip calls the computation with the all-gather.
-
-  The all-gather takes 0.96 seconds here, and a cycle a millisecond.
-  """
+  """A sparse core communicates while the other cores of the chip compute."""
   sparse_core = computation("sparse_core", gather("g"))
   lines = [
     instruction(
@@ -476,7 +486,11 @@ def test_a_collective_on_a_sparse_core_is_covered():
 
   result = estimate_program(lines, [sparse_core])
 
-  assert_all_gathers_take(result, seconds=0.96, exposed_seconds=0.96 - 0.5)
+  # A chip receives 192 bytes over two links of 100 bytes per second.
+  seconds = 192 / (2 * 100)
+  # "f" has 500 cycles. The chip has 1000 cycles per second.
+  covered_seconds = 0.5
+  assert_all_gathers_take(result, seconds, seconds - covered_seconds)
 
 
 def collective_seconds(topology: str, kind: str) -> float:
@@ -507,7 +521,7 @@ def collective_seconds(topology: str, kind: str) -> float:
 def test_a_collective_takes_the_time_of_its_links(
   kind, topology, num_links, link_gb_per_second
 ):
-  """Every chip receives 1 GB."""
+  """Every chip receives 1 GB over all its links at the same time."""
   seconds = collective_seconds(topology, kind)
 
   assert seconds == pytest.approx(1 / (num_links * link_gb_per_second))
@@ -563,7 +577,7 @@ def forward_cycles(
 
 
 def test_cycles_of_estimated_kernels_are_those_of_the_table():
-  """The numbers are the compiler's, in a committed table."""
+  """The table is a file with estimates of the compiler."""
   assert forward_cycles(length=2048, D=128, V=256) == 36335
   assert forward_cycles(length=4096, D=128, V=256) == 122670
   assert forward_cycles(length=2048, D=64, V=128) == 26290
@@ -577,7 +591,7 @@ def test_a_width_without_an_estimate_is_rounded_up():
 
 
 def test_a_generation_with_the_same_core_has_the_same_cycles():
-  """The table has no estimates for v5p. Its cores are like the cores of v5e."""
+  """The table has no estimates for v5p, whose cores are those of v5e."""
   v5p_cycles = forward_cycles(length=2048, D=128, V=256, generation="v5p")
 
   assert v5p_cycles == forward_cycles(length=2048, D=128, V=256)
@@ -607,12 +621,13 @@ def test_a_kernel_without_any_estimate_has_no_cycles():
 def test_cycles_of_other_libraries_and_of_other_masks_are_not_used(
   tmp_path, monkeypatch
 ):
-  """The table of cycles is a file that benchmarks write.
+  """Only the cycles of our kernels with a causal mask are used.
 
-  It has also kernels of other libraries, such as splash attention, and kernels
-  without a causal mask. All have the same sizes here: 128 for queries and keys
-  (D), 256 for values (V), two maps in a head (G, M) and 2048 tokens (T).
+  The table of cycles is a file that benchmarks write. It also has kernels of
+  other libraries, such as splash attention, and of full masks.
   """
+  # The widths of keys (D) and values (V), two maps in a head (G, M), 2048
+  # tokens (T). Kernels compute blocks of 1024×1024 in parts of 256×256.
   sizes = "v6e D 128 V 256 G 2 M 2 T 2048"
   blocks = "forward 256×256 of 1024×1024; backward 256×256 of 1024×1024"
   table = {
@@ -656,7 +671,7 @@ ONE_DEVICE = {"data": 1, "fsdp": 1, "context": 1, "tensor": 1}
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_each_kind_of_layer_has_the_cycles_of_its_kernels(direction):
-  """`cycles` is for one head and one row. Here, a device has several of them.
+  """`cycles` is for one head and one row. A device has several of each.
 
   The model has a plain layer with 16 heads, and a DIFF layer with 2 heads. A
   DIFF head has 4 signal maps and the noise map that they share, and values of
@@ -682,6 +697,7 @@ def test_each_kind_of_layer_has_the_cycles_of_its_kernels(direction):
   num_rows = 16 / 2 / 4
   num_plain_heads = 16 / 2
   num_diff_heads = 2 / 2
+  # Keys have width D, and values V. Queries have G maps, and keys have M.
   cycles_of_plain_head = cycles(
     "v6e", direction, length=1024, D=128, V=128, G=1, M=1
   )
@@ -816,13 +832,13 @@ def estimate_chains(
   reason="the TPU compiler, libtpu, is not installed",
 )
 @pytest.mark.parametrize(
-  ("topology", "bytes_per_second"),
+  ("topology", "memory_bandwidth"),
   [("v5e:2x2", 819e9), *full([("v6e:2x2", 1640e9), ("v5p:2x2x1", 2765e9)])],
 )
 def test_estimates_of_products_and_copies_are_near_the_limits_of_the_chip(
-  topology, bytes_per_second
+  topology, memory_bandwidth
 ):
-  """The products are limited by peak FLOP/s, and the copies by bandwidth."""
+  """`estimate_chains` compiles a loop of products, with and without copies."""
   result = call_with_devices(estimate_chains, topology=topology)
 
   assert result.parts <= {"other products", "copies", "other"}
@@ -832,5 +848,5 @@ def test_estimates_of_products_and_copies_are_near_the_limits_of_the_chip(
   # The copies are estimated to reach at least a quarter of the bandwidth.
   copy_seconds = result.seconds_with_copies - result.seconds
   copied_bytes_per_second = result.copied_bytes / copy_seconds
-  assert copied_bytes_per_second <= bytes_per_second
-  assert copied_bytes_per_second >= bytes_per_second / 4
+  assert copied_bytes_per_second <= memory_bandwidth
+  assert copied_bytes_per_second >= memory_bandwidth / 4
