@@ -85,15 +85,20 @@ def make_profile(cycles: dict[str, int]) -> str:
     pytest.param({}, KERNELS, {}, id="empty"),
   ],
 )
-def test_a_profile_is_read(cycles, kernels, expected):
-  """`kernels` has the names of the operations that count, by direction."""
+def test_the_cycles_of_kernels_are_read_from_a_profile(
+  cycles, kernels, expected
+):
+  """A profile has the cycles of each operation of a program.
+
+  `kernels` has parts of the names of the operations that count, by direction.
+  """
   profile = make_profile(cycles)
 
   assert read_profile(profile, kernels) == expected
 
 
-def test_an_estimate_below_the_peak_is_dropped():
-  """The compiler's estimate must not be faster than the chip's peak."""
+def test_an_estimate_that_is_faster_than_the_chip_is_dropped():
+  """A kernel cannot compute more FLOPs per cycle than the chip's peak."""
   D = 128
   V = 256
   length = 1024
@@ -106,8 +111,8 @@ def test_an_estimate_below_the_peak_is_dropped():
     mask="full",
     tile=(512, 512, 512),
   )
-  # One forward product has vectors of width D, and one of width V. Backward,
-  # there are three and two.
+  # The forward kernel computes a product of width D, and one of width V. The
+  # backward kernel computes three of width D, and two of width V.
   forward_widths = D + V
   backward_widths = 3 * D + 2 * V
   # Each pair of positions multiplies and adds each element.
@@ -175,17 +180,18 @@ def fake_library_cost(case: Splash) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-  "length, tiles_forward",
+  "length, largest_tile",
   [
-    pytest.param(2048, 4096, id="all_tiles"),
+    pytest.param(2048, 2048, id="all_tiles"),
     # Tiles of 2048 do not divide a row of 1024.
-    pytest.param(1024, 2048, id="tiles_that_divide_the_length"),
+    pytest.param(1024, 1024, id="tiles_that_divide_the_length"),
   ],
 )
-def test_a_library_has_its_best_tiles_in_each_direction(length, tiles_forward):
-  """In the fake cost, forward calls are best with large tiles.
+def test_a_library_has_its_best_tiles_in_each_direction(length, largest_tile):
+  """Tiles have 1024 or 2048 queries, and as many keys or twice as many.
 
-  Backward calls are best with small ones.
+  In fake_library_cost, a forward call costs 1e6 - queries - keys, and a
+  backward call 1e6 + queries + keys.
   """
   costs = compare.library_cost(
     library="jax",
@@ -196,11 +202,10 @@ def test_a_library_has_its_best_tiles_in_each_direction(length, tiles_forward):
     measure=fake_library_cost,
   )
 
-  # The fake cost changes by the queries and keys of a tile: 2048 + 2048 or
-  # 1024 + 1024 for the largest one, and 1024 + 1024 for the smallest one.
+  smallest_tile = 1024
   assert costs == {
-    "forward": Cost(1e6 - tiles_forward),
-    "backward": Cost(1e6 + 2048),
+    "forward": Cost(1e6 - largest_tile - largest_tile),
+    "backward": Cost(1e6 + smallest_tile + smallest_tile),
   }
 
 
@@ -234,9 +239,10 @@ def test_the_cost_of_a_long_row_is_proportional_to_its_pairs():
     measure=fake_library_cost,
   )
 
-  # A forward kernel with tiles of 2048 × 2048 costs 1e6 - 2048 - 2048 in
-  # fake_library_cost.
-  assert costs["forward"] == Cost(4 * (1e6 - 4096), is_computed=True)
+  # A forward kernel with tiles of 2048 × 2048 in fake_library_cost.
+  cost_of_2048_positions = 1e6 - 2048 - 2048
+  expected = Cost(4 * cost_of_2048_positions, is_computed=True)
+  assert costs["forward"] == expected
 
 
 def test_a_library_without_estimates_has_no_costs():
@@ -255,7 +261,8 @@ def test_a_library_without_estimates_has_no_costs():
 def test_our_causal_cost_is_composed_of_the_costs_of_its_tiles():
   """The compiler's estimate of a causal row is too large.
 
-  So the costs of its tiles are added. They follow from three smaller kernels.
+  So the costs of the row's tiles are added. The cost of a tile follows from the
+  costs of three smaller kernels.
   """
   start = 3
   whole_tile = 10
@@ -295,9 +302,9 @@ def test_our_causal_cost_is_composed_of_the_costs_of_its_tiles():
 def test_a_row_of_the_comparison_names_the_best_calls():
   """A library without a fused kernel calls a kernel with one attention map.
 
-  A head of differential attention needs two calls with V whole ("wide"), or
-  four with half of V ("plain"). Cells are in thousands of cycles. "~" marks a
-  cost that is computed.
+  A head of differential attention needs two calls with the whole width V of the
+  values ("wide"), or four with half of it ("plain"). Cells are in thousands of
+  cycles. "~" marks a cost that is computed.
   """
   fused = Cost(200e3)
   costs_by_library = {
@@ -310,15 +317,15 @@ def test_a_row_of_the_comparison_names_the_best_calls():
 
   expected = {
     "fused kernel": "200.0",
-    # 4 · 40 is less than 2 · 100.
+    # Four plain calls, 4 · 40, cost less than two wide calls, 2 · 100.
     "our calls": "160.0",
     "calls of jax": "no estimate",
-    # 2 · 70.
+    # Two wide calls: 2 · 70.
     "calls of tokamax": "~140.0",
     # 140 / 200.
     "cheapest calls, relative to the fused kernel": "~0.70",
     "name of the cheapest calls": "tokamax, V whole",
-    # A Transformer's head is one call with half of V: 2 · 40.
+    # A Transformer's head is one plain call, so two heads cost 2 · 40.
     "two heads of a Transformer": "80.0",
     # 80 / 200.
     "two heads, relative to the fused kernel": "0.40 ours",
@@ -327,7 +334,7 @@ def test_a_row_of_the_comparison_names_the_best_calls():
 
 
 def test_a_row_without_costs_says_so():
-  # None is an unknown cost.
+  # None is an unknown cost. "wide" and "plain" are two kinds of calls.
   costs = {"ours": CallCosts(wide=None, plain=None)}
 
   cells = compare.row_cells(fused=None, costs_by_library=costs)
@@ -403,18 +410,19 @@ def test_costs_of_a_version_are_not_estimated_again(costs_file, monkeypatch):
   assert costs == {"forward": 5}
 
 
-def test_the_file_keeps_libraries_and_drops_kernels_that_have_changed(
+def test_the_file_keeps_costs_of_libraries_and_drops_those_of_older_kernels(
   tmp_path, monkeypatch
 ):
   """The costs of our kernels count only for one version of their code."""
   measurement = cost.measurement_name()
-  changed_kernels = f"{measurement}, kernels 00000000"
+  # The number stands for a version of the code, here an older one.
+  older_kernels = f"{measurement}, kernels 00000000"
   library = f"{measurement}, splash of tokamax 9.9"
   variant = f"{measurement}, constant-maximum splash of tokamax 9.9"
   old_costs = {"a case": {"forward": 1}}
   path = tmp_path / "cycles.json"
   path.write_text(
-    json.dumps(dict.fromkeys([changed_kernels, library, variant], old_costs))
+    json.dumps(dict.fromkeys([older_kernels, library, variant], old_costs))
   )
   new_costs = {"forward": 7, "backward": 8}
   monkeypatch.setattr(cost, "estimate", lambda case, timeout: new_costs)
@@ -424,7 +432,6 @@ def test_the_file_keeps_libraries_and_drops_kernels_that_have_changed(
 
   cost.cost(case, timeout=1, path=path)
 
-  # This name depends on the code of our kernels.
   present_kernels = f"{measurement}, {cost.kernels_name()}"
   assert json.loads(path.read_text(encoding="utf-8")) == {
     library: old_costs,
@@ -549,7 +556,6 @@ def test_a_search_writes_the_best_sizes_of_each_shape(
   Its best tiles are large forward, and small backward. Its best sub-tiles are
   large in whole tiles, and small in tiles that the mask cuts.
   """
-  # An entry has these fields and the sizes.
   chip_and_shape = {
     "generation": "7x",
     "direction": direction,
@@ -558,12 +564,13 @@ def test_a_search_writes_the_best_sizes_of_each_shape(
     "G": shape.G,
   }
 
+  # The table has one entry with these fields. Its other fields are sizes.
   entries = []
   for entry in search_on_tpu.entries:
-    if entry | chip_and_shape == entry:
+    if chip_and_shape.items() <= entry.items():
       entries.append(entry)
-
   [entry] = entries
+
   smallest_subtile = [128, 256]
   # The queries and keys of a tile, and of a sub-tile in tiles that are cut.
   assert entry["blocks"] == [tile, tile, *smallest_subtile]
@@ -573,7 +580,7 @@ def test_a_search_writes_the_best_sizes_of_each_shape(
 
 @pytest.mark.usefixtures("table_with_tiles_of_1024_and_sub_tiles_of_256")
 def test_a_search_for_v5p_without_a_tpu_estimates_a_single_tile():
-  """The compiler's estimates of more tiles are incomplete for v5p."""
+  """For v5p, the compiler's estimates of several tiles are incomplete."""
   cases = run_search("v5p")
 
   tiles = {case.blocks[0] for case in cases}
@@ -583,11 +590,11 @@ def test_a_search_for_v5p_without_a_tpu_estimates_a_single_tile():
 
 
 @pytest.mark.usefixtures("table_with_tiles_of_1024_and_sub_tiles_of_256")
-def test_a_search_tries_no_sub_tile_that_skips_nothing():
+def test_a_search_tries_only_short_sub_tiles_under_a_causal_mask():
   """A kernel skips the sub-tiles of a tile that a causal mask hides.
 
-  A sub-tile as long as its tile, of 1024, is never hidden. A full mask hides
-  nothing, so these sub-tiles are tried, too.
+  A sub-tile as long as its tile, of 1024, is never hidden. Under a full mask,
+  which hides no sub-tile, these sub-tiles are tried, too.
   """
   subtiles = {"full": set(), "causal": set()}
   for case in run_search("v5p"):
@@ -629,7 +636,8 @@ def test_a_search_starts_with_the_sizes_of_the_table():
 
 
 @pytest.mark.usefixtures("table_with_tiles_of_1024_and_sub_tiles_of_256")
-def test_a_search_tries_a_candidate_of_each_shape_before_any_second_one():
+def test_a_search_first_tries_one_candidate_of_each_shape():
+  """A candidate has sizes of tiles and sub-tiles for a kernel of one shape."""
   cases = run_search("v6e")
 
   # A candidate is measured under a full mask, and under a causal one.
