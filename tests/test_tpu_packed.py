@@ -73,13 +73,13 @@ def runs_needed_by_the_mask(
     pytest.param((7, 2, 4080, 7), id="short_documents"),
   ],
 )
-def test_a_kernel_takes_the_runs_that_the_mask_needs(
+def test_a_kernel_computes_the_runs_that_the_mask_needs(
   documents, is_forward, tiles_loaded_at_once
 ):
   """A run is a group of sub-tiles that a kernel computes under one condition.
 
-  The other sub-tiles are skipped: their queries attend to none of their keys.
-  `count_runs` evaluates the kernel's conditions for documents of these lengths.
+  `documents` has the lengths of the documents in a row. The mask hides other
+  documents and later tokens. A kernel skips sub-tiles that are hidden.
   """
   blocks = Blocks(
     q=1024, kv=1024, q_inner=512, kv_inner=512, span=tiles_loaded_at_once
@@ -152,28 +152,32 @@ def row():
 def test_a_row_costs_as_much_as_its_runs(row, direction, num_runs):
   """A run is a group of sub-tiles that a kernel computes under one condition.
 
-  Its name has a letter for each sub-tile. A "d" compares documents there.
-  `num_runs` has the runs that the mask of this row needs.
+  Its name has a letter for each sub-tile: "p" if positions are compared, "d" if
+  documents are, too, and "-" for no comparison. `num_runs` says how often this
+  row needs each run.
   """
-  start_of_a_row_of_tiles = 50
-  subtile = 100
-  comparison_of_documents = 7
+  cost_of_starting_a_row_of_tiles = 50
+  cost_of_subtile = 100
+  cost_of_comparing_documents = 7
 
-  def cost_of_run(run):
-    return subtile * len(run) + comparison_of_documents * run.count("d")
+  def cost_of_run(name):
+    num_comparisons = name.count("d")
+    cost_of_subtiles = len(name) * cost_of_subtile
+    return cost_of_subtiles + num_comparisons * cost_of_comparing_documents
 
-  def measure(case):
+  def measure(kernel):
     # The kernel consists of one run, which is repeated.
-    run, times = case.run
-    cost = start_of_a_row_of_tiles + times * cost_of_run(run)
+    name, repetitions = kernel.run
+    cost_of_runs = repetitions * cost_of_run(name)
+    cost = cost_of_starting_a_row_of_tiles + cost_of_runs
     return {"forward": cost, "backward": cost}
 
   costs = packed.row_costs(row, measure)
 
   num_rows_of_tiles = row.length // 1024
-  expected = num_rows_of_tiles * start_of_a_row_of_tiles
-  for run, num in num_runs.items():
-    expected += num * cost_of_run(run)
+  expected = num_rows_of_tiles * cost_of_starting_a_row_of_tiles
+  for name, count in num_runs.items():
+    expected += count * cost_of_run(name)
   assert costs[direction] == expected
 
 
@@ -201,7 +205,7 @@ def test_the_runs_of_a_row_are_measured_in_kernels_of_one_tile(row):
 
   packed.row_costs(row, measure)
 
-  # A tile has 1024 queries and keys. It has ids of documents, as the row has.
+  # A tile has 1024 queries and keys. They are one document, with an id.
   assert set(measured) == {(1024, (1024,))}
 
 
