@@ -37,20 +37,20 @@ kernel:
 
 
 def test_a_step_is_the_shortest_path_around_the_innermost_loop():
-  """CODE jumps over the mask's instructions where nothing is masked."""
+  """CODE is machine code of a loop. A jump over the mask shortens its path."""
   [loop] = static.inner_loops(CODE)
 
   expected = static.Loop(
     # 15 from .L_x_1 to the jump back, without the two FSEL of the mask.
     instructions=15 - 2,
-    # HGMMA instructions have 64, 64 and 256 columns. Two columns
-    # take a cycle.
+    # The matrix products (HGMMA) have 64, 64 and 256 columns. Two columns take
+    # a cycle.
     tensor_cycles=32 + 32 + 128,
     global_loads=1,
     spills=1,
     serialized=False,
-    # Two products with 64 columns, and one with 256. "wait 1" goes on when at
-    # most one product has not ended. "exp" is the instruction MUFU.EX2.
+    # "2 N64" is two products with 64 columns. "wait 1" waits until at most one
+    # product has not ended. "exp" is the instruction MUFU.EX2.
     schedule="2 N64, N256, wait 1, exp, wait 0, exp",
   )
   assert loop == expected
