@@ -52,7 +52,10 @@ def round_up(number: int, multiple: int) -> int:
 def test_chosen_blocks_are_usable(
   generation, direction, q_length, kv_length, widths, dtype
 ):
-  """Blocks have whole registers, little padding, and fit in vector memory."""
+  """Blocks have whole registers and little padding. They fit in vector memory.
+
+  A block has q queries and kv keys. The lengths are those of a sequence.
+  """
   key_width, value_width, num_maps = widths
 
   blocks = choose(
@@ -92,7 +95,7 @@ def test_chosen_blocks_are_usable(
 def test_backward_kernel_keeps_four_blocks_of_gradients_in_vector_memory(
   generation, q_length, kv_length, widths, dtype
 ):
-  """`resident` is the number of queries whose gradient stays there."""
+  """`resident` is the number of queries whose gradients stay in that memory."""
   blocks = choose(generation, "backward", q_length, kv_length, *widths, dtype)
 
   assert blocks.resident % blocks.q == 0
@@ -133,8 +136,8 @@ def test_unknown_chip_has_the_blocks_of_the_nearest_older_one(
 def test_shape_of_the_table_has_the_blocks_of_its_entry():
   """The table lists the fastest blocks of measured shapes.
 
-  A block consists of sub-tiles. "whole" is the size of a sub-tile if the mask
-  hides no pair of the block.
+  An entry has the queries and keys of a block, and of its sub-tiles. "whole" is
+  the size of a sub-tile if the mask hides no pair of the block.
   """
   for entry in block_sizes.table():
     # A sequence must not be shorter than its blocks.
