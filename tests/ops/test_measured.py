@@ -91,10 +91,10 @@ def test_cudnn_is_the_default_without_a_table(choose, options, implementation):
   ],
 )
 def test_measured_implementation_is_chosen(choose, options, implementation):
-  """A measurement holds up to the next measured length.
+  """A measurement counts for longer rows, too, up to the next measured length.
 
-  Entries are for variant V1 with D = 128 and 4096 tokens, where `pallas_gpu`
-  was the fastest, unless they say otherwise. `choose` has the same defaults.
+  Entries say how they differ from variant V1 with heads of width D = 128 and
+  T = 4096 tokens, where `pallas_gpu` was the fastest. So do `options`.
   """
   write_table(
     {},
@@ -125,11 +125,11 @@ def test_measured_implementation_is_chosen(choose, options, implementation):
 def test_cudnn_is_the_default_where_nothing_was_measured(
   choose, options, implementation
 ):
-  """Only causal V1 with D = 128, from 4096 tokens on, was measured: on an H100.
+  """`two_call` calls cuDNN. `chunked` replaces it where cuDNN cannot run.
 
-  `two_call` calls cuDNN. `chunked` replaces it where cuDNN cannot run.
+  `options` say how a call differs from the only measurement.
   """
-  # An entry with all defaults.
+  # Causal V1 with width D = 128 and T = 4096 tokens, measured on an H100.
   write_table({})
 
   chosen = choose(**options)
@@ -138,7 +138,7 @@ def test_cudnn_is_the_default_where_nothing_was_measured(
 
 
 def test_kernels_are_not_chosen_for_a_dtype_that_they_do_not_support(choose):
-  """They were the fastest at this shape, measured in bfloat16."""
+  """The kernels were the fastest at this shape, measured in bfloat16."""
   write_table({"implementation": "pallas_gpu"})
 
   chosen = choose(dtype=jnp.float32)
@@ -149,7 +149,7 @@ def test_kernels_are_not_chosen_for_a_dtype_that_they_do_not_support(choose):
 def test_kernels_are_not_chosen_on_a_gpu_that_does_not_run_them(
   choose, monkeypatch
 ):
-  """Not even if the table says that they are the fastest at this shape."""
+  """The table says that the kernels are the fastest at this shape."""
   write_table({"implementation": "pallas_gpu"})
   monkeypatch.setattr(chip, "refusal", lambda: "needs a Hopper GPU")
 
@@ -161,7 +161,7 @@ def test_kernels_are_not_chosen_on_a_gpu_that_does_not_run_them(
 def test_kernels_are_not_chosen_with_an_untrusted_assembler(
   choose, monkeypatch
 ):
-  """Not even if the table says that they are the fastest at this shape."""
+  """The table says that the kernels are the fastest at this shape."""
   write_table({"implementation": "pallas_gpu"})
   problem = "ptxas 13.0.88 can corrupt products"
   monkeypatch.setattr(toolchain, "ASSEMBLER_PROBLEM", problem)
