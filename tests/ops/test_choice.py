@@ -25,8 +25,6 @@ from diffjax.ops.diff_attention.gpu import (
 from diffjax.ops.diff_attention.mask import Mask
 
 H100 = "NVIDIA H100 80GB HBM3"
-A100 = "NVIDIA A100-SXM4-40GB"
-FUSED = "fused GPU kernels (pallas_gpu) for the forward and backward pass"
 
 
 @pytest.fixture(autouse=True)
@@ -101,16 +99,21 @@ def test_choice_without_a_gpu_says_why(backend, dtype, line):
 @pytest.mark.parametrize(
   ("options", "line"),
   [
-    pytest.param({}, f"{FUSED}, measured fastest on {H100}", id="v1"),
+    pytest.param(
+      {},
+      "fused GPU kernels (pallas_gpu) for the forward and backward pass,"
+      " measured fastest on NVIDIA H100 80GB HBM3",
+      id="v1",
+    ),
     pytest.param(
       {"G": 1},
-      f"two_call (stock attention), measured fastest on {H100}",
+      "two_call (stock attention), measured fastest on NVIDIA H100 80GB HBM3",
       id="plain",
     ),
     pytest.param(
-      {"kind": A100},
-      "two_call (stock attention), because no measurement on"
-      f" {A100} says that pallas_gpu is faster at this shape",
+      {"kind": "NVIDIA A100-SXM4-40GB"},
+      "two_call (stock attention), because no measurement on NVIDIA"
+      " A100-SXM4-40GB says that pallas_gpu is faster at this shape",
       id="not_measured",
     ),
     pytest.param(
@@ -145,7 +148,7 @@ def test_choice_without_a_gpu_says_why(backend, dtype, line):
   ],
 )
 def test_choice_on_a_gpu_says_why(choose_on_gpu, options, line):
-  """`options` differ from V1 in bfloat16 with 4096 tokens on an H100."""
+  """Without `options`, a call is V1 with G = 2 maps, in bfloat16 on an H100."""
   made = choose_on_gpu(**options)
 
   assert str(made) == f"attention: {line}"
@@ -235,15 +238,16 @@ def test_assembler_is_not_checked_where_its_kernels_would_not_run(
 ):
   """Importing `toolchain` checks the assembler, which may change PATH.
 
-  The kernels do not run on CPUs and TPUs, where another implementation is
-  faster, for float32, or with an old JAX.
+  Only the GPU kernels need the assembler.
   """
   q, k, v = make_arrays()
 
   for backend in ("cpu", "tpu"):
     choice.choose(backend, q, k, v, Mask(q_length=4, kv_length=4))
-  choose_on_gpu(kind=A100)
+  # Another implementation is faster on an A100, and for plain attention.
+  choose_on_gpu(kind="NVIDIA A100-SXM4-40GB")
   choose_on_gpu(G=1)
+  # The kernels do not support float32, or an old JAX.
   choose_on_gpu(dtype=jnp.float32)
   monkeypatch.setattr(chip, "refusal", lambda: "needs JAX 0.11.2")
   choose_on_gpu()
@@ -355,7 +359,7 @@ def test_reported_choice_is_the_implementation_that_runs(monkeypatch):
 def test_auto_depends_on_the_backend_of_the_program(
   monkeypatch, backend, dtype, has_cudnn, expected
 ):
-  """A program may be compiled for another machine than this one."""
+  """A program may be compiled on a machine that does not have its backend."""
   monkeypatch.setattr(two_call, "has_cudnn", lambda backend: has_cudnn)
   q, k, v = make_arrays(dtype)
 
