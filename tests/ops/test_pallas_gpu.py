@@ -272,7 +272,8 @@ def test_bfloat16_is_rounded_only_at_the_end(case):
 def test_results_are_deterministic(case):
   """The order of a sum does not depend on which thread is faster.
 
-  The interpreter runs a kernel on several threads, whose speed varies.
+  The interpreter runs a kernel on several threads, whose speed varies. `case`
+  has the tokens (T), sequences (B), heads (H), key heads (K) and widths (D, V).
   """
   inputs = make_inputs(case)
 
@@ -283,7 +284,7 @@ def test_results_are_deterministic(case):
 
 
 def test_output_is_the_same_without_a_gradient():
-  """With a gradient, the forward kernel also saves other results."""
+  """For a gradient, the forward kernel also saves other results."""
   inputs = make_inputs(V1)
   attend = functools.partial(diff_attention, implementation="pallas_gpu")
 
@@ -318,6 +319,7 @@ def test_kernels_have_no_races(case):
 
 
 def test_shard_map_does_not_change_the_results():
+  """The kernels and their gradients also run inside `shard_map`."""
   inputs = make_inputs(Case("v1", T=100, has_segments=True, lam="scalar"))
   # The interpreter supports only one device.
   mesh = jax.make_mesh(
@@ -418,11 +420,12 @@ def test_hidden_blocks_are_not_computed(
 
 
 def test_row_without_keys_has_zero_output_and_no_gradient():
-  """Here whole blocks see no key, and one block has rows of both kinds.
+  """A query sees only the keys that have its segment id.
 
-  A query sees the keys that have its segment id.
+  The first block of 64 queries has queries with keys, and others without.
   """
-  inputs = make_inputs(Case("v1", T=70, causal=False))
+  # Two sequences of 70 tokens.
+  inputs = make_inputs(Case("v1", B=2, T=70, causal=False))
   # No key has the id 9, so queries 0 to 39 see no key.
   q_ids = jnp.full((2, 70), 9, jnp.int32).at[:, 40:].set(1)
   kv_ids = jnp.ones((2, 70), jnp.int32)
