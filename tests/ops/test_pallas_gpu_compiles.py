@@ -129,15 +129,16 @@ def test_kernels_compile_without_spills_for_each_shape_and_mask():
 
 
 def test_forward_kernel_computes_exponentials_during_products(quick_cases):
-  """It computes weights while earlier weights are multiplied with the values.
+  """The exponentials of a block are computed while values are multiplied.
 
   In a step, 128 threads compute 64 queries and 64 keys of one map. A product of
   the tensor cores sums over 16 numbers.
   """
   kernels_of_cases, _ = quick_cases
-  # The first quick case is V1_WIDE, with D = 128 and V = 256.
+  # The first case has keys of width D = 128, and values of width V = 256.
+  kernels_of_first_case, *_ = kernels_of_cases
   (forward_kernel,) = [
-    kernel for kernel in kernels_of_cases[0] if kernel.name == "forward_v1"
+    kernel for kernel in kernels_of_first_case if kernel.name == "forward_v1"
   ]
 
   # The sum over D. A product has a column for each key.
