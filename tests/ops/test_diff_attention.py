@@ -498,9 +498,11 @@ def test_output_has_the_dtype_of_the_queries(implementation):
 
 
 def test_lambda_is_not_rounded_to_the_dtype_of_the_queries():
-  """With two equal maps A, the output is A V − λ A V = (1 − λ) A V."""
+  """With two equal maps A, the output is A V − λ A V = (1 − λ) A V.
+
+  In bfloat16, this λ would be 1, and the output would be zero.
+  """
   lam = np.float32(1 - 2**-10)
-  # With a rounded λ, the output would be zero.
   assert lam.astype(jnp.bfloat16) == 1
   q, k, v, _ = make_inputs(GROUPED).arrays
   # q is [B, T, H, maps, D], and k is [B, S, K, maps, D].
@@ -509,7 +511,6 @@ def test_lambda_is_not_rounded_to_the_dtype_of_the_queries():
   k = np.repeat(k[:, :, :, first_map], 2, axis=3)
 
   attend = jax.jit(functools.partial(diff_attention, implementation="chunked"))
-
   out = attend(
     q.astype(jnp.bfloat16),
     k.astype(jnp.bfloat16),
@@ -550,7 +551,7 @@ def test_row_sums_of_the_backward_pass_are_not_rounded(implementation):
 
 
 def test_loss_of_a_row_has_no_gradient_for_later_keys(implementation):
-  """A row is the output of one query."""
+  """A row is the output of one query, which sees no later keys."""
   row = 6
   inputs = make_inputs(GROUPED)
   d_out = np.zeros_like(inputs.d_out)
@@ -648,7 +649,7 @@ def test_equal_maps_with_lambda_one_cancel(implementation):
   """The output is (A₁ − λ A₂) V, with maps A₁ and A₂ of attention weights."""
   inputs = make_inputs(GROUPED)
   q, k, v, lam = inputs.arrays
-  # The fourth axis has the two maps.
+  # The fourth axis of q and k has the two maps.
   q[:, :, :, 1] = q[:, :, :, 0]
   k[:, :, :, 1] = k[:, :, :, 0]
   with_equal_maps = inputs._replace(arrays=(q, k, v, np.ones_like(lam)))
@@ -659,10 +660,22 @@ def test_equal_maps_with_lambda_one_cancel(implementation):
 
 
 def test_row_without_keys_has_zero_output_and_no_gradient(implementation):
-  """A query sees only keys with its segment id, and here some have none."""
-  results = run(implementation, make_inputs(EMPTY_ROWS))
+  """A query sees only keys with its segment id.
 
-  # Queries 1 and 2 of the first sequence see no key. Query 3 does.
+  The ids are those of the first of two sequences.
+  """
+  case = Case(
+    "empty_rows",
+    T=5,
+    S=13,
+    q_ids=(0, 9, 9, 3, 7),
+    kv_ids=(0, 0, 0, 0, 0, 7, 7, 7, 7, 3, 3, 3, 3),
+    causal=False,
+  )
+
+  results = run(implementation, make_inputs(case))
+
+  # No key has the id 9 of queries 1 and 2. Query 3 sees keys with the id 3.
   assert (results.out[0, 1:3] == 0).all()
   assert (results.d_q[0, 1:3] == 0).all()
   assert (results.d_lam[0, 1:3] == 0).all()
@@ -670,8 +683,9 @@ def test_row_without_keys_has_zero_output_and_no_gradient(implementation):
 
 
 def test_batch_without_visible_keys_has_only_zeros(implementation):
-  """A query sees only keys with its segment id. No key has the id 9."""
+  """A query sees only keys with its segment id."""
   inputs = make_inputs(EMPTY_ROWS)
+  # All queries have the id 9, which no key has.
   q_ids = np.full_like(inputs.array_options["q_segment_ids"], 9)
   array_options = inputs.array_options | {"q_segment_ids": q_ids}
 
@@ -743,6 +757,7 @@ def test_remat_by_name_runs_the_forward_pass_once():
   saving_loss = jax.checkpoint(loss, policy=save_by_name)
   repeating_loss = jax.checkpoint(loss, policy=policies.nothing_saveable)
 
+  # Only the forward pass computes maxima of rows, for its softmax.
   num_without_checkpoint = count_row_maxima(loss, arrays)
 
   assert num_without_checkpoint > 0
@@ -790,7 +805,7 @@ def test_gradients_of_the_reference_equal_finite_differences():
 
 
 @pytest.mark.parametrize(
-  ("causal", "window", "keys_from_token_1", "keys_from_token_3"),
+  ("causal", "window", "keys_of_queries_1_to_3", "keys_of_queries_3_to_5"),
   [
     (True, None, [[0, 1], [0, 1, 2], [3]], [[3], [3, 4], [3, 4, 5]]),
     (True, 2, [[0, 1], [1, 2], [3]], [[3], [3, 4], [4, 5]]),
@@ -799,15 +814,16 @@ def test_gradients_of_the_reference_equal_finite_differences():
   ],
 )
 def test_reference_weighs_exactly_the_visible_keys(
-  causal, window, keys_from_token_1, keys_from_token_3
+  causal, window, keys_of_queries_1_to_3, keys_of_queries_3_to_5
 ):
   """A query sees the keys of its document.
 
   With a causal mask, the keys must not be later than the query. With a window,
   they must be less than `window` tokens away.
   """
-  # Each of two sequences has the documents 0, 1, 2 and 3, 4, 5. The queries are
-  # the tokens 1, 2, 3 of the first sequence, and 3, 4, 5 of the second one.
+  # The tokens 0, 1, 2 of each of two sequences are one document, and the tokens
+  # 3, 4, 5 are another one. The queries are the tokens 1, 2, 3 of the first
+  # sequence, and 3, 4, 5 of the second one.
   inputs = make_inputs(Case("packed", T=3, S=6))
   q, k, _, _ = inputs.arrays
 
@@ -822,9 +838,10 @@ def test_reference_weighs_exactly_the_visible_keys(
   maps = np.asarray(maps)
 
   B, H, num_maps, T, S = maps.shape
-  expected_keys = [keys_from_token_1, keys_from_token_3]
+  expected_keys = [keys_of_queries_1_to_3, keys_of_queries_3_to_5]
   for b, h, g, t in np.ndindex(B, H, num_maps, T):
-    visible_keys = np.flatnonzero(maps[b, h, g, t])
+    weights_of_keys = maps[b, h, g, t]
+    visible_keys = np.flatnonzero(weights_of_keys)
     assert visible_keys.tolist() == expected_keys[b][t]
 
 
@@ -854,8 +871,10 @@ def test_scale_is_a_factor_of_the_queries():
 
 def test_keys_have_the_segment_ids_of_the_queries_by_default():
   q, k, v, lam = jax.tree.map(np.float32, make_inputs(GROUPED).arrays)
-  # Three documents in each sequence of 13 tokens.
-  ids = segment_ids(PACKED)
+  # Each of the two sequences has 13 tokens, in three documents.
+  ids_of_first = [0, 0, 0, 0, 0, 7, 7, 7, 7, 3, 3, 3, 3]
+  ids_of_second = [3, 3, 3, 3, 7, 7, 7, 7, 0, 0, 0, 0, 0]
+  ids = np.array([ids_of_first, ids_of_second], np.int32)
   attend = functools.partial(
     diff_attention, q, k, v, lam, q_segment_ids=ids, implementation="reference"
   )
