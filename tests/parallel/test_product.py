@@ -142,10 +142,10 @@ def test_a_product_without_a_mesh_equals_float64(name):
   ],
 )
 def test_a_product_on_a_mesh_equals_float64(name, mesh_config):
-  """The product y = x w with the parameter `name`, and the gradients dx, dw.
+  """The product y = x w with a parameter w, and the gradients dx and dw.
 
-  The mesh divides x, w and dy as in training. NumPy computes the expected
-  arrays on one device.
+  The mesh divides x, w and dy, the gradient of y, as in training. NumPy
+  computes the expected arrays in float64.
   """
   x, w, dy = make_arrays(name)
   mesh = make_mesh(mesh_config)
@@ -161,7 +161,7 @@ def test_a_product_on_a_mesh_equals_float64(name, mesh_config):
 
 
 @pytest.mark.parametrize(
-  ("device_kind", "data", "fsdp", "expected"),
+  ("device_kind", "data", "fsdp", "should_exchange"),
   [
     pytest.param("TPU v5 lite", 1, 16, True, id="v5e-16"),
     pytest.param("TPU v5 lite", 4, 8, False, id="v5e-32"),
@@ -172,15 +172,18 @@ def test_a_product_on_a_mesh_equals_float64(name, mesh_config):
   ],
 )
 def test_small_meshes_without_sparse_cores_exchange_gradients(
-  device_kind, data, fsdp, expected
+  device_kind, data, fsdp, should_exchange
 ):
-  """An all-to-all of gradients takes the place of a reduce-scatter there."""
+  """Devices sum gradients after an all-to-all, or by a reduce-scatter.
+
+  `data` and `fsdp` are the sizes of the mesh.
+  """
   device = jax.sharding.AbstractDevice(
     device_kind=device_kind, num_cores=None, platform="tpu"
   )
   mesh = AbstractMesh((data, fsdp), ("data", "fsdp"), abstract_device=device)
 
-  assert uses_exchange(mesh) is expected
+  assert uses_exchange(mesh) is should_exchange
 
 
 def test_a_mesh_of_an_unknown_device_exchanges_gradients():
@@ -235,9 +238,12 @@ def test_a_product_with_a_reduce_scatter_equals_float64(name, monkeypatch):
 
 
 def test_sums_over_devices_are_not_rounded(has_sparse_cores):
-  """The gradient of a bfloat16 product is a sum over devices in float32."""
+  """The gradient dw of a bfloat16 product y = x w is summed in float32.
+
+  E and F are the widths of x and y.
+  """
   mesh = make_mesh(MeshConfig(data=1, fsdp=8))
-  # Each of eight devices has a row of two tokens, and dy [rows, tokens].
+  # The gradient dy of y [rows, tokens]. Each of eight devices has a row.
   dy_of_tokens = np.array([[512, 0]] + 7 * [[1 + 2**-7, 0]])
   if has_sparse_cores:
     # The sum of a device's two tokens has too many digits for bfloat16, too.
@@ -253,13 +259,13 @@ def test_sums_over_devices_are_not_rounded(has_sparse_cores):
     _, _, dw = run(x, w, dy)
 
   assert dw.dtype == jnp.float32
-  # bfloat16 has 8 digits. Near 519, it has only multiples of 4.
+  # bfloat16 has 8 binary digits: near the sum, 519, only multiples of 4.
   np.testing.assert_array_equal(dw, dy_of_tokens.sum())
 
 
 @pytest.mark.usefixtures("has_sparse_cores")
 def test_sums_of_gather_parameter_are_not_rounded():
-  """The gradient of a gathered parameter is a sum over devices in float32."""
+  """The gradient of a gathered parameter is summed over devices in float32."""
   mesh = make_mesh(MeshConfig(data=1, fsdp=8))
   # A number for each of eight devices. The sum is not a bfloat16 number, which
   # has 8 binary digits.
@@ -320,7 +326,7 @@ def lowered_product(optimised):
 
 @pytest.mark.parametrize("name", ["query", "down"])
 def test_gradients_are_exchanged_in_bfloat16(lowered_product, name):
-  """Each device sends half of the gradient: the tensor axis splits it in two.
+  """The axes data, fsdp and tensor have two devices each.
 
   XLA's CPU backend may send bfloat16 as float32, so this reads the program
   before XLA.
@@ -331,19 +337,22 @@ def test_gradients_are_exchanged_in_bfloat16(lowered_product, name):
   exchanged = sizes_and_dtypes(r"all_to_all.*?-> tensor<([\dx]+)x(\w+)>", text)
 
   _, parameter, _ = make_arrays(name)
+  # The tensor axis splits the gradient in two. Each device sends a half.
   assert exchanged == [(parameter.size // 2, "bf16")]
 
 
 @pytest.mark.parametrize("name", ["query", "down"])
 def test_sums_over_the_data_axis_are_in_float32(lowered_product, name):
-  """Each device sums its quarter of the gradient: fsdp and tensor are 2."""
+  """The axes data, fsdp and tensor have two devices each."""
   text = lowered_product(name).as_text()
 
+  # For example, the end of an all-reduce is ") -> tensor<24x16xf32>".
   summed = sizes_and_dtypes(
     r"stablehlo.all_reduce[\s\S]*?\) -> tensor<([\dx]+)x(\w+)>", text
   )
 
   _, parameter, _ = make_arrays(name)
+  # The axes fsdp and tensor split the gradient in four.
   assert set(summed) == {(parameter.size // 4, "f32")}
 
 
@@ -432,6 +441,7 @@ def test_remat_repeats_the_products_of_its_policy(mesh_config):
   num_devices = math.prod(dataclasses.astuple(mesh_config))
   mesh = make_mesh(mesh_config, jax.devices()[:num_devices])
 
+  # The number of products in the program of a training step, by policy.
   num_products = {}
   for remat in REMAT:
     config = remat_config(remat, mesh_config)
@@ -441,14 +451,13 @@ def test_remat_repeats_the_products_of_its_policy(mesh_config):
   num_repeated = {}
   for remat in REMAT:
     num_repeated[remat] = num_products[remat] - num_products["none"]
-  products_of_attention = len(["query", "key", "value", "out"])
-  # "dots" stores the results of all products.
+  # A product is named after its parameter.
+  attention = ["query", "key", "value", "out"]
+  # The policy "dots" stores the results of all products.
   assert num_repeated["dots"] == 0
-  assert num_repeated["ffn"] == products_of_attention
-  assert num_repeated["gate"] == products_of_attention + len(["up"])
-  assert num_repeated["attention"] == products_of_attention + len(
-    ["up", "gate"]
-  )
+  assert num_repeated["ffn"] == len(attention)
+  assert num_repeated["gate"] == len([*attention, "up"])
+  assert num_repeated["attention"] == len([*attention, "up", "gate"])
   # "full" also repeats the products of queries with keys, and of weights with
   # values.
   assert num_repeated["full"] > num_repeated["attention"]
@@ -519,16 +528,16 @@ def estimate_collectives(
   ],
 )
 def test_computation_hides_communication(topology, kind_of_gradients):
-  """The TPU compiler schedules collectives at the same time as products."""
+  """The TPU compiler runs products while data is sent between chips."""
   collectives = call_with_devices(
     estimate_collectives, topology, topology=topology
   )
 
   assert collectives.keys() == {"all-gather", kind_of_gradients}
-  # Each layer gathers two parameters of equal size. Nothing can run during the
-  # first one, so half of the time is exposed. 1% more is allowed.
+  # Each layer gathers two parameters of equal size. No product can run during
+  # the first gather, so half of the time is exposed. 1% more is allowed.
   seconds, exposed_seconds = collectives["all-gather"]
   assert exposed_seconds < 0.51 * seconds
-  # Nothing runs after the last gradients, so a part of their time is exposed.
+  # No product runs after the last one, so a part of the time is exposed.
   seconds, exposed_seconds = collectives[kind_of_gradients]
   assert exposed_seconds < 0.2 * seconds
