@@ -185,7 +185,10 @@ FULL_TIER = [case for case in mesh_cases() if case not in DEFAULT_TIER]
   ("name", "sizes"), [*DEFAULT_TIER, *full(FULL_TIER)], ids=str
 )
 def test_a_mesh_does_not_change_training(name, sizes):
-  """The sizes are those of the axes data, fsdp, context and tensor."""
+  """Training on eight devices equals training on one device.
+
+  The sizes are those of the axes data, fsdp, context and tensor.
+  """
   model = VARIANTS[name]
   mesh = MeshConfig(*sizes)
 
@@ -205,7 +208,8 @@ def test_a_mesh_does_not_change_training(name, sizes):
 def test_accumulation_does_not_change_training(num_devices):
   """The gradients of four micro-batches are added up before a step.
 
-  The loss is Σ loss / Σ tokens, and not a mean of micro-batches' means.
+  The loss is the mean over the tokens of all micro-batches, which may have
+  different numbers of tokens.
   """
   whole_batch = make_config(accumulation=1)
   micro_batches = make_config(accumulation=4)
@@ -244,7 +248,10 @@ def test_a_mesh_does_not_change_the_first_state(name):
 
 
 def test_parameters_and_moments_of_adam_are_sharded():
-  """Each device has a quarter of every matrix: fsdp and tensor are 2."""
+  """Each device has a quarter of every matrix.
+
+  The mesh axes fsdp and tensor, of two devices each, split a matrix.
+  """
   state = first_state_on_mesh("diff")
 
   num_matrices = 0
@@ -260,9 +267,9 @@ def test_parameters_and_moments_of_adam_are_sharded():
 
 
 def test_evaluation_is_summed_over_the_mesh():
-  """Each device evaluates its rows. The sums over all rows do not change."""
+  """Each device evaluates some rows. The sums are those over all rows."""
   batch = make_batch()
-  # 1 for targets that end an n-gram seen before. Their losses are summed too.
+  # 1 for targets that end an n-gram seen before. Their losses are also summed.
   batch["hits"] = (batch["tokens"] % 2).astype(np.float32)
   # The number of bytes of each target.
   batch["bytes"] = np.ones((B, T), np.float32)
@@ -285,13 +292,14 @@ def test_a_mesh_skips_a_step_with_a_far_larger_gradient():
   config = make_config(VARIANTS["diff"], MeshConfig(1, 2, 2, 2))
   program = program_of(config)
   state = put_first_state(program)
-  # A step without a history is not skipped. It fills the moments of Adam.
+  # A first step has no history, and is not skipped. It fills Adam's moments.
   first_batch = put_batch(make_batch(seed=0), program.mesh)
   state, metrics = program.train_step(state, first_batch)
   loss_and_norm = np.float32([metrics["loss"], metrics["grad_norm"]])
 
-  # The optimizer skips outliers. Its history is now that of 100 steps with the
-  # same loss, and with a gradient norm that is 1000 times smaller.
+  # The optimizer skips a step whose loss or gradient norm is far above its
+  # history. Here, the history has 100 steps, whose norms were 1000 times
+  # smaller.
   skip_state, learning_rate_state = state.opt_state
   history = {
     "seen": np.int32(100),
@@ -368,7 +376,7 @@ def test_the_loss_communicates_once_outside_its_loop():
 @pytest.mark.full
 @pytest.mark.usefixtures("optimised")
 def test_rows_too_long_for_a_device_are_split_over_eight():
-  """Attention of 65,536 × 65,536 tokens does not fit the memory at once."""
+  """The logits of 65,536 × 65,536 tokens do not fit in memory at once."""
   length = 65_536
   model = dataclasses.replace(
     MODEL,
@@ -417,7 +425,7 @@ def random_arrays(*shapes: tuple[int, ...]) -> list[np.ndarray]:
 
 
 def test_attention_with_heads_on_a_tensor_axis_gathers_nothing():
-  """Each device computes its own heads, and their gradients."""
+  """Each device computes a part of the heads, and their gradients."""
   mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
   B, T, H, K, num_maps, D, V = 4, 32, 8, 4, 2, 6, 12
   q, k, v = random_arrays(
@@ -457,9 +465,9 @@ def test_attention_with_heads_on_a_tensor_axis_gathers_nothing():
   ],
 )
 def test_attention_on_a_mesh_has_the_options_of_attention(options):
-  """The options of `diff_attention` also work if a context axis splits tokens.
+  """The options of `diff_attention` also work if a mesh axis splits tokens.
 
-  A context axis needs the tokens in balanced order.
+  This axis, "context", needs the tokens in balanced order.
   """
   mesh = make_mesh(MeshConfig(data=2, context=2, tensor=2))
   B, T, H, K, num_maps, D, V = 4, 32, 4, 2, 2, 6, 12
@@ -481,7 +489,7 @@ def test_attention_on_a_mesh_has_the_options_of_attention(options):
 
 
 def test_balanced_order_gives_every_shard_the_same_work():
-  """The order of 48 tokens, of which each of 4 shards gets 12."""
+  """A shard is the part of a row for one device: here, 12 of 48 tokens."""
   order = balanced_order(48, shards=4)
 
   assert sorted(order) == list(range(48))
@@ -551,7 +559,7 @@ def test_a_model_that_a_mesh_cannot_split_is_rejected(model, mesh, message):
 
 
 def test_rows_that_the_context_axis_cannot_split_are_rejected():
-  """Each of 4 shards has two pieces of a row, so the multiple is 2 * 4 = 8."""
+  """Each of the 4 shards of a row has two pieces: in all, 2 * 4 = 8 pieces."""
   config = make_config(mesh=MeshConfig(context=4, tensor=2))
   config = dataclasses.replace(config, data=DataConfig(length=36))
   message = (
@@ -571,7 +579,7 @@ def test_a_batch_that_the_devices_cannot_share_is_rejected():
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_a_mesh_axis_splits_only_one_axis_of_a_parameter(name):
-  """JAX rejects a sharding that names a mesh axis twice."""
+  """JAX rejects a sharding in which two axes of an array name one mesh axis."""
   mesh_axes = [axis for axis in rules.parameter_spec(name) if axis is not None]
 
   assert len(mesh_axes) == len(set(mesh_axes))
@@ -644,7 +652,11 @@ def mesh_of_processes(mesh: MeshConfig, processes: Sequence[int]) -> Any:
 def test_each_process_reads_its_share_of_the_batch(
   mesh_config, processes_of_devices, expected_shares, monkeypatch
 ):
-  """The axes data and fsdp split rows. Processes with equal rows read both."""
+  """The axes data and fsdp split the rows of a batch.
+
+  Processes whose devices have the same rows read the same share. The share "1
+  of 4" is the second quarter.
+  """
   mesh = mesh_of_processes(mesh_config, processes_of_devices)
 
   shares = []
