@@ -146,10 +146,13 @@ def output_from_weights(case: LayerCase, weights: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("window", [None, 4])
 def test_the_layer_strange_equals_its_definition(window):
-  """The weights are σ(s₁ + b₁) − tanh(s₂ + b₂) / 4 + mix · s₃ / 8."""
+  """The weights are σ(s₁ + b₁) − tanh(s₂ + b₂) / 4 + mix · s₃ / 8.
+
+  The variant "strange" has three maps with logits s₁, s₂ and s₃. The biases b₁
+  and b₂ belong to a head, and `mix` to a head and a query.
+  """
   case = random_case("strange", window)
   s1, s2, s3 = np.moveaxis(logits_of_maps(case), 1, 0)
-  # b₁ and b₂ have an element for each head.
   b1, b2 = case.params["strange_bias"].T[..., None, None]
   mix = np.tanh(case.x @ case.params["strange_mix"])
 
@@ -166,9 +169,10 @@ def test_the_layer_strange_equals_its_definition(window):
 
 @pytest.mark.parametrize("window", [None, 4])
 def test_the_layer_strange_sum_equals_its_definition(window):
-  """The weights are W + M W / 16, with the weights W of "strange".
+  """The weights are W + M W / 16, with the weights W of the variant "strange".
 
-  M is 1 for visible keys. So an output y becomes y + M y / 16.
+  M[i, j] is 1 if query i sees key j, and 0 if not. The output is linear in the
+  weights. So an output y of "strange" becomes y + M y / 16.
   """
   strange = random_case("strange", window)
   strange_sum = random_case("strange_sum", window)
@@ -180,7 +184,7 @@ def test_the_layer_strange_sum_equals_its_definition(window):
 
 @pytest.mark.parametrize("window", [None, 5])
 def test_the_documented_dint_equals_its_equations(window):
-  """The weights are A₁ − λA₂ + λA₃.
+  """The weights are A₁ − λA₂ + λA₃, with two softmax maps A₁ and A₂.
 
   Row i of A₃ is the mean of the rows of A₁ that query i sees as keys.
   """
@@ -207,9 +211,9 @@ def test_the_documented_dint_equals_its_equations(window):
 
 @pytest.mark.parametrize("window", [None, 3])
 def test_key_distances_count_tokens_between_a_query_and_its_keys(window):
-  """`key_distances` computes them from a mask, without positions.
+  """`key_distances` computes distances from a mask, without positions.
 
-  Distances of keys that a query does not see have no meaning.
+  Only distances of keys that a query sees have a meaning.
   """
   # Two documents, of 4 and 3 tokens.
   segment_ids = np.array([1, 1, 1, 1, 2, 2, 2])
@@ -228,7 +232,10 @@ def test_key_distances_count_tokens_between_a_query_and_its_keys(window):
 
 @pytest.mark.parametrize("name", own_variants.NAMES)
 def test_parameter_shapes_include_those_that_a_variant_declares(name):
-  """The variants declare strange_bias with the axes layers, heads and 2."""
+  """A class may declare parameters that other variants do not have.
+
+  The variants of these tests declare "strange_bias", two numbers for each head.
+  """
   num_layers = 2
   num_heads = 4
   model, params = decoder(name, num_layers=num_layers, num_heads=num_heads)
@@ -288,12 +295,12 @@ def test_a_document_has_the_same_hidden_states_first_or_second_in_a_row(name):
   ("name", "changed_params"),
   [
     ("strange", {}),
-    # The slope starts at 0, so that distances have no effect.
+    # With a slope of 0, its first value, distances would have no effect.
     ("distance_sigmoid", {"sigmoid_slope": np.full((2, 4), 0.3)}),
   ],
 )
 def test_a_cache_does_not_change_the_hidden_states(name, changed_params):
-  """Rows of 12 tokens are read at once, or in two parts with a cache.
+  """Rows of 12 tokens are read at once, or in two halves with a cache.
 
   The first layer has a window of 4 tokens, and the second one has none.
   """
@@ -303,10 +310,10 @@ def test_a_cache_does_not_change_the_hidden_states(name, changed_params):
   cache = empty_cache(model, batch_size=2, capacity=16)
   extend_cache = jax.jit(functools.partial(extend, model))
 
-  first, cache = extend_cache(layers, TOKENS[:, :6], cache)
-  second, _ = extend_cache(layers, TOKENS[:, 6:], cache)
+  first_half, cache = extend_cache(layers, TOKENS[:, :6], cache)
+  second_half, _ = extend_cache(layers, TOKENS[:, 6:], cache)
 
-  actual = np.concatenate([first, second], axis=1)
+  actual = np.concatenate([first_half, second_half], axis=1)
   expected = jax.jit(model.apply)({"params": params}, TOKENS)
   chex.assert_trees_all_close(actual, expected, **FLOAT32)
 
@@ -346,6 +353,7 @@ def greedy_function(
   ],
 )
 def test_greedy_generation_equals_a_loop_over_the_model(name):
+  """The loop computes the whole row again for each token, without a cache."""
   model, params = decoder(name)
   generate_greedily = greedy_function(model, params)
   sampler = Sampler(model, params, batch_size=2, capacity=24)
@@ -361,7 +369,7 @@ def test_greedy_generation_equals_a_loop_over_the_model(name):
 
 
 def test_generation_without_cache_warns_once_for_a_variant(capfd):
-  # No other test has made a sampler for this variant.
+  # The class "strange_sum" has no cache. No other test generates with "warned".
   @register("warned")
   class Warned(ATTENTION["strange_sum"]):
     pass
@@ -457,7 +465,7 @@ def test_a_variant_without_cached_decoding_rejects_a_cache_dtype():
 def test_a_variant_without_an_implementation_rejects_one():
   """Implementations such as "chunked" compute softmax maps.
 
-  "strange_sum" is computed from its own weights.
+  The variant "strange_sum" has weights of its own instead.
   """
   model, params = decoder("strange_sum")
   config = dataclasses.replace(model.config, attention_implementation="chunked")
@@ -466,7 +474,7 @@ def test_a_variant_without_an_implementation_rejects_one():
 
 
 def test_a_variant_with_its_own_weights_rejects_another_attention_fn():
-  """The weights of "strange_sum" would ignore the scale."""
+  """The variant "strange_sum" would ignore the scale of `scaled_attention`."""
   model, params = decoder("strange_sum")
   scaled_attention = functools.partial(diff_attention, scale=0.5)
   model = model.clone(attention_fn=scaled_attention)
@@ -477,7 +485,7 @@ def test_a_variant_with_its_own_weights_rejects_another_attention_fn():
 def test_a_variant_without_windows_rejects_one(restored_registry):
   @register("without_windows")
   class WithoutWindows(ATTENTION["strange"]):
-    # A class names the optional features that it has, such as "windows".
+    # Windows are an optional feature, which a class must name here.
     supports = set()
 
   model, params = decoder("without_windows")
@@ -511,7 +519,7 @@ def test_a_variant_without_quantized_logits_rejects_a_transform(
 def test_a_cache_requires_that_a_layer_calls_its_attention_fn(
   restored_registry,
 ):
-  """The cache gets keys and values from the calls of `attention_fn`."""
+  """A cache stores the keys and values that `attention_fn` is called with."""
 
   @register("uncalled")
   class Uncalled(Attention):
@@ -587,9 +595,9 @@ def run_steps(config: Config, num_devices: int = 1) -> list[dict[str, Any]]:
   ],
 )
 def test_a_mesh_does_not_change_training(name, mesh):
-  """Three steps have the same losses and gradients on one device and on four.
+  """Three steps have the same losses and gradients on one and on four devices.
 
-  Devices add float32 numbers in another order. The norm sums more of them.
+  The order of float32 sums differs. A gradient norm sums more numbers.
   """
   steps_on_one_device = run_steps(train_config(name))
 
@@ -599,13 +607,13 @@ def test_a_mesh_does_not_change_training(name, mesh):
     actual = [step[metric] for step in steps_on_mesh]
     expected = [step[metric] for step in steps_on_one_device]
     np.testing.assert_allclose(actual, expected, rtol=tolerance)
-    # A step does change the parameters.
+    # The steps do change the parameters.
     assert expected[0] != expected[2]
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_training_step_reports_every_metric_of_a_layer(accumulation):
-  """The layers of "strange" record a metric "strangeness" of their own."""
+  """A layer of the variant "strange" records a metric named "strangeness"."""
   config = train_config("strange", accumulation=accumulation)
 
   first_step, *_ = run_steps(config)
@@ -616,6 +624,7 @@ def test_a_training_step_reports_every_metric_of_a_layer(accumulation):
 
 
 def test_metrics_of_layers_are_means_over_micro_batches():
+  """Two micro-batches have the same rows as the whole batch."""
   whole_batch = train_config("strange", accumulation=1)
   micro_batches = train_config("strange", accumulation=2)
 
@@ -638,6 +647,8 @@ def test_rows_cannot_be_split_unless_the_variant_supports_it():
 
 
 def test_a_parameter_that_is_declared_must_be_used(restored_registry):
+  """`extra_parameters` declares what a class adds to those of `Attention`."""
+
   @register("declaring")
   class Declaring(Attention):
     supports = {"windows"}
