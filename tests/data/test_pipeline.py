@@ -131,10 +131,10 @@ def test_a_run_continues_with_another_number_of_workers(
 
 
 @pytest.mark.parametrize("num_processes", [2, 4])
-def test_the_shares_of_all_processes_are_the_global_batches(
+def test_all_processes_together_read_the_global_batches(
   make_config, num_processes
 ):
-  """Each process reads a block of the rows of every batch."""
+  """Each process reads its share, a block of the rows of every batch."""
   config = make_config()
   prepared.prepare(config.data, workers=1)
   expected = take(pipeline.training_batches(config), 10)
@@ -302,7 +302,7 @@ def run_before_text_change(make_config, jsonl) -> EarlierRun:
 def test_changed_text_is_distinguished_from_changed_fields(
   make_config, run_before_text_change, jsonl
 ):
-  """The user must learn that the text of the file `jsonl` is the reason."""
+  """The text of the file `jsonl` was changed after the run had stopped."""
   batches = pipeline.training_batches(make_config())
 
   with pytest.raises(UserError) as caught:
@@ -367,7 +367,7 @@ def test_changed_text_is_refused_for_states_of_earlier_versions(
     batches.set_state(state)
 
 
-def test_a_mixture_continues_with_the_links_of_the_message(
+def test_a_mixture_continues_with_the_commands_of_the_message(
   make_config, jsonl, tmp_path
 ):
   """After a change of text, a run can still use the old rows of its sources.
@@ -558,6 +558,7 @@ def test_other_text_has_another_identity(tmp_path, monkeypatch, mode, split):
   contains the source of its split, so that the error can name the source.
   """
   write_copies(tmp_path / "a", time=1)
+  # One file of this split has other text of the same size.
   write_copies(tmp_path / "b", time=1, changed_split=split)
 
   identity = read_data_identity(tmp_path / "a", monkeypatch, mode)
@@ -989,7 +990,7 @@ def test_processes_and_workers_share_the_row_groups_of_one_file(
 
 
 def test_more_workers_than_parts_are_refused(file_with_727_row_groups):
-  """A worker without a row group would have nothing to read."""
+  """A part is a row group. A worker without one would have nothing to read."""
   # 16 · 46 = 736 workers are too many for 727 row groups, but 16 · 45 = 720
   # are not.
   data = DataConfig(
@@ -1401,10 +1402,10 @@ def test_a_state_without_nanoseconds_warns_of_a_time_in_another_second(
   assert "have other times than at this checkpoint" in warnings
 
 
-def test_states_without_files_continue_with_a_warning(
+def test_a_stream_whose_state_lacks_the_files_continues_with_a_warning(
   stream_state, continue_stream
 ):
-  """The first versions did not record the files."""
+  """The first versions did not store which files a stream reads."""
   del stream_state["files"]
 
   warnings = continue_stream(stream_state)
