@@ -314,18 +314,19 @@ def test_validation_reads_a_sample_of_all_files(config_of_sampled_validation):
   assert validation_fraction == pytest.approx(0.3 / 2, abs=0.07)
 
 
-def test_held_out_documents_that_are_not_read_are_not_trained_on(
-  config_of_sampled_validation,
-):
-  """The split does not depend on which row groups validation reads."""
+def test_training_reads_no_held_out_documents(config_of_sampled_validation):
+  """0.3 of all documents are held out, but validation reads only half of them.
+
+  Training must not read the other half either.
+  """
   validation = read_documents("validation", config_of_sampled_validation)
   train = read_documents("train", config_of_sampled_validation)
 
   # A document begins with the number of its file.
   assert first_characters(train) == set("01234567")
   assert set(train).isdisjoint(validation)
-  # 0.3 of the documents are held out at random. 0.1 is 3.9 standard deviations
-  # of the binomial distribution.
+  # The documents are held out at random. 0.1 is 3.9 standard deviations of the
+  # binomial distribution.
   num_documents = 8 * 40
   train_fraction = len(train) / num_documents
   assert train_fraction == pytest.approx(1 - 0.3, abs=0.1)
