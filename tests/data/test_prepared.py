@@ -64,8 +64,8 @@ def first_training_shard(target) -> pathlib.Path:
 # The content of the rows.
 
 
-def test_documents_are_rows_between_separators(make_config, texts):
-  """Without separators, the rows of both splits have the bytes of all texts."""
+def test_rows_have_all_bytes_of_the_documents(make_config, texts):
+  """The separators between documents are removed before the comparison."""
   config = make_config(packing="documents").data
 
   rows = prepare_rows(config, "train") + prepare_rows(config, "validation")
@@ -352,6 +352,7 @@ prepared.prepare(CONFIG, workers=1)
 def test_preparing_continues_after_a_kill_without_workers(
   four_files, command, tmp_path
 ):
+  """A program kills itself while it writes the third shard of the rows."""
   config = DataConfig(
     source=four_files, length=256, prepared_dir=str(tmp_path / "killed")
   )
@@ -427,7 +428,7 @@ def test_only_incomplete_files_of_dead_processes_of_this_host_are_removed(
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
-def test_a_bad_document_stops_preparing_with_its_line(tmp_path, num_workers):
+def test_the_error_of_a_bad_document_names_its_line(tmp_path, num_workers):
   """The error is the same in this process and in worker processes."""
   for index in range(4):
     (tmp_path / f"{index}.jsonl").write_text('{"text": "fine"}\n' * 50)
@@ -441,7 +442,7 @@ def test_a_bad_document_stops_preparing_with_its_line(tmp_path, num_workers):
   with pytest.raises(UserError, match="2.jsonl:51: not JSON"):
     prepared.prepare(config, workers=num_workers)
 
-  # The rows of the files before it are kept, and there are no incomplete files.
+  # The rows of earlier files are kept, and there are no incomplete files.
   assert list(directory.glob("*.array_record"))
   assert not list(directory.glob("*.tmp"))
 
@@ -618,10 +619,10 @@ def test_old_rows_are_refused_for_text_rewritten_within_a_second(
 
 
 @pytest.mark.parametrize("has_same_size", [False, True])
-def test_training_warns_if_the_text_has_changed_since(
+def test_training_warns_if_the_text_has_changed_after_preparing(
   make_config, jsonl, tmp_path, capsys, has_same_size
 ):
-  """The old rows in the directory that the user chose are used nevertheless.
+  """The rows of the old text are still used, from the user's directory.
 
   `jsonl` is the file that the configs of `make_config` read.
   """
@@ -835,10 +836,10 @@ def flip_random_bit(content, rng) -> bytes:
 
 @pytest.mark.parametrize("pattern", ["train*.array_record", "meta.json"])
 def test_a_flipped_bit_never_gives_other_rows(small_target, pattern):
-  """Damaged rows are an error of one line, or have another fingerprint.
+  """Reading damaged rows raises an error, or gives another fingerprint.
 
-  A run that continues compares the fingerprint. `small_target` has the
-  directory of prepared rows.
+  A run that continues compares the fingerprint with that of its checkpoint.
+  `small_target` has the directory of prepared rows.
   """
   fingerprint, expected_rows = read_rows(small_target)
   (path,) = pathlib.Path(small_target.directory).glob(pattern)
