@@ -21,21 +21,22 @@ def test_maps_are_those_of_the_model(make_trained, variant):
   In the report, the mean over heads comes before the first head.
   """
   trained = make_trained(variant)
+  num_layers = 2
   num_tokens = 20
   num_heads = trained.config.model.num_heads
   tokens = np.arange(num_tokens)[None]
 
   maps_of = jax.jit(maps.maps_of, static_argnums=0)
-  layers = maps_of(trained.model, trained.params, tokens)
+  report_maps = maps_of(trained.model, trained.params, tokens)
 
-  weights = np.asarray(layers.weights)
+  weights = np.asarray(report_maps.weights)
   if variant == "softmax":
-    assert layers.titles == ("A",)
+    assert report_maps.titles == ("A",)
   else:
-    assert layers.titles == ("A₁", "λA₂", "A₁ − λA₂")
-  num_maps = len(layers.titles)
+    assert report_maps.titles == ("A₁", "λA₂", "A₁ − λA₂")
+  num_maps = len(report_maps.titles)
   chex.assert_shape(
-    weights, (2, 1 + num_heads, num_maps, num_tokens, num_tokens)
+    weights, (num_layers, 1 + num_heads, num_maps, num_tokens, num_tokens)
   )
 
   mean = weights[:, 0]
@@ -44,13 +45,14 @@ def test_maps_are_those_of_the_model(make_trained, variant):
 
   queries, keys = queries_and_keys(trained, tokens)
   compute_reference = jax.jit(attention_maps)
-  for layer in range(2):
+  for layer in range(num_layers):
     reference = compute_reference(queries[layer], keys[layer])
     reference = np.asarray(reference[0])  # [H, maps, T, T]
     chex.assert_trees_all_close(
       heads[layer, :, 0], reference[:, 0], atol=1e-6, rtol=0
     )
     if variant == "softmax":
+      # The map A is the only one.
       continue
     signal, noise, difference = np.moveaxis(heads[layer], 1, 0)
     # The weights of a query sum to 1 − λ.
@@ -126,6 +128,7 @@ def test_the_picture_shows_the_maps_of_the_head_that_cancels_most(
   maps_with_noise, panels
 ):
   """Weights above the diagonal, of keys after the query, are not drawn."""
+  # The noise map of this head takes away half of its signal map.
   layer = 1
   head = 1
   # The mean over heads comes before the first head.
