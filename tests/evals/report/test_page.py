@@ -447,10 +447,10 @@ def test_figures_without_information_are_folded(shown):
   """
   folded = shown["folded"]
 
-  # The figures "loss" and "alike".
+  # These two rows are the figures "loss" and "alike".
   unclear = "2 rows without a clear difference"
   assert folded["needle"] == [unclear, "settings"]
-  # Only "alike".
+  # This row is the figure "alike".
   unclear = "1 row without a clear difference"
   assert folded["validation"] == [unclear, "settings"]
   # The figure "none" is 0.
@@ -545,7 +545,7 @@ def test_the_number_of_prompts_is_not_a_column_if_all_figures_share_it(
 
 
 def test_the_number_of_prompts_is_a_column_if_figures_differ_in_it(tmp_path):
-  """The main table has all figures that are not of a single depth."""
+  """The figure of a single depth, 0.5, is not in the main table."""
   figures = [
     mean_of("accuracy", np.zeros(1000), depth=0.5),
     mean_of("accuracy", np.ones(1000), depth="mean"),
@@ -583,6 +583,7 @@ def write_accuracy(
 def test_the_page_has_the_number_of_prompts_and_the_notes_of_a_suite(
   make_trained, tmp_path
 ):
+  """`write_accuracy` writes the results of a suite on 1,000 prompts."""
   trained = make_trained("softmax", num_layers=1)
   description = describe(tmp_path, "a model", "softmax")
   write_accuracy(tmp_path, "needle", description)
@@ -617,6 +618,7 @@ def test_the_page_names_measured_suites_that_are_not_registered(
 def test_the_page_says_that_logs_and_results_are_missing(
   make_trained, tmp_path
 ):
+  """The directory `tmp_path` has no files before the page is made."""
   trained = make_trained("diff_v2", num_layers=1)
   description = describe(tmp_path, "a model", "diff_v2")
 
