@@ -55,7 +55,7 @@ def paired_outcomes(
     pytest.param(59, 6, 16, 80, -0.1240, -0.0054, id="Cavo et al. (2012)"),
   ],
 )
-def test_paired_differences_of_fagerland(
+def test_paired_differences_have_the_bounds_of_a_textbook(
   both_right, only_first, only_second, none_right, low, high
 ):
   """The bounds are Tango's intervals in a textbook, of data of two studies.
@@ -101,24 +101,26 @@ def test_the_interval_of_swapped_models_is_the_negative_interval():
 def test_excluding_0_means_that_mcnemars_test_is_significant(count):
   """McNemar's statistic is (b − c)² / (b + c), with one degree of freedom.
 
-  b is the number of units where only the first model is right, and c where only
-  the second one is. All b and c with a sum of at most `count` are tried.
+  b is the number of units where only the first model is right (`only_first`),
+  and c where only the second one is (`only_second`). All numbers with a sum of
+  at most `count` are tried.
   """
   critical_value = scipy.stats.chi2.ppf(0.95, df=1)
   for num_different in range(count + 1):
-    for b in range(num_different + 1):
-      c = num_different - b
+    for only_first in range(num_different + 1):
+      only_second = num_different - only_first
       outcomes, against = paired_outcomes(
         both_right=count - num_different,
-        only_first=b,
-        only_second=c,
+        only_first=only_first,
+        only_second=only_second,
         none_right=0,
       )
 
       value, low, high = proportions.paired_difference(outcomes, against)
 
-      # Multiplied by b + c, since that may be 0.
-      is_significant = (b - c) ** 2 > critical_value * (b + c)
+      # Both sides are multiplied by b + c, which may be 0.
+      squared_difference = (only_first - only_second) ** 2
+      is_significant = squared_difference > critical_value * num_different
       excludes_zero = not low <= 0 <= high
       assert excludes_zero == is_significant
       assert -1 <= low <= value <= high <= 1
