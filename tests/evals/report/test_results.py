@@ -172,6 +172,7 @@ def test_the_table_begins_with_the_suite_and_the_models():
 
 
 def test_two_models_are_shown_with_the_interval_of_their_difference():
+  """The summary shows the only figure with the depth "mean"."""
   spec = results.TableSpec(unit="prompts", summary={"depth": "mean"})
   suite_results = make_depth_results(num_models=2)
 
@@ -310,7 +311,10 @@ def test_a_name_is_shown_only_in_its_first_row():
 
 
 def test_the_file_has_the_whole_table(tmp_path):
-  """The Markdown table has a row for each depth, of 50 prompts."""
+  """The printed table has only the mean over depths.
+
+  The Markdown table in the file has a row for each depth, of 50 prompts.
+  """
   path = epath.Path(tmp_path) / "x.md"
   suite_results = make_depth_results(num_models=2)
 
