@@ -55,8 +55,8 @@ def test_a_verdict_needs_an_interval_without_0(
   assert headline.verdict == verdict
 
 
-def test_the_last_figure_with_the_settings_is_the_main_one():
-  """The main figure of the suite "needle" is the mean over depths."""
+def test_the_last_mean_over_depths_is_the_main_figure():
+  """The suite "needle" has accuracies of several lengths and depths."""
   results = results_of(
     "needle",
     figure("accuracy", 1.0, depth="mean", length=1),
@@ -66,7 +66,7 @@ def test_the_last_figure_with_the_settings_is_the_main_one():
 
   (headline,) = summary.headlines(results)
 
-  # The third figure is of a single depth.
+  # The second figure, with the value 2. The third one is of a single depth.
   assert headline.number.value == "2"
 
 
