@@ -29,10 +29,10 @@ DIGITS = np.array(list(b"0123456789"))
 # Which maps of a head attend only to digits.
 ALL_MAPS = slice(None)
 FIRST_MAP = slice(1)
-NO_MAP = slice(0)
+NO_MAPS = slice(0)
 
 
-def make_digit_seeker(
+def make_model(
   make_trained: Callable[..., Trained], variant: str, maps_on_digits: slice
 ) -> Trained:
   """Returns a model whose chosen maps attend only to digits.
@@ -46,7 +46,7 @@ def make_digit_seeker(
   Args:
     make_trained: The fixture.
     variant: The name of the variant.
-    maps_on_digits: `ALL_MAPS`, `FIRST_MAP` or `NO_MAP`.
+    maps_on_digits: `ALL_MAPS`, `FIRST_MAP` or `NO_MAPS`.
   """
   lambda_init = 0.5 if variant == "diff" else None
   trained = make_trained(
@@ -87,15 +87,15 @@ def measure_shares(
 
 
 @pytest.mark.parametrize("variant", ["diff", *full(["softmax", "diff_v2"])])
-def test_the_answer_has_the_whole_share_if_all_maps_attend_to_it(
+def test_the_share_of_the_answer_is_1_if_all_maps_attend_to_it(
   make_trained, variant
 ):
-  """A prompt has digits only in the answer.
+  """All maps attend only to digits, and only the answer has digits.
 
   A share is relative to the sum of all weights. So it is 1 for the answer,
   although the weights A₁ − λA₂ sum to 1 − λ.
   """
-  trained = make_digit_seeker(make_trained, variant, ALL_MAPS)
+  trained = make_model(make_trained, variant, maps_on_digits=ALL_MAPS)
   depths = (0.0, 0.5, 1.0)
   suite = AttentionShares(
     length=512, needles=1, depths=depths, samples=3, haystack="synthetic"
@@ -103,6 +103,8 @@ def test_the_answer_has_the_whole_share_if_all_maps_attend_to_it(
 
   shares = measure_shares(trained, suite)
 
+  # Shares of weights with their signs, or of absolute weights, at each depth of
+  # the answer in the prompt. "noise" is the text around the answer.
   kinds_of_shares = itertools.product(("signed", "absolute"), (*depths, "mean"))
   for weights, depth in kinds_of_shares:
     answer = shares["answer", weights, depth]
@@ -111,7 +113,7 @@ def test_the_answer_has_the_whole_share_if_all_maps_attend_to_it(
     assert noise == pytest.approx(0.0, abs=FLOAT32_LAYER["atol"])
 
 
-def measure_one_depth(
+def measure_prompts_of_512_tokens(
   trained: Trained,
 ) -> dict[tuple[str, str, Any], float]:
   """Returns the shares of three prompts of 512 tokens, by part and weights."""
@@ -122,7 +124,7 @@ def measure_one_depth(
 
 
 def mean_part_lengths(trained: Trained) -> dict[str, float]:
-  """Returns the mean lengths of the parts of `measure_one_depth`'s prompts."""
+  """Returns the mean lengths of the parts of the three prompts, in tokens."""
   haystack = attention.find_haystack(trained, "synthetic", tokens=16 * 512)
   prompts = attention.make_prompts(
     trained.tokenizer,
@@ -151,12 +153,13 @@ def test_a_uniform_second_map_gives_other_parts_negative_shares(
   make_trained, variant
 ):
   """The weights are A₁ − λA₂. A₁ is on the answer only, and A₂ is uniform."""
-  trained = make_digit_seeker(make_trained, variant, FIRST_MAP)
-  lam = 1 / 2  # The λ of every such model.
+  trained = make_model(make_trained, variant, maps_on_digits=FIRST_MAP)
+  lam = 1 / 2  # The λ of all models of `make_model`.
   num_tokens = 512
 
-  shares = measure_one_depth(trained)
+  shares = measure_prompts_of_512_tokens(trained)
 
+  # The numbers of tokens of the four parts of a prompt.
   lengths = mean_part_lengths(trained)
   # λA₂ takes this weight from each token.
   taken = lam / num_tokens
@@ -176,12 +179,12 @@ def test_absolute_shares_are_relative_to_the_sum_of_absolute_weights(
   make_trained, variant
 ):
   """The weights are A₁ − λA₂. A₁ is on the answer's digits, A₂ is uniform."""
-  trained = make_digit_seeker(make_trained, variant, FIRST_MAP)
-  lam = 1 / 2  # The λ of every such model.
+  trained = make_model(make_trained, variant, maps_on_digits=FIRST_MAP)
+  lam = 1 / 2  # The λ of all models of `make_model`.
   num_tokens = 512
-  num_digits = 5
+  num_digits = 5  # The answer is a number from 10,000 to 50,000.
 
-  shares = measure_one_depth(trained)
+  shares = measure_prompts_of_512_tokens(trained)
 
   weight_of_digit = 1 / num_digits - lam / num_tokens
   weight_of_other_token = -lam / num_tokens
@@ -198,9 +201,9 @@ def test_absolute_shares_are_relative_to_the_sum_of_absolute_weights(
 
 def test_uniform_attention_gives_each_part_its_length(make_trained):
   """The share of a part is its number of tokens, divided by all 512."""
-  trained = make_digit_seeker(make_trained, "softmax", NO_MAP)
+  trained = make_model(make_trained, "softmax", maps_on_digits=NO_MAPS)
 
-  shares = measure_one_depth(trained)
+  shares = measure_prompts_of_512_tokens(trained)
 
   lengths = mean_part_lengths(trained)
   for part in ("BOS", "answer", "query", "noise"):
@@ -233,11 +236,12 @@ PROMPT_OF_8_TOKENS = NeedlePrompt(
 
 
 def test_signed_shares_by_hand():
-  """Token 0 is the start, 3 and 4 are the answer, and 6 and 7 the query.
+  """A share is relative to the sum of all weights, which is 0.5.
 
-  A share is relative to the sum of all weights, which is 0.5. Noise is the
-  context before and after the answer.
+  The noise is the context before and after the answer.
   """
+  # The start (BOS), two tokens of context, two of the answer, one token of
+  # context, and two of the query.
   weights = np.array([0.1, 0.2, -0.2, 0.3, 0.1, -0.1, 0.05, 0.05])
 
   shares = attention.shares_of(weights, PROMPT_OF_8_TOKENS)
@@ -255,11 +259,12 @@ def test_signed_shares_by_hand():
 
 
 def test_absolute_shares_by_hand():
-  """Token 0 is the start, 3 and 4 are the answer, and 6 and 7 the query.
+  """A share is relative to the sum of absolute weights, which is 1.1.
 
-  A share is relative to the sum of absolute weights, which is 1.1. Noise is the
-  context before and after the answer.
+  The noise is the context before and after the answer.
   """
+  # The start (BOS), two tokens of context, two of the answer, one token of
+  # context, and two of the query.
   weights = np.array([0.1, 0.2, -0.2, 0.3, 0.1, -0.1, 0.05, 0.05])
 
   shares = attention.shares_of(weights, PROMPT_OF_8_TOKENS)
