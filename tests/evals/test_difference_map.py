@@ -38,6 +38,7 @@ row_sums = jax.jit(difference_map.row_sums)
 def test_measures_of_one_query_by_hand(
   weights, negative_share, small_share, effective_keys, hoyer_sparsity
 ):
+  """The sums over a single query are the measures of its weights."""
   # One row with one head and one query, which sees all keys.
   row_weights = np.array([[[weights]]], np.float32)
   mask = np.ones((1, 1, len(weights)), bool)
@@ -129,7 +130,10 @@ def with_uniform_maps(trained: Trained) -> Trained:
 
 @pytest.mark.parametrize("variant", ["softmax", "diff", "diff_v2"])
 def test_uniform_maps_are_not_sparse(make_trained, variant):
-  """All keys have the same weight, so none is negative or small."""
+  """Queries of zeros give all keys the same weight.
+
+  So no weight is negative or small, and the effective keys are all keys.
+  """
   trained = with_uniform_maps(make_trained(variant))
 
   measurements = list(DifferenceMap(rows=6, batch_size=4).evaluate(trained))
@@ -137,8 +141,7 @@ def test_uniform_maps_are_not_sparse(make_trained, variant):
   expected = {
     "negative share": 0,
     "small share": 0,
-    # A fraction of the visible keys. 1 stands for all of them.
-    "effective keys": 1,
+    "effective keys": 1,  # As a fraction of the visible keys.
     "Hoyer sparsity": 0,
   }
   for measurement in measurements:
