@@ -227,12 +227,16 @@ def test_other_tests_use_the_same_task_files_as_lm_eval(task):
 
 
 def test_an_accuracy_is_the_share_of_right_choices(monkeypatch, data_dir):
-  """The model always chooses the text with the most 2s."""
+  """`score_twos` makes the model choose the text with the most 2s.
+
+  `data_dir` has questions of seven tasks.
+  """
   monkeypatch.setattr(adapter, "score", score_twos)
 
   measurements = evaluate(data_dir=str(data_dir))
 
-  # The choice of the model, and the right choices of all questions in a task.
+  # For each task: what the model chooses in every question, and the right
+  # choices of the questions.
   choices = {
     "arc_easy": ("2", ["0", "1", "2", "3"]),
     "arc_challenge": ("2", ["2"]),
@@ -270,6 +274,8 @@ def test_the_mean_uses_the_accuracy_by_length_where_a_task_has_one(
   hellaswag_acc_norm = value(measurements["acc_norm", "hellaswag"])
   assert hellaswag_acc == pytest.approx(1 / 3)
   assert hellaswag_acc_norm == pytest.approx(2 / 3)
+  # The model is right in one of two questions of PIQA, and in the only question
+  # of WinoGrande.
   piqa_acc = 1 / 2
   winogrande_acc = 1.0
   # The mean belongs to no task.
@@ -309,6 +315,7 @@ def test_two_evaluations_have_the_same_questions_in_order(
 
   for result in intervals.compare(first.values(), second.values()):
     assert result["difference"]["value"] == 0
+    # A unit is a question.
     assert result["difference"]["units"] == result["units"]
 
 
@@ -443,10 +450,11 @@ def test_no_prompt_shows_a_scored_question(
 )
 @pytest.mark.usefixtures("prompts")
 def test_examples_that_are_scored_questions_raise(tmp_path, train, num_fewshot):
-  """All questions of the training file are scored, or there is no such file.
+  """An example with the answer of a scored question would give it away.
 
-  An example with the answer of a scored question would give it away. For
-  `num_fewshot`, −1 is the default of the task, which is five examples.
+  The training file has only scored questions (SCORED), or these with other
+  answers (REWORDED), or it is missing. For `num_fewshot`, −1 is the default of
+  the task, which is five examples.
   """
   write_split(tmp_path, "gsm8k", "test", SCORED)
   if train is not None:
@@ -539,7 +547,7 @@ def test_examples_from_the_scored_split_raise(
 ):
   """The task "own_gsm8k" takes its examples from the split that it scores.
 
-  The task "own_group" is a group of it. Without examples both can be measured.
+  "own_group" is a group of this task. Without examples, both can be measured.
   """
   message = "own_gsm8k shows 5 examples, and has 0"
   with pytest.raises(UserError, match=message):
