@@ -183,8 +183,13 @@ def test_padding_does_not_count(make_trained, name):
 
 
 def test_all_visible_logits_and_all_hidden_states_count(make_trained):
-  """A query sees its own key and the keys before it."""
-  num_layers, num_heads, num_maps, embed_dim = 2, 2, 2, 16
+  """The counts of a histogram add up to the number of values.
+
+  A query sees its own key and the keys before it.
+  """
+  num_layers = 2
+  num_heads = 2
+  embed_dim = 16
   num_tokens = 11
   trained = make_trained(
     "diff", num_layers=num_layers, num_heads=num_heads, embed_dim=embed_dim
@@ -193,6 +198,7 @@ def test_all_visible_logits_and_all_hidden_states_count(make_trained):
   summaries = summarize_row(trained, num_tokens, length=64)
 
   num_visible_pairs = num_tokens * (num_tokens + 1) // 2
+  num_maps = 2  # A head of DIFF has two attention maps.
   num_logits = num_layers * num_heads * num_maps * num_visible_pairs
   assert summaries[LOGITS].counts.sum() == num_logits
   num_hidden_values = num_layers * num_tokens * embed_dim
@@ -255,14 +261,14 @@ def test_top_values_are_the_100_largest_of_each_row():
   chex.assert_trees_all_equal(top, descending[:, :100])
 
 
-def test_missing_values_are_filled_up():
-  """`top_values` returns 100 values of a row. −1 stands for a missing one."""
-  # Three rows of 2 * 7 values.
+def test_missing_top_values_are_minus_1():
+  """`top_values` returns 100 values of each row. These rows have only 14."""
+  # [rows, groups, values of a group]
   values = np.random.default_rng(0).random((3, 2, 7)).astype(np.float32)
 
   top = np.asarray(jax.jit(outliers.top_values)(values))
 
-  num_values = 14
+  num_values = 2 * 7
   num_missing = 100 - num_values
   descending = np.sort(values.reshape(3, num_values), axis=1)[:, ::-1]
   missing = np.full((3, num_missing), -1, np.float32)
