@@ -144,6 +144,7 @@ def test_one_file_makes_runs_a_table_and_a_plot(run, training, folder):
 
 
 def test_a_row_of_the_table_has_the_mean_of_its_seeds(run, training, folder):
+  """`training` stands for the trainings, and has their losses."""
   training.losses = {
     "lambda_init=0.2/seed_0": 2.0,
     "lambda_init=0.2/seed_1": 3.0,
@@ -269,7 +270,7 @@ def test_the_entry_of_a_failed_run_has_its_error_and_no_results(
 
 
 def test_only_the_chosen_failed_runs_are_tried_again(run, training, folder):
-  # Two runs fail.
+  """Two of six runs fail: three values of λ_init with two seeds each."""
   training.errors = {
     "lambda_init=0.2/seed_0": "diverged",
     "lambda_init=0.5/seed_0": "diverged",
@@ -337,7 +338,7 @@ def test_a_command_without_slice_tries_the_failed_runs_of_a_slice_again(
 
 
 def test_failures_of_another_config_are_ignored(run, training, folder):
-  """The results of a new config do not list a run that failed with the old."""
+  """Results of a new config do not list a run that failed with another one."""
   directories = (f"--workdir={folder.parent}/runs", f"--out={folder}")
   training.errors = {"lambda_init=0.2/seed_0": "diverged"}
   first_seed = "--only=lambda_init=0.2/seed_0"
@@ -351,7 +352,8 @@ def test_failures_of_another_config_are_ignored(run, training, folder):
 
 
 def test_no_run_starts_after_an_interrupt(run, training, folder):
-  # This interrupts the second of six runs.
+  # The three values of λ_init run with seed 0, and then with seed 1. This
+  # interrupts the second run.
   training.errors = {"lambda_init=0.5/seed_0": KeyboardInterrupt()}
 
   # 130 is the exit status of a command that was interrupted.
@@ -536,7 +538,10 @@ EXPERIMENT = Experiment(
 
 
 def test_a_folder_may_have_a_config_and_modules(run, folder):
-  """config.py and experiment.py import a module that says LAYERS = 3."""
+  """config.py and experiment.py import a module that says LAYERS = 3.
+
+  The experiment measures the number of layers in both.
+  """
   (folder / "lambda_study_task.py").write_text("LAYERS = 3\n")
   (folder / "config.py").write_text(CONFIG_THAT_IMPORTS_A_MODULE)
   (folder / "experiment.py").write_text(EXPERIMENT_THAT_IMPORTS_A_MODULE)
@@ -680,6 +685,7 @@ def test_import_flags_are_split_from_other_arguments():
 
 
 def test_the_command_that_measures_reports_a_module_that_is_missing(tmp_path):
+  """The flag --import names a module that does not exist."""
   experiment = "ablations"
   grid_name = "cpu"
   workdir = result_dir = str(tmp_path)
@@ -751,6 +757,7 @@ def small_run(run, folder, tmp_path):
 
 @pytest.mark.full
 def test_a_training_that_diverges_is_reported(small_run, folder):
+  """The learning rate is 1e9, so the loss becomes NaN or infinite."""
   (folder / "experiment.py").write_text("""
 from experiments.grid import Experiment, Grid
 
