@@ -228,6 +228,7 @@ def test_results_that_cannot_be_collected_are_refused_before_training(
 
 
 def test_a_workdir_of_another_config_is_refused(run, flags, make_workdir):
+  """The workdir of diff/seed_0 already has a run of a model with two layers."""
   (diff,) = grid.expand(
     "ablations", grid.Grid(variants=("diff",), baseline="diff"), {}
   )
@@ -323,6 +324,7 @@ def check_is_a_plot(path):
 def test_runs_that_are_trained_side_by_side_have_their_own_losses(
   run, flags, tmp_path
 ):
+  """Three runs are trained for two steps, two runs at a time."""
   run(
     "ablations",
     *flags,
@@ -409,6 +411,7 @@ def run_stopped_at_step_5(tmp_path):
 def test_sigterm_saves_the_run_and_writes_no_results(
   run_stopped_at_step_5, tmp_path
 ):
+  """The process of the fixture got SIGTERM at step 5 of 600 steps."""
   errors = run_stopped_at_step_5.stderr
 
   # 130 is the status of interrupted commands.
@@ -554,8 +557,8 @@ def table_row(text, name):
   return dict(zip(header, row, strict=True))
 
 
-def test_cost_of_a_large_grid_is_in_chip_hours(run):
-  """The table has the size, the tokens and the FLOPs of each variant."""
+def test_the_cost_of_a_large_grid_is_in_flops_and_chip_hours(run):
+  """The table also has the parameters and the training tokens of a variant."""
   out, _ = run("ablations", "--grid=tpu", "--cost")
 
   assert out.startswith("chip-hours at 40% of the peak\n")
@@ -635,20 +638,24 @@ def test_cost_uses_the_runs_that_finished_on_this_machine(
   """Two runs finished here, in 100 and 200 seconds, and one elsewhere."""
   out, _ = run("ablations", *finished_ablations, "--cost")
 
-  median_seconds = 150
+  median_seconds = (100 + 200) // 2
   num_seeds = 5
   hours = num_seeds * median_seconds / 3600
   assert out.startswith(f"hours of {this_machine()}, 1 at a time\n")
   row = table_row(out, "diff")
-  assert row["seconds a run"] == "150"
+  assert row["seconds a run"] == f"{median_seconds}"
   assert row["hours"] == f"{hours:.3g}"
+  # The column "by" tells how the time is estimated.
   assert row["by"] == "2 finished runs"
 
 
 def test_cost_ignores_runs_of_another_config(
   run, finished_ablations, monkeypatch
 ):
-  """The finished runs have more than 400 steps, so a step is measured."""
+  """The finished runs have more than 400 steps, so their times do not count.
+
+  The time of a step is measured instead.
+  """
 
   def time_steps(config_by_shape, env):
     """Stands for a measurement: a step of every model takes 0.25 seconds."""
@@ -666,6 +673,7 @@ def test_cost_ignores_runs_of_another_config(
   row = table_row(out, "diff")
   assert row["seconds a run"] == f"{seconds_per_run:.0f}"
   assert row["hours"] == f"{hours:.3g}"
+  # The column "by" tells how the time is estimated.
   assert row["by"] == "steps of 0.25 s"
 
 
@@ -740,6 +748,7 @@ def configs_to_train(name, grid_name, seed, changes, root):
 def test_printed_commands_have_the_configs_of_the_grid(
   run, tmp_path, name, grid_name
 ):
+  """The flag --print prints the commands that train the runs of a grid."""
   changes = {"train.steps": 6, "optimizer.warmup_steps": 1, "eval.interval": 2}
   # One seed is enough: runs of other seeds differ only in the fields train.seed
   # and data.seed.
