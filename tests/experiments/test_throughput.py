@@ -162,6 +162,8 @@ def test_every_layer_takes_the_same_memory(small_config, mesh):
 def test_layers_that_fit_are_predicted_from_two_and_three_layers(
   small_config, mesh, num_layers
 ):
+  """Every further layer takes the same memory as the third one."""
+
   def needed_bytes(layers):
     return bytes_of_scanned_layers(small_config, mesh, layers)
 
@@ -248,8 +250,12 @@ def twice_as_much_for_diff(config, mesh, kind):
 
 
 def test_the_largest_architecture_limits_the_layers(small_config, mesh):
-  """DIFF takes 4 GiB per layer, and the other architectures 2 GiB."""
+  """DIFF takes 4 GiB per layer, and the other architectures 2 GiB.
+
+  All architectures are timed with the same number of layers.
+  """
   three_layers_of_diff = 3 * 4 * GIB
+  # Programs can use only this part of a device's memory.
   memory = three_layers_of_diff / experiment.USABLE_MEMORY
 
   few_bytes = 1000
@@ -284,7 +290,7 @@ def test_the_memory_limit_is_what_jax_can_allocate():
 
 
 def test_a_plan_has_the_layers_and_the_memory_of_each_pass(small_config, mesh):
-  """A layer takes 2 GiB in DIFF and 1 GiB in others, twice with backward."""
+  """A layer of DIFF takes 2 GiB, or 4 GiB with backward. Others take half."""
   transformer, diff, diff_v2 = experiment.plan_rows(
     small_config, mesh, 14 * GIB, needed_bytes=twice_as_much_for_diff
   )
@@ -295,6 +301,7 @@ def test_a_plan_has_the_layers_and_the_memory_of_each_pass(small_config, mesh):
     "layers": "3 of 4",
     "forward, GiB": "6.00",
     "forward + backward, GiB": "12.00",
+    # The memory of the device.
     "of": "14.00",
     "compiled in": "0 s",
   }
@@ -328,6 +335,7 @@ def test_the_programs_compile_for_tpus_that_are_not_attached(small_config):
   assert names == ["transformer", "diff", "diff_v2"]
   for row in rows:
     assert row["layers"] == "2 of 2"
+    # The column "of" is the memory of the device.
     assert row["of"] == f"{gib_of_v5e}"
     forward_gib = float(row["forward, GiB"])
     both_passes_gib = float(row["forward + backward, GiB"])
@@ -443,9 +451,10 @@ def gpu_results():
 
 
 def test_the_table_has_speeds_and_their_differences(gpu_results):
+  """`gpu_results` has the speeds of 20 layers of models with 28 layers."""
   text = table.markdown(experiment.EXPERIMENT, gpu_results)
 
-  # 46,000 tokens per second are 8% fewer than 50,000.
+  # 46,000 tokens/s are 8% fewer than 50,000. The paper's speeds differ by 9%.
   forward_row = {
     "shape": "3b,length=2048",
     "layers": "20 of 28",
