@@ -83,8 +83,8 @@ def test_the_parameter_count_is_that_of_the_decoder(name, variant):
 
 @pytest.mark.parametrize("variant", ["diff", "diff_v2"])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_twin_has_as_many_parameters(name, variant):
-  """Twins are variants of one config that differ in attention, not in size."""
+def test_the_variants_of_a_config_have_nearly_the_same_size(name, variant):
+  """Variants differ in attention, and are compared at equal size."""
   model = load(name, variant).model
   transformer = load(name, "transformer").model
 
@@ -134,8 +134,8 @@ def test_the_transformer_differs_only_in_its_heads(name, variant):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_diff_v2_takes_its_matrices_from_the_feed_forward_layer(name):
-  """V2's attention is larger, and its feed-forward layer is narrower."""
+def test_diff_v2_has_a_narrower_feed_forward_layer(name):
+  """V2's attention is larger, and both variants have the same size."""
   diff = load(name)
   model = diff.model
 
@@ -172,21 +172,23 @@ def test_every_variant_has_a_twin(name, variant):
 
 @pytest.mark.parametrize("variant", OTHERS)
 @pytest.mark.parametrize("name", ["tiny", "diff_1b"])
-def test_a_twin_differs_from_diff_by_vectors_and_rounding(name, variant):
+def test_a_variant_has_the_size_of_diff_up_to_vectors_and_rounding(
+  name, variant
+):
   """The width of the feed-forward layer makes the matrices equally large."""
   diff = load(name).model
-  twin = load(name, variant).model
+  model = load(name, variant).model
 
   # Each of three feed-forward matrices [E, ffn_dim] has up to 8 columns too few
   # or too many, because ffn_dim is rounded to a multiple of 16.
-  assert twin.ffn_dim % 16 == 0
-  rounding = 3 * twin.embed_dim * 8
+  assert model.ffn_dim % 16 == 0
+  rounding = 3 * model.embed_dim * 8
   # "diff" has four vectors for λ, and a gain that is twice as long.
   vectors_of_diff = 4 * diff.head_dim + 2 * diff.head_dim
-  # A twin has at most two numbers for each head.
-  vectors_of_twin = 2 * twin.num_heads
-  limit = twin.num_layers * (rounding + vectors_of_diff + vectors_of_twin)
-  assert abs(parameter_count(twin) - parameter_count(diff)) <= limit
+  # A variant has at most two numbers for each head.
+  vectors_of_variant = 2 * model.num_heads
+  limit = model.num_layers * (rounding + vectors_of_diff + vectors_of_variant)
+  assert abs(parameter_count(model) - parameter_count(diff)) <= limit
 
 
 @pytest.mark.parametrize("variant", OTHERS)
@@ -194,27 +196,29 @@ def test_every_variant_can_have_one_head(variant):
   assert load("tiny", f"{variant},heads=1").model.num_heads == 1
 
 
-def test_a_registered_variant_has_a_twin(restored_registry):
-  """A twin has another attention, and a narrower feed-forward layer.
+def test_a_larger_registered_attention_gets_a_narrower_ffn(restored_registry):
+  """The variants of a config have the same size.
 
-  Here, attention has three maps, and a matrix [E, 7] in each layer.
+  The attention "own" has three maps in a head, and a matrix [E, 7] in a layer.
   """
 
   @register("own")
   class Own(Attention):
+    # The axes are layers, embed_dim (E), and 7 columns.
     extra_parameters = {"own_lambda": Parameter("LER", inputs="E")}
     extra_axes = {"R": 7}
     num_key_maps = 3
 
     def head_sizes(self):
+      # G is the number of maps of a head.
       return super().head_sizes()._replace(G=3)
 
   diff = load("diff_1b").model
 
-  twin = load("diff_1b", "own").model
+  own = load("diff_1b", "own").model
 
-  # A head of "diff" has two maps, and values of twice the width. So the twin
-  # has twice the heads.
+  # A head of "diff" has two maps, and values of twice the width. So "own" has
+  # twice the heads.
   num_heads = 2 * diff.num_heads
   added_maps = 3 * num_heads - 2 * diff.num_heads
   # A map has queries and keys of width head_dim.
@@ -223,7 +227,7 @@ def test_a_registered_variant_has_a_twin(restored_registry):
   # width is rounded to a multiple of 16.
   exact_ffn_dim = diff.ffn_dim - added_columns / 3
   ffn_dim = 16 * round(exact_ffn_dim / 16)
-  assert twin == dataclasses.replace(
+  assert own == dataclasses.replace(
     diff,
     attention="own",
     num_heads=num_heads,
@@ -338,8 +342,11 @@ def test_a_feed_forward_layer_that_would_vanish_is_an_error():
 def test_a_number_of_heads_that_cannot_be_converted_is_an_error(
   restored_registry,
 ):
-  # Values are three times as wide as keys, and in "diff" twice as wide. So the
-  # 8 heads of "diff" would become 8 · 2 / 3.
+  """The 8 heads of "diff" would become 8 · 2 / 3 heads of "own".
+
+  Values are twice as wide as keys in "diff", and three times in "own".
+  """
+
   @register("own")
   class Own(Attention):
     value_dim_factor = 3
@@ -574,7 +581,8 @@ def test_a_config_reads_the_fewest_files_that_have_enough_tokens(name):
   config = load(name)
   tokens = config.train.steps * config.train.batch_size * config.data.length
 
-  # The patterns go from the fewest files to all.
+  # FINEWEB_EDU has the billions of tokens of each pattern of files, from the
+  # fewest files to all.
   sufficient_patterns = []
   for pattern, billions in FINEWEB_EDU.items():
     if tokens <= billions * 1e9:
