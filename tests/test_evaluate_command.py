@@ -271,9 +271,10 @@ def test_results_describe_both_models(pair, runs):
 
 
 def test_both_models_are_measured_on_the_same_units(pair):
-  """`pair` is a comparison of two models ("against") by several suites.
+  """`pair` has the results of two models by several suites.
 
-  A figure is of independent units, such as prompts.
+  A figure is computed from units, such as prompts. "against" is the figure of
+  the second model.
   """
   for suite in pair.suites:
     figures = pair.read(suite)["figures"]
@@ -329,7 +330,7 @@ def test_each_model_is_loaded_once(pair):
   assert pair.result.stderr.count("loading") == 2
 
 
-def test_several_devices_measure_what_one_does(
+def test_several_devices_give_the_results_of_one_device(
   pair, runs, tmp_path, monkeypatch
 ):
   """The first model of the pair is measured again, split over two devices.
@@ -368,7 +369,7 @@ def test_the_losses_are_those_of_training(runs, tmp_path):
   )
 
   assert result.stdout.startswith("validation: 5 rows\n")
-  # In the order of the results.
+  # The names of the results, in their order.
   names = ("loss", "perplexity", "bits_per_byte", "ar_hit", "others")
   figures = read_strict_json(tmp_path / "validation.json")["figures"]
   for name, figure in zip(names, figures, strict=True):
@@ -494,7 +495,7 @@ def test_the_harness_measures_both_models_of_a_pair(runs, tmp_path):
 def test_each_model_of_a_pair_writes_prompts_for_a_judge(runs, tmp_path):
   """The suite "hallucination" asks a judge about the outputs of a model.
 
-  Before there are verdicts, it has only two figures.
+  The suite has only two figures until the judge has answered.
   """
   pytest.importorskip("rouge_score")
   news = {"document": "The river rose.", "summary": "River rises"}
