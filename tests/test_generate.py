@@ -227,9 +227,10 @@ def test_a_word_after_an_empty_prompt_has_no_space(kind, tmp_path):
 def test_an_answer_stops_if_all_prompts_have_a_stop_string_after_them(
   kind, tmp_path
 ):
-  """The same answer is a different text after each of several prompts.
+  """The same tokens can be another text after each of several prompts.
 
-  The tokens of " world" after "hello" are "world" after an empty prompt.
+  These tokenizers drop the space at the start of a text. So the tokens of
+  " world" after "hello" are "world" after an empty prompt.
   """
   tokenizer = load_tokenizer(tokenizer_files.save(tmp_path, kind))
   prompts = [tokenizer.encode_prompt(""), tokenizer.encode_prompt("hello")]
@@ -297,7 +298,7 @@ def test_the_sample_of_a_run_has_the_space_after_its_prompt(
 ):
   """`world_model` continues every prompt with the word "world"."""
   workdir = tmp_path / "run"
-  # What training leaves in the workdir: its lock file and its log.
+  # Training leaves a lock file and a log in its workdir.
   with lock(workdir) as held:
     pass
   (workdir / "metrics.jsonl").write_text('{"step": 1, "train/loss": 5.0}\n')
@@ -557,6 +558,7 @@ def test_parameters_that_are_not_finite_are_rejected(
 
 
 def test_a_damaged_checkpoint_is_an_error(tmp_path):
+  """A single bit of the stored parameters is wrong."""
   save_run(tmp_path, random_parameters())
   paths = (tmp_path / "checkpoints/0").rglob("*")
   files = [path for path in paths if path.is_file()]
