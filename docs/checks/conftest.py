@@ -1,7 +1,8 @@
 """Checks of the documentation: `python -m pytest docs/checks`.
 
-They fail because of a page, a help page or a docstring, and not because of an
-error in the code. They are a step of linting, like ruff and mypy.
+They fail because of a page, a help page, a docstring or a committed result, and
+not because of an error in the code. They are a step of linting, like ruff and
+mypy.
 """
 
 import os
