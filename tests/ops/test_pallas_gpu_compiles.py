@@ -115,6 +115,7 @@ def quick_cases():
   return compile_cases(QUICK_CASES)
 
 
+@pytest.mark.longest
 def test_kernels_compile_without_spills(quick_cases):
   _, problems = quick_cases
 

@@ -191,6 +191,7 @@ def find_problems(cases: Sequence[Case]) -> list[str]:
   return problems
 
 
+@pytest.mark.longest
 def test_kernels_compile():
   problems = find_problems(QUICK_CASES)
 
