@@ -108,7 +108,7 @@ def test_sizes_are_in_mib(tmp_path):
 
 
 def test_verifying_reports_a_damaged_step(workdir):
-  """Step 40 is damaged: its file has other bytes than those that were saved."""
+  """Step 40 is damaged: its file has other bytes than were saved."""
   result = run(f"--workdir={workdir}", "--verify")
 
   assert result.returncode == 1
@@ -195,7 +195,7 @@ def test_pruning_deletes_nothing_if_no_step_is_complete(tmp_path):
 def test_a_wrong_argument_is_explained_in_one_line(
   arguments, exit_code, message
 ):
-  """The exit code of wrong usage is 2, and that of other errors is 1."""
+  """The exit code is 2 for wrong usage and 1 for other errors."""
   result = run(*arguments)
 
   assert result.returncode == exit_code

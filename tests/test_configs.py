@@ -548,7 +548,7 @@ def read_variant(text: str) -> tuple:
   ],
 )
 def test_a_variant_gives_values_by_name_in_any_order(text, values):
-  """The values are those of row, size, times and heads."""
+  """The values are for the fields row, size, times and heads."""
   assert read_variant(text) == values
 
 

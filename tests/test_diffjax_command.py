@@ -103,7 +103,7 @@ def test_the_error_for_an_unknown_command_lists_the_commands(start):
 
 
 def test_a_command_has_its_own_help(start):
-  """`diffjax train --help` prints that of `python -m diffjax.train`."""
+  """`diffjax train --help` prints the help of `python -m diffjax.train`."""
   process = start("train", "--help")
 
   out, errors = process.communicate(timeout=60)

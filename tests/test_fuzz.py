@@ -133,7 +133,7 @@ def check_valid_or_one_error_line(values: Any) -> None:
     assert bound is None or bound.holds(value), field
 
 
-# Names of fields, some of which do not exist.
+# Names of fields. Some do not exist.
 config_names = st.sampled_from([*FIELDS, "model.x", "x.steps", "train.", "."])
 
 

@@ -398,7 +398,7 @@ def test_attention_that_cannot_run_here_is_replaced_with_a_warning(
 
 
 def test_weights_in_int8_print_the_text_of_a_rounded_model(workdir):
-  """The printed text is that of a sampler with the same rounded weights."""
+  """A sampler with the same rounded weights generates the printed text."""
   pytest.importorskip("qwix")
   rounded = load(workdir, weight_dtype="int8")
   sampler = Sampler(rounded, capacity=CAPACITY)

@@ -449,7 +449,7 @@ def test_a_module_that_cannot_be_imported_is_one_error(
 
 def test_every_command_has_the_import_flag(command):
   """--import=MODULE imports a user's module, such as one with a variant."""
-  # The modules of commands are those that call `command.run(main)`.
+  # The modules of commands call `command.run(main)`.
   names = set()
   for path in (ROOT / "diffjax").glob("*.py"):
     if "command.run(" in path.read_text():

@@ -230,7 +230,7 @@ def test_other_defaults_of_a_suite_are_measured_again(
 
   @dataclasses.dataclass(frozen=True)
   class ChangedValidation(validation.Validation):
-    # Another default than that of the suite "validation".
+    # The suite "validation" has another default.
     batch_size: int = field(9, "Rows in a batch.")
 
   monkeypatch.setattr(validation, "Validation", ChangedValidation)

@@ -543,7 +543,7 @@ def read_streamed_tokens(config) -> list[list]:
 def test_workers_stream_from_the_hub(
   hub_repo_dir, serve_local_hub, texts, make_config
 ):
-  """The tokens are those that this process reads from the local file."""
+  """This process reads the same tokens from the local file."""
   write_parquet(hub_repo_dir / "a.parquet", texts)
   serve_local_hub()
   config = make_config(
@@ -572,7 +572,7 @@ def prepare_totals(config, num_workers) -> list[bytes]:
 def test_workers_prepare_rows_from_the_hub(
   hub_repo_dir, serve_local_hub, texts, make_config
 ):
-  """The rows are those that this process writes from the local file."""
+  """This process writes the same rows from the local file."""
   write_parquet(hub_repo_dir / "a.parquet", texts)
   serve_local_hub()
   config = make_config(source="parquet:hf://datasets/org/name/a.parquet").data

@@ -186,7 +186,7 @@ def test_the_bytes_of_a_text_with_added_tokens_are_counted(
 
 
 def test_the_bytes_after_an_unknown_token_include_the_space(tmp_path):
-  """The unknown token has no bytes. The word after it has those of " the"."""
+  """The unknown token has no bytes. The next token has the bytes " the"."""
   loaded = save_and_load(tokenizer_files.word_piece(), tmp_path)
   (unknown,) = loaded.encode("é")
   (the,) = loaded.encode("the")

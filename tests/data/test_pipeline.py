@@ -945,7 +945,7 @@ def read_with_threads(rows, num_threads):
 
 
 def next_documents(rows, count) -> list[str]:
-  """Returns the documents of rows, each of which is between two separators."""
+  """Returns the documents of rows. Separators are before and after each one."""
   documents = []
   for row in take(rows, count):
     document = row.tokens[1:-1]

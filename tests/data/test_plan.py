@@ -457,7 +457,7 @@ def test_the_estimate_is_near_the_size_of_the_rows(
 
   assert estimated.num_files == 8
   assert estimated.tokens == pytest.approx(num_tokens, rel=0.05)
-  # Most bytes of these small files are padding, of which the sample has more.
+  # Most bytes of these small files are padding, and the sample has more of it.
   prepared.prepare(config, workers=1)
   row_bytes = 0
   for path in pathlib.Path(config.prepared_dir).glob("*.array_record"):

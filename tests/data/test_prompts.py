@@ -720,7 +720,7 @@ def test_two_processes_share_the_batches(make_example_config):
 
 @pytest.fixture
 def two_long_prompts_and_three_long_answers(tmp_path) -> DataConfig:
-  """Returns a config of six examples, of which five do not fit in a row."""
+  """Returns a config of six examples. Five of them do not fit in a row."""
   records = [
     {"question": "1 + 1 = ", "answer": "2"},
     {"question": "?" * 40, "answer": "2"},

@@ -340,7 +340,7 @@ def test_invalid_utf8_and_half_surrogates_of_jsonl_are_replaced_and_marked(
 
   assert documents == [
     Document(text="caf\ufffd", replaced=True),
-    # Half a surrogate pair is three bytes, none of which is valid UTF-8.
+    # Half a surrogate pair is three bytes. None of them is valid UTF-8.
     Document(text="half \ufffd\ufffd\ufffd of one", replaced=True),
     Document(text="😀", replaced=False),
   ]

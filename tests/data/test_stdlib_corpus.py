@@ -50,7 +50,7 @@ def read_texts(split) -> list[str]:
 
 
 def test_the_corpus_is_the_text_of_the_standard_library():
-  """It is several megabytes of text, of which some files are for validation."""
+  """The text has several megabytes. Some of its files are for validation."""
   train = read_texts("train")
   validation = read_texts("validation")
 

@@ -264,7 +264,7 @@ def test_outputs_are_compared_with_references(data_dir):
 def test_prompts_contain_source_and_question(data_dir, sampler):
   evaluate(data_dir)
 
-  # The prompts of five summaries come first, then those of answers.
+  # The prompts of five summaries come before the prompts of answers.
   summary_prompt = sampler.prompts[0]
   assert summary_prompt == (
     "Document: The river rose by 1 metres. Nobody was hurt.\n\nSummary:"

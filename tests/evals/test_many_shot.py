@@ -197,7 +197,7 @@ def oracle_accuracies(
 
 
 def test_the_number_of_demonstrations_doubles_up_to_the_limit(monkeypatch):
-  """The last number is that of demonstrations that fit into a prompt."""
+  """The last number is the number of demonstrations that fit in a prompt."""
   tokens_of_one = len(SYNTHETIC_DEMONSTRATION)
   # A prompt of 1,000 tokens has a separator, demonstrations, and the query with
   # its label, which takes as many tokens as a demonstration.

@@ -532,7 +532,7 @@ def test_the_command_writes_the_results(files, workdir):
   rows = []
   for figure in suite_results["figures"]:
     rows.append((figure["name"], figure["at"]["file"], figure["units"]))
-  # The last number is that of questions.
+  # The last number is the number of questions.
   assert rows == [
     ("accuracy", "gsm8k", 3),
     ("ended", "gsm8k", 3),

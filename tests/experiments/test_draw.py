@@ -51,7 +51,7 @@ def test_the_results_of_a_grid_in_a_subfolder_are_drawn(eight_heads_dir):
     eight_heads_dir / "gpu/results.json"
   )
 
-  # Without a name, all experiments are drawn: here only that of the fixture.
+  # Without a name, all experiments are drawn. Here the fixture has only one.
   draw.main([])
 
   for file in FILES:

@@ -192,7 +192,7 @@ def test_the_error_of_a_failed_command_names_its_log(tmp_path):
   ],
 )
 def test_the_reason_of_a_failure_is_read_from_standard_error(program, reason):
-  """It is the last line "error: …", or else the last line."""
+  """The reason is the last line "error: …", or otherwise the last line."""
   with pytest.raises(Failed) as failure:
     Launcher().call(python(program), tail=True)
 

@@ -14,7 +14,7 @@ from experiments.long_context import experiment
 
 
 def configs(row: str, size: str):
-  """Returns the config of a run of ablations, and that of its extension.
+  """Returns the config of a run of ablations, and the config of its extension.
 
   An extension trains a finished run further, with longer rows.
   """

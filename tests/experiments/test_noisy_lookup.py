@@ -175,7 +175,7 @@ def test_training_leaves_frozen_lambda_vectors_at_zero():
 
 
 def test_an_untrained_model_guesses():
-  """The accuracy is that of random values, up to five standard errors."""
+  """Random values have the same accuracy, up to five standard errors."""
   config = make_config("transformer_norm")
   num_contexts = 16
 

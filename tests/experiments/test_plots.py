@@ -103,7 +103,7 @@ def test_unknown_variants_get_unused_looks():
 
 
 def test_unknown_variants_get_unused_colours_first():
-  """Nine variants, of which seven are unknown, get nine colours."""
+  """Nine variants get nine colours. Seven of the variants are unknown."""
   variants = ["diff", "transformer", *UNKNOWN_VARIANTS[:7]]
 
   styles = plots.styles_of(variants)

@@ -350,7 +350,7 @@ def test_a_model_that_is_too_large_for_a_tpu_is_refused(small_config):
   )
   config = dataclasses.replace(small_config, model=model)
 
-  # A v5e chip has 15.75 GiB, of which nine tenths are used.
+  # A v5e chip has 15.75 GiB. Nine tenths of the memory are used.
   with pytest.raises(UserError, match="2 layers take more than the 14.2 GiB"):
     experiment.plan(config, "v5e:1x1")
 

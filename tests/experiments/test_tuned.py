@@ -88,7 +88,7 @@ def test_an_error_is_raised_if_every_rate_has_a_diverged_run(best_of):
 
 
 def test_an_error_is_raised_if_runs_are_missing(best_of):
-  """The grid has two seeds, of which only the first one has finished."""
+  """The grid has two seeds. Only the run of the first seed has finished."""
   with pytest.raises(UserError, match="diff has not been tuned"):
     best_of({0.002: (0.5,), 0.004: (0.5,), 0.008: (0.5,), 0.016: (0.5,)})
 

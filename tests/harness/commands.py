@@ -101,7 +101,7 @@ class Commands:
       module: the command's module.
       arguments: its arguments, converted to strings.
       cwd: its working directory.
-      environment: environment variables, in addition to those of the tests.
+      environment: environment variables, in addition to the tests' own.
       timeout: seconds after which the command is killed.
 
     Returns:

@@ -51,7 +51,7 @@ def main() -> None:
   """Runs one task after the other until standard input ends."""
   # JAX warns about forks because of its threads, which only a backend starts.
   warnings.filterwarnings("ignore", message="os.fork")
-  # Imported objects live for ever. The garbage collectors of forked processes
+  # Imported objects are never freed. The garbage collectors of forked processes
   # do not need to visit them.
   gc.freeze()
   for line in sys.stdin:

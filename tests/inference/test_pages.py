@@ -127,7 +127,7 @@ def test_without_tables_each_row_is_a_page():
 
 
 def test_a_row_without_pages_writes_nothing():
-  """Otherwise its tokens would overwrite those of another row."""
+  """Otherwise its tokens would overwrite the tokens of another row."""
   num_pages = 2
   # The pages have the numbers 0 and 1.
   no_page = 2

@@ -105,7 +105,7 @@ def test_prompts_can_share_a_prefix_that_is_read_once(
 ):
   """Four rows read the same 140 tokens. Then each row reads another tail.
 
-  The expected logits are those of the model for a prefix and its tail.
+  The model computes the expected logits from a prefix and its tail.
   """
   prefix = sampler.prefill([PROMPT_OF_140] * 4)
 
@@ -140,7 +140,7 @@ def test_generation_continues_after_a_shared_prefix(sampler, next_logits):
   ids=["too long", "empty"],
 )
 def test_a_tail_must_fit_behind_its_prefix(sampler, tails, message):
-  """The sampler's cache has 200 tokens, of which the prefix takes 140."""
+  """The sampler's cache has 200 tokens. The prefix takes 140 of them."""
   prefix = sampler.prefill([PROMPT_OF_140] * 4)
   with pytest.raises(UserError, match=message):
     sampler.read(prefix, tails)

@@ -534,7 +534,7 @@ def test_a_diffllama_with_an_invalid_config_is_rejected(
   ],
 )
 def test_an_invalid_unilm_config_is_rejected(field, value, message, tmp_path):
-  """The model in this layout, that of the authors, is a DIFF V2."""
+  """The model is a DIFF V2, in the layout of the authors."""
   unilm.write(str(tmp_path / "source"), make_model("diff_v2"), "float32")
   edit_config(tmp_path / "source", {field: value})
 

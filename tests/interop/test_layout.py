@@ -194,7 +194,7 @@ def test_a_missing_temporary_directory_is_reported(monkeypatch):
 def test_a_config_of_two_billion_layers_is_rejected_at_once():
   """The files have two layers. The config says two billion.
 
-  Even a list of the names of so many tensors would not fit into memory.
+  Even a list of the tensors' names would not fit into memory.
   """
   model = make_model(num_layers=2)
   layout_of_model = diffllama.make_layout(model.config)

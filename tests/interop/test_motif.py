@@ -416,7 +416,7 @@ def test_a_model_that_motif_cannot_represent_is_not_written(
 def test_numbers_of_heads_that_do_not_divide_are_rejected(
   field, value, message, tmp_path
 ):
-  """motif_2_tiny has 10 query heads, of which 2 are noise heads."""
+  """motif_2_tiny has 10 query heads. 2 of them are noise heads."""
   source = copy_golden("motif_2_tiny", tmp_path / "source").path
   edit_config(source, {field: value})
 

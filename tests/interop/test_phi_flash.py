@@ -123,7 +123,7 @@ def test_the_numpy_reference_computes_the_golden_outputs(
   ("layer", "has_keys_values"), [(1, True), (3, True), (5, True), (7, False)]
 )
 def test_only_the_cross_layer_has_no_keys_and_values(layer, has_keys_values):
-  """The last attention layer reads those of layer 5."""
+  """The last attention layer reads the keys and values of layer 5."""
   _, params = phi_flash.read_attention(str(PATH), layer)
 
   assert ("key" in params) == has_keys_values

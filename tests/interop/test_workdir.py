@@ -91,7 +91,7 @@ def test_a_written_config_names_the_tokenizer(
 def test_an_export_and_its_import_keep_config_and_tokens(
   tokenizer_specs, kind, tmp_path
 ):
-  """An exported DiffLlama has a tokenizer.json, whatever tokenizer it had."""
+  """An exported DiffLlama has a tokenizer.json for each kind of tokenizer."""
   model = make_model("diff", tokenizer=tokenizer_specs[kind], num_layers=1)
   diffllama.write(str(tmp_path / "exported"), model, "float32")
 

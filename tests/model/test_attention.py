@@ -938,7 +938,7 @@ class CrossAttention(NamedTuple):
 # Variants with windows, so that it is known which keys a query sees.
 @pytest.fixture(scope="module", params=supporting("windows", "cached_decoding"))
 def cross(request):
-  """A layer that can attend to its own keys, or to those of another input."""
+  """A layer that can attend to its own keys, or to keys of another input."""
   x, other_x = normal(2, 2, 9, 16)
   layer = ATTENTION[request.param](
     num_heads=4, num_kv_heads=2, head_dim=4, projection_biases=True, window=4
@@ -988,7 +988,7 @@ def test_a_layer_with_given_keys_and_values_has_no_matrices_for_them(cross):
 
 
 def test_a_layer_uses_given_keys_like_its_own(cross):
-  """The keys and values are those that the layer computed for `output`."""
+  """The layer has computed these keys and values for `output`."""
   actual = cross.attend(cross.keys_values)
 
   chex.assert_trees_all_close(actual, cross.output, rtol=1e-5, atol=1e-6)

@@ -1,4 +1,4 @@
-"""FLOPs equal XLA's count, and parameter counts equal those of the papers."""
+"""FLOPs equal XLA's count. Parameter counts equal the papers' counts."""
 
 import dataclasses
 import functools
@@ -403,5 +403,5 @@ def test_an_untied_model_has_one_more_matrix_of_the_vocabulary():
   ],
 )
 def test_peak_flops_are_those_of_the_data_sheets(device_kind, expected):
-  """They are those of products in bfloat16. None means unknown."""
+  """The peak is for products in bfloat16. None means unknown."""
   assert flops.peak_flops(device_kind) == expected

@@ -396,7 +396,7 @@ def test_a_matrix_starts_with_the_standard_deviation_of_its_inputs(
   """A matrix with n inputs starts with the standard deviation 1/√n."""
   embed_dim = 64
   num_heads = 4
-  # The matrix has so many elements that its standard deviation is precise.
+  # The matrix is large, so its standard deviation is precise.
   num_outputs_of_head = 40
 
   @register("own")

@@ -163,7 +163,7 @@ def test_program_for_a_tpu_has_chunks(program_with_chunks_of_16_tokens):
 
 
 def test_program_for_a_tpu_has_no_scatter(program_with_chunks_of_16_tokens):
-  """TPUs are slow at writing to single indices, such as those of targets."""
+  """TPUs are slow at writing to single indices, such as the targets."""
   assert "scatter" not in program_with_chunks_of_16_tokens
 
 

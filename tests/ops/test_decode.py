@@ -505,7 +505,7 @@ def test_xla_computes_float64_in_float64(case):
   ),
 )
 def test_bfloat16_is_rounded_only_at_the_end(implementation, case):
-  """Sums are in float32, so errors are those of single bfloat16 numbers."""
+  """Sums are in float32, so only single numbers are rounded to bfloat16."""
   program = compile_program(case, implementation)
 
   out = program(make_arguments(case))

@@ -475,7 +475,7 @@ def test_kernels_refuse_float64(implementation):
   ],
 )
 def test_bfloat16_is_rounded_only_at_the_end(implementation, case):
-  """Sums are in float32, so errors are those of single bfloat16 numbers."""
+  """Sums are in float32, so only single numbers are rounded to bfloat16."""
   inputs = make_inputs(case)
 
   actual = run(implementation, inputs, dtype=jnp.bfloat16)
@@ -851,7 +851,7 @@ def test_rows_of_a_map_sum_to_one():
 
   maps = jax.jit(attention_maps)(np.float32(q), np.float32(k))
 
-  # The last axis is that of the keys.
+  # The last axis has the keys.
   sums = np.asarray(maps).sum(axis=-1)
   chex.assert_trees_all_close(sums, np.ones_like(sums), **FLOAT32)
 

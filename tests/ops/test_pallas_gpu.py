@@ -253,7 +253,7 @@ def test_output_and_gradients_equal_the_reference(case):
   ),
 )
 def test_bfloat16_is_rounded_only_at_the_end(case):
-  """Sums are in float32, so errors are those of single bfloat16 numbers."""
+  """Sums are in float32, so only single numbers are rounded to bfloat16."""
   inputs = make_inputs(case)
 
   actual = run("pallas_gpu", inputs)
@@ -451,7 +451,7 @@ def test_row_without_keys_has_zero_output_and_no_gradient():
   ],
 )
 def test_error_names_the_unsupported_dtype_or_width(dtype, D, V, message):
-  """D is the width of queries and keys, and V that of the values."""
+  """D is the width of queries and keys. V is the width of values."""
   q = jnp.zeros((1, 8, 2, 2, D), dtype)
   v = jnp.zeros((1, 8, 2, V), dtype)
 

@@ -263,7 +263,7 @@ def run(implementation: str, inputs: Inputs) -> Results:
 
 
 def iterate_equations(jaxpr: Any) -> Iterator[Any]:
-  """Yields the equations of a program, including those of inner programs."""
+  """Yields the equations of a program and of its inner programs."""
   for equation in jaxpr.eqns:
     yield equation
     for inner in jaxprs_in_params(equation.params):
@@ -874,7 +874,7 @@ def test_mask_with_visible_padding_has_no_partial_differences():
   ],
 )
 def test_error_names_the_unsupported_dtype_or_width(dtype, D, V, message):
-  """D is the width of queries and keys, and V that of the values."""
+  """D is the width of queries and keys. V is the width of values."""
   q = np.zeros((1, 8, 2, 2, D), dtype)
   v = np.zeros((1, 8, 2, V), dtype)
 

@@ -381,7 +381,7 @@ def test_compiled_ring_only_sends_arrays_from_device_to_device():
 @pytest.mark.parametrize(
   ("order", "num_neighbors"),
   [
-    # The tokens before those of a device are on the device before or after it.
+    # The tokens before a device's tokens are on the device before or after it.
     pytest.param("balanced", 2, id="window"),
     # They are on the device before it.
     pytest.param("given", 1, id="window_given", marks=pytest.mark.full),
@@ -471,7 +471,7 @@ def pairs_of_devices(step: ring_plan.Step) -> set[int]:
 
 
 def iterate_equations(jaxpr: Any) -> Iterator[Any]:
-  """Yields the equations of a program, including those of inner programs."""
+  """Yields the equations of a program and of its inner programs."""
   for equation in jaxpr.eqns:
     yield equation
     for inner in jaxprs_in_params(equation.params):

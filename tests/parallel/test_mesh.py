@@ -256,7 +256,7 @@ def test_parameters_and_moments_of_adam_are_sharded():
 
   num_matrices = 0
   for leaf in jax.tree.leaves((state.params, state.opt_state)):
-    # The first axis is that of the layers.
+    # The first axis has the layers.
     is_matrix = leaf.ndim >= 3
     if is_matrix:
       num_matrices += 1

@@ -345,7 +345,7 @@ def whole_run(command, overrides, tmp_path_factory):
 
 
 class StoppedRun(NamedTuple):
-  """A run of two processes, of which the second one got SIGTERM."""
+  """A run of two processes. The second process got SIGTERM."""
 
   workdir: pathlib.Path
   result: Result
@@ -518,7 +518,7 @@ def test_a_run_continues_after_the_coordinator_was_killed(
   """The coordinator is process 0. The same command starts the run again."""
   workdir = tmp_path / "run"
   with ProcessGroup(command, workdir, overrides) as group:
-    # The checkpoint of step 20 has started, so that of step 10 is complete.
+    # The checkpoint of step 20 has started, so step 10 is complete.
     group.wait_for_output("step 25/")
     kill_and_check_others(group, killed=0)
 

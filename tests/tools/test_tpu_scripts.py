@@ -389,7 +389,7 @@ def test_create_ends_if_gcloud_keeps_failing(cloud):
 
 
 def test_setup_copies_the_working_tree_to_all_workers(cloud):
-  """Ignored and deleted files, and those of an earlier copy, are not there."""
+  """Ignored files, deleted files and files of an earlier copy are missing."""
   repository = cloud.repository
   (repository / ".gitignore").write_text("ignored\n")
   (repository / "ignored").write_text("")
@@ -517,7 +517,7 @@ def test_following_a_log_ends_with_the_run(ready_cloud):
 
   ready_cloud.finish(exit_status=3)
 
-  # The command ends by itself. Else this would raise an error.
+  # This raises an error if the command does not end.
   follower.communicate(timeout=20)
 
 

@@ -757,7 +757,7 @@ def test_a_failed_save_leaves_the_older_checkpoint_and_is_repeated(
 def test_metrics_that_cannot_be_written_are_written_later(
   run_with_failing_saves,
 ):
-  """The disk is full in steps 2 to 5, each of which writes two entries."""
+  """The disk is full in steps 2 to 5. Each step writes two entries."""
   workdir, result = run_with_failing_saves
 
   steps = []

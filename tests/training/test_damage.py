@@ -520,7 +520,7 @@ def assert_newest_step_is_restored(
 
 
 def test_other_files_in_a_step_are_harmless(workdir, step_20, caplog):
-  """Orbax does not read them, for example those of a file manager."""
+  """Orbax does not read such files, for example a file manager's."""
   for name in ("notes.txt", "manifest.json.tmp", ".DS_Store", "process_1"):
     (step_20 / name).write_text("no part of a checkpoint")
   (step_20 / "state" / "d" / "directory").mkdir()

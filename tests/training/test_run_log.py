@@ -1,4 +1,4 @@
-"""The logged seconds are those of the steps, on machines of several kinds."""
+"""The logged seconds are the steps' seconds, on several kinds of machines."""
 
 import dataclasses
 import json

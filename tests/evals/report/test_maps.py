@@ -79,7 +79,7 @@ def queries_and_keys(
 
 @pytest.fixture
 def maps_with_noise(make_trained: Callable[..., Trained]) -> maps.Maps:
-  """Maps of two layers and two heads, of which one cancels noise.
+  """Maps of two layers with two heads each. One head cancels noise.
 
   The noise map of head 1 in layer 1 is half its signal map. The maps of the
   other heads share no key.

@@ -285,7 +285,7 @@ def test_a_column_can_be_renamed():
 
 
 def test_a_column_can_be_hidden():
-  """An empty header hides the column of depths, one of which is 0.5."""
+  """An empty header hides the column of depths. One depth is 0.5."""
   spec = results.TableSpec(unit="prompts", headers={"depth": ""})
 
   text = draw_summary(make_depth_results(num_models=1), spec)
