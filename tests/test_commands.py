@@ -361,7 +361,6 @@ def test_documented_commands_on_tiny(command, tmp_path):
       ["--times=1", "--steps=60", "--seed=1182", "--mode=streamed"],
       id="streamed",
     ),
-    pytest.param(["--times=1", "--steps=60", "--processes=2"], id="processes"),
   ],
 )
 def test_a_run_that_sigkill_stops_at_random_moments_has_the_same_result(

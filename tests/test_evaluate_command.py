@@ -330,6 +330,7 @@ def test_each_model_is_loaded_once(pair):
   assert pair.result.stderr.count("loading") == 2
 
 
+@pytest.mark.full
 def test_several_devices_give_the_results_of_one_device(
   pair, runs, tmp_path, monkeypatch
 ):
@@ -796,6 +797,7 @@ sys.exit(bool(large.intersection(sys.modules)))
   assert result.returncode == 0
 
 
+@pytest.mark.full
 def test_the_report_shows_a_suite_from_outside_the_package(runs, tmp_path):
   """A module that `--import` names defines the suite "confident"."""
   # This writes the module to `tmp_path`, from which it can be imported.

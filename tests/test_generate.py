@@ -335,6 +335,7 @@ def test_each_device_holds_its_part_of_the_parameters(workdir):
   chex.assert_trees_all_equal(jax.device_get(two_devices), one_device)
 
 
+@pytest.mark.full
 def test_several_devices_print_the_text_of_one(workdir, abc_result):
   result = run_generate(
     f"--workdir={workdir}",
@@ -397,6 +398,7 @@ def test_attention_that_cannot_run_here_is_replaced_with_a_warning(
 # Weights in int8.
 
 
+@pytest.mark.full
 def test_weights_in_int8_print_the_text_of_a_rounded_model(workdir):
   """A sampler with the same rounded weights generates the printed text."""
   pytest.importorskip("qwix")

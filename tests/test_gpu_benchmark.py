@@ -399,7 +399,11 @@ class TimedStep(NamedTuple):
 
 
 @pytest.fixture(
-  scope="module", params=[True, False], ids=["packed", "one_document"]
+  scope="module",
+  params=[
+    pytest.param(True, id="packed", marks=pytest.mark.full),
+    pytest.param(False, id="one_document"),
+  ],
 )
 def timed_step(request) -> Iterator[TimedStep]:
   """A training step, timed with an attention that records what it is given.

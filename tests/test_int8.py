@@ -200,6 +200,7 @@ def test_each_device_holds_its_part_of_a_rounded_matrix(split):
       assert shard.size == leaf.qvalue.size // 4
 
 
+@pytest.mark.full
 def test_several_devices_give_the_answers_of_one(model, mesh, split, sampler):
   """The layers' int8 matrices are split over four devices."""
   prompts = [[5], LONG_PROMPT]

@@ -21,7 +21,6 @@ from diffjax.compiled.plan import call_with_devices, kernel_cycles
 from diffjax.config import Config, DataConfig, ModelConfig, TrainConfig
 from diffjax.ops.diff_attention.tpu import cycles as tpu_cycles
 from diffjax.ops.diff_attention.tpu.cycles import cycles
-from tests.harness.tiers import full
 
 # A cycle of this chip is a millisecond.
 CHIP = Chip(
@@ -827,13 +826,14 @@ def estimate_chains(
   )
 
 
+@pytest.mark.full
 @pytest.mark.skipif(
   importlib.util.find_spec("libtpu") is None,
   reason="the TPU compiler, libtpu, is not installed",
 )
 @pytest.mark.parametrize(
   ("topology", "memory_bandwidth"),
-  [("v5e:2x2", 819e9), *full([("v6e:2x2", 1640e9), ("v5p:2x2x1", 2765e9)])],
+  [("v5e:2x2", 819e9), ("v6e:2x2", 1640e9), ("v5p:2x2x1", 2765e9)],
 )
 def test_estimates_of_products_and_copies_are_near_the_limits_of_the_chip(
   topology, memory_bandwidth

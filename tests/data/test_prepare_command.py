@@ -22,6 +22,7 @@ def get_config():
   return run
 
 
+@pytest.mark.full
 def test_the_command_trains_a_tokenizer(run, jsonl, tmp_path):
   tokenizer_dir = tmp_path / "tokenizer"
 

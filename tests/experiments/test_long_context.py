@@ -99,6 +99,7 @@ def measure_extension(make_shared_workdir):
   return measure
 
 
+@pytest.mark.full
 def test_only_the_losses_after_the_extension_depend_on_its_rope_base(
   measure_extension,
 ):

@@ -161,6 +161,7 @@ def test_the_second_attention_map_has_no_effect_if_lambda_is_zero():
   assert largest_change_by_the_second_map("diff_lambda_zero") == 0
 
 
+@pytest.mark.full
 def test_training_leaves_frozen_lambda_vectors_at_zero():
   config = make_config("diff_lambda_zero", steps=2)
   # The evaluations, which this test does not read, have two contexts each.

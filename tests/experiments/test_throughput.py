@@ -79,6 +79,7 @@ def evaluation_loss(config, mesh, params, tokens, targets) -> float:
   return float(np.sum(sums["nll"]) / np.sum(sums["weight"]))
 
 
+@pytest.mark.full
 def test_the_timed_loss_is_the_loss_of_training(small_config, mesh, programs):
   tokens, targets = experiment.batch(small_config)
   params = programs.make_params()
@@ -148,6 +149,7 @@ def bytes_of_scanned_layers(config, mesh, num_layers):
   return experiment.compiled_bytes(with_layers, mesh, "both")
 
 
+@pytest.mark.full
 def test_every_layer_takes_the_same_memory(small_config, mesh):
   bytes_of_2 = bytes_of_scanned_layers(small_config, mesh, 2)
   bytes_of_3 = bytes_of_scanned_layers(small_config, mesh, 3)

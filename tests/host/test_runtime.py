@@ -87,7 +87,8 @@ def make_batch(mesh: jax.sharding.Mesh) -> dict[str, jax.Array]:
   return put_batch(host_batch, mesh)
 
 
-@pytest.mark.parametrize("num_micro_batches", [*full([1]), 2])
+@pytest.mark.full
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
 def test_a_step_is_traced_once(monkeypatch, num_micro_batches):
   """Tracing takes seconds, so steps should not repeat it."""
   config = config_with_micro_batches(num_micro_batches)
@@ -172,6 +173,7 @@ def test_the_loop_compiles_nothing_after_the_second_step(
   assert num_compiled_before_step[6] == num_compiled_before_step[3]
 
 
+@pytest.mark.full
 def test_the_loop_makes_no_implicit_transfers(monkeypatch, tmp_path):
   """Saves and log lines only make transfers that the code asks for.
 

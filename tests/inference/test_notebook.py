@@ -111,6 +111,7 @@ def test_no_prompts_have_no_continuations(trained):
   assert diffjax.complete(trained, []) == []
 
 
+@pytest.mark.full
 def test_one_text_counts_as_a_list_of_one(trained):
   options = dict(temperature=1.0, seed=3)
 
@@ -122,6 +123,7 @@ def test_one_text_counts_as_a_list_of_one(trained):
   assert generated == expected
 
 
+@pytest.mark.full
 def test_prompts_do_not_affect_each_other(trained):
   options = dict(temperature=1.0, top_k=20, top_p=0.9, seed=3)
 
@@ -195,6 +197,7 @@ def second_run(config, tmp_path_factory):
   return SecondRun(trained.params, settings_before, signal_settings())
 
 
+@pytest.mark.full
 def test_the_same_config_gives_the_same_parameters(second_run, trained):
   chex.assert_trees_all_equal(second_run.params, trained.params)
 
@@ -231,6 +234,7 @@ def test_fit_unlocks_the_workdir_after_an_error(config, workdir):
   run_program(program_that_locks_a_workdir, str(workdir))
 
 
+@pytest.mark.full
 def test_fit_works_in_another_thread(config, trained, tmp_path):
   """Only the main thread may set signal handlers, so `fit` leaves them."""
   settings = signal_settings()
@@ -355,6 +359,7 @@ print([thread.name for thread in threading.enumerate()])
 """
 
 
+@pytest.mark.full
 def test_importing_starts_no_thread_and_does_not_read_the_command_line():
   """This holds for the package, its public names and the commands."""
   printed = run_program(PROGRAM_THAT_IMPORTS_AND_PRINTS_THREADS)

@@ -262,6 +262,7 @@ def test_draws_follow_the_probabilities_of_the_model(
   assert np.abs(frequencies - expected).max() < 5 * max_standard_error
 
 
+@pytest.mark.full
 def test_draws_do_not_depend_on_the_batch_size(model, params, sampler):
   options = dict(temperature=4.0, seed=5)
   # `sampler` answers four prompts at a time, and this one two.
@@ -306,6 +307,7 @@ def test_each_position_has_its_own_noise(sampler):
   assert len(set(answer)) > 10
 
 
+@pytest.mark.full
 def test_draws_do_not_depend_on_the_default_generator_of_jax(model, params):
   """A row's draws are the same in batches of two and of four rows.
 
@@ -510,6 +512,7 @@ def test_a_cache_with_few_pages_gives_the_same_answers(
   assert answers == sampler.generate(PROMPTS, 21)
 
 
+@pytest.mark.full
 def test_a_cache_with_few_pages_gives_the_same_draws(
   three_page_sampler, sampler
 ):
@@ -550,6 +553,7 @@ def test_without_a_limit_a_row_gets_pages_for_the_whole_capacity(
     three_page_sampler.prefill([[5], [7, 3, 9]])
 
 
+@pytest.mark.full
 def test_a_tail_may_fill_the_last_page_of_its_prefix(model, params):
   """A prefix with 20 tokens to come reserves whole pages of 128 tokens."""
   page_size = 128

@@ -70,19 +70,16 @@ def split_over(mesh_config, model):
   return SmallModel(model.decoder.clone(attention_fn=attention_fn), params)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
   ("attention", "mesh", "cache_options"),
   [
     ("diff", TENSOR_4, {"cache_tokens": 512}),
-    *full(
-      [
-        ("diff", TENSOR_4, {}),
-        ("diff_v2", TENSOR_4, {"cache_tokens": 512}),
-        ("diff", TENSOR_4, {"cache_dtype": "int8"}),
-        ("softmax", TENSOR_4, {}),
-        ("diff", TRAINING_MESH, {}),
-      ]
-    ),
+    ("diff", TENSOR_4, {}),
+    ("diff_v2", TENSOR_4, {"cache_tokens": 512}),
+    ("diff", TENSOR_4, {"cache_dtype": "int8"}),
+    ("softmax", TENSOR_4, {}),
+    ("diff", TRAINING_MESH, {}),
   ],
 )
 def test_several_devices_give_the_answers_of_one(

@@ -362,6 +362,7 @@ def test_the_optimizer_has_moments_only_of_trained_parameters(recipe):
   assert names_with_moments == recipe.trained_names
 
 
+@pytest.mark.full
 def test_a_resumed_recipe_equals_an_unbroken_one(recipe, tmp_path):
   """The run has three steps, and is repeated from the checkpoint of step 2."""
   run = shutil.copytree(recipe.trained_workdir, tmp_path / "run")
@@ -375,6 +376,7 @@ def test_a_resumed_recipe_equals_an_unbroken_one(recipe, tmp_path):
   chex.assert_trees_all_equal(resumed, unbroken)
 
 
+@pytest.mark.full
 def test_a_trained_recipe_generates_its_most_likely_tokens(recipe):
   """The sampler is greedy, and reads one new token at a time with a cache.
 

@@ -556,6 +556,7 @@ def golden_and_workdir(tmp_path):
   return golden, tmp_path / "run"
 
 
+@pytest.mark.full
 def test_two_devices_compute_the_golden_logits(golden_and_workdir):
   """With tensor=2, each device has a half of each large parameter."""
   golden, run = golden_and_workdir

@@ -406,6 +406,7 @@ def answers_and_logits(
   return answers, state.logits
 
 
+@pytest.mark.full
 def test_generation_is_the_same_with_and_without_a_cache(monkeypatch):
   """A class declares in `supports` that it can be decoded with a cache.
 
@@ -431,6 +432,7 @@ def negated_forward(arrays, mask, options):
   return saved._replace(out=-saved.out)
 
 
+@pytest.mark.full
 def test_generation_calls_an_implementation_that_a_user_registered():
   implementations.register("negated", Implementation(negated_forward))
   attention_fn = functools.partial(diff_attention, implementation="negated")
@@ -582,6 +584,7 @@ def run_steps(config: Config, num_devices: int = 1) -> list[dict[str, Any]]:
   return metrics_of_steps
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
   ("name", "mesh"),
   [
@@ -590,7 +593,6 @@ def run_steps(config: Config, num_devices: int = 1) -> list[dict[str, Any]]:
       "strange_sum",
       MeshConfig(data=1, fsdp=2, tensor=2),
       id="fsdp, tensor",
-      marks=pytest.mark.full,
     ),
   ],
 )

@@ -346,6 +346,7 @@ def test_online_kernel_equals_the_reference(case):
   assert_close_in_norm(actual, expected, FLOAT32_ERROR)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
   "case", by_name(TWO_CORE_CASES, COMBINED_TWO_CORE_CASES)
 )

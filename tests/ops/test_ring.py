@@ -290,11 +290,12 @@ def test_gradient_of_lambda_on_a_ring_is_rounded_at_most_once():
   assert_close_in_norm(actual, expected, tolerance=2**-9)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
   "case",
   by_name(
-    [Case("v1", shards=2, T=256, H=1, K=1, V=16)],
     [
+      Case("v1", shards=2, T=256, H=1, K=1, V=16),
       Case("v2_segments", T=1024, H=2, K=1, M=1, has_segments=True),
       Case("plain_window", T=1024, G=1, M=1, K=4, window=200),
     ],
@@ -377,6 +378,7 @@ def test_compiled_ring_only_sends_arrays_from_device_to_device():
   assert count_transfers_of_program(Case("balanced", has_segments=True)) > 0
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("optimised")
 @pytest.mark.parametrize(
   ("order", "num_neighbors"),
@@ -384,7 +386,7 @@ def test_compiled_ring_only_sends_arrays_from_device_to_device():
     # The tokens before a device's tokens are on the device before or after it.
     pytest.param("balanced", 2, id="window"),
     # They are on the device before it.
-    pytest.param("given", 1, id="window_given", marks=pytest.mark.full),
+    pytest.param("given", 1, id="window_given"),
   ],
 )
 def test_compiled_ring_sends_keys_only_to_neighbors(order, num_neighbors):

@@ -162,7 +162,7 @@ def test_per_token_cross_entropy_in_shard_map_equals_the_reference(mesh):
 
 
 @pytest.mark.parametrize(
-  "implementation", ["chunked", "two_call", "pallas_tpu"]
+  "implementation", ["chunked", "two_call", *full(["pallas_tpu"])]
 )
 def test_attention_in_shard_map_equals_one_device(
   mesh, implementation, monkeypatch

@@ -387,6 +387,7 @@ def log_of_one_process(command, overrides, tmp_path_factory):
 # Training, stopping and resuming.
 
 
+@pytest.mark.full
 def test_two_processes_train_as_one(stopped_run, log_of_one_process):
   """The log of two processes has the numbers that one process logs alone.
 

@@ -426,10 +426,11 @@ def remat_config(remat: str, mesh_config: MeshConfig) -> Config:
   )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
   "mesh_config",
   [
-    pytest.param(MeshConfig(data=1), id="one device", marks=pytest.mark.full),
+    pytest.param(MeshConfig(data=1), id="one device"),
     pytest.param(ALL_AXES, id="all axes"),
   ],
 )

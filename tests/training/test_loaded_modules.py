@@ -81,6 +81,7 @@ def loaded_modules(tmp_path_factory):
   return json.loads(result.stdout.splitlines()[-1])
 
 
+@pytest.mark.full
 def test_a_run_loads_only_modules_that_it_needs(loaded_modules):
   """UNUSED lists modules for other runs, such as the kernels of GPUs."""
   unneeded = [name for name in loaded_modules if name.startswith(UNUSED)]
@@ -88,6 +89,7 @@ def test_a_run_loads_only_modules_that_it_needs(loaded_modules):
   assert unneeded == []
 
 
+@pytest.mark.full
 def test_a_run_loads_few_modules(loaded_modules):
   """A reader of the training loop has to know all of them."""
   assert len(loaded_modules) <= MAX_MODULES, "\n".join(loaded_modules)

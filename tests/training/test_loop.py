@@ -436,6 +436,7 @@ def steps_in_profile(workdir: pathlib.Path) -> list[int]:
   return sorted(steps)
 
 
+@pytest.mark.full
 def test_a_profile_names_its_steps_by_their_numbers_in_the_log(
   config, tmp_path
 ):
@@ -1509,10 +1510,10 @@ def train_until_too_many_steps_are_skipped(
 @pytest.mark.parametrize(
   ("num_steps", "checkpoint_interval", "keep_checkpoints", "named_step"),
   [
-    # Each step is saved, and step 3 is the last good one.
-    (20, 1, 9, 3),
     # Step 6 is also the last step of the run.
     (6, 3, 1, 3),
+    # Each step is saved, and step 3 is the last good one.
+    *full([(20, 1, 9, 3)]),
     # Step 2 is saved before the last good step, and step 4 after it.
     *full([(20, 2, 3, 2)]),
     # Only step 4 is kept. It has the parameters of step 3.

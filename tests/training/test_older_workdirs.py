@@ -23,7 +23,7 @@ GOLDEN = pathlib.Path(__file__).parent / "golden"
 RESULTS_OF_VERSION_0_1_0 = json.loads((GOLDEN / "expected.json").read_text())
 # These runs have every variant and both modes of reading data. The full tier
 # has the other combinations.
-RUNS = ["diff_streamed", "diff_v2_prepared", "transformer_prepared"]
+RUNS = ["diff_streamed", "diff_v2_prepared"]
 OTHER_RUNS = sorted(RESULTS_OF_VERSION_0_1_0.keys() - set(RUNS))
 # The fields of the runs that differ from configs/tiny.py.
 FIELDS = {

@@ -303,6 +303,7 @@ def shown(browser_contents: BrowserContents) -> dict[str, Any]:
   return browser_contents.report
 
 
+@pytest.mark.full
 def test_a_browser_requests_nothing_and_reports_no_error(report, shown):
   """The only request is for the page itself. "said" has the errors."""
   assert shown["requests"] == [f"file://{report.page}"]
