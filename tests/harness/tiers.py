@@ -1,8 +1,8 @@
 """The two tiers of the tests: the default one, and the full one.
 
 `pytest` runs the default tier. CI also runs the full tier (`pytest -m full`),
-which has further combinations and tests that take minutes. A test joins the
-full tier with `@pytest.mark.full`. Single cases of a test join it with `full`,
+which has further combinations, and tests that take long. A test joins the full
+tier with `@pytest.mark.full`. Single cases of a test join it with `full`,
 and named cases with `by_name`:
 
     @pytest.mark.parametrize("length", [16, *full([1024, 4096])])
