@@ -540,6 +540,7 @@ def read_streamed_tokens(config) -> list[list]:
   return tokens
 
 
+@pytest.mark.full
 def test_workers_stream_from_the_hub(
   hub_repo_dir, serve_local_hub, texts, make_config
 ):

@@ -214,6 +214,7 @@ def test_rows_do_not_depend_on_the_number_of_workers(four_files, tmp_path):
   assert read_directory(three_dir) == read_directory(one_dir)
 
 
+@pytest.mark.full
 def test_workers_start_if_the_script_comes_from_standard_input(
   four_files, monkeypatch, capsys
 ):

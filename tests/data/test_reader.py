@@ -177,6 +177,7 @@ def test_a_hang_in_the_training_process_is_reported(make_reader):
     read_five(batches)
 
 
+@pytest.mark.full
 def test_a_stopped_worker_is_reported(make_reader):
   """A stopped process exists, but does nothing."""
   batches = make_reader(stop_this_process, at=4, num_workers=1)

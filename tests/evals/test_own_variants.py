@@ -451,7 +451,7 @@ ONE_NEEDLE = Needle(
     pytest.param(Validation(rows=3), id="validation"),
     pytest.param(PositionNLL(rows=2, length=100), id="position_nll"),
     pytest.param(Outliers(tokens=150), id="outliers"),
-    pytest.param(ONE_NEEDLE, id="needle"),
+    pytest.param(ONE_NEEDLE, id="needle", marks=pytest.mark.full),
     pytest.param(
       Quantised(
         measurements=("needle",), bits=(8,), per=("row",), needle=ONE_NEEDLE

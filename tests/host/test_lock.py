@@ -109,6 +109,7 @@ def test_training_in_a_workdir_in_use_is_refused(holder, tmp_path):
   assert os.listdir(holder.workdir) == ["lock"]
 
 
+@pytest.mark.full
 def test_deleting_checkpoints_of_a_workdir_in_use_is_refused(command, holder):
   (holder.workdir / "checkpoints").mkdir()
 

@@ -226,7 +226,7 @@ def probabilities_of_kept_tokens(scaled_logits, top_k, top_p):
 @pytest.mark.parametrize(
   ("top_k", "top_p"),
   [
-    pytest.param(0, 1.0, id="all tokens"),
+    pytest.param(0, 1.0, id="all tokens", marks=pytest.mark.full),
     pytest.param(5, 1.0, id="top-k", marks=pytest.mark.full),
     pytest.param(0, 0.6, id="top-p", marks=pytest.mark.full),
     pytest.param(8, 0.7, id="top-k and top-p"),

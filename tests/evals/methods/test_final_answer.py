@@ -282,6 +282,7 @@ def test_an_extracted_answer_equals_itself(pieces):
     assert is_same_answer(answer, answer)
 
 
+@pytest.mark.full
 def test_math_verify_ends_at_its_time_limit(caplog):
   """The library math-verify runs in a process, which is killed after a second.
 
