@@ -602,8 +602,7 @@ def test_the_config_defines_which_tokens_a_token_sees(fields, expected):
 
 
 @pytest.mark.parametrize(
-  "name",
-  ["diff", *full(sorted(VARIANTS.keys() - {"diff"}))],
+  "name", ["diff", *full(sorted(VARIANTS.keys() - {"diff"}))]
 )
 def test_packed_documents_do_not_see_each_other(name):
   """Each of two documents in a row gets the logits that it has alone.
@@ -664,17 +663,15 @@ def loss_and_gradient(
   return jax.device_get(gradient_function(random_parameters(config)))
 
 
-DEFAULT_REMAT = [("diff", "attention")]
+DEFAULT_REMAT = ("diff", "attention")
 OTHER_REMAT = [
   case
   for case in itertools.product(VARIANTS, ("attention", "dots", "full"))
-  if case not in DEFAULT_REMAT
+  if case != DEFAULT_REMAT
 ]
 
 
-@pytest.mark.parametrize(
-  ("name", "remat"), [*DEFAULT_REMAT, *full(OTHER_REMAT)]
-)
+@pytest.mark.parametrize(("name", "remat"), [DEFAULT_REMAT, *full(OTHER_REMAT)])
 def test_remat_does_not_change_loss_or_gradients(name, remat):
   """Rematerialisation computes activations again in the backward pass."""
   config = dataclasses.replace(VARIANTS[name], remat="none")

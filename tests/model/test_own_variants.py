@@ -590,9 +590,7 @@ def run_steps(config: Config, num_devices: int = 1) -> list[dict[str, Any]]:
   [
     pytest.param("strange", MeshConfig(data=2, context=2), id="data, context"),
     pytest.param(
-      "strange_sum",
-      MeshConfig(data=1, fsdp=2, tensor=2),
-      id="fsdp, tensor",
+      "strange_sum", MeshConfig(data=1, fsdp=2, tensor=2), id="fsdp, tensor"
     ),
   ],
 )

@@ -348,7 +348,7 @@ def test_online_kernel_equals_the_reference(case):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-  "case", by_name(TWO_CORE_CASES, COMBINED_TWO_CORE_CASES)
+  "case", by_name(TWO_CORE_CASES + COMBINED_TWO_CORE_CASES)
 )
 def test_two_cores_share_the_keys_of_one_head(
   case, race_detectors, monkeypatch

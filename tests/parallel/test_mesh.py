@@ -161,7 +161,8 @@ def run_steps(config: Config, num_devices: int = 8) -> tuple[Any, list[Any]]:
 def mesh_cases() -> list[tuple[str, tuple[int, ...]]]:
   """Returns variants and sizes of the mesh's axes: data, fsdp, context, tensor.
 
-  Each variant has every axis. DIFF also has each axis alone.
+  The meshes of a variant have every axis that it supports. DIFF also has each
+  axis alone.
   """
   cases = []
   for name, config in VARIANTS.items():
@@ -373,12 +374,14 @@ def test_the_loss_communicates_once_outside_its_loop():
   assert 0 < max(summed_sizes) <= size_of_shard
 
 
-@pytest.mark.full
-@pytest.mark.usefixtures("optimised")
-def test_rows_too_long_for_a_device_are_split_over_eight():
-  """A device never has the logits of all pairs of tokens at once."""
-  length = 32_768
-  num_devices = 8
+# Rows that are too long for one device.
+
+LONG_LENGTH = 32_768
+NUM_CONTEXT_SHARDS = 8
+
+
+def program_for_long_rows() -> Program:
+  """Returns a program whose eight devices share the tokens of each row."""
   model = dataclasses.replace(
     MODEL,
     num_layers=1,
@@ -386,39 +389,52 @@ def test_rows_too_long_for_a_device_are_split_over_eight():
     ffn_dim=16,
     num_heads=1,
     num_kv_heads=1,
-    max_length=length,
+    max_length=LONG_LENGTH,
   )
   config = Config(
     model=model,
-    mesh=MeshConfig(context=num_devices),
-    data=DataConfig(length=length),
+    mesh=MeshConfig(context=NUM_CONTEXT_SHARDS),
+    data=DataConfig(length=LONG_LENGTH),
     train=TrainConfig(batch_size=1),
   )
-  program = build(config, make_mesh(config.mesh))
-  shape = (1, length)
+  return build(config, make_mesh(config.mesh))
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("optimised")
+def test_a_device_never_has_all_logits_of_a_long_row():
+  """The compiled step needs less than a quarter of their memory."""
+  compiled = program_for_long_rows().lower_train_step().compile()
+
+  temporary_bytes = compiled.memory_analysis().temp_size_in_bytes
+  # A device has an eighth of the queries, and two maps over all keys.
+  num_maps = 2
+  queries_of_device = LONG_LENGTH // NUM_CONTEXT_SHARDS
+  float32_bytes = 4
+  logits_bytes = num_maps * queries_of_device * LONG_LENGTH * float32_bytes
+  assert temporary_bytes < logits_bytes / 4
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("optimised")
+def test_rows_too_long_for_a_device_are_split_over_eight():
+  program = program_for_long_rows()
+  shape = (1, LONG_LENGTH)
   rng = np.random.default_rng(0)
   row = {
     "tokens": rng.integers(0, 64, shape, np.int32),
     "targets": rng.integers(0, 64, shape, np.int32),
     "segment_ids": np.sort(rng.integers(0, 9, shape, np.int32), axis=1),
-    "positions": np.arange(length, dtype=np.int32)[None],
+    "positions": np.arange(LONG_LENGTH, dtype=np.int32)[None],
     "weights": np.ones(shape, np.float32),
   }
   batch = put_batch(row, program.mesh)
-  compiled = program.lower_train_step().compile()
 
   _, metrics = program.train_step(program.init(), batch)
 
   tokens_of_first_device = batch["tokens"].addressable_shards[0].data
-  chex.assert_shape(tokens_of_first_device, (1, length // num_devices))
-  # A device has an eighth of the queries, which attend to all keys with two
-  # maps.
-  float32_bytes = 4
-  num_maps = 2
-  queries_of_device = length // num_devices
-  logits_bytes = num_maps * queries_of_device * length * float32_bytes
-  memory = compiled.memory_analysis()
-  assert memory.temp_size_in_bytes < logits_bytes / 4
+  tokens_per_device = LONG_LENGTH // NUM_CONTEXT_SHARDS
+  chex.assert_shape(tokens_of_first_device, (1, tokens_per_device))
   # An untrained model guesses one of 64 tokens: its loss is near log 64 = 4.2.
   assert 4 < float(metrics["loss"]) < 5
   # The norm is not tiny, so gradients reach the parameters.
